@@ -1,0 +1,24 @@
+"""What every test shares: strict numerics and runtime checks of the shapes written in annotations."""
+
+import os
+from pathlib import Path
+
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import pytest
+from jaxtyping import install_import_hook
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
+hook = install_import_hook(["relibra_jax", "pallas_kernels"], "beartype.beartype")
+
+SHARED = Path(__file__).parents[2] / "shared"
+
+
+@pytest.fixture(scope="session")
+def shared():
+    """The folder of real traces and expected results, kept beside the project and not part of it."""
+    if not SHARED.is_dir():
+        pytest.skip(f"no shared data at {SHARED}")
+    return SHARED
