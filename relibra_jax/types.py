@@ -15,7 +15,7 @@ load            token copies (tokens x top-k), an integer
 placement       the map of experts to home slots; to *reorder* is to change it between batches
 replicate       to add replicas inside a batch
 quota           how many token copies a slot is to compute
-imbalance       max / mean of rank load, 1 is perfect; over several micro-batches, sum of maxima / sum of means
+imbalance       max / mean of rank load, 1 is perfect; over micro-batches, sum of maxima / sum of means
 
 Dimensions, in this order wherever they meet
 --------------------------------------------
@@ -63,7 +63,12 @@ class Topology:
     replica_slots: int
 
     def __post_init__(self) -> None:
-        for name, least in (("num_nodes", 1), ("ranks_per_node", 1), ("num_experts", 1), ("replica_slots", 0)):
+        for name, least in (
+            ("num_nodes", 1),
+            ("ranks_per_node", 1),
+            ("num_experts", 1),
+            ("replica_slots", 0),
+        ):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
                 raise ValueError(f"{name}={value!r} must be an integer of at least {least}")
@@ -114,6 +119,17 @@ class Plan(NamedTuple):
     """Flat home slot of each expert, the same for the whole batch; exactly H experts a rank."""
     quota: Int[Array, "M L N G S"]
     """Token copies that each slot computes."""
+
+
+class PhysicalExperts(NamedTuple):
+    """Which physical slot holds which logical expert, as EPLB and the engines that adopted it write it."""
+
+    physical_to_logical: Int[Array, "L P"]
+    """The logical expert in each physical slot."""
+    logical_to_physical: Int[Array, "L E C"]
+    """The physical slots of each expert, in order of copying; EMPTY where it has fewer than C copies."""
+    logical_count: Int[Array, "L E"]
+    """Copies of each expert."""
 
 
 class Planner(NamedTuple):

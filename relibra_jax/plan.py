@@ -1,0 +1,203 @@
+"""What follows from a Plan: one map is stored, everything else is derived here, so that nothing drifts apart.
+
+Planning and execution both stand on this file and never on each other. The functions without ``check`` in
+their name are pure and work under jit and vmap; the judge, `check_plan`, looks at values and runs on the host.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Int
+
+from relibra_jax.types import EMPTY, Array, Plan, Topology
+
+
+def home_layout(home: Int[Array, "... E"], topology: Topology) -> Int[jax.Array, "... N G H"]:
+    """The expert in every home slot: the inverse of ``home``.
+
+    Args:
+        home: flat home slot of each expert, a permutation of ``0..E-1`` in every row.
+        topology: gives N, G and H.
+
+    Returns:
+        Logical expert ids, int32.
+
+    >>> topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=4, replica_slots=0)
+    >>> home_layout(jnp.array([3, 0, 1, 2]), topology).tolist()
+    [[[1, 2], [3, 0]]]
+    """
+    experts = jnp.argsort(jnp.asarray(home), axis=-1).astype(jnp.int32)
+    shape = (topology.num_nodes, topology.ranks_per_node, topology.home_slots)
+    return experts.reshape(*home.shape[:-1], *shape)
+
+
+def assemble_plan(
+    home: Int[Array, "L E"],
+    replica: Int[Array, "M L N G R"],
+    quota: Int[Array, "M L N G S"],
+    topology: Topology,
+) -> Plan:
+    """The Plan of a placement and of what each micro-batch adds to it.
+
+    Args:
+        home: flat home slot of each expert.
+        replica: flat home slot whose expert is copied into each replica slot; EMPTY for none.
+        quota: token copies of each slot, home slots first.
+        topology: gives N, G and H.
+
+    Returns:
+        A Plan of int32 arrays.
+    """
+    layout = home_layout(home, topology)
+    experts = layout.reshape(layout.shape[0], -1)
+    copied = jax.vmap(lambda row, slots: row[slots], (0, 1), 1)(experts, jnp.maximum(replica, 0))
+    slot_expert = jnp.concatenate(
+        [
+            jnp.broadcast_to(layout, (*quota.shape[:-1], topology.home_slots)),
+            jnp.where(replica == EMPTY, EMPTY, copied),
+        ],
+        axis=-1,
+    )
+    return Plan(slot_expert, jnp.asarray(home, jnp.int32), jnp.asarray(quota, jnp.int32))
+
+
+def rank_load(plan: Plan) -> Int[Array, "M L N G"]:
+    """Token copies that each rank computes."""
+    return plan.quota.sum(-1)
+
+
+def replica_experts(plan: Plan) -> Int[Array, "M L N G R"]:
+    """The experts in the replica slots; EMPTY for none."""
+    num_ranks = plan.slot_expert.shape[2] * plan.slot_expert.shape[3]
+    return plan.slot_expert[..., plan.home.shape[-1] // num_ranks :]
+
+
+def replica_count(plan: Plan) -> Int[Array, "M L"]:
+    """Replicas that each layer of each micro-batch holds on all ranks together."""
+    return (replica_experts(plan) != EMPTY).sum((-3, -2, -1))
+
+
+def node_quota(plan: Plan) -> Int[jax.Array, "M L N E"]:
+    """Token copies of each expert that each node computes."""
+    num_experts = plan.home.shape[-1]
+
+    def one_node(experts, quota):
+        # EMPTY slots have no quota, so where they are counted does not matter.
+        return jnp.zeros(num_experts, jnp.int32).at[experts.ravel()].add(quota.ravel(), mode="drop")
+
+    per_layer = jax.vmap(jax.vmap(jax.vmap(one_node)))
+    return per_layer(jnp.asarray(plan.slot_expert), jnp.asarray(plan.quota))
+
+
+def check_plan(
+    plan: Plan, load: Int[Array, "M L N G E"], topology: Topology, *, intra_node: bool = True
+) -> None:
+    """Raise unless ``plan`` computes exactly ``load`` within the rules of `Plan`.
+
+    The check is exact, because replayed loads are: every token copy is computed once, by a slot that holds its
+    expert.
+
+    Args:
+        plan: what a planner returned.
+        load: token copies by the rank where the tokens lie, as given to the planner.
+        topology: as given to the planner.
+        intra_node: whether replicas have to stay in their home's node.
+
+    Raises:
+        ValueError: the first rule that is broken, with the place and the numbers.
+    """
+    slot_expert, home, quota = (np.asarray(leaf) for leaf in plan)
+    load = np.asarray(load)
+    _check_shapes(slot_expert, home, quota, load, topology)
+    _check_homes(slot_expert, home, topology)
+    _check_replicas(slot_expert, home, topology, intra_node=intra_node)
+    _check_quotas(slot_expert, quota, load, topology)
+
+
+def _refuse(broken: np.ndarray, names: str, message) -> None:
+    """Raise for the first place where ``broken`` is true; ``message(place)`` says what is wrong there."""
+    if broken.any():
+        place = tuple(int(i) for i in np.argwhere(broken)[0])
+        where = ", ".join(f"{name} {i}" for name, i in zip(names.split(), place, strict=True))
+        raise ValueError(f"{where.replace('_', ' ')}: {message(place)}")
+
+
+def _check_shapes(slot_expert, home, quota, load, topology: Topology) -> None:
+    if load.ndim != 5:
+        raise ValueError(f"load: expected 5 axes [M L N G E], found shape {load.shape}")
+    micro_batches, layers = load.shape[:2]
+    mesh = (topology.num_nodes, topology.ranks_per_node)
+    expected = {
+        "load": (load, (micro_batches, layers, *mesh, topology.num_experts)),
+        "slot_expert": (slot_expert, (micro_batches, layers, *mesh, topology.slots)),
+        "home": (home, (layers, topology.num_experts)),
+        "quota": (quota, (micro_batches, layers, *mesh, topology.slots)),
+    }
+    for name, (array, shape) in expected.items():
+        if array.shape != shape:
+            raise ValueError(f"{name}: expected shape {shape} for {topology}, found {array.shape}")
+        if not np.issubdtype(array.dtype, np.integer):
+            raise ValueError(f"{name}: expected integers, found {array.dtype}")
+
+
+def _check_homes(slot_expert, home, topology: Topology) -> None:
+    num_experts = topology.num_experts
+    _refuse(
+        (home < 0) | (home >= num_experts),
+        "layer expert",
+        lambda place: f"home slot {home[place]} is outside 0..{num_experts - 1}",
+    )
+    owners = np.stack([np.bincount(row, minlength=num_experts) for row in home])
+    _refuse(owners != 1, "layer home_slot", lambda place: f"owned by {owners[place]} experts, not by one")
+    layout = np.argsort(home, axis=-1).reshape(home.shape[0], topology.num_nodes, topology.ranks_per_node, -1)
+    held = slot_expert[..., : topology.home_slots]
+    _refuse(
+        held != layout,
+        "micro-batch layer node local_rank slot",
+        lambda place: f"home slot of expert {layout[place[1:]]} holds {held[place]}",
+    )
+
+
+def _check_replicas(slot_expert, home, topology: Topology, *, intra_node: bool) -> None:
+    axes = "micro-batch layer node local_rank slot"
+    num_experts = topology.num_experts
+    _refuse(
+        (slot_expert < EMPTY) | (slot_expert >= num_experts),
+        axes,
+        lambda place: f"expert {slot_expert[place]} is outside 0..{num_experts - 1}",
+    )
+    for slot in range(topology.home_slots, topology.slots):
+        expert = slot_expert[..., slot]
+        again = (slot_expert[..., :slot] == expert[..., None]).any(-1) & (expert != EMPTY)
+        _refuse(again, axes.removesuffix(" slot"), lambda place, e=expert: f"holds expert {e[place]} twice")
+        if intra_node:
+            slots_per_node = topology.ranks_per_node * topology.home_slots
+            owner = np.stack([home[i][expert[:, i]] for i in range(len(home))], axis=1) // slots_per_node
+            node = np.arange(topology.num_nodes)[:, None]
+            _refuse(
+                (expert != EMPTY) & (owner != node),
+                axes.removesuffix(" slot"),
+                lambda place, e=expert, o=owner: (
+                    f"replica of expert {e[place]}, whose home is on node {o[place]}"
+                ),
+            )
+
+
+def _check_quotas(slot_expert, quota, load, topology: Topology) -> None:
+    axes = "micro-batch layer node local_rank slot"
+    _refuse(quota < 0, axes, lambda place: f"quota {quota[place]} is negative")
+    _refuse(
+        (quota != 0) & (slot_expert == EMPTY), axes, lambda place: f"quota {quota[place]} on an empty slot"
+    )
+    micro_batches, layers = quota.shape[:2]
+    rows = np.arange(micro_batches * layers)[:, None]
+    computed = np.zeros((micro_batches * layers, topology.num_experts), np.int64)
+    flat = slot_expert.reshape(len(computed), -1)
+    np.add.at(computed, (rows, np.where(flat == EMPTY, 0, flat)), quota.reshape(len(computed), -1))
+    computed = computed.reshape(micro_batches, layers, -1)
+    wanted = load.sum((2, 3), dtype=np.int64)
+    _refuse(
+        computed != wanted,
+        "micro-batch layer expert",
+        lambda place: f"quotas sum to {computed[place]}, load is {wanted[place]}",
+    )

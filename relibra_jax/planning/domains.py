@@ -1,0 +1,73 @@
+"""From a replication rule for one domain to a Plan for a whole batch.
+
+A *domain* is the set of ranks among which replicas may go: a node, or all ranks together. A rule is written for
+one domain, one layer, one micro-batch; this file maps it over all of them.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Int, Num
+
+from relibra_jax.plan import assemble_plan, home_layout
+from relibra_jax.types import EMPTY, Array, Plan, Topology
+
+type Rule = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+"""``(load[P H], known[P H]) -> (replica[P R], quota[P S])`` for a domain of P ranks with H experts each;
+``replica`` counts the domain's home slots, EMPTY for none, and quotas sum to ``load``."""
+
+
+def plan_domains(
+    rule: Rule,
+    load: Num[Array, "M L E"],
+    known: Num[Array, "#M L E"],
+    home: Int[Array, "L E"],
+    topology: Topology,
+    *,
+    domains: int,
+) -> Plan:
+    """Run a replication rule in every domain (a node, or all ranks together) of every layer and micro-batch.
+
+    Args:
+        rule: for one domain.
+        load: true loads, which the quotas have to sum to.
+        known: what the choice of replicas may look at.
+        home: flat home slot of each expert.
+        topology: of the group.
+        domains: N when replicas stay in their node, 1 when they may go anywhere.
+
+    Returns:
+        A Plan.
+    """
+    layout = home_layout(home, topology).reshape(home.shape[0], domains, -1, topology.home_slots)
+
+    def one_layer(load, known, layout):
+        return jax.vmap(lambda slots: rule(load[slots], known[slots]))(layout)
+
+    layers = jax.vmap(one_layer)
+    if known.shape[0] == 1:
+        replica, quota = jax.vmap(layers, (0, None, None))(load, known[0], layout)
+    else:
+        replica, quota = jax.vmap(layers, (0, 0, None))(load, known, layout)
+    first = (jnp.arange(domains) * (topology.num_experts // domains))[:, None, None]
+    replica = jnp.where(replica == EMPTY, EMPTY, replica + first)
+    ranks = (*load.shape[:2], topology.num_nodes, topology.ranks_per_node, -1)
+    shape_r, shape_s = (*ranks[:-1], topology.replica_slots), (*ranks[:-1], topology.slots)
+    return assemble_plan(home, replica.reshape(shape_r), quota.reshape(shape_s), topology)
+
+
+def merge_copies(
+    replica: Int[jax.Array, "P R"], quota: Int[jax.Array, "P S"]
+) -> tuple[Int[jax.Array, "P R"], Int[jax.Array, "P S"]]:
+    """Give the tokens of copies that meet on a rank to the first of them, and drop copies without tokens."""
+    ranks, room = replica.shape
+    homes = quota.shape[1] - room
+    own = (jnp.arange(ranks * homes, dtype=jnp.int32)).reshape(ranks, homes)
+    slots = jnp.concatenate([own, replica], -1)
+    same = (slots[:, :, None] == slots[:, None, :]) & (slots != EMPTY)[:, None, :]
+    first = jnp.argmax(same, axis=1)
+    keeper = first == jnp.arange(slots.shape[1])
+    merged = jnp.where(keeper, (same * quota[:, None, :]).sum(-1), 0)
+    held = keeper & (merged > 0) & (slots != EMPTY)
+    return jnp.where(held[:, homes:], replica, EMPTY), merged

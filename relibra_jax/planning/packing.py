@@ -1,0 +1,101 @@
+"""Greedy primitives for one row of loads; callers vmap them over layers, nodes and micro-batches.
+
+Both are list scheduling in the manner of EPLB (github.com/deepseek-ai/EPLB): take the heaviest thing first and
+give it to whoever has least. Ties are broken towards the lower index, in float32, as EPLB breaks them.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Float, Int, Num
+
+from relibra_jax.types import Array
+
+
+def lightest_pack(
+    load: Num[Array, " items"],
+    start: Float[Array, " packs"],
+    *,
+    room: int,
+) -> tuple[Int[jax.Array, " items"], Int[jax.Array, " items"]]:
+    """Give every item, heaviest first, to the lightest pack that has room.
+
+    Args:
+        load: what each item weighs; compared and summed in float32.
+        start: what each pack weighs before.
+        room: items that a pack can take; ``items <= packs * room``.
+
+    Returns:
+        The pack of each item and its position in the pack, in order of arrival; int32.
+
+    >>> pack, position = lightest_pack(jnp.array([5, 3, 4, 1]), jnp.zeros(2), room=2)
+    >>> pack.tolist(), position.tolist()
+    ([0, 1, 1, 0], [0, 1, 0, 1])
+    """
+    load = jnp.asarray(load, jnp.float32)
+    order = jnp.argsort(-load, stable=True)
+
+    def place(packs, item_load):
+        total, count = packs
+        pack = jnp.argmin(jnp.where(count < room, total, jnp.inf)).astype(jnp.int32)
+        here = jnp.arange(total.size) == pack
+        position = jnp.sum(jnp.where(here, count, 0))
+        return (jnp.where(here, total + item_load, total), count + here), (pack, position)
+
+    empty = (jnp.asarray(start, jnp.float32), jnp.zeros(start.shape, jnp.int32))
+    _, (pack, position) = jax.lax.scan(place, empty, load[order])
+    rank_of_item = jnp.argsort(order)
+    return pack[rank_of_item], position[rank_of_item]
+
+
+def pack_evenly(
+    load: Num[Array, " items"], num_packs: int
+) -> tuple[Int[jax.Array, " items"], Int[jax.Array, " items"]]:
+    """Pack items into packs of equal size, evening out what the packs weigh.
+
+    EPLB's ``balanced_packing`` for one row. One item a pack keeps the given order.
+
+    Args:
+        load: what each item weighs.
+        num_packs: divides the number of items.
+
+    Returns:
+        The pack of each item and its position in the pack; int32.
+
+    Raises:
+        ValueError: the items do not divide evenly over the packs.
+    """
+    items = load.shape[0]
+    if items % num_packs:
+        raise ValueError(f"{items} items must divide evenly over {num_packs} packs")
+    if items == num_packs:
+        return jnp.arange(items, dtype=jnp.int32), jnp.zeros(items, jnp.int32)
+    return lightest_pack(load, jnp.zeros(num_packs), room=items // num_packs)
+
+
+def add_copies(
+    load: Num[Array, " items"], num_extra: int
+) -> tuple[Int[jax.Array, " extra"], Int[jax.Array, " extra"], Int[jax.Array, " items"]]:
+    """Copy, ``num_extra`` times, the item with the largest load per copy.
+
+    EPLB's ``replicate_experts`` for one row.
+
+    Args:
+        load: load of each item, split evenly over its copies.
+        num_extra: copies to add to the one that each item has.
+
+    Returns:
+        The item of each added copy, which copy of that item it is (from 1), and the copies of each item; int32.
+
+    >>> item, copy, count = add_copies(jnp.array([9, 2, 4]), 2)
+    >>> item.tolist(), copy.tolist(), count.tolist()
+    ([0, 0], [1, 2], [3, 1, 1])
+    """
+    load = jnp.asarray(load, jnp.float32)
+
+    def add(count, _):
+        item = jnp.argmax(load / count).astype(jnp.int32)
+        here = jnp.arange(load.size) == item
+        return count + here, (item, jnp.sum(jnp.where(here, count, 0)))
+
+    count, (item, copy) = jax.lax.scan(add, jnp.ones(load.size, jnp.int32), length=num_extra)
+    return item, copy, count

@@ -1,0 +1,77 @@
+"""The table of planners, and Megatron-LM's placement, which is what the others are measured against.
+
+A planner is a pair of pure functions (see `relibra_jax.types.Planner`). Adding one is one function and one row
+in `PLANNERS`, which the tests, the command line and the figures read.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+
+from relibra_jax.planning.domains import plan_domains
+from relibra_jax.planning.eplb import eplb
+from relibra_jax.planning.lplb import lplb
+from relibra_jax.types import EMPTY, Planner, Topology
+
+
+def static() -> Planner:
+    """Megatron-LM's contiguous placement: expert ``e`` lives in flat home slot ``e``, and nothing is copied.
+
+    Returns:
+        A Planner without state.
+
+    >>> topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=4, replica_slots=0)
+    >>> load = jnp.array([80, 10, 6, 4]).reshape(1, 1, 1, 1, 4) * jnp.array([[1], [0]])
+    >>> plan, _ = static().update(load, (), topology)
+    >>> plan.quota.tolist()
+    [[[[[80, 10], [6, 4]]]]]
+    """
+
+    def init(topology: Topology, num_layers: int, *, key=None) -> tuple[()]:
+        del topology, num_layers, key
+        return ()
+
+    def update(load, state, topology: Topology):
+        load = jnp.asarray(load).sum((2, 3))
+        home = jnp.broadcast_to(jnp.arange(topology.num_experts, dtype=jnp.int32), load.shape[1:])
+
+        def keep(load, _):
+            nothing = jnp.full((load.shape[0], topology.replica_slots), EMPTY, jnp.int32)
+            return nothing, jnp.concatenate([load, jnp.zeros_like(nothing)], -1)
+
+        return plan_domains(keep, load, load, home, topology, domains=1), state
+
+    return Planner(init, update)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlannerRow:
+    """A planner at the settings that reports use, and what may be expected of its plans."""
+
+    planner: Planner
+    summary: str
+    intra_node: bool = True
+    """Whether replicas stay in their home's node."""
+    foresight: bool = True
+    """Whether it sees the true loads, as routing replay allows."""
+
+
+PLANNERS: dict[str, PlannerRow] = {
+    "static": PlannerRow(planner=static(), summary="Megatron-LM: contiguous placement, no replicas"),
+    "eplb_history": PlannerRow(
+        planner=eplb(loads="history", scope="batch"),
+        summary="EPLB from the batch before",
+        foresight=False,
+    ),
+    "eplb_batch": PlannerRow(planner=eplb(scope="batch"), summary="EPLB from the batch's true loads"),
+    "eplb": PlannerRow(planner=eplb(), summary="EPLB from each micro-batch's true loads (EPLB+)"),
+    "eplb_global": PlannerRow(
+        planner=eplb(hierarchical=False), summary="the same, nodes ignored", intra_node=False
+    ),
+    "lplb_history": PlannerRow(
+        planner=lplb(loads="history", scope="batch"),
+        summary="LPLB placed from the batch before, split from true loads",
+        foresight=False,
+    ),
+    "lplb": PlannerRow(planner=lplb(), summary="LPLB from each micro-batch's true loads (LPLB+)"),
+}
