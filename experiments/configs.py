@@ -1,0 +1,84 @@
+"""What the commands of ``experiments.run`` can be told: one frozen dataclass a command."""
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from relibra_jax.types import Topology
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Batching:
+    """How the samples of a trace become batches and micro-batches.
+
+    With two batches or more the first is only looked at, so that planners that need a history have one.
+    """
+
+    micro_batch_size: int = 8
+    """Samples of one micro-batch, over all ranks."""
+    batch_size: int | None = None
+    """Samples of one policy update; half the trace when not given."""
+    order: Literal["given", "shuffled"] = "given"
+    """Take samples as the trace has them, or in an order drawn by ``seed``."""
+    seed: int = 0
+    """Of the order and of planners that draw."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """The ranks of one expert-parallel group."""
+
+    nodes: int = 2
+    """Nodes N."""
+    ranks_per_node: int = 4
+    """Ranks of a node G."""
+    replica_slots: int = 2
+    """Replica slots of a rank R."""
+
+    def topology(self, num_experts: int) -> Topology:
+        """With the experts of a model."""
+        return Topology(
+            num_nodes=self.nodes,
+            ranks_per_node=self.ranks_per_node,
+            num_experts=num_experts,
+            replica_slots=self.replica_slots,
+        )
+
+
+TracePath = Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="TRACE")]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Compare:
+    """Run every planner over a trace: one table, one figure, the numbers as JSON."""
+
+    trace: TracePath = None
+    """A trace (.npz); else the one that RELIBRA_TRACE names, else a synthetic one."""
+    cluster: Annotated[Cluster, tyro.conf.arg(name="")] = Cluster()
+    batching: Annotated[Batching, tyro.conf.arg(name="")] = Batching()
+    out: Path = Path("out/compare")
+    """Where the figure and the numbers go."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MakePlan:
+    """Write the plan of one planner for the last batch of a trace."""
+
+    trace: TracePath = None
+    """A trace (.npz); else the one that RELIBRA_TRACE names, else a synthetic one."""
+    planner: str = "eplb"
+    """A name from the table that ``compare`` prints."""
+    cluster: Annotated[Cluster, tyro.conf.arg(name="")] = Cluster()
+    batching: Annotated[Batching, tyro.conf.arg(name="")] = Batching()
+    out: Path = Path("out/plan.npz")
+    """The plan: slot_expert, home, quota and the numbers of the topology."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Inspect:
+    """Describe a trace: its size, and how unevenly its experts are used."""
+
+    trace: TracePath = None
+    """A trace (.npz); else the one that RELIBRA_TRACE names, else a synthetic one."""

@@ -1,0 +1,91 @@
+"""Where routing replay comes from: a recorded trace, or a synthetic one that looks like reinforcement learning.
+
+The generator draws, for every token and layer, the top-k of
+
+    log popularity of the expert      Zipf over the experts, another order in every layer
+  + taste of the sample's domain      domains come in runs, as prompts of a batch do
+  + taste of the sample's topic       every sample has its own
+  + heat of the moment                a few experts that are hot now; which ones drifts with the sample's position
+  + Gumbel noise                      so that each token draws its own experts (the Gumbel top-k trick)
+
+so the hottest experts change from one micro-batch to the next, which planners that look back cannot follow.
+"""
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from relibra_jax.replay import load_replay, stored_num_experts
+from relibra_jax.types import RoutingReplay
+
+
+class Trace(NamedTuple):
+    """Routing replay and what is known of where it came from."""
+
+    replay: RoutingReplay
+    num_experts: int
+    name: str
+    note: str
+    """What a reader has to know to judge the numbers."""
+
+
+def read_trace(path: Path | None) -> Trace:
+    """The trace at ``path``, else the one that RELIBRA_TRACE names, else a synthetic one.
+
+    Raises:
+        ValueError: the file is missing, truncated or malformed.
+    """
+    path = path or (Path(os.environ["RELIBRA_TRACE"]) if os.environ.get("RELIBRA_TRACE") else None)
+    if path is None:
+        return synthetic_trace()
+    if not path.is_file():
+        raise ValueError(f"{path}: no such trace")
+    replay, num_experts = load_replay(path)
+    note = "" if stored_num_experts(path) else f"num_experts={num_experts} inferred: the largest id + 1"
+    return Trace(replay, num_experts, path.name, note)
+
+
+def synthetic_trace(
+    *,
+    samples: int = 256,
+    mean_tokens: int = 160,
+    layers: int = 8,
+    num_experts: int = 32,
+    top_k: int = 4,
+    domains: int = 4,
+    seed: int = 0,
+) -> Trace:
+    """A trace of the generator above.
+
+    Args:
+        samples: sequences B.
+        mean_tokens: of their lengths, which are log-normal and at most three times as long.
+        layers: MoE layers L.
+        num_experts: experts E of a layer.
+        top_k: experts K of a token.
+        domains: kinds of prompts; runs of one kind last eight samples on average.
+        seed: of everything that is drawn.
+    """
+    rng = np.random.default_rng(seed)
+    lengths = np.clip(rng.lognormal(np.log(mean_tokens) - 0.125, 0.5, samples), 8, 3 * mean_tokens).astype(int)
+    steps = np.cumsum(rng.random(samples) < 1 / 8)
+    domain = rng.integers(domains, size=samples)[steps]
+
+    popularity = -0.5 * np.log(np.arange(1, num_experts + 1))
+    base = rng.permuted(np.tile(popularity, (layers, 1)), axis=-1)
+    of_domain = rng.normal(0, 0.7, (domains, layers, num_experts))
+    of_topic = rng.normal(0, 0.5, (samples, layers, num_experts))
+    phase = rng.random((layers, num_experts))
+    position = np.arange(samples)[:, None, None] / 24
+    heat = 1.2 * np.exp(6 * (np.cos(2 * np.pi * (position + phase)) - 1))
+    logits = (base + of_domain[domain] + of_topic + heat).astype(np.float32)
+
+    mask = np.arange(lengths.max()) < lengths[:, None]
+    expert_ids = np.zeros((*mask.shape, layers, top_k), np.uint8 if num_experts <= 256 else np.uint16)
+    for sample, length in enumerate(lengths):
+        noise = rng.gumbel(size=(length, layers, num_experts)).astype(np.float32)
+        best = np.argpartition(-(logits[sample] + noise), top_k - 1, axis=-1)[..., :top_k]
+        expert_ids[sample, :length] = best
+    return Trace(RoutingReplay(expert_ids, mask), num_experts, "synthetic", f"synthetic_trace(seed={seed})")
