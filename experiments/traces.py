@@ -69,7 +69,9 @@ def synthetic_trace(
         seed: of everything that is drawn.
     """
     rng = np.random.default_rng(seed)
-    lengths = np.clip(rng.lognormal(np.log(mean_tokens) - 0.125, 0.5, samples), 8, 3 * mean_tokens).astype(int)
+    lengths = np.clip(rng.lognormal(np.log(mean_tokens) - 0.125, 0.5, samples), 8, 3 * mean_tokens).astype(
+        int
+    )
     steps = np.cumsum(rng.random(samples) < 1 / 8)
     domain = rng.integers(domains, size=samples)[steps]
 
