@@ -58,20 +58,19 @@ def make_batches(trace: Trace, batching: Batching, topology: Topology) -> Batche
     Raises:
         ValueError: sizes that do not fit each other or the trace.
     """
-    samples = len(trace.replay.mask)
-    batch = batching.batch_size
+    samples, per_micro_batch, batch = len(trace.replay.mask), batching.micro_batch_size, batching.batch_size
+    if per_micro_batch < 1:
+        raise ValueError(f"micro_batch_size={per_micro_batch} must be at least 1")
     if batch is None:
-        batch = samples // 2 // batching.micro_batch_size * batching.micro_batch_size
-    if min(batch, batching.micro_batch_size) < 1 or batch % batching.micro_batch_size:
-        raise ValueError(
-            f"batch_size={batch} must be a multiple of micro_batch_size={batching.micro_batch_size}"
-        )
+        batch = max(1, samples // 2 // per_micro_batch) * per_micro_batch
+    if batch < 1 or batch % per_micro_batch:
+        raise ValueError(f"batch_size={batch} must be a multiple of micro_batch_size={per_micro_batch}")
     if batch > samples:
         raise ValueError(f"batch_size={batch} exceeds the {samples} samples of {trace.name}")
     order = np.arange(samples)
     if batching.order == "shuffled":
         order = np.random.default_rng(batching.seed).permutation(samples)
-    assignment = assign_in_order(batch, topology, num_micro_batches=batch // batching.micro_batch_size)
+    assignment = assign_in_order(batch, topology, num_micro_batches=batch // per_micro_batch)
     count = jax.jit(expert_load, static_argnames="num_experts")
     loads = []
     for start in range(0, samples - batch + 1, batch):

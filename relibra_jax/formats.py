@@ -94,7 +94,7 @@ def from_sglang(path: str | os.PathLike, topology: Topology) -> Placement:
     return from_physical(physical, topology)
 
 
-def from_physical(physical_to_logical: Int[Array, "L P"], topology: Topology) -> Placement:
+def from_physical(physical_to_logical: Int[Array, "..."], topology: Topology) -> Placement:
     """The placement in a ``physical_to_logical`` of EPLB, vLLM or SGLang.
 
     Engines do not tell master copies from replicas. The first H slots of every rank are the homes if they hold
@@ -102,7 +102,7 @@ def from_physical(physical_to_logical: Int[Array, "L P"], topology: Topology) ->
     that it holds. Copies of an expert that share a rank become one.
 
     Args:
-        physical_to_logical: the expert in each physical slot, rank by rank; -1 for an unused slot.
+        physical_to_logical: ``[L P]``, the expert in each physical slot, rank by rank; -1 for an unused slot.
         topology: the slots of a rank may be fewer than S; the rest are EMPTY.
 
     Raises:
@@ -180,7 +180,7 @@ def load_plan(path: str | os.PathLike) -> tuple[Plan, Topology]:
         ValueError: the file is truncated or not a plan.
     """
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with open(path, "rb") as handle, np.load(handle, allow_pickle=False) as file:
             plan = Plan(**{name: file[name] for name in Plan._fields})
             numbers = {name: int(file[name]) for name in Topology.__dataclass_fields__}
     except (KeyError, ValueError, TypeError, EOFError, zipfile.BadZipFile) as error:

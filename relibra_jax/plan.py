@@ -123,15 +123,13 @@ def _refuse(broken: np.ndarray, names: str, message) -> None:
 
 
 def _check_shapes(slot_expert, home, quota, load, topology: Topology) -> None:
-    if load.ndim != 5:
-        raise ValueError(f"load: expected 5 axes [M L N G E], found shape {load.shape}")
-    micro_batches, layers = load.shape[:2]
+    rows = slot_expert.shape[:2]
     mesh = (topology.num_nodes, topology.ranks_per_node)
     expected = {
-        "load": (load, (micro_batches, layers, *mesh, topology.num_experts)),
-        "slot_expert": (slot_expert, (micro_batches, layers, *mesh, topology.slots)),
-        "home": (home, (layers, topology.num_experts)),
-        "quota": (quota, (micro_batches, layers, *mesh, topology.slots)),
+        "slot_expert": (slot_expert, (*rows, *mesh, topology.slots)),
+        "home": (home, (*rows[1:], topology.num_experts)),
+        "quota": (quota, (*rows, *mesh, topology.slots)),
+        "load": (load, (*rows, *mesh, topology.num_experts)),
     }
     for name, (array, shape) in expected.items():
         if array.shape != shape:

@@ -50,8 +50,8 @@ def plan_domains(
         replica, quota = jax.vmap(layers, (0, None, None))(load, known[0], layout)
     else:
         replica, quota = jax.vmap(layers, (0, 0, None))(load, known, layout)
-    first = (jnp.arange(domains) * (topology.num_experts // domains))[:, None, None]
-    replica = jnp.where(replica == EMPTY, EMPTY, replica + first)
+    first = jnp.arange(domains, dtype=jnp.int32) * (topology.num_experts // domains)
+    replica = jnp.where(replica == EMPTY, EMPTY, replica + first[None, None, :, None, None])
     ranks = (*load.shape[:2], topology.num_nodes, topology.ranks_per_node, -1)
     shape_r, shape_s = (*ranks[:-1], topology.replica_slots), (*ranks[:-1], topology.slots)
     return assemble_plan(home, replica.reshape(shape_r), quota.reshape(shape_s), topology)
@@ -67,7 +67,7 @@ def merge_copies(
     slots = jnp.concatenate([own, replica], -1)
     same = (slots[:, :, None] == slots[:, None, :]) & (slots != EMPTY)[:, None, :]
     first = jnp.argmax(same, axis=1)
-    keeper = first == jnp.arange(slots.shape[1])
+    keeper = first == jnp.arange(slots.shape[1])[None]
     merged = jnp.where(keeper, (same * quota[:, None, :]).sum(-1), 0)
     held = keeper & (merged > 0) & (slots != EMPTY)
     return jnp.where(held[:, homes:], replica, EMPTY), merged

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Float, Int, Num
 
 from relibra_jax.planning.domains import merge_copies, plan_domains
-from relibra_jax.planning.history import Loads, Scope, check_known, init_history, known_loads
+from relibra_jax.planning.history import check_known, init_history, known_loads
 from relibra_jax.planning.packing import add_copies, lightest_pack, pack_evenly
 from relibra_jax.types import EMPTY, Array, PhysicalExperts, Planner, Topology
 
@@ -85,7 +85,7 @@ def _rebalance_row(
     experts, per_group, slots_per_node = load.size, load.size // num_groups, num_slots // num_nodes
     node, position = pack_evenly(load.reshape(num_groups, per_group).sum(-1), num_nodes)
     group_start = (node * (num_groups // num_nodes) + position) * per_group
-    by_node = jnp.argsort((group_start[:, None] + jnp.arange(per_group)).ravel()).reshape(num_nodes, -1)
+    by_node = jnp.argsort((group_start[:, None] + jnp.arange(per_group)[None]).ravel()).reshape(num_nodes, -1)
 
     def one_node(expert: Int[Array, " n"]):
         local_load = load[expert]
@@ -112,8 +112,8 @@ def pack_homes(
 
 def eplb(
     *,
-    loads: Loads = "true",
-    scope: Scope = "micro_batch",
+    loads: str = "true",
+    scope: str = "micro_batch",
     hierarchical: bool = True,
     num_groups: int | None = None,
 ) -> Planner:
@@ -123,7 +123,7 @@ def eplb(
     redundancy, EPLB's packing puts exactly H experts on each rank. In each micro-batch the expert with the
     largest load per copy is copied until the R slots of all ranks are used, the copies go heaviest first to the
     lightest rank with a free slot, and the load of an expert is split evenly over its copies. Copies that meet
-    on a rank share one slot; a copy left without tokens is not held.
+    on a rank share one slot; a copy left without tokens is not held, and none is where homes alone balance better.
 
     Args:
         loads: plan from the batch's ``true`` loads, or from the ``history``.
@@ -176,6 +176,11 @@ def _copy_evenly(
     tokens = each[item] + (copy < rest[item])
     at_home = (each + (rest > 0)).reshape(ranks, homes)
 
+    # EPLB always fills its slots; where even splitting would raise the largest rank load, homes alone are better.
+    alone = known.sum(-1)
+    after = share.reshape(ranks, homes).sum(-1).at[rank].add(share[item])
+    copied = after.max() < alone.max()
     replica = jnp.full((ranks, replica_slots), EMPTY, jnp.int32).at[rank, position].set(item)
-    quota = jnp.zeros((ranks, replica_slots), jnp.int32).at[rank, position].set(tokens)
-    return merge_copies(replica, jnp.concatenate([at_home, quota], -1))
+    quota = jnp.zeros((ranks, replica_slots), load.dtype).at[rank, position].set(tokens)
+    spread = jnp.concatenate([at_home, quota], -1)
+    return merge_copies(replica, jnp.where(copied, spread, jnp.pad(load, ((0, 0), (0, replica_slots)))))

@@ -4,7 +4,7 @@ Systems without replay place and copy experts by the loads of earlier batches. `
 planner run on either, so that the worth of foresight can be measured.
 """
 
-from typing import Literal, NamedTuple, get_args
+from typing import Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +12,8 @@ from jaxtyping import Float, Num
 
 from relibra_jax.types import Topology
 
-Loads = Literal["true", "history"]
-Scope = Literal["batch", "micro_batch"]
+LOADS: Final = ("true", "history")
+SCOPES: Final = ("batch", "micro_batch")
 
 
 class LoadHistory(NamedTuple):
@@ -33,7 +33,7 @@ def init_history(topology: Topology, num_layers: int, *, key: jax.Array | None =
 
 
 def known_loads(
-    load: Num[jax.Array, "M L E"], history: LoadHistory, *, loads: Loads, scope: Scope
+    load: Num[jax.Array, "M L E"], history: LoadHistory, *, loads: str, scope: str
 ) -> tuple[Float[jax.Array, "L E"], Float[jax.Array, "#M L E"], LoadHistory]:
     """What a planner may know when it decides: for homes, for the replicas of each micro-batch, and from now on.
 
@@ -51,6 +51,6 @@ def known_loads(
 
 def check_known(loads: str, scope: str) -> None:
     """Raise unless both options of `known_loads` are among their names."""
-    for name, value, options in (("loads", loads, Loads), ("scope", scope, Scope)):
-        if value not in get_args(options):
-            raise ValueError(f"{name}={value!r} must be one of {', '.join(get_args(options))}")
+    for name, value, options in (("loads", loads, LOADS), ("scope", scope, SCOPES)):
+        if value not in options:
+            raise ValueError(f"{name}={value!r} must be one of {', '.join(options)}")

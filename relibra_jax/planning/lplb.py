@@ -21,7 +21,7 @@ from jaxtyping import Float, Int, Num
 from relibra_jax.planning.domains import merge_copies, plan_domains
 from relibra_jax.planning.eplb import pack_homes
 from relibra_jax.planning.graphs import graph_edges
-from relibra_jax.planning.history import Loads, Scope, check_known, init_history, known_loads
+from relibra_jax.planning.history import check_known, init_history, known_loads
 from relibra_jax.types import EMPTY, Planner, Topology
 
 STEPS = 14  # the largest rank load is then within 0.1% of the optimum (tests/test_lplb.py)
@@ -50,7 +50,7 @@ def split_over_edges(
     usable = c > 0
     c = jnp.where(usable, c, 1.0)
     eye = np.eye(ranks, dtype=np.float32)
-    flow_matrix = jnp.asarray(eye[:, edges.ravel()] - np.repeat(eye, edges.shape[1], 1)) * usable
+    flow_matrix = jnp.asarray(eye[:, edges.ravel()] - np.repeat(eye, edges.shape[1], 1)) * usable[None]
     num_flows = c.size
     # x = (f, s, t) with A f + s - t = -w, f + v = c, all positive; z and q are the duals of x and v, y of the rows.
     matrix = jnp.concatenate([flow_matrix, jnp.asarray(eye), -jnp.ones((ranks, 1))], 1)
@@ -68,7 +68,7 @@ def split_over_edges(
         r1, r2 = toward / x - z, toward / v - q
         theta = 1 / (z / x).at[:num_flows].add(q / v)
         r = r1.at[:num_flows].add(-r2)
-        normal = (matrix * theta) @ matrix.T
+        normal = (matrix * theta[None]) @ matrix.T
         dy = -jax.scipy.linalg.solve(normal, matrix @ (theta * r), assume_a="pos")
         dx = theta * (matrix.T @ dy + r)
         dv = -flows(dx)
@@ -97,8 +97,8 @@ def split_over_edges(
 def lplb(
     *,
     graph: str | None = None,
-    loads: Loads = "true",
-    scope: Scope = "micro_batch",
+    loads: str = "true",
+    scope: str = "micro_batch",
     across_nodes: bool = False,
 ) -> Planner:
     """LPLB as a planner: homes by EPLB's packing, copies along a fixed graph, a linear program for the split.

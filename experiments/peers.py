@@ -1,0 +1,92 @@
+"""Peers to measure against, and oracles for the tests: EPLB in NumPy, and in plain Python loops.
+
+`numpy_rebalance` takes all layers at a time; `python_rebalance` has the loop structure of the published EPLB
+(github.com/deepseek-ai/EPLB): layer by layer, item by item. Both return ``physical_to_logical[L P]``.
+"""
+
+import numpy as np
+
+
+def numpy_rebalance(
+    load: np.ndarray, num_slots: int, num_groups: int, num_nodes: int, num_ranks: int
+) -> np.ndarray:
+    """EPLB, vectorised over layers (and nodes) with NumPy."""
+    load = np.asarray(load, np.float32)
+    layers, experts = load.shape
+    if num_groups % num_nodes:
+        num_groups = num_nodes = 1
+    size = experts // num_groups
+    node, position = _numpy_pack(load.reshape(layers, num_groups, size).sum(-1), num_nodes)
+    start = (node * (num_groups // num_nodes) + position) * size
+    by_node = np.argsort((start[..., None] + np.arange(size)).reshape(layers, -1), axis=-1, kind="stable")
+
+    rows = layers * num_nodes
+    local = np.take_along_axis(load, by_node, -1).reshape(rows, -1)
+    count = np.ones(local.shape, np.int64)
+    item = np.tile(np.arange(local.shape[1]), (rows, 1))
+    for _ in range(num_slots // num_nodes - local.shape[1]):
+        hottest = (local / count.astype(np.float32)).argmax(-1)
+        count[np.arange(rows), hottest] += 1
+        item = np.column_stack([item, hottest])
+    share = np.take_along_axis(local / count.astype(np.float32), item, -1)
+    rank, position = _numpy_pack(share, num_ranks // num_nodes)
+    order = np.argsort(rank * (num_slots // num_ranks) + position, axis=-1)
+    item = np.take_along_axis(item, order, -1)
+    return np.take_along_axis(by_node.reshape(rows, -1), item, -1).reshape(layers, num_slots)
+
+
+def _numpy_pack(load: np.ndarray, num_packs: int) -> tuple[np.ndarray, np.ndarray]:
+    rows, items = load.shape
+    room = items // num_packs
+    if room == 1:
+        return np.tile(np.arange(items), (rows, 1)), np.zeros((rows, items), np.int64)
+    order = np.argsort(-load, axis=-1, kind="stable")
+    total, count = np.zeros((rows, num_packs), np.float32), np.zeros((rows, num_packs), np.int64)
+    pack, position = np.empty((rows, items), np.int64), np.empty((rows, items), np.int64)
+    row = np.arange(rows)
+    for item in order.T:
+        chosen = np.where(count < room, total, np.inf).argmin(-1)
+        pack[row, item], position[row, item] = chosen, count[row, chosen]
+        total[row, chosen] += load[row, item]
+        count[row, chosen] += 1
+    return pack, position
+
+
+def python_rebalance(
+    load: np.ndarray, num_slots: int, num_groups: int, num_nodes: int, num_ranks: int
+) -> list[list[int]]:
+    """EPLB with Python loops over layers and items."""
+    if num_groups % num_nodes:
+        num_groups = num_nodes = 1
+    size = load.shape[1] // num_groups
+    layers = np.asarray(load, np.float32).tolist()
+    return [_python_layer(layer, size, num_slots, num_nodes, num_ranks) for layer in layers]
+
+
+def _python_layer(load: list[float], size: int, num_slots: int, num_nodes: int, num_ranks: int) -> list[int]:
+    groups = [sum(load[i : i + size]) for i in range(0, len(load), size)]
+    slots = []
+    for members in _python_pack(groups, num_nodes):
+        experts = [group * size + i for group in members for i in range(size)]
+        count = dict.fromkeys(experts, 1)
+        copies = list(experts)
+        while len(copies) < num_slots // num_nodes:
+            hottest = max(experts, key=lambda expert: load[expert] / count[expert])
+            count[hottest] += 1
+            copies.append(hottest)
+        shares = [load[expert] / count[expert] for expert in copies]
+        slots += [copies[i] for pack in _python_pack(shares, num_ranks // num_nodes) for i in pack]
+    return slots
+
+
+def _python_pack(load: list[float], num_packs: int) -> list[list[int]]:
+    room = len(load) // num_packs
+    if room == 1:
+        return [[i] for i in range(num_packs)]
+    packs: list[list[int]] = [[] for _ in range(num_packs)]
+    total = [0.0] * num_packs
+    for item in sorted(range(len(load)), key=lambda i: -load[i]):
+        lightest = min((i for i in range(num_packs) if len(packs[i]) < room), key=total.__getitem__)
+        packs[lightest].append(item)
+        total[lightest] += load[item]
+    return packs

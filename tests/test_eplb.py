@@ -1,0 +1,108 @@
+"""EPLB exactly: published cases, independent ports, and what its planner adds."""
+
+import json
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments.peers import numpy_rebalance, python_rebalance
+from relibra_jax.planning.eplb import eplb, rebalance_experts
+from relibra_jax.types import EMPTY, Topology
+
+
+@pytest.fixture(scope="session")
+def goldens(shared):
+    return json.loads((shared / "acceptance" / "eplb.json").read_text())
+
+
+def test_published_cases(goldens):
+    for case in goldens:
+        placed = rebalance_experts(jnp.array(case["weight"]), **case["args"])
+        for found, name in zip(placed, ("phy2log", "log2phy", "logcnt"), strict=True):
+            np.testing.assert_array_equal(found, case[name], err_msg=f"{name} of {case['args']}")
+
+
+def test_published_cases_under_jit_and_vmap(goldens):
+    for case in goldens:
+        load = jnp.array(case["weight"])
+        both = jnp.stack([load, load[::-1]])
+        placed = jax.jit(jax.vmap(lambda load, args=case["args"]: rebalance_experts(load, **args)))(both)
+        np.testing.assert_array_equal(placed.physical_to_logical[0], case["phy2log"])
+        np.testing.assert_array_equal(placed.physical_to_logical[1], case["phy2log"][::-1])
+        np.testing.assert_array_equal(placed.logical_count[0], case["logcnt"])
+        width = np.shape(case["log2phy"])[-1]
+        np.testing.assert_array_equal(placed.logical_to_physical[0, ..., :width], case["log2phy"])
+        assert (placed.logical_to_physical[..., width:] == EMPTY).all()
+
+
+@pytest.mark.parametrize(
+    ("num_slots", "num_groups", "num_nodes", "num_ranks"),
+    [(40, 8, 4, 8), (36, 32, 2, 4), (32, 32, 4, 8), (48, 3, 2, 16)],
+)
+@pytest.mark.parametrize("kind", ["zipf", "ties"])
+def test_agrees_with_ports(kind, num_slots, num_groups, num_nodes, num_ranks):
+    rng = np.random.default_rng(0)
+    experts = 32 if num_groups != 3 else 48
+    shape = (5, experts)
+    load = rng.zipf(1.5, shape).clip(0, 60_000) if kind == "zipf" else rng.integers(0, 3, shape)
+    args = (num_slots, num_groups, num_nodes, num_ranks)
+    found = rebalance_experts(jnp.asarray(load), *args).physical_to_logical
+    np.testing.assert_array_equal(found, numpy_rebalance(load, *args))
+    if kind == "zipf":  # Python sums in double precision, so equal sums need not tie
+        np.testing.assert_array_equal(found, python_rebalance(load, *args))
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ((17, 4, 2, 8), "num_replicas=17 must divide evenly over num_gpus=8"),
+        ((16, 5, 2, 8), "experts=12 must divide evenly over num_groups=5"),
+        ((16, 4, 3, 8), "num_gpus=8 must divide evenly over num_nodes=3"),
+        ((8, 4, 2, 8), "num_replicas=8 is too few for 12 experts"),
+    ],
+)
+def test_counts_that_do_not_fit(args, message):
+    with pytest.raises(ValueError, match=message):
+        rebalance_experts(jnp.ones((1, 12)), *args)
+
+
+def test_unknown_option():
+    with pytest.raises(ValueError, match="loads='future' must be one of true, history"):
+        eplb(loads="future")
+
+
+def test_groups_that_do_not_fit():
+    topology = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=1)
+    planner = eplb(num_groups=3)
+    state = planner.init(topology, 1, key=jax.random.key(0))
+    with pytest.raises(
+        ValueError, match="num_groups=3 must divide num_experts=8 and be a multiple of num_nodes=2"
+    ):
+        planner.update(jnp.ones((1, 1, 2, 2, 8), jnp.int32), state, topology)
+
+
+def test_history_plans_from_the_past():
+    """The first batch teaches; on the second, equal to it, history knows what true loads tell."""
+    topology = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=1)
+    load = jnp.asarray(np.random.default_rng(1).integers(0, 500, (3, 2, 2, 2, 8)), jnp.int32)
+    past, true = eplb(loads="history", scope="batch"), eplb(scope="batch")
+    state = past.init(topology, 2, key=jax.random.key(0))
+    first, state = past.update(load, state, topology)
+    second, _ = past.update(load, state, topology)
+    told, _ = true.update(load, true.init(topology, 2, key=jax.random.key(0)), topology)
+    chex.assert_trees_all_equal(second, told)
+    assert (first.home != told.home).any()
+
+
+def test_micro_batch_history_lags_by_one():
+    topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=4, replica_slots=1)
+    hot = 900 * np.eye(4, dtype=np.int32)[[0, 3]] + 1
+    load = jnp.asarray(hot.reshape(2, 1, 1, 1, 4).repeat(2, axis=3))
+    planner = eplb(loads="history")
+    plan, _ = planner.update(load, planner.init(topology, 1, key=jax.random.key(0)), topology)
+    copied = np.asarray(plan.slot_expert[1, 0, 0, :, topology.home_slots :])
+    assert 0 in copied, "the second micro-batch copies what was hot in the first"
+    assert 3 not in copied

@@ -1,0 +1,145 @@
+"""Placements to other systems and back, and plans as files."""
+
+import json
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from relibra_jax.files import whole_file
+from relibra_jax.formats import (
+    from_physical,
+    from_sglang,
+    homes_only,
+    load_plan,
+    placement_of,
+    save_plan,
+    to_eplb,
+    to_sglang,
+    to_vllm,
+)
+from relibra_jax.planning.eplb import eplb, rebalance_experts
+from relibra_jax.types import EMPTY, Topology
+
+TOPOLOGY = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=2)
+
+
+@pytest.fixture(scope="module")
+def plan():
+    load = np.random.default_rng(0).zipf(1.4, (2, 3, 2, 2, 8)).clip(0, 900)
+    planner = eplb()
+    plan, _ = planner.update(jnp.asarray(load, jnp.int32), planner.init(TOPOLOGY, 3, key=None), TOPOLOGY)
+    return plan
+
+
+def test_vllm_round_trip(plan):
+    placement = placement_of(plan, 1)
+    physical = to_vllm(placement)
+    assert physical.shape == (3, TOPOLOGY.num_ranks * TOPOLOGY.slots)
+    back = from_physical(physical, TOPOLOGY)
+    np.testing.assert_array_equal(back.home, placement.home)
+    held = np.sort(placement.slot_expert, axis=-1)
+    np.testing.assert_array_equal(np.sort(back.slot_expert, axis=-1), held)
+
+
+def test_sglang_round_trip(plan, tmp_path):
+    placement = homes_only(plan)
+    to_sglang(tmp_path / "location.json", placement)
+    content = json.loads((tmp_path / "location.json").read_text())
+    assert list(content) == ["physical_to_logical_map"]
+    back = from_sglang(tmp_path / "location.json", TOPOLOGY)
+    np.testing.assert_array_equal(back.home, placement.home)
+    np.testing.assert_array_equal(back.slot_expert[..., : TOPOLOGY.home_slots], placement.slot_expert)
+    assert (back.slot_expert[..., TOPOLOGY.home_slots :] == EMPTY).all()
+
+
+def test_eplb_round_trip():
+    """EPLB's own output, with copies anywhere, comes back as a placement and leaves as the same arrays."""
+    load = np.random.default_rng(1).integers(1, 100, (3, 8))
+    published = rebalance_experts(load, 16, 1, 1, 4)
+    placement = from_physical(published.physical_to_logical, TOPOLOGY)
+    for layer in range(3):
+        homes = placement.slot_expert[layer, ..., : TOPOLOGY.home_slots]
+        assert sorted(homes.ravel()) == list(range(8))
+        held = [set(row) - {EMPTY} for row in placement.slot_expert[layer].reshape(4, -1).tolist()]
+        physical = np.asarray(published.physical_to_logical[layer]).reshape(4, -1).tolist()
+        assert held == [set(row) for row in physical]
+    full = from_physical(np.tile([0, 1, 2, 3, 2, 3, 4, 5, 4, 5, 6, 7, 6, 7, 0, 1], (1, 1)), TOPOLOGY)
+    again = to_eplb(full)
+    assert again.logical_count.tolist() == [[2] * 8]
+    for expert, slots in enumerate(again.logical_to_physical[0]):
+        assert (again.physical_to_logical[0, slots] == expert).all()
+
+
+def test_homes_are_found_when_they_do_not_come_first():
+    """Rank 0 holds 0 and 1 twice over; only matching finds owners with two homes on each rank."""
+    physical = np.array([[0, 1, 2, 3, 0, 1, 2, 4, 5, 4, 6, 7, 6, 7, 5, 3]])
+    placement = from_physical(physical, TOPOLOGY)
+    assert sorted(placement.slot_expert[..., :2].ravel()) == list(range(8))
+
+
+def test_no_homes_to_choose():
+    physical = np.array([[0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6, 7]])
+    with pytest.raises(ValueError, match=r"layer 0: no home for expert \d \(\d copies\)"):
+        from_physical(physical, TOPOLOGY)
+
+
+@pytest.mark.parametrize(
+    ("physical", "message"),
+    [
+        ([[0, 1, 2]], "3 physical slots do not fit 4 ranks of 2 to 4 slots each"),
+        ([[0, 1, 2, 3, 4, 5, 6, 8]], r"layer 0, slot 7: expert 8 is outside 0\.\.7"),
+        ([0, 1, 2, 3], r"expected integers \[layers, physical\], found int64 \(4,\)"),
+    ],
+)
+def test_arrays_that_do_not_fit(physical, message):
+    with pytest.raises(ValueError, match=message):
+        from_physical(np.array(physical), TOPOLOGY)
+
+
+def test_empty_slots_cannot_go_everywhere(plan, tmp_path):
+    placement = from_physical(np.arange(8)[None], TOPOLOGY)
+    with pytest.raises(ValueError, match="layer 0, slot 2 is empty, which SGLang cannot express"):
+        to_sglang(tmp_path / "location.json", placement)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[1, 2]", '{"logical_count": [[1]]}', '{"physical_to_logical_map": [[1], [2, 3]]}']
+)
+def test_broken_sglang_json(tmp_path, text):
+    path = tmp_path / "location.json"
+    path.write_text(text)
+    with pytest.raises(
+        ValueError, match=r"location\.json: no JSON object with a rectangular physical_to_logical_map"
+    ):
+        from_sglang(path, TOPOLOGY)
+
+
+def test_plan_file_round_trip(plan, tmp_path):
+    save_plan(tmp_path / "plan.npz", plan, TOPOLOGY)
+    back, topology = load_plan(tmp_path / "plan.npz")
+    assert topology == TOPOLOGY
+    chex.assert_trees_all_equal(back, jax.tree.map(np.asarray, plan))
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.npz"]
+
+
+@pytest.mark.parametrize("keep", [0, 100, -30])
+def test_truncated_plan_file(plan, tmp_path, keep):
+    path = tmp_path / "plan.npz"
+    save_plan(path, plan, TOPOLOGY)
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(ValueError, match=r"plan\.npz: not a plan, or truncated"):
+        load_plan(path)
+
+
+def test_failed_save_leaves_nothing(tmp_path):
+    kept = tmp_path / "kept.txt"
+    kept.write_text("before")
+    with pytest.raises(RuntimeError), whole_file(kept) as part:
+        part.write_text("half")
+        raise RuntimeError
+    assert [path.name for path in tmp_path.iterdir()] == ["kept.txt"]
+    assert kept.read_text() == "before"

@@ -1,0 +1,54 @@
+"""Metrics against definitions written out by hand."""
+
+import numpy as np
+import pytest
+
+from relibra_jax.planning.metrics import (
+    balanced_load,
+    batch_imbalance,
+    cross_node_load,
+    imbalance,
+    moved_bytes,
+    moved_experts,
+)
+from relibra_jax.planning.planner import static
+from relibra_jax.types import Topology
+
+
+def test_imbalance_of_each_micro_batch():
+    rank_load = np.array([[[[30, 10], [20, 20]]], [[[0, 0], [0, 0]]]])
+    assert imbalance(rank_load).tolist() == [[1.5], [1.0]]
+
+
+def test_batch_imbalance_weighs_micro_batches_by_time():
+    """A long balanced micro-batch and a short uneven one: not the mean of 1 and 2."""
+    rank_load = np.array([[[[100, 100]]], [[[20, 0]]]])
+    assert batch_imbalance(rank_load) == pytest.approx((100 + 20) / (100 + 10))
+
+
+def test_batch_imbalance_averages_layers():
+    rank_load = np.array([[[[30, 10]], [[5, 5]], [[0, 0]]]])
+    assert batch_imbalance(rank_load) == pytest.approx((1.5 + 1 + 1) / 3)
+
+
+def test_cross_node_load_counts_by_brute_force():
+    """Static placement: every token copy whose expert lives on another node crosses."""
+    topology = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=0)
+    load = np.random.default_rng(0).integers(0, 50, (3, 2, 2, 2, 8)).astype(np.int32)
+    plan, _ = static().update(load, (), topology)
+    crossing = load[:, :, 0, :, 4:].sum((2, 3)) + load[:, :, 1, :, :4].sum((2, 3))
+    np.testing.assert_array_equal(cross_node_load(plan, load), crossing)
+
+
+def test_balanced_load_is_the_mean_rank_load():
+    load = np.zeros((1, 1, 2, 2, 4), np.int32)
+    load[0, 0, 1, 1, 2] = 100
+    assert balanced_load(load).tolist() == [[25.0]]
+
+
+def test_moves_are_counted_by_rank():
+    """Changing the slot on the same rank moves nothing over the network."""
+    before, now = np.array([[0, 1, 2, 3]]), np.array([[1, 0, 3, 2]])
+    assert moved_experts(now, before, home_slots=2).tolist() == [0]
+    assert moved_experts(now, before, home_slots=1).tolist() == [4]
+    assert moved_bytes(np.array([4]), expert_bytes=10).tolist() == [40.0]
