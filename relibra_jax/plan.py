@@ -12,6 +12,16 @@ from jaxtyping import Int
 from relibra_jax.types import EMPTY, Array, Plan, Topology
 
 
+def inverse_permutation(permutation: Int[Array, " n"]) -> Int[jax.Array, " n"]:
+    """Where each of ``0..n-1`` stands in ``permutation``; a scatter, several times faster than an argsort.
+
+    >>> inverse_permutation(jnp.array([2, 0, 1])).tolist()
+    [1, 2, 0]
+    """
+    places = jnp.arange(permutation.shape[0], dtype=jnp.int32)
+    return jnp.zeros_like(places).at[permutation].set(places, unique_indices=True)
+
+
 def home_layout(home: Int[Array, "... E"], topology: Topology) -> Int[jax.Array, "... N G H"]:
     """The expert in every home slot: the inverse of ``home``.
 
@@ -26,7 +36,7 @@ def home_layout(home: Int[Array, "... E"], topology: Topology) -> Int[jax.Array,
     >>> home_layout(jnp.array([3, 0, 1, 2]), topology).tolist()
     [[[1, 2], [3, 0]]]
     """
-    experts = jnp.argsort(jnp.asarray(home), axis=-1).astype(jnp.int32)
+    experts = jax.vmap(inverse_permutation)(jnp.asarray(home).reshape(-1, home.shape[-1]))
     shape = (topology.num_nodes, topology.ranks_per_node, topology.home_slots)
     return experts.reshape(*home.shape[:-1], *shape)
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int, Num
 
+from relibra_jax.plan import inverse_permutation
 from relibra_jax.planning.domains import merge_copies, plan_domains
 from relibra_jax.planning.history import check_known, init_history, known_loads
 from relibra_jax.planning.packing import add_copies, lightest_pack, pack_evenly
@@ -85,7 +86,7 @@ def _rebalance_row(
     experts, per_group, slots_per_node = load.size, load.size // num_groups, num_slots // num_nodes
     node, position = pack_evenly(load.reshape(num_groups, per_group).sum(-1), num_nodes)
     group_start = (node * (num_groups // num_nodes) + position) * per_group
-    by_node = jnp.argsort((group_start[:, None] + jnp.arange(per_group)[None]).ravel()).reshape(num_nodes, -1)
+    by_node = inverse_permutation((group_start[:, None] + jnp.arange(per_group)[None]).ravel()).reshape(num_nodes, -1)
 
     def one_node(expert: Int[Array, " n"]):
         local_load = load[expert]
@@ -93,7 +94,7 @@ def _rebalance_row(
         item = jnp.concatenate([jnp.arange(expert.size, dtype=jnp.int32), item])
         copy = jnp.concatenate([jnp.zeros(expert.size, jnp.int32), copy])
         rank, position = pack_evenly((local_load / count)[item], num_ranks // num_nodes)
-        order = jnp.argsort(rank * (num_slots // num_ranks) + position)
+        order = inverse_permutation(rank * (num_slots // num_ranks) + position)
         return expert[item][order], copy[order]
 
     expert, copy = (leaf.ravel() for leaf in jax.vmap(one_node)(by_node))
@@ -107,7 +108,7 @@ def pack_homes(
 ) -> Int[Array, "L E"]:
     """Homes by EPLB's packing without redundancy: as many slots as experts, exactly H a rank."""
     placed = rebalance_experts(load, topology.num_experts, num_groups, num_nodes, topology.num_ranks)
-    return jnp.argsort(placed.physical_to_logical, axis=-1).astype(jnp.int32)
+    return jax.vmap(inverse_permutation)(placed.physical_to_logical)
 
 
 def eplb(

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int, Num
 
+from relibra_jax.plan import inverse_permutation
 from relibra_jax.types import Array
 
 
@@ -43,7 +44,7 @@ def lightest_pack(
 
     empty = (jnp.asarray(start, jnp.float32), jnp.zeros(start.shape, jnp.int32))
     _, (pack, position) = jax.lax.scan(place, empty, load[order])
-    rank_of_item = jnp.argsort(order)
+    rank_of_item = inverse_permutation(order)
     return pack[rank_of_item], position[rank_of_item]
 
 
