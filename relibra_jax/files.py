@@ -21,6 +21,8 @@ def whole_file(path: str | os.PathLike) -> Iterator[Path]:
     try:
         part.chmod(0o644)
         yield part
+        with part.open("rb") as written:
+            os.fsync(written.fileno())
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)

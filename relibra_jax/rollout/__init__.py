@@ -1,0 +1,6 @@
+"""What rollout engines and trainers record about routing, read into a `RoutingReplay`."""
+
+from relibra_jax.rollout.ingest import replay_from_rollout
+from relibra_jax.rollout.layouts import LAYOUTS
+
+__all__ = ["LAYOUTS", "replay_from_rollout"]

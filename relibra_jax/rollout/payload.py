@@ -1,0 +1,118 @@
+"""Bytes and lists off the wire into integer arrays: base64 buffers, base64 ``.npy``, nested lists.
+
+Nothing is unpickled, and the dtype a payload states is taken only if it is one of the integers engines use.
+"""
+
+import base64
+import io
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+INTEGERS: Final = ("int8", "uint8", "int16", "uint16", "int32", "int64")
+
+
+class Recorded(NamedTuple):
+    """What was recorded of one sample: the rows of its real tokens ``start .. start + n - 1``, in order."""
+
+    rows: np.ndarray
+    """``[n, layers, K]`` integer, in the dtype it came in; a row of -1 is a route that is not known."""
+    start: int = 0
+
+
+class Expected(NamedTuple):
+    """What the caller knows about the batch and its model."""
+
+    mask: np.ndarray
+    """``[B, T]`` bool."""
+    num_experts: int
+    top_k: int
+    num_layers: int
+    moe_layers: tuple[int, ...]
+
+
+def sequence(value: Any, *, of: str) -> Iterable[Any]:
+    """What iterates, save for what iterates by mistake.
+
+    Raises:
+        ValueError: it does not iterate, or it is a mapping or a string.
+    """
+    if isinstance(value, Mapping | str | bytes) or not isinstance(value, Iterable):
+        raise ValueError(f"expected a sequence of {of}, found {type(value).__name__}")
+    return value
+
+
+def integers(value: Any, *, ndim: int) -> np.ndarray:
+    """An array, a tensor on the host or nested lists as an integer array of ``ndim`` axes.
+
+    Raises:
+        ValueError: it is ragged, has other axes, or holds anything but integers.
+
+    >>> integers([[[0, 1]], [[3, 2]]], ndim=3).shape
+    (2, 1, 2)
+    """
+    try:
+        array = np.asarray(value)
+    except ValueError as error:
+        raise ValueError("nested lists of unequal length") from error
+    if array.dtype.kind not in "iu" or array.ndim != ndim:
+        raise ValueError(f"expected integers of {ndim} axes, found {array.dtype}{list(array.shape)}")
+    return array
+
+
+def from_base64(text: Any, *, dtype: str) -> np.ndarray:
+    """A base64 buffer of little-endian integers as a flat array.
+
+    Raises:
+        ValueError: it is not base64, not whole items, or of no integer dtype.
+
+    >>> from_base64("AAEC", dtype="uint8").tolist()
+    [0, 1, 2]
+    """
+    if dtype not in INTEGERS:
+        raise ValueError(f"dtype {dtype!r} is none of {', '.join(INTEGERS)}")
+    data, item = _bytes(text), np.dtype(dtype).newbyteorder("<")
+    if len(data) % item.itemsize:
+        raise ValueError(f"{len(data)} bytes are not whole {dtype} items")
+    return np.frombuffer(data, item)
+
+
+def from_http(value: Any) -> np.ndarray:
+    """One routed-experts field of an HTTP response of vLLM, in any of its three encodings.
+
+    Args:
+        value: base64 of an ``.npy``, ``{"encoding": "base64", "dtype", "shape", "data"}`` or nested lists.
+
+    Returns:
+        ``[rows, layers, K]`` integers; ``[0, 0, 0]`` for an empty list.
+
+    Raises:
+        ValueError: it is none of these, or it is damaged.
+    """
+    if isinstance(value, Mapping):
+        encoding, dtype, shape, data = (value.get(key) for key in ("encoding", "dtype", "shape", "data"))
+        if encoding != "base64":
+            raise ValueError(f"encoding {encoding!r} is not 'base64'")
+        flat = from_base64(data, dtype=str(dtype))
+        if not isinstance(shape, list | tuple) or len(shape) != 3 or math.prod(shape) != flat.size:
+            raise ValueError(f"shape {shape!r} is not [rows, layers, K] of {flat.size} ids")
+        return flat.reshape(shape)
+    if isinstance(value, str | bytes):
+        file = io.BytesIO(_bytes(value))
+        try:
+            array = np.lib.format.read_array(file, allow_pickle=False)
+        # A damaged header raises whatever its damaged text happens to mean.
+        except Exception as error:
+            raise ValueError(f"not base64 of an .npy ({error})") from error
+        if rest := len(file.read()):
+            raise ValueError(f"{rest} bytes behind the array that the .npy states")
+        return integers(array, ndim=3)
+    return np.zeros((0, 0, 0), np.uint8) if value == [] else integers(value, ndim=3)
+
+
+def _bytes(text: Any) -> bytes:
+    if not isinstance(text, str | bytes):
+        raise ValueError(f"expected base64, found {type(text).__name__}")
+    return base64.b64decode(text, validate=True)

@@ -1,0 +1,94 @@
+"""JSON lines of Megatron-LM's ``RouterTracer``, one stream a rank, one record a layer and forward pass.
+
+``{"step", "stage", "block": "decoder", "layer", "rank", "num_tokens", "topk", "top_indices": [[...], ...]}``
+
+A record does not say which tokens it holds, so the streams must: ranks with the same layers hold successive
+samples and come in that order; ranks with different layers are pipeline stages of the same samples. What that
+order can get wrong and leaves a mark is an error: missing or renumbered layers, a rank given twice, layers
+that saw different passes, a token count that is not the mask's. What leaves no mark is the order of samples
+inside a pass: trace with one sequence, or one packed row, a micro-batch. Where the router handed a boolean
+map to the tracer, ids come in ascending order: the order of top-k was lost before the file was written.
+"""
+
+import json
+from typing import Any
+
+import numpy as np
+
+from relibra_jax.rollout.payload import Expected, Recorded, integers, sequence
+
+
+def router_trace(source: Any, expected: Expected) -> list[Recorded]:
+    """Read the streams of all ranks of one batch.
+
+    Args:
+        source: a sequence of streams; a stream is an iterable of lines (an open file will do) with the
+            records of this batch alone. Blocks but the decoder's (multi-token prediction) are left out.
+        expected: the batch and its model; layers are numbered as ``moe_layers``, across pipeline stages.
+
+    Returns:
+        The rows ``[tokens, MoE layers, K]`` of each sample.
+
+    Raises:
+        ValueError: a line is not such a record, or the streams do not make up the batch.
+    """
+    chunks: dict[int, list[np.ndarray]] = {}
+    passes: dict[int, list[tuple[int, int]]] = {}
+    ranks: set[int] = set()
+    for number, stream in enumerate(sequence(source, of="streams, one a rank")):
+        stream_ranks = set()
+        for line_number, line in enumerate(sequence(stream, of="lines"), start=1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+                if record["block"] != "decoder":
+                    continue
+                layer, step, rank, tokens = (record[key] for key in ("layer", "step", "rank", "num_tokens"))
+                ids = integers(record["top_indices"], ndim=2)
+                if ids.shape != (tokens, expected.top_k):
+                    raise ValueError(f"top_indices are {list(ids.shape)}, not [{tokens}, {expected.top_k}]")
+            except (KeyError, TypeError, ValueError) as error:
+                what = f"there is no {error}" if isinstance(error, KeyError) else error
+                raise ValueError(f"stream {number}, line {line_number}: {what}") from error
+            stream_ranks.add(rank)
+            chunks.setdefault(layer, []).append(ids)
+            passes.setdefault(layer, []).append((step, len(ids)))
+        if len(stream_ranks) > 1 or stream_ranks & ranks:
+            raise ValueError(
+                f"stream {number} has records of rank {sorted(stream_ranks)}: a stream is one rank, once"
+            )
+        ranks |= stream_ranks
+    _check_layers(set(chunks), set(expected.moe_layers))
+    first = expected.moe_layers[0]
+    for layer in expected.moe_layers:
+        if passes[layer] != passes[first]:
+            raise ValueError(
+                f"layer {layer} has (step, tokens) {passes[layer]}, layer {first} has {passes[first]}"
+                " (the stream of a rank is missing?)"
+            )
+    rows = np.stack([np.concatenate(chunks[layer]) for layer in expected.moe_layers], axis=1)
+    return _split(rows, expected.mask)
+
+
+def _check_layers(found: set[int], moe_layers: set[int]) -> None:
+    if found != moe_layers:
+        raise ValueError(
+            f"no records of layers {sorted(moe_layers - found)}, extra ones of {sorted(found - moe_layers)}"
+            " (a pipeline stage is missing, or counts layers from its own first?)"
+        )
+
+
+def _split(rows: np.ndarray, mask: np.ndarray) -> list[Recorded]:
+    lengths = mask.sum(axis=1)
+    if len(rows) == mask.size:
+        return [
+            Recorded(sample[real])
+            for sample, real in zip(rows.reshape(*mask.shape, *rows.shape[1:]), mask, strict=True)
+        ]
+    if len(rows) != lengths.sum():
+        raise ValueError(
+            f"{len(rows)} tokens a layer, but the batch has {lengths.sum()} real tokens in {mask.size}"
+            " positions (a tensor-parallel copy, a recomputed pass or another batch?)"
+        )
+    return [Recorded(part) for part in np.split(rows, np.cumsum(lengths)[:-1])]
