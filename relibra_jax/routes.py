@@ -41,14 +41,14 @@ def source_quota(
         held = jnp.where(expert == EMPTY, 0, expert)
         rank = np.repeat(np.arange(ranks), slots)
         demand = jnp.zeros_like(supply).at[rank, held].add(quota.reshape(-1))
-        rounds = []
+        sent = jnp.zeros((ranks, expert.size), supply.dtype)
         for per_group in (1, topology.ranks_per_node, ranks):
             matched = _overlap(supply, demand, held, rank, per_group)
             matched = jnp.where(expert == EMPTY, 0, matched)
             supply = supply - jnp.zeros_like(supply).at[:, held].add(matched)
             demand = demand - jnp.zeros_like(demand).at[rank, held].add(matched.sum(0))
-            rounds.append(matched)
-        return sum(rounds).reshape(ranks, topology.num_nodes, topology.ranks_per_node, slots)
+            sent = sent + matched
+        return sent.reshape(ranks, topology.num_nodes, topology.ranks_per_node, slots)
 
     return jax.vmap(jax.vmap(one))(jnp.asarray(plan.slot_expert), jnp.asarray(plan.quota), jnp.asarray(load))
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Float, Int
 
 from relibra_jax.plan import node_quota
-from relibra_jax.types import Array, Plan
+from relibra_jax.types import Array, Plan, Topology
 
 
 def imbalance(rank_load: Int[Array, "M L N G"]) -> Float[jax.Array, "M L"]:
@@ -46,6 +46,30 @@ def balanced_load(load: Int[Array, "M L N G E"]) -> Float[jax.Array, "M L"]:
     No plan: perfect balance is not attainable in general. Reports show it beside the plans.
     """
     return jnp.asarray(load, jnp.float32).sum(-1).mean((-2, -1))
+
+
+def replication_bound(
+    load: Int[Array, "M L N G E"], home: Int[Array, "L E"], topology: Topology, *, across_nodes: bool = False
+) -> Int[jax.Array, "M L"]:
+    """The least maximum rank load that any replication could reach, given the homes.
+
+    Replicas that stay in their node cannot take load out of it, so the fullest node's mean is a lower bound; when
+    they may go anywhere it is the mean over all ranks. Reached when slots suffice.
+
+    >>> topology = Topology(num_nodes=2, ranks_per_node=1, num_experts=2, replica_slots=1)
+    >>> load = jnp.array([70, 30]).reshape(1, 1, 1, 1, 2) * jnp.array([[[1]], [[0]]])
+    >>> replication_bound(load, jnp.array([[0, 1]]), topology).tolist()
+    [[70]]
+    """
+    domains = 1 if across_nodes else topology.num_nodes
+    by_expert = jnp.asarray(load).sum((2, 3))
+    domain = jnp.asarray(home) // (topology.num_experts // domains)
+
+    def one_layer(load, domain):
+        return jnp.zeros(domains, load.dtype).at[domain].add(load).max()
+
+    fullest = jax.vmap(jax.vmap(one_layer), (0, None))(by_expert, domain)
+    return -(-fullest // (topology.num_ranks // domains))
 
 
 def cross_node_load(plan: Plan, load: Int[Array, "M L N G E"]) -> Int[jax.Array, "M L"]:

@@ -1,0 +1,235 @@
+"""A common currency: the modelled time of a training step's layers under a plan, in seconds.
+
+One layer of one micro-batch, forward and backward, on a described cluster:
+
+    attention  3 x (tokens of the fullest rank) x (FLOP of a token) / rate
+    compute    3 x (rows of the most loaded rank, filled up to tiles) x 6 D F / rate
+    exchange   4 x (bytes of the busiest link of the busiest rank, one way)
+    exposed    3 x (time to push a layer's replicas - time of forward attention), where that is positive
+
+A backward pass costs two forward passes; dispatch and combine each run once per pass; a replica is pushed in the
+forward pass, and pushed again and its gradient returned in the backward pass, each time behind attention. Every
+phase waits for its slowest rank, because a collective ends it. The accounting follows LAER-MoE (ASPLOS'26:
+four exchanges, three passes of compute) with the replicas' transfers of ReLibra (arXiv 2605.08639). All of it is a
+model: nothing here was measured on a cluster.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float, Int, Num
+
+from relibra_jax.plan import replica_experts
+from relibra_jax.planning.hardware import Cluster, Model
+from relibra_jax.routes import source_quota
+from relibra_jax.types import EMPTY, Array, Plan, Topology
+
+ACTIVATION_BYTES = 2  # bfloat16
+WEIGHT_BYTES = 2  # bfloat16; a replica's gradient returns in the same dtype
+STATE_BYTES = 14  # a parameter that changes home: bfloat16 weight, float32 master copy and two Adam moments
+PASSES = 3  # one forward, and a backward of twice the work
+
+
+class Traffic(NamedTuple):
+    """What each rank sends and receives for one layer of one micro-batch, in one direction of one pass."""
+
+    slow: Num[Array, "M L N G"]
+    """Rows over the slow network: the larger of sent and received."""
+    fast: Num[Array, "M L N G"]
+    """Rows over the fast network, likewise."""
+
+
+class LayerTime(NamedTuple):
+    """Modelled seconds of a layer in a micro-batch, forward and backward; the four add up."""
+
+    attention: Float[Array, "M L"]
+    compute: Float[Array, "M L"]
+    exchange: Float[Array, "M L"]
+    exposed: Float[Array, "M L"]
+
+    @property
+    def total(self) -> Float[Array, "M L"]:
+        """Seconds of the layer."""
+        return self.attention + self.compute + self.exchange + self.exposed
+
+
+def count_traffic(
+    plan: Plan,
+    load: Int[Array, "M L N G E"],
+    topology: Topology,
+    *,
+    visits: Int[Array, "M L P N"] | None = None,
+) -> Traffic:
+    """Rows that ranks exchange at dispatch; combine moves the same rows back.
+
+    Args:
+        plan: a valid plan of ``load``.
+        load: token copies by the rank where they lie.
+        topology: of both.
+        visits: None for the flat path, where every token copy travels by itself. For the hierarchical path, where
+            a token crosses to a node once (to the rank of the same index there) and spreads inside it:
+            `relibra_jax.routes.node_visits`, counted from the replayed ids.
+
+    Returns:
+        Traffic; ``slow`` in token copies, or in tokens for the hierarchical path.
+    """
+    nodes, local = topology.num_nodes, topology.ranks_per_node
+    home = jnp.asarray(plan.home)
+
+    def one(row):
+        slot_expert, quota, load = (leaf[None, None] for leaf in row)
+        sent = source_quota(Plan(slot_expert, home, quota), load, topology)
+        return sent[0, 0].sum(-1).reshape(nodes, local, nodes, local)
+
+    rows = (plan.slot_expert, plan.quota, load)
+    flat = jax.tree.map(lambda leaf: jnp.asarray(leaf).reshape(-1, *leaf.shape[2:]), rows)
+    sent = jax.lax.map(one, flat, batch_size=32)
+    other_node = ~np.eye(nodes, dtype=bool)[None, :, None, :, None]
+    other_local = ~np.eye(local, dtype=bool)[None, None, :, None, :]
+    if visits is None:
+        away = sent * other_node
+        slow = jnp.maximum(away.sum((3, 4)), away.sum((1, 2)))
+        near = sent * (~other_node & other_local)
+        fast = jnp.maximum(near.sum((3, 4)), near.sum((1, 2)))
+    else:
+        away = jnp.asarray(visits).reshape(-1, nodes, local, nodes) * other_node[..., 0]
+        slow = jnp.maximum(away.sum(3), jnp.moveaxis(away.sum(1), 1, 2))
+        spread = sent * other_local
+        fast = jnp.maximum(jnp.moveaxis(spread.sum((1, 4)), 1, 2), spread.sum((1, 2)))
+    shape = (*load.shape[:2], nodes, local)
+    return Traffic(slow.reshape(shape), fast.reshape(shape))
+
+
+def layer_time(
+    plan: Plan,
+    load: Int[Array, "M L N G E"],
+    topology: Topology,
+    *,
+    cluster: Cluster,
+    model: Model,
+    context: float,
+    visits: Int[Array, "M L P N"] | None = None,
+) -> LayerTime:
+    """The modelled time of every layer and micro-batch under a plan.
+
+    Args:
+        plan: a valid plan of ``load``.
+        load: token copies by the rank where they lie; a rank's tokens are its copies over top-k.
+        topology: of both.
+        cluster: for example ``CLUSTERS["h100"]``.
+        model: for example ``MODELS["qwen3-235b-a22b"]``.
+        context: mean length of a sequence, tokens.
+        visits: see `count_traffic`.
+
+    Returns:
+        LayerTime, seconds.
+    """
+    flops = cluster.matmul_flops * cluster.matmul_efficiency
+    tokens = jnp.asarray(load).sum(-1).max((-2, -1)) / model.top_k
+    forward_attention = tokens * model.token_flops(context) / flops
+    rows = (-(-jnp.asarray(plan.quota) // cluster.tile) * cluster.tile).sum(-1).max((-2, -1))
+    traffic = count_traffic(plan, load, topology, visits=visits)
+    row_bytes = float(ACTIVATION_BYTES * model.width)
+    push = push_time(plan, topology, cluster=cluster, model=model)
+    return LayerTime(
+        attention=PASSES * forward_attention,
+        compute=PASSES * rows * 2.0 * model.expert_params / flops,
+        exchange=4 * _transfer_time(traffic.slow * row_bytes, traffic.fast * row_bytes, cluster),
+        exposed=PASSES * jnp.maximum(push - forward_attention, 0),
+    )
+
+
+def balanced_time(
+    load: Int[Array, "M L N G E"], topology: Topology, *, cluster: Cluster, model: Model, context: float
+) -> LayerTime:
+    """The modelled time if tokens, and the copies that they send to every rank, were spread evenly, with no replicas.
+
+    The bound to which plans are compared; no plan.
+    """
+    flops = cluster.matmul_flops * cluster.matmul_efficiency
+    copies = jnp.asarray(load, jnp.float32).sum((-3, -2, -1)) / topology.num_ranks
+    away, near = 1 - 1 / topology.num_nodes, (topology.ranks_per_node - 1) / topology.num_ranks
+    row_bytes = float(ACTIVATION_BYTES * model.width)
+    slow, fast = (copies[..., None, None] * share * row_bytes for share in (away, near))
+    return LayerTime(
+        attention=PASSES * copies / model.top_k * model.token_flops(context) / flops,
+        compute=PASSES * copies * 2.0 * model.expert_params / flops,
+        exchange=4 * _transfer_time(slow, fast, cluster),
+        exposed=jnp.zeros_like(copies),
+    )
+
+
+def push_time(plan: Plan, topology: Topology, *, cluster: Cluster, model: Model) -> Float[jax.Array, "M L"]:
+    """Seconds to bring a layer's replicas from their homes, which the forward pass does once."""
+    held = jnp.asarray(replica_experts(plan))
+    ranks = topology.num_ranks
+
+    def one(held, home):
+        owner = home[jnp.maximum(held, 0)] // topology.home_slots
+        taker = jnp.arange(ranks)[:, None]
+        copied = held != EMPTY
+        away = owner // topology.ranks_per_node != taker // topology.ranks_per_node
+
+        def busiest(moved):
+            given = jnp.zeros(ranks, jnp.int32).at[owner].add(moved)
+            return jnp.maximum(given, moved.sum(-1))
+
+        return busiest(copied & away), busiest(copied & ~away)
+
+    flat = held.reshape(*held.shape[:2], ranks, -1)
+    slow, fast = jax.vmap(jax.vmap(one), (0, None))(flat, jnp.asarray(plan.home))
+    size = float(WEIGHT_BYTES * model.expert_params)
+    return _transfer_time(slow[..., None] * size, fast[..., None] * size, cluster)
+
+
+def reorder_time(
+    home: Int[Array, "L E"],
+    previous_home: Int[Array, "L E"],
+    topology: Topology,
+    *,
+    cluster: Cluster,
+    model: Model,
+) -> Float[jax.Array, ""]:
+    """Seconds to move experts with their optimizer state to new homes, once a batch, all layers together."""
+    ranks = topology.num_ranks
+    source, target = (jnp.asarray(slots) // topology.home_slots for slots in (previous_home, home))
+    same_node = source // topology.ranks_per_node == target // topology.ranks_per_node
+
+    def busiest(moved):
+        sent, received = (jnp.zeros(ranks, jnp.int32).at[rank].add(moved) for rank in (source, target))
+        return jnp.maximum(sent, received)
+
+    size = float(STATE_BYTES * model.expert_params)
+    slow, fast = busiest(~same_node), busiest(same_node & (source != target))
+    return _transfer_time(slow[:, None] * size, fast[:, None] * size, cluster)
+
+
+def batch_time(times: LayerTime, *, reorder: float = 0.0, data_parallel: int = 1) -> Float[jax.Array, ""]:
+    """Seconds of a batch: the slowest copy of the expert-parallel group, and the reorder before it.
+
+    Args:
+        times: of all layers and micro-batches; with data parallelism the copies' micro-batches follow one another
+            along M, a copy at a time.
+        reorder: from `reorder_time`, seconds.
+        data_parallel: copies of the group; divides M.
+
+    Raises:
+        ValueError: M does not divide over the copies.
+    """
+    total = jnp.asarray(times.total)
+    if data_parallel < 1 or total.shape[0] % data_parallel:
+        raise ValueError(
+            f"{total.shape[0]} micro-batches must divide evenly over data_parallel={data_parallel}"
+        )
+    return total.reshape(data_parallel, -1).sum(-1).max() + reorder
+
+
+def _transfer_time(
+    slow_bytes: Num[Array, "... N G"], fast_bytes: Num[Array, "... N G"], cluster: Cluster
+) -> Float[jax.Array, "..."]:
+    """Seconds until the busiest rank has sent and received; the two networks work at the same time."""
+    slow = jnp.asarray(slow_bytes, jnp.float32).max((-2, -1)) / cluster.slow_bandwidth
+    fast = jnp.asarray(fast_bytes, jnp.float32).max((-2, -1)) / cluster.fast_bandwidth
+    return jnp.maximum(slow, fast) / cluster.network_efficiency
