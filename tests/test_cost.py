@@ -13,6 +13,7 @@ from relibra_jax.planning.cost import (
     count_traffic,
     layer_time,
     push_time,
+    rank_time,
     reorder_time,
 )
 from relibra_jax.planning.eplb import eplb
@@ -62,7 +63,7 @@ def load():
 
 
 def test_layer_time_by_hand(plan, load):
-    time = layer_time(plan, load, TOPOLOGY, **KNOWN)
+    time = layer_time(rank_time(plan, load, TOPOLOGY, **KNOWN))
     tokens = 20 / 2
     attention = tokens * (2 * 50 + 10 * 20) / 5e5
     assert float(time.attention[0, 0]) == pytest.approx(3 * attention)
@@ -73,14 +74,22 @@ def test_layer_time_by_hand(plan, load):
     slow, fast = 10 * 8 / 100, 10 * 8 / 1000
     assert float(time.exchange[0, 0]) == pytest.approx(4 * max(slow, fast) / 0.5)
     push = 3 * 4 * 5 * 2 / 1000 / 0.5
-    assert float(push_time(plan, TOPOLOGY, cluster=CLUSTER, model=MODEL)[0, 0]) == pytest.approx(push)
+    assert float(push_time(plan, TOPOLOGY, cluster=CLUSTER, model=MODEL).max()) == pytest.approx(push)
     assert float(time.exposed[0, 0]) == pytest.approx(3 * (push - attention))
     assert float(time.total[0, 0]) == pytest.approx(float(sum(part[0, 0] for part in time)))
 
 
 def test_push_hides_behind_attention(plan, load):
     known = KNOWN | {"context": 1e5}
-    assert float(layer_time(plan, load, TOPOLOGY, **known).exposed[0, 0]) == 0
+    assert float(layer_time(rank_time(plan, load, TOPOLOGY, **known)).exposed[0, 0]) == 0
+
+
+def test_scale_reads_a_small_trace_as_a_large_one(plan, load):
+    big = plan._replace(quota=16 * plan.quota)
+    expected = rank_time(big, 16 * load, TOPOLOGY, **KNOWN)
+    found = rank_time(plan, load, TOPOLOGY, scale=16.0, **KNOWN)
+    for name, part in found._asdict().items():
+        np.testing.assert_allclose(part, getattr(expected, name), rtol=1e-6, err_msg=name)
 
 
 def test_reorder_counts_state_on_the_busiest_link():
@@ -107,7 +116,7 @@ def batch():
     replay = RoutingReplay(ids, np.arange(9) < rng.integers(1, 10, 12)[:, None])
     assignment = assign_in_order(12, TOPOLOGY, num_micro_batches=2)
     load = expert_load(replay, assignment, num_experts=8)
-    plan, _ = eplb().update(load, eplb().init(TOPOLOGY, 2, key=jax.random.key(0)), TOPOLOGY)
+    plan, _ = jax.jit(eplb().update)(load, eplb().init(TOPOLOGY, 2, key=jax.random.key(0)), TOPOLOGY)
     return replay, assignment, load, plan
 
 
@@ -137,10 +146,10 @@ def test_balanced_is_a_bound_at_real_sizes(name):
     copies = 4096 * model.top_k * share / share.sum(-1, keepdims=True)
     load = jnp.asarray(np.broadcast_to(copies, (2, 1, 2, 4, model.num_experts)), jnp.int32)
     known = {"cluster": CLUSTERS["h100"], "model": model, "context": 4096.0}
-    bound = balanced_time(load, topology, **known)
+    bound = layer_time(balanced_time(load, topology, **known))
     for planner in (static(), eplb()):
-        plan, _ = planner.update(load, planner.init(topology, 1, key=jax.random.key(0)), topology)
-        time = layer_time(plan, load, topology, **known)
+        plan, _ = jax.jit(planner.update)(load, planner.init(topology, 1, key=jax.random.key(0)), topology)
+        time = layer_time(rank_time(plan, load, topology, **known))
         for part in ("attention", "compute", "total"):
             assert (getattr(time, part) >= getattr(bound, part) * 0.999).all(), part
 

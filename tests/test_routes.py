@@ -33,13 +33,13 @@ def plan(request, batch):
     planner = {"intra-node": eplb(), "across nodes": eplb(hierarchical=False), "static": static()}[
         request.param
     ]
-    plan, _ = planner.update(batch[2], planner.init(TOPOLOGY, 2, key=None), TOPOLOGY)
+    plan, _ = jax.jit(planner.update)(batch[2], planner.init(TOPOLOGY, 2, key=None), TOPOLOGY)
     check_plan(plan, batch[2], TOPOLOGY, intra_node=request.param != "across nodes")
     return plan
 
 
 def test_every_copy_is_sent_once(plan, batch):
-    sent = np.asarray(source_quota(plan, batch[2], TOPOLOGY))
+    sent = np.asarray(jax.jit(source_quota)(plan, batch[2], TOPOLOGY))
     assert (sent >= 0).all()
     np.testing.assert_array_equal(sent.sum(2), plan.quota)
     load = np.asarray(batch[2]).reshape(2, 2, 4, 8)
@@ -50,7 +50,7 @@ def test_every_copy_is_sent_once(plan, batch):
 
 def test_own_rank_then_own_node_come_first(plan, batch):
     """A copy leaves its rank only when the quota there is used up, and its node only when the node's is."""
-    sent = np.asarray(source_quota(plan, batch[2], TOPOLOGY))
+    sent = np.asarray(jax.jit(source_quota)(plan, batch[2], TOPOLOGY))
     load = np.asarray(batch[2]).reshape(2, 2, 4, 8)
     held = np.asarray(plan.slot_expert)[:, :, None] == np.arange(8).reshape(8, 1, 1, 1)[None, None]
     quota = (held * np.asarray(plan.quota)[:, :, None]).sum(-1).reshape(2, 2, 8, 4)

@@ -41,6 +41,19 @@ class Traffic(NamedTuple):
     """Rows over the fast network, likewise."""
 
 
+class RankTime(NamedTuple):
+    """Modelled seconds of every rank in the forward pass of one layer of one micro-batch."""
+
+    attention: Float[Array, "M L N G"]
+    """Attention, projections and shared experts on the rank's own tokens."""
+    compute: Float[Array, "M L N G"]
+    """The experts in its slots."""
+    exchange: Float[Array, "M L N G"]
+    """Dispatch, which is as long as combine."""
+    push: Float[Array, "M L N G"]
+    """Sending and receiving replicas, beside attention."""
+
+
 class LayerTime(NamedTuple):
     """Modelled seconds of a layer in a micro-batch, forward and backward; the four add up."""
 
@@ -48,6 +61,7 @@ class LayerTime(NamedTuple):
     compute: Float[Array, "M L"]
     exchange: Float[Array, "M L"]
     exposed: Float[Array, "M L"]
+    """What of the replicas' transfers attention does not hide."""
 
     @property
     def total(self) -> Float[Array, "M L"]:
@@ -102,7 +116,7 @@ def count_traffic(
     return Traffic(slow.reshape(shape), fast.reshape(shape))
 
 
-def layer_time(
+def rank_time(
     plan: Plan,
     load: Int[Array, "M L N G E"],
     topology: Topology,
@@ -110,9 +124,10 @@ def layer_time(
     cluster: Cluster,
     model: Model,
     context: float,
+    scale: float = 1.0,
     visits: Int[Array, "M L P N"] | None = None,
-) -> LayerTime:
-    """The modelled time of every layer and micro-batch under a plan.
+) -> RankTime:
+    """The modelled forward time of every rank under a plan.
 
     Args:
         plan: a valid plan of ``load``.
@@ -121,48 +136,73 @@ def layer_time(
         cluster: for example ``CLUSTERS["h100"]``.
         model: for example ``MODELS["qwen3-235b-a22b"]``.
         context: mean length of a sequence, tokens.
+        scale: how many tokens each token stands for, to read a small trace at the size of a real micro-batch.
         visits: see `count_traffic`.
 
     Returns:
-        LayerTime, seconds.
+        RankTime, seconds.
     """
     flops = cluster.matmul_flops * cluster.matmul_efficiency
-    tokens = jnp.asarray(load).sum(-1).max((-2, -1)) / model.top_k
-    forward_attention = tokens * model.token_flops(context) / flops
-    rows = (-(-jnp.asarray(plan.quota) // cluster.tile) * cluster.tile).sum(-1).max((-2, -1))
+    tokens = scale * jnp.asarray(load).sum(-1) / model.top_k
+    tiles = jnp.ceil(scale * jnp.asarray(plan.quota) / cluster.tile)
     traffic = count_traffic(plan, load, topology, visits=visits)
-    row_bytes = float(ACTIVATION_BYTES * model.width)
-    push = push_time(plan, topology, cluster=cluster, model=model)
-    return LayerTime(
-        attention=PASSES * forward_attention,
-        compute=PASSES * rows * 2.0 * model.expert_params / flops,
-        exchange=4 * _transfer_time(traffic.slow * row_bytes, traffic.fast * row_bytes, cluster),
-        exposed=PASSES * jnp.maximum(push - forward_attention, 0),
+    row_bytes = scale * ACTIVATION_BYTES * model.width
+    return RankTime(
+        attention=tokens * model.token_flops(context) / flops,
+        compute=tiles.sum(-1) * cluster.tile * 2 * model.expert_params / flops,
+        exchange=_transfer_time(traffic.slow * row_bytes, traffic.fast * row_bytes, cluster),
+        push=push_time(plan, topology, cluster=cluster, model=model),
     )
 
 
 def balanced_time(
-    load: Int[Array, "M L N G E"], topology: Topology, *, cluster: Cluster, model: Model, context: float
-) -> LayerTime:
-    """The modelled time if tokens, and the copies that they send to every rank, were spread evenly, with no replicas.
+    load: Int[Array, "M L N G E"],
+    topology: Topology,
+    *,
+    cluster: Cluster,
+    model: Model,
+    context: float,
+    scale: float = 1.0,
+) -> RankTime:
+    """The modelled time if tokens, and the copies that they send to every rank, were spread evenly, without replicas.
 
-    The bound to which plans are compared; no plan.
+    The bound to which plans are compared; no plan. Arguments as in `rank_time`.
     """
     flops = cluster.matmul_flops * cluster.matmul_efficiency
-    copies = jnp.asarray(load, jnp.float32).sum((-3, -2, -1)) / topology.num_ranks
+    copies = scale * jnp.asarray(load, jnp.float32).sum((-3, -2, -1)) / topology.num_ranks
+    copies = jnp.broadcast_to(
+        copies[..., None, None], (*copies.shape, topology.num_nodes, topology.ranks_per_node)
+    )
     away, near = 1 - 1 / topology.num_nodes, (topology.ranks_per_node - 1) / topology.num_ranks
-    row_bytes = float(ACTIVATION_BYTES * model.width)
-    slow, fast = (copies[..., None, None] * share * row_bytes for share in (away, near))
-    return LayerTime(
-        attention=PASSES * copies / model.top_k * model.token_flops(context) / flops,
-        compute=PASSES * copies * 2.0 * model.expert_params / flops,
-        exchange=4 * _transfer_time(slow, fast, cluster),
-        exposed=jnp.zeros_like(copies),
+    sent = copies * float(ACTIVATION_BYTES * model.width)
+    return RankTime(
+        attention=copies / model.top_k * model.token_flops(context) / flops,
+        compute=copies * 2.0 * model.expert_params / flops,
+        exchange=_transfer_time(sent * away, sent * near, cluster),
+        push=jnp.zeros_like(copies),
     )
 
 
-def push_time(plan: Plan, topology: Topology, *, cluster: Cluster, model: Model) -> Float[jax.Array, "M L"]:
-    """Seconds to bring a layer's replicas from their homes, which the forward pass does once."""
+def layer_time(time: RankTime) -> LayerTime:
+    """From ranks to layers: every phase waits for its slowest rank, forward and backward.
+
+    >>> one = jnp.ones((1, 1, 1, 2)) * jnp.array([1.0, 2.0])
+    >>> layer_time(RankTime(one, one, one, 2 * one)).exposed.tolist()
+    [[6.0]]
+    """
+    attention, compute, exchange, push = (part.max((-2, -1)) for part in time)
+    return LayerTime(
+        attention=PASSES * attention,
+        compute=PASSES * compute,
+        exchange=4 * exchange,
+        exposed=PASSES * jnp.maximum(push - attention, 0),
+    )
+
+
+def push_time(
+    plan: Plan, topology: Topology, *, cluster: Cluster, model: Model
+) -> Float[jax.Array, "M L N G"]:
+    """Seconds in which each rank gives and takes its layer's replicas, which the forward pass does once."""
     held = jnp.asarray(replica_experts(plan))
     ranks = topology.num_ranks
 
@@ -181,7 +221,7 @@ def push_time(plan: Plan, topology: Topology, *, cluster: Cluster, model: Model)
     flat = held.reshape(*held.shape[:2], ranks, -1)
     slow, fast = jax.vmap(jax.vmap(one), (0, None))(flat, jnp.asarray(plan.home))
     size = float(WEIGHT_BYTES * model.expert_params)
-    return _transfer_time(slow[..., None] * size, fast[..., None] * size, cluster)
+    return _transfer_time(slow * size, fast * size, cluster).reshape(held.shape[:-1])
 
 
 def reorder_time(
@@ -203,7 +243,7 @@ def reorder_time(
 
     size = float(STATE_BYTES * model.expert_params)
     slow, fast = busiest(~same_node), busiest(same_node & (source != target))
-    return _transfer_time(slow[:, None] * size, fast[:, None] * size, cluster)
+    return _transfer_time(slow * size, fast * size, cluster).max()
 
 
 def batch_time(times: LayerTime, *, reorder: float = 0.0, data_parallel: int = 1) -> Float[jax.Array, ""]:
@@ -227,9 +267,8 @@ def batch_time(times: LayerTime, *, reorder: float = 0.0, data_parallel: int = 1
 
 
 def _transfer_time(
-    slow_bytes: Num[Array, "... N G"], fast_bytes: Num[Array, "... N G"], cluster: Cluster
+    slow_bytes: Num[Array, "..."], fast_bytes: Num[Array, "..."], cluster: Cluster
 ) -> Float[jax.Array, "..."]:
-    """Seconds until the busiest rank has sent and received; the two networks work at the same time."""
-    slow = jnp.asarray(slow_bytes, jnp.float32).max((-2, -1)) / cluster.slow_bandwidth
-    fast = jnp.asarray(fast_bytes, jnp.float32).max((-2, -1)) / cluster.fast_bandwidth
+    """Seconds in which a rank sends and receives; the two networks work at the same time."""
+    slow, fast = slow_bytes / cluster.slow_bandwidth, fast_bytes / cluster.fast_bandwidth
     return jnp.maximum(slow, fast) / cluster.network_efficiency

@@ -5,12 +5,15 @@ in `PLANNERS`, which the tests, the command line and the figures read.
 """
 
 import dataclasses
+import functools
 
 import jax.numpy as jnp
 
 from relibra_jax.planning.domains import plan_domains
 from relibra_jax.planning.eplb import eplb
 from relibra_jax.planning.lplb import lplb
+from relibra_jax.planning.relibra import relibra
+from relibra_jax.planning.replication import replicate_experts
 from relibra_jax.types import EMPTY, Planner, Topology
 
 
@@ -74,4 +77,12 @@ PLANNERS: dict[str, PlannerRow] = {
         foresight=False,
     ),
     "lplb": PlannerRow(planner=lplb(), summary="LPLB from each micro-batch's true loads (LPLB+)"),
+    "relibra": PlannerRow(
+        planner=relibra(), summary="reordered between batches, replicated in each micro-batch"
+    ),
+    "relibra_across": PlannerRow(
+        planner=relibra(replicate=functools.partial(replicate_experts, cross_node=True)),
+        summary="the same, replicas on any node",
+        intra_node=False,
+    ),
 }

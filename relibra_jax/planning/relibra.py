@@ -1,0 +1,79 @@
+"""ReLibra (arXiv 2605.08639): experts reordered between batches, replicated inside them.
+
+Two mechanisms at two timescales, matched to two bandwidths. Once a batch, homes move over all ranks so that the
+nodes carry even load; in every micro-batch hot experts are copied inside their node to absorb what fluctuates. Both
+see the true loads, which routing replay gives before the first micro-batch runs. The planner is their composition:
+knobs are given to the parts, with ``functools.partial``.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Int, PRNGKeyArray
+
+from relibra_jax.planning.placement import place_experts
+from relibra_jax.planning.replication import replicate_experts
+from relibra_jax.types import Array, Plan, Planner, Topology
+
+type Place = Callable[..., Array]
+"""``(load[M L E], previous_home[L E], topology, *, key) -> home[L E]``."""
+type Replicate = Callable[[Array, Array, Topology], Plan]
+"""``(load[M L E], home[L E], topology) -> Plan``."""
+
+
+class RelibraState(NamedTuple):
+    """What one batch leaves to the next."""
+
+    home: Int[Array, "L E"]
+    """The placement, from which the next one starts."""
+    key: PRNGKeyArray
+    """Of the next search."""
+
+
+def keep_homes(
+    load: Int[Array, "M L E"], previous_home: Int[Array, "L E"], topology: Topology, *, key: PRNGKeyArray
+) -> Int[Array, "L E"]:
+    """A `Place` that reorders nothing, for replication alone."""
+    del load, topology, key
+    return previous_home
+
+
+def relibra(*, place: Place = place_experts, replicate: Replicate = replicate_experts) -> Planner:
+    """The ReLibra planner.
+
+    Source: arXiv 2605.08639.
+
+    Args:
+        place: the reorder between batches; `keep_homes` leaves it out.
+        replicate: the replication inside them.
+
+    Returns:
+        A Planner whose state is a RelibraState. It starts from Megatron-LM's contiguous placement. Its ``update``
+        takes ``home[L E]`` as an extra: homes chosen already, then only replicas are planned.
+
+    >>> import functools
+    >>> topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=4, replica_slots=1)
+    >>> planner = relibra(replicate=functools.partial(replicate_experts, min_tokens=8))
+    >>> load = jnp.array([80, 10, 6, 4]).reshape(1, 1, 1, 1, 4) * jnp.array([[1], [0]])
+    >>> plan, _ = planner.update(load, planner.init(topology, 1, key=jax.random.key(0)), topology)
+    >>> plan.quota.sum(-1).tolist()
+    [[[[50, 50]]]]
+    """
+
+    def init(topology: Topology, num_layers: int, *, key: PRNGKeyArray) -> RelibraState:
+        row = jnp.arange(topology.num_experts, dtype=jnp.int32)
+        return RelibraState(jnp.tile(row[None], (num_layers, 1)), key)
+
+    def update(
+        load: Int[Array, "M L N G E"], state: RelibraState, topology: Topology, *, home: Array | None = None
+    ) -> tuple[Plan, RelibraState]:
+        by_expert = jnp.asarray(load).sum((2, 3))
+        now, later = jax.random.split(state.key)
+        if home is None:
+            home = place(by_expert, state.home, topology, key=now)
+        plan = replicate(by_expert, home, topology)
+        return plan, RelibraState(plan.home, later)
+
+    return Planner(init, update)
