@@ -1,10 +1,12 @@
-"""Peers to measure against, and oracles for the tests: EPLB in NumPy, and in plain Python loops.
+"""Peers to measure against, and oracles for the tests: EPLB in NumPy and in plain Python loops, and replication as
+a mixed-integer program (SciPy's HiGHS).
 
 `numpy_rebalance` takes all layers at a time; `python_rebalance` has the loop structure of the published EPLB
 (github.com/deepseek-ai/EPLB): layer by layer, item by item. Both return ``physical_to_logical[L P]``.
 """
 
 import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
 
 
 def numpy_rebalance(
@@ -90,3 +92,46 @@ def _python_pack(load: list[float], num_packs: int) -> list[list[int]]:
         packs[lightest].append(item)
         total[lightest] += load[item]
     return packs
+
+
+def solve_replication(load, slots, *, tile=1, top=None, replica=None):
+    """The least largest rank load by mixed-integer program; given ``top``, the fewest replicas that keep it.
+
+    Given ``replica[P R]``, copies may be nowhere else.
+    """
+    ranks, homes = load.shape
+    tokens, start = load.ravel(), load.sum(1)
+    expert, rank = np.divmod(np.arange(load.size * ranks), ranks)
+    usable = (rank != expert // homes) & (tokens[expert] >= tile)
+    if replica is not None:
+        usable &= (replica[rank] == expert[:, None]).any(1)
+    expert, rank = expert[usable], rank[usable]
+    pairs = expert.size
+    zero, copy = np.zeros, np.eye(pairs)
+    # Variables: tiles of each copy, whether it exists, the largest rank load.
+    change = tile * (
+        (rank == np.arange(ranks)[:, None]) * 1.0 - (expert // homes == np.arange(ranks)[:, None])
+    )
+    rows = [
+        (np.hstack([change, zero((ranks, pairs)), -np.ones((ranks, 1))]), -start),
+        (np.hstack([zero((ranks, pairs)), rank == np.arange(ranks)[:, None], zero((ranks, 1))]), slots),
+        (np.hstack([expert == np.arange(load.size)[:, None], zero((load.size, pairs + 1))]), tokens // tile),
+        (np.hstack([copy, -copy * (tokens[expert] // tile), zero((pairs, 1))]), 0),
+    ]
+    matrix = np.vstack([row for row, _ in rows])
+    upper = np.concatenate([np.broadcast_to(most, len(row)) for row, most in rows])
+    largest = start.max() if top is None else top
+    goal = zero(2 * pairs + 1)
+    goal[pairs:-1], goal[-1] = (0, 1) if top is None else (1, 0)
+    found = milp(
+        goal,
+        constraints=LinearConstraint(matrix, -np.inf, upper),
+        bounds=Bounds(
+            np.append(zero(2 * pairs), -(-load.sum() // ranks)),
+            np.concatenate([tokens[expert] // tile, np.ones(pairs), [largest]]),
+        ),
+        integrality=np.append(np.ones(2 * pairs), 0),
+        options={"time_limit": 5, "mip_rel_gap": 1e-6},
+    )
+    # A solver that was stopped early answers with a bound, against which a plan only looks worse.
+    return round(np.ceil(found.mip_dual_bound - 1e-3))

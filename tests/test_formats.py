@@ -138,8 +138,13 @@ def test_truncated_plan_file(plan, tmp_path, keep):
 def test_failed_save_leaves_nothing(tmp_path):
     kept = tmp_path / "kept.txt"
     kept.write_text("before")
-    with pytest.raises(RuntimeError), whole_file(kept) as part:
-        part.write_text("half")
-        raise RuntimeError
+
+    def fail():
+        with whole_file(kept) as part:
+            part.write_text("half")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
     assert [path.name for path in tmp_path.iterdir()] == ["kept.txt"]
     assert kept.read_text() == "before"

@@ -9,22 +9,18 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
-from scipy.optimize import Bounds, LinearConstraint, milp
 
+from experiments.peers import solve_replication
 from relibra_jax.plan import check_plan, rank_load, replica_count, replica_experts
-from relibra_jax.planning.replication import (
-    least_top_load,
-    place_heaviest,
-    replicate_domain,
-    replicate_experts,
-    split_tokens,
-)
+from relibra_jax.planning.filling import least_top_load, replicate_domain
+from relibra_jax.planning.replication import replicate_experts
+from relibra_jax.planning.splitting import place_heaviest, split_tokens
 from relibra_jax.types import EMPTY, Topology
 
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=4, num_experts=32, replica_slots=2)
 OPTIONS = {
     "joint": {},
-    "cross_node": {"cross_node": True},
+    "across_nodes": {"across_nodes": True},
     "tiles": {"tile": 16, "min_tokens": 40},
     "exact": {"exact": True},
     "placement": {"mode": "placement"},
@@ -62,49 +58,6 @@ def random_loads(rng, kind, rows, ranks, homes):
 KINDS = ("zipf", "lognormal", "one-hot", "uniform", "idle ranks")
 
 
-def solve(load, slots, *, tile=1, top=None, replica=None):
-    """The least largest rank load by mixed-integer program; given ``top``, the fewest replicas that keep it.
-
-    Given ``replica[P R]``, copies may be nowhere else.
-    """
-    ranks, homes = load.shape
-    tokens, start = load.ravel(), load.sum(1)
-    expert, rank = np.divmod(np.arange(load.size * ranks), ranks)
-    usable = (rank != expert // homes) & (tokens[expert] >= tile)
-    if replica is not None:
-        usable &= (replica[rank] == expert[:, None]).any(1)
-    expert, rank = expert[usable], rank[usable]
-    pairs = expert.size
-    zero, copy = np.zeros, np.eye(pairs)
-    # Variables: tiles of each copy, whether it exists, the largest rank load.
-    change = tile * (
-        (rank == np.arange(ranks)[:, None]) * 1.0 - (expert // homes == np.arange(ranks)[:, None])
-    )
-    rows = [
-        (np.hstack([change, zero((ranks, pairs)), -np.ones((ranks, 1))]), -start),
-        (np.hstack([zero((ranks, pairs)), rank == np.arange(ranks)[:, None], zero((ranks, 1))]), slots),
-        (np.hstack([expert == np.arange(load.size)[:, None], zero((load.size, pairs + 1))]), tokens // tile),
-        (np.hstack([copy, -copy * (tokens[expert] // tile), zero((pairs, 1))]), 0),
-    ]
-    matrix = np.vstack([row for row, _ in rows])
-    upper = np.concatenate([np.broadcast_to(most, len(row)) for row, most in rows])
-    largest = start.max() if top is None else top
-    goal = zero(2 * pairs + 1)
-    goal[pairs:-1], goal[-1] = (0, 1) if top is None else (1, 0)
-    found = milp(
-        goal,
-        constraints=LinearConstraint(matrix, -np.inf, upper),
-        bounds=Bounds(
-            np.append(zero(2 * pairs), -(-load.sum() // ranks)),
-            np.concatenate([tokens[expert] // tile, np.ones(pairs), [largest]]),
-        ),
-        integrality=np.append(np.ones(2 * pairs), 0),
-        options={"time_limit": 5, "mip_rel_gap": 1e-6},
-    )
-    # A solver that was stopped early answers with a bound, against which a plan only looks worse.
-    return round(np.ceil(found.mip_dual_bound - 1e-3))
-
-
 def recorded_loads(shared, homes):
     """Rows of a real trace, 8 sequences a micro-batch, as domains of four ranks."""
     trace = np.load(shared / "traces" / "gptoss20b_rollouts.npz")
@@ -131,7 +84,7 @@ def test_plans_are_valid(option, load, seed):
     plan = compiled(option)(load, home)
     source = np.zeros((1, 2, 2, 4, 32), np.int32)
     source[:, :, 0, 0] = load
-    check_plan(plan, source, TOPOLOGY, intra_node=option != "cross_node")
+    check_plan(plan, source, TOPOLOGY, intra_node=option != "across_nodes")
 
     tokens, experts = np.asarray(plan.quota)[..., TOPOLOGY.home_slots :], np.asarray(replica_experts(plan))
     tile, least = OPTIONS[option].get("tile", 1), OPTIONS[option].get("min_tokens", 1)
@@ -142,7 +95,7 @@ def test_plans_are_valid(option, load, seed):
         static = (
             np.stack([load[:, i, np.argsort(home[i])] for i in range(2)], 1).reshape(1, 2, 2, 4, 4).sum(-1)
         )
-        ranks = (-2, -1) if option == "cross_node" else -1
+        ranks = (-2, -1) if option == "across_nodes" else -1
         assert (np.asarray(rank_load(plan)).max(ranks) <= static.max(ranks)).all()
 
 
@@ -155,7 +108,7 @@ def test_odd_shapes(nodes, ranks, experts, slots, option):
     source = np.random.default_rng(0).integers(0, 90, (2, 1, nodes, ranks, experts)).astype(np.int32)
     home = np.arange(experts, dtype=np.int32)[None]
     plan = compiled(option, topology)(source.sum((2, 3)), home)
-    check_plan(plan, source, topology, intra_node=option != "cross_node")
+    check_plan(plan, source, topology, intra_node=option != "across_nodes")
 
 
 @pytest.mark.parametrize("slots", [1, 2])
@@ -167,7 +120,7 @@ def test_near_the_mixed_integer_optimum(kind, slots, shared):
         rows = rng.permutation(recorded_loads(shared, homes))[:8] if kind == "recorded" else None
         loads = random_loads(rng, kind, 8, ranks, homes) if rows is None else rows
         _, quota = domains(replica_slots=slots)(loads.astype(np.int32))
-        best = np.array([solve(load, slots) for load in loads])
+        best = np.array([solve_replication(load, slots) for load in loads])
         bound = jax.vmap(functools.partial(least_top_load, replica_slots=slots))(loads.astype(np.int32))
         assert (np.asarray(bound) <= best).all()
         gaps.append(np.asarray(quota).sum(-1).max(-1) / best - 1)
@@ -189,7 +142,7 @@ def test_recorded_loads_reach_the_bound(shared):
 def test_tiles_are_balanced_near_the_optimum():
     loads = random_loads(np.random.default_rng(4), "lognormal", 8, 4, 4)
     _, quota = domains(replica_slots=2, tile=128)(loads.astype(np.int32))
-    best = np.array([solve(load, 2, tile=128) for load in loads])
+    best = np.array([solve_replication(load, 2, tile=128) for load in loads])
     assert np.mean(np.asarray(quota).sum(-1).max(-1) / best - 1) < 0.005
 
 
@@ -197,7 +150,7 @@ def test_few_replicas_among_equally_good_plans():
     loads = random_loads(np.random.default_rng(5), "lognormal", 8, 4, 2) // 400
     replica, quota = domains(replica_slots=2)(loads.astype(np.int32))
     tops = np.asarray(quota).sum(-1).max(-1)
-    fewest = [solve(load, 2, top=top) for load, top in zip(loads, tops, strict=True)]
+    fewest = [solve_replication(load, 2, top=top) for load, top in zip(loads, tops, strict=True)]
     used = (np.asarray(replica) != EMPTY).sum((1, 2))
     assert used.sum() <= 1.1 * np.sum(fewest)
 
@@ -239,7 +192,9 @@ def test_split_comes_near_the_best_for_its_places():
     replica = jax.jit(jax.vmap(functools.partial(place_heaviest, replica_slots=2)))(loads)
     kept, quota = jax.jit(jax.vmap(split_tokens))(loads, replica)
     assert ((kept == EMPTY) | (kept == replica)).all()
-    best = [solve(load, 2, replica=row) for load, row in zip(loads, np.asarray(replica), strict=True)]
+    best = [
+        solve_replication(load, 2, replica=row) for load, row in zip(loads, np.asarray(replica), strict=True)
+    ]
     gaps = np.asarray(quota).sum(-1).max(-1) / np.array(best) - 1
     assert gaps.mean() < 0.001
     assert gaps.max() < 0.01

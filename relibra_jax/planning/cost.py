@@ -186,7 +186,7 @@ def balanced_time(
 def layer_time(time: RankTime) -> LayerTime:
     """From ranks to layers: every phase waits for its slowest rank, forward and backward.
 
-    >>> one = jnp.ones((1, 1, 1, 2)) * jnp.array([1.0, 2.0])
+    >>> one = jnp.array([[[[1.0, 2.0]]]])
     >>> layer_time(RankTime(one, one, one, 2 * one)).exposed.tolist()
     [[6.0]]
     """

@@ -86,7 +86,9 @@ def _rebalance_row(
     experts, per_group, slots_per_node = load.size, load.size // num_groups, num_slots // num_nodes
     node, position = pack_evenly(load.reshape(num_groups, per_group).sum(-1), num_nodes)
     group_start = (node * (num_groups // num_nodes) + position) * per_group
-    by_node = inverse_permutation((group_start[:, None] + jnp.arange(per_group)[None]).ravel()).reshape(num_nodes, -1)
+    by_node = inverse_permutation((group_start[:, None] + jnp.arange(per_group)[None]).ravel()).reshape(
+        num_nodes, -1
+    )
 
     def one_node(expert: Int[Array, " n"]):
         local_load = load[expert]
@@ -140,7 +142,7 @@ def eplb(
 
     >>> topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=4, replica_slots=1)
     >>> planner = eplb()
-    >>> load = jnp.array([80, 10, 6, 4]).reshape(1, 1, 1, 1, 4) * jnp.array([[1], [0]])
+    >>> load = jnp.array([[[[[80, 10, 6, 4], [0, 0, 0, 0]]]]])
     >>> plan, _ = planner.update(load, planner.init(topology, 1, key=jax.random.key(0)), topology)
     >>> plan.quota.sum(-1).tolist()
     [[[[44, 56]]]]

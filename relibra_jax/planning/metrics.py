@@ -5,11 +5,14 @@ which is what time feels: every micro-batch waits for its own slowest rank. Sums
 float32, whose error of 1 part in 10^7 no decision depends on.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
-from relibra_jax.plan import node_quota
+from relibra_jax.plan import home_layout, node_quota
+from relibra_jax.planning.filling import least_top_load
 from relibra_jax.types import Array, Plan, Topology
 
 
@@ -28,7 +31,7 @@ def batch_imbalance(rank_load: Int[Array, "M L N G"]) -> Float[jax.Array, ""]:
 
     Layers without load count as balanced.
 
-    >>> batch_imbalance(jnp.array([[[[30, 10]]], [[[5, 5]]]])).round(3).tolist()
+    >>> round(float(batch_imbalance(jnp.array([[[[30, 10]]], [[[5, 5]]]]))), 3)
     1.4
     """
     top, mean = (per_layer.sum(0) for per_layer in _top_and_mean(rank_load))
@@ -51,25 +54,25 @@ def balanced_load(load: Int[Array, "M L N G E"]) -> Float[jax.Array, "M L"]:
 def replication_bound(
     load: Int[Array, "M L N G E"], home: Int[Array, "L E"], topology: Topology, *, across_nodes: bool = False
 ) -> Int[jax.Array, "M L"]:
-    """The least maximum rank load that any replication could reach, given the homes.
+    """The best maximum rank load that any replication could reach, given the homes: a lower bound.
 
-    Replicas that stay in their node cannot take load out of it, so the fullest node's mean is a lower bound; when
-    they may go anywhere it is the mean over all ranks. Reached when slots suffice.
+    Replicas that stay in their node cannot take load out of it, so no plan is below the fullest node's mean; and no
+    rank can gain more than its slots hold (`relibra_jax.planning.filling.least_top_load`).
 
     >>> topology = Topology(num_nodes=2, ranks_per_node=1, num_experts=2, replica_slots=1)
-    >>> load = jnp.array([70, 30]).reshape(1, 1, 1, 1, 2) * jnp.array([[[1]], [[0]]])
+    >>> load = jnp.array([[[[[70, 30]], [[0, 0]]]]])
     >>> replication_bound(load, jnp.array([[0, 1]]), topology).tolist()
     [[70]]
     """
     domains = 1 if across_nodes else topology.num_nodes
-    by_expert = jnp.asarray(load).sum((2, 3))
-    domain = jnp.asarray(home) // (topology.num_experts // domains)
+    layout = home_layout(home, topology).reshape(home.shape[0], domains, -1, topology.home_slots)
+    in_domain = functools.partial(least_top_load, replica_slots=topology.replica_slots)
 
-    def one_layer(load, domain):
-        return jnp.zeros(domains, load.dtype).at[domain].add(load).max()
+    def one_layer(load, layout):
+        return jax.vmap(in_domain)(load[layout]).max()
 
-    fullest = jax.vmap(jax.vmap(one_layer), (0, None))(by_expert, domain)
-    return -(-fullest // (topology.num_ranks // domains))
+    by_expert = jnp.asarray(load, jnp.int32).sum((2, 3))
+    return jax.vmap(jax.vmap(one_layer), (0, None))(by_expert, layout)
 
 
 def cross_node_load(plan: Plan, load: Int[Array, "M L N G E"]) -> Int[jax.Array, "M L"]:

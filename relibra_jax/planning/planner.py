@@ -24,7 +24,7 @@ def static() -> Planner:
         A Planner without state.
 
     >>> topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=4, replica_slots=0)
-    >>> load = jnp.array([80, 10, 6, 4]).reshape(1, 1, 1, 1, 4) * jnp.array([[1], [0]])
+    >>> load = jnp.array([[[[[80, 10, 6, 4], [0, 0, 0, 0]]]]])
     >>> plan, _ = static().update(load, (), topology)
     >>> plan.quota.tolist()
     [[[[[80, 10], [6, 4]]]]]
@@ -81,7 +81,7 @@ PLANNERS: dict[str, PlannerRow] = {
         planner=relibra(), summary="reordered between batches, replicated in each micro-batch"
     ),
     "relibra_across": PlannerRow(
-        planner=relibra(replicate=functools.partial(replicate_experts, cross_node=True)),
+        planner=relibra(replicate=functools.partial(replicate_experts, across_nodes=True)),
         summary="the same, replicas on any node",
         intra_node=False,
     ),

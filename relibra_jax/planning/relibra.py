@@ -56,7 +56,7 @@ def relibra(*, place: Place = place_experts, replicate: Replicate = replicate_ex
     >>> import functools
     >>> topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=4, replica_slots=1)
     >>> planner = relibra(replicate=functools.partial(replicate_experts, min_tokens=8))
-    >>> load = jnp.array([80, 10, 6, 4]).reshape(1, 1, 1, 1, 4) * jnp.array([[1], [0]])
+    >>> load = jnp.array([[[[[80, 10, 6, 4], [0, 0, 0, 0]]]]])
     >>> plan, _ = planner.update(load, planner.init(topology, 1, key=jax.random.key(0)), topology)
     >>> plan.quota.sum(-1).tolist()
     [[[[50, 50]]]]

@@ -1,46 +1,19 @@
-"""Replication inside a batch: which experts are copied where, and jointly how many tokens each copy computes.
+"""Replication inside a batch, over all layers and micro-batches: from loads and homes to a Plan.
 
-The problem, from ReLibra (arXiv 2605.08639): in one *domain* of ranks, in one layer of one micro-batch,
-
-    minimise max_p w_p,   w_p = tokens of the home experts of p - tokens sent away + tokens of p's replicas,
-
-with at most R replicas a rank, and among equally good plans the fewest replicas. It is solved by filling ranks up
-to a threshold T, where T is found by bisection. For one T, as long as some rank is above it:
-
-    the emptiest rank with a free slot takes one expert of a rank above T: the smallest expert that fills the gap
-    up to T, or, if none does, the largest; and as many of its tokens as fit.
-
-As in Walker's alias construction, an expert may give more than its rank has too much: the rank falls below T and
-is filled in its turn, as long as it has a free slot. With one slot a rank and T at the mean, this comes within 0.1%
-of the optimum in 94% of 250 random and recorded domains, and in 26% if no more than the excess is given, as in
-UltraEP (arXiv 2606.04101). Every step uses up a slot, so there are at most P * R. The first T is `least_top_load`, a
-lower bound that is nearly always attained.
-
-Everything is integer arithmetic, exact as long as a domain's tokens in a layer stay below 2**31.
+The intra-batch half of ReLibra (arXiv 2605.08639). What happens in one domain is in `relibra_jax.planning.filling`
+(jointly) and `relibra_jax.planning.splitting` (its halves, for the ablation).
 """
 
 import functools
 from numbers import Integral
-from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Bool, Int
+from jaxtyping import Int
 
 from relibra_jax.planning.domains import plan_domains
-from relibra_jax.planning.packing import add_copies, lightest_pack
-from relibra_jax.types import EMPTY, Array, Plan, Topology
-
-ROUNDS = 8
-"""Thresholds tried at most, fewer where the bound is reached. On 950 random and recorded domains with one slot a
-rank, the worst plan is then 0.12% above the mixed-integer optimum; with 6 thresholds 0.6%, with 12 0.01%."""
-
-SWEEPS = 16
-"""Times that `split_tokens` goes over the replicas: then 0.01% above the linear program in the mean and 1.3% in the
-worst of 800 domains; with 8, 0.07% and 6%."""
-
-_MAX = np.int32(np.iinfo(np.int32).max)
+from relibra_jax.planning.filling import replicate_domain
+from relibra_jax.planning.splitting import place_heaviest, split_evenly, split_tokens
+from relibra_jax.types import Array, Plan, Topology
 
 
 def replicate_experts(
@@ -48,7 +21,7 @@ def replicate_experts(
     home: Int[Array, "L E"],
     topology: Topology,
     *,
-    cross_node: bool = False,
+    across_nodes: bool = False,
     min_tokens: int = 1,
     tile: int = 1,
     exact: bool = False,
@@ -63,7 +36,7 @@ def replicate_experts(
         load: token copies of each expert, summed over where they lie; below 2**31 in each layer.
         home: flat home slot of each expert.
         topology: of the group.
-        cross_node: let replicas go to any rank, not just to ranks of their home's node.
+        across_nodes: let replicas go to any rank, not just to ranks of their home's node.
         min_tokens: least token copies that a replica computes.
         tile: replicas compute whole tiles of this many token copies; the rest of an expert stays at home. So a
             grouped matrix product has no more partly filled tiles than without replicas.
@@ -97,255 +70,7 @@ def replicate_experts(
         return split_tokens(load, place_heaviest(load, replica_slots=topology.replica_slots))
 
     load = jnp.asarray(load, jnp.int32)
-    return plan_domains(rule, load, load, home, topology, domains=1 if cross_node else topology.num_nodes)
-
-
-def replicate_domain(
-    load: Int[Array, "P H"], *, replica_slots: int, min_tokens: int = 1, tile: int = 1, exact: bool = False
-) -> tuple[Int[jax.Array, "P R"], Int[jax.Array, "P S"]]:
-    """Replicas and quotas of one domain of P ranks with H experts each; callers vmap it.
-
-    Args:
-        load: token copies of each expert, by home slot.
-        replica_slots: R.
-        min_tokens, tile, exact: as in `replicate_experts`.
-
-    Returns:
-        ``replica``, the flat home slot ``p * H + h`` of the expert in each replica slot, EMPTY for none, and
-        ``quota``, the token copies of each home slot and replica slot; int32.
-
-    >>> replica, quota = replicate_domain(jnp.array([[9, 1], [2, 0]]), replica_slots=1)
-    >>> replica.tolist(), quota.tolist()
-    ([[-1], [0]], [[5, 1, 0], [2, 0, 4]])
-    """
-    load = jnp.asarray(load, jnp.int32)
-    fill = functools.partial(_fill, whole=load // tile, slots=replica_slots, least=-(-min_tokens // tile))
-    start = load.sum(1)
-
-    def attempt(best: _Target, tiles: Int[jax.Array, " P"]) -> tuple[_Target, Int[jax.Array, ""]]:
-        """The better of ``best`` and of filling ranks with ``tiles``, and the largest rank load of the latter."""
-        filled = fill(tiles)
-        rank_load = start + tile * (tiles - filled.missing)
-        top = rank_load.max()
-        price = -rank_load.min() if exact else (filled.tiles > 0).sum(dtype=jnp.int32)
-        better = (top < best.top) | ((top == best.top) & (price < best.price))
-        return jax.tree.map(functools.partial(jnp.where, better), _Target(tiles, top, price), best), top
-
-    def bisect(carry):
-        best, bound, turn = carry
-        threshold = jnp.where(turn == 0, bound, bound + (best.top - bound) // 2)
-        best, top = attempt(best, (threshold - start) // tile)
-        return best, jnp.where(top > threshold, threshold, bound), turn + 1
-
-    def unsolved(carry):
-        best, bound, turn = carry
-        return (turn < ROUNDS) & (best.top - bound > jnp.where(turn == 0, 0, 1))
-
-    nothing = jnp.zeros_like(start)
-    best = _Target(nothing, start.max(), -start.min() if exact else jnp.int32(0))
-    bound = least_top_load(load, replica_slots=replica_slots)
-    if exact or tile > 1:
-        fair = _fair_tiles(start, tile)
-        bound = jnp.maximum(bound, (start + tile * fair).max())
-    if exact:
-        best, _ = attempt(best, fair)
-    best, _, _ = jax.lax.while_loop(unsolved, bisect, (best, bound, jnp.int32(0)))
-    filled = fill(best.tiles)
-    return filled.replica, jnp.concatenate([load - tile * filled.given, tile * filled.tiles], 1)
-
-
-def least_top_load(load: Int[Array, "P H"], *, replica_slots: int) -> Int[jax.Array, ""]:
-    """A lower bound of the largest rank load that replication can reach in one domain.
-
-    Below it, either the mean or the slots are in the way: a rank gains at most ``c``, the R largest loads of an
-    expert together, and at most what is missing to T, so T is out of reach as long as
-    ``f(T) = sum_p min(T - w_p, c) < 0`` for the rank loads ``w`` before replication. As f is concave, Newton's
-    method comes to its root from below.
-
-    Args:
-        load: token copies of each expert, by home slot.
-        replica_slots: R.
-
-    Returns:
-        Tokens, int32; never below the mean. On recorded and random loads nearly always attained.
-
-    >>> int(least_top_load(jnp.array([[40, 40, 40], [0, 0, 0]]), replica_slots=1))
-    80
-    """
-    start = load.sum(1)
-    gain = jax.lax.top_k(load.ravel(), min(replica_slots, load.size))[0].sum()
-
-    def lacking(top):
-        return jnp.minimum(top - start, gain).sum()
-
-    def newton(top):
-        slope = (top - start <= gain).sum(dtype=jnp.int32)
-        return top - lacking(top) // jnp.maximum(slope, 1)
-
-    return jax.lax.while_loop(lambda top: lacking(top) < 0, newton, -(-start.sum() // start.size))
-
-
-class _Target(NamedTuple):
-    """What to fill ranks with, and what comes of it."""
-
-    tiles: Int[jax.Array, " P"]
-    """Tiles that each rank lacks; negative for those that have too many."""
-    top: Int[jax.Array, ""]
-    """Largest rank load."""
-    price: Int[jax.Array, ""]
-    """Decides between equal ``top``, less is better: replicas, or for exact balance minus the least rank load."""
-
-
-class _Filled(NamedTuple):
-    missing: Int[jax.Array, " P"]
-    given: Int[jax.Array, "P H"]
-    replica: Int[jax.Array, "P R"]
-    tiles: Int[jax.Array, "P R"]
-
-
-def _fill(lacks: Int[jax.Array, " P"], *, whole: Int[jax.Array, "P H"], slots: int, least: int) -> _Filled:
-    """Fill ranks that lack tiles from the experts, ``whole`` tiles each, of ranks that have too many.
-
-    One-hot comparisons instead of gathers and scatters, and experts in one flat axis: mapped over rows, they
-    take half the time on CPU.
-    """
-    ranks, homes = whole.shape
-    rank, expert = jnp.arange(ranks, dtype=jnp.int32), jnp.arange(whole.size, dtype=jnp.int32)
-
-    def step(carry):
-        (missing, given, replica, tiles), _ = carry
-        used = (tiles > 0).sum(1)
-        gap = jnp.where((used < slots) & (missing >= least), missing, 0)
-        widest = gap.max()
-        taker = rank == jnp.where(gap == widest, rank, ranks).min()
-
-        excess = jnp.maximum(-missing, 0)
-        may_give = jnp.where((excess > 0) & (used < slots), _MAX, excess)
-        offer = jnp.minimum(whole - given, may_give[:, None]).ravel()
-        offer = jnp.where(offer >= least, offer, 0)
-        smallest = jnp.where(offer >= widest, offer, _MAX).min()
-        chosen_offer = jnp.where(smallest < _MAX, smallest, offer.max())
-        chosen = jnp.where(offer == chosen_offer, expert, whole.size).min()
-
-        moved = jnp.minimum(chosen_offer, widest)
-        gives = jnp.where(expert == chosen, moved, 0).reshape(ranks, homes)
-        slot = taker[:, None] & (jnp.arange(slots)[None] == used[:, None]) & (moved > 0)
-        missing = missing + gives.sum(1) - jnp.where(taker, moved, 0)
-        filled = _Filled(
-            missing, given + gives, jnp.where(slot, chosen, replica), jnp.where(slot, moved, tiles)
-        )
-        return filled, moved > 0
-
-    empty = jnp.full((ranks, slots), EMPTY, jnp.int32)
-    nothing = _Filled(lacks, jnp.zeros_like(whole), empty, jnp.zeros_like(empty))
-    return jax.lax.while_loop(lambda carry: carry[1], step, (nothing, jnp.bool_(slots > 0)))[0]
-
-
-def _fair_tiles(start: Int[Array, " P"], tile: int) -> Int[jax.Array, " P"]:
-    """Tiles to add to each rank, negative to take away, so that all come to within one tile of each other.
-
-    Shares are rounded down, then by largest remainder; among equals the fullest rank gives one less.
-    """
-    mean = start.sum() // start.size
-    tiles = (mean - start) // tile
-    order = jnp.lexsort((-start, -((mean - start) % tile)))
-    position = (order[None, :] == jnp.arange(start.size)[:, None]).argmax(1)
-    return tiles + (position < -tiles.sum())
-
-
-def place_heaviest(load: Int[Array, "P H"], *, replica_slots: int) -> Int[jax.Array, "P R"]:
-    """Replica places by EPLB's rule, blind to the split: copy what is heaviest per copy, pack evenly.
-
-    A copy that meets another of its expert on a rank is left out.
-
-    Args:
-        load: token copies of each expert of the domain, by home slot.
-        replica_slots: R.
-
-    Returns:
-        As from `replicate_domain`.
-    """
-    ranks, homes = load.shape
-    item, _, count = add_copies(load.ravel(), ranks * replica_slots)
-    share = load.ravel() / count
-    rank, position = lightest_pack(share[item], share.reshape(ranks, homes).sum(1), room=replica_slots)
-    replica = jnp.full((ranks, replica_slots), EMPTY, jnp.int32).at[rank, position].set(item)
-    earlier = np.tri(replica_slots, k=-1, dtype=bool)
-    again = ((replica[:, :, None] == replica[:, None, :]) & earlier[None]).any(-1)
-    at_home = replica // homes == jnp.arange(ranks)[:, None]
-    return jnp.where(again | at_home, EMPTY, replica)
-
-
-def split_evenly(
-    load: Int[Array, "P H"], replica: Int[Array, "P R"]
-) -> tuple[Int[jax.Array, "P R"], Int[jax.Array, "P S"]]:
-    """Split each expert evenly over its copies; the home computes what is left over.
-
-    Args:
-        load: token copies of each expert of the domain, by home slot.
-        replica: from `replicate_domain`.
-
-    Returns:
-        The replicas that compute something, and the quotas, as from `replicate_domain`.
-    """
-    copies = 1 + (replica[:, :, None] == jnp.arange(load.size)[None, None]).sum((0, 1))
-    return _by_slot(load, replica, (load.ravel() // copies)[replica])
-
-
-def split_tokens(
-    load: Int[Array, "P H"], replica: Int[Array, "P R"]
-) -> tuple[Int[jax.Array, "P R"], Int[jax.Array, "P S"]]:
-    """Split tokens over given copies so that the largest rank load is nearly least.
-
-    One expert after the other, its tokens are poured over the ranks that hold it, up to a common level, as if all
-    other tokens lay still. Every step lowers the sum of squares of the rank loads, at whose minimum the largest
-    is least too; the largest never rises.
-
-    Args:
-        load: token copies of each expert of the domain, by home slot.
-        replica: flat home slot of the expert in each replica slot, no expert twice on a rank; EMPTY for none.
-
-    Returns:
-        The replicas that compute something, and the quotas, as from `replicate_domain`.
-    """
-    ranks, homes = load.shape
-    rank = jnp.arange(ranks)
-
-    def pour(carry, expert_tokens):
-        rank_load, quota = carry
-        expert, tokens = expert_tokens
-        slot, home = replica == expert, rank == expert // homes
-        computed = jnp.where(slot, quota, 0).sum(1)
-        below = rank_load - computed - jnp.where(home, tokens - computed.sum(), 0)
-        poured = _pour(tokens, below, slot.any(1) | home)
-        return (below + poured, jnp.where(slot, poured[:, None], quota)), None
-
-    def sweep(carry, _):
-        return jax.lax.scan(pour, carry, (replica.ravel(), expert_load.ravel()))
-
-    expert_load = jnp.where(replica == EMPTY, 0, load.ravel()[replica])
-    start = (load.sum(1), jnp.zeros_like(replica))
-    (_, quota), _ = jax.lax.scan(sweep, start, length=SWEEPS)
-    return _by_slot(load, replica, quota)
-
-
-def _pour(tokens: Int[Array, ""], below: Int[Array, " P"], held: Bool[Array, " P"]) -> Int[jax.Array, " P"]:
-    """Tokens for each of the ranks ``held``, which are at ``below``, so that the highest is least."""
-    under = held[None, :] & (below[None, :] <= below[:, None])
-    # The level that the ranks up to p's height alone would reach; with more or fewer of them it is no lower.
-    level = -(-(tokens + jnp.where(under, below[None, :], 0).sum(1)) // jnp.maximum(under.sum(1), 1))
-    poured = jnp.where(held, jnp.maximum(jnp.where(held, level, _MAX).min() - below, 0), 0)
-    wet = poured > 0
-    return poured - (wet & (jnp.cumsum(wet) <= poured.sum() - tokens))
-
-
-def _by_slot(
-    load: Int[Array, "P H"], replica: Int[Array, "P R"], tokens: Int[Array, "P R"]
-) -> tuple[Int[jax.Array, "P R"], Int[jax.Array, "P S"]]:
-    """Replicas with tokens, and all quotas: homes compute what the replicas of their experts do not."""
-    tokens = jnp.where(replica == EMPTY, 0, tokens)
-    given = jnp.zeros(load.size, jnp.int32).at[jnp.maximum(replica, 0)].add(tokens).reshape(load.shape)
-    return jnp.where(tokens > 0, replica, EMPTY), jnp.concatenate([load - given, tokens], 1)
+    return plan_domains(rule, load, load, home, topology, domains=1 if across_nodes else topology.num_nodes)
 
 
 def _check_knobs(min_tokens: int, tile: int, exact: bool, mode: str) -> None:
