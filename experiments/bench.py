@@ -2,7 +2,7 @@
 
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ BATCH = Topology(num_nodes=4, ranks_per_node=8, num_experts=128, replica_slots=2
 MICRO_BATCHES, LAYERS = 32, 94
 
 
-def interleaved(runs: dict[str, Callable[[], object]], *, repeats: int) -> dict[str, float]:
+def interleaved(runs: Mapping[str, Callable[[], object]], *, repeats: int) -> dict[str, float]:
     """Median seconds of each run; all are called in turn, after one round to compile and warm up."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     for round_ in range(repeats + 1):

@@ -47,6 +47,22 @@ class Cluster:
         )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Costs:
+    """What modelled times stand for; see relibra_jax.planning.cost."""
+
+    hardware: str = "h100"
+    """A named cluster."""
+    model: str = "gpt-oss-20b"
+    """A named model."""
+    context: float = 4096.0
+    """Mean length of a sequence, tokens."""
+    tokens_per_rank: float = 16384.0
+    """The mean tokens of a rank in a micro-batch to which the trace is scaled."""
+    dispatch: Literal["flat", "hierarchical"] = "flat"
+    """Whether every token copy crosses the slow network, or a token once for each node, counted from the trace."""
+
+
 TracePath = Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="TRACE")]
 
 
@@ -58,8 +74,11 @@ class Compare:
     """A trace (.npz); else the one that RELIBRA_TRACE names, else a synthetic one."""
     cluster: Annotated[Cluster, tyro.conf.arg(name="")] = Cluster()
     batching: Annotated[Batching, tyro.conf.arg(name="")] = Batching()
+    costs: Annotated[Costs, tyro.conf.arg(name="")] = Costs()
+    ablation: bool = False
+    """Run ReLibra's parts instead of the planner table: each alone, their alternatives, sample assignment."""
     out: Path = Path("out/compare")
-    """Where the figure and the numbers go."""
+    """Where the figures and the numbers go."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,7 +87,7 @@ class MakePlan:
 
     trace: TracePath = None
     """A trace (.npz); else the one that RELIBRA_TRACE names, else a synthetic one."""
-    planner: str = "eplb"
+    planner: str = "relibra"
     """A name from the table that ``compare`` prints."""
     cluster: Annotated[Cluster, tyro.conf.arg(name="")] = Cluster()
     batching: Annotated[Batching, tyro.conf.arg(name="")] = Batching()

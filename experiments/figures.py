@@ -8,8 +8,10 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 
-from experiments.simulate import Outcome
+from experiments.simulate import CostModel, Outcome
 from relibra_jax.files import whole_file
+from relibra_jax.plan import rank_load
+from relibra_jax.types import Topology
 
 INK, GRID = "#222222", "#dddddd"
 COLOURS = ["#9a9a9a", "#c7a27c", "#d98c3f", "#b5541c", "#e3b23c", "#7fb0d6", "#1f6fb2", "#2a9d5c", "#6b4ea0"]
@@ -51,6 +53,48 @@ def compare_figure(path: Path, outcomes: list[Outcome], title: str) -> None:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="x" if axes is left else "y", color=GRID, linewidth=0.7)
         axes.set_axisbelow(True)
+    with whole_file(path) as part:
+        figure.savefig(part, dpi=150)
+    plt.close(figure)
+
+
+def timeline_figure(
+    path: Path, before: Outcome, after: Outcome, topology: Topology, costs: CostModel
+) -> None:
+    """One layer of one micro-batch, rank by rank, forward, as the cost model sees it: where ranks wait.
+
+    Shown is the micro-batch and layer of the last batch in which ``before`` is most uneven.
+
+    Args:
+        path: of the PNG.
+        before: for example static's outcome.
+        after: for example ReLibra's.
+        topology: of both.
+        costs: for the lengths of the phases.
+    """
+    load = np.asarray(rank_load(before.planned[-1].plan), float)
+    place = np.unravel_index((load.max((2, 3)) - load.mean((2, 3))).argmax(), load.shape[:2])
+    figure, rows = plt.subplots(2, 1, figsize=(9, 4.8), sharex=True, layout="constrained")
+    phases = {"attention": "#7fb0d6", "dispatch": "#e3b23c", "experts": "#1f6fb2", "combine": "#d98c3f"}
+    for axes, outcome in zip(rows, (before, after), strict=True):
+        times = costs.ranks(outcome.planned[-1], topology)
+        attention, compute, exchange, _ = (np.asarray(part)[place].ravel() * 1e3 for part in times)
+        ranks, start = np.arange(attention.size), 0.0
+        for (name, colour), length in zip(
+            phases.items(), (attention, exchange, compute, exchange), strict=True
+        ):
+            axes.barh(ranks, length, left=start, color=colour, height=0.72, label=name)
+            axes.barh(ranks, length.max() - length, left=start + length, color="#eeeeee", height=0.72)
+            start += length.max()
+        axes.axvline(start, color=INK, linewidth=0.8)
+        axes.annotate(f"{start:.1f} ms", (start, ranks[0]), (4, 0), textcoords="offset points", va="center")
+        axes.set_title(outcome.planner, loc="left", fontsize=10, color=INK)
+        axes.set_ylabel("rank")
+        axes.invert_yaxis()
+        axes.spines[["top", "right"]].set_visible(False)
+    rows[0].set_xlim(right=1.12 * rows[0].get_xlim()[1])
+    rows[0].legend(fontsize=8, frameon=False, ncols=4, loc="lower right", bbox_to_anchor=(1, 1))
+    rows[1].set_xlabel(f"modelled ms, micro-batch {place[0]}, layer {place[1]}, forward (grey: waiting)")
     with whole_file(path) as part:
         figure.savefig(part, dpi=150)
     plt.close(figure)

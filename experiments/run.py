@@ -6,19 +6,22 @@ Bad input ends with exit status 2 and one line on standard error; nothing half-w
 import difflib
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
-from typing import Annotated
+from typing import Annotated, Any
 
 import jax
 import numpy as np
 import tyro
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from experiments.ablation import ABLATION
 from experiments.configs import Compare, Inspect, MakePlan
-from experiments.figures import compare_figure
-from experiments.simulate import Outcome, compare, make_batches, run_planner
+from experiments.figures import compare_figure, timeline_figure
+from experiments.simulate import Contender, Outcome, compare, cost_model, make_batches, run_contender
 from experiments.traces import Trace, read_trace
 from relibra_jax.files import whole_file
 from relibra_jax.formats import save_plan
@@ -34,21 +37,19 @@ def run_compare(config: Compare) -> None:
     """Every planner over one trace."""
     trace = read_trace(config.trace)
     topology = config.cluster.topology(trace.num_experts)
-    batches = make_batches(trace, config.batching, topology)
-    config.out.mkdir(parents=True, exist_ok=True)
-    with Progress(
-        TextColumn("{task.description:>16}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-    ) as bar:
-        task = bar.add_task("planning", total=len(PLANNERS))
+    batches = make_batches(trace, config.batching)
+    costs = cost_model(config.costs, trace, batches, topology)
+    contenders = {name: Contender(row=row) for name, row in PLANNERS.items()}
+    if config.ablation:
+        contenders = ABLATION
+    columns = (TextColumn("{task.description:>16}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("planning", total=len(contenders))
         outcomes = compare(
-            PLANNERS,
+            contenders,
             batches,
             topology,
+            costs,
             seed=config.batching.seed,
             progress=lambda name: bar.update(task, advance=1, description=name),
         )
@@ -58,46 +59,61 @@ def run_compare(config: Compare) -> None:
         f" {topology.num_nodes} nodes x {topology.ranks_per_node} ranks, {topology.replica_slots} replica slots"
     )
     console.print(comparison_table(outcomes, setting))
+    console.print(COLUMNS_EXPLAINED, style="dim")
     for note in (trace.note, _left_over(batches.samples_left)):
         if note:
             console.print(f"note: {note}", style="dim")
-    figure, numbers = config.out / "compare.png", config.out / "compare.json"
+    config.out.mkdir(parents=True, exist_ok=True)
+    figure, timeline, numbers = (
+        config.out / name for name in ("compare.png", "timeline.png", "compare.json")
+    )
     compare_figure(figure, outcomes, setting)
+    by_name = {outcome.planner: outcome for outcome in outcomes}
+    timeline_figure(timeline, by_name["static"], by_name["relibra"], topology, costs)
     with whole_file(numbers) as part:
         part.write_text(json.dumps(_report(config, trace, outcomes), indent=1) + "\n")
-    console.print(f"figure: {figure}\nnumbers: {numbers}", highlight=False, soft_wrap=True)
+    console.print(f"figures: {figure} {timeline}\nnumbers: {numbers}", highlight=False, soft_wrap=True)
+
+
+COLUMNS_EXPLAINED = (
+    "imbalance: max / mean of rank load over the batch; bound: what any replication could reach with these homes;"
+    " p95, max: of single layers and micro-batches; cross: token copies that leave their node; copies: replicas of"
+    " a layer; plan: measured time of one batch's plan; time, share: modelled time of a batch, and that of a"
+    " perfectly balanced one over it."
+)
 
 
 def comparison_table(outcomes: list[Outcome], title: str) -> Table:
     """One line a planner, and the idealised bound below them."""
-    table = Table(title=title, title_justify="left", title_style="bold")
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=0)
     table.add_column("planner", no_wrap=True)
-    for name in ("imbalance", "p95", "max", "cross-node", "replicas", "plan ms"):
+    for name in ("imbalance", "bound", "p95", "max", "cross", "copies", "plan", "time", "share"):
         table.add_column(name, justify="right", no_wrap=True)
     for outcome in outcomes:
         table.add_row(
             outcome.planner,
             f"{outcome.imbalance:.4f}",
+            f"{outcome.bound:.4f}",
             f"{outcome.imbalance_p95:.3f}",
             f"{outcome.imbalance_max:.3f}",
-            f"{outcome.cross_node_share:.1%}",
-            f"{outcome.replicas:.2f}",
-            f"{outcome.plan_seconds * 1e3:.1f}",
+            f"{outcome.cross_node_share:.0%}",
+            f"{outcome.replicas:.1f}",
+            f"{outcome.plan_seconds * 1e3:.0f}ms",
+            f"{outcome.modelled_seconds:.1f}s",
+            f"{outcome.share_of_balanced:.1%}",
         )
     table.add_section()
-    table.add_row("balanced bound", "1.0000", "1.000", "1.000", style="dim")
-    table.caption = (
-        "imbalance: over the batch; p95, max: of single layers and micro-batches; cross-node: token copies that"
-        " leave their node; replicas: of a layer; plan ms: one batch"
-    )
-    table.caption_justify = "left"
+    first = outcomes[0]
+    balanced = f"{first.modelled_seconds * first.share_of_balanced:.1f}s"
+    table.add_row("balanced", "1.0000", "", "1.000", "1.000", "", "", "", balanced, "100%", style="dim")
     return table
 
 
 def _report(config: Compare, trace: Trace, outcomes: list[Outcome]) -> dict:
-    rows = [{k: v for k, v in asdict(outcome).items() if k != "rank_load"} for outcome in outcomes]
-    settings = {"trace": trace.name, "note": trace.note, **asdict(config.cluster), **asdict(config.batching)}
-    return {"settings": settings, "jax": jax.__version__, "planners": rows}
+    settings = {"trace": trace.name, "note": trace.note}
+    for part in (config.cluster, config.batching, config.costs):
+        settings |= asdict(part)
+    return {"settings": settings, "jax": jax.__version__, "planners": [o.numbers() for o in outcomes]}
 
 
 def _left_over(samples: int) -> str:
@@ -115,8 +131,9 @@ def run_plan(config: MakePlan) -> None:
     row = PLANNERS[config.planner]
     trace = read_trace(config.trace)
     topology = config.cluster.topology(trace.num_experts)
-    batches = make_batches(trace, config.batching, topology)
-    *_, plan = run_planner(row, batches, topology, seed=config.batching.seed)
+    batches = make_batches(trace, config.batching)
+    planned, _ = run_contender(Contender(row=row), batches, topology, seed=config.batching.seed)
+    plan = planned[-1].plan
     config.out.parent.mkdir(parents=True, exist_ok=True)
     save_plan(config.out, plan, topology)
     console.print(
@@ -152,7 +169,7 @@ def run_inspect(config: Inspect) -> None:
     console.print(table)
 
 
-COMMANDS = {Compare: run_compare, MakePlan: run_plan, Inspect: run_inspect}
+COMMANDS: dict[type, Callable[[Any], None]] = {Compare: run_compare, MakePlan: run_plan, Inspect: run_inspect}
 
 type Command = (
     Annotated[Compare, tyro.conf.subcommand("compare")]
@@ -163,7 +180,7 @@ type Command = (
 
 def main(args: list[str] | None = None) -> int:
     """Run one command; the exit status is 0, or 2 for bad input."""
-    config = tyro.cli(Command, prog="python -m experiments.run", description=__doc__, args=args)  # type: ignore[call-overload]
+    config = tyro.cli(Command, prog="python -m experiments.run", description=__doc__, args=args)
     try:
         COMMANDS[type(config)](config)
     except (ValueError, OSError) as error:

@@ -77,7 +77,20 @@ def expert_load(
     >>> expert_load(replay, Assignment(np.array([[[[1, 0], [-1, -1]]]])), num_experts=3).tolist()
     [[[[[1, 0, 1], [0, 0, 0]]]]]
     """
-    loads = jnp.asarray(sample_load(replay, num_experts=num_experts))
+    return assigned_load(sample_load(replay, num_experts=num_experts), assignment)
+
+
+def assigned_load(sample_load: Int[Array, "B L E"], assignment: Assignment) -> Int[Array, "M L N G E"]:
+    """Sum the loads of the samples that every rank holds in every micro-batch; `expert_load`, already counted.
+
+    Args:
+        sample_load: from `sample_load`.
+        assignment: sample ``[M, N, G, b]`` integer, indices into B; EMPTY counts nothing.
+
+    Returns:
+        int32 ``[M, L, N, G, E]``, token copies.
+    """
+    loads = jnp.asarray(sample_load)
     sample = jnp.asarray(assignment.sample, jnp.int32)
     held = loads.at[sample].get(mode="fill", fill_value=0, wrap_negative_indices=False)
     return jnp.moveaxis(held.sum(axis=3, dtype=jnp.int32), 3, 1)

@@ -145,7 +145,7 @@ def eplb(
     >>> load = jnp.array([[[[[80, 10, 6, 4], [0, 0, 0, 0]]]]])
     >>> plan, _ = planner.update(load, planner.init(topology, 1, key=jax.random.key(0)), topology)
     >>> plan.quota.sum(-1).tolist()
-    [[[[44, 56]]]]
+    [[[[57, 43]]]]
     """
     check_known(loads, scope)
 

@@ -6,15 +6,18 @@ in `PLANNERS`, which the tests, the command line and the figures read.
 
 import dataclasses
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 
-from relibra_jax.planning.domains import plan_domains
+from relibra_jax.planning.assignment import assign_in_order
 from relibra_jax.planning.eplb import eplb
 from relibra_jax.planning.lplb import lplb
 from relibra_jax.planning.relibra import relibra
-from relibra_jax.planning.replication import replicate_experts
-from relibra_jax.types import EMPTY, Planner, Topology
+from relibra_jax.planning.replication import hold_nothing, replicate_experts
+from relibra_jax.replay import assigned_load, sample_load
+from relibra_jax.types import Assignment, Plan, Planner, RoutingReplay, Topology
 
 
 def static() -> Planner:
@@ -37,12 +40,7 @@ def static() -> Planner:
     def update(load, state, topology: Topology):
         load = jnp.asarray(load).sum((2, 3))
         home = jnp.broadcast_to(jnp.arange(topology.num_experts, dtype=jnp.int32), load.shape[1:])
-
-        def keep(load, _):
-            nothing = jnp.full((load.shape[0], topology.replica_slots), EMPTY, jnp.int32)
-            return nothing, jnp.concatenate([load, jnp.zeros_like(nothing)], -1)
-
-        return plan_domains(keep, load, load, home, topology, domains=1), state
+        return hold_nothing(load, home, topology), state
 
     return Planner(init, update)
 
@@ -86,3 +84,43 @@ PLANNERS: dict[str, PlannerRow] = {
         intra_node=False,
     ),
 }
+
+type Assign = Callable[..., Assignment]
+"""``(sample_load[B L E], tokens[B], home[L E], topology, *, num_micro_batches) -> Assignment``."""
+
+
+def plan_batch(
+    replay: RoutingReplay,
+    planner: Planner,
+    state: Any,
+    topology: Topology,
+    *,
+    num_micro_batches: int,
+    assign: Assign | None = None,
+    rounds: int = 2,
+) -> tuple[Assignment, Plan, Any]:
+    """Plan a batch from its routing replay: which rank holds which sample when, and where experts live.
+
+    Assignment and placement each take the other as given, so they take turns: samples in order, a plan; then
+    ``rounds`` times samples to its homes, and a plan of what they bring.
+
+    Args:
+        replay: of all samples of the batch; works under jit.
+        planner: of any kind.
+        state: from the planner's ``init``, or from the batch before.
+        topology: of the group.
+        num_micro_batches: M.
+        assign: for example ``functools.partial(assign_samples, key=key)``; None keeps samples in order.
+        rounds: turns of assignment and placement.
+
+    Returns:
+        The assignment, the plan of its loads, and the planner's state after this batch.
+    """
+    per_sample = sample_load(replay, num_experts=topology.num_experts)
+    tokens = jnp.asarray(replay.mask).sum(1, dtype=jnp.int32)
+    assignment = assign_in_order(len(tokens), topology, num_micro_batches=num_micro_batches)
+    plan, after = planner.update(assigned_load(per_sample, assignment), state, topology)
+    for _ in range(rounds if assign else 0):
+        assignment = assign(per_sample, tokens, plan.home, topology, num_micro_batches=num_micro_batches)
+        plan, after = planner.update(assigned_load(per_sample, assignment), state, topology)
+    return assignment, plan, after

@@ -13,7 +13,7 @@ from jaxtyping import Int
 from relibra_jax.planning.domains import plan_domains
 from relibra_jax.planning.filling import replicate_domain
 from relibra_jax.planning.splitting import place_heaviest, split_evenly, split_tokens
-from relibra_jax.types import Array, Plan, Topology
+from relibra_jax.types import EMPTY, Array, Plan, Topology
 
 
 def replicate_experts(
@@ -83,3 +83,14 @@ def _check_knobs(min_tokens: int, tile: int, exact: bool, mode: str) -> None:
         raise ValueError(
             f"mode={mode!r} takes neither min_tokens={min_tokens} nor tile={tile} nor exact={exact}"
         )
+
+
+def hold_nothing(load: Int[Array, "M L E"], home: Int[Array, "L E"], topology: Topology) -> Plan:
+    """The plan without replicas: every home slot computes its expert's whole load."""
+
+    def rule(load, _):
+        nothing = jnp.full((load.shape[0], topology.replica_slots), EMPTY, jnp.int32)
+        return nothing, jnp.concatenate([load, jnp.zeros_like(nothing)], -1)
+
+    load = jnp.asarray(load, jnp.int32)
+    return plan_domains(rule, load, load, home, topology, domains=1)
