@@ -13,6 +13,7 @@ import numpy as np
 from experiments.configs import Batching, Costs
 from experiments.traces import Trace
 from relibra_jax.plan import check_plan, rank_load, replica_count
+from relibra_jax.planning.assignment import assign_in_order
 from relibra_jax.planning.cost import (
     LayerTime,
     RankTime,
@@ -175,28 +176,40 @@ def make_batches(trace: Trace, batching: Batching) -> Batches:
 def run_contender(
     contender: Contender, batches: Batches, topology: Topology, *, seed: int
 ) -> tuple[list[Planned], float]:
-    """The plans of the measured batches, each judged, and the median seconds of the last one's planning."""
-    row = contender.row
+    """The plans of the measured batches, each judged, and the median seconds of planning the last one.
+
+    Where samples keep their order, counting their load is not part of planning; where they are assigned, it is.
+    """
+    row, assign, num_micro_batches = contender.row, contender.assign, batches.num_micro_batches
     layers = batches.replays[0].expert_ids.shape[2]
+    in_order = assign_in_order(len(batches.replays[0].mask), topology, num_micro_batches=num_micro_batches)
+    update = jax.jit(row.planner.update)
+    joint = jax.jit(
+        functools.partial(plan_batch, assign=assign, num_micro_batches=num_micro_batches), static_argnums=(1, 3)
+    )
+
     state = row.planner.init(topology, layers, key=jax.random.key(seed))
     home = jnp.tile(jnp.arange(topology.num_experts)[None], (layers, 1))
-    run = jax.jit(
-        functools.partial(plan_batch, assign=contender.assign, num_micro_batches=batches.num_micro_batches),
-        static_argnums=(1, 3),
-    )
-    count = jax.jit(expert_load, static_argnames="num_experts")
     planned = []
     for number, replay in enumerate(batches.replays):
         before = state
-        assignment, plan, state = run(replay, row.planner, state, topology)
-        load = count(replay, assignment, num_experts=topology.num_experts)
+        if assign is None:
+            assignment = in_order
+            load = count_load(replay, assignment, num_experts=topology.num_experts)
+            plan, state = update(load, state, topology)
+        else:
+            assignment, plan, state = joint(replay, row.planner, state, topology)
+            load = count_load(replay, assignment, num_experts=topology.num_experts)
         check_plan(plan, load, topology, intra_node=row.intra_node)
         if number >= batches.history:
             planned.append(Planned(replay, assignment, load, plan, home))
         home = plan.home
-    if contender.assign is None:
-        return planned, _median_seconds(lambda: jax.jit(row.planner.update)(load, before, topology))
-    return planned, _median_seconds(lambda: run(replay, row.planner, before, topology))
+    if assign is None:
+        return planned, _median_seconds(lambda: update(load, before, topology))
+    return planned, _median_seconds(lambda: joint(replay, row.planner, before, topology))
+
+
+count_load = jax.jit(expert_load, static_argnames="num_experts")
 
 
 def compare(

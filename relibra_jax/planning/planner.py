@@ -120,7 +120,9 @@ def plan_batch(
     tokens = jnp.asarray(replay.mask).sum(1, dtype=jnp.int32)
     assignment = assign_in_order(len(tokens), topology, num_micro_batches=num_micro_batches)
     plan, after = planner.update(assigned_load(per_sample, assignment), state, topology)
-    for _ in range(rounds if assign else 0):
+    if assign is None:
+        return assignment, plan, after
+    for _ in range(rounds):
         assignment = assign(per_sample, tokens, plan.home, topology, num_micro_batches=num_micro_batches)
         plan, after = planner.update(assigned_load(per_sample, assignment), state, topology)
     return assignment, plan, after
