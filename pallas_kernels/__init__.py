@@ -1,0 +1,1 @@
+"""Kernels for grouped expert compute; imports jax alone. Empty as yet."""
