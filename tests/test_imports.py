@@ -10,13 +10,8 @@ PACKAGES = ("relibra_jax", "pallas_kernels")
 # A module may import what stands in a lower or the same room.
 ROOMS = [
     {"relibra_jax.types", "relibra_jax.files"},
-    {
-        "relibra_jax.plan",
-        "relibra_jax.replay",
-        "relibra_jax.formats",
-        "relibra_jax.rollout",
-        "pallas_kernels",
-    },
+    {f"relibra_jax.{name}" for name in ("plan", "replay", "routes", "formats", "rollout")}
+    | {"pallas_kernels"},
     {"relibra_jax.planning", "relibra_jax.execution"},
     {"relibra_jax.nnx_moe"},
     {"relibra_jax"},

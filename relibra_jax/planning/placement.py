@@ -32,8 +32,13 @@ Method = Literal["anneal", "descent", "lpt"]
 
 HOTTEST: Final = 2e-3
 COLDEST: Final = 1e-4
-"""Temperatures in units of imbalance, from where starts no longer matter to where swaps no longer happen; of
-1e-3..2e-2 and 1e-4..5e-4 these were the best or equal to it on recorded, lognormal and Zipf loads."""
+"""Temperatures in units of imbalance: from where the start no longer matters to where hardly any swap is left.
+Best or equal among 1e-3..2e-2 and 1e-4..5e-4 on recorded, lognormal and Zipf loads."""
+REFINING: Final = 3e-4
+"""Where annealing starts to refine a placement: any hotter and it forgets what it was given."""
+INSIDE: Final = 4
+"""How much dearer a move is between ranks of a node than between nodes. Replicas mend what it leaves there: on
+recorded loads the balance and the replicas stay the same, and a third of the moves go away."""
 
 
 class _Groups(NamedTuple):
@@ -59,10 +64,11 @@ def place_experts(
     key: PRNGKeyArray,
     method: Method = "anneal",
     steps: int = 8000,
-    move_cost: float = 0.015,
+    move_cost: float = 0.02,
     smoothing: float = 0.0,
     source_load: Int[Array, "L N E"] | None = None,
-    crossing_cost: float = 0.1,
+    crossing_cost: float = 0.3,
+    refine: Int[Array, "L E"] | None = None,
 ) -> Int[jax.Array, "L E"]:
     """Choose every expert's home for a batch, so that nodes and then ranks carry even load.
 
@@ -70,19 +76,23 @@ def place_experts(
 
     Args:
         load: token copies of each expert, from all ranks together; used as float32 shares.
-        previous_home: flat home slots before the batch. The search starts here, and the annealed and descended
-            placements are never worse than it in the objective. An expert that stays on its rank keeps its slot.
+        previous_home: flat home slots before the batch. An expert that stays on its rank keeps its slot, and one
+            that leaves it costs something.
         topology: of the group; ``replica_slots`` only matters in being 0 or not.
         key: the same key gives the same placement.
         method: 'anneal'; 'descent', steepest over all pairs, from LPT; or 'lpt', heaviest expert first to the
-            lightest group that has room, blind to costs.
+            lightest group that has room, blind to costs. The first two never end worse than they start.
         steps: of annealing between nodes, and four times fewer inside them; 40,000 is thorough.
-        move_cost: the imbalance worth accepting to keep every expert of a layer on its rank.
+        move_cost: moving all experts of a layer to other nodes must lower its imbalance by this much times the
+            square root of N, as the imbalance to be gained also grows with N. 0 is thorough.
         smoothing: softness of the maximum while annealing, as a multiple of the temperature: with
-            ``s = smoothing * temperature`` the peak of a micro-batch is ``s * log(sum_g exp(load / s))``.
+            ``s = smoothing * temperature / M`` the peak of a micro-batch is ``s * log(sum_g exp(load / s))``.
             0 is the maximum itself, equally good in our measurements and more than twice as fast.
         source_load: where the batch's token copies lie; with it, copies that cross nodes have a price.
-        crossing_cost: the imbalance worth accepting to have no copy cross nodes.
+        crossing_cost: the imbalance worth accepting to have no copy cross nodes. At the default what is free is
+            taken; 1 already costs balance on recorded loads.
+        refine: a placement to start from instead of ``previous_home``, and to stay close to: found for loads much
+            like these, such as those before samples were assigned.
 
     Returns:
         Flat home slot of each expert, int32; exactly H experts a rank.
@@ -97,35 +107,29 @@ def place_experts(
     [[0, 1, 1, 0]]
     """
     _check(load.shape, previous_home.shape, topology, method, steps, move_cost, crossing_cost, smoothing)
-    previous = home = jnp.asarray(previous_home, jnp.int32)
+    layers, experts = previous_home.shape
+    previous = jnp.asarray(previous_home, jnp.int32)
+    home = previous if refine is None else jnp.asarray(refine, jnp.int32)
+    hottest = HOTTEST if refine is None else REFINING
     load = jnp.asarray(load, jnp.float32)
-    nodes, locals_ = topology.num_nodes, topology.ranks_per_node
-    crossing = jnp.zeros((*previous.shape, nodes))
+    crossing = jnp.zeros((layers, experts, topology.num_nodes))  # no price
     if source_load is not None:
         crossing = crossing_cost * _crossing(jnp.asarray(source_load, jnp.float32))
 
+    nodes, locals_ = topology.num_nodes, topology.ranks_per_node
+    levels = [(1, nodes, steps, move_cost), (nodes, locals_, max(steps // 4, 1), INSIDE * move_cost)]
     if topology.replica_slots == 0:
-        levels = [(1, nodes * locals_, steps)]
-    else:
-        levels = [(1, nodes, steps), (nodes, locals_, max(steps // 4, 1))]
-    for level, (domains, groups, steps) in enumerate(levels):
-        if groups == 1 or (domains > 1 and topology.home_slots == 1):
-            continue  # one group, or equal ranks with one expert each: nothing to gain
-        start = _arrange(load, previous, home, domains, groups, move_cost)
-        if domains == 1:
-            by_slot = jnp.take_along_axis(crossing, jnp.argsort(home)[..., None], axis=1)
-            price = jnp.repeat(by_slot.transpose(2, 1, 0), groups // nodes, axis=0)
-            start = start._replace(cost=start.cost + price)
-        if method == "lpt":
-            item = _relabel(_longest_first(start)).item
-        elif method == "descent":
-            item = _better(_relabel(_descend(_longest_first(start))), start)
-        else:
-            item = _better(_relabel(_anneal(start, jax.random.fold_in(key, level), steps, smoothing)), start)
-        group = (jnp.argsort(item, axis=0) // (item.shape[0] // groups)).T.reshape(-1, domains, item.shape[0])
-        group = (group + groups * jnp.arange(domains)[None, :, None]).reshape(home.shape)
+        levels = [(1, nodes * locals_, steps, move_cost)]
+    for level, (domains, groups, effort, price) in enumerate(levels):
+        size = experts // (domains * groups)
+        if groups == 1 or (size == 1 and domains == nodes):
+            continue  # one group, or one expert on each of a node's ranks: nothing to gain
+        start = _arrange(load, previous, home, crossing, domains, groups, price)
+        found = _search(start, method, jax.random.fold_in(key, level), effort, smoothing, hottest)
+        group = (jnp.argsort(found, axis=0) // size).T.reshape(layers, domains, -1)
+        group = (group + groups * jnp.arange(domains)[None, :, None]).reshape(layers, experts)
         group = jnp.take_along_axis(group, home, axis=-1)
-        home = jax.vmap(lambda g, h: _settle(g, h, g.size // (domains * groups)))(group, previous)
+        home = jax.vmap(_settle, (0, 0, None))(group, previous, size)
     return home
 
 
@@ -150,7 +154,7 @@ def _crossing(source_load):
     return away.swapaxes(1, 2) / jnp.maximum(source_load.sum((1, 2)), 1)[:, None, None]
 
 
-def _arrange(load, previous, home, domains, groups, move_cost):
+def _arrange(load, previous, home, crossing, domains, groups, move_cost):
     """The problem of placing each domain's experts in its groups; items are slots of ``home``, layer by layer."""
     layers, experts = home.shape
     size = experts // domains
@@ -159,7 +163,10 @@ def _arrange(load, previous, home, domains, groups, move_cost):
     share *= groups / jnp.maximum(share.sum((0, 2), keepdims=True), 1)
     group = jnp.take_along_axis(previous, expert, axis=-1) // (size // groups)
     group = group.reshape(layers, domains, size) - groups * jnp.arange(domains)[None, :, None]
-    cost = (1 - jax.nn.one_hot(group.reshape(-1, size), groups)) * (move_cost * groups / size)
+    cost = (1 - jax.nn.one_hot(group.reshape(-1, size), groups)) * (move_cost * groups**0.5 / size)
+    if domains == 1:  # else its node is decided
+        crossing = jnp.take_along_axis(crossing, expert[..., None], axis=1)
+        cost += jnp.repeat(crossing, groups // crossing.shape[-1], axis=-1)
     item = jnp.tile(jnp.arange(size)[:, None], (1, layers * domains))
     return _Groups(share.transpose(2, 0, 1), cost.transpose(2, 1, 0), item)
 
@@ -178,14 +185,21 @@ def _group_load(state):
 
 
 def _objective(state):
-    groups, items, rows = state.cost.shape
+    groups, _, rows = state.cost.shape
     own = jnp.diagonal(state.cost.reshape(groups, groups, -1, rows))  # [I/groups rows groups]
     return _group_load(state).max(0).sum(0) + own.sum((0, 2))
 
 
-def _better(found, start):
-    wins = _objective(found) < _objective(start)
-    return jnp.where(wins[None], found.item, start.item)
+def _search(start, method, key, steps, smoothing, hottest):
+    """The item at each position [I rows], by one of the methods."""
+    if method == "lpt":
+        return _relabel(_longest_first(start)).item
+    if method == "descent":
+        found = _relabel(_descend(_longest_first(start)))
+    else:
+        found = _relabel(_anneal(start, key, steps, smoothing, hottest))
+    better = _objective(found) < _objective(start)
+    return jnp.where(better[None], found.item, start.item)
 
 
 def _reorder(state, order):
@@ -259,14 +273,14 @@ def _price_swaps(state, total, i, q, softness=None):
     return peak(mine, theirs).sum(1), after, gain
 
 
-def _anneal(state, key, steps, smoothing):
+def _anneal(state, key, steps, smoothing, hottest):
     groups, items, _ = state.cost.shape
     size = items // groups
     keys = jax.random.split(key, 3)
     i = jax.random.randint(keys[0], (steps,), 0, items)
     q = (i // size + jax.random.randint(keys[1], (steps,), 1, groups)) % groups
     noise = jax.random.gumbel(keys[2], (steps, size + 1, 1))
-    temperature = jnp.geomspace(HOTTEST, COLDEST, steps)
+    temperature = jnp.geomspace(hottest, COLDEST, steps)
     # The last tenth only takes improvements.
     temperature = jnp.where(jnp.arange(steps) < 0.9 * steps, temperature, 0)
 
