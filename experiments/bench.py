@@ -1,8 +1,12 @@
 """``make bench``: planning time beside its peers, medians of runs that take turns in one process."""
 
+import functools
+import os
 import platform
+import resource
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +14,13 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from experiments.peers import numpy_rebalance, python_rebalance
+from experiments.peers import numpy_rebalance, python_rebalance, solve_replication
+from relibra_jax.planning.assignment import assign_in_order, assign_samples
 from relibra_jax.planning.eplb import rebalance_experts
-from relibra_jax.planning.planner import PLANNERS
-from relibra_jax.types import Topology
+from relibra_jax.planning.planner import PLANNERS, PlannerRow, plan_loads
+from relibra_jax.planning.replication import replicate_experts
+from relibra_jax.replay import assigned_load
+from relibra_jax.types import Plan, Topology
 
 console = Console()
 EPLB_ARGS = (288, 8, 4, 32)
@@ -59,33 +66,109 @@ def bench_rebalance() -> None:
 
 
 def bench_planners() -> None:
-    """Every planner on a whole batch of Qwen3-235B's shape."""
-    shape = (MICRO_BATCHES, LAYERS, BATCH.num_nodes, BATCH.ranks_per_node, BATCH.num_experts)
-    rng = np.random.default_rng(0)
-    popular = rng.permuted(np.tile(1 / np.arange(1, 129) ** 0.8, (LAYERS, 1)), axis=-1)
-    share = popular[None, :, None, None] * rng.lognormal(0, 0.6, (MICRO_BATCHES, LAYERS, 1, 1, 128))
-    tokens = 2048 * 8 * share / share.sum(-1, keepdims=True)
-    load = jnp.asarray(rng.poisson(np.broadcast_to(tokens, shape)), jnp.int32)
-    runs = {}
-    for name, row in PLANNERS.items():
-        state = row.planner.init(BATCH, LAYERS, key=jax.random.key(0))
-        update = jax.jit(row.planner.update)
-        runs[name] = lambda update=update, state=state: update(load, state, BATCH)
-    seconds = interleaved(runs, repeats=5)
-    table = Table(
-        title=f"a batch: {LAYERS} layers x {MICRO_BATCHES} micro-batches x 128 experts on 4 nodes x 8 ranks",
-        title_justify="left",
+    """Every planner on a whole batch of Qwen3-235B's shape, samples assigned too, and the optimum for scale."""
+    replay_load, tokens = sample_loads(1024, LAYERS, BATCH.num_experts)
+    in_order = assign_in_order(1024, BATCH, num_micro_batches=MICRO_BATCHES)
+    load = jax.jit(assigned_load)(replay_load, in_order)
+    runs: dict[str, Callable[[], Any]] = {name: planner_run(PLANNERS[name], load, BATCH) for name in PLANNERS}
+    home = runs["relibra"]()[0].home
+    replicate = jax.jit(replicate_experts, static_argnums=2)
+    by_expert = load.sum((2, 3))
+    runs["relibra, replication alone"] = lambda: replicate(by_expert, home, BATCH)
+    assign = functools.partial(assign_samples, key=jax.random.key(0))
+    state = PLANNERS["relibra"].planner.init(BATCH, LAYERS, key=jax.random.key(0))
+    joint = jax.jit(
+        functools.partial(plan_loads, assign=assign, num_micro_batches=MICRO_BATCHES), static_argnums=(2, 4)
     )
-    for name in ("planner", "ms a batch", "µs a layer and micro-batch"):
-        table.add_column(name, justify="left" if name == "planner" else "right")
+    runs["relibra, samples assigned"] = lambda: joint(
+        replay_load, tokens, PLANNERS["relibra"].planner, state, BATCH
+    )
+    seconds = interleaved(runs, repeats=3)
+    rows = LAYERS * MICRO_BATCHES
+    table = _table(
+        f"a batch: {LAYERS} layers x {MICRO_BATCHES} micro-batches x 128 experts on 4 nodes x 8 ranks",
+        "planner",
+        "ms a batch",
+        "µs a layer and micro-batch",
+    )
     for name, value in seconds.items():
-        table.add_row(name, f"{value * 1e3:.1f}", f"{value * 1e6 / (LAYERS * MICRO_BATCHES):.1f}")
+        table.add_row(name, f"{value * 1e3:.1f}", f"{value * 1e6 / rows:.1f}")
+    domains = np.take_along_axis(np.asarray(by_expert[0]), np.argsort(home, -1), -1).reshape(LAYERS, 4, 8, 4)[
+        :2
+    ]
+    start = time.perf_counter()
+    for domain in domains.reshape(-1, 8, 4):
+        solve_replication(domain, BATCH.replica_slots)
+    each = (time.perf_counter() - start) / len(domains)
+    table.add_row("mixed-integer program, replication alone", "", f"{each * 1e6:.0f}")
     console.print(table)
+    console.print(
+        f"peak memory of this process: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB"
+    )
+
+
+def bench_growth() -> None:
+    """ReLibra's planning time over layers, micro-batches and ranks."""
+    table = _table(
+        "relibra over sizes",
+        "layers x micro-batches x experts on ranks",
+        "ms a batch",
+        "µs a layer and micro-batch",
+    )
+    wide = Topology(num_nodes=64, ranks_per_node=8, num_experts=512, replica_slots=2)
+    for topology, layers, micro_batches in (
+        (BATCH, LAYERS // 2, MICRO_BATCHES),
+        (BATCH, LAYERS, MICRO_BATCHES // 2),
+        (BATCH, LAYERS, MICRO_BATCHES),
+        (BATCH, LAYERS, 2 * MICRO_BATCHES),
+        (wide, 4, MICRO_BATCHES),
+    ):
+        samples, _ = sample_loads(16 * micro_batches, layers, topology.num_experts)
+        by_micro_batch = samples.reshape(micro_batches, 16, layers, -1).sum(1)
+        load = jnp.zeros(
+            (micro_batches, layers, topology.num_nodes, topology.ranks_per_node, topology.num_experts),
+            jnp.int32,
+        )
+        load = load.at[:, :, 0, 0].set(by_micro_batch)
+        (value,) = interleaved(
+            {"relibra": planner_run(PLANNERS["relibra"], load, topology)}, repeats=3
+        ).values()
+        size = f"{layers} x {micro_batches} x {topology.num_experts} on {topology.num_ranks}"
+        table.add_row(size, f"{value * 1e3:.0f}", f"{value * 1e6 / layers / micro_batches:.0f}")
+    console.print(table)
+
+
+def sample_loads(samples: int, layers: int, experts: int) -> tuple[jax.Array, jax.Array]:
+    """Synthetic ``sample_load[B L E]`` and ``tokens[B]``: Zipf experts, eight domains, a taste of each sample."""
+    rng = np.random.default_rng(0)
+    popular = rng.permuted(np.tile(1 / np.arange(1, experts + 1) ** 0.8, (layers, 1)), axis=-1)
+    of_domain, domain = rng.lognormal(0, 0.8, (8, layers, experts)), rng.integers(8, size=samples)
+    tokens = rng.lognormal(6.5, 0.6, samples).astype(np.int32)
+    load = np.empty((samples, layers, experts), np.int32)
+    for sample in range(samples):
+        share = popular * of_domain[domain[sample]] * rng.lognormal(0, 0.4, (layers, experts))
+        load[sample] = rng.poisson(8 * tokens[sample] * share / share.sum(-1, keepdims=True))
+    return jnp.asarray(load), jnp.asarray(tokens)
+
+
+def planner_run(row: PlannerRow, load: jax.Array, topology: Topology) -> Callable[[], tuple[Plan, Any]]:
+    """One update of a planner, compiled at the first call."""
+    state = row.planner.init(topology, load.shape[1], key=jax.random.key(0))
+    update = jax.jit(row.planner.update)
+    return lambda: update(load, state, topology)
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    for number, name in enumerate(columns):
+        table.add_column(name, justify="right" if number else "left")
+    return table
 
 
 if __name__ == "__main__":
     console.print(
-        f"jax {jax.__version__} on {jax.devices()[0].platform}, {platform.processor() or platform.machine()}"
+        f"jax {jax.__version__} on {jax.devices()[0].platform}, {os.cpu_count()} cores, {platform.machine()}"
     )
     bench_rebalance()
     bench_planners()
+    bench_growth()

@@ -185,7 +185,8 @@ def run_contender(
     in_order = assign_in_order(len(batches.replays[0].mask), topology, num_micro_batches=num_micro_batches)
     update = jax.jit(row.planner.update)
     joint = jax.jit(
-        functools.partial(plan_batch, assign=assign, num_micro_batches=num_micro_batches), static_argnums=(1, 3)
+        functools.partial(plan_batch, assign=assign, num_micro_batches=num_micro_batches),
+        static_argnums=(1, 3),
     )
 
     state = row.planner.init(topology, layers, key=jax.random.key(seed))

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
+from jaxtyping import Int
 
 from relibra_jax.planning.assignment import assign_in_order
 from relibra_jax.planning.eplb import eplb
@@ -17,7 +18,7 @@ from relibra_jax.planning.lplb import lplb
 from relibra_jax.planning.relibra import relibra
 from relibra_jax.planning.replication import hold_nothing, replicate_experts
 from relibra_jax.replay import assigned_load, sample_load
-from relibra_jax.types import Assignment, Plan, Planner, RoutingReplay, Topology
+from relibra_jax.types import Array, Assignment, Plan, Planner, RoutingReplay, Topology
 
 
 def static() -> Planner:
@@ -97,7 +98,7 @@ def plan_batch(
     *,
     num_micro_batches: int,
     assign: Assign | None = None,
-    rounds: int = 2,
+    rounds: int = 1,
 ) -> tuple[Assignment, Plan, Any]:
     """Plan a batch from its routing replay: which rank holds which sample when, and where experts live.
 
@@ -118,6 +119,39 @@ def plan_batch(
     """
     per_sample = sample_load(replay, num_experts=topology.num_experts)
     tokens = jnp.asarray(replay.mask).sum(1, dtype=jnp.int32)
+    return plan_loads(
+        per_sample,
+        tokens,
+        planner,
+        state,
+        topology,
+        num_micro_batches=num_micro_batches,
+        assign=assign,
+        rounds=rounds,
+    )
+
+
+def plan_loads(
+    per_sample: Int[Array, "B L E"],
+    tokens: Int[Array, " B"],
+    planner: Planner,
+    state: Any,
+    topology: Topology,
+    *,
+    num_micro_batches: int,
+    assign: Assign | None = None,
+    rounds: int = 1,
+) -> tuple[Assignment, Plan, Any]:
+    """`plan_batch` from the counts of each sample, for callers that have them without the replay.
+
+    Args:
+        per_sample: from `relibra_jax.replay.sample_load`.
+        tokens: of each sample.
+        planner, state, topology, num_micro_batches, assign, rounds: as in `plan_batch`.
+
+    Returns:
+        As `plan_batch`.
+    """
     assignment = assign_in_order(len(tokens), topology, num_micro_batches=num_micro_batches)
     plan, after = planner.update(assigned_load(per_sample, assignment), state, topology)
     if assign is None:
