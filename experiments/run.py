@@ -60,7 +60,7 @@ def run_compare(config: Compare) -> None:
     )
     console.print(comparison_table(outcomes, setting))
     console.print(COLUMNS_EXPLAINED, style="dim")
-    for note in (trace.note, _left_over(batches.samples_left)):
+    for note in (trace.note, _left_over(batches.samples_left), "" if batches.history else NO_HISTORY):
         if note:
             console.print(f"note: {note}", style="dim")
     config.out.mkdir(parents=True, exist_ok=True)
@@ -75,6 +75,7 @@ def run_compare(config: Compare) -> None:
     console.print(f"figures: {figure} {timeline}\nnumbers: {numbers}", highlight=False, soft_wrap=True)
 
 
+NO_HISTORY = "there is one batch, so planners that go by history had none"
 COLUMNS_EXPLAINED = (
     "imbalance: max / mean of rank load over the batch; bound: what any replication could reach with these homes;"
     " p95, max: of single layers and micro-batches; cross: token copies that leave their node; copies: replicas of"

@@ -21,7 +21,7 @@ from relibra_jax.planning.hardware import CLUSTERS, MODELS, Cluster, Model
 from relibra_jax.planning.metrics import cross_node_load
 from relibra_jax.planning.planner import static
 from relibra_jax.replay import expert_load
-from relibra_jax.routes import node_visits
+from relibra_jax.routes import node_visits, source_quota
 from relibra_jax.types import EMPTY, Plan, RoutingReplay, Topology
 
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=1)
@@ -126,6 +126,21 @@ def test_sending_a_token_once_is_never_slower(batch):
     flat, once = (count_traffic(plan, load, TOPOLOGY, visits=v) for v in (None, visits))
     assert (once.slow <= flat.slow).all()
     assert once.slow.sum() < flat.slow.sum()
+
+
+def test_flat_traffic_is_that_of_the_routes(batch):
+    """Counted without the routes, rank by rank, it is what they send."""
+    _, _, load, plan = batch
+    sent = np.asarray(source_quota(plan, load, TOPOLOGY)).sum(-1).reshape(2, 2, 2, 2, 2, 2)
+    slow, fast = np.zeros((2, 2, 2, 2, 2), int), np.zeros((2, 2, 2, 2, 2), int)
+    for n, g, n2, g2 in np.ndindex(2, 2, 2, 2):
+        if (n, g) != (n2, g2):
+            kind = slow if n != n2 else fast
+            kind[0, :, :, n, g] += sent[:, :, n, g, n2, g2]
+            kind[1, :, :, n2, g2] += sent[:, :, n, g, n2, g2]
+    found = count_traffic(plan, load, TOPOLOGY)
+    np.testing.assert_array_equal(found.slow, slow.max(0))
+    np.testing.assert_array_equal(found.fast, fast.max(0))
 
 
 def test_traffic_agrees_with_cross_node_load(batch):

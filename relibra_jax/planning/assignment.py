@@ -216,6 +216,7 @@ def _anneal(packing, share, length, budget, attention, layers, key, steps):
     mine = jax.random.randint(keys[1], (steps,), 0, positions)
     theirs = jax.random.randint(keys[2], (steps,), 0, positions - options + 1)
     noise = jax.random.gumbel(keys[3], (steps, pairs, options + 1))
+    pair = jnp.arange(pairs)
     # The last tenth only takes improvements.
     temperature = jnp.geomspace(HOTTEST, COLDEST, steps) / micro_batches
     temperature = jnp.where(jnp.arange(steps) < 0.9 * steps, temperature, 0)
@@ -250,7 +251,8 @@ def _anneal(packing, share, length, budget, attention, layers, key, steps):
         chosen = choice[:, None] == jnp.arange(1, options + 1)[None]
 
         load, tokens_a, tokens_b = (
-            jnp.where(chosen[..., None], x, 0).sum(1) for x in (load, tokens_a, tokens_b)
+            jnp.where(choice[:, None] > 0, x[pair, jnp.maximum(choice - 1, 0)], 0)
+            for x in (load, tokens_a, tokens_b)
         )
         got = give + jnp.where(chosen, take - give, 0).sum(1, keepdims=True)
         sample_a = jax.lax.dynamic_update_slice_in_dim(a.sample, got, i, axis=1)

@@ -14,6 +14,7 @@ four exchanges, three passes of compute) with the replicas' transfers of ReLibra
 model: nothing here was measured on a cluster.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -89,6 +90,10 @@ def count_traffic(
     Returns:
         Traffic; ``slow`` in token copies, or in tokens for the hierarchical path.
     """
+    if visits is None:
+        return jax.vmap(jax.vmap(functools.partial(_flat_traffic, topology=topology)))(
+            jnp.asarray(plan.slot_expert), jnp.asarray(plan.quota), jnp.asarray(load)
+        )
     nodes, local = topology.num_nodes, topology.ranks_per_node
     home = jnp.asarray(plan.home)
 
@@ -100,20 +105,32 @@ def count_traffic(
     rows = (plan.slot_expert, plan.quota, load)
     flat = jax.tree.map(lambda leaf: jnp.asarray(leaf).reshape(-1, *leaf.shape[2:]), rows)
     sent = jax.lax.map(one, flat, batch_size=32)
-    other_node = ~np.eye(nodes, dtype=bool)[None, :, None, :, None]
+    other_node = ~np.eye(nodes, dtype=bool)[None, :, None]
     other_local = ~np.eye(local, dtype=bool)[None, None, :, None, :]
-    if visits is None:
-        away = sent * other_node
-        slow = jnp.maximum(away.sum((3, 4)), away.sum((1, 2)))
-        near = sent * (~other_node & other_local)
-        fast = jnp.maximum(near.sum((3, 4)), near.sum((1, 2)))
-    else:
-        away = jnp.asarray(visits).reshape(-1, nodes, local, nodes) * other_node[..., 0]
-        slow = jnp.maximum(away.sum(3), jnp.moveaxis(away.sum(1), 1, 2))
-        spread = sent * other_local
-        fast = jnp.maximum(jnp.moveaxis(spread.sum((1, 4)), 1, 2), spread.sum((1, 2)))
+    away = jnp.asarray(visits).reshape(-1, nodes, local, nodes) * other_node
+    slow = jnp.maximum(away.sum(3), jnp.moveaxis(away.sum(1), 1, 2))
+    spread = sent * other_local
+    fast = jnp.maximum(jnp.moveaxis(spread.sum((1, 4)), 1, 2), spread.sum((1, 2)))
     shape = (*load.shape[:2], nodes, local)
     return Traffic(slow.reshape(shape), fast.reshape(shape))
+
+
+def _flat_traffic(slot_expert, quota, load, *, topology: Topology) -> Traffic:
+    """Of one layer of one micro-batch, without asking who sends to whom: what is left over after each round."""
+    ranks, (nodes, local) = topology.num_ranks, load.shape[:2]
+    held = jnp.where(slot_expert == EMPTY, 0, slot_expert).reshape(ranks, -1)
+    supply = load.reshape(ranks, -1)
+    demand = jnp.zeros_like(supply).at[jnp.arange(ranks)[:, None], held].add(quota.reshape(ranks, -1))
+    own = jnp.minimum(supply, demand)
+    wanted, offered = ((side - own).reshape(nodes, local, -1) for side in (supply, demand))
+
+    def in_node(side, other):
+        before = jnp.cumsum(side, axis=1) - side
+        return jnp.clip(other.sum(1, keepdims=True) - before, 0, side)
+
+    sent, taken = in_node(wanted, offered), in_node(offered, wanted)
+    slow = jnp.maximum((wanted - sent).sum(-1), (offered - taken).sum(-1))
+    return Traffic(slow, jnp.maximum(sent.sum(-1), taken.sum(-1)))
 
 
 def rank_time(

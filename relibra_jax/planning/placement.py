@@ -19,7 +19,7 @@ random numbers and nothing else: each is a chain of its own, and its result does
 """
 
 import functools
-from typing import Final, Literal, NamedTuple, get_args
+from typing import Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ from jaxtyping import Int, PRNGKeyArray
 from relibra_jax.planning.packing import pack_evenly
 from relibra_jax.types import Array, Topology
 
-Method = Literal["anneal", "descent", "lpt"]
+METHODS: Final = ("anneal", "descent", "lpt")
 
 HOTTEST: Final = 2e-3
 COLDEST: Final = 1e-4
@@ -62,7 +62,7 @@ def place_experts(
     topology: Topology,
     *,
     key: PRNGKeyArray,
-    method: Method = "anneal",
+    method: str = "anneal",
     steps: int = 8000,
     move_cost: float = 0.02,
     smoothing: float = 0.0,
@@ -139,8 +139,8 @@ def _check(load, home, topology, method, steps, move_cost, crossing_cost, smooth
         raise ValueError(
             f"load{list(load)} and previous_home{list(home)} must agree on layers and {experts} experts"
         )
-    if method not in get_args(Method):
-        raise ValueError(f"method={method!r} must be one of {get_args(Method)}")
+    if method not in METHODS:
+        raise ValueError(f"method={method!r} must be one of {METHODS}")
     if steps < 1:
         raise ValueError(f"steps={steps} must be at least 1")
     for name, value in (("move_cost", move_cost), ("crossing_cost", crossing_cost), ("smoothing", smoothing)):
@@ -245,7 +245,7 @@ def _relabel(state):
 def _price_swaps(state, total, i, q, softness=None):
     """Objective now [1 rows], and after each swap of position ``i`` with group ``q`` [I/groups rows].
 
-    Only what depends on the swap is counted. Also returns the load [I/groups M rows] that ``i``'s group gains.
+    Only what depends on the swap is counted.
     """
     groups, items, _ = state.cost.shape
     size = items // groups
@@ -270,7 +270,7 @@ def _price_swaps(state, total, i, q, softness=None):
     after = jax.lax.optimization_barrier(peak(mine + gain, theirs - gain)).sum(1)
     toll = state.cost[p] - state.cost[q]
     after += jax.lax.dynamic_slice_in_dim(toll, first, size) - toll[i][None]
-    return peak(mine, theirs).sum(1), after, gain
+    return peak(mine, theirs).sum(1), after
 
 
 def _anneal(state, key, steps, smoothing, hottest):
@@ -288,26 +288,26 @@ def _anneal(state, key, steps, smoothing, hottest):
         state, total = carry
         i, q, temperature, noise = draw
         softness = smoothing * jnp.maximum(temperature, COLDEST) / total.shape[1] if smoothing else None
-        now, after, gain = _price_swaps(state, total, i, q, softness)
+        now, after = _price_swaps(state, total, i, q, softness)
         choice = jnp.argmin(jnp.concatenate([now, after]) - temperature * noise, axis=0) - 1
         chosen = choice[None] == jnp.arange(size)[:, None]
-        gain = jax.lax.optimization_barrier(jnp.where(chosen[:, None], gain, 0)).sum(0)
-        total = total.at[i // size].add(gain).at[q].add(-gain)
 
-        def swap(array, chosen, axis):
+        def swap(array, axis):
+            row = [1] * (array.ndim - 1) + [-1]
             mine = jax.lax.dynamic_slice_in_dim(array, i, 1, axis)
             theirs = jax.lax.dynamic_slice_in_dim(array, q * size, size, axis)
-            got = mine + jnp.where(chosen, theirs - mine, 0).sum(axis, keepdims=True)
-            array = jax.lax.dynamic_update_slice_in_dim(
-                array, jnp.where(chosen, mine, theirs), q * size, axis
-            )
-            return jax.lax.dynamic_update_slice_in_dim(array, got, i, axis)
+            picked = jnp.take_along_axis(theirs, jnp.maximum(choice, 0).reshape(row), axis)
+            got = jnp.where(choice.reshape(row) < 0, mine, picked)
+            here = jnp.expand_dims(chosen, [d for d in range(array.ndim - 1) if d != axis])
+            array = jax.lax.dynamic_update_slice_in_dim(array, jnp.where(here, mine, theirs), q * size, axis)
+            return jax.lax.dynamic_update_slice_in_dim(array, got, i, axis), got - mine
 
-        share, cost = swap(state.share, chosen[:, None], 0), swap(state.cost, chosen[None], 1)
-        return (_Groups(share, cost, swap(state.item, chosen, 0)), total), None
+        (share, gain), (cost, _), (item, _) = swap(state.share, 0), swap(state.cost, 1), swap(state.item, 0)
+        total = total.at[i // size].add(gain[0]).at[q].add(-gain[0])
+        return (_Groups(share, cost, item), total), None
 
     (found, _), _ = jax.lax.scan(step, (state, _group_load(state)), (i, q, temperature, noise))
-    return _reorder(state, found.item)  # shares free of the rounding of many swaps
+    return found
 
 
 def _descend(state):
@@ -323,7 +323,7 @@ def _descend(state):
         total = _group_load(state)
 
         def look(best, pair):
-            now, after, _ = _price_swaps(state, total, *pair)
+            now, after = _price_swaps(state, total, *pair)
             gain, j = (now - after).max(0), jnp.argmin(after, axis=0) + pair[1] * size
             wins = gain > best[0]
             return jax.tree.map(

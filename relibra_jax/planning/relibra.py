@@ -18,7 +18,7 @@ from relibra_jax.planning.replication import replicate_experts
 from relibra_jax.types import Array, Plan, Planner, Topology
 
 type Place = Callable[..., Array]
-"""``(load[M L E], previous_home[L E], topology, *, key) -> home[L E]``."""
+"""``(load[M L E], previous_home[L E], topology, *, key, source_load[L N E]) -> home[L E]``."""
 type Replicate = Callable[[Array, Array, Topology], Plan]
 """``(load[M L E], home[L E], topology) -> Plan``."""
 
@@ -33,10 +33,15 @@ class RelibraState(NamedTuple):
 
 
 def keep_homes(
-    load: Int[Array, "M L E"], previous_home: Int[Array, "L E"], topology: Topology, *, key: PRNGKeyArray
+    load: Int[Array, "M L E"],
+    previous_home: Int[Array, "L E"],
+    topology: Topology,
+    *,
+    key: PRNGKeyArray,
+    source_load: Int[Array, "L N E"],
 ) -> Int[Array, "L E"]:
     """A `Place` that reorders nothing, for replication alone."""
-    del load, topology, key
+    del load, topology, key, source_load
     return previous_home
 
 
@@ -69,10 +74,11 @@ def relibra(*, place: Place = place_experts, replicate: Replicate = replicate_ex
     def update(
         load: Int[Array, "M L N G E"], state: RelibraState, topology: Topology, *, home: Array | None = None
     ) -> tuple[Plan, RelibraState]:
-        by_expert = jnp.asarray(load).sum((2, 3))
+        load = jnp.asarray(load)
+        by_expert = load.sum((2, 3))
         now, later = jax.random.split(state.key)
         if home is None:
-            home = place(by_expert, state.home, topology, key=now)
+            home = place(by_expert, state.home, topology, key=now, source_load=load.sum((0, 3)))
         plan = replicate(by_expert, home, topology)
         return plan, RelibraState(plan.home, later)
 

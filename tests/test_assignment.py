@@ -1,0 +1,185 @@
+"""Sample assignment: every sample once, budgets held, nodes and attention more even than in order."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from relibra_jax.planning.assignment import assign_in_order, assign_samples
+from relibra_jax.planning.placement import place_experts
+from relibra_jax.types import EMPTY, Topology
+
+KEY = jax.random.key(0)
+SMALL = Topology(num_nodes=2, ranks_per_node=2, num_experts=4, replica_slots=1)
+
+
+def held_tokens(sample, tokens):
+    """Tokens [M, ranks] under an assignment."""
+    by_position = np.append(tokens, 0)[np.asarray(sample)]
+    return by_position.sum(-1).reshape(len(sample), -1)
+
+
+def node_imbalance(sample, sample_load, home, nodes):
+    """Sum over micro-batches of the fullest node's load over that of the mean, averaged over layers."""
+    by_slot = np.take_along_axis(sample_load, np.argsort(home, axis=-1)[None], -1).astype(float)
+    by_node = by_slot.reshape(*by_slot.shape[:2], nodes, -1).sum(-1)
+    by_node = np.concatenate([by_node, np.zeros_like(by_node[:1])])
+    load = by_node[np.asarray(sample).reshape(len(sample), -1)].sum(1)
+    return (load.max(-1).sum(0) / load.mean(-1).sum(0)).mean()
+
+
+def attention_imbalance(sample, tokens):
+    held = held_tokens(sample, tokens)
+    return held.max(1).sum() / held.mean(1).sum()
+
+
+def each_once(sample, samples):
+    sample = np.asarray(sample)
+    return np.array_equal(np.sort(sample[sample != EMPTY]), np.arange(samples))
+
+
+def longest_first(tokens, bins, room):
+    """A port of longest-first packing: which bin takes each item."""
+    held, free, where = np.zeros(bins), np.full(bins, room), np.zeros(len(tokens), int)
+    for item in np.argsort(-np.asarray(tokens), kind="stable"):
+        where[item] = np.argmin(np.where(free > 0, held, np.inf))
+        held[where[item]] += tokens[item]
+        free[where[item]] -= 1
+    return where
+
+
+def budgets(tokens, micro_batches, ranks, room, ratio):
+    """The documented bounds on the tokens of a micro-batch and of a rank."""
+    where = longest_first(tokens, micro_batches, ranks * room)
+    packed = [tokens[where == m] for m in range(micro_batches)]
+    fullest = max(
+        np.bincount(longest_first(t, ranks, room), weights=t, minlength=ranks).max() for t in packed if len(t)
+    )
+    mean = tokens.sum() / micro_batches
+    floor = max(tokens.max(), 0)
+    return max(ratio * mean, floor, max(t.sum() for t in packed)), max(ratio * mean / ranks, floor, fullest)
+
+
+@pytest.mark.parametrize("room", [1, 3])
+@settings(max_examples=15, deadline=None)
+@given(tokens=st.lists(st.integers(0, 2000), min_size=11, max_size=11), seed=st.integers(0, 9))
+def test_every_sample_once_and_budgets_are_held(room, tokens, seed):
+    tokens = np.array(tokens, np.int32)
+    load = np.random.default_rng(seed).integers(0, 99, (11, 2, 4)).astype(np.int32)
+    home = np.tile(np.arange(4, dtype=np.int32), (2, 1))
+    assign = functools.partial(
+        assign_samples, load, tokens, home, SMALL, num_micro_batches=3, steps=200, samples_per_rank=room
+    )
+    sample = np.asarray(assign(key=jax.random.key(seed)).sample)
+    assert sample.shape == (3, 2, 2, room)
+    assert each_once(sample, 11)
+    held = held_tokens(sample, tokens)
+    of_micro_batch, of_rank = budgets(tokens, 3, 4, room, 1.05)
+    assert held.sum(1).max() <= of_micro_batch + 1e-3
+    assert held.max() <= of_rank + 1e-3
+    assert np.array_equal(sample, assign(key=jax.random.key(seed)).sample), (
+        "the same key, the same assignment"
+    )
+
+
+@pytest.mark.parametrize("kind", ["zero", "one_expert", "one_long_sample", "one_micro_batch"])
+def test_extreme_batches(kind):
+    load, tokens = np.ones((11, 2, 4), np.int32), np.full(11, 7, np.int32)
+    if kind == "zero":
+        load[:], tokens[:] = 0, 0
+    elif kind == "one_expert":
+        load[..., 1:] = 0
+    elif kind == "one_long_sample":
+        tokens[4] = 10_000
+    home = np.tile(np.arange(4, dtype=np.int32), (2, 1))
+    micro_batches = 1 if kind == "one_micro_batch" else 3
+    sample = assign_samples(
+        load, tokens, home, SMALL, num_micro_batches=micro_batches, key=KEY, steps=200, samples_per_rank=3
+    ).sample
+    assert each_once(sample, 11)
+    if kind == "one_long_sample":
+        assert held_tokens(sample, tokens).max() == 10_000, "nothing joins it"
+
+
+def test_samples_lie_near_their_experts():
+    kind = np.arange(16) % 2
+    load = np.zeros((16, 1, 4), np.int32)
+    load[np.arange(16), 0, 2 * kind] = 10
+    home = np.arange(4, dtype=np.int32)[None]
+    sample = np.asarray(
+        assign_samples(
+            load, np.full(16, 10, np.int32), home, SMALL, num_micro_batches=4, key=KEY, steps=500
+        ).sample
+    )
+    assert node_imbalance(sample, load, home, 2) == 1
+    assert (kind[sample] == np.arange(2)[None, :, None, None]).all()
+
+
+def test_works_under_jit_without_recompiling():
+    home = np.tile(np.arange(4, dtype=np.int32), (2, 1))
+    assign = jax.jit(
+        functools.partial(assign_samples, topology=SMALL, num_micro_batches=2, key=KEY, steps=50)
+    )
+    for seed in range(2):
+        rng = np.random.default_rng(seed)
+        load, tokens = rng.integers(0, 9, (7, 2, 4)), rng.integers(1, 9, 7)
+        assert each_once(assign(jnp.asarray(load), jnp.asarray(tokens), home).sample, 7)
+    assert assign._cache_size() == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_micro_batches": 12}, "num_micro_batches=12 must be at least 1 and at most 11"),
+        ({"samples_per_rank": 0}, "11 samples need more than samples_per_rank=0 on 4 ranks"),
+        ({"token_budget": 0.9}, "token_budget=0.9 must be at least 1"),
+        ({"steps": 0}, "steps=0"),
+        ({"attention_cost": -1.0}, "attention_cost=-1.0"),
+        ({"topology": Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=1)}, "8 experts"),
+    ],
+)
+def test_bad_arguments_name_their_numbers(change, message):
+    arguments = {"topology": SMALL, "num_micro_batches": 3, "key": KEY, **change}
+    home = np.tile(np.arange(4, dtype=np.int32), (2, 1))
+    with pytest.raises(ValueError, match=message):
+        assign_samples(np.ones((11, 2, 4), np.int32), np.ones(11, np.int32), home, **arguments)
+
+
+@given(samples=st.integers(1, 60), micro_batches=st.integers(1, 8))
+def test_in_order(samples, micro_batches):
+    if micro_batches > samples:
+        with pytest.raises(ValueError, match=f"num_micro_batches={micro_batches}"):
+            assign_in_order(samples, SMALL, num_micro_batches=micro_batches)
+        return
+    sample = assign_in_order(samples, SMALL, num_micro_batches=micro_batches).sample
+    flat = sample.ravel()
+    assert flat[flat != EMPTY].tolist() == list(range(samples))
+    count = (sample != EMPTY).sum((1, 2, 3))
+    assert count.max() - count.min() <= 1
+
+
+@pytest.mark.parametrize(("nodes", "bound"), [(2, 1.016), (4, 1.060)])
+def test_recorded_loads(shared, nodes, bound):
+    trace = np.load(shared / "traces" / "gptoss20b_rollouts.npz", allow_pickle=False)
+    ends, order = np.cumsum(trace["lengths"]), np.random.default_rng(0).permutation(352)[:256]
+    ids = trace["routed_experts"] + np.arange(24)[:, None] * 32
+    rows = [ids[ends[i] - trace["lengths"][i] : ends[i]].ravel() for i in order]
+    load = np.stack([np.bincount(row, minlength=768) for row in rows]).reshape(256, 24, 32).astype(np.int32)
+    tokens = trace["lengths"][order].astype(np.int32)
+    topology = Topology(num_nodes=nodes, ranks_per_node=4, num_experts=32, replica_slots=2)
+    start = np.tile(np.arange(32, dtype=np.int32), (24, 1))
+    home = np.asarray(
+        place_experts(load.reshape(32, 8, 24, 32).sum(1).astype(np.int32), start, topology, key=KEY)
+    )
+    sample = assign_samples(load, tokens, home, topology, num_micro_batches=32, key=KEY).sample
+    in_order = assign_in_order(256, topology, num_micro_batches=32).sample
+    assert each_once(sample, 256)
+    assert node_imbalance(sample, load, home, nodes) <= bound
+    assert attention_imbalance(sample, tokens) <= attention_imbalance(in_order, tokens)
+    held = held_tokens(sample, tokens)
+    assert held.sum(1).max() <= 1.05 * tokens.sum() / 32
+    assert held.max() <= tokens.max()
