@@ -1,0 +1,101 @@
+"""Choices made by modelled time, where balance alone does not decide.
+
+`cheapest` lets planners compete layer by layer; `replicate_while_hidden` sends replicas over the slow network where
+attention hides the transfer. Both price with `relibra_jax.planning.cost`.
+"""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Bool, Int
+
+from relibra_jax.planning.cost import layer_time, push_time, rank_time
+from relibra_jax.planning.hardware import Cluster, Model
+from relibra_jax.planning.replication import replicate_experts
+from relibra_jax.types import Array, Plan, Planner, Topology
+
+
+def cheapest(
+    planners: Sequence[Planner], *, cluster: Cluster, model: Model, context: float, scale: float = 1.0
+) -> Planner:
+    """Run several planners and keep, for each layer, the plan whose batch takes least modelled time.
+
+    So it is never slower than any of them in modelled time, the reorder not counted. Ties go to the earlier one.
+
+    Args:
+        planners: each keeps its own state, as if it ran alone.
+        cluster, model, context, scale: as in `relibra_jax.planning.cost.rank_time`.
+
+    Returns:
+        A Planner whose state is the tuple of theirs.
+
+    Raises:
+        ValueError: there is no planner.
+    """
+    if not planners:
+        raise ValueError("cheapest needs at least one planner")
+
+    def init(topology: Topology, num_layers: int, *, key: jax.Array) -> tuple:
+        return tuple(planner.init(topology, num_layers, key=key) for planner in planners)
+
+    def update(load: Int[Array, "M L N G E"], state: tuple, topology: Topology) -> tuple[Plan, tuple]:
+        plans, states = zip(
+            *(p.update(load, own, topology) for p, own in zip(planners, state, strict=True)), strict=True
+        )
+        best, least = plans[0], None
+        for plan in plans:
+            ranks = rank_time(
+                plan, load, topology, cluster=cluster, model=model, context=context, scale=scale
+            )
+            time = layer_time(ranks).total.sum(0)
+            if least is not None:
+                wins = time < least
+                best = _choose(jnp.broadcast_to(wins[None], plan.quota.shape[:2]), plan, best, wins)
+                time = jnp.minimum(time, least)
+            least = time
+        return best, states
+
+    return Planner(init, update)
+
+
+def replicate_while_hidden(
+    load: Int[Array, "M L E"],
+    home: Int[Array, "L E"],
+    topology: Topology,
+    *,
+    cluster: Cluster,
+    model: Model,
+    context: float,
+    scale: float = 1.0,
+    **knobs,
+) -> Plan:
+    """Replicas on any node where the model says that attention hides their push, else inside the node.
+
+    Args:
+        load: token copies of each expert.
+        home: flat home slot of each expert.
+        topology: of the group.
+        cluster, model, context, scale: as in `relibra_jax.planning.cost.rank_time`. Attention is taken to last as
+            long as the mean rank's, so the choice errs on the safe side.
+        **knobs: of `relibra_jax.planning.replication.replicate_experts`.
+
+    Returns:
+        A Plan.
+    """
+    near = replicate_experts(load, home, topology, **knobs)
+    far = replicate_experts(load, home, topology, across_nodes=True, **knobs)
+    tokens = scale * jnp.asarray(load).sum(-1) / (model.top_k * topology.num_ranks)
+    attention = tokens * model.token_flops(context) / (cluster.matmul_flops * cluster.matmul_efficiency)
+    hidden = push_time(far, topology, cluster=cluster, model=model).max((-2, -1)) <= attention
+    return _choose(hidden, far, near, jnp.ones(home.shape[0], bool))
+
+
+def _choose(rows: Bool[Array, "M L"], first: Plan, second: Plan, layers: Bool[Array, " L"]) -> Plan:
+    """Slots and quotas of ``first`` where ``rows``, its homes where ``layers``, else those of ``second``."""
+    pick = rows[:, :, None, None, None]
+    return Plan(
+        jnp.where(pick, first.slot_expert, second.slot_expert),
+        jnp.where(layers[:, None], first.home, second.home),
+        jnp.where(pick, first.quota, second.quota),
+    )

@@ -1,0 +1,82 @@
+"""Choices by modelled time: never slower than what they choose from, and far replicas only where they are free."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from relibra_jax.plan import check_plan, rank_load
+from relibra_jax.planning.cost import batch_time, layer_time, push_time, rank_time
+from relibra_jax.planning.eplb import eplb
+from relibra_jax.planning.hardware import CLUSTERS, MODELS
+from relibra_jax.planning.lplb import lplb
+from relibra_jax.planning.metrics import batch_imbalance
+from relibra_jax.planning.placement import place_experts
+from relibra_jax.planning.priced import cheapest, replicate_while_hidden
+from relibra_jax.planning.relibra import relibra
+from relibra_jax.planning.replication import replicate_experts
+from relibra_jax.types import Topology
+
+TOPOLOGY = Topology(num_nodes=2, ranks_per_node=4, num_experts=32, replica_slots=2)
+SETTING = {"cluster": CLUSTERS["h100"], "model": MODELS["qwen3-30b-a3b"], "context": 4096.0, "scale": 100.0}
+
+
+def random_load(seed):
+    """Uneven over experts and over the ranks where tokens lie."""
+    rng = np.random.default_rng(seed)
+    load = rng.lognormal(4, 1.5, (3, 2, 1, 1, 32)) * rng.lognormal(0, 1, (3, 2, 2, 4, 32))
+    return jnp.asarray(load.astype(np.int32))
+
+
+@pytest.mark.parametrize("reach", ["node", "across"])
+def test_cheapest_is_never_slower_than_its_planners(reach):
+    across = reach == "across"
+    parts = [
+        relibra(
+            place=functools.partial(place_experts, steps=200),
+            replicate=functools.partial(replicate_experts, across_nodes=across),
+        ),
+        eplb(hierarchical=not across),
+        lplb(across_nodes=across),
+    ]
+    planner = cheapest(parts, **SETTING)
+
+    @jax.jit
+    def run(load):
+        plans = [
+            p.update(load, p.init(TOPOLOGY, 2, key=jax.random.key(0)), TOPOLOGY)[0] for p in (planner, *parts)
+        ]
+        times = [batch_time(layer_time(rank_time(plan, load, TOPOLOGY, **SETTING))) for plan in plans]
+        return plans[0], jnp.stack(times)
+
+    chosen = set()
+    for seed in range(4):
+        load = random_load(seed)
+        plan, times = run(load)
+        check_plan(plan, load, TOPOLOGY, intra_node=not across)
+        assert (times[0] <= times[1:] * (1 + 1e-6)).all()
+        chosen.add(int(times[1:].argmin()))
+    assert chosen
+
+
+def test_nothing_to_choose_from():
+    with pytest.raises(ValueError, match="cheapest needs at least one planner"):
+        cheapest([], **SETTING)
+
+
+@pytest.mark.parametrize(("scale", "expected"), [(1e-3, "near"), (1e5, "far")])
+def test_replicas_leave_the_node_only_behind_attention(scale, expected):
+    load = random_load(0)
+    by_expert, home = load.sum((2, 3)), jnp.tile(jnp.arange(32)[None], (2, 1))
+    setting = SETTING | {"scale": scale}
+    plan = jax.jit(functools.partial(replicate_while_hidden, topology=TOPOLOGY, **setting))(by_expert, home)
+    check_plan(plan, load, TOPOLOGY, intra_node=expected == "near")
+    near, far = (
+        replicate_experts(by_expert, home, TOPOLOGY, across_nodes=across) for across in (False, True)
+    )
+    wanted = near if expected == "near" else far
+    np.testing.assert_array_equal(plan.quota, wanted.quota)
+    assert batch_imbalance(rank_load(far)) < batch_imbalance(rank_load(near))
+    assert (push_time(far, TOPOLOGY, cluster=SETTING["cluster"], model=SETTING["model"]) > 0).any()
