@@ -120,7 +120,7 @@ class CostModel(NamedTuple):
         visits = None
         if self.hierarchical:
             visits = node_visits(batch.replay, batch.assignment, batch.plan, topology)
-        return jax.jit(rank_time)(batch.plan, batch.load, topology, visits=visits, **self._known())
+        return priced(batch.plan, batch.load, topology, visits=visits, **self._known())
 
     def balanced(self, load: jax.Array, topology: Topology) -> LayerTime:
         """Of a perfectly balanced batch, every token copy travelling by itself."""
@@ -128,6 +128,9 @@ class CostModel(NamedTuple):
 
     def _known(self) -> dict[str, Any]:
         return {"cluster": self.cluster, "model": self.model, "context": self.context, "scale": self.scale}
+
+
+priced = jax.jit(rank_time, static_argnames=("context", "scale"))
 
 
 def cost_model(costs: Costs, trace: Trace, batches: Batches, topology: Topology) -> CostModel:

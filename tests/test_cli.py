@@ -34,7 +34,7 @@ def test_compare_writes_table_figure_and_numbers(trace, tmp_path, capsys):
         assert f"{row['imbalance']:.4f}" in shown
         assert 1 <= row["imbalance"] <= row["imbalance_max"]
     assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["compare.json", "compare.png"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["compare.json", "compare.png", "timeline.png"]
 
 
 def test_plan_can_be_read_back(trace, tmp_path):

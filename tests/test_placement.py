@@ -166,9 +166,10 @@ def test_recorded_loads(shared, nodes, static, bound):
     load, start = recorded(shared, 0), in_order(24, 32)
     assert imbalance(load, start, topology.num_ranks).mean() == pytest.approx(static, abs=1e-3)
     place = functools.partial(place_experts, topology=topology)
-    home = np.asarray(place(load, start, key=KEY))
-    reached = imbalance(load, home, nodes).mean()
+    homes = [np.asarray(place(load, start, key=jax.random.key(seed))) for seed in range(3)]
+    reached = np.mean([imbalance(load, home, nodes).mean() for home in homes])
     assert reached <= bound
+    home = homes[0]
     if nodes == 4:
         descended = np.asarray(place(load, start, key=KEY, method="descent"))
         longest_first = np.asarray(place(load, start, key=KEY, method="lpt"))

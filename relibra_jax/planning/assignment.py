@@ -28,9 +28,10 @@ from relibra_jax.types import EMPTY, Array, Assignment, Topology
 
 HOTTEST: Final = 3e-3
 COLDEST: Final = 1e-4
-"""Temperatures, in units of a micro-batch's imbalance; the best of 1e-3..1e-2 and 1e-4..1e-3 on recorded loads."""
+"""Temperatures, in units of a micro-batch's imbalance. On recorded loads hotter or less cold ends lose balance, and
+a start at 1e-3, though its nodes can be as even, leaves attention more uneven than the given order."""
 CANDIDATES: Final = 8
-"""Swaps that a pair of micro-batches chooses from. 16 and 32 took longer for equal balance."""
+"""Swaps that a pair of micro-batches chooses from. 16 and 32 gained 0.1% of balance in 1.6 and 2.9 times the time."""
 
 
 def assign_in_order(num_samples: int, topology: Topology, *, num_micro_batches: int) -> Assignment:
