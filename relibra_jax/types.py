@@ -136,8 +136,9 @@ class Planner(NamedTuple):
     """A pair of pure functions, in the manner of an optax transformation.
 
     ``init(topology, num_layers, *, key)`` returns the state before the first batch: an array tree.
-    ``update(load, state, topology, **extra)`` takes ``load[M L N G E]`` (where the tokens lie) and returns
-    ``(Plan, state)``. Both work under jit, vmap and scan.
+    ``update(load, state, topology, *, refine=None)`` takes ``load[M L N G E]`` (where the tokens lie) and returns
+    ``(Plan, state)``. ``refine[L E]`` are homes found for the same batch before its samples were assigned anew;
+    planners that search go on from there, others have no use for it. Both work under jit, vmap and scan.
     """
 
     init: Callable[..., Any]

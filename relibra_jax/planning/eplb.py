@@ -149,7 +149,8 @@ def eplb(
     """
     check_known(loads, scope)
 
-    def update(load, state, topology: Topology):
+    def update(load, state, topology: Topology, *, refine=None):
+        del refine
         groups = num_groups or topology.num_experts
         if hierarchical and (groups % topology.num_nodes or topology.num_experts % groups):
             raise ValueError(

@@ -121,7 +121,8 @@ def lplb(
     """
     check_known(loads, scope)
 
-    def update(load, state, topology: Topology):
+    def update(load, state, topology: Topology, *, refine=None):
+        del refine
         domains = 1 if across_nodes else topology.num_nodes
         edges = graph_edges(graph, topology.num_ranks // domains, topology.replica_slots)
         load = jnp.asarray(load).sum((2, 3))

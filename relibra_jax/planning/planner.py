@@ -38,7 +38,8 @@ def static() -> Planner:
         del topology, num_layers, key
         return ()
 
-    def update(load, state, topology: Topology):
+    def update(load, state, topology: Topology, *, refine=None):
+        del refine
         load = jnp.asarray(load).sum((2, 3))
         home = jnp.broadcast_to(jnp.arange(topology.num_experts, dtype=jnp.int32), load.shape[1:])
         return hold_nothing(load, home, topology), state
@@ -103,7 +104,7 @@ def plan_batch(
     """Plan a batch from its routing replay: which rank holds which sample when, and where experts live.
 
     Assignment and placement each take the other as given, so they take turns: samples in order, a plan; then
-    ``rounds`` times samples to its homes, and a plan of what they bring.
+    ``rounds`` times samples to its homes, and a plan of what they bring that starts from those homes.
 
     Args:
         replay: of all samples of the batch; works under jit.
@@ -158,5 +159,5 @@ def plan_loads(
         return assignment, plan, after
     for _ in range(rounds):
         assignment = assign(per_sample, tokens, plan.home, topology, num_micro_batches=num_micro_batches)
-        plan, after = planner.update(assigned_load(per_sample, assignment), state, topology)
+        plan, after = planner.update(assigned_load(per_sample, assignment), state, topology, refine=plan.home)
     return assignment, plan, after

@@ -39,10 +39,11 @@ def cheapest(
     def init(topology: Topology, num_layers: int, *, key: jax.Array) -> tuple:
         return tuple(planner.init(topology, num_layers, key=key) for planner in planners)
 
-    def update(load: Int[Array, "M L N G E"], state: tuple, topology: Topology) -> tuple[Plan, tuple]:
-        plans, states = zip(
-            *(p.update(load, own, topology) for p, own in zip(planners, state, strict=True)), strict=True
-        )
+    def update(
+        load: Int[Array, "M L N G E"], state: tuple, topology: Topology, *, refine: Array | None = None
+    ) -> tuple[Plan, tuple]:
+        each = zip(planners, state, strict=True)
+        plans, states = zip(*(p.update(load, own, topology, refine=refine) for p, own in each), strict=True)
         best, least = plans[0], None
         for plan in plans:
             ranks = rank_time(

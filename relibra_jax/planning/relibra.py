@@ -18,7 +18,7 @@ from relibra_jax.planning.replication import replicate_experts
 from relibra_jax.types import Array, Plan, Planner, Topology
 
 type Place = Callable[..., Array]
-"""``(load[M L E], previous_home[L E], topology, *, key, source_load[L N E]) -> home[L E]``."""
+"""``(load, previous_home, topology, *, key, source_load, refine) -> home``; see `place_experts`."""
 type Replicate = Callable[[Array, Array, Topology], Plan]
 """``(load[M L E], home[L E], topology) -> Plan``."""
 
@@ -39,9 +39,10 @@ def keep_homes(
     *,
     key: PRNGKeyArray,
     source_load: Int[Array, "L N E"],
+    refine: Int[Array, "L E"] | None,
 ) -> Int[Array, "L E"]:
     """A `Place` that reorders nothing, for replication alone."""
-    del load, topology, key, source_load
+    del load, topology, key, source_load, refine
     return previous_home
 
 
@@ -55,8 +56,7 @@ def relibra(*, place: Place = place_experts, replicate: Replicate = replicate_ex
         replicate: the replication inside them.
 
     Returns:
-        A Planner whose state is a RelibraState. It starts from Megatron-LM's contiguous placement. Its ``update``
-        takes ``home[L E]`` as an extra: homes chosen already, then only replicas are planned.
+        A Planner whose state is a RelibraState. It starts from Megatron-LM's contiguous placement.
 
     >>> import functools
     >>> topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=4, replica_slots=1)
@@ -72,13 +72,12 @@ def relibra(*, place: Place = place_experts, replicate: Replicate = replicate_ex
         return RelibraState(jnp.tile(row[None], (num_layers, 1)), key)
 
     def update(
-        load: Int[Array, "M L N G E"], state: RelibraState, topology: Topology, *, home: Array | None = None
+        load: Int[Array, "M L N G E"], state: RelibraState, topology: Topology, *, refine: Array | None = None
     ) -> tuple[Plan, RelibraState]:
         load = jnp.asarray(load)
         by_expert = load.sum((2, 3))
         now, later = jax.random.split(state.key)
-        if home is None:
-            home = place(by_expert, state.home, topology, key=now, source_load=load.sum((0, 3)))
+        home = place(by_expert, state.home, topology, key=now, source_load=load.sum((0, 3)), refine=refine)
         plan = replicate(by_expert, home, topology)
         return plan, RelibraState(plan.home, later)
 
