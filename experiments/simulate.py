@@ -123,8 +123,8 @@ class CostModel(NamedTuple):
         return priced(batch.plan, batch.load, topology, visits=visits, **self._known())
 
     def balanced(self, load: jax.Array, topology: Topology) -> LayerTime:
-        """Of a perfectly balanced batch, every token copy travelling by itself."""
-        return layer_time(balanced_time(load, topology, **self._known()))
+        """Of a perfectly balanced batch."""
+        return layer_time(balanced_time(load, topology, hierarchical=self.hierarchical, **self._known()))
 
     def _known(self) -> dict[str, Any]:
         return {"cluster": self.cluster, "model": self.model, "context": self.context, "scale": self.scale}

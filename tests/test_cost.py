@@ -1,5 +1,7 @@
 """The cost model against arithmetic done by hand, and against what it must never say."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -150,6 +152,23 @@ def test_traffic_agrees_with_cross_node_load(batch):
     crossing = cross_node_load(plan, load)
     assert (2 * slow.sum((2, 3)) >= crossing).all()
     assert (slow.max((2, 3)) <= crossing).all()
+
+
+def test_balanced_traffic_is_that_of_uniform_routing():
+    """Counted on tokens that draw their experts evenly, for both paths."""
+    topology = Topology(num_nodes=2, ranks_per_node=2, num_experts=16, replica_slots=0)
+    model = dataclasses.replace(MODEL, num_experts=16, top_k=3)
+    rng = np.random.default_rng(0)
+    ids = np.argsort(rng.random((4, 4000, 1, 16)), axis=-1)[..., :3].astype(np.uint8)
+    replay = RoutingReplay(ids, np.ones((4, 4000), bool))
+    assignment = assign_in_order(4, topology, num_micro_batches=1)
+    load = expert_load(replay, assignment, num_experts=16)
+    plan, _ = static().update(load, (), topology)
+    known = {"cluster": CLUSTER, "model": model, "context": 20.0}
+    for visits in (None, node_visits(replay, assignment, plan, topology)):
+        found = layer_time(rank_time(plan, load, topology, visits=visits, **known)).exchange
+        bound = layer_time(balanced_time(load, topology, hierarchical=visits is not None, **known)).exchange
+        np.testing.assert_allclose(found, bound, rtol=0.03)
 
 
 @pytest.mark.parametrize("name", ["qwen3-30b-a3b", "gpt-oss-20b"])

@@ -180,17 +180,25 @@ def balanced_time(
     model: Model,
     context: float,
     scale: float = 1.0,
+    hierarchical: bool = False,
 ) -> RankTime:
-    """The modelled time if tokens, and the copies that they send to every rank, were spread evenly, without replicas.
+    """The modelled time if every rank had as many tokens and routing were uniform over experts, without replicas.
 
-    The bound to which plans are compared; no plan. Arguments as in `rank_time`.
+    What plans are compared to, as in ReLibra's evaluation; no plan. Arguments as in `rank_time`; ``hierarchical`` if
+    a token crosses to a node once, however many of its experts are there.
     """
     flops = cluster.matmul_flops * cluster.matmul_efficiency
     copies = scale * jnp.asarray(load, jnp.float32).sum((-3, -2, -1)) / topology.num_ranks
     copies = jnp.broadcast_to(
         copies[..., None, None], (*copies.shape, topology.num_nodes, topology.ranks_per_node)
     )
-    away, near = 1 - 1 / topology.num_nodes, (topology.ranks_per_node - 1) / topology.num_ranks
+    nodes, local, experts = topology.num_nodes, topology.ranks_per_node, topology.num_experts
+    away, near = 1 - 1 / nodes, (local - 1) / topology.num_ranks
+    if hierarchical:
+        # A token avoids a node if all its experts are among those elsewhere.
+        elsewhere = experts - experts // nodes
+        avoided = np.prod([max(elsewhere - i, 0) / (experts - i) for i in range(model.top_k)])
+        away, near = (nodes - 1) * (1 - avoided) / model.top_k, (local - 1) / local
     sent = copies * float(ACTIVATION_BYTES * model.width)
     return RankTime(
         attention=copies / model.top_k * model.token_flops(context) / flops,
