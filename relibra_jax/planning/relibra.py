@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Int, PRNGKeyArray
+from jaxtyping import Int, Num, PRNGKeyArray
 
 from relibra_jax.planning.placement import place_experts
 from relibra_jax.planning.replication import replicate_experts
@@ -38,7 +38,7 @@ def keep_homes(
     topology: Topology,
     *,
     key: PRNGKeyArray,
-    source_load: Int[Array, "L N E"],
+    source_load: Num[Array, "L N E"],
     refine: Int[Array, "L E"] | None,
 ) -> Int[Array, "L E"]:
     """A `Place` that reorders nothing, for replication alone."""
@@ -76,8 +76,9 @@ def relibra(*, place: Place = place_experts, replicate: Replicate = replicate_ex
     ) -> tuple[Plan, RelibraState]:
         load = jnp.asarray(load)
         by_expert = load.sum((2, 3))
+        lies = load.sum((0, 3), dtype=jnp.float32)  # over a whole batch int32 may not hold it
         now, later = jax.random.split(state.key)
-        home = place(by_expert, state.home, topology, key=now, source_load=load.sum((0, 3)), refine=refine)
+        home = place(by_expert, state.home, topology, key=now, source_load=lies, refine=refine)
         plan = replicate(by_expert, home, topology)
         return plan, RelibraState(plan.home, later)
 
