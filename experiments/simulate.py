@@ -267,7 +267,7 @@ def _outcome(
         bound=float(np.where(mean > 0, bounds.sum(0) / np.maximum(mean, 1e-9), 1).mean()),
         attention_imbalance=float(batch_imbalance(tokens)),
         cross_node_share=float(
-            sum(int(np.sum(cross_node_load(b.plan, b.load), dtype=np.int64)) for b in planned)
+            sum(int(np.asarray(cross_node_load(b.plan, b.load)).sum(dtype=np.int64)) for b in planned)
             / max(1, int(tokens.sum(dtype=np.int64)))
         ),
         replicas=float(np.mean([replica_count(batch.plan).mean() for batch in planned])),

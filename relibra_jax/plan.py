@@ -7,7 +7,7 @@ their name are pure and work under jit and vmap; the judge, `check_plan`, looks 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Int, Num
 
 from relibra_jax.types import EMPTY, Array, Plan, Topology
 
@@ -71,6 +71,38 @@ def assemble_plan(
     return Plan(slot_expert, jnp.asarray(home, jnp.int32), jnp.asarray(quota, jnp.int32))
 
 
+def expert_totals(load: Num[Array, "..."], topology: Topology) -> Int[jax.Array, "M L E"]:
+    """``load[M L N G E]`` summed over the ranks where tokens lie, after a look at whether it can be planned.
+
+    Shapes are checked under a trace too, values only outside one.
+
+    Raises:
+        ValueError: not integers of shape ``[M L N G E]`` for the topology, a negative load, or a layer with 2**31
+            token copies or more in a micro-batch, which int32 does not hold.
+
+    >>> topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=2, replica_slots=0)
+    >>> expert_totals(jnp.array([[[[[1, 2], [3, 4]]]]]), topology).tolist()
+    [[[4, 6]]]
+    """
+    ranks = (topology.num_nodes, topology.ranks_per_node, topology.num_experts)
+    if len(load.shape) != 5 or load.shape[2:] != ranks or not jnp.issubdtype(load.dtype, jnp.integer):
+        raise ValueError(
+            f"load: expected integers [M, L, {', '.join(map(str, ranks))}], found {load.dtype}{list(load.shape)}"
+        )
+    if not isinstance(load, jax.core.Tracer):
+        values = np.asarray(load)
+        _refuse(
+            values < 0,
+            "micro-batch layer node local_rank expert",
+            lambda at: f"load {values[at]} is negative",
+        )
+        total = values.sum((2, 3, 4), dtype=np.int64)
+        _refuse(
+            total >= 2**31, "micro-batch layer", lambda at: f"{total[at]} token copies, 2**31 is too many"
+        )
+    return jnp.asarray(load, jnp.int32).sum((2, 3))
+
+
 def rank_load(plan: Plan) -> Int[Array, "M L N G"]:
     """Token copies that each rank computes."""
     return plan.quota.sum(-1)
@@ -118,7 +150,10 @@ def check_plan(
     """
     slot_expert, home, quota = (np.asarray(leaf) for leaf in plan)
     load = np.asarray(load)
-    _check_shapes(slot_expert, home, quota, load, topology)
+    check_shapes(plan, topology)
+    expert_totals(load, topology)
+    if load.shape[:2] != quota.shape[:2]:
+        raise ValueError(f"load of {load.shape[:2]} micro-batches and layers, plan of {quota.shape[:2]}")
     _check_homes(slot_expert, home, topology)
     _check_replicas(slot_expert, home, topology, intra_node=intra_node)
     _check_quotas(slot_expert, quota, load, topology)
@@ -132,16 +167,16 @@ def _refuse(broken: np.ndarray, names: str, message) -> None:
         raise ValueError(f"{where.replace('_', ' ')}: {message(place)}")
 
 
-def _check_shapes(slot_expert, home, quota, load, topology: Topology) -> None:
-    rows = slot_expert.shape[:2]
-    mesh = (topology.num_nodes, topology.ranks_per_node)
-    expected = {
-        "slot_expert": (slot_expert, (*rows, *mesh, topology.slots)),
-        "home": (home, (*rows[1:], topology.num_experts)),
-        "quota": (quota, (*rows, *mesh, topology.slots)),
-        "load": (load, (*rows, *mesh, topology.num_experts)),
-    }
-    for name, (array, shape) in expected.items():
+def check_shapes(plan: Plan, topology: Topology) -> None:
+    """Raise unless the arrays of ``plan`` are integers of the shapes that ``topology`` asks for.
+
+    Raises:
+        ValueError: with the array's name, the expected and the found shape or dtype.
+    """
+    rows = np.shape(plan.slot_expert)[:2]
+    slots = (*rows, topology.num_nodes, topology.ranks_per_node, topology.slots)
+    shapes = Plan(slots, (*rows[1:], topology.num_experts), slots)  # type: ignore[arg-type]
+    for name, array, shape in zip(Plan._fields, plan, shapes, strict=True):
         if array.shape != shape:
             raise ValueError(f"{name}: expected shape {shape} for {topology}, found {array.shape}")
         if not np.issubdtype(array.dtype, np.integer):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from relibra_jax.plan import check_plan, home_layout, node_quota, rank_load, replica_count, replica_experts
+from relibra_jax.planning.planner import PLANNERS
 from relibra_jax.types import EMPTY, Plan, Topology
 
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=1)
@@ -119,6 +120,28 @@ def test_replicas_may_cross_nodes_when_allowed(plan, load):
 
 def test_load_of_another_shape(plan, load):
     with pytest.raises(
-        ValueError, match=r"load: expected shape \(1, 1, 2, 2, 8\) for .*, found \(1, 1, 2, 2, 7\)"
+        ValueError, match=r"load: expected integers \[M, L, 2, 2, 8\], found int32\[1, 1, 2, 2, 7\]"
     ):
         check_plan(plan, load[..., :7], TOPOLOGY)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda load: load - 6,
+            "micro-batch 0, layer 0, node 0, local rank 0, expert 1: load -1 is negative",
+        ),
+        (
+            lambda load: load.astype(np.int64) + 2**27,
+            r"micro-batch 0, layer 0: \d+ token copies, 2\*\*31 is too many",
+        ),
+        (lambda load: load / 2, r"load: expected integers \[M, L, 2, 2, 8\], found float64\[1, 1, 2, 2, 8\]"),
+        (lambda load: load[:, :, :1], r"found int32\[1, 1, 1, 2, 8\]"),
+    ],
+)
+def test_loads_that_no_planner_takes(load, change, message):
+    planners = (row.planner for row in PLANNERS.values())
+    for planner in planners:
+        with pytest.raises(ValueError, match=message):
+            planner.update(change(load), planner.init(TOPOLOGY, 1, key=jax.random.key(0)), TOPOLOGY)

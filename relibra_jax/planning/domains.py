@@ -40,6 +40,11 @@ def plan_domains(
     Returns:
         A Plan.
     """
+    layers, experts = load.shape[1:]
+    if home.shape != (layers, experts) or experts != topology.num_experts:
+        raise ValueError(
+            f"load{list(load.shape)} and home{list(home.shape)} must agree on layers and {topology.num_experts} experts"
+        )
     layout = home_layout(home, topology).reshape(home.shape[0], domains, -1, topology.home_slots)
 
     def one_layer(load, known, layout):

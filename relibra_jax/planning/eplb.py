@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int, Num
 
-from relibra_jax.plan import inverse_permutation
+from relibra_jax.plan import expert_totals, inverse_permutation
 from relibra_jax.planning.domains import merge_copies, plan_domains
 from relibra_jax.planning.history import check_known, init_history, known_loads
 from relibra_jax.planning.packing import add_copies, lightest_pack, pack_evenly
@@ -157,7 +157,7 @@ def eplb(
                 f"num_groups={groups} must divide num_experts={topology.num_experts}"
                 f" and be a multiple of num_nodes={topology.num_nodes}"
             )
-        load = jnp.asarray(load).sum((2, 3))
+        load = expert_totals(load, topology)
         for_homes, known, state = known_loads(load, state, loads=loads, scope=scope)
         domains, groups = (topology.num_nodes, groups) if hierarchical else (1, 1)
         home = pack_homes(for_homes, topology, num_groups=groups, num_nodes=domains)

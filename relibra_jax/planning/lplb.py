@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int, Num
 
+from relibra_jax.plan import expert_totals
 from relibra_jax.planning.domains import merge_copies, plan_domains
 from relibra_jax.planning.eplb import pack_homes
 from relibra_jax.planning.graphs import graph_edges
@@ -125,7 +126,7 @@ def lplb(
         del refine
         domains = 1 if across_nodes else topology.num_nodes
         edges = graph_edges(graph, topology.num_ranks // domains, topology.replica_slots)
-        load = jnp.asarray(load).sum((2, 3))
+        load = expert_totals(load, topology)
         for_homes, known, state = known_loads(load, state, loads=loads, scope=scope)
         home = pack_homes(for_homes, topology, num_groups=topology.num_experts, num_nodes=topology.num_nodes)
         rule = functools.partial(_copy_along, edges=edges, replica_slots=topology.replica_slots)

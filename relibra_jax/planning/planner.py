@@ -12,6 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Int
 
+from relibra_jax.plan import expert_totals
 from relibra_jax.planning.assignment import assign_in_order
 from relibra_jax.planning.eplb import eplb
 from relibra_jax.planning.lplb import lplb
@@ -40,7 +41,7 @@ def static() -> Planner:
 
     def update(load, state, topology: Topology, *, refine=None):
         del refine
-        load = jnp.asarray(load).sum((2, 3))
+        load = expert_totals(load, topology)
         home = jnp.broadcast_to(jnp.arange(topology.num_experts, dtype=jnp.int32), load.shape[1:])
         return hold_nothing(load, home, topology), state
 

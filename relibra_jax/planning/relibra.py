@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Int, Num, PRNGKeyArray
 
+from relibra_jax.plan import expert_totals
 from relibra_jax.planning.placement import place_experts
 from relibra_jax.planning.replication import replicate_experts
 from relibra_jax.types import Array, Plan, Planner, Topology
@@ -74,9 +75,8 @@ def relibra(*, place: Place = place_experts, replicate: Replicate = replicate_ex
     def update(
         load: Int[Array, "M L N G E"], state: RelibraState, topology: Topology, *, refine: Array | None = None
     ) -> tuple[Plan, RelibraState]:
-        load = jnp.asarray(load)
-        by_expert = load.sum((2, 3))
-        lies = load.sum((0, 3), dtype=jnp.float32)  # over a whole batch int32 may not hold it
+        by_expert = expert_totals(load, topology)
+        lies = jnp.asarray(load).sum((0, 3), dtype=jnp.float32)  # over a whole batch int32 may not hold it
         now, later = jax.random.split(state.key)
         home = place(by_expert, state.home, topology, key=now, source_load=lies, refine=refine)
         plan = replicate(by_expert, home, topology)
