@@ -33,6 +33,9 @@ ABLATION: dict[str, Contender] = {
     "+ replicate": _part("replication alone", place=keep_homes),
     "relibra": Contender(row=PLANNERS["relibra"]),
     "relibra + assign": Contender(row=PLANNERS["relibra"], assign=assign),
+    "thorough": _part(
+        "a longer search, moves free", place=functools.partial(place_experts, steps=40_000, move_cost=0.0)
+    ),
     "place by descent": _part("steepest descent instead of annealing", place=_place("descent")),
     "place by lpt": _part("heaviest expert first instead of annealing", place=_place("lpt")),
     "places only": _part("ReLibra's replicas, tokens split evenly", replicate=_replicate("placement")),

@@ -75,14 +75,20 @@ def timeline_figure(
     load = np.asarray(rank_load(before.planned[-1].plan), float)
     place = np.unravel_index((load.max((2, 3)) - load.mean((2, 3))).argmax(), load.shape[:2])
     figure, rows = plt.subplots(2, 1, figsize=(9, 4.8), sharex=True, layout="constrained")
-    phases = {"attention": "#7fb0d6", "dispatch": "#e3b23c", "experts": "#1f6fb2", "combine": "#d98c3f"}
+    phases = {
+        "attention": "#7fb0d6",
+        "replicas not hidden": "#b5541c",
+        "dispatch": "#e3b23c",
+        "experts": "#1f6fb2",
+        "combine": "#d98c3f",
+    }
     for axes, outcome in zip(rows, (before, after), strict=True):
         times = costs.ranks(outcome.planned[-1], topology)
-        attention, compute, exchange, _ = (np.asarray(part)[place].ravel() * 1e3 for part in times)
+        attention, compute, exchange, push = (np.asarray(part)[place].ravel() * 1e3 for part in times)
         ranks, start = np.arange(attention.size), 0.0
-        for (name, colour), length in zip(
-            phases.items(), (attention, exchange, compute, exchange), strict=True
-        ):
+        exposed = np.maximum(push - attention.max(), 0)
+        lengths = (attention, exposed, exchange, compute, exchange)
+        for (name, colour), length in zip(phases.items(), lengths, strict=True):
             axes.barh(ranks, length, left=start, color=colour, height=0.72, label=name)
             axes.barh(ranks, length.max() - length, left=start + length, color="#eeeeee", height=0.72)
             start += length.max()
@@ -93,7 +99,7 @@ def timeline_figure(
         axes.invert_yaxis()
         axes.spines[["top", "right"]].set_visible(False)
     rows[0].set_xlim(right=1.12 * rows[0].get_xlim()[1])
-    rows[0].legend(fontsize=8, frameon=False, ncols=4, loc="lower right", bbox_to_anchor=(1, 1))
+    rows[0].legend(fontsize=8, frameon=False, ncols=5, loc="lower right", bbox_to_anchor=(1, 1))
     rows[1].set_xlabel(f"modelled ms, micro-batch {place[0]}, layer {place[1]}, forward (grey: waiting)")
     with whole_file(path) as part:
         figure.savefig(part, dpi=150)

@@ -78,9 +78,9 @@ def run_compare(config: Compare) -> None:
 NO_HISTORY = "there is one batch, so planners that go by history had none"
 COLUMNS_EXPLAINED = (
     "imbalance: max / mean of rank load over the batch; bound: what any replication could reach with these homes;"
-    " p95, max: of single layers and micro-batches; cross: token copies that leave their node; copies: replicas of"
-    " a layer; plan: measured time of one batch's plan; time, share: modelled time of a batch, and that of a"
-    " perfectly balanced one over it."
+    " p95, max: of single layers and micro-batches; attn: imbalance of tokens over ranks, which attention feels;"
+    " cross: token copies that leave their node; copy: replicas of a layer; plan: measured time of one batch's plan;"
+    " time, share: modelled time of a batch, and that of a perfectly balanced one over it."
 )
 
 
@@ -88,15 +88,16 @@ def comparison_table(outcomes: list[Outcome], title: str) -> Table:
     """One line a planner, and the idealised bound below them."""
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=0)
     table.add_column("planner", no_wrap=True)
-    for name in ("imbalance", "bound", "p95", "max", "cross", "copies", "plan", "time", "share"):
+    for name in ("imbalance", "bound", "p95", "max", "attn", "cross", "copy", "plan", "time", "share"):
         table.add_column(name, justify="right", no_wrap=True)
     for outcome in outcomes:
         table.add_row(
             outcome.planner,
             f"{outcome.imbalance:.4f}",
             f"{outcome.bound:.4f}",
-            f"{outcome.imbalance_p95:.3f}",
-            f"{outcome.imbalance_max:.3f}",
+            f"{outcome.imbalance_p95:.2f}",
+            f"{outcome.imbalance_max:.2f}",
+            f"{outcome.attention_imbalance:.2f}",
             f"{outcome.cross_node_share:.0%}",
             f"{outcome.replicas:.1f}",
             f"{outcome.plan_seconds * 1e3:.0f}ms",
@@ -106,7 +107,7 @@ def comparison_table(outcomes: list[Outcome], title: str) -> Table:
     table.add_section()
     first = outcomes[0]
     balanced = f"{first.modelled_seconds * first.share_of_balanced:.1f}s"
-    table.add_row("balanced", "1.0000", "", "1.000", "1.000", "", "", "", balanced, "100%", style="dim")
+    table.add_row("balanced", "1.0000", "", "1.00", "1.00", "1.00", "", "", "", balanced, "100%", style="dim")
     return table
 
 

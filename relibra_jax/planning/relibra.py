@@ -73,7 +73,7 @@ def relibra(*, place: Place = place_experts, replicate: Replicate = replicate_ex
         return RelibraState(jnp.tile(row[None], (num_layers, 1)), key)
 
     def update(
-        load: Int[Array, "M L N G E"], state: RelibraState, topology: Topology, *, refine: Array | None = None
+        load: Num[Array, "M L N G E"], state: RelibraState, topology: Topology, *, refine: Array | None = None
     ) -> tuple[Plan, RelibraState]:
         by_expert = expert_totals(load, topology)
         lies = jnp.asarray(load).sum((0, 3), dtype=jnp.float32)  # over a whole batch int32 may not hold it

@@ -1,0 +1,58 @@
+"""What the composed planner has to reach on recorded routing, at its default settings."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from relibra_jax.plan import check_plan, rank_load
+from relibra_jax.planning.assignment import assign_in_order, assign_samples
+from relibra_jax.planning.metrics import batch_imbalance
+from relibra_jax.planning.planner import plan_loads
+from relibra_jax.planning.relibra import relibra
+from relibra_jax.planning.replication import replicate_experts
+from relibra_jax.replay import assigned_load, load_replay, sample_load
+from relibra_jax.types import RoutingReplay, Topology
+
+
+@pytest.fixture(scope="module")
+def batch(shared):
+    """256 recorded samples in a drawn order: their loads, and their tokens."""
+    replay, num_experts = load_replay(shared / "traces" / "gptoss20b_rollouts.npz")
+    chosen = np.random.default_rng(0).permutation(352)[:256]
+    replay = RoutingReplay(replay.expert_ids[chosen], replay.mask[chosen])
+    count = jax.jit(functools.partial(sample_load, num_experts=num_experts))
+    return count(replay), replay.mask.sum(1).astype(np.int32)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "given", "one_slot", "assigned", "across"),
+    [(2, 1.024, 1.032, 1.017, 1.004), (4, 1.080, 1.090, 1.062, 1.007)],
+)
+def test_recorded_batch(batch, nodes, given, one_slot, assigned, across):
+    """32 micro-batches of 8 samples on nodes of 4 ranks."""
+    per_sample, tokens = batch
+    topology = Topology(num_nodes=nodes, ranks_per_node=4, num_experts=32, replica_slots=2)
+    narrow = Topology(num_nodes=nodes, ranks_per_node=4, num_experts=32, replica_slots=1)
+    planner = relibra()
+    state = planner.init(topology, 24, key=jax.random.key(0))
+    load = assigned_load(per_sample, assign_in_order(256, topology, num_micro_batches=32))
+    plan, _ = jax.jit(planner.update)(load, state, topology)
+    check_plan(plan, load, topology)
+    assert batch_imbalance(rank_load(plan)) <= given
+
+    by_expert = load.sum((2, 3))
+    less = jax.jit(replicate_experts, static_argnums=2)(by_expert, plan.home, narrow)
+    check_plan(less, load, narrow)
+    assert batch_imbalance(rank_load(less)) <= one_slot
+    far = jax.jit(functools.partial(replicate_experts, across_nodes=True), static_argnums=2)
+    assert batch_imbalance(rank_load(far(by_expert, plan.home, topology))) <= across
+
+    assign = functools.partial(assign_samples, key=jax.random.key(0))
+    joint = functools.partial(plan_loads, num_micro_batches=32, assign=assign)
+    chosen, plan, _ = jax.jit(joint, static_argnums=(2, 4))(per_sample, tokens, planner, state, topology)
+    check_plan(plan, assigned_load(per_sample, chosen), topology)
+    assert batch_imbalance(rank_load(plan)) <= assigned
+    held = np.append(tokens, 0)[chosen.sample].sum((1, 2, 3))
+    assert held.max() <= max(1.05 * tokens.sum() / 32, tokens.max())
