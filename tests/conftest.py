@@ -6,12 +6,17 @@ from pathlib import Path
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+import hypothesis
 import jax
 import pytest
 from jaxtyping import install_import_hook
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 hook = install_import_hook(["relibra_jax", "pallas_kernels"], "beartype.beartype")
+
+# Examples that compile take as long as the machine is busy.
+hypothesis.settings.register_profile("no deadline", deadline=None)
+hypothesis.settings.load_profile("no deadline")
 
 SHARED = Path(__file__).parents[2] / "shared"
 
