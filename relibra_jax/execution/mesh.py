@@ -1,0 +1,74 @@
+"""The device mesh: the only home of the axis names, and of the compiler options that overlap depends on.
+
+A mesh of expert parallelism ends with the axes ``node`` and ``local``; the caller's own axes (data, FSDP) come
+first. Device ``(..., n, g)`` owns entry ``[..., n, g, ...]`` of every array over ranks.
+"""
+
+from collections.abc import Sequence
+from typing import Final
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from relibra_jax.types import Topology
+
+NODE: Final = "node"
+LOCAL: Final = "local"
+RANKS: Final = (NODE, LOCAL)
+"""All ranks of an expert-parallel group, in flat order."""
+
+OVERLAP_OPTIONS: Final = {
+    "xla_gpu_enable_latency_hiding_scheduler": True,
+    "xla_gpu_experimental_collective_start_as_early_as_possible": True,
+    "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
+}
+"""``jax.jit(..., compiler_options=OVERLAP_OPTIONS)`` puts the push of replicas beside attention on GPUs; XLA on CPU
+does not know these options."""
+
+
+def expert_mesh(topology: Topology, *, devices: Sequence[jax.Device] | None = None, **others: int) -> Mesh:
+    """The mesh of ``topology``, inside the caller's other axes.
+
+    Devices are taken process by process, so that with one process a node the node axis is the process.
+
+    Args:
+        topology: gives the sizes of ``node`` and ``local``.
+        devices: all of them when None; exactly as many as the mesh has places.
+        others: names and sizes of further axes, slowest first.
+
+    Raises:
+        ValueError: another number of devices than places.
+
+    >>> topology = Topology(num_nodes=1, ranks_per_node=1, num_experts=4, replica_slots=0)
+    >>> expert_mesh(topology, devices=jax.devices()[:1], data=1).axis_names
+    ('data', 'node', 'local')
+    """
+    if devices is None:
+        devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
+    shape = (*others.values(), topology.num_nodes, topology.ranks_per_node)
+    if len(devices) != np.prod(shape):
+        names = " x ".join((*others, *RANKS))
+        raise ValueError(
+            f"a mesh of {names} = {' x '.join(map(str, shape))} has {np.prod(shape)} places for"
+            f" {len(devices)} devices"
+        )
+    places = np.asarray(devices, dtype=object).reshape(shape)
+    return Mesh(places, (*others, *RANKS), axis_types=(AxisType.Auto,) * len(shape))
+
+
+def check_mesh(mesh: Mesh, topology: Topology) -> None:
+    """Raise unless the mesh has the topology's ranks.
+
+    Raises:
+        ValueError: an axis is missing or has another size; names both numbers.
+    """
+    for name, size in ((NODE, topology.num_nodes), (LOCAL, topology.ranks_per_node)):
+        if mesh.shape.get(name) != size:
+            found = f"{mesh.shape[name]}" if name in mesh.shape else f"no such axis in {mesh.axis_names}"
+            raise ValueError(f"mesh axis {name!r}: expected {size} for {topology}, found {found}")
+
+
+def rank_sharding(mesh: Mesh, *, memory_kind: str | None = None) -> NamedSharding:
+    """The sharding of an array ``[N, G, ...]``, expert parameters for instance: each rank holds its own part."""
+    return NamedSharding(mesh, PartitionSpec(*RANKS), memory_kind=memory_kind)
