@@ -53,6 +53,45 @@ def source_quota(
     return jax.vmap(jax.vmap(one))(jnp.asarray(plan.slot_expert), jnp.asarray(plan.quota), jnp.asarray(load))
 
 
+def refit_quota(plan: Plan, load: Int[Array, "N G E"], topology: Topology) -> Plan:
+    """``plan`` of one layer with its quotas refitted to another load: same slots, same shares.
+
+    For routing that the plan was not made for. Each expert's token copies are split over its slots in proportion to
+    their quotas; an expert that the plan saw no load of is computed at home.
+
+    Args:
+        plan: of one layer, leaves without leading axes.
+        load: token copies by the rank where the tokens lie.
+        topology: of both.
+
+    >>> topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=2, replica_slots=1)
+    >>> plan = Plan(jnp.array([[[0, -1], [1, 0]]]), jnp.array([0, 1]), jnp.array([[[3, 0], [0, 1]]]))
+    >>> refit_quota(plan, jnp.array([[[5, 2], [5, 2]]]), topology).quota.tolist()
+    [[[7, 0], [4, 3]]]
+    """
+    expert = plan.slot_expert.reshape(-1)
+    total = jnp.asarray(load, jnp.int32).sum((0, 1))
+    held = jnp.where(expert == EMPTY, topology.num_experts, expert)
+    planned = jnp.zeros(topology.num_experts + 1, jnp.int32).at[held].add(plan.quota.reshape(-1))
+    at_home = np.tile(np.arange(topology.slots) < topology.home_slots, topology.num_ranks)
+    share = jnp.where(planned[held] > 0, plan.quota.reshape(-1), at_home.astype(np.int32))
+    share = jnp.where(expert == EMPTY, 0, share)
+
+    # Shares laid end to end, expert by expert, cut each expert's copies at whole numbers.
+    slots = jnp.argsort(held, stable=True)
+    held, share = held[slots], share[slots]
+    whole = jnp.maximum(planned, 1)[held]
+    first = jnp.searchsorted(held, held, side="left")
+    until = jnp.cumsum(share)
+    until = until - (until - share)[first]
+    total = jnp.append(total, 0)[held]
+    end = jnp.where(until == whole, total, jnp.floor(total * (until / whole)).astype(jnp.int32))
+    end = jnp.minimum(end, total)
+    begin = jnp.where(jnp.arange(held.size) == first, 0, jnp.roll(end, 1))
+    quota = jnp.zeros_like(end).at[slots].set(end - begin, unique_indices=True)
+    return plan._replace(quota=quota.reshape(plan.quota.shape))
+
+
 def _overlap(
     supply: Int[jax.Array, "P E"],
     demand: Int[jax.Array, "P E"],

@@ -10,7 +10,7 @@ PACKAGES = ("relibra_jax", "pallas_kernels")
 # A module may import what stands in a lower or the same room.
 ROOMS = [
     {"relibra_jax.types", "relibra_jax.files"},
-    {f"relibra_jax.{name}" for name in ("plan", "replay", "routes", "formats", "rollout")}
+    {f"relibra_jax.{name}" for name in ("plan", "replay", "routes", "capacities", "formats", "rollout")}
     | {"pallas_kernels"},
     {"relibra_jax.planning", "relibra_jax.execution"},
     {"relibra_jax.nnx_moe"},

@@ -1,0 +1,192 @@
+"""Buffer sizes, counted before the step: replay is exact, so no buffer has to be larger than what will fill it.
+
+Shapes are static under jit, loads are not. `capacities` counts, on the host and between plan and step, the most
+rows that any rank will send, receive and compute, and rounds up to one of a few sizes (at most 1/32 more), so that a
+compiled step serves many batches. A step that meets a plan too large for its sizes drops nothing: see
+`check_capacities` before it, and `relibra_jax.execution.moe` for what happens without.
+"""
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Int
+
+from relibra_jax.plan import check_shapes, expert_totals
+from relibra_jax.routes import source_quota
+from relibra_jax.types import EMPTY, Array, Plan, Topology
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Rows of one exchange. The padded one needs `pair`, the ragged one `send` and `receive`."""
+
+    pair: int
+    """Most rows from one rank to one other (or itself)."""
+    send: int
+    """Most rows that one rank sends."""
+    receive: int
+    """Most rows that one rank receives."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capacities:
+    """Sizes of the buffers of a step, the same for all its micro-batches, layers and ranks."""
+
+    rows: int
+    """Most token copies that one rank computes."""
+    flat: Sizes
+    """Token copies exchanged between all ranks."""
+    node: Sizes | None
+    """Distinct tokens exchanged between nodes; None where they were not counted."""
+    local: Sizes
+    """Token copies exchanged inside a node, after tokens have crossed between nodes."""
+    exports: int
+    """Most replicas that one rank's home experts are copied to."""
+
+
+def capacities(
+    plan: Plan,
+    load: Int[Array, "M L N G E"],
+    topology: Topology,
+    *,
+    visits: Int[np.ndarray, "M L P N"] | None = None,
+) -> Capacities:
+    """Count what a step under ``plan`` needs. Runs on the host.
+
+    Args:
+        plan: of all micro-batches that share the compiled step; those of data-parallel copies of the group as
+            further entries of M.
+        load: token copies by the rank where the tokens lie, as given to the planner.
+        topology: of both.
+        visits: from `relibra_jax.routes.node_visits`; only the hierarchical path needs them.
+
+    Returns:
+        Sizes that suffice, rounded up.
+
+    Raises:
+        ValueError: shapes that do not belong to ``topology``, or loads that the plan's quotas do not add up to.
+
+    >>> topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=2, replica_slots=1)
+    >>> plan = Plan(jnp.array([[[[[0, -1], [1, 0]]]]]), jnp.array([[0, 1]]), jnp.array([[[[[60, 0], [40, 40]]]]]))
+    >>> sizes = capacities(plan, jnp.array([[[[[50, 20], [50, 20]]]]]), topology)
+    >>> sizes.rows, sizes.flat.pair, sizes.exports
+    (80, 56, 1)
+    """
+    check_shapes(plan, topology)
+    totals = expert_totals(load, topology).sum(-1)
+    if totals.shape != plan.quota.shape[:2] or (totals != plan.quota.sum((2, 3, 4))).any():
+        raise ValueError(
+            f"load of {np.asarray(totals).sum()} token copies in {totals.shape[:2]} micro-batches and layers, quotas"
+            f" of {np.asarray(plan.quota).sum()} in {plan.quota.shape[:2]}"
+        )
+    most = {name: int(value) for name, value in _count(plan, load, topology).items()}
+    rows = few_sizes(most["rows"])
+    node = None
+    if visits is not None:
+        by_rank = visits.reshape(*visits.shape[:2], topology.num_nodes, topology.ranks_per_node, -1)
+        node = Sizes(
+            pair=few_sizes(visits.max(initial=0)),
+            send=few_sizes(visits.sum(-1).max(initial=0)),
+            receive=few_sizes(by_rank.sum(2).max(initial=0)),
+        )
+    return Capacities(
+        rows=rows,
+        flat=Sizes(pair=few_sizes(most["flat_pair"]), send=few_sizes(most["flat_send"]), receive=rows),
+        node=node,
+        local=Sizes(pair=few_sizes(most["local_pair"]), send=few_sizes(most["local_send"]), receive=rows),
+        exports=most["exports"],
+    )
+
+
+def safe_capacities(tokens: int, top_k: int, topology: Topology) -> Capacities:
+    """Sizes that suffice whatever the router does: what systems without foresight have to hold.
+
+    A token has ``top_k`` different experts, so it sends at most ``min(top_k, S)`` copies to one rank.
+
+    Args:
+        tokens: of one rank.
+        top_k: K.
+        topology: gives N, G and S.
+
+    >>> topology = Topology(num_nodes=2, ranks_per_node=4, num_experts=32, replica_slots=0)
+    >>> safe_capacities(1024, 4, topology).rows
+    32768
+    """
+    nodes, local, slots = topology.num_nodes, topology.ranks_per_node, topology.slots
+    to_rank, rows = tokens * min(top_k, slots), tokens * topology.num_ranks * min(top_k, slots)
+    return Capacities(
+        rows=rows,
+        flat=Sizes(pair=to_rank, send=tokens * top_k, receive=rows),
+        node=Sizes(pair=tokens, send=tokens * min(nodes, top_k), receive=nodes * tokens),
+        local=Sizes(pair=nodes * to_rank, send=nodes * tokens * min(top_k, local * slots), receive=rows),
+        exports=topology.num_ranks * topology.replica_slots,
+    )
+
+
+def check_capacities(have: Capacities, need: Capacities) -> None:
+    """Raise unless every buffer of ``have`` holds what ``need`` asks for.
+
+    Raises:
+        ValueError: the first buffer that is too small, with both sizes.
+    """
+    found, wanted = (dict(_flatten(dataclasses.asdict(sizes))) for sizes in (have, need))
+    for name, size in wanted.items():
+        if name not in found or found[name] < size:
+            raise ValueError(f"buffer {name}: {found.get(name, 'not counted')}, this batch needs {size}")
+
+
+def few_sizes(count: int) -> int:
+    """``count`` rounded up to a multiple of 8 and of a power of two that is at most 1/32 of it.
+
+    >>> few_sizes(0), few_sizes(100), few_sizes(100_000)
+    (8, 104, 100352)
+    """
+    step = 1 << max(3, int(count).bit_length() - 6)
+    return max(-(-int(count) // step), 1) * step
+
+
+def _flatten(sizes: dict, prefix: str = ""):
+    for name, value in sizes.items():
+        if isinstance(value, dict):
+            yield from _flatten(value, f"{prefix}{name}.")
+        elif value is not None:
+            yield prefix + name, value
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _count(plan: Plan, load, topology: Topology) -> dict[str, jax.Array]:
+    """The most rows and exports of any micro-batch, layer and rank."""
+
+    def one(micro_batch):
+        slot_expert, quota, load = (leaf[None] for leaf in micro_batch)
+        pairs = source_quota(Plan(slot_expert, plan.home, quota), load, topology)[0].sum(-1)
+        layers = pairs.shape[0]
+        flat = pairs.reshape(layers, topology.num_ranks, topology.num_ranks)
+        # A token crosses to the rank of its own local index: [L, source node, local, node, local].
+        local = pairs.reshape(layers, topology.num_nodes, topology.ranks_per_node, *pairs.shape[2:]).sum(1)
+        return {
+            "rows": flat.sum(1).max(),
+            "flat_pair": flat.max(),
+            "flat_send": flat.sum(2).max(),
+            "local_pair": local.max(),
+            "local_send": local.sum(3).max(),
+            "exports": _exports(slot_expert[0], plan.home, topology).max(),
+        }
+
+    found = jax.lax.map(one, (plan.slot_expert, plan.quota, jnp.asarray(load, jnp.int32)))
+    return {name: values.max() for name, values in found.items()}
+
+
+def _exports(slot_expert, home, topology: Topology):
+    """Replicas of the experts of each rank, ``[L, P]``."""
+    replica = slot_expert[..., topology.home_slots :].reshape(slot_expert.shape[0], -1)
+
+    def one(replica, home):
+        owner = jnp.where(replica == EMPTY, topology.num_ranks, home[replica] // topology.home_slots)
+        return jnp.zeros(topology.num_ranks, jnp.int32).at[owner].add(1, mode="drop")
+
+    return jax.vmap(one)(replica, home)

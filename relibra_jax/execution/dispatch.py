@@ -1,0 +1,193 @@
+"""Dispatch and combine: token copies to the slots that the plan names, and results back, weighted by their gates.
+
+Sorting token copies by expert and slots by expert lines the two up: the first ``sent[slot]`` copies of an expert go
+to its first slot, and so on. One argsort places every copy of a rank, and receivers sort nothing, since what lies
+where follows from the counts alone.
+
+*Flat*: one exchange between all ranks. *Hierarchical*: a token crosses to a node once, to the rank of its own local
+index, however many of its experts are there; then its copies spread inside the node. On the way back the node's
+results are summed before they cross. Gates travel with the copies, so that the sum is the weighted one.
+
+Everything here runs on one rank, inside shard_map.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Bool, Float, Int
+
+from relibra_jax.execution.exchange import Exchange, send, send_back
+from relibra_jax.execution.rows import (
+    inverse_index,
+    segment_of_row,
+    segment_rows,
+    spread_rows,
+    starts,
+    sum_rows,
+)
+from relibra_jax.types import EMPTY
+
+
+class Dispatched(NamedTuple):
+    """The token copies of one rank, sorted by slot, and the way back."""
+
+    rows: Float[jax.Array, "rows D"]
+    """Token copies, those of each slot together; zeros behind them."""
+    scale: Float[jax.Array, " rows"]
+    """The gate of each copy."""
+    group_sizes: Int[jax.Array, " S"]
+    """Copies of each slot."""
+    fits: Bool[jax.Array, ""]
+    """Whether the buffers hold what the counts ask for; results are meaningless where they do not."""
+    combine: Callable[[jax.Array], jax.Array]
+    """``[rows, D]`` computed rows -> ``[t, D]`` the sum of each token's copies."""
+
+
+def dispatch(
+    x: Float[jax.Array, "t D"],
+    key: Int[jax.Array, "t K"],
+    gates: Float[jax.Array, "t K"],
+    slot_key: Int[jax.Array, "P S"],
+    sent: Int[jax.Array, "P P S"],
+    exchange: Exchange,
+    *,
+    rows: int,
+) -> Dispatched:
+    """Send the copies of each token over one exchange to the slots that hold their keys.
+
+    Args:
+        x: tokens of this rank.
+        key: which slots may serve each copy: its expert; EMPTY for no copy.
+        gates: of each copy, float32.
+        slot_key: what each slot of the group serves; EMPTY for nothing.
+        sent: copies from each rank to each slot, the same on all ranks; those of one key sum to its copies here.
+        exchange: between the P ranks.
+        rows: of the result.
+    """
+    me = jax.lax.axis_index(exchange.axes)
+    counts, received = sent.sum(-1), sent[:, me]
+    send_start, receive_start = exchange.lanes(counts)
+    slot_start = send_start[:, None] + starts(sent[me])
+    source = _copies_in_lanes(key, slot_key, sent[me], slot_start, exchange.send_rows)
+    places = inverse_index(source, key.size)
+    token, copies = jnp.where(source == EMPTY, EMPTY, source // key.shape[1]), places.reshape(key.shape)
+
+    # Received rows lie by rank, then slot; computed rows by slot, then rank.
+    lane = receive_start[:, None] + starts(received)
+    group = starts(received.T.ravel()).reshape(received.T.shape)
+    by_slot = segment_rows(rows, group.ravel(), received.T.ravel(), lane.T.ravel())
+    by_rank = segment_rows(exchange.receive_rows, lane.ravel(), received.ravel(), group.T.ravel())
+
+    def deliver(values, source, copies):
+        arrived = send(spread_rows(values, source, copies), counts, exchange)
+        return spread_rows(arrived, by_slot, by_rank[:, None])
+
+    def combine(computed):
+        with jax.named_scope("combine"):
+            arrived = send_back(spread_rows(computed, by_rank, by_slot[:, None]), counts, exchange)
+            return sum_rows(arrived, token, copies)
+
+    with jax.named_scope("dispatch"):
+        return Dispatched(
+            rows=deliver(x, token, copies),
+            scale=deliver(gates.ravel(), source, places[:, None]),
+            group_sizes=received.sum(0),
+            fits=_fits(exchange, counts, rows),
+            combine=combine,
+        )
+
+
+def dispatch_by_node(
+    x: Float[jax.Array, "t D"],
+    key: Int[jax.Array, "t K"],
+    gates: Float[jax.Array, "t K"],
+    slot_key: Int[jax.Array, "N G S"],
+    sent: Int[jax.Array, "N G N G S"],
+    between: Exchange,
+    inside: Exchange,
+    *,
+    rows: int,
+) -> Dispatched:
+    """`dispatch` in two hops: each token once to every node that serves it, then its copies inside that node.
+
+    Args:
+        x, key, gates, rows: as in `dispatch`.
+        slot_key: as in `dispatch`, over nodes and local ranks.
+        sent: copies from each rank to each slot.
+        between: the exchange between the nodes' ranks of one local index.
+        inside: the exchange inside a node.
+    """
+    nodes, local, slots = slot_key.shape
+    node, here = jax.lax.axis_index(between.axes), jax.lax.axis_index(inside.axes)
+    slot = _slot_of_copy(key, slot_key.reshape(-1), sent[node, here].reshape(-1))
+
+    wanted = slot.reshape(key.shape)[:, None] // (local * slots) == jnp.arange(nodes)[None, :, None]
+    wanted &= (slot.reshape(key.shape) != EMPTY)[:, None]
+    visit = wanted.any(-1)
+    counts = jax.lax.all_gather(visit.sum(0, dtype=jnp.int32), between.axes)
+    send_start, _ = between.lanes(counts)
+    places = jnp.where(visit, send_start[None] + starts(visit.astype(jnp.int32), 0), EMPTY)
+    source = inverse_index(places.ravel(), between.send_rows)
+    token = jnp.where(source == EMPTY, EMPTY, source // nodes)
+
+    def cross(values):
+        return send(spread_rows(values, token, places), counts, between)
+
+    # The slot inside its node of each copy, from 1, so that the zeros between lanes mean none.
+    inner = jnp.where(wanted, slot.reshape(key.shape)[:, None] % (local * slots) + 1, 0)
+    inner_rows = jnp.where(source == EMPTY, inner.size, source)
+    inner_rows = inner.reshape(-1, key.shape[1]).at[inner_rows].get(mode="fill", fill_value=0)
+    with jax.named_scope("dispatch"):
+        visitors, gates_here = cross(x), cross(gates)
+        keys_here = send(inner_rows, counts, between) - 1
+
+    spread = dispatch(
+        visitors,
+        keys_here,
+        gates_here,
+        jnp.arange(local * slots).reshape(local, slots),
+        sent[:, :, node].sum(0),
+        inside,
+        rows=rows,
+    )
+
+    def combine(computed):
+        arrived = spread.combine(computed)
+        with jax.named_scope("combine"):
+            return sum_rows(send_back(arrived, counts, between), token, places)
+
+    # What overflows on any node was sent from all of them.
+    fits = jax.vmap(lambda counts: _fits(inside, counts, rows), 1)(sent.sum((0, -1))).all()
+    return spread._replace(fits=fits & between.fits(counts), combine=combine)
+
+
+def _fits(exchange: Exchange, counts, rows: int):
+    return exchange.fits(counts) & (counts.sum(0).max() <= rows)
+
+
+def _copies_in_lanes(key, slot_key, mine, slot_start, send_rows):
+    """The copy in each row of the send buffer."""
+    order, slots, begin = _line_up(key, slot_key.ravel(), mine.ravel())
+    first = jnp.zeros_like(begin).at[slots].set(begin, unique_indices=True)
+    rank = segment_rows(send_rows, slot_start.ravel(), mine.ravel(), first)
+    return jnp.where(rank == EMPTY, EMPTY, order[rank])
+
+
+def _slot_of_copy(key, slot_key, mine):
+    """The slot that serves each copy; EMPTY for no copy."""
+    order, slots, begin = _line_up(key, slot_key, mine)
+    segment, _ = segment_of_row(key.size, begin, mine[slots])
+    slot = jnp.where(segment == EMPTY, EMPTY, slots[segment])
+    return jnp.zeros_like(slot).at[order].set(slot, unique_indices=True)
+
+
+def _line_up(key, slot_key, mine):
+    """Copies and slots, both sorted by key, and where among the sorted copies those of each sorted slot begin."""
+    order, slots = (jnp.argsort(_empty_last(keys.ravel()), stable=True) for keys in (key, slot_key))
+    return order, slots, starts(mine[slots])
+
+
+def _empty_last(keys):
+    return jnp.where(keys == EMPTY, jnp.iinfo(keys.dtype).max, keys)

@@ -1,0 +1,271 @@
+"""The layer: dispatch, grouped expert compute, combine, as the plan of one layer of one micro-batch says.
+
+`moe_layer` is called where a dense mixture of experts would be, on global arrays under jit; `fetch_replicas` at the
+start of the transformer layer, before attention. Plans are data: a compiled step serves every plan of a mesh.
+
+A plan never changes the mathematics, and nothing is dropped. Sizes and plans are checked on the host before the step
+(`relibra_jax.capacities`); a step that runs all the same with buffers too small, or with ids that are not those
+that the plan was made for, returns NaN for every token rather than a result that misses some.
+
+Pipeline, context and expert-tensor parallelism are not built.
+"""
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Float, Int, Num
+
+from pallas_kernels import grouped_mlp
+from relibra_jax.capacities import Capacities, Sizes
+from relibra_jax.execution.dispatch import dispatch, dispatch_by_node
+from relibra_jax.execution.exchange import KINDS, Exchange, Kind
+from relibra_jax.execution.mesh import LOCAL, NODE, RANKS, check_mesh
+from relibra_jax.execution.replicas import FETCHES, Fetch, fetch, landing_order, replica_homes
+from relibra_jax.routes import refit_quota, source_quota
+from relibra_jax.types import EMPTY, Plan, Topology
+
+type Path = Literal["flat", "hierarchical"]
+PATHS: Final = ("flat", "hierarchical")
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True, kw_only=True)
+class ExpertParallel:
+    """How plans are run: everything that a compiled step depends on besides shapes. Hashable and static under jit.
+
+    Raises:
+        ValueError: a mesh without the topology's ranks, an unknown name, or sizes that the path needs and that were
+            not counted.
+    """
+
+    mesh: Mesh
+    """From `relibra_jax.execution.mesh.expert_mesh`, or one with its axes."""
+    topology: Topology
+    capacities: Capacities
+    """From `relibra_jax.capacities.capacities`."""
+    groups: tuple[str, ...] = ()
+    """The mesh's other axes over which tokens are split (data, FSDP). Each place along them is an expert-parallel
+    group with a plan of its own; homes and parameters are shared. They lead the shapes of tokens and plans."""
+    path: Path = "flat"
+    exchange: Kind = "padded"
+    """`relibra_jax.execution.exchange`; ``ragged`` is for GPUs and unproven."""
+    fetch: Fetch = "reduce_scatter"
+    """`relibra_jax.execution.replicas`; ``ragged`` is for GPUs and unproven."""
+    across_nodes: bool = False
+    """Whether replicas may come from other nodes, as planners that ignore nodes want it."""
+    implementation: str | None = None
+    """Of `pallas_kernels.grouped_mlp`."""
+
+    def __post_init__(self) -> None:
+        check_mesh(self.mesh, self.topology)
+        for name, names in (("path", PATHS), ("exchange", KINDS), ("fetch", FETCHES)):
+            if getattr(self, name) not in names:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be one of {', '.join(names)}")
+        for axis in self.groups:
+            if axis in RANKS or axis not in self.mesh.shape:
+                raise ValueError(f"groups: {axis!r} is no further axis of the mesh {self.mesh.axis_names}")
+        if self.path == "hierarchical" and self.capacities.node is None:
+            raise ValueError("path='hierarchical' needs capacities counted with visits (node_visits)")
+
+    @property
+    def group_shape(self) -> tuple[int, ...]:
+        """Sizes of the axes in ``groups``."""
+        return tuple(self.mesh.shape[axis] for axis in self.groups)
+
+    def over(self, axes: tuple[str, ...], sizes: Sizes, kind: Kind) -> Exchange:
+        """The exchange along ``axes``."""
+        ranks = math.prod(self.mesh.shape[axis] for axis in axes)
+        return Exchange(kind=kind, axes=axes, ranks=ranks, sizes=sizes)
+
+
+def fetch_replicas(
+    experts: Float[jax.Array, "N G H 3 D F"], plan: Plan, x: Num[jax.Array, "..."], parallel: ExpertParallel
+) -> tuple[Float[jax.Array, "..."], jax.Array]:
+    """This layer's replica weights, packed now and pushed beside what follows.
+
+    Args:
+        experts: home weights of the layer.
+        plan: of this layer and micro-batch: ``slot_expert[*groups N G S]``, ``home[E]``, ``quota[*groups N G S]``.
+        x: the transformer layer's input, ``[*groups, N, G, ...]``.
+        parallel: how.
+
+    Returns:
+        ``[*groups, N, G, R, 3, D, F]`` for `moe_layer`, and ``x``, which stands for the input from here on: the
+        push starts no earlier than ``x`` is there. NaN if the exports do not fit.
+
+    Raises:
+        ValueError: a plan or weights of another topology.
+    """
+    _check_plan(plan, parallel)
+    _check_experts(experts, parallel.topology)
+    groups = len(parallel.groups)
+    _check("x", x, (*parallel.group_shape, *_ranks(parallel), *x.shape[groups + 2 :]))
+    if not parallel.topology.replica_slots:
+        return jnp.zeros((*x.shape[: groups + 2], 0, *experts.shape[3:]), experts.dtype), x
+    group, rank = _specs(parallel)
+
+    @functools.partial(
+        jax.shard_map,
+        mesh=parallel.mesh,
+        in_specs=(PartitionSpec(*RANKS), Plan(group, PartitionSpec(), group), rank),
+        out_specs=(rank, rank),
+    )
+    def on_rank(experts, plan, x):
+        plan = Plan(plan.slot_expert[(0,) * groups], plan.home, plan.quota[(0,) * groups])
+        plan = landing_order(plan, parallel.topology)
+        wanted, axes = replica_homes(plan, parallel.topology), RANKS
+        if not parallel.across_nodes:
+            node = jax.lax.axis_index(NODE)
+            first = node * parallel.topology.ranks_per_node * parallel.topology.home_slots
+            wanted, axes = jnp.where(wanted[node] == EMPTY, EMPTY, wanted[node] - first), (LOCAL,)
+        replica_slots = parallel.topology.replica_slots
+        exports = max(parallel.capacities.exports, 1)
+        sizes = Sizes(pair=replica_slots, send=exports, receive=replica_slots)
+        kind: Kind = "padded" if parallel.fetch == "reduce_scatter" else parallel.fetch
+        exchange = parallel.over(axes, sizes, kind)
+        wanted = wanted.reshape(-1, replica_slots)
+        replicas, tied, fits = fetch(experts[0, 0], wanted, x, parallel.fetch, exchange)
+        lead = (1,) * (groups + 2)
+        return replicas.reshape(*lead, *replicas.shape), jnp.where(fits, tied, jnp.nan)
+
+    return on_rank(experts, plan, x)
+
+
+def moe_layer(
+    x: Float[jax.Array, "*r t D"],
+    expert_ids: Int[jax.Array, "*r t K"],
+    gates: Float[jax.Array, "*r t K"],
+    experts: Float[jax.Array, "N G H 3 D F"],
+    replicas: Float[jax.Array, "*r R 3 D F"],
+    plan: Plan,
+    load: Int[jax.Array, "..."] | None,
+    parallel: ExpertParallel,
+) -> Float[jax.Array, "*r t D"]:
+    """Every token's experts, wherever the plan put them, weighted by their gates and summed.
+
+    Args:
+        x: tokens of every rank, ``[*groups, N, G, t, D]``.
+        expert_ids: logical experts of each token, EMPTY on padding; a token's result for it is zero.
+        gates: of each token copy, float32 (`relibra_jax.execution.gating`).
+        experts: home weights: gate, up and down transposed.
+        replicas: from `fetch_replicas`, which also saw ``plan``.
+        plan: of this layer and micro-batch, as in `fetch_replicas`.
+        load: ``[*groups, N, G, E]`` of this layer and micro-batch as the planner saw it. None for routing that it
+            did not see: it is counted here (one small all-gather) and the quotas are refitted to it.
+        parallel: how.
+
+    Returns:
+        Of the shape and dtype of ``x``. NaN for every token of the group where buffers are too small, for every token
+        of a rank whose ids are not those of ``load``.
+
+    Raises:
+        ValueError: shapes that do not belong together, with both.
+    """
+    _check_plan(plan, parallel)
+    _check_experts(experts, parallel.topology)
+    topology, groups = parallel.topology, len(parallel.groups)
+    ranks = (*parallel.group_shape, *_ranks(parallel))
+    _check("x", x, (*ranks, *x.shape[-2:]))
+    _check("expert_ids", expert_ids, (*ranks, x.shape[-2], expert_ids.shape[-1]))
+    _check("gates", gates, expert_ids.shape)
+    _check("experts", experts, (*experts.shape[:4], x.shape[-1], experts.shape[-1]))
+    _check("replicas", replicas, (*ranks, topology.replica_slots, *experts.shape[3:]))
+    if load is not None:
+        _check("load", load, (*ranks, topology.num_experts))
+    group, rank = _specs(parallel)
+
+    @functools.partial(
+        jax.shard_map,
+        mesh=parallel.mesh,
+        in_specs=(
+            *(rank, rank, rank, PartitionSpec(*RANKS), rank),
+            *(Plan(group, PartitionSpec(), group), None if load is None else group),
+        ),
+        out_specs=rank,
+    )
+    def on_rank(x, expert_ids, gates, experts, replicas, plan, load):
+        one, lead = (0,) * groups, (0,) * (groups + 2)
+        plan = Plan(plan.slot_expert[one], plan.home, plan.quota[one])
+        load = None if load is None else load[one]
+        out = _on_rank(
+            x[lead], expert_ids[lead], gates[lead], experts[0, 0], replicas[lead], plan, load, parallel
+        )
+        return out.reshape(x.shape)
+
+    return on_rank(x, expert_ids, gates, experts, replicas, plan, load)
+
+
+def _on_rank(x, expert_ids, gates, home, replicas, plan, load, parallel: ExpertParallel):
+    """The whole layer as one rank sees it."""
+    topology, sizes = parallel.topology, parallel.capacities
+    node, local = jax.lax.axis_index(NODE), jax.lax.axis_index(LOCAL)
+    own = _histogram(expert_ids, topology.num_experts)
+    if load is None:
+        load = jax.lax.all_gather(own, RANKS).reshape(*_ranks(parallel), -1)
+        plan = refit_quota(plan, load, topology)
+    plan = landing_order(plan, topology)
+    whole = Plan(plan.slot_expert[None, None], plan.home[None], plan.quota[None, None])
+    sent = source_quota(whole, load[None, None], topology).reshape(*_ranks(parallel), *plan.quota.shape)
+    if parallel.path == "flat":
+        exchange = parallel.over(RANKS, sizes.flat, parallel.exchange)
+        ranks = topology.num_ranks
+        moved = dispatch(
+            *(x, expert_ids, gates, plan.slot_expert.reshape(ranks, -1), sent.reshape(ranks, ranks, -1)),
+            exchange,
+            rows=sizes.rows,
+        )
+    else:
+        between = parallel.over((NODE,), sizes.node, parallel.exchange)
+        inside = parallel.over((LOCAL,), sizes.local, parallel.exchange)
+        moved = dispatch_by_node(
+            *(x, expert_ids, gates, plan.slot_expert, sent, between, inside), rows=sizes.rows
+        )
+    with jax.named_scope("experts"):
+        computed = grouped_mlp(
+            moved.rows,
+            home,
+            replicas,
+            moved.group_sizes,
+            moved.scale,
+            implementation=parallel.implementation,
+        )
+    sound = moved.fits & (own == load[node, local]).all()
+    return jnp.where(sound, moved.combine(computed), jnp.nan)
+
+
+def _histogram(expert_ids, num_experts):
+    """Copies of each expert, ``[E]``."""
+    index = jnp.where(expert_ids == EMPTY, num_experts, expert_ids).ravel()
+    return jnp.zeros(num_experts, jnp.int32).at[index].add(1, mode="drop")
+
+
+def _ranks(parallel: ExpertParallel) -> tuple[int, int]:
+    return parallel.topology.num_nodes, parallel.topology.ranks_per_node
+
+
+def _specs(parallel: ExpertParallel) -> tuple[PartitionSpec, PartitionSpec]:
+    """Specs of arrays of a group and of arrays of a rank."""
+    return PartitionSpec(*parallel.groups), PartitionSpec(*parallel.groups, *RANKS)
+
+
+def _check_plan(plan: Plan, parallel: ExpertParallel) -> None:
+    topology = parallel.topology
+    slots = (*parallel.group_shape, *_ranks(parallel), topology.slots)
+    _check("plan.slot_expert", plan.slot_expert, slots)
+    _check("plan.quota", plan.quota, slots)
+    _check("plan.home", plan.home, (topology.num_experts,))
+
+
+def _check_experts(experts, topology: Topology) -> None:
+    layout = (topology.num_nodes, topology.ranks_per_node, topology.home_slots, 3)
+    _check("experts", experts, (*layout, *experts.shape[-2:]))
+
+
+def _check(name: str, array, shape: tuple[int, ...]) -> None:
+    if array.shape != shape:
+        raise ValueError(f"{name}: expected shape {shape}, found {array.shape}")

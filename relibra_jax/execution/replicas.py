@@ -1,0 +1,108 @@
+"""Replicas of one layer in one micro-batch: fetched straight from their homes, gone when the layer is done.
+
+At the layer's start each rank *packs* the exports, copies of its home experts that other ranks ask for, and *pushes*
+them beside attention. The push does not depend on attention, but it is tied to the layer's input by a barrier, so
+that no more than one layer's push runs ahead. A rank moves and holds its R slots, not its node's experts. The
+transpose brings the replicas' gradients back to their homes, where they are summed in a fixed order.
+
+Two ways: ``reduce_scatter`` of a send buffer that is padded to every slot of the domain (zeros where another rank
+owns the expert, so that the sum is a copy, exact in any dtype), and a ``ragged`` exchange of packed exports
+(`relibra_jax.execution.exchange`, ``emulated`` included).
+
+Under `jax.checkpoint` replicas are fetched again in the backward pass instead of being kept.
+"""
+
+from typing import Final, Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Bool, Float, Int
+
+from relibra_jax.execution.exchange import Exchange, send
+from relibra_jax.execution.rows import inverse_index, starts
+from relibra_jax.types import EMPTY, Plan, Topology
+
+type Fetch = Literal["reduce_scatter", "ragged", "emulated"]
+FETCHES: Final = ("reduce_scatter", "ragged", "emulated")
+
+
+def landing_order(plan: Plan, topology: Topology) -> Plan:
+    """``plan`` of one layer with each rank's replica slots in the order in which a ragged exchange fills them.
+
+    Which replica slot holds which expert is free; sorted by the rank of its home, what arrives is in its place.
+
+    >>> topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=2, replica_slots=2)
+    >>> plan = Plan(jnp.array([[[0, -1, 1], [1, 0, -1]]]), jnp.array([0, 1]), jnp.array([[[9, 0, 5], [4, 3, 0]]]))
+    >>> landing_order(plan, topology).slot_expert.tolist()
+    [[[0, 1, -1], [1, 0, -1]]]
+    """
+    home_slots = topology.home_slots
+    wanted = replica_homes(plan, topology)
+    rank = jnp.where(wanted == EMPTY, topology.num_ranks, wanted // home_slots)
+    order = jnp.argsort(rank, axis=-1, stable=True)
+
+    def sort(slots):
+        replicas = jnp.take_along_axis(slots[..., home_slots:], order, axis=-1)
+        return jnp.concatenate([slots[..., :home_slots], replicas], axis=-1)
+
+    return plan._replace(slot_expert=sort(plan.slot_expert), quota=sort(plan.quota))
+
+
+def replica_homes(plan: Plan, topology: Topology) -> Int[jax.Array, "N G R"]:
+    """The flat home slot that each replica slot copies in one layer; EMPTY for none."""
+    expert = plan.slot_expert[..., topology.home_slots :]
+    return jnp.where(expert == EMPTY, EMPTY, plan.home[expert])
+
+
+def fetch(
+    home: Float[jax.Array, "H ..."],
+    wanted: Int[jax.Array, "P R"],
+    x: jax.Array,
+    kind: Fetch,
+    exchange: Exchange,
+) -> tuple[Float[jax.Array, "R ..."], jax.Array, Bool[jax.Array, ""]]:
+    """The replicas of this rank. Runs on one rank, inside shard_map.
+
+    Args:
+        home: this rank's home experts.
+        wanted: for each replica slot of the domain, the home slot it copies, counted over the domain's ranks; EMPTY
+            for none. In landing order for the ragged ways.
+        x: the layer's input.
+        kind: of fetch.
+        exchange: between the ranks of the domain, of exported experts.
+
+    Returns:
+        The replicas (zeros in empty slots), ``x`` behind the barrier, and whether the exports fit the exchange.
+    """
+    ranks, slots = wanted.shape
+    me, owner = jax.lax.axis_index(exchange.axes), jnp.where(wanted == EMPTY, EMPTY, wanted // home.shape[0])
+    slot = jnp.where(owner == me, wanted % home.shape[0], EMPTY)
+    if kind == "reduce_scatter":
+        exports, x = jax.lax.optimization_barrier((_pack(home, slot.ravel()), x))
+        with jax.named_scope("replica_fetch"):
+            exports = exports.reshape(ranks, slots, *home.shape[1:])
+            return jax.lax.psum_scatter(exports, exchange.axes, tiled=True)[0], x, jnp.array(True)
+    counts = (owner[None] == jnp.arange(ranks)[:, None, None]).sum(-1, dtype=jnp.int32)
+    mine = slot.ravel() != EMPTY
+    packed = jnp.where(mine, starts(mine.astype(jnp.int32)), EMPTY)
+    index = inverse_index(packed, exchange.send_rows)
+    chosen = jnp.where(index == EMPTY, EMPTY, slot.ravel()[index])
+    exports, x = jax.lax.optimization_barrier((_pack(home, chosen), x))
+    with jax.named_scope("replica_fetch"):
+        return send(exports, counts, exchange), x, exchange.fits(counts)
+
+
+@jax.custom_vjp
+def _pack(home, slot):
+    """Copies of the chosen home experts, zeros for EMPTY."""
+    return home.at[jnp.where(slot == EMPTY, home.shape[0], slot)].get(mode="fill", fill_value=0)
+
+
+def _unpack(residual, cotangent):
+    """Gradients of all copies, summed at home: a product with zeros and ones, so the order of the sum is fixed."""
+    slot, homes = residual
+    chosen = (slot[None] == jnp.arange(len(homes))[:, None]).astype(cotangent.dtype)
+    return jnp.tensordot(chosen, cotangent, 1, precision="highest"), None
+
+
+_pack.defvjp(lambda home, slot: (_pack(home, slot), (slot, home[:, :0])), _unpack)
