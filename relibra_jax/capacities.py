@@ -74,7 +74,7 @@ def capacities(
     >>> plan = Plan(jnp.array([[[[[0, -1], [1, 0]]]]]), jnp.array([[0, 1]]), jnp.array([[[[[60, 0], [40, 40]]]]]))
     >>> sizes = capacities(plan, jnp.array([[[[[50, 20], [50, 20]]]]]), topology)
     >>> sizes.rows, sizes.flat.pair, sizes.exports
-    (80, 56, 1)
+    (80, 64, 1)
     """
     check_shapes(plan, topology)
     totals = expert_totals(load, topology).sum(-1)
@@ -89,9 +89,9 @@ def capacities(
     if visits is not None:
         by_rank = visits.reshape(*visits.shape[:2], topology.num_nodes, topology.ranks_per_node, -1)
         node = Sizes(
-            pair=few_sizes(visits.max(initial=0)),
-            send=few_sizes(visits.sum(-1).max(initial=0)),
-            receive=few_sizes(by_rank.sum(2).max(initial=0)),
+            pair=few_sizes(int(visits.max(initial=0))),
+            send=few_sizes(int(visits.sum(-1).max(initial=0))),
+            receive=few_sizes(int(by_rank.sum(2).max(initial=0))),
         )
     return Capacities(
         rows=rows,
@@ -145,8 +145,8 @@ def few_sizes(count: int) -> int:
     >>> few_sizes(0), few_sizes(100), few_sizes(100_000)
     (8, 104, 100352)
     """
-    step = 1 << max(3, int(count).bit_length() - 6)
-    return max(-(-int(count) // step), 1) * step
+    step = 1 << max(3, count.bit_length() - 6)
+    return max(-(-count // step), 1) * step
 
 
 def _flatten(sizes: dict, prefix: str = ""):

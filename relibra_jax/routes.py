@@ -46,7 +46,7 @@ def source_quota(
             matched = _overlap(supply, demand, held, rank, per_group)
             matched = jnp.where(expert == EMPTY, 0, matched)
             supply = supply - jnp.zeros_like(supply).at[:, held].add(matched)
-            demand = demand - jnp.zeros_like(demand).at[rank, held].add(matched.sum(0))
+            demand = demand - jnp.zeros_like(demand).at[rank, held].add(matched.sum(0, dtype=matched.dtype))
             sent = sent + matched
         return sent.reshape(ranks, topology.num_nodes, topology.ranks_per_node, slots)
 
@@ -70,7 +70,7 @@ def refit_quota(plan: Plan, load: Int[Array, "N G E"], topology: Topology) -> Pl
     [[[7, 0], [4, 3]]]
     """
     expert = plan.slot_expert.reshape(-1)
-    total = jnp.asarray(load, jnp.int32).sum((0, 1))
+    total = jnp.asarray(load, jnp.int32).sum((0, 1), dtype=jnp.int32)
     held = jnp.where(expert == EMPTY, topology.num_experts, expert)
     planned = jnp.zeros(topology.num_experts + 1, jnp.int32).at[held].add(plan.quota.reshape(-1))
     at_home = np.tile(np.arange(topology.slots) < topology.home_slots, topology.num_ranks)
@@ -82,7 +82,7 @@ def refit_quota(plan: Plan, load: Int[Array, "N G E"], topology: Topology) -> Pl
     held, share = held[slots], share[slots]
     whole = jnp.maximum(planned, 1)[held]
     first = jnp.searchsorted(held, held, side="left")
-    until = jnp.cumsum(share)
+    until = jnp.cumsum(share, dtype=jnp.int32)
     until = until - (until - share)[first]
     total = jnp.append(total, 0)[held]
     end = jnp.where(until == whole, total, jnp.floor(total * (until / whole)).astype(jnp.int32))
@@ -104,7 +104,7 @@ def _overlap(
 
     def ends(amount):
         groups = amount.reshape(ranks // per_group, per_group, -1)
-        return jnp.cumsum(groups, axis=1).reshape(amount.shape)
+        return jnp.cumsum(groups, axis=1, dtype=groups.dtype).reshape(amount.shape)
 
     supply_end, demand_end = ends(supply)[:, expert], ends(demand)[rank, expert][None]
     supply_start, demand_start = supply_end - supply[:, expert], demand_end - demand[rank, expert][None]

@@ -67,7 +67,7 @@ def dispatch(
         rows: of the result.
     """
     me = jax.lax.axis_index(exchange.axes)
-    counts, received = sent.sum(-1), sent[:, me]
+    counts, received = sent.sum(-1, dtype=sent.dtype), sent[:, me]
     send_start, receive_start = exchange.lanes(counts)
     slot_start = send_start[:, None] + starts(sent[me])
     source = _copies_in_lanes(key, slot_key, sent[me], slot_start, exchange.send_rows)
@@ -76,9 +76,8 @@ def dispatch(
 
     # Received rows lie by rank, then slot; computed rows by slot, then rank.
     lane = receive_start[:, None] + starts(received)
-    group = starts(received.T.ravel()).reshape(received.T.shape)
-    by_slot = segment_rows(rows, group.ravel(), received.T.ravel(), lane.T.ravel())
-    by_rank = segment_rows(exchange.receive_rows, lane.ravel(), received.ravel(), group.T.ravel())
+    by_slot = segment_rows(rows, starts(received.T.ravel()), received.T.ravel(), lane.T.ravel())
+    by_rank = inverse_index(by_slot, exchange.receive_rows)
 
     def deliver(values, source, copies):
         arrived = send(spread_rows(values, source, copies), counts, exchange)
@@ -93,7 +92,7 @@ def dispatch(
         return Dispatched(
             rows=deliver(x, token, copies),
             scale=deliver(gates.ravel(), source, places[:, None]),
-            group_sizes=received.sum(0),
+            group_sizes=received.sum(0, dtype=sent.dtype),
             fits=_fits(exchange, counts, rows),
             combine=combine,
         )
@@ -148,7 +147,7 @@ def dispatch_by_node(
         keys_here,
         gates_here,
         jnp.arange(local * slots).reshape(local, slots),
-        sent[:, :, node].sum(0),
+        sent[:, :, node].sum(0, dtype=sent.dtype),
         inside,
         rows=rows,
     )

@@ -85,7 +85,7 @@ class ExpertParallel:
 
 def fetch_replicas(
     experts: Float[jax.Array, "N G H 3 D F"], plan: Plan, x: Num[jax.Array, "..."], parallel: ExpertParallel
-) -> tuple[Float[jax.Array, "..."], jax.Array]:
+) -> tuple[Float[jax.Array, "..."] | None, jax.Array]:
     """This layer's replica weights, packed now and pushed beside what follows.
 
     Args:
@@ -95,8 +95,8 @@ def fetch_replicas(
         parallel: how.
 
     Returns:
-        ``[*groups, N, G, R, 3, D, F]`` for `moe_layer`, and ``x``, which stands for the input from here on: the
-        push starts no earlier than ``x`` is there. NaN if the exports do not fit.
+        ``[*groups, N, G, R, 3, D, F]`` for `moe_layer`, None if there are no replica slots; and ``x``, which stands for
+        the input from here on: the push starts no earlier than ``x`` is there. NaN if the exports do not fit.
 
     Raises:
         ValueError: a plan or weights of another topology.
@@ -104,9 +104,9 @@ def fetch_replicas(
     _check_plan(plan, parallel)
     _check_experts(experts, parallel.topology)
     groups = len(parallel.groups)
-    _check("x", x, (*parallel.group_shape, *_ranks(parallel), *x.shape[groups + 2 :]))
+    _check("x", x.shape, (*parallel.group_shape, *_ranks(parallel), *x.shape[groups + 2 :]))
     if not parallel.topology.replica_slots:
-        return jnp.zeros((*x.shape[: groups + 2], 0, *experts.shape[3:]), experts.dtype), x
+        return None, x
     group, rank = _specs(parallel)
 
     @functools.partial(
@@ -141,7 +141,7 @@ def moe_layer(
     expert_ids: Int[jax.Array, "*r t K"],
     gates: Float[jax.Array, "*r t K"],
     experts: Float[jax.Array, "N G H 3 D F"],
-    replicas: Float[jax.Array, "*r R 3 D F"],
+    replicas: Float[jax.Array, "*r R 3 D F"] | None,
     plan: Plan,
     load: Int[jax.Array, "..."] | None,
     parallel: ExpertParallel,
@@ -153,7 +153,7 @@ def moe_layer(
         expert_ids: logical experts of each token, EMPTY on padding; a token's result for it is zero.
         gates: of each token copy, float32 (`relibra_jax.execution.gating`).
         experts: home weights: gate, up and down transposed.
-        replicas: from `fetch_replicas`, which also saw ``plan``.
+        replicas: from `fetch_replicas`, which also saw ``plan``; None if there are no replica slots.
         plan: of this layer and micro-batch, as in `fetch_replicas`.
         load: ``[*groups, N, G, E]`` of this layer and micro-batch as the planner saw it. None for routing that it
             did not see: it is counted here (one small all-gather) and the quotas are refitted to it.
@@ -170,20 +170,22 @@ def moe_layer(
     _check_experts(experts, parallel.topology)
     topology, groups = parallel.topology, len(parallel.groups)
     ranks = (*parallel.group_shape, *_ranks(parallel))
-    _check("x", x, (*ranks, *x.shape[-2:]))
-    _check("expert_ids", expert_ids, (*ranks, x.shape[-2], expert_ids.shape[-1]))
-    _check("gates", gates, expert_ids.shape)
-    _check("experts", experts, (*experts.shape[:4], x.shape[-1], experts.shape[-1]))
-    _check("replicas", replicas, (*ranks, topology.replica_slots, *experts.shape[3:]))
+    _check("x", x.shape, (*ranks, *x.shape[-2:]))
+    _check("expert_ids", expert_ids.shape, (*ranks, x.shape[-2], expert_ids.shape[-1]))
+    _check("gates", gates.shape, expert_ids.shape)
+    _check("experts", experts.shape, (*experts.shape[:4], x.shape[-1], experts.shape[-1]))
+    if replicas is not None or topology.replica_slots:
+        found = (*ranks, 0) if replicas is None else replicas.shape
+        _check("replicas", found, (*ranks, topology.replica_slots, *experts.shape[3:]))
     if load is not None:
-        _check("load", load, (*ranks, topology.num_experts))
+        _check("load", load.shape, (*ranks, topology.num_experts))
     group, rank = _specs(parallel)
 
     @functools.partial(
         jax.shard_map,
         mesh=parallel.mesh,
         in_specs=(
-            *(rank, rank, rank, PartitionSpec(*RANKS), rank),
+            *(rank, rank, rank, PartitionSpec(*RANKS), None if replicas is None else rank),
             *(Plan(group, PartitionSpec(), group), None if load is None else group),
         ),
         out_specs=rank,
@@ -192,9 +194,8 @@ def moe_layer(
         one, lead = (0,) * groups, (0,) * (groups + 2)
         plan = Plan(plan.slot_expert[one], plan.home, plan.quota[one])
         load = None if load is None else load[one]
-        out = _on_rank(
-            x[lead], expert_ids[lead], gates[lead], experts[0, 0], replicas[lead], plan, load, parallel
-        )
+        replicas = experts[0, 0, :0] if replicas is None else replicas[lead]
+        out = _on_rank(x[lead], expert_ids[lead], gates[lead], experts[0, 0], replicas, plan, load, parallel)
         return out.reshape(x.shape)
 
     return on_rank(x, expert_ids, gates, experts, replicas, plan, load)
@@ -256,16 +257,16 @@ def _specs(parallel: ExpertParallel) -> tuple[PartitionSpec, PartitionSpec]:
 def _check_plan(plan: Plan, parallel: ExpertParallel) -> None:
     topology = parallel.topology
     slots = (*parallel.group_shape, *_ranks(parallel), topology.slots)
-    _check("plan.slot_expert", plan.slot_expert, slots)
-    _check("plan.quota", plan.quota, slots)
-    _check("plan.home", plan.home, (topology.num_experts,))
+    _check("plan.slot_expert", plan.slot_expert.shape, slots)
+    _check("plan.quota", plan.quota.shape, slots)
+    _check("plan.home", plan.home.shape, (topology.num_experts,))
 
 
 def _check_experts(experts, topology: Topology) -> None:
     layout = (topology.num_nodes, topology.ranks_per_node, topology.home_slots, 3)
-    _check("experts", experts, (*layout, *experts.shape[-2:]))
+    _check("experts", experts.shape, (*layout, *experts.shape[-2:]))
 
 
-def _check(name: str, array, shape: tuple[int, ...]) -> None:
-    if array.shape != shape:
-        raise ValueError(f"{name}: expected shape {shape}, found {array.shape}")
+def _check(name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    if found != expected:
+        raise ValueError(f"{name}: expected shape {expected}, found {found}")

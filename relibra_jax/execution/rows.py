@@ -18,7 +18,7 @@ def starts(sizes: Int[jax.Array, "..."], axis: int = -1) -> Int[jax.Array, "..."
     >>> starts(jnp.array([3, 0, 2])).tolist()
     [0, 3, 3]
     """
-    return jnp.cumsum(sizes, axis) - sizes
+    return jnp.cumsum(sizes, axis, dtype=sizes.dtype) - sizes
 
 
 def segment_rows(

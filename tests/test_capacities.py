@@ -1,0 +1,124 @@
+"""Sizes counted before the step: they suffice, they are tight, and too small ones are refused."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from relibra_jax.capacities import capacities, check_capacities, few_sizes, safe_capacities
+from relibra_jax.planning.planner import PLANNERS
+from relibra_jax.replay import expert_load
+from relibra_jax.routes import node_visits, refit_quota, source_quota
+from relibra_jax.types import EMPTY, Assignment, Plan, RoutingReplay, Topology
+
+TOPOLOGY = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=1)
+SAMPLES, TOKENS, LAYERS, TOP_K = 12, 40, 2, 2
+
+
+def a_batch(planner="relibra", seed=0):
+    """Three micro-batches of skewed routing and their plan."""
+    rng = np.random.default_rng(seed)
+    popular = np.log(rng.permutation(1 / np.arange(1, 9) ** 1.3)) + rng.gumbel(
+        size=(SAMPLES, TOKENS, LAYERS, 8)
+    )
+    ids = np.argsort(-popular, -1)[..., :TOP_K].astype(np.int8)
+    mask = np.arange(TOKENS) < rng.integers(5, TOKENS, SAMPLES)[:, None]
+    replay = RoutingReplay(ids, mask)
+    assignment = Assignment(jnp.arange(SAMPLES).reshape(3, 2, 2, 1))
+    load = expert_load(replay, assignment, num_experts=8)
+    row = PLANNERS[planner].planner
+    plan, _ = jax.jit(row.update)(load, row.init(TOPOLOGY, LAYERS, key=jax.random.key(0)), TOPOLOGY)
+    return plan, load, node_visits(replay, assignment, plan, TOPOLOGY)
+
+
+@pytest.fixture(scope="module")
+def batch():
+    return a_batch()
+
+
+def test_sizes_are_what_the_plan_sends_rounded_up(batch):
+    plan, load, visits = batch
+    sent = np.asarray(source_quota(plan, load, TOPOLOGY)).sum(-1).reshape(3, LAYERS, 4, 4)
+    sizes = capacities(plan, load, TOPOLOGY, visits=visits)
+    assert sizes.rows == few_sizes(int(sent.sum(2).max()))
+    assert sizes.flat.pair == few_sizes(int(sent.max()))
+    assert sizes.flat.send == few_sizes(int(sent.sum(3).max()))
+    assert sizes.node.pair == few_sizes(int(visits.max()))
+    through = sent.reshape(3, LAYERS, 2, 2, 2, 2).sum(2)  # all sources of one local index
+    assert sizes.local.pair == few_sizes(int(through.max()))
+    assert sizes.local.send == few_sizes(int(through.sum(-1).max()))
+
+
+def test_exports_are_the_most_replicas_of_one_rank(batch):
+    plan, load, _ = batch
+    most = 0
+    for m, layer in np.ndindex(3, LAYERS):
+        replicas = np.asarray(plan.slot_expert[m, layer, ..., TOPOLOGY.home_slots :]).ravel()
+        owner = np.asarray(plan.home[layer])[replicas[replicas != EMPTY]] // TOPOLOGY.home_slots
+        most = max(most, np.bincount(owner, minlength=4).max())
+    assert most > 0
+    assert capacities(plan, load, TOPOLOGY).exports == most
+
+
+def test_safe_sizes_hold_any_plan(batch):
+    plan, load, visits = batch
+    check_capacities(
+        safe_capacities(TOKENS, TOP_K, TOPOLOGY), capacities(plan, load, TOPOLOGY, visits=visits)
+    )
+
+
+@pytest.mark.parametrize("buffer", ["rows", "flat.pair", "node.send", "local.pair"])
+def test_an_undersized_buffer_is_refused_with_both_sizes(batch, buffer):
+    plan, load, visits = batch
+    need = capacities(plan, load, TOPOLOGY, visits=visits)
+    first, _, last = buffer.rpartition(".")
+    inner = getattr(need, first) if first else need
+    smaller = dataclasses.replace(inner, **{last: getattr(inner, last) - 8})
+    have = dataclasses.replace(need, **{first: smaller}) if first else smaller
+    with pytest.raises(ValueError, match=rf"{buffer}: {getattr(inner, last) - 8}, .* {getattr(inner, last)}"):
+        check_capacities(have, need)
+
+
+def test_the_node_hop_has_to_be_counted(batch):
+    plan, load, visits = batch
+    with pytest.raises(ValueError, match=r"node.pair: not counted"):
+        check_capacities(capacities(plan, load, TOPOLOGY), capacities(plan, load, TOPOLOGY, visits=visits))
+
+
+def test_loads_of_another_batch_are_refused(batch):
+    plan, load, _ = batch
+    with pytest.raises(ValueError, match="token copies"):
+        capacities(plan, load + 1, TOPOLOGY)
+
+
+@given(st.integers(0, 2**31 - 1))
+def test_few_sizes_are_close_and_few(count):
+    size = few_sizes(count)
+    assert count <= size <= max(count * 33 / 32, count + 8)
+    assert few_sizes(size) == size
+    assert len({few_sizes(n) for n in range(1024, 2048)}) == 33
+
+
+@given(st.integers(0, 2**32 - 1))
+def test_refitted_quotas_sum_to_the_new_load(seed):
+    """Same slots, every copy of the new load computed once, shares kept to a whole copy."""
+    rng = np.random.default_rng(seed)
+    plan, _, _ = BATCHES[seed % 2]
+    layer = Plan(plan.slot_expert[0, 0], plan.home[0], plan.quota[0, 0])
+    load = jnp.asarray(rng.zipf(1.4, (2, 2, 8)).clip(0, 10**7) * (rng.random((2, 2, 8)) < 0.8), jnp.int32)
+    refit = refit_quota(layer, load, TOPOLOGY)
+    np.testing.assert_array_equal(refit.slot_expert, layer.slot_expert)
+    assert (refit.quota >= 0).all()
+    for expert, total in enumerate(np.asarray(load).sum((0, 1))):
+        here = np.asarray(layer.slot_expert) == expert
+        got, planned = np.asarray(refit.quota)[here], np.asarray(layer.quota)[here]
+        assert got.sum() == total
+        if planned.sum():
+            np.testing.assert_allclose(got, total * (planned / planned.sum()), atol=1 + 1e-6 * total)
+
+
+BATCHES = [a_batch("relibra", 1), a_batch("eplb", 2)]
