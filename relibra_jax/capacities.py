@@ -174,19 +174,17 @@ def _count(plan: Plan, load, topology: Topology) -> dict[str, jax.Array]:
             "flat_send": flat.sum(2).max(),
             "local_pair": local.max(),
             "local_send": local.sum(3).max(),
-            "exports": _exports(slot_expert[0], plan.home, topology).max(),
+            "exports": jax.vmap(lambda layer: export_count(layer, topology))(
+                Plan(slot_expert[0], plan.home, quota[0])
+            ).max(),
         }
 
     found = jax.lax.map(one, (plan.slot_expert, plan.quota, jnp.asarray(load, jnp.int32)))
     return {name: values.max() for name, values in found.items()}
 
 
-def _exports(slot_expert, home, topology: Topology):
-    """Replicas of the experts of each rank, ``[L, P]``."""
-    replica = slot_expert[..., topology.home_slots :].reshape(slot_expert.shape[0], -1)
-
-    def one(replica, home):
-        owner = jnp.where(replica == EMPTY, topology.num_ranks, home[replica] // topology.home_slots)
-        return jnp.zeros(topology.num_ranks, jnp.int32).at[owner].add(1, mode="drop")
-
-    return jax.vmap(one)(replica, home)
+def export_count(plan: Plan, topology: Topology) -> Int[jax.Array, " P"]:
+    """Replicas of the experts of each rank in one layer, whose leaves have no leading axes."""
+    replica = plan.slot_expert[..., topology.home_slots :].ravel()
+    owner = jnp.where(replica == EMPTY, topology.num_ranks, plan.home[replica] // topology.home_slots)
+    return jnp.zeros(topology.num_ranks, jnp.int32).at[owner].add(1, mode="drop")

@@ -1,5 +1,6 @@
 """The layer under every planner's plans, on every mesh: the mathematics of the dense layer, forward and backward."""
 
+import dataclasses
 import functools
 
 import chex
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relibra_jax.capacities import safe_capacities
+from relibra_jax.capacities import Sizes, capacities, safe_capacities
 from relibra_jax.execution.mesh import expert_mesh
 from relibra_jax.execution.moe import PATHS, ExpertParallel, fetch_replicas, moe_layer
 from relibra_jax.plan import check_plan, home_layout
@@ -161,10 +162,15 @@ def check(step, plan, load, ids, wanted, tolerance=TOLERANCE["float64"]):
 @pytest.mark.parametrize("mesh", MESHES)
 def test_plans_do_not_change_the_mathematics(mesh, replica_slots, path, name):
     plan, load = plans(mesh, replica_slots, name)
-    across = not PLANNERS[name].intra_node and replica_slots > 0 and MESHES[mesh][0] > 1
-    step = run(mesh, replica_slots, path, across)
+    step = run(mesh, replica_slots, path, across_nodes=replica_slots > 0)
     for micro_batch, ids in enumerate(routings()):
         check(step, layer(plan, micro_batch), load[micro_batch, 0], ids, expected()[micro_batch])
+
+
+@pytest.mark.parametrize("mesh", ["4x2", "1x8", "8x1"])
+def test_replicas_fetched_inside_their_node(mesh):
+    plan, load = plans(mesh, 2, "relibra")
+    check(run(mesh, 2, "flat", False), layer(plan, 0), load[0, 0], routings()[0], expected()[0])
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -241,3 +247,163 @@ def test_any_plan_of_any_routing(drawn):
         wanted = dense(jax.tree.map(jnp.asarray, weights()), ids)
     for path in PATHS:
         check(run("2x4", 2, path, False), layer(plan, 0), load[0, 0], ids, wanted)
+
+
+def test_larger_meshes_have_a_plan_a_group_and_shared_homes():
+    """Axes data and fsdp around one node of two ranks: four groups of tokens, each with its own load and plan; the
+    experts are sharded over fsdp besides. One set of homes, and gradients summed over all groups."""
+    topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=EXPERTS, replica_slots=2)
+    mesh = expert_mesh(topology, data=2, fsdp=2)
+    ids = routings()[0]
+    load = load_of(ids[None], Topology(num_nodes=4, ranks_per_node=2, num_experts=EXPERTS, replica_slots=0))
+    load = load[0, 0][:, None, None]  # the groups as micro-batches of one batch, [4 1 N G E]
+    planner = PLANNERS["relibra"].planner
+    plan, _ = planner.update(load, planner.init(topology, 1, key=jax.random.key(0)), topology)
+    parallel = ExpertParallel(
+        mesh=mesh, topology=topology, groups=("data", "fsdp"), capacities=capacities(plan, load, topology)
+    )
+    assert len(np.unique(plan.quota, axis=0)) == 4
+
+    def by_group(leaf):
+        return leaf.reshape(2, 2, *leaf.shape[2:])
+
+    plan = Plan(by_group(plan.slot_expert), plan.home[0], by_group(plan.quota))
+    layout = home_layout(plan.home, topology)
+
+    @jax.jit
+    def step(values, experts):
+        def loss(values, experts):
+            x = values["x"].reshape(2, 2, 1, 2, TOKENS, WIDTH)
+            gates = gates_of(values, ids).reshape(*x.shape[:-1], TOP_K).astype(jnp.float32)
+            replicas, x = fetch_replicas(experts, plan, x, parallel)
+            out = moe_layer(
+                x, ids.reshape(gates.shape), gates, experts, replicas, plan, by_group(load), parallel
+            ).reshape(RANKS, TOKENS, WIDTH)
+            return (out * jnp.asarray(COTANGENT, out.dtype)).sum(), out
+
+        return jax.grad(loss, (0, 1), has_aux=True)(values, experts)
+
+    values = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), weights())
+    spec = jax.P("node", "local", None, None, "fsdp")
+    experts = jax.device_put(values["experts"][layout], jax.NamedSharding(mesh, spec))
+    (grads, by_slot), out = step(values, experts)
+    found = grads | {"output": out, "experts": by_slot.reshape(EXPERTS, 3, WIDTH, HIDDEN)[plan.home]}
+    assert_same(found, expected()[0], TOLERANCE["float32"])
+
+
+@functools.cache
+def single(path="flat", **options):
+    """The layer alone, in float32 on 2x4 with two replica slots, and its arguments for the first routing."""
+    plan, load = plans("2x4", 2, "relibra")
+    topology = topology_of("2x4", 2)
+    options = {"capacities": safe_capacities(TOKENS, TOP_K, topology)} | options
+    parallel = ExpertParallel(mesh=expert_mesh(topology), topology=topology, path=path, **options)
+    values = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), weights())
+    arguments = {
+        "x": values["x"].reshape(2, 4, TOKENS, WIDTH),
+        "expert_ids": jnp.asarray(routings()[0]).reshape(2, 4, TOKENS, TOP_K),
+        "gates": gates_of(values, routings()[0]).reshape(2, 4, TOKENS, TOP_K),
+        "experts": values["experts"][home_layout(plan.home[0], topology)],
+        "plan": layer(plan, 0),
+        "load": load[0, 0],
+    }
+    return arguments, parallel
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def call(arguments, parallel):
+    """`fetch_replicas` and `moe_layer` with the named arguments."""
+    arguments = dict(arguments)
+    replicas, x = fetch_replicas(arguments["experts"], arguments["plan"], arguments.pop("x"), parallel)
+    replicas = arguments.pop("replicas", replicas)
+    return moe_layer(x, replicas=replicas, parallel=parallel, **arguments)
+
+
+def test_live_routing_runs_under_a_plan_of_other_loads():
+    """Another micro-batch's slots and shares, this one's tokens: nothing is dropped."""
+    plan, _ = plans("2x4", 2, "relibra")
+    arguments, parallel = single()
+    out = call(arguments | {"plan": layer(plan, 2), "load": None}, parallel)
+    assert_same({"output": out.reshape(RANKS, TOKENS, WIDTH)}, {"output": expected()[0]["output"]}, 2e-6)
+
+
+@pytest.mark.parametrize(
+    ("path", "buffer"),
+    [("flat", "rows"), ("flat", "flat"), ("hierarchical", "node"), ("hierarchical", "local")],
+)
+def test_a_step_with_too_small_buffers_returns_nan(path, buffer):
+    """Where the host's check was left out: not a result that misses some tokens."""
+    arguments, parallel = single(path)
+    small = {"rows": 8} if buffer == "rows" else {buffer: Sizes(pair=4, send=4, receive=4)}
+    sizes = dataclasses.replace(parallel.capacities, **small)
+    assert_all_nan(call(arguments, dataclasses.replace(parallel, capacities=sizes)), arguments)
+
+
+def assert_all_nan(out, arguments):
+    """Wherever there is a token; the ranks' sound padding may be zero."""
+    token = np.asarray(arguments["expert_ids"] != EMPTY).any(-1)
+    assert np.isnan(np.asarray(out)[token]).all()
+
+
+def test_a_rank_whose_ids_are_not_those_of_the_plan_returns_nan():
+    arguments, parallel = single()
+    ids = arguments["expert_ids"].at[1, 2].set(3)
+    out = np.asarray(call(arguments | {"expert_ids": ids}, parallel))
+    assert np.isnan(out[1, 2]).all()
+    assert np.isnan(out).sum() == out[1, 2].size
+
+
+def test_exports_that_do_not_fit_return_nan():
+    arguments, parallel = single(fetch="emulated")
+    sizes = dataclasses.replace(parallel.capacities, exports=1)
+    assert_all_nan(call(arguments, dataclasses.replace(parallel, capacities=sizes)), arguments)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("plan", lambda plan: plan._replace(quota=plan.quota[..., :-1]), r"\(2, 4, 4\), found \(2, 4, 3\)"),
+        ("plan", lambda plan: plan._replace(home=plan.home[:8]), r"plan.home: .*\(16,\), found \(8,\)"),
+        (
+            "experts",
+            lambda experts: experts.reshape(EXPERTS, 3, WIDTH, HIDDEN),
+            r"experts: expected .*\(2, 4, 2, 3",
+        ),
+        (
+            "expert_ids",
+            lambda ids: ids[..., :1],
+            r"gates: expected shape \(2, 4, 12, 1\), found \(2, 4, 12, 2\)",
+        ),
+        ("expert_ids", lambda ids: ids[:, :, 1:], r"expert_ids: expected .*12, 2\), found \(2, 4, 11, 2\)"),
+        ("x", lambda x: x.reshape(4, 2, TOKENS, WIDTH), r"x: expected shape \(2, 4, .*found \(4, 2"),
+        ("load", lambda load: load[..., :8], r"load: expected shape \(2, 4, 16\), found \(2, 4, 8\)"),
+        ("replicas", lambda _: None, r"replicas: expected shape \(2, 4, 2, .*found \(2, 4, 0\)"),
+    ],
+)
+def test_what_does_not_belong_together_is_refused(name, change, message):
+    arguments, parallel = single()
+    with pytest.raises(ValueError, match=message):
+        call(arguments | {name: change(arguments.get(name))}, parallel)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"path": "direct"}, "path='direct' must be one of flat, hierarchical"),
+        ({"exchange": "rdma"}, "exchange='rdma' must be one of"),
+        ({"fetch": "copy"}, "fetch='copy' must be one of"),
+        ({"groups": ("data",)}, "'data' is no further axis of the mesh"),
+        ({"topology": topology_of("4x2", 2)}, "mesh axis 'node': expected 4 .*found 2"),
+    ],
+)
+def test_settings_that_cannot_run_are_refused(options, message):
+    _, parallel = single()
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(parallel, **options)
+
+
+def test_the_hierarchical_path_needs_counted_visits():
+    _, parallel = single()
+    sizes = dataclasses.replace(parallel.capacities, node=None)
+    with pytest.raises(ValueError, match="needs capacities counted with visits"):
+        dataclasses.replace(parallel, path="hierarchical", capacities=sizes)

@@ -13,7 +13,7 @@ The transpose of sending rows is sending cotangents back, so no gradient rests o
 
 import functools
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,6 @@ from jaxtyping import Int, Num
 from relibra_jax.capacities import Sizes
 from relibra_jax.execution.rows import segment_rows, starts
 
-type Kind = Literal["padded", "ragged", "emulated"]
 KINDS: Final = ("padded", "ragged", "emulated")
 
 
@@ -30,7 +29,7 @@ KINDS: Final = ("padded", "ragged", "emulated")
 class Exchange:
     """One exchange between the ranks along ``axes``, with buffers of fixed sizes."""
 
-    kind: Kind
+    kind: str
     axes: tuple[str, ...]
     ranks: int
     sizes: Sizes

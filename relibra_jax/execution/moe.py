@@ -13,7 +13,7 @@ Pipeline, context and expert-tensor parallelism are not built.
 import functools
 import math
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final
 
 import jax
 import jax.numpy as jnp
@@ -21,15 +21,14 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Float, Int, Num
 
 from pallas_kernels import grouped_mlp
-from relibra_jax.capacities import Capacities, Sizes
+from relibra_jax.capacities import Capacities, Sizes, export_count
 from relibra_jax.execution.dispatch import dispatch, dispatch_by_node
-from relibra_jax.execution.exchange import KINDS, Exchange, Kind
+from relibra_jax.execution.exchange import KINDS, Exchange
 from relibra_jax.execution.mesh import LOCAL, NODE, RANKS, check_mesh
-from relibra_jax.execution.replicas import FETCHES, Fetch, fetch, landing_order, replica_homes
+from relibra_jax.execution.replicas import FETCHES, fetch, landing_order, replica_homes
 from relibra_jax.routes import refit_quota, source_quota
-from relibra_jax.types import EMPTY, Plan, Topology
+from relibra_jax.types import EMPTY, Array, Plan, Topology
 
-type Path = Literal["flat", "hierarchical"]
 PATHS: Final = ("flat", "hierarchical")
 
 
@@ -51,10 +50,11 @@ class ExpertParallel:
     groups: tuple[str, ...] = ()
     """The mesh's other axes over which tokens are split (data, FSDP). Each place along them is an expert-parallel
     group with a plan of its own; homes and parameters are shared. They lead the shapes of tokens and plans."""
-    path: Path = "flat"
-    exchange: Kind = "padded"
+    path: str = "flat"
+    """One exchange over all ranks, or ``hierarchical``: `relibra_jax.execution.dispatch`."""
+    exchange: str = "padded"
     """`relibra_jax.execution.exchange`; ``ragged`` is for GPUs and unproven."""
-    fetch: Fetch = "reduce_scatter"
+    fetch: str = "reduce_scatter"
     """`relibra_jax.execution.replicas`; ``ragged`` is for GPUs and unproven."""
     across_nodes: bool = False
     """Whether replicas may come from other nodes, as planners that ignore nodes want it."""
@@ -77,19 +77,19 @@ class ExpertParallel:
         """Sizes of the axes in ``groups``."""
         return tuple(self.mesh.shape[axis] for axis in self.groups)
 
-    def over(self, axes: tuple[str, ...], sizes: Sizes, kind: Kind) -> Exchange:
+    def over(self, axes: tuple[str, ...], sizes: Sizes, kind: str) -> Exchange:
         """The exchange along ``axes``."""
         ranks = math.prod(self.mesh.shape[axis] for axis in axes)
         return Exchange(kind=kind, axes=axes, ranks=ranks, sizes=sizes)
 
 
 def fetch_replicas(
-    experts: Float[jax.Array, "N G H 3 D F"], plan: Plan, x: Num[jax.Array, "..."], parallel: ExpertParallel
+    experts: Float[Array, "..."], plan: Plan, x: Num[Array, "..."], parallel: ExpertParallel
 ) -> tuple[Float[jax.Array, "..."] | None, jax.Array]:
     """This layer's replica weights, packed now and pushed beside what follows.
 
     Args:
-        experts: home weights of the layer.
+        experts: home weights of the layer, ``[N, G, H, 3, D, F]``.
         plan: of this layer and micro-batch: ``slot_expert[*groups N G S]``, ``home[E]``, ``quota[*groups N G S]``.
         x: the transformer layer's input, ``[*groups, N, G, ...]``.
         parallel: how.
@@ -119,6 +119,10 @@ def fetch_replicas(
         plan = Plan(plan.slot_expert[(0,) * groups], plan.home, plan.quota[(0,) * groups])
         plan = landing_order(plan, parallel.topology)
         wanted, axes = replica_homes(plan, parallel.topology), RANKS
+        # A replica that is lost anywhere is missed by tokens from everywhere.
+        fits = parallel.fetch == "reduce_scatter" or (
+            export_count(plan, parallel.topology).max() <= parallel.capacities.exports
+        )
         if not parallel.across_nodes:
             node = jax.lax.axis_index(NODE)
             first = node * parallel.topology.ranks_per_node * parallel.topology.home_slots
@@ -126,10 +130,10 @@ def fetch_replicas(
         replica_slots = parallel.topology.replica_slots
         exports = max(parallel.capacities.exports, 1)
         sizes = Sizes(pair=replica_slots, send=exports, receive=replica_slots)
-        kind: Kind = "padded" if parallel.fetch == "reduce_scatter" else parallel.fetch
+        kind = "padded" if parallel.fetch == "reduce_scatter" else parallel.fetch
         exchange = parallel.over(axes, sizes, kind)
         wanted = wanted.reshape(-1, replica_slots)
-        replicas, tied, fits = fetch(experts[0, 0], wanted, x, parallel.fetch, exchange)
+        replicas, tied = fetch(_own(experts, parallel), wanted, x, parallel.fetch, exchange)
         lead = (1,) * (groups + 2)
         return replicas.reshape(*lead, *replicas.shape), jnp.where(fits, tied, jnp.nan)
 
@@ -137,22 +141,22 @@ def fetch_replicas(
 
 
 def moe_layer(
-    x: Float[jax.Array, "*r t D"],
-    expert_ids: Int[jax.Array, "*r t K"],
-    gates: Float[jax.Array, "*r t K"],
-    experts: Float[jax.Array, "N G H 3 D F"],
-    replicas: Float[jax.Array, "*r R 3 D F"] | None,
+    x: Float[Array, "..."],
+    expert_ids: Int[Array, "..."],
+    gates: Float[Array, "..."],
+    experts: Float[Array, "..."],
+    replicas: Float[Array, "..."] | None,
     plan: Plan,
-    load: Int[jax.Array, "..."] | None,
+    load: Int[Array, "..."] | None,
     parallel: ExpertParallel,
-) -> Float[jax.Array, "*r t D"]:
+) -> Float[jax.Array, "..."]:
     """Every token's experts, wherever the plan put them, weighted by their gates and summed.
 
     Args:
         x: tokens of every rank, ``[*groups, N, G, t, D]``.
-        expert_ids: logical experts of each token, EMPTY on padding; a token's result for it is zero.
-        gates: of each token copy, float32 (`relibra_jax.execution.gating`).
-        experts: home weights: gate, up and down transposed.
+        expert_ids: logical experts of each token, ``[*groups, N, G, t, K]``; EMPTY on padding, which adds nothing.
+        gates: of each token copy, of that shape, float32 (`relibra_jax.execution.gating`).
+        experts: home weights ``[N, G, H, 3, D, F]``: gate, up and down transposed.
         replicas: from `fetch_replicas`, which also saw ``plan``; None if there are no replica slots.
         plan: of this layer and micro-batch, as in `fetch_replicas`.
         load: ``[*groups, N, G, E]`` of this layer and micro-batch as the planner saw it. None for routing that it
@@ -194,8 +198,9 @@ def moe_layer(
         one, lead = (0,) * groups, (0,) * (groups + 2)
         plan = Plan(plan.slot_expert[one], plan.home, plan.quota[one])
         load = None if load is None else load[one]
-        replicas = experts[0, 0, :0] if replicas is None else replicas[lead]
-        out = _on_rank(x[lead], expert_ids[lead], gates[lead], experts[0, 0], replicas, plan, load, parallel)
+        home = _own(experts, parallel)
+        replicas = home[:0] if replicas is None else replicas[lead]
+        out = _on_rank(x[lead], expert_ids[lead], gates[lead], home, replicas, plan, load, parallel)
         return out.reshape(x.shape)
 
     return on_rank(x, expert_ids, gates, experts, replicas, plan, load)
@@ -237,6 +242,11 @@ def _on_rank(x, expert_ids, gates, home, replicas, plan, load, parallel: ExpertP
         )
     sound = moved.fits & (own == load[node, local]).all()
     return jnp.where(sound, moved.combine(computed), jnp.nan)
+
+
+def _own(experts, parallel: ExpertParallel):
+    """This rank's home weights. Groups share them, so their gradients are summed over the groups."""
+    return jax.lax.pcast(experts[0, 0], parallel.groups, to="varying") if parallel.groups else experts[0, 0]
 
 
 def _histogram(expert_ids, num_experts):

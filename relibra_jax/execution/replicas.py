@@ -12,17 +12,16 @@ owns the expert, so that the sum is a copy, exact in any dtype), and a ``ragged`
 Under `jax.checkpoint` replicas are fetched again in the backward pass instead of being kept.
 """
 
-from typing import Final, Literal
+from typing import Final
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 
 from relibra_jax.execution.exchange import Exchange, send
 from relibra_jax.execution.rows import inverse_index, starts
 from relibra_jax.types import EMPTY, Plan, Topology
 
-type Fetch = Literal["reduce_scatter", "ragged", "emulated"]
 FETCHES: Final = ("reduce_scatter", "ragged", "emulated")
 
 
@@ -58,9 +57,9 @@ def fetch(
     home: Float[jax.Array, "H ..."],
     wanted: Int[jax.Array, "P R"],
     x: jax.Array,
-    kind: Fetch,
+    kind: str,
     exchange: Exchange,
-) -> tuple[Float[jax.Array, "R ..."], jax.Array, Bool[jax.Array, ""]]:
+) -> tuple[Float[jax.Array, "R ..."], jax.Array]:
     """The replicas of this rank. Runs on one rank, inside shard_map.
 
     Args:
@@ -72,7 +71,7 @@ def fetch(
         exchange: between the ranks of the domain, of exported experts.
 
     Returns:
-        The replicas (zeros in empty slots), ``x`` behind the barrier, and whether the exports fit the exchange.
+        The replicas (zeros in empty slots), and ``x`` behind the barrier.
     """
     ranks, slots = wanted.shape
     me, owner = jax.lax.axis_index(exchange.axes), jnp.where(wanted == EMPTY, EMPTY, wanted // home.shape[0])
@@ -81,7 +80,7 @@ def fetch(
         exports, x = jax.lax.optimization_barrier((_pack(home, slot.ravel()), x))
         with jax.named_scope("replica_fetch"):
             exports = exports.reshape(ranks, slots, *home.shape[1:])
-            return jax.lax.psum_scatter(exports, exchange.axes, tiled=True)[0], x, jnp.array(True)
+            return jax.lax.psum_scatter(exports, exchange.axes, tiled=True)[0], x
     counts = (owner[None] == jnp.arange(ranks)[:, None, None]).sum(-1, dtype=jnp.int32)
     mine = slot.ravel() != EMPTY
     packed = jnp.where(mine, starts(mine.astype(jnp.int32)), EMPTY)
@@ -89,7 +88,7 @@ def fetch(
     chosen = jnp.where(index == EMPTY, EMPTY, slot.ravel()[index])
     exports, x = jax.lax.optimization_barrier((_pack(home, chosen), x))
     with jax.named_scope("replica_fetch"):
-        return send(exports, counts, exchange), x, exchange.fits(counts)
+        return send(exports, counts, exchange), x
 
 
 @jax.custom_vjp
