@@ -1,0 +1,112 @@
+"""``python -m experiments.stragglers``: each rank's expert compute timed alone, summed over the slowest ranks.
+
+A step waits in every layer of every micro-batch for its slowest rank. Without the ranks' hardware each rank's work
+can still be run: its rows, grouped as the plan groups them, forward and backward on one core with nothing else
+running. The sum over layers and micro-batches of the slowest rank's time is what expert compute would take on as
+many such cores. Exchanges, replica pushes and attention are not in it.
+"""
+
+import dataclasses
+import functools
+import os
+from pathlib import Path
+from typing import Annotated
+
+os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
+if hasattr(os, "sched_setaffinity"):
+    os.sched_setaffinity(0, {0})
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from experiments.bench import interleaved
+from experiments.traces import Trace, read_trace, synthetic_trace
+from experiments.workload import Work, contenders, expert_weights
+from pallas_kernels import grouped_mlp
+from relibra_jax.types import Topology
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stragglers:
+    """Time each rank's expert compute alone."""
+
+    trace: Annotated[Path | None, tyro.conf.Positional] = None
+    """A trace (.npz); else the one that RELIBRA_TRACE names, else a synthetic one."""
+    ranks: tuple[str, ...] = ("2x4", "4x4")
+    """Nodes x local ranks."""
+    micro_batches: int = 4
+    layers: int = 2
+    samples_per_rank: int = 4
+    width: int = 256
+    hidden: int = 256
+    repeats: int = 3
+
+
+def rank_seconds(work: Work, topology: Topology, config: Stragglers) -> float:
+    """Sum over layers and micro-batches of the slowest rank's median time."""
+    weights = expert_weights(topology.num_experts, config.width, config.hidden, 1)[0]
+    home = jnp.asarray(weights[: topology.home_slots])
+    replica = jnp.asarray(weights[: topology.replica_slots])
+    rows = jnp.asarray(np.random.default_rng(0).normal(size=(work.sizes.rows, config.width)), jnp.float32)
+
+    @jax.jit
+    def step(rows, home, replica, sizes):
+        def loss(rows, home, replica):
+            return (grouped_mlp(rows, home, replica, sizes) ** 2).sum()
+
+        return jax.grad(loss, (0, 1, 2))(rows, home, replica)
+
+    quota = np.asarray(work.plan.quota).reshape(-1, topology.num_ranks, topology.slots)
+    runs = {
+        f"{row} {rank}": functools.partial(step, rows, home, replica, jnp.asarray(quota[row, rank]))
+        for row, rank in np.ndindex(quota.shape[:2])
+    }
+    seconds = np.array(list(interleaved(runs, repeats=config.repeats).values()))
+    return float(seconds.reshape(quota.shape[:2]).max(1).sum())
+
+
+def main(config: Stragglers) -> None:
+    """Print a table for each number of ranks and each trace."""
+    console = Console()
+    console.print(
+        f"jax {jax.__version__}, one core, D={config.width}, F={config.hidden}, float32", highlight=False
+    )
+    traces: list[Trace] = [read_trace(config.trace)]
+    if traces[0].name != "synthetic":
+        traces.append(synthetic_trace())
+    for trace in traces:
+        for name in config.ranks:
+            nodes, local = map(int, name.split("x"))
+            topology = Topology(
+                num_nodes=nodes, ranks_per_node=local, num_experts=trace.num_experts, replica_slots=2
+            )
+            works = contenders(
+                trace,
+                topology,
+                micro_batches=config.micro_batches,
+                samples_per_rank=config.samples_per_rank,
+                layers=config.layers,
+            )
+            seconds = {contender: rank_seconds(work, topology, config) for contender, work in works.items()}
+            table = Table(title=f"{trace.name} on {name} ranks", title_justify="left")
+            for column in ("contender", "slowest ranks, s", "static / it", "of balanced", "rows imbalance"):
+                table.add_column(column, justify="left" if column == "contender" else "right")
+            for contender, value in seconds.items():
+                load = np.asarray(works[contender].plan.quota).sum(-1)
+                imbalance = load.max((2, 3)).sum() / load.mean((2, 3)).sum()
+                table.add_row(
+                    contender,
+                    f"{value:.2f}",
+                    f"{seconds['static'] / value:.2f}",
+                    f"{seconds['balanced'] / value:.1%}",
+                    f"{imbalance:.3f}",
+                )
+            console.print(table)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Stragglers, description=__doc__))
