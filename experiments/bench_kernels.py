@@ -1,0 +1,122 @@
+"""The grouped MLP on this machine beside dense, padded and masked products, in runs that take turns.
+
+``python -m experiments.bench_kernels``: 32,768 rows in 64 uneven groups, 48 home and 16 replica slots. A dense MLP
+sends all rows through one weight: the same FLOPs, and no idea of groups. The padded one copies every group into
+room for the largest. `jax.lax.ragged_dot` multiplies all rows by all weights under a mask; it runs once, forward.
+"""
+
+import functools
+import os
+import platform
+import time
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from experiments.bench import interleaved
+from pallas_kernels import grouped_mlp
+
+console = Console()
+ROWS, HOMES, REPLICAS, D, F = 32_768, 48, 16, 256, 512
+GROUPED, DENSE, PADDED, MASKED = "grouped_mlp", "dense", "padded, batched", "jax.lax.ragged_dot"
+
+
+def group_sizes(rows: int, groups: int) -> np.ndarray:
+    """Zipf-like sizes in random order: the largest is about four times the mean at 64 groups."""
+    rng = np.random.default_rng(0)
+    share = rng.permutation(1 / np.arange(1, groups + 1) ** 0.5)
+    return rng.multinomial(rows, share / share.sum()).astype(np.int32)
+
+
+def swiglu(x: jax.Array, weights: jax.Array) -> jax.Array:
+    """One MLP for ``x[..., r, D]`` and ``weights[..., 3, D, F]``."""
+    gate, up, down = jnp.moveaxis(weights, -3, 0)
+    return (jax.nn.silu(x @ gate) * (x @ up)) @ jnp.swapaxes(down, -1, -2)
+
+
+def padded_mlp(rows: jax.Array, weights: jax.Array, source: jax.Array, place: jax.Array) -> jax.Array:
+    """Rows gathered into ``[groups, capacity]`` by ``source``, and back by ``place``."""
+    return swiglu(rows[source], weights).reshape(-1, rows.shape[-1])[place]
+
+
+def ragged_mlp(rows: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
+    """The same three products by `jax.lax.ragged_dot`."""
+    gate, up, down = jnp.moveaxis(weights, 1, 0)
+    hidden = jax.nn.silu(jax.lax.ragged_dot(rows, gate, sizes)) * jax.lax.ragged_dot(rows, up, sizes)
+    return jax.lax.ragged_dot(hidden, down.swapaxes(1, 2), sizes)
+
+
+def with_gradients(run: Callable[..., jax.Array]) -> Callable[..., tuple[jax.Array, ...]]:
+    """Output and gradients for a given gradient of the output."""
+
+    def both(d_out: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+        out, pull = jax.vjp(run, *arrays)
+        return out, *pull(d_out)
+
+    return jax.jit(both)
+
+
+def bench_grouped_mlp(dtype: str, *, repeats: int) -> None:
+    """One table: forward, and forward with all gradients."""
+    sizes = group_sizes(ROWS, HOMES + REPLICAS)
+    keys = jax.random.split(jax.random.key(0), 3)
+    rows, d_out = (jax.random.normal(key, (ROWS, D), dtype) for key in keys[:2])
+    weights = jax.random.normal(keys[2], (HOMES + REPLICAS, 3, D, F), dtype) / 16
+    home, replica = weights[:HOMES], weights[HOMES:]
+
+    group = np.repeat(np.arange(len(sizes)), sizes)
+    offset = np.arange(ROWS) - (np.cumsum(sizes) - sizes)[group]
+    capacity = int(sizes.max())
+    source = np.zeros((len(sizes), capacity), np.int32)
+    source[group, offset] = np.arange(ROWS)
+
+    device_sizes = jnp.asarray(sizes)
+    ours = functools.partial(grouped_mlp, group_sizes=device_sizes, implementation="xla")
+    padded = functools.partial(
+        padded_mlp, source=jnp.asarray(source), place=jnp.asarray(group * capacity + offset)
+    )
+    calls: dict[str, tuple[Callable[..., jax.Array], tuple[jax.Array, ...]]] = {
+        GROUPED: (lambda rows, home, replica: ours(rows, home, replica), (rows, home, replica)),
+        DENSE: (swiglu, (rows, weights[0])),
+        PADDED: (padded, (rows, weights)),
+    }
+    forward, both = {}, {}
+    for name, (call, arrays) in calls.items():
+        forward[name] = functools.partial(jax.jit(call), *arrays)
+        both[name] = functools.partial(with_gradients(call), d_out, *arrays)
+    outputs = {name: np.asarray(run(), np.float32) for name, run in forward.items()}
+    difference = np.abs(outputs[GROUPED] - outputs[PADDED]).max() / np.abs(outputs[PADDED]).max()
+
+    seconds = (interleaved(forward, repeats=repeats), interleaved(both, repeats=repeats))
+    masked = jax.jit(ragged_mlp).lower(rows, weights, device_sizes).compile()
+    start = time.perf_counter()
+    jax.block_until_ready(masked(rows, weights, device_sizes))
+    seconds[0][MASKED] = time.perf_counter() - start
+
+    table = Table(
+        title=f"{ROWS} rows {dtype}, D={D}, F={F}, {HOMES}+{REPLICAS} slots\n"
+        f"of {sizes.min()} to {capacity} rows; medians of {repeats} runs",
+        title_justify="left",
+    )
+    columns = ("MLP", "forward ms", "/ dense", "with gradients ms", "/ dense")
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number else "left")
+    for name in seconds[0]:
+        cells = []
+        for times in seconds:
+            if name in times:
+                cells += [f"{times[name] * 1e3:.0f}", f"{times[name] / times[DENSE]:.2f}"]
+        table.add_row(name, *cells)
+    console.print(table)
+    console.print(f"largest difference to the padded MLP: {difference:.1e} of the largest output")
+
+
+if __name__ == "__main__":
+    console.print(
+        f"jax {jax.__version__} on {jax.devices()[0].platform}, {os.cpu_count()} cores, {platform.machine()}"
+    )
+    bench_grouped_mlp("float32", repeats=7)

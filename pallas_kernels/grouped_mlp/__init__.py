@@ -1,0 +1,1 @@
+"""A SwiGLU MLP for each group of rows: one call and gradient, several implementations (a file each)."""

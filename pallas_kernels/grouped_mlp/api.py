@@ -1,0 +1,114 @@
+"""The one call for grouped MLPs: looks at shapes, chooses an implementation, and leaves the rest to it.
+
+An implementation is a function ``(rows, home, replica, group_sizes, row_scale)`` that JAX can differentiate, and a
+row in `IMPLEMENTATIONS`: the tests run every row. Shapes and dtypes have been checked, and there is at least one row.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.grouped_mlp.reference import grouped_mlp_reference
+from pallas_kernels.grouped_mlp.xla import grouped_mlp_xla
+
+type Array = jax.Array | np.ndarray
+
+IMPLEMENTATIONS: Final[Mapping[str, Callable[..., jax.Array]]] = {
+    "reference": grouped_mlp_reference,
+    "xla": grouped_mlp_xla,
+}
+"""All implementations by name."""
+
+
+def grouped_mlp(
+    rows: Array,
+    home: Array,
+    replica: Array,
+    group_sizes: Array,
+    row_scale: Array | None = None,
+    *,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Each group of rows through the SwiGLU MLP of its own slot: ``(silu(x W0) * (x W1)) W2^T * scale``.
+
+    Group sizes are data: one compilation serves every split. Products accumulate in float32 (float64 for float64
+    rows). The two weight buffers are read where they lie. Nothing of the size of ``[r, F]`` is stored for the
+    backward pass, which computes gate and up again. Works under jit, grad and shard_map.
+
+    Args:
+        rows: ``[r, D]`` floating, sorted by group: the rows of home slot 0, 1, ..., H-1, then of each replica slot.
+            Rows beyond the last group are padding and may hold anything.
+        home: ``[H, 3, D, F]`` in the dtype of rows, H at least 1: gate, up, and down transposed.
+        replica: ``[R, 3, D, F]`` likewise; R may be 0.
+        group_sizes: ``[H + R]`` integer, rows of each slot; together at most r.
+        row_scale: ``[r]`` floating, a factor for each row of the output; None for 1.
+        implementation: a name in `IMPLEMENTATIONS`; None chooses by platform.
+
+    Returns:
+        ``[r, D]`` in the dtype of rows; zero in padding. Gradients of padding and of the weights of empty groups
+        are zero.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit together, or no implementation has that name.
+
+    >>> rows, home, replica = jnp.ones((4, 2)), jnp.ones((2, 3, 2, 8)), jnp.ones((1, 3, 2, 8))
+    >>> grouped_mlp(rows, home, replica, jnp.array([2, 0, 1]))[:, 0].round().tolist()
+    [28.0, 28.0, 28.0, 0.0]
+    """
+    # XLA's blocked loops are the fastest that we have on every platform so far.
+    name = "xla" if implementation is None else implementation
+    if name not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation={name!r} is not one of {', '.join(IMPLEMENTATIONS)}")
+    rows, home, replica, group_sizes = map(jnp.asarray, (rows, home, replica, group_sizes))
+    _check(rows, home, replica, group_sizes)
+    if row_scale is None:
+        row_scale = jnp.ones(rows.shape[0], jnp.promote_types(rows.dtype, jnp.float32))
+    row_scale = jnp.asarray(row_scale)
+    if row_scale.shape != rows.shape[:1] or not jnp.issubdtype(row_scale.dtype, jnp.floating):
+        raise ValueError(
+            f"row_scale: expected floating [{rows.shape[0]}] for rows {_show(rows)}, found {_show(row_scale)}"
+        )
+    if rows.size == 0:
+        return rows
+    return IMPLEMENTATIONS[name](*_vary_alike(rows, home, replica, group_sizes, row_scale))
+
+
+def _check(rows: jax.Array, home: jax.Array, replica: jax.Array, group_sizes: jax.Array) -> None:
+    if rows.ndim != 2 or not jnp.issubdtype(rows.dtype, jnp.floating):
+        raise ValueError(f"rows: expected floating [r, D], found {_show(rows)}")
+    for name, weights in (("home", home), ("replica", replica)):
+        if weights.ndim != 4 or weights.shape[1:3] != (3, rows.shape[1]) or weights.dtype != rows.dtype:
+            raise ValueError(
+                f"{name}: expected {rows.dtype}[slots, 3, {rows.shape[1]}, F] for rows {_show(rows)},"
+                f" found {_show(weights)}"
+            )
+    if home.shape[0] < 1 or home.shape[3] != replica.shape[3]:
+        raise ValueError(
+            f"home {_show(home)}, replica {_show(replica)}: at least one home slot, and the same last dimension"
+        )
+    slots = home.shape[0] + replica.shape[0]
+    if group_sizes.shape != (slots,) or not jnp.issubdtype(group_sizes.dtype, jnp.integer):
+        raise ValueError(
+            f"group_sizes: expected integers [{slots}] for {home.shape[0]} home and {replica.shape[0]} replica"
+            f" slots, found {_show(group_sizes)}"
+        )
+
+
+def _vary_alike(*arrays: jax.Array) -> list[jax.Array]:
+    """Inside shard_map: all arrays vary over the same mesh axes, so that loops may carry parts of any of them.
+
+    The transpose sums the gradient of an array that was the same on several devices.
+    """
+    varying = [jax.typeof(array).manual_axis_type.varying for array in arrays]
+    axes = frozenset().union(*varying)
+    return [
+        jax.lax.pcast(array, tuple(axes - own), to="varying") if axes - own else array
+        for array, own in zip(arrays, varying, strict=True)
+    ]
+
+
+def _show(array: jax.Array) -> str:
+    return f"{array.dtype}{list(array.shape)}"

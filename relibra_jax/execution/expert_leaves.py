@@ -1,0 +1,172 @@
+"""Which leaves of a tree hold experts, and of which layer: said by the caller, never guessed by shape.
+
+A tree of labels goes with parameters and optimizer state. The optimizer itself tells which of its leaves belong to
+which parameter, so labels are written once, for the parameters.
+"""
+
+from collections.abc import Sequence
+from numbers import Integral
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax  # type: ignore[import-untyped]
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Int, Num, PyTree
+
+from relibra_jax.execution.mesh import RANKS, check_mesh
+from relibra_jax.types import Array, Topology
+
+type Layers = int | range | None
+"""Of which layer a leaf holds experts: an int for ``[N, G, H, ...]``, a range for the layers of a stacked
+``[L, N, G, H, ...]``, None for a leaf that holds no experts."""
+
+
+class ExpertLeaf(NamedTuple):
+    """A leaf with its label."""
+
+    path: tuple[Any, ...]
+    array: Any
+    layers: Layers
+
+    @property
+    def stacked(self) -> bool:
+        """Whether it has a leading dimension of layers."""
+        return isinstance(self.layers, range)
+
+    @property
+    def rows(self) -> Sequence[int]:
+        """The layer of each row of a stacked leaf, or the one layer; none for a leaf without experts."""
+        if isinstance(self.layers, range):
+            return self.layers
+        return () if self.layers is None else (self.layers,)
+
+
+def optimizer_layers(tx: Any, opt_state: PyTree, layers: PyTree) -> PyTree:
+    """The labels of an optimizer state, from the labels of the parameters.
+
+    The optimizer itself says which of its leaves belong to which parameter (`optax.tree_map_params`); all others get
+    None. It wants the state as ``tx.init`` builds it: with Flax, ``nnx.Optimizer(...).opt_state``.
+
+    Args:
+        tx: an optax transformation: chained, masked, with injected hyperparameters, or `optax.MultiSteps`.
+        opt_state: its state.
+        layers: the labels of the parameters as for `migrate_experts`.
+
+    Returns:
+        A tree like ``opt_state`` with a label at every leaf. State that a transformation keeps in another shape than
+        the parameter's (factored moments) is labelled too: `migrate_experts` refuses it where its layout differs.
+
+    Raises:
+        ValueError: a parameter in the state has no label.
+
+    >>> import jax.numpy as jnp
+    >>> params = {"experts": jnp.zeros((1, 1, 3)), "router": jnp.zeros(4)}
+    >>> tx = optax.adam(1e-3)
+    >>> optimizer_layers(tx, tx.init(params), {"experts": 0, "router": None})[0].mu
+    {'experts': 0, 'router': None}
+    """
+    labels = _labels(layers)
+
+    def label(parameters):
+        return jax.tree.map_with_path(lambda path, _: labels[_labelled_prefix(path, labels)], parameters)
+
+    return optax.tree_map_params(
+        tx, label, opt_state, transform_non_params=lambda _: None, is_leaf=lambda _: True
+    )
+
+
+def check_homes(home: Num[Array, "..."], topology: Topology, name: str = "home") -> Int[np.ndarray, "L E"]:
+    """``home`` as NumPy, after a look at whether it gives every expert of every layer a slot of its own.
+
+    Raises:
+        ValueError: another shape or dtype, or the first layer and slot that have not exactly one expert.
+    """
+    values, num_experts = np.asarray(home), topology.num_experts
+    if values.ndim != 2 or values.shape[1] != num_experts or not np.issubdtype(values.dtype, np.integer):
+        raise ValueError(
+            f"{name}: expected integers [L, {num_experts}], found {values.dtype}{list(values.shape)}"
+        )
+    for layer, row in enumerate(values):
+        if row.min() < 0 or row.max() >= num_experts:
+            slot = int(row[(row < 0) | (row >= num_experts)][0])
+            raise ValueError(f"{name}, layer {layer}: home slot {slot} is outside 0..{num_experts - 1}")
+        owners = np.bincount(row, minlength=num_experts)
+        if (owners != 1).any():
+            slot = int(np.argmax(owners != 1))
+            raise ValueError(
+                f"{name}, layer {layer}, home slot {slot}: owned by {owners[slot]} experts, not by one"
+            )
+    return values.astype(np.int32)
+
+
+def expert_leaves(
+    tree: PyTree, layers: PyTree, *, num_layers: int, mesh: Mesh, topology: Topology
+) -> list[ExpertLeaf]:
+    """All leaves of ``tree`` in order, each with its label, after a look at whether they can be moved.
+
+    Raises:
+        ValueError: as `migrate_experts` says.
+    """
+    check_mesh(mesh, topology)
+    labels, used, leaves = _labels(layers), set(), []
+    for path, array in jax.tree.leaves_with_path(tree):
+        prefix = _labelled_prefix(path, labels)
+        used.add(prefix)
+        leaf = ExpertLeaf(path, array, labels[prefix])
+        leaves.append(leaf)
+        if leaf.layers is not None:
+            _check_leaf(leaf, num_layers, mesh, topology)
+    for path, label in labels.items():
+        if label is not None and path not in used:
+            raise ValueError(f"layers{leaf_name(path)} = {label} belongs to no leaf of the tree")
+    return leaves
+
+
+def _labels(layers: PyTree) -> dict[tuple[Any, ...], Layers]:
+    labels = dict(jax.tree.leaves_with_path(layers, is_leaf=lambda label: label is None))
+    for path, label in labels.items():
+        if isinstance(label, bool) or not isinstance(label, Integral | range | None):
+            raise ValueError(f"layers{leaf_name(path)}: expected an int, a range or None, found {label!r}")
+    return labels
+
+
+def _labelled_prefix(path: tuple[Any, ...], labels: dict[tuple[Any, ...], Layers]) -> tuple[Any, ...]:
+    """The start of ``path`` that has a label. Paths, not tree types, so that labels of Flax states fit their twins."""
+    for end in range(len(path) + 1):
+        if path[:end] in labels:
+            return path[:end]
+    raise ValueError(f"tree{leaf_name(path)} has no label in layers; None says that it holds no experts")
+
+
+def _check_leaf(leaf: ExpertLeaf, num_layers: int, mesh: Mesh, topology: Topology) -> None:
+    where, array = f"tree{leaf_name(leaf.path)}", leaf.array
+    for layer in leaf.rows:
+        if not 0 <= layer < num_layers:
+            raise ValueError(f"{where}: layer {layer} is outside the {num_layers} layers of the homes")
+    if not isinstance(array, jax.Array | jax.ShapeDtypeStruct):
+        raise ValueError(
+            f"{where}: expected an array over the ranks of the mesh, found {type(array).__name__}"
+        )
+    ranks = (topology.num_nodes, topology.ranks_per_node, topology.home_slots)
+    lead = (len(leaf.rows),) * leaf.stacked + ranks
+    if array.shape[: len(lead)] != lead:
+        names = "[layers, N, G, H, ...]" if leaf.stacked else "[N, G, H, ...]"
+        expected = ", ".join(map(str, lead))
+        raise ValueError(f"{where}: expected {names} = [{expected}, ...], found {list(array.shape)}")
+    sharding: Any = array.sharding
+    on_mesh = isinstance(sharding, NamedSharding) and sharding.mesh == mesh
+    found = sharding if on_mesh else NamedSharding(mesh, PartitionSpec())
+    needed = found.update(spec=slot_spec(found, stacked=leaf.stacked))
+    if not on_mesh or not needed.is_equivalent_to(found, len(array.shape)):
+        raise ValueError(f"{where}: expected a sharding {needed.spec} over the mesh, found {sharding}")
+
+
+def slot_spec(sharding: NamedSharding, *, stacked: bool) -> PartitionSpec:
+    """The spec of an expert leaf, node and local named even where they have one rank; further axes as they are."""
+    return PartitionSpec(*(None,) * stacked, *RANKS, None, *sharding.spec[stacked + 3 :])
+
+
+def leaf_name(path: tuple[Any, ...]) -> str:
+    """How errors call a leaf."""
+    return jax.tree_util.keystr(path)

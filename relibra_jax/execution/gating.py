@@ -1,0 +1,233 @@
+"""How router logits become experts and gates: one formula, and a table of what published models do with it.
+
+Write ``s`` for a token's logits, and ``u = s`` (softmax) or ``u = log sigmoid(s)`` (sigmoid): the logarithm of
+each expert's score, up to a constant. Then
+
+    chosen       the K experts with the largest score, plus correction bias if there is one
+    gates        softmax(u over the chosen) * scale          scores renormalised over the chosen
+                 score at the chosen * scale                 where they are not renormalised
+    probability  softmax(u over all experts)                 scores renormalised over all experts
+
+so that a softmax over all experts renormalised over the chosen (Qwen3) and a softmax over the chosen (GPT-OSS) are
+one and the same, and no gate is a quotient of two underflown numbers, which replayed experts that the live router
+no longer likes would otherwise produce. Biases that correct the selection never reach a gate (DeepSeek-V3 report,
+arXiv:2412.19437, section 2.1.2).
+
+**Auxiliary loss.** With ``c_e`` the token copies of expert e in the whole batch and T = sum_e c_e / K its tokens, the
+load-balancing loss of Switch (arXiv:2101.03961, equation 4), normalised as by DeepSeek to be 1 for even loads, is
+
+    aux = E * sum_e f_e P_e      f_e = c_e / sum_e c_e      P_e = 1/T * sum_t probability_te
+
+``f`` has no gradient. Replay knows it before the first micro-batch, so aux is a sum over tokens of numbers that look
+at one token each: the shares of micro-batches add up to the loss of the whole batch, and so do their gradients,
+however the samples were assigned.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Bool, Float, Int, Integer
+
+from relibra_jax.types import EMPTY, Array
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True, kw_only=True)
+class Gating:
+    """How a model chooses experts and weighs them. Hashable and static under jit; the table is `GATINGS`.
+
+    Args:
+        top_k: K, experts a token.
+        scores: ``softmax`` over all experts, or a ``sigmoid`` for each.
+        normalise: divide the gates of a token by their sum (``norm_topk_prob``).
+        scale: times this (``routed_scaling_factor``).
+        router_bias: the router has a bias: it enters the logits, and so the gates.
+        correction_bias: an additive bias on sigmoid scores, for the selection only.
+        groups: the experts form so many groups (``n_group``) ...
+        top_groups: ... and a token uses those whose two best experts have the largest sum (``topk_group``).
+
+    Raises:
+        ValueError: ``top_k`` below 1, another score, groups or a correction bias on softmax scores, or more
+            groups to use than there are.
+
+    >>> import dataclasses
+    >>> dataclasses.replace(GATINGS["qwen3-moe"], top_k=2).scores
+    'softmax'
+    """
+
+    top_k: int
+    scores: str
+    normalise: bool = True
+    scale: float = 1.0
+    router_bias: bool = False
+    correction_bias: bool = False
+    groups: int = 1
+    top_groups: int = 1
+
+    def __post_init__(self) -> None:
+        if self.top_k < 1:
+            raise ValueError(f"top_k={self.top_k} must be at least 1")
+        if self.scores not in ("softmax", "sigmoid"):
+            raise ValueError(f"scores={self.scores!r} must be 'softmax' or 'sigmoid'")
+        if self.scores == "softmax" and (self.correction_bias or self.groups != 1):
+            raise ValueError(
+                f"scores='softmax' with correction_bias={self.correction_bias} and groups={self.groups}:"
+                " only sigmoid scores are corrected or grouped"
+            )
+        if not 1 <= self.top_groups <= self.groups:
+            raise ValueError(f"top_groups={self.top_groups} must be in 1..groups={self.groups}")
+
+
+GATINGS: Final[Mapping[str, Gating]] = MappingProxyType(
+    {
+        "qwen3-moe": Gating(top_k=8, scores="softmax"),
+        "glm-4.5": Gating(top_k=8, scores="sigmoid", correction_bias=True, scale=2.5),
+        "glm-4.5-air": Gating(top_k=8, scores="sigmoid", correction_bias=True),
+        "deepseek-v3": Gating(
+            top_k=8, scores="sigmoid", correction_bias=True, scale=2.5, groups=8, top_groups=4
+        ),
+        "gpt-oss": Gating(top_k=4, scores="softmax", router_bias=True),
+    }
+)
+"""Published models, as their configurations and the inference code beside them say."""
+
+
+def check_gating(gating: Gating, num_experts: int) -> None:
+    """Raise unless a model of ``num_experts`` experts can be routed like this.
+
+    Raises:
+        ValueError: names both numbers.
+
+    >>> check_gating(GATINGS["gpt-oss"], 2)
+    Traceback (most recent call last):
+    ValueError: top_k=4 of 2 experts
+    """
+    if num_experts % gating.groups:
+        raise ValueError(f"{num_experts} experts must divide evenly into groups={gating.groups}")
+    per_group = num_experts // gating.groups
+    if gating.groups > 1 and per_group < 2:
+        raise ValueError(
+            f"groups={gating.groups} of {per_group} expert: the two best of a group are compared"
+        )
+    usable = gating.top_groups * per_group
+    if gating.top_k > usable:
+        raise ValueError(f"top_k={gating.top_k} of {usable} experts")
+
+
+def select_experts(
+    logits: Float[Array, "*tokens E"], gating: Gating, *, bias: Float[Array, " E"] | None = None
+) -> Int[jax.Array, "*tokens K"]:
+    """Choose the experts of each token from the live router.
+
+    Args:
+        logits: router logits, any router bias included.
+        gating: how.
+        bias: the correction bias of each expert, added to its sigmoid score.
+
+    Returns:
+        int32 logical expert ids, best first; among equal scores the lower id comes first, so that every process
+        chooses alike.
+
+    Raises:
+        ValueError: see `check_gating`; a bias without ``correction_bias``, or the other way round.
+
+    >>> gating = Gating(top_k=2, scores="sigmoid", correction_bias=True)
+    >>> select_experts(jnp.array([0.0, 1.0, 1.0]), gating, bias=jnp.array([1.0, 0.0, 0.0])).tolist()
+    [0, 1]
+    """
+    num_experts = logits.shape[-1]
+    check_gating(gating, num_experts)
+    if (bias is not None) != gating.correction_bias:
+        raise ValueError(
+            f"correction_bias={gating.correction_bias}, but {'no' if bias is None else 'a'} bias is given"
+        )
+    scores = jax.lax.stop_gradient(_wide(logits))
+    if gating.scores == "sigmoid":
+        scores = jax.nn.sigmoid(scores)
+    if bias is not None:
+        scores = scores + jnp.broadcast_to(bias, scores.shape)
+    if gating.groups > 1:
+        grouped = scores.reshape(*scores.shape[:-1], gating.groups, -1)
+        best = jax.lax.top_k(jax.lax.top_k(grouped, 2)[0].sum(-1), gating.top_groups)[1]
+        usable = jax.nn.one_hot(best, gating.groups, dtype=bool).any(-2)
+        scores = jnp.where(usable[..., None], grouped, -jnp.inf).reshape(scores.shape)
+    return jax.lax.top_k(scores, gating.top_k)[1]
+
+
+def gates_at(
+    logits: Float[Array, "*tokens E"], expert_ids: Integer[Array, "*tokens K"], gating: Gating
+) -> Float[jax.Array, "*tokens K"]:
+    """The gates of given experts under the live router: what lets the router learn from replayed ids.
+
+    Args:
+        logits: router logits, any router bias included; differentiable.
+        expert_ids: the experts that the tokens used, of any integer dtype; EMPTY where there is none.
+        gating: how.
+
+    Returns:
+        float32 (float64 for float64 logits); 0, without a gradient, where the id is EMPTY.
+
+    >>> gates_at(jnp.zeros((2, 4)), jnp.array([[3, 0], [-1, -1]]), GATINGS["qwen3-moe"]).tolist()
+    [[0.5, 0.5], [0.0, 0.0]]
+    """
+    ids = jnp.asarray(expert_ids, jnp.int32)
+    chosen = ids != EMPTY
+    scores = _log_scores(logits, gating)
+    if not gating.normalise and gating.scores == "softmax":
+        scores = jax.nn.log_softmax(scores)
+    scores = jnp.take_along_axis(scores, jnp.maximum(ids, 0), axis=-1)
+    if gating.normalise:
+        # Finite, so that a token of EMPTY ids alone divides by K here and not by zero.
+        gates = jax.nn.softmax(jnp.where(chosen, scores, jnp.finfo(scores.dtype).min))
+    else:
+        gates = jnp.exp(scores)
+    return jnp.where(chosen, gates * gating.scale, 0)
+
+
+def balance_loss(
+    logits: Float[Array, "*tokens E"],
+    batch_load: Integer[Array, " E"],
+    gating: Gating,
+    *,
+    mask: Bool[Array, "*tokens"] | None = None,
+) -> Float[jax.Array, ""]:
+    """One micro-batch's share of a layer's load-balancing loss over the whole batch.
+
+    The mathematics stands at the top of the file. The shares of all micro-batches of an update, on all data-parallel
+    copies, add up to the loss; do not average them.
+
+    Args:
+        logits: router logits of one micro-batch; differentiable.
+        batch_load: token copies of each expert in the whole batch: ``load[:, layer].sum((0, 1, 2))`` of
+            ``load[M, L, N, G, E]``, over all data-parallel copies.
+        gating: how.
+        mask: True where there is a real token; all of them when None.
+
+    Returns:
+        A scalar.
+
+    >>> even = jnp.array([4, 4]), GATINGS["gpt-oss"]
+    >>> round(2 * float(balance_loss(jnp.zeros((1, 2)), *even)), 6)  # 8 copies of 4 a token: 2 tokens
+    1.0
+    """
+    probability = jax.nn.softmax(_log_scores(logits, gating))
+    load = jnp.asarray(batch_load, probability.dtype)
+    copies = jnp.maximum(load.sum(), 1)
+    if mask is not None:
+        probability = jnp.where(mask[..., None], probability, 0)
+    total = probability.sum(tuple(range(probability.ndim - 1)))
+    return load.size * jnp.dot(load / copies, total) * (gating.top_k / copies)
+
+
+def _wide(logits: Float[Array, "..."]) -> Float[jax.Array, "..."]:
+    return jnp.asarray(logits, jnp.promote_types(logits.dtype, jnp.float32))
+
+
+def _log_scores(logits: Float[Array, "..."], gating: Gating) -> Float[jax.Array, "..."]:
+    """The logarithms of the scores, up to a constant for each token: ``u`` at the top of the file."""
+    logits = _wide(logits)
+    return jax.nn.log_sigmoid(logits) if gating.scores == "sigmoid" else logits

@@ -1,0 +1,253 @@
+"""One suite for all implementations of the grouped MLP, against loops over groups in NumPy float64."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import AxisType, PartitionSpec
+
+from pallas_kernels import grouped_mlp
+from pallas_kernels.grouped_mlp.api import IMPLEMENTATIONS
+
+ROWS, D, F, HOMES, REPLICAS = 700, 8, 12, 5, 3
+# None, one, a small tile and one more or less, several small, a large tile and one more or less.
+SIZES = np.array([3, 64, 0, 65, 257, 63, 1, 130])
+NAMES = ("out", "rows", "home", "replica", "row_scale")
+# Of the largest entry of each array. In bfloat16 the hidden row is rounded before the next product.
+TOLERANCE = {"float64": 1e-13, "float32": 2e-6, "bfloat16": 2e-2}
+
+each_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+
+
+def oracle(rows, home, replica, group_sizes, row_scale, d_out):
+    """Output and gradients of ``sum(out * d_out)``, group by group in float64."""
+    exact = [np.asarray(array, np.float64) for array in (rows, home, replica, row_scale, d_out)]
+    rows, home, replica, row_scale, d_out = exact
+    weights = np.concatenate([home, replica])
+    out, d_rows, d_weights, d_scale = (np.zeros_like(a) for a in (rows, rows, weights, row_scale))
+    ends = np.cumsum(group_sizes)
+    for slot, (start, end) in enumerate(zip(ends - group_sizes, ends, strict=True)):
+        own = slice(start, end)
+        x, dy, scale = rows[own], d_out[own], row_scale[own, None]
+        gate, up, down = weights[slot]
+        g, u = x @ gate, x @ up
+        sigmoid = 1 / (1 + np.exp(-g))
+        hidden = g * sigmoid * u
+        out[own] = scale * (hidden @ down.T)
+        d_scale[own] = np.sum(dy * (hidden @ down.T), -1)
+        d_hidden = (dy * scale) @ down
+        dg, du = d_hidden * u * sigmoid * (1 + g * (1 - sigmoid)), d_hidden * g * sigmoid
+        d_rows[own] = dg @ gate.T + du @ up.T
+        d_weights[slot] = x.T @ dg, x.T @ du, (dy * scale).T @ hidden
+    return out, d_rows, d_weights[: len(home)], d_weights[len(home) :], d_scale
+
+
+def inputs(dtype="float32", *, rows=ROWS, homes=HOMES, replicas=REPLICAS, seed=0):
+    """Rows, both weight buffers, scale and the gradient of the output."""
+    rng = np.random.default_rng(seed)
+    shapes = ((rows, D), (homes, 3, D, F), (replicas, 3, D, F), (rows,), (rows, D))
+    x, home, replica, scale, d_out = (rng.normal(size=shape) for shape in shapes)
+    cast = functools.partial(jnp.asarray, dtype=dtype)
+    scale_dtype = "float64" if dtype == "float64" else "float32"
+    return cast(x), cast(home), cast(replica), jnp.asarray(scale, scale_dtype), cast(d_out)
+
+
+def out_and_gradients(implementation, rows, home, replica, group_sizes, row_scale, d_out):
+    def call(rows, home, replica, row_scale):
+        return grouped_mlp(rows, home, replica, group_sizes, row_scale, implementation=implementation)
+
+    out, pull = jax.vjp(call, rows, home, replica, row_scale)
+    return out, *pull(d_out)
+
+
+@functools.cache
+def compiled(implementation):
+    """`out_and_gradients` under jit; counts its traces."""
+
+    @jax.jit
+    def run(*arrays):
+        run.traces += 1
+        return out_and_gradients(implementation, *arrays)
+
+    run.traces = 0
+    return run
+
+
+def assert_close(found, expected, dtype="float32"):
+    for name, value, wanted in zip(NAMES, found, expected, strict=True):
+        scale = np.abs(wanted).max(initial=0)
+        worst = np.abs(np.asarray(value, np.float64) - wanted).max(initial=0)
+        assert worst <= TOLERANCE[dtype] * scale, f"{name}: {worst} of {scale}"
+
+
+def check(implementation, sizes, arrays=None, dtype="float32"):
+    sizes = np.asarray(sizes, np.int32)
+    *operands, scale, d_out = inputs(dtype) if arrays is None else arrays
+    found = compiled(implementation)(*operands, sizes, scale, d_out)
+    assert [a.dtype for a in found] == [operands[0].dtype] * 4 + [scale.dtype]
+    assert_close(found, oracle(*operands, sizes, scale, d_out), dtype)
+    return found
+
+
+@each_implementation
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_output_and_gradients(implementation, dtype):
+    with jax.enable_x64(dtype == "float64"):
+        check(implementation, SIZES, inputs(dtype), dtype)
+
+
+@each_implementation
+def test_every_pattern_of_empty_groups_in_one_compilation(implementation):
+    run, arrays = compiled(implementation), inputs()
+    check(implementation, SIZES, arrays)
+    traces = run.traces
+    for pattern in itertools.product((0, 1), repeat=HOMES + REPLICAS):
+        sizes = np.array([3, 64, 40, 65, 257, 63, 1, 130]) * pattern
+        *_, d_home, d_replica, _ = check(implementation, sizes, arrays)
+        empty = np.array(pattern) == 0
+        assert not np.concatenate([d_home, d_replica])[empty].any()
+    assert run.traces == traces
+
+
+@each_implementation
+@pytest.mark.parametrize("slot", [0, HOMES - 1, HOMES + REPLICAS - 1])
+@pytest.mark.parametrize("rows", [ROWS, 512, 1])
+def test_one_group_has_all_rows(implementation, slot, rows):
+    check(implementation, np.eye(HOMES + REPLICAS)[slot] * rows)
+
+
+@each_implementation
+@pytest.mark.parametrize("sizes", [SIZES, np.zeros(8), [0, 0, 0, 0, 10, 0, 0, 0], np.eye(8)[7] * 64])
+def test_padding_reaches_nothing(implementation, sizes):
+    sizes = np.asarray(sizes, np.int32)
+    rows, home, replica, scale, d_out = (np.array(array) for array in inputs())
+    for array in (rows, scale, d_out):
+        array[sizes.sum() :] = np.nan
+    found = compiled(implementation)(rows, home, replica, sizes, scale, d_out)
+    rows, scale, d_out = map(np.nan_to_num, (rows, scale, d_out))
+    assert_close(found, oracle(rows, home, replica, sizes, scale, d_out))
+    for array in (found[0], found[1], found[4]):
+        assert not np.asarray(array)[sizes.sum() :].any()
+
+
+@each_implementation
+@given(data=st.data())
+def test_any_sizes(implementation, data):
+    ends = data.draw(st.lists(st.integers(0, ROWS), min_size=8, max_size=8).map(sorted))
+    check(implementation, np.diff(ends, prepend=0), inputs(seed=data.draw(st.integers(0, 9))))
+
+
+@each_implementation
+@pytest.mark.parametrize("rows", [0, 1, 40, 100])
+def test_few_rows_and_no_replica_slots(implementation, rows):
+    sizes = [rows // 2, 0, rows - rows // 2]
+    check(implementation, sizes, inputs(rows=rows, homes=3, replicas=0))
+
+
+@each_implementation
+def test_no_scale_is_a_scale_of_one(implementation):
+    rows, home, replica, _, _ = inputs("bfloat16")
+    run = functools.partial(
+        grouped_mlp, rows, home, replica, jnp.asarray(SIZES), implementation=implementation
+    )
+    np.testing.assert_array_equal(run(), run(jnp.ones(ROWS)))
+
+
+@each_implementation
+@pytest.mark.parametrize("shared", [False, True])
+def test_inside_shard_map(implementation, shared):
+    """Every device has its own sizes; weights are its own, or the same on all and their gradient a sum."""
+    devices = 8
+    mesh = jax.make_mesh((devices,), ("rank",), axis_types=(AxisType.Auto,))
+    rng = np.random.default_rng(0)
+    sizes = rng.multinomial(90, np.ones(5) / 5, size=devices).astype(np.int32)
+    arrays = [inputs(rows=100, homes=3, replicas=2, seed=0 if shared else rank) for rank in range(devices)]
+    rows, home, replica, scale, d_out = (jnp.concatenate(parts) for parts in zip(*arrays, strict=True))
+    home, replica = (arrays[0][1], arrays[0][2]) if shared else (home, replica)
+    split, weights = PartitionSpec("rank"), PartitionSpec() if shared else PartitionSpec("rank")
+
+    run = jax.shard_map(
+        functools.partial(out_and_gradients, implementation),
+        mesh=mesh,
+        in_specs=(split, weights, weights, split, split, split),
+        out_specs=(split, split, weights, weights, split),
+    )
+    found = jax.jit(run)(rows, home, replica, sizes.ravel(), scale, d_out)
+    ranks = [oracle(x, w, c, n, s, dy) for (x, w, c, s, dy), n in zip(arrays, sizes, strict=True)]
+    out, d_rows, d_home, d_replica, d_scale = (list(parts) for parts in zip(*ranks, strict=True))
+    join = np.add.reduce if shared else np.concatenate
+    expected = (np.concatenate(out), np.concatenate(d_rows), join(d_home), join(d_replica))
+    assert_close(found, (*expected, np.concatenate(d_scale)))
+
+
+def test_nothing_is_stored_but_the_arguments():
+    *operands, scale, _ = inputs()
+    arguments = (*operands, jnp.asarray(SIZES, jnp.int32), scale)
+    _, pull = jax.vjp(functools.partial(grouped_mlp, implementation="xla"), *arguments)
+    assert sum(array.nbytes for array in jax.tree.leaves(pull)) <= sum(array.nbytes for array in arguments)
+
+
+def test_xla_repeats_itself_bit_for_bit():
+    *operands, scale, d_out = inputs()
+    first, second = (compiled("xla")(*operands, SIZES.astype(np.int32), scale, d_out) for _ in range(2))
+    jax.tree.map(np.testing.assert_array_equal, first, second)
+
+
+def test_none_chooses_and_a_name_must_exist():
+    *operands, _, _ = inputs()
+    chosen = grouped_mlp(*operands, jnp.asarray(SIZES))
+    np.testing.assert_array_equal(chosen, grouped_mlp(*operands, jnp.asarray(SIZES), implementation="xla"))
+    with pytest.raises(ValueError, match="implementation='cuda' is not one of reference, xla"):
+        grouped_mlp(*operands, jnp.asarray(SIZES), implementation="cuda")
+
+
+def shapes(**changed):
+    shape = {
+        "rows": ((7, 4), "float32"),
+        "home": ((2, 3, 4, 6), "float32"),
+        "replica": ((1, 3, 4, 6), "float32"),
+        "group_sizes": ((3,), "int32"),
+        "row_scale": ((7,), "float32"),
+    }
+    return [jnp.zeros(*shape) for shape in (shape | changed).values()]
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"rows": ((7,), "float32")}, r"rows: expected floating \[r, D\], found float32\[7\]"),
+        ({"rows": ((7, 4), "int32")}, r"rows: expected floating \[r, D\], found int32\[7, 4\]"),
+        (
+            {"home": ((2, 3, 5, 6), "float32")},
+            r"home: expected float32\[slots, 3, 4, F\] for rows float32\[7, 4\], found float32\[2, 3, 5, 6\]",
+        ),
+        (
+            {"replica": ((1, 2, 4, 6), "float32")},
+            r"replica: expected float32\[slots, 3, 4, F\] .* found float32\[1, 2, 4, 6\]",
+        ),
+        ({"home": ((2, 3, 4, 6), "bfloat16")}, r"home: expected float32\[.* found bfloat16\[2, 3, 4, 6\]"),
+        (
+            {"replica": ((1, 3, 4, 9), "float32")},
+            r"home float32\[2, 3, 4, 6\], replica float32\[1, 3, 4, 9\]",
+        ),
+        ({"home": ((0, 3, 4, 6), "float32")}, r"home float32\[0, 3, 4, 6\].* at least one home slot"),
+        (
+            {"group_sizes": ((4,), "int32")},
+            r"group_sizes: expected integers \[3\] for 2 home and 1 replica slots, found int32\[4\]",
+        ),
+        ({"group_sizes": ((3,), "float32")}, r"group_sizes: expected integers \[3\] .* found float32\[3\]"),
+        (
+            {"row_scale": ((6,), "float32")},
+            r"row_scale: expected floating \[7\] for rows float32\[7, 4\], found float32\[6\]",
+        ),
+        ({"row_scale": ((7,), "int32")}, r"row_scale: expected floating \[7\] .* found int32\[7\]"),
+    ],
+)
+def test_what_does_not_fit_is_named(changed, message):
+    with pytest.raises(ValueError, match=message):
+        grouped_mlp(*shapes(**changed))
