@@ -1,0 +1,276 @@
+"""Training with a new plan and a reorder every batch is training: the same parameters as with none of it."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+
+from relibra_jax.capacities import safe_capacities
+from relibra_jax.execution.checkpoint import restore_checkpoint, save_checkpoint
+from relibra_jax.execution.expert_leaves import optimizer_layers
+from relibra_jax.execution.mesh import expert_mesh, rank_sharding
+from relibra_jax.execution.migration import migrate_experts
+from relibra_jax.execution.moe import ExpertParallel, fetch_replicas, moe_layer
+from relibra_jax.plan import home_layout
+from relibra_jax.planning.planner import PLANNERS
+from relibra_jax.types import Plan, Topology
+
+STEPS, LAYERS, SAMPLES, TOKENS, WIDTH, HIDDEN, EXPERTS, TOP_K = 20, 2, 8, 6, 6, 5, 8, 2
+OPTIMIZER = optax.adamw(3e-3)
+EVERY_LAYER = [{"experts": layer, "router": None} for layer in range(LAYERS)]
+# Largest difference of a parameter after 20 steps of float64: sums in another order, divided by small moments.
+TOLERANCE = 1e-9
+
+
+@functools.cache
+def data():
+    """Inputs, targets and routing of all batches, ``[STEPS, SAMPLES, ...]``; each batch has other hot experts."""
+    rng = np.random.default_rng(0)
+    shape = (STEPS, SAMPLES, TOKENS)
+    popular = rng.normal(size=(STEPS, 1, 1, LAYERS, EXPERTS)) * 1.5
+    scores = popular + rng.gumbel(size=(*shape, LAYERS, EXPERTS))
+    ids = np.argsort(-scores, -1)[..., :TOP_K].astype(np.int32)
+    return rng.normal(size=(*shape, WIDTH)), rng.normal(size=(*shape, WIDTH)), ids
+
+
+def initial():
+    rng = np.random.default_rng(1)
+    return [
+        {
+            "experts": rng.normal(size=(EXPERTS, 3, WIDTH, HIDDEN)) * 0.4,
+            "router": rng.normal(size=(WIDTH, EXPERTS)) * 0.4,
+        }
+        for _ in range(LAYERS)
+    ]
+
+
+def mean_square(params, x, target, ids, experts_of):
+    """The loss of a residual stack; ``experts_of(layer, x, ids, gates)`` is its mixture of experts."""
+    for layer, weights in enumerate(params):
+        chance = jax.nn.softmax(x @ weights["router"])
+        gates = jnp.take_along_axis(chance, ids[..., layer, :], -1)
+        x = x + experts_of(layer, x, ids[..., layer, :], gates)
+    return ((x - target) ** 2).mean()
+
+
+def update(loss, params, opt_state):
+    grads = jax.grad(loss)(params)
+    updates, opt_state = OPTIMIZER.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state
+
+
+@functools.cache
+def train_dense():
+    """Parameters after every step, with all experts in one place."""
+
+    @jax.jit
+    def step(params, opt_state, x, target, ids):
+        def experts_of(layer, x, ids, gates):
+            weights = params_now[layer]["experts"][ids]
+            gate, up, down = (weights[..., part, :, :] for part in range(3))
+            hidden = jax.nn.silu(jnp.einsum("btd,btkdf->btkf", x, gate))
+            hidden *= jnp.einsum("btd,btkdf->btkf", x, up)
+            return jnp.einsum("btkf,btkdf,btk->btd", hidden, down, gates)
+
+        def loss(params):
+            nonlocal params_now
+            params_now = params
+            return mean_square(params, x, target, ids, experts_of)
+
+        params_now = params
+        return update(loss, params, opt_state)
+
+    params = jax.tree.map(jnp.asarray, initial())
+    opt_state, history = OPTIMIZER.init(params), []
+    for batch in zip(*data(), strict=True):
+        params, opt_state = step(params, opt_state, *batch)
+        history.append(jax.tree.map(np.asarray, params))
+    return history
+
+
+class Run:
+    """A training run on a mesh of ranks; ``planner`` None keeps every expert where it is."""
+
+    def __init__(self, nodes, local, planner="relibra"):
+        self.topology = Topology(num_nodes=nodes, ranks_per_node=local, num_experts=EXPERTS, replica_slots=1)
+        self.mesh = expert_mesh(self.topology, devices=jax.devices()[: nodes * local])
+        self.planner = PLANNERS[planner].planner
+        self.plan = jax.jit(self.planner.update)
+        with jax.enable_x64(False):
+            self.state = self.planner.init(self.topology, LAYERS, key=jax.random.key(0))
+        self.home = np.tile(np.arange(EXPERTS), (LAYERS, 1))
+        by_rank, everywhere = rank_sharding(self.mesh), jax.NamedSharding(self.mesh, jax.P())
+        self.params = [
+            {
+                "experts": self.put(weights["experts"][home_layout(home, self.topology)], by_rank),
+                "router": self.put(weights["router"], everywhere),
+            }
+            for weights, home in zip(initial(), self.home, strict=True)
+        ]
+        self.opt_state = OPTIMIZER.init(self.params)
+        self.opt_state = jax.tree.map(
+            lambda leaf: self.put(np.asarray(leaf), everywhere) if leaf.ndim < 4 else leaf, self.opt_state
+        )
+        self.step = self.compile()
+
+    def put(self, values, sharding):
+        values = np.asarray(values)
+        return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
+
+    @property
+    def layers(self):
+        """Labels of the expert leaves."""
+        return {
+            "params": EVERY_LAYER,
+            "opt_state": optimizer_layers(OPTIMIZER, self.opt_state, EVERY_LAYER),
+        }
+
+    def compile(self):
+        ranks = (self.topology.num_nodes, self.topology.ranks_per_node)
+        tokens = SAMPLES // self.topology.num_ranks * TOKENS
+        parallel = ExpertParallel(
+            mesh=self.mesh,
+            topology=self.topology,
+            capacities=safe_capacities(tokens, TOP_K, self.topology),
+            path="hierarchical",
+        )
+
+        @jax.jit
+        def step(params, opt_state, x, target, ids, plan, load):
+            def by_rank(values):
+                return values.reshape(*ranks, tokens, *values.shape[2:])
+
+            def loss(params):
+                def experts_of(layer, x, ids, gates):
+                    experts = params[layer]["experts"]
+                    of_layer = Plan(plan.slot_expert[layer], plan.home[layer], plan.quota[layer])
+                    replicas, x = fetch_replicas(experts, of_layer, x, parallel)
+                    return moe_layer(x, ids, gates, experts, replicas, of_layer, load[layer], parallel)
+
+                return mean_square(params, by_rank(x), by_rank(target), by_rank(ids), experts_of)
+
+            return update(loss, params, opt_state)
+
+        return step
+
+    def train(self, first, last):
+        """Batches ``first`` to ``last``: plan, reorder, update."""
+        for x, target, ids in list(zip(*data(), strict=True))[first:last]:
+            ranks = (self.topology.num_nodes, self.topology.ranks_per_node)
+            count = (ids[..., None] == np.arange(EXPERTS)).sum((1, 3))  # [samples, layers, experts]
+            load = count.reshape(*ranks, -1, LAYERS, EXPERTS).sum(2).transpose(2, 0, 1, 3).astype(np.int32)
+            with jax.enable_x64(False):
+                plan, self.state = self.plan(load[None], self.state, self.topology)
+            plan = jax.tree.map(np.asarray, plan)
+            self.reorder(plan.home)
+            plan = Plan(plan.slot_expert[0], plan.home, plan.quota[0])
+            self.params, self.opt_state = self.step(self.params, self.opt_state, x, target, ids, plan, load)
+
+    def reorder(self, home):
+        tree = {"params": self.params, "opt_state": self.opt_state}
+        moved = migrate_experts(
+            tree, self.home, home, layers=self.layers, mesh=self.mesh, topology=self.topology
+        )
+        self.params, self.opt_state, self.home = moved["params"], moved["opt_state"], home
+
+    def logical(self):
+        """Parameters in logical order, on the host."""
+        return [
+            {
+                "experts": np.asarray(weights["experts"]).reshape(EXPERTS, 3, WIDTH, HIDDEN)[home],
+                "router": np.asarray(weights["router"]),
+            }
+            for weights, home in zip(self.params, self.home, strict=True)
+        ]
+
+    def save(self, directory, step):
+        tree = {"params": self.params, "opt_state": self.opt_state, "planner": self.state}
+        with ocp.CheckpointManager(directory) as manager:
+            save_checkpoint(
+                manager,
+                step,
+                tree,
+                self.home,
+                layers=self.layers | {"planner": None},
+                mesh=self.mesh,
+                topology=self.topology,
+            )
+            manager.wait_until_finished()
+
+    def restore(self, directory):
+        like = {"params": self.params, "opt_state": self.opt_state, "planner": self.state}
+        with ocp.CheckpointManager(directory) as manager:
+            found = restore_checkpoint(
+                manager,
+                like,
+                layers=self.layers | {"planner": None},
+                mesh=self.mesh,
+                topology=self.topology,
+            )
+        self.params, self.opt_state = found.tree["params"], found.tree["opt_state"]
+        self.state, self.home = found.tree["planner"], found.home
+        return found.step
+
+
+def largest_difference(found, expected):
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
+    return max(np.abs(a - b).max() for a, b in pairs)
+
+
+@pytest.fixture(autouse=True)
+def _wide():
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.fixture(scope="module")
+def whole():
+    """A run on 2x4 that never stopped."""
+    with jax.enable_x64(True):
+        run = Run(2, 4)
+        homes = [run.home]
+        for step in range(STEPS):
+            run.train(step, step + 1)
+            homes.append(run.home)
+        return run, homes
+
+
+def test_plans_and_reorders_do_not_change_training(whole):
+    run, homes = whole
+    moved = [(now != before).any() for before, now in itertools.pairwise(homes)]
+    assert sum(moved) > STEPS / 2
+    assert largest_difference(train_dense()[-1], initial()) > 0.01
+    assert largest_difference(run.logical(), train_dense()[-1]) < TOLERANCE
+
+
+def test_static_training_is_the_same_training(whole):
+    still = Run(2, 4, "static")
+    still.train(0, STEPS)
+    assert largest_difference(still.logical(), whole[0].logical()) < TOLERANCE
+
+
+def test_stopping_and_going_on_gives_the_same_bits(whole, tmp_path):
+    first, second = Run(2, 4), Run(2, 4)
+    first.train(0, 10)
+    first.save(tmp_path, 10)
+    assert second.restore(tmp_path) == 10
+    np.testing.assert_array_equal(second.home, first.home)
+    second.train(10, STEPS)
+    assert largest_difference(second.logical(), whole[0].logical()) == 0
+
+
+def test_going_on_with_fewer_ranks_is_the_same_training(whole, tmp_path):
+    first, second = Run(2, 4), Run(1, 4)
+    first.train(0, 10)
+    first.save(tmp_path, 10)
+    planner = second.state
+    second.state = first.state  # of another topology: read, then started anew
+    assert second.restore(tmp_path) == 10
+    second.state = planner
+    second.train(10, STEPS)
+    assert largest_difference(second.logical(), whole[0].logical()) < TOLERANCE
