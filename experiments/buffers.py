@@ -26,7 +26,7 @@ class Buffers:
 
     trace: Annotated[Path | None, tyro.conf.Positional] = None
     """A trace (.npz); else the one that RELIBRA_TRACE names, else a synthetic one."""
-    cluster: Annotated[Cluster, tyro.conf.arg(name="")] = Cluster()
+    cluster: Annotated[Cluster, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Cluster)
     micro_batches: int = 5
     layers: int = 24
     samples_per_rank: int = 8

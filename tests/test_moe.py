@@ -120,7 +120,7 @@ def run(mesh, replica_slots, path, across_nodes, exchange="padded", fetch="reduc
         return {"output": out} | grads
 
     chex.clear_trace_counter()
-    return jax.jit(chex.assert_max_traces(step, n=1))
+    return jax.jit(chex.assert_max_traces(step, n=1), out_shardings=jax.NamedSharding(parallel.mesh, jax.P()))
 
 
 def layer(plan, micro_batch):

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from jax.experimental import multihost_utils
 
 from relibra_jax.capacities import safe_capacities
 from relibra_jax.execution.checkpoint import restore_checkpoint, save_checkpoint
@@ -93,6 +94,37 @@ def train_dense():
     return history
 
 
+@functools.cache
+def compiled_step(topology, mesh):
+    """The jitted update of a run."""
+    ranks = (topology.num_nodes, topology.ranks_per_node)
+    tokens = SAMPLES // topology.num_ranks * TOKENS
+    parallel = ExpertParallel(
+        mesh=mesh,
+        topology=topology,
+        capacities=safe_capacities(tokens, TOP_K, topology),
+        path="hierarchical",
+    )
+
+    @jax.jit
+    def step(params, opt_state, x, target, ids, plan, load):
+        def by_rank(values):
+            return values.reshape(*ranks, tokens, *values.shape[2:])
+
+        def loss(params):
+            def experts_of(layer, x, ids, gates):
+                experts = params[layer]["experts"]
+                of_layer = Plan(plan.slot_expert[layer], plan.home[layer], plan.quota[layer])
+                replicas, x = fetch_replicas(experts, of_layer, x, parallel)
+                return moe_layer(x, ids, gates, experts, replicas, of_layer, load[layer], parallel)
+
+            return mean_square(params, by_rank(x), by_rank(target), by_rank(ids), experts_of)
+
+        return update(loss, params, opt_state)
+
+    return step
+
+
 class Run:
     """A training run on a mesh of ranks; ``planner`` None keeps every expert where it is."""
 
@@ -116,11 +148,15 @@ class Run:
         self.opt_state = jax.tree.map(
             lambda leaf: self.put(np.asarray(leaf), everywhere) if leaf.ndim < 4 else leaf, self.opt_state
         )
-        self.step = self.compile()
+        self.step = compiled_step(self.topology, self.mesh)
 
     def put(self, values, sharding):
         values = np.asarray(values)
         return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
+
+    def get(self, array):
+        """The whole array on this host, on one process or several."""
+        return np.asarray(multihost_utils.process_allgather(array, tiled=True))
 
     @property
     def layers(self):
@@ -129,34 +165,6 @@ class Run:
             "params": EVERY_LAYER,
             "opt_state": optimizer_layers(OPTIMIZER, self.opt_state, EVERY_LAYER),
         }
-
-    def compile(self):
-        ranks = (self.topology.num_nodes, self.topology.ranks_per_node)
-        tokens = SAMPLES // self.topology.num_ranks * TOKENS
-        parallel = ExpertParallel(
-            mesh=self.mesh,
-            topology=self.topology,
-            capacities=safe_capacities(tokens, TOP_K, self.topology),
-            path="hierarchical",
-        )
-
-        @jax.jit
-        def step(params, opt_state, x, target, ids, plan, load):
-            def by_rank(values):
-                return values.reshape(*ranks, tokens, *values.shape[2:])
-
-            def loss(params):
-                def experts_of(layer, x, ids, gates):
-                    experts = params[layer]["experts"]
-                    of_layer = Plan(plan.slot_expert[layer], plan.home[layer], plan.quota[layer])
-                    replicas, x = fetch_replicas(experts, of_layer, x, parallel)
-                    return moe_layer(x, ids, gates, experts, replicas, of_layer, load[layer], parallel)
-
-                return mean_square(params, by_rank(x), by_rank(target), by_rank(ids), experts_of)
-
-            return update(loss, params, opt_state)
-
-        return step
 
     def train(self, first, last):
         """Batches ``first`` to ``last``: plan, reorder, update."""
@@ -182,8 +190,8 @@ class Run:
         """Parameters in logical order, on the host."""
         return [
             {
-                "experts": np.asarray(weights["experts"]).reshape(EXPERTS, 3, WIDTH, HIDDEN)[home],
-                "router": np.asarray(weights["router"]),
+                "experts": self.get(weights["experts"]).reshape(EXPERTS, 3, WIDTH, HIDDEN)[home],
+                "router": self.get(weights["router"]),
             }
             for weights, home in zip(self.params, self.home, strict=True)
         ]

@@ -1,0 +1,46 @@
+"""Expert parallelism over two real processes that talk through gloo."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+CHECKS = [
+    "node_axis_is_the_process",
+    "both_hold_the_same_plan_or_stop",
+    "plans_do_not_change_the_mathematics",
+    "training_goes_on_where_it_stopped",
+]
+
+
+def test_two_processes_of_four_devices(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    script = Path(__file__).with_name("two_processes.py")
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    environment = os.environ | {
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0",
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": str(script.parent),
+    }
+    processes = [
+        subprocess.Popen(
+            [sys.executable, script, str(number), port, folder],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment,
+        )
+        for number in range(2)
+    ]
+    try:
+        printed = [process.communicate(timeout=300)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for process, text in zip(processes, printed, strict=True):
+        passed = [line.removeprefix("passed: ") for line in text.splitlines() if line.startswith("passed: ")]
+        assert (process.returncode, passed) == (0, CHECKS), text[-4000:]

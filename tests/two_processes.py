@@ -1,0 +1,62 @@
+"""Run by test_two_processes.py, twice at the same time: one process a node, four devices each.
+
+The checks are those of test_moe.py and test_training.py, on a mesh whose node axis is the process.
+"""
+
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import test_moe
+import test_training
+
+from relibra_jax.execution.agreement import check_agreement
+from relibra_jax.execution.mesh import expert_mesh
+from relibra_jax.execution.moe import PATHS
+
+NUMBER, PORT, FOLDER = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+
+
+def node_axis_is_the_process():
+    mesh = expert_mesh(test_moe.topology_of("2x4", 2))
+    owner = [[device.process_index for device in row] for row in mesh.devices]
+    assert owner == [[0] * 4, [1] * 4], owner
+
+
+def plans_do_not_change_the_mathematics():
+    for name in ("static", "eplb", "relibra"):
+        for path in PATHS:
+            test_moe.test_plans_do_not_change_the_mathematics("2x4", 2, path, name)
+
+
+def both_hold_the_same_plan_or_stop():
+    plan, _ = test_moe.plans("2x4", 2, "relibra")
+    check_agreement(plan)
+    other = plan._replace(quota=plan.quota + NUMBER)
+    with pytest.raises(ValueError, match=r"plan: processes \[1\] of 2 hold another one than process 0"):
+        check_agreement(other)
+
+
+def training_goes_on_where_it_stopped():
+    with jax.enable_x64(True):
+        first, second = test_training.Run(2, 4), test_training.Run(2, 4)
+        first.train(0, 3)
+        first.save(FOLDER, 3)
+        assert second.restore(FOLDER) == 3
+        assert (second.home != np.arange(test_training.EXPERTS)).any()
+        second.train(3, 6)
+        wanted = test_training.train_dense()[5]
+        assert test_training.largest_difference(second.logical(), wanted) < test_training.TOLERANCE
+
+
+jax.distributed.initialize(f"127.0.0.1:{PORT}", 2, NUMBER)
+for check in (
+    node_axis_is_the_process,
+    both_hold_the_same_plan_or_stop,
+    plans_do_not_change_the_mathematics,
+    training_goes_on_where_it_stopped,
+):
+    check()
+    print(f"passed: {check.__name__}", flush=True)
