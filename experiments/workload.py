@@ -11,7 +11,7 @@ from experiments.traces import Trace
 from relibra_jax.capacities import Capacities, capacities
 from relibra_jax.planning.planner import PLANNERS
 from relibra_jax.replay import expert_load
-from relibra_jax.types import EMPTY, Assignment, Plan, RoutingReplay, Topology
+from relibra_jax.types import EMPTY, Array, Assignment, Plan, RoutingReplay, Topology
 
 CONTENDERS = ("static", "eplb", "relibra", "balanced")
 """`balanced` is no plan: routing forced to be even, under static placement. The bound that reports compare with."""
@@ -22,7 +22,7 @@ class Work(NamedTuple):
 
     expert_ids: np.ndarray
     """``[M L N G t K]``, EMPTY on padding."""
-    load: jax.Array
+    load: Array
     """``[M L N G E]``."""
     plan: Plan
     sizes: Capacities
@@ -85,12 +85,6 @@ def _tokens_of_ranks(ids, mask, lies: Assignment) -> np.ndarray:
         rows = np.concatenate([ids[sample][mask[sample]] for sample in places[at]])
         tokens[at][: len(rows)] = rows
     return np.moveaxis(tokens, 4, 1)
-
-
-def layer_plan(work: Work, micro_batch: int, layer: int) -> Plan:
-    """The plan of one layer of one micro-batch."""
-    at = (micro_batch, layer)
-    return Plan(work.plan.slot_expert[at], work.plan.home[layer], work.plan.quota[at])
 
 
 @functools.cache

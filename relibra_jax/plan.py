@@ -103,6 +103,19 @@ def expert_totals(load: Num[Array, "..."], topology: Topology) -> Int[jax.Array,
     return jnp.asarray(load, jnp.int32).sum((2, 3))
 
 
+def layer_plan(plan: Plan, micro_batch: int | jax.Array, layer: int | jax.Array) -> Plan:
+    """The plan of one layer of one micro-batch, as execution takes it: leaves without leading axes.
+
+    Under `jax.lax.scan` over layers, ``Plan(plan.slot_expert[m], plan.home, plan.quota[m])`` does the same for all of
+    them.
+
+    >>> plan = Plan(np.zeros((2, 3, 1, 1, 5), int), np.zeros((3, 4), int), np.zeros((2, 3, 1, 1, 5), int))
+    >>> jax.tree.map(np.shape, layer_plan(plan, 1, 2))
+    Plan(slot_expert=(1, 1, 5), home=(4,), quota=(1, 1, 5))
+    """
+    return Plan(plan.slot_expert[micro_batch, layer], plan.home[layer], plan.quota[micro_batch, layer])
+
+
 def rank_load(plan: Plan) -> Int[Array, "M L N G"]:
     """Token copies that each rank computes."""
     return plan.quota.sum(-1)

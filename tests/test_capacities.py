@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relibra_jax.capacities import capacities, check_capacities, few_sizes, safe_capacities
+from relibra_jax.plan import layer_plan
 from relibra_jax.planning.planner import PLANNERS
 from relibra_jax.replay import expert_load
 from relibra_jax.routes import node_visits, refit_quota, source_quota
-from relibra_jax.types import EMPTY, Assignment, Plan, RoutingReplay, Topology
+from relibra_jax.types import EMPTY, Assignment, RoutingReplay, Topology
 
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=1)
 SAMPLES, TOKENS, LAYERS, TOP_K = 12, 40, 2, 2
@@ -108,7 +109,7 @@ def test_refitted_quotas_sum_to_the_new_load(seed):
     """Same slots, every copy of the new load computed once, shares kept to a whole copy."""
     rng = np.random.default_rng(seed)
     plan, _, _ = BATCHES[seed % 2]
-    layer = Plan(plan.slot_expert[0, 0], plan.home[0], plan.quota[0, 0])
+    layer = layer_plan(plan, 0, 0)
     load = jnp.asarray(rng.zipf(1.4, (2, 2, 8)).clip(0, 10**7) * (rng.random((2, 2, 8)) < 0.8), jnp.int32)
     refit = refit_quota(layer, load, TOPOLOGY)
     np.testing.assert_array_equal(refit.slot_expert, layer.slot_expert)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from relibra_jax.capacities import Sizes, capacities, safe_capacities
 from relibra_jax.execution.mesh import expert_mesh
 from relibra_jax.execution.moe import PATHS, ExpertParallel, fetch_replicas, moe_layer
-from relibra_jax.plan import check_plan, home_layout
+from relibra_jax.plan import check_plan, home_layout, layer_plan
 from relibra_jax.planning.planner import PLANNERS
 from relibra_jax.types import EMPTY, Plan, Topology
 
@@ -123,10 +123,6 @@ def run(mesh, replica_slots, path, across_nodes, exchange="padded", fetch="reduc
     return jax.jit(chex.assert_max_traces(step, n=1), out_shardings=jax.NamedSharding(parallel.mesh, jax.P()))
 
 
-def layer(plan, micro_batch):
-    return Plan(plan.slot_expert[micro_batch, 0], plan.home[0], plan.quota[micro_batch, 0])
-
-
 def assert_same(found, expected, tolerance):
     for name, value in expected.items():
         wanted = np.asarray(value, np.float64)
@@ -164,13 +160,13 @@ def test_plans_do_not_change_the_mathematics(mesh, replica_slots, path, name):
     plan, load = plans(mesh, replica_slots, name)
     step = run(mesh, replica_slots, path, across_nodes=replica_slots > 0)
     for micro_batch, ids in enumerate(routings()):
-        check(step, layer(plan, micro_batch), load[micro_batch, 0], ids, expected()[micro_batch])
+        check(step, layer_plan(plan, micro_batch, 0), load[micro_batch, 0], ids, expected()[micro_batch])
 
 
 @pytest.mark.parametrize("mesh", ["4x2", "1x8", "8x1"])
 def test_replicas_fetched_inside_their_node(mesh):
     plan, load = plans(mesh, 2, "relibra")
-    check(run(mesh, 2, "flat", False), layer(plan, 0), load[0, 0], routings()[0], expected()[0])
+    check(run(mesh, 2, "flat", False), layer_plan(plan, 0, 0), load[0, 0], routings()[0], expected()[0])
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -179,13 +175,13 @@ def test_index_logic_of_the_ragged_exchange_and_fetch(path):
     for name in ("relibra", "eplb"):
         plan, load = plans("2x4", 2, name)
         for micro_batch, ids in enumerate(routings()):
-            check(step, layer(plan, micro_batch), load[micro_batch, 0], ids, expected()[micro_batch])
+            check(step, layer_plan(plan, micro_batch, 0), load[micro_batch, 0], ids, expected()[micro_batch])
 
 
 def test_ragged_fetch_across_nodes():
     plan, load = plans("2x4", 2, "relibra_across")
     step = run("2x4", 2, "flat", True, "emulated", "emulated")
-    check(step, layer(plan, 0), load[0, 0], routings()[0], expected()[0])
+    check(step, layer_plan(plan, 0, 0), load[0, 0], routings()[0], expected()[0])
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -197,7 +193,7 @@ def test_training_dtypes(dtype, path):
     with jax.enable_x64(True):
         wanted = dense(jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float64), rounded), ids)
     chex.clear_trace_counter()
-    found = run.__wrapped__("2x4", 2, path, False)(rounded, ids, layer(plan, 0), load[0, 0])
+    found = run.__wrapped__("2x4", 2, path, False)(rounded, ids, layer_plan(plan, 0, 0), load[0, 0])
     assert found["output"].dtype == dtype
     assert_same(found, wanted, TOLERANCE[dtype])
 
@@ -207,7 +203,7 @@ def test_same_input_gives_the_same_bits():
     step = run("2x4", 2, "hierarchical", False)
     with jax.enable_x64(True):
         values = jax.tree.map(jnp.asarray, weights())
-        first, second = (step(values, routings()[0], layer(plan, 0), load[0, 0]) for _ in range(2))
+        first, second = (step(values, routings()[0], layer_plan(plan, 0, 0), load[0, 0]) for _ in range(2))
     chex.assert_trees_all_equal(first, second)
 
 
@@ -246,7 +242,7 @@ def test_any_plan_of_any_routing(drawn):
     with jax.enable_x64(True):
         wanted = dense(jax.tree.map(jnp.asarray, weights()), ids)
     for path in PATHS:
-        check(run("2x4", 2, path, False), layer(plan, 0), load[0, 0], ids, wanted)
+        check(run("2x4", 2, path, False), layer_plan(plan, 0, 0), load[0, 0], ids, wanted)
 
 
 def test_larger_meshes_have_a_plan_a_group_and_shared_homes():
@@ -304,7 +300,7 @@ def single(path="flat", **options):
         "expert_ids": jnp.asarray(routings()[0]).reshape(2, 4, TOKENS, TOP_K),
         "gates": gates_of(values, routings()[0]).reshape(2, 4, TOKENS, TOP_K),
         "experts": values["experts"][home_layout(plan.home[0], topology)],
-        "plan": layer(plan, 0),
+        "plan": layer_plan(plan, 0, 0),
         "load": load[0, 0],
     }
     return arguments, parallel
@@ -323,7 +319,7 @@ def test_live_routing_runs_under_a_plan_of_other_loads():
     """Another micro-batch's slots and shares, this one's tokens: nothing is dropped."""
     plan, _ = plans("2x4", 2, "relibra")
     arguments, parallel = single()
-    out = call(arguments | {"plan": layer(plan, 2), "load": None}, parallel)
+    out = call(arguments | {"plan": layer_plan(plan, 2, 0), "load": None}, parallel)
     assert_same({"output": out.reshape(RANKS, TOKENS, WIDTH)}, {"output": expected()[0]["output"]}, 2e-6)
 
 

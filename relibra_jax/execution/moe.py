@@ -13,12 +13,12 @@ Pipeline, context and expert-tensor parallelism are not built.
 import functools
 import math
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
-from jaxtyping import Float, Int, Num
+from jaxtyping import Float, Int
 
 from pallas_kernels import grouped_mlp
 from relibra_jax.capacities import Capacities, Sizes, export_count
@@ -77,6 +77,11 @@ class ExpertParallel:
         """Sizes of the axes in ``groups``."""
         return tuple(self.mesh.shape[axis] for axis in self.groups)
 
+    @property
+    def domain(self) -> tuple[str, ...]:
+        """The axes that replicas may cross."""
+        return RANKS if self.across_nodes else (LOCAL,)
+
     def over(self, axes: tuple[str, ...], sizes: Sizes, kind: str) -> Exchange:
         """The exchange along ``axes``."""
         ranks = math.prod(self.mesh.shape[axis] for axis in axes)
@@ -84,7 +89,7 @@ class ExpertParallel:
 
 
 def fetch_replicas(
-    experts: Float[Array, "..."], plan: Plan, x: Num[Array, "..."], parallel: ExpertParallel
+    experts: Float[Array, "..."], plan: Plan, x: Float[Array, "..."], parallel: ExpertParallel
 ) -> tuple[Float[jax.Array, "..."] | None, jax.Array]:
     """This layer's replica weights, packed now and pushed beside what follows.
 
@@ -106,19 +111,19 @@ def fetch_replicas(
     groups = len(parallel.groups)
     _check("x", x.shape, (*parallel.group_shape, *_ranks(parallel), *x.shape[groups + 2 :]))
     if not parallel.topology.replica_slots:
-        return None, x
-    group, rank = _specs(parallel)
+        return None, jnp.asarray(x)
+    _, rank, of_plan = _specs(parallel)
 
     @functools.partial(
         jax.shard_map,
         mesh=parallel.mesh,
-        in_specs=(PartitionSpec(*RANKS), Plan(group, PartitionSpec(), group), rank),
+        in_specs=(PartitionSpec(*RANKS), of_plan, rank),
         out_specs=(rank, rank),
     )
     def on_rank(experts, plan, x):
         plan = Plan(plan.slot_expert[(0,) * groups], plan.home, plan.quota[(0,) * groups])
         plan = landing_order(plan, parallel.topology)
-        wanted, axes = replica_homes(plan, parallel.topology), RANKS
+        wanted, axes = replica_homes(plan, parallel.topology), parallel.domain
         # A replica that is lost anywhere is missed by tokens from everywhere.
         fits = parallel.fetch == "reduce_scatter" or (
             export_count(plan, parallel.topology).max() <= parallel.capacities.exports
@@ -126,7 +131,7 @@ def fetch_replicas(
         if not parallel.across_nodes:
             node = jax.lax.axis_index(NODE)
             first = node * parallel.topology.ranks_per_node * parallel.topology.home_slots
-            wanted, axes = jnp.where(wanted[node] == EMPTY, EMPTY, wanted[node] - first), (LOCAL,)
+            wanted = jnp.where(wanted[node] == EMPTY, EMPTY, wanted[node] - first)
         replica_slots = parallel.topology.replica_slots
         exports = max(parallel.capacities.exports, 1)
         sizes = Sizes(pair=replica_slots, send=exports, receive=replica_slots)
@@ -183,14 +188,14 @@ def moe_layer(
         _check("replicas", found, (*ranks, topology.replica_slots, *experts.shape[3:]))
     if load is not None:
         _check("load", load.shape, (*ranks, topology.num_experts))
-    group, rank = _specs(parallel)
+    group, rank, of_plan = _specs(parallel)
 
     @functools.partial(
         jax.shard_map,
         mesh=parallel.mesh,
         in_specs=(
             *(rank, rank, rank, PartitionSpec(*RANKS), None if replicas is None else rank),
-            *(Plan(group, PartitionSpec(), group), None if load is None else group),
+            *(of_plan, None if load is None else group),
         ),
         out_specs=rank,
     )
@@ -226,6 +231,7 @@ def _on_rank(x, expert_ids, gates, home, replicas, plan, load, parallel: ExpertP
             rows=sizes.rows,
         )
     else:
+        assert sizes.node is not None, "ExpertParallel refuses this"
         between = parallel.over((NODE,), sizes.node, parallel.exchange)
         inside = parallel.over((LOCAL,), sizes.local, parallel.exchange)
         moved = dispatch_by_node(
@@ -259,9 +265,11 @@ def _ranks(parallel: ExpertParallel) -> tuple[int, int]:
     return parallel.topology.num_nodes, parallel.topology.ranks_per_node
 
 
-def _specs(parallel: ExpertParallel) -> tuple[PartitionSpec, PartitionSpec]:
-    """Specs of arrays of a group and of arrays of a rank."""
-    return PartitionSpec(*parallel.groups), PartitionSpec(*parallel.groups, *RANKS)
+def _specs(parallel: ExpertParallel) -> tuple[PartitionSpec, PartitionSpec, Any]:
+    """Specs of arrays of a group, of arrays of a rank, and of a plan."""
+    group = PartitionSpec(*parallel.groups)
+    of_plan = Plan(group, PartitionSpec(), group)  # type: ignore[arg-type]
+    return group, PartitionSpec(*parallel.groups, *RANKS), of_plan
 
 
 def _check_plan(plan: Plan, parallel: ExpertParallel) -> None:

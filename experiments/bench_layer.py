@@ -1,0 +1,189 @@
+"""``python -m experiments.bench_layer``: the layer beside what a JAX user has today, forward and backward, in one run.
+
+Eight host devices as 2x4 share this machine's cores, so the times compare total work, not waiting. The peers keep
+experts where they are and drop nothing:
+
+- capacity-padded: lanes for every pair of source rank and expert, as long as the longest, and a batched matmul
+  (Switch and GShard style, with the capacity that drops no token);
+- `ragged_dot`: lanes that hold the worst case, a sort at the receiver, and three `jax.lax.ragged_dot`.
+"""
+
+import dataclasses
+import functools
+import os
+from pathlib import Path
+from typing import Annotated
+
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from experiments.bench import interleaved
+from experiments.traces import read_trace
+from experiments.workload import Work, contenders, expert_weights
+from relibra_jax.execution.mesh import RANKS, expert_mesh, rank_sharding
+from relibra_jax.execution.moe import ExpertParallel, fetch_replicas, moe_layer
+from relibra_jax.plan import home_layout, layer_plan
+from relibra_jax.types import EMPTY, Topology
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BenchLayer:
+    """Time one layer of one micro-batch on 2x4 host devices."""
+
+    trace: Annotated[Path | None, tyro.conf.Positional] = None
+    """A trace (.npz); else the one that RELIBRA_TRACE names, else a synthetic one."""
+    samples_per_rank: int = 1
+    width: int = 128
+    hidden: int = 256
+    repeats: int = 5
+
+
+def swiglu(gate, up):
+    """The activation between the products."""
+    return jax.nn.silu(gate) * up
+
+
+def padded_layer(x, ids, gates, experts, *, capacity: int, ranks: int):
+    """One rank of the capacity-padded layer: ``x[t D]``, home experts ``[H 3 D F]``."""
+    homes = len(experts)
+    flat = jnp.where(ids == EMPTY, ranks * homes, ids).ravel()
+    order = jnp.argsort(flat, stable=True)
+    place = jnp.arange(flat.size) - jnp.searchsorted(flat[order], flat[order])
+    lane = jnp.zeros(flat.size, jnp.int32).at[order].set(flat[order] * capacity + place.astype(jnp.int32))
+    sent = (
+        jnp.zeros((ranks * homes * capacity, x.shape[1]))
+        .at[lane]
+        .set(jnp.repeat(x, ids.shape[1], 0), mode="drop")
+    )
+    lanes = sent.reshape(ranks, homes, capacity, -1)
+    there = jax.lax.all_to_all(lanes, RANKS, 0, 0, tiled=True).swapaxes(0, 1).reshape(homes, -1, x.shape[1])
+    hidden = swiglu(*(jnp.einsum("hcd,hdf->hcf", there, experts[:, part]) for part in range(2)))
+    out = jnp.einsum("hcf,hdf->hcd", hidden, experts[:, 2])
+    lanes = out.reshape(homes, ranks, capacity, -1).swapaxes(0, 1)
+    back = jax.lax.all_to_all(lanes, RANKS, 0, 0, tiled=True).reshape(-1, x.shape[1])
+    copies = back.at[lane].get(mode="fill", fill_value=0).reshape(*ids.shape, -1)
+    return (copies * gates[..., None]).sum(1)
+
+
+def ragged_dot_layer(x, ids, gates, experts, *, ranks: int):
+    """One rank of the layer on `jax.lax.ragged_dot`, its buffers as large as the worst case."""
+    homes = len(experts)
+    capacity = len(x) * min(ids.shape[1], homes)
+    rank = jnp.where(ids == EMPTY, ranks, ids // homes).ravel()
+    order = jnp.argsort(rank, stable=True)
+    place = jnp.arange(rank.size) - jnp.searchsorted(rank[order], rank[order])
+    lane = jnp.zeros(rank.size, jnp.int32).at[order].set(rank[order] * capacity + place.astype(jnp.int32))
+    sent = jnp.zeros((ranks * capacity, x.shape[1])).at[lane].set(jnp.repeat(x, ids.shape[1], 0), mode="drop")
+    which = jnp.full(ranks * capacity, homes).at[lane].set(ids.ravel() % homes, mode="drop")
+
+    def exchange(rows):
+        lanes = rows.reshape(ranks, capacity, *rows.shape[1:])
+        return jax.lax.all_to_all(lanes, RANKS, 0, 0, tiled=True).reshape(rows.shape)
+
+    there, group = exchange(sent), exchange(which)
+    sort = jnp.argsort(group, stable=True)
+    sizes = jnp.zeros(homes, jnp.int32).at[group].add(1, mode="drop")
+    rows = there[sort]
+    hidden = swiglu(*(jax.lax.ragged_dot(rows, experts[:, part], sizes) for part in range(2)))
+    out = jax.lax.ragged_dot(hidden, experts[:, 2].swapaxes(1, 2), sizes)
+    back = exchange(jnp.zeros_like(out).at[sort].set(out))
+    copies = back.at[lane].get(mode="fill", fill_value=0).reshape(*ids.shape, -1)
+    return (copies * gates[..., None]).sum(1)
+
+
+def peer(layer, work: Work, mesh, arguments):
+    """Forward and backward of a peer over the mesh."""
+    spec = jax.P(*RANKS)
+
+    def on_rank(x, ids, gates, experts):
+        return layer(x[0, 0], ids[0, 0], gates[0, 0], experts[0, 0])[None, None]
+
+    sharded = jax.shard_map(on_rank, mesh=mesh, in_specs=spec, out_specs=spec)
+
+    @jax.jit
+    def step(x, ids, gates, experts):
+        def loss(x, gates, experts):
+            out = sharded(x, ids, gates, experts)
+            return (out**2).sum(), out
+
+        return jax.grad(loss, (0, 1, 2), has_aux=True)(x, gates, experts)
+
+    return lambda: step(*arguments)
+
+
+def ours(work: Work, topology: Topology, mesh, arguments, **options):
+    """Forward and backward of our layer, replicas fetched in the open."""
+    parallel = ExpertParallel(mesh=mesh, topology=topology, capacities=work.sizes, **options)
+
+    @jax.jit
+    def step(x, ids, gates, experts, plan, load):
+        def loss(x, gates, experts):
+            replicas, x = fetch_replicas(experts, plan, x, parallel)
+            out = moe_layer(x, ids, gates, experts, replicas, plan, load, parallel)
+            return (out**2).sum(), out
+
+        return jax.grad(loss, (0, 1, 2), has_aux=True)(x, gates, experts)
+
+    return lambda: step(*arguments, layer_plan(work.plan, 0, 0), work.load[0, 0])
+
+
+def main(config: BenchLayer) -> None:
+    """Check that all agree, then time them."""
+    trace = read_trace(config.trace)
+    topology = Topology(num_nodes=2, ranks_per_node=4, num_experts=trace.num_experts, replica_slots=2)
+    mesh = expert_mesh(topology)
+    works = contenders(trace, topology, micro_batches=1, samples_per_rank=config.samples_per_rank, layers=1)
+    ids = works["static"].expert_ids[0, 0]
+    rng = np.random.default_rng(0)
+    weights = expert_weights(topology.num_experts, config.width, config.hidden, 1)[0]
+
+    def arguments(work: Work):
+        layout = np.asarray(home_layout(work.plan.home[0], topology))
+        values = (
+            rng.normal(size=(*ids.shape[:-1], config.width)).astype(np.float32),
+            ids,
+            np.full(ids.shape, 1 / ids.shape[-1], np.float32),
+            weights[layout],
+        )
+        return jax.device_put(values, rank_sharding(mesh))
+
+    rng_state = rng.bit_generator.state
+    still = arguments(works["static"])
+    rng.bit_generator.state = rng_state
+    moved = arguments(works["relibra"])
+    copies = (ids.reshape(8, -1, 1) == np.arange(topology.num_experts)).sum(1)
+    padded = functools.partial(padded_layer, capacity=int(copies.max()), ranks=8)
+    runs = {
+        "relibra_jax, relibra": ours(works["relibra"], topology, mesh, moved),
+        "relibra_jax, static": ours(works["static"], topology, mesh, still),
+        "capacity-padded batched matmul": peer(padded, works["static"], mesh, still),
+        "ragged_dot, worst-case buffers": peer(
+            functools.partial(ragged_dot_layer, ranks=8), works["static"], mesh, still
+        ),
+    }
+    outputs = {name: np.asarray(run()[1]) for name, run in runs.items()}
+    for name, output in outputs.items():
+        np.testing.assert_allclose(output, outputs["relibra_jax, static"], rtol=1e-3, atol=1e-4, err_msg=name)
+    seconds = interleaved(runs, repeats=config.repeats)
+    table = Table(
+        title=f"{trace.name}: one layer, 2x4 host devices on {os.cpu_count()} cores, {copies.sum()} token copies,"
+        f" D={config.width}, F={config.hidden}, forward and backward",
+        title_justify="left",
+    )
+    table.add_column("layer")
+    for column in ("ms", "times ours"):
+        table.add_column(column, justify="right")
+    for name, value in seconds.items():
+        table.add_row(name, f"{value * 1e3:.0f}", f"{value / seconds['relibra_jax, relibra']:.2f}")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(BenchLayer, description=__doc__))
