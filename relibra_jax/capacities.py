@@ -16,8 +16,9 @@ import numpy as np
 from jaxtyping import Int
 
 from relibra_jax.plan import check_shapes, expert_totals
-from relibra_jax.routes import source_quota
-from relibra_jax.types import EMPTY, Array, Plan, Topology
+from relibra_jax.replay import check_replay, expert_load
+from relibra_jax.routes import node_visits, source_quota
+from relibra_jax.types import EMPTY, Array, Assignment, Plan, RoutingReplay, Topology
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,11 +78,14 @@ def capacities(
     (80, 64, 1)
     """
     check_shapes(plan, topology)
-    totals = expert_totals(load, topology).sum(-1)
-    if totals.shape != plan.quota.shape[:2] or (totals != plan.quota.sum((2, 3, 4))).any():
+    totals = np.asarray(expert_totals(load, topology)).sum(-1)
+    quotas = np.asarray(plan.quota).sum((2, 3, 4))
+    if totals.shape != quotas.shape:
+        raise ValueError(f"load of {totals.shape} micro-batches and layers, plan of {quotas.shape}")
+    if (totals != quotas).any():
+        m, layer = (int(index) for index in np.argwhere(totals != quotas)[0])
         raise ValueError(
-            f"load of {np.asarray(totals).sum()} token copies in {totals.shape[:2]} micro-batches and layers, quotas"
-            f" of {np.asarray(plan.quota).sum()} in {plan.quota.shape[:2]}"
+            f"micro-batch {m}, layer {layer}: load of {totals[m, layer]} token copies, quotas of {quotas[m, layer]}"
         )
     most = {name: int(value) for name, value in _count(plan, load, topology).items()}
     rows = few_sizes(most["rows"])
@@ -100,6 +104,48 @@ def capacities(
         local=Sizes(pair=few_sizes(most["local_pair"]), send=few_sizes(most["local_send"]), receive=rows),
         exports=most["exports"],
     )
+
+
+def batch_capacities(
+    replay: RoutingReplay,
+    assignment: Assignment,
+    plan: Plan,
+    topology: Topology,
+    *,
+    hierarchical: bool = False,
+) -> Capacities:
+    """`capacities` from the replay itself, after a look at whether replay, assignment and plan are of one batch.
+
+    The last thing to call on the host between plan and step.
+
+    Args:
+        replay: of the batch, checked as `relibra_jax.replay.check_replay` does.
+        assignment: of its samples.
+        plan: of their loads.
+        topology: of the plan.
+        hierarchical: count the node hop too, token by token. At hundreds of ranks that takes longer than the batch is
+            worth: `safe_capacities` bounds the hop by the tokens of a rank.
+
+    Returns:
+        Sizes that suffice.
+
+    Raises:
+        ValueError: another number of layers, ids outside the model, ranks or loads that are not the plan's; with both
+            numbers.
+    """
+    check_shapes(plan, topology)
+    layers, planned = np.shape(replay.expert_ids)[2], plan.home.shape[0]
+    if layers != planned:
+        raise ValueError(f"replay of {layers} MoE layers, plan of {planned}")
+    check_replay(replay, num_experts=topology.num_experts)
+    ranks, found = (topology.num_nodes, topology.ranks_per_node), np.shape(assignment.sample)[:3]
+    if found != (len(plan.quota), *ranks):
+        raise ValueError(
+            f"assignment of {found} micro-batches, nodes and ranks, plan of {(len(plan.quota), *ranks)}"
+        )
+    load = expert_load(replay, assignment, num_experts=topology.num_experts)
+    visits = node_visits(replay, assignment, plan, topology) if hierarchical else None
+    return capacities(plan, load, topology, visits=visits)
 
 
 def safe_capacities(tokens: int, top_k: int, topology: Topology) -> Capacities:

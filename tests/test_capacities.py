@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relibra_jax.capacities import capacities, check_capacities, few_sizes, safe_capacities
+from relibra_jax.capacities import batch_capacities, capacities, check_capacities, few_sizes, safe_capacities
 from relibra_jax.plan import layer_plan
 from relibra_jax.planning.planner import PLANNERS
 from relibra_jax.replay import expert_load
@@ -28,17 +28,16 @@ def a_batch(planner="relibra", seed=0):
     )
     ids = np.argsort(-popular, -1)[..., :TOP_K].astype(np.int8)
     mask = np.arange(TOKENS) < rng.integers(5, TOKENS, SAMPLES)[:, None]
-    replay = RoutingReplay(ids, mask)
-    assignment = Assignment(jnp.arange(SAMPLES).reshape(3, 2, 2, 1))
+    replay, assignment = RoutingReplay(ids, mask), Assignment(jnp.arange(SAMPLES).reshape(3, 2, 2, 1))
     load = expert_load(replay, assignment, num_experts=8)
     row = PLANNERS[planner].planner
     plan, _ = jax.jit(row.update)(load, row.init(TOPOLOGY, LAYERS, key=jax.random.key(0)), TOPOLOGY)
-    return plan, load, node_visits(replay, assignment, plan, TOPOLOGY)
+    return plan, load, node_visits(replay, assignment, plan, TOPOLOGY), replay, assignment
 
 
 @pytest.fixture(scope="module")
 def batch():
-    return a_batch()
+    return a_batch()[:3]
 
 
 def test_sizes_are_what_the_plan_sends_rounded_up(batch):
@@ -96,6 +95,33 @@ def test_loads_of_another_batch_are_refused(batch):
         capacities(plan, load + 1, TOPOLOGY)
 
 
+def test_counting_from_the_replay_is_the_same(batch):
+    plan, load, visits, replay, assignment = BATCHES[0]
+    found = batch_capacities(replay, assignment, plan, TOPOLOGY, hierarchical=True)
+    assert found == capacities(plan, load, TOPOLOGY, visits=visits)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda replay, lies, plan: (replay._replace(expert_ids=replay.expert_ids[:, :, :1]), lies, plan),
+         "replay of 1 MoE layers, plan of 2"),
+        (lambda replay, lies, plan: (replay._replace(expert_ids=replay.expert_ids + 1), lies, plan),
+         r"sample \d+, token \d+, layer \d+: .*8"),
+        (lambda replay, lies, plan: (replay, Assignment(lies.sample[:2]), plan),
+         r"assignment of \(2, 2, 2\) .* plan of \(3, 2, 2\)"),
+        (lambda replay, lies, plan: (replay, Assignment(lies.sample[::-1]), plan),
+         r"micro-batch 0, layer 0: load of \d+ token copies, quotas of \d+"),
+        (lambda replay, lies, plan: (replay, lies, plan._replace(home=plan.home[:, :4])),
+         r"home: expected shape \(2, 8\)"),
+    ],
+)  # fmt: skip
+def test_what_is_not_of_one_batch_is_refused(change, message):
+    plan, _, _, replay, assignment = BATCHES[0]
+    with pytest.raises(ValueError, match=message):
+        batch_capacities(*change(replay, assignment, plan), TOPOLOGY)
+
+
 @given(st.integers(0, 2**31 - 1))
 def test_few_sizes_are_close_and_few(count):
     size = few_sizes(count)
@@ -108,7 +134,7 @@ def test_few_sizes_are_close_and_few(count):
 def test_refitted_quotas_sum_to_the_new_load(seed):
     """Same slots, every copy of the new load computed once, shares kept to a whole copy."""
     rng = np.random.default_rng(seed)
-    plan, _, _ = BATCHES[seed % 2]
+    plan = BATCHES[seed % 2][0]
     layer = layer_plan(plan, 0, 0)
     load = jnp.asarray(rng.zipf(1.4, (2, 2, 8)).clip(0, 10**7) * (rng.random((2, 2, 8)) < 0.8), jnp.int32)
     refit = refit_quota(layer, load, TOPOLOGY)

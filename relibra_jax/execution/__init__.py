@@ -4,7 +4,13 @@ Checkpoints are in `relibra_jax.execution.checkpoint`, gating in `relibra_jax.ex
 `relibra_jax.nnx_moe`.
 """
 
-from relibra_jax.capacities import Capacities, capacities, check_capacities, safe_capacities
+from relibra_jax.capacities import (
+    Capacities,
+    batch_capacities,
+    capacities,
+    check_capacities,
+    safe_capacities,
+)
 from relibra_jax.execution.agreement import check_agreement
 from relibra_jax.execution.expert_leaves import optimizer_layers
 from relibra_jax.execution.mesh import OVERLAP_OPTIONS, expert_mesh, rank_sharding
@@ -15,6 +21,7 @@ __all__ = [
     "OVERLAP_OPTIONS",
     "Capacities",
     "ExpertParallel",
+    "batch_capacities",
     "capacities",
     "check_agreement",
     "check_capacities",
