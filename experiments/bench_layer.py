@@ -125,8 +125,8 @@ def ours(work: Work, topology: Topology, mesh, arguments, **options):
     @jax.jit
     def step(x, ids, gates, experts, plan, load):
         def loss(x, gates, experts):
-            replicas, x = fetch_replicas(experts, plan, x, parallel)
-            out = moe_layer(x, ids, gates, experts, replicas, plan, load, parallel)
+            held, x = fetch_replicas(experts, plan, x, parallel)
+            out = moe_layer(x, ids, gates, held, plan, load, parallel)
             return (out**2).sum(), out
 
         return jax.grad(loss, (0, 1, 2), has_aux=True)(x, gates, experts)

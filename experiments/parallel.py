@@ -172,14 +172,12 @@ def _step(work, topology, mesh, config: Parallel):
     def loss(params, x, ids, slot_expert, home, quota, load):
         for layer, weights in enumerate(params):
             plan = Plan(slot_expert[layer], home[layer], quota[layer])
-            replicas, x = fetch_replicas(weights["experts"], plan, x, parallel)
+            experts, x = fetch_replicas(weights["experts"], plan, x, parallel)
             normed = x * jax.lax.rsqrt((x**2).mean(-1, keepdims=True) + 1e-6)
             chosen = jnp.maximum(ids[layer], 0)
             gates = jax.nn.softmax(jnp.take_along_axis(normed @ weights["router"], chosen, -1))
             gates = gates.reshape(*x.shape[:-1], top_k)
-            x = x + moe_layer(
-                normed, ids[layer], gates, weights["experts"], replicas, plan, load[layer], parallel
-            )
+            x = x + moe_layer(normed, ids[layer], gates, experts, plan, load[layer], parallel)
         return (x**2).mean()
 
     @jax.jit

@@ -21,7 +21,7 @@ from jaxtyping import Bool, DTypeLike, Float, Int, Integer, Num
 from relibra_jax.execution.expert_leaves import Layers, optimizer_layers
 from relibra_jax.execution.gating import Gating, check_gating, gates_at, select_experts
 from relibra_jax.execution.migration import migrate_experts
-from relibra_jax.execution.moe import ExpertParallel, fetch_replicas, moe_layer
+from relibra_jax.execution.moe import ExpertParallel, LayerExperts, fetch_replicas, moe_layer
 from relibra_jax.plan import home_layout
 from relibra_jax.replay import id_dtype
 from relibra_jax.types import EMPTY, Array, Plan, Topology
@@ -144,7 +144,7 @@ class MoELayer(nnx.Module):
         load: Int[Array, "..."] | None = None,
         *,
         parallel: ExpertParallel,
-        replicas: Float[Array, "..."] | None = None,
+        experts: LayerExperts | None = None,
         mask: Bool[Array, "..."] | None = None,
     ) -> MoEOutput:
         """Run the layer, in replay of ``expert_ids`` or on live routing.
@@ -162,7 +162,7 @@ class MoELayer(nnx.Module):
             load: ``[*groups, N, G, E]`` that ``plan`` was made for. None for routing that it was not made for, live
                 routing among it: counted in the step, and the quotas refitted.
             parallel: mesh, topology, sizes and ways.
-            replicas: from `fetch`; fetched here, in the open, when None.
+            experts: from `fetch`; when None, replicas are fetched here, in the open.
             mask: ``[*groups, N, G, *tokens]``, False on padding, which no routed expert computes and no load
                 counts. EMPTY ids say the same, in dtypes that have room for it.
 
@@ -177,13 +177,8 @@ class MoELayer(nnx.Module):
         if plan is None:
             plan = _home_plan(self.home[...], parallel)
         x = jnp.asarray(x, self.dtype)
-        experts = self._experts_for(x)
-        if replicas is None:
-            replicas, x = self.fetch(x, plan, parallel)
-        if replicas is not None and replicas.dtype != experts.dtype:
-            raise ValueError(
-                f"replicas: expected {experts.dtype} like the experts beside them, found {replicas.dtype}"
-            )
+        if experts is None:
+            experts, x = self.fetch(x, plan, parallel)
         if expert_ids is None:
             expert_ids, logits = self.route(x)
         else:
@@ -196,7 +191,7 @@ class MoELayer(nnx.Module):
         def flat(array: jax.Array) -> jax.Array:
             return array.reshape(*x.shape[: len(parallel.groups) + 2], -1, array.shape[-1])
 
-        y = moe_layer(flat(x), flat(ids), flat(gates), experts, replicas, plan, load, parallel)
+        y = moe_layer(flat(x), flat(ids), flat(gates), experts, plan, load, parallel)
         y = jnp.where((plan.home == self.home[...]).all(), y.reshape(x.shape), jnp.nan)
         if self.shared is not None:
             y += _swiglu(x, self.shared[...].astype(x.dtype))
@@ -204,7 +199,7 @@ class MoELayer(nnx.Module):
 
     def fetch(
         self, x: Num[Array, "..."], plan: Plan, parallel: ExpertParallel
-    ) -> tuple[Float[jax.Array, "..."] | None, jax.Array]:
+    ) -> tuple[LayerExperts, jax.Array]:
         """Fetch this layer's replicas beside attention: call it at the transformer layer's start.
 
         Args:
@@ -213,10 +208,11 @@ class MoELayer(nnx.Module):
             parallel: as in the call.
 
         Returns:
-            ``(replicas, x)``, see `relibra_jax.execution.moe.fetch_replicas`. Replicas are of the layer's ``dtype``, or
+            ``(experts, x)``, see `relibra_jax.execution.moe.fetch_replicas`. Experts are of the layer's ``dtype``, or
             that of this ``x``.
         """
-        return fetch_replicas(self._experts_for(x), plan, x, parallel)
+        experts = self.experts[...].astype(x.dtype if self.dtype is None else self.dtype)
+        return fetch_replicas(experts, plan, x, parallel)
 
     def route(
         self, x: Float[Array, "*ranks D"]
@@ -231,9 +227,6 @@ class MoELayer(nnx.Module):
         bias = None if self.correction_bias is None else self.correction_bias[...]
         ids = select_experts(logits, self.gating, bias=bias)
         return ids.astype(id_dtype(logits.shape[-1])), logits
-
-    def _experts_for(self, x):
-        return self.experts[...].astype(x.dtype if self.dtype is None else self.dtype)
 
     def _logits(self, x):
         # In float32 and without TF32: a rounded logit may be another expert.

@@ -30,3 +30,10 @@ def shared():
     if not SHARED.is_dir():
         pytest.skip(f"no shared data at {SHARED}")
     return SHARED
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forget_programs():
+    """Every compiled program keeps memory mapped, and a process may hold no more than 65,530 maps on Linux."""
+    yield
+    jax.clear_caches()

@@ -110,8 +110,8 @@ def run(mesh, replica_slots, path, across_nodes, exchange="padded", fetch="reduc
         experts = values["experts"][layout]
         gates = gates_of(values, ids).reshape(*ranks, TOKENS, TOP_K)
         gates = gates.astype(jnp.promote_types(gates.dtype, jnp.float32))
-        replicas, x = fetch_replicas(experts, plan, x, parallel)
-        out = moe_layer(x, ids.reshape(gates.shape), gates, experts, replicas, plan, load, parallel)
+        held, x = fetch_replicas(experts, plan, x, parallel)
+        out = moe_layer(x, ids.reshape(gates.shape), gates, held, plan, load, parallel)
         out = out.reshape(RANKS, TOKENS, WIDTH)
         return (out * jnp.asarray(COTANGENT, out.dtype)).sum(), out
 
@@ -271,10 +271,9 @@ def test_larger_meshes_have_a_plan_a_group_and_shared_homes():
         def loss(values, experts):
             x = values["x"].reshape(2, 2, 1, 2, TOKENS, WIDTH)
             gates = gates_of(values, ids).reshape(*x.shape[:-1], TOP_K).astype(jnp.float32)
-            replicas, x = fetch_replicas(experts, plan, x, parallel)
-            out = moe_layer(
-                x, ids.reshape(gates.shape), gates, experts, replicas, plan, by_group(load), parallel
-            ).reshape(RANKS, TOKENS, WIDTH)
+            held, x = fetch_replicas(experts, plan, x, parallel)
+            out = moe_layer(x, ids.reshape(gates.shape), gates, held, plan, by_group(load), parallel)
+            out = out.reshape(RANKS, TOKENS, WIDTH)
             return (out * jnp.asarray(COTANGENT, out.dtype)).sum(), out
 
         return jax.grad(loss, (0, 1), has_aux=True)(values, experts)
@@ -310,9 +309,11 @@ def single(path="flat", **options):
 def call(arguments, parallel):
     """`fetch_replicas` and `moe_layer` with the named arguments."""
     arguments = dict(arguments)
-    replicas, x = fetch_replicas(arguments["experts"], arguments["plan"], arguments.pop("x"), parallel)
-    replicas = arguments.pop("replicas", replicas)
-    return moe_layer(x, replicas=replicas, parallel=parallel, **arguments)
+    weights = arguments.pop("experts")
+    experts, x = fetch_replicas(weights, arguments["plan"], arguments.pop("x"), parallel)
+    if "replicas" in arguments:
+        experts = experts._replace(replicas=arguments.pop("replicas"))
+    return moe_layer(x, experts=experts, parallel=parallel, **arguments)
 
 
 def test_live_routing_runs_under_a_plan_of_other_loads():
@@ -373,7 +374,7 @@ def test_exports_that_do_not_fit_return_nan():
         ("expert_ids", lambda ids: ids[:, :, 1:], r"expert_ids: expected .*12, 2\), found \(2, 4, 11, 2\)"),
         ("x", lambda x: x.reshape(4, 2, TOKENS, WIDTH), r"x: expected shape \(2, 4, .*found \(4, 2"),
         ("load", lambda load: load[..., :8], r"load: expected shape \(2, 4, 16\), found \(2, 4, 8\)"),
-        ("replicas", lambda _: None, r"replicas: expected shape \(2, 4, 2, .*found \(2, 4, 0\)"),
+        ("replicas", lambda _: None, r"experts.replicas: expected shape \(2, 4, 2, .*found \(2, 4, 0\)"),
     ],
 )
 def test_what_does_not_belong_together_is_refused(name, change, message):

@@ -15,7 +15,7 @@ from relibra_jax.capacities import capacities, safe_capacities
 from relibra_jax.execution.expert_leaves import optimizer_layers
 from relibra_jax.execution.gating import GATINGS, balance_loss
 from relibra_jax.execution.mesh import expert_mesh, rank_sharding
-from relibra_jax.execution.moe import ExpertParallel
+from relibra_jax.execution.moe import ExpertParallel, LayerExperts
 from relibra_jax.nnx_moe import MoELayer, expert_labels, reorder_experts
 from relibra_jax.plan import check_plan
 from relibra_jax.routes import refit_quota
@@ -108,8 +108,8 @@ def replay_step(scores):
     def step(params, x, ids, mask, plan, load):
         def loss(params, x):
             layer = nnx.merge(graph, params, rest)
-            replicas, x = layer.fetch(x, plan, SAFE)
-            output, _, logits = layer(x, ids, plan, load, parallel=SAFE, replicas=replicas, mask=mask)
+            experts, x = layer.fetch(x, plan, SAFE)
+            output, _, logits = layer(x, ids, plan, load, parallel=SAFE, experts=experts, mask=mask)
             return loss_of(output, logits, scores), output
 
         (_, output), grads = jax.value_and_grad(loss, (0, 1), has_aux=True)(params, x)
@@ -272,8 +272,9 @@ def test_misfits_are_refused_before_anything_is_compiled():
         call(X, ids, plan, load[..., :15])
     with pytest.raises(ValueError, match=r"mask: .*found \(2, 4, 2\)"):
         call(X, ids, plan, load, mask=MASK[..., 0])
-    with pytest.raises(ValueError, match=r"replicas: expected float32 .* found bfloat16"):
-        call(X, ids, plan, load, replicas=jnp.zeros((2, 4, 2, 3, WIDTH, HIDDEN), jnp.bfloat16))
+    rounded = LayerExperts(*(jnp.zeros((2, 4, 2, 3, WIDTH, HIDDEN), jnp.bfloat16),) * 2)
+    with pytest.raises(ValueError, match=r"float32.*bfloat16"):
+        call(X, ids, plan, load, experts=rounded)
     other = dataclasses.replace(TOPOLOGY, num_nodes=4, ranks_per_node=2)
     elsewhere = dataclasses.replace(SAFE, mesh=expert_mesh(other), topology=other)
     with pytest.raises(

@@ -115,8 +115,8 @@ def compiled_step(topology, mesh):
             def experts_of(layer, x, ids, gates):
                 experts = params[layer]["experts"]
                 of_layer = Plan(plan.slot_expert[layer], plan.home[layer], plan.quota[layer])
-                replicas, x = fetch_replicas(experts, of_layer, x, parallel)
-                return moe_layer(x, ids, gates, experts, replicas, of_layer, load[layer], parallel)
+                held, x = fetch_replicas(experts, of_layer, x, parallel)
+                return moe_layer(x, ids, gates, held, of_layer, load[layer], parallel)
 
             return mean_square(params, by_rank(x), by_rank(target), by_rank(ids), experts_of)
 

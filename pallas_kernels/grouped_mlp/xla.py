@@ -17,8 +17,9 @@ import jax
 import jax.numpy as jnp
 
 TILES: Final = (256, 64)
-"""Rows of a tile, largest first. Two sizes beat any single one on a CPU: large tiles read weights and sum weight
-gradients seldom, small ones waste few rows at the end of a group (`experiments/bench_kernels.py`)."""
+"""Rows of a tile, largest first. Large tiles read weights and sum weight gradients seldom, small ones waste few rows
+at the end of a group; the pair serves groups of ten rows and of thousands. On two CPU cores, 32,768 rows in 64 uneven
+groups, forward and backward against a dense MLP: 1.2 for 256 and 64, 1.3 for 64 alone, 1.5 for 256 alone."""
 
 
 class Tile(NamedTuple):
@@ -50,7 +51,7 @@ def _grouped_mlp(
     scale = row_scale.astype(dtype)[:, None]
     bounds = _bounds(group_sizes, rows.shape[0])
     homes = home.shape[0]
-    out = _forward_pass(jnp.zeros_like(rows), rows, home, bounds[: homes + 1], scale)
+    out = _forward_pass(_zeros(rows, bounds), rows, home, bounds[: homes + 1], scale)
     return _forward_pass(out, rows, replica, bounds[homes:], scale)
 
 
@@ -81,7 +82,7 @@ def _backward(saved: tuple[jax.Array, ...], d_out: jax.Array) -> tuple[jax.Array
     scale = row_scale.astype(_accumulator(rows))[:, None]
     bounds = _bounds(group_sizes, rows.shape[0])
     homes = home.shape[0]
-    of_rows = (jnp.zeros_like(rows), jnp.zeros_like(scale))
+    of_rows = (_zeros(rows, bounds), jnp.zeros_like(scale))
     of_rows, d_home = _backward_pass(of_rows, rows, home, bounds[: homes + 1], scale, d_out)
     (d_rows, d_scale), d_replica = _backward_pass(of_rows, rows, replica, bounds[homes:], scale, d_out)
     return d_rows, d_home, d_replica, None, d_scale[:, 0].astype(row_scale.dtype)
@@ -123,7 +124,7 @@ def _backward_pass(
         d_group = jnp.stack(sums).astype(weights.dtype)
         return of_rows, jax.lax.dynamic_update_index_in_dim(d_weights, d_group, group, 0)
 
-    return _over_groups(of_group, (of_rows, jnp.zeros_like(weights)), weights)
+    return _over_groups(of_group, (of_rows, _zeros(weights, bounds)), weights)
 
 
 _grouped_mlp.defvjp(_forward, _backward)
@@ -167,6 +168,13 @@ def _bounds(group_sizes: jax.Array, num_rows: int) -> jax.Array:
     """Where each group starts and the last one ends, int32 ``[H + R + 1]``; nothing lies beyond the rows."""
     ends = jnp.cumsum(group_sizes.astype(jnp.int32), dtype=jnp.int32)
     return jnp.minimum(jnp.pad(ends, (1, 0)), num_rows)
+
+
+def _zeros(like: jax.Array, bounds: jax.Array) -> jax.Array:
+    """Zeros like an array that XLA does not know to be constant: a constant holds a buffer from a program's start to
+    its end, and a loop that writes into it copies it first."""
+    zero = jnp.where(bounds[-1] < 0, like[(0,) * like.ndim], 0) if like.size else 0
+    return jnp.full_like(like, zero)
 
 
 def _dot(a: jax.Array, b: jax.Array, contract_a: int, contract_b: int) -> jax.Array:

@@ -15,12 +15,13 @@ from relibra_jax.execution.agreement import check_agreement
 from relibra_jax.execution.expert_leaves import optimizer_layers
 from relibra_jax.execution.mesh import OVERLAP_OPTIONS, expert_mesh, rank_sharding
 from relibra_jax.execution.migration import migrate_experts
-from relibra_jax.execution.moe import ExpertParallel, fetch_replicas, moe_layer
+from relibra_jax.execution.moe import ExpertParallel, LayerExperts, fetch_replicas, moe_layer
 
 __all__ = [
     "OVERLAP_OPTIONS",
     "Capacities",
     "ExpertParallel",
+    "LayerExperts",
     "batch_capacities",
     "capacities",
     "check_agreement",

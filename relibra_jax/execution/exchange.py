@@ -102,8 +102,8 @@ def _move(rows, counts, exchange: Exchange, receive_rows: int):
         source = jnp.arange(exchange.ranks) * rows.shape[0] + send_start[:, me]
         index = segment_rows(receive_rows, receive_start[:, me], counts[:, me], source)
         return everywhere.at[jnp.where(index < 0, everywhere.shape[0], index)].get(mode="fill", fill_value=0)
-    # Zeros that depend on the step: a constant would be a buffer of its own in every layer of an unrolled stack.
-    zero = (counts[0, 0] < 0).astype(rows.dtype)
+    # Zeros that depend on the rows: a constant would hold a buffer from a program's start to its end.
+    zero = jnp.where(counts[0, 0] < 0, rows[(0,) * rows.ndim], 0)
     empty = jnp.broadcast_to(zero, (receive_rows, *rows.shape[1:]))
     return jax.lax.ragged_all_to_all(
         rows, empty, send_start[me], counts[me], receive_start[me], counts[:, me], axis_name=axes

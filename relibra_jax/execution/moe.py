@@ -13,7 +13,7 @@ Pipeline, context and expert-tensor parallelism are not built.
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -88,10 +88,19 @@ class ExpertParallel:
         return Exchange(kind=kind, axes=axes, ranks=ranks, sizes=sizes)
 
 
+class LayerExperts(NamedTuple):
+    """The experts that the ranks hold while a layer runs, of one dtype: made by `fetch_replicas`."""
+
+    home: Float[Array, "*ranks H three D F"]
+    """``[*groups, N, G, H, 3, D, F]``: gate, up and down transposed."""
+    replicas: Float[Array, "*ranks R three D F"] | None
+    """``[*groups, N, G, R, 3, D, F]``, zeros in empty slots; None if there are no replica slots."""
+
+
 def fetch_replicas(
     experts: Float[Array, "..."], plan: Plan, x: Float[Array, "..."], parallel: ExpertParallel
-) -> tuple[Float[jax.Array, "..."] | None, jax.Array]:
-    """This layer's replica weights, packed now and pushed beside what follows.
+) -> tuple[LayerExperts, jax.Array]:
+    """The layer's experts: those at home, and the replicas, packed now and pushed beside what follows.
 
     Args:
         experts: home weights of the layer, ``[N, G, H, 3, D, F]``.
@@ -100,8 +109,8 @@ def fetch_replicas(
         parallel: how.
 
     Returns:
-        ``[*groups, N, G, R, 3, D, F]`` for `moe_layer`, None if there are no replica slots; and ``x``, which stands for
-        the input from here on: the push starts no earlier than ``x`` is there. NaN if the exports do not fit.
+        The experts, for `moe_layer`; and ``x``, which stands for the input from here on: the push starts no earlier
+        than ``x`` is there. NaN if the exports do not fit.
 
     Raises:
         ValueError: a plan or weights of another topology.
@@ -110,17 +119,21 @@ def fetch_replicas(
     _check_experts(experts, parallel.topology)
     groups = len(parallel.groups)
     _check("x", x.shape, (*parallel.group_shape, *_ranks(parallel), *x.shape[groups + 2 :]))
-    if not parallel.topology.replica_slots:
-        return None, jnp.asarray(x)
     _, rank, of_plan = _specs(parallel)
+    replica_slots = parallel.topology.replica_slots
 
     @functools.partial(
         jax.shard_map,
         mesh=parallel.mesh,
         in_specs=(PartitionSpec(*RANKS), of_plan, rank),
-        out_specs=(rank, rank),
+        out_specs=(LayerExperts(rank, rank if replica_slots else None), rank),  # type: ignore[arg-type]
     )
     def on_rank(experts, plan, x):
+        lead = (1,) * (groups + 2)
+        # Groups share the homes, so their gradients are summed over the groups.
+        home = jax.lax.pcast(experts[0, 0], parallel.groups, to="varying") if groups else experts[0, 0]
+        if not replica_slots:
+            return LayerExperts(home.reshape(*lead, *home.shape), None), x
         plan = Plan(plan.slot_expert[(0,) * groups], plan.home, plan.quota[(0,) * groups])
         plan = landing_order(plan, parallel.topology)
         wanted, axes = replica_homes(plan, parallel.topology), parallel.domain
@@ -132,15 +145,14 @@ def fetch_replicas(
             node = jax.lax.axis_index(NODE)
             first = node * parallel.topology.ranks_per_node * parallel.topology.home_slots
             wanted = jnp.where(wanted[node] == EMPTY, EMPTY, wanted[node] - first)
-        replica_slots = parallel.topology.replica_slots
         exports = max(parallel.capacities.exports, 1)
         sizes = Sizes(pair=replica_slots, send=exports, receive=replica_slots)
         kind = "padded" if parallel.fetch == "reduce_scatter" else parallel.fetch
         exchange = parallel.over(axes, sizes, kind)
         wanted = wanted.reshape(-1, replica_slots)
-        replicas, tied = fetch(_own(experts, parallel), wanted, x, parallel.fetch, exchange)
-        lead = (1,) * (groups + 2)
-        return replicas.reshape(*lead, *replicas.shape), jnp.where(fits, tied, jnp.nan)
+        home, replicas, tied = fetch(home, wanted, x, parallel.fetch, exchange)
+        both = LayerExperts(home.reshape(*lead, *home.shape), replicas.reshape(*lead, *replicas.shape))
+        return both, jnp.where(fits, tied, jnp.nan)
 
     return on_rank(experts, plan, x)
 
@@ -149,8 +161,7 @@ def moe_layer(
     x: Float[Array, "..."],
     expert_ids: Int[Array, "..."],
     gates: Float[Array, "..."],
-    experts: Float[Array, "..."],
-    replicas: Float[Array, "..."] | None,
+    experts: LayerExperts,
     plan: Plan,
     load: Int[Array, "..."] | None,
     parallel: ExpertParallel,
@@ -161,8 +172,7 @@ def moe_layer(
         x: tokens of every rank, ``[*groups, N, G, t, D]``.
         expert_ids: logical experts of each token, ``[*groups, N, G, t, K]``; EMPTY on padding, which adds nothing.
         gates: of each token copy, of that shape, float32 (`relibra_jax.execution.gating`).
-        experts: home weights ``[N, G, H, 3, D, F]``: gate, up and down transposed.
-        replicas: from `fetch_replicas`, which also saw ``plan``; None if there are no replica slots.
+        experts: from `fetch_replicas`, which also saw ``plan``.
         plan: of this layer and micro-batch, as in `fetch_replicas`.
         load: ``[*groups, N, G, E]`` of this layer and micro-batch as the planner saw it. None for routing that it
             did not see: it is counted here (one small all-gather) and the quotas are refitted to it.
@@ -176,16 +186,16 @@ def moe_layer(
         ValueError: shapes that do not belong together, with both.
     """
     _check_plan(plan, parallel)
-    _check_experts(experts, parallel.topology)
     topology, groups = parallel.topology, len(parallel.groups)
     ranks = (*parallel.group_shape, *_ranks(parallel))
     _check("x", x.shape, (*ranks, *x.shape[-2:]))
     _check("expert_ids", expert_ids.shape, (*ranks, x.shape[-2], expert_ids.shape[-1]))
     _check("gates", gates.shape, expert_ids.shape)
-    _check("experts", experts.shape, (*experts.shape[:4], x.shape[-1], experts.shape[-1]))
-    if replicas is not None or topology.replica_slots:
-        found = (*ranks, 0) if replicas is None else replicas.shape
-        _check("replicas", found, (*ranks, topology.replica_slots, *experts.shape[3:]))
+    width = experts.home.shape[-1]
+    _check("experts.home", experts.home.shape, (*ranks, topology.home_slots, 3, x.shape[-1], width))
+    if experts.replicas is not None or topology.replica_slots:
+        found = (*ranks, 0) if experts.replicas is None else experts.replicas.shape
+        _check("experts.replicas", found, (*ranks, topology.replica_slots, 3, x.shape[-1], width))
     if load is not None:
         _check("load", load.shape, (*ranks, topology.num_experts))
     group, rank, of_plan = _specs(parallel)
@@ -194,21 +204,21 @@ def moe_layer(
         jax.shard_map,
         mesh=parallel.mesh,
         in_specs=(
-            *(rank, rank, rank, PartitionSpec(*RANKS), None if replicas is None else rank),
+            *(rank, rank, rank, LayerExperts(rank, None if experts.replicas is None else rank)),  # type: ignore[arg-type]
             *(of_plan, None if load is None else group),
         ),
         out_specs=rank,
     )
-    def on_rank(x, expert_ids, gates, experts, replicas, plan, load):
+    def on_rank(x, expert_ids, gates, experts, plan, load):
         one, lead = (0,) * groups, (0,) * (groups + 2)
         plan = Plan(plan.slot_expert[one], plan.home, plan.quota[one])
         load = None if load is None else load[one]
-        home = _own(experts, parallel)
-        replicas = home[:0] if replicas is None else replicas[lead]
+        home = experts.home[lead]
+        replicas = home[:0] if experts.replicas is None else experts.replicas[lead]
         out = _on_rank(x[lead], expert_ids[lead], gates[lead], home, replicas, plan, load, parallel)
         return out.reshape(x.shape)
 
-    return on_rank(x, expert_ids, gates, experts, replicas, plan, load)
+    return on_rank(x, expert_ids, gates, experts, plan, load)
 
 
 def _on_rank(x, expert_ids, gates, home, replicas, plan, load, parallel: ExpertParallel):
@@ -248,11 +258,6 @@ def _on_rank(x, expert_ids, gates, home, replicas, plan, load, parallel: ExpertP
         )
     sound = moved.fits & (own == load[node, local]).all()
     return jnp.where(sound, moved.combine(computed), jnp.nan)
-
-
-def _own(experts, parallel: ExpertParallel):
-    """This rank's home weights. Groups share them, so their gradients are summed over the groups."""
-    return jax.lax.pcast(experts[0, 0], parallel.groups, to="varying") if parallel.groups else experts[0, 0]
 
 
 def _histogram(expert_ids, num_experts):

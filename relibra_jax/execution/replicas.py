@@ -3,7 +3,8 @@
 At the layer's start each rank *packs* the exports, copies of its home experts that other ranks ask for, and *pushes*
 them beside attention. The push does not depend on attention, but it is tied to the layer's input by a barrier, so
 that no more than one layer's push runs ahead. A rank moves and holds its R slots, not its node's experts. The
-transpose brings the replicas' gradients back to their homes, where they are summed in a fixed order.
+transpose brings the replicas' gradients back to their homes, where they are added in a fixed order to the gradients
+that are there, without a second buffer of the homes' size: so the home experts themselves pass through the fetch.
 
 Two ways: ``reduce_scatter`` of a send buffer that is padded to every slot of the domain (zeros where another rank
 owns the expert, so that the sum is a copy, exact in any dtype), and a ``ragged`` exchange of packed exports
@@ -35,6 +36,8 @@ def landing_order(plan: Plan, topology: Topology) -> Plan:
     >>> landing_order(plan, topology).slot_expert.tolist()
     [[[0, 1, -1], [1, 0, -1]]]
     """
+    if not topology.replica_slots:
+        return plan
     home_slots = topology.home_slots
     wanted = replica_homes(plan, topology)
     rank = jnp.where(wanted == EMPTY, topology.num_ranks, wanted // home_slots)
@@ -59,7 +62,7 @@ def fetch(
     x: jax.Array,
     kind: str,
     exchange: Exchange,
-) -> tuple[Float[jax.Array, "R ..."], jax.Array]:
+) -> tuple[Float[jax.Array, "H ..."], Float[jax.Array, "R ..."], jax.Array]:
     """The replicas of this rank. Runs on one rank, inside shard_map.
 
     Args:
@@ -71,37 +74,46 @@ def fetch(
         exchange: between the ranks of the domain, of exported experts.
 
     Returns:
-        The replicas (zeros in empty slots), and ``x`` behind the barrier.
+        ``home``, which stands for the home experts from here on; the replicas (zeros in empty slots); and ``x`` behind
+        the barrier.
     """
+    # Its transpose: what returns is added at home before the layer below starts.
+    home, x = jax.lax.optimization_barrier((home, x))
     ranks, slots = wanted.shape
     me, owner = jax.lax.axis_index(exchange.axes), jnp.where(wanted == EMPTY, EMPTY, wanted // home.shape[0])
-    slot = jnp.where(owner == me, wanted % home.shape[0], EMPTY)
+    slot = jnp.where(owner == me, wanted % home.shape[0], EMPTY).ravel()
     if kind == "reduce_scatter":
-        exports, x = jax.lax.optimization_barrier((_pack(home, slot.ravel()), x))
+        home, exports = _pack(home, slot)
+        exports, x = jax.lax.optimization_barrier((exports, x))
         with jax.named_scope("replica_fetch"):
             exports = exports.reshape(ranks, slots, *home.shape[1:])
-            return jax.lax.psum_scatter(exports, exchange.axes, tiled=True)[0], x
+            return home, jax.lax.psum_scatter(exports, exchange.axes, tiled=True)[0], x
     counts = (owner[None] == jnp.arange(ranks)[:, None, None]).sum(-1, dtype=jnp.int32)
-    mine = slot.ravel() != EMPTY
+    mine = slot != EMPTY
     packed = jnp.where(mine, starts(mine.astype(jnp.int32)), EMPTY)
     index = inverse_index(packed, exchange.send_rows)
-    chosen = jnp.where(index == EMPTY, EMPTY, slot.ravel()[index])
-    exports, x = jax.lax.optimization_barrier((_pack(home, chosen), x))
+    home, exports = _pack(home, jnp.where(index == EMPTY, EMPTY, slot[index]))
+    exports, x = jax.lax.optimization_barrier((exports, x))
     with jax.named_scope("replica_fetch"):
-        return send(exports, counts, exchange), x
+        return home, send(exports, counts, exchange), x
 
 
 @jax.custom_vjp
 def _pack(home, slot):
-    """Copies of the chosen home experts, zeros for EMPTY."""
-    return home.at[jnp.where(slot == EMPTY, home.shape[0], slot)].get(mode="fill", fill_value=0)
+    """The home experts, and copies of the chosen ones, zeros for EMPTY."""
+    return home, home.at[jnp.where(slot == EMPTY, home.shape[0], slot)].get(mode="fill", fill_value=0)
 
 
-def _unpack(residual, cotangent):
-    """Gradients of all copies, summed at home: a product with zeros and ones, so the order of the sum is fixed."""
-    slot, homes = residual
-    chosen = (slot[None] == jnp.arange(len(homes))[:, None]).astype(cotangent.dtype)
-    return jnp.tensordot(chosen, cotangent, 1, precision="highest"), None
+def _unpack(slot, cotangents):
+    """The copies' gradients, added to those of the home experts one after the other, in place."""
+
+    def add(copy, d_home):
+        at = jnp.maximum(slot[copy], 0)
+        d_copy = jnp.where(slot[copy] == EMPTY, 0, d_exports[copy])
+        return jax.lax.dynamic_update_index_in_dim(d_home, d_home[at] + d_copy, at, 0)
+
+    d_home, d_exports = cotangents
+    return jax.lax.fori_loop(0, len(slot), add, d_home), None
 
 
-_pack.defvjp(lambda home, slot: (_pack(home, slot), (slot, home[:, :0])), _unpack)
+_pack.defvjp(lambda home, slot: (_pack(home, slot), slot), _unpack)

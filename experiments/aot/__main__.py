@@ -1,0 +1,52 @@
+"""Compile a stack of layers for 2 nodes x 4 H100 and hold the program to what the design promises.
+
+    make aot
+
+Two ways of running the same plans, scanned and unrolled: ragged exchanges for tokens and replicas, and padded ones
+(all-to-all, reduce-scatter). Each is compiled with R = 2 replica slots and with none, 2 and 8 layers deep. No GPU is
+needed, and none is used: this shows schedules and buffers, not that ragged exchanges compute what they should.
+``XLA_FLAGS=--xla_dump_to=DIR`` keeps the programs.
+"""
+
+import multiprocessing
+import os
+import sys
+import time
+from concurrent.futures import Future, ProcessPoolExecutor
+
+from rich.console import Console
+from rich.table import Table
+
+from experiments.aot import checks
+
+
+def main() -> int:
+    start = time.monotonic()
+    # For the workers: a GPU that happens to be here is left alone.
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    # XLA compiles one program on one core, mostly; the largest go first.
+    cases = sorted(checks.CASES, key=lambda case: (case.scanned, -case.layers, -case.replica_slots))
+    context = multiprocessing.get_context("spawn")
+    workers = min(len(os.sched_getaffinity(0)), 4)
+    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+        futures: list[Future] = [pool.submit(checks.measure, case) for case in cases]
+        migration = pool.submit(checks.measure_migration)
+        measured = dict(zip(cases, (future.result() for future in futures), strict=True))
+        findings = [*checks.judge(measured), *checks.judge_migration(migration.result())]
+    table = Table(
+        "stack", "what the compiled program must show", "found", "", title="2 nodes x 4 H100, compiled here"
+    )
+    for finding in findings:
+        verdict = {True: "[green]ok", False: "[red]FAILED", None: "stated"}[finding.good]
+        table.add_row(finding.stack, finding.promise, finding.found, verdict)
+    console = Console(width=None if sys.stdout.isatty() else 150)
+    console.print(table)
+    failed = sum(finding.good is False for finding in findings)
+    console.print(
+        f"{len(cases) + 1} programs in {time.monotonic() - start:.0f} s, {failed} of {len(findings)} failed"
+    )
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,230 @@
+"""Reading a compiled program: which collectives it has, how often they run, and what runs beside them.
+
+XLA's optimised module is text: computations, each a list of instructions in the order of their schedule. An
+asynchronous collective is a pair, ``x-start`` and ``x-done``, and what the schedule puts between the two runs while
+the data move. Nothing here knows about JAX devices; it reads text.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from math import inf
+from typing import Final
+
+COLLECTIVES: Final = (
+    "all-gather",
+    "all-reduce",
+    "all-to-all",
+    "collective-broadcast",
+    "collective-permute",
+    "ragged-all-to-all",
+    "reduce-scatter",
+)
+_HEAD = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\{$")
+_NAME = re.compile(r"%([\w.-]+)")
+_CALLED = re.compile(
+    r"\b(?:calls|body|to_apply|branch_computations|called_computations)=(\{[^}]*\}|%[\w.-]+)"
+)
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_OP_NAME = re.compile(r'op_name="([^"]*)"')
+_ARRAY = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One line of a computation."""
+
+    name: str
+    shape: str
+    opcode: str
+    operands: tuple[str, ...]
+    """Names of instructions of the same computation."""
+    attributes: str
+
+    @property
+    def op_name(self) -> str:
+        """Where in the Python program it comes from: transformations and named scopes; empty if XLA lost it."""
+        found = _OP_NAME.search(self.attributes)
+        return found[1] if found else ""
+
+    @property
+    def called(self) -> tuple[str, ...]:
+        """Names of the computations that it runs."""
+        return tuple(name for group in _CALLED.findall(self.attributes) for name in _NAME.findall(group))
+
+    @property
+    def arrays(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Dtype and dimensions of every array of its result."""
+        return [
+            (dtype, tuple(int(size) for size in sizes.split(",") if size))
+            for dtype, sizes in _ARRAY.findall(self.shape)
+        ]
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One collective of a program."""
+
+    kind: str
+    """One of `COLLECTIVES`."""
+    start: Instruction
+    op_name: str
+    """Its own, or that of the nearest producer that kept one."""
+    times: float
+    """How often a run of the program executes it; infinite inside a loop of unknown length."""
+    asynchronous: bool
+    between: tuple[Instruction, ...]
+    """What the schedule puts between start and done; nothing if it is not asynchronous."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """A scheduled HLO module.
+
+    >>> text = '''HloModule m, is_scheduled=true
+    ... ENTRY %main (a: f32[8]) -> f32[8] {
+    ...   %a = f32[8]{0} parameter(0)
+    ...   ROOT %sum = f32[8]{0} all-reduce(%a), replica_groups={{0,1}}, metadata={op_name="jit(f)/psum"}
+    ... }'''
+    >>> [(transfer.kind, transfer.times, transfer.op_name) for transfer in Program.parse(text).transfers()]
+    [('all-reduce', 1, 'jit(f)/psum')]
+    """
+
+    computations: dict[str, list[Instruction]]
+    entry: str
+
+    @classmethod
+    def parse(cls, text: str) -> "Program":
+        """Read what ``compiled.as_text()`` returns.
+
+        Raises:
+            ValueError: the text is no scheduled module, or a line of a computation is not understood.
+        """
+        if not text.startswith("HloModule") or "is_scheduled=true" not in text.split("\n", 1)[0]:
+            raise ValueError("no scheduled HloModule: the order of its instructions means nothing")
+        computations: dict[str, list[Instruction]] = {}
+        entry, body = "", None
+        for line in text.splitlines():
+            head = _HEAD.match(line)
+            if head:
+                body = computations[head[2]] = []
+                entry = head[2] if head[1] else entry
+            elif line == "}":
+                body = None
+            elif body is not None:
+                body.append(_instruction(line))
+        if not entry:
+            raise ValueError("no ENTRY computation")
+        return cls(computations, entry)
+
+    @cached_property
+    def executions(self) -> dict[str, float]:
+        """How often one run of the program executes each computation."""
+        counts: dict[str, float] = dict.fromkeys(self.computations, 0)
+
+        def visit(name: str, times: float) -> None:
+            counts[name] += times
+            for instruction in self.computations[name]:
+                trips: float = 1
+                if instruction.opcode == "while":
+                    known = _TRIPS.search(instruction.attributes)
+                    trips = int(known[1]) if known else inf
+                for called in instruction.called:
+                    visit(called, times * trips)
+
+        visit(self.entry, 1)
+        return counts
+
+    def transfers(self) -> Iterator[Transfer]:
+        """All collectives that the program runs."""
+        for name, body in self.computations.items():
+            if not self.executions[name] or name in self._wrapped:
+                continue
+            for place, instruction in enumerate(body):
+                kind = self._kind(instruction)
+                if kind is None:
+                    continue
+                asynchronous = instruction.opcode.endswith("-start")
+                between = tuple(self._until_done(body, place)) if asynchronous else ()
+                sync = '"is_sync":true' in instruction.attributes
+                op_name = self._op_name(body, instruction)
+                times = self.executions[name]
+                yield Transfer(kind, instruction, op_name, times, asynchronous and not sync, between)
+
+    def is_gemm(self, instruction: Instruction) -> bool:
+        """Whether it is a matrix product: a library call, or a fusion around one."""
+        if instruction.opcode == "custom-call":
+            return (
+                re.search(r'custom_call_target="[^"]*(gemm|matmul)', instruction.attributes, re.I) is not None
+            )
+        if instruction.opcode == "fusion":
+            return any(
+                inner.opcode == "dot" for name in instruction.called for inner in self.computations[name]
+            )
+        return instruction.opcode == "dot"
+
+    @cached_property
+    def _wrapped(self) -> set[str]:
+        """Computations whose collective counts where they are called: the insides of fusions and async pairs."""
+        return {
+            name
+            for body in self.computations.values()
+            for instruction in body
+            if instruction.opcode not in ("while", "conditional")
+            for name in instruction.called
+        }
+
+    def _kind(self, instruction: Instruction) -> str | None:
+        """The collective that an instruction is, starts or wraps; None for any other."""
+        opcode = instruction.opcode.removesuffix("-start")
+        if opcode in COLLECTIVES:
+            return opcode
+        if opcode in ("async", "fusion", "call"):
+            inner = (self._kind(inner) for name in instruction.called for inner in self.computations[name])
+            return next((kind for kind in inner if kind), None)
+        return None
+
+    def _until_done(self, body: list[Instruction], start: int) -> Iterator[Instruction]:
+        pending = {body[start].name}
+        for instruction in body[start + 1 :]:
+            if pending.intersection(instruction.operands):
+                if instruction.opcode.endswith("-done"):
+                    return
+                if instruction.opcode.endswith("-update"):
+                    pending.add(instruction.name)
+                    continue
+            yield instruction
+        raise ValueError(f"{body[start].name} is never done in its computation")
+
+    def _op_name(self, body: list[Instruction], instruction: Instruction) -> str:
+        by_name = {one.name: one for one in body}
+        seen, queue = {instruction.name}, [instruction]
+        for one in queue:
+            if one.op_name:
+                return one.op_name
+            new = [name for name in one.operands if name in by_name and name not in seen]
+            seen.update(new)
+            queue.extend(by_name[name] for name in new)
+        return ""
+
+
+def _instruction(line: str) -> Instruction:
+    try:
+        name, rest = line.strip().removeprefix("ROOT ").removeprefix("%").split(" = ", 1)
+        shape, rest = _split(rest)
+        opcode, rest = rest.split("(", 1)
+        operands, attributes = _split("(" + rest)
+    except ValueError:
+        raise ValueError(f"not an HLO instruction: {line.strip()[:120]}") from None
+    return Instruction(name, shape, opcode.strip(), tuple(_NAME.findall(operands)), attributes)
+
+
+def _split(text: str) -> tuple[str, str]:
+    """Split off what stands before the first space or comma outside brackets."""
+    depth = 0
+    for place, letter in enumerate(text):
+        depth += (letter in "([{") - (letter in ")]}")
+        if not depth and letter in " ,":
+            return text[:place], text[place + 1 :]
+    return text, ""

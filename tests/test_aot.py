@@ -1,0 +1,127 @@
+"""What `make aot` concludes from a compiled program; the programs themselves are compiled there, not here."""
+
+from dataclasses import replace
+
+import pytest
+
+from experiments.aot.checks import BUFFER, CASES, EXPERT, Case, Measured, Move, judge, judge_migration
+from experiments.aot.hlo import Program
+
+PROGRAM = """HloModule step, is_scheduled=true
+
+%product (p: bf16[8,8], q: bf16[8,8]) -> bf16[8,8] {
+  %p = bf16[8,8]{1,0} parameter(0)
+  %q = bf16[8,8]{1,0} parameter(1)
+  ROOT %dot.1 = bf16[8,8]{1,0} dot(%p, %q), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+%body (state: (s32[], bf16[8,8])) -> (s32[], bf16[8,8]) {
+  %state = (s32[], bf16[8,8]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%state), index=0
+  %x = bf16[8,8]{1,0} get-tuple-element(%state), index=1
+  %push-start = ((bf16[8,8]{1,0}), bf16[4,8]{1,0}) reduce-scatter-start(%x), metadata={op_name="step/replica_fetch"}
+  %fused = bf16[8,8]{1,0} fusion(%x, %x), kind=kCustom, calls=%product, metadata={op_name="step/attention/dot"}
+  %push-done = bf16[4,8]{1,0} reduce-scatter-done(%push-start)
+  %late = bf16[8,8]{1,0} dot(%fused, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  ROOT %next = (s32[], bf16[8,8]{1,0}) tuple(%i, %late)
+}
+
+%more (state: (s32[], bf16[8,8])) -> pred[] {
+  %state.1 = (s32[], bf16[8,8]{1,0}) parameter(0)
+  ROOT %true = pred[] constant(true)
+}
+
+ENTRY %main (start: (s32[], bf16[8,8])) -> bf16[8,8] {
+  %start = (s32[], bf16[8,8]{1,0}) parameter(0)
+  %loop = (s32[], bf16[8,8]{1,0}) while(%start), condition=%more, body=%body, backend_config={TRIPS}
+  %out = bf16[8,8]{1,0} get-tuple-element(%loop), index=1
+  ROOT %all = bf16[8,8]{1,0} all-reduce(%out), replica_groups={{0,1}}, metadata={op_name="step/sum"}
+}
+"""
+TRIPS = '{"known_trip_count":{"n":"5"}}'
+
+
+def test_what_runs_beside_a_collective_and_how_often():
+    program = Program.parse(PROGRAM.replace("{TRIPS}", TRIPS))
+    push, total = program.transfers()
+    assert (push.kind, push.op_name, push.times, push.asynchronous) == (
+        "reduce-scatter",
+        "step/replica_fetch",
+        5,
+        True,
+    )
+    assert [(one.name, program.is_gemm(one)) for one in push.between] == [("fused", True)]
+    assert (total.kind, total.times, total.asynchronous, total.between) == ("all-reduce", 1, False, ())
+
+
+def test_a_loop_of_unknown_length_is_no_count():
+    push, _ = Program.parse(PROGRAM.replace("{TRIPS}", "{}")).transfers()
+    assert push.times == float("inf")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("is_scheduled=true", "is_scheduled=false"), "no scheduled HloModule"),
+        (("ENTRY %main", "%main"), "no ENTRY"),
+        (("reduce-scatter-done(%push-start)", "copy(%x)"), "push-start is never done"),
+        (("  %i = s32[] get", "  %i s32[] get"), "not an HLO instruction: %i s32"),
+    ],
+)
+def test_a_text_that_is_not_understood_is_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        list(Program.parse(PROGRAM.replace(*change)).transfers())
+
+
+SOUND = {
+    case: Measured(
+        temporary=100 * BUFFER + (3 * BUFFER if case.replica_slots else 0),
+        moves=[
+            Move(phase, case.layers, True, 4, 4)
+            for phase in ("fetch", "refetch", "return")
+            if case.replica_slots
+        ],
+        gathered=0,
+    )
+    for case in CASES
+}
+DEEP = Case(way="ragged", scanned=True, layers=8)
+
+
+@pytest.mark.parametrize(
+    ("change", "broken"),
+    [
+        ({}, []),
+        ({"moves": [*SOUND[DEEP].moves, Move("refetch", 8, True, 4, 4)]}, ["one replica fetch, refetch"]),
+        ({"moves": SOUND[DEEP].moves[:2]}, ["one replica fetch, refetch", "every return encloses"]),
+        ({"moves": [one._replace(asynchronous=False) for one in SOUND[DEEP].moves]}, ["every "] * 3),
+        (
+            {"moves": [one._replace(attention=0) for one in SOUND[DEEP].moves]},
+            ["every fetch", "every refetch"],
+        ),
+        ({"gathered": EXPERT}, ["no all-gather"]),
+        ({"temporary": 103 * BUFFER + BUFFER // 3}, ["temporary memory"]),
+        ({"temporary": 105 * BUFFER}, ["temporary memory", "which does not grow"]),
+    ],
+)
+def test_every_promise_can_be_broken(change, broken):
+    findings = list(judge(SOUND | {DEEP: SOUND[DEEP]._replace(**change)}))
+    failed = [finding for finding in findings if finding.good is False]
+    assert {finding.stack for finding in failed} <= {"ragged, scanned"}
+    assert len(failed) == len(broken)
+    for finding, promise in zip(failed, broken, strict=True):
+        assert finding.promise.startswith(promise)
+
+
+def test_a_migration_that_gathers_fails():
+    assert [one.good for one in judge_migration(Measured(1, [], 0))] == [True, None]
+    assert [one.good for one in judge_migration(Measured(1, [], 5))] == [False, None]
+
+
+def test_padded_memory_is_stated_and_its_growth_is_held():
+    case = replace(DEEP, way="padded")
+    findings = judge(SOUND | {case: SOUND[case]._replace(temporary=106 * BUFFER)})
+    assert [(one.promise[:9], one.good) for one in findings if one.stack == "padded, scanned"][-2:] == [
+        ("temporary", None),
+        ("which doe", False),
+    ]
