@@ -21,6 +21,9 @@ hook = install_import_hook(["relibra_jax", "pallas_kernels"], "beartype.beartype
 hypothesis.settings.register_profile("no deadline", deadline=None)
 hypothesis.settings.load_profile("no deadline")
 
+collect_ignore = ["two_processes.py"]
+"""A program that a test runs."""
+
 SHARED = Path(__file__).parents[2] / "shared"
 
 
