@@ -28,9 +28,9 @@ BATCH = Topology(num_nodes=4, ranks_per_node=8, num_experts=128, replica_slots=2
 MICRO_BATCHES, LAYERS = 32, 94
 
 
-def interleaved(runs: Mapping[str, Callable[[], object]], *, repeats: int) -> dict[str, float]:
+def interleaved[Name](runs: Mapping[Name, Callable[[], object]], *, repeats: int) -> dict[Name, float]:
     """Median seconds of each run; all are called in turn, after one round to compile and warm up."""
-    times: dict[str, list[float]] = {name: [] for name in runs}
+    times: dict[Name, list[float]] = {name: [] for name in runs}
     for round_ in range(repeats + 1):
         for name, run in runs.items():
             start = time.perf_counter()

@@ -9,6 +9,7 @@ many such cores. Exchanges, replica pushes and attention are not in it.
 import dataclasses
 import functools
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -43,11 +44,13 @@ class Stragglers:
     samples_per_rank: int = 4
     width: int = 256
     hidden: int = 256
-    repeats: int = 3
+    repeats: int = 5
 
 
-def rank_seconds(work: Work, topology: Topology, config: Stragglers) -> float:
-    """Sum over layers and micro-batches of the slowest rank's median time."""
+def rank_calls(
+    work: Work, topology: Topology, config: Stragglers
+) -> dict[tuple[int, int], Callable[[], object]]:
+    """The work of each rank in each layer of each micro-batch: ``(row, rank)`` to a call."""
     weights = expert_weights(topology.num_experts, config.width, config.hidden, 1)[0]
     home = jnp.asarray(weights[: topology.home_slots])
     replica = jnp.asarray(weights[: topology.replica_slots])
@@ -61,12 +64,10 @@ def rank_seconds(work: Work, topology: Topology, config: Stragglers) -> float:
         return jax.grad(loss, (0, 1, 2))(rows, home, replica)
 
     quota = np.asarray(work.plan.quota).reshape(-1, topology.num_ranks, topology.slots)
-    runs = {
-        f"{row} {rank}": functools.partial(step, rows, home, replica, jnp.asarray(quota[row, rank]))
+    return {
+        (row, rank): functools.partial(step, rows, home, replica, jnp.asarray(quota[row, rank]))
         for row, rank in np.ndindex(quota.shape[:2])
     }
-    seconds = np.array(list(interleaved(runs, repeats=config.repeats).values()))
-    return float(seconds.reshape(quota.shape[:2]).max(1).sum())
 
 
 def main(config: Stragglers) -> None:
@@ -91,7 +92,18 @@ def main(config: Stragglers) -> None:
                 samples_per_rank=config.samples_per_rank,
                 layers=config.layers,
             )
-            seconds = {contender: rank_seconds(work, topology, config) for contender, work in works.items()}
+            runs = {
+                (contender, *place): call
+                for contender, work in works.items()
+                for place, call in rank_calls(work, topology, config).items()
+            }
+            slowest: dict[tuple[str, int], float] = {}
+            for (contender, row, _), value in interleaved(runs, repeats=config.repeats).items():
+                slowest[contender, row] = max(slowest.get((contender, row), 0), value)
+            seconds = {
+                contender: sum(value for (name, _), value in slowest.items() if name == contender)
+                for contender in works
+            }
             table = Table(title=f"{trace.name} on {name} ranks", title_justify="left")
             for column in ("contender", "slowest ranks, s", "static / it", "of balanced", "rows imbalance"):
                 table.add_column(column, justify="left" if column == "contender" else "right")
