@@ -18,6 +18,10 @@ from typing import Annotated
 import tyro
 
 
+SKEW = 1.5
+"""Of the skewed synthetic routing: two ranks of sixteen experts each even out what is milder."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Parallel:
     """Time two ranks of expert parallelism on two cores."""
@@ -25,11 +29,11 @@ class Parallel:
     trace: Annotated[Path | None, tyro.conf.Positional] = None
     """A trace (.npz); else the one that RELIBRA_TRACE names, else none: synthetic routing is always measured."""
     micro_batches: int = 3
-    samples_per_rank: int = 4
+    samples_per_rank: int = 3
     layers: int = 4
-    width: int = 128
-    hidden: int = 256
-    repeats: int = 5
+    width: int = 256
+    hidden: int = 512
+    repeats: int = 7
     process: Annotated[tuple[int, int] | None, tyro.conf.arg(name="as-process")] = None
     """Number of this process and the port of process 0; given by the command to its own children."""
 
@@ -81,10 +85,8 @@ def measure(config: Parallel, number: int, port: int) -> None:
         f"jax {jax.__version__}, two processes, one core each; D={config.width}, F={config.hidden}, float32",
         highlight=False,
     )
-    traces = [read_trace(config.trace)]
-    if traces[0].name != "synthetic":
-        traces.append(synthetic_trace())
-    for trace in traces:
+    skewed = synthetic_trace(skew=SKEW)._replace(name=f"synthetic, Zipf {SKEW}")
+    for trace in (read_trace(config.trace), skewed):
         topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=trace.num_experts, replica_slots=2)
         mesh = expert_mesh(topology)
         works = contenders(

@@ -55,6 +55,7 @@ def synthetic_trace(
     num_experts: int = 32,
     top_k: int = 4,
     domains: int = 4,
+    skew: float = 0.5,
     seed: int = 0,
 ) -> Trace:
     """A trace of the generator above.
@@ -66,6 +67,7 @@ def synthetic_trace(
         num_experts: experts E of a layer.
         top_k: experts K of a token.
         domains: kinds of prompts; runs of one kind last eight samples on average.
+        skew: Zipf exponent of the experts' popularity, which all samples share.
         seed: of everything that is drawn.
     """
     rng = np.random.default_rng(seed)
@@ -75,7 +77,7 @@ def synthetic_trace(
     steps = np.cumsum(rng.random(samples) < 1 / 8)
     domain = rng.integers(domains, size=samples)[steps]
 
-    popularity = -0.5 * np.log(np.arange(1, num_experts + 1))
+    popularity = -skew * np.log(np.arange(1, num_experts + 1))
     base = rng.permuted(np.tile(popularity, (layers, 1)), axis=-1)
     of_domain = rng.normal(0, 0.7, (domains, layers, num_experts))
     of_topic = rng.normal(0, 0.5, (samples, layers, num_experts))
@@ -90,4 +92,9 @@ def synthetic_trace(
         noise = rng.gumbel(size=(length, layers, num_experts)).astype(np.float32)
         best = np.argpartition(-(logits[sample] + noise), top_k - 1, axis=-1)[..., :top_k]
         expert_ids[sample, :length] = best
-    return Trace(RoutingReplay(expert_ids, mask), num_experts, "synthetic", f"synthetic_trace(seed={seed})")
+    return Trace(
+        RoutingReplay(expert_ids, mask),
+        num_experts,
+        "synthetic",
+        f"synthetic_trace(skew={skew}, seed={seed})",
+    )
