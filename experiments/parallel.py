@@ -17,7 +17,6 @@ from typing import Annotated
 
 import tyro
 
-
 SKEW = 1.5
 """Of the skewed synthetic routing: two ranks of sixteen experts each even out what is milder."""
 
