@@ -173,7 +173,7 @@ def main(config: BenchLayer) -> None:
         np.testing.assert_allclose(output, outputs["relibra_jax, static"], rtol=1e-3, atol=1e-4, err_msg=name)
     # Whoever comes after a peer finds caches and pages cold: peers take their turns alone.
     peers = [{name: runs.pop(name)} for name in list(runs) if not name.startswith("relibra_jax")]
-    seconds = {}
+    seconds: dict[str, float] = {}
     for turns in (runs, *peers):
         seconds |= interleaved(turns, repeats=config.repeats)
     table = Table(
