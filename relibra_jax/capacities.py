@@ -1,9 +1,10 @@
 """Buffer sizes, counted before the step: replay is exact, so no buffer has to be larger than what will fill it.
 
 Shapes are static under jit, loads are not. `capacities` counts, on the host and between plan and step, the most
-rows that any rank will send, receive and compute, and rounds up to one of a few sizes (at most 1/32 more), so that a
-compiled step serves many batches. A step that meets a plan too large for its sizes drops nothing: see
-`check_capacities` before it, and `relibra_jax.execution.moe` for what happens without.
+rows that any rank will send, receive and compute, and rounds up (at most 1/32 more); `grow_capacities` keeps the sizes
+of earlier batches, so that after a few batches the same compiled step serves them all. A step that meets a plan too
+large for its sizes drops nothing: see `check_capacities` before it, and `relibra_jax.execution.moe` for what happens
+without.
 """
 
 import dataclasses
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
-from relibra_jax.plan import check_shapes, expert_totals
+from relibra_jax.plan import check_quotas, check_shapes, expert_totals
 from relibra_jax.replay import check_replay, expert_load
 from relibra_jax.routes import node_visits, source_quota
 from relibra_jax.types import EMPTY, Array, Assignment, Plan, RoutingReplay, Topology
@@ -69,7 +70,7 @@ def capacities(
         Sizes that suffice, rounded up.
 
     Raises:
-        ValueError: shapes that do not belong to ``topology``, or loads that the plan's quotas do not add up to.
+        ValueError: shapes that do not belong to ``topology``, or an expert whose quotas do not add up to its load.
 
     >>> topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=2, replica_slots=1)
     >>> plan = Plan(jnp.array([[[[[0, -1], [1, 0]]]]]), jnp.array([[0, 1]]), jnp.array([[[[[60, 0], [40, 40]]]]]))
@@ -78,15 +79,12 @@ def capacities(
     (80, 64, 1)
     """
     check_shapes(plan, topology)
-    totals = np.asarray(expert_totals(load, topology)).sum(-1)
-    quotas = np.asarray(plan.quota).sum((2, 3, 4))
-    if totals.shape != quotas.shape:
-        raise ValueError(f"load of {totals.shape} micro-batches and layers, plan of {quotas.shape}")
-    if (totals != quotas).any():
-        m, layer = (int(index) for index in np.argwhere(totals != quotas)[0])
+    totals = expert_totals(load, topology)
+    if totals.shape[:2] != np.shape(plan.quota)[:2]:
         raise ValueError(
-            f"micro-batch {m}, layer {layer}: load of {totals[m, layer]} token copies, quotas of {quotas[m, layer]}"
+            f"load of {totals.shape[:2]} micro-batches and layers, plan of {np.shape(plan.quota)[:2]}"
         )
+    check_quotas(plan, load, topology)
     most = {name: int(value) for name, value in _count(plan, load, topology).items()}
     rows = few_sizes(most["rows"])
     node = None
@@ -183,6 +181,29 @@ def check_capacities(have: Capacities, need: Capacities) -> None:
     for name, size in wanted.items():
         if name not in found or found[name] < size:
             raise ValueError(f"buffer {name}: {found.get(name, 'not counted')}, this batch needs {size}")
+
+
+def grow_capacities(have: Capacities, need: Capacities) -> Capacities:
+    """The larger size of each buffer: what a step needs that serves both batches.
+
+    Buffers that only one of the two counted stay uncounted.
+
+    >>> topology = Topology(num_nodes=2, ranks_per_node=4, num_experts=32, replica_slots=0)
+    >>> small, large = safe_capacities(8, 4, topology), safe_capacities(16, 4, topology)
+    >>> grow_capacities(large, small) == large
+    True
+    """
+
+    def larger(a: Sizes, b: Sizes) -> Sizes:
+        return Sizes(pair=max(a.pair, b.pair), send=max(a.send, b.send), receive=max(a.receive, b.receive))
+
+    return Capacities(
+        rows=max(have.rows, need.rows),
+        flat=larger(have.flat, need.flat),
+        node=larger(have.node, need.node) if have.node and need.node else None,
+        local=larger(have.local, need.local),
+        exports=max(have.exports, need.exports),
+    )
 
 
 def few_sizes(count: int) -> int:

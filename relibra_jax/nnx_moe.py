@@ -192,7 +192,8 @@ class MoELayer(nnx.Module):
             return array.reshape(*x.shape[: len(parallel.groups) + 2], -1, array.shape[-1])
 
         y = moe_layer(flat(x), flat(ids), flat(gates), experts, plan, load, parallel)
-        y = jnp.where((plan.home == self.home[...]).all(), y.reshape(x.shape), jnp.nan)
+        # A factor and not a choice: gradients are NaN too.
+        y = y.reshape(x.shape) * jnp.where((plan.home == self.home[...]).all(), 1, jnp.nan).astype(y.dtype)
         if self.shared is not None:
             y += _swiglu(x, self.shared[...].astype(x.dtype))
         return MoEOutput(y, expert_ids, logits)
@@ -200,7 +201,8 @@ class MoELayer(nnx.Module):
     def fetch(
         self, x: Num[Array, "..."], plan: Plan, parallel: ExpertParallel
     ) -> tuple[LayerExperts, jax.Array]:
-        """Fetch this layer's replicas beside attention: call it at the transformer layer's start.
+        """Fetch this layer's replicas beside attention: call it at the transformer layer's start, inside the
+        `jax.checkpoint` that has them fetched again in the backward pass (`relibra_jax.execution.moe.fetch_replicas`).
 
         Args:
             x: the transformer layer's input, ``[*groups, N, G, ...]``; go on with the one returned.
@@ -292,7 +294,16 @@ def set_homes(model: nnx.Module, home: Int[Array, "L E"]) -> None:
     Args:
         model: with L MoE layers in the order of its tree.
         home: flat home slot of each expert.
+
+    Raises:
+        ValueError: another number of layers or experts, with both.
     """
+    layers = sum(leaf.size // leaf.shape[-1] for leaf in jax.tree.leaves(nnx.state(model, Homes)))
+    experts = {leaf.shape[-1] for leaf in jax.tree.leaves(nnx.state(model, Homes))}
+    if np.shape(home)[0] != layers or experts != {np.shape(home)[-1]}:
+        raise ValueError(
+            f"homes of shape {np.shape(home)} for {layers} MoE layers of {sorted(experts)} experts"
+        )
     rows = iter(np.split(np.asarray(home, np.int32), len(home)))
 
     def place(old):

@@ -169,7 +169,7 @@ def check_plan(
         raise ValueError(f"load of {load.shape[:2]} micro-batches and layers, plan of {quota.shape[:2]}")
     _check_homes(slot_expert, home, topology)
     _check_replicas(slot_expert, home, topology, intra_node=intra_node)
-    _check_quotas(slot_expert, quota, load, topology)
+    check_quotas(plan, load, topology)
 
 
 def _refuse(broken: np.ndarray, names: str, message) -> None:
@@ -239,7 +239,13 @@ def _check_replicas(slot_expert, home, topology: Topology, *, intra_node: bool) 
             )
 
 
-def _check_quotas(slot_expert, quota, load, topology: Topology) -> None:
+def check_quotas(plan: Plan, load: Int[Array, "M L N G E"], topology: Topology) -> None:
+    """Raise unless every expert's quotas add up to its load.
+
+    Raises:
+        ValueError: the first place that is wrong, with both numbers.
+    """
+    slot_expert, quota = np.asarray(plan.slot_expert), np.asarray(plan.quota)
     axes = "micro-batch layer node local_rank slot"
     _refuse(quota < 0, axes, lambda place: f"quota {quota[place]} is negative")
     _refuse(
@@ -251,7 +257,7 @@ def _check_quotas(slot_expert, quota, load, topology: Topology) -> None:
     flat = slot_expert.reshape(len(computed), -1)
     np.add.at(computed, (rows, np.where(flat == EMPTY, 0, flat)), quota.reshape(len(computed), -1))
     computed = computed.reshape(micro_batches, layers, -1)
-    wanted = load.sum((2, 3), dtype=np.int64)
+    wanted = np.asarray(load).sum((2, 3), dtype=np.int64)
     _refuse(
         computed != wanted,
         "micro-batch layer expert",

@@ -9,7 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relibra_jax.capacities import batch_capacities, capacities, check_capacities, few_sizes, safe_capacities
+from experiments.traces import read_trace
+from experiments.workload import contenders
+from relibra_jax.capacities import (
+    batch_capacities,
+    capacities,
+    check_capacities,
+    few_sizes,
+    grow_capacities,
+    safe_capacities,
+)
 from relibra_jax.plan import layer_plan
 from relibra_jax.planning.planner import PLANNERS
 from relibra_jax.replay import expert_load
@@ -64,6 +73,25 @@ def test_exports_are_the_most_replicas_of_one_rank(batch):
     assert capacities(plan, load, TOPOLOGY).exports == most
 
 
+def test_grown_sizes_hold_both_batches(batch):
+    small, large = (capacities(*a_batch(seed=seed)[:2], TOPOLOGY) for seed in (0, 1))
+    grown = grow_capacities(small, large)
+    check_capacities(grown, small)
+    check_capacities(grown, large)
+    assert grow_capacities(grown, small) == grown
+    assert grow_capacities(small, safe_capacities(TOKENS, TOP_K, TOPOLOGY)).node is None
+
+
+def test_received_rows_on_recorded_routing(shared):
+    """With the ragged exchange at most 1.1 times the balanced rows of the largest micro-batch."""
+    trace = read_trace(shared / "traces" / "gptoss20b_rollouts.npz")
+    topology = Topology(num_nodes=2, ranks_per_node=4, num_experts=32, replica_slots=2)
+    works = contenders(trace, topology, micro_batches=2, samples_per_rank=4, layers=6)
+    balanced = np.asarray(works["relibra"].load).sum((2, 3, 4)).max() / topology.num_ranks
+    assert works["relibra"].sizes.flat.receive <= 1.1 * balanced
+    assert works["static"].sizes.flat.receive > 1.5 * balanced
+
+
 def test_safe_sizes_hold_any_plan(batch):
     plan, load, visits = batch
     check_capacities(
@@ -91,8 +119,9 @@ def test_the_node_hop_has_to_be_counted(batch):
 
 def test_loads_of_another_batch_are_refused(batch):
     plan, load, _ = batch
-    with pytest.raises(ValueError, match="token copies"):
-        capacities(plan, load + 1, TOPOLOGY)
+    for other in (load + 1, load[..., ::-1]):
+        with pytest.raises(ValueError, match=r"expert 0: quotas sum to \d+, load is \d+"):
+            capacities(plan, other, TOPOLOGY)
 
 
 def test_counting_from_the_replay_is_the_same(batch):
@@ -111,7 +140,7 @@ def test_counting_from_the_replay_is_the_same(batch):
         (lambda replay, lies, plan: (replay, Assignment(lies.sample[:2]), plan),
          r"assignment of \(2, 2, 2\) .* plan of \(3, 2, 2\)"),
         (lambda replay, lies, plan: (replay, Assignment(lies.sample[::-1]), plan),
-         r"micro-batch 0, layer 0: load of \d+ token copies, quotas of \d+"),
+         r"micro-batch 0, layer 0, expert \d: quotas sum to \d+, load is \d+"),
         (lambda replay, lies, plan: (replay, lies, plan._replace(home=plan.home[:, :4])),
          r"home: expected shape \(2, 8\)"),
     ],

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from relibra_jax.capacities import Sizes, capacities, safe_capacities
 from relibra_jax.execution.mesh import expert_mesh
-from relibra_jax.execution.moe import PATHS, ExpertParallel, fetch_replicas, moe_layer
+from relibra_jax.execution.moe import PATHS, ExpertParallel, LayerExperts, fetch_replicas, moe_layer
 from relibra_jax.plan import check_plan, home_layout, layer_plan
 from relibra_jax.planning.planner import PLANNERS
 from relibra_jax.types import EMPTY, Plan, Topology
@@ -163,10 +163,13 @@ def test_plans_do_not_change_the_mathematics(mesh, replica_slots, path, name):
         check(step, layer_plan(plan, micro_batch, 0), load[micro_batch, 0], ids, expected()[micro_batch])
 
 
+@pytest.mark.parametrize("name", [name for name, row in PLANNERS.items() if row.intra_node])
 @pytest.mark.parametrize("mesh", ["4x2", "1x8", "8x1"])
-def test_replicas_fetched_inside_their_node(mesh):
-    plan, load = plans(mesh, 2, "relibra")
-    check(run(mesh, 2, "flat", False), layer_plan(plan, 0, 0), load[0, 0], routings()[0], expected()[0])
+def test_replicas_fetched_inside_their_node(mesh, name):
+    plan, load = plans(mesh, 2, name)
+    for micro_batch, ids in enumerate(routings()):
+        of_layer = layer_plan(plan, micro_batch, 0)
+        check(run(mesh, 2, "flat", False), of_layer, load[micro_batch, 0], ids, expected()[micro_batch])
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -350,6 +353,50 @@ def test_a_rank_whose_ids_are_not_those_of_the_plan_returns_nan():
     assert np.isnan(out).sum() == out[1, 2].size
 
 
+def test_a_plan_of_another_load_returns_nan():
+    """As many token copies, other experts."""
+    arguments, parallel = single()
+    order = np.roll(np.arange(EXPERTS), 1)
+    ids = jnp.where(arguments["expert_ids"] == EMPTY, EMPTY, jnp.asarray(order)[arguments["expert_ids"]])
+    load = arguments["load"][..., np.argsort(order)]
+    assert_all_nan(call(arguments | {"expert_ids": ids, "load": load}, parallel), arguments)
+
+
+@pytest.mark.parametrize("fetch", ["reduce_scatter", "emulated"])
+def test_replicas_from_another_node_return_nan_unless_allowed(fetch):
+    arguments, parallel = single(fetch=fetch)
+    plan, load = plans("2x4", 2, "relibra_across")
+    across = arguments | {"plan": layer_plan(plan, 2, 0), "load": load[2, 0]}
+    across["expert_ids"] = jnp.asarray(routings()[2]).reshape(2, 4, TOKENS, TOP_K)
+    assert_all_nan(call(across, parallel), across)
+
+
+@pytest.mark.parametrize("wrong", [-2, EXPERTS])
+def test_ids_outside_the_model(wrong):
+    """Refused where they are known, NaN for the rank's tokens where they are not."""
+    arguments, parallel = single()
+    ids = arguments["expert_ids"].at[1, 2, 0, 1].set(wrong)
+    out = np.asarray(call(arguments | {"expert_ids": ids, "load": None}, parallel))
+    assert np.isnan(out[1, 2]).all()
+    held = LayerExperts(arguments["experts"], jnp.zeros((2, 4, 2, 3, WIDTH, HIDDEN)))
+    with pytest.raises(ValueError, match=rf"expert_ids\[1, 2, 0, 1\]: {wrong} is outside 0..15"):
+        moe_layer(**arguments | {"expert_ids": ids, "experts": held}, parallel=parallel)
+
+
+@pytest.mark.parametrize("small", [{"rows": 8}, {"exports": 1}])
+def test_gradients_of_a_step_that_misses_tokens_are_nan(small):
+    arguments, parallel = single(fetch="emulated")
+    parallel = dataclasses.replace(
+        parallel, capacities=dataclasses.replace(parallel.capacities, **small), fetch="emulated"
+    )
+
+    def loss(trained):
+        return call(arguments | trained, parallel).sum()
+
+    grads = jax.jit(jax.grad(loss))({name: arguments[name] for name in ("x", "gates", "experts")})
+    assert all(np.isnan(leaf).any() for leaf in jax.tree.leaves(grads))
+
+
 def test_exports_that_do_not_fit_return_nan():
     arguments, parallel = single(fetch="emulated")
     sizes = dataclasses.replace(parallel.capacities, exports=1)
@@ -390,6 +437,10 @@ def test_what_does_not_belong_together_is_refused(name, change, message):
         ({"exchange": "rdma"}, "exchange='rdma' must be one of"),
         ({"fetch": "copy"}, "fetch='copy' must be one of"),
         ({"groups": ("data",)}, "'data' is no further axis of the mesh"),
+        (
+            {"mesh": jax.make_mesh((2, 4), ("node", "local"))},
+            "mesh axis 'node': expected AxisType.Auto, found",
+        ),
         ({"topology": topology_of("4x2", 2)}, "mesh axis 'node': expected 4 .*found 2"),
     ],
 )

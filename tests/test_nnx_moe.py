@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from relibra_jax.execution.expert_leaves import optimizer_layers
 from relibra_jax.execution.gating import GATINGS, balance_loss
 from relibra_jax.execution.mesh import expert_mesh, rank_sharding
 from relibra_jax.execution.moe import ExpertParallel, LayerExperts
-from relibra_jax.nnx_moe import MoELayer, expert_labels, reorder_experts
+from relibra_jax.nnx_moe import MoELayer, expert_labels, reorder_experts, set_homes
 from relibra_jax.plan import check_plan
 from relibra_jax.routes import refit_quota
 from relibra_jax.types import EMPTY, Plan, Topology
@@ -211,6 +212,10 @@ def test_counting_first_needs_less_than_the_safe_sizes():
     batch = Plan(plan.slot_expert[None, None], plan.home[None], plan.quota[None, None])
     sizes = capacities(batch, load[None, None], TOPOLOGY)
     assert sizes.rows < SAFE.capacities.rows
+    counted = dataclasses.replace(SAFE, capacities=sizes)
+    run = nnx.jit(lambda layer, *replayed, **how: layer(*replayed, **how, mask=MASK).output)
+    replayed_output = run(layer, X, ids, plan, load, parallel=counted)
+    np.testing.assert_allclose(replayed_output, run(layer, X, parallel=SAFE), atol=2e-6)
 
 
 def test_ids_that_are_not_the_loads_are_noticed():
@@ -412,3 +417,14 @@ def test_training_with_plans_and_reorders_is_training_without():
     assert (home != at_birth).any()
     assert (np.abs(wanted["moments"]).max((1, 2)) > 0).all()
     assert_close(found, wanted)
+
+
+def test_homes_of_another_model_are_refused():
+    layer = nnx.clone(layer_of("softmax"))
+    home = np.roll(np.arange(EXPERTS, dtype=np.int32), 3)
+    for wrong in ([home] * 3, np.zeros((0, EXPERTS), np.int32), [home[:4]]):
+        shape = re.escape(str(np.shape(wrong)))
+        with pytest.raises(ValueError, match=rf"homes of shape {shape} for 1 MoE layers of \[16\] experts"):
+            set_homes(layer, np.asarray(wrong))
+    set_homes(layer, home[None])
+    np.testing.assert_array_equal(layer.home[...], home)

@@ -41,7 +41,7 @@ def test_named_options_exist():
         "ablation",
         "out",
     }
-    known |= {"dispatch", "model", "planner", "tokens-per-rank"}
+    known |= {"samples-per-rank", "dispatch", "model", "planner", "tokens-per-rank"}
     used = set(re.findall(r" --([a-z-]+)", TEXT))
     assert used <= known, used - known
     assert Compare().cluster.nodes == 2

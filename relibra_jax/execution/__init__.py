@@ -9,6 +9,7 @@ from relibra_jax.capacities import (
     batch_capacities,
     capacities,
     check_capacities,
+    grow_capacities,
     safe_capacities,
 )
 from relibra_jax.execution.agreement import check_agreement
@@ -28,6 +29,7 @@ __all__ = [
     "check_capacities",
     "expert_mesh",
     "fetch_replicas",
+    "grow_capacities",
     "migrate_experts",
     "moe_layer",
     "optimizer_layers",

@@ -61,8 +61,11 @@ def check_mesh(mesh: Mesh, topology: Topology) -> None:
     """Raise unless the mesh has the topology's ranks.
 
     Raises:
-        ValueError: an axis is missing or has another size; names both numbers.
+        ValueError: an axis is missing or has another size, with both numbers; or its type is not Auto.
     """
+    for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True):
+        if kind != AxisType.Auto:
+            raise ValueError(f"mesh axis {name!r}: expected AxisType.Auto, found {kind}: see expert_mesh")
     for name, size in ((NODE, topology.num_nodes), (LOCAL, topology.ranks_per_node)):
         if mesh.shape.get(name) != size:
             found = f"{mesh.shape[name]}" if name in mesh.shape else f"no such axis in {mesh.axis_names}"

@@ -4,8 +4,8 @@
 start of the transformer layer, before attention. Plans are data: a compiled step serves every plan of a mesh.
 
 A plan never changes the mathematics, and nothing is dropped. Sizes and plans are checked on the host before the step
-(`relibra_jax.capacities`); a step that runs all the same with buffers too small, or with ids that are not those
-that the plan was made for, returns NaN for every token rather than a result that misses some.
+(`relibra_jax.capacities`); a step that runs all the same with buffers too small, with a plan that is not one of its
+load, or with ids that are not the load's, returns NaN rather than a result that misses tokens, and NaN gradients.
 
 Pipeline, context and expert-tensor parallelism are not built.
 """
@@ -17,6 +17,7 @@ from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Float, Int
 
@@ -102,6 +103,9 @@ def fetch_replicas(
 ) -> tuple[LayerExperts, jax.Array]:
     """The layer's experts: those at home, and the replicas, packed now and pushed beside what follows.
 
+    Under `jax.checkpoint` with ``nothing_saveable`` or ``save_only_these_names`` around the transformer layer, replicas
+    are fetched again in the backward pass; without it, every layer's are kept for it.
+
     Args:
         experts: home weights of the layer, ``[N, G, H, 3, D, F]``.
         plan: of this layer and micro-batch: ``slot_expert[*groups N G S]``, ``home[E]``, ``quota[*groups N G S]``.
@@ -110,7 +114,8 @@ def fetch_replicas(
 
     Returns:
         The experts, for `moe_layer`; and ``x``, which stands for the input from here on: the push starts no earlier
-        than ``x`` is there. NaN if the exports do not fit.
+        than ``x`` is there. NaN if the exports do not fit, or replicas have homes on other nodes and ``across_nodes``
+        is not set.
 
     Raises:
         ValueError: a plan or weights of another topology.
@@ -138,13 +143,14 @@ def fetch_replicas(
         plan = landing_order(plan, parallel.topology)
         wanted, axes = replica_homes(plan, parallel.topology), parallel.domain
         # A replica that is lost anywhere is missed by tokens from everywhere.
-        fits = parallel.fetch == "reduce_scatter" or (
-            export_count(plan, parallel.topology).max() <= parallel.capacities.exports
-        )
+        most = export_count(plan, parallel.topology).max()
+        fits = (most <= parallel.capacities.exports) | (parallel.fetch == "reduce_scatter")
         if not parallel.across_nodes:
             node = jax.lax.axis_index(NODE)
-            first = node * parallel.topology.ranks_per_node * parallel.topology.home_slots
-            wanted = jnp.where(wanted[node] == EMPTY, EMPTY, wanted[node] - first)
+            homes = parallel.topology.ranks_per_node * parallel.topology.home_slots
+            nodes = jnp.arange(parallel.topology.num_nodes)[:, None, None]
+            fits &= ((wanted == EMPTY) | (wanted // homes == nodes)).all()
+            wanted = jnp.where(wanted[node] == EMPTY, EMPTY, wanted[node] - node * homes)
         exports = max(parallel.capacities.exports, 1)
         sizes = Sizes(pair=replica_slots, send=exports, receive=replica_slots)
         kind = "padded" if parallel.fetch == "reduce_scatter" else parallel.fetch
@@ -152,7 +158,7 @@ def fetch_replicas(
         wanted = wanted.reshape(-1, replica_slots)
         home, replicas, tied = fetch(home, wanted, x, parallel.fetch, exchange)
         both = LayerExperts(home.reshape(*lead, *home.shape), replicas.reshape(*lead, *replicas.shape))
-        return both, jnp.where(fits, tied, jnp.nan)
+        return both, tied * _one_or_nan(fits, tied)
 
     return on_rank(experts, plan, x)
 
@@ -179,14 +185,15 @@ def moe_layer(
         parallel: how.
 
     Returns:
-        Of the shape and dtype of ``x``. NaN for every token of the group where buffers are too small, for every token
-        of a rank whose ids are not those of ``load``.
+        Of the shape and dtype of ``x``. NaN for every token of the group where quotas do not add up to ``load``,
+        for every token of a rank whose buffers are too small or whose ids are not those of ``load``.
 
     Raises:
-        ValueError: shapes that do not belong together, with both.
+        ValueError: shapes that do not belong together, with both; ids outside the model, where they are known.
     """
     _check_plan(plan, parallel)
     topology, groups = parallel.topology, len(parallel.groups)
+    _check_ids(expert_ids, topology.num_experts)
     ranks = (*parallel.group_shape, *_ranks(parallel))
     _check("x", x.shape, (*ranks, *x.shape[-2:]))
     _check("expert_ids", expert_ids.shape, (*ranks, x.shape[-2], expert_ids.shape[-1]))
@@ -256,13 +263,33 @@ def _on_rank(x, expert_ids, gates, home, replicas, plan, load, parallel: ExpertP
             moved.scale,
             implementation=parallel.implementation,
         )
-    sound = moved.fits & (own == load[node, local]).all()
-    return jnp.where(sound, moved.combine(computed), jnp.nan)
+    slot = jnp.where(plan.slot_expert == EMPTY, topology.num_experts, plan.slot_expert)
+    planned = jnp.zeros(topology.num_experts, jnp.int32).at[slot].add(plan.quota, mode="drop")
+    sound = moved.fits & (own == load[node, local]).all() & (planned == load.sum((0, 1))).all()
+    sound &= ((expert_ids >= EMPTY) & (expert_ids < topology.num_experts)).all()
+    out = moved.combine(computed)
+    return out * _one_or_nan(sound, out)
+
+
+def _one_or_nan(sound, like):
+    """A factor: unlike a choice, it makes the gradients NaN too."""
+    return jnp.where(sound, 1, jnp.nan).astype(like.dtype)
+
+
+def _check_ids(expert_ids: Array, num_experts: int) -> None:
+    """Raise for the first id outside the model; nothing is known of ids that are traced."""
+    if isinstance(expert_ids, jax.core.Tracer) or getattr(expert_ids, "is_fully_addressable", True) is False:
+        return
+    ids = np.asarray(expert_ids)
+    wrong = (ids < EMPTY) | (ids >= num_experts)
+    if wrong.any():
+        place = tuple(int(index) for index in np.argwhere(wrong)[0])
+        raise ValueError(f"expert_ids{list(place)}: {ids[place]} is outside 0..{num_experts - 1}")
 
 
 def _histogram(expert_ids, num_experts):
     """Copies of each expert, ``[E]``."""
-    index = jnp.where(expert_ids == EMPTY, num_experts, expert_ids).ravel()
+    index = jnp.where(expert_ids < 0, num_experts, expert_ids).ravel()
     return jnp.zeros(num_experts, jnp.int32).at[index].add(1, mode="drop")
 
 
