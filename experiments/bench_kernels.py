@@ -1,6 +1,6 @@
-"""The grouped MLP on this machine beside dense, padded and masked products, in one run.
+"""The grouped product and MLP on this machine beside dense, padded and masked ones, in one run.
 
-``python -m experiments.bench_kernels``: 32,768 rows in 64 uneven groups, 48 home and 16 replica slots. A dense MLP
+``python -m experiments.bench_kernels``: 32,768 rows in 64 uneven groups, 48 home and 16 replica slots. The dense peer
 sends all rows through one weight, taking turns with ours. The padded one copies every group into
 room for the largest. `jax.lax.ragged_dot` multiplies all rows by all weights under a mask; it runs once, forward.
 """
@@ -10,6 +10,7 @@ import os
 import platform
 import time
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +19,11 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.bench import interleaved
-from pallas_kernels import grouped_mlp
+from pallas_kernels import grouped_dot, grouped_mlp
 
 console = Console()
 ROWS, HOMES, REPLICAS, D, F = 32_768, 48, 16, 256, 512
-GROUPED, DENSE, PADDED, MASKED = "grouped_mlp", "dense", "padded, batched", "jax.lax.ragged_dot"
+GROUPED, DENSE, PADDED, MASKED = "ours", "dense", "padded, batched", "jax.lax.ragged_dot"
 
 
 def group_sizes(rows: int, groups: int) -> np.ndarray:
@@ -38,16 +39,30 @@ def swiglu(x: jax.Array, weights: jax.Array) -> jax.Array:
     return (jax.nn.silu(x @ gate) * (x @ up)) @ jnp.swapaxes(down, -1, -2)
 
 
-def padded_mlp(rows: jax.Array, weights: jax.Array, source: jax.Array, place: jax.Array) -> jax.Array:
-    """Rows gathered into ``[groups, capacity]`` by ``source``, and back by ``place``."""
-    return swiglu(rows[source], weights).reshape(-1, rows.shape[-1])[place]
-
-
 def ragged_mlp(rows: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
     """The same three products by `jax.lax.ragged_dot`."""
     gate, up, down = jnp.moveaxis(weights, 1, 0)
     hidden = jax.nn.silu(jax.lax.ragged_dot(rows, gate, sizes)) * jax.lax.ragged_dot(rows, up, sizes)
     return jax.lax.ragged_dot(hidden, down.swapaxes(1, 2), sizes)
+
+
+class Operation(NamedTuple):
+    """What is timed."""
+
+    ours: Callable[..., jax.Array]
+    """``(rows, home, replica, group_sizes)``."""
+    dense: Callable[[jax.Array, jax.Array], jax.Array]
+    """``(rows, weights)``, with or without groups in front of both."""
+    ragged: Callable[..., jax.Array]
+    """``(rows, weights, group_sizes)``."""
+    weights: tuple[int, ...]
+    """Shape of a group's weights."""
+
+
+OPERATIONS = {
+    "product": Operation(grouped_dot, jnp.matmul, jax.lax.ragged_dot, (D, F)),
+    "MLP": Operation(grouped_mlp, swiglu, ragged_mlp, (3, D, F)),
+}
 
 
 def with_gradients(run: Callable[..., jax.Array]) -> Callable[..., tuple[jax.Array, ...]]:
@@ -60,12 +75,14 @@ def with_gradients(run: Callable[..., jax.Array]) -> Callable[..., tuple[jax.Arr
     return jax.jit(both)
 
 
-def bench_grouped_mlp(dtype: str, *, repeats: int) -> None:
+def bench(name: str, dtype: str, *, repeats: int) -> None:
     """One table: forward, and forward with all gradients."""
+    operation = OPERATIONS[name]
     sizes = group_sizes(ROWS, HOMES + REPLICAS)
     keys = jax.random.split(jax.random.key(0), 3)
-    rows, d_out = (jax.random.normal(key, (ROWS, D), dtype) for key in keys[:2])
-    weights = jax.random.normal(keys[2], (HOMES + REPLICAS, 3, D, F), dtype) / 16
+    rows = jax.random.normal(keys[0], (ROWS, D), dtype)
+    weights = jax.random.normal(keys[2], (HOMES + REPLICAS, *operation.weights), dtype) / 16
+    d_out = jax.random.normal(keys[1], jax.eval_shape(operation.dense, rows, weights[0]).shape, dtype)
     home, replica = weights[:HOMES], weights[HOMES:]
 
     group = np.repeat(np.arange(len(sizes)), sizes)
@@ -75,52 +92,58 @@ def bench_grouped_mlp(dtype: str, *, repeats: int) -> None:
     source[group, offset] = np.arange(ROWS)
 
     device_sizes = jnp.asarray(sizes)
-    ours = functools.partial(grouped_mlp, group_sizes=device_sizes, implementation="xla")
-    padded = functools.partial(
-        padded_mlp, source=jnp.asarray(source), place=jnp.asarray(group * capacity + offset)
-    )
+    gather, back = jnp.asarray(source), jnp.asarray(group * capacity + offset)
+
+    def ours(rows: jax.Array, home: jax.Array, replica: jax.Array) -> jax.Array:
+        return operation.ours(rows, home, replica, device_sizes, implementation="xla")
+
+    def padded(rows: jax.Array, weights: jax.Array) -> jax.Array:
+        return operation.dense(rows[gather], weights).reshape(-1, d_out.shape[1])[back]
+
     calls: dict[str, tuple[Callable[..., jax.Array], tuple[jax.Array, ...]]] = {
-        GROUPED: (lambda rows, home, replica: ours(rows, home, replica), (rows, home, replica)),
-        DENSE: (swiglu, (rows, weights[0])),
+        GROUPED: (ours, (rows, home, replica)),
+        DENSE: (operation.dense, (rows, weights[0])),
         PADDED: (padded, (rows, weights)),
     }
-    forward, both = {}, {}
-    for name, (call, arrays) in calls.items():
-        forward[name] = functools.partial(jax.jit(call), *arrays)
-        both[name] = functools.partial(with_gradients(call), d_out, *arrays)
-    outputs = {name: np.asarray(run(), np.float32) for name, run in forward.items()}
+    forward: dict[str, Any] = {}
+    both: dict[str, Any] = {}
+    for peer, (call, arrays) in calls.items():
+        forward[peer] = functools.partial(jax.jit(call), *arrays)
+        both[peer] = functools.partial(with_gradients(call), d_out, *arrays)
+    outputs = {peer: np.asarray(run(), np.float32) for peer, run in forward.items()}
     difference = np.abs(outputs[GROUPED] - outputs[PADDED]).max() / np.abs(outputs[PADDED]).max()
 
-    # Whoever comes after the padded MLP finds caches and pages cold: it takes its turns alone.
+    # Whoever comes after the padded peer finds caches and pages cold: it takes its turns alone.
     seconds = []
     for runs in (forward, both):
         alone = {PADDED: runs.pop(PADDED)}
         seconds.append(interleaved(runs, repeats=repeats) | interleaved(alone, repeats=repeats))
-    masked = jax.jit(ragged_mlp).lower(rows, weights, device_sizes).compile()
+    masked = jax.jit(operation.ragged).lower(rows, weights, device_sizes).compile()
     start = time.perf_counter()
     jax.block_until_ready(masked(rows, weights, device_sizes))
     seconds[0][MASKED] = time.perf_counter() - start
 
     table = Table(
-        title=f"{ROWS} rows {dtype}, D={D}, F={F}, {HOMES}+{REPLICAS} slots\n"
+        title=f"{name}: {ROWS} rows {dtype}, D={D}, F={F}, {HOMES}+{REPLICAS} slots\n"
         f"of {sizes.min()} to {capacity} rows; medians of {repeats} runs",
         title_justify="left",
     )
-    columns = ("MLP", "forward ms", "/ dense", "with gradients ms", "/ dense")
+    columns = ("by", "forward ms", "/ dense", "with gradients ms", "/ dense")
     for number, column in enumerate(columns):
         table.add_column(column, justify="right" if number else "left")
-    for name in seconds[0]:
+    for peer in seconds[0]:
         cells = []
         for times in seconds:
-            if name in times:
-                cells += [f"{times[name] * 1e3:.0f}", f"{times[name] / times[DENSE]:.2f}"]
-        table.add_row(name, *cells)
+            if peer in times:
+                cells += [f"{times[peer] * 1e3:.0f}", f"{times[peer] / times[DENSE]:.2f}"]
+        table.add_row(peer, *cells)
     console.print(table)
-    console.print(f"largest difference to the padded MLP: {difference:.1e} of the largest output")
+    console.print(f"largest difference to the padded peer: {difference:.1e} of the largest output")
 
 
 if __name__ == "__main__":
     console.print(
         f"jax {jax.__version__} on {jax.devices()[0].platform}, {os.cpu_count()} cores, {platform.machine()}"
     )
-    bench_grouped_mlp("float32", repeats=7)
+    for operation_name in OPERATIONS:
+        bench(operation_name, "float32", repeats=7)

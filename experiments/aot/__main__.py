@@ -3,7 +3,8 @@
     make aot
 
 Two ways of running the same plans, scanned and unrolled: ragged exchanges for tokens and replicas, and padded ones
-(all-to-all, reduce-scatter). Each is compiled with R = 2 replica slots and with none, 2 and 8 layers deep. No GPU is
+(all-to-all, reduce-scatter). Each is compiled with R = 2 replica slots and with none, 2 and 8 layers deep. Then the
+kernels of expert compute by themselves, at the shapes of named models. No GPU is
 needed, and none is used: this shows schedules and buffers, not that ragged exchanges compute what they should.
 ``XLA_FLAGS=--xla_dump_to=DIR`` keeps the programs.
 """
@@ -17,7 +18,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from rich.console import Console
 from rich.table import Table
 
-from experiments.aot import checks
+from experiments.aot import checks, kernels
 
 
 def main() -> int:
@@ -31,10 +32,18 @@ def main() -> int:
     with ProcessPoolExecutor(workers, mp_context=context) as pool:
         futures: list[Future] = [pool.submit(checks.measure, case) for case in cases]
         migration = pool.submit(checks.measure_migration)
+        of_kernels: list[Future] = [
+            pool.submit(kernels.compile_kernels, case) for case in kernels.KERNEL_CASES
+        ]
         measured = dict(zip(cases, (future.result() for future in futures), strict=True))
-        findings = [*checks.judge(measured), *checks.judge_migration(migration.result())]
+        compiled = dict(zip(kernels.KERNEL_CASES, (future.result() for future in of_kernels), strict=True))
+        findings = [
+            *checks.judge(measured),
+            *checks.judge_migration(migration.result()),
+            *kernels.judge_kernels(compiled),
+        ]
     table = Table(
-        "stack", "what the compiled program must show", "found", "", title="2 nodes x 4 H100, compiled here"
+        "program", "what the compiled program must show", "found", "", title="2 nodes x 4 H100, compiled here"
     )
     for finding in findings:
         verdict = {True: "[green]ok", False: "[red]FAILED", None: "stated"}[finding.good]
@@ -43,7 +52,8 @@ def main() -> int:
     console.print(table)
     failed = sum(finding.good is False for finding in findings)
     console.print(
-        f"{len(cases) + 1} programs in {time.monotonic() - start:.0f} s, {failed} of {len(findings)} failed"
+        f"{len(cases) + 1 + len(compiled)} programs in {time.monotonic() - start:.0f} s,"
+        f" {failed} of {len(findings)} failed"
     )
     return 1 if failed else 0
 

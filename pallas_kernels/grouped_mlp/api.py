@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.arrays import check_sizes, choose, show, vary_alike
+from pallas_kernels.grouped_mlp.mosaic import grouped_mlp_mosaic
 from pallas_kernels.grouped_mlp.reference import grouped_mlp_reference
 from pallas_kernels.grouped_mlp.xla import grouped_mlp_xla
 
@@ -19,6 +21,7 @@ type Array = jax.Array | np.ndarray
 IMPLEMENTATIONS: Final[Mapping[str, Callable[..., jax.Array]]] = {
     "reference": grouped_mlp_reference,
     "xla": grouped_mlp_xla,
+    "mosaic": grouped_mlp_mosaic,
 }
 """All implementations by name."""
 
@@ -45,70 +48,48 @@ def grouped_mlp(
         replica: ``[R, 3, D, F]`` likewise; R may be 0.
         group_sizes: ``[H + R]`` integer, rows of each slot; together at most r.
         row_scale: ``[r]`` floating, a factor for each row of the output; None for 1.
-        implementation: a name in `IMPLEMENTATIONS`; None chooses by platform.
+        implementation: a name in `IMPLEMENTATIONS`. None chooses by device: "mosaic" on Hopper GPUs for bfloat16
+            with D and F multiples of 64, else "xla", which runs on every platform that JAX has. "mosaic" copies
+            rows whose number is no multiple of 8.
 
     Returns:
         ``[r, D]`` in the dtype of rows; zero in padding. Gradients of padding and of the weights of empty groups
         are zero.
 
     Raises:
-        ValueError: shapes or dtypes do not fit together, or no implementation has that name.
+        ValueError: shapes or dtypes do not fit together, no implementation has that name, or the named one cannot
+            run here.
 
     >>> rows, home, replica = jnp.ones((4, 2)), jnp.ones((2, 3, 2, 8)), jnp.ones((1, 3, 2, 8))
     >>> grouped_mlp(rows, home, replica, jnp.array([2, 0, 1]))[:, 0].round().tolist()
     [28.0, 28.0, 28.0, 0.0]
     """
-    # XLA's blocked loops are the fastest that we have on every platform so far.
-    name = "xla" if implementation is None else implementation
-    if name not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation={name!r} is not one of {', '.join(IMPLEMENTATIONS)}")
     rows, home, replica, group_sizes = map(jnp.asarray, (rows, home, replica, group_sizes))
     _check(rows, home, replica, group_sizes)
+    name = choose(implementation, IMPLEMENTATIONS, rows, D=rows.shape[1], F=home.shape[3])
     if row_scale is None:
         row_scale = jnp.ones(rows.shape[0], jnp.promote_types(rows.dtype, jnp.float32))
     row_scale = jnp.asarray(row_scale)
     if row_scale.shape != rows.shape[:1] or not jnp.issubdtype(row_scale.dtype, jnp.floating):
         raise ValueError(
-            f"row_scale: expected floating [{rows.shape[0]}] for rows {_show(rows)}, found {_show(row_scale)}"
+            f"row_scale: expected floating [{rows.shape[0]}] for rows {show(rows)}, found {show(row_scale)}"
         )
     if rows.size == 0:
         return rows
-    return IMPLEMENTATIONS[name](*_vary_alike(rows, home, replica, group_sizes, row_scale))
+    return IMPLEMENTATIONS[name](*vary_alike(rows, home, replica, group_sizes, row_scale))
 
 
 def _check(rows: jax.Array, home: jax.Array, replica: jax.Array, group_sizes: jax.Array) -> None:
     if rows.ndim != 2 or not jnp.issubdtype(rows.dtype, jnp.floating):
-        raise ValueError(f"rows: expected floating [r, D], found {_show(rows)}")
+        raise ValueError(f"rows: expected floating [r, D], found {show(rows)}")
     for name, weights in (("home", home), ("replica", replica)):
         if weights.ndim != 4 or weights.shape[1:3] != (3, rows.shape[1]) or weights.dtype != rows.dtype:
             raise ValueError(
-                f"{name}: expected {rows.dtype}[slots, 3, {rows.shape[1]}, F] for rows {_show(rows)},"
-                f" found {_show(weights)}"
+                f"{name}: expected {rows.dtype}[slots, 3, {rows.shape[1]}, F] for rows {show(rows)},"
+                f" found {show(weights)}"
             )
     if home.shape[0] < 1 or home.shape[3] != replica.shape[3]:
         raise ValueError(
-            f"home {_show(home)}, replica {_show(replica)}: at least one home slot, and the same last dimension"
+            f"home {show(home)}, replica {show(replica)}: at least one home slot, and the same last dimension"
         )
-    slots = home.shape[0] + replica.shape[0]
-    if group_sizes.shape != (slots,) or not jnp.issubdtype(group_sizes.dtype, jnp.integer):
-        raise ValueError(
-            f"group_sizes: expected integers [{slots}] for {home.shape[0]} home and {replica.shape[0]} replica"
-            f" slots, found {_show(group_sizes)}"
-        )
-
-
-def _vary_alike(*arrays: jax.Array) -> list[jax.Array]:
-    """Inside shard_map: all arrays vary over the same mesh axes, so that loops may carry parts of any of them.
-
-    The transpose sums the gradient of an array that was the same on several devices.
-    """
-    varying = [jax.typeof(array).manual_axis_type.varying for array in arrays]
-    axes = frozenset().union(*varying)
-    return [
-        jax.lax.pcast(array, tuple(axes - own), to="varying") if axes - own else array
-        for array, own in zip(arrays, varying, strict=True)
-    ]
-
-
-def _show(array: jax.Array) -> str:
-    return f"{array.dtype}{list(array.shape)}"
+    check_sizes(group_sizes, (home.shape[0], replica.shape[0]))

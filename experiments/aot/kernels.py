@@ -1,0 +1,101 @@
+"""The Hopper kernels compiled at the shapes of named models: what does not fit into shared memory fails here.
+
+One rank of eight: its home slots, two replica slots and 32,768 rows.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Final, Literal, NamedTuple
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from experiments.aot.checks import Finding
+from experiments.aot.h100 import h100_mesh
+from pallas_kernels import grouped_dot, grouped_mlp
+from pallas_kernels.hopper.tiles import MODELS
+from relibra_jax.types import Topology
+
+type Part = Literal["products", "mlp"]
+
+ROWS: Final = 32_768
+RANKS: Final = 8
+REPLICAS: Final = 2
+KERNELS: Final[Mapping[Part, int]] = {"products": 3, "mlp": 5}
+"""Launches of a program: three products; two of the MLP forward and three backward."""
+PROMISES: Final[Mapping[Part, str]] = {
+    "products": "forward, input and weight gradient: one kernel each, within shared memory",
+    "mlp": "grouped MLP with gradients: two kernels forward, three backward, within shared memory",
+}
+
+
+class KernelCase(NamedTuple):
+    """One program."""
+
+    model: str
+    part: Part
+
+
+KERNEL_CASES: Final = [KernelCase(model, part) for model in MODELS for part in ("mlp", "products")]
+
+
+class Compiled(NamedTuple):
+    """What the checks need to know about a program."""
+
+    kernels: int
+    temporary: int
+    """Bytes."""
+
+
+def compile_kernels(case: KernelCase) -> Compiled | str:
+    """Compile one program; the compiler's complaint where that fails."""
+    shape = MODELS[case.model]
+    mesh = h100_mesh(Topology(num_nodes=1, ranks_per_node=1, num_experts=1, replica_slots=0))
+
+    def array(*sizes: int, dtype: str = "bfloat16") -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
+
+    homes = shape.experts // RANKS
+    matrices = () if case.part == "products" else (3,)
+    matrix = (*matrices, shape.width, shape.expert_width)
+    rows = array(ROWS, shape.width)
+    operands = (rows, array(homes, *matrix), array(REPLICAS, *matrix))
+    sizes, scale = array(homes + REPLICAS, dtype="int32"), array(ROWS, dtype="float32")
+
+    def products(rows, home, replica, sizes, d_out):
+        out, pull = jax.vjp(
+            lambda rows, home, replica: grouped_dot(rows, home, replica, sizes), rows, home, replica
+        )
+        return out, *pull(d_out)
+
+    def mlp(rows, home, replica, sizes, scale, d_out):
+        out, pull = jax.vjp(
+            lambda rows, home, replica, scale: grouped_mlp(rows, home, replica, sizes, scale),
+            rows,
+            home,
+            replica,
+            scale,
+        )
+        return out, *pull(d_out)
+
+    try:
+        if case.part == "products":
+            lowered = jax.jit(products).lower(*operands, sizes, array(ROWS, shape.expert_width))
+        else:
+            lowered = jax.jit(mlp).lower(*operands, sizes, scale, rows)
+        compiled = lowered.compile()
+    except (ValueError, RuntimeError) as error:
+        return str(error).splitlines()[0][:120]
+    text, memory = compiled.as_text(), compiled.memory_analysis()
+    if text is None or memory is None:
+        raise RuntimeError("this backend says neither what it compiled nor what memory that takes")
+    return Compiled(text.count('custom_call_target="mosaic_gpu'), memory.temp_size_in_bytes)
+
+
+def judge_kernels(compiled: Mapping[KernelCase, Compiled | str]) -> Iterator[Finding]:
+    """Hold the programs to what is promised."""
+    for case, found in compiled.items():
+        if isinstance(found, str):
+            yield Finding(case.model, PROMISES[case.part], found, False)
+        else:
+            said = f"{found.kernels}, {found.temporary / 1e6:.0f} MB temporary"
+            yield Finding(case.model, PROMISES[case.part], said, found.kernels == KERNELS[case.part])

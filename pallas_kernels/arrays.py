@@ -1,0 +1,78 @@
+"""What the calls of this package check and choose in the same way."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.hopper.launch import STEP, interpreted
+
+
+def choose(name: str | None, implementations: Mapping[str, Any], rows: jax.Array, **sizes: int) -> str:
+    """The implementation to run: the named one if it can, else the fastest one that runs here.
+
+    Args:
+        name: a name in ``implementations``, or None.
+        implementations: by name; "mosaic" and "xla" among them.
+        rows: what is multiplied; says for which device, where it is a described one.
+        sizes: of the matrices' two dimensions, by name.
+
+    Raises:
+        ValueError: no implementation has that name, or the Hopper kernels cannot run.
+    """
+    if name is not None and name not in implementations:
+        raise ValueError(f"implementation={name!r} is not one of {', '.join(implementations)}")
+    if name not in (None, "mosaic"):
+        return name
+    reason = _why_not_mosaic(rows, sizes)
+    if name and reason:
+        raise ValueError(f"implementation='mosaic' cannot run: {reason}")
+    return "xla" if reason else "mosaic"
+
+
+def _why_not_mosaic(rows: jax.Array, sizes: Mapping[str, int]) -> str | None:
+    if rows.dtype != jnp.bfloat16:
+        return f"rows are {rows.dtype}, not bfloat16"
+    for name, size in sizes.items():
+        if size < STEP or size % STEP:
+            return f"{name}={size} is no multiple of {STEP}"
+    meshes = (jax.sharding.get_abstract_mesh(), jax.typeof(rows).sharding.mesh)
+    described = next((mesh.abstract_device for mesh in meshes if mesh.abstract_device), None)
+    kind = described.device_kind if described else jax.devices()[0].device_kind
+    return None if interpreted() else why_no_hopper(kind)
+
+
+def why_no_hopper(kind: str) -> str | None:
+    """None for the kind of a Hopper GPU: H100, H200, H800, H20, GH200."""
+    if re.search(r"\bG?H(\d{3}|20)\b", kind):
+        return None
+    return f"{kind} is no Hopper GPU"
+
+
+def check_sizes(group_sizes: jax.Array, slots: tuple[int, int]) -> None:
+    """Raise unless there is an integer for each slot."""
+    if group_sizes.shape != (sum(slots),) or not jnp.issubdtype(group_sizes.dtype, jnp.integer):
+        raise ValueError(
+            f"group_sizes: expected integers [{sum(slots)}] for {slots[0]} home and {slots[1]} replica slots,"
+            f" found {show(group_sizes)}"
+        )
+
+
+def vary_alike(*arrays: jax.Array) -> list[jax.Array]:
+    """Inside shard_map: all arrays vary over the same mesh axes, so that loops may carry parts of any of them.
+
+    The transpose sums the gradient of an array that was the same on several devices.
+    """
+    varying = [jax.typeof(array).manual_axis_type.varying for array in arrays]
+    axes = frozenset().union(*varying)
+    return [
+        jax.lax.pcast(array, tuple(axes - own), to="varying") if axes - own else array
+        for array, own in zip(arrays, varying, strict=True)
+    ]
+
+
+def show(array: jax.Array) -> str:
+    """Dtype and shape for an error message."""
+    return f"{array.dtype}{list(array.shape)}"

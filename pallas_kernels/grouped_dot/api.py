@@ -1,0 +1,232 @@
+"""Grouped products: looks at shapes, chooses an implementation, and ties the three products as each other's gradients.
+
+With ``y = x W`` for the rows of each group, ``dx = dy W^T`` is the same product with transposed weights and
+``dW = x^T dy`` sums over the rows of a group. An `Implementation` is these two functions, and a row in
+`IMPLEMENTATIONS`: the tests run every row. Shapes and dtypes have been checked, and nothing is empty but groups.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, Final, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.arrays import check_sizes, choose, show, vary_alike
+from pallas_kernels.grouped_dot.mosaic import grouped_dot_mosaic, grouped_outer_mosaic
+from pallas_kernels.grouped_dot.reference import grouped_dot_reference, grouped_outer_reference
+from pallas_kernels.grouped_dot.xla import grouped_dot_xla, grouped_outer_xla
+
+type Array = jax.Array | np.ndarray
+
+
+class Implementation(NamedTuple):
+    """The products as one implementation does them."""
+
+    dot: Callable[..., jax.Array]
+    """``(rows, home, replica, group_sizes, transposed, out_dtype) -> [r, n]``."""
+    outer: Callable[..., tuple[jax.Array, jax.Array]]
+    """``(lhs, rhs, group_sizes, slots, out_dtype) -> [H, k, n], [R, k, n]``."""
+
+
+IMPLEMENTATIONS: Final[Mapping[str, Implementation]] = {
+    "reference": Implementation(grouped_dot_reference, grouped_outer_reference),
+    "xla": Implementation(grouped_dot_xla, grouped_outer_xla),
+    "mosaic": Implementation(grouped_dot_mosaic, grouped_outer_mosaic),
+}
+"""All implementations by name."""
+
+
+def grouped_dot(
+    rows: Array,
+    home: Array,
+    replica: Array,
+    group_sizes: Array,
+    *,
+    transposed: bool = False,
+    out_dtype: Any = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Each group of rows times the matrix of its own slot.
+
+    Group sizes are data: one compilation serves every split. Products accumulate in float32 (float64 for float64
+    rows). The two weight buffers are read where they lie. Works under jit, grad and shard_map; a gradient of another
+    dtype than the rows is rounded to theirs.
+
+    Args:
+        rows: ``[r, k]`` floating, sorted by group: the rows of home slot 0, 1, ..., H-1, then of each replica slot.
+            Rows beyond the last group are padding and may hold anything.
+        home: ``[H, k, n]``, or ``[H, n, k]`` if transposed, in the dtype of rows, H at least 1.
+        replica: ``[R, ...]`` likewise; R may be 0.
+        group_sizes: ``[H + R]`` integer, rows of each slot; together at most r.
+        transposed: multiply by transposed matrices.
+        out_dtype: of the result; None for that of rows.
+        implementation: a name in `IMPLEMENTATIONS`. None chooses by device: "mosaic" on Hopper GPUs for bfloat16
+            with k and n multiples of 64, else "xla", which runs on every platform that JAX has. "mosaic" copies
+            rows whose number is no multiple of 8.
+
+    Returns:
+        ``[r, n]``; zero in padding. Gradients of padding and of the weights of empty groups are zero.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit together, no implementation has that name, or the named one cannot
+            run here.
+
+    >>> rows, home, replica = jnp.ones((4, 2)), jnp.ones((2, 2, 3)), 5 * jnp.ones((1, 2, 3))
+    >>> grouped_dot(rows, home, replica, jnp.array([1, 0, 2]))[:, 0].tolist()
+    [2.0, 10.0, 10.0, 0.0]
+    """
+    rows, home, replica, group_sizes = map(jnp.asarray, (rows, home, replica, group_sizes))
+    if rows.ndim != 2 or not jnp.issubdtype(rows.dtype, jnp.floating):
+        raise ValueError(f"rows: expected floating [r, k], found {show(rows)}")
+    along, across = (2, 1) if transposed else (1, 2)
+    for name, weights in (("home", home), ("replica", replica)):
+        if weights.ndim != 3 or weights.shape[along] != rows.shape[1] or weights.dtype != rows.dtype:
+            wanted = f"n, {rows.shape[1]}" if transposed else f"{rows.shape[1]}, n"
+            raise ValueError(
+                f"{name}: expected {rows.dtype}[slots, {wanted}] for rows {show(rows)}, found {show(weights)}"
+            )
+    if home.shape[0] < 1 or home.shape[1:] != replica.shape[1:]:
+        raise ValueError(
+            f"home {show(home)}, replica {show(replica)}: at least one home slot, and the same matrices"
+        )
+    check_sizes(group_sizes, (home.shape[0], replica.shape[0]))
+    name = choose(implementation, IMPLEMENTATIONS, rows, k=rows.shape[1], n=home.shape[across])
+    dtype = jnp.dtype(rows.dtype if out_dtype is None else out_dtype)
+    if rows.size == 0:
+        return jnp.zeros((rows.shape[0], home.shape[across]), dtype)
+    return _dot(name, transposed, dtype, *vary_alike(rows, home, replica, group_sizes))
+
+
+def grouped_outer(
+    lhs: Array,
+    rhs: Array,
+    group_sizes: Array,
+    *,
+    home_slots: int,
+    out_dtype: Any = None,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """The weight gradient of `grouped_dot`: transposed rows times rows, summed over each group.
+
+    Args:
+        lhs: ``[r, k]`` floating, sorted by group as in `grouped_dot`; padding may hold anything.
+        rhs: ``[r, n]`` in the dtype of lhs, likewise.
+        group_sizes: ``[H + R]`` integer, rows of each slot; together at most r.
+        home_slots: H, at least 1.
+        out_dtype: of the result; None for that of lhs.
+        implementation: as in `grouped_dot`.
+
+    Returns:
+        ``[H, k, n]`` for the home slots and ``[R, k, n]`` for the replica slots; zero for empty groups.
+
+    Raises:
+        ValueError: as in `grouped_dot`.
+
+    >>> home, replica = grouped_outer(jnp.ones((4, 2)), jnp.ones((4, 3)), jnp.array([1, 0, 2]), home_slots=2)
+    >>> home[:, 0, 0].tolist(), replica[:, 0, 0].tolist()
+    ([1.0, 0.0], [2.0])
+    """
+    lhs, rhs, group_sizes = map(jnp.asarray, (lhs, rhs, group_sizes))
+    if lhs.ndim != 2 or not jnp.issubdtype(lhs.dtype, jnp.floating):
+        raise ValueError(f"lhs: expected floating [r, k], found {show(lhs)}")
+    if rhs.ndim != 2 or rhs.shape[0] != lhs.shape[0] or rhs.dtype != lhs.dtype:
+        raise ValueError(
+            f"rhs: expected {lhs.dtype}[{lhs.shape[0]}, n] for lhs {show(lhs)}, found {show(rhs)}"
+        )
+    if group_sizes.ndim != 1 or not 1 <= home_slots <= group_sizes.shape[0]:
+        raise ValueError(f"home_slots={home_slots} must lie in 1..H + R for group_sizes {show(group_sizes)}")
+    slots = (home_slots, group_sizes.shape[0] - home_slots)
+    check_sizes(group_sizes, slots)
+    name = choose(implementation, IMPLEMENTATIONS, lhs, k=lhs.shape[1], n=rhs.shape[1])
+    dtype = jnp.dtype(lhs.dtype if out_dtype is None else out_dtype)
+    if lhs.size == 0 or rhs.size == 0:
+        home, replica = (jnp.zeros((count, lhs.shape[1], rhs.shape[1]), dtype) for count in slots)
+        return home, replica
+    return _outer(name, slots, dtype, *vary_alike(lhs, rhs, group_sizes))
+
+
+def ragged_dot(
+    lhs: Array,
+    rhs: Array,
+    group_sizes: Array,
+    *,
+    preferred_element_type: Any = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """`grouped_dot` by the call of `jax.lax.ragged_dot`, with one weight buffer.
+
+    Args:
+        lhs: ``[r, k]`` floating, sorted by group.
+        rhs: ``[groups, k, n]`` in the dtype of lhs.
+        group_sizes: ``[groups]`` integer; together at most r.
+        preferred_element_type: dtype of the result; None for that of lhs.
+        implementation: as in `grouped_dot`.
+
+    Returns:
+        ``[r, n]``; zero beyond the last group.
+
+    >>> ragged_dot(jnp.ones((3, 2)), jnp.ones((2, 2, 1)), jnp.array([1, 1]))[:, 0].tolist()
+    [2.0, 2.0, 0.0]
+    """
+    none = jnp.asarray(rhs)[:0]
+    return grouped_dot(
+        lhs, rhs, none, group_sizes, out_dtype=preferred_element_type, implementation=implementation
+    )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _dot(
+    name: str,
+    transposed: bool,
+    dtype: Any,
+    rows: jax.Array,
+    home: jax.Array,
+    replica: jax.Array,
+    group_sizes: jax.Array,
+) -> jax.Array:
+    return IMPLEMENTATIONS[name].dot(rows, home, replica, group_sizes, transposed, dtype)
+
+
+def _dot_forward(
+    name: str, transposed: bool, dtype: Any, *arrays: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    return _dot(name, transposed, dtype, *arrays), arrays
+
+
+def _dot_backward(
+    name: str, transposed: bool, _: Any, saved: tuple[jax.Array, ...], d_out: jax.Array
+) -> tuple[jax.Array | None, ...]:
+    rows, home, replica, group_sizes = saved
+    d_out = d_out.astype(rows.dtype)
+    d_rows = _dot(name, not transposed, rows.dtype, d_out, home, replica, group_sizes)
+    lhs, rhs = (d_out, rows) if transposed else (rows, d_out)
+    slots = (home.shape[0], replica.shape[0])
+    return d_rows, *_outer(name, slots, home.dtype, lhs, rhs, group_sizes), None
+
+
+_dot.defvjp(_dot_forward, _dot_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _outer(
+    name: str, slots: tuple[int, int], dtype: Any, lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    return IMPLEMENTATIONS[name].outer(lhs, rhs, group_sizes, slots, dtype)
+
+
+def _outer_forward(name: str, slots: tuple[int, int], dtype: Any, *arrays: jax.Array) -> tuple[Any, Any]:
+    return _outer(name, slots, dtype, *arrays), arrays
+
+
+def _outer_backward(
+    name: str, _: tuple[int, int], __: Any, saved: tuple[jax.Array, ...], d_out: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array | None, ...]:
+    lhs, rhs, group_sizes = saved
+    weights = [one.astype(lhs.dtype) for one in d_out]
+    d_lhs = _dot(name, True, lhs.dtype, rhs, *weights, group_sizes)
+    return d_lhs, _dot(name, False, rhs.dtype, lhs, *weights, group_sizes), None
+
+
+_outer.defvjp(_outer_forward, _outer_backward)

@@ -1,0 +1,51 @@
+"""Grouped products for Hopper, a kernel each; bfloat16, k and n multiples of 64."""
+
+from typing import Any
+
+import jax
+
+from pallas_kernels.blocks import group_bounds
+from pallas_kernels.hopper.launch import align_rows
+from pallas_kernels.hopper.rows import Term, rows_kernel
+from pallas_kernels.hopper.schedule import cut
+from pallas_kernels.hopper.tiles import Problem, choose
+from pallas_kernels.hopper.weights import weights_kernel
+
+
+def grouped_dot_mosaic(
+    rows: jax.Array,
+    home: jax.Array,
+    replica: jax.Array,
+    group_sizes: jax.Array,
+    transposed: bool,
+    out_dtype: Any,
+) -> jax.Array:
+    """Each tile of rows times its group's matrix."""
+    num_rows, contraction = rows.shape
+    columns = home.shape[1 if transposed else 2]
+    tiles = choose(Problem(1, 1, 1, contraction, columns, num_rows // group_sizes.shape[0]))
+    rows, bounds = align_rows(rows), group_bounds(group_sizes, num_rows)
+    (out,) = rows_kernel(
+        [rows],
+        home[:, None],
+        replica[:, None],
+        cut(bounds, rows.shape[0], tiles.rows),
+        terms=[Term(0, 0, 0)],
+        transposed=transposed,
+        epilogue=lambda accumulators, _: (accumulators, None),
+        out_dtype=out_dtype,
+        padding=True,
+        tiles=tiles,
+    )
+    return out[:num_rows]
+
+
+def grouped_outer_mosaic(
+    lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, slots: tuple[int, int], out_dtype: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Each tile of a group's matrix, summed over the group's rows."""
+    tiles = choose(Problem(0, 1, 1, lhs.shape[0] // sum(slots), rhs.shape[1], lhs.shape[1]))
+    bounds = group_bounds(group_sizes, lhs.shape[0])
+    pairs = [(align_rows(lhs), align_rows(rhs))]
+    home, replica = weights_kernel(pairs, bounds, slots, out_dtype=out_dtype, tiles=tiles)
+    return home[:, 0], replica[:, 0]

@@ -1,0 +1,46 @@
+"""What grouped products mean, in as few lines as possible, in float32 (or float64) at the highest precision.
+
+For tests and small shapes: a matrix is gathered for every row, and rows are repeated under a mask for every group.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.blocks import accumulator
+
+
+def grouped_dot_reference(
+    rows: jax.Array,
+    home: jax.Array,
+    replica: jax.Array,
+    group_sizes: jax.Array,
+    transposed: bool,
+    out_dtype: Any,
+) -> jax.Array:
+    """Every row meets its own copy of the matrix."""
+    slot = _slots(group_sizes, rows.shape[0])
+    real = slot < group_sizes.shape[0]
+    weights = jnp.concatenate([home, replica])[jnp.minimum(slot, group_sizes.shape[0] - 1)]
+    # Zeros meet zeros in padding: whatever it held reaches no value.
+    x, weights = jnp.where(real[:, None], rows, 0), jnp.where(real[:, None, None], weights, 0)
+    with jax.default_matmul_precision("highest"):
+        product = "rk,rnk->rn" if transposed else "rk,rkn->rn"
+        return jnp.einsum(product, x, weights, preferred_element_type=accumulator(rows)).astype(out_dtype)
+
+
+def grouped_outer_reference(
+    lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, slots: tuple[int, int], out_dtype: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Every group sees all rows, those of others as zeros."""
+    own = _slots(group_sizes, lhs.shape[0])[None] == jnp.arange(sum(slots))[:, None]
+    a, b = (jnp.where(own[..., None], rows, 0) for rows in (lhs, rhs))
+    with jax.default_matmul_precision("highest"):
+        outer = jnp.einsum("grk,grn->gkn", a, b, preferred_element_type=accumulator(lhs)).astype(out_dtype)
+    return outer[: slots[0]], outer[slots[0] :]
+
+
+def _slots(group_sizes: jax.Array, num_rows: int) -> jax.Array:
+    """``[r]``: the slot of each row, H + R for padding."""
+    return jnp.searchsorted(jnp.cumsum(group_sizes), jnp.arange(num_rows), side="right")

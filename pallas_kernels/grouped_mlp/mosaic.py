@@ -1,0 +1,153 @@
+"""Grouped MLP for Hopper: two kernels forward, three backward, with SwiGLU and the row scale inside them.
+
+Forward, gate and up are one pass over the rows, and only the hidden row is written; the scale multiplies what the
+down product is about to write. Backward, one pass computes gate and up again beside ``dy W2`` and writes what is left
+to multiply: ``dg``, ``du`` and ``s h``. The row gradient is one pass over both of the former, and the three weight
+gradients are one launch, since all of them are ``[D, F]``: ``x^T dg``, ``x^T du`` and ``dy^T (s h)``.
+
+Counted in elements of hidden rows written and read, against products one at a time with SwiGLU between them: 2F
+instead of 6F a row forward, 8F instead of 14F backward. What that saves in time has not been measured yet.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.blocks import group_bounds
+from pallas_kernels.hopper.launch import align_rows
+from pallas_kernels.hopper.rows import Term, rows_kernel
+from pallas_kernels.hopper.schedule import Schedule, cut
+from pallas_kernels.hopper.tiles import Problem, choose
+from pallas_kernels.hopper.weights import weights_kernel
+
+GATE, UP, DOWN = 0, 1, 2
+
+
+@jax.custom_vjp
+def grouped_mlp_mosaic(
+    rows: jax.Array, home: jax.Array, replica: jax.Array, group_sizes: jax.Array, row_scale: jax.Array
+) -> jax.Array:
+    """`grouped_mlp` for bfloat16 on Hopper; D and F multiples of 64."""
+    num_rows = rows.shape[0]
+    rows, bounds, scale = _prepare(rows, group_sizes, row_scale)
+    width, hidden_width = home.shape[2:]
+    expected = num_rows // group_sizes.shape[0]
+
+    tiles = choose(Problem(1, 2, 2, width, hidden_width, expected))
+    (hidden,) = rows_kernel(
+        [rows],
+        home,
+        replica,
+        cut(bounds, rows.shape[0], tiles.rows),
+        terms=[Term(0, GATE, 0), Term(0, UP, 1)],
+        transposed=False,
+        epilogue=_swiglu,
+        padding=False,
+        tiles=tiles,
+    )
+    tiles = choose(Problem(1, 1, 1, hidden_width, width, expected))
+    (out,) = rows_kernel(
+        [hidden],
+        home,
+        replica,
+        cut(bounds, rows.shape[0], tiles.rows),
+        scale,
+        terms=[Term(0, DOWN, 0)],
+        transposed=True,
+        epilogue=lambda accumulators, scale: ([accumulators[0] * scale], None),
+        padding=True,
+        tiles=tiles,
+    )
+    return out[:num_rows]
+
+
+def _forward(*arrays: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    return grouped_mlp_mosaic(*arrays), arrays
+
+
+def _backward(saved: tuple[jax.Array, ...], d_out: jax.Array) -> tuple[jax.Array | None, ...]:
+    rows, home, replica, group_sizes, row_scale = saved
+    num_rows = rows.shape[0]
+    rows, bounds, scale = _prepare(rows, group_sizes, row_scale)
+    d_out = align_rows(d_out)
+    width, hidden_width = home.shape[2:]
+    expected = num_rows // group_sizes.shape[0]
+
+    tiles = choose(Problem(2, 3, 3, width, hidden_width, expected))
+    schedule = cut(bounds, rows.shape[0], tiles.rows)
+    d_gate, d_up, scaled, sums = rows_kernel(
+        [rows, d_out],
+        home,
+        replica,
+        schedule,
+        scale,
+        terms=[Term(0, GATE, 0), Term(0, UP, 1), Term(1, DOWN, 2)],
+        transposed=False,
+        epilogue=_swiglu_gradients,
+        outputs=3,
+        sums=True,
+        padding=False,
+        tiles=tiles,
+    )
+    tiles = choose(Problem(2, 2, 1, hidden_width, width, expected))
+    (d_rows,) = rows_kernel(
+        [d_gate, d_up],
+        home,
+        replica,
+        cut(bounds, rows.shape[0], tiles.rows),
+        terms=[Term(0, GATE, 0), Term(1, UP, 0)],
+        transposed=True,
+        epilogue=lambda accumulators, _: (accumulators, None),
+        padding=True,
+        tiles=tiles,
+    )
+    slots = (home.shape[0], replica.shape[0])
+    d_home, d_replica = weights_kernel(
+        [(rows, d_gate), (rows, d_up), (d_out, scaled)],
+        bounds,
+        slots,
+        tiles=choose(Problem(0, 1, 1, expected, hidden_width, width)),
+    )
+    # XLA's scheduler would put off the weight gradients of all layers, and their operands would wait in memory.
+    d_rows, d_home, d_replica = jax.lax.optimization_barrier((d_rows, d_home, d_replica))
+    d_scale = _of_rows(sums, schedule, rows.shape[0], bounds)[:num_rows]
+    return d_rows[:num_rows], d_home, d_replica, None, d_scale.astype(row_scale.dtype)
+
+
+grouped_mlp_mosaic.defvjp(_forward, _backward)
+
+
+def _swiglu(accumulators: Sequence[jax.Array], _: Any) -> tuple[list[jax.Array], None]:
+    gate, up = accumulators
+    return [gate * jax.nn.sigmoid(gate) * up], None
+
+
+def _swiglu_gradients(
+    accumulators: Sequence[jax.Array], scale: jax.Array
+) -> tuple[list[jax.Array], jax.Array]:
+    """Gradients of gate and up, the scaled hidden row, and the row's gradient of the scale."""
+    gate, up, unscaled = accumulators
+    sigmoid = jax.nn.sigmoid(gate)
+    silu = gate * sigmoid
+    hidden, d_hidden = silu * up, unscaled * scale
+    d_gate = d_hidden * up * (sigmoid + silu * (1 - sigmoid))
+    return [d_gate, d_hidden * silu, hidden * scale], jnp.sum(unscaled * hidden, axis=1)
+
+
+def _prepare(
+    rows: jax.Array, group_sizes: jax.Array, row_scale: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Rows in a number that tiles can start at, bounds of groups, and the scale, zero in padding."""
+    bounds = group_bounds(group_sizes, rows.shape[0])
+    scale = jnp.where(jnp.arange(rows.shape[0]) < bounds[-1], row_scale, 0).astype(jnp.float32)
+    return align_rows(rows), bounds, align_rows(scale)
+
+
+def _of_rows(sums: jax.Array, schedule: Schedule, num_rows: int, bounds: jax.Array) -> jax.Array:
+    """``[r]``: each row's sum over the tiles of columns; 0 in padding."""
+    row = jnp.arange(num_rows, dtype=jnp.int32)
+    tile = jnp.searchsorted(schedule.end, row, side="right")
+    own = jnp.sum(sums, axis=0)[tile, row - schedule.first[tile]]
+    return jnp.where(row < bounds[-1], own, 0)

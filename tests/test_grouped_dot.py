@@ -1,0 +1,291 @@
+"""One suite for all implementations of the grouped products, against loops over groups in NumPy float64.
+
+The Hopper kernels run in JAX's GPU interpreter, which detects races, in bfloat16 and at shapes that it can bear.
+"""
+
+import contextlib
+import functools
+import itertools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.test_util import check_grads
+
+from pallas_kernels import grouped_dot, grouped_outer, ragged_dot
+from pallas_kernels.grouped_dot.api import IMPLEMENTATIONS
+
+HOMES, REPLICAS = 5, 3
+
+
+class Setting(NamedTuple):
+    """What an implementation is tested on."""
+
+    dtype: str
+    rows: int
+    k: int
+    n: int
+    sizes: tuple[int, ...]
+    """Of no group, of one row, and around the sizes of its tiles, with padding behind."""
+    examples: int = 100
+
+
+PLAIN = Setting("float32", 700, 8, 12, (3, 64, 0, 65, 257, 63, 1, 130))
+SETTINGS = {
+    "reference": PLAIN,
+    "xla": PLAIN,
+    # Fewer than 64 rows a group for tiles of one warpgroup, and as many columns as take two tiles.
+    "mosaic": Setting("bfloat16", 157, 64, 320, (3, 64, 0, 7, 41, 0, 1, 30), examples=2),
+}
+# Of the largest entry of each array.
+TOLERANCE = {"float64": 1e-13, "float32": 2e-6, "bfloat16": 5e-3}
+
+each_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+
+
+@contextlib.contextmanager
+def interpreter(implementation):
+    """Where the Hopper kernels can run; none of them may race."""
+    if implementation != "mosaic":
+        yield
+        return
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+        yield
+        assert not get_races().races_found
+
+
+def inputs(setting, *, transposed=False, homes=HOMES, replicas=REPLICAS, seed=0):
+    """Rows, both weight buffers and the gradient of the output."""
+    rng = np.random.default_rng(seed)
+    matrix = (setting.n, setting.k) if transposed else (setting.k, setting.n)
+    shapes = ((setting.rows, setting.k), (homes, *matrix), (replicas, *matrix), (setting.rows, setting.n))
+    return [jnp.asarray(rng.normal(size=shape), setting.dtype) for shape in shapes]
+
+
+def oracle(rows, home, replica, group_sizes, d_out, transposed):
+    """Output and gradients of ``sum(out * d_out)``, group by group in float64."""
+    rows, home, replica, d_out = (np.asarray(array, np.float64) for array in (rows, home, replica, d_out))
+    weights = np.concatenate([home, replica])
+    out, d_rows, d_weights = np.zeros_like(d_out), np.zeros_like(rows), np.zeros_like(weights)
+    ends = np.cumsum(group_sizes)
+    for slot, (start, end) in enumerate(zip(ends - group_sizes, ends, strict=True)):
+        own = slice(start, end)
+        matrix = weights[slot].T if transposed else weights[slot]
+        out[own], d_rows[own] = rows[own] @ matrix, d_out[own] @ matrix.T
+        d_matrix = rows[own].T @ d_out[own]
+        d_weights[slot] = d_matrix.T if transposed else d_matrix
+    return out, d_rows, d_weights[: len(home)], d_weights[len(home) :]
+
+
+@functools.cache
+def compiled(implementation, transposed=False, out_dtype=None):
+    """Output and all gradients, in one program for all sizes; counts its traces."""
+
+    @jax.jit
+    def run(rows, home, replica, sizes, d_out):
+        run.traces += 1
+
+        def call(rows, home, replica):
+            options = {"transposed": transposed, "out_dtype": out_dtype, "implementation": implementation}
+            return grouped_dot(rows, home, replica, sizes, **options)
+
+        out, pull = jax.vjp(call, rows, home, replica)
+        return out, *pull(d_out.astype(out.dtype))
+
+    run.traces = 0
+    return run
+
+
+def assert_close(found, expected, dtype):
+    for value, wanted in zip(found, expected, strict=True):
+        worst = np.abs(np.asarray(value, np.float64) - wanted).max(initial=0)
+        assert worst <= TOLERANCE[dtype] * np.abs(wanted).max(initial=0)
+
+
+def check(implementation, sizes, arrays, transposed=False, out_dtype=None):
+    sizes = np.asarray(sizes, np.int32)
+    run = compiled(implementation, transposed, out_dtype)
+    *operands, d_out = arrays
+    with interpreter(implementation):
+        found = jax.block_until_ready(run(*operands, sizes, d_out))
+    dtype = str(operands[0].dtype)
+    assert [str(array.dtype) for array in found] == [out_dtype or dtype, dtype, dtype, dtype]
+    assert_close(found, oracle(*operands, sizes, d_out, transposed), dtype)
+    return found
+
+
+@each_implementation
+@pytest.mark.parametrize(("transposed", "out_dtype"), [(False, None), (True, "float32")])
+def test_output_and_gradients(implementation, transposed, out_dtype):
+    setting = SETTINGS[implementation]
+    check(implementation, setting.sizes, inputs(setting, transposed=transposed), transposed, out_dtype)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_other_dtypes(implementation, dtype):
+    with jax.enable_x64(dtype == "float64"):
+        check(implementation, PLAIN.sizes, inputs(PLAIN._replace(dtype=dtype)))
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_every_pattern_of_empty_groups_in_one_compilation(implementation):
+    arrays = inputs(PLAIN)
+    run = compiled(implementation)
+    check(implementation, PLAIN.sizes, arrays)
+    traces = run.traces
+    for pattern in itertools.product((0, 1), repeat=HOMES + REPLICAS):
+        *_, d_home, d_replica = check(implementation, np.array(PLAIN.sizes) * pattern, arrays)
+        assert not np.concatenate([d_home, d_replica])[np.array(pattern) == 0].any()
+    assert run.traces == traces
+
+
+def all_patterns():
+    """Zeros and ones whose stretches of 8 are all 2^8 patterns, each once (a de Bruijn sequence)."""
+    ring, seen = [0] * 8, {(0,) * 8}
+    while len(seen) < 256:
+        one = (*ring[-7:], 1)
+        ring.append(0 if one in seen else 1)
+        seen.add(tuple(ring[-8:]))
+    return np.array(ring)
+
+
+def test_every_pattern_of_empty_groups_in_one_launch():
+    """The interpreter is slow: of 263 groups in one launch, any 8 in a row are empty in another way."""
+    patterns = all_patterns()
+    assert len({tuple(patterns[at : at + 8]) for at in range(len(patterns) - 7)}) == 256
+    sizes = (patterns * np.random.default_rng(0).integers(1, 4, size=patterns.shape)).astype(np.int32)
+    setting = Setting("bfloat16", int(sizes.sum()) + 5, 64, 64, ())
+    rows, home, replica, _ = inputs(setting, homes=200, replicas=len(sizes) - 200)
+    with interpreter("mosaic"):
+        call = jax.jit(functools.partial(grouped_dot, implementation="mosaic"))
+        out = np.asarray(call(rows, home, replica, sizes), np.float32)
+    weights = np.repeat(np.concatenate([home, replica]).astype(np.float32), sizes, axis=0)
+    real = np.asarray(rows, np.float32)[: sizes.sum()]
+    assert_close([out[: len(real)]], [np.einsum("rk,rkn->rn", real, weights)], "bfloat16")
+    assert not out[len(real) :].any()
+
+
+@each_implementation
+@pytest.mark.parametrize("slot", [0, HOMES + REPLICAS - 1])
+def test_one_group_has_all_rows(implementation, slot):
+    setting = SETTINGS[implementation]
+    check(implementation, np.eye(HOMES + REPLICAS)[slot] * setting.rows, inputs(setting))
+
+
+@each_implementation
+def test_padding_and_poison_reach_nothing(implementation):
+    setting = SETTINGS[implementation]
+    for sizes in (np.array(setting.sizes), np.zeros(8), [0, 0, 0, 0, 10, 0, 0, 0]):
+        total = int(np.sum(sizes))
+        rows, home, replica, d_out = (np.array(array) for array in inputs(setting))
+        rows[total:] = d_out[total:] = np.nan
+        home[np.asarray(sizes[:HOMES]) == 0] = replica[np.asarray(sizes[HOMES:]) == 0] = np.nan
+        clean = [jnp.asarray(np.nan_to_num(array)) for array in (rows, home, replica, d_out)]
+        with interpreter(implementation):
+            sizes = np.asarray(sizes, np.int32)
+            found = jax.block_until_ready(compiled(implementation)(rows, home, replica, sizes, d_out))
+        assert_close(found, oracle(*clean[:3], sizes, clean[3], transposed=False), setting.dtype)
+        assert not np.asarray(found[0])[total:].any()
+        assert not np.asarray(found[1])[total:].any()
+
+
+@each_implementation
+def test_any_sizes(implementation):
+    setting = SETTINGS[implementation]
+
+    @settings(max_examples=setting.examples)
+    @given(st.lists(st.integers(0, setting.rows), min_size=8, max_size=8).map(sorted))
+    def of_sizes(ends):
+        check(implementation, np.diff(ends, prepend=0), inputs(setting))
+
+    of_sizes()
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+@pytest.mark.parametrize("rows", [0, 1, 40])
+def test_few_rows_and_no_replica_slots(implementation, rows):
+    arrays = inputs(PLAIN._replace(rows=rows), homes=3, replicas=0)
+    check(implementation, [rows // 2, 0, rows - rows // 2], arrays)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_gradients_of_the_weight_gradient(implementation):
+    with jax.enable_x64(True):
+        lhs, _, _, rhs = inputs(PLAIN._replace(dtype="float64", rows=40))
+        sizes = jnp.array([10, 0, 20, 5])
+
+        def total(lhs, rhs):
+            home, replica = grouped_outer(lhs, rhs, sizes, home_slots=2, implementation=implementation)
+            return jnp.sum(jnp.sin(home)) + jnp.sum(jnp.cos(replica))
+
+        check_grads(jax.jit(total), (lhs, rhs), order=1, modes=["rev"])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_call_of_ragged_dot(dtype):
+    rows, home, _, _ = inputs(PLAIN._replace(dtype=dtype))
+    sizes = jnp.array([100, 0, 50, 1, 400])
+    for wanted in (None, jnp.float32):
+        ours = ragged_dot(rows, home, sizes, preferred_element_type=wanted)
+        theirs = jax.lax.ragged_dot(rows, home, sizes, preferred_element_type=wanted)
+        assert ours.dtype == theirs.dtype
+        assert_close([ours], [np.asarray(theirs, np.float64)], dtype)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"rows": ((7,), "float32")}, r"rows: expected floating \[r, k\], found float32\[7\]"),
+        ({"home": ((2, 5, 6), "float32")}, r"home: expected float32\[slots, 4, n\] for rows float32\[7, 4\]"),
+        ({"replica": ((1, 4, 6), "bfloat16")}, r"replica: expected float32\[.* found bfloat16\[1, 4, 6\]"),
+        ({"replica": ((1, 4, 9), "float32")}, r"home float32\[2, 4, 6\], replica float32\[1, 4, 9\]"),
+        ({"home": ((0, 4, 6), "float32")}, "at least one home slot"),
+        ({"group_sizes": ((4,), "int32")}, r"group_sizes: expected integers \[3\] for 2 home and 1 replica"),
+    ],
+)
+def test_what_does_not_fit_is_named(changed, message):
+    shapes = {
+        "rows": ((7, 4), "float32"),
+        "home": ((2, 4, 6), "float32"),
+        "replica": ((1, 4, 6), "float32"),
+        "group_sizes": ((3,), "int32"),
+    }
+    with pytest.raises(ValueError, match=message):
+        grouped_dot(*(jnp.zeros(*shape) for shape in (shapes | changed).values()))
+
+
+@pytest.mark.parametrize(
+    ("lhs", "rhs", "homes", "message"),
+    [
+        ((7,), (7, 4), 1, r"lhs: expected floating \[r, k\], found float32\[7\]"),
+        ((7, 4), (6, 4), 1, r"rhs: expected float32\[7, n\] for lhs float32\[7, 4\], found float32\[6, 4\]"),
+        ((7, 4), (7, 4), 0, r"home_slots=0 must lie in 1..H \+ R for group_sizes int32\[3\]"),
+        ((7, 4), (7, 4), 4, "home_slots=4 must lie"),
+    ],
+)
+def test_what_does_not_fit_a_weight_gradient_is_named(lhs, rhs, homes, message):
+    with pytest.raises(ValueError, match=message):
+        grouped_outer(jnp.zeros(lhs), jnp.zeros(rhs), jnp.zeros(3, jnp.int32), home_slots=homes)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        (PLAIN._replace(k=64, n=64), "rows are float32, not bfloat16"),
+        (PLAIN._replace(dtype="bfloat16", k=64, n=96), "n=96 is no multiple of 64"),
+        (PLAIN._replace(dtype="bfloat16", k=64, n=64), "cpu is no Hopper GPU"),
+    ],
+)
+def test_hopper_kernels_say_why_they_cannot_run(setting, message):
+    rows, home, replica, _ = inputs(setting)
+    sizes = jnp.zeros(8, jnp.int32)
+    with pytest.raises(ValueError, match=f"implementation='mosaic' cannot run: {message}"):
+        grouped_dot(rows, home, replica, sizes, implementation="mosaic")
+    assert not grouped_dot(rows, home, replica, sizes).any()
