@@ -1,9 +1,9 @@
-"""The command line: ``python -m experiments.run compare | plan | inspect``.
+"""The command line: ``python -m experiments.run compare | plan | inspect``, or the name of a training run.
 
-Bad input ends with exit status 2 and one line on standard error; nothing half-written is left behind.
+``--list`` shows the training runs; their settings can be overridden, ``NAME --help`` shows them. Bad input ends with
+exit status 2 and one line on standard error; nothing half-written is left behind.
 """
 
-import difflib
 import json
 import sys
 from collections.abc import Callable
@@ -18,9 +18,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from experiments.ablation import ABLATION
 from experiments.configs import Compare, Inspect, MakePlan
 from experiments.figures import compare_figure, timeline_figure
+from experiments.rl.configs import CONFIGS, SUMMARIES, Train, nearest, saved_config
+from experiments.rl.train import run_train
 from experiments.simulate import Contender, Outcome, compare, cost_model, make_batches, run_contender
 from experiments.traces import Trace, read_trace
 from relibra_jax.files import whole_file
@@ -32,6 +33,9 @@ from relibra_jax.replay import sample_load
 
 console = Console()
 
+PROGRAM = "python -m experiments.run"
+NAMES = ("compare", "plan", "inspect")
+
 
 def run_compare(config: Compare) -> None:
     """Every planner over one trace."""
@@ -41,6 +45,9 @@ def run_compare(config: Compare) -> None:
     costs = cost_model(config.costs, trace, batches, topology)
     contenders = {name: Contender(row=row) for name, row in PLANNERS.items()}
     if config.ablation:
+        # Importing it draws keys, and JAX would start before a training run has said how many devices it wants.
+        from experiments.ablation import ABLATION
+
         contenders = ABLATION
     columns = (TextColumn("{task.description:>16}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:
@@ -127,8 +134,7 @@ def _left_over(samples: int) -> str:
 def run_plan(config: MakePlan) -> None:
     """The plan of one planner for the last batch of a trace."""
     if config.planner not in PLANNERS:
-        near = difflib.get_close_matches(config.planner, PLANNERS, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        hint = nearest(config.planner, PLANNERS)
         raise ValueError(f"planner {config.planner!r} must be one of {', '.join(PLANNERS)}{hint}")
     row = PLANNERS[config.planner]
     trace = read_trace(config.trace)
@@ -171,6 +177,18 @@ def run_inspect(config: Inspect) -> None:
     console.print(table)
 
 
+def list_runs() -> None:
+    """The training runs that have names."""
+    table = Table("name", "what it is", title=f"{PROGRAM} NAME [--overrides]", box=box.SIMPLE_HEAD)
+    for name, run in CONFIGS.items():
+        sizes = f"{run.task}, {run.policy} model, {run.samples} samples a batch, {run.planner}"
+        length = (
+            f"{run.warmup_steps} supervised steps, then {run.steps}; seeds {', '.join(map(str, run.seeds))}"
+        )
+        table.add_row(name, f"{SUMMARIES[name]}\n{sizes}\n{length}")
+    console.print(table)
+
+
 COMMANDS: dict[type, Callable[[Any], None]] = {Compare: run_compare, MakePlan: run_plan, Inspect: run_inspect}
 
 type Command = (
@@ -180,11 +198,31 @@ type Command = (
 )
 
 
+def parse_run(name: str, default: Train, args: list[str]) -> Train:
+    """The settings of a training run; where ``args`` say nothing, those of ``default``."""
+    program = f"{PROGRAM} {name}"
+    return tyro.cli(Train, default=default, prog=program, description=SUMMARIES[name], args=args)
+
+
 def main(args: list[str] | None = None) -> int:
     """Run one command; the exit status is 0, or 2 for bad input."""
-    config = tyro.cli(Command, prog="python -m experiments.run", description=__doc__, args=args)
+    args = sys.argv[1:] if args is None else args
+    name, *rest = args or [""]
+    if name == "--list":
+        list_runs()
+        return 0
     try:
-        COMMANDS[type(config)](config)
+        if name in CONFIGS:
+            settings = parse_run(name, CONFIGS[name], rest)
+            if settings.resume is not None:
+                settings = parse_run(name, saved_config(settings.resume), rest)
+            run_train(settings, console, name=name)
+        elif name in NAMES or name.startswith("-") or not name:
+            config = tyro.cli(Command, prog=PROGRAM, description=__doc__, args=args)
+            COMMANDS[type(config)](config)
+        else:
+            known = (*NAMES, *CONFIGS)
+            raise ValueError(f"command {name!r} must be one of {', '.join(known)}{nearest(name, known)}")
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -1,0 +1,1 @@
+"""Short scripts for training loops that are not ours."""

@@ -1,0 +1,180 @@
+"""What runs have shown: a table, a figure and the numbers, all read from their metrics."""
+
+import json
+from pathlib import Path
+from typing import Any, Final
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from experiments.figures import COLOURS, GRID, INK
+from experiments.rl.configs import Train
+from experiments.rl.running import read_metrics
+from relibra_jax.files import whole_file
+
+SMOOTH: Final = 7
+"""Steps; a step's mean reward depends much on which prompts it drew."""
+PLAN, STATIC = COLOURS[6], COLOURS[0]
+COLUMNS_EXPLAINED = (
+    "warm-up, end: mean reward on held-out prompts; imbalance: max / mean of rank load in recompute and update, over"
+    " all learning steps, under the plan, with the bound that no replication passes and static placement beside it;"
+    " plan: median ms of a step; share: of planning and migration in the step's time; changed: expert choices in which"
+    " the live router differs from the rollout when it learns; failed: rewards that raised."
+)
+
+
+def write_report(config: Train, folder: Path, console: Console, name: str) -> None:
+    """Print the table; write ``summary.json`` and ``training.png``, and say where they are.
+
+    Args:
+        config: of the runs.
+        folder: with ``seed-*/metrics.jsonl``.
+        console: to print on.
+        name: of the configuration.
+    """
+    metrics = {seed: read_metrics(folder / f"seed-{seed}" / "metrics.jsonl") for seed in config.seeds}
+    summary = {seed: summarise(lines) for seed, lines in metrics.items()}
+    setting = (
+        f"{name}: {config.task}, {config.policy} model, {config.samples} samples a batch, {config.planner} on"
+        f" {config.cluster.nodes} nodes x {config.cluster.ranks_per_node} ranks"
+    )
+    figure, numbers = folder / "training.png", folder / "summary.json"
+    with whole_file(numbers) as part:
+        part.write_text(json.dumps({"setting": setting, "seeds": summary}, indent=1) + "\n")
+    console.print(_table(summary, setting))
+    console.print(COLUMNS_EXPLAINED, style="dim")
+    training_figure(figure, metrics, setting)
+    console.print(
+        f"figure: {figure}\nnumbers: {numbers}\nmetrics and checkpoints: {folder}/seed-*",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def summarise(lines: list[dict[str, Any]]) -> dict[str, Any]:
+    """The numbers of one run. Medians, so that steps in which something was compiled do not count for all."""
+    learned = [line for line in lines if line["kind"] == "learn"]
+    evaluated = [
+        line["reward"] for line in lines if line["kind"] == "evaluation" and line["reward"] is not None
+    ]
+    numbers: dict[str, Any] = {
+        "steps": len(learned),
+        "wall_seconds": sum(line.get("seconds", 0) for line in lines),
+    }
+    if evaluated:
+        numbers |= {"reward_warm_up": evaluated[0], "reward_end": evaluated[-1]}
+    if not learned:
+        return numbers
+    planning = [line["phases"]["plan"] + line["phases"]["migrate"] for line in learned]
+    for name in ("imbalance", "imbalance_bound", "imbalance_static", "imbalance_live"):
+        if name in learned[0]:
+            numbers[name] = float(np.mean([line[name] for line in learned]))
+    for phase in learned[0]["phases"]:
+        numbers[f"{phase}_ms"] = 1e3 * float(np.median([line["phases"][phase] for line in learned]))
+    seconds = np.array([line["seconds"] for line in learned])
+    return numbers | {
+        "step_ms": 1e3 * float(np.median(seconds)),
+        "plan_and_migrate_share": float(np.median(planning / seconds)),
+        "tokens_per_second": float(np.median([line["tokens"] for line in learned] / seconds)),
+        "failed_rewards": sum(line["failed"] for line in learned),
+        "routing_changed_share": np.mean([line["routing_changed_share"] for line in learned], 0).tolist(),
+    }
+
+
+def _table(summary: dict[int, dict[str, Any]], title: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=0)
+    columns = {
+        "warm-up": ("reward_warm_up", "{:.3f}"),
+        "end": ("reward_end", "{:.3f}"),
+        "imbalance": ("imbalance", "{:.4f}"),
+        "bound": ("imbalance_bound", "{:.4f}"),
+        "static": ("imbalance_static", "{:.3f}"),
+        "plan": ("plan_ms", "{:.0f}ms"),
+        "share": ("plan_and_migrate_share", "{:.1%}"),
+        "tokens/s": ("tokens_per_second", "{:.0f}"),
+        "failed": ("failed_rewards", "{}"),
+        "changed": ("routing_changed_share", "{:.2%}"),
+    }
+    table.add_column("seed", no_wrap=True)
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    for seed, numbers in summary.items():
+        values = [np.mean(numbers[key]) if key in numbers else None for key, _ in columns.values()]
+        shown = [
+            "" if value is None else form.format(value)
+            for value, (_, form) in zip(values, columns.values(), strict=True)
+        ]
+        table.add_row(str(seed), *shown)
+    return table
+
+
+def training_figure(path: Path, metrics: dict[int, list[dict[str, Any]]], title: str) -> None:
+    """Reward, imbalance of every micro-batch, time of planning and tokens/s, over the steps.
+
+    Args:
+        path: of the PNG.
+        metrics: of each seed.
+        title: what was run.
+    """
+    figure, ((reward, balance), (planning, speed)) = plt.subplots(
+        2, 2, figsize=(11, 6.4), layout="constrained"
+    )
+    figure.suptitle(title, color=INK, fontsize=11)
+    for number, (seed, lines) in enumerate(metrics.items()):
+        colour = COLOURS[(6 + number) % len(COLOURS)]
+        learned = [line for line in lines if line["kind"] == "learn"]
+        steps = np.array([line["step"] for line in learned])
+        rewards = [np.nan if line["reward"] is None else line["reward"] for line in learned]
+        reward.plot(steps, rewards, color=colour, linewidth=0.8, alpha=0.4)
+        reward.plot(steps, _smooth(rewards), color=colour, linewidth=1.6, label=f"seed {seed}")
+        held_out = [(line["step"], line["reward"]) for line in lines if line["kind"] == "evaluation"]
+        if held_out:
+            label = "held-out prompts" if number == 0 else None
+            reward.plot(*zip(*held_out, strict=True), "o", color=colour, markersize=6, label=label)
+        for name, of in (("imbalance", PLAN), ("imbalance_static", STATIC)):
+            each = np.array([line[f"{name}_by_micro_batch"] for line in learned])
+            if number == 0:
+                label = "static placement" if of == STATIC else "under the plan"
+                balance.plot([], [], color=of, label=label)
+            for column in each.T:
+                balance.plot(steps, column, ".", color=of, markersize=3)
+        for name, of in (("plan", PLAN), ("migrate", COLOURS[2])):
+            spent = [1e3 * line["phases"][name] for line in learned]
+            planning.plot(steps, spent, color=of, linewidth=1.2, label=name if number == 0 else None)
+        planning.plot(
+            steps,
+            [1e3 * line["seconds"] for line in learned],
+            color=STATIC,
+            linewidth=1.2,
+            label="whole step" if number == 0 else None,
+        )
+        speed.plot(steps, [line["tokens"] / line["seconds"] for line in learned], color=colour, linewidth=1.2)
+    reward.set_ylabel(f"reward, mean of {SMOOTH} steps")
+    balance.set_ylabel("imbalance of each micro-batch")
+    planning.set_ylabel("ms a step")
+    planning.set_yscale("log")
+    speed.set_ylabel("tokens/s, rollout to update")
+    for axes in (reward, balance, planning, speed):
+        axes.set_xlabel("step")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", color=GRID, linewidth=0.7)
+        axes.set_axisbelow(True)
+        if axes is not speed:
+            axes.legend(fontsize=8, frameon=False)
+    with whole_file(path) as part:
+        figure.savefig(part, dpi=150)
+    plt.close(figure)
+
+
+def _smooth(values: list[float]) -> list[float]:
+    """The mean of each value and those before it."""
+    return [
+        float(np.nanmean(values[max(0, i - SMOOTH + 1) : i + 1])) if np.isfinite(values[i]) else np.nan
+        for i in range(len(values))
+    ]

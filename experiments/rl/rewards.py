@@ -1,0 +1,53 @@
+"""Rewards of a rollout, scored sample by sample: a reward function that fails costs its sample, not the run."""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from experiments.rl.tasks import Example, Task
+from experiments.rl.tokens import decode
+from relibra_jax.types import Array
+
+
+class Rewards(NamedTuple):
+    """What the samples of a batch are worth."""
+
+    reward: Float[np.ndarray, " B"]
+    """0 where there is none."""
+    scored: Bool[np.ndarray, " B"]
+    """False where the reward function failed."""
+    failures: list[str]
+    """For each failure: the sample, its prompt and response, and the error."""
+
+
+def score_rollout(
+    task: Task, examples: list[Example], tokens: Int[Array, "B T"], response: Bool[Array, "B T"]
+) -> Rewards:
+    """Score every sample.
+
+    Args:
+        task: whose reward function is called; whatever it raises is caught.
+        examples: of each sample, ``B`` of them.
+        tokens: prompt and response.
+        response: True on sampled tokens.
+
+    >>> from experiments.rl.tasks import TASKS
+    >>> tokens = np.array([[257, 52, 258], [257, 53, 258]])
+    >>> examples, response = [Example("2+2=", "4")] * 2, np.array([[False, True, True]] * 2)
+    >>> score_rollout(TASKS["add"], examples, tokens, response).reward.tolist()
+    [1.0, 0.0]
+    """
+    reward, scored, failures = np.zeros(len(examples), np.float32), np.ones(len(examples), bool), []
+    for sample, (example, row, sampled) in enumerate(zip(examples, tokens, response, strict=True)):
+        completion = decode(np.asarray(row)[sampled].tolist())
+        try:
+            value = float(task.score(completion, example))
+            if not math.isfinite(value):
+                raise ValueError(f"a reward of {value}")
+            reward[sample] = value
+        except Exception as error:  # it is the user's code
+            scored[sample] = False
+            failures.append(f"sample {sample}: prompt {example.prompt!r}, response {completion!r}: {error!r}")
+    return Rewards(reward, scored, failures)

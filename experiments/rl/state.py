@@ -1,0 +1,146 @@
+"""All that a run's next step depends on, and its checkpoints: in logical expert order, so that any mesh goes on."""
+
+import functools
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax  # type: ignore[import-untyped]
+import orbax.checkpoint as ocp  # type: ignore[import-untyped]
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Int
+
+from experiments.rl.configs import Train
+from experiments.rl.policy import make_policy
+from relibra_jax.capacities import Capacities, Sizes
+from relibra_jax.execution.checkpoint import restore_checkpoint, save_checkpoint
+from relibra_jax.execution.expert_leaves import optimizer_layers
+from relibra_jax.nnx_moe import Homes, expert_labels, set_homes
+
+LARGEST_GRADIENT: Final = 1.0
+"""Norm to which gradients are cut."""
+SECOND_MOMENT: Final = 0.95
+"""Decay of AdamW's second moment: it has to forget the warm-up, whose gradients are larger, within a few updates."""
+
+
+class State:
+    """Model, optimizer, planner state, random state, buffer sizes and the number of the step.
+
+    Args:
+        config: of the run.
+        seed: of the weights, and of all that is drawn later.
+        mesh: that the model lies on.
+    """
+
+    def __init__(self, config: Train, seed: int, mesh: Mesh):
+        self.mesh, self.topology, self.step = mesh, config.topology, 0
+        self.key, weights, planning = jax.random.split(jax.random.key(seed), 3)
+        self.model = make_policy(config.model, self.topology, mesh=mesh, key=weights)
+        tx = _adamw(config.warmup_learning_rate, config.learning_rate, config.warmup_steps)
+        self.optimizer = nnx.Optimizer(self.model, tx, wrt=nnx.Param)
+        # Counters are born on one device, which would cost a second compilation.
+        everywhere = NamedSharding(mesh, PartitionSpec())
+        counters = nnx.state(self.optimizer)
+        nnx.update(
+            self.optimizer,
+            jax.tree.map(lambda leaf: leaf if leaf.ndim else jax.device_put(leaf, everywhere), counters),
+        )
+        self.planner_state = config.row.planner.init(self.topology, config.model.layers, key=planning)
+        self.sizes: Capacities | None = None
+        """Of the buffers so far, from which they only grow."""
+
+    def save(self, manager: ocp.CheckpointManager) -> None:
+        """Save everything that the next step depends on."""
+        save_checkpoint(
+            *(manager, self.step, self._tree(), self.home),
+            layers=self._layers(),
+            mesh=self.mesh,
+            topology=self.topology,
+        )
+
+    def restore(self, manager: ocp.CheckpointManager) -> None:
+        """Go on from the latest checkpoint, which another mesh may have saved.
+
+        Raises:
+            ValueError: there is none, or it is of another model; says what differs.
+        """
+        found = restore_checkpoint(
+            manager, self._tree(), layers=self._layers(), mesh=self.mesh, topology=self.topology
+        )
+        tree = found.tree
+        nnx.update(self.model, tree["params"])
+        nnx.update(self.optimizer.opt_state, nnx.state(tree["optimizer"]))
+        set_homes(self.model, found.home)
+        self.key, self.planner_state = _from_host(tree["drawing"], (self.key, self.planner_state))
+        self.sizes = _sizes_from(tree["sizes"])
+        self.step = found.step
+
+    @property
+    def home(self) -> Int[np.ndarray, "L E"]:
+        """Flat home slot of every expert."""
+        return np.concatenate(
+            [
+                np.asarray(leaf).reshape(-1, leaf.shape[-1])
+                for leaf in jax.tree.leaves(nnx.state(self.model, Homes))
+            ]
+        )
+
+    def _tree(self) -> dict[str, Any]:
+        return {
+            "params": nnx.state(self.model, nnx.Param),
+            "optimizer": self.optimizer.opt_state,
+            "drawing": _to_host((self.key, self.planner_state)),
+            "sizes": _sizes_numbers(self.sizes),
+        }
+
+    def _layers(self) -> dict[str, Any]:
+        labels = expert_labels(nnx.state(self.model, nnx.Param))
+        state = optimizer_layers(self.optimizer.tx, self.optimizer.opt_state, labels)
+        return {"params": labels, "optimizer": state, "drawing": None, "sizes": None}
+
+
+def _is_key(leaf: Any) -> bool:
+    return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _to_host(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf), tree)
+
+
+def _from_host(tree: Any, like: Any) -> Any:
+    """Bound to no device, as they were before: planning runs on one, rollouts on all."""
+
+    def back(value, like):
+        value = jnp.asarray(value)
+        return jax.random.wrap_key_data(value) if _is_key(like) else value
+
+    return jax.tree.map(back, tree, like)
+
+
+def _sizes_numbers(sizes: Capacities | None) -> np.ndarray:
+    """For a checkpoint; zeros are no sizes."""
+    if sizes is None:
+        return np.zeros(8, np.int32)
+    flat, local = sizes.flat, sizes.local
+    both = [(each.pair, each.send, each.receive) for each in (flat, local)]
+    return np.array([sizes.rows, sizes.exports, *both[0], *both[1]], np.int32)
+
+
+def _sizes_from(numbers: np.ndarray) -> Capacities | None:
+    if not numbers[0]:
+        return None
+    rows, exports, *rest = (int(number) for number in numbers)
+    flat, local = (
+        Sizes(**dict(zip(("pair", "send", "receive"), part, strict=True))) for part in (rest[:3], rest[3:])
+    )
+    return Capacities(rows=rows, flat=flat, node=None, local=local, exports=exports)
+
+
+@functools.cache
+def _adamw(supervised: float, reinforced: float, warmup_steps: int) -> optax.GradientTransformation:
+    """One object for all runs of equal rates, so that they share compiled programs."""
+    rates = [optax.constant_schedule(supervised), optax.constant_schedule(reinforced)]
+    schedule = optax.join_schedules(rates, [warmup_steps])
+    return optax.chain(optax.clip_by_global_norm(LARGEST_GRADIENT), optax.adamw(schedule, b2=SECOND_MOMENT))

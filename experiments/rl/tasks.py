@@ -1,0 +1,157 @@
+"""Tasks whose answers a few lines of code can check, so that rewards need no model and no network.
+
+A task draws examples from a seed and scores completions. The same examples teach the warm-up: prompt, then answer.
+A few are built in; with the extra ``rl`` every procedural task of reasoning-gym is there under its own name.
+"""
+
+import difflib
+import string
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from experiments.rl.tokens import BOS, EOS, encode
+
+
+class Example(NamedTuple):
+    """A question and what is known of its answer."""
+
+    prompt: str
+    answer: str
+    """A right answer, for the warm-up; a task may accept others."""
+    entry: Any = None
+    """What a task of reasoning-gym wants to see again when it scores."""
+
+    @property
+    def prompt_tokens(self) -> list[int]:
+        """With BOS."""
+        return [BOS, *encode(self.prompt)]
+
+    @property
+    def answer_tokens(self) -> list[int]:
+        """With EOS."""
+        return [*encode(self.answer), EOS]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """Where prompts come from and what a completion is worth; the table is `TASKS`, `find_task` knows more.
+
+    >>> task = TASKS["add"]
+    >>> [example] = task.sample(0, 1)
+    >>> example.prompt, example.answer, task.score("71", example), task.score("1", example)
+    ('71+0=', '71', 1.0, 0.0)
+    """
+
+    name: str
+    draw: Callable[[int, int], Sequence[Example]]
+    """``(seed, count)`` -> examples."""
+    score: Callable[[str, Example], float]
+    """``(completion, example)`` -> reward in 0..1, always the same for the same text."""
+
+    def sample(self, seed: int | Sequence[int], count: int) -> list[Example]:
+        """Draw examples, the same for the same seed.
+
+        Args:
+            seed: one number, or several: a run's seed and the number of its batch, for instance.
+            count: of examples.
+        """
+        return list(self.draw(int(np.random.SeedSequence(seed).generate_state(1)[0]), count))
+
+
+def exact(completion: str, example: Example) -> float:
+    """1 for the answer and nothing else, save blanks around it.
+
+    >>> exact(" 12", Example("5+7=", "12")), exact("12.", Example("5+7=", "12"))
+    (1.0, 0.0)
+    """
+    return float(completion.strip() == example.answer)
+
+
+def in_place(completion: str, example: Example) -> float:
+    """The share of letters that are right and in their place, of the longer of both texts.
+
+    >>> in_place("abx", Example("copy abcd: ", "abcd"))
+    0.5
+    """
+    right = sum(a == b for a, b in zip(completion, example.answer, strict=False))
+    return right / max(len(completion), len(example.answer))
+
+
+def find_task(name: str) -> Task:
+    """The task of a name: a built-in one, else reasoning-gym's.
+
+    Raises:
+        ValueError: no such task, with the nearest names; or none built in, and the extra that would bring more is not
+            installed.
+    """
+    if name in TASKS:
+        return TASKS[name]
+    try:
+        import reasoning_gym  # type: ignore[import-not-found,unused-ignore]
+        from reasoning_gym.factory import DATASETS  # type: ignore[import-not-found,unused-ignore]
+    except ImportError as error:
+        raise ValueError(
+            f"task {name!r} is none of {', '.join(TASKS)}; tasks of reasoning-gym need the extra rl:"
+            ' pip install -e ".[rl]"'
+        ) from error
+    if name not in DATASETS:
+        near = difflib.get_close_matches(name, [*TASKS, *DATASETS], n=3, cutoff=0)
+        raise ValueError(f"task {name!r}: no such task; the nearest are {', '.join(near)}")
+    judge = reasoning_gym.create_dataset(name, seed=0, size=1)
+
+    def draw(seed: int, count: int) -> list[Example]:
+        entries = reasoning_gym.create_dataset(name, seed=seed, size=count)
+        return [Example(f"{entry['question']}\n", entry["answer"], entry) for entry in entries]
+
+    def score(completion: str, example: Example) -> float:
+        return float(judge.score_answer(completion.strip(), example.entry))
+
+    return Task(name=name, draw=draw, score=score)
+
+
+def _each(make: Callable[[np.random.Generator], Example]) -> Callable[[int, int], list[Example]]:
+    def draw(seed: int, count: int) -> list[Example]:
+        rng = np.random.default_rng(seed)
+        return [make(rng) for _ in range(count)]
+
+    return draw
+
+
+def _word(rng: np.random.Generator, letters: str, shortest: int, longest: int) -> str:
+    return "".join(rng.choice(list(letters), rng.integers(shortest, longest + 1)))
+
+
+def _copy(rng: np.random.Generator) -> Example:
+    word = _word(rng, string.ascii_lowercase, 3, 6)
+    return Example(f"copy {word}: ", word)
+
+
+def _reverse(rng: np.random.Generator) -> Example:
+    word = _word(rng, string.ascii_lowercase, 3, 6)
+    return Example(f"reverse {word}: ", word[::-1])
+
+
+def _add(rng: np.random.Generator) -> Example:
+    a, b = rng.integers(0, 100, 2)
+    return Example(f"{a}+{b}=", str(a + b))
+
+
+def _count(rng: np.random.Generator) -> Example:
+    word = _word(rng, "abc", 4, 9)
+    letter = str(rng.choice(list("abc")))
+    return Example(f"count {letter} in {word}: ", str(word.count(letter)))
+
+
+TASKS: Final[Mapping[str, Task]] = MappingProxyType(
+    {
+        "copy": Task(name="copy", draw=_each(_copy), score=in_place),
+        "reverse": Task(name="reverse", draw=_each(_reverse), score=in_place),
+        "add": Task(name="add", draw=_each(_add), score=exact),
+        "count": Task(name="count", draw=_each(_count), score=exact),
+    }
+)
+"""The built-in tasks."""

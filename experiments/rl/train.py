@@ -1,0 +1,127 @@
+"""Reinforcement learning from start to end: one run for each seed, saved, stopped and resumed, and a report."""
+
+import dataclasses
+import json
+import threading
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orbax.checkpoint as ocp  # type: ignore[import-untyped]
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from experiments.rl.configs import Train
+from experiments.rl.report import write_report
+from experiments.rl.running import MetricsLog, host_devices, keep_compiled, stop_signals
+from experiments.rl.tasks import Task
+from experiments.rl.trainer import Trainer
+from relibra_jax.files import whole_file
+from relibra_jax.replay import save_replay
+from relibra_jax.types import RoutingReplay
+
+CHECKPOINTS_KEPT = 2
+
+
+def run_train(config: Train, console: Console, *, name: str = "rl", task: Task | None = None) -> Path:
+    """Run every seed, or go on with them, and report. SIGTERM and Ctrl-C save and return.
+
+    Args:
+        config: of the runs.
+        console: for progress and the table.
+        name: of the configuration, for the folder.
+        task: in place of the one that ``config`` names.
+
+    Returns:
+        The folder with ``config.json``, ``seed-*/metrics.jsonl``, checkpoints, figure and summary.
+
+    Raises:
+        ValueError: settings that do not fit, or a checkpoint of another model.
+    """
+    host_devices(config.topology.num_ranks)
+    folder = _folder(config, name)
+    keep_compiled(Path("out/compiled"))
+    _note_changes(config, folder, console)
+    with stop_signals() as asked:
+        for seed in config.seeds:
+            _run_seed(config, seed, folder / f"seed-{seed}", console, asked, task)
+            if asked.is_set():
+                again = f"python -m experiments.run {name} --resume {folder}"
+                console.print(f"stopped and saved; go on with: {again}", highlight=False, soft_wrap=True)
+                return folder
+    write_report(config, folder, console, name)
+    return folder
+
+
+def _run_seed(
+    config: Train, seed: int, folder: Path, console: Console, asked: threading.Event, task: Task | None
+) -> None:
+    trainer = Trainer(config, seed, task=task)
+    options = ocp.CheckpointManagerOptions(max_to_keep=CHECKPOINTS_KEPT, create=True)
+    with ocp.CheckpointManager((folder / "checkpoints").absolute(), options=options) as manager:
+        if manager.latest_step() is not None:
+            trainer.state.restore(manager)
+        with MetricsLog(folder, trainer.state.step) as log, _progress(console) as bar:
+            task_id = bar.add_task(f"seed {seed}", total=trainer.total_steps, shown="compiling")
+            while trainer.state.step < trainer.total_steps and not asked.is_set():
+                step, learning = trainer.state.step, trainer.state.step >= config.warmup_steps
+                if step == config.warmup_steps and config.evaluation_batches:
+                    log.write(step, trainer.evaluate())
+                metrics = trainer.learn() if learning else trainer.warm_up()
+                log.write(step, metrics)
+                for failure in metrics.get("failures", ()):
+                    bar.console.print(f"step {step}: {failure}", style="red", markup=False)
+                bar.update(task_id, completed=trainer.state.step, shown=_shown(metrics))
+                if trainer.state.step % config.checkpoint_every == 0:
+                    trainer.state.save(manager)
+            if trainer.state.step == trainer.total_steps and config.evaluation_batches:
+                log.write(trainer.state.step, trainer.evaluate())
+        if manager.latest_step() != trainer.state.step:
+            trainer.state.save(manager)
+    if trainer.replays:
+        save_replay(folder / "replay.npz", _joined(trainer.replays), num_experts=config.model.num_experts)
+
+
+def _folder(config: Train, name: str) -> Path:
+    if config.resume is not None:
+        return config.resume
+    folder = config.out or Path("out") / name / datetime.now().strftime("%Y-%m-%d-%H%M%S")
+    if (folder / "config.json").exists():
+        raise ValueError(f"{folder} holds a run: go on with --resume {folder}, or choose another --out")
+    return folder
+
+
+def _note_changes(config: Train, folder: Path, console: Console) -> None:
+    """Write the settings down, and say in what they differ from those that a resumed run began with."""
+    now = {key: value for key, value in _plain(config).items() if key not in ("out", "resume")}
+    path = folder / "config.json"
+    before = json.loads(path.read_text()) if path.exists() else now
+    for key, value in now.items():
+        if before.get(key) != value:
+            console.print(f"note: {key} was {before.get(key)}, is {value}", highlight=False, soft_wrap=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    with whole_file(path) as part:
+        part.write_text(json.dumps(now, indent=1) + "\n")
+
+
+def _plain(config: Train) -> dict[str, Any]:
+    return json.loads(json.dumps(dataclasses.asdict(config), default=str))
+
+
+def _progress(console: Console) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, TextColumn("{task.fields[shown]}"), console=console, transient=True)
+
+
+def _shown(metrics: dict[str, Any]) -> str:
+    speed = f"{metrics['tokens'] / metrics['seconds']:.0f} tokens/s"
+    if metrics["kind"] == "warm-up":
+        return f"warm-up, loss {metrics['loss']:.3f}, {speed}"
+    reward = "none" if metrics["reward"] is None else f"{metrics['reward']:.3f}"
+    balance = f"imbalance {metrics['imbalance']:.3f} (static {metrics['imbalance_static']:.3f})"
+    return f"reward {reward}, {balance}, {speed}"
+
+
+def _joined(replays: list[RoutingReplay]) -> RoutingReplay:
+    return RoutingReplay(*(np.concatenate(leaves) for leaves in zip(*replays, strict=True)))

@@ -1,0 +1,165 @@
+"""Rollouts record what happened: a full forward over the finished sequences says the same, token by token."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from experiments.rl.policy import PolicyConfig, live_parallel, make_policy, token_log_probs
+from experiments.rl.sampler import draw, rollout
+from experiments.rl.tokens import PAD
+from relibra_jax.capacities import safe_capacities
+from relibra_jax.execution.mesh import expert_mesh, rank_sharding
+from relibra_jax.execution.moe import ExpertParallel
+from relibra_jax.replay import check_replay
+from relibra_jax.types import Topology
+
+# A vocabulary so small that samples end by chance.
+CONFIG = PolicyConfig(width=16, layers=2, heads=4, kv_heads=2, head_width=6, expert_width=8, vocabulary=7)
+TOPOLOGY = Topology(num_nodes=2, ranks_per_node=4, num_experts=16, replica_slots=1)
+MESH = expert_mesh(TOPOLOGY)
+PARALLEL = ExpertParallel(mesh=MESH, topology=TOPOLOGY, capacities=safe_capacities(1, 2, TOPOLOGY))
+SAMPLES, LONGEST, ROOM, EOS = 2, 5, 6, 3
+RNG = np.random.default_rng(0)
+PROMPTS = RNG.integers(0, 7, (2, 4, SAMPLES, LONGEST)).astype(np.int32)
+LENGTHS = RNG.integers(1, LONGEST + 1, PROMPTS.shape[:3])
+LENGTHS[1, 3, 1] = 0
+KEYS = jax.vmap(functools.partial(jax.random.fold_in, jax.random.key(5)))(jnp.arange(16)).reshape(2, 4, 2)
+
+
+@functools.cache
+def policy():
+    model = make_policy(CONFIG, TOPOLOGY, mesh=MESH, key=jax.random.key(0))
+    # At birth all tokens are about equally likely.
+    model.head[...] = model.head[...] * 25
+    return model
+
+
+def sample(prompts=PROMPTS, lengths=LENGTHS, keys=KEYS, **knobs):
+    found = rollout(
+        policy(), prompts, lengths, keys, parallel=PARALLEL, max_new_tokens=ROOM, eos=EOS, **knobs
+    )
+    return jax.tree.map(np.asarray, found)
+
+
+@functools.cache
+def drawn():
+    return sample(temperature=1.5, top_p=0.9)
+
+
+@functools.cache
+def whole():
+    """What the model says about the finished sequences."""
+    parallel = live_parallel(PARALLEL, SAMPLES * (LONGEST + ROOM), CONFIG.top_k)
+    run = nnx.jit(lambda policy, tokens, mask: policy(tokens, mask, parallel=parallel))
+    return lambda found: run(policy(), found.tokens, found.mask)
+
+
+def test_sequences_are_prompts_and_what_follows():
+    found = drawn()
+    total, behind = found.mask.sum(-1), np.arange(LONGEST + ROOM) >= LENGTHS[..., None]
+    np.testing.assert_array_equal(found.mask, np.arange(LONGEST + ROOM) < total[..., None])
+    np.testing.assert_array_equal(found.response, found.mask & behind)
+    assert (found.tokens[~found.mask] == PAD).all()
+    for place in np.ndindex(LENGTHS.shape):
+        tokens, prompt = found.tokens[place][: total[place]].tolist(), LENGTHS[place]
+        assert tokens[:prompt] == PROMPTS[place][:prompt].tolist()
+        if prompt:
+            response = tokens[prompt:]
+            assert EOS not in response[:-1]
+            assert found.ended[place] == (response[-1] == EOS)
+            assert found.ended[place] or len(response) == ROOM
+        else:
+            assert not tokens
+            assert not found.ended[place]
+    # Some end early, some do not.
+    assert len(set(found.response.sum(-1).ravel().tolist())) > 3
+    assert 0 < found.ended.sum() < found.ended.size - 1
+
+
+def test_log_probs_and_routes_are_those_of_the_whole_sequence():
+    found, output = drawn(), whole()(drawn())
+    log_probs = token_log_probs(output.logits, np.minimum(found.tokens, 6), temperature=1.5)
+    wanted = np.where(found.response, log_probs, 0)
+    np.testing.assert_allclose(found.log_probs, wanted, atol=5e-6)
+    assert (found.log_probs[found.response] < 0).all()
+    # The last token of a response and all of a prompt have their routes.
+    np.testing.assert_array_equal(found.expert_ids[found.mask], output.expert_ids[found.mask])
+    assert not found.expert_ids[~found.mask].any()
+    replay = found.replay
+    assert replay.expert_ids.shape == (16, LONGEST + ROOM, CONFIG.layers, CONFIG.top_k)
+    assert replay.expert_ids.dtype == np.uint8
+    np.testing.assert_array_equal(replay.expert_ids[5], found.expert_ids[0, 2, 1])
+    check_replay(replay, num_experts=CONFIG.num_experts)
+
+
+def test_greedy_at_temperature_0():
+    found = sample(temperature=0)
+    logits = whole()(found).logits
+    best = np.roll(np.argmax(logits, -1), 1, axis=-1)
+    np.testing.assert_array_equal(found.tokens[found.response], best[found.response])
+    log_probs = token_log_probs(logits, np.minimum(found.tokens, 6))
+    np.testing.assert_allclose(found.log_probs, np.where(found.response, log_probs, 0), atol=5e-6)
+
+
+def test_samples_do_not_depend_on_their_places():
+    order = np.random.default_rng(2).permutation(16)
+
+    def elsewhere(array):
+        return array.reshape(16, *array.shape[3:])[order].reshape(array.shape)
+
+    moved = sample(*(elsewhere(array) for array in (PROMPTS, LENGTHS, KEYS)), temperature=1.5, top_p=0.9)
+    for name in ("tokens", "mask", "expert_ids", "ended"):
+        np.testing.assert_array_equal(getattr(moved, name), elsewhere(getattr(drawn(), name)))
+    np.testing.assert_allclose(moved.log_probs, elsewhere(drawn().log_probs), atol=5e-6)
+    other = sample(keys=jax.vmap(jax.vmap(jax.vmap(lambda key: jax.random.fold_in(key, 1))))(KEYS))
+    assert (other.tokens != drawn().tokens).any()
+
+
+@functools.cache
+def many_draws():
+    run = jax.vmap(draw, (0, None, None, None))
+    return jax.jit(lambda *args: run(jax.random.split(jax.random.key(3), 20_000), *args))
+
+
+@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.5, 1.0), (1.0, 0.75), (2.0, 0.4), (0, 1)])
+def test_draws_follow_temperature_and_top_p(temperature, top_p):
+    chance = np.array([0.1, 0.4, 0.05, 0.3, 0.15])
+    tokens, log_probs = many_draws()(np.log(chance, dtype=np.float32), *np.float32([temperature, top_p]))
+    tempered = chance ** (1 / (temperature or 1))
+    tempered /= tempered.sum()
+    np.testing.assert_allclose(log_probs, np.log(tempered)[np.asarray(tokens)], atol=1e-5)
+    kept, reached = np.zeros(5, bool), 0.0
+    for token in np.argsort(-tempered):
+        if reached < (top_p if temperature else 1e-9):
+            kept[token], reached = True, reached + tempered[token]
+    wanted = np.where(kept, tempered, 0)
+    found = np.bincount(tokens, minlength=5) / len(tokens)
+    np.testing.assert_allclose(found, wanted / wanted.sum(), atol=0.015)
+    assert not found[~kept].any()
+
+
+def test_results_stay_on_the_mesh_and_misfits_are_refused():
+    def call(prompts=PROMPTS, lengths=LENGTHS, keys=KEYS, **knobs):
+        knobs = {"max_new_tokens": ROOM, "eos": EOS, **knobs}
+        return rollout(policy(), prompts, lengths, keys, parallel=PARALLEL, **knobs)
+
+    for leaf in call():
+        assert leaf.sharding.is_equivalent_to(rank_sharding(MESH), leaf.ndim)
+    with pytest.raises(ValueError, match=r"prompts: expected \[\*\(2, 4\), b, P\], found shape \(4, 2, 5\)"):
+        call(prompts=PROMPTS[0])
+    with pytest.raises(ValueError, match=r"lengths: expected shape \(2, 4, 2\), found \(2, 4\)"):
+        call(lengths=LENGTHS[..., 0])
+    with pytest.raises(ValueError, match=r"lengths 1..6, prompts have room for 0..5"):
+        call(lengths=np.maximum(LENGTHS, 1) + (np.maximum(LENGTHS, 1) == LENGTHS.max()) * (6 - LENGTHS.max()))
+    with pytest.raises(ValueError, match="max_new_tokens=0 must be at least 1"):
+        call(max_new_tokens=0)
+    with pytest.raises(ValueError, match=r"temperature=-1 must not .*, top_p=1.0"):
+        call(temperature=-1)
+    with pytest.raises(ValueError, match=r"top_p=0 must be in \(0, 1\]"):
+        call(top_p=0)
+    with pytest.raises(ValueError, match="eos=7 is no token of a vocabulary of 7"):
+        call(eos=7)

@@ -1,0 +1,77 @@
+"""Tasks draw the same examples for the same seed and score what they ask for; bytes go there and back."""
+
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from experiments.rl.tasks import TASKS, Example, find_task
+from experiments.rl.tokens import BOS, EOS, PAD, VOCABULARY, decode, encode, pad
+
+
+@given(st.text())
+def test_text_goes_to_bytes_and_back(text):
+    tokens = encode(text)
+    assert all(token < PAD for token in tokens)
+    assert decode([BOS, *tokens, EOS, *tokens, PAD]) == text
+
+
+def test_broken_text_and_special_tokens_decode():
+    assert decode(np.array([0xC3, PAD, BOS, 65])) == "\ufffdA"
+    assert {PAD, BOS, EOS} == set(range(256, VOCABULARY))
+
+
+def test_rows_are_padded_or_refused():
+    assert pad([[BOS, 1], []], 2).tolist() == [[BOS, 1], [PAD, PAD]]
+    with pytest.raises(ValueError, match="row 1: 3 tokens, there is room for 2"):
+        pad([[1], [1, 2, 3]], 2)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_built_in_tasks(name):
+    task = find_task(name)
+    examples = task.sample((3, 7), 200)
+    assert examples == task.sample((3, 7), 200)
+    assert examples[:5] == task.sample((3, 7), 5)
+    assert examples != task.sample((3, 8), 200)
+    assert len(set(examples)) > 20
+    for example in examples:
+        assert task.score(example.answer, example) == 1
+        assert task.score("", example) == 0
+        assert 0 <= task.score(example.answer + "?", example) < 1
+        assert example.prompt_tokens == [BOS, *example.prompt.encode()]
+        assert example.answer_tokens[-1] == EOS
+        assert decode(example.answer_tokens) == example.answer
+
+
+def test_answers_are_right():
+    for example in TASKS["add"].sample(0, 20):
+        assert example.answer == str(sum(map(int, example.prompt.rstrip("=").split("+"))))
+    for example in TASKS["reverse"].sample(0, 20):
+        assert example.answer[::-1] == example.prompt.split()[1].rstrip(":")
+    for example in TASKS["count"].sample(0, 20):
+        _, letter, _, word = example.prompt.rstrip(": ").split()
+        assert example.answer == str(word.count(letter))
+    assert TASKS["reverse"].score("abxd", Example("", "abcd")) == 0.75
+    assert TASKS["copy"].score("abcdabcd", Example("", "abcd")) == 0.5
+
+
+def test_a_task_of_an_extra_that_is_missing_names_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    with pytest.raises(ValueError, match=r"'chain_sum' is none of copy, reverse, .* need the extra rl"):
+        find_task("chain_sum")
+
+
+def test_tasks_of_reasoning_gym():
+    pytest.importorskip("reasoning_gym", reason="the extra rl is not installed")
+    task = find_task("chain_sum")
+    examples = task.sample((0, 1), 5)
+    assert [example.prompt for example in examples] == [e.prompt for e in task.sample((0, 1), 5)]
+    assert len({example.prompt for example in examples}) > 1
+    for example in examples:
+        assert task.score(f"{example.answer}\n", example) == 1
+        assert task.score("x", example) < 0.1
+    with pytest.raises(ValueError, match=r"'chain_sums': no such task; the nearest are chain_sum"):
+        find_task("chain_sums")

@@ -1,0 +1,371 @@
+"""Reinforcement learning end to end, small: what planning and stopping must not change, and what fails well."""
+
+import dataclasses
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+from rich.console import Console
+
+from experiments.configs import Cluster
+from experiments.rl.balance import grown_sizes, to_ranks
+from experiments.rl.configs import Train
+from experiments.rl.losses import group_advantages, token_weights
+from experiments.rl.policy import POLICIES, PolicyConfig
+from experiments.rl.report import summarise
+from experiments.rl.rewards import score_rollout
+from experiments.rl.running import MetricsLog, Phases, read_metrics
+from experiments.rl.step import Clip, Goal, Ran, check_executed, recompute, update
+from experiments.rl.tasks import TASKS
+from experiments.rl.train import run_train
+from experiments.rl.trainer import Trainer
+from experiments.run import main
+from relibra_jax.capacities import Capacities, Sizes
+from relibra_jax.replay import load_replay
+
+SMALLEST = PolicyConfig(width=16, layers=2, heads=2, kv_heads=1, head_width=8, expert_width=16)
+# Buffers that hold every batch here, so that one program is compiled.
+SIZES = Capacities(
+    rows=512,
+    flat=Sizes(pair=128, send=256, receive=512),
+    node=None,
+    local=Sizes(pair=256, send=256, receive=512),
+    exports=8,
+)
+SMALL = {
+    "task": "copy",
+    "policy": "smallest",
+    "warmup_steps": 1,
+    "steps": 3,
+    "prompts": 8,
+    "group": 4,
+    "prompt_tokens": 14,
+    "response_tokens": 7,
+    "evaluation_batches": 0,
+    "anneal_steps": 20,
+    "micro_batches": 2,
+    "epochs": 1,
+    "learning_rate": 3e-3,
+}
+# Length of the difference between two runs' parameters, relative to that of what the updates moved: float32, sums in
+# another order, and AdamW divides small gradients by their own size.
+UPDATES, TOLERANCE = 3, 1e-3
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _smallest_policy():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("experiments.rl.configs.POLICIES", {**POLICIES, "smallest": SMALLEST})
+        patch.setattr("experiments.rl.trainer.grown_sizes", lambda have, need: grown_sizes(SIZES, need))
+        patch.setattr("experiments.rl.train.keep_compiled", lambda folder: None)
+        yield
+
+
+def small(**changes):
+    return Train(**(SMALL | changes))
+
+
+def logical(trainer):
+    """Parameters as NumPy arrays by name, experts in the order of their ids."""
+    home = trainer.state.home
+    found = {}
+    for path, leaf in jax.tree.leaves_with_path(nnx.state(trainer.state.model, nnx.Param)):
+        name, value = jax.tree_util.keystr(path), np.asarray(leaf)
+        if "experts']['experts'" in name:
+            rows = value.reshape(*home.shape, -1)
+            value = np.take_along_axis(rows, home[..., None], axis=1)
+        found[name] = value
+    return found
+
+
+def assert_same_bits(one, other):
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        np.testing.assert_array_equal(other[name], value, err_msg=name)
+
+
+@functools.cache
+def recorded():
+    """Rollouts of a policy that is not trained meanwhile, and rewards that set its answers apart."""
+    trainer = Trainer(small(), 0)
+    batches = []
+    for number in range(UPDATES):
+        made = trainer.sample(trainer.examples(1, number), jax.random.key(number))
+        batches.append((made, np.random.default_rng(number).random(len(made.tokens), np.float32)))
+    return logical(trainer), batches
+
+
+def learn_from(trainer, made, reward):
+    """One balanced update from a recorded rollout."""
+    assignment, rows, known, parallel = trainer.balance(made, Phases())
+    old, ran = recompute(trainer.state.model, rows, known, parallel=parallel, temperature=1.0)
+    scored = np.ones(len(reward), bool)
+    weight = token_weights(made.response, scored, token_level=True)
+    advantage = group_advantages(reward, scored, group_size=trainer.config.group)
+    goal = to_ranks(Goal(weight, advantage, None), assignment, trainer.mesh)._replace(old_log_prob=old)
+    learned = update(
+        *(trainer.state.model, trainer.state.optimizer, rows, goal, known, known.load.sum((0, 2, 3))),
+        parallel=parallel,
+        clip=Clip(),
+        balance=0.02,
+    )
+    return ran, learned, known
+
+
+@functools.cache
+def trained(planner):
+    trainer = Trainer(small(planner=planner), 0)
+    losses = [float(learn_from(trainer, *batch)[1].loss.loss) for batch in recorded()[1]]
+    return logical(trainer), losses, trainer.state.home
+
+
+def test_balancing_does_not_touch_learning():
+    start, _ = recorded()
+    (balanced, losses, home), (still, wanted, at_birth) = trained("relibra"), trained("static")
+    assert (home != at_birth).any(), "experts have moved"
+    np.testing.assert_allclose(losses, wanted, atol=1e-5)
+    for name, value in still.items():
+        moved = np.linalg.norm(value - start[name])
+        assert moved > 1e-3, name
+        assert np.linalg.norm(balanced[name] - value) < TOLERANCE * moved, name
+
+
+def test_recompute_says_what_the_rollout_said():
+    made, _ = recorded()[1][0]
+    trainer = Trainer(small(), 0)
+    assignment, rows, known, parallel = trainer.balance(made, Phases())
+    found, ran = recompute(trainer.state.model, rows, known, parallel=parallel, temperature=1.0)
+    moved = to_ranks((made.log_probs, made.response), assignment, trainer.mesh)
+    np.testing.assert_allclose(np.where(moved[1], found, 0), moved[0], atol=2e-5)
+    check_executed(ran, known, trainer.topology, intra_node=True)
+    assert int(np.asarray(ran.load).sum()) == made.mask.sum() * SMALLEST.layers * SMALLEST.top_k
+
+
+@pytest.mark.parametrize("tampered", ["quota", "routing"])
+def test_quotas_that_are_not_what_ran_are_noticed(tampered):
+    made, _ = recorded()[1][0]
+    trainer = Trainer(small(), 0)
+    _, _, known, _ = trainer.balance(made, Phases())
+    ran = Ran(known.load.copy(), np.zeros((2, 2), np.int32))
+    check_executed(ran, known, trainer.topology, intra_node=True)
+    if tampered == "quota":
+        quota = known.plan.quota.copy()
+        quota[1, 0][np.unravel_index(quota[1, 0].argmax(), quota.shape[2:])] += 1
+        known = known._replace(plan=known.plan._replace(quota=quota))
+    else:
+        ran.load[1, 0, 0, 0, 0] += 1
+    with pytest.raises(ValueError, match="micro-batch 1, layer 0"):
+        check_executed(ran, known, trainer.topology, intra_node=True)
+
+
+def run(folder, console=None, *, task=None, **changes):
+    console = Console(quiet=True) if console is None else console
+    config = small(**changes)
+    where = {"resume": folder} if (folder / "config.json").exists() else {"out": folder}
+    return run_train(dataclasses.replace(config, **where), console, task=task)
+
+
+def numbers(folder):
+    """Metrics without times."""
+    kept = read_metrics(folder / "seed-0" / "metrics.jsonl")
+    return [{k: v for k, v in line.items() if k not in ("seconds", "phases")} for line in kept]
+
+
+def last_checkpoint(folder, config):
+    trainer = Trainer(config, 0)
+    with ocp.CheckpointManager((folder / "seed-0" / "checkpoints").absolute()) as manager:
+        trainer.state.restore(manager)
+    return trainer
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    """A run that never stopped, with its trace."""
+    folder = tmp_path_factory.mktemp("runs") / "unbroken"
+    run(folder, record=2)
+    return folder
+
+
+def test_a_run_leaves_metrics_report_checkpoint_and_trace(unbroken):
+    lines = numbers(unbroken)
+    assert [(line["step"], line["kind"]) for line in lines] == [(0, "warm-up")] + [
+        (s, "learn") for s in (1, 2, 3)
+    ]
+    for line in lines[1:]:
+        assert 1 <= line["imbalance"] <= line["imbalance_bound"] * 1.05
+        assert line["imbalance"] < line["imbalance_static"]
+        assert len(line["imbalance_by_micro_batch"]) == 2
+    summary = json.loads((unbroken / "summary.json").read_text())["seeds"]["0"]
+    assert summary["steps"] == 3
+    assert summary["imbalance_static"] == pytest.approx(
+        np.mean([line["imbalance_static"] for line in lines[1:]])
+    )
+    assert (unbroken / "training.png").read_bytes().startswith(b"\x89PNG")
+    replay, experts = load_replay(unbroken / "seed-0" / "replay.npz")
+    assert experts == 16
+    assert replay.mask.shape[0] == 64
+    assert replay.expert_ids.shape[2:] == (2, 2)
+
+
+def test_stopped_and_resumed_is_unbroken_bit_for_bit(unbroken, tmp_path, monkeypatch):
+    learn = Trainer.learn
+
+    def interrupted(trainer):
+        metrics = learn(trainer)
+        if trainer.state.step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return metrics
+
+    folder = tmp_path / "stopped"
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "learn", interrupted)
+        run(folder)
+    assert [line["step"] for line in numbers(folder)] == [0, 1]
+    assert not (folder / "summary.json").exists()
+    run(folder)
+    assert numbers(folder) == numbers(unbroken)
+    one, other = last_checkpoint(unbroken, small()), last_checkpoint(folder, small())
+    assert one.state.step == other.state.step == 4
+    assert_same_bits(logical(one), logical(other))
+
+
+def test_a_killed_run_loses_the_steps_since_its_checkpoint(unbroken, tmp_path, monkeypatch):
+    learn = Trainer.learn
+
+    def killed(trainer):
+        if trainer.state.step == 3:
+            raise KeyboardInterrupt
+        return learn(trainer)
+
+    folder = tmp_path / "killed"
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "learn", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run(folder, checkpoint_every=2)
+    assert [line["step"] for line in numbers(folder)] == [0, 1, 2]
+    with (folder / "seed-0" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "ki')
+    run(folder, checkpoint_every=2)
+    assert numbers(folder) == numbers(unbroken)
+
+
+def test_another_mesh_goes_on_with_the_same_update(unbroken):
+    made, reward = recorded()[1][0]
+    here, there = small(), small(cluster=Cluster(nodes=2, ranks_per_node=2), anneal_steps=0)
+    after = []
+    for config in (here, there):
+        trainer = last_checkpoint(unbroken, config)
+        before = logical(trainer)
+        learn_from(trainer, made, reward)
+        after.append(logical(trainer))
+    for name, value in after[0].items():
+        moved = np.linalg.norm(value - before[name])
+        assert np.linalg.norm(after[1][name] - value) < TOLERANCE * moved, name
+
+
+def test_a_checkpoint_of_another_model_says_what_differs(unbroken, monkeypatch):
+    wider = dataclasses.replace(SMALLEST, expert_width=24)
+    monkeypatch.setattr("experiments.rl.configs.POLICIES", {"smallest": wider})
+    with pytest.raises(
+        ValueError, match=r"step 4, '.*experts.*': float32\[2, 16, 3, 16, 16\], in the model .*24\]"
+    ):
+        last_checkpoint(unbroken, small())
+
+
+def test_live_updates_count_what_differs_from_the_rollout():
+    trainer = Trainer(small(replay=False, warmup_steps=0), 0)
+    first, second = trainer.learn(), trainer.learn()
+    assert len(first["routing_changed"]) == SMALLEST.layers
+    assert first["imbalance_live"] > first["imbalance"]
+    assert all(0 <= share < 0.5 for share in second["routing_changed_share"])
+
+
+def test_a_reward_function_that_raises_costs_its_sample_only():
+    def score(completion, example):
+        if example.prompt.endswith("b: "):
+            raise KeyError("b")
+        return TASKS["copy"].score(completion, example)
+
+    task = dataclasses.replace(TASKS["copy"], score=score)
+    trainer = Trainer(small(), 0, task=task)
+    made, _ = recorded()[1][0]
+    examples = trainer.examples(1, 0)
+    examples[5] = examples[5]._replace(prompt="copy ab: ")
+    rewards = score_rollout(task, examples, made.tokens, made.response)
+    assert rewards.scored.sum() == len(examples) - 1
+    assert rewards.failures[0].startswith("sample 5: prompt 'copy ab: '")
+    assert "KeyError('b')" in rewards.failures[0]
+    weight = np.asarray(token_weights(made.response, rewards.scored, token_level=True))
+    assert not weight[5].any()
+    assert weight.sum() == pytest.approx(1, abs=1e-6)
+
+
+def test_a_run_goes_on_when_all_rewards_fail(tmp_path):
+    def score(completion, example):
+        raise RuntimeError("no judge")
+
+    task = dataclasses.replace(TASKS["copy"], score=score)
+    with (tmp_path / "shown").open("w") as file:
+        run(tmp_path / "run", Console(file=file, width=200), task=task, steps=1)
+    [line] = [line for line in numbers(tmp_path / "run") if line["kind"] == "learn"]
+    assert (line["failed"], line["reward"], line["loss"]) == (32, None, 0)
+    assert "RuntimeError('no judge')" in (tmp_path / "shown").read_text()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"planner": "relibr"}, "planner 'relibr' must be one of static,.*did you mean relibra"),
+        ({"policy": "tin"}, "policy 'tin' must be one of .*did you mean tiny"),
+        ({"prompts": 3}, "prompts=3 x group=4 = 12 samples must divide evenly over 8 ranks"),
+        ({"temperature": 0}, "temperature=0 must be positive"),
+        ({"steps": -1}, "steps=-1 must be at least 0"),
+    ],
+)
+def test_bad_settings(changes, message):
+    with pytest.raises(ValueError, match=message):
+        small(**changes)
+
+
+def test_unknown_names_are_status_2(capsys, tmp_path):
+    assert main(["dmeo"]) == 2
+    assert capsys.readouterr().err == (
+        "error: command 'dmeo' must be one of compare, plan, inspect, demo, learn; did you mean demo?\n"
+    )
+    with pytest.raises(SystemExit) as stop:
+        main(["demo", "--prompt", "3"])
+    assert stop.value.code == 2
+    assert "--prompts" in capsys.readouterr().err
+    assert main(["demo", "--resume", str(tmp_path)]) == 2
+    assert "no run to resume" in capsys.readouterr().err
+    assert main(["--list"]) == 0
+    assert "learn" in capsys.readouterr().out
+
+
+def test_metrics_of_steps_that_are_done_again_are_dropped(tmp_path):
+    with MetricsLog(tmp_path, 0) as log:
+        for step in range(3):
+            log.write(step, {"kind": "learn", "value": step})
+    with MetricsLog(tmp_path, 1) as log:
+        log.write(1, {"kind": "learn", "value": 7})
+    assert [line["value"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [0, 7]
+    assert summarise([])["steps"] == 0
+
+
+def test_the_command_line_starts_before_jax_does():
+    program = (
+        "import experiments.run, jax; jax.config.update('jax_num_cpu_devices', 3); print(jax.device_count())"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    shown = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+    )
+    assert shown.stdout == "3\n"
