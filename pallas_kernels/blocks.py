@@ -71,10 +71,15 @@ def group_bounds(group_sizes: jax.Array, num_rows: int) -> jax.Array:
     return jnp.minimum(jnp.pad(ends, (1, 0)), num_rows)
 
 
-def zeros(shape: tuple[int, ...], dtype: Any, bounds: jax.Array) -> jax.Array:
-    """Zeros that XLA does not know to be constant: a constant holds a buffer from a program's start to its end, and a
-    loop that writes into it copies it first."""
-    return jnp.full(shape, jnp.minimum(bounds[-1], 0), dtype)
+def zeros(shape: tuple[int, ...], dtype: Any, bounds: jax.Array, after: jax.Array) -> jax.Array:
+    """Zeros that XLA does not know to be constant, and makes no earlier than ``after`` is there.
+
+    A constant holds a buffer from a program's start to its end, and a loop that writes into it copies it first.
+    """
+    zero = (
+        jnp.where(bounds[-1] < 0, after[(0,) * after.ndim], 0) if after.size else jnp.minimum(bounds[-1], 0)
+    )
+    return jnp.full(shape, zero, dtype)
 
 
 def dot(a: jax.Array, b: jax.Array, contract_a: int, contract_b: int) -> jax.Array:

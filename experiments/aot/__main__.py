@@ -3,9 +3,9 @@
     make aot
 
 Two ways of running the same plans, scanned and unrolled: ragged exchanges for tokens and replicas, and padded ones
-(all-to-all, reduce-scatter). Each is compiled with R = 2 replica slots and with none, 2 and 8 layers deep. Then the
-kernels of expert compute by themselves, at the shapes of named models. No GPU is
-needed, and none is used: this shows schedules and buffers, not that ragged exchanges compute what they should.
+(all-to-all, reduce-scatter). Each is compiled with R = 2 replica slots and with none, 2 and 8 layers deep, experts in
+blocked XLA. Then the Hopper kernels by themselves, at the shapes of named models. No GPU is needed, and none is used:
+this shows schedules and buffers, not that ragged exchanges and kernels compute what they should.
 ``XLA_FLAGS=--xla_dump_to=DIR`` keeps the programs.
 """
 

@@ -63,13 +63,18 @@ def compile_kernels(case: KernelCase) -> Compiled | str:
 
     def products(rows, home, replica, sizes, d_out):
         out, pull = jax.vjp(
-            lambda rows, home, replica: grouped_dot(rows, home, replica, sizes), rows, home, replica
+            lambda rows, home, replica: grouped_dot(rows, home, replica, sizes, implementation="mosaic"),
+            rows,
+            home,
+            replica,
         )
         return out, *pull(d_out)
 
     def mlp(rows, home, replica, sizes, scale, d_out):
         out, pull = jax.vjp(
-            lambda rows, home, replica, scale: grouped_mlp(rows, home, replica, sizes, scale),
+            lambda rows, home, replica, scale: grouped_mlp(
+                rows, home, replica, sizes, scale, implementation="mosaic"
+            ),
             rows,
             home,
             replica,

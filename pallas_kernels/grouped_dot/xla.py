@@ -17,7 +17,7 @@ def grouped_dot_xla(
 ) -> jax.Array:
     """Each tile of rows times its group's matrix."""
     bounds = group_bounds(group_sizes, rows.shape[0])
-    out = zeros((rows.shape[0], home.shape[1 if transposed else 2]), out_dtype, bounds)
+    out = zeros((rows.shape[0], home.shape[1 if transposed else 2]), out_dtype, bounds, rows)
     for weights, ends in ((home, bounds), (replica, bounds[home.shape[0] :])):
 
         def of_group(group: jax.Array, out: Any, weights: jax.Array = weights, ends: jax.Array = ends) -> Any:
@@ -41,10 +41,10 @@ def grouped_outer_xla(
         def of_tile(tile: Tile, total: jax.Array) -> jax.Array:
             return total + dot(tile.read(lhs), tile.read(rhs), 0, 0)
 
-        total = zeros(shape, accumulator(lhs), bounds)
+        total = zeros(shape, accumulator(lhs), bounds, lhs)
         total = over_tiles(of_tile, total, bounds[group], bounds[group + 1], lhs.shape[0])
         return jax.lax.dynamic_update_index_in_dim(out, total.astype(out_dtype), group, 0)
 
-    outer = zeros((sum(slots), *shape), out_dtype, bounds)
+    outer = zeros((sum(slots), *shape), out_dtype, bounds, lhs)
     outer = over_groups(of_group, outer, outer)
     return outer[: slots[0]], outer[slots[0] :]

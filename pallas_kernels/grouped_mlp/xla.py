@@ -22,7 +22,7 @@ def _grouped_mlp(
     scale = row_scale.astype(dtype)[:, None]
     bounds = group_bounds(group_sizes, rows.shape[0])
     homes = home.shape[0]
-    out = _forward_pass(zeros(rows.shape, rows.dtype, bounds), rows, home, bounds[: homes + 1], scale)
+    out = _forward_pass(zeros(rows.shape, rows.dtype, bounds, rows), rows, home, bounds[: homes + 1], scale)
     return _forward_pass(out, rows, replica, bounds[homes:], scale)
 
 
@@ -53,7 +53,7 @@ def _backward(saved: tuple[jax.Array, ...], d_out: jax.Array) -> tuple[jax.Array
     scale = row_scale.astype(accumulator(rows))[:, None]
     bounds = group_bounds(group_sizes, rows.shape[0])
     homes = home.shape[0]
-    of_rows = (zeros(rows.shape, rows.dtype, bounds), jnp.zeros_like(scale))
+    of_rows = (zeros(rows.shape, rows.dtype, bounds, rows), jnp.zeros_like(scale))
     of_rows, d_home = _backward_pass(of_rows, rows, home, bounds[: homes + 1], scale, d_out)
     (d_rows, d_scale), d_replica = _backward_pass(of_rows, rows, replica, bounds[homes:], scale, d_out)
     return d_rows, d_home, d_replica, None, d_scale[:, 0].astype(row_scale.dtype)
@@ -95,7 +95,7 @@ def _backward_pass(
         d_group = jnp.stack(sums).astype(weights.dtype)
         return of_rows, jax.lax.dynamic_update_index_in_dim(d_weights, d_group, group, 0)
 
-    return over_groups(of_group, (of_rows, zeros(weights.shape, weights.dtype, bounds)), weights)
+    return over_groups(of_group, (of_rows, zeros(weights.shape, weights.dtype, bounds, weights)), weights)
 
 
 _grouped_mlp.defvjp(_forward, _backward)
