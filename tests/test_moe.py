@@ -437,10 +437,6 @@ def test_what_does_not_belong_together_is_refused(name, change, message):
         ({"exchange": "rdma"}, "exchange='rdma' must be one of"),
         ({"fetch": "copy"}, "fetch='copy' must be one of"),
         ({"groups": ("data",)}, "'data' is no further axis of the mesh"),
-        (
-            {"mesh": jax.make_mesh((2, 4), ("node", "local"))},
-            "mesh axis 'node': expected AxisType.Auto, found",
-        ),
         ({"topology": topology_of("4x2", 2)}, "mesh axis 'node': expected 4 .*found 2"),
     ],
 )
@@ -448,6 +444,12 @@ def test_settings_that_cannot_run_are_refused(options, message):
     _, parallel = single()
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(parallel, **options)
+
+
+def test_a_mesh_with_explicit_axes_is_refused():
+    _, parallel = single()
+    with pytest.raises(ValueError, match="mesh axis 'node': expected AxisType.Auto, found"):
+        dataclasses.replace(parallel, mesh=jax.make_mesh((2, 4), ("node", "local")))
 
 
 def test_the_hierarchical_path_needs_counted_visits():
