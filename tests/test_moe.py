@@ -448,7 +448,7 @@ def test_settings_that_cannot_run_are_refused(options, message):
 
 def test_a_mesh_with_explicit_axes_is_refused():
     _, parallel = single()
-    with pytest.raises(ValueError, match="mesh axis 'node': expected AxisType.Auto, found"):
+    with pytest.raises(ValueError, match=r"mesh axis 'node': expected AxisType\.Auto, found"):
         dataclasses.replace(parallel, mesh=jax.make_mesh((2, 4), ("node", "local")))
 
 
