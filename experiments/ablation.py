@@ -11,7 +11,10 @@ from relibra_jax.planning.planner import PLANNERS, PlannerRow
 from relibra_jax.planning.relibra import keep_homes, relibra
 from relibra_jax.planning.replication import hold_nothing, replicate_experts
 
-assign = functools.partial(assign_samples, key=jax.random.key(0))
+
+def assign(*batch, **sizes):
+    """`assign_samples` with a key, which is drawn when it is called: importing this does not start JAX."""
+    return assign_samples(*batch, key=jax.random.key(0), **sizes)
 
 
 def _part(summary: str, **parts) -> Contender:

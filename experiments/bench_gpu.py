@@ -44,7 +44,7 @@ class BenchGpu:
     """Check and time the Hopper kernels."""
 
     trace: Annotated[Path | None, tyro.conf.Positional] = None
-    """A trace (.npz); else the one that RELIBRA_TRACE names, else a synthetic one."""
+    """A trace (.npz); else the one that RELIBRA_TRACE names, else the recorded one of this project."""
     rows: tuple[int, ...] = (256, 1024, 2048)
     """Mean rows a group."""
     repeats: int = 30

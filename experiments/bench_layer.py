@@ -38,7 +38,7 @@ class BenchLayer:
     """Time one layer of one micro-batch on 2x4 host devices."""
 
     trace: Annotated[Path | None, tyro.conf.Positional] = None
-    """A trace (.npz); else the one that RELIBRA_TRACE names, else a synthetic one."""
+    """A trace (.npz); else the one that RELIBRA_TRACE names, else the recorded one of this project."""
     samples_per_rank: int = 1
     width: int = 128
     hidden: int = 256

@@ -25,7 +25,7 @@ class Buffers:
     """Count the buffers that each contender's step needs."""
 
     trace: Annotated[Path | None, tyro.conf.Positional] = None
-    """A trace (.npz); else the one that RELIBRA_TRACE names, else a synthetic one."""
+    """A trace (.npz); else the one that RELIBRA_TRACE names, else the recorded one of this project."""
     cluster: Annotated[Cluster, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Cluster)
     micro_batches: int = 5
     layers: int = 24

@@ -71,7 +71,7 @@ class Compare:
     """Run every planner over a trace: one table, one figure, the numbers as JSON."""
 
     trace: TracePath = None
-    """A trace (.npz); else the one that RELIBRA_TRACE names, else a synthetic one."""
+    """A trace (.npz); else the one that RELIBRA_TRACE names, else the recorded one of this project."""
     cluster: Annotated[Cluster, tyro.conf.arg(name="")] = Cluster()
     batching: Annotated[Batching, tyro.conf.arg(name="")] = Batching()
     costs: Annotated[Costs, tyro.conf.arg(name="")] = Costs()
@@ -86,7 +86,7 @@ class MakePlan:
     """Write the plan of one planner for the last batch of a trace."""
 
     trace: TracePath = None
-    """A trace (.npz); else the one that RELIBRA_TRACE names, else a synthetic one."""
+    """A trace (.npz); else the one that RELIBRA_TRACE names, else the recorded one of this project."""
     planner: str = "relibra"
     """A name from the table that ``compare`` prints."""
     cluster: Annotated[Cluster, tyro.conf.arg(name="")] = Cluster()
@@ -100,4 +100,4 @@ class Inspect:
     """Describe a trace: its size, and how unevenly its experts are used."""
 
     trace: TracePath = None
-    """A trace (.npz); else the one that RELIBRA_TRACE names, else a synthetic one."""
+    """A trace (.npz); else the one that RELIBRA_TRACE names, else the recorded one of this project."""

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from experiments.ablation import ABLATION
 from experiments.configs import Compare, Inspect, MakePlan
 from experiments.figures import compare_figure, timeline_figure
 from experiments.rl.configs import CONFIGS, SUMMARIES, Train, nearest, saved_config
@@ -45,9 +46,6 @@ def run_compare(config: Compare) -> None:
     costs = cost_model(config.costs, trace, batches, topology)
     contenders = {name: Contender(row=row) for name, row in PLANNERS.items()}
     if config.ablation:
-        # Importing it draws keys, and JAX would start before a training run has said how many devices it wants.
-        from experiments.ablation import ABLATION
-
         contenders = ABLATION
     columns = (TextColumn("{task.description:>16}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:

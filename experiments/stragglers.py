@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.bench import interleaved
-from experiments.traces import Trace, read_trace, synthetic_trace
+from experiments.traces import read_trace, synthetic_trace
 from experiments.workload import Work, contenders, expert_weights
 from pallas_kernels import grouped_mlp
 from relibra_jax.types import Topology
@@ -36,7 +36,7 @@ class Stragglers:
     """Time each rank's expert compute alone."""
 
     trace: Annotated[Path | None, tyro.conf.Positional] = None
-    """A trace (.npz); else the one that RELIBRA_TRACE names, else a synthetic one."""
+    """A trace (.npz); else the one that RELIBRA_TRACE names, else the recorded one of this project."""
     ranks: tuple[str, ...] = ("2x4", "4x4")
     """Nodes x local ranks."""
     micro_batches: int = 4
@@ -76,10 +76,7 @@ def main(config: Stragglers) -> None:
     console.print(
         f"jax {jax.__version__}, one core, D={config.width}, F={config.hidden}, float32", highlight=False
     )
-    traces: list[Trace] = [read_trace(config.trace)]
-    if traces[0].name != "synthetic":
-        traces.append(synthetic_trace())
-    for trace in traces:
+    for trace in (read_trace(config.trace), synthetic_trace()):
         for name in config.ranks:
             nodes, local = map(int, name.split("x"))
             topology = Topology(

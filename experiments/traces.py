@@ -1,4 +1,4 @@
-"""Where routing replay comes from: a recorded trace, or a synthetic one that looks like reinforcement learning.
+"""Where routing replay comes from: recorded traces, and synthetic ones that look like reinforcement learning.
 
 The generator draws, for every token and layer, the top-k of
 
@@ -13,12 +13,15 @@ so the hottest experts change from one micro-batch to the next, which planners t
 
 import os
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
 from relibra_jax.replay import load_replay, stored_num_experts
 from relibra_jax.types import RoutingReplay
+
+RECORDED: Final = Path(__file__).parent / "data" / "rl_demo.npz"
+"""The routing of two rollouts of a tiny policy, saved by ``python -m experiments.run learn --record 2``."""
 
 
 class Trace(NamedTuple):
@@ -32,14 +35,12 @@ class Trace(NamedTuple):
 
 
 def read_trace(path: Path | None) -> Trace:
-    """The trace at ``path``, else the one that RELIBRA_TRACE names, else a synthetic one.
+    """The trace at ``path``, else the one that RELIBRA_TRACE names, else `RECORDED`.
 
     Raises:
         ValueError: the file is missing, truncated or malformed.
     """
-    path = path or (Path(os.environ["RELIBRA_TRACE"]) if os.environ.get("RELIBRA_TRACE") else None)
-    if path is None:
-        return synthetic_trace()
+    path = path or Path(os.environ.get("RELIBRA_TRACE") or RECORDED)
     if not path.is_file():
         raise ValueError(f"{path}: no such trace")
     replay, num_experts = load_replay(path)

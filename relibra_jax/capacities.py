@@ -9,6 +9,7 @@ without.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -22,6 +23,7 @@ from relibra_jax.routes import node_visits, source_quota
 from relibra_jax.types import EMPTY, Array, Assignment, Plan, RoutingReplay, Topology
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
     """Rows of one exchange. The padded one needs `pair`, the ragged one `send` and `receive`."""
@@ -34,9 +36,13 @@ class Sizes:
     """Most rows that one rank receives."""
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Capacities:
-    """Sizes of the buffers of a step, the same for all its micro-batches, layers and ranks."""
+    """Sizes of the buffers of a step, the same for all its micro-batches, layers and ranks.
+
+    A tree of Python numbers, so that checkpoints hold it; static under jit, as part of `ExpertParallel`.
+    """
 
     rows: int
     """Most token copies that one rank computes."""
@@ -183,27 +189,29 @@ def check_capacities(have: Capacities, need: Capacities) -> None:
             raise ValueError(f"buffer {name}: {found.get(name, 'not counted')}, this batch needs {size}")
 
 
-def grow_capacities(have: Capacities, need: Capacities) -> Capacities:
-    """The larger size of each buffer: what a step needs that serves both batches.
+def grow_capacities(
+    have: Capacities | None, need: Capacities, *, round_up: Callable[[int], int] = lambda size: size
+) -> Capacities:
+    """Sizes that serve the batches so far and the next one: those at hand where they suffice, so that the compiled step
+    does too.
 
-    Buffers that only one of the two counted stay uncounted.
+    Args:
+        have: of the batches so far; None before the first.
+        need: of the next one. Buffers that only one of the two counted stay uncounted.
+        round_up: what to make of a size that has to grow. Room to spare costs memory and saves compilations.
 
     >>> topology = Topology(num_nodes=2, ranks_per_node=4, num_experts=32, replica_slots=0)
-    >>> small, large = safe_capacities(8, 4, topology), safe_capacities(16, 4, topology)
-    >>> grow_capacities(large, small) == large
+    >>> small, large = safe_capacities(7, 4, topology), safe_capacities(9, 4, topology)
+    >>> grow_capacities(large, small) == grow_capacities(small, large) == large
     True
+    >>> grow_capacities(small, large, round_up=lambda size: 1 << size.bit_length()).flat
+    Sizes(pair=64, send=64, receive=512)
     """
-
-    def larger(a: Sizes, b: Sizes) -> Sizes:
-        return Sizes(pair=max(a.pair, b.pair), send=max(a.send, b.send), receive=max(a.receive, b.receive))
-
-    return Capacities(
-        rows=max(have.rows, need.rows),
-        flat=larger(have.flat, need.flat),
-        node=larger(have.node, need.node) if have.node and need.node else None,
-        local=larger(have.local, need.local),
-        exports=max(have.exports, need.exports),
-    )
+    if have is None:
+        have = jax.tree.map(lambda _: 0, need)
+    if have.node is None or need.node is None:
+        have, need = (dataclasses.replace(each, node=None) for each in (have, need))
+    return jax.tree.map(lambda size, needed: size if needed <= size else round_up(needed), have, need)
 
 
 def few_sizes(count: int) -> int:

@@ -24,7 +24,7 @@ from relibra_jax.execution.migration import migrate_experts
 from relibra_jax.execution.moe import ExpertParallel, LayerExperts, fetch_replicas, moe_layer
 from relibra_jax.plan import home_layout
 from relibra_jax.replay import id_dtype
-from relibra_jax.types import EMPTY, Array, Plan, Topology
+from relibra_jax.types import EMPTY, Array, Plan, Topology, check_shape
 
 
 class ExpertParam(nnx.Param):
@@ -242,20 +242,20 @@ class MoELayer(nnx.Module):
         topology = parallel.topology
         ranks = (*parallel.group_shape, topology.num_nodes, topology.ranks_per_node)
         layout = (*ranks[-2:], topology.home_slots, 3, self.width, self.expert_width)
-        _expect("expert weights", self.experts.shape, layout)
+        check_shape("expert weights", self.experts.shape, layout)
         tokens = tuple(x.shape[len(ranks) : -1])
         if len(x.shape) < len(ranks) + 2:
             raise ValueError(f"x: expected [*{ranks}, *tokens, {self.width}], found shape {x.shape}")
-        _expect("x", x.shape, (*ranks, *tokens, self.width))
+        check_shape("x", x.shape, (*ranks, *tokens, self.width))
         if load is not None and (expert_ids is None or plan is None):
             missing = "expert_ids" if expert_ids is None else "a plan"
             raise ValueError(
                 f"load of shape {load.shape} without {missing}: live routing is counted in the step"
             )
         if mask is not None:
-            _expect("mask", mask.shape, (*ranks, *tokens))
+            check_shape("mask", mask.shape, (*ranks, *tokens))
         if expert_ids is not None:
-            _expect("expert_ids", expert_ids.shape, (*ranks, *tokens, self.gating.top_k))
+            check_shape("expert_ids", expert_ids.shape, (*ranks, *tokens, self.gating.top_k))
             most = topology.num_experts - 1
             if not jnp.issubdtype(expert_ids.dtype, jnp.integer) or jnp.iinfo(expert_ids.dtype).max < most:
                 raise ValueError(f"expert_ids: expected integers that hold {most}, found {expert_ids.dtype}")
@@ -288,6 +288,22 @@ def expert_labels(state: Any) -> Any:
     return jax.tree.unflatten(structure, labels)
 
 
+def get_homes(model: nnx.Module) -> Int[np.ndarray, "L E"]:
+    """Where the experts of all layers lie: flat home slots, ``[L, E]``, for checkpoints.
+
+    Args:
+        model: with L MoE layers; they are counted in the order of its tree.
+
+    Raises:
+        ValueError: layers of different numbers of experts.
+    """
+    leaves = jax.tree.leaves(nnx.state(model, Homes))
+    experts = sorted({leaf.shape[-1] for leaf in leaves})
+    if len(experts) != 1:
+        raise ValueError(f"expected MoE layers of one number of experts, found {experts}")
+    return np.concatenate([np.asarray(leaf).reshape(-1, *experts) for leaf in leaves])
+
+
 def set_homes(model: nnx.Module, home: Int[Array, "L E"]) -> None:
     """Tell all layers where their experts lie: after `relibra_jax.execution.checkpoint.restore_checkpoint`.
 
@@ -298,12 +314,9 @@ def set_homes(model: nnx.Module, home: Int[Array, "L E"]) -> None:
     Raises:
         ValueError: another number of layers or experts, with both.
     """
-    layers = sum(leaf.size // leaf.shape[-1] for leaf in jax.tree.leaves(nnx.state(model, Homes)))
-    experts = {leaf.shape[-1] for leaf in jax.tree.leaves(nnx.state(model, Homes))}
-    if np.shape(home)[0] != layers or experts != {np.shape(home)[-1]}:
-        raise ValueError(
-            f"homes of shape {np.shape(home)} for {layers} MoE layers of {sorted(experts)} experts"
-        )
+    layers, experts = get_homes(model).shape
+    if np.shape(home) != (layers, experts):
+        raise ValueError(f"homes of shape {np.shape(home)} for {layers} MoE layers of {experts} experts")
     rows = iter(np.split(np.asarray(home, np.int32), len(home)))
 
     def place(old):
@@ -335,16 +348,13 @@ def reorder_experts(
     Raises:
         ValueError: another number of layers, or as `migrate_experts` says; nothing has moved then.
     """
-    homes = [
-        np.asarray(leaf).reshape(-1, leaf.shape[-1]) for leaf in jax.tree.leaves(nnx.state(model, Homes))
-    ]
     experts = nnx.state(model, ExpertParam)
     tree, layers = {"experts": experts}, {"experts": expert_labels(experts)}
     if optimizer is not None:
         tree["optimizer"] = optimizer.opt_state
         labels = expert_labels(nnx.state(model, optimizer.wrt))
         layers["optimizer"] = optimizer_layers(optimizer.tx, optimizer.opt_state, labels)
-    moved = migrate_experts(tree, np.concatenate(homes), home, layers=layers, mesh=mesh, topology=topology)
+    moved = migrate_experts(tree, get_homes(model), home, layers=layers, mesh=mesh, topology=topology)
     nnx.update(model, moved["experts"])
     if optimizer is not None:
         nnx.update(optimizer.opt_state, nnx.state(moved["optimizer"]))
@@ -369,8 +379,3 @@ def _swiglu_weights(key, width: int, hidden: int, dtype: DTypeLike) -> jax.Array
 def _swiglu(x, weights):
     gate, up, down = weights
     return jnp.dot(jax.nn.silu(jnp.dot(x, gate)) * jnp.dot(x, up), down.T)
-
-
-def _expect(name: str, found, expected) -> None:
-    if tuple(found) != tuple(expected):
-        raise ValueError(f"{name}: expected shape {tuple(expected)}, found {tuple(found)}")

@@ -143,3 +143,15 @@ class Planner(NamedTuple):
 
     init: Callable[..., Any]
     update: Callable[..., tuple[Plan, Any]]
+
+
+def check_shape(name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    """Raise unless the array that ``name`` tells has the expected shape; says both.
+
+    >>> check_shape("mask", (2, 3), (2, 4))
+    Traceback (most recent call last):
+    ...
+    ValueError: mask: expected shape (2, 4), found (2, 3)
+    """
+    if tuple(found) != tuple(expected):
+        raise ValueError(f"{name}: expected shape {tuple(expected)}, found {tuple(found)}")

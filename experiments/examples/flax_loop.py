@@ -15,7 +15,6 @@ import numpy as np
 import optax  # type: ignore[import-untyped]
 from flax import nnx
 
-from experiments.rl.balance import grown_sizes
 from relibra_jax import (
     RoutingReplay,
     Topology,
@@ -25,7 +24,7 @@ from relibra_jax import (
     rank_load,
     relibra,
 )
-from relibra_jax.execution import ExpertParallel, capacities, expert_mesh, rank_sharding
+from relibra_jax.execution import ExpertParallel, capacities, expert_mesh, grow_capacities, rank_sharding
 from relibra_jax.execution.gating import GATINGS
 from relibra_jax.nnx_moe import MoELayer, reorder_experts
 from relibra_jax.plan import layer_plan
@@ -70,7 +69,7 @@ def main(steps: int = 10) -> list[float]:
 
         # Between batches: experts and their optimizer state go home, buffers are counted.
         reorder_experts(layer, optimizer, plan.home, mesh=mesh, topology=TOPOLOGY)
-        sizes = grown_sizes(sizes, capacities(plan, load, TOPOLOGY))
+        sizes = grow_capacities(sizes, capacities(plan, load, TOPOLOGY), round_up=lambda size: size * 5 // 4)
         parallel = ExpertParallel(mesh=mesh, topology=TOPOLOGY, capacities=sizes)
 
         x = x.reshape(*BY_RANK, WIDTH)

@@ -1,14 +1,13 @@
 """What happens to a rollout before it is learned from, while its rewards are scored.
 
     plan_rollout      samples assigned to micro-batches and ranks, experts to homes and replicas     jit, no devices
-    grown_sizes       buffers counted on the host, few sizes, so that few programs are compiled
+    with_room         sizes of buffers that are counted on the host, few, so that few programs are compiled
     to_ranks          every sample's row goes to the rank that owns it
     reorder_experts   experts and their optimizer state move to the plan's homes, see `relibra_jax.nnx_moe`
 
 What runs then, under this plan, is in `experiments.rl.step`.
 """
 
-import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -18,7 +17,6 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Float, Int, PRNGKeyArray, PyTree
 
-from relibra_jax.capacities import Capacities, Sizes
 from relibra_jax.execution.mesh import RANKS
 from relibra_jax.plan import rank_load
 from relibra_jax.planning.assignment import assign_samples
@@ -69,22 +67,13 @@ def plan_rollout(
     return assignment, Foresight(plan, load), state
 
 
-def grown_sizes(have: Capacities | None, need: Capacities) -> Capacities:
-    """Sizes that hold ``need``: those at hand where they suffice, else a power of two with a quarter to spare, so that
-    programs are few.
+def with_room(size: int) -> int:
+    """The size for a buffer that has to grow: a power of two with a quarter to spare, so that programs are few.
 
-    >>> sizes = Sizes(pair=5, send=9, receive=70)
-    >>> need = Capacities(rows=70, flat=sizes, node=None, local=sizes, exports=1)
-    >>> grown_sizes(None, need).rows, grown_sizes(need, dataclasses.replace(need, rows=71)).flat.pair
-    (128, 5)
+    >>> with_room(70), with_room(110)
+    (128, 256)
     """
-    wanted = dataclasses.asdict(need)
-    held = jax.tree.map(lambda _: 0, wanted) if have is None else dataclasses.asdict(have)
-    sizes = jax.tree.map(
-        lambda size, held: held if size <= held else 1 << (size * 5 // 4 - 1).bit_length(), wanted, held
-    )
-    flat, local = Sizes(**sizes["flat"]), Sizes(**sizes["local"])
-    return Capacities(rows=sizes["rows"], flat=flat, node=None, local=local, exports=sizes["exports"])
+    return 1 << (size * 5 // 4 - 1).bit_length()
 
 
 def to_ranks(samples: PyTree, assignment: Assignment, mesh: Mesh) -> PyTree:

@@ -130,7 +130,7 @@ class Train:
 CONFIGS: Final[Mapping[str, Train]] = MappingProxyType(
     {
         "demo": Train(),
-        "learn": Train(seeds=(0, 1, 2), steps=80),
+        "learn": Train(seeds=(0, 1, 2), steps=100),
     }
 )
 """Runs with names: ``python -m experiments.run NAME``."""

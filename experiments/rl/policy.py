@@ -24,7 +24,7 @@ from relibra_jax.capacities import check_capacities, safe_capacities
 from relibra_jax.execution.mesh import RANKS
 from relibra_jax.execution.moe import ExpertParallel
 from relibra_jax.nnx_moe import ExpertParam
-from relibra_jax.types import Array, Plan, Topology
+from relibra_jax.types import Array, Plan, Topology, check_shape
 
 POLICIES: Final[Mapping[str, PolicyConfig]] = MappingProxyType(
     {
@@ -187,20 +187,22 @@ class Policy(nnx.Module):
         ranks = (*parallel.group_shape, topology.num_nodes, topology.ranks_per_node)
         if tokens.shape[:-2] != ranks:
             raise ValueError(f"tokens: expected [*{ranks}, b, T], found shape {tokens.shape}")
-        _expect("mask", mask.shape, tokens.shape)
+        check_shape("mask", mask.shape, tokens.shape)
         if replay is None:
             safe = safe_capacities(tokens.shape[-2] * tokens.shape[-1], config.top_k, topology)
             check_capacities(parallel.capacities, safe)
         else:
             plan = replay.plan
-            _expect(
+            check_shape(
                 "replay.expert_ids", replay.expert_ids.shape, (*tokens.shape, config.layers, config.top_k)
             )
-            _expect("replay.load", replay.load.shape, (config.layers, *ranks, config.num_experts))
+            check_shape("replay.load", replay.load.shape, (config.layers, *ranks, config.num_experts))
         if plan is not None:
-            _expect("plan.home", plan.home.shape, (config.layers, config.num_experts))
+            check_shape("plan.home", plan.home.shape, (config.layers, config.num_experts))
             for name in ("slot_expert", "quota"):
-                _expect(f"plan.{name}", getattr(plan, name).shape, (config.layers, *ranks, topology.slots))
+                check_shape(
+                    f"plan.{name}", getattr(plan, name).shape, (config.layers, *ranks, topology.slots)
+                )
 
 
 def make_policy(config: PolicyConfig, topology: Topology, *, mesh: Mesh, key: jax.Array) -> Policy:
@@ -258,8 +260,3 @@ def token_log_probs(
     log_probs = jax.nn.log_softmax(logits[..., :-1, :] / temperature)
     of_next = jnp.take_along_axis(log_probs, tokens[..., 1:, None], axis=-1)[..., 0]
     return jnp.pad(of_next, [(0, 0)] * (of_next.ndim - 1) + [(1, 0)])
-
-
-def _expect(name: str, found, expected) -> None:
-    if tuple(found) != tuple(expected):
-        raise ValueError(f"{name}: expected shape {tuple(expected)}, found {tuple(found)}")

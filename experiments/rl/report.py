@@ -24,6 +24,7 @@ PLAN, STATIC = COLOURS[6], COLOURS[0]
 COLUMNS_EXPLAINED = (
     "warm-up, end: mean reward on held-out prompts; imbalance: max / mean of rank load in recompute and update, over"
     " all learning steps, under the plan, with the bound that no replication passes and static placement beside it;"
+    " live: that of the update when it routes anew, without replicas;"
     " plan: median ms of a step; share: of planning and migration in the step's time; changed: expert choices in which"
     " the live router differs from the rollout when it learns; failed: rewards that raised."
 )
@@ -49,6 +50,9 @@ def write_report(config: Train, folder: Path, console: Console, name: str) -> No
         part.write_text(json.dumps({"setting": setting, "seeds": summary}, indent=1) + "\n")
     console.print(_table(summary, setting))
     console.print(COLUMNS_EXPLAINED, style="dim")
+    for seed, shown in summary.items():
+        by_layer = " ".join(f"{share:.2%}" for share in shown.get("routing_changed_share", ()))
+        console.print(f"changed, seed {seed}, by layer: {by_layer}", highlight=False)
     training_figure(figure, metrics, setting)
     console.print(
         f"figure: {figure}\nnumbers: {numbers}\nmetrics and checkpoints: {folder}/seed-*",
@@ -95,12 +99,15 @@ def _table(summary: dict[int, dict[str, Any]], title: str) -> Table:
         "imbalance": ("imbalance", "{:.4f}"),
         "bound": ("imbalance_bound", "{:.4f}"),
         "static": ("imbalance_static", "{:.3f}"),
+        "live": ("imbalance_live", "{:.3f}"),
         "plan": ("plan_ms", "{:.0f}ms"),
         "share": ("plan_and_migrate_share", "{:.1%}"),
         "tokens/s": ("tokens_per_second", "{:.0f}"),
-        "failed": ("failed_rewards", "{}"),
+        "failed": ("failed_rewards", "{:.0f}"),
         "changed": ("routing_changed_share", "{:.2%}"),
     }
+    there = {key for numbers in summary.values() for key in numbers}
+    columns = {name: column for name, column in columns.items() if column[0] in there}
     table.add_column("seed", no_wrap=True)
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)

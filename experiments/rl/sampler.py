@@ -20,7 +20,7 @@ from experiments.rl.policy import Cache, Policy, live_parallel
 from experiments.rl.tokens import EOS, PAD
 from relibra_jax.execution.mesh import rank_sharding
 from relibra_jax.execution.moe import ExpertParallel
-from relibra_jax.types import Array, RoutingReplay
+from relibra_jax.types import Array, RoutingReplay, check_shape
 
 
 class Rollout(NamedTuple):
@@ -95,8 +95,7 @@ def rollout(
     if prompts.ndim != 4 or prompts.shape[:2] != ranks:
         raise ValueError(f"prompts: expected [*{ranks}, b, P], found shape {prompts.shape}")
     for name, array in (("lengths", lengths), ("keys", keys)):
-        if array.shape != prompts.shape[:3]:
-            raise ValueError(f"{name}: expected shape {prompts.shape[:3]}, found {array.shape}")
+        check_shape(name, array.shape, prompts.shape[:3])
     longest = np.asarray(lengths)
     if longest.min() < 0 or longest.max() > prompts.shape[3]:
         raise ValueError(

@@ -10,19 +10,22 @@ import optax  # type: ignore[import-untyped]
 import orbax.checkpoint as ocp  # type: ignore[import-untyped]
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Int
 
 from experiments.rl.configs import Train
 from experiments.rl.policy import make_policy
 from relibra_jax.capacities import Capacities, Sizes
 from relibra_jax.execution.checkpoint import restore_checkpoint, save_checkpoint
 from relibra_jax.execution.expert_leaves import optimizer_layers
-from relibra_jax.nnx_moe import Homes, expert_labels, set_homes
+from relibra_jax.nnx_moe import expert_labels, get_homes, set_homes
 
 LARGEST_GRADIENT: Final = 1.0
 """Norm to which gradients are cut."""
 SECOND_MOMENT: Final = 0.95
 """Decay of AdamW's second moment: it has to forget the warm-up, whose gradients are larger, within a few updates."""
+
+_EMPTY_EXCHANGE: Final = Sizes(pair=0, send=0, receive=0)
+NO_BUFFERS: Final = Capacities(rows=0, flat=_EMPTY_EXCHANGE, node=None, local=_EMPTY_EXCHANGE, exports=0)
+"""Before the first batch is counted."""
 
 
 class State:
@@ -48,13 +51,13 @@ class State:
             jax.tree.map(lambda leaf: leaf if leaf.ndim else jax.device_put(leaf, everywhere), counters),
         )
         self.planner_state = config.row.planner.init(self.topology, config.model.layers, key=planning)
-        self.sizes: Capacities | None = None
+        self.sizes = NO_BUFFERS
         """Of the buffers so far, from which they only grow."""
 
     def save(self, manager: ocp.CheckpointManager) -> None:
         """Save everything that the next step depends on."""
         save_checkpoint(
-            *(manager, self.step, self._tree(), self.home),
+            *(manager, self.step, self._tree(), get_homes(self.model)),
             layers=self._layers(),
             mesh=self.mesh,
             topology=self.topology,
@@ -74,25 +77,15 @@ class State:
         nnx.update(self.optimizer.opt_state, nnx.state(tree["optimizer"]))
         set_homes(self.model, found.home)
         self.key, self.planner_state = _from_host(tree["drawing"], (self.key, self.planner_state))
-        self.sizes = _sizes_from(tree["sizes"])
+        self.sizes = tree["sizes"]
         self.step = found.step
-
-    @property
-    def home(self) -> Int[np.ndarray, "L E"]:
-        """Flat home slot of every expert."""
-        return np.concatenate(
-            [
-                np.asarray(leaf).reshape(-1, leaf.shape[-1])
-                for leaf in jax.tree.leaves(nnx.state(self.model, Homes))
-            ]
-        )
 
     def _tree(self) -> dict[str, Any]:
         return {
             "params": nnx.state(self.model, nnx.Param),
             "optimizer": self.optimizer.opt_state,
             "drawing": _to_host((self.key, self.planner_state)),
-            "sizes": _sizes_numbers(self.sizes),
+            "sizes": self.sizes,
         }
 
     def _layers(self) -> dict[str, Any]:
@@ -117,25 +110,6 @@ def _from_host(tree: Any, like: Any) -> Any:
         return jax.random.wrap_key_data(value) if _is_key(like) else value
 
     return jax.tree.map(back, tree, like)
-
-
-def _sizes_numbers(sizes: Capacities | None) -> np.ndarray:
-    """For a checkpoint; zeros are no sizes."""
-    if sizes is None:
-        return np.zeros(8, np.int32)
-    flat, local = sizes.flat, sizes.local
-    both = [(each.pair, each.send, each.receive) for each in (flat, local)]
-    return np.array([sizes.rows, sizes.exports, *both[0], *both[1]], np.int32)
-
-
-def _sizes_from(numbers: np.ndarray) -> Capacities | None:
-    if not numbers[0]:
-        return None
-    rows, exports, *rest = (int(number) for number in numbers)
-    flat, local = (
-        Sizes(**dict(zip(("pair", "send", "receive"), part, strict=True))) for part in (rest[:3], rest[3:])
-    )
-    return Capacities(rows=rows, flat=flat, node=None, local=local, exports=exports)
 
 
 @functools.cache

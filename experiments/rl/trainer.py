@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from experiments.rl.balance import Foresight, grown_sizes, measure_balance, plan_rollout, to_ranks
+from experiments.rl.balance import Foresight, measure_balance, plan_rollout, to_ranks, with_room
 from experiments.rl.configs import Train
 from experiments.rl.losses import group_advantages, token_weights
 from experiments.rl.policy import live_parallel
@@ -22,7 +22,7 @@ from experiments.rl.state import State
 from experiments.rl.step import Goal, Ran, Rows, check_executed, recompute, update
 from experiments.rl.tasks import Example, Task, find_task
 from experiments.rl.tokens import pad
-from relibra_jax.capacities import batch_capacities, safe_capacities
+from relibra_jax.capacities import batch_capacities, grow_capacities, safe_capacities
 from relibra_jax.execution.mesh import expert_mesh
 from relibra_jax.execution.moe import ExpertParallel
 from relibra_jax.nnx_moe import reorder_experts
@@ -201,7 +201,7 @@ class Trainer:
             )
             known = jax.device_get(known)
             need = batch_capacities(replay, assignment, known.plan, self.topology)
-            self.state.sizes = grown_sizes(self.state.sizes, need)
+            self.state.sizes = grow_capacities(self.state.sizes, need, round_up=with_room)
         with phases("migrate"):
             reorder_experts(
                 self.state.model,

@@ -28,7 +28,7 @@ from relibra_jax.execution.exchange import KINDS, Exchange
 from relibra_jax.execution.mesh import LOCAL, NODE, RANKS, check_mesh
 from relibra_jax.execution.replicas import FETCHES, fetch, landing_order, replica_homes
 from relibra_jax.routes import refit_quota, source_quota
-from relibra_jax.types import EMPTY, Array, Plan, Topology
+from relibra_jax.types import EMPTY, Array, Plan, Topology, check_shape
 
 PATHS: Final = ("flat", "hierarchical")
 
@@ -123,7 +123,7 @@ def fetch_replicas(
     _check_plan(plan, parallel)
     _check_experts(experts, parallel.topology)
     groups = len(parallel.groups)
-    _check("x", x.shape, (*parallel.group_shape, *_ranks(parallel), *x.shape[groups + 2 :]))
+    check_shape("x", x.shape, (*parallel.group_shape, *_ranks(parallel), *x.shape[groups + 2 :]))
     _, rank, of_plan = _specs(parallel)
     replica_slots = parallel.topology.replica_slots
 
@@ -195,16 +195,16 @@ def moe_layer(
     topology, groups = parallel.topology, len(parallel.groups)
     _check_ids(expert_ids, topology.num_experts)
     ranks = (*parallel.group_shape, *_ranks(parallel))
-    _check("x", x.shape, (*ranks, *x.shape[-2:]))
-    _check("expert_ids", expert_ids.shape, (*ranks, x.shape[-2], expert_ids.shape[-1]))
-    _check("gates", gates.shape, expert_ids.shape)
+    check_shape("x", x.shape, (*ranks, *x.shape[-2:]))
+    check_shape("expert_ids", expert_ids.shape, (*ranks, x.shape[-2], expert_ids.shape[-1]))
+    check_shape("gates", gates.shape, expert_ids.shape)
     width = experts.home.shape[-1]
-    _check("experts.home", experts.home.shape, (*ranks, topology.home_slots, 3, x.shape[-1], width))
+    check_shape("experts.home", experts.home.shape, (*ranks, topology.home_slots, 3, x.shape[-1], width))
     if experts.replicas is not None or topology.replica_slots:
         found = (*ranks, 0) if experts.replicas is None else experts.replicas.shape
-        _check("experts.replicas", found, (*ranks, topology.replica_slots, 3, x.shape[-1], width))
+        check_shape("experts.replicas", found, (*ranks, topology.replica_slots, 3, x.shape[-1], width))
     if load is not None:
-        _check("load", load.shape, (*ranks, topology.num_experts))
+        check_shape("load", load.shape, (*ranks, topology.num_experts))
     group, rank, of_plan = _specs(parallel)
 
     @functools.partial(
@@ -307,16 +307,11 @@ def _specs(parallel: ExpertParallel) -> tuple[PartitionSpec, PartitionSpec, Any]
 def _check_plan(plan: Plan, parallel: ExpertParallel) -> None:
     topology = parallel.topology
     slots = (*parallel.group_shape, *_ranks(parallel), topology.slots)
-    _check("plan.slot_expert", plan.slot_expert.shape, slots)
-    _check("plan.quota", plan.quota.shape, slots)
-    _check("plan.home", plan.home.shape, (topology.num_experts,))
+    check_shape("plan.slot_expert", plan.slot_expert.shape, slots)
+    check_shape("plan.quota", plan.quota.shape, slots)
+    check_shape("plan.home", plan.home.shape, (topology.num_experts,))
 
 
 def _check_experts(experts, topology: Topology) -> None:
     layout = (topology.num_nodes, topology.ranks_per_node, topology.home_slots, 3)
-    _check("experts", experts.shape, (*layout, *experts.shape[-2:]))
-
-
-def _check(name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
-    if found != expected:
-        raise ValueError(f"{name}: expected shape {expected}, found {found}")
+    check_shape("experts", experts.shape, (*layout, *experts.shape[-2:]))
