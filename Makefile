@@ -6,9 +6,12 @@ AOT := .venv-aot/bin/python
 AOT_HERE := $(filter Linux-x86_64,$(shell uname -sm | tr ' ' -))
 SITE := -c "import sysconfig; print(sysconfig.get_path('purelib'))"
 
-.PHONY: demo test bench bench-gpu aot check format lock clean
+.PHONY: demo compare test bench bench-gpu aot check format lock clean
 
-demo: .venv/installed  ## compare all planners on a trace; figure and numbers go to out/
+demo: .venv/installed  ## reinforcement learning with routing replay, balanced; figure and numbers go to out/
+	$(RUN) -m experiments.run demo
+
+compare: .venv/installed  ## all planners on a trace; figures and numbers go to out/
 	$(RUN) -m experiments.run compare
 
 test: .venv/installed  ## the whole test suite

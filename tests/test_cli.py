@@ -52,6 +52,14 @@ def test_inspect_counts(trace, capsys):
     assert "32" in shown
 
 
+def test_without_a_trace_it_is_the_recorded_one(monkeypatch, capsys):
+    monkeypatch.delenv("RELIBRA_TRACE", raising=False)
+    assert main(["inspect"]) == 0
+    shown = capsys.readouterr().out
+    assert "rl_demo.npz" in shown
+    assert "16, top-2" in shown
+
+
 def test_environment_names_a_trace(trace, monkeypatch, capsys):
     monkeypatch.setenv("RELIBRA_TRACE", str(trace))
     assert main(["inspect"]) == 0

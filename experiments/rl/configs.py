@@ -37,7 +37,7 @@ class Train:
     cluster: Annotated[Cluster, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Cluster)
     seeds: tuple[int, ...] = (0,)
     """One run each: of the weights, the prompts and the sampling."""
-    warmup_steps: int = 60
+    warmup_steps: int = 100
     """Supervised updates before the first rollout."""
     steps: int = 40
     """Rollouts, each learned from once the rewards are there."""
@@ -62,7 +62,7 @@ class Train:
     """Of the load-balancing loss over the whole batch, without which tiny routers send all tokens to few experts."""
     replay: bool = True
     """Update under the rollout's routing; without it on live routing, and what differs is counted."""
-    learning_rate: float = 5e-4
+    learning_rate: float = 3e-4
     warmup_learning_rate: float = 3e-3
     evaluation_batches: int = 4
     """Batches of held-out prompts that are scored after the warm-up and at the end."""
@@ -130,7 +130,7 @@ class Train:
 CONFIGS: Final[Mapping[str, Train]] = MappingProxyType(
     {
         "demo": Train(),
-        "learn": Train(seeds=(0, 1, 2), steps=100),
+        "learn": Train(seeds=(0, 1, 2), steps=80),
     }
 )
 """Runs with names: ``python -m experiments.run NAME``."""

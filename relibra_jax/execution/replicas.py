@@ -77,14 +77,11 @@ def fetch(
         ``home``, which stands for the home experts from here on; the replicas (zeros in empty slots); and ``x`` behind
         the barrier.
     """
-    # Its transpose: what returns is added at home before the layer below starts.
-    home, x = jax.lax.optimization_barrier((home, x))
     ranks, slots = wanted.shape
     me, owner = jax.lax.axis_index(exchange.axes), jnp.where(wanted == EMPTY, EMPTY, wanted // home.shape[0])
     slot = jnp.where(owner == me, wanted % home.shape[0], EMPTY).ravel()
     if kind == "reduce_scatter":
-        home, exports = _pack(home, slot)
-        exports, x = jax.lax.optimization_barrier((exports, x))
+        home, exports, x = _pack(home, slot, x)
         with jax.named_scope("replica_fetch"):
             exports = exports.reshape(ranks, slots, *home.shape[1:])
             return home, jax.lax.psum_scatter(exports, exchange.axes, tiled=True)[0], x
@@ -92,28 +89,36 @@ def fetch(
     mine = slot != EMPTY
     packed = jnp.where(mine, starts(mine.astype(jnp.int32)), EMPTY)
     index = inverse_index(packed, exchange.send_rows)
-    home, exports = _pack(home, jnp.where(index == EMPTY, EMPTY, slot[index]))
-    exports, x = jax.lax.optimization_barrier((exports, x))
+    home, exports, x = _pack(home, jnp.where(index == EMPTY, EMPTY, slot[index]), x)
     with jax.named_scope("replica_fetch"):
         return home, send(exports, counts, exchange), x
 
 
 @jax.custom_vjp
-def _pack(home, slot):
-    """The home experts, and copies of the chosen ones, zeros for EMPTY."""
-    return home, home.at[jnp.where(slot == EMPTY, home.shape[0], slot)].get(mode="fill", fill_value=0)
+def _pack(home, slot, x):
+    """The home experts, copies of the chosen ones (zeros for EMPTY), made once ``x`` is there, and ``x`` once they are.
+
+    The home experts themselves pass no barrier: kernels read them where the parameters lie.
+    """
+    slot, x = jax.lax.optimization_barrier((slot, x))
+    exports = home.at[jnp.where(slot == EMPTY, home.shape[0], slot)].get(mode="fill", fill_value=0)
+    exports, x = jax.lax.optimization_barrier((exports, x))
+    return home, exports, x
 
 
 def _unpack(slot, cotangents):
-    """The copies' gradients, added to those of the home experts one after the other, in place."""
+    """The copies' gradients, added to those of the home experts one after the other, in place, before the layer below
+    starts."""
+    d_home, d_exports, d_x = cotangents
+    d_exports, d_x = jax.lax.optimization_barrier((d_exports, d_x))
 
     def add(copy, d_home):
         at = jnp.maximum(slot[copy], 0)
         d_copy = jnp.where(slot[copy] == EMPTY, 0, d_exports[copy])
         return jax.lax.dynamic_update_index_in_dim(d_home, d_home[at] + d_copy, at, 0)
 
-    d_home, d_exports = cotangents
-    return jax.lax.fori_loop(0, len(slot), add, d_home), None
+    d_home, d_x = jax.lax.optimization_barrier((jax.lax.fori_loop(0, len(slot), add, d_home), d_x))
+    return d_home, None, d_x
 
 
-_pack.defvjp(lambda home, slot: (_pack(home, slot), slot), _unpack)
+_pack.defvjp(lambda home, slot, x: (_pack(home, slot, x), slot), _unpack)
