@@ -17,7 +17,7 @@ from rich.console import Console
 
 from experiments.configs import Cluster
 from experiments.rl.balance import to_ranks
-from experiments.rl.configs import Train
+from experiments.rl.configs import Reorder, Replicate, Train
 from experiments.rl.losses import group_advantages, token_weights
 from experiments.rl.policy import POLICIES, PolicyConfig
 from experiments.rl.report import summarise
@@ -30,7 +30,9 @@ from experiments.rl.trainer import Trainer
 from experiments.run import main
 from relibra_jax.capacities import Capacities, Sizes
 from relibra_jax.nnx_moe import get_homes
+from relibra_jax.plan import replica_experts
 from relibra_jax.replay import load_replay
+from relibra_jax.types import EMPTY
 
 SMALLEST = PolicyConfig(width=16, layers=2, heads=2, kv_heads=1, head_width=8, expert_width=16)
 # Buffers that hold every batch here, so that one program is compiled.
@@ -329,11 +331,30 @@ def test_a_run_goes_on_when_all_rewards_fail(tmp_path):
         ({"prompts": 3}, "prompts=3 x group=4 = 12 samples must divide evenly over 8 ranks"),
         ({"temperature": 0}, "temperature=0 must be positive"),
         ({"steps": -1}, "steps=-1 must be at least 0"),
+        (
+            {"planner": "eplb", "reorder": Reorder(steps=5)},
+            r"planner=eplb, and Reorder\(.* is for relibra and",
+        ),
     ],
 )
 def test_bad_settings(changes, message):
     with pytest.raises(ValueError, match=message):
         small(**changes)
+
+
+def test_settings_of_the_planner_are_its_own(capsys, tmp_path):
+    still = small(reorder=Reorder(move_cost=1e9), replicate=Replicate(min_tokens=10**6))
+    assert still.row.planner is small(reorder=still.reorder, replicate=still.replicate).row.planner
+    topology, load = still.topology, np.random.default_rng(0).integers(0, 99, (2, 2, 2, 4, 16), np.int32)
+    state = still.row.planner.init(topology, 2, key=jax.random.key(0))
+    plan, _ = jax.jit(still.row.planner.update)(load, state, topology)
+    np.testing.assert_array_equal(plan.home, np.tile(np.arange(16), (2, 1)))
+    assert (replica_experts(plan) == EMPTY).all()
+    with pytest.raises(ValueError, match="min_tokens=0 must be an integer of at least 1"):
+        run(tmp_path, replicate=Replicate(min_tokens=0))
+    assert main(["demo", "--reorder.steps", "0", "--out", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == "error: steps=0 must be at least 1\n"
+    assert not list(tmp_path.iterdir())
 
 
 def test_unknown_names_are_status_2(capsys, tmp_path):

@@ -2,20 +2,55 @@
 
 import dataclasses
 import difflib
+import functools
 import itertools
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Final
+from typing import Annotated, Final, Literal
 
 import tyro
 
 from experiments.configs import Cluster
 from experiments.rl.policy import POLICIES, PolicyConfig
 from experiments.rl.step import Clip
+from relibra_jax.planning.placement import place_experts
 from relibra_jax.planning.planner import PLANNERS, PlannerRow
+from relibra_jax.planning.relibra import relibra
+from relibra_jax.planning.replication import replicate_experts
 from relibra_jax.types import Topology
+
+TUNABLE: Final = ("relibra", "relibra_across")
+"""Planners that take `Reorder` and `Replicate`; the variants of the others are planners of their own."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Reorder:
+    """How ReLibra's planners place experts between batches: `relibra_jax.planning.placement.place_experts`."""
+
+    method: Literal["anneal", "descent", "lpt"] = "anneal"
+    steps: int = 10_000
+    """Of the search."""
+    move_cost: float = 0.02
+    """The imbalance that moving all experts must gain."""
+    crossing_cost: float = 0.3
+    """The imbalance worth accepting for no token copy to cross nodes."""
+    smoothing: float = 0.0
+    """Of the maximum; 0 is the maximum itself."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Replicate:
+    """How ReLibra's planners copy experts inside a batch: `relibra_jax.planning.replication.replicate_experts`."""
+
+    mode: Literal["joint", "placement", "splitting"] = "joint"
+    min_tokens: int = 1
+    """Least token copies that are worth a replica."""
+    tile: int = 1
+    """Replicas compute whole tiles of so many token copies."""
+    exact: bool = False
+    """Bring all ranks of a domain within one tile of each other, not just the fullest down."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,6 +67,8 @@ class Train:
     """A named model."""
     planner: str = "relibra"
     """A name from the table that ``compare`` prints."""
+    reorder: Reorder = dataclasses.field(default_factory=Reorder)
+    replicate: Replicate = dataclasses.field(default_factory=Replicate)
     anneal_steps: int = 50
     """Of assigning samples to micro-batches and ranks; 0 keeps samples in order."""
     cluster: Annotated[Cluster, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Cluster)
@@ -82,6 +119,9 @@ class Train:
         ):
             if value not in table:
                 raise ValueError(f"{name} {value!r} must be one of {', '.join(table)}{nearest(value, table)}")
+        changed = [part for part in (self.reorder, self.replicate) if part != type(part)()]
+        if changed and self.planner not in TUNABLE:
+            raise ValueError(f"planner={self.planner}, and {changed[0]} is for {' and '.join(TUNABLE)} alone")
         for name, least in (
             *(
                 ("warmup_steps", 0),
@@ -123,8 +163,21 @@ class Train:
 
     @property
     def row(self) -> PlannerRow:
-        """The planner."""
-        return PLANNERS[self.planner]
+        """The planner with its settings."""
+        row = PLANNERS[self.planner]
+        return _tuned(row, self.reorder, self.replicate) if self.planner in TUNABLE else row
+
+
+@functools.cache
+def _tuned(row: PlannerRow, reorder: Reorder, replicate: Replicate) -> PlannerRow:
+    """One object for equal settings, as jit wants it."""
+    planner = relibra(
+        place=functools.partial(place_experts, **dataclasses.asdict(reorder)),
+        replicate=functools.partial(
+            replicate_experts, across_nodes=not row.intra_node, **dataclasses.asdict(replicate)
+        ),
+    )
+    return dataclasses.replace(row, planner=planner)
 
 
 CONFIGS: Final[Mapping[str, Train]] = MappingProxyType(
@@ -154,7 +207,8 @@ def saved_config(folder: Path) -> Train:
         raise ValueError(f"{folder}: no run to resume, there is no config.json")
     try:
         saved = json.loads(path.read_text())
-        parts = {"cluster": Cluster(**saved["cluster"]), "clip": Clip(**saved["clip"])}
+        kinds = {"cluster": Cluster, "clip": Clip, "reorder": Reorder, "replicate": Replicate}
+        parts = {name: kind(**saved[name]) for name, kind in kinds.items()}
         return Train(**{**saved, **parts, "seeds": tuple(saved["seeds"])})
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: not the settings of a run ({error!r})") from error

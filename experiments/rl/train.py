@@ -7,6 +7,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp  # type: ignore[import-untyped]
 from rich.console import Console
@@ -37,9 +39,10 @@ def run_train(config: Train, console: Console, *, name: str = "rl", task: Task |
         The folder with ``config.json``, ``seed-*/metrics.jsonl``, checkpoints, figure and summary.
 
     Raises:
-        ValueError: settings that do not fit, or a checkpoint of another model.
+        ValueError: settings that do not fit or that the planner refuses, or a checkpoint of another model.
     """
     host_devices(config.topology.num_ranks)
+    _check_planner(config)
     folder = _folder(config, name)
     keep_compiled(Path("out/compiled"))
     _note_changes(config, folder, console)
@@ -81,6 +84,18 @@ def _run_seed(
             trainer.state.save(manager)
     if trainer.replays:
         save_replay(folder / "replay.npz", _joined(trainer.replays), num_experts=config.model.num_experts)
+
+
+def _check_planner(config: Train) -> None:
+    """What the planner refuses, it refuses now and not after the warm-up."""
+    topology, planner, layers = config.topology, config.row.planner, config.model.layers
+    ranks = topology.num_nodes, topology.ranks_per_node
+
+    def plan(key: jax.Array) -> Any:
+        load = jnp.zeros((config.micro_batches, layers, *ranks, topology.num_experts), jnp.int32)
+        return planner.update(load, planner.init(topology, layers, key=key), topology)
+
+    jax.eval_shape(plan, jax.random.key(0))
 
 
 def _folder(config: Train, name: str) -> Path:
