@@ -342,6 +342,14 @@ def test_bad_settings(changes, message):
         small(**changes)
 
 
+def test_an_example_without_room_says_which_setting():
+    trainer = Trainer(small(response_tokens=3), 0)
+    with pytest.raises(
+        ValueError, match=r"task 'copy': [4-7] tokens, response_tokens=3: Example\(prompt='copy"
+    ):
+        trainer.warm_up()
+
+
 def test_settings_of_the_planner_are_its_own(capsys, tmp_path):
     still = small(reorder=Reorder(move_cost=1e9), replicate=Replicate(min_tokens=10**6))
     assert still.row.planner is small(reorder=still.reorder, replicate=still.replicate).row.planner

@@ -72,7 +72,7 @@ class Trainer:
     def warm_up(self) -> dict[str, Any]:
         """One supervised update on prompts with right answers; its metrics."""
         config, phases = self.config, Phases()
-        examples = self.task.sample((self.seed, SUPERVISED, self.state.step), config.samples)
+        examples = self._draw((self.seed, SUPERVISED, self.state.step), config.samples)
         prompts = [example.prompt_tokens for example in examples]
         rows = [prompt + example.answer_tokens for prompt, example in zip(prompts, examples, strict=True)]
         tokens = pad(rows, config.prompt_tokens + config.response_tokens)
@@ -225,8 +225,22 @@ class Trainer:
     def examples(self, what: int, number: int) -> list[Example]:
         """Prompts of one batch, each as often as it is answered. Held-out ones are the same for every run."""
         seed = (what, number) if what == HELD_OUT else (self.seed, what, number)
-        drawn = self.task.sample(seed, self.config.prompts)
+        drawn = self._draw(seed, self.config.prompts)
         return [example for example in drawn for _ in range(self.config.group)]
+
+    def _draw(self, seed: tuple[int, ...], count: int) -> list[Example]:
+        """Examples that there is room for."""
+        examples = self.task.sample(seed, count)
+        for example in examples:
+            for tokens, setting, room in (
+                (example.prompt_tokens, "prompt_tokens", self.config.prompt_tokens),
+                (example.answer_tokens, "response_tokens", self.config.response_tokens),
+            ):
+                if len(tokens) > room:
+                    raise ValueError(
+                        f"task {self.task.name!r}: {len(tokens)} tokens, {setting}={room}: {example}"
+                    )
+        return examples
 
     def _key(self, what: int, number: int) -> jax.Array:
         return jax.random.fold_in(jax.random.fold_in(self.state.key, what), number)
