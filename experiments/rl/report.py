@@ -22,11 +22,11 @@ SMOOTH: Final = 7
 """Steps; a step's mean reward depends much on which prompts it drew."""
 PLAN, STATIC = COLOURS[6], COLOURS[0]
 COLUMNS_EXPLAINED = (
-    "warm-up, end: mean reward on held-out prompts; imbalance: max / mean of rank load in recompute and update, over"
-    " all learning steps, under the plan, with the bound that no replication passes and static placement beside it;"
-    " live: that of the update when it routes anew, without replicas;"
-    " plan: median ms of a step; share: of planning and migration in the step's time; changed: expert choices in which"
-    " the live router differs from the rollout when it learns; failed: rewards that raised."
+    "start, end: mean reward on held-out prompts, after the warm-up and at the end; imbalance: max / mean of rank load"
+    " in recompute and update, over all learning steps, under the plan, with the bound that no replication passes and"
+    " static placement beside it; live: that of the update when it routes anew, without replicas; plan: median ms of a"
+    " step; share: of planning and migration in the step's time; tok/s: from rollout to update; fail: rewards that"
+    " raised; changed: expert choices in which the live router differs from the rollout when it learns."
 )
 
 
@@ -94,7 +94,7 @@ def summarise(lines: list[dict[str, Any]]) -> dict[str, Any]:
 def _table(summary: dict[int, dict[str, Any]], title: str) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=0)
     columns = {
-        "warm-up": ("reward_warm_up", "{:.3f}"),
+        "start": ("reward_warm_up", "{:.3f}"),
         "end": ("reward_end", "{:.3f}"),
         "imbalance": ("imbalance", "{:.4f}"),
         "bound": ("imbalance_bound", "{:.4f}"),
@@ -102,8 +102,8 @@ def _table(summary: dict[int, dict[str, Any]], title: str) -> Table:
         "live": ("imbalance_live", "{:.3f}"),
         "plan": ("plan_ms", "{:.0f}ms"),
         "share": ("plan_and_migrate_share", "{:.1%}"),
-        "tokens/s": ("tokens_per_second", "{:.0f}"),
-        "failed": ("failed_rewards", "{:.0f}"),
+        "tok/s": ("tokens_per_second", "{:.0f}"),
+        "fail": ("failed_rewards", "{:.0f}"),
         "changed": ("routing_changed_share", "{:.2%}"),
     }
     there = {key for numbers in summary.values() for key in numbers}
