@@ -30,8 +30,8 @@ class Reorder:
     """How ReLibra's planners place experts between batches: `relibra_jax.planning.placement.place_experts`."""
 
     method: Literal["anneal", "descent", "lpt"] = "anneal"
-    steps: int = 10_000
-    """Of the search."""
+    steps: int = 2_000
+    """Of the search; more experts and layers want more."""
     move_cost: float = 0.02
     """The imbalance that moving all experts must gain."""
     crossing_cost: float = 0.3

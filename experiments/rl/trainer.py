@@ -22,7 +22,7 @@ from experiments.rl.state import State
 from experiments.rl.step import Goal, Ran, Rows, check_executed, recompute, update
 from experiments.rl.tasks import Example, Task, find_task
 from experiments.rl.tokens import pad
-from relibra_jax.capacities import batch_capacities, grow_capacities, safe_capacities
+from relibra_jax.capacities import capacities, grow_capacities, safe_capacities
 from relibra_jax.execution.mesh import expert_mesh
 from relibra_jax.execution.moe import ExpertParallel
 from relibra_jax.nnx_moe import reorder_experts
@@ -200,7 +200,7 @@ class Trainer:
                 )
             )
             known = jax.device_get(known)
-            need = batch_capacities(replay, assignment, known.plan, self.topology)
+            need = capacities(known.plan, known.load, self.topology)
             self.state.sizes = grow_capacities(self.state.sizes, need, round_up=with_room)
         with phases("migrate"):
             reorder_experts(
