@@ -4,10 +4,12 @@
 exit status 2 and one line on standard error; nothing half-written is left behind.
 """
 
+import argparse
 import json
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any
 
 import jax
@@ -202,6 +204,13 @@ def parse_run(name: str, default: Train, args: list[str]) -> Train:
     return tyro.cli(Train, default=default, prog=program, description=SUMMARIES[name], args=args)
 
 
+def resumed_folder(args: list[str]) -> Path | None:
+    """What ``--resume`` names: its settings are the defaults of all others."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--resume", type=Path)
+    return parser.parse_known_args(args)[0].resume
+
+
 def main(args: list[str] | None = None) -> int:
     """Run one command; the exit status is 0, or 2 for bad input."""
     args = sys.argv[1:] if args is None else args
@@ -211,10 +220,9 @@ def main(args: list[str] | None = None) -> int:
         return 0
     try:
         if name in CONFIGS:
-            settings = parse_run(name, CONFIGS[name], rest)
-            if settings.resume is not None:
-                settings = parse_run(name, saved_config(settings.resume), rest)
-            run_train(settings, console, name=name)
+            resume = resumed_folder(rest)
+            default = CONFIGS[name] if resume is None else saved_config(resume)
+            run_train(parse_run(name, default, rest), console, name=name)
         elif name in NAMES or name.startswith("-") or not name:
             config = tyro.cli(Command, prog=PROGRAM, description=__doc__, args=args)
             COMMANDS[type(config)](config)

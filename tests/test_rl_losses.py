@@ -66,7 +66,7 @@ def test_policy_loss_and_its_gradient(clip, token_level):
         free, held = ratio * advantage[i], np.clip(ratio, 1 - low, 1 + high) * advantage[i]
         wanted -= weight[i, t] * min(free, held)
         clipped += weight[i, t] * (held < free)
-        kl += weight[i, t] * (1 / ratio - 1 + np.log(ratio))
+        kl += weight[i, t] * (ratio - 1 - np.log(ratio))
         slopes[i, t] = 0 if held < free else -weight[i, t] * free
     assert 0 < clipped < 1
     np.testing.assert_allclose([found.loss, found.clipped, found.kl], [wanted, clipped, kl], rtol=1e-4)

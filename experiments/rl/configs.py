@@ -85,9 +85,9 @@ class Train:
     micro_batches: int = 4
     """Of a batch M."""
     prompt_tokens: int = 24
-    """Room for a prompt."""
+    """Room for a prompt; examples that need more are passed over."""
     response_tokens: int = 4
-    """The longest response, its end included."""
+    """The longest response, its end included; examples with longer answers are passed over."""
     temperature: float = 1.0
     top_p: float = 1.0
     epochs: int = 4
@@ -102,7 +102,7 @@ class Train:
     learning_rate: float = 3e-4
     warmup_learning_rate: float = 3e-3
     evaluation_batches: int = 4
-    """Batches of held-out prompts that are scored after the warm-up and at the end."""
+    """Batches of prompts, the same for all seeds, that are scored after the warm-up and at the end."""
     checkpoint_every: int = 20
     """Steps, of the warm-up too."""
     record: int = 0
@@ -145,6 +145,8 @@ class Train:
             )
         if not self.seeds:
             raise ValueError("seeds: at least one")
+        if self.resume is not None and self.out is not None:
+            raise ValueError(f"resume={self.resume} goes on in that folder, and out={self.out} is another")
 
     @property
     def samples(self) -> int:

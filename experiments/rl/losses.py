@@ -32,7 +32,7 @@ class PolicyLoss(NamedTuple):
     clipped: Float[Array, ""]
     """The weight of the tokens whose ratio the clip cut off."""
     kl: Float[Array, ""]
-    """Weighted mean of ``1 / rho - 1 + log rho``, an estimate of KL(new, old) that is never negative."""
+    """Weighted mean of ``rho - 1 - log rho``, an estimate of KL(old, new) that is never negative."""
 
 
 def group_advantages(
@@ -57,7 +57,10 @@ def group_advantages(
     mean = jnp.where(scored, reward, 0).sum(1, keepdims=True) / count
     centred = jnp.where(scored, reward - mean, 0)
     deviation = jnp.sqrt(jnp.square(centred).sum(1, keepdims=True) / count)
-    return (centred / (deviation + SMALLEST_DEVIATION)).reshape(-1)
+    # The mean of equal rewards is rounded, and the deviation would divide by that.
+    highest = jnp.where(scored, reward, -jnp.inf).max(1, keepdims=True)
+    differ = highest > jnp.where(scored, reward, jnp.inf).min(1, keepdims=True)
+    return jnp.where(differ, centred / (deviation + SMALLEST_DEVIATION), 0).reshape(-1)
 
 
 def token_weights(
@@ -108,7 +111,7 @@ def policy_loss(
     free = ratio * advantage
     held = jnp.clip(ratio, 1 - clip_low, 1 + clip_high) * advantage
     share = jnp.where(held < free, weight, 0).sum()
-    kl = (weight * (jnp.exp(-log_ratio) - 1 + log_ratio)).sum()
+    kl = (weight * (ratio - 1 - log_ratio)).sum()
     return PolicyLoss(-(weight * jnp.minimum(free, held)).sum(), share, jax.lax.stop_gradient(kl))
 
 

@@ -22,11 +22,11 @@ SMOOTH: Final = 7
 """Steps; a step's mean reward depends much on which prompts it drew."""
 PLAN, STATIC = COLOURS[6], COLOURS[0]
 COLUMNS_EXPLAINED = (
-    "start, end: mean reward on held-out prompts, after the warm-up and at the end; imbalance: max / mean of rank load"
-    " in recompute and update, over all learning steps, under the plan, with the bound that no replication passes and"
-    " static placement beside it; live: that of the update when it routes anew, without replicas; plan: median ms of a"
-    " step; share: of planning and migration in the step's time; tok/s: from rollout to update; fail: rewards that"
-    " raised; changed: expert choices in which the live router differs from the rollout when it learns."
+    "start, end: mean reward on prompts for evaluation, after the warm-up and at the end; imbalance: max / mean of rank"
+    " load in recompute and update, over all learning steps, under the plan, with the bound that no replication passes"
+    " and static placement beside it; live: that of the update when it routes anew, without replicas; plan: median ms"
+    " of a step; share: of planning and migration in the step's time; tok/s: from rollout to update; fail: rewards that"
+    " raised; changed: expert choices in which the live router differs from the rollout in the last update from it."
 )
 
 
@@ -77,8 +77,8 @@ def summarise(lines: list[dict[str, Any]]) -> dict[str, Any]:
         return numbers
     planning = [line["phases"]["plan"] + line["phases"]["migrate"] for line in learned]
     for name in ("imbalance", "imbalance_bound", "imbalance_static", "imbalance_live"):
-        if name in learned[0]:
-            numbers[name] = float(np.mean([line[name] for line in learned]))
+        if of_name := [line[name] for line in learned if name in line]:
+            numbers[name] = float(np.mean(of_name))
     for phase in learned[0]["phases"]:
         numbers[f"{phase}_ms"] = 1e3 * float(np.median([line["phases"][phase] for line in learned]))
     seconds = np.array([line["seconds"] for line in learned])
@@ -86,7 +86,8 @@ def summarise(lines: list[dict[str, Any]]) -> dict[str, Any]:
         "step_ms": 1e3 * float(np.median(seconds)),
         "plan_and_migrate_share": float(np.median(planning / seconds)),
         "tokens_per_second": float(np.median([line["tokens"] for line in learned] / seconds)),
-        "failed_rewards": sum(line["failed"] for line in learned),
+        "failed_rewards": sum(line.get("failed", 0) for line in lines),
+        "reward_by_step": [line["reward"] for line in learned],
         "routing_changed_share": np.mean([line["routing_changed_share"] for line in learned], 0).tolist(),
     }
 
@@ -140,17 +141,17 @@ def training_figure(path: Path, metrics: dict[int, list[dict[str, Any]]], title:
         rewards = [np.nan if line["reward"] is None else line["reward"] for line in learned]
         reward.plot(steps, rewards, color=colour, linewidth=0.8, alpha=0.4)
         reward.plot(steps, _smooth(rewards), color=colour, linewidth=1.6, label=f"seed {seed}")
-        held_out = [(line["step"], line["reward"]) for line in lines if line["kind"] == "evaluation"]
-        if held_out:
-            label = "held-out prompts" if number == 0 else None
-            reward.plot(*zip(*held_out, strict=True), "o", color=colour, markersize=6, label=label)
+        evaluated = [(line["step"], line["reward"]) for line in lines if line["kind"] == "evaluation"]
+        if evaluated:
+            label = "prompts for evaluation" if number == 0 else None
+            reward.plot(*zip(*evaluated, strict=True), "o", color=colour, markersize=6, label=label)
         for name, of in (("imbalance", PLAN), ("imbalance_static", STATIC)):
-            each = np.array([line[f"{name}_by_micro_batch"] for line in learned])
+            each = [line[f"{name}_by_micro_batch"] for line in learned]
             if number == 0:
                 label = "static placement" if of == STATIC else "under the plan"
                 balance.plot([], [], color=of, label=label)
-            for column in each.T:
-                balance.plot(steps, column, ".", color=of, markersize=3)
+            where = np.repeat(steps, [len(values) for values in each])
+            balance.plot(where, [value for values in each for value in values], ".", color=of, markersize=3)
         for name, of in (("plan", PLAN), ("migrate", COLOURS[2])):
             spent = [1e3 * line["phases"][name] for line in learned]
             planning.plot(steps, spent, color=of, linewidth=1.2, label=name if number == 0 else None)

@@ -90,7 +90,7 @@ class MetricsLog:
         with whole_file(self.path) as part:
             part.write_text("".join(json.dumps(line) + "\n" for line in kept))
         self._file = self.path.open("a")
-        self._board = _tensorboard(folder)
+        self._board = _tensorboard(folder, step)
 
     def __enter__(self) -> Self:
         return self
@@ -118,13 +118,13 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in whole.splitlines()]
 
 
-def _tensorboard(folder: Path) -> Any:
-    """A writer of event files, None where tensorboardX is not installed."""
+def _tensorboard(folder: Path, step: int) -> Any:
+    """A writer of event files from ``step`` on, None where tensorboardX is not installed."""
     try:
         from tensorboardX import SummaryWriter  # type: ignore[import-not-found,unused-ignore]
     except ImportError:
         return None
-    return SummaryWriter(str(folder))
+    return SummaryWriter(str(folder), purge_step=step)
 
 
 def keep_compiled(folder: Path) -> None:

@@ -153,10 +153,11 @@ def update(
 
 
 def check_executed(ran: Ran, known: Foresight, topology: Topology, *, intra_node: bool) -> None:
-    """Raise unless the plan's quotas are exactly what ran, in every micro-batch, layer and slot.
+    """Raise unless the plan's quotas are exactly what ran, in every micro-batch and layer.
 
-    The layer sends each slot its quota out of what is there, and turns to NaN where ids are not those of the load or
-    buffers overflow. So quotas were executed if they add up, expert by expert, to the routing that ran.
+    The layer sends each slot its quota of what is there, and turns to NaN where a rank's ids are not those of the load
+    or buffers overflow, which the loss would show. So quotas were executed if the routing that ran is, rank by rank and
+    expert by expert, the load that the plan was made for, and the quotas add up to it.
 
     Args:
         ran: from `recompute` or `update`.
@@ -165,9 +166,19 @@ def check_executed(ran: Ran, known: Foresight, topology: Topology, *, intra_node
         intra_node: whether replicas have to stay in their home's node.
 
     Raises:
-        ValueError: the first place where they differ, with both numbers.
+        RuntimeError: the first place where they differ, with both numbers.
     """
-    check_plan(known.plan, np.asarray(ran.load), topology, intra_node=intra_node)
+    found, planned = np.asarray(ran.load), np.asarray(known.load)
+    if (found != planned).any():
+        place = tuple(int(index) for index in np.argwhere(found != planned)[0])
+        raise RuntimeError(
+            "micro-batch {}, layer {}, node {}, rank {}: expert {}".format(*place)
+            + f" ran {found[place]} token copies, the plan was made for {planned[place]}"
+        )
+    try:
+        check_plan(known.plan, found, topology, intra_node=intra_node)
+    except ValueError as error:
+        raise RuntimeError(f"the plan is not what ran: {error}") from error
 
 
 def _by_micro_batch(known: Foresight | None, micro_batches: int) -> Foresight | None:

@@ -94,14 +94,20 @@ def find_task(name: str) -> Task:
         import reasoning_gym  # type: ignore[import-not-found,unused-ignore]
         from reasoning_gym.factory import DATASETS  # type: ignore[import-not-found,unused-ignore]
     except ImportError as error:
+        near = difflib.get_close_matches(name, TASKS, n=1)
+        hint = f" (did you mean {near[0]}?)" if near else ""
         raise ValueError(
-            f"task {name!r} is none of {', '.join(TASKS)}; tasks of reasoning-gym need the extra rl:"
+            f"task {name!r} is none of {', '.join(TASKS)}{hint}; tasks of reasoning-gym need the extra rl:"
             ' pip install -e ".[rl]"'
         ) from error
     if name not in DATASETS:
         near = difflib.get_close_matches(name, [*TASKS, *DATASETS], n=3, cutoff=0)
         raise ValueError(f"task {name!r}: no such task; the nearest are {', '.join(near)}")
     judge = reasoning_gym.create_dataset(name, seed=0, size=1)
+    if judge[0]["answer"] is None:
+        raise ValueError(
+            f"task {name!r}: its examples have no answers, the warm-up has nothing to learn from"
+        )
 
     def draw(seed: int, count: int) -> list[Example]:
         entries = reasoning_gym.create_dataset(name, seed=seed, size=count)

@@ -17,10 +17,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from experiments.rl.configs import Train
 from experiments.rl.report import write_report
 from experiments.rl.running import MetricsLog, host_devices, keep_compiled, stop_signals
-from experiments.rl.tasks import Task
+from experiments.rl.tasks import Task, find_task
 from experiments.rl.trainer import Trainer
 from relibra_jax.files import whole_file
-from relibra_jax.replay import save_replay
+from relibra_jax.replay import load_replay, save_replay
 from relibra_jax.types import RoutingReplay
 
 CHECKPOINTS_KEPT = 2
@@ -42,14 +42,13 @@ def run_train(config: Train, console: Console, *, name: str = "rl", task: Task |
         ValueError: settings that do not fit or that the planner refuses, or a checkpoint of another model.
     """
     host_devices(config.topology.num_ranks)
+    task = find_task(config.task) if task is None else task
     _check_planner(config)
     folder = _folder(config, name)
     keep_compiled(Path("out/compiled"))
-    _note_changes(config, folder, console)
     with stop_signals() as asked:
         for seed in config.seeds:
-            _run_seed(config, seed, folder / f"seed-{seed}", console, asked, task)
-            if asked.is_set():
+            if not _run_seed(config, seed, folder, console, asked, task):
                 again = f"python -m experiments.run {name} --resume {folder}"
                 console.print(f"stopped and saved; go on with: {again}", highlight=False, soft_wrap=True)
                 return folder
@@ -58,32 +57,61 @@ def run_train(config: Train, console: Console, *, name: str = "rl", task: Task |
 
 
 def _run_seed(
-    config: Train, seed: int, folder: Path, console: Console, asked: threading.Event, task: Task | None
-) -> None:
-    trainer = Trainer(config, seed, task=task)
+    config: Train, seed: int, run: Path, console: Console, asked: threading.Event, task: Task
+) -> bool:
+    """Whether it came to its end."""
+    folder, trainer = run / f"seed-{seed}", Trainer(config, seed, task=task)
+    recorded = range(max(config.warmup_steps, trainer.total_steps - config.record), trainer.total_steps)
     options = ocp.CheckpointManagerOptions(max_to_keep=CHECKPOINTS_KEPT, create=True)
     with ocp.CheckpointManager((folder / "checkpoints").absolute(), options=options) as manager:
         if manager.latest_step() is not None:
             trainer.state.restore(manager)
+        # Settings that a checkpoint refuses are not written down.
+        _note_changes(config, run, console)
         with MetricsLog(folder, trainer.state.step) as log, _progress(console) as bar:
             task_id = bar.add_task(f"seed {seed}", total=trainer.total_steps, shown="compiling")
-            while trainer.state.step < trainer.total_steps and not asked.is_set():
-                step, learning = trainer.state.step, trainer.state.step >= config.warmup_steps
-                if step == config.warmup_steps and config.evaluation_batches:
-                    log.write(step, trainer.evaluate())
-                metrics = trainer.learn() if learning else trainer.warm_up()
+
+            def report(step: int, metrics: dict[str, Any]) -> None:
                 log.write(step, metrics)
                 for failure in metrics.get("failures", ()):
                     bar.console.print(f"step {step}: {failure}", style="red", markup=False)
+
+            while trainer.state.step < trainer.total_steps and not asked.is_set():
+                step, learning = trainer.state.step, trainer.state.step >= config.warmup_steps
+                if step == config.warmup_steps and config.evaluation_batches:
+                    report(step, trainer.evaluate())
+                metrics = trainer.learn() if learning else trainer.warm_up()
+                report(step, metrics)
                 bar.update(task_id, completed=trainer.state.step, shown=_shown(metrics))
+                if step in recorded and trainer.replay is not None:
+                    save_replay(_rollout(folder, step), trainer.replay, num_experts=config.model.num_experts)
                 if trainer.state.step % config.checkpoint_every == 0:
                     trainer.state.save(manager)
-            if trainer.state.step == trainer.total_steps and config.evaluation_batches:
-                log.write(trainer.state.step, trainer.evaluate())
+            finished = trainer.state.step == trainer.total_steps
+            if finished and config.evaluation_batches:
+                report(trainer.state.step, trainer.evaluate())
+        if finished:
+            _join_rollouts(folder, [_rollout(folder, step) for step in recorded])
         if manager.latest_step() != trainer.state.step:
             trainer.state.save(manager)
-    if trainer.replays:
-        save_replay(folder / "replay.npz", _joined(trainer.replays), num_experts=config.model.num_experts)
+    return finished
+
+
+def _rollout(folder: Path, step: int) -> Path:
+    return folder / f"rollout-{step}.npz"
+
+
+def _join_rollouts(folder: Path, parts: list[Path]) -> None:
+    """Make one trace of the recorded rollouts."""
+    parts = [part for part in parts if part.exists()]
+    if not parts:
+        return
+    loaded = [load_replay(part) for part in parts]
+    replays, num_experts = [replay for replay, _ in loaded], loaded[0][1]
+    joined = RoutingReplay(*(np.concatenate(leaves) for leaves in zip(*replays, strict=True)))
+    save_replay(folder / "replay.npz", joined, num_experts=num_experts)
+    for part in parts:
+        part.unlink()
 
 
 def _check_planner(config: Train) -> None:
@@ -136,7 +164,3 @@ def _shown(metrics: dict[str, Any]) -> str:
     reward = "none" if metrics["reward"] is None else f"{metrics['reward']:.3f}"
     balance = f"imbalance {metrics['imbalance']:.3f} (static {metrics['imbalance_static']:.3f})"
     return f"reward {reward}, {balance}, {speed}"
-
-
-def _joined(replays: list[RoutingReplay]) -> RoutingReplay:
-    return RoutingReplay(*(np.concatenate(leaves) for leaves in zip(*replays, strict=True)))

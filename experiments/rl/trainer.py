@@ -15,7 +15,7 @@ from experiments.rl.balance import Foresight, measure_balance, plan_rollout, to_
 from experiments.rl.configs import Train
 from experiments.rl.losses import group_advantages, token_weights
 from experiments.rl.policy import live_parallel
-from experiments.rl.rewards import score_rollout
+from experiments.rl.rewards import Rewards, score_rollout
 from experiments.rl.running import Phases, host_devices
 from experiments.rl.sampler import Rollout, rollout
 from experiments.rl.state import State
@@ -30,7 +30,9 @@ from relibra_jax.planning.assignment import assign_in_order
 from relibra_jax.types import Array, Assignment, RoutingReplay
 
 SHOWN_FAILURES: Final = 3
-SUPERVISED, PROMPTS, HELD_OUT, PLANNING = range(4)
+MORE_EXAMPLES: Final = 8
+"""So many times the examples that are needed are drawn where some have no room."""
+SUPERVISED, PROMPTS, EVALUATION, PLANNING = range(4)
 """What is drawn: part of the seed of examples, and of the keys."""
 
 
@@ -52,8 +54,8 @@ class Trainer:
         self.topology = config.topology
         self.mesh = expert_mesh(self.topology, devices=host_devices(self.topology.num_ranks))
         self.state = State(config, seed, self.mesh)
-        self.replays: list[RoutingReplay] = []
-        """Of the last ``config.record`` rollouts."""
+        self.replay: RoutingReplay | None = None
+        """Of the last rollout."""
         samples = config.samples // config.micro_batches // self.topology.num_ranks
         tokens = samples * (config.prompt_tokens + config.response_tokens)
         base = ExpertParallel(
@@ -92,6 +94,7 @@ class Trainer:
                 balance=config.balance,
             )
             loss = self._finite(learned.loss.loss, "loss")
+            self._finite(learned.gradient_norm, "gradient norm")
         self.state.step += 1
         return {"kind": "warm-up", "loss": loss, "tokens": int(mask.sum()), **phases.report()}
 
@@ -136,6 +139,7 @@ class Trainer:
                     clip=config.clip,
                 )
                 loss = self._finite(learned.loss.loss, "loss")
+                self._finite(learned.gradient_norm, "gradient norm")
                 if config.replay:
                     check_executed(learned.ran, known, self.topology, intra_node=config.row.intra_node)
         times = phases.report()
@@ -156,11 +160,11 @@ class Trainer:
         }
 
     def evaluate(self) -> dict[str, Any]:
-        """Score held-out prompts, the same at every call; nothing is learned."""
-        rewards = []
+        """Score prompts that are the same at every call and for every seed; nothing is learned."""
+        rewards: list[Rewards] = []
         for batch in range(self.config.evaluation_batches):
-            examples = self.examples(HELD_OUT, batch)
-            made = self.sample(examples, self._key(HELD_OUT, batch))
+            examples = self.examples(EVALUATION, batch)
+            made = self.sample(examples, self._key(EVALUATION, batch))
             rewards.append(score_rollout(self.task, examples, made.tokens, made.response))
         scored = np.concatenate([each.reward[each.scored] for each in rewards])
         return {
@@ -168,6 +172,7 @@ class Trainer:
             "reward": _mean(scored),
             "samples": len(scored),
             "failed": sum(len(each.failures) for each in rewards),
+            "failures": [failure for each in rewards for failure in each.failures][:SHOWN_FAILURES],
         }
 
     def sample(self, examples: list[Example], key: jax.Array) -> Rollout:
@@ -212,8 +217,7 @@ class Trainer:
             )
             rows = to_ranks(Rows(made.tokens, made.mask, made.expert_ids), assignment, self.mesh)
             jax.block_until_ready(nnx.state(self.state.model))
-        if config.record:
-            self.replays = [*self.replays, replay][-config.record :]
+        self.replay = replay
         parallel = ExpertParallel(
             mesh=self.mesh,
             topology=self.topology,
@@ -223,24 +227,30 @@ class Trainer:
         return assignment, rows, known, parallel
 
     def examples(self, what: int, number: int) -> list[Example]:
-        """Prompts of one batch, each as often as it is answered. Held-out ones are the same for every run."""
-        seed = (what, number) if what == HELD_OUT else (self.seed, what, number)
+        """Prompts of one batch, each as often as it is answered."""
+        seed = (what, number) if what == EVALUATION else (self.seed, what, number)
         drawn = self._draw(seed, self.config.prompts)
         return [example for example in drawn for _ in range(self.config.group)]
 
     def _draw(self, seed: tuple[int, ...], count: int) -> list[Example]:
-        """Examples that there is room for."""
-        examples = self.task.sample(seed, count)
-        for example in examples:
-            for tokens, setting, room in (
-                (example.prompt_tokens, "prompt_tokens", self.config.prompt_tokens),
-                (example.answer_tokens, "response_tokens", self.config.response_tokens),
-            ):
-                if len(tokens) > room:
-                    raise ValueError(
-                        f"task {self.task.name!r}: {len(tokens)} tokens, {setting}={room}: {example}"
-                    )
-        return examples
+        """The first examples that there is room for."""
+        config = self.config
+        for times in (1, MORE_EXAMPLES):
+            drawn = self.task.sample(seed, times * count)
+            fitting = [
+                example
+                for example in drawn
+                if len(example.prompt_tokens) <= config.prompt_tokens
+                and len(example.answer_tokens) <= config.response_tokens
+            ]
+            if len(fitting) >= count:
+                return fitting[:count]
+        longest = [max(len(getattr(one, f"{part}_tokens")) for one in drawn) for part in ("prompt", "answer")]
+        raise ValueError(
+            f"task {self.task.name!r}: of {len(drawn)} examples {len(fitting)} fit prompt_tokens="
+            f"{config.prompt_tokens} and response_tokens={config.response_tokens}, {count} are needed; the longest"
+            f" have {longest[0]} and {longest[1]}"
+        )
 
     def _key(self, what: int, number: int) -> jax.Array:
         return jax.random.fold_in(jax.random.fold_in(self.state.key, what), number)
