@@ -168,14 +168,6 @@ def test_every_pattern_of_empty_groups_in_one_compilation(implementation):
     assert run.traces == traces
 
 
-def test_every_pattern_of_empty_groups_in_one_launch(all_patterns):
-    """As for the grouped products: the interpreter is slow."""
-    sizes = (all_patterns * np.random.default_rng(0).integers(1, 4, size=all_patterns.shape)).astype(np.int32)
-    setting = Setting("bfloat16", int(sizes.sum()) + 5, 64, 64, 200, len(sizes) - 200, ())
-    *_, d_home, d_replica, _ = check("mosaic", sizes, inputs(setting))
-    assert not np.concatenate([d_home, d_replica])[sizes == 0].any()
-
-
 @each_implementation
 @pytest.mark.parametrize("slot", [0, -1])
 def test_one_group_has_all_rows(implementation, slot):
