@@ -3,8 +3,7 @@
 import os
 from pathlib import Path
 
-# Tests compile much and compute little: XLA's former emitters, which build no MLIR pipeline for every fusion, compile in
-# half the time.
+# Tests compile much and compute little. XLA's former emitters build no MLIR pipeline for every fusion: half the time.
 os.environ.setdefault(
     "XLA_FLAGS",
     "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
