@@ -23,7 +23,8 @@ from rich.table import Table
 from experiments.ablation import ABLATION
 from experiments.configs import Compare, Inspect, MakePlan
 from experiments.figures import compare_figure, timeline_figure
-from experiments.rl.configs import CONFIGS, SUMMARIES, Train, nearest, saved_config
+from experiments.names import nearest
+from experiments.rl.configs import CONFIGS, SUMMARIES, Train, saved_config
 from experiments.rl.train import run_train
 from experiments.simulate import Contender, Outcome, compare, cost_model, make_batches, run_contender
 from experiments.traces import Trace, read_trace

@@ -183,7 +183,13 @@ def check_capacities(have: Capacities, need: Capacities) -> None:
     Raises:
         ValueError: the first buffer that is too small, with both sizes.
     """
-    found, wanted = (dict(_flatten(dataclasses.asdict(sizes))) for sizes in (have, need))
+    found, wanted = (
+        {
+            jax.tree_util.keystr(path, simple=True, separator="."): size
+            for path, size in jax.tree.leaves_with_path(each)
+        }
+        for each in (have, need)
+    )
     for name, size in wanted.items():
         if name not in found or found[name] < size:
             raise ValueError(f"buffer {name}: {found.get(name, 'not counted')}, this batch needs {size}")
@@ -222,14 +228,6 @@ def few_sizes(count: int) -> int:
     """
     step = 1 << max(3, count.bit_length() - 6)
     return max(-(-count // step), 1) * step
-
-
-def _flatten(sizes: dict, prefix: str = ""):
-    for name, value in sizes.items():
-        if isinstance(value, dict):
-            yield from _flatten(value, f"{prefix}{name}.")
-        elif value is not None:
-            yield prefix + name, value
 
 
 @functools.partial(jax.jit, static_argnums=2)

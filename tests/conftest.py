@@ -14,7 +14,6 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import hypothesis
 import jax
-import numpy as np
 import pytest
 from jaxtyping import install_import_hook
 
@@ -37,17 +36,6 @@ def shared():
     if not SHARED.is_dir():
         pytest.skip(f"no shared data at {SHARED}")
     return SHARED
-
-
-@pytest.fixture(scope="session")
-def all_patterns():
-    """Zeros and ones whose stretches of 8 are all 2^8 patterns, each once (a de Bruijn sequence)."""
-    ring, seen = [0] * 8, {(0,) * 8}
-    while len(seen) < 256:
-        one = (*ring[-7:], 1)
-        ring.append(0 if one in seen else 1)
-        seen.add(tuple(ring[-8:]))
-    return np.array(ring)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -3,7 +3,6 @@
 The Hopper kernels run in JAX's GPU interpreter, which detects races, in bfloat16 and at shapes that it can bear.
 """
 
-import contextlib
 import functools
 import itertools
 from typing import NamedTuple
@@ -14,8 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
-from jax.experimental.pallas import mosaic_gpu as plgpu
+from interpreter import interpreter
 from jax.sharding import AxisType, PartitionSpec
 
 from pallas_kernels import grouped_mlp
@@ -55,17 +53,6 @@ TOLERANCE = {"float64": 1e-13, "float32": 2e-6, "bfloat16": 2e-2}
 each_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 # Many compilations or many calls: more than the interpreter can bear.
 each_compiled = pytest.mark.parametrize("implementation", ["reference", "xla"])
-
-
-@contextlib.contextmanager
-def interpreter(implementation):
-    """Where the Hopper kernels can run; none of them may race."""
-    if implementation != "mosaic":
-        yield
-        return
-    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
-        yield
-        assert not get_races().races_found
 
 
 def oracle(rows, home, replica, group_sizes, row_scale, d_out):

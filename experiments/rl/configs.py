@@ -1,11 +1,9 @@
 """What a reinforcement-learning run can be told, and the runs that have names."""
 
 import dataclasses
-import difflib
 import functools
-import itertools
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Final, Literal
@@ -13,6 +11,7 @@ from typing import Annotated, Final, Literal
 import tyro
 
 from experiments.configs import Cluster
+from experiments.names import nearest
 from experiments.rl.policy import POLICIES, PolicyConfig
 from experiments.rl.step import Clip
 from relibra_jax.planning.placement import place_experts
@@ -214,13 +213,3 @@ def saved_config(folder: Path) -> Train:
         return Train(**{**saved, **parts, "seeds": tuple(saved["seeds"])})
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: not the settings of a run ({error!r})") from error
-
-
-def nearest(name: str, *tables: Iterable[str]) -> str:
-    """A hint for an error message.
-
-    >>> nearest("relibre", ["static", "relibra"])
-    '; did you mean relibra?'
-    """
-    near = difflib.get_close_matches(name, itertools.chain(*tables), n=3)
-    return f"; did you mean {' or '.join(near)}?" if near else ""

@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from experiments.names import nearest
 from experiments.rl.tokens import BOS, EOS, encode
 
 
@@ -94,11 +95,9 @@ def find_task(name: str) -> Task:
         import reasoning_gym  # type: ignore[import-not-found,unused-ignore]
         from reasoning_gym.factory import DATASETS  # type: ignore[import-not-found,unused-ignore]
     except ImportError as error:
-        near = difflib.get_close_matches(name, TASKS, n=1)
-        hint = f" (did you mean {near[0]}?)" if near else ""
         raise ValueError(
-            f"task {name!r} is none of {', '.join(TASKS)}{hint}; tasks of reasoning-gym need the extra rl:"
-            ' pip install -e ".[rl]"'
+            f"task {name!r} is none of {', '.join(TASKS)}{nearest(name, TASKS)}; tasks of reasoning-gym need"
+            ' the extra rl: pip install -e ".[rl]"'
         ) from error
     if name not in DATASETS:
         near = difflib.get_close_matches(name, [*TASKS, *DATASETS], n=3, cutoff=0)

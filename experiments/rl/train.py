@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from experiments.rl.configs import Train
 from experiments.rl.report import write_report
 from experiments.rl.running import MetricsLog, host_devices, keep_compiled, stop_signals
-from experiments.rl.tasks import Task, find_task
+from experiments.rl.tasks import Task
 from experiments.rl.trainer import Trainer
 from relibra_jax.files import whole_file
 from relibra_jax.replay import load_replay, save_replay
@@ -42,7 +42,6 @@ def run_train(config: Train, console: Console, *, name: str = "rl", task: Task |
         ValueError: settings that do not fit or that the planner refuses, or a checkpoint of another model.
     """
     host_devices(config.topology.num_ranks)
-    task = find_task(config.task) if task is None else task
     _check_planner(config)
     folder = _folder(config, name)
     keep_compiled(Path("out/compiled"))
@@ -57,7 +56,7 @@ def run_train(config: Train, console: Console, *, name: str = "rl", task: Task |
 
 
 def _run_seed(
-    config: Train, seed: int, run: Path, console: Console, asked: threading.Event, task: Task
+    config: Train, seed: int, run: Path, console: Console, asked: threading.Event, task: Task | None
 ) -> bool:
     """Whether it came to its end."""
     folder, trainer = run / f"seed-{seed}", Trainer(config, seed, task=task)
@@ -90,10 +89,11 @@ def _run_seed(
             finished = trainer.state.step == trainer.total_steps
             if finished and config.evaluation_batches:
                 report(trainer.state.step, trainer.evaluate())
-        if finished:
-            _join_rollouts(folder, [_rollout(folder, step) for step in recorded])
         if manager.latest_step() != trainer.state.step:
             trainer.state.save(manager)
+    # Behind the last checkpoint: a run that is killed before it comes here again, with all its parts.
+    if finished:
+        _join_rollouts(folder, [_rollout(folder, step) for step in recorded])
     return finished
 
 

@@ -22,7 +22,7 @@ from experiments.rl.state import State
 from experiments.rl.step import Goal, Ran, Rows, check_executed, recompute, update
 from experiments.rl.tasks import Example, Task, find_task
 from experiments.rl.tokens import pad
-from relibra_jax.capacities import capacities, grow_capacities, safe_capacities
+from relibra_jax.capacities import capacities, grow_capacities
 from relibra_jax.execution.mesh import expert_mesh
 from relibra_jax.execution.moe import ExpertParallel
 from relibra_jax.nnx_moe import reorder_experts
@@ -58,13 +58,7 @@ class Trainer:
         """Of the last rollout."""
         samples = config.samples // config.micro_batches // self.topology.num_ranks
         tokens = samples * (config.prompt_tokens + config.response_tokens)
-        base = ExpertParallel(
-            mesh=self.mesh,
-            topology=self.topology,
-            capacities=safe_capacities(tokens, config.model.top_k, self.topology),
-            across_nodes=not config.row.intra_node,
-        )
-        self.live = live_parallel(base, tokens, config.model.top_k)
+        self.live = live_parallel(self._parallel(), tokens, config.model.top_k)
 
     @property
     def total_steps(self) -> int:
@@ -123,16 +117,10 @@ class Trainer:
             goal = to_ranks(Goal(weight, advantage, None), assignment, self.mesh)
             goal = goal._replace(old_log_prob=old_log_prob)
             followed, by = (known, parallel) if config.replay else (None, self.live)
+            batch_load = known.load.sum((0, 2, 3))
             for _ in range(config.epochs):
                 learned = update(
-                    *(
-                        self.state.model,
-                        self.state.optimizer,
-                        rows,
-                        goal,
-                        followed,
-                        known.load.sum((0, 2, 3)),
-                    ),
+                    *(self.state.model, self.state.optimizer, rows, goal, followed, batch_load),
                     parallel=by,
                     balance=config.balance,
                     temperature=config.temperature,
@@ -218,19 +206,22 @@ class Trainer:
             rows = to_ranks(Rows(made.tokens, made.mask, made.expert_ids), assignment, self.mesh)
             jax.block_until_ready(nnx.state(self.state.model))
         self.replay = replay
-        parallel = ExpertParallel(
-            mesh=self.mesh,
-            topology=self.topology,
-            capacities=self.state.sizes,
-            across_nodes=not config.row.intra_node,
-        )
-        return assignment, rows, known, parallel
+        return assignment, rows, known, self._parallel()
 
     def examples(self, what: int, number: int) -> list[Example]:
         """Prompts of one batch, each as often as it is answered."""
         seed = (what, number) if what == EVALUATION else (self.seed, what, number)
         drawn = self._draw(seed, self.config.prompts)
         return [example for example in drawn for _ in range(self.config.group)]
+
+    def _parallel(self) -> ExpertParallel:
+        """With the buffers of the batches so far."""
+        return ExpertParallel(
+            mesh=self.mesh,
+            topology=self.topology,
+            capacities=self.state.sizes,
+            across_nodes=not self.config.row.intra_node,
+        )
 
     def _draw(self, seed: tuple[int, ...], count: int) -> list[Example]:
         """The first examples that there is room for."""
