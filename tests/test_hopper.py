@@ -1,5 +1,6 @@
 """What the Hopper kernels are told: tiles of rows for any groups, and sizes of tiles for any shapes."""
 
+import functools
 import itertools
 
 import jax
@@ -9,42 +10,62 @@ import pytest
 
 from pallas_kernels.hopper import autotune
 from pallas_kernels.hopper.launch import SHARED_MEMORY
-from pallas_kernels.hopper.schedule import cut
+from pallas_kernels.hopper.schedule import walk, walls
 from pallas_kernels.hopper.tiles import MODELS, TABLE, Problem, candidates, choose
 
 PATTERNS = np.array(list(itertools.product((0, 1), repeat=8)))
 
 
-def check_schedule(schedule, bounds, rows, tile):
+@functools.partial(jax.jit, static_argnames=("rows", "tile", "padding", "distance", "across"))
+def visited(sizes, *, rows, tile, padding=True, first=0, distance=1, across=1):
+    """What a walk visits, ``[visits, 6]``: the tile's number, group, first row, own rows, and the column."""
+    table = jax.new_ref(jnp.full((80, 6), -1))
+
+    def of_tile(place, column, step):
+        table[step] = jnp.stack([*place, column])
+        return step + 1
+
+    walk(walls(sizes, rows), len(sizes) + padding, tile, (first, distance, across), of_tile)
+    return table[...]
+
+
+def check_tiles(sizes, rows, tile):
     """Every row is owned once, by a tile of its group that a copy can start at."""
-    real, everything = schedule.counts
-    owner = np.searchsorted(bounds[1:], np.arange(rows), side="right")
+    found = np.asarray(visited(jnp.asarray(sizes, jnp.int32), rows=rows, tile=tile))
+    owner = np.searchsorted(np.cumsum(sizes), np.arange(rows), side="right")
     owned = []
-    for index in range(everything):
-        group, first, start, end = (column[index] for column in schedule[:4])
+    for index, (number, group, first, start, end, _) in enumerate(found[found[:, 0] >= 0]):
+        assert number == index
         assert first % 8 == 0
         assert first <= start < end <= first + tile
         assert (owner[start:end] == group).all()
-        assert (index < real) == (group < len(bounds) - 1)
         owned += range(start, end)
     assert owned == list(range(rows))
-    assert everything <= len(schedule.group)
-    assert (np.diff(schedule.end) >= 0).all()
 
 
 @pytest.mark.parametrize(("rows", "tile"), [(64, 64), (128, 64), (400, 128)])
 def test_every_pattern_of_empty_groups_is_cut(rows, tile):
     sizes = np.random.default_rng(0).multinomial(rows - 7, np.ones(8) / 8, size=len(PATTERNS)) * PATTERNS
-    bounds = np.pad(np.cumsum(sizes, 1), ((0, 0), (1, 0))).astype(np.int32)
-    schedules = jax.tree.map(np.asarray, jax.vmap(lambda one: cut(one, rows, tile))(bounds))
-    for number, own in enumerate(bounds):
-        check_schedule(jax.tree.map(lambda column, number=number: column[number], schedules), own, rows, tile)
+    for own in sizes:
+        check_tiles(own, rows, tile)
 
 
 @pytest.mark.parametrize("rows", [0, 1, 65, 256])
 def test_one_group_has_all_rows(rows):
-    bounds = np.array([0, 0, rows, rows], np.int32)
-    check_schedule(jax.tree.map(np.asarray, cut(jnp.asarray(bounds), 256, 64)), bounds, 256, 64)
+    check_tiles([0, rows, 0], 256, 64)
+
+
+def test_blocks_share_the_tiles_of_rows_and_columns():
+    sizes, shape = jnp.array([3, 0, 130, 64, 1], jnp.int32), {"rows": 208, "tile": 64, "across": 3}
+    alone = np.asarray(visited(sizes, **shape))
+    alone = alone[alone[:, 0] >= 0]
+    # Of 3, 130, 64 and 1 rows and 10 of padding: 1, 3, 2, 1 and 1 tiles.
+    np.testing.assert_array_equal(alone[:, 5], np.tile(np.arange(3), 8))
+    for padding in (True, False):
+        whole = alone[alone[:, 1] < 5 + padding]
+        for first in range(5):
+            own = np.asarray(visited(sizes, padding=padding, first=first, distance=5, **shape))
+            np.testing.assert_array_equal(own[own[:, 0] >= 0], whole[first::5])
 
 
 def problems():

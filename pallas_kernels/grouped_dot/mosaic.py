@@ -4,10 +4,9 @@ from typing import Any
 
 import jax
 
-from pallas_kernels.blocks import group_bounds
 from pallas_kernels.hopper.launch import align_rows
 from pallas_kernels.hopper.rows import Term, rows_kernel
-from pallas_kernels.hopper.schedule import cut
+from pallas_kernels.hopper.schedule import walls
 from pallas_kernels.hopper.tiles import Problem, choose
 from pallas_kernels.hopper.weights import weights_kernel
 
@@ -24,12 +23,12 @@ def grouped_dot_mosaic(
     num_rows, contraction = rows.shape
     columns = home.shape[1 if transposed else 2]
     tiles = choose(Problem(1, 1, 1, contraction, columns, num_rows // group_sizes.shape[0]))
-    rows, bounds = align_rows(rows), group_bounds(group_sizes, num_rows)
+    rows = align_rows(rows)
     (out,) = rows_kernel(
         [rows],
         home[:, None],
         replica[:, None],
-        cut(bounds, rows.shape[0], tiles.rows),
+        walls(group_sizes, rows.shape[0]),
         terms=[Term(0, 0, 0)],
         transposed=transposed,
         epilogue=lambda accumulators, _: (accumulators, None),
@@ -45,7 +44,7 @@ def grouped_outer_mosaic(
 ) -> tuple[jax.Array, jax.Array]:
     """Each tile of a group's matrix, summed over the group's rows."""
     tiles = choose(Problem(0, 1, 1, lhs.shape[0] // sum(slots), rhs.shape[1], lhs.shape[1]))
-    bounds = group_bounds(group_sizes, lhs.shape[0])
-    pairs = [(align_rows(lhs), align_rows(rhs))]
-    home, replica = weights_kernel(pairs, bounds, slots, out_dtype=out_dtype, tiles=tiles)
+    lhs, rhs = align_rows(lhs), align_rows(rhs)
+    groups = walls(group_sizes, lhs.shape[0])
+    home, replica = weights_kernel([(lhs, rhs)], groups, slots, out_dtype=out_dtype, tiles=tiles)
     return home[:, 0], replica[:, 0]

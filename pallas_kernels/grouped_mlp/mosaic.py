@@ -15,10 +15,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.blocks import group_bounds
 from pallas_kernels.hopper.launch import align_rows
 from pallas_kernels.hopper.rows import Term, rows_kernel
-from pallas_kernels.hopper.schedule import Schedule, cut
+from pallas_kernels.hopper.schedule import align, tiles_of, walls
 from pallas_kernels.hopper.tiles import Problem, choose
 from pallas_kernels.hopper.weights import weights_kernel
 
@@ -31,7 +30,7 @@ def grouped_mlp_mosaic(
 ) -> jax.Array:
     """`grouped_mlp` for bfloat16 on Hopper; D and F multiples of 64."""
     num_rows = rows.shape[0]
-    rows, bounds, scale = _prepare(rows, group_sizes, row_scale)
+    rows, groups, scale = _prepare(rows, group_sizes, row_scale)
     width, hidden_width = home.shape[2:]
     expected = num_rows // group_sizes.shape[0]
 
@@ -40,7 +39,7 @@ def grouped_mlp_mosaic(
         [rows],
         home,
         replica,
-        cut(bounds, rows.shape[0], tiles.rows),
+        groups,
         terms=[Term(0, GATE, 0), Term(0, UP, 1)],
         transposed=False,
         epilogue=_swiglu,
@@ -52,7 +51,7 @@ def grouped_mlp_mosaic(
         [hidden],
         home,
         replica,
-        cut(bounds, rows.shape[0], tiles.rows),
+        groups,
         scale,
         terms=[Term(0, DOWN, 0)],
         transposed=True,
@@ -70,18 +69,17 @@ def _forward(*arrays: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
 def _backward(saved: tuple[jax.Array, ...], d_out: jax.Array) -> tuple[jax.Array | None, ...]:
     rows, home, replica, group_sizes, row_scale = saved
     num_rows = rows.shape[0]
-    rows, bounds, scale = _prepare(rows, group_sizes, row_scale)
+    rows, groups, scale = _prepare(rows, group_sizes, row_scale)
     d_out = align_rows(d_out)
     width, hidden_width = home.shape[2:]
     expected = num_rows // group_sizes.shape[0]
 
     tiles = choose(Problem(2, 3, 3, width, hidden_width, expected))
-    schedule = cut(bounds, rows.shape[0], tiles.rows)
     d_gate, d_up, scaled, sums = rows_kernel(
         [rows, d_out],
         home,
         replica,
-        schedule,
+        groups,
         scale,
         terms=[Term(0, GATE, 0), Term(0, UP, 1), Term(1, DOWN, 2)],
         transposed=False,
@@ -96,7 +94,7 @@ def _backward(saved: tuple[jax.Array, ...], d_out: jax.Array) -> tuple[jax.Array
         [d_gate, d_up],
         home,
         replica,
-        cut(bounds, rows.shape[0], tiles.rows),
+        groups,
         terms=[Term(0, GATE, 0), Term(1, UP, 0)],
         transposed=True,
         epilogue=lambda accumulators, _: (accumulators, None),
@@ -106,13 +104,13 @@ def _backward(saved: tuple[jax.Array, ...], d_out: jax.Array) -> tuple[jax.Array
     slots = (home.shape[0], replica.shape[0])
     d_home, d_replica = weights_kernel(
         [(rows, d_gate), (rows, d_up), (d_out, scaled)],
-        bounds,
+        groups,
         slots,
         tiles=choose(Problem(0, 1, 1, expected, hidden_width, width)),
     )
     # XLA's scheduler would put off the weight gradients of all layers, and their operands would wait in memory.
     d_rows, d_home, d_replica = jax.lax.optimization_barrier((d_rows, d_home, d_replica))
-    d_scale = _of_rows(sums, schedule, rows.shape[0], bounds)[:num_rows]
+    d_scale = _of_rows(sums, groups, rows.shape[0])[:num_rows]
     return d_rows[:num_rows], d_home, d_replica, None, d_scale.astype(row_scale.dtype)
 
 
@@ -139,15 +137,19 @@ def _swiglu_gradients(
 def _prepare(
     rows: jax.Array, group_sizes: jax.Array, row_scale: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Rows in a number that tiles can start at, bounds of groups, and the scale, zero in padding."""
-    bounds = group_bounds(group_sizes, rows.shape[0])
-    scale = jnp.where(jnp.arange(rows.shape[0]) < bounds[-1], row_scale, 0).astype(jnp.float32)
-    return align_rows(rows), bounds, align_rows(scale)
+    """Rows in a number that tiles can start at, walls of groups, and the scale, zero in padding."""
+    rows, scale = align_rows(rows), align_rows(row_scale)
+    groups = walls(group_sizes, rows.shape[0])
+    return rows, groups, jnp.where(jnp.arange(rows.shape[0]) < groups[-3], scale, 0).astype(jnp.float32)
 
 
-def _of_rows(sums: jax.Array, schedule: Schedule, num_rows: int, bounds: jax.Array) -> jax.Array:
+def _of_rows(sums: jax.Array, groups: jax.Array, num_rows: int) -> jax.Array:
     """``[r]``: each row's sum over the tiles of columns; 0 in padding."""
+    starts, ends, high = groups[:-3], groups[1:-2], sums.shape[2]
+    counts = tiles_of(starts, ends, high)
     row = jnp.arange(num_rows, dtype=jnp.int32)
-    tile = jnp.searchsorted(schedule.end, row, side="right")
-    own = jnp.sum(sums, axis=0)[tile, row - schedule.first[tile]]
-    return jnp.where(row < bounds[-1], own, 0)
+    # All groups are compared with each row: other ways to search take many launches.
+    group = jnp.searchsorted(ends, row, side="right", method="compare_all")
+    behind = row - align(starts)[group]
+    tile = (jnp.cumsum(counts) - counts)[group] + behind // high
+    return jnp.where(row < ends[-1], jnp.sum(sums, axis=0)[tile, behind % high], 0)

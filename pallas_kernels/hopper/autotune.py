@@ -19,10 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.arrays import why_no_hopper
-from pallas_kernels.blocks import group_bounds
 from pallas_kernels.hopper.launch import Tiles
 from pallas_kernels.hopper.rows import Term, rows_kernel
-from pallas_kernels.hopper.schedule import cut
+from pallas_kernels.hopper.schedule import walls
 from pallas_kernels.hopper.tiles import MODELS, TABLE_PATH, Problem, Shape, candidates
 from pallas_kernels.hopper.weights import weights_kernel
 
@@ -51,7 +50,7 @@ def tune(problem: Problem, rows: int) -> list[int]:
 def _runner(problem: Problem, rows: int, tiles: Tiles) -> Callable[[], Any]:
     draw = np.random.default_rng(0)
     sizes = draw.multinomial(rows * SLOTS, draw.dirichlet(np.ones(SLOTS) * 2)).astype(np.int32)
-    bounds = group_bounds(jnp.asarray(sizes), rows * SLOTS)
+    groups = walls(jnp.asarray(sizes), rows * SLOTS)
 
     def array(*shape: int) -> jax.Array:
         return jnp.asarray(draw.normal(size=shape), jnp.bfloat16)
@@ -59,7 +58,7 @@ def _runner(problem: Problem, rows: int, tiles: Tiles) -> Callable[[], Any]:
     if not problem.operands:
         pair = (array(rows * SLOTS, problem.rows), array(rows * SLOTS, problem.columns))
         run = functools.partial(weights_kernel, slots=(SLOTS, 0), tiles=tiles)
-        return functools.partial(jax.jit(run), [pair], bounds)
+        return functools.partial(jax.jit(run), [pair], groups)
     transposed = problem.accumulators < problem.operands
     matrix = (problem.contraction, problem.columns)[:: -1 if transposed else 1]
     weights = array(SLOTS, problem.matrices, *matrix)
@@ -68,12 +67,12 @@ def _runner(problem: Problem, rows: int, tiles: Tiles) -> Callable[[], Any]:
         for number in range(problem.matrices)
     ]
 
-    def run_rows(operands: list[jax.Array], weights: jax.Array, bounds: jax.Array) -> Any:
+    def run_rows(operands: list[jax.Array], weights: jax.Array, groups: jax.Array) -> Any:
         return rows_kernel(
             operands,
             weights,
             weights[:0],
-            cut(bounds, rows * SLOTS, tiles.rows),
+            groups,
             terms=terms,
             transposed=transposed,
             epilogue=lambda accumulators, _: (accumulators, None),
@@ -83,7 +82,7 @@ def _runner(problem: Problem, rows: int, tiles: Tiles) -> Callable[[], Any]:
         )
 
     operands = [array(rows * SLOTS, problem.contraction) for _ in range(problem.operands)]
-    return functools.partial(jax.jit(run_rows), operands, weights, bounds)
+    return functools.partial(jax.jit(run_rows), operands, weights, groups)
 
 
 def _seconds(run: Callable[[], Any]) -> float:

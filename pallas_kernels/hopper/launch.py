@@ -19,12 +19,12 @@ from jax._src import config
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.hopper.schedule import ALIGNED
+
 STEP: Final = 64
 """Elements of a contraction that one buffer holds: 128 bytes, the widest swizzle."""
 ROWS: Final = 64
 """Rows of a warpgroup: the height of a wgmma instruction."""
-ALIGNED: Final = 8
-"""Copies into shared memory start at a multiple of so many rows: what wgmma reads is tiled by 8 x 64 elements."""
 LINE: Final = 128
 """Bytes of a row in the buffer for outputs."""
 MULTIPROCESSORS: Final = 132
@@ -164,17 +164,6 @@ def launch(
     # Inside shard_map, kernels forget that their results differ between devices.
     axes = tuple(jax.typeof(leaves[0]).manual_axis_type.varying)
     return tuple(jax.lax.pcast(out, axes, to="varying") if axes else out for out in kernel(*leaves))
-
-
-def over_tiles(count: Any, of_tile: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:
-    """Visit this block's share of ``count`` tiles; ``(tile, steps so far) -> steps so far``."""
-    block, blocks = jax.lax.axis_index("block"), jax.lax.axis_size("block")
-    share = jax.lax.div(count - block + (blocks - 1), jnp.int32(blocks))
-
-    def visit(index: jax.Array, step: jax.Array) -> jax.Array:
-        return of_tile(block + index * blocks, step)
-
-    return jax.lax.fori_loop(0, share, visit, jnp.int32(0))
 
 
 def write(
