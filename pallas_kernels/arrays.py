@@ -11,11 +11,10 @@ from pallas_kernels.hopper.launch import STEP, interpreted
 
 
 def choose(name: str | None, implementations: Mapping[str, Any], rows: jax.Array, **sizes: int) -> str:
-    """The implementation to run: the named one if it can.
+    """The implementation to run: the named one if it can, else the best for the platform and the shapes.
 
     Args:
-        name: a name in ``implementations``, or None for "xla": the Hopper kernels have to be asked for by name until
-            their results have been checked on a GPU (`experiments.bench_gpu`).
+        name: a name in ``implementations``, or None for "mosaic" where that can run and "xla" where it cannot.
         implementations: by name; "mosaic" and "xla" among them.
         rows: what is multiplied; says for which device, where it is a described one.
         sizes: of the matrices' two dimensions, by name.
@@ -25,9 +24,12 @@ def choose(name: str | None, implementations: Mapping[str, Any], rows: jax.Array
     """
     if name is not None and name not in implementations:
         raise ValueError(f"implementation={name!r} is not one of {', '.join(implementations)}")
-    if name == "mosaic" and (reason := _why_not_mosaic(rows, sizes)):
+    if name is not None and name != "mosaic":
+        return name
+    reason = _why_not_mosaic(rows, sizes)
+    if reason and name:
         raise ValueError(f"implementation='mosaic' cannot run: {reason}")
-    return name or "xla"
+    return "xla" if reason else "mosaic"
 
 
 def _why_not_mosaic(rows: jax.Array, sizes: Mapping[str, int]) -> str | None:

@@ -49,8 +49,22 @@ def test_the_cases_fit_together(monkeypatch):
 
 
 def test_a_kernel_that_does_not_compile_fails():
-    sound = {case: Compiled(KERNELS[case.part], 0) for case in KERNEL_CASES}
+    clean = "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads"
+    sound = {case: Compiled(KERNELS[case.part], 0, clean) for case in KERNEL_CASES}
     assert all(finding.good for finding in judge_kernels(sound))
-    broken = {KERNEL_CASES[0]: "exceeds available shared memory", KERNEL_CASES[1]: Compiled(2, 0)}
-    failed = [finding for finding in judge_kernels(sound | broken) if not finding.good]
-    assert [finding.found for finding in failed] == ["exceeds available shared memory", "2, 0 MB temporary"]
+    slow = "(C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to ..."
+    broken = (
+        "exceeds available shared memory",
+        Compiled(2, 0, clean),
+        Compiled(3, 0, ""),
+        Compiled(5, 0, clean.replace("0 bytes spill loads", "8 bytes spill loads")),
+        Compiled(3, 0, clean + slow),
+    )
+    judged = judge_kernels(sound | dict(zip(KERNEL_CASES[1:], broken, strict=False)))
+    assert [finding.found for finding in judged if not finding.good] == [
+        "exceeds available shared memory",
+        "2, 0 MB temporary",
+        "ptxas said nothing",
+        "8 bytes, 0 serialized",
+        "0 bytes, 1 serialized",
+    ]

@@ -4,8 +4,9 @@
 
 Two ways of running the same plans, scanned and unrolled: ragged exchanges for tokens and replicas, and padded ones
 (all-to-all, reduce-scatter). Each is compiled with R = 2 replica slots and with none, 2 and 8 layers deep, experts in
-blocked XLA. Then the Hopper kernels by themselves, at the shapes of named models. No GPU is needed, and none is used:
-this shows schedules and buffers, not that ragged exchanges and kernels compute what they should.
+the Hopper kernels. Then these by themselves, at the shapes of named models. No GPU is needed, and none is used: this
+shows schedules, buffers and what the assembler made of the kernels, not that ragged exchanges and kernels compute what
+they should.
 ``XLA_FLAGS=--xla_dump_to=DIR`` keeps the programs.
 """
 

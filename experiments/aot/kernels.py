@@ -1,9 +1,16 @@
 """The Hopper kernels compiled at the shapes of named models: what does not fit into shared memory fails here.
 
-One rank of eight: its home slots, two replica slots and 32,768 rows.
+One rank of eight: its home slots, two replica slots and 32,768 rows. The assembler, ptxas, says what it did to them:
+registers that it spilled to memory, and products (wgmma) that it made wait for each other, would cost the speed that
+the kernels are for.
 """
 
-from collections.abc import Iterator, Mapping
+import contextlib
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
 from typing import Final, Literal, NamedTuple
 
 import jax
@@ -28,6 +35,9 @@ PROMISES: Final[Mapping[Part, str]] = {
 }
 
 
+SOUND: Final = "no register spilled, no product made to wait for another"
+
+
 class KernelCase(NamedTuple):
     """One program."""
 
@@ -44,6 +54,8 @@ class Compiled(NamedTuple):
     kernels: int
     temporary: int
     """Bytes."""
+    assembled: str
+    """What ptxas said."""
 
 
 def compile_kernels(case: KernelCase) -> Compiled | str:
@@ -87,13 +99,30 @@ def compile_kernels(case: KernelCase) -> Compiled | str:
             lowered = jax.jit(products).lower(*operands, sizes, array(ROWS, shape.expert_width))
         else:
             lowered = jax.jit(mlp).lower(*operands, sizes, scale, rows)
-        compiled = lowered.compile()
+        compiled, assembled = _with_ptxas(lowered.compile)
     except (ValueError, RuntimeError) as error:
         return str(error).splitlines()[0][:120]
     text, memory = compiled.as_text(), compiled.memory_analysis()
     if text is None or memory is None:
         raise RuntimeError("this backend says neither what it compiled nor what memory that takes")
-    return Compiled(text.count('custom_call_target="mosaic_gpu'), memory.temp_size_in_bytes)
+    return Compiled(text.count('custom_call_target="mosaic_gpu'), memory.temp_size_in_bytes, assembled)
+
+
+def _with_ptxas[T](compile_program: Callable[[], T]) -> tuple[T, str]:
+    """A program, and what ptxas said of its kernels: Mosaic's compiler prints that, from C++, if it is asked to."""
+    asked = "MOSAIC_GPU_DUMP_PTXAS"
+    sys.stdout.flush()
+    with contextlib.ExitStack() as stack:
+        printed = stack.enter_context(tempfile.TemporaryFile("w+"))
+        own = os.dup(1)
+        stack.callback(os.close, own)
+        os.dup2(printed.fileno(), 1)
+        stack.callback(os.dup2, own, 1)
+        os.environ[asked] = "1"
+        stack.callback(os.environ.pop, asked)
+        program = compile_program()
+        printed.seek(0)
+        return program, printed.read()
 
 
 def judge_kernels(compiled: Mapping[KernelCase, Compiled | str]) -> Iterator[Finding]:
@@ -104,3 +133,11 @@ def judge_kernels(compiled: Mapping[KernelCase, Compiled | str]) -> Iterator[Fin
         else:
             said = f"{found.kernels}, {found.temporary / 1e6:.0f} MB temporary"
             yield Finding(case.model, PROMISES[case.part], said, found.kernels == KERNELS[case.part])
+            yield _judge_assembled(case, found.assembled)
+
+
+def _judge_assembled(case: KernelCase, assembled: str) -> Finding:
+    spilled = [int(count) for count in re.findall(r"(\d+) bytes spill (?:stores|loads)", assembled)]
+    serial = assembled.count("wgmma.mma_async instructions are serialized")
+    said = f"{sum(spilled)} bytes, {serial} serialized" if spilled else "ptxas said nothing"
+    return Finding(case.model, f"{case.part}: {SOUND}", said, bool(spilled) and not sum(spilled) + serial)
