@@ -1,19 +1,29 @@
 """``python -m experiments.bench_gpu``: the Hopper kernels checked, then timed beside their peers, on one GPU.
 
-Three products and the whole grouped MLP at the shapes of named models, over group sizes that real plans give one
-rank, before (static) and after balancing (ReLibra), scaled to a mean of rows a group. A rate counts only rows that
-exist. The roofline is the smaller of a dense matmul's rate and of what memory allows when every operand moves once,
-both measured in the same run. Then the stragglers: the sum over micro-batches and layers of the slowest rank's
-grouped MLP. Refuses to run without a Hopper GPU; kernels that were not installed or refuse a shape have no number.
+Three products and the whole grouped MLP at the shapes of named models, over group sizes of real plans, before (static)
+and after balancing (ReLibra): those of one rank in as many micro-batches and layers as fill the model's slots on one
+rank of eight, scaled to a mean of rows a group. A rate counts only rows that exist. The roofline is the smaller of a
+dense matmul's rate and of what memory allows when every operand moves once, both measured in the same run. Then the
+stragglers: the sum over micro-batches and layers of the slowest rank's grouped MLP.
+
+A program calls an operation on several sets of operands, so that none is found in a cache, and readings are long
+enough to hide how programs are started. Programs compile side by side before anything is timed. Refuses to run without
+a Hopper GPU; kernels that were not installed or refuse a shape have no number.
 """
 
 import dataclasses
+import datetime
 import functools
+import importlib.metadata
+import itertools
+import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Final, NamedTuple, get_args
 
 # PyTorch wants memory of the same GPU.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -31,12 +41,16 @@ from experiments.traces import read_trace
 from experiments.workload import Work, contenders
 from pallas_kernels import grouped_dot, grouped_mlp, grouped_outer
 from pallas_kernels.arrays import why_no_hopper
-from pallas_kernels.hopper.tiles import MODELS, Shape
+from pallas_kernels.hopper.tiles import MODELS, RANKS, REPLICAS, Shape
 from relibra_jax.types import Topology
 
-OURS, DENSE = "ours", "dense matmul"
-CALLS = 8
-"""Calls in flight for one reading, so that launching them hides behind them."""
+OURS, DENSE, UNFUSED = "ours", "dense matmul", "products one at a time"
+IMPLEMENTATION: str = "mosaic"
+"""What is measured."""
+SETS: Final = 4
+"""Sets of operands that one program works on."""
+TOLERANCE: Final = 0.02
+"""Of the largest entry: what bfloat16 explains where hidden rows are rounded in between."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,24 +59,65 @@ class BenchGpu:
 
     trace: Annotated[Path | None, tyro.conf.Positional] = None
     """A trace (.npz); else the one that RELIBRA_TRACE names, else the recorded one of this project."""
+    models: tuple[str, ...] = tuple(MODELS)
+    """Whose shapes: names in `pallas_kernels.hopper.tiles.MODELS`."""
     rows: tuple[int, ...] = (256, 1024, 2048)
     """Mean rows a group."""
-    repeats: int = 30
+    repeats: int = 15
+    """Readings of each; the median counts."""
     micro_batches: int = 4
     layers: int = 2
+    record: Path | None = None
+    """A text file for what is printed."""
+
+    def __post_init__(self) -> None:
+        if unknown := set(self.models) - set(MODELS):
+            raise ValueError(f"models: {', '.join(sorted(unknown))} not among {', '.join(MODELS)}")
 
 
-class Case(NamedTuple):
-    """One table: an operation by all who can do it."""
+class Operands(NamedTuple):
+    """One set."""
 
-    runs: dict[str, Callable[[], Any]]
-    flops: float
-    bytes: float
+    x: jax.Array
+    """``[r, k]``."""
+    d_out: jax.Array
+    """Of the operation's result."""
+    home: jax.Array
+    """``[H, (3,) k, n]``."""
+    replica: jax.Array
+    joint: jax.Array | None
+    """Both in one buffer, as peers want them."""
+
+
+type Call = Callable[[Operands, jax.Array], Any]
+
+
+class Operation(NamedTuple):
+    """One table: what is computed, by all who can."""
+
+    name: str
+    calls: dict[str, Call]
+    """``(operands, group sizes) -> result``; ours and a dense one among them."""
+    flops: Callable[[np.ndarray], float]
+    bytes: Callable[[np.ndarray], float]
     """That have to move at least: every operand and result once."""
+    checked_by: str
+    """The one of the calls that results are compared with."""
+
+
+def plan_sizes(work: Work, topology: Topology, homes: int, mean: int) -> np.ndarray:
+    """Group sizes ``[homes + REPLICAS]`` as plans give them to the first rank, with the wanted mean.
+
+    Micro-batches and layers follow each other until all slots have one, again from the first if need be.
+    """
+    quota = np.asarray(work.plan.quota)[:, :, 0, 0]
+    own = np.resize(quota[..., : topology.home_slots], homes)
+    copies = np.resize(quota[..., topology.home_slots :], REPLICAS)
+    return scaled_sizes(np.concatenate([own, copies]), mean)
 
 
 def scaled_sizes(quota: np.ndarray, mean: int) -> np.ndarray:
-    """A rank's group sizes ``[S]`` in the same proportions, with the wanted mean; rows are rounded down.
+    """Group sizes ``[S]`` in the same proportions, with the wanted mean; rows are rounded down.
 
     >>> scaled_sizes(np.array([1, 0, 3]), 100).tolist()
     [75, 0, 225]
@@ -70,22 +125,23 @@ def scaled_sizes(quota: np.ndarray, mean: int) -> np.ndarray:
     return (quota * (mean * quota.size / max(quota.sum(), 1))).astype(np.int32)
 
 
-def roofline_seconds(case: Case, dense_rate: float, bandwidth: float) -> float:
+def roofline_seconds(operation: Operation, sizes: np.ndarray, dense_rate: float, bandwidth: float) -> float:
     """The least time that this GPU has been seen to need for as many operations or bytes.
 
-    >>> roofline_seconds(Case({}, 6e12, 1e9), dense_rate=6e14, bandwidth=2e12)
-    0.01
+    >>> slow_memory = Operation("", {}, lambda sizes: 6e12, lambda sizes: 1e9, "")
+    >>> roofline_seconds(slow_memory, np.array([1]), dense_rate=6e14, bandwidth=2e10)
+    0.05
     """
-    return max(case.flops / dense_rate, case.bytes / bandwidth)
+    return max(operation.flops(sizes) / dense_rate, operation.bytes(sizes) / bandwidth)
 
 
-def buffer_rows(sizes: np.ndarray) -> int:
-    """Rows of a buffer that holds the groups: a multiple of 8, as a step's buffers are.
+def buffer_rows(sizes: Sequence[np.ndarray]) -> int:
+    """Rows of a buffer that holds any of these groups: a multiple of 8, as a step's buffers are.
 
-    >>> buffer_rows(np.array([5, 0, 6]))
+    >>> buffer_rows([np.array([5, 0, 6]), np.array([1, 1, 1])])
     16
     """
-    return -(-int(sizes.sum()) // 8) * 8
+    return -(-max(int(one.sum()) for one in sizes) // 8) * 8
 
 
 def array(*shape: int, seed: int = 0) -> jax.Array:
@@ -93,103 +149,218 @@ def array(*shape: int, seed: int = 0) -> jax.Array:
     return jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16) / np.sqrt(shape[-1])
 
 
-def products(shape: Shape, sizes: np.ndarray, homes: int) -> Iterator[tuple[str, Case]]:
+def operand_sets(
+    matrix: tuple[int, ...], rows: int, homes: int, columns: int, *, joint: bool
+) -> list[Operands]:
+    """`SETS` of them; ``matrix`` is ``(k, n)`` or ``(3, D, F)``, and results have ``columns``."""
+    sets = []
+    for seed in range(SETS):
+        weights = array(homes + REPLICAS, *matrix, seed=3 * seed)
+        x = array(rows, matrix[-2], seed=3 * seed + 1)
+        d_out = array(rows, columns, seed=3 * seed + 2)
+        sets.append(Operands(x, d_out, weights[:homes], weights[homes:], weights if joint else None))
+    return sets
+
+
+def products(shape: Shape) -> Iterator[Operation]:
     """Forward, input gradient and weight gradient of the gate product."""
-    rows, k, n, slots = int(sizes.sum()), shape.width, shape.expert_width, sizes.size
-    room = buffer_rows(sizes)
-    x, d_out, weights = array(room, k), array(room, n, seed=1), array(slots, k, n, seed=2)
-    home, replica, group_sizes = weights[:homes], weights[homes:], jnp.asarray(sizes)
-    used = int((sizes > 0).sum())
-    dot = functools.partial(grouped_dot, implementation="mosaic")
-    outer = functools.partial(grouped_outer, home_slots=homes, implementation="mosaic")
-    calls: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[jax.Array, jax.Array], int]] = {
-        "forward": (
-            lambda x, _: dot(x, home, replica, group_sizes),
-            lambda x, _: x @ weights[0],
-            (x, d_out),
-            used,
-        ),
-        "input gradient": (
-            lambda _, dy: dot(dy, home, replica, group_sizes, transposed=True),
-            lambda _, dy: dy @ weights[0].T,
-            (x, d_out),
-            used,
-        ),
-        "weight gradient": (
-            lambda x, dy: outer(x, dy, group_sizes),
-            lambda x, dy: x.T @ dy,
-            (x, d_out),
-            slots,
-        ),
+    k, n = shape.width, shape.expert_width
+
+    def forward(one: Operands, sizes: jax.Array) -> jax.Array:
+        return grouped_dot(one.x, one.home, one.replica, sizes, implementation=IMPLEMENTATION)
+
+    def input_gradient(one: Operands, sizes: jax.Array) -> jax.Array:
+        return grouped_dot(
+            one.d_out, one.home, one.replica, sizes, transposed=True, implementation=IMPLEMENTATION
+        )
+
+    def weight_gradient(one: Operands, sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
+        homes = one.home.shape[0]
+        return grouped_outer(one.x, one.d_out, sizes, home_slots=homes, implementation=IMPLEMENTATION)
+
+    ours: dict[str, Call] = {
+        "forward": forward,
+        "input gradient": input_gradient,
+        "weight gradient": weight_gradient,
     }
-    for name, (ours, dense, operands, matrices) in calls.items():
-        runs: dict[str, Callable[[], Any]] = {OURS: functools.partial(jax.jit(ours), *operands)}
-        runs[DENSE] = functools.partial(jax.jit(dense), *operands)
-        runs |= gpu_peers.products(name, x, d_out, weights, group_sizes)
-        yield name, Case(runs, 2.0 * rows * k * n, 2.0 * (rows * (k + n) + matrices * k * n))
+    dense: dict[str, Call] = {
+        "forward": lambda one, _: one.x @ one.home[0],
+        "input gradient": lambda one, _: one.d_out @ one.home[0].T,
+        "weight gradient": lambda one, _: one.x.T @ one.d_out,
+    }
+
+    def flops(sizes: np.ndarray) -> float:
+        return 2.0 * int(sizes.sum()) * k * n
+
+    for name in get_args(gpu_peers.Product.__value__):
+
+        def moved(sizes: np.ndarray, name: str = name) -> float:
+            matrices = sizes.size if name == "weight gradient" else int((sizes > 0).sum())
+            return 2.0 * (int(sizes.sum()) * (k + n) + matrices * k * n)
+
+        calls = {OURS: ours[name], DENSE: dense[name]}
+        for peer, call in gpu_peers.calls(name).items():
+            calls[peer] = functools.partial(_in_one_buffer, call)
+        yield Operation(name, calls, flops, moved, gpu_peers.CHECK)
 
 
-def mlps(shape: Shape, sizes: np.ndarray, homes: int) -> Iterator[tuple[str, Case]]:
+def _in_one_buffer(call: gpu_peers.Call, one: Operands, sizes: jax.Array) -> jax.Array:
+    return call(one.x, one.d_out, one.joint, sizes)
+
+
+def mlps(shape: Shape) -> Iterator[Operation]:
     """The grouped MLP, and the same as products one at a time: what fusing them is worth."""
-    rows, k, n = int(sizes.sum()), shape.width, shape.expert_width
-    room = buffer_rows(sizes)
-    x, d_out, weights = array(room, k), array(room, k, seed=1), array(sizes.size, 3, k, n, seed=2)
-    home, replica, group_sizes = weights[:homes], weights[homes:], jnp.asarray(sizes)
-    scale = jnp.ones(room, jnp.float32)
+    k, n = shape.width, shape.expert_width
 
-    def fused(x, home, replica, scale):
-        return grouped_mlp(x, home, replica, group_sizes, scale, implementation="mosaic")
+    def fused(x, home, replica, scale, sizes):
+        return grouped_mlp(x, home, replica, sizes, scale, implementation=IMPLEMENTATION)
 
-    def unfused(x, home, replica, scale):
-        dot = functools.partial(grouped_dot, group_sizes=group_sizes, implementation="mosaic")
+    def unfused(x, home, replica, scale, sizes):
+        dot = functools.partial(grouped_dot, group_sizes=sizes, implementation=IMPLEMENTATION)
         gate, up = (dot(x, home[:, part], replica[:, part]) for part in range(2))
         hidden = (jax.nn.silu(gate) * up).astype(x.dtype)
         return dot(hidden, home[:, 2], replica[:, 2], transposed=True) * scale[:, None].astype(x.dtype)
 
-    def dense(x, home, replica, scale):
+    def dense(x, home, replica, scale, sizes):
         gate, up, down = home[0]
         return ((jax.nn.silu(x @ gate) * (x @ up)) @ down.T) * scale[:, None].astype(x.dtype)
 
-    operands = (x, home, replica, scale)
-    calls = {OURS: fused, "products one at a time": unfused, DENSE: dense}
-    matrices = 2.0 * 3 * int((sizes > 0).sum()) * k * n
-    forward: dict[str, Callable[[], Any]]
-    forward = {name: functools.partial(jax.jit(call), *operands) for name, call in calls.items()}
-    yield "MLP forward", Case(forward, 6.0 * rows * k * n, 2.0 * 2 * rows * k + matrices)
+    def forward(call, one: Operands, sizes):
+        return call(one.x, one.home, one.replica, jnp.ones(one.x.shape[0], jnp.float32), sizes)
 
-    def gradients(call: Callable[..., Any]) -> Callable[[], Any]:
-        def run(*operands):
-            out, pull = jax.vjp(call, *operands)
-            return out, *pull(d_out)
+    def with_gradients(call, one: Operands, sizes):
+        operands = one.x, one.home, one.replica, jnp.ones(one.x.shape[0], jnp.float32)
+        out, pull = jax.vjp(functools.partial(call, sizes=sizes), *operands)
+        return out, *pull(one.d_out)
 
-        return functools.partial(jax.jit(run), *operands)
+    # What has to be computed and moved: that ours computes gate and up again counts as time, not as work.
+    for name, run, times, moves in (
+        ("MLP forward", forward, 1, 2),
+        ("MLP with gradients", with_gradients, 3, 5),
+    ):
 
-    # What has to be computed: that ours computes gate and up again, 4 r k n, counts as time, not as work.
-    both = {name: gradients(call) for name, call in calls.items()}
-    yield "MLP with gradients", Case(both, 18.0 * rows * k * n, 2.0 * 5 * rows * k + 3 * matrices)
+        def flops(sizes: np.ndarray, times: int = times) -> float:
+            return times * 6.0 * int(sizes.sum()) * k * n
+
+        def moved(sizes: np.ndarray, times: int = times, moves: int = moves) -> float:
+            return 2.0 * (moves * int(sizes.sum()) * k + times * 3 * int((sizes > 0).sum()) * k * n)
+
+        peers = {OURS: fused, UNFUSED: unfused, DENSE: dense}
+        calls: dict[str, Call] = {peer: functools.partial(run, call) for peer, call in peers.items()}
+        yield Operation(name, calls, flops, moved, UNFUSED)
 
 
-def check(cases: Mapping[str, Case]) -> None:
-    """Ours against dense products of each group, before anything is timed.
+type Program = Callable[[list[Operands], jax.Array], list[Any]]
+
+
+def compile_all(
+    operation: Operation, sets: list[Operands], sizes: jax.Array, console: Console
+) -> dict[str, Program]:
+    """A program for each call, over all sets; peers that refuse are named and left out."""
+
+    def compile_one(call: Call) -> Program:
+        def several(sets: list[Operands], sizes: jax.Array) -> list[Any]:
+            return [call(one, sizes) for one in sets]
+
+        program = jax.jit(several).lower(sets, sizes).compile()
+        jax.block_until_ready(program(sets, sizes))
+        return program
+
+    with ThreadPoolExecutor() as pool:
+        futures = {name: pool.submit(compile_one, call) for name, call in operation.calls.items()}
+    programs = {}
+    for name, future in futures.items():
+        try:
+            programs[name] = future.result()
+        # Each refuses in its own way.
+        except Exception as error:
+            if name in (OURS, DENSE, operation.checked_by):
+                raise
+            console.print(f"{name}, {operation.name}: {str(error).splitlines()[0][:100]}", markup=False)
+    return programs
+
+
+def assert_close(name: str, ours: Any, theirs: Any) -> None:
+    """Every array of two results, the largest entry for scale; two buffers may stand for one.
 
     Raises:
-        AssertionError: a result is off by more than bfloat16 explains.
+        AssertionError: a result is off by more than bfloat16 explains, or not a number.
     """
-    for name, case in cases.items():
-        for peer, run in case.runs.items():
-            if peer in (gpu_peers.CHECK, "products one at a time"):
-                for ours, theirs in zip(
-                    jax.tree.leaves(case.runs[OURS]()), jax.tree.leaves(run()), strict=True
-                ):
-                    ours, theirs = np.asarray(ours, np.float32), np.asarray(theirs, np.float32)
-                    off = np.abs(ours.reshape(theirs.shape) - theirs).max() / np.abs(theirs).max()
-                    assert off < 0.02, f"{name}: {off:.3f} of the largest entry off {peer}"
+    ours, theirs = ([np.asarray(leaf, np.float32) for leaf in jax.tree.leaves(one)] for one in (ours, theirs))
+    if len(ours) != len(theirs):
+        ours, theirs = ([np.concatenate([leaf.ravel() for leaf in one])] for one in (ours, theirs))
+    for found, wanted in zip(ours, theirs, strict=True):
+        off, largest = np.abs(found - wanted).max(), np.abs(wanted).max()
+        assert off <= TOLERANCE * largest, f"{name}: off by {off:.3g}, the largest entry is {largest:.3g}"
 
 
-def seconds(runs: Mapping[Any, Callable[[], Any]], repeats: int) -> dict[Any, float]:
-    """Median seconds of one call, all taking turns."""
-    flights = {name: (lambda run=run: [run() for _ in range(CALLS)]) for name, run in runs.items()}
-    return {name: value / CALLS for name, value in interleaved(flights, repeats=repeats).items()}
+def check_patterns(*, rows: int = 640, width: int = 256) -> int:
+    """All 2^8 patterns of empty groups, sizes of no tile, padding that holds anything: one program each.
+
+    Returns:
+        How many results were compared with the reference.
+
+    Raises:
+        AssertionError: a result is off.
+    """
+    homes, replicas = 6, 2
+    draw = np.random.default_rng(0)
+
+    def randn(*shape: int) -> jax.Array:
+        return jnp.asarray(draw.normal(size=shape) / np.sqrt(shape[-1]), jnp.bfloat16)
+
+    def products(implementation, x, dy, home, replica, sizes):
+        def dot(x, home, replica):
+            return grouped_dot(x, home, replica, sizes, implementation=implementation)
+
+        out, pull = jax.vjp(dot, x, home[:, 0], replica[:, 0])
+        return out, *pull(dy)
+
+    def mlp(implementation, x, dy, home, replica, sizes):
+        def call(x, home, replica, scale):
+            return grouped_mlp(x, home, replica, sizes, scale, implementation=implementation)
+
+        scale = jnp.linspace(0.5, 2, rows, dtype=jnp.float32)
+        out, pull = jax.vjp(call, x, home, replica, scale)
+        return out, *pull(dy)
+
+    arrays = randn(rows, width), randn(rows, width), *(randn(n, 3, width, width) for n in (homes, replicas))
+    compared = 0
+    for check in (products, mlp):
+        ours, reference = (jax.jit(functools.partial(check, name)) for name in (IMPLEMENTATION, "reference"))
+        for pattern in itertools.product((0, 1), repeat=homes + replicas):
+            if any(pattern):
+                sizes = draw.multinomial(rows - 5, np.ones(8) / 8).astype(np.int32) * np.array(
+                    pattern, np.int32
+                )
+                beyond = np.arange(rows)[:, None] >= sizes.sum()
+                x, dy = (jnp.where(beyond, jnp.nan, one) for one in arrays[:2])
+                operands = (x, dy, *arrays[2:], jnp.asarray(sizes))
+                assert_close(
+                    f"{check.__name__} of groups {sizes.tolist()}", ours(*operands), reference(*operands)
+                )
+                compared += 1
+    return compared
+
+
+def seconds(
+    runs: Mapping[Any, Callable[[], Any]], repeats: int, *, reading: float = 0.02
+) -> dict[Any, float]:
+    """Median seconds of one run, all taking turns; as many runs in a reading as take ``reading`` seconds."""
+
+    def several(run: Callable[[], Any], count: int) -> Any:
+        for _ in range(count - 1):
+            run()
+        return run()
+
+    counts = {}
+    for name, run in runs.items():
+        jax.block_until_ready(run())
+        start = time.perf_counter()
+        jax.block_until_ready(run())
+        counts[name] = math.ceil(reading / (time.perf_counter() - start))
+    flights = {name: functools.partial(several, run, counts[name]) for name, run in runs.items()}
+    return {name: value / counts[name] for name, value in interleaved(flights, repeats=repeats).items()}
 
 
 def copy_bandwidth(repeats: int) -> float:
@@ -211,7 +382,7 @@ def stragglers(works: Mapping[str, Work], topology: Topology, shape: Shape, repe
         @jax.jit
         def step(x, home, replica, sizes):
             def call(x, home, replica):
-                return grouped_mlp(x, home, replica, sizes)
+                return grouped_mlp(x, home, replica, sizes, implementation=IMPLEMENTATION)
 
             out, pull = jax.vjp(call, x, home, replica)
             return pull(out)
@@ -221,56 +392,93 @@ def stragglers(works: Mapping[str, Work], topology: Topology, shape: Shape, repe
             for place in np.ndindex(quota.shape[:2])
         }
         slowest: dict[int, float] = {}
-        for (row, _), value in seconds(runs, repeats).items():
+        for (row, _), value in seconds(runs, repeats, reading=0.004).items():
             slowest[row] = max(slowest.get(row, 0.0), value)
         total[name] = sum(slowest.values())
     return total
 
 
+def measure(
+    operation: Operation,
+    sets: list[Operands],
+    plans: Mapping[str, np.ndarray],
+    bandwidth: float,
+    config: BenchGpu,
+    console: Console,
+) -> Iterator[tuple[str, ...]]:
+    """Lines of a table: one operation, checked and timed with each plan's group sizes."""
+    programs = compile_all(operation, sets, jnp.asarray(next(iter(plans.values()))), console)
+    for plan, sizes in plans.items():
+        on_device = jnp.asarray(sizes)
+        runs = {name: functools.partial(program, sets, on_device) for name, program in programs.items()}
+        assert_close(f"{operation.name}, {plan}", runs[OURS]()[0], runs[operation.checked_by]()[0])
+        times = {name: value / SETS for name, value in seconds(runs, config.repeats).items()}
+        k, n = sets[0].home.shape[-2:]
+        times |= gpu_peers.torch_seconds(operation.name, (k, n), sizes, sets=SETS, repeats=config.repeats)
+        best = roofline_seconds(operation, sizes, operation.flops(sizes) / times[DENSE], bandwidth)
+        for name, value in times.items():
+            rate = f"{operation.flops(sizes) / value / 1e12:.0f}"
+            yield plan, operation.name, name, f"{value * 1e3:.3f}", rate, f"{best / value:.0%}"
+
+
+def measure_model(
+    model: str,
+    works: Mapping[str, Work],
+    topology: Topology,
+    bandwidth: float,
+    config: BenchGpu,
+    console: Console,
+) -> None:
+    """Print a model's table."""
+    shape = MODELS[model]
+    homes, matrix = shape.experts // RANKS, (shape.width, shape.expert_width)
+    table = Table(title=f"{model}: {homes} home and {REPLICAS} replica slots", title_justify="left")
+    for column in ("rows a group", "plan", "operation", "by", "ms", "TFLOP/s", "of the roofline"):
+        table.add_column(column)
+    for mean in config.rows:
+        plans = {name: plan_sizes(works[name], topology, homes, mean) for name in ("static", "relibra")}
+        rows = buffer_rows(list(plans.values()))
+        for operations, columns in ((products(shape), shape.expert_width), (mlps(shape), shape.width)):
+            of_mlp = columns == shape.width
+            sets = operand_sets((3, *matrix) if of_mlp else matrix, rows, homes, columns, joint=not of_mlp)
+            for operation in operations:
+                for line in measure(operation, sets, plans, bandwidth, config, console):
+                    table.add_row(str(mean), *line)
+    console.print(table)
+
+
+def versions() -> str:
+    """What was measured with, and when."""
+    found = [f"{datetime.date.today().isoformat()}: {jax.devices()[0].device_kind}"]
+    for package in ("jax", "jaxlib", "tokamax", "torch"):
+        try:
+            found.append(f"{package} {importlib.metadata.version(package)}")
+        except importlib.metadata.PackageNotFoundError:
+            found.append(f"no {package}")
+    return ", ".join(found)
+
+
 def main(config: BenchGpu) -> int:
     """Print the tables; 1 where there is no Hopper GPU."""
-    console = Console()
-    kind = jax.devices()[0].device_kind
-    if reason := why_no_hopper(kind):
+    console = Console(record=config.record is not None, width=None if sys.stdout.isatty() else 120)
+    if reason := why_no_hopper(jax.devices()[0].device_kind):
         console.print(f"bench_gpu measures the Hopper kernels: {reason}. No number is printed.")
         return 1
+    console.print(f"{check_patterns()} patterns of group sizes: every result and gradient is the reference's")
     trace = read_trace(config.trace)
-    topology = Topology(num_nodes=2, ranks_per_node=4, num_experts=trace.num_experts, replica_slots=2)
-    works = contenders(
-        trace,
-        topology,
-        micro_batches=config.micro_batches,
-        samples_per_rank=4,
-        layers=config.layers,
-    )
+    topology = Topology(num_nodes=2, ranks_per_node=4, num_experts=trace.num_experts, replica_slots=REPLICAS)
+    batch = {"micro_batches": config.micro_batches, "samples_per_rank": 4, "layers": config.layers}
+    works = contenders(trace, topology, **batch)
     bandwidth = copy_bandwidth(config.repeats)
-    console.print(f"{kind}, jax {jax.__version__}, {trace.name}; a copy moves {bandwidth / 1e12:.2f} TB/s")
-    for model, shape in MODELS.items():
-        table = Table(title=model, title_justify="left")
-        for column in ("rows a group", "operation", "by", "ms", "TFLOP/s", "of the roofline"):
-            table.add_column(column)
-        for mean in config.rows:
-            for plan in ("static", "relibra"):
-                sizes = scaled_sizes(np.asarray(works[plan].plan.quota)[0, 0, 0, 0], mean)
-                homes = topology.home_slots
-                cases = dict([*products(shape, sizes, homes), *mlps(shape, sizes, homes)])
-                check(cases)
-                for operation, case in cases.items():
-                    times = seconds(case.runs, config.repeats)
-                    times |= gpu_peers.torch_seconds(operation, shape, sizes, config.repeats)
-                    best = roofline_seconds(case, case.flops / times[DENSE], bandwidth)
-                    for name, value in times.items():
-                        cells = (
-                            f"{value * 1e3:.3f}",
-                            f"{case.flops / value / 1e12:.0f}",
-                            f"{best / value:.0%}",
-                        )
-                        table.add_row(f"{mean}, {plan}", operation, name, *cells)
-        console.print(table)
-        total = stragglers(works, topology, shape, config.repeats)
-        console.print(
-            "slowest ranks, ms:", ", ".join(f"{name} {value * 1e3:.2f}" for name, value in total.items())
-        )
+    console.print(f"{versions()}; {trace.name}; a copy moves {bandwidth / 1e12:.2f} TB/s")
+    for model in config.models:
+        measure_model(model, works, topology, bandwidth, config, console)
+        total = stragglers(works, topology, MODELS[model], config.repeats)
+        found = ", ".join(f"{name} {value * 1e3:.2f}" for name, value in total.items())
+        console.print(f"slowest ranks, ms: {found}")
+    if config.record:
+        config.record.parent.mkdir(parents=True, exist_ok=True)
+        console.save_text(str(config.record))
     return 0
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 
+import numpy as np
 from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -15,3 +16,18 @@ def interpreter(implementation):
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
         yield
         assert not get_races().races_found
+
+
+def every_pattern():
+    """Sizes of 263 groups of which any 8 in a row are empty in another way: all 2^8 patterns in one launch.
+
+    The interpreter is slow. What is zero and what is not is a de Bruijn sequence.
+    """
+    ring, seen = [0] * 8, {(0,) * 8}
+    while len(seen) < 256:
+        one = (*ring[-7:], 1)
+        ring.append(0 if one in seen else 1)
+        seen.add(tuple(ring[-8:]))
+    assert len(ring) == 263
+    sizes = np.array(ring) * np.random.default_rng(0).integers(1, 4, size=263)
+    return sizes.astype(np.int32)

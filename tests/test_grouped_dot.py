@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from interpreter import interpreter
+from interpreter import every_pattern, interpreter
 from jax.test_util import check_grads
 
 from pallas_kernels import grouped_dot, grouped_outer, ragged_dot
@@ -133,21 +133,8 @@ def test_every_pattern_of_empty_groups_in_one_compilation(implementation):
     assert run.traces == traces
 
 
-def all_patterns():
-    """Zeros and ones whose stretches of 8 are all 2^8 patterns, each once (a de Bruijn sequence)."""
-    ring, seen = [0] * 8, {(0,) * 8}
-    while len(seen) < 256:
-        one = (*ring[-7:], 1)
-        ring.append(0 if one in seen else 1)
-        seen.add(tuple(ring[-8:]))
-    return np.array(ring)
-
-
 def test_every_pattern_of_empty_groups_in_one_launch():
-    """The interpreter is slow: of 263 groups in one launch, any 8 in a row are empty in another way."""
-    patterns = all_patterns()
-    assert len({tuple(patterns[at : at + 8]) for at in range(len(patterns) - 7)}) == 256
-    sizes = (patterns * np.random.default_rng(0).integers(1, 4, size=patterns.shape)).astype(np.int32)
+    sizes = every_pattern()
     setting = Setting("bfloat16", int(sizes.sum()) + 5, 64, 64, ())
     arrays = inputs(setting, homes=200, replicas=len(sizes) - 200)
     *_, d_home, d_replica = check("mosaic", sizes, arrays)

@@ -11,7 +11,7 @@ import pytest
 from pallas_kernels.hopper import autotune
 from pallas_kernels.hopper.launch import SHARED_MEMORY
 from pallas_kernels.hopper.schedule import walk, walls
-from pallas_kernels.hopper.tiles import MODELS, TABLE, Problem, candidates, choose
+from pallas_kernels.hopper.tiles import MODELS, TABLE, Problem, candidates, choose, cycles
 
 PATTERNS = np.array(list(itertools.product((0, 1), repeat=8)))
 
@@ -71,11 +71,12 @@ def test_blocks_share_the_tiles_of_rows_and_columns():
 def problems():
     for shape in MODELS.values():
         for rows in (16, 256, 1024):
-            yield Problem(1, 2, 2, shape.width, shape.expert_width, rows)
-            yield Problem(1, 1, 1, shape.expert_width, shape.width, rows)
-            yield Problem(2, 3, 3, shape.width, shape.expert_width, rows)
-            yield Problem(2, 2, 1, shape.expert_width, shape.width, rows)
-            yield Problem(0, 1, 1, rows, shape.expert_width, shape.width)
+            slots = shape.experts // 8 + 2
+            yield Problem(1, 2, 2, shape.width, shape.expert_width, rows, slots)
+            yield Problem(1, 1, 1, shape.expert_width, shape.width, rows, slots)
+            yield Problem(2, 3, 3, shape.width, shape.expert_width, rows, slots)
+            yield Problem(2, 2, 1, shape.expert_width, shape.width, rows, slots)
+            yield Problem(0, 1, 1, rows, shape.expert_width, shape.width, 3 * slots)
 
 
 def test_tiles_fit_the_shape_and_shared_memory():
@@ -88,11 +89,22 @@ def test_tiles_fit_the_shape_and_shared_memory():
             assert problem.accumulators * tiles.columns <= 256
 
 
-def test_a_measured_entry_is_preferred(monkeypatch):
-    problem = Problem(1, 1, 1, 2048, 768, 1000)
-    monkeypatch.setitem(TABLE, problem._replace(rows=1024).key, [64, 64, 3])
+def test_no_choice_is_busy_for_longer_than_the_widest_tiles():
+    chosen = [(cycles(one, choose(one)), cycles(one, next(candidates(one)))) for one in problems()]
+    assert all(ours <= widest for ours, widest in chosen)
+    assert any(ours < 0.8 * widest for ours, widest in chosen)
+
+
+@pytest.mark.parametrize(
+    "problem", [Problem(1, 1, 1, 2048, 768, 1000, 6), Problem(0, 1, 1, 1000, 768, 2048, 6)]
+)
+def test_a_measured_entry_is_preferred(monkeypatch, problem):
+    """For expected rows of a group up to the next power of two."""
+    expected = "rows" if problem.operands else "contraction"
+    monkeypatch.setitem(TABLE, problem._replace(**{expected: 1024}).key, [64, 64, 3])
     assert choose(problem) == (64, 64, 3)
-    assert choose(problem._replace(rows=1025)) != (64, 64, 3)
+    assert choose(problem._replace(**{expected: 1025})) != (64, 64, 3)
+    assert choose(problem._replace(groups=7)) != (64, 64, 3)
 
 
 def test_autotune_refuses_without_a_hopper_gpu(capsys):

@@ -19,14 +19,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from experiments.aot.checks import Finding
 from experiments.aot.h100 import h100_mesh
 from pallas_kernels import grouped_dot, grouped_mlp
-from pallas_kernels.hopper.tiles import MODELS
+from pallas_kernels.hopper.tiles import MODELS, RANKS, REPLICAS
 from relibra_jax.types import Topology
 
 type Part = Literal["products", "mlp"]
 
 ROWS: Final = 32_768
-RANKS: Final = 8
-REPLICAS: Final = 2
 KERNELS: Final[Mapping[Part, int]] = {"products": 3, "mlp": 5}
 """Launches of a program: three products; two of the MLP forward and three backward."""
 PROMISES: Final[Mapping[Part, str]] = {

@@ -62,9 +62,9 @@ def grouped_dot(
         group_sizes: ``[H + R]`` integer, rows of each slot; together at most r.
         transposed: multiply by transposed matrices.
         out_dtype: of the result; None for that of rows.
-        implementation: a name in `IMPLEMENTATIONS`. None is "xla", which runs on every platform that JAX has. "mosaic"
-            is for Hopper GPUs and bfloat16 with k and n multiples of 64, has not been checked on a GPU yet, and
-            copies rows whose number is no multiple of 8.
+        implementation: a name in `IMPLEMENTATIONS`. None is "mosaic" where that can run: on Hopper GPUs, in bfloat16,
+            with k and n multiples of 64; it copies rows whose number is no multiple of 8. Elsewhere None is "xla",
+            which runs on every platform that JAX has, and is fast on CPUs.
 
     Returns:
         ``[r, n]``; zero in padding. Gradients of padding and of the weights of empty groups are zero.

@@ -22,7 +22,8 @@ def grouped_dot_mosaic(
     """Each tile of rows times its group's matrix."""
     num_rows, contraction = rows.shape
     columns = home.shape[1 if transposed else 2]
-    tiles = choose(Problem(1, 1, 1, contraction, columns, num_rows // group_sizes.shape[0]))
+    slots = group_sizes.shape[0]
+    tiles = choose(Problem(1, 1, 1, contraction, columns, num_rows // slots, slots))
     rows = align_rows(rows)
     (out,) = rows_kernel(
         [rows],
@@ -43,7 +44,8 @@ def grouped_outer_mosaic(
     lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, slots: tuple[int, int], out_dtype: Any
 ) -> tuple[jax.Array, jax.Array]:
     """Each tile of a group's matrix, summed over the group's rows."""
-    tiles = choose(Problem(0, 1, 1, lhs.shape[0] // sum(slots), rhs.shape[1], lhs.shape[1]))
+    expected = lhs.shape[0] // sum(slots)
+    tiles = choose(Problem(0, 1, 1, expected, rhs.shape[1], lhs.shape[1], sum(slots)))
     lhs, rhs = align_rows(lhs), align_rows(rhs)
     groups = walls(group_sizes, lhs.shape[0])
     home, replica = weights_kernel([(lhs, rhs)], groups, slots, out_dtype=out_dtype, tiles=tiles)

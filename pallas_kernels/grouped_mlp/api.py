@@ -48,9 +48,9 @@ def grouped_mlp(
         replica: ``[R, 3, D, F]`` likewise; R may be 0.
         group_sizes: ``[H + R]`` integer, rows of each slot; together at most r.
         row_scale: ``[r]`` floating, a factor for each row of the output; None for 1.
-        implementation: a name in `IMPLEMENTATIONS`. None is "xla", which runs on every platform that JAX has. "mosaic"
-            is for Hopper GPUs and bfloat16 with D and F multiples of 64, has not been checked on a GPU yet, and
-            copies rows whose number is no multiple of 8.
+        implementation: a name in `IMPLEMENTATIONS`. None is "mosaic" where that can run: on Hopper GPUs, in bfloat16,
+            with D and F multiples of 64; it copies rows whose number is no multiple of 8. Elsewhere None is "xla",
+            which runs on every platform that JAX has, and is fast on CPUs.
 
     Returns:
         ``[r, D]`` in the dtype of rows; zero in padding. Gradients of padding and of the weights of empty groups

@@ -32,9 +32,10 @@ def grouped_mlp_mosaic(
     num_rows = rows.shape[0]
     rows, groups, scale = _prepare(rows, group_sizes, row_scale)
     width, hidden_width = home.shape[2:]
-    expected = num_rows // group_sizes.shape[0]
+    slots = group_sizes.shape[0]
+    expected = num_rows // slots
 
-    tiles = choose(Problem(1, 2, 2, width, hidden_width, expected))
+    tiles = choose(Problem(1, 2, 2, width, hidden_width, expected, slots))
     (hidden,) = rows_kernel(
         [rows],
         home,
@@ -46,7 +47,7 @@ def grouped_mlp_mosaic(
         padding=False,
         tiles=tiles,
     )
-    tiles = choose(Problem(1, 1, 1, hidden_width, width, expected))
+    tiles = choose(Problem(1, 1, 1, hidden_width, width, expected, slots))
     (out,) = rows_kernel(
         [hidden],
         home,
@@ -72,9 +73,10 @@ def _backward(saved: tuple[jax.Array, ...], d_out: jax.Array) -> tuple[jax.Array
     rows, groups, scale = _prepare(rows, group_sizes, row_scale)
     d_out = align_rows(d_out)
     width, hidden_width = home.shape[2:]
-    expected = num_rows // group_sizes.shape[0]
+    slots = group_sizes.shape[0]
+    expected = num_rows // slots
 
-    tiles = choose(Problem(2, 3, 3, width, hidden_width, expected))
+    tiles = choose(Problem(2, 3, 3, width, hidden_width, expected, slots))
     d_gate, d_up, scaled, sums = rows_kernel(
         [rows, d_out],
         home,
@@ -89,7 +91,7 @@ def _backward(saved: tuple[jax.Array, ...], d_out: jax.Array) -> tuple[jax.Array
         padding=False,
         tiles=tiles,
     )
-    tiles = choose(Problem(2, 2, 1, hidden_width, width, expected))
+    tiles = choose(Problem(2, 2, 1, hidden_width, width, expected, slots))
     (d_rows,) = rows_kernel(
         [d_gate, d_up],
         home,
@@ -101,13 +103,9 @@ def _backward(saved: tuple[jax.Array, ...], d_out: jax.Array) -> tuple[jax.Array
         padding=True,
         tiles=tiles,
     )
-    slots = (home.shape[0], replica.shape[0])
-    d_home, d_replica = weights_kernel(
-        [(rows, d_gate), (rows, d_up), (d_out, scaled)],
-        groups,
-        slots,
-        tiles=choose(Problem(0, 1, 1, expected, hidden_width, width)),
-    )
+    pairs = [(rows, d_gate), (rows, d_up), (d_out, scaled)]
+    tiles = choose(Problem(0, 1, 1, expected, hidden_width, width, len(pairs) * slots))
+    d_home, d_replica = weights_kernel(pairs, groups, (home.shape[0], replica.shape[0]), tiles=tiles)
     # XLA's scheduler would put off the weight gradients of all layers, and their operands would wait in memory.
     d_rows, d_home, d_replica = jax.lax.optimization_barrier((d_rows, d_home, d_replica))
     d_scale = _of_rows(sums, groups, rows.shape[0])[:num_rows]

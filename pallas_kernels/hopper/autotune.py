@@ -2,7 +2,8 @@
 
     python -m pallas_kernels.hopper.autotune
 
-Needs a Hopper GPU. Groups are uneven, as those of real plans are: even ones flatter large tiles.
+Needs a Hopper GPU. Shapes are those of one rank of eight with two replica slots. Groups are uneven, as those of real
+plans are: even ones flatter large tiles. What counts is a kernel's own time, as CUPTI reports it.
 """
 
 import datetime
@@ -10,90 +11,104 @@ import functools
 import json
 import statistics
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.mosaic.gpu import profiler
 
 from pallas_kernels.arrays import why_no_hopper
 from pallas_kernels.hopper.launch import Tiles
 from pallas_kernels.hopper.rows import Term, rows_kernel
 from pallas_kernels.hopper.schedule import walls
-from pallas_kernels.hopper.tiles import MODELS, TABLE_PATH, Problem, Shape, candidates
+from pallas_kernels.hopper.tiles import MODELS, RANKS, REPLICAS, TABLE_PATH, Problem, Shape, candidates
 from pallas_kernels.hopper.weights import weights_kernel
 
-SLOTS: Final = 16
 ROWS_A_GROUP: Final = (32, 256, 1024, 2048)
 REPEATS: Final = 20
 
 
 def problems(shape: Shape, rows: int) -> Iterator[Problem]:
     """What `grouped_dot` and `grouped_mlp` ask tiles for, at one shape and expected rows a group."""
-    width, expert_width = shape.width, shape.expert_width
+    width, expert_width, slots = shape.width, shape.expert_width, shape.experts // RANKS + REPLICAS
     for contraction, columns in {(width, expert_width), (expert_width, width)}:
-        yield Problem(1, 1, 1, contraction, columns, rows)
-        yield Problem(0, 1, 1, rows, columns, contraction)
-    yield Problem(1, 2, 2, width, expert_width, rows)
-    yield Problem(2, 3, 3, width, expert_width, rows)
-    yield Problem(2, 2, 1, expert_width, width, rows)
+        yield Problem(1, 1, 1, contraction, columns, rows, slots)
+        yield Problem(0, 1, 1, rows, columns, contraction, slots)
+    yield Problem(1, 2, 2, width, expert_width, rows, slots)
+    yield Problem(2, 3, 3, width, expert_width, rows, slots)
+    yield Problem(2, 2, 1, expert_width, width, rows, slots)
+    yield Problem(0, 1, 1, rows, expert_width, width, 3 * slots)
 
 
-def tune(problem: Problem, rows: int) -> list[int]:
+def tune(problem: Problem) -> Tiles:
     """The fastest tiles, by the median over repeats."""
-    best = min(candidates(problem), key=lambda tiles: _seconds(_runner(problem, rows, tiles)))
-    return list(best)
+    choices = list(candidates(problem))
+    operands = _operands(problem)
+
+    def compile_one(tiles: Tiles) -> Any:
+        return jax.jit(functools.partial(_run, problem, tiles)).lower(*operands).compile()
+
+    with ThreadPoolExecutor() as pool:
+        programs = list(pool.map(compile_one, choices))
+    times = [_milliseconds(program, operands) for program in programs]
+    return choices[times.index(min(times))]
 
 
-def _runner(problem: Problem, rows: int, tiles: Tiles) -> Callable[[], Any]:
+def _operands(problem: Problem) -> tuple[jax.Array, list[jax.Array], jax.Array]:
+    """Walls of groups, row operands and weights."""
+    groups, num_rows = problem.groups, problem.groups * problem.expected
     draw = np.random.default_rng(0)
-    sizes = draw.multinomial(rows * SLOTS, draw.dirichlet(np.ones(SLOTS) * 2)).astype(np.int32)
-    groups = walls(jnp.asarray(sizes), rows * SLOTS)
+    sizes = draw.multinomial(num_rows, draw.dirichlet(np.ones(groups) * 2)).astype(np.int32)
+    keys = iter(jax.random.split(jax.random.key(0), 3))
 
     def array(*shape: int) -> jax.Array:
-        return jnp.asarray(draw.normal(size=shape), jnp.bfloat16)
+        return jax.random.normal(next(keys), shape, jnp.bfloat16)
 
+    if problem.operands:
+        widths = [problem.contraction] * problem.operands
+        matrix = (problem.contraction, problem.columns)[:: -1 if _transposed(problem) else 1]
+        weights = array(groups, problem.matrices, *matrix)
+    else:
+        widths, weights = [problem.rows, problem.columns], array(0)
+    rows = [array(num_rows, width) for width in widths]
+    return walls(jnp.asarray(sizes), num_rows), rows, weights
+
+
+def _transposed(problem: Problem) -> bool:
+    """Two operands that add up are the gradients of gate and up on their way to the rows'."""
+    return problem.accumulators < problem.operands
+
+
+def _run(problem: Problem, tiles: Tiles, groups: jax.Array, rows: list[jax.Array], weights: jax.Array) -> Any:
+    """The kernel, without what is fused into it."""
     if not problem.operands:
-        pair = (array(rows * SLOTS, problem.rows), array(rows * SLOTS, problem.columns))
-        run = functools.partial(weights_kernel, slots=(SLOTS, 0), tiles=tiles)
-        return functools.partial(jax.jit(run), [pair], groups)
-    transposed = problem.accumulators < problem.operands
-    matrix = (problem.contraction, problem.columns)[:: -1 if transposed else 1]
-    weights = array(SLOTS, problem.matrices, *matrix)
+        return weights_kernel([(rows[0], rows[1])], groups, (problem.groups, 0), tiles=tiles)
     terms = [
         Term(min(number, problem.operands - 1), number, min(number, problem.accumulators - 1))
         for number in range(problem.matrices)
     ]
-
-    def run_rows(operands: list[jax.Array], weights: jax.Array, groups: jax.Array) -> Any:
-        return rows_kernel(
-            operands,
-            weights,
-            weights[:0],
-            groups,
-            terms=terms,
-            transposed=transposed,
-            epilogue=lambda accumulators, _: (accumulators, None),
-            outputs=problem.accumulators,
-            padding=True,
-            tiles=tiles,
-        )
-
-    operands = [array(rows * SLOTS, problem.contraction) for _ in range(problem.operands)]
-    return functools.partial(jax.jit(run_rows), operands, weights, groups)
+    return rows_kernel(
+        rows,
+        weights,
+        weights[:0],
+        groups,
+        terms=terms,
+        transposed=_transposed(problem),
+        epilogue=lambda accumulators, _: (accumulators, None),
+        outputs=problem.accumulators,
+        padding=True,
+        tiles=tiles,
+    )
 
 
-def _seconds(run: Callable[[], Any]) -> float:
-    for _ in range(3):
-        jax.block_until_ready(run())
-    seconds = []
-    for _ in range(REPEATS):
-        start = time.perf_counter()
-        jax.block_until_ready(run())
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds)
+def _milliseconds(program: Any, operands: tuple[Any, ...]) -> float:
+    _, times = profiler.measure(program, iterations=REPEATS)(*operands)
+    if not times:
+        raise RuntimeError("CUPTI saw no kernel run")
+    return statistics.median(times)
 
 
 def main() -> int:
@@ -106,7 +121,7 @@ def main() -> int:
     for name, shape in MODELS.items():
         for rows in ROWS_A_GROUP:
             for problem in problems(shape, rows):
-                table[problem.key] = tune(problem, rows)
+                table[problem.key] = list(tune(problem))
                 print(name, problem, table[problem.key], flush=True)
     written = {
         "device": device.device_kind,
