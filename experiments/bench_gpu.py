@@ -276,7 +276,8 @@ def compile_all(
         except Exception as error:
             if name in (OURS, DENSE, operation.checked_by):
                 raise
-            console.print(f"{name}, {operation.name}: {str(error).splitlines()[0][:100]}", markup=False)
+            said = (str(error) or repr(error)).splitlines()[0][:100]
+            console.print(f"{name}, {operation.name}: {said}", markup=False)
     return programs
 
 
