@@ -140,8 +140,8 @@ def two_warpgroups():
         setting = SETTINGS["mosaic"]
         expected, slots = setting.rows // setting.slots, setting.slots
         for problem in (
-            tiles.Problem(1, 2, 2, setting.width, setting.hidden, expected, slots),
-            tiles.Problem(0, 1, 1, expected, setting.hidden, setting.width, 3 * slots),
+            tiles.Problem(2, setting.width, setting.hidden, expected, slots),
+            tiles.Problem(0, expected, setting.hidden, setting.width, 3 * slots),
         ):
             assert tiles.choose(problem).rows == 128
         yield

@@ -69,24 +69,22 @@ def test_blocks_share_the_tiles_of_rows_and_columns():
 
 
 def problems():
-    for shape in MODELS.values():
-        for rows in (16, 256, 1024):
-            slots = shape.experts // 8 + 2
-            yield Problem(1, 2, 2, shape.width, shape.expert_width, rows, slots)
-            yield Problem(1, 1, 1, shape.expert_width, shape.width, rows, slots)
-            yield Problem(2, 3, 3, shape.width, shape.expert_width, rows, slots)
-            yield Problem(2, 2, 1, shape.expert_width, shape.width, rows, slots)
-            yield Problem(0, 1, 1, rows, shape.expert_width, shape.width, 3 * slots)
+    return [
+        problem
+        for shape in MODELS.values()
+        for rows in (16, 256, 1024)
+        for problem in autotune.problems(shape, rows)
+    ]
 
 
 def test_tiles_fit_the_shape_and_shared_memory():
     for problem in problems():
         for tiles in (choose(problem), *candidates(problem)):
             assert problem.columns % tiles.columns == 0
-            operands = max(problem.operands, 1) * tiles.rows + problem.matrices * tiles.columns
+            operands = tiles.rows + max(problem.matrices, 1) * tiles.columns
             assert tiles.stages * operands * 128 + tiles.rows * 256 < SHARED_MEMORY
             assert tiles.stages >= 2
-            assert problem.accumulators * tiles.columns <= 256
+            assert problem.matrices * tiles.columns <= 256
 
 
 def test_no_choice_is_busy_for_longer_than_the_widest_tiles():
@@ -95,12 +93,10 @@ def test_no_choice_is_busy_for_longer_than_the_widest_tiles():
     assert any(ours < 0.8 * widest for ours, widest in chosen)
 
 
-@pytest.mark.parametrize(
-    "problem", [Problem(1, 1, 1, 2048, 768, 1000, 6), Problem(0, 1, 1, 1000, 768, 2048, 6)]
-)
+@pytest.mark.parametrize("problem", [Problem(1, 2048, 768, 1000, 6), Problem(0, 1000, 768, 2048, 6)])
 def test_a_measured_entry_is_preferred(monkeypatch, problem):
     """For expected rows of a group up to the next power of two."""
-    expected = "rows" if problem.operands else "contraction"
+    expected = "rows" if problem.matrices else "contraction"
     monkeypatch.setitem(TABLE, problem._replace(**{expected: 1024}).key, [64, 64, 3])
     assert choose(problem) == (64, 64, 3)
     assert choose(problem._replace(**{expected: 1025})) != (64, 64, 3)

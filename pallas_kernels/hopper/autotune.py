@@ -22,7 +22,7 @@ from jax.experimental.mosaic.gpu import profiler
 
 from pallas_kernels.arrays import why_no_hopper
 from pallas_kernels.hopper.launch import Tiles
-from pallas_kernels.hopper.rows import Term, rows_kernel
+from pallas_kernels.hopper.rows import Sweep, rows_kernel
 from pallas_kernels.hopper.schedule import walls
 from pallas_kernels.hopper.tiles import MODELS, RANKS, REPLICAS, TABLE_PATH, Problem, Shape, candidates
 from pallas_kernels.hopper.weights import weights_kernel
@@ -35,12 +35,11 @@ def problems(shape: Shape, rows: int) -> Iterator[Problem]:
     """What `grouped_dot` and `grouped_mlp` ask tiles for, at one shape and expected rows a group."""
     width, expert_width, slots = shape.width, shape.expert_width, shape.experts // RANKS + REPLICAS
     for contraction, columns in {(width, expert_width), (expert_width, width)}:
-        yield Problem(1, 1, 1, contraction, columns, rows, slots)
-        yield Problem(0, 1, 1, rows, columns, contraction, slots)
-    yield Problem(1, 2, 2, width, expert_width, rows, slots)
-    yield Problem(2, 3, 3, width, expert_width, rows, slots)
-    yield Problem(2, 2, 1, expert_width, width, rows, slots)
-    yield Problem(0, 1, 1, rows, expert_width, width, 3 * slots)
+        yield Problem(1, contraction, columns, rows, slots)
+        yield Problem(0, rows, columns, contraction, slots)
+    yield Problem(2, width, expert_width, rows, slots)
+    yield Problem(1, 2 * expert_width, width, rows, slots)
+    yield Problem(0, rows, expert_width, width, 3 * slots)
 
 
 def tune(problem: Problem) -> Tiles:
@@ -67,38 +66,28 @@ def _operands(problem: Problem) -> tuple[jax.Array, list[jax.Array], jax.Array]:
     def array(*shape: int) -> jax.Array:
         return jax.random.normal(next(keys), shape, jnp.bfloat16)
 
-    if problem.operands:
-        widths = [problem.contraction] * problem.operands
-        matrix = (problem.contraction, problem.columns)[:: -1 if _transposed(problem) else 1]
-        weights = array(groups, problem.matrices, *matrix)
+    if problem.matrices:
+        widths = [problem.contraction]
+        weights = array(groups, problem.matrices, problem.contraction, problem.columns)
     else:
         widths, weights = [problem.rows, problem.columns], array(0)
     rows = [array(num_rows, width) for width in widths]
     return walls(jnp.asarray(sizes), num_rows), rows, weights
 
 
-def _transposed(problem: Problem) -> bool:
-    """Two operands that add up are the gradients of gate and up on their way to the rows'."""
-    return problem.accumulators < problem.operands
-
-
 def _run(problem: Problem, tiles: Tiles, groups: jax.Array, rows: list[jax.Array], weights: jax.Array) -> Any:
     """The kernel, without what is fused into it."""
-    if not problem.operands:
+    if not problem.matrices:
         return weights_kernel([(rows[0], rows[1])], groups, (problem.groups, 0), tiles=tiles)
-    terms = [
-        Term(min(number, problem.operands - 1), number, min(number, problem.accumulators - 1))
-        for number in range(problem.matrices)
-    ]
     return rows_kernel(
         rows,
         weights,
         weights[:0],
         groups,
-        terms=terms,
-        transposed=_transposed(problem),
-        epilogue=lambda accumulators, _: (accumulators, None),
-        outputs=problem.accumulators,
+        sums=[[Sweep(0, tuple(range(problem.matrices)))]],
+        transposed=False,
+        epilogue=lambda sums, _: (sums, None),
+        outputs=problem.matrices,
         padding=True,
         tiles=tiles,
     )

@@ -10,7 +10,7 @@ through a buffer that is swizzled but not tiled: the swizzle follows the address
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
 import jax
@@ -167,25 +167,20 @@ def launch(
 
 
 def write(
-    values: Sequence[jax.Array],
-    out_buffer: Any,
-    targets: Sequence[Callable[..., Any]],
-    low: Any,
-    high: Any,
+    parts: Iterable[tuple[jax.Array, Callable[..., Any]]], out_buffer: Any, low: Any, high: Any
 ) -> None:
-    """Write rows ``low..high`` of this warpgroup's 64 rows of one or more outputs.
+    """Write rows ``low..high`` of this warpgroup's 64 rows, one part after the other.
 
     Args:
-        values: ``[64, columns]`` each.
+        parts: ``[64, columns]`` and where it goes, ``(rows, columns) -> reference``, of slices within it.
         out_buffer: the warpgroup's two buffers.
-        targets: for each of the values, ``(rows, columns) -> reference``, of slices within the warpgroup's part.
         low: int32 or a number, at least 0.
         high: likewise, at most 64.
     """
     dtype, width = out_buffer.dtype, out_buffer.shape[-1]
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     turn = 0
-    for value, target in zip(values, targets, strict=True):
+    for value, target in parts:
         for first in range(0, value.shape[1], width):
             buffer = out_buffer.at[turn % 2]
             plgpu.wait_smem_to_gmem(1, wait_read_only=True)

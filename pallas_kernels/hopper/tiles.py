@@ -28,6 +28,8 @@ PRODUCTS: Final = 2048
 """Multiplications and additions of bfloat16 in a cycle of a multiprocessor (989 TFLOP/s of 132 at 1.83 GHz)."""
 BYTES: Final = 56
 """That reach a multiprocessor in a cycle while all of them read; 64 fit through, the rest is an assumption."""
+LATENCY: Final = 800
+"""Cycles from the start of a copy to its first byte, an assumption."""
 ENDS: Final = 1500
 """Cycles of a tile in which nothing is multiplied, an assumption: its outputs are written."""
 
@@ -35,11 +37,8 @@ ENDS: Final = 1500
 class Problem(NamedTuple):
     """What decides the tiles of a kernel."""
 
-    operands: int
-    """Row operands of a step; 0 for the kernel of weight gradients, whose tile has rows of one."""
     matrices: int
-    """Tiles of a step as wide as the output."""
-    accumulators: int
+    """Of a step, each with an accumulator; 0 for the kernel of weight gradients, whose steps hold two tiles of rows."""
     contraction: int
     """Elements that a product sums over, expected ones for weight gradients."""
     columns: int
@@ -52,13 +51,13 @@ class Problem(NamedTuple):
     @property
     def expected(self) -> int:
         """Rows of a group."""
-        return self.rows if self.operands else self.contraction
+        return self.rows if self.matrices else self.contraction
 
     @property
     def key(self) -> str:
         """Its name in the table; rows of a group by their next power of two."""
         power = 1 << max(self.expected - 1, 0).bit_length()
-        sizes = self._replace(rows=power) if self.operands else self._replace(contraction=power)
+        sizes = self._replace(rows=power) if self.matrices else self._replace(contraction=power)
         return "-".join(map(str, sizes))
 
 
@@ -88,15 +87,19 @@ def stages(problem: Problem, rows: int, columns: int) -> int:
     """How many steps fit into shared memory, at most `MOST_STAGES`."""
     # Two buffers of 64 lines for each warpgroup's outputs.
     outputs = rows // ROWS * 2 * ROWS * LINE
-    step = 2 * STEP * (max(problem.operands, 1) * rows + problem.matrices * columns)
-    return min((SHARED_MEMORY - BARRIERS - outputs) // step, MOST_STAGES)
+    return min((SHARED_MEMORY - BARRIERS - outputs) // loaded(problem, rows, columns), MOST_STAGES)
+
+
+def loaded(problem: Problem, rows: int, columns: int) -> int:
+    """Bytes of a step."""
+    return 2 * STEP * (rows + max(problem.matrices, 1) * columns)
 
 
 def candidates(problem: Problem) -> Iterator[Tiles]:
     """Every choice that a kernel can be compiled for, the widest first."""
     for rows in (128, 64):
         for columns in COLUMNS:
-            fits = columns * problem.accumulators <= MOST_ACCUMULATED and problem.columns % columns == 0
+            fits = columns * problem.matrices <= MOST_ACCUMULATED and problem.columns % columns == 0
             if fits and (most := stages(problem, rows, columns)) >= 2:
                 yield Tiles(rows, columns, most)
 
@@ -104,29 +107,30 @@ def candidates(problem: Problem) -> Iterator[Tiles]:
 def cycles(problem: Problem, tiles: Tiles) -> float:
     """How long the fullest multiprocessor is busy, counted: a model to compare choices by, not a time.
 
-    >>> problem = Problem(1, 1, 1, contraction=2048, columns=768, rows=256, groups=18)
+    >>> problem = Problem(1, contraction=2048, columns=768, rows=256, groups=18)
     >>> [round(cycles(problem, Tiles(*size, 4)) / 1000) for size in ((128, 256), (128, 128), (64, 256))]
     [69, 61, 50]
     """
     steps, high = problem.contraction / STEP, problem.rows / tiles.rows
-    if problem.operands:
+    if problem.matrices:
         # A group's last tile is full by half, as its size may be any.
         high += 0.5
     else:
         # The same for its last step.
         steps, high = steps + 0.5, math.ceil(high)
     count = problem.groups * high * problem.columns / tiles.columns
-    products = problem.matrices * tiles.rows * tiles.columns * STEP / PRODUCTS
-    loaded = 2 * STEP * (max(problem.operands, 1) * tiles.rows + problem.matrices * tiles.columns) / BYTES
-    return math.ceil(count / MULTIPROCESSORS) * (steps * max(products, loaded) + ENDS)
+    products = max(problem.matrices, 1) * tiles.rows * tiles.columns * STEP / PRODUCTS
+    copies = loaded(problem, tiles.rows, tiles.columns) / BYTES
+    step = max(products, copies, (LATENCY + copies) / (tiles.stages - 1))
+    return math.ceil(count / MULTIPROCESSORS) * (steps * step + ENDS)
 
 
 def choose(problem: Problem) -> Tiles:
     """The measured best where the table has one, else the heuristic's choice.
 
-    >>> choose(Problem(1, 1, 1, contraction=2048, columns=2048, rows=1024, groups=18))
+    >>> choose(Problem(1, contraction=2048, columns=2048, rows=1024, groups=18))
     Tiles(rows=128, columns=256, stages=4)
-    >>> choose(Problem(1, 1, 1, contraction=2048, columns=768, rows=256, groups=18))
+    >>> choose(Problem(1, contraction=2048, columns=768, rows=256, groups=18))
     Tiles(rows=64, columns=256, stages=5)
     """
     if measured := TABLE.get(problem.key):

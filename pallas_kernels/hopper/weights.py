@@ -161,7 +161,7 @@ def _products(
                 part = pl.ds(at + rows.start, rows.size), pl.ds(visit.column + columns.start, columns.size)
                 return out.at[(slot, visit.pair, *part)]
 
-            write([value], out_buffer, [target], 0, ROWS)
+            write([(value, target)], out_buffer, 0, ROWS)
 
         inside = at < plan.shape[0]
         pl.when(inside & (visit.group < homes))(lambda: store(outs[0], visit.group))
