@@ -6,7 +6,7 @@ AOT := .venv-aot/bin/python
 AOT_HERE := $(filter Linux-x86_64,$(shell uname -sm | tr ' ' -))
 SITE := -c "import sysconfig; print(sysconfig.get_path('purelib'))"
 
-.PHONY: demo compare test bench bench-gpu aot check format lock clean
+.PHONY: demo compare test bench aot check format lock clean
 
 demo: .venv/installed  ## reinforcement learning with routing replay, balanced; figure and numbers go to out/
 	$(RUN) -m experiments.run demo
@@ -19,9 +19,6 @@ test: .venv/installed  ## the whole test suite
 
 bench: .venv/installed  ## planning time beside its peers, in one run
 	$(RUN) -m experiments.bench
-
-bench-gpu: .venv/installed  ## check, then time, the kernels on a Hopper GPU
-	$(RUN) -m experiments.bench_gpu
 
 aot: .venv-aot/installed  ## compile for 2 x 4 H100 without a GPU, and hold the programs to what is promised
 	$(AOT) -m experiments.aot

@@ -10,13 +10,16 @@ import jax.numpy as jnp
 from pallas_kernels.hopper.launch import STEP, interpreted
 
 
-def choose(name: str | None, implementations: Mapping[str, Any], rows: jax.Array, **sizes: int) -> str:
+def choose(
+    name: str | None, implementations: Mapping[str, Any], rows: jax.Array, out_dtype: Any, **sizes: int
+) -> str:
     """The implementation to run: the named one if it can, else the best for the platform and the shapes.
 
     Args:
         name: a name in ``implementations``, or None for "mosaic" where that can run and "xla" where it cannot.
         implementations: by name; "mosaic" and "xla" among them.
         rows: what is multiplied; says for which device, where it is a described one.
+        out_dtype: of the result.
         sizes: of the matrices' two dimensions, by name.
 
     Raises:
@@ -26,22 +29,33 @@ def choose(name: str | None, implementations: Mapping[str, Any], rows: jax.Array
         raise ValueError(f"implementation={name!r} is not one of {', '.join(implementations)}")
     if name is not None and name != "mosaic":
         return name
-    reason = _why_not_mosaic(rows, sizes)
+    reason = _why_not_mosaic(rows, out_dtype, sizes)
     if reason and name:
         raise ValueError(f"implementation='mosaic' cannot run: {reason}")
     return "xla" if reason else "mosaic"
 
 
-def _why_not_mosaic(rows: jax.Array, sizes: Mapping[str, int]) -> str | None:
+def _why_not_mosaic(rows: jax.Array, out_dtype: Any, sizes: Mapping[str, int]) -> str | None:
     if rows.dtype != jnp.bfloat16:
         return f"rows are {rows.dtype}, not bfloat16"
+    if out_dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        return f"out_dtype={out_dtype} is none of bfloat16, float16, float32"
     for name, size in sizes.items():
         if size < STEP or size % STEP:
             return f"{name}={size} is no multiple of {STEP}"
+    return None if interpreted() else why_no_hopper(_device_kind(rows))
+
+
+def _device_kind(rows: jax.Array) -> str:
+    """Of the device that will compute: a described one, that of rows that are there, or the default."""
     meshes = (jax.sharding.get_abstract_mesh(), jax.typeof(rows).sharding.mesh)
-    described = next((mesh.abstract_device for mesh in meshes if mesh.abstract_device), None)
-    kind = described.device_kind if described else jax.devices()[0].device_kind
-    return None if interpreted() else why_no_hopper(kind)
+    for mesh in meshes:
+        if mesh.abstract_device:
+            return mesh.abstract_device.device_kind
+    if not isinstance(rows, jax.core.Tracer):
+        return next(iter(rows.devices())).device_kind
+    default = jax.config.jax_default_device
+    return (default if isinstance(default, jax.Device) else jax.devices(default)[0]).device_kind
 
 
 def why_no_hopper(kind: str) -> str | None:

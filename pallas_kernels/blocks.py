@@ -66,8 +66,11 @@ def over_tiles(
 
 
 def group_bounds(group_sizes: jax.Array, num_rows: int) -> jax.Array:
-    """Where each group starts and the last one ends, int32 ``[H + R + 1]``; nothing lies beyond the rows."""
-    ends = jnp.cumsum(group_sizes.astype(jnp.int32), dtype=jnp.int32)
+    """Where each group starts and the last one ends, int32 ``[H + R + 1]``.
+
+    Whatever the sizes are, nothing lies before the rows or beyond them.
+    """
+    ends = jnp.cumsum(jnp.maximum(group_sizes.astype(jnp.int32), 0), dtype=jnp.int32)
     return jnp.minimum(jnp.pad(ends, (1, 0)), num_rows)
 
 

@@ -1,15 +1,18 @@
 """What is asked of the kernels elsewhere: the GPU bench without a GPU, and verdicts on compiled programs."""
 
 import functools
+import types
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from experiments import bench_gpu
 from experiments.aot.kernels import KERNEL_CASES, KERNELS, Compiled, judge_kernels
 from pallas_kernels.hopper import autotune
-from pallas_kernels.hopper.tiles import Shape, candidates
+from pallas_kernels.hopper.tiles import Problem, Shape, candidates, choose
+from relibra_jax.types import Topology
 
 
 def test_it_refuses_politely(capsys):
@@ -41,41 +44,71 @@ def on_cpu(monkeypatch):
 
 
 def test_it_runs_and_records(on_cpu, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(bench_gpu, "check_patterns", lambda: 510)
+    monkeypatch.setattr(bench_gpu, "PATTERNS", ())
     record = tmp_path / "results" / "gpu.txt"
     config = bench_gpu.BenchGpu(models=("small",), rows=(32,), micro_batches=2, layers=1, record=record)
     assert bench_gpu.main(config) == 0
     said = capsys.readouterr().out
     assert record.read_text() == said
     lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in said.splitlines() if "│" in line]
-    done = [tuple(line[1:4]) for line in lines]
-    by = {
-        "forward": ["ours", "dense matmul", "jax.lax.ragged_dot"],
-        "input gradient": ["ours", "dense matmul", "jax.lax.ragged_dot"],
-        "weight gradient": ["ours", "dense matmul", "jax.lax.ragged_dot"],
-        "MLP forward": ["ours", "products one at a time", "dense matmul"],
-        "MLP with gradients": ["ours", "products one at a time", "dense matmul"],
-    }
-    assert done == [(plan, name, peer) for name in by for plan in ("static", "relibra") for peer in by[name]]
-    assert lines[0][4:] == ["1.000", "0", "100%"]
+    product = ["ours", "dense matmul", "jax.lax.ragged_dot"]
+    mlp = ["ours", "products one at a time", "dense matmul"]
+    assert [tuple(line[:2]) for line in lines] == [
+        (plan, peer)
+        for peers in (product, product, product, mlp, mlp)
+        for plan in ("static", "relibra")
+        for peer in peers
+    ]
+    assert lines[0][2:] == ["1.000", "0", "100%"]
+    for operation in ("forward", "input gradient", "weight gradient", "MLP forward", "MLP with gradients"):
+        assert f"small, 4+2 slots, 32 rows a group: {operation}\n" in said
     # JAX's example kernel is for GPUs.
-    assert "JAX's example, forward: Only interpret mode is supported on CPU" in said
-    assert "slowest ranks, ms: static 2.00, eplb 2.00, relibra 2.00, balanced 2.00" in said
+    assert "JAX's example, 128x128, forward: Only interpret mode is supported on CPU" in said
+    assert "small, slowest ranks, ms: static 2.00, eplb 2.00, relibra 2.00, balanced 2.00" in said
+
+
+def test_operands_are_what_the_kernels_take():
+    for sets in (
+        bench_gpu.operand_sets((64, 128), 16, 4, 128),
+        bench_gpu.operand_sets((3, 64, 128), 16, 4, 64),
+    ):
+        assert {leaf.dtype for leaf in jax.tree.leaves(sets)} == {jnp.dtype(jnp.bfloat16)}
+        assert (sets[0].home.shape[0], sets[0].replica.shape[0]) == (4, 2)
+        assert sets[0].one[0].shape == (64, 128)
+
+
+def test_sizes_come_from_the_rank_with_most_copies():
+    """Two layers of one micro-batch on two ranks; the second rank's second layer has the copies."""
+    topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=4, replica_slots=2)
+    quota = np.array([[[10, 0, 0, 0], [20, 0, 0, 0]], [[30, 10, 0, 0], [40, 20, 8, 12]]])
+    work = types.SimpleNamespace(plan=types.SimpleNamespace(quota=quota.reshape(1, 2, 1, 2, 4)))
+    sizes = bench_gpu.plan_sizes({"static": work, "relibra": work}, topology, 3, 20)
+    np.testing.assert_array_equal(sizes["relibra"], sizes["static"])
+    np.testing.assert_array_equal(sizes["relibra"], np.array([40, 20, 20, 8, 12]))
 
 
 def test_patterns_are_checked(on_cpu, monkeypatch):
-    assert bench_gpu.check_patterns(rows=40, width=8) == 2 * 255
+    assert bench_gpu.check_patterns(40, 8) == 2 * 256
+    monkeypatch.setattr(bench_gpu, "IMPLEMENTATION", "reference")
     monkeypatch.setattr(bench_gpu, "TOLERANCE", 1e-9)
-    with pytest.raises(AssertionError, match=r"of groups \[0, 0, 0, 0, 0, 0, 0, 5\]: off by"):
-        bench_gpu.check_patterns(rows=40, width=8)
+    with pytest.raises(AssertionError, match=r"of groups \[.*\]: off by"):
+        bench_gpu.check_patterns(40, 8)
+
+
+def test_patterns_are_checked_for_small_and_for_large_tiles():
+    high, wide = zip(
+        *(tuple(choose(Problem(2, width, width, rows // 8, 8)))[:2] for rows, width in bench_gpu.PATTERNS),
+        strict=True,
+    )
+    assert (high, wide) == ((64, 128), (64, 128))
 
 
 def test_a_wrong_result_stops_it():
-    right = (np.ones((2, 3)), np.ones((1, 3)))
-    bench_gpu.assert_close("weights", right, np.ones((3, 3)))
+    right = (jnp.ones((2, 3)), jnp.zeros((1, 3)))
+    bench_gpu.assert_close("weights", right, right)
     for wrong in (1.1, np.nan):
         with pytest.raises(AssertionError, match="weights: off by"):
-            bench_gpu.assert_close("weights", right, np.full((3, 3), wrong))
+            bench_gpu.assert_close("weights", right, (right[0], jnp.full((1, 3), wrong)))
 
 
 def test_what_has_to_be_done_is_counted():
@@ -89,7 +122,7 @@ def test_what_has_to_be_done_is_counted():
         "input gradient": (2 * 11 * 64 * 128, 2 * (11 * (64 + 128) + 2 * 64 * 128)),
         "weight gradient": (2 * 11 * 64 * 128, 2 * (11 * (64 + 128) + 3 * 64 * 128)),
         "MLP forward": (6 * 11 * 64 * 128, 2 * (2 * 11 * 64 + 2 * 3 * 64 * 128)),
-        "MLP with gradients": (18 * 11 * 64 * 128, 2 * (5 * 11 * 64 + 3 * 2 * 3 * 64 * 128)),
+        "MLP with gradients": (18 * 11 * 64 * 128, 2 * (4 * 11 * 64 + 3 * (2 + 3) * 64 * 128)),
     }
 
 
@@ -112,22 +145,26 @@ def test_autotune_runs_what_it_asks_tiles_for(rows):
 
 
 def test_a_kernel_that_does_not_compile_fails():
-    clean = "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads"
-    sound = {case: Compiled(KERNELS[case.part], 0, clean) for case in KERNEL_CASES}
+    clean = "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\n"
+    sound = {case: Compiled(KERNELS[case.part], 0, clean * KERNELS[case.part]) for case in KERNEL_CASES}
     assert all(finding.good for finding in judge_kernels(sound))
-    slow = "(C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to ..."
+    serial = "(C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to ..."
+    ignored = "(C7508) Potential Performance Loss: 'setmaxnreg' ignored to maintain ..."
+    spills = clean.replace("0 bytes spill stores", "1936 bytes spill stores")
     broken = (
         "exceeds available shared memory",
-        Compiled(2, 0, clean),
+        Compiled(2, 0, clean * 5),
         Compiled(3, 0, ""),
-        Compiled(5, 0, clean.replace("0 bytes spill stores", "24 bytes spill stores")),
-        Compiled(3, 0, clean + slow),
+        Compiled(5, 0, clean * 4 + spills),
+        Compiled(3, 0, clean * 3 + serial),
+        Compiled(5, 0, clean * 5 + ignored),
     )
     judged = judge_kernels(sound | dict(zip(KERNEL_CASES[1:], broken, strict=False)))
     assert [finding.found for finding in judged if not finding.good] == [
         "exceeds available shared memory",
         "2, 0 MB temporary",
-        "ptxas said nothing",
-        "24 bytes, 0 serialized",
-        "0 bytes, 1 serialized",
+        "0 kernels, 0 bytes, 0 serialized, 0 without registers",
+        "5 kernels, 1936 bytes, 0 serialized, 0 without registers",
+        "3 kernels, 0 bytes, 1 serialized, 0 without registers",
+        "5 kernels, 0 bytes, 0 serialized, 1 without registers",
     ]

@@ -165,6 +165,24 @@ def test_padding_and_poison_reach_nothing(implementation):
         assert not np.asarray(found[1])[total:].any()
 
 
+@pytest.mark.parametrize("implementation", ["xla", "mosaic"])
+@pytest.mark.parametrize("sizes", [(9, 9, 9, 9, 9, 9, 9, 1000), (9, -40, 30, 0, 0, 0, 0, 1)])
+def test_impossible_sizes_reach_nothing_outside(implementation, sizes):
+    """More rows than there are are cut off, fewer than none are none."""
+    setting = SETTINGS[implementation]
+    possible = np.maximum(sizes, 0)
+    possible[-1] = min(possible[-1], setting.rows - possible[:-1].sum())
+    arrays = inputs(setting)
+    run = compiled(implementation)
+    *operands, d_out = arrays
+    with interpreter(implementation):
+        found, wanted = (
+            jax.block_until_ready(run(*operands, np.asarray(one, np.int32), d_out))
+            for one in (sizes, possible)
+        )
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+
+
 @each_implementation
 def test_any_sizes(implementation):
     setting = SETTINGS[implementation]
@@ -177,10 +195,11 @@ def test_any_sizes(implementation):
     of_sizes()
 
 
-@pytest.mark.parametrize("implementation", ["reference", "xla"])
+@each_implementation
 @pytest.mark.parametrize("rows", [0, 1, 40])
 def test_few_rows_and_no_replica_slots(implementation, rows):
-    arrays = inputs(PLAIN._replace(rows=rows), homes=3, replicas=0)
+    setting = SETTINGS[implementation]._replace(rows=rows, n=64 if implementation == "mosaic" else PLAIN.n)
+    arrays = inputs(setting, homes=3, replicas=0)
     check(implementation, [rows // 2, 0, rows - rows // 2], arrays)
 
 
@@ -255,6 +274,10 @@ def test_what_does_not_fit_a_weight_gradient_is_named(lhs, rhs, homes, message):
 def test_hopper_kernels_say_why_they_cannot_run(setting, message):
     rows, home, replica, _ = inputs(setting)
     sizes = jnp.zeros(8, jnp.int32)
+    with pytest.raises(
+        ValueError, match=r"cannot run: (out_dtype=float8_e5m2 is none of bfloat16, |rows are)"
+    ):
+        grouped_dot(rows, home, replica, sizes, out_dtype="float8_e5m2", implementation="mosaic")
     with pytest.raises(ValueError, match=f"implementation='mosaic' cannot run: {message}"):
         grouped_dot(rows, home, replica, sizes, implementation="mosaic")
     assert not grouped_dot(rows, home, replica, sizes).any()

@@ -136,7 +136,7 @@ def check(implementation, sizes, arrays):
 def two_warpgroups():
     """On a chip of one multiprocessor large tiles pay even for these few rows: two warpgroups share them."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiles, "MULTIPROCESSORS", 1)
+        patch.setattr(tiles, "multiprocessors", lambda: 1)
         setting = SETTINGS["mosaic"]
         expected, slots = setting.rows // setting.slots, setting.slots
         for problem in (
@@ -158,6 +158,29 @@ def test_output_and_gradients(implementation):
 def test_other_dtypes(implementation, dtype):
     with jax.enable_x64(dtype == "float64"):
         check(implementation, PLAIN.sizes, inputs(PLAIN._replace(dtype=dtype)))
+
+
+@each_implementation
+def test_another_dtype_for_the_output(implementation):
+    setting = SETTINGS[implementation]._replace(dtype="bfloat16")
+    rows, home, replica, scale, d_out = inputs(setting)
+    sizes = np.asarray(setting.sizes, np.int32)
+
+    @jax.jit
+    def run(*operands):
+        def call(*operands):
+            return grouped_mlp(
+                *operands[:3], sizes, operands[3], out_dtype="float32", implementation=implementation
+            )
+
+        out, pull = jax.vjp(call, *operands)
+        return out, *pull(d_out.astype("float32"))
+
+    with interpreter(implementation):
+        found = jax.block_until_ready(run(rows, home, replica, scale))
+    out, d_rows, d_home, d_replica, d_scale = oracle(rows, home, replica, sizes, scale, d_out)
+    assert [one.dtype for one in found] == ["float32", *["bfloat16"] * 3, "float32"]
+    assert_close(found, (out, d_rows, d_home, d_replica, d_scale), "bfloat16")
 
 
 @each_compiled
@@ -298,8 +321,16 @@ def test_xla_repeats_itself_bit_for_bit():
     ],
 )
 def test_none_chooses_by_platform_and_shape(monkeypatch, kind, dtype, width, chosen):
-    monkeypatch.setattr(jax, "devices", lambda: [types.SimpleNamespace(device_kind=kind)])
-    assert choose(None, IMPLEMENTATIONS, jnp.zeros((8, width), dtype), D=width) == chosen
+    monkeypatch.setattr(jax, "devices", lambda *_: [types.SimpleNamespace(device_kind=kind)])
+    found = []
+
+    def trace(rows):
+        found.append(choose(None, IMPLEMENTATIONS, rows, rows.dtype, D=width))
+
+    jax.eval_shape(trace, jnp.zeros((8, width), dtype))
+    assert found == [chosen]
+    # Rows that are there say where they are: on a CPU.
+    assert choose(None, IMPLEMENTATIONS, jnp.zeros((8, width), dtype), jnp.dtype(dtype), D=width) == "xla"
 
 
 def test_none_runs_and_a_name_must_exist():

@@ -104,5 +104,5 @@ def test_a_measured_entry_is_preferred(monkeypatch, problem):
 
 
 def test_autotune_refuses_without_a_hopper_gpu(capsys):
-    assert autotune.main() == 1
+    assert autotune.main([]) == 1
     assert "cpu is no Hopper GPU" in capsys.readouterr().err

@@ -1,6 +1,7 @@
 """The Hopper kernels compiled at the shapes of named models: what does not fit into shared memory fails here.
 
-One rank of eight: its home slots, two replica slots and 32,768 rows. The assembler, ptxas, says what it did to them:
+One rank of eight: its home slots, two replica slots and 32,768 rows; for one model also as few rows as take tiles of
+one warpgroup, and no replica slots. The assembler, ptxas, says what it did to them:
 registers that it spilled to memory, and products (wgmma) that it made wait for each other, would cost the speed that
 the kernels are for.
 """
@@ -25,6 +26,7 @@ from relibra_jax.types import Topology
 type Part = Literal["products", "mlp"]
 
 ROWS: Final = 32_768
+FEW_ROWS: Final = 1024
 KERNELS: Final[Mapping[Part, int]] = {"products": 3, "mlp": 5}
 """Launches of a program: three products; two of the MLP forward and three backward."""
 PROMISES: Final[Mapping[Part, str]] = {
@@ -33,7 +35,7 @@ PROMISES: Final[Mapping[Part, str]] = {
 }
 
 
-MOST_SPILLED: Final = 16
+MOST_SPILLED: Final = 64
 """Bytes a kernel: a pointer that is read once a group may go to memory, accumulators would take thousands."""
 SOUND: Final = f"at most {MOST_SPILLED} bytes spilled a kernel, no product made to wait for another"
 
@@ -43,9 +45,21 @@ class KernelCase(NamedTuple):
 
     model: str
     part: Part
+    rows: int = ROWS
+    replicas: int = REPLICAS
+
+    @property
+    def name(self) -> str:
+        """Its line in the table."""
+        others = f", {self.rows} rows, R={self.replicas}" if self != KernelCase(self.model, self.part) else ""
+        return f"{self.model}{others}"
 
 
-KERNEL_CASES: Final = [KernelCase(model, part) for model in MODELS for part in ("mlp", "products")]
+PARTS: Final[tuple[Part, ...]] = ("mlp", "products")
+KERNEL_CASES: Final = [
+    *(KernelCase(model, part) for model in MODELS for part in PARTS),
+    *(KernelCase("Qwen3-30B-A3B", part, FEW_ROWS, 0) for part in PARTS),
+]
 
 
 class Compiled(NamedTuple):
@@ -69,9 +83,9 @@ def compile_kernels(case: KernelCase) -> Compiled | str:
     homes = shape.experts // RANKS
     matrices = () if case.part == "products" else (3,)
     matrix = (*matrices, shape.width, shape.expert_width)
-    rows = array(ROWS, shape.width)
-    operands = (rows, array(homes, *matrix), array(REPLICAS, *matrix))
-    sizes, scale = array(homes + REPLICAS, dtype="int32"), array(ROWS, dtype="float32")
+    rows = array(case.rows, shape.width)
+    operands = (rows, array(homes, *matrix), array(case.replicas, *matrix))
+    sizes, scale = array(homes + case.replicas, dtype="int32"), array(case.rows, dtype="float32")
 
     def products(rows, home, replica, sizes, d_out):
         out, pull = jax.vjp(
@@ -96,7 +110,7 @@ def compile_kernels(case: KernelCase) -> Compiled | str:
 
     try:
         if case.part == "products":
-            lowered = jax.jit(products).lower(*operands, sizes, array(ROWS, shape.expert_width))
+            lowered = jax.jit(products).lower(*operands, sizes, array(case.rows, shape.expert_width))
         else:
             lowered = jax.jit(mlp).lower(*operands, sizes, scale, rows)
         compiled, assembled = _with_ptxas(lowered.compile)
@@ -129,16 +143,18 @@ def judge_kernels(compiled: Mapping[KernelCase, Compiled | str]) -> Iterator[Fin
     """Hold the programs to what is promised."""
     for case, found in compiled.items():
         if isinstance(found, str):
-            yield Finding(case.model, PROMISES[case.part], found, False)
+            yield Finding(case.name, PROMISES[case.part], found, False)
         else:
             said = f"{found.kernels}, {found.temporary / 1e6:.0f} MB temporary"
-            yield Finding(case.model, PROMISES[case.part], said, found.kernels == KERNELS[case.part])
+            yield Finding(case.name, PROMISES[case.part], said, found.kernels == KERNELS[case.part])
             yield _judge_assembled(case, found.assembled)
 
 
 def _judge_assembled(case: KernelCase, assembled: str) -> Finding:
     spilled = [int(count) for count in re.findall(r"stack frame, (\d+) bytes spill stores", assembled)]
-    serial = assembled.count("wgmma.mma_async instructions are serialized")
-    said = f"{max(spilled)} bytes, {serial} serialized" if spilled else "ptxas said nothing"
-    good = bool(spilled) and max(spilled) <= MOST_SPILLED and not serial
-    return Finding(case.model, f"{case.part}: {SOUND}", said, good)
+    wait = assembled.count("wgmma.mma_async instructions are serialized")
+    # Registers go from the warpgroup that copies to those that multiply: a hint that ptxas may ignore.
+    ignored = assembled.count("(C7508)")
+    said = f"{len(spilled)} kernels, {max(spilled, default=0)} bytes, {wait} serialized, {ignored} without registers"
+    good = len(spilled) == KERNELS[case.part] and max(spilled) <= MOST_SPILLED and not wait + ignored
+    return Finding(case.name, f"{case.part}: {SOUND}", said, good)

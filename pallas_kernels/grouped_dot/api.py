@@ -92,8 +92,8 @@ def grouped_dot(
             f"home {show(home)}, replica {show(replica)}: at least one home slot, and the same matrices"
         )
     check_sizes(group_sizes, (home.shape[0], replica.shape[0]))
-    name = choose(implementation, IMPLEMENTATIONS, rows, k=rows.shape[1], n=home.shape[across])
     dtype = jnp.dtype(rows.dtype if out_dtype is None else out_dtype)
+    name = choose(implementation, IMPLEMENTATIONS, rows, dtype, k=rows.shape[1], n=home.shape[across])
     if rows.size == 0:
         return jnp.zeros((rows.shape[0], home.shape[across]), dtype)
     return _dot(name, transposed, dtype, *vary_alike(rows, home, replica, group_sizes))
@@ -139,8 +139,8 @@ def grouped_outer(
         raise ValueError(f"home_slots={home_slots} must lie in 1..H + R for group_sizes {show(group_sizes)}")
     slots = (home_slots, group_sizes.shape[0] - home_slots)
     check_sizes(group_sizes, slots)
-    name = choose(implementation, IMPLEMENTATIONS, lhs, k=lhs.shape[1], n=rhs.shape[1])
     dtype = jnp.dtype(lhs.dtype if out_dtype is None else out_dtype)
+    name = choose(implementation, IMPLEMENTATIONS, lhs, dtype, k=lhs.shape[1], n=rhs.shape[1])
     if lhs.size == 0 or rhs.size == 0:
         home, replica = (jnp.zeros((count, lhs.shape[1], rhs.shape[1]), dtype) for count in slots)
         return home, replica

@@ -1,11 +1,12 @@
 """The one call for grouped MLPs: looks at shapes, chooses an implementation, and leaves the rest to it.
 
-An implementation is a function ``(rows, home, replica, group_sizes, row_scale)`` that JAX can differentiate, and a
-row in `IMPLEMENTATIONS`: the tests run every row. Shapes and dtypes have been checked, and there is at least one row.
+An implementation is a function ``(rows, home, replica, group_sizes, row_scale, out_dtype)`` that JAX can
+differentiate, and a row in `IMPLEMENTATIONS`: the tests run every row. Shapes and dtypes have been checked, and there
+is at least one row.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Final
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +34,7 @@ def grouped_mlp(
     group_sizes: Array,
     row_scale: Array | None = None,
     *,
+    out_dtype: Any = None,
     implementation: str | None = None,
 ) -> jax.Array:
     """Each group of rows through the SwiGLU MLP of its own slot: ``(silu(x W0) * (x W1)) W2^T * scale``.
@@ -48,12 +50,13 @@ def grouped_mlp(
         replica: ``[R, 3, D, F]`` likewise; R may be 0.
         group_sizes: ``[H + R]`` integer, rows of each slot; together at most r.
         row_scale: ``[r]`` floating, a factor for each row of the output; None for 1.
+        out_dtype: of the result; None for that of rows. Its gradient is rounded to theirs.
         implementation: a name in `IMPLEMENTATIONS`. None is "mosaic" where that can run: on Hopper GPUs, in bfloat16,
             with D and F multiples of 64; it copies rows whose number is no multiple of 8. Elsewhere None is "xla",
             which runs on every platform that JAX has, and is fast on CPUs.
 
     Returns:
-        ``[r, D]`` in the dtype of rows; zero in padding. Gradients of padding and of the weights of empty groups
+        ``[r, D]``; zero in padding. Gradients of padding and of the weights of empty groups
         are zero.
 
     Raises:
@@ -66,7 +69,8 @@ def grouped_mlp(
     """
     rows, home, replica, group_sizes = map(jnp.asarray, (rows, home, replica, group_sizes))
     _check(rows, home, replica, group_sizes)
-    name = choose(implementation, IMPLEMENTATIONS, rows, D=rows.shape[1], F=home.shape[3])
+    dtype = jnp.dtype(rows.dtype if out_dtype is None else out_dtype)
+    name = choose(implementation, IMPLEMENTATIONS, rows, dtype, D=rows.shape[1], F=home.shape[3])
     if row_scale is None:
         row_scale = jnp.ones(rows.shape[0], jnp.promote_types(rows.dtype, jnp.float32))
     row_scale = jnp.asarray(row_scale)
@@ -75,8 +79,8 @@ def grouped_mlp(
             f"row_scale: expected floating [{rows.shape[0]}] for rows {show(rows)}, found {show(row_scale)}"
         )
     if rows.size == 0:
-        return rows
-    return IMPLEMENTATIONS[name](*vary_alike(rows, home, replica, group_sizes, row_scale))
+        return rows.astype(dtype)
+    return IMPLEMENTATIONS[name](*vary_alike(rows, home, replica, group_sizes, row_scale), dtype)
 
 
 def _check(rows: jax.Array, home: jax.Array, replica: jax.Array, group_sizes: jax.Array) -> None:

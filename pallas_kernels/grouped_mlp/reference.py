@@ -3,12 +3,19 @@
 For tests and small shapes: it gathers ``[r, 3, D, F]``.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 
 def grouped_mlp_reference(
-    rows: jax.Array, home: jax.Array, replica: jax.Array, group_sizes: jax.Array, row_scale: jax.Array
+    rows: jax.Array,
+    home: jax.Array,
+    replica: jax.Array,
+    group_sizes: jax.Array,
+    row_scale: jax.Array,
+    out_dtype: Any,
 ) -> jax.Array:
     """`grouped_mlp` in float32 (float64 for float64 rows) at the highest precision; JAX differentiates it."""
     dtype = jnp.promote_types(rows.dtype, jnp.float32)
@@ -22,4 +29,4 @@ def grouped_mlp_reference(
         up = jnp.einsum("rd,rdf->rf", x, weights[:, 1])
         down = jnp.einsum("rf,rdf->rd", jax.nn.silu(gate) * up, weights[:, 2])
     scaled = down * jnp.where(real, row_scale, 0).astype(dtype)[:, None]
-    return jnp.where(real[:, None], scaled, 0).astype(rows.dtype)
+    return jnp.where(real[:, None], scaled, 0).astype(out_dtype)

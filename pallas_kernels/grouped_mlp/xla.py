@@ -6,6 +6,7 @@ since ``ds = <dy, h W2^T> = <dy W2, h>``. A group's weight gradient is summed in
 once.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -14,15 +15,20 @@ import jax.numpy as jnp
 from pallas_kernels.blocks import Tile, accumulator, dot, group_bounds, over_groups, over_tiles, zeros
 
 
-@jax.custom_vjp
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _grouped_mlp(
-    rows: jax.Array, home: jax.Array, replica: jax.Array, group_sizes: jax.Array, row_scale: jax.Array
+    out_dtype: Any,
+    rows: jax.Array,
+    home: jax.Array,
+    replica: jax.Array,
+    group_sizes: jax.Array,
+    row_scale: jax.Array,
 ) -> jax.Array:
     dtype = accumulator(rows)
     scale = row_scale.astype(dtype)[:, None]
     bounds = group_bounds(group_sizes, rows.shape[0])
     homes = home.shape[0]
-    out = _forward_pass(zeros(rows.shape, rows.dtype, bounds, rows), rows, home, bounds[: homes + 1], scale)
+    out = _forward_pass(zeros(rows.shape, out_dtype, bounds, rows), rows, home, bounds[: homes + 1], scale)
     return _forward_pass(out, rows, replica, bounds[homes:], scale)
 
 
@@ -44,12 +50,13 @@ def _forward_pass(
     return over_groups(of_group, out, weights)
 
 
-def _forward(*arrays: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    return _grouped_mlp(*arrays), arrays
+def _forward(out_dtype: Any, *arrays: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    return _grouped_mlp(out_dtype, *arrays), arrays
 
 
-def _backward(saved: tuple[jax.Array, ...], d_out: jax.Array) -> tuple[jax.Array | None, ...]:
+def _backward(_: Any, saved: tuple[jax.Array, ...], d_out: jax.Array) -> tuple[jax.Array | None, ...]:
     rows, home, replica, group_sizes, row_scale = saved
+    d_out = d_out.astype(rows.dtype)
     scale = row_scale.astype(accumulator(rows))[:, None]
     bounds = group_bounds(group_sizes, rows.shape[0])
     homes = home.shape[0]
@@ -101,9 +108,14 @@ def _backward_pass(
 _grouped_mlp.defvjp(_forward, _backward)
 
 
-@jax.jit
+@functools.partial(jax.jit, static_argnums=5)
 def grouped_mlp_xla(
-    rows: jax.Array, home: jax.Array, replica: jax.Array, group_sizes: jax.Array, row_scale: jax.Array
+    rows: jax.Array,
+    home: jax.Array,
+    replica: jax.Array,
+    group_sizes: jax.Array,
+    row_scale: jax.Array,
+    out_dtype: Any,
 ) -> jax.Array:
     """`grouped_mlp` in tiles of rows; compiled once when called outside jit."""
-    return _grouped_mlp(rows, home, replica, group_sizes, row_scale)
+    return _grouped_mlp(out_dtype, rows, home, replica, group_sizes, row_scale)

@@ -1,9 +1,10 @@
 """Time every choice of tiles at the shapes of named models and write the table that `tiles.choose` reads.
 
-    python -m pallas_kernels.hopper.autotune
+    python -m pallas_kernels.hopper.autotune [MODEL ...]
 
 Needs a Hopper GPU. Shapes are those of one rank of eight with two replica slots. Groups are uneven, as those of real
-plans are: even ones flatter large tiles. What counts is a kernel's own time, as CUPTI reports it.
+plans are: even ones flatter large tiles. What counts is a kernel's own time, as CUPTI reports it; what is fused into it
+is not timed. What the table has is left as it is: empty it to begin anew.
 """
 
 import datetime
@@ -11,7 +12,7 @@ import functools
 import json
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
@@ -28,7 +29,7 @@ from pallas_kernels.hopper.tiles import MODELS, RANKS, REPLICAS, TABLE_PATH, Pro
 from pallas_kernels.hopper.weights import weights_kernel
 
 ROWS_A_GROUP: Final = (32, 256, 1024, 2048)
-REPEATS: Final = 20
+REPEATS: Final = 10
 
 
 def problems(shape: Shape, rows: int) -> Iterator[Problem]:
@@ -94,33 +95,46 @@ def _run(problem: Problem, tiles: Tiles, groups: jax.Array, rows: list[jax.Array
 
 
 def _milliseconds(program: Any, operands: tuple[Any, ...]) -> float:
-    _, times = profiler.measure(program, iterations=REPEATS)(*operands)
-    if not times:
+    """The median; one run at a time, as all results of a reading are kept until its end."""
+    run = profiler.measure(program)
+    times = [time for _, time in (run(*operands) for _ in range(REPEATS)) if time is not None]
+    if len(times) < REPEATS:
         raise RuntimeError("CUPTI saw no kernel run")
     return statistics.median(times)
 
 
-def main() -> int:
-    """Write the table; 1 where there is no Hopper GPU to measure on."""
+def main(names: Sequence[str]) -> int:
+    """Write the table, model by model and problem by problem; 1 where there is no Hopper GPU to measure on."""
     device = jax.devices()[0]
     if reason := why_no_hopper(device.device_kind):
         print(f"autotune measures kernels: {reason}", file=sys.stderr)
         return 1
-    table = {}
-    for name, shape in MODELS.items():
+    if unknown := set(names) - set(MODELS):
+        print(f"{', '.join(sorted(unknown))} not among {', '.join(MODELS)}", file=sys.stderr)
+        return 1
+    table = json.loads(TABLE_PATH.read_text())["tiles"]
+    for name in names or MODELS:
         for rows in ROWS_A_GROUP:
-            for problem in problems(shape, rows):
-                table[problem.key] = list(tune(problem))
-                print(name, problem, table[problem.key], flush=True)
+            for problem in problems(MODELS[name], rows):
+                if problem.key not in table:
+                    table[problem.key] = list(tune(problem))
+                    print(name, problem, table[problem.key], flush=True)
+                    _write(table, device.device_kind)
+    return 0
+
+
+def _write(table: dict[str, list[int]], device: str) -> None:
     written = {
-        "device": device.device_kind,
+        "device": device,
         "versions": {"jax": jax.__version__},
         "date": datetime.date.today().isoformat(),
         "tiles": table,
     }
-    TABLE_PATH.write_text(json.dumps(written, indent=1) + "\n")
-    return 0
+    # All of it or nothing, whatever happens on the way.
+    part = TABLE_PATH.with_suffix(".part")
+    part.write_text(json.dumps(written, indent=1) + "\n")
+    part.replace(TABLE_PATH)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -27,8 +27,6 @@ ROWS: Final = 64
 """Rows of a warpgroup: the height of a wgmma instruction."""
 LINE: Final = 128
 """Bytes of a row in the buffer for outputs."""
-MULTIPROCESSORS: Final = 132
-"""Of an H100 or H200 (SXM). Where there are fewer, some blocks wait for others to end."""
 SHARED_MEMORY: Final = 227 * 1024
 """Bytes that a block may use on compute capability 9.0."""
 
@@ -81,6 +79,11 @@ class Ring(NamedTuple):
     def release(self, step: jax.Array) -> None:
         """For the others: the step's buffer was read."""
         plgpu.barrier_arrive(self.free.at[self.stage(step)])
+
+
+def multiprocessors() -> int:
+    """Of the GPU that is there; else of an H100 or H200 (SXM)."""
+    return getattr(jax.devices()[0], "core_count", None) or 132
 
 
 def interpreted() -> bool:
@@ -156,7 +159,7 @@ def launch(
         body,
         out_type=tuple(outs),
         # The interpreter runs one block after the other: two show that they share the work.
-        grid=(2 if interpreted() else MULTIPROCESSORS,),
+        grid=(2 if interpreted() else multiprocessors(),),
         grid_names=("block",),
         num_threads=warpgroups + 1,
         thread_name="warpgroup",

@@ -1,8 +1,8 @@
 """The kernel for products that keep the rows: every tile of rows meets the matrices of its group.
 
-A tile is summed up in sweeps over the contraction. A step of a sweep loads 64 columns of one or more row operands and
-of one or more of the slot's matrices, and adds one or more products to accumulators in registers; an epilogue makes
-outputs of what the sweeps left. So one kernel does ``x W`` and ``x W^T``, gate and up together with SwiGLU behind them,
+A tile is summed up in sweeps over the contraction. A step of a sweep loads 64 columns of a row operand and of one or
+more of the slot's matrices, and adds a product for each to accumulators in registers; an epilogue makes outputs of
+what the sweeps left. So one kernel does ``x W`` and ``x W^T``, gate and up together with SwiGLU behind them,
 and what the backward pass needs of the hidden rows. The wider a tile, the fewer bytes a product takes, and the more
 registers: sums that a later sweep needs no more wait for the epilogue in bfloat16.
 """

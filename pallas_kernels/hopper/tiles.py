@@ -1,9 +1,10 @@
 """Sizes of tiles: a heuristic that counts cycles, and a table of what was measured to be better.
 
 A warpgroup's accumulators are 64 rows by at most 256 columns in all, half of its registers; operands then come in at
-the widest ratio of products to bytes that one block reaches. Two warpgroups share every matrix tile. Wide tiles are
-few, and multiprocessors that find none left wait for the others: the heuristic takes the sizes for which the fullest
-multiprocessor has the fewest cycles to go. What shared memory is left holds steps that copies run ahead.
+the widest ratio of products to bytes that one block reaches. In tiles of 128 rows two warpgroups share every matrix
+tile. Wide tiles are few, and multiprocessors that find none left wait for the others: the heuristic takes the sizes for
+which the fullest multiprocessor has the fewest cycles to go. What shared memory is left holds steps that copies run
+ahead.
 
 The table is written by ``python -m pallas_kernels.hopper.autotune`` on a Hopper GPU. Until someone has run it, it is
 empty and the heuristic decides alone.
@@ -15,12 +16,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from pallas_kernels.hopper.launch import LINE, MULTIPROCESSORS, ROWS, SHARED_MEMORY, STEP, Tiles
+from pallas_kernels.hopper.launch import LINE, ROWS, SHARED_MEMORY, STEP, Tiles, multiprocessors
 
 TABLE_PATH: Final = Path(__file__).with_name("tiles.json")
 COLUMNS: Final = (256, 192, 128, 64)
 MOST_ACCUMULATED: Final = 256
-"""Columns of all accumulators of a warpgroup together: at 384 the compiler spills registers, at 256 it does not."""
+"""Columns of all accumulators of a warpgroup together: at 384 the compiler spills them, at 256 it does not."""
 MOST_STAGES: Final = 6
 BARRIERS: Final = 1024
 """Bytes set aside for barriers and alignment."""
@@ -122,7 +123,7 @@ def cycles(problem: Problem, tiles: Tiles) -> float:
     products = max(problem.matrices, 1) * tiles.rows * tiles.columns * STEP / PRODUCTS
     copies = loaded(problem, tiles.rows, tiles.columns) / BYTES
     step = max(products, copies, (LATENCY + copies) / (tiles.stages - 1))
-    return math.ceil(count / MULTIPROCESSORS) * (steps * step + ENDS)
+    return math.ceil(count / multiprocessors()) * (steps * step + ENDS)
 
 
 def choose(problem: Problem) -> Tiles:
