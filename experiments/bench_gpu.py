@@ -69,11 +69,20 @@ class BenchGpu:
     repeats: int = 15
     """Readings of each; the median counts."""
     micro_batches: int = 4
+    """Of the trace, for plans and stragglers."""
     layers: int = 2
+    """Likewise."""
     record: Path | None = None
     """A text file that what is printed is added to."""
 
     def __post_init__(self) -> None:
+        for name in ("repeats", "micro_batches", "layers"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if not self.rows or min(self.rows) < 1:
+            raise ValueError(f"rows={self.rows} must be numbers of at least 1")
+        if not self.models:
+            raise ValueError(f"models: name some of {', '.join(MODELS)}")
         if unknown := set(self.models) - set(MODELS):
             raise ValueError(f"models: {', '.join(sorted(unknown))} not among {', '.join(MODELS)}")
 
@@ -514,13 +523,13 @@ def main(config: BenchGpu) -> int:
     if reason := why_no_hopper(jax.devices()[0].device_kind):
         console.print(f"bench_gpu measures the Hopper kernels: {reason}. No number is printed.")
         return 1
-    compared = sum(check_patterns(*size) for size in PATTERNS)
-    console.print(f"{compared} patterns of group sizes: results and gradients agree with the blocked path's")
     trace = read_trace(config.trace)
     topology = Topology(num_nodes=2, ranks_per_node=4, num_experts=trace.num_experts, replica_slots=REPLICAS)
     works = contenders(
         trace, topology, micro_batches=config.micro_batches, samples_per_rank=4, layers=config.layers
     )
+    compared = sum(check_patterns(*size) for size in PATTERNS)
+    console.print(f"{compared} patterns of group sizes: results and gradients agree with the blocked path's")
     bandwidth = copy_bandwidth(config.repeats)
     console.print(f"{versions()}; {trace.name}; a copy moves {bandwidth / 1e12:.2f} TB/s")
     keep()

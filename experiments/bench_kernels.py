@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import tyro
 from rich.console import Console
 from rich.table import Table
 
@@ -141,9 +142,18 @@ def bench(name: str, dtype: str, *, repeats: int) -> None:
     console.print(f"largest difference to the padded peer: {difference:.1e} of the largest output")
 
 
-if __name__ == "__main__":
+def main(*, repeats: int = 7) -> None:
+    """Print both tables.
+
+    Args:
+        repeats: runs of each; the median counts.
+    """
     console.print(
         f"jax {jax.__version__} on {jax.devices()[0].platform}, {os.cpu_count()} cores, {platform.machine()}"
     )
     for operation_name in OPERATIONS:
-        bench(operation_name, "float32", repeats=7)
+        bench(operation_name, "float32", repeats=repeats)
+
+
+if __name__ == "__main__":
+    tyro.cli(main, description=__doc__)

@@ -74,6 +74,14 @@ def check_sizes(group_sizes: jax.Array, slots: tuple[int, int]) -> None:
         )
 
 
+def check_out_dtype(out_dtype: Any, rows: jax.Array) -> Any:
+    """The dtype of a result: floating, that of rows for None."""
+    dtype = jnp.dtype(rows.dtype if out_dtype is None else out_dtype)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"out_dtype: expected a floating dtype, found {dtype}")
+    return dtype
+
+
 def vary_alike(*arrays: jax.Array) -> list[jax.Array]:
     """Inside shard_map: all arrays vary over the same mesh axes, so that loops may carry parts of any of them.
 

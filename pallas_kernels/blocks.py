@@ -70,7 +70,7 @@ def group_bounds(group_sizes: jax.Array, num_rows: int) -> jax.Array:
 
     Whatever the sizes are, nothing lies before the rows or beyond them.
     """
-    ends = jnp.cumsum(jnp.maximum(group_sizes.astype(jnp.int32), 0), dtype=jnp.int32)
+    ends = jnp.cumsum(jnp.clip(group_sizes, 0, num_rows).astype(jnp.int32), dtype=jnp.int32)
     return jnp.minimum(jnp.pad(ends, (1, 0)), num_rows)
 
 

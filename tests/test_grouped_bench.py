@@ -126,9 +126,18 @@ def test_what_has_to_be_done_is_counted():
     }
 
 
-def test_an_unknown_model_is_named():
-    with pytest.raises(ValueError, match="models: nothing not among Qwen3-30B-A3B"):
-        bench_gpu.BenchGpu(models=("nothing",))
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"models": ("nothing",)}, "models: nothing not among Qwen3-30B-A3B"),
+        ({"models": ()}, "models: name some of Qwen3-30B-A3B"),
+        ({"rows": (256, 0)}, r"rows=\(256, 0\) must be numbers of at least 1"),
+        ({"layers": 0}, "layers=0 must be at least 1"),
+    ],
+)
+def test_what_cannot_be_run_is_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        bench_gpu.BenchGpu(**options)
 
 
 @pytest.mark.parametrize("rows", [16, 300])

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.arrays import check_sizes, choose, show, vary_alike
+from pallas_kernels.arrays import check_out_dtype, check_sizes, choose, show, vary_alike
 from pallas_kernels.grouped_dot.mosaic import grouped_dot_mosaic, grouped_outer_mosaic
 from pallas_kernels.grouped_dot.reference import grouped_dot_reference, grouped_outer_reference
 from pallas_kernels.grouped_dot.xla import grouped_dot_xla, grouped_outer_xla
@@ -59,9 +59,10 @@ def grouped_dot(
             Rows beyond the last group are padding and may hold anything.
         home: ``[H, k, n]``, or ``[H, n, k]`` if transposed, in the dtype of rows, H at least 1.
         replica: ``[R, ...]`` likewise; R may be 0.
-        group_sizes: ``[H + R]`` integer, rows of each slot; together at most r.
+        group_sizes: ``[H + R]`` integer, rows of each slot; together at most r. Sizes below 0 count as 0, and rows
+            beyond r are left out.
         transposed: multiply by transposed matrices.
-        out_dtype: of the result; None for that of rows.
+        out_dtype: of the result, floating; None for that of rows.
         implementation: a name in `IMPLEMENTATIONS`. None is "mosaic" where that can run: on Hopper GPUs, in bfloat16,
             with k and n multiples of 64; it copies rows whose number is no multiple of 8. Elsewhere None is "xla",
             which runs on every platform that JAX has, and is fast on CPUs.
@@ -92,7 +93,7 @@ def grouped_dot(
             f"home {show(home)}, replica {show(replica)}: at least one home slot, and the same matrices"
         )
     check_sizes(group_sizes, (home.shape[0], replica.shape[0]))
-    dtype = jnp.dtype(rows.dtype if out_dtype is None else out_dtype)
+    dtype = check_out_dtype(out_dtype, rows)
     name = choose(implementation, IMPLEMENTATIONS, rows, dtype, k=rows.shape[1], n=home.shape[across])
     if rows.size == 0:
         return jnp.zeros((rows.shape[0], home.shape[across]), dtype)
@@ -113,7 +114,8 @@ def grouped_outer(
     Args:
         lhs: ``[r, k]`` floating, sorted by group as in `grouped_dot`; padding may hold anything.
         rhs: ``[r, n]`` in the dtype of lhs, likewise.
-        group_sizes: ``[H + R]`` integer, rows of each slot; together at most r.
+        group_sizes: ``[H + R]`` integer, rows of each slot; together at most r. Sizes below 0 count as 0, and rows
+            beyond r are left out.
         home_slots: H, at least 1.
         out_dtype: of the result; None for that of lhs.
         implementation: as in `grouped_dot`.
@@ -139,7 +141,7 @@ def grouped_outer(
         raise ValueError(f"home_slots={home_slots} must lie in 1..H + R for group_sizes {show(group_sizes)}")
     slots = (home_slots, group_sizes.shape[0] - home_slots)
     check_sizes(group_sizes, slots)
-    dtype = jnp.dtype(lhs.dtype if out_dtype is None else out_dtype)
+    dtype = check_out_dtype(out_dtype, lhs)
     name = choose(implementation, IMPLEMENTATIONS, lhs, dtype, k=lhs.shape[1], n=rhs.shape[1])
     if lhs.size == 0 or rhs.size == 0:
         home, replica = (jnp.zeros((count, lhs.shape[1], rhs.shape[1]), dtype) for count in slots)
@@ -170,9 +172,19 @@ def ragged_dot(
     >>> ragged_dot(jnp.ones((3, 2)), jnp.ones((2, 2, 1)), jnp.array([1, 1]))[:, 0].tolist()
     [2.0, 2.0, 0.0]
     """
-    none = jnp.asarray(rhs)[:0]
+    lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
+    if (
+        lhs.ndim != 2
+        or rhs.ndim != 3
+        or rhs.shape[0] < 1
+        or rhs.shape[1] != lhs.shape[1]
+        or rhs.dtype != lhs.dtype
+    ):
+        raise ValueError(
+            f"expected lhs [r, k] and rhs [groups, k, n] of one dtype, found {show(lhs)} and {show(rhs)}"
+        )
     return grouped_dot(
-        lhs, rhs, none, group_sizes, out_dtype=preferred_element_type, implementation=implementation
+        lhs, rhs, rhs[:0], group_sizes, out_dtype=preferred_element_type, implementation=implementation
     )
 
 

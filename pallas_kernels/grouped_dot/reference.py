@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.blocks import accumulator
+from pallas_kernels.blocks import accumulator, group_bounds
 
 
 def grouped_dot_reference(
@@ -43,4 +43,4 @@ def grouped_outer_reference(
 
 def _slots(group_sizes: jax.Array, num_rows: int) -> jax.Array:
     """``[r]``: the slot of each row, H + R for padding."""
-    return jnp.searchsorted(jnp.cumsum(group_sizes), jnp.arange(num_rows), side="right")
+    return jnp.searchsorted(group_bounds(group_sizes, num_rows)[1:], jnp.arange(num_rows), side="right")

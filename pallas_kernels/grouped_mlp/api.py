@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.arrays import check_sizes, choose, show, vary_alike
+from pallas_kernels.arrays import check_out_dtype, check_sizes, choose, show, vary_alike
 from pallas_kernels.grouped_mlp.mosaic import grouped_mlp_mosaic
 from pallas_kernels.grouped_mlp.reference import grouped_mlp_reference
 from pallas_kernels.grouped_mlp.xla import grouped_mlp_xla
@@ -41,16 +41,18 @@ def grouped_mlp(
 
     Group sizes are data: one compilation serves every split. Products accumulate in float32 (float64 for float64
     rows). The two weight buffers are read where they lie. Nothing of the size of ``[r, F]`` is stored for the
-    backward pass, which computes gate and up again. Works under jit, grad and shard_map.
+    backward pass, which computes gate and up again. Hidden rows are rounded to the dtype of rows before the down
+    product. (The reference does neither.) Works under jit, grad (once, in reverse), vmap and shard_map.
 
     Args:
         rows: ``[r, D]`` floating, sorted by group: the rows of home slot 0, 1, ..., H-1, then of each replica slot.
             Rows beyond the last group are padding and may hold anything.
         home: ``[H, 3, D, F]`` in the dtype of rows, H at least 1: gate, up, and down transposed.
         replica: ``[R, 3, D, F]`` likewise; R may be 0.
-        group_sizes: ``[H + R]`` integer, rows of each slot; together at most r.
+        group_sizes: ``[H + R]`` integer, rows of each slot; together at most r. Sizes below 0 count as 0, and rows
+            beyond r are left out.
         row_scale: ``[r]`` floating, a factor for each row of the output; None for 1.
-        out_dtype: of the result; None for that of rows. Its gradient is rounded to theirs.
+        out_dtype: of the result, floating; None for that of rows. Its gradient is rounded to theirs.
         implementation: a name in `IMPLEMENTATIONS`. None is "mosaic" where that can run: on Hopper GPUs, in bfloat16,
             with D and F multiples of 64; it copies rows whose number is no multiple of 8. Elsewhere None is "xla",
             which runs on every platform that JAX has, and is fast on CPUs.
@@ -69,7 +71,7 @@ def grouped_mlp(
     """
     rows, home, replica, group_sizes = map(jnp.asarray, (rows, home, replica, group_sizes))
     _check(rows, home, replica, group_sizes)
-    dtype = jnp.dtype(rows.dtype if out_dtype is None else out_dtype)
+    dtype = check_out_dtype(out_dtype, rows)
     name = choose(implementation, IMPLEMENTATIONS, rows, dtype, D=rows.shape[1], F=home.shape[3])
     if row_scale is None:
         row_scale = jnp.ones(rows.shape[0], jnp.promote_types(rows.dtype, jnp.float32))

@@ -8,6 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.blocks import group_bounds
+
 
 def grouped_mlp_reference(
     rows: jax.Array,
@@ -19,7 +21,8 @@ def grouped_mlp_reference(
 ) -> jax.Array:
     """`grouped_mlp` in float32 (float64 for float64 rows) at the highest precision; JAX differentiates it."""
     dtype = jnp.promote_types(rows.dtype, jnp.float32)
-    slot = jnp.searchsorted(jnp.cumsum(group_sizes), jnp.arange(rows.shape[0]), side="right")
+    ends = group_bounds(group_sizes, rows.shape[0])[1:]
+    slot = jnp.searchsorted(ends, jnp.arange(rows.shape[0]), side="right")
     real = slot < group_sizes.shape[0]
     # Padding meets the last slot's weights as a row of zeros: whatever it held reaches no value and no gradient.
     weights = jnp.concatenate([home, replica]).astype(dtype)[jnp.minimum(slot, group_sizes.shape[0] - 1)]
