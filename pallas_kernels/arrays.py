@@ -18,7 +18,7 @@ def choose(
     Args:
         name: a name in ``implementations``, or None for "mosaic" where that can run and "xla" where it cannot.
         implementations: by name; "mosaic" and "xla" among them.
-        rows: what is multiplied; says for which device, where it is a described one.
+        rows: what is multiplied; says for which device, where it is there or the device a described one.
         out_dtype: of the result.
         sizes: of the matrices' two dimensions, by name.
 

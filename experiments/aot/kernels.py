@@ -1,9 +1,8 @@
 """The Hopper kernels compiled at the shapes of named models: what does not fit into shared memory fails here.
 
 One rank of eight: its home slots, two replica slots and 32,768 rows; for one model also as few rows as take tiles of
-one warpgroup, and no replica slots. The assembler, ptxas, says what it did to them:
-registers that it spilled to memory, and products (wgmma) that it made wait for each other, would cost the speed that
-the kernels are for.
+one warpgroup, and no replica slots. The assembler, ptxas, says what it did to them: registers that it spilled to
+memory, and products (wgmma) that it made wait for each other, would cost the speed that the kernels are for.
 """
 
 import contextlib
@@ -33,8 +32,6 @@ PROMISES: Final[Mapping[Part, str]] = {
     "products": "forward, input and weight gradient: one kernel each, within shared memory",
     "mlp": "grouped MLP with gradients: two kernels forward, three backward, within shared memory",
 }
-
-
 MOST_SPILLED: Final = 64
 """Bytes a kernel: a pointer that is read once a group may go to memory, accumulators would take thousands."""
 SOUND: Final = f"at most {MOST_SPILLED} bytes spilled a kernel, no product made to wait for another"
