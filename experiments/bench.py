@@ -14,10 +14,10 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from experiments.peers import numpy_rebalance, python_rebalance, solve_replication
+from experiments.reference_solvers import numpy_rebalance, python_rebalance, solve_replication
 from relibra_jax.planning.assignment import assign_in_order, assign_samples
 from relibra_jax.planning.eplb import rebalance_experts
-from relibra_jax.planning.planner import PLANNERS, PlannerRow, plan_loads
+from relibra_jax.planning.planners import PLANNERS, PlannerEntry, plan_loads
 from relibra_jax.planning.replication import replicate_experts
 from relibra_jax.replay import assigned_load
 from relibra_jax.types import Plan, Topology
@@ -151,7 +151,7 @@ def sample_loads(samples: int, layers: int, experts: int) -> tuple[jax.Array, ja
     return jnp.asarray(load), jnp.asarray(tokens)
 
 
-def planner_run(row: PlannerRow, load: jax.Array, topology: Topology) -> Callable[[], tuple[Plan, Any]]:
+def planner_run(row: PlannerEntry, load: jax.Array, topology: Topology) -> Callable[[], tuple[Plan, Any]]:
     """One update of a planner, compiled at the first call."""
     state = row.planner.init(topology, load.shape[1], key=jax.random.key(0))
     update = jax.jit(row.planner.update)

@@ -39,7 +39,7 @@ from rich.table import Table
 from experiments import gpu_peers
 from experiments.bench import interleaved
 from experiments.traces import read_trace
-from experiments.workload import Work, contenders
+from experiments.contenders import Work, contenders
 from pallas_kernels import grouped_dot, grouped_mlp, grouped_outer
 from pallas_kernels.arrays import why_no_hopper
 from pallas_kernels.hopper.tiles import MODELS, RANKS, REPLICAS, Shape

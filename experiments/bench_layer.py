@@ -26,7 +26,7 @@ from rich.table import Table
 
 from experiments.bench import interleaved
 from experiments.traces import read_trace
-from experiments.workload import Work, contenders, expert_weights
+from experiments.contenders import Work, contenders, expert_weights
 from relibra_jax.execution.mesh import RANKS, expert_mesh, rank_sharding
 from relibra_jax.execution.moe import ExpertParallel, fetch_replicas, moe_layer
 from relibra_jax.plan import home_layout, layer_plan

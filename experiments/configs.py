@@ -49,7 +49,7 @@ class Cluster:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Costs:
-    """What modelled times stand for; see relibra_jax.planning.cost."""
+    """What modelled times stand for; see relibra_jax.cost.step_time."""
 
     hardware: str = "h100"
     """A named cluster."""

@@ -9,7 +9,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from experiments.simulate import CostModel, Outcome
-from relibra_jax.files import whole_file
+from relibra_jax.atomic_write import write_atomically
 from relibra_jax.plan import rank_load
 from relibra_jax.types import Topology
 
@@ -53,7 +53,7 @@ def compare_figure(path: Path, outcomes: list[Outcome], title: str) -> None:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="x" if axes is left else "y", color=GRID, linewidth=0.7)
         axes.set_axisbelow(True)
-    with whole_file(path) as part:
+    with write_atomically(path) as part:
         figure.savefig(part, dpi=150)
     plt.close(figure)
 
@@ -101,6 +101,6 @@ def timeline_figure(
     rows[0].set_xlim(right=1.12 * rows[0].get_xlim()[1])
     rows[0].legend(fontsize=8, frameon=False, ncols=5, loc="lower right", bbox_to_anchor=(1, 1))
     rows[1].set_xlabel(f"modelled ms, micro-batch {place[0]}, layer {place[1]}, forward (grey: waiting)")
-    with whole_file(path) as part:
+    with write_atomically(path) as part:
         figure.savefig(part, dpi=150)
     plt.close(figure)

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from experiments.ablation import ABLATION
+from experiments.ablation.variants import ABLATION
 from experiments.configs import Compare, Inspect, MakePlan
 from experiments.figures import compare_figure, timeline_figure
 from experiments.names import nearest
@@ -28,11 +28,11 @@ from experiments.rl.configs import CONFIGS, SUMMARIES, Train, saved_config
 from experiments.rl.train import run_train
 from experiments.simulate import Contender, Outcome, compare, cost_model, make_batches, run_contender
 from experiments.traces import Trace, read_trace
-from relibra_jax.files import whole_file
-from relibra_jax.formats import save_plan
+from relibra_jax.atomic_write import write_atomically
+from relibra_jax.plan_files import save_plan
 from relibra_jax.plan import rank_load
 from relibra_jax.planning.metrics import batch_imbalance
-from relibra_jax.planning.planner import PLANNERS
+from relibra_jax.planning.planners import PLANNERS
 from relibra_jax.replay import sample_load
 
 console = Console()
@@ -78,7 +78,7 @@ def run_compare(config: Compare) -> None:
     compare_figure(figure, outcomes, setting)
     by_name = {outcome.planner: outcome for outcome in outcomes}
     timeline_figure(timeline, by_name["static"], by_name["relibra"], topology, costs)
-    with whole_file(numbers) as part:
+    with write_atomically(numbers) as part:
         part.write_text(json.dumps(_report(config, trace, outcomes), indent=1) + "\n")
     console.print(f"figures: {figure} {timeline}\nnumbers: {numbers}", highlight=False, soft_wrap=True)
 

@@ -14,7 +14,7 @@ from experiments.configs import Batching, Costs
 from experiments.traces import Trace
 from relibra_jax.plan import check_plan, rank_load, replica_count
 from relibra_jax.planning.assignment import assign_in_order
-from relibra_jax.planning.cost import (
+from relibra_jax.cost.step_time import (
     LayerTime,
     RankTime,
     balanced_time,
@@ -23,7 +23,7 @@ from relibra_jax.planning.cost import (
     rank_time,
     reorder_time,
 )
-from relibra_jax.planning.hardware import CLUSTERS, MODELS, Cluster, Model
+from relibra_jax.cost.hardware import CLUSTERS, MODELS, Cluster, Model
 from relibra_jax.planning.metrics import (
     batch_imbalance,
     cross_node_load,
@@ -31,9 +31,9 @@ from relibra_jax.planning.metrics import (
     moved_experts,
     replication_bound,
 )
-from relibra_jax.planning.planner import Assign, PlannerRow, plan_batch
+from relibra_jax.planning.planners import Assign, PlannerEntry, plan_batch
 from relibra_jax.replay import expert_load
-from relibra_jax.routes import node_visits
+from relibra_jax.token_split import node_visits
 from relibra_jax.types import Assignment, Plan, RoutingReplay, Topology
 
 TIMED_RUNS = 5
@@ -43,7 +43,7 @@ TIMED_RUNS = 5
 class Contender:
     """A planner, and who assigns the samples."""
 
-    row: PlannerRow
+    row: PlannerEntry
     assign: Assign | None = None
     """None keeps the order of the trace."""
 
@@ -235,7 +235,7 @@ def compare(
 
 
 def _outcome(
-    name: str, row: PlannerRow, planned: list[Planned], seconds: float, topology: Topology, costs: CostModel
+    name: str, row: PlannerEntry, planned: list[Planned], seconds: float, topology: Topology, costs: CostModel
 ) -> Outcome:
     by_rank = np.concatenate([np.asarray(rank_load(batch.plan)) for batch in planned])
     tokens = np.concatenate([np.asarray(batch.load.sum(-1)) for batch in planned])

@@ -26,7 +26,7 @@ from rich.table import Table
 
 from experiments.bench import interleaved
 from experiments.traces import read_trace, synthetic_trace
-from experiments.workload import Work, contenders, expert_weights
+from experiments.contenders import Work, contenders, expert_weights
 from pallas_kernels import grouped_mlp
 from relibra_jax.types import Topology
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
-from relibra_jax.files import whole_file
+from relibra_jax.atomic_write import write_atomically
 from relibra_jax.types import Array, Assignment, RoutingReplay
 
 # With top-1 routing a row of zeros is a legal row. It is taken for a hole in the recording once uniform
@@ -213,7 +213,7 @@ def save_replay(path: str | os.PathLike[str], replay: RoutingReplay, *, num_expe
         "routed_experts": np.asarray(replay.expert_ids)[mask].astype(id_dtype(num_experts)),
         "lengths": mask.sum(axis=1, dtype=np.int32),
     }
-    with whole_file(path) as part, part.open("wb") as file:
+    with write_atomically(path) as part, part.open("wb") as file:
         np.savez_compressed(file, allow_pickle=False, **arrays)
 
 

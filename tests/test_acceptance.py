@@ -9,7 +9,7 @@ import pytest
 from relibra_jax.plan import check_plan, rank_load
 from relibra_jax.planning.assignment import assign_in_order, assign_samples
 from relibra_jax.planning.metrics import batch_imbalance
-from relibra_jax.planning.planner import plan_loads
+from relibra_jax.planning.planners import plan_loads
 from relibra_jax.planning.relibra import relibra
 from relibra_jax.planning.replication import replicate_experts
 from relibra_jax.replay import assigned_load, load_replay, sample_load

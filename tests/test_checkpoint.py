@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from relibra_jax.execution.checkpoint import restore_checkpoint, save_checkpoint
-from relibra_jax.execution.expert_leaves import optimizer_layers
+from relibra_jax.execution.expert_labels import optimizer_layers
 from relibra_jax.execution.mesh import LOCAL, NODE, RANKS, expert_mesh
 from relibra_jax.execution.migration import migrate_experts
 from relibra_jax.types import Topology

@@ -7,8 +7,8 @@ import pytest
 
 from experiments.run import main
 from experiments.traces import synthetic_trace
-from relibra_jax.formats import load_plan
-from relibra_jax.planning.planner import PLANNERS
+from relibra_jax.plan_files import load_plan
+from relibra_jax.planning.planners import PLANNERS
 from relibra_jax.replay import save_replay
 from relibra_jax.types import RoutingReplay
 

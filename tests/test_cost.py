@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from relibra_jax.planning.assignment import assign_in_order
-from relibra_jax.planning.cost import (
+from relibra_jax.cost.step_time import (
     LayerTime,
     balanced_time,
     batch_time,
@@ -19,11 +19,11 @@ from relibra_jax.planning.cost import (
     reorder_time,
 )
 from relibra_jax.planning.eplb import eplb
-from relibra_jax.planning.hardware import CLUSTERS, MODELS, Cluster, Model
+from relibra_jax.cost.hardware import CLUSTERS, MODELS, Cluster, Model
 from relibra_jax.planning.metrics import cross_node_load
-from relibra_jax.planning.planner import static
+from relibra_jax.planning.planners import static
 from relibra_jax.replay import expert_load
-from relibra_jax.routes import node_visits, source_quota
+from relibra_jax.token_split import node_visits, source_quota
 from relibra_jax.types import EMPTY, Plan, RoutingReplay, Topology
 
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=1)

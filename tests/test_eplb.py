@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.peers import numpy_rebalance, python_rebalance
+from experiments.reference_solvers import numpy_rebalance, python_rebalance
 from relibra_jax.planning.eplb import eplb, rebalance_experts
 from relibra_jax.types import EMPTY, Topology
 

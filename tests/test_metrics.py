@@ -11,7 +11,7 @@ from relibra_jax.planning.metrics import (
     moved_bytes,
     moved_experts,
 )
-from relibra_jax.planning.planner import static
+from relibra_jax.planning.planners import static
 from relibra_jax.types import Topology
 
 

@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from relibra_jax.execution.expert_leaves import optimizer_layers
+from relibra_jax.execution.expert_labels import optimizer_layers
 from relibra_jax.execution.mesh import LOCAL, NODE, expert_mesh, rank_sharding
 from relibra_jax.execution.migration import migrate_experts, migration_step, route
 from relibra_jax.types import Topology

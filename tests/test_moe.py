@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relibra_jax.capacities import Sizes, capacities, safe_capacities
+from relibra_jax.capacity import ExchangeSizes, count_capacities, worst_case_capacities
 from relibra_jax.execution.mesh import expert_mesh
 from relibra_jax.execution.moe import PATHS, ExpertParallel, LayerExperts, fetch_replicas, moe_layer
 from relibra_jax.plan import check_plan, home_layout, layer_plan
-from relibra_jax.planning.planner import PLANNERS
+from relibra_jax.planning.planners import PLANNERS
 from relibra_jax.types import EMPTY, Plan, Topology
 
 MESHES = {"2x4": (2, 4), "4x2": (4, 2), "1x8": (1, 8), "8x1": (8, 1)}
@@ -96,7 +96,7 @@ def run(mesh, replica_slots, path, across_nodes, exchange="padded", fetch="reduc
     parallel = ExpertParallel(
         mesh=expert_mesh(topology),
         topology=topology,
-        capacities=safe_capacities(TOKENS, TOP_K, topology),
+        capacities=worst_case_capacities(TOKENS, TOP_K, topology),
         path=path,
         exchange=exchange,
         fetch=fetch,
@@ -259,7 +259,7 @@ def test_larger_meshes_have_a_plan_a_group_and_shared_homes():
     planner = PLANNERS["relibra"].planner
     plan, _ = planner.update(load, planner.init(topology, 1, key=jax.random.key(0)), topology)
     parallel = ExpertParallel(
-        mesh=mesh, topology=topology, groups=("data", "fsdp"), capacities=capacities(plan, load, topology)
+        mesh=mesh, topology=topology, groups=("data", "fsdp"), capacities=count_capacities(plan, load, topology)
     )
     assert len(np.unique(plan.quota, axis=0)) == 4
 
@@ -294,7 +294,7 @@ def single(path="flat", **options):
     """The layer alone, in float32 on 2x4 with two replica slots, and its arguments for the first routing."""
     plan, load = plans("2x4", 2, "relibra")
     topology = topology_of("2x4", 2)
-    options = {"capacities": safe_capacities(TOKENS, TOP_K, topology)} | options
+    options = {"capacities": worst_case_capacities(TOKENS, TOP_K, topology)} | options
     parallel = ExpertParallel(mesh=expert_mesh(topology), topology=topology, path=path, **options)
     values = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), weights())
     arguments = {
@@ -334,7 +334,7 @@ def test_live_routing_runs_under_a_plan_of_other_loads():
 def test_a_step_with_too_small_buffers_returns_nan(path, buffer):
     """Where the host's check was left out: not a result that misses some tokens."""
     arguments, parallel = single(path)
-    small = {"rows": 8} if buffer == "rows" else {buffer: Sizes(pair=4, send=4, receive=4)}
+    small = {"rows": 8} if buffer == "rows" else {buffer: ExchangeSizes(pair=4, send=4, receive=4)}
     sizes = dataclasses.replace(parallel.capacities, **small)
     assert_all_nan(call(arguments, dataclasses.replace(parallel, capacities=sizes)), arguments)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from relibra_jax.plan import check_plan, home_layout, node_quota, rank_load, replica_count, replica_experts
-from relibra_jax.planning.planner import PLANNERS
+from relibra_jax.planning.planners import PLANNERS
 from relibra_jax.types import EMPTY, Plan, Topology
 
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=1)

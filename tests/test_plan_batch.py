@@ -14,9 +14,9 @@ from relibra_jax.plan import check_plan, rank_load
 from relibra_jax.planning.assignment import assign_in_order, assign_samples
 from relibra_jax.planning.metrics import batch_imbalance
 from relibra_jax.planning.placement import place_experts
-from relibra_jax.planning.planner import plan_batch
+from relibra_jax.planning.planners import plan_batch
 from relibra_jax.planning.relibra import keep_homes, relibra
-from relibra_jax.planning.replication import hold_nothing, replicate_experts
+from relibra_jax.planning.replication import without_replicas, replicate_experts
 from relibra_jax.replay import expert_load
 from relibra_jax.types import EMPTY, Assignment, RoutingReplay, Topology
 
@@ -81,8 +81,8 @@ def test_parts_alone(replay):
     load = expert_load(replay, assign_in_order(32, TOPOLOGY, num_micro_batches=MICRO_BATCHES), num_experts=8)
     balance = {}
     for name, parts in {
-        "nothing": {"place": keep_homes, "replicate": hold_nothing},
-        "reorder": {"place": functools.partial(place_experts, steps=300), "replicate": hold_nothing},
+        "nothing": {"place": keep_homes, "replicate": without_replicas},
+        "reorder": {"place": functools.partial(place_experts, steps=300), "replicate": without_replicas},
         "replicate": {"place": keep_homes, "replicate": replicate_experts},
     }.items():
         part = relibra(**parts)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from relibra_jax.plan import check_plan, rank_load
 from relibra_jax.planning.metrics import batch_imbalance
-from relibra_jax.planning.planner import PLANNERS
+from relibra_jax.planning.planners import PLANNERS
 from relibra_jax.types import Topology
 
 MICRO_BATCHES, LAYERS = 3, 2

@@ -5,7 +5,7 @@ import doctest
 import re
 from pathlib import Path
 
-from experiments.buffers import Buffers
+from experiments.count_buffers import Buffers
 from experiments.configs import Compare, MakePlan
 from experiments.rl.configs import CONFIGS, Train
 from experiments.run import NAMES

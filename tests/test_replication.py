@@ -10,11 +10,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from experiments.peers import solve_replication
+from experiments.reference_solvers import solve_replication
 from relibra_jax.plan import check_plan, rank_load, replica_count, replica_experts
-from relibra_jax.planning.filling import least_top_load, replicate_domain
+from relibra_jax.planning.greedy_replication import least_top_load, replicate_domain
 from relibra_jax.planning.replication import replicate_experts
-from relibra_jax.planning.splitting import place_heaviest, split_tokens
+from experiments.ablation.token_splits import place_heaviest, split_tokens
 from relibra_jax.types import EMPTY, Topology
 
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=4, num_experts=32, replica_slots=2)

@@ -19,11 +19,11 @@ from experiments.rl.policy import (
     make_policy,
     token_log_probs,
 )
-from relibra_jax.capacities import safe_capacities
+from relibra_jax.capacity import worst_case_capacities
 from relibra_jax.execution.mesh import RANKS, expert_mesh
 from relibra_jax.execution.moe import ExpertParallel
-from relibra_jax.nnx_moe import reorder_experts
-from relibra_jax.planning.planner import PLANNERS
+from relibra_jax.nnx.layer import reorder_experts
+from relibra_jax.planning.planners import PLANNERS
 from relibra_jax.replay import expert_load
 from relibra_jax.types import Assignment, Plan, RoutingReplay, Topology
 
@@ -34,7 +34,7 @@ SAMPLES, LENGTH = 2, 7
 SAFE = ExpertParallel(
     mesh=MESH,
     topology=TOPOLOGY,
-    capacities=safe_capacities(SAMPLES * LENGTH, CONFIG.top_k, TOPOLOGY),
+    capacities=worst_case_capacities(SAMPLES * LENGTH, CONFIG.top_k, TOPOLOGY),
 )
 RNG = np.random.default_rng(0)
 TOKENS = RNG.integers(0, CONFIG.vocabulary, (2, 4, SAMPLES, LENGTH)).astype(np.int32)
@@ -252,7 +252,7 @@ def test_misfits_are_refused_before_anything_is_compiled():
         nnx.eval_shape(lambda model: model(*args, **options), policy())
 
     replay = replayed("relibra")
-    small = dataclasses.replace(SAFE, capacities=safe_capacities(SAMPLES * LENGTH - 1, 2, TOPOLOGY))
+    small = dataclasses.replace(SAFE, capacities=worst_case_capacities(SAMPLES * LENGTH - 1, 2, TOPOLOGY))
     with pytest.raises(ValueError, match=r"buffer rows: 208, this batch needs 224"):
         call(TOKENS, MASK, parallel=small)
     with pytest.raises(ValueError, match=r"tokens: expected \[\*\(2, 4\), b, T\], found shape \(4, 2, 7\)"):

@@ -11,7 +11,7 @@ from flax import nnx
 from experiments.rl.policy import PolicyConfig, live_parallel, make_policy, token_log_probs
 from experiments.rl.sampler import draw, rollout
 from experiments.rl.tokens import PAD
-from relibra_jax.capacities import safe_capacities
+from relibra_jax.capacity import worst_case_capacities
 from relibra_jax.execution.mesh import expert_mesh, rank_sharding
 from relibra_jax.execution.moe import ExpertParallel
 from relibra_jax.replay import check_replay
@@ -21,7 +21,7 @@ from relibra_jax.types import Topology
 CONFIG = PolicyConfig(width=16, layers=2, heads=4, kv_heads=2, head_width=6, expert_width=8, vocabulary=7)
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=4, num_experts=16, replica_slots=1)
 MESH = expert_mesh(TOPOLOGY)
-PARALLEL = ExpertParallel(mesh=MESH, topology=TOPOLOGY, capacities=safe_capacities(1, 2, TOPOLOGY))
+PARALLEL = ExpertParallel(mesh=MESH, topology=TOPOLOGY, capacities=worst_case_capacities(1, 2, TOPOLOGY))
 SAMPLES, LONGEST, ROOM, EOS = 2, 5, 6, 3
 RNG = np.random.default_rng(0)
 PROMPTS = RNG.integers(0, 7, (2, 4, SAMPLES, LONGEST)).astype(np.int32)

@@ -28,8 +28,8 @@ from experiments.rl.tasks import TASKS
 from experiments.rl.train import run_train
 from experiments.rl.trainer import Trainer
 from experiments.run import main
-from relibra_jax.capacities import Capacities, Sizes
-from relibra_jax.nnx_moe import get_homes
+from relibra_jax.capacity import Capacities, ExchangeSizes
+from relibra_jax.nnx.layer import get_homes
 from relibra_jax.plan import replica_experts
 from relibra_jax.replay import load_replay
 from relibra_jax.types import EMPTY
@@ -38,9 +38,9 @@ SMALLEST = PolicyConfig(width=16, layers=2, heads=2, kv_heads=1, head_width=8, e
 # Buffers that hold every batch here, so that one program is compiled.
 SIZES = Capacities(
     rows=512,
-    flat=Sizes(pair=128, send=256, receive=512),
+    flat=ExchangeSizes(pair=128, send=256, receive=512),
     node=None,
-    local=Sizes(pair=256, send=256, receive=512),
+    local=ExchangeSizes(pair=256, send=256, receive=512),
     exports=8,
 )
 SMALL = {

@@ -11,14 +11,14 @@ import orbax.checkpoint as ocp
 import pytest
 from jax.experimental import multihost_utils
 
-from relibra_jax.capacities import safe_capacities
+from relibra_jax.capacity import worst_case_capacities
 from relibra_jax.execution.checkpoint import restore_checkpoint, save_checkpoint
-from relibra_jax.execution.expert_leaves import optimizer_layers
+from relibra_jax.execution.expert_labels import optimizer_layers
 from relibra_jax.execution.mesh import expert_mesh, rank_sharding
 from relibra_jax.execution.migration import migrate_experts
 from relibra_jax.execution.moe import ExpertParallel, fetch_replicas, moe_layer
 from relibra_jax.plan import home_layout
-from relibra_jax.planning.planner import PLANNERS
+from relibra_jax.planning.planners import PLANNERS
 from relibra_jax.types import Plan, Topology
 
 STEPS, LAYERS, SAMPLES, TOKENS, WIDTH, HIDDEN, EXPERTS, TOP_K = 20, 2, 8, 6, 6, 5, 8, 2
@@ -102,7 +102,7 @@ def compiled_step(topology, mesh):
     parallel = ExpertParallel(
         mesh=mesh,
         topology=topology,
-        capacities=safe_capacities(tokens, TOP_K, topology),
+        capacities=worst_case_capacities(tokens, TOP_K, topology),
         path="hierarchical",
     )
 

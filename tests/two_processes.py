@@ -12,7 +12,7 @@ import pytest
 import test_moe
 import test_training
 
-from relibra_jax.execution.agreement import check_agreement
+from relibra_jax.execution.plan_agreement import check_same_plan
 from relibra_jax.execution.mesh import expert_mesh
 from relibra_jax.execution.moe import PATHS
 
@@ -33,10 +33,10 @@ def plans_do_not_change_the_mathematics():
 
 def both_hold_the_same_plan_or_stop():
     plan, _ = test_moe.plans("2x4", 2, "relibra")
-    check_agreement(plan)
+    check_same_plan(plan)
     other = plan._replace(quota=plan.quota + NUMBER)
     with pytest.raises(ValueError, match=r"plan: processes \[1\] of 2 hold another one than process 0"):
-        check_agreement(other)
+        check_same_plan(other)
 
 
 def training_goes_on_where_it_stopped():

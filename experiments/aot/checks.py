@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from experiments.aot.h100 import h100_mesh
 from experiments.aot.hlo import Program, Transfer
 from experiments.aot.stack import Model, compile_step
-from relibra_jax.capacities import Capacities, Sizes
+from relibra_jax.capacity import Capacities, ExchangeSizes
 from relibra_jax.execution.mesh import RANKS
 from relibra_jax.execution.migration import migration_step, route
 from relibra_jax.execution.moe import ExpertParallel
@@ -96,7 +96,7 @@ def measure(case: Case) -> Measured:
     topology = replace(TOPOLOGY, replica_slots=case.replica_slots)
     even = MODEL.tokens * MODEL.top_k
     rows = even * 33 // 32
-    sizes = Sizes(pair=even // topology.num_ranks * 5 // 4, send=even, receive=rows)
+    sizes = ExchangeSizes(pair=even // topology.num_ranks * 5 // 4, send=even, receive=rows)
     parallel = ExpertParallel(
         mesh=h100_mesh(topology),
         topology=topology,

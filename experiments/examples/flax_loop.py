@@ -26,7 +26,7 @@ from relibra_jax import (
 )
 from relibra_jax.execution import ExpertParallel, capacities, expert_mesh, grow_capacities, rank_sharding
 from relibra_jax.execution.gating import GATINGS
-from relibra_jax.nnx_moe import MoELayer, reorder_experts
+from relibra_jax.nnx.layer import MoELayer, reorder_experts
 from relibra_jax.plan import layer_plan
 
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=4, num_experts=32, replica_slots=2)
@@ -69,7 +69,7 @@ def main(steps: int = 10) -> list[float]:
 
         # Between batches: experts and their optimizer state go home, buffers are counted.
         reorder_experts(layer, optimizer, plan.home, mesh=mesh, topology=TOPOLOGY)
-        sizes = grow_capacities(sizes, capacities(plan, load, TOPOLOGY), round_up=lambda size: size * 5 // 4)
+        sizes = grow_capacities(sizes, count_capacities(plan, load, TOPOLOGY), round_up=lambda size: size * 5 // 4)
         parallel = ExpertParallel(mesh=mesh, topology=TOPOLOGY, capacities=sizes)
 
         x = x.reshape(*BY_RANK, WIDTH)

@@ -3,7 +3,7 @@
     plan_rollout      samples assigned to micro-batches and ranks, experts to homes and replicas     jit, no devices
     with_room         sizes of buffers that are counted on the host, few, so that few programs are compiled
     to_ranks          every sample's row goes to the rank that owns it
-    reorder_experts   experts and their optimizer state move to the plan's homes, see `relibra_jax.nnx_moe`
+    reorder_experts   experts and their optimizer state move to the plan's homes, see `relibra_jax.nnx.layer`
 
 What runs then, under this plan, is in `experiments.rl.step`.
 """
@@ -21,8 +21,8 @@ from relibra_jax.execution.mesh import RANKS
 from relibra_jax.plan import rank_load
 from relibra_jax.planning.assignment import assign_samples
 from relibra_jax.planning.metrics import batch_imbalance, replication_bound
-from relibra_jax.planning.planner import plan_batch
-from relibra_jax.planning.replication import hold_nothing
+from relibra_jax.planning.planners import plan_batch
+from relibra_jax.planning.replication import without_replicas
 from relibra_jax.replay import expert_load
 from relibra_jax.types import EMPTY, Array, Assignment, Plan, Planner, RoutingReplay, Topology
 
@@ -51,7 +51,7 @@ def plan_rollout(
         replay: of all samples.
         state: of the planner.
         key: of the assignment.
-        planner: from `relibra_jax.planning.planner.PLANNERS`.
+        planner: from `relibra_jax.planning.planners.PLANNERS`.
         topology: of the group.
         num_micro_batches: M.
         anneal_steps: of `assign_samples`; 0 keeps samples in order.
@@ -116,8 +116,8 @@ def measure_balance(
     plan, load = known
     by_home = load.sum((2, 3), dtype=jnp.int32)
     in_order = jnp.broadcast_to(jnp.arange(topology.num_experts, dtype=jnp.int32), plan.home.shape)
-    unplanned = rank_load(hold_nothing(by_home, in_order, topology))
-    live = rank_load(hold_nothing(ran_load.sum((2, 3), dtype=jnp.int32), plan.home, topology))
+    unplanned = rank_load(without_replicas(by_home, in_order, topology))
+    live = rank_load(without_replicas(ran_load.sum((2, 3), dtype=jnp.int32), plan.home, topology))
     planned = rank_load(plan)
     bound = replication_bound(load, plan.home, topology, across_nodes=across_nodes).sum(0)
     each = jax.vmap(lambda by_rank: batch_imbalance(by_rank[None]))

@@ -15,7 +15,7 @@ from experiments.names import nearest
 from experiments.rl.policy import POLICIES, PolicyConfig
 from experiments.rl.step import Clip
 from relibra_jax.planning.placement import place_experts
-from relibra_jax.planning.planner import PLANNERS, PlannerRow
+from relibra_jax.planning.planners import PLANNERS, PlannerEntry
 from relibra_jax.planning.relibra import relibra
 from relibra_jax.planning.replication import replicate_experts
 from relibra_jax.types import Topology
@@ -163,14 +163,14 @@ class Train:
         return self.cluster.topology(self.model.num_experts)
 
     @property
-    def row(self) -> PlannerRow:
+    def row(self) -> PlannerEntry:
         """The planner with its settings."""
         row = PLANNERS[self.planner]
         return _tuned(row, self.reorder, self.replicate) if self.planner in TUNABLE else row
 
 
 @functools.cache
-def _tuned(row: PlannerRow, reorder: Reorder, replicate: Replicate) -> PlannerRow:
+def _tuned(row: PlannerEntry, reorder: Reorder, replicate: Replicate) -> PlannerEntry:
     """One object for equal settings, as jit wants it."""
     planner = relibra(
         place=functools.partial(place_experts, **dataclasses.asdict(reorder)),

@@ -20,10 +20,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Bool, Float, Int, Integer
 
 from experiments.rl.transformer import Block, PolicyConfig, normal, rms_norm
-from relibra_jax.capacities import check_capacities, safe_capacities
+from relibra_jax.capacity import check_capacities, worst_case_capacities
 from relibra_jax.execution.mesh import RANKS
 from relibra_jax.execution.moe import ExpertParallel
-from relibra_jax.nnx_moe import ExpertParam
+from relibra_jax.nnx.layer import ExpertParam
 from relibra_jax.types import Array, Plan, Topology, check_shape
 
 POLICIES: Final[Mapping[str, PolicyConfig]] = MappingProxyType(
@@ -71,7 +71,7 @@ class Policy(nnx.Module):
     """The language model; `make_policy` makes one on a mesh.
 
     Expert weights are ``[L, N, G, H, 3, D, F]``, sharded over the ranks; everything else is on every rank.
-    `relibra_jax.nnx_moe.reorder_experts` moves experts between batches.
+    `relibra_jax.nnx.layer.reorder_experts` moves experts between batches.
 
     Args:
         config: sizes.
@@ -189,7 +189,7 @@ class Policy(nnx.Module):
             raise ValueError(f"tokens: expected [*{ranks}, b, T], found shape {tokens.shape}")
         check_shape("mask", mask.shape, tokens.shape)
         if replay is None:
-            safe = safe_capacities(tokens.shape[-2] * tokens.shape[-1], config.top_k, topology)
+            safe = worst_case_capacities(tokens.shape[-2] * tokens.shape[-1], config.top_k, topology)
             check_capacities(parallel.capacities, safe)
         else:
             plan = replay.plan
@@ -240,7 +240,7 @@ def live_parallel(parallel: ExpertParallel, tokens: int, top_k: int) -> ExpertPa
     """
     topology = dataclasses.replace(parallel.topology, replica_slots=0)
     return dataclasses.replace(
-        parallel, topology=topology, capacities=safe_capacities(tokens, top_k, topology)
+        parallel, topology=topology, capacities=worst_case_capacities(tokens, top_k, topology)
     )
 
 

@@ -16,7 +16,7 @@ from rich.table import Table
 from experiments.figures import COLOURS, GRID, INK
 from experiments.rl.configs import Train
 from experiments.rl.running import read_metrics
-from relibra_jax.files import whole_file
+from relibra_jax.atomic_write import write_atomically
 
 SMOOTH: Final = 7
 """Steps; a step's mean reward depends much on which prompts it drew."""
@@ -46,7 +46,7 @@ def write_report(config: Train, folder: Path, console: Console, name: str) -> No
         f" {config.cluster.nodes} nodes x {config.cluster.ranks_per_node} ranks"
     )
     figure, numbers = folder / "training.png", folder / "summary.json"
-    with whole_file(numbers) as part:
+    with write_atomically(numbers) as part:
         part.write_text(json.dumps({"setting": setting, "seeds": summary}, indent=1) + "\n")
     console.print(_table(summary, setting))
     console.print(COLUMNS_EXPLAINED, style="dim")
@@ -175,7 +175,7 @@ def training_figure(path: Path, metrics: dict[int, list[dict[str, Any]]], title:
         axes.set_axisbelow(True)
         if axes is not speed:
             axes.legend(fontsize=8, frameon=False)
-    with whole_file(path) as part:
+    with write_atomically(path) as part:
         figure.savefig(part, dpi=150)
     plt.close(figure)
 

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import jax
 
-from relibra_jax.files import whole_file
+from relibra_jax.atomic_write import write_atomically
 
 
 class Phases:
@@ -87,7 +87,7 @@ class MetricsLog:
     def __init__(self, folder: Path, step: int):
         self.path = folder / "metrics.jsonl"
         kept = [line for line in read_metrics(self.path) if line["step"] < step]
-        with whole_file(self.path) as part:
+        with write_atomically(self.path) as part:
             part.write_text("".join(json.dumps(line) + "\n" for line in kept))
         self._file = self.path.open("a")
         self._board = _tensorboard(folder, step)

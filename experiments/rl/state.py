@@ -13,17 +13,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from experiments.rl.configs import Train
 from experiments.rl.policy import make_policy
-from relibra_jax.capacities import Capacities, Sizes
+from relibra_jax.capacity import Capacities, ExchangeSizes
 from relibra_jax.execution.checkpoint import restore_checkpoint, save_checkpoint
-from relibra_jax.execution.expert_leaves import optimizer_layers
-from relibra_jax.nnx_moe import expert_labels, get_homes, set_homes
+from relibra_jax.execution.expert_labels import optimizer_layers
+from relibra_jax.nnx.layer import expert_labels, get_homes, set_homes
 
 LARGEST_GRADIENT: Final = 1.0
 """Norm to which gradients are cut."""
 SECOND_MOMENT: Final = 0.95
 """Decay of AdamW's second moment: it has to forget the warm-up, whose gradients are larger, within a few updates."""
 
-_EMPTY_EXCHANGE: Final = Sizes(pair=0, send=0, receive=0)
+_EMPTY_EXCHANGE: Final = ExchangeSizes(pair=0, send=0, receive=0)
 NO_BUFFERS: Final = Capacities(rows=0, flat=_EMPTY_EXCHANGE, node=None, local=_EMPTY_EXCHANGE, exports=0)
 """Before the first batch is counted."""
 

@@ -22,10 +22,10 @@ from experiments.rl.state import State
 from experiments.rl.step import Goal, Ran, Rows, check_executed, recompute, update
 from experiments.rl.tasks import Example, Task, find_task
 from experiments.rl.tokens import pad
-from relibra_jax.capacities import capacities, grow_capacities
+from relibra_jax.capacity import count_capacities, grow_capacities
 from relibra_jax.execution.mesh import expert_mesh
 from relibra_jax.execution.moe import ExpertParallel
-from relibra_jax.nnx_moe import reorder_experts
+from relibra_jax.nnx.layer import reorder_experts
 from relibra_jax.planning.assignment import assign_in_order
 from relibra_jax.types import Array, Assignment, RoutingReplay
 
@@ -193,7 +193,7 @@ class Trainer:
                 )
             )
             known = jax.device_get(known)
-            need = capacities(known.plan, known.load, self.topology)
+            need = count_capacities(known.plan, known.load, self.topology)
             self.state.sizes = grow_capacities(self.state.sizes, need, round_up=with_room)
         with phases("migrate"):
             reorder_experts(

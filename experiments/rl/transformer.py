@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Int, Integer
 from experiments.rl.tokens import VOCABULARY
 from relibra_jax.execution.gating import GATINGS, Gating
 from relibra_jax.execution.moe import ExpertParallel
-from relibra_jax.nnx_moe import MoELayer
+from relibra_jax.nnx.layer import MoELayer
 from relibra_jax.types import Array, Plan, Topology
 
 

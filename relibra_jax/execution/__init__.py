@@ -1,19 +1,19 @@
 """What runs a plan: expert parallelism over a device mesh with a node and a local axis.
 
 Checkpoints are in `relibra_jax.execution.checkpoint`, gating in `relibra_jax.execution.gating`, the layer for Flax in
-`relibra_jax.nnx_moe`.
+`relibra_jax.nnx.layer`.
 """
 
-from relibra_jax.capacities import (
+from relibra_jax.capacity import (
     Capacities,
     batch_capacities,
-    capacities,
+    count_capacities,
     check_capacities,
     grow_capacities,
-    safe_capacities,
+    worst_case_capacities,
 )
-from relibra_jax.execution.agreement import check_agreement
-from relibra_jax.execution.expert_leaves import optimizer_layers
+from relibra_jax.execution.plan_agreement import check_same_plan
+from relibra_jax.execution.expert_labels import optimizer_layers
 from relibra_jax.execution.mesh import OVERLAP_OPTIONS, expert_mesh, rank_sharding
 from relibra_jax.execution.migration import migrate_experts
 from relibra_jax.execution.moe import ExpertParallel, LayerExperts, fetch_replicas, moe_layer
@@ -25,7 +25,7 @@ __all__ = [
     "LayerExperts",
     "batch_capacities",
     "capacities",
-    "check_agreement",
+    "check_same_plan",
     "check_capacities",
     "expert_mesh",
     "fetch_replicas",
@@ -34,5 +34,5 @@ __all__ = [
     "moe_layer",
     "optimizer_layers",
     "rank_sharding",
-    "safe_capacities",
+    "worst_case_capacities",
 ]

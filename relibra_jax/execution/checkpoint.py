@@ -23,7 +23,7 @@ import orbax.checkpoint as ocp  # type: ignore[import-untyped]
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from jaxtyping import Int, Num, PyTree
 
-from relibra_jax.execution.expert_leaves import ExpertLeaf, check_homes, expert_leaves, slot_spec
+from relibra_jax.execution.expert_labels import ExpertLeaf, check_homes, expert_leaves, slot_spec
 from relibra_jax.execution.mesh import RANKS
 from relibra_jax.execution.migration import migrate_experts
 from relibra_jax.types import Array, Topology

@@ -19,13 +19,13 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
 from relibra_jax.execution.exchange import Exchange, send, send_back
-from relibra_jax.execution.rows import (
+from relibra_jax.execution.gather import (
     inverse_index,
     segment_of_row,
     segment_rows,
-    spread_rows,
+    gather_rows,
     starts,
-    sum_rows,
+    combine_rows,
 )
 from relibra_jax.types import EMPTY
 
@@ -80,13 +80,13 @@ def dispatch(
     by_rank = inverse_index(by_slot, exchange.receive_rows)
 
     def deliver(values, source, copies):
-        arrived = send(spread_rows(values, source, copies), counts, exchange)
-        return spread_rows(arrived, by_slot, by_rank[:, None])
+        arrived = send(gather_rows(values, source, copies), counts, exchange)
+        return gather_rows(arrived, by_slot, by_rank[:, None])
 
     def combine(computed):
         with jax.named_scope("combine"):
-            arrived = send_back(spread_rows(computed, by_rank, by_slot[:, None]), counts, exchange)
-            return sum_rows(arrived, token, copies)
+            arrived = send_back(gather_rows(computed, by_rank, by_slot[:, None]), counts, exchange)
+            return combine_rows(arrived, token, copies)
 
     with jax.named_scope("dispatch"):
         return Dispatched(
@@ -132,7 +132,7 @@ def dispatch_by_node(
     token = jnp.where(source == EMPTY, EMPTY, source // nodes)
 
     def cross(values):
-        return send(spread_rows(values, token, places), counts, between)
+        return send(gather_rows(values, token, places), counts, between)
 
     # The slot inside its node of each copy, from 1, so that the zeros between lanes mean none.
     inner = jnp.where(wanted, slot.reshape(key.shape)[:, None] % (local * slots) + 1, 0)
@@ -155,7 +155,7 @@ def dispatch_by_node(
     def combine(computed):
         arrived = spread.combine(computed)
         with jax.named_scope("combine"):
-            return sum_rows(send_back(arrived, counts, between), token, places)
+            return combine_rows(send_back(arrived, counts, between), token, places)
 
     # What overflows on any node was sent from all of them.
     fits = jax.vmap(lambda counts: _fits(inside, counts, rows), 1)(sent.sum((0, -1))).all()

@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Int, Num
 
-from relibra_jax.capacities import Sizes
-from relibra_jax.execution.rows import segment_rows, starts
+from relibra_jax.capacity import ExchangeSizes
+from relibra_jax.execution.gather import segment_rows, starts
 
 KINDS: Final = ("padded", "ragged", "emulated")
 
@@ -32,7 +32,7 @@ class Exchange:
     kind: str
     axes: tuple[str, ...]
     ranks: int
-    sizes: Sizes
+    sizes: ExchangeSizes
 
     @property
     def send_rows(self) -> int:

@@ -4,7 +4,7 @@
 start of the transformer layer, before attention. Plans are data: a compiled step serves every plan of a mesh.
 
 A plan never changes the mathematics, and nothing is dropped. Sizes and plans are checked on the host before the step
-(`relibra_jax.capacities`); a step that runs all the same with buffers too small, with a plan that is not one of its
+(`relibra_jax.capacity`); a step that runs all the same with buffers too small, with a plan that is not one of its
 load, or with ids that are not the load's, returns NaN rather than a result that misses tokens, and NaN gradients.
 
 Pipeline, context and expert-tensor parallelism are not built.
@@ -22,12 +22,12 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Float, Int
 
 from pallas_kernels import grouped_mlp
-from relibra_jax.capacities import Capacities, Sizes, export_count
+from relibra_jax.capacity import Capacities, ExchangeSizes, export_count
 from relibra_jax.execution.dispatch import dispatch, dispatch_by_node
 from relibra_jax.execution.exchange import KINDS, Exchange
 from relibra_jax.execution.mesh import LOCAL, NODE, RANKS, check_mesh
 from relibra_jax.execution.replicas import FETCHES, fetch, landing_order, replica_homes
-from relibra_jax.routes import refit_quota, source_quota
+from relibra_jax.token_split import refit_quota, source_quota
 from relibra_jax.types import EMPTY, Array, Plan, Topology, check_shape
 
 PATHS: Final = ("flat", "hierarchical")
@@ -47,7 +47,7 @@ class ExpertParallel:
     """From `relibra_jax.execution.mesh.expert_mesh`, or one with its axes."""
     topology: Topology
     capacities: Capacities
-    """From `relibra_jax.capacities.capacities`."""
+    """From `relibra_jax.capacity.capacities`."""
     groups: tuple[str, ...] = ()
     """The mesh's other axes over which tokens are split (data, FSDP). Each place along them is an expert-parallel
     group with a plan of its own; homes and parameters are shared. They lead the shapes of tokens and plans."""
@@ -83,7 +83,7 @@ class ExpertParallel:
         """The axes that replicas may cross."""
         return RANKS if self.across_nodes else (LOCAL,)
 
-    def over(self, axes: tuple[str, ...], sizes: Sizes, kind: str) -> Exchange:
+    def over(self, axes: tuple[str, ...], sizes: ExchangeSizes, kind: str) -> Exchange:
         """The exchange along ``axes``."""
         ranks = math.prod(self.mesh.shape[axis] for axis in axes)
         return Exchange(kind=kind, axes=axes, ranks=ranks, sizes=sizes)
@@ -152,7 +152,7 @@ def fetch_replicas(
             fits &= ((wanted == EMPTY) | (wanted // homes == nodes)).all()
             wanted = jnp.where(wanted[node] == EMPTY, EMPTY, wanted[node] - node * homes)
         exports = max(parallel.capacities.exports, 1)
-        sizes = Sizes(pair=replica_slots, send=exports, receive=replica_slots)
+        sizes = ExchangeSizes(pair=replica_slots, send=exports, receive=replica_slots)
         kind = "padded" if parallel.fetch == "reduce_scatter" else parallel.fetch
         exchange = parallel.over(axes, sizes, kind)
         wanted = wanted.reshape(-1, replica_slots)

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Float, Int
 
 from relibra_jax.execution.exchange import Exchange, send
-from relibra_jax.execution.rows import inverse_index, starts
+from relibra_jax.execution.gather import inverse_index, starts
 from relibra_jax.types import EMPTY, Plan, Topology
 
 FETCHES: Final = ("reduce_scatter", "ragged", "emulated")

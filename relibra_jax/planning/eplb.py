@@ -14,8 +14,8 @@ import numpy as np
 from jaxtyping import Float, Int, Num
 
 from relibra_jax.plan import expert_totals, inverse_permutation
-from relibra_jax.planning.domains import merge_copies, plan_domains
-from relibra_jax.planning.history import check_known, init_history, known_loads
+from relibra_jax.planning.per_node import merge_copies, plan_per_node
+from relibra_jax.planning.load_history import check_known, init_history, known_loads
 from relibra_jax.planning.packing import add_copies, lightest_pack, pack_evenly
 from relibra_jax.types import EMPTY, Array, PhysicalExperts, Planner, Topology
 
@@ -162,7 +162,7 @@ def eplb(
         domains, groups = (topology.num_nodes, groups) if hierarchical else (1, 1)
         home = pack_homes(for_homes, topology, num_groups=groups, num_nodes=domains)
         rule = functools.partial(_copy_evenly, replica_slots=topology.replica_slots)
-        return plan_domains(rule, load, known, home, topology, domains=domains), state
+        return plan_per_node(rule, load, known, home, topology, domains=domains), state
 
     return Planner(init_history, update)
 

@@ -19,10 +19,10 @@ import numpy as np
 from jaxtyping import Float, Int, Num
 
 from relibra_jax.plan import expert_totals
-from relibra_jax.planning.domains import merge_copies, plan_domains
+from relibra_jax.planning.per_node import merge_copies, plan_per_node
 from relibra_jax.planning.eplb import pack_homes
 from relibra_jax.planning.graphs import graph_edges
-from relibra_jax.planning.history import check_known, init_history, known_loads
+from relibra_jax.planning.load_history import check_known, init_history, known_loads
 from relibra_jax.types import EMPTY, Planner, Topology
 
 STEPS = 14  # the largest rank load is then within 0.1% of the optimum (tests/test_lplb.py)
@@ -130,7 +130,7 @@ def lplb(
         for_homes, known, state = known_loads(load, state, loads=loads, scope=scope)
         home = pack_homes(for_homes, topology, num_groups=topology.num_experts, num_nodes=topology.num_nodes)
         rule = functools.partial(_copy_along, edges=edges, replica_slots=topology.replica_slots)
-        return plan_domains(rule, load, known, home, topology, domains=domains), state
+        return plan_per_node(rule, load, known, home, topology, domains=domains), state
 
     return Planner(init_history, update)
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Float, Int
 
 from relibra_jax.plan import home_layout, node_quota
-from relibra_jax.planning.filling import least_top_load
+from relibra_jax.planning.greedy_replication import least_top_load
 from relibra_jax.types import Array, Plan, Topology
 
 
@@ -57,7 +57,7 @@ def replication_bound(
     """The best maximum rank load that any replication could reach, given the homes: a lower bound.
 
     Replicas that stay in their node cannot take load out of it, so no plan is below the fullest node's mean; and no
-    rank can gain more than its slots hold (`relibra_jax.planning.filling.least_top_load`).
+    rank can gain more than its slots hold (`relibra_jax.planning.greedy_replication.least_top_load`).
 
     >>> topology = Topology(num_nodes=2, ranks_per_node=1, num_experts=2, replica_slots=1)
     >>> load = jnp.array([[[[[70, 30]], [[0, 0]]]]])

@@ -10,7 +10,7 @@ mends a rank, and it is solved once, experts to ranks. Each time the problem is 
 The first term is the imbalance over the batch. ``cost`` holds, in the same unit, what does not depend on the
 other items: the price of moving an expert and of token copies that cross nodes.
 
-The search itself is in `relibra_jax.planning.grouping`.
+The search itself is in `relibra_jax.planning.annealing`.
 """
 
 import functools
@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Int, Num, PRNGKeyArray
 
-from relibra_jax.planning.grouping import HOTTEST, METHODS, REFINING, Groups, search_groups
+from relibra_jax.planning.annealing import HOTTEST, METHODS, REFINING, Groups, search_groups
 from relibra_jax.types import Array, Topology
 
 INSIDE: Final = 4

@@ -1,7 +1,7 @@
 """Replication inside a batch, over all layers and micro-batches: from loads and homes to a Plan.
 
-The intra-batch half of ReLibra (arXiv 2605.08639). What happens in one domain is in `relibra_jax.planning.filling`
-(jointly) and `relibra_jax.planning.splitting` (its halves, for the ablation).
+The intra-batch half of ReLibra (arXiv 2605.08639). What happens in one domain is in `relibra_jax.planning.greedy_replication`
+(jointly) and `experiments.ablation.token_splits` (its halves, for the ablation).
 """
 
 import functools
@@ -10,9 +10,9 @@ from numbers import Integral
 import jax.numpy as jnp
 from jaxtyping import Int
 
-from relibra_jax.planning.domains import plan_domains
-from relibra_jax.planning.filling import replicate_domain
-from relibra_jax.planning.splitting import place_heaviest, split_evenly, split_tokens
+from relibra_jax.planning.per_node import plan_per_node
+from relibra_jax.planning.greedy_replication import replicate_domain
+from experiments.ablation.token_splits import place_heaviest, split_evenly, split_tokens
 from relibra_jax.types import EMPTY, Array, Plan, Topology
 
 
@@ -70,7 +70,7 @@ def replicate_experts(
         return split_tokens(load, place_heaviest(load, replica_slots=topology.replica_slots))
 
     load = jnp.asarray(load, jnp.int32)
-    return plan_domains(rule, load, load, home, topology, domains=1 if across_nodes else topology.num_nodes)
+    return plan_per_node(rule, load, load, home, topology, domains=1 if across_nodes else topology.num_nodes)
 
 
 def _check_knobs(min_tokens: int, tile: int, exact: bool, mode: str) -> None:
@@ -85,7 +85,7 @@ def _check_knobs(min_tokens: int, tile: int, exact: bool, mode: str) -> None:
         )
 
 
-def hold_nothing(load: Int[Array, "M L E"], home: Int[Array, "L E"], topology: Topology) -> Plan:
+def without_replicas(load: Int[Array, "M L E"], home: Int[Array, "L E"], topology: Topology) -> Plan:
     """The plan without replicas: every home slot computes its expert's whole load."""
 
     def rule(load, _):
@@ -93,4 +93,4 @@ def hold_nothing(load: Int[Array, "M L E"], home: Int[Array, "L E"], topology: T
         return nothing, jnp.concatenate([load, jnp.zeros_like(nothing)], -1)
 
     load = jnp.asarray(load, jnp.int32)
-    return plan_domains(rule, load, load, home, topology, domains=1)
+    return plan_per_node(rule, load, load, home, topology, domains=1)

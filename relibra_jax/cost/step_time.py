@@ -23,8 +23,8 @@ import numpy as np
 from jaxtyping import Float, Int, Num
 
 from relibra_jax.plan import replica_experts
-from relibra_jax.planning.hardware import Cluster, Model
-from relibra_jax.routes import source_quota
+from relibra_jax.cost.hardware import Cluster, Model
+from relibra_jax.token_split import source_quota
 from relibra_jax.types import EMPTY, Array, Plan, Topology
 
 ACTIVATION_BYTES = 2  # bfloat16
@@ -85,7 +85,7 @@ def count_traffic(
         topology: of both.
         visits: None for the flat path, where every token copy travels by itself. For the hierarchical path, where
             a token crosses to a node once (to the rank of the same index there) and spreads inside it:
-            `relibra_jax.routes.node_visits`, counted from the replayed ids.
+            `relibra_jax.token_split.node_visits`, counted from the replayed ids.
 
     Returns:
         Traffic; ``slow`` in token copies, or in tokens for the hierarchical path.

@@ -14,7 +14,7 @@ from jaxtyping import Int
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_bipartite_matching
 
-from relibra_jax.files import whole_file
+from relibra_jax.atomic_write import write_atomically
 from relibra_jax.plan import check_shapes
 from relibra_jax.types import EMPTY, Array, PhysicalExperts, Plan, Topology
 
@@ -74,7 +74,7 @@ def to_sglang(path: str | os.PathLike, placement: Placement) -> None:
         ValueError: a slot is empty, which SGLang cannot express.
     """
     physical = _without_gaps(placement, "SGLang")
-    with whole_file(path) as part:
+    with write_atomically(path) as part:
         part.write_text(json.dumps({"physical_to_logical_map": physical.tolist()}))
 
 
@@ -169,7 +169,7 @@ def _without_gaps(placement: Placement, consumer: str) -> Int[np.ndarray, "L P"]
 def save_plan(path: str | os.PathLike, plan: Plan, topology: Topology) -> None:
     """Write a plan and its topology as ``.npz``: the arrays of `Plan` and the numbers of `Topology` by name."""
     numbers = {name: np.int64(value) for name, value in vars(topology).items()}
-    with whole_file(path) as part, part.open("wb") as file:
+    with write_atomically(path) as part, part.open("wb") as file:
         np.savez_compressed(file, **{k: np.asarray(v) for k, v in plan._asdict().items()}, **numbers)  # type: ignore[arg-type]
 
 

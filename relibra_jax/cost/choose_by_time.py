@@ -1,7 +1,7 @@
 """Choices made by modelled time, where balance alone does not decide.
 
 `cheapest` lets planners compete layer by layer; `replicate_while_hidden` sends replicas over the slow network where
-attention hides the transfer. Both price with `relibra_jax.planning.cost`.
+attention hides the transfer. Both price with `relibra_jax.cost.step_time`.
 """
 
 from collections.abc import Sequence
@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Int
 
-from relibra_jax.planning.cost import layer_time, push_time, rank_time
-from relibra_jax.planning.hardware import Cluster, Model
+from relibra_jax.cost.step_time import layer_time, push_time, rank_time
+from relibra_jax.cost.hardware import Cluster, Model
 from relibra_jax.planning.replication import replicate_experts
 from relibra_jax.types import Array, Plan, Planner, Topology
 
@@ -25,7 +25,7 @@ def cheapest(
 
     Args:
         planners: each keeps its own state, as if it ran alone.
-        cluster, model, context, scale: as in `relibra_jax.planning.cost.rank_time`.
+        cluster, model, context, scale: as in `relibra_jax.cost.step_time.rank_time`.
 
     Returns:
         A Planner whose state is the tuple of theirs.
@@ -77,7 +77,7 @@ def replicate_while_hidden(
         load: token copies of each expert.
         home: flat home slot of each expert.
         topology: of the group.
-        cluster, model, context, scale: as in `relibra_jax.planning.cost.rank_time`. Attention is taken to last as
+        cluster, model, context, scale: as in `relibra_jax.cost.step_time.rank_time`. Attention is taken to last as
             long as the mean rank's, so the choice errs on the safe side.
         **knobs: of `relibra_jax.planning.replication.replicate_experts`.
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 
 @contextlib.contextmanager
-def whole_file(path: str | os.PathLike) -> Iterator[Path]:
+def write_atomically(path: str | os.PathLike) -> Iterator[Path]:
     """A temporary path in the same folder that takes ``path``'s place when the block ends without an error.
 
-    >>> with whole_file(os.path.join(tempfile.mkdtemp(), "note.txt")) as part:
+    >>> with write_atomically(os.path.join(tempfile.mkdtemp(), "note.txt")) as part:
     ...     _ = part.write_text("complete")
     """
     path = Path(path)

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.traces import Trace
-from relibra_jax.capacities import Capacities, capacities
-from relibra_jax.planning.planner import PLANNERS
+from relibra_jax.capacity import Capacities, count_capacities
+from relibra_jax.planning.planners import PLANNERS
 from relibra_jax.replay import expert_load
 from relibra_jax.types import EMPTY, Array, Assignment, Plan, RoutingReplay, Topology
 
@@ -72,7 +72,7 @@ def _work(ids, mask, lies: Assignment, topology: Topology, name: str) -> Work:
     planner = PLANNERS["static" if name == "balanced" else name].planner
     state = planner.init(topology, ids.shape[2], key=jax.random.key(0))
     plan, _ = jax.jit(planner.update)(load, state, topology)
-    return Work(_tokens_of_ranks(ids, mask, lies), load, plan, capacities(plan, load, topology))
+    return Work(_tokens_of_ranks(ids, mask, lies), load, plan, count_capacities(plan, load, topology))
 
 
 def _tokens_of_ranks(ids, mask, lies: Assignment) -> np.ndarray:

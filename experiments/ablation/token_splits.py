@@ -1,7 +1,7 @@
 """The two halves of replication alone, for the ablation: places blind to the split, and splits of given places.
 
 ReLibra (arXiv 2605.08639) decides jointly where replicas live and how many tokens they compute, as does
-`relibra_jax.planning.filling`; the halves show what each is worth. `place_heaviest` chooses places by EPLB's rule;
+`relibra_jax.planning.greedy_replication`; the halves show what each is worth. `place_heaviest` chooses places by EPLB's rule;
 `split_evenly` and `split_tokens` divide tokens over places that are given.
 """
 

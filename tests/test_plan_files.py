@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from relibra_jax.files import whole_file
-from relibra_jax.formats import (
+from relibra_jax.atomic_write import write_atomically
+from relibra_jax.plan_files import (
     from_physical,
     from_sglang,
     homes_only,
@@ -140,7 +140,7 @@ def test_failed_save_leaves_nothing(tmp_path):
     kept.write_text("before")
 
     def fail():
-        with whole_file(kept) as part:
+        with write_atomically(kept) as part:
             part.write_text("half")
             raise RuntimeError
 

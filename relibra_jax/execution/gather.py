@@ -60,7 +60,7 @@ def inverse_index(index: Int[jax.Array, " r"], length: int) -> Int[jax.Array, " 
 
 
 @jax.custom_vjp
-def spread_rows(
+def gather_rows(
     rows: Float[jax.Array, "t *d"], source: Int[jax.Array, " r"], places: Int[jax.Array, "t c"]
 ) -> Float[jax.Array, "r *d"]:
     """Copy rows to where ``source`` says: row ``i`` of the result is ``rows[source[i]]``, zero where EMPTY.
@@ -75,23 +75,23 @@ def spread_rows(
 
 
 @jax.custom_vjp
-def sum_rows(
+def combine_rows(
     rows: Float[jax.Array, "r *d"], source: Int[jax.Array, " r"], places: Int[jax.Array, "t c"]
 ) -> Float[jax.Array, "t *d"]:
-    """The transpose of `spread_rows`: the sum of each row's copies, in the order of ``places``, in float32 or more."""
+    """The transpose of `gather_rows`: the sum of each row's copies, in the order of ``places``, in float32 or more."""
     del source
     wide = jnp.promote_types(rows.dtype, jnp.float32)
     total = sum(_take(rows, places[:, copy]).astype(wide) for copy in range(places.shape[1]))
     return jnp.asarray(total, rows.dtype)
 
 
-spread_rows.defvjp(
-    lambda rows, source, places: (spread_rows(rows, source, places), (source, places)),
-    lambda index, cotangent: (sum_rows(cotangent, *index), None, None),
+gather_rows.defvjp(
+    lambda rows, source, places: (gather_rows(rows, source, places), (source, places)),
+    lambda index, cotangent: (combine_rows(cotangent, *index), None, None),
 )
-sum_rows.defvjp(
-    lambda rows, source, places: (sum_rows(rows, source, places), (source, places)),
-    lambda index, cotangent: (spread_rows(cotangent, *index), None, None),
+combine_rows.defvjp(
+    lambda rows, source, places: (combine_rows(rows, source, places), (source, places)),
+    lambda index, cotangent: (gather_rows(cotangent, *index), None, None),
 )
 
 

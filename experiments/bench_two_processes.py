@@ -1,4 +1,4 @@
-"""``python -m experiments.parallel``: two real processes, a core each, run the layer under every contender.
+"""``python -m experiments.bench_two_processes``: two real processes, a core each, run the layer under every contender.
 
 Each process is one rank, pinned to one core and single-threaded; they talk through gloo on the loopback interface.
 A step is forward and backward of a stack of layers over one batch's micro-batches. Contenders take turns; the table
@@ -47,7 +47,7 @@ def launch(config: Parallel) -> None:
             [
                 sys.executable,
                 "-m",
-                "experiments.parallel",
+                "experiments.bench_two_processes",
                 *sys.argv[1:],
                 "--as-process",
                 str(number),
@@ -75,7 +75,7 @@ def measure(config: Parallel, number: int, port: int) -> None:
     from rich.table import Table
 
     from experiments.traces import read_trace, synthetic_trace
-    from experiments.workload import contenders
+    from experiments.contenders import contenders
     from relibra_jax.execution.mesh import expert_mesh
     from relibra_jax.types import Topology
 
@@ -134,7 +134,7 @@ def _step(work, topology, mesh, config: Parallel):
     import jax.numpy as jnp
     import numpy as np
 
-    from experiments.workload import expert_weights
+    from experiments.contenders import expert_weights
     from relibra_jax.execution.mesh import rank_sharding
     from relibra_jax.execution.moe import ExpertParallel, fetch_replicas, moe_layer
     from relibra_jax.plan import home_layout

@@ -19,13 +19,13 @@ from jaxtyping import Int
 
 from relibra_jax.plan import check_quotas, check_shapes, expert_totals
 from relibra_jax.replay import check_replay, expert_load
-from relibra_jax.routes import node_visits, source_quota
+from relibra_jax.token_split import node_visits, source_quota
 from relibra_jax.types import EMPTY, Array, Assignment, Plan, RoutingReplay, Topology
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
-class Sizes:
+class ExchangeSizes:
     """Rows of one exchange. The padded one needs `pair`, the ragged one `send` and `receive`."""
 
     pair: int
@@ -46,17 +46,17 @@ class Capacities:
 
     rows: int
     """Most token copies that one rank computes."""
-    flat: Sizes
+    flat: ExchangeSizes
     """Token copies exchanged between all ranks."""
-    node: Sizes | None
+    node: ExchangeSizes | None
     """Distinct tokens exchanged between nodes; None where they were not counted."""
-    local: Sizes
+    local: ExchangeSizes
     """Token copies exchanged inside a node, after tokens have crossed between nodes."""
     exports: int
     """Most replicas that one rank's home experts are copied to."""
 
 
-def capacities(
+def count_capacities(
     plan: Plan,
     load: Int[Array, "M L N G E"],
     topology: Topology,
@@ -70,7 +70,7 @@ def capacities(
             further entries of M.
         load: token copies by the rank where the tokens lie, as given to the planner.
         topology: of both.
-        visits: from `relibra_jax.routes.node_visits`; only the hierarchical path needs them.
+        visits: from `relibra_jax.token_split.node_visits`; only the hierarchical path needs them.
 
     Returns:
         Sizes that suffice, rounded up.
@@ -80,7 +80,7 @@ def capacities(
 
     >>> topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=2, replica_slots=1)
     >>> plan = Plan(jnp.array([[[[[0, -1], [1, 0]]]]]), jnp.array([[0, 1]]), jnp.array([[[[[60, 0], [40, 40]]]]]))
-    >>> sizes = capacities(plan, jnp.array([[[[[50, 20], [50, 20]]]]]), topology)
+    >>> sizes = count_capacities(plan, jnp.array([[[[[50, 20], [50, 20]]]]]), topology)
     >>> sizes.rows, sizes.flat.pair, sizes.exports
     (80, 64, 1)
     """
@@ -92,20 +92,20 @@ def capacities(
         )
     check_quotas(plan, load, topology)
     most = {name: int(value) for name, value in _count(plan, load, topology).items()}
-    rows = few_sizes(most["rows"])
+    rows = round_capacity(most["rows"])
     node = None
     if visits is not None:
         by_rank = visits.reshape(*visits.shape[:2], topology.num_nodes, topology.ranks_per_node, -1)
-        node = Sizes(
-            pair=few_sizes(int(visits.max(initial=0))),
-            send=few_sizes(int(visits.sum(-1).max(initial=0))),
-            receive=few_sizes(int(by_rank.sum(2).max(initial=0))),
+        node = ExchangeSizes(
+            pair=round_capacity(int(visits.max(initial=0))),
+            send=round_capacity(int(visits.sum(-1).max(initial=0))),
+            receive=round_capacity(int(by_rank.sum(2).max(initial=0))),
         )
     return Capacities(
         rows=rows,
-        flat=Sizes(pair=few_sizes(most["flat_pair"]), send=few_sizes(most["flat_send"]), receive=rows),
+        flat=ExchangeSizes(pair=round_capacity(most["flat_pair"]), send=round_capacity(most["flat_send"]), receive=rows),
         node=node,
-        local=Sizes(pair=few_sizes(most["local_pair"]), send=few_sizes(most["local_send"]), receive=rows),
+        local=ExchangeSizes(pair=round_capacity(most["local_pair"]), send=round_capacity(most["local_send"]), receive=rows),
         exports=most["exports"],
     )
 
@@ -128,7 +128,7 @@ def batch_capacities(
         plan: of their loads.
         topology: of the plan.
         hierarchical: count the node hop too, token by token. At hundreds of ranks that takes longer than the batch is
-            worth: `safe_capacities` bounds the hop by the tokens of a rank.
+            worth: `worst_case_capacities` bounds the hop by the tokens of a rank.
 
     Returns:
         Sizes that suffice.
@@ -149,10 +149,10 @@ def batch_capacities(
         )
     load = expert_load(replay, assignment, num_experts=topology.num_experts)
     visits = node_visits(replay, assignment, plan, topology) if hierarchical else None
-    return capacities(plan, load, topology, visits=visits)
+    return count_capacities(plan, load, topology, visits=visits)
 
 
-def safe_capacities(tokens: int, top_k: int, topology: Topology) -> Capacities:
+def worst_case_capacities(tokens: int, top_k: int, topology: Topology) -> Capacities:
     """Sizes that suffice whatever the router does: what systems without foresight have to hold.
 
     A token has ``top_k`` different experts, so it sends at most ``min(top_k, S)`` copies to one rank.
@@ -163,16 +163,16 @@ def safe_capacities(tokens: int, top_k: int, topology: Topology) -> Capacities:
         topology: gives N, G and S.
 
     >>> topology = Topology(num_nodes=2, ranks_per_node=4, num_experts=32, replica_slots=0)
-    >>> safe_capacities(1024, 4, topology).rows
+    >>> worst_case_capacities(1024, 4, topology).rows
     32768
     """
     nodes, local, slots = topology.num_nodes, topology.ranks_per_node, topology.slots
     to_rank, rows = tokens * min(top_k, slots), tokens * topology.num_ranks * min(top_k, slots)
     return Capacities(
         rows=rows,
-        flat=Sizes(pair=to_rank, send=tokens * top_k, receive=rows),
-        node=Sizes(pair=tokens, send=tokens * min(nodes, top_k), receive=nodes * tokens),
-        local=Sizes(pair=nodes * to_rank, send=nodes * tokens * min(top_k, local * slots), receive=rows),
+        flat=ExchangeSizes(pair=to_rank, send=tokens * top_k, receive=rows),
+        node=ExchangeSizes(pair=tokens, send=tokens * min(nodes, top_k), receive=nodes * tokens),
+        local=ExchangeSizes(pair=nodes * to_rank, send=nodes * tokens * min(top_k, local * slots), receive=rows),
         exports=topology.num_ranks * topology.replica_slots,
     )
 
@@ -207,11 +207,11 @@ def grow_capacities(
         round_up: what to make of a size that has to grow. Room to spare costs memory and saves compilations.
 
     >>> topology = Topology(num_nodes=2, ranks_per_node=4, num_experts=32, replica_slots=0)
-    >>> small, large = safe_capacities(7, 4, topology), safe_capacities(9, 4, topology)
+    >>> small, large = worst_case_capacities(7, 4, topology), worst_case_capacities(9, 4, topology)
     >>> grow_capacities(large, small) == grow_capacities(small, large) == large
     True
     >>> grow_capacities(small, large, round_up=lambda size: 1 << size.bit_length()).flat
-    Sizes(pair=64, send=64, receive=512)
+    ExchangeSizes(pair=64, send=64, receive=512)
     """
     if have is None:
         have = jax.tree.map(lambda _: 0, need)
@@ -220,10 +220,10 @@ def grow_capacities(
     return jax.tree.map(lambda size, needed: size if needed <= size else round_up(needed), have, need)
 
 
-def few_sizes(count: int) -> int:
+def round_capacity(count: int) -> int:
     """``count`` rounded up to a multiple of 8 and of a power of two that is at most 1/32 of it.
 
-    >>> few_sizes(0), few_sizes(100), few_sizes(100_000)
+    >>> round_capacity(0), round_capacity(100), round_capacity(100_000)
     (8, 104, 100352)
     """
     step = 1 << max(3, count.bit_length() - 6)

@@ -17,7 +17,7 @@ from relibra_jax.planning.assignment import assign_in_order
 from relibra_jax.planning.eplb import eplb
 from relibra_jax.planning.lplb import lplb
 from relibra_jax.planning.relibra import relibra
-from relibra_jax.planning.replication import hold_nothing, replicate_experts
+from relibra_jax.planning.replication import without_replicas, replicate_experts
 from relibra_jax.replay import assigned_load, sample_load
 from relibra_jax.types import Array, Assignment, Plan, Planner, RoutingReplay, Topology
 
@@ -43,13 +43,13 @@ def static() -> Planner:
         del refine
         load = expert_totals(load, topology)
         home = jnp.broadcast_to(jnp.arange(topology.num_experts, dtype=jnp.int32), load.shape[1:])
-        return hold_nothing(load, home, topology), state
+        return without_replicas(load, home, topology), state
 
     return Planner(init, update)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PlannerRow:
+class PlannerEntry:
     """A planner at the settings that reports use, and what may be expected of its plans."""
 
     planner: Planner
@@ -60,28 +60,28 @@ class PlannerRow:
     """Whether it sees the true loads, as routing replay allows."""
 
 
-PLANNERS: dict[str, PlannerRow] = {
-    "static": PlannerRow(planner=static(), summary="Megatron-LM: contiguous placement, no replicas"),
-    "eplb_history": PlannerRow(
+PLANNERS: dict[str, PlannerEntry] = {
+    "static": PlannerEntry(planner=static(), summary="Megatron-LM: contiguous placement, no replicas"),
+    "eplb_history": PlannerEntry(
         planner=eplb(loads="history", scope="batch"),
         summary="EPLB from the batch before",
         foresight=False,
     ),
-    "eplb_batch": PlannerRow(planner=eplb(scope="batch"), summary="EPLB from the batch's true loads"),
-    "eplb": PlannerRow(planner=eplb(), summary="EPLB from each micro-batch's true loads (EPLB+)"),
-    "eplb_global": PlannerRow(
+    "eplb_batch": PlannerEntry(planner=eplb(scope="batch"), summary="EPLB from the batch's true loads"),
+    "eplb": PlannerEntry(planner=eplb(), summary="EPLB from each micro-batch's true loads (EPLB+)"),
+    "eplb_global": PlannerEntry(
         planner=eplb(hierarchical=False), summary="the same, nodes ignored", intra_node=False
     ),
-    "lplb_history": PlannerRow(
+    "lplb_history": PlannerEntry(
         planner=lplb(loads="history", scope="batch"),
         summary="LPLB placed from the batch before, split from true loads",
         foresight=False,
     ),
-    "lplb": PlannerRow(planner=lplb(), summary="LPLB from each micro-batch's true loads (LPLB+)"),
-    "relibra": PlannerRow(
+    "lplb": PlannerEntry(planner=lplb(), summary="LPLB from each micro-batch's true loads (LPLB+)"),
+    "relibra": PlannerEntry(
         planner=relibra(), summary="reordered between batches, replicated in each micro-batch"
     ),
-    "relibra_across": PlannerRow(
+    "relibra_across": PlannerEntry(
         planner=relibra(replicate=functools.partial(replicate_experts, across_nodes=True)),
         summary="the same, replicas on any node",
         intra_node=False,

@@ -27,7 +27,7 @@ def digest(tree: Any) -> np.ndarray:
     return np.frombuffer(sha.digest(), np.uint8)
 
 
-def check_agreement(tree: Any, *, what: str = "plan") -> None:
+def check_same_plan(tree: Any, *, what: str = "plan") -> None:
     """Raise on every process unless all hold the same ``tree``. Collective: all processes have to call it.
 
     Args:

@@ -18,7 +18,7 @@ type Rule = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 ``replica`` counts the domain's home slots, EMPTY for none, and quotas sum to ``load``."""
 
 
-def plan_domains(
+def plan_per_node(
     rule: Rule,
     load: Num[Array, "M L E"],
     known: Num[Array, "#M L E"],

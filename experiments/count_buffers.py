@@ -1,4 +1,4 @@
-"""``python -m experiments.buffers``: rows of the exchange's buffers under every contender, counted before the step.
+"""``python -m experiments.count_buffers``: rows of the exchange's buffers under every contender, counted before the step.
 
 `receive` is what the ragged exchange needs on the fullest rank, over the balanced rows of the largest micro-batch;
 `padded` what the padded one needs: a lane as long as the longest for each pair of ranks. Systems without foresight
@@ -16,8 +16,8 @@ from rich.table import Table
 
 from experiments.configs import Cluster
 from experiments.traces import read_trace
-from experiments.workload import contenders
-from relibra_jax.capacities import safe_capacities
+from experiments.contenders import contenders
+from relibra_jax.capacity import worst_case_capacities
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ def main(config: Buffers) -> None:
         layers=layers,
     )
     tokens, top_k = works["static"].expert_ids.shape[-2:]
-    worst = safe_capacities(tokens, top_k, topology).rows
+    worst = worst_case_capacities(tokens, top_k, topology).rows
     balanced = float(np.asarray(works["static"].load).sum((2, 3, 4)).max()) / topology.num_ranks
     table = Table(
         title=f"{trace.name}: {config.micro_batches} micro-batches x {layers} layers,"

@@ -10,19 +10,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from experiments.traces import read_trace
-from experiments.workload import contenders
-from relibra_jax.capacities import (
+from experiments.contenders import contenders
+from relibra_jax.capacity import (
     batch_capacities,
-    capacities,
+    count_capacities,
     check_capacities,
-    few_sizes,
+    round_capacity,
     grow_capacities,
-    safe_capacities,
+    worst_case_capacities,
 )
 from relibra_jax.plan import layer_plan
-from relibra_jax.planning.planner import PLANNERS
+from relibra_jax.planning.planners import PLANNERS
 from relibra_jax.replay import expert_load
-from relibra_jax.routes import node_visits, refit_quota, source_quota
+from relibra_jax.token_split import node_visits, refit_quota, source_quota
 from relibra_jax.types import EMPTY, Assignment, RoutingReplay, Topology
 
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=1)
@@ -52,14 +52,14 @@ def batch():
 def test_sizes_are_what_the_plan_sends_rounded_up(batch):
     plan, load, visits = batch
     sent = np.asarray(source_quota(plan, load, TOPOLOGY)).sum(-1).reshape(3, LAYERS, 4, 4)
-    sizes = capacities(plan, load, TOPOLOGY, visits=visits)
-    assert sizes.rows == few_sizes(int(sent.sum(2).max()))
-    assert sizes.flat.pair == few_sizes(int(sent.max()))
-    assert sizes.flat.send == few_sizes(int(sent.sum(3).max()))
-    assert sizes.node.pair == few_sizes(int(visits.max()))
+    sizes = count_capacities(plan, load, TOPOLOGY, visits=visits)
+    assert sizes.rows == round_capacity(int(sent.sum(2).max()))
+    assert sizes.flat.pair == round_capacity(int(sent.max()))
+    assert sizes.flat.send == round_capacity(int(sent.sum(3).max()))
+    assert sizes.node.pair == round_capacity(int(visits.max()))
     through = sent.reshape(3, LAYERS, 2, 2, 2, 2).sum(2)  # all sources of one local index
-    assert sizes.local.pair == few_sizes(int(through.max()))
-    assert sizes.local.send == few_sizes(int(through.sum(-1).max()))
+    assert sizes.local.pair == round_capacity(int(through.max()))
+    assert sizes.local.send == round_capacity(int(through.sum(-1).max()))
 
 
 def test_exports_are_the_most_replicas_of_one_rank(batch):
@@ -70,16 +70,16 @@ def test_exports_are_the_most_replicas_of_one_rank(batch):
         owner = np.asarray(plan.home[layer])[replicas[replicas != EMPTY]] // TOPOLOGY.home_slots
         most = max(most, np.bincount(owner, minlength=4).max())
     assert most > 0
-    assert capacities(plan, load, TOPOLOGY).exports == most
+    assert count_capacities(plan, load, TOPOLOGY).exports == most
 
 
 def test_grown_sizes_hold_both_batches(batch):
-    small, large = (capacities(*a_batch(seed=seed)[:2], TOPOLOGY) for seed in (0, 1))
+    small, large = (count_capacities(*a_batch(seed=seed)[:2], TOPOLOGY) for seed in (0, 1))
     grown = grow_capacities(small, large)
     check_capacities(grown, small)
     check_capacities(grown, large)
     assert grow_capacities(grown, small) == grown
-    assert grow_capacities(small, safe_capacities(TOKENS, TOP_K, TOPOLOGY)).node is None
+    assert grow_capacities(small, worst_case_capacities(TOKENS, TOP_K, TOPOLOGY)).node is None
 
 
 def test_received_rows_on_recorded_routing(shared):
@@ -95,14 +95,14 @@ def test_received_rows_on_recorded_routing(shared):
 def test_safe_sizes_hold_any_plan(batch):
     plan, load, visits = batch
     check_capacities(
-        safe_capacities(TOKENS, TOP_K, TOPOLOGY), capacities(plan, load, TOPOLOGY, visits=visits)
+        worst_case_capacities(TOKENS, TOP_K, TOPOLOGY), count_capacities(plan, load, TOPOLOGY, visits=visits)
     )
 
 
 @pytest.mark.parametrize("buffer", ["rows", "flat.pair", "node.send", "local.pair"])
 def test_an_undersized_buffer_is_refused_with_both_sizes(batch, buffer):
     plan, load, visits = batch
-    need = capacities(plan, load, TOPOLOGY, visits=visits)
+    need = count_capacities(plan, load, TOPOLOGY, visits=visits)
     first, _, last = buffer.rpartition(".")
     inner = getattr(need, first) if first else need
     smaller = dataclasses.replace(inner, **{last: getattr(inner, last) - 8})
@@ -114,20 +114,20 @@ def test_an_undersized_buffer_is_refused_with_both_sizes(batch, buffer):
 def test_the_node_hop_has_to_be_counted(batch):
     plan, load, visits = batch
     with pytest.raises(ValueError, match=r"node.pair: not counted"):
-        check_capacities(capacities(plan, load, TOPOLOGY), capacities(plan, load, TOPOLOGY, visits=visits))
+        check_capacities(count_capacities(plan, load, TOPOLOGY), count_capacities(plan, load, TOPOLOGY, visits=visits))
 
 
 def test_loads_of_another_batch_are_refused(batch):
     plan, load, _ = batch
     for other in (load + 1, load[..., ::-1]):
         with pytest.raises(ValueError, match=r"expert 0: quotas sum to \d+, load is \d+"):
-            capacities(plan, other, TOPOLOGY)
+            count_capacities(plan, other, TOPOLOGY)
 
 
 def test_counting_from_the_replay_is_the_same(batch):
     plan, load, visits, replay, assignment = BATCHES[0]
     found = batch_capacities(replay, assignment, plan, TOPOLOGY, hierarchical=True)
-    assert found == capacities(plan, load, TOPOLOGY, visits=visits)
+    assert found == count_capacities(plan, load, TOPOLOGY, visits=visits)
 
 
 @pytest.mark.parametrize(
@@ -153,10 +153,10 @@ def test_what_is_not_of_one_batch_is_refused(change, message):
 
 @given(st.integers(0, 2**31 - 1))
 def test_few_sizes_are_close_and_few(count):
-    size = few_sizes(count)
+    size = round_capacity(count)
     assert count <= size <= max(count * 33 / 32, count + 8)
-    assert few_sizes(size) == size
-    assert len({few_sizes(n) for n in range(1024, 2048)}) == 33
+    assert round_capacity(size) == size
+    assert len({round_capacity(n) for n in range(1024, 2048)}) == 33
 
 
 @given(st.integers(0, 2**32 - 1))

@@ -1,4 +1,4 @@
-"""Named clusters and models for `relibra_jax.planning.cost`: every constant with its source and unit."""
+"""Named clusters and models for `relibra_jax.cost.step_time`: every constant with its source and unit."""
 
 import dataclasses
 

@@ -7,9 +7,9 @@ import jax
 from experiments.simulate import Contender
 from relibra_jax.planning.assignment import assign_samples
 from relibra_jax.planning.placement import place_experts
-from relibra_jax.planning.planner import PLANNERS, PlannerRow
+from relibra_jax.planning.planners import PLANNERS, PlannerEntry
 from relibra_jax.planning.relibra import keep_homes, relibra
-from relibra_jax.planning.replication import hold_nothing, replicate_experts
+from relibra_jax.planning.replication import without_replicas, replicate_experts
 
 
 def assign(*batch, **sizes):
@@ -18,7 +18,7 @@ def assign(*batch, **sizes):
 
 
 def _part(summary: str, **parts) -> Contender:
-    return Contender(row=PlannerRow(planner=relibra(**parts), summary=summary))
+    return Contender(row=PlannerEntry(planner=relibra(**parts), summary=summary))
 
 
 def _replicate(mode: str):
@@ -32,7 +32,7 @@ def _place(method: str):
 ABLATION: dict[str, Contender] = {
     "static": Contender(row=PLANNERS["static"]),
     "static + assign": Contender(row=PLANNERS["static"], assign=assign),
-    "+ reorder": _part("reordering alone", replicate=hold_nothing),
+    "+ reorder": _part("reordering alone", replicate=without_replicas),
     "+ replicate": _part("replication alone", place=keep_homes),
     "relibra": Contender(row=PLANNERS["relibra"]),
     "relibra + assign": Contender(row=PLANNERS["relibra"], assign=assign),

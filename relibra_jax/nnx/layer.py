@@ -18,7 +18,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Bool, DTypeLike, Float, Int, Integer, Num
 
-from relibra_jax.execution.expert_leaves import Layers, optimizer_layers
+from relibra_jax.execution.expert_labels import Layers, optimizer_layers
 from relibra_jax.execution.gating import Gating, check_gating, gates_at, select_experts
 from relibra_jax.execution.migration import migrate_experts
 from relibra_jax.execution.moe import ExpertParallel, LayerExperts, fetch_replicas, moe_layer
@@ -72,14 +72,14 @@ class MoELayer(nnx.Module):
     Raises:
         ValueError: a gating that the topology's experts cannot have.
 
-    >>> from relibra_jax.capacities import safe_capacities
+    >>> from relibra_jax.capacity import worst_case_capacities
     >>> from relibra_jax.execution.gating import GATINGS
     >>> from relibra_jax.execution.mesh import expert_mesh, rank_sharding
     >>> topology = Topology(num_nodes=1, ranks_per_node=1, num_experts=4, replica_slots=0)
     >>> parallel = ExpertParallel(
     ...     mesh=expert_mesh(topology, devices=jax.devices()[:1]),
     ...     topology=topology,
-    ...     capacities=safe_capacities(6, 4, topology),
+    ...     capacities=worst_case_capacities(6, 4, topology),
     ... )
     >>> layer = MoELayer(
     ...     topology, 8, 16, GATINGS["gpt-oss"], sharding=rank_sharding(parallel.mesh), rngs=nnx.Rngs(0)
@@ -149,9 +149,9 @@ class MoELayer(nnx.Module):
     ) -> MoEOutput:
         """Run the layer, in replay of ``expert_ids`` or on live routing.
 
-        A live call cannot know what its buffers will hold: give it `relibra_jax.capacities.safe_capacities` of all
+        A live call cannot know what its buffers will hold: give it `relibra_jax.capacity.worst_case_capacities` of all
         tokens of a rank, which suffice under every plan. To need less, count first: `route`, then plan the counted
-        load (or `relibra_jax.routes.refit_quota`), then replay. Buffers too small give NaN, never a dropped token.
+        load (or `relibra_jax.token_split.refit_quota`), then replay. Buffers too small give NaN, never a dropped token.
 
         Args:
             x: ``[*groups, N, G, *tokens, D]``: every rank's tokens under one or more axes.
@@ -265,7 +265,7 @@ def expert_labels(state: Any) -> Any:
     """Which leaves hold the experts of which layers, as `migrate_experts` and checkpoints want to be told.
 
     Layers are counted in the order of the tree, ``nnx.List`` and stacked layers alike. For optimizer state, give the
-    labels of the parameters to `relibra_jax.execution.expert_leaves.optimizer_layers`.
+    labels of the parameters to `relibra_jax.execution.expert_labels.optimizer_layers`.
 
     Args:
         state: ``nnx.state(model, ...)``, or gradients.

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from relibra_jax.plan import check_plan, rank_load
-from relibra_jax.planning.cost import batch_time, layer_time, push_time, rank_time
+from relibra_jax.cost.step_time import batch_time, layer_time, push_time, rank_time
 from relibra_jax.planning.eplb import eplb
-from relibra_jax.planning.hardware import CLUSTERS, MODELS
+from relibra_jax.cost.hardware import CLUSTERS, MODELS
 from relibra_jax.planning.lplb import lplb
 from relibra_jax.planning.metrics import batch_imbalance
 from relibra_jax.planning.placement import place_experts
-from relibra_jax.planning.priced import cheapest, replicate_while_hidden
+from relibra_jax.cost.choose_by_time import cheapest, replicate_while_hidden
 from relibra_jax.planning.relibra import relibra
 from relibra_jax.planning.replication import replicate_experts
 from relibra_jax.types import Topology

@@ -12,20 +12,20 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from relibra_jax.capacities import capacities, safe_capacities
-from relibra_jax.execution.expert_leaves import optimizer_layers
+from relibra_jax.capacity import count_capacities, worst_case_capacities
+from relibra_jax.execution.expert_labels import optimizer_layers
 from relibra_jax.execution.gating import GATINGS, balance_loss
 from relibra_jax.execution.mesh import expert_mesh, rank_sharding
 from relibra_jax.execution.moe import ExpertParallel, LayerExperts
-from relibra_jax.nnx_moe import MoELayer, expert_labels, reorder_experts, set_homes
+from relibra_jax.nnx.layer import MoELayer, expert_labels, reorder_experts, set_homes
 from relibra_jax.plan import check_plan
-from relibra_jax.routes import refit_quota
+from relibra_jax.token_split import refit_quota
 from relibra_jax.types import EMPTY, Plan, Topology
 
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=4, num_experts=16, replica_slots=2)
 RANKS, TOKENS, WIDTH, HIDDEN, EXPERTS, TOP_K = (2, 4), (2, 5), 8, 6, 16, 2
 MESH = expert_mesh(TOPOLOGY)
-SAFE = ExpertParallel(mesh=MESH, topology=TOPOLOGY, capacities=safe_capacities(10, TOP_K, TOPOLOGY))
+SAFE = ExpertParallel(mesh=MESH, topology=TOPOLOGY, capacities=worst_case_capacities(10, TOP_K, TOPOLOGY))
 GATING = {
     "softmax": dataclasses.replace(GATINGS["gpt-oss"], top_k=TOP_K),
     "sigmoid": dataclasses.replace(GATINGS["deepseek-v3"], top_k=TOP_K, groups=4, top_groups=2),
@@ -210,7 +210,7 @@ def test_counting_first_needs_less_than_the_safe_sizes():
     load = load_of(np.asarray(ids), MASK)
     plan = refit_quota(plan, load, TOPOLOGY)
     batch = Plan(plan.slot_expert[None, None], plan.home[None], plan.quota[None, None])
-    sizes = capacities(batch, load[None, None], TOPOLOGY)
+    sizes = count_capacities(batch, load[None, None], TOPOLOGY)
     assert sizes.rows < SAFE.capacities.rows
     counted = dataclasses.replace(SAFE, capacities=sizes)
     run = nnx.jit(lambda layer, *replayed, **how: layer(*replayed, **how, mask=MASK).output)
@@ -245,7 +245,7 @@ def test_dtypes():
     parallel = ExpertParallel(
         mesh=expert_mesh(topology, devices=jax.devices()[:1]),
         topology=topology,
-        capacities=safe_capacities(4, TOP_K, topology),
+        capacities=worst_case_capacities(4, TOP_K, topology),
     )
     layer = MoELayer(
         *(topology, WIDTH, HIDDEN, GATING["softmax"]), dtype=jnp.bfloat16, shared_width=4, rngs=nnx.Rngs(0)
@@ -348,7 +348,7 @@ LAYERS = 2
 SMALL = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=1)
 GROUPS = expert_mesh(SMALL, data=2)
 PARALLEL = ExpertParallel(
-    mesh=GROUPS, topology=SMALL, capacities=safe_capacities(6, TOP_K, SMALL), groups=("data",)
+    mesh=GROUPS, topology=SMALL, capacities=worst_case_capacities(6, TOP_K, SMALL), groups=("data",)
 )
 STACK_X, STACK_TARGET = RNG.normal(size=(2, 2, 2, 2, 6, 4)).astype(np.float32)
 
