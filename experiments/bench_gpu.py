@@ -38,11 +38,11 @@ from rich.table import Table
 
 from experiments import gpu_peers
 from experiments.bench import interleaved
-from experiments.traces import read_trace
+from relibra_jax.cli.traces import read_trace
 from experiments.contenders import Work, contenders
 from pallas_kernels import grouped_dot, grouped_mlp, grouped_outer
-from pallas_kernels.arrays import why_no_hopper
-from pallas_kernels.hopper.tiles import MODELS, RANKS, REPLICAS, Shape
+from pallas_kernels.implementation import why_not_hopper
+from pallas_kernels.hopper.tile_sizes import MODELS, RANKS, REPLICAS, ModelShape
 from relibra_jax.types import Topology
 
 OURS, DENSE, UNFUSED = "ours", "dense matmul", "products one at a time"
@@ -63,7 +63,7 @@ class BenchGpu:
     trace: Annotated[Path | None, tyro.conf.Positional] = None
     """A trace (.npz); else the one that RELIBRA_TRACE names, else the recorded one of this project."""
     models: tuple[str, ...] = tuple(MODELS)
-    """Whose shapes: names in `pallas_kernels.hopper.tiles.MODELS`."""
+    """Whose shapes: names in `pallas_kernels.hopper.tile_sizes.MODELS`."""
     rows: tuple[int, ...] = (256, 1024, 2048)
     """Mean rows a group."""
     repeats: int = 15
@@ -190,7 +190,7 @@ def operand_sets(matrix: tuple[int, ...], rows: int, homes: int, columns: int) -
     return sets
 
 
-def products(shape: Shape) -> Iterator[Operation]:
+def products(shape: ModelShape) -> Iterator[Operation]:
     """Forward, input gradient and weight gradient of the gate product."""
     k, n = shape.width, shape.expert_width
 
@@ -233,7 +233,7 @@ def _in_one_buffer(call: gpu_peers.Call, one: Operands, sizes: jax.Array) -> jax
     return call(one.x, one.d_out, one.joint, sizes)
 
 
-def mlps(shape: Shape) -> Iterator[Operation]:
+def mlps(shape: ModelShape) -> Iterator[Operation]:
     """The grouped MLP, and the same as products one at a time: what fusing them is worth."""
     k, n = shape.width, shape.expert_width
 
@@ -410,7 +410,7 @@ def copy_bandwidth(repeats: int) -> float:
     return 2 * ones.nbytes / seconds({"copy": lambda: copy(ones)}, repeats)["copy"]
 
 
-def stragglers(works: Mapping[str, Work], topology: Topology, shape: Shape, repeats: int) -> dict[str, float]:
+def stragglers(works: Mapping[str, Work], topology: Topology, shape: ModelShape, repeats: int) -> dict[str, float]:
     """Sum over micro-batches and layers of the slowest rank's grouped MLP with gradients, by contender."""
     total = {}
     for name, work in works.items():
@@ -518,7 +518,7 @@ def main(config: BenchGpu) -> int:
             with config.record.open("a") as file:
                 file.write(console.export_text())
 
-    if reason := why_no_hopper(jax.devices()[0].device_kind):
+    if reason := why_not_hopper(jax.devices()[0].device_kind):
         console.print(f"bench_gpu measures the Hopper kernels: {reason}. No number is printed.")
         return 1
     trace = read_trace(config.trace)

@@ -1,4 +1,7 @@
-"""Kernels for grouped expert compute; imports jax alone."""
+"""Grouped matrix products and SwiGLU MLPs, for the rows of several experts in one call; imports jax alone.
+
+A *group* is the set of consecutive rows that one weight slot multiplies, as in ``group_sizes``.
+"""
 
 from pallas_kernels.grouped_dot.api import grouped_dot, grouped_outer, ragged_dot
 from pallas_kernels.grouped_mlp.api import grouped_mlp

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gpu_interpreter import gpu_interpreter, sizes_of_every_pattern
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from interpreter import every_pattern, interpreter
 from jax.test_util import check_grads
 
 from pallas_kernels import grouped_dot, grouped_outer, ragged_dot
@@ -99,7 +99,7 @@ def check(implementation, sizes, arrays, transposed=False, out_dtype=None):
     sizes = np.asarray(sizes, np.int32)
     run = compiled(implementation, transposed, out_dtype)
     *operands, d_out = arrays
-    with interpreter(implementation):
+    with gpu_interpreter(implementation):
         found = jax.block_until_ready(run(*operands, sizes, d_out))
     dtype = str(operands[0].dtype)
     assert [str(array.dtype) for array in found] == [out_dtype or dtype, dtype, dtype, dtype]
@@ -134,7 +134,7 @@ def test_every_pattern_of_empty_groups_in_one_compilation(implementation):
 
 
 def test_every_pattern_of_empty_groups_in_one_launch():
-    sizes = every_pattern()
+    sizes = sizes_of_every_pattern()
     setting = Setting("bfloat16", int(sizes.sum()) + 5, 64, 64, ())
     arrays = inputs(setting, homes=200, replicas=len(sizes) - 200)
     *_, d_home, d_replica = check("mosaic", sizes, arrays)
@@ -157,7 +157,7 @@ def test_padding_and_poison_reach_nothing(implementation):
         rows[total:] = d_out[total:] = np.nan
         home[np.asarray(sizes[:HOMES]) == 0] = replica[np.asarray(sizes[HOMES:]) == 0] = np.nan
         clean = [jnp.asarray(np.nan_to_num(array)) for array in (rows, home, replica, d_out)]
-        with interpreter(implementation):
+        with gpu_interpreter(implementation):
             sizes = np.asarray(sizes, np.int32)
             found = jax.block_until_ready(compiled(implementation)(rows, home, replica, sizes, d_out))
         assert_close(found, oracle(*clean[:3], sizes, clean[3], transposed=False), setting.dtype)
@@ -175,7 +175,7 @@ def test_impossible_sizes_reach_nothing_outside(implementation, sizes):
     arrays = inputs(setting)
     run = compiled(implementation)
     *operands, d_out = arrays
-    with interpreter(implementation):
+    with gpu_interpreter(implementation):
         found, wanted = (
             jax.block_until_ready(run(*operands, np.asarray(one, np.int32), d_out))
             for one in (sizes, possible)

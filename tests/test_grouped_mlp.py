@@ -12,15 +12,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gpu_interpreter import gpu_interpreter, sizes_of_every_pattern
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from interpreter import every_pattern, interpreter
 from jax.sharding import AxisType, PartitionSpec
 
 from pallas_kernels import grouped_mlp
-from pallas_kernels.arrays import choose
 from pallas_kernels.grouped_mlp.api import IMPLEMENTATIONS
-from pallas_kernels.hopper import tiles
+from pallas_kernels.hopper import tile_sizes
+from pallas_kernels.implementation import choose_implementation
 
 
 class Setting(NamedTuple):
@@ -125,7 +125,7 @@ def assert_close(found, expected, dtype="float32"):
 def check(implementation, sizes, arrays):
     sizes = np.asarray(sizes, np.int32)
     *operands, scale, d_out = arrays
-    with interpreter(implementation):
+    with gpu_interpreter(implementation):
         found = jax.block_until_ready(compiled(implementation)(*operands, sizes, scale, d_out))
     assert [a.dtype for a in found] == [operands[0].dtype] * 4 + [scale.dtype]
     assert_close(found, oracle(*operands, sizes, scale, d_out), str(operands[0].dtype))
@@ -136,14 +136,14 @@ def check(implementation, sizes, arrays):
 def two_warpgroups():
     """On a chip of one multiprocessor large tiles pay even for these few rows: two warpgroups share them."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiles, "multiprocessors", lambda: 1)
+        patch.setattr(tile_sizes, "multiprocessors", lambda: 1)
         setting = SETTINGS["mosaic"]
         expected, slots = setting.rows // setting.slots, setting.slots
         for problem in (
-            tiles.Problem(2, setting.width, setting.hidden, expected, slots),
-            tiles.Problem(0, expected, setting.hidden, setting.width, 3 * slots),
+            tile_sizes.Problem(2, setting.width, setting.hidden, expected, slots),
+            tile_sizes.Problem(0, expected, setting.hidden, setting.width, 3 * slots),
         ):
-            assert tiles.choose(problem).rows == 128
+            assert tile_sizes.choose_tile_sizes(problem).height == 128
         yield
 
 
@@ -176,7 +176,7 @@ def test_another_dtype_for_the_output(implementation):
         out, pull = jax.vjp(call, *operands)
         return out, *pull(d_out.astype("float32"))
 
-    with interpreter(implementation):
+    with gpu_interpreter(implementation):
         found = jax.block_until_ready(run(rows, home, replica, scale))
     out, d_rows, d_home, d_replica, d_scale = oracle(rows, home, replica, sizes, scale, d_out)
     assert [one.dtype for one in found] == ["float32", *["bfloat16"] * 3, "float32"]
@@ -197,7 +197,7 @@ def test_every_pattern_of_empty_groups_in_one_compilation(implementation):
 
 
 def test_every_pattern_of_empty_groups_in_one_launch():
-    sizes = every_pattern()
+    sizes = sizes_of_every_pattern()
     setting = Setting("bfloat16", int(sizes.sum()) + 5, 64, 64, 200, len(sizes) - 200, ())
     *_, d_home, d_replica, _ = check("mosaic", sizes, inputs(setting))
     assert not np.concatenate([d_home, d_replica])[sizes == 0].any()
@@ -225,7 +225,7 @@ def test_padding_reaches_nothing(implementation):
         rows, home, replica, scale, d_out = (np.array(array) for array in inputs(setting))
         for array in (rows, scale, d_out):
             array[sizes.sum() :] = np.nan
-        with interpreter(implementation):
+        with gpu_interpreter(implementation):
             run = compiled(implementation)
             found = jax.block_until_ready(run(rows, home, replica, sizes, scale, d_out))
         rows, scale, d_out = map(np.nan_to_num, (rows, scale, d_out))
@@ -325,12 +325,15 @@ def test_none_chooses_by_platform_and_shape(monkeypatch, kind, dtype, width, cho
     found = []
 
     def trace(rows):
-        found.append(choose(None, IMPLEMENTATIONS, rows, rows.dtype, D=width))
+        found.append(choose_implementation(None, IMPLEMENTATIONS, rows, rows.dtype, D=width))
 
     jax.eval_shape(trace, jnp.zeros((8, width), dtype))
     assert found == [chosen]
     # Rows that are there say where they are: on a CPU.
-    assert choose(None, IMPLEMENTATIONS, jnp.zeros((8, width), dtype), jnp.dtype(dtype), D=width) == "xla"
+    assert (
+        choose_implementation(None, IMPLEMENTATIONS, jnp.zeros((8, width), dtype), jnp.dtype(dtype), D=width)
+        == "xla"
+    )
 
 
 def test_none_runs_and_a_name_must_exist():

@@ -1,4 +1,4 @@
-"""What the Hopper kernels are told: tiles of rows for any groups, and sizes of tiles for any shapes."""
+"""The walk over tiles of rows for any groups, the sizes of tiles for any shapes, and their tuning without a GPU."""
 
 import functools
 import itertools
@@ -9,15 +9,23 @@ import numpy as np
 import pytest
 
 from pallas_kernels.hopper import autotune
-from pallas_kernels.hopper.launch import SHARED_MEMORY
-from pallas_kernels.hopper.schedule import walk, walls
-from pallas_kernels.hopper.tiles import MODELS, TABLE, Problem, candidates, choose, cycles
+from pallas_kernels.hopper.persistent_kernel import SHARED_MEMORY_BYTES
+from pallas_kernels.hopper.tile_sizes import (
+    MODELS,
+    TABLE,
+    ModelShape,
+    Problem,
+    candidate_tile_sizes,
+    choose_tile_sizes,
+    estimate_cycles,
+)
+from pallas_kernels.hopper.tile_walk import group_offsets, walk_tiles
 
 PATTERNS = np.array(list(itertools.product((0, 1), repeat=8)))
 
 
-@functools.partial(jax.jit, static_argnames=("rows", "tile", "padding", "distance", "across"))
-def visited(sizes, *, rows, tile, padding=True, first=0, distance=1, across=1):
+@functools.partial(jax.jit, static_argnames=("rows", "tile", "padding", "distance", "column_tiles"))
+def visited(sizes, *, rows, tile, padding=True, first=0, distance=1, column_tiles=1):
     """What a walk visits, ``[visits, 6]``: the tile's number, group, first row, own rows, and the column."""
     table = jax.new_ref(jnp.full((80, 6), -1))
 
@@ -25,7 +33,8 @@ def visited(sizes, *, rows, tile, padding=True, first=0, distance=1, across=1):
         table[step] = jnp.stack([*place, column])
         return step + 1
 
-    walk(walls(sizes, rows), len(sizes) + padding, tile, (first, distance, across), of_tile)
+    visits = (first, distance, column_tiles)
+    walk_tiles(group_offsets(sizes, rows), len(sizes) + padding, tile, visits, of_tile)
     return table[...]
 
 
@@ -56,7 +65,7 @@ def test_one_group_has_all_rows(rows):
 
 
 def test_blocks_share_the_tiles_of_rows_and_columns():
-    sizes, shape = jnp.array([3, 0, 130, 64, 1], jnp.int32), {"rows": 208, "tile": 64, "across": 3}
+    sizes, shape = jnp.array([3, 0, 130, 64, 1], jnp.int32), {"rows": 208, "tile": 64, "column_tiles": 3}
     alone = np.asarray(visited(sizes, **shape))
     alone = alone[alone[:, 0] >= 0]
     # Of 3, 130, 64 and 1 rows and 10 of padding: 1, 3, 2, 1 and 1 tiles.
@@ -79,16 +88,19 @@ def problems():
 
 def test_tiles_fit_the_shape_and_shared_memory():
     for problem in problems():
-        for tiles in (choose(problem), *candidates(problem)):
-            assert problem.columns % tiles.columns == 0
-            operands = tiles.rows + max(problem.matrices, 1) * tiles.columns
-            assert tiles.stages * operands * 128 + tiles.rows * 256 < SHARED_MEMORY
+        for tiles in (choose_tile_sizes(problem), *candidate_tile_sizes(problem)):
+            assert problem.output_width % tiles.width == 0
+            operands = tiles.height + max(problem.matrices, 1) * tiles.width
+            assert tiles.stages * operands * 128 + tiles.height * 256 < SHARED_MEMORY_BYTES
             assert tiles.stages >= 2
-            assert problem.matrices * tiles.columns <= 256
+            assert problem.matrices * tiles.width <= 256
 
 
 def test_no_choice_is_busy_for_longer_than_the_widest_tiles():
-    chosen = [(cycles(one, choose(one)), cycles(one, next(candidates(one)))) for one in problems()]
+    chosen = [
+        (estimate_cycles(one, choose_tile_sizes(one)), estimate_cycles(one, next(candidate_tile_sizes(one))))
+        for one in problems()
+    ]
     assert all(ours <= widest for ours, widest in chosen)
     assert any(ours < 0.8 * widest for ours, widest in chosen)
 
@@ -96,13 +108,26 @@ def test_no_choice_is_busy_for_longer_than_the_widest_tiles():
 @pytest.mark.parametrize("problem", [Problem(1, 2048, 768, 1000, 6), Problem(0, 1000, 768, 2048, 6)])
 def test_a_measured_entry_is_preferred(monkeypatch, problem):
     """For expected rows of a group up to the next power of two."""
-    expected = "rows" if problem.matrices else "contraction"
+    expected = "output_height" if problem.matrices else "contraction"
     monkeypatch.setitem(TABLE, problem._replace(**{expected: 1024}).key, [64, 64, 3])
-    assert choose(problem) == (64, 64, 3)
-    assert choose(problem._replace(**{expected: 1025})) != (64, 64, 3)
-    assert choose(problem._replace(groups=7)) != (64, 64, 3)
+    assert choose_tile_sizes(problem) == (64, 64, 3)
+    assert choose_tile_sizes(problem._replace(**{expected: 1025})) != (64, 64, 3)
+    assert choose_tile_sizes(problem._replace(groups=7)) != (64, 64, 3)
 
 
 def test_autotune_refuses_without_a_hopper_gpu(capsys):
     assert autotune.main([]) == 1
     assert "cpu is no Hopper GPU" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("rows", [16, 300])
+def test_autotune_runs_the_problems_that_it_tunes(rows):
+    """Shapes only: kernels run on GPUs."""
+    for problem in autotune.problems(ModelShape(64, 128, 32, 2), rows):
+        operands = autotune._operands(problem)
+        for tiles in candidate_tile_sizes(problem):
+            outs = jax.eval_shape(functools.partial(autotune._run, problem, tiles), *operands)
+            shape = (problem.rows_per_group * problem.groups, problem.output_width)
+            if not problem.matrices:
+                shape = (problem.groups, 1, problem.output_height, problem.output_width)
+            assert outs[0].shape == shape

@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from experiments.aot.checks import Finding
 from experiments.aot.h100 import h100_mesh
 from pallas_kernels import grouped_dot, grouped_mlp
-from pallas_kernels.hopper.tiles import MODELS, RANKS, REPLICAS
+from pallas_kernels.hopper.tile_sizes import MODELS, RANKS, REPLICAS
 from relibra_jax.types import Topology
 
 type Part = Literal["products", "mlp"]

@@ -1,1 +1,1 @@
-"""Products of rows in groups with a matrix for each group: three of them, several implementations (a file each)."""
+"""Products of each group of rows with the matrix of its own slot; one file for each implementation."""

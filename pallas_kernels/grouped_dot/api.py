@@ -1,8 +1,9 @@
-"""Grouped products: looks at shapes, chooses an implementation, and ties the three products as each other's gradients.
+"""The calls for grouped products: they check shapes, choose an implementation, and define gradients.
 
-With ``y = x W`` for the rows of each group, ``dx = dy W^T`` is the same product with transposed weights and
-``dW = x^T dy`` sums over the rows of a group. An `Implementation` is these two functions, and a row in
-`IMPLEMENTATIONS`: the tests run every row. Shapes and dtypes have been checked, and nothing is empty but groups.
+With ``y = x W`` for the rows of each group, the gradient ``dx = dy W^T`` is the same product with transposed weights,
+and ``dW = x^T dy`` sums over the rows of a group; so each product is a gradient of the others. To add an
+implementation, write the two functions of an `Implementation` and add it to `IMPLEMENTATIONS`: the tests run every
+entry. An implementation is called with shapes and dtypes that have been checked, and nothing is empty but groups.
 """
 
 import functools
@@ -13,21 +14,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.arrays import check_out_dtype, check_sizes, choose, show, vary_alike
 from pallas_kernels.grouped_dot.mosaic import grouped_dot_mosaic, grouped_outer_mosaic
 from pallas_kernels.grouped_dot.reference import grouped_dot_reference, grouped_outer_reference
 from pallas_kernels.grouped_dot.xla import grouped_dot_xla, grouped_outer_xla
+from pallas_kernels.implementation import (
+    check_group_sizes,
+    choose_implementation,
+    describe,
+    match_varying_axes,
+    resolve_out_dtype,
+)
 
 type Array = jax.Array | np.ndarray
 
 
 class Implementation(NamedTuple):
-    """The products as one implementation does them."""
+    """The two functions that an implementation of the grouped products consists of."""
 
     dot: Callable[..., jax.Array]
-    """``(rows, home, replica, group_sizes, transposed, out_dtype) -> [r, n]``."""
+    """The product ``(rows, home, replica, group_sizes, transposed, out_dtype) -> [r, n]``."""
     outer: Callable[..., tuple[jax.Array, jax.Array]]
-    """``(lhs, rhs, group_sizes, slots, out_dtype) -> [H, k, n], [R, k, n]``."""
+    """The weight gradient ``(lhs, rhs, group_sizes, slots, out_dtype) -> [H, k, n], [R, k, n]``."""
 
 
 IMPLEMENTATIONS: Final[Mapping[str, Implementation]] = {
@@ -35,7 +42,7 @@ IMPLEMENTATIONS: Final[Mapping[str, Implementation]] = {
     "xla": Implementation(grouped_dot_xla, grouped_outer_xla),
     "mosaic": Implementation(grouped_dot_mosaic, grouped_outer_mosaic),
 }
-"""All implementations by name."""
+"""All implementations of the grouped products, by name."""
 
 
 def grouped_dot(
@@ -48,31 +55,33 @@ def grouped_dot(
     out_dtype: Any = None,
     implementation: str | None = None,
 ) -> jax.Array:
-    """Each group of rows times the matrix of its own slot.
+    """Multiply each group of rows by the matrix of its own weight slot.
 
-    Group sizes are data: one compilation serves every split. Products accumulate in float32 (float64 for float64
-    rows). The two weight buffers are read where they lie. Works under jit, grad and shard_map; a gradient of another
-    dtype than the rows is rounded to theirs.
+    Group sizes are data: one compilation serves every split of the rows. Products are summed in float32 (float64 for
+    float64 rows). The home and replica buffers are read where they lie. The call works under `jax.jit`, `jax.grad`
+    and `jax.shard_map`. A gradient of the result in another dtype than that of the rows is rounded to theirs.
 
     Args:
-        rows: ``[r, k]`` floating, sorted by group: the rows of home slot 0, 1, ..., H-1, then of each replica slot.
-            Rows beyond the last group are padding and may hold anything.
-        home: ``[H, k, n]``, or ``[H, n, k]`` if transposed, in the dtype of rows, H at least 1.
-        replica: ``[R, ...]`` likewise; R may be 0.
-        group_sizes: ``[H + R]`` integer, rows of each slot; together at most r. Sizes below 0 count as 0, and rows
-            beyond r are left out.
-        transposed: multiply by transposed matrices.
-        out_dtype: of the result, floating; None for that of rows.
-        implementation: a name in `IMPLEMENTATIONS`. None is "mosaic" where that can run: on Hopper GPUs, in bfloat16,
-            with k and n multiples of 64; it copies rows whose number is no multiple of 8. Elsewhere None is "xla",
-            which runs on every platform that JAX has, and is fast on CPUs.
+        rows: ``[r, k]`` floating, the row operand, sorted by group: first the rows of home slot 0, 1, ..., H-1, then
+            those of each replica slot. Rows beyond the last group are padding and may hold anything.
+        home: ``[H, k, n]``, the matrices of the home slots, in the dtype of rows; ``[H, n, k]`` if transposed. H is
+            at least 1.
+        replica: ``[R, k, n]``, the matrices of the replica slots; ``[R, n, k]`` if transposed. R may be 0.
+        group_sizes: ``[H + R]`` integer, the number of rows of each slot; together at most r. Sizes below 0 count as
+            0, and rows beyond r are left out.
+        transposed: whether rows are multiplied by the transposed matrices.
+        out_dtype: the dtype of the result, floating; None stands for that of rows.
+        implementation: the name in `IMPLEMENTATIONS` of the implementation to run. None stands for "mosaic" where
+            that can run, which is on Hopper GPUs, in bfloat16, with k and n multiples of 64; it copies rows whose
+            number is no multiple of 8. Elsewhere None stands for "xla", which runs on every platform of JAX and is
+            fast on CPUs.
 
     Returns:
-        ``[r, n]``; zero in padding. Gradients of padding and of the weights of empty groups are zero.
+        ``[r, n]``, zero in padding. Gradients of padding and of the weights of empty groups are zero.
 
     Raises:
-        ValueError: shapes or dtypes do not fit together, no implementation has that name, or the named one cannot
-            run here.
+        ValueError: if shapes or dtypes do not fit together, if no implementation has the name, or if the named
+            implementation cannot run here.
 
     >>> rows, home, replica = jnp.ones((4, 2)), jnp.ones((2, 2, 3)), 5 * jnp.ones((1, 2, 3))
     >>> grouped_dot(rows, home, replica, jnp.array([1, 0, 2]))[:, 0].tolist()
@@ -80,24 +89,26 @@ def grouped_dot(
     """
     rows, home, replica, group_sizes = map(jnp.asarray, (rows, home, replica, group_sizes))
     if rows.ndim != 2 or not jnp.issubdtype(rows.dtype, jnp.floating):
-        raise ValueError(f"rows: expected floating [r, k], found {show(rows)}")
+        raise ValueError(f"rows: expected floating [r, k], found {describe(rows)}")
     along, across = (2, 1) if transposed else (1, 2)
     for name, weights in (("home", home), ("replica", replica)):
         if weights.ndim != 3 or weights.shape[along] != rows.shape[1] or weights.dtype != rows.dtype:
             wanted = f"n, {rows.shape[1]}" if transposed else f"{rows.shape[1]}, n"
             raise ValueError(
-                f"{name}: expected {rows.dtype}[slots, {wanted}] for rows {show(rows)}, found {show(weights)}"
+                f"{name}: expected {rows.dtype}[slots, {wanted}] for rows {describe(rows)}, found {describe(weights)}"
             )
     if home.shape[0] < 1 or home.shape[1:] != replica.shape[1:]:
         raise ValueError(
-            f"home {show(home)}, replica {show(replica)}: at least one home slot, and the same matrices"
+            f"home {describe(home)}, replica {describe(replica)}: at least one home slot, and the same matrices"
         )
-    check_sizes(group_sizes, (home.shape[0], replica.shape[0]))
-    dtype = check_out_dtype(out_dtype, rows)
-    name = choose(implementation, IMPLEMENTATIONS, rows, dtype, k=rows.shape[1], n=home.shape[across])
+    check_group_sizes(group_sizes, (home.shape[0], replica.shape[0]))
+    dtype = resolve_out_dtype(out_dtype, rows)
+    name = choose_implementation(
+        implementation, IMPLEMENTATIONS, rows, dtype, k=rows.shape[1], n=home.shape[across]
+    )
     if rows.size == 0:
         return jnp.zeros((rows.shape[0], home.shape[across]), dtype)
-    return _dot(name, transposed, dtype, *vary_alike(rows, home, replica, group_sizes))
+    return _dot(name, transposed, dtype, *match_varying_axes(rows, home, replica, group_sizes))
 
 
 def grouped_outer(
@@ -109,22 +120,24 @@ def grouped_outer(
     out_dtype: Any = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """The weight gradient of `grouped_dot`: transposed rows times rows, summed over each group.
+    """Sum the outer products of two row operands over each group: the weight gradient of `grouped_dot`.
 
     Args:
-        lhs: ``[r, k]`` floating, sorted by group as in `grouped_dot`; padding may hold anything.
-        rhs: ``[r, n]`` in the dtype of lhs, likewise.
-        group_sizes: ``[H + R]`` integer, rows of each slot; together at most r. Sizes below 0 count as 0, and rows
-            beyond r are left out.
-        home_slots: H, at least 1.
-        out_dtype: of the result; None for that of lhs.
-        implementation: as in `grouped_dot`.
+        lhs: ``[r, k]`` floating, the first row operand, sorted by group as in `grouped_dot`; padding may hold anything.
+        rhs: ``[r, n]``, the second row operand, in the dtype of lhs and in the same order.
+        group_sizes: ``[H + R]`` integer, the number of rows of each slot; together at most r. Sizes below 0 count as
+            0, and rows beyond r are left out.
+        home_slots: the number H of home slots, at least 1; the other groups belong to replica slots.
+        out_dtype: the dtype of the results, floating; None stands for that of lhs.
+        implementation: the name of the implementation to run, or None, as in `grouped_dot`.
 
     Returns:
-        ``[H, k, n]`` for the home slots and ``[R, k, n]`` for the replica slots; zero for empty groups.
+        ``[H, k, n]``, ``lhs^T rhs`` over the rows of each home slot, and ``[R, k, n]``, the same for the replica slots;
+        zero for empty groups.
 
     Raises:
-        ValueError: as in `grouped_dot`.
+        ValueError: if shapes or dtypes do not fit together, if no implementation has the name, or if the named
+            implementation cannot run here.
 
     >>> home, replica = grouped_outer(jnp.ones((4, 2)), jnp.ones((4, 3)), jnp.array([1, 0, 2]), home_slots=2)
     >>> home[:, 0, 0].tolist(), replica[:, 0, 0].tolist()
@@ -132,21 +145,23 @@ def grouped_outer(
     """
     lhs, rhs, group_sizes = map(jnp.asarray, (lhs, rhs, group_sizes))
     if lhs.ndim != 2 or not jnp.issubdtype(lhs.dtype, jnp.floating):
-        raise ValueError(f"lhs: expected floating [r, k], found {show(lhs)}")
+        raise ValueError(f"lhs: expected floating [r, k], found {describe(lhs)}")
     if rhs.ndim != 2 or rhs.shape[0] != lhs.shape[0] or rhs.dtype != lhs.dtype:
         raise ValueError(
-            f"rhs: expected {lhs.dtype}[{lhs.shape[0]}, n] for lhs {show(lhs)}, found {show(rhs)}"
+            f"rhs: expected {lhs.dtype}[{lhs.shape[0]}, n] for lhs {describe(lhs)}, found {describe(rhs)}"
         )
     if group_sizes.ndim != 1 or not 1 <= home_slots <= group_sizes.shape[0]:
-        raise ValueError(f"home_slots={home_slots} must lie in 1..H + R for group_sizes {show(group_sizes)}")
+        raise ValueError(
+            f"home_slots={home_slots} must lie in 1..H + R for group_sizes {describe(group_sizes)}"
+        )
     slots = (home_slots, group_sizes.shape[0] - home_slots)
-    check_sizes(group_sizes, slots)
-    dtype = check_out_dtype(out_dtype, lhs)
-    name = choose(implementation, IMPLEMENTATIONS, lhs, dtype, k=lhs.shape[1], n=rhs.shape[1])
+    check_group_sizes(group_sizes, slots)
+    dtype = resolve_out_dtype(out_dtype, lhs)
+    name = choose_implementation(implementation, IMPLEMENTATIONS, lhs, dtype, k=lhs.shape[1], n=rhs.shape[1])
     if lhs.size == 0 or rhs.size == 0:
         home, replica = (jnp.zeros((count, lhs.shape[1], rhs.shape[1]), dtype) for count in slots)
         return home, replica
-    return _outer(name, slots, dtype, *vary_alike(lhs, rhs, group_sizes))
+    return _outer(name, slots, dtype, *match_varying_axes(lhs, rhs, group_sizes))
 
 
 def ragged_dot(
@@ -157,17 +172,23 @@ def ragged_dot(
     preferred_element_type: Any = None,
     implementation: str | None = None,
 ) -> jax.Array:
-    """`grouped_dot` by the call of `jax.lax.ragged_dot`, with one weight buffer.
+    """Multiply each group of rows by its own matrix, with the arguments of `jax.lax.ragged_dot`.
+
+    This is `grouped_dot` with one weight buffer.
 
     Args:
-        lhs: ``[r, k]`` floating, sorted by group.
-        rhs: ``[groups, k, n]`` in the dtype of lhs.
-        group_sizes: ``[groups]`` integer; together at most r.
-        preferred_element_type: dtype of the result; None for that of lhs.
-        implementation: as in `grouped_dot`.
+        lhs: ``[r, k]`` floating, the row operand, sorted by group.
+        rhs: ``[groups, k, n]``, the matrix of each group, in the dtype of lhs.
+        group_sizes: ``[groups]`` integer, the number of rows of each group; together at most r.
+        preferred_element_type: the dtype of the result, floating; None stands for that of lhs.
+        implementation: the name of the implementation to run, or None, as in `grouped_dot`.
 
     Returns:
-        ``[r, n]``; zero beyond the last group.
+        ``[r, n]``, zero beyond the last group.
+
+    Raises:
+        ValueError: if shapes or dtypes do not fit together, if no implementation has the name, or if the named
+            implementation cannot run here.
 
     >>> ragged_dot(jnp.ones((3, 2)), jnp.ones((2, 2, 1)), jnp.array([1, 1]))[:, 0].tolist()
     [2.0, 2.0, 0.0]
@@ -181,7 +202,7 @@ def ragged_dot(
         or rhs.dtype != lhs.dtype
     ):
         raise ValueError(
-            f"expected lhs [r, k] and rhs [groups, k, n] of one dtype, found {show(lhs)} and {show(rhs)}"
+            f"expected lhs [r, k] and rhs [groups, k, n] of one dtype, found {describe(lhs)} and {describe(rhs)}"
         )
     return grouped_dot(
         lhs, rhs, rhs[:0], group_sizes, out_dtype=preferred_element_type, implementation=implementation

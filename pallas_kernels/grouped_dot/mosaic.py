@@ -1,14 +1,14 @@
-"""Grouped products for Hopper, a kernel each; bfloat16, k and n multiples of 64."""
+"""The grouped products for Hopper, one kernel each; for bfloat16, and k and n that are multiples of 64."""
 
 from typing import Any
 
 import jax
 
-from pallas_kernels.hopper.launch import align_rows
-from pallas_kernels.hopper.rows import Sweep, rows_kernel
-from pallas_kernels.hopper.schedule import walls
-from pallas_kernels.hopper.tiles import Problem, choose
-from pallas_kernels.hopper.weights import weights_kernel
+from pallas_kernels.hopper.persistent_kernel import pad_rows
+from pallas_kernels.hopper.row_product_kernel import Sweep, row_product_kernel
+from pallas_kernels.hopper.tile_sizes import Problem, choose_tile_sizes
+from pallas_kernels.hopper.tile_walk import group_offsets
+from pallas_kernels.hopper.weight_gradient_kernel import weight_gradient_kernel
 
 
 def grouped_dot_mosaic(
@@ -19,17 +19,25 @@ def grouped_dot_mosaic(
     transposed: bool,
     out_dtype: Any,
 ) -> jax.Array:
-    """Each tile of rows times its group's matrix."""
+    """Multiply each tile of rows by its group's matrix; arguments as `grouped_dot` has checked them."""
     num_rows, contraction = rows.shape
     columns = home.shape[1 if transposed else 2]
-    slots = group_sizes.shape[0]
-    tiles = choose(Problem(1, contraction, columns, num_rows // slots, slots))
-    rows = align_rows(rows)
-    (out,) = rows_kernel(
+    num_groups = group_sizes.shape[0]
+    tiles = choose_tile_sizes(
+        Problem(
+            matrices=1,
+            contraction=contraction,
+            output_width=columns,
+            output_height=num_rows // num_groups,
+            groups=num_groups,
+        )
+    )
+    rows = pad_rows(rows)
+    (out,) = row_product_kernel(
         [rows],
         home[:, None],
         replica[:, None],
-        walls(group_sizes, rows.shape[0]),
+        group_offsets(group_sizes, rows.shape[0]),
         sums=[[Sweep(0, (0,))]],
         transposed=transposed,
         epilogue=lambda sums, _: (sums, None),
@@ -43,10 +51,18 @@ def grouped_dot_mosaic(
 def grouped_outer_mosaic(
     lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, slots: tuple[int, int], out_dtype: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """Each tile of a group's matrix, summed over the group's rows."""
-    expected = lhs.shape[0] // sum(slots)
-    tiles = choose(Problem(0, expected, rhs.shape[1], lhs.shape[1], sum(slots)))
-    lhs, rhs = align_rows(lhs), align_rows(rhs)
-    groups = walls(group_sizes, lhs.shape[0])
-    home, replica = weights_kernel([(lhs, rhs)], groups, slots, out_dtype=out_dtype, tiles=tiles)
+    """Sum each tile of a group's matrix over the group's rows."""
+    num_groups = sum(slots)
+    tiles = choose_tile_sizes(
+        Problem(
+            matrices=0,
+            contraction=lhs.shape[0] // num_groups,
+            output_width=rhs.shape[1],
+            output_height=lhs.shape[1],
+            groups=num_groups,
+        )
+    )
+    lhs, rhs = pad_rows(lhs), pad_rows(rhs)
+    offsets = group_offsets(group_sizes, lhs.shape[0])
+    home, replica = weight_gradient_kernel([(lhs, rhs)], offsets, slots, out_dtype=out_dtype, tiles=tiles)
     return home[:, 0], replica[:, 0]

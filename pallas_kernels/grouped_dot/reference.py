@@ -1,6 +1,7 @@
-"""What grouped products mean, in as few lines as possible, in float32 (or float64) at the highest precision.
+"""The grouped products in as few lines as possible, in float32 (or float64) at the highest precision.
 
-For tests and small shapes: a matrix is gathered for every row, and rows are repeated under a mask for every group.
+This says what the products mean. It is for tests and small shapes: it gathers a matrix for every row, and repeats all
+rows under a mask for every group.
 """
 
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.blocks import accumulator, group_bounds
+from pallas_kernels.group_loops import accumulator_dtype, group_bounds
 
 
 def grouped_dot_reference(
@@ -19,7 +20,7 @@ def grouped_dot_reference(
     transposed: bool,
     out_dtype: Any,
 ) -> jax.Array:
-    """Every row meets its own copy of the matrix."""
+    """Multiply every row by its own copy of the matrix; arguments as `grouped_dot` has checked them."""
     slot = _slots(group_sizes, rows.shape[0])
     real = slot < group_sizes.shape[0]
     weights = jnp.concatenate([home, replica])[jnp.minimum(slot, group_sizes.shape[0] - 1)]
@@ -27,20 +28,24 @@ def grouped_dot_reference(
     x, weights = jnp.where(real[:, None], rows, 0), jnp.where(real[:, None, None], weights, 0)
     with jax.default_matmul_precision("highest"):
         product = "rk,rnk->rn" if transposed else "rk,rkn->rn"
-        return jnp.einsum(product, x, weights, preferred_element_type=accumulator(rows)).astype(out_dtype)
+        return jnp.einsum(product, x, weights, preferred_element_type=accumulator_dtype(rows)).astype(
+            out_dtype
+        )
 
 
 def grouped_outer_reference(
     lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, slots: tuple[int, int], out_dtype: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """Every group sees all rows, those of others as zeros."""
+    """Multiply all rows for every group, with zeros in place of rows of other groups."""
     own = _slots(group_sizes, lhs.shape[0])[None] == jnp.arange(sum(slots))[:, None]
     a, b = (jnp.where(own[..., None], rows, 0) for rows in (lhs, rhs))
     with jax.default_matmul_precision("highest"):
-        outer = jnp.einsum("grk,grn->gkn", a, b, preferred_element_type=accumulator(lhs)).astype(out_dtype)
+        outer = jnp.einsum("grk,grn->gkn", a, b, preferred_element_type=accumulator_dtype(lhs)).astype(
+            out_dtype
+        )
     return outer[: slots[0]], outer[slots[0] :]
 
 
 def _slots(group_sizes: jax.Array, num_rows: int) -> jax.Array:
-    """``[r]``: the slot of each row, H + R for padding."""
+    """Return the slot of each row, ``[r]``; H + R for padding."""
     return jnp.searchsorted(group_bounds(group_sizes, num_rows)[1:], jnp.arange(num_rows), side="right")

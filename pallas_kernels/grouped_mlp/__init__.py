@@ -1,1 +1,1 @@
-"""A SwiGLU MLP for each group of rows: one call and gradient, several implementations (a file each)."""
+"""A SwiGLU MLP of its own for each group of rows; one file for each implementation."""

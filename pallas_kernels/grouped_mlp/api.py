@@ -1,8 +1,8 @@
-"""The one call for grouped MLPs: looks at shapes, chooses an implementation, and leaves the rest to it.
+"""The call for grouped MLPs: it checks shapes, chooses an implementation, and leaves the rest to it.
 
-An implementation is a function ``(rows, home, replica, group_sizes, row_scale, out_dtype)`` that JAX can
-differentiate, and a row in `IMPLEMENTATIONS`: the tests run every row. Shapes and dtypes have been checked, and there
-is at least one row.
+To add an implementation, write a function ``(rows, home, replica, group_sizes, row_scale, out_dtype)`` that JAX can
+differentiate and add it to `IMPLEMENTATIONS`: the tests run every entry. It is called with shapes and dtypes that have
+been checked, and with at least one row.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,10 +12,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.arrays import check_out_dtype, check_sizes, choose, show, vary_alike
 from pallas_kernels.grouped_mlp.mosaic import grouped_mlp_mosaic
 from pallas_kernels.grouped_mlp.reference import grouped_mlp_reference
 from pallas_kernels.grouped_mlp.xla import grouped_mlp_xla
+from pallas_kernels.implementation import (
+    check_group_sizes,
+    choose_implementation,
+    describe,
+    match_varying_axes,
+    resolve_out_dtype,
+)
 
 type Array = jax.Array | np.ndarray
 
@@ -24,7 +30,7 @@ IMPLEMENTATIONS: Final[Mapping[str, Callable[..., jax.Array]]] = {
     "xla": grouped_mlp_xla,
     "mosaic": grouped_mlp_mosaic,
 }
-"""All implementations by name."""
+"""All implementations of the grouped MLP, by name."""
 
 
 def grouped_mlp(
@@ -37,33 +43,36 @@ def grouped_mlp(
     out_dtype: Any = None,
     implementation: str | None = None,
 ) -> jax.Array:
-    """Each group of rows through the SwiGLU MLP of its own slot: ``(silu(x W0) * (x W1)) W2^T * scale``.
+    """Apply to each group of rows the SwiGLU MLP of its own slot: ``(silu(x W0) * (x W1)) W2^T * scale``.
 
-    Group sizes are data: one compilation serves every split. Products accumulate in float32 (float64 for float64
-    rows). The two weight buffers are read where they lie. Nothing of the size of ``[r, F]`` is stored for the
-    backward pass, which computes gate and up again. Hidden rows are rounded to the dtype of rows before the down
-    product. (The reference does neither.) Works under jit, grad (once, in reverse), vmap and shard_map.
+    Group sizes are data: one compilation serves every split of the rows. Products are summed in float32 (float64 for
+    float64 rows). The home and replica buffers are read where they lie. Nothing of the size of ``[r, F]`` is stored
+    for the backward pass, which computes gate and up again, and hidden rows are rounded to the dtype of rows before
+    the down product; the reference implementation does neither. The call works under `jax.jit`, `jax.grad` (once, in
+    reverse), `jax.vmap` and `jax.shard_map`.
 
     Args:
-        rows: ``[r, D]`` floating, sorted by group: the rows of home slot 0, 1, ..., H-1, then of each replica slot.
-            Rows beyond the last group are padding and may hold anything.
-        home: ``[H, 3, D, F]`` in the dtype of rows, H at least 1: gate, up, and down transposed.
-        replica: ``[R, 3, D, F]`` likewise; R may be 0.
-        group_sizes: ``[H + R]`` integer, rows of each slot; together at most r. Sizes below 0 count as 0, and rows
-            beyond r are left out.
-        row_scale: ``[r]`` floating, a factor for each row of the output; None for 1.
-        out_dtype: of the result, floating; None for that of rows. Its gradient is rounded to theirs.
-        implementation: a name in `IMPLEMENTATIONS`. None is "mosaic" where that can run: on Hopper GPUs, in bfloat16,
-            with D and F multiples of 64; it copies rows whose number is no multiple of 8. Elsewhere None is "xla",
-            which runs on every platform that JAX has, and is fast on CPUs.
+        rows: ``[r, D]`` floating, the row operand, sorted by group: first the rows of home slot 0, 1, ..., H-1, then
+            those of each replica slot. Rows beyond the last group are padding and may hold anything.
+        home: ``[H, 3, D, F]``, the weights of the home slots (gate, up, and down transposed), in the dtype of rows. H
+            is at least 1.
+        replica: ``[R, 3, D, F]``, the weights of the replica slots in the same order and dtype. R may be 0.
+        group_sizes: ``[H + R]`` integer, the number of rows of each slot; together at most r. Sizes below 0 count as
+            0, and rows beyond r are left out.
+        row_scale: ``[r]`` floating, the factor of each row of the output; None stands for 1.
+        out_dtype: the dtype of the result, floating; None stands for that of rows. The gradient of the result is
+            rounded to the dtype of rows.
+        implementation: the name in `IMPLEMENTATIONS` of the implementation to run. None stands for "mosaic" where
+            that can run, which is on Hopper GPUs, in bfloat16, with D and F multiples of 64; it copies rows whose
+            number is no multiple of 8. Elsewhere None stands for "xla", which runs on every platform of JAX and is
+            fast on CPUs.
 
     Returns:
-        ``[r, D]``; zero in padding. Gradients of padding and of the weights of empty groups
-        are zero.
+        ``[r, D]``, zero in padding. Gradients of padding and of the weights of empty groups are zero.
 
     Raises:
-        ValueError: shapes or dtypes do not fit together, no implementation has that name, or the named one cannot
-            run here.
+        ValueError: if shapes or dtypes do not fit together, if no implementation has the name, or if the named
+            implementation cannot run here.
 
     >>> rows, home, replica = jnp.ones((4, 2)), jnp.ones((2, 3, 2, 8)), jnp.ones((1, 3, 2, 8))
     >>> grouped_mlp(rows, home, replica, jnp.array([2, 0, 1]))[:, 0].round().tolist()
@@ -71,31 +80,33 @@ def grouped_mlp(
     """
     rows, home, replica, group_sizes = map(jnp.asarray, (rows, home, replica, group_sizes))
     _check(rows, home, replica, group_sizes)
-    dtype = check_out_dtype(out_dtype, rows)
-    name = choose(implementation, IMPLEMENTATIONS, rows, dtype, D=rows.shape[1], F=home.shape[3])
+    dtype = resolve_out_dtype(out_dtype, rows)
+    name = choose_implementation(
+        implementation, IMPLEMENTATIONS, rows, dtype, D=rows.shape[1], F=home.shape[3]
+    )
     if row_scale is None:
         row_scale = jnp.ones(rows.shape[0], jnp.promote_types(rows.dtype, jnp.float32))
     row_scale = jnp.asarray(row_scale)
     if row_scale.shape != rows.shape[:1] or not jnp.issubdtype(row_scale.dtype, jnp.floating):
         raise ValueError(
-            f"row_scale: expected floating [{rows.shape[0]}] for rows {show(rows)}, found {show(row_scale)}"
+            f"row_scale: expected floating [{rows.shape[0]}] for rows {describe(rows)}, found {describe(row_scale)}"
         )
     if rows.size == 0:
         return rows.astype(dtype)
-    return IMPLEMENTATIONS[name](*vary_alike(rows, home, replica, group_sizes, row_scale), dtype)
+    return IMPLEMENTATIONS[name](*match_varying_axes(rows, home, replica, group_sizes, row_scale), dtype)
 
 
 def _check(rows: jax.Array, home: jax.Array, replica: jax.Array, group_sizes: jax.Array) -> None:
     if rows.ndim != 2 or not jnp.issubdtype(rows.dtype, jnp.floating):
-        raise ValueError(f"rows: expected floating [r, D], found {show(rows)}")
+        raise ValueError(f"rows: expected floating [r, D], found {describe(rows)}")
     for name, weights in (("home", home), ("replica", replica)):
         if weights.ndim != 4 or weights.shape[1:3] != (3, rows.shape[1]) or weights.dtype != rows.dtype:
             raise ValueError(
-                f"{name}: expected {rows.dtype}[slots, 3, {rows.shape[1]}, F] for rows {show(rows)},"
-                f" found {show(weights)}"
+                f"{name}: expected {rows.dtype}[slots, 3, {rows.shape[1]}, F] for rows {describe(rows)},"
+                f" found {describe(weights)}"
             )
     if home.shape[0] < 1 or home.shape[3] != replica.shape[3]:
         raise ValueError(
-            f"home {show(home)}, replica {show(replica)}: at least one home slot, and the same last dimension"
+            f"home {describe(home)}, replica {describe(replica)}: at least one home slot, and the same last dimension"
         )
-    check_sizes(group_sizes, (home.shape[0], replica.shape[0]))
+    check_group_sizes(group_sizes, (home.shape[0], replica.shape[0]))

@@ -1,4 +1,4 @@
-"""Grouped MLP for Hopper: two kernels forward, three backward, with SwiGLU and the row scale inside them.
+"""The grouped MLP for Hopper: two kernels forward, three backward, with SwiGLU and the row scale inside them.
 
 Forward, gate and up are one sweep over the rows, and only the hidden row is written; the scale multiplies what the
 down product is about to write. Backward, the first kernel sweeps twice: gate and up again, which wait in registers as
@@ -17,13 +17,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.hopper.launch import align_rows
-from pallas_kernels.hopper.rows import Sweep, rows_kernel
-from pallas_kernels.hopper.schedule import align, tiles_of, walls
-from pallas_kernels.hopper.tiles import Problem, choose
-from pallas_kernels.hopper.weights import weights_kernel
+from pallas_kernels.hopper.persistent_kernel import pad_rows
+from pallas_kernels.hopper.row_product_kernel import Sweep, row_product_kernel
+from pallas_kernels.hopper.tile_sizes import Problem, choose_tile_sizes
+from pallas_kernels.hopper.tile_walk import align_down, count_tiles, group_offsets
+from pallas_kernels.hopper.weight_gradient_kernel import weight_gradient_kernel
 
 GATE, UP, DOWN = 0, 1, 2
+"""The matrices of a slot, as indices of the weights' second axis."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
@@ -35,31 +36,47 @@ def grouped_mlp_mosaic(
     row_scale: jax.Array,
     out_dtype: Any,
 ) -> jax.Array:
-    """`grouped_mlp` for bfloat16 on Hopper; D and F multiples of 64."""
+    """Compute `grouped_mlp` for bfloat16 on Hopper; D and F are multiples of 64."""
     num_rows = rows.shape[0]
-    rows, groups, scale = _prepare(rows, group_sizes, row_scale)
+    rows, offsets, scale = _prepare(rows, group_sizes, row_scale)
     width, hidden_width = home.shape[2:]
-    slots = group_sizes.shape[0]
-    expected = num_rows // slots
+    num_groups = group_sizes.shape[0]
+    rows_per_group = num_rows // num_groups
 
-    tiles = choose(Problem(2, width, hidden_width, expected, slots))
-    (hidden,) = rows_kernel(
+    tiles = choose_tile_sizes(
+        Problem(
+            matrices=2,
+            contraction=width,
+            output_width=hidden_width,
+            output_height=rows_per_group,
+            groups=num_groups,
+        )
+    )
+    (hidden,) = row_product_kernel(
         [rows],
         home,
         replica,
-        groups,
+        offsets,
         sums=[[Sweep(0, (GATE, UP))]],
         transposed=False,
         epilogue=_swiglu,
         padding=False,
         tiles=tiles,
     )
-    tiles = choose(Problem(1, hidden_width, width, expected, slots))
-    (out,) = rows_kernel(
+    tiles = choose_tile_sizes(
+        Problem(
+            matrices=1,
+            contraction=hidden_width,
+            output_width=width,
+            output_height=rows_per_group,
+            groups=num_groups,
+        )
+    )
+    (out,) = row_product_kernel(
         [hidden],
         home,
         replica,
-        groups,
+        offsets,
         scale,
         sums=[[Sweep(0, (DOWN,))]],
         transposed=True,
@@ -79,18 +96,26 @@ def _forward(*arguments: Any) -> tuple[jax.Array, tuple[jax.Array, ...]]:
 def _backward(_: Any, saved: tuple[jax.Array, ...], d_out: jax.Array) -> tuple[jax.Array | None, ...]:
     rows, home, replica, group_sizes, row_scale = saved
     num_rows = rows.shape[0]
-    rows, groups, scale = _prepare(rows, group_sizes, row_scale)
-    d_out = align_rows(d_out.astype(rows.dtype))
+    rows, offsets, scale = _prepare(rows, group_sizes, row_scale)
+    d_out = pad_rows(d_out.astype(rows.dtype))
     width, hidden_width = home.shape[2:]
-    slots = group_sizes.shape[0]
-    expected = num_rows // slots
+    num_groups = group_sizes.shape[0]
+    rows_per_group = num_rows // num_groups
 
-    tiles = choose(Problem(2, width, hidden_width, expected, slots))
-    d_gate, d_up, scaled, row_sums = rows_kernel(
+    tiles = choose_tile_sizes(
+        Problem(
+            matrices=2,
+            contraction=width,
+            output_width=hidden_width,
+            output_height=rows_per_group,
+            groups=num_groups,
+        )
+    )
+    d_gate, d_up, scaled, row_sums = row_product_kernel(
         [rows, d_out],
         home,
         replica,
-        groups,
+        offsets,
         scale,
         sums=[[Sweep(0, (GATE, UP))], [Sweep(1, (DOWN,))]],
         transposed=False,
@@ -100,12 +125,20 @@ def _backward(_: Any, saved: tuple[jax.Array, ...], d_out: jax.Array) -> tuple[j
         padding=False,
         tiles=tiles,
     )
-    tiles = choose(Problem(1, 2 * hidden_width, width, expected, slots))
-    (d_rows,) = rows_kernel(
+    tiles = choose_tile_sizes(
+        Problem(
+            matrices=1,
+            contraction=2 * hidden_width,
+            output_width=width,
+            output_height=rows_per_group,
+            groups=num_groups,
+        )
+    )
+    (d_rows,) = row_product_kernel(
         [d_gate, d_up],
         home,
         replica,
-        groups,
+        offsets,
         sums=[[Sweep(0, (GATE,)), Sweep(1, (UP,))]],
         transposed=True,
         epilogue=lambda sums, _: (sums, None),
@@ -113,11 +146,19 @@ def _backward(_: Any, saved: tuple[jax.Array, ...], d_out: jax.Array) -> tuple[j
         tiles=tiles,
     )
     pairs = [(rows, d_gate), (rows, d_up), (d_out, scaled)]
-    tiles = choose(Problem(0, expected, hidden_width, width, len(pairs) * slots))
-    d_home, d_replica = weights_kernel(pairs, groups, (home.shape[0], replica.shape[0]), tiles=tiles)
+    tiles = choose_tile_sizes(
+        Problem(
+            matrices=0,
+            contraction=rows_per_group,
+            output_width=hidden_width,
+            output_height=width,
+            groups=len(pairs) * num_groups,
+        )
+    )
+    d_home, d_replica = weight_gradient_kernel(pairs, offsets, (home.shape[0], replica.shape[0]), tiles=tiles)
     # XLA's scheduler would put off the weight gradients of all layers, and their operands would wait in memory.
     d_rows, d_home, d_replica = jax.lax.optimization_barrier((d_rows, d_home, d_replica))
-    d_scale = _of_rows(row_sums, groups, rows.shape[0])[:num_rows]
+    d_scale = _sums_of_rows(row_sums, offsets, rows.shape[0])[:num_rows]
     return d_rows[:num_rows], d_home, d_replica, None, d_scale.astype(row_scale.dtype)
 
 
@@ -130,7 +171,7 @@ def _swiglu(sums: Sequence[jax.Array], _: Any) -> tuple[list[jax.Array], None]:
 
 
 def _swiglu_gradients(sums: Sequence[jax.Array], scale: jax.Array) -> tuple[list[jax.Array], jax.Array]:
-    """Gradients of gate and up, the scaled hidden row, and the row's gradient of the scale."""
+    """Return the gradients of gate and up and the scaled hidden row, and the gradient of the row's scale."""
     gate, up, unscaled = (one.astype(jnp.float32) for one in sums)
     sigmoid = jax.nn.sigmoid(gate)
     silu = gate * sigmoid
@@ -142,19 +183,19 @@ def _swiglu_gradients(sums: Sequence[jax.Array], scale: jax.Array) -> tuple[list
 def _prepare(
     rows: jax.Array, group_sizes: jax.Array, row_scale: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Rows in a number that tiles can start at, walls of groups, and the scale, zero in padding."""
-    rows, scale = align_rows(rows), align_rows(row_scale)
-    groups = walls(group_sizes, rows.shape[0])
-    return rows, groups, jnp.where(jnp.arange(rows.shape[0]) < groups[-3], scale, 0).astype(jnp.float32)
+    """Return rows in a number that tiles can start at, the group offsets, and the scale, zero in padding."""
+    rows, scale = pad_rows(rows), pad_rows(row_scale)
+    offsets = group_offsets(group_sizes, rows.shape[0])
+    return rows, offsets, jnp.where(jnp.arange(rows.shape[0]) < offsets[-3], scale, 0).astype(jnp.float32)
 
 
-def _of_rows(sums: jax.Array, groups: jax.Array, num_rows: int) -> jax.Array:
-    """``[r]``: each row's sum over the tiles of columns; 0 in padding."""
-    starts, ends, high = groups[:-3], groups[1:-2], sums.shape[2]
-    counts = tiles_of(starts, ends, high)
+def _sums_of_rows(sums: jax.Array, offsets: jax.Array, num_rows: int) -> jax.Array:
+    """Return each row's sum over the tiles of columns, ``[r]``; 0 in padding."""
+    starts, ends, tile_rows = offsets[:-3], offsets[1:-2], sums.shape[2]
+    counts = count_tiles(starts, ends, tile_rows)
     row = jnp.arange(num_rows, dtype=jnp.int32)
     # All groups are compared with each row: other ways to search take many launches.
     group = jnp.searchsorted(ends, row, side="right", method="compare_all")
-    behind = row - align(starts)[group]
-    tile = (jnp.cumsum(counts) - counts)[group] + behind // high
-    return jnp.where(row < ends[-1], jnp.sum(sums, axis=0)[tile, behind % high], 0)
+    behind = row - align_down(starts)[group]
+    tile = (jnp.cumsum(counts) - counts)[group] + behind // tile_rows
+    return jnp.where(row < ends[-1], jnp.sum(sums, axis=0)[tile, behind % tile_rows], 0)

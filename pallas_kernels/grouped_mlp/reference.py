@@ -1,6 +1,6 @@
-"""What a grouped MLP means, in as few lines as possible: every row meets its own copy of the weights.
+"""The grouped MLP in as few lines as possible: every row is multiplied by its own copy of the weights.
 
-For tests and small shapes: it gathers ``[r, 3, D, F]``.
+This says what a grouped MLP means. It is for tests and small shapes: it gathers ``[r, 3, D, F]``.
 """
 
 from typing import Any
@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.blocks import group_bounds
+from pallas_kernels.group_loops import group_bounds
 
 
 def grouped_mlp_reference(
@@ -19,7 +19,7 @@ def grouped_mlp_reference(
     row_scale: jax.Array,
     out_dtype: Any,
 ) -> jax.Array:
-    """`grouped_mlp` in float32 (float64 for float64 rows) at the highest precision; JAX differentiates it."""
+    """Compute `grouped_mlp` in float32 (float64 for float64 rows) at the highest precision; JAX differentiates it."""
     dtype = jnp.promote_types(rows.dtype, jnp.float32)
     ends = group_bounds(group_sizes, rows.shape[0])[1:]
     slot = jnp.searchsorted(ends, jnp.arange(rows.shape[0]), side="right")

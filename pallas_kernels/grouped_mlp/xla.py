@@ -1,6 +1,6 @@
-"""Blocked grouped MLP in plain XLA, for any platform: a pass over the home slots, then one over the replica slots.
+"""The grouped MLP in plain XLA for any platform: a loop over the home slots, then one over the replica slots.
 
-JAX cannot differentiate the loops of `pallas_kernels.blocks` backwards, and should not: with ``g = x W0``,
+JAX cannot differentiate the loops of `pallas_kernels.group_loops` in reverse, and should not: with ``g = x W0``,
 ``u = x W1``, ``h = silu(g) u`` and ``y = s h W2^T`` the gradients of a tile need ``g`` and ``u`` again, and no ``y``,
 since ``ds = <dy, h W2^T> = <dy W2, h>``. A group's weight gradient is summed in float32 over its tiles and written
 once.
@@ -12,7 +12,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.blocks import Tile, accumulator, dot, group_bounds, over_groups, over_tiles, zeros
+from pallas_kernels.group_loops import (
+    Tile,
+    accumulator_dtype,
+    contract,
+    group_bounds,
+    loop_over_groups,
+    loop_over_tiles,
+    runtime_zeros,
+)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -24,30 +32,32 @@ def _grouped_mlp(
     group_sizes: jax.Array,
     row_scale: jax.Array,
 ) -> jax.Array:
-    dtype = accumulator(rows)
+    dtype = accumulator_dtype(rows)
     scale = row_scale.astype(dtype)[:, None]
     bounds = group_bounds(group_sizes, rows.shape[0])
     homes = home.shape[0]
-    out = _forward_pass(zeros(rows.shape, out_dtype, bounds, rows), rows, home, bounds[: homes + 1], scale)
+    out = _forward_pass(
+        runtime_zeros(rows.shape, out_dtype, bounds, rows), rows, home, bounds[: homes + 1], scale
+    )
     return _forward_pass(out, rows, replica, bounds[homes:], scale)
 
 
 def _forward_pass(
     out: jax.Array, rows: jax.Array, weights: jax.Array, bounds: jax.Array, scale: jax.Array
 ) -> jax.Array:
-    """``out`` with the rows of one weight buffer's groups computed."""
+    """Return ``out`` with the rows that one weight buffer multiplies filled in."""
 
     def of_group(group: jax.Array, out: jax.Array) -> jax.Array:
         gate, up, down = weights[group]
 
         def of_tile(tile: Tile, out: jax.Array) -> jax.Array:
             x = tile.read(rows)
-            hidden = jax.nn.silu(dot(x, gate, 1, 0)) * dot(x, up, 1, 0)
-            return tile.write(out, dot(hidden.astype(rows.dtype), down, 1, 1) * tile.read(scale))
+            hidden = jax.nn.silu(contract(x, gate, 1, 0)) * contract(x, up, 1, 0)
+            return tile.write(out, contract(hidden.astype(rows.dtype), down, 1, 1) * tile.read(scale))
 
-        return over_tiles(of_tile, out, bounds[group], bounds[group + 1], rows.shape[0])
+        return loop_over_tiles(of_tile, out, bounds[group], bounds[group + 1], rows.shape[0])
 
-    return over_groups(of_group, out, weights)
+    return loop_over_groups(of_group, out, weights)
 
 
 def _forward(out_dtype: Any, *arrays: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
@@ -57,10 +67,10 @@ def _forward(out_dtype: Any, *arrays: jax.Array) -> tuple[jax.Array, tuple[jax.A
 def _backward(_: Any, saved: tuple[jax.Array, ...], d_out: jax.Array) -> tuple[jax.Array | None, ...]:
     rows, home, replica, group_sizes, row_scale = saved
     d_out = d_out.astype(rows.dtype)
-    scale = row_scale.astype(accumulator(rows))[:, None]
+    scale = row_scale.astype(accumulator_dtype(rows))[:, None]
     bounds = group_bounds(group_sizes, rows.shape[0])
     homes = home.shape[0]
-    of_rows = (zeros(rows.shape, rows.dtype, bounds, rows), jnp.zeros_like(scale))
+    of_rows = (runtime_zeros(rows.shape, rows.dtype, bounds, rows), jnp.zeros_like(scale))
     of_rows, d_home = _backward_pass(of_rows, rows, home, bounds[: homes + 1], scale, d_out)
     (d_rows, d_scale), d_replica = _backward_pass(of_rows, rows, replica, bounds[homes:], scale, d_out)
     return d_rows, d_home, d_replica, None, d_scale[:, 0].astype(row_scale.dtype)
@@ -74,7 +84,7 @@ def _backward_pass(
     scale: jax.Array,
     d_out: jax.Array,
 ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
-    """Gradients of rows and scale with those of one weight buffer's groups filled in; that buffer's gradient."""
+    """Return the gradients of rows and scale with one weight buffer's rows filled in, and that buffer's gradient."""
     dtype = scale.dtype
 
     def of_group(group: jax.Array, carry: Any) -> Any:
@@ -84,25 +94,29 @@ def _backward_pass(
         def of_tile(tile: Tile, carry: Any) -> Any:
             (d_rows, d_scale), (d_gate, d_up, d_down) = carry
             x, dy, s = tile.read(rows), tile.read(d_out), tile.read(scale)
-            g, u = dot(x, gate, 1, 0), dot(x, up, 1, 0)
+            g, u = contract(x, gate, 1, 0), contract(x, up, 1, 0)
             sigmoid = jax.nn.sigmoid(g)
             silu = g * sigmoid
-            unscaled = dot(dy, down, 1, 0)
+            unscaled = contract(dy, down, 1, 0)
             hidden, d_hidden = silu * u, unscaled * s
             dg = (d_hidden * u * (sigmoid + silu * (1 - sigmoid))).astype(rows.dtype)
             du = (d_hidden * silu).astype(rows.dtype)
-            d_rows = tile.write(d_rows, dot(dg, gate, 1, 1) + dot(du, up, 1, 1))
+            d_rows = tile.write(d_rows, contract(dg, gate, 1, 1) + contract(du, up, 1, 1))
             d_scale = tile.write(d_scale, jnp.sum(unscaled * hidden, -1, keepdims=True))
-            d_gate, d_up = d_gate + dot(x, dg, 0, 0), d_up + dot(x, du, 0, 0)
-            d_down = d_down + dot((dy * s).astype(rows.dtype), hidden.astype(rows.dtype), 0, 0)
+            d_gate, d_up = d_gate + contract(x, dg, 0, 0), d_up + contract(x, du, 0, 0)
+            d_down = d_down + contract((dy * s).astype(rows.dtype), hidden.astype(rows.dtype), 0, 0)
             return (d_rows, d_scale), (d_gate, d_up, d_down)
 
         sums = (jnp.zeros_like(gate, dtype),) * 3
-        of_rows, sums = over_tiles(of_tile, (of_rows, sums), bounds[group], bounds[group + 1], rows.shape[0])
+        of_rows, sums = loop_over_tiles(
+            of_tile, (of_rows, sums), bounds[group], bounds[group + 1], rows.shape[0]
+        )
         d_group = jnp.stack(sums).astype(weights.dtype)
         return of_rows, jax.lax.dynamic_update_index_in_dim(d_weights, d_group, group, 0)
 
-    return over_groups(of_group, (of_rows, zeros(weights.shape, weights.dtype, bounds, weights)), weights)
+    return loop_over_groups(
+        of_group, (of_rows, runtime_zeros(weights.shape, weights.dtype, bounds, weights)), weights
+    )
 
 
 _grouped_mlp.defvjp(_forward, _backward)
@@ -117,5 +131,5 @@ def grouped_mlp_xla(
     row_scale: jax.Array,
     out_dtype: Any,
 ) -> jax.Array:
-    """`grouped_mlp` in tiles of rows; compiled once when called outside jit."""
+    """Compute `grouped_mlp` in tiles of rows; called outside `jax.jit`, it is compiled once."""
     return _grouped_mlp(out_dtype, rows, home, replica, group_sizes, row_scale)

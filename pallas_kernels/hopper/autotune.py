@@ -1,10 +1,10 @@
-"""Time every choice of tiles at the shapes of named models and write the table that `tiles.choose` reads.
+"""Measure the best sizes of tiles at the shapes of named models, and write the table of `tile_sizes`.
 
     python -m pallas_kernels.hopper.autotune [MODEL ...]
 
-Needs a Hopper GPU. Shapes are those of one rank of eight with two replica slots. Groups are uneven, as those of real
-plans are: even ones flatter large tiles. What counts is a kernel's own time, as CUPTI reports it; what is fused into it
-is not timed. What the table has is left as it is: empty it to begin anew.
+This needs a Hopper GPU. Shapes are those of one rank of eight with two replica slots. Groups are uneven, as those of
+real batches are: even ones flatter large tiles. What counts is a kernel's own time, as CUPTI reports it; what is fused
+into it is not timed. Entries that the table has are left as they are: empty it to begin anew.
 """
 
 import argparse
@@ -22,34 +22,49 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic.gpu import profiler
 
-from pallas_kernels.arrays import why_no_hopper
-from pallas_kernels.hopper.launch import Tiles
-from pallas_kernels.hopper.rows import Sweep, rows_kernel
-from pallas_kernels.hopper.schedule import walls
-from pallas_kernels.hopper.tiles import MODELS, RANKS, REPLICAS, TABLE_PATH, Problem, Shape, candidates
-from pallas_kernels.hopper.weights import weights_kernel
+from pallas_kernels.hopper.persistent_kernel import TileSizes
+from pallas_kernels.hopper.row_product_kernel import Sweep, row_product_kernel
+from pallas_kernels.hopper.tile_sizes import (
+    MODELS,
+    RANKS,
+    REPLICAS,
+    TABLE_PATH,
+    ModelShape,
+    Problem,
+    candidate_tile_sizes,
+)
+from pallas_kernels.hopper.tile_walk import group_offsets
+from pallas_kernels.hopper.weight_gradient_kernel import weight_gradient_kernel
+from pallas_kernels.implementation import why_not_hopper
 
-ROWS_A_GROUP: Final = (32, 256, 1024, 2048)
+ROWS_PER_GROUP: Final = (32, 256, 1024, 2048)
+"""The expected rows of a group for which sizes are measured."""
 REPEATS: Final = 10
+"""How many times each choice of sizes is timed; the median counts."""
 
 
-def problems(shape: Shape, rows: int) -> Iterator[Problem]:
-    """What `grouped_dot` and `grouped_mlp` ask tiles for, at one shape and expected rows a group."""
+def problems(shape: ModelShape, rows: int) -> Iterator[Problem]:
+    """Yield the problems that `grouped_dot` and `grouped_mlp` choose tiles for.
+
+    Args:
+        shape: the sizes of a model's experts.
+        rows: the expected rows of a group.
+    """
     width, expert_width, slots = shape.width, shape.expert_width, shape.experts // RANKS + REPLICAS
-    for contraction, columns in {(width, expert_width), (expert_width, width)}:
-        yield Problem(1, contraction, columns, rows, slots)
-        yield Problem(0, rows, columns, contraction, slots)
+    for k, n in {(width, expert_width), (expert_width, width)}:
+        yield Problem(1, k, n, rows, slots)
+        yield Problem(0, rows, n, k, slots)
     yield Problem(2, width, expert_width, rows, slots)
     yield Problem(1, 2 * expert_width, width, rows, slots)
     yield Problem(0, rows, expert_width, width, 3 * slots)
 
 
-def tune(problem: Problem) -> Tiles:
-    """The fastest tiles, by the median over repeats."""
-    choices = list(candidates(problem))
+def tune(problem: Problem) -> TileSizes:
+    """Return the fastest sizes of tiles, by the median time of repeated runs."""
+    choices = list(candidate_tile_sizes(problem))
     operands = _operands(problem)
 
-    def compile_one(tiles: Tiles) -> Any:
+    def compile_one(tiles: TileSizes) -> Any:
         return jax.jit(functools.partial(_run, problem, tiles)).lower(*operands).compile()
 
     with ThreadPoolExecutor() as pool:
@@ -59,10 +74,10 @@ def tune(problem: Problem) -> Tiles:
 
 
 def _operands(problem: Problem) -> tuple[jax.Array, list[jax.Array], jax.Array]:
-    """Walls of groups, row operands and weights."""
-    groups, num_rows = problem.groups, problem.groups * problem.expected
+    """Return group offsets, row operands and weights, drawn at random."""
+    num_groups, num_rows = problem.groups, problem.groups * problem.rows_per_group
     draw = np.random.default_rng(0)
-    sizes = draw.multinomial(num_rows, draw.dirichlet(np.ones(groups) * 2)).astype(np.int32)
+    sizes = draw.multinomial(num_rows, draw.dirichlet(np.ones(num_groups) * 2)).astype(np.int32)
     keys = iter(jax.random.split(jax.random.key(0), 3))
 
     def array(*shape: int) -> jax.Array:
@@ -70,22 +85,24 @@ def _operands(problem: Problem) -> tuple[jax.Array, list[jax.Array], jax.Array]:
 
     if problem.matrices:
         widths = [problem.contraction]
-        weights = array(groups, problem.matrices, problem.contraction, problem.columns)
+        weights = array(num_groups, problem.matrices, problem.contraction, problem.output_width)
     else:
-        widths, weights = [problem.rows, problem.columns], array(0)
+        widths, weights = [problem.output_height, problem.output_width], array(0)
     rows = [array(num_rows, width) for width in widths]
-    return walls(jnp.asarray(sizes), num_rows), rows, weights
+    return group_offsets(jnp.asarray(sizes), num_rows), rows, weights
 
 
-def _run(problem: Problem, tiles: Tiles, groups: jax.Array, rows: list[jax.Array], weights: jax.Array) -> Any:
-    """The kernel, without what is fused into it."""
+def _run(
+    problem: Problem, tiles: TileSizes, offsets: jax.Array, rows: list[jax.Array], weights: jax.Array
+) -> Any:
+    """Run the kernel, without what is fused into it."""
     if not problem.matrices:
-        return weights_kernel([(rows[0], rows[1])], groups, (problem.groups, 0), tiles=tiles)
-    return rows_kernel(
+        return weight_gradient_kernel([(rows[0], rows[1])], offsets, (problem.groups, 0), tiles=tiles)
+    return row_product_kernel(
         rows,
         weights,
         weights[:0],
-        groups,
+        offsets,
         sums=[[Sweep(0, tuple(range(problem.matrices)))]],
         transposed=False,
         epilogue=lambda sums, _: (sums, None),
@@ -96,7 +113,7 @@ def _run(problem: Problem, tiles: Tiles, groups: jax.Array, rows: list[jax.Array
 
 
 def _milliseconds(program: Any, operands: tuple[Any, ...]) -> float:
-    """The median; one run at a time, as all results of a reading are kept until its end."""
+    """Return the median time of a run; one at a time, as all results of a reading are kept until its end."""
     run = profiler.measure(program)
     times = [time for _, time in (run(*operands) for _ in range(REPEATS)) if time is not None]
     if len(times) < REPEATS:
@@ -105,14 +122,14 @@ def _milliseconds(program: Any, operands: tuple[Any, ...]) -> float:
 
 
 def main(names: Sequence[str]) -> int:
-    """Write the table, model by model and problem by problem; 1 where there is no Hopper GPU to measure on."""
+    """Write the table, model by model and problem by problem; return 1 if there is no Hopper GPU to measure on."""
     device = jax.devices()[0]
-    if reason := why_no_hopper(device.device_kind):
+    if reason := why_not_hopper(device.device_kind):
         print(f"autotune measures kernels: {reason}. The table is left as it is.", file=sys.stderr)
         return 1
     table = json.loads(TABLE_PATH.read_text())["tiles"]
     for name in names or MODELS:
-        for rows in ROWS_A_GROUP:
+        for rows in ROWS_PER_GROUP:
             for problem in problems(MODELS[name], rows):
                 if problem.key not in table:
                     table[problem.key] = list(tune(problem))

@@ -11,7 +11,7 @@ import pytest
 from experiments import bench_gpu
 from experiments.aot.kernels import KERNEL_CASES, KERNELS, Compiled, judge_kernels
 from pallas_kernels.hopper import autotune
-from pallas_kernels.hopper.tiles import Problem, Shape, candidates, choose
+from pallas_kernels.hopper.tile_sizes import ModelShape, Problem, choose_tile_sizes
 from relibra_jax.types import Topology
 
 
@@ -29,7 +29,7 @@ def test_sizes_keep_proportions():
     assert sizes[2] == 2 * sizes[0]
 
 
-SHAPE = Shape(64, 128, 32, 2)
+SHAPE = ModelShape(64, 128, 32, 2)
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def on_cpu(monkeypatch):
     """The whole bench at a small shape: ours by the blocked path, peers that are left, and no clock."""
     monkeypatch.setattr(bench_gpu, "SETS", 1)
     monkeypatch.setattr(bench_gpu, "IMPLEMENTATION", "xla")
-    monkeypatch.setattr(bench_gpu, "why_no_hopper", lambda _: None)
+    monkeypatch.setattr(bench_gpu, "why_not_hopper", lambda _: None)
     monkeypatch.setattr(bench_gpu, "copy_bandwidth", lambda _: 1e12)
     monkeypatch.setattr(bench_gpu, "seconds", lambda runs, *_, **__: dict.fromkeys(runs, 1e-3))
     monkeypatch.setitem(bench_gpu.MODELS, "small", SHAPE)
@@ -97,7 +97,7 @@ def test_patterns_are_checked(on_cpu, monkeypatch):
 
 def test_patterns_are_checked_for_small_and_for_large_tiles():
     high, wide = zip(
-        *(tuple(choose(Problem(2, width, width, rows // 8, 8)))[:2] for rows, width in bench_gpu.PATTERNS),
+        *(tuple(choose_tile_sizes(Problem(2, width, width, rows // 8, 8)))[:2] for rows, width in bench_gpu.PATTERNS),
         strict=True,
     )
     assert (high, wide) == ((64, 128), (64, 128))
@@ -138,42 +138,3 @@ def test_what_has_to_be_done_is_counted():
 def test_what_cannot_be_run_is_named(options, message):
     with pytest.raises(ValueError, match=message):
         bench_gpu.BenchGpu(**options)
-
-
-@pytest.mark.parametrize("rows", [16, 300])
-def test_autotune_runs_what_it_asks_tiles_for(rows):
-    """Shapes only: kernels run on GPUs."""
-    for problem in autotune.problems(SHAPE, rows):
-        operands = autotune._operands(problem)
-        for tiles in candidates(problem):
-            outs = jax.eval_shape(functools.partial(autotune._run, problem, tiles), *operands)
-            shape = (problem.expected * problem.groups, problem.columns)
-            if not problem.matrices:
-                shape = (problem.groups, 1, problem.rows, problem.columns)
-            assert outs[0].shape == shape
-
-
-def test_a_kernel_that_does_not_compile_fails():
-    clean = "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\n"
-    sound = {case: Compiled(KERNELS[case.part], 0, clean * KERNELS[case.part]) for case in KERNEL_CASES}
-    assert all(finding.good for finding in judge_kernels(sound))
-    serial = "(C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to ..."
-    ignored = "(C7508) Potential Performance Loss: 'setmaxnreg' ignored to maintain ..."
-    spills = clean.replace("0 bytes spill stores", "1936 bytes spill stores")
-    broken = (
-        "exceeds available shared memory",
-        Compiled(2, 0, clean * 5),
-        Compiled(3, 0, ""),
-        Compiled(5, 0, clean * 4 + spills),
-        Compiled(3, 0, clean * 3 + serial),
-        Compiled(5, 0, clean * 5 + ignored),
-    )
-    judged = judge_kernels(sound | dict(zip(KERNEL_CASES[1:], broken, strict=False)))
-    assert [finding.found for finding in judged if not finding.good] == [
-        "exceeds available shared memory",
-        "2, 0 MB temporary",
-        "0 kernels, 0 bytes, 0 serialized, 0 without registers",
-        "5 kernels, 1936 bytes, 0 serialized, 0 without registers",
-        "3 kernels, 0 bytes, 1 serialized, 0 without registers",
-        "5 kernels, 0 bytes, 0 serialized, 1 without registers",
-    ]

@@ -1,4 +1,4 @@
-"""Where the Hopper kernels are tested: JAX's GPU interpreter, which detects races."""
+"""What tests of the Hopper kernels share: JAX's GPU interpreter, which detects races, and sizes that suit it."""
 
 import contextlib
 
@@ -8,8 +8,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 
 @contextlib.contextmanager
-def interpreter(implementation):
-    """Where the Hopper kernels can run; none of them may race."""
+def gpu_interpreter(implementation):
+    """Let the Hopper kernels run in the interpreter, and fail if one of them races; nothing for other implementations.
+
+    Args:
+        implementation: the name of the implementation that is tested.
+    """
     if implementation != "mosaic":
         yield
         return
@@ -18,8 +22,8 @@ def interpreter(implementation):
         assert not get_races().races_found
 
 
-def every_pattern():
-    """Sizes of 263 groups of which any 8 in a row are empty in another way: all 2^8 patterns in one launch.
+def sizes_of_every_pattern():
+    """Return sizes of 263 groups of which any 8 in a row are empty in another way: all 2^8 patterns in one launch.
 
     The interpreter is slow. What is zero and what is not is a de Bruijn sequence.
     """

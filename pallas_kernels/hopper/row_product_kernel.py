@@ -1,0 +1,299 @@
+"""The kernel for products that keep the rows: every tile of rows is multiplied by the matrices of its group.
+
+A tile is summed up in sweeps over the contraction. A step of a sweep loads 64 columns of a row operand and of one or
+more of the slot's matrices, and adds a product for each to accumulators in registers; an epilogue makes the outputs of
+what the sweeps leave. So one kernel does ``x W`` and ``x W^T``, gate and up together with SwiGLU behind them,
+and what the backward pass needs of the hidden rows. The wider a tile, the fewer bytes a product takes, and the more
+registers: sums that a later sweep needs no more wait for the epilogue in bfloat16.
+"""
+
+import functools
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.hopper.persistent_kernel import (
+    STEP,
+    WARPGROUP_HEIGHT,
+    Ring,
+    TileSizes,
+    launch,
+    write_output,
+)
+from pallas_kernels.hopper.tile_walk import ROW_ALIGNMENT, Tile, walk_tiles
+
+EPILOGUE_COLUMNS: Final = 32
+"""Columns that an epilogue sees at a time: what it computes on the way takes registers."""
+
+
+class Sweep(NamedTuple):
+    """One pass over the contraction."""
+
+    rows: int
+    """The index of the row operand that the sweep's steps load."""
+    matrices: tuple[int, ...]
+    """The matrices of the slot that are multiplied, as indices of the weights' second axis: the product with the first
+    is added to the first accumulator, and so on."""
+
+
+class Operands(NamedTuple):
+    """The arrays that the kernel reads."""
+
+    group_offsets: Any
+    rows: list[Any]
+    weights: list[Any]
+    scale: list[Any]
+
+
+type Epilogue = Callable[[Sequence[jax.Array], Any], tuple[Sequence[jax.Array], jax.Array | None]]
+"""A function ``(sums, scale or None) -> (values, row sum or None)`` of some columns of 64 rows: all arrays are
+``[64, 32]``, but the row sum is ``[64]``."""
+
+
+class KernelSpec(NamedTuple):
+    """Everything that a kernel is compiled for."""
+
+    sums: Sequence[Sequence[Sweep]]
+    transposed: bool
+    epilogue: Epilogue
+    outputs: int
+    padding: bool
+    tiles: TileSizes
+    slots: tuple[int, int]
+    """The numbers of home slots and of replica slots."""
+    steps: int
+    """The number of steps of a sweep."""
+    column_tiles: int
+    """The number of tiles that the columns of the output are cut into."""
+
+    @property
+    def sweeps(self) -> list[Sweep]:
+        """All sweeps of a tile, one after the other."""
+        return [sweep for sweeps in self.sums for sweep in sweeps]
+
+    @property
+    def matrices(self) -> int:
+        """The largest number of matrices that a step loads."""
+        return max(len(sweep.matrices) for sweep in self.sweeps)
+
+    def sweep_steps(self, tile: Tile) -> jax.Array:
+        """Return the number of steps of each of a tile's sweeps: beyond the last group nothing is multiplied."""
+        return self.steps * jnp.where(tile.group < sum(self.slots), 1, 0)
+
+    def visit_tiles(self, group_offsets: Any, of_tile: Callable[..., jax.Array]) -> jax.Array:
+        """Call ``(tile, column, steps so far) -> steps so far`` for this block's share of the output's tiles."""
+        visits = jax.lax.axis_index("block"), jax.lax.axis_size("block"), self.column_tiles
+        last_group = sum(self.slots) + self.padding
+        return walk_tiles(group_offsets, last_group, self.tiles.height, visits, of_tile)
+
+
+def row_product_kernel(
+    rows: Sequence[jax.Array],
+    home: jax.Array,
+    replica: jax.Array,
+    group_offsets: jax.Array,
+    scale: jax.Array | None = None,
+    *,
+    sums: Sequence[Sequence[Sweep]],
+    transposed: bool,
+    epilogue: Epilogue,
+    outputs: int = 1,
+    out_dtype: Any = jnp.bfloat16,
+    row_sums: bool = False,
+    padding: bool,
+    tiles: TileSizes,
+) -> tuple[jax.Array, ...]:
+    """Multiply the rows of each group by matrices of its slot, and apply an epilogue to the sums.
+
+    Args:
+        rows: the row operands, each ``[r, k]`` bfloat16; r is a multiple of 8 and k one of 64.
+        home: ``[H, J, k, n]`` bfloat16, the J matrices of each home slot; ``[H, J, n, k]`` if transposed. n is a
+            multiple of ``tiles.width``.
+        replica: ``[R, J, k, n]``, the matrices of the replica slots; ``[R, J, n, k]`` if transposed. R may be 0.
+        group_offsets: ``[H + R + 3]`` int32, the result of `tile_walk.group_offsets`.
+        scale: ``[r]`` float32, a factor of each row that the epilogue is given; None if it needs none.
+        sums: the sweeps, in lists of those that add to the same accumulators; each list starts with new ones. The
+            epilogue is given all accumulators in order, those of the last list in float32, those before in bfloat16.
+        transposed: whether the matrices are summed over their last axis.
+        epilogue: the function that makes the outputs of the accumulators.
+        outputs: the number of values that the epilogue returns.
+        out_dtype: the dtype of the outputs.
+        row_sums: whether the epilogue returns a row sum.
+        padding: whether rows beyond the last group are written, as zeros; otherwise they hold anything.
+        tiles: the sizes of output tiles.
+
+    Returns:
+        The outputs ``[r, n]``. With row sums also ``[n / tiles.width, t, tiles.height]`` float32, the row sums of each
+        tile by the tile's number; t leaves room for any group sizes.
+    """
+    slots = (home.shape[0], replica.shape[0])
+    (num_rows, contraction), columns = rows[0].shape, home.shape[2 if transposed else 3]
+    column_tiles = columns // tiles.width
+    steps = contraction // STEP
+    spec = KernelSpec(sums, transposed, epilogue, outputs, padding, tiles, slots, steps, column_tiles)
+    outs = [jax.ShapeDtypeStruct((num_rows, columns), out_dtype)] * outputs
+    if row_sums:
+        most_tiles = (num_rows + (sum(slots) + 1) * (tiles.height + ROW_ALIGNMENT)) // tiles.height
+        outs.append(jax.ShapeDtypeStruct((column_tiles, most_tiles, tiles.height), jnp.float32))
+    matrix = (tiles.width, STEP) if transposed else (STEP, tiles.width)
+    # A tile may reach beyond the last row.
+    scales = [] if scale is None else [jnp.pad(scale, (0, tiles.height))]
+    weights = [home, replica] if slots[1] else [home]
+    return launch(
+        functools.partial(_copy_steps, spec),
+        functools.partial(_multiply_steps, spec),
+        Operands(group_offsets, list(rows), weights, scales),
+        outs,
+        buffers=[(tiles.height, STEP), *[matrix] * spec.matrices],
+        out_dtype=out_dtype,
+        tiles=tiles,
+    )
+
+
+def _copy_steps(spec: KernelSpec, operands: Operands, ring: Ring, buffers: Sequence[Any]) -> jax.Array:
+    """Fill the ring's buffers with the steps of every tile of this block."""
+    row_buffer, *matrix_buffers = buffers
+    homes, replicas = spec.slots
+
+    def of_tile(tile: Tile, column: jax.Array, step: jax.Array) -> jax.Array:
+        own = pl.ds(pl.multiple_of(tile.first, ROW_ALIGNMENT), spec.tiles.height)
+        across = pl.ds(column * spec.tiles.width, spec.tiles.width)
+
+        def fill(sweep: Sweep, index: jax.Array, step: jax.Array) -> jax.Array:
+            stage, along = ring.claim(step), pl.ds(index * STEP, STEP)
+
+            def copy(source: Any, buffer: Any) -> None:
+                plgpu.copy_gmem_to_smem(source, buffer.at[stage], ring.full.at[stage])
+
+            def copy_matrices(weights: Any, slot: jax.Array) -> None:
+                part = (across, along) if spec.transposed else (along, across)
+                for matrix, buffer in zip(sweep.matrices, matrix_buffers, strict=False):
+                    copy(weights.at[(slot, matrix, *part)], buffer)
+
+            copy(operands.rows[sweep.rows].at[own, along], row_buffer)
+            of_home = tile.group < homes
+            pl.when(of_home)(lambda: copy_matrices(operands.weights[0], tile.group))
+            if replicas:
+                pl.when(~of_home)(lambda: copy_matrices(operands.weights[1], tile.group - homes))
+            # The barrier counts one arrival for each buffer, those that this sweep has no use for too.
+            for _ in matrix_buffers[len(sweep.matrices) :]:
+                plgpu.barrier_arrive(ring.full.at[stage])
+            return step + 1
+
+        for sweep in spec.sweeps:
+            step = jax.lax.fori_loop(0, spec.sweep_steps(tile), functools.partial(fill, sweep), step)
+        return step
+
+    return spec.visit_tiles(operands.group_offsets, of_tile)
+
+
+def _multiply_steps(
+    spec: KernelSpec,
+    operands: Operands,
+    outs: Sequence[Any],
+    ring: Ring,
+    buffers: Sequence[Any],
+    out_buffer: Any,
+) -> None:
+    """Multiply the ring's steps for this warpgroup's 64 rows of each tile, and write what the epilogue makes of it."""
+    offset = jax.lax.axis_index("warpgroup") * WARPGROUP_HEIGHT
+
+    def of_tile(tile: Tile, column: jax.Array, step: jax.Array) -> jax.Array:
+        at, count = tile.first + offset, spec.sweep_steps(tile)
+        low = jnp.clip(tile.start - at, 0, WARPGROUP_HEIGHT)
+        high = jnp.clip(tile.end - at, 0, WARPGROUP_HEIGHT)
+
+        @pl.when(low < high)
+        def _() -> None:
+            sums = _sum_sweeps(spec, ring, buffers, offset, step, count)
+            factor = None
+            if operands.scale:
+                layout = plgpu.Layout.WGMMA.reduce(1)
+                own = pl.ds(at, WARPGROUP_HEIGHT)
+                factor = plgpu.load(operands.scale[0].at[own], layout=layout, optimized=False)
+                factor = jax.lax.broadcast_in_dim(factor, (WARPGROUP_HEIGHT, EPILOGUE_COLUMNS), (0,))
+            row_sums: list[jax.Array] = []
+
+            def parts() -> Iterator[tuple[jax.Array, Callable[..., Any]]]:
+                dtype, line = out_buffer.dtype, out_buffer.shape[-1]
+                for first in range(0, spec.tiles.width, line):
+                    pieces = []
+                    for begin in range(first, first + line, EPILOGUE_COLUMNS):
+                        piece = [one[:, begin : begin + EPILOGUE_COLUMNS] for one in sums]
+                        values, row_sum = spec.epilogue(piece, factor)
+                        pieces.append([value.astype(dtype) for value in values])
+                        row_sums.extend([] if row_sum is None else [row_sum])
+                    for value, out in zip(zip(*pieces, strict=True), outs, strict=False):
+                        place = functools.partial(target, out, column * spec.tiles.width + first)
+                        yield jnp.concatenate(value, axis=1), place
+
+            def target(out: Any, first: jax.Array, rows: Any, columns: Any) -> Any:
+                return out.at[pl.ds(at + rows.start, rows.size), pl.ds(first + columns.start, columns.size)]
+
+            write_output(parts(), out_buffer, low, high)
+            if row_sums:
+                own = pl.ds(offset, WARPGROUP_HEIGHT)
+                outs[-1][column, tile.number, own] = functools.reduce(operator.add, row_sums)
+
+        all_steps = count * len(spec.sweeps)
+
+        @pl.when(low == high)
+        def _() -> None:
+            def skip(index: jax.Array, step: jax.Array) -> jax.Array:
+                ring.wait(step)
+                ring.release(step)
+                return step + 1
+
+            jax.lax.fori_loop(0, all_steps, skip, step)
+
+        return step + all_steps
+
+    spec.visit_tiles(operands.group_offsets, of_tile)
+
+
+def _sum_sweeps(
+    spec: KernelSpec,
+    ring: Ring,
+    buffers: Sequence[Any],
+    offset: jax.Array,
+    step: jax.Array,
+    count: jax.Array,
+) -> list[jax.Array]:
+    """Return the accumulators that a tile's sweeps leave, of ``count`` steps each, the first of which is ``step``."""
+    sums: list[jax.Array] = []
+    for sweeps in spec.sums:
+        sums = [one.astype(jnp.bfloat16) for one in sums]
+        accumulate = functools.partial(_accumulate, spec, sweeps, ring, buffers, offset, step, count)
+        accumulators = [plgpu.ACC((WARPGROUP_HEIGHT, spec.tiles.width)) for _ in sweeps[0].matrices]
+        sums += pl.run_scoped(accumulate, accumulators)
+        step += len(sweeps) * count
+    return sums
+
+
+def _accumulate(
+    spec: KernelSpec,
+    sweeps: Sequence[Sweep],
+    ring: Ring,
+    buffers: Sequence[Any],
+    offset: jax.Array,
+    step: jax.Array,
+    count: jax.Array,
+    accumulators: Sequence[Any],
+) -> list[jax.Array]:
+    """Add up the products of sweeps that share accumulators."""
+    row_buffer, *matrix_buffers = buffers
+
+    def start_products(sweep: Sweep, stage: jax.Array, _: jax.Array) -> int:
+        own = row_buffer.at[stage, pl.ds(offset, WARPGROUP_HEIGHT)]
+        for accumulator, buffer in zip(accumulators, matrix_buffers[: len(sweep.matrices)], strict=True):
+            matrix = buffer.at[stage]
+            plgpu.wgmma(accumulator, own, matrix.transpose((1, 0)) if spec.transposed else matrix)
+        return len(sweep.matrices)
+
+    ring.multiply([functools.partial(start_products, sweep) for sweep in sweeps], step, count)
+    return [accumulator[...] for accumulator in accumulators]

@@ -1,0 +1,228 @@
+"""The kernel for weight gradients: each group's rows, transposed, times its rows of another operand.
+
+The contraction runs over rows, from a multiple of 8 at or before the group's first one. Rows of other groups in the
+first and the last step are set to zero in shared memory, in both operands: they may hold anything, and zero times
+infinity is not zero. The two warpgroups share that work and wait for each other.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.hopper.persistent_kernel import (
+    STEP,
+    WARPGROUP_HEIGHT,
+    Ring,
+    TileSizes,
+    launch,
+    write_output,
+)
+from pallas_kernels.hopper.tile_walk import ROW_ALIGNMENT, align_down
+
+
+class Operands(NamedTuple):
+    """The arrays that the kernel reads."""
+
+    group_offsets: Any
+    pairs: list[tuple[Any, Any]]
+
+
+class Visit(NamedTuple):
+    """One tile of one group's output, and the rows that it is summed over; all fields are int32."""
+
+    group: jax.Array
+    """The group, which is also the weight slot."""
+    pair: jax.Array
+    """The index of the pair of row operands."""
+    top: jax.Array
+    """The first index of k in the tile."""
+    left: jax.Array
+    """The first index of n in the tile."""
+    start: jax.Array
+    """The group's first row."""
+    end: jax.Array
+    """The row after the group's last one."""
+
+    @property
+    def first(self) -> jax.Array:
+        """The row at which the steps start."""
+        return align_down(self.start)
+
+    @property
+    def steps(self) -> jax.Array:
+        """The number of steps, 0 for an empty group."""
+        steps = jax.lax.div(self.end - self.first + (STEP - 1), jnp.int32(STEP))
+        return jnp.where(self.end > self.start, steps, 0)
+
+
+class KernelSpec(NamedTuple):
+    """Everything that a kernel is compiled for."""
+
+    slots: tuple[int, int]
+    """The numbers of home slots and of replica slots."""
+    pairs: int
+    """The number of pairs of row operands."""
+    shape: tuple[int, int]
+    """The shape (k, n) of a weight gradient."""
+    tiles: TileSizes
+
+    def visit_tiles(self, group_offsets: Any, of_tile: Callable[[Visit, jax.Array], jax.Array]) -> jax.Array:
+        """Call ``(visit, steps so far) -> steps so far`` for this block's share: every n-th tile."""
+        block, blocks = jax.lax.axis_index("block"), jax.lax.axis_size("block")
+        # From the fastest axis to the slowest: tiles along n, tiles along k, pairs, groups.
+        sizes = self.shape[1] // self.tiles.width, -(-self.shape[0] // self.tiles.height), self.pairs
+        count = sum(self.slots) * sizes[0] * sizes[1] * sizes[2]
+
+        def visit(index: jax.Array, step: jax.Array) -> jax.Array:
+            places, rest = [], block + index * blocks
+            for size in sizes:
+                places.append(jax.lax.rem(rest, jnp.int32(size)))
+                rest = jax.lax.div(rest, jnp.int32(size))
+            (across, down, pair), group = places, rest
+            place = group, pair, down * self.tiles.height, across * self.tiles.width
+            return of_tile(Visit(*place, group_offsets[group], group_offsets[group + 1]), step)
+
+        share = jax.lax.div(count - block + (blocks - 1), jnp.int32(blocks))
+        return jax.lax.fori_loop(0, share, visit, jnp.int32(0))
+
+
+def weight_gradient_kernel(
+    pairs: Sequence[tuple[jax.Array, jax.Array]],
+    group_offsets: jax.Array,
+    slots: tuple[int, int],
+    *,
+    out_dtype: Any = jnp.bfloat16,
+    tiles: TileSizes,
+) -> tuple[jax.Array, jax.Array]:
+    """Compute ``a[group]^T b[group]`` for every group and each of J pairs of row operands.
+
+    Args:
+        pairs: the pairs (a, b), ``[r, k]`` and ``[r, n]`` bfloat16; r is a multiple of 8, k one of 64, and n one of
+            ``tiles.width``.
+        group_offsets: ``[H + R + 3]`` int32, the result of `tile_walk.group_offsets`.
+        slots: the numbers H of home slots and R of replica slots.
+        out_dtype: the dtype of the results.
+        tiles: the sizes of output tiles; the height is along k, the width along n.
+
+    Returns:
+        ``[H, J, k, n]`` and ``[R, J, k, n]``, zeros for empty groups.
+    """
+    shape = pairs[0][0].shape[1], pairs[0][1].shape[1]
+    spec = KernelSpec(slots, len(pairs), shape, tiles)
+    outs = [jax.ShapeDtypeStruct((count, len(pairs), *shape), out_dtype) for count in slots if count]
+    gradients = launch(
+        functools.partial(_copy_steps, spec),
+        functools.partial(_multiply_steps, spec),
+        Operands(group_offsets, list(pairs)),
+        outs,
+        buffers=[(STEP, tiles.height), (STEP, tiles.width)],
+        out_dtype=out_dtype,
+        tiles=tiles,
+        cleared=plgpu.Barrier(num_arrivals=tiles.height // WARPGROUP_HEIGHT),
+    )
+    return gradients[0], gradients[-1][: slots[1]]
+
+
+def _copy_steps(spec: KernelSpec, operands: Operands, ring: Ring, buffers: Sequence[Any]) -> jax.Array:
+    """Fill the ring's buffers with the steps of every tile of this block."""
+
+    def of_tile(visit: Visit, step: jax.Array) -> jax.Array:
+        def fill(index: jax.Array, step: jax.Array) -> jax.Array:
+            stage = ring.claim(step)
+            along = pl.ds(pl.multiple_of(visit.first + index * STEP, ROW_ALIGNMENT), STEP)
+            parts = pl.ds(visit.top, spec.tiles.height), pl.ds(visit.left, spec.tiles.width)
+
+            def copy_pair(refs: tuple[Any, Any]) -> None:
+                for ref, part, buffer in zip(refs, parts, buffers, strict=True):
+                    plgpu.copy_gmem_to_smem(ref.at[along, part], buffer.at[stage], ring.full.at[stage])
+
+            for number, refs in enumerate(operands.pairs):
+                pl.when(visit.pair == number)(functools.partial(copy_pair, refs))
+            return step + 1
+
+        return jax.lax.fori_loop(0, visit.steps, fill, step)
+
+    return spec.visit_tiles(operands.group_offsets, of_tile)
+
+
+def _multiply_steps(
+    spec: KernelSpec,
+    operands: Operands,
+    outs: Sequence[Any],
+    ring: Ring,
+    buffers: Sequence[Any],
+    out_buffer: Any,
+    cleared: Any,
+) -> None:
+    """Multiply the ring's steps for this warpgroup's 64 rows of each output tile, and write them."""
+    offset = jax.lax.axis_index("warpgroup") * WARPGROUP_HEIGHT
+    homes, replicas = spec.slots
+
+    def of_tile(visit: Visit, step: jax.Array) -> jax.Array:
+        accumulate = functools.partial(_accumulate, spec, ring, buffers, cleared, visit, step)
+        value = pl.run_scoped(accumulate, plgpu.ACC((WARPGROUP_HEIGHT, spec.tiles.width)))
+        at = visit.top + offset
+
+        def store(out: Any, slot: jax.Array) -> None:
+            def target(rows: Any, columns: Any) -> Any:
+                part = pl.ds(at + rows.start, rows.size), pl.ds(visit.left + columns.start, columns.size)
+                return out.at[(slot, visit.pair, *part)]
+
+            write_output([(value, target)], out_buffer, 0, WARPGROUP_HEIGHT)
+
+        inside = at < spec.shape[0]
+        pl.when(inside & (visit.group < homes))(lambda: store(outs[0], visit.group))
+        if replicas:
+            pl.when(inside & (visit.group >= homes))(lambda: store(outs[1], visit.group - homes))
+        return step + visit.steps
+
+    spec.visit_tiles(operands.group_offsets, of_tile)
+
+
+def _accumulate(
+    spec: KernelSpec,
+    ring: Ring,
+    buffers: Sequence[Any],
+    cleared: Any,
+    visit: Visit,
+    step: jax.Array,
+    accumulator: Any,
+) -> jax.Array:
+    """Add up the products of the visit's steps, the first of which is ``step``."""
+    own = pl.ds(jax.lax.axis_index("warpgroup") * WARPGROUP_HEIGHT, WARPGROUP_HEIGHT)
+
+    def start_product(stage: jax.Array, index: jax.Array) -> int:
+        at = visit.first + index * STEP
+        low, high = visit.start - at, visit.end - at
+        pl.when((low > 0) | (high < STEP))(lambda: _clear_others(spec, buffers, cleared, stage, low, high))
+        plgpu.wgmma(accumulator, buffers[0].at[stage, :, own].transpose((1, 0)), buffers[1].at[stage])
+        return 1
+
+    ring.multiply([start_product], step, visit.steps)
+    return accumulator[...]
+
+
+def _clear_others(
+    spec: KernelSpec, buffers: Sequence[Any], cleared: Any, stage: jax.Array, low: jax.Array, high: jax.Array
+) -> None:
+    """Set all rows of a step but ``low..high`` to zero, each warpgroup its share, and wait for the others."""
+    warpgroup = jax.lax.axis_index("warpgroup")
+    row = plgpu.broadcasted_iota(jnp.int32, (STEP, 64), 0, layout=plgpu.Layout.WGMMA)
+
+    def clear_block(block: Any) -> None:
+        values = plgpu.load(block, layout=plgpu.Layout.WGMMA, optimized=False)
+        block[...] = jnp.where((row >= low) & (row < high), values, jnp.zeros_like(values))
+
+    for buffer in buffers:
+        for number in range(buffer.shape[-1] // 64):
+            block = buffer.at[stage, :, pl.ds(number * 64, 64)]
+            mine = warpgroup == number % (spec.tiles.height // WARPGROUP_HEIGHT)
+            pl.when(mine)(functools.partial(clear_block, block))
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(cleared)
+    plgpu.barrier_wait(cleared)

@@ -1,0 +1,124 @@
+"""How a call of this package chooses its implementation, and the checks of operands that all calls share."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.hopper.persistent_kernel import STEP, interpreted
+
+
+def choose_implementation(
+    name: str | None, implementations: Mapping[str, Any], rows: jax.Array, out_dtype: Any, **dimensions: int
+) -> str:
+    """Return the name of the implementation to run: the one that was asked for, or the fastest that can run.
+
+    Args:
+        name: the name that the caller asked for. None stands for "mosaic" where the Hopper kernels can run and for
+            "xla" where they cannot.
+        implementations: all implementations by name; "mosaic" and "xla" are among them.
+        rows: the row operand, which says what device computes: the one that holds it, or the one that a mesh
+            describes while a program is compiled for other devices.
+        out_dtype: the dtype of the result.
+        dimensions: the two dimensions of the weight matrices, by the names that error messages use.
+
+    Raises:
+        ValueError: if no implementation has that name, or if "mosaic" was asked for and cannot run.
+    """
+    if name is not None and name not in implementations:
+        raise ValueError(f"implementation={name!r} is not one of {', '.join(implementations)}")
+    if name is not None and name != "mosaic":
+        return name
+    reason = _why_not_mosaic(rows, out_dtype, dimensions)
+    if reason and name:
+        raise ValueError(f"implementation='mosaic' cannot run: {reason}")
+    return "xla" if reason else "mosaic"
+
+
+def _why_not_mosaic(rows: jax.Array, out_dtype: Any, dimensions: Mapping[str, int]) -> str | None:
+    """Return the reason why the Hopper kernels cannot run, or None if they can."""
+    if rows.dtype != jnp.bfloat16:
+        return f"rows are {rows.dtype}, not bfloat16"
+    if out_dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        return f"out_dtype={out_dtype} is none of bfloat16, float16, float32"
+    for name, size in dimensions.items():
+        if size < STEP or size % STEP:
+            return f"{name}={size} is no multiple of {STEP}"
+    return None if interpreted() else why_not_hopper(_device_kind(rows))
+
+
+def _device_kind(rows: jax.Array) -> str:
+    """Return the kind of the device that will compute: a described one, the one that holds rows, or the default."""
+    meshes = (jax.sharding.get_abstract_mesh(), jax.typeof(rows).sharding.mesh)
+    for mesh in meshes:
+        if mesh.abstract_device:
+            return mesh.abstract_device.device_kind
+    if not isinstance(rows, jax.core.Tracer):
+        return next(iter(rows.devices())).device_kind
+    default = jax.config.jax_default_device
+    return (default if isinstance(default, jax.Device) else jax.devices(default)[0]).device_kind
+
+
+def why_not_hopper(device_kind: str) -> str | None:
+    """Return the reason why a device is no Hopper GPU, or None if it is one (H100, H200, H800, H20, GH200).
+
+    >>> why_not_hopper("NVIDIA A100-SXM4-80GB")
+    'NVIDIA A100-SXM4-80GB is no Hopper GPU'
+    """
+    if re.search(r"\bG?H(\d{3}|20)\b", device_kind):
+        return None
+    return f"{device_kind} is no Hopper GPU"
+
+
+def check_group_sizes(group_sizes: jax.Array, slots: tuple[int, int]) -> None:
+    """Check that there is one integer size for each weight slot.
+
+    Args:
+        group_sizes: the sizes as the caller gave them.
+        slots: the numbers of home slots and of replica slots.
+
+    Raises:
+        ValueError: if the sizes have another shape than ``[H + R]`` or are no integers.
+    """
+    if group_sizes.shape != (sum(slots),) or not jnp.issubdtype(group_sizes.dtype, jnp.integer):
+        raise ValueError(
+            f"group_sizes: expected integers [{sum(slots)}] for {slots[0]} home and {slots[1]} replica slots,"
+            f" found {describe(group_sizes)}"
+        )
+
+
+def resolve_out_dtype(out_dtype: Any, rows: jax.Array) -> Any:
+    """Return the dtype of a result: the one that was asked for, or that of the rows if None was.
+
+    Raises:
+        ValueError: if the dtype is not floating.
+    """
+    dtype = jnp.dtype(rows.dtype if out_dtype is None else out_dtype)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"out_dtype: expected a floating dtype, found {dtype}")
+    return dtype
+
+
+def match_varying_axes(*arrays: jax.Array) -> list[jax.Array]:
+    """Return the arrays, all of them varying over the same mesh axes inside `jax.shard_map`.
+
+    Loops may then carry parts of any of them. The transpose sums the gradient of an array that was the same on
+    several devices. Outside `jax.shard_map` the arrays come back as they are.
+    """
+    varying = [jax.typeof(array).manual_axis_type.varying for array in arrays]
+    axes = frozenset().union(*varying)
+    return [
+        jax.lax.pcast(array, tuple(axes - own), to="varying") if axes - own else array
+        for array, own in zip(arrays, varying, strict=True)
+    ]
+
+
+def describe(array: jax.Array) -> str:
+    """Return the dtype and shape of an array, for error messages.
+
+    >>> describe(jnp.zeros((2, 3)))
+    'float32[2, 3]'
+    """
+    return f"{array.dtype}{list(array.shape)}"

@@ -1,0 +1,29 @@
+"""What `make aot` concludes from compiled kernels; the kernels themselves are compiled there, not here."""
+
+from experiments.aot.kernels import KERNEL_CASES, KERNELS, Compiled, judge_kernels
+
+
+def test_a_kernel_that_does_not_compile_fails():
+    clean = "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\n"
+    sound = {case: Compiled(KERNELS[case.part], 0, clean * KERNELS[case.part]) for case in KERNEL_CASES}
+    assert all(finding.good for finding in judge_kernels(sound))
+    serial = "(C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to ..."
+    ignored = "(C7508) Potential Performance Loss: 'setmaxnreg' ignored to maintain ..."
+    spills = clean.replace("0 bytes spill stores", "1936 bytes spill stores")
+    broken = (
+        "exceeds available shared memory",
+        Compiled(2, 0, clean * 5),
+        Compiled(3, 0, ""),
+        Compiled(5, 0, clean * 4 + spills),
+        Compiled(3, 0, clean * 3 + serial),
+        Compiled(5, 0, clean * 5 + ignored),
+    )
+    judged = judge_kernels(sound | dict(zip(KERNEL_CASES[1:], broken, strict=False)))
+    assert [finding.found for finding in judged if not finding.good] == [
+        "exceeds available shared memory",
+        "2, 0 MB temporary",
+        "0 kernels, 0 bytes, 0 serialized, 0 without registers",
+        "5 kernels, 1936 bytes, 0 serialized, 0 without registers",
+        "3 kernels, 0 bytes, 1 serialized, 0 without registers",
+        "5 kernels, 0 bytes, 0 serialized, 1 without registers",
+    ]
