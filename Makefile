@@ -6,13 +6,13 @@ AOT := .venv-aot/bin/python
 AOT_HERE := $(filter Linux-x86_64,$(shell uname -sm | tr ' ' -))
 SITE := -c "import sysconfig; print(sysconfig.get_path('purelib'))"
 
-.PHONY: demo compare test bench aot check format lock clean
+.PHONY: demo compare test bench aot check check-long format lock clean
 
 demo: .venv/installed  ## reinforcement learning with routing replay, balanced; figure and numbers go to out/
 	$(RUN) -m experiments.run demo
 
 compare: .venv/installed  ## all planners on a trace; figures and numbers go to out/
-	$(RUN) -m experiments.run compare
+	.venv/bin/relibra compare
 
 test: .venv/installed  ## the whole test suite
 	$(RUN) -m pytest
@@ -29,6 +29,10 @@ check: .venv/installed  ## format, lint, types, tests (import arrows among them)
 	$(RUN) -m mypy
 	$(MAKE) test
 	$(if $(AOT_HERE),$(MAKE) aot,@echo "make aot skipped: XLA's compiler for CUDA is for x86-64 Linux, this is $$(uname -sm)")
+
+check-long: .venv/installed  ## what takes minutes and tests do not hold: the ablation and the buffers of a trace
+	$(RUN) -m experiments.ablation
+	$(RUN) -m experiments.count_buffers
 
 format: .venv/installed
 	$(RUN) -m ruff format

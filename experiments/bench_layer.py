@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.bench import interleaved
-from experiments.traces import read_trace
+from relibra_jax.cli.traces import read_trace
 from experiments.contenders import Work, contenders, expert_weights
 from relibra_jax.execution.mesh import RANKS, expert_mesh, rank_sharding
 from relibra_jax.execution.moe import ExpertParallel, fetch_replicas, moe_layer

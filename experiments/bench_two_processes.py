@@ -74,7 +74,8 @@ def measure(config: Parallel, number: int, port: int) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from experiments.traces import read_trace, synthetic_trace
+    from experiments.synthetic_traces import synthetic_trace
+    from relibra_jax.cli.traces import read_trace
     from experiments.contenders import contenders
     from relibra_jax.execution.mesh import expert_mesh
     from relibra_jax.types import Topology

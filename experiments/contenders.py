@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.traces import Trace
+from relibra_jax.cli.traces import Trace
 from relibra_jax.capacity import Capacities, count_capacities
 from relibra_jax.planning.planners import PLANNERS
 from relibra_jax.replay import expert_load

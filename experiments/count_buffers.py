@@ -14,8 +14,8 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from experiments.configs import Cluster
-from experiments.traces import read_trace
+from relibra_jax.cli.options import Cluster
+from relibra_jax.cli.traces import read_trace
 from experiments.contenders import contenders
 from relibra_jax.capacity import worst_case_capacities
 

@@ -25,7 +25,8 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.bench import interleaved
-from experiments.traces import read_trace, synthetic_trace
+from experiments.synthetic_traces import synthetic_trace
+from relibra_jax.cli.traces import read_trace
 from experiments.contenders import Work, contenders, expert_weights
 from pallas_kernels import grouped_mlp
 from relibra_jax.types import Topology

@@ -1,0 +1,1 @@
+"""What each part of ReLibra's planner is worth: ``python -m experiments.ablation [TRACE]``."""

@@ -1,8 +1,9 @@
 """The two halves of replication alone, for the ablation: places blind to the split, and splits of given places.
 
 ReLibra (arXiv 2605.08639) decides jointly where replicas live and how many tokens they compute, as does
-`relibra_jax.planning.greedy_replication`; the halves show what each is worth. `place_heaviest` chooses places by EPLB's rule;
-`split_evenly` and `split_tokens` divide tokens over places that are given.
+`relibra_jax.planning.greedy_replication`; the halves show what each is worth. `replicate_with_even_split` and
+`replicate_with_eplb_places` each give up one of them. They are made of rules for one domain of ranks: `place_heaviest`
+chooses places by EPLB's rule, `split_evenly` and `split_tokens` divide tokens over places that are given.
 """
 
 import jax
@@ -10,14 +11,59 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Int
 
+from relibra_jax.planning.greedy_replication import replicate_domain
 from relibra_jax.planning.packing import add_copies, lightest_pack
-from relibra_jax.types import EMPTY, Array
+from relibra_jax.planning.per_node import plan_per_node
+from relibra_jax.types import EMPTY, Array, Plan, Topology
 
 SWEEPS = 16
 """Times that `split_tokens` goes over the replicas: then 0.01% above the linear program in the mean and 1.3% in the
 worst of 800 domains; with 8, 0.07% and 6%."""
 
 _MAX = np.int32(np.iinfo(np.int32).max)
+
+
+def replicate_with_even_split(load: Int[Array, "M L E"], home: Int[Array, "L E"], topology: Topology) -> Plan:
+    """The replicas of `replicate_experts`, each expert's tokens split evenly over its copies.
+
+    Args:
+        load: token copies of each expert, summed over where they lie; below 2**31 in each layer.
+        home: flat home slot of each expert.
+        topology: the expert-parallel group.
+
+    Returns:
+        A Plan; unused replica slots are EMPTY.
+    """
+
+    def rule(load, _):
+        replica, _ = replicate_domain(load, replica_slots=topology.replica_slots)
+        return split_evenly(load, replica)
+
+    load = jnp.asarray(load, jnp.int32)
+    return plan_per_node(rule, load, load, home, topology)
+
+
+def replicate_with_eplb_places(
+    load: Int[Array, "M L E"], home: Int[Array, "L E"], topology: Topology
+) -> Plan:
+    """Replicas placed by EPLB's rule, which assumes an even split, and tokens split as well as the places allow.
+
+    No domain is more imbalanced than it would be without replicas.
+
+    Args:
+        load: token copies of each expert, summed over where they lie; below 2**31 in each layer.
+        home: flat home slot of each expert.
+        topology: the expert-parallel group.
+
+    Returns:
+        A Plan; unused replica slots are EMPTY.
+    """
+
+    def rule(load, _):
+        return split_tokens(load, place_heaviest(load, replica_slots=topology.replica_slots))
+
+    load = jnp.asarray(load, jnp.int32)
+    return plan_per_node(rule, load, load, home, topology)
 
 
 def place_heaviest(load: Int[Array, "P H"], *, replica_slots: int) -> Int[jax.Array, "P R"]:
@@ -27,10 +73,10 @@ def place_heaviest(load: Int[Array, "P H"], *, replica_slots: int) -> Int[jax.Ar
 
     Args:
         load: token copies of each expert of the domain, by home slot.
-        replica_slots: R.
+        replica_slots: replica slots of a rank.
 
     Returns:
-        As from `replicate_domain`.
+        The flat home slot of the expert in each replica slot, EMPTY for none, as from `replicate_domain`.
     """
     ranks, homes = load.shape
     item, _, count = add_copies(load.ravel(), ranks * replica_slots)
@@ -50,7 +96,7 @@ def split_evenly(
 
     Args:
         load: token copies of each expert of the domain, by home slot.
-        replica: from `replicate_domain`.
+        replica: flat home slot of the expert in each replica slot, EMPTY for none.
 
     Returns:
         The replicas that compute something, and the quotas, as from `replicate_domain`.

@@ -4,12 +4,14 @@ import functools
 
 import jax
 
-from experiments.simulate import Contender
+from experiments.ablation.placement_methods import place_by_descent, place_longest_first
+from experiments.ablation.token_splits import replicate_with_eplb_places, replicate_with_even_split
+from relibra_jax.cli.planner_runs import Contender
 from relibra_jax.planning.assignment import assign_samples
 from relibra_jax.planning.placement import place_experts
 from relibra_jax.planning.planners import PLANNERS, PlannerEntry
 from relibra_jax.planning.relibra import keep_homes, relibra
-from relibra_jax.planning.replication import without_replicas, replicate_experts
+from relibra_jax.planning.replication import without_replicas
 
 
 def assign(*batch, **sizes):
@@ -17,33 +19,26 @@ def assign(*batch, **sizes):
     return assign_samples(*batch, key=jax.random.key(0), **sizes)
 
 
-def _part(summary: str, **parts) -> Contender:
-    return Contender(row=PlannerEntry(planner=relibra(**parts), summary=summary))
-
-
-def _replicate(mode: str):
-    return functools.partial(replicate_experts, mode=mode)
-
-
-def _place(method: str):
-    return functools.partial(place_experts, method=method)
+def _variant(summary: str, **parts) -> Contender:
+    return Contender(entry=PlannerEntry(planner=relibra(**parts), summary=summary))
 
 
 ABLATION: dict[str, Contender] = {
-    "static": Contender(row=PLANNERS["static"]),
-    "static + assign": Contender(row=PLANNERS["static"], assign=assign),
-    "+ reorder": _part("reordering alone", replicate=without_replicas),
-    "+ replicate": _part("replication alone", place=keep_homes),
-    "relibra": Contender(row=PLANNERS["relibra"]),
-    "relibra + assign": Contender(row=PLANNERS["relibra"], assign=assign),
-    "thorough": _part(
+    "static": Contender(entry=PLANNERS["static"]),
+    "static + assign": Contender(entry=PLANNERS["static"], assign=assign),
+    "+ reorder": _variant("reordering alone", replicate=without_replicas),
+    "+ replicate": _variant("replication alone", place=keep_homes),
+    "relibra": Contender(entry=PLANNERS["relibra"]),
+    "relibra + assign": Contender(entry=PLANNERS["relibra"], assign=assign),
+    "thorough": _variant(
         "a longer search, moves free", place=functools.partial(place_experts, steps=40_000, move_cost=0.0)
     ),
-    "place by descent": _part("steepest descent instead of annealing", place=_place("descent")),
-    "place by lpt": _part("heaviest expert first instead of annealing", place=_place("lpt")),
-    "places only": _part("ReLibra's replicas, tokens split evenly", replicate=_replicate("placement")),
-    "splits only": _part("EPLB's replicas, tokens split well", replicate=_replicate("splitting")),
-    "eplb": Contender(row=PLANNERS["eplb"]),
-    "lplb": Contender(row=PLANNERS["lplb"]),
-    "relibra_across": Contender(row=PLANNERS["relibra_across"]),
+    "place by descent": _variant("steepest descent instead of annealing", place=place_by_descent),
+    "place by lpt": _variant("heaviest expert first instead of annealing", place=place_longest_first),
+    "places only": _variant("ReLibra's replicas, tokens split evenly", replicate=replicate_with_even_split),
+    "splits only": _variant("EPLB's replicas, tokens split well", replicate=replicate_with_eplb_places),
+    "eplb": Contender(entry=PLANNERS["eplb"]),
+    "lplb": Contender(entry=PLANNERS["lplb"]),
+    "relibra_across": Contender(entry=PLANNERS["relibra_across"]),
 }
+"""The contenders of ``python -m experiments.ablation``."""

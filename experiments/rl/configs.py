@@ -10,8 +10,8 @@ from typing import Annotated, Final, Literal
 
 import tyro
 
-from experiments.configs import Cluster
-from experiments.names import nearest
+from relibra_jax.cli.options import Cluster
+from relibra_jax.cli.suggestions import suggest_names
 from experiments.rl.policy import POLICIES, PolicyConfig
 from experiments.rl.step import Clip
 from relibra_jax.planning.placement import place_experts
@@ -117,7 +117,7 @@ class Train:
             ("planner", self.planner, PLANNERS),
         ):
             if value not in table:
-                raise ValueError(f"{name} {value!r} must be one of {', '.join(table)}{nearest(value, table)}")
+                raise ValueError(f"{name} {value!r} must be one of {', '.join(table)}{suggest_names(value, table)}")
         changed = [part for part in (self.reorder, self.replicate) if part != type(part)()]
         if changed and self.planner not in TUNABLE:
             raise ValueError(f"planner={self.planner}, and {changed[0]} is for {' and '.join(TUNABLE)} alone")

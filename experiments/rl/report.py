@@ -13,7 +13,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from experiments.figures import COLOURS, GRID, INK
+from relibra_jax.cli.figures import COLOURS, GRID, INK
 from experiments.rl.configs import Train
 from experiments.rl.running import read_metrics
 from relibra_jax.atomic_write import write_atomically

@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from experiments.names import nearest
+from relibra_jax.cli.suggestions import suggest_names
 from experiments.rl.tokens import BOS, EOS, encode
 
 
@@ -96,7 +96,7 @@ def find_task(name: str) -> Task:
         from reasoning_gym.factory import DATASETS  # type: ignore[import-not-found,unused-ignore]
     except ImportError as error:
         raise ValueError(
-            f"task {name!r} is none of {', '.join(TASKS)}{nearest(name, TASKS)}; tasks of reasoning-gym need"
+            f"task {name!r} is none of {', '.join(TASKS)}{suggest_names(name, TASKS)}; tasks of reasoning-gym need"
             ' the extra rl: pip install -e ".[rl]"'
         ) from error
     if name not in DATASETS:

@@ -1,4 +1,4 @@
-"""Where routing replay comes from: recorded traces, and synthetic ones that look like reinforcement learning.
+"""Synthetic routing replay that looks like reinforcement learning.
 
 The generator draws, for every token and layer, the top-k of
 
@@ -11,41 +11,10 @@ The generator draws, for every token and layer, the top-k of
 so the hottest experts change from one micro-batch to the next, which planners that look back cannot follow.
 """
 
-import os
-from pathlib import Path
-from typing import Final, NamedTuple
-
 import numpy as np
 
-from relibra_jax.replay import load_replay, stored_num_experts
+from relibra_jax.cli.traces import Trace
 from relibra_jax.types import RoutingReplay
-
-RECORDED: Final = Path(__file__).parent / "data" / "rl_demo.npz"
-"""The routing of two rollouts of a tiny policy, saved by ``python -m experiments.run learn --record 2``."""
-
-
-class Trace(NamedTuple):
-    """Routing replay and what is known of where it came from."""
-
-    replay: RoutingReplay
-    num_experts: int
-    name: str
-    note: str
-    """What a reader has to know to judge the numbers."""
-
-
-def read_trace(path: Path | None) -> Trace:
-    """The trace at ``path``, else the one that RELIBRA_TRACE names, else `RECORDED`.
-
-    Raises:
-        ValueError: the file is missing, truncated or malformed.
-    """
-    path = path or Path(os.environ.get("RELIBRA_TRACE") or RECORDED)
-    if not path.is_file():
-        raise ValueError(f"{path}: no such trace")
-    replay, num_experts = load_replay(path)
-    note = "" if stored_num_experts(path) else f"num_experts={num_experts} inferred: the largest id + 1"
-    return Trace(replay, num_experts, path.name, note)
 
 
 def synthetic_trace(
@@ -59,17 +28,20 @@ def synthetic_trace(
     skew: float = 0.5,
     seed: int = 0,
 ) -> Trace:
-    """A trace of the generator above.
+    """Draw a trace.
 
     Args:
-        samples: sequences B.
-        mean_tokens: of their lengths, which are log-normal and at most three times as long.
-        layers: MoE layers L.
-        num_experts: experts E of a layer.
-        top_k: experts K of a token.
-        domains: kinds of prompts; runs of one kind last eight samples on average.
-        skew: Zipf exponent of the experts' popularity, which all samples share.
-        seed: of everything that is drawn.
+        samples: the number of sequences B.
+        mean_tokens: the mean of their lengths, which are log-normal and at most three times as long.
+        layers: the number of MoE layers L.
+        num_experts: the number of logical experts E of a layer.
+        top_k: the number of experts K of a token.
+        domains: the number of kinds of prompts; runs of one kind last eight samples on average.
+        skew: the Zipf exponent of the experts' popularity, which all samples share.
+        seed: the seed of everything that is drawn.
+
+    Returns:
+        The trace; its note names the generator.
     """
     rng = np.random.default_rng(seed)
     lengths = np.clip(rng.lognormal(np.log(mean_tokens) - 0.125, 0.5, samples), 8, 3 * mean_tokens).astype(

@@ -1,4 +1,4 @@
-"""Figures of what planners do, drawn from the same outcomes as the tables."""
+"""Figures of what planners do, drawn from the same outcomes as the table."""
 
 from pathlib import Path
 
@@ -8,8 +8,9 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 
-from experiments.simulate import CostModel, Outcome
 from relibra_jax.atomic_write import write_atomically
+from relibra_jax.cli.comparison import Outcome
+from relibra_jax.cli.modelled_time import CostModel
 from relibra_jax.plan import rank_load
 from relibra_jax.types import Topology
 
@@ -18,11 +19,11 @@ COLOURS = ["#9a9a9a", "#c7a27c", "#d98c3f", "#b5541c", "#e3b23c", "#7fb0d6", "#1
 
 
 def compare_figure(path: Path, outcomes: list[Outcome], title: str) -> None:
-    """Imbalance of every planner: over the whole batch, and micro-batch by micro-batch.
+    """Draw the imbalance of every planner: over the whole batch, and micro-batch by micro-batch.
 
     Args:
-        path: of the PNG.
-        outcomes: one for each planner, drawn in this order.
+        path: the PNG file to write.
+        outcomes: one outcome for each planner, drawn in this order.
         title: what was run.
     """
     colour = {outcome.planner: COLOURS[i % len(COLOURS)] for i, outcome in enumerate(outcomes)}
@@ -59,20 +60,20 @@ def compare_figure(path: Path, outcomes: list[Outcome], title: str) -> None:
 
 
 def timeline_figure(
-    path: Path, before: Outcome, after: Outcome, topology: Topology, costs: CostModel
+    path: Path, before: Outcome, after: Outcome, topology: Topology, cost_model: CostModel
 ) -> None:
-    """One layer of one micro-batch, rank by rank, forward, as the cost model sees it: where ranks wait.
+    """Draw where ranks wait in one layer of one micro-batch, forward, as the cost model sees it.
 
-    Shown is the micro-batch and layer of the last batch in which ``before`` is most uneven.
+    The layer and the micro-batch are those of the last batch in which ``before`` is most uneven.
 
     Args:
-        path: of the PNG.
-        before: for example static's outcome.
-        after: for example ReLibra's.
-        topology: of both.
-        costs: for the lengths of the phases.
+        path: the PNG file to write.
+        before: the outcome of one planner, for example static.
+        after: the outcome of another planner, for example ReLibra.
+        topology: the expert-parallel group.
+        cost_model: the cost model, which gives the lengths of the phases.
     """
-    load = np.asarray(rank_load(before.planned[-1].plan), float)
+    load = np.asarray(rank_load(before.batches[-1].batch_plan.plan), float)
     place = np.unravel_index((load.max((2, 3)) - load.mean((2, 3))).argmax(), load.shape[:2])
     figure, rows = plt.subplots(2, 1, figsize=(9, 4.8), sharex=True, layout="constrained")
     phases = {
@@ -83,7 +84,7 @@ def timeline_figure(
         "combine": "#d98c3f",
     }
     for axes, outcome in zip(rows, (before, after), strict=True):
-        times = costs.ranks(outcome.planned[-1], topology)
+        times = cost_model.rank_time(outcome.batches[-1], topology)
         attention, compute, exchange, push = (np.asarray(part)[place].ravel() * 1e3 for part in times)
         ranks, start = np.arange(attention.size), 0.0
         exposed = np.maximum(push - attention.max(), 0)

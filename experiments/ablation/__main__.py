@@ -1,0 +1,35 @@
+"""``python -m experiments.ablation [TRACE]``: ReLibra's parts compared, each alone, and their alternatives.
+
+The options, the table, the figures and the numbers are those of ``relibra compare``, with the contenders of
+`experiments.ablation.variants`. Bad input ends with exit status 2 and one line on standard error.
+"""
+
+import sys
+from pathlib import Path
+
+import tyro
+from rich.console import Console
+
+from experiments.ablation.variants import ABLATION
+from relibra_jax.cli.compare import Compare, compare_contenders
+from relibra_jax.cli.refusals import exit_status
+
+PROGRAM = "python -m experiments.ablation"
+
+
+def main(args: list[str] | None = None) -> int:
+    """Run the ablation.
+
+    Args:
+        args: the options; those of the process when None.
+
+    Returns:
+        The exit status: 0, or 2 for bad input.
+    """
+    default = Compare(out=Path("out/ablation"))
+    options = tyro.cli(Compare, default=default, prog=PROGRAM, description=__doc__, args=args)
+    return exit_status(lambda: compare_contenders(ABLATION, options, Console()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,100 @@
+"""Other searches for homes than annealing, for the ablation: steepest descent over swaps, and heaviest expert first.
+
+Both stand in for `relibra_jax.planning.annealing.anneal` in `relibra_jax.planning.placement.place_by_search`, so that
+levels, costs and what keeps its slot are the same for all three.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Int, PRNGKeyArray
+
+from relibra_jax.planning.annealing import (
+    Bins,
+    bin_load,
+    keep_better,
+    price_swaps,
+    relabel_bins,
+    reorder_items,
+)
+from relibra_jax.planning.packing import pack_evenly
+from relibra_jax.planning.placement import STATIC_ARGUMENTS, place_by_search
+
+
+def longest_first(start: Bins, key: PRNGKeyArray, *, steps: int, hottest: float) -> Int[jax.Array, "I rows"]:
+    """Give the heaviest item first to the lightest bin that has room (LPT), blind to micro-batches and costs.
+
+    It may end worse than it starts.
+
+    Args:
+        start: the items in their bins.
+        key, steps, hottest: as in `anneal`; not used.
+
+    Returns:
+        The item at each position.
+    """
+    del key, steps, hottest
+    return relabel_bins(_pack_longest_first(start)).item
+
+
+def descend(start: Bins, key: PRNGKeyArray, *, steps: int, hottest: float) -> Int[jax.Array, "I rows"]:
+    """Make the best of all swaps again and again until none improves, from what `longest_first` finds.
+
+    Args:
+        start: the items in their bins, which are kept where descent ends worse.
+        key, steps, hottest: as in `anneal`; not used.
+
+    Returns:
+        The item at each position.
+    """
+    del key, steps, hottest
+    return keep_better(start, relabel_bins(_descend(_pack_longest_first(start))))
+
+
+place_longest_first = jax.jit(
+    functools.partial(place_by_search, longest_first), static_argnames=STATIC_ARGUMENTS
+)
+"""`place_experts` by `longest_first`."""
+
+place_by_descent = jax.jit(functools.partial(place_by_search, descend), static_argnames=STATIC_ARGUMENTS)
+"""`place_experts` by `descend`."""
+
+
+def _pack_longest_first(state: Bins) -> Bins:
+    pack = jax.vmap(lambda load: pack_evenly(load, state.cost.shape[0])[0], 1, 1)
+    return reorder_items(state, jnp.argsort(pack(state.share.sum(1)), axis=0))
+
+
+def _descend(state: Bins) -> Bins:
+    """Make the best of all swaps in every row, again and again, until none improves any row."""
+    bins, items, rows = state.cost.shape
+    size = items // bins
+    column = jnp.arange(rows)
+    i, q = jnp.nonzero(
+        jnp.arange(items)[:, None] // size < jnp.arange(bins)[None], size=items * (bins - 1) // 2
+    )
+
+    def sweep(state):
+        total = bin_load(state)
+
+        def look(best, pair):
+            now, after = price_swaps(state, total, *pair)
+            gain, j = (now - after).max(0), jnp.argmin(after, axis=0) + pair[1] * size
+            wins = gain > best[0]
+            return jax.tree.map(
+                lambda a, b: jnp.where(wins, a, b), (gain, jnp.full_like(j, pair[0]), j), best
+            ), None
+
+        nothing = jnp.zeros(rows, jnp.int32)
+        # Gains below float32's rounding would let it turn in circles.
+        return jax.lax.scan(look, (jnp.full(rows, 1e-6), nothing, nothing), (i, q))[0]
+
+    def swap(carry):
+        state, (_, i, j) = carry
+        order = jnp.tile(jnp.arange(items)[:, None], (1, rows)).at[i, column].set(j).at[j, column].set(i)
+        state = reorder_items(state, order)
+        return state, sweep(state)
+
+    carry = (state, sweep(state))
+    return jax.lax.while_loop(lambda carry: (carry[1][0] > 1e-6).any(), swap, carry)[0]

@@ -1,0 +1,144 @@
+"""``relibra compare``: planners over a trace, as one table, two figures and the numbers."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Final
+
+import jax
+import tyro
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from relibra_jax.atomic_write import write_atomically
+from relibra_jax.cli.batching import make_batches
+from relibra_jax.cli.comparison import Outcome, compare
+from relibra_jax.cli.figures import compare_figure, timeline_figure
+from relibra_jax.cli.modelled_time import make_cost_model
+from relibra_jax.cli.options import Batching, Cluster, Costs, TracePath
+from relibra_jax.cli.planner_runs import Contender
+from relibra_jax.cli.traces import Trace, read_trace
+from relibra_jax.planning.planners import PLANNERS
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Compare:
+    """Run every planner over a trace: one table, two figures, the numbers as JSON."""
+
+    trace: TracePath = None
+    """A trace (.npz); else the one that RELIBRA_TRACE names, else the recorded one that comes with relibra_jax."""
+    cluster: Annotated[Cluster, tyro.conf.arg(name="")] = Cluster()
+    batching: Annotated[Batching, tyro.conf.arg(name="")] = Batching()
+    costs: Annotated[Costs, tyro.conf.arg(name="")] = Costs()
+    out: Path = Path("out/compare")
+    """The folder for the figures and the numbers."""
+
+
+def run_compare(options: Compare, console: Console) -> None:
+    """Compare every planner of the table; `compare_contenders` with them."""
+    compare_contenders({name: Contender(entry=entry) for name, entry in PLANNERS.items()}, options, console)
+
+
+def compare_contenders(contenders: Mapping[str, Contender], options: Compare, console: Console) -> None:
+    """Run contenders over a trace, print the table, and write the figures and the numbers.
+
+    Args:
+        contenders: the contenders by name, ``static`` and ``relibra`` among them, whose waiting is drawn.
+        options: the trace, the settings, and the folder for what is written.
+        console: the console for the table.
+
+    Raises:
+        ValueError: if the trace or the settings do not fit; nothing is written then.
+    """
+    trace = read_trace(options.trace)
+    topology = options.cluster.topology(trace.num_experts)
+    batches = make_batches(trace, options.batching)
+    cost_model = make_cost_model(options.costs, trace, batches, topology)
+    columns = (TextColumn("{task.description:>16}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("planning", total=len(contenders))
+        outcomes = compare(
+            contenders,
+            batches,
+            topology,
+            cost_model,
+            seed=options.batching.seed,
+            progress=lambda name: bar.update(task, advance=1, description=name),
+        )
+    micro_batches, layers = outcomes[0].rank_load.shape[:2]
+    setting = (
+        f"{trace.name}: {micro_batches} micro-batches x {layers} layers, {trace.num_experts} experts on"
+        f" {topology.num_nodes} nodes x {topology.ranks_per_node} ranks, {topology.replica_slots} replica slots"
+    )
+    console.print(comparison_table(outcomes, setting))
+    console.print(COLUMNS_EXPLAINED, style="dim")
+    for note in (trace.note, _samples_left(batches.samples_left), "" if batches.history else NO_HISTORY):
+        if note:
+            console.print(f"note: {note}", style="dim")
+    options.out.mkdir(parents=True, exist_ok=True)
+    figure, timeline, numbers = (
+        options.out / name for name in ("compare.png", "timeline.png", "compare.json")
+    )
+    compare_figure(figure, outcomes, setting)
+    by_name = {outcome.planner: outcome for outcome in outcomes}
+    timeline_figure(timeline, by_name["static"], by_name["relibra"], topology, cost_model)
+    with write_atomically(numbers) as part:
+        part.write_text(json.dumps(_report(options, trace, outcomes), indent=1) + "\n")
+    console.print(f"figures: {figure} {timeline}\nnumbers: {numbers}", highlight=False, soft_wrap=True)
+
+
+NO_HISTORY: Final = "there is one batch, so planners that go by history had none"
+COLUMNS_EXPLAINED: Final = (
+    "imbalance: max / mean of rank load over the batch; bound: what any replication could reach with these homes;"
+    " p95, max: of single layers and micro-batches; attn: imbalance of tokens over ranks, which attention feels;"
+    " cross: token copies that leave their node; copy: replicas of a layer; plan: measured time of one batch's plan;"
+    " time, share: modelled time of a batch, and that of a perfectly balanced one over it."
+)
+
+
+def comparison_table(outcomes: list[Outcome], title: str) -> Table:
+    """A table with one line for each outcome, and the idealised bound below them.
+
+    Args:
+        outcomes: the outcomes, in the order of the lines.
+        title: what was run.
+    """
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=0)
+    table.add_column("planner", no_wrap=True)
+    for name in ("imbalance", "bound", "p95", "max", "attn", "cross", "copy", "plan", "time", "share"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for outcome in outcomes:
+        table.add_row(
+            outcome.planner,
+            f"{outcome.imbalance:.4f}",
+            f"{outcome.bound:.4f}",
+            f"{outcome.imbalance_p95:.2f}",
+            f"{outcome.imbalance_max:.2f}",
+            f"{outcome.attention_imbalance:.2f}",
+            f"{outcome.cross_node_share:.0%}",
+            f"{outcome.replicas:.1f}",
+            f"{outcome.plan_seconds * 1e3:.0f}ms",
+            f"{outcome.modelled_seconds:.1f}s",
+            f"{outcome.share_of_balanced:.1%}",
+        )
+    table.add_section()
+    first = outcomes[0]
+    balanced = f"{first.modelled_seconds * first.share_of_balanced:.1f}s"
+    table.add_row("balanced", "1.0000", "", "1.00", "1.00", "1.00", "", "", "", balanced, "100%", style="dim")
+    return table
+
+
+def _report(options: Compare, trace: Trace, outcomes: list[Outcome]) -> dict[str, object]:
+    settings: dict[str, object] = {"trace": trace.name, "note": trace.note}
+    for part in (options.cluster, options.batching, options.costs):
+        settings |= dataclasses.asdict(part)
+    return {"settings": settings, "jax": jax.__version__, "planners": [o.numbers() for o in outcomes]}
+
+
+def _samples_left(samples: int) -> str:
+    if not samples:
+        return ""
+    return f"{samples} samples at the end of the trace do not fill a batch and were not used"

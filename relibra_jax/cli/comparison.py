@@ -1,0 +1,150 @@
+"""Contenders judged on the same batches: balance, traffic, replicas, moved experts, measured and modelled time."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+
+import jax
+import numpy as np
+
+from relibra_jax.cli.batching import Batches
+from relibra_jax.cli.modelled_time import CostModel
+from relibra_jax.cli.planner_runs import Contender, PlannedBatch, run_contender
+from relibra_jax.cost.step_time import batch_time, layer_time
+from relibra_jax.plan import rank_load, replica_count
+from relibra_jax.planning.metrics import (
+    batch_imbalance,
+    cross_node_load,
+    imbalance,
+    moved_experts,
+    replication_bound,
+)
+from relibra_jax.types import Topology
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What one contender made of a trace."""
+
+    planner: str
+    """The contender's name."""
+    imbalance: float
+    """Over the measured batches: a layer's sum of maxima over its sum of means, averaged over layers."""
+    imbalance_p95: float
+    """The 95th percentile over layers and micro-batches."""
+    imbalance_max: float
+    """The largest of all layers and micro-batches."""
+    bound: float
+    """The same imbalance if every layer and micro-batch reached its replication bound, given the homes."""
+    attention_imbalance: float
+    """The imbalance of tokens over ranks, in the same sense."""
+    cross_node_share: float
+    """The share of token copies that leave their node at dispatch."""
+    replicas: float
+    """The replicas of one layer in one micro-batch, on average."""
+    moved_experts: float
+    """The experts of one layer that change rank before a batch, on average."""
+    modelled_seconds: float
+    """The modelled time of the layers of one batch, the reorder included; not measured."""
+    share_of_balanced: float
+    """The modelled time of a perfectly balanced batch over this one's."""
+    plan_seconds: float
+    """The measured time of one batch's plan after compilation, the median of several runs."""
+    batches: list[PlannedBatch] = dataclasses.field(repr=False)
+    """The measured batches, which stay out of the JSON."""
+
+    @property
+    def rank_load(self) -> np.ndarray:
+        """Token copies that each rank computes, the measured batches one after another: ``[M L N G]``."""
+        return np.concatenate([np.asarray(rank_load(batch.batch_plan.plan)) for batch in self.batches])
+
+    def numbers(self) -> dict[str, object]:
+        """Everything but the arrays."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "batches"}
+
+
+def compare(
+    contenders: Mapping[str, Contender],
+    batches: Batches,
+    topology: Topology,
+    cost_model: CostModel,
+    *,
+    seed: int = 0,
+    progress: Callable[[str], None] = lambda name: None,
+) -> list[Outcome]:
+    """Run every contender over the same batches and judge its plans.
+
+    Args:
+        contenders: the contenders by name.
+        batches: the batches of a trace.
+        topology: the expert-parallel group.
+        cost_model: the cost model for modelled times.
+        seed: the seed of the planners' random keys.
+        progress: called with the name of each contender that has finished.
+
+    Returns:
+        One outcome for each contender, in their order.
+
+    Raises:
+        ValueError: if a planner refuses its input, or a plan is not valid.
+    """
+    outcomes = []
+    for name, contender in contenders.items():
+        planned, seconds = run_contender(contender, batches, topology, seed=seed)
+        across_nodes = contender.entry.across_nodes
+        outcomes.append(_judge(name, planned, seconds, topology, cost_model, across_nodes=across_nodes))
+        progress(name)
+    return outcomes
+
+
+def _judge(
+    name: str,
+    batches: list[PlannedBatch],
+    seconds: float,
+    topology: Topology,
+    cost_model: CostModel,
+    *,
+    across_nodes: bool,
+) -> Outcome:
+    plans = [batch.batch_plan.plan for batch in batches]
+    loads = [batch.batch_plan.load for batch in batches]
+    by_rank = np.concatenate([np.asarray(rank_load(plan)) for plan in plans])
+    tokens = np.concatenate([np.asarray(load.sum(-1)) for load in loads])
+    bound = jax.jit(functools.partial(replication_bound, topology=topology, across_nodes=across_nodes))
+    bounds = np.concatenate(
+        [np.asarray(bound(load, plan.home)) for load, plan in zip(loads, plans, strict=True)]
+    )
+    crossing = [np.asarray(cross_node_load(batch.batch_plan.layer_plans())) for batch in batches]
+    moved = [
+        moved_experts(batch.batch_plan.plan.home, batch.previous_home, home_slots=topology.home_slots).mean()
+        for batch in batches
+    ]
+    modelled = sum(
+        float(
+            batch_time(
+                layer_time(cost_model.rank_time(batch, topology)),
+                reorder=cost_model.reorder_time(batch, topology),
+            )
+        )
+        for batch in batches
+    )
+    balanced = sum(float(batch_time(cost_model.balanced_time(load, topology))) for load in loads)
+    each, mean = np.asarray(imbalance(by_rank)), by_rank.mean((2, 3)).sum(0)
+    return Outcome(
+        planner=name,
+        imbalance=float(batch_imbalance(by_rank)),
+        imbalance_p95=float(np.percentile(each, 95)),
+        imbalance_max=float(each.max()),
+        bound=float(np.where(mean > 0, bounds.sum(0) / np.maximum(mean, 1e-9), 1).mean()),
+        attention_imbalance=float(batch_imbalance(tokens)),
+        cross_node_share=float(
+            sum(int(copies.sum(dtype=np.int64)) for copies in crossing)
+            / max(1, int(tokens.sum(dtype=np.int64)))
+        ),
+        replicas=float(np.mean([replica_count(plan).mean() for plan in plans])),
+        moved_experts=float(np.mean(moved)),
+        modelled_seconds=modelled / len(batches),
+        share_of_balanced=balanced / modelled if modelled else 1.0,
+        plan_seconds=seconds,
+        batches=batches,
+    )

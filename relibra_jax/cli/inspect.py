@@ -1,0 +1,51 @@
+"""``relibra inspect``: the size of a trace, and how unevenly its experts are used."""
+
+import dataclasses
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from relibra_jax.cli.options import TracePath
+from relibra_jax.cli.traces import read_trace
+from relibra_jax.replay import sample_load
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Inspect:
+    """Describe a trace: its size, and how unevenly its experts are used."""
+
+    trace: TracePath = None
+    """A trace (.npz); else the one that RELIBRA_TRACE names, else the recorded one that comes with relibra_jax."""
+
+
+def run_inspect(options: Inspect, console: Console) -> None:
+    """Print a table of what a trace holds.
+
+    Args:
+        options: the trace.
+        console: the console for the table.
+
+    Raises:
+        ValueError: if the trace is missing or malformed.
+    """
+    trace = read_trace(options.trace)
+    tokens = trace.replay.mask.sum(1)
+    layers, top_k = trace.replay.expert_ids.shape[2:]
+    count = jax.jit(sample_load, static_argnames="num_experts")
+    by_expert = np.asarray(count(trace.replay, num_experts=trace.num_experts)).sum(0)
+    top = by_expert.max(-1) / by_expert.mean(-1)
+    unused = int((by_expert == 0).sum())
+    table = Table(title=trace.name, title_justify="left", show_header=False)
+    for name, value in (
+        ("samples", f"{len(tokens)}"),
+        ("tokens", f"{tokens.sum()} ({tokens.min()} to {tokens.max()} a sample)"),
+        ("MoE layers", f"{layers}"),
+        ("experts", f"{trace.num_experts}, top-{top_k}"),
+        ("hottest expert, times the mean", f"{top.min():.2f} to {top.max():.2f} by layer"),
+        ("experts never used", f"{unused} of {by_expert.size} over all layers"),
+        ("note", trace.note or "none"),
+    ):
+        table.add_row(name, value)
+    console.print(table)

@@ -1,0 +1,81 @@
+"""Modelled times of a trace's batches, read at the size of real micro-batches."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from relibra_jax.cli.batching import Batches
+from relibra_jax.cli.options import Costs
+from relibra_jax.cli.planner_runs import PlannedBatch
+from relibra_jax.cli.traces import Trace
+from relibra_jax.cost.hardware import CLUSTERS, MODELS, Cluster, Model
+from relibra_jax.cost.step_time import LayerTime, RankTime, balanced_time, layer_time, rank_time, reorder_time
+from relibra_jax.node_visits import node_visits
+from relibra_jax.types import Array, Topology
+
+
+class CostModel(NamedTuple):
+    """The cost model at the scale that `Costs` asks for."""
+
+    cluster: Cluster
+    """The hardware."""
+    model: Model
+    """The model, with the trace's number of experts and top-k."""
+    context: float
+    """The mean length of a sequence, tokens."""
+    scale: float
+    """How many tokens each token of the trace stands for."""
+    hierarchical: bool
+    """Whether a token crosses to a node once, rather than each of its copies."""
+
+    def rank_time(self, batch: PlannedBatch, topology: Topology) -> RankTime:
+        """The modelled forward seconds of every rank under a plan."""
+        visits = None
+        if self.hierarchical:
+            visits = node_visits(batch.replay, batch.batch_plan, topology)
+        return _rank_time(batch.batch_plan.layer_plans(), topology, visits=visits, **self._setting())
+
+    def balanced_time(self, load: Array, topology: Topology) -> LayerTime:
+        """The modelled seconds of every layer of a perfectly balanced batch with as many tokens."""
+        return layer_time(balanced_time(load, topology, hierarchical=self.hierarchical, **self._setting()))
+
+    def reorder_time(self, batch: PlannedBatch, topology: Topology) -> float:
+        """The modelled seconds of moving experts to their homes before a batch."""
+        home = batch.batch_plan.plan.home
+        return float(
+            reorder_time(home, batch.previous_home, topology, cluster=self.cluster, model=self.model)
+        )
+
+    def _setting(self) -> dict[str, Any]:
+        return {"cluster": self.cluster, "model": self.model, "context": self.context, "scale": self.scale}
+
+
+_rank_time = jax.jit(rank_time, static_argnames=("context", "scale"))
+
+
+def make_cost_model(costs: Costs, trace: Trace, batches: Batches, topology: Topology) -> CostModel:
+    """The cost model that scales a trace's micro-batches to the tokens that ``costs`` names.
+
+    Args:
+        costs: names of the cluster and the model, and the sizes to which the trace is scaled.
+        trace: the trace, for its number of experts and top-k.
+        batches: the batches of the trace, for the tokens of their micro-batches.
+        topology: the expert-parallel group.
+
+    Raises:
+        ValueError: if the cluster or the model is unknown, or a number is not positive.
+    """
+    for name, value, table in (("hardware", costs.hardware, CLUSTERS), ("model", costs.model, MODELS)):
+        if value not in table:
+            raise ValueError(f"{name}={value!r} must be one of {', '.join(table)}")
+    for name, number in (("context", costs.context), ("tokens_per_rank", costs.tokens_per_rank)):
+        if not number > 0:
+            raise ValueError(f"{name}={number} must be positive")
+    model = dataclasses.replace(
+        MODELS[costs.model], top_k=trace.replay.expert_ids.shape[-1], num_experts=trace.num_experts
+    )
+    tokens = np.mean([replay.mask.sum() for replay in batches.replays]) / batches.num_micro_batches
+    scale = costs.tokens_per_rank * topology.num_ranks / max(float(tokens), 1.0)
+    return CostModel(CLUSTERS[costs.hardware], model, costs.context, scale, costs.dispatch == "hierarchical")

@@ -1,0 +1,61 @@
+"""``relibra plan``: the plan of one planner for the last batch of a trace, as a file."""
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+
+from relibra_jax.cli.batching import make_batches
+from relibra_jax.cli.options import Batching, Cluster, TracePath
+from relibra_jax.cli.planner_runs import Contender, run_contender
+from relibra_jax.cli.suggestions import suggest_names
+from relibra_jax.cli.traces import read_trace
+from relibra_jax.plan import rank_load
+from relibra_jax.plan_files import save_plan
+from relibra_jax.planning.metrics import batch_imbalance
+from relibra_jax.planning.planners import PLANNERS
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MakePlan:
+    """Write the plan of one planner for the last batch of a trace."""
+
+    trace: TracePath = None
+    """A trace (.npz); else the one that RELIBRA_TRACE names, else the recorded one that comes with relibra_jax."""
+    planner: str = "relibra"
+    """A name from the table that ``compare`` prints."""
+    cluster: Annotated[Cluster, tyro.conf.arg(name="")] = Cluster()
+    batching: Annotated[Batching, tyro.conf.arg(name="")] = Batching()
+    out: Path = Path("out/plan.npz")
+    """The file for the plan: slot_expert, home, quota and the numbers of the topology."""
+
+
+def run_plan(options: MakePlan, console: Console) -> None:
+    """Plan all batches of a trace and save the plan of the last.
+
+    Args:
+        options: the trace, the planner, the settings, and the file to write.
+        console: the console for what the plan reaches.
+
+    Raises:
+        ValueError: if the planner is unknown, or the trace or the settings do not fit; nothing is written then.
+    """
+    if options.planner not in PLANNERS:
+        hint = suggest_names(options.planner, PLANNERS)
+        raise ValueError(f"planner {options.planner!r} must be one of {', '.join(PLANNERS)}{hint}")
+    trace = read_trace(options.trace)
+    topology = options.cluster.topology(trace.num_experts)
+    batches = make_batches(trace, options.batching)
+    contender = Contender(entry=PLANNERS[options.planner])
+    planned, _ = run_contender(contender, batches, topology, seed=options.batching.seed)
+    plan = planned[-1].batch_plan.plan
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    save_plan(options.out, plan, topology)
+    console.print(
+        f"{options.planner}: imbalance {batch_imbalance(rank_load(plan)):.4f} over {len(plan.quota)} micro-batches"
+        f"\nplan: {options.out}",
+        highlight=False,
+        soft_wrap=True,
+    )
