@@ -1,24 +1,38 @@
-"""relibra_jax: expert load balancing as planning, for mixture-of-experts reinforcement learning in JAX."""
+"""relibra_jax: expert load balancing as planning, for mixture-of-experts reinforcement learning in JAX.
 
+This is the planning core: pure functions of arrays, which need jax and NumPy. `relibra_jax.nnx` is the front door for
+Flax, `relibra_jax.execution` runs plans over a device mesh, `relibra_jax.cost` models the time that they take.
+"""
+
+from importlib.metadata import version as _version
+
+from relibra_jax.plan import rank_load
+from relibra_jax.plan_check import check_plan
 from relibra_jax.plan_files import load_plan, save_plan
-from relibra_jax.plan import check_plan, rank_load
 from relibra_jax.planning.assignment import assign_in_order, assign_samples
 from relibra_jax.planning.eplb import eplb, rebalance_experts
 from relibra_jax.planning.lplb import lplb
 from relibra_jax.planning.metrics import batch_imbalance, imbalance
 from relibra_jax.planning.placement import place_experts
-from relibra_jax.planning.planners import PLANNERS, plan_batch, static
+from relibra_jax.planning.plan_batch import plan_batch
+from relibra_jax.planning.planners import PLANNERS
 from relibra_jax.planning.relibra import relibra
 from relibra_jax.planning.replication import replicate_experts
-from relibra_jax.replay import expert_load, load_replay, sample_load, save_replay
+from relibra_jax.planning.static import static
+from relibra_jax.replay import expert_load, sample_load
+from relibra_jax.replay_files import load_replay, save_replay
 from relibra_jax.rollout import replay_from_rollout
 from relibra_jax.token_split import source_quota
-from relibra_jax.types import EMPTY, Assignment, Plan, Planner, RoutingReplay, Topology
+from relibra_jax.types import EMPTY, Assignment, BatchPlan, LayerPlan, Plan, Planner, RoutingReplay, Topology
+
+__version__ = _version("relibra-jax")
 
 __all__ = [
     "EMPTY",
     "PLANNERS",
     "Assignment",
+    "BatchPlan",
+    "LayerPlan",
     "Plan",
     "Planner",
     "RoutingReplay",

@@ -1,15 +1,14 @@
 """What follows from a Plan: one map is stored, everything else is derived here, so that nothing drifts apart.
 
-Planning and execution both stand on this file and never on each other. The functions without ``check`` in
-their name are pure and work under jit and vmap; the judge, `check_plan`, looks at values and runs on the host.
+Planning and execution both stand on this file and never on each other. All functions are pure and work under jit and
+vmap. Whether a plan is valid is checked in `relibra_jax.plan_check`.
 """
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Int, Num
+from jaxtyping import Int
 
-from relibra_jax.types import EMPTY, Array, Plan, Topology
+from relibra_jax.types import EMPTY, Array, LayerPlan, Plan, Topology
 
 
 def inverse_permutation(permutation: Int[Array, " n"]) -> Int[jax.Array, " n"]:
@@ -51,13 +50,20 @@ def assemble_plan(
 
     Args:
         home: flat home slot of each expert.
-        replica: flat home slot whose expert is copied into each replica slot; EMPTY for none.
-        quota: token copies of each slot, home slots first.
-        topology: gives N, G and H.
+        replica: flat home slot whose expert is copied into each replica slot, in any order; EMPTY for none.
+        quota: token copies of each slot, home slots first, replica slots in the order of ``replica``.
+        topology: the expert-parallel group, which gives N, G and H.
 
     Returns:
-        A Plan of int32 arrays.
+        A Plan of int32 arrays, its replicas in the canonical order: by home slot, empty slots last.
+
+    >>> topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=4, replica_slots=2)
+    >>> replica, quota = jnp.array([[[[[-1, 2], [1, 0]]]]]), jnp.array([[[[[9, 9, 0, 5], [9, 9, 7, 6]]]]])
+    >>> plan = assemble_plan(jnp.array([[0, 1, 2, 3]]), replica, quota, topology)
+    >>> plan.slot_expert.tolist(), plan.quota.tolist()
+    ([[[[[0, 1, 2, -1], [2, 3, 0, 1]]]]], [[[[[9, 9, 5, 0], [9, 9, 6, 7]]]]])
     """
+    replica, quota = _canonical_order(jnp.asarray(replica), jnp.asarray(quota), topology)
     layout = home_layout(home, topology)
     experts = layout.reshape(layout.shape[0], -1)
     copied = jax.vmap(lambda row, slots: row[slots], (0, 1), 1)(experts, jnp.maximum(replica, 0))
@@ -71,49 +77,30 @@ def assemble_plan(
     return Plan(slot_expert, jnp.asarray(home, jnp.int32), jnp.asarray(quota, jnp.int32))
 
 
-def expert_totals(load: Num[Array, "..."], topology: Topology) -> Int[jax.Array, "M L E"]:
-    """``load[M L N G E]`` summed over the ranks where tokens lie, after a look at whether it can be planned.
+def _canonical_order(replica, quota, topology: Topology):
+    """Replica slots, and their quotas, in the order of home slots, empty slots last."""
+    if topology.replica_slots < 2:
+        return replica, quota
+    at_home, copied = jnp.split(quota, [topology.home_slots], axis=-1)
+    key = jnp.where(replica == EMPTY, topology.num_experts, replica)
+    key, copied = jax.lax.sort((key, copied), num_keys=1)
+    replica = jnp.where(key == topology.num_experts, EMPTY, key)
+    return replica, jnp.concatenate([at_home, copied], axis=-1)
 
-    Shapes are checked under a trace too, values only outside one.
 
-    Raises:
-        ValueError: not integers of shape ``[M L N G E]`` for the topology, a negative load, or a layer with 2**31
-            token copies or more in a micro-batch, which int32 does not hold.
+def layer_plans(plan: Plan, load: Int[Array, "M L N G E"] | None) -> LayerPlan:
+    """The layer plans of a plan and its load, stacked ``[M, L]``; `BatchPlan.layer_plans` without an assignment."""
+    home = jnp.broadcast_to(plan.home, (len(plan.quota), *plan.home.shape))
+    return LayerPlan(plan.slot_expert, home, plan.quota, load)
 
-    >>> topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=2, replica_slots=0)
-    >>> expert_totals(jnp.array([[[[[1, 2], [3, 4]]]]]), topology).tolist()
+
+def expert_totals(load: Int[Array, "M L N G E"]) -> Int[jax.Array, "M L E"]:
+    """``load`` summed over the ranks where tokens lie, int32.
+
+    >>> expert_totals(jnp.array([[[[[1, 2], [3, 4]]]]])).tolist()
     [[[4, 6]]]
     """
-    ranks = (topology.num_nodes, topology.ranks_per_node, topology.num_experts)
-    if len(load.shape) != 5 or load.shape[2:] != ranks or not jnp.issubdtype(load.dtype, jnp.integer):
-        raise ValueError(
-            f"load: expected integers [M, L, {', '.join(map(str, ranks))}], found {load.dtype}{list(load.shape)}"
-        )
-    if not isinstance(load, jax.core.Tracer):
-        values = np.asarray(load)
-        _refuse(
-            values < 0,
-            "micro-batch layer node local_rank expert",
-            lambda at: f"load {values[at]} is negative",
-        )
-        total = values.sum((2, 3, 4), dtype=np.int64)
-        _refuse(
-            total >= 2**31, "micro-batch layer", lambda at: f"{total[at]} token copies, 2**31 is too many"
-        )
-    return jnp.asarray(load, jnp.int32).sum((2, 3))
-
-
-def layer_plan(plan: Plan, micro_batch: int | jax.Array, layer: int | jax.Array) -> Plan:
-    """The plan of one layer of one micro-batch, as execution takes it: leaves without leading axes.
-
-    Under `jax.lax.scan` over layers, ``Plan(plan.slot_expert[m], plan.home, plan.quota[m])`` does the same for all of
-    them.
-
-    >>> plan = Plan(np.zeros((2, 3, 1, 1, 5), int), np.zeros((3, 4), int), np.zeros((2, 3, 1, 1, 5), int))
-    >>> jax.tree.map(np.shape, layer_plan(plan, 1, 2))
-    Plan(slot_expert=(1, 1, 5), home=(4,), quota=(1, 1, 5))
-    """
-    return Plan(plan.slot_expert[micro_batch, layer], plan.home[layer], plan.quota[micro_batch, layer])
+    return jnp.asarray(load, jnp.int32).sum((2, 3), dtype=jnp.int32)
 
 
 def rank_load(plan: Plan) -> Int[Array, "M L N G"]:
@@ -132,134 +119,12 @@ def replica_count(plan: Plan) -> Int[Array, "M L"]:
     return (replica_experts(plan) != EMPTY).sum((-3, -2, -1))
 
 
-def node_quota(plan: Plan) -> Int[jax.Array, "M L N E"]:
-    """Token copies of each expert that each node computes."""
+def node_quota(plan: LayerPlan) -> Int[jax.Array, "N E"]:
+    """Token copies of each expert that each node computes, in one layer of one micro-batch."""
     num_experts = plan.home.shape[-1]
 
     def one_node(experts, quota):
         # EMPTY slots have no quota, so where they are counted does not matter.
         return jnp.zeros(num_experts, jnp.int32).at[experts.ravel()].add(quota.ravel(), mode="drop")
 
-    per_layer = jax.vmap(jax.vmap(jax.vmap(one_node)))
-    return per_layer(jnp.asarray(plan.slot_expert), jnp.asarray(plan.quota))
-
-
-def check_plan(
-    plan: Plan, load: Int[Array, "M L N G E"], topology: Topology, *, intra_node: bool = True
-) -> None:
-    """Raise unless ``plan`` computes exactly ``load`` within the rules of `Plan`.
-
-    The check is exact, because replayed loads are: every token copy is computed once, by a slot that holds its
-    expert.
-
-    Args:
-        plan: what a planner returned.
-        load: token copies by the rank where the tokens lie, as given to the planner.
-        topology: as given to the planner.
-        intra_node: whether replicas have to stay in their home's node.
-
-    Raises:
-        ValueError: the first rule that is broken, with the place and the numbers.
-    """
-    slot_expert, home, quota = (np.asarray(leaf) for leaf in plan)
-    load = np.asarray(load)
-    check_shapes(plan, topology)
-    expert_totals(load, topology)
-    if load.shape[:2] != quota.shape[:2]:
-        raise ValueError(f"load of {load.shape[:2]} micro-batches and layers, plan of {quota.shape[:2]}")
-    _check_homes(slot_expert, home, topology)
-    _check_replicas(slot_expert, home, topology, intra_node=intra_node)
-    check_quotas(plan, load, topology)
-
-
-def _refuse(broken: np.ndarray, names: str, message) -> None:
-    """Raise for the first place where ``broken`` is true; ``message(place)`` says what is wrong there."""
-    if broken.any():
-        place = tuple(int(i) for i in np.argwhere(broken)[0])
-        where = ", ".join(f"{name} {i}" for name, i in zip(names.split(), place, strict=True))
-        raise ValueError(f"{where.replace('_', ' ')}: {message(place)}")
-
-
-def check_shapes(plan: Plan, topology: Topology) -> None:
-    """Raise unless the arrays of ``plan`` are integers of the shapes that ``topology`` asks for.
-
-    Raises:
-        ValueError: with the array's name, the expected and the found shape or dtype.
-    """
-    rows = np.shape(plan.slot_expert)[:2]
-    slots = (*rows, topology.num_nodes, topology.ranks_per_node, topology.slots)
-    shapes = Plan(slots, (*rows[1:], topology.num_experts), slots)  # type: ignore[arg-type]
-    for name, array, shape in zip(Plan._fields, plan, shapes, strict=True):
-        if array.shape != shape:
-            raise ValueError(f"{name}: expected shape {shape} for {topology}, found {array.shape}")
-        if not np.issubdtype(array.dtype, np.integer):
-            raise ValueError(f"{name}: expected integers, found {array.dtype}")
-
-
-def _check_homes(slot_expert, home, topology: Topology) -> None:
-    num_experts = topology.num_experts
-    _refuse(
-        (home < 0) | (home >= num_experts),
-        "layer expert",
-        lambda place: f"home slot {home[place]} is outside 0..{num_experts - 1}",
-    )
-    owners = np.stack([np.bincount(row, minlength=num_experts) for row in home])
-    _refuse(owners != 1, "layer home_slot", lambda place: f"owned by {owners[place]} experts, not by one")
-    layout = np.argsort(home, axis=-1).reshape(home.shape[0], topology.num_nodes, topology.ranks_per_node, -1)
-    held = slot_expert[..., : topology.home_slots]
-    _refuse(
-        held != layout,
-        "micro-batch layer node local_rank slot",
-        lambda place: f"home slot of expert {layout[place[1:]]} holds {held[place]}",
-    )
-
-
-def _check_replicas(slot_expert, home, topology: Topology, *, intra_node: bool) -> None:
-    axes = "micro-batch layer node local_rank slot"
-    num_experts = topology.num_experts
-    _refuse(
-        (slot_expert < EMPTY) | (slot_expert >= num_experts),
-        axes,
-        lambda place: f"expert {slot_expert[place]} is outside 0..{num_experts - 1}",
-    )
-    for slot in range(topology.home_slots, topology.slots):
-        expert = slot_expert[..., slot]
-        again = (slot_expert[..., :slot] == expert[..., None]).any(-1) & (expert != EMPTY)
-        _refuse(again, axes.removesuffix(" slot"), lambda place, e=expert: f"holds expert {e[place]} twice")
-        if intra_node:
-            slots_per_node = topology.ranks_per_node * topology.home_slots
-            owner = np.stack([home[i][expert[:, i]] for i in range(len(home))], axis=1) // slots_per_node
-            node = np.arange(topology.num_nodes)[:, None]
-            _refuse(
-                (expert != EMPTY) & (owner != node),
-                axes.removesuffix(" slot"),
-                lambda place, e=expert, o=owner: (
-                    f"replica of expert {e[place]}, whose home is on node {o[place]}"
-                ),
-            )
-
-
-def check_quotas(plan: Plan, load: Int[Array, "M L N G E"], topology: Topology) -> None:
-    """Raise unless every expert's quotas add up to its load.
-
-    Raises:
-        ValueError: the first place that is wrong, with both numbers.
-    """
-    slot_expert, quota = np.asarray(plan.slot_expert), np.asarray(plan.quota)
-    axes = "micro-batch layer node local_rank slot"
-    _refuse(quota < 0, axes, lambda place: f"quota {quota[place]} is negative")
-    _refuse(
-        (quota != 0) & (slot_expert == EMPTY), axes, lambda place: f"quota {quota[place]} on an empty slot"
-    )
-    micro_batches, layers = quota.shape[:2]
-    rows = np.arange(micro_batches * layers)[:, None]
-    computed = np.zeros((micro_batches * layers, topology.num_experts), np.int64)
-    flat = slot_expert.reshape(len(computed), -1)
-    np.add.at(computed, (rows, np.where(flat == EMPTY, 0, flat)), quota.reshape(len(computed), -1))
-    computed = computed.reshape(micro_batches, layers, -1)
-    wanted = np.asarray(load).sum((2, 3), dtype=np.int64)
-    _refuse(
-        computed != wanted,
-        "micro-batch layer expert",
-        lambda place: f"quotas sum to {computed[place]}, load is {wanted[place]}",
-    )
+    return jax.vmap(one_node)(jnp.asarray(plan.slot_expert), jnp.asarray(plan.quota))

@@ -9,10 +9,12 @@ home            the slot that owns an expert's master copy and its optimizer sta
 replica         a further copy of an expert, without optimizer state
 rank, local     one device; its index inside its node
 node            a domain of fast interconnect
-batch           one policy update; a *micro-batch* is one forward and backward pass inside it
+batch           everything between two placements; it may hold several optimizer updates
+update          one optimizer step of a batch
+micro-batch     one forward and backward pass of an update
 routing replay  the recorded expert ids of every token, layer by layer
 load            token copies (tokens x top-k), an integer
-placement       the map of experts to home slots; to *reorder* is to change it between batches
+placement       the map of experts to home slots; to *reorder* is to change it between two batches
 replicate       to add replicas inside a batch
 quota           how many token copies a slot is to compute
 imbalance       max / mean of rank load, 1 is perfect; over micro-batches, sum of maxima / sum of means
@@ -24,7 +26,7 @@ E logical experts   K top-k   B samples of a batch   b samples of one rank in on
 T token positions of a sample
 
 An array over ranks has the mesh's shape ``[..., N, G, ...]``. A *flat rank* is ``n * G + g``; a *flat home
-slot* is ``flat rank * H + h``.
+slot* is ``flat rank * H + h``. ``*stack`` stands for any leading axes over which values of a type are stacked.
 """
 
 from collections.abc import Callable
@@ -33,6 +35,7 @@ from numbers import Integral
 from typing import Any, Final, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Int
 
@@ -50,17 +53,21 @@ class Topology:
     Hashable and static under jit.
 
     Raises:
-        ValueError: a count is not a positive integer (``replica_slots`` may be 0), or the experts do not
-            divide evenly over the ranks.
+        ValueError: if a count is not a positive integer (``replica_slots`` may be 0), or the experts do not divide
+            evenly over the ranks.
 
     >>> Topology(num_nodes=2, ranks_per_node=4, num_experts=32, replica_slots=2).home_slots
     4
     """
 
     num_nodes: int
+    """N, nodes of the group."""
     ranks_per_node: int
+    """G, ranks of a node."""
     num_experts: int
+    """E, logical experts of a layer."""
     replica_slots: int
+    """R, slots of a rank for replicas."""
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -114,11 +121,63 @@ class Plan(NamedTuple):
     """Where every expert lives in a batch, which experts are copied where, and how tokens are split."""
 
     slot_expert: Int[Array, "M L N G S"]
-    """The logical expert in each slot, EMPTY for none; slots ``0..H-1`` are the home slots."""
+    """The logical expert in each slot, EMPTY for none. Slots ``0..H-1`` are the home slots; replica slots follow in the
+    order of their experts' home slots, empty ones last."""
     home: Int[Array, "L E"]
     """Flat home slot of each expert, the same for the whole batch; exactly H experts a rank."""
     quota: Int[Array, "M L N G S"]
     """Token copies that each slot computes."""
+
+
+class LayerPlan(NamedTuple):
+    """What one MoE layer follows in one micro-batch: its part of the plan, and the load that it was made for.
+
+    Layer plans are stacked over layers to be scanned, over micro-batches, and over the data-parallel copies of the
+    group: then every leaf has the same leading axes ``*stack``. None of them for a single layer plan.
+    """
+
+    slot_expert: Int[Array, "*stack N G S"]
+    """The logical expert in each slot, as in `Plan`."""
+    home: Int[Array, "*stack E"]
+    """Flat home slot of each expert."""
+    quota: Int[Array, "*stack N G S"]
+    """Token copies that each slot computes."""
+    load: Int[Array, "*stack N G E"] | None
+    """Token copies by the rank where they lie. None for routing that the plan was not made for, live routing among it:
+    it is counted in the step, and the quotas are refitted to it."""
+
+    def layer(self, index: Any) -> "LayerPlan":
+        """Element ``index`` of the first stacked axis: of a micro-batch's layer plans, the plan of one layer."""
+        return jax.tree.map(lambda leaf: leaf[index], self)
+
+
+class BatchPlan(NamedTuple):
+    """All that is known of a batch before it runs."""
+
+    assignment: Assignment
+    """Which rank holds which sample in each micro-batch."""
+    load: Int[Array, "M L N G E"]
+    """Token copies by the rank where they lie."""
+    plan: Plan
+    """Made for ``load``."""
+
+    def layer_plans(self) -> LayerPlan:
+        """The layer plans of all micro-batches, stacked ``[M, L]``.
+
+        >>> plan = Plan(np.zeros((2, 3, 1, 1, 5), int), np.zeros((3, 4), int), np.zeros((2, 3, 1, 1, 5), int))
+        >>> batch = BatchPlan(Assignment(np.zeros((2, 1, 1, 1), int)), np.zeros((2, 3, 1, 1, 4), int), plan)
+        >>> jax.tree.map(np.shape, batch.layer_plans().layer(0).layer(2))
+        LayerPlan(slot_expert=(1, 1, 5), home=(4,), quota=(1, 1, 5), load=(1, 1, 4))
+        """
+        slot_expert, home, quota = self.plan
+        xp = np if all(isinstance(leaf, np.ndarray) for leaf in self.plan) else jnp
+        homes = xp.broadcast_to(home, (len(quota), *home.shape))
+        return LayerPlan(slot_expert, homes, quota, self.load)
+
+    def micro_batch(self, index: Any) -> LayerPlan:
+        """The layer plans of one micro-batch, stacked ``[L]``: what a scan over layers runs through."""
+        slot_expert, home, quota = self.plan
+        return LayerPlan(slot_expert[index], home, quota[index], self.load[index])
 
 
 class PhysicalExperts(NamedTuple):
@@ -132,17 +191,43 @@ class PhysicalExperts(NamedTuple):
     """Copies of each expert."""
 
 
-class Planner(NamedTuple):
-    """A pair of pure functions, in the manner of an optax transformation.
+class TokenSample(NamedTuple):
+    """Some of a batch's tokens with their routes and places, for planners that look beyond loads."""
 
-    ``init(topology, num_layers, *, key)`` returns the state before the first batch: an array tree.
-    ``update(load, state, topology, *, refine=None)`` takes ``load[M L N G E]`` (where the tokens lie) and returns
-    ``(Plan, state)``. ``refine[L E]`` are homes found for the same batch before its samples were assigned anew;
-    planners that search go on from there, others have no use for it. Both work under jit, vmap and scan.
+    expert_ids: Int[Array, "Q L K"]
+    """The experts of Q sampled tokens, logical ids."""
+    micro_batch: Int[Array, " Q"]
+    """The micro-batch in which each token is computed."""
+    rank: Int[Array, " Q"]
+    """The flat rank where it lies."""
+
+
+class Planner(NamedTuple):
+    """A pair of pure functions, in the manner of an optax transformation with extra arguments.
+
+    Both work under jit, vmap and scan. ``init`` and ``update`` are called as
+
+    - ``init(topology, num_layers, *, key) -> state``: the state before the first batch, an array tree;
+    - ``update(load, state, topology, *, tokens=None, cost=None, refine=None) -> (Plan, state)``: the plan of a batch.
+
+    Arguments of ``update``:
+
+    - ``load``: ``[M, L, N, G, E]`` token copies by the rank where they lie, which `relibra_jax.plan_check.check_load`
+      accepts; ``update`` looks.
+    - ``state``: what ``init`` or the update before returned.
+    - ``topology``: the expert-parallel group.
+    - ``tokens``: a `TokenSample` of the batch, or None.
+    - ``cost``: what the planner may know of the cluster and the model, or None.
+    - ``refine``: ``[L, E]`` homes found for the same batch before its samples were assigned anew, or None.
+
+    A planner that has no use for one of the last three does not name it: `relibra_jax.planning.extra_args` leaves it out
+    of the call, as optax does.
     """
 
     init: Callable[..., Any]
+    """Makes the first state."""
     update: Callable[..., tuple[Plan, Any]]
+    """Plans a batch."""
 
 
 def check_shape(name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:

@@ -1,13 +1,16 @@
-"""A plain Flax training loop with `MoELayer` and a plan: ``python -m experiments.examples.flax_loop``.
+"""A plain Flax training loop, balanced: ``python -m experiments.examples.flax_loop``.
 
-One mixture-of-experts layer learns a function of its input. Every batch comes with its routing, as rollouts do, so
-it is planned before it runs: experts move home, buffers are counted, replicas do the rest.
+A transformer with four mixture-of-experts layers learns the next token. Every batch comes with its routing, as rollouts
+do: `Balancer.prepare` plans it, moves experts home and sizes the buffers; the layers follow the plan. Model, loss,
+gradients and optimizer are the caller's own.
 """
 
 import os
 
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
+import dataclasses
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -15,68 +18,93 @@ import numpy as np
 import optax  # type: ignore[import-untyped]
 from flax import nnx
 
-from relibra_jax import (
-    RoutingReplay,
-    Topology,
-    assign_in_order,
-    batch_imbalance,
-    expert_load,
-    rank_load,
-    relibra,
-)
-from relibra_jax.execution import ExpertParallel, capacities, expert_mesh, grow_capacities, rank_sharding
-from relibra_jax.execution.gating import GATINGS
-from relibra_jax.nnx.layer import MoELayer, reorder_experts
-from relibra_jax.plan import layer_plan
+from relibra_jax import Planner, RoutingReplay, Topology, batch_imbalance, rank_load, relibra
+from relibra_jax.nnx import GATINGS, Balancer, MoELayer, expert_mesh
 
-TOPOLOGY = Topology(num_nodes=2, ranks_per_node=4, num_experts=32, replica_slots=2)
-SAMPLES, TOKENS, WIDTH, TOP_K = 16, 64, 16, 4
-BY_RANK = (TOPOLOGY.num_nodes, TOPOLOGY.ranks_per_node, -1)
+TOPOLOGY = Topology(num_nodes=2, ranks_per_node=4, num_experts=16, replica_slots=2)
+LAYERS, WIDTH, EXPERT_WIDTH, VOCABULARY = 4, 32, 32, 64
+SAMPLES, TOKENS, TOP_K, MICRO_BATCHES = 32, 48, 2, 2
 
 
-@nnx.jit(static_argnames="parallel")
-def train_step(layer, optimizer, x, target, expert_ids, plan, load, *, parallel):
-    def loss(layer):
-        output = layer(x, expert_ids, plan, load, parallel=parallel).output
-        return jnp.square(output - target).mean()
+class Block(nnx.Module):
+    """Causal attention, then experts."""
 
-    value, gradients = nnx.value_and_grad(loss)(layer)
-    optimizer.update(layer, gradients)
-    return value
+    def __init__(self, rngs: nnx.Rngs):
+        gating = dataclasses.replace(GATINGS["qwen3-moe"], top_k=TOP_K)
+        self.norm, self.expert_norm = (nnx.RMSNorm(WIDTH, rngs=rngs) for _ in range(2))
+        self.attention = nnx.MultiHeadAttention(2, WIDTH, decode=False, rngs=rngs)
+        self.experts = MoELayer(TOPOLOGY, WIDTH, EXPERT_WIDTH, gating, rngs=rngs)
+
+    def __call__(self, x, expert_ids, plan, parallel):
+        held, x = self.experts.fetch(x, plan, parallel)  # replicas travel while attention computes
+        x = x + self.attention(self.norm(x), mask=nnx.make_causal_mask(x[..., 0]))
+        return x + self.experts(self.expert_norm(x), expert_ids, plan, parallel=parallel, experts=held).output
 
 
-def main(steps: int = 10) -> list[float]:
-    """Train for so many batches; the losses."""
-    mesh, rng = expert_mesh(TOPOLOGY), np.random.default_rng(0)
-    sizes, losses = None, []
-    layer = MoELayer(TOPOLOGY, WIDTH, 32, GATINGS["gpt-oss"], sharding=rank_sharding(mesh), rngs=nnx.Rngs(0))
-    optimizer = nnx.Optimizer(layer, optax.adamw(1e-2), wrt=nnx.Param)
-    planner = relibra()
-    state = planner.init(TOPOLOGY, 1, key=jax.random.key(0))
-    make_plan = jax.jit(planner.update)
-    for step in range(steps):
-        # What a rollout would bring: tokens and the experts that they used, some of them hot.
-        x = rng.normal(size=(SAMPLES, TOKENS, WIDTH)).astype(np.float32)
-        scores = 2 * rng.normal(size=(1, 1, 1, 32)) + rng.gumbel(size=(SAMPLES, TOKENS, 1, 32))
-        replay = RoutingReplay(
-            np.argsort(-scores)[..., :TOP_K].astype(np.uint8), np.ones((SAMPLES, TOKENS), bool)
-        )
+class Model(nnx.Module):
+    """Embedding, blocks, head."""
 
-        # Plan: one micro-batch, one layer.
-        where = assign_in_order(SAMPLES, TOPOLOGY, num_micro_batches=1)
-        load = expert_load(replay, where, num_experts=32)
-        plan, state = make_plan(load, state, TOPOLOGY)
+    def __init__(self, rngs: nnx.Rngs):
+        self.embedding = nnx.Embed(VOCABULARY, WIDTH, rngs=rngs)
+        self.blocks = nnx.List([Block(rngs) for _ in range(LAYERS)])
+        self.head = nnx.Linear(WIDTH, VOCABULARY, rngs=rngs)
 
-        # Between batches: experts and their optimizer state go home, buffers are counted.
-        reorder_experts(layer, optimizer, plan.home, mesh=mesh, topology=TOPOLOGY)
-        sizes = grow_capacities(sizes, count_capacities(plan, load, TOPOLOGY), round_up=lambda size: size * 5 // 4)
-        parallel = ExpertParallel(mesh=mesh, topology=TOPOLOGY, capacities=sizes)
+    def __call__(self, tokens, expert_ids, plans, parallel):
+        x = self.embedding(tokens)
+        for layer, block in enumerate(self.blocks):
+            x = block(x, expert_ids[..., layer, :], plans.layer(layer), parallel)
+        return self.head(x)
 
-        x = x.reshape(*BY_RANK, WIDTH)
-        ids = replay.expert_ids.reshape(*BY_RANK, TOP_K)
-        following = layer_plan(plan, 0, 0), load[0, 0]
-        losses.append(float(train_step(layer, optimizer, x, np.tanh(x), ids, *following, parallel=parallel)))
-        print(f"step {step}: loss {losses[-1]:.4f}, imbalance {batch_imbalance(rank_load(plan)):.3f}")
+
+def rollouts(batches: int) -> Iterator[tuple[np.ndarray, RoutingReplay]]:
+    """What rollouts would bring: tokens, and the experts that they used; other experts are hot in every batch."""
+    rng = np.random.default_rng(0)
+    for _ in range(batches):
+        tokens = (rng.integers(VOCABULARY, size=(SAMPLES, 1)) + 3 * np.arange(TOKENS)) % VOCABULARY
+        popular = 2 * rng.normal(size=(1, 1, LAYERS, TOPOLOGY.num_experts))
+        scores = popular + rng.gumbel(size=(SAMPLES, TOKENS, LAYERS, TOPOLOGY.num_experts))
+        expert_ids = np.argsort(-scores)[..., :TOP_K].astype(np.uint8)
+        yield tokens, RoutingReplay(expert_ids, np.ones((SAMPLES, TOKENS), bool))
+
+
+@nnx.jit
+def train_step(model, optimizer, batch, rows):
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+
+    def loss_of(params, tokens, replay, plans):
+        logits = nnx.merge(graph, params, rest)(tokens, replay.expert_ids, plans, batch.parallel)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], tokens[:, 1:])
+        return losses.sum() / (SAMPLES * (TOKENS - 1))
+
+    def accumulate(gradients, micro_batch):
+        (tokens, replay), plans = micro_batch
+        loss, more = jax.value_and_grad(loss_of)(params, tokens, replay, plans)
+        return jax.tree.map(jnp.add, gradients, more), loss
+
+    nothing = jax.tree.map(jnp.zeros_like, params)
+    gradients, losses = jax.lax.scan(accumulate, nothing, (rows, batch.layer_plans()))
+    optimizer.update(model, gradients)
+    return losses.sum()
+
+
+def main(batches: int = 10, planner: Planner | None = None) -> list[float]:
+    """Train on so many batches; the loss of each."""
+    model = Model(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adamw(1e-2), wrt=nnx.Param)
+    balancer = Balancer(
+        planner or relibra(),
+        TOPOLOGY,
+        mesh=expert_mesh(TOPOLOGY),
+        num_layers=LAYERS,
+        num_micro_batches=MICRO_BATCHES,
+        key=jax.random.key(0),
+    )
+    losses = []
+    for tokens, replay in rollouts(batches):
+        batch = balancer.prepare(model, optimizer, replay)
+        losses.append(float(train_step(model, optimizer, batch, batch.to_ranks((tokens, replay)))))
+        imbalance = batch_imbalance(rank_load(batch.batch_plan.plan))
+        print(f"batch {len(losses)}: loss {losses[-1]:.4f}, imbalance {imbalance:.3f}")
     return losses
 
 

@@ -1,0 +1,1 @@
+"""The time that a plan takes, modelled: nothing here was measured on a cluster."""

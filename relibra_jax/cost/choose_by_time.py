@@ -1,17 +1,20 @@
-"""Choices made by modelled time, where balance alone does not decide.
+"""Planners that choose by modelled time, where balance alone does not decide.
 
 `cheapest` lets planners compete layer by layer; `replicate_while_hidden` sends replicas over the slow network where
 attention hides the transfer. Both price with `relibra_jax.cost.step_time`.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Int
 
-from relibra_jax.cost.step_time import layer_time, push_time, rank_time
 from relibra_jax.cost.hardware import Cluster, Model
+from relibra_jax.cost.step_time import layer_time, push_time, rank_time
+from relibra_jax.plan import layer_plans
+from relibra_jax.planning.extra_args import with_extra_args
 from relibra_jax.planning.replication import replicate_experts
 from relibra_jax.types import Array, Plan, Planner, Topology
 
@@ -24,14 +27,14 @@ def cheapest(
     So it is never slower than any of them in modelled time, the reorder not counted. Ties go to the earlier one.
 
     Args:
-        planners: each keeps its own state, as if it ran alone.
+        planners: the planners that compete; each keeps its own state, as if it ran alone.
         cluster, model, context, scale: as in `relibra_jax.cost.step_time.rank_time`.
 
     Returns:
         A Planner whose state is the tuple of theirs.
 
     Raises:
-        ValueError: there is no planner.
+        ValueError: if there is no planner.
     """
     if not planners:
         raise ValueError("cheapest needs at least one planner")
@@ -40,14 +43,14 @@ def cheapest(
         return tuple(planner.init(topology, num_layers, key=key) for planner in planners)
 
     def update(
-        load: Int[Array, "M L N G E"], state: tuple, topology: Topology, *, refine: Array | None = None
+        load: Int[Array, "M L N G E"], state: tuple, topology: Topology, **extra: Any
     ) -> tuple[Plan, tuple]:
-        each = zip(planners, state, strict=True)
-        plans, states = zip(*(p.update(load, own, topology, refine=refine) for p, own in each), strict=True)
+        each = zip(map(with_extra_args, planners), state, strict=True)
+        plans, states = zip(*(p.update(load, own, topology, **extra) for p, own in each), strict=True)
         best, least = plans[0], None
         for plan in plans:
             ranks = rank_time(
-                plan, load, topology, cluster=cluster, model=model, context=context, scale=scale
+                layer_plans(plan, load), topology, cluster=cluster, model=model, context=context, scale=scale
             )
             time = layer_time(ranks).total.sum(0)
             if least is not None:
@@ -88,7 +91,9 @@ def replicate_while_hidden(
     far = replicate_experts(load, home, topology, across_nodes=True, **knobs)
     tokens = scale * jnp.asarray(load).sum(-1) / (model.top_k * topology.num_ranks)
     attention = tokens * model.token_flops(context) / (cluster.matmul_flops * cluster.matmul_efficiency)
-    hidden = push_time(far, topology, cluster=cluster, model=model).max((-2, -1)) <= attention
+    hidden = (
+        push_time(layer_plans(far, None), topology, cluster=cluster, model=model).max((-2, -1)) <= attention
+    )
     return _choose(hidden, far, near, jnp.ones(home.shape[0], bool))
 
 

@@ -14,7 +14,6 @@ four exchanges, three passes of compute) with the replicas' transfers of ReLibra
 model: nothing here was measured on a cluster.
 """
 
-import functools
 from typing import NamedTuple
 
 import jax
@@ -22,24 +21,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int, Num
 
-from relibra_jax.plan import replica_experts
 from relibra_jax.cost.hardware import Cluster, Model
-from relibra_jax.token_split import source_quota
-from relibra_jax.types import EMPTY, Array, Plan, Topology
+from relibra_jax.cost.traffic import count_traffic
+from relibra_jax.types import EMPTY, Array, LayerPlan, Topology
 
 ACTIVATION_BYTES = 2  # bfloat16
 WEIGHT_BYTES = 2  # bfloat16; a replica's gradient returns in the same dtype
 STATE_BYTES = 14  # a parameter that changes home: bfloat16 weight, float32 master copy and two Adam moments
 PASSES = 3  # one forward, and a backward of twice the work
-
-
-class Traffic(NamedTuple):
-    """What each rank sends and receives for one layer of one micro-batch, in one direction of one pass."""
-
-    slow: Num[Array, "M L N G"]
-    """Rows over the slow network: the larger of sent and received."""
-    fast: Num[Array, "M L N G"]
-    """Rows over the fast network, likewise."""
 
 
 class RankTime(NamedTuple):
@@ -70,72 +59,8 @@ class LayerTime(NamedTuple):
         return self.attention + self.compute + self.exchange + self.exposed
 
 
-def count_traffic(
-    plan: Plan,
-    load: Int[Array, "M L N G E"],
-    topology: Topology,
-    *,
-    visits: Int[Array, "M L P N"] | None = None,
-) -> Traffic:
-    """Rows that ranks exchange at dispatch; combine moves the same rows back.
-
-    Args:
-        plan: a valid plan of ``load``.
-        load: token copies by the rank where they lie.
-        topology: of both.
-        visits: None for the flat path, where every token copy travels by itself. For the hierarchical path, where
-            a token crosses to a node once (to the rank of the same index there) and spreads inside it:
-            `relibra_jax.token_split.node_visits`, counted from the replayed ids.
-
-    Returns:
-        Traffic; ``slow`` in token copies, or in tokens for the hierarchical path.
-    """
-    if visits is None:
-        return jax.vmap(jax.vmap(functools.partial(_flat_traffic, topology=topology)))(
-            jnp.asarray(plan.slot_expert), jnp.asarray(plan.quota), jnp.asarray(load)
-        )
-    nodes, local = topology.num_nodes, topology.ranks_per_node
-    home = jnp.asarray(plan.home)
-
-    def one(row):
-        slot_expert, quota, load = (leaf[None, None] for leaf in row)
-        sent = source_quota(Plan(slot_expert, home, quota), load, topology)
-        return sent[0, 0].sum(-1).reshape(nodes, local, nodes, local)
-
-    rows = (plan.slot_expert, plan.quota, load)
-    flat = jax.tree.map(lambda leaf: jnp.asarray(leaf).reshape(-1, *leaf.shape[2:]), rows)
-    sent = jax.lax.map(one, flat, batch_size=32)
-    other_node = ~np.eye(nodes, dtype=bool)[None, :, None]
-    other_local = ~np.eye(local, dtype=bool)[None, None, :, None, :]
-    away = jnp.asarray(visits).reshape(-1, nodes, local, nodes) * other_node
-    slow = jnp.maximum(away.sum(3), jnp.moveaxis(away.sum(1), 1, 2))
-    spread = sent * other_local
-    fast = jnp.maximum(jnp.moveaxis(spread.sum((1, 4)), 1, 2), spread.sum((1, 2)))
-    shape = (*load.shape[:2], nodes, local)
-    return Traffic(slow.reshape(shape), fast.reshape(shape))
-
-
-def _flat_traffic(slot_expert, quota, load, *, topology: Topology) -> Traffic:
-    """Of one layer of one micro-batch, without asking who sends to whom: what is left over after each round."""
-    ranks, (nodes, local) = topology.num_ranks, load.shape[:2]
-    held = jnp.where(slot_expert == EMPTY, 0, slot_expert).reshape(ranks, -1)
-    supply = load.reshape(ranks, -1)
-    demand = jnp.zeros_like(supply).at[jnp.arange(ranks)[:, None], held].add(quota.reshape(ranks, -1))
-    own = jnp.minimum(supply, demand)
-    wanted, offered = ((side - own).reshape(nodes, local, -1) for side in (supply, demand))
-
-    def in_node(side, other):
-        before = jnp.cumsum(side, axis=1) - side
-        return jnp.clip(other.sum(1, keepdims=True) - before, 0, side)
-
-    sent, taken = in_node(wanted, offered), in_node(offered, wanted)
-    slow = jnp.maximum((wanted - sent).sum(-1), (offered - taken).sum(-1))
-    return Traffic(slow, jnp.maximum(sent.sum(-1), taken.sum(-1)))
-
-
 def rank_time(
-    plan: Plan,
-    load: Int[Array, "M L N G E"],
+    layer_plans: LayerPlan,
     topology: Topology,
     *,
     cluster: Cluster,
@@ -147,28 +72,27 @@ def rank_time(
     """The modelled forward time of every rank under a plan.
 
     Args:
-        plan: a valid plan of ``load``.
-        load: token copies by the rank where they lie; a rank's tokens are its copies over top-k.
-        topology: of both.
-        cluster: for example ``CLUSTERS["h100"]``.
-        model: for example ``MODELS["qwen3-235b-a22b"]``.
-        context: mean length of a sequence, tokens.
+        layer_plans: ``batch_plan.layer_plans()``, stacked ``[M, L]``; a rank's tokens are its copies over top-k.
+        topology: the expert-parallel group.
+        cluster: the hardware, for example ``CLUSTERS["h100"]``.
+        model: the sizes of the model, for example ``MODELS["qwen3-235b-a22b"]``.
+        context: the mean length of a sequence, tokens.
         scale: how many tokens each token stands for, to read a small trace at the size of a real micro-batch.
-        visits: see `count_traffic`.
+        visits: distinct tokens that cross nodes, see `relibra_jax.cost.traffic.count_traffic`.
 
     Returns:
         RankTime, seconds.
     """
     flops = cluster.matmul_flops * cluster.matmul_efficiency
-    tokens = scale * jnp.asarray(load).sum(-1) / model.top_k
-    tiles = jnp.ceil(scale * jnp.asarray(plan.quota) / cluster.tile)
-    traffic = count_traffic(plan, load, topology, visits=visits)
+    tokens = scale * jnp.asarray(layer_plans.load).sum(-1) / model.top_k
+    tiles = jnp.ceil(scale * jnp.asarray(layer_plans.quota) / cluster.tile)
+    traffic = count_traffic(layer_plans, topology, visits=visits)
     row_bytes = scale * ACTIVATION_BYTES * model.width
     return RankTime(
         attention=tokens * model.token_flops(context) / flops,
         compute=tiles.sum(-1) * cluster.tile * 2 * model.expert_params / flops,
         exchange=_transfer_time(traffic.slow * row_bytes, traffic.fast * row_bytes, cluster),
-        push=push_time(plan, topology, cluster=cluster, model=model),
+        push=push_time(layer_plans, topology, cluster=cluster, model=model),
     )
 
 
@@ -225,10 +149,10 @@ def layer_time(time: RankTime) -> LayerTime:
 
 
 def push_time(
-    plan: Plan, topology: Topology, *, cluster: Cluster, model: Model
+    layer_plans: LayerPlan, topology: Topology, *, cluster: Cluster, model: Model
 ) -> Float[jax.Array, "M L N G"]:
     """Seconds in which each rank gives and takes its layer's replicas, which the forward pass does once."""
-    held = jnp.asarray(replica_experts(plan))
+    held = jnp.asarray(layer_plans.slot_expert)[..., topology.home_slots :]
     ranks = topology.num_ranks
 
     def one(held, home):
@@ -244,7 +168,7 @@ def push_time(
         return busiest(copied & away), busiest(copied & ~away)
 
     flat = held.reshape(*held.shape[:2], ranks, -1)
-    slow, fast = jax.vmap(jax.vmap(one), (0, None))(flat, jnp.asarray(plan.home))
+    slow, fast = jax.vmap(jax.vmap(one))(flat, jnp.asarray(layer_plans.home))
     size = float(WEIGHT_BYTES * model.expert_params)
     return _transfer_time(slow * size, fast * size, cluster).reshape(held.shape[:-1])
 

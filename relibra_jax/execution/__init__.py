@@ -1,32 +1,48 @@
 """What runs a plan: expert parallelism over a device mesh with a node and a local axis.
 
+Precision is set in few places, and the rest follows:
+
+=========================  ============================  =====================================================
+what                       dtype                         where it is set
+=========================  ============================  =====================================================
+master weights             float32                       ``MoELayer(param_dtype=)``; the experts that are given to
+                                                         `fetch_replicas`, before they are cast
+expert compute             that of ``x``                 ``MoELayer(dtype=)``; the tokens that are given to `moe_layer`
+router logits and gates    float32, or wider with ``x``  `relibra_jax.execution.gating`, always
+products and row sums      summed in float32             `pallas_kernels`, `relibra_jax.execution.gather`, always
+replica transfers          that of expert compute        the dtype of the experts given to `fetch_replicas`
+replica gradients          that of expert compute        they return as they came; then they are added to the home's
+gradient accumulators      that of the master weights    gradients have the dtype of the parameters: the caller's sum
+                                                         over micro-batches is float32 with float32 masters
+=========================  ============================  =====================================================
+
 Checkpoints are in `relibra_jax.execution.checkpoint`, gating in `relibra_jax.execution.gating`, the layer for Flax in
-`relibra_jax.nnx.layer`.
+`relibra_jax.nnx`.
 """
 
 from relibra_jax.capacity import (
     Capacities,
-    batch_capacities,
-    count_capacities,
     check_capacities,
+    count_capacities,
     grow_capacities,
     worst_case_capacities,
 )
-from relibra_jax.execution.plan_agreement import check_same_plan
 from relibra_jax.execution.expert_labels import optimizer_layers
 from relibra_jax.execution.mesh import OVERLAP_OPTIONS, expert_mesh, rank_sharding
 from relibra_jax.execution.migration import migrate_experts
-from relibra_jax.execution.moe import ExpertParallel, LayerExperts, fetch_replicas, moe_layer
+from relibra_jax.execution.moe import moe_layer
+from relibra_jax.execution.parallel import ExpertParallel
+from relibra_jax.execution.plan_agreement import check_same_plan
+from relibra_jax.execution.replicas import LayerExperts, fetch_replicas
 
 __all__ = [
     "OVERLAP_OPTIONS",
     "Capacities",
     "ExpertParallel",
     "LayerExperts",
-    "batch_capacities",
-    "capacities",
-    "check_same_plan",
     "check_capacities",
+    "check_same_plan",
+    "count_capacities",
     "expert_mesh",
     "fetch_replicas",
     "grow_capacities",

@@ -117,8 +117,8 @@ def restore_checkpoint(
         layers: the layer of each expert leaf, None for others, a prefix of ``like``, as for `migrate_experts`.
         mesh: with the axes node and local.
         topology: of the run that goes on.
-        home: ``[L, E]``, the wanted homes. When None: the saved ones if the saved topology has the same ranks, else
-            the identity, which a placement improves from the next batch on.
+        home: ``[L, E]``, the wanted homes; the saved ones when None. Flat home slots mean a placement on other ranks
+            too, which the next batch improves.
         step: the latest one when None.
 
     Returns:
@@ -134,10 +134,7 @@ def restore_checkpoint(
     if saved.num_experts != topology.num_experts:
         raise ValueError(f"step {step} has {saved.num_experts} experts, the model {topology.num_experts}")
     identity = _identity(np.array(layout["home"], np.int32))
-    if home is None:
-        same = (saved.num_nodes, saved.ranks_per_node) == (topology.num_nodes, topology.ranks_per_node)
-        home = np.array(layout["home"]) if same else identity
-    homes = check_homes(home, topology)
+    homes = check_homes(np.array(layout["home"]) if home is None else home, topology)
     if len(homes) != len(identity):
         raise ValueError(f"step {step} has homes of {len(identity)} layers, home has {len(homes)}")
 

@@ -20,12 +20,12 @@ from jaxtyping import Bool, Float, Int
 
 from relibra_jax.execution.exchange import Exchange, send, send_back
 from relibra_jax.execution.gather import (
+    combine_rows,
+    gather_rows,
     inverse_index,
     segment_of_row,
     segment_rows,
-    gather_rows,
     starts,
-    combine_rows,
 )
 from relibra_jax.types import EMPTY
 

@@ -1,4 +1,4 @@
-"""Which leaves of a tree hold experts, and of which layer: said by the caller, never guessed by shape.
+"""Labels that say which leaves of a tree hold experts, and of which layer: given by the caller, never guessed.
 
 A tree of labels goes with parameters and optimizer state. The optimizer itself tells which of its leaves belong to
 which parameter, so labels are written once, for the parameters.
@@ -109,14 +109,28 @@ def expert_leaves(
         ValueError: as `migrate_experts` says.
     """
     check_mesh(mesh, topology)
+    leaves = labelled_leaves(tree, layers)
+    for leaf in leaves:
+        if leaf.layers is not None:
+            _check_leaf(leaf, num_layers, mesh, topology)
+    return leaves
+
+
+def labelled_leaves(tree: PyTree, layers: PyTree) -> list[ExpertLeaf]:
+    """All leaves of ``tree`` in order, each with its label.
+
+    Args:
+        tree: any tree of arrays.
+        layers: the layer of each leaf, a prefix of ``tree``, as for `migrate_experts`.
+
+    Raises:
+        ValueError: if a leaf has no label, or a label no leaf.
+    """
     labels, used, leaves = _labels(layers), set(), []
     for path, array in jax.tree.leaves_with_path(tree):
         prefix = _labelled_prefix(path, labels)
         used.add(prefix)
-        leaf = ExpertLeaf(path, array, labels[prefix])
-        leaves.append(leaf)
-        if leaf.layers is not None:
-            _check_leaf(leaf, num_layers, mesh, topology)
+        leaves.append(ExpertLeaf(path, array, labels[prefix]))
     for path, label in labels.items():
         if label is not None and path not in used:
             raise ValueError(f"layers{leaf_name(path)} = {label} belongs to no leaf of the tree")

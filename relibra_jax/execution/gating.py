@@ -47,8 +47,8 @@ class Gating:
         scale: times this (``routed_scaling_factor``).
         router_bias: the router has a bias: it enters the logits, and so the gates.
         correction_bias: an additive bias on sigmoid scores, for the selection only.
-        groups: the experts form so many groups (``n_group``) ...
-        top_groups: ... and a token uses those whose two best experts have the largest sum (``topk_group``).
+        expert_groups: the experts form so many groups (``n_group``) ...
+        top_expert_groups: ... and a token uses those whose two best experts have the largest sum (``topk_group``).
 
     Raises:
         ValueError: ``top_k`` below 1, another score, groups or a correction bias on softmax scores, or more
@@ -65,21 +65,23 @@ class Gating:
     scale: float = 1.0
     router_bias: bool = False
     correction_bias: bool = False
-    groups: int = 1
-    top_groups: int = 1
+    expert_groups: int = 1
+    top_expert_groups: int = 1
 
     def __post_init__(self) -> None:
         if self.top_k < 1:
             raise ValueError(f"top_k={self.top_k} must be at least 1")
         if self.scores not in ("softmax", "sigmoid"):
             raise ValueError(f"scores={self.scores!r} must be 'softmax' or 'sigmoid'")
-        if self.scores == "softmax" and (self.correction_bias or self.groups != 1):
+        if self.scores == "softmax" and (self.correction_bias or self.expert_groups != 1):
             raise ValueError(
-                f"scores='softmax' with correction_bias={self.correction_bias} and groups={self.groups}:"
+                f"scores='softmax' with correction_bias={self.correction_bias} and expert_groups={self.expert_groups}:"
                 " only sigmoid scores are corrected or grouped"
             )
-        if not 1 <= self.top_groups <= self.groups:
-            raise ValueError(f"top_groups={self.top_groups} must be in 1..groups={self.groups}")
+        if not 1 <= self.top_expert_groups <= self.expert_groups:
+            raise ValueError(
+                f"top_expert_groups={self.top_expert_groups} must be in 1..expert_groups={self.expert_groups}"
+            )
 
 
 GATINGS: Final[Mapping[str, Gating]] = MappingProxyType(
@@ -88,7 +90,7 @@ GATINGS: Final[Mapping[str, Gating]] = MappingProxyType(
         "glm-4.5": Gating(top_k=8, scores="sigmoid", correction_bias=True, scale=2.5),
         "glm-4.5-air": Gating(top_k=8, scores="sigmoid", correction_bias=True),
         "deepseek-v3": Gating(
-            top_k=8, scores="sigmoid", correction_bias=True, scale=2.5, groups=8, top_groups=4
+            top_k=8, scores="sigmoid", correction_bias=True, scale=2.5, expert_groups=8, top_expert_groups=4
         ),
         "gpt-oss": Gating(top_k=4, scores="softmax", router_bias=True),
     }
@@ -106,14 +108,16 @@ def check_gating(gating: Gating, num_experts: int) -> None:
     Traceback (most recent call last):
     ValueError: top_k=4 of 2 experts
     """
-    if num_experts % gating.groups:
-        raise ValueError(f"{num_experts} experts must divide evenly into groups={gating.groups}")
-    per_group = num_experts // gating.groups
-    if gating.groups > 1 and per_group < 2:
+    if num_experts % gating.expert_groups:
         raise ValueError(
-            f"groups={gating.groups} of {per_group} expert: the two best of a group are compared"
+            f"{num_experts} experts must divide evenly into expert_groups={gating.expert_groups}"
         )
-    usable = gating.top_groups * per_group
+    per_group = num_experts // gating.expert_groups
+    if gating.expert_groups > 1 and per_group < 2:
+        raise ValueError(
+            f"expert_groups={gating.expert_groups} of {per_group} expert: the two best of a group are compared"
+        )
+    usable = gating.top_expert_groups * per_group
     if gating.top_k > usable:
         raise ValueError(f"top_k={gating.top_k} of {usable} experts")
 
@@ -150,10 +154,10 @@ def select_experts(
         scores = jax.nn.sigmoid(scores)
     if bias is not None:
         scores = scores + jnp.broadcast_to(bias, scores.shape)
-    if gating.groups > 1:
-        grouped = scores.reshape(*scores.shape[:-1], gating.groups, -1)
-        best = jax.lax.top_k(jax.lax.top_k(grouped, 2)[0].sum(-1), gating.top_groups)[1]
-        usable = jax.nn.one_hot(best, gating.groups, dtype=bool).any(-2)
+    if gating.expert_groups > 1:
+        grouped = scores.reshape(*scores.shape[:-1], gating.expert_groups, -1)
+        best = jax.lax.top_k(jax.lax.top_k(grouped, 2)[0].sum(-1), gating.top_expert_groups)[1]
+        usable = jax.nn.one_hot(best, gating.expert_groups, dtype=bool).any(-2)
         scores = jnp.where(usable[..., None], grouped, -jnp.inf).reshape(scores.shape)
     return jax.lax.top_k(scores, gating.top_k)[1]
 

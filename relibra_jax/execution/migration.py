@@ -31,7 +31,7 @@ CHUNKS: Final = 4
 """Parts of a layer that travel one after another."""
 
 
-class Route(NamedTuple):
+class MoveTables(NamedTuple):
     """Where the experts of one layer go: P ranks of H home slots, at most m experts leave a rank."""
 
     leave: Int[Array, "P m"]
@@ -87,12 +87,12 @@ def migrate_experts(
         raise ValueError(f"old_home has {len(old)} layers, new_home {len(new)}")
     leaves = expert_leaves(tree, layers, num_layers=len(old), mesh=mesh, topology=topology)
     _refuse_aliases(leaves)
-    routes = {
-        layer: route(old[layer], new[layer], topology)
+    tables = {
+        layer: move_tables(old[layer], new[layer], topology)
         for layer in range(len(old))
         if (old[layer] != new[layer]).any()
     }
-    moved = [leaf.array if leaf.layers is None else _migrate(leaf, routes) for leaf in leaves]
+    moved = [leaf.array if leaf.layers is None else _migrate(leaf, tables) for leaf in leaves]
     return jax.tree.unflatten(jax.tree.structure(tree), moved)
 
 
@@ -105,34 +105,36 @@ def migration_step(sharding: NamedSharding, *, stacked: bool) -> Callable[..., j
         stacked: whether the leaf has a leading dimension of layers.
 
     Returns:
-        ``step(leaf, layer, route)``; ``layer``, an int32 scalar, is an index into a stacked leaf and 0 otherwise. Both
-        are data. To look at its program: ``migration_step(s, stacked=False).lower(leaf, 0, route).compile()``.
+        ``step(leaf, layer, tables)``; ``layer``, an int32 scalar, is an index into a stacked leaf and 0 otherwise. Both
+        are data. To look at its program: ``migration_step(s, stacked=False).lower(leaf, 0, tables).compile()``.
     """
     in_device_memory = sharding.memory_kind in (None, "device")
 
-    def move(leaf, layer, route):
+    def move(leaf, layer, tables):
         spec = slot_spec(sharding, stacked=stacked)
         part = functools.partial(_move_part, stacked=stacked)
         return jax.shard_map(
             part, mesh=sharding.mesh, in_specs=(spec, PartitionSpec(), PartitionSpec()), out_specs=spec
-        )(leaf, layer, route)
+        )(leaf, layer, tables)
 
-    def move_experts(leaf, layer, route):
+    def move_experts(leaf, layer, tables):
         if in_device_memory:
-            return move(leaf, layer, route)
+            return move(leaf, layer, tables)
         rows = jax.lax.dynamic_slice_in_dim(leaf, layer, 1) if stacked else leaf
         rows = jax.device_put(rows, sharding.with_memory_kind("device"))
-        rows = jax.device_put(move(rows, jnp.int32(0), route), sharding)
+        rows = jax.device_put(move(rows, jnp.int32(0), tables), sharding)
         return jax.lax.dynamic_update_slice_in_dim(leaf, rows, layer, 0) if stacked else rows
 
     return jax.jit(move_experts, donate_argnums=0, out_shardings=sharding)
 
 
-def route(old_home: Int[np.ndarray, " E"], new_home: Int[np.ndarray, " E"], topology: Topology) -> Route:
+def move_tables(
+    old_home: Int[np.ndarray, " E"], new_home: Int[np.ndarray, " E"], topology: Topology
+) -> MoveTables:
     """The tables by which the experts of one layer find their way, NumPy arrays made on the host.
 
     >>> topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=4, replica_slots=0)
-    >>> [table.tolist() for table in route(np.array([0, 1, 2, 3]), np.array([1, 2, 0, 3]), topology)]
+    >>> [table.tolist() for table in move_tables(np.array([0, 1, 2, 3]), np.array([1, 2, 0, 3]), topology)]
     [[[1], [0]], [1, 0], [[2, 0], [2, 1]]]
     """
     num_ranks, home_slots = topology.num_ranks, topology.home_slots
@@ -147,7 +149,7 @@ def route(old_home: Int[np.ndarray, " E"], new_home: Int[np.ndarray, " E"], topo
     source = np.zeros(topology.num_experts, np.int32)
     source[new_home] = old_home % home_slots
     source[new_slot] = home_slots + arrival - end * count
-    return Route(leave.reshape(num_ranks, count), order, source.reshape(num_ranks, home_slots))
+    return MoveTables(leave.reshape(num_ranks, count), order, source.reshape(num_ranks, home_slots))
 
 
 def _refuse_aliases(leaves: list[ExpertLeaf]) -> None:
@@ -161,21 +163,23 @@ def _refuse_aliases(leaves: list[ExpertLeaf]) -> None:
             )
 
 
-def _migrate(leaf: ExpertLeaf, routes: dict[int, Route]) -> jax.Array:
+def _migrate(leaf: ExpertLeaf, tables: dict[int, MoveTables]) -> jax.Array:
     array = leaf.array
     for index, layer in enumerate(leaf.rows):
-        if layer in routes:
+        if layer in tables:
             array = migration_step(array.sharding, stacked=leaf.stacked)(
-                array, np.int32(index), routes[layer]
+                array, np.int32(index), tables[layer]
             )
     return array
 
 
-def _move_part(leaf: Shaped[jax.Array, "..."], layer: jax.Array, route: Route, *, stacked: bool) -> jax.Array:
+def _move_part(
+    leaf: Shaped[jax.Array, "..."], layer: jax.Array, tables: MoveTables, *, stacked: bool
+) -> jax.Array:
     """This rank's part of a leaf, ``[(l,) 1, 1, H, ...]``, with the experts of one layer moved."""
     leading = 3 + stacked
     if leaf.ndim == leading:
-        return _move_part(leaf[..., None], layer, route, stacked=stacked)[..., 0]
+        return _move_part(leaf[..., None], layer, tables, stacked=stacked)[..., 0]
     # Reshaping the whole part instead of each chunk would make XLA copy it.
     axis = max(range(leading, leaf.ndim), key=lambda dimension: leaf.shape[dimension])
     width = -(-leaf.shape[axis] // CHUNKS)
@@ -185,8 +189,8 @@ def _move_part(leaf: Shaped[jax.Array, "..."], layer: jax.Array, route: Route, *
         shape[axis], at[axis] = width, jnp.int32(start)
         if stacked:
             shape[0], at[0] = 1, layer
-        rows = _to_bits(jax.lax.dynamic_slice(leaf, at, shape)).reshape(route.source.shape[1], -1)
-        rows = _from_bits(_exchange(rows, route).reshape(shape), leaf.dtype)
+        rows = _to_bits(jax.lax.dynamic_slice(leaf, at, shape)).reshape(tables.source.shape[1], -1)
+        rows = _from_bits(_exchange(rows, tables).reshape(shape), leaf.dtype)
         return jax.lax.dynamic_update_slice(leaf, rows, at)
 
     whole, rest = divmod(leaf.shape[axis], width)
@@ -194,17 +198,17 @@ def _move_part(leaf: Shaped[jax.Array, "..."], layer: jax.Array, route: Route, *
     return move_chunk(leaf, whole * width, rest) if rest else leaf
 
 
-def _exchange(rows: Shaped[jax.Array, "H f"], route: Route) -> Shaped[jax.Array, "H f"]:
+def _exchange(rows: Shaped[jax.Array, "H f"], tables: MoveTables) -> Shaped[jax.Array, "H f"]:
     """One row a slot before, one row a slot after."""
     me = jax.lax.axis_index(RANKS)
-    ranks, count = route.leave.shape
+    ranks, count = tables.leave.shape
     if count:
-        leaving = jnp.pad(rows[route.leave[me]], ((0, 0), (0, -rows.shape[1] % ranks)))
+        leaving = jnp.pad(rows[tables.leave[me]], ((0, 0), (0, -rows.shape[1] % ranks)))
         pieces = jax.lax.all_to_all(leaving.reshape(count, ranks, -1), RANKS, 1, 0)
-        ordered = pieces.reshape(ranks * count, -1)[route.order].reshape(pieces.shape)
+        ordered = pieces.reshape(ranks * count, -1)[tables.order].reshape(pieces.shape)
         arrived = jax.lax.all_to_all(ordered, RANKS, 0, 1).reshape(count, -1)
         rows = jnp.concatenate([rows, arrived[:, : rows.shape[1]]])
-    return rows[route.source[me]]
+    return rows[tables.source[me]]
 
 
 def _to_bits(values: jax.Array) -> jax.Array:

@@ -1,124 +1,93 @@
-"""Replicas of one layer in one micro-batch: fetched straight from their homes, gone when the layer is done.
+"""Replicas of one layer in one micro-batch: fetched before attention, gone when the layer is done.
 
-At the layer's start each rank *packs* the exports, copies of its home experts that other ranks ask for, and *pushes*
-them beside attention. The push does not depend on attention, but it is tied to the layer's input by a barrier, so
-that no more than one layer's push runs ahead. A rank moves and holds its R slots, not its node's experts. The
-transpose brings the replicas' gradients back to their homes, where they are added in a fixed order to the gradients
-that are there, without a second buffer of the homes' size: so the home experts themselves pass through the fetch.
-
-Two ways: ``reduce_scatter`` of a send buffer that is padded to every slot of the domain (zeros where another rank
-owns the expert, so that the sum is a copy, exact in any dtype), and a ``ragged`` exchange of packed exports
-(`relibra_jax.execution.exchange`, ``emulated`` included).
-
-Under `jax.checkpoint` replicas are fetched again in the backward pass instead of being kept.
+The exchange itself, and why it is tied to the layer's input, is in `relibra_jax.execution.replica_exchange`.
 """
 
-from typing import Final
+import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Float, Int
+from jax.sharding import PartitionSpec
+from jaxtyping import Float
 
-from relibra_jax.execution.exchange import Exchange, send
-from relibra_jax.execution.gather import inverse_index, starts
-from relibra_jax.types import EMPTY, Plan, Topology
-
-FETCHES: Final = ("reduce_scatter", "ragged", "emulated")
-
-
-def landing_order(plan: Plan, topology: Topology) -> Plan:
-    """``plan`` of one layer with each rank's replica slots in the order in which a ragged exchange fills them.
-
-    Which replica slot holds which expert is free; sorted by the rank of its home, what arrives is in its place.
-
-    >>> topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=2, replica_slots=2)
-    >>> plan = Plan(jnp.array([[[0, -1, 1], [1, 0, -1]]]), jnp.array([0, 1]), jnp.array([[[9, 0, 5], [4, 3, 0]]]))
-    >>> landing_order(plan, topology).slot_expert.tolist()
-    [[[0, 1, -1], [1, 0, -1]]]
-    """
-    if not topology.replica_slots:
-        return plan
-    home_slots = topology.home_slots
-    wanted = replica_homes(plan, topology)
-    rank = jnp.where(wanted == EMPTY, topology.num_ranks, wanted // home_slots)
-    order = jnp.argsort(rank, axis=-1, stable=True)
-
-    def sort(slots):
-        replicas = jnp.take_along_axis(slots[..., home_slots:], order, axis=-1)
-        return jnp.concatenate([slots[..., :home_slots], replicas], axis=-1)
-
-    return plan._replace(slot_expert=sort(plan.slot_expert), quota=sort(plan.quota))
+from relibra_jax.capacity import ExchangeSizes, export_count
+from relibra_jax.execution.mesh import NODE, RANKS
+from relibra_jax.execution.parallel import ExpertParallel, check_layer_plan, check_tokens
+from relibra_jax.execution.plan_guard import one_or_nan
+from relibra_jax.execution.replica_exchange import fetch
+from relibra_jax.types import EMPTY, Array, LayerPlan, check_shape
 
 
-def replica_homes(plan: Plan, topology: Topology) -> Int[jax.Array, "N G R"]:
-    """The flat home slot that each replica slot copies in one layer; EMPTY for none."""
-    expert = plan.slot_expert[..., topology.home_slots :]
-    return jnp.where(expert == EMPTY, EMPTY, plan.home[expert])
+class LayerExperts(NamedTuple):
+    """The experts that the ranks hold while a layer runs, of one dtype: made by `fetch_replicas`."""
+
+    home: Float[Array, "*ranks H three D F"]
+    """``[*copies, N, G, H, 3, D, F]``: gate, up and down transposed."""
+    replicas: Float[Array, "*ranks R three D F"] | None
+    """``[*copies, N, G, R, 3, D, F]``, zeros in empty slots; None if there are no replica slots."""
 
 
-def fetch(
-    home: Float[jax.Array, "H ..."],
-    wanted: Int[jax.Array, "P R"],
-    x: jax.Array,
-    kind: str,
-    exchange: Exchange,
-) -> tuple[Float[jax.Array, "H ..."], Float[jax.Array, "R ..."], jax.Array]:
-    """The replicas of this rank. Runs on one rank, inside shard_map.
+def fetch_replicas(
+    experts: Float[Array, "N G H three D F"],
+    plan: LayerPlan,
+    x: Float[Array, "..."],
+    parallel: ExpertParallel,
+) -> tuple[LayerExperts, jax.Array]:
+    """The layer's experts: those at home, and the replicas, packed now and pushed beside what follows.
+
+    Under `jax.checkpoint` with ``nothing_saveable`` or ``save_only_these_names`` around the transformer layer, replicas
+    are fetched again in the backward pass; without it, every layer's are kept for it.
 
     Args:
-        home: this rank's home experts.
-        wanted: for each replica slot of the domain, the home slot it copies, counted over the domain's ranks; EMPTY
-            for none. In landing order for the ragged ways.
-        x: the layer's input.
-        kind: of fetch.
-        exchange: between the ranks of the domain, of exported experts.
+        experts: the home experts of the layer, gate, up and down transposed, in the dtype of the computation: replicas
+            travel, and their gradients return, in it.
+        plan: the plan of this layer and micro-batch, ``[*copies, ...]``.
+        x: the transformer layer's input, ``[B, ...]``, sharded over the ranks along its first axis.
+        parallel: mesh, topology, sizes and ways.
 
     Returns:
-        ``home``, which stands for the home experts from here on; the replicas (zeros in empty slots); and ``x`` behind
-        the barrier.
+        The experts, for `relibra_jax.execution.moe.moe_layer`; and ``x``, which stands for the input from here on: the
+        push starts no earlier than ``x`` is there. NaN if the exports do not fit.
+
+    Raises:
+        ValueError: if plan or weights are of another topology, or ``x`` does not divide over the ranks.
     """
-    ranks, slots = wanted.shape
-    me, owner = jax.lax.axis_index(exchange.axes), jnp.where(wanted == EMPTY, EMPTY, wanted // home.shape[0])
-    slot = jnp.where(owner == me, wanted % home.shape[0], EMPTY).ravel()
-    if kind == "reduce_scatter":
-        home, exports, x = _pack(home, slot, x)
-        with jax.named_scope("replica_fetch"):
-            exports = exports.reshape(ranks, slots, *home.shape[1:])
-            return home, jax.lax.psum_scatter(exports, exchange.axes, tiled=True)[0], x
-    counts = (owner[None] == jnp.arange(ranks)[:, None, None]).sum(-1, dtype=jnp.int32)
-    mine = slot != EMPTY
-    packed = jnp.where(mine, starts(mine.astype(jnp.int32)), EMPTY)
-    index = inverse_index(packed, exchange.send_rows)
-    home, exports, x = _pack(home, jnp.where(index == EMPTY, EMPTY, slot[index]), x)
-    with jax.named_scope("replica_fetch"):
-        return home, send(exports, counts, exchange), x
+    topology = parallel.topology
+    check_layer_plan(plan, parallel)
+    check_shape("experts", experts.shape, (*parallel.ranks, topology.home_slots, 3, *experts.shape[-2:]))
+    check_tokens("x", x, parallel)
+    replica_slots, rank = topology.replica_slots, parallel.rank_spec
+    copy = (0,) * len(parallel.copies_over)
 
+    @functools.partial(
+        jax.shard_map,
+        mesh=parallel.mesh,
+        in_specs=(PartitionSpec(*RANKS), parallel.plan_spec, parallel.token_spec),
+        out_specs=(LayerExperts(rank, rank if replica_slots else None), parallel.token_spec),  # type: ignore[arg-type]
+    )
+    def on_rank(experts, plan, x):
+        lead = (1,) * (len(copy) + 2)
+        # Copies of the group share the homes, so their gradients are summed over the copies.
+        home = jax.lax.pcast(experts[0, 0], parallel.copies_over, to="varying") if copy else experts[0, 0]
+        if not replica_slots:
+            return LayerExperts(home.reshape(*lead, *home.shape), None), x
+        plan = jax.tree.map(lambda leaf: leaf[copy], plan)
+        replica = plan.slot_expert[..., topology.home_slots :]
+        wanted = jnp.where(replica == EMPTY, EMPTY, plan.home[replica])
+        worst = topology.num_ranks * replica_slots
+        exports = worst if parallel.capacities is None else parallel.capacities.exports
+        # A replica that is lost anywhere is missed by tokens from everywhere.
+        fits = (export_count(plan, topology).max() <= exports) | (parallel.fetch == "reduce_scatter")
+        if not parallel.across_nodes:
+            node = jax.lax.axis_index(NODE)
+            homes = topology.ranks_per_node * topology.home_slots
+            wanted = jnp.where(wanted[node] == EMPTY, EMPTY, wanted[node] - node * homes)
+        sizes = ExchangeSizes(pair=replica_slots, send=max(exports, 1), receive=replica_slots)
+        kind = "padded" if parallel.fetch == "reduce_scatter" else parallel.fetch
+        exchange = parallel.over(parallel.domain, sizes, kind)
+        home, replicas, tied = fetch(home, wanted.reshape(-1, replica_slots), x, parallel.fetch, exchange)
+        held = LayerExperts(home.reshape(*lead, *home.shape), replicas.reshape(*lead, *replicas.shape))
+        return held, tied * one_or_nan(fits, tied)
 
-@jax.custom_vjp
-def _pack(home, slot, x):
-    """The home experts, copies of the chosen ones (zeros for EMPTY), made once ``x`` is there, and ``x`` once they are.
-
-    The home experts themselves pass no barrier: kernels read them where the parameters lie.
-    """
-    slot, x = jax.lax.optimization_barrier((slot, x))
-    exports = home.at[jnp.where(slot == EMPTY, home.shape[0], slot)].get(mode="fill", fill_value=0)
-    exports, x = jax.lax.optimization_barrier((exports, x))
-    return home, exports, x
-
-
-def _unpack(slot, cotangents):
-    """The copies' gradients, added to those of the home experts one after the other, in place, before the layer below
-    starts."""
-    d_home, d_exports, d_x = cotangents
-    d_exports, d_x = jax.lax.optimization_barrier((d_exports, d_x))
-
-    def add(copy, d_home):
-        at = jnp.maximum(slot[copy], 0)
-        d_copy = jnp.where(slot[copy] == EMPTY, 0, d_exports[copy])
-        return jax.lax.dynamic_update_index_in_dim(d_home, d_home[at] + d_copy, at, 0)
-
-    d_home, d_x = jax.lax.optimization_barrier((jax.lax.fori_loop(0, len(slot), add, d_home), d_x))
-    return d_home, None, d_x
-
-
-_pack.defvjp(lambda home, slot, x: (_pack(home, slot, x), slot), _unpack)
+    return on_rank(experts, plan, x)

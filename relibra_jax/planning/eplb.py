@@ -14,9 +14,10 @@ import numpy as np
 from jaxtyping import Float, Int, Num
 
 from relibra_jax.plan import expert_totals, inverse_permutation
-from relibra_jax.planning.per_node import merge_copies, plan_per_node
+from relibra_jax.plan_check import check_load
 from relibra_jax.planning.load_history import check_known, init_history, known_loads
 from relibra_jax.planning.packing import add_copies, lightest_pack, pack_evenly
+from relibra_jax.planning.per_node import merge_copies, plan_per_node
 from relibra_jax.types import EMPTY, Array, PhysicalExperts, Planner, Topology
 
 
@@ -117,8 +118,8 @@ def eplb(
     *,
     loads: str = "true",
     scope: str = "micro_batch",
-    hierarchical: bool = True,
-    num_groups: int | None = None,
+    across_nodes: bool = False,
+    expert_groups: int | None = None,
 ) -> Planner:
     """EPLB as a planner with fixed homes: its packing gives the homes, its copying rule fills replica slots.
 
@@ -129,16 +130,18 @@ def eplb(
     on a rank share one slot; a copy left without tokens is not held, and none is where homes alone balance better.
 
     Args:
-        loads: plan from the batch's ``true`` loads, or from the ``history``.
-        scope: choose replicas once a ``batch``, or anew for every ``micro_batch``.
-        hierarchical: pack to nodes first and keep replicas in their home's node; otherwise nodes are ignored.
-        num_groups: groups of neighbouring experts that stay in one node; every expert on its own when None.
+        loads: the loads that are planned from: the batch's ``true`` ones, or those of the ``history``.
+        scope: how often replicas are chosen: once a ``batch``, or anew for every ``micro_batch``.
+        across_nodes: whether nodes are ignored, in packing and by replicas (EPLB's global policy). Otherwise experts
+            are packed to nodes first and replicas stay in their home's node (its hierarchical policy).
+        expert_groups: into how many groups of neighbouring experts, each of which stays in one node, the experts are
+            divided; every expert is a group of its own when None.
 
     Returns:
         A Planner whose state is a LoadHistory.
 
     Raises:
-        ValueError: an unknown option; ``num_groups`` that does not divide over the nodes.
+        ValueError: if an option is unknown, or ``expert_groups`` does not divide over the nodes.
 
     >>> topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=4, replica_slots=1)
     >>> planner = eplb()
@@ -149,20 +152,20 @@ def eplb(
     """
     check_known(loads, scope)
 
-    def update(load, state, topology: Topology, *, refine=None):
-        del refine
-        groups = num_groups or topology.num_experts
-        if hierarchical and (groups % topology.num_nodes or topology.num_experts % groups):
+    def update(load, state, topology: Topology):
+        groups, nodes = expert_groups or topology.num_experts, topology.num_nodes
+        if not across_nodes and (groups % nodes or topology.num_experts % groups):
             raise ValueError(
-                f"num_groups={groups} must divide num_experts={topology.num_experts}"
-                f" and be a multiple of num_nodes={topology.num_nodes}"
+                f"expert_groups={groups} must divide num_experts={topology.num_experts}"
+                f" and be a multiple of num_nodes={nodes}"
             )
-        load = expert_totals(load, topology)
+        check_load(load, topology)
+        load = expert_totals(load)
         for_homes, known, state = known_loads(load, state, loads=loads, scope=scope)
-        domains, groups = (topology.num_nodes, groups) if hierarchical else (1, 1)
-        home = pack_homes(for_homes, topology, num_groups=groups, num_nodes=domains)
+        groups, nodes = (1, 1) if across_nodes else (groups, nodes)
+        home = pack_homes(for_homes, topology, num_groups=groups, num_nodes=nodes)
         rule = functools.partial(_copy_evenly, replica_slots=topology.replica_slots)
-        return plan_per_node(rule, load, known, home, topology, domains=domains), state
+        return plan_per_node(rule, load, known, home, topology, across_nodes=across_nodes), state
 
     return Planner(init_history, update)
 

@@ -1,4 +1,4 @@
-"""What a planner may know when it decides: the true loads that routing replay gives, or only the past.
+"""The loads that a planner may know when it decides: the true ones, which routing replay gives, or only past ones.
 
 Systems without replay place and copy experts by the loads of earlier batches. `known_loads` lets the same
 planner run on either, so that the worth of foresight can be measured.

@@ -19,10 +19,11 @@ import numpy as np
 from jaxtyping import Float, Int, Num
 
 from relibra_jax.plan import expert_totals
-from relibra_jax.planning.per_node import merge_copies, plan_per_node
+from relibra_jax.plan_check import check_load
 from relibra_jax.planning.eplb import pack_homes
 from relibra_jax.planning.graphs import graph_edges
 from relibra_jax.planning.load_history import check_known, init_history, known_loads
+from relibra_jax.planning.per_node import merge_copies, plan_per_node
 from relibra_jax.types import EMPTY, Planner, Topology
 
 STEPS = 14  # the largest rank load is then within 0.1% of the optimum (tests/test_lplb.py)
@@ -110,27 +111,27 @@ def lplb(
     Args:
         graph: a key of GRAPHS; None takes the default for the number of ranks, see `default_graph`. Of a
             graph with more edges a rank than replica slots, the first so many are used.
-        loads: choose homes and copied experts from the batch's ``true`` loads, or from the ``history``.
-        scope: choose the copied experts once a ``batch``, or anew for every ``micro_batch``.
-        across_nodes: one graph over all ranks instead of one in each node.
+        loads: the loads by which homes and copied experts are chosen: the batch's ``true`` ones, or the ``history``.
+        scope: how often the copied experts are chosen: once a ``batch``, or anew for every ``micro_batch``.
+        across_nodes: whether one graph joins all ranks, instead of one in each node.
 
     Returns:
         A Planner whose state is a LoadHistory.
 
     Raises:
-        ValueError: an unknown option, or a graph for another number of ranks.
+        ValueError: if an option is unknown, or the graph is for another number of ranks.
     """
     check_known(loads, scope)
 
-    def update(load, state, topology: Topology, *, refine=None):
-        del refine
+    def update(load, state, topology: Topology):
         domains = 1 if across_nodes else topology.num_nodes
         edges = graph_edges(graph, topology.num_ranks // domains, topology.replica_slots)
-        load = expert_totals(load, topology)
+        check_load(load, topology)
+        load = expert_totals(load)
         for_homes, known, state = known_loads(load, state, loads=loads, scope=scope)
         home = pack_homes(for_homes, topology, num_groups=topology.num_experts, num_nodes=topology.num_nodes)
         rule = functools.partial(_copy_along, edges=edges, replica_slots=topology.replica_slots)
-        return plan_per_node(rule, load, known, home, topology, domains=domains), state
+        return plan_per_node(rule, load, known, home, topology, across_nodes=across_nodes), state
 
     return Planner(init_history, update)
 

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
-from relibra_jax.plan import home_layout, node_quota
+from relibra_jax.plan import expert_totals, home_layout, node_quota
 from relibra_jax.planning.greedy_replication import least_top_load
-from relibra_jax.types import Array, Plan, Topology
+from relibra_jax.types import Array, LayerPlan, Topology
 
 
 def imbalance(rank_load: Int[Array, "M L N G"]) -> Float[jax.Array, "M L"]:
@@ -71,17 +71,22 @@ def replication_bound(
     def one_layer(load, layout):
         return jax.vmap(in_domain)(load[layout]).max()
 
-    by_expert = jnp.asarray(load, jnp.int32).sum((2, 3))
-    return jax.vmap(jax.vmap(one_layer), (0, None))(by_expert, layout)
+    return jax.vmap(jax.vmap(one_layer), (0, None))(expert_totals(load), layout)
 
 
-def cross_node_load(plan: Plan, load: Int[Array, "M L N G E"]) -> Int[jax.Array, "M L"]:
+def cross_node_load(layer_plans: LayerPlan) -> Int[jax.Array, "M L"]:
     """Token copies that leave their node, when every copy stays inside its node while a quota there is free.
 
     This is what dispatch does: nearest copy first. Combine brings the same number back.
+
+    Args:
+        layer_plans: ``batch_plan.layer_plans()``, stacked ``[M, L]``.
     """
-    lies = jnp.asarray(load).sum(3)
-    return jnp.maximum(lies - node_quota(plan), 0).sum((-2, -1))
+
+    def one_layer(plan: LayerPlan) -> jax.Array:
+        return jnp.maximum(jnp.asarray(plan.load).sum(1) - node_quota(plan), 0).sum()
+
+    return jax.vmap(jax.vmap(one_layer))(jax.tree.map(jnp.asarray, layer_plans))
 
 
 def moved_experts(

@@ -1,7 +1,7 @@
-"""From a replication rule for one domain to a Plan for a whole batch.
+"""Apply a replication rule in every node, of every layer and micro-batch, and make a Plan of what comes out.
 
-A *domain* is the set of ranks among which replicas may go: a node, or all ranks together. A rule is written for
-one domain, one layer, one micro-batch; this file maps it over all of them.
+A rule is written for one *domain*, the ranks among which replicas may go: a node, or all ranks together where replicas
+may cross nodes.
 """
 
 from collections.abc import Callable
@@ -25,21 +25,25 @@ def plan_per_node(
     home: Int[Array, "L E"],
     topology: Topology,
     *,
-    domains: int,
+    across_nodes: bool = False,
 ) -> Plan:
-    """Run a replication rule in every domain (a node, or all ranks together) of every layer and micro-batch.
+    """Run a replication rule in every domain of every layer and micro-batch.
 
     Args:
-        rule: for one domain.
-        load: true loads, which the quotas have to sum to.
-        known: what the choice of replicas may look at.
+        rule: the replication rule of one domain.
+        load: true loads of the experts, which the quotas have to sum to.
+        known: the loads that the choice of replicas may look at; one row serves all micro-batches.
         home: flat home slot of each expert.
-        topology: of the group.
-        domains: N when replicas stay in their node, 1 when they may go anywhere.
+        topology: the expert-parallel group.
+        across_nodes: whether all ranks together are one domain; otherwise every node is one.
 
     Returns:
         A Plan.
+
+    Raises:
+        ValueError: if ``load`` and ``home`` disagree on layers or experts.
     """
+    domains = 1 if across_nodes else topology.num_nodes
     layers, experts = load.shape[1:]
     if home.shape != (layers, experts) or experts != topology.num_experts:
         raise ValueError(

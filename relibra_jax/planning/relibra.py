@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Int, Num, PRNGKeyArray
 
 from relibra_jax.plan import expert_totals
+from relibra_jax.plan_check import check_load
 from relibra_jax.planning.placement import place_experts
 from relibra_jax.planning.replication import replicate_experts
 from relibra_jax.types import Array, Plan, Planner, Topology
@@ -28,9 +29,9 @@ class RelibraState(NamedTuple):
     """What one batch leaves to the next."""
 
     home: Int[Array, "L E"]
-    """The placement, from which the next one starts."""
+    """The homes of this batch, from which the next placement starts."""
     key: PRNGKeyArray
-    """Of the next search."""
+    """The random key of the next search."""
 
 
 def keep_homes(
@@ -42,7 +43,7 @@ def keep_homes(
     source_load: Num[Array, "L N E"],
     refine: Int[Array, "L E"] | None,
 ) -> Int[Array, "L E"]:
-    """A `Place` that reorders nothing, for replication alone."""
+    """A `Place` that leaves every expert where it is, for replication alone."""
     del load, topology, key, source_load, refine
     return previous_home
 
@@ -53,8 +54,8 @@ def relibra(*, place: Place = place_experts, replicate: Replicate = replicate_ex
     Source: arXiv 2605.08639.
 
     Args:
-        place: the reorder between batches; `keep_homes` leaves it out.
-        replicate: the replication inside them.
+        place: the placement before a batch; `keep_homes` reorders nothing.
+        replicate: the replication inside a batch.
 
     Returns:
         A Planner whose state is a RelibraState. It starts from Megatron-LM's contiguous placement.
@@ -73,9 +74,14 @@ def relibra(*, place: Place = place_experts, replicate: Replicate = replicate_ex
         return RelibraState(jnp.tile(row[None], (num_layers, 1)), key)
 
     def update(
-        load: Num[Array, "M L N G E"], state: RelibraState, topology: Topology, *, refine: Array | None = None
+        load: Num[Array, "M L N G E"],
+        state: RelibraState,
+        topology: Topology,
+        *,
+        refine: Int[Array, "L E"] | None = None,
     ) -> tuple[Plan, RelibraState]:
-        by_expert = expert_totals(load, topology)
+        check_load(load, topology)
+        by_expert = expert_totals(load)
         lies = jnp.asarray(load).sum((0, 3), dtype=jnp.float32)  # over a whole batch int32 may not hold it
         now, later = jax.random.split(state.key)
         home = place(by_expert, state.home, topology, key=now, source_load=lies, refine=refine)

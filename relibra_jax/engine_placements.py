@@ -1,0 +1,165 @@
+"""Placements as the arrays of EPLB, vLLM and SGLang.
+
+A placement that the trainer found can serve the rollout engine too, and the other way round. Engines number
+physical slots rank by rank, so ``physical_to_logical[L P]`` is ``slot_expert[L N G S]`` with the last three axes
+in one. What differs is who may leave a slot empty: vLLM may (-1), EPLB and SGLang may not.
+"""
+
+import json
+import os
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Int
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import maximum_bipartite_matching
+
+from relibra_jax.atomic_write import write_atomically
+from relibra_jax.types import EMPTY, Array, PhysicalExperts, Plan, Topology
+
+
+class Placement(NamedTuple):
+    """The slots of all layers at one time: those of a plan in one micro-batch, or those of an engine."""
+
+    home: Int[Array, "L E"]
+    """Flat home slot of each expert."""
+    slot_expert: Int[Array, "L N G S"]
+    """The expert in each slot, home slots first; EMPTY for none."""
+
+
+def placement_of(plan: Plan, micro_batch: int) -> Placement:
+    """The placement that ``plan`` has in one of its micro-batches."""
+    return Placement(np.asarray(plan.home), np.asarray(plan.slot_expert)[micro_batch])
+
+
+def homes_only(plan: Plan) -> Placement:
+    """The placement of a plan's master copies alone: what every engine can load, without empty slots."""
+    slot_expert = np.asarray(plan.slot_expert)[0]
+    home_slots = plan.home.shape[-1] // (slot_expert.shape[1] * slot_expert.shape[2])
+    return Placement(np.asarray(plan.home), slot_expert[..., :home_slots])
+
+
+def to_vllm(placement: Placement) -> Int[np.ndarray, "L P"]:
+    """vLLM's ``physical_to_logical``: -1 where a slot is unused."""
+    slot_expert = np.asarray(placement.slot_expert, np.int32)
+    return slot_expert.reshape(slot_expert.shape[0], -1)
+
+
+def to_eplb(placement: Placement) -> PhysicalExperts:
+    """EPLB's three arrays.
+
+    Raises:
+        ValueError: a slot is empty, which EPLB cannot express.
+
+    >>> slots = np.array([[[[0, 1]], [[2, 3]]]])
+    >>> to_eplb(Placement(np.array([[0, 1, 2, 3]]), slots)).logical_to_physical.tolist()
+    [[[0], [1], [2], [3]]]
+    """
+    physical = _without_gaps(placement, "EPLB")
+    num_experts = placement.home.shape[-1]
+    count = np.stack([np.bincount(row, minlength=num_experts) for row in physical])
+    order = np.argsort(physical, axis=-1, kind="stable")
+    expert = np.take_along_axis(physical, order, -1)
+    copy = np.arange(physical.shape[-1]) - np.take_along_axis(np.cumsum(count, -1) - count, expert, -1)
+    slots = np.full((*count.shape, count.max()), EMPTY, np.int32)
+    slots[np.arange(len(physical))[:, None], expert, copy] = order
+    return PhysicalExperts(physical, slots, count.astype(np.int32))
+
+
+def to_sglang(path: str | os.PathLike, placement: Placement) -> None:
+    """Write the JSON that SGLang's ``--init-expert-location`` reads.
+
+    Raises:
+        ValueError: a slot is empty, which SGLang cannot express.
+    """
+    physical = _without_gaps(placement, "SGLang")
+    with write_atomically(path) as part:
+        part.write_text(json.dumps({"physical_to_logical_map": physical.tolist()}))
+
+
+def from_sglang(path: str | os.PathLike, topology: Topology) -> Placement:
+    """Read an ``--init-expert-location`` JSON that holds ``physical_to_logical_map``.
+
+    Raises:
+        ValueError: the file is not such a JSON, or its map does not fit ``topology`` (see `from_physical`).
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            physical = np.asarray(json.load(file)["physical_to_logical_map"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{path}: no JSON object with a rectangular physical_to_logical_map ({error!r})"
+        ) from error
+    return from_physical(physical, topology)
+
+
+def from_physical(physical_to_logical: Int[Array, "..."], topology: Topology) -> Placement:
+    """The placement in a ``physical_to_logical`` of EPLB, vLLM or SGLang.
+
+    Engines do not tell master copies from replicas. The first H slots of every rank are the homes if they hold
+    every expert once; otherwise homes are found by bipartite matching, so that each rank owns H of the experts
+    that it holds. Copies of an expert that share a rank become one.
+
+    Args:
+        physical_to_logical: ``[L P]``, the expert in each physical slot, rank by rank; -1 for an unused slot.
+        topology: the slots of a rank may be fewer than S; the rest are EMPTY.
+
+    Raises:
+        ValueError: shapes, ids or copies that do not fit ``topology``; no way to choose homes.
+    """
+    physical = np.asarray(physical_to_logical)
+    if physical.ndim != 2 or not np.issubdtype(physical.dtype, np.integer):
+        raise ValueError(f"expected integers [layers, physical], found {physical.dtype} {physical.shape}")
+    ranks, homes, slots = topology.num_ranks, topology.home_slots, topology.slots
+    per_rank, rest = divmod(physical.shape[1], ranks)
+    if rest or not homes <= per_rank <= slots:
+        raise ValueError(
+            f"{physical.shape[1]} physical slots do not fit {ranks} ranks of {homes} to {slots} slots each"
+        )
+    outside = (physical < EMPTY) | (physical >= topology.num_experts)
+    if outside.any():
+        layer, slot = np.argwhere(outside)[0]
+        raise ValueError(
+            f"layer {layer}, slot {slot}: expert {physical[layer, slot]} is outside 0..{topology.num_experts - 1}"
+        )
+    held = np.full((len(physical), ranks, slots), EMPTY, np.int32)
+    held[..., :per_rank] = physical.reshape(len(physical), ranks, per_rank)
+    home = np.zeros((len(physical), topology.num_experts), np.int32)
+    for layer, row in enumerate(held):
+        _homes_first(row, layer, topology)
+        home[layer, row[:, :homes].ravel()] = np.arange(topology.num_experts)
+    return Placement(home, held.reshape(len(physical), topology.num_nodes, topology.ranks_per_node, slots))
+
+
+def _homes_first(row: Int[np.ndarray, "ranks S"], layer: int, topology: Topology) -> None:
+    """Reorder one layer's slots in place: homes, replicas, empty slots."""
+    homes, experts = topology.home_slots, topology.num_experts
+    if np.array_equal(np.sort(row[:, :homes].ravel()), np.arange(experts)):
+        owner = np.empty(experts, int)
+        owner[row[:, :homes].ravel()] = np.arange(experts) // homes
+    else:
+        seat_of_rank = np.repeat(np.eye(topology.num_ranks, dtype=bool), homes, 1)
+        holds = (row[:, :, None] == np.arange(experts)).any(1).T
+        seat = maximum_bipartite_matching(csr_array(holds @ seat_of_rank), perm_type="column")
+        if (seat < 0).any():
+            expert = int(np.argmin(seat))
+            copies = int(holds[expert].sum())
+            raise ValueError(
+                f"layer {layer}: no home for expert {expert} ({copies} copies):"
+                f" the copies do not allow {homes} homes on each of {topology.num_ranks} ranks"
+            )
+        owner = seat // homes
+    for rank, slots in enumerate(row):
+        held = list(dict.fromkeys(int(expert) for expert in slots if expert != EMPTY))
+        held.sort(key=lambda expert: owner[expert] != rank)
+        slots[:] = held + [EMPTY] * (slots.size - len(held))
+
+
+def _without_gaps(placement: Placement, consumer: str) -> Int[np.ndarray, "L P"]:
+    physical = to_vllm(placement)
+    if (physical == EMPTY).any():
+        layer, slot = np.argwhere(physical == EMPTY)[0]
+        raise ValueError(
+            f"layer {layer}, slot {slot} is empty, which {consumer} cannot express; see homes_only"
+        )
+    return physical

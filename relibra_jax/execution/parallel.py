@@ -1,0 +1,149 @@
+"""How plans are run: everything that a compiled step depends on besides shapes, and where its arrays lie.
+
+Tokens are sharded over all ranks along their first axis, so the mesh does not show in the caller's model: ``x`` is
+``[B, ..., D]``, and every rank of every data-parallel copy holds ``B / ranks`` rows of it, in flat order.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from relibra_jax.capacity import Capacities, ExchangeSizes, worst_case_capacities
+from relibra_jax.execution.exchange import KINDS, Exchange
+from relibra_jax.execution.mesh import LOCAL, RANKS, check_mesh
+from relibra_jax.execution.replica_exchange import FETCHES
+from relibra_jax.types import Array, LayerPlan, Topology, check_shape
+
+PATHS: Final = ("flat", "hierarchical")
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True, kw_only=True)
+class ExpertParallel:
+    """Mesh, topology, buffer sizes and ways of an expert-parallel layer. Hashable and static under jit.
+
+    Raises:
+        ValueError: if the mesh lacks the topology's ranks, a name is unknown, or sizes that the path needs were not
+            counted.
+    """
+
+    mesh: Mesh
+    """The device mesh, from `relibra_jax.execution.mesh.expert_mesh` or another one with its axes."""
+    topology: Topology
+    """The expert-parallel group."""
+    capacities: Capacities | None = None
+    """Buffer sizes, from `relibra_jax.capacity.count_capacities`. None for the worst case, computed from the shapes:
+    what live routing needs, whose load nobody knows beforehand."""
+    data_axes: tuple[str, ...] | None = None
+    """The mesh's other axes over which tokens are split (data, FSDP): all of them by default. Each place along them is
+    a copy of the expert-parallel group with layer plans of its own; homes and parameters are shared."""
+    path: str = "flat"
+    """``flat``, one exchange over all ranks, or ``hierarchical``: see `relibra_jax.execution.dispatch`."""
+    exchange: str = "padded"
+    """The kind of exchange: see `relibra_jax.execution.exchange`; ``ragged`` is for GPUs and unproven."""
+    fetch: str = "reduce_scatter"
+    """The kind of replica fetch: see `relibra_jax.execution.replica_exchange`; ``ragged`` is for GPUs and unproven."""
+    across_nodes: bool = False
+    """Whether replicas may be on other nodes than their experts' homes, as planners that ignore nodes want it."""
+    implementation: str | None = None
+    """The implementation of `pallas_kernels.grouped_mlp`."""
+
+    def __post_init__(self) -> None:
+        check_mesh(self.mesh, self.topology)
+        for name, names in (("path", PATHS), ("exchange", KINDS), ("fetch", FETCHES)):
+            if getattr(self, name) not in names:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be one of {', '.join(names)}")
+        if self.data_axes is None:
+            others = tuple(axis for axis in self.mesh.axis_names if axis not in RANKS)
+            object.__setattr__(self, "data_axes", others)
+        for axis in self.copies_over:
+            if axis in RANKS or axis not in self.mesh.shape:
+                raise ValueError(f"data_axes: {axis!r} is no further axis of the mesh {self.mesh.axis_names}")
+        if self.path == "hierarchical" and self.capacities is not None and self.capacities.node is None:
+            raise ValueError("path='hierarchical' needs capacities counted with visits (node_visits)")
+
+    @property
+    def copies_over(self) -> tuple[str, ...]:
+        """The mesh axes of the data-parallel copies."""
+        return self.data_axes or ()
+
+    @property
+    def copies(self) -> tuple[int, ...]:
+        """The sizes of those axes: the leading axes of layer plans."""
+        return tuple(self.mesh.shape[axis] for axis in self.copies_over)
+
+    @property
+    def ranks(self) -> tuple[int, int]:
+        """N and G."""
+        return self.topology.num_nodes, self.topology.ranks_per_node
+
+    @property
+    def num_ranks(self) -> int:
+        """The ranks of all copies together, over which tokens are split."""
+        return math.prod(self.copies) * self.topology.num_ranks
+
+    @property
+    def token_spec(self) -> PartitionSpec:
+        """How tokens ``[B, ...]`` are sharded."""
+        return PartitionSpec((*self.copies_over, *RANKS))
+
+    @property
+    def token_sharding(self) -> NamedSharding:
+        """`token_spec` over the mesh."""
+        return NamedSharding(self.mesh, self.token_spec)
+
+    @property
+    def rank_spec(self) -> PartitionSpec:
+        """How arrays ``[*copies, N, G, ...]`` over the ranks of all copies are sharded."""
+        return PartitionSpec(*self.copies_over, *RANKS)
+
+    @property
+    def plan_spec(self) -> PartitionSpec:
+        """How the leaves of a layer plan are sharded: every rank of a copy holds the whole of them."""
+        return PartitionSpec(*self.copies_over)
+
+    @property
+    def domain(self) -> tuple[str, ...]:
+        """The axes that replicas may cross."""
+        return RANKS if self.across_nodes else (LOCAL,)
+
+    def sizes(self, tokens: int, top_k: int) -> Capacities:
+        """The buffer sizes of a layer whose ranks hold so many tokens: as counted, or the worst case."""
+        return self.capacities or worst_case_capacities(tokens, top_k, self.topology)
+
+    def over(self, axes: tuple[str, ...], sizes: ExchangeSizes, kind: str) -> Exchange:
+        """The exchange of some kind along ``axes``."""
+        ranks = math.prod(self.mesh.shape[axis] for axis in axes)
+        return Exchange(kind=kind, axes=axes, ranks=ranks, sizes=sizes)
+
+
+def check_tokens(name: str, array: Array, parallel: ExpertParallel) -> None:
+    """Raise unless the first axis of ``array`` divides over the ranks.
+
+    Raises:
+        ValueError: if it does not, with both numbers.
+    """
+    if array.ndim < 2 or array.shape[0] % parallel.num_ranks:
+        ranks = " x ".join(map(str, (*parallel.copies, *parallel.ranks)))
+        raise ValueError(
+            f"{name}: expected [B, ...] with B a multiple of {parallel.num_ranks} ranks ({ranks}), found shape"
+            f" {tuple(array.shape)}"
+        )
+
+
+def check_layer_plan(plan: LayerPlan, parallel: ExpertParallel) -> None:
+    """Raise unless ``plan`` has the shapes of one layer of one micro-batch, for all copies of the group.
+
+    Raises:
+        ValueError: if an array has another shape, with both.
+    """
+    topology, lead = parallel.topology, parallel.copies
+    slots = (*lead, *parallel.ranks, topology.slots)
+    check_shape("plan.slot_expert", plan.slot_expert.shape, slots)
+    check_shape("plan.quota", plan.quota.shape, slots)
+    check_shape("plan.home", plan.home.shape, (*lead, topology.num_experts))
+    if plan.load is not None:
+        check_shape("plan.load", plan.load.shape, (*lead, *parallel.ranks, topology.num_experts))

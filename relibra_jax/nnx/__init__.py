@@ -1,0 +1,40 @@
+"""The front door for Flax: a layer that follows plans, and a balancer that prepares every batch.
+
+    balancer = Balancer(relibra(), topology, mesh=mesh, num_layers=4, num_micro_batches=2, key=key)
+    for replay, samples in batches:
+        batch = balancer.prepare(model, optimizer, replay)  # plans, moves experts, sizes buffers
+        train_step(model, optimizer, batch, batch.to_ranks(samples))
+
+Precision is stated in `relibra_jax.execution`. What stands beneath are pure functions, public as well.
+"""
+
+from relibra_jax.execution.gating import GATINGS, Gating
+from relibra_jax.execution.mesh import expert_mesh
+from relibra_jax.execution.parallel import ExpertParallel
+from relibra_jax.nnx.balancer import Balancer, BalancerState
+from relibra_jax.nnx.checkpoint import restore_training, save_training
+from relibra_jax.nnx.homes import expert_labels, get_homes, reorder_experts, set_homes
+from relibra_jax.nnx.layer import MoELayer, MoEOutput
+from relibra_jax.nnx.prepared import PreparedBatch
+from relibra_jax.nnx.variables import CorrectionBias, ExpertParam, Homes
+
+__all__ = [
+    "GATINGS",
+    "Balancer",
+    "BalancerState",
+    "CorrectionBias",
+    "ExpertParallel",
+    "ExpertParam",
+    "Gating",
+    "Homes",
+    "MoELayer",
+    "MoEOutput",
+    "PreparedBatch",
+    "expert_labels",
+    "expert_mesh",
+    "get_homes",
+    "reorder_experts",
+    "restore_training",
+    "save_training",
+    "set_homes",
+]

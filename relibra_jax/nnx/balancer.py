@@ -1,0 +1,295 @@
+"""The front door for Flax: everything between a rollout and the steps that learn from it, in one call.
+
+A batch is everything between two placements. `Balancer.prepare` begins one: samples are assigned to micro-batches and
+ranks, experts placed and replicated, the plan checked, experts moved with their optimizer state, buffers sized. What
+follows is the caller's own loop. The pure functions that it is made of are public:
+`relibra_jax.planning.plan_batch.plan_batch`, `relibra_jax.plan_check.check_plan`,
+`relibra_jax.capacity.count_capacities`, `relibra_jax.nnx.homes.reorder_experts`.
+"""
+
+import dataclasses
+import functools
+import math
+import time
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+from jaxtyping import Int, PRNGKeyArray, PyTree
+
+from relibra_jax.capacity import Capacities, ExchangeSizes, count_capacities, grow_capacities, round_capacity
+from relibra_jax.execution.parallel import ExpertParallel
+from relibra_jax.execution.plan_agreement import check_same_plan
+from relibra_jax.nnx.homes import get_homes, reorder_experts
+from relibra_jax.nnx.placing import put_on_mesh, replicate
+from relibra_jax.nnx.prepared import PreparedBatch, live_batch
+from relibra_jax.node_visits import node_visits
+from relibra_jax.plan_check import check_plan
+from relibra_jax.planning.assignment import assign_samples
+from relibra_jax.planning.plan_batch import Assign, plan_batch
+from relibra_jax.replay import check_replay
+from relibra_jax.types import BatchPlan, Planner, RoutingReplay, Topology
+
+
+class BalancerState(NamedTuple):
+    """What one batch leaves to the next: host arrays and numbers, for checkpoints."""
+
+    planner: PyTree
+    """The planner's state; random keys as their data."""
+    key: Int[np.ndarray, "..."]
+    """The data of the random key from which assignments are drawn."""
+    home: Int[np.ndarray, "L E"]
+    """Flat home slot of each expert, since the last batch."""
+    capacities: Capacities
+    """Buffer sizes of the batches so far; zeros before the first."""
+
+
+class Balancer:
+    """Prepares batches for a Flax model whose mixture-of-experts layers are `relibra_jax.nnx.MoELayer`.
+
+    Args:
+        planner: any planner, `relibra_jax.relibra` for instance.
+        topology: the expert-parallel group.
+        mesh: the device mesh, from `relibra_jax.execution.expert_mesh` or another one with its axes. Over its further
+            axes (data, FSDP) the group is copied, and tokens are split; see ``data_axes`` of `ExpertParallel`.
+        num_layers: L, the model's MoE layers.
+        num_micro_batches: M, forward and backward passes of each copy of the group for one gradient.
+        key: random key of planner and assignment. All processes need the same.
+        assign: how samples are assigned to micro-batches and ranks, with a ``key``; None keeps them in order.
+        across_nodes: whether the planner's replicas may be on other nodes than their experts' homes.
+        capacities: buffer sizes to begin with, so that the first batches compile no step of their own.
+        **ways: further fields of `ExpertParallel`: ``data_axes``, ``path``, ``exchange``, ``fetch``,
+            ``implementation``.
+
+    Raises:
+        ValueError: if mesh and topology disagree, or a way is unknown.
+
+    >>> import optax
+    >>> from relibra_jax import relibra
+    >>> from relibra_jax.execution import expert_mesh
+    >>> from relibra_jax.execution.gating import GATINGS
+    >>> from relibra_jax.nnx import MoELayer
+    >>> topology = Topology(num_nodes=1, ranks_per_node=1, num_experts=4, replica_slots=0)
+    >>> mesh = expert_mesh(topology, devices=jax.devices()[:1])
+    >>> model = MoELayer(topology, 8, 16, GATINGS["gpt-oss"], rngs=nnx.Rngs(0))
+    >>> optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    >>> options = {"num_layers": 1, "num_micro_batches": 2, "key": jax.random.key(0)}
+    >>> balancer = Balancer(relibra(), topology, mesh=mesh, **options)
+    >>> ids = np.tile(np.arange(4, dtype=np.uint8), (6, 5, 1, 1))  # [B T L K]
+    >>> batch = balancer.prepare(model, optimizer, RoutingReplay(ids, np.ones((6, 5), bool)))
+    >>> batch.to_ranks(np.zeros((6, 5, 8))).shape, batch.parallel.capacities.rows
+    ((2, 3, 5, 8), 80)
+    """
+
+    def __init__(
+        self,
+        planner: Planner,
+        topology: Topology,
+        *,
+        mesh: Mesh,
+        num_layers: int,
+        num_micro_batches: int,
+        key: PRNGKeyArray,
+        assign: Assign | None = assign_samples,
+        across_nodes: bool = False,
+        capacities: Capacities | None = None,
+        **ways: Any,
+    ):
+        self.planner, self.topology, self.mesh, self.assign = planner, topology, mesh, assign
+        self.num_layers, self.num_micro_batches = num_layers, num_micro_batches
+        self._parallel = ExpertParallel(mesh=mesh, topology=topology, across_nodes=across_nodes, **ways)
+        planner_key, self._key = jax.random.split(key)
+        self._planner_state = planner.init(topology, num_layers, key=planner_key)
+        self._home = np.tile(np.arange(topology.num_experts, dtype=np.int32), (num_layers, 1))
+        self._capacities = capacities or _no_capacities(hierarchical=self._parallel.path == "hierarchical")
+        self._number, self._updates_before = 0, None
+
+    @property
+    def live(self) -> ExpertParallel:
+        """Mesh and ways for live routing: experts at home, no replicas, buffers for the worst case."""
+        topology = dataclasses.replace(self.topology, replica_slots=0)
+        return dataclasses.replace(self._parallel, topology=topology, capacities=None)
+
+    @property
+    def state(self) -> BalancerState:
+        """What the next batch depends on; set it to go on from a checkpoint.
+
+        Raises:
+            ValueError: on setting, if it is the state of another planner, or of another number of layers or experts.
+        """
+        host = jax.tree.map(_to_host, (self._planner_state, self._key))
+        return BalancerState(*host, self._home, self._capacities)
+
+    @state.setter
+    def state(self, state: BalancerState) -> None:
+        now = self.state
+        for name, own, given in zip(now._fields, now, state, strict=True):
+            shapes = [jax.tree.map(np.shape, part) for part in (own, given)]
+            if shapes[0] != shapes[1]:
+                raise ValueError(f"balancer state, {name}: expected {shapes[0]}, found {shapes[1]}")
+        live = (self._planner_state, self._key)
+        self._planner_state, self._key = jax.tree.map(_from_host, (state.planner, state.key), live)
+        self._home, self._capacities = np.asarray(state.home, np.int32), state.capacities
+        self._number, self._updates_before = self._number + 1, None
+
+    def prepare(
+        self,
+        model: nnx.Module,
+        optimizer: nnx.Optimizer | None,
+        replay: RoutingReplay | None,
+        *,
+        num_samples: int | None = None,
+        capacities: Capacities | None = None,
+    ) -> PreparedBatch:
+        """Plan a batch, move the model's experts to where the plan wants them, and size its buffers.
+
+        On several processes, all call it with the same replay. Parameters and optimizer state that do not lie on the
+        mesh yet are put there, by their sharding metadata. What was prepared before is not in force any more.
+
+        Args:
+            model: a module with L `MoELayer`; its experts move, in place.
+            optimizer: the optimizer of the model, whose state moves too; None if the model is not trained.
+            replay: the recorded routing of all samples of the batch. None prepares live routing: samples in order,
+                experts where they are, no replicas.
+            num_samples: B, for live routing.
+            capacities: buffer sizes for live routing; None takes the worst case.
+
+        Returns:
+            What the steps of the batch need.
+
+        Raises:
+            ValueError: if the replay is not one of the model's layers and experts, the batch that was prepared before
+                has not been learned from, the model's homes are not the balancer's, the processes differ, or the
+                planner's plan breaks a rule. Nothing has moved then.
+        """
+        if replay is None:
+            if num_samples is None:
+                raise ValueError("prepare(replay=None) prepares live routing: give it num_samples")
+            put_on_mesh(model, optimizer, self.mesh)
+            parallel = dataclasses.replace(self.live, capacities=capacities)
+            return live_batch(parallel, num_samples=num_samples, num_micro_batches=self.num_micro_batches)
+        if num_samples is not None or capacities is not None:
+            raise ValueError("num_samples and capacities are for live routing: the replay tells both")
+        self._check_homes(model)
+        self._check_updated(optimizer)
+        start = time.perf_counter()
+        replay = RoutingReplay(*map(np.asarray, replay))
+        self._check_replay(replay)
+        key, now = jax.random.split(self._key)
+        copies = math.prod(self._parallel.copies)
+        batch_plan, planner_state = _plan(
+            *(replay, self._planner_state, now),
+            planner=self.planner,
+            topology=self.topology,
+            num_micro_batches=copies * self.num_micro_batches,
+            assign=self.assign,
+        )
+        batch_plan = jax.device_get(batch_plan)
+        check_plan(batch_plan.plan, batch_plan.load, self.topology, across_nodes=self._parallel.across_nodes)
+        if jax.process_count() > 1:
+            check_same_plan(batch_plan)
+        grown = self._grow(replay, batch_plan)
+        plan_seconds = time.perf_counter() - start
+
+        put_on_mesh(model, optimizer, self.mesh)
+        home = batch_plan.plan.home
+        reorder_experts(model, optimizer, home, mesh=self.mesh, topology=self.topology)
+        self._planner_state, self._key, self._home, self._capacities = planner_state, key, home, grown
+        self._number += 1
+        self._updates_before = None if optimizer is None else _updates(optimizer)
+        on_mesh = jax.tree.map(functools.partial(replicate, mesh=self.mesh), batch_plan)
+        return PreparedBatch(
+            on_mesh,
+            dataclasses.replace(self._parallel, capacities=grown),
+            assignment=batch_plan.assignment,
+            num_samples=len(replay.mask),
+            plan_seconds=plan_seconds,
+            check_in_force=functools.partial(self._check_in_force, self._number),
+        )
+
+    def discard(self) -> None:
+        """Give up the batch that was prepared last, so that another one may be prepared without an update."""
+        self._updates_before = None
+
+    def _grow(self, replay: RoutingReplay, batch_plan: BatchPlan) -> Capacities:
+        visits = None
+        if self._parallel.path == "hierarchical":
+            visits = node_visits(replay, batch_plan, self.topology)
+        need = count_capacities(batch_plan.layer_plans(), self.topology, visits=visits)
+        grown = grow_capacities(self._capacities, need, round_up=_with_spare_room)
+        return dataclasses.replace(grown, exports=max(self._capacities.exports, need.exports))
+
+    def _check_replay(self, replay: RoutingReplay) -> None:
+        check_replay(replay, num_experts=self.topology.num_experts)
+        if replay.expert_ids.shape[2] != self.num_layers:
+            raise ValueError(
+                f"replay of {replay.expert_ids.shape[2]} MoE layers, balancer of {self.num_layers}"
+            )
+
+    def _check_homes(self, model: nnx.Module) -> None:
+        home = get_homes(model)
+        if home.shape != self._home.shape:
+            raise ValueError(
+                f"model of {home.shape[0]} MoE layers x {home.shape[1]} experts, balancer of"
+                f" {self._home.shape[0]} x {self._home.shape[1]}"
+            )
+        if (home != self._home).any():
+            layer, expert = np.argwhere(home != self._home)[0].tolist()
+            raise ValueError(
+                f"layer {layer}, expert {expert}: the model holds it in home slot {home[layer, expert]}, the balancer"
+                f" left it in {self._home[layer, expert]}; restore model and balancer from one checkpoint, or move the"
+                " experts with reorder_experts(model, optimizer, balancer.state.home, ...)"
+            )
+
+    def _check_updated(self, optimizer: nnx.Optimizer | None) -> None:
+        if optimizer is not None and self._updates_before == _updates(optimizer):
+            raise ValueError(
+                f"a second batch is prepared before the first was learned from: the optimizer is still at step"
+                f" {self._updates_before}. A batch holds everything between two placements: prepare all samples of an"
+                " update together, or call discard() to give the first one up"
+            )
+
+    def _check_in_force(self, number: int) -> None:
+        if number != self._number:
+            raise ValueError(
+                f"this batch is number {number} of its balancer, which has moved the experts on for number"
+                f" {self._number}: run all steps of a batch before the next one is prepared"
+            )
+
+
+@functools.partial(jax.jit, static_argnames=("planner", "topology", "num_micro_batches", "assign"))
+def _plan(replay, state, key, *, planner: Planner, topology: Topology, num_micro_batches: int, assign):
+    """`plan_batch`, compiled once for equal settings, whoever asks."""
+    assign = None if assign is None else functools.partial(assign, key=key)
+    return plan_batch(replay, planner, state, topology, num_micro_batches=num_micro_batches, assign=assign)
+
+
+def _with_spare_room(size: int) -> int:
+    """A quarter more than what is needed, so that the next batches need no larger buffers and no other program."""
+    return round_capacity(size * 5 // 4)
+
+
+def _no_capacities(*, hierarchical: bool) -> Capacities:
+    none = ExchangeSizes(pair=0, send=0, receive=0)
+    return Capacities(rows=0, flat=none, node=none if hierarchical else None, local=none, exports=0)
+
+
+def _updates(optimizer: nnx.Optimizer) -> int:
+    return int(optimizer.step[...])
+
+
+def _is_key(leaf: Any) -> bool:
+    return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _to_host(leaf: Any) -> np.ndarray:
+    return np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
+
+
+def _from_host(value: Any, like: Any) -> jax.Array:
+    """Bound to no device, as it was before: planning runs on one device, steps on all."""
+    value = jnp.asarray(value)
+    return jax.random.wrap_key_data(value, impl=jax.random.key_impl(like)) if _is_key(like) else value

@@ -1,0 +1,191 @@
+"""Whether a plan is valid: the rules of `relibra_jax.types.Plan`, checked exactly, on the host.
+
+The check is exact because replayed loads are: every token copy is computed once, by a slot that holds its expert. An
+array is checked once, where it comes in: `check_load` before planning, `check_plan` between plan and step. A step that
+is run under a plan that was never checked returns NaN (`relibra_jax.execution.plan_guard`).
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Int, Num
+
+from relibra_jax.types import EMPTY, Array, Plan, Topology
+
+_RANK = "micro-batch layer node local_rank"
+_SLOT = f"{_RANK} slot"
+
+
+def check_load(load: Num[Array, "..."], topology: Topology) -> None:
+    """Raise unless ``load`` can be planned. Under a trace only shape and dtype are known and checked.
+
+    Args:
+        load: token copies, integers ``[M, L, N, G, E]``.
+        topology: the expert-parallel group that ``load`` belongs to.
+
+    Raises:
+        ValueError: if the shape or dtype is another, a load is negative, or a layer of a micro-batch has 2**31 token
+            copies or more, which int32 does not hold.
+
+    >>> topology = Topology(num_nodes=1, ranks_per_node=1, num_experts=2, replica_slots=0)
+    >>> check_load(np.array([[[[[3, -1]]]]]), topology)
+    Traceback (most recent call last):
+    ValueError: micro-batch 0, layer 0, node 0, local rank 0, expert 1: load -1 is negative
+    """
+    ranks = (topology.num_nodes, topology.ranks_per_node, topology.num_experts)
+    if len(load.shape) != 5 or load.shape[2:] != ranks or not jnp.issubdtype(load.dtype, jnp.integer):
+        raise ValueError(
+            f"load: expected integers [M, L, {', '.join(map(str, ranks))}], found {load.dtype}{list(load.shape)}"
+        )
+    if isinstance(load, jax.core.Tracer):
+        return
+    values = np.asarray(load)
+    _refuse(values < 0, f"{_RANK} expert", lambda at: f"load {values[at]} is negative")
+    total = values.sum((2, 3, 4), dtype=np.int64)
+    _refuse(total >= 2**31, "micro-batch layer", lambda at: f"{total[at]} token copies, 2**31 is too many")
+
+
+def check_plan(
+    plan: Plan, load: Int[Array, "M L N G E"], topology: Topology, *, across_nodes: bool = False
+) -> None:
+    """Raise unless ``plan`` computes exactly ``load`` within the rules of `Plan`.
+
+    Args:
+        plan: what a planner returned.
+        load: token copies by the rank where the tokens lie, as given to the planner.
+        topology: the expert-parallel group, as given to the planner.
+        across_nodes: whether replicas may be on other nodes than their experts' homes.
+
+    Raises:
+        ValueError: if a rule is broken: the first one, with the place and the numbers.
+    """
+    check_slots(plan, topology, across_nodes=across_nodes)
+    check_load(load, topology)
+    if load.shape[:2] != plan.quota.shape[:2]:
+        raise ValueError(f"load of {load.shape[:2]} micro-batches and layers, plan of {plan.quota.shape[:2]}")
+    computed = _quota_by_expert(plan, topology)
+    wanted = np.asarray(load).sum((2, 3), dtype=np.int64)
+    _refuse(
+        computed != wanted,
+        "micro-batch layer expert",
+        lambda place: f"quotas sum to {computed[place]}, load is {wanted[place]}",
+    )
+
+
+def check_slots(plan: Plan, topology: Topology, *, across_nodes: bool = False) -> None:
+    """The part of `check_plan` that needs no load: shapes, homes, replicas, and quotas that are no loads.
+
+    Args:
+        plan: what a planner returned, or a file held.
+        topology: the expert-parallel group.
+        across_nodes: whether replicas may be on other nodes than their experts' homes.
+
+    Raises:
+        ValueError: if a rule is broken: the first one, with the place and the numbers.
+    """
+    check_plan_shapes(plan, topology)
+    slot_expert, home, quota = (np.asarray(leaf) for leaf in plan)
+    _check_homes(slot_expert, home, topology)
+    _check_replicas(slot_expert, home, topology, across_nodes=across_nodes)
+    _refuse(quota < 0, _SLOT, lambda place: f"quota {quota[place]} is negative")
+    _refuse(
+        (quota != 0) & (slot_expert == EMPTY), _SLOT, lambda place: f"quota {quota[place]} on an empty slot"
+    )
+
+
+def check_plan_shapes(plan: Plan, topology: Topology) -> None:
+    """Raise unless the arrays of ``plan`` are integers of the topology's shapes.
+
+    Raises:
+        ValueError: if one is not, with the shape that it has and should have.
+    """
+    shape = np.shape(plan.quota)
+    lead = shape[:2] if len(shape) == 5 else ("M", "L")
+    ranks = (topology.num_nodes, topology.ranks_per_node, topology.slots)
+    for name, array, expected in (
+        ("slot_expert", plan.slot_expert, (*lead, *ranks)),
+        ("home", plan.home, (lead[1], topology.num_experts)),
+        ("quota", plan.quota, (*lead, *ranks)),
+    ):
+        if np.shape(array) != expected:
+            raise ValueError(f"{name}: expected shape {expected} for {topology}, found {np.shape(array)}")
+        if not np.issubdtype(array.dtype, np.integer):
+            raise ValueError(f"{name}: expected integers, found {array.dtype}")
+
+
+def _refuse(broken: np.ndarray, names: str, message: Callable[[tuple[int, ...]], str]) -> None:
+    """Raise for the first place where ``broken`` is true; ``message(place)`` says what is wrong there."""
+    if broken.any():
+        place = tuple(int(i) for i in np.argwhere(broken)[0])
+        where = ", ".join(f"{name} {i}" for name, i in zip(names.split(), place, strict=True))
+        raise ValueError(f"{where.replace('_', ' ')}: {message(place)}")
+
+
+def _check_homes(slot_expert: np.ndarray, home: np.ndarray, topology: Topology) -> None:
+    num_experts = topology.num_experts
+    _refuse(
+        (home < 0) | (home >= num_experts),
+        "layer expert",
+        lambda place: f"home slot {home[place]} is outside 0..{num_experts - 1}",
+    )
+    owners = np.stack([np.bincount(row, minlength=num_experts) for row in home])
+    _refuse(owners != 1, "layer home_slot", lambda place: f"owned by {owners[place]} experts, not by one")
+    layout = np.argsort(home, axis=-1).reshape(home.shape[0], topology.num_nodes, topology.ranks_per_node, -1)
+    held = slot_expert[..., : topology.home_slots]
+    _refuse(
+        held != layout,
+        _SLOT,
+        lambda place: f"home slot of expert {layout[place[1:]]} holds {held[place]}",
+    )
+
+
+def _check_replicas(
+    slot_expert: np.ndarray, home: np.ndarray, topology: Topology, *, across_nodes: bool
+) -> None:
+    num_experts, homes = topology.num_experts, topology.home_slots
+    _refuse(
+        (slot_expert < EMPTY) | (slot_expert >= num_experts),
+        _SLOT,
+        lambda place: f"expert {slot_expert[place]} is outside 0..{num_experts - 1}",
+    )
+    # The home slot that each replica copies, [M L N G R]; behind all others for an empty slot.
+    replica = slot_expert[..., homes:]
+    source = np.stack([home[layer][replica[:, layer]] for layer in range(len(home))], axis=1)
+    source = np.where(replica == EMPTY, num_experts, source)
+    for slot in range(topology.replica_slots):
+        expert = replica[..., slot]
+        again = (slot_expert[..., : homes + slot] == expert[..., None]).any(-1) & (expert != EMPTY)
+        _refuse(again, _RANK, lambda place, e=expert: f"holds expert {e[place]} twice")
+    if not across_nodes:
+        owner, node = source // (topology.ranks_per_node * homes), np.arange(topology.num_nodes)
+        _refuse(
+            ((replica != EMPTY) & (owner != node[:, None, None])).any(-1),
+            _RANK,
+            lambda place: _far_replica(replica[place], owner[place], place[2]),
+        )
+    _refuse(
+        (source[..., :-1] > source[..., 1:]).any(-1),
+        _RANK,
+        lambda place: (
+            f"replicas {replica[place].tolist()} stand in the order of home slots {source[place].tolist()}"
+            " and not ascending, empty slots last: assemble_plan brings them there"
+        ),
+    )
+
+
+def _far_replica(experts: np.ndarray, owners: np.ndarray, node: int) -> str:
+    slot = int(np.argmax((experts != EMPTY) & (owners != node)))
+    return f"replica of expert {experts[slot]}, whose home is on node {owners[slot]}"
+
+
+def _quota_by_expert(plan: Plan, topology: Topology) -> np.ndarray:
+    """Token copies that the slots of each expert compute together, ``[M, L, E]``."""
+    slot_expert, quota = np.asarray(plan.slot_expert), np.asarray(plan.quota)
+    rows = quota.shape[0] * quota.shape[1]
+    computed = np.zeros((rows, topology.num_experts), np.int64)
+    experts = slot_expert.reshape(rows, -1)
+    at = (np.arange(rows)[:, None], np.where(experts == EMPTY, 0, experts))
+    np.add.at(computed, at, quota.reshape(rows, -1))
+    return computed.reshape(*quota.shape[:2], -1)

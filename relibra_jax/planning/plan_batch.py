@@ -1,0 +1,98 @@
+"""From a batch's routing replay to its plan: samples to micro-batches and ranks, experts to slots, in turns."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Int
+
+from relibra_jax.planning.assignment import assign_in_order
+from relibra_jax.planning.extra_args import with_extra_args
+from relibra_jax.replay import assigned_load, sample_load
+from relibra_jax.types import Array, Assignment, BatchPlan, Planner, RoutingReplay, Topology
+
+type Assign = Callable[..., Assignment]
+"""``(sample_load[B L E], tokens[B], home[L E], topology, *, num_micro_batches) -> Assignment``."""
+
+
+def plan_batch(
+    replay: RoutingReplay,
+    planner: Planner,
+    state: Any,
+    topology: Topology,
+    *,
+    num_micro_batches: int,
+    assign: Assign | None = None,
+    rounds: int = 1,
+) -> tuple[BatchPlan, Any]:
+    """Plan a batch from its routing replay: which rank holds which sample when, and where experts live.
+
+    Assignment and placement each take the other as given, so they take turns: samples in order, a plan; then
+    ``rounds`` times samples to its homes, and a plan of what they bring that starts from those homes. Works under jit.
+
+    Args:
+        replay: the routing of all samples of the batch, which `relibra_jax.replay.check_replay` accepts.
+        planner: any planner.
+        state: the planner's state, from its ``init`` or from the batch before.
+        topology: the expert-parallel group.
+        num_micro_batches: M; those of data-parallel copies of the group are further micro-batches.
+        assign: assigns samples to micro-batches and ranks, for example ``functools.partial(assign_samples, key=key)``;
+            None keeps samples in order.
+        rounds: turns of assignment and placement.
+
+    Returns:
+        The batch plan, and the planner's state after this batch.
+
+    >>> import jax, numpy as np
+    >>> from relibra_jax import Topology, relibra
+    >>> topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=4, replica_slots=1)
+    >>> replay = RoutingReplay(np.zeros((4, 8, 3, 1), np.uint8), np.ones((4, 8), bool))
+    >>> state = relibra().init(topology, 3, key=jax.random.key(0))
+    >>> batch_plan, state = plan_batch(replay, relibra(), state, topology, num_micro_batches=2)
+    >>> batch_plan.load.shape, batch_plan.plan.quota[0, 0].tolist()  # expert 0 is split over both ranks
+    ((2, 3, 1, 2, 4), [[[8, 0, 0], [0, 0, 8]]])
+    """
+    return plan_loads(
+        sample_load(replay, num_experts=topology.num_experts),
+        jnp.asarray(replay.mask).sum(1, dtype=jnp.int32),
+        planner,
+        state,
+        topology,
+        num_micro_batches=num_micro_batches,
+        assign=assign,
+        rounds=rounds,
+    )
+
+
+def plan_loads(
+    sample_load: Int[Array, "B L E"],
+    tokens: Int[Array, " B"],
+    planner: Planner,
+    state: Any,
+    topology: Topology,
+    *,
+    num_micro_batches: int,
+    assign: Assign | None = None,
+    rounds: int = 1,
+) -> tuple[BatchPlan, Any]:
+    """`plan_batch` from the counts of each sample, for callers that have them without the replay.
+
+    Args:
+        sample_load: token copies of each sample for each expert, from `relibra_jax.replay.sample_load`.
+        tokens: the length of each sample.
+        planner, state, topology, num_micro_batches, assign, rounds: as in `plan_batch`.
+
+    Returns:
+        The batch plan, and the planner's state after this batch.
+    """
+    assignment = assign_in_order(len(tokens), topology, num_micro_batches=num_micro_batches)
+    load = assigned_load(sample_load, assignment)
+    update = with_extra_args(planner).update
+    plan, after = update(load, state, topology)
+    if assign is None:
+        return BatchPlan(assignment, load, plan), after
+    for _ in range(rounds):
+        assignment = assign(sample_load, tokens, plan.home, topology, num_micro_batches=num_micro_batches)
+        load = assigned_load(sample_load, assignment)
+        plan, after = update(load, state, topology, refine=plan.home)
+    return BatchPlan(assignment, load, plan), after

@@ -1,0 +1,117 @@
+"""Routing replays as ``.npz`` files: what the command line calls a trace."""
+
+import os
+
+import numpy as np
+
+from relibra_jax.atomic_write import write_atomically
+from relibra_jax.replay import check_replay, id_dtype
+from relibra_jax.types import RoutingReplay
+
+
+def save_replay(path: str | os.PathLike[str], replay: RoutingReplay, *, num_experts: int) -> None:
+    """Write a replay as ``.npz``, whole or not at all.
+
+    The arrays are ``routed_experts [tokens, L, K]`` (real tokens, sample after sample, smallest dtype),
+    ``lengths [B]`` and ``num_experts []``. Padding is not kept: `load_replay` aligns samples to the left.
+
+    Args:
+        path: where the file goes; the name is taken as it is.
+        replay: what `check_replay` accepts.
+        num_experts: E, logical experts of a layer.
+
+    Raises:
+        ValueError: `check_replay` refuses the replay; no file is touched.
+
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> replay = RoutingReplay(np.array([[[[0, 3]], [[1, 2]]]]), np.array([[False, True]]))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save_replay(Path(folder) / "batch.npz", replay, num_experts=4)
+    ...     loaded, num_experts = load_replay(Path(folder) / "batch.npz")
+    >>> loaded.expert_ids.tolist(), loaded.mask.tolist(), num_experts
+    ([[[[1, 2]]]], [[True]], 4)
+    """
+    check_replay(replay, num_experts=num_experts)
+    mask = np.asarray(replay.mask)
+    # The optional array comes first: a damaged entry of the archive's directory hides only what follows it.
+    arrays = {
+        "num_experts": np.int32(num_experts),
+        "routed_experts": np.asarray(replay.expert_ids)[mask].astype(id_dtype(num_experts)),
+        "lengths": mask.sum(axis=1, dtype=np.int32),
+    }
+    with write_atomically(path) as part, part.open("wb") as file:
+        np.savez_compressed(file, allow_pickle=False, **arrays)
+
+
+def load_replay(path: str | os.PathLike[str]) -> tuple[RoutingReplay, int]:
+    """Read a replay that `save_replay`, or anything else that keeps its layout, has written.
+
+    Args:
+        path: an ``.npz`` with ``routed_experts [tokens, L, K]``, ``lengths [B]`` and, optionally,
+            ``num_experts []``. Other arrays are ignored, nothing is unpickled.
+
+    Returns:
+        The replay, expert_ids ``[B, T, L, K]`` in the smallest dtype, aligned to the left and padded to the
+        longest sample; and E. Where the file does not say, E is its largest id + 1, too small if the last
+        experts were never used: `stored_num_experts` tells the two cases apart.
+
+    Raises:
+        ValueError: the file is truncated, corrupt, or holds something that `check_replay` refuses.
+        OSError: there is no such file, or it cannot be opened.
+    """
+    arrays = read_arrays(path)
+    rows, lengths, stored = arrays["routed_experts"], arrays["lengths"], arrays.get("num_experts")
+    if stored is None and not rows.size:
+        raise ValueError(f"{os.fspath(path)}: neither num_experts nor an id to infer it from")
+    num_experts = int(rows.max()) + 1 if stored is None else int(stored)
+    mask = np.arange(lengths.max(initial=0))[None, :] < lengths[:, None]
+    ids = np.zeros((*mask.shape, *rows.shape[1:]), rows.dtype)
+    ids[mask] = rows
+    replay = RoutingReplay(ids, mask)
+    try:
+        check_replay(replay, num_experts=num_experts)
+    except ValueError as error:
+        raise ValueError(f"{os.fspath(path)}: {error}") from error
+    return RoutingReplay(ids.astype(id_dtype(num_experts), copy=False), mask), num_experts
+
+
+def stored_num_experts(path: str | os.PathLike[str]) -> int | None:
+    """The ``num_experts`` that a replay's file states, None where `load_replay` infers it.
+
+    Raises:
+        ValueError, OSError: as `load_replay`, save for the values of the ids.
+    """
+    stored = read_arrays(path).get("num_experts")
+    return None if stored is None else int(stored)
+
+
+def read_arrays(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
+    """Read ``routed_experts``, ``lengths`` and, where present, ``num_experts`` of a replay's file.
+
+    Raises:
+        ValueError: the file is truncated or corrupt, an array is missing or has the wrong shape or dtype.
+        OSError: there is no such file, or it cannot be opened.
+    """
+    name, axes = os.fspath(path), {"routed_experts": 3, "lengths": 1, "num_experts": 0}
+    with open(path, "rb") as file:
+        try:
+            with np.load(file, allow_pickle=False) as data:
+                # An array whose name is damaged would otherwise pass for one that is not there.
+                if damaged := data.zip.testzip():
+                    raise ValueError(f"{damaged} is damaged")
+                arrays = {key: data[key] for key in axes if key in data.files}
+        # A damaged zip archive raises whatever its damaged bytes happen to mean.
+        except Exception as error:
+            raise ValueError(f"{name}: not a whole .npz file ({error})") from error
+    for key, found in arrays.items():
+        if found.ndim != axes[key] or found.dtype.kind not in "iu":
+            raise ValueError(
+                f"{name}: {key} must be integers of {axes[key]} axes, not {found.dtype}{list(found.shape)}"
+            )
+    if missing := {"routed_experts", "lengths"} - arrays.keys():
+        raise ValueError(f"{name}: there is no array {' and no array '.join(sorted(missing))}")
+    rows, lengths = arrays["routed_experts"], arrays["lengths"]
+    if lengths.min(initial=0) < 0 or lengths.sum(dtype=np.int64) != len(rows):
+        raise ValueError(f"{name}: lengths sum to {lengths.sum()}, routed_experts has {len(rows)} rows")
+    return arrays
