@@ -1,6 +1,5 @@
-"""What is asked of the kernels elsewhere: the GPU bench without a GPU, and verdicts on compiled programs."""
+"""The benchmark of the Hopper kernels, at a small shape and without a GPU."""
 
-import functools
 import types
 
 import jax
@@ -8,22 +7,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import bench_gpu
-from experiments.aot.kernels import KERNEL_CASES, KERNELS, Compiled, judge_kernels
-from pallas_kernels.hopper import autotune
+from experiments.bench_gpu import __main__ as command
+from experiments.bench_gpu import checks, group_sizes, operations, timing
 from pallas_kernels.hopper.tile_sizes import ModelShape, Problem, choose_tile_sizes
 from relibra_jax.types import Topology
 
 
 def test_it_refuses_politely(capsys):
-    assert bench_gpu.main(bench_gpu.BenchGpu()) == 1
+    assert command.main(command.BenchGpu()) == 1
     said = " ".join(capsys.readouterr().out.split())
     assert said.endswith("cpu is no Hopper GPU. No number is printed.")
 
 
 def test_sizes_keep_proportions():
     quota = np.array([5, 0, 10, 1])
-    sizes = bench_gpu.scaled_sizes(quota, 256)
+    sizes = group_sizes.scaled_sizes(quota, 256)
     assert 1020 <= sizes.sum() <= 1024
     assert sizes[1] == 0
     assert sizes[2] == 2 * sizes[0]
@@ -34,20 +32,20 @@ SHAPE = ModelShape(64, 128, 32, 2)
 
 @pytest.fixture
 def on_cpu(monkeypatch):
-    """The whole bench at a small shape: ours by the blocked path, peers that are left, and no clock."""
-    monkeypatch.setattr(bench_gpu, "SETS", 1)
-    monkeypatch.setattr(bench_gpu, "IMPLEMENTATION", "xla")
-    monkeypatch.setattr(bench_gpu, "why_not_hopper", lambda _: None)
-    monkeypatch.setattr(bench_gpu, "copy_bandwidth", lambda _: 1e12)
-    monkeypatch.setattr(bench_gpu, "seconds", lambda runs, *_, **__: dict.fromkeys(runs, 1e-3))
-    monkeypatch.setitem(bench_gpu.MODELS, "small", SHAPE)
+    """The whole benchmark at a small shape, with one set of operands, the peers that are left, and no clock."""
+    monkeypatch.setattr(operations, "SETS", 1)
+    monkeypatch.setattr(command, "why_not_hopper", lambda _: None)
+    monkeypatch.setattr(command, "copy_bandwidth", lambda _: 1e12)
+    for module in (command, timing):
+        monkeypatch.setattr(module, "median_seconds", lambda runs, *_, **__: dict.fromkeys(runs, 1e-3))
+    monkeypatch.setitem(command.MODELS, "small", SHAPE)
 
 
 def test_it_runs_and_records(on_cpu, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(bench_gpu, "PATTERNS", ())
+    monkeypatch.setattr(command, "PATTERNS", ())
     record = tmp_path / "results" / "gpu.txt"
-    config = bench_gpu.BenchGpu(models=("small",), rows=(32,), micro_batches=2, layers=1, record=record)
-    assert bench_gpu.main(config) == 0
+    config = command.BenchGpu(models=("small",), rows=(32,), micro_batches=2, layers=1, record=record)
+    assert command.main(config, implementation="xla") == 0
     said = capsys.readouterr().out
     assert record.read_text() == said
     lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in said.splitlines() if "│" in line]
@@ -69,35 +67,38 @@ def test_it_runs_and_records(on_cpu, monkeypatch, tmp_path, capsys):
 
 def test_operands_are_what_the_kernels_take():
     for sets in (
-        bench_gpu.operand_sets((64, 128), 16, 4, 128),
-        bench_gpu.operand_sets((3, 64, 128), 16, 4, 64),
+        operations.operand_sets((64, 128), 16, 4, 128),
+        operations.operand_sets((3, 64, 128), 16, 4, 64),
     ):
         assert {leaf.dtype for leaf in jax.tree.leaves(sets)} == {jnp.dtype(jnp.bfloat16)}
         assert (sets[0].home.shape[0], sets[0].replica.shape[0]) == (4, 2)
-        assert sets[0].one[0].shape == (64, 128)
+        assert sets[0].dense[0].shape == (64, 128)
 
 
 def test_sizes_come_from_the_rank_with_most_copies():
     """Two layers of one micro-batch on two ranks; the second rank's second layer has the copies."""
     topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=4, replica_slots=2)
     quota = np.array([[[10, 0, 0, 0], [20, 0, 0, 0]], [[30, 10, 0, 0], [40, 20, 8, 12]]])
-    work = types.SimpleNamespace(plan=types.SimpleNamespace(quota=quota.reshape(1, 2, 1, 2, 4)))
-    sizes = bench_gpu.plan_sizes({"static": work, "relibra": work}, topology, 3, 20)
+    plan = types.SimpleNamespace(quota=quota.reshape(1, 2, 1, 2, 4))
+    contender = types.SimpleNamespace(batch_plan=types.SimpleNamespace(plan=plan))
+    sizes = group_sizes.planned_sizes({"static": contender, "relibra": contender}, topology, 3, 20)
     np.testing.assert_array_equal(sizes["relibra"], sizes["static"])
     np.testing.assert_array_equal(sizes["relibra"], np.array([40, 20, 20, 8, 12]))
 
 
-def test_patterns_are_checked(on_cpu, monkeypatch):
-    assert bench_gpu.check_patterns(40, 8) == 2 * 256
-    monkeypatch.setattr(bench_gpu, "IMPLEMENTATION", "reference")
-    monkeypatch.setattr(bench_gpu, "TOLERANCE", 1e-9)
+def test_patterns_are_checked(monkeypatch):
+    assert checks.check_patterns(40, 8, "xla") == 2 * 256
+    monkeypatch.setattr(checks, "TOLERANCE", 1e-9)
     with pytest.raises(AssertionError, match=r"of groups \[.*\]: off by"):
-        bench_gpu.check_patterns(40, 8)
+        checks.check_patterns(40, 8, "reference")
 
 
 def test_patterns_are_checked_for_small_and_for_large_tiles():
     high, wide = zip(
-        *(tuple(choose_tile_sizes(Problem(2, width, width, rows // 8, 8)))[:2] for rows, width in bench_gpu.PATTERNS),
+        *(
+            tuple(choose_tile_sizes(Problem(2, width, width, rows // 8, 8)))[:2]
+            for rows, width in checks.PATTERNS
+        ),
         strict=True,
     )
     assert (high, wide) == ((64, 128), (64, 128))
@@ -105,17 +106,17 @@ def test_patterns_are_checked_for_small_and_for_large_tiles():
 
 def test_a_wrong_result_stops_it():
     right = (jnp.ones((2, 3)), jnp.zeros((1, 3)))
-    bench_gpu.assert_close("weights", right, right)
+    checks.assert_close("weights", right, right)
     for wrong in (1.1, np.nan):
         with pytest.raises(AssertionError, match="weights: off by"):
-            bench_gpu.assert_close("weights", right, (right[0], jnp.full((1, 3), wrong)))
+            checks.assert_close("weights", right, (right[0], jnp.full((1, 3), wrong)))
 
 
 def test_what_has_to_be_done_is_counted():
     sizes = np.array([3, 0, 8], np.int32)
     counted = {
         one.name: (one.flops(sizes), one.bytes(sizes))
-        for one in (*bench_gpu.products(SHAPE), *bench_gpu.mlps(SHAPE))
+        for one in (*operations.products(SHAPE, "xla"), *operations.mlps(SHAPE, "xla"))
     }
     assert counted == {
         "forward": (2 * 11 * 64 * 128, 2 * (11 * (64 + 128) + 2 * 64 * 128)),
@@ -137,4 +138,4 @@ def test_what_has_to_be_done_is_counted():
 )
 def test_what_cannot_be_run_is_named(options, message):
     with pytest.raises(ValueError, match=message):
-        bench_gpu.BenchGpu(**options)
+        command.BenchGpu(**options)

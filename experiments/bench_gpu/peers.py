@@ -1,4 +1,7 @@
-"""Other kernels for the three grouped products, where they are installed and take the shape."""
+"""Other projects' kernels for the three grouped products: jax.lax, JAX's example kernels, tokamax and PyTorch.
+
+Each is measured where it is installed and takes the shape.
+"""
 
 import functools
 import importlib
@@ -13,20 +16,21 @@ import numpy as np
 from jax.experimental.pallas.ops.gpu import ragged_dot_mgpu, transposed_ragged_dot_mgpu
 
 type Product = Literal["forward", "input gradient", "weight gradient"]
+"""A grouped product, by name."""
 type Call = Callable[..., jax.Array]
-"""``(x, d_out, weights, group_sizes)``: ``[r, k]``, ``[r, n]``, ``[groups, k, n]`` in one buffer, ``[groups]``."""
+"""A function ``(x, d_out, weights, group_sizes)`` of ``[r, k]``, ``[r, n]``, ``[groups, k, n]`` and ``[groups]``."""
 
 PRODUCTS: Final = get_args(Product.__value__)
-"""By name."""
+"""The names of all grouped products."""
 _WEIGHT_GRADIENT: Final = jax.lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
 )
 _EXAMPLE_TILES: Final = ((128, 128), (64, 128), (64, 64))
-"""Of rows and columns; the example refuses shapes that they do not divide."""
+"""The heights and widths of tiles that JAX's example is given; it refuses shapes that they do not divide."""
 
 
 def calls(product: Product) -> dict[str, Call]:
-    """Who can do a product, by name."""
+    """Return the functions that compute a product on JAX arrays, by the name of the project."""
     examples = {f"JAX's example, {m}x{n}": _example(product, m, n) for m, n in _EXAMPLE_TILES}
     return {"jax.lax.ragged_dot": _ragged_dot(product)} | examples | _tokamax(product)
 
@@ -76,14 +80,14 @@ def _tokamax(product: Product) -> dict[str, Call]:
 def torch_seconds(
     product: Product, shape: tuple[int, int], sizes: np.ndarray, *, sets: int, repeats: int
 ) -> Mapping[str, float]:
-    """Median seconds of PyTorch's grouped matmul; empty where it is not installed or refuses.
+    """Return the median seconds of PyTorch's grouped matmul; empty if it is not installed or refuses.
 
     Args:
-        product: which.
+        product: the product that is computed.
         shape: k and n.
-        sizes: ``[groups]``.
-        sets: of operands, which take turns, so that no call finds its own in a cache.
-        repeats: readings.
+        sizes: the group sizes, ``[groups]``.
+        sets: the number of sets of operands, which take turns, so that no call finds its own in a cache.
+        repeats: the number of readings; the median counts.
     """
     try:
         torch: Any = importlib.import_module("torch")
@@ -119,8 +123,8 @@ def _torch_seconds(torch, product: Product, shape, sizes: np.ndarray, sets: int,
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         for _ in range(rounds):
-            for one in operands:
-                call(*one)
+            for operand_set in operands:
+                call(*operand_set)
         end.record()
         torch.cuda.synchronize()
         return start.elapsed_time(end) / (rounds * sets)

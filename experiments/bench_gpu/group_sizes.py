@@ -1,0 +1,57 @@
+"""The group sizes of the benchmark: what plans give to one rank, scaled to a mean number of rows a group."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from experiments.contenders import Contender
+from pallas_kernels.hopper.tile_sizes import REPLICAS
+from relibra_jax.types import Topology
+
+
+def planned_sizes(
+    contenders: Mapping[str, Contender], topology: Topology, homes: int, mean: int
+) -> dict[str, np.ndarray]:
+    """Return the group sizes of one rank, ``[homes + REPLICAS]``, under the static plan and ReLibra's.
+
+    The rank and the first micro-batch and layer are those with the most rows in replica slots. From there on, that
+    rank's micro-batches and layers follow each other until all slots have a size, again from the start if need be.
+
+    Args:
+        contenders: the batch as each contender runs it, by the contender's name.
+        topology: the topology that the plans were made for.
+        homes: the number of home slots of the model that is measured.
+        mean: the mean rows of a group that sizes are scaled to.
+    """
+
+    def quota_by_rank(name: str) -> np.ndarray:
+        quota = np.asarray(contenders[name].batch_plan.plan.quota)
+        return quota.reshape(-1, topology.num_ranks, topology.slots).swapaxes(0, 1)
+
+    replicated = quota_by_rank("relibra")[..., topology.home_slots :].sum(-1)
+    rank, first = np.unravel_index(replicated.argmax(), replicated.shape)
+    sizes = {}
+    for name in ("static", "relibra"):
+        quota = np.roll(quota_by_rank(name)[rank], -first, axis=0)
+        home_quota = np.resize(quota[:, : topology.home_slots], homes)
+        replica_quota = np.resize(quota[:, topology.home_slots :], REPLICAS)
+        sizes[name] = scaled_sizes(np.concatenate([home_quota, replica_quota]), mean)
+    return sizes
+
+
+def scaled_sizes(quota: np.ndarray, mean: int) -> np.ndarray:
+    """Return group sizes ``[S]`` in the proportions of a quota, with the wanted mean; rows are rounded down.
+
+    >>> scaled_sizes(np.array([1, 0, 3]), 100).tolist()
+    [75, 0, 225]
+    """
+    return (quota * (mean * quota.size / max(quota.sum(), 1))).astype(np.int32)
+
+
+def buffer_rows(sizes: Sequence[np.ndarray]) -> int:
+    """Return the rows of a buffer that holds any of these groups: a multiple of 8, as a step's buffers are.
+
+    >>> buffer_rows([np.array([5, 0, 6]), np.array([1, 1, 1])])
+    16
+    """
+    return -(-max(int(one.sum()) for one in sizes) // 8) * 8
