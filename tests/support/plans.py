@@ -1,0 +1,151 @@
+"""Random routings and plans, and planners' plans: one maker of each for the whole suite.
+
+Everything random is seeded NumPy and compiles nothing. Planners are compiled once for each topology and shape of load.
+"""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from relibra_jax.planning.planners import PLANNERS
+from relibra_jax.types import EMPTY, Plan, RoutingReplay, Topology
+
+
+def random_routing(
+    rng: np.random.Generator,
+    *,
+    samples: int,
+    tokens: int,
+    layers: int,
+    experts: int,
+    top_k: int,
+    skew: float = 1.2,
+) -> RoutingReplay:
+    """A replay that `relibra_jax.replay.check_replay` accepts: every layer has other popular experts.
+
+    Args:
+        rng: the source of randomness.
+        samples, tokens, layers, experts, top_k: B, T, L, E and K. Samples have between a quarter of T and T tokens,
+            padded on the right; the rows of padding hold zeros.
+        skew: how fast popularity falls with rank, as in Zipf's law; 0 makes all experts alike.
+    """
+    length = rng.integers(max(1, tokens // 4), tokens + 1, samples)
+    mask = np.arange(tokens) < length[:, None]
+    ids = _distinct(rng, (samples, tokens), layers, experts, top_k, skew)
+    # A layer, or a token of several experts, that has only zeros would be taken for a hole in the recording.
+    ids[(ids == 0).all((2, 3))] = experts - 1
+    ids[~mask] = 0
+    smallest = np.uint8 if experts <= 1 << 8 else np.uint16
+    return RoutingReplay(ids.astype(smallest), mask)
+
+
+def random_ids(
+    rng: np.random.Generator, shape: tuple[int, ...], experts: int, top_k: int, padding: float = 0.2
+) -> np.ndarray:
+    """Different experts for every token, some more popular than others, and tokens that are padding.
+
+    Args:
+        rng: the source of randomness.
+        shape: of the tokens, for example ``(M, L, ranks, tokens)``; popularity is the same for all of them.
+        experts: E.
+        top_k: K.
+        padding: the share of tokens whose row is EMPTY.
+
+    Returns:
+        int32 ``[*shape, K]``.
+    """
+    ids = _distinct(rng, shape, 1, experts, top_k, 1.2)[..., 0, :]
+    ids[rng.random(shape) < padding] = EMPTY
+    return ids.astype(np.int32)
+
+
+def _distinct(rng, shape, layers, experts, top_k, skew):
+    """``[*shape, layers, K]``: the experts with the largest perturbed log popularity (Gumbel top-k)."""
+    popular = np.stack([rng.permutation(-skew * np.log(np.arange(1, experts + 1))) for _ in range(layers)])
+    return np.argsort(-(popular + rng.gumbel(size=(*shape, layers, experts))), -1)[..., :top_k]
+
+
+def load_of(ids: np.ndarray, topology: Topology) -> np.ndarray:
+    """Token copies by the rank where they lie.
+
+    Args:
+        ids: expert ids ``[*stack, ranks, tokens, K]``, for example with ``*stack`` = ``M, L``; EMPTY counts nothing.
+        topology: gives N, G and E.
+
+    Returns:
+        int32 ``[*stack, N, G, E]``.
+
+    >>> topology = Topology(num_nodes=2, ranks_per_node=1, num_experts=4, replica_slots=0)
+    >>> load_of(np.array([[[0, 1], [0, 2]], [[3, 0], [-1, -1]]]), topology).tolist()
+    [[[2, 1, 1, 0]], [[1, 0, 0, 1]]]
+    """
+    ids = np.asarray(ids, np.int64)
+    stack, experts = ids.shape[:-3], topology.num_experts
+    rows = ids.reshape(-1, ids.shape[-2] * ids.shape[-1])
+    at = np.where(rows == EMPTY, experts, rows) + np.arange(len(rows))[:, None] * (experts + 1)
+    load = np.bincount(at.ravel(), minlength=len(rows) * (experts + 1)).reshape(len(rows), -1)[:, :-1]
+    return load.reshape(*stack, topology.num_nodes, topology.ranks_per_node, experts).astype(np.int32)
+
+
+def random_plan(
+    rng: np.random.Generator,
+    load: np.ndarray,
+    topology: Topology,
+    *,
+    across_nodes: bool = False,
+    fill: float = 0.7,
+) -> Plan:
+    """Any valid plan of a load: homes, replicas and splits that no planner would choose.
+
+    Args:
+        rng: the source of randomness.
+        load: token copies ``[M, L, N, G, E]``.
+        topology: the expert-parallel group.
+        across_nodes: whether replicas may be on other nodes than their experts' homes.
+        fill: the chance of each replica slot to hold something; 1 fills all for which there are experts.
+
+    Returns:
+        A Plan of int32 NumPy arrays, replicas in the canonical order; some copies have no tokens.
+    """
+    load = np.asarray(load)
+    micro_batches, layers, nodes, local, experts = load.shape
+    homes = topology.home_slots
+    home = np.stack([rng.permutation(experts) for _ in range(layers)])
+    layout = np.argsort(home, -1).reshape(layers, nodes, local, homes)
+    slot_expert = np.full((micro_batches, layers, nodes, local, topology.slots), EMPTY)
+    slot_expert[..., :homes] = layout
+    quota = np.zeros_like(slot_expert)
+    for m, row in np.ndindex(micro_batches, layers):
+        for n, g in np.ndindex(nodes, local):
+            candidates = np.setdiff1d(layout[row] if across_nodes else layout[row, n], layout[row, n, g])
+            wanted = rng.binomial(topology.replica_slots, fill)
+            copied = rng.permutation(candidates)[:wanted]
+            copied = copied[np.argsort(home[row, copied])]
+            slot_expert[m, row, n, g, homes : homes + len(copied)] = copied
+        for expert, count in enumerate(load[m, row].sum((0, 1))):
+            slots = np.nonzero(slot_expert[m, row] == expert)
+            shares = rng.dirichlet(np.full(len(slots[0]), 0.5))
+            quota[m, row][slots] = rng.multinomial(count, shares)
+    return Plan(*(leaf.astype(np.int32) for leaf in (slot_expert, home, quota)))
+
+
+@functools.cache
+def compiled_update(name: str, topology: Topology) -> Callable:
+    """``(load, state) -> (Plan, state)`` of the planner ``name`` of PLANNERS, compiled once for a topology."""
+    return jax.jit(functools.partial(PLANNERS[name].planner.update, topology=topology))
+
+
+def planned(name: str, topology: Topology, load: np.ndarray) -> Plan:
+    """The plan of a first batch by the planner ``name`` of PLANNERS, from key 0; NumPy arrays.
+
+    >>> topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=2, replica_slots=1)
+    >>> planned("static", topology, np.ones((1, 1, 1, 2, 2), int)).quota.tolist()
+    [[[[[2, 0], [2, 0]]]]]
+    """
+    load = jnp.asarray(load, jnp.int32)
+    state = PLANNERS[name].planner.init(topology, load.shape[1], key=jax.random.key(0))
+    plan, _ = compiled_update(name, topology)(load, state)
+    return jax.tree.map(np.asarray, plan)
