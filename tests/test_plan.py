@@ -4,10 +4,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.plans import load_of, random_ids, random_plan
 
-from relibra_jax.plan import check_plan, home_layout, node_quota, rank_load, replica_count, replica_experts
+from relibra_jax.plan import (
+    assemble_plan,
+    home_layout,
+    layer_plans,
+    node_quota,
+    rank_load,
+    replica_count,
+    replica_experts,
+)
+from relibra_jax.plan_check import check_plan, check_slots
 from relibra_jax.planning.planners import PLANNERS
-from relibra_jax.types import EMPTY, Plan, Topology
+from relibra_jax.types import EMPTY, Assignment, BatchPlan, LayerPlan, Plan, Topology
 
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=1)
 
@@ -37,7 +47,8 @@ def test_derived(plan):
     assert rank_load(plan).tolist() == [[[[40, 40], [35, 35]]]]
     assert replica_count(plan).tolist() == [[2]]
     assert replica_experts(plan).ravel().tolist() == [EMPTY, 0, 6, EMPTY]
-    assert node_quota(plan)[0, 0].tolist() == [[50, 10, 10, 10, 0, 0, 0, 0], [0, 0, 0, 0, 10, 10, 30, 20]]
+    layer = LayerPlan(plan.slot_expert[0, 0], plan.home[0], plan.quota[0, 0], None)
+    assert node_quota(layer).tolist() == [[50, 10, 10, 10, 0, 0, 0, 0], [0, 0, 0, 0, 10, 10, 30, 20]]
 
 
 def test_home_layout_inverts_home():
@@ -78,6 +89,14 @@ BROKEN = {
         lambda p: p._replace(slot_expert=put(p.slot_expert, (0, 0, 0, 1, 2), 7)),
         f"{RANK}: replica of expert 7, whose home is on node 1",
     ),
+    "replica of an expert that is at home there": (
+        lambda p: p._replace(slot_expert=put(p.slot_expert, (0, 0, 0, 1, 2), 2)),
+        f"{RANK}: holds expert 2 twice",
+    ),
+    "slots that disagree with homes": (
+        lambda p: p._replace(home=p.home[:, [1, 0, *range(2, 8)]]),
+        "micro-batch 0, layer 0, node 0, local rank 0, slot 0: home slot of expert 1 holds 0",
+    ),
     "negative quota": (
         lambda p: p._replace(quota=put(p.quota, (0, 0, 0, 1, 1), -1)),
         f"{RANK}, slot 1: quota -1 is negative",
@@ -108,6 +127,65 @@ def test_broken_rule_is_named(plan, load, rule):
         check_plan(change(plan), load, TOPOLOGY)
 
 
+ROOMY = Topology(num_nodes=1, ranks_per_node=2, num_experts=8, replica_slots=3)
+
+
+def with_replicas(*replicas):
+    """Home slots in reverse, expert 0 in slot 7; rank 0 holds ``replicas`` of rank 1's experts, rank 1 none."""
+    homes = np.arange(8)[::-1].reshape(2, 4)
+    held = np.array([replicas, [EMPTY] * 3])
+    slot_expert = np.concatenate([homes, held], -1).reshape(1, 1, 1, 2, 7).astype(np.int32)
+    return Plan(slot_expert, np.arange(8, dtype=np.int32)[None, ::-1], np.zeros_like(slot_expert))
+
+
+@pytest.mark.parametrize(
+    ("replicas", "message"),
+    [
+        ((1, 2, EMPTY), r"replicas \[1, 2, -1\] stand in the order of home slots \[6, 5, 8\]"),
+        ((EMPTY, 2, 1), r"replicas \[-1, 2, 1\] stand in the order of home slots \[8, 5, 6\]"),
+        ((2, EMPTY, 1), r"replicas \[2, -1, 1\] stand in the order of home slots \[5, 8, 6\]"),
+        ((2, 2, EMPTY), "holds expert 2 twice"),
+        ((3, EMPTY, 3), "holds expert 3 twice"),
+        ((5, EMPTY, EMPTY), "holds expert 5 twice"),
+    ],
+)
+def test_replicas_stand_in_the_canonical_order(replicas, message):
+    """By home slot, not by expert, and empty slots last; each expert once on a rank."""
+    where = "micro-batch 0, layer 0, node 0, local rank 0"
+    no_load = np.zeros((1, 1, 1, 2, 8), np.int32)
+    for check in (
+        lambda plan: check_plan(plan, no_load, ROOMY),
+        lambda plan: check_plan(plan, no_load, ROOMY, across_nodes=True),
+        lambda plan: check_slots(plan, ROOMY),
+    ):
+        with pytest.raises(ValueError, match=f"^{where}: {message}"):
+            check(with_replicas(*replicas))
+        for right in ((3, 2, 1), (2, 1, EMPTY), (EMPTY, EMPTY, EMPTY)):
+            check(with_replicas(*right))
+
+
+def test_the_message_says_what_brings_replicas_in_order():
+    with pytest.raises(
+        ValueError, match=r"not ascending, empty slots last: assemble_plan brings them there$"
+    ):
+        check_slots(with_replicas(1, 2, 3), ROOMY)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_assembled_plans_are_in_order_and_quotas_go_with_their_replicas(seed):
+    rng = np.random.default_rng(seed)
+    load = load_of(random_ids(rng, (2, 3, 2, 20), 8, 2), ROOMY)
+    plan = random_plan(rng, load, ROOMY)
+    order = rng.permuted(np.tile(np.arange(3), (*plan.quota.shape[:-1], 1)), axis=-1)
+    experts = np.take_along_axis(plan.slot_expert[..., 4:], order, -1)
+    layer = np.arange(3).reshape(3, 1, 1, 1)
+    replica = np.where(experts == EMPTY, EMPTY, plan.home[layer, experts])
+    copied = np.take_along_axis(plan.quota[..., 4:], order, -1)
+    quota = np.concatenate([plan.quota[..., :4], copied], -1)
+    for found, wanted in zip(assemble_plan(plan.home, replica, quota, ROOMY), plan, strict=True):
+        np.testing.assert_array_equal(found, wanted)
+
+
 def test_replicas_may_cross_nodes_when_allowed(plan, load):
     crossing = plan._replace(
         slot_expert=put(put(plan.slot_expert, (0, 0, 0, 0, 2), 7), (0, 0, 0, 1, 2), 0),
@@ -115,7 +193,7 @@ def test_replicas_may_cross_nodes_when_allowed(plan, load):
     )
     with pytest.raises(ValueError, match="replica of expert 7"):
         check_plan(crossing, load, TOPOLOGY)
-    check_plan(crossing, load, TOPOLOGY, intra_node=False)
+    check_plan(crossing, load, TOPOLOGY, across_nodes=True)
 
 
 def test_load_of_another_shape(plan, load):
@@ -123,6 +201,78 @@ def test_load_of_another_shape(plan, load):
         ValueError, match=r"load: expected integers \[M, L, 2, 2, 8\], found int32\[1, 1, 2, 2, 7\]"
     ):
         check_plan(plan, load[..., :7], TOPOLOGY)
+
+
+def test_load_of_another_batch(plan, load):
+    with pytest.raises(ValueError, match=r"load of \(2, 1\) micro-batches and layers, plan of \(1, 1\)"):
+        check_plan(plan, np.concatenate([load, load]), TOPOLOGY)
+
+
+def a_batch(leaves=np.asarray):
+    """Two micro-batches of three layers, every number different."""
+    shape = (2, 3, TOPOLOGY.num_nodes, TOPOLOGY.ranks_per_node)
+    count = iter(range(100_000))
+
+    def numbers(*shape):
+        return np.array([next(count) for _ in range(np.prod(shape))], np.int32).reshape(shape)
+
+    plan = Plan(numbers(*shape, 3), numbers(3, 8), numbers(*shape, 3))
+    batch = BatchPlan(Assignment(numbers(2, 2, 2, 1)), numbers(*shape, 8), plan)
+    return jax.tree.map(leaves, batch)
+
+
+@pytest.mark.parametrize(("leaves", "kind"), [(np.asarray, np.ndarray), (jnp.asarray, jax.Array)])
+def test_a_batch_in_micro_batches_and_layers(leaves, kind):
+    batch = a_batch(leaves)
+    stacked = batch.layer_plans()
+    assert {name: leaf.shape for name, leaf in stacked._asdict().items()} == {
+        "slot_expert": (2, 3, 2, 2, 3),
+        "home": (2, 3, 8),
+        "quota": (2, 3, 2, 2, 3),
+        "load": (2, 3, 2, 2, 8),
+    }
+    for m, layer in np.ndindex(2, 3):
+        wanted = LayerPlan(
+            batch.plan.slot_expert[m, layer],
+            batch.plan.home[layer],
+            batch.plan.quota[m, layer],
+            batch.load[m, layer],
+        )
+        for found in (
+            stacked.layer(m).layer(layer),
+            batch.micro_batch(m).layer(layer),
+            stacked.layer((m, layer)),
+        ):
+            assert type(found) is LayerPlan
+            assert all(isinstance(leaf, kind) for leaf in found)
+            for leaf, right in zip(found, wanted, strict=True):
+                np.testing.assert_array_equal(leaf, right)
+    for each in (stacked, batch.micro_batch(1), stacked.layer(1)):
+        assert all(isinstance(leaf, kind) for leaf in each)
+    for found, right in zip(layer_plans(batch.plan, batch.load), stacked, strict=True):
+        np.testing.assert_array_equal(found, right)
+
+
+def test_layers_of_a_plan_without_a_load():
+    batch = a_batch()
+    layer = layer_plans(batch.plan, None).layer(1).layer(2)
+    assert layer.load is None
+    np.testing.assert_array_equal(layer.quota, batch.plan.quota[1, 2])
+    np.testing.assert_array_equal(layer.home, batch.plan.home[2])
+
+
+def test_micro_batches_are_taken_under_jit_and_scan():
+    """One by one with a traced index, and as what a scan runs through, layer by layer."""
+    batch = a_batch()
+    taken = jax.jit(lambda batch, m: batch.micro_batch(m).layer(2))(batch, 1)
+    _, scanned = jax.jit(
+        lambda plans: jax.lax.scan(
+            lambda _, micro: jax.lax.scan(lambda _, p: (None, p), None, micro), None, plans
+        )
+    )(batch.layer_plans())
+    for found in (taken, scanned.layer(1).layer(2)):
+        for leaf, right in zip(found, batch.micro_batch(1).layer(2), strict=True):
+            np.testing.assert_array_equal(leaf, right)
 
 
 @pytest.mark.parametrize(
