@@ -25,11 +25,11 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.bench import interleaved
+from experiments.contenders import Contender, contenders, expert_weights
 from relibra_jax.cli.traces import read_trace
-from experiments.contenders import Work, contenders, expert_weights
-from relibra_jax.execution.mesh import RANKS, expert_mesh, rank_sharding
-from relibra_jax.execution.moe import ExpertParallel, fetch_replicas, moe_layer
-from relibra_jax.plan import home_layout, layer_plan
+from relibra_jax.execution import ExpertParallel, expert_mesh, fetch_replicas, moe_layer, rank_sharding
+from relibra_jax.execution.mesh import RANKS
+from relibra_jax.plan import home_layout
 from relibra_jax.types import EMPTY, Topology
 
 
@@ -100,12 +100,13 @@ def ragged_dot_layer(x, ids, gates, experts, *, ranks: int):
 
 def peer(layer, mesh, arguments):
     """Forward and backward of a peer over the mesh."""
-    spec = jax.P(*RANKS)
+    token, rank = jax.P(RANKS), jax.P(*RANKS)
 
     def on_rank(x, ids, gates, experts):
-        return layer(x[0, 0], ids[0, 0], gates[0, 0], experts[0, 0])[None, None]
+        return layer(x[0], ids[0], gates[0], experts[0, 0])[None]
 
-    sharded = jax.shard_map(on_rank, mesh=mesh, in_specs=spec, out_specs=spec)
+    specs = (token, token, token, rank)
+    sharded = jax.shard_map(on_rank, mesh=mesh, in_specs=specs, out_specs=token)
 
     @jax.jit
     def step(x, ids, gates, experts):
@@ -118,20 +119,20 @@ def peer(layer, mesh, arguments):
     return lambda: step(*arguments)
 
 
-def ours(work: Work, topology: Topology, mesh, arguments):
+def ours(contender: Contender, topology: Topology, mesh, arguments):
     """Forward and backward of our layer, replicas fetched in the open."""
-    parallel = ExpertParallel(mesh=mesh, topology=topology, capacities=work.sizes)
+    parallel = ExpertParallel(mesh=mesh, topology=topology, capacities=contender.capacities)
 
     @jax.jit
-    def step(x, ids, gates, experts, plan, load):
+    def step(x, ids, gates, experts, plan):
         def loss(x, gates, experts):
             held, x = fetch_replicas(experts, plan, x, parallel)
-            out = moe_layer(x, ids, gates, held, plan, load, parallel)
+            out = moe_layer(x, ids, gates, held, plan, parallel)
             return (out**2).sum(), out
 
         return jax.grad(loss, (0, 1, 2), has_aux=True)(x, gates, experts)
 
-    return lambda: step(*arguments, layer_plan(work.plan, 0, 0), work.load[0, 0])
+    return lambda: step(*arguments, contender.batch_plan.micro_batch(0).layer(0))
 
 
 def main(config: BenchLayer) -> None:
@@ -139,22 +140,24 @@ def main(config: BenchLayer) -> None:
     trace = read_trace(config.trace)
     topology = Topology(num_nodes=2, ranks_per_node=4, num_experts=trace.num_experts, replica_slots=2)
     mesh = expert_mesh(topology)
-    works = contenders(trace, topology, micro_batches=1, samples_per_rank=config.samples_per_rank, layers=1)
-    ids = works["static"].expert_ids[0, 0]
+    options = {"micro_batches": 1, "samples_per_rank": config.samples_per_rank, "layers": 1}
+    by_name = contenders(trace, topology, **options)
+    ids = by_name["static"].expert_ids[0, 0]
     x = np.random.default_rng(0).normal(size=(*ids.shape[:-1], config.width)).astype(np.float32)
     weights = expert_weights(topology.num_experts, config.width, config.hidden, 1)[0]
 
-    def arguments(work: Work):
-        layout = np.asarray(home_layout(work.plan.home[0], topology))
-        values = (x, ids, np.full(ids.shape, 1 / ids.shape[-1], np.float32), weights[layout])
-        return jax.device_put(values, rank_sharding(mesh))
+    def arguments(contender: Contender):
+        layout = np.asarray(home_layout(contender.batch_plan.plan.home[0], topology))
+        tokens = (x, ids, np.full(ids.shape, 1 / ids.shape[-1], np.float32))
+        by_token = jax.NamedSharding(mesh, jax.P(RANKS))
+        return *jax.device_put(tokens, by_token), jax.device_put(weights[layout], rank_sharding(mesh))
 
-    still, moved = arguments(works["static"]), arguments(works["relibra"])
+    still, moved = arguments(by_name["static"]), arguments(by_name["relibra"])
     copies = (ids.reshape(8, -1, 1) == np.arange(topology.num_experts)).sum(1)
     padded = functools.partial(padded_layer, capacity=int(copies.max()), ranks=8)
     runs = {
-        "relibra_jax, relibra": ours(works["relibra"], topology, mesh, moved),
-        "relibra_jax, static": ours(works["static"], topology, mesh, still),
+        "relibra_jax, relibra": ours(by_name["relibra"], topology, mesh, moved),
+        "relibra_jax, static": ours(by_name["static"], topology, mesh, still),
         "capacity-padded batched matmul": peer(padded, mesh, still),
         "ragged_dot, worst-case buffers": peer(functools.partial(ragged_dot_layer, ranks=8), mesh, still),
     }

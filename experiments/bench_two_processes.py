@@ -6,6 +6,7 @@ gives medians and their ratios. What this shows is waiting that is real, at a sc
 """
 
 import dataclasses
+import functools
 import json
 import os
 import socket
@@ -22,7 +23,7 @@ SKEW = 1.5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Parallel:
+class BenchTwoProcesses:
     """Time two ranks of expert parallelism on two cores."""
 
     trace: Annotated[Path | None, tyro.conf.Positional] = None
@@ -37,7 +38,7 @@ class Parallel:
     """Number of this process and the port of process 0; given by the command to its own children."""
 
 
-def launch(config: Parallel) -> None:
+def launch(config: BenchTwoProcesses) -> None:
     """Start both processes; process 0 prints."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -61,7 +62,7 @@ def launch(config: Parallel) -> None:
         sys.exit(f"processes ended with {status}")
 
 
-def measure(config: Parallel, number: int, port: int) -> None:
+def measure(config: BenchTwoProcesses, number: int, port: int) -> None:
     """What one process does."""
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {number})
@@ -74,9 +75,9 @@ def measure(config: Parallel, number: int, port: int) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from experiments.contenders import contenders
     from experiments.synthetic_traces import synthetic_trace
     from relibra_jax.cli.traces import read_trace
-    from experiments.contenders import contenders
     from relibra_jax.execution.mesh import expert_mesh
     from relibra_jax.types import Topology
 
@@ -89,14 +90,14 @@ def measure(config: Parallel, number: int, port: int) -> None:
     for trace in (read_trace(config.trace), skewed):
         topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=trace.num_experts, replica_slots=2)
         mesh = expert_mesh(topology)
-        works = contenders(
+        by_name = contenders(
             trace,
             topology,
             micro_batches=config.micro_batches,
             samples_per_rank=config.samples_per_rank,
             layers=config.layers,
         )
-        steps = {name: _step(work, topology, mesh, config) for name, work in works.items()}
+        steps = {name: _step(each, topology, mesh, config) for name, each in by_name.items()}
         times: dict[str, list[float]] = {name: [] for name in steps}
         for turn in range(config.repeats + 1):
             for name, step in steps.items():
@@ -116,7 +117,7 @@ def measure(config: Parallel, number: int, port: int) -> None:
         ):
             table.add_column(column, justify="left" if column == "contender" else "right")
         for name, seconds in medians.items():
-            load = jax.device_get(works[name].plan.quota).sum(-1)
+            load = by_name[name].rank_load
             table.add_row(
                 name,
                 f"{seconds:.2f}",
@@ -129,74 +130,61 @@ def measure(config: Parallel, number: int, port: int) -> None:
         console.print_json(json.dumps({"trace": trace.name, "seconds": times}))
 
 
-def _step(work, topology, mesh, config: Parallel):
+def _step(contender, topology, mesh, config: BenchTwoProcesses):
     """A compiled batch: every micro-batch forward and backward through the stack, gradients added up."""
     import jax
     import jax.numpy as jnp
     import numpy as np
 
     from experiments.contenders import expert_weights
-    from relibra_jax.execution.mesh import rank_sharding
-    from relibra_jax.execution.moe import ExpertParallel, fetch_replicas, moe_layer
+    from relibra_jax.execution import ExpertParallel, fetch_replicas, moe_layer, rank_sharding
     from relibra_jax.plan import home_layout
-    from relibra_jax.types import Plan
 
-    parallel = ExpertParallel(mesh=mesh, topology=topology, capacities=work.sizes)
-    top_k, tokens = work.expert_ids.shape[-1], work.expert_ids.shape[-2]
+    parallel = ExpertParallel(mesh=mesh, topology=topology, capacities=contender.capacities)
+    tokens = contender.expert_ids.shape[-2]
     rng = np.random.default_rng(0)
-    everywhere = jax.NamedSharding(mesh, jax.P())
 
-    def over_ranks(values):
+    def put(values, sharding):
         """The same values on every process, each keeping its own part."""
-        return jax.make_array_from_callback(values.shape, rank_sharding(mesh), lambda index: values[index])
+        values = np.asarray(values)
+        return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
 
-    x = over_ranks(rng.normal(size=(1, 2, tokens, config.width)).astype(np.float32))
+    everywhere = functools.partial(put, sharding=jax.NamedSharding(mesh, jax.P()))
+    x = put(rng.normal(size=(2, tokens, config.width)).astype(np.float32), parallel.token_sharding)
     weights = expert_weights(topology.num_experts, config.width, config.hidden, config.layers)
-    layouts = np.asarray(home_layout(work.plan.home, topology))
+    layouts = np.asarray(home_layout(contender.batch_plan.plan.home, topology))
     params = [
         {
-            "experts": over_ranks(weights[layer][layouts[layer]]),
-            "router": jnp.asarray(weights[layer, :, 0, :, 0].T),
+            "experts": put(weights[layer][layouts[layer]], rank_sharding(mesh)),
+            "router": everywhere(weights[layer, :, 0, :, 0].T),
         }
         for layer in range(config.layers)
     ]
-    params = [
-        {**layer, "router": jax.device_put(np.asarray(layer["router"]), everywhere)} for layer in params
-    ]
-    inputs = jax.device_put(
-        (
-            work.expert_ids,
-            *map(np.asarray, (work.plan.slot_expert, work.plan.home, work.plan.quota, work.load)),
-        ),
-        everywhere,
-    )
+    inputs = jax.tree.map(everywhere, (contender.expert_ids, contender.batch_plan.layer_plans()))
 
-    def loss(params, x, ids, slot_expert, home, quota, load):
+    def loss(params, x, expert_ids, plans):
         for layer, weights in enumerate(params):
-            plan = Plan(slot_expert[layer], home[layer], quota[layer])
+            plan, ids = plans.layer(layer), expert_ids[layer]
             experts, x = fetch_replicas(weights["experts"], plan, x, parallel)
             normed = x * jax.lax.rsqrt((x**2).mean(-1, keepdims=True) + 1e-6)
-            chosen = jnp.maximum(ids[layer], 0)
+            chosen = jnp.maximum(ids, 0)
             gates = jax.nn.softmax(jnp.take_along_axis(normed @ weights["router"], chosen, -1))
-            gates = gates.reshape(*x.shape[:-1], top_k)
-            x = x + moe_layer(normed, ids[layer], gates, experts, plan, load[layer], parallel)
+            x = x + moe_layer(normed, ids, gates, experts, plan, parallel)
         return (x**2).mean()
 
     @jax.jit
-    def step(params, x, ids, slot_expert, home, quota, load):
-        def micro_batch(total, xs):
-            ids, slot_expert, quota, load = xs
-            grads = jax.grad(loss)(params, x, ids, slot_expert, home, quota, load)
-            return jax.tree.map(jnp.add, total, grads), None
+    def step(params, x, *batch):
+        def micro_batch(total, one):
+            return jax.tree.map(jnp.add, total, jax.grad(loss)(params, x, *one)), None
 
         zeros = jax.tree.map(jnp.zeros_like, params)
-        return jax.lax.scan(micro_batch, zeros, (ids, slot_expert, quota, load))[0]
+        return jax.lax.scan(micro_batch, zeros, batch)[0]
 
     return lambda: step(params, x, *inputs)
 
 
 if __name__ == "__main__":
-    arguments = tyro.cli(Parallel, description=__doc__)
+    arguments = tyro.cli(BenchTwoProcesses, description=__doc__)
     if arguments.process is None:
         launch(arguments)
     else:

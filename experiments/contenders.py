@@ -1,4 +1,5 @@
-"""The work that planners are measured on: tokens of a trace, laid out over ranks, and a plan of each contender."""
+"""The contenders that execution is measured with: the same tokens of a trace, laid out over ranks, under the plan of
+each planner."""
 
 import functools
 from typing import NamedTuple
@@ -6,43 +7,50 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Int
 
-from relibra_jax.cli.traces import Trace
 from relibra_jax.capacity import Capacities, count_capacities
+from relibra_jax.cli.traces import Trace
+from relibra_jax.plan import rank_load
 from relibra_jax.planning.planners import PLANNERS
 from relibra_jax.replay import expert_load
-from relibra_jax.types import EMPTY, Array, Assignment, Plan, RoutingReplay, Topology
+from relibra_jax.types import EMPTY, Assignment, BatchPlan, RoutingReplay, Topology
 
 CONTENDERS = ("static", "eplb", "relibra", "balanced")
-"""`balanced` is no plan: routing forced to be even, under static placement. The bound that reports compare with."""
+"""`balanced` is no planner: routing forced to be even, under static placement. The bound that reports compare with."""
 
 
-class Work(NamedTuple):
+class Contender(NamedTuple):
     """A batch as one contender runs it."""
 
-    expert_ids: np.ndarray
-    """``[M L N G t K]``, EMPTY on padding."""
-    load: Array
-    """``[M L N G E]``."""
-    plan: Plan
-    sizes: Capacities
+    expert_ids: Int[np.ndarray, "M L ranks t K"]
+    """The experts of every rank's tokens, EMPTY on padding; ranks count flat."""
+    batch_plan: BatchPlan
+    """The contender's plan of the batch."""
+    capacities: Capacities
+    """The buffer sizes that it needs."""
+
+    @property
+    def rank_load(self) -> Int[np.ndarray, "M L N G"]:
+        """Token copies that each rank computes."""
+        return np.asarray(rank_load(self.batch_plan.plan))
 
 
 def contenders(
     trace: Trace, topology: Topology, *, micro_batches: int, samples_per_rank: int, layers: int, seed: int = 0
-) -> dict[str, Work]:
+) -> dict[str, Contender]:
     """The same samples, drawn from the trace by ``seed``, under every contender.
 
     Args:
-        trace: its first ``layers`` layers are used.
-        topology: the ranks; samples lie on them in the drawn order.
+        trace: the routing, of which the first ``layers`` layers are used.
+        topology: the expert-parallel group; samples lie on its ranks in the drawn order.
         micro_batches: M.
-        samples_per_rank: of one micro-batch.
+        samples_per_rank: samples of a rank in one micro-batch.
         layers: L.
-        seed: of the order of samples.
+        seed: the seed of the order of samples.
 
     Raises:
-        ValueError: the trace is too short.
+        ValueError: if the trace is too short.
     """
     wanted = micro_batches * topology.num_ranks * samples_per_rank
     if wanted > len(trace.replay.mask) or layers > trace.replay.expert_ids.shape[2]:
@@ -56,35 +64,38 @@ def contenders(
     ids = np.where(mask[..., None, None], ids, EMPTY)
     turn = np.cumsum(mask.ravel()).reshape(mask.shape)[..., None, None] * ids.shape[-1]
     even = np.where(ids == EMPTY, EMPTY, (turn + np.arange(ids.shape[-1])) % topology.num_experts)
-    lies = Assignment(
+    assignment = Assignment(
         jnp.arange(wanted).reshape(
             micro_batches, topology.num_nodes, topology.ranks_per_node, samples_per_rank
         )
     )
     return {
-        name: _work(even if name == "balanced" else ids, mask, lies, topology, name) for name in CONTENDERS
+        name: _contender(even if name == "balanced" else ids, mask, assignment, topology, name)
+        for name in CONTENDERS
     }
 
 
-def _work(ids, mask, lies: Assignment, topology: Topology, name: str) -> Work:
+def _contender(ids, mask, assignment: Assignment, topology: Topology, name: str) -> Contender:
     replay = RoutingReplay(jnp.asarray(np.maximum(ids, 0)), jnp.asarray(mask))
-    load = expert_load(replay, lies, num_experts=topology.num_experts)
+    load = expert_load(replay, assignment, num_experts=topology.num_experts)
     planner = PLANNERS["static" if name == "balanced" else name].planner
     state = planner.init(topology, ids.shape[2], key=jax.random.key(0))
     plan, _ = jax.jit(planner.update)(load, state, topology)
-    return Work(_tokens_of_ranks(ids, mask, lies), load, plan, count_capacities(plan, load, topology))
+    batch_plan = BatchPlan(assignment, load, plan)
+    capacities = count_capacities(batch_plan.layer_plans(), topology)
+    return Contender(_tokens_of_ranks(ids, mask, assignment), batch_plan, capacities)
 
 
-def _tokens_of_ranks(ids, mask, lies: Assignment) -> np.ndarray:
-    """``[M L N G t K]``: each rank's tokens one after another, padded to the longest."""
-    places = np.asarray(lies.sample)
+def _tokens_of_ranks(ids, mask, assignment: Assignment) -> Int[np.ndarray, "M L ranks t K"]:
+    """Each rank's tokens one after another, padded to the longest."""
+    places = np.asarray(assignment.sample)
+    places = places.reshape(len(places), -1, places.shape[-1])
     longest = mask.sum(1)[places].sum(-1).max()
-    shape = (*places.shape[:3], longest, *ids.shape[2:])
-    tokens = np.full(shape, EMPTY, np.int32)
-    for at in np.ndindex(places.shape[:3]):
+    tokens = np.full((*places.shape[:2], longest, *ids.shape[2:]), EMPTY, np.int32)
+    for at in np.ndindex(places.shape[:2]):
         rows = np.concatenate([ids[sample][mask[sample]] for sample in places[at]])
         tokens[at][: len(rows)] = rows
-    return np.moveaxis(tokens, 4, 1)
+    return np.moveaxis(tokens, 3, 1)
 
 
 @functools.cache

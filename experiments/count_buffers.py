@@ -1,4 +1,4 @@
-"""``python -m experiments.count_buffers``: rows of the exchange's buffers under every contender, counted before the step.
+"""``python -m experiments.count_buffers``: rows of the exchange's buffers, counted before the step.
 
 `receive` is what the ragged exchange needs on the fullest rank, over the balanced rows of the largest micro-batch;
 `padded` what the padded one needs: a lane as long as the longest for each pair of ranks. Systems without foresight
@@ -14,10 +14,10 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from relibra_jax.cli.options import Cluster
-from relibra_jax.cli.traces import read_trace
 from experiments.contenders import contenders
 from relibra_jax.capacity import worst_case_capacities
+from relibra_jax.cli.options import Cluster
+from relibra_jax.cli.traces import read_trace
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,16 +39,16 @@ def main(config: Buffers) -> None:
     trace = read_trace(config.trace)
     layers = min(config.layers, trace.replay.expert_ids.shape[2])
     topology = config.cluster.topology(trace.num_experts)
-    works = contenders(
+    by_name = contenders(
         trace,
         topology,
         micro_batches=config.micro_batches,
         samples_per_rank=config.samples_per_rank,
         layers=layers,
     )
-    tokens, top_k = works["static"].expert_ids.shape[-2:]
+    tokens, top_k = by_name["static"].expert_ids.shape[-2:]
     worst = worst_case_capacities(tokens, top_k, topology).rows
-    balanced = float(np.asarray(works["static"].load).sum((2, 3, 4)).max()) / topology.num_ranks
+    balanced = float(np.asarray(by_name["static"].batch_plan.load).sum((2, 3, 4)).max()) / topology.num_ranks
     table = Table(
         title=f"{trace.name}: {config.micro_batches} micro-batches x {layers} layers,"
         f" {topology.num_nodes}x{topology.ranks_per_node} ranks, at most {tokens} tokens a rank;"
@@ -57,8 +57,9 @@ def main(config: Buffers) -> None:
     )
     for column in ("contender", "receive", "/ balanced", "saved", "padded", "padded / receive"):
         table.add_column(column, justify="left" if column == "contender" else "right")
-    for name, work in works.items():
-        rows, padded = work.sizes.rows, topology.num_ranks * work.sizes.flat.pair
+    for name, contender in by_name.items():
+        sizes = contender.capacities
+        rows, padded = sizes.rows, topology.num_ranks * sizes.flat.pair
         saved = (worst - rows) * config.width * 2 / 2**20
         table.add_row(
             name, f"{rows}", f"{rows / balanced:.3f}", f"{saved:.0f} MiB", f"{padded}", f"{padded / rows:.2f}"

@@ -25,10 +25,10 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.bench import interleaved
+from experiments.contenders import Contender, contenders, expert_weights
 from experiments.synthetic_traces import synthetic_trace
-from relibra_jax.cli.traces import read_trace
-from experiments.contenders import Work, contenders, expert_weights
 from pallas_kernels import grouped_mlp
+from relibra_jax.cli.traces import read_trace
 from relibra_jax.types import Topology
 
 
@@ -49,13 +49,15 @@ class Stragglers:
 
 
 def rank_calls(
-    work: Work, topology: Topology, config: Stragglers
+    contender: Contender, topology: Topology, config: Stragglers
 ) -> dict[tuple[int, int], Callable[[], object]]:
     """The work of each rank in each layer of each micro-batch: ``(row, rank)`` to a call."""
     weights = expert_weights(topology.num_experts, config.width, config.hidden, 1)[0]
     home = jnp.asarray(weights[: topology.home_slots])
     replica = jnp.asarray(weights[: topology.replica_slots])
-    rows = jnp.asarray(np.random.default_rng(0).normal(size=(work.sizes.rows, config.width)), jnp.float32)
+    rows = jnp.asarray(
+        np.random.default_rng(0).normal(size=(contender.capacities.rows, config.width)), jnp.float32
+    )
 
     @jax.jit
     def step(rows, home, replica, sizes):
@@ -64,7 +66,7 @@ def rank_calls(
 
         return jax.grad(loss, (0, 1, 2))(rows, home, replica)
 
-    quota = np.asarray(work.plan.quota).reshape(-1, topology.num_ranks, topology.slots)
+    quota = np.asarray(contender.batch_plan.plan.quota).reshape(-1, topology.num_ranks, topology.slots)
     return {
         (row, rank): functools.partial(step, rows, home, replica, jnp.asarray(quota[row, rank]))
         for row, rank in np.ndindex(quota.shape[:2])
@@ -78,12 +80,12 @@ def main(config: Stragglers) -> None:
         f"jax {jax.__version__}, one core, D={config.width}, F={config.hidden}, float32", highlight=False
     )
     for trace in (read_trace(config.trace), synthetic_trace()):
-        for name in config.ranks:
-            nodes, local = map(int, name.split("x"))
+        for ranks in config.ranks:
+            nodes, local = map(int, ranks.split("x"))
             topology = Topology(
                 num_nodes=nodes, ranks_per_node=local, num_experts=trace.num_experts, replica_slots=2
             )
-            works = contenders(
+            by_name = contenders(
                 trace,
                 topology,
                 micro_batches=config.micro_batches,
@@ -91,22 +93,22 @@ def main(config: Stragglers) -> None:
                 layers=config.layers,
             )
             runs = {
-                (contender, *place): call
-                for contender, work in works.items()
-                for place, call in rank_calls(work, topology, config).items()
+                (name, *place): call
+                for name, contender in by_name.items()
+                for place, call in rank_calls(contender, topology, config).items()
             }
             slowest: dict[tuple[str, int], float] = {}
-            for (contender, row, _), value in interleaved(runs, repeats=config.repeats).items():
-                slowest[contender, row] = max(slowest.get((contender, row), 0), value)
+            for (name, row, _), value in interleaved(runs, repeats=config.repeats).items():
+                slowest[name, row] = max(slowest.get((name, row), 0), value)
             seconds = {
                 contender: sum(value for (name, _), value in slowest.items() if name == contender)
-                for contender in works
+                for contender in by_name
             }
-            table = Table(title=f"{trace.name} on {name} ranks", title_justify="left")
+            table = Table(title=f"{trace.name} on {ranks} ranks", title_justify="left")
             for column in ("contender", "slowest ranks, s", "static / it", "of balanced", "rows imbalance"):
                 table.add_column(column, justify="left" if column == "contender" else "right")
             for contender, value in seconds.items():
-                load = np.asarray(works[contender].plan.quota).sum(-1)
+                load = by_name[contender].rank_load
                 imbalance = load.max((2, 3)).sum() / load.mean((2, 3)).sum()
                 table.add_row(
                     contender,

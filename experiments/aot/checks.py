@@ -15,8 +15,8 @@ from experiments.aot.hlo import Program, Transfer
 from experiments.aot.stack import Model, compile_step
 from relibra_jax.capacity import Capacities, ExchangeSizes
 from relibra_jax.execution.mesh import RANKS
-from relibra_jax.execution.migration import migration_step, route
-from relibra_jax.execution.moe import ExpertParallel
+from relibra_jax.execution.migration import migration_step, move_tables
+from relibra_jax.execution.parallel import ExpertParallel
 from relibra_jax.types import Topology
 
 type Way = Literal["ragged", "padded"]
@@ -196,7 +196,7 @@ def measure_migration() -> Measured:
     shape = (DEPTHS[-1], *ranks, 3, MODEL.width, MODEL.expert_width)
     leaf = jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=sharding)
     homes = np.arange(TOPOLOGY.num_experts)
-    everywhere = route(homes, np.roll(homes, TOPOLOGY.home_slots), TOPOLOGY)
+    everywhere = move_tables(homes, np.roll(homes, TOPOLOGY.home_slots), TOPOLOGY)
     step: Any = migration_step(sharding, stacked=True)
     program, temporary = _read(step.lower(leaf, np.int32(0), everywhere).compile())
     gathered = (one.start.arrays for one in program.transfers() if one.kind == "all-gather")

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from relibra_jax.execution.mesh import OVERLAP_OPTIONS, RANKS
-from relibra_jax.execution.moe import ExpertParallel, fetch_replicas, moe_layer
-from relibra_jax.types import Plan
+from relibra_jax.execution import OVERLAP_OPTIONS, ExpertParallel, fetch_replicas, moe_layer
+from relibra_jax.execution.mesh import RANKS
+from relibra_jax.types import LayerPlan
 
 # Choosing tiles of matrix products takes a third of the compile time, and changes neither schedule nor buffers.
 QUICKLY: Final = {"xla_gpu_autotune_level": 0}
@@ -45,32 +45,31 @@ class Layer(NamedTuple):
     experts: jax.Array
 
 
-class Replay(NamedTuple):
-    """What a layer of one micro-batch is told; a leading axis over layers in a stack."""
-
-    plan: Plan
-    load: jax.Array
-    expert_ids: jax.Array
-
-
-def layer(x: jax.Array, params: Layer, replay: Replay, model: Model, parallel: ExpertParallel) -> jax.Array:
-    """One layer: ``x`` is ``[N, G, t, D]``."""
-    experts, x = fetch_replicas(params.experts, replay.plan, x, parallel)
+def layer(
+    x: jax.Array,
+    params: Layer,
+    plan: LayerPlan,
+    expert_ids: jax.Array,
+    model: Model,
+    parallel: ExpertParallel,
+) -> jax.Array:
+    """One layer: ``x`` is ``[samples, positions, D]``, those of all ranks."""
+    experts, x = fetch_replicas(params.experts, plan, x, parallel)
     with jax.named_scope("attention"):
         x = x + _attention(_normalise(x), params, model)
     hidden = _normalise(x)
-    scores = jnp.einsum("ngtd,de->ngte", hidden, params.router, preferred_element_type=jnp.float32)
-    gates = jnp.take_along_axis(jax.nn.softmax(scores), replay.expert_ids, axis=-1)
-    return x + moe_layer(hidden, replay.expert_ids, gates, experts, replay.plan, replay.load, parallel)
+    scores = jnp.einsum("btd,de->bte", hidden, params.router, preferred_element_type=jnp.float32)
+    gates = jnp.take_along_axis(jax.nn.softmax(scores), expert_ids, axis=-1)
+    return x + moe_layer(hidden, expert_ids, gates, experts, plan, parallel)
 
 
 def _attention(x, params: Layer, model: Model):
-    shape = (*x.shape[:2], model.samples, model.positions, 3, model.heads, -1)
-    query, key, value = jnp.moveaxis((x @ params.qkv).reshape(shape), 4, 0)
-    scores = jnp.einsum("ngbqhc,ngbkhc->ngbhqk", query, key, preferred_element_type=jnp.float32)
-    causal = jnp.tril(jnp.ones(scores.shape[-2:], bool))[(None,) * 4]
+    shape = (*x.shape[:2], 3, model.heads, -1)
+    query, key, value = jnp.moveaxis((x @ params.qkv).reshape(shape), 2, 0)
+    scores = jnp.einsum("bqhc,bkhc->bhqk", query, key, preferred_element_type=jnp.float32)
+    causal = jnp.tril(jnp.ones(scores.shape[-2:], bool))[None, None]
     scores = jnp.where(causal, scores / query.shape[-1] ** 0.5, -jnp.inf)
-    mixed = jnp.einsum("ngbhqk,ngbkhc->ngbqhc", jax.nn.softmax(scores).astype(x.dtype), value)
+    mixed = jnp.einsum("bhqk,bkhc->bqhc", jax.nn.softmax(scores).astype(x.dtype), value)
     return mixed.reshape(x.shape) @ params.out
 
 
@@ -95,32 +94,32 @@ def compile_step(
     """
 
     def apply(x, slices):
-        params, replay = slices
-        return layer(x, params, replay, model, parallel)
+        return layer(x, *slices, model, parallel)
 
     # Only an unrolled stack could have its second computation merged with the first.
     policy = jax.checkpoint_policies.nothing_saveable
     apply = jax.checkpoint(apply, policy=policy, prevent_cse=not scanned)
 
-    def loss(params, x, replay):
+    def loss(params, x, plans, expert_ids):
         if scanned:
-            x, _ = jax.lax.scan(lambda x, slices: (apply(x, slices), None), x, (params, replay))
+            x, _ = jax.lax.scan(lambda x, slices: (apply(x, slices), None), x, (params, plans, expert_ids))
         else:
-            for slices in zip(params, replay, strict=True):
+            for slices in zip(params, plans, expert_ids, strict=True):
                 x = apply(x, slices)
         return jnp.mean(x.astype(jnp.float32) ** 2)
 
     shapes = _layer_shapes(model, parallel, stacked=layers if scanned else None)
-    params, replay = shapes if scanned else tuple((one,) * layers for one in shapes)
-    ranks = (parallel.topology.num_nodes, parallel.topology.ranks_per_node)
-    sharding = NamedSharding(parallel.mesh, PartitionSpec(*RANKS))
-    x = jax.ShapeDtypeStruct((*ranks, model.tokens, model.width), jnp.bfloat16, sharding=sharding)
+    arguments = shapes if scanned else tuple((one,) * layers for one in shapes)
+    shape = (parallel.num_ranks * model.samples, model.positions, model.width)
+    x = jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=parallel.token_sharding)
     options = {**OVERLAP_OPTIONS, **QUICKLY}
     step = jax.jit(jax.grad(loss, argnums=(0, 1)), compiler_options=options)
-    return step.lower(params, x, replay).compile()
+    return step.lower(arguments[0], x, *arguments[1:]).compile()
 
 
-def _layer_shapes(model: Model, parallel: ExpertParallel, stacked: int | None) -> tuple[Layer, Replay]:
+def _layer_shapes(
+    model: Model, parallel: ExpertParallel, stacked: int | None
+) -> tuple[Layer, LayerPlan, jax.ShapeDtypeStruct]:
     """Shapes, dtypes and shardings of a layer's arguments, or of those of all layers of a stack."""
     lead = () if stacked is None else (stacked,)
 
@@ -138,9 +137,6 @@ def _layer_shapes(model: Model, parallel: ExpertParallel, stacked: int | None) -
         experts=array(weights, jnp.bfloat16, *RANKS),
     )
     slots = array((*ranks, topology.slots), jnp.int32)
-    replay = Replay(
-        plan=Plan(slots, array((experts,), jnp.int32), slots),
-        load=array((*ranks, experts), jnp.int32),
-        expert_ids=array((*ranks, model.tokens, model.top_k), jnp.int32, *RANKS),
-    )
-    return params, replay
+    plan = LayerPlan(slots, array((experts,), jnp.int32), slots, array((*ranks, experts), jnp.int32))
+    ids = (parallel.num_ranks * model.samples, model.positions, model.top_k)
+    return params, plan, array(ids, jnp.int32, RANKS)
