@@ -1,6 +1,7 @@
 """Sizes counted before the step: they suffice, they are tight, and too small ones are refused."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -8,73 +9,84 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.plans import planned, random_plan, random_routing
 
-from experiments.traces import read_trace
-from experiments.contenders import contenders
 from relibra_jax.capacity import (
-    batch_capacities,
-    count_capacities,
     check_capacities,
-    round_capacity,
+    count_capacities,
+    export_count,
     grow_capacities,
+    round_capacity,
     worst_case_capacities,
 )
-from relibra_jax.plan import layer_plan
-from relibra_jax.planning.planners import PLANNERS
+from relibra_jax.node_visits import node_visits
+from relibra_jax.plan import layer_plans
 from relibra_jax.replay import expert_load
-from relibra_jax.token_split import node_visits, refit_quota, source_quota
-from relibra_jax.types import EMPTY, Assignment, RoutingReplay, Topology
+from relibra_jax.replay_files import load_replay
+from relibra_jax.token_split import refit_quota, source_quota
+from relibra_jax.types import EMPTY, Assignment, BatchPlan, LayerPlan, RoutingReplay, Topology
 
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=1)
 SAMPLES, TOKENS, LAYERS, TOP_K = 12, 40, 2, 2
 
 
-def a_batch(planner="relibra", seed=0):
-    """Three micro-batches of skewed routing and their plan."""
+@functools.cache
+def a_batch(planner, seed):
+    """Three micro-batches of skewed routing, their plan, and the tokens that cross nodes."""
     rng = np.random.default_rng(seed)
-    popular = np.log(rng.permutation(1 / np.arange(1, 9) ** 1.3)) + rng.gumbel(
-        size=(SAMPLES, TOKENS, LAYERS, 8)
-    )
-    ids = np.argsort(-popular, -1)[..., :TOP_K].astype(np.int8)
-    mask = np.arange(TOKENS) < rng.integers(5, TOKENS, SAMPLES)[:, None]
-    replay, assignment = RoutingReplay(ids, mask), Assignment(jnp.arange(SAMPLES).reshape(3, 2, 2, 1))
+    replay = random_routing(rng, samples=SAMPLES, tokens=TOKENS, layers=LAYERS, experts=8, top_k=TOP_K)
+    assignment = Assignment(np.arange(SAMPLES).reshape(3, 2, 2, 1))
     load = expert_load(replay, assignment, num_experts=8)
-    row = PLANNERS[planner].planner
-    plan, _ = jax.jit(row.update)(load, row.init(TOPOLOGY, LAYERS, key=jax.random.key(0)), TOPOLOGY)
-    return plan, load, node_visits(replay, assignment, plan, TOPOLOGY), replay, assignment
+    plan = random_plan(rng, load, TOPOLOGY) if planner == "any" else planned(planner, TOPOLOGY, load)
+    batch_plan = BatchPlan(assignment, load, plan)
+    return batch_plan, node_visits(replay, batch_plan, TOPOLOGY)
 
 
-@pytest.fixture(scope="module")
-def batch():
-    return a_batch()[:3]
+@pytest.fixture(scope="module", params=["relibra", "any"])
+def batch(request):
+    return a_batch(request.param, 0)
+
+
+def sent_by(batch_plan):
+    """Token copies from rank to rank, ``[M, L, P, P]``."""
+    split = jax.jit(jax.vmap(jax.vmap(functools.partial(source_quota, topology=TOPOLOGY))))
+    return np.asarray(split(batch_plan.layer_plans())).sum(-1).reshape(3, LAYERS, 4, 4)
 
 
 def test_sizes_are_what_the_plan_sends_rounded_up(batch):
-    plan, load, visits = batch
-    sent = np.asarray(source_quota(plan, load, TOPOLOGY)).sum(-1).reshape(3, LAYERS, 4, 4)
-    sizes = count_capacities(plan, load, TOPOLOGY, visits=visits)
+    batch_plan, visits = batch
+    sent = sent_by(batch_plan)
+    sizes = count_capacities(batch_plan.layer_plans(), TOPOLOGY, visits=visits)
     assert sizes.rows == round_capacity(int(sent.sum(2).max()))
     assert sizes.flat.pair == round_capacity(int(sent.max()))
     assert sizes.flat.send == round_capacity(int(sent.sum(3).max()))
+    assert sizes.flat.receive == sizes.local.receive == sizes.rows
     assert sizes.node.pair == round_capacity(int(visits.max()))
+    assert sizes.node.send == round_capacity(int(visits.sum(-1).max()))
+    # Received by the rank of the same local index: [node of the source, local index, node].
+    across = visits.reshape(3, LAYERS, 2, 2, 2)
+    assert sizes.node.receive == round_capacity(int(across.sum(2).max()))
     through = sent.reshape(3, LAYERS, 2, 2, 2, 2).sum(2)  # all sources of one local index
     assert sizes.local.pair == round_capacity(int(through.max()))
     assert sizes.local.send == round_capacity(int(through.sum(-1).max()))
 
 
 def test_exports_are_the_most_replicas_of_one_rank(batch):
-    plan, load, _ = batch
-    most = 0
+    batch_plan, _ = batch
+    plan, most = batch_plan.plan, 0
     for m, layer in np.ndindex(3, LAYERS):
         replicas = np.asarray(plan.slot_expert[m, layer, ..., TOPOLOGY.home_slots :]).ravel()
         owner = np.asarray(plan.home[layer])[replicas[replicas != EMPTY]] // TOPOLOGY.home_slots
-        most = max(most, np.bincount(owner, minlength=4).max())
+        copies = np.bincount(owner, minlength=4)
+        np.testing.assert_array_equal(export_count(batch_plan.micro_batch(m).layer(layer), TOPOLOGY), copies)
+        most = max(most, copies.max())
     assert most > 0
-    assert count_capacities(plan, load, TOPOLOGY).exports == most
+    assert count_capacities(batch_plan.layer_plans(), TOPOLOGY).exports == most
 
 
 def test_grown_sizes_hold_both_batches(batch):
-    small, large = (count_capacities(*a_batch(seed=seed)[:2], TOPOLOGY) for seed in (0, 1))
+    small, large = (count_capacities(a_batch("relibra", seed)[0].layer_plans(), TOPOLOGY) for seed in (0, 1))
+    assert small != large
     grown = grow_capacities(small, large)
     check_capacities(grown, small)
     check_capacities(grown, large)
@@ -84,25 +96,31 @@ def test_grown_sizes_hold_both_batches(batch):
 
 def test_received_rows_on_recorded_routing(shared):
     """With the ragged exchange at most 1.1 times the balanced rows of the largest micro-batch."""
-    trace = read_trace(shared / "traces" / "gptoss20b_rollouts.npz")
+    recorded, _ = load_replay(shared / "traces" / "gptoss20b_rollouts.npz")
     topology = Topology(num_nodes=2, ranks_per_node=4, num_experts=32, replica_slots=2)
-    works = contenders(trace, topology, micro_batches=2, samples_per_rank=4, layers=6)
-    balanced = np.asarray(works["relibra"].load).sum((2, 3, 4)).max() / topology.num_ranks
-    assert works["relibra"].sizes.flat.receive <= 1.1 * balanced
-    assert works["static"].sizes.flat.receive > 1.5 * balanced
+    chosen = np.random.default_rng(0).permutation(len(recorded.mask))[: 2 * 8 * 4]
+    replay = RoutingReplay(recorded.expert_ids[chosen][:, :, :6], recorded.mask[chosen])
+    assignment = Assignment(np.arange(len(chosen)).reshape(2, 2, 4, 4))
+    load = expert_load(replay, assignment, num_experts=32)
+    sizes = {
+        name: count_capacities(layer_plans(planned(name, topology, load), load), topology)
+        for name in ("relibra", "static")
+    }
+    balanced = np.asarray(load).sum((2, 3, 4)).max() / topology.num_ranks
+    assert sizes["relibra"].flat.receive <= 1.1 * balanced
+    assert sizes["static"].flat.receive > 1.5 * balanced
 
 
 def test_safe_sizes_hold_any_plan(batch):
-    plan, load, visits = batch
-    check_capacities(
-        worst_case_capacities(TOKENS, TOP_K, TOPOLOGY), count_capacities(plan, load, TOPOLOGY, visits=visits)
-    )
+    batch_plan, visits = batch
+    need = count_capacities(batch_plan.layer_plans(), TOPOLOGY, visits=visits)
+    check_capacities(worst_case_capacities(TOKENS, TOP_K, TOPOLOGY), need)
 
 
 @pytest.mark.parametrize("buffer", ["rows", "flat.pair", "node.send", "local.pair"])
 def test_an_undersized_buffer_is_refused_with_both_sizes(batch, buffer):
-    plan, load, visits = batch
-    need = count_capacities(plan, load, TOPOLOGY, visits=visits)
+    batch_plan, visits = batch
+    need = count_capacities(batch_plan.layer_plans(), TOPOLOGY, visits=visits)
     first, _, last = buffer.rpartition(".")
     inner = getattr(need, first) if first else need
     smaller = dataclasses.replace(inner, **{last: getattr(inner, last) - 8})
@@ -112,43 +130,21 @@ def test_an_undersized_buffer_is_refused_with_both_sizes(batch, buffer):
 
 
 def test_the_node_hop_has_to_be_counted(batch):
-    plan, load, visits = batch
+    batch_plan, visits = batch
+    flat, both = (
+        count_capacities(batch_plan.layer_plans(), TOPOLOGY, visits=each) for each in (None, visits)
+    )
+    assert flat == dataclasses.replace(both, node=None)
     with pytest.raises(ValueError, match=r"node.pair: not counted"):
-        check_capacities(count_capacities(plan, load, TOPOLOGY), count_capacities(plan, load, TOPOLOGY, visits=visits))
+        check_capacities(flat, both)
 
 
-def test_loads_of_another_batch_are_refused(batch):
-    plan, load, _ = batch
-    for other in (load + 1, load[..., ::-1]):
-        with pytest.raises(ValueError, match=r"expert 0: quotas sum to \d+, load is \d+"):
-            count_capacities(plan, other, TOPOLOGY)
-
-
-def test_counting_from_the_replay_is_the_same(batch):
-    plan, load, visits, replay, assignment = BATCHES[0]
-    found = batch_capacities(replay, assignment, plan, TOPOLOGY, hierarchical=True)
-    assert found == count_capacities(plan, load, TOPOLOGY, visits=visits)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda replay, lies, plan: (replay._replace(expert_ids=replay.expert_ids[:, :, :1]), lies, plan),
-         "replay of 1 MoE layers, plan of 2"),
-        (lambda replay, lies, plan: (replay._replace(expert_ids=replay.expert_ids + 1), lies, plan),
-         r"sample \d+, token \d+, layer \d+: .*8"),
-        (lambda replay, lies, plan: (replay, Assignment(lies.sample[:2]), plan),
-         r"assignment of \(2, 2, 2\) .* plan of \(3, 2, 2\)"),
-        (lambda replay, lies, plan: (replay, Assignment(lies.sample[::-1]), plan),
-         r"micro-batch 0, layer 0, expert \d: quotas sum to \d+, load is \d+"),
-        (lambda replay, lies, plan: (replay, lies, plan._replace(home=plan.home[:, :4])),
-         r"home: expected shape \(2, 8\)"),
-    ],
-)  # fmt: skip
-def test_what_is_not_of_one_batch_is_refused(change, message):
-    plan, _, _, replay, assignment = BATCHES[0]
-    with pytest.raises(ValueError, match=message):
-        batch_capacities(*change(replay, assignment, plan), TOPOLOGY)
+def test_data_parallel_copies_are_further_micro_batches():
+    """Sizes of all micro-batches that share a step are the largest of any of them."""
+    parts = [a_batch("relibra", seed)[0].layer_plans() for seed in (0, 1)]
+    together = LayerPlan(*(np.concatenate(leaves) for leaves in zip(*parts, strict=True)))
+    sizes = [count_capacities(each, TOPOLOGY) for each in parts]
+    assert count_capacities(together, TOPOLOGY) == grow_capacities(*sizes)
 
 
 @given(st.integers(0, 2**31 - 1))
@@ -159,14 +155,19 @@ def test_few_sizes_are_close_and_few(count):
     assert len({round_capacity(n) for n in range(1024, 2048)}) == 33
 
 
+refit_to = jax.jit(functools.partial(refit_quota, topology=TOPOLOGY))
+
+
 @given(st.integers(0, 2**32 - 1))
 def test_refitted_quotas_sum_to_the_new_load(seed):
     """Same slots, every copy of the new load computed once, shares kept to a whole copy."""
     rng = np.random.default_rng(seed)
-    plan = BATCHES[seed % 2][0]
-    layer = layer_plan(plan, 0, 0)
+    batch_plan, _ = a_batch(("relibra", "eplb", "any")[seed % 3], 1)
+    layer = batch_plan.micro_batch(0).layer(0)
     load = jnp.asarray(rng.zipf(1.4, (2, 2, 8)).clip(0, 10**7) * (rng.random((2, 2, 8)) < 0.8), jnp.int32)
-    refit = refit_quota(layer, load, TOPOLOGY)
+    refit = refit_to(layer._replace(load=None), load)
+    np.testing.assert_array_equal(refit.load, load)
+    np.testing.assert_array_equal(refit.home, layer.home)
     np.testing.assert_array_equal(refit.slot_expert, layer.slot_expert)
     assert (refit.quota >= 0).all()
     for expert, total in enumerate(np.asarray(load).sum((0, 1))):
@@ -175,6 +176,3 @@ def test_refitted_quotas_sum_to_the_new_load(seed):
         assert got.sum() == total
         if planned.sum():
             np.testing.assert_allclose(got, total * (planned / planned.sum()), atol=1 + 1e-6 * total)
-
-
-BATCHES = [a_batch("relibra", 1), a_batch("eplb", 2)]
