@@ -1,4 +1,4 @@
-"""``make bench``: planning time beside its peers, medians of runs that take turns in one process."""
+"""``python -m experiments.bench``: planning time beside its peers, medians of runs that take turns in one process."""
 
 import functools
 import os
@@ -17,7 +17,8 @@ from rich.table import Table
 from experiments.reference_solvers import numpy_rebalance, python_rebalance, solve_replication
 from relibra_jax.planning.assignment import assign_in_order, assign_samples
 from relibra_jax.planning.eplb import rebalance_experts
-from relibra_jax.planning.planners import PLANNERS, PlannerEntry, plan_loads
+from relibra_jax.planning.plan_batch import plan_loads
+from relibra_jax.planning.planners import PLANNERS, PlannerEntry
 from relibra_jax.planning.replication import replicate_experts
 from relibra_jax.replay import assigned_load
 from relibra_jax.types import Plan, Topology
@@ -29,7 +30,12 @@ MICRO_BATCHES, LAYERS = 32, 94
 
 
 def interleaved[Name](runs: Mapping[Name, Callable[[], object]], *, repeats: int) -> dict[Name, float]:
-    """Median seconds of each run; all are called in turn, after one round to compile and warm up."""
+    """The median seconds of each run; all are called in turn, after one round to compile and warm up.
+
+    Args:
+        runs: the calls to time, by name.
+        repeats: the number of rounds that are timed.
+    """
     times: dict[Name, list[float]] = {name: [] for name in runs}
     for round_ in range(repeats + 1):
         for name, run in runs.items():
@@ -41,7 +47,7 @@ def interleaved[Name](runs: Mapping[Name, Callable[[], object]], *, repeats: int
 
 
 def bench_rebalance() -> None:
-    """`rebalance_experts` at DeepSeek-V3's size against a NumPy port and EPLB's own loop structure."""
+    """Time `rebalance_experts` at DeepSeek-V3's size against a NumPy port and EPLB's own loop structure."""
     load = np.random.default_rng(0).zipf(1.3, (58, 256)).clip(0, 100_000)
     device_load = jnp.asarray(load)
     jitted = jax.jit(lambda load: rebalance_experts(load, *EPLB_ARGS).physical_to_logical)
@@ -66,7 +72,7 @@ def bench_rebalance() -> None:
 
 
 def bench_planners() -> None:
-    """Every planner on a whole batch of Qwen3-235B's shape, samples assigned too, and the optimum for scale."""
+    """Time every planner on a whole batch of Qwen3-235B's shape, samples assigned too, and the optimum for scale."""
     replay_load, tokens = sample_loads(1024, LAYERS, BATCH.num_experts)
     in_order = assign_in_order(1024, BATCH, num_micro_batches=MICRO_BATCHES)
     load = jax.jit(assigned_load)(replay_load, in_order)
@@ -108,7 +114,7 @@ def bench_planners() -> None:
 
 
 def bench_growth() -> None:
-    """ReLibra's planning time over layers, micro-batches and ranks."""
+    """Time ReLibra's planning over layers, micro-batches and ranks."""
     table = _table(
         "relibra over sizes",
         "layers x micro-batches x experts on ranks",
@@ -139,7 +145,13 @@ def bench_growth() -> None:
 
 
 def sample_loads(samples: int, layers: int, experts: int) -> tuple[jax.Array, jax.Array]:
-    """Synthetic ``sample_load[B L E]`` and ``tokens[B]``: Zipf experts, eight domains, a taste of each sample."""
+    """Synthetic ``sample_load[B L E]`` and ``tokens[B]``: Zipf experts, eight domains, a taste of each sample.
+
+    Args:
+        samples: the number of samples B.
+        layers: the number of MoE layers L.
+        experts: the number of logical experts E of a layer.
+    """
     rng = np.random.default_rng(0)
     popular = rng.permuted(np.tile(1 / np.arange(1, experts + 1) ** 0.8, (layers, 1)), axis=-1)
     of_domain, domain = rng.lognormal(0, 0.8, (8, layers, experts)), rng.integers(8, size=samples)
@@ -151,10 +163,16 @@ def sample_loads(samples: int, layers: int, experts: int) -> tuple[jax.Array, ja
     return jnp.asarray(load), jnp.asarray(tokens)
 
 
-def planner_run(row: PlannerEntry, load: jax.Array, topology: Topology) -> Callable[[], tuple[Plan, Any]]:
-    """One update of a planner, compiled at the first call."""
-    state = row.planner.init(topology, load.shape[1], key=jax.random.key(0))
-    update = jax.jit(row.planner.update)
+def planner_run(entry: PlannerEntry, load: jax.Array, topology: Topology) -> Callable[[], tuple[Plan, Any]]:
+    """A call that updates a planner once, compiled the first time.
+
+    Args:
+        entry: the planner.
+        load: token copies by the rank where they lie, ``[M L N G E]``.
+        topology: the expert-parallel group.
+    """
+    state = entry.planner.init(topology, load.shape[1], key=jax.random.key(0))
+    update = jax.jit(entry.planner.update)
     return lambda: update(load, state, topology)
 
 

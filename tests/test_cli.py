@@ -1,40 +1,62 @@
 """The command line as a person uses it: what it writes, and what bad input gets."""
 
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 
-from experiments.run import main
-from experiments.traces import synthetic_trace
+from experiments.ablation.__main__ import main as run_ablation
+from experiments.ablation.variants import ABLATION
+from experiments.run import main as run_training
+from experiments.synthetic_traces import synthetic_trace
+from relibra_jax.cli.main import EXTRA, main
 from relibra_jax.plan_files import load_plan
 from relibra_jax.planning.planners import PLANNERS
-from relibra_jax.replay import save_replay
-from relibra_jax.types import RoutingReplay
+from relibra_jax.replay_files import save_replay
 
 
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory):
-    made = synthetic_trace(samples=32, mean_tokens=20, layers=2, num_experts=16, top_k=2)
+    trace = synthetic_trace(samples=32, mean_tokens=20, layers=2, num_experts=16, top_k=2)
     path = tmp_path_factory.mktemp("traces") / "small.npz"
-    save_replay(path, made.replay, num_experts=made.num_experts)
+    save_replay(path, trace.replay, num_experts=trace.num_experts)
     return path
 
 
 SMALL = ["--nodes", "2", "--ranks-per-node", "2", "--replica-slots", "1", "--micro-batch-size", "4"]
 
 
-def test_compare_writes_table_figure_and_numbers(trace, tmp_path, capsys):
-    assert main(["compare", str(trace), *SMALL, "--out", str(tmp_path)]) == 0
-    shown = capsys.readouterr().out
-    numbers = json.loads((tmp_path / "compare.json").read_text())
-    assert [row["planner"] for row in numbers["planners"]] == list(PLANNERS)
+def written(folder, names, shown):
+    """Hold what a comparison has printed and written to the contenders that it was asked for."""
+    numbers = json.loads((folder / "compare.json").read_text())
+    assert [row["planner"] for row in numbers["planners"]] == list(names)
     for row in numbers["planners"]:
         assert row["planner"] in shown
         assert f"{row['imbalance']:.4f}" in shown
         assert 1 <= row["imbalance"] <= row["imbalance_max"]
-    assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["compare.json", "compare.png", "timeline.png"]
+    assert (folder / "compare.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in folder.iterdir()) == ["compare.json", "compare.png", "timeline.png"]
+
+
+def test_compare_writes_table_figures_and_numbers(trace, tmp_path, capsys, monkeypatch):
+    few = {name: PLANNERS[name] for name in ("static", "relibra")}
+    monkeypatch.setattr("relibra_jax.cli.compare.PLANNERS", few)
+    assert main(["compare", str(trace), *SMALL, "--out", str(tmp_path)]) == 0
+    written(tmp_path, few, capsys.readouterr().out)
+
+
+@pytest.mark.slow
+def test_compare_runs_every_planner(trace, tmp_path, capsys):
+    assert main(["compare", str(trace), *SMALL, "--out", str(tmp_path)]) == 0
+    written(tmp_path, PLANNERS, capsys.readouterr().out)
+
+
+@pytest.mark.slow
+def test_ablation_runs_every_variant(trace, tmp_path, capsys):
+    assert run_ablation([str(trace), *SMALL, "--dispatch", "hierarchical", "--out", str(tmp_path)]) == 0
+    written(tmp_path, ABLATION, capsys.readouterr().out)
 
 
 def test_plan_can_be_read_back(trace, tmp_path):
@@ -56,7 +78,7 @@ def test_without_a_trace_it_is_the_recorded_one(monkeypatch, capsys):
     monkeypatch.delenv("RELIBRA_TRACE", raising=False)
     assert main(["inspect"]) == 0
     shown = capsys.readouterr().out
-    assert "rl_demo.npz" in shown
+    assert "recorded_trace.npz" in shown
     assert "16, top-2" in shown
 
 
@@ -64,21 +86,6 @@ def test_environment_names_a_trace(trace, monkeypatch, capsys):
     monkeypatch.setenv("RELIBRA_TRACE", str(trace))
     assert main(["inspect"]) == 0
     assert "small.npz" in capsys.readouterr().out
-
-
-def test_synthetic_trace_is_uneven_and_shifts():
-    trace = synthetic_trace()
-    ids, mask = trace.replay
-    assert (np.sort(ids[mask], axis=-1)[..., 1:] != np.sort(ids[mask], axis=-1)[..., :-1]).all(), (
-        "k different experts"
-    )
-    hottest = set()
-    for start in range(0, 256, 32):
-        part = ids[start : start + 32][mask[start : start + 32]]
-        count = np.bincount(part[:, 0].ravel(), minlength=trace.num_experts)
-        assert count.max() > 1.5 * count.mean()
-        hottest.add(int(count.argmax()))
-    assert len(hottest) > 2, "the hottest expert moves"
 
 
 def corrupt(trace, tmp_path, **changes):
@@ -140,6 +147,8 @@ def test_bad_trace_is_one_line_and_status_2(trace, tmp_path, capsys, fault, mess
         (["compare", "--micro-batch-size", "5", "--batch-size", "16"], "batch_size=16 must be a multiple of"),
         (["compare", "--batch-size", "64"], "batch_size=64 exceeds the 32 samples"),
         (["compare", "--micro-batch-size", "0"], "micro_batch_size=0"),
+        (["compare", "--hardware", "h1000"], "hardware='h1000' must be one of "),
+        (["compare", "--context", "0"], "context=0.0 must be positive"),
         (["plan", "--planner", "elpb"], "planner 'elpb' must be one of static,"),
     ],
 )
@@ -158,18 +167,40 @@ def test_unknown_option_is_status_2():
     assert stop.value.code == 2
 
 
+@pytest.mark.parametrize(
+    ("program", "args", "message"),
+    [
+        (main, ["comapre"], "command 'comapre' must be one of compare, plan, inspect; did you mean compare?"),
+        (run_ablation, ["missing.npz"], "missing.npz: no such trace"),
+        (run_training, ["demp"], "training run 'demp' must be one of demo, learn; did you mean demo?"),
+        (run_training, ["compare"], "training run 'compare' must be one of demo, learn"),
+        (run_training, [], "training run '' must be one of demo, learn"),
+    ],
+)
+def test_every_program_refuses_alike(program, args, message, capsys):
+    assert program(args) == 2
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err) == ("", f"error: {message}\n")
+
+
+@pytest.mark.parametrize("package", EXTRA)
+def test_missing_extra_is_one_line_and_status_2(package, monkeypatch, capsys):
+    for name in [name for name in sys.modules if name.startswith("relibra_jax.cli.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    assert main(["inspect"]) == 2
+    expected = f'error: relibra needs {package}: pip install "relibra-jax[cli]"\n'
+    assert capsys.readouterr().err == expected
+
+
+def test_the_library_starts_without_its_command_line():
+    names = (*EXTRA, "relibra_jax.cli")
+    program = f"import relibra_jax, sys; sys.exit(bool(set(sys.modules) & set({names})))"
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
 def test_trace_with_inferred_experts_says_so(trace, tmp_path, capsys):
     with np.load(trace) as file:
         np.savez(tmp_path / "bare.npz", routed_experts=file["routed_experts"], lengths=file["lengths"])
     assert main(["inspect", str(tmp_path / "bare.npz")]) == 0
     assert "inferred" in capsys.readouterr().out
-
-
-def test_padding_of_the_replay_does_not_matter(trace, tmp_path):
-    made = synthetic_trace(samples=32, mean_tokens=20, layers=2, num_experts=16, top_k=2)
-    ids = np.where(made.replay.mask[..., None, None], made.replay.expert_ids, 9)
-    save_replay(tmp_path / "padded.npz", RoutingReplay(ids, made.replay.mask), num_experts=16)
-    assert (tmp_path / "padded.npz").read_bytes()
-    with np.load(trace) as one, np.load(tmp_path / "padded.npz") as two:
-        for name in one:
-            np.testing.assert_array_equal(one[name], two[name])

@@ -10,11 +10,17 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
+from experiments.ablation.token_splits import (
+    place_heaviest,
+    replicate_with_eplb_places,
+    replicate_with_even_split,
+    split_tokens,
+)
 from experiments.reference_solvers import solve_replication
-from relibra_jax.plan import check_plan, rank_load, replica_count, replica_experts
+from relibra_jax.plan import rank_load, replica_count, replica_experts
+from relibra_jax.plan_check import check_plan
 from relibra_jax.planning.greedy_replication import least_top_load, replicate_domain
 from relibra_jax.planning.replication import replicate_experts
-from experiments.ablation.token_splits import place_heaviest, split_tokens
 from relibra_jax.types import EMPTY, Topology
 
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=4, num_experts=32, replica_slots=2)
@@ -23,14 +29,16 @@ OPTIONS = {
     "across_nodes": {"across_nodes": True},
     "tiles": {"tile": 16, "min_tokens": 40},
     "exact": {"exact": True},
-    "placement": {"mode": "placement"},
-    "splitting": {"mode": "splitting"},
+}
+METHODS = {option: functools.partial(replicate_experts, **given) for option, given in OPTIONS.items()} | {
+    "even split": replicate_with_even_split,
+    "EPLB's places": replicate_with_eplb_places,
 }
 
 
 @functools.cache
-def compiled(option, topology=TOPOLOGY):
-    return jax.jit(functools.partial(replicate_experts, topology=topology, **OPTIONS[option]))
+def compiled(method, topology=TOPOLOGY):
+    return jax.jit(functools.partial(METHODS[method], topology=topology))
 
 
 @functools.cache
@@ -72,43 +80,43 @@ token_counts = st.one_of(
 )
 
 
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("method", METHODS)
 @settings(max_examples=40, deadline=None)
 @given(load=arrays(np.int32, (1, 2, 32), elements=token_counts), seed=st.integers(0, 99))
 @example(load=np.zeros((1, 2, 32), np.int32), seed=0)
 @example(load=np.full((1, 2, 32), (2**31 - 1) // 32, np.int32), seed=0)
 @example(load=np.where(np.arange(32) == 5, 2**31 - 1, 0).astype(np.int32)[None, None].repeat(2, 1), seed=0)
-def test_plans_are_valid(option, load, seed):
+def test_plans_are_valid(method, load, seed):
     rng = np.random.default_rng(seed)
     home = np.stack([rng.permutation(32), np.arange(32)]).astype(np.int32)
-    plan = compiled(option)(load, home)
+    plan = compiled(method)(load, home)
     source = np.zeros((1, 2, 2, 4, 32), np.int32)
     source[:, :, 0, 0] = load
-    check_plan(plan, source, TOPOLOGY, intra_node=option != "across_nodes")
+    check_plan(plan, source, TOPOLOGY, across_nodes=method == "across_nodes")
 
     tokens, experts = np.asarray(plan.quota)[..., TOPOLOGY.home_slots :], np.asarray(replica_experts(plan))
-    tile, least = OPTIONS[option].get("tile", 1), OPTIONS[option].get("min_tokens", 1)
+    tile, least = (OPTIONS.get(method, {}).get(name, 1) for name in ("tile", "min_tokens"))
     assert (tokens[experts != EMPTY] >= least).all()
     assert (tokens % tile == 0).all()
 
-    if option != "placement":
+    if method != "even split":
         static = (
             np.stack([load[:, i, np.argsort(home[i])] for i in range(2)], 1).reshape(1, 2, 2, 4, 4).sum(-1)
         )
-        ranks = (-2, -1) if option == "across_nodes" else -1
+        ranks = (-2, -1) if method == "across_nodes" else -1
         assert (np.asarray(rank_load(plan)).max(ranks) <= static.max(ranks)).all()
 
 
 @pytest.mark.parametrize(
     ("nodes", "ranks", "experts", "slots"), [(1, 1, 4, 2), (2, 1, 2, 1), (2, 3, 6, 0), (1, 2, 2, 5)]
 )
-@pytest.mark.parametrize("option", ["joint", "exact", "splitting"])
-def test_odd_shapes(nodes, ranks, experts, slots, option):
+@pytest.mark.parametrize("method", ["joint", "exact", "EPLB's places"])
+def test_odd_shapes(nodes, ranks, experts, slots, method):
     topology = Topology(num_nodes=nodes, ranks_per_node=ranks, num_experts=experts, replica_slots=slots)
     source = np.random.default_rng(0).integers(0, 90, (2, 1, nodes, ranks, experts)).astype(np.int32)
     home = np.arange(experts, dtype=np.int32)[None]
-    plan = compiled(option, topology)(source.sum((2, 3)), home)
-    check_plan(plan, source, topology, intra_node=option != "across_nodes")
+    plan = compiled(method, topology)(source.sum((2, 3)), home)
+    check_plan(plan, source, topology)
 
 
 @pytest.mark.parametrize("slots", [1, 2])
@@ -180,11 +188,11 @@ def test_halves_are_worse_than_both_together():
     topology = Topology(num_nodes=1, ranks_per_node=8, num_experts=128, replica_slots=1)
     home = np.tile(np.arange(128, dtype=np.int32), (4, 1))
     top = {
-        mode: np.asarray(rank_load(compiled(mode, topology)(loads, home))).max(-1).sum()
-        for mode in ("joint", "splitting", "placement")
+        method: np.asarray(rank_load(compiled(method, topology)(loads, home))).max(-1).sum()
+        for method in ("joint", "EPLB's places", "even split")
     }
-    assert top["joint"] < top["splitting"]
-    assert top["joint"] < top["placement"]
+    assert top["joint"] < top["EPLB's places"]
+    assert top["joint"] < top["even split"]
 
 
 def test_split_comes_near_the_best_for_its_places():
@@ -223,8 +231,7 @@ def test_works_under_scan():
     [
         ({"min_tokens": -1}, "min_tokens=-1 must be an integer of at least 1"),
         ({"tile": 0}, "tile=0 must be an integer of at least 1"),
-        ({"mode": "both"}, "mode='both' must be"),
-        ({"mode": "placement", "exact": True}, "mode='placement' takes neither"),
+        ({"tile": True}, "tile=True must be an integer of at least 1"),
     ],
 )
 def test_bad_options(options, message):

@@ -30,9 +30,9 @@ class Compare:
 
     trace: TracePath = None
     """A trace (.npz); else the one that RELIBRA_TRACE names, else the recorded one that comes with relibra_jax."""
-    cluster: Annotated[Cluster, tyro.conf.arg(name="")] = Cluster()
-    batching: Annotated[Batching, tyro.conf.arg(name="")] = Batching()
-    costs: Annotated[Costs, tyro.conf.arg(name="")] = Costs()
+    cluster: Annotated[Cluster, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Cluster)
+    batching: Annotated[Batching, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Batching)
+    costs: Annotated[Costs, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Costs)
     out: Path = Path("out/compare")
     """The folder for the figures and the numbers."""
 

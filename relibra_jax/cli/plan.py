@@ -26,8 +26,8 @@ class MakePlan:
     """A trace (.npz); else the one that RELIBRA_TRACE names, else the recorded one that comes with relibra_jax."""
     planner: str = "relibra"
     """A name from the table that ``compare`` prints."""
-    cluster: Annotated[Cluster, tyro.conf.arg(name="")] = Cluster()
-    batching: Annotated[Batching, tyro.conf.arg(name="")] = Batching()
+    cluster: Annotated[Cluster, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Cluster)
+    batching: Annotated[Batching, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Batching)
     out: Path = Path("out/plan.npz")
     """The file for the plan: slot_expert, home, quota and the numbers of the topology."""
 
