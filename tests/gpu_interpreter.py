@@ -2,6 +2,8 @@
 
 import contextlib
 
+# JAX would import this with the first kernel, and trace every program again that was traced before.
+import jax.experimental.pallas.fuser  # noqa: F401
 import numpy as np
 from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
 from jax.experimental.pallas import mosaic_gpu as plgpu

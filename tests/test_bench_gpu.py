@@ -41,6 +41,7 @@ def on_cpu(monkeypatch):
     monkeypatch.setitem(command.MODELS, "small", SHAPE)
 
 
+@pytest.mark.slow
 def test_it_runs_and_records(on_cpu, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(command, "PATTERNS", ())
     record = tmp_path / "results" / "gpu.txt"

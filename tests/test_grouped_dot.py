@@ -133,6 +133,7 @@ def test_every_pattern_of_empty_groups_in_one_compilation(implementation):
     assert run.traces == traces
 
 
+@pytest.mark.slow
 def test_every_pattern_of_empty_groups_in_one_launch():
     sizes = sizes_of_every_pattern()
     setting = Setting("bfloat16", int(sizes.sum()) + 5, 64, 64, ())

@@ -160,7 +160,10 @@ def test_other_dtypes(implementation, dtype):
         check(implementation, PLAIN.sizes, inputs(PLAIN._replace(dtype=dtype)))
 
 
-@each_implementation
+@pytest.mark.parametrize(
+    "implementation",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name == "mosaic")) for name in IMPLEMENTATIONS],
+)
 def test_another_dtype_for_the_output(implementation):
     setting = SETTINGS[implementation]._replace(dtype="bfloat16")
     rows, home, replica, scale, d_out = inputs(setting)
@@ -196,6 +199,7 @@ def test_every_pattern_of_empty_groups_in_one_compilation(implementation):
     assert run.traces == traces
 
 
+@pytest.mark.slow
 def test_every_pattern_of_empty_groups_in_one_launch():
     sizes = sizes_of_every_pattern()
     setting = Setting("bfloat16", int(sizes.sum()) + 5, 64, 64, 200, len(sizes) - 200, ())

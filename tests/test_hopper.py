@@ -120,10 +120,9 @@ def test_autotune_refuses_without_a_hopper_gpu(capsys):
     assert "cpu is no Hopper GPU" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("rows", [16, 300])
-def test_autotune_runs_the_problems_that_it_tunes(rows):
+def test_autotune_runs_the_problems_that_it_tunes():
     """Shapes only: kernels run on GPUs."""
-    for problem in autotune.problems(ModelShape(64, 128, 32, 2), rows):
+    for problem in autotune.problems(ModelShape(64, 128, 32, 2), 300):
         operands = autotune._operands(problem)
         for tiles in candidate_tile_sizes(problem):
             outs = jax.eval_shape(functools.partial(autotune._run, problem, tiles), *operands)
