@@ -12,7 +12,18 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 def numpy_rebalance(
     load: np.ndarray, num_slots: int, num_groups: int, num_nodes: int, num_ranks: int
 ) -> np.ndarray:
-    """EPLB, vectorised over layers (and nodes) with NumPy."""
+    """EPLB, vectorised over layers and nodes with NumPy.
+
+    Args:
+        load: token copies of each expert, ``[L E]``.
+        num_slots: the physical slots P of all ranks together.
+        num_groups: the groups of experts that stay on one node.
+        num_nodes: the number of nodes.
+        num_ranks: the number of ranks.
+
+    Returns:
+        The logical expert in each physical slot, ``[L P]``.
+    """
     load = np.asarray(load, np.float32)
     layers, experts = load.shape
     if num_groups % num_nodes:
@@ -57,7 +68,7 @@ def _numpy_pack(load: np.ndarray, num_packs: int) -> tuple[np.ndarray, np.ndarra
 def python_rebalance(
     load: np.ndarray, num_slots: int, num_groups: int, num_nodes: int, num_ranks: int
 ) -> list[list[int]]:
-    """EPLB with Python loops over layers and items."""
+    """EPLB with Python loops over layers and items; arguments and result as of `numpy_rebalance`."""
     if num_groups % num_nodes:
         num_groups = num_nodes = 1
     size = load.shape[1] // num_groups
@@ -94,10 +105,25 @@ def _python_pack(load: list[float], num_packs: int) -> list[list[int]]:
     return packs
 
 
-def solve_replication(load, slots, *, tile=1, top=None, replica=None):
-    """The least largest rank load by mixed-integer program; given ``top``, the fewest replicas that keep it.
+def solve_replication(
+    load: np.ndarray,
+    slots: int,
+    *,
+    tile: int = 1,
+    top: int | None = None,
+    replica: np.ndarray | None = None,
+) -> int:
+    """Replication in one domain of ranks as a mixed-integer program, solved by SciPy's HiGHS.
 
-    Given ``replica[P R]``, copies may be nowhere else.
+    Args:
+        load: token copies of each expert by home slot, ``[P H]``.
+        slots: the replica slots of a rank.
+        tile: replicas compute whole tiles of this many token copies.
+        top: a largest rank load that is to be kept with the fewest replicas; None minimises the largest rank load.
+        replica: the experts that each rank may hold copies of, by flat home slot, ``[P R]``; None allows all.
+
+    Returns:
+        The least largest rank load, or the fewest replicas where ``top`` is given.
     """
     ranks, homes = load.shape
     tokens, start = load.ravel(), load.sum(1)
@@ -123,7 +149,7 @@ def solve_replication(load, slots, *, tile=1, top=None, replica=None):
     largest = start.max() if top is None else top
     goal = zero(2 * pairs + 1)
     goal[pairs:-1], goal[-1] = (0, 1) if top is None else (1, 0)
-    found = milp(
+    solution = milp(
         goal,
         constraints=LinearConstraint(matrix, -np.inf, upper),
         bounds=Bounds(
@@ -134,4 +160,4 @@ def solve_replication(load, slots, *, tile=1, top=None, replica=None):
         options={"time_limit": 5, "mip_rel_gap": 1e-6},
     )
     # A solver that was stopped early answers with a bound, against which a plan only looks worse.
-    return round(np.ceil(found.mip_dual_bound - 1e-3))
+    return round(np.ceil(solution.mip_dual_bound - 1e-3))

@@ -172,7 +172,6 @@ def test_unknown_option_is_status_2():
     [
         (main, ["comapre"], "command 'comapre' must be one of compare, plan, inspect; did you mean compare?"),
         (run_ablation, ["missing.npz"], "missing.npz: no such trace"),
-        (run_training, ["demp"], "training run 'demp' must be one of demo, learn; did you mean demo?"),
         (run_training, ["compare"], "training run 'compare' must be one of demo, learn"),
         (run_training, [], "training run '' must be one of demo, learn"),
     ],

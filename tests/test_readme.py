@@ -2,13 +2,13 @@
 
 import dataclasses
 import doctest
+import importlib.util
 import re
 from pathlib import Path
 
 from experiments.count_buffers import Buffers
-from experiments.configs import Compare, MakePlan
 from experiments.rl.configs import CONFIGS, Train
-from experiments.run import NAMES
+from relibra_jax.cli.commands import COMMANDS
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "README.md").read_text()
@@ -43,14 +43,17 @@ def options(config):
 
 
 def test_named_options_exist():
-    known = {name for config in (Compare(), MakePlan(), Train(), Buffers()) for name in options(config)}
+    configs = [command() for command, _ in COMMANDS.values()] + [Train(), Buffers()]
+    known = {name for config in configs for name in options(config)}
     used = set(re.findall(r" --([a-z-]+)", TEXT))
     assert used <= known | {"list", "help"}, used - known
 
 
 def test_named_commands_exist():
-    used = set(re.findall(r"experiments\.run ([a-z]+)", TEXT))
-    assert used <= {*NAMES, *CONFIGS}
+    assert set(re.findall(r"(?:^|`)relibra ([a-z]+)", TEXT, re.MULTILINE)) <= COMMANDS.keys()
+    assert set(re.findall(r"experiments\.run ([a-z]+)", TEXT)) <= CONFIGS.keys()
+    for program in set(re.findall(r"python -m (experiments\.[a-z_.]*[a-z])", TEXT)):
+        assert importlib.util.find_spec(program), program
     makefile = (ROOT / "Makefile").read_text()
     for target in set(re.findall(r"^make ([a-z-]+)|`make ([a-z-]+)`", TEXT, re.MULTILINE)):
         assert re.search(rf"^{''.join(target)}:", makefile, re.MULTILINE), target
