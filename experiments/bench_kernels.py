@@ -1,8 +1,8 @@
-"""The grouped product and MLP on this machine beside dense, padded and masked ones, in one run.
+"""``python -m experiments.bench_kernels``: the grouped product and MLP on this machine beside dense and padded ones.
 
-``python -m experiments.bench_kernels``: 32,768 rows in 64 uneven groups, 48 home and 16 replica slots. The dense peer
-sends all rows through one weight, taking turns with ours. The padded one copies every group into
-room for the largest. `jax.lax.ragged_dot` multiplies all rows by all weights under a mask; it runs once, forward.
+There are 32,768 rows in 64 uneven groups, for 48 home and 16 replica slots. The dense peer multiplies all rows by one
+weight and takes turns with ours. The padded peer copies every group into room for the largest. `jax.lax.ragged_dot`
+multiplies all rows by all weights under a mask; it runs once, forward.
 """
 
 import functools
@@ -28,36 +28,36 @@ GROUPED, DENSE, PADDED, MASKED = "ours", "dense", "padded, batched", "jax.lax.ra
 
 
 def group_sizes(rows: int, groups: int) -> np.ndarray:
-    """Zipf-like sizes in random order: the largest is about four times the mean at 64 groups."""
+    """Return Zipf-like sizes in random order; with 64 groups the largest is about four times the mean."""
     rng = np.random.default_rng(0)
     share = rng.permutation(1 / np.arange(1, groups + 1) ** 0.5)
     return rng.multinomial(rows, share / share.sum()).astype(np.int32)
 
 
 def swiglu(x: jax.Array, weights: jax.Array) -> jax.Array:
-    """One MLP for ``x[..., r, D]`` and ``weights[..., 3, D, F]``."""
+    """Apply one MLP: ``x[..., r, D]`` and ``weights[..., 3, D, F]`` give ``[..., r, D]``."""
     gate, up, down = jnp.moveaxis(weights, -3, 0)
     return (jax.nn.silu(x @ gate) * (x @ up)) @ jnp.swapaxes(down, -1, -2)
 
 
 def ragged_mlp(rows: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
-    """The same three products by `jax.lax.ragged_dot`."""
+    """Apply each group's MLP with three calls of `jax.lax.ragged_dot`."""
     gate, up, down = jnp.moveaxis(weights, 1, 0)
     hidden = jax.nn.silu(jax.lax.ragged_dot(rows, gate, sizes)) * jax.lax.ragged_dot(rows, up, sizes)
     return jax.lax.ragged_dot(hidden, down.swapaxes(1, 2), sizes)
 
 
 class Operation(NamedTuple):
-    """What is timed."""
+    """One computation, as each of the peers does it: the content of one table."""
 
     ours: Callable[..., jax.Array]
-    """``(rows, home, replica, group_sizes)``."""
+    """This project's function of ``(rows, home, replica, group_sizes)``."""
     dense: Callable[[jax.Array, jax.Array], jax.Array]
-    """``(rows, weights)``, with or without groups in front of both."""
+    """The dense function of ``(rows, weights)``, which may both have groups as their first axis."""
     ragged: Callable[..., jax.Array]
-    """``(rows, weights, group_sizes)``."""
-    weights: tuple[int, ...]
-    """Shape of a group's weights."""
+    """The function of ``(rows, weights, group_sizes)`` that uses `jax.lax.ragged_dot`."""
+    weight_shape: tuple[int, ...]
+    """The shape of one group's weights."""
 
 
 OPERATIONS = {
@@ -67,7 +67,7 @@ OPERATIONS = {
 
 
 def with_gradients(run: Callable[..., jax.Array]) -> Callable[..., tuple[jax.Array, ...]]:
-    """Output and gradients for a given gradient of the output."""
+    """Return a function of ``(d_out, *arrays)`` that computes the output of ``run`` and all its gradients."""
 
     def both(d_out: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
         out, pull = jax.vjp(run, *arrays)
@@ -77,12 +77,18 @@ def with_gradients(run: Callable[..., jax.Array]) -> Callable[..., tuple[jax.Arr
 
 
 def bench(name: str, dtype: str, *, repeats: int) -> None:
-    """One table: forward, and forward with all gradients."""
+    """Print one table: an operation forward, and forward with all gradients.
+
+    Args:
+        name: the name in `OPERATIONS` of the operation.
+        dtype: the dtype of rows and weights.
+        repeats: the number of runs of each; the median counts.
+    """
     operation = OPERATIONS[name]
     sizes = group_sizes(ROWS, HOMES + REPLICAS)
     keys = jax.random.split(jax.random.key(0), 3)
     rows = jax.random.normal(keys[0], (ROWS, D), dtype)
-    weights = jax.random.normal(keys[2], (HOMES + REPLICAS, *operation.weights), dtype) / 16
+    weights = jax.random.normal(keys[2], (HOMES + REPLICAS, *operation.weight_shape), dtype) / 16
     d_out = jax.random.normal(keys[1], jax.eval_shape(operation.dense, rows, weights[0]).shape, dtype)
     home, replica = weights[:HOMES], weights[HOMES:]
 
@@ -146,7 +152,7 @@ def main(*, repeats: int = 7) -> None:
     """Print both tables.
 
     Args:
-        repeats: runs of each; the median counts.
+        repeats: the number of runs of each; the median counts.
     """
     console.print(
         f"jax {jax.__version__} on {jax.devices()[0].platform}, {os.cpu_count()} cores, {platform.machine()}"

@@ -1,8 +1,9 @@
 """The Hopper kernels compiled at the shapes of named models: what does not fit into shared memory fails here.
 
-One rank of eight: its home slots, two replica slots and 32,768 rows; for one model also as few rows as take tiles of
-one warpgroup, and no replica slots. The assembler, ptxas, says what it did to them: registers that it spilled to
-memory, and products (wgmma) that it made wait for each other, would cost the speed that the kernels are for.
+The shapes are those of one rank of eight: its home slots, two replica slots and 32,768 rows; for one model also as few
+rows as take tiles of one warpgroup, and no replica slots. The assembler, ptxas, says what it did to the kernels:
+registers that it spilled to memory, and products (wgmma) that it made wait for each other, would cost the speed that
+the kernels are for.
 """
 
 import contextlib
@@ -23,22 +24,24 @@ from pallas_kernels.hopper.tile_sizes import MODELS, RANKS, REPLICAS
 from relibra_jax.types import Topology
 
 type Part = Literal["products", "mlp"]
+"""What a program computes: the three grouped products, or the grouped MLP with gradients."""
 
 ROWS: Final = 32_768
 FEW_ROWS: Final = 1024
 KERNELS: Final[Mapping[Part, int]] = {"products": 3, "mlp": 5}
-"""Launches of a program: three products; two of the MLP forward and three backward."""
+"""The number of kernels of a program: three products, or two of the MLP forward and three backward."""
 PROMISES: Final[Mapping[Part, str]] = {
     "products": "forward, input and weight gradient: one kernel each, within shared memory",
     "mlp": "grouped MLP with gradients: two kernels forward, three backward, within shared memory",
 }
 MOST_SPILLED: Final = 64
-"""Bytes a kernel: a pointer that is read once a group may go to memory, accumulators would take thousands."""
+"""The bytes that a kernel may spill: a pointer that is read once a group may go to memory; accumulators would take
+thousands."""
 SOUND: Final = f"at most {MOST_SPILLED} bytes spilled a kernel, no product made to wait for another"
 
 
 class KernelCase(NamedTuple):
-    """One program."""
+    """One program to compile."""
 
     model: str
     part: Part
@@ -47,7 +50,7 @@ class KernelCase(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Its line in the table."""
+        """The case's line in the table."""
         others = f", {self.rows} rows, R={self.replicas}" if self != KernelCase(self.model, self.part) else ""
         return f"{self.model}{others}"
 
@@ -60,17 +63,18 @@ KERNEL_CASES: Final = [
 
 
 class Compiled(NamedTuple):
-    """What the checks need to know about a program."""
+    """What the checks need to know about a compiled program."""
 
     kernels: int
+    """The number of kernels that it launches."""
     temporary: int
-    """Bytes."""
+    """The bytes of its temporary buffers."""
     assembled: str
-    """What ptxas said."""
+    """What ptxas printed."""
 
 
 def compile_kernels(case: KernelCase) -> Compiled | str:
-    """Compile one program; the compiler's complaint where that fails."""
+    """Compile one program, and return what was compiled, or the compiler's complaint if that fails."""
     shape = MODELS[case.model]
     mesh = h100_mesh(Topology(num_nodes=1, ranks_per_node=1, num_experts=1, replica_slots=0))
 
@@ -120,8 +124,11 @@ def compile_kernels(case: KernelCase) -> Compiled | str:
 
 
 def _with_ptxas[T](compile_program: Callable[[], T]) -> tuple[T, str]:
-    """A program, and what ptxas said of its kernels: Mosaic's compiler prints that, from C++, if it is asked to."""
-    asked = "MOSAIC_GPU_DUMP_PTXAS"
+    """Compile a program, and return it with what ptxas said of its kernels.
+
+    Mosaic's compiler prints that, from C++, if it is asked to.
+    """
+    variable = "MOSAIC_GPU_DUMP_PTXAS"
     sys.stdout.flush()
     with contextlib.ExitStack() as stack:
         printed = stack.enter_context(tempfile.TemporaryFile("w+"))
@@ -129,15 +136,15 @@ def _with_ptxas[T](compile_program: Callable[[], T]) -> tuple[T, str]:
         stack.callback(os.close, own)
         os.dup2(printed.fileno(), 1)
         stack.callback(os.dup2, own, 1)
-        os.environ[asked] = "1"
-        stack.callback(os.environ.pop, asked)
+        os.environ[variable] = "1"
+        stack.callback(os.environ.pop, variable)
         program = compile_program()
         printed.seek(0)
         return program, printed.read()
 
 
 def judge_kernels(compiled: Mapping[KernelCase, Compiled | str]) -> Iterator[Finding]:
-    """Hold the programs to what is promised."""
+    """Yield the verdicts on compiled programs: how many kernels there are, and what ptxas made of them."""
     for case, found in compiled.items():
         if isinstance(found, str):
             yield Finding(case.name, PROMISES[case.part], found, False)
