@@ -5,6 +5,8 @@ a mixed-integer program (SciPy's HiGHS).
 (github.com/deepseek-ai/EPLB): layer by layer, item by item. Both return ``physical_to_logical[L P]``.
 """
 
+from typing import Any
+
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 
@@ -138,7 +140,7 @@ def solve_replication(
     change = tile * (
         (rank == np.arange(ranks)[:, None]) * 1.0 - (expert // homes == np.arange(ranks)[:, None])
     )
-    rows = [
+    rows: list[tuple[np.ndarray, Any]] = [
         (np.hstack([change, zero((ranks, pairs)), -np.ones((ranks, 1))]), -start),
         (np.hstack([zero((ranks, pairs)), rank == np.arange(ranks)[:, None], zero((ranks, 1))]), slots),
         (np.hstack([expert == np.arange(load.size)[:, None], zero((load.size, pairs + 1))]), tokens // tile),

@@ -42,7 +42,7 @@ def _run(args: list[str]) -> None:
     if name and not name.startswith("-") and name not in COMMANDS:
         hint = suggest_names(name, COMMANDS)
         raise ValueError(f"command {name!r} must be one of {', '.join(COMMANDS)}{hint}")
-    types = {name: options for name, (options, _) in COMMANDS.items()}
+    types: dict[str, Callable[..., Any]] = {name: options for name, (options, _) in COMMANDS.items()}
     options = tyro.extras.subcommand_cli_from_dict(types, prog=PROGRAM, description=_DESCRIPTION, args=args)
     dict(COMMANDS.values())[type(options)](options, Console())
 

@@ -74,7 +74,7 @@ def run_contender(
     )
 
     state = planner.init(topology, layers, key=jax.random.key(seed))
-    home = jnp.tile(jnp.arange(topology.num_experts)[None], (layers, 1))
+    home: Array = jnp.tile(jnp.arange(topology.num_experts)[None], (layers, 1))
     planned = []
     for number, replay in enumerate(batches.replays):
         before = state
