@@ -10,15 +10,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relibra_jax.plan import check_plan, rank_load
+from relibra_jax.plan import rank_load
+from relibra_jax.plan_check import check_plan
 from relibra_jax.planning.assignment import assign_in_order, assign_samples
+from relibra_jax.planning.extra_args import with_extra_args
 from relibra_jax.planning.metrics import batch_imbalance
 from relibra_jax.planning.placement import place_experts
-from relibra_jax.planning.planners import plan_batch
+from relibra_jax.planning.plan_batch import plan_batch, plan_loads
 from relibra_jax.planning.relibra import keep_homes, relibra
-from relibra_jax.planning.replication import without_replicas, replicate_experts
-from relibra_jax.replay import expert_load
-from relibra_jax.types import EMPTY, Assignment, RoutingReplay, Topology
+from relibra_jax.planning.replication import replicate_experts, without_replicas
+from relibra_jax.planning.static import static
+from relibra_jax.replay import expert_load, sample_load
+from relibra_jax.types import EMPTY, Assignment, BatchPlan, Planner, RoutingReplay, Topology
 
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=1)
 MICRO_BATCHES = 4
@@ -42,43 +45,129 @@ def planner():
 ASSIGN = functools.partial(assign_samples, key=jax.random.key(0), steps=500)
 
 
-def test_samples_in_order_unless_told(replay, planner):
-    state = planner.init(TOPOLOGY, 2, key=jax.random.key(0))
-    assignment, plan, after = plan_batch(replay, planner, state, TOPOLOGY, num_micro_batches=MICRO_BATCHES)
-    chex.assert_trees_all_equal(assignment, assign_in_order(32, TOPOLOGY, num_micro_batches=MICRO_BATCHES))
-    expected = planner.update(expert_load(replay, assignment, num_experts=8), state, TOPOLOGY)
-    chex.assert_trees_all_equal(
-        (plan, jax.random.key_data(after.key)), (expected[0], jax.random.key_data(expected[1].key))
+@pytest.fixture(scope="module")
+def update(planner):
+    """The planner's update, compiled once."""
+    return jax.jit(planner.update)
+
+
+@pytest.fixture(scope="module")
+def in_order(replay):
+    """The load of samples in order."""
+    return expert_load(replay, assign_in_order(32, TOPOLOGY, num_micro_batches=MICRO_BATCHES), num_experts=8)
+
+
+def start(planner):
+    return planner.init(TOPOLOGY, 2, key=jax.random.key(0))
+
+
+def test_samples_in_order_unless_told(replay, planner, update, in_order):
+    batch_plan, after = plan_batch(
+        replay, Planner(planner.init, update), start(planner), TOPOLOGY, num_micro_batches=MICRO_BATCHES
     )
+    assert type(batch_plan) is BatchPlan
+    chex.assert_trees_all_equal(
+        batch_plan.assignment, assign_in_order(32, TOPOLOGY, num_micro_batches=MICRO_BATCHES)
+    )
+    np.testing.assert_array_equal(batch_plan.load, in_order)
+    plan, expected = update(in_order, start(planner), TOPOLOGY)
+    chex.assert_trees_all_equal(batch_plan.plan, plan)
+    chex.assert_trees_all_equal(after.home, expected.home)
+    chex.assert_trees_all_equal(jax.random.key_data(after.key), jax.random.key_data(expected.key))
 
 
-def test_assignment_evens_out_what_placement_cannot(replay, planner):
-    state = planner.init(TOPOLOGY, 2, key=jax.random.key(0))
-    run = functools.partial(plan_batch, replay, planner, state, TOPOLOGY, num_micro_batches=MICRO_BATCHES)
-    _, in_order, _ = run()
-    assignment, plan, _ = run(assign=ASSIGN)
-    load = expert_load(replay, assignment, num_experts=8)
-    check_plan(plan, load, TOPOLOGY)
-    held = np.asarray(assignment.sample)
+def test_assignment_evens_out_what_placement_cannot(replay, planner, update, in_order):
+    """Under jit and without, the load that comes back is that of the assignment."""
+    run = functools.partial(
+        plan_batch, planner=planner, topology=TOPOLOGY, num_micro_batches=MICRO_BATCHES, assign=ASSIGN
+    )
+    batch_plan, _ = jax.jit(lambda replay, state: run(replay, state=state))(replay, start(planner))
+    load = expert_load(replay, batch_plan.assignment, num_experts=8)
+    np.testing.assert_array_equal(batch_plan.load, load)
+    check_plan(batch_plan.plan, batch_plan.load, TOPOLOGY)
+    held = np.asarray(batch_plan.assignment.sample)
     assert sorted(held[held != EMPTY]) == list(range(32))
-    assert batch_imbalance(rank_load(plan)) < batch_imbalance(rank_load(in_order))
+    still, _ = update(in_order, start(planner), TOPOLOGY)
+    assert batch_imbalance(rank_load(batch_plan.plan)) < batch_imbalance(rank_load(still))
 
 
-def test_refining_goes_on_from_given_homes(replay, planner):
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_rounds_take_turns_and_refine(replay, rounds):
+    """Each round assigns to the homes before it and plans the batch anew from the first state, told those homes."""
+    calls = []
+
+    def update(load, state, topology, *, refine=None):
+        calls.append((np.asarray(load), state, None if refine is None else np.asarray(refine)))
+        plan, _ = static().update(load, (), topology)
+        return plan._replace(home=np.asarray(plan.home) + len(calls)), state + 1
+
+    def assign(sample_load, tokens, home, topology, *, num_micro_batches):
+        homes.append(np.asarray(home))
+        return Assignment(assign_in_order(32, topology, num_micro_batches=num_micro_batches).sample[::-1])
+
+    homes, told = [], Planner(lambda *_, key: 0, update)
+    batch_plan, after = plan_batch(
+        replay, told, 0, TOPOLOGY, num_micro_batches=MICRO_BATCHES, assign=assign, rounds=rounds
+    )
+    assert [state for _, state, _ in calls] == [0] * (rounds + 1)
+    assert after == 1
+    assert calls[0][2] is None
+    for turn, home in enumerate(homes):
+        np.testing.assert_array_equal(home, np.tile(np.arange(8) + 1 + turn, (2, 1)))
+        np.testing.assert_array_equal(calls[1 + turn][2], home)
+        np.testing.assert_array_equal(calls[1 + turn][0], batch_plan.load)
+    np.testing.assert_array_equal(batch_plan.load[::-1], calls[0][0])
+
+
+def test_planners_that_refine_nothing_are_not_told(replay):
+    planner = static()
+    batch_plan, _ = plan_batch(
+        replay, planner, (), TOPOLOGY, num_micro_batches=MICRO_BATCHES, assign=ASSIGN, rounds=2
+    )
+    check_plan(batch_plan.plan, batch_plan.load, TOPOLOGY)
+
+
+def test_counted_samples_are_planned_as_their_replay(replay):
+    tokens = replay.mask.sum(1, dtype=np.int32)
+    run = {"num_micro_batches": MICRO_BATCHES, "assign": ASSIGN}
+    counted, _ = plan_loads(sample_load(replay, num_experts=8), tokens, static(), (), TOPOLOGY, **run)
+    chex.assert_trees_all_equal(counted, plan_batch(replay, static(), (), TOPOLOGY, **run)[0])
+
+
+def test_extra_arguments_reach_a_planner_that_names_them():
+    """All of them where it takes any, those that it names where it does not; init is its own."""
+    seen = []
+
+    def names_two(load, state, topology, *, tokens=None, refine=None):
+        seen.append({"tokens": tokens, "refine": refine})
+        return load, state
+
+    def takes_all(load, state, topology, **extra):
+        seen.append(extra)
+        return load, state
+
+    extras = {"tokens": 1, "cost": 2, "refine": 3}
+    some, every = (Planner(static().init, update) for update in (names_two, takes_all))
+    assert with_extra_args(some).update(5, 6, TOPOLOGY, **extras) == (5, 6)
+    assert with_extra_args(every).update(5, 6, TOPOLOGY, **extras) == (5, 6)
+    assert seen == [{"tokens": 1, "refine": 3}, extras]
+    assert with_extra_args(every) is every
+    assert with_extra_args(some).init is some.init
+
+
+def test_refining_goes_on_from_given_homes(planner, update, in_order):
     """Nearly without a search, refined homes are at least as balanced as those that they start from."""
-    load = expert_load(replay, assign_in_order(32, TOPOLOGY, num_micro_batches=MICRO_BATCHES), num_experts=8)
-    state = planner.init(TOPOLOGY, 2, key=jax.random.key(0))
-    found, _ = planner.update(load, state, TOPOLOGY)
+    state = start(planner)
+    found, _ = update(in_order, state, TOPOLOGY)
     short = relibra(place=functools.partial(place_experts, steps=1))
     from_start, from_found = (
-        short.update(load, state, TOPOLOGY, refine=homes)[0] for homes in (None, found.home)
+        short.update(in_order, state, TOPOLOGY, refine=homes)[0] for homes in (None, found.home)
     )
     assert batch_imbalance(rank_load(from_found)) <= batch_imbalance(rank_load(found)) + 1e-6
     assert batch_imbalance(rank_load(from_found)) < batch_imbalance(rank_load(from_start))
 
 
-def test_parts_alone(replay):
-    load = expert_load(replay, assign_in_order(32, TOPOLOGY, num_micro_batches=MICRO_BATCHES), num_experts=8)
+def test_parts_alone(in_order):
     balance = {}
     for name, parts in {
         "nothing": {"place": keep_homes, "replicate": without_replicas},
@@ -86,8 +175,8 @@ def test_parts_alone(replay):
         "replicate": {"place": keep_homes, "replicate": replicate_experts},
     }.items():
         part = relibra(**parts)
-        plan, _ = part.update(load, part.init(TOPOLOGY, 2, key=jax.random.key(0)), TOPOLOGY)
-        check_plan(plan, load, TOPOLOGY)
+        plan, _ = part.update(in_order, start(part), TOPOLOGY)
+        check_plan(plan, in_order, TOPOLOGY)
         balance[name] = float(batch_imbalance(rank_load(plan)))
     assert balance["reorder"] < balance["nothing"]
     assert balance["replicate"] < balance["nothing"]
@@ -102,6 +191,9 @@ def loss(params, ids, mask, targets, total):
     )
     error = jnp.square(out - targets[..., None] / 7).sum(-1)
     return jnp.where(mask, error, 0).sum() / total
+
+
+gradient = jax.jit(jax.grad(loss))
 
 
 @given(seed=st.integers(0, 2**31 - 1))
@@ -128,5 +220,5 @@ def test_gradient_does_not_depend_on_the_assignment(replay, seed):
             total = part if total is None else jax.tree.map(jnp.add, total, part)
         return total
 
-    gradient, mass = jax.jit(jax.grad(loss)), float(replay.mask.sum())
+    mass = float(replay.mask.sum())
     chex.assert_trees_all_close(accumulate(shuffled), accumulate(in_order), rtol=1e-4, atol=1e-5)

@@ -7,21 +7,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.plans import planned, random_plan
 
 from relibra_jax.atomic_write import write_atomically
-from relibra_jax.plan_files import (
+from relibra_jax.engine_placements import (
     from_physical,
     from_sglang,
     homes_only,
-    load_plan,
     placement_of,
-    save_plan,
     to_eplb,
     to_sglang,
     to_vllm,
 )
-from relibra_jax.planning.eplb import eplb, rebalance_experts
-from relibra_jax.types import EMPTY, Topology
+from relibra_jax.plan_files import load_plan, save_plan
+from relibra_jax.planning.eplb import rebalance_experts
+from relibra_jax.types import EMPTY, Plan, Topology
 
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=2)
 
@@ -29,9 +29,7 @@ TOPOLOGY = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=
 @pytest.fixture(scope="module")
 def plan():
     load = np.random.default_rng(0).zipf(1.4, (2, 3, 2, 2, 8)).clip(0, 900)
-    planner = eplb()
-    plan, _ = planner.update(jnp.asarray(load, jnp.int32), planner.init(TOPOLOGY, 3, key=None), TOPOLOGY)
-    return plan
+    return planned("eplb", TOPOLOGY, load)
 
 
 def test_vllm_round_trip(plan):
@@ -124,6 +122,69 @@ def test_plan_file_round_trip(plan, tmp_path):
     assert topology == TOPOLOGY
     chex.assert_trees_all_equal(back, jax.tree.map(np.asarray, plan))
     assert [path.name for path in tmp_path.iterdir()] == ["plan.npz"]
+
+
+@pytest.mark.parametrize("across_nodes", [False, True])
+def test_any_plan_as_a_file(across_nodes, tmp_path):
+    """Of arrays on a device too; whether replicas cross nodes is not the file's business."""
+    rng = np.random.default_rng(2)
+    load = rng.integers(0, 90, (2, 3, 2, 2, 8))
+    plan = random_plan(rng, load, TOPOLOGY, across_nodes=across_nodes)
+    save_plan(tmp_path / "plan.npz", jax.tree.map(jnp.asarray, plan), TOPOLOGY)
+    back, _ = load_plan(tmp_path / "plan.npz")
+    chex.assert_trees_all_equal(back, plan)
+    assert all(isinstance(leaf, np.ndarray) for leaf in back)
+
+
+def broken(plan, slot, value):
+    slot_expert = plan.slot_expert.copy()
+    slot_expert[slot] = value
+    return plan._replace(slot_expert=slot_expert)
+
+
+RANK = "micro-batch 0, layer 0, node 0, local rank 0"
+REFUSED = {
+    "not in the canonical order": (
+        lambda plan: broken(plan, (0, 0, 0, 0, np.s_[2:]), [3, 2]),
+        rf"{RANK}: replicas \[3, 2\] stand in the order of home slots \[3, 2\] and not ascending, empty slots"
+        " last: assemble_plan brings them there",
+    ),
+    "an empty slot before a replica": (
+        lambda plan: broken(plan, (0, 0, 0, 0, np.s_[2:]), [EMPTY, 2]),
+        rf"{RANK}: replicas \[-1, 2\] stand in the order of home slots \[8, 2\]",
+    ),
+    "an expert twice on a rank": (
+        lambda plan: broken(plan, (0, 0, 0, 0, np.s_[2:]), [2, 2]),
+        f"{RANK}: holds expert 2 twice",
+    ),
+    "a replica beside its own home": (
+        lambda plan: broken(plan, (0, 0, 0, 0, 2), 1),
+        f"{RANK}: holds expert 1 twice",
+    ),
+    "slots and homes that disagree": (
+        lambda plan: plan._replace(home=plan.home[:, [1, 0, *range(2, 8)]]),
+        f"{RANK}, slot 0: home slot of expert 1 holds 0",
+    ),
+    "quota below zero": (
+        lambda plan: plan._replace(quota=plan.quota - 1),
+        f"{RANK}, slot 0: quota -1 is negative",
+    ),
+}
+
+
+@pytest.mark.parametrize("rule", REFUSED)
+def test_plan_files_that_break_a_rule_are_refused(tmp_path, rule):
+    homes = np.concatenate([np.arange(8).reshape(4, 2), np.full((4, 2), EMPTY)], 1)
+    slot_expert = homes.reshape(1, 1, 2, 2, 4).astype(np.int32)
+    plan = Plan(slot_expert, np.arange(8, dtype=np.int32)[None], np.zeros_like(slot_expert))
+    path = tmp_path / "plan.npz"
+    for right in (plan, broken(plan, (0, 0, 0, 0, np.s_[2:]), [2, 7])):
+        save_plan(path, right, TOPOLOGY)
+        chex.assert_trees_all_equal(load_plan(path)[0], right)
+    change, message = REFUSED[rule]
+    save_plan(path, change(plan), TOPOLOGY)
+    with pytest.raises(ValueError, match=rf"plan\.npz: not a plan, or truncated .*{message}"):
+        load_plan(path)
 
 
 @pytest.mark.parametrize("keep", [0, 100, -30])
