@@ -10,13 +10,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.dense import assert_close, mixture
+from support.plans import load_of, planned, random_plan
 
 from relibra_jax.capacity import ExchangeSizes, count_capacities, worst_case_capacities
-from relibra_jax.execution.mesh import expert_mesh
-from relibra_jax.execution.moe import PATHS, ExpertParallel, LayerExperts, fetch_replicas, moe_layer
-from relibra_jax.plan import check_plan, home_layout, layer_plan
+from relibra_jax.execution import ExpertParallel, LayerExperts, expert_mesh, fetch_replicas, moe_layer
+from relibra_jax.execution.parallel import PATHS
+from relibra_jax.plan import home_layout, layer_plans
+from relibra_jax.plan_check import check_plan
 from relibra_jax.planning.planners import PLANNERS
-from relibra_jax.types import EMPTY, Plan, Topology
+from relibra_jax.types import EMPTY, Topology
 
 MESHES = {"2x4": (2, 4), "4x2": (4, 2), "1x8": (1, 8), "8x1": (8, 1)}
 RANKS, TOKENS, WIDTH, HIDDEN, EXPERTS, TOP_K = 8, 12, 6, 5, 16, 2
@@ -29,6 +32,7 @@ def topology_of(mesh, replica_slots):
     return Topology(num_nodes=nodes, ranks_per_node=local, num_experts=EXPERTS, replica_slots=replica_slots)
 
 
+@functools.cache
 def routings():
     """``[M, ranks, tokens, K]``: skewed, all on one expert, few experts from few ranks, and nothing but padding."""
     rng = np.random.default_rng(0)
@@ -40,14 +44,6 @@ def routings():
     few = np.stack([rng.integers(0, 3, shape[:2]), rng.integers(8, 10, shape[:2])], -1)
     few[[0, 3, 7]] = EMPTY
     return np.stack([skewed, np.full(shape, 5), few, np.full(shape, EMPTY)]).astype(np.int32)
-
-
-def load_of(ids, topology):
-    """``[M, 1, N, G, E]`` token copies."""
-    load = (ids[..., None] == np.arange(EXPERTS)).sum((2, 3))
-    return jnp.asarray(
-        load.reshape(len(ids), 1, topology.num_nodes, topology.ranks_per_node, EXPERTS), jnp.int32
-    )
 
 
 @functools.cache
@@ -73,16 +69,10 @@ def gates_of(values, ids):
 
 @jax.jit
 def dense(values, ids):
-    """Output and gradients with every expert in one place, a token's weights gathered for it."""
+    """Output and gradients of the dense layer."""
 
     def loss(values):
-        chosen = values["experts"][jnp.maximum(ids, 0)]
-        gate, up, down = (chosen[..., part, :, :] for part in range(3))
-        x = values["x"]
-        hidden = jax.nn.silu(jnp.einsum("rtd,rtkdf->rtkf", x, gate)) * jnp.einsum("rtd,rtkdf->rtkf", x, up)
-        out = jnp.einsum("rtkf,rtkdf->rtkd", hidden, down)
-        gates = jnp.where(ids == EMPTY, 0, gates_of(values, ids))
-        out = (out * gates[..., None]).sum(2)
+        out = mixture(values["x"], ids, gates_of(values, ids), values["experts"])
         return (out * jnp.asarray(COTANGENT, out.dtype)).sum(), out
 
     grads, out = jax.grad(loss, has_aux=True)(values)
@@ -96,49 +86,39 @@ def run(mesh, replica_slots, path, across_nodes, exchange="padded", fetch="reduc
     parallel = ExpertParallel(
         mesh=expert_mesh(topology),
         topology=topology,
-        capacities=worst_case_capacities(TOKENS, TOP_K, topology),
         path=path,
         exchange=exchange,
         fetch=fetch,
         across_nodes=across_nodes,
     )
-    ranks = MESHES[mesh]
 
-    def loss(values, ids, plan, load):
-        x = values["x"].reshape(*ranks, TOKENS, WIDTH)
-        layout = home_layout(plan.home, topology)
-        experts = values["experts"][layout]
-        gates = gates_of(values, ids).reshape(*ranks, TOKENS, TOP_K)
+    def loss(values, ids, plan):
+        experts = values["experts"][home_layout(plan.home, topology)]
+        gates = gates_of(values, ids)
         gates = gates.astype(jnp.promote_types(gates.dtype, jnp.float32))
-        held, x = fetch_replicas(experts, plan, x, parallel)
-        out = moe_layer(x, ids.reshape(gates.shape), gates, held, plan, load, parallel)
-        out = out.reshape(RANKS, TOKENS, WIDTH)
+        held, x = fetch_replicas(experts, plan, values["x"], parallel)
+        out = moe_layer(x, ids, gates, held, plan, parallel)
         return (out * jnp.asarray(COTANGENT, out.dtype)).sum(), out
 
-    def step(values, ids, plan, load):
-        grads, out = jax.grad(loss, has_aux=True)(values, ids, plan, load)
+    def step(values, ids, plan):
+        grads, out = jax.grad(loss, has_aux=True)(values, ids, plan)
         return {"output": out} | grads
 
     chex.clear_trace_counter()
     return jax.jit(chex.assert_max_traces(step, n=1), out_shardings=jax.NamedSharding(parallel.mesh, jax.P()))
 
 
-def assert_same(found, expected, tolerance):
-    for name, value in expected.items():
-        wanted = np.asarray(value, np.float64)
-        scale = max(np.abs(wanted).max(), 1e-3)
-        error = np.abs(np.asarray(found[name], np.float64) - wanted).max() / scale
-        assert error <= tolerance, f"{name}: {error}"
-
-
 @functools.cache
 def plans(mesh, replica_slots, name):
-    """A planner's plan of all routings as micro-batches of one batch."""
+    """Layer plans ``[M, 1]`` of all routings as micro-batches of one batch: a planner's, or random ones."""
     topology = topology_of(mesh, replica_slots)
-    planner = PLANNERS[name].planner
-    load = load_of(routings(), topology)
-    plan, _ = jax.jit(planner.update)(load, planner.init(topology, 1, key=jax.random.key(0)), topology)
-    return plan, load
+    load = load_of(routings()[:, None], topology)
+    if name in PLANNERS:
+        plan = planned(name, topology, load)
+    else:
+        rng = np.random.default_rng(replica_slots)
+        plan = random_plan(rng, load, topology, across_nodes=name == "random, across nodes")
+    return jax.tree.map(np.asarray, layer_plans(plan, load))
 
 
 @functools.cache
@@ -147,163 +127,141 @@ def expected():
         return [dense(jax.tree.map(jnp.asarray, weights()), ids) for ids in routings()]
 
 
-def check(step, plan, load, ids, wanted, tolerance=TOLERANCE["float64"]):
+def check(step, plan, ids, wanted, tolerance=TOLERANCE["float64"]):
     with jax.enable_x64(True):
-        assert_same(step(jax.tree.map(jnp.asarray, weights()), ids, plan, load), wanted, tolerance)
+        assert_close(step(jax.tree.map(jnp.asarray, weights()), ids, plan), wanted, tolerance)
 
 
-@pytest.mark.parametrize("name", PLANNERS)
+def check_all(step, of_batch):
+    """All routings under their layer plans."""
+    for micro_batch, ids in enumerate(routings()):
+        check(step, of_batch.layer(micro_batch).layer(0), ids, expected()[micro_batch])
+
+
+@pytest.mark.parametrize("name", [*PLANNERS, "random"])
+@pytest.mark.parametrize("path", PATHS)
+def test_plans_do_not_change_the_mathematics(path, name):
+    across = name in PLANNERS and PLANNERS[name].across_nodes
+    check_all(run("2x4", 2, path, across), plans("2x4", 2, name))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("replica_slots", [0, 1, 2])
 @pytest.mark.parametrize("mesh", MESHES)
-def test_plans_do_not_change_the_mathematics(mesh, replica_slots, path, name):
-    plan, load = plans(mesh, replica_slots, name)
-    step = run(mesh, replica_slots, path, across_nodes=replica_slots > 0)
-    for micro_batch, ids in enumerate(routings()):
-        check(step, layer_plan(plan, micro_batch, 0), load[micro_batch, 0], ids, expected()[micro_batch])
+def test_meshes_and_replica_slots_do_not_either(mesh, replica_slots, path):
+    """Any plan at all, of replicas on any node; and those that stay in their node."""
+    check_all(run(mesh, replica_slots, path, True), plans(mesh, replica_slots, "random, across nodes"))
+    check_all(run(mesh, replica_slots, path, True), plans(mesh, replica_slots, "random"))
 
 
-@pytest.mark.parametrize("name", [name for name, row in PLANNERS.items() if row.intra_node])
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["4x2", "1x8", "8x1"])
-def test_replicas_fetched_inside_their_node(mesh, name):
-    plan, load = plans(mesh, 2, name)
-    for micro_batch, ids in enumerate(routings()):
-        of_layer = layer_plan(plan, micro_batch, 0)
-        check(run(mesh, 2, "flat", False), of_layer, load[micro_batch, 0], ids, expected()[micro_batch])
+def test_replicas_fetched_inside_their_node(mesh):
+    check_all(run(mesh, 2, "flat", False), plans(mesh, 2, "random"))
 
 
 @pytest.mark.parametrize("path", PATHS)
 def test_index_logic_of_the_ragged_exchange_and_fetch(path):
-    step = run("2x4", 2, path, False, "emulated", "emulated")
-    for name in ("relibra", "eplb"):
-        plan, load = plans("2x4", 2, name)
-        for micro_batch, ids in enumerate(routings()):
-            check(step, layer_plan(plan, micro_batch, 0), load[micro_batch, 0], ids, expected()[micro_batch])
+    for name in ("relibra", "random"):
+        check_all(run("2x4", 2, path, False, "emulated", "emulated"), plans("2x4", 2, name))
 
 
 def test_ragged_fetch_across_nodes():
-    plan, load = plans("2x4", 2, "relibra_across")
-    step = run("2x4", 2, "flat", True, "emulated", "emulated")
-    check(step, layer_plan(plan, 0, 0), load[0, 0], routings()[0], expected()[0])
+    for name in ("relibra_across", "random, across nodes"):
+        check_all(run("2x4", 2, "flat", True, "emulated", "emulated"), plans("2x4", 2, name))
 
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_training_dtypes(dtype, path):
-    plan, load = plans("2x4", 2, "relibra")
-    ids = routings()[0]
+    plan, ids = plans("2x4", 2, "relibra").layer(0).layer(0), routings()[0]
     rounded = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), weights())
     with jax.enable_x64(True):
         wanted = dense(jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float64), rounded), ids)
     chex.clear_trace_counter()
-    found = run.__wrapped__("2x4", 2, path, False)(rounded, ids, layer_plan(plan, 0, 0), load[0, 0])
+    found = run.__wrapped__("2x4", 2, path, False)(rounded, ids, plan)
     assert found["output"].dtype == dtype
-    assert_same(found, wanted, TOLERANCE[dtype])
+    assert_close(found, wanted, TOLERANCE[dtype])
 
 
 def test_same_input_gives_the_same_bits():
-    plan, load = plans("2x4", 2, "relibra")
+    plan = plans("2x4", 2, "relibra").layer(0).layer(0)
     step = run("2x4", 2, "hierarchical", False)
     with jax.enable_x64(True):
         values = jax.tree.map(jnp.asarray, weights())
-        first, second = (step(values, routings()[0], layer_plan(plan, 0, 0), load[0, 0]) for _ in range(2))
+        first, second = (step(values, routings()[0], plan) for _ in range(2))
     chex.assert_trees_all_equal(first, second)
 
 
 @st.composite
 def routed_plans(draw):
-    """Any routing, and any valid plan of it on 2x4: homes, replicas and splits that no planner would choose."""
+    """Any routing, and any valid plan of it on 2x4."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    topology = topology_of("2x4", 2)
     experts = draw(st.integers(1, EXPERTS))
     ids = rng.integers(0, experts, (RANKS, TOKENS, TOP_K)).astype(np.int32)
     ids[rng.random(ids.shape[:2]) < draw(st.sampled_from([0.0, 0.5, 0.95]))] = EMPTY
-    load = load_of(ids[None], topology)
-    home = rng.permutation(EXPERTS)
-    slot_expert = np.full((2, 4, topology.slots), EMPTY)
-    slot_expert[..., : topology.home_slots] = np.argsort(home).reshape(2, 4, -1)
-    for node, rank, slot in np.ndindex(2, 4, 2):
-        here = slot_expert[node, :, : topology.home_slots].ravel()
-        free = np.setdiff1d(here, slot_expert[node, rank])
-        if rng.random() < 0.7:
-            slot_expert[node, rank, topology.home_slots + slot] = rng.choice(free)
-    quota = np.zeros_like(slot_expert)
-    for expert, count in enumerate(np.asarray(load).sum((0, 1, 2, 3))):
-        places = np.argwhere(slot_expert == expert)
-        quota[tuple(places.T)] = rng.multinomial(count, rng.dirichlet(np.full(len(places), 0.5)))
-    plan = Plan(
-        *(jnp.asarray(leaf, jnp.int32) for leaf in (slot_expert[None, None], home[None], quota[None, None]))
-    )
-    return ids, plan, load
+    topology = topology_of("2x4", 2)
+    load = load_of(ids[None, None], topology)
+    plan = random_plan(rng, load, topology)
+    check_plan(plan, load, topology)
+    return ids, jax.tree.map(np.asarray, layer_plans(plan, load)).layer(0).layer(0)
 
 
 @settings(max_examples=25)
 @given(routed_plans())
 def test_any_plan_of_any_routing(drawn):
-    ids, plan, load = drawn
-    check_plan(plan, load, topology_of("2x4", 2))
+    ids, plan = drawn
     with jax.enable_x64(True):
         wanted = dense(jax.tree.map(jnp.asarray, weights()), ids)
     for path in PATHS:
-        check(run("2x4", 2, path, False), layer_plan(plan, 0, 0), load[0, 0], ids, wanted)
+        check(run("2x4", 2, path, False), plan, ids, wanted)
 
 
-def test_larger_meshes_have_a_plan_a_group_and_shared_homes():
-    """Axes data and fsdp around one node of two ranks: four groups of tokens, each with its own load and plan; the
-    experts are sharded over fsdp besides. One set of homes, and gradients summed over all groups."""
+def test_larger_meshes_have_layer_plans_a_copy_and_shared_homes():
+    """Axes data and fsdp around one node of two ranks: four copies of the group, each with its own load and plan; the
+    experts are sharded over fsdp besides. One set of homes, and gradients summed over all copies."""
     topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=EXPERTS, replica_slots=2)
-    mesh = expert_mesh(topology, data=2, fsdp=2)
-    ids = routings()[0]
-    load = load_of(ids[None], Topology(num_nodes=4, ranks_per_node=2, num_experts=EXPERTS, replica_slots=0))
-    load = load[0, 0][:, None, None]  # the groups as micro-batches of one batch, [4 1 N G E]
-    planner = PLANNERS["relibra"].planner
-    plan, _ = planner.update(load, planner.init(topology, 1, key=jax.random.key(0)), topology)
-    parallel = ExpertParallel(
-        mesh=mesh, topology=topology, groups=("data", "fsdp"), capacities=count_capacities(plan, load, topology)
-    )
-    assert len(np.unique(plan.quota, axis=0)) == 4
-
-    def by_group(leaf):
-        return leaf.reshape(2, 2, *leaf.shape[2:])
-
-    plan = Plan(by_group(plan.slot_expert), plan.home[0], by_group(plan.quota))
-    layout = home_layout(plan.home, topology)
+    mesh, ids = expert_mesh(topology, data=2, fsdp=2), routings()[0]
+    load = load_of(ids.reshape(4, 1, 2, TOKENS, TOP_K), topology)  # the copies as micro-batches of one batch
+    of_batch = layer_plans(planned("relibra", topology, load), load)
+    parallel = ExpertParallel(mesh=mesh, topology=topology, capacities=count_capacities(of_batch, topology))
+    assert parallel.data_axes == ("data", "fsdp")
+    assert len(np.unique(of_batch.quota, axis=0)) == 4
+    plan = jax.tree.map(lambda leaf: leaf.reshape(2, 2, *leaf.shape[2:]), of_batch)
+    home = plan.home[0, 0]
 
     @jax.jit
     def step(values, experts):
         def loss(values, experts):
-            x = values["x"].reshape(2, 2, 1, 2, TOKENS, WIDTH)
-            gates = gates_of(values, ids).reshape(*x.shape[:-1], TOP_K).astype(jnp.float32)
-            held, x = fetch_replicas(experts, plan, x, parallel)
-            out = moe_layer(x, ids.reshape(gates.shape), gates, held, plan, by_group(load), parallel)
-            out = out.reshape(RANKS, TOKENS, WIDTH)
+            held, x = fetch_replicas(experts, plan, values["x"], parallel)
+            out = moe_layer(x, ids, gates_of(values, ids).astype(jnp.float32), held, plan, parallel)
             return (out * jnp.asarray(COTANGENT, out.dtype)).sum(), out
 
         return jax.grad(loss, (0, 1), has_aux=True)(values, experts)
 
     values = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), weights())
     spec = jax.P("node", "local", None, None, "fsdp")
-    experts = jax.device_put(values["experts"][layout], jax.NamedSharding(mesh, spec))
-    (grads, by_slot), out = step(values, experts)
-    found = grads | {"output": out, "experts": by_slot.reshape(EXPERTS, 3, WIDTH, HIDDEN)[plan.home]}
-    assert_same(found, expected()[0], TOLERANCE["float32"])
+    experts = values["experts"][home_layout(home, topology)]
+    (grads, by_slot), out = step(values, jax.device_put(experts, jax.NamedSharding(mesh, spec)))
+    found = grads | {"output": out, "experts": by_slot.reshape(EXPERTS, 3, WIDTH, HIDDEN)[home]}
+    assert_close(found, expected()[0], TOLERANCE["float32"])
 
 
 @functools.cache
 def single(path="flat", **options):
     """The layer alone, in float32 on 2x4 with two replica slots, and its arguments for the first routing."""
-    plan, load = plans("2x4", 2, "relibra")
     topology = topology_of("2x4", 2)
     options = {"capacities": worst_case_capacities(TOKENS, TOP_K, topology)} | options
     parallel = ExpertParallel(mesh=expert_mesh(topology), topology=topology, path=path, **options)
     values = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), weights())
+    plan = jax.tree.map(jnp.asarray, plans("2x4", 2, "relibra").layer(0).layer(0))
     arguments = {
-        "x": values["x"].reshape(2, 4, TOKENS, WIDTH),
-        "expert_ids": jnp.asarray(routings()[0]).reshape(2, 4, TOKENS, TOP_K),
-        "gates": gates_of(values, routings()[0]).reshape(2, 4, TOKENS, TOP_K),
-        "experts": values["experts"][home_layout(plan.home[0], topology)],
-        "plan": layer_plan(plan, 0, 0),
-        "load": load[0, 0],
+        "x": values["x"],
+        "expert_ids": jnp.asarray(routings()[0]),
+        "gates": gates_of(values, routings()[0]),
+        "experts": values["experts"][home_layout(plan.home, topology)],
+        "plan": plan,
     }
     return arguments, parallel
 
@@ -321,10 +279,10 @@ def call(arguments, parallel):
 
 def test_live_routing_runs_under_a_plan_of_other_loads():
     """Another micro-batch's slots and shares, this one's tokens: nothing is dropped."""
-    plan, _ = plans("2x4", 2, "relibra")
     arguments, parallel = single()
-    out = call(arguments | {"plan": layer_plan(plan, 2, 0), "load": None}, parallel)
-    assert_same({"output": out.reshape(RANKS, TOKENS, WIDTH)}, {"output": expected()[0]["output"]}, 2e-6)
+    plan = plans("2x4", 2, "relibra").layer(2).layer(0)._replace(load=None)
+    out = call(arguments | {"plan": plan}, parallel)
+    assert_close(out, expected()[0]["output"], 2e-6)
 
 
 @pytest.mark.parametrize(
@@ -347,10 +305,10 @@ def assert_all_nan(out, arguments):
 
 def test_a_rank_whose_ids_are_not_those_of_the_plan_returns_nan():
     arguments, parallel = single()
-    ids = arguments["expert_ids"].at[1, 2].set(3)
+    ids = arguments["expert_ids"].at[6].set(3)
     out = np.asarray(call(arguments | {"expert_ids": ids}, parallel))
-    assert np.isnan(out[1, 2]).all()
-    assert np.isnan(out).sum() == out[1, 2].size
+    assert np.isnan(out[6]).all()
+    assert np.isnan(out).sum() == out[6].size
 
 
 def test_a_plan_of_another_load_returns_nan():
@@ -358,16 +316,15 @@ def test_a_plan_of_another_load_returns_nan():
     arguments, parallel = single()
     order = np.roll(np.arange(EXPERTS), 1)
     ids = jnp.where(arguments["expert_ids"] == EMPTY, EMPTY, jnp.asarray(order)[arguments["expert_ids"]])
-    load = arguments["load"][..., np.argsort(order)]
-    assert_all_nan(call(arguments | {"expert_ids": ids, "load": load}, parallel), arguments)
+    plan = arguments["plan"]._replace(load=arguments["plan"].load[..., np.argsort(order)])
+    assert_all_nan(call(arguments | {"expert_ids": ids, "plan": plan}, parallel), arguments)
 
 
 @pytest.mark.parametrize("fetch", ["reduce_scatter", "emulated"])
 def test_replicas_from_another_node_return_nan_unless_allowed(fetch):
     arguments, parallel = single(fetch=fetch)
-    plan, load = plans("2x4", 2, "relibra_across")
-    across = arguments | {"plan": layer_plan(plan, 2, 0), "load": load[2, 0]}
-    across["expert_ids"] = jnp.asarray(routings()[2]).reshape(2, 4, TOKENS, TOP_K)
+    across = arguments | {"plan": plans("2x4", 2, "relibra_across").layer(2).layer(0)}
+    across["expert_ids"] = jnp.asarray(routings()[2])
     assert_all_nan(call(across, parallel), across)
 
 
@@ -375,11 +332,12 @@ def test_replicas_from_another_node_return_nan_unless_allowed(fetch):
 def test_ids_outside_the_model(wrong):
     """Refused where they are known, NaN for the rank's tokens where they are not."""
     arguments, parallel = single()
-    ids = arguments["expert_ids"].at[1, 2, 0, 1].set(wrong)
-    out = np.asarray(call(arguments | {"expert_ids": ids, "load": None}, parallel))
-    assert np.isnan(out[1, 2]).all()
+    ids = arguments["expert_ids"].at[6, 0, 1].set(wrong)
+    live = arguments | {"expert_ids": ids, "plan": arguments["plan"]._replace(load=None)}
+    out = np.asarray(call(live, parallel))
+    assert np.isnan(out[6]).all()
     held = LayerExperts(arguments["experts"], jnp.zeros((2, 4, 2, 3, WIDTH, HIDDEN)))
-    with pytest.raises(ValueError, match=rf"expert_ids\[1, 2, 0, 1\]: {wrong} is outside 0..15"):
+    with pytest.raises(ValueError, match=rf"expert_ids\[6, 0, 1\]: {wrong} is outside 0..15"):
         moe_layer(**arguments | {"expert_ids": ids, "experts": held}, parallel=parallel)
 
 
@@ -416,11 +374,19 @@ def test_exports_that_do_not_fit_return_nan():
         (
             "expert_ids",
             lambda ids: ids[..., :1],
-            r"gates: expected shape \(2, 4, 12, 1\), found \(2, 4, 12, 2\)",
+            r"gates: expected shape \(8, 12, 1\), found \(8, 12, 2\)",
         ),
-        ("expert_ids", lambda ids: ids[:, :, 1:], r"expert_ids: expected .*12, 2\), found \(2, 4, 11, 2\)"),
-        ("x", lambda x: x.reshape(4, 2, TOKENS, WIDTH), r"x: expected shape \(2, 4, .*found \(4, 2"),
-        ("load", lambda load: load[..., :8], r"load: expected shape \(2, 4, 16\), found \(2, 4, 8\)"),
+        ("expert_ids", lambda ids: ids[:, 1:], r"expert_ids: expected .*12, 2\), found \(8, 11, 2\)"),
+        (
+            "x",
+            lambda x: x[:7],
+            r"x: expected \[B, \.\.\.\] with B a multiple of 8 ranks \(2 x 4\), found shape \(7, 12",
+        ),
+        (
+            "plan",
+            lambda plan: plan._replace(load=plan.load[..., :8]),
+            r"plan.load: .*\(2, 4, 16\), found \(2, 4, 8\)",
+        ),
         ("replicas", lambda _: None, r"experts.replicas: expected shape \(2, 4, 2, .*found \(2, 4, 0\)"),
     ],
 )
@@ -436,7 +402,7 @@ def test_what_does_not_belong_together_is_refused(name, change, message):
         ({"path": "direct"}, "path='direct' must be one of flat, hierarchical"),
         ({"exchange": "rdma"}, "exchange='rdma' must be one of"),
         ({"fetch": "copy"}, "fetch='copy' must be one of"),
-        ({"groups": ("data",)}, "'data' is no further axis of the mesh"),
+        ({"data_axes": ("data",)}, "'data' is no further axis of the mesh"),
         ({"topology": topology_of("4x2", 2)}, "mesh axis 'node': expected 4 .*found 2"),
     ],
 )

@@ -30,19 +30,19 @@ from relibra_jax.types import EMPTY, Array, LayerPlan, check_shape
 
 
 def moe_layer(
-    x: Float[Array, "B *tokens D"],
-    expert_ids: Int[Array, "B *tokens K"],
-    gates: Float[Array, "B *tokens K"],
+    x: Float[Array, "..."],
+    expert_ids: Int[Array, "..."],
+    gates: Float[Array, "..."],
     experts: LayerExperts,
     plan: LayerPlan,
     parallel: ExpertParallel,
-) -> Float[jax.Array, "B *tokens D"]:
+) -> Float[jax.Array, "..."]:
     """Every token's experts, wherever the plan put them, weighted by their gates and summed.
 
     Args:
-        x: the tokens, under one or more axes, sharded over the ranks along the first.
-        expert_ids: the logical experts of each token; EMPTY on padding, which adds nothing.
-        gates: the weight of each token copy, float32 (`relibra_jax.execution.gating`).
+        x: the tokens ``[B, *tokens, D]``, sharded over the ranks along the first axis.
+        expert_ids: the logical experts of each token, ``[B, *tokens, K]``; EMPTY on padding, which adds nothing.
+        gates: the weight of each token copy, ``[B, *tokens, K]`` float32 (`relibra_jax.execution.gating`).
         experts: what `relibra_jax.execution.replicas.fetch_replicas` returned for the same ``plan``.
         plan: the plan of this layer and micro-batch, ``[*copies, ...]``. If its load is None, the tokens' load is
             counted here (one small all-gather) and the quotas are refitted to it.

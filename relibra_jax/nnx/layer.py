@@ -9,7 +9,7 @@ a plan of other homes is noticed.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,10 @@ from relibra_jax.nnx.variables import CorrectionBias, ExpertParam, Homes, expert
 from relibra_jax.plan import home_layout
 from relibra_jax.replay import id_dtype
 from relibra_jax.types import EMPTY, Array, LayerPlan, Topology, check_shape
+
+
+EVERYWHERE: Final = PartitionSpec()
+"""The spec of replicated parameters."""
 
 
 class MoEOutput(NamedTuple):
@@ -94,9 +98,7 @@ class MoELayer(nnx.Module):
         self.gating, self.dtype, self.width, self.expert_width = gating, dtype, width, expert_width
         num_experts, spec = topology.num_experts, expert_spec(fsdp_axis)
 
-        def make(
-            init: Callable[..., jax.Array], *args: Any, spec: PartitionSpec = PartitionSpec()
-        ) -> jax.Array:
+        def make(init: Callable[..., jax.Array], *args: Any, spec: PartitionSpec = EVERYWHERE) -> jax.Array:
             return jax.jit(init, out_shardings=None if mesh is None else NamedSharding(mesh, spec))(*args)
 
         def zeros(dtype: DTypeLike) -> jax.Array:
@@ -127,7 +129,7 @@ class MoELayer(nnx.Module):
 
     def __call__(
         self,
-        x: Float[Array, "B *tokens D"],
+        x: Float[Array, "..."],
         expert_ids: Num[Array, "..."] | None = None,
         plan: LayerPlan | None = None,
         *,
@@ -142,7 +144,7 @@ class MoELayer(nnx.Module):
         dropped token.
 
         Args:
-            x: the tokens under one or more axes, sharded over the ranks along the first, which divides over them.
+            x: the tokens ``[B, *tokens, D]``, sharded over the ranks along the first axis, which divides over them.
             expert_ids: the replay, ``[B, *tokens, K]`` of any integer dtype that holds E - 1. None routes live.
             plan: the plan of this layer and micro-batch, ``[*copies, ...]``. For live routing under it, give it
                 without its load. None for homes alone, no replicas.
