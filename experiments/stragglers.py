@@ -13,9 +13,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
-os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
-if hasattr(os, "sched_setaffinity"):
-    os.sched_setaffinity(0, {0})
+if __name__ == "__main__":  # before JAX is imported
+    os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {0})
 
 import jax
 import jax.numpy as jnp
