@@ -1,5 +1,8 @@
 """What every planner owes its caller: planners x loads x topologies, under jit."""
 
+import functools
+import inspect
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -8,10 +11,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from relibra_jax.plan import check_plan, rank_load
+from relibra_jax.plan import rank_load
+from relibra_jax.plan_check import check_plan
+from relibra_jax.planning.extra_args import with_extra_args
 from relibra_jax.planning.metrics import batch_imbalance
 from relibra_jax.planning.planners import PLANNERS
-from relibra_jax.types import Topology
+from relibra_jax.planning.relibra import keep_homes, relibra
+from relibra_jax.types import EMPTY, Planner, TokenSample, Topology
 
 MICRO_BATCHES, LAYERS = 3, 2
 
@@ -62,9 +68,32 @@ def make_load(kind, topology):
     return jnp.asarray(LOADS[kind](np.random.default_rng(0), shape), jnp.int32)
 
 
+@functools.cache
+def compiled(name, topology):
+    """The planner, its update compiled once for all loads and states: a second trace is an error."""
+    planner, traces = PLANNERS[name].planner, []
+
+    @functools.wraps(planner.update)
+    def update(load, *arguments, **extra):
+        traces.append(load.shape)
+        assert len(traces) == 1, f"traced again: {traces}"
+        return planner.update(load, *arguments, **extra)
+
+    return Planner(planner.init, jax.jit(update))
+
+
+SEARCHING_IS_SLOW = [
+    pytest.param(name, marks=pytest.mark.slow if name.startswith("relibra") else ()) for name in PLANNERS
+]
+
+
+def start(name, topology):
+    return PLANNERS[name].planner.init(topology, LAYERS, key=jax.random.key(0))
+
+
 @pytest.fixture(scope="module", params=PLANNERS, ids=str)
-def row(request):
-    return PLANNERS[request.param]
+def name(request):
+    return request.param
 
 
 @pytest.fixture(scope="module", params=TOPOLOGIES.values(), ids=TOPOLOGIES.keys())
@@ -73,26 +102,26 @@ def topology(request):
 
 
 @pytest.fixture(scope="module")
-def run(row, topology):
-    """The planner's update, compiled once for all loads: a second trace is an error."""
-    chex.clear_trace_counter()
-    update = jax.jit(chex.assert_max_traces(row.planner.update, n=1))
+def across_nodes(name):
+    return PLANNERS[name].across_nodes
 
-    def plan(load, state=None):
-        if state is None:
-            state = row.planner.init(topology, LAYERS, key=jax.random.key(0))
-        return update(load, state, topology)
 
-    return plan
+@pytest.fixture(scope="module")
+def run(name, topology):
+    """``run(load, state=None) -> (Plan, state)``."""
+    planner = compiled(name, topology)
+    return lambda load, state=None: planner.update(
+        load, start(name, topology) if state is None else state, topology
+    )
 
 
 @pytest.mark.parametrize("kind", LOADS)
-def test_plan_is_valid(run, row, topology, kind):
+def test_plan_is_valid(run, across_nodes, topology, kind):
     load = make_load(kind, topology)
     plan, state = run(load)
-    check_plan(plan, load, topology, intra_node=row.intra_node)
+    check_plan(plan, load, topology, across_nodes=across_nodes)
     again, _ = run(make_load("shifting", topology), state)
-    check_plan(again, make_load("shifting", topology), topology, intra_node=row.intra_node)
+    check_plan(again, make_load("shifting", topology), topology, across_nodes=across_nodes)
 
 
 @pytest.mark.parametrize("kind", ["zipf", "shifting"])
@@ -102,55 +131,136 @@ def test_same_input_gives_the_same_plan(run, topology, kind):
 
 
 @pytest.mark.parametrize("kind", ["zipf", "one_hot", "uniform", "zero", "shifting"])
-@pytest.mark.parametrize("row", [name for name in PLANNERS if PLANNERS[name].foresight], indirect=True)
-def test_foresight_is_never_worse_than_static(run, row, topology, kind):
+@pytest.mark.parametrize("name", [name for name in PLANNERS if PLANNERS[name].foresight], indirect=True)
+def test_foresight_is_never_worse_than_static(run, topology, kind):
     load = make_load(kind, topology)
-    static = PLANNERS["static"].planner
     plan, _ = run(load)
-    still, _ = static.update(load, static.init(topology, LAYERS, key=jax.random.key(0)), topology)
+    still, _ = compiled("static", topology).update(load, (), topology)
     assert batch_imbalance(rank_load(plan)) <= batch_imbalance(rank_load(still)) + 1e-6
 
 
 def test_homes_use_every_slot_once(run, topology):
     plan, _ = run(make_load("zipf", topology))
-    np.testing.assert_array_equal(np.sort(plan.home, axis=-1)[0], np.arange(topology.num_experts))
+    every = np.tile(np.arange(topology.num_experts), (LAYERS, 1))
+    np.testing.assert_array_equal(np.sort(plan.home, axis=-1), every)
+
+
+@pytest.mark.parametrize("kind", ["zipf", "one_hot", "shifting"])
+def test_replicas_stand_in_the_canonical_order(run, topology, kind):
+    """By home slot, empty slots last, rank by rank; `check_plan` says the same in another way."""
+    plan, _ = run(make_load(kind, topology))
+    home, replicas = np.asarray(plan.home), np.asarray(plan.slot_expert)[..., topology.home_slots :]
+    for m, layer, *rank in np.ndindex(replicas.shape[:-1]):
+        slots = replicas[m, layer, *rank]
+        held = [int(expert) for expert in slots if expert != EMPTY]
+        ordered = sorted(held, key=lambda expert: home[layer, expert])
+        assert slots.tolist() == ordered + [EMPTY] * (len(slots) - len(held))
 
 
 @pytest.mark.parametrize("topology", [TOPOLOGIES["2x4"]], ids=["2x4"], scope="module")
-def test_works_under_vmap_and_scan(run, row, topology):
+@pytest.mark.parametrize("name", [name for name in PLANNERS if PLANNERS[name].across_nodes], indirect=True)
+def test_replicas_cross_nodes_only_where_the_table_says_so(run, topology):
+    load = make_load("one_hot", topology)
+    plan, _ = run(load)
+    with pytest.raises(ValueError, match="replica of expert 16, whose home is on node"):
+        check_plan(plan, load, topology)
+
+
+EXTRAS = {
+    "tokens": TokenSample(*(np.zeros(shape, np.int32) for shape in ((5, LAYERS, 2), (5,), (5,)))),
+    "cost": {"anything": "that jit would refuse"},
+    "refine": np.zeros((LAYERS, 32), np.int32),
+}
+
+
+@pytest.mark.parametrize("topology", [TOPOLOGIES["2x4"]], ids=["2x4"], scope="module")
+def test_extra_arguments_are_left_out_where_they_are_not_named(run, name, topology):
+    """No error, no other plan, and no other trace; a planner that names one is given it below."""
+    planner, load = compiled(name, topology), make_load("zipf", topology)
+    named = set(inspect.signature(PLANNERS[name].planner.update).parameters)
+    extras = {key: value for key, value in EXTRAS.items() if key not in named}
+    assert {"tokens", "cost"} <= set(extras)
+    given = with_extra_args(planner).update(load, start(name, topology), topology, **extras)
+    chex.assert_trees_all_equal(data_of(given), data_of(run(load)))
+
+
+def data_of(tree):
+    """A tree with random keys as plain arrays."""
+    return jax.tree.map(
+        lambda leaf: jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf,
+        tree,
+    )
+
+
+NAMING = [
+    name for name in PLANNERS if EXTRAS.keys() & inspect.signature(PLANNERS[name].planner.update).parameters
+]
+
+
+@pytest.mark.parametrize("name", NAMING, indirect=True)
+def test_extra_arguments_that_are_none_change_nothing(name):
+    """What `plan_batch` and others may give to any planner."""
+    topology = TOPOLOGIES["one home, no room"]
+    planner, load = PLANNERS[name].planner, make_load("zipf", topology)
+    update = jax.jit(with_extra_args(planner).update)
+    given = update(load, start(name, topology), topology, **dict.fromkeys(EXTRAS))
+    chex.assert_trees_all_equal(
+        data_of(given), data_of(compiled(name, topology).update(load, start(name, topology), topology))
+    )
+
+
+def test_a_planner_that_names_an_extra_argument_gets_it():
+    """ReLibra names ``refine`` and hands it to its placement."""
+    topology, told = TOPOLOGIES["2x4"], []
+
+    def place(load, previous_home, topology, *, key, source_load, refine):
+        told.append(refine)
+        return keep_homes(load, previous_home, topology, key=key, source_load=source_load, refine=refine)
+
+    planner = with_extra_args(relibra(place=place))
+    state = planner.init(topology, LAYERS, key=jax.random.key(0))
+    for extra in (EXTRAS, EXTRAS | {"refine": None}, {}):
+        planner.update(make_load("uniform", topology), state, topology, **extra)
+    assert told[0] is EXTRAS["refine"]
+    assert told[1:] == [None, None]
+
+
+@pytest.mark.parametrize("name", SEARCHING_IS_SLOW, indirect=True)
+@pytest.mark.parametrize("topology", [TOPOLOGIES["2x4"]], ids=["2x4"], scope="module")
+def test_works_under_vmap_and_scan(run, name, across_nodes, topology):
     """Batches in a scan, data-parallel groups in a vmap: the same plans as one at a time."""
     kinds = (("zipf", "uniform"), ("shifting", "zipf"))
     loads = jnp.stack([jnp.stack([make_load(kind, topology) for kind in groups]) for groups in kinds])
-    start = row.planner.init(topology, LAYERS, key=jax.random.key(0))
+    first, planner = start(name, topology), PLANNERS[name].planner
 
     @jax.jit
-    def all_batches(loads, start):
+    def all_batches(loads, first):
         def step(states, loads):
-            plans, states = jax.vmap(lambda load, state: row.planner.update(load, state, topology))(
-                loads, states
-            )
+            update = functools.partial(planner.update, topology=topology)
+            plans, states = jax.vmap(update)(loads, states)
             return states, plans
 
-        states = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), start)
+        states = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), first)
         return jax.lax.scan(step, states, loads)[1]
 
-    plans = all_batches(loads, start)
+    plans = all_batches(loads, first)
     for group in range(2):
-        state = start
+        state = first
         for batch in range(2):
             load = loads[batch, group]
             alone, state = run(load, state)
             plan = jax.tree.map(lambda leaf, place=(batch, group): leaf[place], plans)
-            check_plan(plan, load, topology, intra_node=row.intra_node)
+            check_plan(plan, load, topology, across_nodes=across_nodes)
             # Sums in another order may round a split differently by a token.
             expected = batch_imbalance(rank_load(alone))
             np.testing.assert_allclose(batch_imbalance(rank_load(plan)), expected, rtol=1e-3)
 
 
+@pytest.mark.parametrize("name", SEARCHING_IS_SLOW, indirect=True)
 @given(data=st.data())
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @pytest.mark.parametrize("topology", [TOPOLOGIES["2x4"]], ids=["2x4"], scope="module")
-def test_any_load_gets_a_valid_plan(run, row, topology, data):
+def test_any_load_gets_a_valid_plan(run, across_nodes, topology, data):
     """Adversarial loads: arbitrary counts for a few experts, nothing or anything for the rest."""
     shape = (MICRO_BATCHES, LAYERS, topology.num_nodes, topology.ranks_per_node, topology.num_experts)
     load = np.zeros(shape, np.int32)
@@ -159,4 +269,4 @@ def test_any_load_gets_a_valid_plan(run, row, topology, data):
     for place, value in data.draw(st.lists(st.tuples(index, count), max_size=40)):
         load[place] = value
     plan, _ = run(jnp.asarray(load))
-    check_plan(plan, load, topology, intra_node=row.intra_node)
+    check_plan(plan, load, topology, across_nodes=across_nodes)
