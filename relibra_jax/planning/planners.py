@@ -55,3 +55,4 @@ PLANNERS: dict[str, PlannerEntry] = {
         across_nodes=True,
     ),
 }
+"""The planners at the settings that reports use, by name."""
