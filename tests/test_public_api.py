@@ -1,0 +1,146 @@
+"""What the packages offer: these names, each with a docstring, typed, and light to import."""
+
+import ast
+import importlib
+import itertools
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+PUBLIC = {
+    "relibra_jax": [
+        "EMPTY",
+        "PLANNERS",
+        "Assignment",
+        "BatchPlan",
+        "LayerPlan",
+        "Plan",
+        "Planner",
+        "RoutingReplay",
+        "Topology",
+        "assign_in_order",
+        "assign_samples",
+        "batch_imbalance",
+        "check_plan",
+        "eplb",
+        "expert_load",
+        "imbalance",
+        "load_plan",
+        "load_replay",
+        "lplb",
+        "place_experts",
+        "plan_batch",
+        "rank_load",
+        "rebalance_experts",
+        "relibra",
+        "replay_from_rollout",
+        "replicate_experts",
+        "sample_load",
+        "save_plan",
+        "save_replay",
+        "source_quota",
+        "static",
+    ],
+    "relibra_jax.execution": [
+        "OVERLAP_OPTIONS",
+        "Capacities",
+        "ExpertParallel",
+        "LayerExperts",
+        "check_capacities",
+        "check_same_plan",
+        "count_capacities",
+        "expert_mesh",
+        "fetch_replicas",
+        "grow_capacities",
+        "migrate_experts",
+        "moe_layer",
+        "optimizer_layers",
+        "rank_sharding",
+        "worst_case_capacities",
+    ],
+    "relibra_jax.nnx": [
+        "GATINGS",
+        "Balancer",
+        "BalancerState",
+        "CorrectionBias",
+        "ExpertParallel",
+        "ExpertParam",
+        "Gating",
+        "Homes",
+        "MoELayer",
+        "MoEOutput",
+        "PreparedBatch",
+        "expert_labels",
+        "expert_mesh",
+        "get_homes",
+        "reorder_experts",
+        "restore_training",
+        "save_training",
+        "set_homes",
+    ],
+}
+# Values have no docstring of their own: a string follows them where they are defined.
+VALUES = {
+    "EMPTY": "relibra_jax.types",
+    "PLANNERS": "relibra_jax.planning.planners",
+    "OVERLAP_OPTIONS": "relibra_jax.execution.mesh",
+    "GATINGS": "relibra_jax.execution.gating",
+}
+
+
+def string_below(module, name):
+    """The string that stands directly below the assignment of ``name`` in a module's source."""
+    body = ast.parse(Path(importlib.import_module(module).__file__).read_text()).body
+    for assignment, after in itertools.pairwise(body):
+        targets = getattr(assignment, "targets", None) or [getattr(assignment, "target", None)]
+        if any(isinstance(target, ast.Name) and target.id == name for target in targets):
+            value = getattr(after, "value", None)
+            return value.value if isinstance(value, ast.Constant) else None
+    return None
+
+
+@pytest.mark.parametrize("package", PUBLIC)
+def test_the_names_are_these(package):
+    module = importlib.import_module(package)
+    assert module.__all__ == PUBLIC[package]
+    assert module.__doc__
+    for name in PUBLIC[package]:
+        assert hasattr(module, name), name
+
+
+@pytest.mark.parametrize(
+    ("package", "name"), [(package, name) for package, names in PUBLIC.items() for name in names]
+)
+def test_every_name_says_what_it_is(package, name):
+    found = getattr(importlib.import_module(package), name)
+    documented = string_below(VALUES[name], name) if name in VALUES else found.__doc__
+    assert documented
+    # The docstring that a dataclass or a NamedTuple gives itself is its signature.
+    assert not documented.startswith(f"{name}(")
+
+
+def test_the_version_is_that_of_the_project():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert importlib.import_module("relibra_jax").__version__ == project["version"]
+
+
+@pytest.mark.parametrize("package", ["relibra_jax", "pallas_kernels"])
+def test_packages_are_typed(package):
+    assert (ROOT / package / "py.typed").is_file()
+
+
+HEAVY = ("flax", "optax", "orbax", "chex", "scipy", "matplotlib", "tyro", "rich")
+
+
+def test_the_planning_core_loads_jax_and_numpy_alone():
+    """In a fresh process: whoever only plans pays for no framework."""
+    program = f"import sys, relibra_jax; print(*(name for name in {HEAVY} if name in sys.modules))"
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    assert ran.stdout.split() == []
