@@ -88,12 +88,6 @@ def _canonical_order(replica, quota, topology: Topology):
     return replica, jnp.concatenate([at_home, copied], axis=-1)
 
 
-def layer_plans(plan: Plan, load: Int[Array, "M L N G E"] | None) -> LayerPlan:
-    """The layer plans of a plan and its load, stacked ``[M, L]``; `BatchPlan.layer_plans` without an assignment."""
-    home = jnp.broadcast_to(plan.home, (len(plan.quota), *plan.home.shape))
-    return LayerPlan(plan.slot_expert, home, plan.quota, load)
-
-
 def expert_totals(load: Int[Array, "M L N G E"]) -> Int[jax.Array, "M L E"]:
     """``load`` summed over the ranks where tokens lie, int32.
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
-from relibra_jax.types import EMPTY, LayerPlan, Topology
+from relibra_jax.types import EMPTY, Array, LayerPlan, Topology
 
 
 def source_quota(plan: LayerPlan, topology: Topology) -> Int[jax.Array, "P N G S"]:
@@ -49,7 +49,7 @@ def source_quota(plan: LayerPlan, topology: Topology) -> Int[jax.Array, "P N G S
     return sent.reshape(ranks, topology.num_nodes, topology.ranks_per_node, slots)
 
 
-def refit_quota(plan: LayerPlan, load: Int[jax.Array, "N G E"], topology: Topology) -> LayerPlan:
+def refit_quota(plan: LayerPlan, load: Int[Array, "N G E"], topology: Topology) -> LayerPlan:
     """A layer plan for another load: the same slots, quotas in the same shares.
 
     For routing that the plan was not made for. Each expert's token copies are split over its slots in proportion to

@@ -151,6 +151,13 @@ class LayerPlan(NamedTuple):
         return jax.tree.map(lambda leaf: leaf[index], self)
 
 
+def layer_plans(plan: Plan, load: Int[Array, "M L N G E"] | None) -> LayerPlan:
+    """The layer plans of a plan and its load, stacked ``[M, L]``; NumPy arrays stay NumPy arrays."""
+    numpy = all(isinstance(leaf, np.ndarray) for leaf in plan)
+    home = (np if numpy else jnp).broadcast_to(plan.home, (len(plan.quota), *plan.home.shape))
+    return LayerPlan(plan.slot_expert, home, plan.quota, load)
+
+
 class BatchPlan(NamedTuple):
     """All that is known of a batch before it runs."""
 
@@ -169,10 +176,7 @@ class BatchPlan(NamedTuple):
         >>> jax.tree.map(np.shape, batch.layer_plans().layer(0).layer(2))
         LayerPlan(slot_expert=(1, 1, 5), home=(4,), quota=(1, 1, 5), load=(1, 1, 4))
         """
-        slot_expert, home, quota = self.plan
-        xp = np if all(isinstance(leaf, np.ndarray) for leaf in self.plan) else jnp
-        homes = xp.broadcast_to(home, (len(quota), *home.shape))
-        return LayerPlan(slot_expert, homes, quota, self.load)
+        return layer_plans(self.plan, self.load)
 
     def micro_batch(self, index: Any) -> LayerPlan:
         """The layer plans of one micro-batch, stacked ``[L]``: what a scan over layers runs through."""

@@ -16,10 +16,10 @@ from support.plans import load_of, planned, random_plan
 from relibra_jax.capacity import ExchangeSizes, count_capacities, worst_case_capacities
 from relibra_jax.execution import ExpertParallel, LayerExperts, expert_mesh, fetch_replicas, moe_layer
 from relibra_jax.execution.parallel import PATHS
-from relibra_jax.plan import home_layout, layer_plans
+from relibra_jax.plan import home_layout
 from relibra_jax.plan_check import check_plan
 from relibra_jax.planning.planners import PLANNERS
-from relibra_jax.types import EMPTY, Topology
+from relibra_jax.types import EMPTY, Topology, layer_plans
 
 MESHES = {"2x4": (2, 4), "4x2": (4, 2), "1x8": (1, 8), "8x1": (8, 1)}
 RANKS, TOKENS, WIDTH, HIDDEN, EXPERTS, TOP_K = 8, 12, 6, 5, 16, 2

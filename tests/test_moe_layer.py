@@ -10,74 +10,50 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
+from support.dense import assert_close as assert_within
+from support.dense import mixture
+from support.plans import compiled_update, load_of, random_plan
 
-from relibra_jax.capacity import count_capacities, worst_case_capacities
-from relibra_jax.execution.expert_labels import optimizer_layers
+from relibra_jax.capacity import count_capacities
+from relibra_jax.execution import ExpertParallel, LayerExperts, expert_mesh, optimizer_layers, rank_sharding
 from relibra_jax.execution.gating import GATINGS, balance_loss
-from relibra_jax.execution.mesh import expert_mesh, rank_sharding
-from relibra_jax.execution.moe import ExpertParallel, LayerExperts
-from relibra_jax.nnx.layer import MoELayer, expert_labels, reorder_experts, set_homes
-from relibra_jax.plan import check_plan
+from relibra_jax.nnx import ExpertParam, MoELayer, expert_labels, reorder_experts, set_homes
 from relibra_jax.token_split import refit_quota
-from relibra_jax.types import EMPTY, Plan, Topology
+from relibra_jax.types import EMPTY, Topology, layer_plans
 
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=4, num_experts=16, replica_slots=2)
-RANKS, TOKENS, WIDTH, HIDDEN, EXPERTS, TOP_K = (2, 4), (2, 5), 8, 6, 16, 2
+SHAPE, WIDTH, HIDDEN, EXPERTS, TOP_K = (16, 5), 8, 6, 16, 2
 MESH = expert_mesh(TOPOLOGY)
-SAFE = ExpertParallel(mesh=MESH, topology=TOPOLOGY, capacities=worst_case_capacities(10, TOP_K, TOPOLOGY))
+PARALLEL = ExpertParallel(mesh=MESH, topology=TOPOLOGY)
 GATING = {
     "softmax": dataclasses.replace(GATINGS["gpt-oss"], top_k=TOP_K),
-    "sigmoid": dataclasses.replace(GATINGS["deepseek-v3"], top_k=TOP_K, groups=4, top_groups=2),
+    "sigmoid": dataclasses.replace(GATINGS["deepseek-v3"], top_k=TOP_K, expert_groups=4, top_expert_groups=2),
 }
 RNG = np.random.default_rng(0)
-X = RNG.normal(size=(*RANKS, *TOKENS, WIDTH)).astype(np.float32)
+X = RNG.normal(size=(*SHAPE, WIDTH)).astype(np.float32)
 COTANGENT = RNG.normal(size=X.shape).astype(np.float32)
-MASK = RNG.random((*RANKS, *TOKENS)) < 0.8
-REPLAY = RNG.permuted(np.tile(np.arange(EXPERTS) ** 2 // 16, (*RANKS, *TOKENS, 1)), axis=-1)[..., :TOP_K]
+MASK = RNG.random(SHAPE) < 0.8
+REPLAY = RNG.permuted(np.tile(np.arange(EXPERTS) ** 2 // 16, (*SHAPE, 1)), axis=-1)[..., :TOP_K]
 REPLAY[..., 1] = np.where(REPLAY[..., 1] == REPLAY[..., 0], 15, REPLAY[..., 1])
 REPLAY = REPLAY.astype(np.uint8)
+assert_close = functools.partial(assert_within, tolerance=5e-6)
 
 
-def load_of(ids, mask, experts=EXPERTS):
-    """Token copies of each expert at each rank, ``[..., N, G, E]``."""
-    flat = np.where(mask[..., None], ids.astype(np.int32), EMPTY).reshape(*ids.shape[:-3], -1)
-    return jnp.asarray((flat[..., None] == np.arange(experts)).sum(-2), jnp.int32)
+def loads(ids, mask, topology=TOPOLOGY):
+    """Token copies ``[N, G, E]`` of ids ``[B, T, K]`` whose rows lie on the ranks in order."""
+    ids = np.where(mask[..., None], np.asarray(ids, np.int32), EMPTY)
+    return load_of(ids.reshape(topology.num_ranks, -1, ids.shape[-1]), topology)
 
 
-def any_plan(seed, load, topology):
-    """A valid plan of ``load[M, L, N, G, E]`` that no planner would choose: homes, replicas and quotas at random. No
-    seed: homes in order and nothing else."""
-    rng = np.random.default_rng(seed)
-    micro_batches, layers, nodes, local, experts = load.shape
-    home = np.stack([np.arange(experts) if seed is None else rng.permutation(experts) for _ in range(layers)])
-    slot_expert = np.full((micro_batches, layers, nodes, local, topology.slots), EMPTY)
-    layout = np.argsort(home, -1).reshape(layers, nodes, local, -1)
-    slot_expert[..., : topology.home_slots] = layout
-    quota = np.zeros_like(slot_expert)
-    for m, row in np.ndindex(micro_batches, layers):
-        for n, g in np.ndindex(nodes, local):
-            neighbours = np.delete(layout[row, n], g, axis=0).ravel()
-            if seed is not None:
-                copied = rng.permutation(neighbours)[: topology.replica_slots]
-                slot_expert[m, row, n, g, topology.home_slots :] = copied
-        for expert, count in enumerate(np.asarray(load)[m, row].sum((0, 1))):
-            slots = np.nonzero(slot_expert[m, row] == expert)
-            quota[m, row][slots] = rng.multinomial(count, rng.dirichlet(np.ones(len(slots[0]))))
-    plan = Plan(*(jnp.asarray(leaf, jnp.int32) for leaf in (slot_expert, home, quota)))
-    check_plan(plan, load, topology)
-    return plan
-
-
-def one_layer(plan):
-    return Plan(plan.slot_expert[0, 0], plan.home[0], plan.quota[0, 0])
+def any_plan(seed, load, topology=TOPOLOGY):
+    """Layer plans of ``load[M, L, N, G, E]`` that no planner would choose."""
+    return layer_plans(random_plan(np.random.default_rng(seed), load, topology), load)
 
 
 @functools.cache
 def replayed():
-    """Plan and load of the replay, of one layer in one micro-batch."""
-    load = load_of(REPLAY, MASK)
-    return one_layer(any_plan(0, load[None, None], TOPOLOGY)), load
+    """The layer plan of the replay."""
+    return any_plan(0, loads(REPLAY, MASK)[None, None]).layer(0).layer(0)
 
 
 @functools.cache
@@ -85,8 +61,8 @@ def layer_of(scores):
     layer = MoELayer(
         *(TOPOLOGY, WIDTH, HIDDEN, GATING[scores]),
         shared_width=4 if scores == "sigmoid" else 0,
-        home=replayed()[0].home,
-        sharding=rank_sharding(MESH),
+        home=replayed().home,
+        mesh=MESH,
         rngs=nnx.Rngs(0),
     )
     for bias in (layer.correction_bias, layer.router_bias):
@@ -96,7 +72,7 @@ def layer_of(scores):
 
 
 def loss_of(output, logits, scores):
-    batch_load = load_of(REPLAY, MASK).sum((0, 1))
+    batch_load = loads(REPLAY, MASK).sum((0, 1))
     return (output * COTANGENT).sum() + balance_loss(logits, batch_load, GATING[scores], mask=MASK)
 
 
@@ -106,11 +82,11 @@ def replay_step(scores):
     graph, params, rest = nnx.split(layer_of(scores), nnx.Param, ...)
 
     @jax.jit
-    def step(params, x, ids, mask, plan, load):
+    def step(params, x, ids, mask, plan):
         def loss(params, x):
             layer = nnx.merge(graph, params, rest)
-            experts, x = layer.fetch(x, plan, SAFE)
-            output, _, logits = layer(x, ids, plan, load, parallel=SAFE, experts=experts, mask=mask)
+            experts, x = layer.fetch(x, plan, PARALLEL)
+            output, _, logits = layer(x, ids, plan, parallel=PARALLEL, experts=experts, mask=mask)
             return loss_of(output, logits, scores), output
 
         (_, output), grads = jax.value_and_grad(loss, (0, 1), has_aux=True)(params, x)
@@ -133,13 +109,10 @@ def dense(scores):
             score = jax.nn.softmax(logits)
         else:
             score = jax.nn.sigmoid(logits)
-        chosen = jax.nn.one_hot(ids, EXPERTS).sum(-2) * mask[..., None]
-        score = score * chosen
-        gates = gating.scale * score / jnp.where(mask, score.sum(-1), 1)[..., None]
+        chosen = jnp.take_along_axis(score, jnp.asarray(ids, jnp.int32), -1)
+        gates = gating.scale * chosen / chosen.sum(-1, keepdims=True)
         weights = layer.experts[...].reshape(EXPERTS, 3, WIDTH, HIDDEN)[layer.home[...]]
-        gate, up, down = (weights[:, part] for part in range(3))
-        hidden = jax.nn.silu(jnp.einsum("...d,edf->...ef", x, gate)) * jnp.einsum("...d,edf->...ef", x, up)
-        output = jnp.einsum("...ef,edf,...e->...d", hidden, down, gates)
+        output = mixture(x, jnp.asarray(ids, jnp.int32), jnp.where(mask[..., None], gates, 0), weights)
         if layer.shared is not None:
             gate, up, down = layer.shared[...]
             output += (jax.nn.silu(x @ gate) * (x @ up)) @ down.T
@@ -157,20 +130,9 @@ def dense(scores):
     return functools.partial(step, params)
 
 
-def assert_close(found, wanted):
-    """To float32 rounding of sums in another order, relative to the largest value of each leaf."""
-    found, wanted = (
-        {jax.tree_util.keystr(k): v for k, v in jax.tree.leaves_with_path(t)} for t in (found, wanted)
-    )
-    assert found.keys() == wanted.keys()
-    for name, value in wanted.items():
-        np.testing.assert_allclose(found[name], value, atol=5e-6 * np.abs(value).max(), rtol=0, err_msg=name)
-
-
 @pytest.mark.parametrize("scores", GATING)
 def test_replay_is_the_dense_layer(scores):
-    plan, load = replayed()
-    found = replay_step(scores)(X, REPLAY, MASK, plan, load)
+    found = replay_step(scores)(X, REPLAY, MASK, replayed())
     wanted = dense(scores)(X, REPLAY, MASK)
     assert_close(found, wanted)
     slopes = {jax.tree_util.keystr(k): np.abs(v).max() for k, v in jax.tree.leaves_with_path(found[1])}
@@ -179,48 +141,43 @@ def test_replay_is_the_dense_layer(scores):
 
 
 def test_a_plan_of_other_homes_is_noticed():
-    load = load_of(REPLAY, MASK)
-    plan = any_plan(1, load[None, None], TOPOLOGY)
-    output, *_ = replay_step("softmax")(
-        X, REPLAY, MASK, Plan(plan.slot_expert[0, 0], plan.home[0], plan.quota[0, 0]), load
-    )
+    plan = any_plan(1, loads(REPLAY, MASK)[None, None]).layer(0).layer(0)
+    output, grads, _ = replay_step("softmax")(X, REPLAY, MASK, plan)
     assert np.isnan(output).all()
+    assert np.isnan(grads["router"][...]).any()
 
 
 @pytest.mark.parametrize("scores", GATING)
 def test_live_routing_is_the_dense_layer_and_can_be_replayed(scores):
     layer = layer_of(scores)
     # Homes alone, and a plan made for other loads.
-    plan = None if scores == "softmax" else replayed()[0]
-    live = nnx.jit(lambda layer, x, plan: layer(x, plan=plan, parallel=SAFE, mask=MASK))
+    plan = None if scores == "softmax" else replayed()._replace(load=None)
+    live = nnx.jit(lambda layer, x, plan: layer(x, plan=plan, parallel=PARALLEL, mask=MASK))
     output, ids, logits = live(layer, X, plan)
     assert ids.dtype == np.uint8
-    assert ids.shape == (*RANKS, *TOKENS, TOP_K)
+    assert ids.shape == (*SHAPE, TOP_K)
     assert logits.dtype == np.float32
     assert_close(output, dense(scores)(X, ids, MASK)[0])
     # Any plan of the recorded ids gives the same: here their own load, under the replay's homes.
-    load = load_of(np.asarray(ids), MASK)
-    plan = refit_quota(replayed()[0], load, TOPOLOGY)
-    assert_close(replay_step(scores)(X, ids, MASK, plan, load)[0], output)
+    plan = refit_quota(replayed(), loads(ids, MASK), TOPOLOGY)
+    assert_close(replay_step(scores)(X, ids, MASK, plan)[0], output)
 
 
-def test_counting_first_needs_less_than_the_safe_sizes():
-    layer, plan = layer_of("sigmoid"), replayed()[0]
+def test_counting_first_needs_less_than_the_worst_case():
+    layer = layer_of("sigmoid")
     ids, _ = nnx.jit(lambda layer, x: layer.route(x))(layer, X)
-    load = load_of(np.asarray(ids), MASK)
-    plan = refit_quota(plan, load, TOPOLOGY)
-    batch = Plan(plan.slot_expert[None, None], plan.home[None], plan.quota[None, None])
-    sizes = count_capacities(batch, load[None, None], TOPOLOGY)
-    assert sizes.rows < SAFE.capacities.rows
-    counted = dataclasses.replace(SAFE, capacities=sizes)
+    plan = refit_quota(replayed(), loads(ids, MASK), TOPOLOGY)
+    sizes = count_capacities(jax.tree.map(lambda leaf: leaf[None, None], plan), TOPOLOGY)
+    assert sizes.rows < PARALLEL.sizes(10, TOP_K).rows
+    counted = dataclasses.replace(PARALLEL, capacities=sizes)
     run = nnx.jit(lambda layer, *replayed, **how: layer(*replayed, **how, mask=MASK).output)
-    replayed_output = run(layer, X, ids, plan, load, parallel=counted)
-    np.testing.assert_allclose(replayed_output, run(layer, X, parallel=SAFE), atol=2e-6)
+    np.testing.assert_allclose(
+        run(layer, X, ids, plan, parallel=counted), run(layer, X, parallel=PARALLEL), atol=2e-6
+    )
 
 
 def test_ids_that_are_not_the_loads_are_noticed():
-    plan, load = replayed()
-    output, *_ = replay_step("softmax")(X, REPLAY, np.ones_like(MASK), plan, load)
+    output, *_ = replay_step("softmax")(X, REPLAY, np.ones_like(MASK), replayed())
     assert np.isnan(output).any()
 
 
@@ -230,7 +187,7 @@ def test_weights_of_an_expert_do_not_depend_on_ranks_or_homes():
     many = layer_of("softmax")
     np.testing.assert_allclose(
         one.experts[...].reshape(EXPERTS, -1),
-        many.experts[...].reshape(EXPERTS, -1)[replayed()[0].home],
+        many.experts[...].reshape(EXPERTS, -1)[replayed().home],
         rtol=1e-6,
     )
     np.testing.assert_allclose(one.router[...], many.router[...], rtol=1e-6)
@@ -240,52 +197,77 @@ def test_weights_of_an_expert_do_not_depend_on_ranks_or_homes():
     assert {leaf.sharding.is_fully_replicated for leaf in (many.router, many.home)} == {True}
 
 
-def test_dtypes():
-    topology = Topology(num_nodes=1, ranks_per_node=1, num_experts=4, replica_slots=0)
-    parallel = ExpertParallel(
-        mesh=expert_mesh(topology, devices=jax.devices()[:1]),
-        topology=topology,
-        capacities=worst_case_capacities(4, TOP_K, topology),
-    )
+def test_precision_is_what_the_table_says():
+    """bfloat16 compute over float32 masters: what moves between ranks, what is summed, what is stored."""
     layer = MoELayer(
-        *(topology, WIDTH, HIDDEN, GATING["softmax"]), dtype=jnp.bfloat16, shared_width=4, rngs=nnx.Rngs(0)
+        *(TOPOLOGY, WIDTH, HIDDEN, GATING["softmax"]),
+        dtype=jnp.bfloat16,
+        home=replayed().home,
+        shared_width=4,
+        mesh=MESH,
+        rngs=nnx.Rngs(0),
     )
-    # A residual stream in float32 around a layer that computes in bfloat16.
-    x = jax.ShapeDtypeStruct((1, 1, 4, WIDTH), jnp.float32)
-    output, ids, logits = jax.eval_shape(functools.partial(layer, parallel=parallel), x)
-    assert layer.experts.dtype == jnp.float32
-    assert (output.dtype, ids.dtype, logits.dtype) == (jnp.bfloat16, jnp.uint8, jnp.float32)
+    graph, params, rest = nnx.split(layer, nnx.Param, ...)
+
+    def loss(params, x):
+        layer = nnx.merge(graph, params, rest)
+        output, ids, logits = layer(x, REPLAY, replayed(), parallel=PARALLEL, mask=MASK)
+        assert (output.dtype, ids.dtype, logits.dtype) == (jnp.bfloat16, jnp.uint8, jnp.float32)
+        return output.astype(jnp.float32).sum()
+
+    grads = jax.jit(jax.grad(loss))(params, X)
+    # A residual stream in float32 around it; masters, gradients and moments are float32.
+    trees = (params, grads, optax.adam(1e-3).init(params)[0].mu)
+    assert {leaf.dtype for tree in trees for leaf in jax.tree.leaves(tree)} == {jnp.dtype("float32")}
+    exact = jax.jit(jax.grad(loss_in_float32))(params, X)
+    for name, tolerance in (("experts", 0.1), ("router", 0.1)):
+        found, wanted = (np.asarray(each[name][...], np.float64) for each in (grads, exact))
+        assert 0 < np.abs(found - wanted).max() < tolerance * np.abs(wanted).max()
+
+    # Replicas and their gradients travel in bfloat16: experts are in no other collective.
+    text = str(jax.make_jaxpr(jax.grad(loss))(params, X))
+    carried = re.findall(r":(\w+)\[[\d,]*3,8,6\][^=]*= (?:reduce_scatter|all_gather|psum_scatter)", text)
+    assert set(carried) == {"bf16"}, carried
+
+
+def loss_in_float32(params, x):
+    rest = nnx.split(layer_of("softmax"), nnx.Param, ...)[2]
+    wide = MoELayer(*(TOPOLOGY, WIDTH, HIDDEN, GATING["softmax"]), shared_width=4, rngs=nnx.Rngs(0))
+    layer = nnx.merge(nnx.graphdef(wide), params, rest)
+    return layer(x, REPLAY, replayed(), parallel=PARALLEL, mask=MASK).output.sum()
 
 
 def test_misfits_are_refused_before_anything_is_compiled():
-    layer, (plan, load) = layer_of("softmax"), replayed()
-    call = functools.partial(jax.eval_shape, functools.partial(layer, parallel=SAFE))
+    layer, plan = layer_of("softmax"), replayed()
+    call = functools.partial(jax.eval_shape, functools.partial(layer, parallel=PARALLEL))
     ids = REPLAY.astype(np.int32)
-    with pytest.raises(ValueError, match=r"x: expected shape \(2, 4, 2, 5, 8\), found \(2, 4, 2, 5, 7\)"):
+    with pytest.raises(ValueError, match=r"x: expected shape \(16, 5, 8\), found \(16, 5, 7\)"):
         call(X[..., :7])
-    with pytest.raises(ValueError, match=r"x: expected .* found shape \(2, 4, 8\)"):
-        call(X[:, :, 0, 0])
-    with pytest.raises(ValueError, match=r"expert_ids: .*\(2, 4, 2, 5, 2\), found \(2, 4, 2, 5, 3\)"):
-        call(X, np.concatenate([ids, ids[..., :1]], -1), plan, load)
+    with pytest.raises(
+        ValueError, match=r"x: expected \[B, \.\.\.\] with B a multiple of 8 ranks \(2 x 4\), found"
+    ):
+        call(X[:12])
+    with pytest.raises(ValueError, match=r"expert_ids: .*\(16, 5, 2\), found \(16, 5, 3\)"):
+        call(X, np.concatenate([ids, ids[..., :1]], -1), plan)
     with pytest.raises(ValueError, match="expert_ids: expected integers that hold 15, found float32"):
-        call(X, ids.astype(np.float32), plan, load)
-    with pytest.raises(ValueError, match=r"load of shape .* without expert_ids"):
-        call(X, None, plan, load)
+        call(X, ids.astype(np.float32), plan)
+    with pytest.raises(ValueError, match=r"plan with a load of shape .* without expert_ids"):
+        call(X, None, plan)
     with pytest.raises(ValueError, match=r"plan.slot_expert: .*\(2, 4, 4\), found \(2, 4, 3\)"):
-        call(X, ids, plan._replace(slot_expert=plan.slot_expert[..., :3]), load)
-    with pytest.raises(ValueError, match=r"load: .*\(2, 4, 16\), found \(2, 4, 15\)"):
-        call(X, ids, plan, load[..., :15])
-    with pytest.raises(ValueError, match=r"mask: .*found \(2, 4, 2\)"):
-        call(X, ids, plan, load, mask=MASK[..., 0])
+        call(X, ids, plan._replace(slot_expert=plan.slot_expert[..., :3]))
+    with pytest.raises(ValueError, match=r"plan.load: .*\(2, 4, 16\), found \(2, 4, 15\)"):
+        call(X, ids, plan._replace(load=plan.load[..., :15]))
+    with pytest.raises(ValueError, match=r"mask: .*found \(16, 5, 1\)"):
+        call(X, ids, plan, mask=MASK[..., None])
     rounded = LayerExperts(*(jnp.zeros((2, 4, 2, 3, WIDTH, HIDDEN), jnp.bfloat16),) * 2)
     with pytest.raises(ValueError, match=r"float32.*bfloat16"):
-        call(X, ids, plan, load, experts=rounded)
+        call(X, ids, plan, experts=rounded)
     other = dataclasses.replace(TOPOLOGY, num_nodes=4, ranks_per_node=2)
-    elsewhere = dataclasses.replace(SAFE, mesh=expert_mesh(other), topology=other)
+    elsewhere = ExpertParallel(mesh=expert_mesh(other), topology=other)
     with pytest.raises(
         ValueError, match=r"expert weights: .*\(4, 2, 2, 3, 8, 6\), found \(2, 4, 2, 3, 8, 6\)"
     ):
-        jax.eval_shape(functools.partial(layer, parallel=elsewhere), X.reshape(4, 2, *X.shape[2:]))
+        jax.eval_shape(functools.partial(layer, parallel=elsewhere), X)
     with pytest.raises(ValueError, match="top_k=8 of 4 experts"):
         MoELayer(
             dataclasses.replace(TOPOLOGY, ranks_per_node=1, num_experts=4),
@@ -297,11 +279,11 @@ def test_misfits_are_refused_before_anything_is_compiled():
 class Twin(nnx.Module):
     """Two layers in a list and two that are stacked."""
 
-    def __init__(self, topology, sharding):
+    def __init__(self, topology, mesh):
         gating = dataclasses.replace(GATINGS["glm-4.5"], top_k=TOP_K)
 
         def layer(rngs):
-            return MoELayer(topology, 4, 3, gating, shared_width=2, sharding=sharding, rngs=rngs)
+            return MoELayer(topology, 4, 3, gating, shared_width=2, mesh=mesh, rngs=rngs)
 
         self.apart = nnx.List([layer(nnx.Rngs(seed)) for seed in range(2)])
         self.stacked = nnx.vmap(layer)(nnx.Rngs(2).split(2))
@@ -310,7 +292,7 @@ class Twin(nnx.Module):
 def test_labels_find_the_experts_and_nothing_else():
     topology = Topology(num_nodes=1, ranks_per_node=1, num_experts=4, replica_slots=0)
     mesh = expert_mesh(topology, devices=jax.devices()[:1])
-    model = Twin(topology, rank_sharding(mesh))
+    model = Twin(topology, mesh)
     optimizer = nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
     labels = expert_labels(nnx.state(model, nnx.Param))
 
@@ -343,27 +325,50 @@ def test_labels_find_the_experts_and_nothing_else():
     np.testing.assert_array_equal(model.stacked.home[...], home[2:])
 
 
-# A stack of two layers over two data-parallel groups.
+@pytest.mark.parametrize("stacked", [None, {}, {nnx.PARTITION_NAME: None}])
+def test_sharding_metadata_says_where_experts_lie(stacked):
+    """As Flax says it, of single and of stacked layers; a model resharded by it keeps its experts where they are."""
+    topology = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=0)
+    mesh = expert_mesh(topology, fsdp=2)
+    gating = dataclasses.replace(GATINGS["qwen3-moe"], top_k=TOP_K)
+
+    def make(rngs):
+        return MoELayer(topology, 4, 3, gating, mesh=mesh, fsdp_axis="fsdp", rngs=rngs)
+
+    if stacked is None:
+        model, lead = make(nnx.Rngs(0)), ()
+    else:
+        model, lead = nnx.vmap(make, transform_metadata=stacked)(nnx.Rngs(0).split(3)), (None,)
+    specs = nnx.get_partition_spec(nnx.state(model, nnx.Param))
+    assert specs["experts"].get_raw_value() == jax.P(*lead, "node", "local", None, None, "fsdp")
+    assert specs["router"].get_raw_value() == jax.P()
+    sharding = jax.NamedSharding(mesh, specs["experts"].get_raw_value())
+    assert model.experts.sharding.is_equivalent_to(sharding, model.experts.ndim)
+    before = np.asarray(model.experts[...])
+    state = nnx.state(model, ExpertParam)
+    moved = jax.device_put(state, nnx.get_named_sharding(state, mesh))
+    assert moved["experts"].get_raw_value().sharding.is_equivalent_to(sharding, before.ndim)
+    np.testing.assert_array_equal(moved["experts"][...], before)
+
+
+# A stack of two layers over two data-parallel copies of the group.
 LAYERS = 2
 SMALL = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=1)
-GROUPS = expert_mesh(SMALL, data=2)
-PARALLEL = ExpertParallel(
-    mesh=GROUPS, topology=SMALL, capacities=worst_case_capacities(6, TOP_K, SMALL), groups=("data",)
-)
-STACK_X, STACK_TARGET = RNG.normal(size=(2, 2, 2, 2, 6, 4)).astype(np.float32)
+COPIES = ExpertParallel(mesh=expert_mesh(SMALL, data=2), topology=SMALL)
+STACK_X, STACK_TARGET = RNG.normal(size=(2, 8, 6, 4)).astype(np.float32)
 
 
 @nnx.jit
-def train_step(model, optimizer, ids, plan, load):
+def train_step(model, optimizer, ids, plans):
     graph, params, rest = nnx.split(model, nnx.Param, ...)
 
     def block(x, layer):
-        params, rest, ids, plan, load = layer
+        params, rest, ids, plan = layer
         moe = nnx.merge(graph, params, rest)
-        return x + moe(jnp.tanh(x), ids, plan, load, parallel=PARALLEL).output, None
+        return x + moe(jnp.tanh(x), ids, plan, parallel=COPIES).output, None
 
     def loss(params):
-        out, _ = jax.lax.scan(block, STACK_X, (params, rest, ids, plan, load))
+        out, _ = jax.lax.scan(block, STACK_X, (params, rest, ids, plans))
         return jnp.square(out - STACK_TARGET).mean()
 
     value, grads = jax.value_and_grad(loss)(params)
@@ -377,22 +382,22 @@ def train(*, planned):
 
     @nnx.vmap
     def stack(rngs):
-        return MoELayer(SMALL, 4, 3, gating, shared_width=2, sharding=rank_sharding(GROUPS), rngs=rngs)
+        return MoELayer(SMALL, 4, 3, gating, shared_width=2, mesh=COPIES.mesh, rngs=rngs)
 
     model = stack(nnx.Rngs(0).split(LAYERS))
     optimizer = nnx.Optimizer(model, optax.adamw(1e-2, eps=1e-3), wrt=nnx.Param)
-    # Counters start on one device and end on all, which would cost a second compilation.
-    nnx.update(optimizer, jax.tree.map(on_all, nnx.state(optimizer)))
     losses = []
     for batch in range(3):
         ids = np.random.default_rng(batch).integers(0, 7, (LAYERS, *STACK_X.shape[:-1], TOP_K))
         ids[..., 1] = np.where(ids[..., 1] == ids[..., 0], 7, ids[..., 1])
-        load = load_of(ids[..., None, :], np.ones((*ids.shape[:-1], 1), bool), 8)
-        # To a planner the groups are micro-batches of the batch: [data, L, N, G, E].
-        plan = any_plan(batch if planned else None, jnp.swapaxes(load, 0, 1), SMALL)
-        reorder_experts(model, optimizer, plan.home, mesh=GROUPS, topology=SMALL)
-        plan = Plan(jnp.swapaxes(plan.slot_expert, 0, 1), plan.home, jnp.swapaxes(plan.quota, 0, 1))
-        losses.append(train_step(model, optimizer, ids, plan, load))
+        # To a planner the copies are micro-batches of the batch: [data, L, ranks, tokens, K].
+        load = load_of(np.swapaxes(ids.reshape(LAYERS, 2, 4, -1, TOP_K), 0, 1), SMALL)
+        plan = random_plan(np.random.default_rng(batch), load, SMALL)
+        if not planned:
+            plan = compiled_update("static", SMALL)(load, ())[0]
+        reorder_experts(model, optimizer, plan.home, mesh=COPIES.mesh, topology=SMALL)
+        of_layers = jax.tree.map(lambda leaf: np.swapaxes(leaf, 0, 1), layer_plans(plan, load))
+        losses.append(train_step(model, optimizer, ids, of_layers))
     home = np.asarray(model.home[...])
 
     def by_expert(leaf):
@@ -404,11 +409,6 @@ def train(*, planned):
         "experts": by_expert(model.experts),
         "moments": by_expert(optimizer.opt_state[0].mu["experts"]),
     }, home
-
-
-def on_all(leaf):
-    named = isinstance(leaf.sharding, NamedSharding)
-    return leaf if named else jax.device_put(leaf, NamedSharding(GROUPS, PartitionSpec()))
 
 
 def test_training_with_plans_and_reorders_is_training_without():

@@ -13,10 +13,9 @@ from jaxtyping import Bool, Int
 
 from relibra_jax.cost.hardware import Cluster, Model
 from relibra_jax.cost.step_time import layer_time, push_time, rank_time
-from relibra_jax.plan import layer_plans
 from relibra_jax.planning.extra_args import with_extra_args
 from relibra_jax.planning.replication import replicate_experts
-from relibra_jax.types import Array, Plan, Planner, Topology
+from relibra_jax.types import Array, Plan, Planner, Topology, layer_plans
 
 
 def cheapest(

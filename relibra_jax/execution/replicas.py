@@ -29,7 +29,7 @@ class LayerExperts(NamedTuple):
 
 
 def fetch_replicas(
-    experts: Float[Array, "N G H three D F"],
+    experts: Float[Array, "..."],
     plan: LayerPlan,
     x: Float[Array, "..."],
     parallel: ExpertParallel,

@@ -91,7 +91,7 @@ def restore_training(
     return restored.step, tree["extra"]
 
 
-def _saved_state(model: nnx.Module) -> nnx.State:
+def _saved_state(model: nnx.Module) -> Any:
     return nnx.state(model, nnx.Not(Homes))
 
 

@@ -28,7 +28,6 @@ from relibra_jax.plan import home_layout
 from relibra_jax.replay import id_dtype
 from relibra_jax.types import EMPTY, Array, LayerPlan, Topology, check_shape
 
-
 EVERYWHERE: Final = PartitionSpec()
 """The spec of replicated parameters."""
 
