@@ -7,17 +7,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from relibra_jax.plan import check_plan, rank_load
-from relibra_jax.cost.step_time import batch_time, layer_time, push_time, rank_time
-from relibra_jax.planning.eplb import eplb
+from relibra_jax.cost.choose_by_time import cheapest, replicate_while_hidden
 from relibra_jax.cost.hardware import CLUSTERS, MODELS
+from relibra_jax.cost.step_time import batch_time, layer_time, push_time, rank_time
+from relibra_jax.plan import rank_load
+from relibra_jax.plan_check import check_plan
+from relibra_jax.planning.eplb import eplb
+from relibra_jax.planning.extra_args import with_extra_args
 from relibra_jax.planning.lplb import lplb
 from relibra_jax.planning.metrics import batch_imbalance
 from relibra_jax.planning.placement import place_experts
-from relibra_jax.cost.choose_by_time import cheapest, replicate_while_hidden
 from relibra_jax.planning.relibra import relibra
 from relibra_jax.planning.replication import replicate_experts
-from relibra_jax.types import Topology
+from relibra_jax.planning.static import static
+from relibra_jax.types import Planner, Topology, layer_plans
 
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=4, num_experts=32, replica_slots=2)
 SETTING = {"cluster": CLUSTERS["h100"], "model": MODELS["qwen3-30b-a3b"], "context": 4096.0, "scale": 100.0}
@@ -38,27 +41,49 @@ def test_cheapest_is_never_slower_than_its_planners(reach):
             place=functools.partial(place_experts, steps=200),
             replicate=functools.partial(replicate_experts, across_nodes=across),
         ),
-        eplb(hierarchical=not across),
+        eplb(across_nodes=across),
         lplb(across_nodes=across),
     ]
+    parts = [Planner(part.init, jax.jit(part.update)) for part in parts]
     planner = cheapest(parts, **SETTING)
+    states = planner.init(TOPOLOGY, 2, key=jax.random.key(0))
 
     @jax.jit
-    def run(load):
-        plans = [
-            p.update(load, p.init(TOPOLOGY, 2, key=jax.random.key(0)), TOPOLOGY)[0] for p in (planner, *parts)
-        ]
-        times = [batch_time(layer_time(rank_time(plan, load, TOPOLOGY, **SETTING))) for plan in plans]
+    def run(load, states):
+        plans = [planner.update(load, states, TOPOLOGY)[0]]
+        plans += [part.update(load, own, TOPOLOGY)[0] for part, own in zip(parts, states, strict=True)]
+        times = [batch_time(layer_time(rank_time(layer_plans(p, load), TOPOLOGY, **SETTING))) for p in plans]
         return plans[0], jnp.stack(times)
 
     chosen = set()
     for seed in range(4):
         load = random_load(seed)
-        plan, times = run(load)
-        check_plan(plan, load, TOPOLOGY, intra_node=not across)
+        plan, times = run(load, states)
+        check_plan(plan, load, TOPOLOGY, across_nodes=across)
         assert (times[0] <= times[1:] * (1 + 1e-6)).all()
         chosen.add(int(times[1:].argmin()))
     assert chosen
+
+
+def test_competitors_get_the_extra_arguments_that_they_name():
+    """Each its own: a competitor that names none is given none, and states stay apart."""
+    seen = []
+
+    def update(load, state, topology, *, refine, tokens=None):
+        seen.append((refine, tokens))
+        plan, _ = static().update(load, (), topology)
+        return plan, state + 1
+
+    told = Planner(lambda topology, num_layers, *, key: 5, update)
+    planner = cheapest([static(), told], **SETTING)
+    state = planner.init(TOPOLOGY, 2, key=jax.random.key(0))
+    assert state == ((), 5)
+    load, home = random_load(0), np.zeros((2, 32), np.int32)
+    plan, state = planner.update(load, state, TOPOLOGY, refine=home, cost="not named")
+    assert seen == [(home, None)]
+    assert state == ((), 6)
+    check_plan(plan, load, TOPOLOGY)
+    assert with_extra_args(planner) is planner, "it takes them all"
 
 
 def test_nothing_to_choose_from():
@@ -72,11 +97,12 @@ def test_replicas_leave_the_node_only_behind_attention(scale, expected):
     by_expert, home = load.sum((2, 3)), jnp.tile(jnp.arange(32)[None], (2, 1))
     setting = SETTING | {"scale": scale}
     plan = jax.jit(functools.partial(replicate_while_hidden, topology=TOPOLOGY, **setting))(by_expert, home)
-    check_plan(plan, load, TOPOLOGY, intra_node=expected == "near")
-    near, far = (
-        replicate_experts(by_expert, home, TOPOLOGY, across_nodes=across) for across in (False, True)
-    )
+    check_plan(plan, load, TOPOLOGY, across_nodes=expected == "far")
+    replicate = jax.jit(replicate_experts, static_argnames="across_nodes")
+    near, far = (replicate(by_expert, home, TOPOLOGY, across_nodes=across) for across in (False, True))
     wanted = near if expected == "near" else far
     np.testing.assert_array_equal(plan.quota, wanted.quota)
     assert batch_imbalance(rank_load(far)) < batch_imbalance(rank_load(near))
-    assert (push_time(far, TOPOLOGY, cluster=SETTING["cluster"], model=SETTING["model"]) > 0).any()
+    assert (
+        push_time(layer_plans(far, None), TOPOLOGY, cluster=SETTING["cluster"], model=SETTING["model"]) > 0
+    ).any()

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from experiments.reference_solvers import numpy_rebalance, python_rebalance
+from relibra_jax.plan_check import check_plan
 from relibra_jax.planning.eplb import eplb, rebalance_experts
 from relibra_jax.types import EMPTY, Topology
 
@@ -78,12 +79,39 @@ def test_unknown_option():
 
 def test_groups_that_do_not_fit():
     topology = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=1)
-    planner = eplb(num_groups=3)
+    planner = eplb(expert_groups=3)
     state = planner.init(topology, 1, key=jax.random.key(0))
     with pytest.raises(
-        ValueError, match="num_groups=3 must divide num_experts=8 and be a multiple of num_nodes=2"
+        ValueError, match="expert_groups=3 must divide num_experts=8 and be a multiple of num_nodes=2"
     ):
         planner.update(jnp.ones((1, 1, 2, 2, 8), jnp.int32), state, topology)
+
+
+@pytest.mark.parametrize("expert_groups", [2, 4])
+def test_groups_stay_in_one_node(expert_groups):
+    """Grouped routing keeps a token's experts in few groups; each group's homes are in one node."""
+    topology = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=1)
+    load = jnp.asarray(np.random.default_rng(2).zipf(1.5, (2, 3, 2, 2, 8)).clip(0, 500), jnp.int32)
+    planner = eplb(expert_groups=expert_groups)
+    plan, _ = jax.jit(planner.update)(load, planner.init(topology, 3, key=jax.random.key(0)), topology)
+    check_plan(plan, load, topology)
+    node = (np.asarray(plan.home) // 4).reshape(3, expert_groups, -1)
+    assert (node == node[..., :1]).all()
+
+
+def test_groups_and_nodes_are_ignored_across_nodes():
+    """EPLB's global policy, whatever the groups; the homes of its own function with one group and node."""
+    topology = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=1)
+    load = jnp.asarray(np.random.default_rng(2).zipf(1.5, (2, 3, 2, 2, 8)).clip(0, 500), jnp.int32)
+    plans = []
+    for planner in (eplb(across_nodes=True), eplb(across_nodes=True, expert_groups=3)):
+        plan, _ = jax.jit(planner.update)(load, planner.init(topology, 3, key=jax.random.key(0)), topology)
+        check_plan(plan, load, topology, across_nodes=True)
+        plans.append(plan)
+    chex.assert_trees_all_equal(*plans)
+    packed = rebalance_experts(load.sum((0, 2, 3)), 8, 1, 1, 4).physical_to_logical
+    layout = np.asarray(plans[0].slot_expert)[0, ..., : topology.home_slots].reshape(3, 8)
+    np.testing.assert_array_equal(layout, packed)
 
 
 def test_history_plans_from_the_past():
@@ -92,9 +120,10 @@ def test_history_plans_from_the_past():
     load = jnp.asarray(np.random.default_rng(1).integers(0, 500, (3, 2, 2, 2, 8)), jnp.int32)
     past, true = eplb(loads="history", scope="batch"), eplb(scope="batch")
     state = past.init(topology, 2, key=jax.random.key(0))
-    first, state = past.update(load, state, topology)
-    second, _ = past.update(load, state, topology)
-    told, _ = true.update(load, true.init(topology, 2, key=jax.random.key(0)), topology)
+    update = jax.jit(past.update)
+    first, state = update(load, state, topology)
+    second, _ = update(load, state, topology)
+    told, _ = jax.jit(true.update)(load, true.init(topology, 2, key=jax.random.key(0)), topology)
     chex.assert_trees_all_equal(second, told)
     assert (first.home != told.home).any()
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from scipy.optimize import linprog
 
-from relibra_jax.plan import check_plan, rank_load
+from relibra_jax.plan import rank_load
+from relibra_jax.plan_check import check_plan
 from relibra_jax.planning.graphs import GRAPHS, default_graph, graph_edges
 from relibra_jax.planning.lplb import lplb, split_over_edges
 from relibra_jax.planning.metrics import imbalance

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from support.plans import planned
 
 from relibra_jax.planning.metrics import (
     balanced_load,
@@ -11,8 +12,7 @@ from relibra_jax.planning.metrics import (
     moved_bytes,
     moved_experts,
 )
-from relibra_jax.planning.planners import static
-from relibra_jax.types import Topology
+from relibra_jax.types import Topology, layer_plans
 
 
 def test_imbalance_of_each_micro_batch():
@@ -35,9 +35,9 @@ def test_cross_node_load_counts_by_brute_force():
     """Static placement: every token copy whose expert lives on another node crosses."""
     topology = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=0)
     load = np.random.default_rng(0).integers(0, 50, (3, 2, 2, 2, 8)).astype(np.int32)
-    plan, _ = static().update(load, (), topology)
+    plan = planned("static", topology, load)
     crossing = load[:, :, 0, :, 4:].sum((2, 3)) + load[:, :, 1, :, :4].sum((2, 3))
-    np.testing.assert_array_equal(cross_node_load(plan, load), crossing)
+    np.testing.assert_array_equal(cross_node_load(layer_plans(plan, load)), crossing)
 
 
 def test_balanced_load_is_the_mean_rank_load():
