@@ -162,6 +162,7 @@ def test_in_order(samples, micro_batches):
     assert count.max() - count.min() <= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("nodes", "bound"), [(2, 1.016), (4, 1.060)])
 def test_recorded_loads(shared, nodes, bound):
     trace = np.load(shared / "traces" / "gptoss20b_rollouts.npz", allow_pickle=False)

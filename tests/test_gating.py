@@ -133,14 +133,14 @@ def test_what_cannot_be_routed():
         Gating(top_k=0, scores="softmax")
     with pytest.raises(ValueError, match="scores='linear' must be 'softmax' or 'sigmoid'"):
         Gating(top_k=1, scores="linear")
-    with pytest.raises(ValueError, match="groups=8"):
-        Gating(top_k=1, scores="softmax", groups=8)
-    with pytest.raises(ValueError, match=r"top_groups=3 must be in 1\.\.groups=2"):
-        Gating(top_k=1, scores="sigmoid", groups=2, top_groups=3)
+    with pytest.raises(ValueError, match="expert_groups=8"):
+        Gating(top_k=1, scores="softmax", expert_groups=8)
+    with pytest.raises(ValueError, match=r"top_expert_groups=3 must be in 1\.\.expert_groups=2"):
+        Gating(top_k=1, scores="sigmoid", expert_groups=2, top_expert_groups=3)
     deepseek = GATINGS["deepseek-v3"]
-    with pytest.raises(ValueError, match="12 experts must divide evenly into groups=8"):
+    with pytest.raises(ValueError, match="12 experts must divide evenly into expert_groups=8"):
         check_gating(deepseek, 12)
-    with pytest.raises(ValueError, match="groups=8 of 1 expert"):
+    with pytest.raises(ValueError, match="expert_groups=8 of 1 expert"):
         check_gating(dataclasses.replace(deepseek, top_k=2), 8)
     with pytest.raises(ValueError, match="top_k=9 of 8 experts"):
         check_gating(dataclasses.replace(deepseek, top_k=9), 16)

@@ -6,15 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relibra_jax.replay import (
-    check_replay,
-    expert_load,
-    id_dtype,
-    load_replay,
-    sample_load,
-    save_replay,
-    stored_num_experts,
-)
+from relibra_jax.replay import check_replay, expert_load, id_dtype, sample_load
+from relibra_jax.replay_files import load_replay, save_replay, stored_num_experts
 from relibra_jax.types import EMPTY, Assignment, RoutingReplay
 
 

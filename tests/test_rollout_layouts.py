@@ -13,7 +13,8 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from relibra_jax.replay import check_replay, id_dtype, load_replay, save_replay
+from relibra_jax.replay import check_replay, id_dtype
+from relibra_jax.replay_files import load_replay, save_replay
 from relibra_jax.rollout import LAYOUTS, replay_from_rollout
 from relibra_jax.types import EMPTY, RoutingReplay
 
