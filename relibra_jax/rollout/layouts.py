@@ -45,7 +45,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from relibra_jax.replay import read_arrays
+from relibra_jax.replay_files import read_arrays
 from relibra_jax.rollout.payload import Expected, Recorded, from_base64, from_http, integers, sequence
 from relibra_jax.rollout.router_trace import router_trace
 
