@@ -20,11 +20,10 @@ from relibra_jax.capacity import (
     worst_case_capacities,
 )
 from relibra_jax.node_visits import node_visits
-from relibra_jax.plan import layer_plans
 from relibra_jax.replay import expert_load
 from relibra_jax.replay_files import load_replay
 from relibra_jax.token_split import refit_quota, source_quota
-from relibra_jax.types import EMPTY, Assignment, BatchPlan, LayerPlan, RoutingReplay, Topology
+from relibra_jax.types import EMPTY, Assignment, BatchPlan, LayerPlan, RoutingReplay, Topology, layer_plans
 
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=1)
 SAMPLES, TOKENS, LAYERS, TOP_K = 12, 40, 2, 2
