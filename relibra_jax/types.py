@@ -224,8 +224,8 @@ class Planner(NamedTuple):
     - ``cost``: what the planner may know of the cluster and the model, or None.
     - ``refine``: ``[L, E]`` homes found for the same batch before its samples were assigned anew, or None.
 
-    A planner that has no use for one of the last three does not name it: `relibra_jax.planning.extra_args` leaves it out
-    of the call, as optax does.
+    A planner that has no use for one of the last three does not name it: `relibra_jax.planning.extra_args` leaves it
+    out of the call, as optax does.
     """
 
     init: Callable[..., Any]

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from relibra_jax.execution.expert_labels import optimizer_layers
 from relibra_jax.execution.mesh import LOCAL, NODE, expert_mesh, rank_sharding
-from relibra_jax.execution.migration import migrate_experts, migration_step, route
+from relibra_jax.execution.migration import migrate_experts, migration_step, move_tables
 from relibra_jax.types import Topology
 
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=4, num_experts=32, replica_slots=1)
@@ -112,7 +112,7 @@ def test_only_what_moves_travels(mesh, migrate):
     assert result[0] is tree[0]
     for layer in (1, 2):
         same_bits(result[layer], moved(values[layer], OLD[layer], new[layer]))
-    sizes = [route(OLD[layer], new[layer], TOPOLOGY).leave.shape for layer in range(LAYERS)]
+    sizes = [move_tables(OLD[layer], new[layer], TOPOLOGY).leave.shape for layer in range(LAYERS)]
     assert sizes == [(8, 0), (8, 0), (8, 1)]
 
 
@@ -180,7 +180,7 @@ def test_memory_and_collectives_of_the_program(mesh):
     for kind, most in (("device", 1.0), ("pinned_host", 2.0)):
         sharding = NamedSharding(mesh, STACKED, memory_kind=kind)
         leaf = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
-        tables = route(OLD[0], NEW[0], TOPOLOGY)
+        tables = move_tables(OLD[0], NEW[0], TOPOLOGY)
         program = migration_step(sharding, stacked=True).lower(leaf, np.int32(0), tables).compile()
         collectives = re.findall(r" (all-[a-z-]+|collective-[a-z-]+|reduce-scatter)\(", program.as_text())
         assert set(collectives) == {"all-to-all"}

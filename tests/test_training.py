@@ -10,16 +10,22 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from jax.experimental import multihost_utils
+from support.dense import mixture
+from support.plans import load_of
 
-from relibra_jax.capacity import worst_case_capacities
+from relibra_jax.execution import (
+    ExpertParallel,
+    expert_mesh,
+    fetch_replicas,
+    migrate_experts,
+    moe_layer,
+    optimizer_layers,
+    rank_sharding,
+)
 from relibra_jax.execution.checkpoint import restore_checkpoint, save_checkpoint
-from relibra_jax.execution.expert_labels import optimizer_layers
-from relibra_jax.execution.mesh import expert_mesh, rank_sharding
-from relibra_jax.execution.migration import migrate_experts
-from relibra_jax.execution.moe import ExpertParallel, fetch_replicas, moe_layer
 from relibra_jax.plan import home_layout
 from relibra_jax.planning.planners import PLANNERS
-from relibra_jax.types import Plan, Topology
+from relibra_jax.types import Topology, layer_plans
 
 STEPS, LAYERS, SAMPLES, TOKENS, WIDTH, HIDDEN, EXPERTS, TOP_K = 20, 2, 8, 6, 6, 5, 8, 2
 OPTIMIZER = optax.adamw(3e-3)
@@ -72,11 +78,7 @@ def train_dense():
     @jax.jit
     def step(params, opt_state, x, target, ids):
         def experts_of(layer, x, ids, gates):
-            weights = params_now[layer]["experts"][ids]
-            gate, up, down = (weights[..., part, :, :] for part in range(3))
-            hidden = jax.nn.silu(jnp.einsum("btd,btkdf->btkf", x, gate))
-            hidden *= jnp.einsum("btd,btkdf->btkf", x, up)
-            return jnp.einsum("btkf,btkdf,btk->btd", hidden, down, gates)
+            return mixture(x, ids, gates, params_now[layer]["experts"])
 
         def loss(params):
             nonlocal params_now
@@ -97,28 +99,17 @@ def train_dense():
 @functools.cache
 def compiled_step(topology, mesh):
     """The jitted update of a run."""
-    ranks = (topology.num_nodes, topology.ranks_per_node)
-    tokens = SAMPLES // topology.num_ranks * TOKENS
-    parallel = ExpertParallel(
-        mesh=mesh,
-        topology=topology,
-        capacities=worst_case_capacities(tokens, TOP_K, topology),
-        path="hierarchical",
-    )
+    parallel = ExpertParallel(mesh=mesh, topology=topology, path="hierarchical")
 
     @jax.jit
-    def step(params, opt_state, x, target, ids, plan, load):
-        def by_rank(values):
-            return values.reshape(*ranks, tokens, *values.shape[2:])
-
+    def step(params, opt_state, x, target, ids, plans):
         def loss(params):
             def experts_of(layer, x, ids, gates):
-                experts = params[layer]["experts"]
-                of_layer = Plan(plan.slot_expert[layer], plan.home[layer], plan.quota[layer])
-                held, x = fetch_replicas(experts, of_layer, x, parallel)
-                return moe_layer(x, ids, gates, held, of_layer, load[layer], parallel)
+                plan = plans.layer(layer)
+                held, x = fetch_replicas(params[layer]["experts"], plan, x, parallel)
+                return moe_layer(x, ids, gates, held, plan, parallel)
 
-            return mean_square(params, by_rank(x), by_rank(target), by_rank(ids), experts_of)
+            return mean_square(params, x, target, ids, experts_of)
 
         return update(loss, params, opt_state)
 
@@ -169,15 +160,14 @@ class Run:
     def train(self, first, last):
         """Batches ``first`` to ``last``: plan, reorder, update."""
         for x, target, ids in list(zip(*data(), strict=True))[first:last]:
-            ranks = (self.topology.num_nodes, self.topology.ranks_per_node)
-            count = (ids[..., None] == np.arange(EXPERTS)).sum((1, 3))  # [samples, layers, experts]
-            load = count.reshape(*ranks, -1, LAYERS, EXPERTS).sum(2).transpose(2, 0, 1, 3).astype(np.int32)
+            by_layer = np.moveaxis(ids, 2, 0).reshape(1, LAYERS, self.topology.num_ranks, -1, TOP_K)
+            load = load_of(by_layer, self.topology)
             with jax.enable_x64(False):
-                plan, self.state = self.plan(load[None], self.state, self.topology)
+                plan, self.state = self.plan(load, self.state, self.topology)
             plan = jax.tree.map(np.asarray, plan)
             self.reorder(plan.home)
-            plan = Plan(plan.slot_expert[0], plan.home, plan.quota[0])
-            self.params, self.opt_state = self.step(self.params, self.opt_state, x, target, ids, plan, load)
+            plans = layer_plans(plan, load).layer(0)
+            self.params, self.opt_state = self.step(self.params, self.opt_state, x, target, ids, plans)
 
     def reorder(self, home):
         tree = {"params": self.params, "opt_state": self.opt_state}

@@ -6,14 +6,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 CHECKS = [
     "node_axis_is_the_process",
     "both_hold_the_same_plan_or_stop",
     "plans_do_not_change_the_mathematics",
     "training_goes_on_where_it_stopped",
+    "batches_are_prepared_and_trained_on",
 ]
 
 
+@pytest.mark.slow
 def test_two_processes_of_four_devices(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -82,7 +82,10 @@ def moe_layer(
     def on_rank(x, expert_ids, gates, experts, plan):
         place = (*copy, 0, 0)
         home = experts.home[place]
-        replicas = home[:0] if experts.replicas is None else experts.replicas[place]
+        # Without replicas, an empty array made of tokens: Shardy crashes (jaxlib 0.11) over an empty constant that a
+        # scan's backward pass hoists out of the shard_map.
+        empty = x.ravel()[:0].reshape(0, *home.shape[1:])
+        replicas = empty if experts.replicas is None else experts.replicas[place]
         plan = jax.tree.map(lambda leaf: leaf[copy], plan)
         tokens, ids, weights = (each.reshape(-1, each.shape[-1]) for each in (x, expert_ids, gates))
         return _on_rank(tokens, ids, weights, home, replicas, plan, parallel).reshape(x.shape)

@@ -36,22 +36,29 @@ def is_valid(plan: LayerPlan, topology: Topology, *, across_nodes: bool) -> Bool
     layout = slots[:, :homes].ravel()
     at_home = (layout[jnp.clip(home, 0, experts - 1)] == jnp.arange(experts)).all()
 
-    # Home slots that ascend along a rank's replicas rule out an expert that is held twice, but for its own home.
-    replica, rank = slots[:, homes:], jnp.arange(ranks)[:, None]
-    source = jnp.where(replica == EMPTY, experts, home[jnp.maximum(replica, 0)])
-    ascending = (source[:, :-1] < source[:, 1:]) | (source[:, 1:] == experts)
-    once = ascending.all() & (source // homes != rank).all()
-    near = jnp.bool_(across_nodes)
-    if not across_nodes:
-        per_node = topology.ranks_per_node
-        near = ((replica == EMPTY) | (source // (homes * per_node) == rank // per_node)).all()
+    # Empty arrays of replicas are kept out of the compiled layer: Shardy crashes (jaxlib 0.11) where a scan's backward
+    # pass hoists one out of the shard_map.
+    placed = _replicas_valid(slots[:, homes:], home, topology, across_nodes) if slots.shape[1] > homes else True
 
     total = plan.load.sum((0, 1), dtype=jnp.int32)
     most = jnp.where(slots == EMPTY, 0, total[jnp.maximum(slots, 0)])
     held = jnp.where(slots == EMPTY, experts, slots)
     planned = jnp.zeros(experts, jnp.int32).at[held].add(quota, mode="drop")
     exact = ((quota >= 0) & (quota <= most)).all() & (planned == total).all() & (plan.load >= 0).all()
-    return known & at_home & once & near & exact
+    return known & at_home & placed & exact
+
+
+def _replicas_valid(replica, home, topology: Topology, across_nodes: bool) -> jax.Array:
+    """Whether no rank holds an expert twice, and no replica is farther from home than it may."""
+    experts, homes, per_node = topology.num_experts, topology.home_slots, topology.ranks_per_node
+    # Home slots that ascend along a rank's replicas rule out an expert that is held twice, but for its own home.
+    rank = jnp.arange(topology.num_ranks)[:, None]
+    source = jnp.where(replica == EMPTY, experts, home[jnp.maximum(replica, 0)])
+    ascending = (source[:, :-1] < source[:, 1:]) | (source[:, 1:] == experts)
+    once = ascending.all() & (source // homes != rank).all()
+    if across_nodes:
+        return once
+    return once & ((replica == EMPTY) | (source // (homes * per_node) == rank // per_node)).all()
 
 
 def one_or_nan(sound: Bool[jax.Array, ""], like: jax.Array) -> jax.Array:

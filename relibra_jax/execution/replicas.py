@@ -40,8 +40,8 @@ def fetch_replicas(
     are fetched again in the backward pass; without it, every layer's are kept for it.
 
     Args:
-        experts: the home experts of the layer, ``[N, G, H, 3, D, F]``: gate, up and down transposed, in the dtype of the computation: replicas
-            travel, and their gradients return, in it.
+        experts: the home experts of the layer, ``[N, G, H, 3, D, F]``: gate, up and down transposed, in the dtype of
+            the computation, in which replicas travel and their gradients return.
         plan: the plan of this layer and micro-batch, ``[*copies, ...]``.
         x: the transformer layer's input, ``[B, ...]``, sharded over the ranks along its first axis.
         parallel: mesh, topology, sizes and ways.

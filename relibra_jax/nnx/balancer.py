@@ -125,11 +125,9 @@ class Balancer:
 
     @state.setter
     def state(self, state: BalancerState) -> None:
-        now = self.state
-        for name, own, given in zip(now._fields, now, state, strict=True):
-            shapes = [jax.tree.map(np.shape, part) for part in (own, given)]
-            if shapes[0] != shapes[1]:
-                raise ValueError(f"balancer state, {name}: expected {shapes[0]}, found {shapes[1]}")
+        for name, own, given in zip(state._fields, self.state, state, strict=True):
+            if _shapes(own) != _shapes(given):
+                raise ValueError(f"balancer state, {name}: expected {_shapes(own)}, found {_shapes(given)}")
         live = (self._planner_state, self._key)
         self._planner_state, self._key = jax.tree.map(_from_host, (state.planner, state.key), live)
         self._home, self._capacities = np.asarray(state.home, np.int32), state.capacities
@@ -279,6 +277,11 @@ def _no_capacities(*, hierarchical: bool) -> Capacities:
 
 def _updates(optimizer: nnx.Optimizer) -> int:
     return int(optimizer.step[...])
+
+
+def _shapes(tree: PyTree) -> tuple[Any, ...]:
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, *map(np.shape, leaves)
 
 
 def _is_key(leaf: Any) -> bool:

@@ -1,0 +1,354 @@
+"""The front door: batches prepared in one call, trained on in any loop, and every wrong turn of a loop refused."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+from support.plans import random_routing
+
+from experiments.examples import flax_loop
+from relibra_jax import BatchPlan, Planner, RoutingReplay, Topology, assign_samples, eplb, static
+from relibra_jax.execution.gating import GATINGS
+from relibra_jax.nnx import (
+    Balancer,
+    MoELayer,
+    expert_mesh,
+    get_homes,
+    restore_training,
+    save_training,
+    set_homes,
+)
+from relibra_jax.types import EMPTY
+
+TOPOLOGY = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=1)
+LAYERS, SAMPLES, TOKENS, WIDTH, HIDDEN, TOP_K, MICRO_BATCHES = 2, 10, 6, 8, 6, 2, 2
+GATING = dataclasses.replace(GATINGS["qwen3-moe"], top_k=TOP_K)
+IN_ORDER = {"assign": None, "num_layers": LAYERS, "num_micro_batches": MICRO_BATCHES}
+EPLB = eplb()
+
+
+class Stack(nnx.Module):
+    """A residual stack of mixtures of experts."""
+
+    def __init__(self, topology, **options):
+        rngs = nnx.Rngs(0)
+        self.layers = nnx.List(
+            [MoELayer(topology, WIDTH, HIDDEN, GATING, rngs=rngs, **options) for _ in range(LAYERS)]
+        )
+
+    def __call__(self, x, replay, plans, parallel):
+        for number, layer in enumerate(self.layers):
+            ids = None if plans is None else replay.expert_ids[..., number, :]
+            plan = None if plans is None else plans.layer(number)
+            x = x + layer(jnp.tanh(x), ids, plan, parallel=parallel, mask=replay.mask).output
+        return x
+
+
+@nnx.jit
+def train_step(model, optimizer, batch, rows):
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+
+    def loss_of(params, x, replay, plans):
+        out = nnx.merge(graph, params, rest)(x, replay, plans, batch.parallel)
+        return (jnp.square(out - 1).sum(-1) * replay.mask).sum() / (SAMPLES * TOKENS)
+
+    def accumulate(gradients, micro_batch):
+        (x, replay), plans = micro_batch
+        loss, more = jax.value_and_grad(loss_of)(params, x, replay, plans)
+        return jax.tree.map(jnp.add, gradients, more), loss
+
+    nothing = jax.tree.map(jnp.zeros_like, params)
+    gradients, losses = jax.lax.scan(accumulate, nothing, (rows, batch.layer_plans()))
+    optimizer.update(model, gradients)
+    return losses.sum()
+
+
+@functools.cache
+def batches():
+    """Inputs and routing of six batches; ten samples leave places of the ranks empty."""
+    rng = np.random.default_rng(0)
+    sizes = {"samples": SAMPLES, "tokens": TOKENS, "layers": LAYERS, "experts": 8, "top_k": TOP_K}
+    return [
+        (rng.normal(size=(SAMPLES, TOKENS, WIDTH)).astype(np.float32), random_routing(rng, **sizes))
+        for _ in range(6)
+    ]
+
+
+class Run:
+    """A model, its optimizer and its balancer."""
+
+    def __init__(self, planner=EPLB, topology=TOPOLOGY, axes=None, options=IN_ORDER, **layer):
+        devices = topology.num_ranks * int(np.prod(list((axes or {}).values())))
+        self.mesh = expert_mesh(topology, devices=jax.devices()[:devices], **(axes or {}))
+        self.model = Stack(topology, **({"mesh": self.mesh} | layer))
+        self.optimizer = nnx.Optimizer(self.model, OPTIMIZER, wrt=nnx.Param)
+        self.balancer = Balancer(planner, topology, mesh=self.mesh, key=jax.random.key(0), **options)
+
+    def prepare(self, number=0, **options):
+        return self.balancer.prepare(self.model, self.optimizer, batches()[number][1], **options)
+
+    def train(self, first, last):
+        """The losses of some batches."""
+        losses = []
+        for number in range(first, last):
+            batch = self.prepare(number)
+            losses.append(
+                float(train_step(self.model, self.optimizer, batch, batch.to_ranks(batches()[number])))
+            )
+        return losses
+
+    def logical(self):
+        """Parameters as NumPy arrays, experts by id."""
+        home = get_homes(self.model)
+        leaves = []
+        for layer, row in zip(self.model.layers, home, strict=True):
+            leaves.append(np.asarray(layer.experts[...]).reshape(8, 3, WIDTH, HIDDEN)[row])
+            leaves.append(np.asarray(layer.router[...]))
+        return leaves
+
+
+OPTIMIZER = optax.adamw(1e-2, eps=1e-3)
+
+
+@functools.cache
+def trained():
+    """A run over all batches, never stopped, and its losses."""
+    run = Run()
+    return run, run.train(0, 6)
+
+
+def test_training_is_the_same_as_under_static_placement():
+    run, losses = trained()
+    still = Run(static())
+    np.testing.assert_allclose(still.train(0, 6), losses, rtol=2e-6)
+    assert losses[-1] < losses[0]
+    assert (get_homes(run.model) != get_homes(still.model)).any()
+    for found, wanted in zip(still.logical(), run.logical(), strict=True):
+        np.testing.assert_allclose(found, wanted, atol=5e-5)
+
+
+@pytest.mark.parametrize("axes", [{"data": 2}, {"data": 2, "fsdp": 2}])
+def test_data_and_fsdp_axes_are_the_same_training(axes):
+    topology = dataclasses.replace(TOPOLOGY, num_nodes=1)
+    run = Run(topology=topology, axes=axes, fsdp_axis="fsdp" if "fsdp" in axes else None)
+    np.testing.assert_allclose(run.train(0, 2), trained()[1][:2], rtol=2e-6)
+    batch = run.prepare(2)
+    assert batch.layer_plans().quota.shape == (2, LAYERS, *axes.values(), 1, 2, topology.slots)
+    rows = batch.to_ranks(np.arange(SAMPLES) + 1)
+    assert rows.sharding.is_equivalent_to(
+        jax.NamedSharding(run.mesh, jax.P(None, (*axes, "node", "local"))), 2
+    )
+    assert sorted(np.asarray(rows)[np.asarray(rows) > 0].tolist()) == list(range(1, SAMPLES + 1))
+
+
+def test_a_model_that_was_built_without_a_mesh_is_put_on_it():
+    run = Run(mesh=None)
+    assert run.model.layers[0].experts.sharding.num_devices == 1
+    np.testing.assert_allclose(run.train(0, 1), trained()[1][:1], rtol=2e-6)
+    sharding = run.model.layers[0].experts.sharding
+    assert sharding == jax.NamedSharding(run.mesh, jax.P("node", "local"))
+    assert {leaf.sharding.mesh for leaf in jax.tree.leaves(nnx.state(run.optimizer))} == {run.mesh}
+
+
+def test_two_batches_of_equal_sizes_are_one_program():
+    run, _ = trained()
+    assert len({run.balancer.state.capacities for _ in range(1)}) == 1
+    before = train_step.jitted_fn._cache_size() if hasattr(train_step, "jitted_fn") else None
+    losses = Run().train(0, 2)
+    assert losses == trained()[1][:2]
+    if before is not None:
+        assert train_step.jitted_fn._cache_size() == before
+
+
+def test_rows_come_to_the_ranks_that_own_their_samples():
+    run = Run()
+    batch = run.prepare()
+    sample = np.asarray(batch.batch_plan.assignment.sample).reshape(MICRO_BATCHES, -1)
+    rows = np.asarray(batch.to_ranks({"number": np.arange(SAMPLES) + 1})["number"])
+    np.testing.assert_array_equal(rows, np.where(sample == EMPTY, 0, sample + 1))
+    assert sorted(sample[sample != EMPTY].tolist()) == list(range(SAMPLES))
+
+
+def test_samples_are_assigned_for_balance_unless_told():
+    run = Run(static(), options=IN_ORDER | {"assign": assign_samples})
+    sample = np.asarray(run.prepare().batch_plan.assignment.sample)
+    assert sorted(sample[sample != EMPTY].tolist()) == list(range(SAMPLES))
+    assert (sample.ravel() != np.asarray(Run(static()).prepare().batch_plan.assignment.sample).ravel()).any()
+
+
+def test_live_routing_is_prepared_without_a_replay():
+    run = Run()
+    before = get_homes(run.model)
+    batch = run.balancer.prepare(run.model, run.optimizer, None, num_samples=SAMPLES)
+    assert batch.layer_plans() is None
+    assert batch.parallel.capacities is None
+    assert batch.parallel.topology.replica_slots == 0
+    np.testing.assert_array_equal(get_homes(run.model), before)
+    loss = train_step(run.model, run.optimizer, batch, batch.to_ranks(batches()[0]))
+    assert np.isfinite(loss)
+    with pytest.raises(ValueError, match="give it num_samples"):
+        run.balancer.prepare(run.model, run.optimizer, None)
+
+
+def test_a_second_batch_before_an_update_is_refused():
+    run = Run()
+    run.prepare(0)
+    with pytest.raises(
+        ValueError, match=r"before the first was learned from: the optimizer is still at step 0"
+    ):
+        run.prepare(1)
+    run.balancer.discard()
+    run.prepare(1)
+
+
+def test_a_batch_is_refused_after_the_experts_moved_on():
+    run = Run()
+    old = run.prepare(0)
+    rows = old.to_ranks(batches()[0])
+    train_step(run.model, run.optimizer, old, rows)
+    train_step(run.model, run.optimizer, old, rows)  # several updates of one batch are fine
+    run.prepare(1)
+    with pytest.raises(ValueError, match=r"this batch is number 1 of its balancer, .* for number 2"):
+        train_step(run.model, run.optimizer, old, rows)
+    with pytest.raises(ValueError, match="this batch is number 1"):
+        old.to_ranks(batches()[0])
+
+
+def test_rows_of_a_batch_of_another_size_are_refused():
+    batch = Run().prepare()
+    with pytest.raises(ValueError, match=r"tokens: shape \(7, 3\) for a batch of 10 samples"):
+        batch.to_ranks({"tokens": np.zeros((7, 3))})
+
+
+def test_homes_that_are_not_the_models_are_refused():
+    run = Run()
+    home = get_homes(run.model)
+    home[1, [2, 5]] = home[1, [5, 2]]
+    set_homes(run.model, home)
+    with pytest.raises(
+        ValueError, match=r"layer 1, expert 2: the model holds it in home slot 5, the balancer left it in 2"
+    ):
+        run.prepare()
+
+
+def wrong_replays():
+    ids, mask = batches()[0][1]
+    yield RoutingReplay(ids[:, :, :1], mask), "replay of 1 MoE layers, balancer of 2"
+    outside = ids.copy()
+    outside[mask.nonzero()[0][0], mask.nonzero()[1][0], 1, 0] = 8
+    yield RoutingReplay(outside, mask), r"sample \d+, token \d+, layer 1: expert id 8 is outside 0..7"
+    yield RoutingReplay(ids[:1], mask[:1]), "num_micro_batches=2 must be at least 1 and at most 1 samples"
+
+
+@pytest.mark.parametrize("case", range(3))
+def test_a_replay_of_another_model_is_refused(case):
+    run, (replay, message) = Run(), list(wrong_replays())[case]
+    with pytest.raises(ValueError, match=message):
+        run.balancer.prepare(run.model, run.optimizer, replay)
+
+
+MALFORMED = {
+    "home slots of one rank swapped": (
+        lambda plan: plan._replace(
+            slot_expert=plan.slot_expert.at[0, 0, 0, 0, :2].set(plan.slot_expert[0, 0, 0, 0, 1::-1])
+        ),
+        "home slot of expert . holds .",
+    ),
+    "homes of another batch": (
+        lambda plan: plan._replace(home=jnp.roll(plan.home, 1, axis=1)),
+        "home slot of expert . holds .",
+    ),
+    "an expert twice on a rank": (
+        lambda plan: plan._replace(
+            slot_expert=plan.slot_expert.at[0, 0, 0, 0, 2].set(plan.slot_expert[0, 0, 0, 0, 0])
+        ),
+        "micro-batch 0, layer 0, node 0, local rank 0: holds expert . twice",
+    ),
+    "a quota on an empty slot": (
+        lambda plan: plan._replace(quota=plan.quota.at[0, 0, 0, 0, 2].add(1)),
+        "quota 1 on an empty slot",
+    ),
+    "negative quotas whose sums hold": (
+        lambda plan: plan._replace(quota=plan.quota.at[0, 0, 0, 0, 0].set(-1)),
+        "quota -1 is negative",
+    ),
+    "one quota changed": (
+        lambda plan: plan._replace(quota=plan.quota.at[0, 0, 0, 0, 0].add(1)),
+        "quotas sum to",
+    ),
+    "an unknown expert": (
+        lambda plan: plan._replace(slot_expert=plan.slot_expert.at[0, 0, 0, 0, 2].set(2**31 - 1)),
+        "expert 2147483647 is outside 0..7",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MALFORMED)
+def test_a_malformed_plan_is_refused_and_nothing_moves(case):
+    change, message = MALFORMED[case]
+    honest = static()
+
+    def update(load, state, topology):
+        plan, state = honest.update(load, state, topology)
+        return change(plan._replace(home=jnp.asarray(plan.home))), state
+
+    run = Run(Planner(honest.init, update))
+    before = run.logical()
+    with pytest.raises(ValueError, match=message):
+        run.prepare()
+    for found, wanted in zip(run.logical(), before, strict=True):
+        np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.parametrize("topology", [TOPOLOGY, dataclasses.replace(TOPOLOGY, num_nodes=1)])
+def test_a_run_goes_on_from_its_checkpoint(topology, tmp_path):
+    """Bit for bit on the same ranks; the same training on others."""
+    first, second = Run(), Run(topology=topology)
+    losses = first.train(0, 2)
+    second.train(0, 1)  # whatever it did before is overwritten
+    with ocp.CheckpointManager(tmp_path) as manager:
+        assert save_training(manager, 2, first.model, first.optimizer, first.balancer, extra={"epoch": 3})
+        manager.wait_until_finished()
+        found = restore_training(manager, second.model, second.optimizer, second.balancer, extra={"epoch": 0})
+    assert found == (2, {"epoch": 3})
+    assert losses == trained()[1][:2]
+    same = topology == TOPOLOGY
+    np.testing.assert_allclose(second.train(2, 4), trained()[1][2:4], rtol=0 if same else 2e-6)
+    if same:
+        run = Run()
+        run.train(0, 4)
+        for found_leaf, wanted in zip(second.logical(), run.logical(), strict=True):
+            np.testing.assert_array_equal(found_leaf, wanted)
+
+
+def test_state_of_another_planner_is_refused():
+    state = Run(static()).balancer.state
+    with pytest.raises(ValueError, match="balancer state, planner: expected"):
+        Run().balancer.state = state
+
+
+@pytest.mark.slow
+def test_the_twenty_lines_are_balanced_and_equal_to_static_placement(capsys):
+    losses = flax_loop.main(batches=2)
+    imbalances = [float(line.split()[-1]) for line in capsys.readouterr().out.splitlines()]
+    assert losses[-1] < losses[0]
+    assert max(imbalances) < 1.05
+    np.testing.assert_allclose(flax_loop.main(batches=2, planner=static()), losses, rtol=1e-5)
+    imbalances = [float(line.split()[-1]) for line in capsys.readouterr().out.splitlines()]
+    assert min(imbalances) > 1.2
+
+
+def test_a_prepared_batch_is_a_tree_with_static_ways():
+    batch = Run().prepare()
+    leaves, structure = jax.tree.flatten(batch)
+    again = jax.tree.unflatten(structure, leaves)
+    assert again.parallel == batch.parallel
+    assert isinstance(again.batch_plan, BatchPlan)
+    with pytest.raises(ValueError, match="to_ranks moves arrays of the host"):
+        again.to_ranks(np.zeros((SAMPLES, 1)))
