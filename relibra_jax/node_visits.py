@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Int
 
 from relibra_jax.token_split import source_quota
-from relibra_jax.types import EMPTY, BatchPlan, RoutingReplay, Topology
+from relibra_jax.types import EMPTY, BatchPlan, LayerPlan, RoutingReplay, Topology
 
 
 def node_visits(
@@ -37,16 +37,21 @@ def node_visits(
     node = np.repeat(np.arange(topology.num_nodes), topology.ranks_per_node * topology.slots)
     shape = np.shape(batch_plan.load)[:2]
     visits = np.zeros((*shape, topology.num_ranks, topology.num_nodes), np.int64)
-    split = jax.jit(jax.vmap(functools.partial(source_quota, topology=topology)))
     for m, on_rank in enumerate(samples):
         tokens = [ids[chosen][mask[chosen]] for chosen in (held[held != EMPTY] for held in on_rank)]
         plans = batch_plan.micro_batch(m)
-        sent = np.asarray(split(plans))
+        sent = np.asarray(_split_layers(plans, topology))
         for layer, rank in np.ndindex(*visits.shape[1:3]):
             slot_expert = np.asarray(plans.slot_expert[layer]).ravel()
             nodes = _copy_nodes(tokens[rank][:, layer], slot_expert, sent[layer, rank].ravel(), node)
             visits[m, layer, rank] = (nodes[..., None] == np.arange(topology.num_nodes)).any(1).sum(0)
     return visits
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _split_layers(layer_plans: LayerPlan, topology: Topology) -> jax.Array:
+    """`source_quota` of the layers of one micro-batch, ``[L P N G S]``."""
+    return jax.vmap(functools.partial(source_quota, topology=topology))(layer_plans)
 
 
 def _copy_nodes(ids: np.ndarray, slot_expert: np.ndarray, sent: np.ndarray, node: np.ndarray) -> np.ndarray:

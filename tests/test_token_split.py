@@ -96,6 +96,14 @@ def test_node_visits_by_brute_force(replay, batch):
     np.testing.assert_array_equal(node_visits(replay, batch, TOPOLOGY), expected)
 
 
+def test_the_visits_of_a_further_batch_compile_nothing(replay, batch, caplog):
+    """Every batch is counted, between plan and step."""
+    node_visits(replay, batch, TOPOLOGY)
+    with jax.log_compiles():
+        node_visits(replay, batch, TOPOLOGY)
+    assert "Compiling" not in caplog.text
+
+
 def test_one_layer_with_and_without_jit(batch):
     """Written for one layer: alone, compiled or not, it is what the vmap at the edge gives."""
     layer = batch.micro_batch(1).layer(0)
