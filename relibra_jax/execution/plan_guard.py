@@ -38,7 +38,9 @@ def is_valid(plan: LayerPlan, topology: Topology, *, across_nodes: bool) -> Bool
 
     # Empty arrays of replicas are kept out of the compiled layer: Shardy crashes (jaxlib 0.11) where a scan's backward
     # pass hoists one out of the shard_map.
-    placed = _replicas_valid(slots[:, homes:], home, topology, across_nodes) if slots.shape[1] > homes else True
+    placed = (
+        _replicas_valid(slots[:, homes:], home, topology, across_nodes) if slots.shape[1] > homes else True
+    )
 
     total = plan.load.sum((0, 1), dtype=jnp.int32)
     most = jnp.where(slots == EMPTY, 0, total[jnp.maximum(slots, 0)])
@@ -54,8 +56,9 @@ def _replicas_valid(replica, home, topology: Topology, across_nodes: bool) -> ja
     # Home slots that ascend along a rank's replicas rule out an expert that is held twice, but for its own home.
     rank = jnp.arange(topology.num_ranks)[:, None]
     source = jnp.where(replica == EMPTY, experts, home[jnp.maximum(replica, 0)])
-    ascending = (source[:, :-1] < source[:, 1:]) | (source[:, 1:] == experts)
-    once = ascending.all() & (source // homes != rank).all()
+    once = (source // homes != rank).all()
+    if replica.shape[1] > 1:
+        once &= ((source[:, :-1] < source[:, 1:]) | (source[:, 1:] == experts)).all()
     if across_nodes:
         return once
     return once & ((replica == EMPTY) | (source // (homes * per_node) == rank // per_node)).all()
