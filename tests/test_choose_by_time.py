@@ -33,6 +33,7 @@ def random_load(seed):
     return jnp.asarray(load.astype(np.int32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reach", ["node", "across"])
 def test_cheapest_is_never_slower_than_its_planners(reach):
     across = reach == "across"
