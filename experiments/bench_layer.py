@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.bench import interleaved
-from experiments.contenders import Contender, contenders, expert_weights
+from experiments.contenders import ContenderBatch, contenders, expert_weights
 from relibra_jax.cli.traces import read_trace
 from relibra_jax.execution import ExpertParallel, expert_mesh, fetch_replicas, moe_layer, rank_sharding
 from relibra_jax.execution.mesh import RANKS
@@ -120,7 +120,7 @@ def peer(layer, mesh, arguments):
     return lambda: step(*arguments)
 
 
-def ours(contender: Contender, topology: Topology, mesh, arguments):
+def ours(contender: ContenderBatch, topology: Topology, mesh, arguments):
     """Forward and backward of our layer, replicas fetched in the open."""
     parallel = ExpertParallel(mesh=mesh, topology=topology, capacities=contender.capacities)
 
@@ -147,7 +147,7 @@ def main(config: BenchLayer) -> None:
     x = np.random.default_rng(0).normal(size=(*ids.shape[:-1], config.width)).astype(np.float32)
     weights = expert_weights(topology.num_experts, config.width, config.hidden, 1)[0]
 
-    def arguments(contender: Contender):
+    def arguments(contender: ContenderBatch):
         layout = np.asarray(home_layout(contender.batch_plan.plan.home[0], topology))
         tokens = (x, ids, np.full(ids.shape, 1 / ids.shape[-1], np.float32))
         by_token = jax.NamedSharding(mesh, jax.P(RANKS))

@@ -20,7 +20,7 @@ CONTENDERS = ("static", "eplb", "relibra", "balanced")
 """`balanced` is no planner: routing forced to be even, under static placement. The bound that reports compare with."""
 
 
-class Contender(NamedTuple):
+class ContenderBatch(NamedTuple):
     """A batch as one contender runs it."""
 
     expert_ids: Int[np.ndarray, "M L ranks t K"]
@@ -38,7 +38,7 @@ class Contender(NamedTuple):
 
 def contenders(
     trace: Trace, topology: Topology, *, micro_batches: int, samples_per_rank: int, layers: int, seed: int = 0
-) -> dict[str, Contender]:
+) -> dict[str, ContenderBatch]:
     """The same samples, drawn from the trace by ``seed``, under every contender.
 
     Args:
@@ -75,7 +75,7 @@ def contenders(
     }
 
 
-def _contender(ids, mask, assignment: Assignment, topology: Topology, name: str) -> Contender:
+def _contender(ids, mask, assignment: Assignment, topology: Topology, name: str) -> ContenderBatch:
     replay = RoutingReplay(jnp.asarray(np.maximum(ids, 0)), jnp.asarray(mask))
     load = expert_load(replay, assignment, num_experts=topology.num_experts)
     planner = PLANNERS["static" if name == "balanced" else name].planner
@@ -83,7 +83,7 @@ def _contender(ids, mask, assignment: Assignment, topology: Topology, name: str)
     plan, _ = jax.jit(planner.update)(load, state, topology)
     batch_plan = BatchPlan(assignment, load, plan)
     capacities = count_capacities(batch_plan.layer_plans(), topology)
-    return Contender(_tokens_of_ranks(ids, mask, assignment), batch_plan, capacities)
+    return ContenderBatch(_tokens_of_ranks(ids, mask, assignment), batch_plan, capacities)
 
 
 def _tokens_of_ranks(ids, mask, assignment: Assignment) -> Int[np.ndarray, "M L ranks t K"]:

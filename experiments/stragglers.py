@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.bench import interleaved
-from experiments.contenders import Contender, contenders, expert_weights
+from experiments.contenders import ContenderBatch, contenders, expert_weights
 from experiments.synthetic_traces import synthetic_trace
 from pallas_kernels import grouped_mlp
 from relibra_jax.cli.traces import read_trace
@@ -50,7 +50,7 @@ class Stragglers:
 
 
 def rank_calls(
-    contender: Contender, topology: Topology, config: Stragglers
+    contender: ContenderBatch, topology: Topology, config: Stragglers
 ) -> dict[tuple[int, int], Callable[[], object]]:
     """The work of each rank in each layer of each micro-batch: ``(row, rank)`` to a call."""
     weights = expert_weights(topology.num_experts, config.width, config.hidden, 1)[0]

@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 
 from experiments.ablation.__main__ import main as run_ablation
-from experiments.ablation.variants import ABLATION
+from experiments.ablation.variants import ablation
 from experiments.run import main as run_training
 from experiments.synthetic_traces import synthetic_trace
 from relibra_jax.cli.main import EXTRA, main
+from relibra_jax.cli.modelled_time import CostModel
+from relibra_jax.cost.hardware import CLUSTERS, MODELS
 from relibra_jax.plan_files import load_plan
 from relibra_jax.planning.planners import PLANNERS
 from relibra_jax.replay_files import save_replay
@@ -56,7 +58,8 @@ def test_compare_runs_every_planner(trace, tmp_path, capsys):
 @pytest.mark.slow
 def test_ablation_runs_every_variant(trace, tmp_path, capsys):
     assert run_ablation([str(trace), *SMALL, "--dispatch", "hierarchical", "--out", str(tmp_path)]) == 0
-    written(tmp_path, ABLATION, capsys.readouterr().out)
+    cost_model = CostModel(CLUSTERS["h100"], MODELS["gpt-oss-20b"], 4096.0, 1.0, hierarchical=False)
+    written(tmp_path, ablation(cost_model), capsys.readouterr().out)
 
 
 def test_plan_can_be_read_back(trace, tmp_path):

@@ -5,11 +5,9 @@ import pytest
 from support.plans import planned
 
 from relibra_jax.planning.metrics import (
-    balanced_load,
     batch_imbalance,
     cross_node_load,
     imbalance,
-    moved_bytes,
     moved_experts,
 )
 from relibra_jax.types import Topology, layer_plans
@@ -40,15 +38,8 @@ def test_cross_node_load_counts_by_brute_force():
     np.testing.assert_array_equal(cross_node_load(layer_plans(plan, load)), crossing)
 
 
-def test_balanced_load_is_the_mean_rank_load():
-    load = np.zeros((1, 1, 2, 2, 4), np.int32)
-    load[0, 0, 1, 1, 2] = 100
-    assert balanced_load(load).tolist() == [[25.0]]
-
-
 def test_moves_are_counted_by_rank():
     """Changing the slot on the same rank moves nothing over the network."""
     before, now = np.array([[0, 1, 2, 3]]), np.array([[1, 0, 3, 2]])
     assert moved_experts(now, before, home_slots=2).tolist() == [0]
     assert moved_experts(now, before, home_slots=1).tolist() == [4]
-    assert moved_bytes(np.array([4]), expert_bytes=10).tolist() == [40.0]

@@ -10,7 +10,7 @@ from pathlib import Path
 import tyro
 from rich.console import Console
 
-from experiments.ablation.variants import ABLATION
+from experiments.ablation.variants import ablation
 from relibra_jax.cli.compare import Compare, compare_contenders
 from relibra_jax.cli.refusals import exit_status
 
@@ -28,7 +28,7 @@ def main(args: list[str] | None = None) -> int:
     """
     default = Compare(out=Path("out/ablation"))
     options = tyro.cli(Compare, default=default, prog=PROGRAM, description=__doc__, args=args)
-    return exit_status(lambda: compare_contenders(ABLATION, options, Console()))
+    return exit_status(lambda: compare_contenders(ablation, options, Console()))
 
 
 if __name__ == "__main__":

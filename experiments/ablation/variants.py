@@ -6,7 +6,9 @@ import jax
 
 from experiments.ablation.placement_methods import place_by_descent, place_longest_first
 from experiments.ablation.token_splits import replicate_with_eplb_places, replicate_with_even_split
+from relibra_jax.cli.modelled_time import CostModel
 from relibra_jax.cli.planner_runs import Contender
+from relibra_jax.cost.choose_by_time import cheapest, replicate_while_hidden
 from relibra_jax.planning.assignment import assign_samples
 from relibra_jax.planning.placement import place_experts
 from relibra_jax.planning.planners import PLANNERS, PlannerEntry
@@ -23,22 +25,44 @@ def _variant(summary: str, **parts) -> Contender:
     return Contender(entry=PlannerEntry(planner=relibra(**parts), summary=summary))
 
 
-ABLATION: dict[str, Contender] = {
-    "static": Contender(entry=PLANNERS["static"]),
-    "static + assign": Contender(entry=PLANNERS["static"], assign=assign),
-    "+ reorder": _variant("reordering alone", replicate=without_replicas),
-    "+ replicate": _variant("replication alone", place=keep_homes),
-    "relibra": Contender(entry=PLANNERS["relibra"]),
-    "relibra + assign": Contender(entry=PLANNERS["relibra"], assign=assign),
-    "thorough": _variant(
-        "a longer search, moves free", place=functools.partial(place_experts, steps=40_000, move_cost=0.0)
-    ),
-    "place by descent": _variant("steepest descent instead of annealing", place=place_by_descent),
-    "place by lpt": _variant("heaviest expert first instead of annealing", place=place_longest_first),
-    "places only": _variant("ReLibra's replicas, tokens split evenly", replicate=replicate_with_even_split),
-    "splits only": _variant("EPLB's replicas, tokens split well", replicate=replicate_with_eplb_places),
-    "eplb": Contender(entry=PLANNERS["eplb"]),
-    "lplb": Contender(entry=PLANNERS["lplb"]),
-    "relibra_across": Contender(entry=PLANNERS["relibra_across"]),
-}
-"""The contenders of ``python -m experiments.ablation``."""
+def ablation(cost_model: CostModel) -> dict[str, Contender]:
+    """The contenders of ``python -m experiments.ablation``, by name.
+
+    Args:
+        cost_model: what the two that choose by modelled time price with.
+    """
+    setting = cost_model.setting()
+    hidden = functools.partial(replicate_while_hidden, **setting)
+    fastest = cheapest([PLANNERS[name].planner for name in ("relibra", "eplb", "lplb")], **setting)
+    return {
+        "static": Contender(entry=PLANNERS["static"]),
+        "static + assign": Contender(entry=PLANNERS["static"], assign=assign),
+        "+ reorder": _variant("reordering alone", replicate=without_replicas),
+        "+ replicate": _variant("replication alone", place=keep_homes),
+        "relibra": Contender(entry=PLANNERS["relibra"]),
+        "relibra + assign": Contender(entry=PLANNERS["relibra"], assign=assign),
+        "thorough": _variant(
+            "a longer search, moves free", place=functools.partial(place_experts, steps=40_000, move_cost=0.0)
+        ),
+        "place by descent": _variant("steepest descent instead of annealing", place=place_by_descent),
+        "place by lpt": _variant("heaviest expert first instead of annealing", place=place_longest_first),
+        "places only": _variant(
+            "ReLibra's replicas, tokens split evenly", replicate=replicate_with_even_split
+        ),
+        "splits only": _variant("EPLB's replicas, tokens split well", replicate=replicate_with_eplb_places),
+        "eplb": Contender(entry=PLANNERS["eplb"]),
+        "lplb": Contender(entry=PLANNERS["lplb"]),
+        "relibra_across": Contender(entry=PLANNERS["relibra_across"]),
+        "far while hidden": Contender(
+            entry=PlannerEntry(
+                planner=relibra(replicate=hidden),
+                summary="replicas on any node where attention hides their push, by modelled time",
+                across_nodes=True,
+            )
+        ),
+        "fastest of three": Contender(
+            entry=PlannerEntry(
+                planner=fastest, summary="relibra, eplb or lplb, layer by layer, by modelled time"
+            )
+        ),
+    }

@@ -42,7 +42,7 @@ from experiments.bench_gpu.timing import (
     roofline_seconds,
     straggler_seconds,
 )
-from experiments.contenders import Contender, contenders
+from experiments.contenders import ContenderBatch, contenders
 from pallas_kernels.hopper.tile_sizes import MODELS, RANKS, REPLICAS
 from pallas_kernels.implementation import why_not_hopper
 from relibra_jax.cli.traces import read_trace
@@ -119,7 +119,7 @@ def measure_operation(
 
 def measure_model(
     model: str,
-    contenders: Mapping[str, Contender],
+    contenders: Mapping[str, ContenderBatch],
     topology: Topology,
     bandwidth: float,
     implementation: str,

@@ -4,13 +4,13 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from experiments.contenders import Contender
+from experiments.contenders import ContenderBatch
 from pallas_kernels.hopper.tile_sizes import REPLICAS
 from relibra_jax.types import Topology
 
 
 def planned_sizes(
-    contenders: Mapping[str, Contender], topology: Topology, homes: int, mean: int
+    contenders: Mapping[str, ContenderBatch], topology: Topology, homes: int, mean: int
 ) -> dict[str, np.ndarray]:
     """Return the group sizes of one rank, ``[homes + REPLICAS]``, under the static plan and ReLibra's.
 

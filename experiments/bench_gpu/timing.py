@@ -18,7 +18,7 @@ from rich.console import Console
 
 from experiments.bench import interleaved
 from experiments.bench_gpu.operations import DENSE, OURS, Call, Operands, Operation, random_array
-from experiments.contenders import Contender
+from experiments.contenders import ContenderBatch
 from pallas_kernels import grouped_mlp
 from pallas_kernels.hopper.tile_sizes import ModelShape
 from relibra_jax.types import Topology
@@ -127,7 +127,7 @@ def roofline_seconds(operation: Operation, sizes: np.ndarray, dense_rate: float,
 
 
 def straggler_seconds(
-    contenders: Mapping[str, Contender],
+    contenders: Mapping[str, ContenderBatch],
     topology: Topology,
     shape: ModelShape,
     implementation: str,

@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -17,7 +17,7 @@ from relibra_jax.atomic_write import write_atomically
 from relibra_jax.cli.batching import make_batches
 from relibra_jax.cli.comparison import Outcome, compare
 from relibra_jax.cli.figures import compare_figure, timeline_figure
-from relibra_jax.cli.modelled_time import make_cost_model
+from relibra_jax.cli.modelled_time import CostModel, make_cost_model
 from relibra_jax.cli.options import Batching, Cluster, Costs, TracePath
 from relibra_jax.cli.planner_runs import Contender
 from relibra_jax.cli.traces import Trace, read_trace
@@ -39,14 +39,18 @@ class Compare:
 
 def run_compare(options: Compare, console: Console) -> None:
     """Compare every planner of the table; `compare_contenders` with them."""
-    compare_contenders({name: Contender(entry=entry) for name, entry in PLANNERS.items()}, options, console)
+    planners = {name: Contender(entry=entry) for name, entry in PLANNERS.items()}
+    compare_contenders(lambda _: planners, options, console)
 
 
-def compare_contenders(contenders: Mapping[str, Contender], options: Compare, console: Console) -> None:
+def compare_contenders(
+    contenders_of: Callable[[CostModel], Mapping[str, Contender]], options: Compare, console: Console
+) -> None:
     """Run contenders over a trace, print the table, and write the figures and the numbers.
 
     Args:
-        contenders: the contenders by name, ``static`` and ``relibra`` among them, whose waiting is drawn.
+        contenders_of: makes the contenders by name, ``static`` and ``relibra`` among them, whose waiting is drawn; it
+            is given the cost model, for contenders that choose by modelled time.
         options: the trace, the settings, and the folder for what is written.
         console: the console for the table.
 
@@ -57,6 +61,7 @@ def compare_contenders(contenders: Mapping[str, Contender], options: Compare, co
     topology = options.cluster.topology(trace.num_experts)
     batches = make_batches(trace, options.batching)
     cost_model = make_cost_model(options.costs, trace, batches, topology)
+    contenders = contenders_of(cost_model)
     columns = (TextColumn("{task.description:>16}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("planning", total=len(contenders))

@@ -35,11 +35,11 @@ class CostModel(NamedTuple):
         visits = None
         if self.hierarchical:
             visits = node_visits(batch.replay, batch.batch_plan, topology)
-        return _rank_time(batch.batch_plan.layer_plans(), topology, visits=visits, **self._setting())
+        return _rank_time(batch.batch_plan.layer_plans(), topology, visits=visits, **self.setting())
 
     def balanced_time(self, load: Array, topology: Topology) -> LayerTime:
         """The modelled seconds of every layer of a perfectly balanced batch with as many tokens."""
-        return layer_time(balanced_time(load, topology, hierarchical=self.hierarchical, **self._setting()))
+        return layer_time(balanced_time(load, topology, hierarchical=self.hierarchical, **self.setting()))
 
     def reorder_time(self, batch: PlannedBatch, topology: Topology) -> float:
         """The modelled seconds of moving experts to their homes before a batch."""
@@ -48,7 +48,8 @@ class CostModel(NamedTuple):
             reorder_time(home, batch.previous_home, topology, cluster=self.cluster, model=self.model)
         )
 
-    def _setting(self) -> dict[str, Any]:
+    def setting(self) -> dict[str, Any]:
+        """The arguments of `relibra_jax.cost.step_time.rank_time` that say what time stands for."""
         return {"cluster": self.cluster, "model": self.model, "context": self.context, "scale": self.scale}
 
 

@@ -43,14 +43,6 @@ def _top_and_mean(rank_load):
     return rank_load.max((-2, -1)), rank_load.mean((-2, -1))
 
 
-def balanced_load(load: Int[Array, "M L N G E"]) -> Float[jax.Array, "M L"]:
-    """The idealised bound: the load of every rank if tokens could be spread evenly, whatever their experts.
-
-    No plan: perfect balance is not attainable in general. Reports show it beside the plans.
-    """
-    return jnp.asarray(load, jnp.float32).sum(-1).mean((-2, -1))
-
-
 def replication_bound(
     load: Int[Array, "M L N G E"], home: Int[Array, "L E"], topology: Topology, *, across_nodes: bool = False
 ) -> Int[jax.Array, "M L"]:
@@ -99,16 +91,3 @@ def moved_experts(
     """
     before, now = jnp.asarray(previous_home) // home_slots, jnp.asarray(home) // home_slots
     return (before != now).sum(-1)
-
-
-def moved_bytes(count: Int[Array, "..."], *, expert_bytes: int) -> Float[jax.Array, "..."]:
-    """Bytes sent for so many experts: replicas in each micro-batch, or reordered experts once a batch.
-
-    Args:
-        count: from `replica_count` or `moved_experts`.
-        expert_bytes: of one expert's weights; for a reorder its optimizer state too.
-
-    >>> moved_bytes(jnp.array([3]), expert_bytes=9_437_184).tolist()
-    [28311552.0]
-    """
-    return jnp.asarray(count, jnp.float32) * expert_bytes
