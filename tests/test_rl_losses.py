@@ -5,13 +5,13 @@ import numpy as np
 import pytest
 
 from experiments.rl.losses import (
-    group_advantages,
     policy_loss,
+    relative_advantages,
     supervised_loss,
     token_weights,
 )
 
-SAMPLES, TOKENS, GROUP = 12, 7, 4
+SAMPLES, TOKENS, PER_PROMPT = 12, 7, 4
 RNG = np.random.default_rng(0)
 REWARD = RNG.random(SAMPLES).astype(np.float32)
 SCORED = RNG.random(SAMPLES) < 0.8
@@ -20,19 +20,22 @@ OLD = np.log(RNG.random((SAMPLES, TOKENS))).astype(np.float32)
 NEW = (OLD + RNG.normal(0, 0.4, OLD.shape)).astype(np.float32)
 
 
-def test_advantages_are_relative_to_the_scored_answers_of_the_group():
-    found = group_advantages(REWARD, SCORED, group_size=GROUP)
-    for group in range(0, SAMPLES, GROUP):
-        used = [i for i in range(group, group + GROUP) if SCORED[i]]
-        for i in range(group, group + GROUP):
+def test_advantages_are_relative_to_the_scored_responses_to_a_prompt():
+    found = relative_advantages(REWARD, SCORED, responses_per_prompt=PER_PROMPT)
+    for first in range(0, SAMPLES, PER_PROMPT):
+        responses = range(first, first + PER_PROMPT)
+        used = [i for i in responses if SCORED[i]]
+        for i in responses:
             wanted = (REWARD[i] - np.mean(REWARD[used])) / (np.std(REWARD[used]) + 1e-6) if i in used else 0
             assert found[i] == pytest.approx(wanted, abs=1e-5)
 
 
-def test_a_group_of_equal_rewards_teaches_nothing_and_an_unscored_one_neither():
+def test_equal_rewards_of_a_prompt_teach_nothing_and_unscored_ones_neither():
     reward = np.array([0.3] * 3 + [1.0, 2.0, 3.0], np.float32)
     scored = np.array([1, 1, 1, 0, 0, 0], bool)
-    np.testing.assert_allclose(group_advantages(reward, scored, group_size=3), np.zeros(6), atol=1e-6)
+    np.testing.assert_allclose(
+        relative_advantages(reward, scored, responses_per_prompt=3), np.zeros(6), atol=1e-6
+    )
     assert not token_weights(SAMPLED[:6], np.zeros(6, bool), token_level=True).any()
 
 
@@ -53,7 +56,7 @@ def test_weights_sum_to_one_over_what_is_scored(token_level):
 def test_policy_loss_and_its_gradient(clip, token_level):
     low, high = clip
     weight = np.asarray(token_weights(SAMPLED, SCORED, token_level=token_level))
-    advantage = np.asarray(group_advantages(REWARD, SCORED, group_size=GROUP))
+    advantage = np.asarray(relative_advantages(REWARD, SCORED, responses_per_prompt=PER_PROMPT))
 
     def loss(new):
         share = policy_loss(new, OLD, advantage, weight, clip_low=low, clip_high=high)
@@ -85,7 +88,7 @@ def test_clip_higher_lets_good_tokens_rise_further():
 
 def test_micro_batches_add_up_whatever_is_in_them():
     weight = token_weights(SAMPLED, SCORED, token_level=False)
-    advantage = group_advantages(REWARD, SCORED, group_size=GROUP)
+    advantage = relative_advantages(REWARD, SCORED, responses_per_prompt=PER_PROMPT)
 
     def share(samples):
         parts = (NEW[samples], OLD[samples], advantage[samples], weight[samples])

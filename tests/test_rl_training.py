@@ -15,23 +15,23 @@ import pytest
 from flax import nnx
 from rich.console import Console
 
-from experiments.configs import Cluster
-from experiments.rl.balance import to_ranks
 from experiments.rl.configs import Reorder, Replicate, Train
-from experiments.rl.losses import group_advantages, token_weights
+from experiments.rl.losses import token_weights
+from experiments.rl.metrics_log import MetricsLog, read_metrics
 from experiments.rl.policy import POLICIES, PolicyConfig
 from experiments.rl.report import summarise, training_figure
-from experiments.rl.rewards import score_rollout
-from experiments.rl.running import MetricsLog, Phases, read_metrics
-from experiments.rl.step import Clip, Goal, Ran, check_executed, recompute, update
+from experiments.rl.rewards import Rewards, score_responses
+from experiments.rl.step import check_executed, recompute
+from experiments.rl.step_clock import StepClock
 from experiments.rl.tasks import TASKS
 from experiments.rl.train import run_train
 from experiments.rl.trainer import Trainer
 from experiments.run import main
 from relibra_jax.capacity import Capacities, ExchangeSizes
-from relibra_jax.nnx.layer import get_homes
+from relibra_jax.cli.options import Cluster
+from relibra_jax.nnx import PreparedBatch, get_homes
 from relibra_jax.plan import replica_experts
-from relibra_jax.replay import load_replay
+from relibra_jax.replay_files import load_replay
 from relibra_jax.types import EMPTY
 
 SMALLEST = PolicyConfig(width=16, layers=2, heads=2, kv_heads=1, head_width=8, expert_width=16)
@@ -49,7 +49,7 @@ SMALL = {
     "warmup_steps": 1,
     "steps": 3,
     "prompts": 8,
-    "group": 4,
+    "responses_per_prompt": 4,
     "prompt_tokens": 14,
     "response_tokens": 7,
     "evaluation_batches": 1,
@@ -67,8 +67,8 @@ UPDATES, TOLERANCE = 10, 1e-4
 def _smallest_policy():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("experiments.rl.configs.POLICIES", {**POLICIES, "smallest": SMALLEST})
-        patch.setattr("experiments.rl.state.NO_BUFFERS", SIZES)
-        patch.setattr("experiments.rl.train.keep_compiled", lambda folder: None)
+        patch.setattr("experiments.rl.state.FIRST_CAPACITIES", SIZES)
+        patch.setattr("experiments.rl.train.keep_compiled", lambda: None)
         yield
 
 
@@ -97,39 +97,32 @@ def assert_same_bits(one, other):
 
 @functools.cache
 def recorded():
-    """Rollouts of a policy that is not trained meanwhile, and rewards that set its answers apart."""
+    """Responses of a policy that is not trained meanwhile, and rewards that set them apart."""
     trainer = Trainer(small(), 0)
     batches = []
     for number in range(UPDATES):
-        made = trainer.sample(trainer.examples(1, number), jax.random.key(number))
-        batches.append((made, np.random.default_rng(number).random(len(made.tokens), np.float32)))
+        responses = trainer.generate(trainer.examples(1, number), jax.random.key(number))
+        reward = np.random.default_rng(number).random(len(responses.tokens), np.float32)
+        batches.append((responses, Rewards(reward, np.ones(len(reward), bool), [])))
     return logical(trainer), batches
 
 
-def learn_from(trainer, made, reward):
-    """One balanced update from a recorded rollout."""
-    assignment, rows, known, parallel = trainer.balance(made, Phases())
-    old, ran = recompute(trainer.state.model, rows, known, parallel=parallel, temperature=1.0)
-    scored = np.ones(len(reward), bool)
-    weight = token_weights(made.response, scored, token_level=True)
-    advantage = group_advantages(reward, scored, group_size=trainer.config.group)
-    goal = to_ranks(Goal(weight, advantage, None), assignment, trainer.mesh)._replace(old_log_prob=old)
-    learned = update(
-        *(trainer.state.model, trainer.state.optimizer, rows, goal, known, known.load.sum((0, 2, 3))),
-        parallel=parallel,
-        clip=Clip(),
-        balance=0.02,
-    )
-    return ran, learned, known
+def learn_from(trainer, responses, rewards):
+    """One balanced update from recorded responses; its loss."""
+    batch, samples = trainer.prepare(responses, StepClock())
+    old_log_prob, _ = recompute(trainer.state.model, batch, samples, temperature=1.0)
+    samples = samples._replace(old_log_prob=old_log_prob)
+    return float(trainer.update(batch, samples, responses, rewards).policy.loss)
 
 
 @functools.cache
 def trained(planner):
-    trainer = Trainer(small(planner=planner), 0)
-    losses = [float(learn_from(trainer, *batch)[1].loss.loss) for batch in recorded()[1]]
+    trainer = Trainer(small(planner=planner, epochs=1), 0)
+    losses = [learn_from(trainer, *batch) for batch in recorded()[1]]
     return logical(trainer), losses, get_homes(trainer.state.model)
 
 
+@pytest.mark.slow
 def test_balancing_does_not_touch_learning():
     start, _ = recorded()
     (balanced, losses, home), (still, wanted, at_birth) = trained("relibra"), trained("static")
@@ -141,34 +134,38 @@ def test_balancing_does_not_touch_learning():
         assert np.linalg.norm(balanced[name] - value) < TOLERANCE * moved, name
 
 
-def test_recompute_says_what_the_rollout_said():
-    made, _ = recorded()[1][0]
-    trainer = Trainer(small(), 0)
-    assignment, rows, known, parallel = trainer.balance(made, Phases())
-    found, ran = recompute(trainer.state.model, rows, known, parallel=parallel, temperature=1.0)
-    moved = to_ranks((made.log_probs, made.response), assignment, trainer.mesh)
-    np.testing.assert_allclose(np.where(moved[1], found, 0), moved[0], atol=2e-5)
-    check_executed(ran, known, trainer.topology, intra_node=True)
-    assert int(np.asarray(ran.load).sum()) == made.mask.sum() * SMALLEST.layers * SMALLEST.top_k
+@pytest.fixture(scope="module")
+def prepared():
+    """A fresh trainer, responses, and the batch and samples that it prepared of them."""
+    trainer, (responses, _) = Trainer(small(), 0), recorded()[1][0]
+    return trainer, responses, *trainer.prepare(responses, StepClock())
+
+
+@pytest.mark.slow
+def test_recompute_says_what_the_policy_said(prepared):
+    trainer, responses, batch, samples = prepared
+    log_prob, load = recompute(trainer.state.model, batch, samples, temperature=1.0)
+    said, response = batch.to_ranks((responses.log_probs, responses.response))
+    np.testing.assert_allclose(np.where(response, log_prob, 0), said, atol=2e-5)
+    check_executed(load, batch)
+    assert int(np.asarray(load).sum()) == responses.mask.sum() * SMALLEST.layers * SMALLEST.top_k
 
 
 @pytest.mark.parametrize("tampered", ["quota", "routing", "ranks"])
-def test_quotas_that_are_not_what_ran_are_noticed(tampered):
-    made, _ = recorded()[1][0]
-    trainer = Trainer(small(), 0)
-    _, _, known, _ = trainer.balance(made, Phases())
-    ran = Ran(known.load.copy(), np.zeros((2, 2), np.int32))
-    check_executed(ran, known, trainer.topology, intra_node=True)
+def test_quotas_that_are_not_what_ran_are_noticed(prepared, tampered):
+    batch = prepared[2]
+    batch_plan = jax.tree.map(np.array, batch.batch_plan)
+    load = batch_plan.load.copy()
+    check_executed(load, batch)
     if tampered == "quota":
-        quota = known.plan.quota.copy()
+        quota = batch_plan.plan.quota
         quota[1, 0][np.unravel_index(quota[1, 0].argmax(), quota.shape[2:])] += 1
-        known = known._replace(plan=known.plan._replace(quota=quota))
     elif tampered == "routing":
-        ran.load[1, 0, 0, 0, 0] += 1
+        load[1, 0, 0, 0, 0] += 1
     else:  # as many copies of each expert, from other ranks
-        ran.load[1, 0] = ran.load[1, 0, ::-1]
+        load[1, 0] = load[1, 0, ::-1]
     with pytest.raises(RuntimeError, match="micro-batch 1, layer 0"):
-        check_executed(ran, known, trainer.topology, intra_node=True)
+        check_executed(load, PreparedBatch(batch_plan, batch.parallel))
 
 
 def run(folder, console=None, *, task=None, **changes):
@@ -266,13 +263,13 @@ def test_a_killed_run_loses_the_steps_since_its_checkpoint(unbroken, tmp_path, m
 
 
 def test_another_mesh_goes_on_with_the_same_update(unbroken):
-    made, reward = recorded()[1][0]
+    responses, rewards = recorded()[1][0]
     here, there = small(), small(cluster=Cluster(nodes=2, ranks_per_node=2), anneal_steps=0)
     after = []
     for config in (here, there):
         trainer = last_checkpoint(unbroken, config)
         before = logical(trainer)
-        learn_from(trainer, made, reward)
+        learn_from(trainer, responses, rewards)
         after.append(logical(trainer))
     for name, value in after[0].items():
         moved = np.linalg.norm(value - before[name])
@@ -290,7 +287,7 @@ def test_a_checkpoint_of_another_model_says_what_differs(unbroken, monkeypatch):
 
 def test_settings_that_a_checkpoint_refuses_are_not_written_down(unbroken):
     before = (unbroken / "config.json").read_text()
-    with pytest.raises(ValueError, match="drawing"):
+    with pytest.raises(ValueError, match="balancer"):
         run(unbroken, planner="static")
     assert (unbroken / "config.json").read_text() == before
 
@@ -306,10 +303,10 @@ def test_a_report_of_steps_with_different_settings(unbroken, tmp_path):
 
 
 def test_resumed_settings_are_the_defaults_of_all_others(tmp_path, capsys):
-    saved = small(policy="tiny", prompts=40, group=6, micro_batches=3)
+    saved = small(policy="tiny", prompts=40, responses_per_prompt=6, micro_batches=3)
     (tmp_path / "config.json").write_text(json.dumps(dataclasses.asdict(saved)))
     for override, shown in (
-        ("--micro-batches=7", "x group=6 = 240 samples"),
+        ("--micro-batches=7", "x responses_per_prompt=6 = 240 samples"),
         ("--out=b", "out=b is another"),
     ):
         with pytest.raises(SystemExit) as stop:
@@ -334,14 +331,14 @@ def test_a_reward_function_that_raises_costs_its_sample_only():
 
     task = dataclasses.replace(TASKS["copy"], score=score)
     trainer = Trainer(small(), 0, task=task)
-    made, _ = recorded()[1][0]
+    responses, _ = recorded()[1][0]
     examples = trainer.examples(1, 0)
     examples[5] = examples[5]._replace(prompt="copy ab: ")
-    rewards = score_rollout(task, examples, made.tokens, made.response)
+    rewards = score_responses(task, examples, responses.tokens, responses.response)
     assert rewards.scored.sum() == len(examples) - 1
     assert rewards.failures[0].startswith("sample 5: prompt 'copy ab: '")
     assert "KeyError('b')" in rewards.failures[0]
-    weight = np.asarray(token_weights(made.response, rewards.scored, token_level=True))
+    weight = np.asarray(token_weights(responses.response, rewards.scored, token_level=True))
     assert not weight[5].any()
     assert weight.sum() == pytest.approx(1, abs=1e-6)
 
@@ -363,7 +360,7 @@ def test_a_run_goes_on_when_all_rewards_fail(tmp_path):
     [
         ({"planner": "relibr"}, "planner 'relibr' must be one of static,.*did you mean relibra"),
         ({"policy": "tin"}, "policy 'tin' must be one of .*did you mean tiny"),
-        ({"prompts": 3}, "prompts=3 x group=4 = 12 samples must divide evenly over 8 ranks"),
+        ({"prompts": 3}, "prompts=3 x responses_per_prompt=4 = 12 samples must divide evenly over 8 ranks"),
         ({"temperature": 0}, "temperature=0 must be positive"),
         ({"steps": -1}, "steps=-1 must be at least 0"),
         (
@@ -393,10 +390,10 @@ def test_examples_without_room_are_passed_over():
 
 def test_settings_of_the_planner_are_its_own(capsys, tmp_path):
     still = small(reorder=Reorder(move_cost=1e9), replicate=Replicate(min_tokens=10**6))
-    assert still.row.planner is small(reorder=still.reorder, replicate=still.replicate).row.planner
+    assert still.planner_entry is small(reorder=still.reorder, replicate=still.replicate).planner_entry
     topology, load = still.topology, np.random.default_rng(0).integers(0, 99, (2, 2, 2, 4, 16), np.int32)
-    state = still.row.planner.init(topology, 2, key=jax.random.key(0))
-    plan, _ = jax.jit(still.row.planner.update)(load, state, topology)
+    state = still.planner_entry.planner.init(topology, 2, key=jax.random.key(0))
+    plan, _ = jax.jit(still.planner_entry.planner.update)(load, state, topology)
     np.testing.assert_array_equal(plan.home, np.tile(np.arange(16), (2, 1)))
     assert (replica_experts(plan) == EMPTY).all()
     with pytest.raises(ValueError, match="min_tokens=0 must be an integer of at least 1"):
@@ -409,7 +406,7 @@ def test_settings_of_the_planner_are_its_own(capsys, tmp_path):
 def test_unknown_names_are_status_2(capsys, tmp_path):
     assert main(["dmeo"]) == 2
     assert capsys.readouterr().err == (
-        "error: command 'dmeo' must be one of compare, plan, inspect, demo, learn; did you mean demo?\n"
+        "error: training run 'dmeo' must be one of demo, learn; did you mean demo?\n"
     )
     with pytest.raises(SystemExit) as stop:
         main(["demo", "--prompt", "3"])

@@ -1,1 +1,1 @@
-"""Reinforcement learning of a small mixture-of-experts language model: rollouts record routing, updates replay it."""
+"""Reinforcement learning of a small mixture-of-experts language model, updated under the routing that it recorded."""

@@ -6,15 +6,17 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final
 
 import tyro
 
-from relibra_jax.cli.options import Cluster
-from relibra_jax.cli.suggestions import suggest_names
 from experiments.rl.policy import POLICIES, PolicyConfig
 from experiments.rl.step import Clip
+from relibra_jax.cli.options import Cluster
+from relibra_jax.cli.suggestions import suggest_names
+from relibra_jax.planning.assignment import assign_samples
 from relibra_jax.planning.placement import place_experts
+from relibra_jax.planning.plan_batch import Assign
 from relibra_jax.planning.planners import PLANNERS, PlannerEntry
 from relibra_jax.planning.relibra import relibra
 from relibra_jax.planning.replication import replicate_experts
@@ -23,91 +25,102 @@ from relibra_jax.types import Topology
 TUNABLE: Final = ("relibra", "relibra_across")
 """Planners that take `Reorder` and `Replicate`; the variants of the others are planners of their own."""
 
+AT_LEAST_ZERO: Final = ("warmup_steps", "steps", "evaluation_batches", "record", "anneal_steps")
+AT_LEAST_ONE: Final = (
+    "prompts",
+    "micro_batches",
+    "epochs",
+    "checkpoint_every",
+    "prompt_tokens",
+    "response_tokens",
+)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reorder:
     """How ReLibra's planners place experts between batches: `relibra_jax.planning.placement.place_experts`."""
 
-    method: Literal["anneal", "descent", "lpt"] = "anneal"
     steps: int = 2_000
-    """Of the search; more experts and layers want more."""
+    """The steps of the search; more experts and layers want more."""
     move_cost: float = 0.02
     """The imbalance that moving all experts must gain."""
     crossing_cost: float = 0.3
     """The imbalance worth accepting for no token copy to cross nodes."""
-    smoothing: float = 0.0
-    """Of the maximum; 0 is the maximum itself."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Replicate:
     """How ReLibra's planners copy experts inside a batch: `relibra_jax.planning.replication.replicate_experts`."""
 
-    mode: Literal["joint", "placement", "splitting"] = "joint"
     min_tokens: int = 1
-    """Least token copies that are worth a replica."""
+    """The fewest token copies that are worth a replica."""
     tile: int = 1
-    """Replicas compute whole tiles of so many token copies."""
+    """The token copies of a tile; replicas compute whole tiles."""
     exact: bool = False
-    """Bring all ranks of a domain within one tile of each other, not just the fullest down."""
+    """Whether all ranks of a domain are brought within one tile of each other, not just the fullest down."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Train:
-    """Reinforcement learning with routing replay: a supervised warm-up, then rollouts and balanced updates.
+    """Reinforcement learning with routing replay: a supervised warm-up, then balanced updates from sampled responses.
 
     Raises:
-        ValueError: a name that is in no table, or numbers that do not fit each other.
+        ValueError: if a name is in no table, or numbers do not fit each other.
     """
 
     task: str = "count"
     """A built-in task (copy, reverse, add, count), or one of reasoning-gym's."""
     policy: str = "tiny"
-    """A named model."""
+    """The name of a model."""
     planner: str = "relibra"
-    """A name from the table that ``compare`` prints."""
+    """A name from the table that ``relibra compare`` prints."""
     reorder: Reorder = dataclasses.field(default_factory=Reorder)
     replicate: Replicate = dataclasses.field(default_factory=Replicate)
     anneal_steps: int = 50
-    """Of assigning samples to micro-batches and ranks; 0 keeps samples in order."""
+    """The steps of assigning samples to micro-batches and ranks; 0 keeps samples in order."""
     cluster: Annotated[Cluster, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Cluster)
     seeds: tuple[int, ...] = (0,)
-    """One run each: of the weights, the prompts and the sampling."""
+    """The seeds of weights, prompts and sampling; one run each."""
     warmup_steps: int = 100
-    """Supervised updates before the first rollout."""
+    """The supervised updates before the first responses are sampled."""
     steps: int = 40
-    """Rollouts, each learned from once the rewards are there."""
+    """The batches of responses that are learned from."""
     prompts: int = 32
-    """Of a batch."""
-    group: int = 8
-    """Answers to each prompt."""
+    """The prompts of a batch."""
+    responses_per_prompt: int = 8
+    """The responses to each prompt, whose rewards are compared."""
     micro_batches: int = 4
-    """Of a batch M."""
+    """The micro-batches of a batch M."""
     prompt_tokens: int = 24
-    """Room for a prompt; examples that need more are passed over."""
+    """The room for a prompt; examples that need more are passed over."""
     response_tokens: int = 4
     """The longest response, its end included; examples with longer answers are passed over."""
     temperature: float = 1.0
+    """What divides the logits of sampling."""
     top_p: float = 1.0
+    """Only the likeliest tokens whose probabilities reach this sum are sampled."""
     epochs: int = 4
-    """Updates from one batch."""
+    """The updates from one batch."""
     clip: Clip = dataclasses.field(default_factory=Clip)
     token_level: bool = True
-    """Every token counts the same in the loss (DAPO), rather than every answer (GRPO)."""
+    """Whether every token counts the same in the loss (DAPO), rather than every response (GRPO)."""
     balance: float = 0.02
-    """Of the load-balancing loss over the whole batch, without which tiny routers send all tokens to few experts."""
+    """The factor of the load-balancing loss over the whole batch, without which tiny routers send all tokens to few
+    experts."""
     replay: bool = True
-    """Update under the rollout's routing; without it on live routing, and what differs is counted."""
+    """Whether to update under the recorded routing; without it on live routing, and what differs is counted."""
     learning_rate: float = 3e-4
+    """The learning rate of updates from responses."""
     warmup_learning_rate: float = 3e-3
+    """The learning rate of supervised updates."""
     evaluation_batches: int = 4
-    """Batches of prompts, the same for all seeds, that are scored after the warm-up and at the end."""
+    """The batches of prompts, the same for all seeds, that are scored after the warm-up and at the end."""
     checkpoint_every: int = 20
-    """Steps, of the warm-up too."""
+    """The steps between two checkpoints, those of the warm-up too."""
     record: int = 0
-    """Save the routing of the last so many rollouts as a trace, ``replay.npz``."""
+    """Save the routing of the last so many batches as a trace, ``replay.npz``."""
     out: Path | None = None
-    """Where everything goes; a new folder in ``out`` when not given."""
+    """The folder where everything goes; a new one in ``out`` when not given."""
     resume: Path | None = None
     """A folder that a run has left: go on there, with its settings where the command line gives none."""
 
@@ -117,30 +130,27 @@ class Train:
             ("planner", self.planner, PLANNERS),
         ):
             if value not in table:
-                raise ValueError(f"{name} {value!r} must be one of {', '.join(table)}{suggest_names(value, table)}")
+                raise ValueError(
+                    f"{name} {value!r} must be one of {', '.join(table)}{suggest_names(value, table)}"
+                )
         changed = [part for part in (self.reorder, self.replicate) if part != type(part)()]
         if changed and self.planner not in TUNABLE:
             raise ValueError(f"planner={self.planner}, and {changed[0]} is for {' and '.join(TUNABLE)} alone")
-        for name, least in (
-            *(
-                ("warmup_steps", 0),
-                ("steps", 0),
-                ("evaluation_batches", 0),
-                ("record", 0),
-                ("anneal_steps", 0),
-            ),
-            *(("prompts", 1), ("group", 2), ("micro_batches", 1), ("epochs", 1), ("checkpoint_every", 1)),
-            *(("prompt_tokens", 1), ("response_tokens", 1)),
-        ):
+        at_least = {
+            **dict.fromkeys(AT_LEAST_ZERO, 0),
+            **dict.fromkeys(AT_LEAST_ONE, 1),
+            "responses_per_prompt": 2,
+        }
+        for name, least in at_least.items():
             if getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
         if not self.temperature > 0:
             raise ValueError(f"temperature={self.temperature} must be positive")
-        topology = self.topology
-        if self.samples % (topology.num_ranks * self.micro_batches):
+        ranks = self.topology.num_ranks
+        if self.samples % (ranks * self.micro_batches):
             raise ValueError(
-                f"prompts={self.prompts} x group={self.group} = {self.samples} samples must divide evenly over"
-                f" {topology.num_ranks} ranks x micro_batches={self.micro_batches}"
+                f"prompts={self.prompts} x responses_per_prompt={self.responses_per_prompt} = {self.samples} samples"
+                f" must divide evenly over {ranks} ranks x micro_batches={self.micro_batches}"
             )
         if not self.seeds:
             raise ValueError("seeds: at least one")
@@ -149,12 +159,12 @@ class Train:
 
     @property
     def samples(self) -> int:
-        """B."""
-        return self.prompts * self.group
+        """B, the samples of a batch."""
+        return self.prompts * self.responses_per_prompt
 
     @property
     def model(self) -> PolicyConfig:
-        """Sizes of the policy."""
+        """The sizes of the policy."""
         return POLICIES[self.policy]
 
     @property
@@ -163,22 +173,28 @@ class Train:
         return self.cluster.topology(self.model.num_experts)
 
     @property
-    def row(self) -> PlannerEntry:
-        """The planner with its settings."""
-        row = PLANNERS[self.planner]
-        return _tuned(row, self.reorder, self.replicate) if self.planner in TUNABLE else row
+    def planner_entry(self) -> PlannerEntry:
+        """The planner with its settings, the same object for equal ones, as jit wants it."""
+        entry = PLANNERS[self.planner]
+        return _tuned(entry, self.reorder, self.replicate) if self.planner in TUNABLE else entry
+
+    @property
+    def assign(self) -> Assign | None:
+        """How samples are assigned, the same object for equal settings; None for in order."""
+        return _annealed(self.anneal_steps) if self.anneal_steps else None
 
 
 @functools.cache
-def _tuned(row: PlannerEntry, reorder: Reorder, replicate: Replicate) -> PlannerEntry:
-    """One object for equal settings, as jit wants it."""
-    planner = relibra(
-        place=functools.partial(place_experts, **dataclasses.asdict(reorder)),
-        replicate=functools.partial(
-            replicate_experts, across_nodes=not row.intra_node, **dataclasses.asdict(replicate)
-        ),
-    )
-    return dataclasses.replace(row, planner=planner)
+def _tuned(entry: PlannerEntry, reorder: Reorder, replicate: Replicate) -> PlannerEntry:
+    place = functools.partial(place_experts, **dataclasses.asdict(reorder))
+    options = {"across_nodes": entry.across_nodes, **dataclasses.asdict(replicate)}
+    planner = relibra(place=place, replicate=functools.partial(replicate_experts, **options))
+    return dataclasses.replace(entry, planner=planner)
+
+
+@functools.cache
+def _annealed(steps: int) -> Assign:
+    return functools.partial(assign_samples, steps=steps)
 
 
 CONFIGS: Final[Mapping[str, Train]] = MappingProxyType(
@@ -187,7 +203,7 @@ CONFIGS: Final[Mapping[str, Train]] = MappingProxyType(
         "learn": Train(seeds=(0, 1, 2), steps=80),
     }
 )
-"""Runs with names: ``python -m experiments.run NAME``."""
+"""The runs that have names: ``python -m experiments.run NAME``."""
 
 SUMMARIES: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -201,7 +217,7 @@ def saved_config(folder: Path) -> Train:
     """The settings that a run in ``folder`` was last started with.
 
     Raises:
-        ValueError: there is no run, or its settings cannot be read.
+        ValueError: if there is no run, or its settings cannot be read.
     """
     path = folder / "config.json"
     if not path.is_file():

@@ -1,17 +1,17 @@
-"""What reinforcement learning minimises: group-relative advantages and the clipped policy loss, over a whole batch.
+"""What reinforcement learning minimises: relative advantages and the clipped policy loss, over a whole batch.
 
-With G answers to each prompt, rewards r and the ratio rho_t = exp(log p_t - log p_old_t) of every sampled token t of
-answer i (GRPO, arXiv:2402.03300; clip-higher and token-level loss from DAPO, arXiv:2503.14476),
+With several responses to each prompt, rewards r and the ratio rho_t = exp(log p_t - log p_old_t) of every sampled token
+t of response i (GRPO, arXiv:2402.03300; clip-higher and token-level loss from DAPO, arXiv:2503.14476),
 
-    A_i  = (r_i - mean of the group) / (standard deviation of the group + 1e-6)
+    A_i  = (r_i - mean over the prompt) / (standard deviation over the prompt + 1e-6)
     loss = - sum_t w_t min(rho_t A_i, clip(rho_t, 1 - clip_low, 1 + clip_high) A_i)
 
-    w_t  = 1 / tokens of the batch                                 token-level: every token counts the same
-         = 1 / (answers of the batch * tokens of answer i)         sample-level: every answer counts the same
+    w_t  = 1 / tokens of the batch                                   token-level: every token counts the same
+         = 1 / (responses of the batch * tokens of response i)       sample-level: every response counts the same
 
 Weights and advantages are made for the whole batch, before its samples are assigned. What remains is a sum over
-tokens: neither micro-batches nor the ranks that hold the samples enter it. An answer without a reward (its reward
-function failed) has no advantage and no weight, and is no part of its group's mean.
+tokens: neither micro-batches nor the ranks that hold the samples enter it. A response without a reward (its reward
+function failed) has no advantage and no weight, and is no part of its prompt's mean.
 """
 
 from typing import Final, NamedTuple
@@ -23,35 +23,38 @@ from jaxtyping import Bool, Float
 from relibra_jax.types import Array
 
 SMALLEST_DEVIATION: Final = 1e-6
+"""What is added to a standard deviation before it divides."""
 
 
 class PolicyLoss(NamedTuple):
     """One micro-batch's share of the loss and of what reports show; shares of a batch are summed."""
 
     loss: Float[Array, ""]
+    """The loss itself."""
     clipped: Float[Array, ""]
     """The weight of the tokens whose ratio the clip cut off."""
     kl: Float[Array, ""]
     """Weighted mean of ``rho - 1 - log rho``, an estimate of KL(old, new) that is never negative."""
 
 
-def group_advantages(
-    reward: Float[Array, " B"], scored: Bool[Array, " B"], *, group_size: int
+def relative_advantages(
+    reward: Float[Array, " B"], scored: Bool[Array, " B"], *, responses_per_prompt: int
 ) -> Float[jax.Array, " B"]:
-    """How much better each answer is than the answers to the same prompt.
+    """How much better each response is than the responses to the same prompt.
 
     Args:
-        reward: of every sample; answers to one prompt are neighbours.
+        reward: the reward of every sample; responses to one prompt are neighbours.
         scored: False where there is no reward.
-        group_size: answers to one prompt, a divisor of B.
+        responses_per_prompt: the responses to one prompt, a divisor of B.
 
     Returns:
-        float32; 0 where there is no reward, and in groups whose rewards are all the same.
+        float32; 0 where there is no reward, and where all responses to a prompt have the same.
 
-    >>> group_advantages(jnp.array([1.0, 0.0, 1.0, 1.0]), jnp.ones(4, bool), group_size=2).round(3).tolist()
+    >>> reward = jnp.array([1.0, 0.0, 1.0, 1.0])
+    >>> relative_advantages(reward, jnp.ones(4, bool), responses_per_prompt=2).round(3).tolist()
     [1.0, -1.0, 0.0, 0.0]
     """
-    reward = jnp.asarray(reward, jnp.float32).reshape(-1, group_size)
+    reward = jnp.asarray(reward, jnp.float32).reshape(-1, responses_per_prompt)
     scored = jnp.asarray(scored).reshape(reward.shape)
     count = jnp.maximum(scored.sum(1, keepdims=True), 1)
     mean = jnp.where(scored, reward, 0).sum(1, keepdims=True) / count
@@ -71,7 +74,7 @@ def token_weights(
     Args:
         sampled: True on tokens that the policy sampled, not on those of prompts.
         scored: False for samples that are left out.
-        token_level: every token counts the same (DAPO), rather than every sample (GRPO).
+        token_level: whether every token counts the same (DAPO), rather than every sample (GRPO).
 
     >>> token_weights(jnp.array([[1, 1], [0, 1]], bool), jnp.ones(2, bool), token_level=False).tolist()
     [[0.25, 0.25], [0.0, 0.5]]
@@ -94,10 +97,10 @@ def policy_loss(
     """The clipped policy loss; the mathematics stands at the top of the file.
 
     Args:
-        log_prob: of the tokens under the policy that learns; differentiable.
-        old_log_prob: of the same tokens under the policy as it was.
-        advantage: from `group_advantages`.
-        weight: from `token_weights`.
+        log_prob: log-probabilities of the tokens under the policy that learns; differentiable.
+        old_log_prob: log-probabilities of the same tokens under the policy as it was.
+        advantage: what `relative_advantages` returned.
+        weight: what `token_weights` returned.
         clip_low: how far below 1 a ratio may help.
         clip_high: how far above 1; more than ``clip_low`` is DAPO's clip-higher.
 

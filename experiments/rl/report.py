@@ -13,10 +13,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from relibra_jax.cli.figures import COLOURS, GRID, INK
 from experiments.rl.configs import Train
-from experiments.rl.running import read_metrics
+from experiments.rl.metrics_log import read_metrics
 from relibra_jax.atomic_write import write_atomically
+from relibra_jax.cli.figures import COLOURS, GRID, INK
 
 SMOOTH: Final = 7
 """Steps; a step's mean reward depends much on which prompts it drew."""
@@ -25,8 +25,9 @@ COLUMNS_EXPLAINED = (
     "start, end: mean reward on prompts for evaluation, after the warm-up and at the end; imbalance: max / mean of rank"
     " load in recompute and update, over all learning steps, under the plan, with the bound that no replication passes"
     " and static placement beside it; live: that of the update when it routes anew, without replicas; plan: median ms"
-    " of a step; share: of planning and migration in the step's time; tok/s: from rollout to update; fail: rewards that"
-    " raised; changed: expert choices in which the live router differs from the rollout in the last update from it."
+    " of a step; share: of planning and migration in the step's time; tok/s: tokens learned from in a second of a step;"
+    " fail: rewards that raised; changed: expert choices in which the live router differs from the record in the last"
+    " update from it."
 )
 
 
@@ -34,10 +35,10 @@ def write_report(config: Train, folder: Path, console: Console, name: str) -> No
     """Print the table; write ``summary.json`` and ``training.png``, and say where they are.
 
     Args:
-        config: of the runs.
-        folder: with ``seed-*/metrics.jsonl``.
-        console: to print on.
-        name: of the configuration.
+        config: the settings of the runs.
+        folder: the folder of the runs, with ``seed-*/metrics.jsonl``.
+        console: where the table is shown.
+        name: the name of the run.
     """
     metrics = {seed: read_metrics(folder / f"seed-{seed}" / "metrics.jsonl") for seed in config.seeds}
     summary = {seed: summarise(lines) for seed, lines in metrics.items()}
@@ -126,8 +127,8 @@ def training_figure(path: Path, metrics: dict[int, list[dict[str, Any]]], title:
     """Reward, imbalance of every micro-batch, time of planning and tokens/s, over the steps.
 
     Args:
-        path: of the PNG.
-        metrics: of each seed.
+        path: the path of the PNG.
+        metrics: the metrics of each seed.
         title: what was run.
     """
     figure, ((reward, balance), (planning, speed)) = plt.subplots(
@@ -167,7 +168,7 @@ def training_figure(path: Path, metrics: dict[int, list[dict[str, Any]]], title:
     balance.set_ylabel("imbalance of each micro-batch")
     planning.set_ylabel("ms a step")
     planning.set_yscale("log")
-    speed.set_ylabel("tokens/s, rollout to update")
+    speed.set_ylabel("tokens/s, generation to update")
     for axes in (reward, balance, planning, speed):
         axes.set_xlabel("step")
         axes.spines[["top", "right"]].set_visible(False)

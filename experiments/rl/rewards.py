@@ -1,4 +1,4 @@
-"""Rewards of a rollout, scored sample by sample: a reward function that fails costs its sample, not the run."""
+"""Rewards of responses, scored sample by sample: a reward function that fails costs its sample, not the run."""
 
 import math
 from typing import NamedTuple
@@ -15,28 +15,28 @@ class Rewards(NamedTuple):
     """What the samples of a batch are worth."""
 
     reward: Float[np.ndarray, " B"]
-    """0 where there is none."""
+    """The reward of each sample, 0 where there is none."""
     scored: Bool[np.ndarray, " B"]
     """False where the reward function failed."""
     failures: list[str]
     """For each failure: the sample, its prompt and response, and the error."""
 
 
-def score_rollout(
+def score_responses(
     task: Task, examples: list[Example], tokens: Int[Array, "B T"], response: Bool[Array, "B T"]
 ) -> Rewards:
     """Score every sample.
 
     Args:
-        task: whose reward function is called; whatever it raises is caught.
-        examples: of each sample, ``B`` of them.
-        tokens: prompt and response.
+        task: the task whose reward function is called; whatever it raises is caught.
+        examples: the example that each sample responds to.
+        tokens: prompt and response of each sample.
         response: True on sampled tokens.
 
     >>> from experiments.rl.tasks import TASKS
     >>> tokens = np.array([[257, 52, 258], [257, 53, 258]])
     >>> examples, response = [Example("2+2=", "4")] * 2, np.array([[False, True, True]] * 2)
-    >>> score_rollout(TASKS["add"], examples, tokens, response).reward.tolist()
+    >>> score_responses(TASKS["add"], examples, tokens, response).reward.tolist()
     [1.0, 0.0]
     """
     reward, scored, failures = np.zeros(len(examples), np.float32), np.ones(len(examples), bool), []

@@ -1,6 +1,6 @@
-"""The balanced step: log-probabilities recomputed and the policy updated under the rollout's routing and one plan.
+"""The balanced step: log-probabilities recomputed and the policy updated under recorded routing and one plan.
 
-`recompute` and `update` scan over the same micro-batches, made in `experiments.rl.balance`; `update` accumulates
+`recompute` and `update` scan over the micro-batches of a `relibra_jax.nnx.PreparedBatch`; `update` accumulates
 gradients and lets the optimizer step once. Both count the routing that ran: `check_executed` holds the plan to it,
 micro-batch by micro-batch, exactly.
 """
@@ -16,53 +16,45 @@ import optax  # type: ignore[import-untyped]
 from flax import nnx
 from jaxtyping import Bool, Float, Int, Integer
 
-from experiments.rl.balance import Foresight
 from experiments.rl.losses import PolicyLoss, policy_loss, supervised_loss
-from experiments.rl.policy import Policy, PolicyConfig, PolicyOutput, Replayed, token_log_probs
+from experiments.rl.policy import Policy, PolicyOutput, token_log_probs
 from relibra_jax.execution.gating import balance_loss, select_experts
-from relibra_jax.execution.moe import ExpertParallel
-from relibra_jax.plan import check_plan
+from relibra_jax.execution.parallel import ExpertParallel
+from relibra_jax.nnx import PreparedBatch
+from relibra_jax.plan_check import check_plan
 from relibra_jax.replay import sample_load
-from relibra_jax.types import Array, Plan, RoutingReplay, Topology
+from relibra_jax.types import Array, LayerPlan, RoutingReplay
 
 
-class Rows(NamedTuple):
-    """Samples where they are computed."""
+class TrainingBatch(NamedTuple):
+    """The samples of a batch and what is learned from them: ``[B, ...]`` on the host, ``[M, B, ...]`` on the ranks,
+    where `PreparedBatch.to_ranks` puts them by micro-batch. What is not known, or not needed, is None."""
 
-    tokens: Int[Array, "M N G b T"]
-    mask: Bool[Array, "M N G b T"]
+    tokens: Int[Array, "*M B T"]
+    """The samples, aligned to the left."""
+    mask: Bool[Array, "*M B T"]
     """True on tokens that the model is run on."""
-    expert_ids: Integer[Array, "M N G b T L K"] | None
-    """As recorded in the rollout; None if there was none."""
-
-
-class Goal(NamedTuple):
-    """What the update learns from every token."""
-
-    weight: Float[Array, "M N G b T"]
+    expert_ids: Integer[Array, "*M B T L K"] | None = None
+    """The recorded routing; None if there is no record."""
+    weight: Float[Array, "*M B T"] | None = None
     """From `experiments.rl.losses.token_weights`; 0 where there is nothing to learn."""
-    advantage: Float[Array, "M N G b"] | None
-    """None for supervised learning."""
-    old_log_prob: Float[Array, "M N G b T"] | None
+    advantage: Float[Array, "*M B"] | None = None
+    """From `experiments.rl.losses.relative_advantages`; None for supervised learning."""
+    old_log_prob: Float[Array, "*M B T"] | None = None
     """From `recompute`; None for supervised learning."""
 
 
-class Ran(NamedTuple):
-    """What ran, counted in the step."""
+class StepMetrics(NamedTuple):
+    """What an update reports of its batch, on the devices."""
 
-    load: Int[Array, "M L N G E"]
-    """Token copies of the experts that tokens really went to."""
-    changed: Int[Array, "M L"]
-    """Expert choices in which the live router and the replay differ; 0 if there is no replay."""
-
-
-class Learned(NamedTuple):
-    """What an update reports."""
-
-    loss: PolicyLoss
-    """Of the whole batch; supervised learning has only the loss itself."""
+    policy: PolicyLoss
+    """Summed over the batch; supervised learning has only the loss itself."""
     gradient_norm: Float[Array, ""]
-    ran: Ran
+    """The norm of the gradient of the whole batch, before it is cut."""
+    load: Int[Array, "M L N G E"]
+    """Token copies of the experts that tokens really went to, counted in the step."""
+    routing_changed: Int[Array, "M L"]
+    """Expert choices in which the live router and the record differ; 0 if there is no record."""
 
 
 @jax.tree_util.register_static
@@ -71,88 +63,89 @@ class Clip:
     """How far the ratio of new to old probability may go; DAPO's clip-higher by default."""
 
     low: float = 0.2
+    """How far below 1 a ratio may help."""
     high: float = 0.28
-    """0.2 is GRPO's."""
+    """How far above 1 a ratio may help; GRPO's is 0.2."""
 
 
-@nnx.jit(static_argnames=("parallel", "temperature"))
+@nnx.jit(static_argnames=("temperature",))
 def recompute(
-    model: Policy, rows: Rows, known: Foresight | None, *, parallel: ExpertParallel, temperature: float
-) -> tuple[Float[jax.Array, "M N G b T"], Ran]:
+    model: Policy, batch: PreparedBatch, samples: TrainingBatch, *, temperature: float
+) -> tuple[Float[jax.Array, "M B T"], Int[jax.Array, "M L N G E"]]:
     """Log-probabilities of the batch's tokens under the model as it is.
 
     Args:
-        model: whose experts lie in the plan's homes.
-        rows: of the batch.
-        known: the plan, for replay; None routes live.
-        parallel: with sizes that hold the batch.
-        temperature: of the rollout.
+        model: the policy.
+        batch: the prepared batch, in replay of the samples' recorded routing or live.
+        samples: the samples, on the ranks.
+        temperature: the temperature that responses were sampled at.
 
     Returns:
-        float32, entry t is of token t; and what ran.
+        float32 log-probabilities, entry t of token t; and the load that ran.
     """
     graph, state = nnx.split(model)
 
     def one(_, micro_batch):
-        rows, known = micro_batch
-        log_prob, ran, _ = _run(nnx.merge(graph, state), rows, known, None, parallel, temperature)
-        return None, (log_prob, ran)
+        samples, plans = micro_batch
+        output, log_prob = _run(nnx.merge(graph, state), samples, plans, batch.parallel, temperature)
+        return None, (log_prob, _count_load(output, samples.mask, batch.parallel))
 
-    return jax.lax.scan(one, None, (rows, _by_micro_batch(known, len(rows.tokens))))[1]
+    return jax.lax.scan(one, None, (samples, batch.layer_plans()))[1]
 
 
-@nnx.jit(static_argnames=("parallel", "temperature", "clip", "balance"))
+@nnx.jit(static_argnames=("temperature", "clip", "balance"))
 def update(
     model: Policy,
     optimizer: nnx.Optimizer,
-    rows: Rows,
-    goal: Goal,
-    known: Foresight | None,
-    batch_load: Int[Array, "L E"] | None = None,
+    batch: PreparedBatch,
+    samples: TrainingBatch,
+    batch_load: Int[Array, "L E"],
     *,
-    parallel: ExpertParallel,
     temperature: float = 1.0,
     clip: Clip | None = None,
     balance: float = 0.0,
-) -> Learned:
+) -> StepMetrics:
     """One optimizer step on the gradient of the whole batch, accumulated over its micro-batches. In place.
 
+    Gradients are accumulated in the dtype of the parameters, float32.
+
     Args:
-        model: whose experts lie in the plan's homes.
-        optimizer: of the model.
-        rows: of the batch.
-        goal: what its tokens teach.
-        known: the plan, for replay; None routes live.
-        batch_load: token copies of each expert in the whole batch, for the load-balancing loss; None leaves it out.
-        parallel: with sizes that hold the batch.
-        temperature: of the rollout.
-        clip: of the policy loss; None learns by supervision.
-        balance: of the load-balancing loss, which is the mean over layers and 1 for even loads.
+        model: the policy.
+        optimizer: the optimizer of the model.
+        batch: the prepared batch, in replay of the samples' recorded routing or live.
+        samples: the samples with what they teach, on the ranks.
+        batch_load: token copies of each expert in the whole batch, for the load-balancing loss.
+        temperature: the temperature that responses were sampled at.
+        clip: the clip of the policy loss; None learns by supervision.
+        balance: the factor of the load-balancing loss, which is the mean over layers and 1 for even loads.
     """
     graph, params, *rest = nnx.split(model, nnx.Param, ...)
 
-    def share(params, rows, known, goal):
+    def objective(params, samples, plans):
         model = nnx.merge(graph, params, *rest)
-        log_prob, ran, uneven = _run(model, rows, known, batch_load, parallel, temperature)
+        output, log_prob = _run(model, samples, plans, batch.parallel, temperature)
         if clip is None:
-            parts = PolicyLoss(supervised_loss(log_prob, goal.weight), jnp.zeros(()), jnp.zeros(()))
+            policy = PolicyLoss(supervised_loss(log_prob, samples.weight), jnp.zeros(()), jnp.zeros(()))
         else:
-            of_tokens = (log_prob, goal.old_log_prob, goal.advantage, goal.weight)
-            parts = policy_loss(*of_tokens, clip_low=clip.low, clip_high=clip.high)
-        return parts.loss + balance * uneven, (parts, ran)
+            of_tokens = (log_prob, samples.old_log_prob, samples.advantage, samples.weight)
+            policy = policy_loss(*of_tokens, clip_low=clip.low, clip_high=clip.high)
+        of_layer = functools.partial(balance_loss, gating=model.config.gating, mask=samples.mask)
+        uneven = jax.vmap(of_layer, in_axes=(-2, 0))(output.router_logits, batch_load).mean()
+        load = _count_load(output, samples.mask, batch.parallel)
+        return policy.loss + balance * uneven, (policy, load, _count_changes(model, output, samples))
 
     def accumulate(gradients, micro_batch):
-        more, reported = jax.grad(share, has_aux=True)(params, *micro_batch)
-        return jax.tree.map(jnp.add, gradients, more), reported
+        more, counted = jax.grad(objective, has_aux=True)(params, *micro_batch)
+        return jax.tree.map(jnp.add, gradients, more), counted
 
-    micro_batches = (rows, _by_micro_batch(known, len(rows.tokens)), goal)
-    gradients, (shares, ran) = jax.lax.scan(accumulate, jax.tree.map(jnp.zeros_like, params), micro_batches)
+    nothing = jax.tree.map(jnp.zeros_like, params)
+    gradients, (shares, load, changed) = jax.lax.scan(accumulate, nothing, (samples, batch.layer_plans()))
     optimizer.update(model, gradients)
-    shares = jax.tree.map(lambda share: share.sum(0), shares)
-    return Learned(shares, optax.tree.norm(gradients), ran)
+    policy = jax.tree.map(lambda share: share.sum(0), shares)
+    return StepMetrics(policy, optax.tree.norm(gradients), load, changed)
 
 
-def check_executed(ran: Ran, known: Foresight, topology: Topology, *, intra_node: bool) -> None:
+def check_executed(load: Int[Array, "M L N G E"], batch: PreparedBatch) -> None:
     """Raise unless the plan's quotas are exactly what ran, in every micro-batch and layer.
 
     The layer sends each slot its quota of what is there, and turns to NaN where a rank's ids are not those of the load
@@ -160,70 +153,52 @@ def check_executed(ran: Ran, known: Foresight, topology: Topology, *, intra_node
     expert by expert, the load that the plan was made for, and the quotas add up to it.
 
     Args:
-        ran: from `recompute` or `update`.
-        known: the batch's plan.
-        topology: of the plan.
-        intra_node: whether replicas have to stay in their home's node.
+        load: the load that `recompute` or `update` counted.
+        batch: the prepared batch that ran in replay.
 
     Raises:
-        RuntimeError: the first place where they differ, with both numbers.
+        RuntimeError: at the first place where they differ, with both numbers.
     """
-    found, planned = np.asarray(ran.load), np.asarray(known.load)
-    if (found != planned).any():
-        place = tuple(int(index) for index in np.argwhere(found != planned)[0])
+    assert batch.batch_plan is not None, "live routing has no plan"
+    load, planned, parallel = np.asarray(load), np.asarray(batch.batch_plan.load), batch.parallel
+    if (load != planned).any():
+        place = tuple(np.argwhere(load != planned)[0].tolist())
         raise RuntimeError(
             "micro-batch {}, layer {}, node {}, rank {}: expert {}".format(*place)
-            + f" ran {found[place]} token copies, the plan was made for {planned[place]}"
+            + f" ran {load[place]} token copies, the plan was made for {planned[place]}"
         )
     try:
-        check_plan(known.plan, found, topology, intra_node=intra_node)
+        check_plan(batch.batch_plan.plan, load, parallel.topology, across_nodes=parallel.across_nodes)
     except ValueError as error:
         raise RuntimeError(f"the plan is not what ran: {error}") from error
 
 
-def _by_micro_batch(known: Foresight | None, micro_batches: int) -> Foresight | None:
-    """With a leading axis of micro-batches at every leaf, for a scan."""
-    if known is None:
-        return None
-    plan = known.plan
-    home = jnp.broadcast_to(plan.home, (micro_batches, *plan.home.shape))
-    return Foresight(Plan(plan.slot_expert, home, plan.quota), known.load)
-
-
 def _run(
     model: Policy,
-    rows: Rows,
-    known: Foresight | None,
-    batch_load: Int[Array, "L E"] | None,
+    samples: TrainingBatch,
+    plans: LayerPlan | None,
     parallel: ExpertParallel,
     temperature: float,
-) -> tuple[jax.Array, Ran, jax.Array]:
-    """Log-probabilities of one micro-batch, in replay or live, what ran, and its share of the load-balancing loss."""
-    replay = None
-    if known is not None:
-        assert rows.expert_ids is not None, "a plan is made from recorded routing"
-        replay = Replayed(rows.expert_ids, known.plan, known.load)
-    output = model(rows.tokens, rows.mask, parallel=parallel, replay=replay)
-    log_prob = token_log_probs(output.logits, rows.tokens, temperature=temperature)
-    uneven = jnp.zeros(())
-    if batch_load is not None:
-        of_layer = functools.partial(balance_loss, gating=model.config.gating, mask=rows.mask)
-        uneven = jax.vmap(of_layer, in_axes=(-2, 0))(output.router_logits, batch_load).mean()
-    return log_prob, _count(output, rows, model.config, replayed=known is not None), uneven
+) -> tuple[PolicyOutput, jax.Array]:
+    """The policy on one micro-batch, in replay or live, and the log-probabilities of its tokens."""
+    expert_ids = None if plans is None else samples.expert_ids
+    output = model(samples.tokens, samples.mask, expert_ids, plans, parallel=parallel)
+    return output, token_log_probs(output.logits, samples.tokens, temperature=temperature)
 
 
-def _count(output: PolicyOutput, rows: Rows, config: PolicyConfig, *, replayed: bool) -> Ran:
-    """The routing of one micro-batch: what ran, and in how much the live router disagrees with the replay."""
-    shape = rows.mask.shape
-    ids = output.expert_ids.reshape(-1, *output.expert_ids.shape[-3:])
-    by_sample = sample_load(
-        RoutingReplay(ids, rows.mask.reshape(-1, shape[-1])), num_experts=config.num_experts
-    )
-    load = by_sample.reshape(*shape[:3], config.layers, -1).sum(2, dtype=jnp.int32)
-    changed = jnp.zeros(config.layers, jnp.int32)
-    if rows.expert_ids is not None:
-        live = select_experts(output.router_logits, config.gating) if replayed else output.expert_ids
-        recorded = jnp.asarray(rows.expert_ids, jnp.int32)[..., None, :]
-        new = (jnp.asarray(live, jnp.int32)[..., None] != recorded).all(-1) & rows.mask[..., None, None]
-        changed = new.sum((0, 1, 2, 3, 5), dtype=jnp.int32)
-    return Ran(jnp.moveaxis(load, 2, 0), changed)
+def _count_load(output: PolicyOutput, mask: Array, parallel: ExpertParallel) -> Int[jax.Array, "L N G E"]:
+    """The routing that ran in one micro-batch."""
+    experts = parallel.topology.num_experts
+    by_sample = sample_load(RoutingReplay(output.expert_ids, mask), num_experts=experts)
+    by_rank = by_sample.reshape(*parallel.ranks, -1, *by_sample.shape[1:]).sum(2, dtype=jnp.int32)
+    return jnp.moveaxis(by_rank, 2, 0)
+
+
+def _count_changes(model: Policy, output: PolicyOutput, samples: TrainingBatch) -> Int[jax.Array, " L"]:
+    """In how many expert choices of one micro-batch the live router disagrees with the record."""
+    if samples.expert_ids is None:
+        return jnp.zeros(model.config.layers, jnp.int32)
+    live = select_experts(output.router_logits, model.config.gating)
+    recorded = jnp.asarray(samples.expert_ids, jnp.int32)
+    changed = (live[..., None] != recorded[..., None, :]).all(-1) & samples.mask[..., None, None]
+    return changed.sum((0, 1, 3), dtype=jnp.int32)

@@ -13,14 +13,15 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from relibra_jax.cli.suggestions import suggest_names
 from experiments.rl.tokens import BOS, EOS, encode
+from relibra_jax.cli.suggestions import suggest_names
 
 
 class Example(NamedTuple):
     """A question and what is known of its answer."""
 
     prompt: str
+    """The text that the policy responds to."""
     answer: str
     """A right answer, for the warm-up; a task may accept others."""
     entry: Any = None
@@ -28,12 +29,12 @@ class Example(NamedTuple):
 
     @property
     def prompt_tokens(self) -> list[int]:
-        """With BOS."""
+        """The prompt with its BOS."""
         return [BOS, *encode(self.prompt)]
 
     @property
     def answer_tokens(self) -> list[int]:
-        """With EOS."""
+        """The answer with its EOS."""
         return [*encode(self.answer), EOS]
 
 
@@ -48,17 +49,18 @@ class Task:
     """
 
     name: str
+    """The name that `find_task` knows it by."""
     draw: Callable[[int, int], Sequence[Example]]
-    """``(seed, count)`` -> examples."""
+    """Makes examples: ``(seed, count) -> examples``."""
     score: Callable[[str, Example], float]
-    """``(completion, example)`` -> reward in 0..1, always the same for the same text."""
+    """The reward function: ``(completion, example) -> reward`` in 0..1, always the same for the same text."""
 
     def sample(self, seed: int | Sequence[int], count: int) -> list[Example]:
         """Draw examples, the same for the same seed.
 
         Args:
             seed: one number, or several: a run's seed and the number of its batch, for instance.
-            count: of examples.
+            count: the number of examples.
         """
         return list(self.draw(int(np.random.SeedSequence(seed).generate_state(1)[0]), count))
 
@@ -86,8 +88,8 @@ def find_task(name: str) -> Task:
     """The task of a name: a built-in one, else reasoning-gym's.
 
     Raises:
-        ValueError: no such task, with the nearest names; or none built in, and the extra that would bring more is not
-            installed.
+        ValueError: if there is no such task, with the nearest names; or none built in, and the extra that would bring
+            more is not installed.
     """
     if name in TASKS:
         return TASKS[name]

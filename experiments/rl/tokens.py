@@ -43,7 +43,7 @@ def pad(rows: Sequence[Sequence[int]], length: int) -> Int[np.ndarray, "B T"]:
     """Rows of tokens as one int32 array, aligned to the left and padded with PAD to ``length``.
 
     Raises:
-        ValueError: the first row that is longer.
+        ValueError: if a row is longer; names the first one.
 
     >>> pad([[1, 2], []], 3).tolist()
     [[1, 2, 256], [256, 256, 256]]

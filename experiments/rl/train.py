@@ -1,11 +1,11 @@
-"""Reinforcement learning from start to end: one run for each seed, saved, stopped and resumed, and a report."""
+"""Runs from start to end: one for each seed, saved, stopped and resumed, and a report."""
 
 import dataclasses
 import json
 import threading
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -15,36 +15,40 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from experiments.rl.configs import Train
+from experiments.rl.devices import host_devices
+from experiments.rl.metrics_log import MetricsLog
 from experiments.rl.report import write_report
-from experiments.rl.running import MetricsLog, host_devices, keep_compiled, stop_signals
+from experiments.rl.stop_signals import stop_signals
 from experiments.rl.tasks import Task
 from experiments.rl.trainer import Trainer
 from relibra_jax.atomic_write import write_atomically
-from relibra_jax.replay import load_replay, save_replay
+from relibra_jax.replay_files import load_replay, save_replay
 from relibra_jax.types import RoutingReplay
 
-CHECKPOINTS_KEPT = 2
+CHECKPOINTS_KEPT: Final = 2
+COMPILED: Final = Path("out/compiled")
+"""Where compiled programs are kept for later processes, unless the user has chosen another place."""
 
 
 def run_train(config: Train, console: Console, *, name: str = "rl", task: Task | None = None) -> Path:
     """Run every seed, or go on with them, and report. SIGTERM and Ctrl-C save and return.
 
     Args:
-        config: of the runs.
-        console: for progress and the table.
-        name: of the configuration, for the folder.
-        task: in place of the one that ``config`` names.
+        config: the settings of the runs.
+        console: where progress and the table are shown.
+        name: the name of the run, for its folder.
+        task: a task in place of the one that ``config`` names.
 
     Returns:
         The folder with ``config.json``, ``seed-*/metrics.jsonl``, checkpoints, figure and summary.
 
     Raises:
-        ValueError: settings that do not fit or that the planner refuses, or a checkpoint of another model.
+        ValueError: if settings do not fit or the planner refuses them, or a checkpoint is of another model.
     """
     host_devices(config.topology.num_ranks)
     _check_planner(config)
     folder = _folder(config, name)
-    keep_compiled(Path("out/compiled"))
+    keep_compiled()
     with stop_signals() as asked:
         for seed in config.seeds:
             if not _run_seed(config, seed, folder, console, asked, task):
@@ -53,6 +57,12 @@ def run_train(config: Train, console: Console, *, name: str = "rl", task: Task |
                 return folder
     write_report(config, folder, console, name)
     return folder
+
+
+def keep_compiled() -> None:
+    """Keep compiled programs for later processes."""
+    if jax.config.jax_compilation_cache_dir is None:
+        jax.config.update("jax_compilation_cache_dir", str(COMPILED.absolute()))
 
 
 def _run_seed(
@@ -83,7 +93,7 @@ def _run_seed(
                 report(step, metrics)
                 bar.update(task_id, completed=trainer.state.step, shown=_shown(metrics))
                 if step in recorded and trainer.replay is not None:
-                    save_replay(_rollout(folder, step), trainer.replay, num_experts=config.model.num_experts)
+                    save_replay(_routing(folder, step), trainer.replay, num_experts=config.model.num_experts)
                 if trainer.state.step % config.checkpoint_every == 0:
                     trainer.state.save(manager)
             finished = trainer.state.step == trainer.total_steps
@@ -93,16 +103,16 @@ def _run_seed(
             trainer.state.save(manager)
     # Behind the last checkpoint: a run that is killed before it comes here again, with all its parts.
     if finished:
-        _join_rollouts(folder, [_rollout(folder, step) for step in recorded])
+        _join_routing(folder, [_routing(folder, step) for step in recorded])
     return finished
 
 
-def _rollout(folder: Path, step: int) -> Path:
-    return folder / f"rollout-{step}.npz"
+def _routing(folder: Path, step: int) -> Path:
+    return folder / f"routing-{step}.npz"
 
 
-def _join_rollouts(folder: Path, parts: list[Path]) -> None:
-    """Make one trace of the recorded rollouts."""
+def _join_routing(folder: Path, parts: list[Path]) -> None:
+    """Make one trace of the recorded batches."""
     parts = [part for part in parts if part.exists()]
     if not parts:
         return
@@ -116,7 +126,7 @@ def _join_rollouts(folder: Path, parts: list[Path]) -> None:
 
 def _check_planner(config: Train) -> None:
     """What the planner refuses, it refuses now and not after the warm-up."""
-    topology, planner, layers = config.topology, config.row.planner, config.model.layers
+    topology, planner, layers = config.topology, config.planner_entry.planner, config.model.layers
     ranks = topology.num_nodes, topology.ranks_per_node
 
     def plan(key: jax.Array) -> Any:

@@ -1,4 +1,4 @@
-"""One run: a policy that is warmed up, rolls out, and learns in balanced steps.
+"""One run: a policy that is warmed up, generates responses, and learns from them in balanced steps.
 
 What is drawn follows from the seed and the number of the step, so a run that goes on from a checkpoint draws what it
 would have drawn, and on the same mesh computes the same bits.
@@ -11,28 +11,26 @@ import jax
 import numpy as np
 from flax import nnx
 
-from experiments.rl.balance import Foresight, measure_balance, plan_rollout, to_ranks, with_room
 from experiments.rl.configs import Train
-from experiments.rl.losses import group_advantages, token_weights
-from experiments.rl.policy import live_parallel
-from experiments.rl.rewards import Rewards, score_rollout
-from experiments.rl.running import Phases, host_devices
-from experiments.rl.sampler import Rollout, rollout
+from experiments.rl.devices import host_devices
+from experiments.rl.generation import Responses, generate
+from experiments.rl.imbalance import measure_imbalance
+from experiments.rl.losses import relative_advantages, token_weights
+from experiments.rl.rewards import Rewards, score_responses
 from experiments.rl.state import State
-from experiments.rl.step import Goal, Ran, Rows, check_executed, recompute, update
+from experiments.rl.step import StepMetrics, TrainingBatch, check_executed, recompute, update
+from experiments.rl.step_clock import StepClock
 from experiments.rl.tasks import Example, Task, find_task
 from experiments.rl.tokens import pad
-from relibra_jax.capacity import count_capacities, grow_capacities
 from relibra_jax.execution.mesh import expert_mesh
-from relibra_jax.execution.moe import ExpertParallel
-from relibra_jax.nnx.layer import reorder_experts
-from relibra_jax.planning.assignment import assign_in_order
-from relibra_jax.types import Array, Assignment, RoutingReplay
+from relibra_jax.nnx import PreparedBatch
+from relibra_jax.types import RoutingReplay
 
 SHOWN_FAILURES: Final = 3
+"""So many failures of reward functions are written down in full."""
 MORE_EXAMPLES: Final = 8
 """So many times the examples that are needed are drawn where some have no room."""
-SUPERVISED, PROMPTS, EVALUATION, PLANNING = range(4)
+SUPERVISED, PROMPTS, EVALUATION = range(3)
 """What is drawn: part of the seed of examples, and of the keys."""
 
 
@@ -40,188 +38,169 @@ class Trainer:
     """The state of a run and the steps that change it.
 
     Args:
-        config: of the run.
+        config: the settings of the run.
         seed: one of its seeds.
-        task: in place of the one that ``config`` names.
+        task: a task in place of the one that ``config`` names.
 
     Raises:
-        ValueError: a task that there is not, or fewer devices than ranks.
+        ValueError: if there is no such task, or fewer devices than ranks.
     """
 
     def __init__(self, config: Train, seed: int, *, task: Task | None = None):
         self.config, self.seed = config, seed
         self.task = find_task(config.task) if task is None else task
-        self.topology = config.topology
-        self.mesh = expert_mesh(self.topology, devices=host_devices(self.topology.num_ranks))
-        self.state = State(config, seed, self.mesh)
+        mesh = expert_mesh(config.topology, devices=host_devices(config.topology.num_ranks))
+        self.state = State(config, seed, mesh)
         self.replay: RoutingReplay | None = None
-        """Of the last rollout."""
-        samples = config.samples // config.micro_batches // self.topology.num_ranks
-        tokens = samples * (config.prompt_tokens + config.response_tokens)
-        self.live = live_parallel(self._parallel(), tokens, config.model.top_k)
+        """The routing of the last responses."""
 
     @property
     def total_steps(self) -> int:
-        """Of warm-up and rollouts together."""
+        """The steps of warm-up and learning together."""
         return self.config.warmup_steps + self.config.steps
 
     def warm_up(self) -> dict[str, Any]:
         """One supervised update on prompts with right answers; its metrics."""
-        config, phases = self.config, Phases()
-        examples = self._draw((self.seed, SUPERVISED, self.state.step), config.samples)
+        config, state, clock = self.config, self.state, StepClock()
+        examples = self._draw((self.seed, SUPERVISED, state.step), config.samples)
         prompts = [example.prompt_tokens for example in examples]
-        rows = [prompt + example.answer_tokens for prompt, example in zip(prompts, examples, strict=True)]
-        tokens = pad(rows, config.prompt_tokens + config.response_tokens)
+        texts = [prompt + example.answer_tokens for prompt, example in zip(prompts, examples, strict=True)]
+        tokens = pad(texts, config.prompt_tokens + config.response_tokens)
         position = np.arange(tokens.shape[1])[None]
-        mask = position < np.array([len(row) for row in rows])[:, None]
+        mask = position < np.array([len(text) for text in texts])[:, None]
         answer = mask & (position >= np.array([len(prompt) for prompt in prompts])[:, None])
-        weight = token_weights(answer, np.ones(len(rows), bool), token_level=True)
-        with phases("update"):
-            in_order = assign_in_order(len(rows), self.topology, num_micro_batches=config.micro_batches)
-            batch = Rows(tokens, mask, None), Goal(weight, None, None)
-            samples, goal = to_ranks(batch, in_order, self.mesh)
+        weight = token_weights(answer, np.ones(len(texts), bool), token_level=True)
+        with clock("update"):
+            batch = self._prepare_live()
+            samples = batch.to_ranks(TrainingBatch(tokens, mask, weight=weight))
             # Live routing is known once it has run.
-            _, ran = recompute(self.state.model, samples, None, parallel=self.live, temperature=1.0)
-            learned = update(
-                *(self.state.model, self.state.optimizer, samples, goal, None, ran.load.sum((0, 2, 3))),
-                parallel=self.live,
-                balance=config.balance,
+            _, load = recompute(state.model, batch, samples, temperature=1.0)
+            batch_load = load.sum((0, 2, 3))
+            metrics = update(
+                *(state.model, state.optimizer, batch, samples, batch_load), balance=config.balance
             )
-            loss = self._finite(learned.loss.loss, "loss")
-            self._finite(learned.gradient_norm, "gradient norm")
-        self.state.step += 1
-        return {"kind": "warm-up", "loss": loss, "tokens": int(mask.sum()), **phases.report()}
+            loss = self._check_finite(metrics)
+        state.step += 1
+        return {"kind": "warm-up", "loss": loss, "tokens": int(mask.sum()), **clock.report()}
 
     def learn(self) -> dict[str, Any]:
-        """One rollout and what is learned from it; its metrics."""
-        config, phases = self.config, Phases()
-        examples = self.examples(PROMPTS, self.state.step)
-        with phases("rollout"):
-            made = self.sample(examples, self._key(PROMPTS, self.state.step))
+        """Responses to one batch of prompts and what is learned from them; its metrics."""
+        config, state, clock = self.config, self.state, StepClock()
+        examples = self.examples(PROMPTS, state.step)
+        with clock("generate"):
+            responses = self.generate(examples, self._key(PROMPTS, state.step))
         with ThreadPoolExecutor(1) as scorer:
             # Rewards are Python, planning is compiled: they run side by side.
-            scoring = scorer.submit(score_rollout, self.task, examples, made.tokens, made.response)
-            assignment, rows, known, parallel = self.balance(made, phases)
-            with phases("recompute"):
-                old_log_prob, ran = jax.block_until_ready(
-                    recompute(
-                        self.state.model, rows, known, parallel=parallel, temperature=config.temperature
-                    )
+            texts = (responses.tokens, responses.response)
+            scoring = scorer.submit(score_responses, self.task, examples, *texts)
+            batch, samples = self.prepare(responses, clock)
+            with clock("recompute"):
+                old_log_prob, load = jax.block_until_ready(
+                    recompute(state.model, batch, samples, temperature=config.temperature)
                 )
-            check_executed(ran, known, self.topology, intra_node=config.row.intra_node)
-            with phases("score"):
+            check_executed(load, batch)
+            with clock("score"):
                 rewards = scoring.result()
-        with phases("update"):
-            advantage = group_advantages(rewards.reward, rewards.scored, group_size=config.group)
-            weight = token_weights(made.response, rewards.scored, token_level=config.token_level)
-            goal = to_ranks(Goal(weight, advantage, None), assignment, self.mesh)
-            goal = goal._replace(old_log_prob=old_log_prob)
-            followed, by = (known, parallel) if config.replay else (None, self.live)
-            batch_load = known.load.sum((0, 2, 3))
-            for _ in range(config.epochs):
-                learned = update(
-                    *(self.state.model, self.state.optimizer, rows, goal, followed, batch_load),
-                    parallel=by,
-                    balance=config.balance,
-                    temperature=config.temperature,
-                    clip=config.clip,
-                )
-                loss = self._finite(learned.loss.loss, "loss")
-                self._finite(learned.gradient_norm, "gradient norm")
-                if config.replay:
-                    check_executed(learned.ran, known, self.topology, intra_node=config.row.intra_node)
-        times = phases.report()
-        self.state.step += 1
+        with clock("update"):
+            samples = samples._replace(old_log_prob=old_log_prob)
+            metrics = self.update(batch, samples, responses, rewards)
+            loss = self._check_finite(metrics)
+        times = clock.report()
+        state.step += 1
         return {
             "kind": "learn",
             "reward": _mean(rewards.reward[rewards.scored]),
             "failed": len(rewards.failures),
             "failures": rewards.failures[:SHOWN_FAILURES],
-            "response_tokens": float(made.response.sum() / len(made.response)),
+            "response_tokens": float(responses.response.sum() / len(responses.response)),
             "loss": loss,
-            "clipped": float(learned.loss.clipped),
-            "kl": float(learned.loss.kl),
-            "gradient_norm": float(learned.gradient_norm),
-            "tokens": int(made.mask.sum()),
-            **self._routing_metrics(known, learned.ran),
+            "clipped": float(metrics.policy.clipped),
+            "kl": float(metrics.policy.kl),
+            "gradient_norm": float(metrics.gradient_norm),
+            "tokens": int(responses.mask.sum()),
+            **self._routing_metrics(batch, metrics),
             **times,
         }
 
     def evaluate(self) -> dict[str, Any]:
         """Score prompts that are the same at every call and for every seed; nothing is learned."""
         rewards: list[Rewards] = []
-        for batch in range(self.config.evaluation_batches):
-            examples = self.examples(EVALUATION, batch)
-            made = self.sample(examples, self._key(EVALUATION, batch))
-            rewards.append(score_rollout(self.task, examples, made.tokens, made.response))
+        for number in range(self.config.evaluation_batches):
+            examples = self.examples(EVALUATION, number)
+            responses = self.generate(examples, self._key(EVALUATION, number))
+            rewards.append(score_responses(self.task, examples, responses.tokens, responses.response))
         scored = np.concatenate([each.reward[each.scored] for each in rewards])
+        failures = [failure for each in rewards for failure in each.failures]
         return {
             "kind": "evaluation",
             "reward": _mean(scored),
             "samples": len(scored),
-            "failed": sum(len(each.failures) for each in rewards),
-            "failures": [failure for each in rewards for failure in each.failures][:SHOWN_FAILURES],
+            "failed": len(failures),
+            "failures": failures[:SHOWN_FAILURES],
         }
 
-    def sample(self, examples: list[Example], key: jax.Array) -> Rollout:
-        """Answers to the prompts of ``examples``, each by a key of its own: ``[B, ...]``, on the host."""
-        config, ranks = self.config, (self.topology.num_nodes, self.topology.ranks_per_node)
-        rows = [example.prompt_tokens for example in examples]
-        prompts = pad(rows, config.prompt_tokens).reshape(*ranks, -1, config.prompt_tokens)
-        lengths = np.array([len(row) for row in rows], np.int32).reshape(prompts.shape[:-1])
-        keys = jax.random.split(key, lengths.shape)
-        made = rollout(
-            *(self.state.model, prompts, lengths, keys),
-            parallel=self.live,
+    def generate(self, examples: list[Example], key: jax.Array) -> Responses:
+        """Responses to the prompts of ``examples``, each by a key of its own; on the host."""
+        config, prompts = self.config, [example.prompt_tokens for example in examples]
+        responses = generate(
+            self.state.model,
+            pad(prompts, config.prompt_tokens),
+            np.array([len(prompt) for prompt in prompts], np.int32),
+            jax.random.split(key, len(prompts)),
+            parallel=self.state.balancer.live,
             max_new_tokens=config.response_tokens,
             temperature=config.temperature,
             top_p=config.top_p,
         )
-        return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[3:]), jax.device_get(made))
+        return jax.device_get(responses)
 
-    def balance(self, made: Rollout, phases: Phases) -> tuple[Assignment, Rows, Foresight, ExpertParallel]:
-        """Plan a rollout, move its rows to their ranks and experts to their homes, and choose buffers."""
-        config, replay = self.config, RoutingReplay(made.expert_ids, made.mask)
-        with phases("plan"):
-            assignment, known, self.state.planner_state = jax.block_until_ready(
-                plan_rollout(
-                    *(replay, self.state.planner_state, self._key(PLANNING, self.state.step)),
-                    planner=config.row.planner,
-                    topology=self.topology,
-                    num_micro_batches=config.micro_batches,
-                    anneal_steps=config.anneal_steps,
-                )
+    def prepare(self, responses: Responses, clock: StepClock) -> tuple[PreparedBatch, TrainingBatch]:
+        """Plan the recorded routing, and move experts to their homes and samples to their ranks."""
+        state, total = self.state, StepClock()
+        with total("prepare"):
+            batch = state.balancer.prepare(state.model, state.optimizer, responses.replay)
+            samples = TrainingBatch(responses.tokens, responses.mask, responses.expert_ids)
+            samples = batch.to_ranks(samples)
+            jax.block_until_ready((samples, nnx.state(state.model)))
+        clock.phases["plan"] = batch.plan_seconds
+        clock.phases["migrate"] = total.phases["prepare"] - batch.plan_seconds
+        self.replay = responses.replay
+        return batch, samples
+
+    def update(
+        self, batch: PreparedBatch, samples: TrainingBatch, responses: Responses, rewards: Rewards
+    ) -> StepMetrics:
+        """Learn from a batch for so many epochs; the metrics of the last one."""
+        config, state = self.config, self.state
+        advantage = relative_advantages(
+            rewards.reward, rewards.scored, responses_per_prompt=config.responses_per_prompt
+        )
+        weight = token_weights(responses.response, rewards.scored, token_level=config.token_level)
+        weight, advantage = batch.to_ranks((weight, advantage))
+        assert batch.batch_plan is not None
+        samples = samples._replace(weight=weight, advantage=advantage)
+        batch_load = batch.batch_plan.load.sum((0, 2, 3))
+        followed = batch if config.replay else self._prepare_live()
+        for _ in range(config.epochs):
+            metrics = update(
+                *(state.model, state.optimizer, followed, samples, batch_load),
+                balance=config.balance,
+                temperature=config.temperature,
+                clip=config.clip,
             )
-            known = jax.device_get(known)
-            need = count_capacities(known.plan, known.load, self.topology)
-            self.state.sizes = grow_capacities(self.state.sizes, need, round_up=with_room)
-        with phases("migrate"):
-            reorder_experts(
-                self.state.model,
-                self.state.optimizer,
-                known.plan.home,
-                mesh=self.mesh,
-                topology=self.topology,
-            )
-            rows = to_ranks(Rows(made.tokens, made.mask, made.expert_ids), assignment, self.mesh)
-            jax.block_until_ready(nnx.state(self.state.model))
-        self.replay = replay
-        return assignment, rows, known, self._parallel()
+            if config.replay:
+                check_executed(metrics.load, batch)
+        return metrics
 
     def examples(self, what: int, number: int) -> list[Example]:
-        """Prompts of one batch, each as often as it is answered."""
+        """The prompts of one batch, each as often as it is responded to."""
         seed = (what, number) if what == EVALUATION else (self.seed, what, number)
         drawn = self._draw(seed, self.config.prompts)
-        return [example for example in drawn for _ in range(self.config.group)]
+        return [example for example in drawn for _ in range(self.config.responses_per_prompt)]
 
-    def _parallel(self) -> ExpertParallel:
-        """With the buffers of the batches so far."""
-        return ExpertParallel(
-            mesh=self.mesh,
-            topology=self.topology,
-            capacities=self.state.sizes,
-            across_nodes=not self.config.row.intra_node,
-        )
+    def _prepare_live(self) -> PreparedBatch:
+        state = self.state
+        return state.balancer.prepare(state.model, state.optimizer, None, num_samples=self.config.samples)
 
     def _draw(self, seed: tuple[int, ...], count: int) -> list[Example]:
         """The first examples that there is room for."""
@@ -246,20 +225,26 @@ class Trainer:
     def _key(self, what: int, number: int) -> jax.Array:
         return jax.random.fold_in(jax.random.fold_in(self.state.key, what), number)
 
-    def _finite(self, value: Array, name: str) -> float:
-        number = float(value)
-        if not np.isfinite(number):
-            raise FloatingPointError(f"step {self.state.step}: {name} is {number}")
-        return number
+    def _check_finite(self, metrics: StepMetrics) -> float:
+        """The loss, which is no number where a layer refused its plan or its buffers."""
+        values = {"loss": float(metrics.policy.loss), "gradient norm": float(metrics.gradient_norm)}
+        for name, value in values.items():
+            if not np.isfinite(value):
+                raise FloatingPointError(f"step {self.state.step}: {name} is {value}")
+        return values["loss"]
 
-    def _routing_metrics(self, known: Foresight, ran: Ran) -> dict[str, Any]:
-        across = not self.config.row.intra_node
-        balance = measure_balance(known, ran.load, topology=self.topology, across_nodes=across)
+    def _routing_metrics(self, batch: PreparedBatch, metrics: StepMetrics) -> dict[str, Any]:
+        batch_plan, parallel = batch.batch_plan, batch.parallel
+        assert batch_plan is not None
+        imbalance = measure_imbalance(
+            batch_plan, metrics.load, topology=parallel.topology, across_nodes=parallel.across_nodes
+        )
         if self.config.replay:
-            del balance["imbalance_live"]
-        changed, choices = np.asarray(ran.changed).sum(0), known.load.sum((0, 2, 3, 4))
+            del imbalance["imbalance_live"]
+        changed = np.asarray(metrics.routing_changed).sum(0)
+        choices = np.asarray(batch_plan.load).sum((0, 2, 3, 4))
         return {
-            **{name: np.asarray(value).tolist() for name, value in balance.items()},
+            **{name: np.asarray(value).tolist() for name, value in imbalance.items()},
             "routing_changed": changed.tolist(),
             "routing_changed_share": (changed / choices).tolist(),
         }

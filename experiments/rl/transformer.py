@@ -6,6 +6,7 @@ layer's start, beside attention.
 """
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 
 import jax
@@ -15,44 +16,47 @@ from jaxtyping import Bool, Float, Int, Integer
 
 from experiments.rl.tokens import VOCABULARY
 from relibra_jax.execution.gating import GATINGS, Gating
-from relibra_jax.execution.moe import ExpertParallel
-from relibra_jax.nnx.layer import MoELayer
-from relibra_jax.types import Array, Plan, Topology
+from relibra_jax.execution.parallel import ExpertParallel
+from relibra_jax.nnx import MoELayer, MoEOutput
+from relibra_jax.types import Array, LayerPlan, Topology
 
 
 @jax.tree_util.register_static
 @dataclass(frozen=True, kw_only=True)
 class PolicyConfig:
-    """Sizes of a policy; those of a model for the CPU by default. Hashable and static under jit.
+    """Sizes of a policy, by default those of a model for CPUs. Hashable and static under jit.
 
     Raises:
-        ValueError: key-value heads that do not divide the heads, or an odd head width, which has no rotary pairs.
+        ValueError: if ``heads`` is no multiple of ``kv_heads``, or ``head_width`` is odd and so has no rotary pairs.
     """
 
     width: int = 64
-    """D."""
+    """D, the width of a token."""
     layers: int = 4
-    """L, all of them with experts."""
+    """L, the number of layers, all of them with experts."""
     heads: int = 4
-    """Of queries."""
+    """The number of heads of queries."""
     kv_heads: int = 2
-    """Of keys and values; each serves ``heads / kv_heads`` heads."""
+    """The number of heads of keys and values; each serves ``heads / kv_heads`` heads of queries."""
     head_width: int = 16
+    """The width of a head."""
     num_experts: int = 16
-    """E."""
+    """E, the logical experts of a layer."""
     top_k: int = 2
-    """K."""
+    """K, the experts of a token."""
     expert_width: int = 64
-    """F."""
+    """F, the hidden width of an expert."""
     vocabulary: int = VOCABULARY
-    """V."""
+    """V, the number of different tokens."""
     tied: bool = False
     """Whether the head is the embedding."""
     rope_theta: float = 10_000.0
-    """Of rotary positions; a million in published models, whose contexts are long."""
+    """The base of rotary positions; a million in published models, whose contexts are long."""
     norm_epsilon: float = 1e-6
+    """What is added to mean squares before a norm divides by their root."""
     dtype: str = "float32"
-    """Of the computation. Parameters, routers and logits are float32."""
+    """The dtype of the computation. Parameters, statistics of norms, attention weights, routers and logits are
+    float32 whatever it is."""
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
@@ -62,87 +66,69 @@ class PolicyConfig:
 
     @property
     def gating(self) -> Gating:
-        """Qwen3-MoE's, with this top-k."""
+        """The gating of Qwen3-MoE, with this top-k."""
         return dataclasses.replace(GATINGS["qwen3-moe"], top_k=self.top_k)
 
 
 class Block(nnx.Module):
-    """One transformer layer; `Policy` stacks them."""
+    """One transformer layer; `experiments.rl.policy.Policy` stacks them."""
 
     def __init__(self, config: PolicyConfig, topology: Topology, *, rngs: nnx.Rngs):
-        width, head = config.width, config.head_width
         self.config = config
-        self.attention_norm = nnx.Param(jnp.ones(width))
-        self.query = nnx.Param(normal(rngs, (width, config.heads, head), width**-0.5))
-        self.key = nnx.Param(normal(rngs, (width, config.kv_heads, head), width**-0.5))
-        self.value = nnx.Param(normal(rngs, (width, config.kv_heads, head), width**-0.5))
-        self.out = nnx.Param(normal(rngs, (config.heads, head, width), (config.heads * head) ** -0.5))
-        self.query_norm = nnx.Param(jnp.ones(head))
-        self.key_norm = nnx.Param(jnp.ones(head))
-        self.experts_norm = nnx.Param(jnp.ones(width))
+        width, query = config.width, (config.heads, config.head_width)
+        key = (config.kv_heads, config.head_width)
+        norm = functools.partial(
+            nnx.RMSNorm, epsilon=config.norm_epsilon, dtype=jnp.dtype(config.dtype), rngs=rngs
+        )
+
+        def linear(inputs, outputs, fan_in):
+            return nnx.LinearGeneral(
+                *(inputs, outputs),
+                axis=tuple(range(-len(inputs), 0)),
+                use_bias=False,
+                dtype=jnp.dtype(config.dtype),
+                kernel_init=nnx.initializers.normal(fan_in**-0.5),
+                rngs=rngs,
+            )
+
+        self.query = linear((width,), query, width)
+        self.key, self.value = (linear((width,), key, width) for _ in range(2))
+        self.out = linear(query, (width,), config.heads * config.head_width)
         self.experts = MoELayer(topology, width, config.expert_width, config.gating, rngs=rngs)
+        self.attention_norm, self.experts_norm = norm(width), norm(width)
+        self.query_norm, self.key_norm = norm(config.head_width), norm(config.head_width)
 
     def __call__(
         self,
-        x: Float[jax.Array, "*ranks b t D"],
-        mask: Bool[Array, "*ranks b t"],
-        start: Int[jax.Array, "*ranks b"],
+        x: Float[jax.Array, "B t D"],
+        mask: Bool[Array, "B t"],
+        start: Int[Array, " B"],
         cache: tuple[Array, Array] | None,
-        expert_ids: Integer[Array, "*ranks b t K"] | None,
-        plan: Plan | None,
-        load: Int[Array, "*ranks E"] | None,
+        expert_ids: Integer[Array, "B t K"] | None,
+        plan: LayerPlan | None,
         *,
         parallel: ExpertParallel,
-    ) -> tuple[Array, tuple[Array, Array] | None, Array, Array]:
-        """``(x, cache, expert_ids, router_logits)`` behind the layer; ``x[..., 0, :]`` stands at position ``start``."""
-        experts = None
+    ) -> tuple[Array, tuple[Array, Array] | None, MoEOutput]:
+        """``(x, cache, experts' output)`` behind the layer; ``x[:, 0]`` stands at position ``start``."""
+        replicas = None
         if plan is not None:
-            experts, x = self.experts.fetch(x, plan, parallel)
-        attended, cache = self._attention(self._norm(x, self.attention_norm), start, cache)
+            replicas, x = self.experts.fetch(x, plan, parallel)
+        attended, cache = self._attention(self.attention_norm(x), start, cache)
         x = x + attended
         moe = self.experts(
-            *(self._norm(x, self.experts_norm), expert_ids, plan, load),
-            parallel=parallel,
-            experts=experts,
-            mask=mask,
+            *(self.experts_norm(x), expert_ids, plan), parallel=parallel, experts=replicas, mask=mask
         )
-        return x + moe.output, cache, moe.expert_ids, moe.router_logits
+        return x + moe.output, cache, moe
 
     def _attention(self, x, start, cache):
-        config = self.config
-        positions = jnp.add.outer(start, jnp.arange(x.shape[-2]))
-
-        def heads(weights):
-            return jnp.einsum("...td,dhk->...thk", x, weights[...].astype(x.dtype))
-
-        query = _rotate(self._norm(heads(self.query), self.query_norm), positions, config.rope_theta)
-        keys = _rotate(self._norm(heads(self.key), self.key_norm), positions, config.rope_theta)
-        values = heads(self.value)
+        positions = start[:, None] + jnp.arange(x.shape[1])[None]
+        query = _rotate(self.query_norm(self.query(x)), positions, self.config.rope_theta)
+        key = _rotate(self.key_norm(self.key(x)), positions, self.config.rope_theta)
+        value = self.value(x)
         if cache is not None:
-            keys, values = _write(cache[0], keys, start), _write(cache[1], values, start)
-        grouped = query.reshape(*query.shape[:-2], config.kv_heads, -1, config.head_width)
-        scores = jnp.einsum("...tgqk,...sgk->...gqts", grouped, keys, preferred_element_type=jnp.float32)
-        behind = jnp.subtract.outer(positions, jnp.arange(keys.shape[-3]))[..., None, None, :, :]
-        scores = jnp.where(behind >= 0, scores * config.head_width**-0.5, -jnp.inf)
-        weights = jax.nn.softmax(scores).astype(x.dtype)
-        attended = jnp.einsum("...gqts,...sgk->...tgqk", weights, values).reshape(query.shape)
-        out = jnp.einsum("...thk,hkd->...td", attended, self.out[...].astype(x.dtype))
-        return out, None if cache is None else (keys, values)
-
-    def _norm(self, x, scale):
-        return rms_norm(x, scale[...], self.config.norm_epsilon)
-
-
-def normal(rngs: nnx.Rngs, shape: tuple[int, ...], scale: float) -> jax.Array:
-    """Parameters at birth."""
-    return jax.random.normal(rngs.params(), shape) * scale
-
-
-def rms_norm(x, scale, epsilon):
-    """``x[..., D]`` divided by its root mean square, times ``scale[D]``; in float32, and back in the dtype of ``x``."""
-    wide = x.astype(jnp.float32)
-    wide = wide * jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + epsilon)
-    return jnp.einsum("...d,d->...d", wide, scale).astype(x.dtype)
+            key, value = cache = _write(cache[0], key, start), _write(cache[1], value, start)
+        causal = positions[:, None, :, None] >= jnp.arange(key.shape[1])[None, None, None]
+        return self.out(jax.nn.dot_product_attention(query, key, value, mask=causal)), cache
 
 
 def _rotate(x, positions, theta):
@@ -157,8 +143,8 @@ def _rotate(x, positions, theta):
 
 
 def _write(cache, new, start):
-    """``cache[..., C, heads, width]`` with ``new[..., t, heads, width]`` at positions ``start..start + t - 1``."""
-    index = jnp.add.outer(-start, jnp.arange(cache.shape[-3]))
-    source = jnp.clip(index, 0, new.shape[-3] - 1)
-    here = ((index >= 0) & (index < new.shape[-3]))[..., None, None]
-    return jnp.where(here, jnp.take_along_axis(new, source[..., None, None], axis=-3), cache)
+    """``cache[B, C, heads, width]`` with ``new[B, t, heads, width]`` at positions ``start..start + t - 1``."""
+    index = jnp.arange(cache.shape[1])[None] - start[:, None]
+    source = jnp.clip(index, 0, new.shape[1] - 1)[..., None, None]
+    here = ((index >= 0) & (index < new.shape[1]))[..., None, None]
+    return jnp.where(here, jnp.take_along_axis(new, source, axis=1), cache)

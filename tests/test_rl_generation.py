@@ -1,4 +1,4 @@
-"""Rollouts record what happened: a full forward over the finished sequences says the same, token by token."""
+"""Generation records what happened: a full forward over the finished sequences says the same, token by token."""
 
 import functools
 
@@ -8,26 +8,24 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from experiments.rl.policy import PolicyConfig, live_parallel, make_policy, token_log_probs
-from experiments.rl.sampler import draw, rollout
+from experiments.rl.generation import draw, generate
+from experiments.rl.policy import PolicyConfig, make_policy, token_log_probs
 from experiments.rl.tokens import PAD
-from relibra_jax.capacity import worst_case_capacities
-from relibra_jax.execution.mesh import expert_mesh, rank_sharding
-from relibra_jax.execution.moe import ExpertParallel
+from relibra_jax.nnx import ExpertParallel, expert_mesh
 from relibra_jax.replay import check_replay
 from relibra_jax.types import Topology
 
 # A vocabulary so small that samples end by chance.
 CONFIG = PolicyConfig(width=16, layers=2, heads=4, kv_heads=2, head_width=6, expert_width=8, vocabulary=7)
-TOPOLOGY = Topology(num_nodes=2, ranks_per_node=4, num_experts=16, replica_slots=1)
+TOPOLOGY = Topology(num_nodes=2, ranks_per_node=4, num_experts=16, replica_slots=0)
 MESH = expert_mesh(TOPOLOGY)
-PARALLEL = ExpertParallel(mesh=MESH, topology=TOPOLOGY, capacities=worst_case_capacities(1, 2, TOPOLOGY))
-SAMPLES, LONGEST, ROOM, EOS = 2, 5, 6, 3
+PARALLEL = ExpertParallel(mesh=MESH, topology=TOPOLOGY)
+SAMPLES, LONGEST, ROOM, EOS = 16, 5, 6, 3
 RNG = np.random.default_rng(0)
-PROMPTS = RNG.integers(0, 7, (2, 4, SAMPLES, LONGEST)).astype(np.int32)
-LENGTHS = RNG.integers(1, LONGEST + 1, PROMPTS.shape[:3])
-LENGTHS[1, 3, 1] = 0
-KEYS = jax.vmap(functools.partial(jax.random.fold_in, jax.random.key(5)))(jnp.arange(16)).reshape(2, 4, 2)
+PROMPTS = RNG.integers(0, 7, (SAMPLES, LONGEST)).astype(np.int32)
+LENGTHS = RNG.integers(1, LONGEST + 1, SAMPLES)
+LENGTHS[15] = 0
+KEYS = jax.vmap(functools.partial(jax.random.fold_in, jax.random.key(5)))(jnp.arange(SAMPLES))
 
 
 @functools.cache
@@ -39,7 +37,7 @@ def policy():
 
 
 def sample(prompts=PROMPTS, lengths=LENGTHS, keys=KEYS, **knobs):
-    found = rollout(
+    found = generate(
         policy(), prompts, lengths, keys, parallel=PARALLEL, max_new_tokens=ROOM, eos=EOS, **knobs
     )
     return jax.tree.map(np.asarray, found)
@@ -53,8 +51,7 @@ def drawn():
 @functools.cache
 def whole():
     """What the model says about the finished sequences."""
-    parallel = live_parallel(PARALLEL, SAMPLES * (LONGEST + ROOM), CONFIG.top_k)
-    run = nnx.jit(lambda policy, tokens, mask: policy(tokens, mask, parallel=parallel))
+    run = nnx.jit(lambda policy, tokens, mask: policy(tokens, mask, parallel=PARALLEL))
     return lambda found: run(policy(), found.tokens, found.mask)
 
 
@@ -90,9 +87,9 @@ def test_log_probs_and_routes_are_those_of_the_whole_sequence():
     np.testing.assert_array_equal(found.expert_ids[found.mask], output.expert_ids[found.mask])
     assert not found.expert_ids[~found.mask].any()
     replay = found.replay
-    assert replay.expert_ids.shape == (16, LONGEST + ROOM, CONFIG.layers, CONFIG.top_k)
+    assert replay.expert_ids.shape == (SAMPLES, LONGEST + ROOM, CONFIG.layers, CONFIG.top_k)
     assert replay.expert_ids.dtype == np.uint8
-    np.testing.assert_array_equal(replay.expert_ids[5], found.expert_ids[0, 2, 1])
+    np.testing.assert_array_equal(replay.expert_ids, found.expert_ids)
     check_replay(replay, num_experts=CONFIG.num_experts)
 
 
@@ -106,16 +103,12 @@ def test_greedy_at_temperature_0():
 
 
 def test_samples_do_not_depend_on_their_places():
-    order = np.random.default_rng(2).permutation(16)
-
-    def elsewhere(array):
-        return array.reshape(16, *array.shape[3:])[order].reshape(array.shape)
-
-    moved = sample(*(elsewhere(array) for array in (PROMPTS, LENGTHS, KEYS)), temperature=1.5, top_p=0.9)
+    order = np.random.default_rng(2).permutation(SAMPLES)
+    moved = sample(PROMPTS[order], LENGTHS[order], KEYS[order], temperature=1.5, top_p=0.9)
     for name in ("tokens", "mask", "expert_ids", "ended"):
-        np.testing.assert_array_equal(getattr(moved, name), elsewhere(getattr(drawn(), name)))
-    np.testing.assert_allclose(moved.log_probs, elsewhere(drawn().log_probs), atol=5e-6)
-    other = sample(keys=jax.vmap(jax.vmap(jax.vmap(lambda key: jax.random.fold_in(key, 1))))(KEYS))
+        np.testing.assert_array_equal(getattr(moved, name), getattr(drawn(), name)[order])
+    np.testing.assert_allclose(moved.log_probs, drawn().log_probs[order], atol=5e-6)
+    other = sample(keys=jax.vmap(lambda key: jax.random.fold_in(key, 1))(KEYS))
     assert (other.tokens != drawn().tokens).any()
 
 
@@ -145,14 +138,16 @@ def test_draws_follow_temperature_and_top_p(temperature, top_p):
 def test_results_stay_on_the_mesh_and_misfits_are_refused():
     def call(prompts=PROMPTS, lengths=LENGTHS, keys=KEYS, **knobs):
         knobs = {"max_new_tokens": ROOM, "eos": EOS, **knobs}
-        return rollout(policy(), prompts, lengths, keys, parallel=PARALLEL, **knobs)
+        return generate(policy(), prompts, lengths, keys, parallel=PARALLEL, **knobs)
 
     for leaf in call():
-        assert leaf.sharding.is_equivalent_to(rank_sharding(MESH), leaf.ndim)
-    with pytest.raises(ValueError, match=r"prompts: expected \[\*\(2, 4\), b, P\], found shape \(4, 2, 5\)"):
-        call(prompts=PROMPTS[0])
-    with pytest.raises(ValueError, match=r"lengths: expected shape \(2, 4, 2\), found \(2, 4\)"):
-        call(lengths=LENGTHS[..., 0])
+        assert leaf.sharding.is_equivalent_to(PARALLEL.token_sharding, leaf.ndim)
+    with pytest.raises(ValueError, match=r"prompts: expected \[B, ...\] with B a multiple of 8 .*\(12, 5\)"):
+        call(prompts=PROMPTS[:12])
+    with pytest.raises(ValueError, match=r"prompts: expected shape \(16,\), found \(16, 1\)"):
+        call(prompts=PROMPTS[..., None])
+    with pytest.raises(ValueError, match=r"lengths: expected shape \(16,\), found \(15,\)"):
+        call(lengths=LENGTHS[:15])
     with pytest.raises(ValueError, match=r"lengths 1..6, prompts have room for 0..5"):
         call(lengths=np.maximum(LENGTHS, 1) + (np.maximum(LENGTHS, 1) == LENGTHS.max()) * (6 - LENGTHS.max()))
     with pytest.raises(ValueError, match="max_new_tokens=0 must be at least 1"):

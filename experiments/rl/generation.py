@@ -1,11 +1,11 @@
-"""Rollout: sampling from the policy on its own mesh, every token's experts recorded as it passes through them.
+"""Generation: sampling from the policy on its own mesh, every token's experts recorded as it passes through them.
 
 A step of decoding draws a token of every sample and at once runs the model on it. So the last token of a response,
 which decides nothing that is sampled and which other engines therefore never run, has a route like all others, and
 the recording is a complete `RoutingReplay`.
 
-Experts stay at home and buffers are safe for whatever the routers say: a rollout never drops a token. A sample's
-randomness comes from its own key, so what is sampled does not depend on where or beside what.
+Routing is live, experts stay at home, and no token is ever dropped. A sample's randomness comes from its own key, so
+what is sampled does not depend on where or beside what.
 """
 
 from typing import NamedTuple
@@ -16,90 +16,86 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Bool, Float, Int, Integer, Key
 
-from experiments.rl.policy import Cache, Policy, live_parallel
+from experiments.rl.policy import Cache, Policy
 from experiments.rl.tokens import EOS, PAD
-from relibra_jax.execution.mesh import rank_sharding
-from relibra_jax.execution.moe import ExpertParallel
+from relibra_jax.execution.parallel import ExpertParallel, check_tokens
 from relibra_jax.types import Array, RoutingReplay, check_shape
 
 
-class Rollout(NamedTuple):
-    """Samples that came out of one call; T = P + max_new_tokens."""
+class Responses(NamedTuple):
+    """Samples that one call generated; T = P + max_new_tokens."""
 
-    tokens: Int[Array, "N G b T"]
+    tokens: Int[Array, "B T"]
     """Prompt, then response, then PAD."""
-    mask: Bool[Array, "N G b T"]
+    mask: Bool[Array, "B T"]
     """True on prompt and response."""
-    response: Bool[Array, "N G b T"]
+    response: Bool[Array, "B T"]
     """True on sampled tokens, the EOS among them."""
-    expert_ids: Integer[Array, "N G b T L K"]
+    expert_ids: Integer[Array, "B T L K"]
     """The experts of every token of prompt and response, zeros at padding."""
-    log_probs: Float[Array, "N G b T"]
+    log_probs: Float[Array, "B T"]
     """float32, of every sampled token under the policy at its temperature (1 where that is 0), before top-p cut
     anything: what `experiments.rl.policy.token_log_probs` recomputes. 0 elsewhere."""
-    ended: Bool[Array, "N G b"]
+    ended: Bool[Array, " B"]
     """Whether the response ended with an EOS rather than at its longest."""
 
     @property
     def replay(self) -> RoutingReplay:
-        """The routing of all samples, ``[B, T, L, K]``; sample ``(n * G + g) * b + i`` is number i of rank (n, g)."""
-        return RoutingReplay(*(leaf.reshape(-1, *leaf.shape[3:]) for leaf in (self.expert_ids, self.mask)))
+        """The routing of all samples."""
+        return RoutingReplay(self.expert_ids, self.mask)
 
 
 class _State(NamedTuple):
     """What decoding carries from token to token."""
 
-    rollout: Rollout
+    responses: Responses
     cache: Cache
-    logits: Float[Array, "N G b V"]
-    """Of the next token of every sample."""
-    lengths: Int[jax.Array, "N G b"]
-    active: Bool[jax.Array, "N G b"]
+    logits: Float[Array, "B V"]
+    """The logits of the next token of every sample."""
+    lengths: Int[jax.Array, " B"]
+    active: Bool[jax.Array, " B"]
     """Whether the sample goes on."""
     step: Int[jax.Array, ""]
 
 
-def rollout(
+def generate(
     policy: Policy,
-    prompts: Int[Array, "N G b P"],
-    lengths: Int[Array, "N G b"],
-    keys: Key[jax.Array, "N G b"],
+    prompts: Int[Array, "B P"],
+    lengths: Int[Array, " B"],
+    keys: Key[jax.Array, " B"],
     *,
     parallel: ExpertParallel,
     max_new_tokens: int,
     temperature: float = 1.0,
     top_p: float = 1.0,
     eos: int = EOS,
-) -> Rollout:
+) -> Responses:
     """Sample a response to every prompt. One compiled program for each shape, whatever temperature and top-p.
 
     Args:
-        policy: on the mesh of ``parallel``.
-        prompts: aligned to the left; what stands behind a prompt is not read.
-        lengths: of the prompts; 0 where there is no sample.
+        policy: the policy, on the mesh of ``parallel``.
+        prompts: the prompts, aligned to the left; what stands behind a prompt is not read. B divides over the ranks.
+        lengths: the tokens of each prompt; 0 where there is no sample.
         keys: a typed key for each sample: ``jax.random.fold_in(key, number of the sample)``, for instance.
-        parallel: its mesh, ranks and ways; replica slots and capacities are not used.
-        max_new_tokens: of a response, EOS included.
-        temperature: that divides the logits; 0 takes the likeliest token.
+        parallel: mesh and ways of live routing, `relibra_jax.nnx.Balancer.live`.
+        max_new_tokens: the longest response, EOS included.
+        temperature: what divides the logits; 0 takes the likeliest token.
         top_p: only the likeliest tokens whose probabilities, at the temperature, first reach this sum are drawn.
         eos: the token that ends a response.
 
     Returns:
-        See `Rollout`; sharded over the ranks.
+        See `Responses`; sharded over the ranks.
 
     Raises:
-        ValueError: before anything is compiled: a shape, length or knob out of its range, with the numbers.
+        ValueError: before anything is compiled, if a shape, length or knob is out of its range, with the numbers.
     """
-    topology = parallel.topology
-    ranks = (topology.num_nodes, topology.ranks_per_node)
-    if prompts.ndim != 4 or prompts.shape[:2] != ranks:
-        raise ValueError(f"prompts: expected [*{ranks}, b, P], found shape {prompts.shape}")
-    for name, array in (("lengths", lengths), ("keys", keys)):
-        check_shape(name, array.shape, prompts.shape[:3])
+    check_tokens("prompts", prompts, parallel)
+    for name, array in (("prompts", prompts[:, 0]), ("lengths", lengths), ("keys", keys)):
+        check_shape(name, array.shape, prompts.shape[:1])
     longest = np.asarray(lengths)
-    if longest.min() < 0 or longest.max() > prompts.shape[3]:
+    if longest.min() < 0 or longest.max() > prompts.shape[1]:
         raise ValueError(
-            f"lengths {longest.min()}..{longest.max()}, prompts have room for 0..{prompts.shape[3]}"
+            f"lengths {longest.min()}..{longest.max()}, prompts have room for 0..{prompts.shape[1]}"
         )
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens={max_new_tokens} must be at least 1")
@@ -108,7 +104,7 @@ def rollout(
     if not 0 <= eos < policy.config.vocabulary:
         raise ValueError(f"eos={eos} is no token of a vocabulary of {policy.config.vocabulary}")
     knobs = (jnp.float32(temperature), jnp.float32(top_p), jnp.int32(eos))
-    return _rollout(policy, prompts, lengths, keys, knobs, parallel=parallel, room=max_new_tokens)
+    return _generate(policy, prompts, lengths, keys, knobs, parallel=parallel, room=max_new_tokens)
 
 
 def draw(
@@ -117,7 +113,7 @@ def draw(
     temperature: Float[jax.Array, ""],
     top_p: Float[jax.Array, ""],
 ) -> tuple[Int[jax.Array, ""], Float[jax.Array, ""]]:
-    """One token and its log-probability, as `rollout` says."""
+    """One token and its log-probability, as `generate` says."""
     greedy = temperature == 0
     log_probs = jax.nn.log_softmax(logits / jnp.where(greedy, 1, temperature))
     falling = jnp.sort(log_probs, descending=True)
@@ -131,72 +127,61 @@ def draw(
 
 
 @nnx.jit(static_argnames=("parallel", "room"))
-def _rollout(policy: Policy, prompts, lengths, keys, knobs, *, parallel: ExpertParallel, room: int):
+def _generate(policy: Policy, prompts, lengths, keys, knobs, *, parallel: ExpertParallel, room: int):
     temperature, top_p, eos = knobs
-    top_k, by_rank = policy.config.top_k, rank_sharding(parallel.mesh)
-    samples, longest = prompts.shape[2:]
+    samples, longest = prompts.shape
 
     def next_token(state: _State) -> _State:
         def of_sample(key, logits):
             return draw(jax.random.fold_in(key, state.step), logits, temperature, top_p)
 
-        drawn, log_probs = jax.vmap(jax.vmap(jax.vmap(of_sample)))(keys, state.logits)
-        here = (jnp.add.outer(-state.lengths, jnp.arange(longest + room)) == 0) & state.active[..., None]
+        drawn, log_probs = jax.vmap(of_sample)(keys, state.logits)
+        here = (jnp.arange(longest + room)[None] == state.lengths[:, None]) & state.active[:, None]
         output, cache = policy.extend(
-            drawn[..., None],
-            state.active[..., None],
-            state.cache,
-            state.lengths,
-            parallel=live_parallel(parallel, samples, top_k),
+            *(drawn[:, None], state.active[:, None], state.cache, state.lengths), parallel=parallel
         )
-        before, last = state.rollout, drawn == eos
+        before, last = state.responses, drawn == eos
         return _State(
-            Rollout(
-                tokens=jnp.where(here, drawn[..., None], before.tokens),
+            Responses(
+                tokens=jnp.where(here, drawn[:, None], before.tokens),
                 mask=before.mask | here,
                 response=before.response | here,
                 expert_ids=jnp.where(here[..., None, None], output.expert_ids, before.expert_ids),
-                log_probs=jnp.where(here, log_probs[..., None], before.log_probs),
+                log_probs=jnp.where(here, log_probs[:, None], before.log_probs),
                 ended=before.ended | (state.active & last),
             ),
             cache,
-            output.logits[..., 0, :],
+            output.logits[:, 0],
             state.lengths + state.active,
             state.active & ~last,
             state.step + 1,
         )
 
     prompts, lengths = jnp.asarray(prompts, jnp.int32), jnp.asarray(lengths, jnp.int32)
-    mask = jnp.add.outer(-lengths, jnp.arange(longest)) < 0
+    mask = jnp.arange(longest)[None] < lengths[:, None]
     prompts = jnp.where(mask, prompts, PAD)
-    output, cache = policy.extend(
-        prompts,
-        mask,
-        policy.empty_cache(prompts.shape[:3], longest + room, parallel.mesh),
-        jnp.zeros_like(lengths),
-        parallel=live_parallel(parallel, samples * longest, top_k),
-    )
+    cache = policy.empty_cache(samples, longest + room, parallel)
+    output, cache = policy.extend(prompts, mask, cache, jnp.zeros_like(lengths), parallel=parallel)
 
     def with_room(array, value):
-        widths = [(0, 0)] * 3 + [(0, room)] + [(0, 0)] * (array.ndim - 4)
+        widths = [(0, 0), (0, room)] + [(0, 0)] * (array.ndim - 2)
         return jnp.pad(array, widths, constant_values=value)
 
-    mask_so_far = with_room(mask, False)
-    last = jnp.maximum(lengths - 1, 0)[..., None, None]
+    last = jnp.maximum(lengths - 1, 0)[:, None, None]
     start = _State(
-        Rollout(
+        Responses(
             tokens=with_room(prompts, PAD),
-            mask=mask_so_far,
-            response=jnp.zeros_like(mask_so_far),
+            mask=with_room(mask, False),
+            response=jnp.zeros((samples, longest + room), bool),
             expert_ids=with_room(jnp.where(mask[..., None, None], output.expert_ids, 0), 0),
-            log_probs=jnp.zeros(mask_so_far.shape),
-            ended=jnp.zeros(lengths.shape, bool),
+            log_probs=jnp.zeros((samples, longest + room)),
+            ended=jnp.zeros(samples, bool),
         ),
         cache,
-        jnp.take_along_axis(output.logits, last, axis=-2)[..., 0, :],
+        jnp.take_along_axis(output.logits, last, axis=1)[:, 0],
         lengths,
         lengths > 0,
         jnp.int32(0),
     )
     end = jax.lax.while_loop(lambda state: (state.step < room) & state.active.any(), next_token, start)
-    return jax.tree.map(lambda leaf: jax.lax.with_sharding_constraint(leaf, by_rank), end.rollout)
+    return jax.lax.with_sharding_constraint(end.responses, parallel.token_sharding)

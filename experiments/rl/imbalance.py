@@ -1,0 +1,48 @@
+"""Imbalance of a batch as runs report it: under its plan, and beside it what the same loads would have been."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Float, Int
+
+from relibra_jax.plan import rank_load
+from relibra_jax.planning.metrics import batch_imbalance, replication_bound
+from relibra_jax.planning.replication import without_replicas
+from relibra_jax.types import Array, BatchPlan, Topology
+
+
+@functools.partial(jax.jit, static_argnames=("topology", "across_nodes"))
+def measure_imbalance(
+    batch_plan: BatchPlan, ran_load: Int[Array, "M L N G E"], *, topology: Topology, across_nodes: bool
+) -> dict[str, Float[jax.Array, "..."]]:
+    """The imbalances of a batch, max / mean of rank load.
+
+    Args:
+        batch_plan: the plan of the batch.
+        ran_load: the load that the update ran.
+        topology: the expert-parallel group of the plan.
+        across_nodes: whether replicas may be on other nodes than their experts' homes.
+
+    Returns:
+        ``imbalance`` under the plan and ``imbalance_static`` under static placement, over the batch and, named
+        ``..._by_micro_batch``, of each; ``imbalance_bound``, what any replication could reach with the plan's homes;
+        ``imbalance_live`` of ``ran_load`` with all experts at home.
+    """
+    _, load, plan = batch_plan
+    in_order = jnp.broadcast_to(jnp.arange(topology.num_experts, dtype=jnp.int32), plan.home.shape)
+
+    def at_home(load, home):
+        return rank_load(without_replicas(load.sum((2, 3), dtype=jnp.int32), home, topology))
+
+    planned, static = rank_load(plan), at_home(load, in_order)
+    bound = replication_bound(load, plan.home, topology, across_nodes=across_nodes).sum(0)
+    each = jax.vmap(lambda by_rank: batch_imbalance(by_rank[None]))
+    return {
+        "imbalance": batch_imbalance(planned),
+        "imbalance_static": batch_imbalance(static),
+        "imbalance_bound": (bound / planned.mean((2, 3)).sum(0)).mean(),
+        "imbalance_live": batch_imbalance(at_home(ran_load, plan.home)),
+        "imbalance_by_micro_batch": each(planned),
+        "imbalance_static_by_micro_batch": each(static),
+    }
