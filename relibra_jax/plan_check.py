@@ -104,6 +104,8 @@ def check_plan_shapes(plan: Plan, topology: Topology) -> None:
     shape = np.shape(plan.quota)
     lead = shape[:2] if len(shape) == 5 else ("M", "L")
     ranks = (topology.num_nodes, topology.ranks_per_node, topology.slots)
+    if not all(lead):
+        raise ValueError(f"plan of {lead[0]} micro-batches and {lead[1]} layers: expected at least one of each")
     for name, array, expected in (
         ("slot_expert", plan.slot_expert, (*lead, *ranks)),
         ("home", plan.home, (lead[1], topology.num_experts)),

@@ -40,7 +40,10 @@ def load_plan(path: str | os.PathLike) -> tuple[Plan, Topology]:
         with open(path, "rb") as handle, np.load(handle, allow_pickle=False) as file:
             plan = Plan(**{name: file[name] for name in Plan._fields})
             topology = Topology(**{name: int(file[name]) for name in Topology.__dataclass_fields__})
-            check_slots(plan, topology, across_nodes=True)
     except Exception as error:  # damaged archives fail in many ways, down to zlib and the decoders
         raise ValueError(f"{path}: not a plan, or truncated ({error!r})") from error
+    try:
+        check_slots(plan, topology, across_nodes=True)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
     return plan, topology

@@ -183,7 +183,7 @@ def test_plan_files_that_break_a_rule_are_refused(tmp_path, rule):
         chex.assert_trees_all_equal(load_plan(path)[0], right)
     change, message = REFUSED[rule]
     save_plan(path, change(plan), TOPOLOGY)
-    with pytest.raises(ValueError, match=rf"plan\.npz: not a plan, or truncated .*{message}"):
+    with pytest.raises(ValueError, match=rf"plan\.npz: .*{message}"):
         load_plan(path)
 
 

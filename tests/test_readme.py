@@ -20,6 +20,16 @@ def test_example_prints_what_it_says():
     assert result.failed == 0
 
 
+def test_the_loop_is_the_example():
+    """Line by line, so that the README shows what runs."""
+    example = (ROOT / "experiments" / "examples" / "flax_loop.py").read_text()
+    lines = {line.strip() for line in example.replace("planner or relibra()", "relibra()").splitlines()}
+    blocks = [block for block in re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL) if ">>>" not in block]
+    assert len(blocks) == 2
+    for line in "".join(blocks).splitlines():
+        assert line.strip() in lines, line
+
+
 def test_named_files_exist():
     tree = re.search(r"```text\n(relibra_jax/.*?)```", TEXT, re.DOTALL)
     assert tree

@@ -153,8 +153,9 @@ def eplb(
     check_known(loads, scope)
 
     def update(load, state, topology: Topology):
-        groups, nodes = expert_groups or topology.num_experts, topology.num_nodes
-        if not across_nodes and (groups % nodes or topology.num_experts % groups):
+        groups = topology.num_experts if expert_groups is None else expert_groups
+        nodes = topology.num_nodes
+        if not across_nodes and (groups < 1 or groups % nodes or topology.num_experts % groups):
             raise ValueError(
                 f"expert_groups={groups} must divide num_experts={topology.num_experts}"
                 f" and be a multiple of num_nodes={nodes}"
