@@ -24,6 +24,7 @@ from experiments.rl.rewards import Rewards, score_responses
 from experiments.rl.step import check_executed, recompute
 from experiments.rl.step_clock import StepClock
 from experiments.rl.tasks import TASKS
+from experiments.rl.tokens import PAD, pad
 from experiments.rl.train import run_train
 from experiments.rl.trainer import Trainer
 from experiments.run import main
@@ -32,7 +33,7 @@ from relibra_jax.cli.options import Cluster
 from relibra_jax.nnx import PreparedBatch, get_homes
 from relibra_jax.plan import replica_experts
 from relibra_jax.replay_files import load_replay
-from relibra_jax.types import EMPTY
+from relibra_jax.types import EMPTY, RoutingReplay
 
 SMALLEST = PolicyConfig(width=16, layers=2, heads=2, kv_heads=1, head_width=8, expert_width=16)
 # Buffers that hold every batch here, so that one program is compiled.
@@ -134,16 +135,10 @@ def test_balancing_does_not_touch_learning():
         assert np.linalg.norm(balanced[name] - value) < TOLERANCE * moved, name
 
 
-@pytest.fixture(scope="module")
-def prepared():
-    """A fresh trainer, responses, and the batch and samples that it prepared of them."""
-    trainer, (responses, _) = Trainer(small(), 0), recorded()[1][0]
-    return trainer, responses, *trainer.prepare(responses, StepClock())
-
-
 @pytest.mark.slow
-def test_recompute_says_what_the_policy_said(prepared):
-    trainer, responses, batch, samples = prepared
+def test_recompute_says_what_the_policy_said():
+    trainer, (responses, _) = Trainer(small(), 0), recorded()[1][0]
+    batch, samples = trainer.prepare(responses, StepClock())
     log_prob, load = recompute(trainer.state.model, batch, samples, temperature=1.0)
     said, response = batch.to_ranks((responses.log_probs, responses.response))
     np.testing.assert_allclose(np.where(response, log_prob, 0), said, atol=2e-5)
@@ -151,12 +146,20 @@ def test_recompute_says_what_the_policy_said(prepared):
     assert int(np.asarray(load).sum()) == responses.mask.sum() * SMALLEST.layers * SMALLEST.top_k
 
 
+@pytest.fixture(scope="module")
+def prepared():
+    """A batch of random routing."""
+    state, rng = Trainer(small(), 0).state, np.random.default_rng(0)
+    ids = np.argsort(rng.random((32, 21, SMALLEST.layers, 16)))[..., : SMALLEST.top_k].astype(np.uint8)
+    replay = RoutingReplay(ids, np.ones(ids.shape[:2], bool))
+    return state.balancer.prepare(state.model, state.optimizer, replay)
+
+
 @pytest.mark.parametrize("tampered", ["quota", "routing", "ranks"])
 def test_quotas_that_are_not_what_ran_are_noticed(prepared, tampered):
-    batch = prepared[2]
-    batch_plan = jax.tree.map(np.array, batch.batch_plan)
+    batch_plan = jax.tree.map(np.array, prepared.batch_plan)
     load = batch_plan.load.copy()
-    check_executed(load, batch)
+    check_executed(load, prepared)
     if tampered == "quota":
         quota = batch_plan.plan.quota
         quota[1, 0][np.unravel_index(quota[1, 0].argmax(), quota.shape[2:])] += 1
@@ -165,7 +168,7 @@ def test_quotas_that_are_not_what_ran_are_noticed(prepared, tampered):
     else:  # as many copies of each expert, from other ranks
         load[1, 0] = load[1, 0, ::-1]
     with pytest.raises(RuntimeError, match="micro-batch 1, layer 0"):
-        check_executed(load, PreparedBatch(batch_plan, batch.parallel))
+        check_executed(load, PreparedBatch(batch_plan, prepared.parallel))
 
 
 def run(folder, console=None, *, task=None, **changes):
@@ -196,6 +199,7 @@ def unbroken(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_a_run_leaves_metrics_report_checkpoint_and_trace(unbroken):
     lines = numbers(unbroken)
     kinds = ["warm-up", "evaluation", "learn", "learn", "learn", "evaluation"]
@@ -220,6 +224,7 @@ def test_a_run_leaves_metrics_report_checkpoint_and_trace(unbroken):
     assert replay.expert_ids.shape[2:] == (2, 2)
 
 
+@pytest.mark.slow
 def test_stopped_and_resumed_is_unbroken_bit_for_bit(unbroken, tmp_path, monkeypatch):
     learn = Trainer.learn
 
@@ -242,6 +247,7 @@ def test_stopped_and_resumed_is_unbroken_bit_for_bit(unbroken, tmp_path, monkeyp
     assert_same_bits(logical(one), logical(other))
 
 
+@pytest.mark.slow
 def test_a_killed_run_loses_the_steps_since_its_checkpoint(unbroken, tmp_path, monkeypatch):
     learn = Trainer.learn
 
@@ -262,6 +268,7 @@ def test_a_killed_run_loses_the_steps_since_its_checkpoint(unbroken, tmp_path, m
     assert numbers(folder) == numbers(unbroken)
 
 
+@pytest.mark.slow
 def test_another_mesh_goes_on_with_the_same_update(unbroken):
     responses, rewards = recorded()[1][0]
     here, there = small(), small(cluster=Cluster(nodes=2, ranks_per_node=2), anneal_steps=0)
@@ -276,6 +283,7 @@ def test_another_mesh_goes_on_with_the_same_update(unbroken):
         assert np.linalg.norm(after[1][name] - value) < TOLERANCE * moved, name
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_model_says_what_differs(unbroken, monkeypatch):
     wider = dataclasses.replace(SMALLEST, expert_width=24)
     monkeypatch.setattr("experiments.rl.configs.POLICIES", {"smallest": wider})
@@ -285,6 +293,7 @@ def test_a_checkpoint_of_another_model_says_what_differs(unbroken, monkeypatch):
         last_checkpoint(unbroken, small())
 
 
+@pytest.mark.slow
 def test_settings_that_a_checkpoint_refuses_are_not_written_down(unbroken):
     before = (unbroken / "config.json").read_text()
     with pytest.raises(ValueError, match="balancer"):
@@ -292,6 +301,7 @@ def test_settings_that_a_checkpoint_refuses_are_not_written_down(unbroken):
     assert (unbroken / "config.json").read_text() == before
 
 
+@pytest.mark.slow
 def test_a_report_of_steps_with_different_settings(unbroken, tmp_path):
     lines = read_metrics(unbroken / "seed-0" / "metrics.jsonl")
     changed = lines[-2]
@@ -315,7 +325,8 @@ def test_resumed_settings_are_the_defaults_of_all_others(tmp_path, capsys):
         assert shown in " ".join(capsys.readouterr().err.split())
 
 
-def test_live_updates_count_what_differs_from_the_rollout():
+@pytest.mark.slow
+def test_live_updates_count_what_differs_from_the_record():
     trainer = Trainer(small(replay=False, warmup_steps=0), 0)
     first, second = trainer.learn(), trainer.learn()
     assert len(first["routing_changed"]) == SMALLEST.layers
@@ -330,19 +341,21 @@ def test_a_reward_function_that_raises_costs_its_sample_only():
         return TASKS["copy"].score(completion, example)
 
     task = dataclasses.replace(TASKS["copy"], score=score)
-    trainer = Trainer(small(), 0, task=task)
-    responses, _ = recorded()[1][0]
-    examples = trainer.examples(1, 0)
+    examples = Trainer(small(), 0, task=task).examples(1, 0)
     examples[5] = examples[5]._replace(prompt="copy ab: ")
-    rewards = score_responses(task, examples, responses.tokens, responses.response)
+    prompts = [example.prompt_tokens for example in examples]
+    tokens = pad([prompt + [65, 66] for prompt in prompts], 21)
+    response = np.array([np.arange(21) >= len(prompt) for prompt in prompts]) & (tokens != PAD)
+    rewards = score_responses(task, examples, tokens, response)
     assert rewards.scored.sum() == len(examples) - 1
     assert rewards.failures[0].startswith("sample 5: prompt 'copy ab: '")
     assert "KeyError('b')" in rewards.failures[0]
-    weight = np.asarray(token_weights(responses.response, rewards.scored, token_level=True))
+    weight = np.asarray(token_weights(response, rewards.scored, token_level=True))
     assert not weight[5].any()
     assert weight.sum() == pytest.approx(1, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_when_all_rewards_fail(tmp_path):
     def score(completion, example):
         raise RuntimeError("no judge")

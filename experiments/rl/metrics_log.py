@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from relibra_jax.atomic_write import write_atomically
 
@@ -23,7 +23,7 @@ class MetricsLog:
         self._file = path.open("a")
         self._board = _tensorboard(folder, step)
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "MetricsLog":
         return self
 
     def __exit__(self, *_: object) -> None:

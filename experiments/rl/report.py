@@ -20,8 +20,26 @@ from relibra_jax.cli.figures import COLOURS, GRID, INK
 
 SMOOTH: Final = 7
 """Steps; a step's mean reward depends much on which prompts it drew."""
-PLAN, STATIC = COLOURS[6], COLOURS[0]
-COLUMNS_EXPLAINED = (
+COLOUR_OF: Final = {"static": COLOURS[0], "migrate": COLOURS[2], "plan": COLOURS[6]}
+PANELS: Final = (
+    *(f"reward, mean of {SMOOTH} steps", "imbalance of each micro-batch"),
+    *("ms a step", "tokens/s, generation to update"),
+)
+COLUMNS: Final = (
+    ("start", "reward_warm_up", "{:.3f}"),
+    ("end", "reward_end", "{:.3f}"),
+    ("imbalance", "imbalance", "{:.4f}"),
+    ("bound", "imbalance_bound", "{:.4f}"),
+    ("static", "imbalance_static", "{:.3f}"),
+    ("live", "imbalance_live", "{:.3f}"),
+    ("plan", "plan_ms", "{:.0f}ms"),
+    ("share", "plan_and_migrate_share", "{:.1%}"),
+    ("tok/s", "tokens_per_second", "{:.0f}"),
+    ("fail", "failed_rewards", "{:.0f}"),
+    ("changed", "routing_changed_share", "{:.2%}"),
+)
+"""Head, number of `summarise` and format."""
+COLUMNS_EXPLAINED: Final = (
     "start, end: mean reward on prompts for evaluation, after the warm-up and at the end; imbalance: max / mean of rank"
     " load in recompute and update, over all learning steps, under the plan, with the bound that no replication passes"
     " and static placement beside it; live: that of the update when it routes anew, without replicas; plan: median ms"
@@ -51,76 +69,42 @@ def write_report(config: Train, folder: Path, console: Console, name: str) -> No
         part.write_text(json.dumps({"setting": setting, "seeds": summary}, indent=1) + "\n")
     console.print(_table(summary, setting))
     console.print(COLUMNS_EXPLAINED, style="dim")
-    for seed, shown in summary.items():
-        by_layer = " ".join(f"{share:.2%}" for share in shown.get("routing_changed_share", ()))
+    for seed, of_seed in summary.items():
+        by_layer = " ".join(f"{share:.2%}" for share in of_seed.get("routing_changed_share", ()))
         console.print(f"changed, seed {seed}, by layer: {by_layer}", highlight=False)
     training_figure(figure, metrics, setting)
-    console.print(
-        f"figure: {figure}\nnumbers: {numbers}\nmetrics and checkpoints: {folder}/seed-*",
-        highlight=False,
-        soft_wrap=True,
-    )
+    where = f"figure: {figure}\nnumbers: {numbers}\nmetrics and checkpoints: {folder}/seed-*"
+    console.print(where, highlight=False, soft_wrap=True)
 
 
 def summarise(lines: list[dict[str, Any]]) -> dict[str, Any]:
-    """The numbers of one run. Medians, so that steps in which something was compiled do not count for all."""
-    learned = [line for line in lines if line["kind"] == "learn"]
-    evaluated = [
-        line["reward"] for line in lines if line["kind"] == "evaluation" and line["reward"] is not None
-    ]
-    numbers: dict[str, Any] = {
-        "steps": len(learned),
-        "wall_seconds": sum(line.get("seconds", 0) for line in lines),
-    }
+    """The numbers of one run. Medians, so that steps in which something was compiled do not count for all.
+
+    Args:
+        lines: the metrics of the run.
+    """
+    learned = _of_kind(lines, "learn")
+    evaluated = [line["reward"] for line in _of_kind(lines, "evaluation") if line["reward"] is not None]
+    wall = sum(line.get("seconds", 0) for line in lines)
+    numbers: dict[str, Any] = {"steps": len(learned), "wall_seconds": wall}
     if evaluated:
         numbers |= {"reward_warm_up": evaluated[0], "reward_end": evaluated[-1]}
     if not learned:
         return numbers
-    planning = [line["phases"]["plan"] + line["phases"]["migrate"] for line in learned]
     for name in ("imbalance", "imbalance_bound", "imbalance_static", "imbalance_live"):
         if of_name := [line[name] for line in learned if name in line]:
             numbers[name] = float(np.mean(of_name))
-    for phase in learned[0]["phases"]:
-        numbers[f"{phase}_ms"] = 1e3 * float(np.median([line["phases"][phase] for line in learned]))
-    seconds = np.array([line["seconds"] for line in learned])
+    phases = {name: np.array([line["phases"][name] for line in learned]) for name in learned[0]["phases"]}
+    seconds, tokens = (np.array([line[name] for line in learned]) for name in ("seconds", "tokens"))
     return numbers | {
+        **{f"{name}_ms": 1e3 * float(np.median(spent)) for name, spent in phases.items()},
         "step_ms": 1e3 * float(np.median(seconds)),
-        "plan_and_migrate_share": float(np.median(planning / seconds)),
-        "tokens_per_second": float(np.median([line["tokens"] for line in learned] / seconds)),
+        "plan_and_migrate_share": float(np.median((phases["plan"] + phases["migrate"]) / seconds)),
+        "tokens_per_second": float(np.median(tokens / seconds)),
         "failed_rewards": sum(line.get("failed", 0) for line in lines),
         "reward_by_step": [line["reward"] for line in learned],
         "routing_changed_share": np.mean([line["routing_changed_share"] for line in learned], 0).tolist(),
     }
-
-
-def _table(summary: dict[int, dict[str, Any]], title: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=0)
-    columns = {
-        "start": ("reward_warm_up", "{:.3f}"),
-        "end": ("reward_end", "{:.3f}"),
-        "imbalance": ("imbalance", "{:.4f}"),
-        "bound": ("imbalance_bound", "{:.4f}"),
-        "static": ("imbalance_static", "{:.3f}"),
-        "live": ("imbalance_live", "{:.3f}"),
-        "plan": ("plan_ms", "{:.0f}ms"),
-        "share": ("plan_and_migrate_share", "{:.1%}"),
-        "tok/s": ("tokens_per_second", "{:.0f}"),
-        "fail": ("failed_rewards", "{:.0f}"),
-        "changed": ("routing_changed_share", "{:.2%}"),
-    }
-    there = {key for numbers in summary.values() for key in numbers}
-    columns = {name: column for name, column in columns.items() if column[0] in there}
-    table.add_column("seed", no_wrap=True)
-    for column in columns:
-        table.add_column(column, justify="right", no_wrap=True)
-    for seed, numbers in summary.items():
-        values = [np.mean(numbers[key]) if key in numbers else None for key, _ in columns.values()]
-        shown = [
-            "" if value is None else form.format(value)
-            for value, (_, form) in zip(values, columns.values(), strict=True)
-        ]
-        table.add_row(str(seed), *shown)
-    return table
 
 
 def training_figure(path: Path, metrics: dict[int, list[dict[str, Any]]], title: str) -> None:
@@ -131,59 +115,67 @@ def training_figure(path: Path, metrics: dict[int, list[dict[str, Any]]], title:
         metrics: the metrics of each seed.
         title: what was run.
     """
-    figure, ((reward, balance), (planning, speed)) = plt.subplots(
-        2, 2, figsize=(11, 6.4), layout="constrained"
-    )
+    figure, panels = plt.subplots(2, 2, figsize=(11, 6.4), layout="constrained")
+    (reward, balance), (planning, speed) = panels
     figure.suptitle(title, color=INK, fontsize=11)
     for number, (seed, lines) in enumerate(metrics.items()):
-        colour = COLOURS[(6 + number) % len(COLOURS)]
-        learned = [line for line in lines if line["kind"] == "learn"]
+        colour, learned = COLOURS[(6 + number) % len(COLOURS)], _of_kind(lines, "learn")
         steps = np.array([line["step"] for line in learned])
         rewards = [np.nan if line["reward"] is None else line["reward"] for line in learned]
         reward.plot(steps, rewards, color=colour, linewidth=0.8, alpha=0.4)
         reward.plot(steps, _smooth(rewards), color=colour, linewidth=1.6, label=f"seed {seed}")
-        evaluated = [(line["step"], line["reward"]) for line in lines if line["kind"] == "evaluation"]
+        evaluated = [(line["step"], line["reward"]) for line in _of_kind(lines, "evaluation")]
         if evaluated:
-            label = "prompts for evaluation" if number == 0 else None
-            reward.plot(*zip(*evaluated, strict=True), "o", color=colour, markersize=6, label=label)
-        for name, of in (("imbalance", PLAN), ("imbalance_static", STATIC)):
-            each = [line[f"{name}_by_micro_batch"] for line in learned]
-            if number == 0:
-                label = "static placement" if of == STATIC else "under the plan"
-                balance.plot([], [], color=of, label=label)
+            points = zip(*evaluated, strict=True)
+            reward.plot(*points, "o", color=colour, markersize=6, label="prompts for evaluation")
+        for kind, of, label in (
+            ("imbalance", "plan", "under the plan"),
+            ("imbalance_static", "static", "static placement"),
+        ):
+            each = [line[f"{kind}_by_micro_batch"] for line in learned]
             where = np.repeat(steps, [len(values) for values in each])
-            balance.plot(where, [value for values in each for value in values], ".", color=of, markersize=3)
-        for name, of in (("plan", PLAN), ("migrate", COLOURS[2])):
-            spent = [1e3 * line["phases"][name] for line in learned]
-            planning.plot(steps, spent, color=of, linewidth=1.2, label=name if number == 0 else None)
-        planning.plot(
-            steps,
-            [1e3 * line["seconds"] for line in learned],
-            color=STATIC,
-            linewidth=1.2,
-            label="whole step" if number == 0 else None,
-        )
-        speed.plot(steps, [line["tokens"] / line["seconds"] for line in learned], color=colour, linewidth=1.2)
-    reward.set_ylabel(f"reward, mean of {SMOOTH} steps")
-    balance.set_ylabel("imbalance of each micro-batch")
-    planning.set_ylabel("ms a step")
+            values = [value for values in each for value in values]
+            balance.plot(where, values, ".", color=COLOUR_OF[of], markersize=3, label=label)
+        for phase in ("plan", "migrate"):
+            spent = [1e3 * line["phases"][phase] for line in learned]
+            planning.plot(steps, spent, color=COLOUR_OF[phase], linewidth=1.2, label=phase)
+        seconds = np.array([line["seconds"] for line in learned])
+        planning.plot(steps, 1e3 * seconds, color=COLOURS[0], linewidth=1.2, label="whole step")
+        speed.plot(steps, [line["tokens"] for line in learned] / seconds, color=colour, linewidth=1.2)
     planning.set_yscale("log")
-    speed.set_ylabel("tokens/s, generation to update")
-    for axes in (reward, balance, planning, speed):
-        axes.set_xlabel("step")
+    for axes, label in zip(panels.flat, PANELS, strict=True):
+        axes.set(xlabel="step", ylabel=label)
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", color=GRID, linewidth=0.7)
         axes.set_axisbelow(True)
-        if axes is not speed:
-            axes.legend(fontsize=8, frameon=False)
+        # What all seeds share is named once.
+        handles, labels = axes.get_legend_handles_labels()
+        named = dict(zip(labels, handles, strict=True))
+        if named:
+            axes.legend(named.values(), named.keys(), fontsize=8, frameon=False)
     with write_atomically(path) as part:
         figure.savefig(part, dpi=150)
     plt.close(figure)
 
 
+def _table(summary: dict[int, dict[str, Any]], title: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=0)
+    known = {name for numbers in summary.values() for name in numbers}
+    columns = [column for column in COLUMNS if column[1] in known]
+    table.add_column("seed", no_wrap=True)
+    for head, *_ in columns:
+        table.add_column(head, justify="right", no_wrap=True)
+    for seed, numbers in summary.items():
+        cells = [form.format(np.mean(numbers[name])) if name in numbers else "" for _, name, form in columns]
+        table.add_row(str(seed), *cells)
+    return table
+
+
+def _of_kind(lines: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    return [line for line in lines if line["kind"] == kind]
+
+
 def _smooth(values: list[float]) -> list[float]:
     """The mean of each value and those before it."""
-    return [
-        float(np.nanmean(values[max(0, i - SMOOTH + 1) : i + 1])) if np.isfinite(values[i]) else np.nan
-        for i in range(len(values))
-    ]
+    windows = [values[max(0, i - SMOOTH + 1) : i + 1] for i in range(len(values))]
+    return [float(np.nanmean(window)) if np.isfinite(window[-1]) else np.nan for window in windows]

@@ -114,12 +114,10 @@ def _routing(folder: Path, step: int) -> Path:
 def _join_routing(folder: Path, parts: list[Path]) -> None:
     """Make one trace of the recorded batches."""
     parts = [part for part in parts if part.exists()]
-    if not parts:
-        return
-    loaded = [load_replay(part) for part in parts]
-    replays, num_experts = [replay for replay, _ in loaded], loaded[0][1]
-    joined = RoutingReplay(*(np.concatenate(leaves) for leaves in zip(*replays, strict=True)))
-    save_replay(folder / "replay.npz", joined, num_experts=num_experts)
+    if parts:
+        replays, num_experts = zip(*map(load_replay, parts), strict=True)
+        joined = RoutingReplay(*map(np.concatenate, zip(*replays, strict=True)))
+        save_replay(folder / "replay.npz", joined, num_experts=num_experts[0])
     for part in parts:
         part.unlink()
 
