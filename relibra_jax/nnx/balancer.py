@@ -218,7 +218,10 @@ class Balancer:
             visits = node_visits(replay, batch_plan, self.topology)
         need = count_capacities(batch_plan.layer_plans(), self.topology, visits=visits)
         grown = grow_capacities(self._capacities, need, round_up=_with_spare_room)
-        return dataclasses.replace(grown, exports=max(self._capacities.exports, need.exports))
+        if self._parallel.fetch == "ragged":
+            return dataclasses.replace(grown, exports=max(self._capacities.exports, need.exports))
+        # Of no account to this fetch: as many as there can be, so that the count alone compiles no second step.
+        return dataclasses.replace(grown, exports=self.topology.num_ranks * self.topology.replica_slots)
 
     def _check_replay(self, replay: RoutingReplay) -> None:
         check_replay(replay, num_experts=self.topology.num_experts)
