@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 from flax import nnx
@@ -94,7 +95,7 @@ def test_log_probs_and_routes_are_those_of_the_whole_sequence():
 
 
 def test_greedy_at_temperature_0():
-    found = sample(temperature=0)
+    found = sample(temperature=0.0)
     logits = whole()(found).logits
     best = np.roll(np.argmax(logits, -1), 1, axis=-1)
     np.testing.assert_array_equal(found.tokens[found.response], best[found.response])
@@ -135,7 +136,15 @@ def test_draws_follow_temperature_and_top_p(temperature, top_p):
     assert not found[~kept].any()
 
 
-def test_results_stay_on_the_mesh_and_misfits_are_refused():
+@pytest.fixture
+def without_type_checks():
+    """What users meet: shapes are checked by the functions, not by their annotations."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+def test_results_stay_on_the_mesh_and_misfits_are_refused(without_type_checks):
     def call(prompts=PROMPTS, lengths=LENGTHS, keys=KEYS, **knobs):
         knobs = {"max_new_tokens": ROOM, "eos": EOS, **knobs}
         return generate(policy(), prompts, lengths, keys, parallel=PARALLEL, **knobs)
@@ -152,9 +161,9 @@ def test_results_stay_on_the_mesh_and_misfits_are_refused():
         call(lengths=np.maximum(LENGTHS, 1) + (np.maximum(LENGTHS, 1) == LENGTHS.max()) * (6 - LENGTHS.max()))
     with pytest.raises(ValueError, match="max_new_tokens=0 must be at least 1"):
         call(max_new_tokens=0)
-    with pytest.raises(ValueError, match=r"temperature=-1 must not .*, top_p=1.0"):
-        call(temperature=-1)
-    with pytest.raises(ValueError, match=r"top_p=0 must be in \(0, 1\]"):
-        call(top_p=0)
+    with pytest.raises(ValueError, match=r"temperature=-1.0 must not .*, top_p=1.0"):
+        call(temperature=-1.0)
+    with pytest.raises(ValueError, match=r"top_p=0.0 must be in \(0, 1\]"):
+        call(top_p=0.0)
     with pytest.raises(ValueError, match="eos=7 is no token of a vocabulary of 7"):
         call(eos=7)

@@ -5,6 +5,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 from flax import nnx
@@ -235,7 +236,15 @@ def abstract_policy():
     return nnx.eval_shape(lambda: Policy(CONFIG, TOPOLOGY, rngs=nnx.Rngs(0)))
 
 
-def test_misfits_are_refused_before_anything_is_compiled():
+@pytest.fixture
+def without_type_checks():
+    """What users meet: shapes are checked by the functions, not by their annotations."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+def test_misfits_are_refused_before_anything_is_compiled(without_type_checks):
     def call(*args, **options):
         nnx.eval_shape(lambda model: model(*args, **options, parallel=SAFE), abstract_policy())
 

@@ -374,7 +374,7 @@ def test_a_run_goes_on_when_all_rewards_fail(tmp_path):
         ({"planner": "relibr"}, "planner 'relibr' must be one of static,.*did you mean relibra"),
         ({"policy": "tin"}, "policy 'tin' must be one of .*did you mean tiny"),
         ({"prompts": 3}, "prompts=3 x responses_per_prompt=4 = 12 samples must divide evenly over 8 ranks"),
-        ({"temperature": 0}, "temperature=0 must be positive"),
+        ({"temperature": 0.0}, "temperature=0.0 must be positive"),
         ({"steps": -1}, "steps=-1 must be at least 0"),
         (
             {"planner": "eplb", "reorder": Reorder(steps=5)},

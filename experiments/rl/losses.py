@@ -122,4 +122,4 @@ def supervised_loss(
     log_prob: Float[Array, "*samples T"], weight: Float[Array, "*samples T"]
 ) -> Float[jax.Array, ""]:
     """Cross-entropy of the tokens that have a weight; a share of the batch's, to be summed."""
-    return -(weight * log_prob).sum()
+    return -(jnp.asarray(weight) * log_prob).sum()
