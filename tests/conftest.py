@@ -18,7 +18,10 @@ import pytest
 from jaxtyping import install_import_hook
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
-hook = install_import_hook(["relibra_jax", "pallas_kernels"], "beartype.beartype")
+# A second run of the suite finds its programs compiled.
+jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parents[1] / ".jax_cache"))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+hook = install_import_hook(["relibra_jax", "pallas_kernels", "experiments"], "beartype.beartype")
 
 # Examples that compile take as long as the machine is busy.
 hypothesis.settings.register_profile("no deadline", deadline=None)

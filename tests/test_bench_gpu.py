@@ -1,7 +1,5 @@
 """The benchmark of the Hopper kernels, at a small shape and without a GPU."""
 
-import types
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -80,9 +78,8 @@ def test_sizes_come_from_the_rank_with_most_copies():
     """Two layers of one micro-batch on two ranks; the second rank's second layer has the copies."""
     topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=4, replica_slots=2)
     quota = np.array([[[10, 0, 0, 0], [20, 0, 0, 0]], [[30, 10, 0, 0], [40, 20, 8, 12]]])
-    plan = types.SimpleNamespace(quota=quota.reshape(1, 2, 1, 2, 4))
-    contender = types.SimpleNamespace(batch_plan=types.SimpleNamespace(plan=plan))
-    sizes = group_sizes.planned_sizes({"static": contender, "relibra": contender}, topology, 3, 20)
+    quotas = dict.fromkeys(("static", "relibra"), quota.reshape(1, 2, 1, 2, 4))
+    sizes = group_sizes.planned_sizes(quotas, topology, 3, 20)
     np.testing.assert_array_equal(sizes["relibra"], sizes["static"])
     np.testing.assert_array_equal(sizes["relibra"], np.array([40, 20, 20, 8, 12]))
 

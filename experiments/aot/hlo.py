@@ -88,7 +88,7 @@ class Program:
     ...   ROOT %sum = f32[8]{0} all-reduce(%a), replica_groups={{0,1}}, metadata={op_name="jit(f)/psum"}
     ... }'''
     >>> [(transfer.kind, transfer.times, transfer.op_name) for transfer in Program.parse(text).transfers()]
-    [('all-reduce', 1, 'jit(f)/psum')]
+    [('all-reduce', 1.0, 'jit(f)/psum')]
     """
 
     computations: dict[str, list[Instruction]]
@@ -133,7 +133,7 @@ class Program:
                 for called in instruction.called:
                     visit(called, times * trips)
 
-        visit(self.entry, 1)
+        visit(self.entry, 1.0)
         return counts
 
     def transfers(self) -> Iterator[Transfer]:

@@ -139,8 +139,9 @@ def measure_model(
     """
     shape = MODELS[model]
     homes, matrix = shape.experts // RANKS, (shape.width, shape.expert_width)
+    quotas = {name: contender.batch_plan.plan.quota for name, contender in contenders.items()}
     for mean in config.rows:
-        sizes_by_plan = planned_sizes(contenders, topology, homes, mean)
+        sizes_by_plan = planned_sizes(quotas, topology, homes, mean)
         rows = buffer_rows(list(sizes_by_plan.values()))
         dense_rates: dict[str, float] = {}
         for operations, weight_shape, columns in (

@@ -3,14 +3,14 @@
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+from jaxtyping import Int
 
-from experiments.contenders import ContenderBatch
 from pallas_kernels.hopper.tile_sizes import REPLICAS
-from relibra_jax.types import Topology
+from relibra_jax.types import Array, Topology
 
 
 def planned_sizes(
-    contenders: Mapping[str, ContenderBatch], topology: Topology, homes: int, mean: int
+    quotas: Mapping[str, Int[Array, "M L N G S"]], topology: Topology, homes: int, mean: int
 ) -> dict[str, np.ndarray]:
     """Return the group sizes of one rank, ``[homes + REPLICAS]``, under the static plan and ReLibra's.
 
@@ -18,14 +18,14 @@ def planned_sizes(
     rank's micro-batches and layers follow each other until all slots have a size, again from the start if need be.
 
     Args:
-        contenders: the batch as each contender runs it, by the contender's name.
+        quotas: the quotas of each plan, by the contender's name.
         topology: the topology that the plans were made for.
         homes: the number of home slots of the model that is measured.
         mean: the mean rows of a group that sizes are scaled to.
     """
 
     def quota_by_rank(name: str) -> np.ndarray:
-        quota = np.asarray(contenders[name].batch_plan.plan.quota)
+        quota = np.asarray(quotas[name])
         return quota.reshape(-1, topology.num_ranks, topology.slots).swapaxes(0, 1)
 
     replicated = quota_by_rank("relibra")[..., topology.home_slots :].sum(-1)
