@@ -133,6 +133,7 @@ def test_training_is_the_same_as_under_static_placement():
         np.testing.assert_allclose(found, wanted, atol=5e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", [{"data": 2}, {"data": 2, "fsdp": 2}])
 def test_data_and_fsdp_axes_are_the_same_training(axes):
     topology = dataclasses.replace(TOPOLOGY, num_nodes=1)
@@ -306,7 +307,11 @@ def test_a_malformed_plan_is_refused_and_nothing_moves(case):
         np.testing.assert_array_equal(found, wanted)
 
 
-@pytest.mark.parametrize("topology", [TOPOLOGY, dataclasses.replace(TOPOLOGY, num_nodes=1)])
+@pytest.mark.parametrize(
+    "topology",
+    [TOPOLOGY, pytest.param(dataclasses.replace(TOPOLOGY, num_nodes=1), marks=pytest.mark.slow)],
+    ids=["the same ranks", "others"],
+)
 def test_a_run_goes_on_from_its_checkpoint(topology, tmp_path):
     """Bit for bit on the same ranks; the same training on others."""
     first, second = Run(), Run(topology=topology)

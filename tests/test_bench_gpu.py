@@ -84,6 +84,7 @@ def test_sizes_come_from_the_rank_with_most_copies():
     np.testing.assert_array_equal(sizes["relibra"], np.array([40, 20, 20, 8, 12]))
 
 
+@pytest.mark.slow
 def test_patterns_are_checked(monkeypatch):
     assert checks.check_patterns(40, 8, "xla") == 2 * 256
     monkeypatch.setattr(checks, "TOLERANCE", 1e-9)

@@ -93,6 +93,7 @@ def test_grown_sizes_hold_both_batches(batch):
     assert grow_capacities(small, worst_case_capacities(TOKENS, TOP_K, TOPOLOGY)).node is None
 
 
+@pytest.mark.slow
 def test_received_rows_on_recorded_routing(shared):
     """With the ragged exchange at most 1.1 times the balanced rows of the largest micro-batch."""
     recorded, _ = load_replay(shared / "traces" / "gptoss20b_rollouts.npz")

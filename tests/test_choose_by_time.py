@@ -66,6 +66,7 @@ def test_cheapest_is_never_slower_than_its_planners(reach):
     assert chosen
 
 
+@pytest.mark.slow
 def test_competitors_get_the_extra_arguments_that_they_name():
     """Each its own: a competitor that names none is given none, and states stay apart."""
     seen = []

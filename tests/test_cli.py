@@ -42,6 +42,7 @@ def written(folder, names, shown):
     assert sorted(path.name for path in folder.iterdir()) == ["compare.json", "compare.png", "timeline.png"]
 
 
+@pytest.mark.slow
 def test_compare_writes_table_figures_and_numbers(trace, tmp_path, capsys, monkeypatch):
     few = {name: PLANNERS[name] for name in ("static", "relibra")}
     monkeypatch.setattr("relibra_jax.cli.compare.PLANNERS", few)

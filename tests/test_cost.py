@@ -197,6 +197,7 @@ def test_traffic_agrees_with_cross_node_load(batch):
     assert (slow.max((2, 3)) <= crossing).all()
 
 
+@pytest.mark.slow
 def test_balanced_traffic_is_that_of_uniform_routing():
     """Counted on tokens that draw their experts evenly, for both paths."""
     topology = Topology(num_nodes=2, ranks_per_node=2, num_experts=16, replica_slots=0)
@@ -214,6 +215,7 @@ def test_balanced_traffic_is_that_of_uniform_routing():
         np.testing.assert_allclose(found, bound, rtol=0.03)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3-30b-a3b", "gpt-oss-20b"])
 def test_balanced_is_a_bound_at_real_sizes(name):
     model = MODELS[name]

@@ -28,6 +28,7 @@ def test_published_cases(goldens):
             np.testing.assert_array_equal(found, case[name], err_msg=f"{name} of {case['args']}")
 
 
+@pytest.mark.slow
 def test_published_cases_under_jit_and_vmap(goldens):
     for case in goldens:
         load = jnp.array(case["weight"])
@@ -41,6 +42,7 @@ def test_published_cases_under_jit_and_vmap(goldens):
         assert (placed.logical_to_physical[..., width:] == EMPTY).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_slots", "num_groups", "num_nodes", "num_ranks"),
     [(40, 8, 4, 8), (36, 32, 2, 4), (32, 32, 4, 8), (48, 3, 2, 16)],
@@ -128,6 +130,7 @@ def test_history_plans_from_the_past():
     assert (first.home != told.home).any()
 
 
+@pytest.mark.slow
 def test_micro_batch_history_lags_by_one():
     topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=4, replica_slots=1)
     hot = 900 * np.eye(4, dtype=np.int32)[[0, 3]] + 1

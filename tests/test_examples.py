@@ -2,11 +2,13 @@
 
 import jax
 import numpy as np
+import pytest
 
 from experiments.examples import torch_arrays
 from relibra_jax.types import EMPTY
 
 
+@pytest.mark.slow
 def test_numpy_arrays_go_in_and_come_out(capsys):
     batch_plan = torch_arrays.main()
     assert all(type(leaf) is np.ndarray for leaf in jax.tree.leaves(batch_plan))

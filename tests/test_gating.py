@@ -104,6 +104,7 @@ def test_padding_and_unlikely_experts_are_finite(name, normalise):
         assert slope[2, 1] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
 def test_shares_of_the_auxiliary_loss_add_up(scores):
     gating = Gating(top_k=2, scores=scores)

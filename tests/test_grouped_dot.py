@@ -44,7 +44,9 @@ SETTINGS = {
 # Of the largest entry of each array.
 TOLERANCE = {"float64": 1e-13, "float32": 2e-6, "bfloat16": 5e-3}
 
-each_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+slowly = [pytest.param(name, marks=[pytest.mark.slow] * (name == "mosaic")) for name in IMPLEMENTATIONS]
+"""The GPU interpreter takes seconds for every kernel."""
+each_implementation = pytest.mark.parametrize("implementation", slowly)
 
 
 def inputs(setting, *, transposed=False, homes=HOMES, replicas=REPLICAS, seed=0):
@@ -149,6 +151,7 @@ def test_one_group_has_all_rows(implementation, slot):
     check(implementation, np.eye(HOMES + REPLICAS)[slot] * setting.rows, inputs(setting))
 
 
+@pytest.mark.slow
 @each_implementation
 def test_padding_and_poison_reach_nothing(implementation):
     setting = SETTINGS[implementation]
@@ -166,6 +169,7 @@ def test_padding_and_poison_reach_nothing(implementation):
         assert not np.asarray(found[1])[total:].any()
 
 
+@pytest.mark.slow
 @each_implementation
 @pytest.mark.parametrize("sizes", [(9, 9, 9, 9, 9, 9, 9, 2**31 - 1), (9, -40, 30, 0, 0, 0, 0, 1)])
 def test_impossible_sizes_reach_nothing_outside(implementation, sizes):
@@ -184,6 +188,7 @@ def test_impossible_sizes_reach_nothing_outside(implementation, sizes):
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
 
 
+@pytest.mark.slow
 @each_implementation
 def test_any_sizes(implementation):
     setting = SETTINGS[implementation]

@@ -53,7 +53,9 @@ NAMES = ("out", "rows", "home", "replica", "row_scale")
 # Of the largest entry of each array. In bfloat16 the hidden row is rounded before the next product.
 TOLERANCE = {"float64": 1e-13, "float32": 2e-6, "bfloat16": 2e-2}
 
-each_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+slowly = [pytest.param(name, marks=[pytest.mark.slow] * (name == "mosaic")) for name in IMPLEMENTATIONS]
+"""The GPU interpreter takes seconds for every kernel."""
+each_implementation = pytest.mark.parametrize("implementation", slowly)
 # Many compilations or many calls: more than the interpreter can bear.
 each_compiled = pytest.mark.parametrize("implementation", ["reference", "xla"])
 
@@ -207,6 +209,7 @@ def test_every_pattern_of_empty_groups_in_one_launch():
     assert not np.concatenate([d_home, d_replica])[sizes == 0].any()
 
 
+@pytest.mark.slow
 @each_implementation
 @pytest.mark.parametrize("slot", [0, -1])
 def test_one_group_has_all_rows(implementation, slot):
@@ -238,6 +241,7 @@ def test_padding_reaches_nothing(implementation):
             assert not np.asarray(array)[sizes.sum() :].any()
 
 
+@pytest.mark.slow
 @each_implementation
 def test_any_sizes(implementation):
     setting = SETTINGS[implementation]

@@ -120,6 +120,7 @@ def test_autotune_refuses_without_a_hopper_gpu(capsys):
     assert "cpu is no Hopper GPU" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_autotune_runs_the_problems_that_it_tunes():
     """Shapes only: kernels run on GPUs."""
     for problem in autotune.problems(ModelShape(64, 128, 32, 2), 300):

@@ -80,6 +80,7 @@ def test_graphs_that_do_not_fit():
         graph_edges("star", 4, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("graph", "nodes", "ranks_per_node", "slots", "bound"),
     [

@@ -138,7 +138,13 @@ def check_all(step, of_batch):
         check(step, of_batch.layer(micro_batch).layer(0), ids, expected()[micro_batch])
 
 
-@pytest.mark.parametrize("name", [*PLANNERS, "random"])
+FAST = ("static", "relibra", "relibra_across", "random")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name not in FAST)) for name in [*PLANNERS, "random"]],
+)
 @pytest.mark.parametrize("path", PATHS)
 def test_plans_do_not_change_the_mathematics(path, name):
     across = name in PLANNERS and PLANNERS[name].across_nodes
@@ -172,6 +178,7 @@ def test_ragged_fetch_across_nodes():
         check_all(run("2x4", 2, "flat", True, "emulated", "emulated"), plans("2x4", 2, name))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_training_dtypes(dtype, path):

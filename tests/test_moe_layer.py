@@ -289,6 +289,7 @@ class Twin(nnx.Module):
         self.stacked = nnx.vmap(layer)(nnx.Rngs(2).split(2))
 
 
+@pytest.mark.slow
 def test_labels_find_the_experts_and_nothing_else():
     topology = Topology(num_nodes=1, ranks_per_node=1, num_experts=4, replica_slots=0)
     mesh = expert_mesh(topology, devices=jax.devices()[:1])
@@ -411,6 +412,7 @@ def train(*, planned):
     }, home
 
 
+@pytest.mark.slow
 def test_training_with_plans_and_reorders_is_training_without():
     found, home = train(planned=True)
     wanted, at_birth = train(planned=False)

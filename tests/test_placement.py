@@ -50,6 +50,7 @@ def recorded(shared, seed):
     return load.reshape(32, 8, 24, 32).sum(1).astype(np.int32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 @settings(max_examples=15, deadline=None)
 @given(
@@ -194,6 +195,7 @@ def test_recorded_loads(shared, nodes, static, bound):
     assert imbalance(after, later, nodes).mean() < imbalance(after, fresh, nodes).mean()
 
 
+@pytest.mark.slow
 def test_many_ranks():
     topology = Topology(num_nodes=64, ranks_per_node=8, num_experts=512, replica_slots=1)
     load = jnp.asarray(np.random.default_rng(0).lognormal(5, 0.5, (8, 2, 512)).astype(np.int32))

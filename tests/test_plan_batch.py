@@ -76,6 +76,7 @@ def test_samples_in_order_unless_told(replay, planner, update, in_order):
     chex.assert_trees_all_equal(jax.random.key_data(after.key), jax.random.key_data(expected.key))
 
 
+@pytest.mark.slow
 def test_assignment_evens_out_what_placement_cannot(replay, planner, update, in_order):
     """Under jit and without, the load that comes back is that of the assignment."""
     run = functools.partial(
@@ -155,6 +156,7 @@ def test_extra_arguments_reach_a_planner_that_names_them():
     assert with_extra_args(some).init is some.init
 
 
+@pytest.mark.slow
 def test_refining_goes_on_from_given_homes(planner, update, in_order):
     """Nearly without a search, refined homes are at least as balanced as those that they start from."""
     state = start(planner)

@@ -189,7 +189,7 @@ def refused(plan):
     return None
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", ["flat", pytest.param("hierarchical", marks=pytest.mark.slow)])
 def test_a_corrupted_plan_is_right_or_nan(path):
     """And what the host accepts is right, but for a load that is another batch's, which only the layer can notice."""
     rng, step = np.random.default_rng(0), layer_step(path)

@@ -96,7 +96,17 @@ def name(request):
     return request.param
 
 
-@pytest.fixture(scope="module", params=TOPOLOGIES.values(), ids=TOPOLOGIES.keys())
+FAST = ("2x4", "one home, no room")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(topology, marks=[pytest.mark.slow] * (name not in FAST))
+        for name, topology in TOPOLOGIES.items()
+    ],
+    ids=TOPOLOGIES.keys(),
+)
 def topology(request):
     return request.param
 
@@ -225,6 +235,7 @@ def test_a_planner_that_names_an_extra_argument_gets_it():
     assert told[1:] == [None, None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SEARCHING_IS_SLOW, indirect=True)
 @pytest.mark.parametrize("topology", [TOPOLOGIES["2x4"]], ids=["2x4"], scope="module")
 def test_works_under_vmap_and_scan(run, name, across_nodes, topology):
@@ -256,6 +267,7 @@ def test_works_under_vmap_and_scan(run, name, across_nodes, topology):
             np.testing.assert_allclose(batch_imbalance(rank_load(plan)), expected, rtol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SEARCHING_IS_SLOW, indirect=True)
 @given(data=st.data())
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

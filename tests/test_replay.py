@@ -257,6 +257,7 @@ def test_an_inferred_number_of_experts_can_be_told(tmp_path):
     assert stored_num_experts(path) is None
 
 
+@pytest.mark.slow
 def test_the_real_trace_loads_and_is_conserved(shared):
     path = shared / "traces" / "gptoss20b_rollouts.npz"
     replay, num_experts = load_replay(path)

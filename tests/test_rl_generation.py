@@ -56,6 +56,7 @@ def whole():
     return lambda found: run(policy(), found.tokens, found.mask)
 
 
+@pytest.mark.slow
 def test_sequences_are_prompts_and_what_follows():
     found = drawn()
     total, behind = found.mask.sum(-1), np.arange(LONGEST + ROOM) >= LENGTHS[..., None]

@@ -171,6 +171,7 @@ def test_replay_is_the_live_forward_and_no_plan_changes_it():
         np.testing.assert_allclose(other, leaf, atol=5e-6 * np.abs(leaf).max(), err_msg=str(path))
 
 
+@pytest.mark.slow
 def test_live_routing_under_a_plan_of_another_load():
     plans = replayed("relibra")[1]._replace(load=None)
     run = nnx.jit(lambda policy, plans: policy(TOKENS[::-1], MASK[::-1], plans=plans, parallel=SAFE))

@@ -155,6 +155,7 @@ def prepared():
     return state.balancer.prepare(state.model, state.optimizer, replay)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tampered", ["quota", "routing", "ranks"])
 def test_quotas_that_are_not_what_ran_are_noticed(prepared, tampered):
     batch_plan = jax.tree.map(np.array, prepared.batch_plan)
@@ -441,6 +442,7 @@ def test_metrics_of_steps_that_are_done_again_are_dropped(tmp_path):
     assert summarise([])["steps"] == 0
 
 
+@pytest.mark.slow
 def test_the_command_line_starts_before_jax_does():
     program = (
         "import experiments.run, jax; jax.config.update('jax_num_cpu_devices', 3); print(jax.device_count())"

@@ -252,6 +252,7 @@ def test_static_training_is_the_same_training(whole):
     assert largest_difference(still.logical(), whole[0].logical()) < TOLERANCE
 
 
+@pytest.mark.slow
 def test_stopping_and_going_on_gives_the_same_bits(whole, tmp_path):
     first, second = Run(2, 4), Run(2, 4)
     first.train(0, 10)
@@ -262,6 +263,7 @@ def test_stopping_and_going_on_gives_the_same_bits(whole, tmp_path):
     assert largest_difference(second.logical(), whole[0].logical()) == 0
 
 
+@pytest.mark.slow
 def test_going_on_with_fewer_ranks_is_the_same_training(whole, tmp_path):
     first, second = Run(2, 4), Run(1, 4)
     first.train(0, 10)
