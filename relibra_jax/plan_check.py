@@ -5,6 +5,7 @@ array is checked once, where it comes in: `check_load` before planning, `check_p
 is run under a plan that was never checked returns NaN (`relibra_jax.execution.plan_guard`).
 """
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -105,7 +106,9 @@ def check_plan_shapes(plan: Plan, topology: Topology) -> None:
     lead = shape[:2] if len(shape) == 5 else ("M", "L")
     ranks = (topology.num_nodes, topology.ranks_per_node, topology.slots)
     if not all(lead):
-        raise ValueError(f"plan of {lead[0]} micro-batches and {lead[1]} layers: expected at least one of each")
+        raise ValueError(
+            f"plan of {lead[0]} micro-batches and {lead[1]} layers: expected at least one of each"
+        )
     for name, array, expected in (
         ("slot_expert", plan.slot_expert, (*lead, *ranks)),
         ("home", plan.home, (lead[1], topology.num_experts)),
@@ -159,7 +162,7 @@ def _check_replicas(
     for slot in range(topology.replica_slots):
         expert = replica[..., slot]
         again = (slot_expert[..., : homes + slot] == expert[..., None]).any(-1) & (expert != EMPTY)
-        _refuse(again, _RANK, lambda place, e=expert: f"holds expert {e[place]} twice")
+        _refuse(again, _RANK, functools.partial(_held_twice, expert))
     if not across_nodes:
         owner, node = source // (topology.ranks_per_node * homes), np.arange(topology.num_nodes)
         _refuse(
@@ -175,6 +178,10 @@ def _check_replicas(
             " and not ascending, empty slots last: assemble_plan brings them there"
         ),
     )
+
+
+def _held_twice(expert: np.ndarray, place: tuple[int, ...]) -> str:
+    return f"holds expert {expert[place]} twice"
 
 
 def _far_replica(experts: np.ndarray, owners: np.ndarray, node: int) -> str:

@@ -430,3 +430,24 @@ def test_homes_of_another_model_are_refused():
             set_homes(layer, np.asarray(wrong))
     set_homes(layer, home[None])
     np.testing.assert_array_equal(layer.home[...], home)
+
+
+@pytest.mark.parametrize("replica_slots", [0, 1])
+def test_a_scanned_live_layer_has_gradients(replica_slots):
+    """Shardy (jaxlib 0.11) crashed where a scan's backward pass took an empty array of replicas out of a shard_map."""
+    topology = dataclasses.replace(SMALL, replica_slots=replica_slots)
+    parallel = ExpertParallel(mesh=expert_mesh(topology, devices=jax.devices()[:4]), topology=topology)
+    gating = dataclasses.replace(GATINGS["qwen3-moe"], top_k=TOP_K)
+    make = nnx.vmap(lambda rngs: MoELayer(topology, 4, 3, gating, mesh=parallel.mesh, rngs=rngs))
+    graph, state = nnx.split(make(nnx.Rngs(0).split(LAYERS)))
+
+    @jax.jit
+    def loss(state):
+        def block(x, layer):
+            return x + nnx.merge(graph, layer)(x, parallel=parallel).output, None
+
+        return jax.lax.scan(block, STACK_X, state)[0].sum()
+
+    grads = jax.grad(loss, allow_int=True)(state)
+    assert np.isfinite(grads["experts"][...]).all()
+    assert np.abs(grads["experts"][...]).max() > 0

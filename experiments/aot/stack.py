@@ -94,7 +94,8 @@ def compile_step(
     """
 
     def apply(x, slices):
-        return layer(x, *slices, model, parallel)
+        params, plan, expert_ids = slices
+        return layer(x, params, plan, expert_ids, model, parallel)
 
     # Only an unrolled stack could have its second computation merged with the first.
     policy = jax.checkpoint_policies.nothing_saveable

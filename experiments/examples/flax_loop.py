@@ -69,10 +69,10 @@ def rollouts(batches: int) -> Iterator[tuple[np.ndarray, RoutingReplay]]:
 
 @nnx.jit
 def train_step(model, optimizer, batch, rows):
-    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    graph, params, *rest = nnx.split(model, nnx.Param, ...)
 
     def loss_of(params, tokens, replay, plans):
-        logits = nnx.merge(graph, params, rest)(tokens, replay.expert_ids, plans, batch.parallel)
+        logits = nnx.merge(graph, params, *rest)(tokens, replay.expert_ids, plans, batch.parallel)
         losses = optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], tokens[:, 1:])
         return losses.sum() / (SAMPLES * (TOKENS - 1))
 

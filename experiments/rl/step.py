@@ -159,7 +159,6 @@ def check_executed(load: Int[Array, "M L N G E"], batch: PreparedBatch) -> None:
     Raises:
         RuntimeError: at the first place where they differ, with both numbers.
     """
-    assert batch.batch_plan is not None, "live routing has no plan"
     load, planned, parallel = np.asarray(load), np.asarray(batch.batch_plan.load), batch.parallel
     if (load != planned).any():
         place = tuple(np.argwhere(load != planned)[0].tolist())

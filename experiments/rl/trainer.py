@@ -177,7 +177,6 @@ class Trainer:
         )
         weight = token_weights(responses.response, rewards.scored, token_level=config.token_level)
         weight, advantage = batch.to_ranks((weight, advantage))
-        assert batch.batch_plan is not None
         samples = samples._replace(weight=weight, advantage=advantage)
         batch_load = batch.batch_plan.load.sum((0, 2, 3))
         followed = batch if config.replay else self._prepare_live()
@@ -235,7 +234,6 @@ class Trainer:
 
     def _routing_metrics(self, batch: PreparedBatch, metrics: StepMetrics) -> dict[str, Any]:
         batch_plan, parallel = batch.batch_plan, batch.parallel
-        assert batch_plan is not None
         imbalance = measure_imbalance(
             batch_plan, metrics.load, topology=parallel.topology, across_nodes=parallel.across_nodes
         )

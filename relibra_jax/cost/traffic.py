@@ -61,9 +61,10 @@ def count_traffic(
 
 def _flat_traffic(plan: LayerPlan, *, topology: Topology) -> Traffic:
     """Traffic of one layer of one micro-batch, from what is left over after each round of the token split."""
-    ranks, (nodes, local) = topology.num_ranks, plan.load.shape[:2]
+    load = jnp.asarray(plan.load)
+    ranks, (nodes, local) = topology.num_ranks, load.shape[:2]
     held = jnp.where(plan.slot_expert == EMPTY, 0, plan.slot_expert).reshape(ranks, -1)
-    supply = plan.load.reshape(ranks, -1)
+    supply = load.reshape(ranks, -1)
     demand = jnp.zeros_like(supply).at[jnp.arange(ranks)[:, None], held].add(plan.quota.reshape(ranks, -1))
     own = jnp.minimum(supply, demand)
     wanted, offered = ((side - own).reshape(nodes, local, -1) for side in (supply, demand))

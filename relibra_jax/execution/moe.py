@@ -105,18 +105,17 @@ def _on_rank(x, expert_ids, gates, home, replicas, plan: LayerPlan, parallel: Ex
     # Under an invalid plan no row moves, and NaN goes in wherever a gradient comes out.
     x, gates = x * one_or_nan(valid, x), gates * one_or_nan(valid, gates)
     sent = jnp.where(valid, source_quota(plan, topology), 0).reshape(*parallel.ranks, *plan.quota.shape)
+    slot_expert = jnp.asarray(plan.slot_expert)
     if parallel.path == "flat":
         exchange = parallel.over(RANKS, sizes.flat, parallel.exchange)
-        slots = plan.slot_expert.reshape(topology.num_ranks, -1)
+        slots = slot_expert.reshape(topology.num_ranks, -1)
         sent = sent.reshape(topology.num_ranks, *slots.shape)
         moved = dispatch(x, expert_ids, gates, slots, sent, exchange, rows=sizes.rows)
     else:
         assert sizes.node is not None, "ExpertParallel refuses this"
         between = parallel.over((NODE,), sizes.node, parallel.exchange)
         inside = parallel.over((LOCAL,), sizes.local, parallel.exchange)
-        moved = dispatch_by_node(
-            *(x, expert_ids, gates, plan.slot_expert, sent, between, inside), rows=sizes.rows
-        )
+        moved = dispatch_by_node(*(x, expert_ids, gates, slot_expert, sent, between, inside), rows=sizes.rows)
     with jax.named_scope("experts"):
         computed = grouped_mlp(
             *(moved.rows, home, replicas, jnp.where(valid, moved.group_sizes, 1)),

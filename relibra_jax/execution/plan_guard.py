@@ -42,11 +42,12 @@ def is_valid(plan: LayerPlan, topology: Topology, *, across_nodes: bool) -> Bool
         _replicas_valid(slots[:, homes:], home, topology, across_nodes) if slots.shape[1] > homes else True
     )
 
-    total = plan.load.sum((0, 1), dtype=jnp.int32)
+    load = jnp.asarray(plan.load)
+    total = load.sum((0, 1), dtype=jnp.int32)
     most = jnp.where(slots == EMPTY, 0, total[jnp.maximum(slots, 0)])
     held = jnp.where(slots == EMPTY, experts, slots)
     planned = jnp.zeros(experts, jnp.int32).at[held].add(quota, mode="drop")
-    exact = ((quota >= 0) & (quota <= most)).all() & (planned == total).all() & (plan.load >= 0).all()
+    exact = ((quota >= 0) & (quota <= most)).all() & (planned == total).all() & (load >= 0).all()
     return known & at_home & placed & exact
 
 

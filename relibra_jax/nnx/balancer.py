@@ -105,7 +105,8 @@ class Balancer:
         self._planner_state = planner.init(topology, num_layers, key=planner_key)
         self._home = np.tile(np.arange(topology.num_experts, dtype=np.int32), (num_layers, 1))
         self._capacities = capacities or _no_capacities(hierarchical=self._parallel.path == "hierarchical")
-        self._number, self._updates_before = 0, None
+        self._number = 0
+        self._updates_before: int | None = None
 
     @property
     def live(self) -> ExpertParallel:
@@ -120,8 +121,8 @@ class Balancer:
         Raises:
             ValueError: on setting, if it is the state of another planner, or of another number of layers or experts.
         """
-        host = jax.tree.map(_to_host, (self._planner_state, self._key))
-        return BalancerState(*host, self._home, self._capacities)
+        planner, key = jax.tree.map(_to_host, (self._planner_state, self._key))
+        return BalancerState(planner, key, self._home, self._capacities)
 
     @state.setter
     def state(self, state: BalancerState) -> None:

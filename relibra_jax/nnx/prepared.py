@@ -23,9 +23,6 @@ class PreparedBatch:
     experts moved on for another batch, it is refused.
     """
 
-    batch_plan: BatchPlan | None
-    """Assignment, load and plan of all micro-batches, those of data-parallel copies among them, a copy at a time.
-    None for live routing."""
     parallel: ExpertParallel
     """Mesh, topology, buffer sizes and ways, for `relibra_jax.nnx.MoELayer`."""
     plan_seconds: float
@@ -41,16 +38,27 @@ class PreparedBatch:
         plan_seconds: float = 0.0,
         check_in_force: Callable[[], None] | None = None,
     ):
-        self.batch_plan, self.parallel, self.plan_seconds = batch_plan, parallel, plan_seconds
+        self._batch_plan, self.parallel, self.plan_seconds = batch_plan, parallel, plan_seconds
         self._assignment, self._num_samples = assignment, num_samples
         self._check_in_force = check_in_force
+
+    @property
+    def batch_plan(self) -> BatchPlan:
+        """Assignment, load and plan of all micro-batches, those of data-parallel copies among them, a copy at a time.
+
+        Raises:
+            ValueError: if the batch was prepared for live routing, which has no plan.
+        """
+        if self._batch_plan is None:
+            raise ValueError("this batch was prepared for live routing, which has no plan")
+        return self._batch_plan
 
     def layer_plans(self) -> LayerPlan | None:
         """The layer plans of all micro-batches, stacked ``[M, L, *copies]``, to be scanned beside the rows of
         `to_ranks`; None for live routing."""
-        if self.batch_plan is None:
+        if self._batch_plan is None:
             return None
-        plans, copies = self.batch_plan.layer_plans(), self.parallel.copies
+        plans, copies = self._batch_plan.layer_plans(), self.parallel.copies
         if not copies:
             return plans
 
@@ -86,10 +94,9 @@ class PreparedBatch:
                 "to_ranks moves arrays of the host: call it outside of jit, on the prepared batch itself"
             )
         copies, topology = math.prod(self.parallel.copies), self.parallel.topology
-        places = np.asarray(self._assignment.sample).reshape(
-            copies, -1, topology.num_ranks, self._rows_of_a_rank
-        )
-        places = places.swapaxes(0, 1).reshape(places.shape[1], -1)
+        sample = np.asarray(self._assignment.sample)
+        by_copy = sample.reshape(copies, -1, topology.num_ranks, sample.shape[-1])
+        places = by_copy.swapaxes(0, 1).reshape(by_copy.shape[1], -1)
         sharding = NamedSharding(self.parallel.mesh, PartitionSpec(None, *self.parallel.token_spec))
 
         def move(path: Any, leaf: Any) -> jax.Array:
@@ -105,11 +112,6 @@ class PreparedBatch:
             return jax.make_array_from_callback(rows.shape, sharding, lambda index: rows[index])
 
         return jax.tree.map_with_path(move, samples)
-
-    @property
-    def _rows_of_a_rank(self) -> int:
-        assert self._assignment is not None
-        return self._assignment.sample.shape[-1]
 
     def _refuse_if_superseded(self) -> None:
         if self._check_in_force is not None:
@@ -132,7 +134,7 @@ def live_batch(parallel: ExpertParallel, *, num_samples: int, num_micro_batches:
 def _flatten(batch: PreparedBatch) -> tuple[tuple[BatchPlan | None], ExpertParallel]:
     # Jitted functions flatten their arguments at every call, so this is where a step is refused on the host.
     batch._refuse_if_superseded()
-    return (batch.batch_plan,), batch.parallel
+    return (batch._batch_plan,), batch.parallel
 
 
 def _unflatten(parallel: ExpertParallel, children: tuple[Any]) -> PreparedBatch:
