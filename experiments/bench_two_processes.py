@@ -19,7 +19,7 @@ from typing import Annotated
 import tyro
 
 SKEW = 1.5
-"""Of the skewed synthetic routing: two ranks of sixteen experts each even out what is milder."""
+"""The skew of the synthetic routing: two ranks of sixteen experts each even out what is milder."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

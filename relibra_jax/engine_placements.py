@@ -49,7 +49,7 @@ def to_eplb(placement: Placement) -> PhysicalExperts:
     """EPLB's three arrays.
 
     Raises:
-        ValueError: a slot is empty, which EPLB cannot express.
+        ValueError: if a slot is empty, which EPLB cannot express.
 
     >>> slots = np.array([[[[0, 1]], [[2, 3]]]])
     >>> to_eplb(Placement(np.array([[0, 1, 2, 3]]), slots)).logical_to_physical.tolist()
@@ -70,7 +70,7 @@ def to_sglang(path: str | os.PathLike, placement: Placement) -> None:
     """Write the JSON that SGLang's ``--init-expert-location`` reads.
 
     Raises:
-        ValueError: a slot is empty, which SGLang cannot express.
+        ValueError: if a slot is empty, which SGLang cannot express.
     """
     physical = _without_gaps(placement, "SGLang")
     with write_atomically(path) as part:
@@ -81,7 +81,7 @@ def from_sglang(path: str | os.PathLike, topology: Topology) -> Placement:
     """Read an ``--init-expert-location`` JSON that holds ``physical_to_logical_map``.
 
     Raises:
-        ValueError: the file is not such a JSON, or its map does not fit ``topology`` (see `from_physical`).
+        ValueError: if the file is not such a JSON, or its map does not fit ``topology`` (see `from_physical`).
     """
     try:
         with open(path, encoding="utf-8") as file:
@@ -102,10 +102,10 @@ def from_physical(physical_to_logical: Int[Array, "..."], topology: Topology) ->
 
     Args:
         physical_to_logical: ``[L P]``, the expert in each physical slot, rank by rank; -1 for an unused slot.
-        topology: the slots of a rank may be fewer than S; the rest are EMPTY.
+        topology: the expert-parallel group; an engine's rank may have fewer slots than S, the rest are EMPTY.
 
     Raises:
-        ValueError: shapes, ids or copies that do not fit ``topology``; no way to choose homes.
+        ValueError: if shapes, ids or copies do not fit ``topology``, or there is no way to choose homes.
     """
     physical = np.asarray(physical_to_logical)
     if physical.ndim != 2 or not np.issubdtype(physical.dtype, np.integer):

@@ -102,7 +102,7 @@ def check_replay(replay: RoutingReplay, *, num_experts: int) -> None:
         num_experts: E, logical experts of a layer.
 
     Raises:
-        ValueError: the axes disagree with each other or with ``num_experts``, the dtype cannot hold every id,
+        ValueError: if the axes disagree with each other or with ``num_experts``, the dtype cannot hold every id,
             or a row is not K different experts in ``0..E-1``: the message names sample, token and layer. So
             are a layer and a token that have only zeros, which is how an unmerged pipeline stage and a
             prefix-cached token look. With K = 1 zeros are a legal route, reported only where chance

@@ -16,12 +16,12 @@ def save_replay(path: str | os.PathLike[str], replay: RoutingReplay, *, num_expe
     ``lengths [B]`` and ``num_experts []``. Padding is not kept: `load_replay` aligns samples to the left.
 
     Args:
-        path: where the file goes; the name is taken as it is.
-        replay: what `check_replay` accepts.
+        path: the file to write; the name is taken as it is.
+        replay: a replay that `check_replay` accepts.
         num_experts: E, logical experts of a layer.
 
     Raises:
-        ValueError: `check_replay` refuses the replay; no file is touched.
+        ValueError: if `check_replay` refuses the replay; no file is touched.
 
     >>> import tempfile
     >>> from pathlib import Path
@@ -57,8 +57,8 @@ def load_replay(path: str | os.PathLike[str]) -> tuple[RoutingReplay, int]:
         experts were never used: `stored_num_experts` tells the two cases apart.
 
     Raises:
-        ValueError: the file is truncated, corrupt, or holds something that `check_replay` refuses.
-        OSError: there is no such file, or it cannot be opened.
+        ValueError: if the file is truncated, corrupt, or holds something that `check_replay` refuses.
+        OSError: if there is no such file, or it cannot be opened.
     """
     arrays = read_arrays(path)
     rows, lengths, stored = arrays["routed_experts"], arrays["lengths"], arrays.get("num_experts")
@@ -90,8 +90,8 @@ def read_arrays(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     """Read ``routed_experts``, ``lengths`` and, where present, ``num_experts`` of a replay's file.
 
     Raises:
-        ValueError: the file is truncated or corrupt, an array is missing or has the wrong shape or dtype.
-        OSError: there is no such file, or it cannot be opened.
+        ValueError: if the file is truncated or corrupt, or an array is missing or has the wrong shape or dtype.
+        OSError: if there is no such file, or it cannot be opened.
     """
     name, axes = os.fspath(path), {"routed_experts": 3, "lengths": 1, "num_experts": 0}
     with open(path, "rb") as file:

@@ -84,10 +84,11 @@ def compile_step(
     """Forward and backward of a stack, with the options that overlap needs.
 
     Args:
-        model: its sizes.
-        parallel: how it runs; its mesh says for which devices.
-        layers: of the stack.
-        scanned: one loop over stacked parameters; else one layer after the other, each with parameters of its own.
+        model: the sizes of the model.
+        parallel: mesh, topology, sizes and ways; the mesh says for which devices is compiled.
+        layers: the number of layers.
+        scanned: whether one loop runs over stacked parameters; otherwise one layer follows the other, each with
+            parameters of its own.
 
     Returns:
         The compiled gradients of parameters and input, all in bfloat16.

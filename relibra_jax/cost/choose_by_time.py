@@ -76,12 +76,12 @@ def replicate_while_hidden(
     """Replicas on any node where the model says that attention hides their push, else inside the node.
 
     Args:
-        load: token copies of each expert.
+        load: token copies of each expert, from all ranks together.
         home: flat home slot of each expert.
-        topology: of the group.
+        topology: the expert-parallel group.
         cluster, model, context, scale: as in `relibra_jax.cost.step_time.rank_time`. Attention is taken to last as
             long as the mean rank's, so the choice errs on the safe side.
-        **knobs: of `relibra_jax.planning.replication.replicate_experts`.
+        **knobs: further arguments of `relibra_jax.planning.replication.replicate_experts`.
 
     Returns:
         A Plan.

@@ -199,13 +199,13 @@ def batch_time(times: LayerTime, *, reorder: float = 0.0, data_parallel: int = 1
     """Seconds of a batch: the slowest copy of the expert-parallel group, and the reorder before it.
 
     Args:
-        times: of all layers and micro-batches; with data parallelism the copies' micro-batches follow one another
-            along M, a copy at a time.
+        times: the times of all layers and micro-batches; with data parallelism the copies' micro-batches follow one
+            another along M, a copy at a time.
         reorder: from `reorder_time`, seconds.
         data_parallel: copies of the group; divides M.
 
     Raises:
-        ValueError: M does not divide over the copies.
+        ValueError: if M does not divide over the copies.
     """
     total = jnp.asarray(times.total)
     if data_parallel < 1 or total.shape[0] % data_parallel:

@@ -58,18 +58,18 @@ def save_checkpoint(
 
     Args:
         manager: an Orbax manager made without item names or handlers.
-        step: under which number.
+        step: the number to save under.
         tree: parameters, optimizer state, planner state, counters: arrays, typed keys and Python numbers.
         home: ``[L, E]``, flat home slot of each expert, in force.
         layers: the layer of each expert leaf, None for others, a prefix of ``tree``, as for `migrate_experts`.
-        mesh: with the axes node and local.
-        topology: gives N, G, H and E.
+        mesh: the device mesh, with the axes node and local.
+        topology: the expert-parallel group, which gives N, G, H and E.
 
     Returns:
         Whether the manager wanted a checkpoint of this step, as ``manager.save``.
 
     Raises:
-        ValueError: as `migrate_experts`, or two leaves of one name.
+        ValueError: if two leaves have one name, or as `migrate_experts` says.
     """
     homes = check_homes(home, topology)
     leaves = _named(expert_leaves(tree, layers, num_layers=len(homes), mesh=mesh, topology=topology))
@@ -110,13 +110,13 @@ def restore_checkpoint(
     """Restore a checkpoint onto ``mesh``, which need not be the one it was saved from.
 
     Args:
-        manager: of the directory it was saved to.
+        manager: the Orbax manager of the directory that it was saved to.
         like: a tree of the saved structure for this mesh: arrays, which stay as they are, or `jax.ShapeDtypeStruct`
             with shardings. Arrays come back with their `NamedSharding`, or else replicated over the mesh; NumPy arrays
             and Python numbers as such.
         layers: the layer of each expert leaf, None for others, a prefix of ``like``, as for `migrate_experts`.
-        mesh: with the axes node and local.
-        topology: of the run that goes on.
+        mesh: the device mesh, with the axes node and local.
+        topology: the expert-parallel group of the run that goes on.
         home: ``[L, E]``, the wanted homes; the saved ones when None. Flat home slots mean a placement on other ranks
             too, which the next batch improves.
         step: the latest one when None.
@@ -125,8 +125,8 @@ def restore_checkpoint(
         Step, tree and the homes in force.
 
     Raises:
-        ValueError: no such step, a checkpoint of another model (names both sides), homes that are no permutations, or
-            leaves in another layout.
+        ValueError: if there is no such step, the checkpoint is of another model (both sides are named), homes are no
+            permutations, or leaves have another layout.
     """
     step = _find_step(manager, step)
     layout = manager.restore(step, args=ocp.args.Composite(layout=ocp.args.JsonRestore())).layout

@@ -58,13 +58,13 @@ def dispatch(
     """Send the copies of each token over one exchange to the slots that hold their keys.
 
     Args:
-        x: tokens of this rank.
+        x: the tokens of this rank.
         key: which slots may serve each copy: its expert; EMPTY for no copy.
-        gates: of each copy, float32.
+        gates: the weight of each copy, float32.
         slot_key: what each slot of the group serves; EMPTY for nothing.
         sent: copies from each rank to each slot, the same on all ranks; those of one key sum to its copies here.
         exchange: between the P ranks.
-        rows: of the result.
+        rows: the rows of the result.
     """
     me = jax.lax.axis_index(exchange.axes)
     counts, received = sent.sum(-1, dtype=sent.dtype), sent[:, me]
@@ -113,7 +113,7 @@ def dispatch_by_node(
 
     Args:
         x, key, gates, rows: as in `dispatch`.
-        slot_key: as in `dispatch`, over nodes and local ranks.
+        slot_key: the key that each slot serves, as in `dispatch`, over nodes and local ranks.
         sent: copies from each rank to each slot.
         between: the exchange between the nodes' ranks of one local index.
         inside: the exchange inside a node.

@@ -66,7 +66,7 @@ def send(rows: Num[jax.Array, "r *d"], counts: Int[jax.Array, "P P"], exchange: 
     Args:
         rows: ``[send_rows, ...]``, the rows for each rank from where `Exchange.lanes` says.
         counts: rows from each rank to each rank.
-        exchange: how.
+        exchange: the ranks, the kind and the buffer sizes of the exchange.
 
     Returns:
         ``[receive_rows, ...]``, the rows from each rank from where `Exchange.lanes` says, zeros elsewhere.

@@ -18,7 +18,7 @@ from relibra_jax.execution.mesh import RANKS, check_mesh
 from relibra_jax.types import Array, Topology
 
 type Layers = int | range | None
-"""Of which layer a leaf holds experts: an int for ``[N, G, H, ...]``, a range for the layers of a stacked
+"""The layer whose experts a leaf holds: an int for ``[N, G, H, ...]``, a range for the layers of a stacked
 ``[L, N, G, H, ...]``, None for a leaf that holds no experts."""
 
 
@@ -50,15 +50,15 @@ def optimizer_layers(tx: Any, opt_state: PyTree, layers: PyTree) -> PyTree:
 
     Args:
         tx: an optax transformation: chained, masked, with injected hyperparameters, or `optax.MultiSteps`.
-        opt_state: its state.
-        layers: the labels of the parameters as for `migrate_experts`.
+        opt_state: the state of ``tx``.
+        layers: the labels of the parameters, as `migrate_experts` takes them.
 
     Returns:
         A tree like ``opt_state`` with a label at every leaf. State that a transformation keeps in another shape than
         the parameter's (factored moments) is labelled too: `migrate_experts` refuses it where its layout differs.
 
     Raises:
-        ValueError: a parameter in the state has no label.
+        ValueError: if a parameter in the state has no label.
 
     >>> import jax.numpy as jnp
     >>> params = {"experts": jnp.zeros((1, 1, 3)), "router": jnp.zeros(4)}
@@ -80,7 +80,7 @@ def check_homes(home: Num[Array, "..."], topology: Topology, name: str = "home")
     """``home`` as NumPy, after a look at whether it gives every expert of every layer a slot of its own.
 
     Raises:
-        ValueError: another shape or dtype, or the first layer and slot that have not exactly one expert.
+        ValueError: if shape or dtype are others, or a slot has not exactly one expert: the first layer and slot.
     """
     values, num_experts = np.asarray(home), topology.num_experts
     if values.ndim != 2 or values.shape[1] != num_experts or not np.issubdtype(values.dtype, np.integer):

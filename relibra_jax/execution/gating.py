@@ -41,18 +41,19 @@ class Gating:
     """How a model chooses experts and weighs them. Hashable and static under jit; the table is `GATINGS`.
 
     Args:
-        top_k: K, experts a token.
+        top_k: K, the experts of a token.
         scores: ``softmax`` over all experts, or a ``sigmoid`` for each.
-        normalise: divide the gates of a token by their sum (``norm_topk_prob``).
-        scale: times this (``routed_scaling_factor``).
-        router_bias: the router has a bias: it enters the logits, and so the gates.
-        correction_bias: an additive bias on sigmoid scores, for the selection only.
-        expert_groups: the experts form so many groups (``n_group``) ...
-        top_expert_groups: ... and a token uses those whose two best experts have the largest sum (``topk_group``).
+        normalise: whether the gates of a token are divided by their sum (``norm_topk_prob``).
+        scale: the factor of all gates (``routed_scaling_factor``).
+        router_bias: whether the router has a bias, which enters the logits and so the gates.
+        correction_bias: whether there is an additive bias on sigmoid scores, for the selection only.
+        expert_groups: into how many groups the experts are divided (``n_group``).
+        top_expert_groups: how many of these groups a token uses: those whose two best experts have the largest sum
+            (``topk_group``).
 
     Raises:
-        ValueError: ``top_k`` below 1, another score, groups or a correction bias on softmax scores, or more
-            groups to use than there are.
+        ValueError: if ``top_k`` is below 1, the score is another, softmax scores have groups or a correction bias, or
+            more groups are used than there are.
 
     >>> import dataclasses
     >>> dataclasses.replace(GATINGS["qwen3-moe"], top_k=2).scores
@@ -102,7 +103,7 @@ def check_gating(gating: Gating, num_experts: int) -> None:
     """Raise unless a model of ``num_experts`` experts can be routed like this.
 
     Raises:
-        ValueError: names both numbers.
+        ValueError: if it cannot, with both numbers.
 
     >>> check_gating(GATINGS["gpt-oss"], 2)
     Traceback (most recent call last):
@@ -129,7 +130,7 @@ def select_experts(
 
     Args:
         logits: router logits, any router bias included.
-        gating: how.
+        gating: how the model chooses experts and weighs them.
         bias: the correction bias of each expert, added to its sigmoid score.
 
     Returns:
@@ -137,7 +138,7 @@ def select_experts(
         chooses alike.
 
     Raises:
-        ValueError: see `check_gating`; a bias without ``correction_bias``, or the other way round.
+        ValueError: as `check_gating` says, or if there is a bias without ``correction_bias`` or the other way round.
 
     >>> gating = Gating(top_k=2, scores="sigmoid", correction_bias=True)
     >>> select_experts(jnp.array([0.0, 1.0, 1.0]), gating, bias=jnp.array([1.0, 0.0, 0.0])).tolist()
@@ -170,7 +171,7 @@ def gates_at(
     Args:
         logits: router logits, any router bias included; differentiable.
         expert_ids: the experts that the tokens used, of any integer dtype; EMPTY where there is none.
-        gating: how.
+        gating: how the model chooses experts and weighs them.
 
     Returns:
         float32 (float64 for float64 logits); 0, without a gradient, where the id is EMPTY.
@@ -208,7 +209,7 @@ def balance_loss(
         logits: router logits of one micro-batch; differentiable.
         batch_load: token copies of each expert in the whole batch: ``load[:, layer].sum((0, 1, 2))`` of
             ``load[M, L, N, G, E]``, over all data-parallel copies.
-        gating: how.
+        gating: how the model chooses experts and weighs them.
         mask: True where there is a real token; all of them when None.
 
     Returns:

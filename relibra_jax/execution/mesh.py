@@ -33,12 +33,12 @@ def expert_mesh(topology: Topology, *, devices: Sequence[jax.Device] | None = No
     Devices are taken process by process, so that with one process a node the node axis is the process.
 
     Args:
-        topology: gives the sizes of ``node`` and ``local``.
-        devices: all of them when None; exactly as many as the mesh has places.
-        others: names and sizes of further axes, slowest first.
+        topology: the expert-parallel group, which gives the sizes of ``node`` and ``local``.
+        devices: the devices, exactly as many as the mesh has places; all of them when None.
+        others: the names and sizes of further axes, slowest first.
 
     Raises:
-        ValueError: another number of devices than places.
+        ValueError: if there are not as many devices as places.
 
     >>> topology = Topology(num_nodes=1, ranks_per_node=1, num_experts=4, replica_slots=0)
     >>> expert_mesh(topology, devices=jax.devices()[:1], data=1).axis_names
@@ -61,7 +61,7 @@ def check_mesh(mesh: Mesh, topology: Topology) -> None:
     """Raise unless the mesh has the topology's ranks.
 
     Raises:
-        ValueError: an axis is missing or has another size, with both numbers; or its type is not Auto.
+        ValueError: if an axis is missing, has another size (with both numbers), or is not of type Auto.
     """
     for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True):
         if kind != AxisType.Auto:

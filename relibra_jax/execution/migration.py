@@ -64,15 +64,15 @@ def migrate_experts(
         new_home: ``[L, E]``, flat home slot of each expert from now on (``Plan.home``).
         layers: the layer of each leaf, a prefix of ``tree``: an int, a range for a stacked leaf, or None for a leaf
             that holds no experts. For optimizer state see `optimizer_layers`.
-        mesh: with the axes node and local.
-        topology: gives N, G, H and E.
+        mesh: the device mesh, with the axes node and local.
+        topology: the expert-parallel group, which gives N, G, H and E.
 
     Returns:
         ``tree`` with its experts in their new homes.
 
     Raises:
-        ValueError: homes that are no permutations, another mesh, a leaf without a label, or one in another layout;
-            before anything is compiled or moved.
+        ValueError: if homes are no permutations, the mesh is another, or a leaf has no label or another layout; before
+            anything is compiled or moved.
 
     >>> from relibra_jax.execution.mesh import expert_mesh, rank_sharding
     >>> topology = Topology(num_nodes=1, ranks_per_node=1, num_experts=3, replica_slots=0)
@@ -101,7 +101,7 @@ def migration_step(sharding: NamedSharding, *, stacked: bool) -> Callable[..., j
     """The jitted function that moves the experts of one layer of a leaf; `migrate_experts` calls nothing else.
 
     Args:
-        sharding: of the leaf, which is donated, and of the result; every mesh axis is manual.
+        sharding: the sharding of the leaf, which is donated, and of the result; every mesh axis is manual.
         stacked: whether the leaf has a leading dimension of layers.
 
     Returns:

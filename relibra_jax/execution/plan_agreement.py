@@ -31,11 +31,11 @@ def check_same_plan(tree: Any, *, what: str = "plan") -> None:
     """Raise on every process unless all hold the same ``tree``. Collective: all processes have to call it.
 
     Args:
-        tree: a plan, or whatever else has to agree; leaves that this process can read.
-        what: its name in the error.
+        tree: a plan, or another tree that has to agree, whose leaves this process can read.
+        what: the name of the tree in the error.
 
     Raises:
-        ValueError: names the processes that differ from process 0.
+        ValueError: if processes differ; names those that differ from process 0.
     """
     everywhere = np.reshape(multihost_utils.process_allgather(digest(tree)), (jax.process_count(), -1))
     differ = np.flatnonzero((everywhere != everywhere[0]).any(-1)).tolist()

@@ -38,8 +38,8 @@ class MoEOutput(NamedTuple):
     output: Float[Array, "B *tokens D"]
     """The layer's output, of the shape of ``x``."""
     expert_ids: Integer[Array, "B *tokens K"]
-    """Of a live call: its routing in the dtype of a replay, rows of padding filled with whatever the router says. Of
-    a replay: what was given."""
+    """The routing of a live call in the dtype of a replay, rows of padding filled with whatever the router says; or the
+    replay that was given."""
     router_logits: Float[Array, "B *tokens E"]
     """The live router's logits, for `relibra_jax.execution.gating.balance_loss` for instance."""
 
@@ -189,7 +189,7 @@ class MoELayer(nnx.Module):
         Args:
             x: the transformer layer's input; go on with the one returned.
             plan: the plan of this layer and micro-batch.
-            parallel: as in the call.
+            parallel: mesh, topology, sizes and ways, the same as in the call.
 
         Returns:
             ``(experts, x)``, see `relibra_jax.execution.replicas.fetch_replicas`. Experts are of the layer's

@@ -39,14 +39,14 @@ def assign_in_order(num_samples: int, topology: Topology, *, num_micro_batches: 
 
     Args:
         num_samples: B; runs differ by one sample at most.
-        topology: gives N and G.
+        topology: the expert-parallel group, which gives N and G.
         num_micro_batches: M.
 
     Returns:
         An Assignment of int32; shorter runs end in EMPTY.
 
     Raises:
-        ValueError: there is no micro-batch, or fewer samples than micro-batches.
+        ValueError: if there is no micro-batch, or there are fewer samples than micro-batches.
 
     >>> topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=2, replica_slots=0)
     >>> assign_in_order(5, topology, num_micro_batches=2).sample.tolist()
@@ -113,22 +113,22 @@ def assign_samples(
 
     Args:
         sample_load: token copies of each sample for each expert.
-        tokens: length of each sample, which attention and memory feel.
+        tokens: the length of each sample, which attention and memory feel.
         home: flat home slot of each expert.
-        topology: of the group.
+        topology: the expert-parallel group.
         num_micro_batches: M.
-        key: the same key gives the same assignment.
+        key: random key; the same key gives the same assignment.
         token_budget: at least 1.
         samples_per_rank: b; by default the fewest that hold all samples. More leave room to even out tokens.
-        steps: of annealing; 100,000 is thorough.
+        steps: the steps of annealing; 100,000 is thorough.
         attention_cost: the node imbalance worth accepting for one unit of attention imbalance.
 
     Returns:
         An Assignment of int32; samples of a rank ascend, EMPTY comes last.
 
     Raises:
-        ValueError: shapes that disagree, fewer samples than micro-batches, too few positions for the samples,
-            a budget below the mean, no steps or a negative cost.
+        ValueError: if shapes disagree, there are fewer samples than micro-batches or too few positions for the samples,
+            the budget is below the mean, or there are no steps or a negative cost.
 
     >>> topology = Topology(num_nodes=2, ranks_per_node=1, num_experts=2, replica_slots=0)
     >>> load = jnp.array([[[8, 0]], [[8, 0]], [[0, 8]], [[0, 8]]])

@@ -34,15 +34,15 @@ def rebalance_experts(
         load: load of each expert; compared in float32.
         num_replicas: physical slots P, a multiple of ``num_gpus``.
         num_groups: groups of neighbouring experts that stay together in a node; divides E.
-        num_nodes: divides ``num_gpus``.
-        num_gpus: ranks.
+        num_nodes: the number of nodes, which divides ``num_gpus``.
+        num_gpus: the number of ranks.
 
     Returns:
         PhysicalExperts, int32. C is the largest count, as in EPLB; under a trace, where no shape can depend
         on a value, it is ``P - E + 1``.
 
     Raises:
-        ValueError: the counts do not divide evenly, or there are fewer slots than experts.
+        ValueError: if the counts do not divide evenly, or there are fewer slots than experts.
 
     >>> load = jnp.array([[90, 132, 40, 61, 104, 165, 39, 4, 73, 56, 183, 86]])
     >>> rebalance_experts(load, 16, 4, 2, 8).physical_to_logical.tolist()

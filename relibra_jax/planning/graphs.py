@@ -72,11 +72,11 @@ def graph_edges(name: str | None, num_ranks: int, replica_slots: int) -> Int[np.
 
     Args:
         name: a key of GRAPHS; `default_graph` when None.
-        num_ranks: ranks P of the domain.
-        replica_slots: at most so many columns are returned.
+        num_ranks: P, the ranks of the domain.
+        replica_slots: R, the most columns that are returned.
 
     Raises:
-        ValueError: an unknown name, or a graph for another number of ranks.
+        ValueError: if the name is unknown, or the graph is for another number of ranks.
 
     >>> graph_edges("ring", 4, 1).tolist()
     [[1], [2], [3], [0]]

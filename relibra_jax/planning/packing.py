@@ -21,9 +21,9 @@ def lightest_pack(
     """Give every item, heaviest first, to the lightest pack that has room.
 
     Args:
-        load: what each item weighs; compared and summed in float32.
-        start: what each pack weighs before.
-        room: items that a pack can take; ``items <= packs * room``.
+        load: the load of each item; compared and summed in float32.
+        start: the load of each pack before.
+        room: the number of items that a pack can take; ``items <= packs * room``.
 
     Returns:
         The pack of each item and its position in the pack, in order of arrival; int32.
@@ -56,14 +56,14 @@ def pack_evenly(
     EPLB's ``balanced_packing`` for one row. One item a pack keeps the given order.
 
     Args:
-        load: what each item weighs.
-        num_packs: divides the number of items.
+        load: the load of each item.
+        num_packs: the number of packs, which divides the number of items.
 
     Returns:
         The pack of each item and its position in the pack; int32.
 
     Raises:
-        ValueError: the items do not divide evenly over the packs.
+        ValueError: if the items do not divide evenly over the packs.
     """
     items = load.shape[0]
     if items % num_packs:

@@ -120,7 +120,7 @@ def place_by_search(
         Flat home slot of each expert, int32; exactly H experts a rank.
 
     Raises:
-        ValueError: as `place_experts`.
+        ValueError: if steps or costs are out of range, or shapes disagree, as `place_experts` says.
     """
     _check(load.shape, previous_home.shape, topology, steps, move_cost, crossing_cost)
     layers, experts = previous_home.shape

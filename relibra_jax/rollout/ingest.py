@@ -52,9 +52,9 @@ def replay_from_rollout(
         expert_ids ``[B, T, L, K]`` in the smallest dtype, zeros at padding; L the MoE layers; and the mask.
 
     Raises:
-        ValueError: one line with the layout and, where they apply, sample, token (position in T) and layer
-            (of the model): no such layout, an unreadable source, axes that do not fit, a real token without
-            a route, a row that is not K different logical experts.
+        ValueError: if there is no such layout, the source cannot be read, axes do not fit, a real token has no route,
+            or a row is not K different logical experts: one line with the layout and, where they apply, sample, token
+            (position in T) and layer (of the model).
 
     >>> rows = np.array([[[0, 1]], [[3, 2]]])  # 2 tokens, 1 layer, top-2
     >>> model = {"num_experts": 4, "top_k": 2, "num_layers": 1}

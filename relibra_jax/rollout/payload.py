@@ -37,7 +37,7 @@ def sequence(value: Any, *, of: str) -> Iterable[Any]:
     """What iterates, save for what iterates by mistake.
 
     Raises:
-        ValueError: it does not iterate, or it is a mapping or a string.
+        ValueError: if it does not iterate, or it is a mapping or a string.
     """
     if isinstance(value, Mapping | str | bytes) or not isinstance(value, Iterable):
         raise ValueError(f"expected a sequence of {of}, found {type(value).__name__}")
@@ -48,7 +48,7 @@ def integers(value: Any, *, ndim: int) -> np.ndarray:
     """An array, a tensor on the host or nested lists as an integer array of ``ndim`` axes.
 
     Raises:
-        ValueError: it is ragged, has other axes, or holds anything but integers.
+        ValueError: if it is ragged, has other axes, or holds anything but integers.
 
     >>> integers([[[0, 1]], [[3, 2]]], ndim=3).shape
     (2, 1, 2)
@@ -66,7 +66,7 @@ def from_base64(text: Any, *, dtype: str) -> np.ndarray:
     """A base64 buffer of little-endian integers as a flat array.
 
     Raises:
-        ValueError: it is not base64, not whole items, or of no integer dtype.
+        ValueError: if it is not base64, not whole items, or of no integer dtype.
 
     >>> from_base64("AAEC", dtype="uint8").tolist()
     [0, 1, 2]
@@ -89,7 +89,7 @@ def from_http(value: Any) -> np.ndarray:
         ``[rows, layers, K]`` integers; ``[0, 0, 0]`` for an empty list.
 
     Raises:
-        ValueError: it is none of these, or it is damaged.
+        ValueError: if it is none of these, or it is damaged.
     """
     if isinstance(value, Mapping):
         encoding, dtype, shape, data = (value.get(key) for key in ("encoding", "dtype", "shape", "data"))

@@ -30,7 +30,7 @@ def router_trace(source: Any, expected: Expected) -> list[Recorded]:
         The rows ``[tokens, MoE layers, K]`` of each sample.
 
     Raises:
-        ValueError: a line is not such a record, or the streams do not make up the batch.
+        ValueError: if a line is not such a record, or the streams do not make up the batch.
     """
     chunks: dict[int, list[np.ndarray]] = {}
     passes: dict[int, list[tuple[int, int]]] = {}
