@@ -16,7 +16,7 @@ from rich.table import Table
 
 from experiments.contenders import contenders
 from relibra_jax.capacity import worst_case_capacities
-from relibra_jax.cli.options import Cluster
+from relibra_jax.cli.options import Ranks
 from relibra_jax.cli.traces import read_trace
 
 
@@ -26,7 +26,7 @@ class Buffers:
 
     trace: Annotated[Path | None, tyro.conf.Positional] = None
     """A trace (.npz); else the one that RELIBRA_TRACE names, else the recorded one of this project."""
-    cluster: Annotated[Cluster, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Cluster)
+    ranks: Annotated[Ranks, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Ranks)
     micro_batches: int = 5
     layers: int = 24
     samples_per_rank: int = 8
@@ -38,7 +38,7 @@ def main(config: Buffers) -> None:
     """Print the table."""
     trace = read_trace(config.trace)
     layers = min(config.layers, trace.replay.expert_ids.shape[2])
-    topology = config.cluster.topology(trace.num_experts)
+    topology = config.ranks.topology(trace.num_experts)
     by_name = contenders(
         trace,
         topology,

@@ -29,7 +29,7 @@ from experiments.rl.train import run_train
 from experiments.rl.trainer import Trainer
 from experiments.run import main
 from relibra_jax.capacity import Capacities, ExchangeSizes
-from relibra_jax.cli.options import Cluster
+from relibra_jax.cli.options import Ranks
 from relibra_jax.nnx import PreparedBatch, get_homes
 from relibra_jax.plan import replica_experts
 from relibra_jax.replay_files import load_replay
@@ -272,7 +272,7 @@ def test_a_killed_run_loses_the_steps_since_its_checkpoint(unbroken, tmp_path, m
 @pytest.mark.slow
 def test_another_mesh_goes_on_with_the_same_update(unbroken):
     responses, rewards = recorded()[1][0]
-    here, there = small(), small(cluster=Cluster(nodes=2, ranks_per_node=2), anneal_steps=0)
+    here, there = small(), small(ranks=Ranks(nodes=2, ranks_per_node=2), anneal_steps=0)
     after = []
     for config in (here, there):
         trainer = last_checkpoint(unbroken, config)

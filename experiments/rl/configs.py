@@ -12,7 +12,7 @@ import tyro
 
 from experiments.rl.policy import POLICIES, PolicyConfig
 from experiments.rl.step import Clip
-from relibra_jax.cli.options import Cluster
+from relibra_jax.cli.options import Ranks
 from relibra_jax.cli.suggestions import suggest_names
 from relibra_jax.planning.assignment import assign_samples
 from relibra_jax.planning.placement import place_experts
@@ -78,7 +78,7 @@ class Train:
     replicate: Replicate = dataclasses.field(default_factory=Replicate)
     anneal_steps: int = 50
     """The steps of assigning samples to micro-batches and ranks; 0 keeps samples in order."""
-    cluster: Annotated[Cluster, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Cluster)
+    ranks: Annotated[Ranks, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Ranks)
     seeds: tuple[int, ...] = (0,)
     """The seeds of weights, prompts and sampling; one run each."""
     warmup_steps: int = 100
@@ -170,7 +170,7 @@ class Train:
     @property
     def topology(self) -> Topology:
         """The ranks with the model's experts."""
-        return self.cluster.topology(self.model.num_experts)
+        return self.ranks.topology(self.model.num_experts)
 
     @property
     def planner_entry(self) -> PlannerEntry:
@@ -224,7 +224,7 @@ def saved_config(folder: Path) -> Train:
         raise ValueError(f"{folder}: no run to resume, there is no config.json")
     try:
         saved = json.loads(path.read_text())
-        kinds = {"cluster": Cluster, "clip": Clip, "reorder": Reorder, "replicate": Replicate}
+        kinds = {"ranks": Ranks, "clip": Clip, "reorder": Reorder, "replicate": Replicate}
         parts = {name: kind(**saved[name]) for name, kind in kinds.items()}
         return Train(**{**saved, **parts, "seeds": tuple(saved["seeds"])})
     except (KeyError, TypeError, ValueError) as error:

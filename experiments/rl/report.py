@@ -62,7 +62,7 @@ def write_report(config: Train, folder: Path, console: Console, name: str) -> No
     summary = {seed: summarise(lines) for seed, lines in metrics.items()}
     setting = (
         f"{name}: {config.task}, {config.policy} model, {config.samples} samples a batch, {config.planner} on"
-        f" {config.cluster.nodes} nodes x {config.cluster.ranks_per_node} ranks"
+        f" {config.ranks.nodes} nodes x {config.ranks.ranks_per_node} ranks"
     )
     figure, numbers = folder / "training.png", folder / "summary.json"
     with write_atomically(numbers) as part:

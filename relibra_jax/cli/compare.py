@@ -18,7 +18,7 @@ from relibra_jax.cli.batching import make_batches
 from relibra_jax.cli.comparison import Outcome, compare
 from relibra_jax.cli.figures import compare_figure, timeline_figure
 from relibra_jax.cli.modelled_time import CostModel, make_cost_model
-from relibra_jax.cli.options import Batching, Cluster, Costs, TracePath
+from relibra_jax.cli.options import Batching, Costs, Ranks, TracePath
 from relibra_jax.cli.planner_runs import Contender
 from relibra_jax.cli.traces import Trace, read_trace
 from relibra_jax.planning.planners import PLANNERS
@@ -30,7 +30,7 @@ class Compare:
 
     trace: TracePath = None
     """A trace (.npz); else the one that RELIBRA_TRACE names, else the recorded one that comes with relibra_jax."""
-    cluster: Annotated[Cluster, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Cluster)
+    ranks: Annotated[Ranks, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Ranks)
     batching: Annotated[Batching, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Batching)
     costs: Annotated[Costs, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Costs)
     out: Path = Path("out/compare")
@@ -58,7 +58,7 @@ def compare_contenders(
         ValueError: if the trace or the settings do not fit; nothing is written then.
     """
     trace = read_trace(options.trace)
-    topology = options.cluster.topology(trace.num_experts)
+    topology = options.ranks.topology(trace.num_experts)
     batches = make_batches(trace, options.batching)
     cost_model = make_cost_model(options.costs, trace, batches, topology)
     contenders = contenders_of(cost_model)
@@ -138,7 +138,7 @@ def comparison_table(outcomes: list[Outcome], title: str) -> Table:
 
 def _report(options: Compare, trace: Trace, outcomes: list[Outcome]) -> dict[str, object]:
     settings: dict[str, object] = {"trace": trace.name, "note": trace.note}
-    for part in (options.cluster, options.batching, options.costs):
+    for part in (options.ranks, options.batching, options.costs):
         settings |= dataclasses.asdict(part)
     return {"settings": settings, "jax": jax.__version__, "planners": [o.numbers() for o in outcomes]}
 

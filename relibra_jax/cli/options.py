@@ -13,7 +13,7 @@ TracePath = Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Cluster:
+class Ranks:
     """The ranks of one expert-parallel group."""
 
     nodes: int = 2

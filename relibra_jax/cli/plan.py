@@ -8,7 +8,7 @@ import tyro
 from rich.console import Console
 
 from relibra_jax.cli.batching import make_batches
-from relibra_jax.cli.options import Batching, Cluster, TracePath
+from relibra_jax.cli.options import Batching, Ranks, TracePath
 from relibra_jax.cli.planner_runs import Contender, run_contender
 from relibra_jax.cli.suggestions import suggest_names
 from relibra_jax.cli.traces import read_trace
@@ -26,7 +26,7 @@ class MakePlan:
     """A trace (.npz); else the one that RELIBRA_TRACE names, else the recorded one that comes with relibra_jax."""
     planner: str = "relibra"
     """A name from the table that ``compare`` prints."""
-    cluster: Annotated[Cluster, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Cluster)
+    ranks: Annotated[Ranks, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Ranks)
     batching: Annotated[Batching, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Batching)
     out: Path = Path("out/plan.npz")
     """The file for the plan: slot_expert, home, quota and the numbers of the topology."""
@@ -46,7 +46,7 @@ def run_plan(options: MakePlan, console: Console) -> None:
         hint = suggest_names(options.planner, PLANNERS)
         raise ValueError(f"planner {options.planner!r} must be one of {', '.join(PLANNERS)}{hint}")
     trace = read_trace(options.trace)
-    topology = options.cluster.topology(trace.num_experts)
+    topology = options.ranks.topology(trace.num_experts)
     batches = make_batches(trace, options.batching)
     contender = Contender(entry=PLANNERS[options.planner])
     planned, _ = run_contender(contender, batches, topology, seed=options.batching.seed)
