@@ -23,7 +23,17 @@ from relibra_jax.replay import expert_load, sample_load
 from relibra_jax.replay_files import load_replay, save_replay
 from relibra_jax.rollout import replay_from_rollout
 from relibra_jax.token_split import source_quota
-from relibra_jax.types import EMPTY, Assignment, BatchPlan, LayerPlan, Plan, Planner, RoutingReplay, Topology
+from relibra_jax.types import (
+    EMPTY,
+    Assignment,
+    BatchPlan,
+    LayerPlan,
+    Plan,
+    Planner,
+    RoutingReplay,
+    TokenSample,
+    Topology,
+)
 
 __version__ = _version("relibra-jax")
 
@@ -36,6 +46,7 @@ __all__ = [
     "Plan",
     "Planner",
     "RoutingReplay",
+    "TokenSample",
     "Topology",
     "assign_in_order",
     "assign_samples",

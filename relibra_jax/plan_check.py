@@ -186,7 +186,10 @@ def _held_twice(expert: np.ndarray, place: tuple[int, ...]) -> str:
 
 def _far_replica(experts: np.ndarray, owners: np.ndarray, node: int) -> str:
     slot = int(np.argmax((experts != EMPTY) & (owners != node)))
-    return f"replica of expert {experts[slot]}, whose home is on node {owners[slot]}"
+    return (
+        f"replica of expert {experts[slot]}, whose home is on node {owners[slot]}; replicas on other nodes need"
+        " across_nodes=True"
+    )
 
 
 def _quota_by_expert(plan: Plan, topology: Topology) -> np.ndarray:

@@ -5,6 +5,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
@@ -223,7 +224,7 @@ def test_a_batch_is_refused_after_the_experts_moved_on():
 
 def test_rows_of_a_batch_of_another_size_are_refused():
     batch = Run().prepare()
-    with pytest.raises(ValueError, match=r"tokens: shape \(7, 3\) for a batch of 10 samples"):
+    with pytest.raises(ValueError, match=r"samples\['tokens'\]: shape \(7, 3\) for a batch of 10 samples"):
         batch.to_ranks({"tokens": np.zeros((7, 3))})
 
 
@@ -347,6 +348,55 @@ def test_the_twenty_lines_are_balanced_and_equal_to_static_placement(capsys):
     np.testing.assert_allclose(flax_loop.main(batches=2, planner=static()), losses, rtol=1e-5)
     imbalances = [float(line.split()[-1]) for line in capsys.readouterr().out.splitlines()]
     assert min(imbalances) > 1.2
+
+
+def test_rows_of_another_batch_are_noticed_before_the_next_one(tmp_path):
+    """As many rows, other tokens: NaN in the step, and one word on the host before anything else is built on it."""
+    run = Run()
+    other, replay = batches()[1]
+    batch = run.prepare(0)
+    assert np.isnan(train_step(run.model, run.optimizer, batch, batch.to_ranks((other, replay))))
+    message = r"parameter layers\.0\.\w+ is not finite: a step before ran with rows of another batch"
+    with pytest.raises(ValueError, match=message):
+        run.prepare(1)
+    with ocp.CheckpointManager(tmp_path) as manager, pytest.raises(ValueError, match=message):
+        save_training(manager, 1, run.model, run.optimizer, run.balancer)
+
+
+def test_a_micro_batch_of_another_size_is_refused():
+    run = Run()
+    batch = run.prepare()
+    x, replay = batch.to_ranks(batches()[0])
+    half = jax.tree.map(lambda leaf: leaf[:, :4], (x, replay))
+    with pytest.raises(ValueError, match=r"x: shape \(4, 6, 8\), .* prepared with 8 rows a micro-batch"):
+        train_step(run.model, run.optimizer, batch, half)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"path": "direct"}, "path='direct' must be one of flat, hierarchical"),
+        ({"num_micro_batches": 0}, "num_micro_batches=0 and num_layers=2 must be at least 1"),
+        ({"data_axes": ("data",)}, "'data' is no further axis of the mesh"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        Run(options=IN_ORDER | options)
+
+
+def test_what_is_no_replay_and_no_model_is_refused():
+    run = Run()
+    with pytest.raises(
+        ValueError, match=r"replay: expected a RoutingReplay\(expert_ids, mask\), found ndarray"
+    ):
+        run.balancer.prepare(run.model, run.optimizer, batches()[0][1].expert_ids)
+    with pytest.raises(ValueError, match="there is no MoELayer in this Linear"):
+        run.balancer.prepare(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), None, batches()[0][1])
+    home = get_homes(run.model)
+    home[0, 3] = home[0, 2]
+    with pytest.raises(ValueError, match=r"home, layer 0, home slot 2: owned by 2 experts, not by one"):
+        set_homes(run.model, home)
 
 
 def test_a_prepared_batch_is_a_tree_with_static_ways():

@@ -22,6 +22,7 @@ PUBLIC = {
         "Plan",
         "Planner",
         "RoutingReplay",
+        "TokenSample",
         "Topology",
         "assign_in_order",
         "assign_samples",

@@ -85,7 +85,7 @@ def compile_step(
 
     Args:
         model: the sizes of the model.
-        parallel: mesh, topology, sizes and ways; the mesh says for which devices is compiled.
+        parallel: how plans are run; the mesh says for which devices is compiled.
         layers: the number of layers.
         scanned: whether one loop runs over stacked parameters; otherwise one layer follows the other, each with
             parameters of its own.

@@ -81,7 +81,7 @@ def train_step(model, optimizer, batch, rows):
         loss, more = jax.value_and_grad(loss_of)(params, tokens, replay, plans)
         return jax.tree.map(jnp.add, gradients, more), loss
 
-    nothing = jax.tree.map(jnp.zeros_like, params)
+    nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), params)
     gradients, losses = jax.lax.scan(accumulate, nothing, (rows, batch.layer_plans()))
     optimizer.update(model, gradients)
     return losses.sum()

@@ -15,10 +15,10 @@ from rich.table import Table
 
 from relibra_jax.atomic_write import write_atomically
 from relibra_jax.cli.batching import make_batches
-from relibra_jax.cli.comparison import Outcome, compare
 from relibra_jax.cli.figures import compare_figure, timeline_figure
 from relibra_jax.cli.modelled_time import CostModel, make_cost_model
 from relibra_jax.cli.options import Batching, Costs, Ranks, TracePath
+from relibra_jax.cli.outcomes import Outcome, compare
 from relibra_jax.cli.planner_runs import Contender
 from relibra_jax.cli.traces import Trace, read_trace
 from relibra_jax.planning.planners import PLANNERS

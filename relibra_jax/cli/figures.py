@@ -9,8 +9,8 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from relibra_jax.atomic_write import write_atomically
-from relibra_jax.cli.comparison import Outcome
 from relibra_jax.cli.modelled_time import CostModel
+from relibra_jax.cli.outcomes import Outcome
 from relibra_jax.plan import rank_load
 from relibra_jax.types import Topology
 

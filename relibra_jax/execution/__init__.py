@@ -12,8 +12,8 @@ router logits and gates    float32, or wider with ``x``  `relibra_jax.execution.
 products and row sums      summed in float32             `pallas_kernels`, `relibra_jax.execution.gather`, always
 replica transfers          that of expert compute        the dtype of the experts given to `fetch_replicas`
 replica gradients          that of expert compute        they return as they came; then they are added to the home's
-gradient accumulators      that of the master weights    gradients have the dtype of the parameters: the caller's sum
-                                                         over micro-batches is float32 with float32 masters
+gradient accumulators      float32                       the caller's sum over micro-batches, which starts from float32
+                                                         zeros; gradients have the dtype of the parameters
 =========================  ============================  =====================================================
 
 Checkpoints are in `relibra_jax.execution.checkpoint`, gating in `relibra_jax.execution.gating`, the layer for Flax in

@@ -71,7 +71,7 @@ def save_checkpoint(
     Raises:
         ValueError: if two leaves have one name, or as `migrate_experts` says.
     """
-    homes = check_homes(home, topology)
+    homes = check_homes(home, topology.num_experts)
     leaves = _named(expert_leaves(tree, layers, num_layers=len(homes), mesh=mesh, topology=topology))
     if not manager.should_save(step):
         return False
@@ -134,7 +134,7 @@ def restore_checkpoint(
     if saved.num_experts != topology.num_experts:
         raise ValueError(f"step {step} has {saved.num_experts} experts, the model {topology.num_experts}")
     identity = _identity(np.array(layout["home"], np.int32))
-    homes = check_homes(np.array(layout["home"]) if home is None else home, topology)
+    homes = check_homes(np.array(layout["home"]) if home is None else home, topology.num_experts)
     if len(homes) != len(identity):
         raise ValueError(f"step {step} has homes of {len(identity)} layers, home has {len(homes)}")
 

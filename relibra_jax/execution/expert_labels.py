@@ -76,13 +76,13 @@ def optimizer_layers(tx: Any, opt_state: PyTree, layers: PyTree) -> PyTree:
     )
 
 
-def check_homes(home: Num[Array, "..."], topology: Topology, name: str = "home") -> Int[np.ndarray, "L E"]:
+def check_homes(home: Num[Array, "..."], num_experts: int, name: str = "home") -> Int[np.ndarray, "L E"]:
     """``home`` as NumPy, after a look at whether it gives every expert of every layer a slot of its own.
 
     Raises:
         ValueError: if shape or dtype are others, or a slot has not exactly one expert: the first layer and slot.
     """
-    values, num_experts = np.asarray(home), topology.num_experts
+    values = np.asarray(home)
     if values.ndim != 2 or values.shape[1] != num_experts or not np.issubdtype(values.dtype, np.integer):
         raise ValueError(
             f"{name}: expected integers [L, {num_experts}], found {values.dtype}{list(values.shape)}"

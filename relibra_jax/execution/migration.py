@@ -82,7 +82,10 @@ def migrate_experts(
     >>> migrate_experts(tree, old, new, layers={"experts": 0, "router": None}, mesh=mesh, topology=topology)
     {'experts': Array([[[6., 7., 5.]]], dtype=float32), 'router': 1}
     """
-    old, new = check_homes(old_home, topology, "old_home"), check_homes(new_home, topology, "new_home")
+    old, new = (
+        check_homes(home, topology.num_experts, name)
+        for home, name in ((old_home, "old_home"), (new_home, "new_home"))
+    )
     if len(old) != len(new):
         raise ValueError(f"old_home has {len(old)} layers, new_home {len(new)}")
     leaves = expert_leaves(tree, layers, num_layers=len(old), mesh=mesh, topology=topology)

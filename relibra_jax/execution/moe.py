@@ -46,7 +46,7 @@ def moe_layer(
         experts: what `relibra_jax.execution.replicas.fetch_replicas` returned for the same ``plan``.
         plan: the plan of this layer and micro-batch, ``[*copies, ...]``. If its load is None, the tokens' load is
             counted here (one small all-gather) and the quotas are refitted to it.
-        parallel: mesh, topology, sizes and ways.
+        parallel: how plans are run: mesh, topology, buffer sizes, kinds of exchange.
 
     Returns:
         Of the shape and dtype of ``x``. NaN for every token of a copy of the group whose plan breaks a rule or does not

@@ -23,7 +23,7 @@ PATHS: Final = ("flat", "hierarchical")
 @jax.tree_util.register_static
 @dataclass(frozen=True, kw_only=True)
 class ExpertParallel:
-    """Mesh, topology, buffer sizes and ways of an expert-parallel layer. Hashable and static under jit.
+    """Mesh, topology, buffer sizes and kinds of exchange of an expert-parallel layer. Hashable and static under jit.
 
     Raises:
         ValueError: if the mesh lacks the topology's ranks, a name is unknown, or sizes that the path needs were not
@@ -50,6 +50,8 @@ class ExpertParallel:
     """Whether replicas may be on other nodes than their experts' homes, as planners that ignore nodes want it."""
     implementation: str | None = None
     """The implementation of `pallas_kernels.grouped_mlp`."""
+    rows: int | None = None
+    """The rows of a micro-batch on all ranks together, if they are known beforehand: others are refused."""
 
     def __post_init__(self) -> None:
         check_mesh(self.mesh, self.topology)
@@ -121,11 +123,16 @@ class ExpertParallel:
 
 
 def check_tokens(name: str, array: Array, parallel: ExpertParallel) -> None:
-    """Raise unless the first axis of ``array`` divides over the ranks.
+    """Raise unless the first axis of ``array`` divides over the ranks, and is the prepared batch's.
 
     Raises:
-        ValueError: if it does not, with both numbers.
+        ValueError: if it is not, with both numbers.
     """
+    if parallel.rows is not None and (array.ndim < 1 or array.shape[0] % parallel.rows):
+        raise ValueError(
+            f"{name}: shape {tuple(array.shape)}, but the batch was prepared with {parallel.rows} rows a micro-batch:"
+            " give a micro-batch of PreparedBatch.to_ranks as it is"
+        )
     if array.ndim < 2 or array.shape[0] % parallel.num_ranks:
         ranks = " x ".join(map(str, (*parallel.copies, *parallel.ranks)))
         raise ValueError(

@@ -44,7 +44,7 @@ def fetch_replicas(
             the computation, in which replicas travel and their gradients return.
         plan: the plan of this layer and micro-batch, ``[*copies, ...]``.
         x: the transformer layer's input, ``[B, ...]``, sharded over the ranks along its first axis.
-        parallel: mesh, topology, sizes and ways.
+        parallel: how plans are run: mesh, topology, buffer sizes, kinds of exchange.
 
     Returns:
         The experts, for `relibra_jax.execution.moe.moe_layer`; and ``x``, which stands for the input from here on: the

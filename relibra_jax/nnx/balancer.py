@@ -11,40 +11,28 @@ import dataclasses
 import functools
 import math
 import time
-from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
-from jaxtyping import Int, PRNGKeyArray, PyTree
+from jaxtyping import PRNGKeyArray
 
-from relibra_jax.capacity import Capacities, ExchangeSizes, count_capacities, grow_capacities, round_capacity
+from relibra_jax.capacity import Capacities, count_capacities, grow_capacities, round_capacity
+from relibra_jax.execution.expert_labels import check_homes
 from relibra_jax.execution.parallel import ExpertParallel
 from relibra_jax.execution.plan_agreement import check_same_plan
+from relibra_jax.nnx.balancer_state import BalancerState, check_state, from_host, no_capacities, to_host
+from relibra_jax.nnx.finite import check_finite
 from relibra_jax.nnx.homes import get_homes, reorder_experts
-from relibra_jax.nnx.placing import put_on_mesh, replicate
 from relibra_jax.nnx.prepared import PreparedBatch, live_batch
+from relibra_jax.nnx.put_on_mesh import put_on_mesh, replicate
 from relibra_jax.node_visits import node_visits
 from relibra_jax.plan_check import check_plan
 from relibra_jax.planning.assignment import assign_samples
 from relibra_jax.planning.plan_batch import Assign, plan_batch
 from relibra_jax.replay import check_replay
 from relibra_jax.types import BatchPlan, Planner, RoutingReplay, Topology
-
-
-class BalancerState(NamedTuple):
-    """What one batch leaves to the next: host arrays and numbers, for checkpoints."""
-
-    planner: PyTree
-    """The planner's state; random keys as their data."""
-    key: Int[np.ndarray, "..."]
-    """The data of the random key from which assignments are drawn."""
-    home: Int[np.ndarray, "L E"]
-    """Flat home slot of each expert, since the last batch."""
-    capacities: Capacities
-    """Buffer sizes of the batches so far; zeros before the first."""
 
 
 class Balancer:
@@ -61,11 +49,14 @@ class Balancer:
         assign: how samples are assigned to micro-batches and ranks, with a ``key``; None keeps them in order.
         across_nodes: whether the planner's replicas may be on other nodes than their experts' homes.
         capacities: buffer sizes to begin with, so that the first batches compile no step of their own.
-        **ways: further fields of `ExpertParallel`: ``data_axes``, ``path``, ``exchange``, ``fetch``,
-            ``implementation``.
+        data_axes: the mesh's further axes over which tokens are split; all of them when None.
+        path: ``flat``, one exchange over all ranks, or ``hierarchical``.
+        exchange: the kind of token exchange.
+        fetch: the kind of replica fetch.
+        implementation: the implementation of `pallas_kernels.grouped_mlp`. These five are fields of `ExpertParallel`.
 
     Raises:
-        ValueError: if mesh and topology disagree, or a way is unknown.
+        ValueError: if mesh and topology disagree, a name is unknown, or a number is below 1.
 
     >>> import optax
     >>> from relibra_jax import relibra
@@ -96,21 +87,38 @@ class Balancer:
         assign: Assign | None = assign_samples,
         across_nodes: bool = False,
         capacities: Capacities | None = None,
-        **ways: Any,
+        data_axes: tuple[str, ...] | None = None,
+        path: str = "flat",
+        exchange: str = "padded",
+        fetch: str = "reduce_scatter",
+        implementation: str | None = None,
     ):
+        if num_micro_batches < 1 or num_layers < 1:
+            raise ValueError(
+                f"num_micro_batches={num_micro_batches} and num_layers={num_layers} must be at least 1"
+            )
         self.planner, self.topology, self.mesh, self.assign = planner, topology, mesh, assign
         self.num_layers, self.num_micro_batches = num_layers, num_micro_batches
-        self._parallel = ExpertParallel(mesh=mesh, topology=topology, across_nodes=across_nodes, **ways)
+        self._parallel = ExpertParallel(
+            mesh=mesh,
+            topology=topology,
+            data_axes=data_axes,
+            path=path,
+            exchange=exchange,
+            fetch=fetch,
+            across_nodes=across_nodes,
+            implementation=implementation,
+        )
         planner_key, self._key = jax.random.split(key)
         self._planner_state = planner.init(topology, num_layers, key=planner_key)
         self._home = np.tile(np.arange(topology.num_experts, dtype=np.int32), (num_layers, 1))
-        self._capacities = capacities or _no_capacities(hierarchical=self._parallel.path == "hierarchical")
+        self._capacities = capacities or no_capacities(hierarchical=self._parallel.path == "hierarchical")
         self._number = 0
         self._updates_before: int | None = None
 
     @property
     def live(self) -> ExpertParallel:
-        """Mesh and ways for live routing: experts at home, no replicas, buffers for the worst case."""
+        """How live routing is run: experts at home, no replicas, buffers for the worst case."""
         topology = dataclasses.replace(self.topology, replica_slots=0)
         return dataclasses.replace(self._parallel, topology=topology, capacities=None)
 
@@ -121,17 +129,16 @@ class Balancer:
         Raises:
             ValueError: on setting, if it is the state of another planner, or of another number of layers or experts.
         """
-        planner, key = jax.tree.map(_to_host, (self._planner_state, self._key))
+        planner, key = jax.tree.map(to_host, (self._planner_state, self._key))
         return BalancerState(planner, key, self._home, self._capacities)
 
     @state.setter
     def state(self, state: BalancerState) -> None:
-        for name, own, given in zip(state._fields, self.state, state, strict=True):
-            if _shapes(own) != _shapes(given):
-                raise ValueError(f"balancer state, {name}: expected {_shapes(own)}, found {_shapes(given)}")
+        check_state(self.state, state)
+        home = check_homes(state.home, self.topology.num_experts, "balancer state, home")
         live = (self._planner_state, self._key)
-        self._planner_state, self._key = jax.tree.map(_from_host, (state.planner, state.key), live)
-        self._home, self._capacities = np.asarray(state.home, np.int32), state.capacities
+        self._planner_state, self._key = jax.tree.map(from_host, (state.planner, state.key), live)
+        self._home, self._capacities = home, state.capacities
         self._number, self._updates_before = self._number + 1, None
 
     def prepare(
@@ -146,7 +153,8 @@ class Balancer:
         """Plan a batch, move the model's experts to where the plan wants them, and size its buffers.
 
         On several processes, all call it with the same replay. Parameters and optimizer state that do not lie on the
-        mesh yet are put there, by their sharding metadata. What was prepared before is not in force any more.
+        mesh yet are put there, by their sharding metadata. A batch that was prepared from a replay before is not in
+        force any more; preparing live routing leaves it in force.
 
         Args:
             model: a module with L `MoELayer`; its experts move, in place.
@@ -165,15 +173,23 @@ class Balancer:
                 planner's plan breaks a rule. Nothing has moved then.
         """
         if replay is None:
-            if num_samples is None:
-                raise ValueError("prepare(replay=None) prepares live routing: give it num_samples")
+            if num_samples is None or num_samples < self.num_micro_batches:
+                raise ValueError(
+                    f"prepare(replay=None) prepares live routing: give it num_samples of at least num_micro_batches="
+                    f"{self.num_micro_batches}, not {num_samples}"
+                )
             put_on_mesh(model, optimizer, self.mesh)
             parallel = dataclasses.replace(self.live, capacities=capacities)
             return live_batch(parallel, num_samples=num_samples, num_micro_batches=self.num_micro_batches)
+        if not isinstance(replay, RoutingReplay):
+            raise ValueError(
+                f"replay: expected a RoutingReplay(expert_ids, mask), found {type(replay).__name__}"
+            )
         if num_samples is not None or capacities is not None:
             raise ValueError("num_samples and capacities are for live routing: the replay tells both")
         self._check_homes(model)
         self._check_updated(optimizer)
+        check_finite(model)
         start = time.perf_counter()
         replay = RoutingReplay(*map(np.asarray, replay))
         self._check_replay(replay)
@@ -198,11 +214,13 @@ class Balancer:
         reorder_experts(model, optimizer, home, mesh=self.mesh, topology=self.topology)
         self._planner_state, self._key, self._home, self._capacities = planner_state, key, home, grown
         self._number += 1
-        self._updates_before = None if optimizer is None else _updates(optimizer)
+        if optimizer is not None:
+            self._updates_before = _updates(optimizer)
         on_mesh = jax.tree.map(functools.partial(replicate, mesh=self.mesh), batch_plan)
+        rows = batch_plan.assignment.sample[0].size * copies
         return PreparedBatch(
             on_mesh,
-            dataclasses.replace(self._parallel, capacities=grown),
+            dataclasses.replace(self._parallel, capacities=grown, rows=rows),
             assignment=batch_plan.assignment,
             num_samples=len(replay.mask),
             plan_seconds=plan_seconds,
@@ -221,14 +239,15 @@ class Balancer:
         grown = grow_capacities(self._capacities, need, round_up=_with_spare_room)
         if self._parallel.fetch == "ragged":
             return dataclasses.replace(grown, exports=max(self._capacities.exports, need.exports))
-        # Of no account to this fetch: as many as there can be, so that the count alone compiles no second step.
+        # Other fetches do not read it: as many as there can be, so that the count alone compiles no second step.
         return dataclasses.replace(grown, exports=self.topology.num_ranks * self.topology.replica_slots)
 
     def _check_replay(self, replay: RoutingReplay) -> None:
         check_replay(replay, num_experts=self.topology.num_experts)
         if replay.expert_ids.shape[2] != self.num_layers:
             raise ValueError(
-                f"replay of {replay.expert_ids.shape[2]} MoE layers, balancer of {self.num_layers}"
+                f"replay of {replay.expert_ids.shape[2]} MoE layers, balancer of {self.num_layers}: record all MoE"
+                " layers of the model, and give the Balancer their number"
             )
 
     def _check_homes(self, model: nnx.Module) -> None:
@@ -236,14 +255,14 @@ class Balancer:
         if home.shape != self._home.shape:
             raise ValueError(
                 f"model of {home.shape[0]} MoE layers x {home.shape[1]} experts, balancer of"
-                f" {self._home.shape[0]} x {self._home.shape[1]}"
+                f" {self._home.shape[0]} x {self._home.shape[1]}: give it the model's num_layers and topology"
             )
         if (home != self._home).any():
             layer, expert = np.argwhere(home != self._home)[0].tolist()
             raise ValueError(
                 f"layer {layer}, expert {expert}: the model holds it in home slot {home[layer, expert]}, the balancer"
-                f" left it in {self._home[layer, expert]}; restore model and balancer from one checkpoint, or move the"
-                " experts with reorder_experts(model, optimizer, balancer.state.home, ...)"
+                f" left it in {self._home[layer, expert]}; restore model and balancer together (restore_training), or"
+                " set back what was set by hand: set_homes(model, balancer.state.home)"
             )
 
     def _check_updated(self, optimizer: nnx.Optimizer | None) -> None:
@@ -274,29 +293,5 @@ def _with_spare_room(size: int) -> int:
     return round_capacity(size * 5 // 4)
 
 
-def _no_capacities(*, hierarchical: bool) -> Capacities:
-    none = ExchangeSizes(pair=0, send=0, receive=0)
-    return Capacities(rows=0, flat=none, node=none if hierarchical else None, local=none, exports=0)
-
-
 def _updates(optimizer: nnx.Optimizer) -> int:
     return int(optimizer.step[...])
-
-
-def _shapes(tree: PyTree) -> tuple[Any, ...]:
-    leaves, structure = jax.tree.flatten(tree)
-    return structure, *map(np.shape, leaves)
-
-
-def _is_key(leaf: Any) -> bool:
-    return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-def _to_host(leaf: Any) -> np.ndarray:
-    return np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
-
-
-def _from_host(value: Any, like: Any) -> jax.Array:
-    """Bound to no device, as it was before: planning runs on one device, steps on all."""
-    value = jnp.asarray(value)
-    return jax.random.wrap_key_data(value, impl=jax.random.key_impl(like)) if _is_key(like) else value

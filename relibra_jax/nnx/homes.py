@@ -8,7 +8,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Int
 
-from relibra_jax.execution.expert_labels import Layers, optimizer_layers
+from relibra_jax.execution.expert_labels import Layers, check_homes, optimizer_layers
 from relibra_jax.execution.migration import migrate_experts
 from relibra_jax.nnx.variables import AXES, ExpertParam, Homes
 from relibra_jax.types import Array, Topology
@@ -55,6 +55,8 @@ def get_homes(model: nnx.Module) -> Int[np.ndarray, "L E"]:
     """
     leaves = jax.tree.leaves(nnx.state(model, Homes))
     experts = sorted({leaf.shape[-1] for leaf in leaves})
+    if not experts:
+        raise ValueError(f"there is no MoELayer in this {type(model).__name__}")
     if len(experts) != 1:
         raise ValueError(f"expected MoE layers of one number of experts, found {experts}")
     return np.concatenate([np.asarray(leaf).reshape(-1, *experts) for leaf in leaves])
@@ -68,12 +70,13 @@ def set_homes(model: nnx.Module, home: Int[Array, "L E"]) -> None:
         home: flat home slot of each expert.
 
     Raises:
-        ValueError: if the model has another number of layers or experts, with both.
+        ValueError: if the model has another number of layers or experts, with both, or a home slot has not exactly one
+            expert.
     """
     layers, experts = get_homes(model).shape
     if np.shape(home) != (layers, experts):
         raise ValueError(f"homes of shape {np.shape(home)} for {layers} MoE layers of {experts} experts")
-    rows = iter(np.split(np.asarray(home, np.int32), len(home)))
+    rows = iter(np.split(check_homes(home, experts), layers))
 
     def place(old):
         row = np.concatenate([next(rows) for _ in range(old.size // old.shape[-1])])

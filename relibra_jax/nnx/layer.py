@@ -147,7 +147,7 @@ class MoELayer(nnx.Module):
             expert_ids: the replay, ``[B, *tokens, K]`` of any integer dtype that holds E - 1. None routes live.
             plan: the plan of this layer and micro-batch, ``[*copies, ...]``. For live routing under it, give it
                 without its load. None for homes alone, no replicas.
-            parallel: mesh, topology, sizes and ways.
+            parallel: how plans are run: mesh, topology, buffer sizes, kinds of exchange.
             experts: what `fetch` returned for ``plan``; when None, replicas are fetched here, in the open.
             mask: ``[B, *tokens]``, False on padding, which no routed expert computes and no load counts. EMPTY ids say
                 the same, in dtypes that have room for it.
@@ -189,7 +189,7 @@ class MoELayer(nnx.Module):
         Args:
             x: the transformer layer's input; go on with the one returned.
             plan: the plan of this layer and micro-batch.
-            parallel: mesh, topology, sizes and ways, the same as in the call.
+            parallel: how plans are run, the same as in the call.
 
         Returns:
             ``(experts, x)``, see `relibra_jax.execution.replicas.fetch_replicas`. Experts are of the layer's

@@ -24,7 +24,7 @@ class PreparedBatch:
     """
 
     parallel: ExpertParallel
-    """Mesh, topology, buffer sizes and ways, for `relibra_jax.nnx.MoELayer`."""
+    """Mesh, topology, buffer sizes and kinds of exchange, for `relibra_jax.nnx.MoELayer`."""
     plan_seconds: float
     """How long the host planned, checked and counted; 0 under jit."""
 
@@ -49,6 +49,7 @@ class PreparedBatch:
         Raises:
             ValueError: if the batch was prepared for live routing, which has no plan.
         """
+        self._refuse_if_superseded()
         if self._batch_plan is None:
             raise ValueError("this batch was prepared for live routing, which has no plan")
         return self._batch_plan
@@ -56,6 +57,7 @@ class PreparedBatch:
     def layer_plans(self) -> LayerPlan | None:
         """The layer plans of all micro-batches, stacked ``[M, L, *copies]``, to be scanned beside the rows of
         `to_ranks`; None for live routing."""
+        self._refuse_if_superseded()
         if self._batch_plan is None:
             return None
         plans, copies = self._batch_plan.layer_plans(), self.parallel.copies
@@ -91,7 +93,7 @@ class PreparedBatch:
         self._refuse_if_superseded()
         if self._assignment is None:
             raise ValueError(
-                "to_ranks moves arrays of the host: call it outside of jit, on the prepared batch itself"
+                "to_ranks moves arrays of the host: call it on what prepare returned, not under jit nor on a copy"
             )
         copies, topology = math.prod(self.parallel.copies), self.parallel.topology
         sample = np.asarray(self._assignment.sample)
@@ -102,7 +104,7 @@ class PreparedBatch:
         def move(path: Any, leaf: Any) -> jax.Array:
             rows = np.asarray(leaf)
             if rows.ndim < 1 or len(rows) != self._num_samples:
-                name = jax.tree_util.keystr(path, simple=True, separator=".") or "samples"
+                name = f"samples{jax.tree_util.keystr(path)}"
                 raise ValueError(
                     f"{name}: shape {rows.shape} for a batch of {self._num_samples} samples; give to_ranks the rows of"
                     " the batch that was prepared, in its order"
@@ -122,7 +124,7 @@ def live_batch(parallel: ExpertParallel, *, num_samples: int, num_micro_batches:
     """A batch that is routed live: samples in order, experts where they are, no replicas.
 
     Args:
-        parallel: mesh, topology without replica slots, sizes and ways.
+        parallel: how plans are run, without replica slots.
         num_samples: B.
         num_micro_batches: M of each copy of the group.
     """

@@ -24,6 +24,7 @@ def plan_batch(
     num_micro_batches: int,
     assign: Assign | None = None,
     rounds: int = 1,
+    cost: Any = None,
 ) -> tuple[BatchPlan, Any]:
     """Plan a batch from its routing replay: which rank holds which sample when, and where experts live.
 
@@ -39,6 +40,7 @@ def plan_batch(
         assign: assigns samples to micro-batches and ranks, for example ``functools.partial(assign_samples, key=key)``;
             None keeps samples in order.
         rounds: turns of assignment and placement.
+        cost: what planners that look beyond loads may know of the cluster and the model.
 
     Returns:
         The batch plan, and the planner's state after this batch.
@@ -61,6 +63,7 @@ def plan_batch(
         num_micro_batches=num_micro_batches,
         assign=assign,
         rounds=rounds,
+        cost=cost,
     )
 
 
@@ -74,13 +77,14 @@ def plan_loads(
     num_micro_batches: int,
     assign: Assign | None = None,
     rounds: int = 1,
+    cost: Any = None,
 ) -> tuple[BatchPlan, Any]:
     """`plan_batch` from the counts of each sample, for callers that have them without the replay.
 
     Args:
         sample_load: token copies of each sample for each expert, from `relibra_jax.replay.sample_load`.
         tokens: the length of each sample.
-        planner, state, topology, num_micro_batches, assign, rounds: as in `plan_batch`.
+        planner, state, topology, num_micro_batches, assign, rounds, cost: as in `plan_batch`.
 
     Returns:
         The batch plan, and the planner's state after this batch.
@@ -88,11 +92,11 @@ def plan_loads(
     assignment = assign_in_order(len(tokens), topology, num_micro_batches=num_micro_batches)
     load = assigned_load(sample_load, assignment)
     update = with_extra_args(planner).update
-    plan, after = update(load, state, topology)
+    plan, after = update(load, state, topology, cost=cost)
     if assign is None:
         return BatchPlan(assignment, load, plan), after
     for _ in range(rounds):
         assignment = assign(sample_load, tokens, plan.home, topology, num_micro_batches=num_micro_batches)
         load = assigned_load(sample_load, assignment)
-        plan, after = update(load, state, topology, refine=plan.home)
+        plan, after = update(load, state, topology, cost=cost, refine=plan.home)
     return BatchPlan(assignment, load, plan), after

@@ -9,8 +9,9 @@ from jaxtyping import PyTree
 from relibra_jax.execution.checkpoint import restore_checkpoint, save_checkpoint
 from relibra_jax.execution.expert_labels import optimizer_layers
 from relibra_jax.nnx.balancer import Balancer
+from relibra_jax.nnx.finite import check_finite
 from relibra_jax.nnx.homes import expert_labels, get_homes, set_homes
-from relibra_jax.nnx.placing import put_on_mesh
+from relibra_jax.nnx.put_on_mesh import put_on_mesh
 from relibra_jax.nnx.variables import Homes
 
 
@@ -37,8 +38,9 @@ def save_training(
         Whether the manager wanted a checkpoint of this step.
 
     Raises:
-        ValueError: as `relibra_jax.execution.checkpoint.save_checkpoint` says.
+        ValueError: if a parameter is not finite, or as `relibra_jax.execution.checkpoint.save_checkpoint` says.
     """
+    check_finite(model)
     put_on_mesh(model, optimizer, balancer.mesh)
     return save_checkpoint(
         *(manager, step, _tree(model, optimizer, balancer, extra), get_homes(model)),

@@ -1,0 +1,60 @@
+"""What a balancer keeps from batch to batch, as host arrays that a checkpoint saves and restores."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Int, PyTree
+
+from relibra_jax.capacity import Capacities, ExchangeSizes
+
+
+class BalancerState(NamedTuple):
+    """What one batch leaves to the next: host arrays and numbers, for checkpoints."""
+
+    planner: PyTree
+    """The planner's state; random keys as their data."""
+    key: Int[np.ndarray, "..."]
+    """The data of the random key from which assignments are drawn."""
+    home: Int[np.ndarray, "L E"]
+    """Flat home slot of each expert, since the last batch."""
+    capacities: Capacities
+    """Buffer sizes of the batches so far; zeros before the first."""
+
+
+def check_state(own: BalancerState, given: BalancerState) -> None:
+    """Raise unless ``given`` has the structure and shapes of ``own``.
+
+    Raises:
+        ValueError: if it is the state of another planner, or of another number of layers or experts.
+    """
+    for name, mine, other in zip(own._fields, own, given, strict=True):
+        if _shapes(mine) != _shapes(other):
+            raise ValueError(f"balancer state, {name}: expected {_shapes(mine)}, found {_shapes(other)}")
+
+
+def no_capacities(*, hierarchical: bool) -> Capacities:
+    """The buffer sizes before the first batch."""
+    none = ExchangeSizes(pair=0, send=0, receive=0)
+    return Capacities(rows=0, flat=none, node=none if hierarchical else None, local=none, exports=0)
+
+
+def _shapes(tree: PyTree) -> tuple[Any, ...]:
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, *map(np.shape, leaves)
+
+
+def _is_key(leaf: Any) -> bool:
+    return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def to_host(leaf: Any) -> np.ndarray:
+    """A leaf of a planner's state as a host array, a random key as its data."""
+    return np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
+
+
+def from_host(value: Any, like: Any) -> jax.Array:
+    """The way back, bound to no device: planning runs on one device, steps on all."""
+    value = jnp.asarray(value)
+    return jax.random.wrap_key_data(value, impl=jax.random.key_impl(like)) if _is_key(like) else value
