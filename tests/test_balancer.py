@@ -5,7 +5,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
