@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import threading
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
@@ -116,10 +117,27 @@ def _join_routing(folder: Path, parts: list[Path]) -> None:
     parts = [part for part in parts if part.exists()]
     if parts:
         replays, num_experts = zip(*map(load_replay, parts), strict=True)
-        joined = RoutingReplay(*map(np.concatenate, zip(*replays, strict=True)))
-        save_replay(folder / "replay.npz", joined, num_experts=num_experts[0])
+        save_replay(folder / "replay.npz", join_replays(replays), num_experts=num_experts[0])
     for part in parts:
         part.unlink()
+
+
+def join_replays(replays: Sequence[RoutingReplay]) -> RoutingReplay:
+    """The samples of all replays in one, padded to the longest of them.
+
+    >>> short, long = (RoutingReplay(np.ones((2, n, 1, 1), np.uint8), np.ones((2, n), bool)) for n in (3, 5))
+    >>> joined = join_replays([short, long])
+    >>> joined.expert_ids.shape, joined.mask.sum(1).tolist()
+    ((4, 5, 1, 1), [3, 3, 5, 5])
+    """
+    longest = max(replay.mask.shape[1] for replay in replays)
+
+    def widen(leaf: np.ndarray) -> np.ndarray:
+        return np.pad(leaf, [(0, 0), (0, longest - leaf.shape[1]), *[(0, 0)] * (leaf.ndim - 2)])
+
+    return RoutingReplay(
+        *(np.concatenate([widen(leaf) for leaf in leaves]) for leaves in zip(*replays, strict=True))
+    )
 
 
 def _check_planner(config: Train) -> None:
