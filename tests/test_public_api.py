@@ -3,6 +3,7 @@
 import ast
 import importlib
 import itertools
+import re
 import subprocess
 import sys
 import tomllib
@@ -145,3 +146,11 @@ def test_the_planning_core_loads_jax_and_numpy_alone():
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT
     )
     assert ran.stdout.split() == []
+
+
+def test_the_page_lists_them():
+    text = (ROOT / "docs" / "public-api.md").read_text()
+    for module, names in PUBLIC.items():
+        listed = re.search(rf"\n`{re.escape(module)}`\n\n(.*?)\n\n", text, re.DOTALL)
+        assert listed, module
+        assert re.findall(r"`(\w+)`", listed[1]) == names
