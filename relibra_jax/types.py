@@ -217,7 +217,7 @@ class Planner(NamedTuple):
     Arguments of ``update``:
 
     - ``load``: ``[M, L, N, G, E]`` token copies by the rank where they lie, which `relibra_jax.plan_check.check_load`
-      accepts; ``update`` looks.
+      accepts; ``update`` checks it.
     - ``state``: what ``init`` or the update before returned.
     - ``topology``: the expert-parallel group.
     - ``tokens``: a `TokenSample` of the batch, or None.

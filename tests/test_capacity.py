@@ -148,7 +148,7 @@ def test_data_parallel_copies_are_further_micro_batches():
 
 
 @given(st.integers(0, 2**31 - 1))
-def test_few_sizes_are_close_and_few(count):
+def test_rounded_capacities_are_close_and_few(count):
     size = round_capacity(count)
     assert count <= size <= max(count * 33 / 32, count + 8)
     assert round_capacity(size) == size

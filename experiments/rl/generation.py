@@ -163,17 +163,17 @@ def _generate(policy: Policy, prompts, lengths, keys, knobs, *, parallel: Expert
     cache = policy.empty_cache(samples, longest + room, parallel)
     output, cache = policy.extend(prompts, mask, cache, jnp.zeros_like(lengths), parallel=parallel)
 
-    def with_room(array, value):
+    def widen(array, value):
         widths = [(0, 0), (0, room)] + [(0, 0)] * (array.ndim - 2)
         return jnp.pad(array, widths, constant_values=value)
 
     last = jnp.maximum(lengths - 1, 0)[:, None, None]
     start = _State(
         Responses(
-            tokens=with_room(prompts, PAD),
-            mask=with_room(mask, False),
+            tokens=widen(prompts, PAD),
+            mask=widen(mask, False),
             response=jnp.zeros((samples, longest + room), bool),
-            expert_ids=with_room(jnp.where(mask[..., None, None], output.expert_ids, 0), 0),
+            expert_ids=widen(jnp.where(mask[..., None, None], output.expert_ids, 0), 0),
             log_probs=jnp.zeros((samples, longest + room)),
             ended=jnp.zeros(samples, bool),
         ),

@@ -59,11 +59,11 @@ def dispatch(
 
     Args:
         x: the tokens of this rank.
-        key: which slots may serve each copy: its expert; EMPTY for no copy.
+        key: the expert of each token copy, which says what slots may serve it; EMPTY for no copy.
         gates: the weight of each copy, float32.
-        slot_key: what each slot of the group serves; EMPTY for nothing.
+        slot_key: the expert in each slot of all ranks; EMPTY for none.
         sent: copies from each rank to each slot, the same on all ranks; those of one key sum to its copies here.
-        exchange: between the P ranks.
+        exchange: the exchange between the P ranks.
         rows: the rows of the result.
     """
     me = jax.lax.axis_index(exchange.axes)

@@ -1,4 +1,4 @@
-"""The collective that carries rows between the ranks of a group, and the same one that brings them back.
+"""The collective that carries rows between ranks, and the same one that brings them back.
 
 All know ``counts[P, P]``, the rows that each rank sends to each other, so nobody asks. Three kinds:
 
