@@ -148,7 +148,7 @@ class MoELayer(nnx.Module):
             plan: the plan of this layer and micro-batch, ``[*copies, ...]``. For live routing under it, give it
                 without its load. None for homes alone, no replicas.
             parallel: how plans are run: mesh, topology, buffer sizes, kinds of exchange.
-            experts: what `fetch` returned for ``plan``; when None, replicas are fetched here, and nothing hides the time.
+            experts: what `fetch` returned for ``plan``; when None, replicas are fetched here, unhidden.
             mask: ``[B, *tokens]``, False on padding, which no routed expert computes and no load counts. EMPTY ids say
                 the same, in dtypes that have room for it.
 
