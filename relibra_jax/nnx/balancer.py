@@ -173,14 +173,10 @@ class Balancer:
                 planner's plan breaks a rule. Nothing has moved then.
         """
         if replay is None:
-            if num_samples is None or num_samples < self.num_micro_batches:
-                raise ValueError(
-                    f"prepare(replay=None) prepares live routing: give it num_samples of at least num_micro_batches="
-                    f"{self.num_micro_batches}, not {num_samples}"
-                )
-            put_on_mesh(model, optimizer, self.mesh)
             parallel = dataclasses.replace(self.live, capacities=capacities)
-            return live_batch(parallel, num_samples=num_samples, num_micro_batches=self.num_micro_batches)
+            batch = live_batch(parallel, num_samples=num_samples, num_micro_batches=self.num_micro_batches)
+            put_on_mesh(model, optimizer, self.mesh)
+            return batch
         if not isinstance(replay, RoutingReplay):
             raise ValueError(
                 f"replay: expected a RoutingReplay(expert_ids, mask), found {type(replay).__name__}"

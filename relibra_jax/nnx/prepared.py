@@ -120,14 +120,22 @@ class PreparedBatch:
             self._check_in_force()
 
 
-def live_batch(parallel: ExpertParallel, *, num_samples: int, num_micro_batches: int) -> PreparedBatch:
+def live_batch(parallel: ExpertParallel, *, num_samples: int | None, num_micro_batches: int) -> PreparedBatch:
     """A batch that is routed live: samples in order, experts where they are, no replicas.
 
     Args:
         parallel: how plans are run, without replica slots.
         num_samples: B.
         num_micro_batches: M of each copy of the group.
+
+    Raises:
+        ValueError: if the number of samples is not given, or less than one for each micro-batch.
     """
+    if num_samples is None or num_samples < num_micro_batches:
+        raise ValueError(
+            f"prepare(replay=None) prepares live routing: give it num_samples of at least num_micro_batches="
+            f"{num_micro_batches}, not {num_samples}"
+        )
     entries = num_micro_batches * math.prod(parallel.copies)
     assignment = assign_in_order(num_samples, parallel.topology, num_micro_batches=entries)
     return PreparedBatch(None, parallel, assignment=assignment, num_samples=num_samples)
