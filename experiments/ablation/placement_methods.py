@@ -8,7 +8,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Int, PRNGKeyArray
+from jaxtyping import Float, Int, PRNGKeyArray
 
 from relibra_jax.planning.annealing import (
     Bins,
@@ -20,9 +20,12 @@ from relibra_jax.planning.annealing import (
 )
 from relibra_jax.planning.packing import pack_evenly
 from relibra_jax.planning.placement import STATIC_ARGUMENTS, place_by_search
+from relibra_jax.types import Array
 
 
-def longest_first(start: Bins, key: PRNGKeyArray, *, steps: int, hottest: float) -> Int[jax.Array, "I rows"]:
+def longest_first(
+    start: Bins, key: PRNGKeyArray, *, steps: int, hottest: Float[Array, ""] | float
+) -> Int[jax.Array, "I rows"]:
     """Give the heaviest item first to the lightest bin that has room (LPT), blind to micro-batches and costs.
 
     It may end worse than it starts.
@@ -35,10 +38,12 @@ def longest_first(start: Bins, key: PRNGKeyArray, *, steps: int, hottest: float)
         The item at each position.
     """
     del key, steps, hottest
-    return relabel_bins(_pack_longest_first(start)).item
+    return relabel_bins(_pack_longest_first(start))[0]
 
 
-def descend(start: Bins, key: PRNGKeyArray, *, steps: int, hottest: float) -> Int[jax.Array, "I rows"]:
+def descend(
+    start: Bins, key: PRNGKeyArray, *, steps: int, hottest: Float[Array, ""] | float
+) -> Int[jax.Array, "I rows"]:
     """Make the best of all swaps again and again until none improves, from what `longest_first` finds.
 
     Args:
@@ -49,7 +54,7 @@ def descend(start: Bins, key: PRNGKeyArray, *, steps: int, hottest: float) -> In
         The item at each position.
     """
     del key, steps, hottest
-    return keep_better(start, relabel_bins(_descend(_pack_longest_first(start))))
+    return keep_better(start, _descend(_pack_longest_first(start)))
 
 
 place_longest_first = jax.jit(

@@ -14,6 +14,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int, PRNGKeyArray
 
+from relibra_jax.planning.draws import draw_bits, gumbel, integers
+from relibra_jax.types import Array
+
 HOTTEST: Final = 2e-3
 COLDEST: Final = 1e-4
 """Temperatures in units of imbalance: from where the start no longer matters to where hardly any swap is left.
@@ -34,8 +37,12 @@ class Bins(NamedTuple):
     """Which item is at each position."""
 
 
+AXES: Final = Bins(share=0, cost=1, item=0)
+"""The axis of positions in each array."""
+
+
 def anneal(
-    start: Bins, key: PRNGKeyArray, *, steps: int, hottest: float = HOTTEST
+    start: Bins, key: PRNGKeyArray, *, steps: int, hottest: Float[Array, ""] | float = HOTTEST
 ) -> Int[jax.Array, "I rows"]:
     """Search by simulated annealing for items in bins whose peaks and costs are least; never worse than the start.
 
@@ -50,13 +57,14 @@ def anneal(
     Returns:
         The item at each position.
     """
-    return keep_better(start, relabel_bins(_anneal(start, key, steps, hottest)))
+    return keep_better(start, _anneal(start, key, steps, hottest))
 
 
 def keep_better(start: Bins, result: Bins) -> Int[jax.Array, "I rows"]:
-    """The item at each position: of each row as in ``result`` where that lowers the objective, else as in ``start``."""
-    better = _objective(result) < _objective(start)
-    return jnp.where(better[None], result.item, start.item)
+    """The item at each position: rows of ``result``, bins relabelled, where they are better than those of ``start``."""
+    item, cost = relabel_bins(result)
+    better = _peaks(result) + cost < _peaks(start) + jnp.trace(_price_labels(start))
+    return jnp.where(better[None], item, start.item)
 
 
 def bin_load(state: Bins) -> Float[jax.Array, "bins M rows"]:
@@ -65,10 +73,14 @@ def bin_load(state: Bins) -> Float[jax.Array, "bins M rows"]:
     return state.share.reshape(bins, items // bins, *state.share.shape[1:]).sum(1)
 
 
-def _objective(state: Bins) -> Float[jax.Array, " rows"]:
+def _peaks(state: Bins) -> Float[jax.Array, " rows"]:
+    return bin_load(state).max(0).sum(0)
+
+
+def _price_labels(state: Bins) -> Float[jax.Array, "bins bins rows"]:
+    """What the items of each bin cost under each label, that is, in the bin of that name."""
     bins, _, rows = state.cost.shape
-    own = jnp.diagonal(state.cost.reshape(bins, bins, -1, rows))  # [I/bins rows bins]
-    return bin_load(state).max(0).sum(0) + own.sum((0, 2))
+    return state.cost.reshape(bins, bins, -1, rows).sum(2).swapaxes(0, 1)
 
 
 def reorder_items(state: Bins, order: Int[jax.Array, "I rows"]) -> Bins:
@@ -80,28 +92,35 @@ def reorder_items(state: Bins, order: Int[jax.Array, "I rows"]) -> Bins:
     )
 
 
-def relabel_bins(state: Bins) -> Bins:
-    """Exchange whole bins while that lowers the cost: balance does not care which bin is called which."""
-    bins, items, rows = state.cost.shape
-    column = jnp.arange(rows)
+def relabel_bins(state: Bins) -> tuple[Int[jax.Array, "I rows"], Float[jax.Array, " rows"]]:
+    """Exchange whole bins while that lowers the cost: balance does not care which bin is called which.
 
-    def gains(label):  # [bins bins rows], of exchanging the labels of two bins
-        cost = jnp.take_along_axis(price, label[None], axis=1)  # [bin, by the present label of a bin, row]
-        own = jnp.diagonal(cost).T
-        return own[:, None] + own[None] - cost - cost.swapaxes(0, 1)
+    Args:
+        state: the items in their bins.
+
+    Returns:
+        The item at each position after the exchanges, and what all items together then cost.
+    """
+    bins, items, rows = state.cost.shape
+    price, index = _price_labels(state), jnp.arange(bins)[:, None]
 
     def exchange(carry):
-        label, gain = carry
-        a, b = jnp.divmod(gain.reshape(bins * bins, rows).argmax(0), bins)
-        label = label.at[a, column].set(label[b, column]).at[b, column].set(label[a, column])
-        return label, gains(label)
+        label, _ = carry
+        cost = jnp.take_along_axis(price, label[None], axis=1)  # [bin, by the present label of a bin, row]
+        own = (cost * jnp.eye(bins)[:, :, None]).sum(1)
+        gain = own[:, None] + own[None] - cost - cost.swapaxes(0, 1)  # of exchanging the labels of two bins
+        gain = gain.reshape(bins * bins, rows)
+        best, pair = gain.max(0), gain.argmax(0)
+        a, b = pair[None] // bins, pair[None] % bins  # the same bin where nothing is to be gained
+        partner = jnp.where(index == a, b, jnp.where(index == b, a, index))
+        return jnp.take_along_axis(label, partner, axis=0), best.max()
 
-    price = state.cost.reshape(bins, bins, -1, rows).sum(2).swapaxes(0, 1)  # of bin a under label b
-    label = jnp.tile(jnp.arange(bins)[:, None], (1, rows))
-    label, _ = jax.lax.while_loop(lambda carry: carry[1].max() > 1e-6, exchange, (label, gains(label)))
+    label = jnp.tile(index, (1, rows))
+    label, _ = jax.lax.while_loop(lambda carry: carry[1] > 1e-6, exchange, (label, jnp.float32(jnp.inf)))
     block = jnp.argsort(label, axis=0) * (items // bins)  # where each label's items are
-    order = block[:, None] + jnp.arange(items // bins)[None, :, None]
-    return reorder_items(state, order.reshape(items, rows))
+    order = (block[:, None] + jnp.arange(items // bins)[None, :, None]).reshape(items, rows)
+    cost = jnp.take_along_axis(price, label[:, None], axis=1).sum((0, 1))
+    return jnp.take_along_axis(state.item, order, axis=0), cost
 
 
 def price_swaps(
@@ -118,56 +137,86 @@ def price_swaps(
     Returns:
         The objective as it is, and after each of the swaps.
     """
-    bins, items, _ = state.cost.shape
-    size = items // bins
-    p, first = i // size, q * size
-    gain = jax.lax.dynamic_slice_in_dim(state.share, first, size) - state.share[i][None]
-    index = jnp.arange(bins)[:, None, None]
+    mine, theirs = _at(state, i, 1), _at(state, q * _bin_size(state), _bin_size(state))
+    return _price(mine, theirs, total, i // _bin_size(state), q)
+
+
+def cooling(hottest: Float[Array, ""] | float, coldest: float, steps: int) -> Float[jax.Array, " steps"]:
+    """The temperature of every step of an annealing: geometric, and 0 in the last tenth, which only takes improvements.
+
+    >>> [round(value, 3) for value in cooling(1.0, 0.1, 11).tolist()]
+    [1.0, 0.794, 0.631, 0.501, 0.398, 0.316, 0.251, 0.2, 0.158, 0.126, 0.0]
+    """
+    temperature = jnp.geomspace(jnp.float32(hottest), jnp.float32(coldest), steps, dtype=jnp.float32)
+    return jnp.where(jnp.arange(steps) < 0.9 * steps, temperature, 0)
+
+
+def _bin_size(state: Bins) -> int:
+    return state.cost.shape[1] // state.cost.shape[0]
+
+
+def _at(state: Bins, first: Int[jax.Array, ""], size: int) -> Bins:
+    """The items at ``size`` positions from ``first``."""
+    return Bins(
+        *(jax.lax.dynamic_slice_in_dim(x, first, size, axis) for x, axis in zip(state, AXES, strict=True))
+    )
+
+
+def _put(state: Bins, items: Bins, first: Int[jax.Array, ""]) -> Bins:
+    """Put items at the positions from ``first``."""
+    return Bins(
+        *(
+            jax.lax.dynamic_update_slice_in_dim(x, part, first, axis)
+            for x, part, axis in zip(state, items, AXES, strict=True)
+        )
+    )
+
+
+def _price(mine: Bins, theirs: Bins, total, p, q):
+    """`price_swaps` of one item of bin ``p`` with the items of bin ``q``."""
+    index = jnp.arange(total.shape[0])[:, None, None]
     others = jnp.where((index == p) | (index == q), -jnp.inf, total)
     rest = jnp.maximum(others.max(0, keepdims=True), 0)
 
-    def peak(mine, theirs):
-        return jnp.maximum(jnp.maximum(mine, theirs), rest)
+    def peak(here, there):
+        return jnp.maximum(jnp.maximum(here, there), rest)
 
-    mine, theirs = total[p][None], total[q][None]
+    gain = theirs.share - mine.share
     # The barrier keeps the sum over micro-batches out of the fusion, where XLA:CPU would not vectorise it.
-    after = jax.lax.optimization_barrier(peak(mine + gain, theirs - gain)).sum(1)
-    toll = state.cost[p] - state.cost[q]
-    after += jax.lax.dynamic_slice_in_dim(toll, first, size) - toll[i][None]
-    return peak(mine, theirs).sum(1), after
+    after = jax.lax.optimization_barrier(peak(total[p][None] + gain, total[q][None] - gain)).sum(1)
+    after += (theirs.cost[p] - theirs.cost[q]) - (mine.cost[p] - mine.cost[q])
+    return peak(total[p][None], total[q][None]).sum(1), after
 
 
-def _anneal(state: Bins, key: PRNGKeyArray, steps: int, hottest: float) -> Bins:
+def _anneal(state: Bins, key: PRNGKeyArray, steps: int, hottest: Float[jax.Array, ""] | float) -> Bins:
     bins, items, _ = state.cost.shape
-    size = items // bins
-    keys = jax.random.split(key, 3)
-    i = jax.random.randint(keys[0], (steps,), 0, items)
-    q = (i // size + jax.random.randint(keys[1], (steps,), 1, bins)) % bins
-    noise = jax.random.gumbel(keys[2], (steps, size + 1, 1))
-    temperature = jnp.geomspace(hottest, COLDEST, steps)
-    # The last tenth only takes improvements.
-    temperature = jnp.where(jnp.arange(steps) < 0.9 * steps, temperature, 0)
+    size = _bin_size(state)
+    bits = draw_bits(key, (2, steps), (steps, size + 1, 1))
+    i = integers(bits[0][0], items)
+    q = (i // size + 1 + integers(bits[0][1], bins - 1)) % bins
+    noise = gumbel(bits[1])
+    temperature = cooling(hottest, COLDEST, steps)
 
     def step(carry, draw):
         state, total = carry
         i, q, temperature, noise = draw
-        now, after = price_swaps(state, total, i, q)
+        # All that is read is read before anything is written: XLA:CPU would copy the whole carry otherwise.
+        mine, theirs = jax.lax.optimization_barrier((_at(state, i, 1), _at(state, q * size, size)))
+        now, after = _price(mine, theirs, total, i // size, q)
         choice = jnp.argmin(jnp.concatenate([now, after]) - temperature * noise, axis=0) - 1
-        chosen = choice[None] == jnp.arange(size)[:, None]
 
-        def swap(array, axis):
-            row = [1] * (array.ndim - 1) + [-1]
-            mine = jax.lax.dynamic_slice_in_dim(array, i, 1, axis)
-            theirs = jax.lax.dynamic_slice_in_dim(array, q * size, size, axis)
+        def swap(mine, theirs, axis):
+            row = [1] * (mine.ndim - 1) + [-1]
+            column = [size if d == axis else 1 for d in range(mine.ndim - 1)] + [1]
             picked = jnp.take_along_axis(theirs, jnp.maximum(choice, 0).reshape(row), axis)
             got = jnp.where(choice.reshape(row) < 0, mine, picked)
-            here = jnp.expand_dims(chosen, [d for d in range(array.ndim - 1) if d != axis])
-            array = jax.lax.dynamic_update_slice_in_dim(array, jnp.where(here, mine, theirs), q * size, axis)
-            return jax.lax.dynamic_update_slice_in_dim(array, got, i, axis), got - mine
+            here = choice.reshape(row) == jnp.arange(size).reshape(column)
+            return got, jnp.where(here, mine, theirs)
 
-        (share, gain), (cost, _), (item, _) = swap(state.share, 0), swap(state.cost, 1), swap(state.item, 0)
-        total = total.at[i // size].add(gain[0]).at[q].add(-gain[0])
-        return (Bins(share, cost, item), total), None
+        got, left = (Bins(*parts) for parts in zip(*map(swap, mine, theirs, AXES), strict=True))
+        gain = got.share[0] - mine.share[0]
+        total = total.at[i // size].add(gain).at[q].add(-gain)
+        return (_put(_put(state, left, q * size), got, i), total), None
 
     (result, _), _ = jax.lax.scan(step, (state, bin_load(state)), (i, q, temperature, noise))
     return result

@@ -23,6 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int, PRNGKeyArray
 
+from relibra_jax.planning.annealing import cooling
+from relibra_jax.planning.draws import draw_bits, gumbel, integers
 from relibra_jax.planning.packing import lightest_pack
 from relibra_jax.types import EMPTY, Array, Assignment, Topology
 
@@ -212,15 +214,13 @@ def _budgets(packing, length, wanted):
 def _anneal(packing, share, length, budget, attention, layers, key, steps):
     (micro_batches, positions), ranks = packing.sample.shape, packing.tokens.shape[1]
     room, pairs, options = positions // ranks, micro_batches // 2, min(CANDIDATES, positions)
-    keys = jax.random.split(key, 4)
-    order = jnp.argsort(jax.random.bits(keys[0], (steps, micro_batches)), axis=-1)
-    mine = jax.random.randint(keys[1], (steps,), 0, positions)
-    theirs = jax.random.randint(keys[2], (steps,), 0, positions - options + 1)
-    noise = jax.random.gumbel(keys[3], (steps, pairs, options + 1))
+    bits = draw_bits(key, (steps, micro_batches), (2, steps), (steps, pairs, options + 1))
+    order = jnp.argsort(bits[0], axis=-1)
+    mine = integers(bits[1][0], positions)
+    theirs = integers(bits[1][1], positions - options + 1)
+    noise = gumbel(bits[2])
     pair = jnp.arange(pairs)
-    # The last tenth only takes improvements.
-    temperature = jnp.geomspace(HOTTEST, COLDEST, steps) / micro_batches
-    temperature = jnp.where(jnp.arange(steps) < 0.9 * steps, temperature, 0)
+    temperature = cooling(HOTTEST, COLDEST, steps) / micro_batches
 
     def objective(load, tokens):
         top = load.reshape(*load.shape[:-1], -1, layers).max(-2)

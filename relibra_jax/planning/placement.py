@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jaxtyping import Int, Num, PRNGKeyArray
 
 from relibra_jax.planning.annealing import HOTTEST, REFINING, Bins, anneal
-from relibra_jax.types import Array, Topology
+from relibra_jax.types import EMPTY, Array, Topology
 
 INSIDE: Final = 4
 """How much dearer a move is between ranks of a node than between nodes. Replicas mend what it leaves there: on
@@ -68,7 +68,7 @@ def place_experts(
         crossing_cost: the imbalance worth accepting to have no copy cross nodes. At the default what is free is
             taken; 1 already costs balance on recorded loads.
         refine: a placement to start from instead of ``previous_home``, and to stay close to: found for loads much
-            like these, such as those before samples were assigned.
+            like these, such as those before samples were assigned. None, or EMPTY throughout, where there is none.
 
     Returns:
         Flat home slot of each expert, int32; exactly H experts a rank.
@@ -125,25 +125,28 @@ def place_by_search(
     _check(load.shape, previous_home.shape, topology, steps, move_cost, crossing_cost)
     layers, experts = previous_home.shape
     previous = jnp.asarray(previous_home, jnp.int32)
-    home = previous if refine is None else jnp.asarray(refine, jnp.int32)
-    hottest = HOTTEST if refine is None else REFINING
-    load = jnp.asarray(load, jnp.float32)
-    crossing = jnp.zeros((layers, experts, topology.num_nodes))  # no price
+    refine = jnp.full_like(previous, EMPTY) if refine is None else jnp.asarray(refine, jnp.int32)
+    refining = (refine != EMPTY).all()
+    home = jnp.where(refining, refine, previous)
+    hottest = jnp.where(refining, jnp.float32(REFINING), jnp.float32(HOTTEST))
+    # Layers come last from here on, as in `Bins`.
+    load = jnp.asarray(load, jnp.float32).transpose(2, 0, 1)
+    crossing = jnp.zeros((topology.num_nodes, experts, layers))  # no price
     if source_load is not None:
-        crossing = crossing_cost * _crossing_share(jnp.asarray(source_load, jnp.float32))
+        crossing = crossing_cost * _crossing_share(jnp.asarray(source_load, jnp.float32).transpose(1, 2, 0))
 
     nodes, locals_ = topology.num_nodes, topology.ranks_per_node
     levels = [(1, nodes, steps, move_cost), (nodes, locals_, max(steps // 4, 1), INSIDE * move_cost)]
     if topology.replica_slots == 0:
         levels = [(1, nodes * locals_, steps, move_cost)]
-    for level, (domains, bins, effort, price) in enumerate(levels):
+    for (domains, bins, effort, price), draw in zip(levels, jax.random.split(key, len(levels)), strict=True):
         size = experts // (domains * bins)
         if bins == 1 or (size == 1 and domains == nodes):
             continue  # one bin, or one expert on each of a node's ranks: nothing to gain
         start = _fill_bins(load, previous, home, crossing, domains, bins, price)
-        item = search(start, jax.random.fold_in(key, level), steps=effort, hottest=hottest)
-        chosen = (jnp.argsort(item, axis=0) // size).T.reshape(layers, domains, -1)
-        chosen = (chosen + bins * jnp.arange(domains)[None, :, None]).reshape(layers, experts)
+        item = search(start, draw, steps=effort, hottest=hottest)
+        chosen = (jnp.argsort(item, axis=0) // size).reshape(-1, domains, layers).swapaxes(0, 1)
+        chosen = (chosen + bins * jnp.arange(domains)[:, None, None]).reshape(experts, layers).T
         chosen = jnp.take_along_axis(chosen, home, axis=-1)
         home = jax.vmap(_keep_slots, (0, 0, None))(chosen, previous, size)
     return home
@@ -163,26 +166,32 @@ def _check(load, home, topology, steps, move_cost, crossing_cost):
 
 
 def _crossing_share(source_load):
-    """Copies of each expert that would cross nodes if it lived in each, over all copies of its layer: [L E N]."""
-    away = source_load.sum(1, keepdims=True) - source_load
-    return away.swapaxes(1, 2) / jnp.maximum(source_load.sum((1, 2)), 1)[:, None, None]
+    """Copies of each expert that would cross nodes if it lived in each, over all copies of its layer: [N E L]."""
+    away = source_load.sum(0, keepdims=True) - source_load
+    return away / jnp.maximum(source_load.sum((0, 1), keepdims=True), 1)
 
 
 def _fill_bins(load, previous, home, crossing, domains, bins, move_cost):
-    """The problem of placing each domain's experts in its bins; items are slots of ``home``, layer by layer."""
+    """The problem of placing each domain's experts in its bins; items are slots of ``home``, rows domain by domain."""
     layers, experts = home.shape
     size = experts // domains
-    expert = jnp.argsort(home, axis=-1)
-    share = jnp.take_along_axis(load, expert[None], axis=-1).reshape(-1, layers * domains, size)
-    share *= bins / jnp.maximum(share.sum((0, 2), keepdims=True), 1)
-    old_bin = jnp.take_along_axis(previous, expert, axis=-1) // (size // bins)
-    old_bin = old_bin.reshape(layers, domains, size) - bins * jnp.arange(domains)[None, :, None]
-    cost = (1 - jax.nn.one_hot(old_bin.reshape(-1, size), bins)) * (move_cost * bins**0.5 / size)
+    expert = jnp.argsort(home, axis=-1).T
+
+    def rows(array):  # [E ... L] to [size ... rows]
+        parts = array.reshape(domains, size, *array.shape[1:])
+        return jnp.moveaxis(parts, 0, -2).reshape(*parts.shape[1:-1], domains * layers)
+
+    share = rows(jnp.take_along_axis(load, expert[:, None], axis=0))
+    share *= bins / jnp.maximum(share.sum((0, 1), keepdims=True), 1)
+    old_bin = jnp.take_along_axis(previous.T, expert, axis=0) // (size // bins)
+    old_bin = rows(old_bin - bins * (jnp.arange(experts)[:, None] // size))
+    moved = old_bin[None] != jnp.arange(bins)[:, None, None]
+    cost = moved * jnp.float32(move_cost * bins**0.5 / size)
     if domains == 1:  # else its node is decided
-        crossing = jnp.take_along_axis(crossing, expert[..., None], axis=1)
-        cost += jnp.repeat(crossing, bins // crossing.shape[-1], axis=-1)
-    item = jnp.tile(jnp.arange(size)[:, None], (1, layers * domains))
-    return Bins(share.transpose(2, 0, 1), cost.transpose(2, 1, 0), item)
+        crossing = jnp.take_along_axis(crossing, expert[None], axis=1)
+        cost += jnp.repeat(crossing, bins // crossing.shape[0], axis=0)
+    item = jnp.tile(jnp.arange(size, dtype=jnp.int32)[:, None], (1, domains * layers))
+    return Bins(share, cost, item)
 
 
 def _keep_slots(new_bin, previous_home, size):

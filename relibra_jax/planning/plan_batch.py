@@ -3,13 +3,14 @@
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Int
 
 from relibra_jax.planning.assignment import assign_in_order
 from relibra_jax.planning.extra_args import with_extra_args
 from relibra_jax.replay import assigned_load, sample_load
-from relibra_jax.types import Array, Assignment, BatchPlan, Planner, RoutingReplay, Topology
+from relibra_jax.types import EMPTY, Array, Assignment, BatchPlan, Planner, RoutingReplay, Topology
 
 type Assign = Callable[..., Assignment]
 """``(sample_load[B L E], tokens[B], home[L E], topology, *, num_micro_batches) -> Assignment``."""
@@ -89,14 +90,26 @@ def plan_loads(
     Returns:
         The batch plan, and the planner's state after this batch.
     """
-    assignment = assign_in_order(len(tokens), topology, num_micro_batches=num_micro_batches)
-    load = assigned_load(sample_load, assignment)
     update = with_extra_args(planner).update
-    plan, after = update(load, state, topology, cost=cost)
-    if assign is None:
-        return BatchPlan(assignment, load, plan), after
-    for _ in range(rounds):
-        assignment = assign(sample_load, tokens, plan.home, topology, num_micro_batches=num_micro_batches)
-        load = assigned_load(sample_load, assignment)
-        plan, after = update(load, state, topology, cost=cost, refine=plan.home)
-    return BatchPlan(assignment, load, plan), after
+    in_order = assign_in_order(len(tokens), topology, num_micro_batches=num_micro_batches)
+    if assign is None or not rounds:
+        load = assigned_load(sample_load, in_order)
+        plan, after = update(load, state, topology, cost=cost)
+        return BatchPlan(in_order, load, plan), after
+
+    def assigned(home):
+        assignment = assign(sample_load, tokens, home, topology, num_micro_batches=num_micro_batches)
+        return assignment, assigned_load(sample_load, assignment)
+
+    def turn(home, number):
+        assignment, load = jax.lax.cond(number == 0, lambda _: first, assigned, home)
+        plan, after = update(load, state, topology, cost=cost, refine=home)
+        return plan.home, (BatchPlan(assignment, load, plan), after)
+
+    # All turns are one loop, so that assignment and placement are compiled once each. In the first turn there are no
+    # homes yet and samples are in order; its assignment is not kept and only has the shape of those that follow.
+    nowhere = jnp.full((sample_load.shape[1], topology.num_experts), EMPTY, jnp.int32)
+    blank = jax.tree.map(lambda leaf: jnp.full_like(leaf, EMPTY), jax.eval_shape(assigned, nowhere)[0])
+    first = blank, assigned_load(sample_load, in_order)
+    _, turns = jax.lax.scan(turn, nowhere, jnp.arange(rounds + 1))
+    return jax.tree.map(lambda leaf: leaf[-1], turns)
