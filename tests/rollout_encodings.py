@@ -81,6 +81,12 @@ def padded(ids, mask, fill):
     return grid
 
 
+def nemo_rl_wire(rows, dtype):
+    """NeMo-RL's wire string of rows ``[tokens, layers, K]``."""
+    shape, little_endian = "x".join(map(str, rows.shape)), np.dtype(dtype).newbyteorder("<")
+    return f"nrlre1:{dtype}:{shape}:{b64(rows.astype(little_endian).tobytes())}"
+
+
 def lacking_last(mask):
     """True at the last real token of each sample, which engines do not route."""
     last = np.zeros_like(mask)
@@ -139,6 +145,11 @@ ENCODINGS = {
     "slime unpadded": ("slime", lambda ids, mask, e: vllm(ids, mask), True),
     "nemo_rl": ("nemo_rl", lambda ids, mask, e: padded(ids, mask, EMPTY), True),
     "nemo_rl ragged": ("nemo_rl", lambda ids, mask, e: whole(padded(ids, mask, EMPTY), mask), True),
+    "nemo_rl wire": (
+        "nemo_rl",
+        lambda ids, mask, e: [nemo_rl_wire(rows, "int16") for rows in whole(padded(ids, mask, EMPTY), mask)],
+        True,
+    ),
     "maxtext": ("maxtext", lambda ids, mask, e: padded(ids, mask, EMPTY), True),
     "tunix": ("tunix", lambda ids, mask, e: padded(ids, mask, EMPTY), True),
     "tunix_layers_first": (

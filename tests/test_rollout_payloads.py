@@ -17,14 +17,17 @@ from rollout_encodings import (
     example,
     lacking_last,
     live,
+    nemo_rl_wire,
     npy,
     sglang,
     stages,
     trace_lines,
     vllm,
+    whole,
 )
 
 from relibra_jax.rollout import replay_from_rollout
+from relibra_jax.types import EMPTY
 
 
 @settings(max_examples=80, deadline=None)
@@ -155,6 +158,46 @@ def test_a_damaged_sglang_payload_is_named(change, message):
     source[0] |= change
     with pytest.raises(ValueError, match=rf"^layout 'sglang': sample 0.*{message}"):
         replay_from_rollout(source, layout="sglang", mask=LEFT_PADDED, **MODEL)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int16", "int32"])
+def test_a_wire_string_of_nemo_rl_is_read_beside_arrays(dtype):
+    ids = example()
+    ids[1, 4] = EMPTY
+    rows = whole(ids, LEFT_PADDED)
+    source = [nemo_rl_wire(rows[0], dtype), nemo_rl_wire(rows[1], dtype), rows[2]]
+    replay = replay_from_rollout(
+        source, layout="nemo_rl", mask=LEFT_PADDED, live_routing=live(example()), **MODEL
+    )
+    assert_holds(replay, example(), LEFT_PADDED)
+
+
+# 5 tokens x 4 layers x 3 ids of two bytes: 120 bytes, 160 characters.
+WIRE = nemo_rl_wire(example()[0, 1:], "int16")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("nrlre1:", "nrlre2:", r"4 fields that begins 'nrlre2:int16:5x4', expected nrlre1:<dtype>:"),
+        ("nrlre1:", "", r"3 fields that begins 'int16:5x4x3:.*', expected nrlre1:<dtype>:"),
+        ("nrlre1:", "nrlre1:2:", "5 fields that begins .* expected nrlre1:<dtype>:"),
+        ("int16", "uint16", "dtype 'uint16', expected one of int8, int16, int32"),
+        ("int16", "int32", "found 120 bytes, expected 240 for 5x4x3 of int32"),
+        ("5x4x3", "5x12", "shape '5x12', expected <tokens>x<layers>x<K>"),
+        ("5x4x3", "5x-4x-3", "shape '5x-4x-3', expected <tokens>x<layers>x<K>"),
+        ("5x4x3", "6x4x3", "found 120 bytes, expected 144 for 6x4x3 of int16"),
+        ("5x4x3", "5x3x4", "rows have top-4, the model has top-3"),
+        (WIRE[-4:], "", "found 117 bytes, expected 120 for 5x4x3 of int16"),
+        (WIRE[-1:], "", r"found 159 characters that are not base64 \(.*padding.*\), expected 160 for 5x4x3"),
+        (WIRE[-4:], "%%%%", "found 160 characters that are not base64 .* expected 160 for 5x4x3"),
+        (WIRE[-4:], "AAAAAAAA", "found 123 bytes, expected 120 for 5x4x3 of int16"),
+    ],
+)
+def test_a_damaged_wire_string_of_nemo_rl_is_named(old, new, message):
+    head, _, tail = WIRE.rpartition(old)
+    with pytest.raises(ValueError, match=rf"^layout 'nemo_rl': sample 0: .*{message}"):
+        replay_from_rollout([head + new + tail], layout="nemo_rl", mask=np.ones((1, 5), bool), **MODEL)
 
 
 def traced(source, mask=LEFT_PADDED, **changes):

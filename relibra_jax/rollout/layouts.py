@@ -24,8 +24,8 @@ layers or the MoE layers, told apart by size:
     ``rollout_routed_experts`` and start as ``routed_experts_start_len``. Rows that slime appends are ``arange
     % num_experts``.
 ``nemo_rl``
-    One array ``[B, T, layers, K]`` laid out as the mask, or each sample's ``[tokens, layers, K]``; -1 where
-    there is no route.
+    One array ``[B, T, layers, K]`` laid out as the mask, or each sample's ``[tokens, layers, K]``, as an array
+    or as the wire string ``nrlre1:<dtype>:<tokens>x<layers>x<K>:<base64>``; -1 where there is no route.
 ``maxtext``
     ``forced_routed_experts [B, T, layers, K]``, -1 where unset.
 ``tunix``, ``tunix_layers_first``
@@ -46,7 +46,15 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from relibra_jax.replay_files import read_arrays
-from relibra_jax.rollout.payload import Expected, Recorded, from_base64, from_http, integers, sequence
+from relibra_jax.rollout.payload import (
+    Expected,
+    Recorded,
+    from_base64,
+    from_http,
+    from_nemo_rl,
+    integers,
+    sequence,
+)
 from relibra_jax.rollout.router_trace import router_trace
 
 
@@ -153,7 +161,11 @@ def verl(source: Any, expected: Expected) -> list[Recorded]:
 
 def nemo_rl(source: Any, expected: Expected) -> list[Recorded]:
     """A grid, or each sample's rows."""
-    return (grid if getattr(source, "ndim", 0) == 4 else per_sample(array))(source, expected)
+    return (grid if getattr(source, "ndim", 0) == 4 else per_sample(_nemo_rl_rows))(source, expected)
+
+
+def _nemo_rl_rows(item: Any, expected: Expected, tokens: int) -> Recorded:
+    return Recorded(from_nemo_rl(item)) if isinstance(item, str) else array(item, expected, tokens)
 
 
 def slime(item: Any, expected: Expected, tokens: int) -> Recorded:
