@@ -95,9 +95,14 @@ def lacking_last(mask):
     return last
 
 
+def slime_padding(rows, shape, num_experts):
+    """Rows of ``shape`` ``[layers, K]`` that slime makes up."""
+    return np.arange(rows * np.prod(shape)).reshape(rows, *shape) % num_experts
+
+
 def slime(ids, mask, num_experts, extra=1):
     """Rows but the last token's, then ``extra`` rows of slime's padding."""
-    pads = np.arange(extra * ids[0, 0].size).reshape(extra, *ids.shape[2:]) % num_experts
+    pads = slime_padding(extra, ids.shape[2:], num_experts)
     return [np.concatenate([rows, pads]).astype(np.int32) for rows in vllm(ids, mask)]
 
 

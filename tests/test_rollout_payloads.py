@@ -57,6 +57,7 @@ def test_dense_layers_of_a_flat_buffer_are_told_by_size(layers):
         layout="sglang",
         mask=LEFT_PADDED,
         moe_layers=[1, 3],
+        start=0,
         live_routing=live(ids[:, :, [1, 3]]),
         **MODEL,
     )
@@ -68,7 +69,13 @@ def test_a_flat_buffer_that_can_be_read_in_two_ways_is_refused():
     source = [{"routed_experts": b64(ids[0, :2].astype("int32").tobytes())}]
     with pytest.raises(ValueError, match=r"sample 0: 24 ids are not 8 rows .* of 4 layers or 2 MoE layers"):
         replay_from_rollout(
-            source, layout="sglang", mask=mask, moe_layers=[1, 3], live_routing=live(ids[:, :, 1::2]), **MODEL
+            source,
+            layout="sglang",
+            mask=mask,
+            moe_layers=[1, 3],
+            start=0,
+            live_routing=live(ids[:, :, 1::2]),
+            **MODEL,
         )
 
 
@@ -83,7 +90,9 @@ def test_http_samples_are_choices_and_share_their_prompt():
     rows = vllm(ids, mask, np.uint8)
     choices = [{"index": i, "routed_experts": npy(r[2:])} for i, r in enumerate(rows)]
     source = [{"prompt_routed_experts": npy(rows[0][:2]), "choices": choices}]
-    replay = replay_from_rollout(source, layout="vllm_http", mask=mask, live_routing=live(ids), **MODEL)
+    replay = replay_from_rollout(
+        source, layout="vllm_http", mask=mask, start=0, live_routing=live(ids), **MODEL
+    )
     assert_holds(replay, ids, mask)
     choices.reverse()
     with pytest.raises(ValueError, match="sample 0: choice 1 is at position 0"):
@@ -94,10 +103,10 @@ def test_http_without_prompt_rows_must_be_the_whole_sequence():
     mask = np.ones((1, 5), bool)
     ids = example(mask=mask)
     arguments = {"layout": "vllm_http", "mask": mask, "live_routing": live(ids)} | MODEL
-    assert_holds(replay_from_rollout(http(npy(ids[0, :4])), **arguments), ids, mask)
-    with pytest.raises(ValueError, match="sample 0: 2 rows for 5 tokens and no prompt_routed_experts"):
+    assert_holds(replay_from_rollout(http(npy(ids[0, :4])), start=0, **arguments), ids, mask)
+    with pytest.raises(ValueError, match=r"sample 0: found 2 rows, expected 5, .*pass start"):
         replay_from_rollout(http(npy(ids[0, 2:4])), **arguments)
-    with pytest.raises(ValueError, match="sample 0: no rows for 5 tokens"):
+    with pytest.raises(ValueError, match="sample 0: there is neither routed_experts nor prompt_routed"):
         replay_from_rollout(http(None), **arguments)
 
 
@@ -105,7 +114,12 @@ def test_http_one_generated_token_has_an_empty_list():
     mask = np.ones((1, 3), bool)
     ids = example(mask=mask)
     replay = replay_from_rollout(
-        http([], ids[0, :2].tolist()), layout="vllm_http", mask=mask, live_routing=live(ids), **MODEL
+        http([], ids[0, :2].tolist()),
+        layout="vllm_http",
+        mask=mask,
+        start=0,
+        live_routing=live(ids),
+        **MODEL,
     )
     assert_holds(replay, ids, mask)
 
@@ -154,7 +168,7 @@ def test_http_prompt_and_generated_rows_must_be_of_one_kind():
     ],
 )
 def test_a_damaged_sglang_payload_is_named(change, message):
-    source = sglang(example(), LEFT_PADDED)
+    source = sglang(example(), LEFT_PADDED, start=0)
     source[0] |= change
     with pytest.raises(ValueError, match=rf"^layout 'sglang': sample 0.*{message}"):
         replay_from_rollout(source, layout="sglang", mask=LEFT_PADDED, **MODEL)

@@ -85,10 +85,10 @@ def test_trap_zero_of_the_last_token_is_no_route_even_for_top_1():
 def test_trap_padding_of_slime_is_no_route(extra):
     ids = example()
     source = slime(ids, LEFT_PADDED, 16, extra)
+    arguments = {"layout": "slime", "mask": LEFT_PADDED, "start": 0} | MODEL
     with pytest.raises(ValueError, match="layout 'slime': sample 0, token 4, layer 0: no route"):
-        replay_from_rollout(source, layout="slime", mask=LEFT_PADDED, **MODEL)
-    replay = replay_from_rollout(source, layout="slime", mask=LEFT_PADDED, live_routing=live(ids), **MODEL)
-    assert_holds(replay, ids, LEFT_PADDED)
+        replay_from_rollout(source, **arguments)
+    assert_holds(replay_from_rollout(source, live_routing=live(ids), **arguments), ids, LEFT_PADDED)
 
 
 def test_trap_a_start_offset_leaves_the_tokens_before_it_missing():
@@ -217,7 +217,12 @@ def test_ids_that_are_not_integers_are_refused(kind):
 def test_live_routes_are_checked_like_recorded_ones(routing, message):
     with pytest.raises(ValueError, match=message):
         replay_from_rollout(
-            vllm(example(), LEFT_PADDED), layout="vllm", mask=LEFT_PADDED, live_routing=routing, **MODEL
+            vllm(example(), LEFT_PADDED),
+            layout="vllm",
+            mask=LEFT_PADDED,
+            start=0,
+            live_routing=routing,
+            **MODEL,
         )
 
 
@@ -230,5 +235,10 @@ def test_recorded_faults_are_reported_although_a_live_pass_could_route_the_rest(
     ids[1, 4, 2] = 6
     with pytest.raises(ValueError, match="sample 1, token 4, layer 2: expert 6 appears twice"):
         replay_from_rollout(
-            vllm(ids, LEFT_PADDED), layout="vllm", mask=LEFT_PADDED, live_routing=live(ids), **MODEL
+            vllm(ids, LEFT_PADDED),
+            layout="vllm",
+            mask=LEFT_PADDED,
+            start=0,
+            live_routing=live(ids),
+            **MODEL,
         )

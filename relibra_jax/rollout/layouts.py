@@ -5,18 +5,20 @@ axis order is never guessed: two orders are two names. The files of SGLang's exp
 pickles (``torch.save``) and are not read.
 
 What a layout takes as ``source``, with samples in the order of the mask's rows; ``layers`` are all hidden
-layers or the MoE layers, told apart by size:
+layers or the MoE layers, told apart by size; ``start`` is the token of a sample's first row, 0 unless an engine
+was asked to skip those before it:
 
 ``sglang``
     Each response's ``meta_info``: ``routed_experts`` is base64 of flat ids ``[tokens - 1 - start, layers,
-    K]``, int32 unless ``routed_experts_dtype`` says uint16 or uint8, start 0 unless
-    ``routed_experts_start_len`` says so.
+    K]``, int32 unless ``routed_experts_dtype`` says uint16 or uint8. The request's ``routed_experts_start_len`` is
+    start; SGLang does not answer with it, so put it into the mapping or pass it.
 ``vllm``
-    Each sample's array ``[tokens - 1, layers, K]``, from its first token on.
+    Each sample's array ``[tokens - 1 - start, layers, K]``; the request's ``routed_experts_prompt_start`` is
+    start, and is not in the answer.
 ``vllm_http``
-    Each response; its samples are ``choices``, in order. ``prompt_routed_experts`` (the prompt) and
-    ``choices[i].routed_experts`` (generated but the last) are base64 of an ``.npy``, or ``{encoding, dtype,
-    shape, data}``, or nested lists. Without the former the latter must be the whole sequence.
+    Each response; its samples are ``choices``, in order. ``choices[i].routed_experts`` is what ``vllm`` takes, or,
+    beside ``prompt_routed_experts`` (the prompt from start on), the generated tokens but the last; either is
+    base64 of an ``.npy``, or ``{encoding, dtype, shape, data}``, or nested lists.
 ``verl``
     One array ``[B, T, layers, K]`` laid out as the mask, padded with zeros.
 ``slime``
@@ -47,6 +49,7 @@ import numpy as np
 
 from relibra_jax.replay_files import read_arrays
 from relibra_jax.rollout.payload import (
+    ASK_FOR_START,
     Expected,
     Recorded,
     from_base64,
@@ -68,16 +71,16 @@ class Layout(NamedTuple):
 
 
 def per_sample(decode: Callable[[Any, Expected, int], Recorded]) -> Callable[[Any, Expected], list[Recorded]]:
-    """Lift a decoder of one sample, which also gets its number of real tokens, to a sequence of them."""
+    """Lift a decoder of one sample, which also gets the sample's place in the batch, to a sequence of them."""
 
     def decode_all(source: Any, expected: Expected) -> list[Recorded]:
-        items, lengths = list(sequence(source, of="samples")), expected.mask.sum(axis=1).tolist()
-        if len(items) != len(lengths):
-            raise ValueError(f"{len(items)} samples, the mask has {len(lengths)}")
+        items, samples = list(sequence(source, of="samples")), len(expected.mask)
+        if len(items) != samples:
+            raise ValueError(f"{len(items)} samples, the mask has {samples}")
         recorded = []
-        for sample, (item, tokens) in enumerate(zip(items, lengths, strict=True)):
+        for sample, item in enumerate(items):
             try:
-                recorded.append(decode(item, expected, tokens))
+                recorded.append(decode(item, expected, sample))
             except ValueError as error:
                 raise ValueError(f"sample {sample}: {error}") from error
         return recorded
@@ -85,29 +88,45 @@ def per_sample(decode: Callable[[Any, Expected, int], Recorded]) -> Callable[[An
     return decode_all
 
 
-def array(item: Any, expected: Expected, tokens: int) -> Recorded:
-    """One sample's rows from its first token on."""
-    return Recorded(integers(item, ndim=3))
+def array(item: Any, expected: Expected, sample: int) -> Recorded:
+    """One sample's rows."""
+    return Recorded(integers(item, ndim=3), None)
 
 
-def sglang(meta: Any, expected: Expected, tokens: int) -> Recorded:
+def sglang(meta: Any, expected: Expected, sample: int) -> Recorded:
     """One response's ``meta_info``."""
-    dtype, start = _field(meta, "routed_experts_dtype", "int32"), _start(meta, tokens)
+    dtype, start = _field(meta, "routed_experts_dtype", "int32"), _start(meta, expected.tokens[sample])
     if dtype not in ("int32", "uint16", "uint8"):
         raise ValueError(f"routed_experts_dtype {dtype!r} is none of int32, uint16, uint8")
     flat = from_base64(_field(meta, "routed_experts"), dtype=dtype)
-    # The buffer states no shape. A row for every token, or every one but the last, settles what the layer
-    # axis is; fewer rows do so only if a single reading remains.
-    widths = {layers * expected.top_k for layers in (expected.num_layers, len(expected.moe_layers))}
-    readings = {w for w in widths if flat.size % w == 0 and flat.size // w <= tokens - start}
-    whole = {w for w in readings if flat.size // w >= tokens - 1 - start}
-    if len(whole or readings) != 1 and flat.size:
-        raise ValueError(
-            f"{flat.size} ids are not {tokens - 1 - start} rows (token {start} to the last but one) of"
-            f" {expected.num_layers} layers or {len(expected.moe_layers)} MoE layers x top-{expected.top_k}"
-        )
-    width = max(whole or readings or widths)
-    return Recorded(flat.reshape(-1, width // expected.top_k, expected.top_k), start)
+    layers = _layers_of_flat(flat.size, expected, sample, expected.start[sample] if start is None else start)
+    return Recorded(flat.reshape(-1, layers, expected.top_k), start)
+
+
+def _layers_of_flat(size: int, expected: Expected, sample: int, start: int | None) -> int:
+    """The layer axis of a buffer that states no shape.
+
+    Where its rows start is known, a row for every token from there, or every one but the last, settles it; fewer
+    rows do so, and any number where the start is not known, only if a single reading remains.
+    """
+    tokens = expected.tokens[sample]
+    first = start or 0
+    rows = {
+        layers: divmod(size, layers * expected.top_k)
+        for layers in (expected.num_layers, len(expected.moe_layers))
+    }
+    readings = [layers for layers, (count, rest) in rows.items() if not rest and count <= tokens - first]
+    whole = [layers for layers in readings if rows[layers][0] >= tokens - 1 - first]
+    settled = whole if whole and start is not None else readings
+    if len(settled) == 1 or not size:
+        return max(settled or rows)
+    kinds = f"{expected.num_layers} layers or {len(expected.moe_layers)} MoE layers x top-{expected.top_k}"
+    if start is None and readings:
+        counts = " or ".join(str(rows[layers][0]) for layers in readings)
+        raise ValueError(f"found {counts} rows of {kinds} for {tokens} real tokens{ASK_FOR_START}")
+    raise ValueError(
+        f"{size} ids are not {tokens - 1 - first} rows (token {first} to the last but one) of {kinds}"
+    )
 
 
 def vllm_http(source: Any, expected: Expected) -> list[Recorded]:
@@ -122,20 +141,17 @@ def vllm_http(source: Any, expected: Expected) -> list[Recorded]:
     return per_sample(_prompt_and_generated)(samples, expected)
 
 
-def _prompt_and_generated(fields: tuple[Any, Any], expected: Expected, tokens: int) -> Recorded:
-    prompt, generated = (None if field is None else from_http(field) for field in fields)
-    if prompt is None and (generated is None or len(generated) < tokens - 1):
-        rows = "no" if generated is None else len(generated)
-        raise ValueError(
-            f"{rows} rows for {tokens} tokens and no prompt_routed_experts to tell where they start"
-        )
-    parts = [part for part in (prompt, generated) if part is not None and part.size]
+def _prompt_and_generated(fields: tuple[Any, Any], expected: Expected, sample: int) -> Recorded:
+    arrays = [from_http(field) for field in fields if field is not None]
+    if not arrays:
+        raise ValueError("there is neither routed_experts nor prompt_routed_experts")
+    parts = [part for part in arrays if part.size]
     if len({(part.shape[1:], part.dtype) for part in parts}) > 1:
         kinds = [f"{part.dtype}{list(part.shape[1:])}" for part in parts]
         raise ValueError(f"prompt rows are {kinds[0]}, generated rows {kinds[1]}")
     if not parts:
-        return Recorded(np.zeros((0, len(expected.moe_layers), expected.top_k), np.uint8))
-    return Recorded(np.concatenate(parts))
+        return Recorded(np.zeros((0, len(expected.moe_layers), expected.top_k), np.uint8), None)
+    return Recorded(np.concatenate(parts), None)
 
 
 def grid(source: Any, expected: Expected) -> list[Recorded]:
@@ -143,7 +159,7 @@ def grid(source: Any, expected: Expected) -> list[Recorded]:
     ids, mask = integers(source, ndim=4), expected.mask
     if ids.shape[:2] != mask.shape:
         raise ValueError(f"expected {list(mask.shape)} samples and tokens, found {list(ids.shape[:2])}")
-    return [Recorded(sample[real]) for sample, real in zip(ids, mask, strict=True)]
+    return [Recorded(sample[real], 0) for sample, real in zip(ids, mask, strict=True)]
 
 
 def layers_first(source: Any, expected: Expected) -> list[Recorded]:
@@ -154,8 +170,8 @@ def layers_first(source: Any, expected: Expected) -> list[Recorded]:
 def verl(source: Any, expected: Expected) -> list[Recorded]:
     """A grid in which zeros stand for the route that the last token never got."""
     return [
-        Recorded(rows[:-1]) if len(rows) and not rows[-1].any() else Recorded(rows)
-        for rows, _ in grid(source, expected)
+        Recorded(rows[:-1] if len(rows) and not rows[-1].any() else rows, start)
+        for rows, start in grid(source, expected)
     ]
 
 
@@ -164,14 +180,14 @@ def nemo_rl(source: Any, expected: Expected) -> list[Recorded]:
     return (grid if getattr(source, "ndim", 0) == 4 else per_sample(_nemo_rl_rows))(source, expected)
 
 
-def _nemo_rl_rows(item: Any, expected: Expected, tokens: int) -> Recorded:
-    return Recorded(from_nemo_rl(item)) if isinstance(item, str) else array(item, expected, tokens)
+def _nemo_rl_rows(item: Any, expected: Expected, sample: int) -> Recorded:
+    return array(from_nemo_rl(item) if isinstance(item, str) else item, expected, sample)
 
 
-def slime(item: Any, expected: Expected, tokens: int) -> Recorded:
+def slime(item: Any, expected: Expected, sample: int) -> Recorded:
     """One sample's rows, with or without the padding that slime appends."""
     wrapped = isinstance(item, Mapping)
-    start = _start(item, tokens) if wrapped else 0
+    start = _start(item, expected.tokens[sample]) if wrapped else None
     rows = integers(_field(item, "rollout_routed_experts") if wrapped else item, ndim=3)
     # Padding counts on from its own first row, so it may begin at any row that looks like a first one.
     first = np.arange(rows[0].size).reshape(rows.shape[1:]) % expected.num_experts if len(rows) else rows
@@ -185,13 +201,16 @@ def npz(source: Any, expected: Expected) -> list[Recorded]:
     """A file of ours."""
     if not isinstance(source, str | os.PathLike):
         raise ValueError(f"expected a path, found {type(source).__name__}")
-    arrays, real = read_arrays(source), expected.mask.sum(axis=1)
+    arrays = read_arrays(source)
     stored = int(arrays.get("num_experts", expected.num_experts))
     if stored != expected.num_experts:
         raise ValueError(f"{os.fspath(source)} has num_experts={stored}, not {expected.num_experts}")
-    if not np.array_equal(arrays["lengths"], real):
-        raise ValueError(f"{os.fspath(source)} has samples of {arrays['lengths']} tokens, the mask of {real}")
-    return [Recorded(rows) for rows in np.split(arrays["routed_experts"], np.cumsum(real)[:-1])]
+    if arrays["lengths"].tolist() != list(expected.tokens):
+        raise ValueError(
+            f"{os.fspath(source)} has samples of {arrays['lengths'].tolist()} tokens,"
+            f" the mask of {list(expected.tokens)}"
+        )
+    return [Recorded(rows, 0) for rows in np.split(arrays["routed_experts"], np.cumsum(expected.tokens)[:-1])]
 
 
 def _field(item: Any, name: str, *default: Any) -> Any:
@@ -203,9 +222,9 @@ def _field(item: Any, name: str, *default: Any) -> Any:
     return default[0] if value is None else value
 
 
-def _start(item: Mapping[str, Any], tokens: int) -> int:
-    start = _field(item, "routed_experts_start_len", 0)
-    if not isinstance(start, int) or not 0 <= start <= tokens:
+def _start(item: Any, tokens: int) -> int | None:
+    start = _field(item, "routed_experts_start_len", None)
+    if start is not None and (not isinstance(start, int) or not 0 <= start <= tokens):
         raise ValueError(f"routed_experts_start_len={start!r} is not one of its {tokens} tokens")
     return start
 

@@ -13,16 +13,21 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 INTEGERS: Final = ("int8", "uint8", "int16", "uint16", "int32", "int64")
+ASK_FOR_START: Final = (
+    ", and nothing says at which token they start: pass start, the token of each sample's first row"
+    " (0 where the engine skipped none)"
+)
 NEMO_RL_TAG: Final = "nrlre1"
 NEMO_RL_INTEGERS: Final = ("int8", "int16", "int32")
 
 
 class Recorded(NamedTuple):
-    """What was recorded of one sample: the rows of its real tokens ``start .. start + n - 1``, in order."""
+    """What was recorded of one sample: the rows of n successive real tokens, in order."""
 
     rows: np.ndarray
     """``[n, layers, K]`` integer, in the dtype it came in; a row of -1 is a route that is not known."""
-    start: int = 0
+    start: int | None
+    """The real token of the first row; None where the recording does not say."""
 
 
 class Expected(NamedTuple):
@@ -34,6 +39,10 @@ class Expected(NamedTuple):
     top_k: int
     num_layers: int
     moe_layers: tuple[int, ...]
+    tokens: tuple[int, ...]
+    """Real tokens of each sample."""
+    start: tuple[int | None, ...]
+    """The real token of each sample's first row, None where the caller does not say."""
 
 
 def sequence(value: Any, *, of: str) -> Iterable[Any]:
