@@ -75,7 +75,7 @@ def whole(ids, mask):
 
 
 def padded(ids, mask, fill):
-    """A grid whose padding, and the last token of each sample, hold ``fill``."""
+    """A grid whose padding, and the last token of each sample, hold ``fill``, an id or ``[K]`` of them."""
     grid = np.where(mask[..., None, None], ids, fill).astype(np.int32)
     grid[lacking_last(mask)] = fill
     return grid
@@ -152,7 +152,9 @@ ENCODINGS = {
     "nemo_rl ragged": ("nemo_rl", lambda ids, mask, e: whole(padded(ids, mask, EMPTY), mask), True),
     "nemo_rl wire": (
         "nemo_rl",
-        lambda ids, mask, e: [nemo_rl_wire(rows, "int16") for rows in whole(padded(ids, mask, EMPTY), mask)],
+        lambda ids, mask, e: [
+            nemo_rl_wire(rows, "int16") for rows in whole(padded(ids, mask, np.arange(ids.shape[3])), mask)
+        ],
         True,
     ),
     "maxtext": ("maxtext", lambda ids, mask, e: padded(ids, mask, EMPTY), True),

@@ -14,6 +14,7 @@ from rollout_encodings import (
     sglang,
     slime,
     vllm,
+    whole,
 )
 
 from relibra_jax.replay import id_dtype
@@ -89,6 +90,49 @@ def test_trap_padding_of_slime_is_no_route(extra):
     with pytest.raises(ValueError, match="layout 'slime': sample 0, token 4, layer 0: no route"):
         replay_from_rollout(source, **arguments)
     assert_holds(replay_from_rollout(source, live_routing=live(ids), **arguments), ids, LEFT_PADDED)
+
+
+@pytest.mark.parametrize("behind", [0, 2])
+def test_trap_routes_that_nemo_rl_makes_up_are_none(behind):
+    """It writes 0..K-1 for the last token, and for tokens of an environment behind the last generation."""
+    ids = example()
+    token = np.cumsum(LEFT_PADDED, axis=1)
+    made_up = LEFT_PADDED & (token >= token[:, -1:] - behind)
+    grid = np.where(made_up[..., None, None], np.arange(3), ids)
+    for source in (grid, whole(grid, LEFT_PADDED)):
+        seen = []
+        replay = replay_from_rollout(
+            source,
+            layout="nemo_rl",
+            mask=LEFT_PADDED,
+            live_routing=lambda missing, seen=seen: seen.append(missing) or live(ids)(missing),
+            **MODEL,
+        )
+        assert_holds(replay, ids, LEFT_PADDED)
+        np.testing.assert_array_equal(seen[0], made_up)
+
+
+def test_trap_routes_that_nemo_rl_makes_up_are_told_from_those_that_chance_explains():
+    model = {"num_experts": 4, "top_k": 2}
+    mask = np.ones((1, 4), bool)
+    ids = example(mask=mask, **model)
+    ids[0, 2:] = [0, 1]
+    with pytest.raises(
+        ValueError, match=r"token 3, layer 0: no route \(engines do not route the last.* 1 of 4 tokens"
+    ):
+        replay_from_rollout(ids, layout="nemo_rl", mask=mask, **(MODEL | model))
+
+
+@pytest.mark.parametrize("shape", [(4, 0, 3), (1, 0, 3), (4, 4, 1)])
+def test_rows_of_another_model_are_no_made_up_routes(shape):
+    with pytest.raises(ValueError, match=r"sample 0: rows have (0 layers|top-1), the model has"):
+        replay_from_rollout(
+            [np.zeros(shape, int)],
+            layout="nemo_rl",
+            mask=np.ones((1, shape[0]), bool),
+            live_routing=live(example()[:1, : shape[0]]),
+            **MODEL,
+        )
 
 
 def test_trap_a_start_offset_leaves_the_tokens_before_it_missing():

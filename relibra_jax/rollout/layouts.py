@@ -27,7 +27,8 @@ was asked to skip those before it:
     % num_experts``.
 ``nemo_rl``
     One array ``[B, T, layers, K]`` laid out as the mask, or each sample's ``[tokens, layers, K]``, as an array
-    or as the wire string ``nrlre1:<dtype>:<tokens>x<layers>x<K>:<base64>``; -1 where there is no route.
+    or as the wire string ``nrlre1:<dtype>:<tokens>x<layers>x<K>:<base64>``; -1 where there is no route. Rows of
+    ``0..K-1`` in every layer at a sample's end are NeMo-RL's own, and no routes.
 ``maxtext``
     ``forced_routed_experts [B, T, layers, K]``, -1 where unset.
 ``tunix``, ``tunix_layers_first``
@@ -41,12 +42,14 @@ was asked to skip those before it:
     The path of a file that `save_replay` writes.
 """
 
+import math
 import os
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from relibra_jax.replay import IMPLAUSIBLE_BITS
 from relibra_jax.replay_files import read_arrays
 from relibra_jax.rollout.payload import (
     ASK_FOR_START,
@@ -176,12 +179,29 @@ def verl(source: Any, expected: Expected) -> list[Recorded]:
 
 
 def nemo_rl(source: Any, expected: Expected) -> list[Recorded]:
-    """A grid, or each sample's rows."""
-    return (grid if getattr(source, "ndim", 0) == 4 else per_sample(_nemo_rl_rows))(source, expected)
+    """A grid, or each sample's rows, with or without the routes that NeMo-RL makes up."""
+    recorded = (grid if getattr(source, "ndim", 0) == 4 else per_sample(_nemo_rl_rows))(source, expected)
+    return [Recorded(_without_made_up(rows, expected), start) for rows, start in recorded]
 
 
 def _nemo_rl_rows(item: Any, expected: Expected, sample: int) -> Recorded:
-    return array(from_nemo_rl(item) if isinstance(item, str) else item, expected, sample)
+    rows = integers(from_nemo_rl(item) if isinstance(item, str) else item, ndim=3)
+    return Recorded(rows, 0 if len(rows) >= expected.tokens[sample] else None)
+
+
+def _without_made_up(rows: np.ndarray, expected: Expected) -> np.ndarray:
+    """Rows up to those at the end that are ``0..K-1`` in every layer.
+
+    NeMo-RL writes these for the last token, and for tokens of an environment behind the last generation
+    (``pad_and_align_routed_expert_indices`` and ``_dummy_routed_experts_for_tokens``). But for the last, they are
+    taken for made up only where chance does not produce them (`IMPLAUSIBLE_BITS`).
+    """
+    if not rows.shape[1] or rows.shape[2] != expected.top_k:
+        return rows  # refused by name where rows are placed
+    recorded = (rows != np.arange(expected.top_k)).any(axis=(1, 2))
+    end = int(np.flatnonzero(recorded).max(initial=-1)) + 1
+    bits = rows.shape[1] * math.log2(math.perm(expected.num_experts, expected.top_k))
+    return rows[:end] if bits > IMPLAUSIBLE_BITS else rows[: max(end, len(rows) - 1)]
 
 
 def slime(item: Any, expected: Expected, sample: int) -> Recorded:
