@@ -41,7 +41,8 @@ def replay_from_rollout(
         source: what the layout takes, see `relibra_jax.rollout.layouts`.
         layout: a name in `LAYOUTS`.
         mask: ``[B, T]``, True where training has a real token. Recorded rows belong to these, in order,
-            wherever they stand.
+            wherever they stand. Where a layout gives a sample's rows without their positions, the mask may leave
+            out no token of the engine's sequence but the last.
         num_experts: E, logical experts of a layer.
         top_k: K, experts of a token; their order is kept.
         num_layers: hidden layers of the model, dense ones included.
