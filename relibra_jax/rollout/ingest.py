@@ -3,8 +3,9 @@
 Real systems have fallen into every one of these: the last token has no route; dense layers may have rows;
 ids may be slots of a balanced engine; zero padding looks like an overload of expert 0; prefix-cached tokens
 may be zeros; pipeline stages may not be merged; uint8 may have wrapped; an expert may come twice; left
-padding shifts rows. So the caller names the layout and the mask, rows go to the mask's real tokens in order,
-and nothing is repaired: what is missing is an error, or filled by a live forward pass of the caller's.
+padding shifts rows; an engine that was asked to skip tokens does not say so. So the caller names the layout,
+the mask and where rows start, rows go to the mask's real tokens in order, and nothing is repaired: what is
+missing is an error, or filled by a live forward pass of the caller's.
 """
 
 import difflib
@@ -14,11 +15,11 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from jaxtyping import Bool
+from jaxtyping import Bool, Int
 
 from relibra_jax.replay import IMPLAUSIBLE_BITS, find_fault, id_dtype, locate, outside
 from relibra_jax.rollout.layouts import LAYOUTS
-from relibra_jax.rollout.payload import Expected, Recorded
+from relibra_jax.rollout.payload import ASK_FOR_START, Expected, Recorded
 from relibra_jax.types import EMPTY, Array, RoutingReplay
 
 
@@ -31,6 +32,7 @@ def replay_from_rollout(
     top_k: int,
     num_layers: int,
     moe_layers: Sequence[int] | None = None,
+    start: int | Sequence[int] | Int[Array, "B"] | None = None,
     live_routing: Callable[[np.ndarray], Array] | None = None,
 ) -> RoutingReplay:
     """Read the routed experts of a batch.
@@ -39,12 +41,19 @@ def replay_from_rollout(
         source: what the layout takes, see `relibra_jax.rollout.layouts`.
         layout: a name in `LAYOUTS`.
         mask: ``[B, T]``, True where training has a real token. Recorded rows belong to these, in order,
-            wherever they stand.
+            wherever they stand. Where a layout gives a sample's rows without their positions, the mask may leave
+            out no token of the engine's sequence but the last.
         num_experts: E, logical experts of a layer.
         top_k: K, experts of a token; their order is kept.
         num_layers: hidden layers of the model, dense ones included.
         moe_layers: which of them have experts, ascending; all by default. A recording with rows of all
             layers is cut down to these; one with rows of the MoE layers alone is taken as it is.
+        start: the token of a sample's first row, one integer for all samples or one for each, counted in the
+            mask's real tokens: how many of them the engine was asked to skip (vLLM's
+            ``routed_experts_prompt_start`` and SGLang's ``routed_experts_start_len``, which their answers do
+            not repeat). Tokens before it have no route. It must be given, be it 0, for a sample with fewer rows
+            than real tokens, unless the recording says where they start: a skipped first token leaves as many
+            rows as a last token that was not routed.
         live_routing: for tokens without a route, ``missing -> expert_ids``: a bool ``[B, T]`` of these tokens
             to integer ``[B, T, L, K]``, read only where a route is missing. Called only if one is.
 
@@ -52,8 +61,9 @@ def replay_from_rollout(
         expert_ids ``[B, T, L, K]`` in the smallest dtype, zeros at padding; L the MoE layers; and the mask.
 
     Raises:
-        ValueError: if there is no such layout, the source cannot be read, axes do not fit, a real token has no route,
-            or a row is not K different logical experts: one line with the layout and, where they apply, sample, token
+        ValueError: if there is no such layout, the source cannot be read, axes do not fit, nothing says where a
+            sample's rows start, the recording says otherwise than ``start``, a real token has no route, or a row
+            is not K different logical experts: one line with the layout and, where they apply, sample, token
             (position in T) and layer (of the model).
 
     >>> rows = np.array([[[0, 1]], [[3, 2]]])  # 2 tokens, 1 layer, top-2
@@ -62,7 +72,7 @@ def replay_from_rollout(
     >>> replay = replay_from_rollout([rows], layout="vllm", mask=mask, **model)
     >>> replay.expert_ids.dtype, replay.expert_ids[0, :, 0].tolist()
     (dtype('uint8'), [[0, 0], [0, 1], [3, 2]])
-    >>> replay_from_rollout([rows], layout="vllm", mask=~np.zeros((1, 3), bool), **model)
+    >>> replay_from_rollout([rows], layout="vllm", mask=~np.zeros((1, 3), bool), start=0, **model)
     Traceback (most recent call last):
     ValueError: layout 'vllm': sample 0, token 2, layer 0: no route (engines do not route the last token), \
 as for 1 of 3 tokens; live_routing would fill them
@@ -70,7 +80,7 @@ as for 1 of 3 tokens; live_routing would fill them
     if layout not in LAYOUTS:
         near = difflib.get_close_matches(layout, LAYOUTS, n=1, cutoff=0)[0]
         raise ValueError(f"layout {layout!r} is none of {', '.join(LAYOUTS)}; the nearest is {near!r}")
-    expected = _expected(np.asarray(mask), num_experts, top_k, num_layers, moe_layers)
+    expected = _expected(np.asarray(mask), num_experts, top_k, num_layers, moe_layers, start)
     try:
         decode, moe_only = LAYOUTS[layout]
         rows = _gather(decode(source, expected), expected, moe_only=moe_only)
@@ -88,7 +98,12 @@ as for 1 of 3 tokens; live_routing would fill them
 
 
 def _expected(
-    mask: np.ndarray, num_experts: int, top_k: int, num_layers: int, moe_layers: Sequence[int] | None
+    mask: np.ndarray,
+    num_experts: int,
+    top_k: int,
+    num_layers: int,
+    moe_layers: Sequence[int] | None,
+    start: int | Sequence[int] | Array | None,
 ) -> Expected:
     layers = tuple(range(num_layers)) if moe_layers is None else tuple(moe_layers)
     if mask.dtype != np.bool_ or mask.ndim != 2:
@@ -97,30 +112,60 @@ def _expected(
         raise ValueError(f"top_k={top_k} must be in 1..num_experts={num_experts}")
     if not layers or min(layers) < 0 or max(layers) >= num_layers or any(a >= b for a, b in pairwise(layers)):
         raise ValueError(f"moe_layers={list(layers)} must be ascending layers in 0..{num_layers - 1}")
-    return Expected(mask, num_experts, top_k, num_layers, layers)
+    tokens = tuple(mask.sum(axis=1).tolist())
+    return Expected(mask, num_experts, top_k, num_layers, layers, tokens, _starts(start, tokens))
+
+
+def _starts(start: int | Sequence[int] | Array | None, tokens: tuple[int, ...]) -> tuple[int | None, ...]:
+    if start is None:
+        return (None,) * len(tokens)
+    starts = np.asarray(start)
+    if starts.dtype.kind not in "iu" or starts.shape not in ((), (len(tokens),)):
+        raise ValueError(
+            f"start must be one integer or {len(tokens)}, one a sample, not {starts.dtype}{list(starts.shape)}"
+        )
+    first_tokens = tuple(np.broadcast_to(starts, len(tokens)).tolist())
+    for sample, (first, real) in enumerate(zip(first_tokens, tokens, strict=True)):
+        if not 0 <= first <= real:
+            raise ValueError(f"sample {sample}: start={first} is outside its {real} real tokens")
+    return first_tokens
 
 
 def _gather(recorded: list[Recorded], expected: Expected, *, moe_only: bool) -> np.ndarray:
     """Rows of all real tokens, ``[tokens, L, K]`` in a signed dtype; EMPTY where nothing is recorded."""
-    lengths = expected.mask.sum(axis=1).tolist()
     # A dtype with room for EMPTY. Values are compared in the dtype they came in, so that nothing can wrap.
     dtype = np.int16 if expected.num_experts <= 1 << 15 else np.int64
-    gathered = np.full((sum(lengths), len(expected.moe_layers), expected.top_k), EMPTY, dtype)
+    gathered = np.full((sum(expected.tokens), len(expected.moe_layers), expected.top_k), EMPTY, dtype)
     first = 0
-    for sample, ((rows, start), length) in enumerate(zip(recorded, lengths, strict=True)):
-        if start + len(rows) > length:
-            raise ValueError(
-                f"sample {sample}: rows {start}..{start + len(rows) - 1} for {length} real tokens"
-            )
-        if len(rows):
-            rows = _moe_rows(rows, sample, expected, moe_only=moe_only)
+    for sample, (recording, tokens) in enumerate(zip(recorded, expected.tokens, strict=True)):
+        start = _first_token(recording, sample, expected)
+        if len(recording.rows):
+            rows = _moe_rows(recording.rows, sample, expected, moe_only=moe_only)
             if rows.min() < EMPTY or rows.max() >= expected.num_experts:
                 row, layer, k = np.argwhere((rows < EMPTY) | (rows >= expected.num_experts))[0].tolist()
                 problem = outside(int(rows[row, layer, k]), expected.num_experts)
                 raise ValueError(f"{_where(first + start + row, layer, expected)}: {problem}")
             gathered[first + start : first + start + len(rows)] = rows
-        first += length
+        first += tokens
     return gathered
+
+
+def _first_token(recording: Recorded, sample: int, expected: Expected) -> int:
+    """The real token of a sample's first row: as recorded, as the caller says, or 0 if every token has a row."""
+    rows, tokens, caller_start = len(recording.rows), expected.tokens[sample], expected.start[sample]
+    start = caller_start if recording.start is None else recording.start
+    if caller_start not in (None, start):
+        raise ValueError(
+            f"sample {sample}: start={caller_start}, but as recorded its rows start at token {start}"
+        )
+    if start is None and 0 < rows < tokens:
+        raise ValueError(
+            f"sample {sample}: found {rows} rows, expected {tokens}, one for each real token{ASK_FOR_START}"
+        )
+    start = start or 0
+    if start + rows > tokens:
+        raise ValueError(f"sample {sample}: rows {start}..{start + rows - 1} for {tokens} real tokens")
+    return start
 
 
 def _moe_rows(rows: np.ndarray, sample: int, expected: Expected, *, moe_only: bool) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Bytes and lists off the wire into integer arrays: base64 buffers, base64 ``.npy``, nested lists.
+"""Bytes and lists off the wire into integer arrays: base64 buffers, base64 ``.npy``, wire strings, nested lists.
 
 Nothing is unpickled, and the dtype a payload states is taken only if it is one of the integers engines use.
 """
@@ -6,20 +6,28 @@ Nothing is unpickled, and the dtype a payload states is taken only if it is one 
 import base64
 import io
 import math
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 INTEGERS: Final = ("int8", "uint8", "int16", "uint16", "int32", "int64")
+ASK_FOR_START: Final = (
+    ", and nothing says at which token they start: pass start, the token of each sample's first row"
+    " (0 where the engine skipped none)"
+)
+NEMO_RL_TAG: Final = "nrlre1"
+NEMO_RL_INTEGERS: Final = ("int8", "int16", "int32")
 
 
 class Recorded(NamedTuple):
-    """What was recorded of one sample: the rows of its real tokens ``start .. start + n - 1``, in order."""
+    """What was recorded of one sample: the rows of n successive real tokens, in order."""
 
     rows: np.ndarray
     """``[n, layers, K]`` integer, in the dtype it came in; a row of -1 is a route that is not known."""
-    start: int = 0
+    start: int | None
+    """The real token of the first row; None where the recording does not say."""
 
 
 class Expected(NamedTuple):
@@ -31,6 +39,10 @@ class Expected(NamedTuple):
     top_k: int
     num_layers: int
     moe_layers: tuple[int, ...]
+    tokens: tuple[int, ...]
+    """Real tokens of each sample."""
+    start: tuple[int | None, ...]
+    """The real token of each sample's first row, None where the caller does not say."""
 
 
 def sequence(value: Any, *, of: str) -> Iterable[Any]:
@@ -110,6 +122,50 @@ def from_http(value: Any) -> np.ndarray:
             raise ValueError(f"{rest} bytes behind the array that the .npy states")
         return integers(array, ndim=3)
     return np.zeros((0, 0, 0), np.uint8) if value == [] else integers(value, ndim=3)
+
+
+def from_nemo_rl(text: str) -> np.ndarray:
+    """Decode NeMo-RL's wire string of one sample, ``nrlre1:<dtype>:<tokens>x<layers>x<K>:<base64>``.
+
+    Its last field is standard base64, padded, of the array's bytes: C order, little-endian, not compressed
+    (``nemo_rl/utils/routed_experts_codec.py``).
+
+    Args:
+        text: the string.
+
+    Returns:
+        ``[tokens, layers, K]`` integers of the dtype that the string states, one of int8, int16 and int32.
+
+    Raises:
+        ValueError: if the tag, the dtype, the shape or the bytes are not what the format says; the message has what
+            was found and what was expected.
+
+    >>> from_nemo_rl("nrlre1:int16:2x1x2:AAABAAIBAwA=").tolist()
+    [[[0, 1]], [[258, 3]]]
+    """
+    fields = text.split(":")
+    if fields[0] != NEMO_RL_TAG or len(fields) != 4:
+        raise ValueError(
+            f"found a string of {len(fields)} fields that begins {text[:16]!r},"
+            f" expected {NEMO_RL_TAG}:<dtype>:<tokens>x<layers>x<K>:<base64>"
+        )
+    _, dtype, shape, data = fields
+    if dtype not in NEMO_RL_INTEGERS:
+        raise ValueError(f"found dtype {dtype!r}, expected one of {', '.join(NEMO_RL_INTEGERS)}")
+    if not re.fullmatch(r"\d+x\d+x\d+", shape, re.ASCII):
+        raise ValueError(f"found shape {shape!r}, expected <tokens>x<layers>x<K>")
+    sizes, item = [int(size) for size in shape.split("x")], np.dtype(dtype).newbyteorder("<")
+    count = math.prod(sizes) * item.itemsize
+    try:
+        data_bytes = _bytes(data)
+    except ValueError as error:
+        raise ValueError(
+            f"found {len(data)} characters that are not base64 ({error}), expected {-(-count // 3) * 4}"
+            f" for {shape} of {dtype}"
+        ) from error
+    if len(data_bytes) != count:
+        raise ValueError(f"found {len(data_bytes)} bytes, expected {count} for {shape} of {dtype}")
+    return np.frombuffer(data_bytes, item).reshape(sizes)
 
 
 def _bytes(text: Any) -> bytes:

@@ -68,7 +68,7 @@ def router_trace(source: Any, expected: Expected) -> list[Recorded]:
                 " (the stream of a rank is missing?)"
             )
     rows = np.stack([np.concatenate(chunks[layer]) for layer in expected.moe_layers], axis=1)
-    return _split(rows, expected.mask)
+    return _split(rows, expected)
 
 
 def _check_layers(found: set[int], moe_layers: set[int]) -> None:
@@ -79,16 +79,16 @@ def _check_layers(found: set[int], moe_layers: set[int]) -> None:
         )
 
 
-def _split(rows: np.ndarray, mask: np.ndarray) -> list[Recorded]:
-    lengths = mask.sum(axis=1)
+def _split(rows: np.ndarray, expected: Expected) -> list[Recorded]:
+    mask, tokens = expected.mask, expected.tokens
     if len(rows) == mask.size:
         return [
-            Recorded(sample[real])
+            Recorded(sample[real], 0)
             for sample, real in zip(rows.reshape(*mask.shape, *rows.shape[1:]), mask, strict=True)
         ]
-    if len(rows) != lengths.sum():
+    if len(rows) != sum(tokens):
         raise ValueError(
-            f"{len(rows)} tokens a layer, but the batch has {lengths.sum()} real tokens in {mask.size}"
+            f"{len(rows)} tokens a layer, but the batch has {sum(tokens)} real tokens in {mask.size}"
             " positions (a tensor-parallel copy, a recomputed pass or another batch?)"
         )
-    return [Recorded(part) for part in np.split(rows, np.cumsum(lengths)[:-1])]
+    return [Recorded(part, 0) for part in np.split(rows, np.cumsum(tokens)[:-1])]
