@@ -74,32 +74,33 @@ def python_rebalance(
     if num_groups % num_nodes:
         num_groups = num_nodes = 1
     size = load.shape[1] // num_groups
-    layers = np.asarray(load, np.float32).tolist()
+    layers = np.asarray(load, np.float32)
     return [_python_layer(layer, size, num_slots, num_nodes, num_ranks) for layer in layers]
 
 
-def _python_layer(load: list[float], size: int, num_slots: int, num_nodes: int, num_ranks: int) -> list[int]:
-    groups = [sum(load[i : i + size]) for i in range(0, len(load), size)]
+def _python_layer(load: np.ndarray, size: int, num_slots: int, num_nodes: int, num_ranks: int) -> list[int]:
+    groups = list(load.reshape(-1, size).sum(-1))
+    load = list(load)  # scalars of float32: EPLB compares and sums in single precision
     slots = []
     for members in _python_pack(groups, num_nodes):
         experts = [group * size + i for group in members for i in range(size)]
         count = dict.fromkeys(experts, 1)
         copies = list(experts)
         while len(copies) < num_slots // num_nodes:
-            hottest = max(experts, key=lambda expert: load[expert] / count[expert])
+            hottest = max(experts, key=lambda expert: load[expert] / np.float32(count[expert]))
             count[hottest] += 1
             copies.append(hottest)
-        shares = [load[expert] / count[expert] for expert in copies]
+        shares = [load[expert] / np.float32(count[expert]) for expert in copies]
         slots += [copies[i] for pack in _python_pack(shares, num_ranks // num_nodes) for i in pack]
     return slots
 
 
-def _python_pack(load: list[float], num_packs: int) -> list[list[int]]:
+def _python_pack(load: list[np.float32], num_packs: int) -> list[list[int]]:
     room = len(load) // num_packs
     if room == 1:
         return [[i] for i in range(num_packs)]
     packs: list[list[int]] = [[] for _ in range(num_packs)]
-    total = [0.0] * num_packs
+    total = [np.float32(0)] * num_packs
     for item in sorted(range(len(load)), key=lambda i: -load[i]):
         lightest = min((i for i in range(num_packs) if len(packs[i]) < room), key=total.__getitem__)
         packs[lightest].append(item)

@@ -24,7 +24,7 @@ from relibra_jax.types import Array
 
 
 def longest_first(
-    start: Bins, key: PRNGKeyArray, *, steps: int, hottest: Float[Array, ""] | float
+    start: Bins, key: PRNGKeyArray, *, steps: int, hottest: Float[jax.Array, ""] | float
 ) -> Int[jax.Array, "I rows"]:
     """Give the heaviest item first to the lightest bin that has room (LPT), blind to micro-batches and costs.
 
@@ -42,7 +42,7 @@ def longest_first(
 
 
 def descend(
-    start: Bins, key: PRNGKeyArray, *, steps: int, hottest: Float[Array, ""] | float
+    start: Bins, key: PRNGKeyArray, *, steps: int, hottest: Float[jax.Array, ""] | float
 ) -> Int[jax.Array, "I rows"]:
     """Make the best of all swaps again and again until none improves, from what `longest_first` finds.
 

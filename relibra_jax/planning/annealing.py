@@ -37,12 +37,12 @@ class Bins(NamedTuple):
     """Which item is at each position."""
 
 
-AXES: Final = Bins(share=0, cost=1, item=0)
-"""The axis of positions in each array."""
+AXES: Final = (0, 1, 0)
+"""The axis of positions in each array of `Bins`."""
 
 
 def anneal(
-    start: Bins, key: PRNGKeyArray, *, steps: int, hottest: Float[Array, ""] | float = HOTTEST
+    start: Bins, key: PRNGKeyArray, *, steps: int, hottest: Float[jax.Array, ""] | float = HOTTEST
 ) -> Int[jax.Array, "I rows"]:
     """Search by simulated annealing for items in bins whose peaks and costs are least; never worse than the start.
 
@@ -141,7 +141,7 @@ def price_swaps(
     return _price(mine, theirs, total, i // _bin_size(state), q)
 
 
-def cooling(hottest: Float[Array, ""] | float, coldest: float, steps: int) -> Float[jax.Array, " steps"]:
+def cooling(hottest: Float[jax.Array, ""] | float, coldest: float, steps: int) -> Float[jax.Array, " steps"]:
     """The temperature of every step of an annealing: geometric, and 0 in the last tenth, which only takes improvements.
 
     >>> [round(value, 3) for value in cooling(1.0, 0.1, 11).tolist()]

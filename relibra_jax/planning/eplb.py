@@ -31,7 +31,9 @@ def rebalance_experts(
     (hierarchical policy), else nodes and groups are ignored (global policy).
 
     Args:
-        load: load of each expert; compared in float32.
+        load: load of each expert; compared and summed in float32, as by EPLB. Equal loads, which above 2**24 may have
+            been different integers, go in order of the expert: EPLB's results to the last slot if its sort is stable.
+            PyTorch's default sort leaves the order of equal loads open, and EPLB's results with it.
         num_replicas: physical slots P, a multiple of ``num_gpus``.
         num_groups: groups of neighbouring experts that stay together in a node; divides E.
         num_nodes: the number of nodes, which divides ``num_gpus``.
