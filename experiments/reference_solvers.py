@@ -78,19 +78,19 @@ def python_rebalance(
     return [_python_layer(layer, size, num_slots, num_nodes, num_ranks) for layer in layers]
 
 
-def _python_layer(load: np.ndarray, size: int, num_slots: int, num_nodes: int, num_ranks: int) -> list[int]:
-    groups = list(load.reshape(-1, size).sum(-1))
-    load = list(load)  # scalars of float32: EPLB compares and sums in single precision
+def _python_layer(layer: np.ndarray, size: int, num_slots: int, num_nodes: int, num_ranks: int) -> list[int]:
+    # Scalars of float32: EPLB compares and sums in single precision.
+    groups, loads = list(layer.reshape(-1, size).sum(-1)), list(layer)
     slots = []
     for members in _python_pack(groups, num_nodes):
         experts = [group * size + i for group in members for i in range(size)]
         count = dict.fromkeys(experts, 1)
         copies = list(experts)
         while len(copies) < num_slots // num_nodes:
-            hottest = max(experts, key=lambda expert: load[expert] / np.float32(count[expert]))
+            hottest = max(experts, key=lambda expert: loads[expert] / np.float32(count[expert]))
             count[hottest] += 1
             copies.append(hottest)
-        shares = [load[expert] / np.float32(count[expert]) for expert in copies]
+        shares = [loads[expert] / np.float32(count[expert]) for expert in copies]
         slots += [copies[i] for pack in _python_pack(shares, num_ranks // num_nodes) for i in pack]
     return slots
 

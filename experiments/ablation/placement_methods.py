@@ -8,6 +8,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Float, Int, PRNGKeyArray
 
 from relibra_jax.planning.annealing import (
@@ -20,7 +21,6 @@ from relibra_jax.planning.annealing import (
 )
 from relibra_jax.planning.packing import pack_evenly
 from relibra_jax.planning.placement import STATIC_ARGUMENTS, place_by_search
-from relibra_jax.types import Array
 
 
 def longest_first(
@@ -76,16 +76,14 @@ def _descend(state: Bins) -> Bins:
     bins, items, rows = state.cost.shape
     size = items // bins
     column = jnp.arange(rows)
-    i, q = jnp.nonzero(
-        jnp.arange(items)[:, None] // size < jnp.arange(bins)[None], size=items * (bins - 1) // 2
-    )
+    i, q = jnp.asarray(np.nonzero(np.arange(items)[:, None] // size < np.arange(bins)[None]), jnp.int32)
 
     def sweep(state):
         total = bin_load(state)
 
         def look(best, pair):
             now, after = price_swaps(state, total, *pair)
-            gain, j = (now - after).max(0), jnp.argmin(after, axis=0) + pair[1] * size
+            gain, j = (now - after).max(0), after.argmin(0).astype(jnp.int32) + pair[1] * size
             wins = gain > best[0]
             return jax.tree.map(
                 lambda a, b: jnp.where(wins, a, b), (gain, jnp.full_like(j, pair[0]), j), best

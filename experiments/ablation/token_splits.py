@@ -101,7 +101,7 @@ def split_evenly(
     Returns:
         The replicas that compute something, and the quotas, as from `replicate_domain`.
     """
-    copies = 1 + (replica[:, :, None] == jnp.arange(load.size)[None, None]).sum((0, 1))
+    copies = 1 + (replica[:, :, None] == jnp.arange(load.size)[None, None]).sum((0, 1), dtype=jnp.int32)
     return _by_slot(load, replica, (load.ravel() // copies)[replica])
 
 
@@ -128,8 +128,8 @@ def split_tokens(
         rank_load, quota = carry
         expert, tokens = expert_tokens
         slot, home = replica == expert, rank == expert // homes
-        computed = jnp.where(slot, quota, 0).sum(1)
-        below = rank_load - computed - jnp.where(home, tokens - computed.sum(), 0)
+        computed = jnp.where(slot, quota, 0).sum(1, dtype=jnp.int32)
+        below = rank_load - computed - jnp.where(home, tokens - computed.sum(dtype=jnp.int32), 0)
         poured = _pour(tokens, below, slot.any(1) | home)
         return (below + poured, jnp.where(slot, poured[:, None], quota)), None
 
@@ -137,7 +137,7 @@ def split_tokens(
         return jax.lax.scan(pour, carry, (replica.ravel(), expert_load.ravel()))
 
     expert_load = jnp.where(replica == EMPTY, 0, load.ravel()[replica])
-    start = (load.sum(1), jnp.zeros_like(replica))
+    start = (load.sum(1, dtype=jnp.int32), jnp.zeros_like(replica))
     (_, quota), _ = jax.lax.scan(sweep, start, length=SWEEPS)
     return _by_slot(load, replica, quota)
 
@@ -146,10 +146,13 @@ def _pour(tokens: Int[Array, ""], below: Int[Array, " P"], held: Bool[Array, " P
     """Tokens for each of the ranks ``held``, which are at ``below``, so that the highest is least."""
     under = held[None, :] & (below[None, :] <= below[:, None])
     # The level that the ranks up to p's height alone would reach; with more or fewer of them it is no lower.
-    level = -(-(tokens + jnp.where(under, below[None, :], 0).sum(1)) // jnp.maximum(under.sum(1), 1))
+    level = -(
+        -(tokens + jnp.where(under, below[None, :], 0).sum(1, dtype=jnp.int32))
+        // jnp.maximum(under.sum(1, dtype=jnp.int32), 1)
+    )
     poured = jnp.where(held, jnp.maximum(jnp.where(held, level, _MAX).min() - below, 0), 0)
     wet = poured > 0
-    return poured - (wet & (jnp.cumsum(wet) <= poured.sum() - tokens))
+    return poured - (wet & (jnp.cumsum(wet, dtype=jnp.int32) <= poured.sum(dtype=jnp.int32) - tokens))
 
 
 def _by_slot(

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from jaxtyping import Float, Int, PRNGKeyArray
 
 from relibra_jax.planning.draws import draw_bits, gumbel, integers
-from relibra_jax.types import Array
 
 HOTTEST: Final = 2e-3
 COLDEST: Final = 1e-4
@@ -107,7 +106,7 @@ def relabel_bins(state: Bins) -> tuple[Int[jax.Array, "I rows"], Float[jax.Array
     def exchange(carry):
         label, _ = carry
         cost = jnp.take_along_axis(price, label[None], axis=1)  # [bin, by the present label of a bin, row]
-        own = (cost * jnp.eye(bins)[:, :, None]).sum(1)
+        own = (cost * jnp.eye(bins, dtype=jnp.float32)[:, :, None]).sum(1)
         gain = own[:, None] + own[None] - cost - cost.swapaxes(0, 1)  # of exchanging the labels of two bins
         gain = gain.reshape(bins * bins, rows)
         best, pair = gain.max(0), gain.argmax(0)

@@ -56,7 +56,7 @@ def replicate_domain(
     """
     load = jnp.asarray(load, jnp.int32)
     fill = functools.partial(_fill, whole=load // tile, slots=replica_slots, least=-(-min_tokens // tile))
-    start = load.sum(1)
+    start = load.sum(1, dtype=jnp.int32)
 
     def attempt(best: _Target, tiles: Int[jax.Array, " P"]) -> tuple[_Target, Int[jax.Array, ""]]:
         """The better of ``best`` and of filling ranks with ``tiles``, and the largest rank load of the latter."""
@@ -108,17 +108,19 @@ def least_top_load(load: Int[Array, "P H"], *, replica_slots: int) -> Int[jax.Ar
     >>> int(least_top_load(jnp.array([[40, 40, 40], [0, 0, 0]]), replica_slots=1))
     80
     """
-    start = load.sum(1)
-    gain = jax.lax.top_k(load.ravel(), min(replica_slots, load.size))[0].sum()
+    start = load.sum(1, dtype=jnp.int32)
+    gain = jax.lax.top_k(load.ravel(), min(replica_slots, load.size))[0].sum(dtype=jnp.int32)
 
     def lacking(top):
-        return jnp.minimum(top - start, gain).sum()
+        return jnp.minimum(top - start, gain).sum(dtype=jnp.int32)
 
     def newton(top):
         slope = (top - start <= gain).sum(dtype=jnp.int32)
         return top - lacking(top) // jnp.maximum(slope, 1)
 
-    return jax.lax.while_loop(lambda top: lacking(top) < 0, newton, -(-start.sum() // start.size))
+    return jax.lax.while_loop(
+        lambda top: lacking(top) < 0, newton, -(-start.sum(dtype=jnp.int32) // start.size)
+    )
 
 
 class _Target(NamedTuple):
@@ -150,7 +152,7 @@ def _fill(lacks: Int[jax.Array, " P"], *, whole: Int[jax.Array, "P H"], slots: i
 
     def step(carry):
         (missing, given, replica, tiles), _ = carry
-        used = (tiles > 0).sum(1)
+        used = (tiles > 0).sum(1, dtype=jnp.int32)
         gap = jnp.where((used < slots) & (missing >= least), missing, 0)
         widest = gap.max()
         taker = rank == jnp.where(gap == widest, rank, ranks).min()
@@ -166,7 +168,7 @@ def _fill(lacks: Int[jax.Array, " P"], *, whole: Int[jax.Array, "P H"], slots: i
         moved = jnp.minimum(chosen_offer, widest)
         gives = jnp.where(expert == chosen, moved, 0).reshape(ranks, homes)
         slot = taker[:, None] & (jnp.arange(slots)[None] == used[:, None]) & (moved > 0)
-        missing = missing + gives.sum(1) - jnp.where(taker, moved, 0)
+        missing = missing + gives.sum(1, dtype=jnp.int32) - jnp.where(taker, moved, 0)
         filled = _Filled(
             missing, given + gives, jnp.where(slot, chosen, replica), jnp.where(slot, moved, tiles)
         )
@@ -182,8 +184,8 @@ def _fair_tiles(start: Int[Array, " P"], tile: int) -> Int[jax.Array, " P"]:
 
     Shares are rounded down, then by largest remainder; among equals the fullest rank gives one less.
     """
-    mean = start.sum() // start.size
+    mean = start.sum(dtype=jnp.int32) // start.size
     tiles = (mean - start) // tile
     order = jnp.lexsort((-start, -((mean - start) % tile)))
     position = (order[None, :] == jnp.arange(start.size)[:, None]).argmax(1)
-    return tiles + (position < -tiles.sum())
+    return tiles + (position < -tiles.sum(dtype=jnp.int32))

@@ -55,7 +55,7 @@ def split_over_edges(
     flow_matrix = jnp.asarray(eye[:, edges.ravel()] - np.repeat(eye, edges.shape[1], 1)) * usable[None]
     num_flows = c.size
     # x = (f, s, t) with A f + s - t = -w, f + v = c, all positive; z and q are the duals of x and v, y of the rows.
-    matrix = jnp.concatenate([flow_matrix, jnp.asarray(eye), -jnp.ones((ranks, 1))], 1)
+    matrix = jnp.concatenate([flow_matrix, jnp.asarray(eye), jnp.full((ranks, 1), -1, jnp.float32)], 1)
 
     def flows(x):
         return x[:num_flows]
@@ -89,8 +89,8 @@ def split_over_edges(
     before = w + flow_matrix @ half
     top = before.max() + 0.1
     x = jnp.concatenate([half, top - before, top[None]])
-    z = jnp.full(x.shape, 0.5 / ranks).at[-1].set(0.5)
-    q = jnp.full(c.shape, 0.5 / ranks)
+    z = jnp.full_like(x, 0.5 / ranks).at[-1].set(0.5)
+    q = jnp.full_like(c, 0.5 / ranks)
     start = (x, half, z, q, (jnp.zeros_like(c), w.max()))
     (*_, (flow, _)), _ = jax.lax.scan(step, start, length=STEPS)
     return flow.reshape(edges.shape) * mean
@@ -131,7 +131,10 @@ def lplb(
         for_homes, known, state = known_loads(load, state, loads=loads, scope=scope)
         home = pack_homes(for_homes, topology, num_groups=topology.num_experts, num_nodes=topology.num_nodes)
         rule = functools.partial(_copy_along, edges=edges, replica_slots=topology.replica_slots)
-        return plan_per_node(rule, load, known, home, topology, across_nodes=across_nodes), state
+        split = functools.partial(plan_per_node, rule, topology=topology, across_nodes=across_nodes)
+        # Under vmap a loop: linear algebra over more batches sums in another order, and a last digit can move a token.
+        # Processes that plan together and alone would disagree.
+        return jax.custom_batching.sequential_vmap(split)(load, known, home), state
 
     return Planner(init_history, update)
 
@@ -161,7 +164,7 @@ def _copy_along(
     sent = jnp.where((before + change).max() <= before.max(), sent, 0)  # rounding must not make it worse
 
     at_home = load - jnp.zeros_like(load).at[jnp.arange(ranks)[:, None], heaviest].set(sent)
-    source = jnp.arange(ranks)[:, None] * homes + heaviest
+    source = (jnp.arange(ranks)[:, None] * homes + heaviest).astype(jnp.int32)
     column = np.arange(degree)
     replica = jnp.full((ranks, replica_slots), EMPTY, jnp.int32).at[edges, column].set(source)
     quota = jnp.zeros((ranks, replica_slots), load.dtype).at[edges, column].set(sent)

@@ -92,11 +92,14 @@ def add_copies(
     ([0, 0], [1, 2], [3, 1, 1])
     """
     load = jnp.asarray(load, jnp.float32)
+    once, none = jnp.ones(load.size, jnp.int32), jnp.zeros(0, jnp.int32)
+    if not num_extra:
+        return none, none, once  # without jit, no scan may be empty
 
     def add(count, _):
         item = jnp.argmax(load / count).astype(jnp.int32)
         here = jnp.arange(load.size) == item
         return count + here, (item, jnp.sum(jnp.where(here, count, 0)))
 
-    count, (item, copy) = jax.lax.scan(add, jnp.ones(load.size, jnp.int32), length=num_extra)
+    count, (item, copy) = jax.lax.scan(add, once, length=num_extra)
     return item, copy, count

@@ -131,7 +131,7 @@ def place_by_search(
     hottest = jnp.where(refining, jnp.float32(REFINING), jnp.float32(HOTTEST))
     # Layers come last from here on, as in `Bins`.
     load = jnp.asarray(load, jnp.float32).transpose(2, 0, 1)
-    crossing = jnp.zeros((topology.num_nodes, experts, layers))  # no price
+    crossing = jnp.zeros((topology.num_nodes, experts, layers), jnp.float32)  # no price
     if source_load is not None:
         crossing = crossing_cost * _crossing_share(jnp.asarray(source_load, jnp.float32).transpose(1, 2, 0))
 
@@ -197,6 +197,6 @@ def _fill_bins(load, previous, home, crossing, domains, bins, move_cost):
 def _keep_slots(new_bin, previous_home, size):
     """Slots of one layer: who stays in its bin keeps its slot, the others fill the free slots in order."""
     stays = previous_home // size == new_bin
-    free = jnp.argsort(jnp.zeros_like(stays).at[previous_home].set(stays), stable=True)
+    free = jnp.argsort(jnp.zeros_like(stays).at[previous_home].set(stays), stable=True).astype(jnp.int32)
     movers = jnp.argsort(jnp.where(stays, new_bin.size, new_bin), stable=True)
     return jnp.where(stays, previous_home, jnp.zeros_like(previous_home).at[movers].set(free))
