@@ -15,8 +15,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from relibra_jax.execution.expert_labels import optimizer_layers
+from relibra_jax.execution.gating import Gating
 from relibra_jax.execution.mesh import LOCAL, NODE, expert_mesh, rank_sharding
 from relibra_jax.execution.migration import migrate_experts, migration_step, move_tables
+from relibra_jax.nnx import MoELayer, reorder_experts
+from relibra_jax.nnx.put_on_mesh import put_on_mesh
 from relibra_jax.types import Topology
 
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=4, num_experts=32, replica_slots=1)
@@ -268,6 +271,33 @@ def test_flax_state(mesh, migrate):
             same_bits(new["layers"][index][...], moved(old["layers"][index][...], OLD[layer], NEW[layer]))
         same_bits(new["router"][...], old["router"][...])
     optimizer.update(model, jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param)))
+
+
+@pytest.mark.parametrize(
+    ("tx", "message"),
+    [
+        (optax.lbfgs(), r"ScaleByLBFGSState, .*tree_map_params cannot say which of its leaves.*IndexError"),
+        (
+            optax.scale_by_lbfgs(),
+            r"diff_params_memory.*expected \[N, G, H, ...\] = \[2, 2, 2, .*found \[10, 2",
+        ),
+        (optax.adafactor(1e-3), r"v_row.*expected \[N, G, H, ...\] = \[2, 2, 2, ...\], found \[1\]"),
+    ],
+    ids=["lbfgs", "memory of steps", "factored moments"],
+)
+def test_refuses_optimizers_whose_state_cannot_move(tx, message):
+    """At the first reordering, with the leaf or, where optax itself cannot tell leaves apart, the state."""
+    topology = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=0)
+    mesh = expert_mesh(topology, devices=jax.devices()[:4])
+    model = MoELayer(topology, 4, 2, Gating(scores="softmax", top_k=2), rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    def move():
+        put_on_mesh(model, optimizer, mesh)
+        reorder_experts(model, optimizer, np.arange(8)[None, ::-1], mesh=mesh, topology=topology)
+
+    with pytest.raises(ValueError, match=message):
+        move()
 
 
 def test_refuses_homes(mesh, migrate):

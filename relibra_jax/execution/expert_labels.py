@@ -58,7 +58,8 @@ def optimizer_layers(tx: Any, opt_state: PyTree, layers: PyTree) -> PyTree:
         the parameter's (factored moments) is labelled too: `migrate_experts` refuses it where its layout differs.
 
     Raises:
-        ValueError: if a parameter in the state has no label.
+        ValueError: if a parameter in the state has no label, or the optimizer cannot say which leaves belong to which
+            parameter (`optax.lbfgs`).
 
     >>> import jax.numpy as jnp
     >>> params = {"experts": jnp.zeros((1, 1, 3)), "router": jnp.zeros(4)}
@@ -71,9 +72,23 @@ def optimizer_layers(tx: Any, opt_state: PyTree, layers: PyTree) -> PyTree:
     def label(parameters):
         return jax.tree.map_with_path(lambda path, _: labels[_labelled_prefix(path, labels)], parameters)
 
-    return optax.tree_map_params(
-        tx, label, opt_state, transform_non_params=lambda _: None, is_leaf=lambda _: True
-    )
+    try:
+        return optax.tree_map_params(
+            tx, label, opt_state, transform_non_params=lambda _: None, is_leaf=lambda _: True
+        )
+    except ValueError:
+        raise
+    except (
+        Exception
+    ) as error:  # whatever an init raises that does not expect optax's placeholders for parameters
+        kinds = (
+            opt_state if isinstance(opt_state, tuple) and not hasattr(opt_state, "_fields") else [opt_state]
+        )
+        names = ", ".join(type(kind).__name__ for kind in kinds)
+        raise ValueError(
+            f"optimizer with the state {names}: optax.tree_map_params cannot say which of its leaves belong to which"
+            f" parameter ({error!r}), so they cannot move with their experts; take another optimizer"
+        ) from error
 
 
 def check_homes(home: Num[Array, "..."], num_experts: int, name: str = "home") -> Int[np.ndarray, "L E"]:

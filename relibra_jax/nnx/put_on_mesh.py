@@ -37,8 +37,13 @@ def put_on_mesh(model: nnx.Module, optimizer: nnx.Optimizer | None, mesh: Mesh) 
     experts = [leaf.get_raw_value() for leaf in _variables(trained) if isinstance(leaf, ExpertParam)]
     spec = {array.ndim: array.sharding.spec for array in experts}
     labels = optimizer_layers(optimizer.tx, optimizer.opt_state, expert_labels(trained))
+    # State of experts that is laid out otherwise than they are is refused by name where it would have to move.
     placed = [
-        _put(leaf.array, mesh, PartitionSpec() if leaf.layers is None else spec[leaf.array.ndim])
+        _put(
+            leaf.array,
+            mesh,
+            PartitionSpec() if leaf.layers is None else spec.get(leaf.array.ndim, PartitionSpec()),
+        )
         for leaf in labelled_leaves(optimizer.opt_state, labels)
     ]
     opt_state = jax.tree.unflatten(jax.tree.structure(optimizer.opt_state), placed)
