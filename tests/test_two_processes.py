@@ -13,6 +13,7 @@ CHECKS = [
     "both_hold_the_same_plan_or_stop",
     "plans_do_not_change_the_mathematics",
     "training_goes_on_where_it_stopped",
+    "a_damaged_checkpoint_stops_both",
     "batches_are_prepared_and_trained_on",
 ]
 
@@ -28,7 +29,7 @@ def test_two_processes_of_four_devices(tmp_path):
     environment = os.environ | {
         "XLA_FLAGS": os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=4"),
         "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": str(script.parent),
+        "PYTHONPATH": os.pathsep.join(map(str, script.parents[:2])),
     }
     processes = [
         subprocess.Popen(

@@ -9,15 +9,20 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 import test_balancer
 import test_moe
 import test_training
+from jax.experimental import multihost_utils
+from support.damage import cut_in_half, flip_bit_of
 
 from relibra_jax import RoutingReplay, static
-from relibra_jax.execution import check_same_plan, expert_mesh
+from relibra_jax.execution import check_same_plan, expert_mesh, rank_sharding
+from relibra_jax.execution.checkpoint import restore_checkpoint, save_checkpoint
 from relibra_jax.execution.parallel import PATHS
 from relibra_jax.nnx import get_homes
+from relibra_jax.types import Topology
 
 NUMBER, PORT, FOLDER = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
 
@@ -54,6 +59,36 @@ def training_goes_on_where_it_stopped():
         assert test_training.largest_difference(second.logical(), wanted) < test_training.TOLERANCE
 
 
+def a_damaged_checkpoint_stops_both():
+    """Also where only one of them reads what is damaged."""
+    topology = Topology(num_nodes=2, ranks_per_node=4, num_experts=8, replica_slots=0)
+    options = {"layers": 0, "mesh": expert_mesh(topology), "topology": topology}
+    noise = np.frombuffer(np.random.default_rng(0).bytes(2 * 4 * 4000), np.float32).reshape(2, 4, 1, 1000)
+    tree = jax.make_array_from_callback(noise.shape, rank_sharding(options["mesh"]), lambda at: noise[at])
+    folder = FOLDER.with_name("damaged")
+    folder.mkdir(exist_ok=True)
+    with ocp.CheckpointManager(folder) as manager:
+        for step in (1, 2, 3):
+            save_checkpoint(manager, step, tree, np.arange(8)[None], **options)
+        manager.wait_until_finished()
+        for step, harm in ((2, lambda path: flip_bit_of(noise[1, 2], path)), (3, cut_what_process_1_wrote)):
+            if NUMBER == 0:
+                harm(folder / str(step))
+            multihost_utils.sync_global_devices(f"damaged {step}")
+            with pytest.raises(
+                ValueError, match=f"step {step} in .*; to go on from step {step - 1}, the newest"
+            ):
+                restore_checkpoint(manager, tree, step=step, **options)
+        found = restore_checkpoint(manager, tree, step=1, **options).tree
+    for shard in found.addressable_shards:
+        assert np.asarray(shard.data).tobytes() == noise[shard.index].tobytes()
+
+
+def cut_what_process_1_wrote(folder):
+    for path in (folder / "state" / "ocdbt.process_1" / "d").iterdir():
+        cut_in_half(path)
+
+
 def batches_are_prepared_and_trained_on():
     topology = dataclasses.replace(test_balancer.TOPOLOGY, ranks_per_node=4)
     run, still = (
@@ -77,6 +112,7 @@ for check in (
     both_hold_the_same_plan_or_stop,
     plans_do_not_change_the_mathematics,
     training_goes_on_where_it_stopped,
+    a_damaged_checkpoint_stops_both,
     batches_are_prepared_and_trained_on,
 ):
     check()

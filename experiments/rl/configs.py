@@ -123,6 +123,8 @@ class Train:
     """The folder where everything goes; a new one in ``out`` when not given."""
     resume: Path | None = None
     """A folder that a run has left: go on there, with its settings where the command line gives none."""
+    verify: bool = True
+    """Whether a resumed run compares its checkpoint with the digests that were saved with it."""
 
     def __post_init__(self) -> None:
         for name, value, table in (

@@ -52,13 +52,17 @@ class State:
         """Save everything that the next step depends on; the key follows from the seed."""
         save_training(manager, self.step, self.model, self.optimizer, self.balancer)
 
-    def restore(self, manager: ocp.CheckpointManager) -> None:
+    def restore(self, manager: ocp.CheckpointManager, *, verify: bool = True) -> None:
         """Go on from the latest checkpoint, which another mesh may have saved.
 
+        Args:
+            manager: the Orbax manager of the directory.
+            verify: whether to compare every array with the digest that was saved with it.
+
         Raises:
-            ValueError: if there is none, or it is of another model; says what differs.
+            ValueError: if there is none, it is of another model, or damaged; says what differs.
         """
-        self.step, _ = restore_training(manager, self.model, self.optimizer, self.balancer)
+        self.step, _ = restore_training(manager, self.model, self.optimizer, self.balancer, verify=verify)
 
 
 @functools.cache

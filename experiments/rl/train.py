@@ -27,6 +27,8 @@ from relibra_jax.replay_files import load_replay, save_replay
 from relibra_jax.types import RoutingReplay
 
 CHECKPOINTS_KEPT: Final = 2
+OF_ONE_START: Final = ("out", "resume", "verify")
+"""The settings that are not written down for the next start."""
 COMPILED: Final = Path("out/compiled")
 """Where compiled programs are kept for later processes, unless the user has chosen another place."""
 
@@ -44,7 +46,7 @@ def run_train(config: Train, console: Console, *, name: str = "rl", task: Task |
         The folder with ``config.json``, ``seed-*/metrics.jsonl``, checkpoints, figure and summary.
 
     Raises:
-        ValueError: if settings do not fit or the planner refuses them, or a checkpoint is of another model.
+        ValueError: if settings do not fit or the planner refuses them, or a checkpoint is damaged or of another model.
     """
     host_devices(config.topology.num_ranks)
     _check_planner(config)
@@ -75,7 +77,7 @@ def _run_seed(
     options = ocp.CheckpointManagerOptions(max_to_keep=CHECKPOINTS_KEPT, create=True)
     with ocp.CheckpointManager((folder / "checkpoints").absolute(), options=options) as manager:
         if manager.latest_step() is not None:
-            trainer.state.restore(manager)
+            trainer.state.restore(manager, verify=config.verify)
         # Settings that a checkpoint refuses are not written down.
         _note_changes(config, run, console)
         with MetricsLog(folder, trainer.state.step) as log, _progress(console) as bar:
@@ -163,7 +165,7 @@ def _folder(config: Train, name: str) -> Path:
 
 def _note_changes(config: Train, folder: Path, console: Console) -> None:
     """Write the settings down, and say in what they differ from those that a resumed run began with."""
-    now = {key: value for key, value in _plain(config).items() if key not in ("out", "resume")}
+    now = {key: value for key, value in _plain(config).items() if key not in OF_ONE_START}
     path = folder / "config.json"
     before = json.loads(path.read_text()) if path.exists() else now
     for key, value in now.items():

@@ -6,11 +6,14 @@ identity placement, layer by layer through device memory, so the live arrays are
 restore, each rank reads the experts of its slots under the identity and they migrate to the wanted homes.
 
 A step is two Orbax items: ``state``, a flat dict of arrays by name, and ``layout``, JSON with the topology, the homes
-and the name, dtype and shape of every array. Orbax writes a step into a directory of its own and makes it visible
-when it is complete: an interrupted save leaves the last good step alone. Nothing is pickled.
+and the name, dtype, shape and digest of every array. Orbax writes a step into a directory of its own and makes it
+visible when it is complete: an interrupted save leaves the last good step alone. Nothing is pickled.
+
+Digests are taken from the live arrays before anything is copied, and compared with those of the live arrays after a
+restore: what a disk, a copy or a migration has altered on the way is noticed. Orbax (0.12) notices damage to its own
+metadata alone: neither Zarr format that it writes has a checksum of the values.
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -23,6 +26,9 @@ import orbax.checkpoint as ocp  # type: ignore[import-untyped]
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from jaxtyping import Int, Num, PyTree
 
+from relibra_jax.execution.checkpoint_layout import Layout, check_arrays, describe, layout_json
+from relibra_jax.execution.checkpoint_steps import find_step, raise_together, read_layout, read_state
+from relibra_jax.execution.digests import logical_digests
 from relibra_jax.execution.expert_labels import ExpertLeaf, check_homes, expert_leaves, slot_spec
 from relibra_jax.execution.mesh import RANKS
 from relibra_jax.execution.migration import migrate_experts
@@ -57,7 +63,7 @@ def save_checkpoint(
     call it.
 
     Args:
-        manager: an Orbax manager made without item names or handlers.
+        manager: an Orbax manager made without item names or handlers; the names of its steps end in their numbers.
         step: the number to save under.
         tree: parameters, optimizer state, planner state, counters: arrays, typed keys and Python numbers.
         home: ``[L, E]``, flat home slot of each expert, in force.
@@ -75,6 +81,8 @@ def save_checkpoint(
     leaves = _named(expert_leaves(tree, layers, num_layers=len(homes), mesh=mesh, topology=topology))
     if not manager.should_save(step):
         return False
+    leaves = _plain(leaves)
+    digests = logical_digests(leaves, homes)
     experts = {name: leaf for name, leaf in leaves.items() if leaf.layers is not None}
     logical = migrate_experts(
         {name: _host_copy(leaf.array) for name, leaf in experts.items()},
@@ -85,14 +93,11 @@ def save_checkpoint(
         topology=topology,
     )
     state = {
-        name: _regroup(logical.pop(name), leaf, merge=True) if name in experts else _plain(leaf.array)
+        name: _regroup(logical.pop(name), leaf, merge=True) if name in experts else leaf.array
         for name, leaf in leaves.items()
     }
-    layout = {
-        "topology": dataclasses.asdict(topology),
-        "home": homes.tolist(),
-        "arrays": {name: [array.dtype.name, *array.shape] for name, array in state.items()},
-    }
+    arrays = {name: describe(array) for name, array in state.items()}
+    layout = layout_json(Layout(topology, homes, arrays, digests))
     args = ocp.args.Composite(state=ocp.args.StandardSave(state), layout=ocp.args.JsonSave(layout))
     return manager.save(step, args=args)
 
@@ -106,8 +111,11 @@ def restore_checkpoint(
     topology: Topology,
     home: Num[Array, "..."] | None = None,
     step: int | None = None,
+    verify: bool = True,
 ) -> Restored:
     """Restore a checkpoint onto ``mesh``, which need not be the one it was saved from.
+
+    On several processes, all call it, and all raise where one of them cannot go on.
 
     Args:
         manager: the Orbax manager of the directory that it was saved to.
@@ -120,31 +128,38 @@ def restore_checkpoint(
         home: ``[L, E]``, the wanted homes; the saved ones when None. Flat home slots mean a placement on other ranks
             too, which the next batch improves.
         step: the latest one when None.
+        verify: whether to compare every array with the digest that was saved with it.
 
     Returns:
         Step, tree and the homes in force.
 
     Raises:
         ValueError: if there is no such step, the checkpoint is of another model (both sides are named), homes are no
-            permutations, or leaves have another layout.
+            permutations, or leaves have another layout; if the checkpoint cannot be read or is not what was saved, in
+            one line that names the array, where that is known, and the newest step before it.
     """
-    step = _find_step(manager, step)
-    layout = manager.restore(step, args=ocp.args.Composite(layout=ocp.args.JsonRestore())).layout
-    saved = Topology(**layout["topology"])
-    if saved.num_experts != topology.num_experts:
-        raise ValueError(f"step {step} has {saved.num_experts} experts, the model {topology.num_experts}")
-    identity = _identity(np.array(layout["home"], np.int32))
-    homes = check_homes(np.array(layout["home"]) if home is None else home, topology.num_experts)
+    step = find_step(manager, step)
+    layout = read_layout(manager, step, verify=verify)
+    num_experts = layout.topology.num_experts
+    if num_experts != topology.num_experts:
+        raise ValueError(f"step {step} has {num_experts} experts, the model {topology.num_experts}")
+    identity = _identity(layout.home)
+    homes = check_homes(layout.home if home is None else home, topology.num_experts)
     if len(homes) != len(identity):
         raise ValueError(f"step {step} has homes of {len(identity)} layers, home has {len(homes)}")
 
     leaves = _named(expert_leaves(like, layers, num_layers=len(homes), mesh=mesh, topology=topology))
     wanted = {name: _saved_form(leaf, mesh) for name, leaf in leaves.items()}
-    _check_arrays(step, layout["arrays"], wanted)
-    state = manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(wanted))).state
+    check_arrays(step, layout.arrays, wanted)
+    state = read_state(manager, step, wanted)
     values = [_live_form(state.pop(name), leaf) for name, leaf in leaves.items()]
     tree = jax.tree.unflatten(jax.tree.structure(like), values)
     tree = migrate_experts(tree, identity, homes, layers=layers, mesh=mesh, topology=topology)
+    if verify:
+        leaves = _named(expert_leaves(tree, layers, num_layers=len(homes), mesh=mesh, topology=topology))
+        found = logical_digests(_plain(leaves), homes)
+        altered = [name for name in found if found[name] != layout.digests[name]]
+        raise_together(manager, step, _name_altered(altered))
     return Restored(step, tree, homes)
 
 
@@ -194,7 +209,15 @@ def _is_key(leaf: Any) -> bool:
     return jax.dtypes.issubdtype(getattr(leaf, "dtype", None), jax.dtypes.prng_key)
 
 
-def _plain(value: Any) -> jax.Array | np.ndarray:
+def _plain(leaves: dict[str, ExpertLeaf]) -> dict[str, ExpertLeaf]:
+    """``leaves``, those without experts as they are saved."""
+    return {
+        name: leaf if leaf.layers is not None else leaf._replace(array=_plain_array(leaf.array))
+        for name, leaf in leaves.items()
+    }
+
+
+def _plain_array(value: Any) -> jax.Array | np.ndarray:
     """What is saved of a leaf without experts; Orbax copies global arrays to the host before it returns."""
     if _is_key(value):
         value = jax.random.key_data(value)
@@ -231,24 +254,6 @@ def _live_form(value: Any, leaf: ExpertLeaf) -> Any:
     return value
 
 
-def _find_step(manager: ocp.CheckpointManager, step: int | None) -> int:
-    steps = sorted(manager.all_steps())
-    if not steps:
-        raise ValueError(f"no checkpoint in {manager.directory}")
-    if step is not None and step not in steps:
-        raise ValueError(f"no checkpoint of step {step} in {manager.directory}, which has {steps}")
-    return steps[-1] if step is None else step
-
-
-def _check_arrays(step: int, saved: dict[str, list[Any]], wanted: dict[str, Any]) -> None:
-    """Raise unless a checkpoint has exactly the wanted arrays."""
-    missing, foreign = sorted(wanted.keys() - saved.keys()), sorted(saved.keys() - wanted.keys())
-    if missing:
-        raise ValueError(f"step {step} lacks {len(missing)} arrays of the model, {missing[0]!r} first")
-    if foreign:
-        raise ValueError(f"step {step} has {len(foreign)} arrays that the model lacks, {foreign[0]!r} first")
-    for name, form in wanted.items():
-        found = saved[name]
-        if [form.dtype.name, *form.shape] != found:
-            model = f"{form.dtype.name}{list(form.shape)}"
-            raise ValueError(f"step {step}, {name!r}: {found[0]}{found[1:]}, in the model {model}")
+def _name_altered(names: list[str]) -> str | None:
+    more = f", the first of {len(names)}" if len(names) > 1 else ""
+    return f"array {names[0]!r} is not what was saved{more}" if names else None

@@ -58,6 +58,7 @@ def restore_training(
     *,
     extra: PyTree = None,
     step: int | None = None,
+    verify: bool = True,
 ) -> tuple[int, PyTree]:
     """Go on from a checkpoint, which another mesh may have saved: model, optimizer and balancer, in place.
 
@@ -68,12 +69,15 @@ def restore_training(
         balancer: a balancer of the same planner, layers and experts.
         extra: a tree like the one that was saved.
         step: the number of the checkpoint; None for the latest.
+        verify: whether to compare every array with the digest that was saved with it.
 
     Returns:
         The number of the step, and what was saved as ``extra``.
 
     Raises:
-        ValueError: if there is no such step, or it is of another model; says what differs.
+        ValueError: if there is no such step, or it is of another model; says what differs. If it cannot be read or is
+            not what was saved, as `relibra_jax.execution.checkpoint.restore_checkpoint` says. Model, optimizer and
+            balancer keep their values then.
     """
     put_on_mesh(model, optimizer, balancer.mesh)
     restored = restore_checkpoint(
@@ -83,6 +87,7 @@ def restore_training(
         mesh=balancer.mesh,
         topology=balancer.topology,
         step=step,
+        verify=verify,
     )
     tree = restored.tree
     nnx.update(model, tree["model"])

@@ -1,0 +1,91 @@
+"""A run that cannot go on says so in one line and leaves its folder as it is."""
+
+import dataclasses
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import orbax.checkpoint as ocp
+import pytest
+from support.damage import cut_in_half, files_under, flip_middle_bit
+
+from experiments.rl.configs import Train
+from experiments.rl.policy import POLICIES, PolicyConfig
+from experiments.rl.trainer import Trainer
+from experiments.run import main
+
+SMALLEST = PolicyConfig(width=16, layers=2, heads=2, kv_heads=1, head_width=8, expert_width=16)
+# Over with the second of its steps.
+SHORT = {"task": "copy", "policy": "smallest", "warmup_steps": 2, "steps": 0, "evaluation_batches": 0}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _smallest_policy():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("experiments.rl.configs.POLICIES", {**POLICIES, "smallest": SMALLEST})
+        patch.setattr("experiments.rl.train.keep_compiled", lambda: None)
+        yield
+
+
+def leave(folder, config):
+    """Make of ``folder`` what a run leaves, with checkpoints of steps 1 and 2; no step is taken."""
+    trainer = Trainer(config, 0)
+    (folder / "config.json").write_text(json.dumps(dataclasses.asdict(config), default=str))
+    with ocp.CheckpointManager(folder / "seed-0" / "checkpoints") as manager:
+        for trainer.state.step in (1, 2):
+            trainer.state.save(manager)
+
+
+@pytest.fixture(scope="module")
+def left(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("left")
+    leave(folder, Train(**SHORT))
+    return folder
+
+
+@pytest.fixture
+def folder(left, tmp_path):
+    """A copy to damage."""
+    return shutil.copytree(left, tmp_path / "copy")
+
+
+def damage_experts(harm, checkpoints):
+    """Harm the file of step 2 that has most of the arrays."""
+    files = files_under(checkpoints / "2")
+    harm(checkpoints / "2" / max(files, key=lambda path: len(files[path])))
+
+
+@pytest.mark.parametrize("harm", [flip_middle_bit, cut_in_half])
+def test_a_damaged_checkpoint_is_not_resumed(harm, folder, capfd):
+    checkpoints = folder / "seed-0" / "checkpoints"
+    damage_experts(harm, checkpoints)
+    before = files_under(folder)
+    assert main(["demo", "--resume", str(folder)]) == 2
+    [line] = capfd.readouterr().err.splitlines()
+    assert line.startswith(f"error: step 2 in {checkpoints}: array '")
+    assert line.endswith(f"; to go on from step 1, the newest before it, move {checkpoints / '2'} away")
+    assert files_under(folder) == before
+
+
+def test_a_checkpoint_is_resumed_unverified_when_asked(folder, capfd):
+    layout = folder / "seed-0" / "checkpoints" / "2" / "layout" / "metadata"
+    layout.write_text(layout.read_text().replace('"sha256": "', '"sha256": "0'))
+    assert main(["demo", "--resume", str(folder)]) == 2
+    assert "the layout cannot be read: it is not what was saved" in capfd.readouterr().err
+    assert main(["demo", "--resume", str(folder), "--no-verify"]) == 0
+    # The next start looks again.
+    assert "verify" not in json.loads((folder / "config.json").read_text())
+
+
+@pytest.mark.slow
+def test_nothing_else_is_said_of_a_damaged_checkpoint(tmp_path):
+    """In a process of its own, where what threads and the garbage collector have to say would be heard."""
+    leave(tmp_path, Train())
+    damage_experts(cut_in_half, tmp_path / "seed-0" / "checkpoints")
+    command = [sys.executable, "-m", "experiments.run", "demo", "--resume", tmp_path]
+    shown = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1])
+    [line] = shown.stderr.splitlines()
+    assert line.startswith(f"error: step 2 in {tmp_path}/seed-0/checkpoints: array '")
+    assert (shown.returncode, shown.stdout) == (2, "")
