@@ -1,0 +1,30 @@
+"""The versions that pyproject.toml allows are those that locks are made of: no floor that nobody has run."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+NEEDED = [Requirement(text) for text in (*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["cli"])]
+
+
+def locked(name):
+    """The version of every package in a lock."""
+    lines = re.findall(r"^([\w-]+)==(\S+)", (ROOT / name).read_text(), re.MULTILINE)
+    return {package: Version(version) for package, version in lines}
+
+
+@pytest.mark.parametrize("needed", NEEDED, ids=str)
+def test_every_floor_is_in_the_lock_of_lowest_versions(needed):
+    (floor,) = (Version(bound.version) for bound in needed.specifier if bound.operator == ">=")
+    assert locked("requirements-lowest.lock")[needed.name] == floor, "make lock, and make lowest"
+
+
+@pytest.mark.parametrize("needed", NEEDED, ids=str)
+def test_what_is_developed_with_is_allowed(needed):
+    assert locked("requirements-dev.lock")[needed.name] in needed.specifier
