@@ -50,7 +50,9 @@ EMPTY: Final = -1
 class Topology:
     """One expert-parallel group: its ranks, the experts they own and the room they have for replicas.
 
-    Hashable and static under jit.
+    Hashable and static under jit. Every rank owns the same number of experts, because expert weights are one array
+    that is sharded evenly: an empty home slot would take the memory of an expert. A model whose experts do not divide
+    over the ranks is padded with experts that no token is routed to; they take no tokens, no replicas and no time.
 
     Raises:
         ValueError: if a count is not a positive integer (``replica_slots`` may be 0), or the experts do not divide
@@ -80,9 +82,11 @@ class Topology:
             if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
                 raise ValueError(f"{name}={value!r} must be an integer of at least {least}")
         if self.num_experts % self.num_ranks:
+            full = -(-self.num_experts // self.num_ranks) * self.num_ranks
             raise ValueError(
                 f"num_experts={self.num_experts} must divide evenly over {self.num_ranks} ranks"
-                f" ({self.num_nodes} nodes x {self.ranks_per_node})"
+                f" ({self.num_nodes} nodes x {self.ranks_per_node}): pad the model to num_experts={full} with experts"
+                " that no token is routed to"
             )
 
     @property

@@ -266,6 +266,18 @@ def test_works_under_vmap_and_scan(run, name, across_nodes, topology):
             chex.assert_trees_all_equal(plan, alone)
 
 
+def test_experts_that_do_not_divide_over_ranks_are_padded(name, across_nodes):
+    """As EPLB's deployment of 256 experts on 144 ranks: padding has homes, and neither tokens nor replicas."""
+    with pytest.raises(ValueError, match=r"num_experts=6 must .* 4 ranks .*: pad the model to num_experts=8"):
+        Topology(num_nodes=2, ranks_per_node=2, num_experts=6, replica_slots=1)
+    topology = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=1)
+    load = np.zeros((MICRO_BATCHES, LAYERS, 2, 2, 8), np.int32)
+    load[..., :6] = np.random.default_rng(0).integers(0, 500, load[..., :6].shape)
+    plan = update_once(name, topology, load, jax.random.key(0))
+    check_plan(plan, load, topology, across_nodes=across_nodes)
+    assert not (np.asarray(plan.slot_expert)[..., topology.home_slots :] >= 6).any()
+
+
 SHORT_SEARCH = relibra(place=functools.partial(place_experts, steps=2))
 
 
