@@ -6,6 +6,7 @@ with exit status 2 and one line on standard error; nothing half-written is left 
 """
 
 import argparse
+import functools
 import sys
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from rich.table import Table
 
 from experiments.rl.configs import CONFIGS, SUMMARIES, Train, saved_config
 from experiments.rl.train import run_train
+from relibra_jax.cli.parsing import parse_options
 from relibra_jax.cli.refusals import exit_status
 from relibra_jax.cli.suggestions import suggest_names
 
@@ -43,15 +45,20 @@ def parse_run(name: str, default: Train, args: list[str]) -> Train:
         name: the run's name.
         default: the settings where ``args`` say nothing.
         args: the overrides.
+
+    Raises:
+        ValueError: if an override is unknown, or its value cannot be read or does not fit.
+        SystemExit: if help was asked for.
     """
-    program = f"{PROGRAM} {name}"
-    return tyro.cli(Train, default=default, prog=program, description=SUMMARIES[name], args=args)
+    options = {"default": default, "prog": f"{PROGRAM} {name}", "description": SUMMARIES[name]}
+    return parse_options(functools.partial(tyro.cli, Train, **options), args)
 
 
 def resumed_folder(args: list[str]) -> Path | None:
     """The folder that ``--resume`` names, whose settings are the defaults of all others; None without it."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--resume", type=Path)
+    # Without a folder it is for the parser of all settings to refuse.
+    parser.add_argument("--resume", type=Path, nargs="?")
     return parser.parse_known_args(args)[0].resume
 
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
+from relibra_jax.limits import check_integer
 from relibra_jax.types import Array, Assignment, RoutingReplay
 
 # With top-1 routing a row of zeros is a legal row. It is taken for a hole in the recording once uniform
@@ -24,9 +25,13 @@ IMPLAUSIBLE_BITS: Final = 30
 def id_dtype(num_experts: int) -> np.dtype:
     """The smallest dtype of a replay's expert ids: uint8 up to 256 experts, uint16 up to 65536, else int32.
 
+    Raises:
+        ValueError: if ``num_experts`` is not an integer of at least 1, or int32 does not hold it.
+
     >>> id_dtype(256), id_dtype(257)
     (dtype('uint8'), dtype('uint16'))
     """
+    check_integer("num_experts", num_experts, least=1)
     return np.dtype(np.uint8 if num_experts <= 1 << 8 else np.uint16 if num_experts <= 1 << 16 else np.int32)
 
 

@@ -1,10 +1,14 @@
 """Routing replays as ``.npz`` files: what the command line calls a trace."""
 
+import contextlib
 import os
+import zipfile
+from collections.abc import Iterator
 
 import numpy as np
 
 from relibra_jax.atomic_write import write_atomically
+from relibra_jax.limits import check_memory
 from relibra_jax.replay import check_replay, id_dtype
 from relibra_jax.types import RoutingReplay
 
@@ -57,7 +61,8 @@ def load_replay(path: str | os.PathLike[str]) -> tuple[RoutingReplay, int]:
         experts were never used: `stored_num_experts` tells the two cases apart.
 
     Raises:
-        ValueError: if the file is truncated, corrupt, or holds something that `check_replay` refuses.
+        ValueError: if the file is truncated, corrupt, or holds something that `check_replay` refuses, or if its arrays
+            or the padded ones do not fit this machine's memory.
         OSError: if there is no such file, or it cannot be opened.
     """
     arrays = read_arrays(path)
@@ -65,15 +70,24 @@ def load_replay(path: str | os.PathLike[str]) -> tuple[RoutingReplay, int]:
     if stored is None and not rows.size:
         raise ValueError(f"{os.fspath(path)}: neither num_experts nor an id to infer it from")
     num_experts = int(rows.max()) + 1 if stored is None else int(stored)
-    mask = np.arange(lengths.max(initial=0))[None, :] < lengths[:, None]
-    ids = np.zeros((*mask.shape, *rows.shape[1:]), rows.dtype)
-    ids[mask] = rows
-    replay = RoutingReplay(ids, mask)
     try:
+        dtype = id_dtype(num_experts)
+        replay = _pad(rows, lengths)
         check_replay(replay, num_experts=num_experts)
     except ValueError as error:
         raise ValueError(f"{os.fspath(path)}: {error}") from error
-    return RoutingReplay(ids.astype(id_dtype(num_experts), copy=False), mask), num_experts
+    return replay._replace(expert_ids=replay.expert_ids.astype(dtype, copy=False)), num_experts
+
+
+def _pad(rows: np.ndarray, lengths: np.ndarray) -> RoutingReplay:
+    """The rows of every sample, aligned to the left."""
+    samples, longest = len(lengths), int(lengths.max(initial=0))
+    row_bytes = rows.itemsize * rows.shape[1] * rows.shape[2]
+    check_memory(f"padding {samples} samples to {longest} tokens", samples * longest * (1 + row_bytes))
+    mask = np.arange(longest)[None, :] < lengths[:, None]
+    ids = np.zeros((*mask.shape, *rows.shape[1:]), rows.dtype)
+    ids[mask] = rows
+    return RoutingReplay(ids, mask)
 
 
 def stored_num_experts(path: str | os.PathLike[str]) -> int | None:
@@ -90,20 +104,22 @@ def read_arrays(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     """Read ``routed_experts``, ``lengths`` and, where present, ``num_experts`` of a replay's file.
 
     Raises:
-        ValueError: if the file is truncated or corrupt, or an array is missing or has the wrong shape or dtype.
+        ValueError: if the file is truncated or corrupt, an array is missing or has the wrong shape or dtype, a length
+            is out of range, or the arrays do not fit this machine's memory.
         OSError: if there is no such file, or it cannot be opened.
     """
     name, axes = os.fspath(path), {"routed_experts": 3, "lengths": 1, "num_experts": 0}
     with open(path, "rb") as file:
-        try:
-            with np.load(file, allow_pickle=False) as data:
-                # An array whose name is damaged would otherwise pass for one that is not there.
-                if damaged := data.zip.testzip():
-                    raise ValueError(f"{damaged} is damaged")
-                arrays = {key: data[key] for key in axes if key in data.files}
-        # A damaged zip archive raises whatever its damaged bytes happen to mean.
-        except Exception as error:
-            raise ValueError(f"{name}: not a whole .npz file ({error})") from error
+        with _refuse_damage(name), zipfile.ZipFile(file) as archive:
+            unpacked = sum(member.file_size for member in archive.infolist())
+        # Zeros pack a thousandfold: a small file may hold more than there is room for.
+        check_memory(f"{name}: unpacking it", unpacked)
+        file.seek(0)
+        with _refuse_damage(name), np.load(file, allow_pickle=False) as data:
+            # An array whose name is damaged would otherwise pass for one that is not there.
+            if damaged := data.zip.testzip():
+                raise ValueError(f"{damaged} is damaged")
+            arrays = {key: np.asarray(data[key]) for key in axes if key in data.files}
     for key, found in arrays.items():
         if found.ndim != axes[key] or found.dtype.kind not in "iu":
             raise ValueError(
@@ -111,7 +127,32 @@ def read_arrays(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
             )
     if missing := {"routed_experts", "lengths"} - arrays.keys():
         raise ValueError(f"{name}: there is no array {' and no array '.join(sorted(missing))}")
-    rows, lengths = arrays["routed_experts"], arrays["lengths"]
-    if lengths.min(initial=0) < 0 or lengths.sum(dtype=np.int64) != len(rows):
-        raise ValueError(f"{name}: lengths sum to {lengths.sum()}, routed_experts has {len(rows)} rows")
+    try:
+        _check_sizes(arrays["routed_experts"].shape, arrays["lengths"])
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
     return arrays
+
+
+def _check_sizes(shape: tuple[int, ...], lengths: np.ndarray) -> None:
+    """Raise unless rows of this shape have experts, and the lengths fit them, each alone and all together."""
+    tokens, layers, top_k = shape
+    if min(layers, top_k) < 1:
+        raise ValueError(f"routed_experts has {layers} layers of top-{top_k}, and needs at least 1 of both")
+    # Each alone before their sum, which could wrap around.
+    outside = np.flatnonzero((lengths < 0) | (lengths > tokens))
+    if outside.size:
+        sample = int(outside[0])
+        raise ValueError(f"sample {sample} has length {lengths[sample]}, routed_experts has {tokens} rows")
+    total = int(lengths.sum(dtype=np.int64))
+    if total != tokens:
+        raise ValueError(f"lengths sum to {total}, routed_experts has {tokens} rows")
+
+
+@contextlib.contextmanager
+def _refuse_damage(name: str) -> Iterator[None]:
+    """A damaged zip archive raises whatever its damaged bytes happen to mean; here it is one kind of error."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(f"{name}: not a whole .npz file ({error})") from error

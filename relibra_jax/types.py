@@ -31,13 +31,14 @@ slot* is ``flat rank * H + h``. ``*stack`` stands for any leading axes over whic
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from numbers import Integral
 from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Int
+
+from relibra_jax.limits import INT32_MAX, check_integer
 
 type Array = jax.Array | np.ndarray
 
@@ -55,8 +56,8 @@ class Topology:
     over the ranks is padded with experts that no token is routed to; they take no tokens, no replicas and no time.
 
     Raises:
-        ValueError: if a count is not a positive integer (``replica_slots`` may be 0), or the experts do not divide
-            evenly over the ranks.
+        ValueError: if a count is not a positive integer (``replica_slots`` may be 0), the experts do not divide evenly
+            over the ranks, or there are more slots than int32 numbers.
 
     >>> Topology(num_nodes=2, ranks_per_node=4, num_experts=32, replica_slots=2).home_slots
     4
@@ -78,15 +79,18 @@ class Topology:
             ("num_experts", 1),
             ("replica_slots", 0),
         ):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
-                raise ValueError(f"{name}={value!r} must be an integer of at least {least}")
+            check_integer(name, getattr(self, name), least=least)
         if self.num_experts % self.num_ranks:
             full = -(-self.num_experts // self.num_ranks) * self.num_ranks
             raise ValueError(
                 f"num_experts={self.num_experts} must divide evenly over {self.num_ranks} ranks"
                 f" ({self.num_nodes} nodes x {self.ranks_per_node}): pad the model to num_experts={full} with experts"
                 " that no token is routed to"
+            )
+        if self.num_ranks * self.slots > INT32_MAX:
+            raise ValueError(
+                f"{self.num_ranks} ranks x ({self.home_slots} home slots + replica_slots={self.replica_slots}) are more"
+                f" slots than the {INT32_MAX} that int32 numbers"
             )
 
     @property

@@ -9,7 +9,6 @@ import pytest
 
 from experiments.ablation.__main__ import main as run_ablation
 from experiments.ablation.variants import ablation
-from experiments.run import main as run_training
 from experiments.synthetic_traces import synthetic_trace
 from relibra_jax.cli.main import EXTRA, main
 from relibra_jax.cli.modelled_time import CostModel
@@ -90,100 +89,6 @@ def test_environment_names_a_trace(trace, monkeypatch, capsys):
     monkeypatch.setenv("RELIBRA_TRACE", str(trace))
     assert main(["inspect"]) == 0
     assert "small.npz" in capsys.readouterr().out
-
-
-def corrupt(trace, tmp_path, **changes):
-    with np.load(trace) as file:
-        arrays = {**file, **changes}
-    path = tmp_path / "bad.npz"
-    np.savez(path, **arrays)
-    return path
-
-
-@pytest.mark.parametrize(
-    ("fault", "message"),
-    [
-        ("missing", "no such trace"),
-        ("truncated", "bad.npz"),
-        ("not an archive", "bad.npz"),
-        ("axis order", "bad.npz"),
-        ("out of range", "expert id 200"),
-        ("repeated", "twice"),
-        ("lengths", "bad.npz"),
-    ],
-)
-def test_bad_trace_is_one_line_and_status_2(trace, tmp_path, capsys, fault, message):
-    with np.load(trace) as file:
-        rows, lengths = file["routed_experts"], file["lengths"]
-    path = tmp_path / "bad.npz"
-    if fault == "truncated":
-        path.write_bytes(trace.read_bytes()[:1000])
-    elif fault == "not an archive":
-        path.write_text("routing")
-    elif fault == "axis order":
-        corrupt(trace, tmp_path, routed_experts=rows.transpose(1, 0, 2))
-    elif fault == "out of range":
-        corrupt(
-            trace,
-            tmp_path,
-            routed_experts=np.where(np.arange(rows.size).reshape(rows.shape) == 77, 200, rows),
-        )
-    elif fault == "repeated":
-        again = rows.copy()
-        again[5, 1, 1] = again[5, 1, 0]
-        corrupt(trace, tmp_path, routed_experts=again)
-    elif fault == "lengths":
-        corrupt(trace, tmp_path, lengths=lengths + 1)
-    out = tmp_path / "out"
-    assert main(["compare", str(path), *SMALL, "--out", str(out)]) == 2
-    shown = capsys.readouterr()
-    assert shown.err.count("\n") == 1
-    assert shown.err.startswith("error: ")
-    assert message in shown.err
-    assert not out.exists()
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["compare", "--nodes", "3"], "num_experts=16 must divide evenly over 6 ranks (3 nodes x 2)"),
-        (["compare", "--replica-slots", "-1"], "replica_slots=-1 must be an integer of at least 0"),
-        (["compare", "--micro-batch-size", "5", "--batch-size", "16"], "batch_size=16 must be a multiple of"),
-        (["compare", "--batch-size", "64"], "batch_size=64 exceeds the 32 samples"),
-        (["compare", "--micro-batch-size", "0"], "micro_batch_size=0"),
-        (["compare", "--hardware", "h1000"], "hardware='h1000' must be one of "),
-        (["compare", "--context", "0"], "context=0.0 must be positive"),
-        (["plan", "--planner", "elpb"], "planner 'elpb' must be one of static,"),
-    ],
-)
-def test_bad_setting_is_one_line_and_status_2(trace, capsys, tmp_path, args, message):
-    command, *rest = args
-    assert main([command, str(trace), *SMALL, *rest, "--out", str(tmp_path / "out")]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    assert message in error
-    assert not (tmp_path / "out").exists()
-
-
-def test_unknown_option_is_status_2():
-    with pytest.raises(SystemExit) as stop:
-        main(["compare", "--planners", "all"])
-    assert stop.value.code == 2
-
-
-@pytest.mark.parametrize(
-    ("program", "args", "message"),
-    [
-        (main, ["comapre"], "command 'comapre' must be one of compare, plan, inspect; did you mean compare?"),
-        (run_ablation, ["missing.npz"], "missing.npz: no such trace"),
-        (run_training, ["compare"], "training run 'compare' must be one of demo, learn"),
-        (run_training, [], "training run '' must be one of demo, learn"),
-    ],
-)
-def test_every_program_refuses_alike(program, args, message, capsys):
-    assert program(args) == 2
-    shown = capsys.readouterr()
-    assert (shown.out, shown.err) == ("", f"error: {message}\n")
 
 
 @pytest.mark.parametrize("package", EXTRA)

@@ -1,5 +1,7 @@
 """The judge: every rule of a Plan, broken on purpose; and what is derived from a Plan."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -287,3 +289,26 @@ def test_loads_that_no_planner_takes(load, change, message):
     for planner in planners:
         with pytest.raises(ValueError, match=message):
             planner.update(change(load), planner.init(TOPOLOGY, 1, key=jax.random.key(0)), TOPOLOGY)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ((0, 2, 8, 1), "num_nodes=0 must be an integer of at least 1 and at most 2147483647"),
+        ((2, 2, 2**31, 0), "num_experts=2147483648 must be an integer of at least 1 and at most 2147483647"),
+        ((2, 2, 8, True), "replica_slots=True must be an integer of at least 0"),
+        ((2, 3, 8, 1), "num_experts=8 must divide evenly over 6 ranks (2 nodes x 3)"),
+        (
+            (2, 2, 8, 2**29 - 2),
+            "4 ranks x (2 home slots + replica_slots=536870910) are more slots than the 2147483647 that int32 numbers",
+        ),
+    ],
+)
+def test_sizes_that_are_no_topology(sizes, message):
+    names = ("num_nodes", "ranks_per_node", "num_experts", "replica_slots")
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Topology(**dict(zip(names, sizes, strict=True)))
+
+
+def test_the_largest_topology():
+    assert Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=2**29 - 3).slots == 2**29 - 1

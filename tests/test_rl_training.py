@@ -316,10 +316,8 @@ def test_resumed_settings_are_the_defaults_of_all_others(tmp_path, capsys):
         ("--micro-batches=7", "x responses_per_prompt=6 = 240 samples"),
         ("--out=b", "out=b is another"),
     ):
-        with pytest.raises(SystemExit) as stop:
-            main(["demo", "--resume", str(tmp_path), override])
-        assert stop.value.code == 2
-        assert shown in " ".join(capsys.readouterr().err.split())
+        assert main(["demo", "--resume", str(tmp_path), override]) == 2
+        assert shown in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -372,7 +370,7 @@ def test_a_run_goes_on_when_all_rewards_fail(tmp_path):
         ({"policy": "tin"}, "policy 'tin' must be one of .*did you mean tiny"),
         ({"prompts": 3}, "prompts=3 x responses_per_prompt=4 = 12 samples must divide evenly over 8 ranks"),
         ({"temperature": 0.0}, "temperature=0.0 must be positive"),
-        ({"steps": -1}, "steps=-1 must be at least 0"),
+        ({"steps": -1}, "steps=-1 must be an integer of at least 0"),
         (
             {"planner": "eplb", "reorder": Reorder(steps=5)},
             r"planner=eplb, and Reorder\(.* is for relibra and",
@@ -398,7 +396,7 @@ def test_examples_without_room_are_passed_over():
     assert max(len(example.answer) for example in examples) == 4
 
 
-def test_settings_of_the_planner_are_its_own(capsys, tmp_path):
+def test_settings_of_the_planner_are_its_own(tmp_path):
     still = small(reorder=Reorder(move_cost=1e9), replicate=Replicate(min_tokens=10**6))
     assert still.planner_entry is small(reorder=still.reorder, replicate=still.replicate).planner_entry
     topology, load = still.topology, np.random.default_rng(0).integers(0, 99, (2, 2, 2, 4, 16), np.int32)
@@ -408,8 +406,6 @@ def test_settings_of_the_planner_are_its_own(capsys, tmp_path):
     assert (replica_experts(plan) == EMPTY).all()
     with pytest.raises(ValueError, match="min_tokens=0 must be an integer of at least 1"):
         run(tmp_path, replicate=Replicate(min_tokens=0))
-    assert main(["demo", "--reorder.steps", "0", "--out", str(tmp_path)]) == 2
-    assert capsys.readouterr().err == "error: steps=0 must be at least 1\n"
     assert not list(tmp_path.iterdir())
 
 
@@ -418,9 +414,7 @@ def test_unknown_names_are_status_2(capsys, tmp_path):
     assert capsys.readouterr().err == (
         "error: training run 'dmeo' must be one of demo, learn; did you mean demo?\n"
     )
-    with pytest.raises(SystemExit) as stop:
-        main(["demo", "--prompt", "3"])
-    assert stop.value.code == 2
+    assert main(["demo", "--prompt", "3"]) == 2
     assert "--prompts" in capsys.readouterr().err
     assert main(["demo", "--resume", str(tmp_path)]) == 2
     assert "no run to resume" in capsys.readouterr().err

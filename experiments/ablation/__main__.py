@@ -4,6 +4,7 @@ The options, the table, the figures and the numbers are those of ``relibra compa
 `experiments.ablation.variants`. Bad input ends with exit status 2 and one line on standard error.
 """
 
+import functools
 import sys
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from rich.console import Console
 
 from experiments.ablation.variants import ablation
 from relibra_jax.cli.compare import Compare, compare_contenders
+from relibra_jax.cli.parsing import parse_options
 from relibra_jax.cli.refusals import exit_status
 
 PROGRAM = "python -m experiments.ablation"
@@ -26,9 +28,13 @@ def main(args: list[str] | None = None) -> int:
     Returns:
         The exit status: 0, or 2 for bad input.
     """
+    return exit_status(lambda: _run(sys.argv[1:] if args is None else args))
+
+
+def _run(args: list[str]) -> None:
     default = Compare(out=Path("out/ablation"))
-    options = tyro.cli(Compare, default=default, prog=PROGRAM, description=__doc__, args=args)
-    return exit_status(lambda: compare_contenders(ablation, options, Console()))
+    parse = functools.partial(tyro.cli, Compare, default=default, prog=PROGRAM, description=__doc__)
+    compare_contenders(ablation, parse_options(parse, args), Console())
 
 
 if __name__ == "__main__":

@@ -6,14 +6,16 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import tyro
 
+from experiments.rl.generation import check_sampling
 from experiments.rl.policy import POLICIES, PolicyConfig
 from experiments.rl.step import Clip
 from relibra_jax.cli.options import Ranks
 from relibra_jax.cli.suggestions import suggest_names
+from relibra_jax.limits import check_integer, check_memory, check_not_negative, check_positive, check_seed
 from relibra_jax.planning.assignment import assign_samples
 from relibra_jax.planning.placement import place_experts
 from relibra_jax.planning.plan_batch import Assign
@@ -34,6 +36,7 @@ AT_LEAST_ONE: Final = (
     "prompt_tokens",
     "response_tokens",
 )
+NOT_NEGATIVE: Final = ("learning_rate", "warmup_learning_rate", "balance")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,7 +68,8 @@ class Train:
     """Reinforcement learning with routing replay: a supervised warm-up, then balanced updates from sampled responses.
 
     Raises:
-        ValueError: if a name is in no table, or numbers do not fit each other.
+        ValueError: if a name is in no table, a number is out of its range, numbers do not fit each other, or samples do
+            not fit this machine's memory.
     """
 
     task: str = "count"
@@ -144,10 +148,13 @@ class Train:
             "responses_per_prompt": 2,
         }
         for name, least in at_least.items():
-            if getattr(self, name) < least:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least {least}")
-        if not self.temperature > 0:
-            raise ValueError(f"temperature={self.temperature} must be positive")
+            check_integer(name, getattr(self, name), least=least)
+        for seed in self.seeds:
+            check_seed("seeds", seed)
+        for name in NOT_NEGATIVE:
+            check_not_negative(name, getattr(self, name))
+        check_sampling(self.temperature, self.top_p)
+        check_positive("temperature", self.temperature)
         ranks = self.topology.num_ranks
         if self.samples % (ranks * self.micro_batches):
             raise ValueError(
@@ -158,6 +165,19 @@ class Train:
             raise ValueError("seeds: at least one")
         if self.resume is not None and self.out is not None:
             raise ValueError(f"resume={self.resume} goes on in that folder, and out={self.out} is another")
+        self._check_memory()
+
+    def _check_memory(self) -> None:
+        """The largest arrays alone: keys and values of all samples, and what the steps of searches draw."""
+        tokens = self.prompt_tokens + self.response_tokens
+        generating = f"generating {self.samples} samples of {tokens} tokens"
+        check_memory(generating, self.samples * tokens * self.model.cache_bytes)
+        # A step draws a number for every micro-batch, and one for every expert of a rank, at least.
+        for name, steps, draws in (
+            ("anneal_steps", self.anneal_steps, self.micro_batches),
+            ("reorder.steps", self.reorder.steps, self.topology.home_slots),
+        ):
+            check_memory(f"{name}={steps}", 4 * steps * draws)
 
     @property
     def samples(self) -> int:
@@ -226,8 +246,22 @@ def saved_config(folder: Path) -> Train:
         raise ValueError(f"{folder}: no run to resume, there is no config.json")
     try:
         saved = json.loads(path.read_text())
+        _check_types(saved, json.loads(json.dumps(dataclasses.asdict(Train()), default=str)))
         kinds = {"ranks": Ranks, "clip": Clip, "reorder": Reorder, "replicate": Replicate}
         parts = {name: kind(**saved[name]) for name, kind in kinds.items()}
         return Train(**{**saved, **parts, "seeds": tuple(saved["seeds"])})
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: not the settings of a run ({error!r})") from error
+
+
+def _check_types(saved: Any, default: Any, name: str = "settings") -> None:
+    """Raise ValueError unless ``saved`` is JSON of the same types as ``default``; settings that are None are paths."""
+    types = {float: (int, float), type(None): (str, type(None))}.get(type(default), (type(default),))
+    if type(saved) not in types:
+        raise ValueError(f"{name}={saved!r} must be of type {type(default).__name__}, like {default!r}")
+    if isinstance(default, list):
+        for element in saved:
+            _check_types(element, default[0], name)
+    if isinstance(default, dict):
+        for key in saved.keys() & default.keys():
+            _check_types(saved[key], default[key], key)

@@ -19,6 +19,7 @@ from jaxtyping import Bool, Float, Int, Integer, Key
 from experiments.rl.policy import Cache, Policy
 from experiments.rl.tokens import EOS, PAD
 from relibra_jax.execution.parallel import ExpertParallel, check_tokens
+from relibra_jax.limits import check_not_negative
 from relibra_jax.types import Array, RoutingReplay, check_shape
 
 
@@ -99,12 +100,18 @@ def generate(
         )
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens={max_new_tokens} must be at least 1")
-    if temperature < 0 or not 0 < top_p <= 1:
-        raise ValueError(f"temperature={temperature} must not be below 0, top_p={top_p} must be in (0, 1]")
+    check_sampling(temperature, top_p)
     if not 0 <= eos < policy.config.vocabulary:
         raise ValueError(f"eos={eos} is no token of a vocabulary of {policy.config.vocabulary}")
     knobs = (jnp.float32(temperature), jnp.float32(top_p), jnp.int32(eos))
     return _generate(policy, prompts, lengths, keys, knobs, parallel=parallel, room=max_new_tokens)
+
+
+def check_sampling(temperature: float, top_p: float) -> None:
+    """Raise ValueError unless tokens can be drawn at this temperature and top-p."""
+    check_not_negative("temperature", temperature)
+    if not 0 < top_p <= 1:
+        raise ValueError(f"top_p={top_p} must be above 0 and at most 1")
 
 
 def draw(

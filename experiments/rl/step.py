@@ -59,12 +59,22 @@ class StepMetrics(NamedTuple):
 @jax.tree_util.register_static
 @dataclass(frozen=True, kw_only=True)
 class Clip:
-    """How far the ratio of new to old probability may go; DAPO's clip-higher by default."""
+    """How far the ratio of new to old probability may go; DAPO's clip-higher by default.
+
+    Raises:
+        ValueError: if a bound is on the wrong side of 1, or ``low`` below a ratio of 0.
+    """
 
     low: float = 0.2
     """How far below 1 a ratio may help."""
     high: float = 0.28
     """How far above 1 a ratio may help; GRPO's is 0.2."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.low <= 1:
+            raise ValueError(f"clip.low={self.low} must be at least 0 and at most 1")
+        if not self.high >= 0:
+            raise ValueError(f"clip.high={self.high} must be at least 0")
 
 
 @nnx.jit(static_argnames=("temperature",))

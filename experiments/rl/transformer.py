@@ -65,6 +65,11 @@ class PolicyConfig:
             raise ValueError(f"head_width={self.head_width} must be even")
 
     @property
+    def cache_bytes(self) -> int:
+        """The bytes of one token's keys and values in all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_width * jnp.dtype(self.dtype).itemsize
+
+    @property
     def gating(self) -> Gating:
         """The gating of Qwen3-MoE, with this top-k."""
         return dataclasses.replace(GATINGS["qwen3-moe"], top_k=self.top_k)

@@ -6,6 +6,7 @@ import numpy as np
 
 from relibra_jax.cli.options import Batching
 from relibra_jax.cli.traces import Trace
+from relibra_jax.limits import check_integer, check_seed
 from relibra_jax.types import RoutingReplay
 
 
@@ -30,11 +31,16 @@ def make_batches(trace: Trace, batching: Batching) -> Batches:
         batching: the sizes, and the order of samples.
 
     Raises:
-        ValueError: if the sizes do not fit each other or the trace.
+        ValueError: if the sizes do not fit each other or the trace, the trace has no tokens, or `check_seed` refuses
+            the seed.
     """
     samples, per_micro_batch, batch = len(trace.replay.mask), batching.micro_batch_size, batching.batch_size
-    if per_micro_batch < 1:
-        raise ValueError(f"micro_batch_size={per_micro_batch} must be at least 1")
+    check_seed("seed", batching.seed)
+    if not trace.replay.mask.any():
+        raise ValueError(f"{trace.name} has no tokens in its {samples} samples: there is no load to balance")
+    check_integer("micro_batch_size", per_micro_batch, least=1)
+    if per_micro_batch > samples:
+        raise ValueError(f"micro_batch_size={per_micro_batch} exceeds the {samples} samples of {trace.name}")
     if batch is None:
         batch = max(1, samples // 2 // per_micro_batch) * per_micro_batch
     if batch < 1 or batch % per_micro_batch:

@@ -1,5 +1,6 @@
 """The table of commands: what each is called, the options that it takes, and what it does with them."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -8,6 +9,7 @@ from rich.console import Console
 
 from relibra_jax.cli.compare import Compare, run_compare
 from relibra_jax.cli.inspect import Inspect, run_inspect
+from relibra_jax.cli.parsing import HELP, parse_options
 from relibra_jax.cli.plan import MakePlan, run_plan
 from relibra_jax.cli.refusals import exit_status
 from relibra_jax.cli.suggestions import suggest_names
@@ -32,18 +34,26 @@ def run_command(args: list[str]) -> int:
         The exit status: 0, or 2 for bad input.
 
     Raises:
-        SystemExit: if the options cannot be parsed, with status 2, or help was asked for.
+        SystemExit: if help was asked for.
     """
     return exit_status(lambda: _run(args))
 
 
 def _run(args: list[str]) -> None:
-    name = args[0] if args else ""
-    if name and not name.startswith("-") and name not in COMMANDS:
+    name, *rest = args or [""]
+    if not name.startswith("-") and name not in COMMANDS:
         hint = suggest_names(name, COMMANDS)
         raise ValueError(f"command {name!r} must be one of {', '.join(COMMANDS)}{hint}")
-    types: dict[str, Callable[..., Any]] = {name: options for name, (options, _) in COMMANDS.items()}
-    options = tyro.extras.subcommand_cli_from_dict(types, prog=PROGRAM, description=_DESCRIPTION, args=args)
+    if name in COMMANDS and not HELP & set(rest):
+        # Parsed alone, a command's options are the only ones that an error suggests.
+        of_command = functools.partial(tyro.cli, COMMANDS[name][0], prog=f"{PROGRAM} {name}")
+        options = parse_options(of_command, rest)
+    else:
+        types = {name: options for name, (options, _) in COMMANDS.items()}
+        of_all = functools.partial(
+            tyro.extras.subcommand_cli_from_dict, types, prog=PROGRAM, description=_DESCRIPTION
+        )
+        options = parse_options(of_all, args)
     dict(COMMANDS.values())[type(options)](options, Console())
 
 

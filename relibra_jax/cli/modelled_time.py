@@ -12,6 +12,7 @@ from relibra_jax.cli.planner_runs import PlannedBatch
 from relibra_jax.cli.traces import Trace
 from relibra_jax.cost.hardware import CLUSTERS, MODELS, Cluster, Model
 from relibra_jax.cost.step_time import LayerTime, RankTime, balanced_time, layer_time, rank_time, reorder_time
+from relibra_jax.limits import check_positive
 from relibra_jax.node_visits import node_visits
 from relibra_jax.types import Array, Topology
 
@@ -66,17 +67,25 @@ def make_cost_model(costs: Costs, trace: Trace, batches: Batches, topology: Topo
         topology: the expert-parallel group.
 
     Raises:
-        ValueError: if the cluster or the model is unknown, or a number is not positive.
+        ValueError: if the cluster or the model is unknown, a number is not positive and finite, or times would exceed
+            float32.
     """
     for name, value, table in (("hardware", costs.hardware, CLUSTERS), ("model", costs.model, MODELS)):
         if value not in table:
             raise ValueError(f"{name}={value!r} must be one of {', '.join(table)}")
-    for name, number in (("context", costs.context), ("tokens_per_rank", costs.tokens_per_rank)):
-        if not number > 0:
-            raise ValueError(f"{name}={number} must be positive")
+    check_positive("context", costs.context)
+    check_positive("tokens_per_rank", costs.tokens_per_rank)
     model = dataclasses.replace(
         MODELS[costs.model], top_k=trace.replay.expert_ids.shape[-1], num_experts=trace.num_experts
     )
     tokens = np.mean([replay.mask.sum() for replay in batches.replays]) / batches.num_micro_batches
     scale = costs.tokens_per_rank * topology.num_ranks / max(float(tokens), 1.0)
+    # A rank that had all tokens of a batch would compute so much in one layer.
+    flops = model.token_flops(costs.context) + 2 * model.top_k * model.expert_params
+    flops *= costs.tokens_per_rank * topology.num_ranks * batches.num_micro_batches
+    if not flops < float(np.finfo(np.float32).max):
+        raise ValueError(
+            f"context={costs.context} and tokens_per_rank={costs.tokens_per_rank} make {flops:.3g} FLOP a layer, more"
+            " than float32 holds"
+        )
     return CostModel(CLUSTERS[costs.hardware], model, costs.context, scale, costs.dispatch == "hierarchical")

@@ -30,8 +30,14 @@ class Ranks:
             num_experts: the logical experts of a layer.
 
         Raises:
-            ValueError: if the numbers do not fit each other.
+            ValueError: if the numbers do not fit each other, or there are more replica slots than experts.
         """
+        # A plan may have them and leave them empty; here they are a slip, and planning takes their square in memory.
+        if self.replica_slots > num_experts:
+            raise ValueError(
+                f"replica_slots={self.replica_slots} must be at most num_experts={num_experts}: a rank holds no expert"
+                " twice"
+            )
         return Topology(
             num_nodes=self.nodes,
             ranks_per_node=self.ranks_per_node,

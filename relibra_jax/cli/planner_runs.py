@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Int
 
 from relibra_jax.cli.batching import Batches
+from relibra_jax.limits import check_memory
 from relibra_jax.plan_check import check_plan
 from relibra_jax.planning.assignment import assign_in_order
 from relibra_jax.planning.plan_batch import Assign, plan_batch
@@ -60,10 +61,11 @@ def run_contender(
         The measured batches, and the median seconds of several times planning the last one, after compilation.
 
     Raises:
-        ValueError: if the planner refuses its input, or a plan is not valid.
+        ValueError: if the planner refuses its input, a plan is not valid, or it does not fit this machine's memory.
     """
     planner, assign = contender.entry.planner, contender.assign
     layers = batches.replays[0].expert_ids.shape[2]
+    _check_plan_memory(batches.num_micro_batches, layers, topology)
     in_order = assign_in_order(
         len(batches.replays[0].mask), topology, num_micro_batches=batches.num_micro_batches
     )
@@ -91,6 +93,15 @@ def run_contender(
     if assign is None:
         return planned, _median_seconds(lambda: update(load, before, topology))
     return planned, _median_seconds(lambda: plan_jointly(replay, planner, before, topology))
+
+
+def _check_plan_memory(micro_batches: int, layers: int, topology: Topology) -> None:
+    """Raise ValueError if the int32 arrays of a plan, and the load that it is made for, are too large for memory."""
+    ranks, slots = topology.num_ranks, topology.slots
+    check_memory(
+        f"a plan of {micro_batches} micro-batches x {layers} layers x {ranks} ranks x {slots} slots",
+        4 * micro_batches * layers * ranks * (2 * slots + topology.num_experts),
+    )
 
 
 _count_load = jax.jit(expert_load, static_argnames="num_experts")

@@ -3,19 +3,30 @@
 import sys
 from collections.abc import Callable
 
+import jax
+
 
 def exit_status(command: Callable[[], object]) -> int:
     """Run a command and turn what it refuses into an exit status.
 
     Args:
-        command: the command, which raises ValueError or OSError for bad input.
+        command: the command, which raises ValueError or OSError for bad input, and MemoryError, or JAX's error that
+            memory is exhausted, for input too large for this machine.
 
     Returns:
-        0, or 2 after the error's message has gone to standard error.
+        0, or 2 after the error's message has gone to standard error as one line.
     """
     try:
         command()
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    except (ValueError, OSError, MemoryError) as error:
+        return _refuse(error)
+    except jax.errors.JaxRuntimeError as error:
+        if not str(error).startswith("RESOURCE_EXHAUSTED"):
+            raise
+        return _refuse(error)
     return 0
+
+
+def _refuse(error: Exception) -> int:
+    print(f"error: {' '.join(str(error).splitlines())}", file=sys.stderr)
+    return 2

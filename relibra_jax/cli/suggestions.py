@@ -18,5 +18,10 @@ def suggest_names(name: str, *tables: Iterable[str]) -> str:
     >>> suggest_names("relibre", ["static", "relibra"])
     '; did you mean relibra?'
     """
-    near = difflib.get_close_matches(name, itertools.chain(*tables), n=3)
-    return f"; did you mean {' or '.join(near)}?" if near else ""
+    return did_you_mean(difflib.get_close_matches(name, itertools.chain(*tables), n=3))
+
+
+def did_you_mean(names: Iterable[str]) -> str:
+    """The clause of `suggest_names` for names that are near; the empty string if there are none."""
+    meant = " or ".join(names)
+    return f"; did you mean {meant}?" if meant else ""

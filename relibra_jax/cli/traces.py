@@ -5,6 +5,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from relibra_jax.limits import check_memory
 from relibra_jax.replay_files import load_replay, stored_num_experts
 from relibra_jax.types import RoutingReplay
 
@@ -36,7 +37,7 @@ def read_trace(path: Path | None) -> Trace:
         The trace, which notes whether its number of experts is stated in the file.
 
     Raises:
-        ValueError: if the file is missing, truncated or malformed.
+        ValueError: if the file is missing, truncated or malformed, or its load does not fit this machine's memory.
     """
     named = path or os.environ.get("RELIBRA_TRACE")
     if named:
@@ -47,7 +48,11 @@ def read_trace(path: Path | None) -> Trace:
 
 def _read(path: Path) -> Trace:
     if not path.is_file():
-        raise ValueError(f"{path}: no such trace")
+        raise ValueError(f"{path}: {'not a file' if path.exists() else 'no such trace'}")
     replay, num_experts = load_replay(path)
+    samples, tokens, layers, top_k = replay.expert_ids.shape
+    # Ids are counted as int32, into int32.
+    counting = f"counting {samples} samples x {layers} layers x ({tokens} tokens x top-{top_k} + {num_experts} experts)"
+    check_memory(f"{path}: {counting}", 4 * samples * layers * (tokens * top_k + num_experts))
     note = "" if stored_num_experts(path) else f"num_experts={num_experts} inferred: the largest id + 1"
     return Trace(replay, num_experts, path.name, note)

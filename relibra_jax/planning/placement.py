@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Int, Num, PRNGKeyArray
 
+from relibra_jax.limits import check_integer, check_not_negative
 from relibra_jax.planning.annealing import HOTTEST, REFINING, Bins, anneal
 from relibra_jax.types import EMPTY, Array, Topology
 
@@ -74,7 +75,8 @@ def place_experts(
         Flat home slot of each expert, int32; exactly H experts a rank.
 
     Raises:
-        ValueError: if ``steps`` is below 1, a cost is negative, or shapes disagree with the topology.
+        ValueError: if ``steps`` is not an integer of at least 1 that int32 holds, a cost is negative or not finite, or
+            shapes disagree with the topology.
 
     >>> topology = Topology(num_nodes=2, ranks_per_node=1, num_experts=4, replica_slots=1)
     >>> load = jnp.array([[[9, 8, 2, 1]], [[7, 9, 2, 2]]])
@@ -158,11 +160,9 @@ def _check(load, home, topology, steps, move_cost, crossing_cost):
         raise ValueError(
             f"load{list(load)} and previous_home{list(home)} must agree on layers and {experts} experts"
         )
-    if steps < 1:
-        raise ValueError(f"steps={steps} must be at least 1")
-    for name, value in (("move_cost", move_cost), ("crossing_cost", crossing_cost)):
-        if not value >= 0:
-            raise ValueError(f"{name}={value} must not be negative")
+    check_integer("steps", steps, least=1)
+    check_not_negative("move_cost", move_cost)
+    check_not_negative("crossing_cost", crossing_cost)
 
 
 def _crossing_share(source_load):

@@ -5,11 +5,11 @@ The intra-batch half of ReLibra (arXiv 2605.08639). What happens in one domain o
 """
 
 import functools
-from numbers import Integral
 
 import jax.numpy as jnp
 from jaxtyping import Int
 
+from relibra_jax.limits import check_integer
 from relibra_jax.planning.greedy_replication import replicate_domain
 from relibra_jax.planning.per_node import plan_per_node
 from relibra_jax.types import EMPTY, Array, Plan, Topology
@@ -47,7 +47,8 @@ def replicate_experts(
         A Plan; unused replica slots are EMPTY.
 
     Raises:
-        ValueError: if ``min_tokens`` or ``tile`` is not an integer of at least 1, or shapes disagree with the topology.
+        ValueError: if ``min_tokens`` or ``tile`` is not an integer of at least 1 that int32 holds, or shapes disagree
+            with the topology.
 
     >>> topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=4, replica_slots=1)
     >>> plan = replicate_experts(jnp.array([[[80, 10, 6, 4]]]), jnp.array([[0, 1, 2, 3]]), topology)
@@ -55,8 +56,7 @@ def replicate_experts(
     ([[[[[0, 1, -1], [2, 3, 0]]]]], [[[[[40, 10, 0], [6, 4, 40]]]]])
     """
     for name, value in (("min_tokens", min_tokens), ("tile", tile)):
-        if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
-            raise ValueError(f"{name}={value!r} must be an integer of at least 1")
+        check_integer(name, value, least=1)
     replicate = functools.partial(
         replicate_domain, replica_slots=topology.replica_slots, min_tokens=min_tokens, tile=tile, exact=exact
     )

@@ -1,0 +1,376 @@
+"""Bad input to the programs: exit status 2, one line on standard error with place and numbers, nothing written."""
+
+import functools
+import json
+import os
+
+import jax
+import numpy as np
+import pytest
+import tyro
+
+from experiments.ablation.__main__ import main as run_ablation
+from experiments.rl.configs import Train
+from experiments.run import main as run_training
+from relibra_jax.cli.main import main
+from relibra_jax.cli.parsing import one_line, parse_options
+from relibra_jax.cli.refusals import exit_status
+
+GIB = 2**30
+SMALL = ["--nodes", "2", "--ranks-per-node", "2", "--replica-slots", "1", "--micro-batch-size", "4"]
+LENGTHS = np.array([5, 3, 7, 4] * 4)
+ROWS = np.argsort(np.random.default_rng(0).random((LENGTHS.sum(), 2, 16)), axis=-1)[..., :2].astype(np.uint8)
+TRACE = {"num_experts": np.int32(16), "routed_experts": ROWS, "lengths": LENGTHS}
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory):
+    path = tmp_path_factory.mktemp("traces") / "small.npz"
+    np.savez(path, **TRACE)
+    return path
+
+
+@pytest.fixture
+def memory(monkeypatch):
+    """Make this machine's memory as small as a test needs it."""
+    return lambda size: monkeypatch.setattr("relibra_jax.limits.machine_memory", lambda: size)
+
+
+@pytest.fixture
+def refused(capsys, tmp_path):
+    """Run a program that has to refuse its input, and return what it says."""
+
+    def run(program, args, *, out=None):
+        out = tmp_path / "out" if out is None else out
+        assert program([*map(str, args), *(["--out", str(out)] if out else [])]) == 2
+        shown = capsys.readouterr()
+        assert shown.out == ""
+        assert shown.err.startswith("error: ")
+        assert shown.err.index("\n") == len(shown.err) - 1
+        assert not (tmp_path / "out").exists()
+        return shown.err[len("error: ") : -1]
+
+    return run
+
+
+UNKNOWN = "Unrecognized options: "
+INTEGER = "must be an integer of at least"
+OPTIONS = {
+    "no command": (main, [], "command '' must be one of compare, plan, inspect"),
+    "another command": (
+        main,
+        ["comapre"],
+        "command 'comapre' must be one of compare, plan, inspect; did you mean compare?",
+    ),
+    "option for a command": (main, ["--foo"], f"{UNKNOWN}--foo"),
+    "misplaced option": (main, ["--seed"], "Unrecognized or misplaced options: --seed (applied to relibra)"),
+    "unknown option": (main, ["plan", "--sead", "3"], f"{UNKNOWN}--sead, 3; did you mean --seed?"),
+    "another command's option": (main, ["compare", "--planner", "static"], f"{UNKNOWN}--planner, static"),
+    "unknown argument": (main, ["inspect", "a.npz", "b.npz"], f"{UNKNOWN}b.npz"),
+    "long argument": (main, ["inspect", "a.npz", "far/" * 60 + "b.npz"], f"{UNKNOWN}{'far/' * 60}b.npz"),
+    "no value": (main, ["plan", "--seed"], "Missing value for argument '--seed'. Expected 1 values."),
+    "word for a number": (
+        main,
+        ["plan", "--seed", "abc"],
+        "--seed INT: invalid literal for int() with base 10: 'abc'",
+    ),
+    "word for a float": (
+        main,
+        ["compare", "--context", "x"],
+        "--context FLOAT: could not convert string to float: 'x'",
+    ),
+    "word for an optional number": (
+        main,
+        ["plan", "--batch-size", "x"],
+        "--batch-size {None}|INT: no type matching {None}|INT could be instantiated from ['x'].",
+    ),
+    "no choice": (
+        main,
+        ["plan", "--order", "up"],
+        "invalid choice 'up' for argument '--order'. Expected one of ('given', 'shuffled').",
+    ),
+    "ablation's option": (run_ablation, ["--sead", "3"], f"{UNKNOWN}--sead, 3; did you mean --seed?"),
+    "ablation's trace": (run_ablation, ["missing.npz"], "missing.npz: no such trace"),
+    "no run": (run_training, [], "training run '' must be one of demo, learn"),
+    "another run": (run_training, ["compare"], "training run 'compare' must be one of demo, learn"),
+    "a run's unknown option": (
+        run_training,
+        ["demo", "--token-levl"],
+        f"{UNKNOWN}--token-levl; did you mean --token-level?",
+    ),
+    "a run's value": (
+        run_training,
+        ["demo", "--reorder.steps", "x"],
+        "--reorder.steps INT: invalid literal for int() with base 10: 'x'",
+    ),
+    "a run's missing value": (
+        run_training,
+        ["demo", "--resume"],
+        "Missing value for argument '--resume'. Expected 1 values.",
+    ),
+    "a run's flag": (run_training, ["demo", "--replay", "3"], f"{UNKNOWN}3"),
+    "no seeds": (run_training, ["demo", "--seeds"], "seeds: at least one"),
+}
+
+
+@pytest.mark.parametrize("fault", OPTIONS)
+def test_what_options_cannot_be(refused, fault):
+    program, args, message = OPTIONS[fault]
+    assert refused(program, args, out="") == message
+
+
+SETTINGS = {
+    "--nodes=3": "num_experts=16 must divide evenly over 6 ranks (3 nodes x 2)",
+    f"--nodes={2**31}": f"num_nodes={2**31} {INTEGER} 1 and at most 2147483647",
+    "--replica-slots=-1": f"replica_slots=-1 {INTEGER} 0 and at most 2147483647",
+    "--replica-slots=17": "replica_slots=17 must be at most num_experts=16: a rank holds no expert twice",
+    f"--replica-slots={2**31}": f"replica_slots={2**31} must be at most num_experts=16",
+    f"--replica-slots={2**64}": f"replica_slots={2**64} must be at most num_experts=16",
+    "--seed=-1": f"seed=-1 {INTEGER} 0 and at most 4294967295",
+    f"--seed={2**32}": f"seed={2**32} {INTEGER} 0 and at most 4294967295",
+    f"--seed={2**63}": f"seed={2**63} {INTEGER} 0 and at most 4294967295",
+    "--micro-batch-size=0": f"micro_batch_size=0 {INTEGER} 1 and at most 2147483647",
+    "--micro-batch-size=17": "micro_batch_size=17 exceeds the 16 samples of small.npz",
+    "--batch-size=6": "batch_size=6 must be a multiple of micro_batch_size=4",
+    f"--batch-size={2**64}": f"batch_size={2**64} exceeds the 16 samples",
+    "--planner=elpb": "planner 'elpb' must be one of static,",
+}
+COSTS = {
+    "--hardware=h1000": "hardware='h1000' must be one of h100",
+    "--context=0": "context=0.0 must be positive and finite",
+    "--context=nan": "context=nan must be positive and finite",
+    "--context=inf": "context=inf must be positive and finite",
+    "--tokens-per-rank=1e400": "tokens_per_rank=inf must be positive and finite",
+    "--tokens-per-rank=1e30": "context=4096.0 and tokens_per_rank=1e+30 make 1.49e+39 FLOP a layer, more than",
+}
+
+
+@pytest.mark.parametrize("option", SETTINGS)
+def test_settings_that_do_not_fit(refused, trace, option):
+    assert refused(main, ["plan", trace, *SMALL, option]).startswith(SETTINGS[option])
+
+
+def test_settings_at_their_limits(trace, tmp_path):
+    options = ["--seed=4294967295", "--order=shuffled", "--replica-slots=16", "--planner=static"]
+    assert main(["plan", str(trace), *SMALL, *options, "--out", str(tmp_path / "plan.npz")]) == 0
+
+
+@pytest.mark.parametrize("option", COSTS)
+def test_costs_that_do_not_fit(refused, trace, option):
+    assert refused(main, ["compare", trace, *SMALL, option]).startswith(COSTS[option])
+
+
+TRAINING = {
+    f"--seeds={2**32}": f"seeds={2**32} {INTEGER} 0 and at most 4294967295",
+    f"--steps={2**63}": f"steps={2**63} {INTEGER} 0 and at most 2147483647",
+    "--epochs=0": f"epochs=0 {INTEGER} 1 and at most 2147483647",
+    "--learning-rate=nan": "learning_rate=nan must be finite and not negative",
+    "--balance=-1": "balance=-1.0 must be finite and not negative",
+    "--temperature=inf": "temperature=inf must be finite and not negative",
+    "--temperature=0": "temperature=0.0 must be positive and finite",
+    "--top-p=1.5": "top_p=1.5 must be above 0 and at most 1",
+    "--clip.low=-3": "clip.low=-3.0 must be at least 0 and at most 1",
+    "--clip.high=nan": "clip.high=nan must be at least 0",
+    "--prompts=1073741824": "generating 8589934592 samples of 28 tokens needs 229376 GiB of memory, this",
+    f"--anneal-steps={2**50}": f"anneal_steps={2**50} {INTEGER} 0 and at most 2147483647",
+    f"--reorder.steps={2**60}": f"reorder.steps={2**60} needs 8589934592 GiB of memory, this machine has",
+    "--reorder.steps=0": f"steps=0 {INTEGER} 1 and at most 2147483647",
+    "--reorder.move-cost=inf": "move_cost=inf must be finite and not negative",
+    f"--replicate.min-tokens={2**31}": f"min_tokens={2**31} {INTEGER} 1 and at most 2147483647",
+    f"--replicate.tile={2**63}": f"tile={2**63} {INTEGER} 1 and at most 2147483647",
+    f"--replica-slots={2**63}": f"replica_slots={2**63} must be at most num_experts=16",
+}
+
+
+@pytest.mark.parametrize("option", TRAINING)
+def test_settings_of_a_run_that_do_not_fit(refused, option):
+    assert refused(run_training, ["demo", option]).startswith(TRAINING[option])
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "value", "message"),
+    [
+        (None, "steps", 1.5, "steps=1.5 must be of type int, like 40"),
+        (None, "steps", True, "steps=True must be of type int, like 40"),
+        (None, "seeds", ["a"], "seeds='a' must be of type int, like 0"),
+        ("reorder", "steps", "x", "steps='x' must be of type int, like 2000"),
+        ("replicate", "tile", [1], "tile=[1] must be of type int, like 1"),
+        ("clip", "low", None, "low=None must be of type float, like 0.2"),
+        ("ranks", "replica_slots", 2**63, f"replica_slots={2**63} must be at most num_experts=16"),
+    ],
+)
+def test_saved_settings_of_other_types(refused, tmp_path, part, name, value, message):
+    settings = json.loads(json.dumps(vars(Train()), default=vars))
+    (settings if part is None else settings[part])[name] = value
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    said = refused(run_training, ["demo", "--resume", tmp_path], out="")
+    assert said.startswith(f"{tmp_path / 'config.json'}: not the settings of a run (")
+    assert message in said
+
+
+def place(value, dtype=np.int64):
+    rows = ROWS.astype(dtype)
+    rows[3, 1, 1] = value
+    return {"routed_experts": rows}
+
+
+def sized(rows, lengths, num_experts=16):
+    return {"routed_experts": rows, "lengths": np.array(lengths), "num_experts": num_experts}
+
+
+INFERRED = {"num_experts": None}
+TRACES = {
+    "axis order": (
+        {"routed_experts": ROWS.swapaxes(0, 1)},
+        "sample 0 has length 5, routed_experts has 2 rows",
+    ),
+    "repeated": (place(ROWS[3, 1, 0]), "sample 0, token 3, layer 1: expert"),
+    "lengths": ({"lengths": LENGTHS + 1}, "lengths sum to 92, routed_experts has 76 rows"),
+    "id above": (place(200), "sample 0, token 3, layer 1: expert id 200 is outside 0..15"),
+    "id of 64 bits": (place(2**64 - 1, np.uint64), f"expert id {2**64 - 1} is outside 0..15"),
+    "inferred from 40 bits": (
+        place(2**40) | INFERRED,
+        f"num_experts={2**40 + 1} {INTEGER} 1 and at most 2147",
+    ),
+    "inferred from 64 bits": (place(2**63, np.uint64) | INFERRED, f"num_experts={2**63 + 1} {INTEGER} 1"),
+    "no experts": ({"num_experts": 0}, f"num_experts=0 {INTEGER} 1"),
+    "too many experts": (place(1) | {"num_experts": 2**31}, f"num_experts={2**31} {INTEGER} 1"),
+    "a trillion rows of nothing": (
+        sized(np.zeros((2**40, 1, 0), np.uint8), [2**40]),
+        "routed_experts has 1 layers of top-0, and needs at least 1 of both",
+    ),
+    "no layers": (sized(ROWS[:, :0], LENGTHS), "routed_experts has 0 layers of top-2"),
+    "negative length": (sized(ROWS[:0], [8, -8]), "sample 0 has length 8, routed_experts has 0 rows"),
+    "lengths that wrap": (
+        sized(ROWS[:0], np.array([2**63, 2**63], np.uint64)),
+        f"sample 0 has length {2**63}, routed_experts has 0 rows",
+    ),
+    "floats": ({"lengths": LENGTHS.astype(float)}, "lengths must be integers of 1 axes, not float64[16]"),
+}
+
+
+@pytest.mark.parametrize("command", ["inspect", "plan"])
+@pytest.mark.parametrize("fault", TRACES)
+def test_traces_that_are_none(refused, tmp_path, command, fault):
+    changes, message = TRACES[fault]
+    path = tmp_path / "bad.npz"
+    np.savez(path, **{name: array for name, array in (TRACE | changes).items() if array is not None})
+    said = refused(main, [command, path], out="" if command == "inspect" else None)
+    assert said.startswith(f"{path}: ")
+    assert message in said
+
+
+def test_files_that_are_none(refused, trace, tmp_path):
+    path = tmp_path / "bad.npz"
+    assert refused(main, ["inspect", path], out="") == f"{path}: no such trace"
+    assert refused(main, ["inspect", tmp_path], out="") == f"{tmp_path}: not a file"
+    for content in (b"", b"routing", trace.read_bytes()[:1000]):
+        path.write_bytes(content)
+        assert refused(main, ["plan", path]).startswith(f"{path}: not a whole .npz file (")
+    with path.open("wb") as file:
+        np.save(file, ROWS)
+    assert refused(main, ["inspect", path], out="").startswith(f"{path}: not a whole .npz file (")
+
+
+def test_output_that_cannot_be_written(refused, trace, tmp_path):
+    (tmp_path / "file").write_text("kept")
+    said = refused(main, ["plan", trace, *SMALL, "--planner=static"], out=tmp_path / "file" / "plan.npz")
+    assert str(tmp_path / "file") in said
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_memory_is_counted_before_it_is_taken(refused, memory, tmp_path):
+    path = tmp_path / "wide.npz"
+    np.savez_compressed(path, **sized(np.full((20_000, 1, 1), 3, np.uint8), [20_000] + [0] * 9_999))
+    memory(GIB // 4)
+    said = refused(main, ["inspect", path], out="")
+    assert (
+        said == f"{path}: padding 10000 samples to 20000 tokens needs 1 GiB of memory, this machine has 0 GiB"
+    )
+    memory(GIB // 2)
+    counting = "counting 10000 samples x 1 layers x (20000 tokens x top-1 + 16 experts) needs 1 GiB of memory"
+    assert f"{path}: {counting}" in refused(main, ["inspect", path], out="")
+    memory(50_000)
+    assert f"{path}: unpacking it needs 1 GiB" in refused(main, ["inspect", path], out="")
+    np.savez(path, **sized(ROWS, LENGTHS, num_experts=256))
+    memory(2**22)
+    options = ["--nodes=16", "--ranks-per-node=16", "--micro-batch-size=1", "--planner=static"]
+    said = refused(main, ["plan", path, *options])
+    assert said.startswith("a plan of 8 micro-batches x 2 layers x 256 ranks x 3 slots needs 1 GiB of memory")
+
+
+def test_memory_that_runs_out_is_a_refusal(capsys):
+    def fail(error):
+        raise error
+
+    for error in (
+        MemoryError("Unable to allocate 9 TiB"),
+        jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory\nallocating 9 bytes."),
+    ):
+        assert exit_status(functools.partial(fail, error)) == 2
+        assert capsys.readouterr().err == f"error: {error}\n".replace("memory\n", "memory ")
+    with pytest.raises(jax.errors.JaxRuntimeError):
+        exit_status(functools.partial(fail, jax.errors.JaxRuntimeError("INTERNAL: a fault of ours")))
+
+
+@pytest.mark.parametrize(("lengths", "samples"), [([0, 0, 0], 3), ([], 0)])
+def test_a_trace_without_tokens(refused, tmp_path, capsys, lengths, samples):
+    path = tmp_path / "empty.npz"
+    np.savez(path, **sized(ROWS[:0], np.array(lengths, int)))
+    assert main(["inspect", str(path)]) == 0
+    shown = capsys.readouterr()
+    assert shown.err == ""
+    cells = dict(line.strip("│ ").split("│") for line in shown.out.splitlines() if line.startswith("│"))
+    cells = {name.strip(): value.strip() for name, value in cells.items()}
+    assert (cells["samples"], cells["tokens"]) == (str(samples), "0")
+    assert cells["hottest expert, times the mean"] == "none, there are no tokens"
+    assert cells["experts never used"] == "32 of 32 over all layers"
+    said = refused(main, ["plan", path, *SMALL])
+    assert said == f"empty.npz has no tokens in its {samples} samples: there is no load to balance"
+
+
+def test_help_is_what_it_was(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "60")
+    for program, args in ((main, []), (main, ["plan"]), (run_training, ["demo"])):
+        with pytest.raises(SystemExit) as stop:
+            program([*args, "--help"])
+        assert stop.value.code == 0
+        shown = capsys.readouterr().out
+        assert "usage:" in shown
+        assert max(len(line) for line in shown.splitlines() if line.startswith(" ")) == 60
+    assert os.environ["COLUMNS"] == "60"
+
+
+def test_the_terminal_is_left_as_it_was(monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    with pytest.raises(ValueError, match="Unrecognized options: --no"):
+        parse_options(functools.partial(tyro.cli, Train), ["--no"])
+    assert "COLUMNS" not in os.environ
+
+
+BOXES = {
+    "colours and lines": """\x1b[31m╭─ Value error ───────────────╮
+│ \x1b[1mError parsing --seed:\x1b[0m no     │
+│ number                      │
+│ ─────────────────────────── │
+│ Argument helptext:          │
+│     --seed INT              │
+╰─────────────────────────────╯""",
+    "letters alone": """ Value error
+ -----------------------------
+  Error parsing --seed: no
+  number
+  ---------------------------
+  Argument helptext:
+      --seed INT
+""",
+}
+
+
+@pytest.mark.parametrize("terminal", BOXES)
+def test_boxes_of_any_terminal(terminal):
+    assert one_line(BOXES[terminal]) == "--seed INT: no number"
+
+
+def test_what_is_no_box_is_still_one_line():
+    assert one_line("usage: x\n") == "usage: x"
