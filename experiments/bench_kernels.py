@@ -5,9 +5,11 @@ weight and takes turns with ours. The padded peer copies every group into room f
 multiplies all rows by all weights under a mask; it runs once, forward.
 """
 
+import dataclasses
 import functools
 import os
 import platform
+import sys
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,12 +17,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tyro
 from rich.console import Console
 from rich.table import Table
 
 from experiments.bench import interleaved
 from pallas_kernels import grouped_dot, grouped_mlp
+from relibra_jax.cli.parsing import run_program
 
 console = Console()
 ROWS, HOMES, REPLICAS, D, F = 32_768, 48, 16, 256, 512
@@ -148,18 +150,26 @@ def bench(name: str, dtype: str, *, repeats: int) -> None:
     console.print(f"largest difference to the padded peer: {difference:.1e} of the largest output")
 
 
-def main(*, repeats: int = 7) -> None:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BenchKernels:
+    """Time grouped products and MLPs beside their peers."""
+
+    repeats: int = 7
+    """The runs of each; the median counts."""
+
+
+def main(config: BenchKernels) -> None:
     """Print both tables.
 
     Args:
-        repeats: the number of runs of each; the median counts.
+        config: the settings.
     """
     console.print(
         f"jax {jax.__version__} on {jax.devices()[0].platform}, {os.cpu_count()} cores, {platform.machine()}"
     )
     for operation_name in OPERATIONS:
-        bench(operation_name, "float32", repeats=repeats)
+        bench(operation_name, "float32", repeats=config.repeats)
 
 
 if __name__ == "__main__":
-    tyro.cli(main, description=__doc__)
+    sys.exit(run_program(main, BenchKernels, description=__doc__))

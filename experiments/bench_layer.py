@@ -11,6 +11,7 @@ experts where they are and drop nothing:
 import dataclasses
 import functools
 import os
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -27,6 +28,7 @@ from rich.table import Table
 
 from experiments.bench import interleaved
 from experiments.contenders import ContenderBatch, contenders, expert_weights
+from relibra_jax.cli.parsing import run_program
 from relibra_jax.cli.traces import read_trace
 from relibra_jax.execution import ExpertParallel, expert_mesh, fetch_replicas, moe_layer, rank_sharding
 from relibra_jax.execution.mesh import RANKS
@@ -184,4 +186,4 @@ def main(config: BenchLayer) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(BenchLayer, description=__doc__))
+    sys.exit(run_program(main, BenchLayer, description=__doc__))

@@ -18,6 +18,8 @@ from typing import Annotated
 
 import tyro
 
+from relibra_jax.cli.parsing import run_program
+
 SKEW = 1.5
 """The skew of the synthetic routing: two ranks of sixteen experts each even out what is milder."""
 
@@ -67,9 +69,9 @@ def measure(config: BenchTwoProcesses, number: int, port: int) -> None:
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {number})
     os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
-    os.environ["JAX_PLATFORMS"] = "cpu"
     import jax
 
+    jax.config.update("jax_platforms", "cpu")
     jax.distributed.initialize(f"127.0.0.1:{port}", 2, number)
 
     from rich.console import Console
@@ -183,9 +185,17 @@ def _step(contender, topology, mesh, config: BenchTwoProcesses):
     return lambda: step(params, x, *inputs)
 
 
-if __name__ == "__main__":
-    arguments = tyro.cli(BenchTwoProcesses, description=__doc__)
-    if arguments.process is None:
-        launch(arguments)
+def main(config: BenchTwoProcesses) -> None:
+    """Start both processes, or be one of them.
+
+    Args:
+        config: the settings; ``process`` is None for the process that starts the others.
+    """
+    if config.process is None:
+        launch(config)
     else:
-        measure(arguments, *arguments.process)
+        measure(config, *config.process)
+
+
+if __name__ == "__main__":
+    sys.exit(run_program(main, BenchTwoProcesses, description=__doc__))

@@ -6,6 +6,7 @@ hold the worst case: every token of the group on one rank. No device is involved
 """
 
 import dataclasses
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -17,6 +18,7 @@ from rich.table import Table
 from experiments.contenders import contenders
 from relibra_jax.capacity import worst_case_capacities
 from relibra_jax.cli.options import Ranks
+from relibra_jax.cli.parsing import run_program
 from relibra_jax.cli.traces import read_trace
 
 
@@ -68,4 +70,4 @@ def main(config: Buffers) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Buffers, description=__doc__))
+    sys.exit(run_program(main, Buffers, description=__doc__))

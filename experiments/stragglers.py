@@ -9,6 +9,7 @@ many such cores. Exchanges, replica pushes and attention are not in it.
 import dataclasses
 import functools
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
@@ -29,6 +30,7 @@ from experiments.bench import interleaved
 from experiments.contenders import ContenderBatch, contenders, expert_weights
 from experiments.synthetic_traces import synthetic_trace
 from pallas_kernels import grouped_mlp
+from relibra_jax.cli.parsing import run_program
 from relibra_jax.cli.traces import read_trace
 from relibra_jax.types import Topology
 
@@ -122,4 +124,4 @@ def main(config: Stragglers) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Stragglers, description=__doc__))
+    sys.exit(run_program(main, Stragglers, description=__doc__))

@@ -4,17 +4,14 @@ The options, the table, the figures and the numbers are those of ``relibra compa
 `experiments.ablation.variants`. Bad input ends with exit status 2 and one line on standard error.
 """
 
-import functools
 import sys
 from pathlib import Path
 
-import tyro
 from rich.console import Console
 
 from experiments.ablation.variants import ablation
 from relibra_jax.cli.compare import Compare, compare_contenders
-from relibra_jax.cli.parsing import parse_options
-from relibra_jax.cli.refusals import exit_status
+from relibra_jax.cli.parsing import run_program
 
 PROGRAM = "python -m experiments.ablation"
 
@@ -28,13 +25,12 @@ def main(args: list[str] | None = None) -> int:
     Returns:
         The exit status: 0, or 2 for bad input.
     """
-    return exit_status(lambda: _run(sys.argv[1:] if args is None else args))
 
+    def run(options: Compare) -> None:
+        compare_contenders(ablation, options, Console())
 
-def _run(args: list[str]) -> None:
     default = Compare(out=Path("out/ablation"))
-    parse = functools.partial(tyro.cli, Compare, default=default, prog=PROGRAM, description=__doc__)
-    compare_contenders(ablation, parse_options(parse, args), Console())
+    return run_program(run, Compare, args, default=default, prog=PROGRAM, description=__doc__)
 
 
 if __name__ == "__main__":

@@ -45,6 +45,7 @@ from experiments.bench_gpu.timing import (
 from experiments.contenders import ContenderBatch, contenders
 from pallas_kernels.hopper.tile_sizes import MODELS, RANKS, REPLICAS
 from pallas_kernels.implementation import why_not_hopper
+from relibra_jax.cli.parsing import run_program
 from relibra_jax.cli.traces import read_trace
 from relibra_jax.types import Topology
 
@@ -212,4 +213,4 @@ def main(config: BenchGpu, *, implementation: str = "mosaic") -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(tyro.cli(BenchGpu, prog="python -m experiments.bench_gpu", description=__doc__)))
+    sys.exit(run_program(main, BenchGpu, prog="python -m experiments.bench_gpu", description=__doc__))

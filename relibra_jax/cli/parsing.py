@@ -5,13 +5,18 @@ wrong, so the box is read: its first paragraph says it, and options that it name
 """
 
 import contextlib
+import functools
 import io
 import itertools
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
+import tyro
+
+from relibra_jax.cli.refusals import exit_status
 from relibra_jax.cli.suggestions import did_you_mean
 
 HELP: Final = frozenset({"-h", "--help"})
@@ -50,6 +55,24 @@ def parse_options(parse: Callable[..., Any], args: Sequence[str]) -> Any:
         if not stop.code:
             raise
     raise ValueError(one_line(box.getvalue()))
+
+
+def run_program(
+    main: Callable[[Any], int | None], options: type, args: Sequence[str] | None = None, **about: Any
+) -> int:
+    """Parse options and run a program with them.
+
+    Args:
+        main: the program, a function of its options.
+        options: the type of the options, as `tyro.cli` takes it.
+        args: the options as the command line gives them; those of the process when None.
+        **about: further arguments of `tyro.cli`, for example ``description``.
+
+    Returns:
+        The exit status, from `exit_status`.
+    """
+    parse = functools.partial(tyro.cli, options, **about)
+    return exit_status(lambda: main(parse_options(parse, sys.argv[1:] if args is None else args)))
 
 
 def one_line(box: str) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import jax
 
 
-def exit_status(command: Callable[[], object]) -> int:
+def exit_status(command: Callable[[], int | None]) -> int:
     """Run a command and turn what it refuses into an exit status.
 
     Args:
@@ -14,17 +14,16 @@ def exit_status(command: Callable[[], object]) -> int:
             memory is exhausted, for input too large for this machine.
 
     Returns:
-        0, or 2 after the error's message has gone to standard error as one line.
+        What the command returns, 0 for None, or 2 after the error's message has gone to standard error as one line.
     """
     try:
-        command()
+        return command() or 0
     except (ValueError, OSError, MemoryError) as error:
         return _refuse(error)
     except jax.errors.JaxRuntimeError as error:
         if not str(error).startswith("RESOURCE_EXHAUSTED"):
             raise
         return _refuse(error)
-    return 0
 
 
 def _refuse(error: Exception) -> int:
