@@ -1,9 +1,10 @@
 """Runs from start to end: one for each seed, saved, stopped and resumed, and a report."""
 
+import contextlib
 import dataclasses
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
@@ -13,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp  # type: ignore[import-untyped]
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from experiments.rl.compilations import tell_compilations
 from experiments.rl.configs import Train
 from experiments.rl.devices import host_devices
 from experiments.rl.metrics_log import MetricsLog
@@ -80,8 +82,10 @@ def _run_seed(
             trainer.state.restore(manager, verify=config.verify)
         # Settings that a checkpoint refuses are not written down.
         _note_changes(config, run, console)
-        with MetricsLog(folder, trainer.state.step) as log, _progress(console) as bar:
-            task_id = bar.add_task(f"seed {seed}", total=trainer.total_steps, shown="compiling")
+        with (
+            MetricsLog(folder, trainer.state.step) as log,
+            _progress(console, f"seed {seed}", total=trainer.total_steps) as (bar, task_id),
+        ):
 
             def report(step: int, metrics: dict[str, Any]) -> None:
                 log.write(step, metrics)
@@ -180,9 +184,15 @@ def _plain(config: Train) -> dict[str, Any]:
     return json.loads(json.dumps(dataclasses.asdict(config), default=str))
 
 
-def _progress(console: Console) -> Progress:
+@contextlib.contextmanager
+def _progress(console: Console, name: str, *, total: int) -> Iterator[tuple[Progress, TaskID]]:
+    """A progress bar that says what is compiled while it is, and its one task."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, TextColumn("{task.fields[shown]}"), console=console, transient=True)
+    shown = TextColumn("{task.fields[shown]}")
+    with Progress(*columns, shown, console=console, transient=True) as bar:
+        task_id = bar.add_task(name, total=total, shown="")
+        with tell_compilations(lambda program: bar.update(task_id, shown=f"compiling {program}")):
+            yield bar, task_id
 
 
 def _shown(metrics: dict[str, Any]) -> str:

@@ -1,0 +1,35 @@
+"""What JAX compiles, told as it happens."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Final
+
+import jax
+
+LOWERED: Final = "/jax/core/compile/jaxpr_to_mlir_module_duration"
+"""The event between tracing a program and compiling it; names the program."""
+
+
+@contextlib.contextmanager
+def tell_compilations(tell: Callable[[str], None]) -> Iterator[None]:
+    """Tell the name of each program that is compiled within, before the compiler starts.
+
+    Args:
+        tell: called with the name of the compiled function, on the thread that compiles.
+
+    >>> def double(x):
+    ...     return 2 * x
+    >>> with tell_compilations(print):
+    ...     _ = jax.jit(double)(1.0)
+    double
+    """
+
+    def listen(event: str, duration_secs: float, **details: str | int) -> None:
+        if event == LOWERED:
+            tell(str(details.get("fun_name", "")).removeprefix("jit(").removesuffix(")").strip("_"))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
