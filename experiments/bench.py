@@ -19,6 +19,7 @@ from relibra_jax.planning.assignment import assign_in_order, assign_samples
 from relibra_jax.planning.eplb import rebalance_experts
 from relibra_jax.planning.plan_batch import plan_loads
 from relibra_jax.planning.planners import PLANNERS, PlannerEntry
+from relibra_jax.planning.relibra import relibra
 from relibra_jax.planning.replication import replicate_experts
 from relibra_jax.replay import assigned_load
 from relibra_jax.types import Plan, Topology
@@ -113,6 +114,36 @@ def bench_planners() -> None:
     )
 
 
+def bench_compilation() -> None:
+    """Time what a first plan compiles, samples assigned too: of a small model, and of Qwen3-235B's shape."""
+    table = _table("what a first plan of relibra compiles", "size", "trace, CPU s", "compile, CPU s", "both")
+    jax.config.update("jax_enable_compilation_cache", False)
+    small = Topology(num_nodes=2, ranks_per_node=4, num_experts=16, replica_slots=1)
+    for topology, layers, micro_batches, samples in (
+        (small, 4, 4, 256),
+        (BATCH, LAYERS, MICRO_BATCHES, 1024),
+    ):
+        planner = relibra()
+        state = planner.init(topology, layers, key=jax.random.key(0))
+
+        def plan(load, tokens, state, key, topology=topology, planner=planner, micro_batches=micro_batches):
+            assign = functools.partial(assign_samples, key=key)
+            options = {"num_micro_batches": micro_batches, "assign": assign}
+            return plan_loads(load, tokens, planner, state, topology, **options)
+
+        load = jax.ShapeDtypeStruct((samples, layers, topology.num_experts), jnp.int32)
+        tokens = jax.ShapeDtypeStruct((samples,), jnp.int32)
+        start = time.process_time()
+        lowered = jax.jit(plan).lower(load, tokens, state, jax.random.key(0))
+        traced = time.process_time()
+        lowered.compile()
+        ended = time.process_time()
+        size = f"{layers} layers x {micro_batches} micro-batches x {topology.num_experts} experts"
+        parts = (traced - start, ended - traced, ended - start)
+        table.add_row(f"{size} on {topology.num_ranks} ranks", *(f"{value:.1f}" for value in parts))
+    console.print(table)
+
+
 def bench_growth() -> None:
     """Time ReLibra's planning over layers, micro-batches and ranks."""
     table = _table(
@@ -187,6 +218,7 @@ if __name__ == "__main__":
     console.print(
         f"jax {jax.__version__} on {jax.devices()[0].platform}, {os.cpu_count()} cores, {platform.machine()}"
     )
+    bench_compilation()
     bench_rebalance()
     bench_planners()
     bench_growth()

@@ -1,5 +1,6 @@
 """Bad input to the programs: exit status 2, one line on standard error with place and numbers, nothing written."""
 
+import dataclasses
 import functools
 import json
 import os
@@ -9,11 +10,12 @@ import numpy as np
 import pytest
 import tyro
 
+from experiments import bench_kernels, bench_layer, bench_two_processes, count_buffers, stragglers
 from experiments.ablation.__main__ import main as run_ablation
 from experiments.rl.configs import Train
 from experiments.run import main as run_training
 from relibra_jax.cli.main import main
-from relibra_jax.cli.parsing import one_line, parse_options
+from relibra_jax.cli.parsing import one_line, parse_options, run_program
 from relibra_jax.cli.refusals import exit_status
 
 GIB = 2**30
@@ -143,6 +145,20 @@ COSTS = {
     "--tokens-per-rank=1e400": "tokens_per_rank=inf must be positive and finite",
     "--tokens-per-rank=1e30": "context=4096.0 and tokens_per_rank=1e+30 make 1.49e+39 FLOP a layer, more than",
 }
+
+
+BENCHMARKS = (bench_kernels, bench_layer, bench_two_processes, count_buffers, stragglers)
+
+
+@pytest.mark.parametrize("module", BENCHMARKS, ids=lambda module: module.__name__)
+def test_benchmarks_refuse_in_one_line_too(refused, module):
+    (options,) = (
+        kind
+        for kind in vars(module).values()
+        if getattr(kind, "__module__", "") == module.__name__ and dataclasses.is_dataclass(kind)
+    )
+    program = functools.partial(run_program, module.main, options)
+    assert refused(program, ["--wdith", "3"], out="").startswith(f"{UNKNOWN}--wdith, 3")
 
 
 @pytest.mark.parametrize("option", SETTINGS)
