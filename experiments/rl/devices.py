@@ -1,9 +1,12 @@
-"""The devices of a run."""
+"""The devices of a run, and how programs are compiled for them."""
 
 import contextlib
 import os
+from typing import Final
 
 import jax
+
+EXTRA_OPTIONS: Final = "xla_backend_extra_options"
 
 
 def host_devices(count: int) -> list[jax.Device]:
@@ -19,3 +22,14 @@ def host_devices(count: int) -> list[jax.Device]:
     if len(jax.devices()) < count:
         raise ValueError(f"{count} ranks need as many devices, there are {len(jax.devices())}")
     return jax.devices()[:count]
+
+
+def compile_quickly() -> None:
+    """Let XLA's CPU compiler emit loops by its former method, which builds no MLIR pipeline for every fusion.
+
+    The programs of a tiny policy then take a quarter less to compile and the same time to run. It works until JAX has
+    started, changes nothing on GPUs, and leaves alone what the caller has set in ``XLA_FLAGS``.
+    """
+    flags = os.environ.get("XLA_FLAGS", "")
+    if EXTRA_OPTIONS not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} --{EXTRA_OPTIONS}=xla_cpu_disable_new_fusion_emitters".strip()

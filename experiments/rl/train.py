@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from experiments.rl.compilations import tell_compilations
 from experiments.rl.configs import Train
-from experiments.rl.devices import host_devices
+from experiments.rl.devices import compile_quickly, host_devices
 from experiments.rl.metrics_log import MetricsLog
 from experiments.rl.report import write_report
 from experiments.rl.stop_signals import stop_signals
@@ -50,6 +50,7 @@ def run_train(config: Train, console: Console, *, name: str = "rl", task: Task |
     Raises:
         ValueError: if settings do not fit or the planner refuses them, or a checkpoint is damaged or of another model.
     """
+    compile_quickly()
     host_devices(config.topology.num_ranks)
     _check_planner(config)
     folder = _folder(config, name)
