@@ -103,15 +103,13 @@ def test_rounds_take_turns_and_refine(replay, rounds):
         return plan._replace(home=plan.home + len(calls)), state + 1
 
     def assign(sample_load, tokens, home, topology, *, num_micro_batches):
-        if not isinstance(home, jax.core.Tracer):  # not where only the shape of an assignment is asked for
-            homes.append(np.asarray(home))
+        homes.append(np.asarray(home))
         return Assignment(assign_in_order(32, topology, num_micro_batches=num_micro_batches).sample[::-1])
 
     homes, told = [], Planner(lambda *_, key: 0, update)
-    with jax.disable_jit():  # so that every turn calls them
-        batch_plan, after = plan_batch(
-            replay, told, 0, TOPOLOGY, num_micro_batches=MICRO_BATCHES, assign=assign, rounds=rounds
-        )
+    batch_plan, after = plan_batch(
+        replay, told, 0, TOPOLOGY, num_micro_batches=MICRO_BATCHES, assign=assign, rounds=rounds
+    )
     assert len(homes) == rounds
     assert [state for _, state, _ in calls] == [0] * (rounds + 1)
     assert after == 1
@@ -121,6 +119,34 @@ def test_rounds_take_turns_and_refine(replay, rounds):
         np.testing.assert_array_equal(calls[1 + turn][2], home)
         np.testing.assert_array_equal(calls[1 + turn][0], batch_plan.load)
     np.testing.assert_array_equal(batch_plan.load[::-1], calls[0][0])
+
+
+@pytest.mark.parametrize("rounds", [0, 1, 3])
+@pytest.mark.parametrize("x64", [False, True])
+def test_turns_under_jit_are_those_without(replay, rounds, x64):
+    """Under jit they are one loop; 64-bit types change nothing."""
+    short = relibra(place=functools.partial(place_experts, steps=50))
+    options = {"num_micro_batches": MICRO_BATCHES, "assign": ASSIGN, "rounds": rounds}
+
+    def plan(replay, state):
+        return plan_batch(replay, short, state, TOPOLOGY, **options)
+
+    alone, after = plan(replay, start(short))
+    with jax.enable_x64(x64):
+        compiled, later = jax.jit(plan)(replay, start(short))
+    chex.assert_trees_all_equal(compiled, alone)
+    chex.assert_trees_all_equal(*(jax.random.key_data(state.key) for state in (after, later)))
+
+
+def test_bad_loads_and_rounds_are_refused_with_assignment_too(replay):
+    counts = np.array(sample_load(replay, num_experts=8))
+    tokens = replay.mask.sum(1, dtype=np.int32)
+    options = {"num_micro_batches": MICRO_BATCHES, "assign": ASSIGN}
+    with pytest.raises(ValueError, match="rounds=-1 must be an integer of at least 0"):
+        plan_loads(counts, tokens, static(), (), TOPOLOGY, **options, rounds=-1)
+    counts[0, 1, 3] = -5000
+    with pytest.raises(ValueError, match=r"layer 1, .* expert 3: load -.* is negative"):
+        plan_loads(counts, tokens, static(), (), TOPOLOGY, **options)
 
 
 def test_planners_that_refine_nothing_are_not_told(replay):

@@ -267,7 +267,7 @@ def test_works_under_vmap_and_scan(run, name, across_nodes, topology):
 
 
 def test_experts_that_do_not_divide_over_ranks_are_padded(name, across_nodes):
-    """As EPLB's deployment of 256 experts on 144 ranks: padding has homes, and neither tokens nor replicas."""
+    """Padding has homes, and neither tokens nor replicas."""
     with pytest.raises(ValueError, match=r"num_experts=6 must .* 4 ranks .*: pad the model to num_experts=8"):
         Topology(num_nodes=2, ranks_per_node=2, num_experts=6, replica_slots=1)
     topology = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=1)
@@ -297,7 +297,16 @@ def test_plans_are_the_same_bit_for_bit_under_vmap(name):
     together, alone = jax.jit(jax.vmap(update))(load, keys), jax.jit(update)
     for index in range(len(load)):
         plan = jax.tree.map(lambda leaf, index=index: leaf[index], together)
-        chex.assert_trees_all_equal(plan, alone(load[index], keys[index]))
+        chex.assert_trees_all_equal(plan, alone(load[index], keys[index]), update(load[index], keys[index]))
+
+
+def test_no_scan_is_empty_without_jit():
+    """Neither EPLB's homes nor a group without replica slots copy anything."""
+    topology = TOPOLOGIES["one home, no room"]
+    load = make_load("zipf", topology)
+    with jax.disable_jit():
+        plan = update_once("eplb", topology, load, jax.random.key(0))
+    check_plan(plan, load, topology)
 
 
 @pytest.mark.parametrize("name", SEARCHING_IS_SLOW, indirect=True)

@@ -168,7 +168,9 @@ def assign_samples(
 
     # The last row is an empty position: no load, no tokens.
     length = jnp.append(jnp.asarray(tokens, jnp.int32), 0)
-    share = jnp.concatenate([_node_share(sample_load, home, nodes), jnp.zeros((1, nodes * layers))])
+    share = jnp.concatenate(
+        [_node_share(sample_load, home, nodes), jnp.zeros((1, nodes * layers), jnp.float32)]
+    )
     packing = _longest_first(share, length, num_micro_batches, ranks, samples_per_rank)
     if num_micro_batches > 1:
         total = jnp.maximum(length.sum(dtype=jnp.float32), 1)
@@ -196,10 +198,14 @@ def _node_share(sample_load, home, nodes):
 
 def _longest_first(share, length, micro_batches, ranks, room):
     """Longest sample first to the micro-batch with fewest tokens, and so on to ranks inside each."""
-    micro_batch, position = lightest_pack(length[:-1], jnp.zeros(micro_batches), room=ranks * room)
+    micro_batch, position = lightest_pack(
+        length[:-1], jnp.zeros(micro_batches, jnp.float32), room=ranks * room
+    )
     empty = jnp.full((micro_batches, ranks * room), length.size - 1)
     sample = empty.at[micro_batch, position].set(jnp.arange(length.size - 1))
-    rank, position = jax.vmap(lambda load: lightest_pack(load, jnp.zeros(ranks), room=room))(length[sample])
+    rank, position = jax.vmap(lambda load: lightest_pack(load, jnp.zeros(ranks, jnp.float32), room=room))(
+        length[sample]
+    )
     sample = empty.at[jnp.arange(micro_batches)[:, None], rank * room + position].set(sample)
     tokens = length[sample].reshape(micro_batches, ranks, room).sum(-1)
     return _Packing(sample, share[sample].sum(1), tokens)
@@ -225,7 +231,7 @@ def _anneal(packing, share, length, budget, attention, layers, key, steps):
     def objective(load, tokens):
         top = load.reshape(*load.shape[:-1], -1, layers).max(-2)
         # The barrier keeps the sum over layers out of the fusion, where XLA:CPU would not vectorise it.
-        return jax.lax.optimization_barrier(top) @ jnp.ones(layers) + attention * tokens.max(-1)
+        return jax.lax.optimization_barrier(top) @ jnp.ones(layers, jnp.float32) + attention * tokens.max(-1)
 
     def within(tokens):
         return (tokens.sum(-1) <= budget[0]) & (tokens.max(-1) <= budget[1])

@@ -24,7 +24,7 @@ from relibra_jax.planning.eplb import pack_homes
 from relibra_jax.planning.graphs import graph_edges
 from relibra_jax.planning.load_history import check_known, init_history, known_loads
 from relibra_jax.planning.per_node import merge_copies, plan_per_node
-from relibra_jax.types import EMPTY, Planner, Topology
+from relibra_jax.types import EMPTY, Plan, Planner, Topology
 
 STEPS = 14  # the largest rank load is then within 0.1% of the optimum (tests/test_lplb.py)
 
@@ -124,19 +124,30 @@ def lplb(
     check_known(loads, scope)
 
     def update(load, state, topology: Topology):
-        domains = 1 if across_nodes else topology.num_nodes
-        edges = graph_edges(graph, topology.num_ranks // domains, topology.replica_slots)
+        _edges(graph, topology, across_nodes)  # refuses a graph for other ranks before anything is computed
         check_load(load, topology)
         load = expert_totals(load)
         for_homes, known, state = known_loads(load, state, loads=loads, scope=scope)
         home = pack_homes(for_homes, topology, num_groups=topology.num_experts, num_nodes=topology.num_nodes)
-        rule = functools.partial(_copy_along, edges=edges, replica_slots=topology.replica_slots)
-        split = functools.partial(plan_per_node, rule, topology=topology, across_nodes=across_nodes)
         # Under vmap a loop: linear algebra over more batches sums in another order, and a last digit can move a token.
         # Processes that plan together and alone would disagree.
+        split = functools.partial(_split, topology=topology, graph=graph, across_nodes=across_nodes)
         return jax.custom_batching.sequential_vmap(split)(load, known, home), state
 
     return Planner(init_history, update)
+
+
+def _edges(graph: str | None, topology: Topology, across_nodes: bool) -> Int[np.ndarray, "P d"]:
+    domains = 1 if across_nodes else topology.num_nodes
+    return graph_edges(graph, topology.num_ranks // domains, topology.replica_slots)
+
+
+@functools.partial(jax.jit, static_argnames=("topology", "graph", "across_nodes"))
+def _split(load, known, home, *, topology: Topology, graph: str | None, across_nodes: bool) -> Plan:
+    """The plan for given homes. Compiled also where the planner is not, so that both round alike."""
+    edges = _edges(graph, topology, across_nodes)
+    rule = functools.partial(_copy_along, edges=edges, replica_slots=topology.replica_slots)
+    return plan_per_node(rule, load, known, home, topology, across_nodes=across_nodes)
 
 
 def _copy_along(

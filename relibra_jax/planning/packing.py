@@ -33,6 +33,8 @@ def lightest_pack(
     ([0, 1, 1, 0], [0, 1, 0, 1])
     """
     load = jnp.asarray(load, jnp.float32)
+    if not load.size:
+        return jnp.zeros(0, jnp.int32), jnp.zeros(0, jnp.int32)  # without jit, no scan may be empty
     order = jnp.argsort(-load, stable=True)
 
     def place(packs, item_load):
@@ -94,7 +96,7 @@ def add_copies(
     load = jnp.asarray(load, jnp.float32)
     once, none = jnp.ones(load.size, jnp.int32), jnp.zeros(0, jnp.int32)
     if not num_extra:
-        return none, none, once  # without jit, no scan may be empty
+        return none, none, once  # as in `lightest_pack`
 
     def add(count, _):
         item = jnp.argmax(load / count).astype(jnp.int32)

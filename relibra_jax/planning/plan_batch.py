@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Int
 
+from relibra_jax.limits import check_integer
 from relibra_jax.planning.assignment import assign_in_order
 from relibra_jax.planning.extra_args import with_extra_args
 from relibra_jax.replay import assigned_load, sample_load
@@ -45,6 +46,9 @@ def plan_batch(
 
     Returns:
         The batch plan, and the planner's state after this batch.
+
+    Raises:
+        ValueError: if ``rounds`` is negative, or as the planner and ``assign`` say.
 
     >>> import jax, numpy as np
     >>> from relibra_jax import Topology, relibra
@@ -90,26 +94,44 @@ def plan_loads(
     Returns:
         The batch plan, and the planner's state after this batch.
     """
+    check_integer("rounds", rounds, least=0)
     update = with_extra_args(planner).update
     in_order = assign_in_order(len(tokens), topology, num_micro_batches=num_micro_batches)
+    first_load = assigned_load(sample_load, in_order)
+    nowhere = jnp.full((sample_load.shape[1], topology.num_experts), EMPTY, jnp.int32)
+
+    def turn(assignment, load, home):
+        plan, after = update(load, state, topology, cost=cost, refine=home)
+        return BatchPlan(assignment, load, plan), after
+
     if assign is None or not rounds:
-        load = assigned_load(sample_load, in_order)
-        plan, after = update(load, state, topology, cost=cost)
-        return BatchPlan(in_order, load, plan), after
+        return turn(in_order, first_load, nowhere)
 
     def assigned(home):
         assignment = assign(sample_load, tokens, home, topology, num_micro_batches=num_micro_batches)
         return assignment, assigned_load(sample_load, assignment)
 
-    def turn(home, number):
-        assignment, load = jax.lax.cond(number == 0, lambda _: first, assigned, home)
-        plan, after = update(load, state, topology, cost=cost, refine=home)
-        return plan.home, (BatchPlan(assignment, load, plan), after)
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((sample_load, tokens, state))):
+        return _loop_turns(turn, assigned, first_load, nowhere, state, rounds)
+    result = turn(in_order, first_load, nowhere)
+    for _ in range(rounds):
+        home = result[0].plan.home
+        assignment, load = assigned(home)
+        result = turn(assignment, load, home)
+    return result
 
-    # All turns are one loop, so that assignment and placement are compiled once each. In the first turn there are no
-    # homes yet and samples are in order; its assignment is not kept and only has the shape of those that follow.
-    nowhere = jnp.full((sample_load.shape[1], topology.num_experts), EMPTY, jnp.int32)
+
+def _loop_turns(turn, assigned, first_load, nowhere, state, rounds):
+    """All turns as one loop, so that under jit assignment and placement are compiled once each."""
+    # The first turn's assignment is not kept: it only has the shape of those that follow.
     blank = jax.tree.map(lambda leaf: jnp.full_like(leaf, EMPTY), jax.eval_shape(assigned, nowhere)[0])
-    first = blank, assigned_load(sample_load, in_order)
-    _, turns = jax.lax.scan(turn, nowhere, jnp.arange(rounds + 1))
-    return jax.tree.map(lambda leaf: leaf[-1], turns)
+
+    def body(number, carry):
+        home = carry[0].plan.home
+        assignment, load = jax.lax.cond(number == 0, lambda _: (blank, first_load), assigned, home)
+        return turn(assignment, load, home)
+
+    batch_plan, _ = jax.eval_shape(turn, blank, first_load, nowhere)
+    start = jax.tree.map(jnp.zeros_like, batch_plan)
+    start = start._replace(plan=start.plan._replace(home=nowhere))
+    return jax.lax.fori_loop(0, rounds + 1, body, (start, state))
