@@ -3,10 +3,12 @@
 Numbers are held to them at the edges where data enters: a topology, a file, a command line.
 """
 
+import contextlib
 import math
 import os
 import sys
 from numbers import Integral
+from pathlib import Path
 from typing import Final
 
 INT32_MAX: Final = 2**31 - 1
@@ -14,6 +16,8 @@ INT32_MAX: Final = 2**31 - 1
 SEED_MAX: Final = 2**32 - 1
 """Without JAX's 64-bit mode a random key has the low 32 bits of its seed: larger seeds, and negative ones, would draw
 what a smaller one draws."""
+COST_MAX: Final = 1e9
+"""Beyond it a cost would swallow, in float32, whatever it is weighed against."""
 
 
 def check_integer(name: str, value: object, *, least: int, most: int = INT32_MAX) -> None:
@@ -53,9 +57,9 @@ def check_positive(name: str, value: float) -> None:
 
 
 def check_not_negative(name: str, value: float) -> None:
-    """Raise ValueError unless ``value`` is 0 or more and finite."""
-    if not 0 <= value < math.inf:
-        raise ValueError(f"{name}={value} must be finite and not negative")
+    """Raise ValueError unless ``value`` is 0 or more, and float32 holds it with room for what it is multiplied by."""
+    if not 0 <= value <= COST_MAX:
+        raise ValueError(f"{name}={value} must be at least 0 and at most {COST_MAX:g}")
 
 
 def check_memory(purpose: str, needed: int) -> None:
@@ -80,8 +84,10 @@ def check_memory(purpose: str, needed: int) -> None:
 
 
 def machine_memory() -> int:
-    """The bytes of memory that this machine has; unlimited where the system does not tell."""
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):
-        return sys.maxsize
+    """The bytes of memory that this process may have at most; unlimited where the system does not tell."""
+    sizes = [sys.maxsize]
+    with contextlib.suppress(AttributeError, ValueError, OSError):
+        sizes.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    with contextlib.suppress(ValueError, OSError):  # in a container; "max" where it has no limit of its own
+        sizes.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return min(sizes)

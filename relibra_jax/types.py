@@ -53,7 +53,8 @@ class Topology:
 
     Hashable and static under jit. Every rank owns the same number of experts, because expert weights are one array
     that is sharded evenly: an empty home slot would take the memory of an expert. A model whose experts do not divide
-    over the ranks is padded with experts that no token is routed to; they take no tokens, no replicas and no time.
+    over the ranks is padded with experts that its router never chooses. They have homes, and neither tokens nor
+    replicas. EPLB's 256 experts in 288 slots of 144 ranks are 288 homes here; copies need replica slots besides.
 
     Raises:
         ValueError: if a count is not a positive integer (``replica_slots`` may be 0), the experts do not divide evenly

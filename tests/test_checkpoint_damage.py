@@ -85,7 +85,7 @@ def message_of(folder, tree, step=None):
 
 def is_advice(line, folder):
     """Whether it is one line that names the step and the one before."""
-    way = f"; to go on from step 2, the newest before it, move {folder / str(LAST)} away"
+    way = f"; to try step 2, the newest before it, move {folder / str(LAST)} away"
     return line.startswith(f"step {LAST} in {folder}: ") and line.endswith(way) and "\n" not in line
 
 
@@ -178,9 +178,7 @@ def test_steps_may_have_prefixes_and_zeros(tree, tmp_path):
             save_checkpoint(manager, step, tree, HOME, **options())
         manager.wait_until_finished()
         flip_bit_of(tree["params"]["router"], tmp_path / "run_0002")
-        with pytest.raises(
-            ValueError, match=r"to go on from step 1, the newest before it, move .*/run_0002 away"
-        ):
+        with pytest.raises(ValueError, match=r"to try step 1, the newest before it, move .*/run_0002 away"):
             restore_checkpoint(manager, tree, **options())
         assert same(restore_checkpoint(manager, tree, **options(), step=1).tree, tree)
 
@@ -202,7 +200,7 @@ def test_a_layout_that_reads_well_and_is_another(folder, tree):
 def test_a_step_before_it_is_named_only_with_a_sound_layout(folder, tree):
     for step in (2, LAST):
         cut_in_half(folder / str(step) / "layout" / "metadata")
-    with pytest.raises(ValueError, match="; to go on from step 1, the newest before it, move"):
+    with pytest.raises(ValueError, match="; to try step 1, the newest before it, move"):
         restore(folder, tree)
     cut_in_half(folder / "1" / "layout" / "metadata")
     with pytest.raises(ValueError, match=r"step 3 in .*; there is no sound one before it"):

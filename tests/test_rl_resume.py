@@ -65,7 +65,7 @@ def test_a_damaged_checkpoint_is_not_resumed(harm, folder, capfd):
     assert main(["demo", "--resume", str(folder)]) == 2
     [line] = capfd.readouterr().err.splitlines()
     assert line.startswith(f"error: step 2 in {checkpoints}: array '")
-    assert line.endswith(f"; to go on from step 1, the newest before it, move {checkpoints / '2'} away")
+    assert line.endswith(f"; to try step 1, the newest before it, move {checkpoints / '2'} away")
     assert files_under(folder) == before
 
 

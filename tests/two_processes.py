@@ -75,9 +75,7 @@ def a_damaged_checkpoint_stops_both():
             if NUMBER == 0:
                 harm(folder / str(step))
             multihost_utils.sync_global_devices(f"damaged {step}")
-            with pytest.raises(
-                ValueError, match=f"step {step} in .*; to go on from step {step - 1}, the newest"
-            ):
+            with pytest.raises(ValueError, match=f"step {step} in .*; to try step {step - 1}, the newest"):
                 restore_checkpoint(manager, tree, step=step, **options)
         found = restore_checkpoint(manager, tree, step=1, **options).tree
     for shard in found.addressable_shards:

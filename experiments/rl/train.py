@@ -192,7 +192,11 @@ def _progress(console: Console, name: str, *, total: int) -> Iterator[tuple[Prog
     shown = TextColumn("{task.fields[shown]}")
     with Progress(*columns, shown, console=console, transient=True) as bar:
         task_id = bar.add_task(name, total=total, shown="")
-        with tell_compilations(lambda program: bar.update(task_id, shown=f"compiling {program}")):
+
+        def tell(program: str) -> None:
+            bar.update(task_id, shown=f"compiling {program}" if program else "")
+
+        with tell_compilations(tell):
             yield bar, task_id
 
 

@@ -27,5 +27,6 @@ def exit_status(command: Callable[[], int | None]) -> int:
 
 
 def _refuse(error: Exception) -> int:
-    print(f"error: {' '.join(str(error).splitlines())}", file=sys.stderr)
+    text = " ".join(str(error).splitlines()) or type(error).__name__
+    print(f"error: {text}", file=sys.stderr)
     return 2

@@ -84,7 +84,7 @@ def raise_together(
 
     Raises:
         ValueError: if there is a problem; in one line that names the step and, if there is one, the newest one before
-            it whose layout is sound.
+            it whose layout is sound; whether its arrays are is seen when it is restored.
     """
     failed = np.flatnonzero(multihost_utils.process_allgather(np.bool_(problem is not None)))
     if not failed.size:
@@ -94,7 +94,7 @@ def raise_together(
     way = (
         "there is no sound one before it"
         if earlier is None
-        else f"to go on from step {earlier}, the newest before it, move {_folder(manager, step)} away"
+        else f"to try step {earlier}, the newest before it, move {_folder(manager, step)} away"
     )
     error = ValueError(f"step {step} in {manager.directory}: {problem}; {way}")
     if details is not None:

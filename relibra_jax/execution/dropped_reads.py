@@ -7,23 +7,29 @@ others would end later on TensorStore's threads, with nowhere to go, and print a
 import asyncio
 import contextlib
 import gc
+import threading
 import warnings
 from collections.abc import Iterator
 from typing import Any, Final
 
 PATIENCE: Final = 30.0
 """The seconds without the end of any task after which nobody waits for the others any longer."""
+_PATCHED: Final = threading.RLock()
 
 
 @contextlib.contextmanager
 def reads_to_the_end() -> Iterator[None]:
-    """Let event loops that are made within end after the last of their tasks, also where one of them fails."""
-    new_event_loop = asyncio.new_event_loop
-    asyncio.new_event_loop = _Patient
-    try:
-        yield
-    finally:
-        asyncio.new_event_loop = new_event_loop
+    """Let event loops that are made within end after the last of their tasks, also where one of them fails.
+
+    One thread at a time, so that what makes event loops afterwards is what made them before.
+    """
+    with _PATCHED:
+        new_event_loop = asyncio.new_event_loop
+        asyncio.new_event_loop = _Patient
+        try:
+            yield
+        finally:
+            asyncio.new_event_loop = new_event_loop
 
 
 def collect_reads() -> None:

@@ -76,19 +76,21 @@ def optimizer_layers(tx: Any, opt_state: PyTree, layers: PyTree) -> PyTree:
         return optax.tree_map_params(
             tx, label, opt_state, transform_non_params=lambda _: None, is_leaf=lambda _: True
         )
-    except ValueError:
-        raise
-    except (
-        Exception
-    ) as error:  # whatever an init raises that does not expect optax's placeholders for parameters
-        kinds = (
-            opt_state if isinstance(opt_state, tuple) and not hasattr(opt_state, "_fields") else [opt_state]
-        )
-        names = ", ".join(type(kind).__name__ for kind in kinds)
+    # An init that does not expect optax's placeholders for parameters raises whatever it likes.
+    except (AttributeError, IndexError, KeyError, TypeError) as error:
+        experts = [leaf_name(path) for path, layer in labels.items() if layer is not None]
+        names = [leaf_name(path) for path, _ in jax.tree.leaves_with_path(opt_state)]
+        suspects = [name for name in names if any(expert in name for expert in experts)]
+        kinds = ", ".join(type(part).__name__ for part in jax.tree.leaves(opt_state, is_leaf=_is_state))
         raise ValueError(
-            f"optimizer with the state {names}: optax.tree_map_params cannot say which of its leaves belong to which"
-            f" parameter ({error!r}), so they cannot move with their experts; take another optimizer"
+            f"optimizer state{suspects[0] if suspects else ''} of {kinds}: optax.tree_map_params cannot say which"
+            f" leaves belong to which parameter ({error!r}), so they cannot move with their experts; take another optimizer"
         ) from error
+
+
+def _is_state(part: Any) -> bool:
+    """Whether it is the state of one transformation, which optax makes NamedTuples."""
+    return hasattr(part, "_fields")
 
 
 def check_homes(home: Num[Array, "..."], num_experts: int, name: str = "home") -> Int[np.ndarray, "L E"]:

@@ -119,10 +119,15 @@ def _expected(
 def _starts(start: int | Sequence[int] | Array | None, tokens: tuple[int, ...]) -> tuple[int | None, ...]:
     if start is None:
         return (None,) * len(tokens)
-    starts = np.asarray(start)
+    try:
+        starts = np.asarray(start)
+    except ValueError:  # ragged
+        starts = np.empty(0, object)
+    starts = starts if starts.size else starts.astype(np.int64)
     if starts.dtype.kind not in "iu" or starts.shape not in ((), (len(tokens),)):
+        found = f"{starts.dtype}{list(starts.shape)}" if starts.size else repr(start)
         raise ValueError(
-            f"start must be one integer or {len(tokens)}, one a sample, not {starts.dtype}{list(starts.shape)}"
+            f"start must be an integer that int64 holds, or {len(tokens)} of them, one for each sample, not {found}"
         )
     first_tokens = tuple(np.broadcast_to(starts, len(tokens)).tolist())
     for sample, (first, real) in enumerate(zip(first_tokens, tokens, strict=True)):

@@ -152,8 +152,8 @@ def from_nemo_rl(text: str) -> np.ndarray:
     _, dtype, shape, data = fields
     if dtype not in NEMO_RL_INTEGERS:
         raise ValueError(f"found dtype {dtype!r}, expected one of {', '.join(NEMO_RL_INTEGERS)}")
-    if not re.fullmatch(r"\d+x\d+x\d+", shape, re.ASCII):
-        raise ValueError(f"found shape {shape!r}, expected <tokens>x<layers>x<K>")
+    if not re.fullmatch(r"\d{1,10}x\d{1,10}x\d{1,10}", shape, re.ASCII):
+        raise ValueError(f"found shape {shape[:40]!r}, expected <tokens>x<layers>x<K>")
     sizes, item = [int(size) for size in shape.split("x")], np.dtype(dtype).newbyteorder("<")
     count = math.prod(sizes) * item.itemsize
     try:
