@@ -162,7 +162,7 @@ def test_results_stay_on_the_mesh_and_misfits_are_refused(without_type_checks):
         call(lengths=np.maximum(LENGTHS, 1) + (np.maximum(LENGTHS, 1) == LENGTHS.max()) * (6 - LENGTHS.max()))
     with pytest.raises(ValueError, match="max_new_tokens=0 must be at least 1"):
         call(max_new_tokens=0)
-    with pytest.raises(ValueError, match="temperature=-1.0 must be at least 0"):
+    with pytest.raises(ValueError, match=r"temperature=-1.0 must be at least 0"):
         call(temperature=-1.0)
     with pytest.raises(ValueError, match=r"top_p=0.0 must be above 0 and at most 1"):
         call(top_p=0.0)

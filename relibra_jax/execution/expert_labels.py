@@ -84,7 +84,8 @@ def optimizer_layers(tx: Any, opt_state: PyTree, layers: PyTree) -> PyTree:
         kinds = ", ".join(type(part).__name__ for part in jax.tree.leaves(opt_state, is_leaf=_is_state))
         raise ValueError(
             f"optimizer state{suspects[0] if suspects else ''} of {kinds}: optax.tree_map_params cannot say which"
-            f" leaves belong to which parameter ({error!r}), so they cannot move with their experts; take another optimizer"
+            f" leaves belong to which parameter ({error!r}), so they cannot move with their experts; take another"
+            " optimizer"
         ) from error
 
 
