@@ -204,7 +204,7 @@ CHILD = """
     home = np.arange(8)[None]
 
     def save(step):
-        tree = {"experts": jax.device_put(np.full((2, 2, 2, 5), float(step)), rank_sharding(mesh))}
+        tree = {"experts": jax.device_put(np.full((2, 2, 2, 5), step, np.float32), rank_sharding(mesh))}
         save_checkpoint(manager, step, tree, home, layers=0, mesh=mesh, topology=topology)
         manager.wait_until_finished()
 
