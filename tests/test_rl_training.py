@@ -16,7 +16,6 @@ from flax import nnx
 from rich.console import Console
 
 from experiments.rl.configs import Reorder, Replicate, Train
-from experiments.rl.devices import compile_quickly
 from experiments.rl.losses import token_weights
 from experiments.rl.metrics_log import MetricsLog, read_metrics
 from experiments.rl.policy import POLICIES, PolicyConfig
@@ -443,21 +442,3 @@ def test_the_command_line_starts_before_jax_does():
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
     )
     assert shown.stdout == "3\n"
-
-
-FORMER = "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
-
-
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        ("", FORMER),
-        ("--other=1", f"--other=1 {FORMER}"),
-        ("--xla_backend_extra_options=mine", "--xla_backend_extra_options=mine"),
-    ],
-)
-def test_options_of_the_compiler_are_added_to_those_of_the_caller(monkeypatch, before, after):
-    monkeypatch.setenv("XLA_FLAGS", before)
-    for _ in range(2):
-        compile_quickly()
-        assert os.environ["XLA_FLAGS"] == after

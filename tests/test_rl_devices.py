@@ -1,0 +1,24 @@
+"""How programs are compiled for the devices of a run."""
+
+import os
+
+import pytest
+
+from experiments.rl.devices import compile_quickly
+
+FORMER = "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("", FORMER),
+        ("--other=1", f"--other=1 {FORMER}"),
+        ("--xla_backend_extra_options=mine", "--xla_backend_extra_options=mine"),
+    ],
+)
+def test_options_of_the_compiler_are_added_to_those_of_the_caller(monkeypatch, before, after):
+    monkeypatch.setenv("XLA_FLAGS", before)
+    for _ in range(2):
+        compile_quickly()
+        assert os.environ["XLA_FLAGS"] == after
