@@ -124,7 +124,6 @@ def lplb(
     check_known(loads, scope)
 
     def update(load, state, topology: Topology):
-        _edges(graph, topology, across_nodes)  # refuses a graph for other ranks before anything is computed
         check_load(load, topology)
         load = expert_totals(load)
         for_homes, known, state = known_loads(load, state, loads=loads, scope=scope)
@@ -137,15 +136,11 @@ def lplb(
     return Planner(init_history, update)
 
 
-def _edges(graph: str | None, topology: Topology, across_nodes: bool) -> Int[np.ndarray, "P d"]:
-    domains = 1 if across_nodes else topology.num_nodes
-    return graph_edges(graph, topology.num_ranks // domains, topology.replica_slots)
-
-
 @functools.partial(jax.jit, static_argnames=("topology", "graph", "across_nodes"))
 def _split(load, known, home, *, topology: Topology, graph: str | None, across_nodes: bool) -> Plan:
     """The plan for given homes. Compiled also where the planner is not, so that both round alike."""
-    edges = _edges(graph, topology, across_nodes)
+    domains = 1 if across_nodes else topology.num_nodes
+    edges = graph_edges(graph, topology.num_ranks // domains, topology.replica_slots)
     rule = functools.partial(_copy_along, edges=edges, replica_slots=topology.replica_slots)
     return plan_per_node(rule, load, known, home, topology, across_nodes=across_nodes)
 

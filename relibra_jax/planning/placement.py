@@ -75,8 +75,8 @@ def place_experts(
         Flat home slot of each expert, int32; exactly H experts a rank.
 
     Raises:
-        ValueError: if ``steps`` is not an integer of at least 1 that int32 holds, a cost is negative or not finite, or
-            shapes disagree with the topology.
+        ValueError: if ``steps`` is not an integer of at least 1 that int32 holds, a cost is not in 0..1e9, or shapes
+            disagree with the topology.
 
     >>> topology = Topology(num_nodes=2, ranks_per_node=1, num_experts=4, replica_slots=1)
     >>> load = jnp.array([[[9, 8, 2, 1]], [[7, 9, 2, 2]]])
