@@ -45,17 +45,22 @@ def assemble_plan(
     replica: Int[Array, "M L N G R"],
     quota: Int[Array, "M L N G S"],
     topology: Topology,
+    *,
+    resident: Int[Array, "L N G B"] | None = None,
 ) -> Plan:
     """The Plan of a placement and of what each micro-batch adds to it.
 
     Args:
         home: flat home slot of each expert.
         replica: flat home slot whose expert is copied into each replica slot, in any order; EMPTY for none.
-        quota: token copies of each slot, home slots first, replica slots in the order of ``replica``.
-        topology: the expert-parallel group, which gives N, G and H.
+        quota: token copies of each slot: home slots, resident slots in the order of ``resident``, replica slots in the
+            order of ``replica``.
+        topology: the expert-parallel group, which gives N, G and the slots of each kind.
+        resident: flat home slot whose expert is copied into each resident slot, in any order; EMPTY for none. None
+            leaves all resident slots empty; ``quota`` then has none of them.
 
     Returns:
-        A Plan of int32 arrays, its replicas in the canonical order: by home slot, empty slots last.
+        A Plan of int32 arrays, residents and replicas in the canonical order: by home slot, empty slots last.
 
     >>> topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=4, replica_slots=2)
     >>> replica, quota = jnp.array([[[[[-1, 2], [1, 0]]]]]), jnp.array([[[[[9, 9, 0, 5], [9, 9, 7, 6]]]]])
@@ -63,29 +68,40 @@ def assemble_plan(
     >>> plan.slot_expert.tolist(), plan.quota.tolist()
     ([[[[[0, 1, 2, -1], [2, 3, 0, 1]]]]], [[[[[9, 9, 5, 0], [9, 9, 6, 7]]]]])
     """
-    replica, quota = _canonical_order(jnp.asarray(replica), jnp.asarray(quota), topology)
     layout = home_layout(home, topology)
     experts = layout.reshape(layout.shape[0], -1)
-    copied = jax.vmap(lambda row, slots: row[slots], (0, 1), 1)(experts, jnp.maximum(replica, 0))
+    lead = quota.shape[:-1]
+    replica, quota = jnp.asarray(replica), jnp.asarray(quota, jnp.int32)
+    homes, room = topology.home_slots, topology.resident_slots
+    if resident is None:
+        resident = jnp.full((*layout.shape[:-1], room), EMPTY, jnp.int32)
+        nothing = jnp.zeros((*lead, room), jnp.int32)
+        quota = jnp.concatenate([quota[..., :homes], nothing, quota[..., homes:]], axis=-1)
+    at_home, at_resident, at_replica = jnp.split(quota, [homes, homes + room], axis=-1)
+    resident, at_resident = _canonical_order(
+        jnp.broadcast_to(resident, at_resident.shape), at_resident, topology
+    )
+    replica, at_replica = _canonical_order(replica, at_replica, topology)
+    copied = jnp.concatenate([resident, replica], axis=-1)
+    chosen = jax.vmap(lambda row, slots: row[slots], (0, 1), 1)(experts, jnp.maximum(copied, 0))
     slot_expert = jnp.concatenate(
         [
-            jnp.broadcast_to(layout, (*quota.shape[:-1], topology.home_slots)),
-            jnp.where(replica == EMPTY, EMPTY, copied),
+            jnp.broadcast_to(layout, (*lead, homes)),
+            jnp.where(copied == EMPTY, EMPTY, chosen),
         ],
         axis=-1,
     )
-    return Plan(slot_expert, jnp.asarray(home, jnp.int32), jnp.asarray(quota, jnp.int32))
+    quota = jnp.concatenate([at_home, at_resident, at_replica], axis=-1)
+    return Plan(slot_expert, jnp.asarray(home, jnp.int32), quota)
 
 
-def _canonical_order(replica, quota, topology: Topology):
-    """Replica slots, and their quotas, in the order of home slots, empty slots last."""
-    if topology.replica_slots < 2:
-        return replica, quota
-    at_home, copied = jnp.split(quota, [topology.home_slots], axis=-1)
-    key = jnp.where(replica == EMPTY, topology.num_experts, replica)
-    key, copied = jax.lax.sort((key, copied), num_keys=1)
-    replica = jnp.where(key == topology.num_experts, EMPTY, key)
-    return replica, jnp.concatenate([at_home, copied], axis=-1)
+def _canonical_order(slots, quota, topology: Topology):
+    """Copies, and their quotas, in the order of their experts' home slots, empty slots last."""
+    if slots.shape[-1] < 2:
+        return slots, quota
+    key = jnp.where(slots == EMPTY, topology.num_experts, slots)
+    key, quota = jax.lax.sort((key, quota), num_keys=1)
+    return jnp.where(key == topology.num_experts, EMPTY, key), quota
 
 
 def expert_totals(load: Int[Array, "M L N G E"]) -> Int[jax.Array, "M L E"]:
@@ -102,15 +118,19 @@ def rank_load(plan: Plan) -> Int[Array, "M L N G"]:
     return plan.quota.sum(-1)
 
 
-def replica_experts(plan: Plan) -> Int[Array, "M L N G R"]:
+def resident_experts(plan: Plan, topology: Topology) -> Int[Array, "L N G B"]:
+    """The experts in the resident slots, the same in every micro-batch; EMPTY for none."""
+    return plan.slot_expert[0, ..., topology.home_slots : topology.held_slots]
+
+
+def replica_experts(plan: Plan, topology: Topology) -> Int[Array, "M L N G R"]:
     """The experts in the replica slots; EMPTY for none."""
-    num_ranks = plan.slot_expert.shape[2] * plan.slot_expert.shape[3]
-    return plan.slot_expert[..., plan.home.shape[-1] // num_ranks :]
+    return plan.slot_expert[..., topology.held_slots :]
 
 
-def replica_count(plan: Plan) -> Int[Array, "M L"]:
+def replica_count(plan: Plan, topology: Topology) -> Int[Array, "M L"]:
     """Replicas that each layer of each micro-batch holds on all ranks together."""
-    return (replica_experts(plan) != EMPTY).sum((-3, -2, -1))
+    return (replica_experts(plan, topology) != EMPTY).sum((-3, -2, -1))
 
 
 def node_quota(plan: LayerPlan) -> Int[jax.Array, "N E"]:

@@ -3,10 +3,12 @@
 Glossary
 --------
 logical expert  a set of expert parameters of the model
-slot            room for one expert's weights on one rank; *home slots* hold master copies, *replica slots*
-                hold copies for one micro-batch of one layer
+slot            room for one expert's weights on one rank; *home slots* hold master copies, *resident slots*
+                copies for a batch, *replica slots* copies for one micro-batch of one layer
 home            the slot that owns an expert's master copy and its optimizer state
-replica         a further copy of an expert, without optimizer state
+replica         a further copy of an expert for one micro-batch, without optimizer state
+resident        a further copy of an expert in a *resident slot*, the same for the whole batch, without optimizer
+                state: pushed once an update over the slow network, its gradient returned once an update
 rank, local     one device; its index inside its node
 node            a domain of fast interconnect
 batch           everything between two placements; it may hold several optimizer updates
@@ -21,9 +23,10 @@ imbalance       max / mean of rank load, 1 is perfect; over micro-batches, sum o
 
 Dimensions, in this order wherever they meet
 --------------------------------------------
-M micro-batches   L MoE layers   N nodes   G local ranks   S = H + R slots a rank (H home, then R replica)
-E logical experts   K top-k   B samples of a batch   b samples of one rank in one micro-batch
-T token positions of a sample
+M micro-batches   L MoE layers   N nodes   G local ranks   E logical experts   K top-k
+S = H + B + R slots a rank: H home slots, then B resident slots, then R replica slots
+B samples of a batch (resident slots are written out where B could be read so)
+b samples of one rank in one micro-batch   T token positions of a sample
 
 An array over ranks has the mesh's shape ``[..., N, G, ...]``. A *flat rank* is ``n * G + g``; a *flat home
 slot* is ``flat rank * H + h``. ``*stack`` stands for any leading axes over which values of a type are stacked.
@@ -36,7 +39,7 @@ from typing import Any, Final, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 
 from relibra_jax.limits import INT32_MAX, check_integer
 
@@ -57,11 +60,12 @@ class Topology:
     replicas. EPLB's 256 experts in 288 slots of 144 ranks are 288 homes here; copies need replica slots besides.
 
     Raises:
-        ValueError: if a count is not a positive integer (``replica_slots`` may be 0), the experts do not divide evenly
+        ValueError: if a count is not a positive integer (slots of replicas and residents may be 0), the experts do not divide evenly
             over the ranks, or there are more slots than int32 numbers.
 
-    >>> Topology(num_nodes=2, ranks_per_node=4, num_experts=32, replica_slots=2).home_slots
-    4
+    >>> topology = Topology(num_nodes=2, ranks_per_node=4, num_experts=32, replica_slots=2, resident_slots=1)
+    >>> topology.home_slots, topology.held_slots, topology.slots
+    (4, 5, 7)
     """
 
     num_nodes: int
@@ -72,6 +76,8 @@ class Topology:
     """E, logical experts of a layer."""
     replica_slots: int
     """R, slots of a rank for replicas."""
+    resident_slots: int = 0
+    """Slots of a rank for residents."""
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -79,6 +85,7 @@ class Topology:
             ("ranks_per_node", 1),
             ("num_experts", 1),
             ("replica_slots", 0),
+            ("resident_slots", 0),
         ):
             check_integer(name, getattr(self, name), least=least)
         if self.num_experts % self.num_ranks:
@@ -90,8 +97,8 @@ class Topology:
             )
         if self.num_ranks * self.slots > INT32_MAX:
             raise ValueError(
-                f"{self.num_ranks} ranks x ({self.home_slots} home slots + replica_slots={self.replica_slots}) are more"
-                f" slots than the {INT32_MAX} that int32 numbers"
+                f"{self.num_ranks} ranks x ({self.home_slots} home slots + resident_slots={self.resident_slots}"
+                f" + replica_slots={self.replica_slots}) are more slots than the {INT32_MAX} that int32 numbers"
             )
 
     @property
@@ -105,9 +112,14 @@ class Topology:
         return self.num_experts // self.num_ranks
 
     @property
+    def held_slots(self) -> int:
+        """Slots whose expert is the same in every micro-batch: home slots, then resident slots."""
+        return self.home_slots + self.resident_slots
+
+    @property
     def slots(self) -> int:
-        """S = H + R."""
-        return self.home_slots + self.replica_slots
+        """S: home slots, then resident slots, then replica slots."""
+        return self.held_slots + self.replica_slots
 
 
 class RoutingReplay(NamedTuple):
@@ -130,8 +142,9 @@ class Plan(NamedTuple):
     """Where every expert lives in a batch, which experts are copied where, and how tokens are split."""
 
     slot_expert: Int[Array, "M L N G S"]
-    """The logical expert in each slot, EMPTY for none. Slots ``0..H-1`` are the home slots; replica slots follow in the
-    order of their experts' home slots, empty ones last."""
+    """The logical expert in each slot, EMPTY for none. Home slots come first, then resident slots, whose experts are the
+    same in every micro-batch, then replica slots. Residents, and replicas, are in the order of their experts' home
+    slots, empty ones last. No expert is twice on one rank."""
     home: Int[Array, "L E"]
     """Flat home slot of each expert, the same for the whole batch; exactly H experts a rank."""
     quota: Int[Array, "M L N G S"]
@@ -215,6 +228,29 @@ class TokenSample(NamedTuple):
     """The flat rank where it lies."""
 
 
+class UnitTimes(NamedTuple):
+    """Seconds that one unit of work costs a rank, forward and backward: what a planner weighs.
+
+    Scalars, so that they are data to a compiled planner. `relibra_jax.cost.unit_times` makes them for a cluster and a
+    model. Only their ratios matter.
+    """
+
+    token: Float[Array, ""] | float
+    """Attention, and what else is outside the routed experts, for one token where it lies."""
+    copy: Float[Array, ""] | float
+    """The experts' products for one token copy where it is computed."""
+    copy_crossing: Float[Array, ""] | float
+    """One token copy sent or received over the slow network, where each copy travels by itself (flat dispatch)."""
+    token_crossing: Float[Array, ""] | float
+    """One token sent to a node, or received from one, over the slow network (hierarchical dispatch)."""
+    copy_spread: Float[Array, ""] | float
+    """One token copy sent or received inside a node."""
+    move: Float[Array, ""] | float
+    """One expert of one layer moved to another node with its optimizer state, once a batch."""
+    push: Float[Array, ""] | float
+    """One resident of one layer: its weights pushed and its gradient returned, in all updates of a batch together."""
+
+
 class Planner(NamedTuple):
     """A pair of pure functions, in the manner of an optax transformation with extra arguments.
 
@@ -230,7 +266,7 @@ class Planner(NamedTuple):
     - ``state``: what ``init`` or the update before returned.
     - ``topology``: the expert-parallel group.
     - ``tokens``: a `TokenSample` of the batch, or None.
-    - ``cost``: what the planner may know of the cluster and the model, or None.
+    - ``cost``: the `UnitTimes` of the cluster and the model, or None.
     - ``refine``: ``[L, E]`` homes found for the same batch before its samples were assigned anew; None, or EMPTY
       throughout, where there are none.
 

@@ -39,7 +39,7 @@ def test_valid(plan, load):
 
 def test_derived(plan):
     assert rank_load(plan).tolist() == [[[[40, 40], [35, 35]]]]
-    assert replica_count(plan).tolist() == [[2]]
+    assert replica_count(plan, TOPOLOGY).tolist() == [[2]]
     assert replica_experts(plan).ravel().tolist() == [EMPTY, 0, 6, EMPTY]
     layer = LayerPlan(plan.slot_expert[0, 0], plan.home[0], plan.quota[0, 0], None)
     assert node_quota(layer).tolist() == [[50, 10, 10, 10, 0, 0, 0, 0], [0, 0, 0, 0, 10, 10, 30, 20]]
