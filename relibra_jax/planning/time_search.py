@@ -1,0 +1,247 @@
+"""Experts to nodes in modelled time: the search.
+
+What a batch costs, up to constants and in units of its balanced compute, is for one layer
+
+    sum_m max_n load[n, m]  +  crossing * sum_m max_n max(sent, received)[n, m]  +  move * (experts that move),
+
+where ``load`` is a multiple of the mean node's load in the batch, and ``sent`` and ``received`` count distinct tokens
+that cross nodes, as multiples of a node's tokens (`relibra_jax.planning.token_bits`). The clock waits for the largest
+of each in every micro-batch, so a price for the sum of crossings would be wrong: the busiest node decides.
+
+The search is simulated annealing over swaps in heat-bath form, as in `relibra_jax.planning.annealing`; a step prices one
+expert's swap with a few experts of one other node. How many experts of each token are on each node is kept in bit
+planes, so that taking an expert out of a node, or bringing one in, is a handful of operations on words of 32 tokens.
+"""
+
+from typing import Final, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Bool, Float, Int, PRNGKeyArray, UInt32
+
+from relibra_jax.planning.annealing import cooling
+from relibra_jax.planning.draws import draw_bits, gumbel, integers
+from relibra_jax.planning.token_bits import TokenBits
+
+HOTTEST: Final = 3e-3
+COLDEST: Final = 2e-4
+"""Temperatures, in units of the balanced compute of a batch."""
+CANDIDATES: Final = 8
+"""Experts of the other node that a step prices."""
+
+
+class NodeProblem(NamedTuple):
+    """What the search weighs. Layers come last."""
+
+    share: Float[jax.Array, "E M L"]
+    """The load of each expert at its home, as a multiple of the mean node's load in the batch."""
+    offset: Float[jax.Array, "N M L"]
+    """The load of each node that does not depend on homes: what its residents keep there."""
+    tokens: TokenBits
+    """The tokens that want each expert at its home: those whose node has a resident of it are left out."""
+    crossing: Float[jax.Array, ""]
+    """The time of moving all tokens of a node across, over that of its balanced compute."""
+    old_node: Int[jax.Array, "E L"]
+    """Where each expert is before the batch."""
+    move: Float[jax.Array, ""]
+    """The time of moving one expert to another node, over that of a layer's balanced compute in the batch."""
+
+
+class _State(NamedTuple):
+    """Experts in order of position: node ``n`` holds positions ``n * size`` to ``(n + 1) * size - 1``."""
+
+    expert: Int[jax.Array, "E L"]
+    share: Float[jax.Array, "E M L"]
+    bits: UInt32[jax.Array, "E groups N words L"]
+    old_node: Int[jax.Array, "E L"]
+    load: Float[jax.Array, "N M L"]
+    planes: UInt32[jax.Array, "N planes groups N words L"]
+    """The number of experts that each token has on each node, in binary."""
+    visits: Float[jax.Array, "N groups N L"]
+    """Tokens that visit each node, by the node where they lie; 0 from the node itself."""
+
+
+def search_nodes(
+    problem: NodeProblem,
+    start: Int[jax.Array, "E L"],
+    key: PRNGKeyArray,
+    *,
+    num_nodes: int,
+    top_k: int,
+    steps: int,
+    hottest: Float[jax.Array, ""] | float = HOTTEST,
+) -> Int[jax.Array, "E L"]:
+    """Search for the node of every expert in which a batch takes least time; never worse than the start.
+
+    Source: ReLibra (arXiv 2605.08639) searches by simulated annealing for load and communication; the file's docstring
+    has our objective.
+
+    Args:
+        problem: what the search weighs.
+        start: the node of each expert from which the search starts; as many experts on each node.
+        key: random key, consumed; the same key gives the same result.
+        num_nodes: N.
+        top_k: K, the experts of a token.
+        steps: annealing steps, of which the last tenth only takes improvements.
+        hottest: the temperature of the first step.
+
+    Returns:
+        The node of each expert, in every layer the better of the search's result and the start.
+    """
+    before = _initial_state(problem, start, num_nodes, top_k)
+    after = _anneal(problem, before, key, steps, hottest)
+    better = _objective(problem, after) < _objective(problem, before)
+    expert = jnp.where(better[None], after.expert, before.expert)
+    size = len(expert) // num_nodes
+    return jnp.argsort(expert, axis=0).astype(jnp.int32) // size
+
+
+def _initial_state(problem: NodeProblem, node, num_nodes: int, top_k: int) -> _State:
+    order = jnp.argsort(node, axis=0, stable=True).astype(jnp.int32)
+
+    def ordered(array):
+        return jnp.take_along_axis(array, _aligned(order, array.ndim), axis=0)
+
+    share, bits = ordered(problem.share), ordered(problem.tokens.bits)
+    by_node = bits.reshape(num_nodes, -1, *bits.shape[1:]).swapaxes(0, 1)
+    planes = jnp.zeros((top_k.bit_length(), *by_node.shape[1:]), jnp.uint32)
+    planes, _ = jax.lax.scan(lambda planes, bits: (_add(planes, bits), None), planes, by_node)
+    other = ~jnp.eye(num_nodes, dtype=bool)[:, None, :, None]
+    return _State(
+        order,
+        share,
+        bits,
+        ordered(problem.old_node),
+        problem.offset + share.reshape(num_nodes, -1, *share.shape[1:]).sum(1),
+        planes.swapaxes(0, 1),
+        jnp.where(other, problem.tokens.count(_any(planes)), 0),
+    )
+
+
+def _anneal(problem: NodeProblem, state: _State, key, steps: int, hottest) -> _State:
+    nodes = len(state.load)
+    size = len(state.expert) // nodes
+    options = min(CANDIDATES, size)
+    draws = draw_bits(key, (3, steps), (steps, options + 1, 1))
+    i = integers(draws[0][0], nodes * size)
+    q = (i // size + 1 + integers(draws[0][1], max(nodes - 1, 1))) % nodes
+    j = q * size + integers(draws[0][2], size - options + 1)
+    noise, temperature = gumbel(draws[1]), cooling(hottest, COLDEST, steps)
+
+    def step(state: _State, draw):
+        i, j, temperature, noise = draw
+        p, q = i // size, j // size
+        # All that is read is read before anything is written: XLA:CPU would copy the whole carry otherwise.
+        mine, theirs, planes_p, planes_q = jax.lax.optimization_barrier(
+            (_items(state, i, 1), _items(state, j, options), state.planes[p], state.planes[q])
+        )
+        rest_p = _subtract(planes_p, mine[2][0])
+        visits_p = _except_from(p, problem.tokens.count(_any(rest_p)[None] | theirs[2]))
+        once, more = planes_q[0], _any(planes_q[1:])
+        visits_q = _except_from(q, problem.tokens.count((more[None] | (once[None] & ~theirs[2])) | mine[2]))
+        gain = theirs[1] - mine[1]
+        load_p, load_q = state.load[p] + gain, state.load[q] - gain
+        moves = _moved(theirs[3], p) + _moved(mine[3], q) - _moved(theirs[3], q) - _moved(mine[3], p)
+        after = _time(problem, state, p, q, load_p, load_q, visits_p, visits_q) + problem.move * moves
+        stay = (x[None] for x in (state.load[p], state.load[q], state.visits[p], state.visits[q]))
+        now = _time(problem, state, p, q, *stay)
+        choice = jnp.argmin(jnp.concatenate([now, after]) - temperature * noise, axis=0) - 1
+
+        def swapped(array, mine, theirs):
+            chosen = _aligned(choice[None], array.ndim)
+            picked = jnp.take_along_axis(theirs, jnp.maximum(chosen, 0), axis=0)
+            here = chosen == jnp.arange(options).reshape(-1, *[1] * (array.ndim - 1))
+            array = jax.lax.dynamic_update_slice_in_dim(array, jnp.where(here, mine, theirs), j, axis=0)
+            return jax.lax.dynamic_update_slice_in_dim(array, jnp.where(chosen < 0, mine, picked), i, axis=0)
+
+        def chosen(candidates, old):
+            picked = jnp.maximum(_aligned(choice[None], candidates.ndim), 0)
+            picked = jnp.take_along_axis(candidates, picked, axis=0)[0]
+            return jnp.where(_aligned(choice, old.ndim) < 0, old, picked)
+
+        items = [swapped(*arrays) for arrays in zip(state[:4], mine, theirs, strict=True)]
+        # Where the choice is to stay, what comes is the item itself: taken out of q and brought back in, it changes
+        # nothing, as planes count modulo a power of two.
+        comes = chosen(theirs[2], mine[2][0])
+        planes_p, planes_q = _add(rest_p, comes), _add(_subtract(planes_q, comes), mine[2][0])
+        planes = state.planes.at[p].set(planes_p).at[q].set(planes_q)
+        load = state.load.at[p].set(chosen(load_p, state.load[p])).at[q].set(chosen(load_q, state.load[q]))
+        visits = state.visits.at[p].set(chosen(visits_p, state.visits[p]))
+        visits = visits.at[q].set(chosen(visits_q, state.visits[q]))
+        return _State(*items, load, planes, visits), None
+
+    return jax.lax.scan(step, state, (i, j, temperature, noise))[0]
+
+
+def _items(state: _State, first, count: int):
+    """The items at ``count`` positions from ``first``."""
+    return [jax.lax.dynamic_slice_in_dim(array, first, count, axis=0) for array in state[:4]]
+
+
+def _objective(problem: NodeProblem, state: _State) -> Float[jax.Array, " L"]:
+    nodes = len(state.load)
+    node = jnp.arange(len(state.expert))[:, None] // (len(state.expert) // nodes)
+    moves = _moved(state.old_node, node).sum(0)
+    first = (x[0][None] for x in (state.load, state.load, state.visits, state.visits))
+    return _time(problem, state, 0, 0, *first)[0] + problem.move * moves
+
+
+def _time(
+    problem: NodeProblem,
+    state: _State,
+    p: Int[jax.Array, ""] | int,
+    q: Int[jax.Array, ""] | int,
+    load_p: Float[jax.Array, "C M L"],
+    load_q: Float[jax.Array, "C M L"],
+    visits_p: Float[jax.Array, "C groups N L"],
+    visits_q: Float[jax.Array, "C groups N L"],
+) -> Float[jax.Array, "C L"]:
+    """Largest load and busiest exchange with other values for the nodes p and q; for p == q, as they are."""
+    index = jnp.arange(len(state.load))[:, None, None]
+    others = (index != p) & (index != q)
+    least = jnp.where(others, state.load, 0).max(0)
+    # The barriers keep the sums out of the fusions, where XLA:CPU would not vectorise them.
+    largest = jax.lax.optimization_barrier(jnp.maximum(jnp.maximum(load_p, load_q), least[None]))
+    received = jnp.where(others, state.visits.sum(2), 0).max(0)
+    sent = jnp.where(others[..., None], state.visits, 0).sum(0)
+    both = visits_p + visits_q if p is not q else visits_p
+    busiest = jnp.maximum((sent[None] + both).max(2), jnp.maximum(visits_p.sum(2), visits_q.sum(2)))
+    busiest = jax.lax.optimization_barrier(jnp.maximum(busiest, received[None]))
+    return largest.sum(1) + problem.crossing * busiest.sum(1)
+
+
+def _except_from(node, visits: Float[jax.Array, "C groups N L"]):
+    """Tokens that lie on the node itself do not cross."""
+    return jnp.where(jnp.arange(visits.shape[2])[:, None] == node, 0, visits)
+
+
+def _aligned(array, ndim: int):
+    """``array[... L]`` with axes of length 1 before the last, as many as make ``ndim``."""
+    return array.reshape(*array.shape[:-1], *[1] * (ndim - array.ndim), array.shape[-1])
+
+
+def _moved(old_node, node) -> Float[jax.Array, "... L"]:
+    return (old_node != node).astype(jnp.float32)
+
+
+def _any(planes: UInt32[jax.Array, "planes ..."]) -> UInt32[jax.Array, "..."]:
+    """The tokens whose number is not 0."""
+    return jax.lax.reduce(planes, jnp.uint32(0), jax.lax.bitwise_or, (0,))
+
+
+def _add(planes, bits):
+    """One more for the tokens in ``bits``."""
+    result = []
+    for plane in planes:
+        result.append(plane ^ bits)
+        bits = plane & bits
+    return jnp.stack(result)
+
+
+def _subtract(planes, bits):
+    """One less for the tokens in ``bits``, which have at least one."""
+    result = []
+    for plane in planes:
+        result.append(plane ^ bits)
+        bits = ~plane & bits
+    return jnp.stack(result)
