@@ -33,7 +33,7 @@ slot* is ``flat rank * H + h``. ``*stack`` stands for any leading axes over whic
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 import jax
@@ -228,27 +228,30 @@ class TokenSample(NamedTuple):
     """The flat rank where it lies."""
 
 
-class UnitTimes(NamedTuple):
-    """Seconds that one unit of work costs a rank, forward and backward: what a planner weighs.
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class UnitTimes:
+    """Seconds that one unit of work costs a rank in all passes of a batch over it: what a planner weighs.
 
-    Scalars, so that they are data to a compiled planner. `relibra_jax.cost.unit_times` makes them for a cluster and a
-    model. Only their ratios matter.
+    A tree of scalars, so that they are data to a compiled planner. `relibra_jax.cost.unit_times` makes them for a
+    cluster and a model. Only their ratios matter.
     """
 
     token: Float[Array, ""] | float
     """Attention, and what else is outside the routed experts, for one token where it lies."""
     copy: Float[Array, ""] | float
     """The experts' products for one token copy where it is computed."""
-    copy_crossing: Float[Array, ""] | float
-    """One token copy sent or received over the slow network, where each copy travels by itself (flat dispatch)."""
-    token_crossing: Float[Array, ""] | float
-    """One token sent to a node, or received from one, over the slow network (hierarchical dispatch)."""
-    copy_spread: Float[Array, ""] | float
+    crossing: Float[Array, ""] | float
+    """What crosses between nodes once, sent or received over the slow network: a token to each node that it visits
+    (hierarchical dispatch), or every token copy by itself (flat dispatch)."""
+    spread: Float[Array, ""] | float
     """One token copy sent or received inside a node."""
     move: Float[Array, ""] | float
     """One expert of one layer moved to another node with its optimizer state, once a batch."""
     push: Float[Array, ""] | float
     """One resident of one layer: its weights pushed and its gradient returned, in all updates of a batch together."""
+    hierarchical: bool = field(default=True, metadata={"static": True})
+    """Whether a token crosses to a node once; otherwise each of its copies does."""
 
 
 class Planner(NamedTuple):

@@ -29,7 +29,7 @@ INSIDE: Final = 4
 """How much dearer a move is between ranks of a node than between nodes. Replicas mend what it leaves there: on
 recorded loads balance and replicas stayed the same, and 41% (2 nodes) and 20% (4 nodes) of the moves went away."""
 
-STATIC_ARGUMENTS: Final = ("topology", "steps", "move_cost", "crossing_cost")
+STATIC_ARGUMENTS: Final = ("topology", "steps", "move_cost", "crossing_cost", "horizon")
 """What is static when a placement is compiled."""
 
 type Search = Callable[..., jax.Array]
@@ -45,13 +45,19 @@ def place_experts(
     key: PRNGKeyArray,
     steps: int = 10_000,
     move_cost: float = 0.02,
-    source_load: Num[Array, "L N E"] | None = None,
+    source_load: Num[Array, "M L N E"] | None = None,
     crossing_cost: float = 0.3,
+    tokens: TokenSample | None = None,
+    cost: UnitTimes | None = None,
+    horizon: float = 1.0,
     refine: Int[Array, "L E"] | None = None,
-) -> Int[jax.Array, "L E"]:
-    """Choose every expert's home for a batch, so that nodes and then ranks carry even load.
+) -> Placement:
+    """Choose every expert's home for a batch, and its residents, so that the batch takes least time.
 
-    The search is simulated annealing, and never ends worse than it starts.
+    With ``tokens`` time is what is searched: the largest load of a node and the busiest exchange in every micro-batch,
+    weighed by ``cost``, and what moving experts and pushing residents takes (`relibra_jax.planning.node_placement`).
+    Without, even load over nodes is, with a price for copies that cross. Inside the nodes ranks are made even. A search
+    never ends worse than it starts, layer by layer, so experts move only where the gain pays for the move.
 
     Source: ReLibra (arXiv 2605.08639), inter-batch expert reordering; the file's docstring has the objective.
 
@@ -59,28 +65,34 @@ def place_experts(
         load: token copies of each expert, from all ranks together; used as float32 shares.
         previous_home: flat home slots before the batch. An expert that stays on its rank keeps its slot, and one
             that leaves it costs something.
-        topology: the expert-parallel group; ``replica_slots`` only matters in being 0 or not.
+        topology: the expert-parallel group; of ``replica_slots`` it only matters whether there are any.
         key: random key, consumed; the same key gives the same placement.
-        steps: annealing steps between nodes, and four times fewer inside them; 40,000 is thorough.
+        steps: annealing steps between nodes, and four times fewer inside them; 40,000 is thorough. In time, where a
+            step prices sets of tokens, they are a quarter.
         move_cost: moving all experts of a layer to other nodes must lower its imbalance by this much times the
-            square root of N, as the imbalance to be gained also grows with N. 0 is thorough.
-        source_load: the token copies of the batch by the node where they lie; with it, copies that cross nodes have
-            a price.
-        crossing_cost: the imbalance worth accepting to have no copy cross nodes. At the default what is free is
-            taken; 1 already costs balance on recorded loads.
+            square root of N, as the imbalance to be gained also grows with N. 0 is thorough. Between nodes ``cost``
+            replaces it.
+        source_load: the token copies by the node where they lie; with it, copies that cross nodes have a price. Needed
+            for ``tokens`` and for residents.
+        crossing_cost: the imbalance worth accepting to have no copy cross nodes, where there are no ``tokens``. At the
+            default what is free is taken; 1 already costs balance on recorded loads.
+        tokens: some of the batch's tokens.
+        cost: the unit times of the cluster and the model. Without them all tokens of a node cross in half the time of
+            its balanced compute (`CROSSING`), and moves cost ``move_cost``.
+        horizon: how many batches a placement is expected to serve, over which the time of a move is spread.
         refine: a placement to start from instead of ``previous_home``, and to stay close to: found for loads much
             like these, such as those before samples were assigned. None, or EMPTY throughout, where there is none.
 
     Returns:
-        Flat home slot of each expert, int32; exactly H experts a rank.
+        Placement.
 
     Raises:
-        ValueError: if ``steps`` is not an integer of at least 1 that int32 holds, a cost is not in 0..1e9, or shapes
-            disagree with the topology.
+        ValueError: if ``steps`` is not an integer of at least 1 that int32 holds, a cost is not in 0..1e9, ``horizon``
+            is not positive, shapes disagree with the topology, or ``source_load`` is missing where it is needed.
 
     >>> topology = Topology(num_nodes=2, ranks_per_node=1, num_experts=4, replica_slots=1)
     >>> load = jnp.array([[[9, 8, 2, 1]], [[7, 9, 2, 2]]])
-    >>> home = place_experts(load, jnp.array([[0, 1, 2, 3]]), topology, key=jax.random.key(0))
+    >>> home = place_experts(load, jnp.array([[0, 1, 2, 3]]), topology, key=jax.random.key(0)).home
     >>> (home // topology.home_slots).tolist()
     [[0, 1, 1, 0]]
     """
@@ -94,6 +106,9 @@ def place_experts(
         move_cost=move_cost,
         source_load=source_load,
         crossing_cost=crossing_cost,
+        tokens=tokens,
+        cost=cost,
+        horizon=horizon,
         refine=refine,
     )
 
@@ -107,24 +122,31 @@ def place_by_search(
     key: PRNGKeyArray,
     steps: int = 10_000,
     move_cost: float = 0.02,
-    source_load: Num[Array, "L N E"] | None = None,
+    source_load: Num[Array, "M L N E"] | None = None,
     crossing_cost: float = 0.3,
+    tokens: TokenSample | None = None,
+    cost: UnitTimes | None = None,
+    horizon: float = 1.0,
     refine: Int[Array, "L E"] | None = None,
-) -> Int[jax.Array, "L E"]:
+) -> Placement:
     """`place_experts` with any search for items in bins: the levels, the costs, and what keeps its slot.
 
     Args:
-        search: the search that solves each level.
-        load, previous_home, topology, key, steps, move_cost, source_load, crossing_cost, refine: as in
-            `place_experts`.
+        search: the search that solves each level; the level of nodes only without ``tokens``.
+        load, previous_home, topology, key, steps, move_cost, source_load, crossing_cost, tokens, cost, horizon, refine:
+            as in `place_experts`.
 
     Returns:
-        Flat home slot of each expert, int32; exactly H experts a rank.
+        Placement.
 
     Raises:
-        ValueError: if steps or costs are out of range, or shapes disagree, as `place_experts` says.
+        ValueError: as `place_experts` says.
     """
     _check(load.shape, previous_home.shape, topology, steps, move_cost, crossing_cost)
+    check_positive("horizon", horizon)
+    if source_load is None and (tokens is not None or topology.resident_slots):
+        raise ValueError("source_load is needed for tokens and resident slots: it says where token copies lie")
+    nodes, locals_ = topology.num_nodes, topology.ranks_per_node
     layers, experts = previous_home.shape
     previous = jnp.asarray(previous_home, jnp.int32)
     refine = jnp.full_like(previous, EMPTY) if refine is None else jnp.asarray(refine, jnp.int32)
@@ -133,25 +155,35 @@ def place_by_search(
     hottest = jnp.where(refining, jnp.float32(REFINING), jnp.float32(HOTTEST))
     # Layers come last from here on, as in `Bins`.
     load = jnp.asarray(load, jnp.float32).transpose(2, 0, 1)
-    crossing = jnp.zeros((topology.num_nodes, experts, layers), jnp.float32)  # no price
+    lies, crossing = None, jnp.zeros((nodes, experts, layers), jnp.float32)  # no price
     if source_load is not None:
-        crossing = crossing_cost * _crossing_share(jnp.asarray(source_load, jnp.float32).transpose(1, 2, 0))
+        lies = jnp.asarray(source_load, jnp.float32).transpose(2, 3, 0, 1)
+        crossing = crossing_cost * _crossing_share(lies.sum(2))
 
-    nodes, locals_ = topology.num_nodes, topology.ranks_per_node
-    levels = [(1, nodes, steps, move_cost), (nodes, locals_, max(steps // 4, 1), INSIDE * move_cost)]
-    if topology.replica_slots == 0:
-        levels = [(1, nodes * locals_, steps, move_cost)]
-    for (domains, bins, effort, price), draw in zip(levels, jax.random.split(key, len(levels)), strict=True):
+    def level(home, load, domains, bins, steps, price, key):
         size = experts // (domains * bins)
         if bins == 1 or (size == 1 and domains == nodes):
-            continue  # one bin, or one expert on each of a node's ranks: nothing to gain
+            return home  # one bin, or one expert on each of a node's ranks: nothing to gain
         start = _fill_bins(load, previous, home, crossing, domains, bins, price)
-        item = search(start, draw, steps=effort, hottest=hottest)
+        item = search(start, key, steps=steps, hottest=hottest)
         chosen = (jnp.argsort(item, axis=0) // size).reshape(-1, domains, layers).swapaxes(0, 1)
         chosen = (chosen + bins * jnp.arange(domains)[:, None, None]).reshape(experts, layers).T
         chosen = jnp.take_along_axis(chosen, home, axis=-1)
-        home = jax.vmap(_keep_slots, (0, 0, None))(chosen, previous, size)
-    return home
+        return jax.vmap(_keep_slots, (0, 0, None))(chosen, previous, size)
+
+    if tokens is None and topology.replica_slots == 0:
+        home = level(home, load, 1, nodes * locals_, steps, move_cost, jax.random.split(key, 1)[0])
+        return Placement(home, place_residents(lies, home, topology))
+    for_nodes, for_ranks = jax.random.split(key)
+    if tokens is None or nodes == 1:
+        home = level(home, load, 1, nodes, steps, move_cost, for_nodes)
+        on_nodes = residents_by_copies(lies, home, topology)
+    else:
+        prices = relative_prices(cost, tokens, lies, topology, horizon=horizon, move_cost=move_cost)
+        bits = token_bits(tokens, topology, num_micro_batches=load.shape[1])
+        old_node, node = (slots.T // (experts // nodes) for slots in (previous, home))
+        ...
+    return Placement(home, None)
 
 
 def _check(load, home, topology, steps, move_cost, crossing_cost):
