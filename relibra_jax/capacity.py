@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
+from relibra_jax.plan import copy_source
 from relibra_jax.token_split import source_quota
 from relibra_jax.types import EMPTY, LayerPlan, Topology
 
@@ -51,7 +52,7 @@ class Capacities:
     local: ExchangeSizes
     """Token copies exchanged inside a node, after tokens have crossed between nodes."""
     exports: int
-    """Most replicas that one rank's home experts are copied to."""
+    """Most replicas that are fetched from one rank."""
 
 
 def count_capacities(
@@ -205,7 +206,7 @@ def _count(layer_plans: LayerPlan, topology: Topology) -> dict[str, jax.Array]:
 
 
 def export_count(plan: LayerPlan, topology: Topology) -> Int[jax.Array, " P"]:
-    """Replicas of the experts of each rank in one layer of one micro-batch."""
-    replica = plan.slot_expert[..., topology.home_slots :].ravel()
-    owner = jnp.where(replica == EMPTY, topology.num_ranks, plan.home[replica] // topology.home_slots)
-    return jnp.zeros(topology.num_ranks, jnp.int32).at[owner].add(1, mode="drop")
+    """Replicas that are fetched from each rank in one layer of one micro-batch."""
+    source = copy_source(plan, topology).ravel()
+    source = jnp.where(source == EMPTY, topology.num_ranks, source)
+    return jnp.zeros(topology.num_ranks, jnp.int32).at[source].add(1, mode="drop")

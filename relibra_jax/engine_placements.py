@@ -24,7 +24,7 @@ class Placement(NamedTuple):
     home: Int[Array, "L E"]
     """Flat home slot of each expert."""
     slot_expert: Int[Array, "L N G S"]
-    """The expert in each slot, home slots first; EMPTY for none."""
+    """The expert in each slot, home slots first, then copies; EMPTY for none."""
 
 
 def placement_of(plan: Plan, micro_batch: int) -> Placement:
@@ -132,7 +132,7 @@ def from_physical(physical_to_logical: Int[Array, "..."], topology: Topology) ->
 
 
 def _homes_first(row: Int[np.ndarray, "ranks S"], layer: int, topology: Topology) -> None:
-    """Reorder one layer's slots in place: homes, replicas, empty slots."""
+    """Reorder one layer's slots in place: homes, copies, empty slots."""
     homes, experts = topology.home_slots, topology.num_experts
     if np.array_equal(np.sort(row[:, :homes].ravel()), np.arange(experts)):
         owner = np.empty(experts, int)

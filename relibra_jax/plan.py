@@ -78,9 +78,8 @@ def assemble_plan(
         nothing = jnp.zeros((*lead, room), jnp.int32)
         quota = jnp.concatenate([quota[..., :homes], nothing, quota[..., homes:]], axis=-1)
     at_home, at_resident, at_replica = jnp.split(quota, [homes, homes + room], axis=-1)
-    resident, at_resident = _canonical_order(
-        jnp.broadcast_to(resident, at_resident.shape), at_resident, topology
-    )
+    resident = jnp.broadcast_to(resident, at_resident.shape)
+    resident, at_resident = _canonical_order(resident, at_resident, topology)
     replica, at_replica = _canonical_order(replica, at_replica, topology)
     copied = jnp.concatenate([resident, replica], axis=-1)
     chosen = jax.vmap(lambda row, slots: row[slots], (0, 1), 1)(experts, jnp.maximum(copied, 0))
@@ -126,6 +125,39 @@ def resident_experts(plan: Plan, topology: Topology) -> Int[Array, "L N G B"]:
 def replica_experts(plan: Plan, topology: Topology) -> Int[Array, "M L N G R"]:
     """The experts in the replica slots; EMPTY for none."""
     return plan.slot_expert[..., topology.held_slots :]
+
+
+def copy_source(plan: LayerPlan, topology: Topology) -> Int[jax.Array, "N G R"]:
+    """The rank that each replica is fetched from, in one layer of one micro-batch.
+
+    That is its expert's home if it is in the same node, else the first rank of the node that has the expert as a
+    resident; a replica in a node that has neither comes from the home.
+
+    Args:
+        plan: a valid layer plan; only slots and homes are read.
+        topology: the expert-parallel group.
+
+    Returns:
+        Flat ranks, int32; EMPTY for an empty replica slot.
+
+    >>> topology = Topology(num_nodes=2, ranks_per_node=2, num_experts=4, replica_slots=1, resident_slots=1)
+    >>> slots = jnp.array([[[0, -1, -1], [1, -1, 0]], [[2, -1, 0], [3, 0, -1]]])
+    >>> copy_source(LayerPlan(slots, jnp.arange(4), jnp.zeros_like(slots), None), topology).tolist()
+    [[[-1], [0]], [[3], [-1]]]
+    """
+    homes, per_node, ranks = topology.home_slots, topology.ranks_per_node, topology.num_ranks
+    slot_expert = jnp.asarray(plan.slot_expert)
+    replica = slot_expert[..., topology.held_slots :]
+    source = jnp.asarray(plan.home, jnp.int32)[jnp.maximum(replica, 0)] // homes
+    if topology.resident_slots:
+        rank = jnp.arange(ranks, dtype=jnp.int32).reshape(topology.num_nodes, per_node, 1)
+        resident = slot_expert[..., homes : topology.held_slots]
+        resident = jnp.where(resident == EMPTY, topology.num_experts, resident)
+        first = jnp.full((topology.num_nodes, topology.num_experts), ranks, jnp.int32)
+        first = first.at[rank // per_node, resident].min(jnp.broadcast_to(rank, resident.shape), mode="drop")
+        near = first[rank // per_node, jnp.maximum(replica, 0)]
+        source = jnp.where((source // per_node != rank // per_node) & (near < ranks), near, source)
+    return jnp.where(replica == EMPTY, EMPTY, source)
 
 
 def replica_count(plan: Plan, topology: Topology) -> Int[Array, "M L"]:

@@ -57,7 +57,7 @@ def check_plan(
         plan: what a planner returned.
         load: token copies by the rank where the tokens lie, as given to the planner.
         topology: the expert-parallel group, as given to the planner.
-        across_nodes: whether replicas may be on other nodes than their experts' homes.
+        across_nodes: whether replicas may be in nodes that hold their expert neither as home nor as resident.
 
     Raises:
         ValueError: if a rule is broken: the first one, with the place and the numbers.
@@ -76,12 +76,12 @@ def check_plan(
 
 
 def check_slots(plan: Plan, topology: Topology, *, across_nodes: bool = False) -> None:
-    """The part of `check_plan` that needs no load: shapes, homes, replicas, and quotas that are no loads.
+    """The part of `check_plan` that needs no load: shapes, homes, residents, replicas, and quotas that are no loads.
 
     Args:
         plan: what a planner returned, or a file held.
         topology: the expert-parallel group.
-        across_nodes: whether replicas may be on other nodes than their experts' homes.
+        across_nodes: whether replicas may be in nodes that hold their expert neither as home nor as resident.
 
     Raises:
         ValueError: if a rule is broken: the first one, with the place and the numbers.
@@ -89,7 +89,7 @@ def check_slots(plan: Plan, topology: Topology, *, across_nodes: bool = False) -
     check_plan_shapes(plan, topology)
     slot_expert, home, quota = (np.asarray(leaf) for leaf in plan)
     _check_homes(slot_expert, home, topology)
-    _check_replicas(slot_expert, home, topology, across_nodes=across_nodes)
+    _check_copies(slot_expert, home, topology, across_nodes=across_nodes)
     _refuse(quota < 0, _SLOT, lambda place: f"quota {quota[place]} is negative")
     _refuse(
         (quota != 0) & (slot_expert == EMPTY), _SLOT, lambda place: f"quota {quota[place]} on an empty slot"
@@ -146,49 +146,68 @@ def _check_homes(slot_expert: np.ndarray, home: np.ndarray, topology: Topology) 
     )
 
 
-def _check_replicas(
+def _check_copies(
     slot_expert: np.ndarray, home: np.ndarray, topology: Topology, *, across_nodes: bool
 ) -> None:
-    num_experts, homes = topology.num_experts, topology.home_slots
+    homes, held = topology.home_slots, topology.held_slots
     _refuse(
-        (slot_expert < EMPTY) | (slot_expert >= num_experts),
+        (slot_expert < EMPTY) | (slot_expert >= topology.num_experts),
         _SLOT,
-        lambda place: f"expert {slot_expert[place]} is outside 0..{num_experts - 1}",
+        lambda place: f"expert {slot_expert[place]} is outside 0..{topology.num_experts - 1}",
     )
-    # The home slot that each replica copies, [M L N G R]; behind all others for an empty slot.
-    replica = slot_expert[..., homes:]
-    source = np.stack([home[layer][replica[:, layer]] for layer in range(len(home))], axis=1)
-    source = np.where(replica == EMPTY, num_experts, source)
-    for slot in range(topology.replica_slots):
-        expert = replica[..., slot]
-        again = (slot_expert[..., : homes + slot] == expert[..., None]).any(-1) & (expert != EMPTY)
+    for slot in range(homes, topology.slots):
+        expert = slot_expert[..., slot]
+        again = (slot_expert[..., :slot] == expert[..., None]).any(-1) & (expert != EMPTY)
         _refuse(again, _RANK, functools.partial(_held_twice, expert))
-    if not across_nodes:
-        owner, node = source // (topology.ranks_per_node * homes), np.arange(topology.num_nodes)
-        _refuse(
-            ((replica != EMPTY) & (owner != node[:, None, None])).any(-1),
-            _RANK,
-            lambda place: _far_replica(replica[place], owner[place], place[2]),
-        )
     _refuse(
-        (source[..., :-1] > source[..., 1:]).any(-1),
-        _RANK,
+        slot_expert[..., :held] != slot_expert[:1, ..., :held],
+        _SLOT,
         lambda place: (
-            f"replicas {replica[place].tolist()} stand in the order of home slots {source[place].tolist()}"
-            " and not ascending, empty slots last: assemble_plan brings them there"
+            f"resident slot holds {slot_expert[place]}, in micro-batch 0 it holds {slot_expert[0][place[1:]]}"
         ),
     )
+    if not across_nodes:
+        _check_nodes(slot_expert, home, topology)
+    for name, copies in (("residents", slot_expert[..., homes:held]), ("replicas", slot_expert[..., held:])):
+        _check_order(name, copies, home)
 
 
 def _held_twice(expert: np.ndarray, place: tuple[int, ...]) -> str:
     return f"holds expert {expert[place]} twice"
 
 
-def _far_replica(experts: np.ndarray, owners: np.ndarray, node: int) -> str:
-    slot = int(np.argmax((experts != EMPTY) & (owners != node)))
-    return (
-        f"replica of expert {experts[slot]}, whose home is on node {owners[slot]}; replicas on other nodes need"
-        " across_nodes=True"
+def _check_nodes(slot_expert: np.ndarray, home: np.ndarray, topology: Topology) -> None:
+    """Every replica is in a node that holds its expert in a home or resident slot."""
+    nodes, experts = topology.num_nodes, topology.num_experts
+    held, replica = np.split(slot_expert, [topology.held_slots], axis=-1)
+    layer, node = np.arange(len(home)).reshape(-1, 1, 1, 1), np.arange(nodes).reshape(-1, 1, 1)
+    # A place more, for empty slots.
+    holds = np.zeros((len(home), nodes, experts + 1), bool)
+    holds[layer, node, held[0]] = True
+    far = (replica != EMPTY) & ~holds[layer, node, replica]
+
+    def message(place: tuple[int, ...]) -> str:
+        expert = replica[place][np.argmax(far[place])]
+        owner = home[place[1], expert] // (experts // nodes)
+        return (
+            f"replica of expert {expert}, whose home is on node {owner} and which is no resident of node {place[2]};"
+            " replicas in nodes that do not hold their expert need across_nodes=True"
+        )
+
+    _refuse(far.any(-1), _RANK, message)
+
+
+def _check_order(name: str, copies: np.ndarray, home: np.ndarray) -> None:
+    """Copies ``[M, L, N, G, slots]`` stand in the order of the home slots of their experts, empty slots last."""
+    source = np.stack([home[layer][copies[:, layer]] for layer in range(len(home))], axis=1)
+    source = np.where(copies == EMPTY, home.shape[-1], source)
+    _refuse(
+        (source[..., :-1] > source[..., 1:]).any(-1),
+        _RANK,
+        lambda place: (
+            f"{name} {copies[place].tolist()} stand in the order of home slots {source[place].tolist()}"
+            " and not ascending, empty slots last: assemble_plan brings them there"
+        ),
     )
 
 

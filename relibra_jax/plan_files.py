@@ -39,7 +39,8 @@ def load_plan(path: str | os.PathLike) -> tuple[Plan, Topology]:
     try:
         with open(path, "rb") as handle, np.load(handle, allow_pickle=False) as file:
             plan = Plan(**{name: file[name] for name in Plan._fields})
-            topology = Topology(**{name: int(file[name]) for name in Topology.__dataclass_fields__})
+            names = [name for name in Topology.__dataclass_fields__ if name in file]
+            topology = Topology(**{name: int(file[name]) for name in names})
     except Exception as error:  # damaged archives fail in many ways, down to zlib and the decoders
         raise ValueError(f"{path}: not a plan, or truncated ({error!r})") from error
     try:

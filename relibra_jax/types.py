@@ -60,8 +60,8 @@ class Topology:
     replicas. EPLB's 256 experts in 288 slots of 144 ranks are 288 homes here; copies need replica slots besides.
 
     Raises:
-        ValueError: if a count is not a positive integer (slots of replicas and residents may be 0), the experts do not divide evenly
-            over the ranks, or there are more slots than int32 numbers.
+        ValueError: if a count is not a positive integer (slots of replicas and residents may be 0), the experts do not
+            divide evenly over the ranks, or there are more slots than int32 numbers.
 
     >>> topology = Topology(num_nodes=2, ranks_per_node=4, num_experts=32, replica_slots=2, resident_slots=1)
     >>> topology.home_slots, topology.held_slots, topology.slots
@@ -142,8 +142,8 @@ class Plan(NamedTuple):
     """Where every expert lives in a batch, which experts are copied where, and how tokens are split."""
 
     slot_expert: Int[Array, "M L N G S"]
-    """The logical expert in each slot, EMPTY for none. Home slots come first, then resident slots, whose experts are the
-    same in every micro-batch, then replica slots. Residents, and replicas, are in the order of their experts' home
+    """The logical expert in each slot, EMPTY for none. Home slots come first, then resident slots, whose experts are
+    the same in every micro-batch, then replica slots. Residents, and replicas, are in the order of their experts' home
     slots, empty ones last. No expert is twice on one rank."""
     home: Int[Array, "L E"]
     """Flat home slot of each expert, the same for the whole batch; exactly H experts a rank."""

@@ -40,7 +40,7 @@ def test_valid(plan, load):
 def test_derived(plan):
     assert rank_load(plan).tolist() == [[[[40, 40], [35, 35]]]]
     assert replica_count(plan, TOPOLOGY).tolist() == [[2]]
-    assert replica_experts(plan).ravel().tolist() == [EMPTY, 0, 6, EMPTY]
+    assert replica_experts(plan, TOPOLOGY).ravel().tolist() == [EMPTY, 0, 6, EMPTY]
     layer = LayerPlan(plan.slot_expert[0, 0], plan.home[0], plan.quota[0, 0], None)
     assert node_quota(layer).tolist() == [[50, 10, 10, 10, 0, 0, 0, 0], [0, 0, 0, 0, 10, 10, 30, 20]]
 
@@ -300,7 +300,8 @@ def test_loads_that_no_planner_takes(load, change, message):
         ((2, 3, 8, 1), "num_experts=8 must divide evenly over 6 ranks (2 nodes x 3)"),
         (
             (2, 2, 8, 2**29 - 2),
-            "4 ranks x (2 home slots + replica_slots=536870910) are more slots than the 2147483647 that int32 numbers",
+            "4 ranks x (2 home slots + resident_slots=0 + replica_slots=536870910) are more slots than the 2147483647"
+            " that int32 numbers",
         ),
     ],
 )

@@ -1,5 +1,6 @@
 """Placements to other systems and back, and plans as files."""
 
+import dataclasses
 import json
 
 import chex
@@ -124,16 +125,28 @@ def test_plan_file_round_trip(plan, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["plan.npz"]
 
 
+@pytest.mark.parametrize("residents", [0, 1])
 @pytest.mark.parametrize("across_nodes", [False, True])
-def test_any_plan_as_a_file(across_nodes, tmp_path):
+def test_any_plan_as_a_file(across_nodes, residents, tmp_path):
     """Of arrays on a device too; whether replicas cross nodes is not the file's business."""
+    topology = dataclasses.replace(TOPOLOGY, resident_slots=residents)
     rng = np.random.default_rng(2)
     load = rng.integers(0, 90, (2, 3, 2, 2, 8))
-    plan = random_plan(rng, load, TOPOLOGY, across_nodes=across_nodes)
-    save_plan(tmp_path / "plan.npz", jax.tree.map(jnp.asarray, plan), TOPOLOGY)
-    back, _ = load_plan(tmp_path / "plan.npz")
+    plan = random_plan(rng, load, topology, across_nodes=across_nodes)
+    save_plan(tmp_path / "plan.npz", jax.tree.map(jnp.asarray, plan), topology)
+    back, found = load_plan(tmp_path / "plan.npz")
+    assert found == topology
     chex.assert_trees_all_equal(back, plan)
     assert all(isinstance(leaf, np.ndarray) for leaf in back)
+
+
+def test_a_plan_file_that_names_no_residents_has_none(plan, tmp_path):
+    """As they were written before there were residents."""
+    save_plan(tmp_path / "plan.npz", plan, TOPOLOGY)
+    with np.load(tmp_path / "plan.npz") as file:
+        arrays = {name: file[name] for name in file if name != "resident_slots"}
+    np.savez(tmp_path / "plan.npz", **arrays)
+    assert load_plan(tmp_path / "plan.npz")[1] == TOPOLOGY
 
 
 def broken(plan, slot, value):

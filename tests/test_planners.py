@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import itertools
 
 import chex
 import jax
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from relibra_jax.plan import rank_load
+from relibra_jax.plan import rank_load, replica_experts
 from relibra_jax.plan_check import check_plan
 from relibra_jax.planning.extra_args import with_extra_args
 from relibra_jax.planning.metrics import batch_imbalance
@@ -27,6 +28,9 @@ TOPOLOGIES = {
     "one node of 3": Topology(num_nodes=1, ranks_per_node=3, num_experts=12, replica_slots=1),
     "one home, no room": Topology(num_nodes=4, ranks_per_node=2, num_experts=8, replica_slots=0),
     "more room than experts": Topology(num_nodes=2, ranks_per_node=2, num_experts=4, replica_slots=3),
+    "room for residents": Topology(
+        num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=1, resident_slots=2
+    ),
     "a single rank": Topology(num_nodes=1, ranks_per_node=1, num_experts=4, replica_slots=1),
 }
 
@@ -97,7 +101,7 @@ def name(request):
     return request.param
 
 
-FAST = ("2x4", "one home, no room")
+FAST = ("2x4", "one home, no room", "room for residents")
 
 
 @pytest.fixture(
@@ -157,12 +161,16 @@ def test_homes_use_every_slot_once(run, topology):
 
 
 @pytest.mark.parametrize("kind", ["zipf", "one_hot", "shifting"])
-def test_replicas_stand_in_the_canonical_order(run, topology, kind):
+def test_copies_stand_in_the_canonical_order(run, topology, kind):
     """By home slot, empty slots last, rank by rank; `check_plan` says the same in another way."""
     plan, _ = run(make_load(kind, topology))
-    home, replicas = np.asarray(plan.home), np.asarray(plan.slot_expert)[..., topology.home_slots :]
-    for m, layer, *rank in np.ndindex(replicas.shape[:-1]):
-        slots = replicas[m, layer, *rank]
+    home, slot_expert = np.asarray(plan.home), np.asarray(plan.slot_expert)
+    residents = slot_expert[..., topology.home_slots : topology.held_slots]
+    replicas = slot_expert[..., topology.held_slots :]
+    for copies, (m, layer, *rank) in itertools.product(
+        (residents, replicas), np.ndindex(replicas.shape[:-1])
+    ):
+        slots = copies[m, layer, *rank]
         held = [int(expert) for expert in slots if expert != EMPTY]
         ordered = sorted(held, key=lambda expert: home[layer, expert])
         assert slots.tolist() == ordered + [EMPTY] * (len(slots) - len(held))
@@ -275,7 +283,7 @@ def test_experts_that_do_not_divide_over_ranks_are_padded(name, across_nodes):
     load[..., :6] = np.random.default_rng(0).integers(0, 500, load[..., :6].shape)
     plan = update_once(name, topology, load, jax.random.key(0))
     check_plan(plan, load, topology, across_nodes=across_nodes)
-    assert not (np.asarray(plan.slot_expert)[..., topology.home_slots :] >= 6).any()
+    assert not (replica_experts(plan, topology) >= 6).any()
 
 
 SHORT_SEARCH = relibra(place=functools.partial(place_experts, steps=2))

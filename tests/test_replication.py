@@ -94,7 +94,10 @@ def test_plans_are_valid(method, load, seed):
     source[:, :, 0, 0] = load
     check_plan(plan, source, TOPOLOGY, across_nodes=method == "across_nodes")
 
-    tokens, experts = np.asarray(plan.quota)[..., TOPOLOGY.home_slots :], np.asarray(replica_experts(plan))
+    tokens, experts = (
+        np.asarray(plan.quota)[..., TOPOLOGY.held_slots :],
+        np.asarray(replica_experts(plan, TOPOLOGY)),
+    )
     tile, least = (OPTIONS.get(method, {}).get(name, 1) for name in ("tile", "min_tokens"))
     assert (tokens[experts != EMPTY] >= least).all()
     assert (tokens % tile == 0).all()
@@ -169,7 +172,7 @@ def test_few_replicas_among_equally_good_plans():
 def test_balanced_loads_need_no_replica():
     load = np.full((1, 1, 32), 7, np.int32)
     plan = compiled("joint")(np.repeat(load, 2, 1), np.tile(np.arange(32, dtype=np.int32), (2, 1)))
-    assert np.asarray(replica_count(plan)).tolist() == [[0, 0]]
+    assert np.asarray(replica_count(plan, TOPOLOGY)).tolist() == [[0, 0]]
 
 
 @pytest.mark.parametrize("tile", [1, 64])

@@ -403,7 +403,7 @@ def test_settings_of_the_planner_are_its_own(tmp_path):
     state = still.planner_entry.planner.init(topology, 2, key=jax.random.key(0))
     plan, _ = jax.jit(still.planner_entry.planner.update)(load, state, topology)
     np.testing.assert_array_equal(plan.home, np.tile(np.arange(16), (2, 1)))
-    assert (replica_experts(plan) == EMPTY).all()
+    assert (replica_experts(plan, topology) == EMPTY).all()
     with pytest.raises(ValueError, match="min_tokens=0 must be an integer of at least 1"):
         run(tmp_path, replicate=Replicate(min_tokens=0))
     assert not list(tmp_path.iterdir())

@@ -8,6 +8,7 @@ import pytest
 from support.plans import random_plan, random_routing
 
 from relibra_jax.node_visits import node_visits
+from relibra_jax.plan import resident_experts
 from relibra_jax.plan_check import check_plan
 from relibra_jax.planning.assignment import assign_in_order
 from relibra_jax.planning.eplb import eplb
@@ -17,7 +18,8 @@ from relibra_jax.replay import expert_load
 from relibra_jax.token_split import source_quota
 from relibra_jax.types import EMPTY, BatchPlan, Topology
 
-TOPOLOGY = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=2)
+TOPOLOGY = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=2, resident_slots=1)
+"""Planners leave the resident slots empty; any plans fill them."""
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +40,8 @@ def batch(request, replay):
         planner = static() if request.param == "static" else eplb(across_nodes=across)
         plan, _ = jax.jit(planner.update)(load, planner.init(TOPOLOGY, 2, key=None), TOPOLOGY)
     check_plan(plan, load, TOPOLOGY, across_nodes=across)
+    residents = resident_experts(plan, TOPOLOGY)
+    assert (np.asarray(residents) != EMPTY).any() == request.param.startswith("any")
     return BatchPlan(assignment, load, plan)
 
 

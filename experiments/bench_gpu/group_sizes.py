@@ -28,13 +28,13 @@ def planned_sizes(
         quota = np.asarray(quotas[name])
         return quota.reshape(-1, topology.num_ranks, topology.slots).swapaxes(0, 1)
 
-    replicated = quota_by_rank("relibra")[..., topology.home_slots :].sum(-1)
+    replicated = quota_by_rank("relibra")[..., topology.held_slots :].sum(-1)
     rank, first = np.unravel_index(replicated.argmax(), replicated.shape)
     sizes = {}
     for name in ("static", "relibra"):
         quota = np.roll(quota_by_rank(name)[rank], -first, axis=0)
         home_quota = np.resize(quota[:, : topology.home_slots], homes)
-        replica_quota = np.resize(quota[:, topology.home_slots :], REPLICAS)
+        replica_quota = np.resize(quota[:, topology.held_slots :], REPLICAS)
         sizes[name] = scaled_sizes(np.concatenate([home_quota, replica_quota]), mean)
     return sizes
 

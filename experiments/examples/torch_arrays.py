@@ -52,7 +52,7 @@ def main() -> BatchPlan:
     print(f"micro-batch 0, node 0, rank 0: samples {samples[samples != EMPTY].tolist()}")
     layer = batch_plan.micro_batch(0).layer(0)
     print(f"layer 0: home slots of experts 0 to 7 are {layer.home[:8].tolist()}")
-    replicas = layer.slot_expert[0, 0, TOPOLOGY.home_slots :]
+    replicas = layer.slot_expert[0, 0, TOPOLOGY.held_slots :]
     print(
         f"  replicas on that rank {replicas.tolist()}, token copies of its slots {layer.quota[0, 0].tolist()}"
     )

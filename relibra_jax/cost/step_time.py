@@ -23,6 +23,7 @@ from jaxtyping import Float, Int, Num
 
 from relibra_jax.cost.hardware import Cluster, Model
 from relibra_jax.cost.traffic import count_traffic
+from relibra_jax.plan import copy_source
 from relibra_jax.types import EMPTY, Array, LayerPlan, Topology
 
 ACTIVATION_BYTES = 2  # bfloat16
@@ -152,13 +153,12 @@ def push_time(
     layer_plans: LayerPlan, topology: Topology, *, cluster: Cluster, model: Model
 ) -> Float[jax.Array, "M L N G"]:
     """Seconds in which each rank gives and takes its layer's replicas, which the forward pass does once."""
-    held = jnp.asarray(layer_plans.slot_expert)[..., topology.home_slots :]
-    ranks = topology.num_ranks
+    plans, ranks = jax.tree.map(jnp.asarray, layer_plans), topology.num_ranks
 
-    def one(held, home):
-        owner = home[jnp.maximum(held, 0)] // topology.home_slots
+    def one(plan):
+        owner = copy_source(plan, topology).reshape(ranks, -1)
         taker = jnp.arange(ranks)[:, None]
-        copied = held != EMPTY
+        copied = owner != EMPTY
         away = owner // topology.ranks_per_node != taker // topology.ranks_per_node
 
         def busiest(moved):
@@ -167,10 +167,9 @@ def push_time(
 
         return busiest(copied & away), busiest(copied & ~away)
 
-    flat = held.reshape(*held.shape[:2], ranks, -1)
-    slow, fast = jax.vmap(jax.vmap(one))(flat, jnp.asarray(layer_plans.home))
+    slow, fast = jax.vmap(jax.vmap(one))(plans)
     size = float(WEIGHT_BYTES * model.expert_params)
-    return _transfer_time(slow * size, fast * size, cluster).reshape(held.shape[:-1])
+    return _transfer_time(slow * size, fast * size, cluster).reshape(plans.slot_expert.shape[:-1])
 
 
 def reorder_time(

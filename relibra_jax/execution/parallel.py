@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from relibra_jax.capacity import Capacities, ExchangeSizes, worst_case_capacities
 from relibra_jax.execution.exchange import KINDS, Exchange
-from relibra_jax.execution.mesh import LOCAL, RANKS, check_mesh
+from relibra_jax.execution.mesh import LOCAL, RANKS, check_mesh, check_runnable
 from relibra_jax.execution.replica_exchange import FETCHES
 from relibra_jax.types import Array, LayerPlan, Topology, check_shape
 
@@ -26,8 +26,8 @@ class ExpertParallel:
     """Mesh, topology, buffer sizes and kinds of exchange of an expert-parallel layer. Hashable and static under jit.
 
     Raises:
-        ValueError: if the mesh lacks the topology's ranks, a name is unknown, or sizes that the path needs were not
-            counted.
+        ValueError: if the topology has resident slots, the mesh lacks its ranks, a name is unknown, or sizes that the
+            path needs were not counted.
     """
 
     mesh: Mesh
@@ -54,6 +54,7 @@ class ExpertParallel:
     """The rows of a micro-batch on all ranks together, if they are known beforehand: others are refused."""
 
     def __post_init__(self) -> None:
+        check_runnable(self.topology)
         check_mesh(self.mesh, self.topology)
         for name, names in (("path", PATHS), ("exchange", KINDS), ("fetch", FETCHES)):
             if getattr(self, name) not in names:

@@ -17,7 +17,7 @@ def is_valid(plan: LayerPlan, topology: Topology, *, across_nodes: bool) -> Bool
     Args:
         plan: the plan of one layer of one micro-batch, with its load.
         topology: the expert-parallel group.
-        across_nodes: whether replicas may be on other nodes than their experts' homes.
+        across_nodes: whether replicas may be in nodes that hold their expert neither as home nor as resident.
 
     >>> topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=2, replica_slots=1)
     >>> load = jnp.array([[[5, 2], [5, 2]]])
@@ -38,9 +38,7 @@ def is_valid(plan: LayerPlan, topology: Topology, *, across_nodes: bool) -> Bool
 
     # Empty arrays of replicas are kept out of the compiled layer: Shardy crashes (jaxlib 0.11) where a scan's backward
     # pass hoists one out of the shard_map.
-    placed = (
-        _replicas_valid(slots[:, homes:], home, topology, across_nodes) if slots.shape[1] > homes else True
-    )
+    placed = _copies_valid(slots, home, topology, across_nodes) if slots.shape[1] > homes else True
 
     load = jnp.asarray(plan.load)
     total = load.sum((0, 1), dtype=jnp.int32)
@@ -51,18 +49,38 @@ def is_valid(plan: LayerPlan, topology: Topology, *, across_nodes: bool) -> Bool
     return known & at_home & placed & exact
 
 
-def _replicas_valid(replica, home, topology: Topology, across_nodes: bool) -> jax.Array:
-    """Whether no rank holds an expert twice, and no replica is farther from home than it may."""
-    experts, homes, per_node = topology.num_experts, topology.home_slots, topology.ranks_per_node
-    # Home slots that ascend along a rank's replicas rule out an expert that is held twice, but for its own home.
-    rank = jnp.arange(topology.num_ranks)[:, None]
-    source = jnp.where(replica == EMPTY, experts, home[jnp.maximum(replica, 0)])
-    once = (source // homes != rank).all()
-    if replica.shape[1] > 1:
-        once &= ((source[:, :-1] < source[:, 1:]) | (source[:, 1:] == experts)).all()
+def _copies_valid(slots, home, topology: Topology, across_nodes: bool) -> jax.Array | bool:
+    """Whether no rank holds an expert twice, and no replica is in a node that does not hold its expert."""
+    homes, held, per_node = topology.home_slots, topology.held_slots, topology.ranks_per_node
+    resident, replica = slots[:, homes:held], slots[:, held:]
+    valid: jax.Array | bool = True
+    if topology.resident_slots:
+        valid &= _once_in_order(resident, home, topology)
+    if not topology.replica_slots:
+        return valid
+    valid &= _once_in_order(replica, home, topology)
+    if topology.resident_slots:
+        valid &= ((replica[:, :, None] != resident[:, None]) | (resident[:, None] == EMPTY)).all()
     if across_nodes:
-        return once
-    return once & ((replica == EMPTY) | (source // (homes * per_node) == rank // per_node)).all()
+        return valid
+    node = jnp.arange(topology.num_ranks)[:, None] // per_node
+    near = (replica == EMPTY) | (home[jnp.maximum(replica, 0)] // (homes * per_node) == node)
+    if topology.resident_slots:
+        experts = topology.num_experts
+        holds = jnp.zeros((topology.num_nodes, experts), bool)
+        holds = holds.at[node, jnp.where(resident == EMPTY, experts, resident)].set(True, mode="drop")
+        near |= holds[node, jnp.maximum(replica, 0)]
+    return valid & near.all()
+
+
+def _once_in_order(copies, home, topology: Topology) -> jax.Array:
+    """Whether residents, or replicas, are in their order, none of them twice or beside its own home on a rank."""
+    # Home slots that ascend along a rank rule out an expert that is held twice, but for its own home.
+    source = jnp.where(copies == EMPTY, topology.num_experts, home[jnp.maximum(copies, 0)])
+    once = (source // topology.home_slots != jnp.arange(topology.num_ranks)[:, None]).all()
+    if copies.shape[1] > 1:
+        once &= ((source[:, :-1] < source[:, 1:]) | (source[:, 1:] == topology.num_experts)).all()
+    return once
 
 
 def one_or_nan(sound: Bool[jax.Array, ""], like: jax.Array) -> jax.Array:

@@ -73,7 +73,7 @@ def fetch_replicas(
         if not replica_slots:
             return LayerExperts(home.reshape(*lead, *home.shape), None), x
         plan = jax.tree.map(lambda leaf: leaf[copy], plan)
-        replica = plan.slot_expert[..., topology.home_slots :]
+        replica = plan.slot_expert[..., topology.held_slots :]
         wanted = jnp.where(replica == EMPTY, EMPTY, plan.home[replica])
         worst = topology.num_ranks * replica_slots
         exports = worst if parallel.capacities is None else parallel.capacities.exports

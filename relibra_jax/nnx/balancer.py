@@ -56,7 +56,8 @@ class Balancer:
         implementation: the implementation of `pallas_kernels.grouped_mlp`. These five are fields of `ExpertParallel`.
 
     Raises:
-        ValueError: if mesh and topology disagree, a name is unknown, or a number is below 1.
+        ValueError: if mesh and topology disagree, the topology has resident slots, a name is unknown, or a number is
+            below 1.
 
     >>> import optax
     >>> from relibra_jax import relibra

@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Bool, DTypeLike, Float, Int, Integer, Num
 
 from relibra_jax.execution.gating import Gating, check_gating, gates_at, select_experts
+from relibra_jax.execution.mesh import check_runnable
 from relibra_jax.execution.moe import moe_layer
 from relibra_jax.execution.parallel import ExpertParallel
 from relibra_jax.execution.plan_guard import one_or_nan
@@ -64,7 +65,7 @@ class MoELayer(nnx.Module):
         rngs: the random keys of the parameters; ``params`` is used.
 
     Raises:
-        ValueError: if the topology's experts cannot have this gating.
+        ValueError: if the topology's experts cannot have this gating, or it has resident slots.
 
     >>> from relibra_jax.execution.gating import GATINGS
     >>> from relibra_jax.execution.mesh import expert_mesh
@@ -93,6 +94,7 @@ class MoELayer(nnx.Module):
         fsdp_axis: str | None = None,
         rngs: nnx.Rngs,
     ):
+        check_runnable(topology)
         check_gating(gating, topology.num_experts)
         self.gating, self.dtype, self.width, self.expert_width = gating, dtype, width, expert_width
         num_experts, spec = topology.num_experts, expert_spec(fsdp_axis)

@@ -49,16 +49,17 @@ def replication_bound(
     """The best maximum rank load that any replication could reach, given the homes: a lower bound.
 
     Replicas that stay in their node cannot take load out of it, so no plan is below the fullest node's mean; and no
-    rank can gain more than its slots hold (`relibra_jax.planning.greedy_replication.least_top_load`).
+    rank can gain more than its slots hold (`relibra_jax.planning.greedy_replication.least_top_load`). Residents may
+    be anywhere, and replicas beside them: with resident slots all ranks are one domain, and the bound is looser.
 
     >>> topology = Topology(num_nodes=2, ranks_per_node=1, num_experts=2, replica_slots=1)
     >>> load = jnp.array([[[[[70, 30]], [[0, 0]]]]])
     >>> replication_bound(load, jnp.array([[0, 1]]), topology).tolist()
     [[70]]
     """
-    domains = 1 if across_nodes else topology.num_nodes
+    domains = 1 if across_nodes or topology.resident_slots else topology.num_nodes
     layout = home_layout(home, topology).reshape(home.shape[0], domains, -1, topology.home_slots)
-    in_domain = functools.partial(least_top_load, replica_slots=topology.replica_slots)
+    in_domain = functools.partial(least_top_load, replica_slots=topology.slots - topology.home_slots)
 
     def one_layer(load, layout):
         return jax.vmap(in_domain)(load[layout]).max()

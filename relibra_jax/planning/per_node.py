@@ -14,8 +14,8 @@ from relibra_jax.plan import assemble_plan, home_layout
 from relibra_jax.types import EMPTY, Array, Plan, Topology
 
 type Rule = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
-"""``(load[P H], known[P H]) -> (replica[P R], quota[P S])`` for a domain of P ranks with H experts each;
-``replica`` counts the domain's home slots, EMPTY for none, and quotas sum to ``load``."""
+"""``(load[P H], known[P H]) -> (replica[P R], quota[P S])`` for a domain of P ranks with H experts each, S = H + R;
+``replica`` counts the domain's home slots, EMPTY for none, and quotas sum to ``load``. No rule knows residents."""
 
 
 def plan_per_node(
@@ -38,7 +38,7 @@ def plan_per_node(
         across_nodes: whether all ranks together are one domain; otherwise every node is one.
 
     Returns:
-        A Plan.
+        A Plan whose resident slots are all EMPTY.
 
     Raises:
         ValueError: if ``load`` and ``home`` disagree on layers or experts.
@@ -61,9 +61,9 @@ def plan_per_node(
         replica, quota = jax.vmap(layers, (0, 0, None))(load, known, layout)
     first = jnp.arange(domains, dtype=jnp.int32) * (topology.num_experts // domains)
     replica = jnp.where(replica == EMPTY, EMPTY, replica + first[None, None, :, None, None])
-    ranks = (*load.shape[:2], topology.num_nodes, topology.ranks_per_node, -1)
-    shape_r, shape_s = (*ranks[:-1], topology.replica_slots), (*ranks[:-1], topology.slots)
-    return assemble_plan(home, replica.reshape(shape_r), quota.reshape(shape_s), topology)
+    ranks = (*load.shape[:2], topology.num_nodes, topology.ranks_per_node)
+    replica, quota = replica.reshape(*ranks, replica.shape[-1]), quota.reshape(*ranks, quota.shape[-1])
+    return assemble_plan(home, replica, quota, topology)
 
 
 def merge_copies(

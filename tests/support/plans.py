@@ -98,38 +98,49 @@ def random_plan(
     across_nodes: bool = False,
     fill: float = 0.7,
 ) -> Plan:
-    """Any valid plan of a load: homes, replicas and splits that no planner would choose.
+    """Any valid plan of a load: homes, residents, replicas and splits that no planner would choose.
 
     Args:
         rng: the source of randomness.
         load: token copies ``[M, L, N, G, E]``.
         topology: the expert-parallel group.
-        across_nodes: whether replicas may be on other nodes than their experts' homes.
-        fill: the chance of each replica slot to hold something; 1 fills all for which there are experts.
+        across_nodes: whether replicas may be in nodes that hold their expert neither as home nor as resident.
+        fill: the chance of each other slot to hold something; 1 fills all for which there are experts.
 
     Returns:
-        A Plan of int32 NumPy arrays, replicas in the canonical order; some copies have no tokens.
+        A Plan of int32 NumPy arrays, copies in the canonical order; some have no tokens.
     """
     load = np.asarray(load)
     micro_batches, layers, nodes, local, experts = load.shape
-    homes = topology.home_slots
+    homes, held = topology.home_slots, topology.held_slots
     home = np.stack([rng.permutation(experts) for _ in range(layers)])
     layout = np.argsort(home, -1).reshape(layers, nodes, local, homes)
     slot_expert = np.full((micro_batches, layers, nodes, local, topology.slots), EMPTY)
     slot_expert[..., :homes] = layout
+    if topology.resident_slots:
+        for row, n, g in np.ndindex(layers, nodes, local):
+            candidates = np.setdiff1d(np.arange(experts), layout[row, n, g])
+            some = _some(rng, candidates, topology.resident_slots, fill, home[row])
+            slot_expert[:, row, n, g, homes : homes + len(some)] = some
     quota = np.zeros_like(slot_expert)
     for m, row in np.ndindex(micro_batches, layers):
         for n, g in np.ndindex(nodes, local):
-            candidates = np.setdiff1d(layout[row] if across_nodes else layout[row, n], layout[row, n, g])
-            wanted = rng.binomial(topology.replica_slots, fill)
-            copied = rng.permutation(candidates)[:wanted]
-            copied = copied[np.argsort(home[row, copied])]
-            slot_expert[m, row, n, g, homes : homes + len(copied)] = copied
+            near = slot_expert[m, row, :, :, :held] if across_nodes else slot_expert[m, row, n, :, :held]
+            candidates = np.setdiff1d(near, [EMPTY, *slot_expert[m, row, n, g]])
+            some = _some(rng, candidates, topology.replica_slots, fill, home[row])
+            slot_expert[m, row, n, g, held : held + len(some)] = some
         for expert, count in enumerate(load[m, row].sum((0, 1))):
             slots = np.nonzero(slot_expert[m, row] == expert)
             shares = rng.dirichlet(np.full(len(slots[0]), 0.5))
             quota[m, row][slots] = rng.multinomial(count, shares)
     return Plan(*(leaf.astype(np.int32) for leaf in (slot_expert, home, quota)))
+
+
+def _some(rng, candidates, slots, fill, home):
+    """Different experts for a rank's slots of one kind, in the canonical order."""
+    wanted = rng.binomial(slots, fill)
+    some = rng.permutation(candidates)[:wanted]
+    return some[np.argsort(home[some])]
 
 
 @functools.cache

@@ -1,0 +1,292 @@
+"""Residents in plans: every rule of theirs broken on purpose, where replicas are fetched from, and who refuses them."""
+
+import dataclasses
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from support.plans import load_of, random_ids, random_plan
+
+from relibra_jax.capacity import export_count
+from relibra_jax.cost.hardware import CLUSTERS, MODELS
+from relibra_jax.cost.step_time import WEIGHT_BYTES, push_time
+from relibra_jax.execution import ExpertParallel, expert_mesh
+from relibra_jax.execution.gating import GATINGS
+from relibra_jax.execution.plan_guard import is_valid
+from relibra_jax.nnx import Balancer, MoELayer
+from relibra_jax.plan import assemble_plan, copy_source, rank_load, replica_count, resident_experts
+from relibra_jax.plan_check import check_plan, check_slots
+from relibra_jax.planning.metrics import cross_node_load, replication_bound
+from relibra_jax.planning.planners import PLANNERS
+from relibra_jax.token_split import refit_quota
+from relibra_jax.types import EMPTY, LayerPlan, Plan, Topology, layer_plans
+
+TOPOLOGY = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=1, resident_slots=2)
+
+
+@pytest.fixture
+def plan():
+    """Two micro-batches of one layer, expert e at home in slot e. A rank has 2 homes, 2 residents, 1 replica.
+
+    Residents: 6 on rank (0, 1), 1 and 7 on (1, 0), 0 on (1, 1). Replicas: in micro-batch 0 expert 1 on (0, 1) from its
+    home and 0 on (1, 0) from the resident beside it, in micro-batch 1 expert 4 on (1, 1) from its home.
+    """
+    first = [
+        [[0, 1, EMPTY, EMPTY, EMPTY], [2, 3, 6, EMPTY, 1]],
+        [[4, 5, 1, 7, 0], [6, 7, 0, EMPTY, EMPTY]],
+    ]
+    second = [
+        [[0, 1, EMPTY, EMPTY, EMPTY], [2, 3, 6, EMPTY, EMPTY]],
+        [[4, 5, 1, 7, EMPTY], [6, 7, 0, EMPTY, 4]],
+    ]
+    slot_expert = np.array([[first], [second]], np.int32)
+    quota = np.where(slot_expert == EMPTY, 0, 10 + np.arange(5)).astype(np.int32)
+    return Plan(slot_expert, np.arange(8, dtype=np.int32)[None], quota)
+
+
+@pytest.fixture
+def load(plan):
+    """All tokens lie on rank (1, 0)."""
+    load = np.zeros((2, 1, 2, 2, 8), np.int32)
+    for m in range(2):
+        held = plan.slot_expert[m, 0] != EMPTY
+        np.add.at(load[m, 0, 1, 0], plan.slot_expert[m, 0][held], plan.quota[m, 0][held])
+    return load
+
+
+def test_a_plan_with_residents_is_valid(plan, load):
+    """On any node, those that have the expert at home included; and replicas beside them, without across_nodes."""
+    check_plan(plan, load, TOPOLOGY)
+    check_plan(jax.tree.map(jnp.asarray, plan), jnp.asarray(load), TOPOLOGY)
+    assert resident_experts(plan, TOPOLOGY).tolist() == [[[[EMPTY, EMPTY], [6, EMPTY]], [[1, 7], [0, EMPTY]]]]
+    assert replica_count(plan, TOPOLOGY).tolist() == [[2], [1]]
+
+
+def put(plan, place, experts):
+    changed = plan.slot_expert.copy()
+    changed[place] = experts
+    return plan._replace(slot_expert=changed)
+
+
+EVERY = slice(None)
+BROKEN = {
+    "another resident in another micro-batch": (
+        lambda p: put(p, (1, 0, 1, 1, 2), 3),
+        "micro-batch 1, layer 0, node 1, local rank 1, slot 2: resident slot holds 3, in micro-batch 0 it holds 0",
+    ),
+    "no resident in another micro-batch": (
+        lambda p: put(p, (1, 0, 0, 1, 2), EMPTY),
+        "micro-batch 1, layer 0, node 0, local rank 1, slot 2: resident slot holds -1, in micro-batch 0 it holds 6",
+    ),
+    "unknown expert": (
+        lambda p: put(p, (EVERY, 0, 1, 1, 2), 8),
+        r"micro-batch 0, layer 0, node 1, local rank 1, slot 2: expert 8 is outside 0\.\.7",
+    ),
+    "resident beside its home": (
+        lambda p: put(p, (EVERY, 0, 1, 1, 2), 6),
+        "micro-batch 0, layer 0, node 1, local rank 1: holds expert 6 twice",
+    ),
+    "a resident twice": (
+        lambda p: put(p, (EVERY, 0, 1, 0, slice(2, 4)), [1, 1]),
+        "micro-batch 0, layer 0, node 1, local rank 0: holds expert 1 twice",
+    ),
+    "replica beside its resident": (
+        lambda p: put(p, (1, 0, 1, 1, 4), 0),
+        "micro-batch 1, layer 0, node 1, local rank 1: holds expert 0 twice",
+    ),
+    "residents out of order": (
+        lambda p: put(p, (EVERY, 0, 1, 0, slice(2, 4)), [7, 1]),
+        r"micro-batch 0, layer 0, node 1, local rank 0: residents \[7, 1\] stand in the order of home slots \[7, 1\]"
+        " and not ascending, empty slots last: assemble_plan brings them there",
+    ),
+    "an empty slot before a resident": (
+        lambda p: put(p, (EVERY, 0, 1, 1, slice(2, 4)), [EMPTY, 0]),
+        r"micro-batch 0, layer 0, node 1, local rank 1: residents \[-1, 0\] stand in the order of home slots \[8, 0\]",
+    ),
+    "replica in a node that does not hold its expert": (
+        lambda p: put(p, (1, 0, 1, 1, 4), 2),
+        "micro-batch 1, layer 0, node 1, local rank 1: replica of expert 2, whose home is on node 0 and which is no"
+        " resident of node 1; replicas in nodes that do not hold their expert need across_nodes=True",
+    ),
+    "replica beside a resident of the other node": (
+        lambda p: put(p, (1, 0, 0, 0, 4), 7),
+        "micro-batch 1, layer 0, node 0, local rank 0: replica of expert 7, whose home is on node 1 and which is no"
+        " resident of node 0",
+    ),
+    "quota on an empty resident slot": (
+        lambda p: p._replace(quota=p.quota + (np.arange(5) == 3)),
+        "micro-batch 0, layer 0, node 0, local rank 0, slot 3: quota 1 on an empty slot",
+    ),
+    "quota of a resident that the load does not know": (
+        lambda p: p._replace(quota=p.quota + 3 * (p.slot_expert == 0) * (np.arange(5) == 2)),
+        "micro-batch 0, layer 0, expert 0: quotas sum to 39, load is 36",
+    ),
+}
+
+
+@pytest.mark.parametrize("rule", BROKEN)
+def test_broken_rule_is_named(plan, load, rule):
+    change, message = BROKEN[rule]
+    with pytest.raises(ValueError, match=f"^{message}"):
+        check_plan(change(plan), load, TOPOLOGY)
+
+
+def test_residents_need_no_leave_to_cross_nodes(plan):
+    """Only replicas do: one whose expert the node does not hold passes with across_nodes alone."""
+    far = put(plan, (1, 0, 1, 1, 4), 2)
+    check_slots(far, TOPOLOGY, across_nodes=True)
+    check_slots(put(far, (EVERY, 0, 1, 0, slice(2, 4)), [1, 2]), TOPOLOGY)
+
+
+@functools.cache
+def guard(across_nodes):
+    """Whether the layer's last resort takes a plan, ``[M, L]``."""
+    valid = functools.partial(is_valid, topology=TOPOLOGY, across_nodes=across_nodes)
+    return jax.jit(jax.vmap(jax.vmap(valid)))
+
+
+def guarded(plan, load, across_nodes):
+    return bool(guard(across_nodes)(layer_plans(plan, load)).all())
+
+
+OF_ONE_LAYER = [rule for rule in BROKEN if "in another micro-batch" not in rule]
+
+
+@pytest.mark.parametrize("rule", OF_ONE_LAYER)
+def test_a_layer_notices_a_broken_rule_too(plan, load, rule):
+    """Where a slot is wrong there is no load, so that no sum is wrong besides."""
+    assert guarded(plan, load, False)
+    if not rule.startswith("quota"):
+        plan, load = plan._replace(quota=np.zeros_like(plan.quota)), np.zeros_like(load)
+    assert guarded(plan, load, False)
+    assert not guarded(BROKEN[rule][0](plan), load, False)
+
+
+@pytest.mark.parametrize("across_nodes", [False, True])
+def test_host_and_layer_agree_on_any_slots(across_nodes):
+    """Random plans, one slot of a copy changed: both refuse or both accept."""
+    rng, outcomes = np.random.default_rng(0), {True: 0, False: 0}
+    for _ in range(150):
+        load = np.zeros((1, 1, 2, 2, 8), np.int32)
+        plan = random_plan(rng, load, TOPOLOGY, across_nodes=across_nodes)
+        slot = (0, 0, *(int(rng.integers(2)) for _ in range(2)), int(rng.integers(2, 5)))
+        changed = put(plan, slot, rng.integers(-1, 8))
+        try:
+            check_plan(changed, load, TOPOLOGY, across_nodes=across_nodes)
+            accepted = True
+        except ValueError:
+            accepted = False
+        assert guarded(changed, load, across_nodes) == accepted
+        outcomes[accepted] += 1
+    assert min(outcomes.values()) > 20
+
+
+def test_where_replicas_are_fetched_from():
+    """From the home if it is in the node, else from the node's first resident, else from the home afar."""
+    topology = Topology(num_nodes=2, ranks_per_node=3, num_experts=6, replica_slots=1, resident_slots=1)
+    slots = [
+        [[0, EMPTY, 2], [1, 2, 0], [2, EMPTY, EMPTY]],  # 2 is at home here, and a resident before that
+        [[3, EMPTY, 0], [4, 0, 1], [5, 0, EMPTY]],  # 0 is a resident twice, 1 is not in this node
+    ]
+    plan = LayerPlan(np.array(slots), np.arange(6), np.zeros((2, 3, 3), int), None)
+    assert copy_source(plan, topology).tolist() == [[[2], [0], [EMPTY]], [[4], [1], [EMPTY]]]
+    assert export_count(plan, topology).tolist() == [1, 1, 1, 0, 1, 0]
+
+
+def test_a_copy_of_a_resident_is_pushed_over_the_fast_network(plan):
+    """Rank (1, 1) gives expert 0 to its neighbour; without residents it would come from rank (0, 0), afar."""
+    cluster, model = CLUSTERS["h100"], MODELS["gpt-oss-20b"]
+    expert = WEIGHT_BYTES * model.expert_params / cluster.fast_bandwidth / cluster.network_efficiency
+    found = push_time(layer_plans(plan, None), TOPOLOGY, cluster=cluster, model=model)
+    np.testing.assert_allclose(found[0, 0] / expert, [[1, 1], [1, 1]], rtol=1e-6)
+    np.testing.assert_allclose(found[1, 0] / expert, [[0, 0], [1, 1]], rtol=1e-6)
+
+
+def test_routing_that_the_plan_did_not_see_is_refitted(plan, load):
+    """In the plan's shares, residents' among them; an expert without a share is computed at home, not at a resident."""
+    layer = layer_plans(plan, load).layer((0, 0))
+    no_share = layer._replace(quota=np.where(layer.slot_expert == 7, 0, layer.quota))
+    live = np.zeros((2, 2, 8), np.int32)
+    live[0, 1, 0], live[1, 1, 7] = 360, 11
+    quota = np.asarray(refit_quota(no_share, live, TOPOLOGY).quota)
+    assert quota.sum() == 371
+    # 10, 12 and 14 of 36 at home, at the resident and at the replica.
+    assert (quota[0, 0, 0], quota[1, 1, 2], quota[1, 0, 4]) == (100, 120, 140)
+    assert (quota[1, 1, 1], quota[1, 0, 3]) == (11, 0)
+
+
+def test_residents_keep_tokens_in_their_node(plan, load):
+    """All tokens lie in node 1: what crosses is computed in node 0."""
+    crossing = [[plan.quota[m, 0, 0].sum()] for m in range(2)]
+    assert cross_node_load(layer_plans(plan, load)).tolist() == crossing
+
+
+def test_the_bound_of_replication_knows_that_residents_cross_nodes():
+    """Half of a hot expert's load on another node is below the mean of the node that owns it."""
+    topology = Topology(num_nodes=2, ranks_per_node=1, num_experts=2, replica_slots=0, resident_slots=1)
+    slots, quota = np.array([[[[[0, EMPTY]], [[1, 0]]]]]), np.array([[[[[50, 0]], [[0, 50]]]]])
+    plan, load = Plan(slots, np.array([[0, 1]]), quota), np.array([[[[[100, 0]], [[0, 0]]]]])
+    check_plan(plan, load, topology)
+    top = int(rank_load(plan).max())
+    assert replication_bound(load, plan.home, topology).tolist() == [[top]] == [[50]]
+    no_residents = dataclasses.replace(topology, resident_slots=0)
+    assert replication_bound(load, plan.home, no_residents).tolist() == [[100]]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_assembled_plans_are_in_order_and_quotas_go_with_their_copies(seed):
+    rng = np.random.default_rng(seed)
+    load = load_of(random_ids(rng, (2, 3, 4, 20), 8, 2), TOPOLOGY)
+    plan = random_plan(rng, load, TOPOLOGY)
+    check_plan(plan, load, TOPOLOGY)
+    # Residents are given once a batch, in another order than a plan's; their quotas go with them.
+    slots = plan.slot_expert.copy()
+    slots[..., 2:4], quota = slots[..., 3:1:-1], plan.quota.copy()
+    quota[..., 2:4] = quota[..., 3:1:-1]
+    home_of = np.where(slots == EMPTY, EMPTY, plan.home[np.arange(3).reshape(3, 1, 1, 1), slots])
+    found = assemble_plan(plan.home, home_of[..., 4:], quota, TOPOLOGY, resident=home_of[0, ..., 2:4])
+    chex.assert_trees_all_equal(jax.tree.map(np.asarray, found), plan)
+
+
+@pytest.mark.parametrize("name", ["static", "eplb", "lplb"])
+def test_planners_that_know_no_residents_plan_as_without_room_for_them(name):
+    """And leave it empty."""
+    planner, narrow = PLANNERS[name].planner, dataclasses.replace(TOPOLOGY, resident_slots=0)
+    load = np.random.default_rng(0).zipf(1.4, (2, 1, 2, 2, 8)).clip(0, 900).astype(np.int32)
+    plans = [
+        planner.update(load, planner.init(topology, 1, key=jax.random.key(0)), topology)[0]
+        for topology in (TOPOLOGY, narrow)
+    ]
+    check_plan(plans[0], load, TOPOLOGY, across_nodes=PLANNERS[name].across_nodes)
+    assert (np.asarray(resident_experts(plans[0], TOPOLOGY)) == EMPTY).all()
+    without = Plan(
+        *(np.delete(leaf, (2, 3), -1) if leaf.ndim == 5 else leaf for leaf in map(np.asarray, plans[0]))
+    )
+    chex.assert_trees_all_equal(without, jax.tree.map(np.asarray, plans[1]))
+
+
+ALONE = Topology(num_nodes=1, ranks_per_node=1, num_experts=4, replica_slots=0, resident_slots=1)
+MESH_OF_ONE = {"mesh": expert_mesh(ALONE, devices=jax.devices()[:1])}
+SIZES = {"num_layers": 1, "num_micro_batches": 1, "key": jax.random.key(0)}
+RUNNERS = {
+    "ExpertParallel": lambda: ExpertParallel(topology=ALONE, **MESH_OF_ONE),
+    "Balancer": lambda: Balancer(PLANNERS["static"].planner, ALONE, **MESH_OF_ONE, **SIZES),
+    "MoELayer": lambda: MoELayer(ALONE, 8, 16, GATINGS["gpt-oss"], rngs=nnx.Rngs(0)),
+}
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_a_step_does_not_run_residents_yet(runner):
+    message = "^resident_slots=1: a step cannot run residents yet; plan with resident_slots=0 to run$"
+    with pytest.raises(ValueError, match=message):
+        RUNNERS[runner]()
+
+
+@pytest.mark.parametrize("count", [-1, True])
+def test_numbers_of_resident_slots(count):
+    with pytest.raises(ValueError, match=f"resident_slots={count} must be an integer of at least 0"):
+        dataclasses.replace(TOPOLOGY, resident_slots=count)
