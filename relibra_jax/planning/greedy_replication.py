@@ -37,14 +37,20 @@ _MAX = np.int32(np.iinfo(np.int32).max)
 
 
 def replicate_domain(
-    load: Int[Array, "P H"], *, replica_slots: int, min_tokens: int = 1, tile: int = 1, exact: bool = False
+    load: Int[Array, "P H"],
+    *,
+    replica_slots: int,
+    tolerance: float = 0.0,
+    min_tokens: int = 1,
+    tile: int = 1,
+    exact: bool = False,
 ) -> tuple[Int[jax.Array, "P R"], Int[jax.Array, "P S"]]:
     """Replicas and quotas of one domain of P ranks with H experts each; callers vmap it.
 
     Args:
         load: token copies of each expert, by home slot.
         replica_slots: R.
-        min_tokens, tile, exact: as in `replicate_experts`.
+        tolerance, min_tokens, tile, exact: as in `replicate_experts`.
 
     Returns:
         ``replica``, the flat home slot ``p * H + h`` of the expert in each replica slot, EMPTY for none, and
@@ -67,6 +73,12 @@ def replicate_domain(
         better = (top < best.top) | ((top == best.top) & (price < best.price))
         return jax.tree.map(functools.partial(jnp.where, better), _Target(tiles, top, price), best), top
 
+    def loosen(best: _Target, allowed: Int[jax.Array, ""]) -> _Target:
+        """Filling no further than ``allowed``, where that takes fewer replicas."""
+        looser, top = attempt(best._replace(top=jnp.int32(_MAX)), (allowed - start) // tile)
+        better = (top <= allowed) & (looser.price < best.price)
+        return jax.tree.map(functools.partial(jnp.where, better), looser, best)
+
     def bisect(carry):
         best, bound, turn = carry
         threshold = jnp.where(turn == 0, bound, bound + (best.top - bound) // 2)
@@ -86,6 +98,10 @@ def replicate_domain(
     if exact:
         best, _ = attempt(best, fair)
     best, _, _ = jax.lax.while_loop(unsolved, bisect, (best, bound, jnp.int32(0)))
+    if tolerance:
+        # float32 has 24 bits: what it cannot hold of a large load is rounded towards less tolerance.
+        spare = jnp.floor(best.top.astype(jnp.float32) * jnp.float32(tolerance * (1 - 1e-6))).astype(jnp.int32)
+        best = loosen(best, best.top + jnp.minimum(spare, start.max() - best.top))
     filled = fill(best.tiles)
     return filled.replica, jnp.concatenate([load - tile * filled.given, tile * filled.tiles], 1)
 

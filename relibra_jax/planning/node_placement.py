@@ -13,13 +13,19 @@ from jaxtyping import Bool, Float, Int, PRNGKeyArray
 
 from relibra_jax.planning.residents import choose_residents
 from relibra_jax.planning.time_search import HOTTEST, NodeProblem, search_nodes
-from relibra_jax.planning.token_bits import TokenBits
-from relibra_jax.types import Topology
+from relibra_jax.planning.token_bits import TokenBits, token_bits
+from relibra_jax.types import TokenSample, Topology, UnitTimes
 
 TURNS: Final = 3
 """Turns of homes and residents, where there are resident slots. A fourth changed nothing on recorded loads."""
 LATER: Final = 1e-3
 """Where annealing starts in the second turn and after it."""
+
+
+CROSSING: Final = 0.5
+"""The time in which all tokens of a node cross, in units of its balanced compute, where no cluster is given. On NVLink
+nodes with 8 x 400 Gb/s between them it is 0.57 for gpt-oss-20b, 0.54 for Qwen3-235B, 0.40 for DeepSeek-V3 and 1.07 for
+Qwen3-30B by the cost model."""
 
 
 class NodePlacement(NamedTuple):
@@ -31,9 +37,49 @@ class NodePlacement(NamedTuple):
     """Whether a node keeps a copy of an expert."""
 
 
+class Prices(NamedTuple):
+    """Times in units of the balanced compute of a layer in a batch."""
+
+    crossing: Float[jax.Array, ""] | float
+    """All tokens of a node cross, or one copy of each of them on the flat path."""
+    move: Float[jax.Array, ""] | float
+    """One expert moves to another node."""
+    push: Float[jax.Array, ""] | float
+    """A node gets one resident and returns its gradient, in all updates of the batch."""
+
+
+def relative_prices(
+    cost: UnitTimes | None,
+    copies: Float[jax.Array, ""],
+    topology: Topology,
+    *,
+    top_k: int,
+    horizon: float,
+    move_cost: float,
+) -> Prices:
+    """What the search weighs against balanced compute.
+
+    Args:
+        cost: the unit times; None for `CROSSING`, ``move_cost``, and residents that cost nothing.
+        copies: the token copies of a layer in the batch.
+        topology: the expert-parallel group.
+        top_k: K, the experts of a token.
+        horizon: the batches over which the time of a move is spread.
+        move_cost: the price of moving all experts, over the square root of N, where there is no ``cost``.
+    """
+    if cost is None:
+        return Prices(CROSSING, move_cost * topology.num_nodes**0.5 / topology.num_experts, 0.0)
+    compute = jnp.float32(cost.copy) * jnp.maximum(copies, 1)  # of all ranks together
+    return Prices(
+        jnp.float32(cost.crossing) / (jnp.float32(cost.copy) * top_k),
+        jnp.float32(cost.move) / (compute * horizon),  # by all ranks side by side
+        jnp.float32(cost.push) * topology.num_nodes / compute,  # by the ranks of a node side by side
+    )
+
+
 def place_on_nodes(
     load: Float[jax.Array, "N E M L"],
-    tokens: TokenBits,
+    tokens: TokenSample,
     old_node: Int[jax.Array, "E L"],
     start: Int[jax.Array, "E L"],
     topology: Topology,
@@ -41,10 +87,8 @@ def place_on_nodes(
     key: PRNGKeyArray,
     steps: int,
     hottest: Float[jax.Array, ""] | float = HOTTEST,
-    crossing: Float[jax.Array, ""] | float,
-    move: Float[jax.Array, ""] | float,
-    push: Float[jax.Array, ""] | float,
-    top_k: int,
+    prices: Prices,
+    hierarchical: bool = True,
 ) -> NodePlacement:
     """Choose homes and residents on the level of nodes by modelled time.
 
@@ -52,44 +96,38 @@ def place_on_nodes(
         load: token copies by the node where they lie.
         tokens: sampled tokens of the same batch.
         old_node: the node of each expert before the batch.
-        start: where the search starts from.
+        start: the node of each expert from which the search starts.
         topology: the expert-parallel group.
         key: random key, consumed.
         steps: annealing steps of all turns together.
         hottest: the temperature of the first step of the first turn.
-        crossing: the time of moving all tokens of a node across, in units of the balanced compute of a layer's batch,
-            as all prices here.
-        move: the time of moving one expert to another node.
-        push: the time of one resident.
-        top_k: K, the experts of a token.
+        prices: from `relative_prices`.
+        hierarchical: whether a token crosses to a node once; otherwise each of its copies does.
 
     Returns:
         NodePlacement.
     """
-    nodes = topology.num_nodes
-    count = topology.ranks_per_node * topology.resident_slots
+    nodes, top_k = topology.num_nodes, tokens.expert_ids.shape[-1]
+    bits = token_bits(tokens, topology, num_micro_batches=load.shape[2])
     share = load * (nodes / jnp.maximum(load.sum((0, 1, 2)), 1))
-    copies = share.sum(2) * top_k
-    turns = TURNS if count else 1
+    turns = TURNS if topology.resident_slots else 1
+    crossing = prices.crossing
+    if not hierarchical:  # as many copies cross as a visiting token has on a node, if its experts are anywhere
+        crossing *= top_k / (nodes * (1 - (1 - 1 / nodes) ** top_k))
 
     def residents(home_node):
-        if not count:
-            return jnp.zeros(copies.shape, bool)
-        return choose_residents(tokens, copies, home_node, crossing=crossing, push=push, count=count)
+        return keep_residents(share, bits if hierarchical else None, home_node, topology, prices, top_k=top_k)
 
     def turn(number, home_node):
         resident = residents(home_node)
-        bits = tokens.bits
-        if count:
-            bits = jnp.where(resident.swapaxes(0, 1)[:, None, :, None], 0, bits)
         kept = resident[:, :, None]
         problem = NodeProblem(
             jnp.where(kept, 0, share).sum(0),
             jnp.where(kept, share, 0).sum(1),
-            tokens._replace(bits=bits),
+            bits._replace(bits=jnp.where(resident.swapaxes(0, 1)[:, None, :, None], 0, bits.bits)),
             jnp.float32(crossing),
             old_node,
-            jnp.float32(move),
+            jnp.float32(prices.move),
         )
         return search_nodes(
             problem,
@@ -101,5 +139,32 @@ def place_on_nodes(
             hottest=jnp.where(number == 0, hottest, jnp.minimum(hottest, LATER)),
         )
 
-    home_node = jax.lax.fori_loop(0, turns, turn, start) if count else turn(0, start)
+    home_node = jax.lax.fori_loop(0, turns, turn, start) if turns > 1 else turn(0, start)
     return NodePlacement(home_node, residents(home_node))
+
+
+def keep_residents(
+    load: Float[jax.Array, "N E M L"],
+    bits: TokenBits | None,
+    home_node: Int[jax.Array, "E L"],
+    topology: Topology,
+    prices: Prices,
+    *,
+    top_k: int,
+) -> Bool[jax.Array, "N E L"]:
+    """The residents of every node for given homes; `relibra_jax.planning.residents` chooses them.
+
+    Args:
+        load: token copies by the node where they lie, in any unit.
+        bits: sampled tokens; None where each copy crosses by itself.
+        home_node: the node of each expert's home.
+        topology: the expert-parallel group; without resident slots there are no residents.
+        prices: from `relative_prices`.
+        top_k: K, the experts of a token.
+    """
+    copies = load.sum(2)
+    count = topology.ranks_per_node * topology.resident_slots
+    if not count or topology.num_nodes == 1:
+        return jnp.zeros(copies.shape, bool)
+    copies *= topology.num_nodes * top_k / jnp.maximum(copies.sum((0, 1)), 1)
+    return choose_residents(bits, copies, home_node, crossing=prices.crossing, push=prices.push, count=count)

@@ -66,6 +66,41 @@ def plan_per_node(
     return assemble_plan(home, replica, quota, topology)
 
 
+def plan_held(
+    rule: Callable[[jax.Array], tuple[jax.Array, jax.Array]],
+    load: Int[Array, "M L N E"],
+    home: Int[Array, "L E"],
+    resident: Int[Array, "L N G B"],
+    topology: Topology,
+) -> Plan:
+    """Run a replication rule in every node that holds residents beside its homes.
+
+    Args:
+        rule: ``load[P H+B] -> (replica[P R], quota[P S])``; a node holds every expert once at most, so that it makes no
+            difference which of them are residents.
+        load: token copies of each expert that each node computes.
+        home: flat home slot of each expert.
+        resident: the expert in each resident slot, EMPTY for none.
+        topology: the expert-parallel group.
+
+    Returns:
+        A Plan.
+    """
+    held = jnp.concatenate([home_layout(home, topology), resident], axis=-1)  # [L N G held]
+
+    def one_node(load, held):
+        replica, quota = rule(jnp.where(held == EMPTY, 0, load[held]))
+        return jnp.where(replica == EMPTY, EMPTY, held.ravel()[replica]), quota
+
+    copied, quota = jax.vmap(jax.vmap(jax.vmap(one_node)), (0, None))(load, held)
+
+    def home_slot(home, experts):
+        return jnp.where(experts == EMPTY, EMPTY, home[experts])
+
+    replica = jax.vmap(home_slot, (0, 1), 1)(home, copied)
+    return assemble_plan(home, replica, quota, topology, resident=jax.vmap(home_slot)(home, resident))
+
+
 def merge_copies(
     replica: Int[jax.Array, "P R"], quota: Int[jax.Array, "P S"]
 ) -> tuple[Int[jax.Array, "P R"], Int[jax.Array, "P S"]]:

@@ -15,15 +15,18 @@ The search itself is in `relibra_jax.planning.annealing`.
 
 import functools
 from collections.abc import Callable
-from typing import Final
+from typing import Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Int, Num, PRNGKeyArray
 
-from relibra_jax.limits import check_integer, check_not_negative
+from relibra_jax.limits import check_integer, check_not_negative, check_positive
+from relibra_jax.planning import time_search
 from relibra_jax.planning.annealing import HOTTEST, REFINING, Bins, anneal
-from relibra_jax.types import EMPTY, Array, Topology
+from relibra_jax.planning.node_placement import Prices, keep_residents, place_on_nodes, relative_prices
+from relibra_jax.planning.residents import residents_to_ranks
+from relibra_jax.types import EMPTY, Array, TokenSample, Topology, UnitTimes
 
 INSIDE: Final = 4
 """How much dearer a move is between ranks of a node than between nodes. Replicas mend what it leaves there: on
@@ -31,6 +34,15 @@ recorded loads balance and replicas stayed the same, and 41% (2 nodes) and 20% (
 
 STATIC_ARGUMENTS: Final = ("topology", "steps", "move_cost", "crossing_cost", "horizon")
 """What is static when a placement is compiled."""
+
+class Placement(NamedTuple):
+    """Where experts are for a whole batch."""
+
+    home: Int[jax.Array, "L E"]
+    """Flat home slot of each expert, int32; exactly H experts a rank."""
+    resident: Int[jax.Array, "L N G B"]
+    """The logical expert in each resident slot, EMPTY for none; never one that has its home in the node."""
+
 
 type Search = Callable[..., jax.Array]
 """``(start, key, *, steps, hottest) -> item[I rows]``, as `relibra_jax.planning.annealing.anneal`."""
@@ -171,19 +183,41 @@ def place_by_search(
         chosen = jnp.take_along_axis(chosen, home, axis=-1)
         return jax.vmap(_keep_slots, (0, 0, None))(chosen, previous, size)
 
-    if tokens is None and topology.replica_slots == 0:
-        home = level(home, load, 1, nodes * locals_, steps, move_cost, jax.random.split(key, 1)[0])
-        return Placement(home, place_residents(lies, home, topology))
     for_nodes, for_ranks = jax.random.split(key)
-    if tokens is None or nodes == 1:
-        home = level(home, load, 1, nodes, steps, move_cost, for_nodes)
-        on_nodes = residents_by_copies(lies, home, topology)
+    if tokens is not None and nodes > 1:
+        prices = relative_prices(
+            cost, load.sum() / layers, topology, top_k=tokens.expert_ids.shape[-1], horizon=horizon, move_cost=move_cost
+        )
+        on_nodes = place_on_nodes(
+            lies,
+            tokens,
+            (previous // (experts // nodes)).T,
+            (home // (experts // nodes)).T,
+            topology,
+            key=for_nodes,
+            steps=max(steps // 4, 1),
+            hottest=jnp.where(refining, jnp.float32(REFINING), jnp.float32(time_search.HOTTEST)),
+            prices=prices,
+            hierarchical=cost is None or cost.hierarchical,
+        )
+        home = jax.vmap(_keep_slots, (1, 0, None))(on_nodes.home_node, previous, experts // nodes)
+        resident = on_nodes.resident
     else:
-        prices = relative_prices(cost, tokens, lies, topology, horizon=horizon, move_cost=move_cost)
-        bits = token_bits(tokens, topology, num_micro_batches=load.shape[1])
-        old_node, node = (slots.T // (experts // nodes) for slots in (previous, home))
-        ...
-    return Placement(home, None)
+        if topology.replica_slots == 0:
+            home = level(home, load, 1, nodes * locals_, steps, move_cost, jax.random.split(key, 1)[0])
+        else:
+            home = level(home, load, 1, nodes, steps, move_cost, for_nodes)
+        resident = keep_residents(lies, None, (home // (experts // nodes)).T, topology, Prices(1.0, 0.0, 0.0), top_k=1)
+    at_home = jnp.where(resident[:, :, None], 0, lies).sum(0) if topology.resident_slots else load
+    if tokens is not None or topology.replica_slots:
+        home = level(home, at_home, nodes, locals_, max(steps // 4, 1), INSIDE * move_cost, for_ranks)
+    if not topology.resident_slots:
+        return Placement(home, jnp.full((layers, nodes, locals_, 0), EMPTY, jnp.int32))
+    by_node = jnp.where(resident, lies.sum(2), 0) + at_home.sum(1) * (
+        jnp.arange(nodes)[:, None, None] == (home // (experts // nodes)).T
+    )
+    to_ranks = functools.partial(residents_to_ranks, topology=topology)
+    return Placement(home, jax.vmap(to_ranks, (2, 2, 0))(resident, by_node, home))
 
 
 def _check(load, home, topology, steps, move_cost, crossing_cost):

@@ -15,14 +15,14 @@ from jaxtyping import Int, Num, PRNGKeyArray
 
 from relibra_jax.plan import expert_totals
 from relibra_jax.plan_check import check_load
-from relibra_jax.planning.placement import place_experts
+from relibra_jax.planning.placement import Placement, place_experts
 from relibra_jax.planning.replication import replicate_experts
-from relibra_jax.types import Array, Plan, Planner, Topology
+from relibra_jax.types import EMPTY, Array, Plan, Planner, TokenSample, Topology, UnitTimes
 
 type Place = Callable[..., Array]
-"""``(load, previous_home, topology, *, key, source_load, refine) -> home``; see `place_experts`."""
-type Replicate = Callable[[Array, Array, Topology], Plan]
-"""``(load[M L E], home[L E], topology) -> Plan``."""
+"""``(load, previous_home, topology, *, key, source_load, tokens, cost, refine) -> Placement``; see `place_experts`."""
+type Replicate = Callable[..., Plan]
+"""``(load[M L E], home[L E], topology, *, resident, source_load) -> Plan``; see `replicate_experts`."""
 
 
 class RelibraState(NamedTuple):
@@ -40,12 +40,15 @@ def keep_homes(
     topology: Topology,
     *,
     key: PRNGKeyArray,
-    source_load: Num[Array, "L N E"],
+    source_load: Num[Array, "M L N E"],
+    tokens: TokenSample | None,
+    cost: UnitTimes | None,
     refine: Int[Array, "L E"] | None,
-) -> Int[Array, "L E"]:
-    """A `Place` that leaves every expert where it is, for replication alone."""
-    del load, topology, key, source_load, refine
-    return previous_home
+) -> Placement:
+    """A `Place` that leaves every expert where it is and keeps no residents, for replication alone."""
+    del load, key, source_load, tokens, cost, refine
+    slots = (len(previous_home), topology.num_nodes, topology.ranks_per_node, topology.resident_slots)
+    return Placement(jnp.asarray(previous_home, jnp.int32), jnp.full(slots, EMPTY, jnp.int32))
 
 
 def relibra(*, place: Place = place_experts, replicate: Replicate = replicate_experts) -> Planner:
@@ -78,14 +81,18 @@ def relibra(*, place: Place = place_experts, replicate: Replicate = replicate_ex
         state: RelibraState,
         topology: Topology,
         *,
+        tokens: TokenSample | None = None,
+        cost: UnitTimes | None = None,
         refine: Int[Array, "L E"] | None = None,
     ) -> tuple[Plan, RelibraState]:
         check_load(load, topology)
         by_expert = expert_totals(load)
-        lies = jnp.asarray(load).sum((0, 3), dtype=jnp.float32)  # over a whole batch int32 may not hold it
+        by_node = jnp.asarray(load, jnp.int32).sum(3, dtype=jnp.int32)
         now, later = jax.random.split(state.key)
-        home = place(by_expert, state.home, topology, key=now, source_load=lies, refine=refine)
-        plan = replicate(by_expert, home, topology)
+        home, resident = place(
+            by_expert, state.home, topology, key=now, source_load=by_node, tokens=tokens, cost=cost, refine=refine
+        )
+        plan = replicate(by_expert, home, topology, resident=resident, source_load=by_node)
         return plan, RelibraState(plan.home, later)
 
     return Planner(init, update)

@@ -6,12 +6,14 @@ The intra-batch half of ReLibra (arXiv 2605.08639). What happens in one domain o
 
 import functools
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Int
 
-from relibra_jax.limits import check_integer
+from relibra_jax.limits import check_integer, check_not_negative
 from relibra_jax.planning.greedy_replication import replicate_domain
-from relibra_jax.planning.per_node import plan_per_node
+from relibra_jax.planning.node_split import split_nodes
+from relibra_jax.planning.per_node import plan_held, plan_per_node
 from relibra_jax.types import EMPTY, Array, Plan, Topology
 
 
@@ -20,6 +22,9 @@ def replicate_experts(
     home: Int[Array, "L E"],
     topology: Topology,
     *,
+    resident: Int[Array, "L N G B"] | None = None,
+    source_load: Int[Array, "M L N E"] | None = None,
+    tolerance: float = 0.0,
     across_nodes: bool = False,
     min_tokens: int = 1,
     tile: int = 1,
@@ -27,7 +32,9 @@ def replicate_experts(
 ) -> Plan:
     """Choose the replicas and the token split of every layer and micro-batch jointly, given the homes.
 
-    Works under jit and scan, and never leaves a domain more imbalanced than it would be without replicas.
+    Works under jit and scan, and never leaves a domain more imbalanced than it would be without replicas. Where nodes
+    have residents, first the nodes' quotas are chosen (`relibra_jax.planning.node_split`): tokens stay in their node
+    where a copy is, as far as its load allows. Then every node replicates what it holds, homes and residents alike.
 
     Source: the intra-batch half of ReLibra (arXiv 2605.08639); the method is that of
     `relibra_jax.planning.greedy_replication`.
@@ -36,7 +43,12 @@ def replicate_experts(
         load: token copies of each expert, summed over where they lie; below 2**31 in each layer.
         home: flat home slot of each expert.
         topology: the expert-parallel group.
-        across_nodes: whether replicas may go to any rank, not just to ranks of their home's node.
+        resident: the expert in each resident slot, EMPTY for none; None where there are no resident slots.
+        source_load: token copies by the node where they lie; needed for residents.
+        tolerance: how far above the least possible largest load a rank may go, for fewer crossings and fewer replicas;
+            0 for the least possible. 0.05 allows 5%.
+        across_nodes: whether replicas may go to any rank, not just to ranks of their home's node. Then there are no
+            residents, and their slots are left EMPTY.
         min_tokens: the fewest token copies that a replica computes.
         tile: replicas compute whole tiles of this many token copies; the rest of an expert stays at home. So a
             grouped matrix product has no more partly filled tiles than without replicas.
@@ -47,8 +59,8 @@ def replicate_experts(
         A Plan; unused replica slots are EMPTY.
 
     Raises:
-        ValueError: if ``min_tokens`` or ``tile`` is not an integer of at least 1 that int32 holds, or shapes disagree
-            with the topology.
+        ValueError: if ``min_tokens`` or ``tile`` is not an integer of at least 1 that int32 holds, ``tolerance`` is
+            below 0 or given with ``exact``, or shapes disagree with the topology.
 
     >>> topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=4, replica_slots=1)
     >>> plan = replicate_experts(jnp.array([[[80, 10, 6, 4]]]), jnp.array([[0, 1, 2, 3]]), topology)
@@ -57,29 +69,61 @@ def replicate_experts(
     """
     for name, value in (("min_tokens", min_tokens), ("tile", tile)):
         check_integer(name, value, least=1)
+    check_not_negative("tolerance", tolerance)
+    if exact and tolerance:
+        raise ValueError(f"exact=True leaves no room for tolerance={tolerance}")
     replicate = functools.partial(
-        replicate_domain, replica_slots=topology.replica_slots, min_tokens=min_tokens, tile=tile, exact=exact
+        replicate_domain,
+        replica_slots=topology.replica_slots,
+        tolerance=tolerance,
+        min_tokens=min_tokens,
+        tile=tile,
+        exact=exact,
     )
     load = jnp.asarray(load, jnp.int32)
-    return plan_per_node(
-        lambda load, _: replicate(load), load, load, home, topology, across_nodes=across_nodes
-    )
+    if resident is None or across_nodes or not topology.resident_slots:
+        return plan_per_node(
+            lambda load, _: replicate(load), load, load, home, topology, across_nodes=across_nodes
+        )
+    if source_load is None:
+        raise ValueError("source_load is needed for residents: it says where token copies lie")
+    by_node = _split_by_node(jnp.asarray(source_load, jnp.int32), home, resident, topology, tolerance=tolerance)
+    return plan_held(replicate, by_node, home, resident, topology)
 
 
-def without_replicas(load: Int[Array, "M L E"], home: Int[Array, "L E"], topology: Topology) -> Plan:
-    """The plan without replicas: every home slot computes its expert's whole load.
+def _split_by_node(source_load, home, resident, topology: Topology, *, tolerance: float) -> Int[jax.Array, "M L N E"]:
+    """Token copies of each expert that each node computes."""
+    nodes = jnp.arange(topology.num_nodes)
+    home_node = home // (topology.num_experts // topology.num_nodes)
+    copied = resident.reshape(*resident.shape[:2], -1, 1) == jnp.arange(topology.num_experts)
+    held = copied.any(2) | (home_node[:, None] == nodes[:, None])
+    split = functools.partial(split_nodes, tolerance=tolerance)
+    return jax.vmap(jax.vmap(split), (0, None, None))(source_load, held, home_node)
+
+
+def without_replicas(
+    load: Int[Array, "M L E"],
+    home: Int[Array, "L E"],
+    topology: Topology,
+    *,
+    resident: Int[Array, "L N G B"] | None = None,
+    source_load: Int[Array, "M L N E"] | None = None,
+) -> Plan:
+    """The plan without copies: every home slot computes its expert's whole load.
 
     Args:
         load: token copies of each expert, summed over where they lie.
         home: flat home slot of each expert.
         topology: the expert-parallel group.
+        resident, source_load: not used.
 
     Returns:
-        A Plan whose replica slots are all EMPTY.
+        A Plan whose replica and resident slots are all EMPTY.
 
     Raises:
         ValueError: if shapes disagree with the topology.
     """
+    del resident, source_load
 
     def rule(load, _):
         empty = jnp.full((load.shape[0], topology.replica_slots), EMPTY, jnp.int32)
