@@ -143,6 +143,6 @@ def test_micro_batch_history_lags_by_one():
     load = jnp.asarray(hot.reshape(2, 1, 1, 1, 4).repeat(2, axis=3))
     planner = eplb(loads="history")
     plan, _ = planner.update(load, planner.init(topology, 1, key=jax.random.key(0)), topology)
-    copied = np.asarray(plan.slot_expert[1, 0, 0, :, topology.home_slots :])
+    copied = np.asarray(plan.slot_expert[1, 0, 0, :, topology.held_slots :])
     assert 0 in copied, "the second micro-batch copies what was hot in the first"
     assert 3 not in copied

@@ -158,7 +158,7 @@ def test_replay_is_the_live_forward_and_no_plan_changes_it():
     assert not log_probs[:, 0].any()
 
     ids, plans = replayed("relibra")
-    assert (plans.slot_expert[..., TOPOLOGY.home_slots :] >= 0).any()
+    assert (plans.slot_expert[..., TOPOLOGY.held_slots :] >= 0).any()
     assert (plans.home != np.arange(CONFIG.num_experts)).any()
     planned, (logits, _, _) = gradient_step(moved(), ids, plans)
     np.testing.assert_allclose(np.where(MASK[..., None], logits, 0), wanted, atol=2e-6)
