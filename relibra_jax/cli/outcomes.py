@@ -141,7 +141,7 @@ def _judge(
             sum(int(copies.sum(dtype=np.int64)) for copies in crossing)
             / max(1, int(tokens.sum(dtype=np.int64)))
         ),
-        replicas=float(np.mean([replica_count(plan).mean() for plan in plans])),
+        replicas=float(np.mean([replica_count(plan, topology).mean() for plan in plans])),
         moved_experts=float(np.mean(moved)),
         modelled_seconds=modelled / len(batches),
         share_of_balanced=balanced / modelled if modelled else 1.0,
