@@ -6,6 +6,7 @@ lightest of all bins of the batch (list scheduling, LPT: R. L. Graham, "Bounds o
 planners make of the layout is what they are worth.
 """
 
+import bisect
 import heapq
 
 import jax
@@ -102,13 +103,14 @@ def micro_batches_for(tokens: Int[Array, " B"], topology: Topology, *, tokens_pe
             f"sample {lengths.argmax()} has {lengths.max()} tokens, more than tokens_per_rank={tokens_per_rank}"
         )
     fewest = max(1, -(-int(lengths.sum(dtype=np.int64)) // (ranks * tokens_per_rank)))
-    # With M = B there is a bin for every sample.
-    for num_micro_batches in range(fewest, lengths.size):
+
+    def fits(num_micro_batches):
         bins = num_micro_batches * ranks
         which, _ = _pack_on_host(lengths, bins, lengths.size)
-        if np.bincount(which, lengths, bins).max() <= tokens_per_rank:
-            return num_micro_batches
-    return lengths.size
+        return np.bincount(which, lengths, bins).max() <= tokens_per_rank
+
+    # With a further bin the i-th fullest is never fuller, sample by sample; with M = B every sample has its own.
+    return fewest + bisect.bisect_left(range(fewest, lengths.size), True, key=fits)
 
 
 def rank_token_budget(
