@@ -15,12 +15,13 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.reference_solvers import numpy_rebalance, python_rebalance, solve_replication
-from relibra_jax.planning.assignment import assign_in_order, assign_samples
+from relibra_jax.planning.assignment import assign_samples
 from relibra_jax.planning.eplb import rebalance_experts
 from relibra_jax.planning.plan_batch import plan_loads
 from relibra_jax.planning.planners import PLANNERS, PlannerEntry
 from relibra_jax.planning.relibra import relibra
 from relibra_jax.planning.replication import replicate_experts
+from relibra_jax.planning.sample_packing import pack_samples
 from relibra_jax.replay import assigned_load
 from relibra_jax.types import Plan, Topology
 
@@ -75,8 +76,7 @@ def bench_rebalance() -> None:
 def bench_planners() -> None:
     """Time every planner on a whole batch of Qwen3-235B's shape, samples assigned too, and the optimum for scale."""
     replay_load, tokens = sample_loads(1024, LAYERS, BATCH.num_experts)
-    in_order = assign_in_order(1024, BATCH, num_micro_batches=MICRO_BATCHES)
-    load = jax.jit(assigned_load)(replay_load, in_order)
+    load = assigned_load(replay_load, pack_samples(tokens, BATCH, num_micro_batches=MICRO_BATCHES))
     runs: dict[str, Callable[[], Any]] = {name: planner_run(PLANNERS[name], load, BATCH) for name in PLANNERS}
     home = runs["relibra"]()[0].home
     replicate = jax.jit(replicate_experts, static_argnums=2)

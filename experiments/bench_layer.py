@@ -42,7 +42,7 @@ class BenchLayer:
 
     trace: Annotated[Path | None, tyro.conf.Positional] = None
     """A trace (.npz); else the one that RELIBRA_TRACE names, else the recorded one of this project."""
-    samples_per_rank: int = 1
+    samples_per_rank: int = 4
     width: int = 128
     hidden: int = 256
     repeats: int = 5

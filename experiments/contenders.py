@@ -1,5 +1,4 @@
-"""The contenders that execution is measured with: the same tokens of a trace, laid out over ranks, under the plan of
-each planner."""
+"""The contenders that execution is measured with: the same packed samples of a trace under the plan of each planner."""
 
 import functools
 from typing import NamedTuple
@@ -13,6 +12,7 @@ from relibra_jax.capacity import Capacities, count_capacities
 from relibra_jax.cli.traces import Trace
 from relibra_jax.plan import rank_load
 from relibra_jax.planning.planners import PLANNERS
+from relibra_jax.planning.sample_packing import pack_samples
 from relibra_jax.replay import expert_load
 from relibra_jax.types import EMPTY, Assignment, BatchPlan, RoutingReplay, Topology
 
@@ -43,9 +43,9 @@ def contenders(
 
     Args:
         trace: the routing, of which the first ``layers`` layers are used.
-        topology: the expert-parallel group; samples lie on its ranks in the drawn order.
+        topology: the expert-parallel group, over whose ranks samples are packed by their tokens.
         micro_batches: M.
-        samples_per_rank: samples of a rank in one micro-batch.
+        samples_per_rank: samples of a rank in one micro-batch, on average.
         layers: L.
         seed: the seed of the order of samples.
 
@@ -64,11 +64,7 @@ def contenders(
     ids = np.where(mask[..., None, None], ids, EMPTY)
     turn = np.cumsum(mask.ravel()).reshape(mask.shape)[..., None, None] * ids.shape[-1]
     even = np.where(ids == EMPTY, EMPTY, (turn + np.arange(ids.shape[-1])) % topology.num_experts)
-    assignment = Assignment(
-        jnp.arange(wanted).reshape(
-            micro_batches, topology.num_nodes, topology.ranks_per_node, samples_per_rank
-        )
-    )
+    assignment = pack_samples(mask.sum(1), topology, num_micro_batches=micro_batches)
     return {
         name: _contender(even if name == "balanced" else ids, mask, assignment, topology, name)
         for name in CONTENDERS
@@ -90,10 +86,10 @@ def _tokens_of_ranks(ids, mask, assignment: Assignment) -> Int[np.ndarray, "M L 
     """Each rank's tokens one after another, padded to the longest."""
     places = np.asarray(assignment.sample)
     places = places.reshape(len(places), -1, places.shape[-1])
-    longest = mask.sum(1)[places].sum(-1).max()
+    longest = np.append(mask.sum(1), 0)[places].sum(-1).max()
     tokens = np.full((*places.shape[:2], longest, *ids.shape[2:]), EMPTY, np.int32)
     for at in np.ndindex(places.shape[:2]):
-        rows = np.concatenate([ids[sample][mask[sample]] for sample in places[at]])
+        rows = np.concatenate([ids[sample][mask[sample]] for sample in places[at] if sample != EMPTY])
         tokens[at][: len(rows)] = rows
     return np.moveaxis(tokens, 3, 1)
 

@@ -18,6 +18,7 @@ from relibra_jax.planning.plan_batch import plan_batch
 from relibra_jax.planning.planners import PLANNERS
 from relibra_jax.planning.relibra import relibra
 from relibra_jax.planning.replication import replicate_experts
+from relibra_jax.planning.sample_packing import micro_batches_for, pack_samples
 from relibra_jax.planning.static import static
 from relibra_jax.replay import expert_load, sample_load
 from relibra_jax.replay_files import load_replay, save_replay
@@ -58,6 +59,8 @@ __all__ = [
     "load_plan",
     "load_replay",
     "lplb",
+    "micro_batches_for",
+    "pack_samples",
     "place_experts",
     "plan_batch",
     "rank_load",

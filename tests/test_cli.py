@@ -10,13 +10,20 @@ import pytest
 from experiments.ablation.__main__ import main as run_ablation
 from experiments.ablation.variants import ablation
 from experiments.synthetic_traces import synthetic_trace
+from relibra_jax.cli.batching import make_batches
 from relibra_jax.cli.main import EXTRA, main
 from relibra_jax.cli.modelled_time import CostModel
+from relibra_jax.cli.options import Batching, Ranks
+from relibra_jax.cli.planner_runs import Contender, run_contender
+from relibra_jax.cli.traces import read_trace
 from relibra_jax.cost.hardware import CLUSTERS
 from relibra_jax.cost.models import MODELS
 from relibra_jax.plan_files import load_plan
 from relibra_jax.planning.planners import PLANNERS
+from relibra_jax.planning.sample_packing import pack_samples
+from relibra_jax.replay import expert_load
 from relibra_jax.replay_files import save_replay
+from relibra_jax.types import EMPTY
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +34,7 @@ def trace(tmp_path_factory):
     return path
 
 
-SMALL = ["--nodes", "2", "--ranks-per-node", "2", "--replica-slots", "1", "--micro-batch-size", "4"]
+SMALL = ["--nodes", "2", "--ranks-per-node", "2", "--replica-slots", "1", "--micro-batches", "4"]
 
 
 def written(folder, names, shown):
@@ -69,6 +76,48 @@ def test_plan_can_be_read_back(trace, tmp_path):
     plan, topology = load_plan(out)
     assert topology.num_experts == 16
     assert plan.quota.shape == (4, 2, 2, 2, topology.slots)
+
+
+LAYOUTS = {
+    (): (1, 16),
+    ("--batch-size", "32"): (2, 32),
+    ("--micro-batches", "16"): (16, 16),
+    ("--token-budget", "1000"): (1, 16),
+    ("--token-budget", "60"): (2, 16),
+}
+
+
+@pytest.mark.parametrize("options", LAYOUTS, ids=" ".join)
+def test_samples_of_a_batch_are_packed(trace, options):
+    """As many micro-batches as asked for, the same room in all batches, every rank within its budget."""
+    replay, topology = read_trace(trace).replay, Ranks(nodes=2, ranks_per_node=2).topology(16)
+    given = {name[2:].replace("-", "_"): int(value) for name, value in zip(*[iter(options)] * 2, strict=True)}
+    batches = make_batches(read_trace(trace), Batching(**given), topology)
+    micro_batches, samples = LAYOUTS[options]
+    assert batches.num_micro_batches == micro_batches
+    for number, (batch, packed) in enumerate(zip(batches.replays, batches.packed, strict=True)):
+        lengths = replay.mask.sum(1)[number * samples : (number + 1) * samples]
+        np.testing.assert_array_equal(batch.mask.sum(1), lengths)
+        room = packed.sample.shape[-1]
+        assert packed.sample.shape == (micro_batches, 2, 2, room)
+        alone = pack_samples(lengths, topology, num_micro_batches=micro_batches, samples_per_rank=room)
+        np.testing.assert_array_equal(packed.sample, alone.sample)
+        held = np.append(lengths, 0)[packed.sample].sum(-1)
+        assert held.max() <= given.get("token_budget", held.mean() + lengths.max())
+    assert len({packed.sample.shape for packed in batches.packed}) == 1
+    assert max((packed.sample != EMPTY).sum(-1).max() for packed in batches.packed) == room
+
+
+def test_every_contender_gets_packed_samples(trace):
+    """One that assigns them itself may keep them."""
+    topology = Ranks(nodes=2, ranks_per_node=2, replica_slots=1).topology(16)
+    batches = make_batches(read_trace(trace), Batching(), topology)
+    for assign in (None, lambda *_, **sizes: batches.packed[-1]):
+        contender = Contender(entry=PLANNERS["static"], assign=assign)
+        (planned,), _ = run_contender(contender, batches, topology, seed=0)
+        np.testing.assert_array_equal(planned.batch_plan.assignment.sample, batches.packed[-1].sample)
+        load = expert_load(planned.replay, batches.packed[-1], num_experts=16)
+        np.testing.assert_array_equal(planned.batch_plan.load, load)
 
 
 def test_inspect_counts(trace, capsys):

@@ -19,7 +19,7 @@ from relibra_jax.cli.parsing import one_line, parse_options, run_program
 from relibra_jax.cli.refusals import exit_status
 
 GIB = 2**30
-SMALL = ["--nodes", "2", "--ranks-per-node", "2", "--replica-slots", "1", "--micro-batch-size", "4"]
+SMALL = ["--nodes", "2", "--ranks-per-node", "2", "--replica-slots", "1"]
 LENGTHS = np.array([5, 3, 7, 4] * 4)
 ROWS = np.argsort(np.random.default_rng(0).random((LENGTHS.sum(), 2, 16)), axis=-1)[..., :2].astype(np.uint8)
 TRACE = {"num_experts": np.int32(16), "routed_experts": ROWS, "lengths": LENGTHS}
@@ -131,10 +131,14 @@ SETTINGS = {
     "--seed=-1": f"seed=-1 {INTEGER} 0 and at most 4294967295",
     f"--seed={2**32}": f"seed={2**32} {INTEGER} 0 and at most 4294967295",
     f"--seed={2**63}": f"seed={2**63} {INTEGER} 0 and at most 4294967295",
-    "--micro-batch-size=0": f"micro_batch_size=0 {INTEGER} 1 and at most 2147483647",
-    "--micro-batch-size=17": "micro_batch_size=17 exceeds the 16 samples of small.npz",
-    "--batch-size=6": "batch_size=6 must be a multiple of micro_batch_size=4",
-    f"--batch-size={2**64}": f"batch_size={2**64} exceeds the 16 samples",
+    "--micro-batches=0": f"micro_batches=0 {INTEGER} 1 and at most 2147483647",
+    "--micro-batches=9": "micro_batches=9 exceeds the 8 samples of a batch",
+    "--token-budget=0": f"token_budget=0 {INTEGER} 1 and at most 2147483647",
+    "--token-budget=6": "token_budget=6 is less than the 7 tokens of the longest sample",
+    "--micro-batches=2 --token-budget=9": "micro_batches=2 and token_budget=9: give one of them",
+    "--batch-size=0": f"batch_size=0 {INTEGER} 1 and at most 2147483647",
+    "--batch-size=17": "batch_size=17 exceeds the 16 samples of small.npz",
+    f"--batch-size={2**64}": f"batch_size={2**64} {INTEGER} 1",
     "--planner=elpb": "planner 'elpb' must be one of static,",
 }
 COSTS = {
@@ -143,7 +147,7 @@ COSTS = {
     "--context=nan": "context=nan must be positive and finite",
     "--context=inf": "context=inf must be positive and finite",
     "--tokens-per-rank=1e400": "tokens_per_rank=inf must be positive and finite",
-    "--tokens-per-rank=1e30": "context=4096.0 and tokens_per_rank=1e+30 make 1.49e+39 FLOP a layer, more than",
+    "--tokens-per-rank=1e30": "context=4096.0 and tokens_per_rank=1e+30 make 7.45e+38 FLOP a layer, more than",
 }
 
 
@@ -163,7 +167,7 @@ def test_benchmarks_refuse_in_one_line_too(refused, module):
 
 @pytest.mark.parametrize("option", SETTINGS)
 def test_settings_that_do_not_fit(refused, trace, option):
-    assert refused(main, ["plan", trace, *SMALL, option]).startswith(SETTINGS[option])
+    assert refused(main, ["plan", trace, *SMALL, *option.split()]).startswith(SETTINGS[option])
 
 
 def test_settings_at_their_limits(trace, tmp_path):
@@ -310,7 +314,7 @@ def test_memory_is_counted_before_it_is_taken(refused, memory, tmp_path):
     assert f"{path}: unpacking it needs 1 GiB" in refused(main, ["inspect", path], out="")
     np.savez(path, **sized(ROWS, LENGTHS, num_experts=256))
     memory(2**22)
-    options = ["--nodes=16", "--ranks-per-node=16", "--micro-batch-size=1", "--planner=static"]
+    options = ["--nodes=16", "--ranks-per-node=16", "--micro-batches=8", "--planner=static"]
     said = refused(main, ["plan", path, *options])
     assert said.startswith("a plan of 8 micro-batches x 2 layers x 256 ranks x 3 slots needs 1 GiB of memory")
 

@@ -367,11 +367,10 @@ def test_unit_times_are_what_a_unit_takes():
         for dispatch, crossed in (("flat", None), ("hierarchical", visits)):
             units = unit_times(dispatch=dispatch, scale=2.0, **stage, **known)
             time = batch_time(batch_plan, topology, visits=crossed, scale=2.0, **stage, **known)
-            crossing = units.copy_crossing if crossed is None else units.token_crossing
-            found = (10 * units.token, 7 * units.copy, 7 * crossing)
+            found = (10 * units.token, 7 * units.copy, 7 * units.crossing)
             np.testing.assert_allclose(found, time[:3], rtol=1e-6)
-            assert units.copy_crossing == 0 or units.token_crossing == 0
-            assert units.copy_spread == pytest.approx(crossing / 10), "the fast network is ten times as fast"
+            assert units.hierarchical == (crossed is not None)
+            assert units.spread == pytest.approx(units.crossing / 10), "the fast network is ten times as fast"
     moved = reorder_time(np.array([[1, 0]]), np.array([[0, 1]]), topology, cluster=cluster, model=model)
     for updates in (1, 3):
         units = unit_times(scale=2.0, updates=updates, **known)

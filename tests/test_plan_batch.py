@@ -19,6 +19,7 @@ from relibra_jax.planning.placement import place_experts
 from relibra_jax.planning.plan_batch import plan_batch, plan_loads
 from relibra_jax.planning.relibra import keep_homes, relibra
 from relibra_jax.planning.replication import replicate_experts, without_replicas
+from relibra_jax.planning.sample_packing import pack_samples
 from relibra_jax.planning.static import static
 from relibra_jax.replay import expert_load, sample_load
 from relibra_jax.types import EMPTY, Assignment, BatchPlan, Planner, RoutingReplay, Topology
@@ -61,19 +62,60 @@ def start(planner):
     return planner.init(TOPOLOGY, 2, key=jax.random.key(0))
 
 
-def test_samples_in_order_unless_told(replay, planner, update, in_order):
+def test_samples_stay_where_they_start_unless_assigned(replay, planner, update, in_order):
+    given = assign_in_order(32, TOPOLOGY, num_micro_batches=MICRO_BATCHES)
     batch_plan, after = plan_batch(
-        replay, Planner(planner.init, update), start(planner), TOPOLOGY, num_micro_batches=MICRO_BATCHES
+        replay,
+        Planner(planner.init, update),
+        start(planner),
+        TOPOLOGY,
+        num_micro_batches=MICRO_BATCHES,
+        start=given,
     )
     assert type(batch_plan) is BatchPlan
-    chex.assert_trees_all_equal(
-        batch_plan.assignment, assign_in_order(32, TOPOLOGY, num_micro_batches=MICRO_BATCHES)
-    )
+    chex.assert_trees_all_equal(batch_plan.assignment, given)
     np.testing.assert_array_equal(batch_plan.load, in_order)
     plan, expected = update(in_order, start(planner), TOPOLOGY)
     chex.assert_trees_all_equal(batch_plan.plan, plan)
     chex.assert_trees_all_equal(after.home, expected.home)
     chex.assert_trees_all_equal(jax.random.key_data(after.key), jax.random.key_data(expected.key))
+
+
+@pytest.mark.parametrize("rounds", [0, 1])
+def test_samples_are_packed_unless_told(replay, rounds):
+    """The first load, and without turns the assignment, is that of packing; under jit with room by sizes alone."""
+    packed = pack_samples(replay.mask.sum(1), TOPOLOGY, num_micro_batches=MICRO_BATCHES)
+    loads = []
+
+    def update(load, state, topology):
+        loads.append(load)
+        return static().update(load, state, topology)
+
+    def plan(replay):
+        told = Planner(static().init, update)
+        options = {"num_micro_batches": MICRO_BATCHES, "assign": ASSIGN if rounds else None}
+        return plan_batch(replay, told, (), TOPOLOGY, **options, rounds=rounds)[0]
+
+    alone = plan(replay)
+    np.testing.assert_array_equal(loads[0], expert_load(replay, packed, num_experts=8))
+    if not rounds:
+        chex.assert_trees_all_equal(alone.assignment, packed)
+        compiled = jax.jit(plan)(replay)
+        chex.assert_trees_all_equal(compiled.load, alone.load)
+        room = packed.sample.shape[-1]
+        assert compiled.assignment.sample.shape[-1] == 8, "four times the mean"
+        np.testing.assert_array_equal(compiled.assignment.sample[..., :room], packed.sample)
+        assert (compiled.assignment.sample[..., room:] == EMPTY).all()
+
+
+def test_a_start_of_other_ranks_is_refused(replay):
+    message = r"micro-batches and ranks of start: expected shape \(4, 2, 2\), found \(2, 2, 2\)"
+    with pytest.raises(ValueError, match=message):
+        plan_batch(
+            *(replay, static(), (), TOPOLOGY),
+            num_micro_batches=MICRO_BATCHES,
+            start=assign_in_order(32, TOPOLOGY, num_micro_batches=2),
+        )
 
 
 @pytest.mark.slow
@@ -108,7 +150,11 @@ def test_rounds_take_turns_and_refine(replay, rounds):
 
     homes, told = [], Planner(lambda *_, key: 0, update)
     batch_plan, after = plan_batch(
-        replay, told, 0, TOPOLOGY, num_micro_batches=MICRO_BATCHES, assign=assign, rounds=rounds
+        *(replay, told, 0, TOPOLOGY),
+        num_micro_batches=MICRO_BATCHES,
+        start=assign_in_order(32, TOPOLOGY, num_micro_batches=MICRO_BATCHES),
+        assign=assign,
+        rounds=rounds,
     )
     assert len(homes) == rounds
     assert [state for _, state, _ in calls] == [0] * (rounds + 1)
@@ -126,7 +172,8 @@ def test_rounds_take_turns_and_refine(replay, rounds):
 def test_turns_under_jit_are_those_without(replay, rounds, x64):
     """Under jit they are one loop; 64-bit types change nothing."""
     short = relibra(place=functools.partial(place_experts, steps=50))
-    options = {"num_micro_batches": MICRO_BATCHES, "assign": ASSIGN, "rounds": rounds}
+    packed = pack_samples(replay.mask.sum(1), TOPOLOGY, num_micro_batches=MICRO_BATCHES)
+    options = {"num_micro_batches": MICRO_BATCHES, "start": packed, "assign": ASSIGN, "rounds": rounds}
 
     def plan(replay, state):
         return plan_batch(replay, short, state, TOPOLOGY, **options)

@@ -35,6 +35,8 @@ PUBLIC = {
         "load_plan",
         "load_replay",
         "lplb",
+        "micro_batches_for",
+        "pack_samples",
         "place_experts",
         "plan_batch",
         "rank_load",

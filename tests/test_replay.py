@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.extend.core import jaxprs_in_params
 
-from relibra_jax.replay import check_replay, expert_load, id_dtype, sample_load
+from relibra_jax.replay import assigned_load, check_replay, expert_load, id_dtype, sample_load
 from relibra_jax.replay_files import load_replay, save_replay, stored_num_experts
 from relibra_jax.types import EMPTY, Assignment, RoutingReplay
 
@@ -69,6 +70,40 @@ def test_a_sample_in_two_places_counts_twice_and_empty_counts_nothing():
     load = np.asarray(expert_load(replay, Assignment(np.array([[[[1, 1], [EMPTY, EMPTY]]]])), num_experts=8))
     np.testing.assert_array_equal(load[0, :, 0, 0], 2 * once[1])
     assert not load[0, :, 0, 1].any()
+
+
+def test_places_outside_the_batch_count_nothing():
+    once = np.asarray(sample_load(random_replay(6), num_experts=8))
+    places = np.array([[[[7, 0], [EMPTY, 2**31 - 1]]], [[[-5, 5], [4, 0]]]])
+    load = np.asarray(assigned_load(once, Assignment(places)))
+    np.testing.assert_array_equal(load[0, :, 0, 0], once[0])
+    np.testing.assert_array_equal(load[1, :, 0, 1], once[4] + once[0])
+    assert load.sum() == 2 * once[0].sum() + once[4].sum()
+
+
+def test_assignments_are_counted_under_vmap():
+    """Each of them as it is alone, however many samples it holds."""
+    once = np.asarray(sample_load(random_replay(7), num_experts=8))
+    assignments = [assign(seed, samples) for seed, samples in enumerate((5, 3, 0))]
+    together = jax.vmap(assigned_load, (None, 0))(
+        once, jax.tree.map(lambda *leaf: np.stack(leaf), *assignments)
+    )
+    for load, assignment in zip(together, assignments, strict=True):
+        np.testing.assert_array_equal(load, assigned_load(once, assignment))
+
+
+def test_room_on_ranks_takes_no_memory():
+    """No array in the program is larger than the argument or the result, however many places are empty."""
+
+    def sizes(jaxpr):
+        for equation in jaxpr.eqns:
+            yield from (variable.aval.size for variable in equation.outvars)
+            for inner in jaxprs_in_params(equation.params):
+                yield from sizes(inner)
+
+    load, sample = np.zeros((5, 3, 8), np.int32), np.full((2, 2, 2, 50), EMPTY)
+    program = jax.make_jaxpr(assigned_load)(load, Assignment(sample))
+    assert max(sizes(program.jaxpr)) == sample.size
 
 
 def test_ids_of_256_experts_in_uint8_count_as_themselves():

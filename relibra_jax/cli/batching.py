@@ -1,13 +1,17 @@
-"""A trace cut into batches, as a trainer would meet them."""
+"""A trace cut into batches, as a trainer would meet them, and their samples packed over ranks and micro-batches."""
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
 from relibra_jax.cli.options import Batching
 from relibra_jax.cli.traces import Trace
 from relibra_jax.limits import check_integer, check_seed
-from relibra_jax.types import RoutingReplay
+from relibra_jax.planning.sample_packing import micro_batches_for, pack_samples
+from relibra_jax.types import Assignment, RoutingReplay, Topology
+
+SAMPLES_PER_RANK: Final = 4
+"""The mean samples of a rank in a micro-batch, unless told: enough for packing to be even to 1% on recorded lengths."""
 
 
 class Batches(NamedTuple):
@@ -15,6 +19,8 @@ class Batches(NamedTuple):
 
     replays: list[RoutingReplay]
     """The routing of each batch."""
+    packed: list[Assignment]
+    """The samples of each batch, longest first to the lightest rank, with the same room in all batches."""
     num_micro_batches: int
     """The micro-batches of one batch."""
     history: int
@@ -23,33 +29,60 @@ class Batches(NamedTuple):
     """The samples at the end of the trace that do not fill a batch."""
 
 
-def make_batches(trace: Trace, batching: Batching) -> Batches:
-    """Cut a trace into batches.
+def make_batches(trace: Trace, batching: Batching, topology: Topology) -> Batches:
+    """Cut a trace into batches, and pack their samples.
 
     Args:
         trace: the trace, whose samples are used once each.
         batching: the sizes, and the order of samples.
+        topology: the expert-parallel group over whose ranks samples are packed.
 
     Raises:
         ValueError: if the sizes do not fit each other or the trace, the trace has no tokens, or `check_seed` refuses
             the seed.
     """
-    samples, per_micro_batch, batch = len(trace.replay.mask), batching.micro_batch_size, batching.batch_size
     check_seed("seed", batching.seed)
+    samples = len(trace.replay.mask)
     if not trace.replay.mask.any():
         raise ValueError(f"{trace.name} has no tokens in its {samples} samples: there is no load to balance")
-    check_integer("micro_batch_size", per_micro_batch, least=1)
-    if per_micro_batch > samples:
-        raise ValueError(f"micro_batch_size={per_micro_batch} exceeds the {samples} samples of {trace.name}")
-    if batch is None:
-        batch = max(1, samples // 2 // per_micro_batch) * per_micro_batch
-    if batch < 1 or batch % per_micro_batch:
-        raise ValueError(f"batch_size={batch} must be a multiple of micro_batch_size={per_micro_batch}")
+    batch = max(1, samples // 2) if batching.batch_size is None else batching.batch_size
+    check_integer("batch_size", batch, least=1)
     if batch > samples:
         raise ValueError(f"batch_size={batch} exceeds the {samples} samples of {trace.name}")
     order = np.arange(samples)
     if batching.order == "shuffled":
         order = np.random.default_rng(batching.seed).permutation(samples)
     chosen = [order[start : start + batch] for start in range(0, samples - batch + 1, batch)]
-    replays = [RoutingReplay(trace.replay.expert_ids[part], trace.replay.mask[part]) for part in chosen]
-    return Batches(replays, batch // per_micro_batch, int(len(chosen) > 1), samples - batch * len(chosen))
+    tokens = [np.asarray(trace.replay.mask[part]).sum(1) for part in chosen]
+    micro_batches = _count_micro_batches(batching, tokens, topology)
+    room = max(
+        pack_samples(each, topology, num_micro_batches=micro_batches).sample.shape[-1] for each in tokens
+    )
+    return Batches(
+        [RoutingReplay(trace.replay.expert_ids[part], trace.replay.mask[part]) for part in chosen],
+        [
+            pack_samples(each, topology, num_micro_batches=micro_batches, samples_per_rank=room)
+            for each in tokens
+        ],
+        micro_batches,
+        int(len(chosen) > 1),
+        samples - batch * len(chosen),
+    )
+
+
+def _count_micro_batches(batching: Batching, tokens: list[np.ndarray], topology: Topology) -> int:
+    """The micro-batches of every batch, as many as the fullest needs."""
+    given, budget = batching.micro_batches, batching.token_budget
+    if given is not None and budget is not None:
+        raise ValueError(f"micro_batches={given} and token_budget={budget}: give one of them")
+    if budget is not None:
+        check_integer("token_budget", budget, least=1)
+        if budget < (longest := max(each.max() for each in tokens)):
+            raise ValueError(f"token_budget={budget} is less than the {longest} tokens of the longest sample")
+        return max(micro_batches_for(each, topology, tokens_per_rank=budget) for each in tokens)
+    if given is None:
+        return max(1, len(tokens[0]) // (SAMPLES_PER_RANK * topology.num_ranks))
+    check_integer("micro_batches", given, least=1)
+    if given > len(tokens[0]):
+        raise ValueError(f"micro_batches={given} exceeds the {len(tokens[0])} samples of a batch")
+    return given

@@ -59,7 +59,7 @@ def compare_contenders(
     """
     trace = read_trace(options.trace)
     topology = options.ranks.topology(trace.num_experts)
-    batches = make_batches(trace, options.batching)
+    batches = make_batches(trace, options.batching, topology)
     cost_model = make_cost_model(options.costs, trace, batches, topology)
     contenders = contenders_of(cost_model)
     columns = (TextColumn("{task.description:>16}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

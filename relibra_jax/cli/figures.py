@@ -11,6 +11,7 @@ import numpy as np
 from relibra_jax.atomic_write import write_atomically
 from relibra_jax.cli.modelled_time import CostModel
 from relibra_jax.cli.outcomes import Outcome
+from relibra_jax.cli.planner_runs import PlannedBatch
 from relibra_jax.plan import rank_load
 from relibra_jax.types import Topology
 
@@ -64,7 +65,8 @@ def timeline_figure(
 ) -> None:
     """Draw where ranks wait in one layer of one micro-batch, forward, as the cost model sees it.
 
-    The layer and the micro-batch are those of the last batch in which ``before`` is most uneven.
+    White lines part the samples of a rank in its attention. The layer and the micro-batch are those of the last batch
+    in which ``before`` is most uneven.
 
     Args:
         path: the PNG file to write.
@@ -93,6 +95,8 @@ def timeline_figure(
             axes.barh(ranks, length, left=start, color=colour, height=0.72, label=name)
             axes.barh(ranks, length.max() - length, left=start + length, color="#eeeeee", height=0.72)
             start += length.max()
+        rank, share = _sample_ends(outcome.batches[-1], int(place[0]))
+        axes.vlines(share * attention[rank], rank - 0.36, rank + 0.36, color="white", linewidth=0.8)
         axes.axvline(start, color=INK, linewidth=0.8)
         axes.annotate(f"{start:.1f} ms", (start, ranks[0]), (4, 0), textcoords="offset points", va="center")
         axes.set_title(outcome.planner, loc="left", fontsize=10, color=INK)
@@ -105,3 +109,12 @@ def timeline_figure(
     with write_atomically(path) as part:
         figure.savefig(part, dpi=150)
     plt.close(figure)
+
+
+def _sample_ends(batch: PlannedBatch, micro_batch: int) -> tuple[np.ndarray, np.ndarray]:
+    """Where one sample of a rank gives way to the next: the ranks, and the shares of their tokens up to there."""
+    tokens = np.append(np.asarray(batch.replay.mask).sum(1), 0)  # EMPTY, the last, has none
+    sample = np.asarray(batch.batch_plan.assignment.sample[micro_batch])
+    ends = tokens[sample].reshape(-1, sample.shape[-1]).cumsum(1)
+    inside = np.nonzero(ends < ends[:, -1:])
+    return inside[0], (ends / np.maximum(ends[:, -1:], 1))[inside]

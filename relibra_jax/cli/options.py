@@ -50,13 +50,16 @@ class Ranks:
 class Batching:
     """How the samples of a trace become batches and micro-batches.
 
-    With two batches or more the first is only looked at, so that planners that need a history have one.
+    Samples are packed by their tokens over the ranks and micro-batches of a batch, the same for every planner. With two
+    batches or more the first is only looked at, so that planners that need a history have one.
     """
 
-    micro_batch_size: int = 8
-    """The samples of one micro-batch, over all ranks."""
     batch_size: int | None = None
     """The samples of one batch; half the trace when not given."""
+    micro_batches: int | None = None
+    """The micro-batches of one batch; without this and a token_budget, as many as leave four samples a rank."""
+    token_budget: int | None = None
+    """The most tokens of the trace that a rank holds in one micro-batch, from which the micro-batches follow."""
     order: Literal["given", "shuffled"] = "given"
     """Whether samples come as the trace has them, or in an order drawn by ``seed``."""
     seed: int = 0

@@ -47,7 +47,7 @@ def run_plan(options: MakePlan, console: Console) -> None:
         raise ValueError(f"planner {options.planner!r} must be one of {', '.join(PLANNERS)}{hint}")
     trace = read_trace(options.trace)
     topology = options.ranks.topology(trace.num_experts)
-    batches = make_batches(trace, options.batching)
+    batches = make_batches(trace, options.batching, topology)
     contender = Contender(entry=PLANNERS[options.planner])
     planned, _ = run_contender(contender, batches, topology, seed=options.batching.seed)
     plan = planned[-1].batch_plan.plan

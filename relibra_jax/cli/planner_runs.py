@@ -14,7 +14,6 @@ from jaxtyping import Int
 from relibra_jax.cli.batching import Batches
 from relibra_jax.limits import check_memory
 from relibra_jax.plan_check import check_plan
-from relibra_jax.planning.assignment import assign_in_order
 from relibra_jax.planning.plan_batch import Assign, plan_batch
 from relibra_jax.planning.planners import PlannerEntry
 from relibra_jax.replay import expert_load
@@ -30,7 +29,7 @@ class Contender:
     entry: PlannerEntry
     """The planner, and what may be expected of its plans."""
     assign: Assign | None = None
-    """Assigns samples to ranks and micro-batches; None keeps the order of the trace."""
+    """Assigns samples to ranks and micro-batches anew; None keeps them as they are packed."""
 
 
 class PlannedBatch(NamedTuple):
@@ -49,7 +48,7 @@ def run_contender(
 ) -> tuple[list[PlannedBatch], float]:
     """Plan every batch from the state that the one before has left, and check each plan.
 
-    Where samples keep their order, counting their load is not part of planning; where they are assigned, it is.
+    Where samples stay as they are packed, counting their load is not part of planning; where they are assigned, it is.
 
     Args:
         contender: the planner, and how samples are assigned.
@@ -66,9 +65,6 @@ def run_contender(
     planner, assign = contender.entry.planner, contender.assign
     layers = batches.replays[0].expert_ids.shape[2]
     _check_plan_memory(batches.num_micro_batches, layers, topology)
-    in_order = assign_in_order(
-        len(batches.replays[0].mask), topology, num_micro_batches=batches.num_micro_batches
-    )
     update = jax.jit(planner.update)
     plan_jointly = jax.jit(
         functools.partial(plan_batch, assign=assign, num_micro_batches=batches.num_micro_batches),
@@ -78,21 +74,21 @@ def run_contender(
     state = planner.init(topology, layers, key=jax.random.key(seed))
     home: Array = jnp.tile(jnp.arange(topology.num_experts)[None], (layers, 1))
     planned = []
-    for number, replay in enumerate(batches.replays):
+    for number, (replay, packed) in enumerate(zip(batches.replays, batches.packed, strict=True)):
         before = state
         if assign is None:
-            load = _count_load(replay, in_order, num_experts=topology.num_experts)
+            load = _count_load(replay, packed, num_experts=topology.num_experts)
             plan, state = update(load, state, topology)
-            batch_plan = BatchPlan(in_order, load, plan)
+            batch_plan = BatchPlan(packed, load, plan)
         else:
-            batch_plan, state = plan_jointly(replay, planner, state, topology)
+            batch_plan, state = plan_jointly(replay, planner, state, topology, start=packed)
         check_plan(batch_plan.plan, batch_plan.load, topology, across_nodes=contender.entry.across_nodes)
         if number >= batches.history:
             planned.append(PlannedBatch(replay, batch_plan, home))
         home = batch_plan.plan.home
     if assign is None:
         return planned, _median_seconds(lambda: update(load, before, topology))
-    return planned, _median_seconds(lambda: plan_jointly(replay, planner, before, topology))
+    return planned, _median_seconds(lambda: plan_jointly(replay, planner, before, topology, start=packed))
 
 
 def _check_plan_memory(micro_batches: int, layers: int, topology: Topology) -> None:

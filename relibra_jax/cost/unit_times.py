@@ -22,8 +22,7 @@ def unit_times(
     """What one unit of work costs a rank, in all passes of a batch.
 
     A phase of a layer takes what its busiest rank has of it: tokens x ``token`` for attention, copies x ``copy`` for
-    compute, and for the exchange the larger of crossings x ``copy_crossing`` (or ``token_crossing``) and copies inside
-    the node x ``copy_spread``, because both networks work at the same time. Not in it are rows that only fill up a
+    compute, and for the exchange the larger of crossings x ``crossing`` and copies inside the node x ``spread``, because both networks work at the same time. Not in it are rows that only fill up a
     tile, and replicas, which attention hides. Where a node's ranks share a link, a rank's crossings are the mean over
     its node's.
 
@@ -32,8 +31,8 @@ def unit_times(
         model: the sizes of the model, for example ``MODELS["qwen3-235b-a22b"]``.
         context: the mean length of a sequence, tokens.
         scale: how many tokens each token stands for; an expert that is moved or pushed stands for itself.
-        dispatch: ``flat``, where every copy crosses by itself, so that ``token_crossing`` is 0; or ``hierarchical``,
-            where a token crosses to a node once, so that ``copy_crossing`` is 0.
+        dispatch: ``flat``, where every copy crosses by itself; or ``hierarchical``, where a token crosses to a node
+            once, however many of its experts are there.
         updates: the optimizer updates of a batch, each of which pushes residents.
         recompute: whether there is a forward pass for old log-probabilities.
 
@@ -46,7 +45,7 @@ def unit_times(
     >>> from relibra_jax.cost.hardware import CLUSTERS
     >>> from relibra_jax.cost.models import MODELS
     >>> times = unit_times(CLUSTERS["h100"], MODELS["gpt-oss-20b"], context=4096.0)
-    >>> f"{times.copy_crossing / times.copy_spread:.0f} {times.push / times.copy_crossing:.0f}"
+    >>> f"{times.crossing / times.spread:.0f} {times.push / times.crossing:.0f}"
     '9 6480'
     """
     check_positive("context", context)
@@ -62,9 +61,9 @@ def unit_times(
     return UnitTimes(
         token=scale * passes.compute * model.token_flops(context) / flops,
         copy=scale * passes.compute * 2 * model.expert_params / flops,
-        copy_crossing=row / slow if dispatch == "flat" else 0.0,
-        token_crossing=row / slow if dispatch == "hierarchical" else 0.0,
-        copy_spread=row / fast,
+        crossing=row / slow,
+        spread=row / fast,
         move=STATE_BYTES * model.expert_params / slow,
         push=updates * RESIDENT_BYTES * model.expert_params / slow,
+        hierarchical=dispatch == "hierarchical",
     )

@@ -29,7 +29,7 @@ from relibra_jax.nnx.prepared import PreparedBatch, live_batch
 from relibra_jax.nnx.put_on_mesh import put_on_mesh, replicate
 from relibra_jax.node_visits import node_visits
 from relibra_jax.plan_check import check_plan
-from relibra_jax.planning.assignment import assign_samples
+from relibra_jax.planning.assignment import assign_in_order, assign_samples
 from relibra_jax.planning.plan_batch import Assign, plan_batch
 from relibra_jax.replay import check_replay
 from relibra_jax.types import BatchPlan, Planner, RoutingReplay, Topology
@@ -282,7 +282,10 @@ class Balancer:
 def _plan(replay, state, key, *, planner: Planner, topology: Topology, num_micro_batches: int, assign):
     """`plan_batch`, compiled once for equal settings, whoever asks."""
     assign = None if assign is None else functools.partial(assign, key=key)
-    return plan_batch(replay, planner, state, topology, num_micro_batches=num_micro_batches, assign=assign)
+    # Rows are padded to one length, so ranks with more of them would compute more.
+    start = assign_in_order(len(replay.mask), topology, num_micro_batches=num_micro_batches)
+    options = {"num_micro_batches": num_micro_batches, "start": start, "assign": assign}
+    return plan_batch(replay, planner, state, topology, **options)
 
 
 def _with_spare_room(size: int) -> int:

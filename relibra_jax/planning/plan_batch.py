@@ -8,10 +8,19 @@ import jax.numpy as jnp
 from jaxtyping import Int
 
 from relibra_jax.limits import check_integer
-from relibra_jax.planning.assignment import assign_in_order
 from relibra_jax.planning.extra_args import with_extra_args
+from relibra_jax.planning.sample_packing import pack_samples
 from relibra_jax.replay import assigned_load, sample_load
-from relibra_jax.types import EMPTY, Array, Assignment, BatchPlan, Planner, RoutingReplay, Topology
+from relibra_jax.types import (
+    EMPTY,
+    Array,
+    Assignment,
+    BatchPlan,
+    Planner,
+    RoutingReplay,
+    Topology,
+    check_shape,
+)
 
 type Assign = Callable[..., Assignment]
 """``(sample_load[B L E], tokens[B], home[L E], topology, *, num_micro_batches) -> Assignment``."""
@@ -24,14 +33,15 @@ def plan_batch(
     topology: Topology,
     *,
     num_micro_batches: int,
+    start: Assignment | None = None,
     assign: Assign | None = None,
     rounds: int = 1,
     cost: Any = None,
 ) -> tuple[BatchPlan, Any]:
     """Plan a batch from its routing replay: which rank holds which sample when, and where experts live.
 
-    Assignment and placement each take the other as given, so they take turns: samples in order, a plan; then
-    ``rounds`` times samples to its homes, and a plan of what they bring that starts from those homes. Works under jit.
+    Assignment and placement each take the other as given, so they take turns: samples packed, a plan; then ``rounds``
+    times samples to its homes, and a plan of what they bring that starts from those homes. Works under jit.
 
     Args:
         replay: the routing of all samples of the batch, which `relibra_jax.replay.check_replay` accepts.
@@ -39,8 +49,10 @@ def plan_batch(
         state: the planner's state, from its ``init`` or from the batch before.
         topology: the expert-parallel group.
         num_micro_batches: M; those of data-parallel copies of the group are further micro-batches.
+        start: the assignment of the first plan, for example from `assign_in_order`; None packs samples by their lengths
+            (`relibra_jax.planning.sample_packing.pack_samples`).
         assign: assigns samples to micro-batches and ranks, for example ``functools.partial(assign_samples, key=key)``;
-            None keeps samples in order.
+            None keeps the first assignment.
         rounds: turns of assignment and placement.
         cost: what planners that look beyond loads may know of the cluster and the model.
 
@@ -48,7 +60,8 @@ def plan_batch(
         The batch plan, and the planner's state after this batch.
 
     Raises:
-        ValueError: if ``rounds`` is negative, or as the planner and ``assign`` say.
+        ValueError: if ``rounds`` is negative, ``start`` is of other micro-batches or ranks, or as the planner,
+            `pack_samples` and ``assign`` say.
 
     >>> import jax, numpy as np
     >>> from relibra_jax import Topology, relibra
@@ -66,6 +79,7 @@ def plan_batch(
         state,
         topology,
         num_micro_batches=num_micro_batches,
+        start=start,
         assign=assign,
         rounds=rounds,
         cost=cost,
@@ -80,6 +94,7 @@ def plan_loads(
     topology: Topology,
     *,
     num_micro_batches: int,
+    start: Assignment | None = None,
     assign: Assign | None = None,
     rounds: int = 1,
     cost: Any = None,
@@ -89,15 +104,18 @@ def plan_loads(
     Args:
         sample_load: token copies of each sample for each expert, from `relibra_jax.replay.sample_load`.
         tokens: the length of each sample.
-        planner, state, topology, num_micro_batches, assign, rounds, cost: as in `plan_batch`.
+        planner, state, topology, num_micro_batches, start, assign, rounds, cost: as in `plan_batch`.
 
     Returns:
         The batch plan, and the planner's state after this batch.
     """
     check_integer("rounds", rounds, least=0)
     update = with_extra_args(planner).update
-    in_order = assign_in_order(len(tokens), topology, num_micro_batches=num_micro_batches)
-    first_load = assigned_load(sample_load, in_order)
+    if start is None:
+        start = pack_samples(tokens, topology, num_micro_batches=num_micro_batches)
+    ranks = (num_micro_batches, topology.num_nodes, topology.ranks_per_node)
+    check_shape("micro-batches and ranks of start", start.sample.shape[:3], ranks)
+    first_load = assigned_load(sample_load, start)
     nowhere = jnp.full((sample_load.shape[1], topology.num_experts), EMPTY, jnp.int32)
 
     def turn(assignment, load, home):
@@ -105,7 +123,7 @@ def plan_loads(
         return BatchPlan(assignment, load, plan), after
 
     if assign is None or not rounds:
-        return turn(in_order, first_load, nowhere)
+        return turn(start, first_load, nowhere)
 
     def assigned(home):
         assignment = assign(sample_load, tokens, home, topology, num_micro_batches=num_micro_batches)
@@ -113,7 +131,7 @@ def plan_loads(
 
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((sample_load, tokens, state))):
         return _loop_turns(turn, assigned, first_load, nowhere, state, rounds)
-    result = turn(in_order, first_load, nowhere)
+    result = turn(start, first_load, nowhere)
     for _ in range(rounds):
         home = result[0].plan.home
         assignment, load = assigned(home)

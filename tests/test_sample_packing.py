@@ -1,0 +1,143 @@
+"""Samples packed by their tokens alone: each once, even, the same on the host and in a program."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from relibra_jax.planning.sample_packing import micro_batches_for, pack_samples, rank_token_budget
+from relibra_jax.types import EMPTY, Topology
+
+SMALL = Topology(num_nodes=2, ranks_per_node=2, num_experts=4, replica_slots=1)
+LENGTHS = st.lists(st.integers(0, 2000), min_size=1, max_size=60)
+
+
+def held_tokens(sample, tokens):
+    """Tokens [M, ranks] under an assignment."""
+    by_position = np.append(tokens, 0)[np.asarray(sample)]
+    return by_position.sum(-1).reshape(len(sample), -1)
+
+
+def each_once(sample, samples):
+    sample = np.asarray(sample)
+    return np.array_equal(np.sort(sample[sample != EMPTY]), np.arange(samples))
+
+
+def longest_first(tokens, bins):
+    """The oracle: the samples of every bin, by a plain loop."""
+    held, packed = [0] * bins, [[] for _ in range(bins)]
+    for sample in sorted(range(len(tokens)), key=lambda sample: (-max(tokens[sample], 1), sample)):
+        lightest = held.index(min(held))
+        held[lightest] += max(tokens[sample], 1)
+        packed[lightest].append(sample)
+    return packed
+
+
+@settings(deadline=None)
+@given(tokens=LENGTHS, data=st.data())
+def test_longest_first_to_the_lightest(tokens, data):
+    micro_batches = data.draw(st.integers(1, len(tokens)))
+    sample = np.asarray(pack_samples(np.array(tokens), SMALL, num_micro_batches=micro_batches).sample)
+    packed = longest_first(tokens, 4 * micro_batches)
+    assert sample.shape == (micro_batches, 2, 2, max(map(len, packed)))
+    for places, samples in zip(sample.reshape(len(packed), -1), packed, strict=True):
+        assert places.tolist() == samples + [EMPTY] * (len(places) - len(samples))
+    held = held_tokens(sample, np.maximum(tokens, 1))
+    assert held.max() < held.mean() + max(*tokens, 1) + 1e-6
+
+
+@settings(deadline=None, max_examples=20)
+@given(tokens=st.lists(st.integers(0, 2000), min_size=23, max_size=23), room=st.sampled_from([2, 3, 23]))
+def test_a_program_packs_as_the_host_does(tokens, room):
+    pack = functools.partial(pack_samples, topology=SMALL, num_micro_batches=3, samples_per_rank=room)
+    sample = np.asarray(pack(np.array(tokens)).sample)
+    assert sample.shape == (3, 2, 2, room)
+    assert each_once(sample, 23)
+    np.testing.assert_array_equal(jax.jit(pack)(np.array(tokens)).sample, sample)
+    both = jax.vmap(pack)(np.stack([tokens, tokens[::-1]])).sample
+    np.testing.assert_array_equal(both[0], sample)
+
+
+@pytest.mark.parametrize(("samples", "room"), [(3, 3), (12, 4), (13, 8), (40, 16)])
+def test_a_program_that_is_not_told_has_room_for_all(samples, room):
+    """The room of its bins depends on sizes alone, so other lengths do not compile again."""
+    pack = jax.jit(functools.partial(pack_samples, topology=SMALL, num_micro_batches=3))
+    for tokens in (np.full(samples, 7), np.array([10**6] * 2 + [1] * (samples - 2)), np.zeros(samples, int)):
+        sample = pack(tokens).sample
+        assert sample.shape == (3, 2, 2, room)
+        assert each_once(sample, samples)
+    assert pack._cache_size() == 1
+
+
+def test_samples_without_tokens_spread():
+    sample = pack_samples(np.zeros(24, int), SMALL, num_micro_batches=2).sample
+    assert sample.shape == (2, 2, 2, 3)
+    assert each_once(sample, 24)
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_micro_batches": 0}, "num_micro_batches=0 must be at least 1 and at most 11 samples"),
+        ({"num_micro_batches": 12}, "num_micro_batches=12 must be at least 1 and at most 11 samples"),
+        (
+            {"samples_per_rank": 1},
+            "11 samples need more than samples_per_rank=1 on 4 ranks in 2 micro-batches",
+        ),
+        ({"samples_per_rank": -3}, "11 samples need more than samples_per_rank=-3 on 4 ranks"),
+    ],
+)
+def test_too_little_room_is_refused(change, message, jit):
+    pack = functools.partial(pack_samples, topology=SMALL, **{"num_micro_batches": 2, **change})
+    with pytest.raises(ValueError, match=message):
+        (jax.jit(pack) if jit else pack)(np.ones(11, int))
+
+
+@settings(deadline=None)
+@given(tokens=LENGTHS, spare=st.integers(0, 3000))
+def test_micro_batches_are_the_fewest_within_the_budget(tokens, spare):
+    tokens, budget = np.array(tokens), max(tokens) + spare + 1
+    fewest = micro_batches_for(tokens, SMALL, tokens_per_rank=budget)
+    for number in range(1, fewest + 1):
+        sample = pack_samples(tokens, SMALL, num_micro_batches=number).sample
+        assert (held_tokens(sample, tokens).max() <= budget) == (number == fewest)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "budget", "message"),
+    [
+        ([3, 9, 4], 8, "sample 1 has 9 tokens, more than tokens_per_rank=8"),
+        ([3], 0, "tokens_per_rank=0 must be an integer of at least 1"),
+        ([], 8, "there are no samples to pack"),
+    ],
+)
+def test_budgets_that_hold_no_batch_are_refused(tokens, budget, message):
+    with pytest.raises(ValueError, match=message):
+        micro_batches_for(np.array(tokens, int), SMALL, tokens_per_rank=budget)
+
+
+def test_budget_of_a_rank():
+    budget = functools.partial(rank_token_budget, topology=SMALL, num_micro_batches=2)
+    assert int(budget(np.full(80, 10))) == 105
+    assert int(budget(np.full(80, 10), slack=1.5)) == 150
+    assert int(jax.jit(budget)(np.array([400] + [10] * 40))) == 400
+    with pytest.raises(ValueError, match=r"slack=0\.9 must be at least 1"):
+        budget(np.ones(8, int), slack=0.9)
+    with pytest.raises(ValueError, match="num_micro_batches=2 must be at least 1 and at most 1 samples"):
+        budget(np.ones(1, int))
+
+
+@pytest.mark.parametrize(("nodes", "attention"), [(2, 1.010), (4, 1.012)])
+def test_recorded_lengths(shared, nodes, attention):
+    """Four samples a rank on average: every rank is within its budget, and attention waits for a hundredth."""
+    trace = np.load(shared / "traces" / "gptoss20b_rollouts.npz", allow_pickle=False)
+    tokens = trace["lengths"][np.random.default_rng(0).permutation(352)[:256]]
+    topology = Topology(num_nodes=nodes, ranks_per_node=4, num_experts=32, replica_slots=2)
+    micro_batches = 16 // nodes
+    held = held_tokens(pack_samples(tokens, topology, num_micro_batches=micro_batches).sample, tokens)
+    assert held.max() <= rank_token_budget(tokens, topology, num_micro_batches=micro_batches)
+    assert held.max(1).sum() / held.mean(1).sum() <= attention
