@@ -4,15 +4,16 @@ The gradient of a batch does not depend on which sample is in which micro-batch,
 divided by a count of the whole batch (sample packing, arXiv 2608.12146); the time of a step does. With homes
 given, a sample is a vector of node loads ``v[l, n]``, as shares of its layer's mean, and we
 
-    minimise  mean_l sum_m max_n sum_{samples of m} v[l, n]  +  attention_cost * sum_m max_rank tokens / mean,
+    minimise  mean_l sum_m max_n sum_{samples of m} v[l, n]  +  attention_cost * sum_m max_rank tokens / mean
+              +  crossing_cost * (tokens that cross) / tokens,
 
-the node imbalance over the batch and that of attention, while no micro-batch and no rank exceeds its budget of
-tokens. Longest-first packing makes a start that is even in tokens. Then, in each step of a simulated annealing,
+the node imbalance over the batch, that of attention, and what crosses between nodes, while no micro-batch and no rank
+exceeds its budget of tokens. What of a sample crosses follows from the node where it lies, so it is a table. Packing
+(`relibra_jax.planning.sample_packing`) makes a start that is even in tokens. Then, in each step of a simulated annealing,
 micro-batches are paired at random, and every pair draws one swap of a position of the one with one of a few
 positions of the other, or none, with probability proportional to ``exp(-objective / temperature)``. Positions
 belong to ranks and may be empty, so budgets are exact at every step, and a swap may also be a move. Last, ranks
-are exchanged inside each micro-batch so that samples lie in the node of most of their experts: the balance stays,
-fewer token copies cross nodes.
+are exchanged inside each micro-batch so that least crosses: the balance stays.
 """
 
 import functools
@@ -25,8 +26,10 @@ from jaxtyping import Int, PRNGKeyArray
 
 from relibra_jax.planning.annealing import cooling
 from relibra_jax.planning.draws import draw_bits, gumbel, integers
-from relibra_jax.planning.packing import lightest_pack
-from relibra_jax.types import EMPTY, Array, Assignment, Topology
+from relibra_jax.planning.sample_crossings import crossings_by_node
+from relibra_jax.planning.sample_packing import pack_samples
+from relibra_jax.planning.token_sample import Routes
+from relibra_jax.types import EMPTY, Array, Assignment, Topology, UnitTimes
 
 HOTTEST: Final = 3e-3
 COLDEST: Final = 1e-4
@@ -89,6 +92,7 @@ class _Packing(NamedTuple):
         "samples_per_rank",
         "steps",
         "attention_cost",
+        "crossing_cost",
     ),
 )
 def assign_samples(
@@ -103,6 +107,10 @@ def assign_samples(
     samples_per_rank: int | None = None,
     steps: int = 20_000,
     attention_cost: float = 0.3,
+    crossing_cost: float = 0.1,
+    routes: Routes | None = None,
+    resident: Int[Array, "L N G B"] | None = None,
+    cost: UnitTimes | None = None,
 ) -> Assignment:
     """Choose a micro-batch and a rank for every sample, so that nodes and ranks carry even load.
 
@@ -124,6 +132,11 @@ def assign_samples(
         samples_per_rank: b; by default the fewest that hold all samples. More leave room to even out tokens.
         steps: the steps of annealing; 100,000 is thorough.
         attention_cost: the node imbalance worth accepting for one unit of attention imbalance.
+        crossing_cost: the node imbalance worth accepting to have no copy of a token cross nodes.
+        routes: some tokens of the batch, from `relibra_jax.planning.token_sample.sample_routes`. With them crossings are
+            distinct tokens for each node, where ``cost`` is of hierarchical dispatch; else they are copies.
+        resident: the expert in each resident slot, which its node's tokens do not cross for; None for none.
+        cost: the unit times of the cluster and the model, in place of ``attention_cost`` and ``crossing_cost``.
 
     Returns:
         An Assignment of int32; samples of a rank ascend, EMPTY comes last.
@@ -162,6 +175,7 @@ def assign_samples(
         ("token_budget", token_budget, 1),
         ("steps", steps, 1),
         ("attention_cost", attention_cost, 0),
+        ("crossing_cost", crossing_cost, 0),
     ):
         if not value >= least:
             raise ValueError(f"{name}={value} must be at least {least}")
@@ -171,16 +185,32 @@ def assign_samples(
     share = jnp.concatenate(
         [_node_share(sample_load, home, nodes), jnp.zeros((1, nodes * layers), jnp.float32)]
     )
-    packing = _longest_first(share, length, num_micro_batches, ranks, samples_per_rank)
+    start = pack_samples(
+        tokens, topology, num_micro_batches=num_micro_batches, samples_per_rank=samples_per_rank
+    )
+    sample = jnp.asarray(start.sample).reshape(num_micro_batches, ranks * samples_per_rank)
+    sample = jnp.where(sample == EMPTY, samples, sample)
+    in_ranks = length[sample].reshape(num_micro_batches, ranks, samples_per_rank).sum(-1, dtype=jnp.int32)
+    packing = _Packing(sample, share[sample].sum(1), in_ranks)
+    total = jnp.maximum(length.sum(dtype=jnp.float32), 1)
+    crossing = crossings_by_node(sample_load, tokens, home, topology, routes=routes, resident=resident, cost=cost)
+    crossing = jnp.concatenate([crossing, jnp.zeros((1, nodes), jnp.float32)]) / total
     if num_micro_batches > 1:
-        total = jnp.maximum(length.sum(dtype=jnp.float32), 1)
         budget = _budgets(
             packing, length, token_budget * total / jnp.array([num_micro_batches, packing.tokens.size])
         )
-        attention = attention_cost * ranks / total
-        packing = _anneal(packing, share, length, budget, attention, layers, key, steps)
+        attention = jnp.float32(attention_cost)
+        price = jnp.float32(crossing_cost)
+        if cost is not None:
+            top_k = sample_load.sum(dtype=jnp.float32) / (layers * total)
+            attention = jnp.float32(cost.token) / (jnp.float32(cost.copy) * top_k)
+            price = jnp.float32(cost.crossing) / (jnp.float32(cost.copy) * top_k)
+        node_of = jnp.arange(sample.shape[1]) // (samples_per_rank * topology.ranks_per_node)
+        packing = _anneal(
+            packing, share, length, price * crossing, node_of, budget, attention * ranks / total, layers, key, steps
+        )
     sample = packing.sample.reshape(num_micro_batches, ranks, samples_per_rank)
-    affinity = share[sample].reshape(*sample.shape, nodes, layers).sum((2, 4))
+    affinity = -crossing[sample].sum(2)
     rank = jnp.argsort(jax.vmap(_nearest_node, (0, None))(affinity, topology.ranks_per_node), axis=-1)
     sample = jnp.sort(jnp.take_along_axis(sample, rank[..., None], axis=1), axis=-1)
     sample = jnp.where(sample == samples, EMPTY, sample).astype(jnp.int32)
@@ -196,28 +226,13 @@ def _node_share(sample_load, home, nodes):
     return load.swapaxes(1, 2).reshape(samples, -1)
 
 
-def _longest_first(share, length, micro_batches, ranks, room):
-    """Longest sample first to the micro-batch with fewest tokens, and so on to ranks inside each."""
-    micro_batch, position = lightest_pack(
-        length[:-1], jnp.zeros(micro_batches, jnp.float32), room=ranks * room
-    )
-    empty = jnp.full((micro_batches, ranks * room), length.size - 1)
-    sample = empty.at[micro_batch, position].set(jnp.arange(length.size - 1))
-    rank, position = jax.vmap(lambda load: lightest_pack(load, jnp.zeros(ranks, jnp.float32), room=room))(
-        length[sample]
-    )
-    sample = empty.at[jnp.arange(micro_batches)[:, None], rank * room + position].set(sample)
-    tokens = length[sample].reshape(micro_batches, ranks, room).sum(-1)
-    return _Packing(sample, share[sample].sum(1), tokens)
-
-
 def _budgets(packing, length, wanted):
     """Most tokens of a micro-batch and of a rank, int32."""
     needed = jnp.stack([packing.tokens.sum(1).max(), packing.tokens.max()])
     return jnp.maximum(jnp.maximum(jnp.floor(wanted).astype(jnp.int32), length.max()), needed)
 
 
-def _anneal(packing, share, length, budget, attention, layers, key, steps):
+def _anneal(packing, share, length, crossing, node_of, budget, attention, layers, key, steps):
     (micro_batches, positions), ranks = packing.sample.shape, packing.tokens.shape[1]
     room, pairs, options = positions // ranks, micro_batches // 2, min(CANDIDATES, positions)
     bits = draw_bits(key, (steps, micro_batches), (2, steps), (steps, pairs, options + 1))
@@ -252,6 +267,11 @@ def _anneal(packing, share, length, budget, attention, layers, key, steps):
 
         after_a, after_b = a.tokens[:, None] + tokens_a, b.tokens[:, None] - tokens_b
         after = objective(a.load[:, None] + load, after_a) + objective(b.load[:, None] - load, after_b)
+        # What crosses of the two samples in each other's place, less what does in their own.
+        here, there = node_of[i], jax.lax.dynamic_slice_in_dim(node_of, j, options)
+        mine, theirs = crossing[give], crossing[take]
+        at_i, at_j = (jnp.take_along_axis(x, there[None, :, None], axis=2)[..., 0] for x in (mine, theirs))
+        after += at_i + theirs[..., here] - at_j - mine[..., here]
         after = jnp.where(within(after_a) & within(after_b), after, jnp.inf)
         now = objective(a.load, a.tokens) + objective(b.load, b.tokens)
         choice = jnp.argmin(jnp.concatenate([now[:, None], after], axis=1) - temperature * noise, axis=1)
@@ -273,10 +293,10 @@ def _anneal(packing, share, length, budget, attention, layers, key, steps):
 
 def _nearest_node(affinity, room):
     """The node of each rank of one micro-batch: who loses most by not having its first choice chooses first."""
-    first, second = jax.lax.top_k(jnp.pad(affinity, ((0, 0), (0, 1))), 2)[0].T
+    first, second = jax.lax.top_k(jnp.pad(affinity, ((0, 0), (0, 1)), constant_values=-jnp.inf), 2)[0].T
 
     def choose(free, rank):
-        node = jnp.argmax(jnp.where(free > 0, affinity[rank], -1))
+        node = jnp.argmax(jnp.where(free > 0, affinity[rank], -jnp.inf))
         return free.at[node].add(-1), node
 
     order = jnp.argsort(second - first)

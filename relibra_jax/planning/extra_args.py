@@ -1,6 +1,7 @@
 """Extra arguments of planners, in the manner of optax: given to all, taken by those that have a use for them."""
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 from relibra_jax.types import Planner
@@ -21,13 +22,28 @@ def with_extra_args(planner: Planner) -> Planner:
     >>> with_extra_args(plain).update(5, (), None, refine=None, tokens=None)
     (5, ())
     """
-    parameters = inspect.signature(planner.update).parameters.values()
-    if any(parameter.kind == inspect.Parameter.VAR_KEYWORD for parameter in parameters):
+    if takes_all(planner.update):
         return planner
-    names = {parameter.name for parameter in parameters}
 
     def update(load: Any, state: Any, topology: Any, **extra: Any) -> tuple[Any, Any]:
-        taken = {name: value for name, value in extra.items() if name in names}
-        return planner.update(load, state, topology, **taken)
+        return planner.update(load, state, topology, **taken_by(planner.update, extra))
 
     return Planner(planner.init, update)
+
+
+def taken_by(function: Callable[..., Any], extra: dict[str, Any]) -> dict[str, Any]:
+    """Of the extra arguments, those that a function names, or all if it takes any.
+
+    >>> taken_by(lambda load, *, cost: None, {"cost": 1, "tokens": 2})
+    {'cost': 1}
+    """
+    if takes_all(function):
+        return extra
+    names = inspect.signature(function).parameters
+    return {name: value for name, value in extra.items() if name in names}
+
+
+def takes_all(function: Callable[..., Any]) -> bool:
+    """Whether a function takes keyword arguments that it does not name."""
+    parameters = inspect.signature(function).parameters.values()
+    return any(parameter.kind == inspect.Parameter.VAR_KEYWORD for parameter in parameters)

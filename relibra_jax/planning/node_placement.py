@@ -144,7 +144,7 @@ def place_on_nodes(
 
 
 def keep_residents(
-    load: Float[jax.Array, "N E M L"],
+    load: Float[jax.Array, "N E M L"] | None,
     bits: TokenBits | None,
     home_node: Int[jax.Array, "E L"],
     topology: Topology,
@@ -155,16 +155,16 @@ def keep_residents(
     """The residents of every node for given homes; `relibra_jax.planning.residents` chooses them.
 
     Args:
-        load: token copies by the node where they lie, in any unit.
+        load: token copies by the node where they lie, in any unit; None only without resident slots.
         bits: sampled tokens; None where each copy crosses by itself.
         home_node: the node of each expert's home.
         topology: the expert-parallel group; without resident slots there are no residents.
         prices: from `relative_prices`.
         top_k: K, the experts of a token.
     """
-    copies = load.sum(2)
     count = topology.ranks_per_node * topology.resident_slots
-    if not count or topology.num_nodes == 1:
-        return jnp.zeros(copies.shape, bool)
+    if load is None or not count or topology.num_nodes == 1:
+        return jnp.zeros((topology.num_nodes, *home_node.shape), bool)
+    copies = load.sum(2)
     copies *= topology.num_nodes * top_k / jnp.maximum(copies.sum((0, 1)), 1)
     return choose_residents(bits, copies, home_node, crossing=prices.crossing, push=prices.push, count=count)

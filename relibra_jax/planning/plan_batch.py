@@ -5,11 +5,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Int
 
 from relibra_jax.limits import check_integer
-from relibra_jax.planning.extra_args import with_extra_args
+from relibra_jax.plan import resident_experts
+from relibra_jax.planning.extra_args import taken_by, with_extra_args
 from relibra_jax.planning.sample_packing import pack_samples
+from relibra_jax.planning.token_sample import Routes, place_routes, sample_routes
 from relibra_jax.replay import assigned_load, sample_load
 from relibra_jax.types import (
     EMPTY,
@@ -19,11 +22,13 @@ from relibra_jax.types import (
     Planner,
     RoutingReplay,
     Topology,
+    UnitTimes,
     check_shape,
 )
 
 type Assign = Callable[..., Assignment]
-"""``(sample_load[B L E], tokens[B], home[L E], topology, *, num_micro_batches) -> Assignment``."""
+"""``(sample_load[B L E], tokens[B], home[L E], topology, *, num_micro_batches) -> Assignment``; it is also given
+``samples_per_rank``, ``routes``, ``resident`` and ``cost`` if it names them, as `assign_samples` does."""
 
 
 def plan_batch(
@@ -36,7 +41,7 @@ def plan_batch(
     start: Assignment | None = None,
     assign: Assign | None = None,
     rounds: int = 1,
-    cost: Any = None,
+    cost: UnitTimes | None = None,
 ) -> tuple[BatchPlan, Any]:
     """Plan a batch from its routing replay: which rank holds which sample when, and where experts live.
 
@@ -54,7 +59,8 @@ def plan_batch(
         assign: assigns samples to micro-batches and ranks, for example ``functools.partial(assign_samples, key=key)``;
             None keeps the first assignment.
         rounds: turns of assignment and placement.
-        cost: what planners that look beyond loads may know of the cluster and the model.
+        cost: the unit times of the cluster and the model, from `relibra_jax.cost.unit_times.unit_times`. With them time is
+            what is planned, and without them balance; residents are chosen by time in either case.
 
     Returns:
         The batch plan, and the planner's state after this batch.
@@ -72,9 +78,10 @@ def plan_batch(
     >>> batch_plan.load.shape, batch_plan.plan.quota[0, 0].tolist()  # expert 0 is split over both ranks
     ((2, 3, 1, 2, 4), [[[8, 0, 0], [0, 0, 8]]])
     """
+    by_time = cost is not None or topology.resident_slots > 0
     return plan_loads(
         sample_load(replay, num_experts=topology.num_experts),
-        jnp.asarray(replay.mask).sum(1, dtype=jnp.int32),
+        replay.mask.sum(1, dtype=np.int32),
         planner,
         state,
         topology,
@@ -83,6 +90,7 @@ def plan_batch(
         assign=assign,
         rounds=rounds,
         cost=cost,
+        routes=sample_routes(replay) if by_time else None,
     )
 
 
@@ -97,7 +105,8 @@ def plan_loads(
     start: Assignment | None = None,
     assign: Assign | None = None,
     rounds: int = 1,
-    cost: Any = None,
+    cost: UnitTimes | None = None,
+    routes: Routes | None = None,
 ) -> tuple[BatchPlan, Any]:
     """`plan_batch` from the counts of each sample, for callers that have them without the replay.
 
@@ -105,6 +114,8 @@ def plan_loads(
         sample_load: token copies of each sample for each expert, from `relibra_jax.replay.sample_load`.
         tokens: the length of each sample.
         planner, state, topology, num_micro_batches, start, assign, rounds, cost: as in `plan_batch`.
+        routes: some tokens of the batch, from `relibra_jax.planning.token_sample.sample_routes`; None plans from loads
+            alone.
 
     Returns:
         The batch plan, and the planner's state after this batch.
@@ -119,37 +130,42 @@ def plan_loads(
     nowhere = jnp.full((sample_load.shape[1], topology.num_experts), EMPTY, jnp.int32)
 
     def turn(assignment, load, home):
-        plan, after = update(load, state, topology, cost=cost, refine=home)
+        placed = None if routes is None else place_routes(routes, assignment)
+        plan, after = update(load, state, topology, tokens=placed, cost=cost, refine=home)
         return BatchPlan(assignment, load, plan), after
 
     if assign is None or not rounds:
         return turn(start, first_load, nowhere)
 
-    def assigned(home):
-        assignment = assign(sample_load, tokens, home, topology, num_micro_batches=num_micro_batches)
+    room, knobs = start.sample.shape[-1], {"num_micro_batches": num_micro_batches}
+
+    def assigned(home, resident):
+        extra = {"samples_per_rank": room, "routes": routes, "resident": resident, "cost": cost}
+        assignment = assign(sample_load, tokens, home, topology, **knobs, **taken_by(assign, extra))
         return assignment, assigned_load(sample_load, assignment)
 
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((sample_load, tokens, state))):
-        return _loop_turns(turn, assigned, first_load, nowhere, state, rounds)
+        return _loop_turns(turn, assigned, start, first_load, nowhere, state, rounds, topology)
     result = turn(start, first_load, nowhere)
     for _ in range(rounds):
-        home = result[0].plan.home
-        assignment, load = assigned(home)
-        result = turn(assignment, load, home)
+        plan = result[0].plan
+        assignment, load = assigned(plan.home, resident_experts(plan, topology))
+        result = turn(assignment, load, plan.home)
     return result
 
 
-def _loop_turns(turn, assigned, first_load, nowhere, state, rounds):
+def _loop_turns(turn, assigned, start, first_load, nowhere, state, rounds, topology: Topology):
     """All turns as one loop, so that under jit assignment and placement are compiled once each."""
-    # The first turn's assignment is not kept: it only has the shape of those that follow.
-    blank = jax.tree.map(lambda leaf: jnp.full_like(leaf, EMPTY), jax.eval_shape(assigned, nowhere)[0])
 
     def body(number, carry):
-        home = carry[0].plan.home
-        assignment, load = jax.lax.cond(number == 0, lambda _: (blank, first_load), assigned, home)
+        plan = carry[0].plan
+        home, resident = plan.home, resident_experts(plan, topology)
+        first = lambda *_: (start, first_load)
+        assignment, load = jax.lax.cond(number == 0, first, assigned, home, resident)
         return turn(assignment, load, home)
 
-    batch_plan, _ = jax.eval_shape(turn, blank, first_load, nowhere)
-    start = jax.tree.map(jnp.zeros_like, batch_plan)
-    start = start._replace(plan=start.plan._replace(home=nowhere))
-    return jax.lax.fori_loop(0, rounds + 1, body, (start, state))
+    start = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.int32), start)
+    batch_plan, _ = jax.eval_shape(turn, start, first_load, nowhere)
+    blank = jax.tree.map(jnp.zeros_like, batch_plan)
+    blank = blank._replace(plan=blank.plan._replace(home=nowhere))
+    return jax.lax.fori_loop(0, rounds + 1, body, (blank, state))

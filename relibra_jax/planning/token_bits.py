@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int, UInt32
 
-from relibra_jax.types import TokenSample, Topology
+from relibra_jax.types import EMPTY, TokenSample, Topology
 
 WORDS: Final = 128
 """Words of a layer, 4,096 tokens, as long as groups are of one word or more: a layer's mean crossings are then known
@@ -44,7 +44,7 @@ def token_bits(tokens: TokenSample, topology: Topology, *, num_micro_batches: in
     repeatedly, and one with none stays empty.
 
     Args:
-        tokens: the sample, in any order.
+        tokens: the sample, in any order; those whose micro-batch is EMPTY are left out.
         topology: the expert-parallel group.
         num_micro_batches: M.
 
@@ -64,7 +64,8 @@ def token_bits(tokens: TokenSample, topology: Topology, *, num_micro_batches: in
     micro_batch = jnp.asarray(tokens.micro_batch, jnp.int32)
     node = jnp.asarray(tokens.rank, jnp.int32) // topology.ranks_per_node
     group = micro_batch * groups // num_micro_batches * nodes + node
-    size = jnp.zeros(groups * nodes, jnp.int32).at[group].add(1)
+    group = jnp.where(micro_batch == EMPTY, groups * nodes, group)
+    size = jnp.zeros(groups * nodes, jnp.int32).at[group].add(1, mode="drop")
     first = jnp.cumsum(size, dtype=jnp.int32) - size
     room = 32 * words
     chosen = first[:, None] + (jnp.arange(room)[None] * size[:, None]) // room
