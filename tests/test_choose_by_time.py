@@ -7,9 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from relibra_jax.cost.batch_time import batch_time
 from relibra_jax.cost.choose_by_time import cheapest, replicate_while_hidden
-from relibra_jax.cost.hardware import CLUSTERS, MODELS
-from relibra_jax.cost.step_time import batch_time, layer_time, push_time, rank_time
+from relibra_jax.cost.copies import push_time
+from relibra_jax.cost.hardware import CLUSTERS
+from relibra_jax.cost.models import MODELS
 from relibra_jax.plan import rank_load
 from relibra_jax.plan_check import check_plan
 from relibra_jax.planning.eplb import eplb
@@ -20,7 +22,7 @@ from relibra_jax.planning.placement import place_experts
 from relibra_jax.planning.relibra import relibra
 from relibra_jax.planning.replication import replicate_experts
 from relibra_jax.planning.static import static
-from relibra_jax.types import Planner, Topology, layer_plans
+from relibra_jax.types import BatchPlan, Planner, Topology, layer_plans
 
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=4, num_experts=32, replica_slots=2)
 SETTING = {"cluster": CLUSTERS["h100"], "model": MODELS["qwen3-30b-a3b"], "context": 4096.0, "scale": 100.0}
@@ -53,7 +55,7 @@ def test_cheapest_is_never_slower_than_its_planners(reach):
     def run(load, states):
         plans = [planner.update(load, states, TOPOLOGY)[0]]
         plans += [part.update(load, own, TOPOLOGY)[0] for part, own in zip(parts, states, strict=True)]
-        times = [batch_time(layer_time(rank_time(layer_plans(p, load), TOPOLOGY, **SETTING))) for p in plans]
+        times = [batch_time(BatchPlan(None, load, plan), TOPOLOGY, **SETTING).total for plan in plans]
         return plans[0], jnp.stack(times)
 
     chosen = set()

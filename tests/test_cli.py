@@ -12,7 +12,8 @@ from experiments.ablation.variants import ablation
 from experiments.synthetic_traces import synthetic_trace
 from relibra_jax.cli.main import EXTRA, main
 from relibra_jax.cli.modelled_time import CostModel
-from relibra_jax.cost.hardware import CLUSTERS, MODELS
+from relibra_jax.cost.hardware import CLUSTERS
+from relibra_jax.cost.models import MODELS
 from relibra_jax.plan_files import load_plan
 from relibra_jax.planning.planners import PLANNERS
 from relibra_jax.replay_files import save_replay

@@ -7,19 +7,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.costs import CLUSTER, KNOWN, MODEL
 from support.plans import planned, random_plan, random_routing
 
-from relibra_jax.cost.hardware import CLUSTERS, MODELS, Cluster, Model
-from relibra_jax.cost.step_time import (
-    LayerTime,
-    balanced_time,
-    batch_time,
-    layer_time,
-    push_time,
-    rank_time,
-    reorder_time,
-)
+from relibra_jax.cost.batch_time import BatchTime, balanced_time, batch_time
+from relibra_jax.cost.copies import push_time, reorder_time
+from relibra_jax.cost.hardware import CLUSTERS
+from relibra_jax.cost.models import MODELS
+from relibra_jax.cost.step_time import layer_time, rank_time
 from relibra_jax.cost.traffic import count_traffic
+from relibra_jax.cost.unit_times import unit_times
 from relibra_jax.node_visits import node_visits
 from relibra_jax.planning.assignment import assign_in_order
 from relibra_jax.planning.metrics import cross_node_load
@@ -28,25 +25,6 @@ from relibra_jax.token_split import source_quota
 from relibra_jax.types import EMPTY, BatchPlan, Plan, RoutingReplay, Topology, layer_plans
 
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=1)
-CLUSTER = Cluster(
-    matmul_flops=1e6,
-    matmul_efficiency=0.5,
-    fast_bandwidth=1000.0,
-    slow_bandwidth=100.0,
-    network_efficiency=0.5,
-    tile=16,
-)
-MODEL = Model(
-    moe_layers=1,
-    num_experts=8,
-    top_k=2,
-    width=4,
-    expert_width=5,
-    shared_width=0,
-    attention_params=50,
-    attention_width=10,
-)
-KNOWN = {"cluster": CLUSTER, "model": MODEL, "context": 20.0}
 
 
 @pytest.fixture
@@ -100,18 +78,10 @@ def test_scale_reads_a_small_trace_as_a_large_one(plan, load):
 def test_reorder_counts_state_on_the_busiest_link():
     before = np.arange(8)[None]
     now = np.array([[0, 4, 2, 3, 1, 5, 7, 6]])  # 1 and 4 change node; 6 and 7 change slots on one rank
-    moved = 1 * (3 * 4 * 5) * 14
+    moved = 1 * (3 * 4 * 5) * 12
     found = reorder_time(now, before, TOPOLOGY, cluster=CLUSTER, model=MODEL)
     assert float(found) == pytest.approx(moved / 100 / 0.5)
     assert float(reorder_time(before, before, TOPOLOGY, cluster=CLUSTER, model=MODEL)) == 0
-
-
-def test_batch_time_waits_for_the_slowest_copy():
-    times = LayerTime(*(jnp.array([[1.0], [2.0], [3.0], [4.0]]) * part for part in (1, 0, 0, 0)))
-    assert float(batch_time(times)) == 10
-    assert float(batch_time(times, data_parallel=2, reorder=0.5)) == 7.5
-    with pytest.raises(ValueError, match="4 micro-batches must divide evenly over data_parallel=3"):
-        batch_time(times, data_parallel=3)
 
 
 @functools.cache
@@ -151,8 +121,9 @@ def test_sending_a_token_once_is_never_slower():
     replay, batch_plan = a_batch("eplb")
     visits = node_visits(replay, batch_plan, TOPOLOGY)
     flat, once = (count_traffic(batch_plan.layer_plans(), TOPOLOGY, visits=v) for v in (None, visits))
-    assert (once.slow <= flat.slow).all()
-    assert once.slow.sum() < flat.slow.sum()
+    busiest_flat, busiest_once = (np.maximum(each.slow_sent, each.slow_received) for each in (flat, once))
+    assert (busiest_once <= busiest_flat).all()
+    assert busiest_once.sum() < busiest_flat.sum()
 
 
 def test_flat_traffic_is_that_of_the_routes(batch):
@@ -166,8 +137,8 @@ def test_flat_traffic_is_that_of_the_routes(batch):
             kind[0, :, :, n, g] += sent[:, :, n, g, n2, g2]
             kind[1, :, :, n2, g2] += sent[:, :, n, g, n2, g2]
     found = count_traffic(batch_plan.layer_plans(), TOPOLOGY)
-    np.testing.assert_array_equal(found.slow, slow.max(0))
-    np.testing.assert_array_equal(found.fast, fast.max(0))
+    np.testing.assert_array_equal((found.slow_sent, found.slow_received), slow)
+    np.testing.assert_array_equal((found.fast_sent, found.fast_received), fast)
 
 
 def test_hierarchical_traffic_is_that_of_the_routes(batch):
@@ -184,17 +155,17 @@ def test_hierarchical_traffic_is_that_of_the_routes(batch):
             slow[0, :, :, n, g] += tokens
             slow[1, :, :, n2, g] += tokens
     found = count_traffic(batch_plan.layer_plans(), TOPOLOGY, visits=visits)
-    np.testing.assert_array_equal(found.slow, slow.max(0))
-    np.testing.assert_array_equal(found.fast, fast.max(0))
+    np.testing.assert_array_equal((found.slow_sent, found.slow_received), slow)
+    np.testing.assert_array_equal((found.fast_sent, found.fast_received), fast)
 
 
 def test_traffic_agrees_with_cross_node_load(batch):
-    """With one rank a node, what the busiest rank sends or receives is at least half of what crosses."""
+    """Whatever leaves a node is sent by one rank and received by another."""
     _, batch_plan = batch
-    slow = count_traffic(batch_plan.layer_plans(), TOPOLOGY).slow
+    traffic = count_traffic(batch_plan.layer_plans(), TOPOLOGY)
     crossing = cross_node_load(batch_plan.layer_plans())
-    assert (2 * slow.sum((2, 3)) >= crossing).all()
-    assert (slow.max((2, 3)) <= crossing).all()
+    np.testing.assert_array_equal(traffic.slow_sent.sum((2, 3)), crossing)
+    np.testing.assert_array_equal(traffic.slow_received.sum((2, 3)), crossing)
 
 
 @pytest.mark.slow
@@ -210,8 +181,9 @@ def test_balanced_traffic_is_that_of_uniform_routing():
     batch_plan = BatchPlan(assignment, load, planned("static", topology, load))
     known = {"cluster": CLUSTER, "model": model, "context": 20.0}
     for visits in (None, node_visits(replay, batch_plan, topology)):
-        found = layer_time(rank_time(batch_plan.layer_plans(), topology, visits=visits, **known)).exchange
-        bound = layer_time(balanced_time(load, topology, hierarchical=visits is not None, **known)).exchange
+        found = batch_time(batch_plan, topology, visits=visits, **known).exchange
+        dispatch = "flat" if visits is None else "hierarchical"
+        bound = balanced_time(load, topology, dispatch=dispatch, **known).exchange
         np.testing.assert_allclose(found, bound, rtol=0.03)
 
 
@@ -225,9 +197,9 @@ def test_balanced_is_a_bound_at_real_sizes(name):
     copies = 4096 * model.top_k * share / share.sum(-1, keepdims=True)
     load = jnp.asarray(np.broadcast_to(copies, (2, 1, 2, 4, model.num_experts)), jnp.int32)
     known = {"cluster": CLUSTERS["h100"], "model": model, "context": 4096.0}
-    bound = layer_time(balanced_time(load, topology, **known))
+    bound = balanced_time(load, topology, **known)
     for name in ("static", "eplb"):
-        time = layer_time(rank_time(layer_plans(planned(name, topology, load), load), topology, **known))
+        time = batch_time(BatchPlan(None, load, planned(name, topology, load)), topology, **known)
         for part in ("attention", "compute", "total"):
             assert (getattr(time, part) >= getattr(bound, part) * 0.999).all(), part
 
@@ -248,3 +220,192 @@ def test_model_sizes_add_up():
         used = model.moe_layers * (outside + model.top_k * model.expert_params)
         assert 0.93 * total < every < 1.01 * total, name
         assert 0.65 * active < used < 1.02 * active, name
+
+
+def test_a_shared_link_carries_what_the_whole_node_sends(plan, load):
+    """Rank (1, 1) sends 10 rows, its neighbour none: of a link for two ranks each has the time of 5."""
+    shared = dataclasses.replace(CLUSTER, shared_link=True)
+    found = rank_time(layer_plans(plan, load), TOPOLOGY, **KNOWN | {"cluster": shared}).exchange
+    np.testing.assert_allclose(found[0, 0], 5 * 8 / 100 / 0.5)
+    own = rank_time(layer_plans(plan, load), TOPOLOGY, **KNOWN).exchange
+    assert float(own.max()) == pytest.approx(10 * 8 / 100 / 0.5)
+
+
+@pytest.mark.parametrize(
+    ("stage", "compute", "exchange"),
+    [
+        ({"updates": 1, "recompute": False}, 3, 4),
+        ({"updates": 5, "recompute": False}, 3, 4),
+        ({"updates": 1, "recompute": True}, 4, 6),
+        ({"updates": 0, "recompute": True}, 1, 2),
+    ],
+)
+def test_passes_of_a_stage(plan, load, stage, compute, exchange):
+    forward = jax.tree.map(np.max, rank_time(layer_plans(plan, load), TOPOLOGY, **KNOWN))
+    found = batch_time(BatchPlan(None, load, plan), TOPOLOGY, **stage, **KNOWN)
+    expected = (
+        compute * forward.attention,
+        compute * forward.compute,
+        exchange * forward.exchange,
+        compute * (forward.push - forward.attention),
+    )
+    np.testing.assert_allclose(found[:4], expected, rtol=1e-6)
+    assert float(found.exposed) > 0
+    assert float(found.total) == pytest.approx(float(sum(found)))
+
+
+def whole_batch():
+    """A batch of two micro-batches of two layers, its crossings, and homes before it."""
+    replay, batch_plan = a_batch("any")
+    home = np.stack([np.random.default_rng(1).permutation(8) for _ in range(2)])
+    return {
+        "batch_plan": batch_plan,
+        "visits": node_visits(replay, batch_plan, TOPOLOGY),
+        "previous_home": home,
+    }
+
+
+def test_stages_add_up():
+    """A recompute with the same plan, as a call of its own, and the update are the batch that does both."""
+    batch = whole_batch()
+    stages = [
+        batch_time(**batch | {"previous_home": None}, topology=TOPOLOGY, updates=0, recompute=True, **KNOWN),
+        batch_time(**batch, topology=TOPOLOGY, updates=2, **KNOWN),
+    ]
+    both = batch_time(**batch, topology=TOPOLOGY, updates=2, recompute=True, **KNOWN)
+    np.testing.assert_allclose(sum(map(np.array, stages)), both, rtol=1e-6)
+    assert float(both.reorder) == pytest.approx(
+        float(
+            reorder_time(
+                batch["batch_plan"].plan.home, batch["previous_home"], TOPOLOGY, cluster=CLUSTER, model=MODEL
+            )
+        )
+    )
+
+
+def test_a_batch_waits_for_its_slowest_copy():
+    _, batch_plan = a_batch("any")
+    copies = [
+        batch_time(
+            BatchPlan(
+                None,
+                batch_plan.load[m : m + 1],
+                batch_plan.plan._replace(
+                    slot_expert=batch_plan.plan.slot_expert[m : m + 1], quota=batch_plan.plan.quota[m : m + 1]
+                ),
+            ),
+            TOPOLOGY,
+            **KNOWN,
+        )
+        for m in range(2)
+    ]
+    totals = [float(copy.total) for copy in copies]
+    assert min(totals) < max(totals)
+    found = batch_time(batch_plan, TOPOLOGY, data_parallel=2, **KNOWN)
+    np.testing.assert_allclose(found, copies[int(np.argmax(totals))], rtol=1e-6)
+    assert float(batch_time(batch_plan, TOPOLOGY, **KNOWN).total) == pytest.approx(sum(totals))
+
+
+def test_batch_time_under_jit_and_vmap():
+    """Batches with different plans, stacked, take what each takes alone; a second batch is not compiled anew."""
+    batch = whole_batch()
+    other = batch | {"batch_plan": a_batch("any across nodes")[1]}
+    run = functools.partial(batch_time, topology=TOPOLOGY, **KNOWN)
+
+    def planes(batch):
+        return batch["batch_plan"]._replace(assignment=None), batch["visits"], batch["previous_home"]
+
+    def call(batch_plan, visits, previous_home):
+        return run(batch_plan, visits=visits, previous_home=previous_home)
+
+    before = [call(*planes(one)) for one in (batch, other)]
+    compiled = batch_time._cache_size()
+    alone = [call(*planes(one)) for one in (other, batch)][::-1]
+    assert batch_time._cache_size() == compiled
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), planes(batch), planes(other))
+    together = jax.jit(jax.vmap(call))(*stacked)
+    for number in range(2):
+        one = jax.tree.map(lambda leaf, at=number: leaf[at], together)
+        np.testing.assert_allclose(one, alone[number], rtol=1e-5)
+        np.testing.assert_array_equal(before[number], alone[number])
+    assert isinstance(together, BatchTime)
+    assert float(together.total[0]) != float(together.total[1])
+
+
+@pytest.mark.parametrize("visits", ["flat", "hierarchical"])
+def test_more_work_and_slower_networks_never_take_less_time(visits):
+    batch = whole_batch()
+    if visits == "flat":
+        batch["visits"] = None
+    run = functools.partial(batch_time, **batch, topology=TOPOLOGY)
+    base = run(**KNOWN)
+    for more in (
+        {"scale": 3.0},
+        {"updates": 3},
+        {"recompute": True},
+        {"context": 40.0},
+        {"cluster": dataclasses.replace(CLUSTER, slow_bandwidth=50.0)},
+        {"cluster": dataclasses.replace(CLUSTER, fast_bandwidth=10.0)},
+        {"cluster": dataclasses.replace(CLUSTER, matmul_flops=5e5)},
+    ):
+        found = run(**KNOWN | more)
+        # Longer attention hides more.
+        assert all(np.array(found[:3]) >= np.array(base[:3])), more
+        assert float(found.total) >= float(base.total) * (1 - 1e-6), more
+
+
+def test_unit_times_are_what_a_unit_takes():
+    """Tokens and copies laid out so that each phase has one busiest rank, whose work is counted by hand."""
+    cluster = dataclasses.replace(CLUSTER, tile=1)
+    topology = Topology(num_nodes=2, ranks_per_node=1, num_experts=2, replica_slots=0)
+    model = dataclasses.replace(MODEL, num_experts=2, top_k=1)
+    known = {"cluster": cluster, "model": model, "context": 20.0}
+    load = np.array([[[[[3, 7]], [[0, 0]]]]], np.int32)  # rank 0 has 10 tokens and sends 7 to the other node
+    plan = Plan(*(np.array(leaf, np.int32) for leaf in ([[[[[0]], [[1]]]]], [[0, 1]], [[[[[3]], [[7]]]]])))
+    batch_plan, visits = BatchPlan(None, load, plan), np.array([[[[3, 7], [0, 0]]]])
+    for stage in ({}, {"recompute": True}, {"updates": 0, "recompute": True}):
+        for dispatch, crossed in (("flat", None), ("hierarchical", visits)):
+            units = unit_times(dispatch=dispatch, scale=2.0, **stage, **known)
+            time = batch_time(batch_plan, topology, visits=crossed, scale=2.0, **stage, **known)
+            crossing = units.copy_crossing if crossed is None else units.token_crossing
+            found = (10 * units.token, 7 * units.copy, 7 * crossing)
+            np.testing.assert_allclose(found, time[:3], rtol=1e-6)
+            assert units.copy_crossing == 0 or units.token_crossing == 0
+            assert units.copy_spread == pytest.approx(crossing / 10), "the fast network is ten times as fast"
+    moved = reorder_time(np.array([[1, 0]]), np.array([[0, 1]]), topology, cluster=cluster, model=model)
+    for updates in (1, 3):
+        units = unit_times(scale=2.0, updates=updates, **known)
+        assert units.move == pytest.approx(float(moved))
+        assert units.push == pytest.approx(updates * 3 * 4 * 5 * (2 + 4) / 100 / 0.5)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"scale": 0.0}, "scale=0.0 must be positive and finite"),
+        ({"context": float("nan")}, "context=nan must be positive and finite"),
+        ({"updates": -1}, "updates=-1 must be an integer of at least 0"),
+        ({"updates": 0}, "updates=0 and recompute=False leave no pass to run"),
+        ({"data_parallel": 0}, "data_parallel=0 must be an integer of at least 1"),
+        ({"data_parallel": 3}, "2 micro-batches must divide evenly over data_parallel=3"),
+        (
+            {"visits": np.zeros((2, 2, 3, 2), int)},
+            r"visits: expected shape \(2, 2, 4, 2\), found \(2, 2, 3, 2\)",
+        ),
+        ({"previous_home": np.zeros((1, 8), int)}, r"previous_home: expected shape \(2, 8\), found \(1, 8\)"),
+        (
+            {"topology": dataclasses.replace(TOPOLOGY, num_nodes=1)},
+            r"load: expected shape \(2, 2, 1, 2, 8\), found \(2, 2, 2, 2, 8\)",
+        ),
+    ],
+)
+def test_bad_input_of_a_batch(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        batch_time(**{"batch_plan": a_batch("any")[1], "topology": TOPOLOGY} | KNOWN | wrong)
+
+
+def test_other_bad_input():
+    with pytest.raises(ValueError, match="dispatch='ring' must be one of flat, hierarchical"):
+        unit_times(CLUSTER, MODEL, context=20.0, dispatch="ring")
+    with pytest.raises(ValueError, match="dispatch='ring' must be one of flat, hierarchical"):
+        balanced_time(np.zeros((1, 1, 2, 2, 8), int), TOPOLOGY, dispatch="ring", **KNOWN)

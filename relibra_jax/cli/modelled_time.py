@@ -5,13 +5,16 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jaxtyping import Int
 
 from relibra_jax.cli.batching import Batches
 from relibra_jax.cli.options import Costs
 from relibra_jax.cli.planner_runs import PlannedBatch
 from relibra_jax.cli.traces import Trace
-from relibra_jax.cost.hardware import CLUSTERS, MODELS, Cluster, Model
-from relibra_jax.cost.step_time import LayerTime, RankTime, balanced_time, layer_time, rank_time, reorder_time
+from relibra_jax.cost.batch_time import BatchTime, balanced_time, batch_time
+from relibra_jax.cost.hardware import CLUSTERS, Cluster
+from relibra_jax.cost.models import MODELS, Model
+from relibra_jax.cost.step_time import RankTime, rank_time
 from relibra_jax.limits import check_positive
 from relibra_jax.node_visits import node_visits
 from relibra_jax.types import Array, Topology
@@ -33,21 +36,26 @@ class CostModel(NamedTuple):
 
     def rank_time(self, batch: PlannedBatch, topology: Topology) -> RankTime:
         """The modelled forward seconds of every rank under a plan."""
-        visits = None
-        if self.hierarchical:
-            visits = node_visits(batch.replay, batch.batch_plan, topology)
+        visits = self._visits(batch, topology)
         return _rank_time(batch.batch_plan.layer_plans(), topology, visits=visits, **self.setting())
 
-    def balanced_time(self, load: Array, topology: Topology) -> LayerTime:
-        """The modelled seconds of every layer of a perfectly balanced batch with as many tokens."""
-        return layer_time(balanced_time(load, topology, hierarchical=self.hierarchical, **self.setting()))
-
-    def reorder_time(self, batch: PlannedBatch, topology: Topology) -> float:
-        """The modelled seconds of moving experts to their homes before a batch."""
-        home = batch.batch_plan.plan.home
-        return float(
-            reorder_time(home, batch.previous_home, topology, cluster=self.cluster, model=self.model)
+    def batch_time(self, batch: PlannedBatch, topology: Topology) -> BatchTime:
+        """The modelled seconds of a batch under its plan, the reorder before it included."""
+        return batch_time(
+            batch.batch_plan,
+            topology,
+            visits=self._visits(batch, topology),
+            previous_home=batch.previous_home,
+            **self.setting(),
         )
+
+    def balanced_time(self, load: Array, topology: Topology) -> BatchTime:
+        """The modelled seconds of a perfectly balanced batch with as many tokens."""
+        dispatch = "hierarchical" if self.hierarchical else "flat"
+        return balanced_time(load, topology, dispatch=dispatch, **self.setting())
+
+    def _visits(self, batch: PlannedBatch, topology: Topology) -> Int[np.ndarray, "M L P N"] | None:
+        return node_visits(batch.replay, batch.batch_plan, topology) if self.hierarchical else None
 
     def setting(self) -> dict[str, Any]:
         """The arguments of `relibra_jax.cost.step_time.rank_time` that say what time stands for."""

@@ -65,7 +65,7 @@ class Batching:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Costs:
-    """What modelled times stand for; see relibra_jax.cost.step_time."""
+    """What modelled times stand for; see relibra_jax.cost.batch_time."""
 
     hardware: str = "h100"
     """The name of a cluster."""

@@ -10,7 +10,6 @@ import numpy as np
 from relibra_jax.cli.batching import Batches
 from relibra_jax.cli.modelled_time import CostModel
 from relibra_jax.cli.planner_runs import Contender, PlannedBatch, run_contender
-from relibra_jax.cost.step_time import batch_time, layer_time
 from relibra_jax.plan import rank_load, replica_count
 from relibra_jax.planning.metrics import (
     batch_imbalance,
@@ -119,16 +118,8 @@ def _judge(
         moved_experts(batch.batch_plan.plan.home, batch.previous_home, home_slots=topology.home_slots).mean()
         for batch in batches
     ]
-    modelled = sum(
-        float(
-            batch_time(
-                layer_time(cost_model.rank_time(batch, topology)),
-                reorder=cost_model.reorder_time(batch, topology),
-            )
-        )
-        for batch in batches
-    )
-    balanced = sum(float(batch_time(cost_model.balanced_time(load, topology))) for load in loads)
+    modelled = sum(float(cost_model.batch_time(batch, topology).total) for batch in batches)
+    balanced = sum(float(cost_model.balanced_time(load, topology).total) for load in loads)
     each, mean = np.asarray(imbalance(by_rank)), by_rank.mean((2, 3)).sum(0)
     return Outcome(
         planner=name,

@@ -1,7 +1,7 @@
 """Planners that choose by modelled time, where balance alone does not decide.
 
 `cheapest` lets planners compete layer by layer; `replicate_while_hidden` sends replicas over the slow network where
-attention hides the transfer. Both price with `relibra_jax.cost.step_time`.
+attention hides the transfer. Both price with `relibra_jax.cost.step_time` and `relibra_jax.cost.copies`.
 """
 
 from collections.abc import Sequence
@@ -11,8 +11,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Int
 
-from relibra_jax.cost.hardware import Cluster, Model
-from relibra_jax.cost.step_time import layer_time, push_time, rank_time
+from relibra_jax.cost.copies import RESIDENT_BYTES, push_time, resident_traffic
+from relibra_jax.cost.hardware import Cluster
+from relibra_jax.cost.models import Model
+from relibra_jax.cost.step_time import layer_time, rank_time
+from relibra_jax.cost.traffic import transfer_time
 from relibra_jax.planning.extra_args import with_extra_args
 from relibra_jax.planning.replication import replicate_experts
 from relibra_jax.types import Array, Plan, Planner, Topology, layer_plans
@@ -23,7 +26,8 @@ def cheapest(
 ) -> Planner:
     """Run several planners and keep, for each layer, the plan whose batch takes least modelled time.
 
-    So it is never slower than any of them in modelled time, the reorder not counted. Ties go to the earlier one.
+    So it is never slower than any of them in modelled time, the reorder not counted, and residents' pushes as if each
+    layer's travelled alone. Ties go to the earlier one.
 
     Args:
         planners: the planners that compete; each keeps its own state, as if it ran alone.
@@ -47,11 +51,13 @@ def cheapest(
         each = zip(map(with_extra_args, planners), state, strict=True)
         plans, states = zip(*(p.update(load, own, topology, **extra) for p, own in each), strict=True)
         best, least = plans[0], None
+        resident_bytes = float(RESIDENT_BYTES * model.expert_params)
         for plan in plans:
             ranks = rank_time(
                 layer_plans(plan, load), topology, cluster=cluster, model=model, context=context, scale=scale
             )
-            time = layer_time(ranks).total.sum(0)
+            pushes = transfer_time(resident_traffic(plan, topology), resident_bytes, cluster)
+            time = layer_time(ranks).total.sum(0) + pushes.max((-2, -1))
             if least is not None:
                 wins = time < least
                 best = _choose(jnp.broadcast_to(wins[None], plan.quota.shape[:2]), plan, best, wins)

@@ -1,4 +1,4 @@
-"""Named clusters and models for `relibra_jax.cost.step_time`: every constant with its source and unit."""
+"""Named clusters for `relibra_jax.cost`: every constant with its source and unit."""
 
 import dataclasses
 
@@ -8,14 +8,19 @@ import jax
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """What a rank can do in a second. Peaks are the vendor's; efficiencies are assumptions, stated as such."""
+    """What a rank can do in a second, and hold. Peaks are the vendor's; efficiencies are assumptions."""
 
     matmul_flops: float
     """Peak of dense bfloat16 matrix products, FLOP/s."""
     fast_bandwidth: float
     """Inside a node, bytes/s a rank can send, and at the same time receive."""
     slow_bandwidth: float
-    """Between nodes, likewise."""
+    """Between nodes, likewise; where the ranks of a node share a link, a rank's equal part of it."""
+    shared_link: bool = False
+    """Whether the ranks of a node share one link to other nodes, so that it is busy with what all of them send, or
+    receive; else each rank has its own, and the busiest rank's counts."""
+    memory: float
+    """Bytes that a rank can hold."""
     matmul_efficiency: float
     """Share of the peak that grouped and dense products reach (assumed)."""
     network_efficiency: float
@@ -24,109 +29,32 @@ class Cluster:
     """Rows of one tile of a grouped product: a slot's rows cost as many as fill its tiles."""
 
 
+# NVIDIA H100 SXM data sheet: 989 TFLOP/s bfloat16 without sparsity; 80 GB; NVLink 900 GB/s in both directions
+# together. NVIDIA DGX H100 data sheet: 8 x 400 Gb/s InfiniBand for 8 GPUs. Tiles of 128 rows are what Hopper's
+# warp-group products are built from (two 64-row groups).
+_H100 = Cluster(
+    matmul_flops=989e12,
+    fast_bandwidth=450e9,
+    slow_bandwidth=50e9,
+    shared_link=False,
+    memory=80e9,
+    matmul_efficiency=0.6,
+    network_efficiency=0.8,
+    tile=128,
+)
+
 CLUSTERS = {
-    # NVIDIA H100 SXM data sheet: 989 TFLOP/s bfloat16 without sparsity; NVLink 900 GB/s in both directions
-    # together. NVIDIA DGX H100 data sheet: 8 x 400 Gb/s InfiniBand for 8 GPUs. Tiles of 128 rows are what Hopper's
-    # warp-group products are built from (two 64-row groups).
-    "h100": Cluster(
-        matmul_flops=989e12,
-        fast_bandwidth=450e9,
-        slow_bandwidth=50e9,
-        matmul_efficiency=0.6,
-        network_efficiency=0.8,
-        tile=128,
-    ),
-}
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Model:
-    """The sizes of a mixture-of-experts transformer that time depends on, one layer at a time."""
-
-    moe_layers: int
-    num_experts: int
-    top_k: int
-    width: int
-    """Model width D."""
-    expert_width: int
-    """Width F of one expert."""
-    shared_width: int
-    """Width of the shared experts together; 0 for none."""
-    attention_params: int
-    """Weights of one attention block."""
-    attention_width: int
-    """Heads x (query-key dimension + value dimension)."""
-
-    @property
-    def expert_params(self) -> int:
-        """Weights of one expert: gate, up and down."""
-        return 3 * self.width * self.expert_width
-
-    def token_flops(self, context: float) -> float:
-        """Forward FLOP of a token outside the routed experts: attention over half of ``context`` (it is causal),
-        its projections, shared experts."""
-        weights = self.attention_params + 3 * self.width * self.shared_width
-        return 2 * weights + self.attention_width * context
-
-
-def _grouped_query(width: int, heads: int, kv_heads: int, head_dim: int) -> dict[str, int]:
-    """Attention with ``kv_heads`` shared keys and values."""
-    params = width * head_dim * (2 * heads + 2 * kv_heads)
-    return {"width": width, "attention_params": params, "attention_width": 2 * heads * head_dim}
-
-
-# Sizes from the models' published configurations (config.json of each repository on Hugging Face).
-MODELS = {
-    "qwen3-30b-a3b": Model(
-        moe_layers=48,
-        num_experts=128,
-        top_k=8,
-        expert_width=768,
-        shared_width=0,
-        **_grouped_query(2048, 32, 4, 128),
-    ),
-    "qwen3-235b-a22b": Model(
-        moe_layers=94,
-        num_experts=128,
-        top_k=8,
-        expert_width=1536,
-        shared_width=0,
-        **_grouped_query(4096, 64, 4, 128),
-    ),
-    "glm-4.5-106b-a12b": Model(
-        moe_layers=45,
-        num_experts=128,
-        top_k=8,
-        expert_width=1408,
-        shared_width=1408,
-        **_grouped_query(4096, 96, 8, 128),
-    ),
-    # Multi-head latent attention: query rank 1536, key-value rank 512, 128 heads of 128 + 64 (rotary) and 128.
-    "deepseek-v3": Model(
-        moe_layers=58,
-        num_experts=256,
-        top_k=8,
-        width=7168,
-        expert_width=2048,
-        shared_width=2048,
-        attention_params=7168 * (1536 + 512 + 64) + 1536 * 128 * 192 + 512 * 128 * 256 + 128 * 128 * 7168,
-        attention_width=128 * (192 + 128),
-    ),
-    "gpt-oss-20b": Model(
-        moe_layers=24,
-        num_experts=32,
-        top_k=4,
-        expert_width=2880,
-        shared_width=0,
-        **_grouped_query(2880, 64, 8, 64),
-    ),
-    "gpt-oss-120b": Model(
-        moe_layers=36,
-        num_experts=128,
-        top_k=4,
-        expert_width=2880,
-        shared_width=0,
-        **_grouped_query(2880, 64, 8, 64),
-    ),
+    "h100": _H100,
+    # NVIDIA H200 SXM data sheet: compute and NVLink of an H100, 141 GB. NVIDIA DGX H200 data sheet: 8 x 400 Gb/s
+    # InfiniBand for 8 GPUs.
+    "h200": dataclasses.replace(_H100, memory=141e9),
+    # NVIDIA GB200 NVL72 data sheet: 72 GPUs in one NVLink domain, so up to 72 ranks a node; 360 PFLOP/s bfloat16 with
+    # sparsity, half of it without, which is 2.5 PFLOP/s a GPU; 130 TB/s of NVLink together, 1.8 TB/s a GPU in both
+    # directions; 13.4 TB of HBM3e, 186 GB a GPU. NVIDIA DGX GB200 data sheet: 72 x 400 Gb/s InfiniBand. Blackwell's
+    # tensor cores compute tiles of 128 rows as well. The efficiencies are Hopper's.
+    "gb200-nvl72": dataclasses.replace(_H100, matmul_flops=2500e12, fast_bandwidth=900e9, memory=186e9),
+    # HGX H100 nodes of 8 GPUs whose only way to other nodes is one port of Ethernet: 200 Gb/s (IEEE 802.3bs), or
+    # 100 Gb/s (IEEE 802.3ba), for 8 ranks together.
+    "h100-ethernet-200": dataclasses.replace(_H100, slow_bandwidth=200e9 / 8 / 8, shared_link=True),
+    "h100-ethernet-100": dataclasses.replace(_H100, slow_bandwidth=100e9 / 8 / 8, shared_link=True),
 }

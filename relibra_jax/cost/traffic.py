@@ -1,4 +1,8 @@
-"""Rows that ranks exchange under a plan, counted: over the slow network between nodes, and the fast one inside them."""
+"""What ranks send and receive, counted: over the slow network between nodes, and over the fast one inside them.
+
+Counted are the rows of dispatch, from plans alone (flat path) or with the replayed routes (hierarchical path), and
+experts that go from rank to rank. `transfer_time` turns counts into seconds.
+"""
 
 import functools
 from typing import NamedTuple
@@ -6,19 +10,86 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int, Num
+from jaxtyping import Bool, Float, Int, Num
 
+from relibra_jax.cost.hardware import Cluster
 from relibra_jax.token_split import source_quota
-from relibra_jax.types import EMPTY, Array, LayerPlan, Topology
+from relibra_jax.types import EMPTY, Array, LayerPlan, Topology, check_shape
 
 
 class Traffic(NamedTuple):
-    """What each rank sends and receives for one layer of one micro-batch, in one direction of one pass."""
+    """What each rank sends and receives, in rows or in experts."""
 
-    slow: Num[Array, "M L N G"]
-    """Rows over the slow network: the larger of sent and received."""
-    fast: Num[Array, "M L N G"]
-    """Rows over the fast network, likewise."""
+    slow_sent: Num[Array, "*stack N G"]
+    """To other nodes."""
+    slow_received: Num[Array, "*stack N G"]
+    """From other nodes."""
+    fast_sent: Num[Array, "*stack N G"]
+    """To other ranks of the node."""
+    fast_received: Num[Array, "*stack N G"]
+    """From other ranks of the node."""
+
+
+def transfer_time(traffic: Traffic, size: float, cluster: Cluster) -> Float[jax.Array, "*stack N G"]:
+    """Seconds for which each rank's links are busy.
+
+    A rank sends and receives at the same time, and both networks work at the same time. Where the ranks of a node share
+    their link to other nodes, each of them waits until it has carried everything.
+
+    Args:
+        traffic: what each rank sends and receives.
+        size: the bytes of one row or expert.
+        cluster: the hardware.
+
+    >>> from relibra_jax.cost.hardware import CLUSTERS
+    >>> slow, none = jnp.array([[8, 0]]), jnp.zeros((1, 2))
+    >>> for name in ("h100", "h100-ethernet-200"):
+    ...     seconds = transfer_time(Traffic(slow, none, none, none), 1e9, CLUSTERS[name])
+    ...     print(*(f"{each:.1f}" for each in seconds.ravel()))
+    0.2 0.0
+    1.6 1.6
+    """
+    slow = jnp.stack([jnp.asarray(traffic.slow_sent), jnp.asarray(traffic.slow_received)])
+    if cluster.shared_link:
+        slow = jnp.broadcast_to(slow.mean(-1, keepdims=True), slow.shape)
+    fast = jnp.maximum(traffic.fast_sent, traffic.fast_received)
+    seconds = jnp.maximum(
+        slow.max(0) * (size / cluster.slow_bandwidth), fast * (size / cluster.fast_bandwidth)
+    )
+    return seconds / cluster.network_efficiency
+
+
+def count_experts(
+    source: Int[Array, "*places"],
+    target: Int[Array, "*places"],
+    moved: Bool[Array, "*places"],
+    topology: Topology,
+) -> Traffic:
+    """Experts that ranks send and receive.
+
+    Args:
+        source: the flat rank that sends each expert; any where none is moved.
+        target: the flat rank that receives it.
+        moved: whether there is an expert to move; from a rank to itself nothing is.
+        topology: the expert-parallel group.
+
+    Returns:
+        Traffic ``[N, G]`` in experts.
+
+    >>> topology = Topology(num_nodes=2, ranks_per_node=2, num_experts=4, replica_slots=0)
+    >>> count_experts(jnp.array([0, 0, 1]), jnp.array([1, 2, 1]), jnp.ones(3, bool), topology).slow_sent.tolist()
+    [[1, 0], [0, 0]]
+    """
+    same_node = source // topology.ranks_per_node == target // topology.ranks_per_node
+    shape = (topology.num_nodes, topology.ranks_per_node)
+
+    def by_rank(ranks, counted):
+        return (
+            jnp.zeros(topology.num_ranks, jnp.int32).at[ranks].add(counted.astype(jnp.int32)).reshape(shape)
+        )
+
+    away, near = moved & ~same_node, moved & same_node & (source != target)
+    return Traffic(by_rank(source, away), by_rank(target, away), by_rank(source, near), by_rank(target, near))
 
 
 def count_traffic(
@@ -29,6 +100,8 @@ def count_traffic(
 ) -> Traffic:
     """Rows that ranks exchange at dispatch; combine moves the same rows back.
 
+    Rows that only fill up a buffer of fixed size are not counted: the ragged exchange sends none.
+
     Args:
         layer_plans: ``batch_plan.layer_plans()``, stacked ``[M, L]``.
         topology: the expert-parallel group.
@@ -37,13 +110,17 @@ def count_traffic(
             `relibra_jax.node_visits.node_visits`.
 
     Returns:
-        Traffic; ``slow`` in token copies, or in tokens for the hierarchical path.
+        Traffic ``[M, L, N, G]``; over the slow network in token copies, or in tokens for the hierarchical path.
+
+    Raises:
+        ValueError: if ``visits`` have another shape, with both.
     """
     plans = jax.tree.map(jnp.asarray, layer_plans)
     if visits is None:
         return jax.vmap(jax.vmap(functools.partial(_flat_traffic, topology=topology)))(plans)
     nodes, local = topology.num_nodes, topology.ranks_per_node
     shape = plans.quota.shape[:2]
+    check_shape("visits", visits.shape, (*shape, topology.num_ranks, nodes))
 
     def one(plan: LayerPlan) -> jax.Array:
         return source_quota(plan, topology).sum(-1).reshape(nodes, local, nodes, local)
@@ -53,10 +130,14 @@ def count_traffic(
     other_node = ~np.eye(nodes, dtype=bool)[None, :, None]
     other_local = ~np.eye(local, dtype=bool)[None, None, :, None, :]
     away = jnp.asarray(visits).reshape(-1, nodes, local, nodes) * other_node
-    slow = jnp.maximum(away.sum(3), jnp.moveaxis(away.sum(1), 1, 2))
     spread = sent * other_local
-    fast = jnp.maximum(jnp.moveaxis(spread.sum((1, 4)), 1, 2), spread.sum((1, 2)))
-    return Traffic(slow.reshape(*shape, nodes, local), fast.reshape(*shape, nodes, local))
+    counts = Traffic(
+        slow_sent=away.sum(3),
+        slow_received=jnp.moveaxis(away.sum(1), 1, 2),
+        fast_sent=jnp.moveaxis(spread.sum((1, 4)), 1, 2),
+        fast_received=spread.sum((1, 2)),
+    )
+    return jax.tree.map(lambda leaf: leaf.reshape(*shape, nodes, local), counts)
 
 
 def _flat_traffic(plan: LayerPlan, *, topology: Topology) -> Traffic:
@@ -74,5 +155,4 @@ def _flat_traffic(plan: LayerPlan, *, topology: Topology) -> Traffic:
         return jnp.clip(other.sum(1, keepdims=True) - before, 0, side)
 
     sent, taken = in_node(wanted, offered), in_node(offered, wanted)
-    slow = jnp.maximum((wanted - sent).sum(-1), (offered - taken).sum(-1))
-    return Traffic(slow, jnp.maximum(sent.sum(-1), taken.sum(-1)))
+    return Traffic(*(rows.sum(-1) for rows in (wanted - sent, offered - taken, sent, taken)))

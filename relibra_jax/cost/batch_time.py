@@ -1,0 +1,204 @@
+"""What a batch takes under a plan, in seconds, and the idealised bound that plans are compared to.
+
+    layers   attention, compute, exchange and exposed of all layers and micro-batches (`relibra_jax.cost.step_time`), of
+             the slowest data-parallel copy of the expert-parallel group
+    push     residents: weights before each optimizer update and gradients after it; nothing hides them
+    reorder  experts and their optimizer state to new homes, once, if the homes before are given
+
+A stage that runs with a plan of its own over the same homes and residents, such as a recompute in larger
+micro-batches, is a call of its own: ``updates=0, recompute=True`` is a forward pass alone. Its residents' weights are
+those of the first update, with which they are counted, so the time of the batch is the sum of the calls;
+``previous_home`` goes to one of them.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float, Int
+
+from relibra_jax.cost.copies import reorder_time, resident_time
+from relibra_jax.cost.hardware import Cluster
+from relibra_jax.cost.models import Model
+from relibra_jax.cost.step_time import ACTIVATION_BYTES, LayerTime, RankTime, layer_time, rank_time
+from relibra_jax.cost.traffic import Traffic, transfer_time
+from relibra_jax.limits import check_integer, check_positive
+from relibra_jax.types import Array, BatchPlan, Topology, check_shape
+
+DISPATCHES = ("flat", "hierarchical")
+
+
+class BatchTime(NamedTuple):
+    """Modelled seconds of a batch; the six add up."""
+
+    attention: Float[Array, "*stack"]
+    compute: Float[Array, "*stack"]
+    exchange: Float[Array, "*stack"]
+    exposed: Float[Array, "*stack"]
+    """What of the replicas' transfers attention does not hide."""
+    push: Float[Array, "*stack"]
+    """Residents' weights and gradients, in all updates."""
+    reorder: Float[Array, "*stack"]
+    """Experts that change home before the batch."""
+
+    @property
+    def total(self) -> Float[Array, "*stack"]:
+        """Seconds of the batch."""
+        return self.attention + self.compute + self.exchange + self.exposed + self.push + self.reorder
+
+
+_STATIC = ("context", "scale", "updates", "recompute", "data_parallel")
+
+
+@functools.partial(jax.jit, static_argnames=_STATIC)
+def batch_time(
+    batch_plan: BatchPlan,
+    topology: Topology,
+    *,
+    cluster: Cluster,
+    model: Model,
+    context: float,
+    scale: float = 1.0,
+    visits: Int[Array, "M L P N"] | None = None,
+    previous_home: Int[Array, "L E"] | None = None,
+    updates: int = 1,
+    recompute: bool = False,
+    data_parallel: int = 1,
+) -> BatchTime:
+    """The modelled time of a batch under its plan. Compiled; works under jit and vmap as well.
+
+    Args:
+        batch_plan: the plan and its load. With data parallelism the copies' micro-batches follow one another along M, a
+            copy at a time.
+        topology: the expert-parallel group.
+        cluster: the hardware, for example ``CLUSTERS["h100"]``.
+        model: the sizes of the model, for example ``MODELS["qwen3-235b-a22b"]``.
+        context: the mean length of a sequence, tokens; a number, static under jit as all that follow but arrays.
+        scale: how many tokens each token stands for, to read a small trace at the size of a real micro-batch.
+        visits: the counts of `relibra_jax.node_visits.node_visits` for the hierarchical path, where a token crosses to
+            a node once; None for the flat one, where each of its copies does.
+        previous_home: flat home slot of each expert before the batch; None counts no reorder.
+        updates: the optimizer updates among which the batch's micro-batches are divided; 0 for recompute alone.
+        recompute: whether all micro-batches are run forward once more, for old log-probabilities.
+        data_parallel: copies of the group; divides M.
+
+    Raises:
+        ValueError: if a number is out of its range, shapes do not fit the topology or each other, M does not divide
+            over the copies, or neither updates nor recompute leave a pass to run.
+    """
+    _check_numbers(context, scale)
+    loads, slots = batch_plan.load.shape, batch_plan.plan.slot_expert.shape
+    grid = (topology.num_nodes, topology.ranks_per_node)
+    check_shape("load", loads, (*loads[:2], *grid, topology.num_experts))
+    check_shape("slot_expert", slots, (*loads[:2], *grid, topology.slots))
+    if previous_home is not None:
+        check_shape("previous_home", previous_home.shape, batch_plan.plan.home.shape)
+    ranks = rank_time(
+        batch_plan.layer_plans(),
+        topology,
+        cluster=cluster,
+        model=model,
+        context=context,
+        scale=scale,
+        visits=visits,
+    )
+    layers = layer_time(ranks, updates=updates, recompute=recompute)
+    push = resident_time(batch_plan.plan, topology, cluster=cluster, model=model, updates=updates)
+    reorder = jnp.zeros(())
+    if previous_home is not None:
+        reorder = reorder_time(batch_plan.plan.home, previous_home, topology, cluster=cluster, model=model)
+    return _of_slowest_copy(layers, data_parallel, push, reorder)
+
+
+@functools.partial(jax.jit, static_argnames=(*_STATIC, "dispatch"))
+def balanced_time(
+    load: Int[Array, "M L N G E"],
+    topology: Topology,
+    *,
+    cluster: Cluster,
+    model: Model,
+    context: float,
+    scale: float = 1.0,
+    dispatch: str = "flat",
+    updates: int = 1,
+    recompute: bool = False,
+    data_parallel: int = 1,
+) -> BatchTime:
+    """The modelled time if every rank had as many tokens and routing were uniform over experts.
+
+    No replicas, no residents, no reorder. What plans are compared to, as in ReLibra's evaluation; no plan.
+
+    Args:
+        load: token copies, of which each layer's and micro-batch's sum counts.
+        topology: the expert-parallel group.
+        cluster: as in `batch_time`.
+        model: as in `batch_time`.
+        context: as in `batch_time`.
+        scale: as in `batch_time`.
+        dispatch: ``hierarchical`` if a token crosses to a node once, however many of its experts are there, else
+            ``flat``.
+        updates: as in `batch_time`.
+        recompute: as in `batch_time`.
+        data_parallel: as in `batch_time`.
+
+    Raises:
+        ValueError: as `batch_time`, or if ``dispatch`` is unknown.
+    """
+    _check_numbers(context, scale)
+    check_dispatch(dispatch)
+    flops = cluster.matmul_flops * cluster.matmul_efficiency
+    copies = scale * jnp.asarray(load, jnp.float32).sum((-3, -2, -1)) / topology.num_ranks
+    copies = jnp.broadcast_to(
+        copies[..., None, None], (*copies.shape, topology.num_nodes, topology.ranks_per_node)
+    )
+    away, near = 1 - 1 / topology.num_nodes, (topology.ranks_per_node - 1) / topology.num_ranks
+    if dispatch == "hierarchical":
+        away, near = _uniform_visits(topology, model.top_k), 1 - 1 / topology.ranks_per_node
+    ranks = RankTime(
+        attention=copies / model.top_k * model.token_flops(context) / flops,
+        compute=copies * 2.0 * model.expert_params / flops,
+        exchange=transfer_time(
+            Traffic(copies * away, copies * away, copies * near, copies * near),
+            float(ACTIVATION_BYTES * model.width),
+            cluster,
+        ),
+        push=jnp.zeros_like(copies),
+    )
+    layers = layer_time(ranks, updates=updates, recompute=recompute)
+    nothing = jnp.zeros(())
+    return _of_slowest_copy(layers, data_parallel, nothing, nothing)
+
+
+def check_dispatch(dispatch: str) -> None:
+    """Raise ValueError unless ``dispatch`` is one of the two paths."""
+    if dispatch not in DISPATCHES:
+        raise ValueError(f"dispatch={dispatch!r} must be one of {', '.join(DISPATCHES)}")
+
+
+def _check_numbers(context: float, scale: float) -> None:
+    check_positive("context", context)
+    check_positive("scale", scale)
+
+
+def _uniform_visits(topology: Topology, top_k: int) -> float:
+    """Crossings for each token copy, if a token crosses once to each other node that it needs."""
+    nodes, experts = topology.num_nodes, topology.num_experts
+    # A token avoids a node if all its experts are among those elsewhere.
+    elsewhere = experts - experts // nodes
+    avoided = np.prod([max(elsewhere - i, 0) / (experts - i) for i in range(top_k)])
+    return float((nodes - 1) * (1 - avoided) / top_k)
+
+
+def _of_slowest_copy(times: LayerTime, data_parallel: int, push: jax.Array, reorder: jax.Array) -> BatchTime:
+    """Each part of the time, summed over layers and micro-batches, of the copy that takes longest in all."""
+    check_integer("data_parallel", data_parallel, least=1)
+    micro_batches = times.total.shape[0]
+    if micro_batches % data_parallel:
+        raise ValueError(
+            f"{micro_batches} micro-batches must divide evenly over data_parallel={data_parallel}"
+        )
+    by_copy = jnp.stack([jnp.asarray(part).reshape(data_parallel, -1).sum(-1) for part in times])
+    attention, compute, exchange, exposed = by_copy[:, by_copy.sum(0).argmax()]
+    return BatchTime(attention, compute, exchange, exposed, push, reorder)

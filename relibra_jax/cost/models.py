@@ -1,0 +1,98 @@
+"""Named models for `relibra_jax.cost`: the sizes that time and memory depend on, with their source."""
+
+import dataclasses
+
+import jax
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Model:
+    """The sizes of a mixture-of-experts transformer that time depends on, one layer at a time."""
+
+    moe_layers: int
+    num_experts: int
+    top_k: int
+    width: int
+    """Model width D."""
+    expert_width: int
+    """Width F of one expert."""
+    shared_width: int
+    """Width of the shared experts together; 0 for none."""
+    attention_params: int
+    """Weights of one attention block."""
+    attention_width: int
+    """Heads x (query-key dimension + value dimension)."""
+
+    @property
+    def expert_params(self) -> int:
+        """Weights of one expert: gate, up and down."""
+        return 3 * self.width * self.expert_width
+
+    def token_flops(self, context: float) -> float:
+        """Forward FLOP of a token outside the routed experts: attention over half of ``context`` (it is causal),
+        its projections, shared experts."""
+        weights = self.attention_params + 3 * self.width * self.shared_width
+        return 2 * weights + self.attention_width * context
+
+
+def _grouped_query(width: int, heads: int, kv_heads: int, head_dim: int) -> dict[str, int]:
+    """Attention with ``kv_heads`` shared keys and values."""
+    params = width * head_dim * (2 * heads + 2 * kv_heads)
+    return {"width": width, "attention_params": params, "attention_width": 2 * heads * head_dim}
+
+
+# Sizes from the models' published configurations (config.json of each repository on Hugging Face).
+MODELS = {
+    "qwen3-30b-a3b": Model(
+        moe_layers=48,
+        num_experts=128,
+        top_k=8,
+        expert_width=768,
+        shared_width=0,
+        **_grouped_query(2048, 32, 4, 128),
+    ),
+    "qwen3-235b-a22b": Model(
+        moe_layers=94,
+        num_experts=128,
+        top_k=8,
+        expert_width=1536,
+        shared_width=0,
+        **_grouped_query(4096, 64, 4, 128),
+    ),
+    "glm-4.5-106b-a12b": Model(
+        moe_layers=45,
+        num_experts=128,
+        top_k=8,
+        expert_width=1408,
+        shared_width=1408,
+        **_grouped_query(4096, 96, 8, 128),
+    ),
+    # Multi-head latent attention: query rank 1536, key-value rank 512, 128 heads of 128 + 64 (rotary) and 128.
+    "deepseek-v3": Model(
+        moe_layers=58,
+        num_experts=256,
+        top_k=8,
+        width=7168,
+        expert_width=2048,
+        shared_width=2048,
+        attention_params=7168 * (1536 + 512 + 64) + 1536 * 128 * 192 + 512 * 128 * 256 + 128 * 128 * 7168,
+        attention_width=128 * (192 + 128),
+    ),
+    "gpt-oss-20b": Model(
+        moe_layers=24,
+        num_experts=32,
+        top_k=4,
+        expert_width=2880,
+        shared_width=0,
+        **_grouped_query(2880, 64, 8, 64),
+    ),
+    "gpt-oss-120b": Model(
+        moe_layers=36,
+        num_experts=128,
+        top_k=4,
+        expert_width=2880,
+        shared_width=0,
+        **_grouped_query(2880, 64, 8, 64),
+    ),
+}

@@ -1,0 +1,25 @@
+"""A small cluster and a small model, with numbers that are easy to reckon with."""
+
+from relibra_jax.cost.hardware import Cluster
+from relibra_jax.cost.models import Model
+
+CLUSTER = Cluster(
+    matmul_flops=1e6,
+    matmul_efficiency=0.5,
+    fast_bandwidth=1000.0,
+    slow_bandwidth=100.0,
+    memory=1e4,
+    network_efficiency=0.5,
+    tile=16,
+)
+MODEL = Model(
+    moe_layers=1,
+    num_experts=8,
+    top_k=2,
+    width=4,
+    expert_width=5,
+    shared_width=0,
+    attention_params=50,
+    attention_width=10,
+)
+KNOWN = {"cluster": CLUSTER, "model": MODEL, "context": 20.0}
