@@ -351,7 +351,7 @@ def test_more_work_and_slower_networks_never_take_less_time(visits):
         found = run(**KNOWN | more)
         # Longer attention hides more.
         assert all(np.array(found[:3]) >= np.array(base[:3])), more
-        assert float(found.total) >= float(base.total), more
+        assert float(found.total) >= float(base.total) * (1 - 1e-6), more
 
 
 def test_unit_times_are_what_a_unit_takes():
@@ -361,7 +361,7 @@ def test_unit_times_are_what_a_unit_takes():
     model = dataclasses.replace(MODEL, num_experts=2, top_k=1)
     known = {"cluster": cluster, "model": model, "context": 20.0}
     load = np.array([[[[[3, 7]], [[0, 0]]]]], np.int32)  # rank 0 has 10 tokens and sends 7 to the other node
-    plan = Plan(np.array([[[[[0]], [[1]]]]], np.int32), np.array([[0, 1]]), np.array([[[[[3]], [[7]]]]]))
+    plan = Plan(*(np.array(leaf, np.int32) for leaf in ([[[[[0]], [[1]]]]], [[0, 1]], [[[[[3]], [[7]]]]])))
     batch_plan, visits = BatchPlan(None, load, plan), np.array([[[[3, 7], [0, 0]]]])
     for stage in ({}, {"recompute": True}, {"updates": 0, "recompute": True}):
         for dispatch, crossed in (("flat", None), ("hierarchical", visits)):

@@ -4,8 +4,8 @@ What travels, and when:
 
     replicas   bfloat16 weights, for each layer and micro-batch, forward and again backward; then their gradients, in
                bfloat16 too. From the home, or from a resident of the same node (`relibra_jax.plan.copy_source`), by
-               the ragged fetch of `relibra_jax.execution.replica_exchange`; its reduce-scatter moves every slot of the
-               node to every rank's place whether it is filled or not, and takes longer
+               the ragged fetch of `relibra_jax.execution.replica_exchange`; its reduce-scatter moves R slots from
+               each rank of the node to each other one, filled or not, and takes longer
     residents  bfloat16 weights before an update, float32 gradients after it. Each home sends an expert once to each
                other node that holds it, to the first of its ranks that do; that one sends it on inside the node.
                Gradients take the same way back and are summed on it

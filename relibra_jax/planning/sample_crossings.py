@@ -37,7 +37,7 @@ def crossings_by_node(
     """
     nodes, experts = topology.num_nodes, topology.num_experts
     home_node = home // (experts // nodes)
-    held = home_node[:, None] == jnp.arange(nodes)[:, None]  # [L N E]
+    held = home_node[:, None] == jnp.arange(nodes)[None, :, None]  # [L N E]
     if resident is not None:
         copied = resident.reshape(*resident.shape[:2], -1)
         layer, node = jnp.arange(len(home))[:, None, None], jnp.arange(nodes)[None, :, None]
@@ -64,7 +64,7 @@ def _distinct_crossings(
 
     def one_layer(total, layer):
         ids, home_node, held = layer
-        goes_to = home_node[ids][:, None] == jnp.arange(nodes)[:, None]  # [Q N K]
+        goes_to = home_node[ids][:, None] == jnp.arange(nodes)[None, :, None]  # [Q N K]
         leaves = ~held[:, ids].swapaxes(0, 1)  # [Q N K]
         visits = (goes_to[:, None] & leaves[:, :, None]).any(-1)  # [Q, where it lies, where it goes]
         return total + visits.sum(-1, dtype=jnp.float32), None
