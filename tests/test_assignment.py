@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from relibra_jax.planning.assignment import assign_in_order, assign_samples
 from relibra_jax.planning.placement import place_experts
+from relibra_jax.planning.sample_packing import pack_samples
 from relibra_jax.types import EMPTY, Topology
 
 KEY = jax.random.key(0)
@@ -52,16 +53,12 @@ def longest_first(tokens, bins, room):
     return where
 
 
-def budgets(tokens, micro_batches, ranks, room, ratio):
+def budgets(tokens, micro_batches, room, ratio):
     """The documented bounds on the tokens of a micro-batch and of a rank."""
-    where = longest_first(tokens, micro_batches, ranks * room)
-    packed = [tokens[where == m] for m in range(micro_batches)]
-    fullest = max(
-        np.bincount(longest_first(t, ranks, room), weights=t, minlength=ranks).max() for t in packed if len(t)
-    )
-    mean = tokens.sum() / micro_batches
-    floor = max(tokens.max(), 0)
-    return max(ratio * mean, floor, max(t.sum() for t in packed)), max(ratio * mean / ranks, floor, fullest)
+    packed = pack_samples(tokens, SMALL, num_micro_batches=micro_batches, samples_per_rank=room)
+    held, mean, longest = held_tokens(np.asarray(packed.sample), tokens), tokens.sum() / micro_batches, tokens.max()
+    ranks = held.shape[1]
+    return max(ratio * mean, longest, held.sum(1).max()), max(ratio * mean / ranks, longest, held.max())
 
 
 @pytest.mark.parametrize("room", [1, 3])
@@ -78,7 +75,7 @@ def test_every_sample_once_and_budgets_are_held(room, tokens, seed):
     assert sample.shape == (3, 2, 2, room)
     assert each_once(sample, 11)
     held = held_tokens(sample, tokens)
-    of_micro_batch, of_rank = budgets(tokens, 3, 4, room, 1.05)
+    of_micro_batch, of_rank = budgets(tokens, 3, room, 1.05)
     assert held.sum(1).max() <= of_micro_batch + 1e-3
     assert held.max() <= of_rank + 1e-3
     assert np.array_equal(sample, assign(key=jax.random.key(seed)).sample), (
@@ -173,9 +170,8 @@ def test_recorded_loads(shared, nodes, bound):
     tokens = trace["lengths"][order].astype(np.int32)
     topology = Topology(num_nodes=nodes, ranks_per_node=4, num_experts=32, replica_slots=2)
     start = np.tile(np.arange(32, dtype=np.int32), (24, 1))
-    home = np.asarray(
-        place_experts(load.reshape(32, 8, 24, 32).sum(1).astype(np.int32), start, topology, key=KEY)
-    )
+    by_micro_batch = load.reshape(32, 8, 24, 32).sum(1).astype(np.int32)
+    home = np.asarray(place_experts(by_micro_batch, start, topology, key=KEY).home)
     sample = assign_samples(load, tokens, home, topology, num_micro_batches=32, key=KEY).sample
     in_order = assign_in_order(256, topology, num_micro_batches=32).sample
     assert each_once(sample, 256)
