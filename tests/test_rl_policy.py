@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 from experiments.rl.policy import POLICIES, Policy, PolicyConfig, make_policy, token_log_probs
 from relibra_jax.execution.mesh import RANKS, expert_mesh
 from relibra_jax.nnx import ExpertParallel, reorder_experts
+from relibra_jax.planning.assignment import assign_in_order
 from relibra_jax.planning.plan_batch import plan_batch
 from relibra_jax.planning.planners import PLANNERS
 from relibra_jax.types import LayerPlan, RoutingReplay, Topology
@@ -114,7 +115,9 @@ def replayed(planner):
     ids, planner = live().expert_ids, PLANNERS[planner].planner
     state = planner.init(TOPOLOGY, CONFIG.layers, key=jax.random.key(0))
     batch_plan, _ = jax.jit(plan_batch, static_argnums=(1, 3), static_argnames="num_micro_batches")(
-        RoutingReplay(ids, MASK), planner, state, TOPOLOGY, num_micro_batches=1
+        *(RoutingReplay(ids, MASK), planner, state, TOPOLOGY),
+        num_micro_batches=1,
+        start=assign_in_order(SAMPLES, TOPOLOGY, num_micro_batches=1),
     )
     assert np.asarray(batch_plan.assignment.sample).ravel().tolist() == list(range(SAMPLES))
     return ids, jax.device_get(batch_plan).micro_batch(0)
