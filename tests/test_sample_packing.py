@@ -43,7 +43,7 @@ def test_longest_first_to_the_lightest(tokens, data):
     sample = np.asarray(pack_samples(np.array(tokens), SMALL, num_micro_batches=micro_batches).sample)
     packed = longest_first(tokens, 4 * micro_batches)
     assert sample.shape == (micro_batches, 2, 2, max(map(len, packed)))
-    for places, samples in zip(np.moveaxis(sample, 0, 2).reshape(len(packed), -1), packed, strict=True):
+    for places, samples in zip(sample.reshape(len(packed), -1), packed, strict=True):
         assert places.tolist() == samples + [EMPTY] * (len(places) - len(samples))
     held = held_tokens(sample, np.maximum(tokens, 1))
     assert held.max() < held.mean() + max(*tokens, 1) + 1e-6

@@ -26,6 +26,7 @@ from jaxtyping import Int, PRNGKeyArray
 
 from relibra_jax.planning.annealing import cooling
 from relibra_jax.planning.draws import draw_bits, gumbel, integers
+from relibra_jax.planning.packing import lightest_pack
 from relibra_jax.planning.sample_crossings import crossings_by_node
 from relibra_jax.planning.sample_packing import pack_samples
 from relibra_jax.planning.token_sample import Routes
@@ -109,7 +110,7 @@ def assign_samples(
     attention_cost: float = 0.3,
     crossing_cost: float = 0.1,
     routes: Routes | None = None,
-    resident: Int[Array, "L N G B"] | None = None,
+    resident: Int[Array, "L N G resident_slots"] | None = None,
     cost: UnitTimes | None = None,
 ) -> Assignment:
     """Choose a micro-batch and a rank for every sample, so that nodes and ranks carry even load.
@@ -117,8 +118,7 @@ def assign_samples(
     Source: sample packing (arXiv 2608.12146) and ReLibra's sample locality; the file's docstring has the objective.
 
     The budget of tokens is ``token_budget`` times the mean, of micro-batches and of ranks; or the largest single
-    sample, or what longest-first packing needs, if those are more. It is never exceeded. Longest-first packing
-    needs more than the first two only where samples are few or long for their ranks: two equal ranks cannot
+    sample, or what packing needs, if those are more. It is never exceeded. Packing needs more than the first two only where samples are few or long for their ranks: two equal ranks cannot
     share three equal samples evenly.
 
     Args:
@@ -185,10 +185,14 @@ def assign_samples(
     share = jnp.concatenate(
         [_node_share(sample_load, home, nodes), jnp.zeros((1, nodes * layers), jnp.float32)]
     )
-    start = pack_samples(
-        tokens, topology, num_micro_batches=num_micro_batches, samples_per_rank=samples_per_rank
-    )
-    sample = jnp.asarray(start.sample).reshape(num_micro_batches, ranks * samples_per_rank)
+    if samples_per_rank > 1:
+        start = pack_samples(
+            tokens, topology, num_micro_batches=num_micro_batches, samples_per_rank=samples_per_rank
+        ).sample
+    else:  # packed by ranks alone, the longest samples would all be in the first micro-batch
+        which, rank = lightest_pack(length[:-1], jnp.zeros(num_micro_batches, jnp.float32), room=ranks)
+        start = jnp.full((num_micro_batches, ranks), EMPTY).at[which, rank].set(jnp.arange(samples))
+    sample = jnp.asarray(start, jnp.int32).reshape(num_micro_batches, ranks * samples_per_rank)
     sample = jnp.where(sample == EMPTY, samples, sample)
     in_ranks = length[sample].reshape(num_micro_batches, ranks, samples_per_rank).sum(-1, dtype=jnp.int32)
     packing = _Packing(sample, share[sample].sum(1), in_ranks)
@@ -281,7 +285,7 @@ def _anneal(packing, share, length, crossing, node_of, budget, attention, layers
             jnp.where(choice[:, None] > 0, x[pair, jnp.maximum(choice - 1, 0)], 0)
             for x in (load, tokens_a, tokens_b)
         )
-        got = give + jnp.where(chosen, take - give, 0).sum(1, keepdims=True)
+        got = give + jnp.where(chosen, take - give, 0).sum(1, keepdims=True, dtype=give.dtype)
         sample_a = jax.lax.dynamic_update_slice_in_dim(a.sample, got, i, axis=1)
         sample_b = jax.lax.dynamic_update_slice_in_dim(b.sample, jnp.where(chosen, give, take), j, axis=1)
         a = _Packing(sample_a, a.load + load, a.tokens + tokens_a)

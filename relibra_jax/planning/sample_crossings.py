@@ -15,7 +15,7 @@ def crossings_by_node(
     topology: Topology,
     *,
     routes: Routes | None = None,
-    resident: Int[Array, "L N G B"] | None = None,
+    resident: Int[Array, "L N G resident_slots"] | None = None,
     cost: UnitTimes | None = None,
 ) -> Float[jax.Array, "B N"]:
     """Count what of each sample leaves its node if it lies in each of the nodes, averaged over layers.

@@ -28,8 +28,8 @@ def pack_samples(
 ) -> Assignment:
     """Give every sample, longest first, to the lightest micro-batch and rank, whatever its experts.
 
-    Of equally long samples the first in the batch goes first. Of equally light bins the first takes it: the first rank
-    of every micro-batch, then the second of every one, so that micro-batches are even too where bins stay empty. A sample without tokens counts as one token, so that such samples spread.
+    Of equally long samples the first in the batch goes first. Of equally light bins the first takes it: ranks in
+    flat order inside micro-batches in order. A sample without tokens counts as one token, so that such samples spread.
 
     Args:
         tokens: the length of each sample. Concrete lengths are packed on the host, traced ones in the program, alike.
@@ -64,14 +64,13 @@ def pack_samples(
         which, position = lightest_pack(jnp.maximum(tokens, 1), jnp.zeros(bins, jnp.float32), room=room)
         number = jnp.arange(samples, dtype=jnp.int32)
         sample = jnp.full((bins, room), EMPTY, jnp.int32).at[which, position].set(number)
-        sample = sample.reshape(nodes, local, num_micro_batches, room)
-        return Assignment(jnp.moveaxis(sample, 2, 0))
+        return Assignment(sample.reshape(num_micro_batches, nodes, local, room))
     which, position = _pack_on_host(tokens, bins, room)
     if samples_per_rank is None:
         room = int(position.max()) + 1
     packed = np.full((bins, room), EMPTY, np.int32)
     packed[which, position] = np.arange(samples)
-    return Assignment(np.moveaxis(packed.reshape(nodes, local, num_micro_batches, room), 2, 0))
+    return Assignment(packed.reshape(num_micro_batches, nodes, local, room))
 
 
 def micro_batches_for(tokens: Int[Array, " B"], topology: Topology, *, tokens_per_rank: int) -> int:
