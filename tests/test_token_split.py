@@ -15,7 +15,7 @@ from relibra_jax.planning.metrics import cross_node_load
 from relibra_jax.planning.static import static
 from relibra_jax.replay import expert_load
 from relibra_jax.token_split import source_quota
-from relibra_jax.types import EMPTY, BatchPlan, Topology
+from relibra_jax.types import EMPTY, BatchPlan, LayerPlan, Topology
 
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=2)
 
@@ -72,6 +72,22 @@ def test_own_rank_then_own_node_come_first(batch):
         np.testing.assert_array_equal(own.sum(-1), np.minimum(load[:, :, rank], quota[..., rank]))
     crossing = sum(sent[:, :, rank, 1 - rank // 2].sum((2, 3)) for rank in range(4))
     np.testing.assert_array_equal(crossing, cross_node_load(batch.layer_plans()))
+
+
+def test_every_rank_sends_away_as_much():
+    """Eight experts alike, each with a copy in the other node that computes half of that node's tokens: its own rank's,
+    and one other rank's. The other half crosses, and all ranks send the same."""
+    topology = Topology(num_nodes=2, ranks_per_node=4, num_experts=8, replica_slots=1)
+    home = np.arange(8, dtype=np.int32).reshape(2, 4, 1)
+    copies = np.roll(home[::-1], 1, axis=1)
+    plan = LayerPlan(
+        slot_expert=np.concatenate([home, copies], -1),
+        home=np.arange(8),
+        quota=np.broadcast_to(np.array([60, 20], np.int32), (2, 4, 2)),
+        load=np.full((2, 4, 8), 10, np.int32),
+    )
+    sent = np.asarray(source_quota(plan, topology)).reshape(2, 4, 2, 8).sum(-1)
+    np.testing.assert_array_equal([sent[0, :, 1], sent[1, :, 0]], np.full((2, 4), 20))
 
 
 def test_node_visits_by_brute_force(replay, batch):

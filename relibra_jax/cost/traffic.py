@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int, Num
 
-from relibra_jax.token_split import source_quota
+from relibra_jax.token_split import line_starts, source_quota
 from relibra_jax.types import EMPTY, Array, LayerPlan, Topology
 
 
@@ -70,8 +70,7 @@ def _flat_traffic(plan: LayerPlan, *, topology: Topology) -> Traffic:
     wanted, offered = ((side - own).reshape(nodes, local, -1) for side in (supply, demand))
 
     def in_node(side, other):
-        before = jnp.cumsum(side, axis=1) - side
-        return jnp.clip(other.sum(1, keepdims=True) - before, 0, side)
+        return jnp.clip(other.sum(1, keepdims=True) - line_starts(side), 0, side)
 
     sent, taken = in_node(wanted, offered), in_node(offered, wanted)
     slow = jnp.maximum((wanted - sent).sum(-1), (offered - taken).sum(-1))
