@@ -93,6 +93,26 @@ def refit_quota(plan: LayerPlan, load: Int[Array, "N G E"], topology: Topology) 
     return plan._replace(quota=quota.reshape(plan.quota.shape), load=load)
 
 
+def line_starts(amount: Int[Array, "*runs neighbours E"]) -> Int[jax.Array, "*runs neighbours E"]:
+    """Where each rank's part begins when the ranks of a run lay their copies of an expert along one line.
+
+    Args:
+        amount: copies of each expert on each rank of the run.
+
+    Returns:
+        Copies before each rank's own. The line of expert e begins at rank ``e % neighbours`` and goes around.
+
+    >>> line_starts(jnp.array([[5, 5], [3, 3]])).tolist()
+    [[0, 3], [5, 0]]
+    """
+    neighbours, experts = amount.shape[-2:]
+    first = np.arange(experts) % neighbours
+    before = jnp.cumsum(amount, axis=-2, dtype=amount.dtype) - amount
+    around = np.arange(neighbours)[:, None] < first
+    total = jnp.where(around, amount.sum(-2, keepdims=True, dtype=amount.dtype), 0)
+    return before + total - before[..., first, np.arange(experts)][..., None, :]
+
+
 def _overlap(
     supply: Int[jax.Array, "P E"],
     demand: Int[jax.Array, "P E"],
@@ -103,12 +123,12 @@ def _overlap(
     """What flows from each rank to each slot, between runs of so many neighbouring ranks."""
     ranks = supply.shape[0]
 
-    def ends(amount):
+    def line(amount):
         runs = amount.reshape(ranks // neighbours, neighbours, -1)
-        return jnp.cumsum(runs, axis=1, dtype=runs.dtype).reshape(amount.shape)
+        return line_starts(runs).reshape(amount.shape)
 
-    supply_end, demand_end = ends(supply)[:, expert], ends(demand)[rank, expert][None]
-    supply_start, demand_start = supply_end - supply[:, expert], demand_end - demand[rank, expert][None]
+    supply_start, demand_start = line(supply)[:, expert], line(demand)[rank, expert][None]
+    supply_end, demand_end = supply_start + supply[:, expert], demand_start + demand[rank, expert][None]
     overlap = jnp.minimum(supply_end, demand_end) - jnp.maximum(supply_start, demand_start)
     together = np.arange(ranks)[:, None] // neighbours == rank[None] // neighbours
     return jnp.where(together, jnp.maximum(overlap, 0), 0)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from support.plans import random_plan, random_routing
 
+from relibra_jax.copy_slots import copy_slots
 from relibra_jax.node_visits import node_visits
 from relibra_jax.plan import resident_experts
 from relibra_jax.plan_check import check_plan
@@ -16,7 +17,7 @@ from relibra_jax.planning.metrics import cross_node_load
 from relibra_jax.planning.static import static
 from relibra_jax.replay import expert_load
 from relibra_jax.token_split import source_quota
-from relibra_jax.types import EMPTY, BatchPlan, Topology
+from relibra_jax.types import EMPTY, BatchPlan, LayerPlan, Topology
 
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=2, resident_slots=1)
 """Planners leave the resident slots empty; any plans fill them."""
@@ -78,25 +79,38 @@ def test_own_rank_then_own_node_come_first(batch):
     np.testing.assert_array_equal(crossing, cross_node_load(batch.layer_plans()))
 
 
-def test_node_visits_by_brute_force(replay, batch):
-    """Walk over the tokens of each rank and hand out its quotas copy by copy."""
+def test_every_rank_sends_away_as_much():
+    """Eight experts alike, each with a copy in the other node that computes half of that node's tokens: its own rank's,
+    and one other rank's. The other half crosses, and all ranks send the same."""
+    topology = Topology(num_nodes=2, ranks_per_node=4, num_experts=8, replica_slots=1)
+    home = np.arange(8, dtype=np.int32).reshape(2, 4, 1)
+    copies = np.roll(home[::-1], 1, axis=1)
+    plan = LayerPlan(
+        slot_expert=np.concatenate([home, copies], -1),
+        home=np.arange(8),
+        quota=np.broadcast_to(np.array([60, 20], np.int32), (2, 4, 2)),
+        load=np.full((2, 4, 8), 10, np.int32),
+    )
+    sent = np.asarray(source_quota(plan, topology)).reshape(2, 4, 2, 8).sum(-1)
+    np.testing.assert_array_equal([sent[0, :, 1], sent[1, :, 0]], np.full((2, 4), 20))
+
+
+def test_node_visits_are_those_of_the_copies_slots(replay, batch):
+    """Walk over the ranks and let `copy_slots` say where the copies of their tokens go."""
     sent = sent_by(batch)
     expected = np.zeros((2, 2, 4, 2), int)
+    serve = jax.jit(functools.partial(copy_slots, topology=TOPOLOGY))
     for m, layer, rank in np.ndindex(2, 2, 4):
-        slots = np.asarray(batch.plan.slot_expert)[m, layer].ravel()
-        left = sent[m, layer, rank].ravel().copy()
-        for sample in batch.assignment.sample[m, rank // 2, rank % 2]:
-            if sample == EMPTY:
-                continue
-            for token in np.flatnonzero(replay.mask[sample]):
-                nodes = set()
-                for expert in replay.expert_ids[sample, token, layer]:
-                    slot = next(i for i in range(len(slots)) if slots[i] == expert and left[i])
-                    left[slot] -= 1
-                    nodes.add(slot // (2 * TOPOLOGY.slots))
-                for node in nodes:
-                    expected[m, layer, rank, node] += 1
-        assert not left.any()
+        samples = batch.assignment.sample[m, rank // 2, rank % 2]
+        samples = samples[samples != EMPTY]
+        ids = np.where(
+            replay.mask[samples][..., None], replay.expert_ids[samples, :, layer].astype(int), EMPTY
+        )
+        slots = np.asarray(batch.plan.slot_expert)[m, layer]
+        served = np.asarray(serve(ids.reshape(-1, 3), slots, sent[m, layer, rank], node=rank // 2))
+        for token in served:
+            for node in set((token[token != EMPTY] // (2 * TOPOLOGY.slots)).tolist()):
+                expected[m, layer, rank, node] += 1
     np.testing.assert_array_equal(node_visits(replay, batch, TOPOLOGY), expected)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int, Num
 
 from relibra_jax.cost.hardware import Cluster
-from relibra_jax.token_split import source_quota
+from relibra_jax.token_split import line_starts, source_quota
 from relibra_jax.types import EMPTY, Array, LayerPlan, Topology, check_shape
 
 
@@ -151,8 +151,7 @@ def _flat_traffic(plan: LayerPlan, *, topology: Topology) -> Traffic:
     wanted, offered = ((side - own).reshape(nodes, local, -1) for side in (supply, demand))
 
     def in_node(side, other):
-        before = jnp.cumsum(side, axis=1) - side
-        return jnp.clip(other.sum(1, keepdims=True) - before, 0, side)
+        return jnp.clip(other.sum(1, keepdims=True) - line_starts(side), 0, side)
 
     sent, taken = in_node(wanted, offered), in_node(offered, wanted)
     return Traffic(*(rows.sum(-1) for rows in (wanted - sent, offered - taken, sent, taken)))
