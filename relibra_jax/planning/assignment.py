@@ -5,10 +5,11 @@ divided by a count of the whole batch (sample packing, arXiv 2608.12146); the ti
 given, a sample is a vector of node loads ``v[l, n]``, as shares of its layer's mean, and we
 
     minimise  mean_l sum_m max_n sum_{samples of m} v[l, n]  +  attention_cost * sum_m max_rank tokens / mean
-              +  crossing_cost * (tokens that cross) / tokens,
+              +  crossing_cost * mean_l sum_m max_rank (tokens that cross from it) / mean tokens,
 
 the node imbalance over the batch, that of attention, and what crosses between nodes, while no micro-batch and no rank
-exceeds its budget of tokens. What of a sample crosses follows from the node where it lies, so it is a table. Packing
+exceeds its budget of tokens. What of a sample crosses follows from the node where it lies, so it is a table. (Of
+neighbouring layers it is one number, where layers and ranks are many.) Packing
 (`relibra_jax.planning.sample_packing`) makes a start that is even in tokens. Then, in each step of a simulated annealing,
 micro-batches are paired at random, and every pair draws one swap of a position of the one with one of a few
 positions of the other, or none, with probability proportional to ``exp(-objective / temperature)``. Positions
@@ -36,6 +37,8 @@ HOTTEST: Final = 3e-3
 COLDEST: Final = 1e-4
 """Temperatures, in units of a micro-batch's imbalance. On recorded loads hotter or less cold ends lose balance, and
 a start at 1e-3, though its nodes can be as even, leaves attention more uneven than the given order."""
+COUNTS: Final = 512
+"""Counts of crossing tokens that a micro-batch keeps, a rank and a group of layers each."""
 CANDIDATES: Final = 8
 """Swaps that a pair of micro-batches chooses from. 16 and 32 gained 0.1% of balance in 1.6 and 2.9 times the time."""
 
@@ -82,6 +85,8 @@ class _Packing(NamedTuple):
     """[M N*L], shares of the batch's mean."""
     tokens: jax.Array
     """[M ranks]"""
+    crossing: jax.Array
+    """[M ranks * groups], what leaves the node of each rank, in groups of layers, times its price."""
 
 
 @functools.partial(
@@ -195,28 +200,30 @@ def assign_samples(
     sample = jnp.asarray(start, jnp.int32).reshape(num_micro_batches, ranks * samples_per_rank)
     sample = jnp.where(sample == EMPTY, samples, sample)
     in_ranks = length[sample].reshape(num_micro_batches, ranks, samples_per_rank).sum(-1, dtype=jnp.int32)
-    packing = _Packing(sample, share[sample].sum(1), in_ranks)
     total = jnp.maximum(length.sum(dtype=jnp.float32), 1)
-    crossing = crossings_by_node(sample_load, tokens, home, topology, routes=routes, resident=resident, cost=cost)
-    crossing = jnp.concatenate([crossing, jnp.zeros((1, nodes), jnp.float32)]) / total
+    attention, price = jnp.float32(attention_cost), jnp.float32(crossing_cost)
+    if cost is not None:
+        top_k = sample_load.sum(dtype=jnp.float32) / (layers * total)
+        attention = jnp.float32(cost.token) / (jnp.float32(cost.copy) * top_k)
+        price = jnp.float32(cost.crossing) / (jnp.float32(cost.copy) * top_k)
+    groups = min(layers, max(1, COUNTS // ranks))
+    crossing = crossings_by_node(
+        sample_load, tokens, home, topology, routes=routes, resident=resident, cost=cost, groups=groups
+    )
+    crossing = jnp.concatenate([crossing, jnp.zeros((1, nodes, groups), jnp.float32)]) * (price * ranks / total)
+    node_of = jnp.arange(sample.shape[1]) // (samples_per_rank * topology.ranks_per_node)
+    from_ranks = crossing[sample, node_of[None]].reshape(num_micro_batches, ranks, samples_per_rank, groups).sum(2)
+    packing = _Packing(sample, share[sample].sum(1), in_ranks, from_ranks.reshape(num_micro_batches, -1))
     if num_micro_batches > 1:
         budget = _budgets(
             packing, length, token_budget * total / jnp.array([num_micro_batches, packing.tokens.size])
         )
-        attention = jnp.float32(attention_cost)
-        price = jnp.float32(crossing_cost)
-        if cost is not None:
-            top_k = sample_load.sum(dtype=jnp.float32) / (layers * total)
-            attention = jnp.float32(cost.token) / (jnp.float32(cost.copy) * top_k)
-            price = jnp.float32(cost.crossing) / (jnp.float32(cost.copy) * top_k)
-        node_of = jnp.arange(sample.shape[1]) // (samples_per_rank * topology.ranks_per_node)
         packing = _anneal(
-            packing, share, length, price * crossing, node_of, budget, attention * ranks / total, layers, key, steps
+            packing, share, length, crossing, node_of, budget, attention * ranks / total, layers, key, steps
         )
-    sample = packing.sample.reshape(num_micro_batches, ranks, samples_per_rank)
-    affinity = -crossing[sample].sum(2)
-    rank = jnp.argsort(jax.vmap(_nearest_node, (0, None))(affinity, topology.ranks_per_node), axis=-1)
-    sample = jnp.sort(jnp.take_along_axis(sample, rank[..., None], axis=1), axis=-1)
+    sample = _exchange_ranks(
+        packing.sample.reshape(num_micro_batches, ranks, samples_per_rank), crossing.sum(-1), topology
+    )
     sample = jnp.where(sample == samples, EMPTY, sample).astype(jnp.int32)
     return Assignment(sample.reshape(num_micro_batches, nodes, topology.ranks_per_node, samples_per_rank))
 
@@ -247,10 +254,12 @@ def _anneal(packing, share, length, crossing, node_of, budget, attention, layers
     pair = jnp.arange(pairs)
     temperature = cooling(HOTTEST, COLDEST, steps) / micro_batches
 
-    def objective(load, tokens):
+    def objective(load, tokens, crossing):
         top = load.reshape(*load.shape[:-1], -1, layers).max(-2)
-        # The barrier keeps the sum over layers out of the fusion, where XLA:CPU would not vectorise it.
-        return jax.lax.optimization_barrier(top) @ jnp.ones(layers, jnp.float32) + attention * tokens.max(-1)
+        busiest = crossing.reshape(*crossing.shape[:-1], ranks, -1).max(-2)
+        # The barriers keep the sums out of the fusion, where XLA:CPU would not vectorise them.
+        waits = (jax.lax.optimization_barrier(part).sum(-1) for part in (top, busiest))
+        return sum(waits) + attention * tokens.max(-1)
 
     def within(tokens):
         return (tokens.sum(-1) <= budget[0]) & (tokens.max(-1) <= budget[1])
@@ -266,33 +275,49 @@ def _anneal(packing, share, length, crossing, node_of, budget, attention, layers
         take = jax.lax.dynamic_slice_in_dim(b.sample, j, options, axis=1)
         load = share[take] - share[give]
         longer = (length[take] - length[give])[..., None]
-        tokens_a = longer * jax.nn.one_hot(i // room, ranks, dtype=jnp.int32)[None, None]
-        tokens_b = longer * jax.nn.one_hot((j + jnp.arange(options)) // room, ranks, dtype=jnp.int32)[None]
+        at_i = jax.nn.one_hot(i // room, ranks, dtype=jnp.int32)[None, None]
+        at_j = jax.nn.one_hot((j + jnp.arange(options)) // room, ranks, dtype=jnp.int32)[None]
+        tokens_a, tokens_b = longer * at_i, longer * at_j
+        here, there = node_of[i], jax.lax.dynamic_slice_in_dim(node_of, j, options)[None]
+        more_a = crossing[take, here] - crossing[give, here]
+        more_b = crossing[take, there] - crossing[give, there]
+        more_a, more_b = (
+            (at[..., None] * more[..., None, :]).reshape(*more.shape[:-1], -1)
+            for at, more in ((at_i, more_a), (at_j, more_b))
+        )
 
         after_a, after_b = a.tokens[:, None] + tokens_a, b.tokens[:, None] - tokens_b
-        after = objective(a.load[:, None] + load, after_a) + objective(b.load[:, None] - load, after_b)
-        # What crosses of the two samples in each other's place, less what does in their own.
-        here, there = node_of[i], jax.lax.dynamic_slice_in_dim(node_of, j, options)
-        mine, theirs = crossing[give], crossing[take]
-        at_i, at_j = (jnp.take_along_axis(x, there[None, :, None], axis=2)[..., 0] for x in (mine, theirs))
-        after += at_i + theirs[..., here] - at_j - mine[..., here]
+        after = objective(a.load[:, None] + load, after_a, a.crossing[:, None] + more_a)
+        after += objective(b.load[:, None] - load, after_b, b.crossing[:, None] - more_b)
         after = jnp.where(within(after_a) & within(after_b), after, jnp.inf)
-        now = objective(a.load, a.tokens) + objective(b.load, b.tokens)
+        now = objective(a.load, a.tokens, a.crossing) + objective(b.load, b.tokens, b.crossing)
         choice = jnp.argmin(jnp.concatenate([now[:, None], after], axis=1) - temperature * noise, axis=1)
         chosen = choice[:, None] == jnp.arange(1, options + 1)[None]
 
-        load, tokens_a, tokens_b = (
+        load, tokens_a, tokens_b, more_a, more_b = (
             jnp.where(choice[:, None] > 0, x[pair, jnp.maximum(choice - 1, 0)], 0)
-            for x in (load, tokens_a, tokens_b)
+            for x in (load, tokens_a, tokens_b, more_a, more_b)
         )
         got = give + jnp.where(chosen, take - give, 0).sum(1, keepdims=True, dtype=give.dtype)
         sample_a = jax.lax.dynamic_update_slice_in_dim(a.sample, got, i, axis=1)
         sample_b = jax.lax.dynamic_update_slice_in_dim(b.sample, jnp.where(chosen, give, take), j, axis=1)
-        a = _Packing(sample_a, a.load + load, a.tokens + tokens_a)
-        b = _Packing(sample_b, b.load - load, b.tokens - tokens_b)
+        a = _Packing(sample_a, a.load + load, a.tokens + tokens_a, a.crossing + more_a)
+        b = _Packing(sample_b, b.load - load, b.tokens - tokens_b, b.crossing - more_b)
         return jax.tree.map(lambda *parts: jnp.concatenate(parts), a, b, rest), None
 
     return jax.lax.scan(step, packing, (order, mine, theirs, temperature, noise))[0]
+
+
+def _exchange_ranks(sample, crossing, topology: Topology):
+    """Exchange the ranks of every micro-batch, where less then crosses nodes; samples of a rank ascend."""
+    room = topology.ranks_per_node
+    by_rank = crossing[sample].sum(2)  # [M, rank, node where it might be]
+    node = jax.vmap(_nearest_node, (0, None))(-by_rank, room)
+    there = jnp.take_along_axis(by_rank, node[..., None], axis=-1).sum((1, 2))
+    here = (jnp.arange(topology.num_ranks) // room)[None]
+    now = jnp.take_along_axis(by_rank, jnp.broadcast_to(here, node.shape)[..., None], axis=-1).sum((1, 2))
+    rank = jnp.argsort(jnp.where((there < now)[:, None], node, here), axis=-1, stable=True)
+    return jnp.sort(jnp.take_along_axis(sample, rank[..., None], axis=1), axis=-1)
 
 
 def _nearest_node(affinity, room):

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from relibra_jax.planning.token_sample import Routes
@@ -17,8 +18,9 @@ def crossings_by_node(
     routes: Routes | None = None,
     resident: Int[Array, "L N G resident_slots"] | None = None,
     cost: UnitTimes | None = None,
-) -> Float[jax.Array, "B N"]:
-    """Count what of each sample leaves its node if it lies in each of the nodes, averaged over layers.
+    groups: int = 1,
+) -> Float[jax.Array, "B N groups"]:
+    """Count what of each sample leaves its node if it lies in each of the nodes, over groups of layers.
 
     Tokens go to their experts' homes unless their node has a resident of them.
 
@@ -30,6 +32,7 @@ def crossings_by_node(
         routes: some tokens of the batch.
         resident: the expert in each resident slot; None for none.
         cost: says whether dispatch is hierarchical.
+        groups: into how many groups of neighbouring layers the counts go; their sum is the mean over layers.
 
     Returns:
         Distinct tokens for each other node with ``routes`` and hierarchical dispatch, else token copies over top-k:
@@ -43,33 +46,37 @@ def crossings_by_node(
         layer, node = jnp.arange(len(home))[:, None, None], jnp.arange(nodes)[None, :, None]
         held = held.at[layer, node, jnp.where(copied == EMPTY, experts, copied)].set(True, mode="drop")
     length = jnp.asarray(tokens, jnp.float32)
+    group = np.arange(len(home)) * groups // len(home)
+    in_group = jnp.asarray(group[:, None] == np.arange(groups), jnp.float32) / len(home)
     if routes is None or cost is None or not cost.hierarchical:
         load = jnp.asarray(sample_load, jnp.float32)
-        away = jnp.einsum("ble,lne->bn", load, (~held).astype(jnp.float32))
-        return away * (length / jnp.maximum(load.sum((1, 2)), 1))[:, None]
-    away = _distinct_crossings(jnp.asarray(routes.expert_ids), home_node, held)  # [Q N]
+        away = jnp.einsum("ble,lne,lc->bnc", load, (~held).astype(jnp.float32), in_group)
+        copies = jnp.maximum(load.sum((1, 2)) / len(home), 1)
+        return away * (length / copies)[:, None, None]
+    away = _distinct_crossings(jnp.asarray(routes.expert_ids), home_node, held, in_group)
     sample = jnp.where(routes.sample == EMPTY, len(length), routes.sample)
     # A sample of few sampled tokens is taken for a common one to the extent of one token.
-    common = away.mean(0)
-    total = jnp.tile(common[None], (len(length), 1)).at[sample].add(away, mode="drop")
+    total = jnp.tile(away.mean(0, keepdims=True), (len(length), 1, 1)).at[sample].add(away, mode="drop")
     number = jnp.ones(len(length), jnp.float32).at[sample].add(1, mode="drop")
-    return total / number[:, None] * length[:, None]
+    return total * (length / number)[:, None, None]
 
 
 def _distinct_crossings(
-    ids: Int[jax.Array, "Q L K"], home_node: Int[jax.Array, "L E"], held: Bool[jax.Array, "L N E"]
-) -> Float[jax.Array, "Q N"]:
-    """Other nodes that each token visits if it lies in each node, averaged over layers."""
+    ids: Int[jax.Array, "Q L K"],
+    home_node: Int[jax.Array, "L E"],
+    held: Bool[jax.Array, "L N E"],
+    in_group: Float[jax.Array, "L groups"],
+) -> Float[jax.Array, "Q N groups"]:
+    """Other nodes that each token visits if it lies in each node, over groups of layers."""
     nodes = held.shape[1]
 
     def one_layer(total, layer):
-        ids, home_node, held = layer
+        ids, home_node, held, in_group = layer
         goes_to = home_node[ids][:, None] == jnp.arange(nodes)[None, :, None]  # [Q N K]
         leaves = ~held[:, ids].swapaxes(0, 1)  # [Q N K]
         visits = (goes_to[:, None] & leaves[:, :, None]).any(-1)  # [Q, where it lies, where it goes]
-        return total + visits.sum(-1, dtype=jnp.float32), None
+        return total + visits.sum(-1, dtype=jnp.float32)[..., None] * in_group, None
 
-    nothing = jnp.zeros((len(ids), nodes), jnp.float32)
-    layers = (ids.swapaxes(0, 1).astype(jnp.int32), home_node, held)
-    total, _ = jax.lax.scan(one_layer, nothing, layers)
-    return total / len(home_node)
+    nothing = jnp.zeros((len(ids), nodes, in_group.shape[1]), jnp.float32)
+    layers = (ids.swapaxes(0, 1).astype(jnp.int32), home_node, held, in_group)
+    return jax.lax.scan(one_layer, nothing, layers)[0]
