@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Int
 
 from relibra_jax.token_split import source_quota
-from relibra_jax.types import EMPTY, LayerPlan, Topology
+from relibra_jax.types import EMPTY, Array, LayerPlan, Topology
 
 
 @jax.tree_util.register_dataclass
@@ -58,7 +58,7 @@ def count_capacities(
     layer_plans: LayerPlan,
     topology: Topology,
     *,
-    visits: Int[np.ndarray, "M L P N"] | None = None,
+    visits: Int[Array, "M L P N"] | None = None,
 ) -> Capacities:
     """Count what a step under valid plans needs. Runs on the host.
 

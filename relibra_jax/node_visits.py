@@ -1,4 +1,4 @@
-"""How often tokens cross between nodes, counted token by token from the replayed ids. Runs on the host.
+"""How often tokens cross between nodes, counted token by token from the replayed ids.
 
 On the hierarchical path a token crosses to a node once, however many of its experts are there. Loads cannot say how
 often that is; the recorded routes can.
@@ -7,21 +7,23 @@ often that is; the recorded routes can.
 import functools
 
 import jax
-import numpy as np
+import jax.numpy as jnp
 from jaxtyping import Int
 
+from relibra_jax.copy_slots import copy_nodes
 from relibra_jax.token_split import source_quota
 from relibra_jax.types import EMPTY, BatchPlan, LayerPlan, RoutingReplay, Topology
 
 
+@functools.partial(jax.jit, static_argnames="topology")
 def node_visits(
     replay: RoutingReplay, batch_plan: BatchPlan, topology: Topology
-) -> Int[np.ndarray, "M L P N"]:
+) -> Int[jax.Array, "M L P N"]:
     """Distinct tokens that each source rank sends to each node.
 
-    Counted exactly: copies of one expert on one rank are taken in token order and go to the expert's slots in slot
-    order, as `relibra_jax.token_split.source_quota` splits them. At hundreds of ranks this takes longer than a batch is
-    worth: `relibra_jax.capacity.worst_case_capacities` bounds the crossings by a rank's tokens.
+    Counted exactly, by the rule that dispatch follows: `relibra_jax.token_split.source_quota` says how many copies of
+    an expert go where, `relibra_jax.copy_slots.copy_nodes` which. It goes layer by layer, so that it needs little more
+    memory than the routes of one micro-batch, and works under jit.
 
     Args:
         replay: the routing of the batch's samples.
@@ -29,35 +31,42 @@ def node_visits(
         topology: the expert-parallel group.
 
     Returns:
-        int64, tokens; the entry of the source's own node counts tokens that stay.
+        int32, tokens; the entry of the source's own node counts tokens that stay.
     """
-    ids, mask = np.asarray(replay.expert_ids), np.asarray(replay.mask)
-    samples = np.asarray(batch_plan.assignment.sample)
-    samples = samples.reshape(len(samples), topology.num_ranks, -1)
-    node = np.repeat(np.arange(topology.num_nodes), topology.ranks_per_node * topology.slots)
-    shape = np.shape(batch_plan.load)[:2]
-    visits = np.zeros((*shape, topology.num_ranks, topology.num_nodes), np.int64)
-    for m, on_rank in enumerate(samples):
-        tokens = [ids[chosen][mask[chosen]] for chosen in (held[held != EMPTY] for held in on_rank)]
-        plans = batch_plan.micro_batch(m)
-        sent = np.asarray(_split_layers(plans, topology))
-        for layer, rank in np.ndindex(*visits.shape[1:3]):
-            slot_expert = np.asarray(plans.slot_expert[layer]).ravel()
-            nodes = _copy_nodes(tokens[rank][:, layer], slot_expert, sent[layer, rank].ravel(), node)
-            visits[m, layer, rank] = (nodes[..., None] == np.arange(topology.num_nodes)).any(1).sum(0)
-    return visits
+    ids, mask = jnp.asarray(replay.expert_ids), jnp.asarray(replay.mask)
+
+    def one_micro_batch(inputs):
+        sample, plans = inputs
+        sample = sample.reshape(topology.num_ranks, -1)
+        held = (mask[sample] & (sample != EMPTY)[..., None]).reshape(topology.num_ranks, -1)
+        routes = jnp.moveaxis(ids[sample].reshape(*held.shape, *ids.shape[2:]), 2, 0)
+
+        def one_layer(inputs):
+            routes, plan = inputs
+            return _layer_visits(jnp.where(held[..., None], routes.astype(jnp.int32), EMPTY), plan, topology)
+
+        return jax.lax.map(one_layer, (routes, plans))
+
+    plans = jax.tree.map(jnp.asarray, batch_plan.layer_plans())
+    return jax.lax.map(one_micro_batch, (jnp.asarray(batch_plan.assignment.sample), plans))
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _split_layers(layer_plans: LayerPlan, topology: Topology) -> jax.Array:
-    """`source_quota` of the layers of one micro-batch, ``[L P N G S]``."""
-    return jax.vmap(functools.partial(source_quota, topology=topology))(layer_plans)
+def _layer_visits(ids: Int[jax.Array, "P t K"], plan: LayerPlan, topology: Topology) -> Int[jax.Array, "P N"]:
+    """The visits of one layer of one micro-batch."""
+    nodes, experts = topology.num_nodes, topology.num_experts
+    source = jnp.arange(topology.num_ranks) // topology.ranks_per_node
+    expert = jnp.where(plan.slot_expert == EMPTY, experts, plan.slot_expert)
+    holds = jnp.zeros((experts + 1, nodes), bool).at[expert, jnp.arange(nodes)[:, None, None]].set(True)
 
+    def chosen(ids):
+        sent = source_quota(plan, topology)
+        serve = functools.partial(copy_nodes, slot_expert=plan.slot_expert, topology=topology)
+        return jax.vmap(lambda ids, sent, node: serve(ids, sent=sent, node=node))(ids, sent, source)
 
-def _copy_nodes(ids: np.ndarray, slot_expert: np.ndarray, sent: np.ndarray, node: np.ndarray) -> np.ndarray:
-    """The node that serves each token copy ``[tokens, K]`` of one rank in one layer."""
-    copies = np.argsort(ids.ravel(), kind="stable")
-    slots = np.argsort(slot_expert, kind="stable")
-    nodes = np.empty(ids.size, np.int64)
-    nodes[copies] = np.repeat(node[slots], sent[slots])
-    return nodes.reshape(ids.shape)
+    def given(ids):
+        return jnp.where(ids == EMPTY, EMPTY, jnp.argmax(holds, axis=1).astype(jnp.int32)[ids])
+
+    # Where no expert has slots in two nodes, as with replicas that stay in theirs, there is nothing to choose.
+    across = (holds[:experts].sum(1) > 1).any()
+    served = jax.lax.cond(across, chosen, given, ids)
+    return jnp.stack([(served == n).any(-1).sum(-1, dtype=jnp.int32) for n in range(nodes)], axis=-1)

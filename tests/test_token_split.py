@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from support.plans import random_plan, random_routing
 
+from relibra_jax.copy_slots import copy_slots
 from relibra_jax.node_visits import node_visits
 from relibra_jax.plan_check import check_plan
 from relibra_jax.planning.assignment import assign_in_order
@@ -90,25 +91,22 @@ def test_every_rank_sends_away_as_much():
     np.testing.assert_array_equal([sent[0, :, 1], sent[1, :, 0]], np.full((2, 4), 20))
 
 
-def test_node_visits_by_brute_force(replay, batch):
-    """Walk over the tokens of each rank and hand out its quotas copy by copy."""
+def test_node_visits_are_those_of_the_copies_slots(replay, batch):
+    """Walk over the ranks and let `copy_slots` say where the copies of their tokens go."""
     sent = sent_by(batch)
     expected = np.zeros((2, 2, 4, 2), int)
+    serve = jax.jit(functools.partial(copy_slots, topology=TOPOLOGY))
     for m, layer, rank in np.ndindex(2, 2, 4):
-        slots = np.asarray(batch.plan.slot_expert)[m, layer].ravel()
-        left = sent[m, layer, rank].ravel().copy()
-        for sample in batch.assignment.sample[m, rank // 2, rank % 2]:
-            if sample == EMPTY:
-                continue
-            for token in np.flatnonzero(replay.mask[sample]):
-                nodes = set()
-                for expert in replay.expert_ids[sample, token, layer]:
-                    slot = next(i for i in range(len(slots)) if slots[i] == expert and left[i])
-                    left[slot] -= 1
-                    nodes.add(slot // (2 * TOPOLOGY.slots))
-                for node in nodes:
-                    expected[m, layer, rank, node] += 1
-        assert not left.any()
+        samples = batch.assignment.sample[m, rank // 2, rank % 2]
+        samples = samples[samples != EMPTY]
+        ids = np.where(
+            replay.mask[samples][..., None], replay.expert_ids[samples, :, layer].astype(int), EMPTY
+        )
+        slots = np.asarray(batch.plan.slot_expert)[m, layer]
+        served = np.asarray(serve(ids.reshape(-1, 3), slots, sent[m, layer, rank], node=rank // 2))
+        for token in served:
+            for node in set((token[token != EMPTY] // (2 * TOPOLOGY.slots)).tolist()):
+                expected[m, layer, rank, node] += 1
     np.testing.assert_array_equal(node_visits(replay, batch, TOPOLOGY), expected)
 
 

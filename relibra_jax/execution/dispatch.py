@@ -1,8 +1,8 @@
 """Dispatch and combine: token copies to the slots that the plan names, and results back, weighted by their gates.
 
-Sorting token copies by expert and slots by expert lines the two up: the first ``sent[slot]`` copies of an expert go
-to its first slot, and so on. One argsort places every copy of a rank, and receivers sort nothing, since what lies
-where follows from the counts alone.
+Sorting token copies by expert and slots by expert lines the two up (`relibra_jax.copy_slots`): the first
+``sent[slot]`` copies of an expert go to its first slot, and so on. One argsort places every copy of a rank, and
+receivers sort nothing, since what lies where follows from the counts alone.
 
 *Flat*: one exchange between all ranks. *Hierarchical*: a token crosses to a node once, to the rank of its own local
 index, however many of its experts are there; then its copies spread inside the node. On the way back the node's
@@ -18,15 +18,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
+from relibra_jax.copy_slots import line_up
 from relibra_jax.execution.exchange import Exchange, send, send_back
-from relibra_jax.execution.gather import (
-    combine_rows,
-    gather_rows,
-    inverse_index,
-    segment_of_row,
-    segment_rows,
-    starts,
-)
+from relibra_jax.execution.gather import combine_rows, gather_rows, inverse_index
+from relibra_jax.segments import segment_rows, starts
 from relibra_jax.types import EMPTY
 
 
@@ -100,9 +95,8 @@ def dispatch(
 
 def dispatch_by_node(
     x: Float[jax.Array, "t D"],
-    key: Int[jax.Array, "t K"],
+    slot: Int[jax.Array, "t K"],
     gates: Float[jax.Array, "t K"],
-    slot_key: Int[jax.Array, "N G S"],
     sent: Int[jax.Array, "N G N G S"],
     between: Exchange,
     inside: Exchange,
@@ -112,18 +106,16 @@ def dispatch_by_node(
     """`dispatch` in two hops: each token once to every node that serves it, then its copies inside that node.
 
     Args:
-        x, key, gates, rows: as in `dispatch`.
-        slot_key: the key that each slot serves, as in `dispatch`, over nodes and local ranks.
+        x, gates, rows: as in `dispatch`.
+        slot: the flat slot that serves each copy (`relibra_jax.copy_slots.copy_slots`); EMPTY for no copy.
         sent: copies from each rank to each slot.
         between: the exchange between the nodes' ranks of one local index.
         inside: the exchange inside a node.
     """
-    nodes, local, slots = slot_key.shape
-    node, here = jax.lax.axis_index(between.axes), jax.lax.axis_index(inside.axes)
-    slot = _slot_of_copy(key, slot_key.reshape(-1), sent[node, here].reshape(-1))
-
-    wanted = slot.reshape(key.shape)[:, None] // (local * slots) == jnp.arange(nodes)[None, :, None]
-    wanted &= (slot.reshape(key.shape) != EMPTY)[:, None]
+    nodes, local, slots = sent.shape[2:]
+    node, top_k = jax.lax.axis_index(between.axes), slot.shape[1]
+    wanted = slot[:, None] // (local * slots) == jnp.arange(nodes)[None, :, None]
+    wanted &= (slot != EMPTY)[:, None]
     visit = wanted.any(-1)
     counts = jax.lax.all_gather(visit.sum(0, dtype=jnp.int32), between.axes)
     send_start, _ = between.lanes(counts)
@@ -135,9 +127,9 @@ def dispatch_by_node(
         return send(gather_rows(values, token, places), counts, between)
 
     # The slot inside its node of each copy, from 1, so that the zeros between lanes mean none.
-    inner = jnp.where(wanted, slot.reshape(key.shape)[:, None] % (local * slots) + 1, 0)
+    inner = jnp.where(wanted, slot[:, None] % (local * slots) + 1, 0)
     inner_rows = jnp.where(source == EMPTY, inner.size, source)
-    inner_rows = inner.reshape(-1, key.shape[1]).at[inner_rows].get(mode="fill", fill_value=0)
+    inner_rows = inner.reshape(-1, top_k).at[inner_rows].get(mode="fill", fill_value=0)
     with jax.named_scope("dispatch"):
         visitors, gates_here = cross(x), cross(gates)
         keys_here = send(inner_rows, counts, between) - 1
@@ -168,25 +160,7 @@ def _fits(exchange: Exchange, counts, rows: int):
 
 def _copies_in_lanes(key, slot_key, mine, slot_start, send_rows):
     """The copy in each row of the send buffer."""
-    order, slots, begin = _line_up(key, slot_key.ravel(), mine.ravel())
+    order, slots, begin = line_up(key, slot_key, mine)
     first = jnp.zeros_like(begin).at[slots].set(begin, unique_indices=True)
     rank = segment_rows(send_rows, slot_start.ravel(), mine.ravel(), first)
     return jnp.where(rank == EMPTY, EMPTY, order[rank])
-
-
-def _slot_of_copy(key, slot_key, mine):
-    """The slot that serves each copy; EMPTY for no copy."""
-    order, slots, begin = _line_up(key, slot_key, mine)
-    segment, _ = segment_of_row(key.size, begin, mine[slots])
-    slot = jnp.where(segment == EMPTY, EMPTY, slots[segment])
-    return jnp.zeros_like(slot).at[order].set(slot, unique_indices=True)
-
-
-def _line_up(key, slot_key, mine):
-    """Copies and slots, both sorted by key, and where among the sorted copies those of each sorted slot begin."""
-    order, slots = (jnp.argsort(_empty_last(keys.ravel()), stable=True) for keys in (key, slot_key))
-    return order, slots, starts(mine[slots])
-
-
-def _empty_last(keys):
-    return jnp.where(keys == EMPTY, jnp.iinfo(keys.dtype).max, keys)

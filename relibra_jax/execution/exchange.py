@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Int, Num
 
 from relibra_jax.capacity import ExchangeSizes
-from relibra_jax.execution.gather import segment_rows, starts
+from relibra_jax.segments import segment_rows, starts
 
 KINDS: Final = ("padded", "ragged", "emulated")
 

@@ -1,8 +1,8 @@
 """Rows of a buffer, gathered in both directions: what dispatch and combine are made of.
 
-A buffer is a line of *segments* (the rows for one slot, from one rank). Index arrays are derived from the segments'
-sizes alone, so that every process knows where its rows lie without asking. Moving rows is a gather, and so is its
-transpose, because the inverse index is derived too: no scatter of rows, and sums in a fixed order.
+A buffer is a line of *segments* (`relibra_jax.segments`): the rows for one slot, from one rank. Moving rows is a
+gather, and so is its transpose, because the inverse index is derived too: no scatter of rows, and sums in a fixed
+order.
 """
 
 import jax
@@ -10,43 +10,6 @@ import jax.numpy as jnp
 from jaxtyping import Float, Int
 
 from relibra_jax.types import EMPTY
-
-
-def starts(sizes: Int[jax.Array, "..."], axis: int = -1) -> Int[jax.Array, "..."]:
-    """Where each segment starts when segments follow one another along ``axis``.
-
-    >>> starts(jnp.array([3, 0, 2])).tolist()
-    [0, 3, 3]
-    """
-    return jnp.cumsum(sizes, axis, dtype=sizes.dtype) - sizes
-
-
-def segment_rows(
-    length: int, start: Int[jax.Array, " n"], size: Int[jax.Array, " n"], source: Int[jax.Array, " n"]
-) -> Int[jax.Array, " length"]:
-    """The source row of every row of a buffer that consists of segments; EMPTY between and behind them.
-
-    Args:
-        length: rows of the buffer.
-        start: first row of each segment, ascending; segments do not overlap, empty ones may share a start.
-        size: rows of each segment.
-        source: the row that a segment's first row comes from; the rest follow it.
-
-    >>> segment_rows(6, jnp.array([0, 3]), jnp.array([2, 2]), jnp.array([10, 20])).tolist()
-    [10, 11, -1, 20, 21, -1]
-    """
-    segment, offset = segment_of_row(length, start, size)
-    return jnp.where(segment == EMPTY, EMPTY, source[segment] + offset)
-
-
-def segment_of_row(
-    length: int, start: Int[jax.Array, " n"], size: Int[jax.Array, " n"]
-) -> tuple[Int[jax.Array, " length"], Int[jax.Array, " length"]]:
-    """The segment that every row of a buffer lies in, EMPTY for none, and the row's place in it."""
-    row = jnp.arange(length, dtype=jnp.int32)
-    segment = jnp.searchsorted(start, row, side="right", method="scan_unrolled") - 1
-    offset = row - start[segment]
-    return jnp.where(offset < size[segment], segment, EMPTY), offset
 
 
 def inverse_index(index: Int[jax.Array, " r"], length: int) -> Int[jax.Array, " length"]:

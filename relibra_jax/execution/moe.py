@@ -20,6 +20,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from pallas_kernels import grouped_mlp
+from relibra_jax.copy_slots import copy_slots
 from relibra_jax.execution.dispatch import dispatch, dispatch_by_node
 from relibra_jax.execution.mesh import LOCAL, NODE, RANKS
 from relibra_jax.execution.parallel import ExpertParallel, check_layer_plan, check_tokens
@@ -96,6 +97,7 @@ def moe_layer(
 def _on_rank(x, expert_ids, gates, home, replicas, plan: LayerPlan, parallel: ExpertParallel):
     """The whole layer as one rank sees it: ``x[t, D]``, ``expert_ids[t, K]``, ``gates[t, K]``."""
     topology, sizes = parallel.topology, parallel.sizes(*expert_ids.shape)
+    node, local = jax.lax.axis_index(NODE), jax.lax.axis_index(LOCAL)
     own = _histogram(expert_ids, topology.num_experts)
     if plan.load is None:
         load = jax.lax.all_gather(own, RANKS).reshape(*parallel.ranks, -1)
@@ -115,7 +117,9 @@ def _on_rank(x, expert_ids, gates, home, replicas, plan: LayerPlan, parallel: Ex
         assert sizes.node is not None, "ExpertParallel refuses this"
         between = parallel.over((NODE,), sizes.node, parallel.exchange)
         inside = parallel.over((LOCAL,), sizes.local, parallel.exchange)
-        moved = dispatch_by_node(*(x, expert_ids, gates, slot_expert, sent, between, inside), rows=sizes.rows)
+        mine, across = sent[node, local], parallel.across_nodes or topology.resident_slots > 0
+        slot = copy_slots(expert_ids, slot_expert, mine, topology, node, across_nodes=across)
+        moved = dispatch_by_node(*(x, slot, gates, sent, between, inside), rows=sizes.rows)
     with jax.named_scope("experts"):
         computed = grouped_mlp(
             *(moved.rows, home, replicas, jnp.where(valid, moved.group_sizes, 1)),
@@ -123,7 +127,6 @@ def _on_rank(x, expert_ids, gates, home, replicas, plan: LayerPlan, parallel: Ex
             implementation=parallel.implementation,
         )
     out = moved.combine(computed)
-    node, local = jax.lax.axis_index(NODE), jax.lax.axis_index(LOCAL)
     sound = valid & moved.fits & (own == plan.load[node, local]).all()
     sound &= ((expert_ids >= EMPTY) & (expert_ids < topology.num_experts)).all()
     return out * one_or_nan(sound, out)

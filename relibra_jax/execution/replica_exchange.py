@@ -20,7 +20,8 @@ import jax.numpy as jnp
 from jaxtyping import Float, Int
 
 from relibra_jax.execution.exchange import Exchange, send
-from relibra_jax.execution.gather import inverse_index, starts
+from relibra_jax.execution.gather import inverse_index
+from relibra_jax.segments import starts
 from relibra_jax.types import EMPTY
 
 FETCHES: Final = ("reduce_scatter", "ragged", "emulated")
