@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Int
 
 from relibra_jax.token_split import source_quota

@@ -59,6 +59,7 @@ def copy_slots(
         served = copy_nodes(ids, experts, sent, topology, node)
         key = jnp.where(ids == EMPTY, EMPTY, ids * nodes + served)
         slot_key = jnp.where(experts == EMPTY, EMPTY, experts * nodes + jnp.arange(nodes)[:, None, None])
+    sent = jnp.asarray(sent)
     order, slots, begin = line_up(key, slot_key, sent)
     segment, _ = segment_of_row(key.size, begin, sent.ravel()[slots])
     slot = jnp.where(segment == EMPTY, EMPTY, slots[segment])
