@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.dense import assert_close, mixture
-from support.plans import load_of, planned, random_plan
+from support.plans import load_of, planned, random_ids, random_plan
 
 from relibra_jax.capacity import ExchangeSizes, count_capacities, worst_case_capacities
 from relibra_jax.execution import ExpertParallel, LayerExperts, expert_mesh, fetch_replicas, moe_layer
@@ -20,7 +20,7 @@ from relibra_jax.node_visits import node_visits
 from relibra_jax.plan import home_layout
 from relibra_jax.plan_check import check_plan
 from relibra_jax.planning.planners import PLANNERS
-from relibra_jax.types import EMPTY, Assignment, BatchPlan, Plan, RoutingReplay, Topology, layer_plans
+from relibra_jax.types import EMPTY, Assignment, BatchPlan, RoutingReplay, Topology, layer_plans
 
 MESHES = {"2x4": (2, 4), "4x2": (4, 2), "1x8": (1, 8), "8x1": (8, 1)}
 RANKS, TOKENS, WIDTH, HIDDEN, EXPERTS, TOP_K = 8, 12, 6, 5, 16, 2
@@ -305,19 +305,28 @@ def test_a_step_with_too_small_buffers_returns_nan(path, buffer):
     assert_all_nan(call(arguments, dataclasses.replace(parallel, capacities=sizes)), arguments)
 
 
-@pytest.mark.parametrize("name", ["relibra", "random, across nodes"])
-def test_the_tokens_that_cross_are_those_that_were_counted(name):
+@pytest.mark.parametrize("across_nodes", [False, True])
+def test_the_tokens_that_cross_are_those_that_were_counted(across_nodes):
     """Room for exactly the most tokens that a rank sends by `node_visits` holds them; one token less does not."""
-    arguments, parallel = single("hierarchical", exchange="emulated", fetch="emulated", across_nodes=True)
-    ids, plan = routings()[0], jax.tree.map(lambda leaf: leaf[:1], plans("2x4", 2, name))
+    options = {"exchange": "emulated", "fetch": "emulated", "across_nodes": across_nodes}
+    arguments, parallel = single("hierarchical", **options)
+    # With this seed more would cross if copies went in token order.
+    rng, topology, top_k = np.random.default_rng(6), parallel.topology, 4
+    ids = random_ids(rng, (RANKS, TOKENS), EXPERTS, top_k)
+    load = load_of(ids[None, None], topology)
+    plan = random_plan(rng, load, topology, across_nodes=across_nodes)
     replay = RoutingReplay(np.maximum(ids, 0)[:, :, None], (ids != EMPTY).any(-1))
-    assignment = Assignment(np.arange(RANKS).reshape(1, 2, 4, 1))
-    batch_plan = BatchPlan(assignment, plan.load, Plan(plan.slot_expert, plan.home[0], plan.quota))
-    most = int(node_visits(replay, batch_plan, parallel.topology).sum(-1).max())
-    arguments |= {"expert_ids": jnp.asarray(ids), "plan": plan.layer(0).layer(0)}
+    batch_plan = BatchPlan(Assignment(np.arange(RANKS).reshape(1, 2, 4, 1)), load, plan)
+    most = int(node_visits(replay, batch_plan, topology).sum(-1).max())
+    arguments |= {
+        "expert_ids": jnp.asarray(ids),
+        "gates": jnp.ones(ids.shape, jnp.float32),
+        "experts": jnp.asarray(weights()["experts"], jnp.float32)[home_layout(plan.home[0], topology)],
+        "plan": jax.tree.map(jnp.asarray, batch_plan.layer_plans().layer(0).layer(0)),
+    }
     for send in (most, most - 1):
         node = ExchangeSizes(pair=TOKENS, send=send, receive=2 * TOKENS)
-        sizes = dataclasses.replace(worst_case_capacities(TOKENS, TOP_K, parallel.topology), node=node)
+        sizes = dataclasses.replace(worst_case_capacities(TOKENS, top_k, topology), node=node)
         out = call(arguments, dataclasses.replace(parallel, capacities=sizes))
         assert np.isfinite(out).all() == (send == most)
 
