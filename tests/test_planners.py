@@ -19,7 +19,7 @@ from relibra_jax.planning.metrics import batch_imbalance
 from relibra_jax.planning.placement import place_experts
 from relibra_jax.planning.planners import PLANNERS
 from relibra_jax.planning.relibra import keep_homes, relibra
-from relibra_jax.types import EMPTY, Planner, TokenSample, Topology
+from relibra_jax.types import EMPTY, Planner, TokenSample, Topology, UnitTimes
 
 MICRO_BATCHES, LAYERS = 3, 2
 
@@ -187,8 +187,8 @@ def test_replicas_cross_nodes_only_where_the_table_says_so(run, topology):
 
 EXTRAS = {
     "tokens": TokenSample(*(np.zeros(shape, np.int32) for shape in ((5, LAYERS, 2), (5,), (5,)))),
-    "cost": {"anything": "that jit would refuse"},
-    "refine": np.zeros((LAYERS, 32), np.int32),
+    "cost": UnitTimes(token=1.0, copy=2.0, crossing=5.0, spread=0.5, move=9.0, push=9.0),
+    "refine": np.tile(np.arange(32, dtype=np.int32), (LAYERS, 1)),
 }
 
 
@@ -198,7 +198,7 @@ def test_extra_arguments_are_left_out_where_they_are_not_named(run, name, topolo
     planner, load = compiled(name, topology), make_load("zipf", topology)
     named = set(inspect.signature(PLANNERS[name].planner.update).parameters)
     extras = {key: value for key, value in EXTRAS.items() if key not in named}
-    assert {"tokens", "cost"} <= set(extras)
+    assert extras or name.startswith("relibra")
     given = with_extra_args(planner).update(load, start(name, topology), topology, **extras)
     chex.assert_trees_all_equal(data_of(given), data_of(run(load)))
 
@@ -229,19 +229,19 @@ def test_extra_arguments_that_are_none_change_nothing(name):
 
 
 def test_a_planner_that_names_an_extra_argument_gets_it():
-    """ReLibra names ``refine`` and hands it to its placement."""
+    """ReLibra names all of them and hands them to its placement."""
     topology, told = TOPOLOGIES["2x4"], []
 
-    def place(load, previous_home, topology, *, key, source_load, refine):
-        told.append(refine)
-        return keep_homes(load, previous_home, topology, key=key, source_load=source_load, refine=refine)
+    def place(load, previous_home, topology, **options):
+        told.append(tuple(options[name] for name in EXTRAS))
+        return keep_homes(load, previous_home, topology, **options)
 
     planner = with_extra_args(relibra(place=place))
     state = planner.init(topology, LAYERS, key=jax.random.key(0))
-    for extra in (EXTRAS, EXTRAS | {"refine": None}, {}):
+    for extra in (EXTRAS, {}):
         planner.update(make_load("uniform", topology), state, topology, **extra)
-    assert told[0] is EXTRAS["refine"]
-    assert told[1:] == [None, None]
+    assert all(given is extra for given, extra in zip(told[0], EXTRAS.values(), strict=True))
+    assert told[1] == (None, None, None)
 
 
 @pytest.mark.slow

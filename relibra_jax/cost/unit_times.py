@@ -22,9 +22,9 @@ def unit_times(
     """What one unit of work costs a rank, in all passes of a batch.
 
     A phase of a layer takes what its busiest rank has of it: tokens x ``token`` for attention, copies x ``copy`` for
-    compute, and for the exchange the larger of crossings x ``crossing`` and copies inside
-    the node x ``spread``, because both networks work at the same time. Not in it are rows that only fill up a tile, and replicas, which attention hides. Where a node's ranks share a link, a rank's crossings are the mean over
-    its node's.
+    compute, and for the exchange the larger of crossings x ``crossing`` and copies inside the node x ``spread``: both
+    networks work at the same time. Not in it are rows that only fill up a tile, and replicas, which attention hides.
+    Where a node's ranks share a link, a rank's crossings are the mean over its node's.
 
     Args:
         cluster: the hardware, for example ``CLUSTERS["h100"]``.

@@ -7,13 +7,13 @@ given, a sample is a vector of node loads ``v[l, n]``, as shares of its layer's 
     minimise  mean_l sum_m max_n sum_{samples of m} v[l, n]  +  attention_cost * sum_m max_rank tokens / mean
               +  crossing_cost * mean_l sum_m max_rank (tokens that cross from it) / mean tokens,
 
-the node imbalance over the batch, that of attention, and what crosses between nodes, while no micro-batch and no rank
-exceeds its budget of tokens. What of a sample crosses follows from the node where it lies, so it is a table. (Of
-neighbouring layers it is one number, where layers and ranks are many.) Packing
-(`relibra_jax.planning.sample_packing`) makes a start that is even in tokens. Then, in each step of a simulated annealing,
-micro-batches are paired at random, and every pair draws one swap of a position of the one with one of a few
-positions of the other, or none, with probability proportional to ``exp(-objective / temperature)``. Positions
-belong to ranks and may be empty, so budgets are exact at every step, and a swap may also be a move. Last, ranks
+the node imbalance over the batch, that of attention, and what crosses between nodes, while no micro-batch and no
+rank exceeds its budget of tokens. What of a sample crosses follows from the node where it lies, so it is a table; where
+layers and ranks are many, neighbouring layers are one number of it. Packing
+(`relibra_jax.planning.sample_packing`) makes a start that is even in tokens. Then, in each step of a simulated
+annealing, micro-batches are paired at random, and every pair draws one swap of a position of the one with one of a few
+positions of the other, or none, with probability proportional to ``exp(-objective / temperature)``. Positions belong to
+ranks and may be empty, so budgets are exact at every step, and a swap may also be a move. Last, ranks
 are exchanged inside each micro-batch so that least crosses: the balance stays.
 """
 
@@ -123,8 +123,8 @@ def assign_samples(
     Source: sample packing (arXiv 2608.12146) and ReLibra's sample locality; the file's docstring has the objective.
 
     The budget of tokens is ``token_budget`` times the mean, of micro-batches and of ranks; or the largest single
-    sample, or what packing needs, if those are more. It is never exceeded. Packing needs more than the first two only where samples are few or long for their ranks: two equal ranks cannot
-    share three equal samples evenly.
+    sample, or what packing needs, if those are more. It is never exceeded. Packing needs more than the first two only
+    where samples are few or long for their ranks: two equal ranks cannot share three equal samples evenly.
 
     Args:
         sample_load: token copies of each sample for each expert.
@@ -138,8 +138,8 @@ def assign_samples(
         steps: the steps of annealing; 100,000 is thorough.
         attention_cost: the node imbalance worth accepting for one unit of attention imbalance.
         crossing_cost: the node imbalance worth accepting to have no copy of a token cross nodes.
-        routes: some tokens of the batch, from `relibra_jax.planning.token_sample.sample_routes`. With them crossings are
-            distinct tokens for each node, where ``cost`` is of hierarchical dispatch; else they are copies.
+        routes: some tokens of the batch, from `relibra_jax.planning.token_sample.sample_routes`. With them crossings
+            are distinct tokens for each node, where ``cost`` is of hierarchical dispatch; else they are copies.
         resident: the expert in each resident slot, which its node's tokens do not cross for; None for none.
         cost: the unit times of the cluster and the model, in place of ``attention_cost`` and ``crossing_cost``.
 
@@ -210,9 +210,13 @@ def assign_samples(
     crossing = crossings_by_node(
         sample_load, tokens, home, topology, routes=routes, resident=resident, cost=cost, groups=groups
     )
-    crossing = jnp.concatenate([crossing, jnp.zeros((1, nodes, groups), jnp.float32)]) * (price * ranks / total)
+    crossing = jnp.concatenate([crossing, jnp.zeros((1, nodes, groups), jnp.float32)]) * (
+        price * ranks / total
+    )
     node_of = jnp.arange(sample.shape[1]) // (samples_per_rank * topology.ranks_per_node)
-    from_ranks = crossing[sample, node_of[None]].reshape(num_micro_batches, ranks, samples_per_rank, groups).sum(2)
+    from_ranks = (
+        crossing[sample, node_of[None]].reshape(num_micro_batches, ranks, samples_per_rank, groups).sum(2)
+    )
     packing = _Packing(sample, share[sample].sum(1), in_ranks, from_ranks.reshape(num_micro_batches, -1))
     if num_micro_batches > 1:
         budget = _budgets(

@@ -100,7 +100,9 @@ def replicate_domain(
     best, _, _ = jax.lax.while_loop(unsolved, bisect, (best, bound, jnp.int32(0)))
     if tolerance:
         # float32 has 24 bits: what it cannot hold of a large load is rounded towards less tolerance.
-        spare = jnp.floor(best.top.astype(jnp.float32) * jnp.float32(tolerance * (1 - 1e-6))).astype(jnp.int32)
+        spare = jnp.floor(best.top.astype(jnp.float32) * jnp.float32(tolerance * (1 - 1e-6))).astype(
+            jnp.int32
+        )
         best = loosen(best, best.top + jnp.minimum(spare, start.max() - best.top))
     filled = fill(best.tiles)
     return filled.replica, jnp.concatenate([load - tile * filled.given, tile * filled.tiles], 1)

@@ -109,10 +109,12 @@ def place_on_nodes(
     """
     nodes, top_k = topology.num_nodes, tokens.expert_ids.shape[-1]
     bits = token_bits(tokens, topology, num_micro_batches=load.shape[2])
-    share = load * (nodes / jnp.maximum(load.sum((0, 1, 2)), 1))
+    share = load * (nodes / jnp.maximum(load.sum((0, 1, 2), keepdims=True), 1))
     turns = TURNS if topology.resident_slots else 1
     crossing = prices.crossing
-    if not hierarchical:  # as many copies cross as a visiting token has on a node, if its experts are anywhere
+    if (
+        not hierarchical
+    ):  # as many copies cross as a visiting token has on a node, if its experts are anywhere
         crossing *= top_k / (nodes * (1 - (1 - 1 / nodes) ** top_k))
 
     def residents(home_node):
@@ -144,7 +146,7 @@ def place_on_nodes(
 
 
 def keep_residents(
-    load: Float[jax.Array, "N E M L"] | None,
+    load: Float[jax.Array, "N E M L"],
     bits: TokenBits | None,
     home_node: Int[jax.Array, "E L"],
     topology: Topology,
@@ -155,7 +157,7 @@ def keep_residents(
     """The residents of every node for given homes; `relibra_jax.planning.residents` chooses them.
 
     Args:
-        load: token copies by the node where they lie, in any unit; None only without resident slots.
+        load: token copies by the node where they lie, in any unit.
         bits: sampled tokens; None where each copy crosses by itself.
         home_node: the node of each expert's home.
         topology: the expert-parallel group; without resident slots there are no residents.
@@ -163,8 +165,8 @@ def keep_residents(
         top_k: K, the experts of a token.
     """
     count = topology.ranks_per_node * topology.resident_slots
-    if load is None or not count or topology.num_nodes == 1:
+    if not count or topology.num_nodes == 1:
         return jnp.zeros((topology.num_nodes, *home_node.shape), bool)
     copies = load.sum(2)
-    copies *= topology.num_nodes * top_k / jnp.maximum(copies.sum((0, 1)), 1)
+    copies *= topology.num_nodes * top_k / jnp.maximum(copies.sum((0, 1), keepdims=True), 1)
     return choose_residents(bits, copies, home_node, crossing=prices.crossing, push=prices.push, count=count)

@@ -1,8 +1,8 @@
 """How many copies of each expert each node computes, where residents leave a choice.
 
-Written for one layer of one micro-batch; callers vmap it. Tokens start where they cost no crossing: in their own node if
-it holds their expert, at the expert's home otherwise. Then the fullest node hands quota to the emptiest that shares an
-expert with it, until no node is above what is allowed. It hands over first what crosses anyway, the copies of other
+Written for one layer of one micro-batch; callers vmap it. Tokens start where they cost no crossing: in their own node
+if it holds their expert, at the expert's home otherwise. Then the fullest node hands quota to the emptiest that shares
+an expert with it, until no node is above what is allowed. It hands over first what crosses anyway, the copies of other
 nodes' tokens, and what lies in the node only then. Integers, exact.
 """
 
@@ -59,7 +59,11 @@ def split_nodes(
         given += _take(shared[empty] - given, gap - given.sum(dtype=jnp.int32))
         given = jnp.where(load[full] - load[empty] > 1, given, 0)
         moved = given.sum(dtype=jnp.int32) > 0
-        quota = quota + jnp.where((index == empty)[:, None], given, 0) - jnp.where((index == full)[:, None], given, 0)
+        quota = (
+            quota
+            + jnp.where((index == empty)[:, None], given, 0)
+            - jnp.where((index == full)[:, None], given, 0)
+        )
         return quota, ~moved & (stuck | (index == full)), turns + 1
 
     def above(carry):

@@ -35,6 +35,7 @@ recorded loads balance and replicas stayed the same, and 41% (2 nodes) and 20% (
 STATIC_ARGUMENTS: Final = ("topology", "steps", "move_cost", "crossing_cost", "horizon")
 """What is static when a placement is compiled."""
 
+
 class Placement(NamedTuple):
     """Where experts are for a whole batch."""
 
@@ -84,8 +85,7 @@ def place_experts(
         move_cost: moving all experts of a layer to other nodes must lower its imbalance by this much times the
             square root of N, as the imbalance to be gained also grows with N. 0 is thorough. Between nodes ``cost``
             replaces it.
-        source_load: the token copies by the node where they lie; with it, copies that cross nodes have a price. Needed
-            for ``tokens`` and for residents.
+        source_load: the token copies by the node where they lie; None for as many on each node.
         crossing_cost: the imbalance worth accepting to have no copy cross nodes, where there are no ``tokens``. At the
             default what is free is taken; 1 already costs balance on recorded loads.
         tokens: some of the batch's tokens.
@@ -100,7 +100,7 @@ def place_experts(
 
     Raises:
         ValueError: if ``steps`` is not an integer of at least 1 that int32 holds, a cost is not in 0..1e9, ``horizon``
-            is not positive, shapes disagree with the topology, or ``source_load`` is missing where it is needed.
+            is not positive, or shapes disagree with the topology.
 
     >>> topology = Topology(num_nodes=2, ranks_per_node=1, num_experts=4, replica_slots=1)
     >>> load = jnp.array([[[9, 8, 2, 1]], [[7, 9, 2, 2]]])
@@ -156,43 +156,42 @@ def place_by_search(
     """
     _check(load.shape, previous_home.shape, topology, steps, move_cost, crossing_cost)
     check_positive("horizon", horizon)
-    if source_load is None and (tokens is not None or topology.resident_slots):
-        raise ValueError("source_load is needed for tokens and resident slots: it says where token copies lie")
     nodes, locals_ = topology.num_nodes, topology.ranks_per_node
     layers, experts = previous_home.shape
+    per_node = experts // nodes
     previous = jnp.asarray(previous_home, jnp.int32)
     refine = jnp.full_like(previous, EMPTY) if refine is None else jnp.asarray(refine, jnp.int32)
     refining = (refine != EMPTY).all()
     home = jnp.where(refining, refine, previous)
-    hottest = jnp.where(refining, jnp.float32(REFINING), jnp.float32(HOTTEST))
     # Layers come last from here on, as in `Bins`.
     load = jnp.asarray(load, jnp.float32).transpose(2, 0, 1)
-    lies, crossing = None, jnp.zeros((nodes, experts, layers), jnp.float32)  # no price
-    if source_load is not None:
+    if source_load is None:  # the same everywhere, so that no node is nearer than another
+        lies = jnp.broadcast_to(load[None] / nodes, (nodes, *load.shape))
+    else:
         lies = jnp.asarray(source_load, jnp.float32).transpose(2, 3, 0, 1)
-        crossing = crossing_cost * _crossing_share(lies.sum(2))
-
-    def level(home, load, domains, bins, steps, price, key):
-        size = experts // (domains * bins)
-        if bins == 1 or (size == 1 and domains == nodes):
-            return home  # one bin, or one expert on each of a node's ranks: nothing to gain
-        start = _fill_bins(load, previous, home, crossing, domains, bins, price)
-        item = search(start, key, steps=steps, hottest=hottest)
-        chosen = (jnp.argsort(item, axis=0) // size).reshape(-1, domains, layers).swapaxes(0, 1)
-        chosen = (chosen + bins * jnp.arange(domains)[:, None, None]).reshape(experts, layers).T
-        chosen = jnp.take_along_axis(chosen, home, axis=-1)
-        return jax.vmap(_keep_slots, (0, 0, None))(chosen, previous, size)
-
+    level = functools.partial(
+        _place_level,
+        search,
+        previous=previous,
+        crossing=crossing_cost * _crossing_share(lies.sum(2)),
+        nodes=nodes,
+        hottest=jnp.where(refining, jnp.float32(REFINING), jnp.float32(HOTTEST)),
+    )
     for_nodes, for_ranks = jax.random.split(key)
     if tokens is not None and nodes > 1:
         prices = relative_prices(
-            cost, load.sum() / layers, topology, top_k=tokens.expert_ids.shape[-1], horizon=horizon, move_cost=move_cost
+            cost,
+            load.sum() / layers,
+            topology,
+            top_k=tokens.expert_ids.shape[-1],
+            horizon=horizon,
+            move_cost=move_cost,
         )
-        on_nodes = place_on_nodes(
+        home_node, resident = place_on_nodes(
             lies,
             tokens,
-            (previous // (experts // nodes)).T,
-            (home // (experts // nodes)).T,
+            (previous // per_node).T,
+            (home // per_node).T,
             topology,
             key=for_nodes,
             steps=max(steps // 4, 1),
@@ -200,24 +199,47 @@ def place_by_search(
             prices=prices,
             hierarchical=cost is None or cost.hierarchical,
         )
-        home = jax.vmap(_keep_slots, (1, 0, None))(on_nodes.home_node, previous, experts // nodes)
-        resident = on_nodes.resident
+        home = jax.vmap(_keep_slots, (1, 0, None))(home_node, previous, per_node)
     else:
         if topology.replica_slots == 0:
-            home = level(home, load, 1, nodes * locals_, steps, move_cost, jax.random.split(key, 1)[0])
+            whole = jax.random.split(key, 1)[0]
+            home = level(home, load, 1, nodes * locals_, steps=steps, move_cost=move_cost, key=whole)
         else:
-            home = level(home, load, 1, nodes, steps, move_cost, for_nodes)
-        resident = keep_residents(lies, None, (home // (experts // nodes)).T, topology, Prices(1.0, 0.0, 0.0), top_k=1)
+            home = level(home, load, 1, nodes, steps=steps, move_cost=move_cost, key=for_nodes)
+        home_node, by_copies = (home // per_node).T, Prices(1.0, 0.0, 0.0)
+        resident = keep_residents(lies, None, home_node, topology, by_copies, top_k=1)
     at_home = jnp.where(resident[:, :, None], 0, lies).sum(0) if topology.resident_slots else load
     if tokens is not None or topology.replica_slots:
-        home = level(home, at_home, nodes, locals_, max(steps // 4, 1), INSIDE * move_cost, for_ranks)
-    if not topology.resident_slots:
-        return Placement(home, jnp.full((layers, nodes, locals_, 0), EMPTY, jnp.int32))
-    by_node = jnp.where(resident, lies.sum(2), 0) + at_home.sum(1) * (
-        jnp.arange(nodes)[:, None, None] == (home // (experts // nodes)).T
-    )
+        dearer = INSIDE * move_cost
+        home = level(home, at_home, nodes, locals_, steps=max(steps // 4, 1), move_cost=dearer, key=for_ranks)
+    return Placement(home, _residents_on_ranks(resident, lies.sum(2), at_home.sum(1), home, topology))
+
+
+def _place_level(
+    search, home, load, domains, bins, *, previous, crossing, nodes, steps, move_cost, hottest, key
+):
+    """Homes after a search for the experts of each of ``domains`` in its ``bins``."""
+    layers, experts = home.shape
+    size = experts // (domains * bins)
+    if bins == 1 or (size == 1 and domains == nodes):
+        return home  # one bin, or one expert on each of a node's ranks: nothing to gain
+    start = _fill_bins(load, previous, home, crossing, domains, bins, move_cost)
+    item = search(start, key, steps=steps, hottest=hottest)
+    chosen = (jnp.argsort(item, axis=0) // size).reshape(-1, domains, layers).swapaxes(0, 1)
+    chosen = (chosen + bins * jnp.arange(domains)[:, None, None]).reshape(experts, layers).T
+    chosen = jnp.take_along_axis(chosen, home, axis=-1)
+    return jax.vmap(_keep_slots, (0, 0, None))(chosen, previous, size)
+
+
+def _residents_on_ranks(resident, copies, at_home, home, topology: Topology):
+    """The expert in each resident slot, given what each node's tokens ask of it and what comes to its home."""
+    nodes, room = topology.num_nodes, topology.resident_slots
+    if not room:
+        return jnp.full((len(home), nodes, topology.ranks_per_node, 0), EMPTY, jnp.int32)
+    lives_there = jnp.arange(nodes)[:, None, None] == (home // (topology.num_experts // nodes)).T
+    load = jnp.where(resident, copies, jnp.where(lives_there, at_home, 0))
     to_ranks = functools.partial(residents_to_ranks, topology=topology)
-    return Placement(home, jax.vmap(to_ranks, (2, 2, 0))(resident, by_node, home))
+    return jax.vmap(to_ranks, (2, 2, 0))(resident, load, home)
 
 
 def _check(load, home, topology, steps, move_cost, crossing_cost):

@@ -59,8 +59,8 @@ def plan_batch(
         assign: assigns samples to micro-batches and ranks, for example ``functools.partial(assign_samples, key=key)``;
             None keeps the first assignment.
         rounds: turns of assignment and placement.
-        cost: the unit times of the cluster and the model, from `relibra_jax.cost.unit_times.unit_times`. With them time is
-            what is planned, and without them balance; residents are chosen by time in either case.
+        cost: the unit times of the cluster and the model, from `relibra_jax.cost.unit_times.unit_times`. With them
+            time is what is planned, and without them balance; residents are chosen by time in either case.
 
     Returns:
         The batch plan, and the planner's state after this batch.
@@ -157,11 +157,13 @@ def plan_loads(
 def _loop_turns(turn, assigned, start, first_load, nowhere, state, rounds, topology: Topology):
     """All turns as one loop, so that under jit assignment and placement are compiled once each."""
 
+    def at_first(*_):
+        return start, first_load
+
     def body(number, carry):
         plan = carry[0].plan
         home, resident = plan.home, resident_experts(plan, topology)
-        first = lambda *_: (start, first_load)
-        assignment, load = jax.lax.cond(number == 0, first, assigned, home, resident)
+        assignment, load = jax.lax.cond(number == 0, at_first, assigned, home, resident)
         return turn(assignment, load, home)
 
     start = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.int32), start)

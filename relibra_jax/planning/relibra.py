@@ -90,7 +90,14 @@ def relibra(*, place: Place = place_experts, replicate: Replicate = replicate_ex
         by_node = jnp.asarray(load, jnp.int32).sum(3, dtype=jnp.int32)
         now, later = jax.random.split(state.key)
         home, resident = place(
-            by_expert, state.home, topology, key=now, source_load=by_node, tokens=tokens, cost=cost, refine=refine
+            by_expert,
+            state.home,
+            topology,
+            key=now,
+            source_load=by_node,
+            tokens=tokens,
+            cost=cost,
+            refine=refine,
         )
         plan = replicate(by_expert, home, topology, resident=resident, source_load=by_node)
         return plan, RelibraState(plan.home, later)

@@ -87,11 +87,15 @@ def replicate_experts(
         )
     if source_load is None:
         raise ValueError("source_load is needed for residents: it says where token copies lie")
-    by_node = _split_by_node(jnp.asarray(source_load, jnp.int32), home, resident, topology, tolerance=tolerance)
+    by_node = _split_by_node(
+        jnp.asarray(source_load, jnp.int32), home, resident, topology, tolerance=tolerance
+    )
     return plan_held(replicate, by_node, home, resident, topology)
 
 
-def _split_by_node(source_load, home, resident, topology: Topology, *, tolerance: float) -> Int[jax.Array, "M L N E"]:
+def _split_by_node(
+    source_load, home, resident, topology: Topology, *, tolerance: float
+) -> Int[jax.Array, "M L N E"]:
     """Token copies of each expert that each node computes."""
     nodes = jnp.arange(topology.num_nodes)
     home_node = home // (topology.num_experts // topology.num_nodes)

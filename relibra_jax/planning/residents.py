@@ -16,7 +16,6 @@ from relibra_jax.planning.packing import lightest_pack
 from relibra_jax.planning.token_bits import TokenBits
 from relibra_jax.types import EMPTY, Topology
 
-
 COPY: Final = 0.1
 """What a copy that stays in its node is worth beside a token that does, which has no other reason to cross. A copy may
 become such a token once other experts are resident; on recorded loads it gained 1% to 2% of modelled time."""
@@ -50,18 +49,11 @@ def choose_residents(
     copies = jnp.take_along_axis(copies, order[None], axis=1)
     index = jnp.arange(nodes)
     own = jnp.arange(experts)[None, :, None] // size == index[:, None, None]
-    bits = None
     if tokens is not None:
-        bits = jnp.take_along_axis(tokens.bits, order[:, None, None, None], axis=0)
+        tokens = tokens._replace(bits=jnp.take_along_axis(tokens.bits, order[:, None, None, None], axis=0))
 
     def choose(held: Bool[jax.Array, "N E L"], _):
-        saved = copies
-        if bits is not None:
-            wanted = jnp.where(held.swapaxes(0, 1)[:, None, :, None], 0, bits)
-            wanted = wanted.reshape(nodes, size, *wanted.shape[1:])
-            once, twice = _once_and_twice(wanted.swapaxes(0, 1))
-            only = tokens.count(wanted & (once & ~twice)[:, None]).sum(2)  # [N, size, N of the tokens, L]
-            saved = only.reshape(experts, nodes, layers).swapaxes(0, 1) + COPY * copies
+        saved = copies if tokens is None else _only_reason(tokens, held) + COPY * copies
         saved = jnp.where(held, -1, saved)
         best = jnp.arange(experts)[None, :, None] == saved.argmax(1)[:, None]
         return held | (best & (crossing * saved > push)), None
@@ -103,7 +95,19 @@ def residents_to_ranks(
     return jax.vmap(one_node)(jnp.arange(topology.num_nodes), resident, load)
 
 
-def _once_and_twice(bits: UInt32[jax.Array, "size ..."]) -> tuple[UInt32[jax.Array, "..."], UInt32[jax.Array, "..."]]:
+def _only_reason(tokens: TokenBits, held: Bool[jax.Array, "N E L"]) -> Float[jax.Array, "N E L"]:
+    """The tokens of each node that cross to an expert's home for that expert alone; experts by the node of the home."""
+    nodes = len(held)
+    wanted = jnp.where(held.swapaxes(0, 1)[:, None, :, None], 0, tokens.bits)
+    wanted = wanted.reshape(nodes, -1, *wanted.shape[1:])
+    once, twice = _once_and_twice(wanted.swapaxes(0, 1))
+    only = tokens.weigh(wanted & (once & ~twice)[:, None]).sum(2)  # [N, size, N of the tokens, L]
+    return only.reshape(-1, *only.shape[2:]).swapaxes(0, 1)
+
+
+def _once_and_twice(
+    bits: UInt32[jax.Array, "size ..."],
+) -> tuple[UInt32[jax.Array, "..."], UInt32[jax.Array, "..."]]:
     """The tokens that are in one of the sets or more, and those that are in two or more."""
 
     def add(carry, bits):

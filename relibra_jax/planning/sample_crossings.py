@@ -39,7 +39,7 @@ def crossings_by_node(
         a sample that sends all its copies to one other node counts as many as it has tokens in both.
     """
     nodes, experts = topology.num_nodes, topology.num_experts
-    home_node = home // (experts // nodes)
+    home_node = jnp.asarray(home) // (experts // nodes)
     held = home_node[:, None] == jnp.arange(nodes)[None, :, None]  # [L N E]
     if resident is not None:
         copied = resident.reshape(*resident.shape[:2], -1)

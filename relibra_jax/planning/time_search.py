@@ -8,8 +8,8 @@ where ``load`` is a multiple of the mean node's load in the batch, and ``sent`` 
 that cross nodes, as multiples of a node's tokens (`relibra_jax.planning.token_bits`). The clock waits for the largest
 of each in every micro-batch, so a price for the sum of crossings would be wrong: the busiest node decides.
 
-The search is simulated annealing over swaps in heat-bath form, as in `relibra_jax.planning.annealing`; a step prices one
-expert's swap with a few experts of one other node. How many experts of each token are on each node is kept in bit
+The search is simulated annealing over swaps in heat-bath form, as in `relibra_jax.planning.annealing`; a step prices
+one expert's swap with a few experts of one other node. How many experts of each token are on each node is kept in bit
 planes, so that taking an expert out of a node, or bringing one in, is a handful of operations on words of 32 tokens.
 """
 
@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Bool, Float, Int, PRNGKeyArray, UInt32
+from jaxtyping import Float, Int, PRNGKeyArray, UInt32
 
 from relibra_jax.planning.annealing import cooling
 from relibra_jax.planning.draws import draw_bits, gumbel, integers
@@ -114,7 +114,7 @@ def _initial_state(problem: NodeProblem, node, num_nodes: int, top_k: int) -> _S
         ordered(problem.old_node),
         problem.offset + share.reshape(num_nodes, -1, *share.shape[1:]).sum(1),
         planes.swapaxes(0, 1),
-        jnp.where(other, problem.tokens.count(_any(planes)), 0),
+        jnp.where(other, problem.tokens.weigh(_any(planes)), 0),
     )
 
 
@@ -136,9 +136,9 @@ def _anneal(problem: NodeProblem, state: _State, key, steps: int, hottest) -> _S
             (_items(state, i, 1), _items(state, j, options), state.planes[p], state.planes[q])
         )
         rest_p = _subtract(planes_p, mine[2][0])
-        visits_p = _except_from(p, problem.tokens.count(_any(rest_p)[None] | theirs[2]))
+        visits_p = _except_from(p, problem.tokens.weigh(_any(rest_p)[None] | theirs[2]))
         once, more = planes_q[0], _any(planes_q[1:])
-        visits_q = _except_from(q, problem.tokens.count((more[None] | (once[None] & ~theirs[2])) | mine[2]))
+        visits_q = _except_from(q, problem.tokens.weigh((more[None] | (once[None] & ~theirs[2])) | mine[2]))
         gain = theirs[1] - mine[1]
         load_p, load_q = state.load[p] + gain, state.load[q] - gain
         moves = _moved(theirs[3], p) + _moved(mine[3], q) - _moved(theirs[3], q) - _moved(mine[3], p)
@@ -159,7 +159,7 @@ def _anneal(problem: NodeProblem, state: _State, key, steps: int, hottest) -> _S
             picked = jnp.take_along_axis(candidates, picked, axis=0)[0]
             return jnp.where(_aligned(choice, old.ndim) < 0, old, picked)
 
-        items = [swapped(*arrays) for arrays in zip(state[:4], mine, theirs, strict=True)]
+        expert, share, bits, old_node = map(swapped, state[:4], mine, theirs)
         # Where the choice is to stay, what comes is the item itself: taken out of q and brought back in, it changes
         # nothing, as planes count modulo a power of two.
         comes = chosen(theirs[2], mine[2][0])
@@ -168,7 +168,7 @@ def _anneal(problem: NodeProblem, state: _State, key, steps: int, hottest) -> _S
         load = state.load.at[p].set(chosen(load_p, state.load[p])).at[q].set(chosen(load_q, state.load[q]))
         visits = state.visits.at[p].set(chosen(visits_p, state.visits[p]))
         visits = visits.at[q].set(chosen(visits_q, state.visits[q]))
-        return _State(*items, load, planes, visits), None
+        return _State(expert, share, bits, old_node, load, planes, visits), None
 
     return jax.lax.scan(step, state, (i, j, temperature, noise))[0]
 

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Float, Int, UInt32
+from jaxtyping import Float, UInt32
 
 from relibra_jax.types import EMPTY, TokenSample, Topology
 
@@ -31,8 +31,8 @@ class TokenBits(NamedTuple):
     weight: Float[jax.Array, "groups N"]
     """What one token stands for, as a multiple of the tokens of a node in the whole batch."""
 
-    def count(self, bits: UInt32[jax.Array, "... groups N words L"]) -> Float[jax.Array, "... groups N L"]:
-        """The weight of a set of tokens, by group and by the node where they lie."""
+    def weigh(self, bits: UInt32[jax.Array, "... groups N words L"]) -> Float[jax.Array, "... groups N L"]:
+        """What a set of tokens stands for, by group and by the node where they lie."""
         counted = jax.lax.population_count(bits).sum(-2, dtype=jnp.uint32)
         return counted.astype(jnp.float32) * self.weight[:, :, None]
 

@@ -5,7 +5,6 @@ A few thousand tokens say how many distinct tokens cross between nodes: the mean
 
 from typing import Final, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Int
 
@@ -77,7 +76,7 @@ def place_routes(routes: Routes, assignment: Assignment) -> TokenSample:
     ([0, 1, 0], [0, 1, 0])
     """
     sample = jnp.asarray(assignment.sample, jnp.int32)
-    micro_batches, nodes, local, room = sample.shape
+    _, nodes, local, room = sample.shape
     ranks = nodes * local
     position = jnp.arange(sample.size, dtype=jnp.int32) // room
     at = jnp.full(sample.size + 1, EMPTY, jnp.int32)  # as many samples at most as there are positions
