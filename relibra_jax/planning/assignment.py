@@ -86,7 +86,7 @@ class _Packing(NamedTuple):
     tokens: jax.Array
     """[M ranks]"""
     crossing: jax.Array
-    """[M ranks * groups], what leaves the node of each rank, in groups of layers, times its price."""
+    """[M ranks groups], what leaves the node of each rank, in groups of layers, times its price."""
 
 
 @functools.partial(
@@ -111,9 +111,9 @@ def assign_samples(
     key: PRNGKeyArray,
     token_budget: float = 1.05,
     samples_per_rank: int | None = None,
-    steps: int = 20_000,
-    attention_cost: float = 0.3,
-    crossing_cost: float = 0.1,
+    steps: int | None = None,
+    attention_cost: float = 0.1,
+    crossing_cost: float = 0.03,
     routes: Routes | None = None,
     resident: Int[Array, "L N G resident_slots"] | None = None,
     cost: UnitTimes | None = None,
@@ -135,7 +135,7 @@ def assign_samples(
         key: random key; the same key gives the same assignment.
         token_budget: at least 1.
         samples_per_rank: b; by default the fewest that hold all samples. More leave room to even out tokens.
-        steps: the steps of annealing; 100,000 is thorough.
+        steps: the steps of annealing; 100,000 is thorough. None is one for sixteen pairs of samples, at most 10,000.
         attention_cost: the node imbalance worth accepting for one unit of attention imbalance.
         crossing_cost: the node imbalance worth accepting to have no copy of a token cross nodes.
         routes: some tokens of the batch, from `relibra_jax.planning.token_sample.sample_routes`. With them crossings
@@ -176,6 +176,8 @@ def assign_samples(
             f"{samples} samples need more than samples_per_rank={samples_per_rank} on {ranks} ranks"
             f" in {num_micro_batches} micro-batches"
         )
+    if steps is None:
+        steps = min(max(samples**2 // 16, 100), 10_000)
     for name, value, least in (
         ("token_budget", token_budget, 1),
         ("steps", steps, 1),
@@ -217,7 +219,7 @@ def assign_samples(
     from_ranks = (
         crossing[sample, node_of[None]].reshape(num_micro_batches, ranks, samples_per_rank, groups).sum(2)
     )
-    packing = _Packing(sample, share[sample].sum(1), in_ranks, from_ranks.reshape(num_micro_batches, -1))
+    packing = _Packing(sample, share[sample].sum(1), in_ranks, from_ranks)
     if num_micro_batches > 1:
         budget = _budgets(
             packing, length, token_budget * total / jnp.array([num_micro_batches, packing.tokens.size])
@@ -258,12 +260,16 @@ def _anneal(packing, share, length, crossing, node_of, budget, attention, layers
     pair = jnp.arange(pairs)
     temperature = cooling(HOTTEST, COLDEST, steps) / micro_batches
 
-    def objective(load, tokens, crossing):
-        top = load.reshape(*load.shape[:-1], -1, layers).max(-2)
-        busiest = crossing.reshape(*crossing.shape[:-1], ranks, -1).max(-2)
-        # The barriers keep the sums out of the fusion, where XLA:CPU would not vectorise them.
-        waits = (jax.lax.optimization_barrier(part).sum(-1) for part in (top, busiest))
-        return sum(waits) + attention * tokens.max(-1)
+    def objective(load, tokens, busiest):
+        top = _largest_node(load, layers)
+        # The barrier keeps the sum out of the fusion, where XLA:CPU would not vectorise it.
+        waits = jax.lax.optimization_barrier(jnp.concatenate([top, busiest], axis=-1))
+        return waits @ jnp.ones(waits.shape[-1], jnp.float32) + attention * tokens.max(-1)
+
+    def busiest_with(own, more, two_largest):
+        """What crosses from the busiest rank, where one of the ranks has more: one of each option."""
+        first, second = (largest[:, None] for largest in two_largest)
+        return jnp.maximum(jnp.where(own == first, second, first), own + more)
 
     def within(tokens):
         return (tokens.sum(-1) <= budget[0]) & (tokens.max(-1) <= budget[1])
@@ -279,22 +285,22 @@ def _anneal(packing, share, length, crossing, node_of, budget, attention, layers
         take = jax.lax.dynamic_slice_in_dim(b.sample, j, options, axis=1)
         load = share[take] - share[give]
         longer = (length[take] - length[give])[..., None]
-        at_i = jax.nn.one_hot(i // room, ranks, dtype=jnp.int32)[None, None]
-        at_j = jax.nn.one_hot((j + jnp.arange(options)) // room, ranks, dtype=jnp.int32)[None]
+        rank_i, rank_j = i // room, (j + jnp.arange(options)) // room
+        at_i = jax.nn.one_hot(rank_i, ranks, dtype=jnp.int32)[None, None]
+        at_j = jax.nn.one_hot(rank_j, ranks, dtype=jnp.int32)[None]
         tokens_a, tokens_b = longer * at_i, longer * at_j
         here, there = node_of[i], jax.lax.dynamic_slice_in_dim(node_of, j, options)[None]
         more_a = crossing[take, here] - crossing[give, here]
         more_b = crossing[take, there] - crossing[give, there]
-        more_a, more_b = (
-            (at[..., None] * more[..., None, :]).reshape(*more.shape[:-1], -1)
-            for at, more in ((at_i, more_a), (at_j, more_b))
-        )
+        top_a, top_b = _two_largest(a.crossing), _two_largest(b.crossing)
+        busiest_a = busiest_with(a.crossing[:, rank_i][:, None], more_a, top_a)
+        busiest_b = busiest_with(b.crossing[:, rank_j], -more_b, top_b)
 
         after_a, after_b = a.tokens[:, None] + tokens_a, b.tokens[:, None] - tokens_b
-        after = objective(a.load[:, None] + load, after_a, a.crossing[:, None] + more_a)
-        after += objective(b.load[:, None] - load, after_b, b.crossing[:, None] - more_b)
+        after = objective(a.load[:, None] + load, after_a, busiest_a)
+        after += objective(b.load[:, None] - load, after_b, busiest_b)
         after = jnp.where(within(after_a) & within(after_b), after, jnp.inf)
-        now = objective(a.load, a.tokens, a.crossing) + objective(b.load, b.tokens, b.crossing)
+        now = objective(a.load, a.tokens, top_a[0]) + objective(b.load, b.tokens, top_b[0])
         choice = jnp.argmin(jnp.concatenate([now[:, None], after], axis=1) - temperature * noise, axis=1)
         chosen = choice[:, None] == jnp.arange(1, options + 1)[None]
 
@@ -305,11 +311,27 @@ def _anneal(packing, share, length, crossing, node_of, budget, attention, layers
         got = give + jnp.where(chosen, take - give, 0).sum(1, keepdims=True, dtype=give.dtype)
         sample_a = jax.lax.dynamic_update_slice_in_dim(a.sample, got, i, axis=1)
         sample_b = jax.lax.dynamic_update_slice_in_dim(b.sample, jnp.where(chosen, give, take), j, axis=1)
-        a = _Packing(sample_a, a.load + load, a.tokens + tokens_a, a.crossing + more_a)
-        b = _Packing(sample_b, b.load - load, b.tokens - tokens_b, b.crossing - more_b)
+        rank_b = rank_j[jnp.maximum(choice - 1, 0)]
+        a = _Packing(sample_a, a.load + load, a.tokens + tokens_a, a.crossing.at[:, rank_i].add(more_a))
+        b = _Packing(sample_b, b.load - load, b.tokens - tokens_b, b.crossing.at[pair, rank_b].add(-more_b))
         return jax.tree.map(lambda *parts: jnp.concatenate(parts), a, b, rest), None
 
     return jax.lax.scan(step, packing, (order, mine, theirs, temperature, noise))[0]
+
+
+def _largest_node(load, layers):
+    """The largest of the nodes, in every layer; elementwise, as XLA:CPU's reduction takes many times as long."""
+    return functools.reduce(jnp.maximum, jnp.split(load, load.shape[-1] // layers, axis=-1))
+
+
+def _two_largest(values):
+    """The largest and the second largest of the ranks ``[pairs ranks groups]``, in one pass."""
+
+    def larger(a, b):
+        return jnp.maximum(a[0], b[0]), jnp.maximum(jnp.minimum(a[0], b[0]), jnp.maximum(a[1], b[1]))
+
+    least = jnp.full_like(values, -jnp.inf)
+    return jax.lax.reduce((values, least), (jnp.float32(-jnp.inf),) * 2, larger, (1,))
 
 
 def _exchange_ranks(sample, crossing, topology: Topology):

@@ -56,10 +56,10 @@ def place_experts(
     topology: Topology,
     *,
     key: PRNGKeyArray,
-    steps: int = 10_000,
-    move_cost: float = 0.02,
+    steps: int | None = None,
+    move_cost: float = 0.005,
     source_load: Num[Array, "M L N E"] | None = None,
-    crossing_cost: float = 0.3,
+    crossing_cost: float = 0.1,
     tokens: TokenSample | None = None,
     cost: UnitTimes | None = None,
     horizon: float = 1.0,
@@ -81,13 +81,13 @@ def place_experts(
         topology: the expert-parallel group; of ``replica_slots`` it only matters whether there are any.
         key: random key, consumed; the same key gives the same placement.
         steps: annealing steps between nodes, and four times fewer inside them; 40,000 is thorough. In time, where a
-            step prices sets of tokens, they are a quarter.
+            step prices sets of tokens, they are a quarter. None is ten for each pair of experts, at most 10,000.
         move_cost: moving all experts of a layer to other nodes must lower its imbalance by this much times the
             square root of N, as the imbalance to be gained also grows with N. 0 is thorough. Between nodes ``cost``
             replaces it.
         source_load: the token copies by the node where they lie; None for as many on each node.
         crossing_cost: the imbalance worth accepting to have no copy cross nodes, where there are no ``tokens``. At the
-            default what is free is taken; 1 already costs balance on recorded loads.
+            default what is free is taken; 1 costs balance on recorded loads.
         tokens: some of the batch's tokens.
         cost: the unit times of the cluster and the model. Without them all tokens of a node cross in half the time of
             its balanced compute (`CROSSING`), and moves cost ``move_cost``.
@@ -132,10 +132,10 @@ def place_by_search(
     topology: Topology,
     *,
     key: PRNGKeyArray,
-    steps: int = 10_000,
-    move_cost: float = 0.02,
+    steps: int | None = None,
+    move_cost: float = 0.005,
     source_load: Num[Array, "M L N E"] | None = None,
-    crossing_cost: float = 0.3,
+    crossing_cost: float = 0.1,
     tokens: TokenSample | None = None,
     cost: UnitTimes | None = None,
     horizon: float = 1.0,
@@ -154,6 +154,8 @@ def place_by_search(
     Raises:
         ValueError: as `place_experts` says.
     """
+    if steps is None:
+        steps = min(10 * topology.num_experts**2, 10_000)
     _check(load.shape, previous_home.shape, topology, steps, move_cost, crossing_cost)
     check_positive("horizon", horizon)
     nodes, locals_ = topology.num_nodes, topology.ranks_per_node

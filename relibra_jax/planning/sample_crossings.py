@@ -75,7 +75,7 @@ def _distinct_crossings(
         goes_to = home_node[ids][:, None] == jnp.arange(nodes)[None, :, None]  # [Q N K]
         leaves = ~held[:, ids].swapaxes(0, 1)  # [Q N K]
         visits = (goes_to[:, None] & leaves[:, :, None]).any(-1)  # [Q, where it lies, where it goes]
-        return total + visits.sum(-1, dtype=jnp.float32)[..., None] * in_group, None
+        return total + visits.sum(-1, dtype=jnp.float32)[..., None] * in_group[None, None], None
 
     nothing = jnp.zeros((len(ids), nodes, in_group.shape[1]), jnp.float32)
     layers = (ids.swapaxes(0, 1).astype(jnp.int32), home_node, held, in_group)
