@@ -236,8 +236,9 @@ def _residents_on_ranks(resident, copies, at_home, home, topology: Topology):
     nodes, room = topology.num_nodes, topology.resident_slots
     if not room:
         return jnp.full((len(home), nodes, topology.ranks_per_node, 0), EMPTY, jnp.int32)
-    lives_there = jnp.arange(nodes)[:, None, None] == (home // (topology.num_experts // nodes)).T
-    load = jnp.where(resident, copies, jnp.where(lives_there, at_home, 0))
+    home_node = (home // (topology.num_experts // nodes)).T
+    lives_there = home_node[None] == jnp.arange(nodes)[:, None, None]
+    load = jnp.where(resident, copies, jnp.where(lives_there, at_home[None], 0))
     to_ranks = functools.partial(residents_to_ranks, topology=topology)
     return jax.vmap(to_ranks, (2, 2, 0))(resident, load, home)
 

@@ -97,10 +97,12 @@ def _split_by_node(
     source_load, home, resident, topology: Topology, *, tolerance: float
 ) -> Int[jax.Array, "M L N E"]:
     """Token copies of each expert that each node computes."""
-    nodes = jnp.arange(topology.num_nodes)
-    home_node = home // (topology.num_experts // topology.num_nodes)
-    copied = resident.reshape(*resident.shape[:2], -1, 1) == jnp.arange(topology.num_experts)
-    held = copied.any(2) | (home_node[:, None] == nodes[:, None])
+    home_node = jnp.asarray(home) // (topology.num_experts // topology.num_nodes)
+    copied = (
+        resident.reshape(*resident.shape[:2], -1, 1) == jnp.arange(topology.num_experts)[None, None, None]
+    )
+    at_home = home_node[:, None] == jnp.arange(topology.num_nodes)[None, :, None]
+    held = copied.any(2) | at_home
     split = functools.partial(split_nodes, tolerance=tolerance)
     return jax.vmap(jax.vmap(split), (0, None, None))(source_load, held, home_node)
 
