@@ -140,7 +140,7 @@ def _anneal(problem: NodeProblem, state: _State, key, steps: int, hottest) -> _S
         once, more = planes_q[0], _any(planes_q[1:])
         visits_q = _except_from(q, problem.tokens.weigh((more[None] | (once[None] & ~theirs[2])) | mine[2]))
         gain = theirs[1] - mine[1]
-        load_p, load_q = state.load[p] + gain, state.load[q] - gain
+        load_p, load_q = state.load[p][None] + gain, state.load[q][None] - gain
         moves = _moved(theirs[3], p) + _moved(mine[3], q) - _moved(theirs[3], q) - _moved(mine[3], p)
         after = _time(problem, state, p, q, load_p, load_q, visits_p, visits_q) + problem.move * moves
         stay = (x[None] for x in (state.load[p], state.load[q], state.visits[p], state.visits[q]))
@@ -212,7 +212,8 @@ def _time(
 
 def _except_from(node, visits: Float[jax.Array, "C groups N L"]):
     """Tokens that lie on the node itself do not cross."""
-    return jnp.where(jnp.arange(visits.shape[2])[:, None] == node, 0, visits)
+    here = jnp.arange(visits.shape[2]) == node
+    return jnp.where(here[None, None, :, None], 0, visits)
 
 
 def _aligned(array, ndim: int):

@@ -34,7 +34,8 @@ class TokenBits(NamedTuple):
     def weigh(self, bits: UInt32[jax.Array, "... groups N words L"]) -> Float[jax.Array, "... groups N L"]:
         """What a set of tokens stands for, by group and by the node where they lie."""
         counted = jax.lax.population_count(bits).sum(-2, dtype=jnp.uint32)
-        return counted.astype(jnp.float32) * self.weight[:, :, None]
+        weight = self.weight.reshape(*[1] * (counted.ndim - 3), *self.weight.shape, 1)
+        return counted.astype(jnp.float32) * weight
 
 
 def token_bits(tokens: TokenSample, topology: Topology, *, num_micro_batches: int) -> TokenBits:
