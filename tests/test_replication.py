@@ -244,3 +244,37 @@ def test_works_under_scan():
 def test_bad_options(options, message):
     with pytest.raises(ValueError, match=message):
         replicate_experts(jnp.ones((1, 1, 32), jnp.int32), jnp.arange(32)[None], TOPOLOGY, **options)
+
+
+@pytest.mark.parametrize("tolerance", [0.05, 0.5, 1e9])
+@pytest.mark.parametrize("kind", KINDS)
+def test_tolerance_buys_replicas(kind, tolerance):
+    """Largest rank loads as far above those of tolerance 0 as allowed, with no more replicas anywhere, fewer in all.
+
+    One hot expert needs a replica on every other rank at 5% too.
+    """
+    load = random_loads(np.random.default_rng(0), kind, 60, 4, 8)
+    (_, strict), (replica, loose) = (
+        domains(replica_slots=2, tolerance=amount)(load) for amount in (0.0, tolerance)
+    )
+    top, allowed = (np.asarray(quota).sum(2).max(1) for quota in (loose, strict))
+    assert (top <= allowed * (1 + tolerance)).all()
+    used, before = ((np.asarray(quota)[:, :, 8:] > 0).sum((1, 2)) for quota in (loose, strict))
+    assert (used <= before).all()
+    assert used.sum() < before.sum() or (kind, tolerance) == ("one-hot", 0.05)
+    np.testing.assert_array_equal(np.asarray(replica) != EMPTY, np.asarray(loose)[:, :, 8:] > 0)
+    if tolerance > 1e6:
+        assert used.sum() == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tolerance": -0.1}, "tolerance=-0.1 must be at least 0"),
+        ({"tolerance": float("nan")}, "tolerance=nan must be at least 0"),
+        ({"tolerance": 0.05, "exact": True}, "exact=True leaves no room for tolerance=0.05"),
+    ],
+)
+def test_tolerances_that_are_none(options, message):
+    with pytest.raises(ValueError, match=message):
+        replicate_experts(np.ones((1, 1, 32), np.int32), np.arange(32)[None], TOPOLOGY, **options)

@@ -43,8 +43,9 @@ def split_nodes(
     stays = jnp.where(held, supply, 0)
     start = stays + jnp.where(home_node[None] == index[:, None], (supply - stays).sum(0, keepdims=True), 0)
     total = start.sum(dtype=jnp.int32)
-    # Whole numbers of at most the mean times 1 + tolerance, and never below the mean.
-    allowed = -(-total // nodes) + jnp.floor(total / nodes * tolerance).astype(jnp.int32)
+    # Whole numbers of at most the mean times 1 + tolerance, never below the mean, and never above all there are.
+    mean = -(-total // nodes)
+    allowed = mean + jnp.minimum(jnp.floor(total / nodes * tolerance).astype(jnp.int32), total - mean)
 
     def turn(carry):
         quota, stuck, turns = carry
@@ -53,7 +54,8 @@ def split_nodes(
         here = jnp.where(held[full], quota[full], 0)
         shared = jnp.where(held & (index[:, None] != full), here[None], 0)
         empty = jnp.where(shared.sum(1, dtype=jnp.int32) > 0, load, load[full]).argmin()
-        gap = jnp.minimum((load[full] - load[empty] + 1) // 2, load[full] - allowed)
+        gap = load[full] - load[empty]
+        gap = jnp.minimum(gap - gap // 2, load[full] - allowed)
         foreign = jnp.minimum(jnp.maximum(quota[full] - supply[full], 0), shared[empty])
         given = _take(foreign, gap)
         given += _take(shared[empty] - given, gap - given.sum(dtype=jnp.int32))

@@ -53,7 +53,7 @@ def crossings_by_node(
         away = jnp.einsum("ble,lne,lc->bnc", load, (~held).astype(jnp.float32), in_group)
         copies = jnp.maximum(load.sum((1, 2)) / len(home), 1)
         return away * (length / copies)[:, None, None]
-    away = _distinct_crossings(jnp.asarray(routes.expert_ids), home_node, held, in_group)
+    away = _distinct_crossings(jnp.asarray(routes.expert_ids, jnp.int32), home_node, held, in_group)
     sample = jnp.where(routes.sample == EMPTY, len(length), routes.sample)
     # A sample of few sampled tokens is taken for a common one to the extent of one token.
     total = jnp.tile(away.mean(0, keepdims=True), (len(length), 1, 1)).at[sample].add(away, mode="drop")
@@ -78,5 +78,5 @@ def _distinct_crossings(
         return total + visits.sum(-1, dtype=jnp.float32)[..., None] * in_group[None, None], None
 
     nothing = jnp.zeros((len(ids), nodes, in_group.shape[1]), jnp.float32)
-    layers = (ids.swapaxes(0, 1).astype(jnp.int32), home_node, held, in_group)
+    layers = (ids.swapaxes(0, 1), home_node, held, in_group)
     return jax.lax.scan(one_layer, nothing, layers)[0]

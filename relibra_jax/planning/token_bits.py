@@ -69,7 +69,8 @@ def token_bits(tokens: TokenSample, topology: Topology, *, num_micro_batches: in
     size = jnp.zeros(groups * nodes, jnp.int32).at[group].add(1, mode="drop")
     first = jnp.cumsum(size, dtype=jnp.int32) - size
     room = 32 * words
-    chosen = first[:, None] + (jnp.arange(room)[None] * size[:, None]) // room
+    number, whole, rest = jnp.arange(room, dtype=jnp.int32)[None], size[:, None] // room, size[:, None] % room
+    chosen = first[:, None] + number * whole + number * rest // room  # so that int32 holds it
     chosen = jnp.argsort(group, stable=True)[jnp.minimum(chosen, group.size - 1)]
     ids = jnp.asarray(tokens.expert_ids)[chosen].astype(jnp.int32)  # [groups x N, room, L, K]
     ids = jnp.where(size[:, None, None, None] > 0, ids, experts)
@@ -79,7 +80,9 @@ def token_bits(tokens: TokenSample, topology: Topology, *, num_micro_batches: in
     bits = jnp.zeros((experts, groups * nodes * words, layers), jnp.uint32)
     # A token has different experts, so every bit is added once.
     bits = bits.at[ids, word, jnp.arange(layers)[None, None, :, None]].add(bit, mode="drop")
-    weight = size.reshape(groups, nodes) * jnp.float32(nodes / (room * group.size))
+    weight = size.reshape(groups, nodes) * (
+        jnp.float32(nodes / room) / jnp.maximum(size.sum(dtype=jnp.int32), 1)
+    )
     return TokenBits(bits.reshape(experts, groups, nodes, words, layers), weight)
 
 

@@ -13,6 +13,8 @@ from relibra_jax.types import EMPTY, Array, Assignment, RoutingReplay, TokenSamp
 
 TOKENS: Final = 8_192
 """Tokens of a batch that are sampled; 6 MB for 94 layers of top-8."""
+MOST_TOKENS: Final = 46_340
+"""Its square fits int32, in which the distances are reckoned."""
 
 
 class Routes(NamedTuple):
@@ -37,7 +39,7 @@ def sample_routes(replay: RoutingReplay, *, count: int = TOKENS) -> Routes:
         Routes.
 
     Raises:
-        ValueError: if ``count`` is not an integer of at least 1.
+        ValueError: if ``count`` is not an integer from 1 to `MOST_TOKENS`.
 
     >>> import numpy as np
     >>> replay = RoutingReplay(np.arange(6).reshape(2, 3, 1, 1), np.array([[True, True, False], [True, True, True]]))
@@ -45,7 +47,7 @@ def sample_routes(replay: RoutingReplay, *, count: int = TOKENS) -> Routes:
     >>> routes.expert_ids.ravel().tolist(), routes.sample.tolist()
     ([0, 1, 3, 4, 5], [0, 0, 1, 1, 1])
     """
-    check_integer("count", count, least=1)
+    check_integer("count", count, least=1, most=MOST_TOKENS)
     mask = jnp.asarray(replay.mask)
     until = jnp.cumsum(mask.ravel(), dtype=jnp.int32)
     total = until[-1]
@@ -64,7 +66,7 @@ def place_routes(routes: Routes, assignment: Assignment) -> TokenSample:
 
     Args:
         routes: from `sample_routes`.
-        assignment: where the samples of the batch are, each once.
+        assignment: where samples of the batch are, all or some, each once.
 
     Returns:
         TokenSample; EMPTY in both places for tokens of samples that are nowhere.
@@ -78,11 +80,9 @@ def place_routes(routes: Routes, assignment: Assignment) -> TokenSample:
     sample = jnp.asarray(assignment.sample, jnp.int32)
     _, nodes, local, room = sample.shape
     ranks = nodes * local
-    position = jnp.arange(sample.size, dtype=jnp.int32) // room
-    at = jnp.full(sample.size + 1, EMPTY, jnp.int32)  # as many samples at most as there are positions
-    at = at.at[jnp.where(sample.ravel() == EMPTY, sample.size, sample.ravel())].set(position, mode="drop")
-    at = at.at[-1].set(EMPTY)
-    bin_ = at[routes.sample]
-    nowhere = (bin_ == EMPTY) | (routes.sample == EMPTY)
+    order = jnp.argsort(sample.ravel()).astype(jnp.int32)
+    found = order[jnp.minimum(jnp.searchsorted(sample.ravel()[order], routes.sample), sample.size - 1)]
+    nowhere = (sample.ravel()[found] != routes.sample) | (routes.sample == EMPTY)
+    bin_ = found // room
     micro_batch = jnp.where(nowhere, EMPTY, bin_ // ranks)
     return TokenSample(routes.expert_ids, micro_batch, jnp.where(nowhere, EMPTY, bin_ % ranks))

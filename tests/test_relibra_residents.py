@@ -1,0 +1,180 @@
+"""Plans with residents: valid for any topology and load, with and without tokens and cost."""
+
+import dataclasses
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.plans import load_of, random_ids
+
+from relibra_jax.plan import resident_experts
+from relibra_jax.plan_check import check_plan
+from relibra_jax.planning.placement import place_experts
+from relibra_jax.planning.relibra import relibra
+from relibra_jax.types import EMPTY, TokenSample, Topology, UnitTimes
+
+PLANNER = relibra(place=functools.partial(place_experts, steps=8))
+LAYERS = 2
+COST = UnitTimes(token=1.0, copy=2.0, crossing=3.0, spread=0.5, move=4.0, push=2.0)
+COSTS = {
+    "no cost": None,
+    "hierarchical": COST,
+    "flat": dataclasses.replace(COST, hierarchical=False),
+    "dear": dataclasses.replace(COST, move=1e12, push=1e12),
+    "nothing but crossings": UnitTimes(token=0.0, copy=1e-12, crossing=1.0, spread=0.0, move=0.0, push=0.0),
+}
+
+
+@functools.cache
+def compiled(topology):
+    return jax.jit(functools.partial(PLANNER.update, topology=topology))
+
+
+def batch_of(rng, topology, micro_batches, top_k):
+    """Load and all of its tokens."""
+    ids = random_ids(rng, (micro_batches, LAYERS, topology.num_ranks, 6), topology.num_experts, top_k, 0)
+    m, rank, _ = np.indices((micro_batches, topology.num_ranks, 6))
+    flat = np.moveaxis(ids, 1, 3).reshape(-1, LAYERS, top_k)
+    return load_of(ids, topology), TokenSample(
+        flat, m.ravel().astype(np.int32), rank.ravel().astype(np.int32)
+    )
+
+
+def plan_of(topology, load, tokens=None, cost=None):
+    state = PLANNER.init(topology, LAYERS, key=jax.random.key(0))
+    plan, _ = compiled(topology)(jnp.asarray(load), state, tokens=tokens, cost=cost)
+    return jax.tree.map(np.asarray, plan)
+
+
+def check(plan, load, topology):
+    check_plan(plan, load, topology)
+    nodes, experts = topology.num_nodes, topology.num_experts
+    residents = resident_experts(plan, topology)
+    for layer, node in np.ndindex(LAYERS, nodes):
+        held = residents[layer, node][residents[layer, node] != EMPTY]
+        assert len(set(held.tolist())) == held.size, "once in a node"
+        assert (plan.home[layer, held] // (experts // nodes) != node).all(), "at home in the node"
+
+
+@st.composite
+def topologies(draw):
+    nodes, local, homes, slots, replicas = (
+        draw(st.integers(1, 3)),
+        draw(st.integers(1, 2)),
+        draw(st.integers(1, 3)),
+        draw(st.integers(1, 2)),
+        draw(st.integers(0, 2)),
+    )
+    return Topology(
+        num_nodes=nodes,
+        ranks_per_node=local,
+        num_experts=nodes * local * homes,
+        replica_slots=replicas,
+        resident_slots=slots,
+    )
+
+
+@pytest.mark.slow
+@settings(max_examples=10)
+@given(
+    topology=topologies(),
+    micro_batches=st.sampled_from([1, 2, 7]),
+    cost=st.sampled_from(sorted(COSTS)),
+    seed=st.integers(0, 99),
+    data=st.data(),
+)
+def test_any_plan_is_valid(topology, micro_batches, cost, seed, data):
+    """With tokens of one expert to all of them; every example compiles."""
+    top_k = data.draw(st.integers(1, topology.num_experts))
+    load, tokens = batch_of(np.random.default_rng(seed), topology, micro_batches, top_k)
+    check(plan_of(topology, load), load, topology)
+    check(plan_of(topology, load, tokens, COSTS[cost]), load, topology)
+
+
+TOPOLOGY = Topology(num_nodes=3, ranks_per_node=2, num_experts=12, replica_slots=1, resident_slots=2)
+
+
+def extreme(kind, shape, rng):
+    load = np.zeros(shape, np.int32)
+    if kind == "one hot":
+        load[..., 3] = 77
+    elif kind == "one token":
+        load[0, 0, 1, 0, 5] = 1
+    elif kind == "a layer without tokens":
+        load[:, 1] = rng.integers(0, 50, load[:, 1].shape)
+    elif kind == "near 2**31":
+        load[:, :] = (2**31 - 1) // np.prod(shape[2:])
+        load[:, 0, 0, 0] = 0
+        load[:, 0, 0, 0, 7] = 2**31 - 1 - load[:, 0].sum((1, 2, 3), dtype=np.int64)
+    elif kind == "other nodes idle":
+        load[:, :, 0] = rng.integers(0, 50, load[:, :, 0].shape)
+    return load
+
+
+@pytest.mark.parametrize(
+    "kind", ["zero", "one hot", "one token", "a layer without tokens", "near 2**31", "other nodes idle"]
+)
+def test_extreme_loads(kind):
+    """With tokens that say something else than the load, and tokens that are nowhere."""
+    rng = np.random.default_rng(0)
+    _, tokens = batch_of(rng, TOPOLOGY, 2, 3)
+    load = extreme(kind, (2, LAYERS, 3, 2, 12), rng)
+    nowhere = tokens._replace(
+        micro_batch=np.full_like(tokens.micro_batch, EMPTY), rank=np.full_like(tokens.rank, EMPTY)
+    )
+    for sample in (tokens, nowhere):
+        check(plan_of(TOPOLOGY, load, sample, COST), load, TOPOLOGY)
+    check(plan_of(TOPOLOGY, load), load, TOPOLOGY)
+
+
+def test_pushes_that_cost_too_much_are_not_made():
+    """And where they cost nothing, every node fills its slots: all have tokens for more experts than these."""
+    load, tokens = batch_of(np.random.default_rng(1), TOPOLOGY, 2, 4)
+    dear = plan_of(TOPOLOGY, load, tokens, COSTS["dear"])
+    assert (resident_experts(dear, TOPOLOGY) == EMPTY).all()
+    assert (dear.home // 4 == np.arange(12) // 4).all(), "no expert goes to another node"
+    free = plan_of(TOPOLOGY, load, tokens, COSTS["nothing but crossings"])
+    assert (resident_experts(free, TOPOLOGY) != EMPTY).all()
+
+
+def test_no_resident_slots_and_no_residents_are_the_same_plan():
+    """Where every push and move is too dear, homes, replicas and quotas are those without resident slots."""
+    load, tokens = batch_of(np.random.default_rng(2), TOPOLOGY, 2, 4)
+    cost = dataclasses.replace(COST, push=1e12, move=1e12)
+    narrow = dataclasses.replace(TOPOLOGY, resident_slots=0)
+    wide, without = plan_of(TOPOLOGY, load, tokens, cost), plan_of(narrow, load, tokens, cost)
+    columns = (TOPOLOGY.home_slots, TOPOLOGY.home_slots + 1)
+    wide = wide._replace(
+        slot_expert=np.delete(wide.slot_expert, columns, -1), quota=np.delete(wide.quota, columns, -1)
+    )
+    chex.assert_trees_all_equal(wide, without)
+
+
+def test_the_same_plan_under_vmap():
+    batches = [batch_of(np.random.default_rng(seed), TOPOLOGY, 2, 3) for seed in range(2)]
+    state = PLANNER.init(TOPOLOGY, LAYERS, key=jax.random.key(0))
+
+    @jax.jit
+    @jax.vmap
+    def together(load, tokens):
+        return PLANNER.update(load, state, TOPOLOGY, tokens=tokens, cost=COST)[0]
+
+    found = together(*jax.tree.map(lambda *leaves: jnp.asarray(np.stack(leaves)), *batches))
+    for index, (load, tokens) in enumerate(batches):
+        plan = jax.tree.map(lambda leaf, index=index: np.asarray(leaf[index]), found)
+        chex.assert_trees_all_equal(plan, plan_of(TOPOLOGY, load, tokens, COST))
+
+
+@pytest.mark.slow
+def test_double_precision_changes_no_plan():
+    load, tokens = batch_of(np.random.default_rng(0), TOPOLOGY, 2, 3)
+    with jax.enable_x64(True):
+        state = PLANNER.init(TOPOLOGY, LAYERS, key=jax.random.key(0))
+        update = jax.jit(functools.partial(PLANNER.update, topology=TOPOLOGY))
+        plan, _ = update(jnp.asarray(load), state, tokens=tokens, cost=COST)
+    chex.assert_trees_all_equal(jax.tree.map(np.asarray, plan), plan_of(TOPOLOGY, load, tokens, COST))

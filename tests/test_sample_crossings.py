@@ -1,0 +1,123 @@
+"""What of each sample crosses if it lies in each node, in plain loops, with and without residents."""
+
+import numpy as np
+import pytest
+from support.plans import random_routing
+
+from relibra_jax.planning.sample_crossings import crossings_by_node
+from relibra_jax.planning.token_sample import Routes
+from relibra_jax.types import EMPTY, Topology, UnitTimes
+
+SAMPLES, TOKENS, LAYERS, EXPERTS, TOP_K = 5, 8, 3, 6, 3
+TOPOLOGY = Topology(num_nodes=3, ranks_per_node=1, num_experts=EXPERTS, replica_slots=0, resident_slots=1)
+RESIDENTS = {
+    "no residents": None,
+    "residents": np.array([[5, 0, EMPTY], [EMPTY] * 3, [2, 2, 1]]).reshape(3, 3, 1, 1),
+}
+
+
+def unit_times(hierarchical):
+    return UnitTimes(
+        token=1.0, copy=1.0, crossing=1.0, spread=1.0, move=1.0, push=1.0, hierarchical=hierarchical
+    )
+
+
+@pytest.fixture(scope="module")
+def batch():
+    """A replay, and homes under which expert 5 of layer 0 and experts 2 and 1 of layer 2 are not at home where they
+    are resident."""
+    rng = np.random.default_rng(0)
+    replay = random_routing(rng, samples=SAMPLES, tokens=TOKENS, layers=LAYERS, experts=EXPERTS, top_k=TOP_K)
+    return replay, np.array([[2, 3, 0, 1, 4, 5], [0, 1, 2, 3, 4, 5], [0, 1, 4, 5, 2, 3]])
+
+
+def load_of_samples(replay):
+    load = np.zeros((SAMPLES, LAYERS, EXPERTS), int)
+    for b, t in np.argwhere(replay.mask):
+        for layer in range(LAYERS):
+            load[b, layer, replay.expert_ids[b, t, layer]] += 1
+    return load
+
+
+def count(replay, home, resident, distinct):
+    """Crossings ``[B N L]``, of tokens to each other node, or of copies."""
+    crossings = np.zeros((SAMPLES, 3, LAYERS))
+    for (b, t), node, layer in (
+        (place, node, layer)
+        for place in np.argwhere(replay.mask)
+        for node in range(3)
+        for layer in range(LAYERS)
+    ):
+        leaves = [
+            home[layer, expert] // 2
+            for expert in replay.expert_ids[b, t, layer]
+            if home[layer, expert] // 2 != node and (resident is None or expert not in resident[layer, node])
+        ]
+        crossings[b, node, layer] += len(set(leaves)) if distinct else len(leaves)
+    return crossings
+
+
+@pytest.mark.parametrize("resident", RESIDENTS)
+@pytest.mark.parametrize("how", ["loads alone", "routes without cost", "flat"])
+def test_copies_that_cross(batch, resident, how):
+    """Copies over top-k, in the mean over layers, which are exact."""
+    replay, home = batch
+    routes = None if how == "loads alone" else all_routes(replay)
+    found = crossings_by_node(
+        load_of_samples(replay),
+        replay.mask.sum(1),
+        home,
+        TOPOLOGY,
+        routes=routes,
+        resident=RESIDENTS[resident],
+        cost=unit_times(False) if how == "flat" else None,
+        groups=LAYERS,
+    )
+    wanted = count(replay, home, RESIDENTS[resident], False) / TOP_K / LAYERS
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+def all_routes(replay, repeated=1):
+    sample = np.broadcast_to(np.arange(SAMPLES)[:, None], replay.mask.shape)[replay.mask]
+    return Routes(np.repeat(replay.expert_ids[replay.mask], repeated, 0), np.repeat(sample, repeated))
+
+
+@pytest.mark.parametrize("resident", RESIDENTS)
+def test_tokens_that_cross(batch, resident):
+    """All tokens known many times over: the common token weighs nothing beside them, and counts are exact."""
+    replay, home = batch
+    found = crossings_by_node(
+        load_of_samples(replay),
+        replay.mask.sum(1),
+        home,
+        TOPOLOGY,
+        routes=all_routes(replay, 500),
+        resident=RESIDENTS[resident],
+        cost=unit_times(True),
+        groups=LAYERS,
+    )
+    wanted = count(replay, home, RESIDENTS[resident], True) / LAYERS
+    np.testing.assert_allclose(found, wanted, rtol=5e-3, atol=5e-3)
+
+
+def test_groups_of_layers_add_up(batch):
+    replay, home = batch
+    arguments = (load_of_samples(replay), replay.mask.sum(1), home, TOPOLOGY)
+    options = {"routes": all_routes(replay), "cost": unit_times(True)}
+    whole, parts = (crossings_by_node(*arguments, groups=groups, **options) for groups in (1, 2))
+    np.testing.assert_allclose(np.asarray(parts).sum(-1), np.asarray(whole)[..., 0], rtol=1e-5)
+
+
+def test_a_sample_without_sampled_tokens_is_a_common_one(batch):
+    """In proportion to its length; one without any tokens crosses nowhere."""
+    replay, home = batch
+    routes = Routes(replay.expert_ids[0, :4], np.array([0, 0, 1, 1]))
+    length = np.array([4, 4, 6, 3, 0])
+    found = np.asarray(
+        crossings_by_node(
+            load_of_samples(replay), length, home, TOPOLOGY, routes=routes, cost=unit_times(True)
+        )
+    )
+    np.testing.assert_allclose(found[2], 2 * found[3], rtol=1e-6)
+    assert (found[2] > 0).all()
+    assert (found[4] == 0).all()

@@ -1,0 +1,100 @@
+"""Sampled tokens: at even distances, every sample in proportion, and where an assignment lays them."""
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.plans import random_routing
+
+from relibra_jax.planning.assignment import assign_in_order
+from relibra_jax.planning.token_sample import Routes, place_routes, sample_routes
+from relibra_jax.types import EMPTY, Assignment, RoutingReplay, Topology
+
+
+def numbered(lengths, tokens):
+    """A replay in which the route of the n-th real token of the batch is n."""
+    mask = np.zeros((len(lengths), tokens), bool)
+    for row, length in zip(mask, lengths, strict=True):
+        row[:length] = True
+    ids = np.full(mask.shape, 2**30)
+    ids[mask] = np.arange(mask.sum())
+    return RoutingReplay(ids[..., None, None].astype(np.int32), mask)
+
+
+@settings(max_examples=40)
+@given(lengths=st.lists(st.integers(0, 6), min_size=5, max_size=5), count=st.sampled_from([1, 4, 13]))
+def test_tokens_are_taken_at_even_distances(lengths, count):
+    """Token number ``q * total // count`` for each q: by the plain loop, holes and empty samples among them."""
+    replay = numbered(lengths, 6)
+    routes = sample_routes(replay, count=count)
+    total = sum(lengths)
+    if total == 0:
+        assert (np.asarray(routes.sample) == EMPTY).all()
+        return
+    wanted = [q * total // count for q in range(count)]
+    assert np.ravel(routes.expert_ids).tolist() == wanted
+    owner = np.repeat(np.arange(5), lengths)
+    assert np.asarray(routes.sample).tolist() == owner[wanted].tolist()
+
+
+def test_tokens_are_even_however_many_are_taken():
+    count, total = 46_000, 50_000
+    routes = sample_routes(numbered([total - 7, 7], total), count=count)
+    np.testing.assert_array_equal(np.ravel(routes.expert_ids), np.arange(count) * total // count)
+
+
+@pytest.mark.parametrize("count", [0, -1, True, 46_341])
+def test_numbers_of_tokens(count):
+    """Beyond the last the distances would not fit int32."""
+    with pytest.raises(
+        ValueError, match=f"count={count} must be an integer of at least 1 and at most 46340$"
+    ):
+        sample_routes(numbered([2], 3), count=count)
+
+
+def test_masks_may_have_holes():
+    """Padding on the left, or between tokens, is never taken."""
+    mask = np.array([[False, True, True, False], [True, False, False, True]])
+    ids = np.arange(8).reshape(2, 4, 1, 1).astype(np.uint8)
+    routes = sample_routes(RoutingReplay(ids, mask), count=4)
+    assert np.ravel(routes.expert_ids).tolist() == [1, 2, 4, 7]
+    assert np.asarray(routes.sample).tolist() == [0, 0, 1, 1]
+
+
+def find(assignment, sample, local):
+    """Micro-batch and flat rank of a sample."""
+    for m, n, g, b in np.ndindex(assignment.sample.shape):
+        if assignment.sample[m, n, g, b] == sample:
+            return m, n * local + g
+    return EMPTY, EMPTY
+
+
+@settings(max_examples=40)
+@given(
+    kept=st.lists(st.integers(0, 19), unique=True, max_size=12),
+    asked=st.lists(st.integers(EMPTY, 19), min_size=8, max_size=8),
+    seed=st.integers(0, 99),
+)
+def test_tokens_lie_where_their_sample_does(kept, asked, seed):
+    """Any samples of the batch may be assigned, and a token of any other is nowhere."""
+    room = np.full(12, EMPTY)
+    room[np.random.default_rng(seed).permutation(12)[: len(kept)]] = kept
+    assignment = Assignment(room.reshape(2, 3, 1, 2))
+    placed = place_routes(Routes(np.zeros((8, 1, 1), np.uint8), np.array(asked)), assignment)
+    wanted = [(EMPTY, EMPTY) if sample == EMPTY else find(assignment, sample, 1) for sample in asked]
+    assert list(zip(placed.micro_batch.tolist(), placed.rank.tolist(), strict=True)) == wanted
+
+
+def test_works_under_jit():
+    """The same tokens in the same places."""
+    topology = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=0)
+    rng = np.random.default_rng(0)
+    replay = random_routing(rng, samples=9, tokens=7, layers=2, experts=8, top_k=2)
+    assignment = assign_in_order(9, topology, num_micro_batches=2)
+
+    def place(replay, assignment):
+        return place_routes(sample_routes(replay, count=20), assignment)
+
+    for found, wanted in zip(jax.jit(place)(replay, assignment), place(replay, assignment), strict=True):
+        np.testing.assert_array_equal(found, wanted)
