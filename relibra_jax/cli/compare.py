@@ -77,9 +77,11 @@ def compare_contenders(
     setting = (
         f"{trace.name}: {micro_batches} micro-batches x {layers} layers, {trace.num_experts} experts on"
         f" {topology.num_nodes} nodes x {topology.ranks_per_node} ranks, {topology.replica_slots} replica slots"
+        + (f", {topology.resident_slots} resident slots" if topology.resident_slots else "")
     )
     console.print(comparison_table(outcomes, setting))
     console.print(COLUMNS_EXPLAINED, style="dim")
+    console.print(f"time is that of {_priced(options.costs)}", style="dim")
     for note in (trace.note, _samples_left(batches.samples_left), "" if batches.history else NO_HISTORY):
         if note:
             console.print(f"note: {note}", style="dim")
@@ -97,10 +99,11 @@ def compare_contenders(
 
 NO_HISTORY: Final = "there is one batch, so planners that go by history had none"
 COLUMNS_EXPLAINED: Final = (
-    "imbalance: max / mean of rank load over the batch; bound: what any replication could reach with these homes;"
-    " p95, max: of single layers and micro-batches; attn: imbalance of tokens over ranks, which attention feels;"
-    " cross: token copies that leave their node; copy: replicas of a layer; plan: measured time of one batch's plan;"
-    " time, share: modelled time of a batch, and that of a perfectly balanced one over it."
+    "imbalance: max / mean of rank load over the batch; attn: the same of tokens, which attention feels; cross: token"
+    " copies that leave their node; crossings: what the slow network carries for each token at dispatch, mean and at the"
+    " busiest end; repl, resid: replicas and residents of a layer; GB: memory of a rank; plan: measured time of one"
+    " batch's plan; exchange, push, reorder: of dispatch and combine, of residents, and of experts to new homes, all in"
+    " time: modelled time of a batch; share: that of a perfectly balanced one over it."
 )
 
 
@@ -113,27 +116,45 @@ def comparison_table(outcomes: list[Outcome], title: str) -> Table:
     """
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=0)
     table.add_column("planner", no_wrap=True)
-    for name in ("imbalance", "bound", "p95", "max", "attn", "cross", "copy", "plan", "time", "share"):
+    for name in _cells(outcomes[0]):
         table.add_column(name, justify="right", no_wrap=True)
     for outcome in outcomes:
-        table.add_row(
-            outcome.planner,
-            f"{outcome.imbalance:.4f}",
-            f"{outcome.bound:.4f}",
-            f"{outcome.imbalance_p95:.2f}",
-            f"{outcome.imbalance_max:.2f}",
-            f"{outcome.attention_imbalance:.2f}",
-            f"{outcome.cross_node_share:.0%}",
-            f"{outcome.replicas:.1f}",
-            f"{outcome.plan_seconds * 1e3:.0f}ms",
-            f"{outcome.modelled_seconds:.1f}s",
-            f"{outcome.share_of_balanced:.1%}",
-        )
+        table.add_row(outcome.planner, *_cells(outcome).values())
     table.add_section()
     first = outcomes[0]
-    balanced = f"{first.modelled_seconds * first.share_of_balanced:.1f}s"
-    table.add_row("balanced", "1.0000", "", "1.00", "1.00", "1.00", "", "", "", balanced, "100%", style="dim")
+    balanced = {name: "" for name in _cells(first)} | {
+        "imbalance": "1.0000",
+        "attn": "1.00",
+        "time": f"{first.modelled_seconds * first.share_of_balanced:.2f}s",
+        "share": "100%",
+    }
+    table.add_row("balanced", *balanced.values(), style="dim")
     return table
+
+
+def _cells(outcome: Outcome) -> dict[str, str]:
+    """What the table says of an outcome, by column."""
+    parts = outcome.modelled_parts
+    return {
+        "imbalance": f"{outcome.imbalance:.4f}",
+        "attn": f"{outcome.attention_imbalance:.2f}",
+        "cross": f"{outcome.cross_node_share:.0%}",
+        "crossings": f"{outcome.crossings:.2f}/{outcome.crossings_busiest:.2f}",
+        "repl": f"{outcome.replicas:.1f}",
+        "resid": f"{outcome.residents:.1f}",
+        "GB": f"{outcome.rank_memory / 1e9:.1f}",
+        "plan": f"{outcome.plan_seconds * 1e3:.0f}ms",
+        "exchange": f"{parts['exchange']:.2f}s",
+        "push": f"{parts['push']:.2f}s",
+        "reorder": f"{parts['reorder']:.2f}s",
+        "time": f"{outcome.modelled_seconds:.2f}s",
+        "share": f"{outcome.share_of_balanced:.1%}",
+    }
+
+
+def _priced(costs: Costs) -> str:
+    passes = f"{costs.updates} update{'s' * (costs.updates > 1)} a batch{', recompute' * costs.recompute}"
+    return f"{costs.model} on {costs.hardware}, {costs.dispatch} dispatch, {passes}"
 
 
 def _report(options: Compare, trace: Trace, outcomes: list[Outcome]) -> dict[str, object]:
