@@ -79,7 +79,8 @@ def compare_contenders(
         f" {topology.num_nodes} nodes x {topology.ranks_per_node} ranks, {topology.replica_slots} replica slots"
         + (f", {topology.resident_slots} resident slots" if topology.resident_slots else "")
     )
-    console.print(comparison_table(outcomes, setting))
+    table = comparison_table(outcomes, setting, residents=topology.resident_slots > 0)
+    console.print(table, crop=False, soft_wrap=True)
     console.print(COLUMNS_EXPLAINED, style="dim")
     console.print(f"time is that of {_priced(options.costs)}", style="dim")
     for note in (trace.note, _samples_left(batches.samples_left), "" if batches.history else NO_HISTORY):
@@ -98,44 +99,51 @@ def compare_contenders(
 
 
 NO_HISTORY: Final = "there is one batch, so planners that go by history had none"
+TABLE_WIDTH: Final = 106
+"""The characters of a line of the table. A narrower terminal wraps lines, so that no number is cut."""
 COLUMNS_EXPLAINED: Final = (
     "imbalance: max / mean of rank load over the batch; attn: the same of tokens, which attention feels; cross: token"
-    " copies that leave their node; crossings: what the slow network carries for each token at dispatch, mean and at the"
-    " busiest end; repl, resid: replicas and residents of a layer; GB: memory of a rank; plan: measured time of one"
-    " batch's plan; exchange, push, reorder: of dispatch and combine, of residents, and of experts to new homes, all in"
-    " time: modelled time of a batch; share: that of a perfectly balanced one over it."
+    " copies that leave their node; crossings: what the slow network carries for each token at dispatch (tokens, or"
+    " copies if dispatch is flat), mean/busiest; repl, resid: replicas and residents of a layer; GB: memory of a rank;"
+    " plan: measured time of one batch's plan; exchange, push, reorder: modelled time of dispatch and combine, of"
+    " residents' weights and gradients, and of experts to new homes, all part of time: modelled time of a batch; share:"
+    " that of a perfectly balanced one over it."
 )
 
 
-def comparison_table(outcomes: list[Outcome], title: str) -> Table:
+def comparison_table(outcomes: list[Outcome], title: str, *, residents: bool) -> Table:
     """A table with one line for each outcome, and the idealised bound below them.
 
     Args:
         outcomes: the outcomes, in the order of the lines.
         title: what was run.
+        residents: whether there are resident slots, for which two more columns are shown.
     """
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=0)
+    table = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        padding=0,
+        width=TABLE_WIDTH,
+    )
+    lines = [_cells(outcome, residents=residents) for outcome in outcomes]
     table.add_column("planner", no_wrap=True)
-    for name in _cells(outcomes[0]):
+    for name in lines[0]:
         table.add_column(name, justify="right", no_wrap=True)
-    for outcome in outcomes:
-        table.add_row(outcome.planner, *_cells(outcome).values())
+    for outcome, cells in zip(outcomes, lines, strict=True):
+        table.add_row(outcome.planner, *cells.values())
     table.add_section()
-    first = outcomes[0]
-    balanced = {name: "" for name in _cells(first)} | {
-        "imbalance": "1.0000",
-        "attn": "1.00",
-        "time": f"{first.modelled_seconds * first.share_of_balanced:.2f}s",
-        "share": "100%",
-    }
-    table.add_row("balanced", *balanced.values(), style="dim")
+    balanced = f"{outcomes[0].modelled_seconds * outcomes[0].share_of_balanced:.2f}s"
+    known = {"imbalance": "1.0000", "attn": "1.00", "time": balanced, "share": "100%"}
+    table.add_row("balanced", *(dict.fromkeys(lines[0], "") | known).values(), style="dim")
     return table
 
 
-def _cells(outcome: Outcome) -> dict[str, str]:
+def _cells(outcome: Outcome, *, residents: bool) -> dict[str, str]:
     """What the table says of an outcome, by column."""
     parts = outcome.modelled_parts
-    return {
+    cells = {
         "imbalance": f"{outcome.imbalance:.4f}",
         "attn": f"{outcome.attention_imbalance:.2f}",
         "cross": f"{outcome.cross_node_share:.0%}",
@@ -150,6 +158,7 @@ def _cells(outcome: Outcome) -> dict[str, str]:
         "time": f"{outcome.modelled_seconds:.2f}s",
         "share": f"{outcome.share_of_balanced:.1%}",
     }
+    return {name: cell for name, cell in cells.items() if residents or name not in ("resid", "push")}
 
 
 def _priced(costs: Costs) -> str:
