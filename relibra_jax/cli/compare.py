@@ -107,7 +107,7 @@ COLUMNS_EXPLAINED: Final = (
     " copies if dispatch is flat), mean/busiest; repl, resid: replicas and residents of a layer; GB: memory of a rank;"
     " plan: measured time of one batch's plan; exchange, push, reorder: modelled time of dispatch and combine, of"
     " residents' weights and gradients, and of experts to new homes, all part of time: modelled time of a batch; share:"
-    " that of a perfectly balanced one over it."
+    " that of a perfectly balanced one with uniform routing over it, above 100% where fewer tokens cross."
 )
 
 

@@ -57,7 +57,8 @@ class Outcome:
     modelled_parts: dict[str, float]
     """Its parts, by their names in `relibra_jax.cost.batch_time.BatchTime`."""
     share_of_balanced: float
-    """The modelled time of a perfectly balanced batch over this one's."""
+    """The modelled time of a perfectly balanced batch with uniform routing over this one's; above 1 where fewer tokens
+    cross than there."""
     plan_seconds: float
     """The measured time of one batch's plan after compilation, the median of several runs."""
     batches: list[PlannedBatch] = dataclasses.field(repr=False)

@@ -18,7 +18,7 @@ from relibra_jax.planning.plan_batch import Assign, plan_loads
 from relibra_jax.planning.planners import PlannerEntry
 from relibra_jax.planning.token_sample import Routes, sample_routes
 from relibra_jax.replay import sample_load
-from relibra_jax.types import Array, Assignment, BatchPlan, RoutingReplay, Topology, UnitTimes
+from relibra_jax.types import Array, Assignment, BatchPlan, Planner, RoutingReplay, Topology, UnitTimes
 
 TIMED_RUNS: Final = 5
 
@@ -69,20 +69,14 @@ def run_contender(
     layers = batches.replays[0].expert_ids.shape[2]
     _check_plan_memory(batches.num_micro_batches, layers, topology)
 
-    @jax.jit
-    def plan(counts: _Counts, packed: Assignment, state: Any) -> tuple[BatchPlan, Any]:
-        return plan_loads(
-            counts.sample_load,
-            counts.tokens,
-            planner,
-            state,
-            topology,
-            num_micro_batches=batches.num_micro_batches,
-            start=packed,
-            assign=contender.assign,
-            cost=cost,
-            routes=counts.routes,
-        )
+    plan = functools.partial(
+        _plan,
+        cost=cost,
+        planner=planner,
+        topology=topology,
+        num_micro_batches=batches.num_micro_batches,
+        assign=contender.assign,
+    )
 
     state = planner.init(topology, layers, key=jax.random.key(seed))
     home: Array = jnp.tile(jnp.arange(topology.num_experts)[None], (layers, 1))
@@ -118,6 +112,33 @@ class _Counts(NamedTuple):
 def _count(replay: RoutingReplay, *, num_experts: int) -> _Counts:
     tokens = replay.mask.sum(1, dtype=jnp.int32)
     return _Counts(sample_load(replay, num_experts=num_experts), tokens, sample_routes(replay))
+
+
+@functools.partial(jax.jit, static_argnames=("planner", "topology", "num_micro_batches", "assign"))
+def _plan(
+    counts: _Counts,
+    packed: Assignment,
+    state: Any,
+    *,
+    cost: UnitTimes,
+    planner: Planner,
+    topology: Topology,
+    num_micro_batches: int,
+    assign: Assign | None,
+) -> tuple[BatchPlan, Any]:
+    """`plan_loads`, compiled once for all batches and unit times."""
+    return plan_loads(
+        counts.sample_load,
+        counts.tokens,
+        planner,
+        state,
+        topology,
+        num_micro_batches=num_micro_batches,
+        start=packed,
+        assign=assign,
+        cost=cost,
+        routes=counts.routes,
+    )
 
 
 def _median_seconds(run: Callable[[], object]) -> float:
