@@ -140,9 +140,7 @@ def make_cost_model(costs: Costs, trace: Trace, batches: Batches, topology: Topo
     check_integer("shards", costs.shards, least=1)
     check_integer("updates", costs.updates, least=1)
     if costs.updates > batches.num_micro_batches:
-        raise ValueError(
-            f"updates={costs.updates} exceeds the {batches.num_micro_batches} micro-batches of a batch"
-        )
+        raise ValueError(f"updates={costs.updates} exceeds micro_batches={batches.num_micro_batches}")
     model = dataclasses.replace(
         MODELS[costs.model], top_k=trace.replay.expert_ids.shape[-1], num_experts=trace.num_experts
     )
