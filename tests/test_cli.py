@@ -4,6 +4,8 @@ import json
 import subprocess
 import sys
 
+import chex
+import jax
 import numpy as np
 import pytest
 
@@ -12,18 +14,20 @@ from experiments.ablation.variants import ablation
 from experiments.synthetic_traces import synthetic_trace
 from relibra_jax.cli.batching import make_batches
 from relibra_jax.cli.main import EXTRA, main
-from relibra_jax.cli.modelled_time import CostModel
-from relibra_jax.cli.options import Batching, Ranks
+from relibra_jax.cli.modelled_time import CostModel, make_cost_model
+from relibra_jax.cli.options import Batching, Costs, Ranks
 from relibra_jax.cli.planner_runs import Contender, run_contender
 from relibra_jax.cli.traces import read_trace
 from relibra_jax.cost.hardware import CLUSTERS
 from relibra_jax.cost.models import MODELS
+from relibra_jax.cost.unit_times import unit_times
 from relibra_jax.plan_files import load_plan
-from relibra_jax.planning.planners import PLANNERS
+from relibra_jax.planning.planners import PLANNERS, PlannerEntry
 from relibra_jax.planning.sample_packing import pack_samples
+from relibra_jax.planning.static import static
 from relibra_jax.replay import expert_load
 from relibra_jax.replay_files import save_replay
-from relibra_jax.types import EMPTY
+from relibra_jax.types import EMPTY, Planner
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +49,11 @@ def written(folder, names, shown):
         assert row["planner"] in shown
         assert f"{row['imbalance']:.4f}" in shown
         assert 1 <= row["imbalance"] <= row["imbalance_max"]
+        assert sum(row["modelled_parts"].values()) == pytest.approx(row["modelled_seconds"])
+        assert row["crossings"] <= row["crossings_busiest"]
+    table = shown.split("imbalance: max / mean")[0]
+    assert "…" not in table, "no number is cut on a terminal of 80 characters"
+    assert max(map(len, table.splitlines()[1:])) <= 106
     assert (folder / "compare.png").read_bytes().startswith(b"\x89PNG")
     assert sorted(path.name for path in folder.iterdir()) == ["compare.json", "compare.png", "timeline.png"]
 
@@ -55,6 +64,32 @@ def test_compare_writes_table_figures_and_numbers(trace, tmp_path, capsys, monke
     monkeypatch.setattr("relibra_jax.cli.compare.PLANNERS", few)
     assert main(["compare", str(trace), *SMALL, "--out", str(tmp_path)]) == 0
     written(tmp_path, few, capsys.readouterr().out)
+
+
+@pytest.mark.slow
+def test_compare_counts_what_residents_cost(trace, tmp_path, capsys, monkeypatch):
+    """Their pushes are part of the time, their memory is that of planners that fill them."""
+    few = {name: PLANNERS[name] for name in ("static", "relibra")}
+    monkeypatch.setattr("relibra_jax.cli.compare.PLANNERS", few)
+    options = ["--resident-slots", "2", "--updates", "2", "--recompute", "--tokens-per-rank", "200000"]
+    assert main(["compare", str(trace), *SMALL, *options, "--out", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    written(tmp_path, few, shown)
+    shown = " ".join(shown.split())
+    for words in (
+        "2 resident slots",
+        " push ",
+        " resid ",
+        "hierarchical dispatch, 2 updates a batch, recompute",
+    ):
+        assert words in shown
+    static, relibra = json.loads((tmp_path / "compare.json").read_text())["planners"]
+    assert static["residents"] == static["modelled_parts"]["push"] == 0
+    assert relibra["residents"] > 0
+    assert relibra["modelled_parts"]["push"] > 0
+    model = MODELS["gpt-oss-20b"]
+    held = 2 * model.moe_layers * model.expert_params * 6
+    assert relibra["rank_memory"] - static["rank_memory"] == pytest.approx(held)
 
 
 @pytest.mark.slow
@@ -108,16 +143,73 @@ def test_samples_of_a_batch_are_packed(trace, options):
     assert max((packed.sample != EMPTY).sum(-1).max() for packed in batches.packed) == room
 
 
-def test_every_contender_gets_packed_samples(trace):
-    """One that assigns them itself may keep them."""
-    topology = Ranks(nodes=2, ranks_per_node=2, replica_slots=1).topology(16)
-    batches = make_batches(read_trace(trace), Batching(), topology)
-    for assign in (None, lambda *_, **sizes: batches.packed[-1]):
-        contender = Contender(entry=PLANNERS["static"], assign=assign)
-        (planned,), _ = run_contender(contender, batches, topology, seed=0)
-        np.testing.assert_array_equal(planned.batch_plan.assignment.sample, batches.packed[-1].sample)
-        load = expert_load(planned.replay, batches.packed[-1], num_experts=16)
-        np.testing.assert_array_equal(planned.batch_plan.load, load)
+TOPOLOGY = Ranks(nodes=2, ranks_per_node=2, replica_slots=1).topology(16)
+
+
+@pytest.fixture(scope="module")
+def batches(trace):
+    return make_batches(read_trace(trace), Batching(), TOPOLOGY)
+
+
+@pytest.mark.parametrize("assigned", [False, True])
+def test_every_contender_is_told_the_same(trace, batches, assigned):
+    """Packed samples, which one that assigns samples may keep; what time costs, and some tokens, where they lie."""
+    told = []
+
+    def update(load, state, topology, *, tokens, cost):
+        jax.debug.callback(lambda ids, cost: told.append((ids.shape[1:], cost)), tokens.expert_ids, cost)
+        return static().update(load, state, topology)
+
+    entry = PlannerEntry(planner=Planner(static().init, update), summary="a planner that remembers")
+    contender = Contender(entry=entry, assign=(lambda *_, **sizes: batches.packed[-1]) if assigned else None)
+    costs = Costs(dispatch="flat", updates=1, recompute=True, hardware="gb200-nvl72", context=1000.0)
+    model = make_cost_model(costs, read_trace(trace), batches, TOPOLOGY)
+    (planned,), _ = run_contender(contender, batches, TOPOLOGY, cost=model.unit_times(), seed=0)
+    np.testing.assert_array_equal(planned.batch_plan.assignment.sample, batches.packed[-1].sample)
+    load = expert_load(planned.replay, batches.packed[-1], num_experts=16)
+    np.testing.assert_array_equal(planned.batch_plan.load, load)
+    tokens = np.mean([replay.mask.sum() for replay in batches.replays])
+    cost = unit_times(
+        CLUSTERS["gb200-nvl72"],
+        MODELS["gpt-oss-20b"],
+        context=1000.0,
+        scale=16384.0 * 4 * batches.num_micro_batches / tokens,
+        recompute=True,
+    )
+    jax.effects_barrier()
+    assert told[0][0] == (2, 2)
+    chex.assert_trees_all_close(told[0][1], jax.tree.map(np.float32, cost))
+
+
+@pytest.mark.parametrize("hardware", ["h100", "h100-ethernet-200"])
+@pytest.mark.parametrize("dispatch", ["flat", "hierarchical"])
+def test_crossings_are_counted_token_by_token(trace, batches, dispatch, hardware):
+    """Without copies an expert is in one node: what crosses is where its tokens lie elsewhere."""
+    model = make_cost_model(Costs(dispatch=dispatch, hardware=hardware), read_trace(trace), batches, TOPOLOGY)
+    contender = Contender(entry=PLANNERS["static"])
+    (planned,), _ = run_contender(contender, batches, TOPOLOGY, cost=model.unit_times(), seed=0)
+    ids, mask = planned.replay
+    tokens, sent, busiest = 0, 0, 0.0
+    for ranks in np.asarray(planned.batch_plan.assignment.sample):
+        ends = np.zeros((2, 2, 2, 2))  # sent or received, layer, node, local
+        for (node, local), samples in ((place, ranks[place]) for place in np.ndindex(2, 2)):
+            held = np.concatenate([ids[sample][mask[sample]] for sample in samples if sample != EMPTY])
+            away = (held // 8 != node).astype(int)  # 8 experts a node
+            if dispatch == "hierarchical":
+                away = away.max(-1, keepdims=True)
+            tokens += len(held) * 2  # layers
+            sent += away.sum()
+            ends[0, :, node, local] += away.sum((0, 2))
+            if dispatch == "hierarchical":
+                ends[1, :, 1 - node, local] += away.sum((0, 2))
+            else:
+                for rank in range(2):
+                    ends[1, :, 1 - node, rank] += (held // 4 == 2 * (1 - node) + rank).sum((0, 2))
+        if hardware != "h100":
+            ends = ends.mean(-1, keepdims=True)
+        busiest += ends.max((0, 2, 3)).sum()
+    crossings = model.crossings(planned, TOPOLOGY, model.visits(planned, TOPOLOGY))
+    assert crossings == pytest.approx((sent / tokens, 4 * busiest / tokens))
 
 
 def test_inspect_counts(trace, capsys):

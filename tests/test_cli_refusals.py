@@ -128,6 +128,9 @@ SETTINGS = {
     "--replica-slots=17": "replica_slots=17 must be at most num_experts=16: a rank holds no expert twice",
     f"--replica-slots={2**31}": f"replica_slots={2**31} must be at most num_experts=16",
     f"--replica-slots={2**64}": f"replica_slots={2**64} must be at most num_experts=16",
+    "--resident-slots=-1": f"resident_slots=-1 {INTEGER} 0 and at most 2147483647",
+    "--resident-slots=17": "resident_slots=17 must be at most num_experts=16: a rank holds no expert twice",
+    "--resident-slots=1 --model=deepseek-v3": "resident_slots=1: a rank needs 279.9 GB (homes 183.9, residents 15.3,",
     "--seed=-1": f"seed=-1 {INTEGER} 0 and at most 4294967295",
     f"--seed={2**32}": f"seed={2**32} {INTEGER} 0 and at most 4294967295",
     f"--seed={2**63}": f"seed={2**63} {INTEGER} 0 and at most 4294967295",
@@ -142,6 +145,10 @@ SETTINGS = {
     "--planner=elpb": "planner 'elpb' must be one of static,",
 }
 COSTS = {
+    "--updates=0": f"updates=0 {INTEGER} 1 and at most 2147483647",
+    "--updates=2": "updates=2 exceeds micro_batches=1",
+    "--shards=0": f"shards=0 {INTEGER} 1 and at most 2147483647",
+    "--resident-slots=12": "resident_slots=12: a rank needs 90.0 GB (homes 43.0, residents 43.0, replicas 0.1,",
     "--hardware=h1000": "hardware='h1000' must be one of h100",
     "--context=0": "context=0.0 must be positive and finite",
     "--context=nan": "context=nan must be positive and finite",

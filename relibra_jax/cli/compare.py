@@ -77,9 +77,12 @@ def compare_contenders(
     setting = (
         f"{trace.name}: {micro_batches} micro-batches x {layers} layers, {trace.num_experts} experts on"
         f" {topology.num_nodes} nodes x {topology.ranks_per_node} ranks, {topology.replica_slots} replica slots"
+        + (f", {topology.resident_slots} resident slots" if topology.resident_slots else "")
     )
-    console.print(comparison_table(outcomes, setting))
+    table = comparison_table(outcomes, setting, residents=topology.resident_slots > 0)
+    console.print(table, crop=False, soft_wrap=True)
     console.print(COLUMNS_EXPLAINED, style="dim")
+    console.print(f"time is that of {_priced(options.costs)}", style="dim")
     for note in (trace.note, _samples_left(batches.samples_left), "" if batches.history else NO_HISTORY):
         if note:
             console.print(f"note: {note}", style="dim")
@@ -96,44 +99,71 @@ def compare_contenders(
 
 
 NO_HISTORY: Final = "there is one batch, so planners that go by history had none"
+TABLE_WIDTH: Final = 106
+"""The characters of a line of the table. A narrower terminal wraps lines, so that no number is cut."""
 COLUMNS_EXPLAINED: Final = (
-    "imbalance: max / mean of rank load over the batch; bound: what any replication could reach with these homes;"
-    " p95, max: of single layers and micro-batches; attn: imbalance of tokens over ranks, which attention feels;"
-    " cross: token copies that leave their node; copy: replicas of a layer; plan: measured time of one batch's plan;"
-    " time, share: modelled time of a batch, and that of a perfectly balanced one over it."
+    "imbalance: max / mean of rank load over the batch; attn: the same of tokens, which attention feels; cross: token"
+    " copies that leave their node; crossings: what the slow network carries for each token at dispatch (tokens, or"
+    " copies if dispatch is flat), mean/busiest; repl, resid: replicas and residents of a layer; GB: memory of a rank;"
+    " plan: measured time of one batch's plan; exchange, push, reorder: modelled time of dispatch and combine, of"
+    " residents' weights and gradients, and of experts to new homes, all part of time: modelled time of a batch; share:"
+    " that of a perfectly balanced one with uniform routing over it, above 100% where fewer tokens cross."
 )
 
 
-def comparison_table(outcomes: list[Outcome], title: str) -> Table:
+def comparison_table(outcomes: list[Outcome], title: str, *, residents: bool) -> Table:
     """A table with one line for each outcome, and the idealised bound below them.
 
     Args:
         outcomes: the outcomes, in the order of the lines.
         title: what was run.
+        residents: whether there are resident slots, for which two more columns are shown.
     """
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=0)
+    table = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        padding=0,
+        width=TABLE_WIDTH,
+    )
+    lines = [_cells(outcome, residents=residents) for outcome in outcomes]
     table.add_column("planner", no_wrap=True)
-    for name in ("imbalance", "bound", "p95", "max", "attn", "cross", "copy", "plan", "time", "share"):
+    for name in lines[0]:
         table.add_column(name, justify="right", no_wrap=True)
-    for outcome in outcomes:
-        table.add_row(
-            outcome.planner,
-            f"{outcome.imbalance:.4f}",
-            f"{outcome.bound:.4f}",
-            f"{outcome.imbalance_p95:.2f}",
-            f"{outcome.imbalance_max:.2f}",
-            f"{outcome.attention_imbalance:.2f}",
-            f"{outcome.cross_node_share:.0%}",
-            f"{outcome.replicas:.1f}",
-            f"{outcome.plan_seconds * 1e3:.0f}ms",
-            f"{outcome.modelled_seconds:.1f}s",
-            f"{outcome.share_of_balanced:.1%}",
-        )
+    for outcome, cells in zip(outcomes, lines, strict=True):
+        table.add_row(outcome.planner, *cells.values())
     table.add_section()
-    first = outcomes[0]
-    balanced = f"{first.modelled_seconds * first.share_of_balanced:.1f}s"
-    table.add_row("balanced", "1.0000", "", "1.00", "1.00", "1.00", "", "", "", balanced, "100%", style="dim")
+    balanced = f"{outcomes[0].modelled_seconds * outcomes[0].share_of_balanced:.2f}s"
+    known = {"imbalance": "1.0000", "attn": "1.00", "time": balanced, "share": "100%"}
+    table.add_row("balanced", *(dict.fromkeys(lines[0], "") | known).values(), style="dim")
     return table
+
+
+def _cells(outcome: Outcome, *, residents: bool) -> dict[str, str]:
+    """What the table says of an outcome, by column."""
+    parts = outcome.modelled_parts
+    cells = {
+        "imbalance": f"{outcome.imbalance:.4f}",
+        "attn": f"{outcome.attention_imbalance:.2f}",
+        "cross": f"{outcome.cross_node_share:.0%}",
+        "crossings": f"{outcome.crossings:.2f}/{outcome.crossings_busiest:.2f}",
+        "repl": f"{outcome.replicas:.1f}",
+        "resid": f"{outcome.residents:.1f}",
+        "GB": f"{outcome.rank_memory / 1e9:.1f}",
+        "plan": f"{outcome.plan_seconds * 1e3:.0f}ms",
+        "exchange": f"{parts['exchange']:.2f}s",
+        "push": f"{parts['push']:.2f}s",
+        "reorder": f"{parts['reorder']:.2f}s",
+        "time": f"{outcome.modelled_seconds:.2f}s",
+        "share": f"{outcome.share_of_balanced:.1%}",
+    }
+    return {name: cell for name, cell in cells.items() if residents or name not in ("resid", "push")}
+
+
+def _priced(costs: Costs) -> str:
+    passes = f"{costs.updates} update{'s' * (costs.updates > 1)} a batch{', recompute' * costs.recompute}"
+    return f"{costs.model} on {costs.hardware}, {costs.dispatch} dispatch, {passes}"
 
 
 def _report(options: Compare, trace: Trace, outcomes: list[Outcome]) -> dict[str, object]:

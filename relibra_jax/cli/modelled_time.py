@@ -13,11 +13,24 @@ from relibra_jax.cli.planner_runs import PlannedBatch
 from relibra_jax.cli.traces import Trace
 from relibra_jax.cost.batch_time import BatchTime, balanced_time, batch_time
 from relibra_jax.cost.hardware import CLUSTERS, Cluster
+from relibra_jax.cost.memory import RankMemory, check_rank_memory, rank_memory
 from relibra_jax.cost.models import MODELS, Model
 from relibra_jax.cost.step_time import RankTime, rank_time
-from relibra_jax.limits import check_positive
+from relibra_jax.cost.traffic import count_traffic
+from relibra_jax.cost.unit_times import unit_times
+from relibra_jax.limits import check_integer, check_positive
 from relibra_jax.node_visits import node_visits
-from relibra_jax.types import Array, Topology
+from relibra_jax.types import Array, Topology, UnitTimes
+
+
+class Crossings(NamedTuple):
+    """What crosses the slow network at dispatch for each token: tokens (hierarchical path) or token copies (flat)."""
+
+    mean: float
+    """Over all tokens of a batch."""
+    busiest: float
+    """What the busiest rank sends or receives for each of its tokens, if it had as many as the mean rank; where a
+    node's ranks share a link, the busiest node. The sum of maxima over the sum of means, which is what time feels."""
 
 
 class CostModel(NamedTuple):
@@ -31,38 +44,79 @@ class CostModel(NamedTuple):
     """The mean length of a sequence, tokens."""
     scale: float
     """How many tokens each token of the trace stands for."""
-    hierarchical: bool
+    hierarchical: bool = True
     """Whether a token crosses to a node once, rather than each of its copies."""
+    updates: int = 1
+    """The optimizer updates of a batch."""
+    recompute: bool = False
+    """Whether there is a forward pass for old log-probabilities."""
+    shards: int = 1
+    """The data-parallel copies over which optimizer state and accumulators are sharded."""
+
+    @property
+    def dispatch(self) -> str:
+        """The path's name in `relibra_jax.cost`."""
+        return "hierarchical" if self.hierarchical else "flat"
+
+    def unit_times(self) -> UnitTimes:
+        """What one unit of work costs a rank: what planners are told."""
+        return unit_times(dispatch=self.dispatch, **self.setting(), **self._passes())
 
     def rank_time(self, batch: PlannedBatch, topology: Topology) -> RankTime:
         """The modelled forward seconds of every rank under a plan."""
-        visits = self._visits(batch, topology)
+        visits = self.visits(batch, topology)
         return _rank_time(batch.batch_plan.layer_plans(), topology, visits=visits, **self.setting())
 
-    def batch_time(self, batch: PlannedBatch, topology: Topology) -> BatchTime:
-        """The modelled seconds of a batch under its plan, the reorder before it included."""
+    def batch_time(
+        self, batch: PlannedBatch, topology: Topology, visits: Int[Array, "M L P N"] | None
+    ) -> BatchTime:
+        """The modelled seconds of a batch under its plan, the reorder before it included; ``visits`` as here."""
         return batch_time(
             batch.batch_plan,
             topology,
-            visits=self._visits(batch, topology),
+            visits=visits,
             previous_home=batch.previous_home,
             **self.setting(),
+            **self._passes(),
         )
 
     def balanced_time(self, load: Array, topology: Topology) -> BatchTime:
         """The modelled seconds of a perfectly balanced batch with as many tokens."""
-        dispatch = "hierarchical" if self.hierarchical else "flat"
-        return balanced_time(load, topology, dispatch=dispatch, **self.setting())
+        return balanced_time(load, topology, dispatch=self.dispatch, **self.setting(), **self._passes())
 
-    def _visits(self, batch: PlannedBatch, topology: Topology) -> Int[np.ndarray, "M L P N"] | None:
+    def visits(self, batch: PlannedBatch, topology: Topology) -> Int[Array, "M L P N"] | None:
+        """How often tokens cross between nodes on the hierarchical path; None for the flat one."""
         return node_visits(batch.replay, batch.batch_plan, topology) if self.hierarchical else None
+
+    def crossings(
+        self, batch: PlannedBatch, topology: Topology, visits: Int[Array, "M L P N"] | None
+    ) -> Crossings:
+        """What crosses the slow network for each token of a batch; ``visits`` as here."""
+        traffic = _count_traffic(batch.batch_plan.layer_plans(), topology, visits=visits)
+        slow = np.stack([traffic.slow_sent, traffic.slow_received]).astype(float)
+        if self.cluster.shared_link:
+            slow = slow.mean(-1)[..., None]
+        tokens = float(np.asarray(batch.batch_plan.load).sum(dtype=np.int64)) / self.model.top_k
+        busiest = topology.num_ranks * slow.max((0, 3, 4)).sum()
+        sent = topology.num_ranks * slow[0].mean((2, 3)).sum()
+        return Crossings(sent / max(tokens, 1.0), busiest / max(tokens, 1.0))
+
+    def rank_memory(self, topology: Topology, *, residents: bool) -> RankMemory:
+        """The bytes that a rank holds, with or without the resident slots of the topology."""
+        if not residents:
+            topology = dataclasses.replace(topology, resident_slots=0)
+        return rank_memory(topology, self.model, shards=self.shards)
 
     def setting(self) -> dict[str, Any]:
         """The arguments of `relibra_jax.cost.step_time.rank_time` that say what time stands for."""
         return {"cluster": self.cluster, "model": self.model, "context": self.context, "scale": self.scale}
 
+    def _passes(self) -> dict[str, Any]:
+        return {"updates": self.updates, "recompute": self.recompute}
+
 
 _rank_time = jax.jit(rank_time, static_argnames=("context", "scale"))
+_count_traffic = jax.jit(count_traffic)
 
 
 def make_cost_model(costs: Costs, trace: Trace, batches: Batches, topology: Topology) -> CostModel:
@@ -75,14 +129,18 @@ def make_cost_model(costs: Costs, trace: Trace, batches: Batches, topology: Topo
         topology: the expert-parallel group.
 
     Raises:
-        ValueError: if the cluster or the model is unknown, a number is not positive and finite, or times would exceed
-            float32.
+        ValueError: if the cluster or the model is unknown, a number is out of its range, times would exceed float32,
+            or there are resident slots that do not fit the cluster's memory.
     """
     for name, value, table in (("hardware", costs.hardware, CLUSTERS), ("model", costs.model, MODELS)):
         if value not in table:
             raise ValueError(f"{name}={value!r} must be one of {', '.join(table)}")
     check_positive("context", costs.context)
     check_positive("tokens_per_rank", costs.tokens_per_rank)
+    check_integer("shards", costs.shards, least=1)
+    check_integer("updates", costs.updates, least=1)
+    if costs.updates > batches.num_micro_batches:
+        raise ValueError(f"updates={costs.updates} exceeds micro_batches={batches.num_micro_batches}")
     model = dataclasses.replace(
         MODELS[costs.model], top_k=trace.replay.expert_ids.shape[-1], num_experts=trace.num_experts
     )
@@ -96,4 +154,16 @@ def make_cost_model(costs: Costs, trace: Trace, batches: Batches, topology: Topo
             f"context={costs.context} and tokens_per_rank={costs.tokens_per_rank} make {flops:.3g} FLOP a layer, more"
             " than float32 holds"
         )
-    return CostModel(CLUSTERS[costs.hardware], model, costs.context, scale, costs.dispatch == "hierarchical")
+    cluster = CLUSTERS[costs.hardware]
+    if topology.resident_slots:
+        check_rank_memory(topology, model, cluster=cluster, shards=costs.shards)
+    return CostModel(
+        cluster,
+        model,
+        costs.context,
+        scale,
+        hierarchical=costs.dispatch == "hierarchical",
+        updates=costs.updates,
+        recompute=costs.recompute,
+        shards=costs.shards,
+    )

@@ -22,6 +22,8 @@ class Ranks:
     """The number of ranks of a node G."""
     replica_slots: int = 2
     """The number of replica slots of a rank R."""
+    resident_slots: int = 0
+    """The number of resident slots of a rank B; planners that know no residents leave them empty."""
 
     def topology(self, num_experts: int) -> Topology:
         """The topology of a model with so many experts on these ranks.
@@ -30,19 +32,20 @@ class Ranks:
             num_experts: the logical experts of a layer.
 
         Raises:
-            ValueError: if the numbers do not fit each other, or there are more replica slots than experts.
+            ValueError: if the numbers do not fit each other, or there are more replica or resident slots than experts.
         """
         # A plan may have them and leave them empty; here they are a slip, and planning takes their square in memory.
-        if self.replica_slots > num_experts:
-            raise ValueError(
-                f"replica_slots={self.replica_slots} must be at most num_experts={num_experts}: a rank holds no expert"
-                " twice"
-            )
+        for name, slots in (("replica_slots", self.replica_slots), ("resident_slots", self.resident_slots)):
+            if slots > num_experts:
+                raise ValueError(
+                    f"{name}={slots} must be at most num_experts={num_experts}: a rank holds no expert twice"
+                )
         return Topology(
             num_nodes=self.nodes,
             ranks_per_node=self.ranks_per_node,
             num_experts=num_experts,
             replica_slots=self.replica_slots,
+            resident_slots=self.resident_slots,
         )
 
 
@@ -68,7 +71,7 @@ class Batching:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Costs:
-    """What modelled times stand for; see relibra_jax.cost.batch_time."""
+    """What modelled times stand for, which planners are told; see relibra_jax.cost.batch_time."""
 
     hardware: str = "h100"
     """The name of a cluster."""
@@ -78,5 +81,11 @@ class Costs:
     """The mean length of a sequence, tokens."""
     tokens_per_rank: float = 16384.0
     """The mean tokens of a rank in a micro-batch to which the trace is scaled."""
-    dispatch: Literal["flat", "hierarchical"] = "flat"
+    dispatch: Literal["flat", "hierarchical"] = "hierarchical"
     """Whether every token copy crosses the slow network, or a token once for each node, counted from the trace."""
+    updates: int = 1
+    """The optimizer updates among which the micro-batches of a batch are divided; each pushes residents."""
+    recompute: bool = False
+    """Whether each micro-batch is run forward once more, for old log-probabilities."""
+    shards: int = 1
+    """The data-parallel copies over which optimizer state and accumulators are sharded, for the memory of a rank."""

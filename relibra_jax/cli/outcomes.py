@@ -10,7 +10,8 @@ import numpy as np
 from relibra_jax.cli.batching import Batches
 from relibra_jax.cli.modelled_time import CostModel
 from relibra_jax.cli.planner_runs import Contender, PlannedBatch, run_contender
-from relibra_jax.plan import rank_load, replica_count
+from relibra_jax.cost.batch_time import BatchTime
+from relibra_jax.plan import rank_load, replica_count, resident_experts
 from relibra_jax.planning.metrics import (
     batch_imbalance,
     cross_node_load,
@@ -18,7 +19,7 @@ from relibra_jax.planning.metrics import (
     moved_experts,
     replication_bound,
 )
-from relibra_jax.types import Topology
+from relibra_jax.types import EMPTY, Topology
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,14 +40,25 @@ class Outcome:
     """The imbalance of tokens over ranks, in the same sense."""
     cross_node_share: float
     """The share of token copies that leave their node at dispatch."""
+    crossings: float
+    """What crosses between nodes for each token: tokens on the hierarchical path, token copies on the flat one."""
+    crossings_busiest: float
+    """The same for what the busiest rank sends or receives, or the busiest node where a node's ranks share a link."""
     replicas: float
     """The replicas of one layer in one micro-batch, on average."""
+    residents: float
+    """The residents of one layer, on average."""
+    rank_memory: float
+    """The modelled bytes of a rank; those of resident slots only if the planner fills any."""
     moved_experts: float
     """The experts of one layer that change rank before a batch, on average."""
     modelled_seconds: float
-    """The modelled time of the layers of one batch, the reorder included; not measured."""
+    """The modelled time of the layers of one batch, pushes of residents and the reorder included; not measured."""
+    modelled_parts: dict[str, float]
+    """Its parts, by their names in `relibra_jax.cost.batch_time.BatchTime`."""
     share_of_balanced: float
-    """The modelled time of a perfectly balanced batch over this one's."""
+    """The modelled time of a perfectly balanced batch with uniform routing over this one's; above 1 where fewer tokens
+    cross than there."""
     plan_seconds: float
     """The measured time of one batch's plan after compilation, the median of several runs."""
     batches: list[PlannedBatch] = dataclasses.field(repr=False)
@@ -89,7 +101,9 @@ def compare(
     """
     outcomes = []
     for name, contender in contenders.items():
-        planned, seconds = run_contender(contender, batches, topology, seed=seed)
+        planned, seconds = run_contender(
+            contender, batches, topology, cost=cost_model.unit_times(), seed=seed
+        )
         across_nodes = contender.entry.across_nodes
         outcomes.append(_judge(name, planned, seconds, topology, cost_model, across_nodes=across_nodes))
         progress(name)
@@ -118,7 +132,16 @@ def _judge(
         moved_experts(batch.batch_plan.plan.home, batch.previous_home, home_slots=topology.home_slots).mean()
         for batch in batches
     ]
-    modelled = sum(float(cost_model.batch_time(batch, topology).total) for batch in batches)
+    residents = [
+        (np.asarray(resident_experts(plan, topology)) != EMPTY).sum((1, 2, 3)).mean() for plan in plans
+    ]
+    times, crossings = [], []
+    for batch in batches:
+        visits = cost_model.visits(batch, topology)
+        times.append(cost_model.batch_time(batch, topology, visits))
+        crossings.append(cost_model.crossings(batch, topology, visits))
+    parts = {part: float(np.mean([getattr(time, part) for time in times])) for part in BatchTime._fields}
+    modelled = sum(parts.values())
     balanced = sum(float(cost_model.balanced_time(load, topology).total) for load in loads)
     each, mean = np.asarray(imbalance(by_rank)), by_rank.mean((2, 3)).sum(0)
     return Outcome(
@@ -132,10 +155,15 @@ def _judge(
             sum(int(copies.sum(dtype=np.int64)) for copies in crossing)
             / max(1, int(tokens.sum(dtype=np.int64)))
         ),
+        crossings=float(np.mean([each.mean for each in crossings])),
+        crossings_busiest=float(np.mean([each.busiest for each in crossings])),
         replicas=float(np.mean([replica_count(plan, topology).mean() for plan in plans])),
+        residents=float(np.mean(residents)),
+        rank_memory=cost_model.rank_memory(topology, residents=any(residents)).total,
         moved_experts=float(np.mean(moved)),
-        modelled_seconds=modelled / len(batches),
-        share_of_balanced=balanced / modelled if modelled else 1.0,
+        modelled_seconds=modelled,
+        modelled_parts=parts,
+        share_of_balanced=balanced / len(batches) / modelled if modelled else 1.0,
         plan_seconds=seconds,
         batches=batches,
     )

@@ -8,7 +8,8 @@ import tyro
 from rich.console import Console
 
 from relibra_jax.cli.batching import make_batches
-from relibra_jax.cli.options import Batching, Ranks, TracePath
+from relibra_jax.cli.modelled_time import make_cost_model
+from relibra_jax.cli.options import Batching, Costs, Ranks, TracePath
 from relibra_jax.cli.planner_runs import Contender, run_contender
 from relibra_jax.cli.suggestions import suggest_names
 from relibra_jax.cli.traces import read_trace
@@ -28,6 +29,7 @@ class MakePlan:
     """A name from the table that ``compare`` prints."""
     ranks: Annotated[Ranks, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Ranks)
     batching: Annotated[Batching, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Batching)
+    costs: Annotated[Costs, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Costs)
     out: Path = Path("out/plan.npz")
     """The file for the plan: slot_expert, home, quota and the numbers of the topology."""
 
@@ -48,8 +50,9 @@ def run_plan(options: MakePlan, console: Console) -> None:
     trace = read_trace(options.trace)
     topology = options.ranks.topology(trace.num_experts)
     batches = make_batches(trace, options.batching, topology)
+    cost = make_cost_model(options.costs, trace, batches, topology).unit_times()
     contender = Contender(entry=PLANNERS[options.planner])
-    planned, _ = run_contender(contender, batches, topology, seed=options.batching.seed)
+    planned, _ = run_contender(contender, batches, topology, cost=cost, seed=options.batching.seed)
     plan = planned[-1].batch_plan.plan
     options.out.parent.mkdir(parents=True, exist_ok=True)
     save_plan(options.out, plan, topology)

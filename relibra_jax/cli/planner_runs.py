@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +14,11 @@ from jaxtyping import Int
 from relibra_jax.cli.batching import Batches
 from relibra_jax.limits import check_memory
 from relibra_jax.plan_check import check_plan
-from relibra_jax.planning.plan_batch import Assign, plan_batch
+from relibra_jax.planning.plan_batch import Assign, plan_loads
 from relibra_jax.planning.planners import PlannerEntry
-from relibra_jax.replay import expert_load
-from relibra_jax.types import Array, BatchPlan, RoutingReplay, Topology
+from relibra_jax.planning.token_sample import Routes, sample_routes
+from relibra_jax.replay import sample_load
+from relibra_jax.types import Array, Assignment, BatchPlan, Planner, RoutingReplay, Topology, UnitTimes
 
 TIMED_RUNS: Final = 5
 
@@ -44,16 +45,18 @@ class PlannedBatch(NamedTuple):
 
 
 def run_contender(
-    contender: Contender, batches: Batches, topology: Topology, *, seed: int
+    contender: Contender, batches: Batches, topology: Topology, *, cost: UnitTimes, seed: int
 ) -> tuple[list[PlannedBatch], float]:
     """Plan every batch from the state that the one before has left, and check each plan.
 
-    Where samples stay as they are packed, counting their load is not part of planning; where they are assigned, it is.
+    Planners are given what may be known before a batch: unit times, and some of its tokens. Counting the load of
+    samples and taking tokens of them is not part of planning, and not timed.
 
     Args:
         contender: the planner, and how samples are assigned.
         batches: the batches in their order.
         topology: the expert-parallel group.
+        cost: the unit times of the cluster and the model.
         seed: the seed of the planner's random key.
 
     Returns:
@@ -62,33 +65,30 @@ def run_contender(
     Raises:
         ValueError: if the planner refuses its input, a plan is not valid, or it does not fit this machine's memory.
     """
-    planner, assign = contender.entry.planner, contender.assign
+    planner = contender.entry.planner
     layers = batches.replays[0].expert_ids.shape[2]
     _check_plan_memory(batches.num_micro_batches, layers, topology)
-    update = jax.jit(planner.update)
-    plan_jointly = jax.jit(
-        functools.partial(plan_batch, assign=assign, num_micro_batches=batches.num_micro_batches),
-        static_argnums=(1, 3),
+
+    plan = functools.partial(
+        _plan,
+        cost=cost,
+        planner=planner,
+        topology=topology,
+        num_micro_batches=batches.num_micro_batches,
+        assign=contender.assign,
     )
 
     state = planner.init(topology, layers, key=jax.random.key(seed))
     home: Array = jnp.tile(jnp.arange(topology.num_experts)[None], (layers, 1))
     planned = []
     for number, (replay, packed) in enumerate(zip(batches.replays, batches.packed, strict=True)):
-        before = state
-        if assign is None:
-            load = _count_load(replay, packed, num_experts=topology.num_experts)
-            plan, state = update(load, state, topology)
-            batch_plan = BatchPlan(packed, load, plan)
-        else:
-            batch_plan, state = plan_jointly(replay, planner, state, topology, start=packed)
+        before, counts = state, _count(replay, num_experts=topology.num_experts)
+        batch_plan, state = plan(counts, packed, before)
         check_plan(batch_plan.plan, batch_plan.load, topology, across_nodes=contender.entry.across_nodes)
         if number >= batches.history:
             planned.append(PlannedBatch(replay, batch_plan, home))
         home = batch_plan.plan.home
-    if assign is None:
-        return planned, _median_seconds(lambda: update(load, before, topology))
-    return planned, _median_seconds(lambda: plan_jointly(replay, planner, before, topology, start=packed))
+    return planned, _median_seconds(lambda: plan(counts, packed, before))
 
 
 def _check_plan_memory(micro_batches: int, layers: int, topology: Topology) -> None:
@@ -100,7 +100,45 @@ def _check_plan_memory(micro_batches: int, layers: int, topology: Topology) -> N
     )
 
 
-_count_load = jax.jit(expert_load, static_argnames="num_experts")
+class _Counts(NamedTuple):
+    """What planning a batch starts from."""
+
+    sample_load: Int[Array, "B L E"]
+    tokens: Int[Array, " B"]
+    routes: Routes
+
+
+@functools.partial(jax.jit, static_argnames="num_experts")
+def _count(replay: RoutingReplay, *, num_experts: int) -> _Counts:
+    tokens = replay.mask.sum(1, dtype=jnp.int32)
+    return _Counts(sample_load(replay, num_experts=num_experts), tokens, sample_routes(replay))
+
+
+@functools.partial(jax.jit, static_argnames=("planner", "topology", "num_micro_batches", "assign"))
+def _plan(
+    counts: _Counts,
+    packed: Assignment,
+    state: Any,
+    *,
+    cost: UnitTimes,
+    planner: Planner,
+    topology: Topology,
+    num_micro_batches: int,
+    assign: Assign | None,
+) -> tuple[BatchPlan, Any]:
+    """`plan_loads`, compiled once for all batches and unit times."""
+    return plan_loads(
+        counts.sample_load,
+        counts.tokens,
+        planner,
+        state,
+        topology,
+        num_micro_batches=num_micro_batches,
+        start=packed,
+        assign=assign,
+        cost=cost,
+        routes=counts.routes,
+    )
 
 
 def _median_seconds(run: Callable[[], object]) -> float:
