@@ -5,6 +5,7 @@ no copy of what lives there. So they take turns: residents for the homes as they
 to cross, and so on. Residents come first, so that homes move only for what residents do not save.
 """
 
+import math
 from typing import Final, NamedTuple
 
 import jax
@@ -53,6 +54,7 @@ def relative_prices(
     copies: Float[jax.Array, ""],
     topology: Topology,
     *,
+    num_layers: int,
     top_k: int,
     horizon: float,
     move_cost: float,
@@ -63,6 +65,8 @@ def relative_prices(
         cost: the unit times; None for `CROSSING`, ``move_cost``, and residents that cost nothing.
         copies: the token copies of a layer in the batch.
         topology: the expert-parallel group.
+        num_layers: L. The busiest rank's transfers are waited for; the fewer layers, the further it is from the mean.
+            A quarter of the experts are taken to move.
         top_k: K, the experts of a token.
         horizon: the batches over which the time of a move is spread.
         move_cost: the price of moving all experts, over the square root of N, where there is no ``cost``.
@@ -70,11 +74,22 @@ def relative_prices(
     if cost is None:
         return Prices(CROSSING, move_cost * topology.num_nodes**0.5 / topology.num_experts, 0.0)
     compute = jnp.float32(cost.copy) * jnp.maximum(copies, 1)  # of all ranks together
+    moves = _busiest_over_mean(num_layers * topology.home_slots / 4, topology)
+    pushes = _busiest_over_mean(num_layers * max(topology.resident_slots, 1), topology)
     return Prices(
         jnp.float32(cost.crossing) / (jnp.float32(cost.copy) * top_k),
-        jnp.float32(cost.move) / (compute * horizon),  # by all ranks side by side
-        jnp.float32(cost.push) * topology.num_nodes / compute,  # by the ranks of a node side by side
+        jnp.float32(cost.move * moves) / (compute * horizon),  # by all ranks side by side
+        jnp.float32(cost.push * pushes) * topology.num_nodes / compute,  # by the ranks of a node side by side
     )
+
+
+def _busiest_over_mean(mean: float, topology: Topology) -> float:
+    """How much more than the mean of ranks the busiest one sends or receives, over all layers together.
+
+    Transfers fall on ranks as they come, so counts scatter by the square root of their mean, and of P ranks one is
+    expected ``sqrt(2 log P)`` of that above.
+    """
+    return 1 + (2 * math.log(topology.num_ranks) / mean) ** 0.5
 
 
 def place_on_nodes(
@@ -108,7 +123,7 @@ def place_on_nodes(
         NodePlacement.
     """
     nodes, top_k = topology.num_nodes, tokens.expert_ids.shape[-1]
-    bits = token_bits(tokens, topology, num_micro_batches=load.shape[2])
+    bits, judge = token_bits(tokens, topology, num_micro_batches=load.shape[2], scale=2).halves()
     share = load * (nodes / jnp.maximum(load.sum((0, 1, 2), keepdims=True), 1))
     turns = TURNS if topology.resident_slots else 1
     crossing = prices.crossing
@@ -123,13 +138,19 @@ def place_on_nodes(
     def turn(number, home_node):
         resident = residents(home_node)
         kept = resident[:, :, None]
+
+        def wanted(tokens: TokenBits) -> TokenBits:
+            """The tokens that want an expert at its home."""
+            return tokens._replace(bits=jnp.where(resident.swapaxes(0, 1)[:, None, :, None], 0, tokens.bits))
+
         problem = NodeProblem(
             jnp.where(kept, 0, share).sum(0),
             jnp.where(kept, share, 0).sum(1),
-            bits._replace(bits=jnp.where(resident.swapaxes(0, 1)[:, None, :, None], 0, bits.bits)),
+            wanted(bits),
             jnp.float32(crossing),
             old_node,
             jnp.float32(prices.move),
+            wanted(judge),
         )
         return search_nodes(
             problem,

@@ -185,6 +185,7 @@ def place_by_search(
             cost,
             load.sum() / layers,
             topology,
+            num_layers=layers,
             top_k=tokens.expert_ids.shape[-1],
             horizon=horizon,
             move_cost=move_cost,

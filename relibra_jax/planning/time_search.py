@@ -45,6 +45,9 @@ class NodeProblem(NamedTuple):
     """Where each expert is before the batch."""
     move: Float[jax.Array, ""]
     """The time of moving one expert to another node, over that of a layer's balanced compute in the batch."""
+    judge: TokenBits | None = None
+    """Other tokens, by which the result is compared with the start: what a search gains on the tokens that it sees is
+    in part their chance. None to compare by the same."""
 
 
 class _State(NamedTuple):
@@ -88,12 +91,16 @@ def search_nodes(
     Returns:
         The node of each expert, in every layer the better of the search's result and the start.
     """
-    before = _initial_state(problem, start, num_nodes, top_k)
-    after = _anneal(problem, before, key, steps, hottest)
-    better = _objective(problem, after) < _objective(problem, before)
-    expert = jnp.where(better[None], after.expert, before.expert)
-    size = len(expert) // num_nodes
-    return jnp.argsort(expert, axis=0).astype(jnp.int32) // size
+    after = _anneal(problem, _initial_state(problem, start, num_nodes, top_k), key, steps, hottest)
+    result = jnp.argsort(after.expert, axis=0).astype(jnp.int32) // (len(start) // num_nodes)
+    if problem.judge is not None:
+        problem = problem._replace(tokens=problem.judge)
+
+    def objective(node):
+        return _objective(problem, _initial_state(problem, node, num_nodes, top_k))
+
+    before, now = jax.lax.map(objective, jnp.stack([start, result]))
+    return jnp.where((now < before)[None], result, start)
 
 
 def _initial_state(problem: NodeProblem, node, num_nodes: int, top_k: int) -> _State:

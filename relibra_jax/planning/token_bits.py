@@ -37,8 +37,15 @@ class TokenBits(NamedTuple):
         weight = self.weight.reshape(*[1] * (counted.ndim - 3), *self.weight.shape, 1)
         return counted.astype(jnp.float32) * weight
 
+    def halves(self) -> "tuple[TokenBits, TokenBits]":
+        """Two sets of tokens, each of every other word, that stand for as much as all."""
+        weight = 2 * self.weight
+        return TokenBits(self.bits[..., ::2, :], weight), TokenBits(self.bits[..., 1::2, :], weight)
 
-def token_bits(tokens: TokenSample, topology: Topology, *, num_micro_batches: int) -> TokenBits:
+
+def token_bits(
+    tokens: TokenSample, topology: Topology, *, num_micro_batches: int, scale: int = 1
+) -> TokenBits:
     """The bits of a sample of tokens.
 
     Each group takes as many tokens as it has bits, evenly from those of the sample; a group with fewer takes some
@@ -48,6 +55,7 @@ def token_bits(tokens: TokenSample, topology: Topology, *, num_micro_batches: in
         tokens: the sample, in any order; those whose micro-batch is EMPTY are left out.
         topology: the expert-parallel group.
         num_micro_batches: M.
+        scale: how many times as many words as `WORDS`.
 
     Returns:
         TokenBits.
@@ -61,7 +69,7 @@ def token_bits(tokens: TokenSample, topology: Topology, *, num_micro_batches: in
     """
     nodes, experts = topology.num_nodes, topology.num_experts
     groups = num_groups(num_micro_batches, nodes)
-    words = max(WORDS_A_GROUP, WORDS // (groups * nodes))
+    words = scale * max(WORDS_A_GROUP, WORDS // (groups * nodes))
     micro_batch = jnp.asarray(tokens.micro_batch, jnp.int32)
     node = jnp.asarray(tokens.rank, jnp.int32) // topology.ranks_per_node
     group = micro_batch * groups // num_micro_batches * nodes + node
