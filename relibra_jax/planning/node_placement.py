@@ -135,8 +135,7 @@ def place_on_nodes(
     def residents(home_node):
         return keep_residents(share, bits if hierarchical else None, home_node, topology, prices, top_k=top_k)
 
-    def turn(number, home_node):
-        resident = residents(home_node)
+    def search(number, home_node, resident):
         kept = resident[:, :, None]
 
         def wanted(tokens: TokenBits) -> TokenBits:
@@ -159,11 +158,20 @@ def place_on_nodes(
             num_nodes=nodes,
             top_k=top_k,
             steps=max(1, steps // turns),
-            hottest=jnp.where(number == 0, hottest, jnp.minimum(hottest, LATER)),
+            hottest=jnp.where(number == 1, hottest, jnp.minimum(hottest, LATER)),
         )
 
-    home_node = jax.lax.fori_loop(0, turns, turn, start) if turns > 1 else turn(0, start)
-    return NodePlacement(home_node, residents(home_node))
+    if turns == 1:
+        nothing = residents(start)
+        return NodePlacement(search(1, start, nothing), nothing)
+
+    def turn(number, placement):
+        # Residents for the homes at the start, then homes and residents in turns: one loop compiles each of them once.
+        home_node = jax.lax.cond(number > 0, search, lambda _, home, resident: home, number, *placement)
+        return NodePlacement(home_node, residents(home_node))
+
+    nowhere = jnp.zeros((nodes, *start.shape), bool)
+    return jax.lax.fori_loop(0, turns + 1, turn, NodePlacement(start, nowhere))
 
 
 def keep_residents(

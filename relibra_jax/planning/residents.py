@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int, UInt32
 
+from relibra_jax.plan import inverse_permutation
 from relibra_jax.planning.packing import lightest_pack
 from relibra_jax.planning.token_bits import TokenBits
 from relibra_jax.types import EMPTY, Topology
@@ -70,7 +71,8 @@ def choose_residents(
 
     start = jnp.broadcast_to(own, (nodes, experts, layers))
     held, _ = jax.lax.scan(choose, start, length=passes)
-    return jnp.take_along_axis(held & ~own, jnp.argsort(order, axis=0)[None], axis=1)
+    place = jax.vmap(inverse_permutation, 1, 1)(order.astype(jnp.int32))
+    return jnp.take_along_axis(held & ~own, place[None], axis=1)
 
 
 def residents_to_ranks(

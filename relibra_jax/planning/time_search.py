@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int, PRNGKeyArray, UInt32
 
+from relibra_jax.plan import inverse_permutation
 from relibra_jax.planning.annealing import cooling
 from relibra_jax.planning.draws import draw_bits, gumbel, integers
 from relibra_jax.planning.token_bits import TokenBits
@@ -92,7 +93,7 @@ def search_nodes(
         The node of each expert, in every layer the better of the search's result and the start.
     """
     after = _anneal(problem, _initial_state(problem, start, num_nodes, top_k), key, steps, hottest)
-    result = jnp.argsort(after.expert, axis=0).astype(jnp.int32) // (len(start) // num_nodes)
+    result = jax.vmap(inverse_permutation, 1, 1)(after.expert) // (len(start) // num_nodes)
     if problem.judge is not None:
         problem = problem._replace(tokens=problem.judge)
 
