@@ -14,8 +14,9 @@ from jaxtyping import Int
 from relibra_jax.cli.batching import Batches
 from relibra_jax.limits import check_memory
 from relibra_jax.plan_check import check_plan
-from relibra_jax.planning.plan_batch import Assign, plan_batch
+from relibra_jax.planning.plan_batch import plan_batch
 from relibra_jax.planning.planners import PlannerEntry
+from relibra_jax.planning.turns import Assign
 from relibra_jax.replay import expert_load
 from relibra_jax.types import Array, BatchPlan, RoutingReplay, Topology
 
