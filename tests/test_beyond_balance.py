@@ -10,14 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments.beyond_balance.__main__ import BeyondBalance, main
+from experiments.beyond_balance.__main__ import BeyondBalance, draw_samples, main
 from experiments.beyond_balance.measures import count_crossings, micro_batches_to_pay
 from experiments.synthetic_traces import synthetic_trace
 from relibra_jax.cli.parsing import run_program
 from relibra_jax.replay_files import save_replay
 from relibra_jax.types import Topology
 
-TINY = ("--ranks", "2x2", "--residents", "0", "1", "--samples", "16", "--micro-batches", "4", "--seeds", "1")
+TINY = ("--ranks", "2x2", "--residents", "0", "1", "--samples", "16", "--micro-batches", "4", "--no-halves")
 program = functools.partial(run_program, main, BeyondBalance)
 
 
@@ -37,6 +37,18 @@ def test_crossings_wait_for_the_busiest():
     assert crossings.mean == pytest.approx(9 / 100)
     assert crossings.busiest_node == pytest.approx(8 / 50)
     assert crossings.busiest_rank == pytest.approx(5 / 25)
+
+
+def test_halves_and_the_batch_before_share_no_sample():
+    trace = synthetic_trace(samples=24, mean_tokens=24, layers=1, num_experts=8, top_k=2)
+    ids = np.broadcast_to(np.arange(24).reshape(-1, 1, 1, 1), trace.replay.expert_ids.shape)
+    trace = trace._replace(replay=trace.replay._replace(expert_ids=ids))
+    whole, *halves = draw_samples(trace, BeyondBalance(samples=16, micro_batches=4))
+    samples = [draw.batch.expert_ids[:, 0, 0, 0].tolist() for draw in (whole, *halves)]
+    before = whole.before.expert_ids[:, 0, 0, 0].tolist()
+    assert samples[1] + samples[2] == samples[0]
+    assert sorted(samples[0] + before) == list(range(24))
+    assert [draw.micro_batches for draw in (whole, *halves)] == [4, 2, 2]
 
 
 def test_residents_that_save_nothing_never_pay():
@@ -79,7 +91,7 @@ def test_the_command_prints_and_records_every_row(trace, tmp_path):
     ):
         assert text in printed
     tables = json.loads(record.read_text())["tables"]
-    assert [table["samples"] for table in tables] == ["all", "first half", "second half"]
+    assert [table["samples"] for table in tables] == ["all"]
     for table in tables:
         assert table["uniform"]["copies_crossing"] == 0.5
         for row in table["plans"]:

@@ -13,6 +13,7 @@ import itertools
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Final, NamedTuple
 
@@ -20,6 +21,7 @@ import jax
 import numpy as np
 import tyro
 from rich.console import Console
+from rich.table import Table
 
 from experiments.beyond_balance.measures import Setting, mean_over_seeds, measure_plan, uniform_crossings
 from experiments.beyond_balance.tables import Row, plans_table, residents_cost, residents_table
@@ -55,7 +57,9 @@ class BeyondBalance:
     samples: int = 256
     """Samples of a batch; those that the trace has more are the batch before."""
     micro_batches: int = 8
-    seeds: int = 3
+    halves: bool = True
+    """Whether each half of the samples is planned alone as well."""
+    seeds: int = 1
     """How many seeds of the search the numbers are the mean of; cold starts and halves have one."""
 
 
@@ -69,8 +73,15 @@ class Draw(NamedTuple):
     micro_batches_before: int
 
 
+class Report(NamedTuple):
+    """What one draw on one topology has to tell."""
+
+    tables: list[Table]
+    numbers: dict[str, object]
+
+
 def draw_samples(trace: Trace, config: BeyondBalance) -> list[Draw]:
-    """All samples, and each half of them, from one permutation; the batch before is the same for all.
+    """All samples, then each half of them, from one permutation; the batch before is the same for all.
 
     Raises:
         ValueError: if the trace has no sample left for the batch before, or too few for the micro-batches.
@@ -95,7 +106,8 @@ def draw_samples(trace: Trace, config: BeyondBalance) -> list[Draw]:
         "first half": (order[:half], fewer),
         "second half": (order[half : config.samples], fewer),
     }
-    return [Draw(name, pick(rows), before, number, fewer) for name, (rows, number) in parts.items()]
+    draws = [Draw(name, pick(rows), before, number, fewer) for name, (rows, number) in parts.items()]
+    return draws if config.halves else draws[:1]
 
 
 def make_topology(ranks: str, num_experts: int, *, resident_slots: int = 0) -> Topology:
@@ -116,11 +128,11 @@ def make_topology(ranks: str, num_experts: int, *, resident_slots: int = 0) -> T
     )
 
 
-def make_setting(trace: Trace, draw: Draw, topology: Topology) -> Setting:
-    """The cost model, with as many tokens a rank as a real micro-batch has."""
+def make_setting(trace: Trace, whole: Draw, topology: Topology) -> Setting:
+    """The cost model, at which a micro-batch of all samples has as many tokens a rank as a real one, on average."""
     top_k = trace.replay.expert_ids.shape[-1]
     model = dataclasses.replace(MODELS[MODEL], num_experts=trace.num_experts, top_k=top_k)
-    tokens = float(draw.batch.mask.sum()) / draw.micro_batches
+    tokens = float(whole.batch.mask.sum()) / whole.micro_batches
     return Setting(CLUSTERS[HARDWARE], model, CONTEXT, TOKENS_PER_RANK * topology.num_ranks / tokens)
 
 
@@ -155,19 +167,19 @@ def run_planner(
         yield (start, rounds), measure_plan(draw.batch, batch_plan, home, topology, setting)
 
 
-def compare_planners(trace: Trace, draw: Draw, ranks: str, config: BeyondBalance) -> list[Row]:
-    """All rows of one draw on one topology."""
-    whole = draw.name == "all"
+def compare_planners(trace: Trace, draw: Draw, whole: Draw, ranks: str, config: BeyondBalance) -> list[Row]:
+    """All rows of one draw on one topology; of a half of ``whole`` those of steady homes and one round at most."""
+    full = draw is whole
     rows = []
     for name, residents in [*((name, 0) for name in BASELINES), *(("relibra", b) for b in config.residents)]:
         topology = make_topology(ranks, trace.num_experts, resident_slots=residents)
-        setting = make_setting(trace, draw, topology)
+        setting = make_setting(trace, whole, topology)
         searched = name == "relibra"
-        rounds = ((0, 1, 2) if whole else (0, 1)) if searched else (0,)
+        rounds = ((0, 1, 2) if full else (0, 1)) if searched else (0,)
         steady = list(itertools.product(["steady"], rounds))
-        cold = list(itertools.product(["cold"], rounds[:2])) if whole else []
+        cold = list(itertools.product(["cold"], rounds[:2])) if full else []
         found: dict[tuple[str, int], list[dict[str, float]]] = {}
-        for seed in range(config.seeds if searched and whole else 1):
+        for seed in range(config.seeds if searched and full else 1):
             variants = steady + (cold if seed == 0 else [])
             run = run_planner(PLANNERS[name].planner, draw, topology, setting, seed=seed, variants=variants)
             for variant, measures in run:
@@ -179,39 +191,43 @@ def compare_planners(trace: Trace, draw: Draw, ranks: str, config: BeyondBalance
     return rows
 
 
-def report_draw(
-    trace: Trace, draw: Draw, ranks: str, config: BeyondBalance, console: Console
-) -> dict[str, object]:
-    """Print the tables of one draw on one topology, and return their numbers."""
+def report_ranks(trace: Trace, draws: Sequence[Draw], ranks: str, config: BeyondBalance) -> list[Report]:
+    """The tables of all draws on one topology, and their numbers."""
     topology = make_topology(ranks, trace.num_experts)
     uniform = {
         "copies_crossing": 1 - 1 / topology.num_nodes,
         "tokens_crossing": uniform_crossings(topology, trace.replay.expert_ids.shape[-1]),
     }
-    rows = compare_planners(trace, draw, ranks, config)
-    costs = residents_cost(rows)
-    size = f"{len(draw.batch.mask)} samples in {draw.micro_batches} micro-batches"
-    console.print(plans_table(rows, f"{trace.name} on {ranks} ranks, {draw.name}: {size}", uniform))
-    if costs:
-        console.print(residents_table(costs))
-    return {
-        "ranks": ranks,
-        "samples": draw.name,
-        "uniform": uniform,
-        "plans": [row._asdict() for row in rows],
-        "residents_cost": costs,
-    }
+    reports = []
+    for draw in draws:
+        rows = compare_planners(trace, draw, draws[0], ranks, config)
+        costs = residents_cost(rows)
+        size = f"{len(draw.batch.mask)} samples in {draw.micro_batches} micro-batches"
+        tables = [plans_table(rows, f"{trace.name} on {ranks} ranks, {draw.name}: {size}", uniform)]
+        tables += [residents_table(costs)] if costs else []
+        plans = [row._asdict() for row in rows]
+        numbers = {"ranks": ranks, "samples": draw.name, "uniform": uniform, "plans": plans}
+        reports.append(Report(tables, {**numbers, "residents_cost": costs}))
+    return reports
 
 
 def main(config: BeyondBalance) -> None:
     """Print the tables of every topology and draw, and record their numbers."""
     trace, console = read_trace(config.trace), Console()
-    pairs = itertools.product(config.ranks, draw_samples(trace, config))
-    tables = [report_draw(trace, draw, ranks, config, console) for ranks, draw in pairs]
+    draws = draw_samples(trace, config)
+    for ranks in config.ranks:
+        make_topology(ranks, trace.num_experts)  # refused before anything runs
+    # Most of the time programs are compiled, each on one core; topologies share none.
+    with ThreadPoolExecutor() as pool:
+        jobs = [pool.submit(report_ranks, trace, draws, ranks, config) for ranks in config.ranks]
+        reports = [report for job in jobs for report in job.result()]
+    for table in itertools.chain(*(report.tables for report in reports)):
+        console.print(table)
     if config.record is not None:
         about = {"trace": trace.name, "hardware": HARDWARE, "model": MODEL, "context": CONTEXT}
         about |= {"tokens_per_rank": TOKENS_PER_RANK, "seeds": config.seeds}
         with write_atomically(config.record) as part:
+            tables = [report.numbers for report in reports]
             part.write_text(json.dumps({**about, "tables": tables}, indent=1) + "\n")
 
 
