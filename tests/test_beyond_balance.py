@@ -82,7 +82,7 @@ def test_the_command_prints_and_records_every_row(trace, tmp_path):
     )
     printed = ran.stdout
     for text in (
-        "uniform, balanced",
+        "balanced",
         "lplb",
         "assigned, rounds=2",
         "cold",

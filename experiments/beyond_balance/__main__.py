@@ -4,7 +4,7 @@ The balanced run has even ranks and routing that is uniform over experts: every 
 plan that keeps tokens in their node can therefore take less time. Samples are drawn from the trace; homes were planned
 before on those that are left over, by the same planner (steady), or are contiguous (cold). Moved experts, residents'
 weights and gradients are in the time. The same is told of each half of the samples alone, in half as many
-micro-batches.
+micro-batches: what an update takes once is spread over fewer, so the halves compare with each other, not with all.
 """
 
 import dataclasses

@@ -22,7 +22,7 @@ class Row(NamedTuple):
 
 
 def plans_table(rows: Sequence[Row], title: str, uniform: Mapping[str, float]) -> Table:
-    """What crosses and what a batch takes, row by row, below uniform balanced routing."""
+    """What crosses and what a batch takes, row by row, below balanced ranks and uniform routing."""
     table = Table(title=title, title_justify="left")
     for column in ("planner", "residents", "samples", "homes"):
         table.add_column(column)
@@ -36,13 +36,13 @@ def plans_table(rows: Sequence[Row], title: str, uniform: Mapping[str, float]) -
     ):
         table.add_column(column, justify="right")
     copies, tokens = uniform["copies_crossing"], f"{uniform['tokens_crossing']:.2f}"
-    table.add_row("uniform, balanced", "", "", "", "1.000", f"{copies:.3f}", tokens, tokens, tokens, "100.0%")
+    table.add_row("balanced", "", "", "", "1.000", f"{copies:.3f}", tokens, tokens, tokens, "100.0%")
     for row in rows:
         one = row.measures
         table.add_row(
             row.planner,
             str(row.residents),
-            f"assigned, rounds={row.rounds}" if row.rounds else "packed",
+            f"assigned x{row.rounds}" if row.rounds else "packed",
             row.start,
             f"{one['imbalance']:.3f}",
             f"{one['copies_crossing']:.3f}",
@@ -91,7 +91,7 @@ def residents_table(costs: Sequence[Mapping[str, Any]]) -> Table:
         pays = one["micro_batches_to_pay"]
         table.add_row(
             str(one["residents"]),
-            f"assigned, rounds={one['rounds']}" if one["rounds"] else "packed",
+            f"assigned x{one['rounds']}" if one["rounds"] else "packed",
             *(
                 f"{one[name] / 1e9:.1f} GB"
                 for name in ("resident_memory_bytes", "memory_bytes", "pushed_bytes", "returned_bytes")
