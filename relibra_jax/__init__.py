@@ -15,6 +15,7 @@ from relibra_jax.planning.lplb import lplb
 from relibra_jax.planning.metrics import batch_imbalance, imbalance
 from relibra_jax.planning.placement import place_experts
 from relibra_jax.planning.plan_batch import plan_batch
+from relibra_jax.planning.plan_stages import plan_stages
 from relibra_jax.planning.planners import PLANNERS
 from relibra_jax.planning.relibra import relibra
 from relibra_jax.planning.replication import replicate_experts
@@ -63,6 +64,7 @@ __all__ = [
     "pack_samples",
     "place_experts",
     "plan_batch",
+    "plan_stages",
     "rank_load",
     "rebalance_experts",
     "relibra",

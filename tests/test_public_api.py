@@ -39,6 +39,7 @@ PUBLIC = {
         "pack_samples",
         "place_experts",
         "plan_batch",
+        "plan_stages",
         "rank_load",
         "rebalance_experts",
         "relibra",

@@ -14,9 +14,10 @@ from jaxtyping import Int
 from relibra_jax.cli.batching import Batches
 from relibra_jax.limits import check_memory
 from relibra_jax.plan_check import check_plan
-from relibra_jax.planning.plan_batch import Assign, plan_loads
+from relibra_jax.planning.plan_batch import plan_loads
 from relibra_jax.planning.planners import PlannerEntry
 from relibra_jax.planning.token_sample import Routes, sample_routes
+from relibra_jax.planning.turns import Assign
 from relibra_jax.replay import sample_load
 from relibra_jax.types import Array, Assignment, BatchPlan, Planner, RoutingReplay, Topology, UnitTimes
 

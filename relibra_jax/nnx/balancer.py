@@ -30,7 +30,8 @@ from relibra_jax.nnx.put_on_mesh import put_on_mesh, replicate
 from relibra_jax.node_visits import node_visits
 from relibra_jax.plan_check import check_plan
 from relibra_jax.planning.assignment import assign_in_order, assign_samples
-from relibra_jax.planning.plan_batch import Assign, plan_batch
+from relibra_jax.planning.plan_batch import plan_batch
+from relibra_jax.planning.turns import Assign
 from relibra_jax.replay import check_replay
 from relibra_jax.types import BatchPlan, Planner, RoutingReplay, Topology
 

@@ -1,21 +1,15 @@
 """From a batch's routing replay to its plan: samples to micro-batches and ranks, experts to slots, in turns."""
 
-from collections.abc import Callable
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
-from relibra_jax.limits import check_integer
-from relibra_jax.plan import resident_experts
-from relibra_jax.planning.extra_args import taken_by, with_extra_args
 from relibra_jax.planning.sample_packing import pack_samples
-from relibra_jax.planning.token_sample import Routes, place_routes, sample_routes
-from relibra_jax.replay import assigned_load, sample_load
+from relibra_jax.planning.token_sample import Routes, sample_routes
+from relibra_jax.planning.turns import Assign, plan_in_turns
+from relibra_jax.replay import sample_load
 from relibra_jax.types import (
-    EMPTY,
     Array,
     Assignment,
     BatchPlan,
@@ -25,10 +19,6 @@ from relibra_jax.types import (
     UnitTimes,
     check_shape,
 )
-
-type Assign = Callable[..., Assignment]
-"""``(sample_load[B L E], tokens[B], home[L E], topology, *, num_micro_batches) -> Assignment``; it is also given
-``samples_per_rank``, ``routes``, ``resident`` and ``cost`` if it names them, as `assign_samples` does."""
 
 
 def plan_batch(
@@ -120,54 +110,20 @@ def plan_loads(
     Returns:
         The batch plan, and the planner's state after this batch.
     """
-    check_integer("rounds", rounds, least=0)
-    update = with_extra_args(planner).update
     if start is None:
         start = pack_samples(tokens, topology, num_micro_batches=num_micro_batches)
     ranks = (num_micro_batches, topology.num_nodes, topology.ranks_per_node)
     check_shape("micro-batches and ranks of start", start.sample.shape[:3], ranks)
-    first_load = assigned_load(sample_load, start)
-    nowhere = jnp.full((sample_load.shape[1], topology.num_experts), EMPTY, jnp.int32)
-
-    def turn(assignment, load, home):
-        placed = None if routes is None else place_routes(routes, assignment)
-        plan, after = update(load, state, topology, tokens=placed, cost=cost, refine=home)
-        return BatchPlan(assignment, load, plan), after
-
-    if assign is None or not rounds:
-        return turn(start, first_load, nowhere)
-
-    room, knobs = start.sample.shape[-1], {"num_micro_batches": num_micro_batches}
-
-    def assigned(home, resident):
-        extra = {"samples_per_rank": room, "routes": routes, "resident": resident, "cost": cost}
-        assignment = assign(sample_load, tokens, home, topology, **knobs, **taken_by(assign, extra))
-        return assignment, assigned_load(sample_load, assignment)
-
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((sample_load, tokens, state))):
-        return _loop_turns(turn, assigned, start, first_load, nowhere, state, rounds, topology)
-    result = turn(start, first_load, nowhere)
-    for _ in range(rounds):
-        plan = result[0].plan
-        assignment, load = assigned(plan.home, resident_experts(plan, topology))
-        result = turn(assignment, load, plan.home)
-    return result
-
-
-def _loop_turns(turn, assigned, start, first_load, nowhere, state, rounds, topology: Topology):
-    """All turns as one loop, so that under jit assignment and placement are compiled once each."""
-
-    def at_first(*_):
-        return start, first_load
-
-    def body(number, carry):
-        plan = carry[0].plan
-        home, resident = plan.home, resident_experts(plan, topology)
-        assignment, load = jax.lax.cond(number == 0, at_first, assigned, home, resident)
-        return turn(assignment, load, home)
-
-    start = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.int32), start)
-    batch_plan, _ = jax.eval_shape(turn, start, first_load, nowhere)
-    blank = jax.tree.map(jnp.zeros_like, batch_plan)
-    blank = blank._replace(plan=blank.plan._replace(home=nowhere))
-    return jax.lax.fori_loop(0, rounds + 1, body, (blank, state))
+    (batch_plan,), after = plan_in_turns(
+        sample_load,
+        tokens,
+        planner,
+        state,
+        topology,
+        starts=[start],
+        assign=assign,
+        rounds=rounds,
+        costs=None if cost is None else [cost],
+        routes=routes,
+    )
+    return batch_plan, after

@@ -1,0 +1,1 @@
+"""Plans beside the idealised balanced run."""

@@ -1,0 +1,135 @@
+"""What a plan is measured by beside the idealised balanced run: what crosses, what it takes, what residents cost."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Int
+
+from relibra_jax.cost.batch_time import balanced_time, batch_time
+from relibra_jax.cost.copies import ACCUMULATOR_BYTES, WEIGHT_BYTES, resident_traffic
+from relibra_jax.cost.hardware import Cluster
+from relibra_jax.cost.memory import rank_memory
+from relibra_jax.cost.models import Model
+from relibra_jax.node_visits import node_visits
+from relibra_jax.plan import rank_load
+from relibra_jax.planning.metrics import batch_imbalance, cross_node_load
+from relibra_jax.types import BatchPlan, RoutingReplay, Topology
+
+
+class Setting(NamedTuple):
+    """The hardware, the model and the sizes at which a trace is read."""
+
+    cluster: Cluster
+    model: Model
+    context: float
+    scale: float
+
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments of the cost model."""
+        return self._asdict()
+
+
+class Crossings(NamedTuple):
+    """Tokens that cross nodes on the hierarchical path, as multiples of tokens."""
+
+    mean: float
+    """For each token, over all layers."""
+    busiest_node: float
+    """What the node that sends or receives most has of it, for each token of a node: what the exchange waits for."""
+    busiest_rank: float
+    """The same of ranks. A rank receives from the ranks of other nodes that have its number in theirs."""
+
+
+def count_crossings(
+    visits: Int[np.ndarray, "M L P N"], tokens: Int[np.ndarray, " M"], topology: Topology
+) -> Crossings:
+    """Sum crossings over micro-batches and layers, the largest of each, over as many tokens.
+
+    Args:
+        visits: from `relibra_jax.node_visits.node_visits`.
+        tokens: the tokens of each micro-batch.
+        topology: the expert-parallel group.
+    """
+    nodes, ranks = topology.num_nodes, topology.ranks_per_node
+    by_rank = np.asarray(visits, np.int64).reshape(*visits.shape[:2], nodes, ranks, nodes)
+    by_rank = by_rank * ~np.eye(nodes, dtype=bool)[:, None]  # [M L node, rank, node where they go]
+    sent, received = by_rank.sum(-1), by_rank.sum(2).swapaxes(-1, -2)
+    rank = np.maximum(sent, received)
+    node = np.maximum(sent.sum(-1), received.sum(-1))
+    all_tokens = max(int(tokens.sum()), 1) * visits.shape[1]
+    return Crossings(
+        float(sent.sum() / all_tokens),
+        float(node.max(-1).sum() * nodes / all_tokens),
+        float(rank.max((-1, -2)).sum() * topology.num_ranks / all_tokens),
+    )
+
+
+def uniform_crossings(topology: Topology, top_k: int) -> float:
+    """Crossings for each token if all sets of experts were as likely.
+
+    >>> topology = Topology(num_nodes=4, ranks_per_node=4, num_experts=32, replica_slots=1)
+    >>> f"{uniform_crossings(topology, 4):.2f}"
+    '2.11'
+    """
+    nodes, experts = topology.num_nodes, topology.num_experts
+    avoided = math.comb(experts - experts // nodes, top_k) / math.comb(experts, top_k)
+    return (nodes - 1) * (1 - avoided)
+
+
+def measure_plan(
+    replay: RoutingReplay,
+    batch_plan: BatchPlan,
+    previous_home: Int[np.ndarray, "L E"],
+    topology: Topology,
+    setting: Setting,
+) -> dict[str, float]:
+    """The numbers of one plan.
+
+    Args:
+        replay: the routing of the batch.
+        batch_plan: its plan.
+        previous_home: the homes before it.
+        topology: the expert-parallel group.
+        setting: the cost model's.
+    """
+    visits = np.asarray(node_visits(replay, batch_plan, topology))
+    load = np.asarray(batch_plan.load)
+    tokens = load[:, 0].sum((1, 2, 3)) // setting.model.top_k
+    time = batch_time(batch_plan, topology, visits=visits, previous_home=previous_home, **setting.arguments())
+    balanced = balanced_time(load, topology, dispatch="hierarchical", **setting.arguments())
+    traffic = resident_traffic(batch_plan.plan, topology)
+    experts = max(float(part.sum(0).max()) for part in (traffic.slow_sent, traffic.slow_received))
+    seconds, push, reorder = float(time.total), float(time.push), float(time.reorder)
+    return {
+        "imbalance": float(batch_imbalance(rank_load(batch_plan.plan))),
+        "copies_crossing": float(cross_node_load(batch_plan.layer_plans()).sum() / load.sum()),
+        **count_crossings(visits, tokens, topology)._asdict(),
+        "of_balanced": float(balanced.total) / seconds,
+        "seconds": seconds,
+        "reorder_seconds": reorder,
+        "push_seconds": push,
+        "micro_batch_seconds": (seconds - push - reorder) / len(load),
+        "pushed_bytes": experts * WEIGHT_BYTES * setting.model.expert_params,
+        "returned_bytes": experts * ACCUMULATOR_BYTES * setting.model.expert_params,
+        "resident_memory_bytes": rank_memory(topology, setting.model).residents,
+        "memory_bytes": rank_memory(topology, setting.model).total,
+    }
+
+
+def mean_over_seeds(measures: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The mean of every number, and the range of the throughput."""
+    means = {name: float(np.mean([each[name] for each in measures])) for name in measures[0]}
+    throughput = [each["of_balanced"] for each in measures]
+    return {**means, "of_balanced_least": min(throughput), "of_balanced_most": max(throughput)}
+
+
+def micro_batches_to_pay(residents: Mapping[str, float], without: Mapping[str, float]) -> float | None:
+    """From how many micro-batches an update residents save more than their transfers take; None if never.
+
+    >>> micro_batches_to_pay({"micro_batch_seconds": 2.0, "push_seconds": 3.0}, {"micro_batch_seconds": 3.5})
+    2.0
+    """
+    saved = without["micro_batch_seconds"] - residents["micro_batch_seconds"]
+    return residents["push_seconds"] / saved if saved > 0 else None

@@ -1,0 +1,103 @@
+"""The tables of ``python -m experiments.beyond_balance``, and the numbers that follow from several of their rows."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from rich.table import Table
+
+from experiments.beyond_balance.measures import micro_batches_to_pay
+
+
+class Row(NamedTuple):
+    """One line of the table."""
+
+    samples: str
+    ranks: str
+    planner: str
+    residents: int
+    rounds: int
+    start: str
+    seeds: int
+    measures: dict[str, float]
+
+
+def plans_table(rows: Sequence[Row], title: str, uniform: Mapping[str, float]) -> Table:
+    """What crosses and what a batch takes, row by row, below balanced ranks and uniform routing."""
+    table = Table(title=title, title_justify="left")
+    for column in ("planner", "residents", "samples", "homes"):
+        table.add_column(column)
+    for column in (
+        "imbalance",
+        "copies crossing",
+        "tokens crossing",
+        "busiest node",
+        "busiest rank",
+        "of balanced",
+    ):
+        table.add_column(column, justify="right")
+    copies, tokens = uniform["copies_crossing"], f"{uniform['tokens_crossing']:.2f}"
+    table.add_row("balanced", "", "", "", "1.000", f"{copies:.3f}", tokens, tokens, tokens, "100.0%")
+    for row in rows:
+        one = row.measures
+        table.add_row(
+            row.planner,
+            str(row.residents),
+            f"assigned x{row.rounds}" if row.rounds else "packed",
+            row.start,
+            f"{one['imbalance']:.3f}",
+            f"{one['copies_crossing']:.3f}",
+            *(f"{one[name]:.2f}" for name in ("mean", "busiest_node", "busiest_rank")),
+            f"{one['of_balanced']:.1%}",
+        )
+    return table
+
+
+def residents_cost(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """What residents cost and from where they pay, beside the same plans without them, from steady homes."""
+    steady = {
+        (row.residents, row.rounds): row for row in rows if (row.planner, row.start) == ("relibra", "steady")
+    }
+    names = ("resident_memory_bytes", "memory_bytes", "pushed_bytes", "returned_bytes", "push_seconds")
+    return [
+        {
+            "residents": residents,
+            "rounds": rounds,
+            **{name: row.measures[name] for name in names},
+            "saved_seconds_a_micro_batch": steady[0, rounds].measures["micro_batch_seconds"]
+            - row.measures["micro_batch_seconds"],
+            "micro_batches_to_pay": micro_batches_to_pay(row.measures, steady[0, rounds].measures),
+        }
+        for (residents, rounds), row in steady.items()
+        if residents and (0, rounds) in steady
+    ]
+
+
+def residents_table(costs: Sequence[Mapping[str, Any]]) -> Table:
+    """`residents_cost` as a table."""
+    table = Table(title="what residents cost, in one update", title_justify="left")
+    for column in (
+        "residents",
+        "samples",
+        "memory a rank",
+        "of all",
+        "pushed",
+        "returned",
+        "seconds",
+        "saved a micro-batch",
+        "pays from",
+    ):
+        table.add_column(column, justify="right")
+    for one in costs:
+        pays = one["micro_batches_to_pay"]
+        table.add_row(
+            str(one["residents"]),
+            f"assigned x{one['rounds']}" if one["rounds"] else "packed",
+            *(
+                f"{one[name] / 1e9:.1f} GB"
+                for name in ("resident_memory_bytes", "memory_bytes", "pushed_bytes", "returned_bytes")
+            ),
+            f"{one['push_seconds']:.3f}",
+            f"{one['saved_seconds_a_micro_batch']:.4f} s",
+            "never" if pays is None else f"{pays:.1f} micro-batches",
+        )
+    return table

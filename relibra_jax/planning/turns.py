@@ -1,0 +1,150 @@
+"""Assignment and placement take turns, over the stages of a batch.
+
+Each takes the other as given: homes are planned for samples where they are, and samples are assigned to homes as they
+are. A stage runs all samples of the batch in micro-batches of its own, over homes and residents that all stages share.
+To a planner the micro-batches of all stages are entries of M, one stage after the other; its plan is cut along M.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Int
+
+from relibra_jax.limits import check_integer
+from relibra_jax.plan import resident_experts
+from relibra_jax.planning.extra_args import taken_by, with_extra_args
+from relibra_jax.planning.token_sample import Routes, place_routes
+from relibra_jax.replay import assigned_load
+from relibra_jax.types import (
+    EMPTY,
+    Array,
+    Assignment,
+    BatchPlan,
+    Plan,
+    Planner,
+    TokenSample,
+    Topology,
+    UnitTimes,
+)
+
+type Assign = Callable[..., Assignment]
+"""``(sample_load[B L E], tokens[B], home[L E], topology, *, num_micro_batches) -> Assignment``; it is also given
+``samples_per_rank``, ``routes``, ``resident`` and ``cost`` if it names them, as `assign_samples` does."""
+
+
+def plan_in_turns(
+    sample_load: Int[Array, "B L E"],
+    tokens: Int[Array, " B"],
+    planner: Planner,
+    state: Any,
+    topology: Topology,
+    *,
+    starts: Sequence[Assignment],
+    assign: Assign | None,
+    rounds: int,
+    costs: Sequence[UnitTimes] | None,
+    routes: Routes | None,
+) -> tuple[tuple[BatchPlan, ...], Any]:
+    """Plan the stages of a batch by one search: a first plan, then ``rounds`` of assignment and another plan.
+
+    Args:
+        sample_load: token copies of each sample for each expert.
+        tokens: the length of each sample.
+        planner: any planner.
+        state: the planner's state before the batch, from which every turn plans.
+        topology: the expert-parallel group.
+        starts: the assignment of each stage that the first plan is for; each has all samples.
+        assign: assigns the samples of one stage; None keeps the first assignments.
+        rounds: turns of assignment and placement.
+        costs: the unit times of each stage.
+        routes: some tokens of the batch.
+
+    Returns:
+        The batch plan of each stage, and the planner's state after the batch.
+
+    Raises:
+        ValueError: if ``rounds`` is negative, or as the planner and ``assign`` say.
+    """
+    check_integer("rounds", rounds, least=0)
+    update = with_extra_args(planner).update
+    cost = None if costs is None else _cost_of_batch(costs)
+    first_loads = tuple(assigned_load(sample_load, start) for start in starts)
+    nowhere = jnp.full((sample_load.shape[1], topology.num_experts), EMPTY, jnp.int32)
+
+    def turn(assignments, loads, home):
+        placed = None if routes is None else _place_in_stages(routes, assignments)
+        load = loads[0] if len(loads) == 1 else jnp.concatenate(loads)
+        plan, after = update(load, state, topology, tokens=placed, cost=cost, refine=home)
+        plans = _cut(plan, [len(part) for part in loads])
+        return tuple(map(BatchPlan, assignments, loads, plans)), after
+
+    if assign is None or not rounds:
+        return turn(tuple(starts), first_loads, nowhere)
+
+    def assigned(home, resident):
+        assignments = []
+        for stage, start in enumerate(starts):
+            cost = None if costs is None else costs[stage]
+            micro_batches, *_, room = start.sample.shape
+            extra = {"samples_per_rank": room, "routes": routes, "resident": resident, "cost": cost}
+            knobs = {"num_micro_batches": micro_batches, **taken_by(assign, extra)}
+            assignments.append(assign(sample_load, tokens, home, topology, **knobs))
+        return tuple(assignments), tuple(assigned_load(sample_load, each) for each in assignments)
+
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((sample_load, tokens, state))):
+        return _loop_turns(turn, assigned, tuple(starts), first_loads, nowhere, state, rounds, topology)
+    result = turn(tuple(starts), first_loads, nowhere)
+    for _ in range(rounds):
+        plan = result[0][0].plan
+        assignments, loads = assigned(plan.home, resident_experts(plan, topology))
+        result = turn(assignments, loads, plan.home)
+    return result
+
+
+def _loop_turns(turn, assigned, starts, first_loads, nowhere, state, rounds, topology: Topology):
+    """All turns as one loop, so that under jit each stage's assignment, and placement, are compiled once."""
+
+    def at_first(*_):
+        return starts, first_loads
+
+    def body(number, carry):
+        plan = carry[0][0].plan
+        home, resident = plan.home, resident_experts(plan, topology)
+        assignments, loads = jax.lax.cond(number == 0, at_first, assigned, home, resident)
+        return turn(assignments, loads, home)
+
+    starts = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.int32), starts)
+    stages, _ = jax.eval_shape(turn, starts, first_loads, nowhere)
+    blank = jax.tree.map(jnp.zeros_like, stages)
+    blank = tuple(stage._replace(plan=stage.plan._replace(home=nowhere)) for stage in blank)
+    return jax.lax.fori_loop(0, rounds + 1, body, (blank, state))
+
+
+def _cost_of_batch(costs: Sequence[UnitTimes]) -> UnitTimes:
+    """What one unit costs on average over the stages, as a token comes once in each; residents serve all stages."""
+    mean = jax.tree.map(lambda *times: sum(times) / len(times), *costs)
+    return dataclasses.replace(mean, push=sum(cost.push for cost in costs))
+
+
+def _place_in_stages(routes: Routes, assignments: Sequence[Assignment]) -> TokenSample:
+    """The sampled tokens in every stage, their micro-batches counted on from stage to stage."""
+    first, stages = 0, []
+    for assignment in assignments:
+        placed = place_routes(routes, assignment)
+        micro_batch = jnp.where(placed.micro_batch == EMPTY, EMPTY, placed.micro_batch + first)
+        stages.append(placed._replace(micro_batch=micro_batch))
+        first += len(assignment.sample)
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts), *stages)
+
+
+def _cut(plan: Plan, sizes: Sequence[int]) -> list[Plan]:
+    """The plans of neighbouring micro-batches, over the same homes."""
+    until = itertools.accumulate(sizes)
+    return [
+        Plan(plan.slot_expert[end - size : end], plan.home, plan.quota[end - size : end])
+        for end, size in zip(until, sizes, strict=True)
+    ]

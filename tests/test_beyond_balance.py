@@ -1,0 +1,102 @@
+"""The tables beyond the balanced bound: what they count, and that the command prints and records them."""
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from experiments.beyond_balance.__main__ import BeyondBalance, draw_samples, main
+from experiments.beyond_balance.measures import count_crossings, micro_batches_to_pay
+from experiments.synthetic_traces import synthetic_trace
+from relibra_jax.cli.parsing import run_program
+from relibra_jax.replay_files import save_replay
+from relibra_jax.types import Topology
+
+TINY = ("--ranks", "2x2", "--residents", "0", "1", "--samples", "16", "--micro-batches", "4", "--no-halves")
+program = functools.partial(run_program, main, BeyondBalance)
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory):
+    drawn = synthetic_trace(samples=24, mean_tokens=24, layers=2, num_experts=8, top_k=2)
+    path = tmp_path_factory.mktemp("trace") / "tiny.npz"
+    save_replay(path, drawn.replay, num_experts=8)
+    return str(path)
+
+
+def test_crossings_wait_for_the_busiest():
+    """Two nodes of two ranks; one micro-batch, one layer. What stays in a node does not count."""
+    topology = Topology(num_nodes=2, ranks_per_node=2, num_experts=4, replica_slots=0)
+    visits = np.array([[90, 5], [90, 3], [1, 90], [0, 90]])[None, None]
+    crossings = count_crossings(visits, np.array([100]), topology)
+    assert crossings.mean == pytest.approx(9 / 100)
+    assert crossings.busiest_node == pytest.approx(8 / 50)
+    assert crossings.busiest_rank == pytest.approx(5 / 25)
+
+
+def test_halves_and_the_batch_before_share_no_sample():
+    trace = synthetic_trace(samples=24, mean_tokens=24, layers=1, num_experts=8, top_k=2)
+    ids = np.broadcast_to(np.arange(24).reshape(-1, 1, 1, 1), trace.replay.expert_ids.shape)
+    trace = trace._replace(replay=trace.replay._replace(expert_ids=ids))
+    whole, *halves = draw_samples(trace, BeyondBalance(samples=16, micro_batches=4))
+    samples = [draw.batch.expert_ids[:, 0, 0, 0].tolist() for draw in (whole, *halves)]
+    before = whole.before.expert_ids[:, 0, 0, 0].tolist()
+    assert samples[1] + samples[2] == samples[0]
+    assert sorted(samples[0] + before) == list(range(24))
+    assert [draw.micro_batches for draw in (whole, *halves)] == [4, 2, 2]
+
+
+def test_residents_that_save_nothing_never_pay():
+    assert (
+        micro_batches_to_pay({"micro_batch_seconds": 2.0, "push_seconds": 1.0}, {"micro_batch_seconds": 2.0})
+        is None
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--samples", "24"), "tiny.npz has 24 samples; samples=24 leave fewer than 4 for the batch before"),
+        (("--samples", "8"), "samples=8 must be an integer of at least 16"),
+        (("--ranks", "2by4"), "ranks='2by4' must be nodes x local ranks, for example 2x4"),
+    ],
+)
+def test_bad_input_is_one_line(trace, options, message, capsys):
+    assert program([trace, *(() if "--samples" in options else ("--samples", "16")), *options]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+
+
+@pytest.mark.slow
+def test_the_command_prints_and_records_every_row(trace, tmp_path):
+    record = tmp_path / "beyond.json"
+    command = [sys.executable, "-m", "experiments.beyond_balance", trace, *TINY, "--record", str(record)]
+    environment = {**os.environ, "COLUMNS": "200"}
+    ran = subprocess.run(
+        command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[1], env=environment
+    )
+    printed = ran.stdout
+    for text in (
+        "balanced",
+        "lplb",
+        "assigned, rounds=2",
+        "cold",
+        "what residents cost",
+        "second half",
+    ):
+        assert text in printed
+    tables = json.loads(record.read_text())["tables"]
+    assert [table["samples"] for table in tables] == ["all"]
+    for table in tables:
+        assert table["uniform"]["copies_crossing"] == 0.5
+        for row in table["plans"]:
+            measures = row["measures"]
+            assert measures["imbalance"] >= 1
+            assert 0 < measures["mean"] <= measures["busiest_node"] <= measures["busiest_rank"]
+            assert (measures["push_seconds"] > 0) == (measures["pushed_bytes"] > 0)
+            assert row["residents"] or not measures["resident_memory_bytes"]

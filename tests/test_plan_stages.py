@@ -1,0 +1,205 @@
+"""Stages of a batch: micro-batches and samples of their own, over homes and residents that they share."""
+
+import functools
+
+import chex
+import jax
+import numpy as np
+import pytest
+from support.costs import KNOWN
+from support.plans import random_routing
+
+from relibra_jax.cost.batch_time import batch_time
+from relibra_jax.cost.unit_times import unit_times
+from relibra_jax.node_visits import node_visits
+from relibra_jax.plan import resident_experts
+from relibra_jax.plan_check import check_plan
+from relibra_jax.planning.assignment import assign_in_order, assign_samples
+from relibra_jax.planning.placement import place_experts
+from relibra_jax.planning.plan_batch import plan_batch
+from relibra_jax.planning.plan_stages import plan_stages
+from relibra_jax.planning.planners import PLANNERS
+from relibra_jax.planning.relibra import relibra
+from relibra_jax.planning.sample_packing import pack_samples
+from relibra_jax.planning.static import static
+from relibra_jax.replay import expert_load
+from relibra_jax.types import EMPTY, Planner, Topology
+
+TOPOLOGY = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=1, resident_slots=1)
+STAGES = (2, 4)
+PASSES = ({"updates": 0, "recompute": True}, {"updates": 1})
+"""A recompute, then an update, as `batch_time` and `unit_times` take them."""
+SETTING = {**KNOWN, "scale": 100.0}
+COSTS = tuple(unit_times(**SETTING, dispatch="hierarchical", **passes) for passes in PASSES)
+ASSIGN = functools.partial(assign_samples, key=jax.random.key(0), steps=200)
+PLANNER = relibra(place=functools.partial(place_experts, steps=50))
+
+
+@pytest.fixture(autouse=True)
+def ranks_may_differ():
+    with jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def replay():
+    replay = random_routing(np.random.default_rng(0), samples=32, tokens=12, layers=2, experts=8, top_k=2)
+    return replay._replace(expert_ids=replay.expert_ids.astype(np.int32))
+
+
+def first_state():
+    return PLANNER.init(TOPOLOGY, 2, key=jax.random.key(0))
+
+
+def plan(replay, state, **options):
+    return plan_stages(replay, PLANNER, state, TOPOLOGY, num_micro_batches=STAGES, cost=COSTS, **options)
+
+
+def samples_of(batch_plan):
+    held = np.asarray(batch_plan.assignment.sample)
+    return sorted(held[held != EMPTY].tolist())
+
+
+@pytest.fixture(scope="module")
+def packed(replay):
+    """The stages of samples as they are packed."""
+    with jax.numpy_rank_promotion("allow"):
+        return plan(replay, first_state())[0]
+
+
+def check_stages(replay, stages):
+    """Valid plans of all samples, over the same homes and residents, of which there are some."""
+    assert [len(stage.load) for stage in stages] == list(STAGES)
+    for stage in stages:
+        check_plan(stage.plan, stage.load, TOPOLOGY)
+        assert samples_of(stage) == list(range(32))
+        np.testing.assert_array_equal(stage.load, expert_load(replay, stage.assignment, num_experts=8))
+    recompute, update = (stage.plan for stage in stages)
+    np.testing.assert_array_equal(recompute.home, update.home)
+    residents = resident_experts(recompute, TOPOLOGY)
+    assert (residents != EMPTY).any()
+    np.testing.assert_array_equal(residents, resident_experts(update, TOPOLOGY))
+
+
+def test_every_stage_has_all_samples_packed_alone(replay, packed):
+    check_stages(replay, packed)
+    for number, stage in zip(STAGES, packed, strict=True):
+        start = pack_samples(replay.mask.sum(1), TOPOLOGY, num_micro_batches=number)
+        chex.assert_trees_all_equal(stage.assignment, start)
+
+
+def test_stages_assigned_under_jit(replay):
+    stages, _ = jax.jit(functools.partial(plan, assign=ASSIGN, rounds=2))(replay, first_state())
+    check_stages(replay, stages)
+
+
+def test_each_stage_is_assigned_to_the_homes_of_all(replay, packed):
+    calls = []
+
+    def assign(sample_load, tokens, home, topology, *, num_micro_batches, samples_per_rank, resident, cost):
+        calls.append((num_micro_batches, samples_per_rank, cost))
+        np.testing.assert_array_equal(home, packed[0].plan.home)
+        np.testing.assert_array_equal(resident, resident_experts(packed[0].plan, topology))
+        return assign_in_order(32, topology, num_micro_batches=num_micro_batches)
+
+    stages, _ = plan(replay, first_state(), assign=assign)
+    rooms = [stage.assignment.sample.shape[-1] for stage in packed]
+    assert calls == list(zip(STAGES, rooms, COSTS, strict=True))
+    for number, stage in zip(STAGES, stages, strict=True):
+        in_order = assign_in_order(32, TOPOLOGY, num_micro_batches=number)
+        chex.assert_trees_all_equal(stage.assignment, in_order)
+
+
+def test_planners_see_one_batch_of_all_stages(replay):
+    """Loads one after the other, tokens where each stage has them, times for the mean stage, residents pushed once."""
+    seen = []
+
+    def update(load, state, topology, *, tokens, cost):
+        seen.append((load, tokens, cost))
+        return static().update(load, state, topology)
+
+    told = Planner(static().init, update)
+    stages, _ = plan_stages(replay, told, (), TOPOLOGY, num_micro_batches=STAGES, cost=COSTS)
+    ((load, tokens, cost),) = seen
+    np.testing.assert_array_equal(load, np.concatenate([stage.load for stage in stages]))
+    counted = np.zeros_like(load)
+    micro_batch, rank = np.asarray(tokens.micro_batch), np.asarray(tokens.rank)
+    for layer in range(2):
+        at = (micro_batch[:, None], layer, rank[:, None] // 2, rank[:, None] % 2, tokens.expert_ids[:, layer])
+        np.add.at(counted, at, 1)
+    per_token = len(micro_batch) / 2 / replay.mask.sum()
+    assert np.abs(counted - per_token * load).max() < 0.02 * counted.max(), "8,192 samples of a small batch"
+    for name in ("token", "copy", "crossing", "spread", "move"):
+        times = [getattr(each, name) for each in COSTS]
+        assert getattr(cost, name) == pytest.approx(sum(times) / 2)
+    assert cost.push == pytest.approx(COSTS[1].push)
+    assert COSTS[0].push == 0
+
+
+def test_one_stage_is_a_batch(replay):
+    (stage,), after = plan_stages(
+        replay, PLANNER, first_state(), TOPOLOGY, num_micro_batches=[4], cost=[COSTS[1]]
+    )
+    batch_plan, expected = plan_batch(
+        replay, PLANNER, first_state(), TOPOLOGY, num_micro_batches=4, cost=COSTS[1]
+    )
+    chex.assert_trees_all_equal(stage, batch_plan)
+    chex.assert_trees_all_equal(after.home, expected.home)
+
+
+def test_stages_under_jit_are_those_without(replay, packed):
+    compiled, _ = jax.jit(plan)(replay, first_state())
+    for one, other in zip(packed, compiled, strict=True):
+        chex.assert_trees_all_equal(one.plan, other.plan)
+        np.testing.assert_array_equal(one.load, other.load)
+
+
+@pytest.mark.parametrize("name", ["static", "eplb_history", "lplb", "relibra_across"])
+def test_any_planner_plans_stages(replay, name):
+    entry = PLANNERS[name]
+    state = entry.planner.init(TOPOLOGY, 2, key=jax.random.key(0))
+    stages, _ = plan_stages(replay, entry.planner, state, TOPOLOGY, num_micro_batches=STAGES)
+    for stage in stages:
+        check_plan(stage.plan, stage.load, TOPOLOGY, across_nodes=entry.across_nodes)
+    np.testing.assert_array_equal(stages[0].plan.home, stages[1].plan.home)
+
+
+def test_the_time_of_a_batch_is_the_sum_over_its_stages(replay):
+    """Stages in the same micro-batches take what one plan takes that also recomputes; moves and pushes count once."""
+    state = first_state()
+    stages, _ = plan_stages(replay, PLANNER, state, TOPOLOGY, num_micro_batches=(4, 4), cost=COSTS)
+    visits = [node_visits(replay, stage, TOPOLOGY) for stage in stages]
+    recompute, update = (
+        batch_time(stage, TOPOLOGY, **SETTING, visits=seen, previous_home=home, **passes)
+        for stage, seen, home, passes in zip(stages, visits, (state.home, None), PASSES, strict=True)
+    )
+    together = batch_time(
+        stages[1], TOPOLOGY, **SETTING, visits=visits[1], previous_home=state.home, recompute=True
+    )
+    assert recompute.push == 0
+    assert update.push > 0
+    np.testing.assert_allclose(recompute.total + update.total, together.total, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_micro_batches": ()}, "num_micro_batches must be a sequence of one number a stage, not empty"),
+        (
+            {"num_micro_batches": (4, 40)},
+            r"num_micro_batches\[1\]=40 must be an integer of at least 1 and at most 32",
+        ),
+        (
+            {"num_micro_batches": (2, 4), "cost": COSTS[:1]},
+            "cost must be unit times of each of 2 stages, not of 1",
+        ),
+        (
+            {"num_micro_batches": (2, 4), "cost": (COSTS[0], unit_times(**SETTING))},
+            r"cost has hierarchical=\[True, False\]: stages must agree on dispatch",
+        ),
+        ({"num_micro_batches": (2, 4), "rounds": -1}, "rounds=-1 must be an integer of at least 0"),
+    ],
+)
+def test_what_is_no_stage_is_refused(replay, options, message):
+    with pytest.raises(ValueError, match=message):
+        plan_stages(replay, static(), (), TOPOLOGY, **options)
