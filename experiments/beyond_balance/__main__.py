@@ -136,6 +136,13 @@ def make_setting(trace: Trace, whole: Draw, topology: Topology) -> Setting:
     return Setting(CLUSTERS[HARDWARE], model, CONTEXT, TOKENS_PER_RANK * topology.num_ranks / tokens)
 
 
+@functools.cache
+def compiled_planner(name: str) -> Planner:
+    """A planner of `PLANNERS`, compiled once for each shape of load."""
+    planner = PLANNERS[name].planner
+    return Planner(planner.init, jax.jit(planner.update))
+
+
 def run_planner(
     planner: Planner, draw: Draw, topology: Topology, setting: Setting, *, seed: int, variants: Sequence
 ) -> Iterator[tuple[tuple[str, int], dict[str, float]]]:
@@ -181,7 +188,7 @@ def compare_planners(trace: Trace, draw: Draw, whole: Draw, ranks: str, config: 
         found: dict[tuple[str, int], list[dict[str, float]]] = {}
         for seed in range(config.seeds if searched and full else 1):
             variants = steady + (cold if seed == 0 else [])
-            run = run_planner(PLANNERS[name].planner, draw, topology, setting, seed=seed, variants=variants)
+            run = run_planner(compiled_planner(name), draw, topology, setting, seed=seed, variants=variants)
             for variant, measures in run:
                 found.setdefault(variant, []).append(measures)
         rows += [
