@@ -22,7 +22,7 @@ from relibra_jax.planning.replication import replicate_experts, without_replicas
 from relibra_jax.planning.sample_packing import pack_samples
 from relibra_jax.planning.static import static
 from relibra_jax.replay import expert_load, sample_load
-from relibra_jax.types import EMPTY, Assignment, BatchPlan, Planner, RoutingReplay, Topology
+from relibra_jax.types import EMPTY, Assignment, BatchPlan, Planner, RoutingReplay, Topology, UnitTimes
 
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=1)
 MICRO_BATCHES = 4
@@ -194,6 +194,27 @@ def test_bad_loads_and_rounds_are_refused_with_assignment_too(replay):
     counts[0, 1, 3] = -5000
     with pytest.raises(ValueError, match=r"layer 1, .* expert 3: load -.* is negative"):
         plan_loads(counts, tokens, static(), (), TOPOLOGY, **options)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"crossing": float("nan")}, "cost.crossing=nan must be at least 0"),
+        ({"push": -1.0}, "cost.push=-1.0 must be at least 0"),
+        ({"copy": 0.0}, "cost.copy=0.0 must be positive"),
+    ],
+)
+def test_times_that_cannot_be_weighed_are_refused(replay, change, message):
+    times = {"token": 1.0, "copy": 1.0, "crossing": 1.0, "spread": 1.0, "move": 1.0, "push": 1.0}
+    with pytest.raises(ValueError, match=message):
+        plan_batch(
+            replay,
+            static(),
+            (),
+            TOPOLOGY,
+            num_micro_batches=MICRO_BATCHES,
+            cost=UnitTimes(**times | change),
+        )
 
 
 def test_planners_that_refine_nothing_are_not_told(replay):

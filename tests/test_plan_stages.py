@@ -35,16 +35,9 @@ ASSIGN = functools.partial(assign_samples, key=jax.random.key(0), steps=200)
 PLANNER = relibra(place=functools.partial(place_experts, steps=50))
 
 
-@pytest.fixture(autouse=True)
-def ranks_may_differ():
-    with jax.numpy_rank_promotion("allow"):
-        yield
-
-
 @pytest.fixture(scope="module")
 def replay():
-    replay = random_routing(np.random.default_rng(0), samples=32, tokens=12, layers=2, experts=8, top_k=2)
-    return replay._replace(expert_ids=replay.expert_ids.astype(np.int32))
+    return random_routing(np.random.default_rng(0), samples=32, tokens=12, layers=2, experts=8, top_k=2)
 
 
 def first_state():
@@ -63,8 +56,7 @@ def samples_of(batch_plan):
 @pytest.fixture(scope="module")
 def packed(replay):
     """The stages of samples as they are packed."""
-    with jax.numpy_rank_promotion("allow"):
-        return plan(replay, first_state())[0]
+    return plan(replay, first_state())[0]
 
 
 def check_stages(replay, stages):

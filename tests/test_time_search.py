@@ -189,3 +189,22 @@ def test_few_and_many_experts_of_a_token(top_k):
         crossing = [(found[ids[:, layer, 0], layer] != np.arange(32) % 2).mean() for layer in range(4)]
         before = [(start[ids[:, layer, 0], layer] != np.arange(32) % 2).mean() for layer in range(4)]
         assert np.mean(crossing) <= np.mean(before)
+
+
+def test_a_gain_by_chance_moves_nothing():
+    """Uniform routing: every placement is as good, but on a sample of it some look better. Other tokens tell."""
+    rng, layers = np.random.default_rng(0), 20
+    topology = Topology(num_nodes=2, ranks_per_node=1, num_experts=8, replica_slots=0)
+    ids = rng.random((8192, layers, 8)).argsort(-1)[..., :2]
+    sample = TokenSample(ids, np.zeros(8192, int), np.arange(8192) % 2)
+    tokens, judge = token_bits(sample, topology, num_micro_batches=1, scale=2).halves()
+    start = jnp.asarray(np.tile(np.arange(8, dtype=np.int32)[:, None] // 4, (1, layers)))
+    numbers = (jnp.float32(1), start, jnp.float32(0.002))
+    problem = NodeProblem(jnp.full((8, 1, layers), 0.25), jnp.zeros((2, 1, layers)), tokens, *numbers)
+
+    def moved_layers(problem):
+        found = search_nodes(problem, start, jax.random.key(0), num_nodes=2, top_k=2, steps=200)
+        return int((found != start).any(0).sum())
+
+    assert moved_layers(problem) >= 10
+    assert moved_layers(problem._replace(judge=judge)) <= moved_layers(problem) // 2

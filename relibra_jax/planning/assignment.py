@@ -135,7 +135,7 @@ def assign_samples(
         key: random key; the same key gives the same assignment.
         token_budget: at least 1.
         samples_per_rank: b; by default the fewest that hold all samples. More leave room to even out tokens.
-        steps: the steps of annealing; 100,000 is thorough. None is one for four pairs of samples, at most 16,000.
+        steps: the steps of annealing; 100,000 is thorough. None is one for four pairs of samples, at most 8,000.
         attention_cost: the node imbalance worth accepting for one unit of attention imbalance.
         crossing_cost: the node imbalance worth accepting to have no copy of a token cross nodes.
         routes: some tokens of the batch, from `relibra_jax.planning.token_sample.sample_routes`. With them crossings
@@ -177,7 +177,7 @@ def assign_samples(
             f" in {num_micro_batches} micro-batches"
         )
     if steps is None:
-        steps = min(max(samples**2 // 4, 100), 16_000)
+        steps = min(max(samples**2 // 4, 100), 8_000)
     for name, value, least in (
         ("token_budget", token_budget, 1),
         ("steps", steps, 1),

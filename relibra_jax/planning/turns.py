@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Int
 
-from relibra_jax.limits import check_integer
+from relibra_jax.limits import check_integer, check_not_negative, check_positive
 from relibra_jax.plan import resident_experts
 from relibra_jax.planning.extra_args import taken_by, with_extra_args
 from relibra_jax.planning.token_sample import Routes, place_routes
@@ -67,9 +67,12 @@ def plan_in_turns(
         The batch plan of each stage, and the planner's state after the batch.
 
     Raises:
-        ValueError: if ``rounds`` is negative, or as the planner and ``assign`` say.
+        ValueError: if ``rounds`` is negative, a unit time is not finite and at least 0, ``copy`` is 0, or as the
+            planner and ``assign`` say.
     """
     check_integer("rounds", rounds, least=0)
+    for cost in costs or ():
+        _check_unit_times(cost)
     update = with_extra_args(planner).update
     cost = None if costs is None else _cost_of_batch(costs)
     first_loads = tuple(assigned_load(sample_load, start) for start in starts)
@@ -122,6 +125,17 @@ def _loop_turns(turn, assigned, starts, first_loads, nowhere, state, rounds, top
     blank = jax.tree.map(jnp.zeros_like, stages)
     blank = tuple(stage._replace(plan=stage.plan._replace(home=nowhere)) for stage in blank)
     return jax.lax.fori_loop(0, rounds + 1, body, (blank, state))
+
+
+def _check_unit_times(cost: UnitTimes) -> None:
+    """Raise ValueError unless times can be weighed. Under a trace they are not known, and not checked."""
+    for field in dataclasses.fields(cost):
+        value = getattr(cost, field.name)
+        if isinstance(value, jax.core.Tracer | bool):
+            continue
+        check_not_negative(f"cost.{field.name}", float(value))
+        if field.name == "copy":
+            check_positive("cost.copy", float(value))
 
 
 def _cost_of_batch(costs: Sequence[UnitTimes]) -> UnitTimes:
