@@ -6,6 +6,7 @@ import sys
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -178,7 +179,7 @@ def test_every_contender_is_told_the_same(trace, batches, assigned):
     )
     jax.effects_barrier()
     assert told[0][0] == (2, 2)
-    chex.assert_trees_all_close(told[0][1], jax.tree.map(np.float32, cost))
+    chex.assert_trees_all_close(told[0][1], jax.tree.map(jnp.float32, cost))
 
 
 @pytest.mark.parametrize("hardware", ["h100", "h100-ethernet-200"])
