@@ -12,9 +12,9 @@ from flax import nnx
 from support.plans import load_of, random_ids, random_plan
 
 from relibra_jax.capacity import export_count
+from relibra_jax.cost.copies import WEIGHT_BYTES, push_time
 from relibra_jax.cost.hardware import CLUSTERS
 from relibra_jax.cost.models import MODELS
-from relibra_jax.cost.step_time import WEIGHT_BYTES, push_time
 from relibra_jax.execution import ExpertParallel, expert_mesh
 from relibra_jax.execution.gating import GATINGS
 from relibra_jax.execution.plan_guard import is_valid

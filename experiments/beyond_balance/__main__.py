@@ -220,7 +220,7 @@ def report_ranks(trace: Trace, draws: Sequence[Draw], ranks: str, config: Beyond
 
 def main(config: BeyondBalance) -> None:
     """Print the tables of every topology and draw, and record their numbers."""
-    trace, console = read_trace(config.trace), Console()
+    trace, console = read_trace(config.trace), Console(width=110)
     draws = draw_samples(trace, config)
     for ranks in config.ranks:
         make_topology(ranks, trace.num_experts)  # refused before anything runs
