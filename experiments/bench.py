@@ -1,5 +1,6 @@
 """``python -m experiments.bench``: planning time beside its peers, medians of runs that take turns in one process."""
 
+import dataclasses
 import functools
 import os
 import platform
@@ -15,6 +16,9 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.reference_solvers import numpy_rebalance, python_rebalance, solve_replication
+from relibra_jax.cost.hardware import CLUSTERS
+from relibra_jax.cost.models import MODELS
+from relibra_jax.cost.unit_times import unit_times
 from relibra_jax.planning.assignment import assign_samples
 from relibra_jax.planning.eplb import rebalance_experts
 from relibra_jax.planning.plan_batch import plan_loads
@@ -22,13 +26,16 @@ from relibra_jax.planning.planners import PLANNERS, PlannerEntry
 from relibra_jax.planning.relibra import relibra
 from relibra_jax.planning.replication import replicate_experts
 from relibra_jax.planning.sample_packing import pack_samples
+from relibra_jax.planning.token_sample import Routes
 from relibra_jax.replay import assigned_load
 from relibra_jax.types import Plan, Topology
 
 console = Console()
 EPLB_ARGS = (288, 8, 4, 32)
 BATCH = Topology(num_nodes=4, ranks_per_node=8, num_experts=128, replica_slots=2)
+WITH_RESIDENTS = dataclasses.replace(BATCH, resident_slots=1)
 MICRO_BATCHES, LAYERS = 32, 94
+COST = unit_times(CLUSTERS["h100"], MODELS["qwen3-235b-a22b"], context=4096.0, dispatch="hierarchical")
 
 
 def interleaved[Name](runs: Mapping[Name, Callable[[], object]], *, repeats: int) -> dict[Name, float]:
@@ -90,6 +97,13 @@ def bench_planners() -> None:
     runs["relibra, samples assigned"] = lambda: joint(
         replay_load, tokens, PLANNERS["relibra"].planner, state, BATCH
     )
+    told = {"routes": sample_tokens(replay_load, tokens, top_k=8), "cost": COST}
+    runs["relibra, in time, samples assigned"] = lambda: joint(
+        replay_load, tokens, PLANNERS["relibra"].planner, state, BATCH, **told
+    )
+    runs["relibra, in time, one resident slot"] = lambda: joint(
+        replay_load, tokens, PLANNERS["relibra"].planner, state, WITH_RESIDENTS, **told
+    )
     seconds = interleaved(runs, repeats=3)
     rows = LAYERS * MICRO_BATCHES
     table = _table(
@@ -116,31 +130,36 @@ def bench_planners() -> None:
 
 def bench_compilation() -> None:
     """Time what a first plan compiles, samples assigned too: of a small model, and of Qwen3-235B's shape."""
-    table = _table("what a first plan of relibra compiles", "size", "trace, CPU s", "compile, CPU s", "both")
+    table = _table("a first plan of relibra", "size", "planned", "compile, s", "CPU s", "then, ms")
     jax.config.update("jax_enable_compilation_cache", False)
     small = Topology(num_nodes=2, ranks_per_node=4, num_experts=16, replica_slots=1)
-    for topology, layers, micro_batches, samples in (
-        (small, 4, 4, 256),
-        (BATCH, LAYERS, MICRO_BATCHES, 1024),
+    for topology, layers, micro_batches, samples, in_time in (
+        (small, 4, 4, 256, False),
+        (small, 4, 4, 256, True),
+        (BATCH, LAYERS, MICRO_BATCHES, 1024, False),
+        (WITH_RESIDENTS, LAYERS, MICRO_BATCHES, 1024, True),
     ):
         planner = relibra()
         state = planner.init(topology, layers, key=jax.random.key(0))
 
-        def plan(load, tokens, state, key, topology=topology, planner=planner, micro_batches=micro_batches):
+        def plan(
+            load, tokens, state, key, told, topology=topology, planner=planner, micro_batches=micro_batches
+        ):
             assign = functools.partial(assign_samples, key=key)
             options = {"num_micro_batches": micro_batches, "assign": assign}
-            return plan_loads(load, tokens, planner, state, topology, **options)
+            return plan_loads(load, tokens, planner, state, topology, **options, **told)
 
-        load = jax.ShapeDtypeStruct((samples, layers, topology.num_experts), jnp.int32)
-        tokens = jax.ShapeDtypeStruct((samples,), jnp.int32)
-        start = time.process_time()
-        lowered = jax.jit(plan).lower(load, tokens, state, jax.random.key(0))
-        traced = time.process_time()
-        lowered.compile()
-        ended = time.process_time()
+        load, tokens = sample_loads(samples, layers, topology.num_experts)
+        told = {"routes": sample_tokens(load, tokens, top_k=8), "cost": COST} if in_time else {}
+        arguments = (load, tokens, state, jax.random.key(0), told)
+        start, cpu_start = time.perf_counter(), time.process_time()
+        compiled = jax.jit(plan).lower(*arguments).compile()
+        seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
+        (run,) = interleaved({"plan": lambda: compiled(*arguments)}, repeats=3).values()  # noqa: B023
         size = f"{layers} layers x {micro_batches} micro-batches x {topology.num_experts} experts"
-        parts = (traced - start, ended - traced, ended - start)
-        table.add_row(f"{size} on {topology.num_ranks} ranks", *(f"{value:.1f}" for value in parts))
+        kind = f"in time, {topology.resident_slots} residents" if in_time else "balance"
+        parts = (f"{seconds:.1f}", f"{cpu_seconds:.1f}", f"{run * 1e3:.0f}")
+        table.add_row(f"{size} on {topology.num_ranks} ranks", kind, *parts)
     console.print(table)
 
 
@@ -192,6 +211,28 @@ def sample_loads(samples: int, layers: int, experts: int) -> tuple[jax.Array, ja
         share = popular * of_domain[domain[sample]] * rng.lognormal(0, 0.4, (layers, experts))
         load[sample] = rng.poisson(8 * tokens[sample] * share / share.sum(-1, keepdims=True))
     return jnp.asarray(load), jnp.asarray(tokens)
+
+
+def sample_tokens(load: jax.Array, tokens: jax.Array, *, top_k: int, count: int = 8192) -> Routes:
+    """Routes of some tokens whose experts are drawn without replacement by the loads of their samples.
+
+    Args:
+        load: ``sample_load[B L E]``.
+        tokens: the length of each sample.
+        top_k: the experts of a token.
+        count: the number of tokens.
+    """
+    rng = np.random.default_rng(1)
+    length = np.asarray(tokens, float)
+    sample = np.sort(rng.choice(len(length), count, p=length / length.sum()))
+    popular = np.log(np.asarray(load, np.float32) + 1e-3)
+    ids = np.stack(
+        [
+            np.argpartition(-popular[one] - rng.gumbel(size=popular[one].shape), top_k, -1)[:, :top_k]
+            for one in sample
+        ]
+    )
+    return Routes(jnp.asarray(ids, jnp.uint8), jnp.asarray(sample, jnp.int32))
 
 
 def planner_run(entry: PlannerEntry, load: jax.Array, topology: Topology) -> Callable[[], tuple[Plan, Any]]:

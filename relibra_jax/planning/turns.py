@@ -71,8 +71,8 @@ def plan_in_turns(
             planner and ``assign`` say.
     """
     check_integer("rounds", rounds, least=0)
-    for cost in costs or ():
-        _check_unit_times(cost)
+    for times in costs or ():
+        _check_unit_times(times)
     update = with_extra_args(planner).update
     cost = None if costs is None else _cost_of_batch(costs)
     first_loads = tuple(assigned_load(sample_load, start) for start in starts)
