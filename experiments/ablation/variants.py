@@ -12,13 +12,18 @@ from relibra_jax.cost.choose_by_time import cheapest, replicate_while_hidden
 from relibra_jax.planning.assignment import assign_samples
 from relibra_jax.planning.placement import place_experts
 from relibra_jax.planning.planners import PLANNERS, PlannerEntry
-from relibra_jax.planning.relibra import keep_homes, relibra
+from relibra_jax.planning.relibra import Place, keep_homes, relibra
 from relibra_jax.planning.replication import without_replicas
 
 
 def assign(*batch, **sizes):
     """`assign_samples` with a key, which is drawn when it is called: importing this does not start JAX."""
     return assign_samples(*batch, key=jax.random.key(0), **sizes)
+
+
+def _blind(place: Place) -> Place:
+    """A placement that is not told of time: these searches take the place of the one for balance alone."""
+    return lambda *batch, tokens, cost, **options: place(*batch, tokens=None, cost=None, **options)
 
 
 def _variant(summary: str, **parts) -> Contender:
@@ -44,8 +49,13 @@ def ablation(cost_model: CostModel) -> dict[str, Contender]:
         "thorough": _variant(
             "a longer search, moves free", place=functools.partial(place_experts, steps=40_000, move_cost=0.0)
         ),
-        "place by descent": _variant("steepest descent instead of annealing", place=place_by_descent),
-        "place by lpt": _variant("heaviest expert first instead of annealing", place=place_longest_first),
+        "place for balance": _variant("annealed for balance, not told of time", place=_blind(place_experts)),
+        "place by descent": _variant(
+            "the same by steepest descent instead of annealing", place=_blind(place_by_descent)
+        ),
+        "place by lpt": _variant(
+            "the same, heaviest expert first instead of annealing", place=_blind(place_longest_first)
+        ),
         "places only": _variant(
             "ReLibra's replicas, tokens split evenly", replicate=replicate_with_even_split
         ),
