@@ -40,7 +40,8 @@ def test_recorded_batch(batch, nodes, given, one_slot, assigned, across):
     narrow = Topology(num_nodes=nodes, ranks_per_node=4, num_experts=32, replica_slots=1)
     planner = relibra()
     state = planner.init(topology, 24, key=jax.random.key(0))
-    load = assigned_load(per_sample, assign_in_order(256, topology, num_micro_batches=32))
+    in_order = assign_in_order(256, topology, num_micro_batches=32)
+    load = assigned_load(per_sample, in_order)
     plan, _ = jax.jit(planner.update)(load, state, topology)
     check_plan(plan, load, topology)
     assert batch_imbalance(rank_load(plan)) <= given
@@ -53,7 +54,7 @@ def test_recorded_batch(batch, nodes, given, one_slot, assigned, across):
     assert batch_imbalance(rank_load(far(by_expert, plan.home, topology))) <= across
 
     assign = functools.partial(assign_samples, key=jax.random.key(0))
-    joint = functools.partial(plan_loads, num_micro_batches=32, assign=assign)
+    joint = functools.partial(plan_loads, num_micro_batches=32, start=in_order, assign=assign)
     batch_plan, _ = jax.jit(joint, static_argnums=(2, 4))(per_sample, tokens, planner, state, topology)
     np.testing.assert_array_equal(batch_plan.load, assigned_load(per_sample, batch_plan.assignment))
     check_plan(batch_plan.plan, batch_plan.load, topology)

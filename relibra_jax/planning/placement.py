@@ -57,7 +57,7 @@ def place_experts(
     *,
     key: PRNGKeyArray,
     steps: int | None = None,
-    move_cost: float = 0.005,
+    move_cost: float = 0.02,
     source_load: Num[Array, "M L N E"] | None = None,
     crossing_cost: float = 0.1,
     tokens: TokenSample | None = None,
@@ -133,7 +133,7 @@ def place_by_search(
     *,
     key: PRNGKeyArray,
     steps: int | None = None,
-    move_cost: float = 0.005,
+    move_cost: float = 0.02,
     source_load: Num[Array, "M L N E"] | None = None,
     crossing_cost: float = 0.1,
     tokens: TokenSample | None = None,
@@ -213,7 +213,8 @@ def place_by_search(
         resident = keep_residents(lies, None, home_node, topology, by_copies, top_k=1)
     at_home = jnp.where(resident[:, :, None], 0, lies).sum(0) if topology.resident_slots else load
     if tokens is not None or topology.replica_slots:
-        dearer = INSIDE * move_cost
+        # Where time is planned, a move inside the node is what it is: cheap, over the fast network.
+        dearer = move_cost if tokens is not None else INSIDE * move_cost
         home = level(home, at_home, nodes, locals_, steps=max(steps // 4, 1), move_cost=dearer, key=for_ranks)
     return Placement(home, _residents_on_ranks(resident, lies.sum(2), at_home.sum(1), home, topology))
 
