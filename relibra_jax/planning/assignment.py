@@ -29,7 +29,7 @@ from relibra_jax.planning.annealing import cooling
 from relibra_jax.planning.draws import draw_bits, gumbel, integers
 from relibra_jax.planning.packing import lightest_pack
 from relibra_jax.planning.sample_crossings import crossings_by_node
-from relibra_jax.planning.sample_packing import pack_samples
+from relibra_jax.planning.sample_packing import check_micro_batches, check_room, pack_samples
 from relibra_jax.planning.token_sample import Routes
 from relibra_jax.types import EMPTY, Array, Assignment, Topology, UnitTimes
 
@@ -61,10 +61,7 @@ def assign_in_order(num_samples: int, topology: Topology, *, num_micro_batches: 
     >>> assign_in_order(5, topology, num_micro_batches=2).sample.tolist()
     [[[[0, 1], [2, -1]]], [[[3, -1], [4, -1]]]]
     """
-    if not 1 <= num_micro_batches <= num_samples:
-        raise ValueError(
-            f"num_micro_batches={num_micro_batches} must be at least 1 and at most {num_samples} samples"
-        )
+    check_micro_batches(num_samples, num_micro_batches)
     ranks = topology.num_ranks
     per_rank = -(-num_samples // (num_micro_batches * ranks))
     sample = np.full((num_micro_batches, ranks, per_rank), EMPTY, np.int32)
@@ -167,15 +164,8 @@ def assign_samples(
             f"sample_load{list(sample_load.shape)}, tokens{list(tokens.shape)} and home{list(home.shape)} must agree"
             f" on samples, layers and {topology.num_experts} experts"
         )
-    if not 1 <= num_micro_batches <= samples:
-        raise ValueError(
-            f"num_micro_batches={num_micro_batches} must be at least 1 and at most {samples} samples"
-        )
-    if num_micro_batches * ranks * samples_per_rank < samples:
-        raise ValueError(
-            f"{samples} samples need more than samples_per_rank={samples_per_rank} on {ranks} ranks"
-            f" in {num_micro_batches} micro-batches"
-        )
+    check_micro_batches(samples, num_micro_batches)
+    check_room(samples, topology, num_micro_batches, samples_per_rank)
     if steps is None:
         steps = min(max(samples**2 // 4, 100), 8_000)
     for name, value, least in (
@@ -192,15 +182,7 @@ def assign_samples(
     share = jnp.concatenate(
         [_node_share(sample_load, home, nodes), jnp.zeros((1, nodes * layers), jnp.float32)]
     )
-    if samples_per_rank > 1:
-        start = pack_samples(
-            tokens, topology, num_micro_batches=num_micro_batches, samples_per_rank=samples_per_rank
-        ).sample
-    else:  # packed by ranks alone, the longest samples would all be in the first micro-batch
-        which, rank = lightest_pack(length[:-1], jnp.zeros(num_micro_batches, jnp.float32), room=ranks)
-        start = jnp.full((num_micro_batches, ranks), EMPTY).at[which, rank].set(jnp.arange(samples))
-    sample = jnp.asarray(start, jnp.int32).reshape(num_micro_batches, ranks * samples_per_rank)
-    sample = jnp.where(sample == EMPTY, samples, sample)
+    sample = _packed(length[:-1], topology, num_micro_batches, samples_per_rank)
     in_ranks = length[sample].reshape(num_micro_batches, ranks, samples_per_rank).sum(-1, dtype=jnp.int32)
     total = jnp.maximum(length.sum(dtype=jnp.float32), 1)
     attention, price = jnp.float32(attention_cost), jnp.float32(crossing_cost)
@@ -232,6 +214,20 @@ def assign_samples(
     )
     sample = jnp.where(sample == samples, EMPTY, sample).astype(jnp.int32)
     return Assignment(sample.reshape(num_micro_batches, nodes, topology.ranks_per_node, samples_per_rank))
+
+
+def _packed(tokens, topology: Topology, num_micro_batches: int, room: int):
+    """[M positions], samples even in tokens; the number of samples where there is none."""
+    samples, ranks = len(tokens), topology.num_ranks
+    if room > 1:
+        knobs = {"num_micro_batches": num_micro_batches, "samples_per_rank": room}
+        sample = jnp.asarray(pack_samples(tokens, topology, **knobs).sample)
+        sample = sample.reshape(num_micro_batches, ranks * room)
+        return jnp.where(sample == EMPTY, samples, sample)
+    # Packed by ranks alone, the longest samples would all be in the first micro-batch.
+    which, rank = lightest_pack(tokens, jnp.zeros(num_micro_batches, jnp.float32), room=ranks)
+    nowhere = jnp.full((num_micro_batches, ranks), samples, jnp.int32)
+    return nowhere.at[which, rank].set(jnp.arange(samples, dtype=jnp.int32))
 
 
 def _node_share(sample_load, home, nodes):

@@ -21,8 +21,6 @@ TURNS: Final = 3
 """Turns of homes and residents, where there are resident slots. A fourth changed nothing on recorded loads."""
 LATER: Final = 1e-3
 """Where annealing starts in the second turn and after it."""
-
-
 CROSSING: Final = 0.5
 """The time in which all tokens of a node cross, in units of its balanced compute, where no cluster is given. On NVLink
 nodes with 8 x 400 Gb/s between them it is 0.57 for gpt-oss-20b, 0.54 for Qwen3-235B, 0.40 for DeepSeek-V3 and 1.07 for
@@ -127,9 +125,8 @@ def place_on_nodes(
     share = load * (nodes / jnp.maximum(load.sum((0, 1, 2), keepdims=True), 1))
     turns = TURNS if topology.resident_slots else 1
     crossing = prices.crossing
-    if (
-        not hierarchical
-    ):  # as many copies cross as a visiting token has on a node, if its experts are anywhere
+    if not hierarchical:
+        # As many copies cross as a visiting token has on a node, if its experts are anywhere.
         crossing *= top_k / (nodes * (1 - (1 - 1 / nodes) ** top_k))
 
     def residents(home_node):

@@ -55,11 +55,8 @@ def pack_samples(
     room = samples_per_rank
     if room is None:
         room = min(samples, 4 * -(-samples // bins)) if traced else samples
-    elif bins * room < samples:
-        raise ValueError(
-            f"{samples} samples need more than samples_per_rank={samples_per_rank} on {topology.num_ranks} ranks"
-            f" in {num_micro_batches} micro-batches"
-        )
+    else:
+        check_room(samples, topology, num_micro_batches, room)
     if traced:
         which, position = lightest_pack(jnp.maximum(tokens, 1), jnp.zeros(bins, jnp.float32), room=room)
         number = jnp.arange(samples, dtype=jnp.int32)
@@ -144,11 +141,25 @@ def rank_token_budget(
     return jnp.maximum(jnp.rint(slack * mean).astype(jnp.int32), lengths.max())
 
 
-def _num_bins(samples: int, topology: Topology, num_micro_batches: int) -> int:
+def check_micro_batches(samples: int, num_micro_batches: int) -> None:
+    """Raise ValueError unless there is a micro-batch, and a sample for each."""
     if not 1 <= num_micro_batches <= samples:
         raise ValueError(
             f"num_micro_batches={num_micro_batches} must be at least 1 and at most {samples} samples"
         )
+
+
+def check_room(samples: int, topology: Topology, num_micro_batches: int, samples_per_rank: int) -> None:
+    """Raise ValueError unless ranks have room for all samples."""
+    if num_micro_batches * topology.num_ranks * samples_per_rank < samples:
+        raise ValueError(
+            f"{samples} samples need more than samples_per_rank={samples_per_rank} on {topology.num_ranks} ranks"
+            f" in {num_micro_batches} micro-batches"
+        )
+
+
+def _num_bins(samples: int, topology: Topology, num_micro_batches: int) -> int:
+    check_micro_batches(samples, num_micro_batches)
     return num_micro_batches * topology.num_ranks
 
 
