@@ -18,6 +18,7 @@ from typing import Annotated
 if __name__ == "__main__":  # before JAX is imported
     os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
     os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ.setdefault("NPROC", "16")  # threads: two for each device, as `experiments.rl.devices` explains
 
 import jax
 import jax.numpy as jnp

@@ -11,6 +11,8 @@ os.environ.setdefault(
     " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters",
 )
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Two threads for each of 8 devices: with fewer, two programs under way may wait for each other's threads forever.
+os.environ.setdefault("NPROC", "16")
 
 import hypothesis
 import jax

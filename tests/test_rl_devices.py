@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from experiments.rl.devices import compile_quickly
+from experiments.rl.devices import compile_quickly, host_devices
 
 FORMER = "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
 
@@ -22,3 +22,13 @@ def test_options_of_the_compiler_are_added_to_those_of_the_caller(monkeypatch, b
     for _ in range(2):
         compile_quickly()
         assert os.environ["XLA_FLAGS"] == after
+
+
+def test_every_host_device_has_two_threads(monkeypatch):
+    """Unless the caller says how many there are."""
+    monkeypatch.delenv("NPROC")
+    host_devices(8)
+    assert int(os.environ["NPROC"]) >= 16
+    monkeypatch.setenv("NPROC", "3")
+    host_devices(8)
+    assert os.environ["NPROC"] == "3"

@@ -12,9 +12,14 @@ EXTRA_OPTIONS: Final = "xla_backend_extra_options"
 def host_devices(count: int) -> list[jax.Device]:
     """The first ``count`` devices; on a CPU so many host devices are made, if JAX has not started yet.
 
+    XLA:CPU runs every device's program on a thread of one pool, which is as large as there are cores or devices. Where
+    devices are more than cores, a second program that waits in the pool for the first may keep it from its last thread,
+    and both wait forever (jaxlib 0.11.2). With two threads a device this does not happen; ``NPROC`` says how many.
+
     Raises:
         ValueError: if there are fewer.
     """
+    os.environ.setdefault("NPROC", str(max(2 * count, os.cpu_count() or 1)))
     if "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         # A backend that has started keeps its devices.
         with contextlib.suppress(RuntimeError):
