@@ -213,7 +213,7 @@ def sample_loads(samples: int, layers: int, experts: int) -> tuple[jax.Array, ja
     return jnp.asarray(load), jnp.asarray(tokens)
 
 
-def sample_tokens(load: jax.Array, tokens: jax.Array, *, top_k: int, count: int = 8192) -> Routes:
+def sample_tokens(load: jax.Array, tokens: jax.Array, *, top_k: int, count: int = 16_384) -> Routes:
     """Routes of some tokens whose experts are drawn without replacement by the loads of their samples.
 
     Args:

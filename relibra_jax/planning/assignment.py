@@ -31,12 +31,14 @@ from relibra_jax.planning.packing import lightest_pack
 from relibra_jax.planning.sample_crossings import crossings_by_node
 from relibra_jax.planning.sample_packing import check_micro_batches, check_room, pack_samples
 from relibra_jax.planning.token_sample import Routes
-from relibra_jax.types import EMPTY, Array, Assignment, Topology, UnitTimes
+from relibra_jax.types import EMPTY, Array, Assignment, Topology, UnitTimes, check_shape
 
 HOTTEST: Final = 3e-3
 COLDEST: Final = 1e-4
 """Temperatures, in units of a micro-batch's imbalance. On recorded loads hotter or less cold ends lose balance, and
 a start at 1e-3, though its nodes can be as even, leaves attention more uneven than the given order."""
+REFINING: Final = 1e-3
+"""Where annealing starts to refine an assignment."""
 COUNTS: Final = 512
 """Counts of crossing tokens that a micro-batch keeps, a rank and a group of layers each."""
 CANDIDATES: Final = 8
@@ -82,8 +84,10 @@ class _Packing(NamedTuple):
     """[M N*L], shares of the batch's mean."""
     tokens: jax.Array
     """[M ranks]"""
-    crossing: jax.Array
-    """[M ranks groups], what leaves the node of each rank, in groups of layers, times its price."""
+    sent: jax.Array
+    """[M ranks groups], what each rank sends to other nodes, in groups of layers, times its price."""
+    received: jax.Array
+    """[M lanes N groups], what each node receives in each of its lanes, likewise."""
 
 
 @functools.partial(
@@ -114,6 +118,7 @@ def assign_samples(
     routes: Routes | None = None,
     resident: Int[Array, "L N G resident_slots"] | None = None,
     cost: UnitTimes | None = None,
+    refine: Assignment | None = None,
 ) -> Assignment:
     """Choose a micro-batch and a rank for every sample, so that nodes and ranks carry even load.
 
@@ -132,13 +137,16 @@ def assign_samples(
         key: random key; the same key gives the same assignment.
         token_budget: at least 1.
         samples_per_rank: b; by default the fewest that hold all samples. More leave room to even out tokens.
-        steps: the steps of annealing; 100,000 is thorough. None is one for four pairs of samples, at most 8,000.
+        steps: the steps of annealing; 100,000 is thorough. None is one for four pairs of samples, at most 8,000, and a
+            quarter of that where assignment and placement take turns (``refine``).
         attention_cost: the node imbalance worth accepting for one unit of attention imbalance.
         crossing_cost: the node imbalance worth accepting to have no copy of a token cross nodes.
         routes: some tokens of the batch, from `relibra_jax.planning.token_sample.sample_routes`. With them crossings
             are distinct tokens for each node, where ``cost`` is of hierarchical dispatch; else they are copies.
         resident: the expert in each resident slot, which its node's tokens do not cross for; None for none.
         cost: the unit times of the cluster and the model, in place of ``attention_cost`` and ``crossing_cost``.
+        refine: an assignment of all samples to start from instead of packing, and to stay close to: found for homes
+            much like these. EMPTY throughout packs, as None does.
 
     Returns:
         An Assignment of int32; samples of a rank ascend, EMPTY comes last.
@@ -166,8 +174,11 @@ def assign_samples(
         )
     check_micro_batches(samples, num_micro_batches)
     check_room(samples, topology, num_micro_batches, samples_per_rank)
+    if refine is not None:
+        check_shape("refine", refine.sample.shape, (num_micro_batches, nodes, topology.ranks_per_node, samples_per_rank))
     if steps is None:
         steps = min(max(samples**2 // 4, 100), 8_000)
+        steps = steps if refine is None else max(steps // 4, 100)
     for name, value, least in (
         ("token_budget", token_budget, 1),
         ("steps", steps, 1),
@@ -182,7 +193,12 @@ def assign_samples(
     share = jnp.concatenate(
         [_node_share(sample_load, home, nodes), jnp.zeros((1, nodes * layers), jnp.float32)]
     )
-    sample = _packed(length[:-1], topology, num_micro_batches, samples_per_rank)
+    sample, hottest = _packed(length[:-1], topology, num_micro_batches, samples_per_rank), jnp.float32(HOTTEST)
+    if refine is not None:
+        given = jnp.asarray(refine.sample, jnp.int32).reshape(sample.shape)
+        refining = (given != EMPTY).any()
+        sample = jnp.where(refining, jnp.where(given == EMPTY, samples, given), sample)
+        hottest = jnp.where(refining, jnp.float32(REFINING), hottest)
     in_ranks = length[sample].reshape(num_micro_batches, ranks, samples_per_rank).sum(-1, dtype=jnp.int32)
     total = jnp.maximum(length.sum(dtype=jnp.float32), 1)
     attention, price = jnp.float32(attention_cost), jnp.float32(crossing_cost)
@@ -194,23 +210,26 @@ def assign_samples(
     crossing = crossings_by_node(
         sample_load, tokens, home, topology, routes=routes, resident=resident, cost=cost, groups=groups
     )
-    crossing = jnp.concatenate([crossing, jnp.zeros((1, nodes, groups), jnp.float32)]) * (
-        price * ranks / total
+    crossing = jnp.pad(crossing, ((0, 1), *[(0, 0)] * 3)) * (price * ranks / total)
+    lanes = topology.ranks_per_node if cost is not None and cost.hierarchical else 1
+    rank_of = jnp.arange(sample.shape[1]) // samples_per_rank
+    by_rank = crossing[sample, (rank_of // topology.ranks_per_node)[None]]  # [M positions N groups]
+    by_rank = by_rank.reshape(num_micro_batches, nodes, topology.ranks_per_node, samples_per_rank, nodes, groups).sum(3)
+    received = by_rank.sum(1)
+    if lanes == 1:
+        received = received.mean(1, keepdims=True)
+    packing = _Packing(
+        sample, share[sample].sum(1), in_ranks, by_rank.sum(3).reshape(num_micro_batches, ranks, groups), received
     )
-    node_of = jnp.arange(sample.shape[1]) // (samples_per_rank * topology.ranks_per_node)
-    from_ranks = (
-        crossing[sample, node_of[None]].reshape(num_micro_batches, ranks, samples_per_rank, groups).sum(2)
-    )
-    packing = _Packing(sample, share[sample].sum(1), in_ranks, from_ranks)
     if num_micro_batches > 1:
         budget = _budgets(
             packing, length, token_budget * total / jnp.array([num_micro_batches, packing.tokens.size])
         )
         packing = _anneal(
-            packing, share, length, crossing, node_of, budget, attention * ranks / total, layers, key, steps
+            packing, share, length, crossing, topology, budget, attention * ranks / total, layers, key, steps, hottest
         )
     sample = _exchange_ranks(
-        packing.sample.reshape(num_micro_batches, ranks, samples_per_rank), crossing.sum(-1), topology
+        packing.sample.reshape(num_micro_batches, ranks, samples_per_rank), crossing.sum((2, 3)), topology
     )
     sample = jnp.where(sample == samples, EMPTY, sample).astype(jnp.int32)
     return Assignment(sample.reshape(num_micro_batches, nodes, topology.ranks_per_node, samples_per_rank))
@@ -245,16 +264,17 @@ def _budgets(packing, length, wanted):
     return jnp.maximum(jnp.maximum(jnp.floor(wanted).astype(jnp.int32), length.max()), needed)
 
 
-def _anneal(packing, share, length, crossing, node_of, budget, attention, layers, key, steps):
+def _anneal(packing, share, length, crossing, topology, budget, attention, layers, key, steps, hottest):
     (micro_batches, positions), ranks = packing.sample.shape, packing.tokens.shape[1]
     room, pairs, options = positions // ranks, micro_batches // 2, min(CANDIDATES, positions)
+    local, lanes = topology.ranks_per_node, packing.received.shape[1]
     bits = draw_bits(key, (steps, micro_batches), (2, steps), (steps, pairs, options + 1))
     order = jnp.argsort(bits[0], axis=-1)
     mine = integers(bits[1][0], positions)
     theirs = integers(bits[1][1], positions - options + 1)
     noise = gumbel(bits[2])
     pair = jnp.arange(pairs)
-    temperature = cooling(HOTTEST, COLDEST, steps) / micro_batches
+    temperature = cooling(hottest, COLDEST, steps) / micro_batches
 
     def objective(load, tokens, busiest):
         top = _largest_node(load, layers)
@@ -262,10 +282,22 @@ def _anneal(packing, share, length, crossing, node_of, budget, attention, layers
         waits = jax.lax.optimization_barrier(jnp.concatenate([top, busiest], axis=-1))
         return waits @ jnp.ones(waits.shape[-1], jnp.float32) + attention * tokens.max(-1)
 
-    def busiest_with(own, more, two_largest):
-        """What crosses from the busiest rank, where one of the ranks has more: one of each option."""
-        first, second = (largest[:, None] for largest in two_largest)
-        return jnp.maximum(jnp.where(own == first, second, first), own + more)
+    def busiest_with(packing, rank, more):
+        """What the busiest rank sends or receives, where ``rank`` of each option sends ``more`` to each node."""
+        lane = rank % local % lanes
+        sent = packing.sent[:, rank]
+        first, second = _two_largest(packing.sent)
+        busiest = jnp.maximum(jnp.where(sent == first[:, None], second[:, None], first[:, None]), sent + _total(more, 2))
+        received = packing.received[:, lane]
+        by_lane = _largest(packing.received, 2)  # [pairs lanes groups]
+        first, second = _two_largest(by_lane)
+        own = by_lane[:, lane]
+        others = jnp.where(own == first[:, None], second[:, None], first[:, None])
+        part = local // lanes
+        return jnp.maximum(jnp.maximum(busiest, others), _largest(received + more / part, 2))
+
+    def busiest_now(packing):
+        return jnp.maximum(_largest(packing.sent, 1), _largest(_largest(packing.received, 2), 1))
 
     def within(tokens):
         return (tokens.sum(-1) <= budget[0]) & (tokens.max(-1) <= budget[1])
@@ -281,38 +313,55 @@ def _anneal(packing, share, length, crossing, node_of, budget, attention, layers
         take = jax.lax.dynamic_slice_in_dim(b.sample, j, options, axis=1)
         load = share[take] - share[give]
         longer = (length[take] - length[give])[..., None]
-        rank_i, rank_j = i // room, (j + jnp.arange(options)) // room
-        at_i = jax.nn.one_hot(rank_i, ranks, dtype=jnp.int32)[None, None]
+        rank_i, rank_j = (i + jnp.zeros(options, jnp.int32)) // room, (j + jnp.arange(options)) // room
+        at_i = jax.nn.one_hot(rank_i, ranks, dtype=jnp.int32)[None]
         at_j = jax.nn.one_hot(rank_j, ranks, dtype=jnp.int32)[None]
         tokens_a, tokens_b = longer * at_i, longer * at_j
-        here, there = node_of[i], jax.lax.dynamic_slice_in_dim(node_of, j, options)[None]
+        here, there = (rank_i // local)[None], (rank_j // local)[None]
         more_a = crossing[take, here] - crossing[give, here]
-        more_b = crossing[take, there] - crossing[give, there]
-        top_a, top_b = _two_largest(a.crossing), _two_largest(b.crossing)
-        busiest_a = busiest_with(a.crossing[:, rank_i][:, None], more_a, top_a)
-        busiest_b = busiest_with(b.crossing[:, rank_j], -more_b, top_b)
+        more_b = crossing[give, there] - crossing[take, there]
+        busiest_a, busiest_b = busiest_with(a, rank_i, more_a), busiest_with(b, rank_j, more_b)
 
         after_a, after_b = a.tokens[:, None] + tokens_a, b.tokens[:, None] - tokens_b
         after = objective(a.load[:, None] + load, after_a, busiest_a)
         after += objective(b.load[:, None] - load, after_b, busiest_b)
         after = jnp.where(within(after_a) & within(after_b), after, jnp.inf)
-        now = objective(a.load, a.tokens, top_a[0]) + objective(b.load, b.tokens, top_b[0])
+        now = objective(a.load, a.tokens, busiest_now(a)) + objective(b.load, b.tokens, busiest_now(b))
         choice = jnp.argmin(jnp.concatenate([now[:, None], after], axis=1) - temperature * noise, axis=1)
         chosen = choice[:, None] == jnp.arange(1, options + 1)[None]
 
         load, tokens_a, tokens_b, more_a, more_b = (
-            jnp.where(choice[:, None] > 0, x[pair, jnp.maximum(choice - 1, 0)], 0)
+            jnp.where(
+                (choice > 0).reshape(-1, *[1] * (x.ndim - 2)), x[pair, jnp.maximum(choice - 1, 0)], 0
+            )
             for x in (load, tokens_a, tokens_b, more_a, more_b)
         )
         got = give + jnp.where(chosen, take - give, 0).sum(1, keepdims=True, dtype=give.dtype)
         sample_a = jax.lax.dynamic_update_slice_in_dim(a.sample, got, i, axis=1)
         sample_b = jax.lax.dynamic_update_slice_in_dim(b.sample, jnp.where(chosen, give, take), j, axis=1)
-        rank_b = rank_j[jnp.maximum(choice - 1, 0)]
-        a = _Packing(sample_a, a.load + load, a.tokens + tokens_a, a.crossing.at[:, rank_i].add(more_a))
-        b = _Packing(sample_b, b.load - load, b.tokens - tokens_b, b.crossing.at[pair, rank_b].add(-more_b))
+        picked = jnp.maximum(choice - 1, 0)
+        rank_a, rank_b = rank_i[picked], rank_j[picked]
+
+        def sends(packing, rank, more):
+            sent = packing.sent.at[pair, rank].add(_total(more, 1))
+            received = packing.received.at[pair, rank % local % lanes].add(more / (local // lanes))
+            return sent, received
+
+        a = _Packing(sample_a, a.load + load, a.tokens + tokens_a, *sends(a, rank_a, more_a))
+        b = _Packing(sample_b, b.load - load, b.tokens - tokens_b, *sends(b, rank_b, more_b))
         return jax.tree.map(lambda *parts: jnp.concatenate(parts), a, b, rest), None
 
     return jax.lax.scan(step, packing, (order, mine, theirs, temperature, noise))[0]
+
+
+def _largest(values, axis):
+    """The largest along a short axis, elementwise, as XLA:CPU's reduction takes many times as long."""
+    return functools.reduce(jnp.maximum, jnp.unstack(values, axis=axis))
+
+
+def _total(values, axis):
+    """The sum along a short axis, likewise."""
+    return functools.reduce(jnp.add, jnp.unstack(values, axis=axis))
 
 
 def _largest_node(load, layers):

@@ -17,7 +17,7 @@ from relibra_jax.planning.time_search import HOTTEST, NodeProblem, search_nodes
 from relibra_jax.planning.token_bits import TokenBits, token_bits
 from relibra_jax.types import TokenSample, Topology, UnitTimes
 
-TURNS: Final = 3
+TURNS: Final = 2
 """Turns of homes and residents, where there are resident slots. A fourth changed nothing on recorded loads."""
 LATER: Final = 1e-3
 """Where annealing starts in the second turn and after it."""

@@ -81,7 +81,8 @@ def place_experts(
         topology: the expert-parallel group; of ``replica_slots`` it only matters whether there are any.
         key: random key, consumed; the same key gives the same placement.
         steps: annealing steps between nodes, and four times fewer inside them; 40,000 is thorough. In time, where a
-            step prices sets of tokens, they are a quarter. None is ten for each pair of experts, at most 10,000.
+            step prices sets of tokens, they are a tenth. None is ten for each pair of experts, at most 10,000, and a
+            quarter of that where placement and assignment take turns (``refine``).
         move_cost: moving all experts of a layer to other nodes must lower its imbalance by this much times the
             square root of N, as the imbalance to be gained also grows with N. 0 is thorough. Between nodes ``cost``
             replaces it.
@@ -156,6 +157,7 @@ def place_by_search(
     """
     if steps is None:
         steps = min(10 * topology.num_experts**2, 10_000)
+        steps = steps if refine is None else max(steps // 4, 1)
     _check(load.shape, previous_home.shape, topology, steps, move_cost, crossing_cost)
     check_positive("horizon", horizon)
     nodes, locals_ = topology.num_nodes, topology.ranks_per_node
@@ -197,7 +199,7 @@ def place_by_search(
             (home // per_node).T,
             topology,
             key=for_nodes,
-            steps=max(steps // 4, 1),
+            steps=max(steps // 10, 1),
             hottest=jnp.where(refining, jnp.float32(REFINING), jnp.float32(time_search.HOTTEST)),
             prices=prices,
             hierarchical=cost is None or cost.hierarchical,

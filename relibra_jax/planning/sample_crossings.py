@@ -1,5 +1,9 @@
 """What of each sample crosses between nodes, for every node where it might lie."""
 
+import math
+from collections.abc import Callable
+from typing import Final
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +11,9 @@ from jaxtyping import Bool, Float, Int
 
 from relibra_jax.planning.token_sample import Routes
 from relibra_jax.types import EMPTY, Array, Topology, UnitTimes
+
+MOST_VISITS: Final = 1 << 22
+"""Visits that are counted at a time, so that their memory does not grow with the tokens."""
 
 
 def crossings_by_node(
@@ -19,8 +26,8 @@ def crossings_by_node(
     resident: Int[Array, "L N G resident_slots"] | None = None,
     cost: UnitTimes | None = None,
     groups: int = 1,
-) -> Float[jax.Array, "B N groups"]:
-    """Count what of each sample leaves its node if it lies in each of the nodes, over groups of layers.
+) -> Float[jax.Array, "B N N groups"]:
+    """Count what each sample sends to other nodes if it lies in each of the nodes, over groups of layers.
 
     Tokens go to their experts' homes unless their node has a resident of them.
 
@@ -35,48 +42,85 @@ def crossings_by_node(
         groups: into how many groups of neighbouring layers the counts go; their sum is the mean over layers.
 
     Returns:
-        Distinct tokens for each other node with ``routes`` and hierarchical dispatch, else token copies over top-k:
-        a sample that sends all its copies to one other node counts as many as it has tokens in both.
+        By the node where the sample lies and the node that it sends to, 0 where they are the same: distinct tokens
+        with ``routes`` and hierarchical dispatch, else token copies over top-k. A sample that sends all its copies to
+        one other node counts as many as it has tokens in both.
     """
-    nodes, experts = topology.num_nodes, topology.num_experts
-    home_node = jnp.asarray(home) // (experts // nodes)
-    held = home_node[:, None] == jnp.arange(nodes)[None, :, None]  # [L N E]
-    if resident is not None:
-        copied = resident.reshape(*resident.shape[:2], -1)
-        layer, node = jnp.arange(len(home))[:, None, None], jnp.arange(nodes)[None, :, None]
-        held = held.at[layer, node, jnp.where(copied == EMPTY, experts, copied)].set(True, mode="drop")
-    length = jnp.asarray(tokens, jnp.float32)
-    group = np.arange(len(home)) * groups // len(home)
-    in_group = jnp.asarray(group[:, None] == np.arange(groups), jnp.float32) / len(home)
+    samples, layers, _ = sample_load.shape
+    nodes, length = topology.num_nodes, jnp.asarray(tokens, jnp.float32)
+    leaves = _leaves(home, resident, topology)
+    bounds = np.arange(groups + 1) * layers // groups
     if routes is None or cost is None or not cost.hierarchical:
         load = jnp.asarray(sample_load, jnp.float32)
-        away = jnp.einsum("ble,lne,lc->bnc", load, (~held).astype(jnp.float32), in_group)
-        copies = jnp.maximum(load.sum((1, 2)) / len(home), 1)
-        return away * (length / copies)[:, None, None]
-    away = _distinct_crossings(jnp.asarray(routes.expert_ids, jnp.int32), home_node, held, in_group)
-    sample = jnp.where(routes.sample == EMPTY, len(length), routes.sample)
-    # A sample of few sampled tokens is taken for a common one to the extent of one token.
-    total = jnp.tile(away.mean(0, keepdims=True), (len(length), 1, 1)).at[sample].add(away, mode="drop")
-    number = jnp.ones(len(length), jnp.float32).at[sample].add(1, mode="drop")
-    return total * (length / number)[:, None, None]
+
+        def copies(layer):
+            return load[:, layer] @ leaves[layer].astype(jnp.float32)
+
+        total = _sum_in_groups(copies, bounds, (samples, nodes**2))
+        number = load.sum((1, 2)) / layers
+    else:
+        total = _distinct_tokens(routes, leaves, bounds, num_samples=samples)
+        sample = jnp.where(routes.sample == EMPTY, samples, routes.sample)
+        # A sample of few sampled tokens is taken for a common one to the extent of one token.
+        total += total.sum(1, keepdims=True) / len(sample)
+        number = jnp.ones(samples, jnp.float32).at[sample].add(1, mode="drop")
+    total *= (length / jnp.maximum(number, 1) / layers)[None, :, None]
+    return jnp.moveaxis(total, 0, -1).reshape(samples, nodes, nodes, groups)
 
 
-def _distinct_crossings(
-    ids: Int[jax.Array, "Q L K"],
-    home_node: Int[jax.Array, "L E"],
-    held: Bool[jax.Array, "L N E"],
-    in_group: Float[jax.Array, "L groups"],
-) -> Float[jax.Array, "Q N groups"]:
-    """Other nodes that each token visits if it lies in each node, over groups of layers."""
-    nodes = held.shape[1]
+def _leaves(home, resident, topology: Topology) -> Bool[jax.Array, "L E pairs"]:
+    """Whether an expert's tokens go from one node to another, for all pairs ``from * N + to``."""
+    nodes, experts = topology.num_nodes, topology.num_experts
+    home_node = jnp.asarray(home) // (experts // nodes)
+    lives = home_node[:, None] == jnp.arange(nodes)[None, :, None]  # [L N E]
+    held = lives
+    if resident is not None:
+        copied = resident.reshape(*resident.shape[:2], -1)
+        layer, node = jnp.arange(len(lives))[:, None, None], jnp.arange(nodes)[None, :, None]
+        held = held.at[layer, node, jnp.where(copied == EMPTY, experts, copied)].set(True, mode="drop")
+    return (~held[:, :, None] & lives[:, None]).reshape(-1, nodes**2, experts).swapaxes(1, 2)
 
-    def one_layer(total, layer):
-        ids, home_node, held, in_group = layer
-        goes_to = home_node[ids][:, None] == jnp.arange(nodes)[None, :, None]  # [Q N K]
-        leaves = ~held[:, ids].swapaxes(0, 1)  # [Q N K]
-        visits = (goes_to[:, None] & leaves[:, :, None]).any(-1)  # [Q, where it lies, where it goes]
-        return total + visits.sum(-1, dtype=jnp.float32)[..., None] * in_group[None, None], None
 
-    nothing = jnp.zeros((len(ids), nodes, in_group.shape[1]), jnp.float32)
-    layers = (ids.swapaxes(0, 1), home_node, held, in_group)
-    return jax.lax.scan(one_layer, nothing, layers)[0]
+def _sum_in_groups(
+    of_layer: Callable[[jax.Array], jax.Array], bounds: Int[np.ndarray, " groups+1"], shape: tuple[int, int]
+) -> Float[jax.Array, "groups rows pairs"]:
+    """The sum of ``of_layer`` over each run of layers."""
+
+    def one(ends):
+        nothing = jnp.zeros(shape, jnp.float32)
+        return jax.lax.fori_loop(ends[0], ends[1], lambda layer, total: total + of_layer(layer), nothing)
+
+    return jax.lax.map(one, jnp.asarray(np.stack([bounds[:-1], bounds[1:]], 1), jnp.int32))
+
+
+def _distinct_tokens(
+    routes: Routes, leaves: Bool[jax.Array, "L E pairs"], bounds: Int[np.ndarray, " groups+1"], *, num_samples: int
+) -> Float[jax.Array, "groups B pairs"]:
+    """The sampled tokens of each sample that go from one node to another, over groups of layers.
+
+    An expert is a bit for each pair of nodes, and a token the union of its experts.
+    """
+    layers, experts, pairs = leaves.shape
+    bit = jnp.arange(32, dtype=jnp.uint32)
+    word = jnp.pad(leaves, ((0, 0), (0, 0), (0, -pairs % 32))).reshape(layers, experts, -1, 32)
+    word = (word.astype(jnp.uint32) << bit[None, None, None]).sum(-1, dtype=jnp.uint32)
+    count = len(routes.sample)
+    parts = math.gcd(count, 1 << (count * pairs // MOST_VISITS).bit_length())
+
+    def one_part(total, part):
+        ids, sample = part
+
+        def visits(layer):
+            union = word[layer][ids[layer].astype(jnp.int32)]
+            union = jax.lax.reduce(union, jnp.uint32(0), jax.lax.bitwise_or, (1,))
+            bits = (union[..., None] >> bit[None, None]) & 1
+            return bits.reshape(len(sample), -1)[:, :pairs].astype(jnp.float32)
+
+        by_token = _sum_in_groups(visits, bounds, (len(sample), pairs))
+        return total.at[:, sample].add(by_token, mode="drop"), None
+
+    ids = jnp.asarray(routes.expert_ids)
+    ids = ids.reshape(parts, -1, *ids.shape[1:]).swapaxes(1, 2)
+    sample = jnp.where(routes.sample == EMPTY, num_samples, routes.sample).reshape(parts, -1)
+    nothing = jnp.zeros((len(bounds) - 1, num_samples, pairs), jnp.float32)
+    return jax.lax.scan(one_part, nothing, (ids, sample))[0]

@@ -11,8 +11,8 @@ from jaxtyping import Int
 from relibra_jax.limits import check_integer
 from relibra_jax.types import EMPTY, Array, Assignment, RoutingReplay, TokenSample
 
-TOKENS: Final = 8_192
-"""Tokens of a batch that are sampled; 6 MB for 94 layers of top-8."""
+TOKENS: Final = 16_384
+"""Tokens of a batch that are sampled; 12 MB for 94 layers of top-8."""
 MOST_TOKENS: Final = 46_340
 """Its square fits int32, in which the distances are reckoned."""
 

@@ -33,7 +33,7 @@ from relibra_jax.types import (
 
 type Assign = Callable[..., Assignment]
 """``(sample_load[B L E], tokens[B], home[L E], topology, *, num_micro_batches) -> Assignment``; it is also given
-``samples_per_rank``, ``routes``, ``resident`` and ``cost`` if it names them, as `assign_samples` does."""
+``samples_per_rank``, ``routes``, ``resident``, ``cost`` and ``refine`` if it names them, as `assign_samples` does."""
 
 
 def plan_in_turns(
@@ -86,14 +86,16 @@ def plan_in_turns(
         return tuple(map(BatchPlan, assignments, loads, plans)), after
 
     if assign is None or not rounds:
-        return turn(tuple(starts), first_loads, nowhere)
+        return turn(tuple(starts), first_loads, None)
+    nowhere = jnp.full((sample_load.shape[1], topology.num_experts), EMPTY, jnp.int32)
 
-    def assigned(home, resident):
+    def assigned(home, resident, refine):
         assignments = []
         for stage, start in enumerate(starts):
             cost = None if costs is None else costs[stage]
             micro_batches, *_, room = start.sample.shape
             extra = {"samples_per_rank": room, "routes": routes, "resident": resident, "cost": cost}
+            extra["refine"] = refine[stage]
             knobs = {"num_micro_batches": micro_batches, **taken_by(assign, extra)}
             assignments.append(assign(sample_load, tokens, home, topology, **knobs))
         return tuple(assignments), tuple(assigned_load(sample_load, each) for each in assignments)
@@ -101,11 +103,17 @@ def plan_in_turns(
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((sample_load, tokens, state))):
         return _loop_turns(turn, assigned, tuple(starts), first_loads, nowhere, state, rounds, topology)
     result = turn(tuple(starts), first_loads, nowhere)
+    refine = _nobody(starts)
     for _ in range(rounds):
         plan = result[0][0].plan
-        assignments, loads = assigned(plan.home, resident_experts(plan, topology))
-        result = turn(assignments, loads, plan.home)
+        refine, loads = assigned(plan.home, resident_experts(plan, topology), refine)
+        result = turn(refine, loads, plan.home)
     return result
+
+
+def _nobody(starts: Sequence[Assignment]) -> tuple[Assignment, ...]:
+    """Assignments without samples, which nothing refines."""
+    return tuple(Assignment(jnp.full(start.sample.shape, EMPTY, jnp.int32)) for start in starts)
 
 
 def _loop_turns(turn, assigned, starts, first_loads, nowhere, state, rounds, topology: Topology):
@@ -115,16 +123,18 @@ def _loop_turns(turn, assigned, starts, first_loads, nowhere, state, rounds, top
         return starts, first_loads
 
     def body(number, carry):
-        plan = carry[0][0].plan
+        (stages, _), refine = carry
+        plan = stages[0].plan
         home, resident = plan.home, resident_experts(plan, topology)
-        assignments, loads = jax.lax.cond(number == 0, at_first, assigned, home, resident)
-        return turn(assignments, loads, home)
+        assignments, loads = jax.lax.cond(number == 0, at_first, assigned, home, resident, refine)
+        refine = jax.tree.map(lambda now, none: jnp.where(number == 0, none, now), assignments, refine)
+        return turn(assignments, loads, home), refine
 
     starts = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.int32), starts)
     stages, _ = jax.eval_shape(turn, starts, first_loads, nowhere)
     blank = jax.tree.map(jnp.zeros_like, stages)
     blank = tuple(stage._replace(plan=stage.plan._replace(home=nowhere)) for stage in blank)
-    return jax.lax.fori_loop(0, rounds + 1, body, (blank, state))
+    return jax.lax.fori_loop(0, rounds + 1, body, ((blank, state), _nobody(starts)))[0]
 
 
 def _check_unit_times(cost: UnitTimes) -> None:
