@@ -9,10 +9,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.costs import KNOWN
+from support.plans import random_routing
+
+from relibra_jax.cost.batch_time import batch_time
+from relibra_jax.cost.unit_times import unit_times
+from relibra_jax.node_visits import node_visits
+from relibra_jax.plan import expert_totals
 from relibra_jax.planning.assignment import assign_in_order, assign_samples
 from relibra_jax.planning.placement import place_experts
+from relibra_jax.planning.replication import replicate_experts
 from relibra_jax.planning.sample_packing import pack_samples
-from relibra_jax.types import EMPTY, Topology
+from relibra_jax.planning.token_sample import sample_routes
+from relibra_jax.replay import assigned_load, sample_load
+from relibra_jax.types import EMPTY, Assignment, BatchPlan, Topology
 
 KEY = jax.random.key(0)
 SMALL = Topology(num_nodes=2, ranks_per_node=2, num_experts=4, replica_slots=1)
@@ -183,3 +193,55 @@ def test_recorded_loads(shared, nodes, bound):
     held = held_tokens(sample, tokens)
     assert held.sum(1).max() <= 1.05 * tokens.sum() / 32
     assert held.max() <= tokens.max()
+
+
+def test_refining_starts_from_what_is_given():
+    """A step swaps at most one sample of each micro-batch, and reorders those; EMPTY throughout packs, as None does."""
+    rng = np.random.default_rng(3)
+    load, tokens = rng.integers(0, 50, (24, 3, 4)), rng.integers(10, 90, 24)
+    home = np.tile(np.arange(4), (3, 1))
+    assign = functools.partial(
+        assign_samples, num_micro_batches=4, key=KEY, samples_per_rank=4, token_budget=4.0
+    )
+    given = assign(load, tokens, home, SMALL, steps=100)
+    other = assign(load, tokens, home[:, ::-1], SMALL, steps=1, refine=given).sample
+    assert each_once(other, 24)
+    before, after = (np.asarray(sample).reshape(4, -1) for sample in (given.sample, other))
+    assert all(min(len(np.setdiff1d(old, new)) for old in before) <= 1 for new in after)
+    nobody = Assignment(np.full_like(given.sample, EMPTY))
+    again = assign(load, tokens, home, SMALL, steps=100, refine=nobody)
+    np.testing.assert_array_equal(again.sample, given.sample)
+    with pytest.raises(ValueError, match=r"refine: expected shape \(4, 2, 2, 4\), found \(3, 2, 2, 4\)"):
+        assign(load, tokens, home, SMALL, refine=Assignment(given.sample[:3]))
+
+
+@pytest.mark.parametrize("hierarchical", [True, False])
+def test_no_random_assignment_takes_less_modelled_time(hierarchical):
+    """Three nodes of two ranks: what a rank receives is not what it sends, and both are waited for."""
+    topology = Topology(num_nodes=3, ranks_per_node=2, num_experts=12, replica_slots=1)
+    rng = np.random.default_rng(0)
+    replay = random_routing(rng, samples=24, tokens=40, layers=2, experts=12, top_k=2)
+    cost = unit_times(**KNOWN, dispatch="hierarchical" if hierarchical else "flat")
+    load, tokens = sample_load(replay, num_experts=12), replay.mask.sum(1)
+    home = np.tile(np.arange(12, dtype=np.int32), (2, 1))
+    found = assign_samples(
+        *(load, tokens, home, topology),
+        num_micro_batches=2,
+        key=KEY,
+        samples_per_rank=2,
+        token_budget=2.0,
+        routes=sample_routes(replay, count=4096),
+        cost=cost,
+    )
+
+    @jax.jit
+    def seconds(assignment):
+        batch = assigned_load(load, assignment)
+        plan = replicate_experts(expert_totals(batch), home, topology)
+        batch_plan = BatchPlan(assignment, batch, plan)
+        visits = node_visits(replay, batch_plan, topology) if hierarchical else None
+        time = batch_time(batch_plan, topology, visits=visits, previous_home=home, **KNOWN)
+        return time.attention + time.compute + time.exchange
+
+    drawn = [Assignment(rng.permutation(24).astype(np.int32).reshape(2, 3, 2, 2)) for _ in range(200)]
+    assert seconds(found) < min(map(seconds, drawn))

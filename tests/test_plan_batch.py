@@ -144,11 +144,12 @@ def test_rounds_take_turns_and_refine(replay, rounds):
         plan, _ = static().update(load, (), topology)
         return plan._replace(home=plan.home + len(calls)), state + 1
 
-    def assign(sample_load, tokens, home, topology, *, num_micro_batches):
+    def assign(sample_load, tokens, home, topology, *, num_micro_batches, refine):
         homes.append(np.asarray(home))
+        refined.append(np.asarray(refine.sample))
         return Assignment(assign_in_order(32, topology, num_micro_batches=num_micro_batches).sample[::-1])
 
-    homes, told = [], Planner(lambda *_, key: 0, update)
+    homes, refined, told = [], [], Planner(lambda *_, key: 0, update)
     batch_plan, after = plan_batch(
         *(replay, told, 0, TOPOLOGY),
         num_micro_batches=MICRO_BATCHES,
@@ -160,6 +161,9 @@ def test_rounds_take_turns_and_refine(replay, rounds):
     assert [state for _, state, _ in calls] == [0] * (rounds + 1)
     assert after == 1
     assert (calls[0][2] == EMPTY).all(), "there are no homes to refine at first"
+    assert (refined[0] == EMPTY).all(), "and no assignment"
+    for sample in refined[1:]:
+        np.testing.assert_array_equal(sample, batch_plan.assignment.sample)
     for turn, home in enumerate(homes):
         np.testing.assert_array_equal(home, np.tile(np.arange(8) + 1 + turn, (2, 1)))
         np.testing.assert_array_equal(calls[1 + turn][2], home)

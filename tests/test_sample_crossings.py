@@ -40,8 +40,8 @@ def load_of_samples(replay):
 
 
 def count(replay, home, resident, distinct):
-    """Crossings ``[B N L]``, of tokens to each other node, or of copies."""
-    crossings = np.zeros((SAMPLES, 3, LAYERS))
+    """Crossings ``[B N N L]``, of tokens to each other node, or of copies."""
+    crossings = np.zeros((SAMPLES, 3, 3, LAYERS))
     for (b, t), node, layer in (
         (place, node, layer)
         for place in np.argwhere(replay.mask)
@@ -53,7 +53,8 @@ def count(replay, home, resident, distinct):
             for expert in replay.expert_ids[b, t, layer]
             if home[layer, expert] // 2 != node and (resident is None or expert not in resident[layer, node])
         ]
-        crossings[b, node, layer] += len(set(leaves)) if distinct else len(leaves)
+        for there in set(leaves) if distinct else leaves:
+            crossings[b, node, there, layer] += 1
     return crossings
 
 
@@ -119,5 +120,5 @@ def test_a_sample_without_sampled_tokens_is_a_common_one(batch):
         )
     )
     np.testing.assert_allclose(found[2], 2 * found[3], rtol=1e-6)
-    assert (found[2] > 0).all()
+    assert (found[2].sum(1) > 0).all()
     assert (found[4] == 0).all()

@@ -175,7 +175,11 @@ def assign_samples(
     check_micro_batches(samples, num_micro_batches)
     check_room(samples, topology, num_micro_batches, samples_per_rank)
     if refine is not None:
-        check_shape("refine", refine.sample.shape, (num_micro_batches, nodes, topology.ranks_per_node, samples_per_rank))
+        check_shape(
+            "refine",
+            refine.sample.shape,
+            (num_micro_batches, nodes, topology.ranks_per_node, samples_per_rank),
+        )
     if steps is None:
         steps = min(max(samples**2 // 4, 100), 8_000)
         steps = steps if refine is None else max(steps // 4, 100)
@@ -193,7 +197,10 @@ def assign_samples(
     share = jnp.concatenate(
         [_node_share(sample_load, home, nodes), jnp.zeros((1, nodes * layers), jnp.float32)]
     )
-    sample, hottest = _packed(length[:-1], topology, num_micro_batches, samples_per_rank), jnp.float32(HOTTEST)
+    sample, hottest = (
+        _packed(length[:-1], topology, num_micro_batches, samples_per_rank),
+        jnp.float32(HOTTEST),
+    )
     if refine is not None:
         given = jnp.asarray(refine.sample, jnp.int32).reshape(sample.shape)
         refining = (given != EMPTY).any()
@@ -214,19 +221,35 @@ def assign_samples(
     lanes = topology.ranks_per_node if cost is not None and cost.hierarchical else 1
     rank_of = jnp.arange(sample.shape[1]) // samples_per_rank
     by_rank = crossing[sample, (rank_of // topology.ranks_per_node)[None]]  # [M positions N groups]
-    by_rank = by_rank.reshape(num_micro_batches, nodes, topology.ranks_per_node, samples_per_rank, nodes, groups).sum(3)
+    by_rank = by_rank.reshape(
+        num_micro_batches, nodes, topology.ranks_per_node, samples_per_rank, nodes, groups
+    ).sum(3)
     received = by_rank.sum(1)
     if lanes == 1:
         received = received.mean(1, keepdims=True)
     packing = _Packing(
-        sample, share[sample].sum(1), in_ranks, by_rank.sum(3).reshape(num_micro_batches, ranks, groups), received
+        sample,
+        share[sample].sum(1),
+        in_ranks,
+        by_rank.sum(3).reshape(num_micro_batches, ranks, groups),
+        received,
     )
     if num_micro_batches > 1:
         budget = _budgets(
             packing, length, token_budget * total / jnp.array([num_micro_batches, packing.tokens.size])
         )
         packing = _anneal(
-            packing, share, length, crossing, topology, budget, attention * ranks / total, layers, key, steps, hottest
+            packing,
+            share,
+            length,
+            crossing,
+            topology,
+            budget,
+            attention * ranks / total,
+            layers,
+            key,
+            steps,
+            hottest,
         )
     sample = _exchange_ranks(
         packing.sample.reshape(num_micro_batches, ranks, samples_per_rank), crossing.sum((2, 3)), topology
@@ -267,91 +290,99 @@ def _budgets(packing, length, wanted):
 def _anneal(packing, share, length, crossing, topology, budget, attention, layers, key, steps, hottest):
     (micro_batches, positions), ranks = packing.sample.shape, packing.tokens.shape[1]
     room, pairs, options = positions // ranks, micro_batches // 2, min(CANDIDATES, positions)
-    local, lanes = topology.ranks_per_node, packing.received.shape[1]
     bits = draw_bits(key, (steps, micro_batches), (2, steps), (steps, pairs, options + 1))
     order = jnp.argsort(bits[0], axis=-1)
     mine = integers(bits[1][0], positions)
     theirs = integers(bits[1][1], positions - options + 1)
     noise = gumbel(bits[2])
-    pair = jnp.arange(pairs)
+    side, pair = jnp.arange(2)[:, None], jnp.arange(pairs)
+    sign = jnp.array([1, -1], jnp.int32)
     temperature = cooling(hottest, COLDEST, steps) / micro_batches
 
     def objective(load, tokens, busiest):
         top = _largest_node(load, layers)
         # The barrier keeps the sum out of the fusion, where XLA:CPU would not vectorise it.
         waits = jax.lax.optimization_barrier(jnp.concatenate([top, busiest], axis=-1))
-        return waits @ jnp.ones(waits.shape[-1], jnp.float32) + attention * tokens.max(-1)
-
-    def busiest_with(packing, rank, more):
-        """What the busiest rank sends or receives, where ``rank`` of each option sends ``more`` to each node."""
-        lane = rank % local % lanes
-        sent = packing.sent[:, rank]
-        first, second = _two_largest(packing.sent)
-        busiest = jnp.maximum(jnp.where(sent == first[:, None], second[:, None], first[:, None]), sent + _total(more, 2))
-        received = packing.received[:, lane]
-        by_lane = _largest(packing.received, 2)  # [pairs lanes groups]
-        first, second = _two_largest(by_lane)
-        own = by_lane[:, lane]
-        others = jnp.where(own == first[:, None], second[:, None], first[:, None])
-        part = local // lanes
-        return jnp.maximum(jnp.maximum(busiest, others), _largest(received + more / part, 2))
-
-    def busiest_now(packing):
-        return jnp.maximum(_largest(packing.sent, 1), _largest(_largest(packing.received, 2), 1))
-
-    def within(tokens):
-        return (tokens.sum(-1) <= budget[0]) & (tokens.max(-1) <= budget[1])
+        return (waits @ jnp.ones(waits.shape[-1], jnp.float32) + attention * tokens.max(-1)).sum(0)
 
     def step(packing, draw):
         order, i, j, temperature, noise = draw
         # Nothing depends on the order of micro-batches: shuffled, the first ones face those that follow.
         packing = _Packing(*(x[order] for x in packing))
-        a, b, rest = (
-            _Packing(*(x[s] for x in packing)) for s in np.s_[:pairs, pairs : 2 * pairs, 2 * pairs :]
-        )
-        give = jax.lax.dynamic_slice_in_dim(a.sample, i, 1, axis=1)
-        take = jax.lax.dynamic_slice_in_dim(b.sample, j, options, axis=1)
-        load = share[take] - share[give]
-        longer = (length[take] - length[give])[..., None]
-        rank_i, rank_j = (i + jnp.zeros(options, jnp.int32)) // room, (j + jnp.arange(options)) // room
-        at_i = jax.nn.one_hot(rank_i, ranks, dtype=jnp.int32)[None]
-        at_j = jax.nn.one_hot(rank_j, ranks, dtype=jnp.int32)[None]
-        tokens_a, tokens_b = longer * at_i, longer * at_j
-        here, there = (rank_i // local)[None], (rank_j // local)[None]
-        more_a = crossing[take, here] - crossing[give, here]
-        more_b = crossing[give, there] - crossing[take, there]
-        busiest_a, busiest_b = busiest_with(a, rank_i, more_a), busiest_with(b, rank_j, more_b)
+        now = _Packing(*(x[: 2 * pairs].reshape(2, pairs, *x.shape[1:]) for x in packing))
+        give = jax.lax.dynamic_slice_in_dim(now.sample[0], i, 1, axis=1)
+        take = jax.lax.dynamic_slice_in_dim(now.sample[1], j, options, axis=1)
+        rank = jnp.stack([jnp.full(options, i), j + jnp.arange(options)]) // room  # [sides options]
+        gets = jnp.stack([take, jnp.broadcast_to(give, take.shape)])
+        node = (rank // topology.ranks_per_node)[:, None]
+        load = (share[take] - share[give])[None] * sign[:, None, None, None].astype(jnp.float32)
+        longer = (length[take] - length[give])[None] * sign[:, None, None]
+        tokens = longer[..., None] * jax.nn.one_hot(rank, ranks, dtype=jnp.int32)[:, None]
+        more = crossing[gets, node] - crossing[gets[::-1], node]  # [sides pairs options N groups]
+        busiest, busiest_after = _busiest(now, rank, more)
 
-        after_a, after_b = a.tokens[:, None] + tokens_a, b.tokens[:, None] - tokens_b
-        after = objective(a.load[:, None] + load, after_a, busiest_a)
-        after += objective(b.load[:, None] - load, after_b, busiest_b)
-        after = jnp.where(within(after_a) & within(after_b), after, jnp.inf)
-        now = objective(a.load, a.tokens, busiest_now(a)) + objective(b.load, b.tokens, busiest_now(b))
-        choice = jnp.argmin(jnp.concatenate([now[:, None], after], axis=1) - temperature * noise, axis=1)
-        chosen = choice[:, None] == jnp.arange(1, options + 1)[None]
-
-        load, tokens_a, tokens_b, more_a, more_b = (
-            jnp.where(
-                (choice > 0).reshape(-1, *[1] * (x.ndim - 2)), x[pair, jnp.maximum(choice - 1, 0)], 0
-            )
-            for x in (load, tokens_a, tokens_b, more_a, more_b)
-        )
-        got = give + jnp.where(chosen, take - give, 0).sum(1, keepdims=True, dtype=give.dtype)
-        sample_a = jax.lax.dynamic_update_slice_in_dim(a.sample, got, i, axis=1)
-        sample_b = jax.lax.dynamic_update_slice_in_dim(b.sample, jnp.where(chosen, give, take), j, axis=1)
+        tokens_after = now.tokens[:, :, None] + tokens
+        after = objective(now.load[:, :, None] + load, tokens_after, busiest_after)
+        within = (tokens_after.sum(-1) <= budget[0]) & (tokens_after.max(-1) <= budget[1])
+        after = jnp.where(within.all(0), after, jnp.inf)
+        before = objective(now.load, now.tokens, busiest)
+        choice = jnp.argmin(jnp.concatenate([before[:, None], after], axis=1) - temperature * noise, axis=1)
         picked = jnp.maximum(choice - 1, 0)
-        rank_a, rank_b = rank_i[picked], rank_j[picked]
 
-        def sends(packing, rank, more):
-            sent = packing.sent.at[pair, rank].add(_total(more, 1))
-            received = packing.received.at[pair, rank % local % lanes].add(more / (local // lanes))
-            return sent, received
+        def chosen(change):
+            """The change of the option that was drawn, ``[sides pairs ...]``; nothing where it is to stay."""
+            return jnp.where((choice > 0).reshape(-1, *[1] * (change.ndim - 3)), change[:, pair, picked], 0)
 
-        a = _Packing(sample_a, a.load + load, a.tokens + tokens_a, *sends(a, rank_a, more_a))
-        b = _Packing(sample_b, b.load - load, b.tokens - tokens_b, *sends(b, rank_b, more_b))
-        return jax.tree.map(lambda *parts: jnp.concatenate(parts), a, b, rest), None
+        swapped = choice[:, None] == jnp.arange(1, options + 1)[None]
+        got = give + jnp.where(swapped, take - give, 0).sum(1, keepdims=True, dtype=give.dtype)
+        sample = jnp.stack(
+            [
+                jax.lax.dynamic_update_slice_in_dim(now.sample[0], got, i, axis=1),
+                jax.lax.dynamic_update_slice_in_dim(now.sample[1], jnp.where(swapped, give, take), j, axis=1),
+            ]
+        )
+        more = chosen(more)
+        lane, shared = _lane(rank[:, picked], now)
+        after = _Packing(
+            sample,
+            now.load + chosen(load),
+            now.tokens + chosen(tokens),
+            now.sent.at[side, pair[None], rank[:, picked]].add(_total(more, 2)),
+            now.received.at[side, pair[None], lane].add(more / shared),
+        )
+        pairs_and_rest = zip(after, packing, strict=True)
+        return _Packing(
+            *(jnp.concatenate([x.reshape(-1, *x.shape[2:]), rest[2 * pairs :]]) for x, rest in pairs_and_rest)
+        ), None
 
     return jax.lax.scan(step, packing, (order, mine, theirs, temperature, noise))[0]
+
+
+def _busiest(now, rank, more):
+    """What the busiest rank sends or receives, ``[sides pairs groups]``, and with ``more`` from ``rank``, by option."""
+    lane, shared = _lane(rank, now)
+    by_lane = _largest(now.received, 3)  # [sides pairs lanes groups]
+    sent, received = (
+        jnp.take_along_axis(x, y[:, None, :, None], axis=2) for x, y in ((now.sent, rank), (by_lane, lane))
+    )
+    at_nodes = jnp.take_along_axis(now.received, lane[:, None, :, None, None], axis=2)
+    tops = _two_largest(now.sent), _two_largest(by_lane)
+    before = jnp.maximum(tops[0][0], tops[1][0])
+    others = jnp.maximum(_without(sent, *tops[0]), _without(received, *tops[1]))
+    own = jnp.maximum(sent + _total(more, 3), _largest(at_nodes + more / shared, 3))
+    return before, jnp.maximum(others, own)
+
+
+def _without(own, first, second):
+    """The largest of all but ``own``, which is one of those whose two largest are given."""
+    return jnp.where(own == first[:, :, None], second[:, :, None], first[:, :, None])
+
+
+def _lane(rank, packing):
+    """The lane in which nodes receive what a rank sends, and how many ranks share a lane."""
+    nodes, lanes = packing.received.shape[-2], packing.received.shape[-3]
+    local = packing.tokens.shape[-1] // nodes
+    return rank % local % lanes, local // lanes
 
 
 def _largest(values, axis):
@@ -370,13 +401,13 @@ def _largest_node(load, layers):
 
 
 def _two_largest(values):
-    """The largest and the second largest of the ranks ``[pairs ranks groups]``, in one pass."""
+    """The largest and the second largest of ``[sides pairs ranks groups]`` over ranks, in one pass."""
 
     def larger(a, b):
         return jnp.maximum(a[0], b[0]), jnp.maximum(jnp.minimum(a[0], b[0]), jnp.maximum(a[1], b[1]))
 
     least = jnp.full_like(values, -jnp.inf)
-    return jax.lax.reduce((values, least), (jnp.float32(-jnp.inf),) * 2, larger, (1,))
+    return jax.lax.reduce((values, least), (jnp.float32(-jnp.inf),) * 2, larger, (2,))
 
 
 def _exchange_ranks(sample, crossing, topology: Topology):

@@ -82,8 +82,8 @@ def _leaves(home, resident, topology: Topology) -> Bool[jax.Array, "L E pairs"]:
 
 
 def _sum_in_groups(
-    of_layer: Callable[[jax.Array], jax.Array], bounds: Int[np.ndarray, " groups+1"], shape: tuple[int, int]
-) -> Float[jax.Array, "groups rows pairs"]:
+    of_layer: Callable[[jax.Array], jax.Array], bounds: Int[np.ndarray, " ends"], shape: tuple[int, int]
+) -> Float[jax.Array, "... rows pairs"]:
     """The sum of ``of_layer`` over each run of layers."""
 
     def one(ends):
@@ -94,8 +94,12 @@ def _sum_in_groups(
 
 
 def _distinct_tokens(
-    routes: Routes, leaves: Bool[jax.Array, "L E pairs"], bounds: Int[np.ndarray, " groups+1"], *, num_samples: int
-) -> Float[jax.Array, "groups B pairs"]:
+    routes: Routes,
+    leaves: Bool[jax.Array, "L E pairs"],
+    bounds: Int[np.ndarray, " ends"],
+    *,
+    num_samples: int,
+) -> Float[jax.Array, "... B pairs"]:
     """The sampled tokens of each sample that go from one node to another, over groups of layers.
 
     An expert is a bit for each pair of nodes, and a token the union of its experts.
