@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relibra_jax.planning.sample_packing import micro_batches_for, pack_samples, rank_token_budget
+from relibra_jax.planning.sample_packing import micro_batches_for, pack_samples
 from relibra_jax.types import EMPTY, Topology
 
 SMALL = Topology(num_nodes=2, ranks_per_node=2, num_experts=4, replica_slots=1)
@@ -120,17 +120,6 @@ def test_budgets_that_hold_no_batch_are_refused(tokens, budget, message):
         micro_batches_for(np.array(tokens, int), SMALL, tokens_per_rank=budget)
 
 
-def test_budget_of_a_rank():
-    budget = functools.partial(rank_token_budget, topology=SMALL, num_micro_batches=2)
-    assert int(budget(np.full(80, 10))) == 105
-    assert int(budget(np.full(80, 10), slack=1.5)) == 150
-    assert int(jax.jit(budget)(np.array([400] + [10] * 40))) == 400
-    with pytest.raises(ValueError, match=r"slack=0\.9 must be at least 1"):
-        budget(np.ones(8, int), slack=0.9)
-    with pytest.raises(ValueError, match="num_micro_batches=2 must be at least 1 and at most 1 samples"):
-        budget(np.ones(1, int))
-
-
 @pytest.mark.parametrize(("nodes", "attention"), [(2, 1.010), (4, 1.012)])
 def test_recorded_lengths(shared, nodes, attention):
     """Four samples a rank on average: every rank is within its budget, and attention waits for a hundredth."""
@@ -139,5 +128,5 @@ def test_recorded_lengths(shared, nodes, attention):
     topology = Topology(num_nodes=nodes, ranks_per_node=4, num_experts=32, replica_slots=2)
     micro_batches = 16 // nodes
     held = held_tokens(pack_samples(tokens, topology, num_micro_batches=micro_batches).sample, tokens)
-    assert held.max() <= rank_token_budget(tokens, topology, num_micro_batches=micro_batches)
+    assert held.max() <= max(1.05 * held.mean(), tokens.max())
     assert held.max(1).sum() / held.mean(1).sum() <= attention

@@ -5,44 +5,32 @@ divided by a count of the whole batch (sample packing, arXiv 2608.12146); the ti
 given, a sample is a vector of node loads ``v[l, n]``, as shares of its layer's mean, and we
 
     minimise  mean_l sum_m max_n sum_{samples of m} v[l, n]  +  attention_cost * sum_m max_rank tokens / mean
-              +  crossing_cost * mean_l sum_m max_rank (tokens that cross from it) / mean tokens,
+              +  crossing_cost * mean_l sum_m max_rank (tokens that it sends or receives) / mean tokens,
 
 the node imbalance over the batch, that of attention, and what crosses between nodes, while no micro-batch and no
 rank exceeds its budget of tokens. What of a sample crosses follows from the node where it lies, so it is a table; where
-layers and ranks are many, neighbouring layers are one number of it. Packing
-(`relibra_jax.planning.sample_packing`) makes a start that is even in tokens. Then, in each step of a simulated
-annealing, micro-batches are paired at random, and every pair draws one swap of a position of the one with one of a few
-positions of the other, or none, with probability proportional to ``exp(-objective / temperature)``. Positions belong to
-ranks and may be empty, so budgets are exact at every step, and a swap may also be a move. Last, ranks
-are exchanged inside each micro-batch so that least crosses: the balance stays.
+layers and ranks are many, neighbouring layers are one number of it. Packing (`relibra_jax.planning.sample_packing`)
+makes a start that is even in tokens, and simulated annealing does the rest (`relibra_jax.planning.sample_search`).
+Last, ranks are exchanged inside each micro-batch so that least crosses: the balance stays.
 """
 
 import functools
-from typing import Final, NamedTuple
+from typing import Final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int, PRNGKeyArray
 
-from relibra_jax.planning.annealing import cooling
-from relibra_jax.planning.draws import draw_bits, gumbel, integers
 from relibra_jax.planning.packing import lightest_pack
 from relibra_jax.planning.sample_crossings import crossings_by_node
 from relibra_jax.planning.sample_packing import check_micro_batches, check_room, pack_samples
+from relibra_jax.planning.sample_search import HOTTEST, REFINING, SampleProblem, search_samples
 from relibra_jax.planning.token_sample import Routes
 from relibra_jax.types import EMPTY, Array, Assignment, Topology, UnitTimes, check_shape
 
-HOTTEST: Final = 3e-3
-COLDEST: Final = 1e-4
-"""Temperatures, in units of a micro-batch's imbalance. On recorded loads hotter or less cold ends lose balance, and
-a start at 1e-3, though its nodes can be as even, leaves attention more uneven than the given order."""
-REFINING: Final = 1e-3
-"""Where annealing starts to refine an assignment."""
 COUNTS: Final = 512
 """Counts of crossing tokens that a micro-batch keeps, a rank and a group of layers each."""
-CANDIDATES: Final = 8
-"""Swaps that a pair of micro-batches chooses from. 16 and 32 gained 0.1% of balance in 1.6 and 2.9 times the time."""
 
 
 def assign_in_order(num_samples: int, topology: Topology, *, num_micro_batches: int) -> Assignment:
@@ -73,21 +61,6 @@ def assign_in_order(num_samples: int, topology: Topology, *, num_micro_batches: 
     return Assignment(
         sample.reshape(num_micro_batches, topology.num_nodes, topology.ranks_per_node, per_rank)
     )
-
-
-class _Packing(NamedTuple):
-    """Samples in position: rank r holds positions ``r * b .. (r + 1) * b - 1`` of its micro-batch."""
-
-    sample: jax.Array
-    """[M positions], the number of samples where there is none."""
-    load: jax.Array
-    """[M N*L], shares of the batch's mean."""
-    tokens: jax.Array
-    """[M ranks]"""
-    sent: jax.Array
-    """[M ranks groups], what each rank sends to other nodes, in groups of layers, times its price."""
-    received: jax.Array
-    """[M lanes N groups], what each node receives in each of its lanes, likewise."""
 
 
 @functools.partial(
@@ -192,68 +165,34 @@ def assign_samples(
         if not value >= least:
             raise ValueError(f"{name}={value} must be at least {least}")
 
-    # The last row is an empty position: no load, no tokens.
+    total = jnp.maximum(jnp.asarray(tokens).sum(dtype=jnp.float32), 1)
+    attention, price = jnp.float32(attention_cost), jnp.float32(crossing_cost)
+    if cost is not None:
+        compute = jnp.float32(cost.copy) * sample_load.sum(dtype=jnp.float32) / (layers * total)  # of a token
+        attention, price = jnp.float32(cost.token) / compute, jnp.float32(cost.crossing) / compute
+    groups = min(layers, max(1, COUNTS // ranks))
+    crossing = crossings_by_node(
+        sample_load, tokens, home, topology, routes=routes, resident=resident, cost=cost, groups=groups
+    )
     length = jnp.append(jnp.asarray(tokens, jnp.int32), 0)
-    share = jnp.concatenate(
-        [_node_share(sample_load, home, nodes), jnp.zeros((1, nodes * layers), jnp.float32)]
-    )
-    sample, hottest = (
-        _packed(length[:-1], topology, num_micro_batches, samples_per_rank),
-        jnp.float32(HOTTEST),
-    )
+    sample = _packed(length[:-1], topology, num_micro_batches, samples_per_rank)
+    hottest = jnp.float32(HOTTEST)
     if refine is not None:
         given = jnp.asarray(refine.sample, jnp.int32).reshape(sample.shape)
         refining = (given != EMPTY).any()
         sample = jnp.where(refining, jnp.where(given == EMPTY, samples, given), sample)
         hottest = jnp.where(refining, jnp.float32(REFINING), hottest)
-    in_ranks = length[sample].reshape(num_micro_batches, ranks, samples_per_rank).sum(-1, dtype=jnp.int32)
-    total = jnp.maximum(length.sum(dtype=jnp.float32), 1)
-    attention, price = jnp.float32(attention_cost), jnp.float32(crossing_cost)
-    if cost is not None:
-        top_k = sample_load.sum(dtype=jnp.float32) / (layers * total)
-        attention = jnp.float32(cost.token) / (jnp.float32(cost.copy) * top_k)
-        price = jnp.float32(cost.crossing) / (jnp.float32(cost.copy) * top_k)
-    groups = min(layers, max(1, COUNTS // ranks))
-    crossing = crossings_by_node(
-        sample_load, tokens, home, topology, routes=routes, resident=resident, cost=cost, groups=groups
+    problem = SampleProblem(
+        jnp.pad(_node_share(sample_load, home, nodes), ((0, 1), (0, 0))),
+        length,
+        jnp.pad(crossing, ((0, 1), *[(0, 0)] * 3)) * (price * ranks / total),
+        attention * ranks / total,
+        _budgets(length, sample, ranks, token_budget),
     )
-    crossing = jnp.pad(crossing, ((0, 1), *[(0, 0)] * 3)) * (price * ranks / total)
     lanes = topology.ranks_per_node if cost is not None and cost.hierarchical else 1
-    rank_of = jnp.arange(sample.shape[1]) // samples_per_rank
-    by_rank = crossing[sample, (rank_of // topology.ranks_per_node)[None]]  # [M positions N groups]
-    by_rank = by_rank.reshape(
-        num_micro_batches, nodes, topology.ranks_per_node, samples_per_rank, nodes, groups
-    ).sum(3)
-    received = by_rank.sum(1)
-    if lanes == 1:
-        received = received.mean(1, keepdims=True)
-    packing = _Packing(
-        sample,
-        share[sample].sum(1),
-        in_ranks,
-        by_rank.sum(3).reshape(num_micro_batches, ranks, groups),
-        received,
-    )
-    if num_micro_batches > 1:
-        budget = _budgets(
-            packing, length, token_budget * total / jnp.array([num_micro_batches, packing.tokens.size])
-        )
-        packing = _anneal(
-            packing,
-            share,
-            length,
-            crossing,
-            topology,
-            budget,
-            attention * ranks / total,
-            layers,
-            key,
-            steps,
-            hottest,
-        )
-    sample = _exchange_ranks(
-        packing.sample.reshape(num_micro_batches, ranks, samples_per_rank), crossing.sum((2, 3)), topology
-    )
+    sample = search_samples(problem, sample, key, topology, lanes=lanes, steps=steps, hottest=hottest)
+    sample = sample.reshape(num_micro_batches, ranks, samples_per_rank)
+    sample = _exchange_ranks(sample, problem.crossing.sum((2, 3)), topology)
     sample = jnp.where(sample == samples, EMPTY, sample).astype(jnp.int32)
     return Assignment(sample.reshape(num_micro_batches, nodes, topology.ranks_per_node, samples_per_rank))
 
@@ -281,133 +220,12 @@ def _node_share(sample_load, home, nodes):
     return load.swapaxes(1, 2).reshape(samples, -1)
 
 
-def _budgets(packing, length, wanted):
-    """Most tokens of a micro-batch and of a rank, int32."""
-    needed = jnp.stack([packing.tokens.sum(1).max(), packing.tokens.max()])
-    return jnp.maximum(jnp.maximum(jnp.floor(wanted).astype(jnp.int32), length.max()), needed)
-
-
-def _anneal(packing, share, length, crossing, topology, budget, attention, layers, key, steps, hottest):
-    (micro_batches, positions), ranks = packing.sample.shape, packing.tokens.shape[1]
-    room, pairs, options = positions // ranks, micro_batches // 2, min(CANDIDATES, positions)
-    bits = draw_bits(key, (steps, micro_batches), (2, steps), (steps, pairs, options + 1))
-    order = jnp.argsort(bits[0], axis=-1)
-    mine = integers(bits[1][0], positions)
-    theirs = integers(bits[1][1], positions - options + 1)
-    noise = gumbel(bits[2])
-    side, pair = jnp.arange(2)[:, None], jnp.arange(pairs)
-    sign = jnp.array([1, -1], jnp.int32)
-    temperature = cooling(hottest, COLDEST, steps) / micro_batches
-
-    def objective(load, tokens, busiest):
-        top = _largest_node(load, layers)
-        # The barrier keeps the sum out of the fusion, where XLA:CPU would not vectorise it.
-        waits = jax.lax.optimization_barrier(jnp.concatenate([top, busiest], axis=-1))
-        return (waits @ jnp.ones(waits.shape[-1], jnp.float32) + attention * tokens.max(-1)).sum(0)
-
-    def step(packing, draw):
-        order, i, j, temperature, noise = draw
-        # Nothing depends on the order of micro-batches: shuffled, the first ones face those that follow.
-        packing = _Packing(*(x[order] for x in packing))
-        now = _Packing(*(x[: 2 * pairs].reshape(2, pairs, *x.shape[1:]) for x in packing))
-        give = jax.lax.dynamic_slice_in_dim(now.sample[0], i, 1, axis=1)
-        take = jax.lax.dynamic_slice_in_dim(now.sample[1], j, options, axis=1)
-        rank = jnp.stack([jnp.full(options, i), j + jnp.arange(options)]) // room  # [sides options]
-        gets = jnp.stack([take, jnp.broadcast_to(give, take.shape)])
-        node = (rank // topology.ranks_per_node)[:, None]
-        load = (share[take] - share[give])[None] * sign[:, None, None, None].astype(jnp.float32)
-        longer = (length[take] - length[give])[None] * sign[:, None, None]
-        tokens = longer[..., None] * jax.nn.one_hot(rank, ranks, dtype=jnp.int32)[:, None]
-        more = crossing[gets, node] - crossing[gets[::-1], node]  # [sides pairs options N groups]
-        busiest, busiest_after = _busiest(now, rank, more)
-
-        tokens_after = now.tokens[:, :, None] + tokens
-        after = objective(now.load[:, :, None] + load, tokens_after, busiest_after)
-        within = (tokens_after.sum(-1) <= budget[0]) & (tokens_after.max(-1) <= budget[1])
-        after = jnp.where(within.all(0), after, jnp.inf)
-        before = objective(now.load, now.tokens, busiest)
-        choice = jnp.argmin(jnp.concatenate([before[:, None], after], axis=1) - temperature * noise, axis=1)
-        picked = jnp.maximum(choice - 1, 0)
-
-        def chosen(change):
-            """The change of the option that was drawn, ``[sides pairs ...]``; nothing where it is to stay."""
-            return jnp.where((choice > 0).reshape(-1, *[1] * (change.ndim - 3)), change[:, pair, picked], 0)
-
-        swapped = choice[:, None] == jnp.arange(1, options + 1)[None]
-        got = give + jnp.where(swapped, take - give, 0).sum(1, keepdims=True, dtype=give.dtype)
-        sample = jnp.stack(
-            [
-                jax.lax.dynamic_update_slice_in_dim(now.sample[0], got, i, axis=1),
-                jax.lax.dynamic_update_slice_in_dim(now.sample[1], jnp.where(swapped, give, take), j, axis=1),
-            ]
-        )
-        more = chosen(more)
-        lane, shared = _lane(rank[:, picked], now)
-        after = _Packing(
-            sample,
-            now.load + chosen(load),
-            now.tokens + chosen(tokens),
-            now.sent.at[side, pair[None], rank[:, picked]].add(_total(more, 2)),
-            now.received.at[side, pair[None], lane].add(more / shared),
-        )
-        pairs_and_rest = zip(after, packing, strict=True)
-        return _Packing(
-            *(jnp.concatenate([x.reshape(-1, *x.shape[2:]), rest[2 * pairs :]]) for x, rest in pairs_and_rest)
-        ), None
-
-    return jax.lax.scan(step, packing, (order, mine, theirs, temperature, noise))[0]
-
-
-def _busiest(now, rank, more):
-    """What the busiest rank sends or receives, ``[sides pairs groups]``, and with ``more`` from ``rank``, by option."""
-    lane, shared = _lane(rank, now)
-    by_lane = _largest(now.received, 3)  # [sides pairs lanes groups]
-    sent, received = (
-        jnp.take_along_axis(x, y[:, None, :, None], axis=2) for x, y in ((now.sent, rank), (by_lane, lane))
-    )
-    at_nodes = jnp.take_along_axis(now.received, lane[:, None, :, None, None], axis=2)
-    tops = _two_largest(now.sent), _two_largest(by_lane)
-    before = jnp.maximum(tops[0][0], tops[1][0])
-    others = jnp.maximum(_without(sent, *tops[0]), _without(received, *tops[1]))
-    own = jnp.maximum(sent + _total(more, 3), _largest(at_nodes + more / shared, 3))
-    return before, jnp.maximum(others, own)
-
-
-def _without(own, first, second):
-    """The largest of all but ``own``, which is one of those whose two largest are given."""
-    return jnp.where(own == first[:, :, None], second[:, :, None], first[:, :, None])
-
-
-def _lane(rank, packing):
-    """The lane in which nodes receive what a rank sends, and how many ranks share a lane."""
-    nodes, lanes = packing.received.shape[-2], packing.received.shape[-3]
-    local = packing.tokens.shape[-1] // nodes
-    return rank % local % lanes, local // lanes
-
-
-def _largest(values, axis):
-    """The largest along a short axis, elementwise, as XLA:CPU's reduction takes many times as long."""
-    return functools.reduce(jnp.maximum, jnp.unstack(values, axis=axis))
-
-
-def _total(values, axis):
-    """The sum along a short axis, likewise."""
-    return functools.reduce(jnp.add, jnp.unstack(values, axis=axis))
-
-
-def _largest_node(load, layers):
-    """The largest of the nodes, in every layer; elementwise, as XLA:CPU's reduction takes many times as long."""
-    return functools.reduce(jnp.maximum, jnp.split(load, load.shape[-1] // layers, axis=-1))
-
-
-def _two_largest(values):
-    """The largest and the second largest of ``[sides pairs ranks groups]`` over ranks, in one pass."""
-
-    def larger(a, b):
-        return jnp.maximum(a[0], b[0]), jnp.maximum(jnp.minimum(a[0], b[0]), jnp.maximum(a[1], b[1]))
-
-    least = jnp.full_like(values, -jnp.inf)
-    return jax.lax.reduce((values, least), (jnp.float32(-jnp.inf),) * 2, larger, (2,))
+def _budgets(length, sample, ranks: int, token_budget: float):
+    """Most tokens of a micro-batch and of a rank, int32: of the mean, the longest sample, or what the start needs."""
+    held = length[sample].reshape(len(sample), ranks, -1).sum(-1, dtype=jnp.int32)
+    mean = length.sum(dtype=jnp.float32) / jnp.array([len(sample), held.size])
+    needed = jnp.stack([held.sum(1).max(), held.max(), length.max()])
+    return jnp.maximum(jnp.floor(token_budget * mean).astype(jnp.int32), jnp.maximum(needed[:2], needed[2]))
 
 
 def _exchange_ranks(sample, crossing, topology: Topology):

@@ -109,38 +109,6 @@ def micro_batches_for(tokens: Int[Array, " B"], topology: Topology, *, tokens_pe
     return fewest + bisect.bisect_left(range(fewest, lengths.size), True, key=fits)
 
 
-def rank_token_budget(
-    tokens: Int[Array, " B"], topology: Topology, *, num_micro_batches: int, slack: float = 1.05
-) -> Int[jax.Array, ""]:
-    """The most tokens that a rank should hold in a micro-batch: a little above the mean, or the longest sample.
-
-    Works under jit. `pack_samples` keeps it where samples are several to a bin. Where they are few and long it may
-    need more, but never more than the mean and one longest sample: two ranks cannot share three equal samples evenly.
-
-    Args:
-        tokens: the length of each sample.
-        topology: the expert-parallel group, which gives the number of ranks.
-        num_micro_batches: M.
-        slack: the budget over the mean, at least 1.
-
-    Returns:
-        int32 scalar, rounded to whole tokens.
-
-    Raises:
-        ValueError: if there is no micro-batch, there are fewer samples than micro-batches, or ``slack`` is below 1.
-
-    >>> topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=2, replica_slots=0)
-    >>> rank_token_budget(np.full(40, 10), topology, num_micro_batches=2).tolist()
-    105
-    """
-    if not slack >= 1:
-        raise ValueError(f"slack={slack} must be at least 1")
-    bins = _num_bins(len(tokens), topology, num_micro_batches)
-    lengths = jnp.asarray(tokens, jnp.int32)
-    mean = lengths.sum(dtype=jnp.float32) / bins
-    return jnp.maximum(jnp.rint(slack * mean).astype(jnp.int32), lengths.max())
-
-
 def check_micro_batches(samples: int, num_micro_batches: int) -> None:
     """Raise ValueError unless there is a micro-batch, and a sample for each."""
     if not 1 <= num_micro_batches <= samples:
