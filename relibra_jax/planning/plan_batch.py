@@ -30,7 +30,7 @@ def plan_batch(
     num_micro_batches: int,
     start: Assignment | None = None,
     assign: Assign | None = None,
-    rounds: int = 3,
+    rounds: int = 4,
     cost: UnitTimes | None = None,
 ) -> tuple[BatchPlan, Any]:
     """Plan a batch from its routing replay: which rank holds which sample when, and where experts live.
@@ -94,7 +94,7 @@ def plan_loads(
     num_micro_batches: int,
     start: Assignment | None = None,
     assign: Assign | None = None,
-    rounds: int = 3,
+    rounds: int = 4,
     cost: UnitTimes | None = None,
     routes: Routes | None = None,
 ) -> tuple[BatchPlan, Any]:

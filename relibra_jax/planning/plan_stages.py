@@ -21,7 +21,7 @@ def plan_stages(
     *,
     num_micro_batches: Sequence[int],
     assign: Assign | None = None,
-    rounds: int = 3,
+    rounds: int = 4,
     cost: Sequence[UnitTimes] | None = None,
 ) -> tuple[tuple[BatchPlan, ...], Any]:
     """Plan the stages of a batch, each in its own micro-batches, over homes and residents that they share.
