@@ -53,23 +53,26 @@ def recorded():
 LOADED = {"recorded": recorded} | {
     kind: lambda kind=kind: drawn(kind) for kind in LOADS if kind not in ("zero", "huge")
 }
-NODES_MEAN = pytest.mark.xfail(
+FEW_MOVES = pytest.mark.xfail(
     strict=True,
-    reason="crossings are priced as a node's mean: in two layers, with other loads on every rank, the busiest rank has"
-    " several times as many, and 1% to 2% of the time is lost to planners that leave experts where they are",
+    reason="two experts a layer move for a gain of 13 ms and take 15: moves are priced one by one, as if many shared"
+    " all links; planners that leave experts where they are take 0.5% less time",
+)
+PUSHES = pytest.mark.xfail(
+    strict=True,
+    reason="eight residents a layer even out the nodes, and for three micro-batches their pushes cost as much as they"
+    " gain; replicas across nodes do the same hidden behind compute: 3% less time",
 )
 
 
-def cases(*behind):
-    """Loads and paths; of the former, those on which it is not so with hierarchical dispatch."""
+def cases(behind):
+    """Loads and paths, those marked on which it is not so."""
     return [
-        pytest.param(kind, path, marks=NODES_MEAN if kind in behind and path == "hierarchical" else ())
-        for kind in LOADED
-        for path in DISPATCHES
+        pytest.param(kind, path, marks=behind.get((kind, path), ())) for kind in LOADED for path in DISPATCHES
     ]
 
 
-@pytest.mark.parametrize(("kind", "dispatch"), cases("zipf", "uniform"))
+@pytest.mark.parametrize(("kind", "dispatch"), cases({("zipf", "flat"): FEW_MOVES}))
 def test_no_planner_is_ahead(kind, dispatch, monkeypatch):
     monkeypatch.delenv("RELIBRA_TRACE", raising=False)
     seconds = times(*LOADED[kind](), ["relibra", *NEAR], dispatch=dispatch)
@@ -77,7 +80,7 @@ def test_no_planner_is_ahead(kind, dispatch, monkeypatch):
     assert relibra <= min(seconds.values()) * (1 + 1e-6), seconds
 
 
-@pytest.mark.parametrize(("kind", "dispatch"), cases("zipf"))
+@pytest.mark.parametrize(("kind", "dispatch"), cases({("zipf", "hierarchical"): PUSHES}))
 def test_with_residents_it_is_ahead_of_replicas_across_nodes(kind, dispatch, monkeypatch):
     monkeypatch.delenv("RELIBRA_TRACE", raising=False)
     trace, batches = LOADED[kind]()

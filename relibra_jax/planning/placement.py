@@ -69,7 +69,7 @@ def place_experts(
 
     With ``tokens`` time is what is searched: the largest load of a node and the busiest exchange in every micro-batch,
     weighed by ``cost``, and what moving experts and pushing residents takes (`relibra_jax.planning.node_placement`).
-    Without, even load over nodes is, with a price for copies that cross. Inside the nodes ranks are made even. A search
+    Without, even load over nodes and inside them is, with a price for copies that cross. A search
     never ends worse than it starts, layer by layer, so experts move only where the gain pays for the move.
 
     Source: ReLibra (arXiv 2605.08639), inter-batch expert reordering; the file's docstring has the objective.
@@ -182,7 +182,9 @@ def place_by_search(
         hottest=jnp.where(refining, jnp.float32(REFINING), jnp.float32(HOTTEST)),
     )
     for_nodes, for_ranks = jax.random.split(key)
-    if tokens is not None and nodes > 1:
+    if nodes == 1:
+        tokens = None  # nothing crosses
+    if tokens is not None:
         prices = relative_prices(
             cost,
             load.sum() / layers,
@@ -214,10 +216,11 @@ def place_by_search(
         home_node, by_copies = (home // per_node).T, Prices(1.0, 0.0, 0.0)
         resident = keep_residents(lies, None, home_node, topology, by_copies, top_k=1)
     at_home = jnp.where(resident[:, :, None], 0, lies).sum(0) if topology.resident_slots else load
-    if tokens is not None or topology.replica_slots:
-        # Where time is planned, a move inside the node is what it is: cheap, over the fast network.
-        dearer = move_cost if tokens is not None else INSIDE * move_cost
-        home = level(home, at_home, nodes, locals_, steps=max(steps // 4, 1), move_cost=dearer, key=for_ranks)
+    # Replicas mend what a node's ranks carry unevenly, so that in time no move inside a node pays. Where only balance
+    # is planned ranks are made even, so that fewer replicas do; without replica slots one level has done that.
+    if (tokens is not None) == (topology.replica_slots == 0):
+        inside = move_cost * (INSIDE if topology.replica_slots else 1)
+        home = level(home, at_home, nodes, locals_, steps=max(steps // 4, 1), move_cost=inside, key=for_ranks)
     return Placement(home, _residents_on_ranks(resident, lies.sum(2), at_home.sum(1), home, topology))
 
 
