@@ -155,7 +155,7 @@ def test_what_is_kept_step_by_step_is_what_is_counted_anew():
     case = instance("3 nodes of 2")
     problem = case.problem(*PRICES["moves"])
     first = functools.partial(time_search._initial_state, num_nodes=3, top_k=TOP_K)
-    anneal = jax.jit(functools.partial(time_search._anneal, steps=300, lanes=1, hottest=HOT))
+    anneal = jax.jit(functools.partial(time_search._anneal, steps=300, hottest=HOT))
     state = anneal(problem, first(problem, jnp.asarray(case.start, jnp.int32)), jax.random.key(1))
     node = jnp.argsort(state.expert, axis=0).astype(jnp.int32) // 2
     assert (np.asarray(node) != case.start).any(0).mean() > 0.5
@@ -163,22 +163,8 @@ def test_what_is_kept_step_by_step_is_what_is_counted_anew():
     np.testing.assert_array_equal(state.planes, anew.planes)
     np.testing.assert_allclose(state.visits, anew.visits, rtol=1e-6)
     np.testing.assert_allclose(state.load, anew.load, rtol=1e-4, atol=1e-5)
-    time = time_search._objective(problem, state, lanes=1)
+    time = time_search._objective(problem, state)
     np.testing.assert_allclose(time, case.time(node, *PRICES["moves"]), rtol=1e-5)
-
-
-def test_in_lanes_the_busiest_rank_is_waited_for():
-    """Groups of tokens in pairs, one for each of two ranks, which send and receive over half of a node's links."""
-    case = Instance(nodes=3, experts=6, micro_batches=4)
-    problem = case.problem(1.0, 0.0)
-    state = time_search._initial_state(problem, jnp.asarray(case.start, jnp.int32), 3, TOP_K)
-    received = np.asarray(state.visits).sum(2).max(0)  # [groups L]
-    sent = np.asarray(state.visits).sum(0).max(1)
-    busiest = np.maximum(sent, received)
-    load = np.asarray(state.load).max(0).sum(0)
-    together, by_rank = (time_search._objective(problem, state, lanes=lanes) for lanes in (1, 2))
-    np.testing.assert_allclose(together, load + busiest.sum(0), rtol=1e-5)
-    np.testing.assert_allclose(by_rank, load + 2 * busiest.reshape(2, 2, -1).max(1).sum(0), rtol=1e-5)
 
 
 @pytest.mark.parametrize("top_k", [1, 8])

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int, PRNGKeyArray
 
 from relibra_jax.planning.residents import choose_residents
 from relibra_jax.planning.time_search import HOTTEST, NodeProblem, search_nodes
-from relibra_jax.planning.token_bits import TokenBits, num_lanes, token_bits
+from relibra_jax.planning.token_bits import TokenBits, token_bits
 from relibra_jax.types import TokenSample, Topology, UnitTimes
 
 TURNS: Final = 2
@@ -121,8 +121,7 @@ def place_on_nodes(
         NodePlacement.
     """
     nodes, top_k = topology.num_nodes, tokens.expert_ids.shape[-1]
-    lanes = num_lanes(load.shape[2], topology) if hierarchical else 1
-    bits, judge = token_bits(tokens, topology, num_micro_batches=load.shape[2], scale=2, lanes=lanes).halves()
+    bits, judge = token_bits(tokens, topology, num_micro_batches=load.shape[2], scale=2).halves()
     share = load * (nodes / jnp.maximum(load.sum((0, 1, 2), keepdims=True), 1))
     turns = TURNS if topology.resident_slots else 1
     crossing = prices.crossing
@@ -155,7 +154,6 @@ def place_on_nodes(
             jax.random.fold_in(key, number),
             num_nodes=nodes,
             top_k=top_k,
-            lanes=lanes,
             steps=max(1, steps // turns),
             hottest=jnp.where(number == 1, hottest, jnp.minimum(hottest, LATER)),
         )

@@ -6,9 +6,7 @@ What a batch costs, up to constants and in units of its balanced compute, is for
 
 where ``load`` is a multiple of the mean node's load in the batch, and ``sent`` and ``received`` count distinct tokens
 that cross nodes, as multiples of a node's tokens (`relibra_jax.planning.token_bits`). The clock waits for the largest
-of each in every micro-batch, so a price for the sum of crossings would be wrong: the busiest node decides. Where the
-tokens of every rank are counted by themselves, in *lanes*, the busiest rank does: a token crosses to the rank of the
-same index in the other node, so that a rank sends and receives in one lane.
+of each in every micro-batch, so a price for the sum of crossings would be wrong: the busiest node decides.
 
 The search is simulated annealing over swaps in heat-bath form, as in `relibra_jax.planning.annealing`; a step prices
 one expert's swap with a few experts of one other node. How many experts of each token are on each node is kept in bit
@@ -75,7 +73,6 @@ def search_nodes(
     num_nodes: int,
     top_k: int,
     steps: int,
-    lanes: int = 1,
     hottest: Float[jax.Array, ""] | float = HOTTEST,
 ) -> Int[jax.Array, "E L"]:
     """Search for the node of every expert in which a batch takes least time; never worse than the start.
@@ -90,19 +87,18 @@ def search_nodes(
         num_nodes: N.
         top_k: K, the experts of a token.
         steps: annealing steps, of which the last tenth only takes improvements.
-        lanes: into how many lanes the groups of ``problem.tokens`` are divided; 1 counts the tokens of a node together.
         hottest: the temperature of the first step.
 
     Returns:
         The node of each expert, in every layer the better of the search's result and the start.
     """
-    after = _anneal(problem, _initial_state(problem, start, num_nodes, top_k), key, steps, lanes, hottest)
+    after = _anneal(problem, _initial_state(problem, start, num_nodes, top_k), key, steps, hottest)
     result = jax.vmap(inverse_permutation, 1, 1)(after.expert) // (len(start) // num_nodes)
     if problem.judge is not None:
         problem = problem._replace(tokens=problem.judge)
 
     def objective(node):
-        return _objective(problem, _initial_state(problem, node, num_nodes, top_k), lanes)
+        return _objective(problem, _initial_state(problem, node, num_nodes, top_k))
 
     before, now = jax.lax.map(objective, jnp.stack([start, result]))
     return jnp.where((now < before)[None], result, start)
@@ -130,7 +126,7 @@ def _initial_state(problem: NodeProblem, node, num_nodes: int, top_k: int) -> _S
     )
 
 
-def _anneal(problem: NodeProblem, state: _State, key, steps: int, lanes: int, hottest) -> _State:
+def _anneal(problem: NodeProblem, state: _State, key, steps: int, hottest) -> _State:
     nodes = len(state.load)
     size = len(state.expert) // nodes
     options = min(CANDIDATES, size)
@@ -154,12 +150,9 @@ def _anneal(problem: NodeProblem, state: _State, key, steps: int, lanes: int, ho
         gain = theirs[1] - mine[1]
         load_p, load_q = state.load[p][None] + gain, state.load[q][None] - gain
         moves = _moved(theirs[3], p) + _moved(mine[3], q) - _moved(theirs[3], q) - _moved(mine[3], p)
-        after = (
-            _time(problem, state, p, q, load_p, load_q, visits_p, visits_q, lanes=lanes)
-            + problem.move * moves
-        )
+        after = _time(problem, state, p, q, load_p, load_q, visits_p, visits_q) + problem.move * moves
         stay = (x[None] for x in (state.load[p], state.load[q], state.visits[p], state.visits[q]))
-        now = _time(problem, state, p, q, *stay, lanes=lanes)
+        now = _time(problem, state, p, q, *stay)
         choice = jnp.argmin(jnp.concatenate([now, after]) - temperature * noise, axis=0) - 1
 
         def swapped(array, mine, theirs):
@@ -193,12 +186,12 @@ def _items(state: _State, first, count: int):
     return [jax.lax.dynamic_slice_in_dim(array, first, count, axis=0) for array in state[:4]]
 
 
-def _objective(problem: NodeProblem, state: _State, lanes: int) -> Float[jax.Array, " L"]:
+def _objective(problem: NodeProblem, state: _State) -> Float[jax.Array, " L"]:
     nodes = len(state.load)
     node = jnp.arange(len(state.expert))[:, None] // (len(state.expert) // nodes)
     moves = _moved(state.old_node, node).sum(0)
     first = (x[0][None] for x in (state.load, state.load, state.visits, state.visits))
-    return _time(problem, state, 0, 0, *first, lanes=lanes)[0] + problem.move * moves
+    return _time(problem, state, 0, 0, *first)[0] + problem.move * moves
 
 
 def _time(
@@ -210,8 +203,6 @@ def _time(
     load_q: Float[jax.Array, "C M L"],
     visits_p: Float[jax.Array, "C groups N L"],
     visits_q: Float[jax.Array, "C groups N L"],
-    *,
-    lanes: int,
 ) -> Float[jax.Array, "C L"]:
     """Largest load and busiest exchange with other values for the nodes p and q; for p == q, as they are."""
     index = jnp.arange(len(state.load))[:, None, None]
@@ -224,9 +215,6 @@ def _time(
     both = visits_p + visits_q if p is not q else visits_p
     busiest = jnp.maximum((sent[None] + both).max(2), jnp.maximum(visits_p.sum(2), visits_q.sum(2)))
     busiest = jax.lax.optimization_barrier(jnp.maximum(busiest, received[None]))
-    if lanes > 1:
-        # A lane has one of a node's links.
-        busiest = lanes * busiest.reshape(len(busiest), -1, lanes, busiest.shape[-1]).max(2)
     return largest.sum(1) + problem.crossing * busiest.sum(1)
 
 

@@ -44,7 +44,7 @@ class TokenBits(NamedTuple):
 
 
 def token_bits(
-    tokens: TokenSample, topology: Topology, *, num_micro_batches: int, scale: int = 1, lanes: int = 1
+    tokens: TokenSample, topology: Topology, *, num_micro_batches: int, scale: int = 1
 ) -> TokenBits:
     """The bits of a sample of tokens.
 
@@ -56,11 +56,9 @@ def token_bits(
         topology: the expert-parallel group.
         num_micro_batches: M.
         scale: how many times as many words as `WORDS`.
-        lanes: into how many groups each of those of micro-batches is divided, by the index of a token's rank in its
-            node: 1, or as many as ranks.
 
     Returns:
-        TokenBits, the lanes of a group of micro-batches one after the other.
+        TokenBits.
 
     >>> import numpy as np
     >>> topology = Topology(num_nodes=2, ranks_per_node=1, num_experts=4, replica_slots=0)
@@ -70,12 +68,11 @@ def token_bits(
     [[1, 0], [0, 1], [0, 0], [1, 1]]
     """
     nodes, experts = topology.num_nodes, topology.num_experts
-    groups = num_groups(num_micro_batches, nodes) * lanes
+    groups = num_groups(num_micro_batches, nodes)
     words = scale * max(WORDS_A_GROUP, WORDS // (groups * nodes))
     micro_batch = jnp.asarray(tokens.micro_batch, jnp.int32)
-    node, local = jnp.divmod(jnp.asarray(tokens.rank, jnp.int32), topology.ranks_per_node)
-    group = micro_batch * (groups // lanes) // num_micro_batches * lanes + local % lanes
-    group = group * nodes + node
+    node = jnp.asarray(tokens.rank, jnp.int32) // topology.ranks_per_node
+    group = micro_batch * groups // num_micro_batches * nodes + node
     group = jnp.where(micro_batch == EMPTY, groups * nodes, group)
     size = jnp.zeros(groups * nodes, jnp.int32).at[group].add(1, mode="drop")
     first = jnp.cumsum(size, dtype=jnp.int32) - size
@@ -105,14 +102,3 @@ def num_groups(num_micro_batches: int, num_nodes: int) -> int:
     """
     most = max(1, WORDS // (WORDS_A_GROUP * num_nodes))
     return max(d for d in range(1, most + 1) if num_micro_batches % d == 0)
-
-
-def num_lanes(num_micro_batches: int, topology: Topology) -> int:
-    """The ranks of a node, if `WORDS` are enough for a group of each in every micro-batch; else 1.
-
-    >>> topology = Topology(num_nodes=2, ranks_per_node=4, num_experts=8, replica_slots=0)
-    >>> num_lanes(4, topology), num_lanes(8, topology)
-    (4, 1)
-    """
-    words = WORDS_A_GROUP * num_micro_batches * topology.num_ranks
-    return topology.ranks_per_node if words <= WORDS else 1
