@@ -145,8 +145,8 @@ def compiled_planner(name: str) -> Planner:
 
 def run_planner(
     planner: Planner, draw: Draw, topology: Topology, setting: Setting, *, seed: int, variants: Sequence
-) -> Iterator[tuple[tuple[str, int], dict[str, float]]]:
-    """Plan and measure a draw from each start, with so many rounds of assignment.
+) -> Iterator[tuple[tuple[str, bool], dict[str, float]]]:
+    """Plan and measure a draw from each start, with samples packed or assigned.
 
     Args:
         planner: the planner.
@@ -154,7 +154,7 @@ def run_planner(
         topology: the expert-parallel group.
         setting: the cost model's.
         seed: the seed of the searches.
-        variants: pairs of a start, ``steady`` or ``cold``, and rounds; 0 keeps samples packed.
+        variants: pairs of a start, ``steady`` or ``cold``, and whether samples are assigned.
     """
     layers = draw.batch.expert_ids.shape[2]
     cost = unit_times(dispatch="hierarchical", **setting.arguments())
@@ -166,34 +166,34 @@ def run_planner(
         before, state = plan(draw.before, state=first, num_micro_batches=draw.micro_batches_before)
         starts["steady"] = state, np.asarray(before.plan.home)
     assign = functools.partial(assign_samples, key=jax.random.key(seed))
-    for start, rounds in variants:
+    for start, assigned in variants:
         state, home = starts[start]
-        options = {"assign": assign, "rounds": rounds} if rounds else {}
-        batch_plan, _ = plan(draw.batch, state=state, num_micro_batches=draw.micro_batches, **options)
+        chosen = assign if assigned else None
+        batch_plan, _ = plan(draw.batch, state=state, num_micro_batches=draw.micro_batches, assign=chosen)
         check_plan(batch_plan.plan, batch_plan.load, topology)
-        yield (start, rounds), measure_plan(draw.batch, batch_plan, home, topology, setting)
+        yield (start, assigned), measure_plan(draw.batch, batch_plan, home, topology, setting)
 
 
 def compare_planners(trace: Trace, draw: Draw, whole: Draw, ranks: str, config: BeyondBalance) -> list[Row]:
-    """All rows of one draw on one topology; of a half of ``whole`` those of steady homes and one round at most."""
+    """All rows of one draw on one topology; of a half of ``whole`` those of steady homes."""
     full = draw is whole
     rows = []
     for name, residents in [*((name, 0) for name in BASELINES), *(("relibra", b) for b in config.residents)]:
         topology = make_topology(ranks, trace.num_experts, resident_slots=residents)
         setting = make_setting(trace, whole, topology)
         searched = name == "relibra"
-        rounds = ((0, 1, 2) if full else (0, 1)) if searched else (0,)
-        steady = list(itertools.product(["steady"], rounds))
-        cold = list(itertools.product(["cold"], rounds[:2])) if full else []
-        found: dict[tuple[str, int], list[dict[str, float]]] = {}
+        ways = (False, True) if searched else (False,)
+        steady = list(itertools.product(["steady"], ways))
+        cold = list(itertools.product(["cold"], ways)) if full else []
+        found: dict[tuple[str, bool], list[dict[str, float]]] = {}
         for seed in range(config.seeds if searched and full else 1):
             variants = steady + (cold if seed == 0 else [])
             run = run_planner(compiled_planner(name), draw, topology, setting, seed=seed, variants=variants)
             for variant, measures in run:
                 found.setdefault(variant, []).append(measures)
         rows += [
-            Row(draw.name, ranks, name, residents, rounds, start, len(each), mean_over_seeds(each))
-            for (start, rounds), each in found.items()
+            Row(draw.name, ranks, name, residents, assigned, start, len(each), mean_over_seeds(each))
+            for (start, assigned), each in found.items()
         ]
     return rows
 

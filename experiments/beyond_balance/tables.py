@@ -15,7 +15,7 @@ class Row(NamedTuple):
     ranks: str
     planner: str
     residents: int
-    rounds: int
+    assigned: bool
     start: str
     seeds: int
     measures: dict[str, float]
@@ -42,7 +42,7 @@ def plans_table(rows: Sequence[Row], title: str, uniform: Mapping[str, float]) -
         table.add_row(
             row.planner,
             str(row.residents),
-            f"assigned x{row.rounds}" if row.rounds else "packed",
+            "assigned" if row.assigned else "packed",
             row.start,
             f"{one['imbalance']:.3f}",
             f"{one['copies_crossing']:.3f}",
@@ -55,20 +55,22 @@ def plans_table(rows: Sequence[Row], title: str, uniform: Mapping[str, float]) -
 def residents_cost(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """What residents cost and from where they pay, beside the same plans without them, from steady homes."""
     steady = {
-        (row.residents, row.rounds): row for row in rows if (row.planner, row.start) == ("relibra", "steady")
+        (row.residents, row.assigned): row
+        for row in rows
+        if (row.planner, row.start) == ("relibra", "steady")
     }
     names = ("resident_memory_bytes", "memory_bytes", "pushed_bytes", "returned_bytes", "push_seconds")
     return [
         {
             "residents": residents,
-            "rounds": rounds,
+            "assigned": assigned,
             **{name: row.measures[name] for name in names},
-            "saved_seconds_a_micro_batch": steady[0, rounds].measures["micro_batch_seconds"]
+            "saved_seconds_a_micro_batch": steady[0, assigned].measures["micro_batch_seconds"]
             - row.measures["micro_batch_seconds"],
-            "micro_batches_to_pay": micro_batches_to_pay(row.measures, steady[0, rounds].measures),
+            "micro_batches_to_pay": micro_batches_to_pay(row.measures, steady[0, assigned].measures),
         }
-        for (residents, rounds), row in steady.items()
-        if residents and (0, rounds) in steady
+        for (residents, assigned), row in steady.items()
+        if residents and (0, assigned) in steady
     ]
 
 
@@ -91,7 +93,7 @@ def residents_table(costs: Sequence[Mapping[str, Any]]) -> Table:
         pays = one["micro_batches_to_pay"]
         table.add_row(
             str(one["residents"]),
-            f"assigned x{one['rounds']}" if one["rounds"] else "packed",
+            "assigned" if one["assigned"] else "packed",
             *(
                 f"{one[name] / 1e9:.1f} GB"
                 for name in ("resident_memory_bytes", "memory_bytes", "pushed_bytes", "returned_bytes")
