@@ -1,5 +1,6 @@
 """ReLibra taken apart: each mechanism alone, the alternatives to each, and samples assigned on top."""
 
+import dataclasses
 import functools
 
 import jax
@@ -10,10 +11,11 @@ from relibra_jax.cli.modelled_time import CostModel
 from relibra_jax.cli.planner_runs import Contender
 from relibra_jax.cost.choose_by_time import cheapest, replicate_while_hidden
 from relibra_jax.planning.assignment import assign_samples
-from relibra_jax.planning.placement import place_experts
+from relibra_jax.planning.placement import Placement, place_experts
 from relibra_jax.planning.planners import PLANNERS, PlannerEntry
 from relibra_jax.planning.relibra import Place, keep_homes, relibra
 from relibra_jax.planning.replication import without_replicas
+from relibra_jax.types import Topology
 
 
 def assign(*batch, **sizes):
@@ -24,6 +26,11 @@ def assign(*batch, **sizes):
 def _blind(place: Place) -> Place:
     """A placement that is not told of time: these searches take the place of the one for balance alone."""
     return lambda *batch, tokens, cost, **options: place(*batch, tokens=None, cost=None, **options)
+
+
+def _place_alone(load, previous_home, topology: Topology, **options) -> Placement:
+    """`place_experts`, told that no replicas follow, so that it makes ranks even itself."""
+    return place_experts(load, previous_home, dataclasses.replace(topology, replica_slots=0), **options)
 
 
 def _variant(summary: str, **parts) -> Contender:
@@ -42,7 +49,7 @@ def ablation(cost_model: CostModel) -> dict[str, Contender]:
     return {
         "static": Contender(entry=PLANNERS["static"]),
         "static + assign": Contender(entry=PLANNERS["static"], assign=assign),
-        "+ reorder": _variant("reordering alone", replicate=without_replicas),
+        "+ reorder": _variant("reordering alone", place=_place_alone, replicate=without_replicas),
         "+ replicate": _variant("replication alone", place=keep_homes),
         "relibra": Contender(entry=PLANNERS["relibra"]),
         "relibra + assign": Contender(entry=PLANNERS["relibra"], assign=assign),
