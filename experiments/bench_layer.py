@@ -18,7 +18,9 @@ from typing import Annotated
 if __name__ == "__main__":  # before JAX is imported
     os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
     os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ.setdefault("NPROC", "16")  # threads: two for each device, as `experiments.rl.devices` explains
+    os.environ.setdefault(
+        "NPROC", str(max(16, os.cpu_count() or 1))
+    )  # threads: two for each device, as `experiments.rl.devices` explains
 
 import jax
 import jax.numpy as jnp

@@ -270,8 +270,8 @@ class Planner(NamedTuple):
     - ``topology``: the expert-parallel group.
     - ``tokens``: a `TokenSample` of the batch, or None.
     - ``cost``: the `UnitTimes` of the cluster and the model, or None.
-    - ``refine``: ``[L, E]`` homes found for the same batch before its samples were assigned anew; None, or EMPTY
-      throughout, where there are none.
+    - ``refine``: ``[L, E]`` homes found for the same batch before its samples were assigned anew; None where
+      there are none, and EMPTY throughout where turns follow.
 
     A planner that has no use for one of the last three does not name it: `relibra_jax.planning.extra_args` leaves it
     out of the call, as optax does.

@@ -12,7 +12,7 @@ os.environ.setdefault(
 )
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Two threads for each of 8 devices: with fewer, two programs under way may wait for each other's threads forever.
-os.environ.setdefault("NPROC", "16")
+os.environ.setdefault("NPROC", str(max(16, os.cpu_count() or 1)))
 
 import hypothesis
 import jax

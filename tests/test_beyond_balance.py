@@ -84,6 +84,7 @@ def test_the_command_prints_and_records_every_row(trace, tmp_path):
     for text in (
         "balanced",
         "lplb",
+        "packed",
         "assigned",
         "cold",
         "what residents cost",

@@ -14,7 +14,7 @@ from scipy.optimize import linear_sum_assignment
 from experiments.ablation.placement_methods import place_by_descent, place_longest_first
 from relibra_jax.planning.metrics import moved_experts
 from relibra_jax.planning.placement import place_experts
-from relibra_jax.types import Topology
+from relibra_jax.types import TokenSample, Topology
 
 KEY = jax.random.key(0)
 SMALL = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=1)
@@ -212,3 +212,17 @@ def test_many_ranks():
     home = np.asarray(place_experts(load, in_order(2, 512), topology, key=KEY, steps=3000).home)
     assert is_placement(home, 512)
     assert imbalance(load, home, 64).mean() < imbalance(load, in_order(2, 512), 64).mean() - 0.1
+
+
+@pytest.mark.parametrize(("replica_slots", "moves"), [(1, False), (0, True)])
+def test_in_time_ranks_of_a_node_are_left_to_replicas(replica_slots, moves):
+    """Nodes are even and one rank of each has all the load: only where no replicas mend it do experts move."""
+    topology = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=replica_slots)
+    before = in_order(1, 8)
+    load = np.tile(np.array([64, 64, 0, 0] * 2), (1, 1, 1))
+    ids = np.tile(np.array([0, 1, 4, 5]), 32).reshape(-1, 1, 1)
+    rank = np.where(ids[:, 0, 0] < 4, 0, 2)
+    tokens = TokenSample(ids, np.zeros(128, int), rank)
+    home = place_experts(load, before, topology, key=KEY, tokens=tokens).home
+    np.testing.assert_array_equal(np.asarray(home) // 4, before // 4, "nodes are even")
+    assert (np.asarray(home) // 2 != before // 2).any() == moves

@@ -96,6 +96,7 @@ def test_each_stage_is_assigned_to_the_homes_of_all(replay, packed):
     stages, _ = plan(replay, first_state(), assign=assign, rounds=rounds)
     rooms = [stage.assignment.sample.shape[-1] for stage in packed]
     assert calls == rounds * list(zip(STAGES, rooms, COSTS, strict=True))
+    chex.assert_trees_all_equal(places[0], (packed[0].plan.home, resident_experts(packed[0].plan, TOPOLOGY)))
     for recompute, update in zip(places[::2], places[1::2], strict=True):
         chex.assert_trees_all_equal(recompute, update)
     for number, stage in zip(STAGES, stages, strict=True):

@@ -1,9 +1,12 @@
 """What of each sample crosses if it lies in each node, in plain loops, with and without residents."""
 
+import functools
+
 import numpy as np
 import pytest
 from support.plans import random_routing
 
+from relibra_jax.planning import sample_crossings
 from relibra_jax.planning.sample_crossings import crossings_by_node
 from relibra_jax.planning.token_sample import Routes
 from relibra_jax.types import EMPTY, Topology, UnitTimes
@@ -99,6 +102,28 @@ def test_tokens_that_cross(batch, resident):
     )
     wanted = count(replay, home, RESIDENTS[resident], True) / LAYERS
     np.testing.assert_allclose(found, wanted, rtol=5e-3, atol=5e-3)
+
+
+def test_more_pairs_of_nodes_than_bits_of_a_word(monkeypatch):
+    """Six nodes have 36 pairs; counted in parts of a few tokens, sums are the same."""
+    topology = Topology(num_nodes=6, ranks_per_node=1, num_experts=6, replica_slots=0)
+    rng = np.random.default_rng(1)
+    ids = np.stack([rng.permutation(6)[:2] for _ in range(64 * 2)]).reshape(64, 2, 2)
+    routes = Routes(ids, np.repeat(np.arange(4), 16))
+    home = np.tile(np.arange(6), (2, 1))
+    load = (ids.reshape(4, 16, 2, 2)[..., None] == np.arange(6)).sum((1, 3))
+    count = functools.partial(
+        crossings_by_node, load, np.full(4, 16), home, topology, routes=routes, cost=unit_times(True)
+    )
+    whole = np.asarray(count())
+    common = load.sum(0) / 64
+    wanted = (load + common[None]).sum(1) / 2 * 16 / 17
+    for node in range(6):
+        others = np.arange(6) != node
+        np.testing.assert_allclose(whole[:, node, others, 0], wanted[:, others], rtol=1e-5)
+        assert (whole[:, node, node] == 0).all()
+    monkeypatch.setattr(sample_crossings, "MOST_VISITS", 256)
+    np.testing.assert_allclose(count(), whole, rtol=1e-6)
 
 
 def test_groups_of_layers_add_up(batch):

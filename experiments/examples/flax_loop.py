@@ -8,7 +8,9 @@ gradients and optimizer are the caller's own.
 import os
 
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
-os.environ.setdefault("NPROC", "16")  # threads: two for each device, as `experiments.rl.devices` explains
+os.environ.setdefault(
+    "NPROC", str(max(16, os.cpu_count() or 1))
+)  # threads: two for each device, as `experiments.rl.devices` explains
 
 import dataclasses
 from collections.abc import Iterator

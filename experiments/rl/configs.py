@@ -43,8 +43,8 @@ NOT_NEGATIVE: Final = ("learning_rate", "warmup_learning_rate", "balance")
 class Reorder:
     """How ReLibra's planners place experts between batches: `relibra_jax.planning.placement.place_experts`."""
 
-    steps: int = 2_000
-    """The steps of the search; more experts and layers want more."""
+    steps: int = 500
+    """The steps of the search in each of its turns; more experts and layers want more."""
     move_cost: float = 0.02
     """The imbalance that moving all experts must gain."""
     crossing_cost: float = 0.3
@@ -81,7 +81,7 @@ class Train:
     reorder: Reorder = dataclasses.field(default_factory=Reorder)
     replicate: Replicate = dataclasses.field(default_factory=Replicate)
     anneal_steps: int = 50
-    """The steps of assigning samples to micro-batches and ranks; 0 keeps samples in order."""
+    """The steps of each turn of assigning samples to micro-batches and ranks; 0 keeps samples in order."""
     ranks: Annotated[Ranks, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Ranks)
     seeds: tuple[int, ...] = (0,)
     """The seeds of weights, prompts and sampling; one run each."""

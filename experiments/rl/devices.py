@@ -12,9 +12,10 @@ EXTRA_OPTIONS: Final = "xla_backend_extra_options"
 def host_devices(count: int) -> list[jax.Device]:
     """The first ``count`` devices; on a CPU so many host devices are made, if JAX has not started yet.
 
-    XLA:CPU runs every device's program on a thread of one pool, which is as large as there are cores or devices. Where
-    devices are more than cores, a second program that waits in the pool for the first may keep it from its last thread,
-    and both wait forever (jaxlib 0.11.2). With two threads a device this does not happen; ``NPROC`` says how many.
+    XLA:CPU runs every device's program on a thread of one pool, which is as large as there are cores or devices,
+    whichever are more. Where devices are more than cores, a second program that waits in the pool for the first may
+    keep it from its last thread, and both wait forever (jaxlib 0.11.2). With two threads a device this does not happen;
+    ``NPROC`` says how many.
 
     Raises:
         ValueError: if there are fewer.

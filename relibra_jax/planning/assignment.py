@@ -11,7 +11,7 @@ the node imbalance over the batch, that of attention, and what crosses between n
 rank exceeds its budget of tokens. What of a sample crosses follows from the node where it lies, so it is a table; where
 layers and ranks are many, neighbouring layers are one number of it. Packing (`relibra_jax.planning.sample_packing`)
 makes a start that is even in tokens, and simulated annealing does the rest (`relibra_jax.planning.sample_search`).
-Last, ranks are exchanged inside each micro-batch so that least crosses: the balance stays.
+Last, ranks are exchanged inside each micro-batch where less then crosses in all; the load of nodes stays.
 """
 
 import functools
@@ -30,7 +30,8 @@ from relibra_jax.planning.token_sample import Routes
 from relibra_jax.types import EMPTY, Array, Assignment, Topology, UnitTimes, check_shape
 
 COUNTS: Final = 512
-"""Counts of crossing tokens that a micro-batch keeps, a rank and a group of layers each."""
+"""Counts of tokens that a micro-batch keeps of what is sent, a rank and a group of layers each; and as many of what is
+received."""
 
 
 def assign_in_order(num_samples: int, topology: Topology, *, num_micro_batches: int) -> Assignment:
@@ -98,7 +99,7 @@ def assign_samples(
     Source: sample packing (arXiv 2608.12146) and ReLibra's sample locality; the file's docstring has the objective.
 
     The budget of tokens is ``token_budget`` times the mean, of micro-batches and of ranks; or the largest single
-    sample, or what packing needs, if those are more. It is never exceeded. Packing needs more than the first two only
+    sample, or what the start needs, if those are more. It is never exceeded. Packing needs more than the first two only
     where samples are few or long for their ranks: two equal ranks cannot share three equal samples evenly.
 
     Args:
@@ -119,7 +120,7 @@ def assign_samples(
         resident: the expert in each resident slot, which its node's tokens do not cross for; None for none.
         cost: the unit times of the cluster and the model, in place of ``attention_cost`` and ``crossing_cost``.
         refine: an assignment of all samples to start from instead of packing, and to stay close to: found for homes
-            much like these. EMPTY throughout packs, as None does.
+            much like these. EMPTY throughout packs, as None does, and says that turns follow: fewer steps are taken.
 
     Returns:
         An Assignment of int32; samples of a rank ascend, EMPTY comes last.
@@ -189,8 +190,10 @@ def assign_samples(
         attention * ranks / total,
         _budgets(length, sample, ranks, token_budget),
     )
-    lanes = topology.ranks_per_node if cost is not None and cost.hierarchical else 1
-    sample = search_samples(problem, sample, key, topology, lanes=lanes, steps=steps, hottest=hottest)
+    hierarchical = cost is not None and cost.hierarchical
+    sample = search_samples(
+        problem, sample, key, topology, hierarchical=hierarchical, steps=steps, hottest=hottest
+    )
     sample = sample.reshape(num_micro_batches, ranks, samples_per_rank)
     sample = _exchange_ranks(sample, problem.crossing.sum((2, 3)), topology)
     sample = jnp.where(sample == samples, EMPTY, sample).astype(jnp.int32)

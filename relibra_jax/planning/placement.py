@@ -2,8 +2,9 @@
 
 Replicas mend imbalance inside a node, and only there: what is left is the imbalance between nodes. So every
 layer is solved twice, experts to nodes and then each node's experts to its ranks; without replica slots nothing
-mends a rank, and it is solved once, experts to ranks. Each time the problem is the same: I items with shares
-``x[i, m]`` of the mean bin load of the batch, in bins of equal size, and
+mends a rank, and it is solved once, experts to ranks. Where time is planned, experts go to nodes in time
+(`relibra_jax.planning.node_placement`), and ranks are made even only if no replicas mend them. Else the problem is the
+same each time: I items with shares ``x[i, m]`` of the mean bin load of the batch, in bins of equal size, and
 
     minimise  sum_m max_b sum_{i in b} x[i, m]  +  sum_b sum_{i in b} cost[b, i].
 
@@ -69,8 +70,9 @@ def place_experts(
 
     With ``tokens`` time is what is searched: the largest load of a node and the busiest exchange in every micro-batch,
     weighed by ``cost``, and what moving experts and pushing residents takes (`relibra_jax.planning.node_placement`).
-    Without, even load over nodes and inside them is, with a price for copies that cross. A search
-    never ends worse than it starts, layer by layer, so experts move only where the gain pays for the move.
+    Ranks inside a node are then left to replicas, if there are replica slots. Without tokens, or on one node, where
+    nothing crosses, even load over nodes and inside them is, with a price for copies that cross. A search never ends
+    worse than it starts, layer by layer, so experts move only where the gain pays for the move.
 
     Source: ReLibra (arXiv 2605.08639), inter-batch expert reordering; the file's docstring has the objective.
 
@@ -82,7 +84,7 @@ def place_experts(
         key: random key, consumed; the same key gives the same placement.
         steps: annealing steps between nodes, and four times fewer inside them; 40,000 is thorough. In time, where a
             step prices sets of tokens, they are a tenth. None is ten for each pair of experts, at most 10,000, and a
-            quarter of that where placement and assignment take turns (``refine``).
+            quarter of that where placement and assignment take turns (``refine``). Given steps are those of each turn.
         move_cost: moving all experts of a layer to other nodes must lower its imbalance by this much times the
             square root of N, as the imbalance to be gained also grows with N. 0 is thorough. Between nodes ``cost``
             replaces it.
@@ -94,7 +96,8 @@ def place_experts(
             its balanced compute (`CROSSING`), and moves cost ``move_cost``.
         horizon: how many batches a placement is expected to serve, over which the time of a move is spread.
         refine: a placement to start from instead of ``previous_home``, and to stay close to: found for loads much
-            like these, such as those before samples were assigned. None, or EMPTY throughout, where there is none.
+            like these, such as those before samples were assigned. None where there is none; EMPTY throughout says
+            besides that turns follow, so that fewer steps are taken by default.
 
     Returns:
         Placement.
@@ -218,8 +221,9 @@ def place_by_search(
     at_home = jnp.where(resident[:, :, None], 0, lies).sum(0) if topology.resident_slots else load
     # Replicas mend what a node's ranks carry unevenly, so that in time no move inside a node pays. Where only balance
     # is planned ranks are made even, so that fewer replicas do; without replica slots one level has done that.
-    if (tokens is not None) == (topology.replica_slots == 0):
-        inside = move_cost * (INSIDE if topology.replica_slots else 1)
+    in_time, replicas = tokens is not None, topology.replica_slots > 0
+    if in_time != replicas:
+        inside = move_cost * (INSIDE if replicas else 1)
         home = level(home, at_home, nodes, locals_, steps=max(steps // 4, 1), move_cost=inside, key=for_ranks)
     return Placement(home, _residents_on_ranks(resident, lies.sum(2), at_home.sum(1), home, topology))
 

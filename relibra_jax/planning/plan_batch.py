@@ -49,7 +49,7 @@ def plan_batch(
         assign: assigns samples to micro-batches and ranks, for example ``functools.partial(assign_samples, key=key)``;
             None keeps the first assignment.
         rounds: turns of assignment and placement. Each refines what the one before found, so that many short ones gain
-            more than a few long ones. With three, recorded loads took 0.2% to 0.5% longer in modelled time.
+            more than a few long ones. With three rounds recorded loads took 0.2% to 0.5% longer in modelled time.
         cost: the unit times of the cluster and the model, from `relibra_jax.cost.unit_times.unit_times`. With them
             time is what is planned, and without them balance; residents are chosen by time in either case.
 

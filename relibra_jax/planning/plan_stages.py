@@ -44,7 +44,7 @@ def plan_stages(
             from samples packed by their lengths into so many micro-batches.
         assign: assigns samples to the micro-batches and ranks of one stage, as in
             `relibra_jax.planning.plan_batch.plan_batch`; None keeps samples packed.
-        rounds: turns of assignment and placement.
+        rounds: turns of assignment and placement, as in `relibra_jax.planning.plan_batch.plan_batch`.
         cost: the unit times of each stage, with the arguments of its `relibra_jax.cost.batch_time.batch_time`: for
             example `relibra_jax.cost.unit_times.unit_times` with ``updates=0, recompute=True`` for the first, and
             without them for the second. Moves are counted once, and residents are pushed in all updates together.

@@ -13,7 +13,7 @@ from relibra_jax.planning.token_sample import Routes
 from relibra_jax.types import EMPTY, Array, Topology, UnitTimes
 
 MOST_VISITS: Final = 1 << 22
-"""Visits that are counted at a time, so that their memory does not grow with the tokens."""
+"""Visits that are counted at a time, of all groups of layers, where tokens divide by a power of two."""
 
 
 def crossings_by_node(
@@ -54,7 +54,9 @@ def crossings_by_node(
         load = jnp.asarray(sample_load, jnp.float32)
 
         def copies(layer):
-            return load[:, layer] @ leaves[layer].astype(jnp.float32)
+            return jnp.matmul(
+                load[:, layer], leaves[layer].astype(jnp.float32), precision=jax.lax.Precision.HIGHEST
+            )
 
         total = _sum_in_groups(copies, bounds, (samples, nodes**2))
         number = load.sum((1, 2)) / layers
@@ -109,7 +111,7 @@ def _distinct_tokens(
     word = jnp.pad(leaves, ((0, 0), (0, 0), (0, -pairs % 32))).reshape(layers, experts, -1, 32)
     word = (word.astype(jnp.uint32) << bit[None, None, None]).sum(-1, dtype=jnp.uint32)
     count = len(routes.sample)
-    parts = math.gcd(count, 1 << (count * pairs // MOST_VISITS).bit_length())
+    parts = math.gcd(count, 1 << (count * pairs * (len(bounds) - 1) // MOST_VISITS).bit_length())
 
     def one_part(total, part):
         ids, sample = part

@@ -34,7 +34,7 @@ CANDIDATES: Final = 8
 
 
 class SampleProblem(NamedTuple):
-    """What the search weighs, a table of samples each. The last row is an empty position: no load, no tokens."""
+    """What the search weighs. The last row of tables of samples is an empty position: no load, no tokens."""
 
     share: Float[jax.Array, "B+1 N*L"]
     """The load of each sample in each node, so that a layer's mean node load over the batch sums to 1 / L."""
@@ -69,9 +69,9 @@ def search_samples(
     key: PRNGKeyArray,
     topology: Topology,
     *,
-    lanes: int,
+    hierarchical: bool,
     steps: int,
-    hottest: Float[jax.Array, ""] | float = HOTTEST,
+    hottest: Float[jax.Array, ""],
 ) -> Int[jax.Array, "M positions"]:
     """Search for the position of every sample in which a batch takes least time.
 
@@ -83,8 +83,8 @@ def search_samples(
             positions.
         key: random key, consumed; the same key gives the same result.
         topology: the expert-parallel group.
-        lanes: among how many ranks of a node what it receives is divided, by the index of the rank that sends it. With
-            1 all of a node's ranks receive as much.
+        hierarchical: whether tokens cross to the rank of the same index in the other node; else all ranks of a node
+            receive as much.
         steps: annealing steps.
         hottest: the temperature of the first step.
 
@@ -93,10 +93,12 @@ def search_samples(
     """
     if len(sample) == 1:
         return sample  # samples are exchanged between micro-batches only
-    return _anneal(problem, _packing(problem, sample, topology, lanes), key, topology, steps, hottest).sample
+    return _anneal(
+        problem, _packing(problem, sample, topology, hierarchical), key, topology, steps, hottest
+    ).sample
 
 
-def _packing(problem: SampleProblem, sample, topology: Topology, lanes: int) -> _Packing:
+def _packing(problem: SampleProblem, sample, topology: Topology, hierarchical: bool) -> _Packing:
     micro_batches, positions = sample.shape
     nodes, local = topology.num_nodes, topology.ranks_per_node
     node = jnp.arange(positions) // (positions // nodes)
@@ -109,7 +111,7 @@ def _packing(problem: SampleProblem, sample, topology: Topology, lanes: int) -> 
         problem.share[sample].sum(1),
         tokens.sum(-1, dtype=jnp.int32),
         sends.sum(3).reshape(micro_batches, topology.num_ranks, -1),
-        received if lanes > 1 else received.mean(1, keepdims=True),
+        received if hierarchical else received.mean(1, keepdims=True),
     )
 
 
@@ -129,7 +131,7 @@ def _anneal(
     temperature = cooling(hottest, COLDEST, steps) / micro_batches
 
     def objective(load, tokens, busiest):
-        top = _largest_node(load, topology.num_nodes)
+        top = _largest(load.reshape(*load.shape[:-1], topology.num_nodes, -1), -2)
         # The barrier keeps the sum out of the fusion, where XLA:CPU would not vectorise it.
         waits = jax.lax.optimization_barrier(jnp.concatenate([top, busiest], axis=-1))
         return (waits @ jnp.ones(waits.shape[-1], jnp.float32) + attention * tokens.max(-1)).sum(0)
@@ -222,11 +224,6 @@ def _largest(values, axis):
 def _total(values, axis):
     """The sum along a short axis, likewise."""
     return functools.reduce(jnp.add, jnp.unstack(values, axis=axis))
-
-
-def _largest_node(load, nodes):
-    """The largest of the nodes, in every layer; elementwise, as XLA:CPU's reduction takes many times as long."""
-    return functools.reduce(jnp.maximum, jnp.split(load, nodes, axis=-1))
 
 
 def _two_largest(values):

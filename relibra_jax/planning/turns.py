@@ -76,7 +76,6 @@ def plan_in_turns(
     update = with_extra_args(planner).update
     cost = None if costs is None else _cost_of_batch(costs)
     first_loads = tuple(assigned_load(sample_load, start) for start in starts)
-    nowhere = jnp.full((sample_load.shape[1], topology.num_experts), EMPTY, jnp.int32)
 
     def turn(assignments, loads, home):
         placed = None if routes is None else _place_in_stages(routes, assignments)
@@ -94,8 +93,13 @@ def plan_in_turns(
         for stage, start in enumerate(starts):
             cost = None if costs is None else costs[stage]
             micro_batches, *_, room = start.sample.shape
-            extra = {"samples_per_rank": room, "routes": routes, "resident": resident, "cost": cost}
-            extra["refine"] = refine[stage]
+            extra = {
+                "samples_per_rank": room,
+                "routes": routes,
+                "resident": resident,
+                "cost": cost,
+                "refine": refine[stage],
+            }
             knobs = {"num_micro_batches": micro_batches, **taken_by(assign, extra)}
             assignments.append(assign(sample_load, tokens, home, topology, **knobs))
         return tuple(assignments), tuple(assigned_load(sample_load, each) for each in assignments)
