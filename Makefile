@@ -42,7 +42,8 @@ x64: .venv/installed  ## plans, equivalence, checkpoints and migration where 64-
 	JAX_ENABLE_X64=1 $(RUN) -m pytest -m "not slow" $(CONTRACT) tests/test_plan.py tests/test_plan_guard.py \
 	    tests/test_replication.py tests/test_placement.py tests/test_assignment.py tests/test_token_split.py
 
-check-long: .venv/installed  ## what takes minutes: other versions, 64-bit types, the ablation and the buffers of a trace
+check-long: .venv/installed  ## what takes minutes: long tests, other versions, 64-bit types, the ablation and the buffers of a trace
+	$(RUN) -m pytest -m long
 	$(MAKE) lowest
 	$(MAKE) x64
 	$(RUN) -m experiments.ablation

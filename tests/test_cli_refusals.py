@@ -220,7 +220,7 @@ def test_settings_of_a_run_that_do_not_fit(refused, option):
         (None, "steps", 1.5, "steps=1.5 must be of type int, like 40"),
         (None, "steps", True, "steps=True must be of type int, like 40"),
         (None, "seeds", ["a"], "seeds='a' must be of type int, like 0"),
-        ("reorder", "steps", "x", "steps='x' must be of type int, like 2000"),
+        ("reorder", "steps", "x", "steps='x' must be of type int, like 500"),
         ("replicate", "tile", [1], "tile=[1] must be of type int, like 1"),
         ("clip", "low", None, "low=None must be of type float, like 0.2"),
         ("ranks", "replica_slots", 2**63, f"replica_slots={2**63} must be at most num_experts=16"),

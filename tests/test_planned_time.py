@@ -14,7 +14,7 @@ from relibra_jax.planning.assignment import assign_in_order
 from relibra_jax.planning.planners import PLANNERS
 from relibra_jax.types import RoutingReplay
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 TOKENS, TOP_K = 512, 4
 DISPATCHES = ("flat", "hierarchical")
