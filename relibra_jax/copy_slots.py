@@ -98,7 +98,7 @@ def copy_nodes(
     Returns:
         int32 nodes; EMPTY for no copy.
     """
-    nodes, experts = topology.num_nodes, topology.num_experts
+    nodes, experts, node = topology.num_nodes, topology.num_experts, jnp.asarray(node, jnp.int32)
     most = min(expert_ids.shape[1], _MOST_AT_ONCE)
     ids = jnp.where(jnp.asarray(expert_ids) == EMPTY, experts, jnp.asarray(expert_ids, jnp.int32))
     quota = _node_quota(slot_expert, sent, topology)
