@@ -234,7 +234,7 @@ def test_a_planner_that_names_an_extra_argument_gets_it():
 
     def place(load, previous_home, topology, **options):
         told.append(tuple(options[name] for name in EXTRAS))
-        return keep_homes(load, previous_home, topology, **options)
+        return keep_homes(load, previous_home, topology)
 
     planner = with_extra_args(relibra(place=place))
     state = planner.init(topology, LAYERS, key=jax.random.key(0))

@@ -27,9 +27,6 @@ def replicate_with_even_split(
     load: Int[Array, "M L E"],
     home: Int[Array, "L E"],
     topology: Topology,
-    *,
-    resident: Int[Array, "L N G B"] | None = None,
-    source_load: Int[Array, "M L N E"] | None = None,
 ) -> Plan:
     """The replicas of `replicate_experts`, each expert's tokens split evenly over its copies.
 
@@ -37,12 +34,10 @@ def replicate_with_even_split(
         load: token copies of each expert, summed over where they lie; below 2**31 in each layer.
         home: flat home slot of each expert.
         topology: the expert-parallel group.
-        resident, source_load: not used.
 
     Returns:
         A Plan; unused replica slots and all resident slots are EMPTY.
     """
-    del resident, source_load
 
     def rule(load, _):
         replica, _ = replicate_domain(load, replica_slots=topology.replica_slots)
@@ -56,9 +51,6 @@ def replicate_with_eplb_places(
     load: Int[Array, "M L E"],
     home: Int[Array, "L E"],
     topology: Topology,
-    *,
-    resident: Int[Array, "L N G B"] | None = None,
-    source_load: Int[Array, "M L N E"] | None = None,
 ) -> Plan:
     """Replicas placed by EPLB's rule, which assumes an even split, and tokens split as well as the places allow.
 
@@ -68,12 +60,10 @@ def replicate_with_eplb_places(
         load: token copies of each expert, summed over where they lie; below 2**31 in each layer.
         home: flat home slot of each expert.
         topology: the expert-parallel group.
-        resident, source_load: not used.
 
     Returns:
         A Plan; unused replica slots and all resident slots are EMPTY.
     """
-    del resident, source_load
 
     def rule(load, _):
         return split_tokens(load, place_heaviest(load, replica_slots=topology.replica_slots))

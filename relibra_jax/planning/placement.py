@@ -26,7 +26,7 @@ from relibra_jax.limits import check_integer, check_not_negative, check_positive
 from relibra_jax.planning import time_search
 from relibra_jax.planning.annealing import HOTTEST, REFINING, Bins, anneal
 from relibra_jax.planning.node_placement import Prices, keep_residents, place_on_nodes, relative_prices
-from relibra_jax.planning.residents import residents_to_ranks
+from relibra_jax.planning.residents import residents_on_ranks
 from relibra_jax.types import EMPTY, Array, TokenSample, Topology, UnitTimes
 
 INSIDE: Final = 4
@@ -185,18 +185,13 @@ def place_by_search(
         hottest=jnp.where(refining, jnp.float32(REFINING), jnp.float32(HOTTEST)),
     )
     for_nodes, for_ranks = jax.random.split(key)
-    if nodes == 1:
-        tokens = None  # nothing crosses
-    if tokens is not None:
-        prices = relative_prices(
-            cost,
-            load.sum() / layers,
-            topology,
-            num_layers=layers,
-            top_k=tokens.expert_ids.shape[-1],
-            horizon=horizon,
-            move_cost=move_cost,
-        )
+    in_time, replicas = (
+        tokens is not None and nodes > 1,
+        topology.replica_slots > 0,
+    )  # on one node nothing crosses
+    if tokens is not None and in_time:
+        top_k = tokens.expert_ids.shape[-1]
+        copies, options = load.sum() / layers, {"horizon": horizon, "move_cost": move_cost}
         home_node, resident = place_on_nodes(
             lies,
             tokens,
@@ -206,26 +201,22 @@ def place_by_search(
             key=for_nodes,
             steps=max(steps // 10, 1),
             hottest=jnp.where(refining, jnp.float32(REFINING), jnp.float32(time_search.HOTTEST)),
-            prices=prices,
+            prices=relative_prices(cost, copies, topology, num_layers=layers, top_k=top_k, **options),
             hierarchical=cost is None or cost.hierarchical,
         )
         home = jax.vmap(_keep_slots, (1, 0, None))(home_node, previous, per_node)
     else:
-        if topology.replica_slots == 0:
-            whole = jax.random.split(key, 1)[0]
-            home = level(home, load, 1, nodes * locals_, steps=steps, move_cost=move_cost, key=whole)
-        else:
-            home = level(home, load, 1, nodes, steps=steps, move_cost=move_cost, key=for_nodes)
+        bins, chosen = (nodes, for_nodes) if replicas else (nodes * locals_, jax.random.split(key, 1)[0])
+        home = level(home, load, 1, bins, steps=steps, move_cost=move_cost, key=chosen)
         home_node, by_copies = (home // per_node).T, Prices(1.0, 0.0, 0.0)
         resident = keep_residents(lies, None, home_node, topology, by_copies, top_k=1)
     at_home = jnp.where(resident[:, :, None], 0, lies).sum(0) if topology.resident_slots else load
     # Replicas mend what a node's ranks carry unevenly, so that in time no move inside a node pays. Where only balance
     # is planned ranks are made even, so that fewer replicas do; without replica slots one level has done that.
-    in_time, replicas = tokens is not None, topology.replica_slots > 0
     if in_time != replicas:
         inside = move_cost * (INSIDE if replicas else 1)
         home = level(home, at_home, nodes, locals_, steps=max(steps // 4, 1), move_cost=inside, key=for_ranks)
-    return Placement(home, _residents_on_ranks(resident, lies.sum(2), at_home.sum(1), home, topology))
+    return Placement(home, residents_on_ranks(resident, lies.sum(2), at_home.sum(1), home, topology))
 
 
 def _place_level(
@@ -242,18 +233,6 @@ def _place_level(
     chosen = (chosen + bins * jnp.arange(domains)[:, None, None]).reshape(experts, layers).T
     chosen = jnp.take_along_axis(chosen, home, axis=-1)
     return jax.vmap(_keep_slots, (0, 0, None))(chosen, previous, size)
-
-
-def _residents_on_ranks(resident, copies, at_home, home, topology: Topology):
-    """The expert in each resident slot, given what each node's tokens ask of it and what comes to its home."""
-    nodes, room = topology.num_nodes, topology.resident_slots
-    if not room:
-        return jnp.full((len(home), nodes, topology.ranks_per_node, 0), EMPTY, jnp.int32)
-    home_node = (home // (topology.num_experts // nodes)).T
-    lives_there = home_node[None] == jnp.arange(nodes)[:, None, None]
-    load = jnp.where(resident, copies, jnp.where(lives_there, at_home[None], 0))
-    to_ranks = functools.partial(residents_to_ranks, topology=topology)
-    return jax.vmap(to_ranks, (2, 2, 0))(resident, load, home)
 
 
 def _check(load, home, topology, steps, move_cost, crossing_cost):

@@ -15,14 +15,17 @@ from jaxtyping import Int, Num, PRNGKeyArray
 
 from relibra_jax.plan import expert_totals
 from relibra_jax.plan_check import check_load
+from relibra_jax.planning.extra_args import taken_by
 from relibra_jax.planning.placement import Placement, place_experts
 from relibra_jax.planning.replication import replicate_experts
 from relibra_jax.types import EMPTY, Array, Plan, Planner, TokenSample, Topology, UnitTimes
 
-type Place = Callable[..., Array]
-"""``(load, previous_home, topology, *, key, source_load, tokens, cost, refine) -> Placement``; see `place_experts`."""
+type Place = Callable[..., Placement]
+"""``(load[M L E], previous_home[L E], topology) -> Placement``; it is also given ``key``, ``source_load``, ``tokens``,
+``cost`` and ``refine`` if it names them, as `place_experts` does."""
 type Replicate = Callable[..., Plan]
-"""``(load[M L E], home[L E], topology, *, resident, source_load) -> Plan``; see `replicate_experts`."""
+"""``(load[M L E], home[L E], topology) -> Plan``; it is also given ``resident`` and ``source_load`` if it names them,
+as `replicate_experts` does."""
 
 
 class RelibraState(NamedTuple):
@@ -34,19 +37,9 @@ class RelibraState(NamedTuple):
     """The random key of the next search."""
 
 
-def keep_homes(
-    load: Int[Array, "M L E"],
-    previous_home: Int[Array, "L E"],
-    topology: Topology,
-    *,
-    key: PRNGKeyArray,
-    source_load: Num[Array, "M L N E"],
-    tokens: TokenSample | None,
-    cost: UnitTimes | None,
-    refine: Int[Array, "L E"] | None,
-) -> Placement:
+def keep_homes(load: Int[Array, "M L E"], previous_home: Int[Array, "L E"], topology: Topology) -> Placement:
     """A `Place` that leaves every expert where it is and keeps no residents, for replication alone."""
-    del load, key, source_load, tokens, cost, refine
+    del load
     slots = (len(previous_home), topology.num_nodes, topology.ranks_per_node, topology.resident_slots)
     return Placement(jnp.asarray(previous_home, jnp.int32), jnp.full(slots, EMPTY, jnp.int32))
 
@@ -89,17 +82,10 @@ def relibra(*, place: Place = place_experts, replicate: Replicate = replicate_ex
         by_expert = expert_totals(load)
         by_node = jnp.asarray(load, jnp.int32).sum(3, dtype=jnp.int32)
         now, later = jax.random.split(state.key)
-        home, resident = place(
-            by_expert,
-            state.home,
-            topology,
-            key=now,
-            source_load=by_node,
-            tokens=tokens,
-            cost=cost,
-            refine=refine,
-        )
-        plan = replicate(by_expert, home, topology, resident=resident, source_load=by_node)
+        known = {"key": now, "source_load": by_node, "tokens": tokens, "cost": cost, "refine": refine}
+        home, resident = place(by_expert, state.home, topology, **taken_by(place, known))
+        held = {"resident": resident, "source_load": by_node}
+        plan = replicate(by_expert, home, topology, **taken_by(replicate, held))
         return plan, RelibraState(plan.home, later)
 
     return Planner(init, update)

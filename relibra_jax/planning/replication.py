@@ -14,6 +14,7 @@ from relibra_jax.limits import check_integer, check_not_negative
 from relibra_jax.planning.greedy_replication import replicate_domain
 from relibra_jax.planning.node_split import split_nodes
 from relibra_jax.planning.per_node import plan_held, plan_per_node
+from relibra_jax.planning.residents import nodes_holding
 from relibra_jax.types import EMPTY, Array, Plan, Topology
 
 
@@ -98,11 +99,7 @@ def _split_by_node(
 ) -> Int[jax.Array, "M L N E"]:
     """Token copies of each expert that each node computes."""
     home_node = jnp.asarray(home) // (topology.num_experts // topology.num_nodes)
-    copied = (
-        resident.reshape(*resident.shape[:2], -1, 1) == jnp.arange(topology.num_experts)[None, None, None]
-    )
-    at_home = home_node[:, None] == jnp.arange(topology.num_nodes)[None, :, None]
-    held = copied.any(2) | at_home
+    held = nodes_holding(home, resident, topology)
     split = functools.partial(split_nodes, tolerance=tolerance)
     return jax.vmap(jax.vmap(split), (0, None, None))(source_load, held, home_node)
 
@@ -111,9 +108,6 @@ def without_replicas(
     load: Int[Array, "M L E"],
     home: Int[Array, "L E"],
     topology: Topology,
-    *,
-    resident: Int[Array, "L N G B"] | None = None,
-    source_load: Int[Array, "M L N E"] | None = None,
 ) -> Plan:
     """The plan without copies: every home slot computes its expert's whole load.
 
@@ -121,7 +115,6 @@ def without_replicas(
         load: token copies of each expert, summed over where they lie.
         home: flat home slot of each expert.
         topology: the expert-parallel group.
-        resident, source_load: not used.
 
     Returns:
         A Plan whose replica and resident slots are all EMPTY.
@@ -129,7 +122,6 @@ def without_replicas(
     Raises:
         ValueError: if shapes disagree with the topology.
     """
-    del resident, source_load
 
     def rule(load, _):
         empty = jnp.full((load.shape[0], topology.replica_slots), EMPTY, jnp.int32)

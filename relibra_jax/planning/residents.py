@@ -6,6 +6,7 @@ its home's node; taking it out may make another expert the only one. So resident
 time the expert that saves its node most time, for all nodes side by side.
 """
 
+import functools
 import math
 from typing import Final
 
@@ -16,7 +17,7 @@ from jaxtyping import Bool, Float, Int, UInt32
 from relibra_jax.plan import inverse_permutation
 from relibra_jax.planning.packing import lightest_pack
 from relibra_jax.planning.token_bits import TokenBits
-from relibra_jax.types import EMPTY, Topology
+from relibra_jax.types import EMPTY, Array, Topology
 
 COPY: Final = 0.3
 """What a copy that stays in its node is worth beside a token that does, which has no other reason to cross. A copy may
@@ -75,6 +76,30 @@ def choose_residents(
     return jnp.take_along_axis(held & ~own, place[None], axis=1)
 
 
+def nodes_holding(
+    home: Int[Array, "L E"], resident: Int[Array, "L N G B"] | None, topology: Topology
+) -> Bool[jax.Array, "L N E"]:
+    """Whether each node holds an expert, as home or as resident.
+
+    Args:
+        home: flat home slot of each expert.
+        resident: the expert in each resident slot, EMPTY for none; None for no residents.
+        topology: the expert-parallel group.
+
+    >>> topology = Topology(num_nodes=2, ranks_per_node=1, num_experts=2, replica_slots=0, resident_slots=1)
+    >>> nodes_holding(jnp.array([[0, 1]]), jnp.array([[[[EMPTY]], [[0]]]]), topology).tolist()
+    [[[True, False], [True, True]]]
+    """
+    nodes, experts = topology.num_nodes, topology.num_experts
+    home_node = jnp.asarray(home) // (experts // nodes)
+    held = home_node[:, None] == jnp.arange(nodes)[None, :, None]
+    if resident is None:
+        return held
+    copied = resident.reshape(*resident.shape[:2], -1)
+    layer, node = jnp.arange(len(home))[:, None, None], jnp.arange(nodes)[None, :, None]
+    return held.at[layer, node, jnp.where(copied == EMPTY, experts, copied)].set(True, mode="drop")
+
+
 def residents_to_ranks(
     resident: Bool[jax.Array, "N E"],
     load: Float[jax.Array, "N E"],
@@ -105,6 +130,34 @@ def residents_to_ranks(
         return jnp.full((ranks, room), EMPTY, jnp.int32).at[pack, position].set(held)
 
     return jax.vmap(one_node)(jnp.arange(topology.num_nodes), resident, load)
+
+
+def residents_on_ranks(
+    resident: Bool[jax.Array, "N E L"],
+    copies: Float[jax.Array, "N E L"],
+    at_home: Float[jax.Array, "E L"],
+    home: Int[jax.Array, "L E"],
+    topology: Topology,
+) -> Int[jax.Array, "L N G B"]:
+    """`residents_to_ranks` in all layers.
+
+    Args:
+        resident: whether a node keeps a copy of an expert.
+        copies: token copies of each expert by the node where they lie, over the whole batch.
+        at_home: those that come to the expert's home.
+        home: flat home slot of each expert.
+        topology: the expert-parallel group.
+
+    Returns:
+        The logical expert in each resident slot, EMPTY for none.
+    """
+    nodes, room = topology.num_nodes, topology.resident_slots
+    if not room:
+        return jnp.full((len(home), nodes, topology.ranks_per_node, 0), EMPTY, jnp.int32)
+    lives_there = nodes_holding(home, None, topology).transpose(1, 2, 0)
+    load = jnp.where(resident, copies, jnp.where(lives_there, at_home[None], 0))
+    to_ranks = functools.partial(residents_to_ranks, topology=topology)
+    return jax.vmap(to_ranks, (2, 2, 0))(resident, load, home)
 
 
 def _only_reason(tokens: TokenBits, held: Bool[jax.Array, "N E L"]) -> Float[jax.Array, "N E L"]:

@@ -7,8 +7,9 @@ from typing import Final
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Integer
 
+from relibra_jax.planning.residents import nodes_holding
 from relibra_jax.planning.token_sample import Routes
 from relibra_jax.types import EMPTY, Array, Topology, UnitTimes
 
@@ -61,8 +62,8 @@ def crossings_by_node(
         total = _sum_in_groups(copies, bounds, (samples, nodes**2))
         number = load.sum((1, 2)) / layers
     else:
-        total = _distinct_tokens(routes, leaves, bounds, num_samples=samples)
         sample = jnp.where(routes.sample == EMPTY, samples, routes.sample)
+        total = _distinct_tokens(jnp.asarray(routes.expert_ids), sample, leaves, bounds, num_samples=samples)
         # A sample of few sampled tokens is taken for a common one to the extent of one token.
         total += total.sum(1, keepdims=True) / len(sample)
         number = jnp.ones(samples, jnp.float32).at[sample].add(1, mode="drop")
@@ -73,13 +74,7 @@ def crossings_by_node(
 def _leaves(home, resident, topology: Topology) -> Bool[jax.Array, "L E pairs"]:
     """Whether an expert's tokens go from one node to another, for all pairs ``from * N + to``."""
     nodes, experts = topology.num_nodes, topology.num_experts
-    home_node = jnp.asarray(home) // (experts // nodes)
-    lives = home_node[:, None] == jnp.arange(nodes)[None, :, None]  # [L N E]
-    held = lives
-    if resident is not None:
-        copied = resident.reshape(*resident.shape[:2], -1)
-        layer, node = jnp.arange(len(lives))[:, None, None], jnp.arange(nodes)[None, :, None]
-        held = held.at[layer, node, jnp.where(copied == EMPTY, experts, copied)].set(True, mode="drop")
+    lives, held = nodes_holding(home, None, topology), nodes_holding(home, resident, topology)
     return (~held[:, :, None] & lives[:, None]).reshape(-1, nodes**2, experts).swapaxes(1, 2)
 
 
@@ -96,7 +91,8 @@ def _sum_in_groups(
 
 
 def _distinct_tokens(
-    routes: Routes,
+    ids: Integer[jax.Array, "Q L K"],
+    sample: Int[jax.Array, " Q"],
     leaves: Bool[jax.Array, "L E pairs"],
     bounds: Int[np.ndarray, " ends"],
     *,
@@ -110,7 +106,7 @@ def _distinct_tokens(
     bit = jnp.arange(32, dtype=jnp.uint32)
     word = jnp.pad(leaves, ((0, 0), (0, 0), (0, -pairs % 32))).reshape(layers, experts, -1, 32)
     word = (word.astype(jnp.uint32) << bit[None, None, None]).sum(-1, dtype=jnp.uint32)
-    count = len(routes.sample)
+    count = len(sample)
     parts = math.gcd(count, 1 << (count * pairs * (len(bounds) - 1) // MOST_VISITS).bit_length())
 
     def one_part(total, part):
@@ -125,8 +121,6 @@ def _distinct_tokens(
         by_token = _sum_in_groups(visits, bounds, (len(sample), pairs))
         return total.at[:, sample].add(by_token, mode="drop"), None
 
-    ids = jnp.asarray(routes.expert_ids)
     ids = ids.reshape(parts, -1, *ids.shape[1:]).swapaxes(1, 2)
-    sample = jnp.where(routes.sample == EMPTY, num_samples, routes.sample).reshape(parts, -1)
     nothing = jnp.zeros((len(bounds) - 1, num_samples, pairs), jnp.float32)
-    return jax.lax.scan(one_part, nothing, (ids, sample))[0]
+    return jax.lax.scan(one_part, nothing, (ids, sample.reshape(parts, -1)))[0]
