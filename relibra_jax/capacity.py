@@ -14,9 +14,10 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 
 from relibra_jax.plan import copy_source
+from relibra_jax.resident_push import PushSizes, push_counts
 from relibra_jax.token_split import source_quota
 from relibra_jax.types import EMPTY, Array, LayerPlan, Topology
 
@@ -51,7 +52,11 @@ class Capacities:
     local: ExchangeSizes
     """Token copies exchanged inside a node, after tokens have crossed between nodes."""
     exports: int
-    """Most replicas that are fetched from one rank."""
+    """Most experts that are fetched from one rank as replicas, each counted once: rows of the padded fetch."""
+    export_copies: int
+    """Most replicas that are fetched from one rank: rows of the ragged fetch."""
+    push: PushSizes | None
+    """Experts on their way to resident slots; None if there are none."""
 
 
 def count_capacities(
@@ -97,6 +102,8 @@ def count_capacities(
         node=node,
         local=ExchangeSizes(pair=local_pair, send=local_send, receive=rows),
         exports=most["exports"],
+        export_copies=most["export_copies"],
+        push=_push_sizes(layer_plans, topology),
     )
 
 
@@ -123,7 +130,9 @@ def worst_case_capacities(tokens: int, top_k: int, topology: Topology) -> Capaci
         local=ExchangeSizes(
             pair=nodes * to_rank, send=nodes * tokens * min(top_k, local * slots), receive=rows
         ),
-        exports=topology.num_ranks * topology.replica_slots,
+        exports=min(topology.num_ranks * topology.replica_slots, topology.held_slots),
+        export_copies=topology.num_ranks * topology.replica_slots,
+        push=None,
     )
 
 
@@ -166,8 +175,9 @@ def grow_capacities(
     """
     if have is None:
         have = jax.tree.map(lambda _: 0, need)
-    if have.node is None or need.node is None:
-        have, need = (dataclasses.replace(each, node=None) for each in (have, need))
+    for name in ("node", "push"):
+        if getattr(have, name) is None or getattr(need, name) is None:
+            have, need = (dataclasses.replace(each, **{name: None}) for each in (have, need))
     return jax.tree.map(lambda size, needed: size if needed <= size else round_up(needed), have, need)
 
 
@@ -197,7 +207,8 @@ def _count(layer_plans: LayerPlan, topology: Topology) -> dict[str, jax.Array]:
             "flat_send": flat.sum(1).max(),
             "local_pair": through.max(),
             "local_send": through.sum(2).max(),
-            "exports": export_count(plan, topology).max(),
+            "exports": exported_slots(plan, topology).sum(1, dtype=jnp.int32).max(),
+            "export_copies": export_count(plan, topology).max(),
         }
 
     counts = jax.lax.map(jax.vmap(one_layer), jax.tree.map(jnp.asarray, layer_plans))
@@ -207,5 +218,21 @@ def _count(layer_plans: LayerPlan, topology: Topology) -> dict[str, jax.Array]:
 def export_count(plan: LayerPlan, topology: Topology) -> Int[jax.Array, " P"]:
     """Replicas that are fetched from each rank in one layer of one micro-batch."""
     source = copy_source(plan, topology).ravel()
-    source = jnp.where(source == EMPTY, topology.num_ranks, source)
-    return jnp.zeros(topology.num_ranks, jnp.int32).at[source].add(1, mode="drop")
+    rank = jnp.where(source == EMPTY, topology.num_ranks, source // topology.held_slots)
+    return jnp.zeros(topology.num_ranks, jnp.int32).at[rank].add(1, mode="drop")
+
+
+def exported_slots(plan: LayerPlan, topology: Topology) -> Bool[jax.Array, "P held"]:
+    """Which home and resident slots of each rank replicas are fetched from, in one layer of one micro-batch."""
+    source = copy_source(plan, topology).ravel()
+    slots = topology.num_ranks * topology.held_slots
+    exported = jnp.zeros(slots, bool).at[jnp.where(source == EMPTY, slots, source)].set(True, mode="drop")
+    return exported.reshape(topology.num_ranks, -1)
+
+
+def _push_sizes(layer_plans: LayerPlan, topology: Topology) -> PushSizes | None:
+    if not topology.resident_slots:
+        return None
+    resident = jnp.asarray(layer_plans.slot_expert)[0, ..., topology.home_slots : topology.held_slots]
+    exports, pairs = push_counts(jnp.asarray(layer_plans.home)[0], resident, topology)
+    return PushSizes(exports=round_capacity(int(exports.max())), pair=round_capacity(int(pairs.max())))

@@ -128,35 +128,41 @@ def replica_experts(plan: Plan, topology: Topology) -> Int[Array, "M L N G R"]:
 
 
 def copy_source(plan: LayerPlan, topology: Topology) -> Int[jax.Array, "N G R"]:
-    """The rank that each replica is fetched from, in one layer of one micro-batch.
+    """The slot that each replica is copied from, in one layer of one micro-batch.
 
-    That is its expert's home if it is in the same node, else the first rank of the node that has the expert as a
-    resident; a replica in a node that has neither comes from the home.
+    That is its expert's home slot if it is in the same node, else the resident slot of the first rank of the node that
+    has the expert as a resident; a replica in a node that has neither comes from the home.
 
     Args:
         plan: a valid layer plan; only slots and homes are read.
         topology: the expert-parallel group.
 
     Returns:
-        Flat ranks, int32; EMPTY for an empty replica slot.
+        int32, counted over the H + B slots of each rank that hold an expert for the whole batch:
+        ``flat rank * topology.held_slots + slot``; EMPTY for an empty replica slot.
 
     >>> topology = Topology(num_nodes=2, ranks_per_node=2, num_experts=4, replica_slots=1, resident_slots=1)
     >>> slots = jnp.array([[[0, -1, -1], [1, -1, 0]], [[2, -1, 0], [3, 0, -1]]])
     >>> copy_source(LayerPlan(slots, jnp.arange(4), jnp.zeros_like(slots), None), topology).tolist()
-    [[[-1], [0]], [[3], [-1]]]
+    [[[-1], [0]], [[7], [-1]]]
     """
-    homes, per_node, ranks = topology.home_slots, topology.ranks_per_node, topology.num_ranks
-    slot_expert = jnp.asarray(plan.slot_expert)
-    replica = slot_expert[..., topology.held_slots :]
-    source = jnp.asarray(plan.home, jnp.int32)[jnp.maximum(replica, 0)] // homes
+    homes, held, per_node = topology.home_slots, topology.held_slots, topology.ranks_per_node
+    slot_expert = jnp.asarray(plan.slot_expert, jnp.int32)
+    replica = slot_expert[..., held:]
+    home = jnp.asarray(plan.home, jnp.int32)[jnp.maximum(replica, 0)]
+    source = home // homes * held + home % homes
     if topology.resident_slots:
-        rank = jnp.arange(ranks, dtype=jnp.int32).reshape(topology.num_nodes, per_node, 1)
-        resident = slot_expert[..., homes : topology.held_slots]
+        none = topology.num_ranks * held
+        rank = jnp.arange(topology.num_ranks, dtype=jnp.int32).reshape(topology.num_nodes, per_node, 1)
+        resident = slot_expert[..., homes:held]
+        slot = rank * held + jnp.arange(homes, held, dtype=jnp.int32)
+        first = jnp.full((topology.num_nodes, topology.num_experts), none, jnp.int32)
+        # Empty slots name an expert behind the last one, which is dropped.
         resident = jnp.where(resident == EMPTY, topology.num_experts, resident)
-        first = jnp.full((topology.num_nodes, topology.num_experts), ranks, jnp.int32)
-        first = first.at[rank // per_node, resident].min(jnp.broadcast_to(rank, resident.shape), mode="drop")
+        first = first.at[rank // per_node, resident].min(slot, mode="drop")
         near = first[rank // per_node, jnp.maximum(replica, 0)]
-        source = jnp.where((source // per_node != rank // per_node) & (near < ranks), near, source)
+        away = home // (homes * per_node) != rank // per_node
+        source = jnp.where(away & (near < none), near, source)
     return jnp.where(replica == EMPTY, EMPTY, source)
 
 

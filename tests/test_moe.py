@@ -14,13 +14,21 @@ from support.dense import assert_close, mixture
 from support.plans import load_of, planned, random_ids, random_plan
 
 from relibra_jax.capacity import ExchangeSizes, count_capacities, worst_case_capacities
-from relibra_jax.execution import ExpertParallel, LayerExperts, expert_mesh, fetch_replicas, moe_layer
+from relibra_jax.execution import (
+    ExpertParallel,
+    LayerExperts,
+    expert_mesh,
+    fetch_replicas,
+    moe_layer,
+    prepare_layer,
+    push_residents,
+)
 from relibra_jax.execution.parallel import PATHS
 from relibra_jax.node_visits import node_visits
 from relibra_jax.plan import home_layout
 from relibra_jax.plan_check import check_plan
 from relibra_jax.planning.planners import PLANNERS
-from relibra_jax.types import EMPTY, Assignment, BatchPlan, RoutingReplay, Topology, layer_plans
+from relibra_jax.types import EMPTY, Assignment, BatchPlan, Plan, RoutingReplay, Topology, layer_plans
 
 MESHES = {"2x4": (2, 4), "4x2": (4, 2), "1x8": (1, 8), "8x1": (8, 1)}
 RANKS, TOKENS, WIDTH, HIDDEN, EXPERTS, TOP_K = 8, 12, 6, 5, 16, 2
@@ -28,9 +36,15 @@ RANKS, TOKENS, WIDTH, HIDDEN, EXPERTS, TOP_K = 8, 12, 6, 5, 16, 2
 TOLERANCE = {"float64": 1e-13, "float32": 2e-6, "bfloat16": 2e-2}
 
 
-def topology_of(mesh, replica_slots):
+def topology_of(mesh, replica_slots, resident_slots=0):
     nodes, local = MESHES[mesh]
-    return Topology(num_nodes=nodes, ranks_per_node=local, num_experts=EXPERTS, replica_slots=replica_slots)
+    return Topology(
+        num_nodes=nodes,
+        ranks_per_node=local,
+        num_experts=EXPERTS,
+        replica_slots=replica_slots,
+        resident_slots=resident_slots,
+    )
 
 
 @functools.cache
@@ -80,10 +94,21 @@ def dense(values, ids):
     return {"output": out} | grads
 
 
+def run_layer(x, ids, gates, experts, plan, parallel):
+    """Prepared, fetched and computed in one go; residents are pushed for this layer alone, and theirs are gradients of
+    the home experts."""
+    layer = prepare_layer(ids, plan, parallel)
+    if parallel.topology.resident_slots:
+        of_batch = Plan(plan.slot_expert[None, None], plan.home[None], plan.quota[None, None])
+        layer = layer._replace(residents=push_residents([experts], of_batch, parallel)[0])
+    held, x = fetch_replicas(experts, layer, x, parallel)
+    return moe_layer(x, gates, held, layer, parallel)
+
+
 @functools.cache
-def run(mesh, replica_slots, path, across_nodes, exchange="padded", fetch="reduce_scatter"):
+def run(mesh, replica_slots, path, across_nodes, exchange="padded", fetch="padded", resident_slots=0):
     """Output and gradients of the layer, compiled once: another trace is an error."""
-    topology = topology_of(mesh, replica_slots)
+    topology = topology_of(mesh, replica_slots, resident_slots)
     parallel = ExpertParallel(
         mesh=expert_mesh(topology),
         topology=topology,
@@ -97,8 +122,7 @@ def run(mesh, replica_slots, path, across_nodes, exchange="padded", fetch="reduc
         experts = values["experts"][home_layout(plan.home, topology)]
         gates = gates_of(values, ids)
         gates = gates.astype(jnp.promote_types(gates.dtype, jnp.float32))
-        held, x = fetch_replicas(experts, plan, values["x"], parallel)
-        out = moe_layer(x, ids, gates, held, plan, parallel)
+        out = run_layer(values["x"], ids, gates, experts, plan, parallel).output
         return (out * jnp.asarray(COTANGENT, out.dtype)).sum(), out
 
     def step(values, ids, plan):
@@ -110,9 +134,9 @@ def run(mesh, replica_slots, path, across_nodes, exchange="padded", fetch="reduc
 
 
 @functools.cache
-def plans(mesh, replica_slots, name):
+def plans(mesh, replica_slots, name, resident_slots=0):
     """Layer plans ``[M, 1]`` of all routings as micro-batches of one batch: a planner's, or random ones."""
-    topology = topology_of(mesh, replica_slots)
+    topology = topology_of(mesh, replica_slots, resident_slots)
     load = load_of(routings()[:, None], topology)
     if name in PLANNERS:
         plan = planned(name, topology, load)

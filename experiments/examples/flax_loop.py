@@ -22,7 +22,7 @@ import optax  # type: ignore[import-untyped]
 from flax import nnx
 
 from relibra_jax import Planner, RoutingReplay, Topology, batch_imbalance, rank_load, relibra
-from relibra_jax.nnx import GATINGS, Balancer, MoELayer, expert_mesh
+from relibra_jax.nnx import GATINGS, Balancer, MoELayer, accumulate_gradients, expert_mesh
 
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=4, num_experts=16, replica_slots=2)
 LAYERS, WIDTH, EXPERT_WIDTH, VOCABULARY = 4, 32, 32, 64
@@ -38,10 +38,10 @@ class Block(nnx.Module):
         self.attention = nnx.MultiHeadAttention(2, WIDTH, decode=False, rngs=rngs)
         self.experts = MoELayer(TOPOLOGY, WIDTH, EXPERT_WIDTH, gating, rngs=rngs)
 
-    def __call__(self, x, expert_ids, plan, parallel):
-        held, x = self.experts.fetch(x, plan, parallel)  # replicas travel while attention computes
+    def __call__(self, x, expert_ids, layer, parallel):
+        held, x = self.experts.fetch(x, layer, parallel)  # replicas travel while attention computes
         x = x + self.attention(self.norm(x), mask=nnx.make_causal_mask(x[..., 0]))
-        return x + self.experts(self.expert_norm(x), expert_ids, plan, parallel=parallel, experts=held).output
+        return x + self.experts(self.expert_norm(x), expert_ids, layer, parallel=parallel, experts=held).output
 
 
 class Model(nnx.Module):
@@ -52,10 +52,10 @@ class Model(nnx.Module):
         self.blocks = nnx.List([Block(rngs) for _ in range(LAYERS)])
         self.head = nnx.Linear(WIDTH, VOCABULARY, rngs=rngs)
 
-    def __call__(self, tokens, expert_ids, plans, parallel):
+    def __call__(self, tokens, expert_ids, layers, parallel):
         x = self.embedding(tokens)
-        for layer, block in enumerate(self.blocks):
-            x = block(x, expert_ids[..., layer, :], plans.layer(layer), parallel)
+        for number, block in enumerate(self.blocks):
+            x = block(x, expert_ids[..., number, :], layers.layer(number), parallel)
         return self.head(x)
 
 
@@ -72,20 +72,14 @@ def rollouts(batches: int) -> Iterator[tuple[np.ndarray, RoutingReplay]]:
 
 @nnx.jit
 def train_step(model, optimizer, batch, rows):
-    graph, params, *rest = nnx.split(model, nnx.Param, ...)
-
-    def loss_of(params, tokens, replay, plans):
-        logits = nnx.merge(graph, params, *rest)(tokens, replay.expert_ids, plans, batch.parallel)
+    def loss_of(model, rows, layers):
+        tokens, replay = rows
+        logits = model(tokens, replay.expert_ids, layers, batch.parallel)
         losses = optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], tokens[:, 1:])
-        return losses.sum() / (SAMPLES * (TOKENS - 1))
+        loss = losses.sum() / (SAMPLES * (TOKENS - 1))
+        return loss, loss
 
-    def accumulate(gradients, micro_batch):
-        (tokens, replay), plans = micro_batch
-        loss, more = jax.value_and_grad(loss_of)(params, tokens, replay, plans)
-        return jax.tree.map(jnp.add, gradients, more), loss
-
-    nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), params)
-    gradients, losses = jax.lax.scan(accumulate, nothing, (rows, batch.layer_plans()))
+    gradients, losses = accumulate_gradients(model, loss_of, batch, rows)
     optimizer.update(model, gradients)
     return losses.sum()
 

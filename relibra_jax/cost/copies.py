@@ -45,7 +45,7 @@ def push_time(
     def one(plan: LayerPlan) -> Traffic:
         source = copy_source(plan, topology)
         target = jnp.broadcast_to(_own_rank(topology), source.shape)
-        return count_experts(source, target, source != EMPTY, topology)
+        return count_experts(source // topology.held_slots, target, source != EMPTY, topology)
 
     traffic = jax.vmap(jax.vmap(one))(jax.tree.map(jnp.asarray, layer_plans))
     return transfer_time(traffic, float(WEIGHT_BYTES * model.expert_params), cluster)

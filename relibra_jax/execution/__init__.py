@@ -33,14 +33,19 @@ from relibra_jax.execution.migration import migrate_experts
 from relibra_jax.execution.moe import moe_layer
 from relibra_jax.execution.parallel import ExpertParallel
 from relibra_jax.execution.plan_agreement import check_same_plan
+from relibra_jax.execution.prepared_layer import PreparedLayer, prepare_layer, prepare_layers
 from relibra_jax.execution.replicas import LayerExperts, fetch_replicas
+from relibra_jax.execution.residents import Residents, check_residents, push_residents, return_gradients
 
 __all__ = [
     "OVERLAP_OPTIONS",
     "Capacities",
     "ExpertParallel",
     "LayerExperts",
+    "PreparedLayer",
+    "Residents",
     "check_capacities",
+    "check_residents",
     "check_same_plan",
     "count_capacities",
     "expert_mesh",
@@ -49,6 +54,10 @@ __all__ = [
     "migrate_experts",
     "moe_layer",
     "optimizer_layers",
+    "prepare_layer",
+    "prepare_layers",
+    "push_residents",
     "rank_sharding",
+    "return_gradients",
     "worst_case_capacities",
 ]

@@ -1,6 +1,6 @@
 """The collective that carries rows between ranks, and the same one that brings them back.
 
-All know ``counts[P, P]``, the rows that each rank sends to each other, so nobody asks. Three kinds:
+Every rank knows its `Lanes` beforehand, the rows for and from each other rank, so nobody asks. Three kinds:
 
 - ``padded``: `jax.lax.all_to_all` of equal lanes, one a pair of ranks. Runs everywhere; every lane is as long as the
   longest.
@@ -13,7 +13,7 @@ The transpose of sending rows is sending cotangents back, so no gradient rests o
 
 import functools
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,29 @@ from relibra_jax.capacity import ExchangeSizes
 from relibra_jax.segments import segment_rows, starts
 
 KINDS: Final = ("padded", "ragged", "emulated")
+
+
+class Lanes(NamedTuple):
+    """What one rank exchanges with each of the P ranks, itself among them, and where that lies at both ends."""
+
+    sent: Int[jax.Array, "*stack P"]
+    """Rows for each rank."""
+    received: Int[jax.Array, "*stack P"]
+    """Rows from each rank."""
+    send_start: Int[jax.Array, "*stack P"]
+    """Where the rows for each rank start in this rank's send buffer."""
+    receive_start: Int[jax.Array, "*stack P"]
+    """Where the rows from each rank start in this rank's receive buffer."""
+    there: Int[jax.Array, "*stack P"]
+    """Where this rank's rows start in the receive buffer of each rank."""
+    whence: Int[jax.Array, "*stack P"]
+    """Where the rows for this rank start in the send buffer of each rank."""
+
+    def back(self) -> "Lanes":
+        """The lanes of the way back."""
+        return Lanes(
+            self.received, self.sent, self.receive_start, self.send_start, self.whence, self.there
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,13 +67,18 @@ class Exchange:
         """Rows of the buffer that is received."""
         return self.ranks * self.sizes.pair if self.kind == "padded" else self.sizes.receive
 
-    def lanes(self, counts: Int[jax.Array, "P P"]) -> tuple[jax.Array, jax.Array]:
-        """Where, in this rank's buffers, the rows for and from each rank start."""
+    def lanes(self, counts: Int[jax.Array, "P P"]) -> Lanes:
+        """This rank's lanes, from the rows that each rank sends to each, the same on all ranks."""
+        me = jax.lax.axis_index(self.axes)
         if self.kind == "padded":
             start = jnp.arange(self.ranks, dtype=counts.dtype) * self.sizes.pair
-            return start, start
-        me = jax.lax.axis_index(self.axes)
-        return starts(counts[me]), starts(counts[:, me])
+            here = jnp.full_like(start, me * self.sizes.pair)
+            return Lanes(counts[me], counts[:, me], start, start, here, here)
+        send_start, receive_start = starts(counts, 1), starts(counts, 0)
+        return Lanes(
+            *(counts[me], counts[:, me], send_start[me], receive_start[:, me]),
+            *(receive_start[me], send_start[:, me]),
+        )
 
     def fits(self, counts: Int[jax.Array, "P P"]) -> jax.Array:
         """Whether the buffers of all ranks hold ``counts``."""
@@ -60,51 +88,49 @@ class Exchange:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def send(rows: Num[jax.Array, "r *d"], counts: Int[jax.Array, "P P"], exchange: Exchange) -> jax.Array:
+def send(rows: Num[jax.Array, "r *d"], lanes: Lanes, exchange: Exchange) -> jax.Array:
     """Carry rows to the ranks whose lanes they lie in.
 
     Args:
-        rows: ``[send_rows, ...]``, the rows for each rank from where `Exchange.lanes` says.
-        counts: rows from each rank to each rank.
+        rows: ``[send_rows, ...]``, the rows for each rank from where its lane starts.
+        lanes: this rank's lanes.
         exchange: the ranks, the kind and the buffer sizes of the exchange.
 
     Returns:
-        ``[receive_rows, ...]``, the rows from each rank from where `Exchange.lanes` says, zeros elsewhere.
+        ``[receive_rows, ...]``, the rows from each rank from where its lane starts, zeros elsewhere.
     """
-    return _move(rows, counts, exchange, exchange.receive_rows)
+    return _move(rows, lanes, exchange, exchange.receive_rows)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def send_back(rows: Num[jax.Array, "r *d"], counts: Int[jax.Array, "P P"], exchange: Exchange) -> jax.Array:
+def send_back(rows: Num[jax.Array, "r *d"], lanes: Lanes, exchange: Exchange) -> jax.Array:
     """The way back of `send`, and its transpose: ``[receive_rows, ...]`` to ``[send_rows, ...]``."""
-    return _move(rows, counts.T, exchange, exchange.send_rows)
+    return _move(rows, lanes.back(), exchange, exchange.send_rows)
 
 
 send.defvjp(
-    lambda rows, counts, exchange: (send(rows, counts, exchange), counts),
-    lambda exchange, counts, cotangent: (send_back(cotangent, counts, exchange), None),
+    lambda rows, lanes, exchange: (send(rows, lanes, exchange), lanes),
+    lambda exchange, lanes, cotangent: (send_back(cotangent, lanes, exchange), None),
 )
 send_back.defvjp(
-    lambda rows, counts, exchange: (send_back(rows, counts, exchange), counts),
-    lambda exchange, counts, cotangent: (send(cotangent, counts, exchange), None),
+    lambda rows, lanes, exchange: (send_back(rows, lanes, exchange), lanes),
+    lambda exchange, lanes, cotangent: (send(cotangent, lanes, exchange), None),
 )
 
 
-def _move(rows, counts, exchange: Exchange, receive_rows: int):
+def _move(rows, lanes: Lanes, exchange: Exchange, receive_rows: int):
     axes = exchange.axes
     if exchange.kind == "padded":
-        lanes = rows.reshape(exchange.ranks, exchange.sizes.pair, *rows.shape[1:])
-        return jax.lax.all_to_all(lanes, axes, 0, 0, tiled=True).reshape(rows.shape)
-    me = jax.lax.axis_index(axes)
-    send_start, receive_start = starts(counts, 1), starts(counts, 0)
+        by_rank = rows.reshape(exchange.ranks, exchange.sizes.pair, *rows.shape[1:])
+        return jax.lax.all_to_all(by_rank, axes, 0, 0, tiled=True).reshape(rows.shape)
     if exchange.kind == "emulated":
         everywhere = jax.lax.all_gather(rows, axes, tiled=True)
-        source = jnp.arange(exchange.ranks) * rows.shape[0] + send_start[:, me]
-        index = segment_rows(receive_rows, receive_start[:, me], counts[:, me], source)
+        source = jnp.arange(exchange.ranks, dtype=jnp.int32) * rows.shape[0] + lanes.whence
+        index = segment_rows(receive_rows, lanes.receive_start, lanes.received, source)
         return everywhere.at[jnp.where(index < 0, everywhere.shape[0], index)].get(mode="fill", fill_value=0)
     # Zeros that depend on the rows: a constant would hold a buffer from a program's start to its end.
-    zero = jnp.where(counts[0, 0] < 0, rows[(0,) * rows.ndim], 0)
+    zero = jnp.where(lanes.sent[0] < 0, rows[(0,) * rows.ndim], 0)
     empty = jnp.broadcast_to(zero, (receive_rows, *rows.shape[1:]))
     return jax.lax.ragged_all_to_all(
-        rows, empty, send_start[me], counts[me], receive_start[me], counts[:, me], axis_name=axes
+        rows, empty, lanes.send_start, lanes.sent, lanes.there, lanes.received, axis_name=axes
     )

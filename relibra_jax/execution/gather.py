@@ -7,7 +7,7 @@ order.
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Num
 
 from relibra_jax.types import EMPTY
 
@@ -24,8 +24,8 @@ def inverse_index(index: Int[jax.Array, " r"], length: int) -> Int[jax.Array, " 
 
 @jax.custom_vjp
 def gather_rows(
-    rows: Float[jax.Array, "t *d"], source: Int[jax.Array, " r"], places: Int[jax.Array, "t c"]
-) -> Float[jax.Array, "r *d"]:
+    rows: Num[jax.Array, "t *d"], source: Int[jax.Array, " r"], places: Int[jax.Array, "t c"]
+) -> Num[jax.Array, "r *d"]:
     """Copy rows to where ``source`` says: row ``i`` of the result is ``rows[source[i]]``, zero where EMPTY.
 
     Args:

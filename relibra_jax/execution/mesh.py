@@ -72,19 +72,17 @@ def check_mesh(mesh: Mesh, topology: Topology) -> None:
             raise ValueError(f"mesh axis {name!r}: expected {size} for {topology}, found {found}")
 
 
-def check_runnable(topology: Topology) -> None:
-    """Raise unless a step can run plans of ``topology``.
-
-    Raises:
-        ValueError: if it has resident slots, which can be planned but not run yet.
-    """
-    if topology.resident_slots:
-        raise ValueError(
-            f"resident_slots={topology.resident_slots}: a step cannot run residents yet; plan with resident_slots=0 to"
-            " run"
-        )
-
-
 def rank_sharding(mesh: Mesh, *, memory_kind: str | None = None) -> NamedSharding:
     """The sharding of an array ``[N, G, ...]``, expert parameters for instance: each rank holds its own part."""
     return NamedSharding(mesh, PartitionSpec(*RANKS), memory_kind=memory_kind)
+
+
+def varying_axes(array: jax.Array) -> tuple[str, ...]:
+    """The mesh axes over which an array may differ, inside `jax.shard_map`."""
+    return tuple(jax.typeof(array).manual_axis_type.varying)
+
+
+def vary_over(array: jax.Array, axes: Sequence[str]) -> jax.Array:
+    """``array`` as one that may differ over ``axes``, inside `jax.shard_map`; its gradient is summed over them."""
+    fixed = tuple(axis for axis in axes if axis not in varying_axes(array))
+    return jax.lax.pcast(array, fixed, to="varying") if fixed else array

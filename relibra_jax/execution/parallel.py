@@ -4,7 +4,9 @@ Tokens are sharded over all ranks along their first axis, so the mesh does not s
 ``[B, ..., D]``, and every rank of every data-parallel copy holds ``B / ranks`` rows of it, in flat order.
 """
 
+import functools
 import math
+import sys
 from dataclasses import dataclass
 from typing import Final
 
@@ -13,11 +15,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from relibra_jax.capacity import Capacities, ExchangeSizes, worst_case_capacities
 from relibra_jax.execution.exchange import KINDS, Exchange
-from relibra_jax.execution.mesh import LOCAL, RANKS, check_mesh, check_runnable
-from relibra_jax.execution.replica_exchange import FETCHES
+from relibra_jax.execution.mesh import LOCAL, NODE, RANKS, check_mesh
 from relibra_jax.types import Array, LayerPlan, Topology, check_shape
 
 PATHS: Final = ("flat", "hierarchical")
+AUTO: Final = "auto"
+"""What stands for the way that suits mesh and model."""
+MOST_RAGGED_RANKS: Final = 8
+"""Ranks up to which XLA runs a ragged exchange on GPUs in one kernel; beyond, hangs and slow paths are reported."""
 
 
 @jax.tree_util.register_static
@@ -26,8 +31,8 @@ class ExpertParallel:
     """Mesh, topology, buffer sizes and kinds of exchange of an expert-parallel layer. Hashable and static under jit.
 
     Raises:
-        ValueError: if the topology has resident slots, the mesh lacks its ranks, a name is unknown, or sizes that the
-            path needs were not counted.
+        ValueError: if the mesh lacks the topology's ranks, a name is unknown, or sizes that the path needs were not
+            counted.
     """
 
     mesh: Mesh
@@ -40,25 +45,30 @@ class ExpertParallel:
     data_axes: tuple[str, ...] | None = None
     """The mesh's other axes over which tokens are split (data, FSDP): all of them by default. Each place along them is
     a copy of the expert-parallel group with layer plans of its own; homes and parameters are shared."""
-    path: str = "flat"
-    """``flat``, one exchange over all ranks, or ``hierarchical``: see `relibra_jax.execution.dispatch`."""
-    exchange: str = "padded"
-    """The kind of exchange: see `relibra_jax.execution.exchange`; ``ragged`` is for GPUs and unproven."""
-    fetch: str = "reduce_scatter"
-    """The kind of replica fetch: see `relibra_jax.execution.replica_exchange`; ``ragged`` is for GPUs and unproven."""
+    path: str = AUTO
+    """``flat``, one exchange over all ranks, or ``hierarchical``: see `relibra_jax.execution.dispatch`. ``auto`` is
+    hierarchical where there are several nodes, a token has several experts, and what crosses was counted."""
+    exchange: str = AUTO
+    """The kind of token exchange: see `relibra_jax.execution.exchange`. ``auto`` is ragged between at most 8 GPUs of
+    one node, and padded elsewhere; what it chose is printed once."""
+    fetch: str = AUTO
+    """The kind of replica fetch: see `relibra_jax.execution.replica_exchange`; ``auto`` as for ``exchange``."""
     across_nodes: bool = False
     """Whether replicas may be on other nodes than their experts' homes, as planners that ignore nodes want it."""
     implementation: str | None = None
     """The implementation of `pallas_kernels.grouped_mlp`."""
+    check_rows: bool = False
+    """Whether every token copy brings its expert's number along, so that a layer counts the rows that really reached
+    the slot of their expert, and turns to NaN where they are not the plan's quota. It costs a small exchange a
+    layer."""
     rows: int | None = None
     """The rows of a micro-batch on all ranks together, if they are known beforehand: others are refused."""
 
     def __post_init__(self) -> None:
-        check_runnable(self.topology)
         check_mesh(self.mesh, self.topology)
-        for name, names in (("path", PATHS), ("exchange", KINDS), ("fetch", FETCHES)):
-            if getattr(self, name) not in names:
-                raise ValueError(f"{name}={getattr(self, name)!r} must be one of {', '.join(names)}")
+        for name, names in (("path", PATHS), ("exchange", KINDS), ("fetch", KINDS)):
+            if getattr(self, name) not in (AUTO, *names):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be one of {', '.join((AUTO, *names))}")
         if self.data_axes is None:
             others = tuple(axis for axis in self.mesh.axis_names if axis not in RANKS)
             object.__setattr__(self, "data_axes", others)
@@ -117,10 +127,50 @@ class ExpertParallel:
         """The buffer sizes of a layer whose ranks hold so many tokens: as counted, or the worst case."""
         return self.capacities or worst_case_capacities(tokens, top_k, self.topology)
 
-    def over(self, axes: tuple[str, ...], sizes: ExchangeSizes, kind: str) -> Exchange:
-        """The exchange of some kind along ``axes``."""
+    def is_hierarchical(self, top_k: int) -> bool:
+        """Whether a token of so many experts crosses to each node once, and not every copy by itself."""
+        if self.path != AUTO:
+            return self.path == "hierarchical"
+        counted = self.capacities is None or self.capacities.node is not None
+        return self.topology.num_nodes > 1 and top_k > 1 and counted
+
+    def token_exchange(self, axes: tuple[str, ...], sizes: ExchangeSizes) -> Exchange:
+        """The exchange of tokens along ``axes``."""
+        return self._over(axes, sizes, self.exchange)
+
+    def replica_exchange(self, sizes: ExchangeSizes) -> Exchange:
+        """The exchange of replicas between the ranks of a domain."""
+        return self._over(self.domain, sizes, self.fetch)
+
+    def _over(self, axes: tuple[str, ...], sizes: ExchangeSizes, kind: str) -> Exchange:
         ranks = math.prod(self.mesh.shape[axis] for axis in axes)
-        return Exchange(kind=kind, axes=axes, ranks=ranks, sizes=sizes)
+        return Exchange(kind=self._kind(kind, axes), axes=axes, ranks=ranks, sizes=sizes)
+
+    def _kind(self, kind: str, axes: tuple[str, ...]) -> str:
+        if kind != AUTO:
+            return kind
+        ranks = math.prod(self.mesh.shape[axis] for axis in axes)
+        near = NODE not in axes or self.topology.num_nodes == 1
+        on_gpu = self.mesh.devices.flat[0].platform in ("gpu", "cuda")
+        return "ragged" if on_gpu and near and ranks <= MOST_RAGGED_RANKS else "padded"
+
+    def print_ways(self, top_k: int) -> None:
+        """Print what was chosen where ``auto`` stands, on process 0 and once for equal choices."""
+        if AUTO not in (self.path, self.exchange, self.fetch) or jax.process_index():
+            return
+        if self.is_hierarchical(top_k):
+            between, inside = (self._kind(self.exchange, (axis,)) for axis in RANKS)
+            tokens = f"hierarchical, {between} between nodes and {inside} inside them"
+        else:
+            tokens = f"flat, {self._kind(self.exchange, RANKS)}"
+        replicas = self._kind(self.fetch, self.domain)
+        ranks, platform = " x ".join(map(str, self.ranks)), self.mesh.devices.flat[0].platform
+        _print_once(f"relibra_jax, {ranks} ranks on {platform}: tokens {tokens}; replicas {replicas}")
+
+
+@functools.cache
+def _print_once(line: str) -> None:
+    print(line, file=sys.stderr)
 
 
 def check_tokens(name: str, array: Array, parallel: ExpertParallel) -> None:

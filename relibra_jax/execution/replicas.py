@@ -7,16 +7,16 @@ import functools
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Float
 
-from relibra_jax.capacity import ExchangeSizes, export_count
-from relibra_jax.execution.mesh import NODE, RANKS
-from relibra_jax.execution.parallel import ExpertParallel, check_layer_plan, check_tokens
+from relibra_jax.execution.mesh import RANKS, vary_over
+from relibra_jax.execution.parallel import ExpertParallel, check_tokens
 from relibra_jax.execution.plan_guard import one_or_nan
+from relibra_jax.execution.prepared_layer import PreparedLayer, replica_exchange
 from relibra_jax.execution.replica_exchange import fetch
-from relibra_jax.types import EMPTY, Array, LayerPlan, check_shape
+from relibra_jax.execution.residents import check_resident_weights, resident_spec
+from relibra_jax.types import Array, check_shape
 
 
 class LayerExperts(NamedTuple):
@@ -24,17 +24,19 @@ class LayerExperts(NamedTuple):
 
     home: Float[Array, "*ranks H three D F"]
     """``[*copies, N, G, H, 3, D, F]``: gate, up and down transposed."""
+    residents: Float[Array, "*ranks B three D F"] | None
+    """``[*copies, N, G, B, 3, D, F]``; None if there are no resident slots."""
     replicas: Float[Array, "*ranks R three D F"] | None
     """``[*copies, N, G, R, 3, D, F]``, zeros in empty slots; None if there are no replica slots."""
 
 
 def fetch_replicas(
     experts: Float[Array, "..."],
-    plan: LayerPlan,
+    layer: PreparedLayer,
     x: Float[Array, "..."],
     parallel: ExpertParallel,
 ) -> tuple[LayerExperts, jax.Array]:
-    """The layer's experts: those at home, and the replicas, packed now and pushed beside what follows.
+    """The layer's experts: those at home, residents, and the replicas, packed now and pushed beside what follows.
 
     Under `jax.checkpoint` with ``nothing_saveable`` or ``save_only_these_names`` around the transformer layer, replicas
     are fetched again in the backward pass; without it, every layer's are kept for it.
@@ -42,7 +44,8 @@ def fetch_replicas(
     Args:
         experts: the home experts of the layer, ``[N, G, H, 3, D, F]``: gate, up and down transposed, in the dtype of
             the computation, in which replicas travel and their gradients return.
-        plan: the plan of this layer and micro-batch, ``[*copies, ...]``.
+        layer: what `relibra_jax.execution.prepared_layer.prepare_layer` made of the plan of this layer and micro-batch,
+            with the residents' weights if the topology has resident slots.
         x: the transformer layer's input, ``[B, ...]``, sharded over the ranks along its first axis.
         parallel: how plans are run: mesh, topology, buffer sizes, kinds of exchange.
 
@@ -51,43 +54,43 @@ def fetch_replicas(
         push starts no earlier than ``x`` is there. NaN if the exports do not fit.
 
     Raises:
-        ValueError: if plan or weights are of another topology, or ``x`` does not divide over the ranks.
+        ValueError: if weights are of another topology, residents are missing, or ``x`` does not divide over the ranks.
     """
     topology = parallel.topology
-    check_layer_plan(plan, parallel)
     check_shape("experts", experts.shape, (*parallel.ranks, topology.home_slots, 3, *experts.shape[-2:]))
     check_tokens("x", x, parallel)
-    replica_slots, rank = topology.replica_slots, parallel.rank_spec
-    copy = (0,) * len(parallel.copies_over)
+    residents = check_resident_weights(layer.residents, experts, parallel)
+    rank, lead = parallel.rank_spec, (1,) * (len(parallel.copies_over) + 2)
+    place = (0,) * len(lead)
+    has_replicas = topology.replica_slots > 0
+    out = LayerExperts(rank, None if residents is None else rank, rank if has_replicas else None)  # type: ignore[arg-type]
 
     @functools.partial(
         jax.shard_map,
         mesh=parallel.mesh,
-        in_specs=(PartitionSpec(*RANKS), parallel.plan_spec, parallel.token_spec),
-        out_specs=(LayerExperts(rank, rank if replica_slots else None), parallel.token_spec),  # type: ignore[arg-type]
+        in_specs=(
+            PartitionSpec(*RANKS),
+            None if residents is None else resident_spec(residents.shape, parallel),
+            rank if has_replicas else None,
+            parallel.token_spec,
+        ),
+        out_specs=(out, parallel.token_spec),
     )
-    def on_rank(experts, plan, x):
-        lead = (1,) * (len(copy) + 2)
-        # Copies of the group share the homes, so their gradients are summed over the copies.
-        home = jax.lax.pcast(experts[0, 0], parallel.copies_over, to="varying") if copy else experts[0, 0]
-        if not replica_slots:
-            return LayerExperts(home.reshape(*lead, *home.shape), None), x
-        plan = jax.tree.map(lambda leaf: leaf[copy], plan)
-        replica = plan.slot_expert[..., topology.held_slots :]
-        wanted = jnp.where(replica == EMPTY, EMPTY, plan.home[replica])
-        worst = topology.num_ranks * replica_slots
-        exports = worst if parallel.capacities is None else parallel.capacities.exports
-        # A replica that is lost anywhere is missed by tokens from everywhere.
-        fits = (export_count(plan, topology).max() <= exports) | (parallel.fetch == "reduce_scatter")
-        if not parallel.across_nodes:
-            node = jax.lax.axis_index(NODE)
-            homes = topology.ranks_per_node * topology.home_slots
-            wanted = jnp.where(wanted[node] == EMPTY, EMPTY, wanted[node] - node * homes)
-        sizes = ExchangeSizes(pair=replica_slots, send=max(exports, 1), receive=replica_slots)
-        kind = "padded" if parallel.fetch == "reduce_scatter" else parallel.fetch
-        exchange = parallel.over(parallel.domain, sizes, kind)
-        home, replicas, tied = fetch(home, wanted.reshape(-1, replica_slots), x, parallel.fetch, exchange)
-        held = LayerExperts(home.reshape(*lead, *home.shape), replicas.reshape(*lead, *replicas.shape))
-        return held, tied * one_or_nan(fits, tied)
+    def on_rank(experts, residents, tables, x):
+        # Copies of the group share homes and residents, so their gradients are summed over the copies.
+        held = (vary_over(experts[0, 0], parallel.copies_over),)
+        if residents is not None:
+            held += (vary_over(residents[place], parallel.copies_over),)
+        replicas = None
+        if has_replicas:
+            tables = jax.tree.map(lambda leaf: leaf[place], tables)
+            exchange, _ = replica_exchange(parallel)
+            held, replicas, x = fetch(held, tables, x, exchange)
+            x = x * one_or_nan(tables.fits, x)
+        held = tuple(each.reshape(*lead, *each.shape) for each in held)
+        if replicas is not None:
+            replicas = replicas.reshape(*lead, *replicas.shape)
+        return LayerExperts(held[0], held[1] if len(held) > 1 else None, replicas), x
 
-    return on_rank(experts, plan, x)
+    return on_rank(experts, residents, layer.fetch, x)
+

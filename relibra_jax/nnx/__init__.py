@@ -12,9 +12,10 @@ from relibra_jax.execution.gating import GATINGS, Gating
 from relibra_jax.execution.mesh import expert_mesh
 from relibra_jax.execution.parallel import ExpertParallel
 from relibra_jax.nnx.balancer import Balancer, BalancerState
+from relibra_jax.nnx.gradients import accumulate_gradients, push
 from relibra_jax.nnx.homes import expert_labels, get_homes, reorder_experts, set_homes
 from relibra_jax.nnx.layer import MoELayer, MoEOutput
-from relibra_jax.nnx.prepared import PreparedBatch
+from relibra_jax.nnx.prepared import PreparedBatch, check_executed
 from relibra_jax.nnx.training_checkpoint import restore_training, save_training
 from relibra_jax.nnx.variables import CorrectionBias, ExpertParam, Homes
 
@@ -30,9 +31,12 @@ __all__ = [
     "MoELayer",
     "MoEOutput",
     "PreparedBatch",
+    "accumulate_gradients",
+    "check_executed",
     "expert_labels",
     "expert_mesh",
     "get_homes",
+    "push",
     "reorder_experts",
     "restore_training",
     "save_training",

@@ -20,12 +20,12 @@ from jaxtyping import PRNGKeyArray
 
 from relibra_jax.capacity import Capacities, count_capacities, grow_capacities, round_capacity
 from relibra_jax.execution.expert_labels import check_homes
-from relibra_jax.execution.parallel import ExpertParallel
+from relibra_jax.execution.parallel import AUTO, ExpertParallel
 from relibra_jax.execution.plan_agreement import check_same_plan
 from relibra_jax.nnx.balancer_state import BalancerState, check_state, from_host, no_capacities, to_host
 from relibra_jax.nnx.finite import check_finite
 from relibra_jax.nnx.homes import get_homes, reorder_experts
-from relibra_jax.nnx.prepared import PreparedBatch, live_batch
+from relibra_jax.nnx.prepared import PreparedBatch, live_batch, replayed_batch
 from relibra_jax.nnx.put_on_mesh import put_on_mesh, replicate
 from relibra_jax.node_visits import node_visits
 from relibra_jax.plan_check import check_plan
@@ -51,14 +51,14 @@ class Balancer:
         across_nodes: whether the planner's replicas may be on other nodes than their experts' homes.
         capacities: buffer sizes to begin with, so that the first batches compile no step of their own.
         data_axes: the mesh's further axes over which tokens are split; all of them when None.
-        path: ``flat``, one exchange over all ranks, or ``hierarchical``.
+        path: ``flat``, one exchange over all ranks, ``hierarchical``, or ``auto``.
         exchange: the kind of token exchange.
         fetch: the kind of replica fetch.
-        implementation: the implementation of `pallas_kernels.grouped_mlp`. These five are fields of `ExpertParallel`.
+        implementation: the implementation of `pallas_kernels.grouped_mlp`.
+        check_rows: whether layers count the rows that reach their slots. These six are fields of `ExpertParallel`.
 
     Raises:
-        ValueError: if mesh and topology disagree, the topology has resident slots, a name is unknown, or a number is
-            below 1.
+        ValueError: if mesh and topology disagree, a name is unknown, or a number is below 1.
 
     >>> import optax
     >>> from relibra_jax import relibra
@@ -90,10 +90,11 @@ class Balancer:
         across_nodes: bool = False,
         capacities: Capacities | None = None,
         data_axes: tuple[str, ...] | None = None,
-        path: str = "flat",
-        exchange: str = "padded",
-        fetch: str = "reduce_scatter",
+        path: str = AUTO,
+        exchange: str = AUTO,
+        fetch: str = AUTO,
         implementation: str | None = None,
+        check_rows: bool = False,
     ):
         if num_micro_batches < 1 or num_layers < 1:
             raise ValueError(
@@ -110,18 +111,20 @@ class Balancer:
             fetch=fetch,
             across_nodes=across_nodes,
             implementation=implementation,
+            check_rows=check_rows,
         )
         planner_key, self._key = jax.random.split(key)
         self._planner_state = planner.init(topology, num_layers, key=planner_key)
         self._home = np.tile(np.arange(topology.num_experts, dtype=np.int32), (num_layers, 1))
-        self._capacities = capacities or no_capacities(hierarchical=self._parallel.path == "hierarchical")
+        self._counts_visits = path != "flat" and topology.num_nodes > 1
+        self._capacities = capacities or no_capacities(topology, counts_visits=self._counts_visits)
         self._number = 0
         self._updates_before: int | None = None
 
     @property
     def live(self) -> ExpertParallel:
-        """How live routing is run: experts at home, no replicas, buffers for the worst case."""
-        topology = dataclasses.replace(self.topology, replica_slots=0)
+        """How live routing is run: experts at home, no residents nor replicas, buffers for the worst case."""
+        topology = dataclasses.replace(self.topology, replica_slots=0, resident_slots=0)
         return dataclasses.replace(self._parallel, topology=topology, capacities=None)
 
     @property
@@ -216,11 +219,11 @@ class Balancer:
             self._updates_before = _updates(optimizer)
         on_mesh = jax.tree.map(functools.partial(replicate, mesh=self.mesh), batch_plan)
         rows = batch_plan.assignment.sample[0].size * copies
-        return PreparedBatch(
+        return replayed_batch(
             on_mesh,
             dataclasses.replace(self._parallel, capacities=grown, rows=rows),
+            replay,
             assignment=batch_plan.assignment,
-            num_samples=len(replay.mask),
             plan_seconds=plan_seconds,
             check_in_force=functools.partial(self._check_in_force, self._number),
         )
@@ -231,14 +234,20 @@ class Balancer:
 
     def _grow(self, replay: RoutingReplay, batch_plan: BatchPlan) -> Capacities:
         visits = None
-        if self._parallel.path == "hierarchical":
+        if self._counts_visits:
             visits = node_visits(replay, batch_plan, self.topology)
         need = count_capacities(batch_plan.layer_plans(), self.topology, visits=visits)
         grown = grow_capacities(self._capacities, need, round_up=_with_spare_room)
-        if self._parallel.fetch == "ragged":
-            return dataclasses.replace(grown, exports=max(self._capacities.exports, need.exports))
-        # Other fetches do not read it: as many as there can be, so that the count alone compiles no second step.
-        return dataclasses.replace(grown, exports=self.topology.num_ranks * self.topology.replica_slots)
+        # A few experts: every one of them more is bytes to send, so a pair is all the room to spare.
+        exports, copies = (
+            max(have, -(-needed // 2) * 2)
+            for have, needed in (
+                (self._capacities.exports, need.exports),
+                (self._capacities.export_copies, need.export_copies),
+            )
+        )
+        exports = min(exports, self.topology.held_slots)
+        return dataclasses.replace(grown, exports=exports, export_copies=copies)
 
     def _check_replay(self, replay: RoutingReplay) -> None:
         check_replay(replay, num_experts=self.topology.num_experts)

@@ -1,8 +1,9 @@
 """The layer for Flax: router, gates and shared expert around `relibra_jax.execution.moe`, as an nnx module.
 
-Replay is an argument: ``layer(x, expert_ids, plan, ...)`` follows recorded routing under a layer plan and takes the
-gates from the live router, which therefore learns. ``layer(x, ...)`` routes live and returns its ids, which a later
-call replays. Nothing is kept between calls.
+Replay is an argument: ``layer(x, expert_ids, plan, ...)`` follows recorded routing under a plan and takes the gates
+from the live router, which therefore learns. ``layer(x, ...)`` routes live and returns its ids, which a later call
+replays. Nothing is kept between calls. The plan comes prepared (`relibra_jax.nnx.PreparedBatch.layers`), so that the
+layer only gathers and sends; or as it is, and the layer prepares it.
 
 Experts lie in home slots, ``[N, G, H, 3, D, F]``, and the layer's `Homes` say which expert lies in which, so that
 a plan of other homes is noticed.
@@ -19,10 +20,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Bool, DTypeLike, Float, Int, Integer, Num
 
 from relibra_jax.execution.gating import Gating, check_gating, gates_at, select_experts
-from relibra_jax.execution.mesh import check_runnable
 from relibra_jax.execution.moe import moe_layer
 from relibra_jax.execution.parallel import ExpertParallel
 from relibra_jax.execution.plan_guard import one_or_nan
+from relibra_jax.execution.prepared_layer import PreparedLayer, prepare_fetch, prepare_layer
 from relibra_jax.execution.replicas import LayerExperts, fetch_replicas
 from relibra_jax.nnx.variables import CorrectionBias, ExpertParam, Homes, expert_spec
 from relibra_jax.plan import home_layout
@@ -43,6 +44,8 @@ class MoEOutput(NamedTuple):
     replay that was given."""
     router_logits: Float[Array, "B *tokens E"]
     """The live router's logits, for `relibra_jax.execution.gating.balance_loss` for instance."""
+    slot_rows: Int[Array, "*copies N G S"]
+    """Rows that each slot computed: what `relibra_jax.nnx.check_executed` compares with the plan's quotas."""
 
 
 class MoELayer(nnx.Module):
@@ -65,7 +68,7 @@ class MoELayer(nnx.Module):
         rngs: the random keys of the parameters; ``params`` is used.
 
     Raises:
-        ValueError: if the topology's experts cannot have this gating, or it has resident slots.
+        ValueError: if the topology's experts cannot have this gating.
 
     >>> from relibra_jax.execution.gating import GATINGS
     >>> from relibra_jax.execution.mesh import expert_mesh
@@ -74,7 +77,7 @@ class MoELayer(nnx.Module):
     >>> parallel = ExpertParallel(mesh=mesh, topology=topology)
     >>> layer = MoELayer(topology, 8, 16, GATINGS["gpt-oss"], mesh=mesh, rngs=nnx.Rngs(0))
     >>> live = nnx.jit(lambda layer, x: layer(x, parallel=parallel))
-    >>> output, expert_ids, _ = live(layer, jnp.ones((2, 3, 8)))
+    >>> output, expert_ids, *_ = live(layer, jnp.ones((2, 3, 8)))
     >>> output.shape, expert_ids.shape, expert_ids.dtype
     ((2, 3, 8), (2, 3, 4), dtype('uint8'))
     """
@@ -94,7 +97,6 @@ class MoELayer(nnx.Module):
         fsdp_axis: str | None = None,
         rngs: nnx.Rngs,
     ):
-        check_runnable(topology)
         check_gating(gating, topology.num_experts)
         self.gating, self.dtype, self.width, self.expert_width = gating, dtype, width, expert_width
         num_experts, spec = topology.num_experts, expert_spec(fsdp_axis)
@@ -119,7 +121,9 @@ class MoELayer(nnx.Module):
         self.router = nnx.Param(make(router, rngs.params()))
         weights = make(experts, rngs.params(), home, spec=spec)
         # They lie where they should already; Flax would want a mesh in its context to put them there.
-        self.experts = ExpertParam(weights, out_sharding=tuple(spec), eager_sharding=False)
+        self.experts = ExpertParam(
+            weights, out_sharding=tuple(spec), eager_sharding=False, compute_dtype=dtype
+        )
         self.router_bias = nnx.Param(zeros(param_dtype)) if gating.router_bias else None
         self.correction_bias = CorrectionBias(zeros(jnp.float32)) if gating.correction_bias else None
 
@@ -132,7 +136,7 @@ class MoELayer(nnx.Module):
         self,
         x: Float[Array, "..."],
         expert_ids: Num[Array, "..."] | None = None,
-        plan: LayerPlan | None = None,
+        plan: LayerPlan | PreparedLayer | None = None,
         *,
         parallel: ExpertParallel,
         experts: LayerExperts | None = None,
@@ -147,8 +151,9 @@ class MoELayer(nnx.Module):
         Args:
             x: the tokens ``[B, *tokens, D]``, sharded over the ranks along the first axis, which divides over them.
             expert_ids: the replay, ``[B, *tokens, K]`` of any integer dtype that holds E - 1. None routes live.
-            plan: the plan of this layer and micro-batch, ``[*copies, ...]``. For live routing under it, give it
-                without its load. None for homes alone, no replicas.
+            plan: the plan of this layer and micro-batch, ``[*copies, ...]``: prepared from these ids, with residents'
+                weights if there are any, or as it is. For live routing under it, give it as it is and without its
+                load. None for homes alone, no residents and no replicas.
             parallel: how plans are run: mesh, topology, buffer sizes, kinds of exchange.
             experts: what `fetch` returned for ``plan``; when None, replicas are fetched here, unhidden.
             mask: ``[B, *tokens]``, False on padding, which no routed expert computes and no load counts. EMPTY ids say
@@ -159,8 +164,8 @@ class MoELayer(nnx.Module):
             weights', or as `relibra_jax.execution.moe.moe_layer` says.
 
         Raises:
-            ValueError: before anything is compiled: if a shape, layout, K or dtype does not fit, with both; or a plan
-                comes with its load and without the ids that it is the load of.
+            ValueError: before anything is compiled: if a shape, layout, K or dtype does not fit, with both; a plan
+                comes with its load and without the ids that it is the load of; or residents' weights are missing.
         """
         self._check(x, expert_ids, plan, parallel, mask)
         if plan is None:
@@ -175,30 +180,34 @@ class MoELayer(nnx.Module):
         ids = jnp.asarray(expert_ids, jnp.int32)
         if mask is not None:
             ids = jnp.where(mask[..., None], ids, EMPTY)
-        y = moe_layer(x, ids, gates_at(logits, ids, self.gating), experts, plan, parallel)
+        layer = plan if isinstance(plan, PreparedLayer) else prepare_layer(ids, plan, parallel)
+        y, slot_rows = moe_layer(x, gates_at(logits, ids, self.gating), experts, layer, parallel)
         at_home = (plan.home == jnp.broadcast_to(self.home[...], plan.home.shape)).all()
         y = y * one_or_nan(at_home, y)
         if self.shared is not None:
             y += _swiglu(x, self.shared[...].astype(x.dtype))
-        return MoEOutput(y, expert_ids, logits)
+        return MoEOutput(y, expert_ids, logits, slot_rows)
 
     def fetch(
-        self, x: Num[Array, "B ..."], plan: LayerPlan, parallel: ExpertParallel
+        self, x: Num[Array, "B ..."], plan: LayerPlan | PreparedLayer, parallel: ExpertParallel
     ) -> tuple[LayerExperts, jax.Array]:
         """Fetch this layer's replicas beside attention: call it at the transformer layer's start, inside the
         `jax.checkpoint` that has them fetched again in the backward pass.
 
         Args:
             x: the transformer layer's input; go on with the one returned.
-            plan: the plan of this layer and micro-batch.
+            plan: the plan of this layer and micro-batch, the same as in the call.
             parallel: how plans are run, the same as in the call.
 
         Returns:
             ``(experts, x)``, see `relibra_jax.execution.replicas.fetch_replicas`. Experts are of the layer's
             ``dtype``, or that of this ``x``.
         """
-        experts = self.experts[...].astype(x.dtype if self.dtype is None else self.dtype)
-        return fetch_replicas(experts, plan, x, parallel)
+        layer = plan if isinstance(plan, PreparedLayer) else prepare_fetch(plan, parallel)
+        dtype = x.dtype if self.dtype is None else self.dtype
+        if layer.residents is not None:
+            layer = layer._replace(residents=jnp.asarray(layer.residents, dtype))
+        return fetch_replicas(self.experts[...].astype(dtype), layer, x, parallel)
 
     def route(
         self, x: Float[Array, "B *tokens D"]
@@ -228,6 +237,10 @@ class MoELayer(nnx.Module):
         check_shape("expert weights", self.experts.shape, layout)
         tokens = tuple(x.shape[:-1])
         check_shape("x", x.shape, (*tokens, self.width))
+        if expert_ids is None and isinstance(plan, PreparedLayer):
+            raise ValueError(
+                "a prepared layer without expert_ids: it was prepared from recorded ones, which say where gates belong"
+            )
         if expert_ids is None and plan is not None and plan.load is not None:
             raise ValueError(
                 f"plan with a load of shape {plan.load.shape}, without expert_ids: live routing is counted in the"
@@ -243,9 +256,10 @@ class MoELayer(nnx.Module):
 
 
 def _home_plan(home, parallel: ExpertParallel) -> LayerPlan:
-    """The layer plan that has no replicas, for quotas to be refitted."""
-    empty = ((0, 0), (0, 0), (0, parallel.topology.replica_slots))
-    slots = jnp.pad(home_layout(home, parallel.topology), empty, constant_values=EMPTY)
+    """The layer plan that has neither residents nor replicas, for quotas to be refitted."""
+    topology = parallel.topology
+    empty = ((0, 0), (0, 0), (0, topology.slots - topology.home_slots))
+    slots = jnp.pad(home_layout(home, topology), empty, constant_values=EMPTY)
     slots, home = (jnp.broadcast_to(leaf, (*parallel.copies, *leaf.shape)) for leaf in (slots, home))
     return LayerPlan(slots, home, jnp.zeros_like(slots), load=None)
 

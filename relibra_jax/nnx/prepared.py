@@ -1,5 +1,6 @@
 """A prepared batch: what its steps need, for as long as the experts lie where it wants them."""
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -8,18 +9,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import PyTree
+from jaxtyping import Int, PyTree
 
 from relibra_jax.execution.parallel import ExpertParallel
+from relibra_jax.execution.prepared_layer import PreparedLayer, prepare_layers
 from relibra_jax.planning.assignment import assign_in_order
-from relibra_jax.types import EMPTY, Assignment, BatchPlan, LayerPlan
+from relibra_jax.types import EMPTY, Array, Assignment, BatchPlan, RoutingReplay
 
 
 class PreparedBatch:
     """What `relibra_jax.nnx.Balancer.prepare` returns. Give it to jitted steps as it is.
 
-    A pytree: the batch plan is its array part, `parallel` is static. Under jit the plan is traced, so a compiled step
-    serves every batch of the same sizes. Outside of jit it remembers which batch it is: given to a step after the
+    A pytree: the batch plan and what layers follow are its array part, `parallel` is static. Under jit the arrays are
+    traced, so a compiled step serves every batch of the same sizes. Outside of jit it remembers which batch it is: given to a step after the
     experts moved on for another batch, it is refused.
     """
 
@@ -33,13 +35,14 @@ class PreparedBatch:
         batch_plan: BatchPlan | None,
         parallel: ExpertParallel,
         *,
+        layers: PreparedLayer | None = None,
         assignment: Assignment | None = None,
         num_samples: int = 0,
         plan_seconds: float = 0.0,
         check_in_force: Callable[[], None] | None = None,
     ):
         self._batch_plan, self.parallel, self.plan_seconds = batch_plan, parallel, plan_seconds
-        self._assignment, self._num_samples = assignment, num_samples
+        self._layers, self._assignment, self._num_samples = layers, assignment, num_samples
         self._check_in_force = check_in_force
 
     @property
@@ -54,27 +57,17 @@ class PreparedBatch:
             raise ValueError("this batch was prepared for live routing, which has no plan")
         return self._batch_plan
 
-    def layer_plans(self) -> LayerPlan | None:
-        """The layer plans of all micro-batches, stacked ``[M, L, *copies]``, to be scanned beside the rows of
-        `to_ranks`; None for live routing."""
+    def layers(self) -> PreparedLayer | None:
+        """What the layers of all micro-batches follow, stacked ``[M, L, *copies]``, to be scanned beside the rows of
+        `to_ranks`; None for live routing. Residents' weights are not in it: they change with every update
+        (`relibra_jax.nnx.accumulate_gradients`)."""
         self._refuse_if_superseded()
-        if self._batch_plan is None:
-            return None
-        plans, copies = self._batch_plan.layer_plans(), self.parallel.copies
-        if not copies:
-            return plans
+        return self._layers
 
-        def by_copy(leaf: jax.Array) -> jax.Array:
-            leaf = jnp.asarray(leaf).reshape(math.prod(copies), -1, *leaf.shape[1:])
-            leaf = jnp.moveaxis(leaf, 0, 2)  # [M, L, copies, ...]
-            return leaf.reshape(*leaf.shape[:2], *copies, *leaf.shape[3:])
-
-        return jax.tree.map(by_copy, plans)
-
-    def micro_batch(self, index: Any) -> LayerPlan | None:
-        """The layer plans of one micro-batch, stacked ``[L, *copies]``; None for live routing."""
-        plans = self.layer_plans()
-        return None if plans is None else plans.layer(index)
+    def micro_batch(self, index: Any) -> PreparedLayer | None:
+        """What the layers of one micro-batch follow, stacked ``[L, *copies]``; None for live routing."""
+        layers = self.layers()
+        return None if layers is None else layers.layer(index)
 
     def to_ranks(self, samples: PyTree) -> PyTree:
         """Bring the batch's rows to the ranks that own them, micro-batch by micro-batch. Runs on the host.
@@ -120,6 +113,83 @@ class PreparedBatch:
             self._check_in_force()
 
 
+def replayed_batch(
+    batch_plan: BatchPlan,
+    parallel: ExpertParallel,
+    replay: RoutingReplay,
+    *,
+    assignment: Assignment,
+    plan_seconds: float,
+    check_in_force: Callable[[], None],
+) -> PreparedBatch:
+    """A batch that follows recorded routing: its layers are prepared here, on the devices.
+
+    Args:
+        batch_plan: the plan of the batch, on the mesh.
+        parallel: how plans are run.
+        replay: the recorded routing, on the host.
+        assignment: the assignment, on the host.
+        plan_seconds: how long the batch was planned.
+        check_in_force: raises when another batch has been prepared.
+    """
+    batch = PreparedBatch(
+        batch_plan,
+        parallel,
+        assignment=assignment,
+        num_samples=len(replay.mask),
+        plan_seconds=plan_seconds,
+        check_in_force=check_in_force,
+    )
+    batch._layers = _prepare(*batch.to_ranks(tuple(replay)), batch_plan, parallel)
+    return batch
+
+
+@functools.partial(jax.jit, static_argnames="parallel")
+def _prepare(ids: Array, mask: Array, batch_plan: BatchPlan, parallel: ExpertParallel) -> PreparedLayer:
+    ids = jnp.where(mask[..., None, None], ids.astype(jnp.int32), EMPTY)
+    return prepare_layers(ids, _by_copy(batch_plan.layer_plans(), parallel.copies), parallel)
+
+
+def _by_copy(plans: Any, copies: tuple[int, ...]) -> Any:
+    """Arrays ``[M, L]`` with the micro-batches of all copies of the group as ``[M, L, *copies]``."""
+    if not copies:
+        return plans
+
+    def regroup(leaf: jax.Array) -> jax.Array:
+        leaf = jnp.asarray(leaf).reshape(math.prod(copies), -1, *leaf.shape[1:])
+        leaf = jnp.moveaxis(leaf, 0, 2)
+        return leaf.reshape(*leaf.shape[:2], *copies, *leaf.shape[3:])
+
+    return jax.tree.map(regroup, plans)
+
+
+def check_executed(slot_rows: Int[Array, "M L *copies N G S"], batch: PreparedBatch) -> None:
+    """Raise unless the rows that every slot computed are exactly the plan's quotas. Runs on the host.
+
+    Args:
+        slot_rows: what the layers returned (`relibra_jax.nnx.MoEOutput`), of all micro-batches and layers.
+        batch: the prepared batch that ran in replay.
+
+    Raises:
+        RuntimeError: at the first place where they differ, with both numbers.
+
+    """
+    plan = batch.batch_plan.plan
+    quota, expert = (
+        np.asarray(leaf) for leaf in _by_copy((plan.quota, plan.slot_expert), batch.parallel.copies)
+    )
+    rows = np.asarray(slot_rows)
+    if rows.shape != quota.shape:
+        raise ValueError(f"slot_rows: expected shape {quota.shape}, found {rows.shape}")
+    if (rows != quota).any():
+        place = tuple(np.argwhere(rows != quota)[0].tolist())
+        copies = "".join(f"copy {index} of the group, " for index in place[2:-3])
+        raise RuntimeError(
+            "micro-batch {}, layer {}, {}node {}, rank {}, slot {}".format(*place[:2], copies, *place[-3:])
+            + f": expert {expert[place]} computed {rows[place]} rows, the plan's quota is {quota[place]}"
+        )
+
+
 def live_batch(parallel: ExpertParallel, *, num_samples: int | None, num_micro_batches: int) -> PreparedBatch:
     """A batch that is routed live: samples in order, experts where they are, no replicas.
 
@@ -141,14 +211,14 @@ def live_batch(parallel: ExpertParallel, *, num_samples: int | None, num_micro_b
     return PreparedBatch(None, parallel, assignment=assignment, num_samples=num_samples)
 
 
-def _flatten(batch: PreparedBatch) -> tuple[tuple[BatchPlan | None], ExpertParallel]:
+def _flatten(batch: PreparedBatch) -> tuple[tuple[Any, Any], ExpertParallel]:
     # Jitted functions flatten their arguments at every call, so this is where a step is refused on the host.
     batch._refuse_if_superseded()
-    return (batch._batch_plan,), batch.parallel
+    return (batch._batch_plan, batch._layers), batch.parallel
 
 
-def _unflatten(parallel: ExpertParallel, children: tuple[Any]) -> PreparedBatch:
-    return PreparedBatch(children[0], parallel)
+def _unflatten(parallel: ExpertParallel, children: tuple[Any, Any]) -> PreparedBatch:
+    return PreparedBatch(children[0], parallel, layers=children[1])
 
 
 jax.tree_util.register_pytree_node(PreparedBatch, _flatten, _unflatten)

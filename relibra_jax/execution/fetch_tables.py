@@ -1,0 +1,93 @@
+"""Which experts a rank gives away as replicas in one layer of one micro-batch, and where they arrive: tables that are
+made before the step. `relibra_jax.execution.replica_exchange` follows them.
+
+Everything here runs on one rank, inside shard_map.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Bool, Int
+
+from relibra_jax.capacity import export_count, exported_slots
+from relibra_jax.execution.exchange import Exchange, Lanes
+from relibra_jax.execution.gather import inverse_index
+from relibra_jax.execution.mesh import NODE
+from relibra_jax.plan import copy_source
+from relibra_jax.segments import starts
+from relibra_jax.types import EMPTY, LayerPlan, Topology
+
+
+class FetchTables(NamedTuple):
+    """The way of replicas between the P ranks of a domain. All int32 but the last."""
+
+    exports: Int[jax.Array, "*stack X"]
+    """The home or resident slot of each expert that this rank gives away; EMPTY for none."""
+    lanes: Lanes | None
+    """Experts for and from each rank, of the ragged exchange; None for the padded one, which sends pieces."""
+    source: Int[jax.Array, "*stack arrived"]
+    """Ragged: the received row of each replica slot. Padded: of the R slots of each rank, the row among the pieces of
+    the X exports of each rank. EMPTY for empty slots."""
+    places: Int[jax.Array, "*stack rows copies"]
+    """The inverse of ``source``: the slots that take each row."""
+    fits: Bool[jax.Array, "*stack"]
+    """Whether the buffers hold the exports of all ranks."""
+
+
+def make_fetch(
+    plan: LayerPlan, exchange: Exchange, exports: int, topology: Topology, *, across_nodes: bool
+) -> FetchTables:
+    """The tables of this rank.
+
+    Args:
+        plan: the plan of one layer and micro-batch; slots and homes are read.
+        exchange: the exchange between the ranks of the domain.
+        exports: rows for the experts that a rank gives away.
+        topology: the expert-parallel group.
+        across_nodes: whether the domain is all ranks, and not those of a node.
+    """
+    held, ranks, slots = topology.held_slots, exchange.ranks, topology.replica_slots
+    node = jnp.int32(0) if across_nodes else jax.lax.axis_index(NODE).astype(jnp.int32)
+    first = node * topology.ranks_per_node
+    source = copy_source(plan, topology).reshape(-1, slots)
+    source = jax.lax.dynamic_slice_in_dim(source, first, ranks)
+    # The sources of a valid plan are ranks of the domain; those of another one are no place at all.
+    source = jnp.where(source == EMPTY, EMPTY, source - first * held)
+    source = jnp.where((source < 0) | (source >= ranks * held), EMPTY, source)
+    if exchange.kind == "padded":
+        exported = exported_slots(plan, topology)
+        fits = exported.sum(1).max() <= exports
+        return _in_pieces(source, jax.lax.dynamic_slice_in_dim(exported, first, ranks), exports, fits, exchange)
+    fits = export_count(plan, topology).max() <= exports
+    return _in_lanes(source, exports, fits, held, exchange)
+
+
+def _in_pieces(source, exported, exports: int, fits, exchange: Exchange) -> FetchTables:
+    me = jax.lax.axis_index(exchange.axes)
+    place = jnp.where(exported, starts(exported.astype(jnp.int32)), EMPTY)
+    row = jnp.where(place == EMPTY, EMPTY, jnp.arange(exchange.ranks, dtype=jnp.int32)[:, None] * exports + place)
+    rows = jnp.where(source == EMPTY, EMPTY, row.ravel()[source])
+    inverse = jax.vmap(lambda index: inverse_index(index, exchange.ranks * exports))(rows)
+    # Slots are counted over all ranks.
+    before = jnp.arange(exchange.ranks, dtype=jnp.int32)[:, None] * rows.shape[1]
+    slot = jnp.where(inverse == EMPTY, EMPTY, inverse + before)
+    return FetchTables(inverse_index(place[me], exports), None, rows.ravel(), slot.T, fits)
+
+
+def _in_lanes(source, exports: int, fits, held: int, exchange: Exchange) -> FetchTables:
+    me, ranks = jax.lax.axis_index(exchange.axes), exchange.ranks
+    owner = jnp.where(source == EMPTY, ranks, source // held)
+    # [owner, taker], in the order of the takers' slots.
+    given = owner[None] == jnp.arange(ranks, dtype=jnp.int32)[:, None, None]
+    lanes = exchange.lanes(given.sum(-1, dtype=jnp.int32))
+    mine = given[me].ravel()
+    packed = jnp.where(mine, starts(mine.astype(jnp.int32)), EMPTY)
+    taken = inverse_index(packed, exchange.send_rows)
+    slot = jnp.where(taken == EMPTY, EMPTY, source.ravel()[taken] % held)
+    # A slot's row is behind those of the same owner that stand in earlier slots.
+    mine = given[:, me]
+    row = lanes.receive_start[:, None] + starts(mine.astype(jnp.int32))
+    row = jnp.where(mine, row, 0).sum(0, dtype=jnp.int32)
+    row = jnp.where(source[me] == EMPTY, EMPTY, row)
+    return FetchTables(slot, lanes, row, inverse_index(row, exchange.receive_rows)[:, None], fits)

@@ -1,0 +1,229 @@
+"""What a layer does in a micro-batch, worked out before the step: replay knows it, so no layer has to.
+
+`prepare_layer` turns the plan of one layer and micro-batch and the experts of its tokens into the tables that dispatch,
+combine and replica fetch follow; `prepare_layers` does so for a batch, once, on the devices. Layers are left with
+slices, gathers and sends, in their second computation under `jax.checkpoint` too. Wrong plans are noticed here: the
+layers that they belong to return NaN.
+
+Tables take 4 bytes for each row that a rank sends, receives and computes, and as much for the way back: about 16 bytes
+a token copy and layer on the flat path.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+from jaxtyping import Bool, Float, Int, Integer
+
+from relibra_jax.capacity import ExchangeSizes
+from relibra_jax.copy_slots import copy_slots
+from relibra_jax.execution.dispatch_tables import Dispatch, NodeDispatch, make_dispatch, make_node_dispatch
+from relibra_jax.execution.exchange import Exchange
+from relibra_jax.execution.fetch_tables import FetchTables, make_fetch
+from relibra_jax.execution.mesh import LOCAL, NODE, RANKS, vary_over
+from relibra_jax.execution.parallel import ExpertParallel, check_layer_plan, check_tokens
+from relibra_jax.execution.plan_guard import is_valid
+from relibra_jax.token_split import refit_quota, source_quota
+from relibra_jax.types import EMPTY, Array, LayerPlan
+
+
+class PreparedLayer(NamedTuple):
+    """One layer of one micro-batch, or a stack of them: what `fetch_replicas` and `moe_layer` follow.
+
+    Every leaf but ``home`` is an array over the ranks, ``[*stack, *copies, N, G, ...]``: each rank holds its own part.
+    """
+
+    home: Int[Array, "*stack E"]
+    """Flat home slot of each expert that the plan was made for."""
+    fetch: FetchTables | None
+    """The way of replicas; None without replica slots."""
+    dispatch: Dispatch | NodeDispatch | None
+    """The way of tokens, flat or hierarchical; None where only replicas were prepared."""
+    quota: Int[Array, "*stack N G S"] | None
+    """Token copies of each slot."""
+    slot_expert: Int[Array, "*stack N G S"] | None
+    """The expert in each slot."""
+    sound: Bool[Array, "*stack N G"] | None
+    """Whether the plan is valid and that of these tokens, and all buffers suffice: the same on all ranks of a copy of
+    the group."""
+    expert_ids: Int[Array, "*stack N G t K"] | None = None
+    """The experts of each rank's tokens, for ``ExpertParallel.check_rows``; None without it."""
+    residents: Float[Array, "*stack N G B three D F"] | None = None
+    """The weights in the resident slots (`relibra_jax.execution.residents.push_residents`), without the axes of
+    micro-batches; None if there are none."""
+
+    def layer(self, index: Any) -> "PreparedLayer":
+        """Element ``index`` of the first stacked axis."""
+        return jax.tree.map(lambda leaf: leaf[index], self)
+
+
+def prepare_layer(
+    expert_ids: Integer[Array, "..."], plan: LayerPlan, parallel: ExpertParallel
+) -> PreparedLayer:
+    """Prepare one layer of one micro-batch. Works under jit.
+
+    Args:
+        expert_ids: the logical experts of each token, ``[B, *tokens, K]``, sharded over the ranks along the first axis;
+            EMPTY on padding, which no expert computes.
+        plan: the plan of this layer and micro-batch, ``[*copies, ...]``. If its load is None, the tokens' load is
+            counted here (one small all-gather) and the quotas are refitted to it.
+        parallel: how plans are run: mesh, topology, buffer sizes, kinds of exchange.
+
+    Returns:
+        The tables, without residents' weights.
+
+    Raises:
+        ValueError: if shapes do not belong together, with both; or ids are outside the model, where they are known.
+    """
+    check_layer_plan(plan, parallel)
+    check_tokens("expert_ids", expert_ids, parallel)
+    _check_ids(expert_ids, parallel.topology.num_experts)
+    parallel.print_ways(expert_ids.shape[-1])
+    copy = (0,) * len(parallel.copies_over)
+
+    @functools.partial(
+        jax.shard_map,
+        mesh=parallel.mesh,
+        in_specs=(parallel.token_spec, parallel.plan_spec),
+        out_specs=parallel.rank_spec,
+    )
+    def on_rank(expert_ids, plan):
+        with jax.named_scope("prepare_layer"):
+            plan = jax.tree.map(lambda leaf: leaf[copy], plan)
+            ids = expert_ids.reshape(-1, expert_ids.shape[-1]).astype(jnp.int32)
+            return _over_ranks(_prepare_on_rank(ids, plan, parallel), parallel)
+
+    return PreparedLayer(jnp.asarray(plan.home), *on_rank(expert_ids, plan))
+
+
+def prepare_fetch(plan: LayerPlan, parallel: ExpertParallel) -> PreparedLayer:
+    """The part of `prepare_layer` that needs no tokens: what `fetch_replicas` follows, and nothing else."""
+    check_layer_plan(plan, parallel)
+    if not parallel.topology.replica_slots:
+        return PreparedLayer(plan.home, None, None, None, None, None)
+    copy = (0,) * len(parallel.copies_over)
+
+    @functools.partial(
+        jax.shard_map, mesh=parallel.mesh, in_specs=parallel.plan_spec, out_specs=parallel.rank_spec
+    )
+    def on_rank(plan):
+        plan = jax.tree.map(lambda leaf: leaf[copy], plan)
+        return _over_ranks(_fetch_on_rank(plan, parallel), parallel)
+
+    return PreparedLayer(plan.home, on_rank(plan), None, None, None, None)
+
+
+@functools.partial(jax.jit, static_argnames="parallel")
+def prepare_layers(
+    expert_ids: Integer[Array, "M B *tokens L K"], plans: LayerPlan, parallel: ExpertParallel
+) -> PreparedLayer:
+    """Prepare all layers of all micro-batches of a batch, once, before its steps.
+
+    Args:
+        expert_ids: the experts of every micro-batch's tokens, ``[M, B, *tokens, L, K]``, sharded over the ranks along
+            the second axis; EMPTY on padding.
+        plans: the layer plans, stacked ``[M, L, *copies]``, with their load.
+        parallel: how plans are run.
+
+    Returns:
+        The tables, stacked ``[M, L]``.
+    """
+
+    def micro_batch(inputs):
+        ids, plans = inputs
+        by_layer = jnp.moveaxis(ids, -2, 0)
+        return jax.lax.map(lambda layer: prepare_layer(*layer, parallel), (by_layer, plans))
+
+    return jax.lax.map(micro_batch, (expert_ids, plans))
+
+
+def replica_exchange(parallel: ExpertParallel) -> tuple[Exchange, int]:
+    """The exchange that fetches replicas, and the rows for what a rank gives away."""
+    topology, sizes = parallel.topology, parallel.capacities
+    slots = topology.replica_slots
+    copies = topology.num_ranks * slots
+    experts = min(copies, topology.held_slots)
+    if sizes is not None:
+        copies, experts = sizes.export_copies, sizes.exports
+    exchange = parallel.replica_exchange(ExchangeSizes(pair=slots, send=max(copies, 1), receive=slots))
+    return exchange, max(experts, 1) if exchange.kind == "padded" else exchange.send_rows
+
+
+def token_exchanges(parallel: ExpertParallel, tokens: int, top_k: int) -> tuple[tuple[Exchange, ...], int]:
+    """The exchanges of tokens, one for each hop, and the rows that a rank computes.
+
+    Args:
+        parallel: how plans are run.
+        tokens: the tokens of one rank.
+        top_k: K.
+    """
+    sizes = parallel.sizes(tokens, top_k)
+    if not parallel.is_hierarchical(top_k):
+        return (parallel.token_exchange(RANKS, sizes.flat),), sizes.rows
+    assert sizes.node is not None, "ExpertParallel refuses this"
+    hops = parallel.token_exchange((NODE,), sizes.node), parallel.token_exchange((LOCAL,), sizes.local)
+    return hops, sizes.rows
+
+
+def _prepare_on_rank(ids, plan: LayerPlan, parallel: ExpertParallel) -> tuple[Any, ...]:
+    """The fields of `PreparedLayer` that are a rank's own, from ``ids[t, K]`` and the plan of its copy of the group."""
+    topology = parallel.topology
+    node, local = jax.lax.axis_index(NODE), jax.lax.axis_index(LOCAL)
+    own = _histogram(ids, topology.num_experts)
+    if plan.load is None:
+        load = jax.lax.all_gather(own, RANKS).reshape(*parallel.ranks, -1)
+        plan = refit_quota(plan, load, topology)
+    assert plan.load is not None
+    valid = is_valid(plan, topology, across_nodes=parallel.across_nodes)
+    # Under an invalid plan no row moves.
+    sent = jnp.where(valid, source_quota(plan, topology), 0).reshape(*parallel.ranks, *plan.quota.shape)
+    slot_expert = jnp.asarray(plan.slot_expert, jnp.int32)
+    hops, rows = token_exchanges(parallel, *ids.shape)
+    dispatch: Dispatch | NodeDispatch
+    if len(hops) == 1:
+        slots = slot_expert.reshape(topology.num_ranks, -1)
+        sent = sent.reshape(topology.num_ranks, *slots.shape)
+        dispatch, fits = make_dispatch(ids, slots, sent, *hops, rows=rows)
+    else:
+        mine, across = sent[node, local], parallel.across_nodes or topology.resident_slots > 0
+        slot = copy_slots(ids, slot_expert, mine, topology, node, across_nodes=across)
+        dispatch, fits = make_node_dispatch(slot, sent, *hops, rows=rows)
+    fetch = _fetch_on_rank(plan, parallel) if topology.replica_slots else None
+    sound = valid & fits & (own == plan.load[node, local]).all()
+    sound &= ((ids >= EMPTY) & (ids < topology.num_experts)).all()
+    sound = jax.lax.pmin(sound.astype(jnp.int32), RANKS) > 0
+    quota = jnp.asarray(plan.quota, jnp.int32)[node, local]
+    return fetch, dispatch, quota, slot_expert[node, local], sound, ids if parallel.check_rows else None
+
+
+def _fetch_on_rank(plan: LayerPlan, parallel: ExpertParallel) -> FetchTables:
+    exchange, exports = replica_exchange(parallel)
+    return make_fetch(plan, exchange, exports, parallel.topology, across_nodes=parallel.across_nodes)
+
+
+def _over_ranks(tables: Any, parallel: ExpertParallel) -> Any:
+    """One rank's tables as its part of arrays over the ranks."""
+    lead = (1,) * (len(parallel.copies_over) + 2)
+    axes = (*parallel.copies_over, *RANKS)
+
+    return jax.tree.map(lambda leaf: vary_over(leaf, axes).reshape(*lead, *leaf.shape), tables)
+
+
+def _check_ids(expert_ids: Array, num_experts: int) -> None:
+    """Raise for the first id outside the model; nothing is known of ids that are traced."""
+    if isinstance(expert_ids, jax.core.Tracer) or getattr(expert_ids, "is_fully_addressable", True) is False:
+        return
+    ids = np.asarray(expert_ids)
+    wrong = (ids < EMPTY) | (ids >= num_experts)
+    if wrong.any():
+        place = tuple(int(index) for index in np.argwhere(wrong)[0])
+        raise ValueError(f"expert_ids{list(place)}: {ids[place]} is outside 0..{num_experts - 1}")
+
+
+def _histogram(ids, num_experts):
+    """Copies of each expert, ``[E]``."""
+    index = jnp.where(ids < 0, num_experts, ids).ravel()
+    return jnp.zeros(num_experts, jnp.int32).at[index].add(1, mode="drop")

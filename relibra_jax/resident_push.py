@@ -1,0 +1,115 @@
+"""The way of residents from their homes to the ranks that hold them, and of their gradients back: who sends what.
+
+An expert crosses the slow network once for every node that needs it, however many of its ranks hold it, and in pieces,
+so that no rank carries it alone:
+
+1. inside its home's node it is cut into G pieces, one for each local rank;
+2. every rank sends its piece to the rank of the same local index in each node that needs the expert;
+3. inside that node the pieces go to the ranks that hold the expert.
+
+So the links of a node's ranks are equally busy, and an expert that is wanted everywhere leaves its home's rank once.
+All layers travel together: sizes are those of their sums. Where each row stands follows from homes and residents alone,
+so that every rank knows it.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Bool, Int
+
+from relibra_jax.segments import starts
+from relibra_jax.types import EMPTY, Array, Topology
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class PushSizes:
+    """Experts in the buffers of a push, all layers together."""
+
+    exports: int
+    """Most experts that other slots need of one rank."""
+    pair: int
+    """Most experts that one node needs of one node, itself among them."""
+
+
+class PushTables(NamedTuple):
+    """Where experts stand on their way, the same on all ranks. All int32, EMPTY for none."""
+
+    export: Int[jax.Array, "P slots"]
+    """The place of each of a rank's L * H home slots among the experts that it exports."""
+    crossing: Int[jax.Array, "N N slots"]
+    """``[from, to]``: the place of each of a node's G * L * H home slots among the experts that the other needs."""
+    wanted: Int[jax.Array, "P slots"]
+    """For each of a rank's L * B resident slots, the node of the expert's home and its place among what the rank's own
+    node needs of it: ``node * pair + place``."""
+
+
+def push_tables(
+    home: Int[Array, "L E"], resident: Int[Array, "L N G B"], topology: Topology, sizes: PushSizes
+) -> PushTables:
+    """The tables of one push.
+
+    Args:
+        home: flat home slot of each expert.
+        resident: the expert in each resident slot; EMPTY for none.
+        topology: the expert-parallel group.
+        sizes: the sizes of the buffers, which have to suffice (`push_fits`).
+    """
+    nodes, local, homes = topology.num_nodes, topology.ranks_per_node, topology.home_slots
+    needed = _needed(home, resident, topology)
+    # [node of the home, local rank, L, H], for each node that may need it.
+    by_rank = jnp.moveaxis(needed.reshape(nodes, -1, nodes, local, homes), 1, 3)
+    exported = by_rank.any(0).reshape(topology.num_ranks, -1)
+    crossing = jnp.swapaxes(by_rank.reshape(nodes, nodes, -1), 0, 1)
+    place = _places(crossing)
+
+    layer = jnp.arange(len(home), dtype=jnp.int32)[:, None, None, None]
+    slot = jnp.asarray(home, jnp.int32)[layer, jnp.maximum(resident, 0)]
+    rank = slot // homes
+    node, here = rank // local, jnp.arange(nodes, dtype=jnp.int32)[None, :, None, None]
+    flat = ((rank % local) * len(home) + layer) * homes + slot % homes
+    wanted = jnp.where(resident == EMPTY, EMPTY, node * sizes.pair + place[node, here, flat])
+    wanted = jnp.moveaxis(wanted, 0, 2).reshape(topology.num_ranks, -1)
+    return PushTables(_places(exported), place, wanted)
+
+
+def push_counts(
+    home: Int[Array, "L E"], resident: Int[Array, "L N G B"], topology: Topology
+) -> tuple[Int[jax.Array, " P"], Int[jax.Array, "N N"]]:
+    """Experts that each rank exports, and that each node sends to each node, all layers together, in one push.
+
+    >>> topology = Topology(num_nodes=2, ranks_per_node=1, num_experts=2, replica_slots=0, resident_slots=1)
+    >>> [counts.tolist() for counts in push_counts(jnp.array([[0, 1]]), jnp.array([[[[1]], [[-1]]]]), topology)]
+    [[0, 1], [[0, 0], [1, 0]]]
+    """
+    needed = _needed(home, resident, topology)
+    by_rank = needed.reshape(topology.num_nodes, len(home), topology.num_ranks, -1)
+    exports = by_rank.any(0).sum((0, 2), dtype=jnp.int32)
+    pairs = by_rank.sum((1, 3), dtype=jnp.int32).reshape(topology.num_nodes, topology.num_nodes, -1)
+    return exports, pairs.sum(-1, dtype=jnp.int32).T
+
+
+def push_fits(
+    home: Int[Array, "L E"], resident: Int[Array, "L N G B"], topology: Topology, sizes: PushSizes
+) -> Bool[jax.Array, ""]:
+    """Whether buffers of these sizes hold a push."""
+    exports, pairs = push_counts(home, resident, topology)
+    return (exports.max() <= sizes.exports) & (pairs.max() <= sizes.pair)
+
+
+def _needed(home, resident, topology: Topology) -> Bool[jax.Array, "N L slots"]:
+    """Whether a node holds the expert of a home slot as a resident."""
+    nodes, experts = topology.num_nodes, topology.num_experts
+    layers = len(home)
+    home, resident = jnp.asarray(home, jnp.int32), jnp.asarray(resident, jnp.int32)
+    layer = jnp.arange(layers, dtype=jnp.int32)[:, None, None, None]
+    node = jnp.arange(nodes, dtype=jnp.int32)[None, :, None, None]
+    # A slot more, for empty ones.
+    slot = jnp.where(resident == EMPTY, experts, home[layer, jnp.maximum(resident, 0)])
+    return jnp.zeros((nodes, layers, experts + 1), bool).at[node, layer, slot].set(True)[..., :experts]
+
+
+def _places(chosen: Bool[jax.Array, "..."]) -> Int[jax.Array, "..."]:
+    return jnp.where(chosen, starts(chosen.astype(jnp.int32)), EMPTY)
