@@ -20,7 +20,8 @@ from jaxtyping import Bool, Float, Int, Integer
 
 from experiments.rl.transformer import Block, PolicyConfig
 from relibra_jax.execution.parallel import ExpertParallel
-from relibra_jax.types import Array, LayerPlan, Topology, check_shape
+from relibra_jax.execution.prepared_layer import PreparedLayer
+from relibra_jax.types import Array, Topology, check_shape
 
 POLICIES: Final[Mapping[str, PolicyConfig]] = MappingProxyType(
     {
@@ -50,6 +51,8 @@ class PolicyOutput(NamedTuple):
     router_logits: Float[Array, "B T L E"]
     """The float32 logits of the live routers, for `relibra_jax.execution.gating.balance_loss` and for counting where
     they differ from a replay."""
+    slot_rows: Int[Array, "L *copies N G S"]
+    """Rows that each slot computed."""
 
 
 class Policy(nnx.Module):
@@ -80,7 +83,7 @@ class Policy(nnx.Module):
         tokens: Int[Array, "B T"],
         mask: Bool[Array, "B T"],
         expert_ids: Integer[Array, "B T L K"] | None = None,
-        plans: LayerPlan | None = None,
+        layers: PreparedLayer | None = None,
         *,
         parallel: ExpertParallel,
     ) -> PolicyOutput:
@@ -90,8 +93,8 @@ class Policy(nnx.Module):
             tokens: the samples, aligned to the left.
             mask: True on real tokens, which come first. No expert computes the others.
             expert_ids: the recorded routing; rows of padding are not read. None routes live.
-            plans: the plans of all layers, stacked ``[L]``, with the load that ``expert_ids`` are; without their load
-                for live routing under a plan that was made for something else. None for homes alone.
+            layers: what all layers follow, stacked ``[L]``: one micro-batch of `relibra_jax.nnx.PreparedBatch`. None for
+                homes alone.
             parallel: mesh, topology, sizes and ways; `relibra_jax.nnx.Balancer.live` for live routing.
 
         Returns:
@@ -100,7 +103,7 @@ class Policy(nnx.Module):
         Raises:
             ValueError: while tracing, if shapes do not belong together.
         """
-        return self._run(tokens, mask, expert_ids, plans, None, None, parallel)[0]
+        return self._run(tokens, mask, expert_ids, layers, None, None, parallel)[0]
 
     def extend(
         self,
@@ -134,14 +137,13 @@ class Policy(nnx.Module):
         zeros = jax.lax.with_sharding_constraint(jnp.zeros(shape, jnp.dtype(config.dtype)), sharding)
         return Cache(zeros, zeros)
 
-    def _run(self, tokens, mask, expert_ids, plans, cache, start, parallel):
+    def _run(self, tokens, mask, expert_ids, layers, cache, start, parallel):
         config = self.config
         if expert_ids is not None:
             check_shape("expert_ids", expert_ids.shape, (*tokens.shape, config.layers, config.top_k))
             expert_ids = jnp.moveaxis(jnp.asarray(expert_ids), -2, 0)
-        for name, leaf in {} if plans is None else plans._asdict().items():
-            if leaf is not None:
-                check_shape(f"plans.{name}", leaf.shape, (config.layers, *leaf.shape[1:]))
+        for path, leaf in jax.tree.leaves_with_path(layers):
+            check_shape(f"layers{jax.tree_util.keystr(path)}", leaf.shape, (config.layers, *leaf.shape[1:]))
         start = jnp.zeros(len(tokens), jnp.int32) if start is None else start
         x = self.embedding[...].astype(config.dtype)[tokens]
         x = jax.lax.with_sharding_constraint(x, parallel.token_sharding)
@@ -151,13 +153,14 @@ class Policy(nnx.Module):
         def layer(x, of_layer):
             state, *rest = of_layer
             x, cache, moe = nnx.merge(graph, state)(x, mask, start, *rest, parallel=parallel)
-            return x, (cache, moe.expert_ids, moe.router_logits)
+            return x, (cache, moe.expert_ids, moe.router_logits, moe.slot_rows)
 
-        of_layers = (state, None if cache is None else tuple(cache), expert_ids, plans)
-        x, (cache, ids, router_logits) = jax.lax.scan(layer, x, of_layers)
+        of_layers = (state, None if cache is None else tuple(cache), expert_ids, layers)
+        x, (cache, ids, router_logits, slot_rows) = jax.lax.scan(layer, x, of_layers)
         head = self.embedding[...].T if self.head is None else self.head[...]
         logits = jnp.dot(self.norm(x), head.astype(x.dtype), preferred_element_type=jnp.float32)
-        output = PolicyOutput(logits, jnp.moveaxis(ids, 0, -2), jnp.moveaxis(router_logits, 0, -2))
+        ids, router_logits = (jnp.moveaxis(each, 0, -2) for each in (ids, router_logits))
+        output = PolicyOutput(logits, ids, router_logits, slot_rows)
         return output, None if cache is None else Cache(*cache)
 
 

@@ -1,8 +1,8 @@
 """The balanced step: log-probabilities recomputed and the policy updated under recorded routing and one plan.
 
 `recompute` and `update` scan over the micro-batches of a `relibra_jax.nnx.PreparedBatch`; `update` accumulates
-gradients and lets the optimizer step once. Both count the routing that ran: `check_executed` holds the plan to it,
-micro-batch by micro-batch, exactly.
+gradients and lets the optimizer step once. Both return the rows that every slot computed, which
+`relibra_jax.nnx.check_executed` holds to the plan's quotas, micro-batch by micro-batch, exactly.
 """
 
 import functools
@@ -11,18 +11,19 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax  # type: ignore[import-untyped]
 from flax import nnx
 from jaxtyping import Bool, Float, Int, Integer
 
 from experiments.rl.losses import PolicyLoss, policy_loss, supervised_loss
 from experiments.rl.policy import Policy, PolicyOutput, token_log_probs
+from relibra_jax.execution import PreparedLayer, Residents
 from relibra_jax.execution.gating import balance_loss, select_experts
 from relibra_jax.execution.parallel import ExpertParallel
-from relibra_jax.nnx import PreparedBatch
+from relibra_jax.nnx import PreparedBatch, accumulate_gradients
+from relibra_jax.nnx import push as push_of_batch
 from relibra_jax.replay import sample_load
-from relibra_jax.types import Array, LayerPlan, RoutingReplay
+from relibra_jax.types import Array, RoutingReplay
 
 
 class TrainingBatch(NamedTuple):
@@ -52,6 +53,8 @@ class StepMetrics(NamedTuple):
     """The norm of the gradient of the whole batch, before it is cut."""
     load: Int[Array, "M L N G E"]
     """Token copies of the experts that tokens really went to, counted in the step."""
+    slot_rows: Int[Array, "M L N G S"]
+    """Rows that every slot computed."""
     routing_changed: Int[Array, "M L"]
     """Expert choices in which the live router and the record differ; 0 if there is no record."""
 
@@ -77,38 +80,52 @@ class Clip:
             raise ValueError(f"clip.high={self.high} must be at least 0")
 
 
+push = nnx.jit(push_of_batch)
+"""`relibra_jax.nnx.push`, for the residents that a recompute and the first update after it share."""
+
+
 @nnx.jit(static_argnames=("temperature",))
 def recompute(
-    model: Policy, batch: PreparedBatch, samples: TrainingBatch, *, temperature: float
-) -> tuple[Float[jax.Array, "M B T"], Int[jax.Array, "M L N G E"]]:
+    model: Policy,
+    batch: PreparedBatch,
+    samples: TrainingBatch,
+    residents: Residents | None = None,
+    *,
+    temperature: float,
+) -> tuple[Float[jax.Array, "M B T"], Int[jax.Array, "M L N G E"], Int[jax.Array, "M L N G S"]]:
     """Log-probabilities of the batch's tokens under the model as it is.
 
     Args:
         model: the policy.
         batch: the prepared batch, in replay of the samples' recorded routing or live.
         samples: the samples, on the ranks.
+        residents: from `push`, if the batch has residents.
         temperature: the temperature that responses were sampled at.
 
     Returns:
-        float32 log-probabilities, entry t of token t; and the load that ran.
+        float32 log-probabilities, entry t of token t; the load that ran; and the rows that every slot computed.
     """
     graph, state = nnx.split(model)
 
     def one(_, micro_batch):
-        samples, plans = micro_batch
-        output, log_prob = _run(nnx.merge(graph, state), samples, plans, batch.parallel, temperature)
-        return None, (log_prob, _count_load(output, samples.mask, batch.parallel))
+        samples, layers = micro_batch
+        if residents is not None:
+            layers = layers._replace(residents=residents.weights)
+        output, log_prob = _run(nnx.merge(graph, state), samples, layers, batch.parallel, temperature)
+        load = _count_load(output, samples.mask, batch.parallel)
+        return None, (log_prob, load, output.slot_rows)
 
-    return jax.lax.scan(one, None, (samples, batch.layer_plans()))[1]
+    return jax.lax.scan(one, None, (samples, batch.layers()))[1]
 
 
-@nnx.jit(static_argnames=("temperature", "clip", "balance"))
+@nnx.jit(static_argnames=("temperature", "clip", "balance"), donate_argnames=("residents",))
 def update(
     model: Policy,
     optimizer: nnx.Optimizer,
     batch: PreparedBatch,
     samples: TrainingBatch,
     batch_load: Int[Array, "L E"],
+    residents: Residents | None = None,
     *,
     temperature: float = 1.0,
     clip: Clip | None = None,
@@ -116,7 +133,7 @@ def update(
 ) -> StepMetrics:
     """One optimizer step on the gradient of the whole batch, accumulated over its micro-batches. In place.
 
-    Gradients are accumulated in float32.
+    Gradients are accumulated in float32; residents are pushed and their gradients returned in the same program.
 
     Args:
         model: the policy.
@@ -124,15 +141,14 @@ def update(
         batch: the prepared batch, in replay of the samples' recorded routing or live.
         samples: the samples with what they teach, on the ranks.
         batch_load: token copies of each expert in the whole batch, for the load-balancing loss.
+        residents: what `push` made at this step of the optimizer, donated; None pushes here.
         temperature: the temperature that responses were sampled at.
         clip: the clip of the policy loss; None learns by supervision.
         balance: the factor of the load-balancing loss, which is the mean over layers and 1 for even loads.
     """
-    graph, params, *rest = nnx.split(model, nnx.Param, ...)
 
-    def objective(params, samples, plans):
-        model = nnx.merge(graph, params, *rest)
-        output, log_prob = _run(model, samples, plans, batch.parallel, temperature)
+    def objective(model, samples, layers):
+        output, log_prob = _run(model, samples, layers, batch.parallel, temperature)
         if clip is None:
             policy = PolicyLoss(supervised_loss(log_prob, samples.weight), jnp.zeros(()), jnp.zeros(()))
         else:
@@ -141,52 +157,25 @@ def update(
         of_layer = functools.partial(balance_loss, gating=model.config.gating, mask=samples.mask)
         uneven = jax.vmap(of_layer, in_axes=(-2, 0))(output.router_logits, batch_load).mean()
         load = _count_load(output, samples.mask, batch.parallel)
-        return policy.loss + balance * uneven, (policy, load, _count_changes(model, output, samples))
+        counted = (load, output.slot_rows, _count_changes(model, output, samples))
+        return policy.loss + balance * uneven, (policy, *counted)
 
-    def accumulate(gradients, micro_batch):
-        more, counted = jax.grad(objective, has_aux=True)(params, *micro_batch)
-        return jax.tree.map(jnp.add, gradients, more), counted
-
-    nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), params)
-    gradients, (shares, load, changed) = jax.lax.scan(accumulate, nothing, (samples, batch.layer_plans()))
+    gradients, (shares, *counted) = accumulate_gradients(model, objective, batch, samples, residents=residents)
     optimizer.update(model, gradients)
     policy = jax.tree.map(lambda share: share.sum(0), shares)
-    return StepMetrics(policy, optax.tree.norm(gradients), load, changed)
-
-
-def check_executed(load: Int[Array, "M L N G E"], batch: PreparedBatch) -> None:
-    """Raise unless the plan's quotas are exactly what ran, in every micro-batch and layer.
-
-    The layer sends each slot its quota of what is there, and turns to NaN where a rank's ids are not those of the load
-    or buffers overflow, which the loss would show. So quotas were executed if the routing that ran is, rank by rank and
-    expert by expert, the load that the plan was made for: `Balancer.prepare` has checked that the quotas add up to it.
-
-    Args:
-        load: the load that `recompute` or `update` counted.
-        batch: the prepared batch that ran in replay.
-
-    Raises:
-        RuntimeError: at the first place where they differ, with both numbers.
-    """
-    load, planned = np.asarray(load), np.asarray(batch.batch_plan.load)
-    if (load != planned).any():
-        place = tuple(np.argwhere(load != planned)[0].tolist())
-        raise RuntimeError(
-            "micro-batch {}, layer {}, node {}, rank {}: expert {}".format(*place)
-            + f" ran {load[place]} token copies, the plan was made for {planned[place]}"
-        )
+    return StepMetrics(policy, optax.tree.norm(gradients), *counted)
 
 
 def _run(
     model: Policy,
     samples: TrainingBatch,
-    plans: LayerPlan | None,
+    layers: PreparedLayer | None,
     parallel: ExpertParallel,
     temperature: float,
 ) -> tuple[PolicyOutput, jax.Array]:
     """The policy on one micro-batch, in replay or live, and the log-probabilities of its tokens."""
-    expert_ids = None if plans is None else samples.expert_ids
-    output = model(samples.tokens, samples.mask, expert_ids, plans, parallel=parallel)
+    expert_ids = None if layers is None else samples.expert_ids
+    output = model(samples.tokens, samples.mask, expert_ids, layers, parallel=parallel)
     return output, token_log_probs(output.logits, samples.tokens, temperature=temperature)
 
 

@@ -18,12 +18,13 @@ from experiments.rl.imbalance import measure_imbalance
 from experiments.rl.losses import relative_advantages, token_weights
 from experiments.rl.rewards import Rewards, score_responses
 from experiments.rl.state import State
-from experiments.rl.step import StepMetrics, TrainingBatch, check_executed, recompute, update
+from experiments.rl.step import StepMetrics, TrainingBatch, push, recompute, update
 from experiments.rl.step_clock import StepClock
 from experiments.rl.tasks import Example, Task, find_task
 from experiments.rl.tokens import pad
+from relibra_jax.execution import Residents, check_residents
 from relibra_jax.execution.mesh import expert_mesh
-from relibra_jax.nnx import PreparedBatch
+from relibra_jax.nnx import PreparedBatch, check_executed
 from relibra_jax.types import RoutingReplay
 
 SHOWN_FAILURES: Final = 3
@@ -74,7 +75,7 @@ class Trainer:
             batch = self._prepare_live()
             samples = batch.to_ranks(TrainingBatch(tokens, mask, weight=weight))
             # Live routing is known once it has run.
-            _, load = recompute(state.model, batch, samples, temperature=1.0)
+            _, load, _ = recompute(state.model, batch, samples, temperature=1.0)
             batch_load = load.sum((0, 2, 3))
             metrics = update(
                 *(state.model, state.optimizer, batch, samples, batch_load), balance=config.balance
@@ -95,15 +96,16 @@ class Trainer:
             scoring = scorer.submit(score_responses, self.task, examples, *texts)
             batch, samples = self.prepare(responses, clock)
             with clock("recompute"):
-                old_log_prob, load = jax.block_until_ready(
-                    recompute(state.model, batch, samples, temperature=config.temperature)
+                residents = push(state.model, state.optimizer, batch)
+                old_log_prob, _, slot_rows = jax.block_until_ready(
+                    recompute(state.model, batch, samples, residents, temperature=config.temperature)
                 )
-            check_executed(load, batch)
+            check_executed(slot_rows, batch)
             with clock("score"):
                 rewards = scoring.result()
         with clock("update"):
             samples = samples._replace(old_log_prob=old_log_prob)
-            metrics = self.update(batch, samples, responses, rewards)
+            metrics = self.update(batch, samples, responses, rewards, residents)
             loss = self._check_finite(metrics)
         times = clock.report()
         state.step += 1
@@ -168,9 +170,15 @@ class Trainer:
         return batch, samples
 
     def update(
-        self, batch: PreparedBatch, samples: TrainingBatch, responses: Responses, rewards: Rewards
+        self,
+        batch: PreparedBatch,
+        samples: TrainingBatch,
+        responses: Responses,
+        rewards: Rewards,
+        residents: Residents | None = None,
     ) -> StepMetrics:
-        """Learn from a batch for so many epochs; the metrics of the last one."""
+        """Learn from a batch for so many epochs; the metrics of the last one. ``residents`` are those that the
+        recompute ran with: they serve the first epoch too."""
         config, state = self.config, self.state
         advantage = relative_advantages(
             rewards.reward, rewards.scored, responses_per_prompt=config.responses_per_prompt
@@ -180,15 +188,18 @@ class Trainer:
         samples = samples._replace(weight=weight, advantage=advantage)
         batch_load = batch.batch_plan.load.sum((0, 2, 3))
         followed = batch if config.replay else self._prepare_live()
-        for _ in range(config.epochs):
+        for epoch in range(config.epochs):
+            shared = residents if config.replay and epoch == 0 else None
+            if shared is not None:
+                check_residents(shared, state.optimizer.step[...])
             metrics = update(
-                *(state.model, state.optimizer, followed, samples, batch_load),
+                *(state.model, state.optimizer, followed, samples, batch_load, shared),
                 balance=config.balance,
                 temperature=config.temperature,
                 clip=config.clip,
             )
             if config.replay:
-                check_executed(metrics.load, batch)
+                check_executed(metrics.slot_rows, batch)
         return metrics
 
     def examples(self, what: int, number: int) -> list[Example]:

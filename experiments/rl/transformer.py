@@ -17,8 +17,9 @@ from jaxtyping import Bool, Float, Int, Integer
 from experiments.rl.tokens import VOCABULARY
 from relibra_jax.execution.gating import GATINGS, Gating
 from relibra_jax.execution.parallel import ExpertParallel
+from relibra_jax.execution.prepared_layer import PreparedLayer
 from relibra_jax.nnx import MoELayer, MoEOutput
-from relibra_jax.types import Array, LayerPlan, Topology
+from relibra_jax.types import Array, Topology
 
 
 @jax.tree_util.register_static
@@ -110,18 +111,18 @@ class Block(nnx.Module):
         start: Int[Array, " B"],
         cache: tuple[Array, Array] | None,
         expert_ids: Integer[Array, "B t K"] | None,
-        plan: LayerPlan | None,
+        layer: PreparedLayer | None,
         *,
         parallel: ExpertParallel,
     ) -> tuple[Array, tuple[Array, Array] | None, MoEOutput]:
         """``(x, cache, experts' output)`` behind the layer; ``x[:, 0]`` stands at position ``start``."""
-        replicas = None
-        if plan is not None:
-            replicas, x = self.experts.fetch(x, plan, parallel)
+        held = None
+        if layer is not None:
+            held, x = self.experts.fetch(x, layer, parallel)
         attended, cache = self._attention(self.attention_norm(x), start, cache)
         x = x + attended
         moe = self.experts(
-            *(self.experts_norm(x), expert_ids, plan), parallel=parallel, experts=replicas, mask=mask
+            *(self.experts_norm(x), expert_ids, layer), parallel=parallel, experts=held, mask=mask
         )
         return x + moe.output, cache, moe
 
