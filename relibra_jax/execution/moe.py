@@ -122,7 +122,7 @@ def _on_rank(x, expert_ids, gates, home, replicas, plan: LayerPlan, parallel: Ex
         moved = dispatch_by_node(*(x, slot, gates, sent, between, inside), rows=sizes.rows)
     with jax.named_scope("experts"):
         computed = grouped_mlp(
-            *(moved.rows, home, replicas, jnp.where(valid, moved.group_sizes, 1)),
+            *(moved.rows, (home, replicas), jnp.where(valid, moved.group_sizes, 1)),
             moved.scale * one_or_nan(valid, moved.scale),
             implementation=parallel.implementation,
         )
