@@ -53,7 +53,7 @@ class Operation(NamedTuple):
     """One computation, as each of the peers does it: the content of one table."""
 
     ours: Callable[..., jax.Array]
-    """This project's function of ``(rows, home, replica, group_sizes)``."""
+    """This project's function of ``(rows, weight buffers, group_sizes)``."""
     dense: Callable[[jax.Array, jax.Array], jax.Array]
     """The dense function of ``(rows, weights)``, which may both have groups as their first axis."""
     ragged: Callable[..., jax.Array]
@@ -92,7 +92,6 @@ def bench(name: str, dtype: str, *, repeats: int) -> None:
     rows = jax.random.normal(keys[0], (ROWS, D), dtype)
     weights = jax.random.normal(keys[2], (HOMES + REPLICAS, *operation.weight_shape), dtype) / 16
     d_out = jax.random.normal(keys[1], jax.eval_shape(operation.dense, rows, weights[0]).shape, dtype)
-    home, replica = weights[:HOMES], weights[HOMES:]
 
     group = np.repeat(np.arange(len(sizes)), sizes)
     offset = np.arange(ROWS) - (np.cumsum(sizes) - sizes)[group]
@@ -103,14 +102,14 @@ def bench(name: str, dtype: str, *, repeats: int) -> None:
     device_sizes = jnp.asarray(sizes)
     gather, back = jnp.asarray(source), jnp.asarray(group * capacity + offset)
 
-    def ours(rows: jax.Array, home: jax.Array, replica: jax.Array) -> jax.Array:
-        return operation.ours(rows, home, replica, device_sizes, implementation="xla")
+    def ours(rows: jax.Array, *buffers: jax.Array) -> jax.Array:
+        return operation.ours(rows, buffers, device_sizes, implementation="xla")
 
     def padded(rows: jax.Array, weights: jax.Array) -> jax.Array:
         return operation.dense(rows[gather], weights).reshape(-1, d_out.shape[1])[back]
 
     calls: dict[str, tuple[Callable[..., jax.Array], tuple[jax.Array, ...]]] = {
-        GROUPED: (ours, (rows, home, replica)),
+        GROUPED: (ours, (rows, weights[:HOMES], weights[HOMES:])),
         DENSE: (operation.dense, (rows, weights[0])),
         PADDED: (padded, (rows, weights)),
     }

@@ -56,22 +56,21 @@ def rank_calls(
 ) -> dict[tuple[int, int], Callable[[], object]]:
     """The work of each rank in each layer of each micro-batch: ``(row, rank)`` to a call."""
     weights = expert_weights(topology.num_experts, config.width, config.hidden, 1)[0]
-    home = jnp.asarray(weights[: topology.home_slots])
-    replica = jnp.asarray(weights[: topology.replica_slots])
+    buffers = tuple(jnp.asarray(weights[:slots]) for slots in (topology.home_slots, topology.replica_slots))
     rows = jnp.asarray(
         np.random.default_rng(0).normal(size=(contender.capacities.rows, config.width)), jnp.float32
     )
 
     @jax.jit
-    def step(rows, home, replica, sizes):
-        def loss(rows, home, replica):
-            return (grouped_mlp(rows, home, replica, sizes) ** 2).sum()
+    def step(rows, buffers, sizes):
+        def loss(rows, buffers):
+            return (grouped_mlp(rows, buffers, sizes) ** 2).sum()
 
-        return jax.grad(loss, (0, 1, 2))(rows, home, replica)
+        return jax.grad(loss, (0, 1))(rows, buffers)
 
     quota = np.asarray(contender.batch_plan.plan.quota).reshape(-1, topology.num_ranks, topology.slots)
     return {
-        (row, rank): functools.partial(step, rows, home, replica, jnp.asarray(quota[row, rank]))
+        (row, rank): functools.partial(step, rows, buffers, jnp.asarray(quota[row, rank]))
         for row, rank in np.ndindex(quota.shape[:2])
     }
 

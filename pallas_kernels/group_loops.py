@@ -6,7 +6,7 @@ size, and what is left of them into tiles of the smallest. The last tile of a gr
 group: it reads those rows as zeros and leaves them as they are when it writes, so padding needs no care of its own.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 import jax
@@ -46,13 +46,29 @@ def loop_over_groups(of_group: Callable[[jax.Array, Any], Any], carry: Any, weig
     Args:
         of_group: the function ``(slot, carry) -> carry``.
         carry: what the first call is given.
-        weights: ``[slots, ...]``, the weight buffer; it may have no slots.
+        weights: ``[slots, ...]``, the weight buffer.
 
     Returns:
         The carry that the last call returned.
     """
-    # A loop of no steps would still be traced, and index a buffer without slots.
-    return jax.lax.fori_loop(0, weights.shape[0], of_group, carry) if weights.shape[0] else carry
+    return jax.lax.fori_loop(0, weights.shape[0], of_group, carry)
+
+
+def with_bounds(weights: Sequence[jax.Array], bounds: jax.Array) -> Iterator[tuple[jax.Array, jax.Array]]:
+    """Yield each weight buffer with the bounds of its own groups.
+
+    Args:
+        weights: the buffers, ``[slots, ...]`` each, whose groups follow one another.
+        bounds: the bounds of all groups, the result of `group_bounds`.
+
+    >>> [own.tolist() for _, own in with_bounds([jnp.ones(2), jnp.ones(1)], jnp.array([0, 2, 5, 9]))]
+    [[0, 2, 5], [5, 9]]
+    """
+    first = 0
+    for buffer in weights:
+        last = first + buffer.shape[0]
+        yield buffer, bounds[first : last + 1]
+        first = last
 
 
 def loop_over_tiles(

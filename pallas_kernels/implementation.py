@@ -1,11 +1,12 @@
 """How a call of this package chooses its implementation, and the checks of operands that all calls share."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels.hopper.persistent_kernel import STEP, interpreted
 
@@ -72,19 +73,54 @@ def why_not_hopper(device_kind: str) -> str | None:
     return f"{device_kind} is no Hopper GPU"
 
 
-def check_group_sizes(group_sizes: jax.Array, slots: tuple[int, int]) -> None:
+def check_weights(weights: Sequence[Any], rows: jax.Array, *matrix: int | str) -> tuple[jax.Array, ...]:
+    """Check weight buffers, and return those that have slots: nothing is left to compute for the others.
+
+    Args:
+        weights: the buffers as the caller gave them.
+        rows: the row operand, whose dtype the weights share.
+        matrix: the dimensions of one slot's weights; a dimension that rows leave open is given by its name.
+
+    Raises:
+        ValueError: if the weights are an array instead of a sequence of arrays, if a buffer does not fit the rows or
+            the first buffer, or if no buffer has a slot.
+    """
+    if isinstance(weights, jax.Array | np.ndarray):
+        raise ValueError(f"weights: expected a sequence of weight buffers, found one {describe(weights)}")
+    buffers = tuple(map(jnp.asarray, weights))
+    for index, buffer in enumerate(buffers):
+        wanted = tuple(
+            found if isinstance(size, str) else size
+            for size, found in zip(matrix, buffer.shape[1:], strict=False)
+        )
+        if len(wanted) != len(matrix) or buffer.shape[1:] != wanted or buffer.dtype != rows.dtype:
+            raise ValueError(
+                f"weights[{index}]: expected {rows.dtype}[slots, {', '.join(map(str, matrix))}]"
+                f" for rows {describe(rows)}, found {describe(buffer)}"
+            )
+        if buffer.shape[1:] != buffers[0].shape[1:]:
+            raise ValueError(
+                f"weights[{index}]: expected matrices like those of weights[0] {describe(buffers[0])},"
+                f" found {describe(buffer)}"
+            )
+    if not any(buffer.shape[0] for buffer in buffers):
+        raise ValueError(f"weights: expected at least one slot, found [{', '.join(map(describe, buffers))}]")
+    return tuple(buffer for buffer in buffers if buffer.shape[0])
+
+
+def check_group_sizes(group_sizes: jax.Array, slots: Sequence[int]) -> None:
     """Check that there is one integer size for each weight slot.
 
     Args:
         group_sizes: the sizes as the caller gave them.
-        slots: the numbers of home slots and of replica slots.
+        slots: the number of slots of each weight buffer.
 
     Raises:
-        ValueError: if the sizes have another shape than ``[H + R]`` or are no integers.
+        ValueError: if the sizes have another shape than ``[sum(slots)]`` or are no integers.
     """
     if group_sizes.shape != (sum(slots),) or not jnp.issubdtype(group_sizes.dtype, jnp.integer):
         raise ValueError(
-            f"group_sizes: expected integers [{sum(slots)}] for {slots[0]} home and {slots[1]} replica slots,"
+            f"group_sizes: expected integers [{sum(slots)}] for weights of {' + '.join(map(str, slots))} slots,"
             f" found {describe(group_sizes)}"
         )
 
@@ -115,7 +151,7 @@ def match_varying_axes(*arrays: jax.Array) -> list[jax.Array]:
     ]
 
 
-def describe(array: jax.Array) -> str:
+def describe(array: jax.Array | np.ndarray) -> str:
     """Return the dtype and shape of an array, for error messages.
 
     >>> describe(jnp.zeros((2, 3)))

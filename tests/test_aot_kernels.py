@@ -3,6 +3,12 @@
 from experiments.aot.kernels import KERNEL_CASES, KERNELS, Compiled, judge_kernels
 
 
+def test_kernels_are_compiled_for_one_two_and_three_weight_buffers():
+    for part in KERNELS:
+        assert {len(case.slots) for case in KERNEL_CASES if case.part == part} == {1, 2, 3}
+    assert len({(case.name, case.part) for case in KERNEL_CASES}) == len(KERNEL_CASES)
+
+
 def test_a_kernel_that_does_not_compile_fails():
     clean = "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\n"
     sound = {case: Compiled(KERNELS[case.part], 0, clean * KERNELS[case.part]) for case in KERNEL_CASES}

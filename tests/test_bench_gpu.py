@@ -70,7 +70,7 @@ def test_operands_are_what_the_kernels_take():
         operations.operand_sets((3, 64, 128), 16, 4, 64),
     ):
         assert {leaf.dtype for leaf in jax.tree.leaves(sets)} == {jnp.dtype(jnp.bfloat16)}
-        assert (sets[0].home.shape[0], sets[0].replica.shape[0]) == (4, 2)
+        assert [len(buffer) for buffer in sets[0].weights] == [4, 2]
         assert sets[0].dense[0].shape == (64, 128)
 
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 from gpu_interpreter import gpu_interpreter, sizes_of_every_pattern
@@ -19,7 +20,8 @@ from jax.test_util import check_grads
 from pallas_kernels import grouped_dot, grouped_outer, ragged_dot
 from pallas_kernels.grouped_dot.api import IMPLEMENTATIONS
 
-HOMES, REPLICAS = 5, 3
+SLOTS = (3, 0, 2, 3)
+"""Of each weight buffer."""
 
 
 class Setting(NamedTuple):
@@ -49,18 +51,24 @@ slowly = [pytest.param(name, marks=[pytest.mark.slow] * (name == "mosaic")) for 
 each_implementation = pytest.mark.parametrize("implementation", slowly)
 
 
-def inputs(setting, *, transposed=False, homes=HOMES, replicas=REPLICAS, seed=0):
-    """Rows, both weight buffers and the gradient of the output."""
-    rng = np.random.default_rng(seed)
+def inputs(setting, *, transposed=False, slots=SLOTS):
+    """Rows, weight buffers and the gradient of the output."""
+    rng = np.random.default_rng(0)
     matrix = (setting.n, setting.k) if transposed else (setting.k, setting.n)
-    shapes = ((setting.rows, setting.k), (homes, *matrix), (replicas, *matrix), (setting.rows, setting.n))
-    return [jnp.asarray(rng.normal(size=shape), setting.dtype) for shape in shapes]
+    shapes = ((setting.rows, setting.k), (setting.rows, setting.n), (sum(slots), *matrix))
+    rows, d_out, weights = (jnp.asarray(rng.normal(size=shape), setting.dtype) for shape in shapes)
+    return rows, buffers(weights, slots), d_out
 
 
-def oracle(rows, home, replica, group_sizes, d_out, transposed):
+def buffers(weights, slots=SLOTS):
+    """Cut weights into buffers."""
+    return tuple(weights[end - count : end] for count, end in zip(slots, np.cumsum(slots), strict=True))
+
+
+def oracle(rows, weights, group_sizes, d_out, transposed):
     """Output and gradients of ``sum(out * d_out)``, group by group in float64."""
-    rows, home, replica, d_out = (np.asarray(array, np.float64) for array in (rows, home, replica, d_out))
-    weights = np.concatenate([home, replica])
+    slots = [len(buffer) for buffer in weights]
+    rows, weights, d_out = (np.asarray(one, np.float64) for one in (rows, np.concatenate(weights), d_out))
     out, d_rows, d_weights = np.zeros_like(d_out), np.zeros_like(rows), np.zeros_like(weights)
     ends = np.cumsum(group_sizes)
     for slot, (start, end) in enumerate(zip(ends - group_sizes, ends, strict=True)):
@@ -69,7 +77,7 @@ def oracle(rows, home, replica, group_sizes, d_out, transposed):
         out[own], d_rows[own] = rows[own] @ matrix, d_out[own] @ matrix.T
         d_matrix = rows[own].T @ d_out[own]
         d_weights[slot] = d_matrix.T if transposed else d_matrix
-    return out, d_rows, d_weights[: len(home)], d_weights[len(home) :]
+    return out, d_rows, buffers(d_weights, slots)
 
 
 @functools.cache
@@ -77,14 +85,14 @@ def compiled(implementation, transposed=False, out_dtype=None):
     """Output and all gradients, in one program for all sizes; counts its traces."""
 
     @jax.jit
-    def run(rows, home, replica, sizes, d_out):
+    def run(rows, weights, sizes, d_out):
         run.traces += 1
 
-        def call(rows, home, replica):
+        def call(rows, weights):
             options = {"transposed": transposed, "out_dtype": out_dtype, "implementation": implementation}
-            return grouped_dot(rows, home, replica, sizes, **options)
+            return grouped_dot(rows, weights, sizes, **options)
 
-        out, pull = jax.vjp(call, rows, home, replica)
+        out, pull = jax.vjp(call, rows, weights)
         return out, *pull(d_out.astype(out.dtype))
 
     run.traces = 0
@@ -92,7 +100,8 @@ def compiled(implementation, transposed=False, out_dtype=None):
 
 
 def assert_close(found, expected, dtype):
-    for value, wanted in zip(found, expected, strict=True):
+    for value, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert value.shape == wanted.shape
         worst = np.abs(np.asarray(value, np.float64) - wanted).max(initial=0)
         assert worst <= TOLERANCE[dtype] * np.abs(wanted).max(initial=0)
 
@@ -100,20 +109,35 @@ def assert_close(found, expected, dtype):
 def check(implementation, sizes, arrays, transposed=False, out_dtype=None):
     sizes = np.asarray(sizes, np.int32)
     run = compiled(implementation, transposed, out_dtype)
-    *operands, d_out = arrays
+    rows, weights, d_out = arrays
     with gpu_interpreter(implementation):
-        found = jax.block_until_ready(run(*operands, sizes, d_out))
-    dtype = str(operands[0].dtype)
-    assert [str(array.dtype) for array in found] == [out_dtype or dtype, dtype, dtype, dtype]
-    assert_close(found, oracle(*operands, sizes, d_out, transposed), dtype)
+        found = jax.block_until_ready(run(rows, weights, sizes, d_out))
+    dtype, (out, *gradients) = str(rows.dtype), jax.tree.leaves(found)
+    assert out.dtype == (out_dtype or dtype)
+    assert {str(one.dtype) for one in gradients} == {dtype}
+    assert_close(found, oracle(rows, weights, sizes, d_out, transposed), dtype)
     return found
 
 
 @each_implementation
-@pytest.mark.parametrize(("transposed", "out_dtype"), [(False, None), (True, "float32")])
-def test_output_and_gradients(implementation, transposed, out_dtype):
+@pytest.mark.parametrize(
+    ("slots", "transposed", "out_dtype"), [(SLOTS, False, None), ((0, 5, 3, 0), True, "float32")]
+)
+def test_output_and_gradients(implementation, slots, transposed, out_dtype):
     setting = SETTINGS[implementation]
-    check(implementation, setting.sizes, inputs(setting, transposed=transposed), transposed, out_dtype)
+    arrays = inputs(setting, transposed=transposed, slots=slots)
+    check(implementation, setting.sizes, arrays, transposed, out_dtype)
+
+
+@each_implementation
+def test_buffers_give_what_one_buffer_gives(implementation):
+    """Bit for bit; a sequence of one buffer is what `ragged_dot` runs."""
+    setting = SETTINGS[implementation]
+    rows, weights, d_out = inputs(setting)
+    joined = (jnp.concatenate(weights),)
+    out, d_rows, d_weights = check(implementation, setting.sizes, (rows, weights, d_out))
+    one = check(implementation, setting.sizes, (rows, joined, d_out))
+    jax.tree.map(np.testing.assert_array_equal, (out, d_rows, (np.concatenate(d_weights),)), one)
 
 
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
@@ -129,9 +153,9 @@ def test_every_pattern_of_empty_groups_in_one_compilation(implementation):
     run = compiled(implementation)
     check(implementation, PLAIN.sizes, arrays)
     traces = run.traces
-    for pattern in itertools.product((0, 1), repeat=HOMES + REPLICAS):
-        *_, d_home, d_replica = check(implementation, np.array(PLAIN.sizes) * pattern, arrays)
-        assert not np.concatenate([d_home, d_replica])[np.array(pattern) == 0].any()
+    for pattern in itertools.product((0, 1), repeat=sum(SLOTS)):
+        *_, d_weights = check(implementation, np.array(PLAIN.sizes) * pattern, arrays)
+        assert not np.concatenate(d_weights)[np.array(pattern) == 0].any()
     assert run.traces == traces
 
 
@@ -139,16 +163,16 @@ def test_every_pattern_of_empty_groups_in_one_compilation(implementation):
 def test_every_pattern_of_empty_groups_in_one_launch():
     sizes = sizes_of_every_pattern()
     setting = Setting("bfloat16", int(sizes.sum()) + 5, 64, 64, ())
-    arrays = inputs(setting, homes=200, replicas=len(sizes) - 200)
-    *_, d_home, d_replica = check("mosaic", sizes, arrays)
-    assert not np.concatenate([d_home, d_replica])[sizes == 0].any()
+    # All groups of the first buffer are empty.
+    *_, d_weights = check("mosaic", sizes, inputs(setting, slots=(8, 192, len(sizes) - 200)))
+    assert not np.concatenate(d_weights)[sizes == 0].any()
 
 
 @each_implementation
-@pytest.mark.parametrize("slot", [0, HOMES + REPLICAS - 1])
+@pytest.mark.parametrize("slot", [0, sum(SLOTS) - 1])
 def test_one_group_has_all_rows(implementation, slot):
     setting = SETTINGS[implementation]
-    check(implementation, np.eye(HOMES + REPLICAS)[slot] * setting.rows, inputs(setting))
+    check(implementation, np.eye(sum(SLOTS))[slot] * setting.rows, inputs(setting))
 
 
 @pytest.mark.slow
@@ -157,14 +181,15 @@ def test_padding_and_poison_reach_nothing(implementation):
     setting = SETTINGS[implementation]
     for sizes in (np.array(setting.sizes), np.zeros(8), [0, 0, 0, 0, 10, 0, 0, 0]):
         total = int(np.sum(sizes))
-        rows, home, replica, d_out = (np.array(array) for array in inputs(setting))
+        sizes = np.asarray(sizes, np.int32)
+        rows, weights, d_out = jax.tree.map(np.array, inputs(setting))
         rows[total:] = d_out[total:] = np.nan
-        home[np.asarray(sizes[:HOMES]) == 0] = replica[np.asarray(sizes[HOMES:]) == 0] = np.nan
-        clean = [jnp.asarray(np.nan_to_num(array)) for array in (rows, home, replica, d_out)]
+        for buffer, own in zip(weights, buffers(sizes), strict=True):
+            buffer[own == 0] = np.nan
+        clean_rows, clean_weights, clean_d_out = jax.tree.map(np.nan_to_num, (rows, weights, d_out))
         with gpu_interpreter(implementation):
-            sizes = np.asarray(sizes, np.int32)
-            found = jax.block_until_ready(compiled(implementation)(rows, home, replica, sizes, d_out))
-        assert_close(found, oracle(*clean[:3], sizes, clean[3], transposed=False), setting.dtype)
+            found = jax.block_until_ready(compiled(implementation)(rows, weights, sizes, d_out))
+        assert_close(found, oracle(clean_rows, clean_weights, sizes, clean_d_out, False), setting.dtype)
         assert not np.asarray(found[0])[total:].any()
         assert not np.asarray(found[1])[total:].any()
 
@@ -177,12 +202,11 @@ def test_impossible_sizes_reach_nothing_outside(implementation, sizes):
     setting = SETTINGS[implementation]
     possible = np.maximum(sizes, 0)
     possible[-1] = min(possible[-1], setting.rows - possible[:-1].sum())
-    arrays = inputs(setting)
+    rows, weights, d_out = inputs(setting)
     run = compiled(implementation)
-    *operands, d_out = arrays
     with gpu_interpreter(implementation):
         found, wanted = (
-            jax.block_until_ready(run(*operands, np.asarray(one, np.int32), d_out))
+            jax.block_until_ready(run(rows, weights, np.asarray(one, np.int32), d_out))
             for one in (sizes, possible)
         )
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
@@ -203,21 +227,21 @@ def test_any_sizes(implementation):
 
 @each_implementation
 @pytest.mark.parametrize("rows", [0, 1, 40])
-def test_few_rows_and_no_replica_slots(implementation, rows):
+def test_few_rows_and_one_buffer(implementation, rows):
     setting = SETTINGS[implementation]._replace(rows=rows, n=64 if implementation == "mosaic" else PLAIN.n)
-    arrays = inputs(setting, homes=3, replicas=0)
-    check(implementation, [rows // 2, 0, rows - rows // 2], arrays)
+    check(implementation, [rows // 2, 0, rows - rows // 2], inputs(setting, slots=(3,)))
 
 
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
 def test_gradients_of_the_weight_gradient(implementation):
     with jax.enable_x64(True):
-        lhs, _, _, rhs = inputs(PLAIN._replace(dtype="float64", rows=40))
-        sizes = jnp.array([10, 0, 20, 5])
+        lhs, _, rhs = inputs(PLAIN._replace(dtype="float64", rows=40))
+        sizes, slots = jnp.array([10, 0, 20, 5]), (0, 2, 0, 2)
 
         def total(lhs, rhs):
-            home, replica = grouped_outer(lhs, rhs, sizes, home_slots=2, implementation=implementation)
-            return jnp.sum(jnp.sin(home)) + jnp.sum(jnp.cos(replica))
+            sums = grouped_outer(lhs, rhs, sizes, slots=slots, implementation=implementation)
+            assert [one.shape for one in sums] == [(count, PLAIN.k, PLAIN.n) for count in slots]
+            return sum(jnp.sum(jnp.sin(one + place)) for place, one in enumerate(sums))
 
         check_grads(jax.jit(total), (lhs, rhs), order=1, modes=["rev"])
 
@@ -239,21 +263,21 @@ def test_ragged_dot_names_its_own_arguments(lhs, rhs):
 
 
 def test_results_are_floating():
-    rows, home, replica, d_out = inputs(PLAIN)
+    rows, weights, d_out = inputs(PLAIN)
     sizes = jnp.asarray(PLAIN.sizes)
     with pytest.raises(ValueError, match="out_dtype: expected a floating dtype, found int32"):
-        grouped_dot(rows, home, replica, sizes, out_dtype="int32")
+        grouped_dot(rows, weights, sizes, out_dtype="int32")
     with pytest.raises(ValueError, match="out_dtype: expected a floating dtype, found bool"):
-        grouped_outer(rows, d_out, sizes, home_slots=HOMES, out_dtype=bool)
+        grouped_outer(rows, d_out, sizes, slots=SLOTS, out_dtype=bool)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_call_of_ragged_dot(dtype):
-    rows, home, _, _ = inputs(PLAIN._replace(dtype=dtype))
+    rows, (weights,), _ = inputs(PLAIN._replace(dtype=dtype), slots=(5,))
     sizes = jnp.array([100, 0, 50, 1, 400])
     for wanted in (None, jnp.float32):
-        ours = ragged_dot(rows, home, sizes, preferred_element_type=wanted)
-        theirs = jax.lax.ragged_dot(rows, home, sizes, preferred_element_type=wanted)
+        ours = ragged_dot(rows, weights, sizes, preferred_element_type=wanted)
+        theirs = jax.lax.ragged_dot(rows, weights, sizes, preferred_element_type=wanted)
         assert ours.dtype == theirs.dtype
         assert_close([ours], [np.asarray(theirs, np.float64)], dtype)
 
@@ -262,36 +286,86 @@ def test_the_call_of_ragged_dot(dtype):
     ("changed", "message"),
     [
         ({"rows": ((7,), "float32")}, r"rows: expected floating \[r, k\], found float32\[7\]"),
-        ({"home": ((2, 5, 6), "float32")}, r"home: expected float32\[slots, 4, n\] for rows float32\[7, 4\]"),
-        ({"replica": ((1, 4, 6), "bfloat16")}, r"replica: expected float32\[.* found bfloat16\[1, 4, 6\]"),
-        ({"replica": ((1, 4, 9), "float32")}, r"home float32\[2, 4, 6\], replica float32\[1, 4, 9\]"),
-        ({"home": ((0, 4, 6), "float32")}, "at least one home slot"),
-        ({"group_sizes": ((4,), "int32")}, r"group_sizes: expected integers \[3\] for 2 home and 1 replica"),
+        (
+            {"group_sizes": ((4,), "int32")},
+            r"group_sizes: expected integers \[3\] for weights of 2 \+ 1 slots",
+        ),
     ],
 )
 def test_what_does_not_fit_is_named(changed, message):
-    shapes = {
-        "rows": ((7, 4), "float32"),
-        "home": ((2, 4, 6), "float32"),
-        "replica": ((1, 4, 6), "float32"),
-        "group_sizes": ((3,), "int32"),
-    }
+    shapes = {"rows": ((7, 4), "float32"), "group_sizes": ((3,), "int32")} | changed
+    weights = [jnp.zeros((2, 4, 6)), jnp.zeros((0, 4, 6)), jnp.zeros((1, 4, 6))]
     with pytest.raises(ValueError, match=message):
-        grouped_dot(*(jnp.zeros(*shape) for shape in (shapes | changed).values()))
+        grouped_dot(jnp.zeros(*shapes["rows"]), weights, jnp.zeros(*shapes["group_sizes"]))
 
 
 @pytest.mark.parametrize(
-    ("lhs", "rhs", "homes", "message"),
+    ("transposed", "weights", "message"),
     [
-        ((7,), (7, 4), 1, r"lhs: expected floating \[r, k\], found float32\[7\]"),
-        ((7, 4), (6, 4), 1, r"rhs: expected float32\[7, n\] for lhs float32\[7, 4\], found float32\[6, 4\]"),
-        ((7, 4), (7, 4), 0, r"home_slots=0 must lie in 1..H \+ R for group_sizes int32\[3\]"),
-        ((7, 4), (7, 4), 4, "home_slots=4 must lie"),
+        (
+            False,
+            [(2, 5, 6)],
+            r"weights\[0\]: expected float32\[slots, 4, n\] for rows float32\[7, 4\], found",
+        ),
+        (
+            True,
+            [(2, 6, 4), (1, 4, 6)],
+            r"weights\[1\]: expected float32\[slots, n, 4\] .* float32\[1, 4, 6\]",
+        ),
+        (False, [(2, 4, 6), (4, 6)], r"weights\[1\]: expected .* found float32\[4, 6\]"),
+        (
+            False,
+            [(2, 4, 6), (0, 4, 6), (1, 4, 9)],
+            r"weights\[2\]: expected matrices like those of weights\[0\] float32\[2, 4, 6\], found float32\[1, 4, 9",
+        ),
+        (
+            False,
+            [(0, 4, 6)] * 2,
+            r"weights: expected at least one slot, found \[float32\[0, 4, 6\], float32\[0,",
+        ),
+        (False, [], r"weights: expected at least one slot, found \[\]"),
     ],
 )
-def test_what_does_not_fit_a_weight_gradient_is_named(lhs, rhs, homes, message):
+def test_weight_buffers_that_do_not_fit_are_named(transposed, weights, message):
+    weights = list(map(jnp.zeros, weights))
     with pytest.raises(ValueError, match=message):
-        grouped_outer(jnp.zeros(lhs), jnp.zeros(rhs), jnp.zeros(3, jnp.int32), home_slots=homes)
+        grouped_dot(jnp.zeros((7, 4)), weights, jnp.zeros(3, jnp.int32), transposed=transposed)
+
+
+@pytest.fixture
+def without_type_checks():
+    """What users meet: shapes are checked by the functions, not by their annotations."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+def test_one_array_is_no_sequence_of_buffers(without_type_checks):
+    for weights in (jnp.zeros((3, 4, 6)), np.zeros((1, 3, 4, 6))):
+        with pytest.raises(
+            ValueError, match=r"weights: expected a sequence of weight buffers, found one float"
+        ):
+            grouped_dot(jnp.zeros((7, 4)), weights, jnp.zeros(3, jnp.int32))
+
+
+@pytest.mark.parametrize(
+    ("lhs", "rhs", "slots", "message"),
+    [
+        ((7,), (7, 4), (3,), r"lhs: expected floating \[r, k\], found float32\[7\]"),
+        (
+            (7, 4),
+            (6, 4),
+            (3,),
+            r"rhs: expected float32\[7, n\] for lhs float32\[7, 4\], found float32\[6, 4\]",
+        ),
+        ((7, 4), (7, 4), (0, 0), r"slots=\(0, 0\) must be numbers of at least 0, and at least 1 in all"),
+        ((7, 4), (7, 4), (4, -1), r"slots=\(4, -1\) must be"),
+        ((7, 4), (7, 4), (3, 1), r"group_sizes: expected integers \[4\] .* 3 \+ 1 slots, found int32\[3\]"),
+    ],
+)
+def test_what_does_not_fit_a_weight_gradient_is_named(lhs, rhs, slots, message):
+    with pytest.raises(ValueError, match=message):
+        grouped_outer(jnp.zeros(lhs), jnp.zeros(rhs), jnp.zeros(3, jnp.int32), slots=slots)
 
 
 @pytest.mark.parametrize(
@@ -303,12 +377,12 @@ def test_what_does_not_fit_a_weight_gradient_is_named(lhs, rhs, homes, message):
     ],
 )
 def test_hopper_kernels_say_why_they_cannot_run(setting, message):
-    rows, home, replica, _ = inputs(setting)
+    rows, weights, _ = inputs(setting)
     sizes = jnp.zeros(8, jnp.int32)
     with pytest.raises(
         ValueError, match=r"cannot run: (out_dtype=float8_e5m2 is none of bfloat16, |rows are)"
     ):
-        grouped_dot(rows, home, replica, sizes, out_dtype="float8_e5m2", implementation="mosaic")
+        grouped_dot(rows, weights, sizes, out_dtype="float8_e5m2", implementation="mosaic")
     with pytest.raises(ValueError, match=f"implementation='mosaic' cannot run: {message}"):
-        grouped_dot(rows, home, replica, sizes, implementation="mosaic")
-    assert not grouped_dot(rows, home, replica, sizes).any()
+        grouped_dot(rows, weights, sizes, implementation="mosaic")
+    assert not grouped_dot(rows, weights, sizes).any()

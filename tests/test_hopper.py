@@ -1,14 +1,18 @@
-"""The walk over tiles of rows for any groups, the sizes of tiles for any shapes, and their tuning without a GPU."""
+"""The walk over tiles of rows for any groups, the sizes of tiles for any shapes, their tuning, and launches; no GPU."""
 
 import functools
 import itertools
+import re
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper import autotune
+from pallas_kernels import grouped_dot, grouped_mlp
+from pallas_kernels.hopper import autotune, row_product_kernel, weight_gradient_kernel
 from pallas_kernels.hopper.persistent_kernel import SHARED_MEMORY_BYTES
 from pallas_kernels.hopper.tile_sizes import (
     MODELS,
@@ -131,3 +135,29 @@ def test_autotune_runs_the_problems_that_it_tunes():
             if not problem.matrices:
                 shape = (problem.groups, 1, problem.output_height, problem.output_width)
             assert outs[0].shape == shape
+
+
+@pytest.mark.parametrize(
+    ("call", "matrix", "kernels"), [(grouped_dot, (64, 128), 3), (grouped_mlp, (3, 64, 128), 5)]
+)
+def test_more_buffers_take_no_more_launches_and_are_not_joined(monkeypatch, call, matrix, kernels):
+    launches = [mock.Mock(wraps=module.launch) for module in (row_product_kernel, weight_gradient_kernel)]
+    monkeypatch.setattr(row_product_kernel, "launch", launches[0])
+    monkeypatch.setattr(weight_gradient_kernel, "launch", launches[1])
+
+    def holds_all_weights(implementation, slots):
+        def run(rows, weights):
+            sizes = jnp.array([0, 9, 20, 1, 7])
+            function = functools.partial(call, group_sizes=sizes, implementation=implementation)
+            out, pull = jax.vjp(function, rows, weights)
+            return out, *pull(out)
+
+        weights = [jax.ShapeDtypeStruct((count, *matrix), jnp.bfloat16) for count in slots]
+        with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+            program = jax.make_jaxpr(run)(jax.ShapeDtypeStruct((40, 64), jnp.bfloat16), weights)
+        return re.search(r"\[5,(\d,)?64,128\]", str(program)) is not None
+
+    for implementation in ("xla", "mosaic"):
+        assert holds_all_weights(implementation, (5,))
+        assert not holds_all_weights(implementation, (0, 1, 2, 0, 2))
+    assert sum(launch.call_count for launch in launches) == 2 * kernels

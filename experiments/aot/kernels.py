@@ -1,12 +1,13 @@
 """The Hopper kernels compiled at the shapes of named models: what does not fit into shared memory fails here.
 
-The shapes are those of one rank of eight: its home slots, two replica slots and 32,768 rows; for one model also as few
-rows as take tiles of one warpgroup, and no replica slots. The assembler, ptxas, says what it did to the kernels:
-registers that it spilled to memory, and products (wgmma) that it made wait for each other, would cost the speed that
-the kernels are for.
+The shapes are those of one rank of eight: its home slots, two replica slots and 32,768 rows; for one model two resident
+slots as well; for another also as few rows as take tiles of one warpgroup, and home slots alone. The assembler, ptxas,
+says what it did to the kernels: registers that it spilled to memory, and products (wgmma) that it made wait for each
+other, would cost the speed that the kernels are for.
 """
 
 import contextlib
+import functools
 import os
 import re
 import sys
@@ -46,19 +47,29 @@ class KernelCase(NamedTuple):
     model: str
     part: Part
     rows: int = ROWS
-    replicas: int = REPLICAS
+    copies: tuple[int, ...] = (REPLICAS,)
+    """The numbers of slots of the weight buffers beside that of the homes."""
+
+    @property
+    def slots(self) -> tuple[int, ...]:
+        """The number of slots of each weight buffer."""
+        return MODELS[self.model].experts // RANKS, *self.copies
 
     @property
     def name(self) -> str:
         """The case's line in the table."""
-        others = f", {self.rows} rows, R={self.replicas}" if self != KernelCase(self.model, self.part) else ""
-        return f"{self.model}{others}"
+        if self == KernelCase(self.model, self.part):
+            return self.model
+        return f"{self.model}, {self.rows} rows, {'+'.join(map(str, self.slots))} slots"
 
 
 PARTS: Final[tuple[Part, ...]] = ("mlp", "products")
+RESIDENTS: Final = "DeepSeek-V3"
+"""The model whose kernels are compiled with residents."""
 KERNEL_CASES: Final = [
-    *(KernelCase(model, part) for model in MODELS for part in PARTS),
-    *(KernelCase("Qwen3-30B-A3B", part, FEW_ROWS, 0) for part in PARTS),
+    *(KernelCase(model, part) for model in MODELS if model != RESIDENTS for part in PARTS),
+    *(KernelCase(RESIDENTS, part, copies=(2, REPLICAS)) for part in PARTS),
+    *(KernelCase("Qwen3-30B-A3B", part, FEW_ROWS, ()) for part in PARTS),
 ]
 
 
@@ -81,39 +92,28 @@ def compile_kernels(case: KernelCase) -> Compiled | str:
     def array(*sizes: int, dtype: str = "bfloat16") -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
 
-    homes = shape.experts // RANKS
     matrices = () if case.part == "products" else (3,)
-    matrix = (*matrices, shape.width, shape.expert_width)
-    rows = array(case.rows, shape.width)
-    operands = (rows, array(homes, *matrix), array(case.replicas, *matrix))
-    sizes, scale = array(homes + case.replicas, dtype="int32"), array(case.rows, dtype="float32")
+    rows, scale = array(case.rows, shape.width), array(case.rows, dtype="float32")
+    weights = [array(count, *matrices, shape.width, shape.expert_width) for count in case.slots]
+    sizes = array(sum(case.slots), dtype="int32")
 
-    def products(rows, home, replica, sizes, d_out):
-        out, pull = jax.vjp(
-            lambda rows, home, replica: grouped_dot(rows, home, replica, sizes, implementation="mosaic"),
-            rows,
-            home,
-            replica,
-        )
+    def products(rows, weights, sizes, d_out):
+        dot = functools.partial(grouped_dot, group_sizes=sizes, implementation="mosaic")
+        out, pull = jax.vjp(dot, rows, weights)
         return out, *pull(d_out)
 
-    def mlp(rows, home, replica, sizes, scale, d_out):
-        out, pull = jax.vjp(
-            lambda rows, home, replica, scale: grouped_mlp(
-                rows, home, replica, sizes, scale, implementation="mosaic"
-            ),
-            rows,
-            home,
-            replica,
-            scale,
-        )
+    def mlp(rows, weights, sizes, scale, d_out):
+        def call(rows, weights, scale):
+            return grouped_mlp(rows, weights, sizes, scale, implementation="mosaic")
+
+        out, pull = jax.vjp(call, rows, weights, scale)
         return out, *pull(d_out)
 
     try:
         if case.part == "products":
-            lowered = jax.jit(products).lower(*operands, sizes, array(case.rows, shape.expert_width))
+            lowered = jax.jit(products).lower(rows, weights, sizes, array(case.rows, shape.expert_width))
         else:
-            lowered = jax.jit(mlp).lower(*operands, sizes, scale, rows)
+            lowered = jax.jit(mlp).lower(rows, weights, sizes, scale, rows)
         compiled, assembled = _with_ptxas(lowered.compile)
     except (ValueError, RuntimeError) as error:
         return str(error).splitlines()[0][:120]

@@ -110,7 +110,7 @@ def measure_operation(
         times = {name: value / len(sets) for name, value in median_seconds(runs, repeats).items()}
         if product := next((name for name in peers.PRODUCTS if name == operation.name), None):
             dense_rates[plan_name] = operation.flops(sizes) / times[DENSE]
-            k, n = sets[0].home.shape[-2:]
+            k, n = sets[0].weights[0].shape[-2:]
             times |= peers.torch_seconds(product, (k, n), sizes, sets=len(sets), repeats=repeats)
         best = roofline_seconds(operation, sizes, dense_rates[plan_name], bandwidth)
         for name, value in times.items():

@@ -42,7 +42,7 @@ def _distance(found: jax.Array, wanted: jax.Array) -> tuple[jax.Array, jax.Array
 def check_patterns(rows: int, width: int, implementation: str) -> int:
     """Compare results and gradients for all 2^8 patterns of empty groups, with one program for all of them.
 
-    Group sizes are no multiples of a tile, and padding is not a number.
+    Weights lie in three buffers, group sizes are no multiples of a tile, and padding is not a number.
 
     Args:
         rows: the number of rows of the row operand.
@@ -55,34 +55,36 @@ def check_patterns(rows: int, width: int, implementation: str) -> int:
     Raises:
         AssertionError: if a result is off.
     """
-    homes, replicas = 6, 2
+    slots = 4, 2, 2
     draw = np.random.default_rng(0)
 
-    def products(implementation, x, dy, home, replica, sizes):
-        def dot(x, home, replica):
-            return grouped_dot(x, home, replica, sizes, implementation=implementation)
+    def products(implementation, x, dy, weights, sizes):
+        def dot(x, weights):
+            return grouped_dot(x, weights, sizes, implementation=implementation)
 
-        out, pull = jax.vjp(dot, x, home[:, 0], replica[:, 0])
+        out, pull = jax.vjp(dot, x, [buffer[:, 0] for buffer in weights])
         return out, *pull(dy)
 
-    def mlp(implementation, x, dy, home, replica, sizes):
-        def call(x, home, replica, scale):
-            return grouped_mlp(x, home, replica, sizes, scale, implementation=implementation)
+    def mlp(implementation, x, dy, weights, sizes):
+        def call(x, weights, scale):
+            return grouped_mlp(x, weights, sizes, scale, implementation=implementation)
 
         scale = jnp.linspace(0.5, 2, rows, dtype=jnp.float32)
-        out, pull = jax.vjp(call, x, home, replica, scale)
+        out, pull = jax.vjp(call, x, weights, scale)
         return out, *pull(dy)
 
-    shapes = (rows, width), (rows, width), (homes, 3, width, width), (replicas, 3, width, width)
-    arrays = [random_array(*shape, seed=seed) for seed, shape in enumerate(shapes)]
+    arrays = [random_array(rows, width, seed=seed) for seed in range(2)]
+    weights = [random_array(count, 3, width, width, seed=2 + seed) for seed, count in enumerate(slots)]
     compared = 0
     for check in (products, mlp):
         ours, theirs = (jax.jit(functools.partial(check, name)) for name in (implementation, "xla"))
-        for pattern in itertools.product((0, 1), repeat=homes + replicas):
-            sizes = draw.multinomial(rows - 5, np.ones(8) / 8).astype(np.int32) * np.array(pattern, np.int32)
+        for pattern in itertools.product((0, 1), repeat=sum(slots)):
+            sizes = draw.multinomial(rows - 5, np.ones(sum(slots)) / sum(slots)).astype(np.int32) * np.array(
+                pattern, np.int32
+            )
             beyond = np.arange(rows)[:, None] >= sizes.sum()
-            x, dy = (jnp.where(beyond, jnp.nan, one) for one in arrays[:2])
-            operands = (x, dy, *arrays[2:], jnp.asarray(sizes))
+            x, dy = (jnp.where(beyond, jnp.nan, one) for one in arrays)
+            operands = (x, dy, weights, jnp.asarray(sizes))
             assert_close(f"{check.__name__} of groups {sizes.tolist()}", ours(*operands), theirs(*operands))
             compared += 1
     return compared

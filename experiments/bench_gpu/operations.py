@@ -30,10 +30,8 @@ class Operands(NamedTuple):
     """``[r, k]``, the row operand."""
     d_out: jax.Array
     """The gradient of the operation's result."""
-    home: jax.Array
-    """``[H, k, n]``, or ``[H, 3, k, n]`` for an MLP: the weights of the home slots."""
-    replica: jax.Array
-    """The weights of the replica slots, likewise."""
+    weights: tuple[jax.Array, jax.Array]
+    """``[slots, k, n]``, or ``[slots, 3, k, n]`` for an MLP: the weights of the home slots and of the replica slots."""
     joint: jax.Array | None
     """Both in one buffer, as peers want them; None for an MLP."""
     apart: list[tuple[jax.Array, jax.Array]]
@@ -79,10 +77,10 @@ def operand_sets(matrix: tuple[int, ...], rows: int, homes: int, columns: int) -
         weights = random_array(homes + REPLICAS, *matrix, seed=3 * seed)
         x = random_array(rows, matrix[-2], seed=3 * seed + 1)
         d_out = random_array(rows, columns, seed=3 * seed + 2)
-        home, replica, parts = weights[:homes], weights[homes:], range(3 if len(matrix) == 3 else 0)
-        apart = [(home[:, part], replica[:, part]) for part in parts]
+        buffers, parts = (weights[:homes], weights[homes:]), range(3 if len(matrix) == 3 else 0)
+        apart = [(buffers[0][:, part], buffers[1][:, part]) for part in parts]
         dense = [weights[0, part] for part in parts] or [weights[0]]
-        sets.append(Operands(x, d_out, home, replica, None if apart else weights, apart, dense))
+        sets.append(Operands(x, d_out, buffers, None if apart else weights, apart, dense))
     return sets
 
 
@@ -96,15 +94,14 @@ def products(shape: ModelShape, implementation: str) -> Iterator[Operation]:
     k, n = shape.width, shape.expert_width
 
     def forward(name: str, operands: Operands, sizes: jax.Array) -> jax.Array:
-        return grouped_dot(operands.x, operands.home, operands.replica, sizes, implementation=name)
+        return grouped_dot(operands.x, operands.weights, sizes, implementation=name)
 
     def input_gradient(name: str, operands: Operands, sizes: jax.Array) -> jax.Array:
-        weights = operands.home, operands.replica
-        return grouped_dot(operands.d_out, *weights, sizes, transposed=True, implementation=name)
+        return grouped_dot(operands.d_out, operands.weights, sizes, transposed=True, implementation=name)
 
-    def weight_gradient(name: str, operands: Operands, sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
-        homes = operands.home.shape[0]
-        return grouped_outer(operands.x, operands.d_out, sizes, home_slots=homes, implementation=name)
+    def weight_gradient(name: str, operands: Operands, sizes: jax.Array) -> tuple[jax.Array, ...]:
+        slots = [buffer.shape[0] for buffer in operands.weights]
+        return grouped_outer(operands.x, operands.d_out, sizes, slots=slots, implementation=name)
 
     ours: dict[str, Callable[..., Any]] = {
         "forward": forward,
@@ -146,24 +143,23 @@ def mlps(shape: ModelShape, implementation: str) -> Iterator[Operation]:
     k, n = shape.width, shape.expert_width
 
     def fused(name, x, scale, weights, sizes):
-        home, replica = weights
-        return grouped_mlp(x, home, replica, sizes, scale, implementation=name)
+        return grouped_mlp(x, weights, sizes, scale, implementation=name)
 
     def unfused(x, scale, weights, sizes):
         dot = functools.partial(grouped_dot, group_sizes=sizes, implementation=implementation)
         gate, up, down = weights
-        hidden = (jax.nn.silu(dot(x, *gate)) * dot(x, *up)).astype(x.dtype)
-        return dot(hidden, *down, transposed=True) * scale[:, None].astype(x.dtype)
+        hidden = (jax.nn.silu(dot(x, gate)) * dot(x, up)).astype(x.dtype)
+        return dot(hidden, down, transposed=True) * scale[:, None].astype(x.dtype)
 
     def dense(x, scale, weights, sizes):
         gate, up, down = weights
         return ((jax.nn.silu(x @ gate) * (x @ up)) @ down.T) * scale[:, None].astype(x.dtype)
 
     calls: dict[str, tuple[Callable[..., Any], Callable[[Operands], Any]]] = {
-        OURS: (functools.partial(fused, implementation), lambda operands: (operands.home, operands.replica)),
+        OURS: (functools.partial(fused, implementation), lambda operands: operands.weights),
         UNFUSED: (unfused, lambda operands: operands.apart),
         DENSE: (dense, lambda operands: operands.dense),
-        "xla": (functools.partial(fused, "xla"), lambda operands: (operands.home, operands.replica)),
+        "xla": (functools.partial(fused, "xla"), lambda operands: operands.weights),
     }
 
     def forward(call, weights, operands: Operands, sizes):

@@ -150,18 +150,18 @@ def straggler_seconds(
         quota = np.asarray(contender.batch_plan.plan.quota).reshape(-1, topology.num_ranks, topology.slots)
         x = random_array(contender.capacities.rows, shape.width)
         weights = random_array(topology.slots, 3, shape.width, shape.expert_width, seed=2)
-        home, replica = weights[: topology.home_slots], weights[topology.home_slots :]
+        buffers = weights[: topology.home_slots], weights[topology.home_slots :]
 
         @jax.jit
-        def step(x, home, replica, sizes):
-            def call(x, home, replica):
-                return grouped_mlp(x, home, replica, sizes, implementation=implementation)
+        def step(x, buffers, sizes):
+            def call(x, buffers):
+                return grouped_mlp(x, buffers, sizes, implementation=implementation)
 
-            out, pull = jax.vjp(call, x, home, replica)
+            out, pull = jax.vjp(call, x, buffers)
             return pull(out)
 
         runs = {
-            place: functools.partial(step, x, home, replica, jnp.asarray(quota[place]))
+            place: functools.partial(step, x, buffers, jnp.asarray(quota[place]))
             for place in np.ndindex(quota.shape[:2])
         }
         slowest: dict[int, float] = {}

@@ -16,7 +16,6 @@ import dataclasses
 from collections.abc import Iterator
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax  # type: ignore[import-untyped]
 from flax import nnx
@@ -41,7 +40,9 @@ class Block(nnx.Module):
     def __call__(self, x, expert_ids, layer, parallel):
         held, x = self.experts.fetch(x, layer, parallel)  # replicas travel while attention computes
         x = x + self.attention(self.norm(x), mask=nnx.make_causal_mask(x[..., 0]))
-        return x + self.experts(self.expert_norm(x), expert_ids, layer, parallel=parallel, experts=held).output
+        return (
+            x + self.experts(self.expert_norm(x), expert_ids, layer, parallel=parallel, experts=held).output
+        )
 
 
 class Model(nnx.Module):

@@ -93,8 +93,8 @@ class Policy(nnx.Module):
             tokens: the samples, aligned to the left.
             mask: True on real tokens, which come first. No expert computes the others.
             expert_ids: the recorded routing; rows of padding are not read. None routes live.
-            layers: what all layers follow, stacked ``[L]``: one micro-batch of `relibra_jax.nnx.PreparedBatch`. None for
-                homes alone.
+            layers: what all layers follow, stacked ``[L]``, as `relibra_jax.nnx.PreparedBatch` has it for a
+                micro-batch. None for homes alone.
             parallel: mesh, topology, sizes and ways; `relibra_jax.nnx.Balancer.live` for live routing.
 
         Returns:

@@ -160,7 +160,9 @@ def update(
         counted = (load, output.slot_rows, _count_changes(model, output, samples))
         return policy.loss + balance * uneven, (policy, *counted)
 
-    gradients, (shares, *counted) = accumulate_gradients(model, objective, batch, samples, residents=residents)
+    gradients, (shares, *counted) = accumulate_gradients(
+        model, objective, batch, samples, residents=residents
+    )
     optimizer.update(model, gradients)
     policy = jax.tree.map(lambda share: share.sum(0), shares)
     return StepMetrics(policy, optax.tree.norm(gradients), *counted)

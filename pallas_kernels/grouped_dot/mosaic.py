@@ -1,5 +1,6 @@
 """The grouped products for Hopper, one kernel each; for bfloat16, and k and n that are multiples of 64."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,15 +14,14 @@ from pallas_kernels.hopper.weight_gradient_kernel import weight_gradient_kernel
 
 def grouped_dot_mosaic(
     rows: jax.Array,
-    home: jax.Array,
-    replica: jax.Array,
+    weights: Sequence[jax.Array],
     group_sizes: jax.Array,
     transposed: bool,
     out_dtype: Any,
 ) -> jax.Array:
     """Multiply each tile of rows by its group's matrix; arguments as `grouped_dot` has checked them."""
     num_rows, contraction = rows.shape
-    columns = home.shape[1 if transposed else 2]
+    columns = weights[0].shape[1 if transposed else 2]
     num_groups = group_sizes.shape[0]
     tiles = choose_tile_sizes(
         Problem(
@@ -35,8 +35,7 @@ def grouped_dot_mosaic(
     rows = pad_rows(rows)
     (out,) = row_product_kernel(
         [rows],
-        home[:, None],
-        replica[:, None],
+        [buffer[:, None] for buffer in weights],
         group_offsets(group_sizes, rows.shape[0]),
         sums=[[Sweep(0, (0,))]],
         transposed=transposed,
@@ -49,8 +48,8 @@ def grouped_dot_mosaic(
 
 
 def grouped_outer_mosaic(
-    lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, slots: tuple[int, int], out_dtype: Any
-) -> tuple[jax.Array, jax.Array]:
+    lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, slots: tuple[int, ...], out_dtype: Any
+) -> list[jax.Array]:
     """Sum each tile of a group's matrix over the group's rows."""
     num_groups = sum(slots)
     tiles = choose_tile_sizes(
@@ -64,5 +63,5 @@ def grouped_outer_mosaic(
     )
     lhs, rhs = pad_rows(lhs), pad_rows(rhs)
     offsets = group_offsets(group_sizes, lhs.shape[0])
-    home, replica = weight_gradient_kernel([(lhs, rhs)], offsets, slots, out_dtype=out_dtype, tiles=tiles)
-    return home[:, 0], replica[:, 0]
+    gradients = weight_gradient_kernel([(lhs, rhs)], offsets, slots, out_dtype=out_dtype, tiles=tiles)
+    return [gradient[:, 0] for gradient in gradients]

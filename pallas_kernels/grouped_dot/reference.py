@@ -4,18 +4,19 @@ This says what the products mean. It is for tests and small shapes: it gathers a
 rows under a mask for every group.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels.group_loops import accumulator_dtype, group_bounds
 
 
 def grouped_dot_reference(
     rows: jax.Array,
-    home: jax.Array,
-    replica: jax.Array,
+    weights: Sequence[jax.Array],
     group_sizes: jax.Array,
     transposed: bool,
     out_dtype: Any,
@@ -23,19 +24,19 @@ def grouped_dot_reference(
     """Multiply every row by its own copy of the matrix; arguments as `grouped_dot` has checked them."""
     slot = _slots(group_sizes, rows.shape[0])
     real = slot < group_sizes.shape[0]
-    weights = jnp.concatenate([home, replica])[jnp.minimum(slot, group_sizes.shape[0] - 1)]
+    matrices = jnp.concatenate(weights)[jnp.minimum(slot, group_sizes.shape[0] - 1)]
     # Zeros meet zeros in padding: whatever it held reaches no value.
-    x, weights = jnp.where(real[:, None], rows, 0), jnp.where(real[:, None, None], weights, 0)
+    x, matrices = jnp.where(real[:, None], rows, 0), jnp.where(real[:, None, None], matrices, 0)
     with jax.default_matmul_precision("highest"):
         product = "rk,rnk->rn" if transposed else "rk,rkn->rn"
-        return jnp.einsum(product, x, weights, preferred_element_type=accumulator_dtype(rows)).astype(
+        return jnp.einsum(product, x, matrices, preferred_element_type=accumulator_dtype(rows)).astype(
             out_dtype
         )
 
 
 def grouped_outer_reference(
-    lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, slots: tuple[int, int], out_dtype: Any
-) -> tuple[jax.Array, jax.Array]:
+    lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, slots: tuple[int, ...], out_dtype: Any
+) -> list[jax.Array]:
     """Multiply all rows for every group, with zeros in place of rows of other groups."""
     own = _slots(group_sizes, lhs.shape[0])[None] == jnp.arange(sum(slots))[:, None]
     a, b = (jnp.where(own[..., None], rows, 0) for rows in (lhs, rhs))
@@ -43,9 +44,9 @@ def grouped_outer_reference(
         outer = jnp.einsum("grk,grn->gkn", a, b, preferred_element_type=accumulator_dtype(lhs)).astype(
             out_dtype
         )
-    return outer[: slots[0]], outer[slots[0] :]
+    return jnp.split(outer, np.cumsum(slots)[:-1])
 
 
 def _slots(group_sizes: jax.Array, num_rows: int) -> jax.Array:
-    """Return the slot of each row, ``[r]``; H + R for padding."""
+    """Return the slot of each row, ``[r]``; the number of groups for padding."""
     return jnp.searchsorted(group_bounds(group_sizes, num_rows)[1:], jnp.arange(num_rows), side="right")

@@ -1,5 +1,6 @@
-"""The grouped products in plain XLA for any platform: a loop over the home slots, then one over the replica slots."""
+"""The grouped products in plain XLA for any platform: a loop over the slots of each weight buffer."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -12,47 +13,49 @@ from pallas_kernels.group_loops import (
     loop_over_groups,
     loop_over_tiles,
     runtime_zeros,
+    with_bounds,
 )
 
 
 def grouped_dot_xla(
     rows: jax.Array,
-    home: jax.Array,
-    replica: jax.Array,
+    weights: Sequence[jax.Array],
     group_sizes: jax.Array,
     transposed: bool,
     out_dtype: Any,
 ) -> jax.Array:
     """Multiply each tile of rows by its group's matrix; arguments as `grouped_dot` has checked them."""
     bounds = group_bounds(group_sizes, rows.shape[0])
-    out = runtime_zeros((rows.shape[0], home.shape[1 if transposed else 2]), out_dtype, bounds, rows)
-    for weights, ends in ((home, bounds), (replica, bounds[home.shape[0] :])):
+    out = runtime_zeros((rows.shape[0], weights[0].shape[1 if transposed else 2]), out_dtype, bounds, rows)
+    for buffer, ends in with_bounds(weights, bounds):
 
-        def of_group(group: jax.Array, out: Any, weights: jax.Array = weights, ends: jax.Array = ends) -> Any:
+        def of_group(group: jax.Array, out: Any, buffer: jax.Array = buffer, ends: jax.Array = ends) -> Any:
             def of_tile(tile: Tile, out: jax.Array) -> jax.Array:
-                return tile.write(out, contract(tile.read(rows), weights[group], 1, 1 if transposed else 0))
+                return tile.write(out, contract(tile.read(rows), buffer[group], 1, 1 if transposed else 0))
 
             return loop_over_tiles(of_tile, out, ends[group], ends[group + 1], rows.shape[0])
 
-        out = loop_over_groups(of_group, out, weights)
+        out = loop_over_groups(of_group, out, buffer)
     return out
 
 
 def grouped_outer_xla(
-    lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, slots: tuple[int, int], out_dtype: Any
-) -> tuple[jax.Array, jax.Array]:
+    lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, slots: tuple[int, ...], out_dtype: Any
+) -> list[jax.Array]:
     """Sum over the tiles of each group, and write each group's sum once."""
     bounds = group_bounds(group_sizes, lhs.shape[0])
     shape = (lhs.shape[1], rhs.shape[1])
+    zeros = [runtime_zeros((count, *shape), out_dtype, bounds, lhs) for count in slots]
+    outer = []
+    for buffer, ends in with_bounds(zeros, bounds):
 
-    def of_group(group: jax.Array, out: jax.Array) -> jax.Array:
-        def of_tile(tile: Tile, total: jax.Array) -> jax.Array:
-            return total + contract(tile.read(lhs), tile.read(rhs), 0, 0)
+        def of_group(group: jax.Array, buffer: jax.Array, ends: jax.Array = ends) -> jax.Array:
+            def of_tile(tile: Tile, total: jax.Array) -> jax.Array:
+                return total + contract(tile.read(lhs), tile.read(rhs), 0, 0)
 
-        total = runtime_zeros(shape, accumulator_dtype(lhs), bounds, lhs)
-        total = loop_over_tiles(of_tile, total, bounds[group], bounds[group + 1], lhs.shape[0])
-        return jax.lax.dynamic_update_index_in_dim(out, total.astype(out_dtype), group, 0)
+            total = runtime_zeros(shape, accumulator_dtype(lhs), bounds, lhs)
+            total = loop_over_tiles(of_tile, total, ends[group], ends[group + 1], lhs.shape[0])
+            return jax.lax.dynamic_update_index_in_dim(buffer, total.astype(out_dtype), group, 0)
 
-    outer = runtime_zeros((sum(slots), *shape), out_dtype, bounds, lhs)
-    outer = loop_over_groups(of_group, outer, outer)
-    return outer[: slots[0]], outer[slots[0] :]
+        outer.append(loop_over_groups(of_group, buffer, buffer))
+    return outer

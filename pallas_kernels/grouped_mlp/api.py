@@ -1,11 +1,11 @@
 """The call for grouped MLPs: it checks shapes, chooses an implementation, and leaves the rest to it.
 
-To add an implementation, write a function ``(rows, home, replica, group_sizes, row_scale, out_dtype)`` that JAX can
+To add an implementation, write a function ``(rows, weights, group_sizes, row_scale, out_dtype)`` that JAX can
 differentiate and add it to `IMPLEMENTATIONS`: the tests run every entry. It is called with shapes and dtypes that have
-been checked, and with at least one row.
+been checked, with at least one row, and with no weight buffer that has no slots.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import jax
@@ -17,6 +17,7 @@ from pallas_kernels.grouped_mlp.reference import grouped_mlp_reference
 from pallas_kernels.grouped_mlp.xla import grouped_mlp_xla
 from pallas_kernels.implementation import (
     check_group_sizes,
+    check_weights,
     choose_implementation,
     describe,
     match_varying_axes,
@@ -35,8 +36,7 @@ IMPLEMENTATIONS: Final[Mapping[str, Callable[..., jax.Array]]] = {
 
 def grouped_mlp(
     rows: Array,
-    home: Array,
-    replica: Array,
+    weights: Sequence[Array],
     group_sizes: Array,
     row_scale: Array | None = None,
     *,
@@ -46,19 +46,18 @@ def grouped_mlp(
     """Apply to each group of rows the SwiGLU MLP of its own slot: ``(silu(x W0) * (x W1)) W2^T * scale``.
 
     Group sizes are data: one compilation serves every split of the rows. Products are summed in float32 (float64 for
-    float64 rows). The home and replica buffers are read where they lie. Nothing of the size of ``[r, F]`` is stored
-    for the backward pass, which computes gate and up again, and hidden rows are rounded to the dtype of rows before
-    the down product; the reference implementation does neither. The call works under `jax.jit`, `jax.grad` (once, in
-    reverse), `jax.vmap` and `jax.shard_map`.
+    float64 rows). Weights may lie in any number of buffers, which are read where they are. Nothing of the size of
+    ``[r, F]`` is stored for the backward pass, which computes gate and up again, and hidden rows are rounded to the
+    dtype of rows before the down product; the reference implementation does neither. The call works under `jax.jit`,
+    `jax.grad` (once, in reverse), `jax.vmap` and `jax.shard_map`.
 
     Args:
-        rows: ``[r, D]`` floating, the row operand, sorted by group: first the rows of home slot 0, 1, ..., H-1, then
-            those of each replica slot. Rows beyond the last group are padding and may hold anything.
-        home: ``[H, 3, D, F]``, the weights of the home slots (gate, up, and down transposed), in the dtype of rows. H
-            is at least 1.
-        replica: ``[R, 3, D, F]``, the weights of the replica slots in the same order and dtype. R may be 0.
-        group_sizes: ``[H + R]`` integer, the number of rows of each slot; together at most r. Sizes below 0 count as
-            0, and rows beyond r are left out.
+        rows: ``[r, D]`` floating, the row operand, sorted by group: first the rows of each slot of the first weight
+            buffer, then those of the next buffer. Rows beyond the last group are padding and may hold anything.
+        weights: the weight buffers, ``[slots, 3, D, F]`` each (gate, up, and down transposed), in the dtype of rows.
+            Any of them may have no slots; together they have at least one.
+        group_sizes: ``[all slots]`` integer, the number of rows of each slot, buffer after buffer; together at most r.
+            Sizes below 0 count as 0, and rows beyond r are left out.
         row_scale: ``[r]`` floating, the factor of each row of the output; None stands for 1.
         out_dtype: the dtype of the result, floating; None stands for that of rows. The gradient of the result is
             rounded to the dtype of rows.
@@ -68,21 +67,25 @@ def grouped_mlp(
             fast on CPUs.
 
     Returns:
-        ``[r, D]``, zero in padding. Gradients of padding and of the weights of empty groups are zero.
+        ``[r, D]``, zero in padding. Gradients of padding and of the weights of empty groups are zero; those of the
+        weights come as a sequence of buffers like ``weights``.
 
     Raises:
         ValueError: if shapes or dtypes do not fit together, if no implementation has the name, or if the named
             implementation cannot run here.
 
-    >>> rows, home, replica = jnp.ones((4, 2)), jnp.ones((2, 3, 2, 8)), jnp.ones((1, 3, 2, 8))
-    >>> grouped_mlp(rows, home, replica, jnp.array([2, 0, 1]))[:, 0].round().tolist()
+    >>> rows, homes, replicas = jnp.ones((4, 2)), jnp.ones((2, 3, 2, 8)), jnp.ones((1, 3, 2, 8))
+    >>> grouped_mlp(rows, (homes, replicas), jnp.array([2, 0, 1]))[:, 0].round().tolist()
     [28.0, 28.0, 28.0, 0.0]
     """
-    rows, home, replica, group_sizes = map(jnp.asarray, (rows, home, replica, group_sizes))
-    _check(rows, home, replica, group_sizes)
+    rows, group_sizes = jnp.asarray(rows), jnp.asarray(group_sizes)
+    if rows.ndim != 2 or not jnp.issubdtype(rows.dtype, jnp.floating):
+        raise ValueError(f"rows: expected floating [r, D], found {describe(rows)}")
+    buffers = check_weights(weights, rows, 3, rows.shape[1], "F")
+    check_group_sizes(group_sizes, [buffer.shape[0] for buffer in buffers])
     dtype = resolve_out_dtype(out_dtype, rows)
     name = choose_implementation(
-        implementation, IMPLEMENTATIONS, rows, dtype, D=rows.shape[1], F=home.shape[3]
+        implementation, IMPLEMENTATIONS, rows, dtype, D=rows.shape[1], F=buffers[0].shape[3]
     )
     if row_scale is None:
         row_scale = jnp.ones(rows.shape[0], jnp.promote_types(rows.dtype, jnp.float32))
@@ -93,20 +96,5 @@ def grouped_mlp(
         )
     if rows.size == 0:
         return rows.astype(dtype)
-    return IMPLEMENTATIONS[name](*match_varying_axes(rows, home, replica, group_sizes, row_scale), dtype)
-
-
-def _check(rows: jax.Array, home: jax.Array, replica: jax.Array, group_sizes: jax.Array) -> None:
-    if rows.ndim != 2 or not jnp.issubdtype(rows.dtype, jnp.floating):
-        raise ValueError(f"rows: expected floating [r, D], found {describe(rows)}")
-    for name, weights in (("home", home), ("replica", replica)):
-        if weights.ndim != 4 or weights.shape[1:3] != (3, rows.shape[1]) or weights.dtype != rows.dtype:
-            raise ValueError(
-                f"{name}: expected {rows.dtype}[slots, 3, {rows.shape[1]}, F] for rows {describe(rows)},"
-                f" found {describe(weights)}"
-            )
-    if home.shape[0] < 1 or home.shape[3] != replica.shape[3]:
-        raise ValueError(
-            f"home {describe(home)}, replica {describe(replica)}: at least one home slot, and the same last dimension"
-        )
-    check_group_sizes(group_sizes, (home.shape[0], replica.shape[0]))
+    rows, group_sizes, row_scale, *varying = match_varying_axes(rows, group_sizes, row_scale, *buffers)
+    return IMPLEMENTATIONS[name](rows, tuple(varying), group_sizes, row_scale, dtype)

@@ -27,11 +27,10 @@ GATE, UP, DOWN = 0, 1, 2
 """The matrices of a slot, as indices of the weights' second axis."""
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def grouped_mlp_mosaic(
     rows: jax.Array,
-    home: jax.Array,
-    replica: jax.Array,
+    weights: Sequence[jax.Array],
     group_sizes: jax.Array,
     row_scale: jax.Array,
     out_dtype: Any,
@@ -39,7 +38,7 @@ def grouped_mlp_mosaic(
     """Compute `grouped_mlp` for bfloat16 on Hopper; D and F are multiples of 64."""
     num_rows = rows.shape[0]
     rows, offsets, scale = _prepare(rows, group_sizes, row_scale)
-    width, hidden_width = home.shape[2:]
+    width, hidden_width = weights[0].shape[2:]
     num_groups = group_sizes.shape[0]
     rows_per_group = num_rows // num_groups
 
@@ -54,8 +53,7 @@ def grouped_mlp_mosaic(
     )
     (hidden,) = row_product_kernel(
         [rows],
-        home,
-        replica,
+        weights,
         offsets,
         sums=[[Sweep(0, (GATE, UP))]],
         transposed=False,
@@ -74,8 +72,7 @@ def grouped_mlp_mosaic(
     )
     (out,) = row_product_kernel(
         [hidden],
-        home,
-        replica,
+        weights,
         offsets,
         scale,
         sums=[[Sweep(0, (DOWN,))]],
@@ -88,17 +85,17 @@ def grouped_mlp_mosaic(
     return out[:num_rows]
 
 
-def _forward(*arguments: Any) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    *arrays, _ = arguments
-    return grouped_mlp_mosaic(*arguments), tuple(arrays)
+def _forward(*arguments: Any) -> tuple[jax.Array, tuple[Any, ...]]:
+    *operands, _ = arguments
+    return grouped_mlp_mosaic(*arguments), tuple(operands)
 
 
-def _backward(_: Any, saved: tuple[jax.Array, ...], d_out: jax.Array) -> tuple[jax.Array | None, ...]:
-    rows, home, replica, group_sizes, row_scale = saved
+def _backward(_: Any, saved: tuple[Any, ...], d_out: jax.Array) -> tuple[Any, ...]:
+    rows, weights, group_sizes, row_scale = saved
     num_rows = rows.shape[0]
     rows, offsets, scale = _prepare(rows, group_sizes, row_scale)
     d_out = pad_rows(d_out.astype(rows.dtype))
-    width, hidden_width = home.shape[2:]
+    width, hidden_width = weights[0].shape[2:]
     num_groups = group_sizes.shape[0]
     rows_per_group = num_rows // num_groups
 
@@ -113,8 +110,7 @@ def _backward(_: Any, saved: tuple[jax.Array, ...], d_out: jax.Array) -> tuple[j
     )
     d_gate, d_up, scaled, row_sums = row_product_kernel(
         [rows, d_out],
-        home,
-        replica,
+        weights,
         offsets,
         scale,
         sums=[[Sweep(0, (GATE, UP))], [Sweep(1, (DOWN,))]],
@@ -136,8 +132,7 @@ def _backward(_: Any, saved: tuple[jax.Array, ...], d_out: jax.Array) -> tuple[j
     )
     (d_rows,) = row_product_kernel(
         [d_gate, d_up],
-        home,
-        replica,
+        weights,
         offsets,
         sums=[[Sweep(0, (GATE,)), Sweep(1, (UP,))]],
         transposed=True,
@@ -155,11 +150,12 @@ def _backward(_: Any, saved: tuple[jax.Array, ...], d_out: jax.Array) -> tuple[j
             groups=len(pairs) * num_groups,
         )
     )
-    d_home, d_replica = weight_gradient_kernel(pairs, offsets, (home.shape[0], replica.shape[0]), tiles=tiles)
+    slots = tuple(buffer.shape[0] for buffer in weights)
+    d_weights = weight_gradient_kernel(pairs, offsets, slots, tiles=tiles)
     # XLA's scheduler would put off the weight gradients of all layers, and their operands would wait in memory.
-    d_rows, d_home, d_replica = jax.lax.optimization_barrier((d_rows, d_home, d_replica))
+    d_rows, d_weights = jax.lax.optimization_barrier((d_rows, d_weights))
     d_scale = _sums_of_rows(row_sums, offsets, rows.shape[0])[:num_rows]
-    return d_rows[:num_rows], d_home, d_replica, None, d_scale.astype(row_scale.dtype)
+    return d_rows[:num_rows], d_weights, None, d_scale.astype(row_scale.dtype)
 
 
 grouped_mlp_mosaic.defvjp(_forward, _backward)

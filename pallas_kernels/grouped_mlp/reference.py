@@ -3,6 +3,7 @@
 This says what a grouped MLP means. It is for tests and small shapes: it gathers ``[r, 3, D, F]``.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,8 +14,7 @@ from pallas_kernels.group_loops import group_bounds
 
 def grouped_mlp_reference(
     rows: jax.Array,
-    home: jax.Array,
-    replica: jax.Array,
+    weights: Sequence[jax.Array],
     group_sizes: jax.Array,
     row_scale: jax.Array,
     out_dtype: Any,
@@ -25,11 +25,11 @@ def grouped_mlp_reference(
     slot = jnp.searchsorted(ends, jnp.arange(rows.shape[0]), side="right")
     real = slot < group_sizes.shape[0]
     # Padding meets the last slot's weights as a row of zeros: whatever it held reaches no value and no gradient.
-    weights = jnp.concatenate([home, replica]).astype(dtype)[jnp.minimum(slot, group_sizes.shape[0] - 1)]
+    matrices = jnp.concatenate(weights).astype(dtype)[jnp.minimum(slot, group_sizes.shape[0] - 1)]
     x = jnp.where(real[:, None], rows, 0).astype(dtype)
     with jax.default_matmul_precision("highest"):
-        gate = jnp.einsum("rd,rdf->rf", x, weights[:, 0])
-        up = jnp.einsum("rd,rdf->rf", x, weights[:, 1])
-        down = jnp.einsum("rf,rdf->rd", jax.nn.silu(gate) * up, weights[:, 2])
+        gate = jnp.einsum("rd,rdf->rf", x, matrices[:, 0])
+        up = jnp.einsum("rd,rdf->rf", x, matrices[:, 1])
+        down = jnp.einsum("rf,rdf->rd", jax.nn.silu(gate) * up, matrices[:, 2])
     scaled = down * jnp.where(real, row_scale, 0).astype(dtype)[:, None]
     return jnp.where(real[:, None], scaled, 0).astype(out_dtype)

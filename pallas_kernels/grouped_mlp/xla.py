@@ -1,4 +1,4 @@
-"""The grouped MLP in plain XLA for any platform: a loop over the home slots, then one over the replica slots.
+"""The grouped MLP in plain XLA for any platform: a loop over the slots of each weight buffer.
 
 JAX cannot differentiate the loops of `pallas_kernels.group_loops` in reverse, and should not: with ``g = x W0``,
 ``u = x W1``, ``h = silu(g) u`` and ``y = s h W2^T`` the gradients of a tile need ``g`` and ``u`` again, and no ``y``,
@@ -7,6 +7,7 @@ once.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from pallas_kernels.group_loops import (
     loop_over_groups,
     loop_over_tiles,
     runtime_zeros,
+    with_bounds,
 )
 
 
@@ -27,19 +29,17 @@ from pallas_kernels.group_loops import (
 def _grouped_mlp(
     out_dtype: Any,
     rows: jax.Array,
-    home: jax.Array,
-    replica: jax.Array,
+    weights: Sequence[jax.Array],
     group_sizes: jax.Array,
     row_scale: jax.Array,
 ) -> jax.Array:
     dtype = accumulator_dtype(rows)
     scale = row_scale.astype(dtype)[:, None]
     bounds = group_bounds(group_sizes, rows.shape[0])
-    homes = home.shape[0]
-    out = _forward_pass(
-        runtime_zeros(rows.shape, out_dtype, bounds, rows), rows, home, bounds[: homes + 1], scale
-    )
-    return _forward_pass(out, rows, replica, bounds[homes:], scale)
+    out = runtime_zeros(rows.shape, out_dtype, bounds, rows)
+    for buffer, ends in with_bounds(weights, bounds):
+        out = _forward_pass(out, rows, buffer, ends, scale)
+    return out
 
 
 def _forward_pass(
@@ -60,20 +60,22 @@ def _forward_pass(
     return loop_over_groups(of_group, out, weights)
 
 
-def _forward(out_dtype: Any, *arrays: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    return _grouped_mlp(out_dtype, *arrays), arrays
+def _forward(out_dtype: Any, *operands: Any) -> tuple[jax.Array, tuple[Any, ...]]:
+    return _grouped_mlp(out_dtype, *operands), operands
 
 
-def _backward(_: Any, saved: tuple[jax.Array, ...], d_out: jax.Array) -> tuple[jax.Array | None, ...]:
-    rows, home, replica, group_sizes, row_scale = saved
+def _backward(_: Any, saved: tuple[Any, ...], d_out: jax.Array) -> tuple[Any, ...]:
+    rows, weights, group_sizes, row_scale = saved
     d_out = d_out.astype(rows.dtype)
     scale = row_scale.astype(accumulator_dtype(rows))[:, None]
     bounds = group_bounds(group_sizes, rows.shape[0])
-    homes = home.shape[0]
     of_rows = (runtime_zeros(rows.shape, rows.dtype, bounds, rows), jnp.zeros_like(scale))
-    of_rows, d_home = _backward_pass(of_rows, rows, home, bounds[: homes + 1], scale, d_out)
-    (d_rows, d_scale), d_replica = _backward_pass(of_rows, rows, replica, bounds[homes:], scale, d_out)
-    return d_rows, d_home, d_replica, None, d_scale[:, 0].astype(row_scale.dtype)
+    d_weights = []
+    for buffer, ends in with_bounds(weights, bounds):
+        of_rows, d_buffer = _backward_pass(of_rows, rows, buffer, ends, scale, d_out)
+        d_weights.append(d_buffer)
+    d_rows, d_scale = of_rows
+    return d_rows, tuple(d_weights), None, d_scale[:, 0].astype(row_scale.dtype)
 
 
 def _backward_pass(
@@ -122,14 +124,13 @@ def _backward_pass(
 _grouped_mlp.defvjp(_forward, _backward)
 
 
-@functools.partial(jax.jit, static_argnums=5)
+@functools.partial(jax.jit, static_argnums=4)
 def grouped_mlp_xla(
     rows: jax.Array,
-    home: jax.Array,
-    replica: jax.Array,
+    weights: Sequence[jax.Array],
     group_sizes: jax.Array,
     row_scale: jax.Array,
     out_dtype: Any,
 ) -> jax.Array:
     """Compute `grouped_mlp` in tiles of rows; called outside `jax.jit`, it is compiled once."""
-    return _grouped_mlp(out_dtype, rows, home, replica, group_sizes, row_scale)
+    return _grouped_mlp(out_dtype, rows, weights, group_sizes, row_scale)

@@ -97,11 +97,10 @@ def _run(
 ) -> Any:
     """Run the kernel, without what is fused into it."""
     if not problem.matrices:
-        return weight_gradient_kernel([(rows[0], rows[1])], offsets, (problem.groups, 0), tiles=tiles)
+        return weight_gradient_kernel([(rows[0], rows[1])], offsets, (problem.groups,), tiles=tiles)
     return row_product_kernel(
         rows,
-        weights,
-        weights[:0],
+        [weights],
         offsets,
         sums=[[Sweep(0, tuple(range(problem.matrices)))]],
         transposed=False,

@@ -129,6 +129,28 @@ def pad_rows(array: jax.Array) -> jax.Array:
     return jnp.pad(array, ((0, short), *((0, 0),) * (array.ndim - 1))) if short else array
 
 
+def visit_buffer(
+    slots: Sequence[int], group: jax.Array, visit: Callable[[int, jax.Array], None], number: int = 0
+) -> None:
+    """Call ``(number of the buffer, slot in the buffer)`` for the weight buffer that holds a group's slot.
+
+    A reference cannot be chosen by data, so the program has a branch for every buffer.
+
+    Args:
+        slots: the number of slots of each weight buffer, at least 1; their groups follow one another.
+        group: the number of the group, int32.
+        visit: the function to call.
+        number: the number of the first buffer.
+    """
+    count, *others = slots
+    if not others:
+        visit(number, group)
+        return
+    here = group < count
+    pl.when(here)(lambda: visit(number, group))
+    pl.when(~here)(lambda: visit_buffer(others, group - count, visit, number + 1))
+
+
 def launch(
     copy_steps: Callable[..., jax.Array],
     multiply_steps: Callable[..., None],

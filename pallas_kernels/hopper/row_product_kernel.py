@@ -23,6 +23,7 @@ from pallas_kernels.hopper.persistent_kernel import (
     Ring,
     TileSizes,
     launch,
+    visit_buffer,
     write_output,
 )
 from pallas_kernels.hopper.tile_walk import ROW_ALIGNMENT, Tile, walk_tiles
@@ -64,8 +65,8 @@ class KernelSpec(NamedTuple):
     outputs: int
     padding: bool
     tiles: TileSizes
-    slots: tuple[int, int]
-    """The numbers of home slots and of replica slots."""
+    slots: tuple[int, ...]
+    """The number of slots of each weight buffer."""
     steps: int
     """The number of steps of a sweep."""
     column_tiles: int
@@ -94,8 +95,7 @@ class KernelSpec(NamedTuple):
 
 def row_product_kernel(
     rows: Sequence[jax.Array],
-    home: jax.Array,
-    replica: jax.Array,
+    weights: Sequence[jax.Array],
     group_offsets: jax.Array,
     scale: jax.Array | None = None,
     *,
@@ -112,10 +112,9 @@ def row_product_kernel(
 
     Args:
         rows: the row operands, each ``[r, k]`` bfloat16; r is a multiple of 8 and k one of 64.
-        home: ``[H, J, k, n]`` bfloat16, the J matrices of each home slot; ``[H, J, n, k]`` if transposed. n is a
-            multiple of ``tiles.width``.
-        replica: ``[R, J, k, n]``, the matrices of the replica slots; ``[R, J, n, k]`` if transposed. R may be 0.
-        group_offsets: ``[H + R + 3]`` int32, the result of `tile_walk.group_offsets`.
+        weights: the weight buffers, each ``[slots, J, k, n]`` bfloat16, the J matrices of each slot, at least one;
+            ``[slots, J, n, k]`` if transposed. n is a multiple of ``tiles.width``.
+        group_offsets: ``[all slots + 3]`` int32, the result of `tile_walk.group_offsets`.
         scale: ``[r]`` float32, a factor of each row that the epilogue is given; None if it needs none.
         sums: the sweeps, in lists of those that add to the same accumulators; each list starts with new ones. The
             epilogue is given all accumulators in order, those of the last list in float32, those before in bfloat16.
@@ -131,8 +130,8 @@ def row_product_kernel(
         The outputs ``[r, n]``. With row sums also ``[n / tiles.width, t, tiles.height]`` float32, the row sums of each
         tile by the tile's number; t leaves room for any group sizes.
     """
-    slots = (home.shape[0], replica.shape[0])
-    (num_rows, contraction), columns = rows[0].shape, home.shape[2 if transposed else 3]
+    slots = tuple(buffer.shape[0] for buffer in weights)
+    (num_rows, contraction), columns = rows[0].shape, weights[0].shape[2 if transposed else 3]
     column_tiles = columns // tiles.width
     steps = contraction // STEP
     spec = KernelSpec(sums, transposed, epilogue, outputs, padding, tiles, slots, steps, column_tiles)
@@ -143,11 +142,10 @@ def row_product_kernel(
     matrix = (tiles.width, STEP) if transposed else (STEP, tiles.width)
     # A tile may reach beyond the last row.
     scales = [] if scale is None else [jnp.pad(scale, (0, tiles.height))]
-    weights = [home, replica] if slots[1] else [home]
     return launch(
         functools.partial(_copy_steps, spec),
         functools.partial(_multiply_steps, spec),
-        Operands(group_offsets, list(rows), weights, scales),
+        Operands(group_offsets, list(rows), list(weights), scales),
         outs,
         buffers=[(tiles.height, STEP), *[matrix] * spec.matrices],
         out_dtype=out_dtype,
@@ -158,7 +156,6 @@ def row_product_kernel(
 def _copy_steps(spec: KernelSpec, operands: Operands, ring: Ring, buffers: Sequence[Any]) -> jax.Array:
     """Fill the ring's buffers with the steps of every tile of this block."""
     row_buffer, *matrix_buffers = buffers
-    homes, replicas = spec.slots
 
     def of_tile(tile: Tile, column: jax.Array, step: jax.Array) -> jax.Array:
         own = pl.ds(pl.multiple_of(tile.first, ROW_ALIGNMENT), spec.tiles.height)
@@ -170,16 +167,13 @@ def _copy_steps(spec: KernelSpec, operands: Operands, ring: Ring, buffers: Seque
             def copy(source: Any, buffer: Any) -> None:
                 plgpu.copy_gmem_to_smem(source, buffer.at[stage], ring.full.at[stage])
 
-            def copy_matrices(weights: Any, slot: jax.Array) -> None:
+            def copy_matrices(number: int, slot: jax.Array) -> None:
                 part = (across, along) if spec.transposed else (along, across)
                 for matrix, buffer in zip(sweep.matrices, matrix_buffers, strict=False):
-                    copy(weights.at[(slot, matrix, *part)], buffer)
+                    copy(operands.weights[number].at[(slot, matrix, *part)], buffer)
 
             copy(operands.rows[sweep.rows].at[own, along], row_buffer)
-            of_home = tile.group < homes
-            pl.when(of_home)(lambda: copy_matrices(operands.weights[0], tile.group))
-            if replicas:
-                pl.when(~of_home)(lambda: copy_matrices(operands.weights[1], tile.group - homes))
+            visit_buffer(spec.slots, tile.group, copy_matrices)
             # The barrier counts one arrival for each buffer, those that this sweep has no use for too.
             for _ in matrix_buffers[len(sweep.matrices) :]:
                 plgpu.barrier_arrive(ring.full.at[stage])

@@ -20,6 +20,7 @@ from pallas_kernels.hopper.persistent_kernel import (
     Ring,
     TileSizes,
     launch,
+    visit_buffer,
     write_output,
 )
 from pallas_kernels.hopper.tile_walk import ROW_ALIGNMENT, align_down
@@ -63,8 +64,8 @@ class Visit(NamedTuple):
 class KernelSpec(NamedTuple):
     """Everything that a kernel is compiled for."""
 
-    slots: tuple[int, int]
-    """The numbers of home slots and of replica slots."""
+    slots: tuple[int, ...]
+    """The number of slots of each weight buffer."""
     pairs: int
     """The number of pairs of row operands."""
     shape: tuple[int, int]
@@ -94,28 +95,28 @@ class KernelSpec(NamedTuple):
 def weight_gradient_kernel(
     pairs: Sequence[tuple[jax.Array, jax.Array]],
     group_offsets: jax.Array,
-    slots: tuple[int, int],
+    slots: tuple[int, ...],
     *,
     out_dtype: Any = jnp.bfloat16,
     tiles: TileSizes,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, ...]:
     """Compute ``a[group]^T b[group]`` for every group and each of J pairs of row operands.
 
     Args:
         pairs: the pairs (a, b), ``[r, k]`` and ``[r, n]`` bfloat16; r is a multiple of 8, k one of 64, and n one of
             ``tiles.width``.
-        group_offsets: ``[H + R + 3]`` int32, the result of `tile_walk.group_offsets`.
-        slots: the numbers H of home slots and R of replica slots.
+        group_offsets: ``[all slots + 3]`` int32, the result of `tile_walk.group_offsets`.
+        slots: the number of slots of each weight buffer, at least 1.
         out_dtype: the dtype of the results.
         tiles: the sizes of output tiles; the height is along k, the width along n.
 
     Returns:
-        ``[H, J, k, n]`` and ``[R, J, k, n]``, zeros for empty groups.
+        For each weight buffer ``[slots, J, k, n]``, zeros for empty groups.
     """
     shape = pairs[0][0].shape[1], pairs[0][1].shape[1]
     spec = KernelSpec(slots, len(pairs), shape, tiles)
-    outs = [jax.ShapeDtypeStruct((count, len(pairs), *shape), out_dtype) for count in slots if count]
-    gradients = launch(
+    outs = [jax.ShapeDtypeStruct((count, len(pairs), *shape), out_dtype) for count in slots]
+    return launch(
         functools.partial(_copy_steps, spec),
         functools.partial(_multiply_steps, spec),
         Operands(group_offsets, list(pairs)),
@@ -125,7 +126,6 @@ def weight_gradient_kernel(
         tiles=tiles,
         cleared=plgpu.Barrier(num_arrivals=tiles.height // WARPGROUP_HEIGHT),
     )
-    return gradients[0], gradients[-1][: slots[1]]
 
 
 def _copy_steps(spec: KernelSpec, operands: Operands, ring: Ring, buffers: Sequence[Any]) -> jax.Array:
@@ -161,24 +161,20 @@ def _multiply_steps(
 ) -> None:
     """Multiply the ring's steps for this warpgroup's 64 rows of each output tile, and write them."""
     offset = jax.lax.axis_index("warpgroup") * WARPGROUP_HEIGHT
-    homes, replicas = spec.slots
 
     def of_tile(visit: Visit, step: jax.Array) -> jax.Array:
         accumulate = functools.partial(_accumulate, spec, ring, buffers, cleared, visit, step)
         value = pl.run_scoped(accumulate, plgpu.ACC((WARPGROUP_HEIGHT, spec.tiles.width)))
         at = visit.top + offset
 
-        def store(out: Any, slot: jax.Array) -> None:
+        def store(number: int, slot: jax.Array) -> None:
             def target(rows: Any, columns: Any) -> Any:
                 part = pl.ds(at + rows.start, rows.size), pl.ds(visit.left + columns.start, columns.size)
-                return out.at[(slot, visit.pair, *part)]
+                return outs[number].at[(slot, visit.pair, *part)]
 
             write_output([(value, target)], out_buffer, 0, WARPGROUP_HEIGHT)
 
-        inside = at < spec.shape[0]
-        pl.when(inside & (visit.group < homes))(lambda: store(outs[0], visit.group))
-        if replicas:
-            pl.when(inside & (visit.group >= homes))(lambda: store(outs[1], visit.group - homes))
+        pl.when(at < spec.shape[0])(lambda: visit_buffer(spec.slots, visit.group, store))
         return step + visit.steps
 
     spec.visit_tiles(operands.group_offsets, of_tile)

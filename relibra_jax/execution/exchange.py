@@ -43,9 +43,7 @@ class Lanes(NamedTuple):
 
     def back(self) -> "Lanes":
         """The lanes of the way back."""
-        return Lanes(
-            self.received, self.sent, self.receive_start, self.send_start, self.whence, self.there
-        )
+        return Lanes(self.received, self.sent, self.receive_start, self.send_start, self.whence, self.there)
 
 
 @dataclass(frozen=True, kw_only=True)

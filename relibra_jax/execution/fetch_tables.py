@@ -58,7 +58,9 @@ def make_fetch(
     if exchange.kind == "padded":
         exported = exported_slots(plan, topology)
         fits = exported.sum(1).max() <= exports
-        return _in_pieces(source, jax.lax.dynamic_slice_in_dim(exported, first, ranks), exports, fits, exchange)
+        return _in_pieces(
+            source, jax.lax.dynamic_slice_in_dim(exported, first, ranks), exports, fits, exchange
+        )
     fits = export_count(plan, topology).max() <= exports
     return _in_lanes(source, exports, fits, held, exchange)
 
@@ -66,7 +68,9 @@ def make_fetch(
 def _in_pieces(source, exported, exports: int, fits, exchange: Exchange) -> FetchTables:
     me = jax.lax.axis_index(exchange.axes)
     place = jnp.where(exported, starts(exported.astype(jnp.int32)), EMPTY)
-    row = jnp.where(place == EMPTY, EMPTY, jnp.arange(exchange.ranks, dtype=jnp.int32)[:, None] * exports + place)
+    row = jnp.where(
+        place == EMPTY, EMPTY, jnp.arange(exchange.ranks, dtype=jnp.int32)[:, None] * exports + place
+    )
     rows = jnp.where(source == EMPTY, EMPTY, row.ravel()[source])
     inverse = jax.vmap(lambda index: inverse_index(index, exchange.ranks * exports))(rows)
     # Slots are counted over all ranks.

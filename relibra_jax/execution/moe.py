@@ -22,14 +22,15 @@ from jaxtyping import Float, Int
 
 from pallas_kernels import grouped_mlp
 from relibra_jax.execution.dispatch import combine, cross, cross_back, send_copies, send_tokens
-from relibra_jax.execution.dispatch_tables import NodeDispatch
+from relibra_jax.execution.dispatch_tables import Dispatch, NodeDispatch
+from relibra_jax.execution.exchange import Exchange
 from relibra_jax.execution.mesh import RANKS
 from relibra_jax.execution.parallel import ExpertParallel, check_tokens
 from relibra_jax.execution.plan_guard import one_or_nan
-from relibra_jax.execution.prepared_layer import PreparedLayer, token_exchanges
+from relibra_jax.execution.prepared_layer import PreparedLayer, RowCheck, TokenTables, token_exchanges
 from relibra_jax.execution.replicas import LayerExperts
 from relibra_jax.segments import segment_of_row, starts
-from relibra_jax.types import EMPTY, Array, check_shape
+from relibra_jax.types import EMPTY, Array, Topology, check_shape
 
 
 class LayerOutput(NamedTuple):
@@ -66,88 +67,78 @@ def moe_layer(
     Raises:
         ValueError: if shapes do not belong together, with both.
     """
-    topology = parallel.topology
-    if layer.dispatch is None:
+    tables = layer.tokens
+    if tables is None:
         raise ValueError("this layer was prepared for its replicas alone: prepare_layer prepares tokens too")
     check_tokens("x", x, parallel)
     check_shape("gates", gates.shape, (*x.shape[:-1], gates.shape[-1]))
-    flat = layer.dispatch.inside if isinstance(layer.dispatch, NodeDispatch) else layer.dispatch
-    place = layer.dispatch.place.shape[-2:]
+    flat, first = _flat(tables.dispatch), tables.dispatch.place.shape
     tokens = x.size // x.shape[-1] // parallel.num_ranks
-    check_shape("layer.dispatch.place", (place[0], flat.place.shape[-1]), (tokens, gates.shape[-1]))
-    ranks = (*parallel.copies, *parallel.ranks)
-    matrices = (3, x.shape[-1], experts.home.shape[-1])
-    buffers = zip(LayerExperts._fields, experts, _slots(topology), strict=True)
-    for name, weights, slots in buffers:
-        if weights is not None or slots:
-            found = (*ranks, 0) if weights is None else weights.shape
-            check_shape(f"experts.{name}", found, (*ranks, slots, *matrices))
-    weights = tuple(each for each in experts if each is not None)
-    token, rank = parallel.token_spec, parallel.rank_spec
-    copy = (0,) * len(ranks)
+    check_shape("layer.tokens", (first[-2], flat.place.shape[-1]), (tokens, gates.shape[-1]))
+    lead, matrices = (*parallel.copies, *parallel.ranks), (3, x.shape[-1], experts.home.shape[-1])
+    for name, held, slots in zip(LayerExperts._fields, experts, _slots(parallel.topology), strict=True):
+        if held is not None or slots:
+            found = (*lead, 0) if held is None else held.shape
+            check_shape(f"experts.{name}", found, (*lead, slots, *matrices))
+    weights = tuple(held for held in experts if held is not None)
+    place = (0,) * len(lead)
 
     @functools.partial(
         jax.shard_map,
         mesh=parallel.mesh,
-        in_specs=(token, token, rank, rank),
-        out_specs=(token, rank),
+        in_specs=(parallel.token_spec, parallel.token_spec, parallel.rank_spec, parallel.rank_spec),
+        out_specs=(parallel.token_spec, parallel.rank_spec),
     )
-    def on_rank(x, gates, weights, layer):
-        weights, layer = jax.tree.map(lambda leaf: leaf[copy], (weights, layer))
+    def on_rank(x, gates, weights, tables):
+        weights, tables = jax.tree.map(lambda leaf: leaf[place], (weights, tables))
         tokens, scales = (each.reshape(-1, each.shape[-1]) for each in (x, gates))
-        out, slot_rows = _on_rank(tokens, scales, weights, layer, parallel)
-        return out.reshape(x.shape), slot_rows.reshape(*(1,) * len(copy), -1)
+        out, slot_rows = _on_rank(tokens, scales, weights, tables, parallel)
+        return out.reshape(x.shape), slot_rows.reshape(*(1,) * len(place), -1)
 
-    layer = layer._replace(home=None, fetch=None, residents=None)  # type: ignore[arg-type]
-    return LayerOutput(*on_rank(x, gates, weights, layer))
+    return LayerOutput(*on_rank(x, gates, weights, tables))
 
 
-def _slots(topology) -> tuple[int, int, int]:
+def _slots(topology: Topology) -> tuple[int, int, int]:
     return topology.home_slots, topology.resident_slots, topology.replica_slots
 
 
-def _on_rank(x, gates, weights, layer: PreparedLayer, parallel: ExpertParallel):
+def _flat(dispatch: Dispatch | NodeDispatch) -> Dispatch:
+    """The last hop, which ends in the slots."""
+    return dispatch.inside if isinstance(dispatch, NodeDispatch) else dispatch
+
+
+def _on_rank(x, gates, weights, tables: TokenTables, parallel: ExpertParallel):
     """The whole layer as one rank sees it: ``x[t, D]``, ``gates[t, K]``."""
-    tables, sound = layer.dispatch, layer.sound
-    assert tables is not None
-    assert sound is not None
-    exchanges, _ = token_exchanges(parallel, *gates.shape)
+    dispatch, sound, _ = tables
+    flat, exchanges = _flat(dispatch), token_exchanges(parallel, *gates.shape)[0]
     # NaN goes in wherever a gradient comes out.
-    x, gates = x * one_or_nan(sound, x), gates * one_or_nan(sound, gates)
+    visitors, scales = x * one_or_nan(sound, x), gates * one_or_nan(sound, gates)
     with jax.named_scope("dispatch"):
-        if isinstance(tables, NodeDispatch):
-            visitors, weights_here = cross(x, tables, exchanges[0]), cross(gates, tables, exchanges[0])
-            flat = tables.inside
-        else:
-            visitors, weights_here, flat = x, gates, tables
-        rows = send_tokens(visitors, flat, exchanges[-1])
-        scale = send_copies(weights_here, flat, exchanges[-1])
-    rest = weights[1:]
-    empty = x.ravel()[:0].reshape(0, *weights[0].shape[1:])
-    weights = weights[0], jnp.concatenate(rest) if rest else empty
+        if isinstance(dispatch, NodeDispatch):
+            visitors, scales = (cross(each, dispatch, exchanges[0]) for each in (visitors, scales))
+        rows, scale = send_tokens(visitors, flat, exchanges[-1]), send_copies(scales, flat, exchanges[-1])
     with jax.named_scope("experts"):
         computed = grouped_mlp(
-            *(rows, *weights, jnp.where(sound, flat.group_sizes, 1), scale * one_or_nan(sound, scale)),
+            *(rows, weights, jnp.where(sound, flat.group_sizes, 1), scale * one_or_nan(sound, scale)),
             implementation=parallel.implementation,
         )
     out = combine(computed, flat, exchanges[-1])
-    if isinstance(tables, NodeDispatch):
-        out = cross_back(out, tables, exchanges[0])
-    slot_rows = flat.group_sizes
-    if parallel.check_rows:
-        slot_rows = _count_rows(layer, exchanges)
-        as_planned = jax.lax.pmin((slot_rows == layer.quota).all().astype(jnp.int32), RANKS)
-        out = out * one_or_nan(as_planned > 0, out)
-    return out * one_or_nan(sound, out), slot_rows
+    if isinstance(dispatch, NodeDispatch):
+        out = cross_back(out, dispatch, exchanges[0])
+    out, slot_rows = out * one_or_nan(sound, out), flat.group_sizes
+    if tables.check is not None:
+        slot_rows = _count_rows(tables.check, dispatch, exchanges)
+        as_planned = (slot_rows == tables.check.quota).all().astype(jnp.int32)
+        out *= one_or_nan(jax.lax.pmin(as_planned, RANKS) > 0, out)
+    return out, slot_rows
 
 
-def _count_rows(layer: PreparedLayer, exchanges):
+def _count_rows(check: RowCheck, dispatch: Dispatch | NodeDispatch, exchanges: tuple[Exchange, ...]):
     """Rows that reached the slot of their expert: every copy brings its expert's number, from 1, along."""
-    number = layer.expert_ids + 1
-    flat = layer.dispatch
-    if isinstance(flat, NodeDispatch):
-        number, flat = cross(number, flat, exchanges[0]), flat.inside
+    number, flat = check.expert_ids + 1, _flat(dispatch)
+    if isinstance(dispatch, NodeDispatch):
+        number = cross(number, dispatch, exchanges[0])
     number = send_copies(number, flat, exchanges[-1])
     slot, _ = segment_of_row(len(number), starts(flat.group_sizes), flat.group_sizes)
-    arrived = (number > 0) & (number == layer.slot_expert[slot] + 1) & (slot != EMPTY)
+    arrived = (slot != EMPTY) & (number == check.slot_expert[slot] + 1)
     return jnp.zeros_like(flat.group_sizes).at[slot].add(arrived.astype(jnp.int32))

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
 from jaxtyping import Bool, Float, Int, Integer
 
 from relibra_jax.capacity import ExchangeSizes
@@ -30,29 +29,43 @@ from relibra_jax.token_split import refit_quota, source_quota
 from relibra_jax.types import EMPTY, Array, LayerPlan
 
 
+class RowCheck(NamedTuple):
+    """What a layer needs to count the rows that reach the slot of their expert (``ExpertParallel.check_rows``)."""
+
+    expert_ids: Int[jax.Array, "*stack t K"]
+    """The experts of this rank's tokens."""
+    slot_expert: Int[jax.Array, "*stack S"]
+    """The expert in each of its slots."""
+    quota: Int[jax.Array, "*stack S"]
+    """Token copies that each slot is to compute."""
+
+
+class TokenTables(NamedTuple):
+    """The way of a rank's tokens."""
+
+    dispatch: Dispatch | NodeDispatch
+    """Flat or hierarchical."""
+    sound: Bool[jax.Array, "*stack"]
+    """Whether the plan is valid and that of these tokens, and all buffers suffice: the same on all ranks of a copy of
+    the group."""
+    check: RowCheck | None
+    """None without ``check_rows``."""
+
+
 class PreparedLayer(NamedTuple):
     """One layer of one micro-batch, or a stack of them: what `fetch_replicas` and `moe_layer` follow.
 
-    Every leaf but ``home`` is an array over the ranks, ``[*stack, *copies, N, G, ...]``: each rank holds its own part.
+    Tables are arrays over the ranks, ``[*stack, *copies, N, G, ...]``: each rank holds its own part.
     """
 
     home: Int[Array, "*stack E"]
-    """Flat home slot of each expert that the plan was made for."""
+    """Flat home slot of each expert that the plan was made for, ``[*stack, *copies, E]``."""
     fetch: FetchTables | None
     """The way of replicas; None without replica slots."""
-    dispatch: Dispatch | NodeDispatch | None
-    """The way of tokens, flat or hierarchical; None where only replicas were prepared."""
-    quota: Int[Array, "*stack N G S"] | None
-    """Token copies of each slot."""
-    slot_expert: Int[Array, "*stack N G S"] | None
-    """The expert in each slot."""
-    sound: Bool[Array, "*stack N G"] | None
-    """Whether the plan is valid and that of these tokens, and all buffers suffice: the same on all ranks of a copy of
-    the group."""
-    expert_ids: Int[Array, "*stack N G t K"] | None = None
-    """The experts of each rank's tokens, for ``ExpertParallel.check_rows``; None without it."""
+    tokens: TokenTables | None
+    """The way of tokens; None where only replicas were prepared."""
     residents: Float[Array, "*stack N G B three D F"] | None = None
-    """The weights in the resident slots (`relibra_jax.execution.residents.push_residents`), without the axes of
+    """The weights in the resident slots (`relibra_jax.execution.residents.push_residents`), without the axis of
     micro-batches; None if there are none."""
 
     def layer(self, index: Any) -> "PreparedLayer":
@@ -96,14 +109,15 @@ def prepare_layer(
             ids = expert_ids.reshape(-1, expert_ids.shape[-1]).astype(jnp.int32)
             return _over_ranks(_prepare_on_rank(ids, plan, parallel), parallel)
 
-    return PreparedLayer(jnp.asarray(plan.home), *on_rank(expert_ids, plan))
+    fetch, tokens = on_rank(expert_ids, plan)
+    return PreparedLayer(jnp.asarray(plan.home), fetch, tokens)
 
 
 def prepare_fetch(plan: LayerPlan, parallel: ExpertParallel) -> PreparedLayer:
     """The part of `prepare_layer` that needs no tokens: what `fetch_replicas` follows, and nothing else."""
     check_layer_plan(plan, parallel)
     if not parallel.topology.replica_slots:
-        return PreparedLayer(plan.home, None, None, None, None, None)
+        return PreparedLayer(plan.home, None, None)
     copy = (0,) * len(parallel.copies_over)
 
     @functools.partial(
@@ -113,7 +127,7 @@ def prepare_fetch(plan: LayerPlan, parallel: ExpertParallel) -> PreparedLayer:
         plan = jax.tree.map(lambda leaf: leaf[copy], plan)
         return _over_ranks(_fetch_on_rank(plan, parallel), parallel)
 
-    return PreparedLayer(plan.home, on_rank(plan), None, None, None, None)
+    return PreparedLayer(plan.home, on_rank(plan), None)
 
 
 @functools.partial(jax.jit, static_argnames="parallel")
@@ -132,10 +146,13 @@ def prepare_layers(
         The tables, stacked ``[M, L]``.
     """
 
+    def layer(inputs):
+        ids, plan = inputs
+        return prepare_layer(ids, plan, parallel)
+
     def micro_batch(inputs):
         ids, plans = inputs
-        by_layer = jnp.moveaxis(ids, -2, 0)
-        return jax.lax.map(lambda layer: prepare_layer(*layer, parallel), (by_layer, plans))
+        return jax.lax.map(layer, (jnp.moveaxis(ids, -2, 0), plans))
 
     return jax.lax.map(micro_batch, (expert_ids, plans))
 
@@ -168,8 +185,10 @@ def token_exchanges(parallel: ExpertParallel, tokens: int, top_k: int) -> tuple[
     return hops, sizes.rows
 
 
-def _prepare_on_rank(ids, plan: LayerPlan, parallel: ExpertParallel) -> tuple[Any, ...]:
-    """The fields of `PreparedLayer` that are a rank's own, from ``ids[t, K]`` and the plan of its copy of the group."""
+def _prepare_on_rank(
+    ids: jax.Array, plan: LayerPlan, parallel: ExpertParallel
+) -> tuple[FetchTables | None, TokenTables]:
+    """The tables of one rank, from ``ids[t, K]`` and the plan of its copy of the group."""
     topology = parallel.topology
     node, local = jax.lax.axis_index(NODE), jax.lax.axis_index(LOCAL)
     own = _histogram(ids, topology.num_experts)
@@ -195,8 +214,11 @@ def _prepare_on_rank(ids, plan: LayerPlan, parallel: ExpertParallel) -> tuple[An
     sound = valid & fits & (own == plan.load[node, local]).all()
     sound &= ((ids >= EMPTY) & (ids < topology.num_experts)).all()
     sound = jax.lax.pmin(sound.astype(jnp.int32), RANKS) > 0
-    quota = jnp.asarray(plan.quota, jnp.int32)[node, local]
-    return fetch, dispatch, quota, slot_expert[node, local], sound, ids if parallel.check_rows else None
+    check = None
+    if parallel.check_rows:
+        quota = jnp.asarray(plan.quota, jnp.int32)
+        check = RowCheck(ids, slot_expert[node, local], quota[node, local])
+    return fetch, TokenTables(dispatch, sound, check)
 
 
 def _fetch_on_rank(plan: LayerPlan, parallel: ExpertParallel) -> FetchTables:

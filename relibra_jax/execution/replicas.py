@@ -78,9 +78,8 @@ def fetch_replicas(
     )
     def on_rank(experts, residents, tables, x):
         # Copies of the group share homes and residents, so their gradients are summed over the copies.
-        held = (vary_over(experts[0, 0], parallel.copies_over),)
-        if residents is not None:
-            held += (vary_over(residents[place], parallel.copies_over),)
+        buffers = [experts[0, 0]] if residents is None else [experts[0, 0], residents[place]]
+        held = tuple(vary_over(buffer, parallel.copies_over) for buffer in buffers)
         replicas = None
         if has_replicas:
             tables = jax.tree.map(lambda leaf: leaf[place], tables)
@@ -93,4 +92,3 @@ def fetch_replicas(
         return LayerExperts(held[0], held[1] if len(held) > 1 else None, replicas), x
 
     return on_rank(experts, residents, layer.fetch, x)
-

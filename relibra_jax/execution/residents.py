@@ -305,8 +305,8 @@ def _in_chunks(chunk: Any, out: jax.Array, chunk_bytes: int) -> jax.Array:
 
 
 def resident_spec(shape: tuple[int, ...], parallel: ExpertParallel) -> PartitionSpec:
-    """How the residents of one layer, ``[*copies, N, G, B, ...]``, are sharded: over the copies that hold their own, and
-    over the ranks."""
+    """How the residents of one layer, ``[*copies, N, G, B, ...]``, are sharded: over the copies that hold their own,
+    and over the ranks."""
     names = (
         axis if size == parallel.mesh.shape[axis] else None
         for axis, size in zip(parallel.copies_over, shape, strict=False)
@@ -337,7 +337,9 @@ def check_resident_weights(residents: Any, experts: Any, parallel: ExpertParalle
     found = residents.shape[: len(parallel.copies_over)]
     for axis, size in zip(parallel.copies_over, found, strict=True):
         if size not in (1, parallel.mesh.shape[axis]):
-            raise ValueError(f"residents: {size} copies along {axis!r}, the mesh has {parallel.mesh.shape[axis]}")
+            raise ValueError(
+                f"residents: {size} copies along {axis!r}, the mesh has {parallel.mesh.shape[axis]}"
+            )
     slots = (*parallel.ranks, topology.resident_slots)
     check_shape("residents", residents.shape, (*found, *slots, *np.shape(experts)[-3:]))
     return residents

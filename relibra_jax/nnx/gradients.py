@@ -50,10 +50,7 @@ def accumulate_gradients(
         ``nnx.state(model, nnx.Param)``; and what the objective returned besides the loss, stacked over micro-batches.
     """
     graph, params, *rest = nnx.split(model, nnx.Param, ...)
-    if residents is None:
-        weights = _push_weights(params, batch)
-    else:
-        weights = residents.weights
+    weights = _push_weights(params, batch) if residents is None else residents.weights
 
     def share(trained, micro_batch):
         params, weights = trained
@@ -93,7 +90,7 @@ def push(model: nnx.Module, optimizer: nnx.Optimizer, batch: PreparedBatch) -> R
     return None if weights is None else Residents(weights, jnp.asarray(optimizer.step[...], jnp.int32))
 
 
-def _push_weights(params: Any, batch: PreparedBatch) -> jax.Array | None:
+def _push_weights(params: Any, batch: PreparedBatch) -> Array | None:
     if batch.layers() is None or not batch.parallel.topology.resident_slots:
         return None
     leaves = _experts(params)

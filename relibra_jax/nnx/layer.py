@@ -181,9 +181,9 @@ class MoELayer(nnx.Module):
         if mask is not None:
             ids = jnp.where(mask[..., None], ids, EMPTY)
         layer = plan if isinstance(plan, PreparedLayer) else prepare_layer(ids, plan, parallel)
-        y, slot_rows = moe_layer(x, gates_at(logits, ids, self.gating), experts, layer, parallel)
+        found, slot_rows = moe_layer(x, gates_at(logits, ids, self.gating), experts, layer, parallel)
         at_home = (plan.home == jnp.broadcast_to(self.home[...], plan.home.shape)).all()
-        y = y * one_or_nan(at_home, y)
+        y = found * one_or_nan(at_home, jnp.asarray(found))
         if self.shared is not None:
             y += _swiglu(x, self.shared[...].astype(x.dtype))
         return MoEOutput(y, expert_ids, logits, slot_rows)

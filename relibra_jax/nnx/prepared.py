@@ -21,8 +21,8 @@ class PreparedBatch:
     """What `relibra_jax.nnx.Balancer.prepare` returns. Give it to jitted steps as it is.
 
     A pytree: the batch plan and what layers follow are its array part, `parallel` is static. Under jit the arrays are
-    traced, so a compiled step serves every batch of the same sizes. Outside of jit it remembers which batch it is: given to a step after the
-    experts moved on for another batch, it is refused.
+    traced, so a compiled step serves every batch of the same sizes. Outside of jit it remembers which batch it is:
+    given to a step after the experts moved on for another batch, it is refused.
     """
 
     parallel: ExpertParallel
