@@ -110,7 +110,8 @@ def count_capacities(
 def worst_case_capacities(tokens: int, top_k: int, topology: Topology) -> Capacities:
     """Sizes that suffice whatever the router does: what systems without foresight have to hold.
 
-    A token has ``top_k`` different experts, so it sends at most ``min(top_k, S)`` copies to one rank.
+    A token has ``top_k`` different experts, so it sends at most ``min(top_k, S)`` copies to one rank. Of residents'
+    pushes, which go by batch and not by layer, nothing is said.
 
     Args:
         tokens: the tokens of one rank.

@@ -155,7 +155,7 @@ def copy_source(plan: LayerPlan, topology: Topology) -> Int[jax.Array, "N G R"]:
         none = topology.num_ranks * held
         rank = jnp.arange(topology.num_ranks, dtype=jnp.int32).reshape(topology.num_nodes, per_node, 1)
         resident = slot_expert[..., homes:held]
-        slot = rank * held + jnp.arange(homes, held, dtype=jnp.int32)
+        slot = rank * held + jnp.arange(homes, held, dtype=jnp.int32)[None, None]
         first = jnp.full((topology.num_nodes, topology.num_experts), none, jnp.int32)
         # Empty slots name an expert behind the last one, which is dropped.
         resident = jnp.where(resident == EMPTY, topology.num_experts, resident)

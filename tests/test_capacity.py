@@ -74,19 +74,24 @@ def test_sizes_are_what_the_plan_sends_rounded_up(batch):
 def test_exports_are_the_most_replicas_of_one_rank(batch):
     """A replica is fetched from its expert's home, or from a resident in its own node if only that is near."""
     batch_plan, _ = batch
-    plan, most = jax.tree.map(np.asarray, batch_plan.plan), 0
+    plan, most, distinct = jax.tree.map(np.asarray, batch_plan.plan), 0, 0
     for m, layer in np.ndindex(3, LAYERS):
         slots, copies = plan.slot_expert[m, layer].reshape(4, TOPOLOGY.slots), np.zeros(4, int)
+        exported = set()
         for rank, expert in enumerate(slots[:, TOPOLOGY.held_slots]):
             if expert == EMPTY:
                 continue
             home, near = plan.home[layer, expert] // TOPOLOGY.home_slots, 2 * (rank // 2)
             holders = [p for p in (near, near + 1) if expert in slots[p, : TOPOLOGY.held_slots]]
-            copies[home if home in holders else holders[0]] += 1
+            holder = home if home in holders else holders[0]
+            copies[holder] += 1
+            exported.add((holder, expert))
         np.testing.assert_array_equal(export_count(batch_plan.micro_batch(m).layer(layer), TOPOLOGY), copies)
         most = max(most, copies.max())
+        distinct = max(distinct, *np.bincount([holder for holder, _ in exported] or [0], minlength=2))
+    sizes = count_capacities(batch_plan.layer_plans(), TOPOLOGY)
     assert most > 0
-    assert count_capacities(batch_plan.layer_plans(), TOPOLOGY).exports == most
+    assert (sizes.export_copies, sizes.exports) == (most, distinct)
 
 
 def test_grown_sizes_hold_both_batches(batch):
@@ -120,7 +125,7 @@ def test_received_rows_on_recorded_routing(shared):
 def test_safe_sizes_hold_any_plan(batch):
     batch_plan, visits = batch
     need = count_capacities(batch_plan.layer_plans(), TOPOLOGY, visits=visits)
-    check_capacities(worst_case_capacities(TOKENS, TOP_K, TOPOLOGY), need)
+    check_capacities(worst_case_capacities(TOKENS, TOP_K, TOPOLOGY), dataclasses.replace(need, push=None))
 
 
 @pytest.mark.parametrize("buffer", ["rows", "flat.pair", "node.send", "local.pair"])

@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.dense import assert_close, mixture
+from support.layer import run_layer
 from support.plans import load_of, random_ids, random_plan
 
-from relibra_jax.execution import ExpertParallel, expert_mesh, fetch_replicas, moe_layer
+from relibra_jax.execution import ExpertParallel, expert_mesh
 from relibra_jax.execution.parallel import PATHS
 from relibra_jax.plan import home_layout
 from relibra_jax.plan_check import check_plan
@@ -34,8 +35,7 @@ def layer_step(path):
     @jax.jit
     def step(ids, home, plan):
         def loss(x, gates, experts):
-            held, x = fetch_replicas(experts, plan, x, parallel)
-            out = moe_layer(x, ids, gates, held, plan, parallel)
+            out = run_layer(x, ids, gates, experts, plan, parallel)
             return (out * COTANGENT).sum(), out
 
         arguments = X, GATES, jnp.asarray(EXPERTS)[home_layout(home, TOPOLOGY)]

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Integer
 
 from pallas_kernels import grouped_mlp
 from relibra_jax.execution.dispatch import combine, cross, cross_back, send_copies, send_tokens
@@ -27,7 +27,7 @@ from relibra_jax.execution.exchange import Exchange
 from relibra_jax.execution.mesh import RANKS
 from relibra_jax.execution.parallel import ExpertParallel, check_tokens
 from relibra_jax.execution.plan_guard import one_or_nan
-from relibra_jax.execution.prepared_layer import PreparedLayer, RowCheck, TokenTables, token_exchanges
+from relibra_jax.execution.prepared_layer import PreparedLayer, TokenTables, token_exchanges
 from relibra_jax.execution.replicas import LayerExperts
 from relibra_jax.segments import segment_of_row, starts
 from relibra_jax.types import EMPTY, Array, Topology, check_shape
@@ -45,6 +45,7 @@ class LayerOutput(NamedTuple):
 
 def moe_layer(
     x: Float[Array, "..."],
+    expert_ids: Integer[Array, "..."],
     gates: Float[Array, "..."],
     experts: LayerExperts,
     layer: PreparedLayer,
@@ -54,15 +55,16 @@ def moe_layer(
 
     Args:
         x: the tokens ``[B, *tokens, D]``, sharded over the ranks along the first axis.
-        gates: the weight of each token copy, ``[B, *tokens, K]`` float32 (`relibra_jax.execution.gating`), in the order
-            of the expert ids that ``layer`` was prepared from.
+        expert_ids: the logical experts of each token, ``[B, *tokens, K]``, those that ``layer`` was prepared from.
+        gates: the weight of each token copy, ``[B, *tokens, K]`` float32 (`relibra_jax.execution.gating`).
         experts: what `relibra_jax.execution.replicas.fetch_replicas` returned for the same ``layer``.
         layer: what `relibra_jax.execution.prepared_layer.prepare_layer` made of the tokens' experts and the plan.
         parallel: how plans are run: mesh, topology, buffer sizes, kinds of exchange.
 
     Returns:
-        The output, NaN for every token of a copy of the group whose plan breaks a rule or does not add up to its load,
-        whose buffers are too small, or whose ids are not the load's; and the rows that slots computed.
+        The output, and the rows that slots computed. NaN for every token of a copy of the group whose plan breaks a
+        rule or does not add up to its load, whose buffers are too small, or whose ids are not the load's; and for the
+        tokens of a rank whose ids are not those that ``layer`` was prepared from.
 
     Raises:
         ValueError: if shapes do not belong together, with both.
@@ -71,10 +73,15 @@ def moe_layer(
     if tables is None:
         raise ValueError("this layer was prepared for its replicas alone: prepare_layer prepares tokens too")
     check_tokens("x", x, parallel)
-    check_shape("gates", gates.shape, (*x.shape[:-1], gates.shape[-1]))
+    check_shape("expert_ids", expert_ids.shape, (*x.shape[:-1], expert_ids.shape[-1]))
+    check_shape("gates", gates.shape, expert_ids.shape)
     flat, first = _flat(tables.dispatch), tables.dispatch.place.shape
     tokens = x.size // x.shape[-1] // parallel.num_ranks
-    check_shape("layer.tokens", (first[-2], flat.place.shape[-1]), (tokens, gates.shape[-1]))
+    if (first[-2], flat.place.shape[-1]) != (tokens, gates.shape[-1]):
+        raise ValueError(
+            f"x and expert_ids: {tokens} tokens a rank with {gates.shape[-1]} experts each, the layer was prepared for"
+            f" {first[-2]} with {flat.place.shape[-1]}"
+        )
     lead, matrices = (*parallel.copies, *parallel.ranks), (3, x.shape[-1], experts.home.shape[-1])
     for name, held, slots in zip(LayerExperts._fields, experts, _slots(parallel.topology), strict=True):
         if held is not None or slots:
@@ -86,16 +93,17 @@ def moe_layer(
     @functools.partial(
         jax.shard_map,
         mesh=parallel.mesh,
-        in_specs=(parallel.token_spec, parallel.token_spec, parallel.rank_spec, parallel.rank_spec),
+        in_specs=(*(parallel.token_spec,) * 3, parallel.rank_spec, parallel.rank_spec),
         out_specs=(parallel.token_spec, parallel.rank_spec),
     )
-    def on_rank(x, gates, weights, tables):
+    def on_rank(x, ids, gates, weights, tables):
         weights, tables = jax.tree.map(lambda leaf: leaf[place], (weights, tables))
-        tokens, scales = (each.reshape(-1, each.shape[-1]) for each in (x, gates))
+        tokens, ids, scales = (each.reshape(-1, each.shape[-1]) for each in (x, ids, gates))
         out, slot_rows = _on_rank(tokens, scales, weights, tables, parallel)
-        return out.reshape(x.shape), slot_rows.reshape(*(1,) * len(place), -1)
+        same = (ids.astype(jnp.int32) == tables.expert_ids.astype(jnp.int32)).all()
+        return (out * one_or_nan(same, out)).reshape(x.shape), slot_rows.reshape(*(1,) * len(place), -1)
 
-    return LayerOutput(*on_rank(x, gates, weights, tables))
+    return LayerOutput(*on_rank(x, expert_ids, gates, weights, tables))
 
 
 def _slots(topology: Topology) -> tuple[int, int, int]:
@@ -109,7 +117,7 @@ def _flat(dispatch: Dispatch | NodeDispatch) -> Dispatch:
 
 def _on_rank(x, gates, weights, tables: TokenTables, parallel: ExpertParallel):
     """The whole layer as one rank sees it: ``x[t, D]``, ``gates[t, K]``."""
-    dispatch, sound, _ = tables
+    dispatch, sound = tables.dispatch, tables.sound
     flat, exchanges = _flat(dispatch), token_exchanges(parallel, *gates.shape)[0]
     # NaN goes in wherever a gradient comes out.
     visitors, scales = x * one_or_nan(sound, x), gates * one_or_nan(sound, gates)
@@ -127,18 +135,18 @@ def _on_rank(x, gates, weights, tables: TokenTables, parallel: ExpertParallel):
         out = cross_back(out, dispatch, exchanges[0])
     out, slot_rows = out * one_or_nan(sound, out), flat.group_sizes
     if tables.check is not None:
-        slot_rows = _count_rows(tables.check, dispatch, exchanges)
+        slot_rows = _count_rows(tables, tables.check.slot_expert, exchanges)
         as_planned = (slot_rows == tables.check.quota).all().astype(jnp.int32)
         out *= one_or_nan(jax.lax.pmin(as_planned, RANKS) > 0, out)
     return out, slot_rows
 
 
-def _count_rows(check: RowCheck, dispatch: Dispatch | NodeDispatch, exchanges: tuple[Exchange, ...]):
+def _count_rows(tables: TokenTables, slot_expert, exchanges: tuple[Exchange, ...]):
     """Rows that reached the slot of their expert: every copy brings its expert's number, from 1, along."""
-    number, flat = check.expert_ids + 1, _flat(dispatch)
-    if isinstance(dispatch, NodeDispatch):
-        number = cross(number, dispatch, exchanges[0])
+    number, flat = tables.expert_ids.astype(jnp.int32) + 1, _flat(tables.dispatch)
+    if isinstance(tables.dispatch, NodeDispatch):
+        number = cross(number, tables.dispatch, exchanges[0])
     number = send_copies(number, flat, exchanges[-1])
     slot, _ = segment_of_row(len(number), starts(flat.group_sizes), flat.group_sizes)
-    arrived = (slot != EMPTY) & (number == check.slot_expert[slot] + 1)
+    arrived = (slot != EMPTY) & (number == slot_expert[slot] + 1)
     return jnp.zeros_like(flat.group_sizes).at[slot].add(arrived.astype(jnp.int32))

@@ -5,7 +5,7 @@ combine and replica fetch follow; `prepare_layers` does so for a batch, once, on
 slices, gathers and sends, in their second computation under `jax.checkpoint` too. Wrong plans are noticed here: the
 layers that they belong to return NaN.
 
-Tables take 4 bytes for each row that a rank sends, receives and computes, and as much for the way back: about 16 bytes
+Tables take 4 bytes for each row that a rank sends, receives and computes, and as much for the way back: about 17 bytes
 a token copy and layer on the flat path.
 """
 
@@ -32,10 +32,8 @@ from relibra_jax.types import EMPTY, Array, LayerPlan
 class RowCheck(NamedTuple):
     """What a layer needs to count the rows that reach the slot of their expert (``ExpertParallel.check_rows``)."""
 
-    expert_ids: Int[jax.Array, "*stack t K"]
-    """The experts of this rank's tokens."""
     slot_expert: Int[jax.Array, "*stack S"]
-    """The expert in each of its slots."""
+    """The expert in each of this rank's slots."""
     quota: Int[jax.Array, "*stack S"]
     """Token copies that each slot is to compute."""
 
@@ -43,6 +41,9 @@ class RowCheck(NamedTuple):
 class TokenTables(NamedTuple):
     """The way of a rank's tokens."""
 
+    expert_ids: Int[jax.Array, "*stack t K"]
+    """The experts of this rank's tokens, in the smallest dtype that holds them and EMPTY: a layer that is run with
+    others returns NaN."""
     dispatch: Dispatch | NodeDispatch
     """Flat or hierarchical."""
     sound: Bool[jax.Array, "*stack"]
@@ -217,8 +218,8 @@ def _prepare_on_rank(
     check = None
     if parallel.check_rows:
         quota = jnp.asarray(plan.quota, jnp.int32)
-        check = RowCheck(ids, slot_expert[node, local], quota[node, local])
-    return fetch, TokenTables(dispatch, sound, check)
+        check = RowCheck(slot_expert[node, local], quota[node, local])
+    return fetch, TokenTables(ids.astype(_signed_dtype(topology.num_experts)), dispatch, sound, check)
 
 
 def _fetch_on_rank(plan: LayerPlan, parallel: ExpertParallel) -> FetchTables:
@@ -243,6 +244,12 @@ def _check_ids(expert_ids: Array, num_experts: int) -> None:
     if wrong.any():
         place = tuple(int(index) for index in np.argwhere(wrong)[0])
         raise ValueError(f"expert_ids{list(place)}: {ids[place]} is outside 0..{num_experts - 1}")
+
+
+def _signed_dtype(num_experts: int) -> type:
+    return next(
+        dtype for dtype in (jnp.int8, jnp.int16, jnp.int32) if num_experts - 1 <= jnp.iinfo(dtype).max
+    )
 
 
 def _histogram(ids, num_experts):

@@ -181,7 +181,8 @@ class MoELayer(nnx.Module):
         if mask is not None:
             ids = jnp.where(mask[..., None], ids, EMPTY)
         layer = plan if isinstance(plan, PreparedLayer) else prepare_layer(ids, plan, parallel)
-        found, slot_rows = moe_layer(x, gates_at(logits, ids, self.gating), experts, layer, parallel)
+        gates = gates_at(logits, ids, self.gating)
+        found, slot_rows = moe_layer(x, ids, gates, experts, layer, parallel)
         at_home = (plan.home == jnp.broadcast_to(self.home[...], plan.home.shape)).all()
         y = found * one_or_nan(at_home, jnp.asarray(found))
         if self.shared is not None:

@@ -1,0 +1,246 @@
+"""Residents: exactly the weights that the plan names, on any mesh, and the exact transpose on the way back."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.plans import load_of, random_ids, random_plan
+
+from relibra_jax.capacity import count_capacities
+from relibra_jax.execution import (
+    ExpertParallel,
+    Residents,
+    check_residents,
+    expert_mesh,
+    push_residents,
+    return_gradients,
+)
+from relibra_jax.plan import home_layout, resident_experts
+from relibra_jax.resident_push import PushSizes, push_counts
+from relibra_jax.types import EMPTY, Topology, layer_plans
+
+LAYERS, EXPERTS, WIDTH, HIDDEN = 3, 16, 6, 5
+MESHES = {"2x4": (2, 4), "4x2": (4, 2), "1x8": (1, 8), "8x1": (8, 1)}
+RNG = np.random.default_rng(0)
+WEIGHTS = RNG.normal(size=(LAYERS, EXPERTS, 3, WIDTH, HIDDEN)).astype(np.float32)
+
+
+def topology_of(mesh, resident_slots=2):
+    nodes, local = MESHES[mesh]
+    return Topology(
+        num_nodes=nodes,
+        ranks_per_node=local,
+        num_experts=EXPERTS,
+        replica_slots=0,
+        resident_slots=resident_slots,
+    )
+
+
+def random_residents(topology, seed, fill=0.7):
+    """A plan of two micro-batches with any homes and residents."""
+    rng = np.random.default_rng(seed)
+    load = load_of(random_ids(rng, (2, LAYERS, topology.num_ranks, 4), EXPERTS, 2), topology)
+    return random_plan(rng, load, topology, fill=fill), load
+
+
+def expected(plan, topology):
+    """The weights in every resident slot, zeros where there is none."""
+    resident = np.asarray(resident_experts(plan, topology))
+    layer = np.arange(LAYERS).reshape(-1, 1, 1, 1)
+    return np.where((resident == EMPTY)[..., None, None, None], 0, WEIGHTS[layer, resident])
+
+
+def at_home(plan, topology):
+    return np.stack([WEIGHTS[layer][row] for layer, row in enumerate(home_layout(plan.home, topology))])
+
+
+@functools.cache
+def compiled(mesh, resident_slots=2, **options):
+    """Push, and the way back of any gradients."""
+    topology = topology_of(mesh, resident_slots)
+    parallel = ExpertParallel(mesh=expert_mesh(topology), topology=topology)
+
+    @jax.jit
+    def both(experts, gradients, plan):
+        pushed = push_residents(experts, plan, parallel, **options)
+        return pushed, return_gradients(gradients, experts, plan, parallel, **options)
+
+    return both
+
+
+def check(mesh, plan, **options):
+    topology = topology_of(mesh)
+    experts = at_home(plan, topology)
+    wanted = expected(plan, topology)
+    gradients = RNG.normal(size=wanted.shape).astype(np.float32)
+    pushed, returned = compiled(mesh, **options)(experts, gradients, plan)
+    np.testing.assert_array_equal(pushed, wanted)
+    # What a slot's gradient adds to its expert, slot by slot.
+    total = np.zeros_like(WEIGHTS, np.float64)
+    resident = np.asarray(resident_experts(plan, topology))
+    for place in zip(*np.nonzero(resident != EMPTY), strict=True):
+        total[place[0], resident[place]] += gradients[place]
+    wanted = np.stack([total[layer][row] for layer, row in enumerate(home_layout(plan.home, topology))])
+    np.testing.assert_allclose(returned, wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_every_resident_slot_gets_its_expert_and_every_expert_its_gradients(mesh):
+    for seed in range(3):
+        check(mesh, random_residents(topology_of(mesh), seed)[0])
+
+
+@settings(max_examples=20)
+@given(st.integers(0, 2**32 - 1), st.sampled_from([0.0, 0.3, 1.0]))
+def test_any_plan(seed, fill):
+    check("2x4", random_residents(topology_of("2x4"), seed, fill)[0])
+
+
+def test_chunks_change_nothing():
+    """Rows of 5 in chunks of 2, 2 and 1."""
+    check("2x4", random_residents(topology_of("2x4"), 0)[0], chunk_bytes=LAYERS * 2 * 3 * WIDTH * 2 * 4)
+
+
+def test_the_way_back_is_the_transpose_that_jax_takes():
+    topology = topology_of("2x4")
+    plan, _ = random_residents(topology, 1)
+    parallel = ExpertParallel(mesh=expert_mesh(topology), topology=topology)
+    experts = at_home(plan, topology)
+    gradients = RNG.normal(size=expected(plan, topology).shape).astype(np.float32)
+    push = functools.partial(push_residents, plan=plan, parallel=parallel)
+    wanted = jax.jit(lambda experts, gradients: jax.vjp(push, experts)[1](gradients)[0])(experts, gradients)
+    found = compiled("2x4")(experts, gradients, plan)[1]
+    np.testing.assert_array_equal(found, wanted)
+
+
+def test_layers_may_be_stacked_or_not():
+    topology = topology_of("2x4")
+    plan, _ = random_residents(topology, 2)
+    parallel = ExpertParallel(mesh=expert_mesh(topology), topology=topology)
+    experts = at_home(plan, topology)
+    parts = {"first": experts[0], "others": experts[1:]}
+    pushed = jax.jit(lambda parts: push_residents(parts, plan, parallel))(parts)
+    np.testing.assert_array_equal(pushed, expected(plan, topology))
+    returned = jax.jit(lambda pushed, parts: return_gradients(pushed, parts, plan, parallel))(pushed, parts)
+    assert jax.tree.map(np.shape, returned) == jax.tree.map(np.shape, parts)
+    whole = compiled("2x4")(experts, pushed, plan)[1]
+    np.testing.assert_array_equal(np.concatenate([returned["first"][None], returned["others"]]), whole)
+
+
+def test_copies_of_the_group_hold_their_own_and_fsdp_shards_them():
+    """Over data every copy has residents of its own, whose gradients are summed when they return; over fsdp residents
+    are sharded as homes are."""
+    topology = Topology(num_nodes=2, ranks_per_node=1, num_experts=EXPERTS, replica_slots=0, resident_slots=2)
+    mesh = expert_mesh(topology, data=2, fsdp=2)
+    parallel = ExpertParallel(mesh=mesh, topology=topology)
+    plan, _ = random_residents(topology, 3)
+    spec = jax.P(None, "node", "local", None, None, "fsdp")
+    experts = jax.device_put(at_home(plan, topology), jax.NamedSharding(mesh, spec))
+    options = {"fsdp_axis": "fsdp"}
+    pushed = jax.jit(lambda experts: push_residents(experts, plan, parallel, **options))(experts)
+    wanted = expected(plan, topology)
+    assert pushed.shape == (LAYERS, 2, 1, 2, 1, 2, 3, WIDTH, HIDDEN)
+    assert pushed.addressable_shards[0].data.shape == (LAYERS, 1, 1, 1, 1, 2, 3, WIDTH // 2, HIDDEN)
+    np.testing.assert_array_equal(pushed, np.broadcast_to(wanted[:, None, None], pushed.shape))
+
+    gradients = RNG.normal(size=pushed.shape).astype(np.float32)
+    way_back = jax.jit(lambda gradients: return_gradients(gradients, experts, plan, parallel, **options))
+    returned = way_back(gradients)
+    assert returned.sharding.is_equivalent_to(experts.sharding, returned.ndim)
+    alone = Topology(num_nodes=2, ranks_per_node=1, num_experts=EXPERTS, replica_slots=0, resident_slots=2)
+    single = ExpertParallel(mesh=expert_mesh(alone, devices=jax.devices()[:2]), topology=alone)
+    of_sum = jax.jit(lambda gradients: return_gradients(gradients, np.asarray(experts), plan, single))
+    np.testing.assert_allclose(returned, of_sum(gradients.sum((1, 2))), rtol=1e-5, atol=1e-6)
+
+
+def test_weights_travel_in_the_dtype_of_the_computation():
+    topology = topology_of("2x4")
+    plan, _ = random_residents(topology, 4)
+    parallel = ExpertParallel(mesh=expert_mesh(topology), topology=topology)
+    push = jax.jit(lambda experts: push_residents(experts, plan, parallel, dtype=jnp.bfloat16))
+    pushed = push(at_home(plan, topology))
+    np.testing.assert_array_equal(pushed, expected(plan, topology).astype(jnp.bfloat16))
+
+
+@pytest.mark.parametrize("mesh", ["2x4", "4x2"])
+def test_an_expert_crosses_once_for_every_node_that_needs_it(mesh):
+    """Against a plain count: however many ranks of a node hold it, and whoever owns it."""
+    topology = topology_of(mesh)
+    plan, load = random_residents(topology, 5, fill=1.0)
+    resident, homes = np.asarray(resident_experts(plan, topology)), topology.home_slots
+    pairs, exports = np.zeros((topology.num_nodes,) * 2, int), np.zeros(topology.num_ranks, int)
+    for layer in range(LAYERS):
+        for expert in range(EXPERTS):
+            owner = plan.home[layer, expert] // homes
+            needing = {node for node, *_ in np.argwhere(resident[layer] == expert)}
+            exports[owner] += bool(needing)
+            for node in needing:
+                pairs[owner // topology.ranks_per_node, node] += 1
+    found = push_counts(plan.home, resident, topology)
+    np.testing.assert_array_equal(found[0], exports)
+    np.testing.assert_array_equal(found[1], pairs)
+    sizes = count_capacities(layer_plans(plan, load), topology).push
+    assert exports.max() <= sizes.exports < exports.max() + 8
+    assert pairs.max() <= sizes.pair < pairs.max() + 8
+
+
+def test_an_expert_that_all_nodes_want_leaves_its_rank_once():
+    """Expert 0 is a resident of every other node: its rank exports it once, and the nodes' pairs have one each."""
+    topology = topology_of("8x1", resident_slots=1)
+    resident = np.full((1, 8, 1, 1), EMPTY)
+    resident[0, 1:] = 0
+    exports, pairs = push_counts(np.arange(EXPERTS)[None], resident, topology)
+    assert exports.tolist() == [1] + [0] * 7
+    assert pairs[0].tolist() == [0] + [1] * 7
+
+
+def test_buffers_too_small_return_nan():
+    topology = topology_of("2x4")
+    plan, load = random_residents(topology, 6)
+    capacities = count_capacities(layer_plans(plan, load), topology)
+    small = dataclasses.replace(capacities, push=PushSizes(exports=capacities.push.exports, pair=1))
+    parallel = ExpertParallel(mesh=expert_mesh(topology), topology=topology, capacities=small)
+    assert np.isnan(
+        jax.jit(lambda experts: push_residents(experts, plan, parallel))(at_home(plan, topology))
+    ).all()
+
+
+def test_counted_buffers_suffice():
+    topology = topology_of("2x4")
+    plan, load = random_residents(topology, 7)
+    capacities = count_capacities(layer_plans(plan, load), topology)
+    parallel = ExpertParallel(mesh=expert_mesh(topology), topology=topology, capacities=capacities)
+    pushed = jax.jit(lambda experts: push_residents(experts, plan, parallel))(at_home(plan, topology))
+    np.testing.assert_array_equal(pushed, expected(plan, topology))
+
+
+def test_residents_of_an_earlier_step_are_refused():
+    residents = Residents(jnp.zeros(()), jnp.asarray(3, jnp.int32))
+    check_residents(residents, jnp.asarray(3))
+    with pytest.raises(
+        ValueError, match="pushed at optimizer step 3, the optimizer is at step 4: push them again"
+    ):
+        check_residents(residents, 4)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"topology": topology_of("2x4", 0)}, "resident_slots=0: there are no residents to push"),
+        ({"layers": 2}, "experts of 2 layers, plan of 3"),
+        ({"slots": 1}, r"experts: expected shape \(3, 2, 4, 2, .*found \(3, 2, 4, 1"),
+    ],
+)
+def test_what_cannot_be_pushed_is_refused(change, message):
+    topology = topology_of("2x4")
+    plan, _ = random_residents(topology, 8)
+    experts = at_home(plan, topology)[: change.get("layers", LAYERS), :, :, : change.get("slots", 2)]
+    topology = change.get("topology", topology)
+    parallel = ExpertParallel(mesh=expert_mesh(topology), topology=topology)
+    with pytest.raises(ValueError, match=message):
+        push_residents(experts, plan, parallel)
