@@ -18,6 +18,7 @@ from relibra_jax.execution.gating import GATINGS
 from relibra_jax.nnx import (
     Balancer,
     MoELayer,
+    accumulate_gradients,
     expert_mesh,
     get_homes,
     restore_training,
@@ -42,10 +43,10 @@ class Stack(nnx.Module):
             [MoELayer(topology, WIDTH, HIDDEN, GATING, rngs=rngs, **options) for _ in range(LAYERS)]
         )
 
-    def __call__(self, x, replay, plans, parallel):
+    def __call__(self, x, replay, layers, parallel):
         for number, layer in enumerate(self.layers):
-            ids = None if plans is None else replay.expert_ids[..., number, :]
-            plan = None if plans is None else plans.layer(number)
+            ids = None if layers is None else replay.expert_ids[..., number, :]
+            plan = None if layers is None else layers.layer(number)
             x = x + layer(jnp.tanh(x), ids, plan, parallel=parallel, mask=replay.mask).output
         return x
 
@@ -56,19 +57,14 @@ TRACES = []  # the buffer sizes of each trace of the step
 @nnx.jit
 def train_step(model, optimizer, batch, rows):
     TRACES.append(batch.parallel.capacities)
-    graph, params, rest = nnx.split(model, nnx.Param, ...)
 
-    def loss_of(params, x, replay, plans):
-        out = nnx.merge(graph, params, rest)(x, replay, plans, batch.parallel)
-        return (jnp.square(out - 1).sum(-1) * replay.mask).sum() / (SAMPLES * TOKENS)
+    def loss_of(model, rows, layers):
+        x, replay = rows
+        out = model(x, replay, layers, batch.parallel)
+        loss = (jnp.square(out - 1).sum(-1) * replay.mask).sum() / (SAMPLES * TOKENS)
+        return loss, loss
 
-    def accumulate(gradients, micro_batch):
-        (x, replay), plans = micro_batch
-        loss, more = jax.value_and_grad(loss_of)(params, x, replay, plans)
-        return jax.tree.map(jnp.add, gradients, more), loss
-
-    nothing = jax.tree.map(jnp.zeros_like, params)
-    gradients, losses = jax.lax.scan(accumulate, nothing, (rows, batch.layer_plans()))
+    gradients, losses = accumulate_gradients(model, loss_of, batch, rows)
     optimizer.update(model, gradients)
     return losses.sum()
 
@@ -144,7 +140,9 @@ def test_data_and_fsdp_axes_are_the_same_training(axes):
     run = Run(topology=topology, axes=axes, fsdp_axis="fsdp" if "fsdp" in axes else None)
     np.testing.assert_allclose(run.train(0, 2), trained()[1][:2], rtol=2e-6)
     batch = run.prepare(2)
-    assert batch.layer_plans().quota.shape == (2, LAYERS, *axes.values(), 1, 2, topology.slots)
+    sound = batch.layers().tokens.sound
+    assert sound.shape == (2, LAYERS, *axes.values(), 1, 2)
+    assert sound.all()
     rows = batch.to_ranks(np.arange(SAMPLES) + 1)
     assert rows.sharding.is_equivalent_to(
         jax.NamedSharding(run.mesh, jax.P(None, (*axes, "node", "local"))), 2
@@ -189,7 +187,7 @@ def test_live_routing_is_prepared_without_a_replay():
     run = Run()
     before = get_homes(run.model)
     batch = run.balancer.prepare(run.model, run.optimizer, None, num_samples=SAMPLES)
-    assert batch.layer_plans() is None
+    assert batch.layers() is None
     assert batch.parallel.capacities is None
     assert batch.parallel.topology.replica_slots == 0
     np.testing.assert_array_equal(get_homes(run.model), before)
@@ -376,7 +374,7 @@ def test_a_micro_batch_of_another_size_is_refused():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"path": "direct"}, "path='direct' must be one of flat, hierarchical"),
+        ({"path": "direct"}, "path='direct' must be one of auto, flat, hierarchical"),
         ({"num_micro_batches": 0}, "num_micro_batches=0 and num_layers=2 must be at least 1"),
         ({"data_axes": ("data",)}, "'data' is no further axis of the mesh"),
     ],

@@ -11,14 +11,13 @@ import orbax.checkpoint as ocp
 import pytest
 from jax.experimental import multihost_utils
 from support.dense import mixture
+from support.layer import run_layer
 from support.plans import load_of
 
 from relibra_jax.execution import (
     ExpertParallel,
     expert_mesh,
-    fetch_replicas,
     migrate_experts,
-    moe_layer,
     optimizer_layers,
     rank_sharding,
 )
@@ -105,9 +104,7 @@ def compiled_step(topology, mesh):
     def step(params, opt_state, x, target, ids, plans):
         def loss(params):
             def experts_of(layer, x, ids, gates):
-                plan = plans.layer(layer)
-                held, x = fetch_replicas(params[layer]["experts"], plan, x, parallel)
-                return moe_layer(x, ids, gates, held, plan, parallel)
+                return run_layer(x, ids, gates, params[layer]["experts"], plans.layer(layer), parallel)
 
             return mean_square(params, x, target, ids, experts_of)
 

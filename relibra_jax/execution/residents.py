@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
-from jaxtyping import DTypeLike, Float, Int, PyTree
+from jaxtyping import DTypeLike, Float, Int, Integer, PyTree
 
 from relibra_jax.execution.expert_pieces import assemble, scatter_pieces
 from relibra_jax.execution.gather import gather_rows, inverse_index
@@ -48,7 +48,7 @@ class Residents(NamedTuple):
     """The optimizer's step at which they were pushed."""
 
 
-def check_residents(residents: Residents, step: Int[Array, ""] | int) -> None:
+def check_residents(residents: Residents, step: Integer[Array, ""] | int) -> None:
     """Raise unless residents were pushed at the step that the optimizer is at. Runs on the host, before a step.
 
     Args:

@@ -33,6 +33,7 @@ def accumulate_gradients(
     batch: PreparedBatch,
     samples: PyTree,
     *,
+    micro_batches: slice = slice(None),
     residents: Residents | None = None,
 ) -> tuple[Any, PyTree]:
     """The gradient of a sum over micro-batches. Call it inside the jitted update.
@@ -41,7 +42,8 @@ def accumulate_gradients(
         model: the model; its parameters (``nnx.Param``) are differentiated.
         objective: the loss of one micro-batch.
         batch: the prepared batch, in replay or live.
-        samples: what `PreparedBatch.to_ranks` returned: the rows of the micro-batches of this update.
+        samples: what `PreparedBatch.to_ranks` returned: the rows of all micro-batches.
+        micro_batches: the micro-batches of this update, where a batch has several updates; all of them by default.
         residents: residents that `push` made for this step and `relibra_jax.execution.check_residents` accepted; None
             pushes them here.
 
@@ -67,7 +69,8 @@ def accumulate_gradients(
         return jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32))
 
     nothing = jax.tree.map(zeros, (params, weights))
-    (gradients, of_residents), also = jax.lax.scan(accumulate, nothing, (samples, batch.layers()))
+    of_update = jax.tree.map(lambda leaf: leaf[micro_batches], (samples, batch.layers()))
+    (gradients, of_residents), also = jax.lax.scan(accumulate, nothing, of_update)
     if weights is not None:
         gradients = _add_returned(gradients, of_residents, batch)
     return gradients, also

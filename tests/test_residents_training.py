@@ -1,0 +1,275 @@
+"""Training with residents is training: against a dense model, over batches, updates, reorders and a restore."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+from support.dense import mixture
+from support.plans import random_plan, random_routing
+
+from relibra_jax import Planner, Topology
+from relibra_jax.execution import Residents, check_residents, expert_mesh
+from relibra_jax.execution.gating import GATINGS, balance_loss, gates_at
+from relibra_jax.nnx import (
+    Balancer,
+    MoELayer,
+    accumulate_gradients,
+    check_executed,
+    get_homes,
+    push,
+    restore_training,
+    save_training,
+)
+from relibra_jax.plan import resident_experts
+from relibra_jax.types import EMPTY, Plan
+
+LAYERS, SAMPLES, TOKENS, WIDTH, HIDDEN, EXPERTS, TOP_K = 2, 16, 4, 6, 5, 8, 2
+MICRO_BATCHES, UPDATES, BATCHES = 2, 2, 20
+GATING = dataclasses.replace(GATINGS["qwen3-moe"], top_k=TOP_K)
+BALANCE, LARGEST = 0.1, 0.05
+TX = optax.chain(optax.clip_by_global_norm(LARGEST), optax.adamw(3e-3, eps=1e-5))
+TOPOLOGY = Topology(num_nodes=2, ranks_per_node=2, num_experts=EXPERTS, replica_slots=1, resident_slots=2)
+
+
+@functools.cache
+def data():
+    """Inputs and routing of all batches; each has other hot experts."""
+    rng = np.random.default_rng(0)
+    sizes = {"samples": SAMPLES, "tokens": TOKENS, "layers": LAYERS, "experts": EXPERTS, "top_k": TOP_K}
+    return [(rng.normal(size=(SAMPLES, TOKENS, WIDTH)), random_routing(rng, **sizes)) for _ in range(BATCHES)]
+
+
+def any_plans():
+    """A planner of random plans: homes, residents, replicas and splits that no other would choose."""
+
+    def init(topology, num_layers, *, key):
+        return jnp.zeros((), jnp.int32)
+
+    def update(load, state, topology):
+        shapes = (*load.shape[:-1], topology.slots)
+        plan = jax.pure_callback(
+            lambda load, state: random_plan(np.random.default_rng(int(state)), np.asarray(load), topology),
+            Plan(
+                jax.ShapeDtypeStruct(shapes, jnp.int32),
+                jax.ShapeDtypeStruct((load.shape[1], topology.num_experts), jnp.int32),
+                jax.ShapeDtypeStruct(shapes, jnp.int32),
+            ),
+            load,
+            state,
+        )
+        return plan, state + 1
+
+    return Planner(init, update)
+
+
+class Model(nnx.Module):
+    """A residual stack of mixtures of experts."""
+
+    def __init__(self, topology, mesh, **options):
+        options |= {"mesh": mesh, "rngs": nnx.Rngs(0)}
+        self.layers = nnx.List([MoELayer(topology, WIDTH, HIDDEN, GATING, **options) for _ in range(LAYERS)])
+
+    def __call__(self, x, replay, layers, parallel):
+        logits, rows = [], []
+        for number, moe in enumerate(self.layers):
+            ids = replay.expert_ids[..., number, :]
+            found = moe(x, ids, layers.layer(number), parallel=parallel, mask=replay.mask)
+            x = x + found.output
+            logits.append(found.router_logits)
+            rows.append(found.slot_rows)
+        return x, logits, jnp.stack(rows)
+
+
+@nnx.jit(static_argnames=("update",))
+def train_step(model, optimizer, batch, rows, batch_load, residents, *, update):
+    """One update of a batch: every second one of its micro-batches, in order."""
+
+    def objective(model, rows, layers):
+        x, replay = rows
+        out, logits, slot_rows = model(x, replay, layers, batch.parallel)
+        loss = (jnp.square(out - 1).sum(-1) * replay.mask).sum() / (SAMPLES * TOKENS)
+        of_layer = functools.partial(balance_loss, gating=GATING, mask=replay.mask)
+        uneven = sum(of_layer(each, batch_load[layer]) for layer, each in enumerate(logits))
+        return loss + BALANCE * uneven, (loss, slot_rows)
+
+    share = slice(update * MICRO_BATCHES, (update + 1) * MICRO_BATCHES)
+    gradients, (losses, slot_rows) = accumulate_gradients(
+        model, objective, batch, rows, micro_batches=share, residents=residents
+    )
+    optimizer.update(model, gradients)
+    return losses.sum(), optax.tree.norm(gradients), slot_rows
+
+
+class Run:
+    """A run on a mesh of ranks; its balancer checks rows in the layers, too."""
+
+    def __init__(self, topology=TOPOLOGY, axes=None, param_dtype=jnp.float64, **layer):
+        devices = topology.num_ranks * int(np.prod(list((axes or {}).values())))
+        mesh = expert_mesh(topology, devices=jax.devices()[:devices], **(axes or {}))
+        self.model = Model(topology, mesh, param_dtype=param_dtype, **layer)
+        self.optimizer = nnx.Optimizer(self.model, TX, wrt=nnx.Param)
+        self.balancer = Balancer(
+            PLANNER,
+            topology,
+            mesh=mesh,
+            num_layers=LAYERS,
+            num_micro_batches=MICRO_BATCHES * UPDATES,  # of each copy of the group
+            key=jax.random.key(0),
+            assign=None,
+            check_rows=True,
+        )
+        self.order = []
+
+    def train(self, first, last, *, share_push=False):
+        """The losses of some batches' updates."""
+        losses = []
+        for number in range(first, last):
+            x, replay = data()[number]
+            batch = self.balancer.prepare(self.model, self.optimizer, replay)
+            rows = batch.to_ranks((np.asarray(x, self.model.layers[0].experts.dtype), replay))
+            load = batch.batch_plan.load.sum((0, 2, 3))
+            slot_rows = []
+            for update in range(UPDATES):
+                residents = PUSH(self.model, self.optimizer, batch) if share_push else None
+                if share_push:
+                    check_residents(residents, self.optimizer.step[...])
+                loss, norm, rows_of_update = train_step(
+                    *(self.model, self.optimizer, batch, rows, load, residents), update=update
+                )
+                losses.append(float(loss))
+                slot_rows.append(rows_of_update)
+                self.norm = float(norm)
+            check_executed(np.concatenate(slot_rows), batch)
+            self.batch = batch
+            self.order.append(np.asarray(batch.batch_plan.assignment.sample))
+        return losses
+
+    def logical(self):
+        """Parameters as NumPy arrays, experts by id."""
+        return [
+            {"experts": np.asarray(moe.experts[...]).reshape(EXPERTS, 3, WIDTH, HIDDEN)[row]}
+            | {"router": np.asarray(moe.router[...])}
+            for moe, row in zip(self.model.layers, get_homes(self.model), strict=True)
+        ]
+
+
+PLANNER = any_plans()
+PUSH = nnx.jit(push)
+
+
+def train_dense(params, order):
+    """The same updates with all experts in one place, of the samples that each update had."""
+
+    @jax.jit
+    def step(params, opt_state, x, ids, mask, batch_load):
+        def loss_of(params):
+            y, uneven = x, 0.0
+            for layer, weights in enumerate(params):
+                logits = y @ weights["router"]
+                uneven += balance_loss(logits, batch_load[layer], gating=GATING, mask=mask)
+                chosen = jnp.where(mask[..., None], ids[:, :, layer], EMPTY)
+                gates = gates_at(logits, chosen, GATING)
+                y = y + mixture(y, chosen, gates, weights["experts"])
+            loss = (jnp.square(y - 1).sum(-1) * mask).sum() / (SAMPLES * TOKENS)
+            return loss + BALANCE * uneven, loss
+
+        gradients, loss = jax.grad(loss_of, has_aux=True)(params)
+        updates, opt_state = TX.update(gradients, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    opt_state, losses = TX.init(params), []
+    for (x, replay), sample in zip(data(), order, strict=False):
+        ids = np.asarray(replay.expert_ids, np.int32)
+        held = np.where(replay.mask[..., None, None], ids, EXPERTS)
+        load = np.stack(
+            [np.bincount(held[:, :, layer].ravel(), minlength=EXPERTS + 1) for layer in range(LAYERS)]
+        )
+        for chosen in np.split(sample, UPDATES):
+            mask = replay.mask & np.isin(np.arange(SAMPLES), chosen)[:, None]
+            params, opt_state, loss = step(params, opt_state, x, ids, mask, load[:, :EXPERTS])
+            losses.append(float(loss))
+    return params, losses
+
+
+def largest_difference(found, wanted):
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
+    return max(np.abs(np.asarray(a) - np.asarray(b)).max() for a, b in pairs)
+
+
+@pytest.fixture(scope="module")
+def whole():
+    """A run that never stopped: its first parameters, itself, and its losses."""
+    with jax.enable_x64(True):
+        run = Run()
+        first = run.logical()
+        return first, run, run.train(0, BATCHES)
+
+
+@pytest.mark.slow
+def test_twenty_batches_of_two_updates_are_those_of_a_dense_model(whole):
+    first, run, losses = whole
+    with jax.enable_x64(True):
+        params, wanted = train_dense(jax.tree.map(jnp.asarray, first), run.order)
+    np.testing.assert_allclose(losses, wanted, rtol=1e-9)
+    assert largest_difference(run.logical(), params) < 1e-9
+    assert run.norm > LARGEST, "clipping has to bite"
+    assert largest_difference(run.logical(), first) > 0.01
+    resident = np.asarray(resident_experts(run.batch.batch_plan.plan, TOPOLOGY))
+    assert (resident != EMPTY).mean() > 0.3
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_from_its_checkpoint(whole, tmp_path):
+    with jax.enable_x64(True):
+        run, other = Run(), Run()
+        run.train(0, 2)
+        with ocp.CheckpointManager(tmp_path) as manager:
+            save_training(manager, 2, run.model, run.optimizer, run.balancer)
+            manager.wait_until_finished()
+            restore_training(manager, other.model, other.optimizer, other.balancer)
+        assert other.train(2, 4) == whole[2][2 * UPDATES : 4 * UPDATES]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", [{"data": 2}, {"fsdp": 2}])
+def test_data_and_fsdp_axes_are_the_same_training(axes):
+    with jax.enable_x64(True):
+        run = Run(axes=axes, fsdp_axis="fsdp" if "fsdp" in axes else None)
+        first = run.logical()
+        losses = run.train(0, 2)
+        # A copy's micro-batches follow one another: both copies' first halves are one update.
+        order = [
+            np.moveaxis(each.reshape(2, UPDATES, MICRO_BATCHES, -1), 1, 0).reshape(UPDATES, -1)
+            for each in run.order
+        ]
+        params, wanted = train_dense(jax.tree.map(jnp.asarray, first), order)
+    np.testing.assert_allclose(losses, wanted, rtol=1e-9)
+    assert largest_difference(run.logical(), params) < 1e-9
+
+
+@pytest.mark.slow
+def test_a_push_of_its_own_is_the_same_and_serves_one_update_only(whole):
+    with jax.enable_x64(True):
+        run = Run()
+        assert run.train(0, 1, share_push=True) == whole[2][:UPDATES]
+        old = PUSH(run.model, run.optimizer, run.batch)
+        stale = Residents(old.weights, old.step - 1)
+        with pytest.raises(ValueError, match="pushed at optimizer step 1, the optimizer is at step 2"):
+            check_residents(stale, run.optimizer.step[...])
+
+
+@pytest.mark.slow
+def test_residents_of_bfloat16_over_masters_of_float32():
+    """The sums over micro-batches are float32: residents lose no more than experts at home do."""
+    options = {"param_dtype": jnp.float32, "dtype": jnp.bfloat16}
+    run, without = Run(**options), Run(dataclasses.replace(TOPOLOGY, resident_slots=0), **options)
+    np.testing.assert_allclose(run.train(0, 3), without.train(0, 3), rtol=5e-3)
+    assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(run.model, nnx.Param))} == {jnp.dtype("float32")}
+    assert largest_difference(run.logical(), without.logical()) < 3e-3
+    assert PUSH(run.model, run.optimizer, run.batch).weights.dtype == jnp.bfloat16
