@@ -74,12 +74,15 @@ def why_not_hopper(device_kind: str) -> str | None:
 
 
 def check_weights(weights: Sequence[Any], rows: jax.Array, *matrix: int | str) -> tuple[jax.Array, ...]:
-    """Check weight buffers, and return those that have slots: nothing is left to compute for the others.
+    """Check weight buffers, and leave out those without slots, for which there is nothing to compute.
 
     Args:
         weights: the buffers as the caller gave them.
         rows: the row operand, whose dtype the weights share.
         matrix: the dimensions of one slot's weights; a dimension that rows leave open is given by its name.
+
+    Returns:
+        The buffers that have slots, in their order.
 
     Raises:
         ValueError: if the weights are an array instead of a sequence of arrays, if a buffer does not fit the rows or

@@ -120,7 +120,7 @@ def grouped_outer(
         rhs: ``[r, n]``, the second row operand, in the dtype of lhs and in the same order.
         group_sizes: ``[sum(slots)]`` integer, the number of rows of each slot; together at most r. Sizes below 0 count
             as 0, and rows beyond r are left out.
-        slots: the number of slots of each weight buffer, at least one in all.
+        slots: the number of slots of each weight buffer; some may be 0, but not all.
         out_dtype: the dtype of the results, floating; None stands for that of lhs.
         implementation: the name of the implementation to run, or None, as in `grouped_dot`.
 
