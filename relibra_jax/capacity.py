@@ -56,7 +56,7 @@ class Capacities:
     export_copies: int
     """Most replicas that are fetched from one rank: rows of the ragged fetch."""
     push: PushSizes | None
-    """Experts on their way to resident slots; None if there are none."""
+    """Experts on their way to resident slots; None where they were not counted."""
 
 
 def count_capacities(
@@ -231,9 +231,9 @@ def exported_slots(plan: LayerPlan, topology: Topology) -> Bool[jax.Array, "P he
     return exported.reshape(topology.num_ranks, -1)
 
 
-def _push_sizes(layer_plans: LayerPlan, topology: Topology) -> PushSizes | None:
+def _push_sizes(layer_plans: LayerPlan, topology: Topology) -> PushSizes:
     if not topology.resident_slots:
-        return None
+        return PushSizes(exports=0, pair=0)
     resident = jnp.asarray(layer_plans.slot_expert)[0, ..., topology.home_slots : topology.held_slots]
     exports, pairs = push_counts(jnp.asarray(layer_plans.home)[0], resident, topology)
     return PushSizes(exports=round_capacity(int(exports.max())), pair=round_capacity(int(pairs.max())))

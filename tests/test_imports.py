@@ -22,6 +22,7 @@ ROOMS = [
         "relibra_jax.node_visits",
         "relibra_jax.capacity",
         "relibra_jax.plan_files",
+        "relibra_jax.resident_push",
         "relibra_jax.engine_placements",
         "relibra_jax.rollout",
         "pallas_kernels",

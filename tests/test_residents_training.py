@@ -22,7 +22,7 @@ from relibra_jax.nnx import (
     accumulate_gradients,
     check_executed,
     get_homes,
-    push,
+    prepare_residents,
     restore_training,
     save_training,
 )
@@ -160,7 +160,7 @@ class Run:
 
 
 PLANNER = any_plans()
-PUSH = nnx.jit(push)
+PUSH = nnx.jit(prepare_residents)
 
 
 def train_dense(params, order):

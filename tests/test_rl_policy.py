@@ -177,7 +177,7 @@ def test_replay_is_the_live_forward_and_no_plan_changes_it():
 @pytest.mark.slow
 def test_live_routing_under_a_plan_of_another_load():
     plans = replayed("relibra")[1]._replace(load=None)
-    run = nnx.jit(lambda policy, plans: policy(TOKENS[::-1], MASK[::-1], plans=plans, parallel=SAFE))
+    run = nnx.jit(lambda policy, plans: policy(TOKENS[::-1], MASK[::-1], layers=plans, parallel=SAFE))
     output = run(moved(), plans)
     np.testing.assert_array_equal(
         np.where(MASK[..., None, None], output.expert_ids[::-1], 0),
@@ -198,7 +198,8 @@ def test_token_by_token_is_the_whole_sequence():
         columns = (jnp.asarray(array).T[..., None] for array in (TOKENS, MASK))
         cache = policy.empty_cache(SAMPLES, LENGTH, LIVE)
         _, output = jax.lax.scan(step, cache, (*columns, jnp.arange(LENGTH)))
-        return jax.tree.map(lambda leaf: leaf.squeeze(2).swapaxes(0, 1), output)
+        of_tokens = output._replace(slot_rows=None)
+        return jax.tree.map(lambda leaf: leaf.squeeze(2).swapaxes(0, 1), of_tokens)
 
     output = run(moved())
     wanted = np.where(MASK[..., None], live().logits, 0)
@@ -265,12 +266,12 @@ def test_misfits_are_refused_before_anything_is_compiled(without_type_checks):
         ValueError, match=r"expert_ids: expected shape \(16, 7, 2, 2\), found \(16, 7, 1, 2\)"
     ):
         call(TOKENS, MASK, ids[:, :, :1], plans)
-    with pytest.raises(ValueError, match=r"plans.home: expected shape \(2, 16\), found \(1, 16\)"):
+    with pytest.raises(ValueError, match=r"layers.home: expected shape \(2, 16\), found \(1, 16\)"):
         call(TOKENS, MASK, ids, plans._replace(home=plans.home[:1]))
     with pytest.raises(ValueError, match=r"load: expected shape \(2, 2, 4, 16\), found \(1, 2, 4, 16\)"):
         call(TOKENS, MASK, ids, plans._replace(load=plans.load[:1]))
     with pytest.raises(ValueError, match="without expert_ids: live routing is counted in the step"):
-        call(TOKENS, MASK, plans=plans)
+        call(TOKENS, MASK, layers=plans)
     with pytest.raises(ValueError, match="policy of 16 experts, topology of 32"):
         make_policy(CONFIG, dataclasses.replace(TOPOLOGY, num_experts=32), mesh=MESH, key=jax.random.key(0))
     with pytest.raises(ValueError, match="heads=4 must be a multiple of kv_heads=3"):

@@ -21,7 +21,7 @@ from experiments.rl.metrics_log import MetricsLog, read_metrics
 from experiments.rl.policy import POLICIES, PolicyConfig
 from experiments.rl.report import summarise, training_figure
 from experiments.rl.rewards import Rewards, score_responses
-from experiments.rl.step import check_executed, recompute
+from experiments.rl.step import prepare_residents, recompute
 from experiments.rl.step_clock import StepClock
 from experiments.rl.tasks import TASKS
 from experiments.rl.tokens import PAD, pad
@@ -30,9 +30,10 @@ from experiments.rl.trainer import Trainer
 from experiments.run import main
 from relibra_jax.capacity import Capacities, ExchangeSizes
 from relibra_jax.cli.options import Ranks
-from relibra_jax.nnx import get_homes
-from relibra_jax.plan import replica_experts
+from relibra_jax.nnx import check_executed, get_homes
+from relibra_jax.plan import replica_experts, resident_experts
 from relibra_jax.replay_files import load_replay
+from relibra_jax.resident_push import PushSizes
 from relibra_jax.types import EMPTY, RoutingReplay
 
 SMALLEST = PolicyConfig(width=16, layers=2, heads=2, kv_heads=1, head_width=8, expert_width=16)
@@ -40,9 +41,11 @@ SMALLEST = PolicyConfig(width=16, layers=2, heads=2, kv_heads=1, head_width=8, e
 SIZES = Capacities(
     rows=512,
     flat=ExchangeSizes(pair=128, send=256, receive=512),
-    node=None,
+    node=ExchangeSizes(pair=128, send=256, receive=256),
     local=ExchangeSizes(pair=256, send=256, receive=512),
-    exports=8,
+    exports=2,
+    export_copies=8,
+    push=PushSizes(exports=0, pair=0),
 )
 SMALL = {
     "task": "copy",
@@ -111,22 +114,29 @@ def recorded():
 def learn_from(trainer, responses, rewards):
     """One balanced update from recorded responses; its loss."""
     batch, samples = trainer.prepare(responses, StepClock())
-    old_log_prob, _ = recompute(trainer.state.model, batch, samples, temperature=1.0)
+    model, optimizer, topology = trainer.state.model, trainer.state.optimizer, batch.parallel.topology
+    residents = prepare_residents(model, optimizer, batch)
+    assert (residents is not None) == (topology.resident_slots > 0)
+    if residents is not None:
+        assert (resident_experts(batch.batch_plan.plan, topology) != EMPTY).any()
+    old_log_prob, *_ = recompute(model, batch, samples, residents, temperature=1.0)
     samples = samples._replace(old_log_prob=old_log_prob)
-    return float(trainer.update(batch, samples, responses, rewards).policy.loss)
+    return float(trainer.update(batch, samples, responses, rewards, residents).policy.loss)
 
 
 @functools.cache
-def trained(planner):
-    trainer = Trainer(small(planner=planner, epochs=1), 0)
+def trained(planner, resident_slots=0):
+    ranks = dataclasses.replace(small().ranks, resident_slots=resident_slots)
+    trainer = Trainer(small(planner=planner, epochs=1, ranks=ranks), 0)
     losses = [learn_from(trainer, *batch) for batch in recorded()[1]]
     return logical(trainer), losses, get_homes(trainer.state.model)
 
 
 @pytest.mark.slow
-def test_balancing_does_not_touch_learning():
+@pytest.mark.parametrize("resident_slots", [0, 1])
+def test_balancing_does_not_touch_learning(resident_slots):
     start, _ = recorded()
-    (balanced, losses, home), (still, wanted, at_birth) = trained("relibra"), trained("static")
+    (balanced, losses, home), (still, wanted, at_birth) = trained("relibra", resident_slots), trained("static")
     assert (home != at_birth).any(), "experts have moved"
     np.testing.assert_allclose(losses, wanted, atol=1e-5)
     for name, value in still.items():
@@ -139,10 +149,10 @@ def test_balancing_does_not_touch_learning():
 def test_recompute_says_what_the_policy_said():
     trainer, (responses, _) = Trainer(small(), 0), recorded()[1][0]
     batch, samples = trainer.prepare(responses, StepClock())
-    log_prob, load = recompute(trainer.state.model, batch, samples, temperature=1.0)
+    log_prob, load, slot_rows = recompute(trainer.state.model, batch, samples, temperature=1.0)
     said, response = batch.to_ranks((responses.log_probs, responses.response))
     np.testing.assert_allclose(np.where(response, log_prob, 0), said, atol=2e-5)
-    check_executed(load, batch)
+    check_executed(slot_rows, batch)
     assert int(np.asarray(load).sum()) == responses.mask.sum() * SMALLEST.layers * SMALLEST.top_k
 
 
@@ -156,16 +166,14 @@ def prepared():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tampered", ["routing", "ranks"])
-def test_routing_that_is_not_the_plans_is_noticed(prepared, tampered):
-    load = np.array(prepared.batch_plan.load)
-    check_executed(load, prepared)
-    if tampered == "routing":
-        load[1, 0, 0, 0, 0] += 1
-    else:  # as many copies of each expert, from other ranks
-        load[1, 0] = load[1, 0, ::-1]
-    with pytest.raises(RuntimeError, match="micro-batch 1, layer 0"):
-        check_executed(load, prepared)
+def test_rows_that_are_not_the_plans_are_noticed(prepared):
+    rows = np.array(prepared.batch_plan.plan.quota)
+    check_executed(rows, prepared)
+    rows[1, 0, 0, 0, 1] += 1
+    with pytest.raises(
+        RuntimeError, match=r"micro-batch 1, layer 0, node 0, rank 0, slot 1: expert \d+ computed"
+    ):
+        check_executed(rows, prepared)
 
 
 def run(folder, console=None, *, task=None, **changes):

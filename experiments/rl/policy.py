@@ -21,7 +21,7 @@ from jaxtyping import Bool, Float, Int, Integer
 from experiments.rl.transformer import Block, PolicyConfig
 from relibra_jax.execution.parallel import ExpertParallel
 from relibra_jax.execution.prepared_layer import PreparedLayer
-from relibra_jax.types import Array, Topology, check_shape
+from relibra_jax.types import Array, LayerPlan, Topology, check_shape
 
 POLICIES: Final[Mapping[str, PolicyConfig]] = MappingProxyType(
     {
@@ -83,7 +83,7 @@ class Policy(nnx.Module):
         tokens: Int[Array, "B T"],
         mask: Bool[Array, "B T"],
         expert_ids: Integer[Array, "B T L K"] | None = None,
-        layers: PreparedLayer | None = None,
+        layers: PreparedLayer | LayerPlan | None = None,
         *,
         parallel: ExpertParallel,
     ) -> PolicyOutput:
@@ -94,7 +94,8 @@ class Policy(nnx.Module):
             mask: True on real tokens, which come first. No expert computes the others.
             expert_ids: the recorded routing; rows of padding are not read. None routes live.
             layers: what all layers follow, stacked ``[L]``, as `relibra_jax.nnx.PreparedBatch` has it for a
-                micro-batch. None for homes alone.
+                micro-batch; or their plans, without load for live routing under plans that were made for something
+                else. None for homes alone.
             parallel: mesh, topology, sizes and ways; `relibra_jax.nnx.Balancer.live` for live routing.
 
         Returns:

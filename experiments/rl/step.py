@@ -21,7 +21,7 @@ from relibra_jax.execution import PreparedLayer, Residents
 from relibra_jax.execution.gating import balance_loss, select_experts
 from relibra_jax.execution.parallel import ExpertParallel
 from relibra_jax.nnx import PreparedBatch, accumulate_gradients
-from relibra_jax.nnx import push as push_of_batch
+from relibra_jax.nnx import prepare_residents as prepare_residents_of
 from relibra_jax.replay import sample_load
 from relibra_jax.types import Array, RoutingReplay
 
@@ -80,8 +80,8 @@ class Clip:
             raise ValueError(f"clip.high={self.high} must be at least 0")
 
 
-push = nnx.jit(push_of_batch)
-"""`relibra_jax.nnx.push`, for the residents that a recompute and the first update after it share."""
+prepare_residents = nnx.jit(prepare_residents_of)
+"""`relibra_jax.nnx.prepare_residents`, for the residents that a recompute and the first update after it share."""
 
 
 @nnx.jit(static_argnames=("temperature",))
@@ -99,7 +99,7 @@ def recompute(
         model: the policy.
         batch: the prepared batch, in replay of the samples' recorded routing or live.
         samples: the samples, on the ranks.
-        residents: from `push`, if the batch has residents.
+        residents: from `prepare_residents`, if the batch has residents.
         temperature: the temperature that responses were sampled at.
 
     Returns:
@@ -141,7 +141,7 @@ def update(
         batch: the prepared batch, in replay of the samples' recorded routing or live.
         samples: the samples with what they teach, on the ranks.
         batch_load: token copies of each expert in the whole batch, for the load-balancing loss.
-        residents: what `push` made at this step of the optimizer, donated; None pushes here.
+        residents: what `prepare_residents` made at this step of the optimizer, donated; None pushes here.
         temperature: the temperature that responses were sampled at.
         clip: the clip of the policy loss; None learns by supervision.
         balance: the factor of the load-balancing loss, which is the mean over layers and 1 for even loads.

@@ -18,7 +18,7 @@ from experiments.rl.imbalance import measure_imbalance
 from experiments.rl.losses import relative_advantages, token_weights
 from experiments.rl.rewards import Rewards, score_responses
 from experiments.rl.state import State
-from experiments.rl.step import StepMetrics, TrainingBatch, push, recompute, update
+from experiments.rl.step import StepMetrics, TrainingBatch, prepare_residents, recompute, update
 from experiments.rl.step_clock import StepClock
 from experiments.rl.tasks import Example, Task, find_task
 from experiments.rl.tokens import pad
@@ -96,7 +96,7 @@ class Trainer:
             scoring = scorer.submit(score_responses, self.task, examples, *texts)
             batch, samples = self.prepare(responses, clock)
             with clock("recompute"):
-                residents = push(state.model, state.optimizer, batch)
+                residents = prepare_residents(state.model, state.optimizer, batch)
                 old_log_prob, _, slot_rows = jax.block_until_ready(
                     recompute(state.model, batch, samples, residents, temperature=config.temperature)
                 )

@@ -19,7 +19,7 @@ from relibra_jax.execution.gating import GATINGS, Gating
 from relibra_jax.execution.parallel import ExpertParallel
 from relibra_jax.execution.prepared_layer import PreparedLayer
 from relibra_jax.nnx import MoELayer, MoEOutput
-from relibra_jax.types import Array, Topology
+from relibra_jax.types import Array, LayerPlan, Topology
 
 
 @jax.tree_util.register_static
@@ -111,7 +111,7 @@ class Block(nnx.Module):
         start: Int[Array, " B"],
         cache: tuple[Array, Array] | None,
         expert_ids: Integer[Array, "B t K"] | None,
-        layer: PreparedLayer | None,
+        layer: PreparedLayer | LayerPlan | None,
         *,
         parallel: ExpertParallel,
     ) -> tuple[Array, tuple[Array, Array] | None, MoEOutput]:

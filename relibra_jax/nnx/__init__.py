@@ -12,7 +12,7 @@ from relibra_jax.execution.gating import GATINGS, Gating
 from relibra_jax.execution.mesh import expert_mesh
 from relibra_jax.execution.parallel import ExpertParallel
 from relibra_jax.nnx.balancer import Balancer, BalancerState
-from relibra_jax.nnx.gradients import accumulate_gradients, push
+from relibra_jax.nnx.gradients import accumulate_gradients, prepare_residents
 from relibra_jax.nnx.homes import expert_labels, get_homes, reorder_experts, set_homes
 from relibra_jax.nnx.layer import MoELayer, MoEOutput
 from relibra_jax.nnx.prepared import PreparedBatch, check_executed
@@ -36,7 +36,7 @@ __all__ = [
     "expert_labels",
     "expert_mesh",
     "get_homes",
-    "push",
+    "prepare_residents",
     "reorder_experts",
     "restore_training",
     "save_training",

@@ -116,8 +116,7 @@ class Balancer:
         planner_key, self._key = jax.random.split(key)
         self._planner_state = planner.init(topology, num_layers, key=planner_key)
         self._home = np.tile(np.arange(topology.num_experts, dtype=np.int32), (num_layers, 1))
-        self._counts_visits = path != "flat" and topology.num_nodes > 1
-        self._capacities = capacities or no_capacities(topology, counts_visits=self._counts_visits)
+        self._capacities = capacities or no_capacities(counts_visits=path != "flat")
         self._number = 0
         self._updates_before: int | None = None
 
@@ -234,7 +233,7 @@ class Balancer:
 
     def _grow(self, replay: RoutingReplay, batch_plan: BatchPlan) -> Capacities:
         visits = None
-        if self._counts_visits:
+        if self._parallel.path != "flat":
             visits = node_visits(replay, batch_plan, self.topology)
         need = count_capacities(batch_plan.layer_plans(), self.topology, visits=visits)
         grown = grow_capacities(self._capacities, need, round_up=_with_spare_room)

@@ -9,7 +9,6 @@ from jaxtyping import Int, PyTree
 
 from relibra_jax.capacity import Capacities, ExchangeSizes
 from relibra_jax.resident_push import PushSizes
-from relibra_jax.types import Topology
 
 
 class BalancerState(NamedTuple):
@@ -36,7 +35,7 @@ def check_state(own: BalancerState, given: BalancerState) -> None:
             raise ValueError(f"balancer state, {name}: expected {_shapes(mine)}, found {_shapes(other)}")
 
 
-def no_capacities(topology: Topology, *, counts_visits: bool) -> Capacities:
+def no_capacities(*, counts_visits: bool) -> Capacities:
     """The buffer sizes before the first batch."""
     none = ExchangeSizes(pair=0, send=0, receive=0)
     return Capacities(
@@ -46,7 +45,7 @@ def no_capacities(topology: Topology, *, counts_visits: bool) -> Capacities:
         local=none,
         exports=0,
         export_copies=0,
-        push=PushSizes(exports=0, pair=0) if topology.resident_slots else None,
+        push=PushSizes(exports=0, pair=0),
     )
 
 

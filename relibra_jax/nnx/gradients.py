@@ -44,8 +44,8 @@ def accumulate_gradients(
         batch: the prepared batch, in replay or live.
         samples: what `PreparedBatch.to_ranks` returned: the rows of all micro-batches.
         micro_batches: the micro-batches of this update, where a batch has several updates; all of them by default.
-        residents: residents that `push` made for this step and `relibra_jax.execution.check_residents` accepted; None
-            pushes them here.
+        residents: residents that `prepare_residents` made for this step, and `relibra_jax.execution.check_residents`
+            accepted; None pushes them here.
 
     Returns:
         ``(gradients, more)``: the gradients in float32 (or wider, with wider parameters), of the structure of
@@ -76,7 +76,7 @@ def accumulate_gradients(
     return gradients, also
 
 
-def push(model: nnx.Module, optimizer: nnx.Optimizer, batch: PreparedBatch) -> Residents | None:
+def prepare_residents(model: nnx.Module, optimizer: nnx.Optimizer, batch: PreparedBatch) -> Residents | None:
     """The residents of one update, for steps that share them, such as a recompute and the update after it.
 
     Jit it. They serve until the optimizer steps; `relibra_jax.execution.check_residents` says so on the host.
