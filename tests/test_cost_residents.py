@@ -41,38 +41,45 @@ ACROSS = (
 
 
 @pytest.mark.parametrize(
-    ("where", "crossings"),
+    ("where", "halves"),
     [
         ({}, 0),
-        ({0: {2: [0]}}, 1),
+        ({0: {2: [0]}}, 1),  # each rank of the home's node carries half of it
         ({0: {2: [0], 3: [0]}}, 1),  # once to a node, then inside it
-        ({0: {2: [0], 4: [0]}}, 2),  # the home sends to two nodes
-        ({0: {2: [0], 4: [1]}}, 1),  # two homes, each to its own rank
+        ({0: {2: [0], 4: [0]}}, 2),  # to two nodes
+        ({0: {2: [0], 4: [1]}}, 2),  # two homes of one node share its links
+        ({0: {2: [0], 0: [4]}}, 1),  # two nodes do not
         ({0: {2: [0, 5]}}, 2),  # one rank takes two
-        ({0: {2: [0]}, 1: {5: [0]}}, 2),  # layers follow one another on the home's link
+        ({0: {2: [0]}, 1: {5: [0]}}, 2),  # layers follow one another on the links of the home's node
         ({0: {2: [0]}, 1: {0: [2]}}, 1),  # what is sent and what is received do not add up
     ],
 )
-def test_residents_cross_once_to_a_node(where, crossings):
+def test_residents_cross_once_to_a_node(where, halves):
     found = seconds_of(resident_plan(where, layers=2))
-    assert float(found.push) == pytest.approx(crossings * ACROSS)
+    assert float(found.push) == pytest.approx(halves * ACROSS / 2)
     assert float(found.total) == pytest.approx(float(found.push)), "nothing hides it"
 
 
 def test_residents_spread_inside_the_node():
-    """On a fast network that is slower than the slow one, what one rank sends on to its neighbour counts."""
+    """On a fast network that is slower than the slow one, what ranks send to their neighbours counts: half of each
+    expert that they own, and half of what each neighbour takes."""
     cluster = dataclasses.replace(CLUSTER, fast_bandwidth=10.0)
-    found = seconds_of(resident_plan({0: {2: [0], 3: [0]}}), cluster=cluster)
-    assert float(found.push) == pytest.approx(10 * ACROSS)
-    beside_home = seconds_of(resident_plan({0: {1: [0]}}), cluster=cluster)
-    assert float(beside_home.push) == pytest.approx(10 * ACROSS)
+    for where, halves in (
+        ({2: [0]}, 1),
+        ({2: [0], 3: [0]}, 1),  # rank 2 takes one half and sends the other on
+        ({2: [0, 1], 3: [0]}, 2),
+        ({1: [0]}, 2),  # there and back again between two neighbours
+        ({1: [0], 2: [0, 1]}, 2),
+    ):
+        found = seconds_of(resident_plan({0: where}), cluster=cluster)
+        assert float(found.push) == pytest.approx(halves * 10 * ACROSS / 2), where
 
 
 def test_every_update_pushes_residents_once():
     plan = resident_plan({0: {2: [0]}})
     for updates, recompute in ((0, True), (1, True), (4, False)):
         push = seconds_of(plan, updates=updates, recompute=recompute).push
-        assert float(push) == pytest.approx(updates * ACROSS)
+        assert float(push) == pytest.approx(updates * ACROSS / 2)
 
 
 def test_a_replica_comes_from_the_resident_next_to_it():

@@ -136,7 +136,10 @@ def trained(planner, resident_slots=0):
 @pytest.mark.parametrize("resident_slots", [0, 1])
 def test_balancing_does_not_touch_learning(resident_slots):
     start, _ = recorded()
-    (balanced, losses, home), (still, wanted, at_birth) = trained("relibra", resident_slots), trained("static")
+    (balanced, losses, home), (still, wanted, at_birth) = (
+        trained("relibra", resident_slots),
+        trained("static"),
+    )
     assert (home != at_birth).any(), "experts have moved"
     np.testing.assert_allclose(losses, wanted, atol=1e-5)
     for name, value in still.items():

@@ -3,23 +3,25 @@
 What travels, and when:
 
     replicas   bfloat16 weights, for each layer and micro-batch, forward and again backward; then their gradients, in
-               bfloat16 too. From the home, or from a resident of the same node (`relibra_jax.plan.copy_source`), by
-               the ragged fetch of `relibra_jax.execution.replica_exchange`; its reduce-scatter moves R slots from
-               each rank of the node to each other one, filled or not, and takes longer
-    residents  bfloat16 weights before an update, float32 gradients after it. Each home sends an expert once to each
-               other node that holds it, to the first of its ranks that do; that one sends it on inside the node.
-               Gradients take the same way back and are summed on it
+               bfloat16 too. From the home, or from a resident of the same node (`relibra_jax.plan.copy_source`), as
+               many as ranks give and take: what the ragged fetch of `relibra_jax.execution.replica_exchange` moves. The
+               padded one moves every expert that a rank gives away once, in pieces, and then R experts to each rank
+    residents  bfloat16 weights before an update, float32 gradients after it, by the way of
+               `relibra_jax.resident_push`: an expert crosses once for every node that needs it, in pieces that all
+               ranks of the home's node carry alike. Gradients take the same way back and are summed on it
     homes      float32 master weights and two Adam moments, once a batch (`relibra_jax.execution.migration`)
 """
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Float, Int
 
 from relibra_jax.cost.hardware import Cluster
 from relibra_jax.cost.models import Model
 from relibra_jax.cost.traffic import Traffic, count_experts, transfer_time
 from relibra_jax.plan import copy_source, resident_experts
+from relibra_jax.resident_push import push_counts
 from relibra_jax.types import EMPTY, Array, LayerPlan, Plan, Topology
 
 WEIGHT_BYTES = 2  # bfloat16, of weights that are computed with, and of a replica's gradient
@@ -70,21 +72,27 @@ def resident_time(
 
 
 def resident_traffic(plan: Plan, topology: Topology) -> Traffic:
-    """Residents' weights that ranks send and receive in one update, ``[L, N, G]``; gradients take the same way back."""
-    own = _own_rank(topology)
-    node = own // topology.ranks_per_node
+    """Residents' weights that ranks send and receive in one update, ``[L, N, G]``, in experts; gradients take the same
+    way back. What only fills up buffers is not counted."""
+    local, apart = topology.ranks_per_node, 1 - 1 / topology.ranks_per_node
+    away = ~np.eye(topology.num_nodes, dtype=bool)
 
-    def one(resident: jax.Array, home: jax.Array) -> Traffic:
-        held = jnp.where(resident == EMPTY, topology.num_experts, resident)
-        first = jnp.full((topology.num_nodes, topology.num_experts + 1), topology.num_ranks)
-        first = first.at[node, held].min(jnp.broadcast_to(own, held.shape))[node, held]
-        owner = home[jnp.maximum(resident, 0)] // topology.home_slots
-        from_home = (owner // topology.ranks_per_node == node) | (first == own)
-        source = jnp.where(from_home, owner, first)
-        target = jnp.broadcast_to(own, held.shape)
-        return count_experts(source, target, resident != EMPTY, topology)
+    def one(home: jax.Array, resident: jax.Array) -> Traffic:
+        exports, pairs = push_counts(home[None], resident[None], topology)
+        crossing = pairs * away / local
+        slow = (jnp.broadcast_to(crossing.sum(axis)[:, None], resident.shape[:2]) for axis in (1, 0))
+        exports, taken = exports.reshape(resident.shape[:2]), (resident != EMPTY).sum(-1)
+        # Pieces of its own experts to the others, then pieces of what the others take.
+        sent = exports * apart + _of_others(taken) / local
+        received = _of_others(exports) / local + taken * apart
+        return Traffic(*slow, sent, received)
 
-    return jax.vmap(one)(jnp.asarray(resident_experts(plan, topology)), jnp.asarray(plan.home))
+    return jax.vmap(one)(jnp.asarray(plan.home), jnp.asarray(resident_experts(plan, topology)))
+
+
+def _of_others(counts: Int[jax.Array, "N G"]) -> Int[jax.Array, "N G"]:
+    """What the other ranks of each rank's node have."""
+    return counts.sum(1, keepdims=True) - counts
 
 
 def reorder_time(
