@@ -1,0 +1,223 @@
+"""What is worked out before the step: tables once a batch, ways chosen by themselves, rows that are counted."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.dense import assert_close
+from support.plans import load_of, random_plan
+from test_moe import (
+    EXPERTS,
+    RANKS,
+    TOKENS,
+    TOP_K,
+    expected,
+    gates_of,
+    plans,
+    routings,
+    topology_of,
+    weights,
+)
+
+from relibra_jax.capacity import count_capacities
+from relibra_jax.execution import (
+    ExpertParallel,
+    expert_mesh,
+    fetch_replicas,
+    moe_layer,
+    prepare_layer,
+    prepare_layers,
+    push_residents,
+)
+from relibra_jax.execution.dispatch_tables import Dispatch, NodeDispatch
+from relibra_jax.execution.parallel import PATHS, _print_once
+from relibra_jax.plan import home_layout
+from relibra_jax.types import EMPTY, LayerPlan, Plan, layer_plans
+
+TOPOLOGY = topology_of("2x4", 2, 1)
+VALUES = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), weights())
+GATES = [gates_of(VALUES, ids).astype(jnp.float32) for ids in routings()]
+
+
+prepare = jax.jit(prepare_layer, static_argnames="parallel")
+push = jax.jit(push_residents, static_argnames="parallel")
+
+
+@functools.cache
+def parallel_of(path="auto", **options):
+    return ExpertParallel(mesh=expert_mesh(TOPOLOGY), topology=TOPOLOGY, path=path, **options)
+
+
+@functools.cache
+def a_batch():
+    """All routings as micro-batches of one layer, under any plan with residents, and the residents' weights."""
+    load = load_of(routings()[:, None], TOPOLOGY)
+    plan = random_plan(np.random.default_rng(3), load, TOPOLOGY)
+    experts = VALUES["experts"][home_layout(plan.home[0], TOPOLOGY)]
+    residents = push([experts], plan, parallel=parallel_of())
+    return plan, load, experts, residents
+
+
+@functools.partial(jax.jit, static_argnames="parallel")
+def run_prepared(experts, layer, ids, gates, parallel):
+    held, x = fetch_replicas(experts, layer, VALUES["x"], parallel)
+    return moe_layer(x, ids, gates, held, layer, parallel)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_layers_are_prepared_once_for_a_batch(path):
+    """Tables made for all micro-batches, then sliced: what layers compute, and the rows of every slot."""
+    plan, load, experts, residents = a_batch()
+    parallel = parallel_of(path, check_rows=True)
+    layers = prepare_layers(routings()[..., None, :], layer_plans(plan, load), parallel)
+    for number, ids in enumerate(routings()):
+        layer = layers.layer(number).layer(0)._replace(residents=residents[0])
+        found = run_prepared(experts, layer, ids, GATES[number], parallel)
+        assert_close(found.output, expected()[number]["output"], 2e-6)
+        np.testing.assert_array_equal(found.slot_rows, plan.quota[number, 0])
+
+
+def test_a_layer_that_is_run_has_nothing_left_to_sort_or_search():
+    """Neither sorts nor loops nor scatters of indices, but for those of the grouped MLP's own implementation."""
+    plan, load, experts, residents = a_batch()
+    parallel = parallel_of("hierarchical", implementation="reference")
+    of_layer = layer_plans(plan, load).layer(0).layer(0)
+    layer = prepare(routings()[0], of_layer, parallel=parallel)._replace(residents=residents[0])
+    run = functools.partial(run_prepared, parallel=parallel)
+    prepared, inside = (
+        primitives(jax.make_jaxpr(function)(*arguments).jaxpr)
+        for function, arguments in (
+            (functools.partial(prepare_layer, parallel=parallel), (routings()[0], of_layer)),
+            (run, (experts, layer, routings()[0], GATES[0])),
+        )
+    )
+    for name in ("sort", "while", "scatter"):
+        assert name in prepared
+        assert name not in inside, name
+
+
+def primitives(jaxpr):
+    found = set()
+    for equation in jaxpr.eqns:
+        found.add(equation.primitive.name)
+        for value in jax.tree.leaves(
+            list(equation.params.values()), is_leaf=lambda leaf: hasattr(leaf, "eqns")
+        ):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                found |= primitives(inner)
+    return found
+
+
+def test_ids_of_other_rows_than_the_layer_was_prepared_from_return_nan():
+    """Of the rank that has them: the others' tokens do not meet them."""
+    plan, load, experts, residents = a_batch()
+    parallel = parallel_of("flat")
+    layer = prepare(routings()[0], layer_plans(plan, load).layer(0).layer(0), parallel=parallel)
+    layer = layer._replace(residents=residents[0])
+    ids = np.array(routings()[0])
+    ids[6] = ids[6, ::-1]
+    out = np.asarray(run_prepared(experts, layer, ids, GATES[0], parallel).output)
+    assert np.isnan(out[6]).all()
+    assert np.isfinite(np.delete(out, 6, 0)).all()
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_rows_that_reach_another_slot_are_counted_and_return_nan(path):
+    """Two copies of different experts change places on their way: group sizes stay, what is computed does not."""
+    plan, load, experts, residents = a_batch()
+    layer_plan = layer_plans(plan, load).layer(0).layer(0)
+    for check_rows in (False, True):
+        parallel = parallel_of(path, check_rows=check_rows)
+        layer = prepare(routings()[0], layer_plan, parallel=parallel)._replace(residents=residents[0])
+        dispatch = layer.tokens.dispatch
+        flat = dispatch.inside if isinstance(dispatch, NodeDispatch) else dispatch
+        arrival = np.array(flat.arrival)
+        sizes, rank = np.asarray(flat.group_sizes), (0, 0)
+        first, second = (int(sizes[rank][:slot].sum()) for slot in np.flatnonzero(sizes[rank])[:2])
+        arrival[rank][[first, second]] = arrival[rank][[second, first]]
+        flat = flat._replace(arrival=jnp.asarray(arrival))
+        dispatch = dispatch._replace(inside=flat) if isinstance(dispatch, NodeDispatch) else flat
+        wrong = layer._replace(tokens=layer.tokens._replace(dispatch=dispatch))
+        found = run_prepared(experts, wrong, routings()[0], GATES[0], parallel)
+        assert np.isnan(found.output).any() == check_rows
+        as_planned = (np.asarray(found.slot_rows) == plan.quota[0, 0]).all()
+        assert as_planned == (not check_rows)
+
+
+def test_the_path_follows_from_nodes_experts_and_what_was_counted():
+    plan, load, *_ = a_batch()
+    of_layer, parallel = layer_plans(plan, load), parallel_of()
+    assert parallel.is_hierarchical(TOP_K)
+    assert not parallel.is_hierarchical(1)
+    layer = prepare(routings()[0], of_layer.layer(0).layer(0), parallel=parallel)
+    assert isinstance(layer.tokens.dispatch, NodeDispatch)
+    uncounted = dataclasses.replace(parallel, capacities=count_capacities(of_layer, TOPOLOGY))
+    assert not uncounted.is_hierarchical(TOP_K)
+    one_node = topology_of("1x8", 0)
+    alone = ExpertParallel(mesh=expert_mesh(one_node), topology=one_node)
+    assert not alone.is_hierarchical(TOP_K)
+    home = LayerPlan(home_layout(jnp.arange(EXPERTS), one_node), jnp.arange(EXPERTS), None, None)
+    home = home._replace(quota=jnp.zeros_like(home.slot_expert))
+    shapes = jax.eval_shape(functools.partial(prepare_layer, parallel=alone), routings()[0], home)
+    assert isinstance(shapes.tokens.dispatch, Dispatch)
+
+
+def test_the_ways_that_were_chosen_are_printed_once(capsys):
+    _print_once.cache_clear()
+    plan, load, *_ = a_batch()
+    for _ in range(2):
+        jax.eval_shape(
+            functools.partial(prepare_layer, parallel=parallel_of()),
+            routings()[0],
+            layer_plans(plan, load).layer(0).layer(0),
+        )
+    line = (
+        "relibra_jax, 2 x 4 ranks on cpu: tokens hierarchical, padded between nodes and padded inside them;"
+        " replicas padded\n"
+    )
+    assert capsys.readouterr().err == line
+
+
+def test_residents_belong_to_topologies_that_have_slots_for_them():
+    plan, load, experts, residents = a_batch()
+    parallel = parallel_of("flat")
+    layer = prepare(routings()[0], layer_plans(plan, load).layer(0).layer(0), parallel=parallel)
+    with pytest.raises(
+        ValueError, match="resident_slots=1, but the layer has no residents' weights: give it"
+    ):
+        fetch_replicas(experts, layer, VALUES["x"], parallel)
+    twice = jnp.concatenate([residents[0]] * 2, axis=2)
+    with pytest.raises(
+        ValueError, match=r"residents: expected shape \(2, 4, 1, 3, 6, 5\), found \(2, 4, 2, 3"
+    ):
+        fetch_replicas(experts, layer._replace(residents=twice), VALUES["x"], parallel)
+    without = topology_of("2x4", 2)
+    elsewhere = ExpertParallel(mesh=expert_mesh(without), topology=without)
+    with pytest.raises(
+        ValueError, match=r"residents of shape \(2, 4, 1, .* for a topology with resident_slots=0"
+    ):
+        fetch_replicas(experts, layer._replace(residents=residents[0]), VALUES["x"], elsewhere)
+    with pytest.raises(ValueError, match=r"plan.slot_expert: expected shape \(2, 4, 4\), found \(2, 4, 5\)"):
+        prepare_layer(routings()[0], layer_plans(plan, load).layer(0).layer(0), elsewhere)
+
+
+def test_plans_of_a_batch_serve_without_residents_where_slots_are_empty():
+    """Planners that know no residents leave the slots empty; their weights are zeros and no token goes there."""
+    topology = topology_of("2x4", 2, 1)
+    of_batch = plans("2x4", 2, "eplb", 1)
+    parallel = dataclasses.replace(parallel_of("flat"), across_nodes=True)
+    resident = of_batch.slot_expert[..., topology.home_slots : topology.held_slots]
+    assert (resident == EMPTY).all()
+    layer_plan = of_batch.layer(0).layer(0)
+    experts = VALUES["experts"][home_layout(layer_plan.home, topology)]
+    whole = Plan(of_batch.slot_expert, of_batch.home[0], of_batch.quota)
+    layer = prepare(routings()[0], layer_plan, parallel=parallel)
+    layer = layer._replace(residents=push([experts], whole, parallel=parallel)[0])
+    assert not np.asarray(layer.residents).any()
+    found = run_prepared(experts, layer, routings()[0], GATES[0], parallel)
+    assert_close(found.output, expected()[0]["output"], 2e-6)
+    assert found.slot_rows.sum() == (routings()[0] != EMPTY).sum() <= RANKS * TOKENS * TOP_K
