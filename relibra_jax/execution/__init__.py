@@ -11,10 +11,23 @@ expert compute             that of ``x``                 ``MoELayer(dtype=)``; t
 router logits and gates    float32, or wider with ``x``  `relibra_jax.execution.gating`, always
 products and row sums      summed in float32             `pallas_kernels`, `relibra_jax.execution.gather`, always
 replica transfers          that of expert compute        the dtype of the experts given to `fetch_replicas`
-replica gradients          that of expert compute        they return as they came; then they are added to the home's
-gradient accumulators      float32                       the caller's sum over micro-batches, which starts from float32
-                                                         zeros; gradients have the dtype of the parameters
+replica gradients          that of expert compute        they return as they came; then they are added to those of the
+                                                         home or resident that the replica is a copy of
+residents                  that of expert compute        ``push_residents(dtype=)``; with Flax ``MoELayer(dtype=)``
+gradient accumulators      float32, or wider with the    `relibra_jax.nnx.accumulate_gradients`, of homes and residents
+                           parameters                    alike; gradients have the dtype of parameters and residents
+resident gradients         that of the accumulators      `return_gradients`, in the dtype of what it is given
 =========================  ============================  =====================================================
+
+One optimizer update, without Flax::
+
+    layers = prepare_layers(expert_ids, layer_plans, parallel)                  # once a batch
+    residents = push_residents(experts, plan, parallel)                         # once an update, if there are slots
+    for each micro-batch m and layer l:
+        layer = layers.layer(m).layer(l)._replace(residents=residents[l])
+        held, x = fetch_replicas(experts[l], layer, x, parallel)                # before attention
+        x = x + moe_layer(x, expert_ids[m, ..., l, :], gates, held, layer, parallel).output
+    gradients += return_gradients(gradients of residents, experts, plan, parallel)
 
 Checkpoints are in `relibra_jax.execution.checkpoint`, gating in `relibra_jax.execution.gating`, the layer for Flax in
 `relibra_jax.nnx`.
