@@ -4,11 +4,13 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Float, Int
 
-from relibra_jax.plan import rank_load
+from relibra_jax.plan import rank_load, resident_experts
 from relibra_jax.planning.metrics import batch_imbalance, replication_bound
 from relibra_jax.planning.replication import without_replicas
+from relibra_jax.resident_push import push_counts
 from relibra_jax.types import Array, BatchPlan, Topology
 
 
@@ -45,4 +47,22 @@ def measure_imbalance(
         "imbalance_live": batch_imbalance(at_home(ran_load, plan.home)),
         "imbalance_by_micro_batch": each(planned),
         "imbalance_static_by_micro_batch": each(static),
+    }
+
+
+def measure_push(batch_plan: BatchPlan, topology: Topology) -> dict[str, float]:
+    """What a push of the batch's residents takes, in experts of all layers together; nothing without resident slots.
+
+    Returns:
+        ``pushed_by_busiest_rank``, experts that one rank gives away, each of which leaves it once; and
+        ``crossing_by_busiest_rank``, those that one rank's share of its node's link carries to other nodes.
+    """
+    if not topology.resident_slots:
+        return {}
+    plan = batch_plan.plan
+    exports, pairs = push_counts(plan.home, resident_experts(plan, topology), topology)
+    crossing = np.asarray(pairs) * ~np.eye(topology.num_nodes, dtype=bool)
+    return {
+        "pushed_by_busiest_rank": int(exports.max()),
+        "crossing_by_busiest_rank": float(crossing.sum(1).max() / topology.ranks_per_node),
     }

@@ -14,7 +14,7 @@ from flax import nnx
 from experiments.rl.configs import Train
 from experiments.rl.devices import host_devices
 from experiments.rl.generation import Responses, generate
-from experiments.rl.imbalance import measure_imbalance
+from experiments.rl.imbalance import measure_imbalance, measure_push
 from experiments.rl.losses import relative_advantages, token_weights
 from experiments.rl.rewards import Rewards, score_responses
 from experiments.rl.state import State
@@ -256,6 +256,7 @@ class Trainer:
             **{name: np.asarray(value).tolist() for name, value in imbalance.items()},
             "routing_changed": changed.tolist(),
             "routing_changed_share": (changed / choices).tolist(),
+            **measure_push(batch_plan, parallel.topology),
         }
 
 

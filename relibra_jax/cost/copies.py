@@ -80,12 +80,12 @@ def resident_traffic(plan: Plan, topology: Topology) -> Traffic:
     def one(home: jax.Array, resident: jax.Array) -> Traffic:
         exports, pairs = push_counts(home[None], resident[None], topology)
         crossing = pairs * away / local
-        slow = (jnp.broadcast_to(crossing.sum(axis)[:, None], resident.shape[:2]) for axis in (1, 0))
+        there, here = (jnp.broadcast_to(crossing.sum(axis)[:, None], resident.shape[:2]) for axis in (1, 0))
         exports, taken = exports.reshape(resident.shape[:2]), (resident != EMPTY).sum(-1)
         # Pieces of its own experts to the others, then pieces of what the others take.
         sent = exports * apart + _of_others(taken) / local
         received = _of_others(exports) / local + taken * apart
-        return Traffic(*slow, sent, received)
+        return Traffic(there, here, sent, received)
 
     return jax.vmap(one)(jnp.asarray(plan.home), jnp.asarray(resident_experts(plan, topology)))
 

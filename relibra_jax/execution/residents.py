@@ -18,7 +18,7 @@ that gradients are summed over them once an update, when they return.
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,17 +26,16 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import DTypeLike, Float, Int, Integer, PyTree
 
-from relibra_jax.execution.expert_pieces import assemble, scatter_pieces
-from relibra_jax.execution.gather import gather_rows, inverse_index
-from relibra_jax.execution.mesh import LOCAL, NODE, RANKS, vary_over, varying_axes
+from relibra_jax.execution.mesh import RANKS, vary_over, varying_axes
 from relibra_jax.execution.parallel import ExpertParallel
 from relibra_jax.execution.plan_guard import one_or_nan
+from relibra_jax.execution.resident_exchange import exchange_residents, in_chunks
 from relibra_jax.plan import resident_experts
-from relibra_jax.resident_push import PushSizes, PushTables, push_fits, push_tables
-from relibra_jax.types import EMPTY, Array, Plan, Topology, check_shape
+from relibra_jax.resident_push import PushSizes, push_fits, push_tables
+from relibra_jax.types import Array, Plan, Topology, check_shape
 
-CHUNK_BYTES = 1 << 30
-"""Bytes of resident slots that one exchange fills: further ones follow in further chunks of every expert."""
+CHUNK_BYTES: Final = 1 << 30
+"""Bytes that one exchange of a push fills on a rank; what is more follows in further ones."""
 
 
 class Residents(NamedTuple):
@@ -85,7 +84,8 @@ def push_residents(
         parallel: how plans are run; its capacities say how large the buffers are.
         dtype: the dtype in which weights travel and are held, that of the computation; that of the experts when None.
         fsdp_axis: the mesh axis over which the experts are sharded along D; None for none.
-        chunk_bytes: the bytes of resident slots that one exchange fills on a rank; larger pushes go in chunks.
+        chunk_bytes: the bytes of resident slots that one exchange fills on a rank (of homes, where layers are not
+            stacked and have to be laid together); larger pushes go in chunks, some columns of every expert in each.
 
     Returns:
         Weights, zeros in empty slots; NaN if the buffers do not hold the push. One entry for each data-parallel copy,
@@ -95,34 +95,33 @@ def push_residents(
         ValueError: if the topology has no resident slots, or shapes do not fit it.
     """
     leaves = jax.tree.leaves(experts)
-    way = _Way(leaves, plan, parallel, fsdp_axis)
+    shapes = _Shapes(leaves, plan, parallel, fsdp_axis)
     dtype = leaves[0].dtype if dtype is None else dtype
-    resident, home = resident_experts(plan, parallel.topology), plan.home
 
     @functools.partial(
         jax.shard_map,
         mesh=parallel.mesh,
-        in_specs=(way.expert_specs, PartitionSpec(), PartitionSpec()),
-        out_specs=way.resident_spec,
+        in_specs=(shapes.expert_specs, PartitionSpec(), PartitionSpec()),
+        out_specs=shapes.resident_spec,
     )
     def on_rank(leaves, home, resident):
-        tables = push_tables(home, resident, parallel.topology, way.sizes)
-        fits = push_fits(home, resident, parallel.topology, way.sizes)
-        move = functools.partial(_push_chunk, tables=tables, parallel=parallel, sizes=way.sizes)
+        tables = push_tables(home, resident, parallel.topology, shapes.sizes)
 
         def chunk(start, width):
-            rows = [_rows(jax.lax.dynamic_slice_in_dim(leaf, start, width, -1)) for leaf in leaves]
-            return move(_joined(rows).astype(dtype))
+            columns = [jax.lax.dynamic_slice_in_dim(leaf, start, width, -1) for leaf in leaves]
+            homes = [part.reshape(-1, *part.shape[-3:]) for part in columns]
+            rows = homes[0] if len(homes) == 1 else jnp.concatenate(homes)
+            return exchange_residents(rows.astype(dtype), tables, parallel.topology, shapes.sizes)
 
-        slots = math.prod(resident.shape[:1] + resident.shape[3:])
-        weights = jnp.zeros((slots, *leaves[0].shape[-3:]), dtype)
-        weights = _in_chunks(chunk, vary_over(weights, varying_axes(leaves[0])), chunk_bytes)
-        weights = weights * one_or_nan(fits, weights)
-        weights = weights.reshape(way.layers, *(1,) * way.lead, *resident.shape[3:], *weights.shape[1:])
-        return vary_over(weights, way.copied_over)
+        weights = jnp.zeros((shapes.slots, *leaves[0].shape[-3:]), dtype)
+        weights = vary_over(weights, varying_axes(leaves[0]))
+        weights = in_chunks(chunk, weights, shapes.rows_of_chunks, chunk_bytes)
+        fits = push_fits(home, resident, parallel.topology, shapes.sizes)
+        weights = (weights * one_or_nan(fits, weights)).reshape(*shapes.on_rank, *weights.shape[1:])
+        return vary_over(weights, shapes.copied_over)
 
     with jax.named_scope("push_residents"):
-        return on_rank(leaves, home, resident)
+        return on_rank(leaves, jnp.asarray(plan.home), resident_experts(plan, parallel.topology))
 
 
 def return_gradients(
@@ -153,155 +152,85 @@ def return_gradients(
         ValueError: as `push_residents`, or if the gradients are of another shape than the residents.
     """
     leaves, structure = jax.tree.flatten(experts)
-    way = _Way(leaves, plan, parallel, fsdp_axis)
-    check_shape("gradients", gradients.shape, way.resident_shape)
-    resident, home = resident_experts(plan, parallel.topology), plan.home
+    shapes = _Shapes(leaves, plan, parallel, fsdp_axis)
+    check_shape("gradients", gradients.shape, shapes.resident)
 
     @functools.partial(
         jax.shard_map,
         mesh=parallel.mesh,
-        in_specs=(way.resident_spec, PartitionSpec(), PartitionSpec()),
-        out_specs=way.expert_specs,
+        in_specs=(shapes.resident_spec, PartitionSpec(), PartitionSpec()),
+        out_specs=shapes.expert_specs,
     )
     def on_rank(gradients, home, resident):
-        tables = push_tables(home, resident, parallel.topology, way.sizes)
-        move = functools.partial(_push_chunk, tables=tables, parallel=parallel, sizes=way.sizes)
+        tables = push_tables(home, resident, parallel.topology, shapes.sizes)
+        push = functools.partial(
+            exchange_residents, tables=tables, topology=parallel.topology, sizes=shapes.sizes
+        )
         gradients = gradients.reshape(-1, *gradients.shape[-3:])
-        slots = way.layers * parallel.topology.home_slots
 
         def chunk(start, width):
             arrived = jax.lax.dynamic_slice_in_dim(gradients, start, width, -1)
-            if way.copied_over:
-                arrived = jax.lax.psum(arrived, way.copied_over)
-            rows = jnp.zeros((slots, *arrived.shape[1:]), arrived.dtype)
-            _, transposed = jax.vjp(move, vary_over(rows, varying_axes(arrived)))
+            if shapes.copied_over:
+                arrived = jax.lax.psum(arrived, shapes.copied_over)
+            homes = jnp.zeros((shapes.homes, *arrived.shape[1:]), arrived.dtype)
+            _, transposed = jax.vjp(push, vary_over(homes, varying_axes(arrived)))
             return transposed(arrived)[0]
 
-        total = jnp.zeros((slots, *gradients.shape[1:]), gradients.dtype)
-        varying = [axis for axis in varying_axes(gradients) if axis not in way.copied_over]
-        total = _in_chunks(chunk, vary_over(total, varying), chunk_bytes)
-        return way.split(total)
+        total = jnp.zeros((shapes.homes, *gradients.shape[1:]), gradients.dtype)
+        total = vary_over(total, [axis for axis in varying_axes(gradients) if axis not in shapes.copied_over])
+        return shapes.split(in_chunks(chunk, total, shapes.rows_of_chunks, chunk_bytes))
 
     with jax.named_scope("return_gradients"):
-        return jax.tree.unflatten(structure, on_rank(gradients, home, resident))
+        returned = on_rank(gradients, jnp.asarray(plan.home), resident_experts(plan, parallel.topology))
+    return jax.tree.unflatten(structure, returned)
 
 
-class _Way:
+class _Shapes:
     """Shapes and shardings of a push."""
 
     def __init__(self, leaves: list[Any], plan: Plan, parallel: ExpertParallel, fsdp_axis: str | None):
-        topology = parallel.topology
+        topology, axes = parallel.topology, parallel.copies_over
         if not topology.resident_slots:
             raise ValueError("resident_slots=0: there are no residents to push")
-        for leaf in leaves:
-            matrices = (3, *leaf.shape[-2:])
-            slots = (*parallel.ranks, topology.home_slots)
-            lead = leaf.shape[:-6]
-            check_shape("experts", leaf.shape, (*lead[:1], *slots, *matrices))
-        self._rows = [leaf.shape[0] if leaf.ndim == 7 else None for leaf in leaves]
-        self.layers = sum(1 if rows is None else rows for rows in self._rows)
-        if len(plan.home) != self.layers:
-            raise ValueError(f"experts of {self.layers} layers, plan of {len(plan.home)}")
-        self.sizes = _sizes(parallel, self.layers)
-        self.lead = len(parallel.copies_over) + 2
-        self.copied_over = tuple(axis for axis in parallel.copies_over if axis != fsdp_axis)
-        copies = tuple(1 if axis == fsdp_axis else parallel.mesh.shape[axis] for axis in parallel.copies_over)
         matrices = leaves[0].shape[-3:]
-        ranks = (*parallel.ranks, topology.resident_slots)
-        self.resident_shape = (self.layers, *copies, *ranks, *matrices)
-        names = tuple(None if axis == fsdp_axis else axis for axis in parallel.copies_over)
+        for leaf in leaves:
+            lead = leaf.shape[:-6][:1]
+            check_shape(
+                "experts", leaf.shape, (*lead, *parallel.ranks, topology.home_slots, 3, *matrices[1:])
+            )
+        self._lead = [leaf.shape[:-6] for leaf in leaves]
+        self._home_slots = topology.home_slots
+        layers = sum(math.prod(lead) for lead in self._lead)
+        if len(plan.home) != layers:
+            raise ValueError(f"experts of {layers} layers, plan of {len(plan.home)}")
+        self.homes, self.slots = layers * topology.home_slots, layers * topology.resident_slots
+        self.rows_of_chunks = self.slots if len(leaves) == 1 else self.homes
+        self.sizes = _push_sizes(parallel, self.homes, self.slots)
+        self.copied_over = tuple(axis for axis in axes if axis != fsdp_axis)
+        copies = tuple(parallel.mesh.shape[axis] if axis in self.copied_over else 1 for axis in axes)
+        self.resident = (layers, *copies, *parallel.ranks, topology.resident_slots, *matrices)
+        self.on_rank = (layers, *(1,) * len(axes), 1, 1, topology.resident_slots)
+        names = (axis if axis in self.copied_over else None for axis in axes)
         self.resident_spec = PartitionSpec(None, *names, *RANKS, None, None, fsdp_axis)
         self.expert_specs = [
-            PartitionSpec(*(None,) * (leaf.ndim - 6), *RANKS, None, None, fsdp_axis) for leaf in leaves
+            PartitionSpec(*(None for _ in lead), *RANKS, None, None, fsdp_axis) for lead in self._lead
         ]
-        self._home_slots = topology.home_slots
 
-    def split(self, rows: jax.Array) -> list[jax.Array]:
-        """Rows of all home slots as the parts of the experts' arrays."""
-        parts, first = [], 0
-        for layers in self._rows:
-            count = (1 if layers is None else layers) * self._home_slots
-            part = rows[first : first + count]
-            shape = () if layers is None else (layers,)
-            parts.append(part.reshape(*shape, 1, 1, self._home_slots, *rows.shape[1:]))
-            first += count
-        return parts
+    def split(self, homes: jax.Array) -> list[jax.Array]:
+        """Rows of all home slots of a rank as its parts of the experts' arrays."""
+        counts = [math.prod(lead) * self._home_slots for lead in self._lead]
+        parts = jnp.split(homes, np.cumsum(counts)[:-1].tolist())
+        return [
+            part.reshape(*lead, 1, 1, self._home_slots, *part.shape[1:])
+            for part, lead in zip(parts, self._lead, strict=True)
+        ]
 
 
-def _sizes(parallel: ExpertParallel, layers: int) -> PushSizes:
+def _push_sizes(parallel: ExpertParallel, homes: int, slots: int) -> PushSizes:
     """The sizes of the buffers as counted, or the worst case."""
-    topology = parallel.topology
     if parallel.capacities is not None and parallel.capacities.push is not None:
         return parallel.capacities.push
-    exports = layers * topology.home_slots
-    wanted = layers * topology.resident_slots * topology.ranks_per_node
-    return PushSizes(exports=exports, pair=min(wanted, exports * topology.ranks_per_node))
-
-
-def _push_chunk(
-    rows: Float[jax.Array, "slots *chunk"], *, tables: PushTables, parallel: ExpertParallel, sizes: PushSizes
-) -> Float[jax.Array, "wanted *chunk"]:
-    """A chunk of every home expert of this rank, to a chunk of every resident of this rank."""
-    nodes, local = parallel.ranks
-    node, index = jax.lax.axis_index(NODE), jax.lax.axis_index(LOCAL)
-    me, slots = node * local + index, len(rows)
-
-    # Inside the home's node: from each rank its exports, a piece to each.
-    place = tables.export[me]
-    exports = gather_rows(rows, inverse_index(place, sizes.exports), place[:, None])
-    pieces = scatter_pieces(exports, (LOCAL,), local)
-
-    # To the nodes: a piece of each expert that they need.
-    row = tables.export.reshape(nodes, local, slots)[node]
-    row = jnp.where(row == EMPTY, EMPTY, jnp.arange(local, dtype=jnp.int32)[:, None] * sizes.exports + row)
-    sent = tables.crossing[node]  # [to, slots of the node]
-    lane = jnp.where(sent == EMPTY, EMPTY, jnp.arange(nodes, dtype=jnp.int32)[:, None] * sizes.pair + sent)
-    source = _follow(inverse_index(lane.ravel(), nodes * sizes.pair), row.ravel())
-    places = _follow(inverse_index(row.ravel(), local * sizes.exports), lane.T)
-    crossing = gather_rows(pieces, source, places)
-    if nodes > 1:
-        crossing = jax.lax.all_to_all(crossing, NODE, 0, 0, tiled=True)
-
-    # Inside this node: pieces to the ranks that hold the expert.
-    wanted = tables.wanted.reshape(nodes, local, -1)[node]
-    takers = jax.vmap(lambda rows: inverse_index(rows, nodes * sizes.pair))(wanted)
-    before = jnp.arange(local, dtype=jnp.int32)[:, None] * wanted.shape[1]
-    takers = jnp.where(takers == EMPTY, EMPTY, takers + before)
-    taken = gather_rows(crossing, wanted.ravel(), takers.T)
-    return assemble(taken, (LOCAL,), local, rows.shape[1:])
-
-
-def _follow(index, table):
-    """``table[index]``, EMPTY where the index is; rows of a table of lanes."""
-    if table.ndim == 1:
-        # The node's slots repeat for every node that a lane belongs to.
-        return jnp.where(index == EMPTY, EMPTY, table[index % len(table)])
-    return jnp.where((index == EMPTY)[:, None], EMPTY, table[index])
-
-
-def _rows(leaf: jax.Array) -> jax.Array:
-    """One row a home slot: ``[(l,) 1, 1, H, 3, D, F]`` to ``[l * H, 3, D, F]``."""
-    return leaf.reshape(-1, *leaf.shape[-3:])
-
-
-def _joined(rows: list[jax.Array]) -> jax.Array:
-    return rows[0] if len(rows) == 1 else jnp.concatenate(rows)
-
-
-def _in_chunks(chunk: Any, out: jax.Array, chunk_bytes: int) -> jax.Array:
-    """``out`` filled by ``chunk(start, width)`` along its last axis."""
-    axis = out.shape[-1]
-    chunks = min(max(-(-out.size * out.dtype.itemsize // chunk_bytes), 1), axis)
-    width = -(-axis // chunks)
-    if width == axis:
-        return chunk(0, axis)
-    whole, rest = divmod(axis, width)
-
-    def fill(start, out, width):
-        return jax.lax.dynamic_update_slice_in_dim(out, chunk(start, width), start, -1)
-
-    out = jax.lax.fori_loop(0, whole, lambda i, out: fill(i * width, out, width), out)
-    return fill(whole * width, out, rest) if rest else out
+    return PushSizes(exports=homes, pair=min(slots, homes) * parallel.topology.ranks_per_node)
 
 
 def resident_spec(shape: tuple[int, ...], parallel: ExpertParallel) -> PartitionSpec:

@@ -1,0 +1,85 @@
+"""The exchange that brings experts to resident slots, as one rank sees it, inside shard_map: three hops, in pieces.
+
+`relibra_jax.resident_push` says who sends what, and why. JAX transposes it: gradients are summed where pieces were
+copied, in a fixed order.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Float, Int
+
+from relibra_jax.execution.expert_pieces import assemble, scatter_pieces
+from relibra_jax.execution.gather import gather_rows, inverse_index
+from relibra_jax.execution.mesh import LOCAL, NODE
+from relibra_jax.resident_push import PushSizes, PushTables
+from relibra_jax.types import EMPTY, Topology
+
+
+def exchange_residents(
+    experts: Float[jax.Array, "homes *expert"], tables: PushTables, topology: Topology, sizes: PushSizes
+) -> Float[jax.Array, "slots *expert"]:
+    """The experts of this rank's resident slots in all layers, zeros in empty ones.
+
+    Args:
+        experts: this rank's home experts of all layers, or the same part of each of them.
+        tables: where experts stand on their way.
+        topology: the expert-parallel group.
+        sizes: the sizes of the buffers.
+    """
+    nodes, local = topology.num_nodes, topology.ranks_per_node
+    node = jax.lax.axis_index(NODE)
+    me = node * local + jax.lax.axis_index(LOCAL)
+
+    # Inside the home's node: from each rank its exports, a piece of them to each.
+    place = tables.export[me]
+    exports = gather_rows(experts, inverse_index(place, sizes.exports), place[:, None])
+    pieces = scatter_pieces(exports, (LOCAL,), local)
+
+    # To the nodes: a piece of each expert that they need.
+    row = _in_lanes(tables.export.reshape(nodes, local, -1)[node], sizes.exports).ravel()
+    lane = _in_lanes(tables.crossing[node], sizes.pair)
+    slot = inverse_index(lane.ravel(), nodes * sizes.pair)
+    source = jnp.where(slot == EMPTY, EMPTY, row[slot % row.size])
+    slot = inverse_index(row, local * sizes.exports)
+    crossing = gather_rows(pieces, source, jnp.where((slot == EMPTY)[:, None], EMPTY, lane.T[slot]))
+    if nodes > 1:
+        crossing = jax.lax.all_to_all(crossing, NODE, 0, 0, tiled=True)
+
+    # Inside this node: pieces to the ranks that hold the expert.
+    wanted = tables.wanted.reshape(nodes, local, -1)[node]
+    takers = jax.vmap(lambda rows: inverse_index(rows, nodes * sizes.pair))(wanted)
+    taken = gather_rows(crossing, wanted.ravel(), _in_lanes(takers, wanted.shape[1]).T)
+    return assemble(taken, (LOCAL,), local, experts.shape[1:])
+
+
+def _in_lanes(place: Int[jax.Array, "lanes n"], length: int) -> Int[jax.Array, "lanes n"]:
+    """Places in lanes of one length as places in all of them, one after another; EMPTY stays."""
+    first = jnp.arange(place.shape[0], dtype=jnp.int32)[:, None] * length
+    return jnp.where(place == EMPTY, EMPTY, first + place)
+
+
+def in_chunks(
+    chunk: Callable[[jax.Array | int, int], jax.Array], out: jax.Array, rows: int, chunk_bytes: int
+) -> jax.Array:
+    """``out`` filled by ``chunk(start, width)``, parts of it along the last axis.
+
+    Args:
+        chunk: makes the part of ``out`` at these columns.
+        out: what is filled, of any content.
+        rows: the most rows like those of ``out`` that a chunk holds at once.
+        chunk_bytes: the most bytes of those rows.
+    """
+    columns = out.shape[-1]
+    column = rows * out[0].size // columns * out.dtype.itemsize
+    width = min(max(chunk_bytes // column, 1), columns)
+    if width == columns:
+        return chunk(0, columns)
+
+    def fill(start, out, width):
+        return jax.lax.dynamic_update_slice_in_dim(out, chunk(start, width), start, -1)
+
+    whole, rest = divmod(columns, width)
+    out = jax.lax.fori_loop(0, whole, lambda i, out: fill(i * width, out, width), out)
+    return fill(whole * width, out, rest) if rest else out
