@@ -23,7 +23,7 @@ from relibra_jax.execution import (
 )
 from relibra_jax.plan import home_layout, resident_experts
 from relibra_jax.resident_push import PushSizes, push_counts
-from relibra_jax.types import EMPTY, BatchPlan, Plan, Topology, layer_plans
+from relibra_jax.types import EMPTY, Plan, Topology, layer_plans
 
 LAYERS, EXPERTS, WIDTH, HIDDEN = 3, 16, 6, 5
 MESHES = {"2x4": (2, 4), "4x2": (4, 2), "1x8": (1, 8), "8x1": (8, 1)}
@@ -201,7 +201,7 @@ def test_an_expert_that_all_nodes_want_leaves_its_rank_once():
     slots = np.pad(resident, ((0, 0), (0, 0), (0, 0), (2, 0)))  # home slots are not read
     plan = Plan(slots[None], np.arange(EXPERTS)[None], slots[None])
     busiest = {"pushed_by_busiest_rank": 1, "crossing_by_busiest_rank": 7.0}
-    assert measure_push(BatchPlan(None, None, plan), topology) == busiest
+    assert measure_push(plan, topology) == busiest
 
 
 def test_buffers_too_small_return_nan():

@@ -11,7 +11,7 @@ from relibra_jax.plan import rank_load, resident_experts
 from relibra_jax.planning.metrics import batch_imbalance, replication_bound
 from relibra_jax.planning.replication import without_replicas
 from relibra_jax.resident_push import push_counts
-from relibra_jax.types import Array, BatchPlan, Topology
+from relibra_jax.types import Array, BatchPlan, Plan, Topology
 
 
 @functools.partial(jax.jit, static_argnames=("topology", "across_nodes"))
@@ -50,7 +50,7 @@ def measure_imbalance(
     }
 
 
-def measure_push(batch_plan: BatchPlan, topology: Topology) -> dict[str, float]:
+def measure_push(plan: Plan, topology: Topology) -> dict[str, float]:
     """What a push of the batch's residents takes, in experts of all layers together; nothing without resident slots.
 
     Returns:
@@ -59,7 +59,6 @@ def measure_push(batch_plan: BatchPlan, topology: Topology) -> dict[str, float]:
     """
     if not topology.resident_slots:
         return {}
-    plan = batch_plan.plan
     exports, pairs = push_counts(plan.home, resident_experts(plan, topology), topology)
     crossing = np.asarray(pairs) * ~np.eye(topology.num_nodes, dtype=bool)
     return {

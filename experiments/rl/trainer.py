@@ -256,7 +256,7 @@ class Trainer:
             **{name: np.asarray(value).tolist() for name, value in imbalance.items()},
             "routing_changed": changed.tolist(),
             "routing_changed_share": (changed / choices).tolist(),
-            **measure_push(batch_plan, parallel.topology),
+            **measure_push(batch_plan.plan, parallel.topology),
         }
 
 
