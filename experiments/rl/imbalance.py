@@ -62,6 +62,6 @@ def measure_push(plan: Plan, topology: Topology) -> dict[str, float]:
     exports, pairs = push_counts(plan.home, resident_experts(plan, topology), topology)
     crossing = np.asarray(pairs) * ~np.eye(topology.num_nodes, dtype=bool)
     return {
-        "pushed_by_busiest_rank": int(exports.max()),
+        "pushed_by_busiest_rank": float(exports.max()),
         "crossing_by_busiest_rank": float(crossing.sum(1).max() / topology.ranks_per_node),
     }
