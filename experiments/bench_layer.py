@@ -1,5 +1,6 @@
 """``python -m experiments.bench_layer``: the layer beside what a JAX user has today, forward and backward, in one run.
 
+Our layer is run twice: with its tables prepared before the step, as a batch's are, and with the same work inside it.
 Eight host devices as 2x4 share this machine's cores, so the times compare total work, not waiting. The peers keep
 experts where they are and drop nothing:
 
@@ -33,10 +34,20 @@ from experiments.bench import interleaved
 from experiments.contenders import ContenderBatch, contenders, expert_weights
 from relibra_jax.cli.parsing import run_program
 from relibra_jax.cli.traces import read_trace
-from relibra_jax.execution import ExpertParallel, expert_mesh, fetch_replicas, moe_layer, rank_sharding
+from relibra_jax.execution import (
+    ExpertParallel,
+    expert_mesh,
+    fetch_replicas,
+    moe_layer,
+    prepare_layer,
+    rank_sharding,
+)
 from relibra_jax.execution.mesh import RANKS
 from relibra_jax.plan import home_layout
 from relibra_jax.types import EMPTY, Topology
+
+BEFORE, INSIDE = "prepared before", "prepared in the step"
+OURS = f"relibra_jax, relibra, {BEFORE}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -125,20 +136,38 @@ def peer(layer, mesh, arguments):
     return lambda: step(*arguments)
 
 
-def ours(contender: ContenderBatch, topology: Topology, mesh, arguments):
-    """Forward and backward of our layer, replicas fetched in the open."""
-    parallel = ExpertParallel(mesh=mesh, topology=topology, capacities=contender.capacities)
+def ours(contender: ContenderBatch, topology: Topology, mesh, arguments, *, prepared: bool):
+    """Forward and backward of our layer, replicas fetched in the open.
 
-    @jax.jit
-    def step(x, ids, gates, experts, plan):
+    Args:
+        contender: the batch as the contender runs it.
+        topology: the expert-parallel group.
+        mesh: its mesh.
+        arguments: tokens, experts' ids, gates and home experts.
+        prepared: whether the layer's tables are made before the step, once a batch, or inside of it.
+    """
+    # One exchange between all ranks, as the peers have.
+    parallel = ExpertParallel(mesh=mesh, topology=topology, capacities=contender.capacities, path="flat")
+    x, ids, gates, experts = arguments
+    plan = contender.batch_plan.micro_batch(0).layer(0)
+
+    def gradients(x, ids, gates, experts, layer):
         def loss(x, gates, experts):
-            held, x = fetch_replicas(experts, plan, x, parallel)
-            out = moe_layer(x, ids, gates, held, plan, parallel)
+            held, x = fetch_replicas(experts, layer, x, parallel)
+            out = moe_layer(x, ids, gates, held, layer, parallel).output
             return (out**2).sum(), out
 
         return jax.grad(loss, (0, 1, 2), has_aux=True)(x, gates, experts)
 
-    return lambda: step(*arguments, contender.batch_plan.micro_batch(0).layer(0))
+    if prepared:
+        step, layer = jax.jit(gradients), jax.jit(prepare_layer, static_argnums=2)(ids, plan, parallel)
+        return lambda: step(x, ids, gates, experts, layer)
+
+    @jax.jit
+    def step_from_plan(x, ids, gates, experts, plan):
+        return gradients(x, ids, gates, experts, prepare_layer(ids, plan, parallel))
+
+    return lambda: step_from_plan(x, ids, gates, experts, plan)
 
 
 def main(config: BenchLayer) -> None:
@@ -162,14 +191,17 @@ def main(config: BenchLayer) -> None:
     copies = (ids.reshape(8, -1, 1) == np.arange(topology.num_experts)).sum(1)
     padded = functools.partial(padded_layer, capacity=int(copies.max()), ranks=8)
     runs = {
-        "relibra_jax, relibra": ours(by_name["relibra"], topology, mesh, moved),
-        "relibra_jax, static": ours(by_name["static"], topology, mesh, still),
+        f"relibra_jax, {name}, {when}": ours(by_name[name], topology, mesh, given, prepared=prepared)
+        for name, given in (("relibra", moved), ("static", still))
+        for when, prepared in ((BEFORE, True), (INSIDE, False))
+    }
+    runs |= {
         "capacity-padded batched matmul": peer(padded, mesh, still),
         "ragged_dot, worst-case buffers": peer(functools.partial(ragged_dot_layer, ranks=8), mesh, still),
     }
     outputs = {name: np.asarray(run()[1]) for name, run in runs.items()}
     for name, output in outputs.items():
-        np.testing.assert_allclose(output, outputs["relibra_jax, static"], rtol=1e-3, atol=1e-4, err_msg=name)
+        np.testing.assert_allclose(output, outputs[OURS], rtol=1e-3, atol=1e-4, err_msg=name)
     # Whoever comes after a peer finds caches and pages cold: peers take their turns alone.
     peers = [{name: runs.pop(name)} for name in list(runs) if not name.startswith("relibra_jax")]
     seconds: dict[str, float] = {}
@@ -184,7 +216,7 @@ def main(config: BenchLayer) -> None:
     for column in ("ms", "times ours"):
         table.add_column(column, justify="right")
     for name, value in seconds.items():
-        table.add_row(name, f"{value * 1e3:.0f}", f"{value / seconds['relibra_jax, relibra']:.2f}")
+        table.add_row(name, f"{value * 1e3:.0f}", f"{value / seconds[OURS]:.2f}")
     Console().print(table)
 
 
