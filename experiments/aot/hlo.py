@@ -69,6 +69,8 @@ class Transfer:
     kind: str
     """One of `COLLECTIVES`."""
     start: Instruction
+    operands: tuple[tuple[str, tuple[int, ...]], ...]
+    """Dtype and dimensions of every array that goes in."""
     op_name: str
     """Its own, or that of the nearest producer that kept one."""
     times: float
@@ -150,7 +152,9 @@ class Program:
                 sync = '"is_sync":true' in instruction.attributes
                 op_name = self._op_name(body, instruction)
                 times = self.executions[name]
-                yield Transfer(kind, instruction, op_name, times, asynchronous and not sync, between)
+                shapes = {one.name: one.arrays for one in body if one.name in instruction.operands}
+                operands = tuple(array for name in instruction.operands for array in shapes[name])
+                yield Transfer(kind, instruction, operands, op_name, times, asynchronous and not sync, between)
 
     def is_gemm(self, instruction: Instruction) -> bool:
         """Whether it is a matrix product: a library call, or a fusion around one."""
