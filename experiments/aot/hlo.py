@@ -6,7 +6,7 @@ the data move. Nothing here knows about JAX devices; it reads text.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
@@ -81,6 +81,19 @@ class Transfer:
 
 
 @dataclass(frozen=True)
+class Loop:
+    """One while loop of a program."""
+
+    op_name: str
+    body: str
+    """The name of the computation that it repeats."""
+    trips: float
+    """Infinite if its length is not known."""
+    times: float
+    """How often a run of the program executes its body."""
+
+
+@dataclass(frozen=True)
 class Program:
     """A scheduled HLO module.
 
@@ -128,20 +141,34 @@ class Program:
         def visit(name: str, times: float) -> None:
             counts[name] += times
             for instruction in self.computations[name]:
-                trips: float = 1
-                if instruction.opcode == "while":
-                    known = _TRIPS.search(instruction.attributes)
-                    trips = int(known[1]) if known else inf
                 for called in instruction.called:
-                    visit(called, times * trips)
+                    visit(called, times * _trips(instruction))
 
         visit(self.entry, 1.0)
         return counts
 
-    def transfers(self) -> Iterator[Transfer]:
-        """All collectives that the program runs."""
+    def loops(self, within: Set[str] | None = None) -> Iterator[Loop]:
+        """The loops that the program runs, or those among the computations ``within``."""
         for name, body in self.computations.items():
-            if not self.executions[name] or name in self._wrapped:
+            for one in body:
+                if one.opcode == "while" and self.executions[name] and (within is None or name in within):
+                    (repeated,) = one.called
+                    yield Loop(one.op_name, repeated, _trips(one), self.executions[repeated])
+
+    def reached_from(self, names: Iterable[str]) -> set[str]:
+        """Computations of these names, and all that they run."""
+        reached, queue = set(), list(names)
+        while queue:
+            name = queue.pop()
+            if name not in reached:
+                reached.add(name)
+                queue.extend(called for one in self.computations[name] for called in one.called)
+        return reached
+
+    def transfers(self, within: Set[str] | None = None) -> Iterator[Transfer]:
+        """The collectives that the program runs, or those among the computations ``within``."""
+        for name, body in self.computations.items():
+            if not self.executions[name] or name in self._wrapped or (within is not None and name not in within):
                 continue
             for place, instruction in enumerate(body):
                 kind = self._kind(instruction)
@@ -211,6 +238,14 @@ class Program:
             seen.update(new)
             queue.extend(by_name[name] for name in new)
         return ""
+
+
+def _trips(instruction: Instruction) -> float:
+    """How often an instruction runs what it calls each time."""
+    if instruction.opcode != "while":
+        return 1
+    known = _TRIPS.search(instruction.attributes)
+    return int(known[1]) if known else inf
 
 
 def _instruction(line: str) -> Instruction:

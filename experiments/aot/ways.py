@@ -16,6 +16,8 @@ the ragged replica fetch. ``padded`` is flat."""
 
 MODEL: Final = Model()
 TOPOLOGY: Final = Topology(num_nodes=2, ranks_per_node=4, num_experts=32, replica_slots=2)
+EXPERT: Final = 3 * MODEL.width * MODEL.expert_width
+"""Elements of one expert's weights."""
 
 
 def parallel_of(
