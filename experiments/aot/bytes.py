@@ -2,11 +2,11 @@
 
 A device in a group of P sends, of an operand of n bytes:
 
-    all-to-all, reduce-scatter   n (P - 1) / P
-    all-gather                   n (P - 1)
-    all-reduce                   2 n (P - 1) / P, a reduce-scatter and an all-gather
-    collective-permute           n
-    ragged-all-to-all            at most n: how much lies in its lanes is known when it runs
+    all-to-all, reduce-scatter       n (P - 1) / P
+    all-gather                       n (P - 1)
+    all-reduce                       2 n (P - 1) / P, a reduce-scatter and an all-gather
+    collective-permute, -broadcast   n
+    ragged-all-to-all                at most n: how much lies in its lanes is known when it runs
 
 Groups say over which network: ``local`` inside a node, ``node`` between ranks of one local index, ``all`` over both.
 """
@@ -27,7 +27,18 @@ type What = Literal["tokens", "gates", "replicas", "push", "return", "dense", "o
 type Sent = dict[tuple[What, Axes], int]
 """Bytes by what they are and the network that they take."""
 
-_SIZES: Final = {"pred": 1, "s8": 1, "u8": 1, "f16": 2, "bf16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "f64": 8}
+_SIZES: Final = {
+    "pred": 1,
+    "s8": 1,
+    "u8": 1,
+    "f16": 2,
+    "bf16": 2,
+    "s32": 4,
+    "u32": 4,
+    "f32": 4,
+    "s64": 8,
+    "f64": 8,
+}
 _LISTS = re.compile(r"replica_groups=\{(\{[\d,]+\}(?:,\{[\d,]+\})*)\}")
 _IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}")
@@ -45,7 +56,9 @@ def count_sent(transfers: Iterable[Transfer], topology: Topology) -> Sent:
         axes, ranks = group_axes(transfer.start, topology)
         sent = sent_bytes(transfer, ranks) * transfer.times
         if not np.isfinite(sent):
-            raise ValueError(f"{transfer.start.name} runs in a loop of unknown length: its bytes cannot be counted")
+            raise ValueError(
+                f"{transfer.start.name} runs in a loop of unknown length: its bytes cannot be counted"
+            )
         total[what_is_sent(transfer), axes] += round(sent)
     return dict(total)
 
@@ -54,13 +67,15 @@ def sent_bytes(transfer: Transfer, ranks: int) -> float:
     """The bytes that a device sends in one execution among so many ranks."""
     operands = transfer.operands[:1] if transfer.kind == "ragged-all-to-all" else transfer.operands
     size = sum(_SIZES[dtype] * prod(shape) for dtype, shape in operands)
+    away = (ranks - 1) / ranks
     shares = {
-        "all-to-all": (ranks - 1) / ranks,
-        "reduce-scatter": (ranks - 1) / ranks,
-        "all-gather": ranks - 1,
-        "all-reduce": 2 * (ranks - 1) / ranks,
-        "collective-permute": 1,
-        "ragged-all-to-all": 1,
+        "all-to-all": away,
+        "reduce-scatter": away,
+        "all-gather": ranks - 1.0,
+        "all-reduce": 2 * away,
+        "collective-broadcast": 1.0,
+        "collective-permute": 1.0,
+        "ragged-all-to-all": 1.0,
     }
     return size * shares[transfer.kind]
 
@@ -77,7 +92,9 @@ def group_axes(collective: Instruction, topology: Topology) -> tuple[Axes, int]:
     ranks = np.arange(nodes * local).reshape(nodes, local)
     known: dict[Axes, np.ndarray] = {"local": ranks, "node": ranks.T, "all": ranks.reshape(1, -1)}
     for axes, expected in known.items():
-        if groups is not None and {frozenset(group) for group in groups} == set(map(frozenset, expected.tolist())):
+        if groups is not None and {frozenset(group) for group in groups} == set(
+            map(frozenset, expected.tolist())
+        ):
             return axes, expected.shape[1]
     raise ValueError(f"{collective.name}: groups of ranks that are no axis of {nodes} x {local}: {groups}")
 
@@ -117,8 +134,10 @@ def _groups(attributes: str, ranks: int) -> list[list[int]] | None:
         if prod(sizes.values()) != ranks or not set(over) <= set(names):
             return None
         places = np.arange(ranks).reshape(tuple(sizes.values()))
-        order = [axis for axis, name in enumerate(names) if name not in over] + [names.index(name) for name in over]
-        return places.transpose(order).reshape(-1, prod(sizes[name] for name in over)).tolist()
+        inner = [names.index(name) for name in over]
+        outer = [axis for axis in range(len(names)) if axis not in inner]
+        size = prod(sizes[name] for name in over)
+        return places.transpose(outer + inner).reshape(-1, size).tolist()
     return None
 
 

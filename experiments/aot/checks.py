@@ -5,12 +5,12 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Final, Literal, NamedTuple
 
-from experiments.aot.bytes import Sent, count_sent, what_is_sent
+from experiments.aot.bytes import Sent, count_sent, group_axes, sent_bytes, what_is_sent
 from experiments.aot.expected_bytes import expected_sent
 from experiments.aot.findings import Finding, judge_bytes, read_compiled
 from experiments.aot.hlo import Transfer
 from experiments.aot.stack import compile_step
-from experiments.aot.ways import EXPERT, MODEL, TOPOLOGY, Way, parallel_of
+from experiments.aot.ways import EXPERT, MODEL, TOPOLOGY, Way, capacities_of, parallel_of
 
 type Phase = Literal["fetch", "refetch", "return"]
 
@@ -52,6 +52,14 @@ class Move(NamedTuple):
     """Matrix products of attention, forward or backward, between its start and its done."""
     backward: int
     """Matrix products of the backward pass proper, recomputation not counted."""
+    sent: int
+    """Bytes that a device sends each time."""
+
+    @property
+    def beside(self) -> int:
+        """The products that its data move beside, where they do not wait for it."""
+        products = self.backward if self.phase == "return" else self.attention
+        return products if self.asynchronous else 0
 
 
 class Measured(NamedTuple):
@@ -88,8 +96,16 @@ def measure(case: Case) -> Measured:
             products = [one for one in transfer.between if program.is_gemm(one)]
             attention = sum("attention" in one.op_name for one in products)
             backward = sum("transpose(" in one.op_name and "rematted" not in one.op_name for one in products)
+            _, ranks = group_axes(transfer.start, parallel.topology)
             moves.append(
-                Move(_phase(transfer), transfer.times, transfer.asynchronous, attention, backward)
+                Move(
+                    _phase(transfer),
+                    transfer.times,
+                    transfer.asynchronous,
+                    attention,
+                    backward,
+                    round(sent_bytes(transfer, ranks)),
+                )
             )
         if transfer.kind == "all-gather":
             gathered = max(gathered, *(prod(shape) for _, shape in transfer.start.arrays))
@@ -131,10 +147,8 @@ def _judge_moves(case: Case, found: Measured) -> Iterator[Finding]:
         ("refetch", "attention's"),
         ("return", "the backward pass's"),
     ):
-        moves = by_phase[phase]
-        beside = [move.backward if phase == "return" else move.attention for move in moves]
-        beside = [count if move.asynchronous else 0 for move, count in zip(moves, beside, strict=True)]
-        hidden = sum(move.times for move, count in zip(moves, beside, strict=True) if count) / case.layers
+        beside = [move.beside for move in by_phase[phase]]
+        hidden = sum(move.times for move in by_phase[phase] if move.beside) / case.layers
         yield Finding(
             case.stack,
             f"every {phase} encloses matrix products, {name}"
@@ -142,6 +156,23 @@ def _judge_moves(case: Case, found: Measured) -> Iterator[Finding]:
             f"{hidden:g} of {exchanges} exchanges, {min(beside, default=0)} to {max(beside, default=0)} products",
             hidden >= 1,
         )
+    yield _judge_fetch(case, by_phase["fetch"])
+
+
+def _judge_fetch(case: Case, moves: list[Move]) -> Finding:
+    experts, exposed = (
+        sum(move.times * move.sent for move in moves if not (move.beside and only_exposed))
+        / (case.layers * 2 * EXPERT)
+        for only_exposed in (False, True)
+    )
+    slots = case.replica_slots
+    exports = capacities_of(replace(TOPOLOGY, replica_slots=slots), case.layers).exports
+    return Finding(
+        case.stack,
+        f"a rank sends no more than its {exports} exports and R = {slots} experts in a fetch, however hot one is",
+        f"{experts:.2f} experts, {exposed:.2f} of them beside no product",
+        experts <= exports + slots,
+    )
 
 
 def _judge_memory(case: Case, measured: Mapping[Case, Measured]) -> Iterator[Finding]:

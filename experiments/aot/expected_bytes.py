@@ -1,11 +1,11 @@
-"""What a device should send in a run of a program, from the sizes of its buffers alone, to hold the counted bytes against.
+"""What a device should send in a run of a program, from the sizes of its buffers alone.
 
     tokens     rows of D bfloat16: out in the forward pass, in the checkpointed repetition of it and as the gradient of
                combine, back as combine and as the gradient of dispatch. The repetition leaves combine out
     gates      float32, one for each row inside the node and K for a row that crosses nodes: out twice, their gradient
                back
-    replicas   bfloat16, fetched, fetched again, and their gradients returned. Padded, a rank sends its exports and its R
-               slots in pieces, however often an expert is copied
+    replicas   bfloat16, fetched, fetched again, and their gradients returned. Padded, a rank sends its exports and its
+               R slots in pieces, however often an expert is copied
     push       bfloat16, once an update, all layers: exports to pieces, pieces to nodes, pieces to slots
     return     the same back in float32
     dense      gradients of attention (bfloat16) and router (float32), summed over all ranks in every layer
@@ -56,7 +56,8 @@ def expected_sent(
         assert sizes.push is not None
         inside = (sizes.push.exports + layers * topology.resident_slots) * (local - 1) / local
         between = (nodes - 1) * sizes.push.pair / local
-        for what, width in (("push", 2), ("return", 4)):
+        widths: dict[What, int] = {"push": 2, "return": 4}
+        for what, width in widths.items():
             total[what, "local"] = updates * inside * matrices * width
             total[what, "node"] = updates * between * matrices * width
     dense = 4 * model.width**2 * 2 + model.width * topology.num_experts * 4

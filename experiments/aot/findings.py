@@ -34,4 +34,6 @@ def judge_bytes(program: str, sent: Sent, expected: Sent) -> Finding:
             f"{what} ({axes}): {sent.get((what, axes), 0)}, expected {expected.get((what, axes), 0)}"
             for what, axes in wrong
         )
-    return Finding(program, "MB sent by a device, as the sizes of its buffers say to the byte", found, not wrong)
+    return Finding(
+        program, "MB sent by a device, as the sizes of its buffers say to the byte", found, not wrong
+    )

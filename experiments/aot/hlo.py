@@ -149,9 +149,9 @@ class Program:
 
     def loops(self, within: Set[str] | None = None) -> Iterator[Loop]:
         """The loops that the program runs, or those among the computations ``within``."""
-        for name, body in self.computations.items():
+        for _, body in self._run(within):
             for one in body:
-                if one.opcode == "while" and self.executions[name] and (within is None or name in within):
+                if one.opcode == "while":
                     (repeated,) = one.called
                     yield Loop(one.op_name, repeated, _trips(one), self.executions[repeated])
 
@@ -167,8 +167,8 @@ class Program:
 
     def transfers(self, within: Set[str] | None = None) -> Iterator[Transfer]:
         """The collectives that the program runs, or those among the computations ``within``."""
-        for name, body in self.computations.items():
-            if not self.executions[name] or name in self._wrapped or (within is not None and name not in within):
+        for name, body in self._run(within):
+            if name in self._wrapped:
                 continue
             for place, instruction in enumerate(body):
                 kind = self._kind(instruction)
@@ -180,8 +180,10 @@ class Program:
                 op_name = self._op_name(body, instruction)
                 times = self.executions[name]
                 shapes = {one.name: one.arrays for one in body if one.name in instruction.operands}
-                operands = tuple(array for name in instruction.operands for array in shapes[name])
-                yield Transfer(kind, instruction, operands, op_name, times, asynchronous and not sync, between)
+                operands = tuple(array for operand in instruction.operands for array in shapes[operand])
+                yield Transfer(
+                    kind, instruction, operands, op_name, times, asynchronous and not sync, between
+                )
 
     def is_gemm(self, instruction: Instruction) -> bool:
         """Whether it is a matrix product: a library call, or a fusion around one."""
@@ -205,6 +207,12 @@ class Program:
             if instruction.opcode not in ("while", "conditional")
             for name in instruction.called
         }
+
+    def _run(self, within: Set[str] | None) -> Iterator[tuple[str, list[Instruction]]]:
+        """The computations that a run executes."""
+        for name, body in self.computations.items():
+            if self.executions[name] and (within is None or name in within):
+                yield name, body
 
     def _kind(self, instruction: Instruction) -> str | None:
         """The collective that an instruction is, starts or wraps; None for any other."""
@@ -243,9 +251,9 @@ class Program:
 def _trips(instruction: Instruction) -> float:
     """How often an instruction runs what it calls each time."""
     if instruction.opcode != "while":
-        return 1
+        return 1.0
     known = _TRIPS.search(instruction.attributes)
-    return int(known[1]) if known else inf
+    return float(known[1]) if known else inf
 
 
 def _instruction(line: str) -> Instruction:

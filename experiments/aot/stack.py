@@ -93,7 +93,8 @@ def loss(
     scanned = isinstance(params, Layer)
 
     def apply(x, slices):
-        return layer(x, *slices, model, parallel)
+        params, prepared, expert_ids = slices
+        return layer(x, params, prepared, expert_ids, model, parallel)
 
     # Only an unrolled stack could have its second computation merged with the first.
     policy = jax.checkpoint_policies.nothing_saveable
@@ -123,13 +124,15 @@ def compile_step(
     """
     params = parameter_shapes(model, parallel, (layers,), jnp.bfloat16)
     inputs = input_shapes(model, parallel, (), layers)
-    stacked = (params, inputs.prepared, inputs.expert_ids)
+    stacked: tuple[Any, ...] = (params, inputs.prepared, inputs.expert_ids)
     if not scanned:
         stacked = tuple((_without_first_axis(one),) * layers for one in stacked)
-    step = jax.jit(
-        jax.grad(lambda *arguments: loss(*arguments, model, parallel), argnums=(0, 1)),
-        compiler_options={**OVERLAP_OPTIONS, **QUICKLY},
-    )
+
+    def of_step(params, x, prepared, expert_ids):
+        return loss(params, x, prepared, expert_ids, model, parallel)
+
+    options = {**OVERLAP_OPTIONS, **QUICKLY}
+    step = jax.jit(jax.grad(of_step, argnums=(0, 1)), compiler_options=options)
     return step.lower(stacked[0], inputs.x, *stacked[1:]).compile()
 
 

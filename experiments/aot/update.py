@@ -10,9 +10,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
+import optax  # type: ignore[import-untyped]
 
-from experiments.aot.stack import QUICKLY, Inputs, Layer, Model, input_shapes, loss, parameter_shapes, plan_shapes
+from experiments.aot.stack import (
+    QUICKLY,
+    Layer,
+    Model,
+    input_shapes,
+    loss,
+    parameter_shapes,
+    plan_shapes,
+)
 from relibra_jax.execution import OVERLAP_OPTIONS, ExpertParallel, push_residents, return_gradients
 from relibra_jax.types import Plan
 
@@ -20,9 +28,15 @@ OPTIMIZER = optax.adamw(1e-5)
 
 
 def update(
-    params: Layer, state: Any, inputs: Inputs, plan: Plan, model: Model, parallel: ExpertParallel, chunk_bytes: int
+    params: Layer,
+    state: Any,
+    inputs: Any,
+    plan: Plan,
+    model: Model,
+    parallel: ExpertParallel,
+    chunk_bytes: int,
 ) -> tuple[Layer, Any]:
-    """One optimizer update over stacked micro-batches: new parameters and the optimizer's new state."""
+    """One optimizer update over stacked micro-batches, `experiments.aot.stack.Inputs`: parameters and state."""
     has_residents = parallel.topology.resident_slots > 0
     residents = None
     if has_residents:
@@ -30,12 +44,12 @@ def update(
             params.experts, plan, parallel, dtype=inputs.x.dtype, chunk_bytes=chunk_bytes
         )
 
-    def share(trained, micro_batch: Inputs):
+    def share(trained, micro_batch):
         params, residents = trained
         prepared = micro_batch.prepared._replace(residents=residents)
         return loss(params, micro_batch.x, prepared, micro_batch.expert_ids, model, parallel)
 
-    def accumulate(total, micro_batch: Inputs):
+    def accumulate(total, micro_batch):
         value, gradients = jax.value_and_grad(share)((params, residents), micro_batch)
         return jax.tree.map(jnp.add, total, gradients), value
 
@@ -79,7 +93,8 @@ def compile_updates(
 
     def batch(params, state, inputs, plan):
         def one(carry, inputs):
-            return update(*carry, inputs, plan, model, parallel, chunk_bytes), None
+            params, state = carry
+            return update(params, state, inputs, plan, model, parallel, chunk_bytes), None
 
         if updates == 1:
             return one((params, state), inputs)[0]

@@ -10,7 +10,7 @@ from experiments.aot.expected_bytes import expected_sent
 from experiments.aot.findings import Finding, judge_bytes, read_compiled
 from experiments.aot.hlo import Program
 from experiments.aot.update import compile_updates
-from experiments.aot.ways import EXPERT, MODEL, TOPOLOGY, Way, parallel_of
+from experiments.aot.ways import EXPERT, MODEL, TOPOLOGY, Way, capacities_of, parallel_of
 
 LAYERS: Final = 4
 MICRO_BATCHES: Final = 3
@@ -155,9 +155,7 @@ def _judge_layers(batch: Batch, layers: InLayers) -> Iterator[Finding]:
         layers.loops == 2 and not layers.preparations,
     )
     # Gradients of exports are added to those of homes and of residents, one after the other.
-    exports = parallel_of(batch.way).capacities
-    assert exports is not None
-    allowed = {exports.exports: 2}
+    allowed = {capacities_of(TOPOLOGY, LAYERS).exports: 2}
     yield Finding(
         batch.name,
         "nor loops, but two that add replicas' gradients to those of homes and residents",

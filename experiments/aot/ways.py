@@ -32,27 +32,32 @@ def parallel_of(
         layers: the layers that residents are pushed for.
     """
     topology = replace(TOPOLOGY, replica_slots=replica_slots, resident_slots=resident_slots)
+    return ExpertParallel(
+        mesh=h100_mesh(topology),
+        topology=topology,
+        capacities=capacities_of(topology, layers),
+        path="auto" if way == "auto" else "flat" if way == "padded" else "hierarchical",
+        exchange="auto" if way == "auto" else "padded",
+        fetch="auto" if way == "auto" else "padded",
+    )
+
+
+def capacities_of(topology: Topology, layers: int) -> Capacities:
+    """Buffer sizes: loads a quarter off the even ones, and nearly every token on both nodes."""
     even = MODEL.tokens * MODEL.top_k
     rows = even * 33 // 32
     visits = MODEL.tokens * 31 // 32
     push = None
-    if resident_slots:
-        each = layers * resident_slots
+    if topology.resident_slots:
+        each = layers * topology.resident_slots
         push = PushSizes(exports=each + 2, pair=each * topology.ranks_per_node - 3)
-    return ExpertParallel(
-        mesh=h100_mesh(topology),
-        topology=topology,
-        capacities=Capacities(
-            rows=rows,
-            flat=ExchangeSizes(pair=even // topology.num_ranks * 5 // 4, send=even, receive=rows),
-            node=ExchangeSizes(pair=visits, send=2 * visits, receive=2 * visits),
-            local=ExchangeSizes(pair=even // topology.ranks_per_node * 5 // 4, send=rows, receive=rows),
-            # As many exports as replicas on every rank: a rank that exports more holds that much more.
-            exports=replica_slots,
-            export_copies=replica_slots,
-            push=push,
-        ),
-        path="auto" if way == "auto" else "flat" if way == "padded" else "hierarchical",
-        exchange="auto" if way == "auto" else "padded",
-        fetch="auto" if way == "auto" else "padded",
+    return Capacities(
+        rows=rows,
+        flat=ExchangeSizes(pair=even // topology.num_ranks * 5 // 4, send=even, receive=rows),
+        node=ExchangeSizes(pair=visits, send=2 * visits, receive=2 * visits),
+        local=ExchangeSizes(pair=even // topology.ranks_per_node * 5 // 4, send=rows, receive=rows),
+        # As many exports as replicas on every rank: a rank that exports more holds that much more.
+        exports=topology.replica_slots,
+        export_copies=topology.replica_slots,
+        push=push,
     )
