@@ -151,22 +151,25 @@ SOUND = {
 }
 
 
+ONE, THREE = BATCHES[1], BATCHES[-1]
+
+
 @pytest.mark.parametrize(
-    ("change", "broken"),
+    ("batch", "change", "broken"),
     [
-        ({}, []),
-        ({"sent": {}}, ["MB sent"]),
-        ({"pushes": {"push": [24.0] * 3, "return": [8.0] * 3}}, ["residents are pushed"]),
-        ({"pushes": {"push": [2.0] * 4, "return": [8.0] * 3}}, ["residents are pushed"]),
-        ({"layers": InLayers(2, 1, 0, {2.0: 2})}, ["residents are pushed"]),
-        ({"layers": InLayers(2, 0, 3, {2.0: 2})}, ["layers contain no sort"]),
-        ({"layers": InLayers(0, 0, 0, {2.0: 2})}, ["layers contain no sort"]),
-        ({"layers": InLayers(2, 0, 0, {2.0: 3})}, ["nor loops"]),
-        ({"temporary": 10**9 + MOST_EXTRA + 1}, ["temporary memory of residents"]),
+        (ONE, {}, []),
+        (THREE, {"temporary": SOUND[THREE].temporary + 1}, ["no more temporary memory"]),
+        (ONE, {"sent": {}}, ["MB sent"]),
+        (ONE, {"pushes": {"push": [24.0] * 3, "return": [8.0] * 3}}, ["residents are pushed"]),
+        (ONE, {"pushes": {"push": [2.0] * 4, "return": [8.0] * 3}}, ["residents are pushed"]),
+        (ONE, {"layers": InLayers(2, 1, 0, {2.0: 2})}, ["residents are pushed"]),
+        (ONE, {"layers": InLayers(2, 0, 3, {2.0: 2})}, ["layers contain no sort"]),
+        (ONE, {"layers": InLayers(0, 0, 0, {2.0: 2})}, ["layers contain no sort"]),
+        (ONE, {"layers": InLayers(2, 0, 0, {2.0: 3})}, ["nor loops"]),
+        (ONE, {"temporary": 10**9 + MOST_EXTRA + 1}, ["temporary memory of residents"]),
     ],
 )
-def test_every_promise_of_an_update_can_be_broken(change, broken):
-    batch = BATCHES[1]
+def test_every_promise_of_an_update_can_be_broken(batch, change, broken):
     findings = list(judge_batches(SOUND | {batch: SOUND[batch]._replace(**change)}))
     failed = [finding for finding in findings if finding.good is False]
     assert {finding.program for finding in failed} <= {batch.name}

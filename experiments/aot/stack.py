@@ -68,7 +68,7 @@ def layer(
     hidden = _normalise(x)
     scores = jnp.einsum("btd,de->bte", hidden, params.router, preferred_element_type=jnp.float32)
     gates = jnp.take_along_axis(jax.nn.softmax(scores), expert_ids, axis=-1)
-    return x + moe_layer(hidden, gates, experts, prepared, parallel).output
+    return x + moe_layer(hidden, expert_ids, gates, experts, prepared, parallel).output
 
 
 def _attention(x, params: Layer, model: Model):
