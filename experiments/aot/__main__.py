@@ -1,12 +1,14 @@
-"""Compile a stack of layers for 2 nodes x 4 H100 and hold the program to what the design promises.
+"""Compile training steps for 2 nodes x 4 H100 and hold the programs to what the design promises.
 
     make aot
 
-Two ways of running the same plans, scanned and unrolled: ragged exchanges for tokens and replicas, and padded ones
-(all-to-all, reduce-scatter). Each is compiled with R = 2 replica slots and with none, 2 and 8 layers deep, experts in
-the Hopper kernels. Then these by themselves, at the shapes of named models. No GPU is needed, and none is used: this
-shows schedules, buffers and what the assembler made of the kernels, not that ragged exchanges and kernels compute what
-they should.
+Layers are prepared before: their tables are arguments. Stacks of layers run the same plans in two ways: as
+`relibra_jax.execution.ExpertParallel` chooses on such nodes, scanned and unrolled, and with padded exchanges of tokens
+and replicas. Each is compiled with R = 2 replica slots and with none, 2 and 8 layers deep, experts in the Hopper
+kernels. Then whole optimizer updates with residents, several micro-batches and several updates; the program that
+migrates experts; and the kernels by themselves, at the shapes of named models. No GPU is needed, and none is used:
+this shows schedules, buffers, bytes and what the assembler made of the kernels, not that ragged exchanges and kernels
+compute what they should.
 ``XLA_FLAGS=--xla_dump_to=DIR`` keeps the programs.
 """
 
@@ -19,7 +21,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from rich.console import Console
 from rich.table import Table
 
-from experiments.aot import checks, kernels
+from experiments.aot import checks, kernels, migration, update_checks
 
 
 def main() -> int:
@@ -31,16 +33,21 @@ def main() -> int:
     context = multiprocessing.get_context("spawn")
     workers = min(len(os.sched_getaffinity(0)), 4)
     with ProcessPoolExecutor(workers, mp_context=context) as pool:
+        batches: list[Future] = [
+            pool.submit(update_checks.measure_batch, batch) for batch in update_checks.BATCHES
+        ]
         futures: list[Future] = [pool.submit(checks.measure, case) for case in cases]
-        migration = pool.submit(checks.measure_migration)
+        of_migration = pool.submit(migration.measure_migration)
         of_kernels: list[Future] = [
             pool.submit(kernels.compile_kernels, case) for case in kernels.KERNEL_CASES
         ]
         measured = dict(zip(cases, (future.result() for future in futures), strict=True))
+        updates = dict(zip(update_checks.BATCHES, (future.result() for future in batches), strict=True))
         compiled = dict(zip(kernels.KERNEL_CASES, (future.result() for future in of_kernels), strict=True))
         findings = [
             *checks.judge(measured),
-            *checks.judge_migration(migration.result()),
+            *update_checks.judge_batches(updates),
+            *migration.judge_migration(of_migration.result()),
             *kernels.judge_kernels(compiled),
         ]
     table = Table(
@@ -48,12 +55,12 @@ def main() -> int:
     )
     for finding in findings:
         verdict = {True: "[green]ok", False: "[red]FAILED", None: "stated"}[finding.good]
-        table.add_row(finding.stack, finding.promise, finding.found, verdict)
+        table.add_row(finding.program, finding.promise, finding.found, verdict)
     console = Console(width=None if sys.stdout.isatty() else 150)
     console.print(table)
     failed = sum(finding.good is False for finding in findings)
     console.print(
-        f"{len(cases) + 1 + len(compiled)} programs in {time.monotonic() - start:.0f} s,"
+        f"{len(cases) + len(updates) + 1 + len(compiled)} programs in {time.monotonic() - start:.0f} s,"
         f" {failed} of {len(findings)} failed"
     )
     return 1 if failed else 0

@@ -6,7 +6,7 @@ the data move. Nothing here knows about JAX devices; it reads text.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
@@ -69,6 +69,8 @@ class Transfer:
     kind: str
     """One of `COLLECTIVES`."""
     start: Instruction
+    operands: tuple[tuple[str, tuple[int, ...]], ...]
+    """Dtype and dimensions of every array that goes in."""
     op_name: str
     """Its own, or that of the nearest producer that kept one."""
     times: float
@@ -76,6 +78,19 @@ class Transfer:
     asynchronous: bool
     between: tuple[Instruction, ...]
     """What the schedule puts between start and done; nothing if it is not asynchronous."""
+
+
+@dataclass(frozen=True)
+class Loop:
+    """One while loop of a program."""
+
+    op_name: str
+    body: str
+    """The name of the computation that it repeats."""
+    trips: float
+    """Infinite if its length is not known."""
+    times: float
+    """How often a run of the program executes its body."""
 
 
 @dataclass(frozen=True)
@@ -126,20 +141,34 @@ class Program:
         def visit(name: str, times: float) -> None:
             counts[name] += times
             for instruction in self.computations[name]:
-                trips: float = 1
-                if instruction.opcode == "while":
-                    known = _TRIPS.search(instruction.attributes)
-                    trips = int(known[1]) if known else inf
                 for called in instruction.called:
-                    visit(called, times * trips)
+                    visit(called, times * _trips(instruction))
 
         visit(self.entry, 1.0)
         return counts
 
-    def transfers(self) -> Iterator[Transfer]:
-        """All collectives that the program runs."""
-        for name, body in self.computations.items():
-            if not self.executions[name] or name in self._wrapped:
+    def loops(self, within: Set[str] | None = None) -> Iterator[Loop]:
+        """The loops that the program runs, or those among the computations ``within``."""
+        for _, body in self._run(within):
+            for one in body:
+                if one.opcode == "while":
+                    (repeated,) = one.called
+                    yield Loop(one.op_name, repeated, _trips(one), self.executions[repeated])
+
+    def reached_from(self, names: Iterable[str]) -> set[str]:
+        """Computations of these names, and all that they run."""
+        reached, queue = set(), list(names)
+        while queue:
+            name = queue.pop()
+            if name not in reached:
+                reached.add(name)
+                queue.extend(called for one in self.computations[name] for called in one.called)
+        return reached
+
+    def transfers(self, within: Set[str] | None = None) -> Iterator[Transfer]:
+        """The collectives that the program runs, or those among the computations ``within``."""
+        for name, body in self._run(within):
+            if name in self._wrapped:
                 continue
             for place, instruction in enumerate(body):
                 kind = self._kind(instruction)
@@ -150,7 +179,11 @@ class Program:
                 sync = '"is_sync":true' in instruction.attributes
                 op_name = self._op_name(body, instruction)
                 times = self.executions[name]
-                yield Transfer(kind, instruction, op_name, times, asynchronous and not sync, between)
+                shapes = {one.name: one.arrays for one in body if one.name in instruction.operands}
+                operands = tuple(array for operand in instruction.operands for array in shapes[operand])
+                yield Transfer(
+                    kind, instruction, operands, op_name, times, asynchronous and not sync, between
+                )
 
     def is_gemm(self, instruction: Instruction) -> bool:
         """Whether it is a matrix product: a library call, or a fusion around one."""
@@ -174,6 +207,12 @@ class Program:
             if instruction.opcode not in ("while", "conditional")
             for name in instruction.called
         }
+
+    def _run(self, within: Set[str] | None) -> Iterator[tuple[str, list[Instruction]]]:
+        """The computations that a run executes."""
+        for name, body in self.computations.items():
+            if self.executions[name] and (within is None or name in within):
+                yield name, body
 
     def _kind(self, instruction: Instruction) -> str | None:
         """The collective that an instruction is, starts or wraps; None for any other."""
@@ -207,6 +246,14 @@ class Program:
             seen.update(new)
             queue.extend(by_name[name] for name in new)
         return ""
+
+
+def _trips(instruction: Instruction) -> float:
+    """How often an instruction runs what it calls each time."""
+    if instruction.opcode != "while":
+        return 1.0
+    known = _TRIPS.search(instruction.attributes)
+    return float(known[1]) if known else inf
 
 
 def _instruction(line: str) -> Instruction:

@@ -18,7 +18,7 @@ from typing import Final, Literal, NamedTuple
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from experiments.aot.checks import Finding
+from experiments.aot.findings import Finding
 from experiments.aot.h100 import h100_mesh
 from pallas_kernels import grouped_dot, grouped_mlp
 from pallas_kernels.hopper.tile_sizes import MODELS, RANKS, REPLICAS

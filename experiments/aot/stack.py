@@ -5,13 +5,20 @@ each rank, a softmax router whose gates are recomputed at replayed ids, checkpoi
 """
 
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from relibra_jax.execution import OVERLAP_OPTIONS, ExpertParallel, fetch_replicas, moe_layer
+from relibra_jax.execution import (
+    OVERLAP_OPTIONS,
+    ExpertParallel,
+    PreparedLayer,
+    fetch_replicas,
+    moe_layer,
+    prepare_layers,
+)
 from relibra_jax.execution.mesh import RANKS
 from relibra_jax.types import LayerPlan
 
@@ -48,19 +55,20 @@ class Layer(NamedTuple):
 def layer(
     x: jax.Array,
     params: Layer,
-    plan: LayerPlan,
+    prepared: PreparedLayer,
     expert_ids: jax.Array,
     model: Model,
     parallel: ExpertParallel,
 ) -> jax.Array:
-    """One layer: ``x`` is ``[samples, positions, D]``, those of all ranks."""
-    experts, x = fetch_replicas(params.experts, plan, x, parallel)
+    """One layer: ``x`` is ``[samples, positions, D]``, those of all ranks. Computes in the dtype of ``x``."""
+    params = jax.tree.map(lambda leaf: leaf.astype(x.dtype), params)
+    experts, x = fetch_replicas(params.experts, prepared, x, parallel)
     with jax.named_scope("attention"):
         x = x + _attention(_normalise(x), params, model)
     hidden = _normalise(x)
     scores = jnp.einsum("btd,de->bte", hidden, params.router, preferred_element_type=jnp.float32)
     gates = jnp.take_along_axis(jax.nn.softmax(scores), expert_ids, axis=-1)
-    return x + moe_layer(hidden, expert_ids, gates, experts, plan, parallel)
+    return x + moe_layer(hidden, expert_ids, gates, experts, prepared, parallel).output
 
 
 def _attention(x, params: Layer, model: Model):
@@ -78,6 +86,27 @@ def _normalise(x):
     return (wide * jax.lax.rsqrt(jnp.mean(wide**2, -1, keepdims=True) + 1e-6)).astype(x.dtype)
 
 
+def loss(
+    params: Any, x: jax.Array, prepared: Any, expert_ids: Any, model: Model, parallel: ExpertParallel
+) -> jax.Array:
+    """The loss of a stack of checkpointed layers: scanned if leaves are stacked, unrolled over tuples of layers."""
+    scanned = isinstance(params, Layer)
+
+    def apply(x, slices):
+        params, prepared, expert_ids = slices
+        return layer(x, params, prepared, expert_ids, model, parallel)
+
+    # Only an unrolled stack could have its second computation merged with the first.
+    policy = jax.checkpoint_policies.nothing_saveable
+    apply = jax.checkpoint(apply, policy=policy, prevent_cse=not scanned)
+    if scanned:
+        x, _ = jax.lax.scan(lambda x, slices: (apply(x, slices), None), x, (params, prepared, expert_ids))
+    else:
+        for slices in zip(params, prepared, expert_ids, strict=True):
+            x = apply(x, slices)
+    return jnp.mean(x.astype(jnp.float32) ** 2)
+
+
 def compile_step(
     model: Model, parallel: ExpertParallel, *, layers: int, scanned: bool
 ) -> jax.stages.Compiled:
@@ -93,52 +122,78 @@ def compile_step(
     Returns:
         The compiled gradients of parameters and input, all in bfloat16.
     """
+    params = parameter_shapes(model, parallel, (layers,), jnp.bfloat16)
+    inputs = input_shapes(model, parallel, (), layers)
+    stacked: tuple[Any, ...] = (params, inputs.prepared, inputs.expert_ids)
+    if not scanned:
+        stacked = tuple((_without_first_axis(one),) * layers for one in stacked)
 
-    def apply(x, slices):
-        params, plan, expert_ids = slices
-        return layer(x, params, plan, expert_ids, model, parallel)
+    def of_step(params, x, prepared, expert_ids):
+        return loss(params, x, prepared, expert_ids, model, parallel)
 
-    # Only an unrolled stack could have its second computation merged with the first.
-    policy = jax.checkpoint_policies.nothing_saveable
-    apply = jax.checkpoint(apply, policy=policy, prevent_cse=not scanned)
-
-    def loss(params, x, plans, expert_ids):
-        if scanned:
-            x, _ = jax.lax.scan(lambda x, slices: (apply(x, slices), None), x, (params, plans, expert_ids))
-        else:
-            for slices in zip(params, plans, expert_ids, strict=True):
-                x = apply(x, slices)
-        return jnp.mean(x.astype(jnp.float32) ** 2)
-
-    shapes = _layer_shapes(model, parallel, stacked=layers if scanned else None)
-    arguments = shapes if scanned else tuple((one,) * layers for one in shapes)
-    shape = (parallel.num_ranks * model.samples, model.positions, model.width)
-    x = jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=parallel.token_sharding)
     options = {**OVERLAP_OPTIONS, **QUICKLY}
-    step = jax.jit(jax.grad(loss, argnums=(0, 1)), compiler_options=options)
-    return step.lower(arguments[0], x, *arguments[1:]).compile()
+    step = jax.jit(jax.grad(of_step, argnums=(0, 1)), compiler_options=options)
+    return step.lower(stacked[0], inputs.x, *stacked[1:]).compile()
 
 
-def _layer_shapes(
-    model: Model, parallel: ExpertParallel, stacked: int | None
-) -> tuple[Layer, LayerPlan, jax.ShapeDtypeStruct]:
-    """Shapes, dtypes and shardings of a layer's arguments, or of those of all layers of a stack."""
-    lead = () if stacked is None else (stacked,)
+class Inputs(NamedTuple):
+    """What a stack reads besides its parameters."""
 
-    def array(shape, dtype, *spec):
-        sharding = NamedSharding(parallel.mesh, PartitionSpec(*(None for _ in lead), *spec))
-        return jax.ShapeDtypeStruct((*lead, *shape), dtype, sharding=sharding)
+    x: jax.ShapeDtypeStruct
+    """``[*lead, samples, positions, D]``."""
+    prepared: PreparedLayer
+    """``[*lead, L, ...]``, without residents."""
+    expert_ids: jax.ShapeDtypeStruct
+    """``[*lead, L, samples, positions, K]``."""
 
+
+def parameter_shapes(model: Model, parallel: ExpertParallel, lead: tuple[int, ...], dtype: Any) -> Layer:
+    """Shapes and shardings of layers stacked ``lead``."""
     topology, width = parallel.topology, model.width
-    ranks, experts = (topology.num_nodes, topology.ranks_per_node), topology.num_experts
-    weights = (*ranks, topology.home_slots, 3, width, model.expert_width)
-    params = Layer(
-        qkv=array((width, 3 * width), jnp.bfloat16),
-        out=array((width, width), jnp.bfloat16),
-        router=array((width, experts), jnp.bfloat16),
-        experts=array(weights, jnp.bfloat16, *RANKS),
+    slots = (*parallel.ranks, topology.home_slots)
+    return Layer(
+        qkv=_array(parallel, lead, (width, 3 * width), dtype),
+        out=_array(parallel, lead, (width, width), dtype),
+        router=_array(parallel, lead, (width, topology.num_experts), dtype),
+        experts=_array(parallel, lead, (*slots, 3, width, model.expert_width), dtype, *RANKS),
     )
-    slots = array((*ranks, topology.slots), jnp.int32)
-    plan = LayerPlan(slots, array((experts,), jnp.int32), slots, array((*ranks, experts), jnp.int32))
-    ids = (parallel.num_ranks * model.samples, model.positions, model.top_k)
-    return params, plan, array(ids, jnp.int32, RANKS)
+
+
+def plan_shapes(parallel: ExpertParallel, lead: tuple[int, ...]) -> LayerPlan:
+    """Shapes of layer plans stacked ``lead``, the same on all devices."""
+    topology, ranks = parallel.topology, parallel.ranks
+    slots = _array(parallel, lead, (*ranks, topology.slots), jnp.int32)
+    home = _array(parallel, lead, (topology.num_experts,), jnp.int32)
+    return LayerPlan(slots, home, slots, _array(parallel, lead, (*ranks, topology.num_experts), jnp.int32))
+
+
+def input_shapes(model: Model, parallel: ExpertParallel, lead: tuple[int, ...], layers: int) -> Inputs:
+    """Shapes and shardings of the inputs of a stack of layers, of so many updates and micro-batches."""
+    samples = (parallel.num_ranks * model.samples, model.positions)
+    ids = jax.ShapeDtypeStruct((1, *samples, layers, model.top_k), jnp.int32)
+    tables = jax.eval_shape(
+        lambda ids, plans: prepare_layers(ids, plans, parallel), ids, plan_shapes(parallel, (1, layers))
+    )
+
+    def stacked(leaf: jax.ShapeDtypeStruct, *spec: Any) -> jax.ShapeDtypeStruct:
+        return _array(parallel, (*lead, layers), leaf.shape[2:], leaf.dtype, *spec)
+
+    prepared = jax.tree.map(lambda leaf: stacked(leaf, *RANKS), tables._replace(home=None))
+    return Inputs(
+        x=_array(parallel, lead, (*samples, model.width), jnp.bfloat16, RANKS),
+        prepared=prepared._replace(home=stacked(tables.home)),
+        expert_ids=_array(parallel, (*lead, layers), (*samples, model.top_k), jnp.int32, RANKS),
+    )
+
+
+def _array(parallel: ExpertParallel, lead: tuple[int, ...], shape: Any, dtype: Any, *spec: Any):
+    sharding = NamedSharding(parallel.mesh, PartitionSpec(*(None for _ in lead), *spec))
+    return jax.ShapeDtypeStruct((*lead, *shape), dtype, sharding=sharding)
+
+
+def _without_first_axis(shapes: Any) -> Any:
+    def rest(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        sharding = NamedSharding(leaf.sharding.mesh, PartitionSpec(*leaf.sharding.spec[1:]))
+        return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype, sharding=sharding)
+
+    return jax.tree.map(rest, shapes)

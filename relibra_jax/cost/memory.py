@@ -10,11 +10,13 @@ For every parameter that a rank computes with:
 Residents have weights and accumulators alone, whole. Masters, moments and accumulators of homes are divided by
 ``shards``, the data-parallel copies of the group over which FSDP or ZeRO shards them; those of attention and shared
 experts, which all ranks hold, by ``shards`` times the ranks of the group. Replicas have one buffer that all layers
-share; a compiled stack of layers holds 2.4 to 2.9 times that with the ragged fetch (``make aot``), for what is packed,
-what arrived and its gradient, and 3 is counted. The padded fetch takes 5.5 to 6.9.
+share; a compiled stack of layers holds 1.4 to 2.4 times that with either fetch (``make aot``), for what is packed, what
+arrived and its gradient, and 3 is counted.
 
-Not counted: activations, exchange buffers, embeddings, routers and norms, layers without experts, and what the runtime
-itself takes. The engine casts weights of homes layer by layer from the masters and then holds fewer of them.
+Not counted: activations, gradients of one micro-batch before they are added to the accumulators (2 bytes for each
+parameter of a resident: ``make aot``), exchange buffers, embeddings, routers and norms, layers without experts, and
+what the runtime itself takes. The engine casts weights of homes layer by layer from the masters and then holds fewer of
+them.
 """
 
 from typing import Final, NamedTuple

@@ -143,7 +143,8 @@ def return_gradients(
         plan: the plan of the batch.
         parallel: how plans are run.
         fsdp_axis: as for `push_residents`.
-        chunk_bytes: as for `push_residents`.
+        chunk_bytes: the bytes of a rank's home slots in all layers, in the dtype of ``gradients``, that one exchange
+            serves; more go in chunks.
 
     Returns:
         A tree like ``experts``: what has to be added to the experts' own gradients.

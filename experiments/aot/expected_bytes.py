@@ -1,0 +1,65 @@
+"""What a device should send in a run of a program, from the sizes of its buffers alone.
+
+    tokens     rows of D bfloat16: out in the forward pass, in the checkpointed repetition of it and as the gradient of
+               combine, back as combine and as the gradient of dispatch. The repetition leaves combine out
+    gates      float32, one for each row inside the node and K for a row that crosses nodes: out twice, their gradient
+               back
+    replicas   bfloat16, fetched, fetched again, and their gradients returned. Padded, a rank sends its exports and its
+               R slots in pieces, however often an expert is copied
+    push       bfloat16, once an update, all layers: exports to pieces, pieces to nodes, pieces to slots
+    return     the same back in float32
+    dense      gradients of attention (bfloat16) and router (float32), summed over all ranks in every layer
+
+Of what padded exchanges send, a P-th stays on the device. Of ragged ones, buffers are counted whole: their lanes hold
+at most that much.
+"""
+
+from experiments.aot.bytes import Axes, Sent, What
+from experiments.aot.stack import Model
+from relibra_jax.capacity import ExchangeSizes
+from relibra_jax.execution.parallel import ExpertParallel
+
+
+def expected_sent(
+    model: Model, parallel: ExpertParallel, *, layers: int, micro_batches: int = 1, updates: int = 1
+) -> Sent:
+    """The bytes that a device should send.
+
+    Args:
+        model: the sizes of the model.
+        parallel: how plans are run, with counted capacities.
+        layers: the layers of the stack.
+        micro_batches: the micro-batches of an update.
+        updates: the updates of a run.
+    """
+    topology, sizes = parallel.topology, parallel.capacities
+    assert sizes is not None
+    nodes, local = parallel.ranks
+    total: dict[tuple[What, Axes], float] = {}
+    runs = updates * micro_batches * layers
+    hops: list[tuple[Axes, int, ExchangeSizes, int]] = [("all", nodes * local, sizes.flat, 1)]
+    if parallel.is_hierarchical(model.top_k):
+        assert sizes.node is not None
+        hops = [("node", nodes, sizes.node, model.top_k), ("local", local, sizes.local, 1)]
+    for axes, ranks, rows, gates in hops:
+        ragged = parallel.exchange == "auto" and axes == "local"
+        out, back = (rows.send, rows.receive) if ragged else ((ranks - 1) * rows.pair,) * 2
+        total["tokens", axes] = runs * (3 * out + 2 * back) * model.width * 2
+        total["gates", axes] = runs * (2 * out + back) * gates * 4
+    matrices = 3 * model.width * model.expert_width
+    if slots := topology.replica_slots:
+        experts: float = 3 * (sizes.exports + slots) * (local - 1) / local
+        if parallel.fetch == "auto":
+            experts = 2 * sizes.export_copies + slots
+        total["replicas", "local"] = runs * experts * matrices * 2
+    if topology.resident_slots:
+        assert sizes.push is not None
+        inside = (sizes.push.exports + layers * topology.resident_slots) * (local - 1) / local
+        between = (nodes - 1) * sizes.push.pair / local
+        widths: dict[What, int] = {"push": 2, "return": 4}
+        for what, width in widths.items():
+            total[what, "local"] = updates * inside * matrices * width
+            total[what, "node"] = updates * between * matrices * width
+    dense = 4 * model.width**2 * 2 + model.width * topology.num_experts * 4
+    total["dense", "all"] = runs * 2 * dense * (topology.num_ranks - 1) / topology.num_ranks
+    return {key: round(size) for key, size in total.items()}

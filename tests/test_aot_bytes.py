@@ -1,0 +1,214 @@
+"""Bytes that `make aot` counts in a compiled program, and what it concludes from them and from updates."""
+
+import pytest
+
+from experiments.aot.bytes import count_sent
+from experiments.aot.expected_bytes import expected_sent
+from experiments.aot.hlo import Program
+from experiments.aot.stack import Model
+from experiments.aot.update_checks import (
+    BATCHES,
+    LAYERS,
+    MOST_EXTRA,
+    InLayers,
+    MeasuredBatch,
+    judge_batches,
+    look_into_layers,
+)
+from relibra_jax.capacity import Capacities, ExchangeSizes
+from relibra_jax.execution import ExpertParallel, expert_mesh
+from relibra_jax.resident_push import PushSizes
+from relibra_jax.types import Topology
+
+TOPOLOGY = Topology(num_nodes=2, ranks_per_node=4, num_experts=8, replica_slots=0)
+LOCAL, NODE, ALL = (
+    "mesh['node'=2,'local'=4] {'local'}",
+    "mesh['node'=2,'local'=4] {'node'}",
+    "mesh['axis_0'=8] {'axis_0'}",
+)
+HLO = """HloModule step, is_scheduled=true
+
+%body (state: (s32[], bf16[8,6])) -> (s32[], bf16[8,6]) {
+  %state = (s32[], bf16[8,6]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%state), index=0
+  %x = bf16[8,6]{1,0} get-tuple-element(%state), index=1
+  LINE
+  ROOT %next = (s32[], bf16[8,6]{1,0}) tuple(%i, %x)
+}
+
+%more (state: (s32[], bf16[8,6])) -> pred[] {
+  %state.1 = (s32[], bf16[8,6]{1,0}) parameter(0)
+  ROOT %true = pred[] constant(true)
+}
+
+ENTRY %main (start: (s32[], bf16[8,6])) -> bf16[8,6] {
+  %start = (s32[], bf16[8,6]{1,0}) parameter(0)
+  %loop = (s32[], bf16[8,6]{1,0}) while(%start), condition=%more, body=%body, backend_config=TRIPS
+  ROOT %out = bf16[8,6]{1,0} get-tuple-element(%loop), index=1
+}
+"""
+
+
+def program(line, trips='{"known_trip_count":{"n":"5"}}'):
+    return Program.parse(HLO.replace("LINE", line).replace("TRIPS", trips))
+
+
+def sent_by(line, scope="dispatch", groups=LOCAL, **trips):
+    line = f'{line}, replica_groups={groups}, metadata={{op_name="step/{scope}/op"}}'
+    return count_sent(program(line, **trips).transfers(), TOPOLOGY)
+
+
+# Five runs of 8 x 6 bfloat16 numbers: 480 bytes.
+@pytest.mark.parametrize(
+    ("line", "sent"),
+    [
+        ("%a = bf16[8,6]{1,0} all-to-all(%x), dimensions={0}", 480 * 3 // 4),
+        ("%a = bf16[2,6]{1,0} reduce-scatter(%x), dimensions={0}", 480 * 3 // 4),
+        ("%a = bf16[32,6]{1,0} all-gather(%x), dimensions={0}", 480 * 3),
+        ("%a = bf16[8,6]{1,0} all-reduce(%x), to_apply=%more", 480 * 2 * 3 // 4),
+        ("%a = bf16[99,6]{1,0} ragged-all-to-all(%x, %x, %i, %i, %i, %i)", 480),
+    ],
+)
+def test_each_kind_sends_its_share(line, sent):
+    assert sent_by(line) == {("tokens", "local"): sent}
+
+
+def test_an_asynchronous_exchange_counts_once():
+    line = (
+        "%a = ((bf16[8,6]{1,0}), bf16[8,6]{1,0}) all-to-all-start(%x), dimensions={0}, "
+        f'replica_groups={NODE}, metadata={{op_name="step/push_residents/op"}}\n'
+        "  %b = bf16[8,6]{1,0} all-to-all-done(%a)"
+    )
+    assert count_sent(program(line).transfers(), TOPOLOGY) == {("push", "node"): 480 // 2}
+
+
+@pytest.mark.parametrize(
+    ("groups", "found"),
+    [
+        (LOCAL, ("local", 360)),
+        ("{{0,1,2,3},{4,5,6,7}}", ("local", 360)),
+        ("[2,4]<=[8]", ("local", 360)),
+        (NODE, ("node", 240)),
+        ("{{0,4},{1,5},{2,6},{3,7}}", ("node", 240)),
+        ("[4,2]<=[2,4]T(1,0)", ("node", 240)),
+        (ALL, ("all", 420)),
+        ("mesh['node'=2,'local'=4] {'node','local'}", ("all", 420)),
+    ],
+)
+def test_groups_say_which_network_an_exchange_takes(groups, found):
+    line = "%a = bf16[8,6]{1,0} all-to-all(%x), dimensions={0}"
+    assert sent_by(line, groups=groups) == {("tokens", found[0]): found[1]}
+
+
+@pytest.mark.parametrize("groups", ["{{0,1},{2,3},{4,5},{6,7}}", "mesh['a'=4] {'a'}", "[4,2]<=[8]"])
+def test_groups_that_are_no_axis_are_refused(groups):
+    with pytest.raises(ValueError, match="a: groups of ranks that are no axis of 2 x 4"):
+        sent_by("%a = bf16[8,6]{1,0} all-to-all(%x), dimensions={0}", groups=groups)
+
+
+def test_a_loop_of_unknown_length_has_no_bytes():
+    with pytest.raises(ValueError, match="a runs in a loop of unknown length"):
+        sent_by("%a = bf16[8,6]{1,0} all-to-all(%x), dimensions={0}", trips="{}")
+
+
+@pytest.mark.parametrize(
+    ("scope", "line", "what"),
+    [
+        ("dispatch", "%a = f32[4]{0} all-to-all(%f)", "gates"),
+        ("replica_fetch", "%a = f32[4]{0} all-to-all(%f)", "replicas"),
+        ("return_gradients", "%a = f32[4]{0} all-to-all(%f)", "return"),
+        ("attention", "%a = f32[4]{0} all-reduce(%f)", "dense"),
+        ("attention", "%a = f32[4]{0} all-to-all(%f)", "other"),
+    ],
+)
+def test_the_scope_says_what_is_sent(scope, line, what):
+    found = sent_by(f"%f = f32[4]{{0}} copy(%i)\n  {line}", scope=scope)
+    assert [name for name, _ in found] == [what]
+
+
+def test_what_runs_inside_layers_is_found():
+    def inside(scope, line="%a = bf16[8,6]{1,0} all-to-all(%x), dimensions={0}"):
+        line = f'{line}, replica_groups={LOCAL}, metadata={{op_name="step/{scope}/op"}}'
+        trips = f'{{"known_trip_count":{{"n":"{LAYERS}"}}}}'
+        return look_into_layers(program(line, trips=trips), LAYERS)
+
+    assert inside("dispatch") == InLayers(1, 0, 0, {})
+    assert inside("push_residents") == InLayers(1, 1, 0, {})
+    assert inside("prepare_layer", "%a = bf16[8,6]{1,0} copy(%x)") == InLayers(1, 0, 1, {})
+    assert inside("dispatch", "%a = bf16[8,6]{1,0} sort(%x), dimensions={0}") == InLayers(1, 0, 1, {})
+
+
+SENT = {("push", "node"): 1000}
+SOUND = {
+    batch: MeasuredBatch(
+        temporary=10**9 + (MOST_EXTRA if batch.resident_slots else 0),
+        pushes={"push": [2.0 * batch.updates] * 3, "return": [8.0 * batch.updates] * 3},
+        layers=InLayers(2, 0, 0, {2.0: 2}),
+        sent=SENT,
+        expected=SENT,
+    )
+    for batch in BATCHES
+}
+
+
+ONE, THREE = BATCHES[1], BATCHES[-1]
+
+
+@pytest.mark.parametrize(
+    ("batch", "change", "broken"),
+    [
+        (ONE, {}, []),
+        (THREE, {"temporary": SOUND[THREE].temporary + 1}, ["no more temporary memory"]),
+        (ONE, {"sent": {}}, ["MB sent"]),
+        (ONE, {"pushes": {"push": [24.0] * 3, "return": [8.0] * 3}}, ["residents are pushed"]),
+        (ONE, {"pushes": {"push": [2.0] * 4, "return": [8.0] * 3}}, ["residents are pushed"]),
+        (ONE, {"layers": InLayers(2, 1, 0, {2.0: 2})}, ["residents are pushed"]),
+        (ONE, {"layers": InLayers(2, 0, 3, {2.0: 2})}, ["layers contain no sort"]),
+        (ONE, {"layers": InLayers(0, 0, 0, {2.0: 2})}, ["layers contain no sort"]),
+        (ONE, {"layers": InLayers(2, 0, 0, {2.0: 3})}, ["nor loops"]),
+        (ONE, {"temporary": 10**9 + MOST_EXTRA + 1}, ["temporary memory of residents"]),
+    ],
+)
+def test_every_promise_of_an_update_can_be_broken(batch, change, broken):
+    findings = list(judge_batches(SOUND | {batch: SOUND[batch]._replace(**change)}))
+    failed = [finding for finding in findings if finding.good is False]
+    assert {finding.program for finding in failed} <= {batch.name}
+    assert len(failed) == len(broken)
+    for finding, promise in zip(failed, broken, strict=True):
+        assert finding.promise.startswith(promise)
+
+
+def test_expected_bytes_of_a_padded_update():
+    topology = Topology(num_nodes=2, ranks_per_node=4, num_experts=8, replica_slots=2, resident_slots=1)
+    capacities = Capacities(
+        rows=0,
+        flat=ExchangeSizes(pair=0, send=0, receive=0),
+        node=ExchangeSizes(pair=10, send=0, receive=0),
+        local=ExchangeSizes(pair=7, send=0, receive=0),
+        exports=3,
+        export_copies=0,
+        push=PushSizes(exports=5, pair=6),
+    )
+    parallel = ExpertParallel(
+        mesh=expert_mesh(topology),
+        topology=topology,
+        capacities=capacities,
+        path="hierarchical",
+        exchange="padded",
+        fetch="padded",
+    )
+    model = Model(width=16, expert_width=4, heads=1, top_k=2)
+    expert = 3 * 16 * 4
+    layers, runs = 4, 2 * 3 * 4
+    assert expected_sent(model, parallel, layers=layers, micro_batches=3, updates=2) == {
+        ("tokens", "node"): runs * 5 * 10 * 16 * 2,
+        ("tokens", "local"): runs * 5 * 3 * 7 * 16 * 2,
+        ("gates", "node"): runs * 3 * 10 * 2 * 4,
+        ("gates", "local"): runs * 3 * 3 * 7 * 4,
+        ("replicas", "local"): runs * 3 * (3 + 2) * expert * 2 * 3 // 4,
+        ("push", "local"): 2 * (5 + 4) * expert * 2 * 3 // 4,
+        ("push", "node"): 2 * 6 * expert * 2 // 4,
+        ("return", "local"): 2 * (5 + 4) * expert * 4 * 3 // 4,
+        ("return", "node"): 2 * 6 * expert * 4 // 4,
+        ("dense", "all"): runs * 2 * (4 * 16 * 16 * 2 + 16 * 8 * 4) * 7 // 8,
+    }
