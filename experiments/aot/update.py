@@ -56,8 +56,8 @@ def update(
     nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), (params, residents))
     (gradients, of_residents), _ = jax.lax.scan(accumulate, nothing, inputs)
     if has_residents:
-        returned = return_gradients(of_residents, params.experts, plan, parallel, chunk_bytes=chunk_bytes)
-        gradients = gradients._replace(experts=gradients.experts + returned)
+        totals = return_gradients(of_residents, gradients.experts, plan, parallel, chunk_bytes=chunk_bytes)
+        gradients = gradients._replace(experts=totals)
     changes, state = OPTIMIZER.update(gradients, state, params)
     return optax.apply_updates(params, changes), state
 

@@ -126,8 +126,8 @@ class Update:
     def _end_update(self, params: Params, state, total, plan: Plan, micro_batches) -> Updated:
         gradients, of_residents = total
         if of_residents is not None:
-            (returned,) = return_gradients(of_residents, [params.experts], plan, self._parallel)
-            gradients = gradients._replace(experts=gradients.experts + returned)
+            totals = return_gradients(of_residents, gradients.experts, plan, self._parallel)
+            gradients = gradients._replace(experts=totals)
         gradients = jax.tree.map(lambda leaf: leaf / micro_batches, gradients)
         changes, state = OPTIMIZER.update(gradients, state, params)
         return Updated(optax.apply_updates(params, changes), state, optax.tree.norm(gradients))

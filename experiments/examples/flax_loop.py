@@ -40,9 +40,8 @@ class Block(nnx.Module):
     def __call__(self, x, expert_ids, layer, parallel):
         held, x = self.experts.fetch(x, layer, parallel)  # replicas travel while attention computes
         x = x + self.attention(self.norm(x), mask=nnx.make_causal_mask(x[..., 0]))
-        return (
-            x + self.experts(self.expert_norm(x), expert_ids, layer, parallel=parallel, experts=held).output
-        )
+        found = self.experts(self.expert_norm(x), expert_ids, layer, parallel=parallel, experts=held)
+        return x + found.output
 
 
 class Model(nnx.Module):

@@ -27,7 +27,7 @@ One optimizer update, without Flax::
         layer = layers.layer(m).layer(l)._replace(residents=residents[l])
         held, x = fetch_replicas(experts[l], layer, x, parallel)                # before attention
         x = x + moe_layer(x, expert_ids[m, ..., l, :], gates, held, layer, parallel).output
-    gradients += return_gradients(gradients of residents, experts, plan, parallel)
+    gradients = return_gradients(gradients of residents, gradients of experts, plan, parallel)
 
 Checkpoints are in `relibra_jax.execution.checkpoint`, gating in `relibra_jax.execution.gating`, the layer for Flax in
 `relibra_jax.nnx`.

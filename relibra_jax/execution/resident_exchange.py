@@ -60,26 +60,12 @@ def _in_lanes(place: Int[jax.Array, "lanes n"], length: int) -> Int[jax.Array, "
     return jnp.where(place == EMPTY, EMPTY, first + place)
 
 
-def in_chunks(
-    chunk: Callable[[jax.Array | int, int], jax.Array], out: jax.Array, rows: int, chunk_bytes: int
-) -> jax.Array:
-    """``out`` filled by ``chunk(start, width)``, parts of it along the last axis.
-
-    Args:
-        chunk: makes the part of ``out`` at these columns.
-        out: what is filled, of any content.
-        rows: the most rows like those of ``out`` that a chunk holds at once.
-        chunk_bytes: the most bytes of those rows.
-    """
-    columns = out.shape[-1]
-    column = rows * out[0].size // columns * out.dtype.itemsize
-    width = min(max(chunk_bytes // column, 1), columns)
-    if width == columns:
-        return chunk(0, columns)
-
-    def fill(start, out, width):
-        return jax.lax.dynamic_update_slice_in_dim(out, chunk(start, width), start, -1)
-
+def in_chunks[Carry](
+    fill: Callable[[jax.Array | int, int, Carry], Carry], carry: Carry, columns: int, width: int
+) -> Carry:
+    """``fill(start, width, carry)`` for one chunk of columns after another, so that no more than one is on its way."""
+    if width >= columns:
+        return fill(0, columns, carry)
     whole, rest = divmod(columns, width)
-    out = jax.lax.fori_loop(0, whole, lambda i, out: fill(i * width, out, width), out)
-    return fill(whole * width, out, rest) if rest else out
+    carry = jax.lax.fori_loop(0, whole, lambda i, carry: fill(i * width, width, carry), carry)
+    return fill(whole * width, rest, carry) if rest else carry

@@ -6,7 +6,7 @@ network once an update, not once a micro-batch, and so does the sum of its gradi
 
     residents = push_residents(experts, plan, parallel, dtype=...)            before the first micro-batch
     gradients of experts and of residents, separate inputs, summed in float32   each micro-batch
-    gradients += return_gradients(sum of the residents' gradients, plan, ...)   after the last one
+    gradients = return_gradients(sum of the residents' gradients, gradients, plan, ...)   after the last one
     divide, clip, step                                                          residents are no parameters
 
 The way is that of `relibra_jax.resident_push`. `return_gradients` is the push's transpose, as JAX takes it, in the
@@ -107,15 +107,18 @@ def push_residents(
     def on_rank(leaves, home, resident):
         tables = push_tables(home, resident, parallel.topology, shapes.sizes)
 
-        def chunk(start, width):
+        def fill(start, width, weights):
             columns = [jax.lax.dynamic_slice_in_dim(leaf, start, width, -1) for leaf in leaves]
             homes = [part.reshape(-1, *part.shape[-3:]) for part in columns]
             rows = homes[0] if len(homes) == 1 else jnp.concatenate(homes)
-            return exchange_residents(rows.astype(dtype), tables, parallel.topology, shapes.sizes)
+            arrived = exchange_residents(rows.astype(dtype), tables, parallel.topology, shapes.sizes)
+            return jax.lax.dynamic_update_slice_in_dim(weights, arrived, start, -1)
 
         weights = jnp.zeros((shapes.slots, *leaves[0].shape[-3:]), dtype)
         weights = vary_over(weights, varying_axes(leaves[0]))
-        weights = in_chunks(chunk, weights, shapes.rows_of_chunks, chunk_bytes)
+        rows = shapes.slots if len(leaves) == 1 else shapes.homes
+        width = _chunk_width(rows, weights, chunk_bytes)
+        weights = in_chunks(fill, weights, weights.shape[-1], width)
         fits = push_fits(home, resident, parallel.topology, shapes.sizes)
         weights = (weights * one_or_nan(fits, weights)).reshape(*shapes.on_rank, *weights.shape[1:])
         return vary_over(weights, shapes.copied_over)
@@ -126,20 +129,21 @@ def push_residents(
 
 def return_gradients(
     gradients: Float[Array, "L *copies N G B three D F"],
-    experts: PyTree,
+    totals: PyTree,
     plan: Plan,
     parallel: ExpertParallel,
     *,
     fsdp_axis: str | None = None,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> PyTree:
-    """Bring the gradients of residents to the homes of their experts, and sum them there, over all copies of the group.
+    """Bring the gradients of residents to the homes of their experts, over all copies of the group, and add them there.
 
-    The transpose of `push_residents` in the dtype of ``gradients``. Works under jit.
+    The transpose of `push_residents` in the dtype of ``gradients``. Works under jit, and in the place of ``totals``
+    where they are not used again.
 
     Args:
         gradients: the gradients of the residents' weights, summed over the micro-batches of an update.
-        experts: the home experts, of which structure and shapes are read.
+        totals: the gradients of the home experts, summed alike: a tree as `push_residents` takes it.
         plan: the plan of the batch.
         parallel: how plans are run.
         fsdp_axis: as for `push_residents`.
@@ -147,43 +151,57 @@ def return_gradients(
             serves; more go in chunks.
 
     Returns:
-        A tree like ``experts``: what has to be added to the experts' own gradients.
+        ``totals`` with the residents' gradients added.
 
     Raises:
         ValueError: as `push_residents`, or if the gradients are of another shape than the residents.
     """
-    leaves, structure = jax.tree.flatten(experts)
+    leaves, structure = jax.tree.flatten(totals)
     shapes = _Shapes(leaves, plan, parallel, fsdp_axis)
     check_shape("gradients", gradients.shape, shapes.resident)
 
     @functools.partial(
         jax.shard_map,
         mesh=parallel.mesh,
-        in_specs=(shapes.resident_spec, PartitionSpec(), PartitionSpec()),
+        in_specs=(shapes.resident_spec, shapes.expert_specs, PartitionSpec(), PartitionSpec()),
         out_specs=shapes.expert_specs,
     )
-    def on_rank(gradients, home, resident):
+    def on_rank(gradients, totals, home, resident):
         tables = push_tables(home, resident, parallel.topology, shapes.sizes)
         push = functools.partial(
             exchange_residents, tables=tables, topology=parallel.topology, sizes=shapes.sizes
         )
         gradients = gradients.reshape(-1, *gradients.shape[-3:])
 
-        def chunk(start, width):
+        def fill(start, width, totals):
             arrived = jax.lax.dynamic_slice_in_dim(gradients, start, width, -1)
             if shapes.copied_over:
                 arrived = jax.lax.psum(arrived, shapes.copied_over)
             homes = jnp.zeros((shapes.homes, *arrived.shape[1:]), arrived.dtype)
             _, transposed = jax.vjp(push, vary_over(homes, varying_axes(arrived)))
-            return transposed(arrived)[0]
+            return [
+                _add_columns(total, part, start)
+                for total, part in zip(totals, shapes.split(transposed(arrived)[0]), strict=True)
+            ]
 
-        total = jnp.zeros((shapes.homes, *gradients.shape[1:]), gradients.dtype)
-        total = vary_over(total, [axis for axis in varying_axes(gradients) if axis not in shapes.copied_over])
-        return shapes.split(in_chunks(chunk, total, shapes.rows_of_chunks, chunk_bytes))
+        width = _chunk_width(shapes.homes, gradients, chunk_bytes)
+        return in_chunks(fill, totals, gradients.shape[-1], width)
 
     with jax.named_scope("return_gradients"):
-        returned = on_rank(gradients, jnp.asarray(plan.home), resident_experts(plan, parallel.topology))
-    return jax.tree.unflatten(structure, returned)
+        resident = resident_experts(plan, parallel.topology)
+        return jax.tree.unflatten(structure, on_rank(gradients, leaves, jnp.asarray(plan.home), resident))
+
+
+def _add_columns(total, part, start):
+    """``total`` with ``part`` added to its columns from ``start``."""
+    part += jax.lax.dynamic_slice_in_dim(total, start, part.shape[-1], -1)
+    return jax.lax.dynamic_update_slice_in_dim(total, part.astype(total.dtype), start, -1)
+
+
+def _chunk_width(rows: int, like: jax.Array, chunk_bytes: int) -> int:
+    """The columns of as many rows of ``like`` that have so many bytes; at least one."""
+    column = rows * math.prod(like.shape[1:-1]) * like.dtype.itemsize
+    return max(chunk_bytes // column, 1)
 
 
 class _Shapes:
@@ -205,7 +223,6 @@ class _Shapes:
         if len(plan.home) != layers:
             raise ValueError(f"experts of {layers} layers, plan of {len(plan.home)}")
         self.homes, self.slots = layers * topology.home_slots, layers * topology.resident_slots
-        self.rows_of_chunks = self.slots if len(leaves) == 1 else self.homes
         self.sizes = _push_sizes(parallel, self.homes, self.slots)
         self.copied_over = tuple(axis for axis in axes if axis != fsdp_axis)
         copies = tuple(parallel.mesh.shape[axis] if axis in self.copied_over else 1 for axis in axes)

@@ -108,15 +108,14 @@ def _push_weights(params: Any, batch: PreparedBatch) -> Array | None:
 
 def _add_returned(gradients: Any, of_residents: jax.Array, batch: PreparedBatch) -> Any:
     leaves = _experts(gradients)
-    values = [leaf.get_raw_value() for leaf in leaves]
-    returned = return_gradients(
+    totals = return_gradients(
         of_residents,
-        values,
+        [leaf.get_raw_value() for leaf in leaves],
         batch.batch_plan.plan,
         batch.parallel,
         fsdp_axis=_fsdp_axis(leaves[0]),
     )
-    sums = iter([value + more for value, more in zip(values, returned, strict=True)])
+    sums = iter(totals)
 
     def add(leaf):
         return leaf.replace(next(sums)) if isinstance(leaf, ExpertParam) else leaf
