@@ -47,15 +47,16 @@ def capacities_of(topology: Topology, layers: int) -> Capacities:
     even = MODEL.tokens * MODEL.top_k
     rows = even * 33 // 32
     visits = MODEL.tokens * 31 // 32
+    to_rank, inside = (even // ranks * 5 // 4 for ranks in (topology.num_ranks, topology.ranks_per_node))
     push = None
     if topology.resident_slots:
         each = layers * topology.resident_slots
         push = PushSizes(exports=each + 2, pair=each * topology.ranks_per_node - 3)
     return Capacities(
         rows=rows,
-        flat=ExchangeSizes(pair=even // topology.num_ranks * 5 // 4, send=even, receive=rows),
-        node=ExchangeSizes(pair=visits, send=2 * visits, receive=2 * visits),
-        local=ExchangeSizes(pair=even // topology.ranks_per_node * 5 // 4, send=rows, receive=rows),
+        flat=ExchangeSizes(pair=to_rank, own=to_rank, send=even, receive=rows),
+        node=ExchangeSizes(pair=visits, own=visits, send=2 * visits, receive=2 * visits),
+        local=ExchangeSizes(pair=inside, own=inside, send=rows, receive=rows),
         # As many exports as replicas on every rank: a rank that exports more holds that much more.
         exports=topology.replica_slots,
         export_copies=topology.replica_slots,

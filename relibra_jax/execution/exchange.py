@@ -126,10 +126,10 @@ send_back.defvjp(
 def _move(rows, lanes: Lanes, exchange: Exchange, receive_rows: int):
     axes = exchange.axes
     if exchange.kind == "padded":
-        lanes, own = jnp.split(rows, [exchange.ranks * exchange.sizes.pair])
-        by_rank = lanes.reshape(exchange.ranks, exchange.sizes.pair, *rows.shape[1:])
-        arrived = jax.lax.all_to_all(by_rank, axes, 0, 0, tiled=True).reshape(lanes.shape)
-        return jnp.concatenate([arrived, own])
+        for_others, own = jnp.split(rows, [exchange.ranks * exchange.sizes.pair])
+        by_rank = for_others.reshape(exchange.ranks, exchange.sizes.pair, *rows.shape[1:])
+        arrived = jax.lax.all_to_all(by_rank, axes, 0, 0, tiled=True)
+        return jnp.concatenate([arrived.reshape(for_others.shape), own])
     if exchange.kind == "emulated":
         everywhere = jax.lax.all_gather(rows, axes, tiled=True)
         source = jnp.arange(exchange.ranks, dtype=jnp.int32) * rows.shape[0] + lanes.whence
