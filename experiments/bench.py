@@ -39,7 +39,16 @@ COST = unit_times(CLUSTERS["h100"], MODELS["qwen3-235b-a22b"], context=4096.0, d
 
 
 def interleaved[Name](runs: Mapping[Name, Callable[[], object]], *, repeats: int) -> dict[Name, float]:
-    """The median seconds of each run; all are called in turn, after one round to compile and warm up.
+    """The median seconds of each run; arguments as of `interleaved_seconds`."""
+    return {
+        name: float(np.median(values)) for name, values in interleaved_seconds(runs, repeats=repeats).items()
+    }
+
+
+def interleaved_seconds[Name](
+    runs: Mapping[Name, Callable[[], object]], *, repeats: int
+) -> dict[Name, list[float]]:
+    """The seconds of each run; all are called in turn, after one round to compile and warm up.
 
     Args:
         runs: the calls to time, by name.
@@ -52,7 +61,7 @@ def interleaved[Name](runs: Mapping[Name, Callable[[], object]], *, repeats: int
             jax.block_until_ready(run())
             if round_:
                 times[name].append(time.perf_counter() - start)
-    return {name: float(np.median(values)) for name, values in times.items()}
+    return times
 
 
 def bench_rebalance() -> None:

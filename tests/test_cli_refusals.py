@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import tyro
 
-from experiments import bench_kernels, bench_layer, bench_two_processes, count_buffers, stragglers
+from experiments import bench_kernels, bench_layer, count_buffers, stragglers
 from experiments.ablation.__main__ import main as run_ablation
+from experiments.bench_two_processes import __main__ as bench_two_processes
 from experiments.rl.configs import Train
 from experiments.run import main as run_training
 from relibra_jax.cli.main import main

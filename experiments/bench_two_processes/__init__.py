@@ -1,0 +1,1 @@
+"""Two real processes as two nodes: what an update takes and what crosses between them, under every contender."""
