@@ -61,7 +61,7 @@ def main(config: Buffers) -> None:
         table.add_column(column, justify="left" if column == "contender" else "right")
     for name, contender in by_name.items():
         sizes = contender.capacities
-        rows, padded = sizes.rows, topology.num_ranks * sizes.flat.pair
+        rows, padded = sizes.rows, topology.num_ranks * sizes.flat.pair + sizes.flat.own
         saved = (worst - rows) * config.width * 2 / 2**20
         table.add_row(
             name, f"{rows}", f"{rows / balanced:.3f}", f"{saved:.0f} MiB", f"{padded}", f"{padded / rows:.2f}"

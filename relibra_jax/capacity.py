@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Bool, Int
 
 from relibra_jax.plan import copy_source
@@ -25,10 +26,12 @@ from relibra_jax.types import EMPTY, Array, LayerPlan, Topology
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class ExchangeSizes:
-    """Rows of one exchange. The padded one needs `pair`, the ragged one `send` and `receive`."""
+    """Rows of one exchange. The padded one needs `pair` and `own`, the ragged one `send` and `receive`."""
 
     pair: int
-    """Most rows from one rank to one other (or itself)."""
+    """Most rows from one rank to one other."""
+    own: int
+    """Most rows that a rank keeps, which no link carries."""
     send: int
     """Most rows that one rank sends."""
     receive: int
@@ -80,27 +83,33 @@ def count_capacities(
     >>> slots, quota = jnp.array([[[[[0, -1], [1, 0]]]]]), jnp.array([[[[[60, 0], [40, 40]]]]])
     >>> load = jnp.array([[[[[50, 20], [50, 20]]]]])
     >>> sizes = count_capacities(LayerPlan(slots, jnp.array([[[0, 1]]]), quota, load), topology)
-    >>> sizes.rows, sizes.flat.pair, sizes.exports
-    (80, 64, 1)
+    >>> sizes.rows, sizes.flat.pair, sizes.flat.own, sizes.exports
+    (80, 24, 64, 1)
     """
     most = {name: int(value) for name, value in _count(layer_plans, topology).items()}
     rows = round_capacity(most["rows"])
     node = None
     if visits is not None:
         by_rank = visits.reshape(*visits.shape[:2], topology.num_nodes, topology.ranks_per_node, -1)
+        visits = np.asarray(visits)
+        stays = np.repeat(np.eye(topology.num_nodes, dtype=bool), topology.ranks_per_node, 0)
         node = ExchangeSizes(
-            pair=round_capacity(int(visits.max(initial=0))),
+            pair=round_capacity(int(np.where(stays, 0, visits).max(initial=0))),
+            own=round_capacity(int(np.where(stays, visits, 0).max(initial=0))),
             send=round_capacity(int(visits.sum(-1).max(initial=0))),
             receive=round_capacity(int(by_rank.sum(2).max(initial=0))),
         )
-    flat_pair, flat_send, local_pair, local_send = (
-        round_capacity(most[name]) for name in ("flat_pair", "flat_send", "local_pair", "local_send")
+    flat, local = (
+        ExchangeSizes(
+            **{size: round_capacity(most[f"{name}_{size}"]) for size in ("pair", "own", "send")}, receive=rows
+        )
+        for name in ("flat", "local")
     )
     return Capacities(
         rows=rows,
-        flat=ExchangeSizes(pair=flat_pair, send=flat_send, receive=rows),
+        flat=flat,
         node=node,
-        local=ExchangeSizes(pair=local_pair, send=local_send, receive=rows),
+        local=local,
         exports=most["exports"],
         export_copies=most["export_copies"],
         push=_push_sizes(layer_plans, topology),
@@ -126,10 +135,13 @@ def worst_case_capacities(tokens: int, top_k: int, topology: Topology) -> Capaci
     to_rank, rows = tokens * min(top_k, slots), tokens * topology.num_ranks * min(top_k, slots)
     return Capacities(
         rows=rows,
-        flat=ExchangeSizes(pair=to_rank, send=tokens * top_k, receive=rows),
-        node=ExchangeSizes(pair=tokens, send=tokens * min(nodes, top_k), receive=nodes * tokens),
+        flat=ExchangeSizes(pair=to_rank, own=to_rank, send=tokens * top_k, receive=rows),
+        node=ExchangeSizes(pair=tokens, own=tokens, send=tokens * min(nodes, top_k), receive=nodes * tokens),
         local=ExchangeSizes(
-            pair=nodes * to_rank, send=nodes * tokens * min(top_k, local * slots), receive=rows
+            pair=nodes * to_rank,
+            own=nodes * to_rank,
+            send=nodes * tokens * min(top_k, local * slots),
+            receive=rows,
         ),
         exports=min(topology.num_ranks * topology.replica_slots, topology.held_slots),
         export_copies=topology.num_ranks * topology.replica_slots,
@@ -172,7 +184,7 @@ def grow_capacities(
     >>> grow_capacities(large, small) == grow_capacities(small, large) == large
     True
     >>> grow_capacities(small, large, round_up=lambda size: 1 << size.bit_length()).flat
-    ExchangeSizes(pair=64, send=64, receive=512)
+    ExchangeSizes(pair=64, own=64, send=64, receive=512)
     """
     if have is None:
         have = jax.tree.map(lambda _: 0, need)
@@ -204,9 +216,11 @@ def _count(layer_plans: LayerPlan, topology: Topology) -> dict[str, jax.Array]:
         through = pairs.reshape(nodes, local, nodes, local).sum(0)
         return {
             "rows": flat.sum(0).max(),
-            "flat_pair": flat.max(),
+            "flat_pair": jnp.where(jnp.eye(ranks, dtype=bool), 0, flat).max(),
+            "flat_own": flat.diagonal().max(),
             "flat_send": flat.sum(1).max(),
-            "local_pair": through.max(),
+            "local_pair": jnp.where(jnp.eye(local, dtype=bool)[:, None], 0, through).max(),
+            "local_own": through.diagonal(axis1=0, axis2=2).max(),
             "local_send": through.sum(2).max(),
             "exports": exported_slots(plan, topology).sum(1, dtype=jnp.int32).max(),
             "export_copies": export_count(plan, topology).max(),

@@ -58,16 +58,21 @@ def test_sizes_are_what_the_plan_sends_rounded_up(batch):
     sent = sent_by(batch_plan)
     sizes = count_capacities(batch_plan.layer_plans(), TOPOLOGY, visits=visits)
     assert sizes.rows == round_capacity(int(sent.sum(2).max()))
-    assert sizes.flat.pair == round_capacity(int(sent.max()))
+    kept = sent.diagonal(axis1=2, axis2=3)
+    assert sizes.flat.own == round_capacity(int(kept.max()))
+    assert sizes.flat.pair == round_capacity(int(np.where(np.eye(4), 0, sent).max()))
     assert sizes.flat.send == round_capacity(int(sent.sum(3).max()))
     assert sizes.flat.receive == sizes.local.receive == sizes.rows
-    assert sizes.node.pair == round_capacity(int(visits.max()))
+    stays = np.repeat(np.eye(2), 2, 0)
+    assert sizes.node.own == round_capacity(int(np.where(stays, visits, 0).max()))
+    assert sizes.node.pair == round_capacity(int(np.where(stays, 0, visits).max()))
     assert sizes.node.send == round_capacity(int(visits.sum(-1).max()))
     # Received by the rank of the same local index: [node of the source, local index, node].
     across = visits.reshape(3, LAYERS, 2, 2, 2)
     assert sizes.node.receive == round_capacity(int(across.sum(2).max()))
     through = sent.reshape(3, LAYERS, 2, 2, 2, 2).sum(2)  # all sources of one local index
-    assert sizes.local.pair == round_capacity(int(through.max()))
+    assert sizes.local.own == round_capacity(int(through.diagonal(axis1=2, axis2=4).max()))
+    assert sizes.local.pair == round_capacity(int(np.where(np.eye(2)[:, None], 0, through).max()))
     assert sizes.local.send == round_capacity(int(through.sum(-1).max()))
 
 

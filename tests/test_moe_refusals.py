@@ -74,7 +74,7 @@ def test_live_routing_runs_under_a_plan_of_other_loads():
 def test_a_step_with_too_small_buffers_returns_nan(path, buffer):
     """Where the host's check was left out: not a result that misses some tokens."""
     arguments, parallel = single(path)
-    small = {"rows": 8} if buffer == "rows" else {buffer: ExchangeSizes(pair=4, send=4, receive=4)}
+    small = {"rows": 8} if buffer == "rows" else {buffer: ExchangeSizes(pair=4, own=4, send=4, receive=4)}
     sizes = dataclasses.replace(parallel.capacities, **small)
     assert_all_nan(call(arguments, dataclasses.replace(parallel, capacities=sizes)), arguments)
 
@@ -99,7 +99,7 @@ def test_the_tokens_that_cross_are_those_that_were_counted(across_nodes):
         "plan": jax.tree.map(jnp.asarray, batch_plan.layer_plans().layer(0).layer(0)),
     }
     for send in (most, most - 1):
-        node = ExchangeSizes(pair=TOKENS, send=send, receive=2 * TOKENS)
+        node = ExchangeSizes(pair=TOKENS, own=TOKENS, send=send, receive=2 * TOKENS)
         sizes = dataclasses.replace(worst_case_capacities(TOKENS, top_k, topology), node=node)
         out = call(arguments, dataclasses.replace(parallel, capacities=sizes))
         assert np.isfinite(out).all() == (send == most)

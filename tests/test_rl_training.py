@@ -40,9 +40,9 @@ SMALLEST = PolicyConfig(width=16, layers=2, heads=2, kv_heads=1, head_width=8, e
 # Buffers that hold every batch here, so that one program is compiled.
 SIZES = Capacities(
     rows=512,
-    flat=ExchangeSizes(pair=128, send=256, receive=512),
-    node=ExchangeSizes(pair=128, send=256, receive=256),
-    local=ExchangeSizes(pair=256, send=256, receive=512),
+    flat=ExchangeSizes(pair=128, own=128, send=256, receive=512),
+    node=ExchangeSizes(pair=128, own=128, send=256, receive=256),
+    local=ExchangeSizes(pair=256, own=256, send=256, receive=512),
     exports=2,
     export_copies=8,
     push=PushSizes(exports=0, pair=0),

@@ -141,5 +141,7 @@ def _copies_in_lanes(key, slot_key, mine, slot_start, send_rows):
     """The copy in each row of the send buffer."""
     order, slots, begin = line_up(key, slot_key, mine)
     first = jnp.zeros_like(begin).at[slots].set(begin, unique_indices=True)
-    rank = segment_rows(send_rows, slot_start.ravel(), mine.ravel(), first)
+    # By where they start: what a rank keeps may lie behind its lanes.
+    by_start = jnp.argsort(slot_start.ravel(), stable=True)
+    rank = segment_rows(send_rows, *(each.ravel()[by_start] for each in (slot_start, mine, first)))
     return jnp.where(rank == EMPTY, EMPTY, order[rank].astype(jnp.int32))

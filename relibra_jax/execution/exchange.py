@@ -3,7 +3,7 @@
 Every rank knows its `Lanes` beforehand, the rows for and from each other rank, so nobody asks. Three kinds:
 
 - ``padded``: `jax.lax.all_to_all` of equal lanes, one a pair of ranks. Runs everywhere; every lane is as long as the
-  longest.
+  longest. What a rank keeps lies behind its lanes, so that it makes none of them longer.
 - ``ragged``: `jax.lax.ragged_all_to_all`. Rows lie close; only CUDA (and TPU) implement it. Unproven: it compiles for
   H100 and its index logic is tested through ``emulated``, but its results on hardware have not been checked.
 - ``emulated``: what ``ragged`` does, by gathering everything everywhere. For tests on CPU.
@@ -58,19 +58,25 @@ class Exchange:
     @property
     def send_rows(self) -> int:
         """Rows of the buffer that is sent."""
-        return self.ranks * self.sizes.pair if self.kind == "padded" else self.sizes.send
+        return self._padded_rows if self.kind == "padded" else self.sizes.send
 
     @property
     def receive_rows(self) -> int:
         """Rows of the buffer that is received."""
-        return self.ranks * self.sizes.pair if self.kind == "padded" else self.sizes.receive
+        return self._padded_rows if self.kind == "padded" else self.sizes.receive
+
+    @property
+    def _padded_rows(self) -> int:
+        """A lane for every rank, of which a rank's own is empty, and what it keeps."""
+        return self.ranks * self.sizes.pair + self.sizes.own
 
     def lanes(self, counts: Int[jax.Array, "P P"]) -> Lanes:
         """This rank's lanes, from the rows that each rank sends to each, the same on all ranks."""
         me = jax.lax.axis_index(self.axes)
         if self.kind == "padded":
-            start = jnp.arange(self.ranks, dtype=counts.dtype) * self.sizes.pair
-            here = jnp.full_like(start, me * self.sizes.pair)
+            rank = jnp.arange(self.ranks, dtype=counts.dtype)
+            start = jnp.where(rank == me, self.ranks, rank) * self.sizes.pair
+            here = jnp.where(rank == me, self.ranks, me).astype(counts.dtype) * self.sizes.pair
             return Lanes(counts[me], counts[:, me], start, start, here, here)
         send_start, receive_start = starts(counts, 1), starts(counts, 0)
         return Lanes(
@@ -81,7 +87,8 @@ class Exchange:
     def fits(self, counts: Int[jax.Array, "P P"]) -> jax.Array:
         """Whether the buffers of all ranks hold ``counts``."""
         if self.kind == "padded":
-            return counts.max() <= self.sizes.pair
+            others = jnp.where(jnp.eye(self.ranks, dtype=bool), 0, counts)
+            return (others.max() <= self.sizes.pair) & (counts.diagonal().max() <= self.sizes.own)
         return (counts.sum(1).max() <= self.sizes.send) & (counts.sum(0).max() <= self.sizes.receive)
 
 
@@ -119,8 +126,10 @@ send_back.defvjp(
 def _move(rows, lanes: Lanes, exchange: Exchange, receive_rows: int):
     axes = exchange.axes
     if exchange.kind == "padded":
-        by_rank = rows.reshape(exchange.ranks, exchange.sizes.pair, *rows.shape[1:])
-        return jax.lax.all_to_all(by_rank, axes, 0, 0, tiled=True).reshape(rows.shape)
+        lanes, own = jnp.split(rows, [exchange.ranks * exchange.sizes.pair])
+        by_rank = lanes.reshape(exchange.ranks, exchange.sizes.pair, *rows.shape[1:])
+        arrived = jax.lax.all_to_all(by_rank, axes, 0, 0, tiled=True).reshape(lanes.shape)
+        return jnp.concatenate([arrived, own])
     if exchange.kind == "emulated":
         everywhere = jax.lax.all_gather(rows, axes, tiled=True)
         source = jnp.arange(exchange.ranks, dtype=jnp.int32) * rows.shape[0] + lanes.whence

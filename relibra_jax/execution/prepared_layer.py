@@ -166,7 +166,7 @@ def replica_exchange(parallel: ExpertParallel) -> tuple[Exchange, int]:
     experts = min(copies, topology.held_slots)
     if sizes is not None:
         copies, experts = sizes.export_copies, sizes.exports
-    exchange = parallel.replica_exchange(ExchangeSizes(pair=slots, send=max(copies, 1), receive=slots))
+    exchange = parallel.replica_exchange(ExchangeSizes(pair=slots, own=0, send=max(copies, 1), receive=slots))
     return exchange, max(experts, 1) if exchange.kind == "padded" else exchange.send_rows
 
 

@@ -37,7 +37,7 @@ def check_state(own: BalancerState, given: BalancerState) -> None:
 
 def no_capacities(*, counts_visits: bool) -> Capacities:
     """The buffer sizes before the first batch."""
-    none = ExchangeSizes(pair=0, send=0, receive=0)
+    none = ExchangeSizes(pair=0, own=0, send=0, receive=0)
     return Capacities(
         rows=0,
         flat=none,
