@@ -47,8 +47,10 @@ def test_an_update_with_residents_has_the_gradient_of_one_without(monkeypatch):
     for table in report.make_tables(list(lines.values())):
         console.print(table)
     assert console.export_text().count("ReLibra + residents") == 2
+    monkeypatch.setattr("sys.argv", ["bench", "a/trace.npz", "--repeats", "1", "--as-process", "0", "4711"])
     found = json.loads(json.dumps(report.make_report(list(lines.values()), settings)))
     assert [line["contender"] for line in found["lines"]] == list(few)
+    assert found["command"] == "python -m experiments.bench_two_processes trace.npz --repeats 1"
 
 
 def test_another_gradient_is_refused():

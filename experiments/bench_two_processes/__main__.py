@@ -113,10 +113,15 @@ def measure(config: BenchTwoProcesses, number: int, port: int) -> None:
             found += lines
             for table in make_tables(lines):
                 console.print(table)
-    if config.out and not number:
-        config.out.parent.mkdir(parents=True, exist_ok=True)
-        with write_atomically(config.out) as part:
-            part.write_text(json.dumps(make_report(found, settings), indent=1) + "\n")
+            if config.out and not number:
+                _write(config.out, make_report(found, settings))
+
+
+def _write(path: Path, report: dict[str, object]) -> None:
+    """Everything found so far: a run that is stopped leaves what it had."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with write_atomically(path) as part:
+        part.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def main(config: BenchTwoProcesses) -> None:

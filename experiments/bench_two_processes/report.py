@@ -86,8 +86,10 @@ def _table(title: str) -> Table:
 
 def make_report(lines: Sequence[Line], settings: Settings) -> dict[str, object]:
     """Everything that was found, with the command, the machine and the date."""
+    # What comes behind --as-process is this process's own.
+    given = itertools.takewhile(lambda argument: argument != "--as-process", sys.argv[1:])
     return {
-        "command": " ".join(["python -m experiments.bench_two_processes", *map(_last_part, sys.argv[1:])]),
+        "command": " ".join(["python -m experiments.bench_two_processes", *map(_last_part, given)]),
         "date": datetime.date.today().isoformat(),
         "machine": f"{os.cpu_count()} CPU cores ({platform.machine()}), one for each of two processes",
         "network": "gloo on the loopback interface",
