@@ -142,7 +142,7 @@ SENT = {("push", "node"): 1000}
 SOUND = {
     batch: MeasuredBatch(
         temporary=10**9 + (MOST_EXTRA if batch.resident_slots else 0),
-        pushes={"push": [2.0 * batch.updates] * 3, "return": [8.0 * batch.updates] * 3},
+        pushes={"push": 6.0 * batch.updates, "return": 24.0 * batch.updates},
         layers=InLayers(2, 0, 0, {2.0: 2}),
         sent=SENT,
         expected=SENT,
@@ -160,8 +160,8 @@ ONE, THREE = BATCHES[1], BATCHES[-1]
         (ONE, {}, []),
         (THREE, {"temporary": SOUND[THREE].temporary + 1}, ["no more temporary memory"]),
         (ONE, {"sent": {}}, ["MB sent"]),
-        (ONE, {"pushes": {"push": [24.0] * 3, "return": [8.0] * 3}}, ["residents are pushed"]),
-        (ONE, {"pushes": {"push": [2.0] * 4, "return": [8.0] * 3}}, ["residents are pushed"]),
+        (ONE, {"pushes": {"push": 72.0, "return": 24.0}}, ["residents are pushed"]),
+        (ONE, {"pushes": {"push": 6.0, "return": 25.0}}, ["residents are pushed"]),
         (ONE, {"layers": InLayers(2, 1, 0, {2.0: 2})}, ["residents are pushed"]),
         (ONE, {"layers": InLayers(2, 0, 3, {2.0: 2})}, ["layers contain no sort"]),
         (ONE, {"layers": InLayers(0, 0, 0, {2.0: 2})}, ["layers contain no sort"]),
@@ -182,9 +182,9 @@ def test_expected_bytes_of_a_padded_update():
     topology = Topology(num_nodes=2, ranks_per_node=4, num_experts=8, replica_slots=2, resident_slots=1)
     capacities = Capacities(
         rows=0,
-        flat=ExchangeSizes(pair=0, send=0, receive=0),
-        node=ExchangeSizes(pair=10, send=0, receive=0),
-        local=ExchangeSizes(pair=7, send=0, receive=0),
+        flat=ExchangeSizes(pair=0, own=9, send=0, receive=0),
+        node=ExchangeSizes(pair=10, own=9, send=0, receive=0),
+        local=ExchangeSizes(pair=7, own=9, send=0, receive=0),
         exports=3,
         export_copies=0,
         push=PushSizes(exports=5, pair=6),

@@ -70,8 +70,8 @@ class MeasuredBatch(NamedTuple):
 
     temporary: int
     """Bytes."""
-    pushes: dict[str, list[float]]
-    """How often each collective of the push, and of the return, is executed."""
+    pushes: dict[str, float]
+    """How many collectives of the push, and of the return, a run executes."""
     layers: InLayers
     sent: Sent
     """Bytes that a device sends, counted."""
@@ -93,7 +93,7 @@ def measure_batch(batch: Batch) -> MeasuredBatch:
     program, temporary = read_compiled(compiled)
     transfers = list(program.transfers())
     pushes = {
-        what: [one.times for one in transfers if what_is_sent(one) == what] for what in ("push", "return")
+        what: sum(one.times for one in transfers if what_is_sent(one) == what) for what in ("push", "return")
     }
     expected = expected_sent(
         MODEL, parallel, layers=LAYERS, micro_batches=MICRO_BATCHES, updates=batch.updates
@@ -136,14 +136,11 @@ def judge_batches(measured: Mapping[Batch, MeasuredBatch]) -> Iterator[Finding]:
 
 
 def _judge_pushes(batch: Batch, found: MeasuredBatch) -> Finding:
-    # A return goes in chunks of the homes' gradients, which are float32.
-    homes = 4 * LAYERS * TOPOLOGY.home_slots * EXPERT
-    chunks = {"push": -(-2 * RESIDENTS // CHUNK_BYTES), "return": -(-homes // CHUNK_BYTES)}
-    wanted = {what: [count * batch.updates] * EXCHANGES for what, count in chunks.items()}
-    said = ", ".join(
-        f"{what} {' + '.join(f'{one:g}' for one in times)} in {chunks[what]} chunks"
-        for what, times in found.pushes.items()
-    )
+    # A push goes in chunks of bfloat16 residents, a return in chunks of the homes' float32 gradients.
+    sizes = {"push": 2 * RESIDENTS, "return": 4 * LAYERS * TOPOLOGY.home_slots * EXPERT}
+    chunks = {what: -(-size // CHUNK_BYTES) for what, size in sizes.items()}
+    wanted = {what: EXCHANGES * count * batch.updates for what, count in chunks.items()}
+    said = ", ".join(f"{what} {times:g} in {chunks[what]} chunks" for what, times in found.pushes.items())
     return Finding(
         batch.name,
         "residents are pushed, and their gradients return, once an update, in three exchanges a chunk; none in a layer",

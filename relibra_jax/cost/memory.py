@@ -10,7 +10,7 @@ For every parameter that a rank computes with:
 Residents have weights and accumulators alone, whole. Masters, moments and accumulators of homes are divided by
 ``shards``, the data-parallel copies of the group over which FSDP or ZeRO shards them; those of attention and shared
 experts, which all ranks hold, by ``shards`` times the ranks of the group. Replicas have one buffer that all layers
-share; a compiled stack of layers holds 1.4 to 2.4 times that with either fetch (``make aot``), for what is packed, what
+share; a compiled stack of layers holds 1.9 to 2.5 times that with either fetch (``make aot``), for what is packed, what
 arrived and its gradient, and 3 is counted.
 
 Not counted: activations, gradients of one micro-batch before they are added to the accumulators (2 bytes for each
