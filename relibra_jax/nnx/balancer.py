@@ -236,17 +236,10 @@ class Balancer:
         if self._parallel.path != "flat":
             visits = node_visits(replay, batch_plan, self.topology)
         need = count_capacities(batch_plan.layer_plans(), self.topology, visits=visits)
+        # Residents change little from batch to batch, and spare room would be sent.
+        exact = grow_capacities(self._capacities, need)
         grown = grow_capacities(self._capacities, need, round_up=_with_spare_room)
-        # A few experts: every one of them more is bytes to send, so a pair is all the room to spare.
-        exports, copies = (
-            max(have, -(-needed // 2) * 2)
-            for have, needed in (
-                (self._capacities.exports, need.exports),
-                (self._capacities.export_copies, need.export_copies),
-            )
-        )
-        exports = min(exports, self.topology.held_slots)
-        return dataclasses.replace(grown, exports=exports, export_copies=copies)
+        return dataclasses.replace(grown, push=exact.push)
 
     def _check_replay(self, replay: RoutingReplay) -> None:
         check_replay(replay, num_experts=self.topology.num_experts)
@@ -298,8 +291,9 @@ def _plan(replay, state, key, *, planner: Planner, topology: Topology, num_micro
 
 
 def _with_spare_room(size: int) -> int:
-    """A quarter more than what is needed, so that the next batches need no larger buffers and no other program."""
-    return round_capacity(size * 5 // 4)
+    """A quarter more than what is needed, so that the next batches need no larger buffers and no other program; of
+    experts, which are few and large, no more than one."""
+    return round_capacity(size * 5 // 4) if size > 8 else -(-size // 2) * 2
 
 
 def _updates(optimizer: nnx.Optimizer) -> int:
