@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from relibra_jax.plan import copy_source
-from relibra_jax.resident_push import PushSizes, push_counts
+from relibra_jax.resident_push import PushSizes, push_sizes
 from relibra_jax.token_split import source_quota
 from relibra_jax.types import EMPTY, Array, LayerPlan, Topology
 
@@ -247,7 +247,8 @@ def exported_slots(plan: LayerPlan, topology: Topology) -> Bool[jax.Array, "P he
 
 def _push_sizes(layer_plans: LayerPlan, topology: Topology) -> PushSizes:
     if not topology.resident_slots:
-        return PushSizes(exports=0, pair=0)
+        return PushSizes(exports=0, pair=0, own=0)
     resident = jnp.asarray(layer_plans.slot_expert)[0, ..., topology.home_slots : topology.held_slots]
-    exports, pairs = push_counts(jnp.asarray(layer_plans.home)[0], resident, topology)
-    return PushSizes(exports=round_capacity(int(exports.max())), pair=round_capacity(int(pairs.max())))
+    # Not rounded up: what is spare is sent.
+    most = push_sizes(jnp.asarray(layer_plans.home)[0], resident, topology)
+    return PushSizes(**{name: int(size) for name, size in most.items()})

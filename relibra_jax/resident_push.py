@@ -12,6 +12,7 @@ All layers travel together: sizes are those of their sums. Where each row stands
 so that every rank knows it.
 """
 
+import dataclasses
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -31,7 +32,9 @@ class PushSizes:
     exports: int
     """Most experts that other slots need of one rank."""
     pair: int
-    """Most experts that one node needs of one node, itself among them."""
+    """Most experts that one node needs of one other."""
+    own: int
+    """Most experts that one node needs of itself, which do not cross."""
 
 
 class PushTables(NamedTuple):
@@ -42,8 +45,8 @@ class PushTables(NamedTuple):
     crossing: Int[jax.Array, "N N slots"]
     """``[from, to]``: the place of each of a node's G * L * H home slots among the experts that the other needs."""
     wanted: Int[jax.Array, "P slots"]
-    """For each of a rank's L * B resident slots, the node of the expert's home and its place among what the rank's own
-    node needs of it: ``node * pair + place``."""
+    """For each of a rank's L * B resident slots, the row of the expert among those that arrive in the node: by the node
+    of its home, those of the own node last."""
 
 
 def push_tables(
@@ -70,7 +73,8 @@ def push_tables(
     rank = slot // homes
     node, here = rank // local, jnp.arange(nodes, dtype=jnp.int32)[None, :, None, None]
     flat = ((rank % local) * len(home) + layer) * homes + slot % homes
-    wanted = jnp.where(resident == EMPTY, EMPTY, node * sizes.pair + place[node, here, flat])
+    lane = jnp.where(node == here, nodes, node) * sizes.pair
+    wanted = jnp.where(resident == EMPTY, EMPTY, lane + place[node, here, flat])
     wanted = jnp.moveaxis(wanted, 0, 2).reshape(topology.num_ranks, -1)
     return PushTables(_places(exported), place, wanted)
 
@@ -91,12 +95,22 @@ def push_counts(
     return exports, pairs.sum(-1, dtype=jnp.int32).T
 
 
+def push_sizes(
+    home: Int[Array, "L E"], resident: Int[Array, "L N G B"], topology: Topology
+) -> dict[str, Int[jax.Array, ""]]:
+    """The `PushSizes` that hold a push exactly, by name."""
+    exports, pairs = push_counts(home, resident, topology)
+    own = jnp.eye(topology.num_nodes, dtype=bool)
+    inside, away = jnp.where(own, pairs, 0), jnp.where(own, 0, pairs)
+    return {"exports": exports.max(), "pair": away.max(), "own": inside.max()}
+
+
 def push_fits(
     home: Int[Array, "L E"], resident: Int[Array, "L N G B"], topology: Topology, sizes: PushSizes
 ) -> Bool[jax.Array, ""]:
     """Whether buffers of these sizes hold a push."""
-    exports, pairs = push_counts(home, resident, topology)
-    return (exports.max() <= sizes.exports) & (pairs.max() <= sizes.pair)
+    most = push_sizes(home, resident, topology)
+    return jnp.stack([most[name] <= size for name, size in dataclasses.asdict(sizes).items()]).all()
 
 
 def _needed(home, resident, topology: Topology) -> Bool[jax.Array, "N L slots"]:

@@ -187,7 +187,7 @@ def test_expected_bytes_of_a_padded_update():
         local=ExchangeSizes(pair=7, own=9, send=0, receive=0),
         exports=3,
         export_copies=0,
-        push=PushSizes(exports=5, pair=6),
+        push=PushSizes(exports=5, pair=6, own=1),
     )
     parallel = ExpertParallel(
         mesh=expert_mesh(topology),

@@ -14,7 +14,7 @@ from support.dense import mixture
 from support.plans import random_plan, random_routing
 
 from relibra_jax import Planner, Topology
-from relibra_jax.execution import Residents, check_residents, expert_mesh
+from relibra_jax.execution import check_residents, expert_mesh
 from relibra_jax.execution.gating import GATINGS, balance_loss, gates_at
 from relibra_jax.nnx import (
     Balancer,
@@ -138,7 +138,9 @@ class Run:
             for update in range(UPDATES):
                 residents = PUSH(self.model, self.optimizer, batch) if share_push else None
                 if share_push:
-                    check_residents(residents, self.optimizer.step[...])
+                    plan = batch.batch_plan.plan
+                    check_residents(residents, self.optimizer.step[...], plan, batch.parallel.topology)
+                    self.residents = residents
                 loss, norm, rows_of_update = train_step(
                     *(self.model, self.optimizer, batch, rows, load, residents), update=update
                 )
@@ -258,10 +260,9 @@ def test_a_push_of_its_own_is_the_same_and_serves_one_update_only(whole):
     with jax.enable_x64(True):
         run = Run()
         assert run.train(0, 1, share_push=True) == whole[2][:UPDATES]
-        old = PUSH(run.model, run.optimizer, run.batch)
-        stale = Residents(old.weights, old.step - 1)
+        plan = run.batch.batch_plan.plan
         with pytest.raises(ValueError, match="pushed at optimizer step 1, the optimizer is at step 2"):
-            check_residents(stale, run.optimizer.step[...])
+            check_residents(run.residents, run.optimizer.step[...], plan, TOPOLOGY)
 
 
 @pytest.mark.slow

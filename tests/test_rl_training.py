@@ -45,7 +45,7 @@ SIZES = Capacities(
     local=ExchangeSizes(pair=256, own=256, send=256, receive=512),
     exports=2,
     export_copies=8,
-    push=PushSizes(exports=0, pair=0),
+    push=PushSizes(exports=0, pair=0, own=0),
 )
 SMALL = {
     "task": "copy",

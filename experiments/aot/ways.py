@@ -51,7 +51,7 @@ def capacities_of(topology: Topology, layers: int) -> Capacities:
     push = None
     if topology.resident_slots:
         each = layers * topology.resident_slots
-        push = PushSizes(exports=each + 2, pair=each * topology.ranks_per_node - 3)
+        push = PushSizes(exports=each + 2, pair=each * topology.ranks_per_node - 3, own=1)
     return Capacities(
         rows=rows,
         flat=ExchangeSizes(pair=to_rank, own=to_rank, send=even, receive=rows),

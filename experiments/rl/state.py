@@ -46,6 +46,7 @@ class State:
             assign=config.assign,
             across_nodes=config.planner_entry.across_nodes,
             capacities=FIRST_CAPACITIES,
+            check_rows=True,
         )
 
     def save(self, manager: ocp.CheckpointManager) -> None:

@@ -191,7 +191,8 @@ class Trainer:
         for epoch in range(config.epochs):
             shared = residents if config.replay and epoch == 0 else None
             if shared is not None:
-                check_residents(shared, state.optimizer.step[...])
+                plan, topology = batch.batch_plan.plan, batch.parallel.topology
+                check_residents(shared, state.optimizer.step[...], plan, topology)
             metrics = update(
                 *(state.model, state.optimizer, followed, samples, batch_load, shared),
                 balance=config.balance,

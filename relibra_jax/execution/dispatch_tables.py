@@ -74,7 +74,7 @@ def make_dispatch(
     counts, received = sent.sum(-1, dtype=sent.dtype), sent[:, me]
     lanes = exchange.lanes(counts)
     slot_start = lanes.send_start[:, None] + starts(sent[me])
-    copy = _copies_in_lanes(key, slot_key, sent[me], slot_start, exchange.send_rows)
+    copy = _copies_in_lanes(key, slot_key, sent[me], slot_start, exchange)
     # Received rows lie by rank, then slot; computed rows by slot, then rank.
     lane = lanes.receive_start[:, None] + starts(received)
     arrival = segment_rows(rows, starts(received.T.ravel()), received.T.ravel(), lane.T.ravel())
@@ -137,11 +137,11 @@ def _fits(exchange: Exchange, counts, rows: int):
     return exchange.fits(counts) & (counts.sum(0).max() <= rows)
 
 
-def _copies_in_lanes(key, slot_key, mine, slot_start, send_rows):
+def _copies_in_lanes(key, slot_key, mine, slot_start, exchange: Exchange):
     """The copy in each row of the send buffer."""
     order, slots, begin = line_up(key, slot_key, mine)
-    first = jnp.zeros_like(begin).at[slots].set(begin, unique_indices=True)
-    # By where they start: what a rank keeps may lie behind its lanes.
-    by_start = jnp.argsort(slot_start.ravel(), stable=True)
-    rank = segment_rows(send_rows, *(each.ravel()[by_start] for each in (slot_start, mine, first)))
+    first = jnp.zeros_like(begin).at[slots].set(begin, unique_indices=True).reshape(mine.shape)
+    # Segments have to ascend; by lanes and not by where they start, which an empty one may share with another lane's.
+    lanes = exchange.lane_order()
+    rank = segment_rows(exchange.send_rows, *(each[lanes].ravel() for each in (slot_start, mine, first)))
     return jnp.where(rank == EMPTY, EMPTY, order[rank].astype(jnp.int32))

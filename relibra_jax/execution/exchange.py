@@ -84,6 +84,14 @@ class Exchange:
             *(receive_start[me], send_start[:, me]),
         )
 
+    def lane_order(self) -> Int[jax.Array, " P"]:
+        """The ranks in the order in which the rows for them lie in this rank's send buffer."""
+        rank = jnp.arange(self.ranks, dtype=jnp.int32)
+        if self.kind != "padded":
+            return rank
+        own_last = jnp.where(rank == jax.lax.axis_index(self.axes), self.ranks, rank)
+        return jnp.argsort(own_last)
+
     def fits(self, counts: Int[jax.Array, "P P"]) -> jax.Array:
         """Whether the buffers of all ranks hold ``counts``."""
         if self.kind == "padded":

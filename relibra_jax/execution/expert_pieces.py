@@ -30,7 +30,7 @@ def scatter_pieces(
     if size % ranks:
         flat = jnp.pad(flat, ((0, 0), (0, -size % ranks)))
     pieces = jnp.swapaxes(flat.reshape(count, ranks, -1), 0, 1)
-    # Along one axis: JAX 0.11 fails to transpose an all-to-all between two.
+    # Split and joined along the same array axis: JAX 0.11 fails to transpose an all-to-all between two.
     return jax.lax.all_to_all(pieces, axes, 0, 0, tiled=True).reshape(ranks * count, -1)
 
 

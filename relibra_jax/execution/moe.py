@@ -39,8 +39,8 @@ class LayerOutput(NamedTuple):
     output: Float[Array, "B *tokens D"]
     """Every token's experts, weighted by their gates and summed; of the shape and dtype of ``x``."""
     slot_rows: Int[Array, "*copies N G S"]
-    """Rows that each slot computed: group sizes as the kernels had them, or with ``ExpertParallel.check_rows`` the rows
-    that reached the slot of their expert, counted."""
+    """Rows that each slot computed. With ``ExpertParallel.check_rows`` those that reached the slot of their expert,
+    counted where they arrived; without it the kernels' group sizes, which the plan says."""
 
 
 def moe_layer(

@@ -163,9 +163,11 @@ class ExpertParallel:
             tokens = f"hierarchical, {between} between nodes and {inside} inside them"
         else:
             tokens = f"flat, {self._kind(self.exchange, RANKS)}"
-        replicas = self._kind(self.fetch, self.domain)
+        replicas = ""
+        if self.topology.replica_slots:
+            replicas = f"; replicas {self._kind(self.fetch, self.domain)}"
         ranks, platform = " x ".join(map(str, self.ranks)), self.mesh.devices.flat[0].platform
-        _print_once(f"relibra_jax, {ranks} ranks on {platform}: tokens {tokens}; replicas {replicas}")
+        _print_once(f"relibra_jax, {ranks} ranks on {platform}: tokens {tokens}{replicas}")
 
 
 @functools.cache
@@ -200,8 +202,13 @@ def check_layer_plan(plan: LayerPlan, parallel: ExpertParallel) -> None:
     """
     topology, lead = parallel.topology, parallel.copies
     slots = (*lead, *parallel.ranks, topology.slots)
-    check_shape("plan.slot_expert", plan.slot_expert.shape, slots)
-    check_shape("plan.quota", plan.quota.shape, slots)
+    for name, found in (("slot_expert", plan.slot_expert.shape), ("quota", plan.quota.shape)):
+        if found != slots:
+            raise ValueError(
+                f"plan.{name}: expected shape {slots}, found {tuple(found)}: a rank has {topology.home_slots} home"
+                f" slots, resident_slots={topology.resident_slots} and replica_slots={topology.replica_slots}; run a"
+                " plan under the topology that it was made for"
+            )
     check_shape("plan.home", plan.home.shape, (*lead, topology.num_experts))
     if plan.load is not None:
         check_shape("plan.load", plan.load.shape, (*lead, *parallel.ranks, topology.num_experts))

@@ -39,25 +39,30 @@ def exchange_residents(
 
     # To the nodes: a piece of each expert that they need.
     row = _in_lanes(tables.export.reshape(nodes, local, -1)[node], sizes.exports).ravel()
-    lane = _in_lanes(tables.crossing[node], sizes.pair)
-    slot = inverse_index(lane.ravel(), nodes * sizes.pair)
+    to = jnp.arange(nodes, dtype=jnp.int32)
+    lane = _in_lanes(tables.crossing[node], sizes.pair, jnp.where(to == node, nodes, to))
+    lanes, arriving = nodes * sizes.pair, nodes * sizes.pair + sizes.own
+    slot = inverse_index(lane.ravel(), arriving)
     source = jnp.where(slot == EMPTY, EMPTY, row[slot % row.size])
     slot = inverse_index(row, local * sizes.exports)
     crossing = gather_rows(pieces, source, jnp.where((slot == EMPTY)[:, None], EMPTY, lane.T[slot]))
-    if nodes > 1:
-        crossing = jax.lax.all_to_all(crossing, NODE, 0, 0, tiled=True)
+    if nodes > 1 and sizes.pair:
+        for_others, own = jnp.split(crossing, [lanes])
+        crossing = jnp.concatenate([jax.lax.all_to_all(for_others, NODE, 0, 0, tiled=True), own])
 
     # Inside this node: pieces to the ranks that hold the expert.
     wanted = tables.wanted.reshape(nodes, local, -1)[node]
-    takers = jax.vmap(lambda rows: inverse_index(rows, nodes * sizes.pair))(wanted)
+    takers = jax.vmap(lambda rows: inverse_index(rows, arriving))(wanted)
     taken = gather_rows(crossing, wanted.ravel(), _in_lanes(takers, wanted.shape[1]).T)
     return assemble(taken, (LOCAL,), local, experts.shape[1:])
 
 
-def _in_lanes(place: Int[jax.Array, "lanes n"], length: int) -> Int[jax.Array, "lanes n"]:
-    """Places in lanes of one length as places in all of them, one after another; EMPTY stays."""
-    first = jnp.arange(place.shape[0], dtype=jnp.int32)[:, None] * length
-    return jnp.where(place == EMPTY, EMPTY, first + place)
+def _in_lanes(
+    place: Int[jax.Array, "lanes n"], length: int, lane: Int[jax.Array, " lanes"] | None = None
+) -> Int[jax.Array, "lanes n"]:
+    """Places in lanes of one length as places in all of them, one after another or as ``lane`` says; EMPTY stays."""
+    lane = jnp.arange(place.shape[0], dtype=jnp.int32) if lane is None else lane
+    return jnp.where(place == EMPTY, EMPTY, lane[:, None] * length + place)
 
 
 def in_chunks[Carry](

@@ -45,23 +45,37 @@ class Residents(NamedTuple):
     """As `push_residents` returns them."""
     step: Int[Array, ""]
     """The optimizer's step at which they were pushed."""
+    experts: Int[Array, "L N G B"]
+    """The expert in each slot; EMPTY for none."""
 
 
-def check_residents(residents: Residents, step: Integer[Array, ""] | int) -> None:
-    """Raise unless residents were pushed at the step that the optimizer is at. Runs on the host, before a step.
+def check_residents(
+    residents: Residents, step: Integer[Array, ""] | int, plan: Plan, topology: Topology
+) -> None:
+    """Raise unless residents are those of a plan and of the step that the optimizer is at. Runs on the host.
 
     Args:
         residents: the residents that a step is about to use.
         step: the optimizer's step now, ``optimizer.step`` with Flax.
+        plan: the plan of the batch.
+        topology: the expert-parallel group.
 
     Raises:
-        ValueError: if they are of another step, with both.
+        ValueError: if they are of another step, with both; or a slot holds another expert, with both.
     """
     pushed, now = int(residents.step), int(step)
     if pushed != now:
         raise ValueError(
             f"residents were pushed at optimizer step {pushed}, the optimizer is at step {now}: push them again, since"
             " the weights at home have changed"
+        )
+    held, wanted = np.asarray(residents.experts), np.asarray(resident_experts(plan, topology))
+    check_shape("residents.experts", held.shape, wanted.shape)
+    if (held != wanted).any():
+        place = tuple(np.argwhere(held != wanted)[0].tolist())
+        raise ValueError(
+            "layer {}, node {}, local rank {}, resident slot {}".format(*place)
+            + f": holds expert {held[place]}, the plan has {wanted[place]} there: push residents of this plan"
         )
 
 
@@ -210,7 +224,9 @@ class _Shapes:
     def __init__(self, leaves: list[Any], plan: Plan, parallel: ExpertParallel, fsdp_axis: str | None):
         topology, axes = parallel.topology, parallel.copies_over
         if not topology.resident_slots:
-            raise ValueError("resident_slots=0: there are no residents to push")
+            raise ValueError(
+                "resident_slots=0: there are no residents to push; run without them, or plan with resident_slots"
+            )
         matrices = leaves[0].shape[-3:]
         for leaf in leaves:
             lead = leaf.shape[:-6][:1]
@@ -248,7 +264,8 @@ def _push_sizes(parallel: ExpertParallel, homes: int, slots: int) -> PushSizes:
     """The sizes of the buffers as counted, or the worst case."""
     if parallel.capacities is not None and parallel.capacities.push is not None:
         return parallel.capacities.push
-    return PushSizes(exports=homes, pair=min(slots, homes) * parallel.topology.ranks_per_node)
+    most = min(slots, homes) * parallel.topology.ranks_per_node
+    return PushSizes(exports=homes, pair=most, own=most)
 
 
 def resident_spec(shape: tuple[int, ...], parallel: ExpertParallel) -> PartitionSpec:

@@ -22,7 +22,14 @@ from relibra_jax.capacity import Capacities, count_capacities, grow_capacities, 
 from relibra_jax.execution.expert_labels import check_homes
 from relibra_jax.execution.parallel import AUTO, ExpertParallel
 from relibra_jax.execution.plan_agreement import check_same_plan
-from relibra_jax.nnx.balancer_state import BalancerState, check_state, from_host, no_capacities, to_host
+from relibra_jax.nnx.balancer_state import (
+    NOTHING,
+    BalancerState,
+    check_state,
+    from_host,
+    no_capacities,
+    to_host,
+)
 from relibra_jax.nnx.finite import check_finite
 from relibra_jax.nnx.homes import get_homes, reorder_experts
 from relibra_jax.nnx.prepared import PreparedBatch, live_batch, replayed_batch
@@ -209,6 +216,11 @@ class Balancer:
         grown = self._grow(replay, batch_plan)
         plan_seconds = time.perf_counter() - start
 
+        on_mesh = jax.tree.map(functools.partial(replicate, mesh=self.mesh), batch_plan)
+        rows = batch_plan.assignment.sample[0].size * copies
+        parallel = dataclasses.replace(self._parallel, capacities=grown, rows=rows)
+        assignment = batch_plan.assignment
+        batch = replayed_batch(on_mesh, parallel, replay, assignment=assignment, plan_seconds=plan_seconds)
         put_on_mesh(model, optimizer, self.mesh)
         home = batch_plan.plan.home
         reorder_experts(model, optimizer, home, mesh=self.mesh, topology=self.topology)
@@ -216,16 +228,8 @@ class Balancer:
         self._number += 1
         if optimizer is not None:
             self._updates_before = _updates(optimizer)
-        on_mesh = jax.tree.map(functools.partial(replicate, mesh=self.mesh), batch_plan)
-        rows = batch_plan.assignment.sample[0].size * copies
-        return replayed_batch(
-            on_mesh,
-            dataclasses.replace(self._parallel, capacities=grown, rows=rows),
-            replay,
-            assignment=batch_plan.assignment,
-            plan_seconds=plan_seconds,
-            check_in_force=functools.partial(self._check_in_force, self._number),
-        )
+        batch.check_in_force = functools.partial(self._check_in_force, self._number)
+        return batch
 
     def discard(self) -> None:
         """Give up the batch that was prepared last, so that another one may be prepared without an update."""
@@ -233,13 +237,16 @@ class Balancer:
 
     def _grow(self, replay: RoutingReplay, batch_plan: BatchPlan) -> Capacities:
         visits = None
-        if self._parallel.path != "flat":
+        if self._parallel.is_hierarchical(replay.expert_ids.shape[-1]):
             visits = node_visits(replay, batch_plan, self.topology)
         need = count_capacities(batch_plan.layer_plans(), self.topology, visits=visits)
-        # Residents change little from batch to batch, and spare room would be sent.
-        exact = grow_capacities(self._capacities, need)
-        grown = grow_capacities(self._capacities, need, round_up=_with_spare_room)
-        return dataclasses.replace(grown, push=exact.push)
+        if visits is None and self._capacities.node is not None:
+            need = dataclasses.replace(need, node=NOTHING)
+        rows = grow_capacities(self._capacities, need, round_up=_with_spare_room)
+        # Experts are few and large, and spare room for them would be sent.
+        experts = grow_capacities(self._capacities, need, round_up=lambda size: -(-size // 2) * 2)
+        names = ("exports", "export_copies", "push")
+        return dataclasses.replace(rows, **{name: getattr(experts, name) for name in names})
 
     def _check_replay(self, replay: RoutingReplay) -> None:
         check_replay(replay, num_experts=self.topology.num_experts)
@@ -291,9 +298,8 @@ def _plan(replay, state, key, *, planner: Planner, topology: Topology, num_micro
 
 
 def _with_spare_room(size: int) -> int:
-    """A quarter more than what is needed, so that the next batches need no larger buffers and no other program; of
-    experts, which are few and large, no more than one."""
-    return round_capacity(size * 5 // 4) if size > 8 else -(-size // 2) * 2
+    """A quarter more than what is needed, so that the next batches need no larger buffers and no other program."""
+    return round_capacity(size * 5 // 4)
 
 
 def _updates(optimizer: nnx.Optimizer) -> int:

@@ -35,17 +35,20 @@ def check_state(own: BalancerState, given: BalancerState) -> None:
             raise ValueError(f"balancer state, {name}: expected {_shapes(mine)}, found {_shapes(other)}")
 
 
+NOTHING = ExchangeSizes(pair=0, own=0, send=0, receive=0)
+"""The sizes of an exchange that is not run."""
+
+
 def no_capacities(*, counts_visits: bool) -> Capacities:
     """The buffer sizes before the first batch."""
-    none = ExchangeSizes(pair=0, own=0, send=0, receive=0)
     return Capacities(
         rows=0,
-        flat=none,
-        node=none if counts_visits else None,
-        local=none,
+        flat=NOTHING,
+        node=NOTHING if counts_visits else None,
+        local=NOTHING,
         exports=0,
         export_copies=0,
-        push=PushSizes(exports=0, pair=0),
+        push=PushSizes(exports=0, pair=0, own=0),
     )
 
 

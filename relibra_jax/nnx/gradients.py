@@ -19,6 +19,7 @@ from relibra_jax.execution.prepared_layer import PreparedLayer
 from relibra_jax.execution.residents import Residents, push_residents, return_gradients
 from relibra_jax.nnx.prepared import PreparedBatch
 from relibra_jax.nnx.variables import AXES, ExpertParam
+from relibra_jax.plan import resident_experts
 from relibra_jax.types import Array
 
 type Objective = Callable[[nnx.Module, PyTree, PreparedLayer | None], tuple[Array, PyTree]]
@@ -37,6 +38,9 @@ def accumulate_gradients(
     residents: Residents | None = None,
 ) -> tuple[Any, PyTree]:
     """The gradient of a sum over micro-batches. Call it inside the jitted update.
+
+    The model's other state (counts of random streams, running statistics) is read and left as it is: give a step's
+    random keys with the samples.
 
     Args:
         model: the model; its parameters (``nnx.Param``) are differentiated.
@@ -79,7 +83,8 @@ def accumulate_gradients(
 def prepare_residents(model: nnx.Module, optimizer: nnx.Optimizer, batch: PreparedBatch) -> Residents | None:
     """The residents of one update, for steps that share them, such as a recompute and the update after it.
 
-    Jit it. They serve until the optimizer steps; `relibra_jax.execution.check_residents` says so on the host.
+    Jit it, and donate them to the update that uses them last. They serve until the optimizer steps;
+    `relibra_jax.execution.check_residents` says so on the host.
 
     Args:
         model: the model as it is now.
@@ -90,7 +95,10 @@ def prepare_residents(model: nnx.Module, optimizer: nnx.Optimizer, batch: Prepar
         Weights and step; None if the batch has no residents.
     """
     weights = _push_weights(nnx.state(model, nnx.Param), batch)
-    return None if weights is None else Residents(weights, jnp.asarray(optimizer.step[...], jnp.int32))
+    if weights is None:
+        return None
+    experts = resident_experts(batch.batch_plan.plan, batch.parallel.topology)
+    return Residents(weights, jnp.asarray(optimizer.step[...], jnp.int32), experts)
 
 
 def _push_weights(params: Any, batch: PreparedBatch) -> Array | None:

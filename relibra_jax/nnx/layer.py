@@ -45,7 +45,8 @@ class MoEOutput(NamedTuple):
     router_logits: Float[Array, "B *tokens E"]
     """The live router's logits, for `relibra_jax.execution.gating.balance_loss` for instance."""
     slot_rows: Int[Array, "*copies N G S"]
-    """Rows that each slot computed: what `relibra_jax.nnx.check_executed` compares with the plan's quotas."""
+    """Rows that each slot computed, counted where they arrived with ``check_rows``, for
+    `relibra_jax.nnx.check_executed`."""
 
 
 class MoELayer(nnx.Module):
@@ -152,8 +153,9 @@ class MoELayer(nnx.Module):
             x: the tokens ``[B, *tokens, D]``, sharded over the ranks along the first axis, which divides over them.
             expert_ids: the replay, ``[B, *tokens, K]`` of any integer dtype that holds E - 1. None routes live.
             plan: the plan of this layer and micro-batch, ``[*copies, ...]``: prepared from these ids, with residents'
-                weights if there are any, or as it is. For live routing under it, give it as it is and without its
-                load. None for homes alone, no residents and no replicas.
+                weights if there are any; or as it is, where there are no resident slots. For live routing under it,
+                give it as it is and without its load. None for homes alone, under a topology without resident slots
+                (`Balancer.live`).
             parallel: how plans are run: mesh, topology, buffer sizes, kinds of exchange.
             experts: what `fetch` returned for ``plan``; when None, replicas are fetched here, unhidden.
             mask: ``[B, *tokens]``, False on padding, which no routed expert computes and no load counts. EMPTY ids say

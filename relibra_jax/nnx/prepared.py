@@ -8,8 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Int, PyTree
+from jaxtyping import Bool, Int, PyTree
 
 from relibra_jax.execution.parallel import ExpertParallel
 from relibra_jax.execution.prepared_layer import PreparedLayer, prepare_layers
@@ -29,6 +30,8 @@ class PreparedBatch:
     """Mesh, topology, buffer sizes and kinds of exchange, for `relibra_jax.nnx.MoELayer`."""
     plan_seconds: float
     """How long the host planned, checked and counted; 0 under jit."""
+    check_in_force: Callable[[], None] | None
+    """Raises when another batch has been prepared; None under jit."""
 
     def __init__(
         self,
@@ -39,11 +42,10 @@ class PreparedBatch:
         assignment: Assignment | None = None,
         num_samples: int = 0,
         plan_seconds: float = 0.0,
-        check_in_force: Callable[[], None] | None = None,
     ):
         self._batch_plan, self.parallel, self.plan_seconds = batch_plan, parallel, plan_seconds
         self._layers, self._assignment, self._num_samples = layers, assignment, num_samples
-        self._check_in_force = check_in_force
+        self.check_in_force = None
 
     @property
     def batch_plan(self) -> BatchPlan:
@@ -109,8 +111,8 @@ class PreparedBatch:
         return jax.tree.map_with_path(move, samples)
 
     def _refuse_if_superseded(self) -> None:
-        if self._check_in_force is not None:
-            self._check_in_force()
+        if self.check_in_force is not None:
+            self.check_in_force()
 
 
 def replayed_batch(
@@ -120,7 +122,6 @@ def replayed_batch(
     *,
     assignment: Assignment,
     plan_seconds: float,
-    check_in_force: Callable[[], None],
 ) -> PreparedBatch:
     """A batch that follows recorded routing: its layers are prepared here, on the devices.
 
@@ -130,24 +131,37 @@ def replayed_batch(
         replay: the recorded routing, on the host.
         assignment: the assignment, on the host.
         plan_seconds: how long the batch was planned.
-        check_in_force: raises when another batch has been prepared.
+
+    Raises:
+        RuntimeError: if a layer is not sound, which no checked plan and no counted buffers should lead to.
     """
-    batch = PreparedBatch(
-        batch_plan,
-        parallel,
-        assignment=assignment,
-        num_samples=len(replay.mask),
-        plan_seconds=plan_seconds,
-        check_in_force=check_in_force,
-    )
-    batch._layers = _prepare(*batch.to_ranks(tuple(replay)), batch_plan, parallel)
-    return batch
+    sizes = {"assignment": assignment, "num_samples": len(replay.mask), "plan_seconds": plan_seconds}
+    rows = PreparedBatch(batch_plan, parallel, **sizes).to_ranks(tuple(replay))
+    layers, sound = _prepare(*rows, batch_plan, parallel)
+    sound = np.asarray(sound)
+    if not sound.all():
+        place = tuple(np.argwhere(~sound)[0].tolist())
+        raise RuntimeError(
+            "micro-batch {}, layer {}: the plan that was checked does not hold on the devices".format(*place)
+            + f" ({np.sum(~sound)} layers in all), with {parallel.capacities}"
+        )
+    return PreparedBatch(batch_plan, parallel, layers=layers, **sizes)
 
 
 @functools.partial(jax.jit, static_argnames="parallel")
-def _prepare(ids: Array, mask: Array, batch_plan: BatchPlan, parallel: ExpertParallel) -> PreparedLayer:
+def _prepare(
+    ids: Array, mask: Array, batch_plan: BatchPlan, parallel: ExpertParallel
+) -> tuple[PreparedLayer, Bool[jax.Array, "M L"]]:
+    """The layers, and whether each of them is sound on all ranks of all copies of the group."""
     ids = jnp.where(mask[..., None, None], ids.astype(jnp.int32), EMPTY)
-    return prepare_layers(ids, _by_copy(batch_plan.layer_plans(), parallel.copies), parallel)
+    layers = prepare_layers(ids, _by_copy(batch_plan.layer_plans(), parallel.copies), parallel)
+    assert layers.tokens is not None
+    sound = jnp.asarray(layers.tokens.sound)
+    if layers.fetch is not None:
+        sound &= layers.fetch.fits
+    everywhere = NamedSharding(parallel.mesh, PartitionSpec())
+    sound = sound.reshape(*sound.shape[:2], -1).all(-1)
+    return layers, jax.lax.with_sharding_constraint(sound, everywhere)
 
 
 def _by_copy(plans: Any, copies: tuple[int, ...]) -> Any:
@@ -166,18 +180,23 @@ def _by_copy(plans: Any, copies: tuple[int, ...]) -> Any:
 def check_executed(slot_rows: Int[Array, "M L *copies N G S"], batch: PreparedBatch) -> None:
     """Raise unless the rows that every slot computed are exactly the plan's quotas. Runs on the host.
 
+    On several processes, all call it.
+
     Args:
-        slot_rows: what the layers returned (`relibra_jax.nnx.MoEOutput`), of all micro-batches and layers.
+        slot_rows: what the layers returned (`relibra_jax.nnx.MoEOutput`), of all micro-batches and layers: counted
+            where rows arrived with ``Balancer(check_rows=True)``; without, they are what the plan says.
         batch: the prepared batch that ran in replay.
 
     Raises:
+        ValueError: if the rows are of other shapes than the plan.
         RuntimeError: at the first place where they differ, with both numbers.
-
     """
     plan = batch.batch_plan.plan
     quota, expert = (
         np.asarray(leaf) for leaf in _by_copy((plan.quota, plan.slot_expert), batch.parallel.copies)
     )
+    if isinstance(slot_rows, jax.Array) and not slot_rows.is_fully_addressable:
+        slot_rows = multihost_utils.process_allgather(slot_rows, tiled=True)
     rows = np.asarray(slot_rows)
     if rows.shape != quota.shape:
         raise ValueError(f"slot_rows: expected shape {quota.shape}, found {rows.shape}")
