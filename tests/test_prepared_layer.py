@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.dense import assert_close
+from support.dense import assert_close, mixture
 from support.plans import load_of, random_plan
 from test_moe import (
+    COTANGENT,
     EXPERTS,
     RANKS,
     TOKENS,
@@ -35,7 +36,7 @@ from relibra_jax.execution import (
 from relibra_jax.execution.dispatch_tables import Dispatch, NodeDispatch
 from relibra_jax.execution.parallel import PATHS, _print_once
 from relibra_jax.plan import home_layout
-from relibra_jax.types import EMPTY, LayerPlan, Plan, layer_plans
+from relibra_jax.types import EMPTY, LayerPlan, Plan, Topology, layer_plans
 
 TOPOLOGY = topology_of("2x4", 2, 1)
 VALUES = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), weights())
@@ -221,3 +222,32 @@ def test_plans_of_a_batch_serve_without_residents_where_slots_are_empty():
     found = run_prepared(experts, layer, routings()[0], GATES[0], parallel)
     assert_close(found.output, expected()[0]["output"], 2e-6)
     assert found.slot_rows.sum() == (routings()[0] != EMPTY).sum() <= RANKS * TOKENS * TOP_K
+
+
+def test_lanes_that_are_full_to_the_last_row():
+    """Eight copies go to rank 1, whose last slot is empty, and five stay: the lane has eight rows, and what a rank
+    keeps begins where that empty slot would."""
+    topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=2, replica_slots=1)
+    ids = np.full((2, 13, 1), EMPTY, np.int32)
+    ids[0, :, 0] = [0] * 5 + [1] * 8
+    load = load_of(ids[None, None], topology)
+    slots = np.array([[[[[0, EMPTY], [1, EMPTY]]]]], np.int32)
+    quota = np.array([[[[[5, 0], [8, 0]]]]], np.int32)
+    of_batch = layer_plans(Plan(slots, np.array([[0, 1]], np.int32), quota), load)
+    sizes = count_capacities(of_batch, topology)
+    assert (sizes.flat.pair, sizes.flat.own) == (8, 8)
+    mesh = expert_mesh(topology, devices=jax.devices()[:2])
+    parallel = ExpertParallel(mesh=mesh, topology=topology, capacities=sizes, check_rows=True)
+    x, gates = jnp.asarray(COTANGENT[:2, :1].repeat(13, 1), jnp.float32), jnp.ones(ids.shape, jnp.float32)
+    experts = VALUES["experts"][:2].reshape(1, 2, 1, *VALUES["experts"].shape[1:])
+
+    @jax.jit
+    def run(plan):
+        layer = prepare_layer(ids, plan, parallel)
+        held, rows = fetch_replicas(experts, layer, x, parallel)
+        return moe_layer(rows, ids, gates, held, layer, parallel)
+
+    found = run(of_batch.layer(0).layer(0))
+    np.testing.assert_array_equal(found.slot_rows, quota[0, 0])
+    wanted = mixture(x, ids, gates, VALUES["experts"][:2])
+    np.testing.assert_allclose(found.output, wanted, atol=1e-5)

@@ -135,17 +135,23 @@ def replayed_batch(
     Raises:
         RuntimeError: if a layer is not sound, which no checked plan and no counted buffers should lead to.
     """
-    sizes = {"assignment": assignment, "num_samples": len(replay.mask), "plan_seconds": plan_seconds}
-    rows = PreparedBatch(batch_plan, parallel, **sizes).to_ranks(tuple(replay))
-    layers, sound = _prepare(*rows, batch_plan, parallel)
-    sound = np.asarray(sound)
-    if not sound.all():
-        place = tuple(np.argwhere(~sound)[0].tolist())
+    batch = PreparedBatch(
+        batch_plan,
+        parallel,
+        assignment=assignment,
+        num_samples=len(replay.mask),
+        plan_seconds=plan_seconds,
+    )
+    batch._layers, sound = _prepare(*batch.to_ranks(tuple(replay)), batch_plan, parallel)
+    wrong = np.argwhere(~np.asarray(sound))
+    if len(wrong):
         raise RuntimeError(
-            "micro-batch {}, layer {}: the plan that was checked does not hold on the devices".format(*place)
-            + f" ({np.sum(~sound)} layers in all), with {parallel.capacities}"
+            "micro-batch {}, layer {}: the plan that was checked does not hold on the devices".format(
+                *wrong[0]
+            )
+            + f" ({len(wrong)} layers in all), with {parallel.capacities}"
         )
-    return PreparedBatch(batch_plan, parallel, layers=layers, **sizes)
+    return batch
 
 
 @functools.partial(jax.jit, static_argnames="parallel")
