@@ -1,6 +1,9 @@
 """Bytes that `make aot` counts in a compiled program, and what it concludes from them and from updates."""
 
+import jax
+import numpy as np
 import pytest
+from support.plans import load_of, random_ids, random_plan
 
 from experiments.aot.bytes import count_sent
 from experiments.aot.expected_bytes import expected_sent
@@ -15,10 +18,12 @@ from experiments.aot.update_checks import (
     judge_batches,
     look_into_layers,
 )
-from relibra_jax.capacity import Capacities, ExchangeSizes
+from relibra_jax.capacity import Capacities, ExchangeSizes, count_capacities
+from relibra_jax.cost.copies import WEIGHT_BYTES, resident_traffic
+from relibra_jax.cost.traffic import count_traffic
 from relibra_jax.execution import ExpertParallel, expert_mesh
 from relibra_jax.resident_push import PushSizes
-from relibra_jax.types import Topology
+from relibra_jax.types import Topology, layer_plans
 
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=4, num_experts=8, replica_slots=0)
 LOCAL, NODE, ALL = (
@@ -212,3 +217,27 @@ def test_expected_bytes_of_a_padded_update():
         ("return", "node"): 2 * 6 * expert * 4 // 4,
         ("dense", "all"): runs * 2 * (4 * 16 * 16 * 2 + 16 * 8 * 4) * 7 // 8,
     }
+
+
+@pytest.mark.parametrize("fill", [0.6, 1.0])
+def test_what_the_cost_model_says_of_a_plan_is_what_its_buffers_send(fill):
+    """Exactly where buffers are full: between two nodes, in the direction that sends more. Inside nodes, and for
+    tokens, padding comes on top."""
+    topology = Topology(num_nodes=2, ranks_per_node=4, num_experts=16, replica_slots=1, resident_slots=2)
+    rng, layers = np.random.default_rng(0), 3
+    load = load_of(random_ids(rng, (2, layers, 8, 40), 16, 2), topology)
+    plan = random_plan(rng, load, topology, fill=fill)
+    capacities = count_capacities(layer_plans(plan, load), topology)
+    ways = {"path": "flat", "exchange": "padded", "fetch": "padded"}
+    parallel = ExpertParallel(mesh=expert_mesh(topology), topology=topology, capacities=capacities, **ways)
+    model = Model(width=16, expert_width=4, heads=1, top_k=2)
+    sent = expected_sent(model, parallel, layers=layers, micro_batches=2)
+
+    traffic = jax.tree.map(lambda part: np.asarray(part).sum(0), resident_traffic(plan, topology))
+    expert = 3 * 16 * 4 * WEIGHT_BYTES
+    assert sent["push", "node"] == round(expert * max(traffic.slow_sent.max(), traffic.slow_received.max()))
+    most = expert * max(traffic.fast_sent.max(), traffic.fast_received.max())
+    assert most <= sent["push", "local"] <= 1.5 * most
+    rows = count_traffic(layer_plans(plan, load), topology)
+    rows = (np.asarray(rows.slow_sent) + np.asarray(rows.fast_sent)).sum((0, 1)).max()
+    assert 5 * rows * 16 * 2 <= sent["tokens", "all"]
