@@ -4,9 +4,10 @@ The exchange itself, and why it is tied to the layer's input, is in `relibra_jax
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Float
 
@@ -15,8 +16,7 @@ from relibra_jax.execution.parallel import ExpertParallel, check_tokens
 from relibra_jax.execution.plan_guard import one_or_nan
 from relibra_jax.execution.prepared_layer import PreparedLayer, replica_exchange
 from relibra_jax.execution.replica_exchange import fetch
-from relibra_jax.execution.residents import check_resident_weights, resident_spec
-from relibra_jax.types import Array, check_shape
+from relibra_jax.types import Array, Topology, check_shape
 
 
 class LayerExperts(NamedTuple):
@@ -59,7 +59,7 @@ def fetch_replicas(
     topology = parallel.topology
     check_shape("experts", experts.shape, (*parallel.ranks, topology.home_slots, 3, *experts.shape[-2:]))
     check_tokens("x", x, parallel)
-    residents = check_resident_weights(layer.residents, experts, parallel)
+    residents = _checked_residents(layer.residents, experts, parallel)
     rank, lead = parallel.rank_spec, (1,) * (len(parallel.copies_over) + 2)
     place = (0,) * len(lead)
     has_replicas = topology.replica_slots > 0
@@ -70,7 +70,7 @@ def fetch_replicas(
         mesh=parallel.mesh,
         in_specs=(
             PartitionSpec(*RANKS),
-            None if residents is None else resident_spec(residents.shape, parallel),
+            None if residents is None else _resident_spec(residents.shape, parallel),
             rank if has_replicas else None,
             parallel.token_spec,
         ),
@@ -92,3 +92,44 @@ def fetch_replicas(
         return LayerExperts(held[0], held[1] if len(held) > 1 else None, replicas), x
 
     return on_rank(experts, residents, layer.fetch, x)
+
+
+def _resident_spec(shape: tuple[int, ...], parallel: ExpertParallel) -> PartitionSpec:
+    """How the residents of one layer, ``[*copies, N, G, B, ...]``, are sharded: over the copies that hold their own,
+    and over the ranks."""
+    names = (
+        axis if size == parallel.mesh.shape[axis] else None
+        for axis, size in zip(parallel.copies_over, shape, strict=False)
+    )
+    return PartitionSpec(*names, *RANKS)
+
+
+def _checked_residents(residents: Any, experts: Any, parallel: ExpertParallel) -> Any:
+    """The residents of one layer, after a look at whether they are there if and only if the topology has slots for
+    them.
+
+    Raises:
+        ValueError: if they are not, or of another shape.
+    """
+    topology: Topology = parallel.topology
+    if residents is None:
+        if topology.resident_slots:
+            raise ValueError(
+                f"resident_slots={topology.resident_slots}, but the layer has no residents' weights: give it what"
+                " push_residents returned (PreparedLayer.residents)"
+            )
+        return None
+    if not topology.resident_slots:
+        raise ValueError(
+            f"residents of shape {tuple(residents.shape)} for a topology with resident_slots=0: plan with the topology"
+            " that they were pushed for"
+        )
+    found = residents.shape[: len(parallel.copies_over)]
+    for axis, size in zip(parallel.copies_over, found, strict=True):
+        if size not in (1, parallel.mesh.shape[axis]):
+            raise ValueError(
+                f"residents: {size} copies along {axis!r}, the mesh has {parallel.mesh.shape[axis]}"
+            )
+    slots = (*parallel.ranks, topology.resident_slots)
+    check_shape("residents", residents.shape, (*found, *slots, *np.shape(experts)[-3:]))
+    return residents

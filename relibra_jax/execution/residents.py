@@ -102,8 +102,8 @@ def push_residents(
             stacked and have to be laid together); larger pushes go in chunks, some columns of every expert in each.
 
     Returns:
-        Weights, zeros in empty slots; NaN if the buffers do not hold the push. One entry for each data-parallel copy,
-        sharded as `resident_spec` says.
+        Weights, zeros in empty slots; NaN if the buffers do not hold the push. One entry for each data-parallel copy;
+        sharded over the ranks, and over the FSDP axis along D.
 
     Raises:
         ValueError: if the topology has no resident slots, or shapes do not fit it.
@@ -266,44 +266,3 @@ def _push_sizes(parallel: ExpertParallel, homes: int, slots: int) -> PushSizes:
         return parallel.capacities.push
     most = min(slots, homes) * parallel.topology.ranks_per_node
     return PushSizes(exports=homes, pair=most, own=most)
-
-
-def resident_spec(shape: tuple[int, ...], parallel: ExpertParallel) -> PartitionSpec:
-    """How the residents of one layer, ``[*copies, N, G, B, ...]``, are sharded: over the copies that hold their own,
-    and over the ranks."""
-    names = (
-        axis if size == parallel.mesh.shape[axis] else None
-        for axis, size in zip(parallel.copies_over, shape, strict=False)
-    )
-    return PartitionSpec(*names, *RANKS)
-
-
-def check_resident_weights(residents: Any, experts: Any, parallel: ExpertParallel) -> Any:
-    """The residents of one layer, after a look at whether they are there if and only if the topology has slots for
-    them.
-
-    Raises:
-        ValueError: if they are not, or of another shape.
-    """
-    topology: Topology = parallel.topology
-    if residents is None:
-        if topology.resident_slots:
-            raise ValueError(
-                f"resident_slots={topology.resident_slots}, but the layer has no residents' weights: give it what"
-                " push_residents returned (PreparedLayer.residents)"
-            )
-        return None
-    if not topology.resident_slots:
-        raise ValueError(
-            f"residents of shape {tuple(residents.shape)} for a topology with resident_slots=0: plan with the topology"
-            " that they were pushed for"
-        )
-    found = residents.shape[: len(parallel.copies_over)]
-    for axis, size in zip(parallel.copies_over, found, strict=True):
-        if size not in (1, parallel.mesh.shape[axis]):
-            raise ValueError(
-                f"residents: {size} copies along {axis!r}, the mesh has {parallel.mesh.shape[axis]}"
-            )
-    slots = (*parallel.ranks, topology.resident_slots)
-    check_shape("residents", residents.shape, (*found, *slots, *np.shape(experts)[-3:]))
-    return residents
