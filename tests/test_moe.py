@@ -160,17 +160,16 @@ def test_plans_do_not_change_the_mathematics(path, name):
     check_all(run("2x4", 2, path, across), plans("2x4", 2, name))
 
 
-EVERY = list(itertools.product(range(3), range(3)))
-"""Replica slots and resident slots."""
-SOME = [(0, 1), (1, 2), (2, 0)]
+SOME = [("flat", 2, 0), ("flat", 0, 1), ("hierarchical", 1, 2)]
+EVERY = [
+    pytest.param(path, *slots, marks=() if (path, *slots) in SOME else pytest.mark.long)
+    for path, *slots in itertools.product(PATHS, range(3), range(3))
+]
+"""Paths, replica slots and resident slots."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize(
-    ("replica_slots", "resident_slots"),
-    [pytest.param(*slots, marks=() if slots in SOME else pytest.mark.long) for slots in EVERY],
-)
+@pytest.mark.parametrize(("path", "replica_slots", "resident_slots"), EVERY)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_meshes_and_slots_do_not_either(mesh, replica_slots, resident_slots, path):
     """Any plan at all, of replicas on any node; and those that stay in nodes that hold their expert."""

@@ -239,17 +239,23 @@ def test_a_run_goes_on_from_its_checkpoint(whole, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("axes", [{"data": 2}, {"fsdp": 2}])
-def test_data_and_fsdp_axes_are_the_same_training(axes):
+@pytest.mark.parametrize(
+    ("axes", "ranks_per_node"),
+    [
+        ({"data": 2, "fsdp": 2}, 1),
+        pytest.param({"data": 2}, 2, marks=pytest.mark.long),
+        pytest.param({"fsdp": 2}, 2, marks=pytest.mark.long),
+    ],
+)
+def test_data_and_fsdp_axes_are_the_same_training(axes, ranks_per_node):
     with jax.enable_x64(True):
-        run = Run(axes=axes, fsdp_axis="fsdp" if "fsdp" in axes else None)
+        topology = dataclasses.replace(TOPOLOGY, ranks_per_node=ranks_per_node)
+        run = Run(topology, axes=axes, fsdp_axis="fsdp" if "fsdp" in axes else None)
         first = run.logical()
         losses = run.train(0, 2)
-        # A copy's micro-batches follow one another: both copies' first halves are one update.
-        order = [
-            np.moveaxis(each.reshape(2, UPDATES, MICRO_BATCHES, -1), 1, 0).reshape(UPDATES, -1)
-            for each in run.order
-        ]
+        # A copy's micro-batches follow one another: the first halves of all copies are one update.
+        of_copies = (each.reshape(2 ** len(axes), UPDATES, -1) for each in run.order)
+        order = [each.swapaxes(0, 1).reshape(UPDATES, -1) for each in of_copies]
         params, wanted = train_dense(jax.tree.map(jnp.asarray, first), order)
     np.testing.assert_allclose(losses, wanted, rtol=1e-9)
     assert largest_difference(run.logical(), params) < 1e-9

@@ -25,7 +25,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import jax
 import tyro
@@ -49,8 +49,9 @@ class BenchTwoProcesses:
     """Time updates on two cores, and count what crosses between them."""
 
     trace: Annotated[Path | None, tyro.conf.Positional] = None
-    """A trace (.npz); else the one that RELIBRA_TRACE names, else the recorded one of this project.
-    Synthetic routing is run besides."""
+    """A trace (.npz); else the one that RELIBRA_TRACE names, else the recorded one of this project."""
+    routing: tuple[Literal["trace", "synthetic"], ...] = ("trace", "synthetic")
+    """What routing is run."""
     settings: Annotated[Settings, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Settings)
     out: Path | None = None
     """A file for everything that was found, as JSON."""
@@ -106,7 +107,8 @@ def measure(config: BenchTwoProcesses, number: int, port: int) -> None:
     )
     skewed = synthetic_trace(skew=SKEW, mean_tokens=MEAN_TOKENS, layers=settings.layers)
     found: list[Line] = []
-    for trace in (read_trace(config.trace), skewed._replace(name=f"synthetic, Zipf {SKEW}")):
+    skewed = skewed._replace(name=f"synthetic, Zipf {SKEW}")
+    for trace in (read_trace(config.trace) if routing == "trace" else skewed for routing in config.routing):
         for path in settings.paths:
             with console.status("") as status:
                 lines = list(run_path(trace, path, settings, status.update))
