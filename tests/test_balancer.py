@@ -134,7 +134,7 @@ def test_training_is_the_same_as_under_static_placement():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("axes", [{"data": 2}, {"data": 2, "fsdp": 2}])
+@pytest.mark.parametrize("axes", [pytest.param({"data": 2}, marks=pytest.mark.long), {"data": 2, "fsdp": 2}])
 def test_data_and_fsdp_axes_are_the_same_training(axes):
     topology = dataclasses.replace(TOPOLOGY, num_nodes=1)
     run = Run(topology=topology, axes=axes, fsdp_axis="fsdp" if "fsdp" in axes else None)

@@ -26,7 +26,7 @@ def samples():
     return draw_samples(TRACE, NODES, micro_batches=2, samples_per_rank=2, layers=2)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_update_with_residents_has_the_gradient_of_one_without(monkeypatch):
     settings = runs.Settings(
         micro_batches=(2,), layers=2, resident_slots=2, repeats=1, timed_paths=("flat",), **SIZES

@@ -261,7 +261,7 @@ def test_data_and_fsdp_axes_are_the_same_training(axes, ranks_per_node):
     assert largest_difference(run.logical(), params) < 1e-9
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_push_of_its_own_is_the_same_and_serves_one_update_only(whole):
     with jax.enable_x64(True):
         run = Run()
@@ -271,7 +271,7 @@ def test_a_push_of_its_own_is_the_same_and_serves_one_update_only(whole):
             check_residents(run.residents, run.optimizer.step[...], plan, TOPOLOGY)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_residents_of_bfloat16_over_masters_of_float32():
     """The sums over micro-batches are float32: residents lose no more than experts at home do."""
     options = {"param_dtype": jnp.float32, "dtype": jnp.bfloat16}

@@ -133,7 +133,7 @@ def trained(planner, resident_slots=0):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("resident_slots", [0, 1])
+@pytest.mark.parametrize("resident_slots", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_balancing_does_not_touch_learning(resident_slots):
     start, _ = recorded()
     (balanced, losses, home), (still, wanted, at_birth) = (
