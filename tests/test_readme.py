@@ -6,6 +6,7 @@ import importlib.util
 import re
 from pathlib import Path
 
+from experiments.bench_two_processes.runs import Settings
 from experiments.count_buffers import Buffers
 from experiments.rl.configs import CONFIGS, Train
 from relibra_jax.cli.commands import COMMANDS
@@ -53,7 +54,7 @@ def options(config):
 
 
 def test_named_options_exist():
-    configs = [command() for command, _ in COMMANDS.values()] + [Train(), Buffers()]
+    configs = [command() for command, _ in COMMANDS.values()] + [Train(), Buffers(), Settings()]
     known = {name for config in configs for name in options(config)}
     used = set(re.findall(r" --([a-z-]+)", TEXT))
     assert used <= known | {"list", "help"}, used - known
