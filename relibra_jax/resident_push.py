@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Int
 
-from relibra_jax.segments import starts
+from relibra_jax.segments import places
 from relibra_jax.types import EMPTY, Array, Topology
 
 
@@ -66,7 +66,7 @@ def push_tables(
     by_rank = jnp.moveaxis(needed.reshape(nodes, -1, nodes, local, homes), 1, 3)
     exported = by_rank.any(0).reshape(topology.num_ranks, -1)
     crossing = jnp.swapaxes(by_rank.reshape(nodes, nodes, -1), 0, 1)
-    place = _places(crossing)
+    place = places(crossing)
 
     layer = jnp.arange(len(home), dtype=jnp.int32)[:, None, None, None]
     slot = jnp.asarray(home, jnp.int32)[layer, jnp.maximum(resident, 0)]
@@ -76,7 +76,7 @@ def push_tables(
     lane = jnp.where(node == here, nodes, node) * sizes.pair
     wanted = jnp.where(resident == EMPTY, EMPTY, lane + place[node, here, flat])
     wanted = jnp.moveaxis(wanted, 0, 2).reshape(topology.num_ranks, -1)
-    return PushTables(_places(exported), place, wanted)
+    return PushTables(places(exported), place, wanted)
 
 
 def push_counts(
@@ -123,7 +123,3 @@ def _needed(home, resident, topology: Topology) -> Bool[jax.Array, "N L slots"]:
     # A slot more, for empty ones.
     slot = jnp.where(resident == EMPTY, experts, home[layer, jnp.maximum(resident, 0)])
     return jnp.zeros((nodes, layers, experts + 1), bool).at[node, layer, slot].set(True)[..., :experts]
-
-
-def _places(chosen: Bool[jax.Array, "..."]) -> Int[jax.Array, "..."]:
-    return jnp.where(chosen, starts(chosen.astype(jnp.int32)), EMPTY)

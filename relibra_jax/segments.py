@@ -5,7 +5,7 @@ Index arrays are derived from the segments' sizes alone, so that every process k
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 
 from relibra_jax.types import EMPTY
 
@@ -17,6 +17,32 @@ def starts(sizes: Int[jax.Array, "..."], axis: int = -1) -> Int[jax.Array, "..."
     [0, 3, 3]
     """
     return jnp.cumsum(sizes, axis, dtype=sizes.dtype) - sizes
+
+
+def places(chosen: Bool[jax.Array, "..."]) -> Int[jax.Array, "..."]:
+    """The place of each chosen one among the chosen along the last axis; EMPTY for the others.
+
+    >>> places(jnp.array([True, False, True])).tolist()
+    [0, -1, 1]
+    """
+    return jnp.where(chosen, starts(chosen.astype(jnp.int32)), EMPTY)
+
+
+def in_lanes(
+    place: Int[jax.Array, "lanes n"], length: int, lane: Int[jax.Array, " lanes"] | None = None
+) -> Int[jax.Array, "lanes n"]:
+    """Places in lanes of one length as places in all of them; EMPTY stays.
+
+    Args:
+        place: places in each lane.
+        length: the length of a lane.
+        lane: where each lane stands among them; in order when None.
+
+    >>> in_lanes(jnp.array([[0, 2], [-1, 1]]), 4).tolist()
+    [[0, 2], [-1, 5]]
+    """
+    lane = jnp.arange(place.shape[0], dtype=jnp.int32) if lane is None else lane
+    return jnp.where(place == EMPTY, EMPTY, lane[:, None] * length + place)
 
 
 def segment_rows(

@@ -22,8 +22,7 @@ def send_tokens(
     x: Float[jax.Array, "t *D"], tables: Dispatch, exchange: Exchange
 ) -> Float[jax.Array, "rows *D"]:
     """A row of its token for every copy that this rank computes, those of each slot together; zeros behind them."""
-    token = jnp.where(tables.copy == EMPTY, EMPTY, tables.copy // tables.place.shape[1])
-    return _arrange(send(gather_rows(x, token, tables.place), tables.lanes, exchange), tables)
+    return _arrange(send(gather_rows(x, _sent_tokens(tables), tables.place), tables.lanes, exchange), tables)
 
 
 def send_copies(
@@ -40,8 +39,7 @@ def combine(
     """The sum of each token's computed copies, back where the token lies: the way of `send_tokens` backwards."""
     with jax.named_scope("combine"):
         rows = gather_rows(computed, tables.computed, tables.arrival[:, None])
-        token = jnp.where(tables.copy == EMPTY, EMPTY, tables.copy // tables.place.shape[1])
-        return combine_rows(send_back(rows, tables.lanes, exchange), token, tables.place)
+        return combine_rows(send_back(rows, tables.lanes, exchange), _sent_tokens(tables), tables.place)
 
 
 def cross(values: Num[jax.Array, "t *d"], tables: NodeDispatch, between: Exchange) -> jax.Array:
@@ -55,6 +53,11 @@ def cross_back(
     """The last hop: every node's sum for a token goes back to where it lies, and they are added."""
     with jax.named_scope("combine"):
         return combine_rows(send_back(sums, tables.lanes, between), tables.token, tables.place)
+
+
+def _sent_tokens(tables: Dispatch):
+    """The token in each row that is sent; EMPTY for none."""
+    return jnp.where(tables.copy == EMPTY, EMPTY, tables.copy // tables.place.shape[1])
 
 
 def _arrange(arrived, tables: Dispatch):

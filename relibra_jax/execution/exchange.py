@@ -131,13 +131,21 @@ send_back.defvjp(
 )
 
 
+def swap_lanes(
+    rows: Num[jax.Array, "r *d"], axes: tuple[str, ...], ranks: int, length: int
+) -> Num[jax.Array, "r *d"]:
+    """Exchange equal lanes with the ranks along ``axes``; what lies behind them stays. JAX transposes it."""
+    if not length:
+        return rows
+    for_others, own = jnp.split(rows, [ranks * length])
+    arrived = jax.lax.all_to_all(for_others, axes, 0, 0, tiled=True)
+    return jnp.concatenate([arrived, own])
+
+
 def _move(rows, lanes: Lanes, exchange: Exchange, receive_rows: int):
     axes = exchange.axes
     if exchange.kind == "padded":
-        for_others, own = jnp.split(rows, [exchange.ranks * exchange.sizes.pair])
-        by_rank = for_others.reshape(exchange.ranks, exchange.sizes.pair, *rows.shape[1:])
-        arrived = jax.lax.all_to_all(by_rank, axes, 0, 0, tiled=True)
-        return jnp.concatenate([arrived.reshape(for_others.shape), own])
+        return swap_lanes(rows, axes, exchange.ranks, exchange.sizes.pair)
     if exchange.kind == "emulated":
         everywhere = jax.lax.all_gather(rows, axes, tiled=True)
         source = jnp.arange(exchange.ranks, dtype=jnp.int32) * rows.shape[0] + lanes.whence

@@ -15,7 +15,7 @@ from relibra_jax.execution.exchange import Exchange, Lanes
 from relibra_jax.execution.gather import inverse_index
 from relibra_jax.execution.mesh import NODE
 from relibra_jax.plan import copy_source
-from relibra_jax.segments import starts
+from relibra_jax.segments import in_lanes, places, starts
 from relibra_jax.types import EMPTY, LayerPlan, Topology
 
 
@@ -67,15 +67,11 @@ def make_fetch(
 
 def _in_pieces(source, exported, exports: int, fits, exchange: Exchange) -> FetchTables:
     me = jax.lax.axis_index(exchange.axes)
-    place = jnp.where(exported, starts(exported.astype(jnp.int32)), EMPTY)
-    row = jnp.where(
-        place == EMPTY, EMPTY, jnp.arange(exchange.ranks, dtype=jnp.int32)[:, None] * exports + place
-    )
-    rows = jnp.where(source == EMPTY, EMPTY, row.ravel()[source])
+    place = places(exported)
+    rows = jnp.where(source == EMPTY, EMPTY, in_lanes(place, exports).ravel()[source])
     inverse = jax.vmap(lambda index: inverse_index(index, exchange.ranks * exports))(rows)
     # Slots are counted over all ranks.
-    before = jnp.arange(exchange.ranks, dtype=jnp.int32)[:, None] * rows.shape[1]
-    slot = jnp.where(inverse == EMPTY, EMPTY, inverse + before)
+    slot = in_lanes(inverse, rows.shape[1])
     return FetchTables(inverse_index(place[me], exports), None, rows.ravel(), slot.T, fits)
 
 
@@ -85,9 +81,7 @@ def _in_lanes(source, exports: int, fits, held: int, exchange: Exchange) -> Fetc
     # [owner, taker], in the order of the takers' slots.
     given = owner[None] == jnp.arange(ranks, dtype=jnp.int32)[:, None, None]
     lanes = exchange.lanes(given.sum(-1, dtype=jnp.int32))
-    mine = given[me].ravel()
-    packed = jnp.where(mine, starts(mine.astype(jnp.int32)), EMPTY)
-    taken = inverse_index(packed, exchange.send_rows)
+    taken = inverse_index(places(given[me].ravel()), exchange.send_rows)
     slot = jnp.where(taken == EMPTY, EMPTY, source.ravel()[taken] % held)
     # A slot's row is behind those of the same owner that stand in earlier slots.
     mine = given[:, me]

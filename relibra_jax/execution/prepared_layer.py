@@ -234,7 +234,6 @@ def _over_ranks(tables: Any, parallel: ExpertParallel) -> Any:
     """One rank's tables as its part of arrays over the ranks."""
     lead = (1,) * (len(parallel.copies_over) + 2)
     axes = (*parallel.copies_over, *RANKS)
-
     return jax.tree.map(lambda leaf: vary_over(leaf, axes).reshape(*lead, *leaf.shape), tables)
 
 

@@ -8,12 +8,14 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
+from relibra_jax.execution.exchange import swap_lanes
 from relibra_jax.execution.expert_pieces import assemble, scatter_pieces
 from relibra_jax.execution.gather import gather_rows, inverse_index
 from relibra_jax.execution.mesh import LOCAL, NODE
 from relibra_jax.resident_push import PushSizes, PushTables
+from relibra_jax.segments import in_lanes
 from relibra_jax.types import EMPTY, Topology
 
 
@@ -38,31 +40,21 @@ def exchange_residents(
     pieces = scatter_pieces(exports, (LOCAL,), local)
 
     # To the nodes: a piece of each expert that they need.
-    row = _in_lanes(tables.export.reshape(nodes, local, -1)[node], sizes.exports).ravel()
+    row = in_lanes(tables.export.reshape(nodes, local, -1)[node], sizes.exports).ravel()
     to = jnp.arange(nodes, dtype=jnp.int32)
-    lane = _in_lanes(tables.crossing[node], sizes.pair, jnp.where(to == node, nodes, to))
-    lanes, arriving = nodes * sizes.pair, nodes * sizes.pair + sizes.own
+    lane = in_lanes(tables.crossing[node], sizes.pair, jnp.where(to == node, nodes, to))
+    arriving = nodes * sizes.pair + sizes.own
     slot = inverse_index(lane.ravel(), arriving)
     source = jnp.where(slot == EMPTY, EMPTY, row[slot % row.size])
     slot = inverse_index(row, local * sizes.exports)
     crossing = gather_rows(pieces, source, jnp.where((slot == EMPTY)[:, None], EMPTY, lane.T[slot]))
-    if nodes > 1 and sizes.pair:
-        for_others, own = jnp.split(crossing, [lanes])
-        crossing = jnp.concatenate([jax.lax.all_to_all(for_others, NODE, 0, 0, tiled=True), own])
+    crossing = swap_lanes(crossing, (NODE,), nodes, sizes.pair)
 
     # Inside this node: pieces to the ranks that hold the expert.
     wanted = tables.wanted.reshape(nodes, local, -1)[node]
     takers = jax.vmap(lambda rows: inverse_index(rows, arriving))(wanted)
-    taken = gather_rows(crossing, wanted.ravel(), _in_lanes(takers, wanted.shape[1]).T)
+    taken = gather_rows(crossing, wanted.ravel(), in_lanes(takers, wanted.shape[1]).T)
     return assemble(taken, (LOCAL,), local, experts.shape[1:])
-
-
-def _in_lanes(
-    place: Int[jax.Array, "lanes n"], length: int, lane: Int[jax.Array, " lanes"] | None = None
-) -> Int[jax.Array, "lanes n"]:
-    """Places in lanes of one length as places in all of them, one after another or as ``lane`` says; EMPTY stays."""
-    lane = jnp.arange(place.shape[0], dtype=jnp.int32) if lane is None else lane
-    return jnp.where(place == EMPTY, EMPTY, lane[:, None] * length + place)
 
 
 def in_chunks[Carry](
