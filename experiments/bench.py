@@ -20,7 +20,7 @@ from relibra_jax.cost.hardware import CLUSTERS
 from relibra_jax.cost.models import MODELS
 from relibra_jax.cost.unit_times import unit_times
 from relibra_jax.planning.assignment import assign_samples
-from relibra_jax.planning.eplb import rebalance_experts
+from relibra_jax.planning.baselines.eplb import rebalance_experts
 from relibra_jax.planning.plan_batch import plan_loads
 from relibra_jax.planning.planners import PLANNERS, PlannerEntry
 from relibra_jax.planning.relibra import relibra

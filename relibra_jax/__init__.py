@@ -10,8 +10,9 @@ from relibra_jax.plan import rank_load
 from relibra_jax.plan_check import check_plan
 from relibra_jax.plan_files import load_plan, save_plan
 from relibra_jax.planning.assignment import assign_in_order, assign_samples
-from relibra_jax.planning.eplb import eplb, rebalance_experts
-from relibra_jax.planning.lplb import lplb
+from relibra_jax.planning.baselines.eplb import eplb, rebalance_experts
+from relibra_jax.planning.baselines.lplb import lplb
+from relibra_jax.planning.baselines.static import static
 from relibra_jax.planning.metrics import batch_imbalance, imbalance
 from relibra_jax.planning.placement import place_experts
 from relibra_jax.planning.plan_batch import plan_batch
@@ -20,7 +21,6 @@ from relibra_jax.planning.planners import PLANNERS
 from relibra_jax.planning.relibra import relibra
 from relibra_jax.planning.replication import replicate_experts
 from relibra_jax.planning.sample_packing import micro_batches_for, pack_samples
-from relibra_jax.planning.static import static
 from relibra_jax.replay import expert_load, sample_load
 from relibra_jax.replay_files import load_replay, save_replay
 from relibra_jax.rollout import replay_from_rollout

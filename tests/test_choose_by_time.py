@@ -14,14 +14,14 @@ from relibra_jax.cost.hardware import CLUSTERS
 from relibra_jax.cost.models import MODELS
 from relibra_jax.plan import rank_load
 from relibra_jax.plan_check import check_plan
-from relibra_jax.planning.eplb import eplb
+from relibra_jax.planning.baselines.eplb import eplb
+from relibra_jax.planning.baselines.lplb import lplb
+from relibra_jax.planning.baselines.static import static
 from relibra_jax.planning.extra_args import with_extra_args
-from relibra_jax.planning.lplb import lplb
 from relibra_jax.planning.metrics import batch_imbalance
 from relibra_jax.planning.placement import place_experts
 from relibra_jax.planning.relibra import relibra
 from relibra_jax.planning.replication import replicate_experts
-from relibra_jax.planning.static import static
 from relibra_jax.types import BatchPlan, Planner, Topology, layer_plans
 
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=4, num_experts=32, replica_slots=2)

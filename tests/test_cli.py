@@ -23,9 +23,9 @@ from relibra_jax.cost.hardware import CLUSTERS
 from relibra_jax.cost.models import MODELS
 from relibra_jax.cost.unit_times import unit_times
 from relibra_jax.plan_files import load_plan
+from relibra_jax.planning.baselines.static import static
 from relibra_jax.planning.planners import PLANNERS, PlannerEntry
 from relibra_jax.planning.sample_packing import pack_samples
-from relibra_jax.planning.static import static
 from relibra_jax.replay import expert_load
 from relibra_jax.replay_files import save_replay
 from relibra_jax.types import EMPTY, Planner

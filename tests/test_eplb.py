@@ -11,7 +11,7 @@ import pytest
 
 from experiments.reference_solvers import numpy_rebalance, python_rebalance
 from relibra_jax.plan_check import check_plan
-from relibra_jax.planning.eplb import eplb, rebalance_experts
+from relibra_jax.planning.baselines.eplb import eplb, rebalance_experts
 from relibra_jax.types import EMPTY, Topology
 
 

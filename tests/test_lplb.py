@@ -8,8 +8,8 @@ from scipy.optimize import linprog
 
 from relibra_jax.plan import rank_load
 from relibra_jax.plan_check import check_plan
-from relibra_jax.planning.graphs import GRAPHS, default_graph, graph_edges
-from relibra_jax.planning.lplb import lplb, split_over_edges
+from relibra_jax.planning.baselines.graphs import GRAPHS, default_graph, graph_edges
+from relibra_jax.planning.baselines.lplb import lplb, split_over_edges
 from relibra_jax.planning.metrics import imbalance
 from relibra_jax.types import Topology
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from relibra_jax.plan import rank_load
 from relibra_jax.plan_check import check_plan
 from relibra_jax.planning.assignment import assign_in_order, assign_samples
+from relibra_jax.planning.baselines.static import static
 from relibra_jax.planning.extra_args import with_extra_args
 from relibra_jax.planning.metrics import batch_imbalance
 from relibra_jax.planning.placement import place_experts
@@ -20,7 +21,6 @@ from relibra_jax.planning.plan_batch import plan_batch, plan_loads
 from relibra_jax.planning.relibra import keep_homes, relibra
 from relibra_jax.planning.replication import replicate_experts, without_replicas
 from relibra_jax.planning.sample_packing import pack_samples
-from relibra_jax.planning.static import static
 from relibra_jax.replay import expert_load, sample_load
 from relibra_jax.types import EMPTY, Assignment, BatchPlan, Planner, RoutingReplay, Topology, UnitTimes
 

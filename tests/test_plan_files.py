@@ -21,7 +21,7 @@ from relibra_jax.engine_placements import (
     to_vllm,
 )
 from relibra_jax.plan_files import load_plan, save_plan
-from relibra_jax.planning.eplb import rebalance_experts
+from relibra_jax.planning.baselines.eplb import rebalance_experts
 from relibra_jax.types import EMPTY, Plan, Topology
 
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=2)

@@ -15,13 +15,13 @@ from relibra_jax.node_visits import node_visits
 from relibra_jax.plan import resident_experts
 from relibra_jax.plan_check import check_plan
 from relibra_jax.planning.assignment import assign_in_order, assign_samples
+from relibra_jax.planning.baselines.static import static
 from relibra_jax.planning.placement import place_experts
 from relibra_jax.planning.plan_batch import plan_batch
 from relibra_jax.planning.plan_stages import plan_stages
 from relibra_jax.planning.planners import PLANNERS
 from relibra_jax.planning.relibra import relibra
 from relibra_jax.planning.sample_packing import pack_samples
-from relibra_jax.planning.static import static
 from relibra_jax.replay import expert_load
 from relibra_jax.types import EMPTY, Planner, Topology
 

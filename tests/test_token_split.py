@@ -12,9 +12,9 @@ from relibra_jax.node_visits import node_visits
 from relibra_jax.plan import resident_experts
 from relibra_jax.plan_check import check_plan
 from relibra_jax.planning.assignment import assign_in_order
-from relibra_jax.planning.eplb import eplb
+from relibra_jax.planning.baselines.eplb import eplb
+from relibra_jax.planning.baselines.static import static
 from relibra_jax.planning.metrics import cross_node_load
-from relibra_jax.planning.static import static
 from relibra_jax.replay import expert_load
 from relibra_jax.token_split import source_quota
 from relibra_jax.types import EMPTY, BatchPlan, LayerPlan, Topology

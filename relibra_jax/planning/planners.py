@@ -7,11 +7,11 @@ A planner is a pair of pure functions (see `relibra_jax.types.Planner`). Adding 
 import dataclasses
 import functools
 
-from relibra_jax.planning.eplb import eplb
-from relibra_jax.planning.lplb import lplb
+from relibra_jax.planning.baselines.eplb import eplb
+from relibra_jax.planning.baselines.lplb import lplb
+from relibra_jax.planning.baselines.static import static
 from relibra_jax.planning.relibra import relibra
 from relibra_jax.planning.replication import replicate_experts
-from relibra_jax.planning.static import static
 from relibra_jax.types import Planner
 
 

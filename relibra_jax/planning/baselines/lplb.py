@@ -20,9 +20,9 @@ from jaxtyping import Float, Int, Num
 
 from relibra_jax.plan import expert_totals
 from relibra_jax.plan_check import check_load
-from relibra_jax.planning.eplb import pack_homes
-from relibra_jax.planning.graphs import graph_edges
-from relibra_jax.planning.load_history import check_known, init_history, known_loads
+from relibra_jax.planning.baselines.eplb import pack_homes
+from relibra_jax.planning.baselines.graphs import graph_edges
+from relibra_jax.planning.baselines.load_history import check_known, init_history, known_loads
 from relibra_jax.planning.per_node import merge_copies, plan_per_node
 from relibra_jax.types import EMPTY, Plan, Planner, Topology
 

@@ -15,7 +15,7 @@ from jaxtyping import Float, Int, Num
 
 from relibra_jax.plan import expert_totals, inverse_permutation
 from relibra_jax.plan_check import check_load
-from relibra_jax.planning.load_history import check_known, init_history, known_loads
+from relibra_jax.planning.baselines.load_history import check_known, init_history, known_loads
 from relibra_jax.planning.packing import add_copies, lightest_pack, pack_evenly
 from relibra_jax.planning.per_node import merge_copies, plan_per_node
 from relibra_jax.types import EMPTY, Array, PhysicalExperts, Planner, Topology
