@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.ablation.__main__ import main as run_ablation
-from experiments.ablation.variants import ablation
+from experiments.ablation import main as run_ablation
 from experiments.synthetic_traces import synthetic_trace
+from relibra_jax.cli.ablation import ablation
 from relibra_jax.cli.batching import make_batches
 from relibra_jax.cli.main import EXTRA, main
 from relibra_jax.cli.modelled_time import CostModel, make_cost_model
@@ -163,7 +163,7 @@ def test_every_contender_is_told_the_same(trace, batches, assigned):
 
     entry = PlannerEntry(planner=Planner(static().init, update), summary="a planner that remembers")
     contender = Contender(entry=entry, assign=(lambda *_, **sizes: batches.packed[-1]) if assigned else None)
-    costs = Costs(dispatch="flat", updates=1, recompute=True, hardware="gb200-nvl72", context=1000.0)
+    costs = Costs(dispatch="flat", updates=1, recompute=True, cluster="gb200-nvl72", context=1000.0)
     model = make_cost_model(costs, read_trace(trace), batches, TOPOLOGY)
     (planned,), _ = run_contender(contender, batches, TOPOLOGY, cost=model.unit_times(), seed=0)
     np.testing.assert_array_equal(planned.batch_plan.assignment.sample, batches.packed[-1].sample)
@@ -182,11 +182,11 @@ def test_every_contender_is_told_the_same(trace, batches, assigned):
     chex.assert_trees_all_close(told[0][1], jax.tree.map(jnp.float32, cost))
 
 
-@pytest.mark.parametrize("hardware", ["h100", "h100-ethernet-200"])
+@pytest.mark.parametrize("cluster", ["h100", "h100-ethernet-200"])
 @pytest.mark.parametrize("dispatch", ["flat", "hierarchical"])
-def test_crossings_are_counted_token_by_token(trace, batches, dispatch, hardware):
+def test_crossings_are_counted_token_by_token(trace, batches, dispatch, cluster):
     """Without copies an expert is in one node: what crosses is where its tokens lie elsewhere."""
-    model = make_cost_model(Costs(dispatch=dispatch, hardware=hardware), read_trace(trace), batches, TOPOLOGY)
+    model = make_cost_model(Costs(dispatch=dispatch, cluster=cluster), read_trace(trace), batches, TOPOLOGY)
     contender = Contender(entry=PLANNERS["static"])
     (planned,), _ = run_contender(contender, batches, TOPOLOGY, cost=model.unit_times(), seed=0)
     ids, mask = planned.replay
@@ -206,7 +206,7 @@ def test_crossings_are_counted_token_by_token(trace, batches, dispatch, hardware
             else:
                 for rank in range(2):
                     ends[1, :, 1 - node, rank] += (held // 4 == 2 * (1 - node) + rank).sum((0, 2))
-        if hardware != "h100":
+        if cluster != "h100":
             ends = ends.mean(-1, keepdims=True)
         busiest += ends.max((0, 2, 3)).sum()
     crossings = model.crossings(planned, TOPOLOGY, model.visits(planned, TOPOLOGY))

@@ -11,7 +11,7 @@ import pytest
 import tyro
 
 from experiments import bench_kernels, bench_layer, count_buffers, stragglers
-from experiments.ablation.__main__ import main as run_ablation
+from experiments.ablation import main as run_ablation
 from experiments.bench_two_processes import __main__ as bench_two_processes
 from experiments.rl.configs import Train
 from experiments.run import main as run_training
@@ -68,7 +68,7 @@ OPTIONS = {
     "option for a command": (main, ["--foo"], f"{UNKNOWN}--foo"),
     "misplaced option": (main, ["--seed"], "Unrecognized or misplaced options: --seed (applied to relibra)"),
     "unknown option": (main, ["plan", "--sead", "3"], f"{UNKNOWN}--sead, 3; did you mean --seed?"),
-    "another command's option": (main, ["compare", "--planner", "static"], f"{UNKNOWN}--planner, static"),
+    "another command's option": (main, ["plan", "--rows", "static"], f"{UNKNOWN}--rows, static"),
     "unknown argument": (main, ["inspect", "a.npz", "b.npz"], f"{UNKNOWN}b.npz"),
     "long argument": (main, ["inspect", "a.npz", "far/" * 60 + "b.npz"], f"{UNKNOWN}{'far/' * 60}b.npz"),
     "no value": (main, ["plan", "--seed"], "Missing value for argument '--seed'. Expected 1 values."),
@@ -150,7 +150,7 @@ COSTS = {
     "--updates=2": "updates=2 exceeds micro_batches=1",
     "--shards=0": f"shards=0 {INTEGER} 1 and at most 2147483647",
     "--resident-slots=12": "resident_slots=12: a rank needs 90.0 GB (homes 43.0, residents 43.0, replicas 0.1,",
-    "--hardware=h1000": "hardware='h1000' must be one of h100",
+    "--cluster=h1000": "cluster='h1000' must be one of h100",
     "--context=0": "context=0.0 must be positive and finite",
     "--context=nan": "context=nan must be positive and finite",
     "--context=inf": "context=inf must be positive and finite",

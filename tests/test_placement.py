@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linear_sum_assignment
 
-from experiments.ablation.placement_methods import place_by_descent, place_longest_first
+from relibra_jax.planning.ablation.placement_methods import place_by_descent, place_longest_first
 from relibra_jax.planning.metrics import moved_experts
 from relibra_jax.planning.placement import place_experts
 from relibra_jax.types import TokenSample, Topology

@@ -10,15 +10,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from experiments.ablation.token_splits import (
+from experiments.reference_solvers import solve_replication
+from relibra_jax.plan import rank_load, replica_count, replica_experts
+from relibra_jax.plan_check import check_plan
+from relibra_jax.planning.ablation.token_splits import (
     place_heaviest,
     replicate_with_eplb_places,
     replicate_with_even_split,
     split_tokens,
 )
-from experiments.reference_solvers import solve_replication
-from relibra_jax.plan import rank_load, replica_count, replica_experts
-from relibra_jax.plan_check import check_plan
 from relibra_jax.planning.greedy_replication import least_top_load, replicate_domain
 from relibra_jax.planning.replication import replicate_experts
 from relibra_jax.types import EMPTY, Topology

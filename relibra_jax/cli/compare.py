@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -19,20 +19,26 @@ from relibra_jax.cli.figures import compare_figure, timeline_figure
 from relibra_jax.cli.modelled_time import CostModel, make_cost_model
 from relibra_jax.cli.options import Batching, Costs, Ranks, TracePath
 from relibra_jax.cli.outcomes import Outcome, compare
+from relibra_jax.cli.outside_planner import import_planner
 from relibra_jax.cli.planner_runs import Contender
+from relibra_jax.cli.suggestions import suggest_names
 from relibra_jax.cli.traces import Trace, read_trace
 from relibra_jax.planning.planners import PLANNERS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Compare:
-    """Run every planner over a trace: one table, two figures, the numbers as JSON."""
+    """Run planners over a trace: one table, two figures, the numbers as JSON."""
 
     trace: TracePath = None
     """A trace (.npz); else the one that RELIBRA_TRACE names, else the recorded one that comes with relibra_jax."""
     ranks: Annotated[Ranks, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Ranks)
     batching: Annotated[Batching, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Batching)
     costs: Annotated[Costs, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Costs)
+    rows: tuple[str, ...] = ()
+    """The names of the rows to run; all of them when none is given."""
+    planner: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """A planner of your own as a further row, module:attribute (docs/write-a-planner.md); may be given repeatedly."""
     out: Path = Path("out/compare")
     """The folder for the figures and the numbers."""
 
@@ -49,9 +55,9 @@ def compare_contenders(
     """Run contenders over a trace, print the table, and write the figures and the numbers.
 
     Args:
-        contenders_of: makes the contenders by name, ``static`` and ``relibra`` among them, whose waiting is drawn; it
-            is given the cost model, for contenders that choose by modelled time.
-        options: the trace, the settings, and the folder for what is written.
+        contenders_of: makes the contenders by name; it is given the cost model, for contenders that choose by modelled
+            time.
+        options: the trace, the settings, the rows to run, and the folder for what is written.
         console: the console for the table.
 
     Raises:
@@ -61,7 +67,7 @@ def compare_contenders(
     topology = options.ranks.topology(trace.num_experts)
     batches = make_batches(trace, options.batching, topology)
     cost_model = make_cost_model(options.costs, trace, batches, topology)
-    contenders = contenders_of(cost_model)
+    contenders = choose_rows(contenders_of(cost_model), options.rows, options.planner)
     columns = (TextColumn("{task.description:>16}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("planning", total=len(contenders))
@@ -92,10 +98,31 @@ def compare_contenders(
     )
     compare_figure(figure, outcomes, setting)
     by_name = {outcome.planner: outcome for outcome in outcomes}
-    timeline_figure(timeline, by_name["static"], by_name["relibra"], topology, cost_model)
+    before, after = by_name.get("static", outcomes[0]), by_name.get("relibra", outcomes[-1])
+    timeline_figure(timeline, before, after, topology, cost_model)
     with write_atomically(numbers) as part:
         part.write_text(json.dumps(_report(options, trace, outcomes), indent=1) + "\n")
     console.print(f"figures: {figure} {timeline}\nnumbers: {numbers}", highlight=False, soft_wrap=True)
+
+
+def choose_rows(
+    table: Mapping[str, Contender], rows: Sequence[str], outside: Sequence[str]
+) -> dict[str, Contender]:
+    """The contenders to run.
+
+    Args:
+        table: the contenders that have names.
+        rows: the names to run; all of the table when there are none.
+        outside: planners from outside the table, ``module:attribute``, which come after the others.
+
+    Raises:
+        ValueError: if a name is not in the table, or a planner from outside cannot be imported.
+    """
+    for name in rows:
+        if name not in table:
+            raise ValueError(f"row {name!r} must be one of {', '.join(table)}{suggest_names(name, table)}")
+    chosen = {name: table[name] for name in (rows or table)}
+    return chosen | {name: Contender(entry=import_planner(name)) for name in outside}
 
 
 NO_HISTORY: Final = "there is one batch, so planners that go by history had none"
@@ -163,7 +190,7 @@ def _cells(outcome: Outcome, *, residents: bool) -> dict[str, str]:
 
 def _priced(costs: Costs) -> str:
     passes = f"{costs.updates} update{'s' * (costs.updates > 1)} a batch{', recompute' * costs.recompute}"
-    return f"{costs.model} on {costs.hardware}, {costs.dispatch} dispatch, {passes}"
+    return f"{costs.model} on {costs.cluster}, {costs.dispatch} dispatch, {passes}"
 
 
 def _report(options: Compare, trace: Trace, outcomes: list[Outcome]) -> dict[str, object]:

@@ -132,7 +132,7 @@ def make_cost_model(costs: Costs, trace: Trace, batches: Batches, topology: Topo
         ValueError: if the cluster or the model is unknown, a number is out of its range, times would exceed float32,
             or there are resident slots that do not fit the cluster's memory.
     """
-    for name, value, table in (("hardware", costs.hardware, CLUSTERS), ("model", costs.model, MODELS)):
+    for name, value, table in (("cluster", costs.cluster, CLUSTERS), ("model", costs.model, MODELS)):
         if value not in table:
             raise ValueError(f"{name}={value!r} must be one of {', '.join(table)}")
     check_positive("context", costs.context)
@@ -154,7 +154,7 @@ def make_cost_model(costs: Costs, trace: Trace, batches: Batches, topology: Topo
             f"context={costs.context} and tokens_per_rank={costs.tokens_per_rank} make {flops:.3g} FLOP a layer, more"
             " than float32 holds"
         )
-    cluster = CLUSTERS[costs.hardware]
+    cluster = CLUSTERS[costs.cluster]
     if topology.resident_slots:
         check_rank_memory(topology, model, cluster=cluster, shards=costs.shards)
     return CostModel(

@@ -73,7 +73,7 @@ class Batching:
 class Costs:
     """What modelled times stand for, which planners are told; see relibra_jax.cost.batch_time."""
 
-    hardware: str = "h100"
+    cluster: str = "h100"
     """The name of a cluster."""
     model: str = "gpt-oss-20b"
     """The name of a model."""

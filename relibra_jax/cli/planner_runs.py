@@ -85,7 +85,12 @@ def run_contender(
     for number, (replay, packed) in enumerate(zip(batches.replays, batches.packed, strict=True)):
         before, counts = state, _count(replay, num_experts=topology.num_experts)
         batch_plan, state = plan(counts, packed, before)
-        check_plan(batch_plan.plan, batch_plan.load, topology, across_nodes=contender.entry.across_nodes)
+        try:
+            check_plan(batch_plan.plan, batch_plan.load, topology, across_nodes=contender.entry.across_nodes)
+        except ValueError as error:
+            raise ValueError(
+                f"the plan of {contender.entry.summary!r} for batch {number}: {error}"
+            ) from error
         if number >= batches.history:
             planned.append(PlannedBatch(replay, batch_plan, home))
         home = batch_plan.plan.home

@@ -1,7 +1,7 @@
 """``python -m experiments.ablation [TRACE]``: ReLibra's parts compared, each alone, and their alternatives.
 
 The options, the table, the figures and the numbers are those of ``relibra compare``, with the contenders of
-`experiments.ablation.variants`. Bad input ends with exit status 2 and one line on standard error.
+`relibra_jax.cli.ablation`. Bad input ends with exit status 2 and one line on standard error.
 """
 
 import sys
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from experiments.ablation.variants import ablation
+from relibra_jax.cli.ablation import ablation
 from relibra_jax.cli.compare import Compare, compare_contenders
 from relibra_jax.cli.parsing import run_program
 

@@ -5,11 +5,11 @@ import functools
 
 import jax
 
-from experiments.ablation.placement_methods import place_by_descent, place_longest_first
-from experiments.ablation.token_splits import replicate_with_eplb_places, replicate_with_even_split
 from relibra_jax.cli.modelled_time import CostModel
 from relibra_jax.cli.planner_runs import Contender
 from relibra_jax.cost.choose_by_time import cheapest, replicate_while_hidden
+from relibra_jax.planning.ablation.placement_methods import place_by_descent, place_longest_first
+from relibra_jax.planning.ablation.token_splits import replicate_with_eplb_places, replicate_with_even_split
 from relibra_jax.planning.assignment import assign_samples
 from relibra_jax.planning.placement import Placement, place_experts
 from relibra_jax.planning.planners import PLANNERS, PlannerEntry

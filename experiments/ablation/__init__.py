@@ -1,1 +1,0 @@
-"""What each part of ReLibra's planner is worth: ``python -m experiments.ablation [TRACE]``."""

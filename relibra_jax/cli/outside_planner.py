@@ -1,0 +1,74 @@
+"""A planner from outside the table: ``my_module:my_planner`` on the command line."""
+
+import functools
+import importlib
+import os
+import sys
+from typing import Any
+
+from relibra_jax.cli.suggestions import suggest_names
+from relibra_jax.planning.extra_args import taken_by
+from relibra_jax.planning.planners import PlannerEntry
+from relibra_jax.types import Plan, Planner
+
+
+def import_planner(name: str) -> PlannerEntry:
+    """Import a planner by its name.
+
+    Args:
+        name: ``module:attribute``. The module is looked for in the current folder and where Python finds modules. The
+            attribute is a `Planner`, a `PlannerEntry` where replicas may cross nodes, or a function without arguments
+            that returns one of them.
+
+    Returns:
+        The planner's entry. A plan of another type than `Plan` is refused when the planner runs.
+
+    Raises:
+        ValueError: if the name is of another form, there is no such module or attribute, or it is no planner.
+    """
+    module_name, _, attribute = name.partition(":")
+    if not module_name or not attribute:
+        raise ValueError(
+            f"planner {name!r} must be written module:attribute, for example my_module:my_planner"
+        )
+    if os.getcwd() not in sys.path:  # a console script starts without it
+        sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise
+        raise ValueError(f"planner {name!r}: no module {error.name!r} here or where Python looks") from error
+    if not hasattr(module, attribute):
+        raise ValueError(
+            f"planner {name!r}: {module_name} has no {attribute!r}{suggest_names(attribute, vars(module))}"
+        )
+    found = getattr(module, attribute)
+    if callable(found) and not isinstance(found, Planner):
+        found = found()
+    if isinstance(found, PlannerEntry):
+        return PlannerEntry(**{**vars(found), "planner": _checked(name, found.planner)})
+    if not isinstance(found, Planner):
+        raise ValueError(
+            f"planner {name!r} is a {type(found).__name__}: expected a Planner or a PlannerEntry, or a function without"
+            " arguments that returns one"
+        )
+    return PlannerEntry(planner=_checked(name, found), summary=f"from outside: {name}")
+
+
+def _checked(name: str, planner: Planner) -> Planner:
+    """The planner, held to what its ``update`` returns. What is in the plan, `check_plan` looks at after it ran."""
+
+    @functools.wraps(planner.update)
+    def update(load: Any, state: Any, topology: Any, **extra: Any) -> tuple[Plan, Any]:
+        result = planner.update(load, state, topology, **taken_by(planner.update, extra))
+        if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[0], Plan):
+            kinds = (
+                f"({', '.join(type(part).__name__ for part in result)})"
+                if type(result) is tuple
+                else type(result).__name__
+            )
+            raise ValueError(f"planner {name!r}: update must return (Plan, state), not {kinds}")
+        return result
+
+    return Planner(planner.init, update)

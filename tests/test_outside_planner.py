@@ -1,0 +1,105 @@
+"""A planner from outside the table: the guide's runs as it stands there, and what breaks the contract is refused."""
+
+import re
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from relibra_jax.cli.batching import make_batches
+from relibra_jax.cli.main import main
+from relibra_jax.cli.modelled_time import make_cost_model
+from relibra_jax.cli.options import Batching, Costs, Ranks
+from relibra_jax.cli.outside_planner import import_planner
+from relibra_jax.cli.planner_runs import Contender, run_contender
+from relibra_jax.cli.traces import read_trace
+from relibra_jax.plan import rank_load
+from relibra_jax.planning.metrics import batch_imbalance
+
+GUIDE = (Path(__file__).parents[1] / "docs" / "write-a-planner.md").read_text()
+
+OTHERS = """
+from relibra_jax import Planner, static
+from relibra_jax.planning.planners import PlannerEntry
+
+number = 3
+entry = PlannerEntry(planner=static(), summary="contiguous", across_nodes=True)
+
+def altered(change):
+    def update(load, state, topology):
+        plan, state = static().update(load, state, topology)
+        return change(plan, state)
+    return Planner(static().init, update)
+
+def too_many():
+    return altered(lambda plan, state: (plan._replace(quota=plan.quota.at[1, 2, 0, 0, 0].add(1)), state))
+
+def no_state():
+    return altered(lambda plan, state: plan)
+"""
+
+
+@pytest.fixture(scope="module")
+def run():
+    """``run(entry) -> (imbalance of its plan, imbalance of static placement)``."""
+    trace, topology = read_trace(None), Ranks(nodes=2, ranks_per_node=2).topology(16)
+    batches = make_batches(trace, Batching(micro_batches=2, batch_size=512), topology)
+    cost = make_cost_model(Costs(), trace, batches, topology).unit_times()
+
+    def imbalance(entry):
+        (planned,), _ = run_contender(Contender(entry=entry), batches, topology, cost=cost, seed=0)
+        at_home = np.asarray(planned.batch_plan.load).sum((2, 3)).reshape(2, -1, 2, 2, 4).sum(-1)
+        return tuple(float(batch_imbalance(load)) for load in (rank_load(planned.batch_plan.plan), at_home))
+
+    return imbalance
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    code = re.search(r"```python\n(.*?)```", GUIDE, re.DOTALL)
+    (tmp_path / "planner_of_the_guide.py").write_text(code[1])
+    (tmp_path / "other_planners.py").write_text(textwrap.dedent(OTHERS))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+def test_the_guides_planner_balances(folder, run):
+    imbalance, static = run(import_planner("planner_of_the_guide:my_planner"))
+    assert imbalance < static
+
+
+def test_an_entry_says_that_replicas_cross(folder):
+    entry = import_planner("other_planners:entry")
+    assert entry.across_nodes
+    assert entry.summary == "contiguous"
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    {
+        "too_many": "for batch 0: micro-batch 1, layer 2, expert 0: quotas sum to ",
+        "no_state": r"planner 'other_planners:no_state': update must return \(Plan, state\), not Plan",
+    }.items(),
+)
+def test_what_breaks_the_contract_is_named(folder, run, name, says):
+    with pytest.raises(ValueError, match=says):
+        run(import_planner(f"other_planners:{name}"))
+
+
+@pytest.mark.parametrize(
+    ("option", "says"),
+    {
+        "--planner=planner": "planner 'planner' must be written module:attribute",
+        "--planner=not_here:planner": "no module 'not_here'",
+        "--planner=other_planners:too_much": "no 'too_much'; did you mean too_many?",
+        "--planner=other_planners:number": "is a int: expected a Planner or a PlannerEntry",
+        "--rows=statik": "row 'statik' must be one of ",
+    }.items(),
+)
+def test_a_planner_that_is_not_there(folder, capsys, option, says):
+    assert main(["compare", option, "--out", str(folder / "out")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert says in line
+    assert not (folder / "out").exists()
