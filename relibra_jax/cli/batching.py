@@ -5,9 +5,9 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from relibra_jax.cli.options import Batching
-from relibra_jax.cli.traces import Trace
 from relibra_jax.limits import check_integer, check_seed
 from relibra_jax.planning.sample_packing import micro_batches_for, pack_samples
+from relibra_jax.traces.trace import Trace
 from relibra_jax.types import Assignment, RoutingReplay, Topology
 
 SAMPLES_PER_RANK: Final = 4

@@ -17,19 +17,20 @@ from relibra_jax.atomic_write import write_atomically
 from relibra_jax.cli.batching import make_batches
 from relibra_jax.cli.figures import compare_figure, timeline_figure
 from relibra_jax.cli.modelled_time import CostModel, make_cost_model
-from relibra_jax.cli.options import Batching, Costs, Ranks, TracePath
+from relibra_jax.cli.options import Batching, Costs, Ranks, TraceName
 from relibra_jax.cli.outcomes import Outcome, compare
 from relibra_jax.cli.planner_runs import Contender
-from relibra_jax.cli.traces import Trace, read_trace
 from relibra_jax.planning.planners import PLANNERS
+from relibra_jax.traces.read import read_trace
+from relibra_jax.traces.trace import Trace
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Compare:
     """Run every planner over a trace: one table, two figures, the numbers as JSON."""
 
-    trace: TracePath = None
-    """A trace (.npz); else the one that RELIBRA_TRACE names, else the recorded one that comes with relibra_jax."""
+    trace: TraceName = None
+    """A trace by name or path (.npz); else what RELIBRA_TRACE gives, else the recorded one of the package."""
     ranks: Annotated[Ranks, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Ranks)
     batching: Annotated[Batching, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Batching)
     costs: Annotated[Costs, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Costs)

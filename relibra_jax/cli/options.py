@@ -1,15 +1,14 @@
 """Options that several commands take, as frozen dataclasses that tyro reads."""
 
 import dataclasses
-from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
 from relibra_jax.types import Topology
 
-TracePath = Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="TRACE")]
-"""A trace as the argument of a command; None stands for what `relibra_jax.cli.traces.read_trace` then reads."""
+TraceName = Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="TRACE")]
+"""A trace as the argument of a command: a name or a path, for `relibra_jax.traces.read.read_trace`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
