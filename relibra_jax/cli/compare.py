@@ -84,7 +84,8 @@ def compare_contenders(
     console.print(table, crop=False, soft_wrap=True)
     console.print(COLUMNS_EXPLAINED, style="dim")
     console.print(f"time is that of {_priced(options.costs)}", style="dim")
-    for note in (trace.note, _samples_left(batches.samples_left), "" if batches.history else NO_HISTORY):
+    used = _samples_used(options.batching, batches.samples_left)
+    for note in (trace.note, used, "" if batches.history else NO_HISTORY):
         if note:
             console.print(f"note: {note}", style="dim")
     options.out.mkdir(parents=True, exist_ok=True)
@@ -174,7 +175,7 @@ def _report(options: Compare, trace: Trace, outcomes: list[Outcome]) -> dict[str
     return {"settings": settings, "jax": jax.__version__, "planners": [o.numbers() for o in outcomes]}
 
 
-def _samples_left(samples: int) -> str:
-    if not samples:
-        return ""
-    return f"{samples} samples at the end of the trace do not fill a batch and were not used"
+def _samples_used(batching: Batching, left: int) -> str:
+    if batching.bootstrap is not None:
+        return f"{batching.bootstrap} batches of samples drawn from the trace with replacement, by domain"
+    return f"{left} samples at the end of the trace do not fill a batch and were not used" if left else ""
