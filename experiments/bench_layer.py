@@ -13,8 +13,6 @@ import dataclasses
 import functools
 import os
 import sys
-from pathlib import Path
-from typing import Annotated
 
 if __name__ == "__main__":  # before JAX is imported
     os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
@@ -26,14 +24,13 @@ if __name__ == "__main__":  # before JAX is imported
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tyro
 from rich.console import Console
 from rich.table import Table
 
 from experiments.bench import interleaved
 from experiments.contenders import ContenderBatch, contenders, expert_weights
+from relibra_jax.cli.options import TraceName
 from relibra_jax.cli.parsing import run_program
-from relibra_jax.cli.traces import read_trace
 from relibra_jax.execution import (
     ExpertParallel,
     expert_mesh,
@@ -44,6 +41,7 @@ from relibra_jax.execution import (
 )
 from relibra_jax.execution.mesh import RANKS
 from relibra_jax.plan import home_layout
+from relibra_jax.traces.read import read_trace
 from relibra_jax.types import EMPTY, Topology
 
 BEFORE, INSIDE = "prepared before", "prepared in the step"
@@ -54,8 +52,8 @@ OURS = f"relibra_jax, relibra, {BEFORE}"
 class BenchLayer:
     """Time one layer of one micro-batch on 2x4 host devices."""
 
-    trace: Annotated[Path | None, tyro.conf.Positional] = None
-    """A trace (.npz); else the one that RELIBRA_TRACE names, else the recorded one of this project."""
+    trace: TraceName = None
+    """A trace by name or path (.npz); else the one that RELIBRA_TRACE gives, else the recorded one of this project."""
     samples_per_rank: int = 4
     width: int = 128
     hidden: int = 256

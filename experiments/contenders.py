@@ -9,7 +9,6 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from relibra_jax.capacity import Capacities, count_capacities
-from relibra_jax.cli.traces import Trace
 from relibra_jax.node_visits import node_visits
 from relibra_jax.plan import rank_load
 from relibra_jax.planning.plan_batch import plan_loads
@@ -17,6 +16,7 @@ from relibra_jax.planning.planners import PLANNERS
 from relibra_jax.planning.sample_packing import pack_samples
 from relibra_jax.planning.token_sample import sample_routes
 from relibra_jax.replay import sample_load
+from relibra_jax.traces.trace import Trace
 from relibra_jax.types import EMPTY, Array, Assignment, BatchPlan, RoutingReplay, Topology, UnitTimes
 
 _plan = jax.jit(plan_loads, static_argnames=("planner", "num_micro_batches"))

@@ -7,7 +7,6 @@ hold the worst case: every token of the group on one rank. No device is involved
 
 import dataclasses
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import numpy as np
@@ -17,17 +16,17 @@ from rich.table import Table
 
 from experiments.contenders import contenders
 from relibra_jax.capacity import worst_case_capacities
-from relibra_jax.cli.options import Ranks
+from relibra_jax.cli.options import Ranks, TraceName
 from relibra_jax.cli.parsing import run_program
-from relibra_jax.cli.traces import read_trace
+from relibra_jax.traces.read import read_trace
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Buffers:
     """Count the buffers that each contender's step needs."""
 
-    trace: Annotated[Path | None, tyro.conf.Positional] = None
-    """A trace (.npz); else the one that RELIBRA_TRACE names, else the recorded one of this project."""
+    trace: TraceName = None
+    """A trace by name or path (.npz); else the one that RELIBRA_TRACE gives, else the recorded one of this project."""
     ranks: Annotated[Ranks, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Ranks)
     micro_batches: int = 5
     layers: int = 24

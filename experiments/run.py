@@ -19,7 +19,7 @@ from experiments.rl.configs import CONFIGS, SUMMARIES, Train, saved_config
 from experiments.rl.train import run_train
 from relibra_jax.cli.parsing import parse_options
 from relibra_jax.cli.refusals import exit_status
-from relibra_jax.cli.suggestions import suggest_names
+from relibra_jax.suggestions import suggest_names
 
 console = Console()
 

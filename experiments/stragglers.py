@@ -11,8 +11,6 @@ import functools
 import os
 import sys
 from collections.abc import Callable
-from pathlib import Path
-from typing import Annotated
 
 if __name__ == "__main__":  # before JAX is imported
     os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
@@ -22,7 +20,6 @@ if __name__ == "__main__":  # before JAX is imported
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tyro
 from rich.console import Console
 from rich.table import Table
 
@@ -30,8 +27,9 @@ from experiments.bench import interleaved
 from experiments.contenders import ContenderBatch, contenders, expert_weights
 from experiments.synthetic_traces import synthetic_trace
 from pallas_kernels import grouped_mlp
+from relibra_jax.cli.options import TraceName
 from relibra_jax.cli.parsing import run_program
-from relibra_jax.cli.traces import read_trace
+from relibra_jax.traces.read import read_trace
 from relibra_jax.types import Topology
 
 
@@ -39,8 +37,8 @@ from relibra_jax.types import Topology
 class Stragglers:
     """Time each rank's expert compute alone."""
 
-    trace: Annotated[Path | None, tyro.conf.Positional] = None
-    """A trace (.npz); else the one that RELIBRA_TRACE names, else the recorded one of this project."""
+    trace: TraceName = None
+    """A trace by name or path (.npz); else the one that RELIBRA_TRACE gives, else the recorded one of this project."""
     ranks: tuple[str, ...] = ("2x4", "4x4")
     """Nodes x local ranks."""
     micro_batches: int = 4

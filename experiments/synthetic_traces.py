@@ -13,7 +13,7 @@ so the hottest experts change from one micro-batch to the next, which planners t
 
 import numpy as np
 
-from relibra_jax.cli.traces import Trace
+from relibra_jax.traces.trace import Trace, make_trace
 from relibra_jax.types import RoutingReplay
 
 
@@ -65,9 +65,10 @@ def synthetic_trace(
         noise = rng.gumbel(size=(length, layers, num_experts)).astype(np.float32)
         best = np.argpartition(-(logits[sample] + noise), top_k - 1, axis=-1)[..., :top_k]
         expert_ids[sample, :length] = best
-    return Trace(
+    return make_trace(
         RoutingReplay(expert_ids, mask),
         num_experts,
         "synthetic",
         f"synthetic_trace(skew={skew}, seed={seed})",
+        synthetic=True,
     )

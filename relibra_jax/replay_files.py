@@ -3,7 +3,7 @@
 import contextlib
 import os
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
@@ -109,17 +109,7 @@ def read_arrays(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
         OSError: if there is no such file, or it cannot be opened.
     """
     name, axes = os.fspath(path), {"routed_experts": 3, "lengths": 1, "num_experts": 0}
-    with open(path, "rb") as file:
-        with _refuse_damage(name), zipfile.ZipFile(file) as archive:
-            unpacked = sum(member.file_size for member in archive.infolist())
-        # Zeros pack a thousandfold: a small file may hold more than there is room for.
-        check_memory(f"{name}: unpacking it", unpacked)
-        file.seek(0)
-        with _refuse_damage(name), np.load(file, allow_pickle=False) as data:
-            # An array whose name is damaged would otherwise pass for one that is not there.
-            if damaged := data.zip.testzip():
-                raise ValueError(f"{damaged} is damaged")
-            arrays = {key: np.asarray(data[key]) for key in axes if key in data.files}
+    arrays = _unpack(path, axes)
     for key, found in arrays.items():
         if found.ndim != axes[key] or found.dtype.kind not in "iu":
             raise ValueError(
@@ -132,6 +122,46 @@ def read_arrays(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
     return arrays
+
+
+def read_labels(path: str | os.PathLike[str], names: Iterable[str], *, samples: int) -> dict[str, np.ndarray]:
+    """Read what a replay's file says of its samples in words.
+
+    Args:
+        path: the file.
+        names: the arrays to read, strings ``[B]``.
+        samples: the number of samples B.
+
+    Returns:
+        Those of the arrays that are there, in the order of ``names``.
+
+    Raises:
+        ValueError: if the file is truncated or corrupt, or an array has the wrong shape or dtype.
+        OSError: if there is no such file, or it cannot be opened.
+    """
+    labels = _unpack(path, names)
+    for key, found in labels.items():
+        if found.dtype.kind != "U" or found.shape != (samples,):
+            raise ValueError(
+                f"{os.fspath(path)}: {key} must be strings [{samples}], not {found.dtype}{list(found.shape)}"
+            )
+    return labels
+
+
+def _unpack(path: str | os.PathLike[str], names: Iterable[str]) -> dict[str, np.ndarray]:
+    """The arrays of these names that a whole ``.npz`` file has, in the order of the names."""
+    name = os.fspath(path)
+    with open(path, "rb") as file:
+        with _refuse_damage(name), zipfile.ZipFile(file) as archive:
+            unpacked = sum(member.file_size for member in archive.infolist())
+        # Zeros pack a thousandfold: a small file may hold more than there is room for.
+        check_memory(f"{name}: unpacking it", unpacked)
+        file.seek(0)
+        with _refuse_damage(name), np.load(file, allow_pickle=False) as data:
+            # An array whose name is damaged would otherwise pass for one that is not there.
+            if damaged := data.zip.testzip():
+                raise ValueError(f"{damaged} is damaged")
+            return {key: np.asarray(data[key]) for key in names if key in data.files}
 
 
 def _check_sizes(shape: tuple[int, ...], lengths: np.ndarray) -> None:

@@ -18,7 +18,6 @@ from relibra_jax.cli.main import EXTRA, main
 from relibra_jax.cli.modelled_time import CostModel, make_cost_model
 from relibra_jax.cli.options import Batching, Costs, Ranks
 from relibra_jax.cli.planner_runs import Contender, run_contender
-from relibra_jax.cli.traces import read_trace
 from relibra_jax.cost.hardware import CLUSTERS
 from relibra_jax.cost.models import MODELS
 from relibra_jax.cost.unit_times import unit_times
@@ -28,6 +27,7 @@ from relibra_jax.planning.planners import PLANNERS, PlannerEntry
 from relibra_jax.planning.sample_packing import pack_samples
 from relibra_jax.replay import expert_load
 from relibra_jax.replay_files import save_replay
+from relibra_jax.traces.read import read_trace
 from relibra_jax.types import EMPTY, Planner
 
 
@@ -226,6 +226,18 @@ def test_without_a_trace_it_is_the_recorded_one(monkeypatch, capsys):
     shown = capsys.readouterr().out
     assert "recorded_trace.npz" in shown
     assert "16, top-2" in shown
+
+
+def test_a_trace_by_name(capsys):
+    assert main(["inspect", "recorded"]) == 0
+    assert "recorded_trace.npz" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["compare", "plan", "inspect"])
+def test_help_names_the_trace(command, capsys):
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    assert "TRACE A trace by name or path" in " ".join(capsys.readouterr().out.split())
 
 
 def test_environment_names_a_trace(trace, monkeypatch, capsys):

@@ -141,7 +141,8 @@ SETTINGS = {
     "--token-budget=6": "token_budget=6 is less than the 7 tokens of the longest sample",
     "--micro-batches=2 --token-budget=9": "micro_batches=2 and token_budget=9: give one of them",
     "--batch-size=0": f"batch_size=0 {INTEGER} 1 and at most 2147483647",
-    "--batch-size=17": "batch_size=17 exceeds the 16 samples of small.npz",
+    "--batch-size=17": "batch_size=17 exceeds the 16 samples of small.npz; bootstrap draws them with replacement",
+    "--bootstrap=3": "bootstrap=3 needs batch_size, the samples of each batch to draw",
     f"--batch-size={2**64}": f"batch_size={2**64} {INTEGER} 1",
     "--planner=elpb": "planner 'elpb' must be one of static,",
 }

@@ -13,9 +13,9 @@ from relibra_jax.cli.modelled_time import make_cost_model
 from relibra_jax.cli.options import Batching, Costs, Ranks
 from relibra_jax.cli.outside_planner import import_planner
 from relibra_jax.cli.planner_runs import Contender, run_contender
-from relibra_jax.cli.traces import read_trace
 from relibra_jax.plan import rank_load
 from relibra_jax.planning.metrics import batch_imbalance
+from relibra_jax.traces.read import read_trace
 
 GUIDE = (Path(__file__).parents[1] / "docs" / "write-a-planner.md").read_text()
 

@@ -19,7 +19,6 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated
 
 # PyTorch wants memory of the same GPU.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -27,7 +26,6 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tyro
 from rich.console import Console
 from rich.table import Table
 
@@ -45,8 +43,9 @@ from experiments.bench_gpu.timing import (
 from experiments.contenders import ContenderBatch, contenders
 from pallas_kernels.hopper.tile_sizes import MODELS, RANKS, REPLICAS
 from pallas_kernels.implementation import why_not_hopper
+from relibra_jax.cli.options import TraceName
 from relibra_jax.cli.parsing import run_program
-from relibra_jax.cli.traces import read_trace
+from relibra_jax.traces.read import read_trace
 from relibra_jax.types import Topology
 
 
@@ -54,8 +53,8 @@ from relibra_jax.types import Topology
 class BenchGpu:
     """Check and time the Hopper kernels."""
 
-    trace: Annotated[Path | None, tyro.conf.Positional] = None
-    """The trace to plan (.npz); by default the one that RELIBRA_TRACE names, or else this project's own."""
+    trace: TraceName = None
+    """The trace to plan, by name or path (.npz); else the one that RELIBRA_TRACE gives, else this project's own."""
     models: tuple[str, ...] = tuple(MODELS)
     """The models whose shapes are measured: names in `pallas_kernels.hopper.tile_sizes.MODELS`."""
     rows: tuple[int, ...] = (256, 1024, 2048)

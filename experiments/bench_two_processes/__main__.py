@@ -35,8 +35,9 @@ from experiments.bench_two_processes.report import make_report, make_tables
 from experiments.bench_two_processes.runs import Line, Settings, run_path
 from experiments.synthetic_traces import synthetic_trace
 from relibra_jax.atomic_write import write_atomically
+from relibra_jax.cli.options import TraceName
 from relibra_jax.cli.parsing import run_program
-from relibra_jax.cli.traces import read_trace
+from relibra_jax.traces.read import read_trace
 
 SKEW = 1.5
 """The skew of the synthetic routing: two ranks of sixteen experts each even out what is milder."""
@@ -48,8 +49,8 @@ MEAN_TOKENS = 300
 class BenchTwoProcesses:
     """Time updates on two cores, and count what crosses between them."""
 
-    trace: Annotated[Path | None, tyro.conf.Positional] = None
-    """A trace (.npz); else the one that RELIBRA_TRACE names, else the recorded one of this project."""
+    trace: TraceName = None
+    """A trace by name or path (.npz); else the one that RELIBRA_TRACE gives, else the recorded one of this project."""
     routing: tuple[Literal["trace", "synthetic"], ...] = ("trace", "synthetic")
     """What routing is run."""
     settings: Annotated[Settings, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Settings)

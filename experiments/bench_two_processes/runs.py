@@ -18,9 +18,9 @@ from experiments.bench_two_processes.crossing_bytes import (
 )
 from experiments.bench_two_processes.update import Inputs, Update, make_inputs
 from experiments.contenders import ContenderBatch, Samples, draw_samples, plan_contender, route_evenly
-from relibra_jax.cli.traces import Trace
 from relibra_jax.execution import ExpertParallel, expert_mesh, grow_capacities
 from relibra_jax.planning.planners import PLANNERS
+from relibra_jax.traces.trace import Trace
 from relibra_jax.types import Topology, UnitTimes
 
 type TokenPath = Literal["flat", "hierarchical"]

@@ -15,19 +15,18 @@ import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Annotated, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import jax
 import numpy as np
-import tyro
 from rich.console import Console
 from rich.table import Table
 
 from experiments.beyond_balance.measures import Setting, mean_over_seeds, measure_plan, uniform_crossings
 from experiments.beyond_balance.tables import Row, plans_table, residents_cost, residents_table
 from relibra_jax.atomic_write import write_atomically
+from relibra_jax.cli.options import TraceName
 from relibra_jax.cli.parsing import run_program
-from relibra_jax.cli.traces import Trace, read_trace
 from relibra_jax.cost.hardware import CLUSTERS
 from relibra_jax.cost.models import MODELS
 from relibra_jax.cost.unit_times import unit_times
@@ -36,6 +35,8 @@ from relibra_jax.plan_check import check_plan
 from relibra_jax.planning.assignment import assign_samples
 from relibra_jax.planning.plan_batch import plan_batch
 from relibra_jax.planning.planners import PLANNERS
+from relibra_jax.traces.read import read_trace
+from relibra_jax.traces.trace import Trace
 from relibra_jax.types import Planner, RoutingReplay, Topology
 
 BASELINES: Final = ("static", "eplb", "lplb")
@@ -46,8 +47,8 @@ HARDWARE, MODEL, CONTEXT, TOKENS_PER_RANK = "h100", "gpt-oss-20b", 4096.0, 16_38
 class BeyondBalance:
     """Compare plans with the idealised balanced run."""
 
-    trace: Annotated[Path | None, tyro.conf.Positional] = None
-    """A trace (.npz); else the one that RELIBRA_TRACE names, else the recorded one of this project."""
+    trace: TraceName = None
+    """A trace by name or path (.npz); else the one that RELIBRA_TRACE gives, else the recorded one of this project."""
     record: Path | None = None
     """Where to write the numbers, as JSON."""
     ranks: tuple[str, ...] = ("2x4", "4x4")

@@ -14,7 +14,6 @@ from experiments.rl.generation import check_sampling
 from experiments.rl.policy import POLICIES, PolicyConfig
 from experiments.rl.step import Clip
 from relibra_jax.cli.options import Ranks
-from relibra_jax.cli.suggestions import suggest_names
 from relibra_jax.limits import check_integer, check_memory, check_not_negative, check_positive, check_seed
 from relibra_jax.planning.assignment import assign_samples
 from relibra_jax.planning.placement import place_experts
@@ -22,6 +21,7 @@ from relibra_jax.planning.planners import PLANNERS, PlannerEntry
 from relibra_jax.planning.relibra import relibra
 from relibra_jax.planning.replication import replicate_experts
 from relibra_jax.planning.turns import Assign
+from relibra_jax.suggestions import suggest_names
 from relibra_jax.types import Topology
 
 TUNABLE: Final = ("relibra", "relibra_across")

@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from experiments.rl.tokens import BOS, EOS, encode
-from relibra_jax.cli.suggestions import suggest_names
+from relibra_jax.suggestions import suggest_names
 
 
 class Example(NamedTuple):

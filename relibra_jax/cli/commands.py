@@ -12,7 +12,7 @@ from relibra_jax.cli.inspect import Inspect, run_inspect
 from relibra_jax.cli.parsing import HELP, parse_options
 from relibra_jax.cli.plan import MakePlan, run_plan
 from relibra_jax.cli.refusals import exit_status
-from relibra_jax.cli.suggestions import suggest_names
+from relibra_jax.suggestions import suggest_names
 
 PROGRAM: Final = "relibra"
 

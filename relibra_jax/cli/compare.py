@@ -17,21 +17,22 @@ from relibra_jax.atomic_write import write_atomically
 from relibra_jax.cli.batching import make_batches
 from relibra_jax.cli.figures import compare_figure, timeline_figure
 from relibra_jax.cli.modelled_time import CostModel, make_cost_model
-from relibra_jax.cli.options import Batching, Costs, Ranks, TracePath
+from relibra_jax.cli.options import Batching, Costs, Ranks, TraceName
 from relibra_jax.cli.outcomes import Outcome, compare
 from relibra_jax.cli.outside_planner import import_planner
 from relibra_jax.cli.planner_runs import Contender
-from relibra_jax.cli.suggestions import suggest_names
-from relibra_jax.cli.traces import Trace, read_trace
 from relibra_jax.planning.planners import PLANNERS
+from relibra_jax.suggestions import suggest_names
+from relibra_jax.traces.read import read_trace
+from relibra_jax.traces.trace import Trace
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Compare:
     """Run planners over a trace: one table, two figures, the numbers as JSON."""
 
-    trace: TracePath = None
-    """A trace (.npz); else the one that RELIBRA_TRACE names, else the recorded one that comes with relibra_jax."""
+    trace: TraceName = None
+    """A trace by name or path (.npz); else what RELIBRA_TRACE gives, else the recorded one of the package."""
     ranks: Annotated[Ranks, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Ranks)
     batching: Annotated[Batching, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Batching)
     costs: Annotated[Costs, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Costs)
@@ -89,7 +90,8 @@ def compare_contenders(
     console.print(table, crop=False, soft_wrap=True)
     console.print(COLUMNS_EXPLAINED, style="dim")
     console.print(f"time is that of {_priced(options.costs)}", style="dim")
-    for note in (trace.note, _samples_left(batches.samples_left), "" if batches.history else NO_HISTORY):
+    used = _samples_used(options.batching, batches.samples_left)
+    for note in (trace.note, used, "" if batches.history else NO_HISTORY):
         if note:
             console.print(f"note: {note}", style="dim")
     options.out.mkdir(parents=True, exist_ok=True)
@@ -200,7 +202,7 @@ def _report(options: Compare, trace: Trace, outcomes: list[Outcome]) -> dict[str
     return {"settings": settings, "jax": jax.__version__, "planners": [o.numbers() for o in outcomes]}
 
 
-def _samples_left(samples: int) -> str:
-    if not samples:
-        return ""
-    return f"{samples} samples at the end of the trace do not fill a batch and were not used"
+def _samples_used(batching: Batching, left: int) -> str:
+    if batching.bootstrap is not None:
+        return f"{batching.bootstrap} batches of samples drawn from the trace with replacement, by domain"
+    return f"{left} samples at the end of the trace do not fill a batch and were not used" if left else ""

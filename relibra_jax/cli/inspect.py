@@ -7,17 +7,17 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from relibra_jax.cli.options import TracePath
-from relibra_jax.cli.traces import read_trace
+from relibra_jax.cli.options import TraceName
 from relibra_jax.replay import sample_load
+from relibra_jax.traces.read import read_trace
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Inspect:
     """Describe a trace: its size, and how unevenly its experts are used."""
 
-    trace: TracePath = None
-    """A trace (.npz); else the one that RELIBRA_TRACE names, else the recorded one that comes with relibra_jax."""
+    trace: TraceName = None
+    """A trace by name or path (.npz); else what RELIBRA_TRACE gives, else the recorded one of the package."""
 
 
 def run_inspect(options: Inspect, console: Console) -> None:

@@ -10,7 +10,6 @@ from jaxtyping import Int
 from relibra_jax.cli.batching import Batches
 from relibra_jax.cli.options import Costs
 from relibra_jax.cli.planner_runs import PlannedBatch
-from relibra_jax.cli.traces import Trace
 from relibra_jax.cost.batch_time import BatchTime, balanced_time, batch_time
 from relibra_jax.cost.hardware import CLUSTERS, Cluster
 from relibra_jax.cost.memory import RankMemory, check_rank_memory, rank_memory
@@ -20,6 +19,7 @@ from relibra_jax.cost.traffic import count_traffic
 from relibra_jax.cost.unit_times import unit_times
 from relibra_jax.limits import check_integer, check_positive
 from relibra_jax.node_visits import node_visits
+from relibra_jax.traces.trace import Trace
 from relibra_jax.types import Array, Topology, UnitTimes
 
 

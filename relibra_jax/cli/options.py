@@ -1,15 +1,14 @@
 """Options that several commands take, as frozen dataclasses that tyro reads."""
 
 import dataclasses
-from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
 from relibra_jax.types import Topology
 
-TracePath = Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="TRACE")]
-"""A trace as the argument of a command; None stands for what `relibra_jax.cli.traces.read_trace` then reads."""
+TraceName = Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="TRACE")]
+"""A trace as the argument of a command: a name or a path, for `relibra_jax.traces.read.read_trace`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,6 +58,9 @@ class Batching:
 
     batch_size: int | None = None
     """The samples of one batch; half the trace when not given."""
+    bootstrap: int | None = None
+    """The number of batches, each drawn anew from the trace with replacement: whole samples, in each domain as many as
+    its share. Needs a batch_size, which may exceed the trace."""
     micro_batches: int | None = None
     """The micro-batches of one batch; without this and a token_budget, as many as leave four samples a rank."""
     token_budget: int | None = None
@@ -66,7 +68,7 @@ class Batching:
     order: Literal["given", "shuffled"] = "given"
     """Whether samples come as the trace has them, or in an order drawn by ``seed``."""
     seed: int = 0
-    """The seed of the order and of planners that draw."""
+    """The seed of the order, of drawn batches and of planners that draw."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -6,9 +6,9 @@ import os
 import sys
 from typing import Any
 
-from relibra_jax.cli.suggestions import suggest_names
 from relibra_jax.planning.extra_args import taken_by
 from relibra_jax.planning.planners import PlannerEntry
+from relibra_jax.suggestions import suggest_names
 from relibra_jax.types import Plan, Planner
 
 

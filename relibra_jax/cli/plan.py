@@ -9,22 +9,22 @@ from rich.console import Console
 
 from relibra_jax.cli.batching import make_batches
 from relibra_jax.cli.modelled_time import make_cost_model
-from relibra_jax.cli.options import Batching, Costs, Ranks, TracePath
+from relibra_jax.cli.options import Batching, Costs, Ranks, TraceName
 from relibra_jax.cli.planner_runs import Contender, run_contender
-from relibra_jax.cli.suggestions import suggest_names
-from relibra_jax.cli.traces import read_trace
 from relibra_jax.plan import rank_load
 from relibra_jax.plan_files import save_plan
 from relibra_jax.planning.metrics import batch_imbalance
 from relibra_jax.planning.planners import PLANNERS
+from relibra_jax.suggestions import suggest_names
+from relibra_jax.traces.read import read_trace
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MakePlan:
     """Write the plan of one planner for the last batch of a trace."""
 
-    trace: TracePath = None
-    """A trace (.npz); else the one that RELIBRA_TRACE names, else the recorded one that comes with relibra_jax."""
+    trace: TraceName = None
+    """A trace by name or path (.npz); else what RELIBRA_TRACE gives, else the recorded one of the package."""
     planner: str = "relibra"
     """A name from the table that ``compare`` prints."""
     ranks: Annotated[Ranks, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Ranks)

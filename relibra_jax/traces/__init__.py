@@ -1,0 +1,1 @@
+"""Routing replay to plan for: recorded traces, synthetic ones, and what they look like."""

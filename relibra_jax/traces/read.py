@@ -1,0 +1,73 @@
+"""Traces by name or from a file, and the one that comes with the package."""
+
+import os
+from collections.abc import Callable
+from importlib import resources
+from pathlib import Path
+from typing import Final
+
+from relibra_jax.limits import check_memory
+from relibra_jax.replay_files import load_replay, read_labels, stored_num_experts
+from relibra_jax.suggestions import suggest_names
+from relibra_jax.traces.trace import Trace, make_trace
+
+RECORDED: Final = resources.files("relibra_jax") / "data" / "recorded_trace.npz"
+"""The routing of two rollouts of a tiny policy, saved by ``python -m experiments.run learn --record 2``."""
+
+
+def _recorded() -> Trace:
+    with resources.as_file(RECORDED) as recorded:
+        return _read(recorded)
+
+
+NAMED_TRACES: Final[dict[str, Callable[[], Trace]]] = {"recorded": _recorded}
+"""The traces that have a name, each made when it is asked for."""
+
+
+def read_trace(name: str | Path | None) -> Trace:
+    """Read a trace.
+
+    Args:
+        name: a name of `NAMED_TRACES`, else the path of a file that `relibra_jax.replay_files.load_replay` accepts; a
+            `Path` is always a path. None stands for what the environment variable RELIBRA_TRACE gives, else for the
+            recorded trace that comes with the package.
+
+    Returns:
+        The trace, which notes whether its number of experts is stated in the file. Its domains are the strings
+        ``category [B]`` of the file, else its ``dataset [B]``.
+
+    Raises:
+        ValueError: if there is no such trace, with the names that are near; or if the file is truncated or malformed,
+            or its load does not fit this machine's memory.
+
+    >>> read_trace("recorded").num_experts
+    16
+    >>> read_trace("recordings")
+    Traceback (most recent call last):
+    ValueError: recordings: no such trace, neither a file nor one of recorded...; did you mean recorded?
+    """
+    name = name or os.environ.get("RELIBRA_TRACE") or "recorded"
+    if isinstance(name, str) and name in NAMED_TRACES:
+        return NAMED_TRACES[name]()
+    return _read(Path(name))
+
+
+def _read(path: Path) -> Trace:
+    if not path.is_file():
+        raise ValueError(f"{path}: {'not a file' if path.exists() else _no_such_trace(path)}")
+    replay, num_experts = load_replay(path)
+    samples, tokens, layers, top_k = replay.expert_ids.shape
+    # Ids are counted as int32, into int32.
+    counting = f"counting {samples} samples x {layers} layers x ({tokens} tokens x top-{top_k} + {num_experts} experts)"
+    check_memory(f"{path}: {counting}", 4 * samples * layers * (tokens * top_k + num_experts))
+    note = "" if stored_num_experts(path) else f"num_experts={num_experts} inferred: the largest id + 1"
+    labels = read_labels(path, ("category", "dataset"), samples=samples)
+    return make_trace(replay, num_experts, path.name, note, category=next(iter(labels.values()), None))
+
+
+def _no_such_trace(path: Path) -> str:
+    # What has a folder or a suffix was meant as a file.
+    if path.suffix or len(path.parts) > 1:
+        return "no such trace"
+    names = ", ".join(NAMED_TRACES)
+    return f"no such trace, neither a file nor one of {names}{suggest_names(path.name, NAMED_TRACES)}"
