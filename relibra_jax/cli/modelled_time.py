@@ -1,6 +1,7 @@
 """Modelled times of a trace's batches, read at the size of real micro-batches."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +20,7 @@ from relibra_jax.cost.traffic import count_traffic
 from relibra_jax.cost.unit_times import unit_times
 from relibra_jax.limits import check_integer, check_positive
 from relibra_jax.node_visits import node_visits
+from relibra_jax.suggestions import suggest_names
 from relibra_jax.traces.trace import Trace
 from relibra_jax.types import Array, Topology, UnitTimes
 
@@ -119,6 +121,30 @@ _rank_time = jax.jit(rank_time, static_argnames=("context", "scale"))
 _count_traffic = jax.jit(count_traffic)
 
 
+def find_model(name: str) -> Model:
+    """The model of `MODELS` by this name.
+
+    Raises:
+        ValueError: if there is none, with the nearest names.
+    """
+    return _find("model", name, MODELS)
+
+
+def find_cluster(name: str) -> Cluster:
+    """The cluster of `CLUSTERS` by this name.
+
+    Raises:
+        ValueError: if there is none, with the nearest names.
+    """
+    return _find("cluster", name, CLUSTERS)
+
+
+def _find[Found](kind: str, name: str, table: Mapping[str, Found]) -> Found:
+    if name not in table:
+        raise ValueError(f"{kind}={name!r} must be one of {', '.join(table)}{suggest_names(name, table)}")
+    return table[name]
+
+
 def make_cost_model(costs: Costs, trace: Trace, batches: Batches, topology: Topology) -> CostModel:
     """The cost model that scales a trace's micro-batches to the tokens that ``costs`` names.
 
@@ -132,9 +158,7 @@ def make_cost_model(costs: Costs, trace: Trace, batches: Batches, topology: Topo
         ValueError: if the cluster or the model is unknown, a number is out of its range, times would exceed float32,
             or there are resident slots that do not fit the cluster's memory.
     """
-    for name, value, table in (("cluster", costs.cluster, CLUSTERS), ("model", costs.model, MODELS)):
-        if value not in table:
-            raise ValueError(f"{name}={value!r} must be one of {', '.join(table)}")
+    published, cluster = find_model(costs.model), find_cluster(costs.cluster)
     check_positive("context", costs.context)
     check_positive("tokens_per_rank", costs.tokens_per_rank)
     check_integer("shards", costs.shards, least=1)
@@ -142,7 +166,7 @@ def make_cost_model(costs: Costs, trace: Trace, batches: Batches, topology: Topo
     if costs.updates > batches.num_micro_batches:
         raise ValueError(f"updates={costs.updates} exceeds micro_batches={batches.num_micro_batches}")
     model = dataclasses.replace(
-        MODELS[costs.model], top_k=trace.replay.expert_ids.shape[-1], num_experts=trace.num_experts
+        published, top_k=trace.replay.expert_ids.shape[-1], num_experts=trace.num_experts
     )
     tokens = np.mean([replay.mask.sum() for replay in batches.replays]) / batches.num_micro_batches
     scale = costs.tokens_per_rank * topology.num_ranks / max(float(tokens), 1.0)
@@ -154,7 +178,6 @@ def make_cost_model(costs: Costs, trace: Trace, batches: Batches, topology: Topo
             f"context={costs.context} and tokens_per_rank={costs.tokens_per_rank} make {flops:.3g} FLOP a layer, more"
             " than float32 holds"
         )
-    cluster = CLUSTERS[costs.cluster]
     if topology.resident_slots:
         check_rank_memory(topology, model, cluster=cluster, shards=costs.shards)
     return CostModel(

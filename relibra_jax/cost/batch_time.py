@@ -49,10 +49,9 @@ class BatchTime(NamedTuple):
         return self.attention + self.compute + self.exchange + self.exposed + self.push + self.reorder
 
 
-_STATIC = ("context", "scale", "updates", "recompute", "data_parallel")
+_STATIC = ("context", "updates", "recompute", "data_parallel")
 
 
-@functools.partial(jax.jit, static_argnames=_STATIC)
 def batch_time(
     batch_plan: BatchPlan,
     topology: Topology,
@@ -75,7 +74,7 @@ def batch_time(
         topology: the expert-parallel group.
         cluster: the hardware, for example ``CLUSTERS["h100"]``.
         model: the sizes of the model, for example ``MODELS["qwen3-235b-a22b"]``.
-        context: the mean length of a sequence, tokens; a number, static under jit as all that follow but arrays.
+        context: the mean length of a sequence, tokens; a number, known under jit as all that follow but arrays.
         scale: how many tokens each token stands for, to read a small trace at the size of a real micro-batch.
         visits: the counts of `relibra_jax.node_visits.node_visits` for the hierarchical path, where a token crosses to
             a node once; None for the flat one, where each of its copies does.
@@ -95,6 +94,37 @@ def batch_time(
     check_shape("slot_expert", slots, (*loads[:2], *grid, topology.slots))
     if previous_home is not None:
         check_shape("previous_home", previous_home.shape, batch_plan.plan.home.shape)
+    return _batch_time(
+        batch_plan,
+        topology,
+        cluster=cluster,
+        model=model,
+        context=context,
+        scale=scale,
+        visits=visits,
+        previous_home=previous_home,
+        updates=updates,
+        recompute=recompute,
+        data_parallel=data_parallel,
+    )
+
+
+@functools.partial(jax.jit, static_argnames=_STATIC)
+def _batch_time(
+    batch_plan,
+    topology,
+    *,
+    cluster,
+    model,
+    context,
+    scale,
+    visits,
+    previous_home,
+    updates,
+    recompute,
+    data_parallel,
+) -> BatchTime:
+    """`batch_time` of numbers that are checked, compiled once for all scales."""
     ranks = rank_time(
         batch_plan.layer_plans(),
         topology,
@@ -112,7 +142,6 @@ def batch_time(
     return _of_slowest_copy(layers, data_parallel, push, reorder)
 
 
-@functools.partial(jax.jit, static_argnames=(*_STATIC, "dispatch"))
 def balanced_time(
     load: Int[Array, "M L N G E"],
     topology: Topology,
@@ -148,6 +177,25 @@ def balanced_time(
     """
     _check_numbers(context, scale)
     check_dispatch(dispatch)
+    return _balanced_time(
+        load,
+        topology,
+        cluster=cluster,
+        model=model,
+        context=context,
+        scale=scale,
+        dispatch=dispatch,
+        updates=updates,
+        recompute=recompute,
+        data_parallel=data_parallel,
+    )
+
+
+@functools.partial(jax.jit, static_argnames=(*_STATIC, "dispatch"))
+def _balanced_time(
+    load, topology, *, cluster, model, context, scale, dispatch, updates, recompute, data_parallel
+) -> BatchTime:
+    """`balanced_time` of numbers that are checked, compiled once for all scales."""
     flops = cluster.matmul_flops * cluster.matmul_efficiency
     copies = scale * jnp.asarray(load, jnp.float32).sum((-3, -2, -1)) / topology.num_ranks
     copies = jnp.broadcast_to(

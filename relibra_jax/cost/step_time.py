@@ -99,7 +99,7 @@ def rank_time(
     cluster: Cluster,
     model: Model,
     context: float,
-    scale: float = 1.0,
+    scale: Float[Array, ""] | float = 1.0,
     visits: Int[Array, "M L P N"] | None = None,
 ) -> RankTime:
     """The modelled forward time of every rank under a plan.

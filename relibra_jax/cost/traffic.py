@@ -30,7 +30,9 @@ class Traffic(NamedTuple):
     """From other ranks of the node."""
 
 
-def transfer_time(traffic: Traffic, size: float, cluster: Cluster) -> Float[jax.Array, "*stack N G"]:
+def transfer_time(
+    traffic: Traffic, size: Float[Array, ""] | float, cluster: Cluster
+) -> Float[jax.Array, "*stack N G"]:
     """Seconds for which each rank's links are busy.
 
     A rank sends and receives at the same time, and both networks work at the same time. Where the ranks of a node share

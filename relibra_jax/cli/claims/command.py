@@ -1,0 +1,133 @@
+"""``relibra claims``: one command that runs what papers claim, and writes one report."""
+
+import dataclasses
+import datetime
+import json
+import platform
+from pathlib import Path
+from typing import Final
+
+import jax
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+import relibra_jax
+from relibra_jax.atomic_write import write_atomically
+from relibra_jax.cli.claims.cells import CellResult, run_cell
+from relibra_jax.cli.claims.figures import draw_planners, draw_sweeps
+from relibra_jax.cli.claims.measured import read_measured
+from relibra_jax.cli.claims.own_loads import run_own_loads
+from relibra_jax.cli.claims.report import SWEEPS, Results, behind, write_report
+from relibra_jax.cli.claims.settings import Study, full_studies, quick_studies
+from relibra_jax.cli.modelled_time import find_model
+from relibra_jax.cli.options import TraceName
+from relibra_jax.traces.read import read_trace
+from relibra_jax.traces.trace import Trace
+
+QUICK_LAYERS: Final = 4
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Claims:
+    """Run what papers claim beside ours: one report as Markdown, figures, the numbers as JSON."""
+
+    trace: TraceName = None
+    """A recorded trace by name or path (.npz); else what RELIBRA_TRACE gives, else the one of the package."""
+    quick: bool = False
+    """Six rows on 2 x 4 ranks and at most four layers, in minutes; otherwise everything, in most of an hour."""
+    model: str = "gpt-oss-20b"
+    """The model that the trace was recorded from, whose sizes are priced beside those of the paper's models."""
+    layers: int = 8
+    """The layers of each trace that are run, at even distances; all of them where it has fewer."""
+    measured: Path = Path("experiments/results")
+    """The folder of kept measurements; without them the column of measured figures is left out."""
+    out: Path = Path("out/claims")
+    """The folder for the report, its figures and the numbers."""
+
+
+def run_claims(options: Claims, console: Console) -> None:
+    """Run the studies, print where ours is behind, and write the report.
+
+    Args:
+        options: the trace, the form, and the folder for what is written.
+        console: the console for progress and the findings.
+
+    Raises:
+        ValueError: if the trace, the model or a kept measurement does not fit; nothing is written then.
+    """
+    find_model(options.model)
+    measured = read_measured(options.measured)
+    studies = quick_studies(options.model) if options.quick else full_studies(options.model)
+    layers = min(options.layers, QUICK_LAYERS) if options.quick else options.layers
+    traces = {
+        name: some_layers(read_trace(options.trace if name is None else name), layers)
+        for name in dict.fromkeys(study.trace for study in studies)
+    }
+    cells = _run_studies(studies, traces, console)
+    own_loads = [] if options.quick else run_own_loads()
+    results = Results(_about(options, traces), cells, own_loads, measured)
+    options.out.mkdir(parents=True, exist_ok=True)
+    headline = [cell for cell in results.of("headline", synthetic=False) if cell.rows]
+    if headline:
+        fullest = max(len(cell.rows) for cell in headline)
+        draw_planners(options.out / "planners.png", [cell for cell in headline if len(cell.rows) == fullest])
+    if {section for section, cell in cells if cell.rows} >= SWEEPS.keys():
+        draw_sweeps(options.out / "sweeps.png", results)
+    numbers = {
+        "about": results.about,
+        "cells": [{"section": section, **dataclasses.asdict(cell)} for section, cell in cells],
+        "own_loads": [load._asdict() for load in own_loads],
+    }
+    for name, text in (
+        ("claims.json", json.dumps(numbers, indent=1) + "\n"),
+        ("claims.md", write_report(results)),
+    ):
+        with write_atomically(options.out / name) as part:
+            part.write_text(text)
+    for line in behind(results) or ["ours is behind nowhere, in what was run"]:
+        console.print(f"- {line}", highlight=False, soft_wrap=True)
+    console.print(f"report: {options.out / 'claims.md'}", highlight=False, soft_wrap=True)
+
+
+def some_layers(trace: Trace, count: int) -> Trace:
+    """A trace with so many of its layers, at even distances from the first to the last; all where it has no more.
+
+    Args:
+        trace: the trace.
+        count: the layers to keep, at least 1.
+    """
+    layers = trace.replay.expert_ids.shape[2]
+    if layers <= count:
+        return trace
+    kept = [layer * (layers - 1) // max(count - 1, 1) for layer in range(count)]
+    replay = trace.replay._replace(expert_ids=trace.replay.expert_ids[:, :, kept])
+    return trace._replace(replay=replay, note=f"{trace.note}; {count} of {layers} layers".removeprefix("; "))
+
+
+def _run_studies(
+    studies: list[Study], traces: dict[str | None, Trace], console: Console
+) -> list[tuple[str, CellResult]]:
+    columns = (TextColumn("{task.description:>48}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    cells = []
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("planning", total=sum(len(study.rows) for study in studies))
+        for study in studies:
+            trace, ranks = traces[study.trace], study.cell.ranks
+            title = f"{trace.name} {ranks.nodes}x{ranks.ranks_per_node} {study.section}"
+
+            def progress(name: str, title: str = title) -> None:
+                bar.update(task, advance=1, description=f"{title}: {name}")
+
+            cells.append((study.section, run_cell(trace, study.cell, study.rows, progress=progress)))
+    return cells
+
+
+def _about(options: Claims, traces: dict[str | None, Trace]) -> dict[str, str]:
+    arguments = [str(options.trace)] if options.trace else []
+    arguments += ["--quick"] * options.quick + ["--layers", str(options.layers), "--model", options.model]
+    return {
+        "command": " ".join(["relibra", "claims", *arguments]),
+        "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
+        "versions": f"relibra_jax {relibra_jax.__version__}, jax {jax.__version__}, Python {platform.python_version()}",
+        "traces": "; ".join(f"{trace.name} ({trace.note or 'recorded'})" for trace in traces.values()),
+    }

@@ -1,0 +1,293 @@
+"""The report of the claims, as Markdown: where ours is behind comes first, recorded routing before synthetic."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+from relibra_jax.cli.claims.cells import CellResult
+from relibra_jax.cli.claims.measured import Measurement
+from relibra_jax.cli.claims.own_loads import OwnLoad
+from relibra_jax.cli.claims.published import CLAIMS, Claim, Figure, ours_of
+from relibra_jax.planning.planners import PLANNERS
+
+AHEAD: Final = 0.005
+"""A planner is ahead of another whose modelled time is longer by more than this."""
+SWEEPS: Final = {
+    "micro_batches": "micro-batches of a batch",
+    "tokens_per_rank": "tokens of a rank in a micro-batch",
+    "replica_slots": "replica slots of a rank",
+    "resident_slots": "resident slots of a rank",
+    "nodes": "nodes of 16 ranks",
+}
+"""What each sweep varies."""
+
+
+class Results(NamedTuple):
+    """Everything that the report tells."""
+
+    about: Mapping[str, str]
+    """Command, versions, date, machine."""
+    cells: Sequence[tuple[str, CellResult]]
+    """The section and the result of every study."""
+    own_loads: Sequence[OwnLoad]
+    """Rivals on the loads that they publish."""
+    measured: Sequence[Measurement]
+    """Kept measurements."""
+
+    def of(self, section: str, *, synthetic: bool) -> list[CellResult]:
+        """The results of one section, on recorded or on synthetic routing."""
+        return [cell for name, cell in self.cells if name == section and cell.synthetic == synthetic]
+
+
+def write_report(results: Results) -> str:
+    """The report as Markdown.
+
+    Args:
+        results: what was run and read.
+    """
+    parts = [
+        "# Claims",
+        "Published figures were measured by their authors, on other traces, models and clusters. Ours are **modelled** on"
+        " the routing that is named (relibra_jax/cost: constants with their sources, nothing hidden but replicas behind"
+        " attention), except in the columns that say *measured*. Nothing here was run on a GPU.",
+        "## Where ours is behind",
+        _bullets(behind(results)) or "Nowhere, in what was run.",
+        "## Recorded routing",
+        *_routing(results, synthetic=False),
+    ]
+    if results.measured:
+        parts += ["### Measured", _measurements(results.measured)]
+    if any(cell.synthetic for _, cell in results.cells):
+        parts += [
+            "## Synthetic routing",
+            "Drawn by a generator that is calibrated on recorded routing and scaled to more experts, which is an"
+            " assumption. No evidence for what real models do.",
+            *_routing(results, synthetic=True),
+        ]
+    if results.own_loads:
+        parts += [
+            "## Rivals on the loads that they publish",
+            "Largest over mean rank load unless told otherwise, the median over layers drawn as the source says.",
+            _own_loads(results.own_loads),
+        ]
+    skipped = [
+        f"{cell.trace}, {cell.model}, {cell.ranks}: {cell.skipped}"
+        for _, cell in results.cells
+        if cell.skipped
+    ]
+    if skipped:
+        parts += ["## Not run", _bullets(skipped)]
+    parts += ["## How this was made", _bullets(f"{name}: {value}" for name, value in results.about.items())]
+    return "\n\n".join(parts) + "\n"
+
+
+def behind(results: Results) -> list[str]:
+    """Where a published figure is better than ours, and where another planner is ahead of ReLibra."""
+    found = []
+    for synthetic in (False, True):
+        kind = "synthetic" if synthetic else "recorded"
+        for claims, section in _sections():
+            for claim in claims:
+                cells = [
+                    f"{figure.shown} ({cell.model}, {cell.ranks})"
+                    for cell in results.of(section, synthetic=synthetic)
+                    if isinstance(figure := ours_of(claim, cell), Figure)
+                    and claim.least is not None
+                    and figure.value < claim.least
+                ]
+                if cells:
+                    found.append(f"{claim.text}: published {claim.published}; {kind}: {', '.join(cells)}")
+        for cell in results.of("headline", synthetic=synthetic):
+            found += _planners_ahead(cell, kind)
+    return found
+
+
+def _sections() -> Iterable[tuple[Sequence[Claim], str]]:
+    """The claims, and the section of cells that they are read from."""
+    for title, claims in CLAIMS.items():
+        yield claims, "recompute" if "ForeMoE" in title else "headline"
+
+
+def _planners_ahead(cell: CellResult, kind: str) -> list[str]:
+    """Planners of the table whose modelled time is shorter than ReLibra's."""
+    if "relibra" not in cell.rows:
+        return []
+    own = cell.rows["relibra"]["modelled_seconds"]
+    ahead = {
+        name: own / row["modelled_seconds"] - 1
+        for name, row in cell.rows.items()
+        if name in PLANNERS and row["modelled_seconds"] * (1 + AHEAD) < own
+    }
+    return [
+        f"{name} is {gain:.1%} faster than relibra in modelled time; {kind}: {cell.model}, {cell.ranks}"
+        for name, gain in ahead.items()
+    ]
+
+
+def _routing(results: Results, *, synthetic: bool) -> list[str]:
+    """The parts of the report on one kind of routing."""
+    parts = []
+    for title, claims in CLAIMS.items():
+        section = "recompute" if "ForeMoE" in title else "headline"
+        cells = [cell for cell in results.of(section, synthetic=synthetic) if not cell.skipped]
+        measured = () if synthetic else results.measured
+        if cells:
+            parts += [f"### {title}", *_claims_tables(claims, cells, measured)]
+    for cell in results.of("headline", synthetic=synthetic):
+        if len(cell.rows) > len(CLAIMS) and not cell.skipped:
+            parts += [f"### Every row: {cell.trace}, {cell.model}'s shapes, {cell.ranks} ranks", _rows(cell)]
+    ranks = [cell for cell in results.of("ranks", synthetic=synthetic) if not cell.skipped]
+    if ranks:
+        parts += [
+            "### Imbalance over expert-parallel ranks (published: 1.00 to 1.08 at 8 to 64, static above 2)",
+            _table(
+                ["", *(cell.ranks for cell in ranks)],
+                [
+                    [name, *(f"{cell.rows[name]['imbalance']:.3f}" for cell in ranks)]
+                    for name in ("static", "relibra")
+                ],
+            ),
+        ]
+    for section, what in SWEEPS.items():
+        cells = [cell for cell in results.of(section, synthetic=synthetic) if not cell.skipped]
+        if cells:
+            parts += [f"### Over {what}", _sweep(section, cells)]
+    return parts
+
+
+def _claims_tables(
+    claims: Sequence[Claim], cells: Sequence[CellResult], measured: Sequence[Measurement]
+) -> list[str]:
+    """One table of claims for each number of ranks."""
+    parts = []
+    for ranks in dict.fromkeys(cell.ranks for cell in cells):
+        here = [cell for cell in cells if cell.ranks == ranks]
+        lines = [
+            [
+                claim.text,
+                claim.published,
+                *(_shown(ours_of(claim, cell)) for cell in here),
+                *([_ran(claim, measured)] if measured else []),
+            ]
+            for claim in claims
+        ]
+        head = [f"{here[0].trace}, {ranks} ranks", "published, measured"]
+        head += [f"ours, modelled: {cell.model}" for cell in here] + ["ours, measured"] * bool(measured)
+        parts.append(_table(head, lines))
+    return parts
+
+
+def _shown(figure: Figure | str | None) -> str:
+    if figure is None:
+        return ""
+    return figure if isinstance(figure, str) else figure.shown
+
+
+def _ran(claim: Claim, measured: Sequence[Measurement]) -> str:
+    """The range of measured speeds of a claim."""
+    gains = [gain for each in measured if claim.ran and (gain := each.gain(*claim.ran)) is not None]
+    if not gains:
+        return ""
+    return f"{min(gains):.2f}x to {max(gains):.2f}x" if len(gains) > 1 else f"{gains[0]:.2f}x"
+
+
+def _measurements(measured: Sequence[Measurement]) -> str:
+    names = list(dict.fromkeys(name for each in measured for name in each.seconds))
+    lines = [
+        [
+            each.where,
+            *(f"{each.seconds[name]:.2f}" if name in each.seconds else "" for name in names),
+            each.file,
+        ]
+        for each in measured
+    ]
+    return _table(["seconds, medians of interleaved runs", *names, "kept in"], lines)
+
+
+def _rows(cell: CellResult) -> str:
+    """All numbers of a cell that tell planners apart."""
+    lines = [
+        [
+            _labelled(name),
+            f"{row['imbalance']:.3f}",
+            f"{row['forecast_error']:.0%}" if row["forecast_error"] else "",
+            f"{row['crossings']:.2f}",
+            f"{row['replicas']:.1f}",
+            f"{row['rank_memory'] / 1e9:.1f}",
+            f"{row['modelled_parts']['exposed'] + row['modelled_parts']['push'] + row['modelled_parts']['reorder']:.2f}",
+            f"{row['modelled_seconds']:.2f}",
+            f"{row['share_of_balanced']:.1%}",
+            f"{row['left']:.0%}",
+            f"{row['plan_seconds'] * 1e3:.0f}",
+        ]
+        for name, row in cell.rows.items()
+    ]
+    head = [
+        "",
+        "imbalance",
+        "error of expected loads",
+        "crossings a token",
+        "replicas a layer",
+        "GB of a rank",
+        "exposed transfers, s",
+        "batch, s, modelled",
+        "of balanced",
+        "above the lower bound, at most",
+        "plan, ms, measured",
+    ]
+    return _table(head, lines)
+
+
+def _labelled(name: str) -> str:
+    """The name of a row; what is our reading of a source says so."""
+    return f"{name} (reconstruction)" if name in PLANNERS and PLANNERS[name].reconstruction else name
+
+
+def _sweep(section: str, cells: Sequence[CellResult]) -> str:
+    names = list(cells[0].rows)
+    lines = [
+        [
+            varied(section, cell),
+            *(f"{row['imbalance']:.3f}" for row in cell.rows.values()),
+            *(
+                f"{cell.rows['static']['modelled_seconds'] / cell.rows[name]['modelled_seconds']:.2f}x"
+                for name in names
+                if name != "static"
+            ),
+            *(f"{row['share_of_balanced']:.1%}" for row in cell.rows.values()),
+        ]
+        for cell in cells
+    ]
+    head = [SWEEPS[section], *(f"imbalance, {name}" for name in names)]
+    head += [f"{name} over static" for name in names if name != "static"] + [
+        f"of balanced, {name}" for name in names
+    ]
+    return _table(head, lines)
+
+
+def varied(section: str, cell: CellResult) -> str:
+    """The value that a sweep has in a cell.
+
+    Args:
+        section: a key of `SWEEPS`.
+        cell: a result of that sweep.
+    """
+    if section == "nodes":
+        return f"{cell.ranks}"
+    values: dict[str, Any] = cell.cell["ranks"] | cell.cell["batching"] | cell.cell["costs"]
+    return f"{values[section]:g}"
+
+
+def _own_loads(loads: Sequence[OwnLoad]) -> str:
+    lines = [
+        [load.planner, load.load, load.published, load.reached, load.relibra, load.source] for load in loads
+    ]
+    return _table(["rival", "load", "published", "its row here", "relibra's replication", "source"], lines)
+
+
+def _table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    rows = [head, ["---"] + ["---:"] * (len(head) - 1), *lines]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _bullets(lines: Iterable[str]) -> str:
+    return "\n".join(f"- {line}" for line in lines)

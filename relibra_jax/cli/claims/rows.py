@@ -1,0 +1,48 @@
+"""The contenders of the claims by name, each with the resident slots that it is given."""
+
+from typing import Final, NamedTuple
+
+from relibra_jax.cli.ablation import ablation, assign
+from relibra_jax.cli.modelled_time import CostModel
+from relibra_jax.cli.planner_runs import Contender
+from relibra_jax.planning.planners import PLANNERS
+
+WITH_RESIDENTS: Final = "relibra, residents"
+WITH_ALL: Final = "relibra, residents, assigned"
+ASSIGNED: Final = "relibra + assign"
+HEADLINE: Final = ("static", "popfetcher", "eplb", "lplb", "relibra", WITH_RESIDENTS, WITH_ALL)
+"""The rows of the headline claims."""
+RIVALS: Final = tuple(name for name in PLANNERS if name not in ("relibra_across", *HEADLINE))
+"""The planners that the headline leaves out."""
+PARTS: Final = (
+    "+ reorder",
+    "+ replicate",
+    "static + assign",
+    ASSIGNED,
+    "place for balance",
+    "place by lpt",
+    "places only",
+    "splits only",
+)
+"""ReLibra's parts alone, and alternatives to them."""
+
+
+class Row(NamedTuple):
+    """A contender, and the resident slots of its ranks."""
+
+    contender: Contender
+    resident_slots: int = 0
+
+
+def contenders(cost_model: CostModel) -> dict[str, Row]:
+    """All rows by name.
+
+    Args:
+        cost_model: what contenders price with that choose by modelled time.
+    """
+    rows = {name: Row(Contender(entry=entry)) for name, entry in PLANNERS.items()}
+    rows |= {name: Row(contender) for name, contender in ablation(cost_model).items()}
+    relibra = PLANNERS["relibra"]
+    rows[WITH_RESIDENTS] = Row(Contender(entry=relibra), resident_slots=1)
+    rows[WITH_ALL] = Row(Contender(entry=relibra, assign=assign), resident_slots=1)
+    return rows

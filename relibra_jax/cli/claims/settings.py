@@ -1,0 +1,108 @@
+"""What the claims are read from: studies, each a cell with its rows, in a quick and in a full form.
+
+The full form has the conditions of ReLibra's evaluation (arXiv 2605.08639): 16 ranks as 2 x 8 and 32 as 4 x 8, batches of
+1,024 samples in 32 micro-batches, four consecutive batches after one that is only looked at, the shapes of its three
+models, 160 GPUs in all, over which optimizer state is sharded. A recorded trace is read at its own model's shapes too.
+"""
+
+import dataclasses
+from typing import Final, NamedTuple
+
+from relibra_jax.cli.claims.cells import Cell
+from relibra_jax.cli.claims.rows import HEADLINE, PARTS, RIVALS, WITH_ALL, WITH_RESIDENTS
+from relibra_jax.cli.options import Batching, Costs, Ranks
+
+PAPER_MODELS: Final = ("qwen3-30b-a3b", "glm-4.5-106b-a12b", "qwen3-235b-a22b")
+PAPER_RANKS: Final = ((2, 8), (4, 8))
+SYNTHETIC: Final = "synthetic-128"
+"""The trace with as many experts as the paper's models; recorded routing of such models was not found."""
+GPUS: Final = 160
+BATCHES: Final = Batching(batch_size=1024, bootstrap=5, micro_batches=32)
+TOP: Final = ("static", "eplb", "relibra")
+"""The rows of sweeps."""
+
+
+class Study(NamedTuple):
+    """A cell with its rows, and what of the report it is for."""
+
+    section: str
+    """The part of the report: headline, recompute, ranks, or the name of a sweep."""
+    trace: str | None
+    """The trace's name; None stands for the recorded one that the command was given."""
+    cell: Cell
+    """The setting."""
+    rows: tuple[str, ...]
+    """The rows to run."""
+
+
+def quick_studies(model: str) -> list[Study]:
+    """Six rows of the recorded trace on 2 x 4 ranks.
+
+    Args:
+        model: the model whose sizes are priced.
+    """
+    rows = tuple(name for name in HEADLINE if name != WITH_RESIDENTS)
+    cell = Cell(ranks=Ranks(), batching=Batching(), costs=Costs(model=model))
+    return [Study("headline", None, cell, rows)]
+
+
+def full_studies(model: str) -> list[Study]:
+    """Everything, which takes most of an hour on two cores.
+
+    Args:
+        model: the model whose sizes are priced where the recorded trace is read at its own.
+    """
+    studies = []
+    for nodes, local in PAPER_RANKS:
+        studies.append(Study("headline", None, _cell(nodes, local, model), HEADLINE + RIVALS + PARTS))
+        studies += [Study("headline", None, _cell(nodes, local, name), HEADLINE) for name in PAPER_MODELS]
+        studies += [
+            Study(
+                "headline",
+                SYNTHETIC,
+                _cell(nodes, local, name),
+                HEADLINE + (RIVALS if name == PAPER_MODELS[0] else ()),
+            )
+            for name in PAPER_MODELS
+        ]
+    both_passes = dataclasses.replace(_cell(2, 8, model), costs=_costs(16, model, recompute=True))
+    studies.append(Study("recompute", None, both_passes, ("static", "foremoe", "relibra", WITH_ALL)))
+    studies += [
+        Study("ranks", trace, _cell(nodes, 8, name), ("static", "relibra"))
+        for trace, name, most in ((None, model, 4), (SYNTHETIC, PAPER_MODELS[0], 8))
+        for nodes in (1, 2, 4, 8)
+        if nodes <= most
+    ]
+    return studies + _sweeps(model)
+
+
+def _sweeps(model: str) -> list[Study]:
+    """One number varied at a time, on 2 x 8 ranks."""
+    cell, change = _cell(2, 8, model), dataclasses.replace
+
+    def ranks(**numbers: int) -> Cell:
+        return change(cell, ranks=change(cell.ranks, **numbers))
+
+    cells: dict[str, list[Cell]] = {
+        "micro_batches": [
+            change(cell, batching=change(BATCHES, micro_batches=count)) for count in (4, 8, 16, 32, 64)
+        ],
+        "tokens_per_rank": [
+            change(cell, costs=change(cell.costs, tokens_per_rank=float(tokens)))
+            for tokens in (64, 256, 1024, 4096, 16384)
+        ],
+        "replica_slots": [ranks(replica_slots=slots) for slots in (0, 1, 2, 4)],
+        "resident_slots": [ranks(resident_slots=slots) for slots in (0, 1, 2, 3)],
+        "nodes": [ranks(nodes=nodes, ranks_per_node=16 // nodes) for nodes in (1, 2, 4, 8)],
+    }
+    return [Study(section, None, each, TOP) for section, varied in cells.items() for each in varied]
+
+
+def _cell(nodes: int, local: int, model: str) -> Cell:
+    return Cell(
+        ranks=Ranks(nodes=nodes, ranks_per_node=local), batching=BATCHES, costs=_costs(nodes * local, model)
+    )
+
+
+def _costs(ranks: int, model: str, *, recompute: bool = False) -> Costs:
+    return Costs(model=model, shards=GPUS // ranks, recompute=recompute)
