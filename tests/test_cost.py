@@ -322,7 +322,8 @@ def test_batch_time_under_jit_and_vmap(monkeypatch):
     with monkeypatch.context() as context:
         context.setattr("relibra_jax.cost.batch_time.rank_time", None)  # a trace would call it
         alone = [call(*planes(one)) for one in (other, batch)][::-1]
-        batch_time(**batch, topology=TOPOLOGY, **(KNOWN | {"scale": 2.0}))
+        plan, visits, previous = planes(batch)
+        run(plan, visits=visits, previous_home=previous, scale=2.0)
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), planes(batch), planes(other))
     together = jax.jit(jax.vmap(call))(*stacked)
     for number in range(2):

@@ -11,6 +11,8 @@ from relibra_jax.planning.planners import PLANNERS
 
 AHEAD: Final = 0.005
 """A planner is ahead of another whose modelled time is longer by more than this."""
+TRANSFERS: Final = ("exposed", "push", "reorder")
+"""The parts of a batch's modelled time in which experts travel and nothing else runs."""
 SWEEPS: Final = {
     "micro_batches": "micro-batches of a batch",
     "tokens_per_rank": "tokens of a rank in a micro-batch",
@@ -46,9 +48,9 @@ def write_report(results: Results) -> str:
     """
     parts = [
         "# Claims",
-        "Published figures were measured by their authors, on other traces, models and clusters. Ours are **modelled** on"
-        " the routing that is named (relibra_jax/cost: constants with their sources, nothing hidden but replicas behind"
-        " attention), except in the columns that say *measured*. Nothing here was run on a GPU.",
+        "Published figures were measured by their authors, on other traces, models and clusters. Ours are **modelled**"
+        " on the routing that is named (relibra_jax/cost: constants with their sources, nothing hidden but replicas"
+        " behind attention), except in the columns that say *measured*. Nothing here was run on a GPU.",
         "## Where ours is behind",
         _bullets(behind(results)) or "Nowhere, in what was run.",
         "## Recorded routing",
@@ -213,7 +215,7 @@ def _rows(cell: CellResult) -> str:
             f"{row['crossings']:.2f}",
             f"{row['replicas']:.1f}",
             f"{row['rank_memory'] / 1e9:.1f}",
-            f"{row['modelled_parts']['exposed'] + row['modelled_parts']['push'] + row['modelled_parts']['reorder']:.2f}",
+            f"{sum(row['modelled_parts'][part] for part in TRANSFERS):.2f}",
             f"{row['modelled_seconds']:.2f}",
             f"{row['share_of_balanced']:.1%}",
             f"{row['left']:.0%}",

@@ -1,7 +1,7 @@
 """What the claims are read from: studies, each a cell with its rows, in a quick and in a full form.
 
-The full form has the conditions of ReLibra's evaluation (arXiv 2605.08639): 16 ranks as 2 x 8 and 32 as 4 x 8, batches of
-1,024 samples in 32 micro-batches, four consecutive batches after one that is only looked at, the shapes of its three
+The full form has the conditions of ReLibra's evaluation (arXiv 2605.08639): 16 ranks as 2 x 8 and 32 as 4 x 8, batches
+of 1,024 samples in 32 micro-batches, four consecutive batches after one that is only looked at, the shapes of its three
 models, 160 GPUs in all, over which optimizer state is sharded. A recorded trace is read at its own model's shapes too.
 """
 
