@@ -46,7 +46,13 @@ class PlannedBatch(NamedTuple):
 
 
 def run_contender(
-    contender: Contender, batches: Batches, topology: Topology, *, cost: UnitTimes, seed: int
+    contender: Contender,
+    batches: Batches,
+    topology: Topology,
+    *,
+    cost: UnitTimes,
+    seed: int,
+    timed_runs: int = TIMED_RUNS,
 ) -> tuple[list[PlannedBatch], float]:
     """Plan every batch from the state that the one before has left, and check each plan.
 
@@ -59,9 +65,11 @@ def run_contender(
         topology: the expert-parallel group.
         cost: the unit times of the cluster and the model.
         seed: the seed of the planner's random key.
+        timed_runs: how often planning the last batch is timed; 0 for not at all.
 
     Returns:
-        The measured batches, and the median seconds of several times planning the last one, after compilation.
+        The measured batches, and the median seconds of planning the last one, after compilation; NaN if it is not
+        timed.
 
     Raises:
         ValueError: if the planner refuses its input, a plan is not valid, or it does not fit this machine's memory.
@@ -94,7 +102,7 @@ def run_contender(
         if number >= batches.history:
             planned.append(PlannedBatch(replay, batch_plan, home))
         home = batch_plan.plan.home
-    return planned, _median_seconds(lambda: plan(counts, packed, before))
+    return planned, _median_seconds(lambda: plan(counts, packed, before), timed_runs)
 
 
 def _check_plan_memory(micro_batches: int, layers: int, topology: Topology) -> None:
@@ -147,10 +155,12 @@ def _plan(
     )
 
 
-def _median_seconds(run: Callable[[], object]) -> float:
+def _median_seconds(run: Callable[[], object], runs: int) -> float:
     """The median of several calls, after one that compiles."""
+    if not runs:
+        return float("nan")
     times = []
-    for _ in range(TIMED_RUNS + 1):
+    for _ in range(runs + 1):
         start = time.perf_counter()
         jax.block_until_ready(run())
         times.append(time.perf_counter() - start)

@@ -1,7 +1,7 @@
 """Headline claims of ReLibra (arXiv 2605.08639) and ForeMoE (arXiv 2606.11867), and how ours are read from a cell.
 
-Published figures were measured, on other traces, models and clusters; ours are modelled. A claim is blank where a cell has
-no rows for it.
+Published figures were measured, on other traces, models and clusters; ours are modelled. A claim is blank where a cell
+has no rows for it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
