@@ -46,10 +46,10 @@ def draw_advice(
     )
     bars.set_xlabel("modelled seconds of a batch")
     bars.tick_params(labelsize=7)
-    bars.legend(fontsize=7, frameon=False, loc="lower right")
+    bars.legend(fontsize=7, frameon=False, ncols=2, loc="lower left", bbox_to_anchor=(0, 1))
     for panel, points, what in (
         (axes["size"], sizes, "tokens of a rank in a micro-batch"),
-        (axes["skew"], skews, "imbalance under static placement, tokens routed evenly towards the left"),
+        (axes["skew"], skews, "imbalance under static placement"),
     ):
         panel.plot([point.at for point in points], [100 * point.gain for point in points], "o-", color=BLUE)
         panel.axhline(100 * PAYS, color=INK, linewidth=0.8, linestyle=":")
