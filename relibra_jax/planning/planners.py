@@ -50,7 +50,7 @@ PLANNERS: dict[str, PlannerEntry] = {
     ),
     "lplb": PlannerEntry(planner=lplb(), summary="LPLB from each micro-batch's true loads (LPLB+)"),
     "ultraep": PlannerEntry(
-        planner=ultraep(tolerance=0, min_tokens=1), summary="UltraEP: ranks spilled to the smallest threshold"
+        planner=ultraep(tolerance=0.0, min_tokens=1), summary="UltraEP: ranks spilled to the smallest threshold"
     ),
     "llep": PlannerEntry(
         planner=llep(capacity=1.0, min_tokens=1, fallback=1.0),

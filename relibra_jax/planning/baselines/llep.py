@@ -1,4 +1,4 @@
-"""LLEP, least-loaded expert parallelism (arXiv 2601.17111; github.com/SalesforceAIResearch/LeastLoadedEP), as a planner.
+"""LLEP, least-loaded expert parallelism (arXiv 2601.17111), as a planner.
 
 Experts in order of their load, the largest first: each gives what its rank has above a fixed capacity to the least
 loaded rank, with its weights.
