@@ -50,13 +50,17 @@ PLANNERS: dict[str, PlannerEntry] = {
     ),
     "lplb": PlannerEntry(planner=lplb(), summary="LPLB from each micro-batch's true loads (LPLB+)"),
     "ultraep": PlannerEntry(
-        planner=ultraep(tolerance=0.0, min_tokens=1), summary="UltraEP: ranks spilled to the smallest threshold"
+        planner=ultraep(tolerance=0.0, min_tokens=None),
+        summary="UltraEP: contiguous placement, ranks spilled to the smallest threshold",
     ),
+    # A token of a recorded trace stands for many, so no product is too small; a fallback only loses balance here.
     "llep": PlannerEntry(
-        planner=llep(capacity=1.0, min_tokens=1, fallback=1.0),
-        summary="LLEP: excess to the least loaded ranks",
+        planner=llep(min_tokens=1, fallback=1.0),
+        summary="LLEP: contiguous placement, excess to the least loaded ranks",
     ),
-    "moonep": PlannerEntry(planner=moonep(), summary="MoonEP: ranks of a node brought to equal loads"),
+    "moonep": PlannerEntry(
+        planner=moonep(), summary="MoonEP: contiguous placement, ranks of a node brought to equal loads"
+    ),
     "relibra": PlannerEntry(
         planner=relibra(), summary="reordered between batches, replicated in each micro-batch"
     ),
