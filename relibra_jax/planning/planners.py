@@ -8,8 +8,11 @@ import dataclasses
 import functools
 
 from relibra_jax.planning.baselines.eplb import eplb
+from relibra_jax.planning.baselines.llep import llep
 from relibra_jax.planning.baselines.lplb import lplb
+from relibra_jax.planning.baselines.moonep import moonep
 from relibra_jax.planning.baselines.static import static
+from relibra_jax.planning.baselines.ultraep import ultraep
 from relibra_jax.planning.relibra import relibra
 from relibra_jax.planning.replication import replicate_experts
 from relibra_jax.types import Planner
@@ -46,6 +49,18 @@ PLANNERS: dict[str, PlannerEntry] = {
         foresight=False,
     ),
     "lplb": PlannerEntry(planner=lplb(), summary="LPLB from each micro-batch's true loads (LPLB+)"),
+    "ultraep": PlannerEntry(
+        planner=ultraep(tolerance=0.0, min_tokens=None),
+        summary="UltraEP: contiguous placement, ranks spilled to the smallest threshold",
+    ),
+    # A token of a recorded trace stands for many, so no product is too small; a fallback only loses balance here.
+    "llep": PlannerEntry(
+        planner=llep(min_tokens=1, fallback=1.0),
+        summary="LLEP: contiguous placement, excess to the least loaded ranks",
+    ),
+    "moonep": PlannerEntry(
+        planner=moonep(), summary="MoonEP: contiguous placement, ranks of a node brought to equal loads"
+    ),
     "relibra": PlannerEntry(
         planner=relibra(), summary="reordered between batches, replicated in each micro-batch"
     ),
