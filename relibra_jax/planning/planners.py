@@ -8,6 +8,9 @@ import dataclasses
 import functools
 
 from relibra_jax.planning.baselines.eplb import eplb
+from relibra_jax.planning.baselines.feplb import feplb
+from relibra_jax.planning.baselines.foremoe import foremoe
+from relibra_jax.planning.baselines.laer import laer
 from relibra_jax.planning.baselines.llep import llep
 from relibra_jax.planning.baselines.lplb import lplb
 from relibra_jax.planning.baselines.moonep import moonep
@@ -29,6 +32,8 @@ class PlannerEntry:
     """Whether replicas may be on other nodes than their experts' homes."""
     foresight: bool = True
     """Whether the planner sees the true loads, as routing replay allows."""
+    reconstruction: bool = False
+    """Whether no code of the source could be read, so that the row is our reading of its text."""
 
 
 PLANNERS: dict[str, PlannerEntry] = {
@@ -60,6 +65,22 @@ PLANNERS: dict[str, PlannerEntry] = {
     ),
     "moonep": PlannerEntry(
         planner=moonep(), summary="MoonEP: contiguous placement, ranks of a node brought to equal loads"
+    ),
+    "laer": PlannerEntry(
+        planner=laer(),
+        summary="LAER-MoE: the layout of least modelled time in each micro-batch",
+        across_nodes=True,
+    ),
+    "foremoe": PlannerEntry(
+        planner=foremoe(),
+        summary="ForeMoE: a base placement, whole experts moved in each micro-batch",
+        across_nodes=True,
+        reconstruction=True,
+    ),
+    "feplb": PlannerEntry(
+        planner=feplb(),
+        summary="FEPLB: the busiest experts moved whole inside their node",
+        reconstruction=True,
     ),
     "relibra": PlannerEntry(
         planner=relibra(), summary="reordered between batches, replicated in each micro-batch"

@@ -1,0 +1,66 @@
+"""Homes for systems that place experts rarely or not at all: chosen from the first batch, and kept."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Float, Int
+
+from relibra_jax.plan import home_layout
+from relibra_jax.planning.baselines.eplb import pack_homes
+from relibra_jax.types import EMPTY, Topology
+
+
+class KeptHomes(NamedTuple):
+    """State of the planners whose homes stay where the first batch has put them."""
+
+    home: Int[jax.Array, "L E"]
+    """Flat home slot of each expert; EMPTY before the first batch."""
+
+
+def init_homes(topology: Topology, num_layers: int, *, key: jax.Array | None = None) -> KeptHomes:
+    """The state before the first batch: no homes yet."""
+    del key
+    return KeptHomes(jnp.full((num_layers, topology.num_experts), EMPTY, jnp.int32))
+
+
+def contiguous_homes(topology: Topology, num_layers: int) -> Int[jax.Array, "L E"]:
+    """Megatron-LM's homes: expert ``e`` in flat home slot ``e``."""
+    row = jnp.arange(topology.num_experts, dtype=jnp.int32)
+    return jnp.tile(row[None], (num_layers, 1))
+
+
+def kept_homes(load: Int[jax.Array, "M L E"], state: KeptHomes, topology: Topology) -> Int[jax.Array, "L E"]:
+    """The homes of the batch before; in the first batch EPLB's packing of its loads.
+
+    A layer that contiguous homes balance as well keeps those.
+
+    Args:
+        load: token copies of each expert.
+        state: what the batch before left.
+        topology: the expert-parallel group.
+    """
+    experts, nodes = topology.num_experts, topology.num_nodes
+    packed = pack_homes(load.astype(jnp.float32).sum(0), topology, num_groups=experts, num_nodes=nodes)
+    contiguous = contiguous_homes(topology, load.shape[1])
+    better = summed_tops(load, packed, topology) < summed_tops(load, contiguous, topology)
+    first = jnp.where(better[:, None], packed, contiguous)
+    return jnp.where(state.home == EMPTY, first, state.home)
+
+
+def summed_tops(
+    load: Int[jax.Array, "M L E"], home: Int[jax.Array, "L E"], topology: Topology
+) -> Float[jax.Array, " L"]:
+    """The largest rank load of homes alone, summed over micro-batches: what time feels of them.
+
+    >>> topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=4, replica_slots=0)
+    >>> load = jnp.array([[[5, 4, 2, 1]], [[1, 1, 3, 3]]])
+    >>> [summed_tops(load, jnp.array([home]), topology).item() for home in ([0, 1, 2, 3], [0, 2, 3, 1])]
+    [15.0, 10.0]
+    """
+    experts = home_layout(home, topology).reshape(home.shape[0], topology.num_ranks, -1)
+
+    def top(load: jax.Array, experts: jax.Array) -> jax.Array:
+        return load[experts].sum(-1, dtype=jnp.int32).max()
+
+    return jax.vmap(jax.vmap(top), (0, None))(load, experts).astype(jnp.float32).sum(0)
