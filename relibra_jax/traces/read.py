@@ -1,5 +1,6 @@
 """Traces by name or from a file, and the one that comes with the package."""
 
+import functools
 import os
 from collections.abc import Callable
 from importlib import resources
@@ -9,6 +10,7 @@ from typing import Final
 from relibra_jax.limits import check_memory
 from relibra_jax.replay_files import load_replay, read_labels, stored_num_experts
 from relibra_jax.suggestions import suggest_names
+from relibra_jax.traces.imbalance_benchmark import WORKLOADS, imbalance_benchmark
 from relibra_jax.traces.trace import Trace, make_trace
 
 RECORDED: Final = resources.files("relibra_jax") / "data" / "recorded_trace.npz"
@@ -20,7 +22,10 @@ def _recorded() -> Trace:
         return _read(recorded)
 
 
-NAMED_TRACES: Final[dict[str, Callable[[], Trace]]] = {"recorded": _recorded}
+NAMED_TRACES: Final[dict[str, Callable[[], Trace]]] = {
+    "recorded": _recorded,
+    **{name: functools.partial(imbalance_benchmark, name) for name in WORKLOADS},
+}
 """The traces that have a name, each made when it is asked for."""
 
 

@@ -1,0 +1,196 @@
+"""Megatron-Core's imbalance benchmark W0 to W7 as traces: each isolates one way in which load can be uneven.
+
+Source: NVIDIA/Megatron-LM, pull request 7488, ``benchmarks/moe/token_imbalance``, as of September 2026. Its workloads
+are rules for the experts of a token, given its number and the training step: a *hot* token draws its experts from a
+small set, the others from all experts, and all are different. Taken from there: hot sets of a quarter of the experts,
+three hot tokens of four, the block that moves every third step, the burst in every fourth. A *step* is here a number of
+consecutive samples, and every layer follows the same rule with draws of its own.
+
+Three workloads are our reading of their descriptions, because the code that we could read does less than they say: W1
+and W2 share one hot block there, here W1's experts are drawn and so lie anywhere; W3 heats every second expert, so half
+as much as W2, here as many as W2; W4 draws like any uniform workload, here a step's tokens are unevenly spread over its
+samples, which lie whole on a rank.
+"""
+
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Int
+
+from relibra_jax.limits import check_integer, check_memory, check_seed
+from relibra_jax.replay import id_dtype
+from relibra_jax.traces.trace import Trace, make_trace
+from relibra_jax.types import RoutingReplay
+
+STEPS_OF_A_HOTSPOT: Final = 3
+"""The steps after which W6's hot block moves on."""
+STEPS_OF_A_BURST: Final = 4
+"""The steps of which W7's last is the burst."""
+
+
+class Experts(NamedTuple):
+    """Of what a hot set is made."""
+
+    num_experts: int
+    """The logical experts E of a layer."""
+    hot: int
+    """The experts of a hot set."""
+    seed: int
+    """The seed of sets that are drawn."""
+
+
+class Workload(NamedTuple):
+    """One workload of the benchmark."""
+
+    title: str
+    """What it isolates."""
+    pool: Callable[[int, Experts], Int[np.ndarray, " H"]] | None
+    """The experts from which hot tokens draw, by the step; None gives experts out in turn."""
+    hot_quarters: int = 3
+    """The hot tokens of four consecutive ones."""
+    ragged: bool = False
+    """Whether the first sample of a step has a quarter of its tokens."""
+
+
+def _all(_: int, experts: Experts) -> np.ndarray:
+    return np.arange(experts.num_experts)
+
+
+def _drawn_set(_: int, experts: Experts) -> np.ndarray:
+    return np.random.default_rng(experts.seed).permutation(experts.num_experts)[: experts.hot]
+
+
+def _first_block(_: int, experts: Experts) -> np.ndarray:
+    return np.arange(experts.hot)
+
+
+def _spread_set(_: int, experts: Experts) -> np.ndarray:
+    return np.arange(experts.hot) * experts.num_experts // experts.hot
+
+
+def _upper_half(_: int, experts: Experts) -> np.ndarray:
+    return np.arange(experts.num_experts // 2, experts.num_experts)
+
+
+def _moving_block(step: int, experts: Experts) -> np.ndarray:
+    first = step // STEPS_OF_A_HOTSPOT * experts.hot
+    return (first + np.arange(experts.hot)) % experts.num_experts
+
+
+def _burst_block(step: int, experts: Experts) -> np.ndarray:
+    burst = step % STEPS_OF_A_BURST == STEPS_OF_A_BURST - 1
+    return _first_block(step, experts) if burst else _all(step, experts)
+
+
+WORKLOADS: Final[dict[str, Workload]] = {
+    "W0": Workload("balanced", None),
+    "W1": Workload("hot expert set", _drawn_set),
+    "W2": Workload("hot rank", _first_block),
+    "W3": Workload("spread hot", _spread_set),
+    "W4": Workload("source ragged", _all, ragged=True),
+    "W5": Workload("rank without tokens", _upper_half, hot_quarters=4),
+    "W6": Workload("rotating hotspot", _moving_block),
+    "W7": Workload("burst", _burst_block, hot_quarters=2),
+}
+"""The workloads by their names in the benchmark."""
+
+
+def imbalance_benchmark(
+    name: str,
+    *,
+    steps: int = 24,
+    samples_per_step: int = 32,
+    tokens_per_sample: int = 64,
+    layers: int = 4,
+    num_experts: int = 32,
+    top_k: int = 4,
+    hot_experts: int | None = None,
+    seed: int = 0,
+) -> Trace:
+    """Draw a workload.
+
+    Args:
+        name: W0 to W7.
+        steps: the number of steps; W6 comes round in ``3 E / hot_experts`` of them.
+        samples_per_step: the number of consecutive samples of a step. Batches of so many samples are steps.
+        tokens_per_sample: the mean tokens of a sample; all samples are equally long, save W4's.
+        layers: the number of MoE layers L.
+        num_experts: the number of logical experts E of a layer.
+        top_k: the number of experts K of a token.
+        hot_experts: the experts of a hot set: of W2, those of one rank of ``E / hot_experts`` in contiguous placement.
+            None makes it a quarter of all, and at least K.
+        seed: the seed of everything that is drawn.
+
+    Returns:
+        The trace, for example "W3 spread hot", whose note says how it was drawn.
+
+    Raises:
+        ValueError: if the name is unknown, a number is out of its range, tokens could not draw K different experts, or
+            the trace does not fit this machine's memory.
+
+    >>> imbalance_benchmark("W3", steps=2).name
+    'W3 spread hot'
+    """
+    if name not in WORKLOADS:
+        raise ValueError(f"workload {name!r} must be one of {', '.join(WORKLOADS)}")
+    workload = WORKLOADS[name]
+    for what, value in (("steps", steps), ("tokens_per_sample", tokens_per_sample), ("layers", layers)):
+        check_integer(what, value, least=1)
+    check_integer("samples_per_step", samples_per_step, least=4 if workload.ragged else 1)
+    check_integer("top_k", top_k, least=1, most=num_experts)
+    hot = max(top_k, num_experts // 4) if hot_experts is None else hot_experts
+    check_integer("hot_experts", hot, least=top_k, most=num_experts)
+    check_seed("seed", seed)
+
+    lengths = np.full(samples_per_step, tokens_per_sample)
+    if workload.ragged:
+        lengths = _ragged(samples_per_step, tokens_per_sample)
+    step_mask = np.arange(lengths.max()) < lengths[:, None]
+    sizes = f"{steps * samples_per_step} samples x {lengths.max()} tokens x {layers} layers"
+    draws = 4 * step_mask.size * layers * num_experts
+    check_memory(f"{name}: {sizes}", 2 * draws + steps * step_mask.size * layers * top_k)
+    rng, experts = np.random.default_rng(seed), Experts(num_experts, hot, seed)
+    expert_ids = np.empty((steps, *step_mask.shape, layers, top_k), id_dtype(num_experts))
+    for step in range(steps):
+        if workload.pool is None:
+            expert_ids[step] = _in_turn(step_mask, top_k, num_experts)[..., None, :]
+            continue
+        pool = np.isin(np.arange(num_experts), workload.pool(step, experts))
+        if pool.sum() < top_k:
+            raise ValueError(f"{name}: top-{top_k} needs more than the {pool.sum()} experts that get tokens")
+        hot_token = np.arange(step_mask.shape[1]) % 4 < workload.hot_quarters
+        expert_ids[step] = _draw((*step_mask.shape, layers), pool, hot_token, top_k, rng)
+    replay = RoutingReplay(
+        expert_ids.reshape(-1, *expert_ids.shape[2:]),
+        np.tile(step_mask, (steps, 1)),
+    )
+    note = f"synthetic, after Megatron-LM's pull request 7488: {steps} steps of {samples_per_step} samples, seed {seed}"
+    return make_trace(replay, num_experts, f"{name} {workload.title}", note, synthetic=True)
+
+
+def _ragged(samples: int, mean: int) -> np.ndarray:
+    """Lengths of which the first is a quarter of their sum, and the others are equal to one token."""
+    first = samples * mean // 4
+    rest = np.diff(np.linspace(0, samples * mean - first, samples).astype(int))
+    return np.append(first, rest)
+
+
+def _in_turn(mask: Bool[np.ndarray, "b T"], top_k: int, num_experts: int) -> Int[np.ndarray, "b T K"]:
+    """The next K experts for every token, sample after sample."""
+    number = np.cumsum(mask).reshape(mask.shape) - 1
+    return (number[..., None] * top_k + np.arange(top_k)) % num_experts
+
+
+def _draw(
+    shape: tuple[int, ...],
+    pool: Bool[np.ndarray, " E"],
+    hot_token: Bool[np.ndarray, " T"],
+    top_k: int,
+    rng: np.random.Generator,
+) -> Int[np.ndarray, "b T L K"]:
+    """K different experts for every token, of the pool for hot ones, else of all."""
+    keys = rng.random((*shape, len(pool)), dtype=np.float32)
+    # Every expert outside the pool comes behind every one in it.
+    keys += 2 * (hot_token[None, :, None, None] & ~pool)
+    return np.argpartition(keys, top_k - 1, axis=-1)[..., :top_k]

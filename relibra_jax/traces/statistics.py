@@ -1,0 +1,160 @@
+"""What matters of a trace for load balancing: skew, how it shifts, and which experts go together.
+
+Loads here are token copies of micro-batches ``[M, L, E]``, cut from a trace's samples in their order. All is counted on
+the host.
+"""
+
+import itertools
+from typing import Final, NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Float, Int, Integer
+
+from relibra_jax.planning.metrics import batch_imbalance
+from relibra_jax.replay import sample_load
+from relibra_jax.types import RoutingReplay
+
+HOT_SHARE: Final = 8
+"""The hot experts of a layer are an eighth of its experts, and at least one."""
+PAIRS_EXPECTED: Final = 10
+"""A pair of experts is looked at alone if chance would make it so often: less is noise."""
+
+
+class PairLift(NamedTuple):
+    """How much more often tokens use two experts together than chance would have it."""
+
+    mean: Float[np.ndarray, " L"]
+    """The mean lift over the pairs of experts that tokens use, in each layer."""
+    largest: Float[np.ndarray, " L"]
+    """The largest lift of a pair that chance would make at least `PAIRS_EXPECTED` times; 1 if there is none."""
+
+
+def count_load(replay: RoutingReplay, num_experts: int) -> Int[np.ndarray, "B L E"]:
+    """The token copies that every sample sends to every expert."""
+    return np.asarray(_count(replay, num_experts=num_experts))
+
+
+_count = jax.jit(sample_load, static_argnames="num_experts")
+
+
+def micro_batch_load(load: Int[np.ndarray, "B L E"], micro_batches: int) -> Int[np.ndarray, "M L E"]:
+    """The loads of consecutive samples, as evenly many in each micro-batch as their number allows.
+
+    >>> micro_batch_load(np.array([[[1, 0]], [[2, 0]], [[0, 4]]]), 2).tolist()
+    [[[3, 0]], [[0, 4]]]
+    """
+    return np.stack([part.sum(0) for part in np.array_split(load, micro_batches)])
+
+
+def hottest_expert(load: Int[np.ndarray, "L E"]) -> Float[np.ndarray, " L"]:
+    """The load of the hottest expert of each layer over the mean.
+
+    >>> hottest_expert(np.array([[6, 1, 1, 0]])).tolist()
+    [3.0]
+    """
+    return load.max(-1) / load.mean(-1)
+
+
+def load_spread(load: Int[np.ndarray, "L E"]) -> Float[np.ndarray, " L"]:
+    """The standard deviation of experts' loads over their mean, in each layer.
+
+    >>> load_spread(np.array([[3, 1, 3, 1]])).tolist()
+    [0.5]
+    """
+    return load.std(-1) / load.mean(-1)
+
+
+def contiguous_imbalance(load: Int[np.ndarray, "M L E"], ranks: int) -> float:
+    """Max / mean of rank load where every rank has as many consecutive experts, as `batch_imbalance` defines it.
+
+    Args:
+        load: token copies.
+        ranks: the number of ranks, which divides E.
+
+    Returns:
+        The sum of maxima over micro-batches over the sum of means, averaged over layers; 1 is perfect.
+
+    >>> round(contiguous_imbalance(np.array([[[6, 2, 1, 1]], [[1, 1, 6, 2]]]), ranks=2), 4)
+    1.6
+    """
+    by_rank = load.reshape(*load.shape[:2], 1, ranks, -1).sum(-1)
+    return float(batch_imbalance(by_rank))
+
+
+def hot_experts(load: Int[np.ndarray, "M L E"]) -> Int[np.ndarray, "M L H"]:
+    """The hottest eighth of the experts of every layer and micro-batch; of equally hot ones the first."""
+    return np.argsort(-load, axis=-1, kind="stable")[..., : max(1, load.shape[-1] // HOT_SHARE)]
+
+
+def hot_expert_churn(load: Int[np.ndarray, "M L E"]) -> float:
+    """The share of hot experts that were not hot in the micro-batch before: 0 if none ever changes.
+
+    Args:
+        load: token copies of at least two micro-batches.
+
+    Returns:
+        The mean over layers and neighbouring micro-batches.
+
+    >>> first, second = np.arange(16), np.array([*range(14), 3, 15])
+    >>> hot_expert_churn(np.stack([first, second])[:, None])
+    0.5
+    """
+    hot = np.zeros(load.shape, bool)
+    np.put_along_axis(hot, hot_experts(load), True, axis=-1)
+    return float(1 - (hot[1:] & hot[:-1]).sum() / hot[1:].sum())
+
+
+def neighbour_correlation(load: Int[np.ndarray, "M L E"]) -> float:
+    """The correlation of experts' loads in one micro-batch with those in the next.
+
+    Args:
+        load: token copies of at least two micro-batches.
+
+    Returns:
+        The mean over layers and neighbours; layers whose experts are equally loaded do not count, and 1 if all are.
+
+    >>> neighbour_correlation(np.array([[[4, 0, 2]], [[8, 2, 5]]]))
+    1.0
+    """
+    deviation = load - load.mean(-1, keepdims=True)
+    norm = np.sqrt((deviation**2).sum(-1))
+    shared, scale = (deviation[1:] * deviation[:-1]).sum(-1), norm[1:] * norm[:-1]
+    return float((shared[scale > 0] / scale[scale > 0]).mean()) if (scale > 0).any() else 1.0
+
+
+def pair_lift(replay: RoutingReplay, num_experts: int) -> PairLift:
+    """How much more often tokens use two experts together than chance, which knows only how often each is used.
+
+    A pair's lift is its share of all pairs of experts that tokens use, over the product of the two experts' loads,
+    scaled so that the products of all pairs sum to 1.
+
+    Args:
+        replay: routing with at least one token, and K of 2 or more.
+        num_experts: E, logical experts of a layer.
+
+    Returns:
+        The lifts in each layer.
+
+    >>> ids = np.array([[0, 1], [0, 1], [2, 3], [2, 3]])[None, :, None]
+    >>> pair_lift(RoutingReplay(ids, np.ones((1, 4), bool)), 4).mean.tolist()
+    [3.0]
+    """
+    rows = np.asarray(replay.expert_ids)[np.asarray(replay.mask)]
+    lifts = [_layer_lift(rows[:, layer], num_experts) for layer in range(rows.shape[1])]
+    return PairLift(*map(np.array, zip(*lifts, strict=True)))
+
+
+def _layer_lift(rows: Integer[np.ndarray, "Q K"], num_experts: int) -> tuple[float, float]:
+    count = np.zeros(num_experts**2, np.int64)
+    wide = rows.astype(np.int64)
+    for one, other in itertools.combinations(range(rows.shape[1]), 2):
+        count += np.bincount(wide[:, one] * num_experts + wide[:, other], minlength=num_experts**2)
+    upper = np.triu_indices(num_experts, 1)
+    square = count.reshape(num_experts, num_experts)
+    pairs = (square + square.T)[upper]
+    load = np.bincount(wide.ravel(), minlength=num_experts).astype(float)
+    expected = np.outer(load, load)[upper]
+    expected *= pairs.sum() / expected.sum()
+    lift = pairs / np.where(expected > 0, expected, 1)
+    return float((lift * pairs).sum() / pairs.sum()), float(lift[expected >= PAIRS_EXPECTED].max(initial=1))

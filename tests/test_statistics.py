@@ -1,0 +1,138 @@
+"""What is told of a trace: numbers worked out by hand, and what `relibra inspect` prints of them."""
+
+import numpy as np
+import pytest
+
+from relibra_jax.cli.main import main
+from relibra_jax.replay_files import save_replay
+from relibra_jax.traces.imbalance_benchmark import imbalance_benchmark
+from relibra_jax.traces.statistics import (
+    contiguous_imbalance,
+    count_load,
+    hot_expert_churn,
+    hottest_expert,
+    load_spread,
+    micro_batch_load,
+    neighbour_correlation,
+    pair_lift,
+)
+from relibra_jax.types import RoutingReplay
+
+
+def replay_of(rows):
+    """One layer, one token a sample."""
+    ids = np.array(rows)[:, None, None, :]
+    return RoutingReplay(ids, np.ones(ids.shape[:2], bool))
+
+
+def test_micro_batches_are_runs_of_samples():
+    load = count_load(replay_of([[0, 1], [0, 2], [3, 1], [3, 2], [3, 0]]), 4)
+    np.testing.assert_array_equal(load.sum(0), [[3, 2, 2, 3]])
+    parts = micro_batch_load(load, 2)  # three samples and two
+    np.testing.assert_array_equal(parts, [[[2, 2, 1, 1]], [[1, 0, 1, 2]]])
+
+
+def test_padding_counts_nothing():
+    replay = replay_of([[0, 1], [0, 2], [3, 1]])
+    masked = RoutingReplay(replay.expert_ids, np.array([[True], [False], [True]]))
+    np.testing.assert_array_equal(count_load(masked, 4).sum(0), [[1, 2, 0, 1]])
+    np.testing.assert_array_equal(pair_lift(masked, 4), pair_lift(replay_of([[0, 1], [3, 1]]), 4))
+
+
+def test_skew():
+    load = np.array([[7, 1, 0, 0], [2, 2, 2, 2]])
+    np.testing.assert_array_equal(hottest_expert(load), [3.5, 1])
+    np.testing.assert_allclose(load_spread(load), [np.sqrt((25 + 1 + 4 + 4) / 4) / 2, 0])
+
+
+def test_imbalance_grows_where_micro_batches_are_uneven_in_turn():
+    """Two ranks of two experts: each micro-batch heats another rank, the batch neither."""
+    load = np.array([[[3, 3, 1, 1]], [[1, 1, 3, 3]]])
+    assert contiguous_imbalance(load.sum(0, keepdims=True), 2) == 1
+    assert contiguous_imbalance(load, 2) == 1.5
+
+
+def test_churn_is_the_share_of_new_hot_experts():
+    """Of 16 experts two are hot: both stay, then one stays, then none does."""
+    load = np.ones((4, 1, 16), int)
+    for micro_batch, hot in enumerate(([0, 1], [1, 0], [1, 2], [8, 9])):
+        load[micro_batch, 0, hot] = 5
+    assert hot_expert_churn(load) == pytest.approx((0 + 1 / 2 + 1) / 3)
+    assert hot_expert_churn(load[:2]) == 0
+
+
+def test_correlation_of_neighbours():
+    load = np.array([[[1, 2, 3]], [[2, 4, 6]], [[6, 4, 2]]])
+    assert neighbour_correlation(load[:2]) == pytest.approx(1)
+    assert neighbour_correlation(load) == pytest.approx((1 - 1) / 2)
+    flat = np.concatenate([load[:2], np.ones((1, 1, 3), int)])
+    assert neighbour_correlation(flat) == pytest.approx(1), "what is flat has no correlation"
+    assert neighbour_correlation(np.ones((3, 1, 3), int)) == 1
+
+
+def test_lift_is_one_where_all_pairs_are_as_common_and_larger_where_experts_go_together():
+    pairs = [[a, b] for a in range(4) for b in range(4) if a != b] * 10
+    uniform = pair_lift(replay_of(pairs), 4)
+    np.testing.assert_allclose(uniform, 1)
+    # Two closed pairs, of all six pairs: each is three times as common as chance would make it.
+    np.testing.assert_allclose(pair_lift(replay_of([[0, 1], [3, 2]] * 40), 4), 3)
+    # 80 pairs; chance expects 13.3 of each of six kinds. One token of ten breaks the pairs up.
+    mixed = pair_lift(replay_of(([[0, 1], [2, 3]] * 9 + [[0, 2], [1, 3]]) * 4), 4)
+    np.testing.assert_allclose(mixed.largest, 6 * 36 / 80)
+    np.testing.assert_allclose(mixed.mean, 6 * (2 * 36**2 + 2 * 4**2) / 80**2)
+
+
+def test_a_rare_pair_is_no_largest_lift():
+    """Experts 2 and 3 are used once, together, 102 times as often as chance: noise, as chance expects 0.01 of them."""
+    lift = pair_lift(replay_of([[0, 1]] * 99 + [[2, 3]]), 4)
+    weight = 99 * 99 + 4 * 99 + 1  # products of the experts' loads, over all pairs
+    np.testing.assert_allclose(lift.largest, 0.99 * weight / 99**2)
+    np.testing.assert_allclose(lift.mean, 0.99**2 * weight / 99**2 + 0.01**2 * weight)
+
+
+def cells(shown):
+    """The table as a dict; a cell that is broken over lines is put together again."""
+    table, name = {}, ""
+    for line in shown.splitlines():
+        if line.startswith("│"):
+            left, value = (cell.strip() for cell in line.strip("│").split("│"))
+            broken = not value or (left and name and name not in table)
+            name = f"{name} {left}".strip() if broken else left or name
+            table[name] = f"{table.get(name, '')} {value}".strip()
+    return table
+
+
+def test_inspect_tells_what_matters(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("COLUMNS", "200")
+    path = tmp_path / "w6.npz"
+    trace = imbalance_benchmark("W6", steps=48, samples_per_step=4)
+    save_replay(path, trace.replay, num_experts=32)
+    assert main(["inspect", str(path)]) == 0
+    told = cells(capsys.readouterr().out)
+    assert told["domains"] == "not known"
+    assert told["experts that tokens use together"].startswith("2.9")
+    # A hotspot of one rank of four moves every third step, and of 16 micro-batches each is three steps.
+    assert told["imbalance of 8 contiguous ranks"].startswith("1.0")
+    assert ", 3.2" in told["imbalance of 8 contiguous ranks"]
+    assert (
+        told["hot experts that change"]
+        == "100% of the hottest eighth are new in the next of 16 micro-batches"
+    )
+
+
+@pytest.mark.parametrize(
+    ("rows", "experts", "absent", "told"),
+    [
+        ([[0], [1], [2]], 8, "experts that tokens use together", "correlate by"),
+        ([[0, 1]], 8, "loads of neighbouring micro-batches", "in 1 micro-batches"),
+        ([[0, 1], [1, 2]], 12, "none", "12 experts do not divide"),
+    ],
+    ids=["top-1", "one sample", "experts that do not divide"],
+)
+def test_inspect_leaves_out_what_is_not_there(monkeypatch, capsys, tmp_path, rows, experts, absent, told):
+    monkeypatch.setenv("COLUMNS", "200")
+    save_replay(tmp_path / "small.npz", replay_of(rows), num_experts=experts)
+    assert main(["inspect", str(tmp_path / "small.npz")]) == 0
+    shown = capsys.readouterr().out
+    assert absent not in cells(shown)
+    assert told in shown
