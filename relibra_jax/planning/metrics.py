@@ -9,7 +9,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Num
 
 from relibra_jax.plan import expert_totals, home_layout, node_quota
 from relibra_jax.planning.greedy_replication import least_top_load
@@ -43,7 +43,7 @@ def _top_and_mean(rank_load):
     return rank_load.max((-2, -1)), rank_load.mean((-2, -1))
 
 
-def forecast_error(expected: Float[Array, "#M L E"], load: Int[Array, "M L E"]) -> Float[jax.Array, "M L"]:
+def forecast_error(expected: Num[Array, "#M L E"], load: Int[Array, "M L E"]) -> Float[jax.Array, "M L"]:
     """How far expected loads are from true ones, as MoE-GPS (arXiv 2506.07366) reckons it.
 
     With p the share of an expert in the load of its layer and q the expected share, ``|q - p| / (1 / E)`` is averaged

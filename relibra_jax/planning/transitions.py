@@ -33,14 +33,14 @@ def count_transitions(replay: RoutingReplay, *, num_experts: int) -> Transitions
     >>> counts.across_layers[1].tolist()  # from expert 0 of layer 0, once each to experts 1 and 2
     [[0.0, 1.0, 1.0], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]
     """
-    ids, mask = jnp.asarray(replay.expert_ids), jnp.asarray(replay.mask)
-    nothing = jnp.zeros((ids.shape[2], num_experts, num_experts), jnp.float32)
+    nothing = jnp.zeros((replay.expert_ids.shape[2], num_experts, num_experts), jnp.float32)
     count = functools.partial(_count_sample, num_experts=num_experts)
 
     def add(counted: Transitions, sample) -> tuple[Transitions, None]:
-        return jax.tree.map(jnp.add, counted, count(*sample)), None
+        ids, mask = sample
+        return jax.tree.map(jnp.add, counted, count(ids.astype(jnp.int32), mask)), None
 
-    return jax.lax.scan(add, Transitions(nothing, nothing), (ids, mask))[0]
+    return jax.lax.scan(add, Transitions(nothing, nothing), tuple(map(jnp.asarray, replay)))[0]
 
 
 def transitions_for(planner: Planner, replay: RoutingReplay, *, num_experts: int) -> Transitions | None:
@@ -53,7 +53,7 @@ def transitions_for(planner: Planner, replay: RoutingReplay, *, num_experts: int
 def _count_sample(
     ids: Int[jax.Array, "T L K"], mask: Bool[jax.Array, " T"], *, num_experts: int
 ) -> Transitions:
-    ids = jnp.where(mask[:, None, None], ids.astype(jnp.int32), EMPTY).swapaxes(0, 1)
+    ids = jnp.where(mask[:, None, None], ids, EMPTY).swapaxes(0, 1)
     below = jnp.concatenate([jnp.full_like(ids[:1], EMPTY), ids[:-1]])
 
     def one_layer(pair) -> Transitions:
