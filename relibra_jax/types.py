@@ -228,6 +228,19 @@ class TokenSample(NamedTuple):
     """The flat rank where it lies."""
 
 
+class Transitions(NamedTuple):
+    """How often one expert follows another in a batch, for planners that expect loads from others.
+
+    Rows are the expert before, columns the expert after. Every pair of one of a token's K experts and one of the K that
+    follow counts once. Made by `relibra_jax.planning.transitions.count_transitions`.
+    """
+
+    along_tokens: Float[Array, "L E E"]
+    """From a token to the next real one of its sample, in the same layer."""
+    across_layers: Float[Array, "L E E"]
+    """From the layer below to this layer, for the same token; zeros in layer 0."""
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class UnitTimes:
@@ -260,7 +273,8 @@ class Planner(NamedTuple):
     Both work under jit, vmap and scan. ``init`` and ``update`` are called as
 
     - ``init(topology, num_layers, *, key) -> state``: the state before the first batch, an array tree;
-    - ``update(load, state, topology, *, tokens=None, cost=None, refine=None) -> (Plan, state)``: the plan of a batch.
+    - ``update(load, state, topology, *, tokens=None, transitions=None, cost=None, refine=None) -> (Plan, state)``:
+      the plan of a batch.
 
     Arguments of ``update``:
 
@@ -269,11 +283,12 @@ class Planner(NamedTuple):
     - ``state``: what ``init`` or the update before returned.
     - ``topology``: the expert-parallel group.
     - ``tokens``: a `TokenSample` of the batch, or None.
+    - ``transitions``: the `Transitions` of the batch, or None. They are counted only for planners that take them.
     - ``cost``: the `UnitTimes` of the cluster and the model, or None.
     - ``refine``: ``[L, E]`` homes found for the same batch before its samples were assigned anew; None where
       there are none, and EMPTY throughout where turns follow.
 
-    A planner that has no use for one of the last three does not name it: `relibra_jax.planning.extra_args` leaves it
+    A planner that has no use for one of the last four does not name it: `relibra_jax.planning.extra_args` leaves it
     out of the call, as optax does.
     """
 

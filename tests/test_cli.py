@@ -23,6 +23,7 @@ from relibra_jax.cost.models import MODELS
 from relibra_jax.cost.unit_times import unit_times
 from relibra_jax.plan_files import load_plan
 from relibra_jax.planning.baselines.static import static
+from relibra_jax.planning.metrics import forecast_error
 from relibra_jax.planning.planners import PLANNERS, PlannerEntry
 from relibra_jax.planning.sample_packing import pack_samples
 from relibra_jax.replay import expert_load
@@ -180,6 +181,24 @@ def test_every_contender_is_told_the_same(trace, batches, assigned):
     jax.effects_barrier()
     assert told[0][0] == (2, 2)
     chex.assert_trees_all_close(told[0][1], jax.tree.map(jnp.float32, cost))
+
+
+@pytest.mark.parametrize("name", ["eplb", "eplb_batch", "eplb_history", "eplb_mean", "popfetcher"])
+def test_errors_are_those_of_the_forecast_run_along_the_batches(trace, batches, name):
+    entry, model = PLANNERS[name], make_cost_model(Costs(), read_trace(trace), batches, TOPOLOGY)
+    (planned,), _ = run_contender(Contender(entry=entry), batches, TOPOLOGY, cost=model.unit_times(), seed=0)
+    before, now = (
+        expert_load(*batch, num_experts=16).sum((2, 3))
+        for batch in zip(batches.replays, batches.packed, strict=True)
+    )
+    expected = {"eplb": now, "eplb_batch": now, "eplb_history": before.sum(0)[None]}
+    if name in expected:
+        np.testing.assert_allclose(planned.forecast_error, forecast_error(expected[name], now), rtol=1e-5)
+    history = forecast_error(expected["eplb_history"], now)
+    assert (planned.forecast_error == history).all() == (name == "eplb_history")
+    if name == "popfetcher":
+        np.testing.assert_allclose(planned.forecast_error[:, 0], history[:, 0], rtol=1e-5)
+        assert (planned.forecast_error[:, 1] != history[:, 1]).all(), "by the transitions of the batch before"
 
 
 @pytest.mark.parametrize("cluster", ["h100", "h100-ethernet-200"])

@@ -19,7 +19,7 @@ from relibra_jax.planning.metrics import batch_imbalance
 from relibra_jax.planning.placement import place_experts
 from relibra_jax.planning.planners import PLANNERS
 from relibra_jax.planning.relibra import keep_homes, relibra
-from relibra_jax.types import EMPTY, Planner, TokenSample, Topology, UnitTimes
+from relibra_jax.types import EMPTY, Planner, TokenSample, Topology, Transitions, UnitTimes
 
 MICRO_BATCHES, LAYERS = 3, 2
 
@@ -186,6 +186,9 @@ def test_replicas_cross_nodes_only_where_the_table_says_so(run, topology):
 
 
 EXTRAS = {
+    "transitions": Transitions(
+        *np.random.default_rng(0).integers(0, 9, (2, LAYERS, 32, 32)).astype(np.float32)
+    ),
     "tokens": TokenSample(*(np.zeros(shape, np.int32) for shape in ((5, LAYERS, 2), (5,), (5,)))),
     "cost": UnitTimes(token=1.0, copy=2.0, crossing=5.0, spread=0.5, move=9.0, push=9.0),
     "refine": np.tile(np.arange(32, dtype=np.int32), (LAYERS, 1)),
@@ -229,18 +232,19 @@ def test_extra_arguments_that_are_none_change_nothing(name):
 
 
 def test_a_planner_that_names_an_extra_argument_gets_it():
-    """ReLibra names all of them and hands them to its placement."""
+    """ReLibra names all but transitions and hands them to its placement."""
     topology, told = TOPOLOGIES["2x4"], []
+    extras = {name: EXTRAS[name] for name in ("tokens", "cost", "refine")}
 
     def place(load, previous_home, topology, **options):
-        told.append(tuple(options[name] for name in EXTRAS))
+        told.append(tuple(options[name] for name in extras))
         return keep_homes(load, previous_home, topology)
 
     planner = with_extra_args(relibra(place=place))
     state = planner.init(topology, LAYERS, key=jax.random.key(0))
-    for extra in (EXTRAS, {}):
+    for extra in (extras, {}):
         planner.update(make_load("uniform", topology), state, topology, **extra)
-    assert all(given is extra for given, extra in zip(told[0], EXTRAS.values(), strict=True))
+    assert all(given is extra for given, extra in zip(told[0], extras.values(), strict=True))
     assert told[1] == (None, None, None)
 
 

@@ -131,9 +131,10 @@ NO_HISTORY: Final = "there is one batch, so planners that go by history had none
 TABLE_WIDTH: Final = 106
 """The characters of a line of the table. A narrower terminal wraps lines, so that no number is cut."""
 COLUMNS_EXPLAINED: Final = (
-    "imbalance: max / mean of rank load over the batch; attn: the same of tokens, which attention feels; cross: token"
-    " copies that leave their node; crossings: what the slow network carries for each token at dispatch (tokens, or"
-    " copies if dispatch is flat), mean/busiest; repl, resid: replicas and residents of a layer; GB: memory of a rank;"
+    "imbalance: max / mean of rank load over the batch; attn: the same of tokens, which attention feels; error: mean"
+    " error of an expert's expected load, of the mean load; cross: token copies that leave their node; crossings: what"
+    " the slow network carries for each token at dispatch (tokens, or copies if dispatch is flat), mean/busiest; repl,"
+    " resid: replicas and residents of a layer; GB: memory of a rank;"
     " plan: measured time of one batch's plan; exchange, push, reorder: modelled time of dispatch and combine, of"
     " residents' weights and gradients, and of experts to new homes, all part of time: modelled time of a batch; share:"
     " that of a perfectly balanced one with uniform routing over it, above 100% where fewer tokens cross."
@@ -175,6 +176,7 @@ def _cells(outcome: Outcome, *, residents: bool) -> dict[str, str]:
     cells = {
         "imbalance": f"{outcome.imbalance:.4f}",
         "attn": f"{outcome.attention_imbalance:.2f}",
+        "error": f"{outcome.forecast_error:.0%}" if outcome.forecast_error else "",
         "cross": f"{outcome.cross_node_share:.0%}",
         "crossings": f"{outcome.crossings:.2f}/{outcome.crossings_busiest:.2f}",
         "repl": f"{outcome.replicas:.1f}",

@@ -38,6 +38,8 @@ class Outcome:
     """The same imbalance if every layer and micro-batch reached its replication bound, given the homes."""
     attention_imbalance: float
     """The imbalance of tokens over ranks, in the same sense."""
+    forecast_error: float
+    """Mean error of expected loads as MoE-GPS defines it; 0 with foresight."""
     cross_node_share: float
     """The share of token copies that leave their node at dispatch."""
     crossings: float
@@ -151,6 +153,7 @@ def _judge(
         imbalance_max=float(each.max()),
         bound=float(np.where(mean > 0, bounds.sum(0) / np.maximum(mean, 1e-9), 1).mean()),
         attention_imbalance=float(batch_imbalance(tokens)),
+        forecast_error=float(np.mean([batch.forecast_error for batch in batches])),
         cross_node_share=float(
             sum(int(copies.sum(dtype=np.int64)) for copies in crossing)
             / max(1, int(tokens.sum(dtype=np.int64)))

@@ -9,17 +9,30 @@ from typing import Any, Final, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Float, Int
 
 from relibra_jax.cli.batching import Batches
 from relibra_jax.limits import check_memory
+from relibra_jax.plan import expert_totals
 from relibra_jax.plan_check import check_plan
+from relibra_jax.planning.baselines.forecasts import FORECASTS, expect_loads
+from relibra_jax.planning.metrics import forecast_error
 from relibra_jax.planning.plan_batch import plan_loads
 from relibra_jax.planning.planners import PlannerEntry
 from relibra_jax.planning.token_sample import Routes, sample_routes
+from relibra_jax.planning.transitions import transitions_for
 from relibra_jax.planning.turns import Assign
 from relibra_jax.replay import sample_load
-from relibra_jax.types import Array, Assignment, BatchPlan, Planner, RoutingReplay, Topology, UnitTimes
+from relibra_jax.types import (
+    Array,
+    Assignment,
+    BatchPlan,
+    Planner,
+    RoutingReplay,
+    Topology,
+    Transitions,
+    UnitTimes,
+)
 
 TIMED_RUNS: Final = 5
 
@@ -43,6 +56,8 @@ class PlannedBatch(NamedTuple):
     """The assignment of its samples, their load, and the plan."""
     previous_home: Int[Array, "L E"]
     """The homes before the batch."""
+    forecast_error: Float[Array, "M L"]
+    """How far the loads that the planner expected are from the true ones; 0 with foresight."""
 
 
 def run_contender(
@@ -57,7 +72,7 @@ def run_contender(
     """Plan every batch from the state that the one before has left, and check each plan.
 
     Planners are given what may be known before a batch: unit times, and some of its tokens. Counting the load of
-    samples and taking tokens of them is not part of planning, and not timed.
+    samples, taking tokens of them and counting transitions is not part of planning, and not timed.
 
     Args:
         contender: the planner, and how samples are assigned.
@@ -89,18 +104,20 @@ def run_contender(
 
     state = planner.init(topology, layers, key=jax.random.key(seed))
     home: Array = jnp.tile(jnp.arange(topology.num_experts)[None], (layers, 1))
+    seen = FORECASTS[contender.entry.forecast].init(topology, layers)
     planned = []
     for number, (replay, packed) in enumerate(zip(batches.replays, batches.packed, strict=True)):
-        before, counts = state, _count(replay, num_experts=topology.num_experts)
+        before, counts = state, _count(replay, planner, num_experts=topology.num_experts)
         batch_plan, state = plan(counts, packed, before)
+        error, seen = _expect(batch_plan.load, seen, counts.transitions, entry=contender.entry)
         try:
             check_plan(batch_plan.plan, batch_plan.load, topology, across_nodes=contender.entry.across_nodes)
-        except ValueError as error:
+        except ValueError as broken:
             raise ValueError(
-                f"the plan of {contender.entry.summary!r} for batch {number}: {error}"
-            ) from error
+                f"the plan of {contender.entry.summary!r} for batch {number}: {broken}"
+            ) from broken
         if number >= batches.history:
-            planned.append(PlannedBatch(replay, batch_plan, home))
+            planned.append(PlannedBatch(replay, batch_plan, home, error))
         home = batch_plan.plan.home
     return planned, _median_seconds(lambda: plan(counts, packed, before), timed_runs)
 
@@ -120,12 +137,30 @@ class _Counts(NamedTuple):
     sample_load: Int[Array, "B L E"]
     tokens: Int[Array, " B"]
     routes: Routes
+    transitions: Transitions | None
 
 
-@functools.partial(jax.jit, static_argnames="num_experts")
-def _count(replay: RoutingReplay, *, num_experts: int) -> _Counts:
-    tokens = replay.mask.sum(1, dtype=jnp.int32)
-    return _Counts(sample_load(replay, num_experts=num_experts), tokens, sample_routes(replay))
+@functools.partial(jax.jit, static_argnames=("planner", "num_experts"))
+def _count(replay: RoutingReplay, planner: Planner, *, num_experts: int) -> _Counts:
+    return _Counts(
+        sample_load(replay, num_experts=num_experts),
+        replay.mask.sum(1, dtype=jnp.int32),
+        sample_routes(replay),
+        transitions_for(planner, replay, num_experts=num_experts),
+    )
+
+
+@functools.partial(jax.jit, static_argnames="entry")
+def _expect(
+    load: Int[Array, "M L N G E"], seen: Any, transitions: Transitions | None, *, entry: PlannerEntry
+) -> tuple[Float[Array, "M L"], Any]:
+    """The error of what a planner expects of a batch, by its forecast run beside it; and the forecast's next state."""
+    load = expert_totals(load)
+    if entry.foresight:
+        return jnp.zeros(load.shape[:2], jnp.float32), seen
+    forecast = FORECASTS[entry.forecast]
+    _, expected, seen = expect_loads(forecast, load, seen, scope=entry.scope, transitions=transitions)
+    return forecast_error(expected, load), seen
 
 
 @functools.partial(jax.jit, static_argnames=("planner", "topology", "num_micro_batches", "assign"))
@@ -152,6 +187,7 @@ def _plan(
         assign=assign,
         cost=cost,
         routes=counts.routes,
+        transitions=counts.transitions,
     )
 
 

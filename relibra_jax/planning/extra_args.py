@@ -43,6 +43,15 @@ def taken_by(function: Callable[..., Any], extra: dict[str, Any]) -> dict[str, A
     return {name: value for name, value in extra.items() if name in names}
 
 
+def takes(function: Callable[..., Any], name: str) -> bool:
+    """Whether a function takes an extra argument, by its name or as one of any.
+
+    >>> takes(lambda load, *, cost: None, "cost"), takes(lambda load, *, cost: None, "tokens")
+    (True, False)
+    """
+    return name in taken_by(function, {name: None})
+
+
 def takes_all(function: Callable[..., Any]) -> bool:
     """Whether a function takes keyword arguments that it does not name."""
     parameters = inspect.signature(function).parameters.values()

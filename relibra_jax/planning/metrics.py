@@ -9,7 +9,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Num
 
 from relibra_jax.plan import expert_totals, home_layout, node_quota
 from relibra_jax.planning.greedy_replication import least_top_load
@@ -41,6 +41,31 @@ def batch_imbalance(rank_load: Int[Array, "M L N G"]) -> Float[jax.Array, ""]:
 def _top_and_mean(rank_load):
     rank_load = jnp.asarray(rank_load, jnp.float32)
     return rank_load.max((-2, -1)), rank_load.mean((-2, -1))
+
+
+def forecast_error(expected: Num[Array, "#M L E"], load: Int[Array, "M L E"]) -> Float[jax.Array, "M L"]:
+    """How far expected loads are from true ones, as MoE-GPS (arXiv 2506.07366) reckons it.
+
+    With p the share of an expert in the load of its layer and q the expected share, ``|q - p| / (1 / E)`` is averaged
+    over the E experts. It is from 0 to 2.
+
+    Args:
+        expected: expected loads, of which only proportions count; all experts alike where all are zero. One row serves
+            all micro-batches.
+        load: true loads of the experts.
+
+    Returns:
+        float32; 0 where there is no load.
+
+    >>> forecast_error(jnp.array([[[1.0, 1.0]]]), jnp.array([[[30, 10]]])).tolist()
+    [[0.5]]
+    """
+    total = jnp.asarray(load, jnp.float32).sum(-1, keepdims=True)
+    share = load / jnp.maximum(total, 1)
+    expected = jnp.asarray(expected, jnp.float32)
+    known = expected.sum(-1, keepdims=True)
+    guess = jnp.where(known > 0, expected / jnp.where(known > 0, known, 1), 1 / load.shape[-1])
+    return jnp.where(total[..., 0] > 0, jnp.abs(guess - share).sum(-1), 0)
 
 
 def replication_bound(

@@ -7,6 +7,7 @@ from jaxtyping import Int
 
 from relibra_jax.planning.sample_packing import pack_samples
 from relibra_jax.planning.token_sample import Routes, sample_routes
+from relibra_jax.planning.transitions import transitions_for
 from relibra_jax.planning.turns import Assign, plan_in_turns
 from relibra_jax.replay import sample_load
 from relibra_jax.types import (
@@ -16,6 +17,7 @@ from relibra_jax.types import (
     Planner,
     RoutingReplay,
     Topology,
+    Transitions,
     UnitTimes,
     check_shape,
 )
@@ -82,6 +84,7 @@ def plan_batch(
         rounds=rounds,
         cost=cost,
         routes=sample_routes(replay) if by_time else None,
+        transitions=transitions_for(planner, replay, num_experts=topology.num_experts),
     )
 
 
@@ -98,6 +101,7 @@ def plan_loads(
     rounds: int = 4,
     cost: UnitTimes | None = None,
     routes: Routes | None = None,
+    transitions: Transitions | None = None,
 ) -> tuple[BatchPlan, Any]:
     """`plan_batch` from the counts of each sample, for callers that have them without the replay.
 
@@ -107,6 +111,8 @@ def plan_loads(
         planner, state, topology, num_micro_batches, start, assign, rounds, cost: as in `plan_batch`.
         routes: some tokens of the batch, from `relibra_jax.planning.token_sample.sample_routes`; None plans from loads
             alone.
+        transitions: counts of the batch, from `relibra_jax.planning.transitions.transitions_for`; None for planners
+            that do not take them.
 
     Returns:
         The batch plan, and the planner's state after this batch.
@@ -126,5 +132,6 @@ def plan_loads(
         rounds=rounds,
         costs=None if cost is None else [cost],
         routes=routes,
+        transitions=transitions,
     )
     return batch_plan, after

@@ -8,6 +8,7 @@ import numpy as np
 from relibra_jax.limits import check_integer
 from relibra_jax.planning.sample_packing import pack_samples
 from relibra_jax.planning.token_sample import sample_routes
+from relibra_jax.planning.transitions import transitions_for
 from relibra_jax.planning.turns import Assign, plan_in_turns
 from relibra_jax.replay import sample_load
 from relibra_jax.types import BatchPlan, Planner, RoutingReplay, Topology, UnitTimes
@@ -81,6 +82,7 @@ def plan_stages(
         rounds=rounds,
         costs=cost,
         routes=sample_routes(replay) if by_time else None,
+        transitions=transitions_for(planner, replay, num_experts=topology.num_experts),
     )
 
 

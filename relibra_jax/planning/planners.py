@@ -14,6 +14,7 @@ from relibra_jax.planning.baselines.laer import laer
 from relibra_jax.planning.baselines.llep import llep
 from relibra_jax.planning.baselines.lplb import lplb
 from relibra_jax.planning.baselines.moonep import moonep
+from relibra_jax.planning.baselines.popfetcher import popfetcher
 from relibra_jax.planning.baselines.static import static
 from relibra_jax.planning.baselines.ultraep import ultraep
 from relibra_jax.planning.relibra import relibra
@@ -32,6 +33,10 @@ class PlannerEntry:
     """Whether replicas may be on other nodes than their experts' homes."""
     foresight: bool = True
     """Whether the planner sees the true loads, as routing replay allows."""
+    forecast: str = "true"
+    """How it expects loads: a name of FORECASTS."""
+    scope: str = "micro_batch"
+    """How often it chooses replicas: anew for every ``micro_batch``, or once a ``batch``."""
     reconstruction: bool = False
     """Whether no code of the source could be read, so that the row is our reading of its text."""
 
@@ -42,8 +47,37 @@ PLANNERS: dict[str, PlannerEntry] = {
         planner=eplb(loads="history", scope="batch"),
         summary="EPLB from the batch before",
         foresight=False,
+        forecast="history",
+        scope="batch",
     ),
-    "eplb_batch": PlannerEntry(planner=eplb(scope="batch"), summary="EPLB from the batch's true loads"),
+    "eplb_mean": PlannerEntry(
+        planner=eplb(loads="mean"),
+        summary="EPLB from the mean of all micro-batches before",
+        foresight=False,
+        forecast="mean",
+    ),
+    "eplb_average": PlannerEntry(
+        planner=eplb(loads="average"),
+        summary="EPLB from the exponential average of the micro-batches before",
+        foresight=False,
+        forecast="average",
+    ),
+    "eplb_next_token": PlannerEntry(
+        planner=eplb(loads="next_token"),
+        summary="EPLB from the experts of the token before each token",
+        foresight=False,
+        forecast="next_token",
+    ),
+    "popfetcher": PlannerEntry(
+        planner=popfetcher(),
+        summary="PopFetcher: static homes, replicas from the loads of the layer below",
+        foresight=False,
+        forecast="across_layers",
+        reconstruction=True,
+    ),
+    "eplb_batch": PlannerEntry(
+        planner=eplb(scope="batch"), summary="EPLB from the batch's true loads", scope="batch"
+    ),
     "eplb": PlannerEntry(planner=eplb(), summary="EPLB from each micro-batch's true loads (EPLB+)"),
     "eplb_global": PlannerEntry(
         planner=eplb(across_nodes=True), summary="the same, nodes ignored", across_nodes=True
@@ -52,6 +86,8 @@ PLANNERS: dict[str, PlannerEntry] = {
         planner=lplb(loads="history", scope="batch"),
         summary="LPLB placed from the batch before, split from true loads",
         foresight=False,
+        forecast="history",
+        scope="batch",
     ),
     "lplb": PlannerEntry(planner=lplb(), summary="LPLB from each micro-batch's true loads (LPLB+)"),
     "ultraep": PlannerEntry(

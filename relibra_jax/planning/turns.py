@@ -28,6 +28,7 @@ from relibra_jax.types import (
     Planner,
     TokenSample,
     Topology,
+    Transitions,
     UnitTimes,
 )
 
@@ -48,6 +49,7 @@ def plan_in_turns(
     rounds: int,
     costs: Sequence[UnitTimes] | None,
     routes: Routes | None,
+    transitions: Transitions | None,
 ) -> tuple[tuple[BatchPlan, ...], Any]:
     """Plan the stages of a batch by one search: a first plan, then ``rounds`` of assignment and another plan.
 
@@ -62,6 +64,7 @@ def plan_in_turns(
         rounds: turns of assignment and placement.
         costs: the unit times of each stage.
         routes: some tokens of the batch.
+        transitions: counts of the batch, if the planner takes them.
 
     Returns:
         The batch plan of each stage, and the planner's state after the batch.
@@ -80,7 +83,9 @@ def plan_in_turns(
     def turn(assignments, loads, home):
         placed = None if routes is None else _place_in_stages(routes, assignments)
         load = loads[0] if len(loads) == 1 else jnp.concatenate(loads)
-        plan, after = update(load, state, topology, tokens=placed, cost=cost, refine=home)
+        plan, after = update(
+            load, state, topology, tokens=placed, transitions=transitions, cost=cost, refine=home
+        )
         plans = _cut(plan, [len(part) for part in loads])
         return tuple(map(BatchPlan, assignments, loads, plans)), after
 

@@ -13,12 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int, Num
 
-from relibra_jax.plan import expert_totals, inverse_permutation
-from relibra_jax.plan_check import check_load
-from relibra_jax.planning.baselines.load_history import check_known, init_history, known_loads
+from relibra_jax.plan import inverse_permutation
+from relibra_jax.planning.baselines.forecasts import plan_expected
 from relibra_jax.planning.packing import add_copies, lightest_pack, pack_evenly
 from relibra_jax.planning.per_node import merge_copies, plan_per_node
-from relibra_jax.types import EMPTY, Array, PhysicalExperts, Planner, Topology
+from relibra_jax.types import EMPTY, Array, PhysicalExperts, Plan, Planner, Topology
 
 
 def rebalance_experts(
@@ -132,7 +131,8 @@ def eplb(
     on a rank share one slot; a copy left without tokens is not held, and none is where homes alone balance better.
 
     Args:
-        loads: the loads that are planned from: the batch's ``true`` ones, or those of the ``history``.
+        loads: the loads that are planned from: the batch's ``true`` ones, or what another of
+            `relibra_jax.planning.baselines.forecasts.FORECASTS` expects, for example ``history``.
         scope: how often replicas are chosen: once a ``batch``, or anew for every ``micro_batch``.
         across_nodes: whether nodes are ignored, in packing and by replicas (EPLB's global policy). Otherwise experts
             are packed to nodes first and replicas stay in their home's node (its hierarchical policy).
@@ -140,7 +140,7 @@ def eplb(
             divided; every expert is a group of its own when None.
 
     Returns:
-        A Planner whose state is a LoadHistory.
+        A Planner whose state is that of the forecast.
 
     Raises:
         ValueError: if an option is unknown, or ``expert_groups`` does not divide over the nodes.
@@ -152,9 +152,8 @@ def eplb(
     >>> plan.quota.sum(-1).tolist()
     [[[[57, 43]]]]
     """
-    check_known(loads, scope)
 
-    def update(load, state, topology: Topology):
+    def plan(load, for_homes, expected, topology: Topology) -> Plan:
         groups = topology.num_experts if expert_groups is None else expert_groups
         nodes = topology.num_nodes
         if not across_nodes and (groups < 1 or groups % nodes or topology.num_experts % groups):
@@ -162,21 +161,27 @@ def eplb(
                 f"expert_groups={groups} must divide num_experts={topology.num_experts}"
                 f" and be a multiple of num_nodes={nodes}"
             )
-        check_load(load, topology)
-        load = expert_totals(load)
-        for_homes, known, state = known_loads(load, state, loads=loads, scope=scope)
         groups, nodes = (1, 1) if across_nodes else (groups, nodes)
         home = pack_homes(for_homes, topology, num_groups=groups, num_nodes=nodes)
-        rule = functools.partial(_copy_evenly, replica_slots=topology.replica_slots)
-        return plan_per_node(rule, load, known, home, topology, across_nodes=across_nodes), state
+        rule = functools.partial(copy_evenly, replica_slots=topology.replica_slots)
+        return plan_per_node(rule, load, expected, home, topology, across_nodes=across_nodes)
 
-    return Planner(init_history, update)
+    return plan_expected(plan, loads=loads, scope=scope)
 
 
-def _copy_evenly(
+def copy_evenly(
     load: Num[jax.Array, "P H"], known: Num[jax.Array, "P H"], *, replica_slots: int
 ) -> tuple[Int[jax.Array, "P R"], Int[jax.Array, "P S"]]:
-    """EPLB's copying, packing and even split in one domain."""
+    """EPLB's copying, packing and even split in one domain: a `relibra_jax.planning.per_node.Rule`.
+
+    Args:
+        load: true loads, which the quotas sum to.
+        known: the loads that copies are chosen by.
+        replica_slots: R.
+
+    Returns:
+        The domain's home slot that each replica is of, EMPTY for none, and the quotas.
+    """
     ranks, homes = load.shape
     item, copy, count = add_copies(known.ravel(), ranks * replica_slots)
     share = known.ravel() / count

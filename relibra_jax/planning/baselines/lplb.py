@@ -18,11 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int, Num
 
-from relibra_jax.plan import expert_totals
-from relibra_jax.plan_check import check_load
 from relibra_jax.planning.baselines.eplb import pack_homes
+from relibra_jax.planning.baselines.forecasts import plan_expected
 from relibra_jax.planning.baselines.graphs import graph_edges
-from relibra_jax.planning.baselines.load_history import check_known, init_history, known_loads
 from relibra_jax.planning.per_node import merge_copies, plan_per_node
 from relibra_jax.types import EMPTY, Plan, Planner, Topology
 
@@ -111,29 +109,26 @@ def lplb(
     Args:
         graph: a key of GRAPHS; None takes the default for the number of ranks, see `default_graph`. Of a
             graph with more edges a rank than replica slots, the first so many are used.
-        loads: the loads by which homes and copied experts are chosen: the batch's ``true`` ones, or the ``history``.
+        loads: the loads by which homes and copied experts are chosen: the batch's ``true`` ones, or what another of
+            `relibra_jax.planning.baselines.forecasts.FORECASTS` expects, for example ``history``.
         scope: how often the copied experts are chosen: once a ``batch``, or anew for every ``micro_batch``.
         across_nodes: whether one graph joins all ranks, instead of one in each node.
 
     Returns:
-        A Planner whose state is a LoadHistory.
+        A Planner whose state is that of the forecast.
 
     Raises:
         ValueError: if an option is unknown, or the graph is for another number of ranks.
     """
-    check_known(loads, scope)
 
-    def update(load, state, topology: Topology):
-        check_load(load, topology)
-        load = expert_totals(load)
-        for_homes, known, state = known_loads(load, state, loads=loads, scope=scope)
+    def plan(load, for_homes, expected, topology: Topology) -> Plan:
         home = pack_homes(for_homes, topology, num_groups=topology.num_experts, num_nodes=topology.num_nodes)
         # Under vmap a loop: linear algebra over more batches sums in another order, and a last digit can move a token.
         # Processes that plan together and alone would disagree.
         split = functools.partial(_split, topology=topology, graph=graph, across_nodes=across_nodes)
-        return jax.custom_batching.sequential_vmap(split)(load, known, home), state
+        return jax.custom_batching.sequential_vmap(split)(load, expected, home)
 
-    return Planner(init_history, update)
+    return plan_expected(plan, loads=loads, scope=scope)
 
 
 @functools.partial(jax.jit, static_argnames=("topology", "graph", "across_nodes"))

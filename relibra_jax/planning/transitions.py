@@ -1,0 +1,69 @@
+"""Which experts follow which: one token later, and one layer later."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Bool, Float, Int
+
+from relibra_jax.planning.extra_args import takes
+from relibra_jax.types import EMPTY, Planner, RoutingReplay, Transitions
+
+
+@functools.partial(jax.jit, static_argnames="num_experts")
+def count_transitions(replay: RoutingReplay, *, num_experts: int) -> Transitions:
+    """Count the pairs of experts of neighbouring tokens, and of neighbouring layers of a token.
+
+    Each of a token's K experts is paired with each of the K that follow. One sample and layer is counted at a time, so
+    that no more memory is taken than for the counts and one sample's tokens by experts.
+
+    Args:
+        replay: expert_ids ``[B, T, L, K]`` of any integer dtype, mask ``[B, T]`` bool. Only real tokens count, and
+            along tokens only pairs that are next to each other in a sample.
+        num_experts: E, logical experts of a layer.
+
+    Returns:
+        Transitions.
+
+    >>> import numpy as np
+    >>> replay = RoutingReplay(np.array([[[[0], [1]], [[0], [2]]]]), np.array([[True, True]]))
+    >>> counts = count_transitions(replay, num_experts=3)
+    >>> counts.along_tokens[1].tolist()  # in layer 1, expert 2 comes a token after expert 1
+    [[0.0, 0.0, 0.0], [0.0, 0.0, 1.0], [0.0, 0.0, 0.0]]
+    >>> counts.across_layers[1].tolist()  # from expert 0 of layer 0, once each to experts 1 and 2
+    [[0.0, 1.0, 1.0], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]
+    """
+    nothing = jnp.zeros((replay.expert_ids.shape[2], num_experts, num_experts), jnp.float32)
+    count = functools.partial(_count_sample, num_experts=num_experts)
+
+    def add(counted: Transitions, sample) -> tuple[Transitions, None]:
+        ids, mask = sample
+        return jax.tree.map(jnp.add, counted, count(ids.astype(jnp.int32), mask)), None
+
+    return jax.lax.scan(add, Transitions(nothing, nothing), tuple(map(jnp.asarray, replay)))[0]
+
+
+def transitions_for(planner: Planner, replay: RoutingReplay, *, num_experts: int) -> Transitions | None:
+    """`count_transitions` for a planner that takes them, and None for any other."""
+    if not takes(planner.update, "transitions"):
+        return None
+    return count_transitions(replay, num_experts=num_experts)
+
+
+def _count_sample(
+    ids: Int[jax.Array, "T L K"], mask: Bool[jax.Array, " T"], *, num_experts: int
+) -> Transitions:
+    ids = jnp.where(mask[:, None, None], ids, EMPTY).swapaxes(0, 1)
+    below = jnp.concatenate([jnp.full_like(ids[:1], EMPTY), ids[:-1]])
+
+    def one_layer(pair) -> Transitions:
+        below, here = (_tokens_by_experts(each, num_experts) for each in pair)
+        # Sums of zeros and ones, exact in float32 in any order for fewer than 2**24 tokens.
+        return Transitions(here[:-1].T @ here[1:], below.T @ here)
+
+    return jax.lax.map(one_layer, (below, ids))
+
+
+def _tokens_by_experts(ids: Int[jax.Array, "T K"], num_experts: int) -> Float[jax.Array, "T E"]:
+    """1 where a token uses an expert; rows of EMPTY are zeros."""
+    return jax.nn.one_hot(ids, num_experts, dtype=jnp.float32).sum(1)

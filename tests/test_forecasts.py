@@ -1,0 +1,270 @@
+"""Forecasts: what each expects by hand, what none may know, and what transitions are worth to PopFetcher."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from relibra_jax.plan import rank_load
+from relibra_jax.planning.baselines.eplb import eplb
+from relibra_jax.planning.baselines.forecasts import FORECASTS, average, expect_loads
+from relibra_jax.planning.baselines.lplb import lplb
+from relibra_jax.planning.baselines.popfetcher import popfetcher
+from relibra_jax.planning.baselines.static import static
+from relibra_jax.planning.extra_args import takes
+from relibra_jax.planning.metrics import batch_imbalance, forecast_error
+from relibra_jax.planning.plan_batch import plan_batch
+from relibra_jax.planning.plan_stages import plan_stages
+from relibra_jax.planning.planners import PLANNERS
+from relibra_jax.planning.relibra import relibra
+from relibra_jax.planning.transitions import count_transitions, transitions_for
+from relibra_jax.types import RoutingReplay, Topology, Transitions
+
+TOPOLOGY = Topology(num_nodes=1, ranks_per_node=2, num_experts=4, replica_slots=1)
+TABLES = ("next_token", "across_layers")
+
+
+def run(forecast, loads, *, scope="micro_batch", transitions=None, topology=TOPOLOGY):
+    """What a forecast expects of each of some batches ``[M L E]``."""
+    state = forecast.init(topology, loads[0].shape[1])
+    results = []
+    for load in loads:
+        *expected, state = expect_loads(
+            forecast, jnp.asarray(load), state, scope=scope, transitions=transitions
+        )
+        results.append(jax.tree.map(np.asarray, expected))
+    return results
+
+
+FIRST = np.array([[[8, 0, 0, 0]], [[0, 4, 0, 0]]])
+SECOND = np.array([[[0, 0, 2, 0]], [[0, 0, 0, 6]]])
+
+
+@pytest.mark.parametrize(
+    ("name", "homes", "replicas"),
+    [
+        ("true", [0, 0, 2, 6], [[0, 0, 2, 0], [0, 0, 0, 6]]),
+        ("history", [8, 4, 0, 0], [[0, 4, 0, 0], [0, 0, 2, 0]]),
+        ("mean", [8, 4, 0, 0], [[8, 4, 0, 0], [8, 4, 2, 0]]),
+        ("average", [2, 2, 0, 0], [[2, 2, 0, 0], [1, 1, 1, 0]]),
+        # Without counts: the mean of the batch before, for as many tokens as there are.
+        ("next_token", [8, 4, 0, 0], [[4 / 3, 2 / 3, 0, 0], [4, 2, 0, 0]]),
+        ("across_layers", [8, 4, 0, 0], [[4 / 3, 2 / 3, 0, 0], [4, 2, 0, 0]]),
+    ],
+)
+def test_the_second_batch_by_hand(name, homes, replicas):
+    for_homes, expected = run(FORECASTS[name], [FIRST, SECOND])[1]
+    np.testing.assert_allclose(for_homes, [homes], rtol=1e-6)
+    np.testing.assert_allclose(expected[:, 0], replicas, rtol=1e-6)
+
+
+def test_decay_is_what_stays_of_an_average():
+    _, expected = run(average(decay=0.75), [FIRST, SECOND])[1]
+    np.testing.assert_allclose(expected[:, 0], [[1.5, 1, 0, 0], [1.125, 0.75, 0.5, 0]])
+    before = run(average(decay=0.0), [FIRST, SECOND])[1][1]
+    np.testing.assert_array_equal(before, run(FORECASTS["history"], [FIRST, SECOND])[1][1])
+
+
+def test_the_next_token_by_hand():
+    """From expert 0 one in four stays and three go to 1; nothing was counted from 2, whose load spreads as before."""
+    counts = np.zeros((1, 4, 4), np.float32)
+    counts[0, 0] = [1, 3, 0, 0]
+    now = np.array([[[8, 0, 0, 0]], [[4, 0, 6, 0]]])
+    transitions = Transitions(counts, np.full_like(counts, np.nan))
+    (_, first), (_, second) = run(FORECASTS["next_token"], [FIRST, now], transitions=transitions)
+    assert not first.any(), "nothing was counted before the first batch"
+    np.testing.assert_allclose(second[:, 0], [[2, 6, 0, 0], [1 + 4, 3 + 2, 0, 0]])
+
+
+def test_across_layers_by_hand():
+    """Layer 1 from the true loads of layer 0 in the same micro-batch; layer 0 from the batch before."""
+    counts = np.zeros((2, 4, 4), np.float32)
+    counts[1] = np.roll(np.eye(4), 1, axis=1)  # expert e is followed by e + 1
+    before = np.array([[[6, 2, 0, 0], [1, 1, 1, 5]]])
+    now = np.array([[[0, 0, 0, 4], [4, 0, 0, 0]], [[1, 2, 0, 5], [0, 8, 0, 0]]])
+    transitions = Transitions(np.full_like(counts, np.nan), counts)
+    _, (for_homes, expected) = run(FORECASTS["across_layers"], [before, now], transitions=transitions)
+    np.testing.assert_array_equal(for_homes, before[0])
+    np.testing.assert_allclose(expected, [[[3, 1, 0, 0], [4, 0, 0, 0]], [[6, 2, 0, 0], [5, 1, 2, 0]]])
+
+
+def test_once_a_batch_the_loads_for_homes_serve_all():
+    for name, forecast in FORECASTS.items():
+        for_homes, expected = run(forecast, [FIRST, SECOND], scope="batch")[1]
+        chex.assert_trees_all_equal(expected, for_homes[None])
+        assert (expected == SECOND.sum(0)).all() == (name == "true")
+
+
+@pytest.fixture(scope="module")
+def replay():
+    """Random routes of two layers with padding: at the end, before the first token, in the middle, and everywhere."""
+    rng = np.random.default_rng(0)
+    ids = rng.permuted(np.tile(np.arange(4, dtype=np.uint8), (6, 9, 2, 1)), axis=-1)[..., :2]
+    mask = np.ones((6, 9), bool)
+    mask[0, 5:] = mask[1, :3] = mask[2, 4] = mask[3] = False
+    return RoutingReplay(ids, mask)
+
+
+@pytest.fixture(scope="module")
+def counts(replay):
+    return count_transitions(replay, num_experts=4)
+
+
+@pytest.mark.parametrize("name", ["history", "mean", "average", *TABLES])
+def test_nothing_is_known_of_what_comes(name, counts):
+    """Other loads in the last micro-batch and layer change nothing that was expected, save what is told of them."""
+    rng = np.random.default_rng(0)
+    before, now = rng.integers(1, 50, (2, 3, 2, 4))
+    other = now.copy()
+    other[-1, -1] = rng.integers(50, 90, 4)
+    one, two = (run(FORECASTS[name], [before, load], transitions=counts)[1] for load in (now, other))
+    np.testing.assert_array_equal(one[0], two[0])
+    np.testing.assert_array_equal(one[1][:-1], two[1][:-1])
+    np.testing.assert_array_equal(one[1][-1, :-1], two[1][-1, :-1])
+    # Only the next token is expected from the same load.
+    assert (one[1][-1, -1] == two[1][-1, -1]).all() == (name != "next_token")
+
+
+@pytest.mark.parametrize("name", FORECASTS)
+def test_the_first_batch_has_no_past(name, counts):
+    """Zeros where nothing was seen, and the error of a uniform guess there."""
+    load = np.random.default_rng(0).integers(1, 50, (3, 2, 4))
+    _, expected = run(FORECASTS[name], [load], transitions=counts)[0]
+    if name == "true":
+        np.testing.assert_array_equal(expected, load)
+        return
+    assert not expected[0].any()
+    uniform = np.abs(load[0] / load[0].sum(-1, keepdims=True) - 1 / 4).sum(-1)
+    np.testing.assert_allclose(forecast_error(expected, load)[0], uniform, rtol=1e-5)
+
+
+def test_stationary_loads_are_learnt():
+    """Drawn from one distribution, the mean of all comes nearest to it, the last micro-batch least."""
+    rng = np.random.default_rng(0)
+    share = rng.dirichlet(np.ones(32), 2)
+    loads = [np.stack([rng.multinomial(600, share) for _ in range(4)]) for _ in range(12)]
+    errors = {}
+    for name in ("true", "history", "mean", "average"):
+        results = run(FORECASTS[name], loads, topology=Topology(**SIZES))
+        errors[name] = [
+            float(forecast_error(expected, load).mean())
+            for (_, expected), load in zip(results, loads, strict=True)
+        ]
+    assert errors["true"] == [0] * 12
+    for name in ("history", "mean", "average"):
+        assert errors[name][-1] < 0.8 * errors[name][0], name
+    assert np.mean(errors["mean"][6:]) < np.mean(errors["average"][6:]) < np.mean(errors["history"][6:])
+
+
+SIZES = {"num_nodes": 2, "ranks_per_node": 4, "num_experts": 32, "replica_slots": 2}
+
+
+def test_transitions_are_a_plain_count(replay, counts):
+    along, across = np.zeros((2, 2, 4, 4))
+    for sample, real in zip(replay.expert_ids, replay.mask, strict=True):
+        for token, layer in np.argwhere(np.tile(real[:, None], 2)):
+            for here in sample[token, layer]:
+                if token + 1 < len(real) and real[token + 1]:
+                    along[layer, here, sample[token + 1, layer]] += 1
+                if layer:
+                    across[layer, sample[token, layer - 1], here] += 1
+    np.testing.assert_array_equal(counts.along_tokens, along)
+    np.testing.assert_array_equal(counts.across_layers, across)
+    assert not counts.across_layers[0].any()
+
+
+def test_padding_is_not_read(replay, counts):
+    """Whatever ids padding has, those outside of the experts too."""
+    for filler in (0, 3, 255):
+        ids = np.where(replay.mask[:, :, None, None], replay.expert_ids, np.uint8(filler))
+        other = count_transitions(RoutingReplay(ids, replay.mask), num_experts=4)
+        chex.assert_trees_all_equal(other, counts)
+
+
+def test_transitions_of_the_batch_reach_planners_that_take_them(replay, counts):
+    planner = popfetcher()
+    state = planner.init(TOPOLOGY, 2, key=jax.random.key(0))
+    for function, micro_batches in ((plan_batch, 2), (plan_stages, (1, 2))):
+        options = {"planner": planner, "topology": TOPOLOGY, "num_micro_batches": micro_batches}
+        _, after = jax.jit(functools.partial(function, **options))(replay, state=state)
+        chex.assert_trees_all_equal(after.counts, counts.across_layers)
+
+
+def test_transitions_are_counted_for_nobody_else(replay):
+    assert transitions_for(eplb(loads="next_token"), replay, num_experts=4) is not None
+    for planner in (static(), relibra(), eplb(), eplb(loads="mean"), lplb(loads="history")):
+        assert transitions_for(planner, replay, num_experts=4) is None
+
+
+def test_rows_say_how_they_expect_loads():
+    for name, entry in PLANNERS.items():
+        assert entry.foresight == (entry.forecast == "true"), name
+        assert takes(entry.planner.update, "transitions") == (entry.forecast in TABLES), name
+        if not entry.foresight:
+            states = (each.init(TOPOLOGY, 2, key=None) for each in (entry.planner, FORECASTS[entry.forecast]))
+            chex.assert_trees_all_equal_shapes(*states)
+
+
+def moving_load(seed):
+    """In layer 0 another expert is hot in each micro-batch; layer 1 has the loads of layer 0 at permuted experts."""
+    rng = np.random.default_rng(seed)
+    load = rng.integers(20, 40, (6, 2, 32))
+    load[np.arange(6), 0, rng.permutation(32)[:6]] += 900
+    load[:, 1, MOVED] = load[:, 0]
+    return load
+
+
+MOVED = np.random.default_rng(7).permutation(32)
+"""Where the tokens of each expert of layer 0 go in layer 1."""
+
+
+def test_popfetcher_finds_what_history_cannot():
+    """Layer 1 is known from layer 0 for certain, whatever is hot; from the past nothing is."""
+    topology = Topology(**SIZES)
+    counts = np.zeros((2, 32, 32), np.float32)
+    counts[1, np.arange(32), MOVED] = 100
+    reached = {}
+    for name in ("popfetcher", "eplb_history", "eplb_mean"):
+        planner = PLANNERS[name].planner
+        told = {"transitions": Transitions(counts, counts)} if takes(planner.update, "transitions") else {}
+        state = planner.init(topology, 2, key=jax.random.key(0))
+        update = jax.jit(planner.update, static_argnums=2)
+        for seed in range(2):
+            load = jnp.zeros((6, 2, 2, 4, 32), jnp.int32).at[:, :, 0, 0].set(moving_load(seed))
+            plan, state = update(load, state, topology, **told)
+        reached[name] = [float(batch_imbalance(rank_load(plan)[:, layer, None])) for layer in range(2)]
+    assert reached["popfetcher"][1] < 1.75, "four ranks of a node share the hot expert"
+    assert min(reached["eplb_history"][1], reached["eplb_mean"][1], reached["popfetcher"][0]) > 3
+    expected = run(
+        FORECASTS["across_layers"],
+        [moving_load(0), moving_load(1)],
+        transitions=Transitions(counts, counts),
+        topology=topology,
+    )[1][1]
+    assert forecast_error(expected, moving_load(1))[:, 1].max() < 1e-6
+
+
+def test_popfetcher_without_transitions_expects_the_batch_before():
+    """The hot expert of the batch before is copied twice; a third of its true tokens stays at each, hot or not.
+
+    The copy that comes to its home's rank shares the slot there.
+    """
+    topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=4, replica_slots=1)
+    planner = popfetcher()
+    state = planner.init(topology, 1, key=jax.random.key(0))
+    for load in ([80, 10, 6, 4], [7, 0, 0, 90]):
+        load = jnp.zeros((1, 1, 1, 2, 4), jnp.int32).at[0, 0, 0, 0].set(jnp.array(load))
+        plan, state = planner.update(load, state, topology)
+    assert plan.slot_expert[0, 0, 0].tolist() == [[0, 1, -1], [2, 3, 0]]
+    assert plan.quota[0, 0, 0].tolist() == [[5, 0, 0], [0, 90, 2]]
+
+
+def test_error_by_hand():
+    """Shares 0.75, 0.25, 0 and 0 where 0.25 each was expected: (0.5 + 0 + 0.25 + 0.25) / 4 of a mean share."""
+    load = np.array([[[30, 10, 0, 0], [0, 0, 0, 0]]])
+    error = forecast_error(np.array([[[7, 7, 7, 7], [1, 2, 3, 4]]]), load)
+    assert error.tolist() == [[1.0, 0.0]]
+    assert forecast_error(load, load).tolist() == [[0.0, 0.0]]
