@@ -1,0 +1,258 @@
+"""The fewest crossings between nodes that any homes, residents and assignment of samples could leave: lower bounds.
+
+Tokens of a sample are where the sample is, and of a token's K experts j are held by that node. What crosses follows:
+
+    flat path          K - j copies of the token
+    hierarchical path  it visits every other node that has one of its experts: none only if j = K
+
+**Sets.** Nodes hold sets of h experts, and x_n says which. Let w_s be non-negative weights of a sample's experts,
+such that what does not cross is at most the sum over samples of w_s . x_(node of s): loads on the flat path; on the
+hierarchical one any weights of its experts that sum to 1 for each token, here such that an expert that the sample uses
+often has little. That sum is at most that of the h largest entries of each w_s, where every sample has a node for
+itself. And it is at most that of the h largest entries of the sum of w, plus what the deviations c_s of samples from
+the mean add: with positive weights v_s and u_e, by von Neumann's trace inequality, no more than
+sqrt(|V^(1/2) Z|^2 sum_i sigma_i(V^(-1/2) C U^(-1/2))^2 x_i^2), with x_i the singular values of U^(1/2) X, and Z and X
+the indicators of samples and experts less their means over nodes, of rank N - 1. All layers have the same Z, so the
+singular values are those of all layers side by side.
+
+**Parts.** Without residents homes are a partition into equal parts, and pairs of a token's experts in the same part
+are bounded as graph partitions are (Donath and Hoffman, IBM J. Res. Dev. 17, 1973): for the matrix A of their counts
+and any diagonal D, the trace of X' A X is at most 1'(A + D)1 / N - tr D + (E / N) x (the N - 1 largest eigenvalues of
+A + D across 1). A few steps of descent choose D. Visits are at least c0 - c1 j - c2 (pairs in the same part) wherever
+that is so for all ways in which K experts lie in parts; the best such plane is taken.
+
+**What unevenness is worth.** If all tokens lay in one node, or all popular experts did, less would cross; but
+attention, or compute, would take longer. Let the fullest node have the share 1/N + d of tokens and K/N + a of copies
+for each token (replicas stay in its node). Of the mean load p local copies have K/N + min(a, K d) a token at most; and
+the pairs, from whose matrix b p p' is taken, of that at most b (K^2 / N + K a) / 2. Both are linear: while crossings
+cost less than the attention and the compute that must be paid, even nodes are best; what they cost more is given away.
+"""
+
+from typing import Final, NamedTuple
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from relibra_jax.types import Array, RoutingReplay, Topology
+
+ROWS: Final = 1 << 16
+"""Tokens whose pairs are counted at a time."""
+DIAGONAL_STEPS: Final = 80
+"""Steps of descent for a layer's diagonal: with 2,000 the bound of recorded routes was 0.1% lower."""
+PLANES: Final = 65
+"""Slopes that are tried on each axis."""
+
+
+class Routing(NamedTuple):
+    """What bounds read of a replay."""
+
+    tokens: Int[np.ndarray, " B"]
+    """The length of each sample."""
+    load: Float[np.ndarray, "B L E"]
+    """Token copies."""
+    share: Float[np.ndarray, "B L E"]
+    """Tokens, each divided over its experts, an expert's part falling with the square of the sample's copies for it."""
+    pairs: Float[np.ndarray, "L E E"]
+    """How many tokens use two experts together; zero on the diagonal."""
+
+
+def count_routing(replay: RoutingReplay, *, num_experts: int) -> Routing:
+    """Count a replay's loads and pairs, layer by layer.
+
+    Args:
+        replay: the routing of all samples of a batch, which `relibra_jax.replay.check_replay` accepts.
+        num_experts: E, logical experts of a layer.
+    """
+    mask = np.asarray(replay.mask)
+    routes = np.asarray(replay.expert_ids)[mask]  # [tokens L K]
+    samples, sample = len(mask), np.nonzero(mask)[0]
+    loads, shares, pairs = [], [], []
+    for layer in range(routes.shape[1]):
+        ids = routes[:, layer].astype(np.int64)
+        place = sample[:, None] * num_experts + ids
+        count = np.bincount(place.ravel(), minlength=samples * num_experts)
+        part = 1.0 / count[place].astype(float) ** 2
+        part /= part.sum(1, keepdims=True)
+        loads.append(count.astype(float))
+        shares.append(np.bincount(place.ravel(), part.ravel(), minlength=samples * num_experts))
+        pairs.append(_count_pairs(ids, num_experts))
+    shape = (samples, num_experts)
+    load, share = (np.stack([each.reshape(shape) for each in counts], 1) for counts in (loads, shares))
+    return Routing(mask.sum(1), load, share, np.stack(pairs))
+
+
+def _count_pairs(ids: Int[np.ndarray, "t K"], num_experts: int) -> Float[np.ndarray, "E E"]:
+    counts = np.zeros((num_experts, num_experts))
+    for start in range(0, len(ids), ROWS):
+        rows = ids[start : start + ROWS]
+        uses = np.zeros((len(rows), num_experts), np.float32)  # counts to 65,536 are exact
+        uses[np.arange(len(rows))[:, None], rows] = 1
+        counts += uses.T @ uses
+    np.fill_diagonal(counts, 0)
+    return counts
+
+
+def crossings_of_sets(
+    weight: Float[np.ndarray, "B L E"], topology: Topology, *, push: float, across_nodes: bool
+) -> float:
+    """The fewest crossings where nodes hold any sets of experts, and what the pushes of residents are worth.
+
+    Args:
+        weight: `Routing.load` for the flat path, `Routing.share` for the hierarchical one.
+        topology: the expert-parallel group.
+        push: what a resident's push costs, in crossings.
+        across_nodes: whether replicas may be in any node: then sets differ from micro-batch to micro-batch.
+
+    Returns:
+        Crossings and pushes of all layers together, in crossings.
+    """
+    local, experts = topology.ranks_per_node, topology.num_experts
+    own = experts // topology.num_nodes + across_nodes * local * topology.replica_slots
+    held = np.minimum(own + np.arange(local * topology.resident_slots + 1), experts)
+    pushes = push * np.arange(len(held))
+    total = weight.sum((0, 2))[:, None]
+
+    def fewest(most_kept: Float[np.ndarray, "L E"]) -> float:
+        return float((total - most_kept[:, held - 1] + pushes).min(1).sum())
+
+    bounds = [fewest(_largest(weight).sum(0))]
+    if not across_nodes:
+        bounds.append(fewest(_largest(weight.sum(0))) - _gain_of_nodes(weight, topology.num_nodes))
+    return max(0.0, *bounds)
+
+
+def crossings_of_parts(
+    routing: Routing, topology: Topology, *, token: float, copy: float, hierarchical: bool
+) -> float:
+    """The fewest crossings where nodes hold a partition of the experts, and what unevenness is worth.
+
+    Args:
+        routing: the counts of a batch.
+        topology: the expert-parallel group, without residents.
+        token: what a token more in the fullest node costs, in crossings.
+        copy: the same of a token copy.
+        hierarchical: whether a token crosses to a node once.
+
+    Returns:
+        Crossings of all layers together.
+    """
+    nodes, tokens, layers = topology.num_nodes, int(routing.tokens.sum()), routing.load.shape[1]
+    top_k = round(routing.load[:, 0].sum() / tokens)
+    kept, apart = _most_kept(routing.load, nodes) / tokens, 1 - 1 / nodes
+
+    def fewest(planes, kept_pairs: float, removed: float) -> float:
+        height, own, pair = planes
+        paid = np.minimum(own * top_k, token)  # by attention, of what local copies gain
+        owed = np.maximum(own - paid / top_k + pair * removed * top_k / 2 - copy, 0)
+        crossings = layers * height - own * kept - pair * kept_pairs - layers * owed * top_k * apart
+        return float(tokens * crossings.max())
+
+    if not hierarchical:
+        return max(0.0, fewest(np.array([[top_k], [1], [0]]), 0.0, 0.0))
+    planes = _planes(top_k, nodes, topology.num_experts // nodes)
+    pairs, mean = routing.pairs / tokens, routing.load.sum(0) / tokens
+    by_pairs = (
+        fewest(planes, _most_same_part(pairs, mean, removed, nodes), removed)
+        for removed in (0.0, (top_k - 1) / top_k)
+    )
+    # A token stays only if all of its experts are held, so no more stay than the shares that are held.
+    stay = _most_kept(routing.share, nodes) + max(0.0, 1 - token) * apart * layers * tokens
+    return max(0.0, layers * tokens - stay, *by_pairs)
+
+
+def _largest(weight: np.ndarray) -> np.ndarray:
+    """The sums of the 1, 2, .. largest entries along the last axis."""
+    return np.cumsum(-np.sort(-weight, -1), -1)
+
+
+def _most_kept(weight: Float[np.ndarray, "B L E"], nodes: int) -> float:
+    """Weight in the nodes of its samples, all layers together, where each node has an equal share of the mean's."""
+    held = weight.shape[2] // nodes
+    alone = _largest(weight)[..., held - 1].sum()
+    return float(min(alone, weight.sum() / nodes + _gain_of_nodes(weight, nodes, held=held)))
+
+
+def _gain_of_nodes(weight: Float[np.ndarray, "B L E"], nodes: int, held: int | None = None) -> float:
+    """What deviations of samples from their mean can add; ``held`` experts in each node, once each, or any sets."""
+    length = weight.sum((1, 2), keepdims=True)
+    deviation = weight - length / max(length.sum(), 1) * weight.sum(0)
+    rows, columns = np.abs(deviation).sum((1, 2)), np.abs(deviation).sum(0)
+    scaled = deviation / np.sqrt(np.where(rows > 0, rows, 1))[:, None, None]
+    scaled = (scaled / np.sqrt(np.where(columns > 0, columns, 1))).reshape(len(weight), -1)
+    room, most = nodes / 4 * columns.sum(), np.inf
+    if held is not None:
+        room, most = (1 - 1 / nodes) * columns.sum(), _largest(columns)[:, held - 1].sum()
+    squares = 0.0
+    for singular in np.linalg.svd(scaled, compute_uv=False)[: nodes - 1]:
+        squares += singular**2 * min(most, room)
+        room -= min(most, room)
+    return float(np.sqrt(squares * (1 - 1 / nodes) * rows.sum()))
+
+
+def _most_same_part(
+    pairs: Float[np.ndarray, "L E E"], mean: Float[np.ndarray, "L E"], removed: float, nodes: int
+) -> float:
+    """Pairs in the same part, all layers together, if all parts have the same mean load."""
+    even = removed * (mean.sum(1) ** 2).sum() / nodes
+    return (
+        sum(
+            _most_trace(each - removed * np.outer(load, load), nodes)
+            for each, load in zip(pairs, mean, strict=True)
+        )
+        / 2
+        + even / 2
+    )
+
+
+def _most_trace(matrix: Float[np.ndarray, "E E"], nodes: int) -> float:
+    """The Donath-Hoffman bound of the trace of X' A X over equal partitions X."""
+    experts = len(matrix)
+    across = np.eye(experts) - 1 / experts
+    diagonal, best = -np.diag(matrix), np.inf
+    for step in range(DIAGONAL_STEPS):
+        shifted = matrix + np.diag(diagonal)
+        values, vectors = np.linalg.eigh(across @ shifted @ across)
+        top = vectors[:, experts - nodes + 1 :]
+        bound = shifted.sum() / nodes - diagonal.sum() + experts / nodes * values[experts - nodes + 1 :].sum()
+        best = min(best, bound)
+        slope = 1 / nodes - 1 + experts / nodes * (top**2).sum(1)
+        diagonal = diagonal - 0.5 * abs(bound) / experts / np.sqrt(1 + step) * slope
+    return float(best)
+
+
+def _planes(top_k: int, nodes: int, room: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Planes ``height - own * j - pair * (pairs in the same part)`` that visits never fall below."""
+    ways = np.array(
+        [
+            (own, sum(size * (size - 1) // 2 for size in (own, *others)), len(others))
+            for own in range(min(top_k, room) + 1)
+            for others in _parts(top_k - own, nodes - 1, room)
+        ]
+    )
+    slopes = np.linspace(0, 1, PLANES)
+    own, pair = (each.ravel() for each in np.meshgrid(slopes, slopes))
+    height = (ways[:, 2] + own[:, None] * ways[:, 0] + pair[:, None] * ways[:, 1]).min(1)
+    return height, own, pair
+
+
+def _parts(total: int, most_parts: int, largest: int) -> list[tuple[int, ...]]:
+    """The ways to write a number as a sum of so many positive numbers at most, each no larger than the one before.
+
+    >>> _parts(4, 2, 3)
+    [(3, 1), (2, 2)]
+    """
+    if total == 0:
+        return [()]
+    if most_parts == 0:
+        return []
+    return [
+        (first, *rest)
+        for first in range(min(total, largest), 0, -1)
+        for rest in _parts(total - first, most_parts - 1, first)
+    ]
+
+
+def copies_off_rank(load: Float[Array, "B L E"], held: int) -> float:
+    """The fewest token copies that leave what holds ``held`` experts, all layers together."""
+    load = np.asarray(load)
+    return float(load.sum() - _largest(load)[..., min(held, load.shape[2]) - 1].sum())

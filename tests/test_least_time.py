@@ -1,0 +1,166 @@
+"""No plan is below the least time: not those of planners, not random ones, not the best of all for tiny batches."""
+
+import functools
+import itertools
+
+import jax
+import numpy as np
+import pytest
+from support.costs import KNOWN
+from support.plans import compiled_update, random_plan, random_routing
+
+from relibra_jax.cost.batch_time import batch_time
+from relibra_jax.cost.least_time import least_time
+from relibra_jax.cost.unit_times import unit_times
+from relibra_jax.node_visits import node_visits
+from relibra_jax.planning.assignment import assign_in_order
+from relibra_jax.planning.planners import PLANNERS
+from relibra_jax.replay import expert_load
+from relibra_jax.types import BatchPlan, Topology, UnitTimes
+
+DISPATCHES = ("flat", "hierarchical")
+TOLERANCE = 1 + 1e-5  # modelled times are float32
+EXPERTS, TOP_K = 8, 2
+
+
+def topology(nodes=2, local=2, *, replicas=1, residents=0):
+    return Topology(
+        num_nodes=nodes,
+        ranks_per_node=local,
+        num_experts=EXPERTS,
+        replica_slots=replicas,
+        resident_slots=residents,
+    )
+
+
+def routed(seed, *, samples=16, layers=2, top_k=TOP_K, skew=1.2):
+    rng = np.random.default_rng(seed)
+    return random_routing(
+        rng, samples=samples, tokens=12, layers=layers, experts=EXPERTS, top_k=top_k, skew=skew
+    )
+
+
+def seconds(replay, batch_plan, where, dispatch):
+    visits = node_visits(replay, batch_plan, where) if dispatch == "hierarchical" else None
+    return float(batch_time(batch_plan, where, visits=visits, **KNOWN).total)
+
+
+def known_cost(dispatch):
+    return unit_times(dispatch=dispatch, **KNOWN)
+
+
+@pytest.mark.parametrize(
+    ("name", "residents"), [("static", 0), ("relibra", 0), ("relibra", 1), ("relibra_across", 0)]
+)
+def test_no_planner_is_below(name, residents):
+    where, across = topology(residents=residents), PLANNERS[name].across_nodes
+    for seed, skew in ((0, 0.0), (1, 2.0)):
+        replay = routed(seed, skew=skew)
+        assignment = assign_in_order(16, where, num_micro_batches=2)
+        load = expert_load(replay, assignment, num_experts=EXPERTS)
+        state = PLANNERS[name].planner.init(where, 2, key=jax.random.key(0))
+        plan, _ = compiled_update(name, where)(load, state)
+        for dispatch in DISPATCHES:
+            bound = least_time(replay, where, cost=known_cost(dispatch), across_nodes=across)
+            found = seconds(replay, BatchPlan(assignment, load, plan), where, dispatch)
+            assert 0 < bound.total <= found * TOLERANCE
+
+
+@pytest.mark.parametrize(("nodes", "residents", "across"), [(4, 0, False), (2, 1, False), (2, 1, True)])
+def test_no_random_plan_is_below(nodes, residents, across):
+    where = topology(nodes, 4 // nodes, residents=residents)
+    for seed in range(4):
+        rng, replay = np.random.default_rng(seed), routed(seed)
+        assignment = assign_in_order(16, where, num_micro_batches=2)
+        load = np.asarray(expert_load(replay, assignment, num_experts=EXPERTS))
+        plan = random_plan(rng, load, where, across_nodes=across)
+        for dispatch in DISPATCHES:
+            bound = least_time(replay, where, cost=known_cost(dispatch), across_nodes=across)
+            assert (
+                bound.total <= seconds(replay, BatchPlan(assignment, load, plan), where, dispatch) * TOLERANCE
+            )
+
+
+@functools.cache
+def held_sets(nodes, experts, residents):
+    """The home node of every expert, in all ways, and with residents the node's own one in all ways: [ways, E] and
+    [ways, N, E]."""
+    homes = np.array(sorted(set(itertools.permutations(np.repeat(np.arange(nodes), experts // nodes)))))
+    one = np.eye(experts + 1, experts, dtype=bool)[[*range(experts * residents), experts]]
+    extra = np.array(list(itertools.product(one, repeat=nodes)))
+    ways = np.array(list(itertools.product(range(len(homes)), range(len(extra)))))
+    return homes[ways[:, 0]], extra[ways[:, 1]]
+
+
+def sent_and_computed(replay, layer, home, extra, *, hierarchical):
+    """What each sample sends to every node by the node where it lies [B N N], and what nodes compute of it [B N]."""
+    nodes = len(extra)
+    uses = (replay.expert_ids[:, :, layer, :, None] == np.arange(len(home))).any(2)[:, None]  # [B 1 T E]
+    uses = uses & replay.mask[:, None, :, None]
+    at = np.where(extra, np.arange(nodes)[:, None], home)[..., None] == np.arange(nodes)  # [N E N]
+    copies = np.einsum("bnte,nem->bntm", np.repeat(uses, nodes, 1).astype(int), at.astype(int))
+    away = 1 - np.eye(nodes, dtype=int)
+    sent = ((copies > 0) if hierarchical else copies).sum(2) * away
+    return sent.astype(np.float32), copies.sum(2)[:, 0].astype(np.float32)
+
+
+def least_by_trying(replay, nodes, experts, micro_batches, cost, *, residents=0):
+    """The least seconds over all assignments, homes and residents, one rank a node, in the terms of `UnitTimes`.
+
+    A copy goes to the nearest slot, which is best if compute is free: with residents it has to be.
+    """
+    samples, _, layers, _ = replay.expert_ids.shape
+    places = np.array(list(itertools.product(range(micro_batches * nodes), repeat=samples)))
+    here = (places[:, None] == np.arange(micro_batches * nodes)[:, None]).astype(np.float32)
+    here = here.reshape(len(places), micro_batches, nodes, samples)
+    total = layers * cost.token * (here @ replay.mask.sum(1).astype(np.float32)).max(-1).sum(-1)
+    for layer in range(layers):
+        best = np.full(len(places), np.inf)
+        for home, extra in zip(*held_sets(nodes, experts, residents), strict=True):
+            sent, load = sent_and_computed(replay, layer, home, extra, hierarchical=cost.hierarchical)
+            across = np.einsum("zmns,snt->zmnt", here, sent, optimize=True)
+            busiest = np.maximum(across.sum(3), across.sum(2)).max(-1).sum(-1)
+            computed = np.einsum("zmns,st->zmt", here, load, optimize=True).max(-1).sum(-1)
+            pushes = (extra & (home != np.arange(nodes)[:, None])).sum(1).max()
+            best = np.minimum(best, cost.crossing * busiest + cost.copy * computed + cost.push * pushes)
+        total = total + best
+    return float(total.min())
+
+
+TINY = {
+    "2 nodes": {"nodes": 2, "experts": 6, "micro_batches": 1, "samples": 8, "top_k": 2},
+    "2 micro-batches": {"nodes": 2, "experts": 6, "micro_batches": 2, "samples": 5, "top_k": 3},
+    "4 nodes": {"nodes": 4, "experts": 4, "micro_batches": 1, "samples": 5, "top_k": 2},
+    "residents": {"nodes": 2, "experts": 4, "micro_batches": 1, "samples": 6, "top_k": 2, "residents": 1},
+}
+PRICES = {
+    "as on h100": {"token": 0.76, "copy": 0.44, "push": 3.0},
+    "crossings alone": {"token": 0.02, "copy": 0.0, "push": 0.5},
+}
+
+
+@pytest.mark.parametrize("prices", PRICES)
+@pytest.mark.parametrize("dispatch", DISPATCHES)
+@pytest.mark.parametrize("name", TINY)
+def test_below_the_best_of_all(name, dispatch, prices):
+    """And not far: the mean gap is printed, and held."""
+    sizes = dict(TINY[name])
+    nodes, experts, micro_batches = (sizes.pop(part) for part in ("nodes", "experts", "micro_batches"))
+    residents = sizes.pop("residents", 0)
+    costs = PRICES[prices] | ({"copy": 0.0} if residents else {})
+    cost = UnitTimes(crossing=1.0, spread=0.0, move=0.0, hierarchical=dispatch == "hierarchical", **costs)
+    where = Topology(
+        num_nodes=nodes, ranks_per_node=1, num_experts=experts, replica_slots=0, resident_slots=residents
+    )
+    shares = []
+    for seed in range(6):
+        rng = np.random.default_rng(seed)
+        layers = 1 if residents else 2
+        replay = random_routing(rng, tokens=10, layers=layers, experts=experts, skew=seed / 2, **sizes)
+        best = least_by_trying(replay, nodes, experts, micro_batches, cost, residents=residents)
+        bound = least_time(replay, where, cost=cost).total
+        assert bound <= best * (1 + 1e-6)
+        shares.append(bound / best)
+    print(
+        f"{name}, {dispatch}, {prices}: {np.mean(shares):.0%} of the least time, at worst {min(shares):.0%}"
+    )
