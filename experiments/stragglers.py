@@ -7,8 +7,11 @@ many such cores. Exchanges, replica pushes and attention are not in it.
 """
 
 import dataclasses
+import datetime
 import functools
+import json
 import os
+import platform
 import sys
 from collections.abc import Callable
 
@@ -27,6 +30,7 @@ from experiments.bench import interleaved
 from experiments.contenders import ContenderBatch, contenders, expert_weights
 from experiments.synthetic_traces import synthetic_trace
 from pallas_kernels import grouped_mlp
+from relibra_jax.atomic_write import write_atomically
 from relibra_jax.cli.options import TraceName
 from relibra_jax.cli.parsing import run_program
 from relibra_jax.traces.read import read_trace
@@ -47,6 +51,8 @@ class Stragglers:
     width: int = 256
     hidden: int = 256
     repeats: int = 5
+    out: Path | None = None
+    """A file for the seconds as JSON, which ``relibra claims`` reads."""
 
 
 def rank_calls(
@@ -75,7 +81,7 @@ def rank_calls(
 
 def main(config: Stragglers) -> None:
     """Print a table for each number of ranks and each trace."""
-    console = Console()
+    console, kept = Console(), []
     console.print(
         f"jax {jax.__version__}, one core, D={config.width}, F={config.hidden}, float32", highlight=False
     )
@@ -118,6 +124,17 @@ def main(config: Stragglers) -> None:
                     f"{imbalance:.3f}",
                 )
             console.print(table)
+            kept.append(
+                {"trace": trace.name, "synthetic": trace.synthetic, "ranks": ranks, "seconds": seconds}
+            )
+    if config.out:
+        settings = {
+            name: value for name, value in dataclasses.asdict(config).items() if name not in ("trace", "out")
+        }
+        about = {"date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(), "jax": jax.__version__}
+        about["machine"] = f"one core ({platform.machine()})"
+        with write_atomically(config.out) as part:
+            part.write_text(json.dumps({**about, "settings": settings, "tables": kept}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -109,13 +109,13 @@ def run_contender(
     for number, (replay, packed) in enumerate(zip(batches.replays, batches.packed, strict=True)):
         before, counts = state, _count(replay, planner, num_experts=topology.num_experts)
         batch_plan, state = plan(counts, packed, before)
-        error, seen = _expect(batch_plan.load, seen, counts.transitions, entry=contender.entry)
         try:
             check_plan(batch_plan.plan, batch_plan.load, topology, across_nodes=contender.entry.across_nodes)
         except ValueError as broken:
             raise ValueError(
                 f"the plan of {contender.entry.summary!r} for batch {number}: {broken}"
             ) from broken
+        error, seen = _expect(batch_plan.load, seen, counts.transitions, entry=contender.entry)
         if number >= batches.history:
             planned.append(PlannedBatch(replay, batch_plan, home, error))
         home = batch_plan.plan.home

@@ -1,6 +1,28 @@
-"""Rivals on the kind of load that they publish, beside their published figures."""
+"""Rivals on the kind of load that they publish, beside their published figures, and ReLibra on the same."""
 
-from typing import NamedTuple
+import functools
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Int
+
+from relibra_jax.plan import rank_load, replica_count
+from relibra_jax.plan_check import check_plan
+from relibra_jax.planning.baselines.lplb import lplb
+from relibra_jax.planning.baselines.moonep import moonep
+from relibra_jax.planning.baselines.ultraep import ultraep
+from relibra_jax.planning.relibra import keep_homes, relibra
+from relibra_jax.planning.replication import replicate_experts
+from relibra_jax.types import Plan, Planner, Topology
+
+DRAWS: Final = 16
+"""Loads that are drawn where the source draws; the worst counts, as in the source's bounds."""
+
+
+_REPLICATING: Final = relibra(place=keep_homes)
 
 
 class OwnLoad(NamedTuple):
@@ -13,13 +35,157 @@ class OwnLoad(NamedTuple):
     published: str
     """The published figure."""
     reached: str
-    """What its row reaches here."""
+    """What the rival's planner reaches here."""
     relibra: str
-    """What ReLibra's replication reaches with the same homes and slots."""
+    """What ReLibra reaches with the same slots; it moves homes only where the rival places them too."""
     source: str
     """Where the figure is published."""
 
 
 def run_own_loads() -> list[OwnLoad]:
-    """Run every rival that publishes figures on loads that can be drawn."""
-    return []
+    """Run every rival that publishes figures of balance on loads that can be drawn."""
+    return [*_ultraep(), _moonep(), *_lplb()]
+
+
+def skewed_ranks(
+    ratio: float, *, ranks: int = 64, homes: int = 4, tokens: int = 8192, top_k: int = 8
+) -> Int[np.ndarray, " E"]:
+    """UltraEP's draw of loads: Zipf over ranks, steeper inside each, top-k without replacement.
+
+    Source: the benchmark of github.com/bytedance/UltraEP, in our own words.
+
+    Args:
+        ratio: the largest over the mean rank load that is aimed at.
+        ranks: the ranks P.
+        homes: the experts of a rank H.
+        tokens: the tokens of a rank.
+        top_k: the experts of a token.
+
+    Returns:
+        Token copies of each expert, by home slot.
+    """
+
+    def chances(power: float) -> np.ndarray:
+        weights = np.outer(np.arange(1, ranks + 1.0) ** -power, np.arange(1, homes + 1.0) ** -4).ravel()
+        weights /= weights.sum()
+        low, high = 0.0, 1e9
+        for _ in range(200):
+            scale = (low + high) / 2
+            low, high = (scale, high) if -np.expm1(-scale * weights).sum() < top_k else (low, scale)
+        return -np.expm1(-high * weights)
+
+    low, high = 0.0, 8.0
+    for _ in range(40):
+        power = (low + high) / 2
+        per_rank = chances(power).reshape(ranks, homes).sum(1)
+        low, high = (power, high) if per_rank.max() < ratio * per_rank.mean() else (low, power)
+    return np.random.default_rng(33).binomial(ranks * tokens, chances(high))
+
+
+def normal_loads() -> Int[np.ndarray, "draws E"]:
+    """LPLB's draw: loads of 256 experts from N(1, 0.3)."""
+    draws = np.random.default_rng(0).normal(1, 0.3, (DRAWS, 256)).clip(0)
+    return (draws * 2**12).astype(np.int32)
+
+
+def plan_loads(planner: Planner, experts: Int[np.ndarray, "L E"], topology: Topology) -> Plan:
+    """The checked plan of one micro-batch, with a layer for each row of expert loads.
+
+    Args:
+        planner: any planner.
+        experts: token copies of each expert, all of which lie on the first rank.
+        topology: the ranks.
+    """
+    shape = (1, len(experts), topology.num_nodes, topology.ranks_per_node, topology.num_experts)
+    load = jnp.zeros(shape, jnp.int32).at[0, :, 0, 0].set(jnp.asarray(experts, jnp.int32))
+    state = planner.init(topology, len(experts), key=jax.random.key(0))
+    plan, _ = jax.jit(planner.update, static_argnames="topology")(load, state, topology=topology)
+    check_plan(plan, load, topology)
+    return plan
+
+
+def _compare(
+    name: str,
+    planner: Planner,
+    experts: np.ndarray,
+    topology: Topology,
+    tell: Callable[[Plan, Topology], str],
+    *,
+    load: str,
+    published: str,
+    source: str,
+    ours: Planner = _REPLICATING,
+) -> OwnLoad:
+    reached, ours_reached = (tell(plan_loads(each, experts, topology), topology) for each in (planner, ours))
+    return OwnLoad(name, load, published, reached, ours_reached, source)
+
+
+def _worst(plan: Plan, topology: Topology) -> str:
+    """The largest imbalance of all loads, and the replicas of a layer."""
+    load = np.asarray(rank_load(plan), float)
+    replicas = float(np.mean(np.asarray(replica_count(plan, topology))))
+    return f"{(load.max((2, 3)) / load.mean((2, 3))).max():.3f}, {replicas:.0f} replicas"
+
+
+def _apart(plan: Plan, topology: Topology) -> str:
+    """How many tokens the fullest rank computes more than the emptiest."""
+    del topology
+    load = np.asarray(rank_load(plan))
+    return f"{(load.max((2, 3)) - load.min((2, 3))).max()} tokens apart"
+
+
+def _one_node(slots: int) -> Topology:
+    return Topology(num_nodes=1, ranks_per_node=64, num_experts=256, replica_slots=slots)
+
+
+def _ultraep() -> list[OwnLoad]:
+    return [
+        _compare(
+            "ultraep",
+            ultraep(),
+            skewed_ranks(ratio)[None],
+            _one_node(2),
+            _worst,
+            load=f"imbalance {ratio} on 64 ranks, 256 experts, R=2",
+            published=f"1.01, {replicas} replicas",
+            source="README of UltraEP (arXiv 2606.04101)",
+        )
+        for ratio, replicas in ((1.51, 38), (2.01, 46), (3.03, 51))
+    ]
+
+
+def _moonep() -> OwnLoad:
+    loads = np.stack([skewed_ranks(ratio) for ratio in (1.51, 2.01, 3.03)])
+    return _compare(
+        "moonep",
+        moonep(),
+        loads,
+        _one_node(4),
+        _apart,
+        load="the same loads, as many slots as experts of a rank",
+        published="every rank computes as much",
+        source="documentation of MoonEP",
+        ours=relibra(place=keep_homes, replicate=functools.partial(replicate_experts, exact=True)),
+    )
+
+
+def _lplb() -> list[OwnLoad]:
+    compare = functools.partial(
+        _compare, "lplb", ours=relibra(), source="tests of github.com/deepseek-ai/LPLB"
+    )
+    found = []
+    for graph, nodes, local, slots, bound in (
+        ("cube", 4, 8, 2, 1.07),
+        ("cube", 8, 8, 2, 1.10),
+        ("ring", 4, 8, 1, 1.07),
+        ("hypercube", 1, 16, 2, 1.03),
+        ("torus", 1, 32, 2, 1.01),
+    ):
+        topology = Topology(num_nodes=nodes, ranks_per_node=local, num_experts=256, replica_slots=slots)
+        load = f"256 experts from N(1, 0.3) on {nodes}x{local} ranks, {graph}, R={slots}"
+        found.append(
+            compare(
+                lplb(graph=graph), normal_loads(), topology, _worst, load=load, published=f"at most {bound}"
+            )
+        )
+    return found
