@@ -14,6 +14,7 @@ import os
 import platform
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 if __name__ == "__main__":  # before JAX is imported
     os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
