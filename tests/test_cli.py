@@ -183,7 +183,7 @@ def test_every_contender_is_told_the_same(trace, batches, assigned):
     chex.assert_trees_all_close(told[0][1], jax.tree.map(jnp.float32, cost))
 
 
-@pytest.mark.parametrize("name", ["eplb", "eplb_batch", "eplb_history", "eplb_mean", "popfetcher"])
+@pytest.mark.parametrize("name", ["eplb", "eplb_batch", "eplb_history", "popfetcher"])
 def test_errors_are_those_of_the_forecast_run_along_the_batches(trace, batches, name):
     entry, model = PLANNERS[name], make_cost_model(Costs(), read_trace(trace), batches, TOPOLOGY)
     (planned,), _ = run_contender(Contender(entry=entry), batches, TOPOLOGY, cost=model.unit_times(), seed=0)

@@ -107,19 +107,20 @@ def run_contender(
     seen = FORECASTS[contender.entry.forecast].init(topology, layers)
     planned = []
     for number, (replay, packed) in enumerate(zip(batches.replays, batches.packed, strict=True)):
-        before, counts = state, _count(replay, planner, num_experts=topology.num_experts)
-        batch_plan, state = plan(counts, packed, before)
+        before, counts = state, _count(replay, num_experts=topology.num_experts)
+        transitions = transitions_for(planner, replay, num_experts=topology.num_experts)
+        batch_plan, state = plan(counts, transitions, packed, before)
         try:
             check_plan(batch_plan.plan, batch_plan.load, topology, across_nodes=contender.entry.across_nodes)
         except ValueError as broken:
             raise ValueError(
                 f"the plan of {contender.entry.summary!r} for batch {number}: {broken}"
             ) from broken
-        error, seen = _expect(batch_plan.load, seen, counts.transitions, entry=contender.entry)
+        error, seen = _expect(batch_plan.load, seen, transitions, entry=contender.entry)
         if number >= batches.history:
             planned.append(PlannedBatch(replay, batch_plan, home, error))
         home = batch_plan.plan.home
-    return planned, _median_seconds(lambda: plan(counts, packed, before), timed_runs)
+    return planned, _median_seconds(lambda: plan(counts, transitions, packed, before), timed_runs)
 
 
 def _check_plan_memory(micro_batches: int, layers: int, topology: Topology) -> None:
@@ -137,17 +138,12 @@ class _Counts(NamedTuple):
     sample_load: Int[Array, "B L E"]
     tokens: Int[Array, " B"]
     routes: Routes
-    transitions: Transitions | None
 
 
-@functools.partial(jax.jit, static_argnames=("planner", "num_experts"))
-def _count(replay: RoutingReplay, planner: Planner, *, num_experts: int) -> _Counts:
-    return _Counts(
-        sample_load(replay, num_experts=num_experts),
-        replay.mask.sum(1, dtype=jnp.int32),
-        sample_routes(replay),
-        transitions_for(planner, replay, num_experts=num_experts),
-    )
+@functools.partial(jax.jit, static_argnames="num_experts")
+def _count(replay: RoutingReplay, *, num_experts: int) -> _Counts:
+    tokens = replay.mask.sum(1, dtype=jnp.int32)
+    return _Counts(sample_load(replay, num_experts=num_experts), tokens, sample_routes(replay))
 
 
 @functools.partial(jax.jit, static_argnames="entry")
@@ -166,6 +162,7 @@ def _expect(
 @functools.partial(jax.jit, static_argnames=("planner", "topology", "num_micro_batches", "assign"))
 def _plan(
     counts: _Counts,
+    transitions: Transitions | None,
     packed: Assignment,
     state: Any,
     *,
@@ -187,7 +184,7 @@ def _plan(
         assign=assign,
         cost=cost,
         routes=counts.routes,
-        transitions=counts.transitions,
+        transitions=transitions,
     )
 
 

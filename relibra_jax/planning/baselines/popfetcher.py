@@ -39,7 +39,7 @@ def popfetcher() -> Planner:
     >>> first, state = planner.update(load, planner.init(topology, 1, key=jax.random.key(0)), topology)
     >>> second, state = planner.update(load, state, topology)
     >>> first.quota.sum(-1).tolist(), second.quota.sum(-1).tolist()  # nothing was seen before the first
-    ([[[[90, 10]]]], [[[[50, 50]]]])
+    ([[[[90, 10]]]], [[[[63, 37]]]])
     """
 
     def plan(load, for_homes, expected, topology: Topology) -> Plan:
