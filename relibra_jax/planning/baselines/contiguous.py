@@ -8,21 +8,15 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Int
 
 from relibra_jax.plan import expert_totals
 from relibra_jax.plan_check import check_load
 from relibra_jax.planning.per_node import plan_per_node
 from relibra_jax.planning.replication import without_replicas
-from relibra_jax.types import Array, Planner, Topology
+from relibra_jax.types import Planner, Topology
 
 type Replicate = Callable[[jax.Array, int], tuple[jax.Array, jax.Array]]
 """``(load[P H], replica_slots) -> (replica[P R], quota[P S])`` in a domain, R of 1 or more, as `per_node.Rule`."""
-
-
-def contiguous_homes(load: Int[Array, "M L E"]) -> Int[jax.Array, "L E"]:
-    """Megatron-LM's placement: expert ``e`` lives in flat home slot ``e``."""
-    return jnp.broadcast_to(jnp.arange(load.shape[-1], dtype=jnp.int32), load.shape[1:])
 
 
 def replicate_contiguous(replicate: Replicate, *, across_nodes: bool) -> Planner:
@@ -43,7 +37,7 @@ def replicate_contiguous(replicate: Replicate, *, across_nodes: bool) -> Planner
     def update(load, state, topology: Topology):
         check_load(load, topology)
         load = expert_totals(load)
-        home = contiguous_homes(load)
+        home = jnp.broadcast_to(jnp.arange(topology.num_experts, dtype=jnp.int32), load.shape[1:])
         if not topology.replica_slots:
             return without_replicas(load, home, topology), state
 

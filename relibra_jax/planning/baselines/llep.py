@@ -52,6 +52,13 @@ def llep(
     Raises:
         ValueError: if ``capacity`` is below 1, ``fallback`` is negative, or ``min_tokens`` is not an integer of at
             least 1.
+
+    >>> from relibra_jax.types import Topology
+    >>> topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=4, replica_slots=1)
+    >>> load = jnp.array([[[[[80, 10, 6, 4], [0, 0, 0, 0]]]]])
+    >>> plan, _ = llep(min_tokens=1).update(load, (), topology)
+    >>> plan.quota.tolist()
+    [[[[[42, 10, 0], [6, 4, 38]]]]]
     """
     check_integer("min_tokens", min_tokens, least=1)
     check_not_negative("fallback", fallback)

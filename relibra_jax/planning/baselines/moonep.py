@@ -40,6 +40,13 @@ def moonep(*, across_nodes: bool = False) -> Planner:
 
     Returns:
         A Planner without state.
+
+    >>> from relibra_jax.types import Topology
+    >>> topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=4, replica_slots=1)
+    >>> load = jnp.array([[[[[80, 10, 6, 4], [0, 0, 0, 0]]]]])
+    >>> plan, _ = moonep().update(load, (), topology)
+    >>> plan.quota.tolist()
+    [[[[[40, 10, 0], [6, 4, 40]]]]]
     """
     return replicate_contiguous(_replicate, across_nodes=across_nodes)
 

@@ -46,6 +46,13 @@ def ultraep(*, tolerance: float = 0.01, min_tokens: int | None = 1024, across_no
 
     Raises:
         ValueError: if ``tolerance`` is negative, or ``min_tokens`` is not an integer of at least 1.
+
+    >>> from relibra_jax.types import Topology
+    >>> topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=4, replica_slots=1)
+    >>> load = jnp.array([[[[[80, 10, 6, 4], [0, 0, 0, 0]]]]])
+    >>> plan, _ = ultraep(tolerance=0.0).update(load, (), topology)
+    >>> plan.quota.tolist()
+    [[[[[40, 10, 0], [6, 4, 40]]]]]
     """
     check_not_negative("tolerance", tolerance)
     if min_tokens is not None:
