@@ -1,0 +1,108 @@
+"""The advice: thresholds that can be worked out by hand, and a run on the recorded trace."""
+
+import json
+
+import numpy as np
+import pytest
+
+from relibra_jax.cli.advise.pricing import Advice, best_slots
+from relibra_jax.cli.advise.strategies import strategies
+from relibra_jax.cli.advise.thresholds import Point, route_some_evenly, threshold
+from relibra_jax.cli.main import main
+from relibra_jax.cli.modelled_time import CostModel
+from relibra_jax.cost.hardware import CLUSTERS
+from relibra_jax.cost.models import MODELS
+from relibra_jax.replay import check_replay
+from relibra_jax.traces.read import read_trace
+
+
+@pytest.fixture(scope="module")
+def advised(tmp_path_factory):
+    """What a small run prints and keeps."""
+    out = tmp_path_factory.mktemp("advise")
+    options = ["--replica-slots", "1", "--resident-slots", "--micro-batches", "2", "--memory", "30"]
+    assert main(["advise", *options, "--out", str(out)]) == 0
+    return json.loads((out / "advise.json").read_text()), sorted(path.name for path in out.iterdir())
+
+
+def test_advice_names_the_fastest_that_fits(advised):
+    told, files = advised
+    assert files == ["advise.json", "advise.png"]
+    fitting = [each for each in told["strategies"] if each["memory"] <= told["memory_limit"] == 30e9]
+    best = min(fitting, key=lambda each: each["seconds"])
+    assert told["best"] == f"{best['name']}, R={best['replica_slots']} B={best['resident_slots']}"
+    assert best["name"] != "nothing"
+    assert {each["foresight"] for each in told["strategies"]} == {"none", "history", "batch", "micro-batch"}
+
+
+def test_points_rise_and_the_last_is_the_setting(advised):
+    told, _ = advised
+    for name in ("tokens", "skew"):
+        values = [point["at"] for point in told[name]]
+        assert values == sorted(values)
+    nothing, *others = told["strategies"]
+    gain = nothing["seconds"] / min(each["seconds"] for each in others) - 1
+    assert told["tokens"][-1]["gain"] == pytest.approx(gain, rel=1e-4)
+    assert told["skew"][-1]["gain"] == pytest.approx(gain, rel=1e-4), "no token routed evenly"
+    assert told["skew"][-1]["at"] == pytest.approx(nothing["imbalance"])
+
+
+def test_routing_some_tokens_evenly():
+    trace = read_trace(None)
+    before, mask = np.asarray(trace.replay.expert_ids), np.asarray(trace.replay.mask)
+    check_replay(route_some_evenly(trace, 0.5).replay, num_experts=trace.num_experts)
+    kept = (np.asarray(route_some_evenly(trace, 0.5).replay.expert_ids) == before).all((2, 3))[mask]
+    assert 0.4 < kept.mean() < 0.6, "a token is drawn anew in all layers, or in none"
+    assert not route_some_evenly(trace, 0.0).synthetic
+    even = np.asarray(route_some_evenly(trace, 1.0).replay.expert_ids)[mask]
+    counts = np.bincount(even.ravel(), minlength=16)
+    assert counts.max() / counts.mean() < 1.02
+
+
+@pytest.mark.parametrize(
+    ("gains", "start"),
+    [
+        ((0.02, 0.03, 0.04), 10.0),
+        ((0.0, 0.02, 0.04), 10 * 10**0.5),
+        ((0.02, 0.0, 0.01), 1000.0),
+        ((0.02, 0.02, 0.0), None),
+    ],
+)
+def test_threshold_is_where_all_that_follows_pays(gains, start):
+    points = [Point(at, gain, "") for at, gain in zip((10.0, 100.0, 1000.0), gains, strict=True)]
+    assert threshold(points) == (start if start is None else pytest.approx(start))
+
+
+def test_best_slots_are_those_that_take_least():
+    cost_model = CostModel(CLUSTERS["h100"], MODELS["gpt-oss-20b"], 4096.0, 1.0)
+    tried = strategies(cost_model, replica_slots=(1, 2, 0), resident_slots=(1,))
+    labels = [f"{each.label} {each.foresight}" for each in tried]
+    assert len(set(labels)) == len(labels) == 2 + 2 * 5 + 1 + 2 * 2
+    advice = [Advice(each, 1.0, 5.0 - each.replica_slots, 0.0, 1e9) for each in tried]
+    chosen = best_slots(advice)
+    assert chosen[0] is tried[0]
+    assert len(chosen) == 9
+    assert {each.replica_slots for each in chosen if "replicate" in each.name} == {2}
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    {
+        ("--cluster", "h10"): "cluster='h10' must be one of ",
+        ("--memory", "1"): "memory=1.0 GB: a rank needs at least ",
+        ("--memory", "-3"): "memory=-3.0 must be positive and finite",
+        ("--nodes", "3"): "num_experts=16 must divide evenly over 12 ranks",
+        ("--replica-slots", "40"): "replica_slots=40 must be at most num_experts=16",
+    }.items(),
+)
+def test_what_cannot_be_advised(options, says, tmp_path, capsys, monkeypatch):
+    if options == ("--memory", "1"):  # refused only when strategies are priced
+        monkeypatch.setattr("relibra_jax.cli.advise.command.strategies", lambda *_, **__: [])
+        monkeypatch.setattr(
+            "relibra_jax.cli.advise.command.price",
+            lambda *_, **__: [Advice(None, 1.0, 1.0, 0.0, 2e9)],
+        )
+    assert main(["advise", *options, "--out", str(tmp_path / "out")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert says in line
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,195 @@
+"""The claims' report: the quick form as CI runs it, and what the report says of results that are known."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from relibra_jax.cli.claims.cells import Cell, CellResult, run_cell
+from relibra_jax.cli.claims.measured import Measurement, read_measured
+from relibra_jax.cli.claims.own_loads import OwnLoad, plan_loads, skewed_ranks
+from relibra_jax.cli.claims.published import CLAIMS, ours_of
+from relibra_jax.cli.claims.report import Results, behind, write_report
+from relibra_jax.cli.claims.rows import HEADLINE, WITH_ALL, contenders
+from relibra_jax.cli.claims.settings import SYNTHETIC, full_studies, quick_studies
+from relibra_jax.cli.main import main
+from relibra_jax.cli.modelled_time import CostModel
+from relibra_jax.cli.options import Batching, Costs, Ranks
+from relibra_jax.cost.hardware import CLUSTERS
+from relibra_jax.cost.models import MODELS
+from relibra_jax.plan import rank_load
+from relibra_jax.planning.baselines.moonep import moonep
+from relibra_jax.traces.read import read_trace
+from relibra_jax.types import Topology
+
+KEPT = Path(__file__).parents[1] / "experiments" / "results"
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory):
+    """The folder of the quick form's report."""
+    out = tmp_path_factory.mktemp("claims")
+    assert main(["claims", "--quick", "--measured", str(KEPT), "--out", str(out)]) == 0
+    return out
+
+
+def test_quick_form_writes_report_figure_and_numbers(quick):
+    report, numbers = (quick / "claims.md").read_text(), json.loads((quick / "claims.json").read_text())
+    (cell,) = numbers["cells"]
+    assert list(cell["rows"]) == [name for name in HEADLINE if name != "relibra, residents"]
+    static, relibra = cell["rows"]["static"], cell["rows"]["relibra"]
+    speed = static["modelled_seconds"] / relibra["modelled_seconds"]
+    assert f"| speed over Megatron-LM (static) | 1.21x to 1.58x | {speed:.2f}x |" in report
+    assert f"| share of the balanced run | 90% to 94% | {relibra['share_of_balanced']:.1%} |" in report
+    assert "## Synthetic routing" not in report
+    assert "relibra claims --quick" in report
+    assert sorted(path.name for path in quick.iterdir()) == ["claims.json", "claims.md", "planners.png"]
+
+
+def test_where_ours_is_behind_comes_first(quick):
+    headings = [line for line in (quick / "claims.md").read_text().splitlines() if line.startswith("## ")]
+    assert headings[:2] == ["## Where ours is behind", "## Recorded routing"]
+
+
+def numbers(seconds, **changed):
+    """The numbers of a row whose batch takes so long."""
+    row = {
+        "imbalance": 1.1,
+        "forecast_error": 0.0,
+        "crossings": 1.0,
+        "replicas": 2.0,
+        "rank_memory": 3e10,
+        "modelled_parts": {"exposed": 0.1, "push": 0.2, "reorder": 0.3},
+        "modelled_seconds": seconds,
+        "share_of_balanced": 8.0 / seconds,
+        "left": 0.25,
+        "plan_seconds": 0.01,
+        "fits": True,
+    }
+    return row | changed
+
+
+def cell_of(rows, *, synthetic=False, model="gpt-oss-20b"):
+    setting = {
+        "ranks": {"nodes": 2, "ranks_per_node": 8},
+        "batching": {},
+        "costs": {"model": model},
+        "replica_share": 0.01,
+    }
+    return CellResult("trace", synthetic, setting, rows)
+
+
+def results_of(*cells, **others):
+    known = {"about": {"command": "relibra claims"}, "own_loads": [], "measured": []}
+    return Results(**(known | others), cells=[("headline", cell) for cell in cells])
+
+
+ROWS = {"static": numbers(12.0), "eplb": numbers(10.5), "lplb": numbers(9.5), "relibra": numbers(10.0)}
+
+
+def test_a_planner_that_is_ahead_is_named():
+    told = behind(results_of(cell_of(ROWS)))
+    assert "lplb is 5.3% faster than relibra in modelled time; recorded: gpt-oss-20b, 2x8" in told
+    assert not [line for line in told if line.startswith(("eplb is", "static is"))]
+
+
+def test_a_claim_that_is_not_reached_is_named():
+    told = "\n".join(behind(results_of(cell_of(ROWS))))
+    assert (
+        "speed over Megatron-LM (static): published 1.21x to 1.58x; recorded: 1.20x (gpt-oss-20b, 2x8)"
+        in told
+    )
+    assert "share of the balanced run: published 90% to 94%; recorded: 80.0%" in told
+    assert "memory of replicas" not in told
+
+
+def test_what_does_not_fit_is_told_in_gigabytes():
+    """And is neither behind nor ahead."""
+    large = cell_of(ROWS | {"relibra": numbers(30.0, rank_memory=2.12e11, fits=False)})
+    report = write_report(results_of(large))
+    assert "| speed over Megatron-LM (static) | 1.21x to 1.58x | needs 212 GB |" in report
+    assert not [line for line in behind(results_of(large)) if "speed over Megatron" in line]
+
+
+def test_synthetic_routing_is_below_and_labelled():
+    report = write_report(results_of(cell_of(ROWS, synthetic=True, model="qwen3-30b-a3b"), cell_of(ROWS)))
+    recorded, synthetic = report.split("## Synthetic routing")
+    assert "ours, modelled: gpt-oss-20b" in recorded
+    assert "qwen3-30b-a3b" not in recorded.split("## Recorded routing")[1]
+    assert "ours, modelled: qwen3-30b-a3b" in synthetic
+
+
+def test_measured_figures_have_a_column_of_their_own():
+    ran = Measurement("two processes", {"static": 3.0, "relibra": 2.0, "balanced": 1.9}, "two_processes.json")
+    report = write_report(results_of(cell_of(ROWS), measured=[ran]))
+    assert "| speed over Megatron-LM (static) | 1.21x to 1.58x | 1.20x | 1.50x |" in report
+    assert "| share of the balanced run | 90% to 94% | 80.0% | 0.95x |" in report
+
+
+def test_a_cell_that_cannot_run_says_why():
+    cell = Cell(ranks=Ranks(nodes=3), batching=Batching(), costs=Costs())
+    skipped = run_cell(read_trace(None), cell, ("static",))
+    assert "num_experts=16 must divide evenly over 12 ranks" in write_report(results_of(skipped))
+
+
+def test_every_row_of_every_study_and_claim_is_a_contender():
+    cost_model = CostModel(CLUSTERS["h100"], MODELS["gpt-oss-20b"], 4096.0, 1.0)
+    known = contenders(cost_model).keys()
+    for study in full_studies("gpt-oss-20b") + quick_studies("gpt-oss-20b"):
+        assert set(study.rows) <= known
+    for claims in CLAIMS.values():
+        assert {name for claim in claims for name in claim.rows} <= known
+
+
+def test_the_full_form_has_the_papers_conditions():
+    studies = full_studies("gpt-oss-20b")
+    headline = [study for study in studies if study.section == "headline"]
+    for trace in (None, SYNTHETIC):
+        told = {
+            (study.cell.ranks.nodes, study.cell.ranks.ranks_per_node, study.cell.costs.model)
+            for study in headline
+            if study.trace == trace
+        }
+        paper = {(n, 8, m) for n in (2, 4) for m in ("qwen3-30b-a3b", "glm-4.5-106b-a12b", "qwen3-235b-a22b")}
+        assert told - {(2, 8, "gpt-oss-20b"), (4, 8, "gpt-oss-20b")} == paper
+    batching = headline[0].cell.batching
+    assert (batching.batch_size, batching.micro_batches) == (1024, 32)
+    assert batching.bootstrap - 1 == 4, "four consecutive batches, after one that is only looked at"
+
+
+def test_claims_are_blank_without_their_rows():
+    (claim,) = [claim for claim in CLAIMS["Ours, beyond the papers"] if claim.rows == ("static", WITH_ALL)]
+    assert ours_of(claim, cell_of(ROWS)) is None
+
+
+def test_rivals_on_their_own_loads():
+    """The draw has the imbalance that it says; MoonEP's ranks are one token apart at most."""
+    load = skewed_ranks(2.01)
+    by_rank = load.reshape(64, 4).sum(1)
+    assert by_rank.max() / by_rank.mean() == pytest.approx(2.01, abs=0.02)
+    topology = Topology(num_nodes=1, ranks_per_node=64, num_experts=256, replica_slots=4)
+    computed = rank_load(plan_loads(moonep(), load[None], topology))
+    assert computed.max() - computed.min() <= 1
+    told = OwnLoad("moonep", "a load", "exact", "1 token apart", "40 tokens apart", "its documentation")
+    assert "| moonep | a load | exact | 1 token apart | 40 tokens apart |" in write_report(
+        results_of(cell_of(ROWS), own_loads=[told])
+    )
+
+
+def test_kept_measurements_are_read():
+    found = read_measured(KEPT)
+    assert any(each.gain("static", "relibra") for each in found)
+    assert all(each.gain("nobody", "relibra") is None for each in found)
+
+
+def test_measurements_of_another_shape_are_refused(tmp_path):
+    (tmp_path / "two_processes.json").write_text('{"lines": [{"path": "flat"}]}')
+    with pytest.raises(ValueError, match=r"two_processes.json is not what its benchmark writes: KeyError\('"):
+        read_measured(tmp_path)
+
+
+def test_an_unknown_model_is_refused(tmp_path, capsys):
+    assert main(["claims", "--model", "qwen3-30b-a3", "--out", str(tmp_path / "out")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "did you mean qwen3-30b-a3b" in line
+    assert not (tmp_path / "out").exists()
