@@ -53,9 +53,12 @@ def written(folder, names, shown):
         assert 1 <= row["imbalance"] <= row["imbalance_max"]
         assert sum(row["modelled_parts"].values()) == pytest.approx(row["modelled_seconds"])
         assert row["crossings"] <= row["crossings_busiest"]
+        assert 0 < row["least_seconds"] <= row["modelled_seconds"]
+        assert row["left"] == pytest.approx(row["modelled_seconds"] / row["least_seconds"] - 1)
+        assert f"{row['left']:.0%}" in shown
     table = shown.split("imbalance: max / mean")[0]
     assert "…" not in table, "no number is cut on a terminal of 80 characters"
-    assert max(map(len, table.splitlines()[1:])) <= 106
+    assert max(map(len, table.splitlines()[1:])) <= 118
     assert (folder / "compare.png").read_bytes().startswith(b"\x89PNG")
     assert sorted(path.name for path in folder.iterdir()) == ["compare.json", "compare.png", "timeline.png"]
 

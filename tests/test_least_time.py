@@ -1,22 +1,23 @@
 """No plan is below the least time: not those of planners, not random ones, not the best of all for tiny batches."""
 
+import dataclasses
 import functools
 import itertools
 
 import jax
 import numpy as np
 import pytest
-from support.costs import KNOWN
+from support.costs import CLUSTER, KNOWN
 from support.plans import compiled_update, random_plan, random_routing
 
 from relibra_jax.cost.batch_time import batch_time
-from relibra_jax.cost.least_time import least_time
+from relibra_jax.cost.least_time import LeastTime, least_time
 from relibra_jax.cost.unit_times import unit_times
 from relibra_jax.node_visits import node_visits
 from relibra_jax.planning.assignment import assign_in_order
 from relibra_jax.planning.planners import PLANNERS
 from relibra_jax.replay import expert_load
-from relibra_jax.types import BatchPlan, Topology, UnitTimes
+from relibra_jax.types import BatchPlan, RoutingReplay, Topology, UnitTimes
 
 DISPATCHES = ("flat", "hierarchical")
 TOLERANCE = 1 + 1e-5  # modelled times are float32
@@ -40,13 +41,18 @@ def routed(seed, *, samples=16, layers=2, top_k=TOP_K, skew=1.2):
     )
 
 
-def seconds(replay, batch_plan, where, dispatch):
-    visits = node_visits(replay, batch_plan, where) if dispatch == "hierarchical" else None
-    return float(batch_time(batch_plan, where, visits=visits, **KNOWN).total)
+SHARED_LINK = {"cluster": dataclasses.replace(CLUSTER, shared_link=True), "scale": 3.0, "recompute": True}
 
 
-def known_cost(dispatch):
-    return unit_times(dispatch=dispatch, **KNOWN)
+def not_below(replay, batch_plan, where, *, across_nodes, **changed):
+    """Hold the bound to the modelled time of a plan, on both paths."""
+    for dispatch in DISPATCHES:
+        visits = node_visits(replay, batch_plan, where) if dispatch == "hierarchical" else None
+        seconds = float(batch_time(batch_plan, where, visits=visits, **KNOWN | changed).total)
+        cost = unit_times(dispatch=dispatch, **KNOWN | changed)
+        assert (
+            0 < least_time(replay, where, cost=cost, across_nodes=across_nodes).total <= seconds * TOLERANCE
+        )
 
 
 @pytest.mark.parametrize(
@@ -60,10 +66,7 @@ def test_no_planner_is_below(name, residents):
         load = expert_load(replay, assignment, num_experts=EXPERTS)
         state = PLANNERS[name].planner.init(where, 2, key=jax.random.key(0))
         plan, _ = compiled_update(name, where)(load, state)
-        for dispatch in DISPATCHES:
-            bound = least_time(replay, where, cost=known_cost(dispatch), across_nodes=across)
-            found = seconds(replay, BatchPlan(assignment, load, plan), where, dispatch)
-            assert 0 < bound.total <= found * TOLERANCE
+        not_below(replay, BatchPlan(assignment, load, plan), where, across_nodes=across)
 
 
 @pytest.mark.parametrize(("nodes", "residents", "across"), [(4, 0, False), (2, 1, False), (2, 1, True)])
@@ -74,11 +77,48 @@ def test_no_random_plan_is_below(nodes, residents, across):
         assignment = assign_in_order(16, where, num_micro_batches=2)
         load = np.asarray(expert_load(replay, assignment, num_experts=EXPERTS))
         plan = random_plan(rng, load, where, across_nodes=across)
-        for dispatch in DISPATCHES:
-            bound = least_time(replay, where, cost=known_cost(dispatch), across_nodes=across)
-            assert (
-                bound.total <= seconds(replay, BatchPlan(assignment, load, plan), where, dispatch) * TOLERANCE
-            )
+        not_below(replay, BatchPlan(assignment, load, plan), where, across_nodes=across)
+        not_below(replay, BatchPlan(assignment, load, plan), where, across_nodes=across, **SHARED_LINK)
+
+
+@pytest.mark.parametrize("dispatch", DISPATCHES)
+def test_what_no_token_needs_to_cross_for(dispatch):
+    """Half of the samples use one half of the experts: nodes can be apart, and the bound is reached."""
+    ids = np.array([[[half, half + 1]] * 4 for half in (0, 2) for _ in range(4)], np.uint8)[:, :, None]
+    replay = RoutingReplay(ids, np.ones(ids.shape[:2], bool))
+    where = Topology(num_nodes=2, ranks_per_node=1, num_experts=4, replica_slots=0)
+    cost = UnitTimes(
+        token=1.0,
+        copy=1.0,
+        crossing=5.0,
+        spread=0.0,
+        move=1.0,
+        push=1.0,
+        hierarchical=dispatch == "hierarchical",
+    )
+    assert least_time(replay, where, cost=cost) == LeastTime(16.0, 32.0, pytest.approx(0.0, abs=1e-9))
+
+
+@pytest.mark.parametrize("dispatch", DISPATCHES)
+@pytest.mark.parametrize("price", [0.01, 0.1, 1.0])
+def test_all_in_one_node_is_a_plan_too(dispatch, price):
+    """Where attention and compute are cheap: all samples beside the only experts that they use, and nothing crosses."""
+    replay = RoutingReplay(np.full((8, 4, 1, 2), [0, 1], np.uint8), np.ones((8, 4), bool))
+    where = Topology(num_nodes=2, ranks_per_node=1, num_experts=4, replica_slots=0)
+    cost = unit_times(dispatch=dispatch, **KNOWN)
+    cost = dataclasses.replace(cost, token=price, copy=price, crossing=1.0, spread=0.0)
+    assert least_time(replay, where, cost=cost).total <= 32 * price + 64 * price + 1e-9
+
+
+def test_a_batch_without_tokens_takes_no_time():
+    replay = RoutingReplay(np.zeros((2, 3, 1, TOP_K), np.uint8), np.zeros((2, 3), bool))
+    assert least_time(replay, topology(), cost=unit_times(**KNOWN)) == LeastTime(0.0, 0.0, 0.0)
+
+
+def test_refuses_a_negative_cost():
+    cost = dataclasses.replace(unit_times(**KNOWN), crossing=-1.0)
+    with pytest.raises(ValueError, match=r"crossing=-1.0 must be at least 0"):
+        least_time(routed(0), topology(), cost=cost)
 
 
 @functools.cache
@@ -143,7 +183,7 @@ PRICES = {
 @pytest.mark.parametrize("dispatch", DISPATCHES)
 @pytest.mark.parametrize("name", TINY)
 def test_below_the_best_of_all(name, dispatch, prices):
-    """And not far: the mean gap is printed, and held."""
+    """And more than half of it; the mean share is printed."""
     sizes = dict(TINY[name])
     nodes, experts, micro_batches = (sizes.pop(part) for part in ("nodes", "experts", "micro_batches"))
     residents = sizes.pop("residents", 0)
@@ -161,6 +201,7 @@ def test_below_the_best_of_all(name, dispatch, prices):
         bound = least_time(replay, where, cost=cost).total
         assert bound <= best * (1 + 1e-6)
         shares.append(bound / best)
+    assert np.mean(shares) > 0.5
     print(
         f"{name}, {dispatch}, {prices}: {np.mean(shares):.0%} of the least time, at worst {min(shares):.0%}"
     )

@@ -13,6 +13,7 @@ from relibra_jax.cli.options import Costs
 from relibra_jax.cli.planner_runs import PlannedBatch
 from relibra_jax.cost.batch_time import BatchTime, balanced_time, batch_time
 from relibra_jax.cost.hardware import CLUSTERS, Cluster
+from relibra_jax.cost.least_time import LeastTime, least_time
 from relibra_jax.cost.memory import RankMemory, check_rank_memory, rank_memory
 from relibra_jax.cost.models import MODELS, Model
 from relibra_jax.cost.step_time import RankTime, rank_time
@@ -22,7 +23,7 @@ from relibra_jax.limits import check_integer, check_positive
 from relibra_jax.node_visits import node_visits
 from relibra_jax.suggestions import suggest_names
 from relibra_jax.traces.trace import Trace
-from relibra_jax.types import Array, Topology, UnitTimes
+from relibra_jax.types import Array, RoutingReplay, Topology, UnitTimes
 
 
 class Crossings(NamedTuple):
@@ -85,6 +86,10 @@ class CostModel(NamedTuple):
     def balanced_time(self, load: Array, topology: Topology) -> BatchTime:
         """The modelled seconds of a perfectly balanced batch with as many tokens."""
         return balanced_time(load, topology, dispatch=self.dispatch, **self.setting(), **self._passes())
+
+    def least_time(self, replay: RoutingReplay, topology: Topology, across_nodes: bool) -> LeastTime:
+        """The modelled seconds that no plan of a batch is below."""
+        return least_time(replay, topology, cost=self.unit_times(), across_nodes=across_nodes)
 
     def visits(self, batch: PlannedBatch, topology: Topology) -> Int[Array, "M L P N"] | None:
         """How often tokens cross between nodes on the hierarchical path; None for the flat one."""

@@ -61,6 +61,11 @@ class Outcome:
     share_of_balanced: float
     """The modelled time of a perfectly balanced batch with uniform routing over this one's; above 1 where fewer tokens
     cross than there."""
+    least_seconds: float
+    """A lower bound of the modelled time over all homes, residents, replicas and assignments of samples
+    (`relibra_jax.cost.least_time`); with replicas on any node if the contender may have them there."""
+    left: float
+    """How far the modelled time is above it: what any plan could still gain, at most."""
     plan_seconds: float
     """The measured time of one batch's plan after compilation, the median of several runs."""
     batches: list[PlannedBatch] = dataclasses.field(repr=False)
@@ -102,12 +107,29 @@ def compare(
         ValueError: if a planner refuses its input, or a plan is not valid.
     """
     outcomes = []
+    measured = batches.replays[batches.history :]
+    least = {
+        across_nodes: float(
+            np.mean([cost_model.least_time(each, topology, across_nodes).total for each in measured])
+        )
+        for across_nodes in {contender.entry.across_nodes for contender in contenders.values()}
+    }
     for name, contender in contenders.items():
         planned, seconds = run_contender(
             contender, batches, topology, cost=cost_model.unit_times(), seed=seed
         )
         across_nodes = contender.entry.across_nodes
-        outcomes.append(_judge(name, planned, seconds, topology, cost_model, across_nodes=across_nodes))
+        outcomes.append(
+            _judge(
+                name,
+                planned,
+                seconds,
+                topology,
+                cost_model,
+                across_nodes=across_nodes,
+                least_seconds=least[across_nodes],
+            )
+        )
         progress(name)
     return outcomes
 
@@ -120,6 +142,7 @@ def _judge(
     cost_model: CostModel,
     *,
     across_nodes: bool,
+    least_seconds: float,
 ) -> Outcome:
     plans = [batch.batch_plan.plan for batch in batches]
     loads = [batch.batch_plan.load for batch in batches]
@@ -167,6 +190,8 @@ def _judge(
         modelled_seconds=modelled,
         modelled_parts=parts,
         share_of_balanced=balanced / len(batches) / modelled if modelled else 1.0,
+        least_seconds=least_seconds,
+        left=modelled / least_seconds - 1 if least_seconds else 0.0,
         plan_seconds=seconds,
         batches=batches,
     )

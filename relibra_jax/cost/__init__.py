@@ -6,6 +6,8 @@
 `copies`           experts that travel: replicas, residents, and those that change home
 `traffic`          what ranks send and receive
 `unit_times`       what one unit of work costs, for planners
+`least_time`       what no plan of a batch is below, however it places experts and samples
+`least_crossings`  what of it crosses between nodes
 `memory`           what a rank holds
 `hardware`         clusters
 `models`           models
