@@ -4,6 +4,7 @@ import dataclasses
 import datetime
 import json
 import platform
+from importlib.metadata import version
 from pathlib import Path
 from typing import Final
 
@@ -11,7 +12,6 @@ import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-import relibra_jax
 from relibra_jax.atomic_write import write_atomically
 from relibra_jax.cli.claims.cells import CellResult, run_cell
 from relibra_jax.cli.claims.figures import draw_planners, draw_sweeps
@@ -128,6 +128,6 @@ def _about(options: Claims, traces: dict[str | None, Trace]) -> dict[str, str]:
     return {
         "command": " ".join(["relibra", "claims", *arguments]),
         "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
-        "versions": f"relibra_jax {relibra_jax.__version__}, jax {jax.__version__}, Python {platform.python_version()}",
+        "versions": f"relibra_jax {version('relibra-jax')}, jax {jax.__version__}, Python {platform.python_version()}",
         "traces": "; ".join(f"{trace.name} ({trace.note or 'recorded'})" for trace in traces.values()),
     }
