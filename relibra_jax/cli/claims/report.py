@@ -172,6 +172,7 @@ def _claims_tables(
             ]
             for claim in claims
         ]
+        lines = [line for line in lines if any(line[2:])]
         head = [f"{here[0].trace}, {ranks} ranks", "published, measured"]
         head += [f"ours, modelled: {cell.model}" for cell in here] + ["ours, measured"] * bool(measured)
         parts.append(_table(head, lines))
