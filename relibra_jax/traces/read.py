@@ -10,6 +10,7 @@ from typing import Final
 from relibra_jax.limits import check_memory
 from relibra_jax.replay_files import load_replay, read_labels, stored_num_experts
 from relibra_jax.suggestions import suggest_names
+from relibra_jax.traces.calibrated import SYNTHETIC, Synthetic, draw_trace
 from relibra_jax.traces.imbalance_benchmark import WORKLOADS, imbalance_benchmark
 from relibra_jax.traces.trace import Trace, make_trace
 
@@ -22,9 +23,14 @@ def _recorded() -> Trace:
         return _read(recorded)
 
 
+def _synthetic(size: Synthetic) -> Trace:
+    return draw_trace(size.calibration, num_experts=size.num_experts, top_k=size.top_k)
+
+
 NAMED_TRACES: Final[dict[str, Callable[[], Trace]]] = {
     "recorded": _recorded,
     **{name: functools.partial(imbalance_benchmark, name) for name in WORKLOADS},
+    **{name: functools.partial(_synthetic, size) for name, size in SYNTHETIC.items()},
 }
 """The traces that have a name, each made when it is asked for."""
 

@@ -56,7 +56,7 @@ def hottest_expert(load: Int[np.ndarray, "L E"]) -> Float[np.ndarray, " L"]:
     return load.max(-1) / load.mean(-1)
 
 
-def load_spread(load: Int[np.ndarray, "L E"]) -> Float[np.ndarray, " L"]:
+def load_spread(load: Int[np.ndarray, "*layers E"]) -> Float[np.ndarray, "*layers"]:
     """The standard deviation of experts' loads over their mean, in each layer.
 
     >>> load_spread(np.array([[3, 1, 3, 1]])).tolist()

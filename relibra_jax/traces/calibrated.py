@@ -1,0 +1,178 @@
+"""Synthetic routing with the unevenness of recorded routing, for sizes of models of which no recording is at hand.
+
+A token draws the top-k, in every layer, of
+
+    popularity of the expert        as uneven as a negative Gumbel variable: few experts are hot, more are hardly used
+  + taste of the sample's topic     normal; samples of one domain share a part of it
+  + factors of the token            a normal vector for each token times one for each expert, of few dimensions: experts
+                                    whose vectors are alike go together
+  + Gumbel noise                    so that each token draws its own experts (the Gumbel top-k trick)
+
+and nothing else: no drift inside a sample, no order of the samples, no link between layers. How large each part is, a
+`Calibration` says, which `relibra_jax.traces.calibrate` fits. Synthetic routing whose unevenness is made up overstates
+what real routing has, up to 2.35 times (DODOCO, arXiv 2605.20982); this one is held to a recording where there is one.
+A calibration holds for one number of experts and one top-k. For larger models, the parts are fitted so that what an
+expert feels is what was recorded: the spread of experts' loads, how it grows as micro-batches shrink, and how often
+tokens use two experts together. That larger models route so is an assumption, which no recording here supports; with
+more experts on each rank, the same spread leaves ranks less uneven.
+"""
+
+import dataclasses
+import math
+from typing import Final, NamedTuple
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from relibra_jax.limits import check_integer, check_memory, check_seed
+from relibra_jax.replay import id_dtype
+from relibra_jax.traces.trace import Trace, make_trace
+from relibra_jax.types import RoutingReplay
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """How uneven routing is, in units of the noise of a token's logits."""
+
+    source: str
+    """What it was fitted to."""
+    popularity: float
+    """The standard deviation of experts' popularity, which all samples share."""
+    topic: float
+    """The standard deviation of what a sample's topic adds to each expert."""
+    domain_share: float
+    """The part of the topics' variance that samples of one domain share, 0 to 1."""
+    domains: int
+    """The number of domains, all equally common."""
+    factors: float
+    """The standard deviation of what a token's factors add to each expert."""
+    dimensions: int
+    """The number of factors: fewer make experts go together more."""
+    lengths: tuple[int, ...]
+    """Tokens of a sample: quantiles in even steps from the shortest to the longest."""
+
+
+GPT_OSS_20B: Final = Calibration(
+    source="352 rollouts of GPT-OSS-20B, 24 layers of 32 experts, top-4",
+    popularity=3.173,
+    topic=5.163,
+    domain_share=0.496,
+    domains=101,
+    factors=10.10,
+    dimensions=2,
+    lengths=(32, 66, 90, 125, 170, 287, 475, 511, 511, 511, 511),
+)
+"""Fitted by `relibra_jax.traces.calibrate.calibrate` to generations recorded in the data set
+GPT-OSS-MoE-ExpertFingerprinting (Apache-2.0), for 32 experts and top-4; a test holds it to them where the recording is
+at hand."""
+
+
+class Synthetic(NamedTuple):
+    """Synthetic routing of one size."""
+
+    calibration: Calibration
+    """Fitted for this size."""
+    num_experts: int
+    """The logical experts of a layer."""
+    top_k: int
+    """The experts of a token."""
+
+
+SYNTHETIC: Final = {
+    "synthetic-32": Synthetic(GPT_OSS_20B, 32, 4),
+    "synthetic-128": Synthetic(
+        dataclasses.replace(GPT_OSS_20B, popularity=1.766, topic=2.949, factors=6.163, dimensions=6), 128, 8
+    ),
+    "synthetic-256": Synthetic(
+        dataclasses.replace(GPT_OSS_20B, popularity=1.082, topic=1.722, factors=4.071, dimensions=12), 256, 8
+    ),
+}
+"""GPT-OSS-20B's routing, and what it would be with more experts: the spread of an expert's load, its growth as
+micro-batches shrink and the lift of pairs are the recorded ones within a tenth (`calibrate` with ``num_experts`` and
+``top_k``; more factors where more experts would otherwise be told apart by how far out their vectors lie)."""
+
+
+def draw_trace(
+    calibration: Calibration,
+    *,
+    samples: int = 1024,
+    num_experts: int = 32,
+    top_k: int = 4,
+    layers: int = 8,
+    seed: int = 0,
+) -> Trace:
+    """Draw a trace.
+
+    Args:
+        calibration: how uneven routing is; fitted for this number of experts and this top-k.
+        samples: the number of samples B.
+        num_experts: the number of logical experts E of a layer.
+        top_k: the number of experts K of a token.
+        layers: the number of MoE layers L, which are drawn independently.
+        seed: the seed of everything that is drawn.
+
+    Returns:
+        The trace, whose note says that it is synthetic and what it was calibrated on.
+
+    Raises:
+        ValueError: if a number is out of its range, or the trace does not fit this machine's memory.
+
+    >>> trace = draw_trace(GPT_OSS_20B, samples=4, layers=2)
+    >>> trace.name, trace.synthetic, trace.replay.expert_ids.shape[2:]
+    ('synthetic-32', True, (2, 4))
+    """
+    for name, value in (("samples", samples), ("layers", layers), ("top_k", top_k)):
+        check_integer(name, value, least=1)
+    check_integer("num_experts", num_experts, least=top_k)
+    check_seed("seed", seed)
+    rng = np.random.default_rng(seed)
+    steps = np.linspace(0, 1, len(calibration.lengths))
+    lengths = np.interp(rng.random(samples), steps, calibration.lengths).round().astype(int)
+    longest, dtype = int(lengths.max()), id_dtype(num_experts)
+    # The padded ids, tastes of samples and domains, and for one sample four arrays of logits at a time.
+    needed = samples * longest * layers * top_k * dtype.itemsize
+    needed += 4 * layers * num_experts * (samples + calibration.domains + 4 * longest)
+    sizes = f"{samples} samples x {longest} tokens x {layers} layers of {num_experts} experts"
+    check_memory(f"drawing {sizes}", needed)
+
+    domain, taste = _tastes(calibration, samples, (layers, num_experts), rng)
+    vectors = rng.standard_normal((layers, calibration.dimensions, num_experts), dtype=np.float32)
+    vectors *= calibration.factors / math.sqrt(calibration.dimensions)
+    expert_ids = np.zeros((samples, longest, layers, top_k), dtype)
+    for sample, length in enumerate(lengths):
+        token = rng.standard_normal((layers, length, calibration.dimensions), dtype=np.float32)
+        # The least of Exp(1) / e^x is drawn like the largest of x + Gumbel noise. The logarithm of 0 would warn.
+        noise = rng.standard_exponential((layers, length, num_experts), dtype=np.float32)
+        keys = np.log(np.maximum(noise, np.finfo(np.float32).tiny, out=noise), out=noise)
+        keys -= token @ vectors
+        keys -= taste[sample, :, None]
+        best = np.argpartition(keys, top_k - 1, axis=-1)[..., :top_k]
+        expert_ids[sample, :length] = best.swapaxes(0, 1)
+    note = f"synthetic, seed {seed}, calibrated on {calibration.source}"
+    return make_trace(
+        RoutingReplay(expert_ids, np.arange(longest) < lengths[:, None]),
+        num_experts,
+        f"synthetic-{num_experts}",
+        note,
+        category=np.array([f"domain {index:03}" for index in domain]),
+        synthetic=True,
+    )
+
+
+def _tastes(
+    calibration: Calibration, samples: int, shape: tuple[int, int], rng: np.random.Generator
+) -> tuple[Int[np.ndarray, " B"], Float[np.ndarray, "B L E"]]:
+    """The domain of every sample, and its logits before factors and noise."""
+    share = calibration.topic * np.sqrt([calibration.domain_share, 1 - calibration.domain_share])
+    domain = rng.integers(calibration.domains, size=samples)
+    of_domain = rng.standard_normal((calibration.domains, *shape), dtype=np.float32) * np.float32(share[0])
+    taste = rng.standard_normal((samples, *shape), dtype=np.float32) * np.float32(share[1])
+    taste += of_domain[domain]
+    taste += calibration.popularity * rng.permuted(np.tile(_popularity(shape[1]), (shape[0], 1)), axis=-1)
+    return domain, taste
+
+
+def _popularity(num_experts: int) -> Float[np.ndarray, " E"]:
+    """Quantiles of a negative Gumbel variable of mean 0 and variance 1: every layer has the same, on other experts."""
+    quantiles = np.log(-np.log1p(-(np.arange(num_experts) + 0.5) / num_experts))
+    return (quantiles + np.euler_gamma) * math.sqrt(6) / math.pi

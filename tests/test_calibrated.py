@@ -1,0 +1,134 @@
+"""Synthetic routing: as uneven as the recording that it was fitted to, and as uneven as it is asked to be."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from relibra_jax.replay import check_replay
+from relibra_jax.traces.calibrate import calibrate, measure_likeness
+from relibra_jax.traces.calibrated import GPT_OSS_20B, SYNTHETIC, draw_trace
+from relibra_jax.traces.read import read_trace
+from relibra_jax.traces.statistics import count_load, load_spread, pair_lift
+from relibra_jax.traces.trace import make_trace
+from relibra_jax.types import RoutingReplay
+
+
+@pytest.fixture(scope="module")
+def recorded(shared):
+    return read_trace(shared / "traces" / "gptoss20b_rollouts.npz")
+
+
+def close(drawn, target):
+    """Imbalance within 5%; within 10% what it is above 1, and the skew of experts; within 15% what changes slowly."""
+    np.testing.assert_allclose(drawn.imbalance, target.imbalance, rtol=0.05)
+    np.testing.assert_allclose(drawn.imbalance - 1, target.imbalance - 1, rtol=0.1)
+    np.testing.assert_allclose(drawn.spread, target.spread, rtol=0.1)
+    np.testing.assert_allclose(drawn.hottest, target.hottest, rtol=0.1)
+    np.testing.assert_allclose(drawn.lift - 1, target.lift - 1, rtol=0.1)
+    np.testing.assert_allclose(drawn.churn, target.churn, rtol=0.15)
+    np.testing.assert_allclose(1 - drawn.correlation, 1 - target.correlation, rtol=0.15)
+    growth = target.imbalance[-1] - target.imbalance[0]
+    np.testing.assert_allclose(drawn.imbalance[-1] - drawn.imbalance[0], growth, rtol=0.15)
+
+
+def test_gpt_oss_is_as_uneven_as_its_recording(recorded):
+    """As many samples and layers, with a seed other than that of the fit."""
+    samples, _, layers, _ = recorded.replay.expert_ids.shape
+    drawn = draw_trace(GPT_OSS_20B, samples=samples, layers=layers, seed=1)
+    close(measure_likeness(drawn), measure_likeness(recorded))
+    lengths = [trace.replay.mask.sum(1) for trace in (drawn, recorded)]
+    np.testing.assert_allclose(*[length.mean() for length in lengths], rtol=0.1)
+    assert lengths[0].max() == lengths[1].max()
+
+
+@pytest.mark.slow
+def test_the_fit_can_be_repeated(recorded):
+    fitted = calibrate(recorded)
+    assert fitted.lengths == GPT_OSS_20B.lengths
+    for field in ("popularity", "topic", "factors", "domain_share", "domains"):
+        np.testing.assert_allclose(getattr(fitted, field), getattr(GPT_OSS_20B, field), rtol=0.02)
+
+
+@pytest.mark.parametrize("name", SYNTHETIC)
+def test_wider_models_keep_the_spread_of_an_expert(name):
+    """And how often experts go together: those of the recording, 0.72 and 1.87."""
+    wide = SYNTHETIC[name]
+    trace = draw_trace(
+        wide.calibration, samples=96, num_experts=wide.num_experts, top_k=wide.top_k, layers=4, seed=1
+    )
+    check_replay(trace.replay, num_experts=wide.num_experts)
+    load = count_load(trace.replay, wide.num_experts).sum(0)
+    np.testing.assert_allclose(load_spread(load).mean(), 0.72, rtol=0.15)
+    np.testing.assert_allclose(pair_lift(trace.replay, wide.num_experts).mean.mean(), 1.87, rtol=0.15)
+
+
+def test_a_calibration_is_found_again():
+    """What is fitted to a drawn trace draws traces like it."""
+    truth = dataclasses.replace(
+        GPT_OSS_20B, popularity=1.0, topic=2.0, factors=4.0, domains=16, lengths=(40, 60, 80)
+    )
+    trace = draw_trace(truth, samples=160, num_experts=16, top_k=2, layers=6, seed=5)
+    fitted = calibrate(trace, rounds=8)
+    drawn = draw_trace(fitted, samples=160, num_experts=16, top_k=2, layers=6, seed=6)
+    one, other = measure_likeness(drawn), measure_likeness(trace)
+    np.testing.assert_allclose(one.imbalance, other.imbalance, rtol=0.1)
+    np.testing.assert_allclose(one.lift, other.lift, rtol=0.1)
+    assert fitted.domain_share == pytest.approx(truth.domain_share, abs=0.15)
+    assert fitted.domains == pytest.approx(16, abs=2)
+    assert (fitted.lengths[0], fitted.lengths[-1]) == pytest.approx((40, 80), abs=1)
+
+
+@pytest.mark.parametrize(
+    ("part", "measure"),
+    [
+        ("popularity", lambda likeness: likeness.imbalance[0]),
+        ("topic", lambda likeness: likeness.imbalance[-1] - likeness.imbalance[0]),
+        ("topic", lambda likeness: likeness.churn),
+        ("factors", lambda likeness: likeness.lift),
+    ],
+    ids=["imbalance", "growth", "churn", "lift"],
+)
+def test_each_part_answers_for_its_measure(part, measure):
+    small = {"samples": 64, "num_experts": 32, "layers": 4, "seed": 0}
+    base = dataclasses.replace(GPT_OSS_20B, popularity=1.0, topic=1.0, factors=1.0, lengths=(64, 64))
+    more = dataclasses.replace(base, **{part: 4.0})
+    assert measure(measure_likeness(draw_trace(more, **small))) > measure(
+        measure_likeness(draw_trace(base, **small))
+    )
+
+
+def test_a_name_stands_for_a_size():
+    """1,024 samples, as in a training batch."""
+    trace = read_trace("synthetic-32")
+    assert trace.replay.expert_ids.shape == (1024, 511, 8, 4)
+    assert list(SYNTHETIC) == ["synthetic-32", "synthetic-128", "synthetic-256"]
+
+
+def test_traces_say_that_they_are_synthetic():
+    trace = draw_trace(GPT_OSS_20B, samples=40, layers=1, seed=3)
+    assert trace.synthetic
+    assert trace.note == f"synthetic, seed 3, calibrated on {GPT_OSS_20B.source}"
+    assert len(trace.domain) == 40
+    assert len(trace.domains) == len(set(trace.domain)) > 20
+    again, other = (draw_trace(GPT_OSS_20B, samples=40, layers=1, seed=seed) for seed in (3, 4))
+    np.testing.assert_array_equal(trace.replay.expert_ids, again.replay.expert_ids)
+    assert trace.replay.mask.sum() != other.replay.mask.sum()
+
+
+def test_what_cannot_be_drawn_or_measured(monkeypatch):
+    for given, message in (
+        ({"samples": 0}, "samples=0 must be an integer of at least 1"),
+        ({"num_experts": 3}, "num_experts=3 must be an integer of at least 4"),
+        ({"seed": -1}, "seed=-1 must be an integer of at least 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            draw_trace(GPT_OSS_20B, **given)
+    few = make_trace(RoutingReplay(np.zeros((40, 1, 1, 1), np.uint8), np.ones((40, 1), bool)), 8, "few")
+    with pytest.raises(
+        ValueError, match="few has 40 samples with tokens of top-1 of 8 experts; to be measured"
+    ):
+        measure_likeness(few)
+    monkeypatch.setattr("relibra_jax.limits.machine_memory", lambda: 2**20)
+    with pytest.raises(ValueError, match=r"drawing 1024 samples x \d+ tokens x 8 layers of 32 experts needs"):
+        draw_trace(GPT_OSS_20B)
