@@ -41,11 +41,11 @@ def feplb(*, dynamic: int = 4, min_tokens: int = 1) -> Planner:
         ValueError: if ``dynamic`` is not an integer of at least 0, or ``min_tokens`` not one of at least 1.
 
     >>> topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=4, replica_slots=1)
-    >>> load = jnp.array([[[[[60, 50, 6, 4], [0, 0, 0, 0]]], [[[10, 20, 70, 50], [0, 0, 0, 0]]]]])
+    >>> load = jnp.array([[[[[60, 50, 6, 4], [0, 0, 0, 0]]]], [[[[10, 20, 70, 50], [0, 0, 0, 0]]]]])
     >>> planner = feplb()
-    >>> plan, _ = planner.update(load, planner.init(topology, 2), topology)
+    >>> plan, _ = planner.update(load, planner.init(topology, 1), topology)
     >>> plan.quota.sum(-1).tolist()
-    [[[[64, 56]], [[80, 70]]]]
+    [[[[56, 64]]], [[[80, 70]]]]
     """
     check_integer("dynamic", dynamic, least=0)
     check_integer("min_tokens", min_tokens, least=1)

@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 
 from relibra_jax.plan import home_layout
 from relibra_jax.planning.baselines.eplb import pack_homes
-from relibra_jax.types import EMPTY, Topology
+from relibra_jax.types import EMPTY, Array, Topology
 
 
 class KeptHomes(NamedTuple):
@@ -49,7 +49,7 @@ def kept_homes(load: Int[jax.Array, "M L E"], state: KeptHomes, topology: Topolo
 
 
 def summed_tops(
-    load: Int[jax.Array, "M L E"], home: Int[jax.Array, "L E"], topology: Topology
+    load: Int[jax.Array, "M L E"], home: Int[Array, "L E"], topology: Topology
 ) -> Float[jax.Array, " L"]:
     """The largest rank load of homes alone, summed over micro-batches: what time feels of them.
 
