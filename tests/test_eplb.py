@@ -146,3 +146,26 @@ def test_micro_batch_history_lags_by_one():
     copied = np.asarray(plan.slot_expert[1, 0, 0, :, topology.held_slots :])
     assert 0 in copied, "the second micro-batch copies what was hot in the first"
     assert 3 not in copied
+
+
+def test_kept_homes_stay_where_the_first_known_batch_has_put_them():
+    """With history that is the second batch: nothing is known before the first."""
+    topology = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=1)
+    loads = [
+        jnp.asarray(np.random.default_rng(seed).integers(1, 99, (2, 3, 2, 2, 8)), jnp.int32)
+        for seed in range(4)
+    ]
+    for seen, known_from in (("true", 0), ("history", 1)):
+        planner, repacked = (eplb(loads=seen, keep_homes=keep) for keep in (True, False))
+        states = [each.init(topology, 3, key=jax.random.key(0)) for each in (planner, repacked)]
+        homes = []
+        for load in loads:
+            (kept, after), (fresh, again) = (
+                planner.update(load, states[0], topology),
+                repacked.update(load, states[1], topology),
+            )
+            states = [after, again]
+            homes.append((kept.home, fresh.home))
+        first = homes[known_from][1]
+        assert all((kept == first).all() for kept, _ in homes[known_from:])
+        assert any((fresh != first).any() for _, fresh in homes[known_from:])

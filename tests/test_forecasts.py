@@ -190,7 +190,7 @@ def test_transitions_of_the_batch_reach_planners_that_take_them(replay, counts):
     for function, micro_batches in ((plan_batch, 2), (plan_stages, (1, 2))):
         options = {"planner": planner, "topology": TOPOLOGY, "num_micro_batches": micro_batches}
         _, after = jax.jit(functools.partial(function, **options))(replay, state=state)
-        chex.assert_trees_all_equal(after.counts, counts.across_layers)
+        chex.assert_trees_all_equal(after.seen.counts, counts.across_layers)
 
 
 def test_transitions_are_counted_for_nobody_else(replay):
@@ -204,8 +204,10 @@ def test_rows_say_how_they_expect_loads():
         assert entry.foresight == (entry.forecast == "true"), name
         assert takes(entry.planner.update, "transitions") == (entry.forecast in TABLES), name
         if not entry.foresight:
-            states = (each.init(TOPOLOGY, 2, key=None) for each in (entry.planner, FORECASTS[entry.forecast]))
-            chex.assert_trees_all_equal_shapes(*states)
+            state, seen = (
+                each.init(TOPOLOGY, 2, key=None) for each in (entry.planner, FORECASTS[entry.forecast])
+            )
+            chex.assert_trees_all_equal_shapes(state.seen, seen)
 
 
 def moving_load(seed):

@@ -44,26 +44,26 @@ class PlannerEntry:
 PLANNERS: dict[str, PlannerEntry] = {
     "static": PlannerEntry(planner=static(), summary="Megatron-LM: contiguous placement, no replicas"),
     "eplb_history": PlannerEntry(
-        planner=eplb(loads="history", scope="batch"),
+        planner=eplb(loads="history", scope="batch", keep_homes=True),
         summary="EPLB from the batch before",
         foresight=False,
         forecast="history",
         scope="batch",
     ),
     "eplb_mean": PlannerEntry(
-        planner=eplb(loads="mean"),
+        planner=eplb(loads="mean", keep_homes=True),
         summary="EPLB from the mean of all micro-batches before",
         foresight=False,
         forecast="mean",
     ),
     "eplb_average": PlannerEntry(
-        planner=eplb(loads="average"),
+        planner=eplb(loads="average", keep_homes=True),
         summary="EPLB from the exponential average of the micro-batches before",
         foresight=False,
         forecast="average",
     ),
     "eplb_next_token": PlannerEntry(
-        planner=eplb(loads="next_token"),
+        planner=eplb(loads="next_token", keep_homes=True),
         summary="EPLB from the experts of the token before each token",
         foresight=False,
         forecast="next_token",
@@ -76,20 +76,32 @@ PLANNERS: dict[str, PlannerEntry] = {
         reconstruction=True,
     ),
     "eplb_batch": PlannerEntry(
-        planner=eplb(scope="batch"), summary="EPLB from the batch's true loads", scope="batch"
+        planner=eplb(scope="batch", keep_homes=True),
+        summary="EPLB from the batch's true loads",
+        scope="batch",
     ),
-    "eplb": PlannerEntry(planner=eplb(), summary="EPLB from each micro-batch's true loads (EPLB+)"),
+    "eplb": PlannerEntry(
+        planner=eplb(keep_homes=True),
+        summary="EPLB from each micro-batch's true loads (EPLB+), homes of the first batch kept",
+    ),
+    "eplb_repacked": PlannerEntry(planner=eplb(), summary="the same, homes packed anew in every batch"),
     "eplb_global": PlannerEntry(
-        planner=eplb(across_nodes=True), summary="the same, nodes ignored", across_nodes=True
+        planner=eplb(across_nodes=True, keep_homes=True),
+        summary="EPLB+, homes kept, nodes ignored",
+        across_nodes=True,
     ),
     "lplb_history": PlannerEntry(
-        planner=lplb(loads="history", scope="batch"),
+        planner=lplb(loads="history", scope="batch", keep_homes=True),
         summary="LPLB placed from the batch before, split from true loads",
         foresight=False,
         forecast="history",
         scope="batch",
     ),
-    "lplb": PlannerEntry(planner=lplb(), summary="LPLB from each micro-batch's true loads (LPLB+)"),
+    "lplb": PlannerEntry(
+        planner=lplb(keep_homes=True),
+        summary="LPLB from each micro-batch's true loads (LPLB+), homes of the first batch kept",
+    ),
+    "lplb_repacked": PlannerEntry(planner=lplb(), summary="the same, homes packed anew in every batch"),
     "ultraep": PlannerEntry(
         planner=ultraep(tolerance=0.0, min_tokens=None),
         summary="UltraEP: contiguous placement, ranks spilled to the smallest threshold",

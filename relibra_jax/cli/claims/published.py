@@ -181,6 +181,26 @@ CLAIMS: Final[Mapping[str, Sequence[Claim]]] = {
             _of_balanced("foremoe"),
         ),
     ),
+    "Other papers, on their own traces and clusters": (
+        Claim(
+            "UltraEP over static (arXiv 2606.04101)",
+            "1.42x",
+            None,
+            ("static", "ultraep"),
+            _times("static", "ultraep"),
+        ),
+        Claim("UltraEP, share of the balanced run", "94.3%", None, ("ultraep",), _of_balanced("ultraep")),
+        Claim(
+            "LAER-MoE over its baselines (arXiv 2602.11686)",
+            "up to 1.69x",
+            None,
+            ("static", "laer"),
+            _times("static", "laer"),
+        ),
+        Claim("LLEP, share of the balanced run", "", None, ("llep",), _of_balanced("llep")),
+        Claim("MoonEP, share of the balanced run", "", None, ("moonep",), _of_balanced("moonep")),
+        Claim("FEPLB, share of the balanced run", "", None, ("feplb",), _of_balanced("feplb")),
+    ),
     "Ours, beyond the papers": (
         Claim("samples assigned: share of the balanced run", "", None, (ASSIGNED,), _of_balanced(ASSIGNED)),
         Claim(

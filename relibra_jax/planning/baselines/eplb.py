@@ -121,6 +121,7 @@ def eplb(
     scope: str = "micro_batch",
     across_nodes: bool = False,
     expert_groups: int | None = None,
+    keep_homes: bool = False,
 ) -> Planner:
     """EPLB as a planner with fixed homes: its packing gives the homes, its copying rule fills replica slots.
 
@@ -138,9 +139,11 @@ def eplb(
             are packed to nodes first and replicas stay in their home's node (its hierarchical policy).
         expert_groups: into how many groups of neighbouring experts, each of which stays in one node, the experts are
             divided; every expert is a group of its own when None.
+        keep_homes: whether homes stay where the first batch has put them. Packing moves nearly every expert; it pays
+            only where loads change more from batch to batch than within one.
 
     Returns:
-        A Planner whose state is that of the forecast.
+        A Planner whose state is a PlacedState.
 
     Raises:
         ValueError: if an option is unknown, or ``expert_groups`` does not divide over the nodes.
@@ -153,7 +156,7 @@ def eplb(
     [[[[57, 43]]]]
     """
 
-    def plan(load, for_homes, expected, topology: Topology) -> Plan:
+    def pack(for_homes, topology: Topology) -> Array:
         groups = topology.num_experts if expert_groups is None else expert_groups
         nodes = topology.num_nodes
         if not across_nodes and (groups < 1 or groups % nodes or topology.num_experts % groups):
@@ -162,11 +165,13 @@ def eplb(
                 f" and be a multiple of num_nodes={nodes}"
             )
         groups, nodes = (1, 1) if across_nodes else (groups, nodes)
-        home = pack_homes(for_homes, topology, num_groups=groups, num_nodes=nodes)
+        return pack_homes(for_homes, topology, num_groups=groups, num_nodes=nodes)
+
+    def fill(load, expected, home, topology: Topology) -> Plan:
         rule = functools.partial(copy_evenly, replica_slots=topology.replica_slots)
         return plan_per_node(rule, load, expected, home, topology, across_nodes=across_nodes)
 
-    return plan_expected(plan, loads=loads, scope=scope)
+    return plan_expected(pack, fill, loads=loads, scope=scope, keep_homes=keep_homes)
 
 
 def copy_evenly(

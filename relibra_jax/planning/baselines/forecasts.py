@@ -13,12 +13,12 @@ from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Float, Num
+from jaxtyping import Float, Int, Num
 
 from relibra_jax.plan import expert_totals
 from relibra_jax.plan_check import check_load
 from relibra_jax.planning.extra_args import taken_by, takes
-from relibra_jax.types import Plan, Planner, Topology, Transitions
+from relibra_jax.types import EMPTY, Array, Plan, Planner, Topology, Transitions
 
 SCOPES: Final = ("batch", "micro_batch")
 
@@ -210,16 +210,30 @@ def expect_loads(
     return for_homes, for_homes[None] if scope == "batch" else expected, state
 
 
-def plan_expected(plan: Callable[..., Plan], *, loads: str, scope: str) -> Planner:
-    """A planner that chooses by what a forecast expects.
+class PlacedState(NamedTuple):
+    """State of the planners that place and copy by what a forecast expects."""
+
+    seen: Any
+    """The state of the forecast."""
+    home: Int[jax.Array, "L E"]
+    """Flat home slot of each expert in the batch before; EMPTY in a layer of which nothing was known."""
+
+
+def plan_expected(
+    pack: Callable[..., Array], fill: Callable[..., Plan], *, loads: str, scope: str, keep_homes: bool
+) -> Planner:
+    """A planner that places and copies by what a forecast expects.
 
     Args:
-        plan: ``(load[M L E], for_homes[L E], expected[#M L E], topology) -> Plan``; ``load`` is what quotas sum to.
+        pack: ``(for_homes[L E], topology) -> home[L E]``.
+        fill: ``(load[M L E], expected[#M L E], home[L E], topology) -> Plan``; ``load`` is what quotas sum to.
         loads: a name of `FORECASTS`.
         scope: how often replicas are chosen: once a ``batch``, or anew for every ``micro_batch``.
+        keep_homes: whether homes stay where the first batch of which something is expected has put them; otherwise
+            they are packed anew in every batch.
 
     Returns:
-        A Planner whose state is that of the forecast. It names ``transitions`` if the forecast does.
+        A Planner whose state is a PlacedState. It names ``transitions`` if the forecast does.
 
     Raises:
         ValueError: if ``loads`` or ``scope`` is unknown.
@@ -229,13 +243,24 @@ def plan_expected(plan: Callable[..., Plan], *, loads: str, scope: str) -> Plann
             raise ValueError(f"{name}={value!r} must be one of {', '.join(options)}")
     forecast = FORECASTS[loads]
 
+    def init(topology: Topology, num_layers: int, *, key: jax.Array | None = None) -> PlacedState:
+        nowhere = jnp.full((num_layers, topology.num_experts), EMPTY, jnp.int32)
+        return PlacedState(forecast.init(topology, num_layers, key=key), nowhere)
+
     def update_told(load, state, topology: Topology, *, transitions: Transitions | None = None):
         check_load(load, topology)
         load = expert_totals(load)
-        for_homes, expected, state = expect_loads(forecast, load, state, scope=scope, transitions=transitions)
-        return plan(load, for_homes, expected, topology), state
+        for_homes, expected, seen = expect_loads(
+            forecast, load, state.seen, scope=scope, transitions=transitions
+        )
+        home = pack(for_homes, topology)
+        if keep_homes:
+            home = jnp.where(state.home == EMPTY, home, state.home)
+        unknown = (for_homes.sum(-1) == 0) & (state.home[:, 0] == EMPTY)
+        after = jnp.where(unknown[:, None], EMPTY, home)
+        return fill(load, expected, home, topology), PlacedState(seen, after)
 
     def update(load, state, topology: Topology):
         return update_told(load, state, topology)
 
-    return Planner(forecast.init, update_told if takes(forecast.update, "transitions") else update)
+    return Planner(init, update_told if takes(forecast.update, "transitions") else update)

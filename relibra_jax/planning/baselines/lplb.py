@@ -22,7 +22,7 @@ from relibra_jax.planning.baselines.eplb import pack_homes
 from relibra_jax.planning.baselines.forecasts import plan_expected
 from relibra_jax.planning.baselines.graphs import graph_edges
 from relibra_jax.planning.per_node import merge_copies, plan_per_node
-from relibra_jax.types import EMPTY, Plan, Planner, Topology
+from relibra_jax.types import EMPTY, Array, Plan, Planner, Topology
 
 STEPS = 14  # the largest rank load is then within 0.1% of the optimum (tests/test_lplb.py)
 
@@ -100,6 +100,7 @@ def lplb(
     loads: str = "true",
     scope: str = "micro_batch",
     across_nodes: bool = False,
+    keep_homes: bool = False,
 ) -> Planner:
     """LPLB as a planner: homes by EPLB's packing, copies along a fixed graph, a linear program for the split.
 
@@ -113,22 +114,26 @@ def lplb(
             `relibra_jax.planning.baselines.forecasts.FORECASTS` expects, for example ``history``.
         scope: how often the copied experts are chosen: once a ``batch``, or anew for every ``micro_batch``.
         across_nodes: whether one graph joins all ranks, instead of one in each node.
+        keep_homes: whether homes stay where the first batch has put them. Packing moves nearly every expert; it pays
+            only where loads change more from batch to batch than within one.
 
     Returns:
-        A Planner whose state is that of the forecast.
+        A Planner whose state is a PlacedState.
 
     Raises:
         ValueError: if an option is unknown, or the graph is for another number of ranks.
     """
 
-    def plan(load, for_homes, expected, topology: Topology) -> Plan:
-        home = pack_homes(for_homes, topology, num_groups=topology.num_experts, num_nodes=topology.num_nodes)
+    def pack(for_homes, topology: Topology) -> Array:
+        return pack_homes(for_homes, topology, num_groups=topology.num_experts, num_nodes=topology.num_nodes)
+
+    def fill(load, expected, home, topology: Topology) -> Plan:
         # Under vmap a loop: linear algebra over more batches sums in another order, and a last digit can move a token.
         # Processes that plan together and alone would disagree.
         split = functools.partial(_split, topology=topology, graph=graph, across_nodes=across_nodes)
         return jax.custom_batching.sequential_vmap(split)(load, expected, home)
 
-    return plan_expected(plan, loads=loads, scope=scope)
+    return plan_expected(pack, fill, loads=loads, scope=scope, keep_homes=keep_homes)
 
 
 @functools.partial(jax.jit, static_argnames=("topology", "graph", "across_nodes"))

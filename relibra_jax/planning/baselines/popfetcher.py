@@ -15,6 +15,7 @@ Homes stay where Megatron-LM puts them.
 
 import functools
 
+import jax
 import jax.numpy as jnp
 
 from relibra_jax.planning.baselines.eplb import copy_evenly
@@ -31,7 +32,7 @@ def popfetcher() -> Planner:
     `relibra_jax.planning.baselines.forecasts.FORECASTS` under ``across_layers``.
 
     Returns:
-        A Planner whose state is a ChainHistory. Without ``transitions`` it expects the mean of the batch before.
+        A Planner whose state is a PlacedState. Without ``transitions`` it expects the mean of the batch before.
 
     >>> import jax
     >>> topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=4, replica_slots=1)
@@ -42,9 +43,11 @@ def popfetcher() -> Planner:
     ([[[[90, 10]]]], [[[[63, 37]]]])
     """
 
-    def plan(load, for_homes, expected, topology: Topology) -> Plan:
-        home = jnp.broadcast_to(jnp.arange(topology.num_experts, dtype=jnp.int32), for_homes.shape)
+    def pack(for_homes, topology: Topology) -> jax.Array:
+        return jnp.broadcast_to(jnp.arange(topology.num_experts, dtype=jnp.int32), for_homes.shape)
+
+    def fill(load, expected, home, topology: Topology) -> Plan:
         rule = functools.partial(copy_evenly, replica_slots=topology.replica_slots)
         return plan_per_node(rule, load, expected, home, topology)
 
-    return plan_expected(plan, loads="across_layers", scope="micro_batch")
+    return plan_expected(pack, fill, loads="across_layers", scope="micro_batch", keep_homes=True)
