@@ -159,8 +159,7 @@ def imbalance_benchmark(
         pool = np.isin(np.arange(num_experts), workload.pool(step, experts))
         if pool.sum() < top_k:
             raise ValueError(f"{name}: top-{top_k} needs more than the {pool.sum()} experts that get tokens")
-        hot_token = np.arange(step_mask.shape[1]) % 4 < workload.hot_quarters
-        expert_ids[step] = _draw((*step_mask.shape, layers), pool, hot_token, top_k, rng)
+        expert_ids[step] = _draw((*step_mask.shape, layers), pool, workload.hot_quarters, top_k, rng)
     replay = RoutingReplay(
         expert_ids.reshape(-1, *expert_ids.shape[2:]),
         np.tile(step_mask, (steps, 1)),
@@ -183,13 +182,14 @@ def _in_turn(mask: Bool[np.ndarray, "b T"], top_k: int, num_experts: int) -> Int
 
 
 def _draw(
-    shape: tuple[int, ...],
+    shape: tuple[int, int, int],
     pool: Bool[np.ndarray, " E"],
-    hot_token: Bool[np.ndarray, " T"],
+    hot_quarters: int,
     top_k: int,
     rng: np.random.Generator,
 ) -> Int[np.ndarray, "b T L K"]:
-    """K different experts for every token, of the pool for hot ones, else of all."""
+    """K different experts for every token of shape ``[b, T, L]``, of the pool for hot ones, else of all."""
+    hot_token = np.arange(shape[1]) % 4 < hot_quarters
     keys = rng.random((*shape, len(pool)), dtype=np.float32)
     # Every expert outside the pool comes behind every one in it.
     keys += 2 * (hot_token[None, :, None, None] & ~pool)
