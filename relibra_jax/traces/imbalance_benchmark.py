@@ -148,8 +148,9 @@ def imbalance_benchmark(
         lengths = _ragged(samples_per_step, tokens_per_sample)
     step_mask = np.arange(lengths.max()) < lengths[:, None]
     sizes = f"{steps * samples_per_step} samples x {lengths.max()} tokens x {layers} layers"
-    draws = 4 * step_mask.size * layers * num_experts
-    check_memory(f"{name}: {sizes}", 2 * draws + steps * step_mask.size * layers * top_k)
+    # The ids, and for one step a key of float32 and an index of int64 for every expert.
+    ids = steps * top_k * id_dtype(num_experts).itemsize
+    check_memory(f"{name}: {sizes}", step_mask.size * layers * (ids + 12 * num_experts))
     rng, experts = np.random.default_rng(seed), Experts(num_experts, hot, seed)
     expert_ids = np.empty((steps, *step_mask.shape, layers, top_k), id_dtype(num_experts))
     for step in range(steps):
