@@ -58,6 +58,7 @@ def test_wider_models_keep_the_spread_of_an_expert(name):
         wide.calibration, samples=96, num_experts=wide.num_experts, top_k=wide.top_k, layers=4, seed=1
     )
     check_replay(trace.replay, num_experts=wide.num_experts)
+    assert ("by assumption" in trace.note) == (wide.num_experts > 32)
     load = count_load(trace.replay, wide.num_experts).sum(0)
     np.testing.assert_allclose(load_spread(load).mean(), 0.72, rtol=0.15)
     np.testing.assert_allclose(pair_lift(trace.replay, wide.num_experts).mean.mean(), 1.87, rtol=0.15)

@@ -121,3 +121,9 @@ def test_sizes_are_free():
 def test_what_cannot_be_drawn(given, message):
     with pytest.raises(ValueError, match=message):
         imbalance_benchmark(**given)
+
+
+def test_memory_is_counted_before_it_is_taken(monkeypatch):
+    monkeypatch.setattr("relibra_jax.limits.machine_memory", lambda: 2**20)
+    with pytest.raises(ValueError, match="W1: 768 samples x 64 tokens x 4 layers needs 1 GiB of memory"):
+        imbalance_benchmark("W1")

@@ -78,14 +78,24 @@ class Synthetic(NamedTuple):
     """The experts of a token."""
 
 
+def _scaled(
+    num_experts: int, *, popularity: float, topic: float, factors: float, dimensions: int
+) -> Synthetic:
+    calibration = dataclasses.replace(
+        GPT_OSS_20B,
+        source=f"{GPT_OSS_20B.source}, and scaled to {num_experts} experts, top-8, by assumption",
+        popularity=popularity,
+        topic=topic,
+        factors=factors,
+        dimensions=dimensions,
+    )
+    return Synthetic(calibration, num_experts, 8)
+
+
 SYNTHETIC: Final = {
     "synthetic-32": Synthetic(GPT_OSS_20B, 32, 4),
-    "synthetic-128": Synthetic(
-        dataclasses.replace(GPT_OSS_20B, popularity=1.766, topic=2.949, factors=6.163, dimensions=6), 128, 8
-    ),
-    "synthetic-256": Synthetic(
-        dataclasses.replace(GPT_OSS_20B, popularity=1.082, topic=1.722, factors=4.071, dimensions=12), 256, 8
-    ),
+    "synthetic-128": _scaled(128, popularity=1.766, topic=2.949, factors=6.163, dimensions=6),
+    "synthetic-256": _scaled(256, popularity=1.082, topic=1.722, factors=4.071, dimensions=12),
 }
 """GPT-OSS-20B's routing, and what it would be with more experts: the spread of an expert's load, its growth as
 micro-batches shrink and the lift of pairs are the recorded ones within a tenth (`calibrate` with ``num_experts`` and

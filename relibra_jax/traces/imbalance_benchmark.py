@@ -148,8 +148,9 @@ def imbalance_benchmark(
         lengths = _ragged(samples_per_step, tokens_per_sample)
     step_mask = np.arange(lengths.max()) < lengths[:, None]
     sizes = f"{steps * samples_per_step} samples x {lengths.max()} tokens x {layers} layers"
-    draws = 4 * step_mask.size * layers * num_experts
-    check_memory(f"{name}: {sizes}", 2 * draws + steps * step_mask.size * layers * top_k)
+    # The ids, and for one step a key of float32 and an index of int64 for every expert.
+    ids = steps * top_k * id_dtype(num_experts).itemsize
+    check_memory(f"{name}: {sizes}", step_mask.size * layers * (ids + 12 * num_experts))
     rng, experts = np.random.default_rng(seed), Experts(num_experts, hot, seed)
     expert_ids = np.empty((steps, *step_mask.shape, layers, top_k), id_dtype(num_experts))
     for step in range(steps):
@@ -159,8 +160,7 @@ def imbalance_benchmark(
         pool = np.isin(np.arange(num_experts), workload.pool(step, experts))
         if pool.sum() < top_k:
             raise ValueError(f"{name}: top-{top_k} needs more than the {pool.sum()} experts that get tokens")
-        hot_token = np.arange(step_mask.shape[1]) % 4 < workload.hot_quarters
-        expert_ids[step] = _draw((*step_mask.shape, layers), pool, hot_token, top_k, rng)
+        expert_ids[step] = _draw((*step_mask.shape, layers), pool, workload.hot_quarters, top_k, rng)
     replay = RoutingReplay(
         expert_ids.reshape(-1, *expert_ids.shape[2:]),
         np.tile(step_mask, (steps, 1)),
@@ -183,13 +183,14 @@ def _in_turn(mask: Bool[np.ndarray, "b T"], top_k: int, num_experts: int) -> Int
 
 
 def _draw(
-    shape: tuple[int, ...],
+    shape: tuple[int, int, int],
     pool: Bool[np.ndarray, " E"],
-    hot_token: Bool[np.ndarray, " T"],
+    hot_quarters: int,
     top_k: int,
     rng: np.random.Generator,
 ) -> Int[np.ndarray, "b T L K"]:
-    """K different experts for every token, of the pool for hot ones, else of all."""
+    """K different experts for every token of shape ``[b, T, L]``, of the pool for hot ones, else of all."""
+    hot_token = np.arange(shape[1]) % 4 < hot_quarters
     keys = rng.random((*shape, len(pool)), dtype=np.float32)
     # Every expert outside the pool comes behind every one in it.
     keys += 2 * (hot_token[None, :, None, None] & ~pool)
