@@ -18,7 +18,9 @@ def suggest_names(name: str, *tables: Iterable[str]) -> str:
     >>> suggest_names("relibre", ["static", "relibra"])
     '; did you mean relibra?'
     """
-    return did_you_mean(difflib.get_close_matches(name, itertools.chain(*tables), n=3))
+    names = {known.casefold(): known for known in itertools.chain(*tables)}
+    near = difflib.get_close_matches(name.casefold(), names, n=3)
+    return did_you_mean(names[each] for each in near)
 
 
 def did_you_mean(names: Iterable[str]) -> str:
