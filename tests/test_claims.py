@@ -5,11 +5,13 @@ from pathlib import Path
 
 import pytest
 
+from relibra_jax.cli.claims.behind import behind
 from relibra_jax.cli.claims.cells import Cell, CellResult, run_cell
 from relibra_jax.cli.claims.measured import Measurement, read_measured
 from relibra_jax.cli.claims.own_loads import OwnLoad, plan_loads, skewed_ranks
 from relibra_jax.cli.claims.published import CLAIMS, ours_of
-from relibra_jax.cli.claims.report import Results, behind, write_report
+from relibra_jax.cli.claims.report import write_report
+from relibra_jax.cli.claims.results import Results
 from relibra_jax.cli.claims.rows import HEADLINE, WITH_ALL, contenders
 from relibra_jax.cli.claims.settings import SYNTHETIC, full_studies, quick_studies
 from relibra_jax.cli.main import main
@@ -80,7 +82,7 @@ def cell_of(rows, *, synthetic=False, model="gpt-oss-20b"):
 
 
 def results_of(*cells, **others):
-    known = {"about": {"command": "relibra claims"}, "own_loads": [], "measured": []}
+    known = {"about": {"command": "relibra claims"}, "own_loads": [], "measured": [], "figures": {}}
     return Results(**(known | others), cells=[("headline", cell) for cell in cells])
 
 

@@ -7,6 +7,8 @@
 `published`      the claims with their published figures and how ours are read from a cell
 `own_loads`      rivals on the kind of load that they publish
 `measured`       kept measurements
+`results`        everything that was run and read
+`behind`         where ours is behind
 `report`         the report as Markdown
 `figures`        its figures
 `command`        the command

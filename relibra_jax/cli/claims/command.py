@@ -13,11 +13,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from relibra_jax.atomic_write import write_atomically
+from relibra_jax.cli.claims.behind import behind
 from relibra_jax.cli.claims.cells import CellResult, run_cell
 from relibra_jax.cli.claims.figures import draw_planners, draw_sweeps
 from relibra_jax.cli.claims.measured import read_measured
 from relibra_jax.cli.claims.own_loads import run_own_loads
-from relibra_jax.cli.claims.report import SWEEPS, Results, behind, write_report
+from relibra_jax.cli.claims.report import SWEEPS, write_report
+from relibra_jax.cli.claims.results import Results
 from relibra_jax.cli.claims.settings import Study, full_studies, quick_studies
 from relibra_jax.cli.modelled_time import find_model
 from relibra_jax.cli.options import TraceName
@@ -65,14 +67,9 @@ def run_claims(options: Claims, console: Console) -> None:
     }
     cells = _run_studies(studies, traces, console)
     own_loads = [] if options.quick else run_own_loads()
-    results = Results(_about(options, traces), cells, own_loads, measured)
+    results = Results(_about(options, traces), cells, own_loads, measured, {})
     options.out.mkdir(parents=True, exist_ok=True)
-    headline = [cell for cell in results.of("headline", synthetic=False) if cell.rows]
-    if headline:
-        fullest = max(len(cell.rows) for cell in headline)
-        draw_planners(options.out / "planners.png", [cell for cell in headline if len(cell.rows) == fullest])
-    if {section for section, cell in cells if cell.rows} >= SWEEPS.keys():
-        draw_sweeps(options.out / "sweeps.png", results)
+    results = results._replace(figures=_draw(results, options.out))
     numbers = {
         "about": results.about,
         "cells": [{"section": section, **dataclasses.asdict(cell)} for section, cell in cells],
@@ -120,6 +117,20 @@ def _run_studies(
 
             cells.append((study.section, run_cell(trace, study.cell, study.rows, progress=progress)))
     return cells
+
+
+def _draw(results: Results, folder: Path) -> dict[str, str]:
+    """Draw what was run on recorded routing; the files' names with what they show."""
+    figures = {}
+    headline = [cell for cell in results.of("headline", synthetic=False) if cell.rows]
+    if headline:
+        fullest = max(len(cell.rows) for cell in headline)
+        draw_planners(folder / "planners.png", [cell for cell in headline if len(cell.rows) == fullest])
+        figures["planners.png"] = "Modelled speed of every row, the balanced run being 1"
+    if {section for section, cell in results.cells if cell.rows} >= SWEEPS.keys():
+        draw_sweeps(folder / "sweeps.png", results)
+        figures["sweeps.png"] = "Modelled speed over what each sweep varies"
+    return figures
 
 
 def _about(options: Claims, traces: dict[str | None, Trace]) -> dict[str, str]:

@@ -12,7 +12,8 @@ from matplotlib.axes import Axes
 
 from relibra_jax.atomic_write import write_atomically
 from relibra_jax.cli.claims.cells import CellResult
-from relibra_jax.cli.claims.report import SWEEPS, Results, varied
+from relibra_jax.cli.claims.report import SWEEPS, varied
+from relibra_jax.cli.claims.results import Results
 from relibra_jax.cli.figures import GRID, INK
 from relibra_jax.planning.planners import PLANNERS
 

@@ -11,6 +11,7 @@ from jaxtyping import Int
 
 from relibra_jax.plan import rank_load, replica_count
 from relibra_jax.plan_check import check_plan
+from relibra_jax.planning.baselines.feplb import feplb
 from relibra_jax.planning.baselines.lplb import lplb
 from relibra_jax.planning.baselines.moonep import moonep
 from relibra_jax.planning.baselines.ultraep import ultraep
@@ -44,7 +45,7 @@ class OwnLoad(NamedTuple):
 
 def run_own_loads() -> list[OwnLoad]:
     """Run every rival that publishes figures of balance on loads that can be drawn."""
-    return [*_ultraep(), _moonep(), *_lplb()]
+    return [*_ultraep(), _moonep(), *_lplb(), *_feplb()]
 
 
 def skewed_ranks(
@@ -89,7 +90,9 @@ def normal_loads() -> Int[np.ndarray, "draws E"]:
 
 
 def plan_loads(planner: Planner, experts: Int[np.ndarray, "L E"], topology: Topology) -> Plan:
-    """The checked plan of one micro-batch, with a layer for each row of expert loads.
+    """The checked plan of one micro-batch, with a layer for each row of expert loads, after a batch of even loads.
+
+    Planners that keep homes keep those of the even batch, which are contiguous.
 
     Args:
         planner: any planner.
@@ -98,8 +101,13 @@ def plan_loads(planner: Planner, experts: Int[np.ndarray, "L E"], topology: Topo
     """
     shape = (1, len(experts), topology.num_nodes, topology.ranks_per_node, topology.num_experts)
     load = jnp.zeros(shape, jnp.int32).at[0, :, 0, 0].set(jnp.asarray(experts, jnp.int32))
-    state = planner.init(topology, len(experts), key=jax.random.key(0))
-    plan, _ = jax.jit(planner.update, static_argnames="topology")(load, state, topology=topology)
+    update = jax.jit(planner.update, static_argnames="topology")
+    _, state = update(
+        jnp.full_like(load, 64),
+        planner.init(topology, len(experts), key=jax.random.key(0)),
+        topology=topology,
+    )
+    plan, _ = update(load, state, topology=topology)
     check_plan(plan, load, topology)
     return plan
 
@@ -125,6 +133,20 @@ def _worst(plan: Plan, topology: Topology) -> str:
     load = np.asarray(rank_load(plan), float)
     replicas = float(np.mean(np.asarray(replica_count(plan, topology))))
     return f"{(load.max((2, 3)) / load.mean((2, 3))).max():.3f}, {replicas:.0f} replicas"
+
+
+def _straggler(experts: np.ndarray) -> Callable[[Plan, Topology], str]:
+    """How far the fullest rank is above the mean, beside what it is without replicas."""
+
+    def tell(plan: Plan, topology: Topology) -> str:
+        def above(load: np.ndarray) -> float:
+            return float((load.max(-1) - load.mean(-1)).mean())
+
+        before = experts.reshape(len(experts), topology.num_ranks, -1).sum(-1)
+        after = np.asarray(rank_load(plan), float).reshape(len(experts), -1)
+        return f"{above(after) / above(before) - 1:.0%}"
+
+    return tell
 
 
 def _apart(plan: Plan, topology: Topology) -> str:
@@ -189,3 +211,20 @@ def _lplb() -> list[OwnLoad]:
             )
         )
     return found
+
+
+def _feplb() -> list[OwnLoad]:
+    loads = (np.random.default_rng(0).lognormal(0, 0.8, (DRAWS, 128)) * 2**10).astype(np.int32)
+    return [
+        _compare(
+            "feplb",
+            feplb(dynamic=dynamic),
+            loads,
+            Topology(num_nodes=1, ranks_per_node=8, num_experts=128, replica_slots=dynamic),
+            _straggler(loads),
+            load=f"128 log-normal experts on 8 ranks, {dynamic} dynamic: straggler (max - mean)",
+            published=published,
+            source="FEPLB (arXiv 2604.19654), own loads",
+        )
+        for dynamic, published in ((2, "-65%"), (4, "-68%"), (8, "-70%"))
+    ]

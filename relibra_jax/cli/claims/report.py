@@ -1,16 +1,17 @@
 """The report of the claims, as Markdown: where ours is behind comes first, recorded routing before synthetic."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
 
+from relibra_jax.cli.advise.thresholds import PAYS, Point, threshold
+from relibra_jax.cli.claims.behind import behind
 from relibra_jax.cli.claims.cells import CellResult
 from relibra_jax.cli.claims.measured import Measurement
 from relibra_jax.cli.claims.own_loads import OwnLoad
 from relibra_jax.cli.claims.published import CLAIMS, Claim, Figure, ours_of
+from relibra_jax.cli.claims.results import Results
 from relibra_jax.planning.planners import PLANNERS
 
-AHEAD: Final = 0.005
-"""A planner is ahead of another whose modelled time is longer by more than this."""
 TRANSFERS: Final = ("exposed", "push", "reorder")
 """The parts of a batch's modelled time in which experts travel and nothing else runs."""
 SWEEPS: Final = {
@@ -21,23 +22,6 @@ SWEEPS: Final = {
     "nodes": "nodes of 16 ranks",
 }
 """What each sweep varies."""
-
-
-class Results(NamedTuple):
-    """Everything that the report tells."""
-
-    about: Mapping[str, str]
-    """Command, versions, date, machine."""
-    cells: Sequence[tuple[str, CellResult]]
-    """The section and the result of every study."""
-    own_loads: Sequence[OwnLoad]
-    """Rivals on the loads that they publish."""
-    measured: Sequence[Measurement]
-    """Kept measurements."""
-
-    def of(self, section: str, *, synthetic: bool) -> list[CellResult]:
-        """The results of one section, on recorded or on synthetic routing."""
-        return [cell for name, cell in self.cells if name == section and cell.synthetic == synthetic]
 
 
 def write_report(results: Results) -> str:
@@ -54,6 +38,7 @@ def write_report(results: Results) -> str:
         "## Where ours is behind",
         _bullets(behind(results)) or "Nowhere, in what was run.",
         "## Recorded routing",
+        *(f"![{what}]({name})" for name, what in results.figures.items()),
         *_routing(results, synthetic=False),
     ]
     if results.measured:
@@ -82,49 +67,6 @@ def write_report(results: Results) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def behind(results: Results) -> list[str]:
-    """Where a published figure is better than ours, and where another planner is ahead of ReLibra."""
-    found = []
-    for synthetic in (False, True):
-        kind = "synthetic" if synthetic else "recorded"
-        for claims, section in _sections():
-            for claim in claims:
-                cells = [
-                    f"{figure.shown} ({cell.model}, {cell.ranks})"
-                    for cell in results.of(section, synthetic=synthetic)
-                    if isinstance(figure := ours_of(claim, cell), Figure)
-                    and claim.least is not None
-                    and figure.value < claim.least
-                ]
-                if cells:
-                    found.append(f"{claim.text}: published {claim.published}; {kind}: {', '.join(cells)}")
-        for cell in results.of("headline", synthetic=synthetic):
-            found += _planners_ahead(cell, kind)
-    return found
-
-
-def _sections() -> Iterable[tuple[Sequence[Claim], str]]:
-    """The claims, and the section of cells that they are read from."""
-    for title, claims in CLAIMS.items():
-        yield claims, "recompute" if "ForeMoE" in title else "headline"
-
-
-def _planners_ahead(cell: CellResult, kind: str) -> list[str]:
-    """Planners of the table whose modelled time is shorter than ReLibra's."""
-    if "relibra" not in cell.rows:
-        return []
-    own = cell.rows["relibra"]["modelled_seconds"]
-    ahead = {
-        name: own / row["modelled_seconds"] - 1
-        for name, row in cell.rows.items()
-        if name in PLANNERS and row["modelled_seconds"] * (1 + AHEAD) < own
-    }
-    return [
-        f"{name} is {gain:.1%} faster than relibra in modelled time; {kind}: {cell.model}, {cell.ranks}"
-        for name, gain in ahead.items()
-    ]
-
-
 def _routing(results: Results, *, synthetic: bool) -> list[str]:
     """The parts of the report on one kind of routing."""
     parts = []
@@ -140,7 +82,8 @@ def _routing(results: Results, *, synthetic: bool) -> list[str]:
     ranks = [cell for cell in results.of("ranks", synthetic=synthetic) if not cell.skipped]
     if ranks:
         parts += [
-            "### Imbalance over expert-parallel ranks (published: 1.00 to 1.08 at 8 to 64, static above 2)",
+            f"### Imbalance over expert-parallel ranks: {ranks[0].trace}",
+            "Published: 1.00 to 1.08 on 8 to 64 ranks, static placement above 2 on many.",
             _table(
                 ["", *(cell.ranks for cell in ranks)],
                 [
@@ -152,7 +95,8 @@ def _routing(results: Results, *, synthetic: bool) -> list[str]:
     for section, what in SWEEPS.items():
         cells = [cell for cell in results.of(section, synthetic=synthetic) if not cell.skipped]
         if cells:
-            parts += [f"### Over {what}", _sweep(section, cells)]
+            title = f"### Over {what}: {cells[0].trace}, {cells[0].model}'s shapes"
+            parts += [title, _sweep(section, cells), *_where_it_pays(section, cells)]
     return parts
 
 
@@ -215,7 +159,7 @@ def _rows(cell: CellResult) -> str:
             f"{row['forecast_error']:.0%}" if row["forecast_error"] else "",
             f"{row['crossings']:.2f}",
             f"{row['replicas']:.1f}",
-            f"{row['rank_memory'] / 1e9:.1f}",
+            f"{row['rank_memory'] / 1e9:.1f}" + ("" if row["fits"] else ", does not fit"),
             f"{sum(row['modelled_parts'][part] for part in TRANSFERS):.2f}",
             f"{row['modelled_seconds']:.2f}",
             f"{row['share_of_balanced']:.1%}",
@@ -265,6 +209,23 @@ def _sweep(section: str, cells: Sequence[CellResult]) -> str:
         f"of balanced, {name}" for name in names
     ]
     return _table(head, lines)
+
+
+def _where_it_pays(section: str, cells: Sequence[CellResult]) -> list[str]:
+    """From how many tokens of a rank ReLibra's plans pay, or nothing for other sweeps."""
+    if section != "tokens_per_rank":
+        return []
+    points = [
+        Point(
+            cell.cell["costs"][section],
+            cell.rows["static"]["modelled_seconds"] / cell.rows["relibra"]["modelled_seconds"] - 1,
+            "relibra",
+        )
+        for cell in cells
+    ]
+    start = threshold(points)
+    where = "nowhere in this range" if start is None else f"from about {start:,.0f} tokens of a rank on"
+    return [f"relibra gains {PAYS:.0%} and more over static placement {where}."]
 
 
 def varied(section: str, cell: CellResult) -> str:
