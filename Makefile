@@ -6,13 +6,16 @@ AOT := .venv-aot/bin/python
 AOT_HERE := $(filter Linux-x86_64,$(shell uname -sm | tr ' ' -))
 SITE := -c "import sysconfig; print(sysconfig.get_path('purelib'))"
 
-.PHONY: demo compare test bench aot check check-long lowest x64 format lock clean
+.PHONY: demo compare claims test bench aot check check-long lowest x64 format lock clean
 
 demo: .venv/installed  ## reinforcement learning with routing replay, balanced; figure and numbers go to out/
 	$(RUN) -m experiments.run demo
 
 compare: .venv/installed  ## all planners on a trace; figures and numbers go to out/
 	.venv/bin/relibra compare
+
+claims: .venv/installed  ## what papers claim beside ours, one report in out/; most of an hour
+	.venv/bin/relibra claims
 
 test: .venv/installed  ## the whole test suite
 	$(RUN) -m pytest

@@ -53,7 +53,7 @@ def skewed_ranks(
 ) -> Int[np.ndarray, " E"]:
     """UltraEP's draw of loads: Zipf over ranks, steeper inside each, top-k without replacement.
 
-    Source: the benchmark of github.com/bytedance/UltraEP, in our own words.
+    Source: the benchmark of github.com/Dots-Infra/UltraEP, in our own words.
 
     Args:
         ratio: the largest over the mean rank load that is aimed at.
