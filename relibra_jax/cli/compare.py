@@ -88,6 +88,8 @@ def compare_contenders(
     )
     table = comparison_table(outcomes, setting, residents=topology.resident_slots > 0)
     console.print(table, crop=False, soft_wrap=True)
+    if any(is_reconstruction(outcome.planner) for outcome in outcomes):
+        console.print(RECONSTRUCTION, style="dim")
     console.print(COLUMNS_EXPLAINED, style="dim")
     console.print(f"time is that of {_priced(options.costs)}", style="dim")
     used = _samples_used(options.batching, batches.samples_left)
@@ -130,16 +132,19 @@ def choose_rows(
 NO_HISTORY: Final = "there is one batch, so planners that go by history had none"
 TABLE_WIDTH: Final = 118
 """The characters of a line of the table. A narrower terminal wraps lines, so that no number is cut."""
+RECONSTRUCTION: Final = (
+    "* reconstruction: no code of the source could be read, so the row is our reading of its text"
+)
 COLUMNS_EXPLAINED: Final = (
     "imbalance: max / mean of rank load over the batch; attn: the same of tokens, which attention feels; error: mean"
-    " error of an expert's expected load, of the mean load; cross: token copies that leave their node; crossings: what"
-    " the slow network carries for each token at dispatch (tokens, or copies if dispatch is flat), mean/busiest; repl,"
-    " resid: replicas and residents of a layer; GB: memory of a rank;"
-    " plan: measured time of one batch's plan; exchange, push, reorder: modelled time of dispatch and combine, of"
-    " residents' weights and gradients, and of experts to new homes, all part of time: modelled time of a batch; share:"
-    " that of a perfectly balanced one with uniform routing over it, above 100% where fewer tokens cross; left: how far"
-    " time is above a lower bound of any plan: what there is to gain, at most. The bound is a relaxation, and loose for"
-    " what crosses: the best plans known of recorded routing are 18% (2 nodes) to 70% (4, flat) above it."
+    " error of an expert's expected load, of the mean load, as MoE-GPS (arXiv 2506.07366) has it; cross: token copies"
+    " that leave their node; crossings: what the slow network carries for each token at dispatch (tokens, or copies if"
+    " dispatch is flat), mean/busiest; repl, resid: replicas and residents of a layer; GB: memory of a rank; plan:"
+    " measured time of one batch's plan; exchange, push, reorder: modelled time of dispatch and combine, of residents'"
+    " weights and gradients, and of experts to new homes, all part of time: modelled time of a batch; share: that of a"
+    " perfectly balanced one with uniform routing over it, above 100% where fewer tokens cross; left: how far time is"
+    " above a lower bound of any plan: what there is to gain, at most. The bound is a relaxation, and loose for what"
+    " crosses: the best plans known of recorded routing are 18% (2 nodes) to 70% (4, flat) above it."
 )
 
 
@@ -164,7 +169,7 @@ def comparison_table(outcomes: list[Outcome], title: str, *, residents: bool) ->
     for name in lines[0]:
         table.add_column(name, justify="right", no_wrap=True)
     for outcome, cells in zip(outcomes, lines, strict=True):
-        table.add_row(outcome.planner, *cells.values())
+        table.add_row(f"{outcome.planner}{'*' * is_reconstruction(outcome.planner)}", *cells.values())
     table.add_section()
     balanced = f"{outcomes[0].modelled_seconds * outcomes[0].share_of_balanced:.2f}s"
     known = {"imbalance": "1.0000", "attn": "1.00", "time": balanced, "share": "100%"}
@@ -178,7 +183,7 @@ def _cells(outcome: Outcome, *, residents: bool) -> dict[str, str]:
     cells = {
         "imbalance": f"{outcome.imbalance:.4f}",
         "attn": f"{outcome.attention_imbalance:.2f}",
-        "error": f"{outcome.forecast_error:.0%}" if outcome.forecast_error else "",
+        "error": f"{outcome.forecast_error:.0%}",
         "cross": f"{outcome.cross_node_share:.0%}",
         "crossings": f"{outcome.crossings:.2f}/{outcome.crossings_busiest:.2f}",
         "repl": f"{outcome.replicas:.1f}",
@@ -193,6 +198,11 @@ def _cells(outcome: Outcome, *, residents: bool) -> dict[str, str]:
         "left": f"{outcome.left:.0%}",
     }
     return {name: cell for name, cell in cells.items() if residents or name not in ("resid", "push")}
+
+
+def is_reconstruction(name: str) -> bool:
+    """Whether the row of this name is a planner that was read from text alone."""
+    return name in PLANNERS and PLANNERS[name].reconstruction
 
 
 def _priced(costs: Costs) -> str:

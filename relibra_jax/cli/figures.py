@@ -13,27 +13,30 @@ from relibra_jax.cli.modelled_time import CostModel
 from relibra_jax.cli.outcomes import Outcome
 from relibra_jax.cli.planner_runs import PlannedBatch
 from relibra_jax.plan import rank_load
+from relibra_jax.planning.planners import PLANNERS
 from relibra_jax.types import Topology
 
 INK, GRID = "#222222", "#dddddd"
 COLOURS = ["#9a9a9a", "#c7a27c", "#d98c3f", "#b5541c", "#e3b23c", "#7fb0d6", "#1f6fb2", "#2a9d5c", "#6b4ea0"]
+GREY = "#c9c9c9"
+BEST_KNOWN = ("static", "eplb", "lplb", "ultraep", "relibra", "relibra_across")
 
 
 def compare_figure(path: Path, outcomes: list[Outcome], title: str) -> None:
-    """Draw the imbalance of every planner: over the whole batch, and micro-batch by micro-batch.
+    """Draw the imbalance of every planner over the whole batch, and of the first colours micro-batch by micro-batch.
 
     Args:
         path: the PNG file to write.
         outcomes: one outcome for each planner, drawn in this order.
         title: what was run.
     """
-    colour = {outcome.planner: COLOURS[i % len(COLOURS)] for i, outcome in enumerate(outcomes)}
+    names = [outcome.planner for outcome in outcomes][::-1]
+    colour = dict.fromkeys(names, GREY) | dict(zip(_in_colour(names[::-1]), COLOURS, strict=False))
     figure, (left, right) = plt.subplots(
-        1, 2, figsize=(11, 4.2), width_ratios=[1, 1.35], layout="constrained"
+        1, 2, figsize=(11, max(4.2, 1.4 + 0.2 * len(names))), width_ratios=[1, 1.35], layout="constrained"
     )
     figure.suptitle(title, color=INK, fontsize=11)
 
-    names = [outcome.planner for outcome in outcomes][::-1]
     means = np.array([outcome.imbalance for outcome in outcomes])[::-1]
     tails = np.array([outcome.imbalance_p95 for outcome in outcomes])[::-1]
     left.barh(names, means - 1, left=1, color=[colour[name] for name in names], height=0.62)
@@ -45,6 +48,8 @@ def compare_figure(path: Path, outcomes: list[Outcome], title: str) -> None:
     left.set_xlabel("imbalance over the batch (line: 95th percentile)")
 
     for outcome in outcomes:
+        if colour[outcome.planner] == GREY:
+            continue
         load = outcome.rank_load.astype(float)
         over_layers = load.max((2, 3)).sum(1) / np.maximum(load.mean((2, 3)).sum(1), 1)
         right.plot(over_layers, color=colour[outcome.planner], linewidth=1.6)
@@ -58,6 +63,13 @@ def compare_figure(path: Path, outcomes: list[Outcome], title: str) -> None:
     with write_atomically(path) as part:
         figure.savefig(part, dpi=150)
     plt.close(figure)
+
+
+def _in_colour(names: list[str]) -> list[str]:
+    """The planners that have a colour: all if there are few, else the best known ones and those from outside."""
+    if len(names) <= len(COLOURS):
+        return names
+    return [name for name in names if name in BEST_KNOWN or name not in PLANNERS][: len(COLOURS)]
 
 
 def timeline_figure(

@@ -10,7 +10,7 @@ from relibra_jax.cli.claims.measured import Measurement
 from relibra_jax.cli.claims.own_loads import OwnLoad
 from relibra_jax.cli.claims.published import CLAIMS, Claim, Figure, ours_of
 from relibra_jax.cli.claims.results import Results
-from relibra_jax.planning.planners import PLANNERS
+from relibra_jax.cli.compare import is_reconstruction
 
 TRANSFERS: Final = ("exposed", "push", "reorder")
 """The parts of a batch's modelled time in which experts travel and nothing else runs."""
@@ -156,7 +156,7 @@ def _rows(cell: CellResult) -> str:
         [
             _labelled(name),
             f"{row['imbalance']:.3f}",
-            f"{row['forecast_error']:.0%}" if row["forecast_error"] else "",
+            f"{row['forecast_error']:.0%}",
             f"{row['crossings']:.2f}",
             f"{row['replicas']:.1f}",
             f"{row['rank_memory'] / 1e9:.1f}" + ("" if row["fits"] else ", does not fit"),
@@ -186,7 +186,7 @@ def _rows(cell: CellResult) -> str:
 
 def _labelled(name: str) -> str:
     """The name of a row; what is our reading of a source says so."""
-    return f"{name} (reconstruction)" if name in PLANNERS and PLANNERS[name].reconstruction else name
+    return f"{name} (reconstruction)" if is_reconstruction(name) else name
 
 
 def _sweep(section: str, cells: Sequence[CellResult]) -> str:
