@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from relibra_jax.plan import rank_load, replica_count, replica_experts
 from relibra_jax.plan_check import check_plan
+from relibra_jax.planning.baselines.kept_homes import KeptHomes, contiguous_homes
 from relibra_jax.planning.baselines.llep import llep
 from relibra_jax.planning.baselines.moonep import moonep
 from relibra_jax.planning.baselines.ultraep import ultraep
@@ -24,7 +25,7 @@ def one_node(ranks, experts, slots):
 
 @functools.partial(jax.jit, static_argnames=("update", "topology"))
 def updated(load, *, update, topology):
-    return update(load, (), topology)[0]
+    return update(load, KeptHomes(contiguous_homes(topology, load.shape[1])), topology)[0]
 
 
 def planned(planner, experts, topology):
@@ -263,7 +264,8 @@ def test_works_without_jit(make):
     topology = one_node(3, 6, 1)
     load = jnp.asarray(np.random.default_rng(0).zipf(1.5, (1, 1, 1, 3, 6)).clip(0, 4000), jnp.int32)
     with jax.disable_jit():
-        plan = make().update(load, (), topology)[0]
+        planner = make()
+        plan = planner.update(load, planner.init(topology, load.shape[1]), topology)[0]
     jax.tree.map(np.testing.assert_array_equal, plan, updated(load, update=make().update, topology=topology))
 
 

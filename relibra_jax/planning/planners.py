@@ -103,16 +103,16 @@ PLANNERS: dict[str, PlannerEntry] = {
     ),
     "lplb_repacked": PlannerEntry(planner=lplb(), summary="the same, homes packed anew in every batch"),
     "ultraep": PlannerEntry(
-        planner=ultraep(tolerance=0.0, min_tokens=None),
-        summary="UltraEP: contiguous placement, ranks spilled to the smallest threshold",
+        planner=ultraep(tolerance=0.0, min_tokens=None, packed=True),
+        summary="UltraEP: homes kept, ranks spilled to the smallest threshold",
     ),
     # A token of a recorded trace stands for many, so no product is too small; a fallback only loses balance here.
     "llep": PlannerEntry(
-        planner=llep(min_tokens=1, fallback=1.0),
-        summary="LLEP: contiguous placement, excess to the least loaded ranks",
+        planner=llep(min_tokens=1, fallback=1.0, packed=True),
+        summary="LLEP: homes kept, excess to the least loaded ranks",
     ),
     "moonep": PlannerEntry(
-        planner=moonep(), summary="MoonEP: contiguous placement, ranks of a node brought to equal loads"
+        planner=moonep(packed=True), summary="MoonEP: homes kept, ranks of a node brought to equal loads"
     ),
     "laer": PlannerEntry(
         planner=laer(),

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Int
 
 from relibra_jax.limits import check_integer, check_not_negative
-from relibra_jax.planning.baselines.contiguous import replicate_contiguous
+from relibra_jax.planning.baselines.fixed_homes import replicate_from_fixed_homes
 from relibra_jax.planning.baselines.spill import spill
 from relibra_jax.types import EMPTY, Planner
 
@@ -21,9 +21,10 @@ def llep(
     capacity: float | None = None,
     min_tokens: int = 1024,
     fallback: float = 1.3,
+    packed: bool = False,
     across_nodes: bool = False,
 ) -> Planner:
-    """LLEP as a planner: contiguous homes, and what ranks have above a capacity spilled to the least loaded ranks.
+    """LLEP as a planner: homes that stay, and what ranks have above a capacity spilled to the least loaded ranks.
 
     Source: ``compute_llep_lpt_plan`` of github.com/SalesforceAIResearch/LeastLoadedEP; arXiv 2601.17111. What differs:
 
@@ -44,10 +45,12 @@ def llep(
             ``min_tokens_per_gemm``.
         fallback: the imbalance below which nothing is moved (plain expert parallelism): LLEP's lambda,
             ``MOE_ADAPTIVE_LPT_ROUTING_RATIO``. 1 for never, as in LLEP where the variable is unset.
+        packed: whether homes are packed once, from the first batch's loads, as a checkpoint could be laid out;
+            otherwise they are contiguous, as in the source.
         across_nodes: whether all ranks are one domain; otherwise every node is one.
 
     Returns:
-        A Planner without state.
+        A Planner whose state is a KeptHomes.
 
     Raises:
         ValueError: if ``capacity`` is below 1, ``fallback`` is negative, or ``min_tokens`` is not an integer of at
@@ -56,7 +59,8 @@ def llep(
     >>> from relibra_jax.types import Topology
     >>> topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=4, replica_slots=1)
     >>> load = jnp.array([[[[[80, 10, 6, 4], [0, 0, 0, 0]]]]])
-    >>> plan, _ = llep(min_tokens=1).update(load, (), topology)
+    >>> planner = llep(min_tokens=1)
+    >>> plan, _ = planner.update(load, planner.init(topology, 1), topology)
     >>> plan.quota.tolist()
     [[[[[42, 10, 0], [6, 4, 38]]]]]
     """
@@ -65,7 +69,7 @@ def llep(
     if capacity is not None and not capacity >= 1:
         raise ValueError(f"capacity={capacity} must be at least 1, the mean rank load")
     rule = functools.partial(_replicate, capacity=capacity, min_tokens=min_tokens, fallback=fallback)
-    return replicate_contiguous(rule, across_nodes=across_nodes)
+    return replicate_from_fixed_homes(rule, packed=packed, across_nodes=across_nodes)
 
 
 def _replicate(

@@ -17,12 +17,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Int
 
-from relibra_jax.planning.baselines.contiguous import replicate_contiguous
+from relibra_jax.planning.baselines.fixed_homes import replicate_from_fixed_homes
 from relibra_jax.types import EMPTY, Planner
 
 
-def moonep(*, across_nodes: bool = False) -> Planner:
-    """MoonEP as a planner: contiguous homes, and ranks of a domain brought to equal loads.
+def moonep(*, packed: bool = False, across_nodes: bool = False) -> Planner:
+    """MoonEP as a planner: homes that stay, and ranks of a domain brought to equal loads.
 
     Source: the planning kernel and its reference in tests of github.com/MoonshotAI/MoonEP, read in forks of it. All
     ranks of a domain come to within one token copy of each other wherever ``R >= E/P``. What differs:
@@ -35,20 +35,23 @@ def moonep(*, across_nodes: bool = False) -> Planner:
       that lacks most. Both give the largest expert first.
 
     Args:
+        packed: whether homes are packed once, from the first batch's loads, as a checkpoint could be laid out;
+            otherwise they are contiguous, as in the source.
         across_nodes: whether all ranks are one domain; otherwise every node is one. MoonEP itself needs all its ranks
             in one domain of fast interconnect.
 
     Returns:
-        A Planner without state.
+        A Planner whose state is a KeptHomes.
 
     >>> from relibra_jax.types import Topology
     >>> topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=4, replica_slots=1)
     >>> load = jnp.array([[[[[80, 10, 6, 4], [0, 0, 0, 0]]]]])
-    >>> plan, _ = moonep().update(load, (), topology)
+    >>> planner = moonep()
+    >>> plan, _ = planner.update(load, planner.init(topology, 1), topology)
     >>> plan.quota.tolist()
     [[[[[40, 10, 0], [6, 4, 40]]]]]
     """
-    return replicate_contiguous(_replicate, across_nodes=across_nodes)
+    return replicate_from_fixed_homes(_replicate, packed=packed, across_nodes=across_nodes)
 
 
 class _Shared(NamedTuple):

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Int
 
 from relibra_jax.limits import check_integer, check_not_negative
-from relibra_jax.planning.baselines.contiguous import replicate_contiguous
+from relibra_jax.planning.baselines.fixed_homes import replicate_from_fixed_homes
 from relibra_jax.planning.baselines.spill import spill, unspilled
 from relibra_jax.types import Planner
 
@@ -19,8 +19,14 @@ QUICK_TRIES = 3
 """Thresholds that UltraEP tries before it searches."""
 
 
-def ultraep(*, tolerance: float = 0.01, min_tokens: int | None = 1024, across_nodes: bool = False) -> Planner:
-    """UltraEP as a planner: contiguous homes, and replicas by the smallest threshold to which ranks can be spilled.
+def ultraep(
+    *,
+    tolerance: float = 0.01,
+    min_tokens: int | None = 1024,
+    packed: bool = False,
+    across_nodes: bool = False,
+) -> Planner:
+    """UltraEP as a planner: homes that stay, and replicas by the smallest threshold to which ranks can be spilled.
 
     Source: ``quota_placement_solve_kernel`` of github.com/Dots-Infra/UltraEP (1.0.0); arXiv 2606.04101. First the mean
     plus ``tolerance`` is tried, then twice one hundredth of the largest rank load more. In these tries a replica is too
@@ -39,10 +45,12 @@ def ultraep(*, tolerance: float = 0.01, min_tokens: int | None = 1024, across_no
         tolerance: how far above the mean the first threshold is, UltraEP's ``QUOTA_ORACLE_EPS``; 0.01 is one per cent.
         min_tokens: the fewest tokens of a replica that the search plans, UltraEP's ``QUOTA_MIN_TOKENS_PER_REPLICA``;
             None as above.
+        packed: whether homes are packed once, from the first batch's loads, as a checkpoint could be laid out;
+            otherwise they are contiguous, as in the source.
         across_nodes: whether all ranks are one domain of fast interconnect; otherwise every node is one.
 
     Returns:
-        A Planner without state.
+        A Planner whose state is a KeptHomes.
 
     Raises:
         ValueError: if ``tolerance`` is negative, or ``min_tokens`` is not an integer of at least 1.
@@ -50,7 +58,8 @@ def ultraep(*, tolerance: float = 0.01, min_tokens: int | None = 1024, across_no
     >>> from relibra_jax.types import Topology
     >>> topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=4, replica_slots=1)
     >>> load = jnp.array([[[[[80, 10, 6, 4], [0, 0, 0, 0]]]]])
-    >>> plan, _ = ultraep(tolerance=0.0).update(load, (), topology)
+    >>> planner = ultraep(tolerance=0.0)
+    >>> plan, _ = planner.update(load, planner.init(topology, 1), topology)
     >>> plan.quota.tolist()
     [[[[[40, 10, 0], [6, 4, 40]]]]]
     """
@@ -58,7 +67,7 @@ def ultraep(*, tolerance: float = 0.01, min_tokens: int | None = 1024, across_no
     if min_tokens is not None:
         check_integer("min_tokens", min_tokens, least=1)
     rule = functools.partial(_replicate, tolerance=tolerance, min_tokens=min_tokens)
-    return replicate_contiguous(rule, across_nodes=across_nodes)
+    return replicate_from_fixed_homes(rule, packed=packed, across_nodes=across_nodes)
 
 
 def _replicate(

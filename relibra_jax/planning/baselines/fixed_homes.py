@@ -1,4 +1,4 @@
-"""Planners that never move a home: Megatron-LM's placement, and a replication rule on top of it.
+"""Planners that move no home between batches, and a replication rule on top of them.
 
 UltraEP, LLEP and MoonEP decide in the layer, from loads that the router has just produced. Homes stay where the
 checkpoint put them, so all that such a system brings to a plan is a rule for one domain.
@@ -7,10 +7,10 @@ checkpoint put them, so all that such a system brings to a plan is a rule for on
 from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
 
 from relibra_jax.plan import expert_totals
 from relibra_jax.plan_check import check_load
+from relibra_jax.planning.baselines.kept_homes import KeptHomes, contiguous_homes, init_homes, kept_homes
 from relibra_jax.planning.per_node import plan_per_node
 from relibra_jax.planning.replication import without_replicas
 from relibra_jax.types import Planner, Topology
@@ -19,31 +19,33 @@ type Replicate = Callable[[jax.Array, int], tuple[jax.Array, jax.Array]]
 """``(load[P H], replica_slots) -> (replica[P R], quota[P S])`` in a domain, R of 1 or more, as `per_node.Rule`."""
 
 
-def replicate_contiguous(replicate: Replicate, *, across_nodes: bool) -> Planner:
-    """A planner without state that keeps contiguous homes and replicates by the true load of every micro-batch.
+def replicate_from_fixed_homes(replicate: Replicate, *, packed: bool, across_nodes: bool) -> Planner:
+    """A planner that keeps its homes and replicates by the true load of every micro-batch.
 
     Args:
         replicate: the replication rule of one domain.
+        packed: whether homes are packed from the first batch's loads and kept; otherwise they are contiguous.
         across_nodes: whether all ranks together are one domain; otherwise every node is one.
 
     Returns:
-        A Planner whose state is empty.
+        A Planner whose state is a KeptHomes.
     """
 
-    def init(topology: Topology, num_layers: int, *, key=None) -> tuple[()]:
-        del topology, num_layers, key
-        return ()
+    def init(topology: Topology, num_layers: int, *, key: jax.Array | None = None) -> KeptHomes:
+        if packed:
+            return init_homes(topology, num_layers, key=key)
+        return KeptHomes(contiguous_homes(topology, num_layers))
 
-    def update(load, state, topology: Topology):
+    def update(load, state: KeptHomes, topology: Topology):
         check_load(load, topology)
         load = expert_totals(load)
-        home = jnp.broadcast_to(jnp.arange(topology.num_experts, dtype=jnp.int32), load.shape[1:])
+        home = kept_homes(load, state, topology) if packed else state.home
         if not topology.replica_slots:
-            return without_replicas(load, home, topology), state
+            return without_replicas(load, home, topology), KeptHomes(home)
 
         def rule(load, _):
             return replicate(load, topology.replica_slots)
 
-        return plan_per_node(rule, load, load, home, topology, across_nodes=across_nodes), state
+        return plan_per_node(rule, load, load, home, topology, across_nodes=across_nodes), KeptHomes(home)
 
     return Planner(init, update)
