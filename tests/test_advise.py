@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from relibra_jax.cli.advise import command
 from relibra_jax.cli.advise.pricing import Advice, best_slots
 from relibra_jax.cli.advise.strategies import strategies
 from relibra_jax.cli.advise.thresholds import Point, route_some_evenly, threshold
@@ -16,18 +17,18 @@ from relibra_jax.replay import check_replay
 from relibra_jax.traces.read import read_trace
 
 
-@pytest.fixture(scope="module", params=["two strategies", pytest.param("all", marks=pytest.mark.long)])
+@pytest.fixture(scope="module", params=["three strategies", pytest.param("all", marks=pytest.mark.long)])
 def advised(request, tmp_path_factory):
     """What a small run prints and keeps."""
     out = tmp_path_factory.mktemp("advise")
     options = ["--replica-slots", "1", "--resident-slots", "--micro-batches", "2", "--memory", "30"]
 
-    def first_two(*known, **slots):
-        return strategies(*known, **slots)[:2]
+    def first_three(*known, **slots):
+        return strategies(*known, **slots)[:3]
 
     with pytest.MonkeyPatch.context() as patch:
         if request.param != "all":
-            patch.setattr("relibra_jax.cli.advise.command.strategies", first_two)
+            patch.setattr(command, "strategies", first_three)
         assert main(["advise", *options, "--out", str(out)]) == 0
     return json.loads((out / "advise.json").read_text()), sorted(path.name for path in out.iterdir())
 
@@ -103,9 +104,10 @@ def test_best_slots_are_those_that_take_least():
 )
 def test_what_cannot_be_advised(options, says, tmp_path, capsys, monkeypatch):
     if options == ("--memory", "1"):  # refused only when strategies are priced
-        monkeypatch.setattr("relibra_jax.cli.advise.command.strategies", lambda *_, **__: [])
+        monkeypatch.setattr(command, "strategies", lambda *_, **__: [])
         monkeypatch.setattr(
-            "relibra_jax.cli.advise.command.price",
+            command,
+            "price",
             lambda *_, **__: [Advice(None, 1.0, 1.0, 0.0, 2e9)],
         )
     assert main(["advise", *options, "--out", str(tmp_path / "out")]) == 2

@@ -229,8 +229,8 @@ def test_popfetcher_finds_what_history_cannot():
     counts = np.zeros((2, 32, 32), np.float32)
     counts[1, np.arange(32), MOVED] = 100
     reached = {}
-    for name in ("popfetcher", "eplb_history", "eplb_mean"):
-        planner = PLANNERS[name].planner
+    others = {name: PLANNERS[name].planner for name in ("eplb_history", "eplb_mean")}
+    for name, planner in {"popfetcher": popfetcher(), **others}.items():
         told = {"transitions": Transitions(counts, counts)} if takes(planner.update, "transitions") else {}
         state = planner.init(topology, 2, key=jax.random.key(0))
         update = jax.jit(planner.update, static_argnums=2)

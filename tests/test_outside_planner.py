@@ -24,6 +24,7 @@ from relibra_jax import Planner, static
 from relibra_jax.planning.planners import PlannerEntry
 
 number = 3
+guess = PlannerEntry(planner=static(), summary="guesses", foresight=False, forecast="histery")
 entry = PlannerEntry(planner=static(), summary="contiguous", across_nodes=True)
 
 def altered(change):
@@ -95,6 +96,8 @@ def test_what_breaks_the_contract_is_named(folder, run, name, says):
         "--planner=not_here:planner": "no module 'not_here'",
         "--planner=other_planners:too_much": "no 'too_much'; did you mean too_many?",
         "--planner=other_planners:number": "is a int: expected a Planner or a PlannerEntry",
+        "--planner=os:getenv": "planner 'os:getenv' cannot be called without arguments",
+        "--planner=other_planners:guess": "forecast='histery' must be one of ",
         "--rows=statik": "row 'statik' must be one of ",
     }.items(),
 )

@@ -130,21 +130,22 @@ def choose_rows(
 
 
 NO_HISTORY: Final = "there is one batch, so planners that go by history had none"
-TABLE_WIDTH: Final = 118
+TABLE_WIDTH: Final = 124
 """The characters of a line of the table. A narrower terminal wraps lines, so that no number is cut."""
 RECONSTRUCTION: Final = (
     "* reconstruction: no code of the source could be read, so the row is our reading of its text"
 )
 COLUMNS_EXPLAINED: Final = (
-    "imbalance: max / mean of rank load over the batch; attn: the same of tokens, which attention feels; error: mean"
-    " error of an expert's expected load, of the mean load, as MoE-GPS (arXiv 2506.07366) has it; cross: token copies"
-    " that leave their node; crossings: what the slow network carries for each token at dispatch (tokens, or copies if"
-    " dispatch is flat), mean/busiest; repl, resid: replicas and residents of a layer; GB: memory of a rank; plan:"
-    " measured time of one batch's plan; exchange, push, reorder: modelled time of dispatch and combine, of residents'"
-    " weights and gradients, and of experts to new homes, all part of time: modelled time of a batch; share: that of a"
-    " perfectly balanced one with uniform routing over it, above 100% where fewer tokens cross; left: how far time is"
-    " above a lower bound of any plan: what there is to gain, at most. The bound is a relaxation, and loose for what"
-    " crosses: the best plans known of recorded routing are 18% (2 nodes) to 70% (4, flat) above it."
+    "imbalance: max / mean of rank load over the batch; bound: the least that replication could reach with these homes;"
+    " attn: imbalance of tokens, which attention feels; error: mean error of an expert's expected load, of the mean"
+    " load, as MoE-GPS (arXiv 2506.07366) has it; cross: token copies that leave their node; crossings: what the slow"
+    " network carries for each token at dispatch (tokens, or copies if dispatch is flat), mean/busiest; repl, resid:"
+    " replicas and residents of a layer; GB: memory of a rank; plan: measured time of one batch's plan; exchange, push,"
+    " reorder: modelled time of dispatch and combine, of residents' weights and gradients, and of experts to new homes,"
+    " all part of time: modelled time of a batch; share: that of a perfectly balanced one with uniform routing over it,"
+    " above 100% where fewer tokens cross; left: how far time is above a lower bound of any plan: what there is to"
+    " gain, at most. The bound is a relaxation, and loose for what crosses: the best plans known of recorded routing"
+    " are 18% (2 nodes) to 70% (4, flat) above it."
 )
 
 
@@ -182,6 +183,7 @@ def _cells(outcome: Outcome, *, residents: bool) -> dict[str, str]:
     parts = outcome.modelled_parts
     cells = {
         "imbalance": f"{outcome.imbalance:.4f}",
+        "bound": f"{outcome.bound:.3f}",
         "attn": f"{outcome.attention_imbalance:.2f}",
         "error": f"{outcome.forecast_error:.0%}",
         "cross": f"{outcome.cross_node_share:.0%}",

@@ -6,7 +6,7 @@ import os
 import sys
 from typing import Any
 
-from relibra_jax.planning.extra_args import taken_by
+from relibra_jax.planning.baselines.forecasts import FORECASTS
 from relibra_jax.planning.planners import PlannerEntry
 from relibra_jax.suggestions import suggest_names
 from relibra_jax.types import Plan, Planner
@@ -45,8 +45,16 @@ def import_planner(name: str) -> PlannerEntry:
         )
     found = getattr(module, attribute)
     if callable(found) and not isinstance(found, Planner):
-        found = found()
+        try:
+            found = found()
+        except TypeError as error:
+            raise ValueError(f"planner {name!r} cannot be called without arguments: {error}") from error
     if isinstance(found, PlannerEntry):
+        if found.forecast not in FORECASTS:
+            raise ValueError(
+                f"planner {name!r}: forecast={found.forecast!r} must be one of {', '.join(FORECASTS)}"
+                + suggest_names(found.forecast, FORECASTS)
+            )
         return PlannerEntry(**{**vars(found), "planner": _checked(name, found.planner)})
     if not isinstance(found, Planner):
         raise ValueError(
@@ -61,7 +69,7 @@ def _checked(name: str, planner: Planner) -> Planner:
 
     @functools.wraps(planner.update)
     def update(load: Any, state: Any, topology: Any, **extra: Any) -> tuple[Plan, Any]:
-        result = planner.update(load, state, topology, **taken_by(planner.update, extra))
+        result = planner.update(load, state, topology, **extra)
         if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[0], Plan):
             kinds = (
                 f"({', '.join(type(part).__name__ for part in result)})"

@@ -55,7 +55,8 @@ class PlannedBatch(NamedTuple):
     batch_plan: BatchPlan
     """The assignment of its samples, their load, and the plan."""
     previous_home: Int[Array, "L E"]
-    """The homes before the batch."""
+    """The homes before the batch. Where a planner without foresight places homes for the first time, which is in the
+    second batch, those of the batch itself: what others moved in the first batch is not counted either."""
     forecast_error: Float[Array, "M L"]
     """How far the loads that the planner expected are from the true ones; 0 with foresight."""
 
@@ -105,6 +106,7 @@ def run_contender(
     state = planner.init(topology, layers, key=jax.random.key(seed))
     home: Array = jnp.tile(jnp.arange(topology.num_experts)[None], (layers, 1))
     seen = FORECASTS[contender.entry.forecast].init(topology, layers)
+    first_known = 0 if contender.entry.foresight else 1
     planned = []
     for number, (replay, packed) in enumerate(zip(batches.replays, batches.packed, strict=True)):
         before, counts = state, _count(replay, num_experts=topology.num_experts)
@@ -117,6 +119,8 @@ def run_contender(
                 f"the plan of {contender.entry.summary!r} for batch {number}: {broken}"
             ) from broken
         error, seen = _expect(batch_plan.load, seen, transitions, entry=contender.entry)
+        if number == first_known and number:  # what a planner pays once, when it starts, is not of this batch
+            home = batch_plan.plan.home
         if number >= batches.history:
             planned.append(PlannedBatch(replay, batch_plan, home, error))
         home = batch_plan.plan.home

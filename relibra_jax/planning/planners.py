@@ -69,8 +69,8 @@ PLANNERS: dict[str, PlannerEntry] = {
         forecast="next_token",
     ),
     "popfetcher": PlannerEntry(
-        planner=popfetcher(),
-        summary="PopFetcher: static homes, replicas from the loads of the layer below",
+        planner=popfetcher(packed=True),
+        summary="PopFetcher: homes kept, replicas from the loads of the layer below",
         foresight=False,
         forecast="across_layers",
         reconstruction=True,

@@ -31,6 +31,7 @@ from relibra_jax.cli.advise.thresholds import EVEN_SHARES, PAYS, Point, threshol
 from relibra_jax.cli.options import Batching, Costs, Ranks, TraceName
 from relibra_jax.limits import check_positive
 from relibra_jax.traces.read import read_trace
+from relibra_jax.types import Topology
 
 TABLE_WIDTH: Final = 96
 
@@ -129,7 +130,12 @@ def advice_table(advice: Sequence[Advice], limit: float, title: str) -> Table:
         title: what was priced.
     """
     table = Table(
-        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        padding=0,
+        width=TABLE_WIDTH,
     )
     for name in ("strategy", "foresight"):
         table.add_column(name, no_wrap=True)
@@ -152,7 +158,7 @@ def advice_table(advice: Sequence[Advice], limit: float, title: str) -> Table:
     return table
 
 
-def _topology(options: Advise, replica_slots: int, resident_slots: int, num_experts: int):
+def _topology(options: Advise, replica_slots: int, resident_slots: int, num_experts: int) -> Topology:
     return Ranks(
         nodes=options.nodes,
         ranks_per_node=options.ranks_per_node,

@@ -51,9 +51,11 @@ def strategies(
     for slots in replicas:
         found += [
             Strategy(
-                "reorder, replicate once", "history", Contender(entry=PLANNERS["eplb_history"]), slots, 0
+                "place once, replicate once", "history", Contender(entry=PLANNERS["eplb_history"]), slots, 0
             ),
-            Strategy("reorder, replicate once", "batch", Contender(entry=PLANNERS["eplb_batch"]), slots, 0),
+            Strategy(
+                "place once, replicate once", "batch", Contender(entry=PLANNERS["eplb_batch"]), slots, 0
+            ),
             Strategy("replicate", "micro-batch", parts["+ replicate"], slots, 0),
             Strategy("reorder, replicate", "micro-batch", both, slots, 0),
             Strategy("reorder, replicate, assign", "micro-batch", assigned, slots, 0),

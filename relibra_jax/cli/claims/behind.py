@@ -1,10 +1,9 @@
 """Where ours is behind: a published figure that is not reached, and a planner that takes less modelled time."""
 
-from collections.abc import Iterable, Sequence
 from typing import Final
 
 from relibra_jax.cli.claims.cells import CellResult
-from relibra_jax.cli.claims.published import CLAIMS, Claim, Figure, ours_of
+from relibra_jax.cli.claims.published import CLAIMS, Figure, ours_of
 from relibra_jax.cli.claims.results import Results
 from relibra_jax.planning.planners import PLANNERS
 
@@ -17,11 +16,11 @@ def behind(results: Results) -> list[str]:
     found = []
     for synthetic in (False, True):
         kind = "synthetic" if synthetic else "recorded"
-        for claims, section in _sections():
-            for claim in claims:
+        for paper in CLAIMS:
+            for claim in paper.claims:
                 cells = [
                     f"{figure.shown} ({cell.model}, {cell.ranks})"
-                    for cell in results.of(section, synthetic=synthetic)
+                    for cell in results.of(paper.section, synthetic=synthetic)
                     if isinstance(figure := ours_of(claim, cell), Figure)
                     and claim.least is not None
                     and figure.value < claim.least
@@ -33,21 +32,15 @@ def behind(results: Results) -> list[str]:
     return found
 
 
-def _sections() -> Iterable[tuple[Sequence[Claim], str]]:
-    """The claims, and the section of cells that they are read from."""
-    for title, claims in CLAIMS.items():
-        yield claims, "recompute" if "ForeMoE" in title else "headline"
-
-
 def _planners_ahead(cell: CellResult, kind: str) -> list[str]:
     """Planners of the table whose modelled time is shorter than ReLibra's."""
-    if "relibra" not in cell.rows:
+    if "relibra" not in cell.rows or not cell.rows["relibra"]["fits"]:
         return []
     own = cell.rows["relibra"]["modelled_seconds"]
     ahead = {
         name: own / row["modelled_seconds"] - 1
         for name, row in cell.rows.items()
-        if name in PLANNERS and row["modelled_seconds"] * (1 + AHEAD) < own
+        if name in PLANNERS and row["fits"] and row["modelled_seconds"] * (1 + AHEAD) < own
     }
     return [
         f"{name} is {gain:.1%} faster than relibra in modelled time; {kind}: {cell.model}, {cell.ranks}"

@@ -9,7 +9,8 @@ from relibra_jax.cli.claims.rows import contenders
 from relibra_jax.cli.modelled_time import make_cost_model
 from relibra_jax.cli.options import Batching, Costs, Ranks
 from relibra_jax.cli.outcomes import compare
-from relibra_jax.cost.models import Model
+from relibra_jax.cost.memory import rank_memory
+from relibra_jax.cost.models import MODELS, Model
 from relibra_jax.traces.trace import Trace
 from relibra_jax.types import Topology
 
@@ -66,23 +67,36 @@ def run_cell(
     """
     setting = dataclasses.asdict(cell)
     try:
-        topology = cell.ranks.topology(trace.num_experts)
-        batches = make_batches(trace, cell.batching, topology)
-        cost_model = make_cost_model(cell.costs, trace, batches, topology)
+        numbers, share = _run(trace, cell, rows, progress)
     except ValueError as error:
         return CellResult(trace.name, trace.synthetic, setting, {}, skipped=str(error))
-    table = contenders(cost_model)
+    return CellResult(trace.name, trace.synthetic, {**setting, "replica_share": share}, numbers)
+
+
+def _run(
+    trace: Trace, cell: Cell, rows: Sequence[str], progress: Callable[[str], None]
+) -> tuple[dict[str, dict[str, Any]], float]:
+    """The numbers of the rows, and `replica_share`. Memory is that of the model with all its experts."""
+    topology = cell.ranks.topology(trace.num_experts)
+    batches = make_batches(trace, cell.batching, topology)
+    cost_model = make_cost_model(cell.costs, trace, batches, topology)
+    table, model = contenders(cost_model), MODELS[cell.costs.model]
     numbers: dict[str, dict[str, Any]] = {}
-    for slots in sorted({table[name].resident_slots for name in rows}):
-        chosen = {name: table[name].contender for name in rows if table[name].resident_slots == slots}
+    slots_of = {name: max(table[name].resident_slots, cell.ranks.resident_slots) for name in rows}
+    for slots in sorted(set(slots_of.values())):
+        chosen = {name: table[name].contender for name in rows if slots_of[name] == slots}
         given = dataclasses.replace(topology, resident_slots=slots)
         for outcome in compare(
             chosen, batches, given, cost_model, seed=cell.batching.seed, progress=progress
         ):
-            fits = outcome.rank_memory <= cost_model.cluster.memory
-            numbers[outcome.planner] = {**outcome.numbers(), "fits": fits}
-    setting["replica_share"] = replica_share(cost_model.model, topology)
-    return CellResult(trace.name, trace.synthetic, setting, {name: numbers[name] for name in rows})
+            held = dataclasses.replace(
+                given, num_experts=model.num_experts, resident_slots=slots if outcome.residents else 0
+            )
+            memory = rank_memory(held, model, shards=cell.costs.shards).total
+            fits = memory <= cost_model.cluster.memory
+            numbers[outcome.planner] = {**outcome.numbers(), "rank_memory": memory, "fits": fits}
+    whole = dataclasses.replace(topology, num_experts=model.num_experts)
+    return {name: numbers[name] for name in rows}, replica_share(model, whole)
 
 
 def replica_share(model: Model, topology: Topology) -> float:

@@ -3,6 +3,7 @@
 import dataclasses
 import datetime
 import json
+import os
 import platform
 from importlib.metadata import version
 from pathlib import Path
@@ -20,13 +21,15 @@ from relibra_jax.cli.claims.measured import read_measured
 from relibra_jax.cli.claims.own_loads import run_own_loads
 from relibra_jax.cli.claims.report import SWEEPS, write_report
 from relibra_jax.cli.claims.results import Results
-from relibra_jax.cli.claims.settings import Study, full_studies, quick_studies
+from relibra_jax.cli.claims.settings import PAPER_RANKS, Study, full_studies, quick_studies
 from relibra_jax.cli.modelled_time import find_model
 from relibra_jax.cli.options import TraceName
+from relibra_jax.limits import check_integer
 from relibra_jax.traces.read import read_trace
 from relibra_jax.traces.trace import Trace
 
 QUICK_LAYERS: Final = 4
+FULL_RANKS: Final = max(nodes * local for nodes, local in PAPER_RANKS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,6 +61,7 @@ def run_claims(options: Claims, console: Console) -> None:
         ValueError: if the trace, the model or a kept measurement does not fit; nothing is written then.
     """
     find_model(options.model)
+    check_integer("layers", options.layers, least=1)
     measured = read_measured(options.measured)
     studies = quick_studies(options.model) if options.quick else full_studies(options.model)
     layers = min(options.layers, QUICK_LAYERS) if options.quick else options.layers
@@ -65,6 +69,12 @@ def run_claims(options: Claims, console: Console) -> None:
         name: some_layers(read_trace(options.trace if name is None else name), layers)
         for name in dict.fromkeys(study.trace for study in studies)
     }
+    recorded = traces[None]
+    if not options.quick and recorded.num_experts % FULL_RANKS:
+        raise ValueError(
+            f"{recorded.name} has {recorded.num_experts} experts, which do not divide over the {FULL_RANKS} ranks of"
+            " the full form: name a trace with more experts, or give --quick"
+        )
     cells = _run_studies(studies, traces, console)
     own_loads = [] if options.quick else run_own_loads()
     results = Results(_about(options, traces), cells, own_loads, measured, {})
@@ -74,6 +84,7 @@ def run_claims(options: Claims, console: Console) -> None:
         "about": results.about,
         "cells": [{"section": section, **dataclasses.asdict(cell)} for section, cell in cells],
         "own_loads": [load._asdict() for load in own_loads],
+        "measured": [each._asdict() for each in measured],
     }
     for name, text in (
         ("claims.json", json.dumps(numbers, indent=1) + "\n"),
@@ -134,10 +145,11 @@ def _draw(results: Results, folder: Path) -> dict[str, str]:
 
 
 def _about(options: Claims, traces: dict[str | None, Trace]) -> dict[str, str]:
-    arguments = [str(options.trace)] if options.trace else []
+    arguments = [Path(trace).name] if (trace := options.trace or os.environ.get("RELIBRA_TRACE")) else []
     arguments += ["--quick"] * options.quick + ["--layers", str(options.layers), "--model", options.model]
     return {
         "command": " ".join(["relibra", "claims", *arguments]),
+        "machine": f"{os.cpu_count()} CPU cores ({platform.machine()}), on which plans were timed",
         "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
         "versions": f"relibra_jax {version('relibra-jax')}, jax {jax.__version__}, Python {platform.python_version()}",
         "traces": "; ".join(f"{trace.name} ({trace.note or 'recorded'})" for trace in traces.values()),

@@ -2,9 +2,11 @@
 
 import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
+
+WHOLE_UPDATES: Final = "updates of two processes"
 
 
 class Measurement(NamedTuple):
@@ -61,6 +63,6 @@ def _two_processes(kept: dict[str, Any]) -> list[tuple[str, dict[str, float]]]:
             place = (line["path"], line["micro_batches"], line["trace"])
             settings.setdefault(place, {})[line["contender"].lower()] = float(np.median(line["seconds"]))
     return [
-        (f"updates of two processes, {path}, {count} micro-batches, {trace}", seconds)
+        (f"{WHOLE_UPDATES}, {path}, {count} micro-batches, {trace}", seconds)
         for (path, count, trace), seconds in settings.items()
     ]

@@ -37,7 +37,7 @@ class Claim(NamedTuple):
     ours: Callable[[CellResult], Figure]
     """Reads ours from a cell that has the rows."""
     ran: tuple[str, str] | None = None
-    """Two contenders of kept measurements, the speed of the second over the first; None if nothing was measured."""
+    """Two contenders of whole updates that were measured, the speed of the second over the first; None for none."""
 
 
 def _gain(rows: Numbers, base: str, better: str) -> float:
@@ -90,132 +90,169 @@ def _replica_memory(cell: CellResult) -> Figure:
     return Figure(-value, f"{value:.2%}")
 
 
-CLAIMS: Final[Mapping[str, Sequence[Claim]]] = {
-    "ReLibra (arXiv 2605.08639)": (
-        Claim(
-            "speed over Megatron-LM (static)",
-            "1.21x to 1.58x",
-            1.21,
-            ("static", "relibra"),
-            _times("static", "relibra"),
-            ran=("static", "relibra"),
+class Paper(NamedTuple):
+    """What one source claims."""
+
+    title: str
+    """The source, and what its figures were measured on."""
+    section: str
+    """The section of cells that ours is read from."""
+    claims: Sequence[Claim]
+    """The claims."""
+
+
+CLAIMS: Final[Sequence[Paper]] = (
+    Paper(
+        "ReLibra (arXiv 2605.08639): Qwen3-30B, GLM-4.5, Qwen3-235B on 160 Hopper GPUs",
+        "headline",
+        (
+            Claim(
+                "speed over Megatron-LM (static)",
+                "1.21x to 1.58x",
+                1.21,
+                ("static", "relibra"),
+                _times("static", "relibra"),
+                ran=("static", "relibra"),
+            ),
+            Claim(
+                "speed over EPLB+, LPLB+ (measured: EPLB+)",
+                "1.06x to 1.21x",
+                1.06,
+                ("eplb", "lplb", "relibra"),
+                _over_plus,
+                ran=("eplb", "relibra"),
+            ),
+            Claim(
+                "speed over PopFetcher",
+                "1.17x to 1.27x",
+                1.17,
+                ("popfetcher", "relibra"),
+                _times("popfetcher", "relibra"),
+            ),
+            Claim(
+                "share of the balanced run",
+                "90% to 94%",
+                0.90,
+                ("relibra",),
+                _of_balanced("relibra"),
+                ran=("balanced", "relibra"),
+            ),
+            Claim(
+                "reordering alone, over static (Qwen3-235B, mixed data)",
+                "1.15x",
+                1.15,
+                ("static", "+ reorder"),
+                _times("static", "+ reorder"),
+            ),
+            Claim(
+                "replication alone, over static",
+                "",
+                None,
+                ("static", "+ replicate"),
+                _times("static", "+ replicate"),
+            ),
+            Claim(
+                "both, over static (Qwen3-235B, mixed data)",
+                "1.39x",
+                1.39,
+                ("static", "relibra"),
+                _times("static", "relibra"),
+            ),
+            Claim(
+                "data locality alone (samples assigned), over static",
+                "",
+                None,
+                ("static", "static + assign"),
+                _times("static", "static + assign"),
+            ),
+            Claim(
+                "annealed homes over greedy LPT",
+                "+5% to +16%",
+                0.05,
+                ("place by lpt", "place for balance"),
+                _percent_more("place by lpt", "place for balance"),
+            ),
+            Claim(
+                "joint replication over placing alone",
+                "+12% to +24%",
+                0.12,
+                ("places only", "relibra"),
+                _percent_more("places only", "relibra"),
+            ),
+            Claim(
+                "joint replication over splitting alone",
+                "+9% to +12%",
+                0.09,
+                ("splits only", "relibra"),
+                _percent_more("splits only", "relibra"),
+            ),
+            Claim("imbalance of ranks", "1.00 to 1.08", -1.08, ("static", "relibra"), _imbalance),
+            Claim("reordering, of the batch's time", "1.4% to 2.1%", -0.021, ("relibra",), _reorder),
+            Claim("memory of replicas, of the weights", "0.13% to 1.62%", -0.0162, (), _replica_memory),
         ),
-        Claim(
-            "speed over EPLB+, LPLB+",
-            "1.06x to 1.21x",
-            1.06,
-            ("eplb", "lplb", "relibra"),
-            _over_plus,
-            ran=("eplb", "relibra"),
-        ),
-        Claim(
-            "speed over PopFetcher",
-            "1.17x to 1.27x",
-            1.17,
-            ("popfetcher", "relibra"),
-            _times("popfetcher", "relibra"),
-        ),
-        Claim(
-            "share of the balanced run",
-            "90% to 94%",
-            0.90,
-            ("relibra",),
-            _of_balanced("relibra"),
-            ran=("balanced", "relibra"),
-        ),
-        Claim(
-            "reordering alone, over static",
-            "1.15x",
-            1.15,
-            ("static", "+ reorder"),
-            _times("static", "+ reorder"),
-        ),
-        Claim(
-            "replication alone, over static",
-            "",
-            None,
-            ("static", "+ replicate"),
-            _times("static", "+ replicate"),
-        ),
-        Claim("both, over static", "1.39x", 1.39, ("static", "relibra"), _times("static", "relibra")),
-        Claim(
-            "data locality alone (samples assigned), over static",
-            "",
-            None,
-            ("static", "static + assign"),
-            _times("static", "static + assign"),
-        ),
-        Claim(
-            "annealed homes over greedy LPT",
-            "+5% to +16%",
-            0.05,
-            ("place by lpt", "relibra"),
-            _percent_more("place by lpt", "relibra"),
-        ),
-        Claim(
-            "joint replication over placing alone",
-            "+12% to +24%",
-            0.12,
-            ("places only", "relibra"),
-            _percent_more("places only", "relibra"),
-        ),
-        Claim(
-            "joint replication over splitting alone",
-            "+9% to +12%",
-            0.09,
-            ("splits only", "relibra"),
-            _percent_more("splits only", "relibra"),
-        ),
-        Claim("imbalance of ranks", "1.00 to 1.08", -1.08, ("static", "relibra"), _imbalance),
-        Claim("reordering, of the batch's time", "1.4% to 2.1%", -0.021, ("relibra",), _reorder),
-        Claim("memory of replicas, of the weights", "0.13% to 1.62%", -0.0162, (), _replica_memory),
     ),
-    "ForeMoE (arXiv 2606.11867), recompute and update": (
-        Claim("foremoe over static", "up to 1.45x", None, ("static", "foremoe"), _times("static", "foremoe")),
-        Claim("relibra over static", "", None, ("static", "relibra"), _times("static", "relibra")),
-        Claim(
-            "foremoe, share of the balanced run",
-            "95% of an oracle",
-            0.95,
-            ("foremoe",),
-            _of_balanced("foremoe"),
+    Paper(
+        "ForeMoE (arXiv 2606.11867): recompute and update, 64 GPUs",
+        "recompute",
+        (
+            Claim(
+                "foremoe over static", "up to 1.45x", None, ("static", "foremoe"), _times("static", "foremoe")
+            ),
+            Claim("relibra over static", "", None, ("static", "relibra"), _times("static", "relibra")),
+            Claim(
+                "foremoe, share of the balanced run",
+                "95% of an oracle",
+                None,
+                ("foremoe",),
+                _of_balanced("foremoe"),
+            ),
         ),
     ),
-    "Other papers, on their own traces and clusters": (
-        Claim(
-            "UltraEP over static (arXiv 2606.04101)",
-            "1.42x",
-            None,
-            ("static", "ultraep"),
-            _times("static", "ultraep"),
+    Paper(
+        "Other papers, on their own traces and clusters",
+        "headline",
+        (
+            Claim(
+                "UltraEP over static (arXiv 2606.04101)",
+                "1.42x",
+                None,
+                ("static", "ultraep"),
+                _times("static", "ultraep"),
+            ),
+            Claim("UltraEP, share of the balanced run", "94.3%", None, ("ultraep",), _of_balanced("ultraep")),
+            Claim(
+                "LAER-MoE over static (published: over its baselines, arXiv 2602.11686)",
+                "up to 1.69x",
+                None,
+                ("static", "laer"),
+                _times("static", "laer"),
+            ),
+            Claim("LLEP, share of the balanced run", "", None, ("llep",), _of_balanced("llep")),
+            Claim("MoonEP, share of the balanced run", "", None, ("moonep",), _of_balanced("moonep")),
+            Claim("FEPLB, share of the balanced run", "", None, ("feplb",), _of_balanced("feplb")),
         ),
-        Claim("UltraEP, share of the balanced run", "94.3%", None, ("ultraep",), _of_balanced("ultraep")),
-        Claim(
-            "LAER-MoE over its baselines (arXiv 2602.11686)",
-            "up to 1.69x",
-            None,
-            ("static", "laer"),
-            _times("static", "laer"),
-        ),
-        Claim("LLEP, share of the balanced run", "", None, ("llep",), _of_balanced("llep")),
-        Claim("MoonEP, share of the balanced run", "", None, ("moonep",), _of_balanced("moonep")),
-        Claim("FEPLB, share of the balanced run", "", None, ("feplb",), _of_balanced("feplb")),
     ),
-    "Ours, beyond the papers": (
-        Claim("samples assigned: share of the balanced run", "", None, (ASSIGNED,), _of_balanced(ASSIGNED)),
-        Claim(
-            "one resident a rank: share of the balanced run",
-            "",
-            None,
-            (WITH_RESIDENTS,),
-            _of_balanced(WITH_RESIDENTS),
-            ran=("balanced", "relibra + residents"),
+    Paper(
+        "Ours, beyond the papers",
+        "headline",
+        (
+            Claim(
+                "samples assigned: share of the balanced run", "", None, (ASSIGNED,), _of_balanced(ASSIGNED)
+            ),
+            Claim(
+                "one resident a rank: share of the balanced run",
+                "",
+                None,
+                (WITH_RESIDENTS,),
+                _of_balanced(WITH_RESIDENTS),
+                ran=("balanced", "relibra + residents"),
+            ),
+            Claim("both: share of the balanced run", "", None, (WITH_ALL,), _of_balanced(WITH_ALL)),
+            Claim("both, over static", "", None, ("static", WITH_ALL), _times("static", WITH_ALL)),
         ),
-        Claim("both: share of the balanced run", "", None, (WITH_ALL,), _of_balanced(WITH_ALL)),
-        Claim("both, over static", "", None, ("static", WITH_ALL), _times("static", WITH_ALL)),
     ),
-}
-"""The claims by the paper that makes them. ForeMoE's are read from cells with a recompute pass."""
+)
+"""The claims by the source that makes them."""
 
 
 def ours_of(claim: Claim, cell: CellResult) -> Figure | str | None:

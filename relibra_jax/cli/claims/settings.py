@@ -68,12 +68,19 @@ def full_studies(model: str) -> list[Study]:
     both_passes = dataclasses.replace(_cell(2, 8, model), costs=_costs(16, model, recompute=True))
     studies.append(Study("recompute", None, both_passes, ("static", "foremoe", "relibra", WITH_ALL)))
     studies += [
-        Study("ranks", trace, _cell(nodes, 8, name), ("static", "relibra"))
+        Study("ranks", trace, _a_sample_each(_cell(nodes, 8, name)), ("static", "relibra"))
         for trace, name, most in ((None, model, 4), (SYNTHETIC, PAPER_MODELS[0], 8))
         for nodes in (1, 2, 4, 8)
         if nodes <= most
     ]
     return studies + _sweeps(model)
+
+
+def _a_sample_each(cell: Cell) -> Cell:
+    """The cell with a sample for each rank and micro-batch at least."""
+    ranks = cell.ranks.nodes * cell.ranks.ranks_per_node
+    size = max(cell.batching.batch_size or 0, (cell.batching.micro_batches or 0) * ranks)
+    return dataclasses.replace(cell, batching=dataclasses.replace(cell.batching, batch_size=size))
 
 
 def _sweeps(model: str) -> list[Study]:

@@ -10,26 +10,28 @@ only public summaries of the text, so what is here is our reading:
   the paper prunes and prices candidates with a model of its own cluster. Fetches that cross nodes are left out;
 - tokens are split evenly over the copies, by their true number, as dispatch sees it.
 
-Homes stay where Megatron-LM puts them.
+Homes do not move: they are contiguous, or packed once.
 """
 
 import functools
 
-import jax
-import jax.numpy as jnp
-
-from relibra_jax.planning.baselines.eplb import copy_evenly
+from relibra_jax.planning.baselines.eplb import copy_evenly, pack_homes
 from relibra_jax.planning.baselines.forecasts import plan_expected
+from relibra_jax.planning.baselines.kept_homes import contiguous_homes
 from relibra_jax.planning.per_node import plan_per_node
-from relibra_jax.types import Plan, Planner, Topology
+from relibra_jax.types import Array, Plan, Planner, Topology
 
 
-def popfetcher() -> Planner:
+def popfetcher(*, packed: bool = False) -> Planner:
     """PopFetcher's replicas: the experts that the layer below lets expect, copied inside their node.
 
     Source: PopFetcher (USENIX ATC 2025), a baseline of ReLibra (arXiv 2605.08639). The true loads of a layer are not
     looked at when its replicas are chosen, only those of the layer below; see
     `relibra_jax.planning.baselines.forecasts.FORECASTS` under ``across_layers``.
+
+    Args:
+        packed: whether homes are packed once, from the first batch that was seen, as a checkpoint could be laid out;
+            otherwise they are contiguous.
 
     Returns:
         A Planner whose state is a PlacedState. Without ``transitions`` it expects the mean of the batch before.
@@ -43,8 +45,12 @@ def popfetcher() -> Planner:
     ([[[[90, 10]]]], [[[[63, 37]]]])
     """
 
-    def pack(for_homes, topology: Topology) -> jax.Array:
-        return jnp.broadcast_to(jnp.arange(topology.num_experts, dtype=jnp.int32), for_homes.shape)
+    def pack(for_homes, topology: Topology) -> Array:
+        if packed:
+            return pack_homes(
+                for_homes, topology, num_groups=topology.num_experts, num_nodes=topology.num_nodes
+            )
+        return contiguous_homes(topology, len(for_homes))
 
     def fill(load, expected, home, topology: Topology) -> Plan:
         rule = functools.partial(copy_evenly, replica_slots=topology.replica_slots)
