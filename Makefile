@@ -14,7 +14,7 @@ demo: .venv/installed  ## reinforcement learning with routing replay, balanced; 
 compare: .venv/installed  ## all planners on a trace; figures and numbers go to out/
 	.venv/bin/relibra compare
 
-claims: .venv/installed  ## what papers claim beside ours, one report in out/; most of an hour
+claims: .venv/installed  ## what papers claim beside ours, on the trace that RELIBRA_TRACE names; a report in out/, half an hour
 	.venv/bin/relibra claims
 
 test: .venv/installed  ## the whole test suite
