@@ -87,8 +87,8 @@ def compiled(name, topology):
     return Planner(planner.init, jax.jit(update))
 
 
-SEARCHING_IS_SLOW = [
-    pytest.param(name, marks=pytest.mark.slow if name.startswith("relibra") else ()) for name in PLANNERS
+SEARCHING_IS_LONG = [
+    pytest.param(name, marks=pytest.mark.long if name.startswith("relibra") else ()) for name in PLANNERS
 ]
 
 
@@ -107,7 +107,7 @@ FAST = ("2x4", "one home, no room", "room for residents")
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(topology, marks=[pytest.mark.slow] * (name not in FAST))
+        pytest.param(topology, marks=[pytest.mark.long] * (name not in FAST))
         for name, topology in TOPOLOGIES.items()
     ],
     ids=TOPOLOGIES.keys(),
@@ -249,7 +249,7 @@ def test_a_planner_that_names_an_extra_argument_gets_it():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SEARCHING_IS_SLOW, indirect=True)
+@pytest.mark.parametrize("name", SEARCHING_IS_LONG, indirect=True)
 @pytest.mark.parametrize("topology", [TOPOLOGIES["2x4"]], ids=["2x4"], scope="module")
 def test_works_under_vmap_and_scan(run, name, across_nodes, topology):
     """Batches in a scan, data-parallel groups in a vmap: the same plans as one at a time."""
@@ -299,7 +299,9 @@ def update_once(name, topology, load, key):
     return planner.update(load, planner.init(topology, load.shape[1], key=key), topology)[0]
 
 
-@pytest.mark.parametrize("name", ["eplb", "lplb", "relibra"], indirect=True)
+@pytest.mark.parametrize(
+    "name", ["eplb", "lplb", pytest.param("relibra", marks=pytest.mark.long)], indirect=True
+)
 def test_plans_are_the_same_bit_for_bit_under_vmap(name):
     """One layer of one micro-batch in one node, where batching changes XLA's choice of algorithm most."""
     topology = Topology(num_nodes=1, ranks_per_node=8, num_experts=32, replica_slots=2)
@@ -321,7 +323,7 @@ def test_no_scan_is_empty_without_jit():
     check_plan(plan, load, topology)
 
 
-@pytest.mark.parametrize("name", SEARCHING_IS_SLOW, indirect=True)
+@pytest.mark.parametrize("name", SEARCHING_IS_LONG, indirect=True)
 @pytest.mark.parametrize("topology", [TOPOLOGIES["2x4"]], ids=["2x4"], scope="module")
 def test_double_precision_changes_no_plan(run, name, topology):
     load = make_load("zipf", topology)
@@ -347,7 +349,7 @@ def test_works_without_jit(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SEARCHING_IS_SLOW, indirect=True)
+@pytest.mark.parametrize("name", SEARCHING_IS_LONG, indirect=True)
 @given(data=st.data())
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @pytest.mark.parametrize("topology", [TOPOLOGIES["2x4"]], ids=["2x4"], scope="module")

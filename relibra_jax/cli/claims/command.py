@@ -126,6 +126,8 @@ def _run_studies(
             def progress(name: str, title: str = title) -> None:
                 bar.update(task, advance=1, description=f"{title}: {name}")
 
+            if not console.is_terminal:  # a log has no bar
+                console.print(f"{title}, {study.cell.costs.model}", highlight=False, soft_wrap=True)
             cells.append((study.section, run_cell(trace, study.cell, study.rows, progress=progress)))
     return cells
 
