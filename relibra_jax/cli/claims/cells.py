@@ -68,8 +68,9 @@ def run_cell(
     setting = dataclasses.asdict(cell)
     try:
         numbers, share = _run(trace, cell, rows, progress)
-    except ValueError as error:
-        return CellResult(trace.name, trace.synthetic, setting, {}, skipped=str(error))
+    except (ValueError, MemoryError) as error:
+        reason = str(error) or "this machine has too little memory"
+        return CellResult(trace.name, trace.synthetic, setting, {}, skipped=reason)
     return CellResult(trace.name, trace.synthetic, {**setting, "replica_share": share}, numbers)
 
 

@@ -129,6 +129,7 @@ def _run_studies(
             if not console.is_terminal:  # a log has no bar
                 console.print(f"{title}, {study.cell.costs.model}", highlight=False, soft_wrap=True)
             cells.append((study.section, run_cell(trace, study.cell, study.rows, progress=progress)))
+            jax.clear_caches()  # programs stay mapped, and a process may hold 65,530 maps on Linux
     return cells
 
 
