@@ -204,6 +204,19 @@ def test_errors_are_those_of_the_forecast_run_along_the_batches(trace, batches, 
         assert (planned.forecast_error[:, 1] != history[:, 1]).all(), "by the transitions of the batch before"
 
 
+@pytest.mark.parametrize(
+    ("name", "moves"), [("eplb", False), ("eplb_history", False), ("eplb_repacked", True)]
+)
+def test_what_starting_costs_is_not_counted(trace, batches, name, moves):
+    """Homes are placed by the first batch or, where loads are only expected, by the second: neither is counted."""
+    model = make_cost_model(Costs(), read_trace(trace), batches, TOPOLOGY)
+    contender = Contender(entry=PLANNERS[name])
+    (planned,), _ = run_contender(contender, batches, TOPOLOGY, cost=model.unit_times(), seed=0, timed_runs=0)
+    contiguous = np.arange(16)[None]
+    assert (np.asarray(planned.batch_plan.plan.home) != contiguous).any()
+    assert (planned.previous_home != planned.batch_plan.plan.home).any() == moves
+
+
 @pytest.mark.parametrize("cluster", ["h100", "h100-ethernet-200"])
 @pytest.mark.parametrize("dispatch", ["flat", "hierarchical"])
 def test_crossings_are_counted_token_by_token(trace, batches, dispatch, cluster):
