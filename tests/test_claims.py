@@ -95,6 +95,11 @@ def test_a_planner_that_is_ahead_is_named():
     assert not [line for line in told if line.startswith(("eplb is", "static is"))]
 
 
+def test_an_assignment_that_loses_is_named():
+    told = behind(results_of(cell_of(ROWS | {"relibra + assign": numbers(12.5)})))
+    assert any(line.startswith("relibra + assign is 20% slower than relibra") for line in told)
+
+
 def test_a_claim_that_is_not_reached_is_named():
     told = "\n".join(behind(results_of(cell_of(ROWS))))
     assert (

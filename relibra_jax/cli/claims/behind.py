@@ -5,6 +5,7 @@ from typing import Final
 from relibra_jax.cli.claims.cells import CellResult
 from relibra_jax.cli.claims.published import CLAIMS, Figure, ours_of
 from relibra_jax.cli.claims.results import Results
+from relibra_jax.cli.claims.rows import ASSIGNED, WITH_ALL, WITH_RESIDENTS
 from relibra_jax.planning.planners import PLANNERS
 
 AHEAD: Final = 0.005
@@ -28,7 +29,21 @@ def behind(results: Results) -> list[str]:
                 if cells:
                     found.append(f"{claim.text}: published {claim.published}; {kind}: {', '.join(cells)}")
         for cell in results.of("headline", synthetic=synthetic):
-            found += _planners_ahead(cell, kind)
+            found += _planners_ahead(cell, kind) + _assignments_that_lose(cell, kind)
+    return found
+
+
+def _assignments_that_lose(cell: CellResult, kind: str) -> list[str]:
+    """Where assigning samples takes more modelled time than leaving them as they are packed."""
+    found = []
+    for packed, assigned in (("relibra", ASSIGNED), (WITH_RESIDENTS, WITH_ALL)):
+        if {packed, assigned} <= cell.rows.keys():
+            gain = cell.rows[packed]["modelled_seconds"] / cell.rows[assigned]["modelled_seconds"] - 1
+            if gain < -AHEAD:
+                found.append(
+                    f"{assigned} is {-gain:.0%} slower than {packed}, as samples are left where they are packed; {kind}:"
+                    f" {cell.model}, {cell.ranks}"
+                )
     return found
 
 

@@ -153,7 +153,7 @@ def _apart(plan: Plan, topology: Topology) -> str:
     """How many tokens the fullest rank computes more than the emptiest."""
     del topology
     load = np.asarray(rank_load(plan))
-    return f"{(load.max((2, 3)) - load.min((2, 3))).max()} tokens apart"
+    return f"fullest and emptiest rank at most {(load.max((2, 3)) - load.min((2, 3))).max()} apart"
 
 
 def _one_node(slots: int) -> Topology:
