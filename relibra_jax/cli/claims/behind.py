@@ -41,7 +41,7 @@ def _assignments_that_lose(cell: CellResult, kind: str) -> list[str]:
             gain = cell.rows[packed]["modelled_seconds"] / cell.rows[assigned]["modelled_seconds"] - 1
             if gain < -AHEAD:
                 found.append(
-                    f"{assigned} is {-gain:.0%} slower than {packed}, as samples are left where they are packed; {kind}:"
+                    f"{assigned} is {-gain:.0%} slower than {packed}: assigning samples costs more than it gains; {kind}:"
                     f" {cell.model}, {cell.ranks}"
                 )
     return found
