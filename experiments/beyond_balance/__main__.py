@@ -39,7 +39,7 @@ from relibra_jax.traces.read import read_trace
 from relibra_jax.traces.trace import Trace
 from relibra_jax.types import Planner, RoutingReplay, Topology
 
-BASELINES: Final = ("static", "eplb", "lplb")
+BASELINES: Final = ("static", "eplb_repacked", "lplb_repacked")
 HARDWARE, MODEL, CONTEXT, TOKENS_PER_RANK = "h100", "gpt-oss-20b", 4096.0, 16_384
 
 

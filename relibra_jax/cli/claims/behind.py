@@ -41,8 +41,8 @@ def _assignments_that_lose(cell: CellResult, kind: str) -> list[str]:
             gain = cell.rows[packed]["modelled_seconds"] / cell.rows[assigned]["modelled_seconds"] - 1
             if gain < -AHEAD:
                 found.append(
-                    f"{assigned} is {-gain:.0%} slower than {packed}: assigning samples costs more than it gains; {kind}:"
-                    f" {cell.model}, {cell.ranks}"
+                    f"{assigned} is {-gain:.0%} slower than {packed}: assigning samples costs more than it gains;"
+                    f" {kind}: {cell.model}, {cell.ranks}"
                 )
     return found
 
