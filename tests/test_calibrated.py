@@ -42,7 +42,7 @@ def test_gpt_oss_is_as_uneven_as_its_recording(recorded):
     assert lengths[0].max() == lengths[1].max()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_fit_can_be_repeated(recorded):
     fitted = calibrate(recorded)
     assert fitted.lengths == GPT_OSS_20B.lengths

@@ -225,7 +225,7 @@ def test_every_pattern_of_empty_groups_in_one_compilation(implementation):
     assert run.traces == traces
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_pattern_of_empty_groups_in_one_launch():
     sizes = sizes_of_every_pattern()
     # All groups of the first buffer are empty.

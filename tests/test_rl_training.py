@@ -276,7 +276,7 @@ def test_a_killed_run_loses_the_steps_since_its_checkpoint(unbroken, tmp_path, m
     assert numbers(folder) == numbers(unbroken)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_another_mesh_goes_on_with_the_same_update(unbroken):
     responses, rewards = recorded()[1][0]
     here, there = small(), small(ranks=Ranks(nodes=2, ranks_per_node=2), anneal_steps=0)

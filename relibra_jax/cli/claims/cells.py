@@ -105,7 +105,7 @@ def replica_share(model: Model, topology: Topology) -> float:
 
     >>> topology = Topology(num_nodes=2, ranks_per_node=8, num_experts=128, replica_slots=2)
     >>> f"{replica_share(MODELS['qwen3-30b-a3b'], topology):.2%}"
-    '0.42%'
+    '0.35%'
     """
     weights = model.moe_layers * (topology.home_slots * model.expert_params + model.attention_params)
     return topology.replica_slots * model.expert_params / weights

@@ -37,6 +37,7 @@ def popfetcher(*, packed: bool = False) -> Planner:
         A Planner whose state is a PlacedState. Without ``transitions`` it expects the mean of the batch before.
 
     >>> import jax
+    >>> import jax.numpy as jnp
     >>> topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=4, replica_slots=1)
     >>> load, planner = jnp.array([[[[[80, 10, 6, 4], [0, 0, 0, 0]]]]]), popfetcher()
     >>> first, state = planner.update(load, planner.init(topology, 1, key=jax.random.key(0)), topology)
