@@ -235,7 +235,7 @@ def test_popfetcher_finds_what_history_cannot():
         state = planner.init(topology, 2, key=jax.random.key(0))
         update = jax.jit(planner.update, static_argnums=2)
         for seed in range(2):
-            load = jnp.zeros((6, 2, 2, 4, 32), jnp.int32).at[:, :, 0, 0].set(moving_load(seed))
+            load = jnp.zeros((6, 2, 2, 4, 32), jnp.int32).at[:, :, 0, 0].set(moving_load(seed).astype(np.int32))
             plan, state = update(load, state, topology, **told)
         reached[name] = [float(batch_imbalance(rank_load(plan)[:, layer, None])) for layer in range(2)]
     assert reached["popfetcher"][1] < 1.75, "four ranks of a node share the hot expert"
@@ -258,7 +258,7 @@ def test_popfetcher_without_transitions_expects_the_batch_before():
     planner = popfetcher()
     state = planner.init(topology, 1, key=jax.random.key(0))
     for load in ([80, 10, 6, 4], [7, 0, 0, 90]):
-        load = jnp.zeros((1, 1, 1, 2, 4), jnp.int32).at[0, 0, 0, 0].set(jnp.array(load))
+        load = jnp.zeros((1, 1, 1, 2, 4), jnp.int32).at[0, 0, 0, 0].set(jnp.array(load, jnp.int32))
         plan, state = planner.update(load, state, topology)
     assert plan.slot_expert[0, 0, 0].tolist() == [[0, 1, -1], [2, 3, 0]]
     assert plan.quota[0, 0, 0].tolist() == [[5, 0, 0], [0, 90, 2]]
