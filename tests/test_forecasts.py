@@ -235,7 +235,9 @@ def test_popfetcher_finds_what_history_cannot():
         state = planner.init(topology, 2, key=jax.random.key(0))
         update = jax.jit(planner.update, static_argnums=2)
         for seed in range(2):
-            load = jnp.zeros((6, 2, 2, 4, 32), jnp.int32).at[:, :, 0, 0].set(moving_load(seed).astype(np.int32))
+            load = (
+                jnp.zeros((6, 2, 2, 4, 32), jnp.int32).at[:, :, 0, 0].set(moving_load(seed).astype(np.int32))
+            )
             plan, state = update(load, state, topology, **told)
         reached[name] = [float(batch_imbalance(rank_load(plan)[:, layer, None])) for layer in range(2)]
     assert reached["popfetcher"][1] < 1.75, "four ranks of a node share the hot expert"
