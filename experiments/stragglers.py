@@ -9,7 +9,6 @@ many such cores. Exchanges, replica pushes and attention are not in it.
 import dataclasses
 import datetime
 import functools
-import json
 import os
 import platform
 import sys
@@ -31,7 +30,7 @@ from experiments.bench import interleaved
 from experiments.contenders import ContenderBatch, contenders, expert_weights
 from experiments.synthetic_traces import synthetic_trace
 from pallas_kernels import grouped_mlp
-from relibra_jax.atomic_write import write_atomically
+from relibra_jax.atomic_write import write_json
 from relibra_jax.cli.options import TraceName
 from relibra_jax.cli.parsing import run_program
 from relibra_jax.traces.read import read_trace
@@ -134,8 +133,7 @@ def main(config: Stragglers) -> None:
         }
         about = {"date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(), "jax": jax.__version__}
         about["machine"] = f"one core ({platform.machine()})"
-        with write_atomically(config.out) as part:
-            part.write_text(json.dumps({**about, "settings": settings, "tables": kept}, indent=1) + "\n")
+        write_json(config.out, {**about, "settings": settings, "tables": kept})
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
 """Files that are whole or absent: written beside their place, then renamed into it."""
 
 import contextlib
+import json
 import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 
 @contextlib.contextmanager
@@ -26,3 +28,12 @@ def write_atomically(path: str | os.PathLike) -> Iterator[Path]:
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
+
+
+def write_json(path: str | os.PathLike, value: Any) -> None:
+    """Write a value as indented JSON, whole or not at all.
+
+    >>> write_json(os.path.join(tempfile.mkdtemp(), "numbers.json"), {"imbalance": 1.02})
+    """
+    with write_atomically(path) as part:
+        part.write_text(json.dumps(value, indent=1) + "\n")

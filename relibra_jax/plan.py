@@ -21,6 +21,12 @@ def inverse_permutation(permutation: Int[Array, " n"]) -> Int[jax.Array, " n"]:
     return jnp.zeros_like(places).at[permutation].set(places, unique_indices=True)
 
 
+def contiguous_homes(topology: Topology, num_layers: int) -> Int[jax.Array, "L E"]:
+    """Megatron-LM's homes: expert ``e`` in flat home slot ``e``, in every layer."""
+    row = jnp.arange(topology.num_experts, dtype=jnp.int32)
+    return jnp.tile(row[None], (num_layers, 1))
+
+
 def home_layout(home: Int[Array, "... E"], topology: Topology) -> Int[jax.Array, "... N G H"]:
     """The expert in every home slot: the inverse of ``home``.
 

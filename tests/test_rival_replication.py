@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relibra_jax.plan import rank_load, replica_count, replica_experts
+from relibra_jax.cli.claims.own_loads import skewed_ranks
+from relibra_jax.plan import contiguous_homes, rank_load, replica_count, replica_experts
 from relibra_jax.plan_check import check_plan
-from relibra_jax.planning.baselines.kept_homes import KeptHomes, contiguous_homes
+from relibra_jax.planning.baselines.kept_homes import KeptHomes
 from relibra_jax.planning.baselines.llep import llep
 from relibra_jax.planning.baselines.moonep import moonep
 from relibra_jax.planning.baselines.ultraep import ultraep
@@ -49,26 +50,6 @@ def quota_of(plan, topology):
     return table
 
 
-def zipf_ranks(ratio, *, ranks=64, homes=4, tokens=8192, top_k=8):
-    """UltraEP's own draw: Zipf over ranks, steeper inside each, top-k without replacement, to a given imbalance."""
-
-    def chances(power):
-        weights = np.outer(np.arange(1, ranks + 1.0) ** -power, np.arange(1, homes + 1.0) ** -4).ravel()
-        weights /= weights.sum()
-        low, high = 0.0, 1e9
-        for _ in range(200):
-            scale = (low + high) / 2
-            low, high = (scale, high) if -np.expm1(-scale * weights).sum() < top_k else (low, scale)
-        return -np.expm1(-high * weights)
-
-    low, high = 0.0, 8.0
-    for _ in range(40):
-        power = (low + high) / 2
-        per_rank = chances(power).reshape(ranks, homes).sum(1)
-        low, high = (power, high) if per_rank.max() < ratio * per_rank.mean() else (low, power)
-    return np.random.default_rng(33).binomial(ranks * tokens, chances(high))
-
-
 PUBLISHED = {1.51: 38, 2.01: 46, 3.03: 51}
 """UltraEP's README: replicas at each imbalance before, 1.01 after; EP64, 256 experts, two slots, as it comes."""
 
@@ -76,7 +57,7 @@ PUBLISHED = {1.51: 38, 2.01: 46, 3.03: 51}
 def test_ultraep_reaches_its_published_balance():
     """1.01 from all three, with at most as many replicas as it says and a few more."""
     topology = one_node(64, 256, 2)
-    experts = np.stack([zipf_ranks(ratio) for ratio in PUBLISHED])
+    experts = np.stack([skewed_ranks(ratio) for ratio in PUBLISHED])
     before = experts.reshape(len(experts), 64, 4).sum(-1)
     np.testing.assert_allclose(before.max(-1) / before.mean(-1), list(PUBLISHED), atol=0.02)
     plan = planned(ultraep(), experts, topology)

@@ -19,7 +19,6 @@ leaves ReLibra no replicas, since they stay in their node.
 
 import contextlib
 import dataclasses
-import json
 import os
 import socket
 import subprocess
@@ -34,7 +33,7 @@ from rich.console import Console
 from experiments.bench_two_processes.report import make_report, make_tables
 from experiments.bench_two_processes.runs import Line, Settings, run_path
 from experiments.synthetic_traces import synthetic_trace
-from relibra_jax.atomic_write import write_atomically
+from relibra_jax.atomic_write import write_json
 from relibra_jax.cli.options import TraceName
 from relibra_jax.cli.parsing import run_program
 from relibra_jax.traces.read import read_trace
@@ -123,8 +122,7 @@ def measure(config: BenchTwoProcesses, number: int, port: int) -> None:
 def _write(path: Path, report: dict[str, object]) -> None:
     """Everything found so far: a run that is stopped leaves what it had."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with write_atomically(path) as part:
-        part.write_text(json.dumps(report, indent=1) + "\n")
+    write_json(path, report)
 
 
 def main(config: BenchTwoProcesses) -> None:

@@ -10,7 +10,6 @@ micro-batches: what an update takes once is spread over fewer, so the halves com
 import dataclasses
 import functools
 import itertools
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +23,7 @@ from rich.table import Table
 
 from experiments.beyond_balance.measures import Setting, mean_over_seeds, measure_plan, uniform_crossings
 from experiments.beyond_balance.tables import Row, plans_table, residents_cost, residents_table
-from relibra_jax.atomic_write import write_atomically
+from relibra_jax.atomic_write import write_json
 from relibra_jax.cli.options import TraceName
 from relibra_jax.cli.parsing import run_program
 from relibra_jax.cost.hardware import CLUSTERS
@@ -234,9 +233,7 @@ def main(config: BeyondBalance) -> None:
     if config.record is not None:
         about = {"trace": trace.name, "hardware": HARDWARE, "model": MODEL, "context": CONTEXT}
         about |= {"tokens_per_rank": TOKENS_PER_RANK, "seeds": config.seeds}
-        with write_atomically(config.record) as part:
-            tables = [report.numbers for report in reports]
-            part.write_text(json.dumps({**about, "tables": tables}, indent=1) + "\n")
+        write_json(config.record, {**about, "tables": [report.numbers for report in reports]})
 
 
 if __name__ == "__main__":

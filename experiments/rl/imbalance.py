@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
-from relibra_jax.plan import rank_load, resident_experts
+from relibra_jax.plan import contiguous_homes, rank_load, resident_experts
 from relibra_jax.planning.metrics import batch_imbalance, replication_bound
 from relibra_jax.planning.replication import without_replicas
 from relibra_jax.resident_push import push_counts
@@ -32,7 +32,7 @@ def measure_imbalance(
         ``imbalance_live`` of ``ran_load`` with all experts at home.
     """
     _, load, plan = batch_plan
-    in_order = jnp.broadcast_to(jnp.arange(topology.num_experts, dtype=jnp.int32), plan.home.shape)
+    in_order = contiguous_homes(topology, len(plan.home))
 
     def at_home(load, home):
         return rank_load(without_replicas(load.sum((2, 3), dtype=jnp.int32), home, topology))

@@ -1,6 +1,5 @@
 """What runs have shown: a table, a figure and the numbers, all read from their metrics."""
 
-import json
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,7 +14,7 @@ from rich.table import Table
 
 from experiments.rl.configs import Train
 from experiments.rl.metrics_log import read_metrics
-from relibra_jax.atomic_write import write_atomically
+from relibra_jax.atomic_write import write_atomically, write_json
 from relibra_jax.cli.figures import COLOURS, GRID, INK
 
 SMOOTH: Final = 7
@@ -65,8 +64,7 @@ def write_report(config: Train, folder: Path, console: Console, name: str) -> No
         f" {config.ranks.nodes} nodes x {config.ranks.ranks_per_node} ranks"
     )
     figure, numbers = folder / "training.png", folder / "summary.json"
-    with write_atomically(numbers) as part:
-        part.write_text(json.dumps({"setting": setting, "seeds": summary}, indent=1) + "\n")
+    write_json(numbers, {"setting": setting, "seeds": summary})
     console.print(_table(summary, setting))
     console.print(COLUMNS_EXPLAINED, style="dim")
     for seed, of_seed in summary.items():

@@ -24,7 +24,7 @@ from experiments.rl.report import write_report
 from experiments.rl.stop_signals import stop_signals
 from experiments.rl.tasks import Task
 from experiments.rl.trainer import Trainer
-from relibra_jax.atomic_write import write_atomically
+from relibra_jax.atomic_write import write_json
 from relibra_jax.replay_files import load_replay, save_replay
 from relibra_jax.types import RoutingReplay
 
@@ -177,8 +177,7 @@ def _note_changes(config: Train, folder: Path, console: Console) -> None:
         if before.get(key) != value:
             console.print(f"note: {key} was {before.get(key)}, is {value}", highlight=False, soft_wrap=True)
     folder.mkdir(parents=True, exist_ok=True)
-    with write_atomically(path) as part:
-        part.write_text(json.dumps(now, indent=1) + "\n")
+    write_json(path, now)
 
 
 def _plain(config: Train) -> dict[str, Any]:

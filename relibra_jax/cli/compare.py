@@ -1,19 +1,16 @@
 """``relibra compare``: planners over a trace, as one table, two figures and the numbers."""
 
 import dataclasses
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Final
 
 import jax
 import tyro
-from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from relibra_jax.atomic_write import write_atomically
+from relibra_jax.atomic_write import write_json
 from relibra_jax.cli.batching import make_batches
 from relibra_jax.cli.figures import compare_figure, timeline_figure
 from relibra_jax.cli.modelled_time import CostModel, make_cost_model
@@ -21,6 +18,7 @@ from relibra_jax.cli.options import Batching, Costs, Ranks, TraceName
 from relibra_jax.cli.outcomes import Outcome, compare
 from relibra_jax.cli.outside_planner import import_planner
 from relibra_jax.cli.planner_runs import Contender
+from relibra_jax.cli.terminal import progress_bar, wide_table
 from relibra_jax.planning.planners import PLANNERS
 from relibra_jax.suggestions import suggest_names
 from relibra_jax.traces.read import read_trace
@@ -69,8 +67,7 @@ def compare_contenders(
     batches = make_batches(trace, options.batching, topology)
     cost_model = make_cost_model(options.costs, trace, batches, topology)
     contenders = choose_rows(contenders_of(cost_model), options.rows, options.planner)
-    columns = (TextColumn("{task.description:>16}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
+    with progress_bar(console, width=16) as bar:
         task = bar.add_task("planning", total=len(contenders))
         outcomes = compare(
             contenders,
@@ -104,8 +101,7 @@ def compare_contenders(
     by_name = {outcome.planner: outcome for outcome in outcomes}
     before, after = by_name.get("static", outcomes[0]), by_name.get("relibra", outcomes[-1])
     timeline_figure(timeline, before, after, topology, cost_model)
-    with write_atomically(numbers) as part:
-        part.write_text(json.dumps(_report(options, trace, outcomes), indent=1) + "\n")
+    write_json(numbers, _report(options, trace, outcomes))
     console.print(f"figures: {figure} {timeline}\nnumbers: {numbers}", highlight=False, soft_wrap=True)
 
 
@@ -157,14 +153,7 @@ def comparison_table(outcomes: list[Outcome], title: str, *, residents: bool) ->
         title: what was run.
         residents: whether there are resident slots, for which two more columns are shown.
     """
-    table = Table(
-        title=title,
-        title_justify="left",
-        title_style="bold",
-        box=box.SIMPLE_HEAD,
-        padding=0,
-        width=TABLE_WIDTH,
-    )
+    table = wide_table(title, width=TABLE_WIDTH)
     lines = [_cells(outcome, residents=residents) for outcome in outcomes]
     table.add_column("planner", no_wrap=True)
     for name in lines[0]:

@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 
 from relibra_jax.cli.batching import Batches
 from relibra_jax.limits import check_memory
-from relibra_jax.plan import expert_totals
+from relibra_jax.plan import contiguous_homes, expert_totals
 from relibra_jax.plan_check import check_plan
 from relibra_jax.planning.baselines.forecasts import FORECASTS, expect_loads
 from relibra_jax.planning.metrics import forecast_error
@@ -104,7 +104,7 @@ def run_contender(
     )
 
     state = planner.init(topology, layers, key=jax.random.key(seed))
-    home: Array = jnp.tile(jnp.arange(topology.num_experts)[None], (layers, 1))
+    home: Array = contiguous_homes(topology, layers)
     seen = FORECASTS[contender.entry.forecast].init(topology, layers)
     first_known = 0 if contender.entry.foresight else 1
     planned = []

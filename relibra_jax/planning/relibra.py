@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Int, Num, PRNGKeyArray
 
-from relibra_jax.plan import expert_totals
+from relibra_jax.plan import contiguous_homes, expert_totals
 from relibra_jax.plan_check import check_load
 from relibra_jax.planning.extra_args import taken_by
 from relibra_jax.planning.placement import Placement, place_experts
@@ -66,8 +66,7 @@ def relibra(*, place: Place = place_experts, replicate: Replicate = replicate_ex
     """
 
     def init(topology: Topology, num_layers: int, *, key: PRNGKeyArray) -> RelibraState:
-        row = jnp.arange(topology.num_experts, dtype=jnp.int32)
-        return RelibraState(jnp.tile(row[None], (num_layers, 1)), key)
+        return RelibraState(contiguous_homes(topology, num_layers), key)
 
     def update(
         load: Num[Array, "M L N G E"],

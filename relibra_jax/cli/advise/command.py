@@ -4,18 +4,15 @@ Source of the question: arXiv 2506.07366. All times are modelled.
 """
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Final
 
 import tyro
-from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from relibra_jax.atomic_write import write_atomically
+from relibra_jax.atomic_write import write_json
 from relibra_jax.cli.advise.figure import draw_advice
 from relibra_jax.cli.advise.pricing import (
     STEPS,
@@ -29,6 +26,7 @@ from relibra_jax.cli.advise.pricing import (
 from relibra_jax.cli.advise.strategies import Strategy, strategies
 from relibra_jax.cli.advise.thresholds import EVEN_SHARES, PAYS, Point, threshold
 from relibra_jax.cli.options import Batching, Costs, Ranks, TraceName
+from relibra_jax.cli.terminal import progress_bar, wide_table
 from relibra_jax.limits import check_positive
 from relibra_jax.traces.read import read_trace
 from relibra_jax.types import Topology
@@ -79,8 +77,7 @@ def run_advise(options: Advise, console: Console) -> None:
     if options.memory is not None:
         check_positive("memory", options.memory)
         limit = options.memory * 1e9
-    columns = (TextColumn("{task.description:>12}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
+    with progress_bar(console, width=12) as bar:
         task = bar.add_task("strategies", total=len(tried))
 
         def progress() -> None:
@@ -116,8 +113,7 @@ def run_advise(options: Advise, console: Console) -> None:
         "skew": [point._asdict() for point in skews],
         "imbalance_from_which_it_pays": threshold(skews),
     }
-    with write_atomically(numbers) as part:
-        part.write_text(json.dumps(told, indent=1) + "\n")
+    write_json(numbers, told)
     console.print(f"figure: {figure}\nnumbers: {numbers}", highlight=False, soft_wrap=True)
 
 
@@ -129,14 +125,7 @@ def advice_table(advice: Sequence[Advice], limit: float, title: str) -> Table:
         limit: the bytes that a rank may hold.
         title: what was priced.
     """
-    table = Table(
-        title=title,
-        title_justify="left",
-        title_style="bold",
-        box=box.SIMPLE_HEAD,
-        padding=0,
-        width=TABLE_WIDTH,
-    )
+    table = wide_table(title, width=TABLE_WIDTH)
     for name in ("strategy", "foresight"):
         table.add_column(name, no_wrap=True)
     for name in ("R", "B", "imbalance", "exposed", "time", "gain", "GB"):

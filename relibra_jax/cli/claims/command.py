@@ -2,7 +2,6 @@
 
 import dataclasses
 import datetime
-import json
 import os
 import platform
 from importlib.metadata import version
@@ -11,9 +10,8 @@ from typing import Final
 
 import jax
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from relibra_jax.atomic_write import write_atomically
+from relibra_jax.atomic_write import write_atomically, write_json
 from relibra_jax.cli.claims.behind import behind
 from relibra_jax.cli.claims.cells import CellResult, run_cell
 from relibra_jax.cli.claims.figures import draw_planners, draw_sweeps
@@ -24,6 +22,7 @@ from relibra_jax.cli.claims.results import Results
 from relibra_jax.cli.claims.settings import PAPER_RANKS, Study, full_studies, quick_studies
 from relibra_jax.cli.modelled_time import find_model
 from relibra_jax.cli.options import TraceName
+from relibra_jax.cli.terminal import progress_bar
 from relibra_jax.limits import check_integer
 from relibra_jax.traces.read import read_trace
 from relibra_jax.traces.trace import Trace
@@ -86,12 +85,9 @@ def run_claims(options: Claims, console: Console) -> None:
         "own_loads": [load._asdict() for load in own_loads],
         "measured": [each._asdict() for each in measured],
     }
-    for name, text in (
-        ("claims.json", json.dumps(numbers, indent=1) + "\n"),
-        ("claims.md", write_report(results)),
-    ):
-        with write_atomically(options.out / name) as part:
-            part.write_text(text)
+    write_json(options.out / "claims.json", numbers)
+    with write_atomically(options.out / "claims.md") as part:
+        part.write_text(write_report(results))
     for line in behind(results) or ["ours is behind nowhere, in what was run"]:
         console.print(f"- {line}", highlight=False, soft_wrap=True)
     console.print(f"report: {options.out / 'claims.md'}", highlight=False, soft_wrap=True)
@@ -115,9 +111,8 @@ def some_layers(trace: Trace, count: int) -> Trace:
 def _run_studies(
     studies: list[Study], traces: dict[str | None, Trace], console: Console
 ) -> list[tuple[str, CellResult]]:
-    columns = (TextColumn("{task.description:>48}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     cells = []
-    with Progress(*columns, console=console, transient=True) as bar:
+    with progress_bar(console, width=48) as bar:
         task = bar.add_task("planning", total=sum(len(study.rows) for study in studies))
         for study in studies:
             trace, ranks = traces[study.trace], study.cell.ranks

@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import jax
 
-from relibra_jax.plan import expert_totals
+from relibra_jax.plan import contiguous_homes, expert_totals
 from relibra_jax.plan_check import check_load
-from relibra_jax.planning.baselines.kept_homes import KeptHomes, contiguous_homes, init_homes, kept_homes
+from relibra_jax.planning.baselines.kept_homes import KeptHomes, init_homes, kept_homes
 from relibra_jax.planning.per_node import plan_per_node
 from relibra_jax.planning.replication import without_replicas
 from relibra_jax.types import Planner, Topology

@@ -12,9 +12,9 @@ import numpy as np
 from jaxtyping import Int
 
 from relibra_jax.limits import check_not_negative
-from relibra_jax.plan import expert_totals, inverse_permutation
+from relibra_jax.plan import contiguous_homes, expert_totals, inverse_permutation
 from relibra_jax.plan_check import check_load
-from relibra_jax.planning.baselines.kept_homes import contiguous_homes, summed_tops
+from relibra_jax.planning.baselines.kept_homes import summed_tops
 from relibra_jax.planning.baselines.whole_moves import Spread, at_home_only, move_whole
 from relibra_jax.planning.per_node import merge_copies, plan_per_node
 from relibra_jax.types import EMPTY, Plan, Planner, Topology

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
-from relibra_jax.plan import home_layout
+from relibra_jax.plan import contiguous_homes, home_layout
 from relibra_jax.planning.baselines.eplb import pack_homes
 from relibra_jax.types import EMPTY, Array, Topology
 
@@ -22,12 +22,6 @@ def init_homes(topology: Topology, num_layers: int, *, key: jax.Array | None = N
     """The state before the first batch: no homes yet."""
     del key
     return KeptHomes(jnp.full((num_layers, topology.num_experts), EMPTY, jnp.int32))
-
-
-def contiguous_homes(topology: Topology, num_layers: int) -> Int[jax.Array, "L E"]:
-    """Megatron-LM's homes: expert ``e`` in flat home slot ``e``."""
-    row = jnp.arange(topology.num_experts, dtype=jnp.int32)
-    return jnp.tile(row[None], (num_layers, 1))
 
 
 def kept_homes(load: Int[jax.Array, "M L E"], state: KeptHomes, topology: Topology) -> Int[jax.Array, "L E"]:

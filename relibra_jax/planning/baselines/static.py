@@ -1,8 +1,6 @@
 """Megatron-LM's placement, against which all other planners are measured."""
 
-import jax.numpy as jnp
-
-from relibra_jax.plan import expert_totals
+from relibra_jax.plan import contiguous_homes, expert_totals
 from relibra_jax.plan_check import check_load
 from relibra_jax.planning.replication import without_replicas
 from relibra_jax.types import Planner, Topology
@@ -14,6 +12,7 @@ def static() -> Planner:
     Returns:
         A Planner without state.
 
+    >>> import jax.numpy as jnp
     >>> topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=4, replica_slots=0)
     >>> load = jnp.array([[[[[80, 10, 6, 4], [0, 0, 0, 0]]]]])
     >>> plan, _ = static().update(load, (), topology)
@@ -28,7 +27,6 @@ def static() -> Planner:
     def update(load, state, topology: Topology):
         check_load(load, topology)
         load = expert_totals(load)
-        home = jnp.broadcast_to(jnp.arange(topology.num_experts, dtype=jnp.int32), load.shape[1:])
-        return without_replicas(load, home, topology), state
+        return without_replicas(load, contiguous_homes(topology, load.shape[1]), topology), state
 
     return Planner(init, update)
