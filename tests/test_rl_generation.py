@@ -1,5 +1,6 @@
 """Generation records what happened: a full forward over the finished sequences says the same, token by token."""
 
+import dataclasses
 import functools
 
 import jax
@@ -10,14 +11,17 @@ import pytest
 from flax import nnx
 
 from experiments.rl.generation import draw, generate
-from experiments.rl.policy import PolicyConfig, make_policy, token_log_probs
+from experiments.rl.policy import TINY, token_log_probs
 from experiments.rl.tokens import PAD
+from relibra_jax.models import make_model
 from relibra_jax.nnx import ExpertParallel, expert_mesh
 from relibra_jax.replay import check_replay
 from relibra_jax.types import Topology
 
 # A vocabulary so small that samples end by chance.
-CONFIG = PolicyConfig(width=16, layers=2, heads=4, kv_heads=2, head_width=6, expert_width=8, vocabulary=7)
+CONFIG = dataclasses.replace(
+    TINY, width=16, layers=2, heads=4, kv_heads=2, head_width=6, expert_width=8, vocabulary=7
+)
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=4, num_experts=16, replica_slots=0)
 MESH = expert_mesh(TOPOLOGY)
 PARALLEL = ExpertParallel(mesh=MESH, topology=TOPOLOGY)
@@ -31,7 +35,7 @@ KEYS = jax.vmap(functools.partial(jax.random.fold_in, jax.random.key(5)))(jnp.ar
 
 @functools.cache
 def policy():
-    model = make_policy(CONFIG, TOPOLOGY, mesh=MESH, key=jax.random.key(0))
+    model = make_model(CONFIG, TOPOLOGY, mesh=MESH, key=jax.random.key(0))
     # At birth all tokens are about equally likely.
     model.head[...] = model.head[...] * 25
     return model

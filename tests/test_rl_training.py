@@ -18,7 +18,7 @@ from rich.console import Console
 from experiments.rl.configs import Reorder, Replicate, Train
 from experiments.rl.losses import token_weights
 from experiments.rl.metrics_log import MetricsLog, read_metrics
-from experiments.rl.policy import POLICIES, PolicyConfig
+from experiments.rl.policy import POLICIES, TINY
 from experiments.rl.report import summarise, training_figure
 from experiments.rl.rewards import Rewards, score_responses
 from experiments.rl.step import prepare_residents, recompute
@@ -36,7 +36,7 @@ from relibra_jax.replay_files import load_replay
 from relibra_jax.resident_push import PushSizes
 from relibra_jax.types import EMPTY, RoutingReplay
 
-SMALLEST = PolicyConfig(width=16, layers=2, heads=2, kv_heads=1, head_width=8, expert_width=16)
+SMALLEST = dataclasses.replace(TINY, width=16, layers=2, heads=2, kv_heads=1, head_width=8, expert_width=16)
 # Buffers that hold every batch here, so that one program is compiled.
 SIZES = Capacities(
     rows=512,

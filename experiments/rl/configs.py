@@ -11,10 +11,11 @@ from typing import Annotated, Any, Final
 import tyro
 
 from experiments.rl.generation import check_sampling
-from experiments.rl.policy import POLICIES, PolicyConfig
+from experiments.rl.policy import POLICIES
 from experiments.rl.step import Clip
 from relibra_jax.cli.options import Ranks
 from relibra_jax.limits import check_integer, check_memory, check_not_negative, check_positive, check_seed
+from relibra_jax.models import ModelConfig
 from relibra_jax.planning.assignment import assign_samples
 from relibra_jax.planning.placement import place_experts
 from relibra_jax.planning.planners import PLANNERS, PlannerEntry
@@ -185,7 +186,7 @@ class Train:
         return self.prompts * self.responses_per_prompt
 
     @property
-    def model(self) -> PolicyConfig:
+    def model(self) -> ModelConfig:
         """The sizes of the policy."""
         return POLICIES[self.policy]
 

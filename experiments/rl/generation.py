@@ -16,10 +16,10 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Bool, Float, Int, Integer, Key
 
-from experiments.rl.policy import Cache, Policy
 from experiments.rl.tokens import EOS, PAD
 from relibra_jax.execution.parallel import ExpertParallel, check_tokens
 from relibra_jax.limits import check_not_negative
+from relibra_jax.models import Cache, LanguageModel
 from relibra_jax.types import Array, RoutingReplay, check_shape
 
 
@@ -60,7 +60,7 @@ class _State(NamedTuple):
 
 
 def generate(
-    policy: Policy,
+    policy: LanguageModel,
     prompts: Int[Array, "B P"],
     lengths: Int[Array, " B"],
     keys: Key[jax.Array, " B"],
@@ -134,7 +134,7 @@ def draw(
 
 
 @nnx.jit(static_argnames=("parallel", "room"))
-def _generate(policy: Policy, prompts, lengths, keys, knobs, *, parallel: ExpertParallel, room: int):
+def _generate(policy: LanguageModel, prompts, lengths, keys, knobs, *, parallel: ExpertParallel, room: int):
     temperature, top_p, eos = knobs
     samples, longest = prompts.shape
 

@@ -10,8 +10,8 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from experiments.rl.configs import Train
-from experiments.rl.policy import make_policy
 from relibra_jax.capacity import Capacities
+from relibra_jax.models import make_model
 from relibra_jax.nnx import Balancer, restore_training, save_training
 
 LARGEST_GRADIENT: Final = 1.0
@@ -34,13 +34,13 @@ class State:
     def __init__(self, config: Train, seed: int, mesh: Mesh):
         self.step = 0
         self.key, weights, planning = jax.random.split(jax.random.key(seed), 3)
-        self.model = make_policy(config.model, config.topology, mesh=mesh, key=weights)
+        self.model = make_model(config.model, config.topology, mesh=mesh, key=weights)
         tx = _adamw(config.warmup_learning_rate, config.learning_rate, config.warmup_steps)
         self.optimizer = nnx.Optimizer(self.model, tx, wrt=nnx.Param)
         self.balancer = Balancer(
             *(config.planner_entry.planner, config.topology),
             mesh=mesh,
-            num_layers=config.model.layers,
+            num_layers=config.model.moe_layers,
             num_micro_batches=config.micro_batches,
             key=planning,
             assign=config.assign,

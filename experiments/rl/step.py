@@ -16,10 +16,11 @@ from flax import nnx
 from jaxtyping import Bool, Float, Int, Integer
 
 from experiments.rl.losses import PolicyLoss, policy_loss, supervised_loss
-from experiments.rl.policy import Policy, PolicyOutput, token_log_probs
+from experiments.rl.policy import token_log_probs
 from relibra_jax.execution import PreparedLayer, Residents
 from relibra_jax.execution.gating import balance_loss, select_experts
 from relibra_jax.execution.parallel import ExpertParallel
+from relibra_jax.models import LanguageModel, ModelOutput
 from relibra_jax.nnx import PreparedBatch, accumulate_gradients
 from relibra_jax.nnx import prepare_residents as prepare_residents_of
 from relibra_jax.replay import sample_load
@@ -86,7 +87,7 @@ prepare_residents = nnx.jit(prepare_residents_of)
 
 @nnx.jit(static_argnames=("temperature",))
 def recompute(
-    model: Policy,
+    model: LanguageModel,
     batch: PreparedBatch,
     samples: TrainingBatch,
     residents: Residents | None = None,
@@ -120,7 +121,7 @@ def recompute(
 
 @nnx.jit(static_argnames=("temperature", "clip", "balance"), donate_argnames=("residents",))
 def update(
-    model: Policy,
+    model: LanguageModel,
     optimizer: nnx.Optimizer,
     batch: PreparedBatch,
     samples: TrainingBatch,
@@ -169,19 +170,19 @@ def update(
 
 
 def _run(
-    model: Policy,
+    model: LanguageModel,
     samples: TrainingBatch,
     layers: PreparedLayer | None,
     parallel: ExpertParallel,
     temperature: float,
-) -> tuple[PolicyOutput, jax.Array]:
+) -> tuple[ModelOutput, jax.Array]:
     """The policy on one micro-batch, in replay or live, and the log-probabilities of its tokens."""
     expert_ids = None if layers is None else samples.expert_ids
     output = model(samples.tokens, samples.mask, expert_ids, layers, parallel=parallel)
     return output, token_log_probs(output.logits, samples.tokens, temperature=temperature)
 
 
-def _count_load(output: PolicyOutput, mask: Array, parallel: ExpertParallel) -> Int[jax.Array, "L N G E"]:
+def _count_load(output: ModelOutput, mask: Array, parallel: ExpertParallel) -> Int[jax.Array, "L N G E"]:
     """The routing that ran in one micro-batch."""
     experts = parallel.topology.num_experts
     by_sample = sample_load(RoutingReplay(output.expert_ids, mask), num_experts=experts)
@@ -189,11 +190,17 @@ def _count_load(output: PolicyOutput, mask: Array, parallel: ExpertParallel) -> 
     return jnp.moveaxis(by_rank, 2, 0)
 
 
-def _count_changes(model: Policy, output: PolicyOutput, samples: TrainingBatch) -> Int[jax.Array, " L"]:
+def _count_changes(model: LanguageModel, output: ModelOutput, samples: TrainingBatch) -> Int[jax.Array, " L"]:
     """In how many expert choices of one micro-batch the live router disagrees with the record."""
     if samples.expert_ids is None:
-        return jnp.zeros(model.config.layers, jnp.int32)
-    live = select_experts(output.router_logits, model.config.gating)
+        return jnp.zeros(model.config.moe_layers, jnp.int32)
+    bias = model.layers.experts.correction_bias
+    select = functools.partial(select_experts, gating=model.config.gating)
+    if bias is None:
+        live = select(output.router_logits)
+    else:
+        of_layer = jax.vmap(lambda logits, bias: select(logits, bias=bias), in_axes=(-2, 0), out_axes=-2)
+        live = of_layer(output.router_logits, bias[...])
     recorded = jnp.asarray(samples.expert_ids, jnp.int32)
     changed = (live[..., None] != recorded[..., None, :]).all(-1) & samples.mask[..., None, None]
     return changed.sum((0, 1, 3), dtype=jnp.int32)

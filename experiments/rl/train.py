@@ -149,7 +149,7 @@ def join_replays(replays: Sequence[RoutingReplay]) -> RoutingReplay:
 
 def _check_planner(config: Train) -> None:
     """What the planner refuses, it refuses now and not after the warm-up."""
-    topology, planner, layers = config.topology, config.planner_entry.planner, config.model.layers
+    topology, planner, layers = config.topology, config.planner_entry.planner, config.model.moe_layers
     ranks = topology.num_nodes, topology.ranks_per_node
 
     def plan(key: jax.Array) -> Any:

@@ -11,15 +11,25 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from experiments.rl.policy import POLICIES, Policy, PolicyConfig, make_policy, token_log_probs
+from experiments.rl.policy import POLICIES, TINY, token_log_probs
 from relibra_jax.execution.mesh import RANKS, expert_mesh
+from relibra_jax.models import LanguageModel, make_model
 from relibra_jax.nnx import ExpertParallel, reorder_experts
 from relibra_jax.planning.assignment import assign_in_order
 from relibra_jax.planning.plan_batch import plan_batch
 from relibra_jax.planning.planners import PLANNERS
 from relibra_jax.types import LayerPlan, RoutingReplay, Topology
 
-CONFIG = PolicyConfig(width=16, layers=2, heads=4, kv_heads=2, head_width=6, expert_width=8, vocabulary=23)
+SIZES = {
+    "width": 16,
+    "layers": 2,
+    "heads": 4,
+    "kv_heads": 2,
+    "head_width": 6,
+    "expert_width": 8,
+    "vocabulary": 23,
+}
+CONFIG = dataclasses.replace(TINY, **SIZES)
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=4, num_experts=16, replica_slots=1)
 MESH = expert_mesh(TOPOLOGY)
 SAMPLES, LENGTH = 16, 7
@@ -33,7 +43,7 @@ MASK = np.arange(LENGTH) < LENGTHS[:, None]
 
 @functools.cache
 def policy():
-    model = make_policy(CONFIG, TOPOLOGY, mesh=MESH, key=jax.random.key(0))
+    model = make_model(CONFIG, TOPOLOGY, mesh=MESH, key=jax.random.key(0))
     # Scales that are all one would hide that they are not used.
     rng = np.random.default_rng(1)
 
@@ -72,17 +82,18 @@ def oracle(model, tokens):
     chosen = np.zeros((len(tokens), CONFIG.layers, CONFIG.top_k), int)
     for layer in range(CONFIG.layers):
         of_layer = jax.tree.map(lambda leaf, layer=layer: leaf[layer], params["layers"])
+        attention = of_layer["attention"]
         normed = norm(x, of_layer["attention_norm"])
         attended = np.zeros_like(x)
         for head in range(CONFIG.heads):
             shared = head // (CONFIG.heads // CONFIG.kv_heads)
-            query = norm(normed @ of_layer["query"]["kernel"][:, head], of_layer["query_norm"])
-            key = norm(normed @ of_layer["key"]["kernel"][:, shared], of_layer["key_norm"])
-            value = normed @ of_layer["value"]["kernel"][:, shared]
+            query = norm(normed @ attention["query"]["kernel"][:, head], attention["query_norm"])
+            key = norm(normed @ attention["key"]["kernel"][:, shared], attention["key_norm"])
+            value = normed @ attention["value"]["kernel"][:, shared]
             for t in range(len(tokens)):
                 scores = np.array([rotate(query[t], t) @ rotate(key[s], s) for s in range(t + 1)])
                 weights = softmax(scores / np.sqrt(CONFIG.head_width))
-                attended[t] += weights @ value[: t + 1] @ of_layer["out"]["kernel"][head]
+                attended[t] += weights @ value[: t + 1] @ attention["out"]["kernel"][head]
         x = x + attended
         normed = norm(x, of_layer["experts_norm"])
         experts = of_layer["experts"]["experts"].reshape(CONFIG.num_experts, 3, CONFIG.width, -1)
@@ -218,27 +229,29 @@ def test_parameters_lie_on_the_mesh_and_do_not_depend_on_it():
             assert leaf.sharding.is_fully_replicated, path
     alone = Topology(num_nodes=1, ranks_per_node=1, num_experts=16, replica_slots=0)
     mesh = expert_mesh(alone, devices=jax.devices()[:1])
-    one = make_policy(CONFIG, alone, mesh=mesh, key=jax.random.key(0))
-    many = make_policy(CONFIG, TOPOLOGY, mesh=MESH, key=jax.random.key(0))
+    one = make_model(CONFIG, alone, mesh=mesh, key=jax.random.key(0))
+    many = make_model(CONFIG, TOPOLOGY, mesh=MESH, key=jax.random.key(0))
     for leaf, other in zip(*(jax.tree.leaves(nnx.state(model)) for model in (one, many)), strict=True):
         np.testing.assert_allclose(np.ravel(leaf), np.ravel(other), rtol=1e-6)
 
 
 def test_sizes_and_dtypes_of_other_configurations():
     config = dataclasses.replace(CONFIG, tied=True, dtype="bfloat16", kv_heads=4)
-    model = nnx.eval_shape(lambda: Policy(config, TOPOLOGY, rngs=nnx.Rngs(0)))
+    model = nnx.eval_shape(lambda: LanguageModel(config, TOPOLOGY, rngs=nnx.Rngs(0)))
     output = nnx.eval_shape(lambda model: model(TOKENS, MASK, parallel=SAFE), model)
     assert (output.logits.dtype, output.logits.shape) == (np.float32, (*TOKENS.shape, CONFIG.vocabulary))
     assert output.router_logits.dtype == np.float32
     assert model.head is None
     for config in POLICIES.values():
         topology = dataclasses.replace(TOPOLOGY, num_experts=config.num_experts)
-        nnx.eval_shape(lambda config=config, topology=topology: Policy(config, topology, rngs=nnx.Rngs(0)))
+        nnx.eval_shape(
+            lambda config=config, topology=topology: LanguageModel(config, topology, rngs=nnx.Rngs(0))
+        )
 
 
 @functools.cache
 def abstract_policy():
-    return nnx.eval_shape(lambda: Policy(CONFIG, TOPOLOGY, rngs=nnx.Rngs(0)))
+    return nnx.eval_shape(lambda: LanguageModel(CONFIG, TOPOLOGY, rngs=nnx.Rngs(0)))
 
 
 @pytest.fixture
@@ -272,9 +285,9 @@ def test_misfits_are_refused_before_anything_is_compiled(without_type_checks):
         call(TOKENS, MASK, ids, plans._replace(load=plans.load[:1]))
     with pytest.raises(ValueError, match="without expert_ids: live routing is counted in the step"):
         call(TOKENS, MASK, layers=plans)
-    with pytest.raises(ValueError, match="policy of 16 experts, topology of 32"):
-        make_policy(CONFIG, dataclasses.replace(TOPOLOGY, num_experts=32), mesh=MESH, key=jax.random.key(0))
+    with pytest.raises(ValueError, match="model of 16 experts, topology of 32"):
+        make_model(CONFIG, dataclasses.replace(TOPOLOGY, num_experts=32), mesh=MESH, key=jax.random.key(0))
     with pytest.raises(ValueError, match="heads=4 must be a multiple of kv_heads=3"):
-        PolicyConfig(kv_heads=3)
+        dataclasses.replace(TINY, kv_heads=3)
     with pytest.raises(ValueError, match="head_width=7 must be even"):
-        PolicyConfig(head_width=7)
+        dataclasses.replace(TINY, head_width=7)

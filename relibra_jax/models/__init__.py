@@ -1,0 +1,14 @@
+"""Mixture-of-experts language models in Flax, and their checkpoints in Hugging Face's format.
+
+    topology = Topology(num_nodes=2, ranks_per_node=4, num_experts=128, replica_slots=2)
+    model = load_pretrained("Qwen3-30B-A3B", mesh, topology)
+    ...  # train: the balancer moves experts as it likes
+    save_pretrained(model, "trained")  # in Hugging Face's names and logical expert order
+
+Architectures: Qwen3-MoE, GLM-4.5, OLMoE, Mixtral (`relibra_jax.models.hf_config`).
+"""
+
+from relibra_jax.models.config import ModelConfig
+from relibra_jax.models.language_model import Cache, LanguageModel, ModelOutput, make_model
+
+__all__ = ["Cache", "LanguageModel", "ModelConfig", "ModelOutput", "make_model"]

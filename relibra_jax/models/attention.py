@@ -1,0 +1,126 @@
+"""Grouped-query attention with rotary positions, over whole sequences or over a cache of keys and values."""
+
+from typing import Final, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Float, Int
+
+from relibra_jax.execution.parallel import ExpertParallel
+from relibra_jax.models.config import ModelConfig
+from relibra_jax.types import Array
+
+CUDNN_DTYPES: Final = ("bfloat16", "float16")
+"""The dtypes of cuDNN's attention."""
+CUDNN_HEAD: Final = 128
+"""The widest head of cuDNN's attention on every GPU that has it; widths are multiples of 8."""
+
+
+class Attention(nnx.Module):
+    """One layer's attention.
+
+    Args:
+        config: the model's sizes.
+        rngs: the random keys of the parameters.
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        width, query = config.width, (config.heads, config.head_width)
+        key = (config.kv_heads, config.head_width)
+        dtype, param_dtype = jnp.dtype(config.dtype), jnp.dtype(config.param_dtype)
+
+        def linear(inputs, outputs, fan_in, bias):
+            return nnx.LinearGeneral(
+                *(inputs, outputs),
+                axis=tuple(range(-len(inputs), 0)),
+                use_bias=bias,
+                kernel_init=nnx.initializers.normal(fan_in**-0.5),
+                dtype=dtype,
+                param_dtype=param_dtype,
+                rngs=rngs,
+            )
+
+        def norm(heads):
+            return nnx.RMSNorm(
+                heads * config.head_width,
+                epsilon=config.norm_epsilon,
+                dtype=dtype,
+                param_dtype=param_dtype,
+                rngs=rngs,
+            )
+
+        self.query = linear((width,), query, width, config.qkv_bias)
+        self.key, self.value = (linear((width,), key, width, config.qkv_bias) for _ in range(2))
+        self.out = linear(query, (width,), config.heads * config.head_width, config.out_bias)
+        over = {None: None, "head": (1, 1), "width": (config.heads, config.kv_heads)}[config.qk_norm]
+        self.query_norm = None if over is None else norm(over[0])
+        self.key_norm = None if over is None else norm(over[1])
+
+    def __call__(
+        self,
+        x: Float[jax.Array, "B t D"],
+        start: Int[Array, " B"],
+        cache: tuple[Array, Array] | None,
+        *,
+        parallel: ExpertParallel,
+    ) -> tuple[Array, tuple[Array, Array] | None]:
+        """What each token attends to: itself and the tokens before it.
+
+        Args:
+            x: the tokens; ``x[:, 0]`` stands at position ``start``, which is 0 without a cache.
+            start: the position of each sample's first token.
+            cache: keys and values ``[B, C, kv_heads, head_width]`` of earlier tokens by their positions; None for
+                whole sequences.
+            parallel: the device mesh, whose platform decides between cuDNN and XLA.
+
+        Returns:
+            The output ``[B, t, D]``, and the cache with the new tokens, or None.
+        """
+        positions = start[:, None] + jnp.arange(x.shape[1])[None]
+        query = self._rotate(_norm(self.query_norm, self.query(x)), positions)
+        key = self._rotate(_norm(self.key_norm, self.key(x)), positions)
+        value = self.value(x)
+        if cache is None:
+            implementation = _implementation(self.config, parallel)
+            attended = jax.nn.dot_product_attention(
+                *(query, key, value), is_causal=True, implementation=implementation
+            )
+        else:
+            key, value = cache = _write(cache[0], key, start), _write(cache[1], value, start)
+            causal = positions[:, None, :, None] >= jnp.arange(key.shape[1])[None, None, None]
+            attended = jax.nn.dot_product_attention(query, key, value, mask=causal)
+        return self.out(attended), cache
+
+    def _rotate(self, x, positions):
+        """Number i of the first half of the rotary part and number i of its second half are turned together."""
+        turned, rest = jnp.split(x, [self.config.rotary_width], axis=-1)
+        half = self.config.rotary_width // 2
+        rates = self.config.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+        angles = jnp.multiply.outer(positions.astype(jnp.float32), rates)[..., None, :]
+        first, second = jnp.split(turned.astype(jnp.float32), 2, axis=-1)
+        cos, sin = jnp.cos(angles), jnp.sin(angles)
+        halves = (first * cos - second * sin, second * cos + first * sin)
+        return jnp.concatenate([*(half.astype(x.dtype) for half in halves), rest], axis=-1)
+
+
+def _norm(norm, x):
+    """``x[..., heads, head_width]`` normalised over as many numbers as the norm has scales."""
+    if norm is None:
+        return x
+    return norm(x.reshape(*x.shape[:2], -1, norm.scale.shape[-1])).reshape(x.shape)
+
+
+def _implementation(config: ModelConfig, parallel: ExpertParallel) -> Literal["cudnn", "xla"]:
+    """cuDNN's attention where it runs these heads on this mesh, else XLA's."""
+    fits = config.dtype in CUDNN_DTYPES and config.head_width % 8 == 0 and config.head_width <= CUDNN_HEAD
+    return "cudnn" if fits and parallel.mesh.devices.flat[0].platform == "gpu" else "xla"
+
+
+def _write(cache, new, start):
+    """``cache[B, C, heads, width]`` with ``new[B, t, heads, width]`` at positions ``start..start + t - 1``."""
+    index = jnp.arange(cache.shape[1])[None] - start[:, None]
+    source = jnp.clip(index, 0, new.shape[1] - 1)[..., None, None]
+    here = ((index >= 0) & (index < new.shape[1]))[..., None, None]
+    return jnp.where(here, jnp.take_along_axis(new, source, axis=1), cache)

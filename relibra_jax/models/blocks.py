@@ -1,0 +1,95 @@
+"""One transformer layer: attention, then experts on `relibra_jax.nnx.MoELayer`, or a dense MLP.
+
+A layer is ``x += attention(norm(x)); x += mlp(norm(x))``. Replicas are fetched at the layer's start, beside attention.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Bool, Float, Int, Integer
+
+from relibra_jax.execution.parallel import ExpertParallel
+from relibra_jax.execution.prepared_layer import PreparedLayer
+from relibra_jax.models.attention import Attention
+from relibra_jax.models.config import ModelConfig
+from relibra_jax.nnx import MoELayer, MoEOutput
+from relibra_jax.types import Array, LayerPlan, Topology
+
+
+class Block(nnx.Module):
+    """A transformer layer with experts; `relibra_jax.models.LanguageModel` stacks them."""
+
+    def __init__(self, config: ModelConfig, topology: Topology, *, rngs: nnx.Rngs):
+        self.attention = Attention(config, rngs=rngs)
+        self.experts = MoELayer(
+            *(topology, config.width, config.expert_width, config.gating),
+            shared_width=config.shared_width,
+            param_dtype=jnp.dtype(config.param_dtype),
+            rngs=rngs,
+        )
+        self.attention_norm, self.experts_norm = (_norm(config, rngs) for _ in range(2))
+
+    def __call__(
+        self,
+        x: Float[jax.Array, "B t D"],
+        mask: Bool[Array, "B t"],
+        start: Int[Array, " B"],
+        cache: tuple[Array, Array] | None,
+        expert_ids: Integer[Array, "B t K"] | None,
+        layer: PreparedLayer | LayerPlan | None,
+        *,
+        parallel: ExpertParallel,
+    ) -> tuple[Array, tuple[Array, Array] | None, MoEOutput]:
+        """``(x, cache, experts' output)`` behind the layer; ``x[:, 0]`` stands at position ``start``."""
+        held = None
+        if layer is not None:
+            held, x = self.experts.fetch(x, layer, parallel)
+        attended, cache = self.attention(self.attention_norm(x), start, cache, parallel=parallel)
+        x = x + attended
+        moe = self.experts(
+            *(self.experts_norm(x), expert_ids, layer), parallel=parallel, experts=held, mask=mask
+        )
+        return x + moe.output, cache, moe
+
+
+class DenseBlock(nnx.Module):
+    """A transformer layer without experts."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        self.attention = Attention(config, rngs=rngs)
+        linear = functools.partial(
+            nnx.Linear,
+            use_bias=False,
+            dtype=jnp.dtype(config.dtype),
+            param_dtype=jnp.dtype(config.param_dtype),
+            rngs=rngs,
+        )
+        self.gate, self.up = (linear(config.width, config.dense_width) for _ in range(2))
+        self.down = linear(config.dense_width, config.width)
+        self.attention_norm, self.mlp_norm = (_norm(config, rngs) for _ in range(2))
+
+    def __call__(
+        self,
+        x: Float[jax.Array, "B t D"],
+        start: Int[Array, " B"],
+        cache: tuple[Array, Array] | None,
+        *,
+        parallel: ExpertParallel,
+    ) -> tuple[Array, tuple[Array, Array] | None]:
+        """``(x, cache)`` behind the layer; ``x[:, 0]`` stands at position ``start``."""
+        attended, cache = self.attention(self.attention_norm(x), start, cache, parallel=parallel)
+        x = x + attended
+        inner = self.mlp_norm(x)
+        return x + self.down(jax.nn.silu(self.gate(inner)) * self.up(inner)), cache
+
+
+def _norm(config: ModelConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:
+    return nnx.RMSNorm(
+        config.width,
+        epsilon=config.norm_epsilon,
+        dtype=jnp.dtype(config.dtype),
+        param_dtype=jnp.dtype(config.param_dtype),
+        rngs=rngs,
+    )

@@ -1,0 +1,227 @@
+"""A mixture-of-experts language model in Flax nnx, its experts on `relibra_jax.nnx.MoELayer`.
+
+Layers (`relibra_jax.models.blocks`) are stacked along a leading axis and run by `jax.lax.scan`, each under
+`jax.checkpoint`: what a layer computes is computed again in the backward pass, and its replicas are fetched again.
+Dense layers, if there are any, are a stack of their own before those with experts.
+
+Arrays are those of any Flax model, ``[B, T, ...]``, sharded over the ranks along the first axis. Samples are aligned
+to the left, padding behind their last token, so attention needs no mask but the causal one.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Bool, Float, Int, Integer
+
+from relibra_jax.execution.parallel import ExpertParallel
+from relibra_jax.execution.prepared_layer import PreparedLayer
+from relibra_jax.models.blocks import Block, DenseBlock
+from relibra_jax.models.config import ModelConfig
+from relibra_jax.types import Array, LayerPlan, Topology, check_shape
+
+
+class Cache(NamedTuple):
+    """Keys and values of the tokens that the model has seen, by position; C positions of room."""
+
+    keys: Float[Array, "layers B C heads width"]
+    values: Float[Array, "layers B C heads width"]
+
+
+class ModelOutput(NamedTuple):
+    """What the model says about every token. Padding has values too, which mean nothing."""
+
+    logits: Float[Array, "B T V"]
+    """The float32 logits of the token after this one."""
+    expert_ids: Integer[Array, "B T L K"]
+    """The routing that ran: in the dtype of a `RoutingReplay` if live, else what was given."""
+    router_logits: Float[Array, "B T L E"]
+    """The float32 logits of the live routers, for `relibra_jax.execution.gating.balance_loss` and for counting where
+    they differ from a replay."""
+    slot_rows: Int[Array, "L *copies N G S"]
+    """Rows that each slot computed."""
+
+
+class LanguageModel(nnx.Module):
+    """The language model; `make_model` makes a new one on a mesh, `relibra_jax.models.load_pretrained` a trained one.
+
+    Args:
+        config: the sizes.
+        topology: the expert-parallel group.
+        rngs: the random keys of the parameters.
+
+    Raises:
+        ValueError: if config and topology have different numbers of experts, or a token more experts than there are.
+    """
+
+    def __init__(self, config: ModelConfig, topology: Topology, *, rngs: nnx.Rngs):
+        if topology.num_experts != config.num_experts:
+            raise ValueError(f"model of {config.num_experts} experts, topology of {topology.num_experts}")
+        self.config = config
+        dtype, param_dtype = jnp.dtype(config.dtype), jnp.dtype(config.param_dtype)
+        init = functools.partial(nnx.initializers.normal(0.02), dtype=param_dtype)
+        self.embedding = nnx.Param(init(rngs.params(), (config.vocabulary, config.width)))
+        dense = nnx.vmap(lambda rngs: DenseBlock(config, rngs=rngs))
+        self.dense = dense(rngs.split(config.dense_layers)) if config.dense_layers else None
+        self.layers = nnx.vmap(lambda rngs: Block(config, topology, rngs=rngs))(rngs.split(config.moe_layers))
+        head = None if config.tied else init(rngs.params(), (config.width, config.vocabulary))
+        self.head = None if head is None else nnx.Param(head)
+        self.norm = nnx.RMSNorm(
+            config.width, epsilon=config.norm_epsilon, dtype=dtype, param_dtype=param_dtype, rngs=rngs
+        )
+
+    def __call__(
+        self,
+        tokens: Int[Array, "B T"],
+        mask: Bool[Array, "B T"],
+        expert_ids: Integer[Array, "B T L K"] | None = None,
+        layers: PreparedLayer | LayerPlan | None = None,
+        *,
+        parallel: ExpertParallel,
+    ) -> ModelOutput:
+        """Run whole sequences, in replay of recorded routing or live.
+
+        Args:
+            tokens: the samples, aligned to the left.
+            mask: True on real tokens, which come first. No expert computes the others.
+            expert_ids: the recorded routing of the layers with experts; rows of padding are not read. None routes live.
+            layers: what all layers with experts follow, stacked ``[L]``, as `relibra_jax.nnx.PreparedBatch` has it for
+                a micro-batch; or their plans, without load for live routing under plans that were made for something
+                else. None for homes alone.
+            parallel: mesh, topology, sizes and ways; `relibra_jax.nnx.Balancer.live` for live routing.
+
+        Returns:
+            See `ModelOutput`. NaN where `MoELayer` says so.
+
+        Raises:
+            ValueError: while tracing, if shapes do not belong together.
+        """
+        return self._run(tokens, mask, expert_ids, layers, None, None, parallel)[0]
+
+    def extend(
+        self,
+        tokens: Int[Array, "B t"],
+        mask: Bool[Array, "B t"],
+        cache: Cache,
+        start: Int[Array, " B"],
+        *,
+        parallel: ExpertParallel,
+    ) -> tuple[ModelOutput, Cache]:
+        """Run the next tokens of sequences whose earlier ones are in ``cache``: live, under homes alone.
+
+        Args:
+            tokens: the next t tokens of every sample.
+            mask: True on real tokens, which come first.
+            cache: what `empty_cache` or an earlier call returned.
+            start: the position of each sample's first new token; its tokens before that are in the cache.
+            parallel: mesh and ways of live routing.
+
+        Returns:
+            What the model says about the new tokens, as if whole sequences had run; and the cache with them. Entries
+            at ``start + t`` and beyond are left alone, what padding has written is overwritten by what comes there.
+        """
+        output, extended = self._run(tokens, mask, None, None, cache, start, parallel)
+        assert extended is not None
+        return output, extended
+
+    def empty_cache(self, samples: int, room: int, parallel: ExpertParallel) -> Cache:
+        """A cache for samples of at most ``room`` tokens each."""
+        config = self.config
+        shape = (config.layers, samples, room, config.kv_heads, config.head_width)
+        sharding = NamedSharding(parallel.mesh, PartitionSpec(None, *parallel.token_spec))
+        zeros = jax.lax.with_sharding_constraint(jnp.zeros(shape, jnp.dtype(config.dtype)), sharding)
+        return Cache(zeros, zeros)
+
+    def _run(
+        self, tokens, mask, expert_ids, layers, cache, start, parallel
+    ) -> tuple[ModelOutput, Cache | None]:
+        config = self.config
+        if expert_ids is not None:
+            check_shape("expert_ids", expert_ids.shape, (*tokens.shape, config.moe_layers, config.top_k))
+            expert_ids = jnp.moveaxis(jnp.asarray(expert_ids), -2, 0)
+        for path, leaf in jax.tree.leaves_with_path(layers):
+            check_shape(
+                f"layers{jax.tree_util.keystr(path)}", leaf.shape, (config.moe_layers, *leaf.shape[1:])
+            )
+        start = jnp.zeros(len(tokens), jnp.int32) if start is None else start
+        x = self.embedding[...].astype(config.dtype)[tokens]
+        x = jax.lax.with_sharding_constraint(x, parallel.token_sharding)
+
+        def dense(block, x, cache):
+            return block(x, start, cache, parallel=parallel)
+
+        def moe(block, x, cache, expert_ids, layer):
+            x, cache, moe = block(x, mask, start, cache, expert_ids, layer, parallel=parallel)
+            return x, (cache, moe.expert_ids, moe.router_logits, moe.slot_rows)
+
+        before, behind = _split(cache, config.dense_layers)
+        if self.dense is not None:
+            x, before = _scan(dense, self.dense, x, before)
+        x, (behind, *routed) = _scan(moe, self.layers, x, behind, expert_ids, layers)
+        head = self.embedding[...].T if self.head is None else self.head[...]
+        logits = jnp.dot(self.norm(x), head.astype(x.dtype), preferred_element_type=jnp.float32)
+        ids, router_logits, slot_rows = routed
+        ids, router_logits = (jnp.moveaxis(each, 0, -2) for each in (ids, router_logits))
+        return ModelOutput(logits, ids, router_logits, slot_rows), _join(before, behind)
+
+
+def make_model(config: ModelConfig, topology: Topology, *, mesh: Mesh, key: jax.Array) -> LanguageModel:
+    """A new model whose parameters lie on ``mesh`` from birth; the same weights on every topology.
+
+    Args:
+        config: the sizes.
+        topology: the expert-parallel group.
+        mesh: the device mesh, from `relibra_jax.execution.mesh.expert_mesh`.
+        key: the random key of the parameters.
+
+    Raises:
+        ValueError: as `LanguageModel` says.
+    """
+    graph, _, shardings = abstract_model(config, topology, mesh)
+    init = jax.jit(
+        lambda key: nnx.state(LanguageModel(config, topology, rngs=nnx.Rngs(key))), out_shardings=shardings
+    )
+    return nnx.merge(graph, init(key))
+
+
+def abstract_model(config: ModelConfig, topology: Topology, mesh: Mesh) -> tuple[Any, Any, Any]:
+    """A model without its arrays: its graph, and the shapes and shardings of its state.
+
+    Raises:
+        ValueError: as `LanguageModel` says.
+    """
+    graph, shapes = nnx.split(nnx.eval_shape(lambda: LanguageModel(config, topology, rngs=nnx.Rngs(0))))
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), nnx.get_partition_spec(shapes))
+    return graph, shapes, shardings
+
+
+def _scan(run, blocks, x, *of_layers):
+    """Run stacked blocks one behind the other: ``x``, and what each of them returns besides, stacked."""
+    graph, state = nnx.split(blocks)
+
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def layer(x, of_layer):
+        state, *rest = of_layer
+        return run(nnx.merge(graph, state), x, *rest)
+
+    return jax.lax.scan(layer, x, (state, *of_layers))
+
+
+def _split(cache: Cache | None, layers: int) -> tuple[tuple[Array, ...] | None, tuple[Array, ...] | None]:
+    """The cache of the first layers and that of the others."""
+    if cache is None:
+        return None, None
+    if not layers:
+        return None, tuple(cache)
+    return tuple(leaf[:layers] for leaf in cache), tuple(leaf[layers:] for leaf in cache)
+
+
+def _join(before: tuple[Array, ...] | None, behind: tuple[Array, ...] | None) -> Cache | None:
+    if behind is None:
+        return None
+    if before is None:
+        return Cache(*behind)
+    return Cache(*(jnp.concatenate(pair) for pair in zip(before, behind, strict=True)))
