@@ -72,6 +72,9 @@ class ModelConfig:
     float32 whatever it is."""
     param_dtype: str = "float32"
     """The dtype of the parameters, save for correction biases, which are float32."""
+    architecture: str = "qwen3_moe"
+    """The architecture whose names the model's checkpoints have, a key of
+    `relibra_jax.models.hf_architectures.ARCHITECTURES`."""
 
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:

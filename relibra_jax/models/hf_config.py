@@ -1,0 +1,156 @@
+"""A Hugging Face ``config.json`` and the `ModelConfig` that it describes, both ways.
+
+Read from `transformers` 5.23, whose spelling (``num_local_experts``, ``rope_parameters``, ``dtype``) is understood
+beside the older one of most checkpoints (``num_experts``, ``rope_theta``, ``torch_dtype``). What an architecture can
+have and `LanguageModel` has not is refused by the name and the value of its field, all of them at once.
+"""
+
+import json
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+from relibra_jax.models.config import ModelConfig
+from relibra_jax.models.hf_architectures import ARCHITECTURES, Architecture, Fields
+
+COMMON_REQUIRED: Final[Fields] = MappingProxyType(
+    {"hidden_act": "silu", "attention_dropout": 0.0, "quantization_config": None}
+)
+"""What every architecture must have."""
+
+
+EXPERT_COUNTS: Final = ("num_experts", "num_local_experts", "n_routed_experts")
+"""The spellings of E."""
+
+
+def read_config(folder: str | Path) -> Fields:
+    """The fields of a checkpoint's ``config.json``.
+
+    Raises:
+        ValueError: if there is none, or it is no JSON object.
+    """
+    path = Path(folder) / "config.json"
+    try:
+        fields = json.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise ValueError(f"{path}: there is no such file; a checkpoint has one beside its tensors") from error
+    except ValueError as error:
+        raise ValueError(f"{path}: no JSON ({error})") from error
+    if not isinstance(fields, dict):
+        raise ValueError(f"{path}: expected a JSON object, found {type(fields).__name__}")
+    return fields
+
+
+def model_config(fields: Fields, *, dtype: str = "float32", param_dtype: str = "float32") -> ModelConfig:
+    """The sizes that a ``config.json`` describes.
+
+    Args:
+        fields: the fields, from `read_config`.
+        dtype: the dtype of the computation.
+        param_dtype: the dtype of the parameters.
+
+    Raises:
+        ValueError: if the architecture is another, a field is missing, or a field has a value that is not supported:
+            all such fields with their values, and those that would do.
+
+    >>> model_config({"model_type": "llama"})
+    Traceback (most recent call last):
+    ValueError: model_type='llama' must be one of qwen3_moe, glm4_moe, olmoe, mixtral
+    """
+    name = fields.get("model_type", "")
+    if name not in ARCHITECTURES:
+        raise ValueError(f"model_type={name!r} must be one of {', '.join(ARCHITECTURES)}")
+    architecture = ARCHITECTURES[name]
+    whole = {**architecture.defaults, **_without_none(fields), **_rope(fields)}
+    _check_supported(name, whole, architecture)
+    try:
+        own = architecture.read(whole)
+        heads, width = whole["num_attention_heads"], whole["hidden_size"]
+        return ModelConfig(
+            width=width,
+            layers=whole["num_hidden_layers"],
+            heads=heads,
+            kv_heads=whole.get("num_key_value_heads", heads),
+            head_width=whole.get("head_dim", width // heads),
+            num_experts=next(whole[spelling] for spelling in EXPERT_COUNTS if spelling in whole),
+            vocabulary=whole["vocab_size"],
+            tied=whole["tie_word_embeddings"],
+            rope_theta=float(whole.get("rope_theta", 10_000.0)),
+            rotary_fraction=float(whole.get("partial_rotary_factor", 1.0)),
+            norm_epsilon=float(whole["rms_norm_eps"]),
+            dtype=dtype,
+            param_dtype=param_dtype,
+            architecture=name,
+            **own,
+        )
+    except StopIteration as error:
+        raise ValueError(f"{name}: the field {' or '.join(EXPERT_COUNTS)} is missing") from error
+    except KeyError as error:
+        raise ValueError(f"{name}: the field {error} is missing") from error
+
+
+def config_fields(config: ModelConfig) -> dict[str, Any]:
+    """The ``config.json`` of a model, in the spelling that all versions of `transformers` since 4.51 read.
+
+    Args:
+        config: the sizes and the architecture.
+
+    Raises:
+        ValueError: if the architecture cannot have these sizes, with the fields of `ModelConfig` that it would lose.
+    """
+    name = config.architecture
+    if name not in ARCHITECTURES:
+        raise ValueError(f"architecture={name!r} must be one of {', '.join(ARCHITECTURES)}")
+    architecture = ARCHITECTURES[name]
+    fields = {
+        "architectures": [architecture.class_name],
+        "model_type": name,
+        "hidden_act": "silu",
+        "hidden_size": config.width,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "num_experts_per_tok": config.top_k,
+        "vocab_size": config.vocabulary,
+        "tie_word_embeddings": config.tied,
+        "rope_theta": config.rope_theta,
+        "rms_norm_eps": config.norm_epsilon,
+        "torch_dtype": config.param_dtype,
+        **architecture.write(config),
+    }
+    again = model_config(fields, dtype=config.dtype, param_dtype=config.param_dtype)
+    if lost := differences(again, config):
+        raise ValueError(f"{name} cannot have {', '.join(f'{key}={value!r}' for key, value in lost.items())}")
+    return fields
+
+
+def differences(one: ModelConfig, other: ModelConfig) -> dict[str, Any]:
+    """The fields in which two configs differ, with the values of ``other``."""
+    pairs = zip(vars(one).items(), vars(other).values(), strict=True)
+    return {key: value for (key, before), value in pairs if before != value}
+
+
+def _without_none(fields: Fields) -> dict[str, Any]:
+    return {key: value for key, value in fields.items() if value is not None}
+
+
+def _rope(fields: Fields) -> dict[str, Any]:
+    """What ``rope_parameters`` (new) and ``rope_scaling`` (old) say, as if it stood beside the other fields."""
+    rope = {**(fields.get("rope_scaling") or {}), **(fields.get("rope_parameters") or {})}
+    if "type" in rope:
+        rope["rope_type"] = rope.pop("type")
+    return rope
+
+
+def _check_supported(name: str, fields: Fields, architecture: Architecture) -> None:
+    required = {**COMMON_REQUIRED, "rope_type": "default", **architecture.required}
+    wrong = [
+        f"{field}={fields[field]!r} (must be {value!r})"
+        for field, value in required.items()
+        if fields.get(field, value) != value
+    ]
+    dense = fields.get("mlp_only_layers") or []
+    if dense != list(range(len(dense))):
+        wrong.append(f"mlp_only_layers={dense!r} (must be the first layers, [0, 1, ...])")
+    if wrong:
+        raise ValueError(f"{name} is supported, but not with {'; '.join(wrong)}")

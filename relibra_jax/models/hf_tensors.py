@@ -1,0 +1,145 @@
+"""Which tensor of a Hugging Face checkpoint is which part of a `LanguageModel`, as one table for reading and writing.
+
+A linear layer of a checkpoint is ``[outputs, inputs]``, ours is ``[inputs, outputs]`` with heads as axes of their own,
+so that every entry is a reshape, and a transposition or none. Experts are numbered logically; the homes say in which
+slot an expert lies. They come in two forms: a tensor for each expert and matrix, as most checkpoints have them, or
+*fused*, all experts of a layer in two tensors, as `transformers` 5 keeps them in memory and writes them if asked.
+"""
+
+from collections.abc import Iterator
+from typing import Final, NamedTuple
+
+from relibra_jax.models.config import ModelConfig
+
+GATE, UP, DOWN = range(3)
+"""The matrices of an expert, in the order of ``[N, G, H, 3, D, F]``."""
+EXPERTS: Final = ("layers", "experts", "experts")
+"""The path of all experts in a model's state."""
+
+
+class Part(NamedTuple):
+    """One part of a parameter, and where a checkpoint has it."""
+
+    name: str
+    """The tensor."""
+    tensor_shape: tuple[int, ...]
+    """The shape of the whole tensor."""
+    rows: tuple[int | slice, ...]
+    """The index into the tensor that gives this part; empty for all of it."""
+    path: tuple[str, ...]
+    """The parameter in the model's state."""
+    at: tuple[int, ...]
+    """The index of the part in the parameter: ``(layer,)`` where layers are stacked, ``(layer, expert, matrix)`` for
+    experts, with the logical number of the expert."""
+    transposed: bool
+    """Whether the part is ``[outputs, inputs]`` in the checkpoint and ``[inputs, outputs]`` in the parameter."""
+
+
+class Names(NamedTuple):
+    """How an architecture names what is inside a layer."""
+
+    mlp: str = "mlp"
+    expert: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+
+
+NAMES: Final = {"mixtral": Names("block_sparse_moe", ("w1", "w3", "w2"))}
+"""The names of architectures that have others than Qwen3-MoE; fused checkpoints of all of them have Qwen3-MoE's."""
+
+
+def tensor_parts(config: ModelConfig, *, fused: bool = False) -> Iterator[Part]:
+    """All parts of a model's parameters.
+
+    Args:
+        config: the model's sizes and its architecture, whose names they are.
+        fused: whether the experts of a layer are in two tensors.
+
+    Yields:
+        The parts, those of an expert together, layer by layer. Every part of a parameter comes exactly once, in the
+        order of its index.
+    """
+    vocabulary, width = config.vocabulary, config.width
+    names = Names() if fused else NAMES.get(config.architecture, Names())
+    yield _whole("model.embed_tokens.weight", (vocabulary, width), ("embedding",))
+    for layer in range(config.layers):
+        yield from _layer_parts(layer, config, names, fused)
+    yield _whole("model.norm.weight", (width,), ("norm", "scale"))
+    if not config.tied:
+        yield _whole("lm_head.weight", (vocabulary, width), ("head",), transposed=True)
+
+
+def _layer_parts(layer: int, config: ModelConfig, names: Names, fused: bool) -> Iterator[Part]:
+    dense = layer < config.dense_layers
+    stack, index = ("dense", layer) if dense else ("layers", layer - config.dense_layers)
+    prefix, width = f"model.layers.{layer}", config.width
+
+    def part(name, shape, *path, transposed=False):
+        return _whole(f"{prefix}.{name}", shape, (stack, *path), (index,), transposed=transposed)
+
+    yield part("input_layernorm.weight", (width,), "attention_norm", "scale")
+    second = "mlp_norm" if dense else "experts_norm"
+    yield part("post_attention_layernorm.weight", (width,), second, "scale")
+    yield from _attention_parts(config, part)
+    if dense:
+        for name, shape in _matrix_shapes(config.dense_width, width).items():
+            yield part(f"mlp.{name}_proj.weight", shape, name, "kernel", transposed=True)
+        return
+    experts = ("experts", config.num_experts)
+    yield part(f"{names.mlp}.gate.weight", (config.num_experts, width), "experts", "router", transposed=True)
+    if config.gating.correction_bias:
+        yield part(f"{names.mlp}.gate.e_score_correction_bias", experts[1:], "experts", "correction_bias")
+    if config.shared_width:
+        for matrix, (name, shape) in enumerate(_matrix_shapes(config.shared_width, width).items()):
+            whole = part(f"{names.mlp}.shared_experts.{name}_proj.weight", shape, "experts", "shared")
+            yield whole._replace(at=(index, matrix), transposed=matrix != DOWN)
+    for expert in range(config.num_experts):
+        for matrix in (GATE, UP, DOWN):
+            where = _fused(config, expert, matrix) if fused else _separate(config, names, expert, matrix)
+            name, shape, rows = where
+            yield Part(
+                *(f"{prefix}.{names.mlp}.experts.{name}", shape, rows),
+                *(EXPERTS, (index, expert, matrix), matrix != DOWN),
+            )
+
+
+def _attention_parts(config: ModelConfig, part) -> Iterator[Part]:
+    width = config.width
+    query, key = config.heads * config.head_width, config.kv_heads * config.head_width
+    for name, ours, outputs in (("q", "query", query), ("k", "key", key), ("v", "value", key)):
+        yield part(
+            f"self_attn.{name}_proj.weight", (outputs, width), "attention", ours, "kernel", transposed=True
+        )
+        if config.qkv_bias:
+            yield part(f"self_attn.{name}_proj.bias", (outputs,), "attention", ours, "bias")
+    yield part("self_attn.o_proj.weight", (width, query), "attention", "out", "kernel", transposed=True)
+    if config.out_bias:
+        yield part("self_attn.o_proj.bias", (width,), "attention", "out", "bias")
+    if config.qk_norm is not None:
+        head = config.head_width
+        over = {"q": head, "k": head} if config.qk_norm == "head" else {"q": query, "k": key}
+        for name, ours in (("q", "query_norm"), ("k", "key_norm")):
+            yield part(f"self_attn.{name}_norm.weight", (over[name],), "attention", ours, "scale")
+
+
+def _matrix_shapes(hidden: int, width: int) -> dict[str, tuple[int, int]]:
+    return {"gate": (hidden, width), "up": (hidden, width), "down": (width, hidden)}
+
+
+def _separate(config: ModelConfig, names: Names, expert: int, matrix: int):
+    hidden, width = config.expert_width, config.width
+    shape = (width, hidden) if matrix == DOWN else (hidden, width)
+    return f"{expert}.{names.expert[matrix]}.weight", shape, ()
+
+
+def _fused(config: ModelConfig, expert: int, matrix: int):
+    experts, hidden, width = config.num_experts, config.expert_width, config.width
+    if matrix == DOWN:
+        return "down_proj", (experts, width, hidden), (expert,)
+    return (
+        "gate_up_proj",
+        (experts, 2 * hidden, width),
+        (expert, slice(matrix * hidden, (matrix + 1) * hidden)),
+    )
+
+
+def _whole(name, shape, path, index=(), *, transposed=False) -> Part:
+    return Part(name, tuple(shape), (), tuple(path), tuple(index), transposed)

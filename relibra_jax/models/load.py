@@ -1,0 +1,149 @@
+"""A Hugging Face checkpoint as a `LanguageModel` on a mesh, every device reading the experts that it will hold.
+
+No process ever holds the model: of the experts it has at most those of one of its devices at a time on the host, of all
+else one parameter.
+"""
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jaxtyping import Int
+
+from relibra_jax.execution.expert_labels import check_homes
+from relibra_jax.execution.mesh import check_mesh
+from relibra_jax.models.config import ModelConfig
+from relibra_jax.models.hf_config import model_config, read_config
+from relibra_jax.models.hf_tensors import EXPERTS, Part
+from relibra_jax.models.language_model import LanguageModel, abstract_model
+from relibra_jax.models.load_checks import check_device_memory, check_tensors
+from relibra_jax.models.tensor_files import TensorFiles
+from relibra_jax.nnx import set_homes
+from relibra_jax.types import Array, Topology
+
+EXPERT_AXES: Final = 5
+"""The leading axes of the experts' array: layer, node, rank, slot and matrix."""
+
+log = logging.getLogger(__name__)
+
+
+def load_pretrained(
+    folder: str | Path,
+    mesh: Mesh,
+    topology: Topology,
+    *,
+    home: Int[Array, "L E"] | None = None,
+    dtype: str = "float32",
+    param_dtype: str = "float32",
+) -> LanguageModel:
+    """Load a checkpoint in Hugging Face's format.
+
+    Args:
+        folder: ``config.json`` beside ``model.safetensors``, or shards of it with their index. Experts may be a tensor
+            each or fused, values bfloat16, float16 or float32.
+        mesh: the device mesh, from `relibra_jax.execution.mesh.expert_mesh`.
+        topology: the expert-parallel group.
+        home: flat home slot of each expert, where the experts are to lie; in order of their ids when None.
+        dtype: the dtype of the computation.
+        param_dtype: the dtype of the parameters, which values are converted to.
+
+    Returns:
+        The model, its parameters on the mesh: experts sharded over the ranks, all else replicated.
+
+    Raises:
+        ValueError: if the architecture, or a field of the config, is not supported; tensors are missing, left over or
+            of other shapes: all of their names; the model has another number of experts than the topology; or the
+            parameters of a rank are larger than the memory of its device.
+    """
+    check_mesh(mesh, topology)
+    fields = read_config(folder)
+    config = model_config(fields, dtype=dtype, param_dtype=param_dtype)
+    graph, shapes, shardings = abstract_model(config, topology, mesh)
+    check_device_memory(str(folder), shapes, mesh, topology)
+    files = TensorFiles(folder)
+    parts, skipped = check_tensors(files, config, fields)
+    if skipped:
+        log.info("%s: not loaded, as the model has no use for them: %s", folder, skipped)
+    return build_model(graph, shapes, shardings, config, parts, files.read, home)
+
+
+def build_model(
+    graph: Any,
+    shapes: Any,
+    shardings: Any,
+    config: ModelConfig,
+    parts: list[Part],
+    read: Callable[[str, tuple[int | slice, ...]], np.ndarray],
+    home: Int[Array, "L E"] | None,
+) -> LanguageModel:
+    """The model whose parts ``read`` returns.
+
+    Args:
+        graph, shapes, shardings: from `relibra_jax.models.language_model.abstract_model`.
+        config: the model's sizes.
+        parts: all parts of all parameters.
+        read: ``(tensor, rows) -> values``, from `TensorFiles.read` for example. It is asked for each part once for
+            every device, or copy of a device, that holds it.
+        home: as in `load_pretrained`.
+    """
+    experts = config.num_experts
+    if home is None:
+        home = np.tile(np.arange(experts, dtype=np.int32), (config.moe_layers, 1))
+    home = check_homes(home, experts)
+    if len(home) != config.moe_layers:
+        raise ValueError(f"home: {len(home)} layers, the model has {config.moe_layers} with experts")
+    by_path = defaultdict(list)
+    for part in parts:
+        by_path[part.path].append(part)
+
+    def load(path, shape, sharding):
+        names = tuple(key.key for key in path[:-1])
+        of_path = by_path.pop(names, [])
+        if names == EXPERTS:
+            return _read_experts(shape, sharding, of_path, read, home)
+        if not of_path:  # homes, which are told below
+            return jax.device_put(np.zeros(shape.shape, shape.dtype), sharding)
+        value = np.stack([_take(part, read, shape) for part in of_path]).reshape(shape.shape)
+        return jax.make_array_from_callback(shape.shape, sharding, lambda at: value[at])
+
+    state = jax.tree.map_with_path(load, shapes, shardings)
+    assert not by_path, f"parts of no parameter: {list(by_path)}"
+    model = nnx.merge(graph, state)
+    set_homes(model, home)
+    return model
+
+
+def _read_experts(shape, sharding: NamedSharding, parts: list[Part], read, home) -> jax.Array:
+    """The experts' array ``[L, N, G, H, 3, D, F]``, device by device."""
+    part_of = {part.at: part for part in parts}
+    layers, nodes, local, slots = shape.shape[:4]
+    expert_at = np.argsort(home, axis=1).reshape(layers, nodes, local, slots)
+    devices = defaultdict(list)
+    for device, index in sharding.addressable_devices_indices_map(shape.shape).items():
+        assert index is not None
+        place = tuple(each.indices(size)[:2] for each, size in zip(index, shape.shape, strict=True))
+        devices[place].append(device)
+    arrays = []
+    for place, copies in devices.items():
+        block = np.empty([end - begin for begin, end in place], shape.dtype)
+        for layer, node, rank, slot in np.ndindex(*block.shape[:4]):
+            at = tuple(begin + i for (begin, _), i in zip(place[:4], (layer, node, rank, slot), strict=True))
+            for matrix in range(block.shape[4]):
+                part = part_of[at[0], int(expert_at[at]), matrix]
+                block[layer, node, rank, slot, matrix] = _take(part, read, shape)
+        arrays += [jax.device_put(block, device) for device in copies]
+    return jax.make_array_from_single_device_arrays(shape.shape, sharding, arrays)
+
+
+def _take(part: Part, read, shape) -> np.ndarray:
+    """One part in the shape and the dtype of its parameter, whose leading axes it leaves out."""
+    value = read(part.name, part.rows)
+    value = value.T if part.transposed else value
+    inner = shape.shape[EXPERT_AXES:] if part.path == EXPERTS else shape.shape[len(part.at) :]
+    return value.reshape(inner).astype(shape.dtype, copy=False)
