@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from jax.sharding import PartitionSpec
 from experiments.rl.policy import POLICIES, TINY, token_log_probs
 from relibra_jax.execution.mesh import RANKS, expert_mesh
 from relibra_jax.models import LanguageModel, make_model
+from relibra_jax.models.attention import Attention, attention_implementation
 from relibra_jax.nnx import ExpertParallel, reorder_experts
 from relibra_jax.planning.assignment import assign_in_order
 from relibra_jax.planning.plan_batch import plan_batch
@@ -291,3 +293,40 @@ def test_misfits_are_refused_before_anything_is_compiled(without_type_checks):
         dataclasses.replace(TINY, kv_heads=3)
     with pytest.raises(ValueError, match="head_width=7 must be even"):
         dataclasses.replace(TINY, head_width=7)
+
+
+def test_whole_sequences_attend_as_with_a_mask_written_out(monkeypatch):
+    attention = Attention(CONFIG, rngs=nnx.Rngs(0))
+    x = jnp.asarray(RNG.normal(size=(4, 9, CONFIG.width)), jnp.float32)
+    start = jnp.zeros(4, jnp.int32)
+
+    def attended(attention, x):
+        output, _ = attention(x, start, None, parallel=SAFE)
+        return (output**2).sum(), output
+
+    def run():
+        return nnx.jit(nnx.value_and_grad(attended, argnums=(0, 1), has_aux=True))(attention, x)
+
+    causal = run()
+    whole = jax.nn.dot_product_attention
+
+    def with_mask(query, key, value, *, is_causal, implementation):
+        assert is_causal
+        assert implementation == "xla"
+        mask = jnp.tril(jnp.ones((9, 9), bool))[None, None]
+        return whole(query, key, value, mask=mask)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", with_mask)
+    for leaf, other in zip(*map(jax.tree.leaves, (causal, run())), strict=True):
+        np.testing.assert_allclose(leaf, other, atol=1e-5)
+
+
+def test_cudnn_attends_where_it_can():
+    gpu = types.SimpleNamespace(platform="gpu")
+    mesh = types.SimpleNamespace(devices=np.array([[gpu]]))
+    parallel = types.SimpleNamespace(mesh=mesh)
+    half = dataclasses.replace(CONFIG, dtype="bfloat16", head_width=128)
+    assert attention_implementation(half, parallel) == "cudnn"
+    assert attention_implementation(half, SAFE) == "xla"
+    for field in ({"dtype": "float32"}, {"head_width": 12}, {"head_width": 256}):
+        assert attention_implementation(dataclasses.replace(half, **field), parallel) == "xla", field

@@ -1,55 +1,313 @@
-"""Checkpoints of `transformers`: its logits, bit for bit back, and no device reads another's experts.
+"""Checkpoints of `transformers`: its logits, its bits, and no device reads another's experts.
 
 The fixtures are written by tests/make_hf_checkpoints.py.
 """
 
 import functools
+import json
+import shutil
+from collections import Counter
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
+from safetensors.numpy import save_file
 
-from relibra_jax import PLANNERS, RoutingReplay, Topology
-from relibra_jax.models import LanguageModel, load_pretrained, pretrained_tensors, save_pretrained
-from relibra_jax.models import load as load_module
+from relibra_jax import RoutingReplay, Topology, relibra
+from relibra_jax.models import load_pretrained, pretrained_tensors, save_pretrained
 from relibra_jax.models.tensor_files import TensorFiles
-from relibra_jax.nnx import Balancer, ExpertParallel, expert_mesh, get_homes, reorder_experts
+from relibra_jax.nnx import Balancer, expert_mesh, get_homes, reorder_experts
 
 FOLDER = Path(__file__).parent / "golden" / "hf"
-CHECKPOINTS = sorted(path.name for path in FOLDER.iterdir())
+CHECKPOINTS = [
+    "glm4_moe",
+    "mixtral",
+    "olmoe",
+    "qwen3_moe",
+    "qwen3_moe_bfloat16",
+    "qwen3_moe_dense",
+    "qwen3_moe_fused",
+]
+LAYERS = {"glm4_moe": 2, "qwen3_moe_dense": 2}
+"""Layers with experts, where they are not 3."""
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=4, num_experts=16, replica_slots=1)
-LIVE = Topology(num_nodes=2, ranks_per_node=4, num_experts=16, replica_slots=0)
 MESH = expert_mesh(TOPOLOGY)
-RNG = np.random.default_rng(0)
 
 
-@functools.cache
-def kept(name):
-    arrays = np.load(FOLDER / name / "logits.npz")
-    return arrays["tokens"], arrays["logits"]
+def some_homes(name, seed=0):
+    rng = np.random.default_rng(seed)
+    return np.stack([rng.permutation(16) for _ in range(LAYERS.get(name, 3))]).astype(np.int32)
 
 
-def some_homes(layers):
-    return np.stack([RNG.permutation(16) for _ in range(layers)]).astype(np.int32)
-
-
-@functools.cache
-def loaded(name) -> LanguageModel:
-    return load_pretrained(FOLDER / name, MESH, TOPOLOGY, home=some_homes(3 if "dense" not in name and name != "glm4_moe" else 2))
-
-
-def everything(folder):
+def read_all(folder):
     files = TensorFiles(folder)
     return {name: files.read(name) for name in files.shapes()}
 
 
+@functools.cache
+def separate(name):
+    """The tensors of a fixture, experts a tensor each."""
+    tensors = read_all(FOLDER / name)
+    for key in [key for key in tensors if key.endswith(("gate_up_proj", "experts.down_proj"))]:
+        fused, prefix = tensors.pop(key), key.rpartition(".")[0]
+        for expert, value in enumerate(fused):
+            names = ["down_proj"] if key.endswith("down_proj") else ["gate_proj", "up_proj"]
+            for matrix, part in zip(names, np.split(value, len(names)), strict=True):
+                tensors[f"{prefix}.{expert}.{matrix}.weight"] = part
+    return tensors
+
+
+def assert_same_bits(found, wanted):
+    assert found.keys() == wanted.keys()
+    for key, value in wanted.items():
+        assert found[key].dtype == value.dtype, key
+        assert found[key].tobytes() == np.ascontiguousarray(value).tobytes(), key
+
+
 @pytest.mark.parametrize("name", CHECKPOINTS)
-def test_logits_are_those_of_transformers_live_and_replayed_under_a_plan(name):
-    with jax.default_matmul_precision("highest"):
-        model, (tokens, logits) = loaded(name), kept(name)
-        mask = np.ones(tokens.shape, bool)
-        live = nnx.jit(lambda model: model(tokens, mask, parallel=ExpertParallel(mesh=MESH, topology=LIVE)))(model)
-        np.testing.assert_allclose(live.logits, logits, atol=1e-5)
+def test_logits_are_those_of_transformers_live_and_replayed_after_a_reorder(name):
+    kept = np.load(FOLDER / name / "logits.npz")
+    tokens, logits = kept["tokens"], kept["logits"]
+    mask = np.ones(tokens.shape, bool)
+    model = load_pretrained(FOLDER / name, MESH, TOPOLOGY)
+    balancer = Balancer(
+        *(relibra(), TOPOLOGY),
+        mesh=MESH,
+        num_layers=LAYERS.get(name, 3),
+        num_micro_batches=1,
+        key=jax.random.key(0),
+    )
+    live = nnx.jit(lambda model: model(tokens, mask, parallel=balancer.live))(model)
+    np.testing.assert_allclose(live.logits, logits, atol=1e-5)
+
+    batch = balancer.prepare(model, None, RoutingReplay(np.asarray(live.expert_ids), mask))
+    assert (get_homes(model) != np.arange(16)).any()
+    assert (batch.batch_plan.plan.slot_expert[..., TOPOLOGY.held_slots :] >= 0).any(), "no replicas"
+    rows = batch.to_ranks((tokens, mask, live.expert_ids, logits))
+
+    @nnx.jit
+    def replay(model, batch, rows):
+        tokens, mask, expert_ids, _ = jax.tree.map(lambda leaf: leaf[0], rows)
+        return model(tokens, mask, expert_ids, batch.micro_batch(0), parallel=batch.parallel).logits
+
+    np.testing.assert_allclose(replay(model, batch, rows), rows[3][0], atol=1e-5)
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_load_reorder_and_save_change_no_bit(name, tmp_path):
+    dtype = "bfloat16" if "bfloat16" in name else "float32"
+    model = load_pretrained(FOLDER / name, MESH, TOPOLOGY, home=some_homes(name), param_dtype=dtype)
+    reorder_experts(model, None, some_homes(name, 1), mesh=MESH, topology=TOPOLOGY)
+    save_pretrained(model, tmp_path / "saved", source=FOLDER / name)
+    assert_same_bits(read_all(tmp_path / "saved"), separate(name))
+    # With a config.json of its own, and in shards, it is loaded again as it was.
+    save_pretrained(model, tmp_path / "again", shard_bytes=20_000)
+    assert len(list((tmp_path / "again").glob("model-*-of-*.safetensors"))) > 2
+    again = load_pretrained(tmp_path / "again", MESH, TOPOLOGY, home=some_homes(name, 1), param_dtype=dtype)
+    assert again.config == model.config
+    for leaf, other in zip(*(jax.tree.leaves(nnx.state(each)) for each in (model, again)), strict=True):
+        assert leaf.sharding == other.sharding
+        assert np.asarray(leaf).tobytes() == np.asarray(other).tobytes()
+
+
+def test_tensors_for_a_rollout_engine_come_one_by_one_in_logical_order():
+    model = load_pretrained(FOLDER / "qwen3_moe", MESH, TOPOLOGY, home=some_homes("qwen3_moe"))
+    wanted, found = separate("qwen3_moe"), {}
+    for name, value in pretrained_tensors(model, dtype="bfloat16"):
+        assert value.sharding.is_fully_replicated
+        assert value.shape == wanted[name].shape
+        found[name] = np.asarray(value)
+    assert_same_bits(found, {name: value.astype(ml_dtypes.bfloat16) for name, value in wanted.items()})
+
+
+def test_correction_biases_stay_float32():
+    model = load_pretrained(FOLDER / "glm4_moe", MESH, TOPOLOGY, param_dtype="bfloat16")
+    dtypes = {name: value.dtype for name, value in pretrained_tensors(model, dtype="float16")}
+    biases = [f"model.layers.{layer}.mlp.gate.e_score_correction_bias" for layer in (1, 2)]
+    assert [dtypes.pop(name).name for name in biases] == ["float32", "float32"]
+    assert {dtype.name for dtype in dtypes.values()} == {"float16"}
+
+
+def test_a_negative_zero_stays_one(tmp_path):
+    tensors = read_all(FOLDER / "mixtral")
+    name = "model.layers.1.block_sparse_moe.experts.5.w2.weight"
+    tensors[name] = np.full_like(tensors[name], -0.0)
+    shutil.copy(FOLDER / "mixtral" / "config.json", tmp_path)
+    save_file(tensors, tmp_path / "model.safetensors")
+    model = load_pretrained(tmp_path, MESH, TOPOLOGY, home=some_homes("mixtral"))
+    assert np.signbit(dict(pretrained_tensors(model))[name]).all()
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_moe_fused", "glm4_moe"])
+def test_no_device_reads_the_experts_of_another(name, monkeypatch):
+    reads, read = Counter(), TensorFiles.read
+
+    def count(files, tensor, rows=()):
+        value = read(files, tensor, rows)
+        if ".experts." in tensor:
+            assert value.size == 8 * 16, "more than one matrix of one expert"
+            reads[tensor, str(rows)] += 1
+        return value
+
+    monkeypatch.setattr(TensorFiles, "read", count)
+    load_pretrained(FOLDER / name, MESH, TOPOLOGY, home=some_homes(name))
+    # Every matrix is read once, for its owner. Were it read for another device too, it would be read twice.
+    assert len(reads) == LAYERS.get(name, 3) * 16 * 3
+    assert set(reads.values()) == {1}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    shutil.copytree(FOLDER / "qwen3_moe", tmp_path / "checkpoint")
+    return tmp_path / "checkpoint"
+
+
+def with_tensors(folder, change):
+    tensors = read_all(folder)
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def with_fields(folder, **fields):
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+def refused(folder, match, **options):
+    with pytest.raises(ValueError, match=match) as error:
+        load_pretrained(folder, MESH, TOPOLOGY, **options)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_all_tensors_that_do_not_fit_are_named_in_one_error(folder):
+    def change(tensors):
+        for expert in range(16):
+            del tensors[f"model.layers.1.mlp.experts.{expert}.up_proj.weight"]
+        del tensors["model.norm.weight"]
+        tensors["model.layers.0.self_attn.qkv_proj.weight"] = np.zeros((64, 16), np.float32)
+        tensors["lm_head.weight"] = tensors["lm_head.weight"][:-1].copy()
+        tensors["model.layers.2.input_layernorm.weight"] = np.ones(17, np.float32)
+
+    with_tensors(folder, change)
+    message = refused(folder, "no qwen3_moe with separate experts as its config.json describes it")
+    assert "missing: model.layers.1.mlp.experts.{0..15}.up_proj.weight (16), model.norm.weight;" in message
+    assert "left over: model.layers.0.self_attn.qkv_proj.weight;" in message
+    assert "of shape [17] instead of [16]: model.layers.2.input_layernorm.weight" in message
+    assert "of shape [60, 16] instead of [61, 16]: lm_head.weight" in message
+
+
+def test_fused_experts_beside_separate_ones_are_refused(folder):
+    with_tensors(
+        folder, lambda tensors: tensors.update({"model.layers.0.mlp.experts.gate_up_proj": np.zeros(3)})
+    )
+    message = refused(folder, "no qwen3_moe with fused experts")
+    assert (
+        "missing: model.layers.{0..2}.mlp.experts.down_proj (3), model.layers.{1..2}.mlp.experts.gate_up_proj"
+        in message
+    )
+    assert "left over: model.layers.{0..2}.mlp.experts.{0..15}.down_proj.weight (48)" in message
+
+
+def test_fields_that_are_not_supported_are_named_with_their_values(folder):
+    with_fields(folder, hidden_act="gelu", rope_scaling={"type": "yarn", "factor": 4.0}, mlp_only_layers=[1])
+    message = refused(folder, "qwen3_moe is supported, but not with")
+    assert "hidden_act='gelu' (must be 'silu')" in message
+    assert "rope_type='yarn' (must be 'default')" in message
+    assert "mlp_only_layers=[1] (must be the first layers" in message
+
+
+def test_other_folders_are_refused(folder, tmp_path):
+    refused(tmp_path / "nowhere", "nowhere/config.json: there is no such file")
+    with_fields(folder, model_type="llama")
+    refused(folder, "model_type='llama' must be one of qwen3_moe, glm4_moe, olmoe, mixtral")
+    with_fields(folder, model_type="qwen3_moe", num_local_experts=8)
+    refused(folder, "model of 8 experts, topology of 16")
+    with_fields(folder, num_local_experts=16, hidden_size=None)
+    refused(folder, "qwen3_moe: the field 'hidden_size' is missing")
+    (folder / "config.json").write_text("{")
+    refused(folder, "config.json: no JSON")
+    (folder / "config.json").write_text("[]")
+    refused(folder, "expected a JSON object, found list")
+
+
+def test_damaged_files_and_missing_shards_are_refused(folder, tmp_path):
+    data = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(data[:-10])
+    refused(folder, r"model.safetensors: no safetensors file")
+    (folder / "model.safetensors").unlink()
+    refused(folder, "there is neither model.safetensors nor model.safetensors.index.json")
+    shutil.copytree(FOLDER / "glm4_moe", tmp_path / "sharded")
+    (tmp_path / "sharded" / "model-00002-of-00004.safetensors").unlink()
+    refused(tmp_path / "sharded", "1 of 4 shards are missing: model-00002-of-00004.safetensors")
+    (tmp_path / "sharded" / "model.safetensors.index.json").write_text("{}")
+    refused(tmp_path / "sharded", "no index of tensors")
+
+
+def test_a_rank_that_is_too_small_is_refused_before_anything_is_read(folder, monkeypatch):
+    monkeypatch.setattr("relibra_jax.models.load_checks.memory_of_a_device", lambda mesh: 1000)
+    (folder / "model.safetensors").unlink()
+    message = refused(
+        folder, r"a rank's parameters take 0\.00 GiB \(0\.00 GiB of experts, a share of 8 ranks"
+    )
+    assert "take more ranks, or parameters of fewer bytes" in message
+
+
+def test_homes_are_checked():
+    refused(FOLDER / "qwen3_moe", r"home: 2 layers, the model has 3", home=some_homes("glm4_moe"))
+    refused(FOLDER / "qwen3_moe", "home slot 0: owned by 16 experts", home=np.zeros((3, 16), np.int32))
+
+
+def test_what_transformers_leaves_out_is_left_out(tmp_path, caplog):
+    shutil.copytree(FOLDER / "glm4_moe", tmp_path / "glm")
+    extra = {f"model.layers.3.{name}.weight": np.zeros(3, np.float32) for name in ("eh_proj", "enorm")}
+    save_file(
+        {**extra, "model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(2)},
+        tmp_path / "glm" / "extra.safetensors",
+    )
+    path = tmp_path / "glm" / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"]["model.layers.3.enorm.weight"] = "extra.safetensors"
+    path.write_text(json.dumps(index))
+    with caplog.at_level("INFO", "relibra_jax"):
+        model = load_pretrained(tmp_path / "glm", MESH, TOPOLOGY)
+    assert "model.layers.3.eh_proj.weight, model.layers.3.enorm.weight" in caplog.text
+    save_pretrained(model, tmp_path / "saved", source=tmp_path / "glm")
+    assert_same_bits(read_all(tmp_path / "saved"), separate("glm4_moe"))
+    assert json.loads((tmp_path / "saved" / "config.json").read_text())["num_nextn_predict_layers"] == 0
+
+
+def test_what_lies_beside_the_tensors_comes_along(folder, tmp_path):
+    (folder / "tokenizer.json").write_text("{}")
+    model = load_pretrained(folder, MESH, TOPOLOGY)
+    save_pretrained(model, tmp_path / "saved", source=folder)
+    assert {path.name for path in (tmp_path / "saved").iterdir()} == {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    }
+    with pytest.raises(ValueError, match="saved: it is there already"):
+        save_pretrained(model, tmp_path / "saved")
+    with pytest.raises(ValueError, match=r"a checkpoint of .*tied=True.*, the model has .*tied=False"):
+        save_pretrained(model, tmp_path / "other", source=FOLDER / "qwen3_moe_dense")
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_folder_appears_when_it_is_complete(folder, tmp_path, monkeypatch):
+    model = load_pretrained(folder, MESH, TOPOLOGY)
+
+    def full(*args, **options):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr("relibra_jax.models.tensor_files.save_file", full)
+    with pytest.raises(OSError, match="no space left"):
+        save_pretrained(model, tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+    monkeypatch.undo()
+    save_pretrained(model, tmp_path / "saved")
+    assert_same_bits(read_all(tmp_path / "saved"), separate("qwen3_moe"))

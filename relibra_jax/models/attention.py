@@ -1,6 +1,6 @@
 """Grouped-query attention with rotary positions, over whole sequences or over a cache of keys and values."""
 
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import jax
 import jax.numpy as jnp
@@ -83,7 +83,7 @@ class Attention(nnx.Module):
         key = self._rotate(_norm(self.key_norm, self.key(x)), positions)
         value = self.value(x)
         if cache is None:
-            implementation = _implementation(self.config, parallel)
+            implementation = attention_implementation(self.config, parallel)
             attended = jax.nn.dot_product_attention(
                 *(query, key, value), is_causal=True, implementation=implementation
             )
@@ -112,7 +112,7 @@ def _norm(norm, x):
     return norm(x.reshape(*x.shape[:2], -1, norm.scale.shape[-1])).reshape(x.shape)
 
 
-def _implementation(config: ModelConfig, parallel: ExpertParallel) -> Literal["cudnn", "xla"]:
+def attention_implementation(config: ModelConfig, parallel: Any) -> Literal["cudnn", "xla"]:
     """cuDNN's attention where it runs these heads on this mesh, else XLA's."""
     fits = config.dtype in CUDNN_DTYPES and config.head_width % 8 == 0 and config.head_width <= CUDNN_HEAD
     return "cudnn" if fits and parallel.mesh.devices.flat[0].platform == "gpu" else "xla"

@@ -77,7 +77,7 @@ def _place(part: Part) -> tuple[tuple[str, ...], tuple[int, ...]]:
 
 
 @jax.jit
-def _at(parameter: jax.Array, index: tuple[int, ...]) -> jax.Array:
+def _at(parameter: jax.Array, index: tuple[Any, ...]) -> jax.Array:
     return parameter[index]
 
 
