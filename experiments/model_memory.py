@@ -1,0 +1,160 @@
+"""What reinforcement learning of published models needs in memory: ``python -m experiments.model_memory``.
+
+Computed from the shapes of model and optimizer, for ``python -m experiments.run learn --model FOLDER``: experts
+are sharded over the ranks, all else (attention, embeddings, routers, dense and shared MLPs) is on every rank. For every
+parameter that a rank holds:
+
+    parameters    4 bytes  float32 masters, cast layer by layer where they compute
+    moments       8        Adam's two
+    gradients     8        float32: accumulated over micro-batches, and those of one micro-batch
+
+Not counted is what depends on the batch: keys and values of sampling, inputs of layers, logits (4 bytes x vocabulary a
+token, three times), exchange and replica buffers, and what the runtime itself takes.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax  # type: ignore[import-untyped]
+from flax import nnx
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from relibra_jax.models import LanguageModel, ModelConfig
+from relibra_jax.models.hf_config import model_config
+from relibra_jax.nnx import ExpertParam
+from relibra_jax.types import Topology
+
+GRADIENTS: Final = 2
+"""The sets of float32 gradients that an update holds."""
+RANKS: Final = (8, 16, 32, 64, 128)
+QWEN3: Final = {
+    "model_type": "qwen3_moe",
+    "head_dim": 128,
+    "num_key_value_heads": 4,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "vocab_size": 151936,
+    "rope_theta": 1e6,
+}
+GLM: Final = {
+    "model_type": "glm4_moe",
+    "head_dim": 128,
+    "num_attention_heads": 96,
+    "num_key_value_heads": 8,
+    "num_experts_per_tok": 8,
+    "attention_bias": True,
+    "vocab_size": 151552,
+    "rope_theta": 1e6,
+}
+PUBLISHED: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
+    {
+        "OLMoE-1B-7B": {
+            "model_type": "olmoe",
+            "hidden_size": 2048,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 16,
+            "intermediate_size": 1024,
+            "num_experts": 64,
+            "num_experts_per_tok": 8,
+            "vocab_size": 50304,
+        },
+        "Qwen3-30B-A3B": {
+            **QWEN3,
+            "hidden_size": 2048,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 32,
+            "moe_intermediate_size": 768,
+        },
+        "Mixtral-8x7B": {
+            "model_type": "mixtral",
+            "hidden_size": 4096,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "intermediate_size": 14336,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "vocab_size": 32000,
+        },
+        "GLM-4.5-Air": {
+            **GLM,
+            "hidden_size": 4096,
+            "num_hidden_layers": 46,
+            "moe_intermediate_size": 1408,
+            "intermediate_size": 10944,
+            "first_k_dense_replace": 1,
+            "n_routed_experts": 128,
+        },
+        "Qwen3-235B-A22B": {
+            **QWEN3,
+            "hidden_size": 4096,
+            "num_hidden_layers": 94,
+            "num_attention_heads": 64,
+            "moe_intermediate_size": 1536,
+        },
+        "GLM-4.5": {
+            **GLM,
+            "hidden_size": 5120,
+            "num_hidden_layers": 92,
+            "moe_intermediate_size": 1536,
+            "intermediate_size": 12288,
+            "first_k_dense_replace": 3,
+            "n_routed_experts": 160,
+            "use_qk_norm": True,
+            "routed_scaling_factor": 2.5,
+        },
+    }
+)
+"""Models by name, with the fields of their ``config.json`` on Hugging Face that sizes depend on."""
+
+
+def num_parameters(config: ModelConfig) -> tuple[int, int]:
+    """The parameters of all routed experts, and all others."""
+    topology = Topology(num_nodes=1, ranks_per_node=1, num_experts=config.num_experts, replica_slots=0)
+    model = nnx.eval_shape(lambda: LanguageModel(config, topology, rngs=nnx.Rngs(0)))
+    counts = {True: 0, False: 0}
+    for variable in jax.tree.leaves(
+        nnx.state(model, nnx.Param), is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)
+    ):
+        counts[isinstance(variable, ExpertParam)] += int(np.prod(variable.shape, dtype=np.int64))
+    return counts[True], counts[False]
+
+
+def bytes_of_a_parameter() -> int:
+    """What a run holds for every parameter of a rank: the parameter, the state of AdamW, and gradients."""
+    parameter = jax.ShapeDtypeStruct((1,), jnp.float32)
+    state = jax.eval_shape(optax.adamw(1e-4).init, parameter)
+    moments = [leaf for leaf in jax.tree.leaves(state) if leaf.shape == parameter.shape]
+    return sum(leaf.dtype.itemsize for leaf in [parameter, *moments, *[parameter] * GRADIENTS])
+
+
+def rank_gigabytes(config: ModelConfig, ranks: int) -> float:
+    """What a rank holds of model, optimizer and gradients, in GB (1e9 bytes)."""
+    experts, others = num_parameters(config)
+    return bytes_of_a_parameter() * (experts / ranks + others) / 1e9
+
+
+def main() -> None:
+    """Print the table."""
+    table = Table("model", "parameters", "on every rank", *map(str, RANKS), box=box.MARKDOWN)
+    for name, fields in PUBLISHED.items():
+        config = model_config(fields)
+        experts, others = num_parameters(config)
+        sizes = [
+            f"{rank_gigabytes(config, ranks):.0f}" if config.num_experts % ranks == 0 else ""
+            for ranks in RANKS
+        ]
+        table.add_row(name, f"{(experts + others) / 1e9:.1f} B", f"{others / 1e9:.1f} B", *sizes)
+    print("GB a rank, by the number of ranks")
+    Console(width=120).print(table)
+
+
+if __name__ == "__main__":
+    main()
