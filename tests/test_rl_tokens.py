@@ -1,9 +1,12 @@
 """Text goes to tokens and back: by bytes, and by the tokenizer and the chat template of a checkpoint."""
 
+import dataclasses
 import datetime
 import json
 import sys
+from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 import tokenizers
@@ -11,8 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
+from experiments.rl.chat_templates import chat_renderer
 from experiments.rl.checkpoint_tokenizer import load_tokenizer
 from experiments.rl.configs import Train
+from experiments.rl.policy import PolicyConfig
 from experiments.rl.rewards import score_responses
 from experiments.rl.tasks import TASKS, Example
 from experiments.rl.tokens import BOS, BYTES, EOS, PAD, VOCABULARY
@@ -143,8 +148,7 @@ def test_prompts_start_as_the_checkpoint_says(checkpoint, bpe):
     both.post_processor = processors.TemplateProcessing(single=f"{START} $A {END}", special_tokens=ids)
     assert load_tokenizer(checkpoint(backend=both)).encode_prompt(TEXT) == [start, *words]
     assert load_tokenizer(checkpoint(backend=both)).encode_answer(TEXT) == [*words, end]
-    assert load_tokenizer(checkpoint(backend=both, add_bos_token=False)).encode_prompt(TEXT) == words
-    assert load_tokenizer(checkpoint(add_bos_token=True)).encode_prompt(TEXT) == [start, *words]
+    assert load_tokenizer(checkpoint()).encode_prompt(TEXT) == words
     chat = load_tokenizer(checkpoint("{{ bos_token }}{{ messages[0].content }}", backend=both))
     assert chat.encode_prompt(TEXT) == [start, *words], "the template writes BOS, nothing adds it again"
 
@@ -192,6 +196,16 @@ def test_templates_have_what_they_are_promised(checkpoint, bpe, template, wanted
     for settings in ({"chat_template": template}, {"chat_template": named}):
         tokens = load_tokenizer(checkpoint(**settings)).encode_prompt("a <b> & é'")
         assert bpe.decode(tokens, skip_special_tokens=False) == wanted
+
+
+def test_templates_render_what_transformers_renders():
+    golden = json.loads(
+        (Path(__file__).parent / "golden" / "chat_templates.json").read_text(encoding="utf-8")
+    )
+    assert len(golden["cases"]) == 3
+    for case in golden["cases"]:
+        render = chat_renderer(case["template"], golden["special_tokens"], place="golden")
+        assert [render(prompt) for prompt in golden["prompts"]] == case["texts"]
 
 
 @pytest.mark.parametrize(
@@ -254,3 +268,39 @@ def test_a_run_speaks_the_tokens_it_is_given(checkpoint, bpe):
         TASKS["add"], [Example("2+2=", "4")] * 3, tokens, np.array([[0, 1, 1, 1]] * 3, bool), tokenizer
     )
     assert rewards.reward.tolist() == [1, 1, 0]
+
+
+@pytest.mark.slow
+def test_a_run_generates_and_learns_by_the_tokenizer_of_a_checkpoint(checkpoint, monkeypatch):
+    smallest = PolicyConfig(
+        width=16, layers=1, heads=2, kv_heads=1, head_width=8, expert_width=8, vocabulary=320
+    )
+    monkeypatch.setattr("experiments.rl.configs.POLICIES", {"tiny": smallest})
+    tokenizer = load_tokenizer(checkpoint(CHAT, pad_token=FILL))
+    # So many ends that untrained responses meet one of them.
+    tokenizer = dataclasses.replace(tokenizer, ends=(*tokenizer.ends, *range(100, 300)))
+    config = Train(
+        task="add",
+        prompts=8,
+        responses_per_prompt=4,
+        prompt_tokens=40,
+        response_tokens=6,
+        evaluation_batches=1,
+    )
+    trainer = Trainer(config, 0, tokenizer=tokenizer)
+    examples = trainer.examples(1, 0)
+    found = trainer.generate(examples, jax.random.key(0))
+    assert (found.tokens[~found.mask] == tokenizer.pad).all()
+    assert 0.9 < found.ended.mean() <= 1
+    for example, tokens, mask, response in zip(
+        examples, found.tokens, found.mask, found.response, strict=True
+    ):
+        assert tokens[mask & ~response].tolist() == tokenizer.encode_prompt(example.prompt)
+        assert not np.isin(tokens[response][:-1], tokenizer.ends).any()
+    assert trainer.evaluate()["failed"] == 0
+    assert trainer.warm_up()["loss"] == pytest.approx(np.log(320), rel=0.05)
+    monkeypatch.setattr(trainer, "config", dataclasses.replace(config, prompt_tokens=9))
+    with pytest.raises(
+        ValueError, match=r"of 64 examples 0 fit prompt_tokens=9 .* the longest have \d\d and"
+    ):
+        trainer.examples(1, 0)

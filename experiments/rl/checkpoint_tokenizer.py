@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 def load_tokenizer(folder: Path) -> Tokenizer:
     """Read the tokenizer of a checkpoint, with its chat template if there is one.
 
-    Prompts become the one message of a chat. Without a template they are plain text behind what starts a sequence:
-    the BOS if ``add_bos_token`` says so, else what ``tokenizer.json`` puts before a text.
+    Prompts become the one message of a chat. Without a template they are plain text behind what ``tokenizer.json`` puts
+    before a text: BOS, or nothing. ``add_bos_token`` of ``tokenizer_config.json`` is not read, as by transformers 5.
 
     Args:
         folder: the folder of the checkpoint, with ``tokenizer.json``.
@@ -133,10 +133,6 @@ def _prompt_encoder(
         render = chat_renderer(template, special_tokens, place=place)
         # The template has written all special tokens.
         return lambda prompt: backend.encode(render(prompt), add_special_tokens=False).ids
-    if settings.keys() & {"add_bos_token", "add_eos_token"}:
-        bos = backend.token_to_id(special_tokens.get("bos_token", ""))
-        start = [] if bos is None or not settings.get("add_bos_token") else [bos]
-        return lambda prompt: start + backend.encode(prompt, add_special_tokens=False).ids
 
     def encode(prompt: str) -> list[int]:
         encoding = backend.encode(prompt)
