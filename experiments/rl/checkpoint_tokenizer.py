@@ -43,7 +43,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         decode_text=lambda tokens: backend.decode(tokens, skip_special_tokens=True),
         ends=ends,
         pad=ends[0] if pad is None else pad,
-        size=1 + max(*backend.get_vocab().values(), *ends),
+        size=1 + max([*backend.get_vocab().values(), *ends]),
     )
     # A template that refuses prompts does so before there is a model.
     tokenizer.encode_prompt("?")
