@@ -39,7 +39,7 @@ CONTRACT := tests/test_imports.py tests/test_public_api.py tests/test_planners.p
 
 lowest: .venv-lowest/installed  ## import, doctests and the layer's tests on the lowest versions that we allow
 	.venv-lowest/bin/python -m pytest -m "not slow" relibra_jax pallas_kernels tests/test_cli.py \
-	    tests/test_cli_refusals.py $(CONTRACT)
+	    tests/test_cli_refusals.py tests/test_rl_tokens.py $(CONTRACT)
 
 x64: .venv/installed  ## plans, equivalence, checkpoints and migration where 64-bit types are on
 	JAX_ENABLE_X64=1 $(RUN) -m pytest -m "not slow" $(CONTRACT) tests/test_plan.py tests/test_plan_guard.py \

@@ -10,7 +10,10 @@ from packaging.version import Version
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-NEEDED = [Requirement(text) for text in (*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["cli"])]
+EXTRAS = PROJECT["optional-dependencies"]
+# Of the extra rl, what the tests need too.
+TOKENIZERS = set(EXTRAS["rl"]) & set(EXTRAS["dev"])
+NEEDED = [Requirement(text) for text in (*PROJECT["dependencies"], *EXTRAS["cli"], *sorted(TOKENIZERS))]
 
 
 def locked(name):

@@ -12,7 +12,6 @@ from flax import nnx
 
 from experiments.rl.generation import draw, generate
 from experiments.rl.policy import TINY, token_log_probs
-from experiments.rl.tokens import PAD
 from relibra_jax.models import make_model
 from relibra_jax.nnx import ExpertParallel, expert_mesh
 from relibra_jax.replay import check_replay
@@ -25,7 +24,7 @@ CONFIG = dataclasses.replace(
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=4, num_experts=16, replica_slots=0)
 MESH = expert_mesh(TOPOLOGY)
 PARALLEL = ExpertParallel(mesh=MESH, topology=TOPOLOGY)
-SAMPLES, LONGEST, ROOM, EOS = 16, 5, 6, 3
+SAMPLES, LONGEST, ROOM, EOS, PAD = 16, 5, 6, 3, 256
 RNG = np.random.default_rng(0)
 PROMPTS = RNG.integers(0, 7, (SAMPLES, LONGEST)).astype(np.int32)
 LENGTHS = RNG.integers(1, LONGEST + 1, SAMPLES)
@@ -42,9 +41,8 @@ def policy():
 
 
 def sample(prompts=PROMPTS, lengths=LENGTHS, keys=KEYS, **knobs):
-    found = generate(
-        policy(), prompts, lengths, keys, parallel=PARALLEL, max_new_tokens=ROOM, eos=EOS, **knobs
-    )
+    knobs = {"max_new_tokens": ROOM, "ends": [EOS], **knobs}
+    found = generate(policy(), prompts, lengths, keys, parallel=PARALLEL, **knobs)
     return jax.tree.map(np.asarray, found)
 
 
@@ -99,6 +97,32 @@ def test_log_probs_and_routes_are_those_of_the_whole_sequence():
     check_replay(replay, num_experts=CONFIG.num_experts)
 
 
+def test_any_of_several_ends_ends_a_response():
+    _, other = ends = (EOS, 5)
+    found, one = sample(temperature=1.5, top_p=0.9, ends=ends), drawn()
+    last = found.tokens[np.arange(SAMPLES), found.mask.sum(-1) - 1]
+    np.testing.assert_array_equal(found.ended, np.isin(last, ends) & (LENGTHS > 0))
+    assert {EOS, other} <= set(last[found.ended].tolist())
+    # Up to the first end nothing changes, behind it nothing comes.
+    np.testing.assert_array_equal(found.tokens[found.mask], one.tokens[found.mask])
+    before_last = found.response & (np.arange(LONGEST + ROOM) < found.mask.sum(-1)[:, None] - 1)
+    assert not np.isin(found.tokens[before_last], ends).any()
+
+
+def test_other_ends_and_fillers_run_the_same_program(caplog):
+    knobs = {"temperature": 1.5, "top_p": 0.9}
+    with jax.log_compiles(), caplog.at_level("WARNING"):
+        first = sample(ends=(EOS, 5, 1), **knobs)
+        assert "_generate" in caplog.text
+        caplog.clear()
+        swapped = sample(ends=(1, 5, EOS), pad=0, **knobs)
+        sample(ends=(2, 4, 6), pad=6, **knobs)
+        assert "_generate" not in caplog.text
+    np.testing.assert_array_equal(swapped.tokens, np.where(first.mask, first.tokens, 0))
+    for name in ("mask", "response", "expert_ids", "log_probs", "ended"):
+        np.testing.assert_array_equal(getattr(swapped, name), getattr(first, name))
+
+
 def test_greedy_at_temperature_0():
     found = sample(temperature=0.0)
     logits = whole()(found).logits
@@ -151,7 +175,7 @@ def without_type_checks():
 
 def test_results_stay_on_the_mesh_and_misfits_are_refused(without_type_checks):
     def call(prompts=PROMPTS, lengths=LENGTHS, keys=KEYS, **knobs):
-        knobs = {"max_new_tokens": ROOM, "eos": EOS, **knobs}
+        knobs = {"max_new_tokens": ROOM, "ends": [EOS], **knobs}
         return generate(policy(), prompts, lengths, keys, parallel=PARALLEL, **knobs)
 
     for leaf in call():
@@ -170,5 +194,7 @@ def test_results_stay_on_the_mesh_and_misfits_are_refused(without_type_checks):
         call(temperature=-1.0)
     with pytest.raises(ValueError, match=r"top_p=0.0 must be above 0 and at most 1"):
         call(top_p=0.0)
-    with pytest.raises(ValueError, match="eos=7 is no token of a vocabulary of 7"):
-        call(eos=7)
+    with pytest.raises(ValueError, match="ends: 7 is no token of a vocabulary of 7"):
+        call(ends=[EOS, 7])
+    with pytest.raises(ValueError, match="ends: at least one token must end a response"):
+        call(ends=[])

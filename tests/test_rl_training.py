@@ -24,7 +24,7 @@ from experiments.rl.rewards import Rewards, score_responses
 from experiments.rl.step import prepare_residents, recompute
 from experiments.rl.step_clock import StepClock
 from experiments.rl.tasks import TASKS
-from experiments.rl.tokens import PAD, pad
+from experiments.rl.tokens import BYTES
 from experiments.rl.train import run_train
 from experiments.rl.trainer import Trainer
 from experiments.run import main
@@ -349,9 +349,9 @@ def test_a_reward_function_that_raises_costs_its_sample_only():
     task = dataclasses.replace(TASKS["copy"], score=score)
     examples = Trainer(small(), 0, task=task).examples(1, 0)
     examples[5] = examples[5]._replace(prompt="copy ab: ")
-    prompts = [example.prompt_tokens for example in examples]
-    tokens = pad([prompt + [65, 66] for prompt in prompts], 21)
-    response = np.array([np.arange(21) >= len(prompt) for prompt in prompts]) & (tokens != PAD)
+    prompts = [BYTES.encode_prompt(example.prompt) for example in examples]
+    tokens = BYTES.pad_rows([prompt + [65, 66] for prompt in prompts], 21)
+    response = np.array([np.arange(21) >= len(prompt) for prompt in prompts]) & (tokens != BYTES.pad)
     rewards = score_responses(task, examples, tokens, response)
     assert rewards.scored.sum() == len(examples) - 1
     assert rewards.failures[0].startswith("sample 5: prompt 'copy ab: '")

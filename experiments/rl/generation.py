@@ -8,6 +8,7 @@ Routing is live, experts stay at home, and no token is ever dropped. A sample's 
 what is sampled does not depend on where or beside what.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -16,7 +17,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Bool, Float, Int, Integer, Key
 
-from experiments.rl.tokens import EOS, PAD
+from experiments.rl.tokens import BYTES
 from relibra_jax.execution.parallel import ExpertParallel, check_tokens
 from relibra_jax.limits import check_not_negative
 from relibra_jax.models import Cache, LanguageModel
@@ -27,18 +28,18 @@ class Responses(NamedTuple):
     """Samples that one call generated; T = P + max_new_tokens."""
 
     tokens: Int[Array, "B T"]
-    """Prompt, then response, then PAD."""
+    """Prompt, then response, then the filler ``pad``, which is never read."""
     mask: Bool[Array, "B T"]
     """True on prompt and response."""
     response: Bool[Array, "B T"]
-    """True on sampled tokens, the EOS among them."""
+    """True on sampled tokens, the one that ends the response among them."""
     expert_ids: Integer[Array, "B T L K"]
     """The experts of every token of prompt and response, zeros at padding."""
     log_probs: Float[Array, "B T"]
     """float32, of every sampled token under the policy at its temperature (1 where that is 0), before top-p cut
     anything: what `experiments.rl.policy.token_log_probs` recomputes. 0 elsewhere."""
     ended: Bool[Array, " B"]
-    """Whether the response ended with an EOS rather than at its longest."""
+    """Whether a token ended the response, rather than its length."""
 
     @property
     def replay(self) -> RoutingReplay:
@@ -69,9 +70,12 @@ def generate(
     max_new_tokens: int,
     temperature: float = 1.0,
     top_p: float = 1.0,
-    eos: int = EOS,
+    ends: Sequence[int] = BYTES.ends,
+    pad: int = BYTES.pad,
 ) -> Responses:
-    """Sample a response to every prompt. One compiled program for each shape, whatever temperature and top-p.
+    """Sample a response to every prompt.
+
+    One compiled program serves all prompts of a shape and all ``ends`` of a number, whatever temperature and top-p.
 
     Args:
         policy: the policy, on the mesh of ``parallel``.
@@ -79,10 +83,11 @@ def generate(
         lengths: the tokens of each prompt; 0 where there is no sample.
         keys: a typed key for each sample: ``jax.random.fold_in(key, number of the sample)``, for instance.
         parallel: mesh and ways of live routing, `relibra_jax.nnx.Balancer.live`.
-        max_new_tokens: the longest response, EOS included.
+        max_new_tokens: the longest response, its end included.
         temperature: what divides the logits; 0 takes the likeliest token.
         top_p: only the likeliest tokens whose probabilities, at the temperature, first reach this sum are drawn.
-        eos: the token that ends a response.
+        ends: the tokens that end a response, at least one; whichever is drawn first ends it.
+        pad: the token that fills ``tokens`` of the result where there is none; what is sampled does not depend on it.
 
     Returns:
         See `Responses`; sharded over the ranks.
@@ -101,9 +106,12 @@ def generate(
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens={max_new_tokens} must be at least 1")
     check_sampling(temperature, top_p)
-    if not 0 <= eos < policy.config.vocabulary:
-        raise ValueError(f"eos={eos} is no token of a vocabulary of {policy.config.vocabulary}")
-    knobs = (jnp.float32(temperature), jnp.float32(top_p), jnp.int32(eos))
+    if not ends:
+        raise ValueError("ends: at least one token must end a response")
+    for end in ends:
+        if not 0 <= end < policy.config.vocabulary:
+            raise ValueError(f"ends: {end} is no token of a vocabulary of {policy.config.vocabulary}")
+    knobs = (jnp.float32(temperature), jnp.float32(top_p), jnp.array(ends, jnp.int32), jnp.int32(pad))
     return _generate(policy, prompts, lengths, keys, knobs, parallel=parallel, room=max_new_tokens)
 
 
@@ -135,7 +143,7 @@ def draw(
 
 @nnx.jit(static_argnames=("parallel", "room"))
 def _generate(policy: LanguageModel, prompts, lengths, keys, knobs, *, parallel: ExpertParallel, room: int):
-    temperature, top_p, eos = knobs
+    temperature, top_p, ends, pad = knobs
     samples, longest = prompts.shape
 
     def next_token(state: _State) -> _State:
@@ -147,7 +155,7 @@ def _generate(policy: LanguageModel, prompts, lengths, keys, knobs, *, parallel:
         output, cache = policy.extend(
             *(drawn[:, None], state.active[:, None], state.cache, state.lengths), parallel=parallel
         )
-        before, last = state.responses, drawn == eos
+        before, last = state.responses, jnp.isin(drawn, ends)
         return _State(
             Responses(
                 tokens=jnp.where(here, drawn[:, None], before.tokens),
@@ -166,7 +174,7 @@ def _generate(policy: LanguageModel, prompts, lengths, keys, knobs, *, parallel:
 
     prompts, lengths = jnp.asarray(prompts, jnp.int32), jnp.asarray(lengths, jnp.int32)
     mask = jnp.arange(longest)[None] < lengths[:, None]
-    prompts = jnp.where(mask, prompts, PAD)
+    prompts = jnp.where(mask, prompts, pad)
     cache = policy.empty_cache(samples, longest + room, parallel)
     output, cache = policy.extend(prompts, mask, cache, jnp.zeros_like(lengths), parallel=parallel)
 
@@ -177,7 +185,7 @@ def _generate(policy: LanguageModel, prompts, lengths, keys, knobs, *, parallel:
     last = jnp.maximum(lengths - 1, 0)[:, None, None]
     start = _State(
         Responses(
-            tokens=widen(prompts, PAD),
+            tokens=widen(prompts, pad),
             mask=widen(mask, False),
             response=jnp.zeros((samples, longest + room), bool),
             expert_ids=widen(jnp.where(mask[..., None, None], output.expert_ids, 0), 0),

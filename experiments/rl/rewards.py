@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from experiments.rl.tasks import Example, Task
-from experiments.rl.tokens import decode
+from experiments.rl.tokens import BYTES, Tokenizer
 from relibra_jax.types import Array
 
 
@@ -23,7 +23,11 @@ class Rewards(NamedTuple):
 
 
 def score_responses(
-    task: Task, examples: list[Example], tokens: Int[Array, "B T"], response: Bool[Array, "B T"]
+    task: Task,
+    examples: list[Example],
+    tokens: Int[Array, "B T"],
+    response: Bool[Array, "B T"],
+    tokenizer: Tokenizer = BYTES,
 ) -> Rewards:
     """Score every sample.
 
@@ -32,6 +36,10 @@ def score_responses(
         examples: the example that each sample responds to.
         tokens: prompt and response of each sample.
         response: True on sampled tokens.
+        tokenizer: the tokenizer that makes text of sampled tokens.
+
+    Returns:
+        See `Rewards`.
 
     >>> from experiments.rl.tasks import TASKS
     >>> tokens = np.array([[257, 52, 258], [257, 53, 258]])
@@ -41,7 +49,7 @@ def score_responses(
     """
     reward, scored, failures = np.zeros(len(examples), np.float32), np.ones(len(examples), bool), []
     for sample, (example, row, sampled) in enumerate(zip(examples, tokens, response, strict=True)):
-        completion = decode(np.asarray(row)[sampled].tolist())
+        completion = tokenizer.decode(np.asarray(row)[sampled].tolist())
         try:
             value = float(task.score(completion, example))
             if not math.isfinite(value):

@@ -13,7 +13,6 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from experiments.rl.tokens import BOS, EOS, encode
 from relibra_jax.suggestions import suggest_names
 
 
@@ -26,16 +25,6 @@ class Example(NamedTuple):
     """A right answer, for the warm-up; a task may accept others."""
     entry: Any = None
     """What a task of reasoning-gym wants to see again when it scores."""
-
-    @property
-    def prompt_tokens(self) -> list[int]:
-        """The prompt with its BOS."""
-        return [BOS, *encode(self.prompt)]
-
-    @property
-    def answer_tokens(self) -> list[int]:
-        """The answer with its EOS."""
-        return [*encode(self.answer), EOS]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,7 @@ What is drawn follows from the seed and the number of the step, so a run that go
 would have drawn, and on the same mesh computes the same bits.
 """
 
+import itertools
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
@@ -21,7 +22,7 @@ from experiments.rl.state import State
 from experiments.rl.step import StepMetrics, TrainingBatch, prepare_residents, recompute, update
 from experiments.rl.step_clock import StepClock
 from experiments.rl.tasks import Example, Task, find_task
-from experiments.rl.tokens import pad
+from experiments.rl.tokens import BYTES, Tokenizer
 from relibra_jax.execution import Residents, check_residents
 from relibra_jax.execution.mesh import expert_mesh
 from relibra_jax.nnx import PreparedBatch, check_executed
@@ -42,13 +43,19 @@ class Trainer:
         config: the settings of the run.
         seed: one of its seeds.
         task: a task in place of the one that ``config`` names.
+        tokenizer: the tokenizer of prompts and responses.
 
     Raises:
-        ValueError: if there is no such task, or fewer devices than ranks.
+        ValueError: if there is no such task, the tokenizer has tokens that the policy does not know, or there are
+            fewer devices than ranks.
     """
 
-    def __init__(self, config: Train, seed: int, *, task: Task | None = None):
-        self.config, self.seed = config, seed
+    def __init__(self, config: Train, seed: int, *, task: Task | None = None, tokenizer: Tokenizer = BYTES):
+        self.config, self.seed, self.tokenizer = config, seed, tokenizer
+        if tokenizer.size > config.model.vocabulary:
+            raise ValueError(
+                f"tokenizer of {tokenizer.size} tokens, the policy's vocabulary has {config.model.vocabulary}"
+            )
         self.task = find_task(config.task) if task is None else task
         mesh = expert_mesh(config.topology, devices=host_devices(config.topology.num_ranks))
         self.state = State(config, seed, mesh)
@@ -64,9 +71,10 @@ class Trainer:
         """One supervised update on prompts with right answers; its metrics."""
         config, state, clock = self.config, self.state, StepClock()
         examples = self._draw((self.seed, SUPERVISED, state.step), config.samples)
-        prompts = [example.prompt_tokens for example in examples]
-        texts = [prompt + example.answer_tokens for prompt, example in zip(prompts, examples, strict=True)]
-        tokens = pad(texts, config.prompt_tokens + config.response_tokens)
+        prompts = [self.tokenizer.encode_prompt(example.prompt) for example in examples]
+        answers = [self.tokenizer.encode_answer(example.answer) for example in examples]
+        texts = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
+        tokens = self.tokenizer.pad_rows(texts, config.prompt_tokens + config.response_tokens)
         position = np.arange(tokens.shape[1])[None]
         mask = position < np.array([len(text) for text in texts])[:, None]
         answer = mask & (position >= np.array([len(prompt) for prompt in prompts])[:, None])
@@ -92,7 +100,7 @@ class Trainer:
             responses = self.generate(examples, self._key(PROMPTS, state.step))
         with ThreadPoolExecutor(1) as scorer:
             # Rewards are Python, planning is compiled: they run side by side.
-            texts = (responses.tokens, responses.response)
+            texts = (responses.tokens, responses.response, self.tokenizer)
             scoring = scorer.submit(score_responses, self.task, examples, *texts)
             batch, samples = self.prepare(responses, clock)
             with clock("recompute"):
@@ -130,7 +138,8 @@ class Trainer:
         for number in range(self.config.evaluation_batches):
             examples = self.examples(EVALUATION, number)
             responses = self.generate(examples, self._key(EVALUATION, number))
-            rewards.append(score_responses(self.task, examples, responses.tokens, responses.response))
+            texts = (responses.tokens, responses.response, self.tokenizer)
+            rewards.append(score_responses(self.task, examples, *texts))
         scored = np.concatenate([each.reward[each.scored] for each in rewards])
         failures = [failure for each in rewards for failure in each.failures]
         return {
@@ -143,16 +152,19 @@ class Trainer:
 
     def generate(self, examples: list[Example], key: jax.Array) -> Responses:
         """Responses to the prompts of ``examples``, each by a key of its own; on the host."""
-        config, prompts = self.config, [example.prompt_tokens for example in examples]
+        config, tokenizer = self.config, self.tokenizer
+        prompts = [tokenizer.encode_prompt(example.prompt) for example in examples]
         responses = generate(
             self.state.model,
-            pad(prompts, config.prompt_tokens),
+            tokenizer.pad_rows(prompts, config.prompt_tokens),
             np.array([len(prompt) for prompt in prompts], np.int32),
             jax.random.split(key, len(prompts)),
             parallel=self.state.balancer.live,
             max_new_tokens=config.response_tokens,
             temperature=config.temperature,
             top_p=config.top_p,
+            ends=tokenizer.ends,
+            pad=tokenizer.pad,
         )
         return jax.device_get(responses)
 
@@ -218,20 +230,22 @@ class Trainer:
         config = self.config
         for times in (1, MORE_EXAMPLES):
             drawn = self.task.sample(seed, times * count)
-            fitting = [
-                example
-                for example in drawn
-                if len(example.prompt_tokens) <= config.prompt_tokens
-                and len(example.answer_tokens) <= config.response_tokens
-            ]
+            lengths = np.array([self._lengths(example) for example in drawn])
+            fits = (lengths <= (config.prompt_tokens, config.response_tokens)).all(1)
+            fitting = list(itertools.compress(drawn, fits))
             if len(fitting) >= count:
                 return fitting[:count]
-        longest = [max(len(getattr(one, f"{part}_tokens")) for one in drawn) for part in ("prompt", "answer")]
+        longest = lengths.max(0)
         raise ValueError(
             f"task {self.task.name!r}: of {len(drawn)} examples {len(fitting)} fit prompt_tokens="
             f"{config.prompt_tokens} and response_tokens={config.response_tokens}, {count} are needed; the longest"
             f" have {longest[0]} and {longest[1]}"
         )
+
+    def _lengths(self, example: Example) -> tuple[int, int]:
+        """The tokens of prompt and answer."""
+        tokenizer = self.tokenizer
+        return len(tokenizer.encode_prompt(example.prompt)), len(tokenizer.encode_answer(example.answer))
 
     def _key(self, what: int, number: int) -> jax.Array:
         return jax.random.fold_in(jax.random.fold_in(self.state.key, what), number)
