@@ -34,7 +34,11 @@ CHECKPOINTS = [
 LAYERS = {"glm4_moe": 2, "qwen3_moe_dense": 2}
 """Layers with experts, where they are not 3."""
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=4, num_experts=16, replica_slots=1)
-MESH = expert_mesh(TOPOLOGY)
+
+
+@functools.cache
+def mesh():
+    return expert_mesh(TOPOLOGY)
 
 
 def some_homes(name, seed=0):
@@ -72,10 +76,10 @@ def test_logits_are_those_of_transformers_live_and_replayed_after_a_reorder(name
     kept = np.load(FOLDER / name / "logits.npz")
     tokens, logits = kept["tokens"], kept["logits"]
     mask = np.ones(tokens.shape, bool)
-    model = load_pretrained(FOLDER / name, MESH, TOPOLOGY)
+    model = load_pretrained(FOLDER / name, mesh(), TOPOLOGY)
     balancer = Balancer(
         *(relibra(), TOPOLOGY),
-        mesh=MESH,
+        mesh=mesh(),
         num_layers=LAYERS.get(name, 3),
         num_micro_batches=1,
         key=jax.random.key(0),
@@ -99,14 +103,14 @@ def test_logits_are_those_of_transformers_live_and_replayed_after_a_reorder(name
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_load_reorder_and_save_change_no_bit(name, tmp_path):
     dtype = "bfloat16" if "bfloat16" in name else "float32"
-    model = load_pretrained(FOLDER / name, MESH, TOPOLOGY, home=some_homes(name), param_dtype=dtype)
-    reorder_experts(model, None, some_homes(name, 1), mesh=MESH, topology=TOPOLOGY)
+    model = load_pretrained(FOLDER / name, mesh(), TOPOLOGY, home=some_homes(name), param_dtype=dtype)
+    reorder_experts(model, None, some_homes(name, 1), mesh=mesh(), topology=TOPOLOGY)
     save_pretrained(model, tmp_path / "saved", source=FOLDER / name)
     assert_same_bits(read_all(tmp_path / "saved"), separate(name))
     # With a config.json of its own, and in shards, it is loaded again as it was.
     save_pretrained(model, tmp_path / "again", shard_bytes=20_000)
     assert len(list((tmp_path / "again").glob("model-*-of-*.safetensors"))) > 2
-    again = load_pretrained(tmp_path / "again", MESH, TOPOLOGY, home=some_homes(name, 1), param_dtype=dtype)
+    again = load_pretrained(tmp_path / "again", mesh(), TOPOLOGY, home=some_homes(name, 1), param_dtype=dtype)
     assert again.config == model.config
     for leaf, other in zip(*(jax.tree.leaves(nnx.state(each)) for each in (model, again)), strict=True):
         assert leaf.sharding == other.sharding
@@ -114,7 +118,7 @@ def test_load_reorder_and_save_change_no_bit(name, tmp_path):
 
 
 def test_tensors_for_a_rollout_engine_come_one_by_one_in_logical_order():
-    model = load_pretrained(FOLDER / "qwen3_moe", MESH, TOPOLOGY, home=some_homes("qwen3_moe"))
+    model = load_pretrained(FOLDER / "qwen3_moe", mesh(), TOPOLOGY, home=some_homes("qwen3_moe"))
     wanted, found = separate("qwen3_moe"), {}
     for name, value in pretrained_tensors(model, dtype="bfloat16"):
         assert value.sharding.is_fully_replicated
@@ -124,7 +128,7 @@ def test_tensors_for_a_rollout_engine_come_one_by_one_in_logical_order():
 
 
 def test_correction_biases_stay_float32():
-    model = load_pretrained(FOLDER / "glm4_moe", MESH, TOPOLOGY, param_dtype="bfloat16")
+    model = load_pretrained(FOLDER / "glm4_moe", mesh(), TOPOLOGY, param_dtype="bfloat16")
     dtypes = {name: value.dtype for name, value in pretrained_tensors(model, dtype="float16")}
     biases = [f"model.layers.{layer}.mlp.gate.e_score_correction_bias" for layer in (1, 2)]
     assert [dtypes.pop(name).name for name in biases] == ["float32", "float32"]
@@ -137,7 +141,7 @@ def test_a_negative_zero_stays_one(tmp_path):
     tensors[name] = np.full_like(tensors[name], -0.0)
     shutil.copy(FOLDER / "mixtral" / "config.json", tmp_path)
     save_file(tensors, tmp_path / "model.safetensors")
-    model = load_pretrained(tmp_path, MESH, TOPOLOGY, home=some_homes("mixtral"))
+    model = load_pretrained(tmp_path, mesh(), TOPOLOGY, home=some_homes("mixtral"))
     assert np.signbit(dict(pretrained_tensors(model))[name]).all()
 
 
@@ -153,7 +157,7 @@ def test_no_device_reads_the_experts_of_another(name, monkeypatch):
         return value
 
     monkeypatch.setattr(TensorFiles, "read", count)
-    load_pretrained(FOLDER / name, MESH, TOPOLOGY, home=some_homes(name))
+    load_pretrained(FOLDER / name, mesh(), TOPOLOGY, home=some_homes(name))
     # Every matrix is read once, for its owner. Were it read for another device too, it would be read twice.
     assert len(reads) == LAYERS.get(name, 3) * 16 * 3
     assert set(reads.values()) == {1}
@@ -178,7 +182,7 @@ def with_fields(folder, **fields):
 
 def refused(folder, match, **options):
     with pytest.raises(ValueError, match=match) as error:
-        load_pretrained(folder, MESH, TOPOLOGY, **options)
+        load_pretrained(folder, mesh(), TOPOLOGY, **options)
     assert "\n" not in str(error.value)
     return str(error.value)
 
@@ -273,7 +277,7 @@ def test_what_transformers_leaves_out_is_left_out(tmp_path, caplog):
     index["weight_map"]["model.layers.3.enorm.weight"] = "extra.safetensors"
     path.write_text(json.dumps(index))
     with caplog.at_level("INFO", "relibra_jax"):
-        model = load_pretrained(tmp_path / "glm", MESH, TOPOLOGY)
+        model = load_pretrained(tmp_path / "glm", mesh(), TOPOLOGY)
     assert "model.layers.3.eh_proj.weight, model.layers.3.enorm.weight" in caplog.text
     save_pretrained(model, tmp_path / "saved", source=tmp_path / "glm")
     assert_same_bits(read_all(tmp_path / "saved"), separate("glm4_moe"))
@@ -282,7 +286,7 @@ def test_what_transformers_leaves_out_is_left_out(tmp_path, caplog):
 
 def test_what_lies_beside_the_tensors_comes_along(folder, tmp_path):
     (folder / "tokenizer.json").write_text("{}")
-    model = load_pretrained(folder, MESH, TOPOLOGY)
+    model = load_pretrained(folder, mesh(), TOPOLOGY)
     save_pretrained(model, tmp_path / "saved", source=folder)
     assert {path.name for path in (tmp_path / "saved").iterdir()} == {
         "config.json",
@@ -298,7 +302,7 @@ def test_what_lies_beside_the_tensors_comes_along(folder, tmp_path):
 
 
 def test_a_folder_appears_when_it_is_complete(folder, tmp_path, monkeypatch):
-    model = load_pretrained(folder, MESH, TOPOLOGY)
+    model = load_pretrained(folder, mesh(), TOPOLOGY)
 
     def full(*args, **options):
         raise OSError("no space left on device")

@@ -17,7 +17,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from experiments.rl.chat_templates import chat_renderer
 from experiments.rl.checkpoint_tokenizer import load_tokenizer
 from experiments.rl.configs import Train
-from experiments.rl.policy import PolicyConfig
+from experiments.rl.policy import TINY
 from experiments.rl.rewards import score_responses
 from experiments.rl.tasks import TASKS, Example
 from experiments.rl.tokens import BOS, BYTES, EOS, PAD, VOCABULARY
@@ -272,8 +272,8 @@ def test_a_run_speaks_the_tokens_it_is_given(checkpoint, bpe):
 
 @pytest.mark.slow
 def test_a_run_generates_and_learns_by_the_tokenizer_of_a_checkpoint(checkpoint, monkeypatch):
-    smallest = PolicyConfig(
-        width=16, layers=1, heads=2, kv_heads=1, head_width=8, expert_width=8, vocabulary=320
+    smallest = dataclasses.replace(
+        TINY, width=16, layers=1, heads=2, kv_heads=1, head_width=8, expert_width=8, vocabulary=320
     )
     monkeypatch.setattr("experiments.rl.configs.POLICIES", {"tiny": smallest})
     tokenizer = load_tokenizer(checkpoint(CHAT, pad_token=FILL))

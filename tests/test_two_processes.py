@@ -15,6 +15,7 @@ CHECKS = [
     "training_goes_on_where_it_stopped",
     "a_damaged_checkpoint_stops_both",
     "batches_are_prepared_and_trained_on",
+    "checkpoints_are_read_in_part_and_saved_together",
 ]
 
 

@@ -4,6 +4,7 @@ The checks are those of test_moe.py, test_training.py and test_balancer.py, on a
 """
 
 import dataclasses
+import re
 import sys
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import orbax.checkpoint as ocp
 import pytest
 import test_balancer
 import test_moe
+import test_pretrained
 import test_training
 from jax.experimental import multihost_utils
 from support.damage import cut_in_half, flip_bit_of
@@ -21,6 +23,8 @@ from relibra_jax import RoutingReplay, static
 from relibra_jax.execution import check_same_plan, expert_mesh, rank_sharding
 from relibra_jax.execution.checkpoint import restore_checkpoint, save_checkpoint
 from relibra_jax.execution.parallel import PATHS
+from relibra_jax.models import load_pretrained, save_pretrained
+from relibra_jax.models.tensor_files import TensorFiles
 from relibra_jax.nnx import get_homes
 from relibra_jax.types import Topology
 
@@ -104,6 +108,34 @@ def batches_are_prepared_and_trained_on():
     run.train(3, 4)
 
 
+def checkpoints_are_read_in_part_and_saved_together():
+    """Each process reads the experts of its node alone, and the tensors of all come back."""
+    folder, reads, read = test_pretrained.FOLDER / "glm4_moe", set(), TensorFiles.read
+
+    def count(files, name, rows=()):
+        if ".experts." in name:
+            assert (name, rows) not in reads
+            reads.add((name, rows))
+        return read(files, name, rows)
+
+    home = test_pretrained.some_homes("glm4_moe")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TensorFiles, "read", count)
+        model = load_pretrained(folder, test_pretrained.mesh(), test_pretrained.TOPOLOGY, home=home)
+    own = {
+        (layer, expert)
+        for layer in range(2)
+        for expert in np.flatnonzero(home[layer] // 8 == NUMBER).tolist()
+    }
+    assert {
+        tuple(int(part) - one for part, one in zip(re.findall(r"\d+", name), (1, 0), strict=False))
+        for name, _ in reads
+    } == own
+    saved = FOLDER.with_name("saved")
+    save_pretrained(model, saved)
+    test_pretrained.assert_same_bits(test_pretrained.read_all(saved), test_pretrained.separate("glm4_moe"))
+
+
 jax.distributed.initialize(f"127.0.0.1:{PORT}", 2, NUMBER)
 for check in (
     node_axis_is_the_process,
@@ -112,6 +144,7 @@ for check in (
     training_goes_on_where_it_stopped,
     a_damaged_checkpoint_stops_both,
     batches_are_prepared_and_trained_on,
+    checkpoints_are_read_in_part_and_saved_together,
 ):
     check()
     print(f"passed: {check.__name__}", flush=True)

@@ -16,6 +16,7 @@ from experiments.rl.step import Clip
 from relibra_jax.cli.options import Ranks
 from relibra_jax.limits import check_integer, check_memory, check_not_negative, check_positive, check_seed
 from relibra_jax.models import ModelConfig
+from relibra_jax.models.hf_config import model_config, read_config
 from relibra_jax.planning.assignment import assign_samples
 from relibra_jax.planning.placement import place_experts
 from relibra_jax.planning.planners import PLANNERS, PlannerEntry
@@ -27,6 +28,8 @@ from relibra_jax.types import Topology
 
 TUNABLE: Final = ("relibra", "relibra_across")
 """Planners that take `Reorder` and `Replicate`; the variants of the others are planners of their own."""
+
+DTYPES: Final = ("float32", "bfloat16")
 
 AT_LEAST_ZERO: Final = ("warmup_steps", "steps", "evaluation_batches", "record", "anneal_steps")
 AT_LEAST_ONE: Final = (
@@ -76,7 +79,11 @@ class Train:
     task: str = "count"
     """A built-in task (copy, reverse, add, count), or one of reasoning-gym's."""
     policy: str = "tiny"
-    """The name of a model."""
+    """The name of a model that is trained from nothing."""
+    model: Path | None = None
+    """A checkpoint in Hugging Face's format to start from in place of a policy, with the tokenizer beside it."""
+    dtype: str = "float32"
+    """The dtype of the computation, float32 or bfloat16; parameters and optimizer state are float32."""
     planner: str = "relibra"
     """A name from the table that ``relibra compare`` prints."""
     reorder: Reorder = dataclasses.field(default_factory=Reorder)
@@ -135,11 +142,16 @@ class Train:
         for name, value, table in (
             ("policy", self.policy, POLICIES),
             ("planner", self.planner, PLANNERS),
+            ("dtype", self.dtype, DTYPES),
         ):
             if value not in table:
                 raise ValueError(
                     f"{name} {value!r} must be one of {', '.join(table)}{suggest_names(value, table)}"
                 )
+        if self.model is not None and self.policy != "tiny":
+            raise ValueError(
+                f"policy={self.policy!r} starts from nothing, model={self.model} from a checkpoint"
+            )
         changed = [part for part in (self.reorder, self.replicate) if part != type(part)()]
         if changed and self.planner not in TUNABLE:
             raise ValueError(f"planner={self.planner}, and {changed[0]} is for {' and '.join(TUNABLE)} alone")
@@ -172,7 +184,7 @@ class Train:
         """The largest arrays alone: keys and values of all samples, and what the steps of searches draw."""
         tokens = self.prompt_tokens + self.response_tokens
         generating = f"generating {self.samples} samples of {tokens} tokens"
-        check_memory(generating, self.samples * tokens * self.model.cache_bytes)
+        check_memory(generating, self.samples * tokens * self.model_config.cache_bytes)
         # A step draws a number for every micro-batch, and one for every expert of a rank, at least.
         for name, steps, draws in (
             ("anneal_steps", self.anneal_steps, self.micro_batches),
@@ -186,14 +198,21 @@ class Train:
         return self.prompts * self.responses_per_prompt
 
     @property
-    def model(self) -> ModelConfig:
-        """The sizes of the policy."""
-        return POLICIES[self.policy]
+    def model_config(self) -> ModelConfig:
+        """The sizes of the model."""
+        if self.model is not None:
+            return _pretrained(self.model, self.dtype)
+        return dataclasses.replace(POLICIES[self.policy], dtype=self.dtype)
+
+    @property
+    def model_name(self) -> str:
+        """What the run calls its model."""
+        return f"{self.policy} model" if self.model is None else f"model {self.model.name}"
 
     @property
     def topology(self) -> Topology:
         """The ranks with the model's experts."""
-        return self.ranks.topology(self.model.num_experts)
+        return self.ranks.topology(self.model_config.num_experts)
 
     @property
     def planner_entry(self) -> PlannerEntry:
@@ -205,6 +224,11 @@ class Train:
     def assign(self) -> Assign | None:
         """How samples are assigned, the same object for equal settings; None for in order."""
         return _annealed(self.anneal_steps) if self.anneal_steps else None
+
+
+@functools.cache
+def _pretrained(folder: Path, dtype: str) -> ModelConfig:
+    return model_config(read_config(folder), dtype=dtype)
 
 
 @functools.cache
@@ -250,7 +274,8 @@ def saved_config(folder: Path) -> Train:
         _check_types(saved, json.loads(json.dumps(dataclasses.asdict(Train()), default=str)))
         kinds = {"ranks": Ranks, "clip": Clip, "reorder": Reorder, "replicate": Replicate}
         parts = {name: kind(**saved[name]) for name, kind in kinds.items()}
-        return Train(**{**saved, **parts, "seeds": tuple(saved["seeds"])})
+        model = None if saved.get("model") is None else Path(saved["model"])
+        return Train(**{**saved, **parts, "seeds": tuple(saved["seeds"]), "model": model})
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: not the settings of a run ({error!r})") from error
 

@@ -60,7 +60,7 @@ def write_report(config: Train, folder: Path, console: Console, name: str) -> No
     metrics = {seed: read_metrics(folder / f"seed-{seed}" / "metrics.jsonl") for seed in config.seeds}
     summary = {seed: summarise(lines) for seed, lines in metrics.items()}
     setting = (
-        f"{name}: {config.task}, {config.policy} model, {config.samples} samples a batch, {config.planner} on"
+        f"{name}: {config.task}, {config.model_name}, {config.samples} samples a batch, {config.planner} on"
         f" {config.ranks.nodes} nodes x {config.ranks.ranks_per_node} ranks"
     )
     figure, numbers = folder / "training.png", folder / "summary.json"

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from experiments.rl.configs import Train
 from relibra_jax.capacity import Capacities
-from relibra_jax.models import make_model
+from relibra_jax.models import load_pretrained, make_model
 from relibra_jax.nnx import Balancer, restore_training, save_training
 
 LARGEST_GRADIENT: Final = 1.0
@@ -34,13 +34,16 @@ class State:
     def __init__(self, config: Train, seed: int, mesh: Mesh):
         self.step = 0
         self.key, weights, planning = jax.random.split(jax.random.key(seed), 3)
-        self.model = make_model(config.model, config.topology, mesh=mesh, key=weights)
+        if config.model is None:
+            self.model = make_model(config.model_config, config.topology, mesh=mesh, key=weights)
+        else:
+            self.model = load_pretrained(config.model, mesh, config.topology, dtype=config.dtype)
         tx = _adamw(config.warmup_learning_rate, config.learning_rate, config.warmup_steps)
         self.optimizer = nnx.Optimizer(self.model, tx, wrt=nnx.Param)
         self.balancer = Balancer(
             *(config.planner_entry.planner, config.topology),
             mesh=mesh,
-            num_layers=config.model.moe_layers,
+            num_layers=config.model_config.moe_layers,
             num_micro_batches=config.micro_batches,
             key=planning,
             assign=config.assign,

@@ -25,6 +25,7 @@ from experiments.rl.stop_signals import stop_signals
 from experiments.rl.tasks import Task
 from experiments.rl.trainer import Trainer
 from relibra_jax.atomic_write import write_json
+from relibra_jax.models import save_pretrained
 from relibra_jax.replay_files import load_replay, save_replay
 from relibra_jax.types import RoutingReplay
 
@@ -101,7 +102,9 @@ def _run_seed(
                 report(step, metrics)
                 bar.update(task_id, completed=trainer.state.step, shown=_shown(metrics))
                 if step in recorded and trainer.replay is not None:
-                    save_replay(_routing(folder, step), trainer.replay, num_experts=config.model.num_experts)
+                    save_replay(
+                        _routing(folder, step), trainer.replay, num_experts=config.model_config.num_experts
+                    )
                 if trainer.state.step % config.checkpoint_every == 0:
                     trainer.state.save(manager)
             finished = trainer.state.step == trainer.total_steps
@@ -109,10 +112,19 @@ def _run_seed(
                 report(trainer.state.step, trainer.evaluate())
         if manager.latest_step() != trainer.state.step:
             trainer.state.save(manager)
+    if finished and config.model is not None:
+        _save_model(trainer, folder)
     # Behind the last checkpoint: a run that is killed before it comes here again, with all its parts.
     if finished:
         _join_routing(folder, [_routing(folder, step) for step in recorded])
     return finished
+
+
+def _save_model(trainer: Trainer, folder: Path) -> None:
+    """The trained model as a checkpoint like the one that it comes from."""
+    trained = folder / f"model-{trainer.state.step}"
+    if not trained.exists():
+        save_pretrained(trainer.state.model, trained, source=trainer.config.model)
 
 
 def _routing(folder: Path, step: int) -> Path:
@@ -149,7 +161,7 @@ def join_replays(replays: Sequence[RoutingReplay]) -> RoutingReplay:
 
 def _check_planner(config: Train) -> None:
     """What the planner refuses, it refuses now and not after the warm-up."""
-    topology, planner, layers = config.topology, config.planner_entry.planner, config.model.moe_layers
+    topology, planner, layers = config.topology, config.planner_entry.planner, config.model_config.moe_layers
     ranks = topology.num_nodes, topology.ranks_per_node
 
     def plan(key: jax.Array) -> Any:

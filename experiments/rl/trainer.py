@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from experiments.rl.checkpoint_tokenizer import load_tokenizer
 from experiments.rl.configs import Train
 from experiments.rl.devices import host_devices
 from experiments.rl.generation import Responses, generate
@@ -43,18 +44,21 @@ class Trainer:
         config: the settings of the run.
         seed: one of its seeds.
         task: a task in place of the one that ``config`` names.
-        tokenizer: the tokenizer of prompts and responses.
+        tokenizer: a tokenizer in place of the one that belongs to the model.
 
     Raises:
         ValueError: if there is no such task, the tokenizer has tokens that the policy does not know, or there are
             fewer devices than ranks.
     """
 
-    def __init__(self, config: Train, seed: int, *, task: Task | None = None, tokenizer: Tokenizer = BYTES):
-        self.config, self.seed, self.tokenizer = config, seed, tokenizer
-        if tokenizer.size > config.model.vocabulary:
+    def __init__(
+        self, config: Train, seed: int, *, task: Task | None = None, tokenizer: Tokenizer | None = None
+    ):
+        self.config, self.seed = config, seed
+        self.tokenizer = tokenizer = find_tokenizer(config) if tokenizer is None else tokenizer
+        if tokenizer.size > config.model_config.vocabulary:
             raise ValueError(
-                f"tokenizer of {tokenizer.size} tokens, the policy's vocabulary has {config.model.vocabulary}"
+                f"tokenizer of {tokenizer.size} tokens, the policy's vocabulary has {config.model_config.vocabulary}"
             )
         self.task = find_task(config.task) if task is None else task
         mesh = expert_mesh(config.topology, devices=host_devices(config.topology.num_ranks))
@@ -273,6 +277,18 @@ class Trainer:
             "routing_changed_share": (changed / choices).tolist(),
             **measure_push(batch_plan.plan, parallel.topology),
         }
+
+
+def find_tokenizer(config: Train) -> Tokenizer:
+    """The tokenizer beside the checkpoint that a run starts from; bytes for models that were made for them.
+
+    Raises:
+        ValueError: as `experiments.rl.checkpoint_tokenizer.load_tokenizer` says.
+    """
+    bytes_suffice = config.model_config.vocabulary == BYTES.size
+    if config.model is None or (bytes_suffice and not (config.model / "tokenizer.json").exists()):
+        return BYTES
+    return load_tokenizer(config.model)
 
 
 def _mean(rewards: np.ndarray) -> float | None:

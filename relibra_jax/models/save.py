@@ -4,6 +4,7 @@ The tensors come one at a time, straight from the sharded model: an expert is br
 nothing is gathered.
 """
 
+import collections
 import functools
 import itertools
 import math
@@ -16,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import DTypeLike
 
@@ -133,7 +135,7 @@ def save_pretrained(
         ValueError: if the folder is there, the source is a checkpoint of another model, or the architecture cannot have
             the model's sizes.
     """
-    folder, config = Path(folder), model.config
+    folder, config = Path(folder).absolute(), model.config
     if folder.exists():
         raise ValueError(f"{folder}: it is there already; a checkpoint is written to a new folder")
     fields = config_fields(config) if source is None else _fields_of_source(source, config)
@@ -142,9 +144,15 @@ def save_pretrained(
     sizes = {part.name: _tensor_bytes(part, config, dtype) for part in parts}
     tensors = ((name, np.asarray(value)) for name, value in pretrained_tensors(model, dtype=dtype))
     if jax.process_index():
-        for _ in tensors:
-            pass
-        return
+        collections.deque(tensors, maxlen=0)
+    else:
+        _write_folder(folder, tensors, sizes, fields, source, shard_bytes)
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(f"saved {folder.name}")
+
+
+def _write_folder(folder: Path, tensors, sizes, fields, source, shard_bytes: int) -> None:
+    """Everything into a folder beside its place, which then is renamed into it."""
     unfinished = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)

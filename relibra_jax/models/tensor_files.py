@@ -83,7 +83,11 @@ def write_tensors(
     for number, names in enumerate(shards, start=1):
         file = SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
         with write_atomically(folder / file) as part:
-            save_file(dict(itertools.islice(tensors, len(names))), part, metadata={"format": "pt"})
+            # save_file writes the memory of an array as it lies, whatever its strides say.
+            shard = {
+                name: np.ascontiguousarray(value) for name, value in itertools.islice(tensors, len(names))
+            }
+            save_file(shard, part, metadata={"format": "pt"})
         where |= dict.fromkeys(names, file)
     if len(shards) > 1:
         metadata = {"total_size": sum(sizes.values())}

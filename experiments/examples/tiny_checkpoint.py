@@ -1,0 +1,79 @@
+"""A tiny random checkpoint with a tokenizer and a chat template, to try a run on:
+
+    python -m experiments.examples.tiny_checkpoint out/tiny
+    python -m experiments.run learn --model out/tiny --task chain_sum --prompt-tokens 96 --response-tokens 8
+
+Real checkpoints have the same files, and are given to the run in the same way.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import tyro
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tyro.conf import Positional
+
+from experiments.rl.policy import TINY
+from relibra_jax import Topology
+from relibra_jax.models import make_model, save_pretrained
+from relibra_jax.models.hf_architectures import ARCHITECTURES
+from relibra_jax.models.hf_config import config_fields, model_config
+from relibra_jax.nnx import expert_mesh
+
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+CHAT = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TEXT = [
+    f"State the final answer to {a} + {b} - {a} = in words or letters" for a in range(100) for b in range(10)
+]
+ONE_RANK = Topology(num_nodes=1, ranks_per_node=1, num_experts=16, replica_slots=0)
+
+
+def make_tokenizer() -> Tokenizer:
+    """A byte-level BPE of 512 tokens."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=512, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(TEXT, trainer)
+    return tokenizer
+
+
+def make_checkpoint(folder: Positional[Path], architecture: str = "qwen3_moe", seed: int = 0) -> Path:
+    """Make the checkpoint.
+
+    Args:
+        folder: the folder to make.
+        architecture: one of qwen3_moe, glm4_moe, olmoe, mixtral.
+        seed: the seed of the weights.
+
+    Raises:
+        ValueError: if the folder is there, or there is no such architecture.
+    """
+    if architecture not in ARCHITECTURES:
+        raise ValueError(f"architecture {architecture!r} must be one of {', '.join(ARCHITECTURES)}")
+    tokenizer = make_tokenizer()
+    sizes = dataclasses.replace(TINY, vocabulary=tokenizer.get_vocab_size(), head_width=16)
+    fields = {**config_fields(sizes), "model_type": architecture}
+    if architecture == "glm4_moe":
+        fields |= {"n_routed_experts": 16, "intermediate_size": 96, "attention_bias": True}
+    elif architecture == "mixtral":
+        fields |= {"num_local_experts": 16}
+    mesh = expert_mesh(ONE_RANK, devices=jax.devices()[:1])
+    model = make_model(model_config(fields), ONE_RANK, mesh=mesh, key=jax.random.key(seed))
+    save_pretrained(model, folder)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "chat_template": CHAT}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))
+    return folder
+
+
+if __name__ == "__main__":
+    print(tyro.cli(make_checkpoint, prog="python -m experiments.examples.tiny_checkpoint"))

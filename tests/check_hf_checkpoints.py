@@ -1,0 +1,51 @@
+"""Whether `transformers` loads what we save: two steps, in two environments.
+
+python tests/check_hf_checkpoints.py save OUT     # where relibra_jax is: load every fixture, move experts, save
+python tests/check_hf_checkpoints.py check OUT    # where torch and transformers are: compare bits and logits
+"""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+
+FOLDER = Path(__file__).parent / "golden" / "hf"
+
+
+def save(out: Path) -> None:
+    """Load every fixture, move its experts to random homes, and save it with a config.json of our own."""
+    import test_pretrained as fixtures
+
+    from relibra_jax.models import load_pretrained, save_pretrained
+    from relibra_jax.nnx import reorder_experts
+
+    for name in fixtures.CHECKPOINTS:
+        dtype = "bfloat16" if name.endswith("bfloat16") else "float32"
+        model = load_pretrained(FOLDER / name, fixtures.mesh(), fixtures.TOPOLOGY, param_dtype=dtype)
+        homes = fixtures.some_homes(name)
+        reorder_experts(model, None, homes, mesh=fixtures.mesh(), topology=fixtures.TOPOLOGY)
+        save_pretrained(model, out / name, shard_bytes=50_000)
+
+
+def check(out: Path) -> None:
+    """Load both with transformers: every tensor bit for bit, and the logits that were kept."""
+    import torch
+    import transformers
+
+    for path in sorted(FOLDER.iterdir()):
+        load = transformers.AutoModelForCausalLM.from_pretrained
+        ours, theirs = (load(folder, dtype="auto") for folder in (out / path.name, path))
+        states = ours.state_dict(), theirs.state_dict()
+        assert states[0].keys() == states[1].keys()
+        for name, value in states[1].items():
+            assert states[0][name].dtype == value.dtype, name
+            assert torch.equal(states[0][name].view(torch.uint8), value.view(torch.uint8)), name
+        kept = np.load(path / "logits.npz")
+        tokens = torch.from_numpy(kept["tokens"]).long()
+        logits = load(out / path.name, dtype=torch.float32)(tokens, use_cache=False).logits
+        difference = np.abs(logits.detach().numpy() - kept["logits"]).max()
+        print(f"{path.name}: {len(states[0])} tensors equal bit for bit, logits differ by {difference}")
+
+
+if __name__ == "__main__":
+    {"save": save, "check": check}[sys.argv[1]](Path(sys.argv[2]))

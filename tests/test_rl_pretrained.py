@@ -1,0 +1,93 @@
+"""The RL run on a checkpoint: it starts there, uses its tokenizer, resumes, and leaves one of the same kind."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from experiments.examples import tiny_checkpoint
+from experiments.rl.configs import Train, saved_config
+from experiments.rl.metrics_log import read_metrics
+from experiments.rl.policy import TINY
+from experiments.rl.tokens import BYTES
+from experiments.rl.train import run_train
+from experiments.rl.trainer import Trainer, find_tokenizer
+from relibra_jax import Topology
+from relibra_jax.models import load_pretrained, pretrained_tensors
+from relibra_jax.nnx import expert_mesh
+
+SMALLEST = {"width": 16, "layers": 3, "heads": 2, "kv_heads": 1, "head_width": 8, "expert_width": 16}
+SETTINGS = {
+    "warmup_steps": 1,
+    "steps": 1,
+    "prompts": 8,
+    "responses_per_prompt": 4,
+    "prompt_tokens": 64,
+    "response_tokens": 7,
+    "evaluation_batches": 0,
+    "anneal_steps": 20,
+    "micro_batches": 2,
+    "epochs": 1,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A checkpoint of GLM-4.5's architecture: dense first layer, shared expert, biases, correction bias."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiny_checkpoint, "TINY", dataclasses.replace(TINY, **SMALLEST))
+        return tiny_checkpoint.make_checkpoint(tmp_path_factory.mktemp("checkpoints") / "tiny", "glm4_moe")
+
+
+def tensors(folder):
+    topology = Topology(num_nodes=2, ranks_per_node=4, num_experts=16, replica_slots=0)
+    model = load_pretrained(folder, expert_mesh(topology), topology)
+    return {name: np.asarray(value) for name, value in pretrained_tensors(model)}
+
+
+@pytest.mark.slow
+def test_a_run_starts_from_a_checkpoint_and_leaves_one(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("experiments.rl.train.keep_compiled", lambda: None)
+    config = Train(model=folder, **SETTINGS)
+    trainer = Trainer(config, 0)
+    prompt = trainer.tokenizer.encode_prompt("hello")
+    assert trainer.tokenizer.decode_text(prompt) == "user\nhello\nassistant\n"
+    run_train(dataclasses.replace(config, out=tmp_path / "run"), Console(quiet=True))
+    [learned] = [
+        each
+        for each in read_metrics(tmp_path / "run" / "seed-0" / "metrics.jsonl")
+        if each["kind"] == "learn"
+    ]
+    assert learned["imbalance"] < learned["imbalance_static"]
+    trained = tmp_path / "run" / "seed-0" / "model-2"
+    assert (trained / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
+    before, after = tensors(folder), tensors(trained)
+    assert before.keys() == after.keys()
+    fixed = {name for name in before if (before[name] == after[name]).all()}
+    assert fixed == {f"model.layers.{layer}.mlp.gate.e_score_correction_bias" for layer in (1, 2)}
+    # Resumed, it has its checkpoint again, and finds nothing left to do.
+    again = saved_config(tmp_path / "run")
+    assert again.model == folder
+    run_train(dataclasses.replace(again, resume=tmp_path / "run"), Console(quiet=True))
+
+
+def test_what_does_not_fit_is_refused(folder, tmp_path):
+    with pytest.raises(ValueError, match=r"policy='small' starts from nothing, model=.* from a checkpoint"):
+        Train(model=folder, policy="small")
+    with pytest.raises(ValueError, match=r"nowhere/config.json: there is no such file"):
+        Train(model=tmp_path / "nowhere")
+    with pytest.raises(ValueError, match=r"dtype 'float16' must be one of float32, bfloat16"):
+        Train(dtype="float16")
+
+
+def test_bytes_are_for_models_that_were_made_for_them(folder, tmp_path):
+    assert find_tokenizer(Train()) is BYTES
+    fields = json.loads((folder / "config.json").read_text())
+    for vocabulary, name in ((BYTES.size, "bytes"), (512, "tokens")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({**fields, "vocab_size": vocabulary}))
+    assert find_tokenizer(Train(model=tmp_path / "bytes")) is BYTES
+    with pytest.raises(ValueError, match=r"tokens: no tokenizer.json"):
+        find_tokenizer(Train(model=tmp_path / "tokens"))
