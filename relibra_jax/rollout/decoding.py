@@ -84,6 +84,15 @@ def without_made_up_last(rows: np.ndarray) -> np.ndarray:
     return rows[:-1] if repeats or not rows[-1].any() else rows
 
 
+def wide_enough(rows: np.ndarray, num_experts: int) -> np.ndarray:
+    """Rows in a dtype for all ids of the model.
+
+    SkyRL and prime-rl take the dtype from the largest id of a sample, so that a small one says nothing of the model.
+    Elsewhere it is the model's, and one that is too small has wrapped.
+    """
+    return rows if np.iinfo(rows.dtype).max >= num_experts - 1 else rows.astype(np.int32)
+
+
 def field(item: Any, name: str, *default: Any) -> Any:
     """A value of a mapping, or the default if there is none.
 

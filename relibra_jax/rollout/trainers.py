@@ -14,6 +14,7 @@ from relibra_jax.rollout.decoding import (
     grid,
     per_sample,
     start_in,
+    wide_enough,
     without_made_up,
     without_made_up_last,
 )
@@ -63,26 +64,31 @@ def skyrl(source: Any, expected: Expected) -> list[Recorded]:
     """A batch padded with routes that SkyRL makes up, or each sample's rows from its first token on."""
     if getattr(source, "ndim", 0) != 4:
         return per_sample(_skyrl_rows)(source, expected)
-    return [Recorded(without_made_up(rows, expected), start) for rows, start in grid(source, expected)]
+    ids = wide_enough(integers(source, ndim=4), expected.num_experts)
+    return [Recorded(without_made_up(rows, expected), start) for rows, start in grid(ids, expected)]
 
 
 def _skyrl_rows(item: Any, expected: Expected, sample: int) -> Recorded:
     packed = isinstance(item, Mapping)
     rows = from_fields(item, dtypes=("uint8", "int16", "int32")) if packed else integers(item, ndim=3)
-    return Recorded(rows, 0)
+    return Recorded(wide_enough(rows, expected.num_experts), 0)
 
 
 def prime_rl(item: Any, expected: Expected, sample: int) -> Recorded:
     """One sample's array, or the parts of one: of an answer, or of the transport to the trainer."""
     if hasattr(item, "ndim"):
-        return Recorded(without_made_up_last(integers(item, ndim=3)), 0)
-    names = ("data", "shape", "dtype", "start")
-    parts = item if isinstance(item, Mapping) else {n: getattr(item, n) for n in names if hasattr(item, n)}
-    start = start_in(parts, expected.tokens[sample], name="start")
-    rows = from_fields({"dtype": "uint8"} | dict(parts), dtypes=("uint8", "uint16"))
-    # An answer, in base64, has the engine's rows alone; the transport has one for every token.
-    made_up = isinstance(parts.get("data"), bytes)
-    return Recorded(without_made_up_last(rows) if made_up else rows, start or 0)
+        rows, start, answer = integers(item, ndim=3), 0, False
+    else:
+        names = ("data", "shape", "dtype", "start")
+        parts = (
+            item if isinstance(item, Mapping) else {n: getattr(item, n) for n in names if hasattr(item, n)}
+        )
+        start = start_in(parts, expected.tokens[sample], name="start") or 0
+        rows = from_fields({"dtype": "uint8"} | dict(parts), dtypes=("uint8", "uint16"))
+        answer = isinstance(parts.get("data"), str)
+    # An answer has the engine's rows alone; what goes to the trainer has one for every token.
+    recorded = rows if answer else without_made_up_last(rows)
+    return Recorded(wide_enough(recorded, expected.num_experts), start)
 
 
 def areal(source: Any, expected: Expected) -> list[Recorded]:
