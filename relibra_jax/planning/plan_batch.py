@@ -106,7 +106,7 @@ def plan_loads(
 ) -> tuple[BatchPlan, Any]:
     """Plan a batch from the counts of each sample, for callers that have them without the replay.
 
-    The plan is that of `plan_batch` with the same arguments, bit for bit. Works under jit.
+    With the ``routes`` and ``transitions`` that `plan_batch` takes itself, the plan is the same. Works under jit.
 
     Args:
         sample_load: token copies of each sample for each expert, of any integer dtype, from `relibra_jax.sample_counts`
@@ -121,8 +121,9 @@ def plan_loads(
         rounds: turns of assignment and placement, as in `plan_batch`.
         cost: the unit times of the cluster and the model, as in `plan_batch`.
         routes: some tokens of the batch, from `relibra_jax.planning.token_sample.sample_routes`, which `plan_batch`
-            takes where there is ``cost`` or residents. None plans from loads alone: a token is then known only by its
-            copies, and tokens that several experts of a node share count several times as crossings.
+            takes where there is ``cost`` or residents. None plans homes for balance even where there is ``cost``, and
+            counts copies where tokens would be counted: for residents and for what samples send. On one node nothing
+            crosses, and nothing is lost.
         transitions: counts of the batch, from `relibra_jax.planning.transitions.transitions_for`; None for planners
             that do not take them.
 
