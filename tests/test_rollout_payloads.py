@@ -31,17 +31,30 @@ from relibra_jax.types import EMPTY
 
 
 @settings(max_examples=80, deadline=None)
-@given(name=st.sampled_from(["sglang", "vllm_http npy", "vllm_http described"]), data=st.data())
+@given(
+    name=st.sampled_from(
+        [
+            "sglang",
+            "vllm_http npy",
+            "vllm_http described",
+            "skyrl packed",
+            "prime_rl answer",
+            "prime_rl transport",
+        ]
+    ),
+    data=st.data(),
+)
 def test_a_cut_payload_never_gives_another_replay(name, data):
     layout, encode, _ = ENCODINGS[name]
     ids = example()
     source = encode(ids, LEFT_PADDED, 16)
     sample = data.draw(st.sampled_from([0, 2]))
-    holder, key = (
-        (source[sample], "routed_experts")
-        if layout == "sglang"
-        else (source[sample]["choices"][0], "routed_experts")
-    )
+    if layout == "vllm_http":
+        holder, key = source[sample]["choices"][0], "routed_experts"
+    elif name == "prime_rl transport":
+        holder, key = vars(source[sample]), "data"
+    else:
+        holder, key = source[sample], "routed_experts" if layout == "sglang" else "data"
     if isinstance(holder[key], dict):
         holder, key = holder[key], "data"
     holder[key] = holder[key][: data.draw(st.integers(0, len(holder[key]) - 1))]

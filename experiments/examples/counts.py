@@ -5,6 +5,7 @@ verl and slime, in which the workers are processes; here they are turns of a loo
 """
 
 import functools
+from typing import Any
 
 import jax
 import numpy as np
@@ -25,7 +26,7 @@ from relibra_jax import (
 )
 
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=4, num_experts=32, replica_slots=2)
-MODEL = {"num_experts": 32, "top_k": 4, "num_layers": 3}
+MODEL: dict[str, Any] = {"num_experts": 32, "top_k": 4, "num_layers": 3}
 WORKERS, SAMPLES, TOKENS, MICRO_BATCHES = 4, 16, 300, 4
 
 
@@ -51,7 +52,7 @@ def main() -> tuple[BatchPlan, BatchPlan]:
     recordings = [rollout(rng) for _ in range(WORKERS)]
     state = relibra().init(TOPOLOGY, MODEL["num_layers"], key=jax.random.key(0))
     assign = functools.partial(assign_samples, key=jax.random.key(1), steps=1000)
-    options = {"num_micro_batches": MICRO_BATCHES, "assign": assign}
+    options: dict[str, Any] = {"num_micro_batches": MICRO_BATCHES, "assign": assign}
 
     # On every worker: NumPy, no device. These two arrays are all that is sent.
     sent = [sample_counts(source, layout="slime", mask=mask, **MODEL) for source, mask in recordings]

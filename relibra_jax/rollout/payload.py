@@ -92,7 +92,7 @@ def from_fields(fields: Mapping[str, Any], *, dtypes: Sequence[str] = INTEGERS) 
     data, shape, dtype = (fields.get(key) for key in ("data", "shape", "dtype"))
     if dtype not in dtypes:
         raise ValueError(f"dtype {dtype!r} is none of {', '.join(dtypes)}")
-    flat = _integers_of(data if isinstance(data, bytes) else _bytes(data), dtype)
+    flat = _integers_of(data if isinstance(data, bytes) else _bytes(data), str(dtype))
     sizes = list(shape) if isinstance(shape, list | tuple) else []
     whole = len(sizes) == 3 and all(type(size) is int and size >= 0 for size in sizes)
     if not whole or math.prod(sizes) != flat.size:
