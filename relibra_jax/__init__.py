@@ -15,7 +15,7 @@ from relibra_jax.planning.baselines.lplb import lplb
 from relibra_jax.planning.baselines.static import static
 from relibra_jax.planning.metrics import batch_imbalance, imbalance
 from relibra_jax.planning.placement import place_experts
-from relibra_jax.planning.plan_batch import plan_batch
+from relibra_jax.planning.plan_batch import plan_batch, plan_loads
 from relibra_jax.planning.plan_stages import plan_stages
 from relibra_jax.planning.planners import PLANNERS
 from relibra_jax.planning.relibra import relibra
@@ -23,7 +23,7 @@ from relibra_jax.planning.replication import replicate_experts
 from relibra_jax.planning.sample_packing import micro_batches_for, pack_samples
 from relibra_jax.replay import expert_load, sample_load
 from relibra_jax.replay_files import load_replay, save_replay
-from relibra_jax.rollout import replay_from_rollout
+from relibra_jax.rollout import replay_from_rollout, sample_counts
 from relibra_jax.token_split import source_quota
 from relibra_jax.types import (
     EMPTY,
@@ -64,12 +64,14 @@ __all__ = [
     "pack_samples",
     "place_experts",
     "plan_batch",
+    "plan_loads",
     "plan_stages",
     "rank_load",
     "rebalance_experts",
     "relibra",
     "replay_from_rollout",
     "replicate_experts",
+    "sample_counts",
     "sample_load",
     "save_plan",
     "save_replay",

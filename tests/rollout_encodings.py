@@ -1,11 +1,13 @@
 """What engines and trainers hand over, encoded from known routes, and how a test reads it back.
 
-Each layout's encoder is written here from the description of the format, not from the decoder.
+Each layout's encoder is written here from the description of the format, or byte for byte after the engine's own where
+one is named, and not from the decoder.
 """
 
 import base64
 import io
 import json
+from types import SimpleNamespace
 
 import numpy as np
 
@@ -135,6 +137,61 @@ def stages(ids, mask):
     ]
 
 
+def skyrl_packed(rows):
+    """As ``pack_routed_experts`` and ``compact_routed_expert_indices`` of NovaSky-AI/SkyRL a9564572.
+
+    skyrl/backends/skyrl_train/inference_servers/generate_wire.py and skyrl_train/utils/routed_experts.py.
+    """
+    largest = rows.max(initial=0)
+    dtype = np.uint8 if largest < 2**8 else np.int16 if largest < 2**15 else np.int32
+    compact = np.ascontiguousarray(rows, dtype)
+    return {"data": b64(compact.tobytes()), "shape": list(compact.shape), "dtype": compact.dtype.name}
+
+
+def prime_rl_answer(rows, start=0):
+    """As ``serialize_routed_experts`` of PrimeIntellect-ai/prime-rl 559b4477, inference/vllm/routed_experts.py."""
+    dtype = np.uint16 if rows.max(initial=0) > 255 else np.uint8
+    data = b64(np.ascontiguousarray(rows, dtype).tobytes())
+    return {"data": data, "shape": list(rows.shape), "start": start, "dtype": np.dtype(dtype).name}
+
+
+def prime_rl_transport(rows, tokens):
+    """As ``_encode_routed_experts`` of the same, src/prime_rl/orchestrator/trajectories.py, into a ``RoutedExperts``.
+
+    The row of the last token is made up before, by ``_attribute_routed_experts`` of PrimeIntellect-ai/verifiers
+    a60a606e, verifiers/v1/graph.py.
+    """
+    array = np.concatenate([rows, rows[-1:]]).astype(np.uint16 if rows.max(initial=0) > 255 else np.uint8)
+    array = np.concatenate([array, np.zeros((tokens - len(array), *array.shape[1:]), array.dtype)])
+    return SimpleNamespace(data=array.tobytes(), shape=list(array.shape), dtype=str(array.dtype))
+
+
+def areal_response(rows):
+    """As ``parse_generation_response`` of areal-project/AReaL cbff54d6, areal/engine/sglang_remote.py."""
+    return np.frombuffer(rows.astype(np.int32).tobytes(), np.int32).reshape(len(rows), -1)
+
+
+def areal_trajectories(ids, mask):
+    """As ``_preprocess_one`` of AReaL's pull request 1496 at ff703e2e, areal/engine/r3/preprocess.py, for each sample.
+
+    Only that samples stand where the mask says: AReaL pads on the right.
+    """
+    batch = np.zeros(ids.shape, np.int32)
+    for sample, real in enumerate(mask):
+        rows = ids[sample, real][:-1]
+        batch[sample, real] = np.concatenate([rows, rows[-1:]])
+    return {"routed_experts": batch, "r3_routing_valid": np.ones(len(mask), bool)}
+
+
+def selected_experts(ids):
+    """As transformers' ``MoERouting`` holds them: long tensors ``[B * T, K]``, one a layer.
+
+    huggingface/transformers 49ba6f63, src/transformers/integrations/moe_routing.py, of pull request 44925.
+    """
+    flat = ids.reshape(-1, *ids.shape[2:]).astype(np.int64)
+    return tuple(flat[:, layer] for layer in range(ids.shape[2]))
+
+
 # name -> (layout, encoder(ids, mask, num_experts), whether the last token of each sample has no route)
 ENCODINGS = {
     "sglang": ("sglang", lambda ids, mask, e: sglang(ids, mask), True),
@@ -165,6 +222,43 @@ ENCODINGS = {
         True,
     ),
     "megatron_inference": ("megatron_inference", lambda ids, mask, e: vllm(ids, mask), True),
+    # After the description of NVIDIA/TensorRT-LLM's pull request 18397: its code could not be read.
+    "tensorrt_llm": ("tensorrt_llm", lambda ids, mask, e: vllm(ids, mask), True),
+    "skyrl": ("skyrl", lambda ids, mask, e: vllm(ids, mask, np.int16), True),
+    "skyrl packed": ("skyrl", lambda ids, mask, e: list(map(skyrl_packed, vllm(ids, mask))), True),
+    # As convert_prompts_responses_to_batch_tensors, skyrl/train/dataset/preprocess.py.
+    "skyrl batch": ("skyrl", lambda ids, mask, e: padded(ids, mask, np.arange(ids.shape[3])), True),
+    "prime_rl answer": ("prime_rl", lambda ids, mask, e: list(map(prime_rl_answer, vllm(ids, mask))), True),
+    "prime_rl transport": (
+        "prime_rl",
+        lambda ids, mask, e: [prime_rl_transport(rows, len(rows) + 1) for rows in vllm(ids, mask)],
+        True,
+    ),
+    "prime_rl zero tail": (
+        "prime_rl",
+        lambda ids, mask, e: whole(padded(ids, mask, 0), mask),
+        True,
+    ),
+    # As get_routed_experts_from_response of radixark/miles 31f1ca96, rollout/generate_utils/generate_endpoint_utils.py;
+    # "padded" with the row of -1 of fill_replay_data, backends/training_utils/replay_data.py.
+    "miles": (
+        "miles",
+        lambda ids, mask, e: [{"rollout_routed_experts": rows} for rows in vllm(ids, mask)],
+        True,
+    ),
+    "miles padded": ("miles", lambda ids, mask, e: whole(padded(ids, mask, EMPTY), mask), True),
+    "areal": ("areal", lambda ids, mask, e: list(map(areal_response, vllm(ids, mask))), True),
+    "areal trajectories": ("areal", lambda ids, mask, e: areal_trajectories(ids, mask), True),
+    "transformers": (
+        "transformers",
+        lambda ids, mask, e: SimpleNamespace(selected_experts=selected_experts(ids)),
+        False,
+    ),
+    "transformers layers": (
+        "transformers",
+        lambda ids, mask, e: dict(enumerate(selected_experts(ids))),
+        False,
+    ),
     "megatron_router_tracer": ("megatron_router_tracer", lambda ids, mask, e: stages(ids, mask), False),
 }
 

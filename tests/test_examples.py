@@ -1,10 +1,11 @@
-"""The example for trainers that are not in JAX runs, and shows what it says; the Flax loop is in test_balancer.py."""
+"""The examples for trainers that are not in JAX run, and show what they say; the Flax loop is in test_balancer.py."""
 
+import chex
 import jax
 import numpy as np
 import pytest
 
-from experiments.examples import torch_arrays
+from experiments.examples import counts, torch_arrays
 from relibra_jax.types import EMPTY
 
 
@@ -15,3 +16,13 @@ def test_numpy_arrays_go_in_and_come_out(capsys):
     sample = batch_plan.assignment.sample
     assert sorted(sample[sample != EMPTY].tolist()) == list(range(torch_arrays.SAMPLES))
     assert float(capsys.readouterr().out.split()[-1]) < 1.1
+
+
+@pytest.mark.slow
+def test_counts_of_workers_plan_as_all_routes(capsys):
+    counted, whole = counts.main()
+    chex.assert_trees_all_equal(counted, whole)
+    routes, sent = (
+        int(word.replace(",", "")) for word in capsys.readouterr().out.split() if "," in word[1:-1]
+    )
+    assert routes > 50 * sent

@@ -31,17 +31,30 @@ from relibra_jax.types import EMPTY
 
 
 @settings(max_examples=80, deadline=None)
-@given(name=st.sampled_from(["sglang", "vllm_http npy", "vllm_http described"]), data=st.data())
+@given(
+    name=st.sampled_from(
+        [
+            "sglang",
+            "vllm_http npy",
+            "vllm_http described",
+            "skyrl packed",
+            "prime_rl answer",
+            "prime_rl transport",
+        ]
+    ),
+    data=st.data(),
+)
 def test_a_cut_payload_never_gives_another_replay(name, data):
     layout, encode, _ = ENCODINGS[name]
     ids = example()
     source = encode(ids, LEFT_PADDED, 16)
     sample = data.draw(st.sampled_from([0, 2]))
-    holder, key = (
-        (source[sample], "routed_experts")
-        if layout == "sglang"
-        else (source[sample]["choices"][0], "routed_experts")
-    )
+    if layout == "vllm_http":
+        holder, key = source[sample]["choices"][0], "routed_experts"
+    elif name == "prime_rl transport":
+        holder, key = vars(source[sample]), "data"
+    else:
+        holder, key = source[sample], "routed_experts" if layout == "sglang" else "data"
     if isinstance(holder[key], dict):
         holder, key = holder[key], "data"
     holder[key] = holder[key][: data.draw(st.integers(0, len(holder[key]) - 1))]
@@ -58,6 +71,7 @@ def test_dense_layers_of_a_flat_buffer_are_told_by_size(layers):
         mask=LEFT_PADDED,
         moe_layers=[1, 3],
         start=0,
+        fill="live",
         live_routing=live(ids[:, :, [1, 3]]),
         **MODEL,
     )
@@ -74,6 +88,7 @@ def test_a_flat_buffer_that_can_be_read_in_two_ways_is_refused():
             mask=mask,
             moe_layers=[1, 3],
             start=0,
+            fill="live",
             live_routing=live(ids[:, :, 1::2]),
             **MODEL,
         )
@@ -91,7 +106,7 @@ def test_http_samples_are_choices_and_share_their_prompt():
     choices = [{"index": i, "routed_experts": npy(r[2:])} for i, r in enumerate(rows)]
     source = [{"prompt_routed_experts": npy(rows[0][:2]), "choices": choices}]
     replay = replay_from_rollout(
-        source, layout="vllm_http", mask=mask, start=0, live_routing=live(ids), **MODEL
+        source, layout="vllm_http", mask=mask, start=0, fill="live", live_routing=live(ids), **MODEL
     )
     assert_holds(replay, ids, mask)
     choices.reverse()
@@ -102,7 +117,7 @@ def test_http_samples_are_choices_and_share_their_prompt():
 def test_http_without_prompt_rows_must_be_the_whole_sequence():
     mask = np.ones((1, 5), bool)
     ids = example(mask=mask)
-    arguments = {"layout": "vllm_http", "mask": mask, "live_routing": live(ids)} | MODEL
+    arguments = {"layout": "vllm_http", "mask": mask, "fill": "live", "live_routing": live(ids)} | MODEL
     assert_holds(replay_from_rollout(http(npy(ids[0, :4])), start=0, **arguments), ids, mask)
     with pytest.raises(ValueError, match=r"sample 0: found 2 rows, expected 5, .*pass start"):
         replay_from_rollout(http(npy(ids[0, 2:4])), **arguments)
@@ -118,6 +133,7 @@ def test_http_one_generated_token_has_an_empty_list():
         layout="vllm_http",
         mask=mask,
         start=0,
+        fill="live",
         live_routing=live(ids),
         **MODEL,
     )
@@ -181,7 +197,7 @@ def test_a_wire_string_of_nemo_rl_is_read_beside_arrays(dtype):
     rows = whole(ids, LEFT_PADDED)
     source = [nemo_rl_wire(rows[0], dtype), nemo_rl_wire(rows[1], dtype), rows[2]]
     replay = replay_from_rollout(
-        source, layout="nemo_rl", mask=LEFT_PADDED, live_routing=live(example()), **MODEL
+        source, layout="nemo_rl", mask=LEFT_PADDED, fill="live", live_routing=live(example()), **MODEL
     )
     assert_holds(replay, example(), LEFT_PADDED)
 

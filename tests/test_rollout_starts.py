@@ -18,13 +18,14 @@ from rollout_encodings import (
     nemo_rl_wire,
     npy,
     padded,
+    prime_rl_answer,
     routes,
     sglang,
     slime_padding,
     vllm,
 )
 
-from relibra_jax.rollout import replay_from_rollout
+from relibra_jax.rollout import LAYOUTS, replay_from_rollout
 from relibra_jax.types import EMPTY
 
 
@@ -62,6 +63,8 @@ ENGINES = {
     "nemo_rl": ("nemo_rl", lambda rows, start: rows, False),
     "nemo_rl wire": ("nemo_rl", lambda rows, start: nemo_rl_wire(rows, "int16"), False),
     "megatron_inference": ("megatron_inference", lambda rows, start: rows, False),
+    "tensorrt_llm": ("tensorrt_llm", lambda rows, start: rows, False),
+    "prime_rl answer": ("prime_rl", prime_rl_answer, True),
 }
 
 
@@ -95,7 +98,7 @@ def test_no_row_is_ever_shifted(name, batch, caller_says, moe_layers, moe_rows, 
     mask = sequence & ~last if without_last else sequence
     recorded = (token >= np.array(starts)[:, None]) & ~last
     ids = routes(seed, mask, layers=4, num_experts=16, top_k=3)
-    kept = moe_layers if moe_rows or layout == "megatron_inference" else [0, 1, 2, 3]
+    kept = moe_layers if moe_rows or LAYOUTS[layout].moe_only else [0, 1, 2, 3]
     source = [
         encode(ids[sample, real][:, kept], start)
         for sample, (real, start) in enumerate(zip(recorded, starts, strict=True))
@@ -105,6 +108,7 @@ def test_no_row_is_ever_shifted(name, batch, caller_says, moe_layers, moe_rows, 
     try:
         replay = replay_from_rollout(
             source,
+            fill="live",
             live_routing=lambda missing: elsewhere[:, :, moe_layers],
             **({"start": starts} if caller_says else {}),
             **arguments,
@@ -132,7 +136,7 @@ def test_the_refusal_names_the_sample_its_rows_and_the_keyword():
         r"^layout 'vllm': sample 0: found 3 rows, expected 4, one for each real token,"
         r" and nothing says at which token they start: pass start, "
     )
-    for arguments in ({}, {"live_routing": live(example())}):
+    for arguments in ({}, {"fill": "live", "live_routing": live(example())}):
         with pytest.raises(ValueError, match=message):
             skipping(0, **arguments)
 
@@ -142,7 +146,7 @@ def test_tokens_before_the_start_are_named_or_filled(start):
     ids = example()
     with pytest.raises(ValueError, match=r"sample 0, token 1, layer 0: no route \(not recorded\)"):
         skipping(2, start=start)
-    assert_holds(skipping(2, start=start, live_routing=live(ids)), ids, LEFT_PADDED)
+    assert_holds(skipping(2, start=start, fill="live", live_routing=live(ids)), ids, LEFT_PADDED)
 
 
 def test_a_start_says_where_rows_are_that_end_early():
@@ -150,7 +154,7 @@ def test_a_start_says_where_rows_are_that_end_early():
     ids = example()
     rows = [sample[:-1] for sample in vllm(ids, LEFT_PADDED)]
     replay = replay_from_rollout(
-        rows, layout="vllm", mask=LEFT_PADDED, start=0, live_routing=live(ids), **MODEL
+        rows, layout="vllm", mask=LEFT_PADDED, start=0, fill="live", live_routing=live(ids), **MODEL
     )
     assert_holds(replay, ids, LEFT_PADDED)
 
@@ -158,7 +162,7 @@ def test_a_start_says_where_rows_are_that_end_early():
 def test_a_sample_without_rows_starts_nowhere():
     ids, mask = example(), np.ones((1, 1), bool)
     replay = replay_from_rollout(
-        [ids[0, :0]], layout="vllm", mask=mask, live_routing=live(ids[:1, :1]), **MODEL
+        [ids[0, :0]], layout="vllm", mask=mask, fill="live", live_routing=live(ids[:1, :1]), **MODEL
     )
     assert_holds(replay, ids[:1, :1], mask)
 
@@ -171,6 +175,7 @@ def test_a_flat_buffer_whose_layers_depend_on_the_start_is_refused():
         "layout": "sglang",
         "mask": mask,
         "moe_layers": [1, 3],
+        "fill": "live",
         "live_routing": live(ids[:, :, 1::2]),
     }
     source = [flat(ids[0, 4:], 4)]
@@ -198,7 +203,7 @@ def test_a_flat_buffer_whose_layers_depend_on_the_start_is_refused():
 )
 def test_a_start_that_does_not_fit_is_named(start, message):
     with pytest.raises(ValueError, match=message):
-        skipping(0, start=start, live_routing=live(example()))
+        skipping(0, start=start, fill="live", live_routing=live(example()))
 
 
 @pytest.mark.parametrize(
@@ -210,7 +215,12 @@ def test_a_start_that_does_not_fit_is_named(start, message):
     ],
 )
 def test_a_start_against_the_recording_is_refused(layout, source):
-    arguments = {"layout": layout, "mask": LEFT_PADDED, "live_routing": live(example())} | MODEL
+    arguments = {
+        "layout": layout,
+        "mask": LEFT_PADDED,
+        "fill": "live",
+        "live_routing": live(example()),
+    } | MODEL
     assert_holds(replay_from_rollout(source, start=0, **arguments), example(), LEFT_PADDED)
     with pytest.raises(ValueError, match="sample 2: start=1, but as recorded its rows start at token 0"):
         replay_from_rollout(source, start=[0, 0, 1], **arguments)

@@ -55,7 +55,7 @@ def test_trap_prefix_cached_tokens_are_zeros(top_k):
         ValueError, match=r"sample 2, token 0, layer 0: no route \(only zeros: a prefix-cached"
     ):
         full(ids, **model)
-    filled = full(ids, live_routing=live(example(**model)), **model)
+    filled = full(ids, fill="live", live_routing=live(example(**model)), **model)
     np.testing.assert_array_equal(filled.expert_ids[LEFT_PADDED], example(**model)[LEFT_PADDED])
 
 
@@ -71,7 +71,7 @@ def test_trap_zero_padding_is_no_overload_of_expert_0():
     wider = LEFT_PADDED.copy()
     wider[0, 5] = True
     with pytest.raises(ValueError, match="sample 0, token 4, layer 0: no route"):
-        replay_from_rollout(grid, layout="verl", mask=wider, live_routing=None, **MODEL)
+        replay_from_rollout(grid, layout="verl", mask=wider, **MODEL)
 
 
 def test_trap_zero_of_the_last_token_is_no_route_even_for_top_1():
@@ -89,7 +89,9 @@ def test_trap_padding_of_slime_is_no_route(extra):
     arguments = {"layout": "slime", "mask": LEFT_PADDED, "start": 0} | MODEL
     with pytest.raises(ValueError, match="layout 'slime': sample 0, token 4, layer 0: no route"):
         replay_from_rollout(source, **arguments)
-    assert_holds(replay_from_rollout(source, live_routing=live(ids), **arguments), ids, LEFT_PADDED)
+    assert_holds(
+        replay_from_rollout(source, fill="live", live_routing=live(ids), **arguments), ids, LEFT_PADDED
+    )
 
 
 @pytest.mark.parametrize("behind", [0, 2])
@@ -105,6 +107,7 @@ def test_trap_routes_that_nemo_rl_makes_up_are_none(behind):
             source,
             layout="nemo_rl",
             mask=LEFT_PADDED,
+            fill="live",
             live_routing=lambda missing, seen=seen: seen.append(missing) or live(ids)(missing),
             **MODEL,
         )
@@ -130,6 +133,7 @@ def test_rows_of_another_model_are_no_made_up_routes(shape):
             [np.zeros(shape, int)],
             layout="nemo_rl",
             mask=np.ones((1, shape[0]), bool),
+            fill="live",
             live_routing=live(example()[:1, : shape[0]]),
             **MODEL,
         )
@@ -146,6 +150,7 @@ def test_trap_a_start_offset_leaves_the_tokens_before_it_missing():
             source,
             layout=layout,
             mask=LEFT_PADDED,
+            fill="live",
             live_routing=lambda missing, seen=seen: seen.append(missing) or live(ids)(missing),
             **MODEL,
         )
@@ -169,7 +174,9 @@ def test_trap_unset_token_is_named_or_filled(layout):
     grid[1, 4] = EMPTY
     with pytest.raises(ValueError, match=rf"^layout '{layout}': sample 1, token 4, layer 0: no route"):
         replay_from_rollout(grid, layout=layout, mask=LEFT_PADDED, **MODEL)
-    replay = replay_from_rollout(grid, layout=layout, mask=LEFT_PADDED, live_routing=live(ids), **MODEL)
+    replay = replay_from_rollout(
+        grid, layout=layout, mask=LEFT_PADDED, fill="live", live_routing=live(ids), **MODEL
+    )
     assert_holds(replay, ids, LEFT_PADDED)
 
 
@@ -179,7 +186,7 @@ def test_a_token_without_a_route_in_one_layer_is_named_and_only_that_layer_fille
     grid[1, 4, 2] = EMPTY
     with pytest.raises(ValueError, match="sample 1, token 4, layer 2: no route"):
         full(grid)
-    replay = full(grid, live_routing=live(other))
+    replay = full(grid, fill="live", live_routing=live(other))
     ids[1, 4, 2] = other[1, 4, 2]
     assert_holds(replay, ids, LEFT_PADDED)
 
@@ -188,7 +195,7 @@ def test_a_row_that_is_partly_unset_is_corrupt():
     ids = example()
     ids[1, 4, 2, 1] = EMPTY
     with pytest.raises(ValueError, match=r"sample 1, token 4, layer 2: expert id -1 in \["):
-        full(ids, live_routing=live(example()))
+        full(ids, fill="live", live_routing=live(example()))
 
 
 @pytest.mark.parametrize(
@@ -199,7 +206,9 @@ def test_trap_unmerged_pipeline_stage_is_not_filled(hole, message):
     ids[:, :, 2] = hole
     grid = padded(ids, LEFT_PADDED, EMPTY)
     with pytest.raises(ValueError, match=rf"sample 0, token 1, layer 2: {message}.*pipeline stage"):
-        replay_from_rollout(grid, layout="maxtext", mask=LEFT_PADDED, live_routing=live(example()), **MODEL)
+        replay_from_rollout(
+            grid, layout="maxtext", mask=LEFT_PADDED, fill="live", live_routing=live(example()), **MODEL
+        )
 
 
 def test_trap_uint8_cannot_hold_more_than_256_experts():
@@ -265,13 +274,14 @@ def test_live_routes_are_checked_like_recorded_ones(routing, message):
             layout="vllm",
             mask=LEFT_PADDED,
             start=0,
+            fill="live",
             live_routing=routing,
             **MODEL,
         )
 
 
 def test_live_routing_is_not_called_when_nothing_is_missing():
-    full(example(), live_routing=lambda missing: pytest.fail("called"))
+    full(example(), fill="live", live_routing=lambda missing: pytest.fail("called"))
 
 
 def test_recorded_faults_are_reported_although_a_live_pass_could_route_the_rest():
@@ -283,6 +293,7 @@ def test_recorded_faults_are_reported_although_a_live_pass_could_route_the_rest(
             layout="vllm",
             mask=LEFT_PADDED,
             start=0,
+            fill="live",
             live_routing=live(ids),
             **MODEL,
         )

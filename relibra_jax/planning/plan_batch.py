@@ -2,8 +2,9 @@
 
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Integer
 
 from relibra_jax.planning.sample_packing import pack_samples
 from relibra_jax.planning.token_sample import Routes, sample_routes
@@ -89,8 +90,8 @@ def plan_batch(
 
 
 def plan_loads(
-    sample_load: Int[Array, "B L E"],
-    tokens: Int[Array, " B"],
+    sample_load: Integer[Array, "B L E"],
+    tokens: Integer[Array, " B"],
     planner: Planner,
     state: Any,
     topology: Topology,
@@ -103,20 +104,50 @@ def plan_loads(
     routes: Routes | None = None,
     transitions: Transitions | None = None,
 ) -> tuple[BatchPlan, Any]:
-    """`plan_batch` from the counts of each sample, for callers that have them without the replay.
+    """Plan a batch from the counts of each sample, for callers that have them without the replay.
+
+    With the ``routes`` and ``transitions`` that `plan_batch` takes itself, the plan is the same. Works under jit.
 
     Args:
-        sample_load: token copies of each sample for each expert, from `relibra_jax.replay.sample_load`.
-        tokens: the length of each sample.
-        planner, state, topology, num_micro_batches, start, assign, rounds, cost: as in `plan_batch`.
-        routes: some tokens of the batch, from `relibra_jax.planning.token_sample.sample_routes`; None plans from loads
-            alone.
+        sample_load: token copies of each sample for each expert, of any integer dtype, from `relibra_jax.sample_counts`
+            in rollout workers or `relibra_jax.sample_load`.
+        tokens: the length of each sample, in real tokens, of any integer dtype.
+        planner: any planner.
+        state: the planner's state, from its ``init`` or from the batch before.
+        topology: the expert-parallel group.
+        num_micro_batches: M, as in `plan_batch`.
+        start: the assignment of the first plan, as in `plan_batch`.
+        assign: assigns samples to micro-batches and ranks, as in `plan_batch`.
+        rounds: turns of assignment and placement, as in `plan_batch`.
+        cost: the unit times of the cluster and the model, as in `plan_batch`.
+        routes: some tokens of the batch, from `relibra_jax.planning.token_sample.sample_routes`, which `plan_batch`
+            takes where there is ``cost`` or residents. None plans homes for balance even where there is ``cost``, and
+            counts copies where tokens would be counted: for residents and for what samples send. On one node nothing
+            crosses, and nothing is lost.
         transitions: counts of the batch, from `relibra_jax.planning.transitions.transitions_for`; None for planners
             that do not take them.
 
     Returns:
         The batch plan, and the planner's state after this batch.
+
+    Raises:
+        ValueError: if ``sample_load`` is not ``[B, L, E]`` of as many samples as ``tokens`` and the topology's experts,
+            or as `plan_batch`.
+
+    >>> import jax, numpy as np
+    >>> from relibra_jax import Topology, relibra
+    >>> topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=4, replica_slots=1)
+    >>> load, tokens = np.zeros((4, 3, 4), np.uint8), np.full(4, 8)
+    >>> load[..., 0] = 8  # every token goes to expert 0
+    >>> state = relibra().init(topology, 3, key=jax.random.key(0))
+    >>> batch_plan, state = plan_loads(load, tokens, relibra(), state, topology, num_micro_batches=2)
+    >>> batch_plan.plan.quota[0, 0].tolist()
+    [[[8, 0, 0], [0, 0, 8]]]
     """
+    # Workers send the smallest integers that hold their counts; sums over samples need more.
+    sample_load, tokens = jnp.asarray(sample_load, jnp.int32), jnp.asarray(tokens, jnp.int32)
+    samples, experts = len(tokens), topology.num_experts
+    check_shape("sample_load", sample_load.shape, (samples, *sample_load.shape[1:2], experts))
     if start is None:
         start = pack_samples(tokens, topology, num_micro_batches=num_micro_batches)
     ranks = (num_micro_batches, topology.num_nodes, topology.ranks_per_node)

@@ -7,7 +7,7 @@ import base64
 import io
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -28,21 +28,6 @@ class Recorded(NamedTuple):
     """``[n, layers, K]`` integer, in the dtype it came in; a row of -1 is a route that is not known."""
     start: int | None
     """The real token of the first row; None where the recording does not say."""
-
-
-class Expected(NamedTuple):
-    """What the caller knows about the batch and its model."""
-
-    mask: np.ndarray
-    """``[B, T]`` bool."""
-    num_experts: int
-    top_k: int
-    num_layers: int
-    moe_layers: tuple[int, ...]
-    tokens: tuple[int, ...]
-    """Real tokens of each sample."""
-    start: tuple[int | None, ...]
-    """The real token of each sample's first row, None where the caller does not say."""
 
 
 def sequence(value: Any, *, of: str) -> Iterable[Any]:
@@ -85,10 +70,34 @@ def from_base64(text: Any, *, dtype: str) -> np.ndarray:
     """
     if dtype not in INTEGERS:
         raise ValueError(f"dtype {dtype!r} is none of {', '.join(INTEGERS)}")
-    data, item = _bytes(text), np.dtype(dtype).newbyteorder("<")
-    if len(data) % item.itemsize:
-        raise ValueError(f"{len(data)} bytes are not whole {dtype} items")
-    return np.frombuffer(data, item)
+    return _integers_of(_bytes(text), dtype)
+
+
+def from_fields(fields: Mapping[str, Any], *, dtypes: Sequence[str] = INTEGERS) -> np.ndarray:
+    """An array that was taken apart into ``data``, ``shape`` and ``dtype``, in C order and little-endian.
+
+    Args:
+        fields: the parts; data are the bytes, or a str, base64 of them.
+        dtypes: the dtypes that the engine writes.
+
+    Returns:
+        ``[rows, layers, K]`` integers.
+
+    Raises:
+        ValueError: if a part is missing, of another kind, or does not fit the others.
+
+    >>> from_fields({"data": bytes([0, 1, 3, 2]), "shape": [2, 1, 2], "dtype": "uint8"}).tolist()
+    [[[0, 1]], [[3, 2]]]
+    """
+    data, shape, dtype = (fields.get(key) for key in ("data", "shape", "dtype"))
+    if dtype not in dtypes:
+        raise ValueError(f"dtype {dtype!r} is none of {', '.join(dtypes)}")
+    flat = _integers_of(data if isinstance(data, bytes) else _bytes(data), str(dtype))
+    sizes = list(shape) if isinstance(shape, list | tuple) else []
+    whole = len(sizes) == 3 and all(type(size) is int and size >= 0 for size in sizes)
+    if not whole or math.prod(sizes) != flat.size:
+        raise ValueError(f"shape {shape!r} is not [rows, layers, K] of {flat.size} ids")
+    return flat.reshape(sizes)
 
 
 def from_http(value: Any) -> np.ndarray:
@@ -104,13 +113,9 @@ def from_http(value: Any) -> np.ndarray:
         ValueError: if it is none of these, or it is damaged.
     """
     if isinstance(value, Mapping):
-        encoding, dtype, shape, data = (value.get(key) for key in ("encoding", "dtype", "shape", "data"))
-        if encoding != "base64":
-            raise ValueError(f"encoding {encoding!r} is not 'base64'")
-        flat = from_base64(data, dtype=str(dtype))
-        if not isinstance(shape, list | tuple) or len(shape) != 3 or math.prod(shape) != flat.size:
-            raise ValueError(f"shape {shape!r} is not [rows, layers, K] of {flat.size} ids")
-        return flat.reshape(shape)
+        if value.get("encoding") != "base64":
+            raise ValueError(f"encoding {value.get('encoding')!r} is not 'base64'")
+        return from_fields(value)
     if isinstance(value, str | bytes):
         file = io.BytesIO(_bytes(value))
         try:
@@ -166,6 +171,13 @@ def from_nemo_rl(text: str) -> np.ndarray:
     if len(data_bytes) != count:
         raise ValueError(f"found {len(data_bytes)} bytes, expected {count} for {shape} of {dtype}")
     return np.frombuffer(data_bytes, item).reshape(sizes)
+
+
+def _integers_of(data: bytes, dtype: str) -> np.ndarray:
+    item = np.dtype(dtype).newbyteorder("<")
+    if len(data) % item.itemsize:
+        raise ValueError(f"{len(data)} bytes are not whole {dtype} items")
+    return np.frombuffer(data, item)
 
 
 def _bytes(text: Any) -> bytes:

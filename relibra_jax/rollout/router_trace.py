@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from relibra_jax.rollout.payload import Expected, Recorded, integers, sequence
+from relibra_jax.rollout.expected import Expected
+from relibra_jax.rollout.payload import Recorded, integers, sequence
 
 
 def router_trace(source: Any, expected: Expected) -> list[Recorded]:

@@ -1,0 +1,95 @@
+"""What inference engines hand over: SGLang, vLLM, TensorRT-LLM's arrays, transformers."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from relibra_jax.rollout.decoding import field, grid, per_sample, start_in
+from relibra_jax.rollout.expected import Expected
+from relibra_jax.rollout.payload import ASK_FOR_START, Recorded, from_base64, from_http, integers, sequence
+
+
+def sglang(meta: Any, expected: Expected, sample: int) -> Recorded:
+    """One response's ``meta_info``."""
+    dtype, start = field(meta, "routed_experts_dtype", "int32"), start_in(meta, expected.tokens[sample])
+    if dtype not in ("int32", "uint16", "uint8"):
+        raise ValueError(f"routed_experts_dtype {dtype!r} is none of int32, uint16, uint8")
+    flat = from_base64(field(meta, "routed_experts"), dtype=dtype)
+    layers = _layers_of_flat(flat.size, expected, sample, expected.start[sample] if start is None else start)
+    return Recorded(flat.reshape(-1, layers, expected.top_k), start)
+
+
+def _layers_of_flat(size: int, expected: Expected, sample: int, start: int | None) -> int:
+    """The layer axis of a buffer that states no shape.
+
+    Where its rows start is known, a row for every token from there, or every one but the last, settles it; fewer
+    rows do so, and any number where the start is not known, only if a single reading remains.
+    """
+    tokens = expected.tokens[sample]
+    first = start or 0
+    rows = {
+        layers: divmod(size, layers * expected.top_k)
+        for layers in (expected.num_layers, len(expected.moe_layers))
+    }
+    readings = [layers for layers, (count, rest) in rows.items() if not rest and count <= tokens - first]
+    whole = [layers for layers in readings if rows[layers][0] >= tokens - 1 - first]
+    settled = whole if whole and start is not None else readings
+    if len(settled) == 1 or not size:
+        return max(settled or rows)
+    kinds = f"{expected.num_layers} layers or {len(expected.moe_layers)} MoE layers x top-{expected.top_k}"
+    if start is None and readings:
+        counts = " or ".join(str(rows[layers][0]) for layers in readings)
+        raise ValueError(f"found {counts} rows of {kinds} for {tokens} real tokens{ASK_FOR_START}")
+    raise ValueError(
+        f"{size} ids are not {tokens - 1 - first} rows (token {first} to the last but one) of {kinds}"
+    )
+
+
+def vllm_http(source: Any, expected: Expected) -> list[Recorded]:
+    """Responses, each with one sample a choice."""
+    samples: list[tuple[Any, Any]] = []
+    for response in sequence(source, of="responses"):
+        prompt = field(response, "prompt_routed_experts", None)
+        for position, choice in enumerate(sequence(field(response, "choices"), of="choices")):
+            if field(choice, "index", position) != position:
+                raise ValueError(f"sample {len(samples)}: choice {choice['index']} is at position {position}")
+            samples.append((prompt, field(choice, "routed_experts", None)))
+    return per_sample(_prompt_and_generated)(samples, expected)
+
+
+def _prompt_and_generated(fields: tuple[Any, Any], expected: Expected, sample: int) -> Recorded:
+    arrays = [from_http(field) for field in fields if field is not None]
+    if not arrays:
+        raise ValueError("there is neither routed_experts nor prompt_routed_experts")
+    parts = [part for part in arrays if part.size]
+    if len({(part.shape[1:], part.dtype) for part in parts}) > 1:
+        kinds = [f"{part.dtype}{list(part.shape[1:])}" for part in parts]
+        raise ValueError(f"prompt rows are {kinds[0]}, generated rows {kinds[1]}")
+    if not parts:
+        return Recorded(np.zeros((0, len(expected.moe_layers), expected.top_k), np.uint8), None)
+    return Recorded(np.concatenate(parts), None)
+
+
+def transformers(source: Any, expected: Expected) -> list[Recorded]:
+    """A ``MoERouting``, its ``selected_experts``, or a mapping from layers to these: every position of ``[B, T]``."""
+    layers = getattr(source, "selected_experts", source)
+    if isinstance(layers, Mapping):
+        numbers = sorted(layers)
+        if numbers not in (list(range(expected.num_layers)), list(expected.moe_layers)):
+            raise ValueError(
+                f"layers {numbers} are neither all {expected.num_layers} nor the MoE layers"
+                f" {list(expected.moe_layers)}"
+            )
+        layers = [layers[number] for number in numbers]
+    rows, shape = [], (expected.mask.size, expected.top_k)
+    for number, layer in enumerate(sequence(layers, of="layers")):
+        ids = integers(layer, ndim=2)
+        if ids.shape != shape:
+            raise ValueError(
+                f"array {number} of selected_experts is {list(ids.shape)}, not [B * T, K] = {list(shape)}"
+            )
+        rows.append(ids)
+    if not rows:
+        raise ValueError("selected_experts has no layers")
+    return grid(np.stack(rows, axis=1).reshape(*expected.mask.shape, len(rows), expected.top_k), expected)

@@ -1,0 +1,224 @@
+"""Counts are what the whole route would have given, and so is the plan that is made from them."""
+
+import doctest
+import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import chex
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rollout_encodings import ENCODINGS, LEFT_PADDED, MODEL, example, live, padded, routes, vllm, whole
+
+from relibra_jax import (
+    Topology,
+    assign_samples,
+    check_plan,
+    eplb,
+    load_replay,
+    place_experts,
+    plan_batch,
+    plan_loads,
+    relibra,
+    replay_from_rollout,
+    sample_counts,
+    sample_load,
+    save_replay,
+    static,
+)
+from relibra_jax.planning.token_sample import Routes
+from relibra_jax.types import RoutingReplay, UnitTimes
+
+ROOT = Path(__file__).parents[1]
+LEAN = relibra(place=functools.partial(place_experts, steps=100))
+
+
+def assert_counts_of(replay, counts, num_experts):
+    load, tokens = counts
+    assert type(load) is type(tokens) is np.ndarray
+    np.testing.assert_array_equal(load, sample_load(replay, num_experts=num_experts))
+    np.testing.assert_array_equal(tokens, np.asarray(replay.mask).sum(1))
+
+
+@pytest.mark.parametrize("name", ENCODINGS)
+def test_every_layout_is_counted_as_its_replay(name):
+    layout, encode, _ = ENCODINGS[name]
+    ids = example()
+    source = encode(ids, LEFT_PADDED, 16)
+    arguments = {"layout": layout, "mask": LEFT_PADDED, "start": 0} | MODEL
+    arguments |= {"fill": "live", "live_routing": live(ids)}
+    counts = sample_counts(source, **arguments)
+    assert_counts_of(replay_from_rollout(source, **arguments), counts, 16)
+    assert_counts_of(RoutingReplay(ids, LEFT_PADDED), counts, 16)
+
+
+def test_a_file_is_counted(tmp_path):
+    replay = RoutingReplay(example(), LEFT_PADDED)
+    save_replay(tmp_path / "a.npz", replay, num_experts=16)
+    assert_counts_of(replay, sample_counts(tmp_path / "a.npz", layout="npz", mask=LEFT_PADDED, **MODEL), 16)
+
+
+def test_the_recorded_trace_is_counted():
+    path = ROOT / "relibra_jax" / "data" / "recorded_trace.npz"
+    replay, num_experts = load_replay(path)
+    _, _, layers, top_k = replay.expert_ids.shape
+    model = {"num_experts": num_experts, "top_k": top_k, "num_layers": layers}
+    assert_counts_of(replay, sample_counts(path, layout="npz", mask=replay.mask, **model), num_experts)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    samples=st.integers(0, 4),
+    num_experts=st.sampled_from([4, 200, 300]),
+    top_k=st.integers(1, 4),
+    moe_layers=st.sampled_from([[0, 1, 2], [2], [0, 2]]),
+)
+def test_any_batch_is_counted(seed, samples, num_experts, top_k, moe_layers):
+    mask = np.random.default_rng(seed).random((samples, 7)) < 0.6
+    ids = routes(seed, mask, layers=3, num_experts=num_experts, top_k=top_k)
+    ids[(ids[:, :, moe_layers] == 0).all(axis=(2, 3))] = num_experts - 1
+    model = {"num_experts": num_experts, "top_k": top_k, "num_layers": 3, "moe_layers": moe_layers}
+    load, tokens = sample_counts(whole(ids, mask), layout="vllm", mask=mask, **model)
+    one_by_one = np.zeros((samples, len(moe_layers), num_experts), int)
+    for sample, token in np.argwhere(mask):
+        for number, layer in enumerate(moe_layers):
+            for expert in ids[sample, token, layer]:
+                one_by_one[sample, number, expert] += 1
+    np.testing.assert_array_equal(load, one_by_one)
+    np.testing.assert_array_equal(tokens, mask.sum(1))
+
+
+@pytest.mark.parametrize(
+    ("longest", "dtype"),
+    [(255, np.uint8), (256, np.uint16), (65_535, np.uint16), (65_536, np.int32)],
+)
+def test_the_dtype_holds_a_sample_that_sends_every_token_to_one_expert(longest, dtype):
+    mask = np.arange(longest) < np.array([[3], [longest]])
+    source = [np.ones((tokens, 1, 1), np.uint8) for tokens in mask.sum(1)]
+    model = {"num_experts": 4, "top_k": 1, "num_layers": 1}
+    load, tokens = sample_counts(source, layout="vllm", mask=mask, **model)
+    assert load.dtype == dtype
+    assert load[:, 0].tolist() == [[0, 3, 0, 0], [0, longest, 0, 0]]
+    assert tokens.dtype == np.int32
+
+
+def test_what_is_refused_is_refused_in_the_same_words():
+    ids = example()
+    ids[1, 4, 2] = 5
+    for source, start in ((vllm(ids, LEFT_PADDED), 0), (padded(example(), LEFT_PADDED, -1)[0], None)):
+        arguments = {"layout": "vllm", "mask": LEFT_PADDED, "start": start} | MODEL
+        with pytest.raises(ValueError, match=r"^layout 'vllm': ") as from_counts:
+            sample_counts(source, **arguments)
+        with pytest.raises(ValueError, match=r"^layout 'vllm': ") as from_replay:
+            replay_from_rollout(source, **arguments)
+        assert str(from_counts.value) == str(from_replay.value)
+
+
+def test_a_rollout_worker_touches_no_device():
+    """With a platform that there is not, whatever asks JAX for a device raises."""
+    program = """if True:
+        import numpy as np
+        from relibra_jax import sample_counts
+        rows = np.array([[[0, 1]], [[3, 2]]])
+        model = {"num_experts": 4, "top_k": 2, "num_layers": 1}
+        load, tokens = sample_counts([rows], layout="vllm", mask=np.ones((1, 2), bool), **model)
+        print(load.tolist(), tokens.tolist())
+    """
+    environment = os.environ | {"JAX_PLATFORMS": "none_such"}
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT, env=environment
+    )
+    assert ran.stdout == "[[[1, 1, 1, 1]]] [2]\n"
+
+
+SEND = {"num_experts": 8, "top_k": 2, "num_layers": 3}
+
+
+@pytest.fixture(scope="module")
+def batch():
+    """A batch as three workers hold it, each padded to its own longest sample, and as one replay."""
+    rng = np.random.default_rng(0)
+    workers = []
+    for samples, positions in ((8, 40), (4, 300), (12, 9)):
+        mask = np.arange(positions) < rng.integers(positions // 2, positions + 1, samples)[:, None]
+        workers.append((routes(samples, mask, layers=3, num_experts=8, top_k=2), mask))
+
+    def widened(array):
+        return np.pad(array, [(0, 0), (0, 300 - array.shape[1])] + [(0, 0)] * (array.ndim - 2))
+
+    parts = [tuple(map(widened, worker)) for worker in workers]
+    return workers, RoutingReplay(*(np.concatenate(part) for part in zip(*parts, strict=True)))
+
+
+def counts_of_workers(workers):
+    """What a controller holds: the loads and lengths of all workers, one after another."""
+    sent = [sample_counts(whole(ids, mask), layout="vllm", mask=mask, **SEND) for ids, mask in workers]
+    assert {load.dtype for load, _ in sent} == {np.dtype(np.uint8), np.dtype(np.uint16)}
+    return tuple(np.concatenate(part) for part in zip(*sent, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("planner", "jit"),
+    [(static(), False), (eplb(), True), (LEAN, True)],
+    ids=["static", "eplb in jit", "relibra in jit"],
+)
+def test_the_plan_is_that_of_the_whole_route(batch, planner, jit):
+    workers, replay = batch
+    topology = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=1)
+    assign = functools.partial(assign_samples, key=jax.random.key(1), steps=200)
+    run = {"topology": topology, "num_micro_batches": 2, "assign": assign, "rounds": 1}
+    state = planner.init(topology, 3, key=jax.random.key(0))
+    plan = functools.partial(plan_loads, planner=planner, state=state, **run)
+    counted, _ = (jax.jit(plan) if jit else plan)(*counts_of_workers(workers))
+    of_routes = functools.partial(plan_batch, planner=planner, state=state, **run)
+    chex.assert_trees_all_equal(counted, (jax.jit(of_routes) if jit else of_routes)(replay)[0])
+    check_plan(counted.plan, counted.load, topology)
+
+
+def sampled(workers, every):
+    """Every n-th token of each worker with its route, and the sample of the whole batch that it is of."""
+    ids, samples, first = [], [], 0
+    for expert_ids, mask in workers:
+        sample, position = (index[::every] for index in np.nonzero(mask))
+        ids.append(expert_ids[sample, position])
+        samples.append(sample + first)
+        first += len(mask)
+    return Routes(np.concatenate(ids).astype(np.uint8), np.concatenate(samples))
+
+
+COST = UnitTimes(token=0.0, copy=1.0, spread=0.1, crossing=1.0, move=1.0, push=1.0, hierarchical=True)
+
+
+@pytest.mark.parametrize(("nodes", "loses"), [(1, False), (2, True)])
+def test_routes_of_a_few_tokens_matter_where_there_are_nodes(batch, nodes, loses):
+    workers, _ = batch
+    topology = Topology(num_nodes=nodes, ranks_per_node=4 // nodes, num_experts=8, replica_slots=1)
+    state = LEAN.init(topology, 3, key=jax.random.key(0))
+    run = {"num_micro_batches": 2, "cost": COST}
+    load, tokens = counts_of_workers(workers)
+    with_routes, without = (
+        plan_loads(load, tokens, LEAN, state, topology, routes=few, **run)[0]
+        for few in (sampled(workers, every=4), None)
+    )
+    check_plan(with_routes.plan, with_routes.load, topology)
+    assert loses == bool((with_routes.plan.home != without.plan.home).any())
+
+
+def test_counts_of_another_model_are_refused():
+    topology = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=1)
+    load, tokens = np.zeros((4, 3, 9), np.int32), np.ones(4, np.int32)
+    with pytest.raises(ValueError, match=r"sample_load: expected shape \(4, 3, 8\), found \(4, 3, 9\)"):
+        plan_loads(load, tokens, static(), (), topology, num_micro_batches=1)
+
+
+@pytest.mark.parametrize("page", ["counts.md", "engines.md"])
+def test_the_page_computes_what_it_says(page):
+    result = doctest.testfile(str(ROOT / "docs" / page), module_relative=False)
+    assert result.attempted
+    assert not result.failed

@@ -1,0 +1,232 @@
+"""Traps of single engines: what they write where no route was recorded, and the parts that they take arrays into."""
+
+import numpy as np
+import pytest
+from rollout_encodings import (
+    LEFT_PADDED,
+    MODEL,
+    areal_response,
+    areal_trajectories,
+    assert_holds,
+    b64,
+    example,
+    live,
+    padded,
+    prime_rl_answer,
+    prime_rl_transport,
+    selected_experts,
+    skyrl_packed,
+    vllm,
+    whole,
+)
+
+from relibra_jax.rollout import replay_from_rollout
+from relibra_jax.types import EMPTY
+
+ONE = np.ones((1, 5), bool)
+
+
+def read(layout, source, mask=LEFT_PADDED, **changes):
+    return replay_from_rollout(source, layout=layout, mask=mask, **(MODEL | changes))
+
+
+def assert_missing(layout, source, ids, missing, mask=LEFT_PADDED):
+    """The source is refused, and a live pass is asked for these tokens alone."""
+    with pytest.raises(ValueError, match=rf"^layout '{layout}': sample \d, token \d, layer 0: no route"):
+        read(layout, source, mask)
+    asked = []
+
+    def route(tokens):
+        asked.append(tokens)
+        return live(ids)(tokens)
+
+    assert_holds(read(layout, source, mask, fill="live", live_routing=route), ids, mask)
+    np.testing.assert_array_equal(asked[0], missing)
+
+
+def last_tokens(mask, count):
+    """True at the last ``count`` real tokens of every sample."""
+    token = np.cumsum(mask, axis=1)
+    return mask & (token > token[:, -1:] - count)
+
+
+@pytest.mark.parametrize("behind", [1, 2])
+def test_trap_routes_that_skyrl_makes_up_are_none(behind):
+    ids = example()
+    missing = last_tokens(LEFT_PADDED, behind)
+    batch = np.where((LEFT_PADDED & ~missing)[..., None, None], ids, np.arange(3)).astype(np.uint8)
+    assert_missing("skyrl", batch, ids, missing)
+
+
+def test_rows_of_skyrl_begin_at_the_first_token_and_may_end_early():
+    ids = example()
+    rows = [sample[:-1] for sample in vllm(ids, LEFT_PADDED)]
+    assert_missing("skyrl", list(map(skyrl_packed, rows)), ids, last_tokens(LEFT_PADDED, 2))
+    with pytest.raises(ValueError, match="sample 0: start=1, but as recorded its rows start at token 0"):
+        read("skyrl", rows, start=1)
+
+
+@pytest.mark.parametrize("num_experts", [200, 300, 40_000])
+@pytest.mark.parametrize(
+    ("layout", "encode"),
+    [
+        ("skyrl", skyrl_packed),
+        ("skyrl", lambda rows: rows.astype(skyrl_packed(rows)["dtype"])),
+        ("prime_rl", prime_rl_answer),
+        ("prime_rl", lambda rows: prime_rl_transport(rows, len(rows) + 1)),
+    ],
+)
+def test_a_dtype_taken_from_the_ids_of_one_sample_says_nothing_of_the_model(layout, encode, num_experts):
+    ids = example()
+    ids[0, 1, 0] = [num_experts - 1, 0, 1]
+    shorter = LEFT_PADDED & ~last_tokens(LEFT_PADDED, 1)
+    source = [encode(rows) for rows in vllm(ids, LEFT_PADDED)]
+    replay = read(layout, source, shorter, num_experts=num_experts)
+    np.testing.assert_array_equal(replay.expert_ids[shorter], ids[shorter])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dtype": "uint16"}, "dtype 'uint16' is none of uint8, int16, int32"),
+        ({"shape": [4, 12]}, r"shape \[4, 12\] is not \[rows, layers, K\] of 48 ids"),
+        ({"shape": [4, -4, -3]}, r"shape \[4, -4, -3\] is not \[rows, layers, K\] of 48 ids"),
+        ({"shape": ["4", 4, 3]}, r"shape \['4', 4, 3\] is not \[rows, layers, K\] of 48 ids"),
+        ({"shape": [True, 16, 3]}, r"shape \[True, 16, 3\] is not"),
+        ({"data": b64(bytes(47))}, "is not .* of 47 ids"),
+        ({"data": None}, "expected base64, found NoneType"),
+        ({"data": "%%%"}, "not base64|Only base64 data|Non-base64|padding"),
+    ],
+)
+def test_a_damaged_part_of_skyrl_is_named(change, message):
+    with pytest.raises(ValueError, match=rf"^layout 'skyrl': sample 0: .*({message})"):
+        read("skyrl", [skyrl_packed(example()[0, 1:5]) | change], ONE)
+
+
+@pytest.mark.parametrize("zeros", [0, 2])
+def test_trap_the_row_that_stands_for_prime_rls_last_token_is_no_route(zeros):
+    """It is the row before once more; a transport that is longer still has zeros behind it."""
+    ids = example()
+    rows = [sample[: len(sample) - zeros] for sample in vllm(ids, LEFT_PADDED)]
+    lengths = LEFT_PADDED.sum(axis=1)
+    source = [prime_rl_transport(part, tokens) for part, tokens in zip(rows, lengths, strict=True)]
+    if zeros:
+        # The row that is repeated is not the last one here: whoever reads it cannot tell that it is made up.
+        repeated = np.flatnonzero(LEFT_PADDED[0])[-1 - zeros]
+        ids[0, repeated] = ids[0, repeated - 1]
+        source, mask = source[:1], LEFT_PADDED[:1]
+        assert_missing("prime_rl", source, ids[:1], last_tokens(mask, zeros), mask)
+    else:
+        assert_missing("prime_rl", source, ids, last_tokens(LEFT_PADDED, 1))
+
+
+def test_equal_rows_at_the_end_of_prime_rls_answer_are_routes():
+    """An answer has the engine's rows alone, and tokens may be routed alike."""
+    ids = example(mask=ONE)
+    ids[0, 3] = ids[0, 2]
+    replay = read("prime_rl", [prime_rl_answer(ids[0, :4])], ONE[:, :4])
+    np.testing.assert_array_equal(replay.expert_ids[0], ids[0, :4])
+
+
+def test_prime_rls_answer_says_its_start_and_the_first_ones_had_no_dtype():
+    ids = example(mask=ONE)
+    answer = prime_rl_answer(ids[0, 2:4], start=2)
+    del answer["dtype"]
+    missing = np.array([[True, True, False, False, True]])
+    assert_missing("prime_rl", [answer], ids, missing, ONE)
+    with pytest.raises(ValueError, match="sample 0: start=6 is not one of its 5 tokens"):
+        read("prime_rl", [answer | {"start": 6}], ONE)
+    with pytest.raises(ValueError, match="sample 0: expected base64, found NoneType"):
+        read("prime_rl", [None], ONE)
+
+
+def test_prime_rls_bytes_of_the_wrong_width_are_refused():
+    transport = prime_rl_transport(example()[0, 1:5], 5)
+    transport.dtype = "uint16"
+    with pytest.raises(ValueError, match=r"sample 0: shape \[5, 4, 3\] is not .* of 30 ids"):
+        read("prime_rl", [transport], ONE)
+    transport.dtype = "int32"
+    with pytest.raises(ValueError, match="sample 0: dtype 'int32' is none of uint8, uint16"):
+        read("prime_rl", [transport], ONE)
+
+
+def test_miles_with_fewer_rows_than_it_promises_asks_for_the_start():
+    rows = [sample[1:] for sample in vllm(example(), LEFT_PADDED)]
+    with pytest.raises(
+        ValueError, match=r"^layout 'miles': sample 0: found 2 rows, expected 4, .*pass start"
+    ):
+        read("miles", rows)
+
+
+def test_miles_needs_no_start_and_its_padding_is_no_route():
+    ids = example()
+    missing = last_tokens(LEFT_PADDED, 1)
+    assert_missing("miles", vllm(ids, LEFT_PADDED), ids, missing)
+    assert_missing("miles", whole(padded(ids, LEFT_PADDED, EMPTY), LEFT_PADDED), ids, missing)
+
+
+def test_a_sample_that_areal_calls_invalid_has_no_routes():
+    ids = example()
+    trajectories = areal_trajectories(ids, LEFT_PADDED)
+    trajectories["r3_routing_valid"][1] = False
+    missing = last_tokens(LEFT_PADDED, 1)
+    missing[1] = LEFT_PADDED[1]
+    assert_missing("areal", trajectories, ids, missing)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ({"routed_experts": None}, "there is no 'routed_experts'"),
+        (areal_trajectories(example(), LEFT_PADDED) | {"r3_routing_valid": None}, "no 'r3_routing_valid'"),
+        (
+            areal_trajectories(example(), LEFT_PADDED) | {"r3_routing_valid": np.ones(3)},
+            r"r3_routing_valid must be bool \[3\], not float64\[3\]",
+        ),
+        ([np.zeros((4, 13), int)] * 3, "sample 0: 13 ids of a token are not layers x top-3"),
+        ([np.zeros((4, 4, 3), int)] * 3, "sample 0: expected integers of 2 axes"),
+        # A resubmitted request returns its prefix again, and AReaL appends it as it comes.
+        (
+            [np.tile(areal_response(rows), (2, 1)) for rows in vllm(example(), LEFT_PADDED)],
+            r"rows 0\.\.5 for 4",
+        ),
+    ],
+)
+def test_a_source_that_is_not_areals_is_named(source, message):
+    with pytest.raises(ValueError, match=rf"^layout 'areal': .*{message}"):
+        read("areal", source)
+
+
+@pytest.mark.parametrize("numbers", [[0, 1, 2, 3], [1, 3]])
+def test_layers_of_transformers_are_told_by_their_numbers(numbers):
+    ids, layers = example(), selected_experts(example())
+    source = {number: layers[number] for number in reversed(numbers)}
+    replay = read("transformers", source, moe_layers=[1, 3])
+    np.testing.assert_array_equal(replay.expert_ids[LEFT_PADDED], ids[LEFT_PADDED][:, [1, 3]])
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (
+            dict(enumerate(selected_experts(example())[:3])),
+            r"layers \[0, 1, 2\] are neither all 4 nor the MoE",
+        ),
+        (selected_experts(example())[:3], "sample 0: rows have 3 layers, the model has 4 layers"),
+        (selected_experts(example()[:, 1:]), r"array 0 of selected_experts is \[15, 3\], not .* \[18, 3\]"),
+        (selected_experts(example(top_k=2)), r"array 0 of selected_experts is \[18, 2\], not .* \[18, 3\]"),
+        ((), "selected_experts has no layers"),
+        (7, "expected a sequence of layers, found int"),
+    ],
+)
+def test_layers_that_are_not_the_models_are_named(source, message):
+    with pytest.raises(ValueError, match=rf"^layout 'transformers': {message}"):
+        read("transformers", source)
+
+
+def test_tensorrt_llm_has_rows_of_moe_layers_alone():
+    ids, mask = example(), LEFT_PADDED & ~last_tokens(LEFT_PADDED, 1)
+    replay = read("tensorrt_llm", vllm(ids[:, :, [1, 3]], LEFT_PADDED), mask, moe_layers=[1, 3])
+    np.testing.assert_array_equal(replay.expert_ids[mask], ids[mask][:, [1, 3]])
+    with pytest.raises(ValueError, match="sample 0: rows have 4 layers, the model has 2 MoE layers"):
+        read("tensorrt_llm", vllm(ids, LEFT_PADDED), mask, moe_layers=[1, 3])
