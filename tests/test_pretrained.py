@@ -3,6 +3,7 @@
 The fixtures are written by tests/make_hf_checkpoints.py.
 """
 
+import doctest
 import functools
 import json
 import shutil
@@ -18,6 +19,7 @@ from safetensors.numpy import save_file
 
 from relibra_jax import RoutingReplay, Topology, relibra
 from relibra_jax.models import load_pretrained, pretrained_tensors, save_pretrained
+from relibra_jax.models.load_checks import rank_bytes
 from relibra_jax.models.tensor_files import TensorFiles
 from relibra_jax.nnx import Balancer, expert_mesh, get_homes, reorder_experts
 
@@ -121,7 +123,7 @@ def test_tensors_for_a_rollout_engine_come_one_by_one_in_logical_order():
     model = load_pretrained(FOLDER / "qwen3_moe", mesh(), TOPOLOGY, home=some_homes("qwen3_moe"))
     wanted, found = separate("qwen3_moe"), {}
     for name, value in pretrained_tensors(model, dtype="bfloat16"):
-        assert value.sharding.is_fully_replicated
+        assert len(value.sharding.device_set) == 1
         assert value.shape == wanted[name].shape
         found[name] = np.asarray(value)
     assert_same_bits(found, {name: value.astype(ml_dtypes.bfloat16) for name, value in wanted.items()})
@@ -314,3 +316,20 @@ def test_a_folder_appears_when_it_is_complete(folder, tmp_path, monkeypatch):
     monkeypatch.undo()
     save_pretrained(model, tmp_path / "saved")
     assert_same_bits(read_all(tmp_path / "saved"), separate("qwen3_moe"))
+
+
+def test_the_page_shows_what_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tests").symlink_to(FOLDER.parents[1])
+    page = FOLDER.parents[2] / "docs" / "checkpoints.md"
+    result = doctest.testfile(str(page), module_relative=False)
+    assert (result.attempted, result.failed) == (8, 0)
+    assert (tmp_path / "out" / "trained" / "config.json").exists()
+
+
+def test_a_rank_holds_the_bytes_that_were_computed():
+    model = load_pretrained(FOLDER / "glm4_moe", mesh(), TOPOLOGY, param_dtype="bfloat16")
+    own, replicated = rank_bytes(nnx.state(model), TOPOLOGY)
+    held = [leaf.addressable_shards[3].data.nbytes for leaf in jax.tree.leaves(nnx.state(model))]
+    assert own + replicated == sum(held)
+    assert own == 2 * 2 * 3 * 16 * 8 * 2  # layers, home slots, matrices, D, F, bytes

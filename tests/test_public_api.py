@@ -53,6 +53,16 @@ PUBLIC = {
         "source_quota",
         "static",
     ],
+    "relibra_jax.models": [
+        "Cache",
+        "LanguageModel",
+        "ModelConfig",
+        "ModelOutput",
+        "load_pretrained",
+        "make_model",
+        "pretrained_tensors",
+        "save_pretrained",
+    ],
     "relibra_jax.execution": [
         "OVERLAP_OPTIONS",
         "Capacities",

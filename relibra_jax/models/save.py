@@ -1,34 +1,24 @@
-"""A `LanguageModel` as Hugging Face's tensors, in logical expert order, wherever its experts lie.
-
-The tensors come one at a time, straight from the sharded model: an expert is broadcast from the rank that owns it, and
-nothing is gathered.
-"""
+"""A `LanguageModel` as a checkpoint in Hugging Face's format, whole or not at all."""
 
 import collections
-import functools
-import itertools
 import math
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import DTypeLike
 
 from relibra_jax.atomic_write import write_json
-from relibra_jax.execution.mesh import LOCAL, NODE, RANKS
 from relibra_jax.models.config import ModelConfig
+from relibra_jax.models.export import pretrained_tensors, tensor_dtype
 from relibra_jax.models.hf_config import config_fields, differences, model_config, read_config
-from relibra_jax.models.hf_tensors import EXPERTS, Part, tensor_parts
+from relibra_jax.models.hf_tensors import Part, tensor_parts
 from relibra_jax.models.language_model import LanguageModel
 from relibra_jax.models.tensor_files import write_tensors
-from relibra_jax.nnx import get_homes
 
 BESIDE: Final = (
     "tokenizer.json",
@@ -42,73 +32,6 @@ BESIDE: Final = (
 """The files that a checkpoint may have beside its tensors and its config."""
 SHARD_BYTES: Final = 4_000_000_000
 """The most bytes of tensors in a file."""
-
-
-def pretrained_tensors(
-    model: LanguageModel, *, dtype: DTypeLike | None = None
-) -> Iterator[tuple[str, jax.Array]]:
-    """The tensors of a model in Hugging Face's names, shapes and logical expert order, one at a time.
-
-    It is what the weight updates of rollout engines take: ``(name, tensor)`` pairs, as vLLM's ``load_weights`` and
-    SGLang's ``update_weights_from_tensor`` do. To torch they go without a copy by ``torch.from_dlpack(array)``.
-    On several processes all of them iterate together.
-
-    Args:
-        model: the model, on a mesh; its experts lie in whatever homes.
-        dtype: the dtype of the tensors; that of the parameters when None. Correction biases stay float32.
-
-    Yields:
-        Name and value, the value on all devices of the mesh.
-    """
-    state = nnx.to_pure_dict(nnx.state(model))
-    home = get_homes(model)
-    for (path, index), parts in itertools.groupby(tensor_parts(model.config), _place):
-        parameter: Any = functools.reduce(lambda tree, key: tree[key], path, state)
-        if path == EXPERTS:
-            layer, expert = index
-            value = _broadcast_expert(parameter, layer, home[layer, expert], mesh=parameter.sharding.mesh)
-        else:
-            value = _at(parameter, index)
-        for part in parts:
-            yield part.name, _as_tensor(value[part.at[2]] if path == EXPERTS else value, part, dtype)
-
-
-def _place(part: Part) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """What is taken from the mesh at once: the matrices of an expert together, of all else a part."""
-    return part.path, part.at[:2] if part.path == EXPERTS else part.at
-
-
-@jax.jit
-def _at(parameter: jax.Array, index: tuple[Any, ...]) -> jax.Array:
-    return parameter[index]
-
-
-def _as_tensor(value: jax.Array, part: Part, dtype: DTypeLike | None) -> jax.Array:
-    shape = part.tensor_shape
-    value = value.reshape(shape[::-1]).T if part.transposed else value.reshape(shape)
-    return value.astype(_tensor_dtype(part, value.dtype, dtype))
-
-
-def _tensor_dtype(part: Part, own: DTypeLike, dtype: DTypeLike | None) -> jnp.dtype:
-    return jnp.dtype(own if dtype is None or part.path[-1] == "correction_bias" else dtype)
-
-
-@functools.partial(jax.jit, static_argnames="mesh")
-def _broadcast_expert(experts: jax.Array, layer: Any, slot: Any, *, mesh: Mesh) -> jax.Array:
-    """``[3, D, F]`` of the expert in a flat home slot, the same on all devices, to the last bit."""
-    local, slots = experts.shape[2:4]
-
-    def one(experts):
-        rank, own = jnp.divmod(slot, slots)
-        mine = (jax.lax.axis_index(NODE) == rank // local) & (jax.lax.axis_index(LOCAL) == rank % local)
-        value = experts[layer, 0, 0, own]
-        # As integers: a sum of floats would turn a negative zero into a positive one.
-        bits = jax.lax.bitcast_convert_type(value, jnp.dtype(f"uint{8 * value.dtype.itemsize}"))
-        bits = jax.lax.psum(jnp.where(mine, bits, 0), RANKS)
-        return jax.lax.bitcast_convert_type(bits, value.dtype)
-
-    spec = PartitionSpec(None, *RANKS)
-    return jax.shard_map(one, mesh=mesh, in_specs=spec, out_specs=PartitionSpec(), check_vma=False)(experts)
 
 
 def save_pretrained(
@@ -181,4 +104,4 @@ def _fields_of_source(source: str | Path, config: ModelConfig) -> dict[str, Any]
 
 def _tensor_bytes(part: Part, config: ModelConfig, dtype: DTypeLike | None) -> int:
     own = "float32" if part.path[-1] == "correction_bias" else config.param_dtype
-    return math.prod(part.tensor_shape) * _tensor_dtype(part, own, dtype).itemsize
+    return math.prod(part.tensor_shape) * tensor_dtype(part, own, dtype).itemsize

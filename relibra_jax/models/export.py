@@ -1,0 +1,112 @@
+"""A `LanguageModel` as Hugging Face's tensors, in logical expert order, wherever its experts lie.
+
+The tensors come one at a time, straight from the sharded model, of which nothing is gathered: an expert is taken from
+the device that owns it, and where several processes share the model, it is broadcast from there.
+"""
+
+import functools
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import DTypeLike
+
+from relibra_jax.execution.mesh import LOCAL, NODE, RANKS
+from relibra_jax.models.hf_tensors import EXPERTS, Part, tensor_parts
+from relibra_jax.models.language_model import LanguageModel
+from relibra_jax.nnx import get_homes
+
+
+def pretrained_tensors(
+    model: LanguageModel, *, dtype: DTypeLike | None = None
+) -> Iterator[tuple[str, jax.Array]]:
+    """The tensors of a model in Hugging Face's names, shapes and logical expert order, one at a time.
+
+    It is what the weight updates of rollout engines take: ``(name, tensor)`` pairs, as vLLM's ``load_weights`` and
+    SGLang's ``update_weights_from_tensor`` do. To torch they go without a copy by ``torch.from_dlpack(array)``.
+    On several processes all of them iterate together, and each of them gets every tensor.
+
+    Args:
+        model: the model, on a mesh; its experts lie in whatever homes.
+        dtype: the dtype of the tensors; that of the parameters when None. Correction biases stay float32.
+
+    Yields:
+        Name and value. A value lies on one device of this process: for experts, on the one that owns them if it is of
+        this process.
+    """
+    state = nnx.to_pure_dict(nnx.state(model))
+    home = get_homes(model)
+    for (path, index), parts in itertools.groupby(tensor_parts(model.config), _place):
+        parameter: Any = functools.reduce(lambda tree, key: tree[key], path, state)
+        if path == EXPERTS:
+            value = _take_expert(parameter, index[0], int(home[index]))
+        else:
+            value = _at(parameter.addressable_data(0), index)
+        for part in parts:
+            shape = part.tensor_shape
+            options = {
+                "shape": shape,
+                "transposed": part.transposed,
+                "dtype": tensor_dtype(part, value.dtype, dtype),
+            }
+            yield part.name, _as_tensor(value, part.at[2:] if path == EXPERTS else (), **options)
+
+
+def tensor_dtype(part: Part, own: DTypeLike, dtype: DTypeLike | None) -> jnp.dtype:
+    """The dtype in which a part is handed over, from its own and the one that was asked for."""
+    return jnp.dtype(own if dtype is None or part.path[-1] == "correction_bias" else dtype)
+
+
+def _place(part: Part) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """What is taken from the model at once: the matrices of an expert together, of all else a part."""
+    return part.path, part.at[:2] if part.path == EXPERTS else part.at
+
+
+def _take_expert(experts: Any, layer: int, slot: int) -> jax.Array:
+    """``[3, D, F]`` of the expert in a flat home slot, on one device."""
+    local, slots = experts.shape[2:4]
+    rank, own = divmod(slot, slots)
+    if not experts.is_fully_addressable:
+        return _broadcast(experts, layer, own, rank, mesh=experts.sharding.mesh).addressable_data(0)
+    place = (rank // local, rank % local)
+    [data, *_] = [
+        shard.data
+        for shard in experts.addressable_shards
+        if tuple(at.start or 0 for at in shard.index[1:3]) == place
+    ]
+    return _at(data, (layer, 0, 0, own))
+
+
+@jax.jit
+def _at(array: jax.Array, index: tuple[Any, ...]) -> jax.Array:
+    return array[index]
+
+
+@functools.partial(jax.jit, static_argnames=("shape", "transposed", "dtype"))
+def _as_tensor(
+    value: jax.Array, index: tuple[Any, ...], *, shape: tuple[int, ...], transposed: bool, dtype: DTypeLike
+) -> jax.Array:
+    value = value[index]
+    value = value.reshape(shape[::-1]).T if transposed else value.reshape(shape)
+    return value.astype(dtype)
+
+
+@functools.partial(jax.jit, static_argnames="mesh")
+def _broadcast(experts: jax.Array, layer: Any, own: Any, rank: Any, *, mesh: Mesh) -> jax.Array:
+    """``[3, D, F]`` of an expert of one rank, the same on all devices, to the last bit."""
+    local = experts.shape[2]
+
+    def one(experts):
+        mine = (jax.lax.axis_index(NODE) == rank // local) & (jax.lax.axis_index(LOCAL) == rank % local)
+        value = experts[layer, 0, 0, own]
+        # As integers: a sum of floats would turn a negative zero into a positive one.
+        bits = jax.lax.bitcast_convert_type(value, jnp.dtype(f"uint{8 * value.dtype.itemsize}"))
+        bits = jax.lax.psum(jnp.where(mine, bits, 0), RANKS)
+        return jax.lax.bitcast_convert_type(bits, value.dtype)
+
+    spec = PartitionSpec(None, *RANKS)
+    return jax.shard_map(one, mesh=mesh, in_specs=spec, out_specs=PartitionSpec(), check_vma=False)(experts)

@@ -1,0 +1,54 @@
+"""What published models need in memory: parameters as their authors count them, bytes as a run holds them."""
+
+import re
+from pathlib import Path
+
+import jax
+import optax
+import pytest
+from flax import nnx
+
+from experiments.model_memory import PUBLISHED, RANKS, bytes_of_a_parameter, num_parameters, rank_gigabytes
+from experiments.rl.policy import TINY
+from relibra_jax import Topology
+from relibra_jax.models import make_model
+from relibra_jax.models.hf_config import model_config
+from relibra_jax.nnx import expert_mesh
+
+PAGE = (Path(__file__).parents[1] / "docs" / "checkpoints.md").read_text()
+
+
+# From the models' cards; GLM-4.5's count layers for multi-token prediction, which are not loaded, and round.
+@pytest.mark.parametrize(
+    ("name", "billions", "tolerance"),
+    [
+        ("OLMoE-1B-7B", 6.92, 0.01),
+        ("Qwen3-30B-A3B", 30.5, 0.05),
+        ("Qwen3-235B-A22B", 235, 0.5),
+        ("Mixtral-8x7B", 46.7, 0.05),
+        ("GLM-4.5", 355, 5),
+        ("GLM-4.5-Air", 106, 1),
+    ],
+)
+def test_parameters_are_those_of_the_models_cards(name, billions, tolerance):
+    assert sum(num_parameters(model_config(PUBLISHED[name]))) / 1e9 == pytest.approx(billions, abs=tolerance)
+
+
+def test_a_run_holds_what_was_computed():
+    topology = Topology(num_nodes=2, ranks_per_node=4, num_experts=16, replica_slots=0)
+    model = make_model(TINY, topology, mesh=expert_mesh(topology), key=jax.random.key(0))
+    optimizer = nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
+    held = 0
+    for leaf in jax.tree.leaves((nnx.state(model, nnx.Param), nnx.state(optimizer.opt_state))):
+        held += leaf.addressable_shards[0].data.nbytes if leaf.size > 1 else 0
+    gradients = 2 * 4 * held / 12  # two sets in float32, where parameters and moments are three
+    assert held + gradients == pytest.approx(1e9 * rank_gigabytes(TINY, topology.num_ranks))
+    assert bytes_of_a_parameter() == 20
+
+
+def test_the_table_of_the_page_is_what_is_computed():
+    for name, fields in PUBLISHED.items():
+        config = model_config(fields)
+        [row] = re.findall(rf"^\| {re.escape(name)} \|(.*)\|$", PAGE, re.MULTILINE)
+        sizes = [f"{rank_gigabytes(config, n):.0f}" if config.num_experts % n == 0 else "" for n in RANKS]
+        assert [cell.strip() for cell in row.split("|")][2:] == sizes, name
