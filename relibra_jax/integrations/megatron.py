@@ -54,7 +54,8 @@ def expert_moves(before: Num[Array, "..."], after: Num[Array, "..."], *, num_ran
     order of the list, for weights and for each moment alike; what it sends it copies first, since both happen in place.
 
     Args:
-        before: ``[L, E]``, the position of each expert so far, `relibra_jax.integrations.expert_order.logical_order` at first.
+        before: ``[L, E]``, the position of each expert so far; at first that is
+            `relibra_jax.integrations.expert_order.logical_order`.
         after: ``[L, E]``, the position of each expert from now on, ``Plan.home``.
         num_ranks: the size of the expert-parallel group.
 
