@@ -1,8 +1,8 @@
 """MaxText itself, its experts reordered by a plan: ``python -m experiments.examples.maxtext_reorder``.
 
 For Python with ``maxtext[tpu]==0.2.5`` and this package. Small models of the decoder blocks that replay routes train
-for two steps of MaxText's own ``train_step`` with forced routes: once as they are, once with the experts in the order of
-a plan's homes before the second step. Prints how many values differ, in logical order.
+for two steps of MaxText's own ``train_step`` with forced routes: once as they are, once with the experts in the order
+of a plan's homes before the second step. Prints how many values differ, in logical order.
 """
 
 import functools
@@ -98,7 +98,7 @@ def differences(found: Any, expected: Any) -> str:
         if jnp.issubdtype(a.dtype, jnp.number)
     ]
     if not pairs:
-        return "none there"
+        return "not apart"
     unequal = sum(int((a != b).sum()) for a, b in pairs)
     return f"{unequal} of {sum(a.size for a, _ in pairs)} (max {max(float(np.abs(a - b).max()) for a, b in pairs):.1e})"
 

@@ -2,7 +2,8 @@
 
 The expert-parallel ranks live in one process here; each has the local experts that Megatron would give it, and tokens
 go to them by position. After the experts moved to the homes of the plan, the same tokens take the same experts, on
-other ranks: outputs and what a step of Adam leaves are the same bit for bit.
+other ranks: outputs and what a step of Adam leaves are the same bit for bit. Only the homes of the plan are used here;
+a trainer that makes no replicas plans for a topology without replica slots.
 """
 
 import copy
