@@ -88,7 +88,7 @@ def check_slots(plan: Plan, topology: Topology, *, across_nodes: bool = False) -
     """
     check_plan_shapes(plan, topology)
     slot_expert, home, quota = (np.asarray(leaf) for leaf in plan)
-    _check_homes(slot_expert, home, topology)
+    _check_home_slots(slot_expert, home, topology)
     _check_copies(slot_expert, home, topology, across_nodes=across_nodes)
     _refuse(quota < 0, _SLOT, lambda place: f"quota {quota[place]} is negative")
     _refuse(
@@ -120,6 +120,30 @@ def check_plan_shapes(plan: Plan, topology: Topology) -> None:
             raise ValueError(f"{name}: expected integers, found {array.dtype}")
 
 
+def check_homes(home: Num[Array, "..."], num_experts: int, name: str = "home") -> Int[np.ndarray, "L E"]:
+    """``home`` as NumPy, after a look at whether it gives every expert of every layer a slot of its own.
+
+    Raises:
+        ValueError: if shape or dtype are others, or a slot has not exactly one expert: the first layer and slot.
+    """
+    values = np.asarray(home)
+    if values.ndim != 2 or values.shape[1] != num_experts or not np.issubdtype(values.dtype, np.integer):
+        raise ValueError(
+            f"{name}: expected integers [L, {num_experts}], found {values.dtype}{list(values.shape)}"
+        )
+    for layer, row in enumerate(values):
+        if row.min() < 0 or row.max() >= num_experts:
+            slot = int(row[(row < 0) | (row >= num_experts)][0])
+            raise ValueError(f"{name}, layer {layer}: home slot {slot} is outside 0..{num_experts - 1}")
+        owners = np.bincount(row, minlength=num_experts)
+        if (owners != 1).any():
+            slot = int(np.argmax(owners != 1))
+            raise ValueError(
+                f"{name}, layer {layer}, home slot {slot}: owned by {owners[slot]} experts, not by one"
+            )
+    return values.astype(np.int32)
+
+
 def _refuse(broken: np.ndarray, names: str, message: Callable[[tuple[int, ...]], str]) -> None:
     """Raise for the first place where ``broken`` is true; ``message(place)`` says what is wrong there."""
     if broken.any():
@@ -128,7 +152,7 @@ def _refuse(broken: np.ndarray, names: str, message: Callable[[tuple[int, ...]],
         raise ValueError(f"{where.replace('_', ' ')}: {message(place)}")
 
 
-def _check_homes(slot_expert: np.ndarray, home: np.ndarray, topology: Topology) -> None:
+def _check_home_slots(slot_expert: np.ndarray, home: np.ndarray, topology: Topology) -> None:
     num_experts = topology.num_experts
     _refuse(
         (home < 0) | (home >= num_experts),

@@ -161,12 +161,15 @@ def test_packages_are_typed(package):
     assert (ROOT / package / "py.typed").is_file()
 
 
-HEAVY = ("flax", "optax", "orbax", "chex", "scipy", "matplotlib", "tyro", "rich")
+HEAVY = ("flax", "optax", "orbax", "chex", "scipy", "matplotlib", "tyro", "rich", "torch")
 
 
-def test_the_planning_core_loads_jax_and_numpy_alone():
-    """In a fresh process: whoever only plans pays for no framework."""
-    program = f"import sys, relibra_jax; print(*(name for name in {HEAVY} if name in sys.modules))"
+@pytest.mark.parametrize(
+    "module", ["relibra_jax", "relibra_jax.integrations.maxtext", "relibra_jax.integrations.megatron"]
+)
+def test_the_planning_core_loads_jax_and_numpy_alone(module):
+    """In a fresh process: whoever only plans, or follows a plan in another trainer, pays for no framework."""
+    program = f"import sys, {module}; print(*(name for name in {HEAVY} if name in sys.modules))"
     ran = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT
     )

@@ -9,13 +9,12 @@ from numbers import Integral
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 import optax  # type: ignore[import-untyped]
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Int, Num, PyTree
+from jaxtyping import PyTree
 
 from relibra_jax.execution.mesh import RANKS, check_mesh
-from relibra_jax.types import Array, Topology
+from relibra_jax.types import Topology
 
 type Layers = int | range | None
 """The layer whose experts a leaf holds: an int for ``[N, G, H, ...]``, a range for the layers of a stacked
@@ -92,30 +91,6 @@ def optimizer_layers(tx: Any, opt_state: PyTree, layers: PyTree) -> PyTree:
 def _is_state(part: Any) -> bool:
     """Whether it is the state of one transformation, which optax makes NamedTuples."""
     return hasattr(part, "_fields")
-
-
-def check_homes(home: Num[Array, "..."], num_experts: int, name: str = "home") -> Int[np.ndarray, "L E"]:
-    """``home`` as NumPy, after a look at whether it gives every expert of every layer a slot of its own.
-
-    Raises:
-        ValueError: if shape or dtype are others, or a slot has not exactly one expert: the first layer and slot.
-    """
-    values = np.asarray(home)
-    if values.ndim != 2 or values.shape[1] != num_experts or not np.issubdtype(values.dtype, np.integer):
-        raise ValueError(
-            f"{name}: expected integers [L, {num_experts}], found {values.dtype}{list(values.shape)}"
-        )
-    for layer, row in enumerate(values):
-        if row.min() < 0 or row.max() >= num_experts:
-            slot = int(row[(row < 0) | (row >= num_experts)][0])
-            raise ValueError(f"{name}, layer {layer}: home slot {slot} is outside 0..{num_experts - 1}")
-        owners = np.bincount(row, minlength=num_experts)
-        if (owners != 1).any():
-            slot = int(np.argmax(owners != 1))
-            raise ValueError(
-                f"{name}, layer {layer}, home slot {slot}: owned by {owners[slot]} experts, not by one"
-            )
-    return values.astype(np.int32)
 
 
 def expert_leaves(

@@ -23,8 +23,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Int, Num, PyTree, Shaped
 
-from relibra_jax.execution.expert_labels import ExpertLeaf, check_homes, expert_leaves, leaf_name, slot_spec
+from relibra_jax.execution.expert_labels import ExpertLeaf, expert_leaves, leaf_name, slot_spec
 from relibra_jax.execution.mesh import RANKS
+from relibra_jax.plan_check import check_homes
 from relibra_jax.types import Array, Topology
 
 CHUNKS: Final = 4

@@ -16,7 +16,6 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Int
 
-from relibra_jax.execution.expert_labels import check_homes
 from relibra_jax.execution.mesh import check_mesh
 from relibra_jax.models.config import ModelConfig
 from relibra_jax.models.hf_config import model_config, read_config
@@ -25,6 +24,7 @@ from relibra_jax.models.language_model import LanguageModel, abstract_model
 from relibra_jax.models.load_checks import check_device_memory, check_tensors
 from relibra_jax.models.tensor_files import TensorFiles
 from relibra_jax.nnx import set_homes
+from relibra_jax.plan_check import check_homes
 from relibra_jax.types import Array, Topology
 
 EXPERT_AXES: Final = 5

@@ -19,7 +19,6 @@ from jax.sharding import Mesh
 from jaxtyping import PRNGKeyArray
 
 from relibra_jax.capacity import Capacities, count_capacities, grow_capacities, round_capacity
-from relibra_jax.execution.expert_labels import check_homes
 from relibra_jax.execution.parallel import AUTO, ExpertParallel
 from relibra_jax.execution.plan_agreement import check_same_plan
 from relibra_jax.nnx.balancer_state import (
@@ -35,7 +34,7 @@ from relibra_jax.nnx.homes import get_homes, reorder_experts
 from relibra_jax.nnx.prepared import PreparedBatch, live_batch, replayed_batch
 from relibra_jax.nnx.put_on_mesh import put_on_mesh, replicate
 from relibra_jax.node_visits import node_visits
-from relibra_jax.plan_check import check_plan
+from relibra_jax.plan_check import check_homes, check_plan
 from relibra_jax.planning.assignment import assign_in_order, assign_samples
 from relibra_jax.planning.plan_batch import plan_batch
 from relibra_jax.planning.turns import Assign

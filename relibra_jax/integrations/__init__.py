@@ -1,0 +1,1 @@
+"""Plans in trainers that are not ours, a module or a folder each."""
