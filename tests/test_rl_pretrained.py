@@ -24,8 +24,8 @@ SETTINGS = {
     "steps": 1,
     "prompts": 8,
     "responses_per_prompt": 4,
-    "prompt_tokens": 64,
-    "response_tokens": 7,
+    "prompt_tokens": 80,
+    "response_tokens": 12,
     "evaluation_batches": 0,
     "anneal_steps": 20,
     "micro_batches": 2,
@@ -48,9 +48,12 @@ def tensors(folder):
 
 
 @pytest.mark.slow
-def test_a_run_starts_from_a_checkpoint_and_leaves_one(folder, tmp_path, monkeypatch):
+@pytest.mark.parametrize("task", ["count", "spell_backward"])
+def test_a_run_starts_from_a_checkpoint_and_leaves_one(task, folder, tmp_path, monkeypatch):
+    if task == "spell_backward":
+        pytest.importorskip("reasoning_gym", reason="the extra rl is not installed")
     monkeypatch.setattr("experiments.rl.train.keep_compiled", lambda: None)
-    config = Train(model=folder, **SETTINGS)
+    config = Train(model=folder, task=task, **SETTINGS)
     trainer = Trainer(config, 0)
     prompt = trainer.tokenizer.encode_prompt("hello")
     assert trainer.tokenizer.decode_text(prompt) == "user\nhello\nassistant\n"
