@@ -30,6 +30,7 @@ ROOMS = [
     {"relibra_jax.planning", "relibra_jax.execution"},
     {"relibra_jax.cost", "relibra_jax.traces"},
     {"relibra_jax.nnx"},
+    {"relibra_jax.integrations"},
     {"relibra_jax.cli"},
 ]
 PLANNING_CORE = "relibra_jax"
@@ -46,7 +47,8 @@ EXCEPT = [("relibra_jax.execution", "pallas_kernels")]
 
 # Packages that only some rooms may import, and those rooms.
 CONFINED = {
-    "flax": {"relibra_jax.nnx"},
+    "flax": {"relibra_jax.nnx", "relibra_jax.integrations"},
+    "tunix": {"relibra_jax.integrations"},
     "tyro": {"relibra_jax.cli"},
     "rich": {"relibra_jax.cli"},
     "matplotlib": {"relibra_jax.cli"},
