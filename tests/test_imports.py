@@ -47,8 +47,9 @@ EXCEPT = [("relibra_jax.execution", "pallas_kernels")]
 
 # Packages that only some rooms may import, and those rooms.
 CONFINED = {
-    "flax": {"relibra_jax.nnx", "relibra_jax.models"},
+    "flax": {"relibra_jax.nnx", "relibra_jax.models", "relibra_jax.integrations"},
     "safetensors": {"relibra_jax.models"},
+    "tunix": {"relibra_jax.integrations"},
     "tyro": {"relibra_jax.cli"},
     "rich": {"relibra_jax.cli"},
     "matplotlib": {"relibra_jax.cli"},

@@ -1,0 +1,105 @@
+"""Tunix's tiny model and its training runs, with and without balanced layers. Imports Tunix."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+from tunix.models.qwen3 import model as qwen3
+from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
+from tunix.rl.rl_cluster import ClusterConfig, RLCluster, RLTrainingConfig, Role
+
+from experiments.examples import tunix_grpo
+from relibra_jax import Topology, relibra
+from relibra_jax.integrations.tunix.learner import BalancedGRPOLearner
+from relibra_jax.integrations.tunix.model import BalancedQwen3
+from relibra_jax.integrations.tunix.rollout import RecordingRollout
+from relibra_jax.nnx import Balancer, expert_mesh
+from relibra_jax.nnx.put_on_mesh import put_on_mesh
+
+TOPOLOGY = Topology(num_nodes=2, ranks_per_node=4, num_experts=16, replica_slots=2)
+
+
+VOCABULARY = 8192
+"""So many that no run of a test draws the token of padding. Tunix's learner takes that one for padding, and counts the
+positions behind it on from before it, which its sampler does not."""
+
+
+ROLLOUT = dataclasses.replace(tunix_grpo.ROLLOUT, eos_tokens=list(range(4000, 4300)))
+"""So many ends that samples are of all lengths."""
+
+
+class Tokenizer(tunix_grpo.Tokenizer):
+    """The example's, for more tokens than letters."""
+
+    decode = staticmethod(lambda ids, **_: tunix_grpo.Tokenizer.decode([3 + token % 38 for token in ids]))
+
+
+def balancer_of(
+    planner=None, *, micro_batches=2, topology=TOPOLOGY, mesh=None, assign=None, check_rows=False
+):
+    """What plans the updates of the tiny model."""
+    return Balancer(
+        planner or relibra(),
+        topology,
+        mesh=mesh or expert_mesh(topology),
+        num_layers=tunix_grpo.MODEL.num_layers,
+        num_micro_batches=micro_batches,
+        key=jax.random.key(0),
+        assign=assign,
+        check_rows=check_rows,
+    )
+
+
+def tunix_model(remat="NONE", **changes):
+    """Tunix's own model, with routers that are decided."""
+    remat = qwen3.RematConfig[remat]
+    changes = {"remat_config": remat, "vocab_size": VOCABULARY} | changes
+    model = qwen3.Qwen3(dataclasses.replace(tunix_grpo.MODEL, **changes), rngs=nnx.Rngs(0))
+    for layer in model.layers:
+        layer.mlp.router.kernel[...] *= 3
+        for weights in (layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj):
+            weights[...] *= 15
+    return model
+
+
+def prompts(batches, size=4, start=0):
+    """A data set of so many batches of so many prompts."""
+    return [{"prompts": np.array([f"{start + batch}+{i}=" for i in range(size)])} for batch in range(batches)]
+
+
+def cluster_of(balancer, *, stock=False, steps=3, training=None, **changes):
+    """An actor and its reference, Tunix's own if ``stock``."""
+    models = [tunix_model() for _ in range(2)]
+    if stock:
+        for model in models:
+            put_on_mesh(model, None, balancer.mesh)
+    else:
+        models = [BalancedQwen3(model, balancer.live) for model in models]
+    sizes = tunix_grpo.SIZES | (training or {})
+    config = ClusterConfig(
+        **{
+            "role_to_mesh": dict.fromkeys(Role, balancer.mesh),
+            "rollout_engine": "vanilla" if stock else RecordingRollout,
+            "training_config": RLTrainingConfig(actor_optimizer=optax.adamw(3e-3), max_steps=steps, **sizes),
+            "rollout_config": ROLLOUT,
+        }
+        | changes
+    )
+    actor, reference = models
+    return RLCluster(actor=actor, reference=reference, tokenizer=Tokenizer(), cluster_config=config)
+
+
+def train(balancer, *, stock=False, data=None, eval_ds=None, algorithm=None, **options):
+    """Losses of all updates, and the cluster."""
+    cluster = cluster_of(balancer, stock=stock, **options)
+    config = GRPOConfig(**{"num_generations": 8, "beta": 0.1} | (algorithm or {}))
+    kinds = {} if stock else {"balancer": balancer}
+    learner = (GRPOLearner if stock else BalancedGRPOLearner)(cluster, config, tunix_grpo.reward, **kinds)
+    learner.train(data or prompts(3), eval_ds)
+    return np.asarray(history(cluster, "actor", "loss")), cluster
+
+
+def history(cluster, prefix, name):
+    return cluster.actor_trainer.metrics_logger.get_metric_history(prefix, name, "train")
