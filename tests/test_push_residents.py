@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.plans import load_of, random_ids, random_plan
 
-from experiments.rl.imbalance import measure_push
+from experiments.rl.balance import measure_push
 from relibra_jax.capacity import count_capacities
 from relibra_jax.execution import (
     ExpertParallel,
@@ -203,7 +203,7 @@ def test_an_expert_that_all_nodes_want_leaves_its_rank_once():
     assert pairs[0].tolist() == [0] + [1] * 7
     slots = np.pad(resident, ((0, 0), (0, 0), (0, 0), (2, 0)))  # home slots are not read
     plan = Plan(slots[None], np.arange(EXPERTS)[None], slots[None])
-    busiest = {"pushed_by_busiest_rank": 1, "crossing_by_busiest_rank": 7.0}
+    busiest = {"balance/pushed_by_busiest_rank": 1, "balance/pushed_across_by_busiest_rank": 7.0}
     assert measure_push(plan, topology) == busiest
 
 
