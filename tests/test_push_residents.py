@@ -225,6 +225,25 @@ def test_counted_buffers_suffice_and_smaller_ones_return_nan(small):
         assert np.isnan(pushed).all()
 
 
+def test_a_plan_without_residents_pushes_nothing():
+    """Planners that know no residents leave their slots empty, and counted buffers hold no expert at all."""
+    topology = topology_of("2x4")
+    plan, load = random_residents(topology, 7, fill=0.0)
+    capacities = count_capacities(layer_plans(plan, load), topology)
+    assert capacities.push == PushSizes(exports=0, pair=0, own=0)
+    parallel = ExpertParallel(mesh=expert_mesh(topology), topology=topology, capacities=capacities)
+    experts = at_home(plan, topology)
+    pushed = jax.jit(lambda experts: push_residents(experts, plan, parallel))(experts)
+    np.testing.assert_array_equal(pushed, expected(plan, topology))
+    assert not np.any(pushed)
+    returned = jax.jit(lambda *gradients: return_gradients(*gradients, plan, parallel))(pushed, experts)
+    np.testing.assert_array_equal(returned, experts)
+    # They are too small for a plan that has some.
+    other, _ = random_residents(topology, 7)
+    pushed = jax.jit(lambda experts: push_residents(experts, other, parallel))(at_home(other, topology))
+    assert np.isnan(pushed).all()
+
+
 def test_residents_of_an_earlier_step_or_of_another_plan_are_refused():
     topology = topology_of("2x4")
     plan, other = (random_residents(topology, seed)[0] for seed in (0, 1))
