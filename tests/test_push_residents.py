@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.plans import load_of, random_ids, random_plan
 
-from experiments.rl.imbalance import measure_push
+from experiments.rl.balance import measure_push
 from relibra_jax.capacity import count_capacities
 from relibra_jax.execution import (
     ExpertParallel,
@@ -203,7 +203,7 @@ def test_an_expert_that_all_nodes_want_leaves_its_rank_once():
     assert pairs[0].tolist() == [0] + [1] * 7
     slots = np.pad(resident, ((0, 0), (0, 0), (0, 0), (2, 0)))  # home slots are not read
     plan = Plan(slots[None], np.arange(EXPERTS)[None], slots[None])
-    busiest = {"pushed_by_busiest_rank": 1, "crossing_by_busiest_rank": 7.0}
+    busiest = {"balance/pushed_by_busiest_rank": 1, "balance/pushed_across_by_busiest_rank": 7.0}
     assert measure_push(plan, topology) == busiest
 
 
@@ -223,6 +223,25 @@ def test_counted_buffers_suffice_and_smaller_ones_return_nan(small):
         np.testing.assert_array_equal(pushed, expected(plan, topology))
     else:
         assert np.isnan(pushed).all()
+
+
+def test_a_plan_without_residents_pushes_nothing():
+    """Planners that know no residents leave their slots empty, and counted buffers hold no expert at all."""
+    topology = topology_of("2x4")
+    plan, load = random_residents(topology, 7, fill=0.0)
+    capacities = count_capacities(layer_plans(plan, load), topology)
+    assert capacities.push == PushSizes(exports=0, pair=0, own=0)
+    parallel = ExpertParallel(mesh=expert_mesh(topology), topology=topology, capacities=capacities)
+    experts = at_home(plan, topology)
+    pushed = jax.jit(lambda experts: push_residents(experts, plan, parallel))(experts)
+    np.testing.assert_array_equal(pushed, expected(plan, topology))
+    assert not np.any(pushed)
+    returned = jax.jit(lambda *gradients: return_gradients(*gradients, plan, parallel))(pushed, experts)
+    np.testing.assert_array_equal(returned, experts)
+    # They are too small for a plan that has some.
+    other, _ = random_residents(topology, 7)
+    pushed = jax.jit(lambda experts: push_residents(experts, other, parallel))(at_home(other, topology))
+    assert np.isnan(pushed).all()
 
 
 def test_residents_of_an_earlier_step_or_of_another_plan_are_refused():

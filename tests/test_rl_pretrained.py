@@ -63,7 +63,7 @@ def test_a_run_starts_from_a_checkpoint_and_leaves_one(task, folder, tmp_path, m
         for each in read_metrics(tmp_path / "run" / "seed-0" / "metrics.jsonl")
         if each["kind"] == "learn"
     ]
-    assert learned["imbalance"] < learned["imbalance_static"]
+    assert learned["balance/imbalance"] < learned["balance/imbalance_static"]
     trained = tmp_path / "run" / "seed-0" / "model-2"
     assert (trained / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
     before, after = tensors(folder), tensors(trained)

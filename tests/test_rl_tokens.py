@@ -297,8 +297,8 @@ def test_a_run_generates_and_learns_by_the_tokenizer_of_a_checkpoint(checkpoint,
     ):
         assert tokens[mask & ~response].tolist() == tokenizer.encode_prompt(example.prompt)
         assert not np.isin(tokens[response][:-1], tokenizer.ends).any()
-    assert trainer.evaluate()["failed"] == 0
-    assert trainer.warm_up()["loss"] == pytest.approx(np.log(320), rel=0.05)
+    assert trainer.evaluate()["evaluation/failed"] == 0
+    assert trainer.warm_up()["warmup/loss"] == pytest.approx(np.log(320), rel=0.05)
     monkeypatch.setattr(trainer, "config", dataclasses.replace(config, prompt_tokens=9))
     with pytest.raises(
         ValueError, match=r"of 64 examples 0 fit prompt_tokens=9 .* the longest have \d\d and"

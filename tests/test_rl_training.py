@@ -189,7 +189,7 @@ def run(folder, console=None, *, task=None, **changes):
 def numbers(folder):
     """Metrics without times."""
     kept = read_metrics(folder / "seed-0" / "metrics.jsonl")
-    return [{k: v for k, v in line.items() if k not in ("seconds", "phases")} for line in kept]
+    return [{k: v for k, v in line.items() if not k.startswith(("time/", "speed/"))} for line in kept]
 
 
 def last_checkpoint(folder, config):
@@ -216,15 +216,15 @@ def test_a_run_leaves_metrics_report_checkpoint_and_trace(unbroken):
     )
     learned = [line for line in lines if line["kind"] == "learn"]
     for line in learned:
-        assert 1 <= line["imbalance"] <= line["imbalance_bound"] * 1.01
-        assert line["imbalance"] < line["imbalance_static"]
-        assert len(line["imbalance_by_micro_batch"]) == 2
+        assert 1 <= line["balance/imbalance"] <= line["balance/imbalance_bound"] * 1.01
+        assert line["balance/imbalance"] < line["balance/imbalance_static"]
+        assert len(line["balance/imbalance_by_micro_batch"]) == 2
     summary = json.loads((unbroken / "summary.json").read_text())["seeds"]["0"]
     assert summary["steps"] == 3
     assert summary["imbalance_static"] == pytest.approx(
-        np.mean([line["imbalance_static"] for line in learned])
+        np.mean([line["balance/imbalance_static"] for line in learned])
     )
-    assert summary["reward_end"] == lines[-1]["reward"]
+    assert summary["reward_end"] == lines[-1]["evaluation/reward"]
     assert (unbroken / "training.png").read_bytes().startswith(b"\x89PNG")
     replay, experts = load_replay(unbroken / "seed-0" / "replay.npz")
     assert experts == 16
@@ -314,8 +314,8 @@ def test_a_report_of_steps_with_different_settings(unbroken, tmp_path):
     lines = read_metrics(unbroken / "seed-0" / "metrics.jsonl")
     changed = lines[-2]
     assert changed["kind"] == "learn"
-    changed["imbalance_by_micro_batch"], changed["imbalance_live"] = [1.0], 1.5
-    changed["imbalance_static_by_micro_batch"] = [1.2]
+    changed["balance/imbalance_by_micro_batch"], changed["balance/imbalance_live"] = [1.0], 1.5
+    changed["balance/imbalance_static_by_micro_batch"] = [1.2]
     assert summarise(lines)["imbalance_live"] == 1.5
     training_figure(tmp_path / "figure.png", {0: lines}, "changed on the way")
 
@@ -335,9 +335,9 @@ def test_resumed_settings_are_the_defaults_of_all_others(tmp_path, capsys):
 def test_live_updates_count_what_differs_from_the_record():
     trainer = Trainer(small(replay=False, warmup_steps=0), 0)
     first, second = trainer.learn(), trainer.learn()
-    assert len(first["routing_changed"]) == SMALLEST.layers
-    assert first["imbalance_live"] > first["imbalance"]
-    assert all(0 <= share < 0.5 for share in second["routing_changed_share"])
+    assert len(first["routing/changed_share_by_layer"]) == SMALLEST.layers
+    assert first["balance/imbalance_live"] > first["balance/imbalance"]
+    assert all(0 <= share < 0.5 for share in second["routing/changed_share_by_layer"])
 
 
 def test_a_reward_function_that_raises_costs_its_sample_only():
@@ -370,7 +370,7 @@ def test_a_run_goes_on_when_all_rewards_fail(tmp_path):
     with (tmp_path / "shown").open("w") as file:
         run(tmp_path / "run", Console(file=file, width=200), task=task, steps=1)
     [line] = [line for line in numbers(tmp_path / "run") if line["kind"] == "learn"]
-    assert (line["failed"], line["reward"], line["loss"]) == (32, None, 0)
+    assert (line["reward/failed"], line["reward/mean"], line["policy/loss"]) == (32, None, 0)
     assert "RuntimeError('no judge')" in (tmp_path / "shown").read_text()
 
 

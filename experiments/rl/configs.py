@@ -131,6 +131,11 @@ class Train:
     """The steps between two checkpoints, those of the warm-up too."""
     record: int = 0
     """Save the routing of the last so many batches as a trace, ``replay.npz``."""
+    writer: str | None = None
+    """A further writer of metrics, Weights & Biases for instance: ``my_module:my_writer``, a function that is given the
+    folder of a run and its settings and returns an object with ``log(metrics, step=)``."""
+    profile: int | None = None
+    """The learning step whose profile is written, by `jax.profiler`."""
     out: Path | None = None
     """The folder where everything goes; a new one in ``out`` when not given."""
     resume: Path | None = None
@@ -176,6 +181,12 @@ class Train:
             )
         if not self.seeds:
             raise ValueError("seeds: at least one")
+        end = self.warmup_steps + self.steps
+        if self.profile is not None and not self.warmup_steps <= self.profile < end:
+            raise ValueError(
+                f"profile={self.profile} must be a learning step: at least warmup_steps={self.warmup_steps} and below"
+                f" warmup_steps + steps = {end}"
+            )
         if self.resume is not None and self.out is not None:
             raise ValueError(f"resume={self.resume} goes on in that folder, and out={self.out} is another")
         self._check_memory()

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.rl.configs import Train
+from experiments.rl.metrics import EVALUATE, LEARN
 from experiments.rl.metrics_log import read_metrics
 from relibra_jax.atomic_write import write_atomically, write_json
 from relibra_jax.cli.figures import COLOURS, GRID, INK
@@ -81,27 +82,33 @@ def summarise(lines: list[dict[str, Any]]) -> dict[str, Any]:
     Args:
         lines: the metrics of the run.
     """
-    learned = _of_kind(lines, "learn")
-    evaluated = [line["reward"] for line in _of_kind(lines, "evaluation") if line["reward"] is not None]
-    wall = sum(line.get("seconds", 0) for line in lines)
+    learned = _of_kind(lines, LEARN)
+    evaluated = [line["evaluation/reward"] for line in _of_kind(lines, EVALUATE)]
+    evaluated = [reward for reward in evaluated if reward is not None]
+    wall = sum(line.get("time/step_seconds", 0) for line in lines)
     numbers: dict[str, Any] = {"steps": len(learned), "wall_seconds": wall}
     if evaluated:
         numbers |= {"reward_warm_up": evaluated[0], "reward_end": evaluated[-1]}
     if not learned:
         return numbers
     for name in ("imbalance", "imbalance_bound", "imbalance_static", "imbalance_live"):
-        if of_name := [line[name] for line in learned if name in line]:
-            numbers[name] = float(np.mean(of_name))
-    phases = {name: np.array([line["phases"][name] for line in learned]) for name in learned[0]["phases"]}
-    seconds, tokens = (np.array([line[name] for line in learned]) for name in ("seconds", "tokens"))
+        of_name = [line[f"balance/{name}"] for line in learned]
+        if measured := [value for value in of_name if value is not None]:
+            numbers[name] = float(np.mean(measured))
+    spent = {
+        name: np.array([line[name] for line in learned]) for name in learned[0] if name.startswith("time/")
+    }
+    planning = spent["time/plan_seconds"] + spent["time/migrate_seconds"]
     return numbers | {
-        **{f"{name}_ms": 1e3 * float(np.median(spent)) for name, spent in phases.items()},
-        "step_ms": 1e3 * float(np.median(seconds)),
-        "plan_and_migrate_share": float(np.median((phases["plan"] + phases["migrate"]) / seconds)),
-        "tokens_per_second": float(np.median(tokens / seconds)),
-        "failed_rewards": sum(line.get("failed", 0) for line in lines),
-        "reward_by_step": [line["reward"] for line in learned],
-        "routing_changed_share": np.mean([line["routing_changed_share"] for line in learned], 0).tolist(),
+        **{_milliseconds(name): 1e3 * float(np.median(seconds)) for name, seconds in spent.items()},
+        "plan_and_migrate_share": float(np.median(planning / spent["time/step_seconds"])),
+        "tokens_per_second": float(np.median([line["speed/tokens_per_second"] for line in learned])),
+        "failed_rewards": sum(line["reward/failed"] for line in learned)
+        + sum(line["evaluation/failed"] for line in _of_kind(lines, EVALUATE)),
+        "reward_by_step": [line["reward/mean"] for line in learned],
+        "routing_changed_share": np.mean(
+            [line["routing/changed_share_by_layer"] for line in learned], 0
+        ).tolist(),
     }
 
 
@@ -117,12 +124,12 @@ def training_figure(path: Path, metrics: dict[int, list[dict[str, Any]]], title:
     (reward, balance), (planning, speed) = panels
     figure.suptitle(title, color=INK, fontsize=11)
     for number, (seed, lines) in enumerate(metrics.items()):
-        colour, learned = COLOURS[(6 + number) % len(COLOURS)], _of_kind(lines, "learn")
+        colour, learned = COLOURS[(6 + number) % len(COLOURS)], _of_kind(lines, LEARN)
         steps = np.array([line["step"] for line in learned])
-        rewards = [np.nan if line["reward"] is None else line["reward"] for line in learned]
+        rewards = [np.nan if line["reward/mean"] is None else line["reward/mean"] for line in learned]
         reward.plot(steps, rewards, color=colour, linewidth=0.8, alpha=0.4)
         reward.plot(steps, _smooth(rewards), color=colour, linewidth=1.6, label=f"seed {seed}")
-        evaluated = [(line["step"], line["reward"]) for line in _of_kind(lines, "evaluation")]
+        evaluated = [(line["step"], line["evaluation/reward"]) for line in _of_kind(lines, EVALUATE)]
         if evaluated:
             points = zip(*evaluated, strict=True)
             reward.plot(*points, "o", color=colour, markersize=6, label="prompts for evaluation")
@@ -130,16 +137,17 @@ def training_figure(path: Path, metrics: dict[int, list[dict[str, Any]]], title:
             ("imbalance", "plan", "under the plan"),
             ("imbalance_static", "static", "static placement"),
         ):
-            each = [line[f"{kind}_by_micro_batch"] for line in learned]
+            each = [line[f"balance/{kind}_by_micro_batch"] for line in learned]
             where = np.repeat(steps, [len(values) for values in each])
             values = [value for values in each for value in values]
             balance.plot(where, values, ".", color=COLOUR_OF[of], markersize=3, label=label)
         for phase in ("plan", "migrate"):
-            spent = [1e3 * line["phases"][phase] for line in learned]
+            spent = [1e3 * line[f"time/{phase}_seconds"] for line in learned]
             planning.plot(steps, spent, color=COLOUR_OF[phase], linewidth=1.2, label=phase)
-        seconds = np.array([line["seconds"] for line in learned])
+        seconds = np.array([line["time/step_seconds"] for line in learned])
         planning.plot(steps, 1e3 * seconds, color=COLOURS[0], linewidth=1.2, label="whole step")
-        speed.plot(steps, [line["tokens"] for line in learned] / seconds, color=colour, linewidth=1.2)
+        tokens = [line["speed/tokens_per_second"] for line in learned]
+        speed.plot(steps, tokens, color=colour, linewidth=1.2)
     planning.set_yscale("log")
     for axes, label in zip(panels.flat, PANELS, strict=True):
         axes.set(xlabel="step", ylabel=label)
@@ -167,6 +175,11 @@ def _table(summary: dict[int, dict[str, Any]], title: str) -> Table:
         cells = [form.format(np.mean(numbers[name])) if name in numbers else "" for _, name, form in columns]
         table.add_row(str(seed), *cells)
     return table
+
+
+def _milliseconds(name: str) -> str:
+    """The name in the summary of a metric in seconds."""
+    return name.removeprefix("time/").removesuffix("_seconds") + "_ms"
 
 
 def _of_kind(lines: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:

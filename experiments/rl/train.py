@@ -19,7 +19,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from experiments.rl.compilations import tell_compilations
 from experiments.rl.configs import Train
 from experiments.rl.devices import compile_quickly, host_devices
-from experiments.rl.metrics_log import MetricsLog
+from experiments.rl.metrics import FAILURES, WARM_UP
+from experiments.rl.metrics_log import MetricsLog, OpenWriter, import_writer, open_checked
+from experiments.rl.profiling import profiled
 from experiments.rl.report import write_report
 from experiments.rl.stop_signals import stop_signals
 from experiments.rl.tasks import Task
@@ -30,13 +32,20 @@ from relibra_jax.replay_files import load_replay, save_replay
 from relibra_jax.types import RoutingReplay
 
 CHECKPOINTS_KEPT: Final = 2
-OF_ONE_START: Final = ("out", "resume", "verify")
+OF_ONE_START: Final = ("out", "resume", "verify", "profile")
 """The settings that are not written down for the next start."""
 COMPILED: Final = Path("out/compiled")
 """Where compiled programs are kept for later processes, unless the user has chosen another place."""
 
 
-def run_train(config: Train, console: Console, *, name: str = "rl", task: Task | None = None) -> Path:
+def run_train(
+    config: Train,
+    console: Console,
+    *,
+    name: str = "rl",
+    task: Task | None = None,
+    writer: OpenWriter | None = None,
+) -> Path:
     """Run every seed, or go on with them, and report. SIGTERM and Ctrl-C save and return.
 
     Args:
@@ -44,13 +53,18 @@ def run_train(config: Train, console: Console, *, name: str = "rl", task: Task |
         console: where progress and the table are shown.
         name: the name of the run, for its folder.
         task: a task in place of the one that ``config`` names.
+        writer: opens a further writer of metrics for every seed, in place of the one that ``config`` names:
+            ``lambda folder, settings: wandb.init(dir=folder, config=settings)``, for instance.
 
     Returns:
         The folder with ``config.json``, ``seed-*/metrics.jsonl``, checkpoints, figure and summary.
 
     Raises:
-        ValueError: if settings do not fit or the planner refuses them, or a checkpoint is damaged or of another model.
+        ValueError: if settings do not fit or the planner refuses them, there is no such writer, or a checkpoint is
+            damaged or of another model.
     """
+    if writer is None and config.writer is not None:
+        writer = import_writer(config.writer)
     compile_quickly()
     host_devices(config.topology.num_ranks)
     _check_planner(config)
@@ -58,7 +72,7 @@ def run_train(config: Train, console: Console, *, name: str = "rl", task: Task |
     keep_compiled()
     with stop_signals() as asked:
         for seed in config.seeds:
-            if not _run_seed(config, seed, folder, console, asked, task):
+            if not _run_seed(config, seed, folder, console, asked, task, writer):
                 again = f"python -m experiments.run {name} --resume {folder}"
                 console.print(f"stopped and saved; go on with: {again}", highlight=False, soft_wrap=True)
                 return folder
@@ -73,7 +87,13 @@ def keep_compiled() -> None:
 
 
 def _run_seed(
-    config: Train, seed: int, run: Path, console: Console, asked: threading.Event, task: Task | None
+    config: Train,
+    seed: int,
+    run: Path,
+    console: Console,
+    asked: threading.Event,
+    task: Task | None,
+    open_writer: OpenWriter | None,
 ) -> bool:
     """Whether it came to its end."""
     folder, trainer = run / f"seed-{seed}", Trainer(config, seed, task=task)
@@ -82,23 +102,30 @@ def _run_seed(
     with ocp.CheckpointManager((folder / "checkpoints").absolute(), options=options) as manager:
         if manager.latest_step() is not None:
             trainer.state.restore(manager, verify=config.verify)
-        # Settings that a checkpoint refuses are not written down.
+        if config.profile is not None and config.profile < trainer.state.step:
+            console.print(
+                f"note: seed {seed} is at step {trainer.state.step}, profile={config.profile} is behind it"
+            )
+        settings = {**_plain(config), "seed": seed}
+        writer = None if open_writer is None else open_checked(open_writer, folder, settings)
+        # Settings that a checkpoint or a writer refuses are not written down.
         _note_changes(config, run, console)
         with (
-            MetricsLog(folder, trainer.state.step) as log,
+            MetricsLog(folder, trainer.state.step, writer) as log,
             _progress(console, f"seed {seed}", total=trainer.total_steps) as (bar, task_id),
         ):
 
             def report(step: int, metrics: dict[str, Any]) -> None:
                 log.write(step, metrics)
-                for failure in metrics.get("failures", ()):
+                for failure in metrics.get(FAILURES, ()):
                     bar.console.print(f"step {step}: {failure}", style="red", markup=False)
 
             while trainer.state.step < trainer.total_steps and not asked.is_set():
                 step, learning = trainer.state.step, trainer.state.step >= config.warmup_steps
                 if step == config.warmup_steps and config.evaluation_batches:
                     report(step, trainer.evaluate())
-                metrics = trainer.learn() if learning else trainer.warm_up()
+                with profiled(folder / f"profile-{step}" if step == config.profile else None):
+                    metrics = trainer.learn() if learning else trainer.warm_up()
                 report(step, metrics)
                 bar.update(task_id, completed=trainer.state.step, shown=_shown(metrics))
                 if step in recorded and trainer.replay is not None:
@@ -212,9 +239,11 @@ def _progress(console: Console, name: str, *, total: int) -> Iterator[tuple[Prog
 
 
 def _shown(metrics: dict[str, Any]) -> str:
-    speed = f"{metrics['tokens'] / metrics['seconds']:.0f} tokens/s"
-    if metrics["kind"] == "warm-up":
-        return f"warm-up, loss {metrics['loss']:.3f}, {speed}"
-    reward = "none" if metrics["reward"] is None else f"{metrics['reward']:.3f}"
-    balance = f"imbalance {metrics['imbalance']:.3f} (static {metrics['imbalance_static']:.3f})"
+    speed = f"{metrics['speed/tokens_per_second']:.0f} tokens/s"
+    if metrics["kind"] == WARM_UP:
+        return f"warm-up, loss {metrics['warmup/loss']:.3f}, {speed}"
+    reward = "none" if metrics["reward/mean"] is None else f"{metrics['reward/mean']:.3f}"
+    balance = (
+        f"imbalance {metrics['balance/imbalance']:.3f} (static {metrics['balance/imbalance_static']:.3f})"
+    )
     return f"reward {reward}, {balance}, {speed}"

@@ -12,16 +12,17 @@ import jax
 import numpy as np
 from flax import nnx
 
+from experiments.rl.balance import measure_batch
 from experiments.rl.checkpoint_tokenizer import load_tokenizer
 from experiments.rl.configs import Train
 from experiments.rl.devices import host_devices
 from experiments.rl.generation import Responses, generate
-from experiments.rl.imbalance import measure_imbalance, measure_push
 from experiments.rl.losses import relative_advantages, token_weights
+from experiments.rl.metrics import EVALUATE, FAILURES, LEARN, WARM_UP
 from experiments.rl.rewards import Rewards, score_responses
 from experiments.rl.state import State
 from experiments.rl.step import StepMetrics, TrainingBatch, prepare_residents, recompute, update
-from experiments.rl.step_clock import StepClock
+from experiments.rl.step_clock import StepClock, exposed_seconds
 from experiments.rl.tasks import Example, Task, find_task
 from experiments.rl.tokens import BYTES, Tokenizer
 from relibra_jax.execution import Residents, check_residents
@@ -94,7 +95,7 @@ class Trainer:
             )
             loss = self._check_finite(metrics)
         state.step += 1
-        return {"kind": "warm-up", "loss": loss, "tokens": int(mask.sum()), **clock.report()}
+        return {"kind": WARM_UP, "warmup/loss": loss, **_speed(int(mask.sum()), clock)}
 
     def learn(self) -> dict[str, Any]:
         """Responses to one batch of prompts and what is learned from them; its metrics."""
@@ -104,8 +105,7 @@ class Trainer:
             responses = self.generate(examples, self._key(PROMPTS, state.step))
         with ThreadPoolExecutor(1) as scorer:
             # Rewards are Python, planning is compiled: they run side by side.
-            texts = (responses.tokens, responses.response, self.tokenizer)
-            scoring = scorer.submit(score_responses, self.task, examples, *texts)
+            scoring = scorer.submit(self._score, examples, responses, clock)
             batch, samples = self.prepare(responses, clock)
             with clock("recompute"):
                 residents = prepare_residents(state.model, state.optimizer, batch)
@@ -113,27 +113,31 @@ class Trainer:
                     recompute(state.model, batch, samples, residents, temperature=config.temperature)
                 )
             check_executed(slot_rows, batch)
-            with clock("score"):
+            with clock("score_wait"):
                 rewards = scoring.result()
         with clock("update"):
             samples = samples._replace(old_log_prob=old_log_prob)
             metrics = self.update(batch, samples, responses, rewards, residents)
             loss = self._check_finite(metrics)
-        times = clock.report()
+        times = _speed(int(responses.mask.sum()), clock)
         state.step += 1
+        lengths = responses.response.sum(1)
         return {
-            "kind": "learn",
-            "reward": _mean(rewards.reward[rewards.scored]),
-            "failed": len(rewards.failures),
-            "failures": rewards.failures[:SHOWN_FAILURES],
-            "response_tokens": float(responses.response.sum() / len(responses.response)),
-            "loss": loss,
-            "clipped": float(metrics.policy.clipped),
-            "kl": float(metrics.policy.kl),
-            "gradient_norm": float(metrics.gradient_norm),
-            "tokens": int(responses.mask.sum()),
-            **self._routing_metrics(batch, metrics),
+            "kind": LEARN,
+            "reward/mean": _mean(rewards.reward[rewards.scored]),
+            "reward/failed": len(rewards.failures),
+            FAILURES: rewards.failures[:SHOWN_FAILURES],
+            "response/tokens": float(lengths.mean()),
+            "response/longest": int(lengths.max()),
+            "response/ended_share": float(responses.ended.mean()),
+            "policy/loss": loss,
+            "policy/clipped_share": float(metrics.policy.clipped),
+            "policy/kl": float(metrics.policy.kl),
+            "policy/gradient_norm": float(metrics.gradient_norm),
+            **measure_batch(batch, metrics, int(responses.mask.sum()), live=not config.replay),
             **times,
+            "time/exposed_seconds": exposed_seconds(clock.phases),
+            "speed/response_tokens_per_second": float(lengths.sum() / clock.phases["generate"]),
         }
 
     def evaluate(self) -> dict[str, Any]:
@@ -142,16 +146,15 @@ class Trainer:
         for number in range(self.config.evaluation_batches):
             examples = self.examples(EVALUATION, number)
             responses = self.generate(examples, self._key(EVALUATION, number))
-            texts = (responses.tokens, responses.response, self.tokenizer)
-            rewards.append(score_responses(self.task, examples, *texts))
+            rewards.append(self._score(examples, responses, StepClock()))
         scored = np.concatenate([each.reward[each.scored] for each in rewards])
         failures = [failure for each in rewards for failure in each.failures]
         return {
-            "kind": "evaluation",
-            "reward": _mean(scored),
-            "samples": len(scored),
-            "failed": len(failures),
-            "failures": failures[:SHOWN_FAILURES],
+            "kind": EVALUATE,
+            "evaluation/reward": _mean(scored),
+            "evaluation/samples": len(scored),
+            "evaluation/failed": len(failures),
+            FAILURES: failures[:SHOWN_FAILURES],
         }
 
     def generate(self, examples: list[Example], key: jax.Array) -> Responses:
@@ -225,6 +228,11 @@ class Trainer:
         drawn = self._draw(seed, self.config.prompts)
         return [example for example in drawn for _ in range(self.config.responses_per_prompt)]
 
+    def _score(self, examples: list[Example], responses: Responses, clock: StepClock) -> Rewards:
+        with clock("score"):
+            texts = (responses.tokens, responses.response, self.tokenizer)
+            return score_responses(self.task, examples, *texts)
+
     def _prepare_live(self) -> PreparedBatch:
         state = self.state
         return state.balancer.prepare(state.model, state.optimizer, None, num_samples=self.config.samples)
@@ -262,22 +270,6 @@ class Trainer:
                 raise FloatingPointError(f"step {self.state.step}: {name} is {value}")
         return values["loss"]
 
-    def _routing_metrics(self, batch: PreparedBatch, metrics: StepMetrics) -> dict[str, Any]:
-        batch_plan, parallel = batch.batch_plan, batch.parallel
-        imbalance = measure_imbalance(
-            batch_plan, metrics.load, topology=parallel.topology, across_nodes=parallel.across_nodes
-        )
-        if self.config.replay:
-            del imbalance["imbalance_live"]
-        changed = np.asarray(metrics.routing_changed).sum(0)
-        choices = np.asarray(batch_plan.load).sum((0, 2, 3, 4))
-        return {
-            **{name: np.asarray(value).tolist() for name, value in imbalance.items()},
-            "routing_changed": changed.tolist(),
-            "routing_changed_share": (changed / choices).tolist(),
-            **measure_push(batch_plan.plan, parallel.topology),
-        }
-
 
 def find_tokenizer(config: Train) -> Tokenizer:
     """The tokenizer beside the checkpoint that a run starts from; bytes for models that were made for them.
@@ -289,6 +281,15 @@ def find_tokenizer(config: Train) -> Tokenizer:
     if config.model is None or (bytes_suffice and not (config.model / "tokenizer.json").exists()):
         return BYTES
     return load_tokenizer(config.model)
+
+
+def _speed(num_tokens: int, clock: StepClock) -> dict[str, int | float]:
+    times = clock.report()
+    return {
+        "batch/tokens": num_tokens,
+        "speed/tokens_per_second": num_tokens / times["time/step_seconds"],
+        **times,
+    }
 
 
 def _mean(rewards: np.ndarray) -> float | None:

@@ -1,11 +1,9 @@
 """A planner from outside the table: ``my_module:my_planner`` on the command line."""
 
 import functools
-import importlib
-import os
-import sys
 from typing import Any
 
+from relibra_jax.cli.outside import import_outside
 from relibra_jax.planning.baselines.forecasts import FORECASTS
 from relibra_jax.planning.planners import PlannerEntry
 from relibra_jax.suggestions import suggest_names
@@ -26,24 +24,7 @@ def import_planner(name: str) -> PlannerEntry:
     Raises:
         ValueError: if the name is of another form, there is no such module or attribute, or it is no planner.
     """
-    module_name, _, attribute = name.partition(":")
-    if not module_name or not attribute:
-        raise ValueError(
-            f"planner {name!r} must be written module:attribute, for example my_module:my_planner"
-        )
-    if os.getcwd() not in sys.path:  # a console script starts without it
-        sys.path.insert(0, os.getcwd())
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise
-        raise ValueError(f"planner {name!r}: no module {error.name!r} here or where Python looks") from error
-    if not hasattr(module, attribute):
-        raise ValueError(
-            f"planner {name!r}: {module_name} has no {attribute!r}{suggest_names(attribute, vars(module))}"
-        )
-    found = getattr(module, attribute)
+    found = import_outside("planner", name)
     if callable(found) and not isinstance(found, Planner):
         try:
             found = found()

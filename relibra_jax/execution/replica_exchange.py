@@ -43,9 +43,9 @@ def fetch(
         ``held``, which stands for the experts from here on; the replicas (zeros in empty slots); and ``x`` behind the
         barrier.
     """
-    held, exports, x = _pack(held, tables.exports, x)
-    expert = exports.shape[1:]
     with jax.named_scope("replica_fetch"):
+        held, exports, x = _pack(held, tables.exports, x)
+        expert = exports.shape[1:]
         if tables.lanes is not None:
             return held, gather_rows(send(exports, tables.lanes, exchange), tables.source, tables.places), x
         pieces = scatter_pieces(exports, exchange.axes, exchange.ranks)

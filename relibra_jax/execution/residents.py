@@ -132,7 +132,8 @@ def push_residents(
         weights = vary_over(weights, varying_axes(leaves[0]))
         rows = shapes.slots if len(leaves) == 1 else shapes.homes
         width = _chunk_width(rows, weights, chunk_bytes)
-        weights = in_chunks(fill, weights, weights.shape[-1], width)
+        if shapes.sizes.exports:  # buffers of nothing cannot be sent
+            weights = in_chunks(fill, weights, weights.shape[-1], width)
         fits = push_fits(home, resident, parallel.topology, shapes.sizes)
         weights = (weights * one_or_nan(fits, weights)).reshape(*shapes.on_rank, *weights.shape[1:])
         return vary_over(weights, shapes.copied_over)
@@ -173,6 +174,8 @@ def return_gradients(
     leaves, structure = jax.tree.flatten(totals)
     shapes = _Shapes(leaves, plan, parallel, fsdp_axis)
     check_shape("gradients", gradients.shape, shapes.resident)
+    if not shapes.sizes.exports:
+        return totals
 
     @functools.partial(
         jax.shard_map,

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
-from jaxtyping import PRNGKeyArray
+from jaxtyping import Int, PRNGKeyArray, PyTree
 
 from relibra_jax.capacity import Capacities, count_capacities, grow_capacities, round_capacity
 from relibra_jax.execution.parallel import AUTO, ExpertParallel
@@ -196,34 +196,27 @@ class Balancer:
         self._check_homes(model)
         self._check_updated(optimizer)
         check_finite(model)
-        start = time.perf_counter()
-        replay = RoutingReplay(*map(np.asarray, replay))
-        self._check_replay(replay)
-        key, now = jax.random.split(self._key)
-        copies = math.prod(self._parallel.copies)
-        batch_plan, planner_state = _plan(
-            *(replay, self._planner_state, now),
-            planner=self.planner,
-            topology=self.topology,
-            num_micro_batches=copies * self.num_micro_batches,
-            assign=self.assign,
-        )
-        batch_plan = jax.device_get(batch_plan)
-        check_plan(batch_plan.plan, batch_plan.load, self.topology, across_nodes=self._parallel.across_nodes)
-        if jax.process_count() > 1:
-            check_same_plan(batch_plan)
-        grown = self._grow(replay, batch_plan)
-        plan_seconds = time.perf_counter() - start
-
-        on_mesh = jax.tree.map(functools.partial(replicate, mesh=self.mesh), batch_plan)
-        rows = batch_plan.assignment.sample[0].size * copies
-        parallel = dataclasses.replace(self._parallel, capacities=grown, rows=rows)
-        assignment = batch_plan.assignment
-        batch = replayed_batch(on_mesh, parallel, replay, assignment=assignment, plan_seconds=plan_seconds)
-        put_on_mesh(model, optimizer, self.mesh)
-        home = batch_plan.plan.home
-        reorder_experts(model, optimizer, home, mesh=self.mesh, topology=self.topology)
-        self._planner_state, self._key, self._home, self._capacities = planner_state, key, home, grown
+        with jax.profiler.TraceAnnotation("plan"):
+            start = time.perf_counter()
+            replay = RoutingReplay(np.asarray(replay.expert_ids), np.asarray(replay.mask))
+            self._check_replay(replay)
+            batch_plan, next_states = self._plan_replay(replay)
+            visits = self._count_visits(replay, batch_plan)
+            grown = self._grow(batch_plan, visits)
+            seconds = time.perf_counter() - start
+        with jax.profiler.TraceAnnotation("migrate"):
+            on_mesh = jax.tree.map(functools.partial(replicate, mesh=self.mesh), batch_plan)
+            assignment = batch_plan.assignment
+            rows = assignment.sample[0].size * math.prod(self._parallel.copies)
+            parallel = dataclasses.replace(self._parallel, capacities=grown, rows=rows)
+            batch = replayed_batch(
+                *(on_mesh, parallel, replay), assignment=assignment, plan_seconds=seconds, visits=visits
+            )
+            put_on_mesh(model, optimizer, self.mesh)
+            home = np.asarray(batch_plan.plan.home)
+            reorder_experts(model, optimizer, home, mesh=self.mesh, topology=self.topology)
+        self._planner_state, self._key = next_states
+        self._home, self._capacities = home, grown
         self._number += 1
         if optimizer is not None:
             self._updates_before = _updates(optimizer)
@@ -234,10 +227,30 @@ class Balancer:
         """Give up the batch that was prepared last, so that another one may be prepared without an update."""
         self._updates_before = None
 
-    def _grow(self, replay: RoutingReplay, batch_plan: BatchPlan) -> Capacities:
-        visits = None
-        if self._parallel.is_hierarchical(replay.expert_ids.shape[-1]):
-            visits = node_visits(replay, batch_plan, self.topology)
+    def _plan_replay(self, replay: RoutingReplay) -> tuple[BatchPlan, tuple[PyTree, PRNGKeyArray]]:
+        """A checked plan on the host, and the planner's state and the key for the next one."""
+        key, now = jax.random.split(self._key)
+        batch_plan, planner_state = _plan(
+            *(replay, self._planner_state, now),
+            planner=self.planner,
+            topology=self.topology,
+            num_micro_batches=math.prod(self._parallel.copies) * self.num_micro_batches,
+            assign=self.assign,
+        )
+        batch_plan = jax.device_get(batch_plan)
+        check_plan(batch_plan.plan, batch_plan.load, self.topology, across_nodes=self._parallel.across_nodes)
+        if jax.process_count() > 1:
+            check_same_plan(batch_plan)
+        return batch_plan, (planner_state, key)
+
+    def _count_visits(
+        self, replay: RoutingReplay, batch_plan: BatchPlan
+    ) -> Int[np.ndarray, "M L P N"] | None:
+        if not self._parallel.is_hierarchical(replay.expert_ids.shape[-1]):
+            return None
+        return np.asarray(node_visits(replay, batch_plan, self.topology))
+
+    def _grow(self, batch_plan: BatchPlan, visits: Int[np.ndarray, "M L P N"] | None) -> Capacities:
         need = count_capacities(batch_plan.layer_plans(), self.topology, visits=visits)
         if visits is None and self._capacities.node is not None:
             need = dataclasses.replace(need, node=NOTHING)

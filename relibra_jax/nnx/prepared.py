@@ -30,6 +30,9 @@ class PreparedBatch:
     """Mesh, topology, buffer sizes and kinds of exchange, for `relibra_jax.nnx.MoELayer`."""
     plan_seconds: float
     """How long the host planned, checked and counted; 0 under jit."""
+    visits: Int[np.ndarray, "M L P N"] | None
+    """Tokens that each rank sends to each node, its own among them, on the hierarchical path; None on the flat one, for
+    live routing, and under jit."""
     check_in_force: Callable[[], None] | None
     """Raises when another batch has been prepared; None under jit."""
 
@@ -42,8 +45,10 @@ class PreparedBatch:
         assignment: Assignment | None = None,
         num_samples: int = 0,
         plan_seconds: float = 0.0,
+        visits: Int[np.ndarray, "M L P N"] | None = None,
     ):
-        self._batch_plan, self.parallel, self.plan_seconds = batch_plan, parallel, plan_seconds
+        self._batch_plan, self.parallel = batch_plan, parallel
+        self.plan_seconds, self.visits = plan_seconds, visits
         self._layers, self._assignment, self._num_samples = layers, assignment, num_samples
         self.check_in_force = None
 
@@ -122,6 +127,7 @@ def replayed_batch(
     *,
     assignment: Assignment,
     plan_seconds: float,
+    visits: Int[np.ndarray, "M L P N"] | None,
 ) -> PreparedBatch:
     """A batch that follows recorded routing: its layers are prepared here, on the devices.
 
@@ -131,6 +137,7 @@ def replayed_batch(
         replay: the recorded routing, on the host.
         assignment: the assignment, on the host.
         plan_seconds: how long the batch was planned.
+        visits: how often tokens go to each node, where that was counted.
 
     Raises:
         RuntimeError: if a layer is not sound, which no checked plan and no counted buffers should lead to.
@@ -141,6 +148,7 @@ def replayed_batch(
         assignment=assignment,
         num_samples=len(replay.mask),
         plan_seconds=plan_seconds,
+        visits=visits,
     )
     batch._layers, sound = _prepare(*batch.to_ranks(tuple(replay)), batch_plan, parallel)
     wrong = np.argwhere(~np.asarray(sound))

@@ -1,0 +1,132 @@
+"""What the plan of a batch comes to, as runs report it: imbalance beside what it would have been, crossings, copies."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float, Int
+
+from experiments.rl.step import StepMetrics
+from relibra_jax.nnx import PreparedBatch
+from relibra_jax.plan import contiguous_homes, rank_load, replica_experts, resident_experts
+from relibra_jax.planning.metrics import batch_imbalance, cross_node_load, replication_bound
+from relibra_jax.planning.replication import without_replicas
+from relibra_jax.resident_push import push_counts
+from relibra_jax.types import EMPTY, Array, BatchPlan, Plan, Topology
+
+
+def measure_batch(
+    batch: PreparedBatch, metrics: StepMetrics, num_tokens: int, *, live: bool
+) -> dict[str, Any]:
+    """All that a line says of a batch's plan.
+
+    Args:
+        batch: a batch that was prepared from a replay, as `Balancer.prepare` returned it.
+        metrics: what the batch's last update reported.
+        num_tokens: the tokens of the batch.
+        live: whether the update routed anew.
+
+    Returns:
+        The metrics ``balance/...``, ``buffers/...`` and ``routing/...``.
+    """
+    batch_plan, parallel = batch.batch_plan, batch.parallel
+    imbalance = measure_imbalance(
+        batch_plan, metrics.load, topology=parallel.topology, across_nodes=parallel.across_nodes
+    )
+    changed = np.asarray(metrics.routing_changed).sum(0)
+    choices = np.asarray(batch_plan.load).sum((0, 2, 3, 4))
+    return {
+        **{name: np.asarray(value).tolist() for name, value in imbalance.items()},
+        **({} if live else {"balance/imbalance_live": None}),
+        **measure_copies(batch, num_tokens),
+        **measure_push(batch_plan.plan, parallel.topology),
+        "routing/changed_share": float(changed.sum() / choices.sum()),
+        "routing/changed_share_by_layer": (changed / choices).tolist(),
+    }
+
+
+@functools.partial(jax.jit, static_argnames=("topology", "across_nodes"))
+def measure_imbalance(
+    batch_plan: BatchPlan, ran_load: Int[Array, "M L N G E"], *, topology: Topology, across_nodes: bool
+) -> dict[str, Float[jax.Array, "..."]]:
+    """The imbalances of a batch, max / mean of rank load.
+
+    Args:
+        batch_plan: the plan of the batch.
+        ran_load: the load that the update ran.
+        topology: the expert-parallel group of the plan.
+        across_nodes: whether replicas may be on other nodes than their experts' homes.
+
+    Returns:
+        The metrics ``balance/imbalance...``; ``balance/imbalance_live`` is of ``ran_load`` with all experts at home.
+    """
+    _, load, plan = batch_plan
+    in_order = contiguous_homes(topology, len(plan.home))
+
+    def at_home(load, home):
+        return rank_load(without_replicas(load.sum((2, 3), dtype=jnp.int32), home, topology))
+
+    planned, static = rank_load(plan), at_home(load, in_order)
+    bound = replication_bound(load, plan.home, topology, across_nodes=across_nodes).sum(0)
+    each = jax.vmap(lambda by_rank: batch_imbalance(by_rank[None]))
+    return {
+        "balance/imbalance": batch_imbalance(planned),
+        "balance/imbalance_static": batch_imbalance(static),
+        "balance/imbalance_bound": (bound / planned.mean((2, 3)).sum(0)).mean(),
+        "balance/imbalance_live": batch_imbalance(at_home(ran_load, plan.home)),
+        "balance/imbalance_by_micro_batch": each(planned),
+        "balance/imbalance_static_by_micro_batch": each(static),
+    }
+
+
+def measure_copies(batch: PreparedBatch, num_tokens: int) -> dict[str, float]:
+    """Crossings for a token in a layer, replicas, residents, and how full the buffers are.
+
+    Args:
+        batch: a batch that was prepared from a replay, as `Balancer.prepare` returned it.
+        num_tokens: the tokens of the batch.
+
+    Returns:
+        The metrics ``balance/crossings_per_token``, ``balance/replicas``, ``balance/residents`` and ``buffers/fill``.
+    """
+    plan, parallel = jax.tree.map(np.asarray, batch.batch_plan.plan), batch.parallel
+    topology, (micro_batches, layers) = parallel.topology, plan.quota.shape[:2]
+    assert parallel.capacities is not None, "the buffers of a replay are counted"
+    replicas = (replica_experts(plan, topology) != EMPTY).sum()
+    residents = (resident_experts(plan, topology) != EMPTY).sum()
+    return {
+        "balance/crossings_per_token": _crossings(batch) / max(num_tokens * layers, 1),
+        "balance/replicas": float(replicas / (micro_batches * layers)),
+        "balance/residents": float(residents / layers),
+        "buffers/fill": float(rank_load(plan).max() / parallel.capacities.rows),
+    }
+
+
+def _crossings(batch: PreparedBatch) -> int:
+    """Tokens that cross to another node at dispatch, in all layers together; token copies on the flat path."""
+    if batch.visits is None:
+        return int(np.asarray(_copies_that_cross(batch.batch_plan.layer_plans())).sum(dtype=np.int64))
+    topology = batch.parallel.topology
+    away = ~np.repeat(np.eye(topology.num_nodes, dtype=bool), topology.ranks_per_node, 0)
+    return int(np.where(away, batch.visits, 0).sum(dtype=np.int64))
+
+
+_copies_that_cross = jax.jit(cross_node_load)
+
+
+def measure_push(plan: Plan, topology: Topology) -> dict[str, float]:
+    """What a push of the batch's residents takes, in experts of all layers together; 0 without residents.
+
+    Returns:
+        ``balance/pushed_by_busiest_rank``, experts that one rank gives away, each of which leaves it once; and
+        ``balance/pushed_across_by_busiest_rank``, those that one rank's share of its node's link carries to other
+        nodes.
+    """
+    exports, pairs = push_counts(plan.home, resident_experts(plan, topology), topology)
+    crossing = np.asarray(pairs) * ~np.eye(topology.num_nodes, dtype=bool)
+    return {
+        "balance/pushed_by_busiest_rank": float(exports.max()),
+        "balance/pushed_across_by_busiest_rank": float(crossing.sum(1).max() / topology.ranks_per_node),
+    }

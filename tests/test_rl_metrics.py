@@ -1,0 +1,305 @@
+"""What a run shows of itself: metrics by stable names, to whoever wants them, and the profile of a step."""
+
+import dataclasses
+import re
+import sys
+import textwrap
+import types
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from rich.console import Console
+from support.layer import run_layer
+from support.plans import load_of, random_ids, random_plan, random_routing
+
+from experiments.rl.balance import measure_copies
+from experiments.rl.compilations import tell_compilations
+from experiments.rl.configs import Train
+from experiments.rl.metrics import FAILURES, METRICS, metrics_table, names_of, scalars_of
+from experiments.rl.metrics_log import MetricsLog, import_writer, read_metrics
+from experiments.rl.policy import POLICIES, TINY
+from experiments.rl.rewards import score_responses
+from experiments.rl.step_clock import exposed_seconds
+from experiments.rl.tasks import TASKS
+from experiments.rl.tokens import BYTES
+from experiments.rl.train import run_train
+from experiments.run import main
+from relibra_jax import Topology, eplb, static
+from relibra_jax.cli.options import Ranks
+from relibra_jax.execution import ExpertParallel
+from relibra_jax.execution.gating import GATINGS
+from relibra_jax.nnx import Balancer, MoELayer, expert_mesh
+from relibra_jax.plan import replica_experts
+from relibra_jax.types import EMPTY, layer_plans
+
+PAGE = (Path(__file__).parents[1] / "docs" / "metrics.md").read_text()
+SMALLEST = dataclasses.replace(TINY, width=16, layers=2, heads=2, kv_heads=1, head_width=8, expert_width=8)
+SHORT = {
+    "task": "copy",
+    "policy": "smallest",
+    "warmup_steps": 1,
+    "steps": 1,
+    "prompts": 8,
+    "responses_per_prompt": 4,
+    "prompt_tokens": 14,
+    "response_tokens": 7,
+    "evaluation_batches": 1,
+    "anneal_steps": 10,
+    "micro_batches": 2,
+    "epochs": 1,
+    "ranks": Ranks(resident_slots=1),
+}
+WRITERS = """
+    opened = []
+
+    class Writer:
+        def __init__(self, folder, settings):
+            self.folder, self.settings, self.lines, self.finished = folder, settings, [], False
+            opened.append(self)
+
+        def log(self, metrics, step):
+            self.lines.append((step, metrics))
+
+        def finish(self):
+            self.finished = True
+
+    def nothing(folder, settings):
+        return None
+
+    def alone(folder):
+        return Writer(folder, {})
+
+    number = 3
+"""
+HOST = ("generate", "prepare", "plan", "migrate", "recompute", "score", "score_wait", "update")
+"""What a profile names on the host."""
+SCOPES = (
+    *("prepare_layer", "push_residents", "replica_fetch", "dispatch", "experts", "combine"),
+    "return_gradients",
+)
+"""What a profile names in programs."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _smallest_policy():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("experiments.rl.configs.POLICIES", {**POLICIES, "smallest": SMALLEST})
+        patch.setattr("experiments.rl.train.keep_compiled", lambda: None)
+        yield
+
+
+@pytest.fixture(scope="module")
+def writers(tmp_path_factory):
+    """A user's module of writers."""
+    folder = tmp_path_factory.mktemp("module")
+    (folder / "some_writers.py").write_text(textwrap.dedent(WRITERS))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.syspath_prepend(folder)
+        yield
+    sys.modules.pop("some_writers", None)
+
+
+@pytest.fixture(scope="module")
+def ran(writers, tmp_path_factory):
+    """A profiled run with a writer: its folder, the writer, and what was compiled."""
+    out, told = tmp_path_factory.mktemp("runs") / "run", []
+    config = Train(**SHORT, writer="some_writers:Writer", profile=1, out=out)
+    with tell_compilations(told.append):
+        run_train(config, Console(quiet=True))
+    [writer] = sys.modules["some_writers"].opened
+    return out / "seed-0", writer, set(told)
+
+
+@pytest.mark.slow
+def test_a_run_writes_exactly_the_metrics_of_the_list(ran):
+    lines = read_metrics(ran[0] / "metrics.jsonl")
+    assert [line["kind"] for line in lines] == ["warm-up", "evaluation", "learn", "evaluation"]
+    for line in lines:
+        beside = {"step", "kind"} | ({FAILURES} if line["kind"] != "warm-up" else set())
+        assert line.keys() - beside == names_of(line["kind"])
+    learned = lines[2]
+    assert learned["balance/residents"] > 0
+    assert learned["balance/replicas"] > 0
+    # A token has two experts and one other node.
+    assert 0 < learned["balance/crossings_per_token"] < 1
+    assert 0 < learned["buffers/fill"] <= 1
+    assert 1 <= learned["response/tokens"] <= learned["response/longest"] <= 7
+    assert learned["batch/tokens"] == pytest.approx(
+        learned["speed/tokens_per_second"] * learned["time/step_seconds"]
+    )
+    phases = {name: learned[f"time/{name}_seconds"] for name in ("plan", "migrate", "score", "score_wait")}
+    assert learned["time/exposed_seconds"] <= phases["plan"] + phases["migrate"] + phases["score_wait"]
+    assert learned["time/exposed_seconds"] > 0
+
+
+@pytest.mark.slow
+def test_a_writer_is_given_all_numbers_by_their_names(ran):
+    folder, writer, _ = ran
+    lines = read_metrics(folder / "metrics.jsonl")
+    assert writer.lines == [(line["step"], scalars_of(line)) for line in lines]
+    assert {name for _, metrics in writer.lines for name in metrics} == {
+        name for name, metric in METRICS.items() if not metric.listed and name != "balance/imbalance_live"
+    }
+    assert (writer.folder, writer.settings["seed"], writer.settings["task"]) == (folder, 0, "copy")
+    assert writer.finished
+
+
+@pytest.mark.slow
+def test_a_profile_names_phases_and_layers(ran):
+    [trace] = (ran[0] / "profile-1").rglob("*.xplane.pb")
+    found = trace.read_bytes()
+    for name in (*HOST, *SCOPES):
+        assert name.encode() in found, name
+
+
+@pytest.mark.slow
+def test_what_is_compiled_is_told_for_every_program(ran):
+    """Whose names the progress line shows: the planner's and generation's among them."""
+    programs = {"generate", "plan", "node_visits", "prepare", "prepare_residents", "recompute", "update"}
+    assert programs <= ran[2]
+
+
+@pytest.mark.slow
+def test_the_last_profile_of_a_run_that_went_on_is_said_to_be_behind(ran, tmp_path):
+    shown = tmp_path / "shown"
+    with shown.open("w") as file:
+        run_train(Train(**SHORT, profile=1, resume=ran[0].parent), Console(file=file, width=200))
+    assert "note: seed 0 is at step 2, profile=1 is behind it" in shown.read_text()
+
+
+def test_the_page_has_the_list():
+    assert metrics_table() in PAGE
+    for name in (*HOST, *SCOPES):
+        assert f"`{name}`" in PAGE
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    {
+        ("--writer=writer",): "writer 'writer' must be written module:attribute",
+        ("--writer=not_here:writer",): "writer 'not_here:writer': no module 'not_here'",
+        ("--writer=some_writers:Writr",): "no 'Writr'; did you mean Writer?",
+        (
+            "--writer=some_writers:number",
+        ): "writer 'some_writers:number' must be a function of (folder, settings): ",
+        ("--writer=some_writers:alone",): "(folder, settings): too many positional arguments",
+        (
+            "--writer=some_writers:nothing",
+        ): "writer nothing returned a NoneType: expected an object with log(metrics",
+        (
+            "--profile=1",
+        ): "profile=1 must be a learning step: at least warmup_steps=100 and below warmup_steps + steps",
+        ("--profile=140",): "= 140",
+    }.items(),
+)
+def test_what_cannot_be_watched_is_refused(writers, capsys, tmp_path, options, says):
+    assert main(["demo", f"--out={tmp_path / 'out'}", *options]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert says in line
+    assert not list(tmp_path.rglob("config.json"))
+
+
+def test_a_writer_may_be_any_function_of_two(writers):
+    assert import_writer("builtins:divmod") is divmod
+
+
+def test_tensorboard_has_the_same_names(tmp_path, monkeypatch):
+    """Of a stand-in, so that it runs where tensorboardX is not installed."""
+    added = []
+
+    class SummaryWriter:
+        def __init__(self, folder, purge_step):
+            added.append((folder, purge_step))
+
+        def add_scalar(self, *scalar):
+            added.append(scalar)
+
+        def close(self):
+            added.append("closed")
+
+    monkeypatch.setitem(sys.modules, "tensorboardX", types.SimpleNamespace(SummaryWriter=SummaryWriter))
+    with MetricsLog(tmp_path, 4) as log:
+        log.write(4, {"kind": "learn", "reward/mean": None, "policy/kl": 0.5, FAILURES: ["why"]})
+    assert added == [(str(tmp_path), 4), ("policy/kl", 0.5, 4), "closed"]
+    [line] = read_metrics(tmp_path / "metrics.jsonl")
+    assert line["reward/mean"] is None
+
+
+@pytest.mark.parametrize(
+    ("recompute", "score", "exposed"), [(4.0, 0.5, 3.0), (4.0, 5.0, 2.0), (4.0, 9.0, 0.0), (1.0, 2.0, 2.0)]
+)
+def test_exposed_is_what_scoring_does_not_hide(recompute, score, exposed):
+    phases = {"plan": 2.0, "migrate": 1.0, "recompute": recompute, "score": score}
+    wait = max(score - 3 - recompute, 0.0)
+    assert exposed_seconds({**phases, "score_wait": wait}) == exposed
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), None])
+def test_a_reward_that_is_no_number_is_masked_and_counted(value):
+    task = dataclasses.replace(
+        TASKS["copy"], score=lambda completion, example: value if example.prompt == "b" else 1.0
+    )
+    examples = [
+        example._replace(prompt=prompt)
+        for prompt, example in zip("abc", TASKS["copy"].sample(0, 3), strict=True)
+    ]
+    tokens = BYTES.pad_rows([BYTES.encode_prompt("a") + [65]] * 3, 8)
+    rewards = score_responses(task, examples, tokens, tokens == 65)
+    assert rewards.scored.tolist() == [True, False, True]
+    assert rewards.reward.tolist() == [1, 0, 1]
+    [failure] = rewards.failures
+    assert failure.startswith("sample 1: prompt 'b', response 'A': ")
+
+
+LAYERS, EXPERTS = 2, 8
+
+
+@pytest.mark.parametrize("path", ["flat", "hierarchical"])
+@pytest.mark.parametrize(("planner", "slots"), [(static(), 0), (eplb(), 1)], ids=["static", "eplb"])
+def test_copies_are_those_of_the_plan_and_the_routes(path, planner, slots):
+    topology = Topology(num_nodes=2, ranks_per_node=2, num_experts=EXPERTS, replica_slots=slots)
+    gating, mesh = (
+        dataclasses.replace(GATINGS["qwen3-moe"], top_k=2),
+        expert_mesh(topology, devices=jax.devices()[:4]),
+    )
+    model = nnx.List([MoELayer(topology, 4, 4, gating, rngs=nnx.Rngs(0)) for _ in range(LAYERS)])
+    options = {"num_layers": LAYERS, "num_micro_batches": 2, "assign": None, "key": jax.random.key(0)}
+    balancer = Balancer(planner, topology, mesh=mesh, path=path, **options)
+    sizes = {"samples": 8, "tokens": 6, "layers": LAYERS, "experts": EXPERTS, "top_k": 2}
+    replay = random_routing(np.random.default_rng(0), **sizes)
+    batch = balancer.prepare(model, None, replay)
+    tokens, plan = int(replay.mask.sum()), batch.batch_plan.plan
+    found = measure_copies(batch, tokens)
+    assert found["balance/replicas"] == (replica_experts(plan, topology) != EMPTY).sum() / (2 * LAYERS)
+    assert (found["balance/replicas"] > 0) == (slots > 0)
+    assert found["balance/residents"] == 0
+    assert found["buffers/fill"] == np.asarray(plan.quota).sum(-1).max() / batch.parallel.capacities.rows
+    if not slots:
+        sample = np.asarray(batch.batch_plan.assignment.sample)  # [M N G b]
+        node = {int(each): place[1] for place, each in np.ndenumerate(sample) if each != EMPTY}
+        of = np.array([node[each] for each in range(8)])[:, None, None, None]
+        away = (replay.expert_ids // (EXPERTS // 2) != of) & replay.mask[..., None, None]
+        crossings = away.any(-1) if path == "hierarchical" else away
+        assert found["balance/crossings_per_token"] == pytest.approx(crossings.sum() / tokens / LAYERS)
+
+
+def test_programs_name_what_layers_do():
+    topology = Topology(num_nodes=2, ranks_per_node=2, num_experts=EXPERTS, replica_slots=1, resident_slots=1)
+    parallel = ExpertParallel(mesh=expert_mesh(topology, devices=jax.devices()[:4]), topology=topology)
+    rng = np.random.default_rng(0)
+    ids = random_ids(rng, (1, 1, topology.num_ranks, 6), EXPERTS, 2)
+    load = load_of(ids, topology)
+    plan = jax.tree.map(lambda leaf: leaf[0, 0], layer_plans(random_plan(rng, load, topology), load))
+    tokens, experts = np.ones((24, 4), np.float32), np.ones((2, 2, topology.home_slots, 3, 4, 4), np.float32)
+    ids = ids.reshape(24, 2)
+
+    def loss_of(x, experts):
+        return run_layer(x, ids, np.ones(ids.shape, np.float32), experts, plan, parallel).sum()
+
+    program = jax.jit(jax.grad(loss_of, (0, 1))).lower(tokens, experts).compile().as_text()
+    for scope in set(SCOPES) - {"return_gradients"}:
+        assert re.search(f'op_name="[^"]*[/(]{scope}[/)]', program), scope
