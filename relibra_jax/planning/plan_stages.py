@@ -77,7 +77,9 @@ def plan_stages(
     ((1, 3, 1, 2, 4), (2, 3, 1, 2, 4), True)
     """
     tokens = replay.mask.sum(1, dtype=np.int32)
-    own = stage_samples(len(tokens), num_micro_batches, samples)
+    own = stage_samples(len(tokens), len(num_micro_batches), samples)
+    for stage, (each, number) in enumerate(zip(own, num_micro_batches, strict=True)):
+        check_integer(f"num_micro_batches[{stage}]", number, least=1, most=len(each))
     _check_cost(len(own), cost)
     if starts is not None and len(starts) != len(own):
         raise ValueError(f"starts are of {len(starts)} stages, num_micro_batches of {len(own)}")
@@ -105,35 +107,30 @@ def plan_stages(
     )
 
 
-def stage_samples(
-    num_samples: int, num_micro_batches: Sequence[int], samples: Sequence[range | None] | None
-) -> list[range]:
+def stage_samples(num_samples: int, num_stages: int, samples: Sequence[range | None] | None) -> list[range]:
     """The samples of each stage, for `plan_stages`.
 
     Args:
         num_samples: B.
-        num_micro_batches: M of each stage.
+        num_stages: the number of stages.
         samples: the samples of each stage; None, there or for all, for all samples of the batch.
 
     Raises:
-        ValueError: if there is no stage, samples are no neighbours in the batch, or a stage has no micro-batch or more
-            of them than samples.
+        ValueError: if there is no stage, ``samples`` has not one entry a stage, or one is not of neighbours in the
+            batch.
 
-    >>> stage_samples(8, (1, 2, 2), (None, range(0, 4), range(4, 8)))
+    >>> stage_samples(8, 3, (None, range(0, 4), range(4, 8)))
     [range(0, 8), range(0, 4), range(4, 8)]
     """
-    if not num_micro_batches:
+    if not num_stages:
         raise ValueError("num_micro_batches must be a sequence of one number a stage, not empty")
-    samples = [None] * len(num_micro_batches) if samples is None else samples
-    if len(samples) != len(num_micro_batches):
-        raise ValueError(
-            f"samples are of {len(samples)} stages, num_micro_batches of {len(num_micro_batches)}"
-        )
+    samples = [None] * num_stages if samples is None else samples
+    if len(samples) != num_stages:
+        raise ValueError(f"samples are of {len(samples)} stages, num_micro_batches of {num_stages}")
     stages = [range(num_samples) if own is None else own for own in samples]
-    for stage, (own, number) in enumerate(zip(stages, num_micro_batches, strict=True)):
+    for stage, own in enumerate(stages):
         if own.step != 1 or not 0 <= own.start < own.stop <= num_samples:
             raise ValueError(f"samples[{stage}]={own} must be neighbours among the {num_samples} samples")
-        check_integer(f"num_micro_batches[{stage}]", number, least=1, most=len(own))
     return stages
 
 
