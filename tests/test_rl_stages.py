@@ -213,3 +213,35 @@ def test_settings_of_stages_are_saved(tmp_path):
     config = Train(**(SMALL | {"recompute_micro_batches": 4}))
     (tmp_path / "config.json").write_text(json.dumps(dataclasses.asdict(config), default=str))
     assert saved_config(tmp_path) == config
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"updates": 3},
+            "prompts=8 must divide evenly over updates=3: responses to one prompt stay together",
+        ),
+        (
+            {"updates": 4},
+            "prompts=8 x responses_per_prompt=4 = 32 samples over updates=4 must divide evenly over 8 ranks x"
+            " micro_batches=2",
+        ),
+        (
+            {"recompute_micro_batches": 3},
+            "= 32 samples must divide evenly over 8 ranks x recompute_micro_batches=3",
+        ),
+        ({"recompute_micro_batches": 0}, "recompute_micro_batches=0 must be an integer of at least 1"),
+        (
+            {"routing": "rollouts"},
+            "routing 'rollouts' must be one of rollout, recompute; did you mean rollout",
+        ),
+        (
+            {"routing": "recompute", "replay": False},
+            "routing=recompute records what updates replay, and replay=False replays nothing",
+        ),
+    ],
+)
+def test_numbers_that_do_not_divide(changes, message):
+    with pytest.raises(ValueError, match=message):
+        Train(**(SMALL | {"updates": 1} | changes))

@@ -379,28 +379,6 @@ def test_a_run_goes_on_when_all_rewards_fail(tmp_path):
         ({"planner": "relibr"}, "planner 'relibr' must be one of static,.*did you mean relibra"),
         ({"policy": "tin"}, "policy 'tin' must be one of .*did you mean tiny"),
         ({"prompts": 3}, "prompts=3 x responses_per_prompt=4 = 12 samples must divide evenly over 8 ranks"),
-        (
-            {"updates": 3},
-            "prompts=8 must divide evenly over updates=3: responses to one prompt stay together",
-        ),
-        (
-            {"updates": 4},
-            "prompts=8 x responses_per_prompt=4 = 32 samples over updates=4 must divide evenly over 8 ranks x"
-            " micro_batches=2",
-        ),
-        (
-            {"recompute_micro_batches": 3},
-            "= 32 samples must divide evenly over 8 ranks x recompute_micro_batches=3",
-        ),
-        ({"recompute_micro_batches": 0}, "recompute_micro_batches=0 must be an integer of at least 1"),
-        (
-            {"routing": "rollouts"},
-            "routing 'rollouts' must be one of rollout, recompute; did you mean rollout",
-        ),
-        (
-            {"routing": "recompute", "replay": False},
-            "routing=recompute records what updates replay, and replay=False replays nothing",
-        ),
         ({"temperature": 0.0}, "temperature=0.0 must be positive"),
         ({"steps": -1}, "steps=-1 must be an integer of at least 0"),
         (
