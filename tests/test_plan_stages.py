@@ -85,6 +85,70 @@ def test_stages_assigned_under_jit(replay):
     check_stages(replay, stages)
 
 
+SPLIT = {"num_micro_batches": (2, 2, 4), "samples": (None, range(12), range(12, 32))}
+"""A recompute of all samples, then two updates of some each."""
+
+
+@pytest.mark.parametrize("assign", [None, ASSIGN], ids=["packed", "assigned"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
+def test_samples_never_cross_an_update(replay, assign, compiled):
+    cost = (COSTS[0], COSTS[1], COSTS[1])
+    split = functools.partial(plan_stages, planner=PLANNER, topology=TOPOLOGY, **SPLIT, cost=cost)
+    split = functools.partial(split, assign=assign, rounds=2)
+    stages, _ = (jax.jit(split) if compiled else split)(replay, state=first_state())
+    for stage, own in zip(stages, (range(32), *SPLIT["samples"][1:]), strict=True):
+        check_plan(stage.plan, stage.load, TOPOLOGY)
+        assert samples_of(stage) == list(own)
+        np.testing.assert_array_equal(stage.load, expert_load(replay, stage.assignment, num_experts=8))
+        np.testing.assert_array_equal(stage.plan.home, stages[0].plan.home)
+        residents = resident_experts(stage.plan, TOPOLOGY)
+        assert (residents != EMPTY).any()
+        np.testing.assert_array_equal(residents, resident_experts(stages[0].plan, TOPOLOGY))
+
+
+def test_a_stage_is_assigned_as_a_batch_of_its_samples(replay):
+    """What ``assign`` is told of an update's samples is what it would be told of them alone."""
+    told = []
+
+    def assign(sample_load, tokens, home, topology, *, num_micro_batches, samples_per_rank, routes, refine):
+        told.append((sample_load, tokens, routes, refine))
+        room = {"num_micro_batches": num_micro_batches, "samples_per_rank": samples_per_rank}
+        return pack_samples(tokens, topology, **room)
+
+    options = SPLIT | {"cost": (COSTS[0], COSTS[1], COSTS[1]), "assign": assign, "rounds": 2}
+    plan_stages(replay, PLANNER, first_state(), TOPOLOGY, **options)
+    whole, early, late = told[3:]
+    for (load, tokens, routes, refine), own in ((early, range(12)), (late, range(12, 32))):
+        np.testing.assert_array_equal(load, whole[0][own.start : own.stop])
+        np.testing.assert_array_equal(tokens, whole[1][own.start : own.stop])
+        inside = np.isin(whole[2].sample, own)
+        np.testing.assert_array_equal(routes.sample, np.where(inside, whole[2].sample - own.start, EMPTY))
+        held = np.asarray(refine.sample)
+        assert sorted(held[held != EMPTY].tolist()) == list(range(len(own)))
+
+
+def test_updates_share_one_copy_of_the_sampled_tokens(replay):
+    """Recompute and updates see every token twice, and not once a stage; unit times are weighed by samples."""
+    seen = []
+
+    def update(load, state, topology, *, tokens, cost):
+        seen.append((load, tokens, cost))
+        return static().update(load, state, topology)
+
+    cost = (COSTS[0], COSTS[1], COSTS[1])
+    plan_stages(replay, Planner(static().init, update), (), TOPOLOGY, **SPLIT, cost=cost)
+    ((load, tokens, mean),) = seen
+    micro_batch, rank = np.asarray(tokens.micro_batch), np.asarray(tokens.rank)
+    assert len(micro_batch) == 2 * 16_384
+    assert (micro_batch != EMPTY).all()
+    counted = np.zeros_like(load)
+    for layer in range(2):
+        at = (micro_batch[:, None], layer, rank[:, None] // 2, rank[:, None] % 2, tokens.expert_ids[:, layer])
+        np.add.at(counted, at, 1)
+    assert np.abs(counted - len(micro_batch) / 2 / replay.mask.sum() * load).max() < 0.02 * counted.max()
+    assert mean.copy == pytest.approx((COSTS[0].copy + COSTS[1].copy) / 2)
+
+
 def test_each_stage_is_assigned_to_the_homes_of_all(replay, packed):
     calls, places, rounds = [], [], 2
 
@@ -178,6 +242,26 @@ def test_the_time_of_a_batch_is_the_sum_over_its_stages(replay):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (
+            {"num_micro_batches": (2, 4), "samples": [None]},
+            "samples are of 1 stages, num_micro_batches of 2",
+        ),
+        (
+            {"num_micro_batches": (2, 4), "starts": [assign_in_order(32, TOPOLOGY, num_micro_batches=2)]},
+            "starts are of 1 stages, num_micro_batches of 2",
+        ),
+        (
+            {"num_micro_batches": (2, 4), "samples": [None, range(16, 40)]},
+            r"samples\[1\]=range\(16, 40\) must be neighbours among the 32 samples",
+        ),
+        (
+            {"num_micro_batches": (2, 4), "samples": [None, range(0, 32, 2)]},
+            r"samples\[1\]=range\(0, 32, 2\) must be neighbours among the 32 samples",
+        ),
+        (
+            {"num_micro_batches": (2, 4), "samples": [None, range(16, 19)]},
+            r"num_micro_batches\[1\]=4 must be an integer of at least 1 and at most 3",
+        ),
         ({"num_micro_batches": ()}, "num_micro_batches must be a sequence of one number a stage, not empty"),
         (
             {"num_micro_batches": (4, 40)},

@@ -11,9 +11,9 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 from support.dense import mixture
-from support.plans import random_plan, random_routing
+from support.plans import random_planner, random_routing
 
-from relibra_jax import Planner, Topology
+from relibra_jax import Topology
 from relibra_jax.execution import check_residents, expert_mesh
 from relibra_jax.execution.gating import GATINGS, balance_loss, gates_at
 from relibra_jax.nnx import (
@@ -27,7 +27,7 @@ from relibra_jax.nnx import (
     save_training,
 )
 from relibra_jax.plan import resident_experts
-from relibra_jax.types import EMPTY, Plan
+from relibra_jax.types import EMPTY
 
 LAYERS, SAMPLES, TOKENS, WIDTH, HIDDEN, EXPERTS, TOP_K = 2, 16, 4, 6, 5, 8, 2
 MICRO_BATCHES, UPDATES, BATCHES = 2, 2, 20
@@ -43,29 +43,6 @@ def data():
     rng = np.random.default_rng(0)
     sizes = {"samples": SAMPLES, "tokens": TOKENS, "layers": LAYERS, "experts": EXPERTS, "top_k": TOP_K}
     return [(rng.normal(size=(SAMPLES, TOKENS, WIDTH)), random_routing(rng, **sizes)) for _ in range(BATCHES)]
-
-
-def any_plans():
-    """A planner of random plans: homes, residents, replicas and splits that no other would choose."""
-
-    def init(topology, num_layers, *, key):
-        return jnp.zeros((), jnp.int32)
-
-    def update(load, state, topology):
-        shapes = (*load.shape[:-1], topology.slots)
-        plan = jax.pure_callback(
-            lambda load, state: random_plan(np.random.default_rng(int(state)), np.asarray(load), topology),
-            Plan(
-                jax.ShapeDtypeStruct(shapes, jnp.int32),
-                jax.ShapeDtypeStruct((load.shape[1], topology.num_experts), jnp.int32),
-                jax.ShapeDtypeStruct(shapes, jnp.int32),
-            ),
-            load,
-            state,
-        )
-        return plan, state + 1
-
-    return Planner(init, update)
 
 
 class Model(nnx.Module):
@@ -161,7 +138,7 @@ class Run:
         ]
 
 
-PLANNER = any_plans()
+PLANNER = random_planner()
 PUSH = nnx.jit(prepare_residents)
 
 

@@ -8,9 +8,10 @@ import pytest
 from rich.console import Console
 
 from experiments.examples import tiny_checkpoint
-from experiments.rl.configs import Train, saved_config
+from experiments.rl.configs import Train
 from experiments.rl.metrics_log import read_metrics
 from experiments.rl.policy import TINY
+from experiments.rl.saved_config import saved_config
 from experiments.rl.tokens import BYTES
 from experiments.rl.train import run_train
 from experiments.rl.trainer import Trainer, find_tokenizer

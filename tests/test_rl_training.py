@@ -21,7 +21,8 @@ from experiments.rl.metrics_log import MetricsLog, read_metrics
 from experiments.rl.policy import POLICIES, TINY
 from experiments.rl.report import summarise, training_figure
 from experiments.rl.rewards import Rewards, score_responses
-from experiments.rl.step import prepare_residents, recompute
+from experiments.rl.stages import recompute_planned
+from experiments.rl.step import recompute
 from experiments.rl.step_clock import StepClock
 from experiments.rl.tasks import TASKS
 from experiments.rl.tokens import BYTES
@@ -113,15 +114,12 @@ def recorded():
 
 def learn_from(trainer, responses, rewards):
     """One balanced update from recorded responses; its loss."""
-    batch, samples = trainer.prepare(responses, StepClock())
-    model, optimizer, topology = trainer.state.model, trainer.state.optimizer, batch.parallel.topology
-    residents = prepare_residents(model, optimizer, batch)
-    assert (residents is not None) == (topology.resident_slots > 0)
-    if residents is not None:
-        assert (resident_experts(batch.batch_plan.plan, topology) != EMPTY).any()
-    old_log_prob, *_ = recompute(model, batch, samples, residents, temperature=1.0)
-    samples = samples._replace(old_log_prob=old_log_prob)
-    return float(trainer.update(batch, samples, responses, rewards, residents).policy.loss)
+    stages = trainer.prepare(responses, StepClock())
+    old, topology = recompute_planned(trainer.state, trainer.config, stages), trainer.config.topology
+    assert (old.residents is not None) == (topology.resident_slots > 0)
+    if old.residents is not None:
+        assert (resident_experts(stages.updates[0].batch.batch_plan.plan, topology) != EMPTY).any()
+    return float(trainer.update(stages, responses, rewards, old).policy.loss)
 
 
 @functools.cache
@@ -151,12 +149,13 @@ def test_balancing_does_not_touch_learning(resident_slots):
 @pytest.mark.slow
 def test_recompute_says_what_the_policy_said():
     trainer, (responses, _) = Trainer(small(), 0), recorded()[1][0]
-    batch, samples = trainer.prepare(responses, StepClock())
-    log_prob, load, slot_rows = recompute(trainer.state.model, batch, samples, temperature=1.0)
-    said, response = batch.to_ranks((responses.log_probs, responses.response))
-    np.testing.assert_allclose(np.where(response, log_prob, 0), said, atol=2e-5)
-    check_executed(slot_rows, batch)
-    assert int(np.asarray(load).sum()) == responses.mask.sum() * SMALLEST.layers * SMALLEST.top_k
+    ((batch, samples),) = trainer.prepare(responses, StepClock()).recompute
+    ran = recompute(trainer.state.model, batch, samples, temperature=1.0)
+    log_prob = np.where(responses.response, batch.from_ranks(ran.log_prob), 0)
+    np.testing.assert_allclose(log_prob, responses.log_probs, atol=2e-5)
+    check_executed(ran.slot_rows, batch)
+    assert ran.expert_ids is None
+    assert int(np.asarray(ran.load).sum()) == responses.mask.sum() * SMALLEST.layers * SMALLEST.top_k
 
 
 @pytest.fixture(scope="module")

@@ -147,3 +147,16 @@ def test_a_sample_without_sampled_tokens_is_a_common_one(batch):
     np.testing.assert_allclose(found[2], 2 * found[3], rtol=1e-6)
     assert (found[2].sum(1) > 0).all()
     assert (found[4] == 0).all()
+
+
+def test_sampled_tokens_of_other_samples_do_not_count(batch):
+    """A stage of two samples counts as a batch of these does, however many tokens were sampled of others."""
+    replay, home = batch
+    load, length, routes = load_of_samples(replay)[:2], replay.mask.sum(1)[:2], all_routes(replay)
+    of_both = routes._replace(sample=np.where(routes.sample < 2, routes.sample, EMPTY))
+    alone = Routes(*(leaf[routes.sample < 2] for leaf in routes))
+    found, wanted = (
+        crossings_by_node(load, length, home, TOPOLOGY, routes=each, cost=unit_times(True))
+        for each in (of_both, alone)
+    )
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)

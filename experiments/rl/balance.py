@@ -1,6 +1,7 @@
 """What the plan of a batch comes to, as runs report it: imbalance beside what it would have been, crossings, copies."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
+from experiments.rl.stages import join_plans
 from experiments.rl.step import StepMetrics
 from relibra_jax.nnx import PreparedBatch
 from relibra_jax.plan import contiguous_homes, rank_load, replica_experts, resident_experts
@@ -18,20 +20,20 @@ from relibra_jax.types import EMPTY, Array, BatchPlan, Plan, Topology
 
 
 def measure_batch(
-    batch: PreparedBatch, metrics: StepMetrics, num_tokens: int, *, live: bool
+    batches: Sequence[PreparedBatch], metrics: StepMetrics, num_tokens: int, *, live: bool
 ) -> dict[str, Any]:
     """All that a line says of a batch's plan.
 
     Args:
-        batch: a batch that was prepared from a replay, as `Balancer.prepare` returned it.
-        metrics: what the batch's last update reported.
+        batches: the updates of a batch, of one shape, as `Balancer.prepare_stages` returned them.
+        metrics: what the updates of the last pass reported.
         num_tokens: the tokens of the batch.
         live: whether the update routed anew.
 
     Returns:
         The metrics ``balance/...``, ``buffers/...`` and ``routing/...``.
     """
-    batch_plan, parallel = batch.batch_plan, batch.parallel
+    batch_plan, parallel = join_plans([batch.batch_plan for batch in batches]), batches[0].parallel
     imbalance = measure_imbalance(
         batch_plan, metrics.load, topology=parallel.topology, across_nodes=parallel.across_nodes
     )
@@ -40,7 +42,7 @@ def measure_batch(
     return {
         **{name: np.asarray(value).tolist() for name, value in imbalance.items()},
         **({} if live else {"balance/imbalance_live": None}),
-        **measure_copies(batch, num_tokens),
+        **measure_copies(batches, num_tokens),
         **measure_push(batch_plan.plan, parallel.topology),
         "routing/changed_share": float(changed.sum() / choices.sum()),
         "routing/changed_share_by_layer": (changed / choices).tolist(),
@@ -81,23 +83,24 @@ def measure_imbalance(
     }
 
 
-def measure_copies(batch: PreparedBatch, num_tokens: int) -> dict[str, float]:
+def measure_copies(batches: Sequence[PreparedBatch], num_tokens: int) -> dict[str, float]:
     """Crossings for a token in a layer, replicas, residents, and how full the buffers are.
 
     Args:
-        batch: a batch that was prepared from a replay, as `Balancer.prepare` returned it.
+        batches: the updates of a batch, of one shape, as `Balancer.prepare_stages` returned them.
         num_tokens: the tokens of the batch.
 
     Returns:
         The metrics ``balance/crossings_per_token``, ``balance/replicas``, ``balance/residents`` and ``buffers/fill``.
     """
-    plan, parallel = jax.tree.map(np.asarray, batch.batch_plan.plan), batch.parallel
+    joined, parallel = join_plans([batch.batch_plan for batch in batches]), batches[0].parallel
+    plan = jax.tree.map(np.asarray, joined.plan)
     topology, (micro_batches, layers) = parallel.topology, plan.quota.shape[:2]
     assert parallel.capacities is not None, "the buffers of a replay are counted"
     replicas = (replica_experts(plan, topology) != EMPTY).sum()
     residents = (resident_experts(plan, topology) != EMPTY).sum()
     return {
-        "balance/crossings_per_token": _crossings(batch) / max(num_tokens * layers, 1),
+        "balance/crossings_per_token": sum(map(_crossings, batches)) / max(num_tokens * layers, 1),
         "balance/replicas": float(replicas / (micro_batches * layers)),
         "balance/residents": float(residents / layers),
         "buffers/fill": float(rank_load(plan).max() / parallel.capacities.rows),

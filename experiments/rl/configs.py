@@ -2,11 +2,10 @@
 
 import dataclasses
 import functools
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 import tyro
 
@@ -30,10 +29,12 @@ TUNABLE: Final = ("relibra", "relibra_across")
 """Planners that take `Reorder` and `Replicate`; the variants of the others are planners of their own."""
 
 DTYPES: Final = ("float32", "bfloat16")
+ROUTINGS: Final = ("rollout", "recompute")
 
 AT_LEAST_ZERO: Final = ("warmup_steps", "steps", "evaluation_batches", "record", "anneal_steps")
 AT_LEAST_ONE: Final = (
     "prompts",
+    "updates",
     "micro_batches",
     "epochs",
     "checkpoint_every",
@@ -101,8 +102,13 @@ class Train:
     """The prompts of a batch."""
     responses_per_prompt: int = 8
     """The responses to each prompt, whose rewards are compared."""
+    updates: int = 1
+    """The optimizer updates that the samples of a batch are split into; responses to one prompt stay together."""
     micro_batches: int = 4
-    """The micro-batches of a batch M."""
+    """The micro-batches of each update M."""
+    recompute_micro_batches: int | None = None
+    """The micro-batches in which old log-probabilities are recomputed, from all samples of a batch and by a plan of
+    their own; the updates' micro-batches and plans when not given."""
     prompt_tokens: int = 24
     """The room for a prompt; examples that need more are passed over."""
     response_tokens: int = 4
@@ -112,7 +118,7 @@ class Train:
     top_p: float = 1.0
     """Only the likeliest tokens whose probabilities reach this sum are sampled."""
     epochs: int = 4
-    """The updates from one batch."""
+    """The passes over a batch, each of so many ``updates``."""
     clip: Clip = dataclasses.field(default_factory=Clip)
     token_level: bool = True
     """Whether every token counts the same in the loss (DAPO), rather than every response (GRPO)."""
@@ -121,6 +127,9 @@ class Train:
     experts."""
     replay: bool = True
     """Whether to update under the recorded routing; without it on live routing, and what differs is counted."""
+    routing: str = "rollout"
+    """Where the routing that updates replay is recorded: rollout (R3), and the recompute replays it too; or recompute
+    (R2), which then routes live and unplanned."""
     learning_rate: float = 3e-4
     """The learning rate of updates from responses."""
     warmup_learning_rate: float = 3e-3
@@ -148,6 +157,7 @@ class Train:
             ("policy", self.policy, POLICIES),
             ("planner", self.planner, PLANNERS),
             ("dtype", self.dtype, DTYPES),
+            ("routing", self.routing, ROUTINGS),
         ):
             if value not in table:
                 raise ValueError(
@@ -173,11 +183,10 @@ class Train:
             check_not_negative(name, getattr(self, name))
         check_sampling(self.temperature, self.top_p)
         check_positive("temperature", self.temperature)
-        ranks = self.topology.num_ranks
-        if self.samples % (ranks * self.micro_batches):
+        self._check_division()
+        if self.routing == "recompute" and not self.replay:
             raise ValueError(
-                f"prompts={self.prompts} x responses_per_prompt={self.responses_per_prompt} = {self.samples} samples"
-                f" must divide evenly over {ranks} ranks x micro_batches={self.micro_batches}"
+                "routing=recompute records what updates replay, and replay=False replays nothing"
             )
         if not self.seeds:
             raise ValueError("seeds: at least one")
@@ -190,6 +199,26 @@ class Train:
         if self.resume is not None and self.out is not None:
             raise ValueError(f"resume={self.resume} goes on in that folder, and out={self.out} is another")
         self._check_memory()
+
+    def _check_division(self) -> None:
+        """Samples over updates, ranks and micro-batches."""
+        ranks = self.topology.num_ranks
+        samples = f"prompts={self.prompts} x responses_per_prompt={self.responses_per_prompt} = {self.samples} samples"
+        if self.prompts % self.updates:
+            raise ValueError(
+                f"prompts={self.prompts} must divide evenly over updates={self.updates}: responses to one prompt stay"
+                " together"
+            )
+        own = samples if self.updates == 1 else f"{samples} over updates={self.updates}"
+        divisions = [(own, "micro_batches", self.updates * self.micro_batches)]
+        if self.recompute_micro_batches is not None:
+            check_integer("recompute_micro_batches", self.recompute_micro_batches, least=1)
+            divisions.append((samples, "recompute_micro_batches", self.recompute_micro_batches))
+        for what, name, number in divisions:
+            if self.samples % (ranks * number):
+                raise ValueError(
+                    f"{what} must divide evenly over {ranks} ranks x {name}={getattr(self, name)}"
+                )
 
     def _check_memory(self) -> None:
         """The largest arrays alone: keys and values of all samples, and what the steps of searches draw."""
@@ -207,6 +236,17 @@ class Train:
     def samples(self) -> int:
         """B, the samples of a batch."""
         return self.prompts * self.responses_per_prompt
+
+    @property
+    def mini_batches(self) -> tuple[range, ...]:
+        """The samples of each update of a pass over the batch."""
+        size = self.samples // self.updates
+        return tuple(range(first, first + size) for first in range(0, self.samples, size))
+
+    @property
+    def live_micro_batches(self) -> int:
+        """The micro-batches in which a whole batch runs live: no larger than the updates', unless told."""
+        return self.recompute_micro_batches or self.updates * self.micro_batches
 
     @property
     def model_config(self) -> ModelConfig:
@@ -269,36 +309,3 @@ SUMMARIES: Final[Mapping[str, str]] = MappingProxyType(
         "learn": "the same on three seeds, about fifteen minutes",
     }
 )
-
-
-def saved_config(folder: Path) -> Train:
-    """The settings that a run in ``folder`` was last started with.
-
-    Raises:
-        ValueError: if there is no run, or its settings cannot be read.
-    """
-    path = folder / "config.json"
-    if not path.is_file():
-        raise ValueError(f"{folder}: no run to resume, there is no config.json")
-    try:
-        saved = json.loads(path.read_text())
-        _check_types(saved, json.loads(json.dumps(dataclasses.asdict(Train()), default=str)))
-        kinds = {"ranks": Ranks, "clip": Clip, "reorder": Reorder, "replicate": Replicate}
-        parts = {name: kind(**saved[name]) for name, kind in kinds.items()}
-        model = None if saved.get("model") is None else Path(saved["model"])
-        return Train(**{**saved, **parts, "seeds": tuple(saved["seeds"]), "model": model})
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path}: not the settings of a run ({error!r})") from error
-
-
-def _check_types(saved: Any, default: Any, name: str = "settings") -> None:
-    """Raise ValueError unless ``saved`` is JSON of the same types as ``default``; settings that are None are paths."""
-    types = {float: (int, float), type(None): (str, type(None))}.get(type(default), (type(default),))
-    if type(saved) not in types:
-        raise ValueError(f"{name}={saved!r} must be of type {type(default).__name__}, like {default!r}")
-    if isinstance(default, list):
-        for element in saved:
-            _check_types(element, default[0], name)
-    if isinstance(default, dict):
-        for key in saved.keys() & default.keys():
-            _check_types(saved[key], default[key], key)

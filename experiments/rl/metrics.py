@@ -53,7 +53,10 @@ METRICS: Final[Mapping[str, Metric]] = MappingProxyType(
         "policy/clipped_share": Metric("share", "weight of the tokens whose ratio the clip cut off"),
         "policy/gradient_norm": Metric("norm", "of the batch's gradient, before it is cut"),
         "balance/imbalance": Metric(
-            "max / mean", "rank load in recompute and update, under the plan; 1 is perfect"
+            "max / mean", "rank load in updates, and in a recompute under their plans; 1 is perfect"
+        ),
+        "balance/imbalance_recompute": Metric(
+            "max / mean", "of a recompute in micro-batches of its own, or of one that routes live; else null"
         ),
         "balance/imbalance_static": Metric("max / mean", "the same batch under static placement"),
         "balance/imbalance_bound": Metric("max / mean", "what no replication with the plan's homes is below"),

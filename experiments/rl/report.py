@@ -41,11 +41,11 @@ COLUMNS: Final = (
 """Head, number of `summarise` and format."""
 COLUMNS_EXPLAINED: Final = (
     "start, end: mean reward on prompts for evaluation, after the warm-up and at the end; imbalance: max / mean of rank"
-    " load in recompute and update, over all learning steps, under the plan, with the bound that no replication passes"
-    " and static placement beside it; live: that of the update when it routes anew, without replicas; plan: median ms"
-    " of a step; share: of planning and migration in the step's time; tok/s: tokens learned from in a second of a step;"
-    " fail: rewards that raised; changed: expert choices in which the live router differs from the record in the last"
-    " update from it."
+    " load in updates, and in a recompute that follows their plans, over all learning steps, with the bound that no"
+    " replication passes and static placement beside it; live: that of the update when it routes anew, without"
+    " replicas; plan: median ms of a step; share: of planning and migration in the step's time; tok/s: tokens learned"
+    " from in a second of a step; fail: rewards that raised; changed: expert choices in which the live router differs"
+    " from the record in the last update from it."
 )
 
 
@@ -71,9 +71,31 @@ def write_report(config: Train, folder: Path, console: Console, name: str) -> No
     for seed, of_seed in summary.items():
         by_layer = " ".join(f"{share:.2%}" for share in of_seed.get("routing_changed_share", ()))
         console.print(f"changed, seed {seed}, by layer: {by_layer}", highlight=False)
+        if note := recompute_note(config, of_seed):
+            console.print(f"recompute, seed {seed}: {note}", highlight=False, soft_wrap=True)
     training_figure(figure, metrics, setting)
     where = f"figure: {figure}\nnumbers: {numbers}\nmetrics and checkpoints: {folder}/seed-*"
     console.print(where, highlight=False, soft_wrap=True)
+
+
+def recompute_note(config: Train, numbers: dict[str, Any]) -> str | None:
+    """What a recompute that followed no update's plan came to; None for others, and before the first learning step.
+
+    Args:
+        config: the settings of the run.
+        numbers: what `summarise` returned.
+    """
+    if "imbalance_recompute" not in numbers:
+        return None
+    own, updates = numbers["imbalance_recompute"], numbers["imbalance"]
+    if config.routing == "recompute":
+        return (
+            f"its routing was recorded as it ran, so it ran unplanned, at imbalance {own:.4f}; planned, in the updates,"
+            f" the same routing came to {updates:.4f}"
+        )
+    if config.recompute_micro_batches is not None:
+        return f"planned in {config.recompute_micro_batches} micro-batches of its own, imbalance {own:.4f}"
+    return None
 
 
 def summarise(lines: list[dict[str, Any]]) -> dict[str, Any]:
@@ -91,7 +113,7 @@ def summarise(lines: list[dict[str, Any]]) -> dict[str, Any]:
         numbers |= {"reward_warm_up": evaluated[0], "reward_end": evaluated[-1]}
     if not learned:
         return numbers
-    for name in ("imbalance", "imbalance_bound", "imbalance_static", "imbalance_live"):
+    for name in ("imbalance", "imbalance_bound", "imbalance_static", "imbalance_live", "imbalance_recompute"):
         of_name = [line[f"balance/{name}"] for line in learned]
         if measured := [value for value in of_name if value is not None]:
             numbers[name] = float(np.mean(measured))

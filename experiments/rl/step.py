@@ -45,6 +45,19 @@ class TrainingBatch(NamedTuple):
     """From `recompute`; None for supervised learning."""
 
 
+class Recomputed(NamedTuple):
+    """What a recompute returns of its micro-batches, on the devices."""
+
+    log_prob: Float[Array, "M B T"]
+    """float32 log-probabilities, entry t of token t."""
+    load: Int[Array, "M L N G E"]
+    """The load that ran."""
+    slot_rows: Int[Array, "M L N G S"]
+    """Rows that every slot computed."""
+    expert_ids: Int[Array, "M B T L K"] | None
+    """The routing that ran, where it was to be recorded."""
+
+
 class StepMetrics(NamedTuple):
     """What an update reports of its batch, on the devices."""
 
@@ -85,7 +98,7 @@ prepare_residents = nnx.jit(prepare_residents_of)
 """`relibra_jax.nnx.prepare_residents`, for the residents that a recompute and the first update after it share."""
 
 
-@nnx.jit(static_argnames=("temperature",))
+@nnx.jit(static_argnames=("temperature", "record"))
 def recompute(
     model: LanguageModel,
     batch: PreparedBatch,
@@ -93,7 +106,8 @@ def recompute(
     residents: Residents | None = None,
     *,
     temperature: float,
-) -> tuple[Float[jax.Array, "M B T"], Int[jax.Array, "M L N G E"], Int[jax.Array, "M L N G S"]]:
+    record: bool = False,
+) -> Recomputed:
     """Log-probabilities of the batch's tokens under the model as it is.
 
     Args:
@@ -102,9 +116,7 @@ def recompute(
         samples: the samples, on the ranks.
         residents: from `prepare_residents`, if the batch has residents.
         temperature: the temperature that responses were sampled at.
-
-    Returns:
-        float32 log-probabilities, entry t of token t; the load that ran; and the rows that every slot computed.
+        record: whether to return the routing that ran.
     """
     graph, state = nnx.split(model)
 
@@ -114,7 +126,7 @@ def recompute(
             layers = layers._replace(residents=residents.weights)
         output, log_prob = _run(nnx.merge(graph, state), samples, layers, batch.parallel, temperature)
         load = _count_load(output, samples.mask, batch.parallel)
-        return None, (log_prob, load, output.slot_rows)
+        return None, Recomputed(log_prob, load, output.slot_rows, output.expert_ids if record else None)
 
     return jax.lax.scan(one, None, (samples, batch.layers()))[1]
 

@@ -17,15 +17,24 @@ from experiments.rl.checkpoint_tokenizer import load_tokenizer
 from experiments.rl.configs import Train
 from experiments.rl.devices import host_devices
 from experiments.rl.generation import Responses, generate
-from experiments.rl.losses import relative_advantages, token_weights
+from experiments.rl.losses import token_weights
 from experiments.rl.metrics import EVALUATE, FAILURES, LEARN, WARM_UP
 from experiments.rl.rewards import Rewards, score_responses
+from experiments.rl.stages import (
+    OldPolicy,
+    Stages,
+    join_metrics,
+    prepare_stages,
+    recompute_live,
+    recompute_planned,
+    with_lessons,
+)
 from experiments.rl.state import State
-from experiments.rl.step import StepMetrics, TrainingBatch, prepare_residents, recompute, update
+from experiments.rl.step import StepMetrics, TrainingBatch, recompute, update
 from experiments.rl.step_clock import StepClock, exposed_seconds
 from experiments.rl.tasks import Example, Task, find_task
 from experiments.rl.tokens import BYTES, Tokenizer
-from relibra_jax.execution import Residents, check_residents
+from relibra_jax.execution import check_residents
 from relibra_jax.execution.mesh import expert_mesh
 from relibra_jax.nnx import PreparedBatch, check_executed
 from relibra_jax.types import RoutingReplay
@@ -88,8 +97,7 @@ class Trainer:
             batch = self._prepare_live()
             samples = batch.to_ranks(TrainingBatch(tokens, mask, weight=weight))
             # Live routing is known once it has run.
-            _, load, _ = recompute(state.model, batch, samples, temperature=1.0)
-            batch_load = load.sum((0, 2, 3))
+            batch_load = recompute(state.model, batch, samples, temperature=1.0).load.sum((0, 2, 3))
             metrics = update(
                 *(state.model, state.optimizer, batch, samples, batch_load), balance=config.balance
             )
@@ -106,18 +114,17 @@ class Trainer:
         with ThreadPoolExecutor(1) as scorer:
             # Rewards are Python, planning is compiled: they run side by side.
             scoring = scorer.submit(self._score, examples, responses, clock)
-            batch, samples = self.prepare(responses, clock)
-            with clock("recompute"):
-                residents = prepare_residents(state.model, state.optimizer, batch)
-                old_log_prob, _, slot_rows = jax.block_until_ready(
-                    recompute(state.model, batch, samples, residents, temperature=config.temperature)
-                )
-            check_executed(slot_rows, batch)
+            if config.routing == "recompute":
+                with clock("recompute"):
+                    responses, old = recompute_live(state, config, responses)
+            stages = self.prepare(responses, clock)
+            if config.routing == "rollout":
+                with clock("recompute"):
+                    old = recompute_planned(state, config, stages)
             with clock("score_wait"):
                 rewards = scoring.result()
         with clock("update"):
-            samples = samples._replace(old_log_prob=old_log_prob)
-            metrics = self.update(batch, samples, responses, rewards, residents)
+            metrics = self.update(stages, responses, rewards, old)
             loss = self._check_finite(metrics)
         times = _speed(int(responses.mask.sum()), clock)
         state.step += 1
@@ -134,7 +141,13 @@ class Trainer:
             "policy/clipped_share": float(metrics.policy.clipped),
             "policy/kl": float(metrics.policy.kl),
             "policy/gradient_norm": float(metrics.gradient_norm),
-            **measure_batch(batch, metrics, int(responses.mask.sum()), live=not config.replay),
+            **measure_batch(
+                [stage.batch for stage in stages.updates],
+                metrics,
+                int(responses.mask.sum()),
+                live=not config.replay,
+            ),
+            "balance/imbalance_recompute": old.imbalance,
             **times,
             "time/exposed_seconds": exposed_seconds(clock.phases),
             "speed/response_tokens_per_second": float(lengths.sum() / clock.phases["generate"]),
@@ -175,52 +188,46 @@ class Trainer:
         )
         return jax.device_get(responses)
 
-    def prepare(self, responses: Responses, clock: StepClock) -> tuple[PreparedBatch, TrainingBatch]:
+    def prepare(self, responses: Responses, clock: StepClock) -> Stages:
         """Plan the recorded routing, and move experts to their homes and samples to their ranks."""
         state, total = self.state, StepClock()
         with total("prepare"):
-            batch = state.balancer.prepare(state.model, state.optimizer, responses.replay)
-            samples = TrainingBatch(responses.tokens, responses.mask, responses.expert_ids)
-            samples = batch.to_ranks(samples)
-            jax.block_until_ready((samples, nnx.state(state.model)))
-        clock.phases["plan"] = batch.plan_seconds
-        clock.phases["migrate"] = total.phases["prepare"] - batch.plan_seconds
+            stages = prepare_stages(state, self.config, responses)
+            jax.block_until_ready(([stage.samples for stage in stages.updates], nnx.state(state.model)))
+        plan_seconds = stages.updates[0].batch.plan_seconds
+        clock.phases["plan"] = plan_seconds
+        clock.phases["migrate"] = total.phases["prepare"] - plan_seconds
         self.replay = responses.replay
-        return batch, samples
+        return stages
 
-    def update(
-        self,
-        batch: PreparedBatch,
-        samples: TrainingBatch,
-        responses: Responses,
-        rewards: Rewards,
-        residents: Residents | None = None,
-    ) -> StepMetrics:
-        """Learn from a batch for so many epochs; the metrics of the last one. ``residents`` are those that the
-        recompute ran with: they serve the first epoch too."""
-        config, state = self.config, self.state
-        advantage = relative_advantages(
-            rewards.reward, rewards.scored, responses_per_prompt=config.responses_per_prompt
-        )
-        weight = token_weights(responses.response, rewards.scored, token_level=config.token_level)
-        weight, advantage = batch.to_ranks((weight, advantage))
-        samples = samples._replace(weight=weight, advantage=advantage)
-        batch_load = batch.batch_plan.load.sum((0, 2, 3))
-        followed = batch if config.replay else self._prepare_live()
-        for epoch in range(config.epochs):
-            shared = residents if config.replay and epoch == 0 else None
-            if shared is not None:
-                plan, topology = batch.batch_plan.plan, batch.parallel.topology
-                check_residents(shared, state.optimizer.step[...], plan, topology)
-            metrics = update(
-                *(state.model, state.optimizer, followed, samples, batch_load, shared),
-                balance=config.balance,
-                temperature=config.temperature,
-                clip=config.clip,
-            )
-            if config.replay:
-                check_executed(metrics.slot_rows, batch)
-        return metrics
+    def update(self, stages: Stages, responses: Responses, rewards: Rewards, old: OldPolicy) -> StepMetrics:
+        """Learn from a batch for so many epochs, each update from samples of its own; the metrics of the last epoch.
+
+        An update's loss is a mean over its own tokens, as if its samples were a batch. Residents are pushed for each
+        update; those that the recompute ran with serve the first one.
+        """
+        config, state, residents = self.config, self.state, old.residents
+        lessons = with_lessons(config, stages.updates, responses, rewards, old)
+        live = None if config.replay else self._prepare_live()
+        for _ in range(config.epochs):
+            metrics = []
+            for batch, samples in lessons:
+                shared = residents if config.replay else None
+                if shared is not None:
+                    plan, topology = batch.batch_plan.plan, batch.parallel.topology
+                    check_residents(shared, state.optimizer.step[...], plan, topology)
+                batch_load = batch.batch_plan.load.sum((0, 2, 3))
+                ran = update(
+                    *(state.model, state.optimizer, live or batch, samples, batch_load, shared),
+                    balance=config.balance,
+                    temperature=config.temperature,
+                    clip=config.clip,
+                )
+                residents = None
+                if config.replay:
+                    check_executed(ran.slot_rows, batch)
+                metrics.append(ran)
+        return join_metrics(metrics)
 
     def examples(self, what: int, number: int) -> list[Example]:
         """The prompts of one batch, each as often as it is responded to."""
@@ -235,7 +242,12 @@ class Trainer:
 
     def _prepare_live(self) -> PreparedBatch:
         state = self.state
-        return state.balancer.prepare(state.model, state.optimizer, None, num_samples=self.config.samples)
+        (batch,) = state.balancer.prepare_stages(
+            *(state.model, state.optimizer, None),
+            num_micro_batches=(self.config.updates * self.config.micro_batches,),
+            num_samples=self.config.samples,
+        )
+        return batch
 
     def _draw(self, seed: tuple[int, ...], count: int) -> list[Example]:
         """The first examples that there is room for."""

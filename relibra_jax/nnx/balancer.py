@@ -3,7 +3,7 @@
 A batch is everything between two placements. `Balancer.prepare` begins one: samples are assigned to micro-batches and
 ranks, experts placed and replicated, the plan checked, experts moved with their optimizer state, buffers sized. What
 follows is the caller's own loop. The pure functions that it is made of are public:
-`relibra_jax.planning.plan_batch.plan_batch`, `relibra_jax.plan_check.check_plan`,
+`relibra_jax.planning.plan_stages.plan_stages`, `relibra_jax.plan_check.check_plan`,
 `relibra_jax.capacity.count_capacities`, `relibra_jax.nnx.homes.reorder_experts`.
 """
 
@@ -11,34 +11,26 @@ import dataclasses
 import functools
 import math
 import time
+from collections.abc import Sequence
 
 import jax
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
-from jaxtyping import Int, PRNGKeyArray, PyTree
+from jaxtyping import Int, PRNGKeyArray
 
-from relibra_jax.capacity import Capacities, count_capacities, grow_capacities, round_capacity
+from relibra_jax.capacity import Capacities
 from relibra_jax.execution.parallel import AUTO, ExpertParallel
-from relibra_jax.execution.plan_agreement import check_same_plan
-from relibra_jax.nnx.balancer_state import (
-    NOTHING,
-    BalancerState,
-    check_state,
-    from_host,
-    no_capacities,
-    to_host,
-)
+from relibra_jax.nnx.balancer_state import BalancerState, check_state, from_host, no_capacities, to_host
+from relibra_jax.nnx.batch_checks import check_model_homes, check_replay_layers
 from relibra_jax.nnx.finite import check_finite
-from relibra_jax.nnx.homes import get_homes, reorder_experts
-from relibra_jax.nnx.prepared import PreparedBatch, live_batch, replayed_batch
+from relibra_jax.nnx.homes import reorder_experts
+from relibra_jax.nnx.prepared import PreparedBatch, live_stages, replayed_batch
 from relibra_jax.nnx.put_on_mesh import put_on_mesh, replicate
-from relibra_jax.node_visits import node_visits
-from relibra_jax.plan_check import check_homes, check_plan
-from relibra_jax.planning.assignment import assign_in_order, assign_samples
-from relibra_jax.planning.plan_batch import plan_batch
+from relibra_jax.nnx.stage_plans import count_visits, grow_sizes, plan_checked, stage_shape
+from relibra_jax.plan_check import check_homes
+from relibra_jax.planning.assignment import assign_samples
 from relibra_jax.planning.turns import Assign
-from relibra_jax.replay import check_replay
 from relibra_jax.types import BatchPlan, Planner, RoutingReplay, Topology
 
 
@@ -51,11 +43,12 @@ class Balancer:
         mesh: the device mesh, from `relibra_jax.execution.expert_mesh` or another one with its axes. Over its further
             axes (data, FSDP) the group is copied, and tokens are split; see ``data_axes`` of `ExpertParallel`.
         num_layers: L, the model's MoE layers.
-        num_micro_batches: M, forward and backward passes of each copy of the group for one gradient.
+        num_micro_batches: M, forward and backward passes of each copy of the group for one gradient, for `prepare`.
         key: random key of planner and assignment. All processes need the same.
         assign: how samples are assigned to micro-batches and ranks, with a ``key``; None keeps them in order.
         across_nodes: whether the planner's replicas may be on other nodes than their experts' homes.
-        capacities: buffer sizes to begin with, so that the first batches compile no step of their own.
+        capacities: buffer sizes to begin with, so that the first batches compile no step of their own; stages of every
+            shape begin with them.
         data_axes: the mesh's further axes over which tokens are split; all of them when None.
         path: ``flat``, one exchange over all ranks, ``hierarchical``, or ``auto``.
         exchange: the kind of token exchange.
@@ -122,7 +115,8 @@ class Balancer:
         planner_key, self._key = jax.random.split(key)
         self._planner_state = planner.init(topology, num_layers, key=planner_key)
         self._home = np.tile(np.arange(topology.num_experts, dtype=np.int32), (num_layers, 1))
-        self._capacities = capacities or no_capacities(counts_visits=path != "flat")
+        self._first_capacities = capacities or no_capacities(counts_visits=path != "flat")
+        self._capacities: dict[str, Capacities] = {}
         self._number = 0
         self._updates_before: int | None = None
 
@@ -144,7 +138,7 @@ class Balancer:
 
     @state.setter
     def state(self, state: BalancerState) -> None:
-        check_state(self.state, state)
+        check_state(self.state, state, self._first_capacities)
         home = check_homes(state.home, self.topology.num_experts, "balancer state, home")
         live = (self._planner_state, self._key)
         self._planner_state, self._key = jax.tree.map(from_host, (state.planner, state.key), live)
@@ -182,106 +176,116 @@ class Balancer:
                 has not been learned from, the model's homes are not the balancer's, the processes differ, or the
                 planner's plan breaks a rule. Nothing has moved then.
         """
+        (batch,) = self.prepare_stages(
+            *(model, optimizer, replay),
+            num_micro_batches=(self.num_micro_batches,),
+            num_samples=num_samples,
+            capacities=capacities,
+        )
+        return batch
+
+    def prepare_stages(
+        self,
+        model: nnx.Module,
+        optimizer: nnx.Optimizer | None,
+        replay: RoutingReplay | None,
+        *,
+        num_micro_batches: Sequence[int],
+        samples: Sequence[range | None] | None = None,
+        num_samples: int | None = None,
+        capacities: Capacities | None = None,
+    ) -> tuple[PreparedBatch, ...]:
+        """`prepare` for a batch of several stages, such as a recompute and updates from parts of its samples.
+
+        One search plans all stages (`relibra_jax.planning.plan_stages.plan_stages`): experts move once, to homes that
+        all stages share, and residents are the same in all. All stages stay in force until the next batch is
+        prepared, in any order and as often as wanted. That one of them was learned from is enough for that: a loop may
+        stop early. Residents' weights change with every optimizer step and are pushed for each update.
+
+        Args:
+            model: a module with L `MoELayer`, as for `prepare`.
+            optimizer: the optimizer of the model, as for `prepare`.
+            replay: the recorded routing of all samples of the batch, or None, as for `prepare`.
+            num_micro_batches: M of each stage in each copy of the group, in the order in which stages run.
+            samples: the samples of each stage, neighbours in the batch: ``(None, range(0, 16), range(16, 32))`` for a
+                recompute of 32 samples, which None stands for, and two updates. All of them in all stages by default.
+            num_samples: B, for live routing.
+            capacities: buffer sizes for live routing, as for `prepare`.
+
+        Returns:
+            What the steps of each stage need. `PreparedBatch.to_ranks` of each takes arrays of the whole batch. Stages
+            of as many micro-batches and rows have the same buffer sizes, and so the same compiled steps.
+
+        Raises:
+            ValueError: as `prepare`, or if the samples of a stage are no neighbours in the batch or fewer than its
+                micro-batches.
+        """
         if replay is None:
-            parallel = dataclasses.replace(self.live, capacities=capacities)
-            batch = live_batch(parallel, num_samples=num_samples, num_micro_batches=self.num_micro_batches)
+            live = dataclasses.replace(self.live, capacities=capacities)
+            stages = live_stages(
+                live, num_samples=num_samples, num_micro_batches=num_micro_batches, samples=samples
+            )
             put_on_mesh(model, optimizer, self.mesh)
-            return batch
+            return stages
         if not isinstance(replay, RoutingReplay):
             raise ValueError(
                 f"replay: expected a RoutingReplay(expert_ids, mask), found {type(replay).__name__}"
             )
         if num_samples is not None or capacities is not None:
             raise ValueError("num_samples and capacities are for live routing: the replay tells both")
-        self._check_homes(model)
+        check_model_homes(model, self._home)
         self._check_updated(optimizer)
         check_finite(model)
         with jax.profiler.TraceAnnotation("plan"):
             start = time.perf_counter()
             replay = RoutingReplay(np.asarray(replay.expert_ids), np.asarray(replay.mask))
-            self._check_replay(replay)
-            batch_plan, next_states = self._plan_replay(replay)
-            visits = self._count_visits(replay, batch_plan)
-            grown = self._grow(batch_plan, visits)
+            check_replay_layers(replay, num_experts=self.topology.num_experts, num_layers=self.num_layers)
+            key, now = jax.random.split(self._key)
+            plans, planner_state = plan_checked(
+                *(replay, self._planner_state, now, self._parallel),
+                planner=self.planner,
+                num_micro_batches=num_micro_batches,
+                samples=samples,
+                assign=self.assign,
+            )
+            visits = [count_visits(replay, plan, self._parallel) for plan in plans]
+            sizes = grow_sizes(self._capacities, self._first_capacities, plans, visits, self._parallel)
             seconds = time.perf_counter() - start
         with jax.profiler.TraceAnnotation("migrate"):
-            on_mesh = jax.tree.map(functools.partial(replicate, mesh=self.mesh), batch_plan)
-            assignment = batch_plan.assignment
-            rows = assignment.sample[0].size * math.prod(self._parallel.copies)
-            parallel = dataclasses.replace(self._parallel, capacities=grown, rows=rows)
-            batch = replayed_batch(
-                *(on_mesh, parallel, replay), assignment=assignment, plan_seconds=seconds, visits=visits
+            stages = tuple(
+                self._replayed(plan, sizes[stage_shape(plan, self._parallel)], replay, seconds, visited)
+                for plan, visited in zip(plans, visits, strict=True)
             )
             put_on_mesh(model, optimizer, self.mesh)
-            home = np.asarray(batch_plan.plan.home)
+            home = np.asarray(plans[0].plan.home)
             reorder_experts(model, optimizer, home, mesh=self.mesh, topology=self.topology)
-        self._planner_state, self._key = next_states
-        self._home, self._capacities = home, grown
+        self._planner_state, self._key = planner_state, key
+        self._home, self._capacities = home, sizes
         self._number += 1
         if optimizer is not None:
             self._updates_before = _updates(optimizer)
-        batch.check_in_force = functools.partial(self._check_in_force, self._number)
-        return batch
+        for stage in stages:
+            stage.check_in_force = functools.partial(self._check_in_force, self._number)
+        return stages
 
     def discard(self) -> None:
         """Give up the batch that was prepared last, so that another one may be prepared without an update."""
         self._updates_before = None
 
-    def _plan_replay(self, replay: RoutingReplay) -> tuple[BatchPlan, tuple[PyTree, PRNGKeyArray]]:
-        """A checked plan on the host, and the planner's state and the key for the next one."""
-        key, now = jax.random.split(self._key)
-        batch_plan, planner_state = _plan(
-            *(replay, self._planner_state, now),
-            planner=self.planner,
-            topology=self.topology,
-            num_micro_batches=math.prod(self._parallel.copies) * self.num_micro_batches,
-            assign=self.assign,
+    def _replayed(
+        self,
+        plan: BatchPlan,
+        sizes: Capacities,
+        replay: RoutingReplay,
+        plan_seconds: float,
+        visits: Int[np.ndarray, "M L P N"] | None,
+    ) -> PreparedBatch:
+        on_mesh = jax.tree.map(functools.partial(replicate, mesh=self.mesh), plan)
+        rows = plan.assignment.sample[0].size * math.prod(self._parallel.copies)
+        parallel = dataclasses.replace(self._parallel, capacities=sizes, rows=rows)
+        return replayed_batch(
+            *(on_mesh, parallel, replay), assignment=plan.assignment, plan_seconds=plan_seconds, visits=visits
         )
-        batch_plan = jax.device_get(batch_plan)
-        check_plan(batch_plan.plan, batch_plan.load, self.topology, across_nodes=self._parallel.across_nodes)
-        if jax.process_count() > 1:
-            check_same_plan(batch_plan)
-        return batch_plan, (planner_state, key)
-
-    def _count_visits(
-        self, replay: RoutingReplay, batch_plan: BatchPlan
-    ) -> Int[np.ndarray, "M L P N"] | None:
-        if not self._parallel.is_hierarchical(replay.expert_ids.shape[-1]):
-            return None
-        return np.asarray(node_visits(replay, batch_plan, self.topology))
-
-    def _grow(self, batch_plan: BatchPlan, visits: Int[np.ndarray, "M L P N"] | None) -> Capacities:
-        need = count_capacities(batch_plan.layer_plans(), self.topology, visits=visits)
-        if visits is None and self._capacities.node is not None:
-            need = dataclasses.replace(need, node=NOTHING)
-        rows = grow_capacities(self._capacities, need, round_up=_with_spare_room)
-        # Experts are few and large, and spare room for them would be sent.
-        experts = grow_capacities(self._capacities, need, round_up=lambda size: -(-size // 2) * 2)
-        names = ("exports", "export_copies", "push")
-        return dataclasses.replace(rows, **{name: getattr(experts, name) for name in names})
-
-    def _check_replay(self, replay: RoutingReplay) -> None:
-        check_replay(replay, num_experts=self.topology.num_experts)
-        if replay.expert_ids.shape[2] != self.num_layers:
-            raise ValueError(
-                f"replay of {replay.expert_ids.shape[2]} MoE layers, balancer of {self.num_layers}: record all MoE"
-                " layers of the model, and give the Balancer their number"
-            )
-
-    def _check_homes(self, model: nnx.Module) -> None:
-        home = get_homes(model)
-        if home.shape != self._home.shape:
-            raise ValueError(
-                f"model of {home.shape[0]} MoE layers x {home.shape[1]} experts, balancer of"
-                f" {self._home.shape[0]} x {self._home.shape[1]}: give it the model's num_layers and topology"
-            )
-        if (home != self._home).any():
-            layer, expert = np.argwhere(home != self._home)[0].tolist()
-            raise ValueError(
-                f"layer {layer}, expert {expert}: the model holds it in home slot {home[layer, expert]}, the balancer"
-                f" left it in {self._home[layer, expert]}; restore model and balancer together (restore_training), or"
-                " set back what was set by hand: set_homes(model, balancer.state.home)"
-            )
 
     def _check_updated(self, optimizer: nnx.Optimizer | None) -> None:
         if optimizer is not None and self._updates_before == _updates(optimizer):
@@ -297,21 +301,6 @@ class Balancer:
                 f"this batch is number {number} of its balancer, which has moved the experts on for number"
                 f" {self._number}: run all steps of a batch before the next one is prepared"
             )
-
-
-@functools.partial(jax.jit, static_argnames=("planner", "topology", "num_micro_batches", "assign"))
-def _plan(replay, state, key, *, planner: Planner, topology: Topology, num_micro_batches: int, assign):
-    """`plan_batch`, compiled once for equal settings, whoever asks."""
-    assign = None if assign is None else functools.partial(assign, key=key)
-    # Rows are padded to one length, so ranks with more of them would compute more.
-    start = assign_in_order(len(replay.mask), topology, num_micro_batches=num_micro_batches)
-    options = {"num_micro_batches": num_micro_batches, "start": start, "assign": assign}
-    return plan_batch(replay, planner, state, topology, **options)
-
-
-def _with_spare_room(size: int) -> int:
-    """A quarter more than what is needed, so that the next batches need no larger buffers and no other program."""
-    return round_capacity(size * 5 // 4)
 
 
 def _updates(optimizer: nnx.Optimizer) -> int:

@@ -1,5 +1,7 @@
 """What a balancer keeps from batch to batch, as host arrays that a checkpoint saves and restores."""
 
+import dataclasses
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -20,17 +22,18 @@ class BalancerState(NamedTuple):
     """The data of the random key from which assignments are drawn."""
     home: Int[np.ndarray, "L E"]
     """Flat home slot of each expert, since the last batch."""
-    capacities: Capacities
-    """Buffer sizes of the batches so far; zeros before the first."""
+    capacities: dict[str, Capacities]
+    """Buffer sizes of the batches so far, by the shape of their stages: ``4x64`` for 4 micro-batches of 64 rows."""
 
 
-def check_state(own: BalancerState, given: BalancerState) -> None:
-    """Raise unless ``given`` has the structure and shapes of ``own``.
+def check_state(own: BalancerState, given: BalancerState, first: Capacities) -> None:
+    """Raise unless ``given`` has the structure and shapes of ``own``, and its buffer sizes those of ``first``.
 
     Raises:
         ValueError: if it is the state of another planner, or of another number of layers or experts.
     """
-    for name, mine, other in zip(own._fields, own, given, strict=True):
+    expected = own._replace(capacities=dict.fromkeys(given.capacities, first))
+    for name, mine, other in zip(own._fields, expected, given, strict=True):
         if _shapes(mine) != _shapes(other):
             raise ValueError(f"balancer state, {name}: expected {_shapes(mine)}, found {_shapes(other)}")
 
@@ -50,6 +53,25 @@ def no_capacities(*, counts_visits: bool) -> Capacities:
         export_copies=0,
         push=PushSizes(exports=0, pair=0, own=0),
     )
+
+
+def capacities_named(names: Iterable[str]) -> dict[str, Capacities]:
+    """Sizes of zero by shape, of the structure that their names in a checkpoint tell.
+
+    >>> sizes = capacities_named(["4x64.rows", "4x64.flat.pair", "4x64.push.own"])
+    >>> list(sizes), sizes["4x64"].rows, sizes["4x64"].node
+    (['4x64'], 0, None)
+    """
+    found: dict[str, set[str]] = {}
+    for shape, part in (name.split(".")[:2] for name in names):
+        found.setdefault(shape, set()).add(part)
+    return {
+        shape: dataclasses.replace(
+            no_capacities(counts_visits="node" in parts),
+            push=PushSizes(exports=0, pair=0, own=0) if "push" in parts else None,
+        )
+        for shape, parts in found.items()
+    }
 
 
 def _shapes(tree: PyTree) -> tuple[Any, ...]:

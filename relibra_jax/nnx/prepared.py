@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +15,8 @@ from jaxtyping import Bool, Int, PyTree
 from relibra_jax.execution.parallel import ExpertParallel
 from relibra_jax.execution.prepared_layer import PreparedLayer, prepare_layers
 from relibra_jax.planning.assignment import assign_in_order
+from relibra_jax.planning.plan_stages import stage_samples
+from relibra_jax.planning.turns import shift_samples
 from relibra_jax.types import EMPTY, Array, Assignment, BatchPlan, RoutingReplay
 
 
@@ -81,7 +83,7 @@ class PreparedBatch:
 
         Args:
             samples: any tree of host arrays ``[B, ...]``, one row for each sample of the batch, the same on all
-                processes: tokens, masks, weights, the replay itself.
+                processes: tokens, masks, weights, the replay itself. A stage of some samples takes the rows of these.
 
         Returns:
             The same tree of ``[M, rows, ...]`` arrays, ``rows`` sharded over the ranks; zeros (False) where a rank
@@ -90,15 +92,7 @@ class PreparedBatch:
         Raises:
             ValueError: if an array has not one row a sample, or another batch has been prepared since.
         """
-        self._refuse_if_superseded()
-        if self._assignment is None:
-            raise ValueError(
-                "to_ranks moves arrays of the host: call it on what prepare returned, not under jit nor on a copy"
-            )
-        copies, topology = math.prod(self.parallel.copies), self.parallel.topology
-        sample = np.asarray(self._assignment.sample)
-        by_copy = sample.reshape(copies, -1, topology.num_ranks, sample.shape[-1])
-        places = by_copy.swapaxes(0, 1).reshape(by_copy.shape[1], -1)
+        places = self._places("to_ranks")
         sharding = NamedSharding(self.parallel.mesh, PartitionSpec(None, *self.parallel.token_spec))
 
         def move(path: Any, leaf: Any) -> jax.Array:
@@ -114,6 +108,46 @@ class PreparedBatch:
             return jax.make_array_from_callback(rows.shape, sharding, lambda index: rows[index])
 
         return jax.tree.map_with_path(move, samples)
+
+    def from_ranks(self, rows: PyTree) -> PyTree:
+        """Bring what steps returned for the batch's rows back into the order of the batch. Runs on the host.
+
+        On several processes, all call it, and all get all rows.
+
+        Args:
+            rows: any tree of arrays ``[M, rows, ...]``, in the places where `to_ranks` puts samples.
+
+        Returns:
+            The same tree of host arrays ``[B, ...]``; zeros (False) for samples that are no part of this stage.
+
+        Raises:
+            ValueError: if an array is of other rows, or another batch has been prepared since.
+        """
+        places = self._places("from_ranks")
+        held = places != EMPTY
+
+        def move(path: Any, leaf: Any) -> np.ndarray:
+            if np.shape(leaf)[:2] != places.shape:
+                name = f"rows{jax.tree_util.keystr(path)}"
+                raise ValueError(f"{name}: shape {np.shape(leaf)} for {places.shape} micro-batches and rows")
+            found = _to_host(leaf)
+            samples = np.zeros((self._num_samples, *found.shape[2:]), found.dtype)
+            samples[places[held]] = found[held]
+            return samples
+
+        return jax.tree.map_with_path(move, rows)
+
+    def _places(self, caller: str) -> Int[np.ndarray, "M rows"]:
+        """The sample of every row of the ranks."""
+        self._refuse_if_superseded()
+        if self._assignment is None:
+            raise ValueError(
+                f"{caller} moves arrays of the host: call it on what prepare returned, not under jit nor on a copy"
+            )
+        copies, topology = math.prod(self.parallel.copies), self.parallel.topology
+        sample = np.asarray(self._assignment.sample)
+        by_copy = sample.reshape(copies, -1, topology.num_ranks, sample.shape[-1])
+        return by_copy.swapaxes(0, 1).reshape(by_copy.shape[1], -1)
 
     def _refuse_if_superseded(self) -> None:
         if self.check_in_force is not None:
@@ -209,9 +243,7 @@ def check_executed(slot_rows: Int[Array, "M L *copies N G S"], batch: PreparedBa
     quota, expert = (
         np.asarray(leaf) for leaf in _by_copy((plan.quota, plan.slot_expert), batch.parallel.copies)
     )
-    if isinstance(slot_rows, jax.Array) and not slot_rows.is_fully_addressable:
-        slot_rows = multihost_utils.process_allgather(slot_rows, tiled=True)
-    rows = np.asarray(slot_rows)
+    rows = _to_host(slot_rows)
     if rows.shape != quota.shape:
         raise ValueError(f"slot_rows: expected shape {quota.shape}, found {rows.shape}")
     if (rows != quota).any():
@@ -223,25 +255,49 @@ def check_executed(slot_rows: Int[Array, "M L *copies N G S"], batch: PreparedBa
         )
 
 
-def live_batch(parallel: ExpertParallel, *, num_samples: int | None, num_micro_batches: int) -> PreparedBatch:
-    """A batch that is routed live: samples in order, experts where they are, no replicas.
+def live_stages(
+    parallel: ExpertParallel,
+    *,
+    num_samples: int | None,
+    num_micro_batches: Sequence[int],
+    samples: Sequence[range | None] | None,
+) -> tuple[PreparedBatch, ...]:
+    """Stages that are routed live: samples in order, experts where they are, no replicas.
 
     Args:
         parallel: how plans are run, without replica slots.
         num_samples: B.
-        num_micro_batches: M of each copy of the group.
+        num_micro_batches: M of each stage in each copy of the group.
+        samples: the samples of each stage, as `relibra_jax.planning.plan_stages.plan_stages` takes them.
 
     Raises:
-        ValueError: if the number of samples is not given, or less than one for each micro-batch.
+        ValueError: if the number of samples is not given, or a stage has no micro-batch or not a sample for each.
     """
-    if num_samples is None or num_samples < num_micro_batches:
+    most = max(num_micro_batches, default=0)
+    if num_samples is None or num_samples < most:
         raise ValueError(
-            f"prepare(replay=None) prepares live routing: give it num_samples of at least num_micro_batches="
-            f"{num_micro_batches}, not {num_samples}"
+            f"prepare(replay=None) prepares live routing: give it num_samples of at least num_micro_batches={most}, not"
+            f" {num_samples}"
         )
-    entries = num_micro_batches * math.prod(parallel.copies)
-    assignment = assign_in_order(num_samples, parallel.topology, num_micro_batches=entries)
-    return PreparedBatch(None, parallel, assignment=assignment, num_samples=num_samples)
+    own = stage_samples(num_samples, len(num_micro_batches), samples)
+    copies = math.prod(parallel.copies)
+    assignments = [
+        assign_in_order(len(each), parallel.topology, num_micro_batches=copies * number)
+        for each, number in zip(own, num_micro_batches, strict=True)
+    ]
+    return tuple(
+        PreparedBatch(
+            None, parallel, assignment=shift_samples(assignment, each.start), num_samples=num_samples
+        )
+        for assignment, each in zip(assignments, own, strict=True)
+    )
+
+
+def _to_host(array: Array) -> np.ndarray:
+    """The whole of an array; of one over several processes, all call it."""
+    if isinstance(array, jax.Array) and not array.is_fully_addressable:
+        array = multihost_utils.process_allgather(array, tiled=True)
+    return np.asarray(array)
 
 
 def _flatten(batch: PreparedBatch) -> tuple[tuple[Any, Any], ExpertParallel]:

@@ -1,18 +1,23 @@
 """Checkpoints of a Flax training run: model, optimizer and balancer together, so that their homes always agree."""
 
-from typing import Any
+from typing import Any, Final
 
 import orbax.checkpoint as ocp  # type: ignore[import-untyped]
 from flax import nnx
 from jaxtyping import PyTree
 
 from relibra_jax.execution.checkpoint import restore_checkpoint, save_checkpoint
+from relibra_jax.execution.checkpoint_steps import find_step, read_layout
 from relibra_jax.execution.expert_labels import optimizer_layers
 from relibra_jax.nnx.balancer import Balancer
+from relibra_jax.nnx.balancer_state import capacities_named
 from relibra_jax.nnx.finite import check_finite
 from relibra_jax.nnx.homes import expert_labels, get_homes, set_homes
 from relibra_jax.nnx.put_on_mesh import put_on_mesh
 from relibra_jax.nnx.variables import Homes
+
+SIZES: Final = "balancer.capacities."
+"""What the names of buffer sizes begin with."""
 
 
 def save_training(
@@ -80,9 +85,14 @@ def restore_training(
             balancer keep their values then.
     """
     put_on_mesh(model, optimizer, balancer.mesh)
+    step = find_step(manager, step)
+    saved = read_layout(manager, step, verify=verify).arrays
+    tree = _tree(model, optimizer, balancer, extra)
+    # Which stages there were is for the checkpoint to say.
+    sizes = capacities_named(name.removeprefix(SIZES) for name in saved if name.startswith(SIZES))
     restored = restore_checkpoint(
         manager,
-        _tree(model, optimizer, balancer, extra),
+        tree | {"balancer": balancer.state._replace(capacities=sizes)},
         layers=_layers(model, optimizer),
         mesh=balancer.mesh,
         topology=balancer.topology,

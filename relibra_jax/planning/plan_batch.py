@@ -159,6 +159,7 @@ def plan_loads(
         state,
         topology,
         starts=[start],
+        samples=[range(samples)],
         assign=assign,
         rounds=rounds,
         costs=None if cost is None else [cost],

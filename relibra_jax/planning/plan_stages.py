@@ -9,9 +9,9 @@ from relibra_jax.limits import check_integer
 from relibra_jax.planning.sample_packing import pack_samples
 from relibra_jax.planning.token_sample import sample_routes
 from relibra_jax.planning.transitions import transitions_for
-from relibra_jax.planning.turns import Assign, plan_in_turns
+from relibra_jax.planning.turns import Assign, plan_in_turns, shift_samples
 from relibra_jax.replay import sample_load
-from relibra_jax.types import BatchPlan, Planner, RoutingReplay, Topology, UnitTimes
+from relibra_jax.types import Assignment, BatchPlan, Planner, RoutingReplay, Topology, UnitTimes
 
 
 def plan_stages(
@@ -21,6 +21,8 @@ def plan_stages(
     topology: Topology,
     *,
     num_micro_batches: Sequence[int],
+    samples: Sequence[range | None] | None = None,
+    starts: Sequence[Assignment] | None = None,
     assign: Assign | None = None,
     rounds: int = 4,
     cost: Sequence[UnitTimes] | None = None,
@@ -28,7 +30,8 @@ def plan_stages(
     """Plan the stages of a batch, each in its own micro-batches, over homes and residents that they share.
 
     Before an update there is a forward pass for old log-probabilities. It keeps no activations for a backward pass, so
-    it may run in fewer and larger micro-batches, and samples may be assigned for it anew. That both stages are planned
+    it may run in fewer and larger micro-batches, and samples may be assigned for it anew. Where a batch has several
+    updates, each has samples of its own, and none of them comes to another one. That all stages are planned
     before the first of them runs follows ForeMoE (arXiv 2606.11867); that one search plans both is ours: to the planner
     the micro-batches of all stages are further entries of M. Works under jit.
 
@@ -43,6 +46,10 @@ def plan_stages(
         topology: the expert-parallel group.
         num_micro_batches: M of each stage, for example ``(4, 8)``, in the order in which they run. Each stage starts
             from samples packed by their lengths into so many micro-batches.
+        samples: the samples of each stage, neighbours in the batch: ``(None, range(0, 16), range(16, 32))`` for a
+            recompute of 32 samples, which None stands for, and two updates. All of them in all stages by default.
+        starts: the assignment of each stage's samples that its first plan is for, numbered as in the batch; None packs
+            them.
         assign: assigns samples to the micro-batches and ranks of one stage, as in
             `relibra_jax.planning.plan_batch.plan_batch`; None keeps samples packed.
         rounds: turns of assignment and placement, as in `relibra_jax.planning.plan_batch.plan_batch`.
@@ -51,13 +58,14 @@ def plan_stages(
             without them for the second. Moves are counted once, and residents are pushed in all updates together.
 
     Returns:
-        The batch plan of each stage, each with all samples and the same homes and residents; and the planner's state
-        after this batch.
+        The batch plan of each stage, samples numbered as in the batch, all with the same homes and residents; and the
+        planner's state after this batch.
 
     Raises:
-        ValueError: if there is no stage, a number of micro-batches is below 1 or above the number of samples, ``cost``
-            has not one entry a stage or mixes flat and hierarchical dispatch, ``rounds`` is negative, or as the planner
-            and ``assign`` say.
+        ValueError: if there is no stage, a number of micro-batches is below 1 or above the number of the stage's
+            samples, these are no neighbours in the batch, ``samples``, ``starts`` or ``cost`` has not one entry a stage
+            or ``cost`` mixes flat and hierarchical dispatch, ``rounds`` is negative, or as the planner and ``assign``
+            say.
 
     >>> import jax
     >>> from relibra_jax import Topology, relibra
@@ -69,7 +77,19 @@ def plan_stages(
     ((1, 3, 1, 2, 4), (2, 3, 1, 2, 4), True)
     """
     tokens = replay.mask.sum(1, dtype=np.int32)
-    _check_stages(num_micro_batches, len(tokens), cost)
+    own = stage_samples(len(tokens), len(num_micro_batches), samples)
+    for stage, (each, number) in enumerate(zip(own, num_micro_batches, strict=True)):
+        check_integer(f"num_micro_batches[{stage}]", number, least=1, most=len(each))
+    _check_cost(len(own), cost)
+    if starts is not None and len(starts) != len(own):
+        raise ValueError(f"starts are of {len(starts)} stages, num_micro_batches of {len(own)}")
+    if starts is None:
+        starts = [
+            shift_samples(
+                pack_samples(tokens[each.start : each.stop], topology, num_micro_batches=number), each.start
+            )
+            for each, number in zip(own, num_micro_batches, strict=True)
+        ]
     by_time = cost is not None or topology.resident_slots > 0
     return plan_in_turns(
         sample_load(replay, num_experts=topology.num_experts),
@@ -77,7 +97,8 @@ def plan_stages(
         planner,
         state,
         topology,
-        starts=[pack_samples(tokens, topology, num_micro_batches=each) for each in num_micro_batches],
+        starts=starts,
+        samples=own,
         assign=assign,
         rounds=rounds,
         costs=cost,
@@ -86,17 +107,38 @@ def plan_stages(
     )
 
 
-def _check_stages(num_micro_batches: Sequence[int], samples: int, cost: Sequence[UnitTimes] | None) -> None:
-    if not num_micro_batches:
+def stage_samples(num_samples: int, num_stages: int, samples: Sequence[range | None] | None) -> list[range]:
+    """The samples of each stage, for `plan_stages`.
+
+    Args:
+        num_samples: B.
+        num_stages: the number of stages.
+        samples: the samples of each stage; None, there or for all, for all samples of the batch.
+
+    Raises:
+        ValueError: if there is no stage, ``samples`` has not one entry a stage, or one is not of neighbours in the
+            batch.
+
+    >>> stage_samples(8, 3, (None, range(0, 4), range(4, 8)))
+    [range(0, 8), range(0, 4), range(4, 8)]
+    """
+    if not num_stages:
         raise ValueError("num_micro_batches must be a sequence of one number a stage, not empty")
-    for stage, number in enumerate(num_micro_batches):
-        check_integer(f"num_micro_batches[{stage}]", number, least=1, most=samples)
+    samples = [None] * num_stages if samples is None else samples
+    if len(samples) != num_stages:
+        raise ValueError(f"samples are of {len(samples)} stages, num_micro_batches of {num_stages}")
+    stages = [range(num_samples) if own is None else own for own in samples]
+    for stage, own in enumerate(stages):
+        if own.step != 1 or not 0 <= own.start < own.stop <= num_samples:
+            raise ValueError(f"samples[{stage}]={own} must be neighbours among the {num_samples} samples")
+    return stages
+
+
+def _check_cost(stages: int, cost: Sequence[UnitTimes] | None) -> None:
     if cost is None:
         return
-    if len(cost) != len(num_micro_batches):
-        raise ValueError(
-            f"cost must be unit times of each of {len(num_micro_batches)} stages, not of {len(cost)}"
-        )
+    if len(cost) != stages:
+        raise ValueError(f"cost must be unit times of each of {stages} stages, not of {len(cost)}")
     kinds = [times.hierarchical for times in cost]
     if len(set(kinds)) > 1:
         raise ValueError(f"cost has hierarchical={kinds}: stages must agree on dispatch")

@@ -65,7 +65,7 @@ def crossings_by_node(
         sample = jnp.where(routes.sample == EMPTY, samples, routes.sample)
         total = _distinct_tokens(jnp.asarray(routes.expert_ids), sample, leaves, bounds, num_samples=samples)
         # A sample of few sampled tokens is taken for a common one to the extent of one token.
-        total += total.sum(1, keepdims=True) / len(sample)
+        total += total.sum(1, keepdims=True) / jnp.maximum((sample < samples).sum(dtype=jnp.int32), 1)
         number = jnp.ones(samples, jnp.float32).at[sample].add(1, mode="drop")
     total *= (length / jnp.maximum(number, 1) / layers)[None, :, None]
     return jnp.moveaxis(total, 0, -1).reshape(samples, nodes, nodes, groups)

@@ -1,12 +1,14 @@
 """Assignment and placement take turns, over the stages of a batch.
 
 Each takes the other as given: homes are planned for samples where they are, and samples are assigned to homes as they
-are. A stage runs all samples of the batch in micro-batches of its own, over homes and residents that all stages share.
-To a planner the micro-batches of all stages are entries of M, one stage after the other; its plan is cut along M.
+are. A stage runs samples of the batch, all of them or neighbours, in micro-batches of its own, over homes and residents
+that all stages share. To a planner the micro-batches of all stages are entries of M, one stage after the other; its
+plan is cut along M. To ``assign`` the samples of a stage are a batch, so that none of them comes to another stage.
 """
 
 import dataclasses
 import itertools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -45,6 +47,7 @@ def plan_in_turns(
     topology: Topology,
     *,
     starts: Sequence[Assignment],
+    samples: Sequence[range],
     assign: Assign | None,
     rounds: int,
     costs: Sequence[UnitTimes] | None,
@@ -59,7 +62,8 @@ def plan_in_turns(
         planner: any planner.
         state: the planner's state before the batch, from which every turn plans.
         topology: the expert-parallel group.
-        starts: the assignment of each stage that the first plan is for; each has all samples.
+        starts: the assignment of each stage that the first plan is for, of the samples of the stage.
+        samples: the samples of each stage, neighbours in the batch.
         assign: assigns the samples of one stage; None keeps the first assignments.
         rounds: turns of assignment and placement.
         costs: the unit times of each stage.
@@ -77,11 +81,11 @@ def plan_in_turns(
     for times in costs or ():
         _check_unit_times(times)
     update = with_extra_args(planner).update
-    cost = None if costs is None else _cost_of_batch(costs)
+    cost = None if costs is None else _cost_of_batch(costs, samples)
     first_loads = tuple(assigned_load(sample_load, start) for start in starts)
 
     def turn(assignments, loads, home):
-        placed = None if routes is None else _place_in_stages(routes, assignments)
+        placed = None if routes is None else _place_in_stages(routes, assignments, samples)
         load = loads[0] if len(loads) == 1 else jnp.concatenate(loads)
         plan, after = update(
             load, state, topology, tokens=placed, transitions=transitions, cost=cost, refine=home
@@ -96,17 +100,18 @@ def plan_in_turns(
     def assigned(home, resident, refine):
         assignments = []
         for stage, start in enumerate(starts):
-            cost = None if costs is None else costs[stage]
+            own = samples[stage]
             micro_batches, *_, room = start.sample.shape
             extra = {
                 "samples_per_rank": room,
-                "routes": routes,
+                "routes": None if routes is None else _routes_of(routes, own),
                 "resident": resident,
-                "cost": cost,
-                "refine": refine[stage],
+                "cost": None if costs is None else costs[stage],
+                "refine": shift_samples(refine[stage], -own.start),
             }
             knobs = {"num_micro_batches": micro_batches, **taken_by(assign, extra)}
-            assignments.append(assign(sample_load, tokens, home, topology, **knobs))
+            of_stage = sample_load[own.start : own.stop], tokens[own.start : own.stop]
+            assignments.append(shift_samples(assign(*of_stage, home, topology, **knobs), own.start))
         return tuple(assignments), tuple(assigned_load(sample_load, each) for each in assignments)
 
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((sample_load, tokens, state))):
@@ -123,6 +128,23 @@ def plan_in_turns(
 def _nobody(starts: Sequence[Assignment]) -> tuple[Assignment, ...]:
     """Assignments without samples, which nothing refines."""
     return tuple(Assignment(jnp.full(start.sample.shape, EMPTY, jnp.int32)) for start in starts)
+
+
+def _routes_of(routes: Routes, samples: range) -> Routes:
+    """The sampled tokens of some samples, these counted from 0; EMPTY for the samples of all others."""
+    sample = jnp.asarray(routes.sample)
+    inside = (sample >= samples.start) & (sample < samples.stop)
+    return routes._replace(sample=jnp.where(inside, sample - samples.start, EMPTY))
+
+
+def shift_samples(assignment: Assignment, by: int) -> Assignment:
+    """An assignment whose samples are numbered from elsewhere; EMPTY stays EMPTY.
+
+    >>> shift_samples(Assignment(jnp.array([[[[0, EMPTY]]]])), 16).sample.tolist()
+    [[[[16, -1]]]]
+    """
+    sample = assignment.sample
+    return assignment if not by else Assignment(jnp.where(sample == EMPTY, EMPTY, sample + by))
 
 
 def _loop_turns(turn, assigned, starts, first_loads, nowhere, state, rounds, topology: Topology):
@@ -157,21 +179,40 @@ def _check_unit_times(cost: UnitTimes) -> None:
             check_positive("cost.copy", float(value))
 
 
-def _cost_of_batch(costs: Sequence[UnitTimes]) -> UnitTimes:
-    """What one unit costs on average over the stages, as a token comes once in each; residents serve all stages."""
-    mean = jax.tree.map(lambda *times: sum(times) / len(times), *costs)
+def _cost_of_batch(costs: Sequence[UnitTimes], samples: Sequence[range]) -> UnitTimes:
+    """What one unit costs on average over the samples of all stages; residents serve all stages."""
+    total = sum(map(len, samples))
+    parts = [len(own) / total for own in samples]
+    mean = jax.tree.map(lambda *times: sum(map(operator.mul, times, parts)), *costs)
     return dataclasses.replace(mean, push=sum(cost.push for cost in costs))
 
 
-def _place_in_stages(routes: Routes, assignments: Sequence[Assignment]) -> TokenSample:
-    """The sampled tokens in every stage, their micro-batches counted on from stage to stage."""
-    first, stages = 0, []
-    for assignment in assignments:
+def _place_in_stages(
+    routes: Routes, assignments: Sequence[Assignment], samples: Sequence[range]
+) -> TokenSample:
+    """The sampled tokens in every stage, their micro-batches counted on from stage to stage.
+
+    Stages that have no sample in common share one copy of the tokens.
+    """
+    first = 0
+    passes: list[TokenSample] = []
+    taken: list[range] = []
+    for assignment, own in zip(assignments, samples, strict=True):
         placed = place_routes(routes, assignment)
-        micro_batch = jnp.where(placed.micro_batch == EMPTY, EMPTY, placed.micro_batch + first)
-        stages.append(placed._replace(micro_batch=micro_batch))
+        here = placed.micro_batch != EMPTY
+        placed = placed._replace(micro_batch=jnp.where(here, placed.micro_batch + first, EMPTY))
+        if passes and all(own.stop <= other.start or other.stop <= own.start for other in taken):
+            before = passes.pop()
+            placed = placed._replace(
+                micro_batch=jnp.where(here, placed.micro_batch, before.micro_batch),
+                rank=jnp.where(here, placed.rank, before.rank),
+            )
+        else:
+            taken = []
+        passes.append(placed)
+        taken.append(own)
         first += len(assignment.sample)
-    return jax.tree.map(lambda *parts: jnp.concatenate(parts), *stages)
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts), *passes)
 
 
 def _cut(plan: Plan, sizes: Sequence[int]) -> list[Plan]:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from relibra_jax.planning.planners import PLANNERS
-from relibra_jax.types import EMPTY, Plan, RoutingReplay, Topology
+from relibra_jax.types import EMPTY, Plan, Planner, RoutingReplay, Topology
 
 
 def random_routing(
@@ -134,6 +134,29 @@ def random_plan(
             shares = rng.dirichlet(np.full(len(slots[0]), 0.5))
             quota[m, row][slots] = rng.multinomial(count, shares)
     return Plan(*(leaf.astype(np.int32) for leaf in (slot_expert, home, quota)))
+
+
+def random_planner() -> Planner:
+    """A planner of random plans: homes, residents, replicas and splits that no other would choose."""
+
+    def init(topology, num_layers, *, key):
+        return jnp.zeros((), jnp.int32)
+
+    def update(load, state, topology):
+        shapes = (*load.shape[:-1], topology.slots)
+        plan = jax.pure_callback(
+            lambda load, state: random_plan(np.random.default_rng(int(state)), np.asarray(load), topology),
+            Plan(
+                jax.ShapeDtypeStruct(shapes, jnp.int32),
+                jax.ShapeDtypeStruct((load.shape[1], topology.num_experts), jnp.int32),
+                jax.ShapeDtypeStruct(shapes, jnp.int32),
+            ),
+            load,
+            state,
+        )
+        return plan, state + 1
+
+    return Planner(init, update)
 
 
 def _some(rng, candidates, slots, fill, home):

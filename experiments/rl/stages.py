@@ -1,0 +1,188 @@
+"""The stages of a step: a recompute of old log-probabilities, and updates from samples of their own.
+
+The routing that updates replay was recorded in the rollout (R3, arXiv:2510.11370): then it is known before the
+recompute, which replays it too, and all stages are planned by one search. Or it is recorded in the recompute (R2): this
+routes live then, in order, with experts at home and buffers for the worst case, and only the updates are planned.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float, Int
+
+from experiments.rl.configs import Train
+from experiments.rl.generation import Responses
+from experiments.rl.losses import relative_advantages, token_weights
+from experiments.rl.rewards import Rewards
+from experiments.rl.state import State
+from experiments.rl.step import StepMetrics, TrainingBatch, prepare_residents, recompute
+from relibra_jax.execution import Residents
+from relibra_jax.nnx import PreparedBatch, check_executed, get_homes
+from relibra_jax.plan import rank_load
+from relibra_jax.planning.metrics import batch_imbalance
+from relibra_jax.planning.replication import without_replicas
+from relibra_jax.replay import id_dtype
+from relibra_jax.types import Array, BatchPlan, Plan, Topology
+
+
+class Stage(NamedTuple):
+    """Some samples of a batch with their plan."""
+
+    batch: PreparedBatch
+    """What the stage follows, in force until the next batch is prepared."""
+    samples: TrainingBatch
+    """Tokens, mask and routing of its samples, on the ranks."""
+
+
+class Stages(NamedTuple):
+    """The stages of one batch, over the same homes and residents."""
+
+    recompute: tuple[Stage, ...]
+    """Those that log-probabilities are recomputed in: one with all samples, or the updates' own; none where the
+    recompute has run before, live."""
+    updates: tuple[Stage, ...]
+    """One for each optimizer update of a pass over the batch; no sample is in two of them."""
+
+
+class OldPolicy(NamedTuple):
+    """What the recompute says of the policy before its updates."""
+
+    log_prob: Float[np.ndarray, "B T"]
+    """float32, entry t of token t."""
+    imbalance: float | None
+    """Max / mean of rank load, as the recompute ran; None where it ran under the plans of the updates."""
+    residents: Residents | None = None
+    """The residents that it ran with, which the first update may use, too."""
+
+
+def prepare_stages(state: State, config: Train, responses: Responses) -> Stages:
+    """Plan the stages of a batch, move experts to their homes and samples to their ranks.
+
+    Args:
+        state: the state of the run.
+        config: its settings.
+        responses: the samples with the routing that is replayed.
+    """
+    own = config.recompute_micro_batches if config.routing == "rollout" else None
+    ahead = () if own is None else (own,)
+    batches = state.balancer.prepare_stages(
+        *(state.model, state.optimizer, responses.replay),
+        num_micro_batches=(*ahead, *[config.micro_batches] * config.updates),
+        samples=(*[None] * len(ahead), *config.mini_batches),
+    )
+    samples = TrainingBatch(responses.tokens, responses.mask, responses.expert_ids)
+    stages = tuple(Stage(batch, batch.to_ranks(samples)) for batch in batches)
+    updates = stages[len(ahead) :]
+    if config.routing == "recompute":
+        return Stages((), updates)
+    return Stages(stages[: len(ahead)] or updates, updates)
+
+
+def recompute_planned(state: State, config: Train, stages: Stages) -> OldPolicy:
+    """Recompute log-probabilities under the plans of the recompute's stages, and hold what ran to them.
+
+    Raises:
+        RuntimeError: if a slot computed other rows than its plan says.
+    """
+    residents = prepare_residents(state.model, state.optimizer, stages.recompute[0].batch)
+    parts, imbalance = [], None
+    for batch, samples in stages.recompute:
+        ran = recompute(state.model, batch, samples, residents, temperature=config.temperature)
+        check_executed(ran.slot_rows, batch)
+        parts.append(batch.from_ranks(ran.log_prob))
+    if stages.recompute is not stages.updates:
+        (own,) = stages.recompute
+        imbalance = float(planned_imbalance(own.batch.batch_plan.plan))
+    # A sample is in one of them, and zeros are elsewhere.
+    return OldPolicy(np.sum(parts, axis=0), imbalance, residents)
+
+
+def recompute_live(state: State, config: Train, responses: Responses) -> tuple[Responses, OldPolicy]:
+    """Recompute log-probabilities under live routing, and record it.
+
+    Returns:
+        The responses with the routing of the recompute in place of the rollout's; and what the recompute says.
+    """
+    (batch,) = state.balancer.prepare_stages(
+        *(state.model, state.optimizer, None),
+        num_micro_batches=(config.live_micro_batches,),
+        num_samples=config.samples,
+    )
+    samples = batch.to_ranks(TrainingBatch(responses.tokens, responses.mask))
+    ran = recompute(state.model, batch, samples, temperature=config.temperature, record=True)
+    log_prob, ids = batch.from_ranks((ran.log_prob, ran.expert_ids))
+    ids = np.where(responses.mask[..., None, None], ids, 0)
+    # Experts are where the batch before has left them.
+    imbalance = unplanned_imbalance(ran.load, get_homes(state.model), topology=batch.parallel.topology)
+    responses = responses._replace(expert_ids=ids.astype(id_dtype(config.model_config.num_experts)))
+    return responses, OldPolicy(log_prob, float(imbalance))
+
+
+def with_lessons(
+    config: Train, updates: Sequence[Stage], responses: Responses, rewards: Rewards, old: OldPolicy
+) -> list[Stage]:
+    """The updates with what their samples teach.
+
+    Advantages are made for the whole batch. Weights sum to 1 over the samples of each update, whose loss is so a mean
+    over its own tokens: as if it were a batch, and however many tokens other updates have.
+    """
+    advantage = relative_advantages(
+        rewards.reward, rewards.scored, responses_per_prompt=config.responses_per_prompt
+    )
+    weight = np.zeros(responses.tokens.shape, np.float32)
+    for own in config.mini_batches:
+        sampled, scored = responses.response[own], rewards.scored[own]
+        weight[own] = token_weights(sampled, scored, token_level=config.token_level)
+    taught = []
+    for batch, samples in updates:
+        weight_there, advantage_there, log_prob = batch.to_ranks((weight, advantage, old.log_prob))
+        samples = samples._replace(weight=weight_there, advantage=advantage_there, old_log_prob=log_prob)
+        taught.append(Stage(batch, samples))
+    return taught
+
+
+def join_plans(plans: Sequence[BatchPlan]) -> BatchPlan:
+    """The plans of stages of one shape, over the same homes, as one of all their micro-batches."""
+    return plans[0] if len(plans) == 1 else _join_plans(list(plans))
+
+
+@jax.jit
+def _join_plans(plans: list[BatchPlan]) -> BatchPlan:
+    joined = jax.tree.map(lambda *parts: jnp.concatenate(parts), *plans)
+    return joined._replace(plan=joined.plan._replace(home=plans[0].plan.home))
+
+
+def join_metrics(metrics: Sequence[StepMetrics]) -> StepMetrics:
+    """The metrics of updates of one pass as those of the pass: means of numbers, counts of all micro-batches."""
+    return metrics[0] if len(metrics) == 1 else _join_metrics(list(metrics))
+
+
+@jax.jit
+def _join_metrics(metrics: list[StepMetrics]) -> StepMetrics:
+    def mean(*values):
+        return jnp.stack(values).mean(0)
+
+    def join(*counts):
+        return jnp.concatenate(counts)
+
+    policy, norm, *counted = zip(*metrics, strict=True)
+    return StepMetrics(jax.tree.map(mean, *policy), mean(*norm), *(join(*each) for each in counted))
+
+
+@jax.jit
+def planned_imbalance(plan: Plan) -> Float[jax.Array, ""]:
+    """The imbalance of a plan over all its micro-batches."""
+    return batch_imbalance(rank_load(plan))
+
+
+@functools.partial(jax.jit, static_argnames="topology")
+def unplanned_imbalance(
+    load: Int[Array, "M L N G E"], home: Int[Array, "L E"], *, topology: Topology
+) -> Float[jax.Array, ""]:
+    """The imbalance of a load with all experts at home, over all its micro-batches."""
+    of_experts = jnp.asarray(load).sum((2, 3), dtype=jnp.int32)
+    return batch_imbalance(rank_load(without_replicas(of_experts, home, topology)))

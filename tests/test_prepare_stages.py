@@ -1,0 +1,299 @@
+"""Stages of a batch at the front door: a recompute, and updates from parts of the samples."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+from support.plans import random_planner, random_routing
+
+from relibra_jax import Topology, static
+from relibra_jax.execution import check_residents, expert_mesh
+from relibra_jax.execution.gating import GATINGS
+from relibra_jax.nnx import (
+    Balancer,
+    MoELayer,
+    accumulate_gradients,
+    check_executed,
+    get_homes,
+    prepare_residents,
+    restore_training,
+    save_training,
+)
+from relibra_jax.plan import resident_experts
+from relibra_jax.types import EMPTY
+
+LAYERS, SAMPLES, TOKENS, WIDTH, HIDDEN, EXPERTS, BATCHES = 2, 16, 4, 6, 5, 8, 3
+TOPOLOGY = Topology(num_nodes=2, ranks_per_node=2, num_experts=EXPERTS, replica_slots=1, resident_slots=2)
+PLAIN = Topology(num_nodes=2, ranks_per_node=2, num_experts=EXPERTS, replica_slots=0)
+PARTS = (range(8), range(8, 16))
+STAGES = {"num_micro_batches": (1, 2, 2), "samples": (None, *PARTS)}
+"""A recompute of all samples in one micro-batch, then two updates of half of them in two."""
+OPTIMIZER, PLANNER, PUSH = optax.adamw(1e-2, eps=1e-3), random_planner(), nnx.jit(prepare_residents)
+TRACES = []
+
+
+@functools.cache
+def data():
+    rng = np.random.default_rng(0)
+    sizes = {"samples": SAMPLES, "tokens": TOKENS, "layers": LAYERS, "experts": EXPERTS, "top_k": 2}
+    inputs = [rng.normal(size=(SAMPLES, TOKENS, WIDTH)).astype(np.float32) for _ in range(BATCHES)]
+    return [(x, random_routing(rng, **sizes)) for x in inputs]
+
+
+class Model(nnx.Module):
+    """A residual stack of mixtures of experts."""
+
+    def __init__(self, topology, mesh):
+        gating, options = GATINGS["qwen3-moe"], {"mesh": mesh, "rngs": nnx.Rngs(0)}
+        gating = gating.__class__(**(vars(gating) | {"top_k": 2}))
+        self.layers = nnx.List([MoELayer(topology, WIDTH, HIDDEN, gating, **options) for _ in range(LAYERS)])
+
+    def __call__(self, x, replay, layers, parallel):
+        rows = []
+        for number, moe in enumerate(self.layers):
+            found = moe(
+                *(x, replay.expert_ids[..., number, :], layers.layer(number)),
+                parallel=parallel,
+                mask=replay.mask,
+            )
+            x = x + found.output
+            rows.append(found.slot_rows)
+        return x, jnp.stack(rows)
+
+
+@nnx.jit
+def forward(model, batch, rows, residents):
+    """Every token's output, and the rows of the slots."""
+    graph, state = nnx.split(model)
+
+    def one(_, micro_batch):
+        (x, replay), layers = micro_batch
+        if residents is not None:
+            layers = layers._replace(residents=residents.weights)
+        return None, nnx.merge(graph, state)(x, replay, layers, batch.parallel)
+
+    return jax.lax.scan(one, None, (rows, batch.layers()))[1]
+
+
+@nnx.jit
+def train_step(model, optimizer, batch, rows, weight, residents):
+    TRACES.append(batch.parallel.capacities)
+
+    def objective(model, rows, layers):
+        (x, replay), weight = rows
+        out, slot_rows = model(x, replay, layers, batch.parallel)
+        loss = (jnp.square(out - 1).sum(-1) * weight).sum()
+        return loss, (loss, slot_rows)
+
+    gradients, (losses, slot_rows) = accumulate_gradients(
+        model, objective, batch, (rows, weight), residents=residents
+    )
+    optimizer.update(model, gradients)
+    return losses.sum(), slot_rows
+
+
+class Run:
+    """A model, its optimizer and its balancer."""
+
+    def __init__(self, planner=PLANNER, topology=TOPOLOGY, **axes):
+        devices = topology.num_ranks * int(np.prod(list(axes.values())))
+        mesh = expert_mesh(topology, devices=jax.devices()[:devices], **axes)
+        self.model = Model(topology, mesh)
+        self.optimizer = nnx.Optimizer(self.model, OPTIMIZER, wrt=nnx.Param)
+        self.balancer = Balancer(
+            planner,
+            topology,
+            mesh=mesh,
+            num_layers=LAYERS,
+            num_micro_batches=2,
+            key=jax.random.key(0),
+            assign=None,
+            check_rows=True,
+        )
+
+    def prepare(self, number=0, **options):
+        return self.balancer.prepare_stages(
+            self.model, self.optimizer, data()[number][1], **(STAGES | options)
+        )
+
+    def update(self, batch, number, part, residents=None):
+        """The loss of one update, the mean over its own tokens."""
+        mask = data()[number][1].mask
+        own = np.isin(np.arange(SAMPLES), part)[:, None] & mask
+        rows, weight = batch.to_ranks((data()[number], (own / own.sum()).astype(np.float32)))
+        loss, slot_rows = train_step(self.model, self.optimizer, batch, rows, weight, residents)
+        check_executed(slot_rows, batch)
+        return float(loss)
+
+    def train(self, first, last):
+        """Outputs of the recompute and the losses of all updates; the first shares the recompute's residents."""
+        seen, losses = [], []
+        for number in range(first, last):
+            recompute, *updates = self.prepare(number)
+            residents = PUSH(self.model, self.optimizer, recompute)
+            out, slot_rows = forward(self.model, recompute, recompute.to_ranks(data()[number]), residents)
+            check_executed(slot_rows, recompute)
+            seen.append(recompute.from_ranks(out) * data()[number][1].mask[..., None])
+            for batch, part in zip(updates, PARTS, strict=True):
+                losses.append(self.update(batch, number, part, residents))
+                residents = None
+        return seen, losses
+
+    def experts(self):
+        """The experts of all layers by id."""
+        homes = get_homes(self.model)
+        flat = [np.asarray(moe.experts[...]).reshape(EXPERTS, 3, WIDTH, HIDDEN) for moe in self.model.layers]
+        return np.stack([leaf[row] for leaf, row in zip(flat, homes, strict=True)])
+
+
+@functools.cache
+def trained():
+    run = Run()
+    return run, *run.train(0, BATCHES)
+
+
+def assert_same_training(run, seen, losses):
+    planned, wanted, wanted_losses = trained()
+    np.testing.assert_allclose(losses, wanted_losses[: len(losses)], rtol=5e-6)
+    for found, expected in zip(seen, wanted, strict=False):
+        np.testing.assert_allclose(found, expected, atol=2e-5)
+    if len(seen) == BATCHES:
+        np.testing.assert_allclose(run.experts(), planned.experts(), atol=5e-5)
+
+
+def test_training_in_stages_is_the_same_as_under_static_placement():
+    run, _, losses = trained()
+    still = Run(static(), PLAIN)
+    assert_same_training(still, *still.train(0, BATCHES))
+    assert (get_homes(run.model) != get_homes(still.model)).any()
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.slow
+def test_copies_of_the_group_run_stages_too():
+    run = Run(topology=Topology(num_nodes=1, ranks_per_node=2, num_experts=8, replica_slots=1), data=2)
+    assert_same_training(run, *run.train(0, 2))
+
+
+def test_stages_share_homes_and_residents_and_no_sample_is_in_two_updates():
+    recompute, *updates = Run().prepare()
+    for stage, own in zip((recompute, *updates), (range(SAMPLES), *PARTS), strict=True):
+        held = np.asarray(stage.batch_plan.assignment.sample)
+        assert sorted(held[held != EMPTY].tolist()) == list(own)
+        plan = stage.batch_plan.plan
+        np.testing.assert_array_equal(plan.home, recompute.batch_plan.plan.home)
+        residents = resident_experts(plan, TOPOLOGY)
+        assert (residents != EMPTY).any()
+        np.testing.assert_array_equal(residents, resident_experts(recompute.batch_plan.plan, TOPOLOGY))
+
+
+def test_residents_are_those_after_the_update_before():
+    """With the weights from before it, the next update is another one, and the host refuses them."""
+    losses = []
+    for stale in (False, True):
+        run = Run()
+        recompute, first, second = run.prepare()
+        before = PUSH(run.model, run.optimizer, recompute)
+        run.update(first, 0, PARTS[0])
+        now = PUSH(run.model, run.optimizer, second)
+        held = np.asarray(now.experts)
+        layer = np.arange(LAYERS)[:, None, None, None]
+        here = np.where((held != EMPTY)[..., None, None, None], run.experts()[layer, held], 0)
+        np.testing.assert_array_equal(now.weights, here)
+        assert np.abs(np.asarray(before.weights) - here).max() > 5e-3
+        with pytest.raises(ValueError, match="step"):
+            check_residents(before, run.optimizer.step[...], second.batch_plan.plan, TOPOLOGY)
+        losses.append(run.update(second, 0, PARTS[1], before if stale else None))
+    assert losses[0] == pytest.approx(trained()[2][1], rel=1e-6)
+    assert abs(losses[1] - losses[0]) > 1e-4
+
+
+def test_updates_of_one_shape_are_one_program_and_do_not_pay_for_the_recompute():
+    run = Run()
+    recompute, first, second = run.prepare()
+    assert first.parallel == second.parallel
+    assert first.parallel.capacities.flat.own < recompute.parallel.capacities.flat.own
+    run.update(first, 0, PARTS[0])
+    before = len(TRACES)
+    assert before > 0
+    run.update(second, 0, PARTS[1])
+    assert len(TRACES) == before
+    assert sorted(run.balancer.state.capacities) == ["1x16", "2x4"]
+
+
+def test_one_stage_is_prepare():
+    run, other = Run(), Run()
+    one = run.balancer.prepare(run.model, run.optimizer, data()[0][1])
+    (same,) = other.prepare(num_micro_batches=(2,), samples=None)
+    for found, wanted in zip(jax.tree.leaves(same), jax.tree.leaves(one), strict=True):
+        np.testing.assert_array_equal(found, wanted)
+    assert one.parallel.capacities == same.parallel.capacities
+
+
+def test_rows_come_back_in_the_order_of_the_batch():
+    numbers = np.arange(2 * SAMPLES).reshape(SAMPLES, 2) + 1
+    for stage, own in zip(Run().prepare(), (range(SAMPLES), *PARTS), strict=True):
+        inside = np.isin(np.arange(SAMPLES), own)[:, None]
+        np.testing.assert_array_equal(stage.from_ranks({"n": stage.to_ranks(numbers)})["n"], numbers * inside)
+    with pytest.raises(
+        ValueError, match=r"rows\['n'\]: shape \(1, 16, 2\) for \(2, 4\) micro-batches and rows"
+    ):
+        stage.from_ranks({"n": np.zeros((1, 16, 2))})
+
+
+def test_live_stages():
+    run = Run()
+    stages = run.balancer.prepare_stages(run.model, None, None, num_samples=SAMPLES, **STAGES)
+    shapes = [stage.to_ranks(np.arange(SAMPLES)).shape for stage in stages]
+    assert shapes == [(1, 16), (2, 4), (2, 4)]
+    assert sorted(np.asarray(stages[2].to_ranks(np.arange(SAMPLES))).ravel().tolist()) == list(range(8, 16))
+
+
+def test_stages_are_refused_once_the_next_batch_is_prepared():
+    run = Run()
+    stages = run.prepare()
+    with pytest.raises(ValueError, match="before the first was learned from"):
+        run.prepare(1)
+    run.update(stages[1], 0, PARTS[0])  # a loop may stop early
+    run.prepare(1)
+    for stage in stages:
+        with pytest.raises(ValueError, match="this batch is number 1"):
+            stage.layers()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_micro_batches": ()}, "num_micro_batches must be a sequence of one number a stage, not empty"),
+        ({"samples": (None, *PARTS, None)}, "samples are of 4 stages, num_micro_batches of 3"),
+        (
+            {"samples": (None, range(8), range(8, 17))},
+            r"samples\[2\]=range\(8, 17\) must be neighbours among the 16 samples",
+        ),
+        ({"num_micro_batches": (1, 9, 2)}, "num_micro_batches=9 must be at least 1 and at most 8 samples"),
+    ],
+)
+@pytest.mark.parametrize("live", [False, True], ids=["replay", "live"])
+def test_what_are_no_stages_is_refused(options, message, live):
+    run = Run(static(), PLAIN)
+    replay, count = (None, {"num_samples": SAMPLES}) if live else (data()[0][1], {})
+    with pytest.raises(ValueError, match=message):
+        run.balancer.prepare_stages(run.model, run.optimizer, replay, **(STAGES | options), **count)
+
+
+def test_sizes_of_all_stages_are_in_a_checkpoint(tmp_path):
+    """A run that goes on compiles no other step, and trains on, bit for bit."""
+    run, again = Run(), Run()
+    run.train(0, 2)
+    with ocp.CheckpointManager(tmp_path) as manager:
+        save_training(manager, 2, run.model, run.optimizer, run.balancer)
+        manager.wait_until_finished()
+        restore_training(manager, again.model, again.optimizer, again.balancer)
+    assert again.balancer.state.capacities == run.balancer.state.capacities
+    assert sorted(again.balancer.state.capacities) == ["1x16", "2x4"]
+    assert again.train(2, BATCHES)[1] == trained()[2][-2:]

@@ -1,0 +1,247 @@
+"""Mini-batches and stages of their own in reinforcement learning, and routing that the recompute records."""
+
+import dataclasses
+import functools
+import io
+import json
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from rich.console import Console
+
+from experiments.rl.configs import Train
+from experiments.rl.generation import Responses
+from experiments.rl.losses import relative_advantages
+from experiments.rl.metrics_log import read_metrics
+from experiments.rl.policy import POLICIES, TINY
+from experiments.rl.rewards import Rewards
+from experiments.rl.saved_config import saved_config
+from experiments.rl.stages import OldPolicy, recompute_live, recompute_planned, with_lessons
+from experiments.rl.step_clock import StepClock
+from experiments.rl.train import run_train
+from experiments.rl.trainer import Trainer
+from relibra_jax.nnx import get_homes
+from relibra_jax.plan import resident_experts
+from relibra_jax.replay import expert_load
+from relibra_jax.types import EMPTY, RoutingReplay
+
+SMALLEST = dataclasses.replace(TINY, width=16, layers=2, heads=2, kv_heads=1, head_width=8, expert_width=16)
+SMALL = {
+    "task": "copy",
+    "policy": "smallest",
+    "warmup_steps": 0,
+    "steps": 1,
+    "prompts": 8,
+    "responses_per_prompt": 4,
+    "prompt_tokens": 14,
+    "response_tokens": 7,
+    "evaluation_batches": 0,
+    "anneal_steps": 20,
+    "updates": 2,
+    "micro_batches": 2,
+    "epochs": 1,
+    "learning_rate": 3e-3,
+}
+BATCHES, TOLERANCE = 4, 1e-4
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _smallest_policy():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("experiments.rl.configs.POLICIES", {**POLICIES, "smallest": SMALLEST})
+        patch.setattr("experiments.rl.train.keep_compiled", lambda: None)
+        yield
+
+
+def make(**changes):
+    resident_slots = changes.pop("resident_slots", 0)
+    config = Train(**(SMALL | changes))
+    return Trainer(
+        dataclasses.replace(config, ranks=dataclasses.replace(config.ranks, resident_slots=resident_slots)), 0
+    )
+
+
+@functools.cache
+def batches():
+    """Random texts, routing and rewards: what is learned from them does not matter, that it is the same does."""
+    found = []
+    for number in range(BATCHES):
+        rng = np.random.default_rng(number)
+        tokens = rng.integers(1, SMALLEST.vocabulary, (32, 21), np.int32)
+        length = rng.integers(15, 22, 32)
+        mask = np.arange(21) < length[:, None]
+        popular = rng.exponential(size=(SMALLEST.layers, 16)) ** 2
+        ids = np.argsort(-popular * rng.random((32, 21, SMALLEST.layers, 16)))[..., :2].astype(np.uint8)
+        ids *= mask[..., None, None]
+        response = mask & (np.arange(21) >= 14)
+        responses = Responses(tokens, mask, response, ids, np.zeros((32, 21), np.float32), np.ones(32, bool))
+        rewards = Rewards(rng.random(32, np.float32), np.ones(32, bool), [])
+        found.append((responses, rewards))
+    return found
+
+
+def logical(trainer):
+    """Parameters as NumPy arrays by name, experts in the order of their ids."""
+    home, found = get_homes(trainer.state.model), {}
+    for path, leaf in jax.tree.leaves_with_path(nnx.state(trainer.state.model, nnx.Param)):
+        name, value = jax.tree_util.keystr(path), np.asarray(leaf)
+        if "experts']['experts'" in name:
+            value = np.take_along_axis(value.reshape(*home.shape, -1), home[..., None], axis=1)
+        found[name] = value
+    return found
+
+
+def learn(trainer, responses, rewards):
+    stages = trainer.prepare(responses, StepClock())
+    old = recompute_planned(trainer.state, trainer.config, stages)
+    return stages, old, trainer.update(stages, responses, rewards, old)
+
+
+def learn_all(**changes):
+    """A run over all batches: parameters, losses, homes, and the stages of the last batch."""
+    trainer, losses = make(**changes), []
+    start = logical(trainer)
+    for batch in batches():
+        stages, _, metrics = learn(trainer, *batch)
+        losses.append(float(metrics.policy.loss))
+    return start, logical(trainer), losses, stages
+
+
+def assert_same_learning(one, other, *, expected_updates):
+    (start, found, losses, stages), (_, wanted, expected, _) = one, other
+    assert len(stages.updates) == expected_updates
+    np.testing.assert_allclose(losses, expected, atol=1e-5)
+    for name, value in wanted.items():
+        moved = np.linalg.norm(value - start[name])
+        assert moved > 1e-3, name
+        assert np.linalg.norm(found[name] - value) < TOLERANCE * moved, name
+
+
+@pytest.mark.slow
+def test_planned_mini_batches_learn_as_static_placement_does():
+    """Residents among them, pushed for each update, and a recompute in one micro-batch."""
+    planned = learn_all(resident_slots=1, recompute_micro_batches=1)
+    assert_same_learning(planned, learn_all(planner="static"), expected_updates=2)
+    stages = planned[-1]
+    (recompute,) = stages.recompute
+    for stage, own in zip((recompute, *stages.updates), (range(32), range(16), range(16, 32)), strict=True):
+        held = np.asarray(stage.batch.batch_plan.assignment.sample)
+        assert sorted(held[held != EMPTY].tolist()) == list(own)
+        plan, topology = stage.batch.batch_plan.plan, stage.batch.parallel.topology
+        assert (plan.home == recompute.batch.batch_plan.plan.home).all()
+        assert (resident_experts(plan, topology) != EMPTY).any()
+    assert len(recompute.batch.batch_plan.load) == 1
+    assert stages.updates[0].batch.parallel == stages.updates[1].batch.parallel
+    assert stages.updates[0].batch.parallel.capacities.rows < recompute.batch.parallel.capacities.rows
+
+
+@pytest.mark.slow
+def test_one_update_with_a_recompute_of_its_own_learns_as_without():
+    own = learn_all(updates=1, recompute_micro_batches=1)
+    shared = learn_all(updates=1)
+    assert_same_learning(own, shared, expected_updates=1)
+    assert shared[-1].recompute is shared[-1].updates
+    assert own[-1].recompute is not own[-1].updates
+
+
+def test_a_mini_batch_is_weighed_as_a_batch():
+    """The tokens of each update weigh 1 together, whatever the others have; advantages are those of the whole batch."""
+    trainer, (responses, rewards) = make(anneal_steps=0, planner="static"), batches()[0]
+    response = responses.response.copy()
+    response[:16, 15:] = False
+    responses = responses._replace(response=response)
+    old = np.zeros(responses.tokens.shape, np.float32)
+    stages = trainer.prepare(responses, StepClock())
+    lessons = with_lessons(trainer.config, stages.updates, responses, rewards, OldPolicy(old, None))
+    advantage = relative_advantages(rewards.reward, rewards.scored, responses_per_prompt=4)
+    for (batch, samples), own in zip(lessons, (slice(0, 16), slice(16, 32)), strict=True):
+        weight = batch.from_ranks(samples.weight)
+        np.testing.assert_allclose(weight[own], response[own] / response[own].sum(), rtol=1e-6)
+        assert weight.sum() == pytest.approx(1, abs=1e-6)
+        np.testing.assert_array_equal(batch.from_ranks(samples.advantage)[own], advantage[own])
+
+
+@pytest.mark.slow
+def test_updates_replay_what_the_recompute_recorded():
+    trainer, (responses, rewards) = make(routing="recompute"), batches()[0]
+    state, parallel = trainer.state, trainer.state.balancer.live
+    recorded, old = recompute_live(state, trainer.config, responses)
+    output = state.model(responses.tokens, responses.mask, parallel=parallel)
+    ids = np.where(responses.mask[..., None, None], output.expert_ids, 0)
+    np.testing.assert_array_equal(recorded.expert_ids, ids)
+    assert recorded.expert_ids.dtype == np.uint8
+    assert (recorded.expert_ids != responses.expert_ids).any()
+    stages = trainer.prepare(recorded, StepClock())
+    assert stages.recompute == ()
+    for batch, samples in stages.updates:
+        plan = batch.batch_plan
+        np.testing.assert_array_equal(
+            plan.load, expert_load(RoutingReplay(ids, responses.mask), plan.assignment, num_experts=16)
+        )
+        held = np.isin(np.arange(32), np.asarray(plan.assignment.sample))[:, None, None, None]
+        np.testing.assert_array_equal(batch.from_ranks(samples.expert_ids), ids * held)
+    metrics = trainer.update(stages, recorded, rewards, old)
+    load = np.concatenate([batch.batch_plan.load for batch, _ in stages.updates])
+    np.testing.assert_array_equal(metrics.load, load)
+    changed = np.asarray(metrics.routing_changed)
+    assert changed.shape == (4, SMALLEST.layers)
+    assert not changed[:2].any(), "before the first step the live router is that of the recompute"
+
+
+@pytest.mark.slow
+def test_what_routing_of_the_recompute_costs_is_printed(tmp_path):
+    shown = io.StringIO()
+    config = dataclasses.replace(Train(**(SMALL | {"routing": "recompute"})), out=tmp_path / "run")
+    run_train(config, Console(file=shown, width=250))
+    [line] = [
+        line
+        for line in read_metrics(tmp_path / "run" / "seed-0" / "metrics.jsonl")
+        if line["kind"] == "learn"
+    ]
+    assert line["imbalance_recompute"] > line["imbalance"]
+    assert len(line["imbalance_by_micro_batch"]) == 4
+    said = (
+        f"recompute, seed 0: its routing was recorded as it ran, so it ran unplanned, at imbalance"
+        f" {line['imbalance_recompute']:.4f}; planned, in the updates, the same routing came to {line['imbalance']:.4f}"
+    )
+    assert said in shown.getvalue()
+
+
+def test_settings_of_stages_are_saved(tmp_path):
+    config = Train(**(SMALL | {"recompute_micro_batches": 4}))
+    (tmp_path / "config.json").write_text(json.dumps(dataclasses.asdict(config), default=str))
+    assert saved_config(tmp_path) == config
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"updates": 3},
+            "prompts=8 must divide evenly over updates=3: responses to one prompt stay together",
+        ),
+        (
+            {"updates": 4},
+            "prompts=8 x responses_per_prompt=4 = 32 samples over updates=4 must divide evenly over 8 ranks x"
+            " micro_batches=2",
+        ),
+        (
+            {"recompute_micro_batches": 3},
+            "= 32 samples must divide evenly over 8 ranks x recompute_micro_batches=3",
+        ),
+        ({"recompute_micro_batches": 0}, "recompute_micro_batches=0 must be an integer of at least 1"),
+        (
+            {"routing": "rollouts"},
+            "routing 'rollouts' must be one of rollout, recompute; did you mean rollout",
+        ),
+        (
+            {"routing": "recompute", "replay": False},
+            "routing=recompute records what updates replay, and replay=False replays nothing",
+        ),
+    ],
+)
+def test_numbers_that_do_not_divide(changes, message):
+    with pytest.raises(ValueError, match=message):
+        Train(**(SMALL | {"updates": 1} | changes))
