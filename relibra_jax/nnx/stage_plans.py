@@ -110,7 +110,7 @@ def grow_sizes(
     sizes: Mapping[str, Capacities],
     first: Capacities,
     stages: Sequence[BatchPlan],
-    visits: Sequence[Int[np.ndarray, "M L P N"] | None],
+    visits: Sequence[Int[np.ndarray, "..."] | None],
     parallel: ExpertParallel,
 ) -> dict[str, Capacities]:
     """Buffer sizes by shape that serve the stages of the batches so far and of this one.
