@@ -6,6 +6,10 @@ the recording is a complete `RoutingReplay`.
 
 Routing is live, experts stay at home, and no token is ever dropped. A sample's randomness comes from its own key, so
 what is sampled does not depend on where or beside what.
+
+Log-probabilities are among all tokens of the vocabulary, those that top-p cuts off and those that may not be sampled
+included: so recompute and update need not know what sampling left out, the update goes on making unlikely what is never
+sampled here, and another engine that samples from the trained policy has the same log-probabilities.
 """
 
 from collections.abc import Sequence
@@ -36,8 +40,8 @@ class Responses(NamedTuple):
     expert_ids: Integer[Array, "B T L K"]
     """The experts of every token of prompt and response, zeros at padding."""
     log_probs: Float[Array, "B T"]
-    """float32, of every sampled token under the policy at its temperature (1 where that is 0), before top-p cut
-    anything: what `experiments.rl.policy.token_log_probs` recomputes. 0 elsewhere."""
+    """float32, of every sampled token among all tokens of the vocabulary, under the policy at its temperature (1 where
+    that is 0): what `experiments.rl.policy.token_log_probs` recomputes. 0 elsewhere."""
     ended: Bool[Array, " B"]
     """Whether a token ended the response, rather than its length."""
 
@@ -77,6 +81,7 @@ def generate(
     top_p: float = 1.0,
     ends: Sequence[int] = BYTES.ends,
     pad: int = BYTES.pad,
+    allowed: Bool[Array, " V"] | None = None,
 ) -> Responses:
     """Sample a response to every prompt.
 
@@ -93,6 +98,7 @@ def generate(
         top_p: only the likeliest tokens whose probabilities, at the temperature, first reach this sum are drawn.
         ends: the tokens that end a response, at least one; whichever is drawn first ends it.
         pad: the token that fills ``tokens`` of the result where there is none; what is sampled does not depend on it.
+        allowed: the tokens that may be sampled, `experiments.rl.tokens.Tokenizer.allowed`; None for all of them.
 
     Returns:
         See `Responses`; sharded over the ranks.
@@ -116,7 +122,13 @@ def generate(
     for end in ends:
         if not 0 <= end < policy.config.vocabulary:
             raise ValueError(f"ends: {end} is no token of a vocabulary of {policy.config.vocabulary}")
-    knobs = (jnp.float32(temperature), jnp.float32(top_p))
+    if allowed is None:
+        allowed = np.ones(policy.config.vocabulary, bool)
+    check_shape("allowed", allowed.shape, (policy.config.vocabulary,))
+    never = [end for end in ends if not allowed[end]]
+    if never:
+        raise ValueError(f"ends: {never[0]} is not among the tokens that may be sampled")
+    knobs = (jnp.float32(temperature), jnp.float32(top_p), jnp.asarray(allowed))
     tokens = (prompts, lengths, jnp.array(ends, jnp.int32), jnp.int32(pad))
     return _generate(policy, *tokens, keys, knobs, parallel=parallel, room=max_new_tokens)
 
@@ -133,14 +145,16 @@ def draw(
     logits: Float[jax.Array, " V"],
     temperature: Float[jax.Array, ""],
     top_p: Float[jax.Array, ""],
+    allowed: Bool[jax.Array, " V"],
 ) -> tuple[Int[jax.Array, ""], Float[jax.Array, ""]]:
     """One token and its log-probability, as `generate` says."""
     greedy = temperature == 0
     tempered = logits / jnp.where(greedy, 1, temperature)
+    possible = jnp.where(allowed, tempered, -jnp.inf)
     # At 1 nothing is cut, to whatever a sum would be rounded, and nothing need be sorted.
-    likely = jax.lax.cond(top_p < 1, _cut_to_likeliest, lambda logits, _: logits, tempered, top_p)
+    likely = jax.lax.cond(top_p < 1, _cut_to_likeliest, lambda possible, _: possible, possible, top_p)
     drawn = jax.random.categorical(key, likely)
-    token = jnp.where(greedy, jnp.argmax(tempered), drawn).astype(jnp.int32)
+    token = jnp.where(greedy, jnp.argmax(possible), drawn).astype(jnp.int32)
     return token, jax.nn.log_softmax(tempered)[token]
 
 

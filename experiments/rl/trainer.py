@@ -169,6 +169,7 @@ class Trainer:
             top_p=config.top_p,
             ends=tokenizer.ends,
             pad=tokenizer.pad,
+            allowed=tokenizer.allowed(config.model_config.vocabulary),
         )
         return jax.device_get(responses)
 
