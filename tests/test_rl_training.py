@@ -189,7 +189,8 @@ def run(folder, console=None, *, task=None, **changes):
 def numbers(folder):
     """Metrics without times."""
     kept = read_metrics(folder / "seed-0" / "metrics.jsonl")
-    return [{k: v for k, v in line.items() if k not in ("seconds", "phases")} for line in kept]
+    timed = ("seconds", "phases", "generate_tokens_per_second", "update_tokens_per_second")
+    return [{k: v for k, v in line.items() if k not in timed} for line in kept]
 
 
 def last_checkpoint(folder, config):
@@ -225,6 +226,13 @@ def test_a_run_leaves_metrics_report_checkpoint_and_trace(unbroken):
         np.mean([line["imbalance_static"] for line in learned])
     )
     assert summary["reward_end"] == lines[-1]["reward"]
+    timed = read_metrics(unbroken / "seed-0" / "metrics.jsonl")
+    steps = [line for line in timed if line["kind"] == "learn"]
+    sampled, tokens = (np.array([line[name] for line in steps]) for name in ("response_tokens", "tokens"))
+    sampled = sampled * small().samples
+    for phase, done in (("generate", sampled), ("update", small().epochs * tokens)):
+        speed = np.median(done / [line["phases"][phase] for line in steps])
+        assert summary[f"{phase}_tokens_per_second"] == pytest.approx(speed)
     assert (unbroken / "training.png").read_bytes().startswith(b"\x89PNG")
     replay, experts = load_replay(unbroken / "seed-0" / "replay.npz")
     assert experts == 16

@@ -47,6 +47,12 @@ COLUMNS_EXPLAINED: Final = (
     " update from it."
 )
 
+SPEEDS: Final = {
+    "generate_tokens_per_second": "sampled in generation",
+    "update_tokens_per_second": "run in updates, prompts among them",
+}
+"""Metrics of learning steps, and what they are."""
+
 
 def write_report(config: Train, folder: Path, console: Console, name: str) -> None:
     """Print the table; write ``summary.json`` and ``training.png``, and say where they are.
@@ -70,6 +76,8 @@ def write_report(config: Train, folder: Path, console: Console, name: str) -> No
     for seed, of_seed in summary.items():
         by_layer = " ".join(f"{share:.2%}" for share in of_seed.get("routing_changed_share", ()))
         console.print(f"changed, seed {seed}, by layer: {by_layer}", highlight=False)
+        speeds = [f"{of_seed[name]:.0f} {what}" for name, what in SPEEDS.items() if name in of_seed]
+        console.print(f"tokens/s, seed {seed}: {', '.join(speeds)}", highlight=False)
     training_figure(figure, metrics, setting)
     where = f"figure: {figure}\nnumbers: {numbers}\nmetrics and checkpoints: {folder}/seed-*"
     console.print(where, highlight=False, soft_wrap=True)
@@ -92,6 +100,9 @@ def summarise(lines: list[dict[str, Any]]) -> dict[str, Any]:
     for name in ("imbalance", "imbalance_bound", "imbalance_static", "imbalance_live"):
         if of_name := [line[name] for line in learned if name in line]:
             numbers[name] = float(np.mean(of_name))
+    for name in SPEEDS:
+        if of_name := [line[name] for line in learned if name in line]:
+            numbers[name] = float(np.median(of_name))
     phases = {name: np.array([line["phases"][name] for line in learned]) for name in learned[0]["phases"]}
     seconds, tokens = (np.array([line[name] for line in learned]) for name in ("seconds", "tokens"))
     return numbers | {

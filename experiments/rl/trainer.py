@@ -120,18 +120,21 @@ class Trainer:
             metrics = self.update(batch, samples, responses, rewards, residents)
             loss = self._check_finite(metrics)
         times = clock.report()
+        sampled, tokens = int(responses.response.sum()), int(responses.mask.sum())
         state.step += 1
         return {
             "kind": "learn",
             "reward": _mean(rewards.reward[rewards.scored]),
             "failed": len(rewards.failures),
             "failures": rewards.failures[:SHOWN_FAILURES],
-            "response_tokens": float(responses.response.sum() / len(responses.response)),
+            "response_tokens": sampled / len(responses.response),
             "loss": loss,
             "clipped": float(metrics.policy.clipped),
             "kl": float(metrics.policy.kl),
             "gradient_norm": float(metrics.gradient_norm),
-            "tokens": int(responses.mask.sum()),
+            "tokens": tokens,
+            "generate_tokens_per_second": sampled / clock.phases["generate"],
+            "update_tokens_per_second": config.epochs * tokens / clock.phases["update"],
             **self._routing_metrics(batch, metrics),
             **times,
         }
