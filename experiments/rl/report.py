@@ -77,7 +77,8 @@ def write_report(config: Train, folder: Path, console: Console, name: str) -> No
         by_layer = " ".join(f"{share:.2%}" for share in of_seed.get("routing_changed_share", ()))
         console.print(f"changed, seed {seed}, by layer: {by_layer}", highlight=False)
         speeds = [f"{of_seed[name]:.0f} {what}" for name, what in SPEEDS.items() if name in of_seed]
-        console.print(f"tokens/s, seed {seed}: {', '.join(speeds)}", highlight=False)
+        if speeds:
+            console.print(f"tokens/s, seed {seed}: {', '.join(speeds)}", highlight=False)
     training_figure(figure, metrics, setting)
     where = f"figure: {figure}\nnumbers: {numbers}\nmetrics and checkpoints: {folder}/seed-*"
     console.print(where, highlight=False, soft_wrap=True)
