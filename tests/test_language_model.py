@@ -1,7 +1,9 @@
 """The policy is Qwen3-MoE: an independent forward in NumPy agrees, live, in replay, and token by token."""
 
+import collections
 import dataclasses
 import functools
+import re
 import types
 
 import jax
@@ -16,6 +18,7 @@ from experiments.rl.policy import POLICIES, TINY, token_log_probs
 from relibra_jax.execution.mesh import RANKS, expert_mesh
 from relibra_jax.models import LanguageModel, make_model
 from relibra_jax.models.attention import Attention, attention_implementation
+from relibra_jax.models.language_model import abstract_model
 from relibra_jax.nnx import ExpertParallel, reorder_experts
 from relibra_jax.planning.assignment import assign_in_order
 from relibra_jax.planning.plan_batch import plan_batch
@@ -200,24 +203,67 @@ def test_live_routing_under_a_plan_of_another_load():
     np.testing.assert_allclose(np.where(MASK[..., None], output.logits[::-1], 0), wanted, atol=2e-6)
 
 
-def test_token_by_token_is_the_whole_sequence():
+@pytest.mark.parametrize("fewest_read", [2, 64])
+def test_token_by_token_is_the_whole_sequence(fewest_read, monkeypatch):
+    """Whatever columns of the cache a sample's tokens come into, and however much of it is read."""
+    monkeypatch.setattr("relibra_jax.models.cache.FEWEST_READ", fewest_read)
+    rng, columns = np.random.default_rng(3), 11
+    where = np.array([np.sort(rng.choice(columns, LENGTH, replace=False)) for _ in range(SAMPLES)])
+    tokens, mask = np.zeros((2, SAMPLES, columns), np.int32)
+    np.put_along_axis(tokens, where, TOKENS, axis=1)
+    np.put_along_axis(mask, where, MASK, axis=1)
+
     @nnx.jit
     def run(policy):
-        def step(cache, token):
-            tokens, mask, position = token
-            output, cache = policy.extend(tokens, mask, cache, jnp.full(SAMPLES, position), parallel=LIVE)
+        def step(cache, column):
+            output, cache = policy.extend(*column, cache, parallel=LIVE)
             return cache, output
 
-        columns = (jnp.asarray(array).T[..., None] for array in (TOKENS, MASK))
-        cache = policy.empty_cache(SAMPLES, LENGTH, LIVE)
-        _, output = jax.lax.scan(step, cache, (*columns, jnp.arange(LENGTH)))
-        of_tokens = output._replace(slot_rows=None)
-        return jax.tree.map(lambda leaf: leaf.squeeze(2).swapaxes(0, 1), of_tokens)
+        cache = policy.empty_cache(SAMPLES, columns, LIVE)
+        by_column = (jnp.asarray(array).T[..., None] for array in (tokens, mask.astype(bool)))
+        return jax.lax.scan(step, cache, tuple(by_column))[1]
 
     output = run(moved())
+    logits, ids = (
+        np.take_along_axis(
+            np.moveaxis(leaf[:, :, 0], 0, 1), where.reshape(SAMPLES, LENGTH, *[1] * (leaf.ndim - 3)), axis=1
+        )
+        for leaf in map(np.asarray, (output.logits, output.expert_ids))
+    )
     wanted = np.where(MASK[..., None], live().logits, 0)
-    np.testing.assert_allclose(np.where(MASK[..., None], output.logits, 0), wanted, atol=2e-6)
-    np.testing.assert_array_equal(output.expert_ids[MASK], live().expert_ids[MASK])
+    np.testing.assert_allclose(np.where(MASK[..., None], logits, 0), wanted, atol=2e-6)
+    np.testing.assert_array_equal(ids[MASK], live().expert_ids[MASK])
+    # No expert computes a gap.
+    rows = np.asarray(output.slot_rows).sum((2, 3, 4))
+    np.testing.assert_array_equal(rows, CONFIG.top_k * np.repeat(mask.sum(0)[:, None], CONFIG.layers, 1))
+
+
+@pytest.mark.parametrize("dense_layers", [0, 1])
+def test_decoding_writes_the_cache_where_it_lies(dense_layers):
+    """In the compiled program nothing but slices is ever written into arrays of the cache's size."""
+    room = 300
+    config = dataclasses.replace(CONFIG, dense_layers=dense_layers, dense_width=24)
+    graph, state, _ = abstract_model(config, TOPOLOGY, MESH)
+    cache = jax.eval_shape(lambda: LanguageModel.empty_cache(nnx.merge(graph, state), SAMPLES, room, LIVE))
+
+    def decode(state, tokens, cache):
+        def next_token(carry):
+            tokens, cache = carry
+            model = nnx.merge(graph, state)
+            output, cache = model.extend(tokens, jnp.ones_like(tokens, bool), cache, parallel=LIVE)
+            return jnp.argmax(output.logits, -1).astype(jnp.int32), cache
+
+        return jax.lax.while_loop(lambda carry: (carry[0] > 0).any(), next_token, (tokens, cache))
+
+    tokens = jax.ShapeDtypeStruct((SAMPLES, 1), jnp.int32)
+    program = jax.jit(decode, donate_argnums=2).lower(state, tokens, cache).compile().as_text()
+    of_layer = rf"\d+,{room},{CONFIG.kv_heads},{CONFIG.head_width}"
+    held = re.compile(rf"= f32\[(?:\d+,)?{of_layer}\]\S* ([\w-]+)\(")
+    written = collections.Counter(held.findall(program))
+    assert written.pop("dynamic-update-slice") == 2 * (2 if dense_layers else 1)
+    # Attention reads slices. What a fusion writes is said by the operations in it.
+    reads = {"parameter", "get-tuple-element", "bitcast", "dynamic-slice"}
+    assert set(written) <= {*reads, "fusion"}, written
 
 
 def test_parameters_lie_on_the_mesh_and_do_not_depend_on_it():
@@ -298,10 +344,10 @@ def test_misfits_are_refused_before_anything_is_compiled(without_type_checks):
 def test_whole_sequences_attend_as_with_a_mask_written_out(monkeypatch):
     attention = Attention(CONFIG, rngs=nnx.Rngs(0))
     x = jnp.asarray(RNG.normal(size=(4, 9, CONFIG.width)), jnp.float32)
-    start = jnp.zeros(4, jnp.int32)
+    positions = jnp.broadcast_to(jnp.arange(9)[None], (4, 9))
 
     def attended(attention, x):
-        output, _ = attention(x, start, None, parallel=SAFE)
+        output, _ = attention(x, positions, None, parallel=SAFE)
         return (output**2).sum(), output
 
     def run():

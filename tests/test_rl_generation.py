@@ -123,6 +123,19 @@ def test_other_ends_and_fillers_run_the_same_program(caplog):
         np.testing.assert_array_equal(getattr(swapped, name), getattr(first, name))
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+def test_tokens_that_are_not_allowed_are_never_sampled(temperature):
+    allowed = ~np.isin(np.arange(7), (1, 6))
+    free = sample(temperature=temperature)
+    assert not allowed[free.tokens[free.response]].all()
+    found = sample(temperature=temperature, allowed=allowed)
+    assert allowed[found.tokens[found.response]].all()
+    # Log-probabilities are those of all tokens, as training recomputes them.
+    logits = whole()(found).logits
+    log_probs = token_log_probs(logits, np.minimum(found.tokens, 6), temperature=temperature or 1.0)
+    np.testing.assert_allclose(found.log_probs, np.where(found.response, log_probs, 0), atol=5e-6)
+
+
 def test_greedy_at_temperature_0():
     found = sample(temperature=0.0)
     logits = whole()(found).logits
@@ -144,17 +157,21 @@ def test_samples_do_not_depend_on_their_places():
 
 @functools.cache
 def many_draws():
-    run = jax.vmap(draw, (0, None, None, None))
+    run = jax.vmap(draw, (0, None, None, None, None))
     return jax.jit(lambda *args: run(jax.random.split(jax.random.key(3), 20_000), *args))
 
 
+@pytest.mark.parametrize("allowed", [np.ones(5, bool), np.arange(5) != 1], ids=["all", "not the likeliest"])
 @pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.5, 1.0), (1.0, 0.75), (2.0, 0.4), (0, 1)])
-def test_draws_follow_temperature_and_top_p(temperature, top_p):
+def test_draws_follow_temperature_top_p_and_what_is_allowed(temperature, top_p, allowed):
     chance = np.array([0.1, 0.4, 0.05, 0.3, 0.15])
-    tokens, log_probs = many_draws()(np.log(chance, dtype=np.float32), *np.float32([temperature, top_p]))
+    knobs = (*np.float32([temperature, top_p]), allowed)
+    tokens, log_probs = many_draws()(np.log(chance, dtype=np.float32), *knobs)
     tempered = chance ** (1 / (temperature or 1))
     tempered /= tempered.sum()
     np.testing.assert_allclose(log_probs, np.log(tempered)[np.asarray(tokens)], atol=1e-5)
+    # What is cut off is cut off the tokens that are left.
+    tempered = np.where(allowed, tempered, 0) / tempered[allowed].sum()
     kept, reached = np.zeros(5, bool), 0.0
     for token in np.argsort(-tempered):
         if reached < (top_p if temperature else 1e-9):
@@ -198,3 +215,7 @@ def test_results_stay_on_the_mesh_and_misfits_are_refused(without_type_checks):
         call(ends=[EOS, 7])
     with pytest.raises(ValueError, match="ends: at least one token must end a response"):
         call(ends=[])
+    with pytest.raises(ValueError, match=r"allowed: expected shape \(7,\), found \(6,\)"):
+        call(allowed=np.ones(6, bool))
+    with pytest.raises(ValueError, match="ends: 3 is not among the tokens that may be sampled"):
+        call(allowed=np.arange(7) != EOS)

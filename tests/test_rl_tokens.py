@@ -101,6 +101,7 @@ def test_broken_text_and_special_bytes_decode():
     assert BYTES.decode([0xC3, PAD, BOS, 65]) == "\ufffdA"
     assert {PAD, BOS, EOS} == set(range(256, VOCABULARY))
     assert (BYTES.ends, BYTES.pad, BYTES.size) == ((EOS,), PAD, VOCABULARY)
+    assert np.flatnonzero(~BYTES.allowed(VOCABULARY + 1)).tolist() == [PAD, BOS, VOCABULARY]
 
 
 def test_rows_are_padded_or_refused():
@@ -130,6 +131,9 @@ def test_special_tokens_come_from_the_files_beside_it(checkpoint, bpe):
     assert load_tokenizer(checkpoint(pad_token="<none>")).pad == end
     assert load_tokenizer(checkpoint(pad_token=FILL)).pad == fill
     assert load_tokenizer(checkpoint(model={"eos_token_id": turn})).ends == (end, turn)
+    # Padding and what starts a sequence are in no response, unless they end it.
+    assert (plain.never, load_tokenizer(checkpoint(pad_token=FILL)).never) == ((start,), (fill, start))
+    assert load_tokenizer(checkpoint(bos_token=END)).never == ()
     several = load_tokenizer(checkpoint(generation={"eos_token_id": [turn_end, end]}))
     assert several.ends == (end, turn_end), "generation_config.json replaces config.json"
     assert several.encode_answer("")[-1] == end
@@ -278,7 +282,7 @@ def test_a_run_generates_and_learns_by_the_tokenizer_of_a_checkpoint(checkpoint,
     monkeypatch.setattr("experiments.rl.configs.POLICIES", {"tiny": smallest})
     tokenizer = load_tokenizer(checkpoint(CHAT, pad_token=FILL))
     # So many ends that untrained responses meet one of them.
-    tokenizer = dataclasses.replace(tokenizer, ends=(*tokenizer.ends, *range(100, 300)))
+    tokenizer = dataclasses.replace(tokenizer, ends=(*tokenizer.ends, *range(100, tokenizer.size)))
     config = Train(
         task="add",
         prompts=8,
@@ -290,6 +294,8 @@ def test_a_run_generates_and_learns_by_the_tokenizer_of_a_checkpoint(checkpoint,
     trainer = Trainer(config, 0, tokenizer=tokenizer)
     examples = trainer.examples(1, 0)
     found = trainer.generate(examples, jax.random.key(0))
+    assert tokenizer.size < 320
+    assert tokenizer.allowed(320)[found.tokens[found.response]].all()
     assert (found.tokens[~found.mask] == tokenizer.pad).all()
     assert 0.9 < found.ended.mean() <= 1
     for example, tokens, mask, response in zip(

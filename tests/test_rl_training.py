@@ -224,6 +224,9 @@ def test_a_run_leaves_metrics_report_checkpoint_and_trace(unbroken):
         np.mean([line["balance/imbalance_static"] for line in learned])
     )
     assert summary["reward_end"] == lines[-1]["evaluation/reward"]
+    steps = [line for line in read_metrics(unbroken / "seed-0" / "metrics.jsonl") if line["kind"] == "learn"]
+    speeds = [small().epochs * line["batch/tokens"] / line["time/update_seconds"] for line in steps]
+    assert summary["update_tokens_per_second"] == pytest.approx(np.median(speeds))
     assert (unbroken / "training.png").read_bytes().startswith(b"\x89PNG")
     replay, experts = load_replay(unbroken / "seed-0" / "replay.npz")
     assert experts == 16

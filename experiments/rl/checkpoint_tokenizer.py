@@ -26,7 +26,8 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         folder: the folder of the checkpoint, with ``tokenizer.json``.
 
     Returns:
-        The tokenizer. Its ``pad`` is the pad token, or where there is none, the first of its ``ends``.
+        The tokenizer. Its ``pad`` is the pad token, or where there is none, the first of its ``ends``. Responses never
+        contain pad and BOS token, unless one of them is an end.
 
     Raises:
         ValueError: if a file is missing or cannot be read, no token ends a response, the token that does is not in
@@ -36,7 +37,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     settings = _read_settings(folder / "tokenizer_config.json")
     special_tokens = _special_tokens(settings)
     ends = _ends(folder, backend, special_tokens)
-    pad = backend.token_to_id(special_tokens.get("pad_token", ""))
+    pad, bos = (backend.token_to_id(special_tokens.get(name, "")) for name in ("pad_token", "bos_token"))
     tokenizer = Tokenizer(
         encode_prompt=_prompt_encoder(folder, backend, settings, special_tokens, ends),
         encode_text=lambda text: backend.encode(text, add_special_tokens=False).ids,
@@ -44,6 +45,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         ends=ends,
         pad=ends[0] if pad is None else pad,
         size=1 + max([*backend.get_vocab().values(), *ends]),
+        never=tuple(token for token in (pad, bos) if token is not None and token not in ends),
     )
     # A template that refuses prompts does so before there is a model.
     tokenizer.encode_prompt("?")

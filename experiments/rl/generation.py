@@ -6,6 +6,10 @@ the recording is a complete `RoutingReplay`.
 
 Routing is live, experts stay at home, and no token is ever dropped. A sample's randomness comes from its own key, so
 what is sampled does not depend on where or beside what.
+
+Log-probabilities are among all tokens of the vocabulary, those that top-p cuts off and those that may not be sampled
+included: so recompute and update need not know what sampling left out, the update goes on making unlikely what is never
+sampled here, and another engine that samples from the trained policy has the same log-probabilities.
 """
 
 from collections.abc import Sequence
@@ -36,8 +40,8 @@ class Responses(NamedTuple):
     expert_ids: Integer[Array, "B T L K"]
     """The experts of every token of prompt and response, zeros at padding."""
     log_probs: Float[Array, "B T"]
-    """float32, of every sampled token under the policy at its temperature (1 where that is 0), before top-p cut
-    anything: what `experiments.rl.policy.token_log_probs` recomputes. 0 elsewhere."""
+    """float32, of every sampled token among all tokens of the vocabulary, under the policy at its temperature (1 where
+    that is 0): what `experiments.rl.policy.token_log_probs` recomputes. 0 elsewhere."""
     ended: Bool[Array, " B"]
     """Whether a token ended the response, rather than its length."""
 
@@ -48,15 +52,20 @@ class Responses(NamedTuple):
 
 
 class _State(NamedTuple):
-    """What decoding carries from token to token."""
+    """What decoding carries from token to token. Step number s writes column s of arrays over R = max_new_tokens, and
+    nothing else of them."""
 
-    responses: Responses
+    tokens: Int[jax.Array, "B R"]
+    """The responses; what stands behind their ends means nothing."""
+    expert_ids: Integer[jax.Array, "B R L K"]
+    log_probs: Float[jax.Array, "B R"]
     cache: Cache
     logits: Float[Array, "B V"]
     """The logits of the next token of every sample."""
     lengths: Int[jax.Array, " B"]
-    active: Bool[jax.Array, " B"]
-    """Whether the sample goes on."""
+    """The tokens of each response so far."""
+    ended: Bool[jax.Array, " B"]
+    """Whether a token has ended the response; there may also have been no prompt."""
     step: Int[jax.Array, ""]
 
 
@@ -72,6 +81,7 @@ def generate(
     top_p: float = 1.0,
     ends: Sequence[int] = BYTES.ends,
     pad: int = BYTES.pad,
+    allowed: Bool[Array, " V"] | None = None,
 ) -> Responses:
     """Sample a response to every prompt.
 
@@ -88,6 +98,7 @@ def generate(
         top_p: only the likeliest tokens whose probabilities, at the temperature, first reach this sum are drawn.
         ends: the tokens that end a response, at least one; whichever is drawn first ends it.
         pad: the token that fills ``tokens`` of the result where there is none; what is sampled does not depend on it.
+        allowed: the tokens that may be sampled, `experiments.rl.tokens.Tokenizer.allowed`; None for all of them.
 
     Returns:
         See `Responses`; sharded over the ranks.
@@ -111,8 +122,15 @@ def generate(
     for end in ends:
         if not 0 <= end < policy.config.vocabulary:
             raise ValueError(f"ends: {end} is no token of a vocabulary of {policy.config.vocabulary}")
-    knobs = (jnp.float32(temperature), jnp.float32(top_p), jnp.array(ends, jnp.int32), jnp.int32(pad))
-    return _generate(policy, prompts, lengths, keys, knobs, parallel=parallel, room=max_new_tokens)
+    if allowed is None:
+        allowed = np.ones(policy.config.vocabulary, bool)
+    check_shape("allowed", allowed.shape, (policy.config.vocabulary,))
+    never = [end for end in ends if not allowed[end]]
+    if never:
+        raise ValueError(f"ends: {never[0]} is not among the tokens that may be sampled")
+    knobs = (jnp.float32(temperature), jnp.float32(top_p), jnp.asarray(allowed))
+    tokens = (prompts, lengths, jnp.array(ends, jnp.int32), jnp.int32(pad))
+    return _generate(policy, *tokens, keys, knobs, parallel=parallel, room=max_new_tokens)
 
 
 def check_sampling(temperature: float, top_p: float) -> None:
@@ -127,76 +145,109 @@ def draw(
     logits: Float[jax.Array, " V"],
     temperature: Float[jax.Array, ""],
     top_p: Float[jax.Array, ""],
+    allowed: Bool[jax.Array, " V"],
 ) -> tuple[Int[jax.Array, ""], Float[jax.Array, ""]]:
     """One token and its log-probability, as `generate` says."""
     greedy = temperature == 0
-    log_probs = jax.nn.log_softmax(logits / jnp.where(greedy, 1, temperature))
+    tempered = logits / jnp.where(greedy, 1, temperature)
+    possible = jnp.where(allowed, tempered, -jnp.inf)
+    # At 1 nothing is cut, to whatever a sum would be rounded, and nothing need be sorted.
+    likely = jax.lax.cond(top_p < 1, _cut_to_likeliest, lambda possible, _: possible, possible, top_p)
+    drawn = jax.random.categorical(key, likely)
+    token = jnp.where(greedy, jnp.argmax(possible), drawn).astype(jnp.int32)
+    return token, jax.nn.log_softmax(tempered)[token]
+
+
+def _cut_to_likeliest(logits, top_p):
+    """The logits of the likeliest tokens whose probabilities first reach ``top_p``; -inf for all others."""
+    log_probs = jax.nn.log_softmax(logits)
     falling = jnp.sort(log_probs, descending=True)
     likelier = jnp.cumsum(jnp.exp(falling)) - jnp.exp(falling)
-    # The likeliest token always stays. At 1 nothing is cut, to whatever the sum was rounded.
-    stays = (likelier < top_p) | (top_p == 1)
-    least = jnp.where(stays, falling, jnp.inf).min()
-    drawn = jax.random.categorical(key, jnp.where(log_probs >= least, log_probs, -jnp.inf))
-    token = jnp.where(greedy, jnp.argmax(logits), drawn).astype(jnp.int32)
-    return token, log_probs[token]
+    # The likeliest token always stays.
+    least = jnp.where(likelier < top_p, falling, jnp.inf).min()
+    return jnp.where(log_probs >= least, logits, -jnp.inf)
 
 
 @nnx.jit(static_argnames=("parallel", "room"))
-def _generate(policy: LanguageModel, prompts, lengths, keys, knobs, *, parallel: ExpertParallel, room: int):
-    temperature, top_p, ends, pad = knobs
-    samples, longest = prompts.shape
+def _generate(
+    policy: LanguageModel, prompts, lengths, ends, pad, keys, knobs, *, parallel: ExpertParallel, room: int
+):
+    prompts, lengths = jnp.asarray(prompts, jnp.int32), jnp.asarray(lengths, jnp.int32)
+    mask = jnp.arange(prompts.shape[1])[None] < lengths[:, None]
+    prompts = jnp.where(mask, prompts, pad)
+    start, prompt_ids = _start(policy, prompts, mask, parallel=parallel, room=room)
+
+    def goes_on(state: _State) -> Bool[jax.Array, " B"]:
+        return (lengths > 0) & ~state.ended
 
     def next_token(state: _State) -> _State:
         def of_sample(key, logits):
-            return draw(jax.random.fold_in(key, state.step), logits, temperature, top_p)
+            return draw(jax.random.fold_in(key, state.step), logits, *knobs)
 
         drawn, log_probs = jax.vmap(of_sample)(keys, state.logits)
-        here = (jnp.arange(longest + room)[None] == state.lengths[:, None]) & state.active[:, None]
-        output, cache = policy.extend(
-            *(drawn[:, None], state.active[:, None], state.cache, state.lengths), parallel=parallel
-        )
-        before, last = state.responses, jnp.isin(drawn, ends)
+        active = goes_on(state)
+        output, cache = policy.extend(drawn[:, None], active[:, None], state.cache, parallel=parallel)
+
+        def write(array, column):
+            return jax.lax.dynamic_update_slice_in_dim(array, column, state.step, axis=1)
+
         return _State(
-            Responses(
-                tokens=jnp.where(here, drawn[:, None], before.tokens),
-                mask=before.mask | here,
-                response=before.response | here,
-                expert_ids=jnp.where(here[..., None, None], output.expert_ids, before.expert_ids),
-                log_probs=jnp.where(here, log_probs[:, None], before.log_probs),
-                ended=before.ended | (state.active & last),
-            ),
+            write(state.tokens, drawn[:, None]),
+            write(state.expert_ids, output.expert_ids),
+            write(state.log_probs, log_probs[:, None]),
             cache,
             output.logits[:, 0],
-            state.lengths + state.active,
-            state.active & ~last,
+            state.lengths + active,
+            state.ended | (active & jnp.isin(drawn, ends)),
             state.step + 1,
         )
 
-    prompts, lengths = jnp.asarray(prompts, jnp.int32), jnp.asarray(lengths, jnp.int32)
-    mask = jnp.arange(longest)[None] < lengths[:, None]
-    prompts = jnp.where(mask, prompts, pad)
+    end = jax.lax.while_loop(lambda state: (state.step < room) & goes_on(state).any(), next_token, start)
+    responses = _join(prompts, lengths, prompt_ids, end, pad)
+    return jax.lax.with_sharding_constraint(responses, parallel.token_sharding)
+
+
+def _start(policy: LanguageModel, prompts, mask, *, parallel: ExpertParallel, room: int):
+    """The state behind the prompts, and the routing of their tokens."""
+    samples, longest = prompts.shape
     cache = policy.empty_cache(samples, longest + room, parallel)
-    output, cache = policy.extend(prompts, mask, cache, jnp.zeros_like(lengths), parallel=parallel)
+    output, cache = policy.extend(prompts, mask, cache, parallel=parallel)
+    last = jnp.maximum(mask.sum(1) - 1, 0)[:, None, None]
 
-    def widen(array, value):
-        widths = [(0, 0), (0, room)] + [(0, 0)] * (array.ndim - 2)
-        return jnp.pad(array, widths, constant_values=value)
+    def empty(shape, dtype):
+        return jax.lax.with_sharding_constraint(jnp.zeros(shape, dtype), parallel.token_sharding)
 
-    last = jnp.maximum(lengths - 1, 0)[:, None, None]
-    start = _State(
-        Responses(
-            tokens=widen(prompts, pad),
-            mask=widen(mask, False),
-            response=jnp.zeros((samples, longest + room), bool),
-            expert_ids=widen(jnp.where(mask[..., None, None], output.expert_ids, 0), 0),
-            log_probs=jnp.zeros((samples, longest + room)),
-            ended=jnp.zeros(samples, bool),
-        ),
-        cache,
-        jnp.take_along_axis(output.logits, last, axis=1)[:, 0],
-        lengths,
-        lengths > 0,
-        jnp.int32(0),
+    state = _State(
+        tokens=empty((samples, room), jnp.int32),
+        expert_ids=empty((samples, room, *output.expert_ids.shape[2:]), output.expert_ids.dtype),
+        log_probs=empty((samples, room), jnp.float32),
+        cache=cache,
+        logits=jnp.take_along_axis(output.logits, last, axis=1)[:, 0],
+        lengths=empty(samples, jnp.int32),
+        ended=empty(samples, bool),
+        step=jnp.int32(0),
     )
-    end = jax.lax.while_loop(lambda state: (state.step < room) & state.active.any(), next_token, start)
-    return jax.lax.with_sharding_constraint(end.responses, parallel.token_sharding)
+    return state, output.expert_ids
+
+
+def _join(prompts, lengths, prompt_ids, end: _State, pad) -> Responses:
+    """Prompts and the responses right behind them."""
+    longest, room = prompts.shape[1], end.tokens.shape[1]
+    position, lengths = jnp.arange(longest + room)[None], lengths[:, None]
+    mask = position < lengths + end.lengths[:, None]
+    response = mask & (position >= lengths)
+    source = jnp.where(response, position - lengths + longest, jnp.minimum(position, longest))
+
+    def join(of_prompts, of_responses, where, filler):
+        both = jnp.concatenate([of_prompts, of_responses], axis=1)
+        trailing = (..., *[None] * (both.ndim - 2))
+        return jnp.where(where[trailing], jnp.take_along_axis(both, source[trailing], axis=1), filler)
+
+    return Responses(
+        tokens=join(prompts, end.tokens, mask, pad),
+        mask=mask,
+        response=response,
+        expert_ids=join(prompt_ids, end.expert_ids, mask, 0),
+        log_probs=join(jnp.zeros(prompts.shape), end.log_probs, response, 0),
+        ended=end.ended,
+    )

@@ -104,6 +104,9 @@ METRICS: Final[Mapping[str, Metric]] = MappingProxyType(
         "time/exposed_seconds": Metric("s", "by which planning and migration delayed the step: see below"),
         "speed/tokens_per_second": Metric("tokens/s", "batch/tokens over time/step_seconds", _UPDATES),
         "speed/response_tokens_per_second": Metric("tokens/s", "sampled tokens over time/generate_seconds"),
+        "speed/update_tokens_per_second": Metric(
+            "tokens/s", "batch/tokens of all epochs over time/update_seconds"
+        ),
     }
 )
 

@@ -48,6 +48,12 @@ COLUMNS_EXPLAINED: Final = (
     " from the record in the last update from it."
 )
 
+SPEEDS: Final = {
+    "response_tokens_per_second": "sampled in generation",
+    "update_tokens_per_second": "run in updates, prompts among them",
+}
+"""Metrics ``speed/...`` of learning steps, and what they are."""
+
 
 def write_report(config: Train, folder: Path, console: Console, name: str) -> None:
     """Print the table; write ``summary.json`` and ``training.png``, and say where they are.
@@ -73,6 +79,9 @@ def write_report(config: Train, folder: Path, console: Console, name: str) -> No
         console.print(f"changed, seed {seed}, by layer: {by_layer}", highlight=False)
         if note := recompute_note(config, of_seed):
             console.print(f"recompute, seed {seed}: {note}", highlight=False, soft_wrap=True)
+        speeds = [f"{of_seed[name]:.0f} {what}" for name, what in SPEEDS.items() if name in of_seed]
+        if speeds:
+            console.print(f"tokens/s, seed {seed}: {', '.join(speeds)}", highlight=False)
     training_figure(figure, metrics, setting)
     where = f"figure: {figure}\nnumbers: {numbers}\nmetrics and checkpoints: {folder}/seed-*"
     console.print(where, highlight=False, soft_wrap=True)
@@ -117,6 +126,8 @@ def summarise(lines: list[dict[str, Any]]) -> dict[str, Any]:
         of_name = [line[f"balance/{name}"] for line in learned]
         if measured := [value for value in of_name if value is not None]:
             numbers[name] = float(np.mean(measured))
+    for name in SPEEDS:
+        numbers[name] = float(np.median([line[f"speed/{name}"] for line in learned]))
     spent = {
         name: np.array([line[name] for line in learned]) for name in learned[0] if name.startswith("time/")
     }

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 
 PAD: Final = 256
 """Fills arrays of bytes where there is no token."""
@@ -40,6 +40,23 @@ class Tokenizer:
     """Fills arrays where there is no token. Which positions are real is said by a mask, never by this id."""
     size: int
     """All ids are below this number."""
+    never: tuple[int, ...]
+    """The tokens that no response contains: padding, and what starts a sequence."""
+
+    def allowed(self, vocabulary: int) -> Bool[np.ndarray, " V"]:
+        """Which ids a response may contain.
+
+        Args:
+            vocabulary: the ids V of the model, at least ``size``: models may have rows that mean nothing.
+
+        Returns:
+            True where ``never`` does not have the id and it is below ``size``.
+
+        >>> np.flatnonzero(~BYTES.allowed(261)).tolist()
+        [256, 257, 259, 260]
+        """
+        ids = np.arange(vocabulary)
+        return (ids < self.size) & ~np.isin(ids, self.never)
 
     def encode_answer(self, answer: str) -> list[int]:
         """The tokens of a whole response, its end included."""
@@ -89,5 +106,6 @@ BYTES: Final = Tokenizer(
     ends=(EOS,),
     pad=PAD,
     size=VOCABULARY,
+    never=(PAD, BOS),
 )
 """The bytes of UTF-8: for models that are trained from nothing."""

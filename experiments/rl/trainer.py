@@ -151,6 +151,9 @@ class Trainer:
             **times,
             "time/exposed_seconds": exposed_seconds(clock.phases),
             "speed/response_tokens_per_second": float(lengths.sum() / clock.phases["generate"]),
+            "speed/update_tokens_per_second": config.epochs
+            * int(responses.mask.sum())
+            / clock.phases["update"],
         }
 
     def evaluate(self) -> dict[str, Any]:
@@ -185,6 +188,7 @@ class Trainer:
             top_p=config.top_p,
             ends=tokenizer.ends,
             pad=tokenizer.pad,
+            allowed=tokenizer.allowed(config.model_config.vocabulary),
         )
         return jax.device_get(responses)
 

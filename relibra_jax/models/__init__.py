@@ -8,9 +8,10 @@
 Architectures: Qwen3-MoE, GLM-4.5, OLMoE, Mixtral (`relibra_jax.models.hf_config`).
 """
 
+from relibra_jax.models.cache import Cache
 from relibra_jax.models.config import ModelConfig
 from relibra_jax.models.export import pretrained_tensors
-from relibra_jax.models.language_model import Cache, LanguageModel, ModelOutput, make_model
+from relibra_jax.models.language_model import LanguageModel, ModelOutput, make_model
 from relibra_jax.models.load import load_pretrained
 from relibra_jax.models.save import save_pretrained
 

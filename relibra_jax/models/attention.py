@@ -8,6 +8,7 @@ from flax import nnx
 from jaxtyping import Float, Int
 
 from relibra_jax.execution.parallel import ExpertParallel
+from relibra_jax.models.cache import LayerCache
 from relibra_jax.models.config import ModelConfig
 from relibra_jax.types import Array
 
@@ -61,24 +62,23 @@ class Attention(nnx.Module):
     def __call__(
         self,
         x: Float[jax.Array, "B t D"],
-        start: Int[Array, " B"],
-        cache: tuple[Array, Array] | None,
+        positions: Int[Array, "B t"],
+        cache: LayerCache | None,
         *,
         parallel: ExpertParallel,
-    ) -> tuple[Array, tuple[Array, Array] | None]:
+    ) -> tuple[Array, LayerCache | None]:
         """What each token attends to: itself and the tokens before it.
 
         Args:
-            x: the tokens; ``x[:, 0]`` stands at position ``start``, which is 0 without a cache.
-            start: the position of each sample's first token.
-            cache: keys and values ``[B, C, kv_heads, head_width]`` of earlier tokens by their positions; None for
-                whole sequences.
+            x: the tokens.
+            positions: the position of each token in its sample.
+            cache: this layer's part of a cache that has the earlier tokens, and columns for these; None for whole
+                sequences.
             parallel: the device mesh, whose platform decides between cuDNN and XLA.
 
         Returns:
             The output ``[B, t, D]``, and the cache with the new tokens, or None.
         """
-        positions = start[:, None] + jnp.arange(x.shape[1])[None]
         query = self._rotate(_norm(self.query_norm, self.query(x)), positions)
         key = self._rotate(_norm(self.key_norm, self.key(x)), positions)
         value = self.value(x)
@@ -88,9 +88,8 @@ class Attention(nnx.Module):
                 *(query, key, value), is_causal=True, implementation=implementation
             )
         else:
-            key, value = cache = _write(cache[0], key, start), _write(cache[1], value, start)
-            causal = positions[:, None, :, None] >= jnp.arange(key.shape[1])[None, None, None]
-            attended = jax.nn.dot_product_attention(query, key, value, mask=causal)
+            cache = cache.write(key, value)
+            attended = cache.attend(query, positions)
         return self.out(attended), cache
 
     def _rotate(self, x, positions):
@@ -116,11 +115,3 @@ def attention_implementation(config: ModelConfig, parallel: Any) -> Literal["cud
     """cuDNN's attention where it runs these heads on this mesh, else XLA's."""
     fits = config.dtype in CUDNN_DTYPES and config.head_width % 8 == 0 and config.head_width <= CUDNN_HEAD
     return "cudnn" if fits and parallel.mesh.devices.flat[0].platform == "gpu" else "xla"
-
-
-def _write(cache, new, start):
-    """``cache[B, C, heads, width]`` with ``new[B, t, heads, width]`` at positions ``start..start + t - 1``."""
-    index = jnp.arange(cache.shape[1])[None] - start[:, None]
-    source = jnp.clip(index, 0, new.shape[1] - 1)[..., None, None]
-    here = ((index >= 0) & (index < new.shape[1]))[..., None, None]
-    return jnp.where(here, jnp.take_along_axis(new, source, axis=1), cache)

@@ -13,6 +13,7 @@ from jaxtyping import Bool, Float, Int, Integer
 from relibra_jax.execution.parallel import ExpertParallel
 from relibra_jax.execution.prepared_layer import PreparedLayer
 from relibra_jax.models.attention import Attention
+from relibra_jax.models.cache import LayerCache
 from relibra_jax.models.config import ModelConfig
 from relibra_jax.nnx import MoELayer, MoEOutput
 from relibra_jax.types import Array, LayerPlan, Topology
@@ -35,18 +36,18 @@ class Block(nnx.Module):
         self,
         x: Float[jax.Array, "B t D"],
         mask: Bool[Array, "B t"],
-        start: Int[Array, " B"],
-        cache: tuple[Array, Array] | None,
+        positions: Int[Array, "B t"],
+        cache: LayerCache | None,
         expert_ids: Integer[Array, "B t K"] | None,
         layer: PreparedLayer | LayerPlan | None,
         *,
         parallel: ExpertParallel,
-    ) -> tuple[Array, tuple[Array, Array] | None, MoEOutput]:
-        """``(x, cache, experts' output)`` behind the layer; ``x[:, 0]`` stands at position ``start``."""
+    ) -> tuple[Array, LayerCache | None, MoEOutput]:
+        """``(x, cache, experts' output)`` behind the layer."""
         held = None
         if layer is not None:
             held, x = self.experts.fetch(x, layer, parallel)
-        attended, cache = self.attention(self.attention_norm(x), start, cache, parallel=parallel)
+        attended, cache = self.attention(self.attention_norm(x), positions, cache, parallel=parallel)
         x = x + attended
         moe = self.experts(
             *(self.experts_norm(x), expert_ids, layer), parallel=parallel, experts=held, mask=mask
@@ -73,13 +74,13 @@ class DenseBlock(nnx.Module):
     def __call__(
         self,
         x: Float[jax.Array, "B t D"],
-        start: Int[Array, " B"],
-        cache: tuple[Array, Array] | None,
+        positions: Int[Array, "B t"],
+        cache: LayerCache | None,
         *,
         parallel: ExpertParallel,
-    ) -> tuple[Array, tuple[Array, Array] | None]:
-        """``(x, cache)`` behind the layer; ``x[:, 0]`` stands at position ``start``."""
-        attended, cache = self.attention(self.attention_norm(x), start, cache, parallel=parallel)
+    ) -> tuple[Array, LayerCache | None]:
+        """``(x, cache)`` behind the layer."""
+        attended, cache = self.attention(self.attention_norm(x), positions, cache, parallel=parallel)
         x = x + attended
         inner = self.mlp_norm(x)
         return x + self.down(jax.nn.silu(self.gate(inner)) * self.up(inner)), cache

@@ -14,21 +14,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Bool, Float, Int, Integer
 
 from relibra_jax.execution.parallel import ExpertParallel
 from relibra_jax.execution.prepared_layer import PreparedLayer
 from relibra_jax.models.blocks import Block, DenseBlock
+from relibra_jax.models.cache import Cache, LayerCache, empty_cache
 from relibra_jax.models.config import ModelConfig
 from relibra_jax.types import Array, LayerPlan, Topology, check_shape
-
-
-class Cache(NamedTuple):
-    """Keys and values of the tokens that the model has seen, by position; C positions of room."""
-
-    keys: Float[Array, "layers B C heads width"]
-    values: Float[Array, "layers B C heads width"]
 
 
 class ModelOutput(NamedTuple):
@@ -99,14 +93,13 @@ class LanguageModel(nnx.Module):
         Raises:
             ValueError: while tracing, if shapes do not belong together.
         """
-        return self._run(tokens, mask, expert_ids, layers, None, None, parallel)[0]
+        return self._run(tokens, mask, expert_ids, layers, None, parallel)[0]
 
     def extend(
         self,
         tokens: Int[Array, "B t"],
         mask: Bool[Array, "B t"],
         cache: Cache,
-        start: Int[Array, " B"],
         *,
         parallel: ExpertParallel,
     ) -> tuple[ModelOutput, Cache]:
@@ -114,30 +107,27 @@ class LanguageModel(nnx.Module):
 
         Args:
             tokens: the next t tokens of every sample.
-            mask: True on real tokens, which come first.
-            cache: what `empty_cache` or an earlier call returned.
-            start: the position of each sample's first new token; its tokens before that are in the cache.
+            mask: True on real tokens, which come first; a sample may have none. They stand right behind the real
+                tokens that it has in the cache.
+            cache: what `empty_cache` or an earlier call returned, with room for t more columns. Where it is not
+                needed any more, as in a loop, its arrays are written in place.
             parallel: mesh and ways of live routing.
 
         Returns:
-            What the model says about the new tokens, as if whole sequences had run; and the cache with them. Entries
-            at ``start + t`` and beyond are left alone, what padding has written is overwritten by what comes there.
+            What the model says about the new tokens, as if whole sequences had run; and the cache with them.
+
+        Raises:
+            ValueError: while tracing, if the whole cache has fewer than t columns.
         """
-        output, extended = self._run(tokens, mask, None, None, cache, start, parallel)
+        output, extended = self._run(tokens, mask, None, None, cache, parallel)
         assert extended is not None
         return output, extended
 
     def empty_cache(self, samples: int, room: int, parallel: ExpertParallel) -> Cache:
-        """A cache for samples of at most ``room`` tokens each."""
-        config = self.config
-        shape = (config.layers, samples, room, config.kv_heads, config.head_width)
-        sharding = NamedSharding(parallel.mesh, PartitionSpec(None, *parallel.token_spec))
-        zeros = jax.lax.with_sharding_constraint(jnp.zeros(shape, jnp.dtype(config.dtype)), sharding)
-        return Cache(zeros, zeros)
+        """A cache of ``room`` columns: one for every token of a sample, padding counted."""
+        return empty_cache(self.config, samples, room, parallel)
 
-    def _run(
-        self, tokens, mask, expert_ids, layers, cache, start, parallel
-    ) -> tuple[ModelOutput, Cache | None]:
+    def _run(self, tokens, mask, expert_ids, layers, cache, parallel) -> tuple[ModelOutput, Cache | None]:
         config = self.config
         if expert_ids is not None:
             check_shape("expert_ids", expert_ids.shape, (*tokens.shape, config.moe_layers, config.top_k))
@@ -146,26 +136,28 @@ class LanguageModel(nnx.Module):
             check_shape(
                 f"layers{jax.tree_util.keystr(path)}", leaf.shape, (config.moe_layers, *leaf.shape[1:])
             )
-        start = jnp.zeros(len(tokens), jnp.int32) if start is None else start
+        if cache is None:
+            positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
+        else:
+            positions, cache = cache.add_columns(mask)
         x = self.embedding[...].astype(config.dtype)[tokens]
         x = jax.lax.with_sharding_constraint(x, parallel.token_sharding)
 
         def dense(block, x, cache):
-            return block(x, start, cache, parallel=parallel)
+            return *block(x, positions, cache, parallel=parallel), None
 
         def moe(block, x, cache, expert_ids, layer):
-            x, cache, moe = block(x, mask, start, cache, expert_ids, layer, parallel=parallel)
-            return x, (cache, moe.expert_ids, moe.router_logits, moe.slot_rows)
+            x, cache, moe = block(x, mask, positions, cache, expert_ids, layer, parallel=parallel)
+            return x, cache, (moe.expert_ids, moe.router_logits, moe.slot_rows)
 
-        before, behind = _split(cache, config.dense_layers)
         if self.dense is not None:
-            x, before = _scan(dense, self.dense, x, before)
-        x, (behind, *routed) = _scan(moe, self.layers, x, behind, expert_ids, layers)
+            x, cache, _ = _scan(dense, self.dense, 0, x, cache)
+        x, cache, routed = _scan(moe, self.layers, config.dense_layers, x, cache, expert_ids, layers)
         head = self.embedding[...].T if self.head is None else self.head[...]
         logits = jnp.dot(self.norm(x), head.astype(x.dtype), preferred_element_type=jnp.float32)
         ids, router_logits, slot_rows = routed
         ids, router_logits = (jnp.moveaxis(each, 0, -2) for each in (ids, router_logits))
-        return ModelOutput(logits, ids, router_logits, slot_rows), _join(before, behind)
+        return ModelOutput(logits, ids, router_logits, slot_rows), cache
 
 
 def make_model(config: ModelConfig, topology: Topology, *, mesh: Mesh, key: jax.Array) -> LanguageModel:
@@ -198,30 +190,23 @@ def abstract_model(config: ModelConfig, topology: Topology, mesh: Mesh) -> tuple
     return graph, shapes, shardings
 
 
-def _scan(run, blocks, x, *of_layers):
-    """Run stacked blocks one behind the other: ``x``, and what each of them returns besides, stacked."""
+def _scan(run, blocks, first, x, cache, *of_layers):
+    """Run stacked blocks one behind the other, of which the first is layer ``first`` of the cache.
+
+    Returns:
+        ``x`` and the cache, which pass through the loop and so are never copied; and what each block returns besides,
+        stacked.
+    """
     graph, state = nnx.split(blocks)
+    numbers = None if cache is None else first + jnp.arange(len(jax.tree.leaves(state)[0]))
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
-    def layer(x, of_layer):
-        state, *rest = of_layer
-        return run(nnx.merge(graph, state), x, *rest)
+    def layer(carry, of_layer):
+        x, cache = carry
+        state, number, *rest = of_layer
+        of_cache = None if cache is None else LayerCache(cache, number)
+        x, of_cache, output = run(nnx.merge(graph, state), x, of_cache, *rest)
+        return (x, None if of_cache is None else of_cache.cache), output
 
-    return jax.lax.scan(layer, x, (state, *of_layers))
-
-
-def _split(cache: Cache | None, layers: int) -> tuple[tuple[Array, ...] | None, tuple[Array, ...] | None]:
-    """The cache of the first layers and that of the others."""
-    if cache is None:
-        return None, None
-    if not layers:
-        return None, tuple(cache)
-    return tuple(leaf[:layers] for leaf in cache), tuple(leaf[layers:] for leaf in cache)
-
-
-def _join(before: tuple[Array, ...] | None, behind: tuple[Array, ...] | None) -> Cache | None:
-    if behind is None:
-        return None
-    if before is None:
-        return Cache(*behind)
-    return Cache(*(jnp.concatenate(pair) for pair in zip(before, behind, strict=True)))
+    (x, cache), outputs = jax.lax.scan(layer, (x, cache), (state, numbers, *of_layers))
+    return x, cache, outputs

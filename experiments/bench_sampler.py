@@ -1,0 +1,67 @@
+"""``python -m experiments.bench_sampler``: tokens that generation samples in a second, and the time of its steps.
+
+A new tiny policy responds on host devices. A token ends its response with a chance of 1 in 257, so where
+responses are long, many have ended before the last step. The lengths take turns.
+"""
+
+import functools
+import platform
+import sys
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from experiments.bench import interleaved
+from experiments.rl.devices import host_devices
+from experiments.rl.generation import generate
+from experiments.rl.policy import TINY
+from relibra_jax.cli.parsing import run_program
+from relibra_jax.execution.mesh import expert_mesh
+from relibra_jax.models import make_model
+from relibra_jax.nnx import ExpertParallel
+from relibra_jax.types import Topology
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchSampler:
+    """Time generation."""
+
+    samples: int = 256
+    prompt_tokens: int = 24
+    response_tokens: tuple[int, ...] = (4, 64, 256)
+    """The lengths of the longest responses."""
+    repeats: int = 5
+
+
+def main(config: BenchSampler) -> None:
+    """Print the table."""
+    topology = Topology(num_nodes=2, ranks_per_node=4, num_experts=TINY.num_experts, replica_slots=0)
+    mesh = expert_mesh(topology, devices=host_devices(topology.num_ranks))
+    policy = make_model(TINY, topology, mesh=mesh, key=jax.random.key(0))
+    prompts = np.random.default_rng(0).integers(0, 256, (config.samples, config.prompt_tokens), np.int32)
+    run = functools.partial(
+        generate,
+        *(policy, prompts, np.full(config.samples, config.prompt_tokens)),
+        jax.random.split(jax.random.key(1), config.samples),
+        parallel=ExpertParallel(mesh=mesh, topology=topology),
+    )
+    runs = {room: functools.partial(run, max_new_tokens=room) for room in config.response_tokens}
+    sampled = {room: int(np.asarray(call().response).sum()) for room, call in runs.items()}
+    table = Table(
+        title=f"tiny: {config.samples} samples, prompts of {config.prompt_tokens}, 2 x 4 host devices,"
+        f" {platform.machine()}, jax {jax.__version__}; medians of {config.repeats} runs",
+        title_justify="left",
+    )
+    for name in ("longest response", "tokens sampled", "tokens/s", "ms a step"):
+        table.add_column(name, justify="right")
+    for room, seconds in interleaved(runs, repeats=config.repeats).items():
+        speed = f"{sampled[room] / seconds:,.0f}"
+        table.add_row(str(room), f"{sampled[room]:,}", speed, f"{1e3 * seconds / room:.1f}")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(run_program(main, BenchSampler, description=__doc__))
