@@ -23,6 +23,7 @@ ROOMS = [
         "relibra_jax.capacity",
         "relibra_jax.plan_files",
         "relibra_jax.resident_push",
+        "relibra_jax.row_packing",
         "relibra_jax.engine_placements",
         "relibra_jax.rollout",
         "pallas_kernels",

@@ -347,7 +347,7 @@ def test_whole_sequences_attend_as_with_a_mask_written_out(monkeypatch):
     positions = jnp.broadcast_to(jnp.arange(9)[None], (4, 9))
 
     def attended(attention, x):
-        output, _ = attention(x, positions, None, parallel=SAFE)
+        output, _ = attention(x, positions, None, None, parallel=SAFE)
         return (output**2).sum(), output
 
     def run():
@@ -356,7 +356,8 @@ def test_whole_sequences_attend_as_with_a_mask_written_out(monkeypatch):
     causal = run()
     whole = jax.nn.dot_product_attention
 
-    def with_mask(query, key, value, *, is_causal, implementation):
+    def with_mask(query, key, value, *, mask, is_causal, implementation):
+        assert mask is None
         assert is_causal
         assert implementation == "xla"
         mask = jnp.tril(jnp.ones((9, 9), bool))[None, None]

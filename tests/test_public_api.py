@@ -99,6 +99,7 @@ PUBLIC = {
         "MoELayer",
         "MoEOutput",
         "PreparedBatch",
+        "RowPacking",
         "accumulate_gradients",
         "check_executed",
         "expert_labels",

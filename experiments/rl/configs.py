@@ -117,6 +117,8 @@ class Train:
     """What divides the logits of sampling."""
     top_p: float = 1.0
     """Only the likeliest tokens whose probabilities reach this sum are sampled."""
+    pack_rows: bool = False
+    """Whether updates and planned recomputes hold several samples in a row, one behind the other."""
     epochs: int = 4
     """The passes over a batch, each of so many ``updates``."""
     clip: Clip = dataclasses.field(default_factory=Clip)

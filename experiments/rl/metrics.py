@@ -89,6 +89,7 @@ METRICS: Final[Mapping[str, Metric]] = MappingProxyType(
         ),
         "routing/changed_share_by_layer": Metric("share", "the same, of each layer", listed=True),
         "batch/tokens": Metric("tokens", "prompts and responses, without padding", _UPDATES),
+        "batch/fill": Metric("share", "positions of the updates' rows that hold tokens"),
         "time/step_seconds": Metric("s", "the whole step", _UPDATES),
         "time/generate_seconds": Metric("s", "generation"),
         "time/plan_seconds": Metric("s", "planning: the plan, its check, the sizes of buffers"),

@@ -15,6 +15,7 @@ from jaxtyping import Float, Int
 from experiments.rl.tokens import VOCABULARY
 from relibra_jax.execution.gating import GATINGS
 from relibra_jax.models import ModelConfig
+from relibra_jax.nnx import RowPacking
 from relibra_jax.types import Array
 
 TINY: Final = ModelConfig(
@@ -48,7 +49,11 @@ POLICIES: Final[Mapping[str, ModelConfig]] = MappingProxyType(
 
 
 def token_log_probs(
-    logits: Float[Array, "B T V"], tokens: Int[Array, "B T"], *, temperature: float = 1.0
+    logits: Float[Array, "B T V"],
+    tokens: Int[Array, "B T"],
+    *,
+    temperature: float = 1.0,
+    packing: RowPacking | None = None,
 ) -> Float[jax.Array, "B T"]:
     """The log-probability of every token given those before it.
 
@@ -56,10 +61,12 @@ def token_log_probs(
         logits: the logits of `PolicyOutput`.
         tokens: the tokens that the model was run on.
         temperature: what divides the logits, above 0.
+        packing: which token of a row is of which sample, where rows hold several.
 
     Returns:
-        float32; entry t is of token t, so it comes from the logits of token t - 1. 0 for the first.
+        float32; entry t is of token t, so it comes from the logits of token t - 1. 0 for the first of a sample.
     """
     log_probs = jax.nn.log_softmax(logits[:, :-1] / temperature)
     of_next = jnp.take_along_axis(log_probs, tokens[:, 1:, None], axis=-1)[..., 0]
-    return jnp.pad(of_next, [(0, 0), (1, 0)])
+    of_tokens = jnp.pad(of_next, [(0, 0), (1, 0)])
+    return of_tokens if packing is None else jnp.where(jnp.asarray(packing.positions) == 0, 0, of_tokens)

@@ -75,7 +75,7 @@ def prepare_stages(state: State, config: Train, responses: Responses) -> Stages:
         samples=(*[None] * len(ahead), *config.mini_batches),
     )
     samples = TrainingBatch(responses.tokens, responses.mask, responses.expert_ids)
-    stages = tuple(Stage(batch, batch.to_ranks(samples)) for batch in batches)
+    stages = tuple(Stage(batch, batch.to_ranks(samples)._replace(packing=batch.packing)) for batch in batches)
     updates = stages[len(ahead) :]
     if config.routing == "recompute":
         return Stages((), updates)

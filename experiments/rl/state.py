@@ -49,6 +49,7 @@ class State:
             assign=config.assign,
             across_nodes=config.planner_entry.across_nodes,
             capacities=FIRST_CAPACITIES,
+            pack_rows=config.pack_rows,
             check_rows=True,
         )
 

@@ -21,7 +21,7 @@ from relibra_jax.execution import PreparedLayer, Residents
 from relibra_jax.execution.gating import balance_loss, select_experts
 from relibra_jax.execution.parallel import ExpertParallel
 from relibra_jax.models import LanguageModel, ModelOutput
-from relibra_jax.nnx import PreparedBatch, accumulate_gradients
+from relibra_jax.nnx import PreparedBatch, RowPacking, accumulate_gradients
 from relibra_jax.nnx import prepare_residents as prepare_residents_of
 from relibra_jax.replay import sample_load
 from relibra_jax.types import Array, RoutingReplay
@@ -43,6 +43,9 @@ class TrainingBatch(NamedTuple):
     """From `experiments.rl.losses.relative_advantages`; None for supervised learning."""
     old_log_prob: Float[Array, "*M B T"] | None = None
     """From `recompute`; None for supervised learning."""
+    packing: RowPacking | None = None
+    """Where rows hold several samples (`PreparedBatch.packing`), which token is of which; ``B`` counts rows then, and
+    advantages are of tokens, ``[M, B, T]``."""
 
 
 class Recomputed(NamedTuple):
@@ -165,8 +168,13 @@ def update(
         if clip is None:
             policy = PolicyLoss(supervised_loss(log_prob, samples.weight), jnp.zeros(()), jnp.zeros(()))
         else:
-            of_tokens = (log_prob, samples.old_log_prob, samples.advantage, samples.weight)
-            policy = policy_loss(*of_tokens, clip_low=clip.low, clip_high=clip.high)
+            of_tokens = [log_prob, samples.old_log_prob, samples.weight]
+            if samples.packing is not None:  # every token has an advantage, as if it were a sample
+                of_tokens = [each[..., None] for each in of_tokens]
+            log_prob, old_log_prob, weight = of_tokens
+            policy = policy_loss(
+                *(log_prob, old_log_prob, samples.advantage, weight), clip_low=clip.low, clip_high=clip.high
+            )
         of_layer = functools.partial(balance_loss, gating=model.config.gating, mask=samples.mask)
         uneven = jax.vmap(of_layer, in_axes=(-2, 0))(output.router_logits, batch_load).mean()
         load = _count_load(output, samples.mask, batch.parallel)
@@ -190,8 +198,10 @@ def _run(
 ) -> tuple[ModelOutput, jax.Array]:
     """The policy on one micro-batch, in replay or live, and the log-probabilities of its tokens."""
     expert_ids = None if layers is None else samples.expert_ids
-    output = model(samples.tokens, samples.mask, expert_ids, layers, parallel=parallel)
-    return output, token_log_probs(output.logits, samples.tokens, temperature=temperature)
+    packing = samples.packing
+    output = model(samples.tokens, samples.mask, expert_ids, layers, parallel=parallel, packing=packing)
+    log_prob = token_log_probs(output.logits, samples.tokens, temperature=temperature, packing=packing)
+    return output, log_prob
 
 
 def _count_load(output: ModelOutput, mask: Array, parallel: ExpertParallel) -> Int[jax.Array, "L N G E"]:

@@ -148,6 +148,9 @@ class Trainer:
                 live=not config.replay,
             ),
             "balance/imbalance_recompute": old.imbalance,
+            "batch/fill": float(
+                responses.mask.sum() / sum(stage.samples.mask.size for stage in stages.updates)
+            ),
             **times,
             "time/exposed_seconds": exposed_seconds(clock.phases),
             "speed/response_tokens_per_second": float(lengths.sum() / clock.phases["generate"]),

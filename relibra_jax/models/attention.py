@@ -63,6 +63,7 @@ class Attention(nnx.Module):
         self,
         x: Float[jax.Array, "B t D"],
         positions: Int[Array, "B t"],
+        segments: Int[Array, "B t"] | None,
         cache: LayerCache | None,
         *,
         parallel: ExpertParallel,
@@ -72,6 +73,8 @@ class Attention(nnx.Module):
         Args:
             x: the tokens.
             positions: the position of each token in its sample.
+            segments: which sample each token is of, where a row has several, one behind the other; None for rows of one
+                sample each. Not with a cache.
             cache: this layer's part of a cache that has the earlier tokens, and columns for these; None for whole
                 sequences.
             parallel: the device mesh, whose platform decides between cuDNN and XLA.
@@ -84,8 +87,12 @@ class Attention(nnx.Module):
         value = self.value(x)
         if cache is None:
             implementation = attention_implementation(self.config, parallel)
+            mask = None
+            if segments is not None:
+                of_row = jnp.asarray(segments)
+                mask = of_row[:, None, :, None] == of_row[:, None, None]
             attended = jax.nn.dot_product_attention(
-                *(query, key, value), is_causal=True, implementation=implementation
+                *(query, key, value), mask=mask, is_causal=True, implementation=implementation
             )
         else:
             cache = cache.write(key, value)

@@ -37,6 +37,7 @@ class Block(nnx.Module):
         x: Float[jax.Array, "B t D"],
         mask: Bool[Array, "B t"],
         positions: Int[Array, "B t"],
+        segments: Int[Array, "B t"] | None,
         cache: LayerCache | None,
         expert_ids: Integer[Array, "B t K"] | None,
         layer: PreparedLayer | LayerPlan | None,
@@ -47,7 +48,9 @@ class Block(nnx.Module):
         held = None
         if layer is not None:
             held, x = self.experts.fetch(x, layer, parallel)
-        attended, cache = self.attention(self.attention_norm(x), positions, cache, parallel=parallel)
+        attended, cache = self.attention(
+            *(self.attention_norm(x), positions, segments, cache), parallel=parallel
+        )
         x = x + attended
         moe = self.experts(
             *(self.experts_norm(x), expert_ids, layer), parallel=parallel, experts=held, mask=mask
@@ -75,12 +78,15 @@ class DenseBlock(nnx.Module):
         self,
         x: Float[jax.Array, "B t D"],
         positions: Int[Array, "B t"],
+        segments: Int[Array, "B t"] | None,
         cache: LayerCache | None,
         *,
         parallel: ExpertParallel,
     ) -> tuple[Array, LayerCache | None]:
         """``(x, cache)`` behind the layer."""
-        attended, cache = self.attention(self.attention_norm(x), positions, cache, parallel=parallel)
+        attended, cache = self.attention(
+            *(self.attention_norm(x), positions, segments, cache), parallel=parallel
+        )
         x = x + attended
         inner = self.mlp_norm(x)
         return x + self.down(jax.nn.silu(self.gate(inner)) * self.up(inner)), cache

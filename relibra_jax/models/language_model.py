@@ -22,6 +22,7 @@ from relibra_jax.execution.prepared_layer import PreparedLayer
 from relibra_jax.models.blocks import Block, DenseBlock
 from relibra_jax.models.cache import Cache, LayerCache, empty_cache
 from relibra_jax.models.config import ModelConfig
+from relibra_jax.nnx import RowPacking
 from relibra_jax.types import Array, LayerPlan, Topology, check_shape
 
 
@@ -75,6 +76,7 @@ class LanguageModel(nnx.Module):
         layers: PreparedLayer | LayerPlan | None = None,
         *,
         parallel: ExpertParallel,
+        packing: RowPacking | None = None,
     ) -> ModelOutput:
         """Run whole sequences, in replay of recorded routing or live.
 
@@ -86,6 +88,7 @@ class LanguageModel(nnx.Module):
                 a micro-batch; or their plans, without load for live routing under plans that were made for something
                 else. None for homes alone.
             parallel: mesh, topology, sizes and ways; `relibra_jax.nnx.Balancer.live` for live routing.
+            packing: which token of a row is of which sample, where rows hold several; None for a sample a row.
 
         Returns:
             See `ModelOutput`. NaN where `MoELayer` says so.
@@ -93,7 +96,7 @@ class LanguageModel(nnx.Module):
         Raises:
             ValueError: while tracing, if shapes do not belong together.
         """
-        return self._run(tokens, mask, expert_ids, layers, None, parallel)[0]
+        return self._run(tokens, mask, expert_ids, layers, None, parallel, packing)[0]
 
     def extend(
         self,
@@ -127,7 +130,9 @@ class LanguageModel(nnx.Module):
         """A cache of ``room`` columns: one for every token of a sample, padding counted."""
         return empty_cache(self.config, samples, room, parallel)
 
-    def _run(self, tokens, mask, expert_ids, layers, cache, parallel) -> tuple[ModelOutput, Cache | None]:
+    def _run(
+        self, tokens, mask, expert_ids, layers, cache, parallel, packing=None
+    ) -> tuple[ModelOutput, Cache | None]:
         config = self.config
         if expert_ids is not None:
             check_shape("expert_ids", expert_ids.shape, (*tokens.shape, config.moe_layers, config.top_k))
@@ -136,7 +141,11 @@ class LanguageModel(nnx.Module):
             check_shape(
                 f"layers{jax.tree_util.keystr(path)}", leaf.shape, (config.moe_layers, *leaf.shape[1:])
             )
-        if cache is None:
+        segments = None
+        if packing is not None:
+            segments, positions = packing
+            check_shape("packing", segments.shape, tokens.shape)
+        elif cache is None:
             positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
         else:
             positions, cache = cache.add_columns(mask)
@@ -144,10 +153,12 @@ class LanguageModel(nnx.Module):
         x = jax.lax.with_sharding_constraint(x, parallel.token_sharding)
 
         def dense(block, x, cache):
-            return *block(x, positions, cache, parallel=parallel), None
+            return *block(x, positions, segments, cache, parallel=parallel), None
 
         def moe(block, x, cache, expert_ids, layer):
-            x, cache, moe = block(x, mask, positions, cache, expert_ids, layer, parallel=parallel)
+            x, cache, moe = block(
+                *(x, mask, positions, segments, cache, expert_ids, layer), parallel=parallel
+            )
             return x, cache, (moe.expert_ids, moe.router_logits, moe.slot_rows)
 
         if self.dense is not None:

@@ -15,7 +15,7 @@ from relibra_jax.nnx.balancer import Balancer, BalancerState
 from relibra_jax.nnx.gradients import accumulate_gradients, prepare_residents
 from relibra_jax.nnx.homes import expert_labels, get_homes, reorder_experts, set_homes
 from relibra_jax.nnx.layer import MoELayer, MoEOutput
-from relibra_jax.nnx.prepared import PreparedBatch, check_executed
+from relibra_jax.nnx.prepared import PreparedBatch, RowPacking, check_executed
 from relibra_jax.nnx.training_checkpoint import restore_training, save_training
 from relibra_jax.nnx.variables import CorrectionBias, ExpertParam, Homes
 
@@ -31,6 +31,7 @@ __all__ = [
     "MoELayer",
     "MoEOutput",
     "PreparedBatch",
+    "RowPacking",
     "accumulate_gradients",
     "check_executed",
     "expert_labels",

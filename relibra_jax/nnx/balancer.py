@@ -22,7 +22,7 @@ from jaxtyping import Int, PRNGKeyArray
 from relibra_jax.capacity import Capacities
 from relibra_jax.execution.parallel import AUTO, ExpertParallel
 from relibra_jax.nnx.balancer_state import BalancerState, check_state, from_host, no_capacities, to_host
-from relibra_jax.nnx.batch_checks import check_model_homes, check_replay_layers
+from relibra_jax.nnx.batch_checks import check_aligned_left, check_model_homes, check_replay_layers
 from relibra_jax.nnx.finite import check_finite
 from relibra_jax.nnx.homes import reorder_experts
 from relibra_jax.nnx.prepared import PreparedBatch, live_stages, replayed_batch
@@ -31,6 +31,7 @@ from relibra_jax.nnx.stage_plans import count_visits, grow_sizes, plan_checked, 
 from relibra_jax.plan_check import check_homes
 from relibra_jax.planning.assignment import assign_samples
 from relibra_jax.planning.turns import Assign
+from relibra_jax.row_packing import pack_rows as lay_out_rows
 from relibra_jax.types import BatchPlan, Planner, RoutingReplay, Topology
 
 
@@ -49,6 +50,9 @@ class Balancer:
         across_nodes: whether the planner's replicas may be on other nodes than their experts' homes.
         capacities: buffer sizes to begin with, so that the first batches compile no step of their own; stages of every
             shape begin with them.
+        pack_rows: whether a row holds several samples, one behind the other, so that at most 5% of what layers compute
+            is padding, where samples allow it (`relibra_jax.row_packing`). Samples are aligned to the left then, are
+            assigned by their lengths to begin with, and models are given `PreparedBatch.packing`.
         data_axes: the mesh's further axes over which tokens are split; all of them when None.
         path: ``flat``, one exchange over all ranks, ``hierarchical``, or ``auto``.
         exchange: the kind of token exchange.
@@ -88,6 +92,7 @@ class Balancer:
         assign: Assign | None = assign_samples,
         across_nodes: bool = False,
         capacities: Capacities | None = None,
+        pack_rows: bool = False,
         data_axes: tuple[str, ...] | None = None,
         path: str = AUTO,
         exchange: str = AUTO,
@@ -117,6 +122,8 @@ class Balancer:
         self._home = np.tile(np.arange(topology.num_experts, dtype=np.int32), (num_layers, 1))
         self._first_capacities = capacities or no_capacities(counts_visits=path != "flat")
         self._capacities: dict[str, Capacities] = {}
+        self._pack_rows = pack_rows
+        self._row_shapes: dict[str, tuple[int, int]] = {}
         self._number = 0
         self._updates_before: int | None = None
 
@@ -240,6 +247,8 @@ class Balancer:
             start = time.perf_counter()
             replay = RoutingReplay(np.asarray(replay.expert_ids), np.asarray(replay.mask))
             check_replay_layers(replay, num_experts=self.topology.num_experts, num_layers=self.num_layers)
+            if self._pack_rows:
+                check_aligned_left(np.asarray(replay.mask))
             key, now = jax.random.split(self._key)
             plans, planner_state = plan_checked(
                 *(replay, self._planner_state, now, self._parallel),
@@ -247,6 +256,7 @@ class Balancer:
                 num_micro_batches=num_micro_batches,
                 samples=samples,
                 assign=self.assign,
+                by_length=self._pack_rows,
             )
             visits = [count_visits(replay, plan, self._parallel) for plan in plans]
             sizes = grow_sizes(self._capacities, self._first_capacities, plans, visits, self._parallel)
@@ -281,10 +291,20 @@ class Balancer:
         visits: Int[np.ndarray, "M L P N"] | None,
     ) -> PreparedBatch:
         on_mesh = jax.tree.map(functools.partial(replicate, mesh=self.mesh), plan)
-        rows = plan.assignment.sample[0].size * math.prod(self._parallel.copies)
+        layout, rows = None, plan.assignment.sample[0].size
+        if self._pack_rows:
+            shape = stage_shape(plan, self._parallel)
+            layout = lay_out_rows(plan.assignment, replay.mask.sum(1), shape=self._row_shapes.get(shape))
+            self._row_shapes[shape] = layout.shape
+            rows = self.topology.num_ranks * layout.shape[0]
+        rows *= math.prod(self._parallel.copies)
         parallel = dataclasses.replace(self._parallel, capacities=sizes, rows=rows)
         return replayed_batch(
-            *(on_mesh, parallel, replay), assignment=plan.assignment, plan_seconds=plan_seconds, visits=visits
+            *(on_mesh, parallel, replay),
+            assignment=plan.assignment,
+            rows=layout,
+            plan_seconds=plan_seconds,
+            visits=visits,
         )
 
     def _check_updated(self, optimizer: nnx.Optimizer | None) -> None:

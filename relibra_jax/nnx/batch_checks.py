@@ -2,7 +2,7 @@
 
 import numpy as np
 from flax import nnx
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 
 from relibra_jax.nnx.homes import get_homes
 from relibra_jax.replay import check_replay
@@ -33,4 +33,15 @@ def check_model_homes(model: nnx.Module, wanted: Int[np.ndarray, "L E"]) -> None
             f"layer {layer}, expert {expert}: the model holds it in home slot {home[layer, expert]}, the balancer left"
             f" it in {wanted[layer, expert]}; restore model and balancer together (restore_training), or set back what"
             " was set by hand: set_homes(model, balancer.state.home)"
+        )
+
+
+def check_aligned_left(mask: Bool[np.ndarray, "B T"]) -> None:
+    """Raise ValueError unless the real tokens of every sample come first."""
+    gaps = mask[:, 1:] & ~mask[:, :-1]
+    if gaps.any():
+        sample, token = np.argwhere(gaps)[0].tolist()
+        raise ValueError(
+            f"sample {sample}: token {token + 1} is real and token {token} is not; packed rows need samples that are"
+            " aligned to the left"
         )

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,17 @@ from relibra_jax.execution.prepared_layer import PreparedLayer, prepare_layers
 from relibra_jax.planning.assignment import assign_in_order
 from relibra_jax.planning.plan_stages import stage_samples
 from relibra_jax.planning.turns import shift_samples
+from relibra_jax.row_packing import RowLayout
 from relibra_jax.types import EMPTY, Array, Assignment, BatchPlan, RoutingReplay
+
+
+class RowPacking(NamedTuple):
+    """Which token of a row is of which sample, where rows hold several samples one behind the other."""
+
+    segments: Int[Array, "*M rows T"]
+    """The sample of each token, its index in the batch; EMPTY at padding. Tokens attend to those of their sample."""
+    positions: Int[Array, "*M rows T"]
+    """The token's position in its sample."""
 
 
 class PreparedBatch:
@@ -46,11 +56,14 @@ class PreparedBatch:
         layers: PreparedLayer | None = None,
         assignment: Assignment | None = None,
         num_samples: int = 0,
+        num_tokens: int = 0,
+        rows: RowLayout | None = None,
         plan_seconds: float = 0.0,
         visits: Int[np.ndarray, "M L P N"] | None = None,
     ):
         self._batch_plan, self.parallel = batch_plan, parallel
         self.plan_seconds, self.visits = plan_seconds, visits
+        self._rows, self._num_tokens = rows, num_tokens
         self._layers, self._assignment, self._num_samples = layers, assignment, num_samples
         self.check_in_force = None
 
@@ -87,7 +100,9 @@ class PreparedBatch:
 
         Returns:
             The same tree of ``[M, rows, ...]`` arrays, ``rows`` sharded over the ranks; zeros (False) where a rank
-            has room for a further sample.
+            has room for a further sample. Where rows are packed, all are ``[M, rows, T, ...]``: arrays of tokens, those
+            whose second axis is the replay's, have each token in its place; other arrays have at each token the value
+            of its sample.
 
         Raises:
             ValueError: if an array has not one row a sample, or another batch has been prepared since.
@@ -96,16 +111,18 @@ class PreparedBatch:
         sharding = NamedSharding(self.parallel.mesh, PartitionSpec(None, *self.parallel.token_spec))
 
         def move(path: Any, leaf: Any) -> jax.Array:
-            rows = np.asarray(leaf)
-            if rows.ndim < 1 or len(rows) != self._num_samples:
+            samples = np.asarray(leaf)
+            if samples.ndim < 1 or len(samples) != self._num_samples:
                 name = f"samples{jax.tree_util.keystr(path)}"
                 raise ValueError(
-                    f"{name}: shape {rows.shape} for a batch of {self._num_samples} samples; give to_ranks the rows of"
-                    " the batch that was prepared, in its order"
+                    f"{name}: shape {samples.shape} for a batch of {self._num_samples} samples; give to_ranks the rows"
+                    " of the batch that was prepared, in its order"
                 )
-            rows = rows[np.maximum(places, 0)]
-            rows[places == EMPTY] = 0
-            return jax.make_array_from_callback(rows.shape, sharding, lambda index: rows[index])
+            of_tokens = places.positions is not None and samples.shape[1:2] == (self._num_tokens,)
+            sample = np.maximum(places.samples, 0)
+            rows = samples[sample, places.positions] if of_tokens else samples[sample]
+            rows[places.samples == EMPTY] = 0
+            return _put(rows, sharding)
 
         return jax.tree.map_with_path(move, samples)
 
@@ -115,7 +132,8 @@ class PreparedBatch:
         On several processes, all call it, and all get all rows.
 
         Args:
-            rows: any tree of arrays ``[M, rows, ...]``, in the places where `to_ranks` puts samples.
+            rows: any tree of arrays ``[M, rows, ...]``, in the places where `to_ranks` puts samples; of tokens,
+                ``[M, rows, T, ...]``, where rows are packed.
 
         Returns:
             The same tree of host arrays ``[B, ...]``; zeros (False) for samples that are no part of this stage.
@@ -123,35 +141,68 @@ class PreparedBatch:
         Raises:
             ValueError: if an array is of other rows, or another batch has been prepared since.
         """
-        places = self._places("from_ranks")
-        held = places != EMPTY
+        samples, positions = self._places("from_ranks")
+        held = samples != EMPTY
 
         def move(path: Any, leaf: Any) -> np.ndarray:
-            if np.shape(leaf)[:2] != places.shape:
-                name = f"rows{jax.tree_util.keystr(path)}"
-                raise ValueError(f"{name}: shape {np.shape(leaf)} for {places.shape} micro-batches and rows")
-            found = _to_host(leaf)
-            samples = np.zeros((self._num_samples, *found.shape[2:]), found.dtype)
-            samples[places[held]] = found[held]
-            return samples
+            if np.shape(leaf)[: samples.ndim] != samples.shape:
+                name, axes = f"rows{jax.tree_util.keystr(path)}", "micro-batches and rows"
+                raise ValueError(f"{name}: shape {np.shape(leaf)} for {samples.shape} {axes}")
+            found = _to_host(leaf)[held]
+            shape = (self._num_samples,) if positions is None else (self._num_samples, self._num_tokens)
+            batch = np.zeros((*shape, *found.shape[1:]), found.dtype)
+            batch[samples[held] if positions is None else (samples[held], positions[held])] = found
+            return batch
 
         return jax.tree.map_with_path(move, rows)
 
-    def _places(self, caller: str) -> Int[np.ndarray, "M rows"]:
-        """The sample of every row of the ranks."""
+    @property
+    def packing(self) -> RowPacking | None:
+        """Which token of the ranks' rows is of which sample, ``[M, rows, T]`` as `to_ranks` puts them; None where a row
+        is a sample. Give each micro-batch's to the model."""
+        places = self._places("packing")
+        if places.positions is None:
+            return None
+        sharding = NamedSharding(self.parallel.mesh, PartitionSpec(None, *self.parallel.token_spec))
+        put = functools.partial(_put, sharding=sharding)
+        return RowPacking(put(places.samples), put(places.positions))
+
+    def _places(self, caller: str) -> "_Places":
+        """The sample of every row of the ranks, or of every token where rows are packed."""
         self._refuse_if_superseded()
         if self._assignment is None:
             raise ValueError(
                 f"{caller} moves arrays of the host: call it on what prepare returned, not under jit nor on a copy"
             )
-        copies, topology = math.prod(self.parallel.copies), self.parallel.topology
-        sample = np.asarray(self._assignment.sample)
-        by_copy = sample.reshape(copies, -1, topology.num_ranks, sample.shape[-1])
-        return by_copy.swapaxes(0, 1).reshape(by_copy.shape[1], -1)
+        copies, ranks = math.prod(self.parallel.copies), self.parallel.topology.num_ranks
+
+        def by_copy(leaf: Array, axes: int) -> np.ndarray:
+            """``[copies x M, N, G, rows, *T]`` as ``[M, copies x N x G x rows, *T]``."""
+            leaf = np.asarray(leaf)
+            inner = leaf.shape[4 : 4 + axes]
+            leaf = leaf.reshape(copies, -1, ranks, leaf.shape[3], *inner).swapaxes(0, 1)
+            return leaf.reshape(leaf.shape[0], -1, *inner)
+
+        if self._rows is None:
+            return _Places(by_copy(self._assignment.sample, 0), None)
+        return _Places(*(by_copy(leaf, 1) for leaf in self._rows))
 
     def _refuse_if_superseded(self) -> None:
         if self.check_in_force is not None:
             self.check_in_force()
+
+
+def _put(rows: np.ndarray, sharding: NamedSharding) -> jax.Array:
+    return jax.make_array_from_callback(rows.shape, sharding, lambda index: rows[index])
+
+
+class _Places(NamedTuple):
+    """What stands in the rows of the ranks, micro-batch by micro-batch."""
+
+    samples: np.ndarray
+    """The sample of each row, or token; EMPTY for none."""
+    positions: np.ndarray | None
+    """The position of each token in its sample, where rows are packed."""
 
 
 def replayed_batch(
@@ -160,6 +211,7 @@ def replayed_batch(
     replay: RoutingReplay,
     *,
     assignment: Assignment,
+    rows: RowLayout | None,
     plan_seconds: float,
     visits: Int[np.ndarray, "M L P N"] | None,
 ) -> PreparedBatch:
@@ -170,6 +222,7 @@ def replayed_batch(
         parallel: how plans are run.
         replay: the recorded routing, on the host.
         assignment: the assignment, on the host.
+        rows: how samples lie in rows; None for a sample a row.
         plan_seconds: how long the batch was planned.
         visits: how often tokens go to each node, where that was counted.
 
@@ -181,6 +234,8 @@ def replayed_batch(
         parallel,
         assignment=assignment,
         num_samples=len(replay.mask),
+        num_tokens=replay.mask.shape[1],
+        rows=rows,
         plan_seconds=plan_seconds,
         visits=visits,
     )

@@ -37,6 +37,7 @@ def plan_checked(
     num_micro_batches: Sequence[int],
     samples: Sequence[range | None] | None,
     assign: Assign | None,
+    by_length: bool,
 ) -> tuple[tuple[BatchPlan, ...], Any]:
     """Plan the stages of a batch, and hold each plan to the rules.
 
@@ -48,7 +49,8 @@ def plan_checked(
         planner: any planner.
         num_micro_batches: M of each stage in each copy of the group.
         samples: the samples of each stage, as `relibra_jax.planning.plan_stages.plan_stages` takes them.
-        assign: how samples are assigned, with a ``key``; None keeps them in order.
+        assign: how samples are assigned, with a ``key``; None keeps them where they start.
+        by_length: whether samples start packed by their lengths, as rows want that hold several; in order otherwise.
 
     Returns:
         The batch plan of each stage, on the host, and the planner's state after the batch.
@@ -64,6 +66,7 @@ def plan_checked(
         num_micro_batches=tuple(copies * number for number in num_micro_batches),
         samples=tuple(stage_samples(len(replay.mask), len(num_micro_batches), samples)),
         assign=assign,
+        by_length=by_length,
     )
     stages = jax.device_get(stages)
     for stage in stages:
@@ -73,8 +76,10 @@ def plan_checked(
     return stages, after
 
 
-@functools.partial(jax.jit, static_argnames=("planner", "topology", "num_micro_batches", "samples", "assign"))
-def _plan(replay, state, key, *, planner, topology: Topology, num_micro_batches, samples, assign):
+@functools.partial(
+    jax.jit, static_argnames=("planner", "topology", "num_micro_batches", "samples", "assign", "by_length")
+)
+def _plan(replay, state, key, *, planner, topology: Topology, num_micro_batches, samples, assign, by_length):
     """`plan_stages`, compiled once for equal settings, whoever asks."""
     # Rows are padded to one length, so ranks with more of them would compute more.
     starts = [
@@ -85,7 +90,7 @@ def _plan(replay, state, key, *, planner, topology: Topology, num_micro_batches,
         *(replay, planner, state, topology),
         num_micro_batches=num_micro_batches,
         samples=samples,
-        starts=starts,
+        starts=None if by_length else starts,
         assign=None if assign is None else functools.partial(assign, key=key),
     )
 

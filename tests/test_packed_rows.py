@@ -1,0 +1,123 @@
+"""Packed rows compute what a sample a row computes: log-probabilities, gradients and the rows of every slot."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from experiments.rl.configs import Train
+from experiments.rl.policy import TINY, token_log_probs
+from experiments.rl.trainer import Trainer
+from relibra_jax import RoutingReplay, Topology, relibra
+from relibra_jax.models import make_model
+from relibra_jax.nnx import Balancer, accumulate_gradients, check_executed, expert_mesh
+from relibra_jax.types import EMPTY
+
+CONFIG = dataclasses.replace(
+    TINY, width=16, layers=2, heads=2, kv_heads=1, head_width=8, expert_width=8, vocabulary=23
+)
+TOPOLOGY = Topology(num_nodes=2, ranks_per_node=4, num_experts=16, replica_slots=1)
+SAMPLES, LENGTH, MICRO_BATCHES = 96, 20, 2
+RNG = np.random.default_rng(0)
+LENGTHS = RNG.integers(2, LENGTH + 1, SAMPLES)
+MASK = np.arange(LENGTH) < LENGTHS[:, None]
+TOKENS = np.where(MASK, RNG.integers(0, 23, (SAMPLES, LENGTH)), 0).astype(np.int32)
+IDS = np.argsort(RNG.random((SAMPLES, LENGTH, 2, 16)) * RNG.random(16))[..., :2].astype(np.uint8)
+WEIGHT = np.where(MASK & (np.arange(LENGTH) > 0), RNG.random((SAMPLES, LENGTH)), 0).astype(np.float32)
+OF_SAMPLE = RNG.normal(size=SAMPLES).astype(np.float32)
+
+
+@functools.cache
+def mesh():
+    return expert_mesh(TOPOLOGY)
+
+
+@functools.cache
+def prepared(pack_rows):
+    model = make_model(CONFIG, TOPOLOGY, mesh=mesh(), key=jax.random.key(0))
+    options = {"num_layers": 2, "num_micro_batches": MICRO_BATCHES, "key": jax.random.key(1)}
+    balancer = Balancer(relibra(), TOPOLOGY, mesh=mesh(), pack_rows=pack_rows, check_rows=True, **options)
+    return model, balancer.prepare(model, None, RoutingReplay(IDS, MASK)), balancer
+
+
+def step(model, batch, rows):
+    def loss_of(model, rows, layers):
+        (tokens, mask, ids, weight, of_sample), packing = rows
+        output = model(tokens, mask, ids, layers, parallel=batch.parallel, packing=packing)
+        log_prob = token_log_probs(output.logits, tokens, packing=packing)
+        scale = of_sample[:, None] if packing is None else of_sample
+        return (weight * scale * log_prob).sum(), (log_prob, output.slot_rows)
+
+    return accumulate_gradients(model, loss_of, batch, rows)
+
+
+@functools.cache
+def result(pack_rows):
+    model, batch, _ = prepared(pack_rows)
+    rows = batch.to_ranks((TOKENS, MASK, IDS, WEIGHT, OF_SAMPLE))
+    gradients, (log_prob, slot_rows) = nnx.jit(step)(model, batch, (rows, batch.packing))
+    check_executed(slot_rows, batch)
+    home = np.asarray(model.layers.experts.home[...])
+    found = nnx.to_pure_dict(gradients)
+    experts = np.asarray(found["layers"]["experts"]["experts"]).reshape(2, 16, -1)
+    found["layers"]["experts"]["experts"] = np.take_along_axis(experts, home[..., None], axis=1)
+    return jax.device_get(found), batch.from_ranks(log_prob)
+
+
+def test_equal_to_a_sample_a_row():
+    (gradients, log_prob), (wanted, unpacked) = result(True), result(False)
+    np.testing.assert_allclose(np.where(MASK, log_prob, 0), np.where(MASK, unpacked, 0), atol=2e-6)
+    assert not log_prob[:, 0].any()
+    for (path, leaf), other in zip(
+        jax.tree.leaves_with_path(wanted), jax.tree.leaves(gradients), strict=True
+    ):
+        largest = np.abs(leaf).max()
+        assert largest > 0, path
+        np.testing.assert_allclose(other, leaf, atol=1e-5 * largest, err_msg=str(path))
+
+
+def test_little_is_padding_and_every_token_is_there():
+    _, batch, _ = prepared(True)
+    segments, positions = (np.asarray(leaf) for leaf in batch.packing)
+    assert (segments != EMPTY).mean() >= 0.95
+    found = {(int(a), int(b)) for a, b in zip(segments.ravel(), positions.ravel(), strict=True) if a != EMPTY}
+    assert found == {(int(a), int(b)) for a, b in np.argwhere(MASK)}
+    _, unpacked, _ = prepared(False)
+    assert unpacked.packing is None
+    assert (unpacked.parallel.rows or 0) * LENGTH * MICRO_BATCHES > 1.5 * segments.size
+
+
+def test_samples_that_are_not_aligned_to_the_left_are_refused():
+    model, _, balancer = prepared(True)
+    mask = MASK.copy()
+    mask[3, :3] = (True, False, True)
+    with pytest.raises(ValueError, match=r"sample 3: token 2 is real and token 1 is not; packed rows need"):
+        balancer.prepare(model, None, RoutingReplay(IDS, mask))
+
+
+@pytest.mark.slow
+def test_a_run_in_packed_rows_learns_the_same(monkeypatch):
+    """Answers of uneven length; the same responses, and the same step from them."""
+    monkeypatch.setattr(
+        "experiments.rl.configs.POLICIES", {"tiny": dataclasses.replace(CONFIG, vocabulary=259)}
+    )
+    settings = {
+        "task": "reverse",
+        "prompts": 16,
+        "responses_per_prompt": 8,
+        "response_tokens": 16,
+        "epochs": 1,
+    }
+    learned = {}
+    for pack_rows in (False, True):
+        config = Train(**settings, micro_batches=2, anneal_steps=20, pack_rows=pack_rows)
+        learned[pack_rows] = Trainer(config, 0).learn()
+    packed, unpacked = learned[True], learned[False]
+    assert packed["response/tokens"] == unpacked["response/tokens"]
+    assert packed["policy/loss"] == pytest.approx(unpacked["policy/loss"], abs=1e-5)
+    assert packed["policy/gradient_norm"] == pytest.approx(unpacked["policy/gradient_norm"], rel=1e-4)
+    assert packed["batch/fill"] >= 0.95
+    assert unpacked["batch/fill"] < 0.9
