@@ -25,7 +25,6 @@ from relibra_jax.nnx import PreparedBatch, check_executed, get_homes
 from relibra_jax.plan import rank_load
 from relibra_jax.planning.metrics import batch_imbalance
 from relibra_jax.planning.replication import without_replicas
-from relibra_jax.replay import id_dtype
 from relibra_jax.types import Array, BatchPlan, Plan, Topology
 
 
@@ -115,11 +114,10 @@ def recompute_live(state: State, config: Train, responses: Responses) -> tuple[R
     samples = batch.to_ranks(TrainingBatch(responses.tokens, responses.mask))
     ran = recompute(state.model, batch, samples, temperature=config.temperature, record=True)
     log_prob, ids = batch.from_ranks((ran.log_prob, ran.expert_ids))
-    ids = np.where(responses.mask[..., None, None], ids, 0)
+    ids *= responses.mask[..., None, None]
     # Experts are where the batch before has left them.
     imbalance = unplanned_imbalance(ran.load, get_homes(state.model), topology=batch.parallel.topology)
-    responses = responses._replace(expert_ids=ids.astype(id_dtype(config.model_config.num_experts)))
-    return responses, OldPolicy(log_prob, float(imbalance))
+    return responses._replace(expert_ids=ids), OldPolicy(log_prob, float(imbalance))
 
 
 def with_lessons(

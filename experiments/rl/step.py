@@ -23,7 +23,7 @@ from relibra_jax.execution.parallel import ExpertParallel
 from relibra_jax.models import LanguageModel, ModelOutput
 from relibra_jax.nnx import PreparedBatch, RowPacking, accumulate_gradients
 from relibra_jax.nnx import prepare_residents as prepare_residents_of
-from relibra_jax.replay import sample_load
+from relibra_jax.replay import id_dtype, sample_load
 from relibra_jax.types import Array, RoutingReplay
 
 
@@ -57,8 +57,8 @@ class Recomputed(NamedTuple):
     """The load that ran."""
     slot_rows: Int[Array, "M L N G S"]
     """Rows that every slot computed."""
-    expert_ids: Int[Array, "M B T L K"] | None
-    """The routing that ran, where it was to be recorded."""
+    expert_ids: Integer[Array, "M B T L K"] | None
+    """The routing that ran, in the smallest dtype that holds it, where it was to be recorded."""
 
 
 class StepMetrics(NamedTuple):
@@ -129,7 +129,8 @@ def recompute(
             layers = layers._replace(residents=residents.weights)
         output, log_prob = _run(nnx.merge(graph, state), samples, layers, batch.parallel, temperature)
         load = _count_load(output, samples.mask, batch.parallel)
-        return None, Recomputed(log_prob, load, output.slot_rows, output.expert_ids if record else None)
+        ids = output.expert_ids.astype(id_dtype(model.config.num_experts)) if record else None
+        return None, Recomputed(log_prob, load, output.slot_rows, ids)
 
     return jax.lax.scan(one, None, (samples, batch.layers()))[1]
 

@@ -31,9 +31,9 @@ def plan_stages(
 
     Before an update there is a forward pass for old log-probabilities. It keeps no activations for a backward pass, so
     it may run in fewer and larger micro-batches, and samples may be assigned for it anew. Where a batch has several
-    updates, each has samples of its own, and none of them comes to another one. That all stages are planned
-    before the first of them runs follows ForeMoE (arXiv 2606.11867); that one search plans both is ours: to the planner
-    the micro-batches of all stages are further entries of M. Works under jit.
+    updates, each has samples of its own, and none of them comes to another one. That all stages are planned before the
+    first of them runs follows ForeMoE (arXiv 2606.11867); that one search plans them is ours: to the planner the
+    micro-batches of all stages are further entries of M. Works under jit.
 
     The search for homes weighs all stages alike, as planners are told loads and not what they are for. Weighing an
     update three times as much as a recompute changed modelled time by less than 0.5% either way on recorded routing,
