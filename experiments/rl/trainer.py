@@ -18,7 +18,8 @@ from experiments.rl.devices import host_devices
 from experiments.rl.generation import Responses, generate
 from experiments.rl.imbalance import measure_imbalance, measure_push
 from experiments.rl.losses import relative_advantages, token_weights
-from experiments.rl.rewards import Rewards, score_responses
+from experiments.rl.processes import from_first, is_first, on_every_host
+from experiments.rl.rewards import Rewards, score_responses, unscored
 from experiments.rl.state import State
 from experiments.rl.step import StepMetrics, TrainingBatch, prepare_residents, recompute, update
 from experiments.rl.step_clock import StepClock
@@ -61,8 +62,8 @@ class Trainer:
                 f"tokenizer of {tokenizer.size} tokens, the policy's vocabulary has {config.model_config.vocabulary}"
             )
         self.task = find_task(config.task) if task is None else task
-        mesh = expert_mesh(config.topology, devices=host_devices(config.topology.num_ranks))
-        self.state = State(config, seed, mesh)
+        self.mesh = expert_mesh(config.topology, devices=host_devices(config.topology.num_ranks))
+        self.state = State(config, seed, self.mesh)
         self.replay: RoutingReplay | None = None
         """The routing of the last responses."""
 
@@ -92,6 +93,7 @@ class Trainer:
             metrics = update(
                 *(state.model, state.optimizer, batch, samples, batch_load), balance=config.balance
             )
+            metrics = on_every_host(metrics, self.mesh)
             loss = self._check_finite(metrics)
         state.step += 1
         return {"kind": "warm-up", "loss": loss, "tokens": int(mask.sum()), **clock.report()}
@@ -104,8 +106,7 @@ class Trainer:
             responses = self.generate(examples, self._key(PROMPTS, state.step))
         with ThreadPoolExecutor(1) as scorer:
             # Rewards are Python, planning is compiled: they run side by side.
-            texts = (responses.tokens, responses.response, self.tokenizer)
-            scoring = scorer.submit(score_responses, self.task, examples, *texts)
+            scoring = scorer.submit(self._score, examples, responses)
             batch, samples = self.prepare(responses, clock)
             with clock("recompute"):
                 residents = prepare_residents(state.model, state.optimizer, batch)
@@ -114,7 +115,7 @@ class Trainer:
                 )
             check_executed(slot_rows, batch)
             with clock("score"):
-                rewards = scoring.result()
+                rewards = _share(scoring.result())
         with clock("update"):
             samples = samples._replace(old_log_prob=old_log_prob)
             metrics = self.update(batch, samples, responses, rewards, residents)
@@ -142,8 +143,7 @@ class Trainer:
         for number in range(self.config.evaluation_batches):
             examples = self.examples(EVALUATION, number)
             responses = self.generate(examples, self._key(EVALUATION, number))
-            texts = (responses.tokens, responses.response, self.tokenizer)
-            rewards.append(score_responses(self.task, examples, *texts))
+            rewards.append(_share(self._score(examples, responses)))
         scored = np.concatenate([each.reward[each.scored] for each in rewards])
         failures = [failure for each in rewards for failure in each.failures]
         return {
@@ -170,7 +170,7 @@ class Trainer:
             ends=tokenizer.ends,
             pad=tokenizer.pad,
         )
-        return jax.device_get(responses)
+        return on_every_host(responses, self.mesh)
 
     def prepare(self, responses: Responses, clock: StepClock) -> tuple[PreparedBatch, TrainingBatch]:
         """Plan the recorded routing, and move experts to their homes and samples to their ranks."""
@@ -215,6 +215,7 @@ class Trainer:
                 temperature=config.temperature,
                 clip=config.clip,
             )
+            metrics = on_every_host(metrics, self.mesh)
             if config.replay:
                 check_executed(metrics.slot_rows, batch)
         return metrics
@@ -224,6 +225,12 @@ class Trainer:
         seed = (what, number) if what == EVALUATION else (self.seed, what, number)
         drawn = self._draw(seed, self.config.prompts)
         return [example for example in drawn for _ in range(self.config.responses_per_prompt)]
+
+    def _score(self, examples: list[Example], responses: Responses) -> Rewards:
+        """The rewards, on the first process; a reward function is called once for every sample, wherever it ran."""
+        if not is_first():
+            return unscored(len(examples))
+        return score_responses(self.task, examples, responses.tokens, responses.response, self.tokenizer)
 
     def _prepare_live(self) -> PreparedBatch:
         state = self.state
@@ -267,6 +274,7 @@ class Trainer:
         imbalance = measure_imbalance(
             batch_plan, metrics.load, topology=parallel.topology, across_nodes=parallel.across_nodes
         )
+        imbalance = on_every_host(imbalance, self.mesh)
         if self.config.replay:
             del imbalance["imbalance_live"]
         changed = np.asarray(metrics.routing_changed).sum(0)
@@ -289,6 +297,12 @@ def find_tokenizer(config: Train) -> Tokenizer:
     if config.model is None or (bytes_suffice and not (config.model / "tokenizer.json").exists()):
         return BYTES
     return load_tokenizer(config.model)
+
+
+def _share(rewards: Rewards) -> Rewards:
+    """What the first process has scored; the texts of failures stay there."""
+    reward, scored = from_first((rewards.reward, rewards.scored))
+    return Rewards(np.asarray(reward), np.asarray(scored), rewards.failures)
 
 
 def _mean(rewards: np.ndarray) -> float | None:
