@@ -36,8 +36,12 @@ def host_devices(count: int) -> list[jax.Device]:
     for index in range(processes):
         devices = [device for device in jax.devices() if device.process_index == index]
         if len(devices) < share:
-            of_process = "" if processes == 1 else f" ({share} of each process), process {index}: {len(devices)}"
-            raise ValueError(f"{count} ranks need as many devices{of_process}, there are {len(jax.devices())}")
+            of_process = (
+                "" if processes == 1 else f" ({share} of each process), process {index}: {len(devices)}"
+            )
+            raise ValueError(
+                f"{count} ranks need as many devices{of_process}, there are {len(jax.devices())}"
+            )
         chosen += devices[:share]
     return chosen
 

@@ -51,7 +51,9 @@ def find_launch(environment: Mapping[str, str]) -> Launch | None:
     found = _numbers_in_force(environment)
     count, index, coordinator = _agreed(found, COUNTS), _agreed(found, INDICES), environment.get(COORDINATOR)
     if count is not None and index is not None and index >= count:
-        raise ValueError(f"{_shown(found)}: processes are counted from 0, so the last of {count} is {count - 1}")
+        raise ValueError(
+            f"{_shown(found)}: processes are counted from 0, so the last of {count} is {count - 1}"
+        )
     if count == 1 or not (found or coordinator):
         return None
     detect = bool({"SLURM_PROCID", "OMPI_COMM_WORLD_RANK"} & found.keys()) or (
@@ -72,14 +74,15 @@ def _numbers_in_force(environment: Mapping[str, str]) -> dict[str, int]:
     names = [*BY_HAND]
     for launcher in (OF_OPEN_MPI, OF_SLURM):
         if all(name in environment for name in launcher):
-            names += [*launcher, "SLURM_STEP_NUM_TASKS"]
+            names += launcher
     # A pod of a job whose pods have nothing to do with each other has an index too.
     wanted = COORDINATOR in environment or _kubernetes_can_be_asked()
     if wanted and all(name in environment for name in OF_KUBERNETES):
         names += OF_KUBERNETES
     found = {}
     for name in (*COUNTS, *INDICES):
-        if name in names and name in environment:
+        of_step = name == "SLURM_STEP_NUM_TASKS" and "SLURM_NTASKS" in names
+        if (name in names or of_step) and name in environment:
             text, least = environment[name], int(name in COUNTS)
             if not text.isdecimal() or int(text) < least:
                 raise ValueError(f"{name}={text!r} must be a whole number of at least {least}")

@@ -34,7 +34,7 @@ from experiments.rl.launchers import Launch, find_launch
 from experiments.rl.peers import Door, Peers, enter
 from relibra_jax.cli.refusals import exit_status
 
-ARRIVE_SECONDS: Final = 60
+ARRIVE_SECONDS: Final = 45
 """So long processes wait for each other at the start."""
 HEARTBEAT_SECONDS: Final = 45
 """A process that JAX has not heard of for so long, one that hangs, ends all others."""
@@ -151,7 +151,8 @@ def _initialize(launch: Launch) -> None:
 def _meet(group: Group) -> Peers:
     """Connect the processes beside JAX, whose connections say nothing of a process that died."""
     client, index, count = global_state.client, global_state.process_id, global_state.num_processes
-    assert client is not None and global_state.coordinator_address is not None
+    assert client is not None
+    assert global_state.coordinator_address is not None
     me = f"process {index} of {count} on {socket.gethostname()}"
     try:
         if index == 0:

@@ -20,7 +20,15 @@ from experiments.rl.compilations import tell_compilations
 from experiments.rl.configs import Train
 from experiments.rl.devices import compile_quickly, host_devices
 from experiments.rl.metrics_log import MetricsLog
-from experiments.rl.processes import Group, is_first, joined, on_any, process_count, text_from_first, wait_for_all
+from experiments.rl.processes import (
+    Group,
+    is_first,
+    joined,
+    on_any,
+    process_count,
+    text_from_first,
+    wait_for_all,
+)
 from experiments.rl.report import write_report
 from experiments.rl.stop_signals import stop_signals
 from experiments.rl.tasks import Task
