@@ -25,9 +25,9 @@ class Launch(NamedTuple):
 
     coordinator: str | None
     """Host and port of the first process."""
-    count: int | None
+    num_processes: int | None
     """The number of processes."""
-    index: int | None
+    process_id: int | None
     """Which of them this one is."""
     detect: bool
     """Whether a launcher that JAX knows has started them: it also says which devices are whose."""
@@ -46,7 +46,7 @@ def find_launch(environment: Mapping[str, str]) -> Launch | None:
     >>> find_launch({}), find_launch({"JAX_NUM_PROCESSES": "1"})
     (None, None)
     >>> find_launch({"JAX_COORDINATOR_ADDRESS": "node1:9000", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"})
-    Launch(coordinator='node1:9000', count=2, index=1, detect=False)
+    Launch(coordinator='node1:9000', num_processes=2, process_id=1, detect=False)
     """
     found = _numbers_in_force(environment)
     count, index, coordinator = _agreed(found, COUNTS), _agreed(found, INDICES), environment.get(COORDINATOR)

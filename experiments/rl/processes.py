@@ -33,6 +33,7 @@ from rich.console import Console
 from experiments.rl.launchers import Launch, find_launch
 from experiments.rl.peers import Door, Peers, enter
 from relibra_jax.cli.refusals import exit_status
+from relibra_jax.execution import check_same_plan
 
 ARRIVE_SECONDS: Final = 45
 """So long processes wait for each other at the start."""
@@ -115,6 +116,12 @@ def on_any(flag: bool) -> bool:
     return flag if process_count() == 1 else bool(multihost_utils.process_allgather(np.bool_(flag)).any())
 
 
+def check_same(tree: Any, what: str) -> None:
+    """Raise ValueError on every process unless all hold the same host arrays; ``what`` names them."""
+    if process_count() > 1:
+        check_same_plan(tree, what=what)
+
+
 def wait_for_all(what: str) -> None:
     """Go on when all processes have come to ``what``."""
     if process_count() > 1:
@@ -139,7 +146,7 @@ def _initialize(launch: Launch) -> None:
     jax.config.update("jax_enable_preemption_service", False)
     try:
         jax.distributed.initialize(
-            *launch[:3],
+            *(launch.coordinator, launch.num_processes, launch.process_id),
             cluster_detection_method=None if launch.detect else "deactivate",
             initialization_timeout=ARRIVE_SECONDS,
             heartbeat_timeout_seconds=HEARTBEAT_SECONDS,

@@ -22,6 +22,7 @@ from experiments.rl.devices import compile_quickly, host_devices
 from experiments.rl.metrics_log import MetricsLog
 from experiments.rl.processes import (
     Group,
+    check_same,
     is_first,
     joined,
     on_any,
@@ -34,7 +35,6 @@ from experiments.rl.stop_signals import stop_signals
 from experiments.rl.tasks import Task
 from experiments.rl.trainer import Trainer
 from relibra_jax.atomic_write import write_json
-from relibra_jax.execution import check_same_plan
 from relibra_jax.models import save_pretrained
 from relibra_jax.replay_files import load_replay, save_replay
 from relibra_jax.types import RoutingReplay
@@ -208,9 +208,8 @@ def _check_processes(config: Train) -> None:
             f"nodes={nodes} x ranks_per_node={topology.ranks_per_node} on {processes} processes: a process must hold"
             " whole nodes, or a node whole processes"
         )
-    if processes > 1:
-        settings = json.dumps(_plain(config), sort_keys=True).encode()
-        check_same_plan(np.frombuffer(settings, np.uint8), what="settings")
+    settings = json.dumps(_plain(config), sort_keys=True).encode()
+    check_same(np.frombuffer(settings, np.uint8), "settings")
 
 
 def _folder(config: Train, name: str) -> Path:

@@ -18,7 +18,7 @@ from experiments.rl.devices import host_devices
 from experiments.rl.generation import Responses, generate
 from experiments.rl.imbalance import measure_imbalance, measure_push
 from experiments.rl.losses import relative_advantages, token_weights
-from experiments.rl.processes import from_first, is_first, on_every_host
+from experiments.rl.processes import check_same, from_first, is_first, on_every_host
 from experiments.rl.rewards import Rewards, score_responses, unscored
 from experiments.rl.state import State
 from experiments.rl.step import StepMetrics, TrainingBatch, prepare_residents, recompute, update
@@ -80,6 +80,7 @@ class Trainer:
         answers = [self.tokenizer.encode_answer(example.answer) for example in examples]
         texts = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
         tokens = self.tokenizer.pad_rows(texts, config.prompt_tokens + config.response_tokens)
+        check_same(tokens, "supervised samples")
         position = np.arange(tokens.shape[1])[None]
         mask = position < np.array([len(text) for text in texts])[:, None]
         answer = mask & (position >= np.array([len(prompt) for prompt in prompts])[:, None])
@@ -157,11 +158,13 @@ class Trainer:
     def generate(self, examples: list[Example], key: jax.Array) -> Responses:
         """Responses to the prompts of ``examples``, each by a key of its own; on the host."""
         config, tokenizer = self.config, self.tokenizer
-        prompts = [tokenizer.encode_prompt(example.prompt) for example in examples]
+        texts = [tokenizer.encode_prompt(example.prompt) for example in examples]
+        prompts = tokenizer.pad_rows(texts, config.prompt_tokens)
+        check_same(prompts, "prompts")
         responses = generate(
             self.state.model,
-            tokenizer.pad_rows(prompts, config.prompt_tokens),
-            np.array([len(prompt) for prompt in prompts], np.int32),
+            prompts,
+            np.array([len(text) for text in texts], np.int32),
             jax.random.split(key, len(prompts)),
             parallel=self.state.balancer.live,
             max_new_tokens=config.response_tokens,
