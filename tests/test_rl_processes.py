@@ -60,7 +60,7 @@ def killed_at_last(processes):
     finally:
         for process in processes:
             process.kill()
-            process.wait()
+            process.communicate()  # which closes its pipes, too
 
 
 def run(count, *args, **variables):

@@ -55,6 +55,8 @@ class Group:
     """What each of them is started with to go on."""
     resumable: bool = False
     """Whether the run has left what it takes to go on."""
+    log: Path = Path()
+    """Where what is printed below Python goes."""
 
     @property
     def advice(self) -> str:
@@ -88,14 +90,14 @@ def joined() -> Iterator[Group]:
         yield Group()
         return
     group = Group()
-    with _native_output_in_file() as path, _aborts_in_one_line(group, path):
+    with _native_output_in_file() as group.log, _aborts_in_one_line(group):
         _initialize(launch)
         peers = _meet(group)
         try:
             yield group
             jax.distributed.shutdown()
         except BaseException as error:
-            _fail(error, peers)
+            _fail(error, peers, group)
         peers.close()
 
 
@@ -178,16 +180,18 @@ def _meet(group: Group) -> Peers:
 _ending = threading.Lock()
 
 
-def _end(group: Group, what: str) -> NoReturn:
+def _end(group: Group, what: str, *, keep_log: bool = False) -> NoReturn:
     """End this process now, whatever its other threads are at, with one line."""
     if not _ending.acquire(blocking=False):
         threading.Event().wait()
     Console().show_cursor()  # which a progress bar has hidden
     print(f"error: {what}; {group.advice}", file=sys.stderr, flush=True)
+    if not keep_log:
+        group.log.unlink(missing_ok=True)
     os._exit(STATUS)
 
 
-def _fail(error: BaseException, peers: Peers) -> NoReturn:
+def _fail(error: BaseException, peers: Peers, group: Group) -> NoReturn:
     """End this process because of an error of its own, and the others with it."""
     time.sleep(VERDICT_SECONDS)
     where = f"process {global_state.process_id} of {global_state.num_processes} on {socket.gethostname()}"
@@ -204,6 +208,7 @@ def _fail(error: BaseException, peers: Peers) -> NoReturn:
         traceback.print_exc()
         status = STATUS
     sys.stderr.flush()
+    group.log.unlink(missing_ok=True)
     os._exit(status)
 
 
@@ -231,13 +236,13 @@ def _native_output_in_file() -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def _aborts_in_one_line(group: Group, path: Path) -> Iterator[None]:
+def _aborts_in_one_line(group: Group) -> Iterator[None]:
     """JAX aborts a process whose coordinator it cannot reach, from a thread of its own. Here the abort waits for the
     news which process was lost; when there are none, it is told as such."""
 
     def on_abort(_: int) -> None:
         time.sleep(VERDICT_SECONDS)
-        _end(group, _last_words(path.read_text(errors="replace"), path))
+        _end(group, _last_words(group.log), keep_log=True)
 
     handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(on_abort)
     ctypes.CDLL(None).signal(int(signal.SIGABRT), handler)
@@ -247,8 +252,9 @@ def _aborts_in_one_line(group: Group, path: Path) -> Iterator[None]:
         signal.signal(signal.SIGABRT, signal.SIG_DFL)
 
 
-def _last_words(text: str, path: Path) -> str:
+def _last_words(path: Path) -> str:
     """What JAX aborted for."""
+    text = path.read_text(errors="replace")
     if silent := re.search(r"stopped sending heartbeats\):\s*(\d+)", text):
         what = f"process {silent[1]} has given no sign of life for {HEARTBEAT_SECONDS} s"
     elif "RegisterTask" in text:
