@@ -199,6 +199,9 @@ def _fail(error: BaseException, peers: Peers, group: Group) -> NoReturn:
     if not peers.tell(f"{where} stopped: {reason}"):
         threading.Event().wait()  # for the thread that is ending this process
 
+    if isinstance(error, jax.errors.JaxRuntimeError) and re.search("gloo|nccl", str(error), re.IGNORECASE):
+        _end(group, f"{where}: another process takes no part any more ({reason})")
+
     def fail() -> NoReturn:
         raise error
 
