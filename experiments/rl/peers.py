@@ -16,6 +16,8 @@ LOST: Final = "lost "
 PROBES: Final = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 """A host from which nothing has come for 10 s is probed every 5 s, and is gone when 4 probes have no answer: 30 s."""
 CONNECT_SECONDS: Final = 30
+LONGEST_LINE: Final = 1000
+"""So many characters are read of an introduction."""
 
 
 class Door:
@@ -40,12 +42,22 @@ class Door:
         while len(admitted) < count:
             connection, _ = self.server.accept()
             connection.settimeout(CONNECT_SECONDS)
-            with contextlib.suppress(OSError), connection.makefile() as file:
-                password, _, name = file.readline().rstrip("\n").partition(" ")
-                if secrets.compare_digest(password, self.password):
-                    admitted[name] = connection
+            password, name = _introduction(connection)
+            if secrets.compare_digest(password, self.password):
+                admitted[name] = connection
+            else:
+                connection.close()
         self.server.close()
         return admitted
+
+
+def _introduction(connection: socket.socket) -> tuple[str, str]:
+    """Password and name that a process says when it enters; nothing of whatever else has connected."""
+    with contextlib.suppress(OSError, UnicodeDecodeError), connection.makefile() as file:
+        password, _, name = file.readline(LONGEST_LINE).rstrip("\n").partition(" ")
+        if password.isascii():
+            return password, name
+    return "", ""
 
 
 def enter(host: str, port: int, password: str, name: str) -> socket.socket:
@@ -74,7 +86,8 @@ class Peers:
             connection.settimeout(None)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for option, value in PROBES.items():
-                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+                if hasattr(socket, option):  # which is Linux; others probe when they like
+                    connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
             threading.Thread(target=self._watch, args=(name, connection.makefile()), daemon=True).start()
 
     def tell(self, what: str) -> bool:

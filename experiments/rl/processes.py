@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 import tempfile
+import textwrap
 import threading
 import time
 import traceback
@@ -43,6 +44,8 @@ VERDICT_SECONDS: Final = 2.0
 """How long an error waits for the news that another process was lost, of which it may be a consequence."""
 STATUS: Final = 1
 """The exit status of a process that ends because another one did."""
+LONGEST_REASON: Final = 300
+"""So many characters of an error the other processes repeat."""
 KEY: Final = "relibra_jax/door"
 """Under this name the first process tells the others, through JAX, where it waits for them."""
 
@@ -195,10 +198,9 @@ def _fail(error: BaseException, peers: Peers, group: Group) -> NoReturn:
     """End this process because of an error of its own, and the others with it."""
     time.sleep(VERDICT_SECONDS)
     where = f"process {global_state.process_id} of {global_state.num_processes} on {socket.gethostname()}"
-    reason = " ".join(f"{error}".splitlines()) or type(error).__name__
+    reason = textwrap.shorten(str(error), LONGEST_REASON, placeholder=" ...") or type(error).__name__
     if not peers.tell(f"{where} stopped: {reason}"):
         threading.Event().wait()  # for the thread that is ending this process
-
     if isinstance(error, jax.errors.JaxRuntimeError) and re.search("gloo|nccl", str(error), re.IGNORECASE):
         _end(group, f"{where}: another process takes no part any more ({reason})")
 
