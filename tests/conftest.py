@@ -29,8 +29,13 @@ hook = install_import_hook(["relibra_jax", "pallas_kernels", "experiments"], "be
 hypothesis.settings.register_profile("no deadline", deadline=None)
 hypothesis.settings.load_profile("no deadline")
 
-collect_ignore = ["two_processes.py", "make_hf_checkpoints.py", "check_hf_checkpoints.py"]
-"""Programs: one that a test runs, two that need transformers."""
+collect_ignore = [
+    "two_processes.py",
+    "learning_process.py",
+    "make_hf_checkpoints.py",
+    "check_hf_checkpoints.py",
+]
+"""Programs: two that tests run, two that need transformers."""
 
 SHARED = Path(__file__).parents[2] / "shared"
 

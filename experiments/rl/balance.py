@@ -33,7 +33,10 @@ def measure_batch(
     Returns:
         The metrics ``balance/...``, ``buffers/...`` and ``routing/...``.
     """
-    batch_plan, parallel = join_plans([batch.batch_plan for batch in batches]), batches[0].parallel
+    batch_plan, parallel = (
+        join_plans([jax.device_get(batch.batch_plan) for batch in batches]),
+        batches[0].parallel,
+    )
     imbalance = measure_imbalance(
         batch_plan, metrics.load, topology=parallel.topology, across_nodes=parallel.across_nodes
     )
@@ -93,7 +96,10 @@ def measure_copies(batches: Sequence[PreparedBatch], num_tokens: int) -> dict[st
     Returns:
         The metrics ``balance/crossings_per_token``, ``balance/replicas``, ``balance/residents`` and ``buffers/fill``.
     """
-    joined, parallel = join_plans([batch.batch_plan for batch in batches]), batches[0].parallel
+    joined, parallel = (
+        join_plans([jax.device_get(batch.batch_plan) for batch in batches]),
+        batches[0].parallel,
+    )
     plan = jax.tree.map(np.asarray, joined.plan)
     topology, (micro_batches, layers) = parallel.topology, plan.quota.shape[:2]
     assert parallel.capacities is not None, "the buffers of a replay are counted"

@@ -22,6 +22,11 @@ class Rewards(NamedTuple):
     """For each failure: the sample, its prompt and response, and the error."""
 
 
+def unscored(samples: int) -> Rewards:
+    """The rewards of samples that have not been scored."""
+    return Rewards(np.zeros(samples, np.float32), np.zeros(samples, bool), [])
+
+
 def score_responses(
     task: Task,
     examples: list[Example],

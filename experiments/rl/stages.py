@@ -17,6 +17,7 @@ from jaxtyping import Float, Int
 from experiments.rl.configs import Train
 from experiments.rl.generation import Responses
 from experiments.rl.losses import relative_advantages, token_weights
+from experiments.rl.processes import on_every_host
 from experiments.rl.rewards import Rewards
 from experiments.rl.state import State
 from experiments.rl.step import StepMetrics, TrainingBatch, prepare_residents, recompute
@@ -95,7 +96,7 @@ def recompute_planned(state: State, config: Train, stages: Stages) -> OldPolicy:
         parts.append(batch.from_ranks(ran.log_prob))
     if stages.recompute is not stages.updates:
         (own,) = stages.recompute
-        imbalance = float(planned_imbalance(own.batch.batch_plan.plan))
+        imbalance = float(planned_imbalance(jax.device_get(own.batch.batch_plan.plan)))
     # A sample is in one of them, and zeros are elsewhere.
     return OldPolicy(np.sum(parts, axis=0), imbalance, residents)
 
@@ -115,8 +116,9 @@ def recompute_live(state: State, config: Train, responses: Responses) -> tuple[R
     ran = recompute(state.model, batch, samples, temperature=config.temperature, record=True)
     log_prob, ids = batch.from_ranks((ran.log_prob, ran.expert_ids))
     ids *= responses.mask[..., None, None]
+    load = on_every_host(ran.load, batch.parallel.mesh)
     # Experts are where the batch before has left them.
-    imbalance = unplanned_imbalance(ran.load, get_homes(state.model), topology=batch.parallel.topology)
+    imbalance = unplanned_imbalance(load, get_homes(state.model), topology=batch.parallel.topology)
     return responses._replace(expert_ids=ids), OldPolicy(log_prob, float(imbalance))
 
 

@@ -21,6 +21,16 @@ from experiments.rl.configs import Train
 from experiments.rl.devices import compile_quickly, host_devices
 from experiments.rl.metrics import FAILURES, WARM_UP
 from experiments.rl.metrics_log import MetricsLog, OpenWriter, import_writer, open_checked
+from experiments.rl.processes import (
+    Group,
+    check_same,
+    is_first,
+    joined,
+    on_any,
+    process_count,
+    text_from_first,
+    wait_for_all,
+)
 from experiments.rl.profiling import profiled
 from experiments.rl.report import write_report
 from experiments.rl.stop_signals import stop_signals
@@ -48,6 +58,9 @@ def run_train(
 ) -> Path:
     """Run every seed, or go on with them, and report. SIGTERM and Ctrl-C save and return.
 
+    On several processes (`experiments.rl.processes.joined`) all call it; the first one writes and shows everything but
+    checkpoints, which all write.
+
     Args:
         config: the settings of the runs.
         console: where progress and the table are shown.
@@ -63,20 +76,25 @@ def run_train(
         ValueError: if settings do not fit or the planner refuses them, there is no such writer, or a checkpoint is
             damaged or of another model.
     """
-    if writer is None and config.writer is not None:
-        writer = import_writer(config.writer)
-    compile_quickly()
-    host_devices(config.topology.num_ranks)
-    _check_planner(config)
-    folder = _folder(config, name)
-    keep_compiled()
-    with stop_signals() as asked:
-        for seed in config.seeds:
-            if not _run_seed(config, seed, folder, console, asked, task, writer):
-                again = f"python -m experiments.run {name} --resume {folder}"
-                console.print(f"stopped and saved; go on with: {again}", highlight=False, soft_wrap=True)
-                return folder
-    write_report(config, folder, console, name)
+    with joined() as group:
+        if is_first() and writer is None and config.writer is not None:
+            writer = import_writer(config.writer)
+        console = console if is_first() else Console(quiet=True)
+        compile_quickly()
+        host_devices(config.topology.num_ranks)
+        _check_planner(config)
+        _check_processes(config)
+        folder = _folder(config, name)
+        group.command = f"python -m experiments.run {name} --resume {folder}"
+        keep_compiled()
+        with stop_signals() as asked:
+            for seed in config.seeds:
+                if not _run_seed(config, seed, folder, console, asked, task, writer, group):
+                    again = f"stopped and saved; go on with: {group.command}"
+                    console.print(again, highlight=False, soft_wrap=True)
+                    return folder
+        if is_first():
+            write_report(config, folder, console, name)
     return folder
 
 
@@ -94,6 +112,7 @@ def _run_seed(
     asked: threading.Event,
     task: Task | None,
     open_writer: OpenWriter | None,
+    group: Group,
 ) -> bool:
     """Whether it came to its end."""
     folder, trainer = run / f"seed-{seed}", Trainer(config, seed, task=task)
@@ -107,28 +126,34 @@ def _run_seed(
                 f"note: seed {seed} is at step {trainer.state.step}, profile={config.profile} is behind it"
             )
         settings = {**_plain(config), "seed": seed}
-        writer = None if open_writer is None else open_checked(open_writer, folder, settings)
+        writer = None
+        if is_first() and open_writer is not None:
+            writer = open_checked(open_writer, folder, settings)
         # Settings that a checkpoint or a writer refuses are not written down.
-        _note_changes(config, run, console)
+        if is_first():
+            _note_changes(config, run, console)
+        wait_for_all("settings")
+        group.resumable = True
         with (
-            MetricsLog(folder, trainer.state.step, writer) as log,
+            MetricsLog(folder, trainer.state.step, writer) if is_first() else contextlib.nullcontext() as log,
             _progress(console, f"seed {seed}", total=trainer.total_steps) as (bar, task_id),
         ):
 
             def report(step: int, metrics: dict[str, Any]) -> None:
-                log.write(step, metrics)
+                if log is not None:
+                    log.write(step, metrics)
                 for failure in metrics.get(FAILURES, ()):
                     bar.console.print(f"step {step}: {failure}", style="red", markup=False)
 
-            while trainer.state.step < trainer.total_steps and not asked.is_set():
+            while trainer.state.step < trainer.total_steps and not on_any(asked.is_set()):
                 step, learning = trainer.state.step, trainer.state.step >= config.warmup_steps
                 if step == config.warmup_steps and config.evaluation_batches:
                     report(step, trainer.evaluate())
-                with profiled(folder / f"profile-{step}" if step == config.profile else None):
+                with profiled(folder / f"profile-{step}" if is_first() and step == config.profile else None):
                     metrics = trainer.learn() if learning else trainer.warm_up()
                 report(step, metrics)
                 bar.update(task_id, completed=trainer.state.step, shown=_shown(metrics))
-                if step in recorded and trainer.replay is not None:
+                if is_first() and step in recorded and trainer.replay is not None:
                     save_replay(
                         _routing(folder, step), trainer.replay, num_experts=config.model_config.num_experts
                     )
@@ -142,7 +167,7 @@ def _run_seed(
     if finished and config.model is not None:
         _save_model(trainer, folder)
     # Behind the last checkpoint: a run that is killed before it comes here again, with all its parts.
-    if finished:
+    if finished and is_first():
         _join_routing(folder, [_routing(folder, step) for step in recorded])
     return finished
 
@@ -198,7 +223,32 @@ def _check_planner(config: Train) -> None:
     jax.eval_shape(plan, jax.random.key(0))
 
 
+def _check_processes(config: Train) -> None:
+    """What several processes have to agree on before they go on together."""
+    processes, topology = process_count(), config.topology
+    nodes = topology.num_nodes
+    if nodes % processes and processes % nodes:
+        raise ValueError(
+            f"nodes={nodes} x ranks_per_node={topology.ranks_per_node} on {processes} processes: a process must hold"
+            " whole nodes, or a node whole processes"
+        )
+    settings = json.dumps(_plain(config), sort_keys=True).encode()
+    check_same(np.frombuffer(settings, np.uint8), "settings")
+
+
 def _folder(config: Train, name: str) -> Path:
+    """The folder of the run, which several processes all have to see."""
+    folder = _new_folder(config, name) if is_first() else Path()
+    if process_count() > 1:
+        if is_first():
+            folder.mkdir(parents=True, exist_ok=True)
+        folder = Path(text_from_first(str(folder)))
+        if on_any(not folder.is_dir()):
+            raise ValueError(f"{folder}: not a folder that all {process_count()} processes see")
+    return folder
+
+
+def _new_folder(config: Train, name: str) -> Path:
     if config.resume is not None:
         return config.resume
     folder = config.out or Path("out") / name / datetime.now().strftime("%Y-%m-%d-%H%M%S")

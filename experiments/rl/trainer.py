@@ -19,7 +19,8 @@ from experiments.rl.devices import host_devices
 from experiments.rl.generation import Responses, generate
 from experiments.rl.losses import token_weights
 from experiments.rl.metrics import EVALUATE, FAILURES, LEARN, WARM_UP
-from experiments.rl.rewards import Rewards, score_responses
+from experiments.rl.processes import check_same, from_first, is_first, on_every_host
+from experiments.rl.rewards import Rewards, score_responses, unscored
 from experiments.rl.stages import (
     OldPolicy,
     Stages,
@@ -71,8 +72,8 @@ class Trainer:
                 f"tokenizer of {tokenizer.size} tokens, the policy's vocabulary has {config.model_config.vocabulary}"
             )
         self.task = find_task(config.task) if task is None else task
-        mesh = expert_mesh(config.topology, devices=host_devices(config.topology.num_ranks))
-        self.state = State(config, seed, mesh)
+        self.mesh = expert_mesh(config.topology, devices=host_devices(config.topology.num_ranks))
+        self.state = State(config, seed, self.mesh)
         self.replay: RoutingReplay | None = None
         """The routing of the last responses."""
 
@@ -89,6 +90,7 @@ class Trainer:
         answers = [self.tokenizer.encode_answer(example.answer) for example in examples]
         texts = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
         tokens = self.tokenizer.pad_rows(texts, config.prompt_tokens + config.response_tokens)
+        check_same(tokens, "supervised samples")
         position = np.arange(tokens.shape[1])[None]
         mask = position < np.array([len(text) for text in texts])[:, None]
         answer = mask & (position >= np.array([len(prompt) for prompt in prompts])[:, None])
@@ -101,6 +103,7 @@ class Trainer:
             metrics = update(
                 *(state.model, state.optimizer, batch, samples, batch_load), balance=config.balance
             )
+            metrics = on_every_host(metrics, self.mesh)
             loss = self._check_finite(metrics)
         state.step += 1
         return {"kind": WARM_UP, "warmup/loss": loss, **_speed(int(mask.sum()), clock)}
@@ -122,7 +125,7 @@ class Trainer:
                 with clock("recompute"):
                     old = recompute_planned(state, config, stages)
             with clock("score_wait"):
-                rewards = scoring.result()
+                rewards = _share(scoring.result())
         with clock("update"):
             metrics = self.update(stages, responses, rewards, old)
             loss = self._check_finite(metrics)
@@ -165,7 +168,7 @@ class Trainer:
         for number in range(self.config.evaluation_batches):
             examples = self.examples(EVALUATION, number)
             responses = self.generate(examples, self._key(EVALUATION, number))
-            rewards.append(self._score(examples, responses, StepClock()))
+            rewards.append(_share(self._score(examples, responses, StepClock())))
         scored = np.concatenate([each.reward[each.scored] for each in rewards])
         failures = [failure for each in rewards for failure in each.failures]
         return {
@@ -179,11 +182,13 @@ class Trainer:
     def generate(self, examples: list[Example], key: jax.Array) -> Responses:
         """Responses to the prompts of ``examples``, each by a key of its own; on the host."""
         config, tokenizer = self.config, self.tokenizer
-        prompts = [tokenizer.encode_prompt(example.prompt) for example in examples]
+        texts = [tokenizer.encode_prompt(example.prompt) for example in examples]
+        prompts = tokenizer.pad_rows(texts, config.prompt_tokens)
+        check_same(prompts, "prompts")
         responses = generate(
             self.state.model,
-            tokenizer.pad_rows(prompts, config.prompt_tokens),
-            np.array([len(prompt) for prompt in prompts], np.int32),
+            prompts,
+            np.array([len(text) for text in texts], np.int32),
             jax.random.split(key, len(prompts)),
             parallel=self.state.balancer.live,
             max_new_tokens=config.response_tokens,
@@ -193,7 +198,7 @@ class Trainer:
             pad=tokenizer.pad,
             allowed=tokenizer.allowed(config.model_config.vocabulary),
         )
-        return jax.device_get(responses)
+        return on_every_host(responses, self.mesh)
 
     def prepare(self, responses: Responses, clock: StepClock) -> Stages:
         """Plan the recorded routing, and move experts to their homes and samples to their ranks."""
@@ -230,6 +235,7 @@ class Trainer:
                     temperature=config.temperature,
                     clip=config.clip,
                 )
+                ran = on_every_host(ran, self.mesh)
                 residents = None
                 if config.replay:
                     check_executed(ran.slot_rows, batch)
@@ -243,6 +249,9 @@ class Trainer:
         return [example for example in drawn for _ in range(self.config.responses_per_prompt)]
 
     def _score(self, examples: list[Example], responses: Responses, clock: StepClock) -> Rewards:
+        """The rewards, on the first process; a reward function is called once for every sample, wherever it ran."""
+        if not is_first():
+            return unscored(len(examples))
         with clock("score"):
             texts = (responses.tokens, responses.response, self.tokenizer)
             return score_responses(self.task, examples, *texts)
@@ -309,6 +318,12 @@ def _speed(num_tokens: int, clock: StepClock) -> dict[str, int | float]:
         "speed/tokens_per_second": num_tokens / times["time/step_seconds"],
         **times,
     }
+
+
+def _share(rewards: Rewards) -> Rewards:
+    """What the first process has scored; the texts of failures stay there."""
+    reward, scored = from_first((rewards.reward, rewards.scored))
+    return Rewards(np.asarray(reward), np.asarray(scored), rewards.failures)
 
 
 def _mean(rewards: np.ndarray) -> float | None:

@@ -1,0 +1,191 @@
+"""A run on several processes: it is the run of one process, and whatever happens to one of them, none hangs."""
+
+import contextlib
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from experiments.rl.metrics_log import read_metrics
+
+PROGRAM = Path(__file__).with_name("learning_process.py")
+# Sums over ranks are taken in another order when half of the ranks are in another process.
+TOLERANCE = 1e-4
+ENDS_WITHIN = 60
+STEPS = 4
+
+
+def start(count, *args, **variables):
+    """So many processes of one run on 8 devices."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    flags = os.environ["XLA_FLAGS"].replace("device_count=8", f"device_count={8 // count}")
+    shared = (
+        os.environ
+        | variables
+        | {
+            "XLA_FLAGS": flags,
+            "JAX_PLATFORMS": "cpu",
+            "JAX_COMPILATION_CACHE_DIR": str(PROGRAM.parents[1] / ".jax_cache"),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "PYTHONPATH": os.pathsep.join(map(str, PROGRAM.parents[:2])),
+            "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
+            "JAX_NUM_PROCESSES": str(count),
+        }
+    )
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return [
+        subprocess.Popen(
+            [sys.executable, PROGRAM, "small", *map(str, args)],
+            env=shared | {"JAX_PROCESS_ID": str(index)},
+            **options,
+        )
+        for index in range(count)
+    ]
+
+
+@contextlib.contextmanager
+def killed_at_last(processes):
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()  # which closes its pipes, too
+
+
+def run(count, *args, **variables):
+    """What each process of a run printed, on both streams, and its exit status."""
+    with killed_at_last(start(count, *args, **variables)) as processes:
+        printed = [process.communicate(timeout=400) for process in processes]
+        return [(*texts, process.returncode) for texts, process in zip(printed, processes, strict=True)]
+
+
+def lines_of(folder):
+    """Metrics without times."""
+    kept = read_metrics(folder / "seed-0" / "metrics.jsonl")
+    return [{k: v for k, v in line.items() if k not in ("seconds", "phases")} for line in kept]
+
+
+def assert_close(one, other):
+    """Equal but for the last digits of floats."""
+    assert [line.keys() for line in one] == [line.keys() for line in other]
+    assert [line["step"] for line in one] == list(range(STEPS))
+    for mine, its in zip(one, other, strict=True):
+        for name, value in mine.items():
+            if isinstance(value, str | list) and not np.issubdtype(np.asarray(value).dtype, np.floating):
+                assert its[name] == value, name
+            else:
+                np.testing.assert_allclose(its[name], value, rtol=TOLERANCE, atol=1e-6, err_msg=name)
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory):
+    """A run of one process."""
+    folder = tmp_path_factory.mktemp("one") / "run"
+    [(_, error, status)] = run(1, "--out", folder)
+    assert status == 0, error
+    return folder
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """The same run of two processes, with the processes that scored samples."""
+    folder = tmp_path_factory.mktemp("two")
+    first, second = run(2, "--out", folder / "run", "--record", 1, SCORED=str(folder / "scored"))
+    assert (first[2], second) == (0, ("", "", 0)), first[1] + second[1]
+    return folder / "run"
+
+
+@pytest.mark.slow
+def test_two_processes_learn_as_one(one, two):
+    assert_close(lines_of(one), lines_of(two))
+    assert (two / "seed-0" / "replay.npz").exists()
+    assert (two / "summary.json").exists()
+
+
+@pytest.mark.slow
+def test_rewards_are_asked_for_once(two):
+    assert (two.parent / "scored").read_text().split() == ["0"] * 32 * (STEPS - 1)
+
+
+def kill(victim, moment, folder):
+    """Kill a process when there are so many lines of metrics and some seconds have passed; what the other one said,
+    and after how long."""
+    lines, seconds = moment
+    log = folder / "seed-0" / "metrics.jsonl"
+    with killed_at_last(start(2, "--out", folder)) as processes:
+        while len(read_metrics(log)) < lines:
+            assert all(process.poll() is None for process in processes)
+            time.sleep(0.05)
+        time.sleep(seconds)
+        assert all(process.poll() is None for process in processes), "over before the moment"
+        processes[victim].send_signal(signal.SIGKILL)
+        killed, other = time.monotonic(), processes[1 - victim]
+        _, error = other.communicate(timeout=ENDS_WITHIN)
+        return error.splitlines()[-1], other.returncode, time.monotonic() - killed
+
+
+def assert_survives(victim, moment, folder, unbroken):
+    line, status, seconds = kill(victim, moment, folder)
+    assert status == 1
+    print(f"process {victim} killed at {moment}: {seconds:.1f} s, {line}")
+    name = rf"process {victim} of 2 on {socket.gethostname()} died"
+    if (folder / "config.json").exists():
+        assert line.startswith(f"error: {name}; start all of them again with: "), line
+        assert line.endswith(f"--resume {folder}")
+        resumed = run(2, "--resume", folder)
+    else:
+        resumed = run(2, "--out", folder)
+    assert [status for *_, status in resumed] == [0, 0], resumed
+    assert lines_of(folder) == lines_of(unbroken)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("victim", "lines"), [(0, 1), (1, 2)])
+def test_a_killed_process_ends_the_other_and_the_run_goes_on(victim, lines, two, tmp_path):
+    moment = lines, random.Random(victim).uniform(0, 0.3)
+    assert_survives(victim, moment, tmp_path / "run", two)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", range(10))
+def test_a_process_is_killed_at_any_moment(number, two, tmp_path):
+    chance = random.Random(number)
+    # Before the first line processes start and compile, for longer than any step takes.
+    lines = chance.randrange(STEPS)
+    moment = lines, chance.uniform(0, 1 if lines else 20)
+    assert_survives(chance.randrange(2), moment, tmp_path / "run", two)
+
+
+@pytest.mark.slow
+def test_stopping_one_stops_both_and_one_goes_on_alone(one, tmp_path):
+    folder = tmp_path / "run"
+    first, second = run(2, "--out", folder, TROUBLE="1 2 stop")
+    assert (first[2], second) == (0, ("", "", 0)), first
+    assert "stopped and saved; go on with: " in first[0]
+    assert [line["step"] for line in lines_of(folder)] == [0, 1, 2]
+    [(_, error, status)] = run(1, "--resume", folder)
+    assert status == 0, error
+    assert_close(lines_of(one), lines_of(folder))
+
+
+@pytest.mark.slow
+def test_two_go_on_where_one_was_and_an_error_of_one_ends_both(one, tmp_path):
+    folder = shutil.copytree(one, tmp_path / "run")
+    shutil.rmtree(folder / "seed-0" / "checkpoints" / str(STEPS))
+    first, second = run(2, "--resume", folder, TROUBLE="1 3 fail")
+    assert (second[1:], first[2]) == (("error: no room for this\n", 2), 1)
+    said = f"error: process 1 of 2 on {socket.gethostname()} stopped: no room for this; start all of them again with: "
+    assert first[1].splitlines()[-1].startswith(said)
+    run(2, "--resume", folder)
+    assert_close(lines_of(one), lines_of(folder))
