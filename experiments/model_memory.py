@@ -13,6 +13,7 @@ token, three times), exchange and replica buffers, and what the runtime itself t
 """
 
 from collections.abc import Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -21,12 +22,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax  # type: ignore[import-untyped]
 from flax import nnx
+from jax.sharding import Mesh
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from relibra_jax.models import LanguageModel, ModelConfig
 from relibra_jax.models.hf_config import model_config
+from relibra_jax.models.load_checks import memory_of_a_device
 from relibra_jax.nnx import ExpertParam
 from relibra_jax.types import Topology
 
@@ -139,6 +142,25 @@ def rank_gigabytes(config: ModelConfig, ranks: int) -> float:
     """What a rank holds of model, optimizer and gradients, in GB (1e9 bytes)."""
     experts, others = num_parameters(config)
     return bytes_of_a_parameter() * (experts / ranks + others) / 1e9
+
+
+def check_training_memory(folder: Path, config: ModelConfig, mesh: Mesh) -> None:
+    """Raise unless every rank's device has room for what training holds there.
+
+    Args:
+        folder: the checkpoint, for the error.
+        config: its sizes.
+        mesh: the device mesh.
+
+    Raises:
+        ValueError: if not, with the computed sizes.
+    """
+    there, needed = memory_of_a_device(mesh) / 1e9, rank_gigabytes(config, mesh.size)
+    if needed > there:
+        raise ValueError(
+            f"{folder}: training holds {needed:.1f} GB on each of {mesh.size} ranks ({bytes_of_a_parameter()} bytes a"
+            f" parameter; experts are sharded, all else is on every rank), there are {there:.1f} GB for a device"
+        )
 
 
 def main() -> None:

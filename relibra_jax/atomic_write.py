@@ -21,8 +21,8 @@ def write_atomically(path: str | os.PathLike) -> Iterator[Path]:
     os.close(handle)
     part = Path(name)
     try:
-        part.chmod(0o644)
         yield part
+        part.chmod(0o644)  # last: a writer may have put a file of its own in its place
         with part.open("rb") as written:
             os.fsync(written.fileno())
         part.replace(path)

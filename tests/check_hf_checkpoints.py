@@ -4,11 +4,13 @@ python tests/check_hf_checkpoints.py save OUT     # where relibra_jax is: load e
 python tests/check_hf_checkpoints.py check OUT    # where torch and transformers are: compare bits and logits
 """
 
+import os
 import sys
 from pathlib import Path
 
 import numpy as np
 
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 FOLDER = Path(__file__).parent / "golden" / "hf"
 
 

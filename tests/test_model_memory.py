@@ -8,13 +8,21 @@ import optax
 import pytest
 from flax import nnx
 
-from experiments.model_memory import PUBLISHED, RANKS, bytes_of_a_parameter, num_parameters, rank_gigabytes
+from experiments.model_memory import (
+    PUBLISHED,
+    RANKS,
+    bytes_of_a_parameter,
+    check_training_memory,
+    num_parameters,
+    rank_gigabytes,
+)
 from experiments.rl.policy import TINY
 from relibra_jax import Topology
 from relibra_jax.models import make_model
 from relibra_jax.models.hf_config import model_config
 from relibra_jax.nnx import expert_mesh
 
+README = (Path(__file__).parents[1] / "README.md").read_text()
 PAGE = (Path(__file__).parents[1] / "docs" / "checkpoints.md").read_text()
 
 
@@ -52,3 +60,15 @@ def test_the_table_of_the_page_is_what_is_computed():
         [row] = re.findall(rf"^\| {re.escape(name)} \|(.*)\|$", PAGE, re.MULTILINE)
         sizes = [f"{rank_gigabytes(config, n):.0f}" if config.num_experts % n == 0 else "" for n in RANKS]
         assert [cell.strip() for cell in row.split("|")][2:] == sizes, name
+        for row in re.findall(rf"^\| {re.escape(name)} \|(.*)\|$", README, re.MULTILINE):
+            assert [cell.strip() for cell in row.split("|")][1:] == sizes, name
+    assert README.count("| Qwen3-") == 2
+
+
+def test_what_training_cannot_hold_is_refused_with_the_sizes():
+    mesh = expert_mesh(Topology(num_nodes=2, ranks_per_node=4, num_experts=128, replica_slots=0))
+    config = model_config(PUBLISHED["Qwen3-235B-A22B"])
+    with pytest.raises(
+        ValueError, match=r"big: training holds 727\.7 GB on each of 8 ranks \(20 bytes a parameter"
+    ):
+        check_training_memory(Path("big"), config, mesh)

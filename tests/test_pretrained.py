@@ -3,6 +3,7 @@
 The fixtures are written by tests/make_hf_checkpoints.py.
 """
 
+import dataclasses
 import doctest
 import functools
 import json
@@ -21,7 +22,7 @@ from relibra_jax import RoutingReplay, Topology, relibra
 from relibra_jax.models import load_pretrained, pretrained_tensors, save_pretrained
 from relibra_jax.models.load_checks import rank_bytes
 from relibra_jax.models.tensor_files import TensorFiles
-from relibra_jax.nnx import Balancer, expert_mesh, get_homes, reorder_experts
+from relibra_jax.nnx import Balancer, ExpertParallel, expert_mesh, get_homes, reorder_experts
 
 FOLDER = Path(__file__).parent / "golden" / "hf"
 CHECKPOINTS = [
@@ -219,11 +220,80 @@ def test_fused_experts_beside_separate_ones_are_refused(folder):
 
 
 def test_fields_that_are_not_supported_are_named_with_their_values(folder):
-    with_fields(folder, hidden_act="gelu", rope_scaling={"type": "yarn", "factor": 4.0}, mlp_only_layers=[1])
-    message = refused(folder, "qwen3_moe is supported, but not with")
+    yarn = {"rope_type": "yarn", "factor": 4.0}
+    with_fields(folder, hidden_act="gelu", rope_scaling=yarn, mlp_only_layers=[1], partial_rotary_factor=0.5)
+    message = refused(folder, "config.json: qwen3_moe is supported, but not with")
     assert "hidden_act='gelu' (must be 'silu')" in message
-    assert "rope_type='yarn' (must be 'default')" in message
+    assert "rope_scaling={'rope_type': 'yarn', 'factor': 4.0} (must be without scaling)" in message
+    assert "partial_rotary_factor=0.5 (must be 1.0)" in message
     assert "mlp_only_layers=[1] (must be the first layers" in message
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"rope_scaling": "yarn"},
+        {"rope_scaling": {"type": "linear", "factor": 2.0}},
+        {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+        {"rope_parameters": {"rope_theta": 1e6, "factor": 2.0}},
+        {"num_attention_heads": 0},
+        {"num_attention_heads": "4"},
+        {"hidden_size": 16.0},
+        {"norm_topk_prob": "yes"},
+        {"rms_norm_eps": "a"},
+        {"mlp_only_layers": 5},
+        {"model_type": ["qwen3_moe"]},
+    ],
+)
+def test_a_field_of_another_kind_is_named_with_its_value(folder, field):
+    with_fields(folder, **field)
+    [(name, value)] = field.items()
+    assert f"{name}={value!r}" in refused(folder, "config.json")
+
+
+def test_tensors_that_are_no_floats_are_refused(folder):
+    name = "model.layers.1.mlp.experts.3.up_proj.weight"
+    with_tensors(folder, lambda tensors: tensors.update({name: tensors[name].astype(np.int8)}))
+    assert f"of dtype I8 instead of F32, BF16, F16: {name}" in refused(folder, "no qwen3_moe")
+
+
+def test_a_head_beside_a_tied_embedding_must_be_equal(tmp_path):
+    shutil.copytree(FOLDER / "qwen3_moe_dense", tmp_path / "tied")
+
+    def with_head(factor):
+        def change(tensors):
+            tensors["lm_head.weight"] = factor * tensors["model.embed_tokens.weight"]
+
+        with_tensors(tmp_path / "tied", change)
+
+    with_head(1)
+    load_pretrained(tmp_path / "tied", mesh(), TOPOLOGY)
+    with_head(2)
+    refused(tmp_path / "tied", "not equal though tie_word_embeddings is true: lm_head.weight and")
+
+
+def test_dtypes_are_floats_however_they_are_given(folder, tmp_path):
+    model = load_pretrained(folder, mesh(), TOPOLOGY, dtype=jax.numpy.bfloat16)
+    assert model.config.dtype == "bfloat16"
+    refused(folder, r"param_dtype='int8' must be one of float32, bfloat16, float16", param_dtype="int8")
+    with pytest.raises(ValueError, match=r"dtype='int32' must be one of float32, bfloat16, float16"):
+        save_pretrained(model, tmp_path / "saved", dtype="int32")
+    assert not (tmp_path / "saved").exists()
+
+
+def test_files_of_a_checkpoint_can_be_read_by_others(folder, tmp_path):
+    save_pretrained(load_pretrained(folder, mesh(), TOPOLOGY), tmp_path / "saved")
+    assert {oct(path.stat().st_mode & 0o777) for path in (tmp_path / "saved").iterdir()} == {"0o644"}
+
+
+def test_bfloat16_computes_about_the_same():
+    kept = np.load(FOLDER / "glm4_moe" / "logits.npz")
+    model = load_pretrained(FOLDER / "glm4_moe", mesh(), TOPOLOGY, dtype="bfloat16")
+    live = ExpertParallel(mesh=mesh(), topology=dataclasses.replace(TOPOLOGY, replica_slots=0))
+    mask = np.ones(kept["tokens"].shape, bool)
+    logits = nnx.jit(lambda model: model(kept["tokens"], mask, parallel=live).logits)(model)
+    # A token may go to another expert where two are nearly equal, so the mean and not the largest.
+    assert 0 < np.abs(logits - kept["logits"]).mean() < 0.03 * np.abs(kept["logits"]).mean()
 
 
 def test_other_folders_are_refused(folder, tmp_path):
@@ -249,17 +319,22 @@ def test_damaged_files_and_missing_shards_are_refused(folder, tmp_path):
     shutil.copytree(FOLDER / "glm4_moe", tmp_path / "sharded")
     (tmp_path / "sharded" / "model-00002-of-00004.safetensors").unlink()
     refused(tmp_path / "sharded", "1 of 4 shards are missing: model-00002-of-00004.safetensors")
-    (tmp_path / "sharded" / "model.safetensors.index.json").write_text("{}")
+    index = tmp_path / "sharded" / "model.safetensors.index.json"
+    index.write_text('{"weight_map": {"a": 3}}')
+    refused(tmp_path / "sharded", "no index of tensors")
+    index.write_text('{"weight_map": {"a": "model-00001-of-00004.safetensors"}}')
+    refused(tmp_path / "sharded", "the index names tensors that no shard has: a")
+    index.write_text("{}")
     refused(tmp_path / "sharded", "no index of tensors")
 
 
 def test_a_rank_that_is_too_small_is_refused_before_anything_is_read(folder, monkeypatch):
-    monkeypatch.setattr("relibra_jax.models.load_checks.memory_of_a_device", lambda mesh: 1000)
+    monkeypatch.setattr("relibra_jax.models.load_checks.memory_of_a_device", lambda mesh: 2**30)
     (folder / "model.safetensors").unlink()
-    message = refused(
-        folder, r"a rank's parameters take 0\.00 GiB \(0\.00 GiB of experts, a share of 8 ranks"
-    )
-    assert "take more ranks, or parameters of fewer bytes" in message
+    with_fields(folder, hidden_size=2048, head_dim=128, moe_intermediate_size=16384, num_hidden_layers=8)
+    # 8 layers x 2 experts x 3 matrices of 2048 x 16384 in float32 are 6 GiB a rank.
+    message = refused(folder, r"a rank's parameters take 6\.\d\d GiB \(6\.00 GiB of experts, a share of 8 ranks")
+    assert "there are 1.00 GiB for a device: take more ranks, or parameters of fewer bytes" in message
 
 
 def test_homes_are_checked():
@@ -278,7 +353,7 @@ def test_what_transformers_leaves_out_is_left_out(tmp_path, caplog):
     index = json.loads(path.read_text())
     index["weight_map"]["model.layers.3.enorm.weight"] = "extra.safetensors"
     path.write_text(json.dumps(index))
-    with caplog.at_level("INFO", "relibra_jax"):
+    with caplog.at_level("WARNING", "relibra_jax"):
         model = load_pretrained(tmp_path / "glm", mesh(), TOPOLOGY)
     assert "model.layers.3.eh_proj.weight, model.layers.3.enorm.weight" in caplog.text
     save_pretrained(model, tmp_path / "saved", source=tmp_path / "glm")

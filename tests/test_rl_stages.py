@@ -200,7 +200,7 @@ def test_what_routing_of_the_recompute_costs_is_printed(tmp_path):
         for line in read_metrics(tmp_path / "run" / "seed-0" / "metrics.jsonl")
         if line["kind"] == "learn"
     ]
-    assert line["imbalance_recompute"] > line["imbalance"]
+    assert line["balance/imbalance_recompute"] > line["balance/imbalance"]
     assert len(line["imbalance_by_micro_batch"]) == 4
     said = (
         f"recompute, seed 0: its routing was recorded as it ran, so it ran unplanned, at imbalance"

@@ -7,7 +7,9 @@ Real checkpoints have the same files, and are given to the run in the same way.
 """
 
 import dataclasses
+import functools
 import json
+import sys
 from pathlib import Path
 
 import jax
@@ -17,6 +19,7 @@ from tyro.conf import Positional
 
 from experiments.rl.policy import TINY
 from relibra_jax import Topology
+from relibra_jax.cli.refusals import exit_status
 from relibra_jax.models import make_model, save_pretrained
 from relibra_jax.models.hf_architectures import ARCHITECTURES
 from relibra_jax.models.hf_config import config_fields, model_config
@@ -70,10 +73,12 @@ def make_checkpoint(folder: Positional[Path], architecture: str = "qwen3_moe", s
     model = make_model(model_config(fields), ONE_RANK, mesh=mesh, key=jax.random.key(seed))
     save_pretrained(model, folder)
     tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "chat_template": CHAT}
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    settings |= {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "chat_template": CHAT}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))
     return folder
 
 
 if __name__ == "__main__":
-    print(tyro.cli(make_checkpoint, prog="python -m experiments.examples.tiny_checkpoint"))
+    make = functools.partial(tyro.cli, make_checkpoint, prog="python -m experiments.examples.tiny_checkpoint")
+    sys.exit(exit_status(lambda: print(make())))

@@ -15,7 +15,7 @@ from experiments.rl.step import Clip
 from relibra_jax.cli.options import Ranks
 from relibra_jax.limits import check_integer, check_memory, check_not_negative, check_positive, check_seed
 from relibra_jax.models import ModelConfig
-from relibra_jax.models.hf_config import model_config, read_config
+from relibra_jax.models.hf_config import load_config
 from relibra_jax.planning.assignment import assign_samples
 from relibra_jax.planning.placement import place_experts
 from relibra_jax.planning.planners import PLANNERS, PlannerEntry
@@ -165,6 +165,8 @@ class Train:
                 raise ValueError(
                     f"{name} {value!r} must be one of {', '.join(table)}{suggest_names(value, table)}"
                 )
+        if self.model is not None:  # a run may be resumed from another folder
+            object.__setattr__(self, "model", self.model.resolve())
         if self.model is not None and self.policy != "tiny":
             raise ValueError(
                 f"policy={self.policy!r} starts from nothing, model={self.model} from a checkpoint"
@@ -281,7 +283,7 @@ class Train:
 
 @functools.cache
 def _pretrained(folder: Path, dtype: str) -> ModelConfig:
-    return model_config(read_config(folder), dtype=dtype)
+    return load_config(folder, dtype=dtype)
 
 
 @functools.cache

@@ -58,7 +58,7 @@ def token_log_probs(
     """The log-probability of every token given those before it.
 
     Args:
-        logits: the logits of `PolicyOutput`.
+        logits: the logits of `relibra_jax.models.ModelOutput`.
         tokens: the tokens that the model was run on.
         temperature: what divides the logits, above 0.
         packing: which token of a row is of which sample, where rows hold several.

@@ -9,6 +9,7 @@ import orbax.checkpoint as ocp  # type: ignore[import-untyped]
 from flax import nnx
 from jax.sharding import Mesh
 
+from experiments.model_memory import check_training_memory
 from experiments.rl.configs import Train
 from relibra_jax.capacity import Capacities
 from relibra_jax.models import load_pretrained, make_model
@@ -37,6 +38,7 @@ class State:
         if config.model is None:
             self.model = make_model(config.model_config, config.topology, mesh=mesh, key=weights)
         else:
+            check_training_memory(config.model, config.model_config, mesh)
             self.model = load_pretrained(config.model, mesh, config.topology, dtype=config.dtype)
         tx = _adamw(config.warmup_learning_rate, config.learning_rate, config.warmup_steps)
         self.optimizer = nnx.Optimizer(self.model, tx, wrt=nnx.Param)

@@ -38,6 +38,7 @@ from experiments.rl.tasks import Task
 from experiments.rl.trainer import Trainer
 from relibra_jax.atomic_write import write_json
 from relibra_jax.models import save_pretrained
+from relibra_jax.models.hf_config import read_config
 from relibra_jax.replay_files import load_replay, save_replay
 from relibra_jax.types import RoutingReplay
 
@@ -165,18 +166,23 @@ def _run_seed(
         if manager.latest_step() != trainer.state.step:
             trainer.state.save(manager)
     if finished and config.model is not None:
-        _save_model(trainer, folder)
+        _save_model(trainer, folder, console)
     # Behind the last checkpoint: a run that is killed before it comes here again, with all its parts.
     if finished and is_first():
         _join_routing(folder, [_routing(folder, step) for step in recorded])
     return finished
 
 
-def _save_model(trainer: Trainer, folder: Path) -> None:
+def _save_model(trainer: Trainer, folder: Path, console: Console) -> None:
     """The trained model as a checkpoint like the one that it comes from."""
     trained = folder / f"model-{trainer.state.step}"
-    if not trained.exists():
-        save_pretrained(trainer.state.model, trained, source=trainer.config.model)
+    source = trainer.config.model
+    assert source is not None
+    if not on_any(trained.exists()):
+        fields = read_config(source)
+        dtype = fields.get("dtype") or fields.get("torch_dtype")
+        save_pretrained(trainer.state.model, trained, source=source, dtype=dtype)
+    console.print(f"trained model: {trained}", highlight=False, soft_wrap=True)
 
 
 def _routing(folder: Path, step: int) -> Path:

@@ -1,16 +1,22 @@
 """The sizes of a mixture-of-experts language model, and in what published architectures differ."""
 
+import contextlib
 from dataclasses import dataclass
 from typing import Final
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import DTypeLike
 
 from relibra_jax.execution.gating import Gating
 
 QK_NORMS: Final = (None, "head", "width")
 """What RMSNorm of queries and keys is over: nothing, each head by itself (Qwen3, GLM-4.5), or all heads of a token
 together (OLMoE)."""
+
+
+FLOATS: Final = ("float32", "bfloat16", "float16")
+"""The dtypes of computation, parameters and checkpoints."""
 
 
 @jax.tree_util.register_static
@@ -20,7 +26,8 @@ class ModelConfig:
 
     Raises:
         ValueError: if ``heads`` is no multiple of ``kv_heads``, the rotary part of a head is odd or empty, ``qk_norm``
-            is none of `QK_NORMS`, or all layers are dense.
+            is none of `QK_NORMS`, a dtype none of `FLOATS`, or all layers are
+            dense.
 
     >>> gating = Gating(top_k=2, scores="softmax")
     >>> config = ModelConfig(width=64, layers=4, heads=4, kv_heads=2, head_width=16, num_experts=16, gating=gating,
@@ -77,6 +84,8 @@ class ModelConfig:
     `relibra_jax.models.hf_architectures.ARCHITECTURES`."""
 
     def __post_init__(self) -> None:
+        for name in ("dtype", "param_dtype"):
+            object.__setattr__(self, name, float_name(name, getattr(self, name)))
         if self.heads % self.kv_heads:
             raise ValueError(f"heads={self.heads} must be a multiple of kv_heads={self.kv_heads}")
         if self.rotary_width % 2 or not 0 < self.rotary_width <= self.head_width:
@@ -108,3 +117,19 @@ class ModelConfig:
     def cache_bytes(self) -> int:
         """The bytes of one token's keys and values in all layers."""
         return 2 * self.layers * self.kv_heads * self.head_width * jnp.dtype(self.dtype).itemsize
+
+
+def float_name(what: str, dtype: DTypeLike) -> str:
+    """The name of a dtype.
+
+    Raises:
+        ValueError: if it is none of `FLOATS`.
+
+    >>> float_name("dtype", jnp.bfloat16)
+    'bfloat16'
+    """
+    with contextlib.suppress(TypeError):
+        name = jnp.dtype(dtype).name
+        if name in FLOATS:
+            return name
+    raise ValueError(f"{what}={dtype!r} must be one of {', '.join(FLOATS)}")

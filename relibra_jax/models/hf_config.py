@@ -6,11 +6,14 @@ have and `LanguageModel` has not is refused by the name and the value of its fie
 """
 
 import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
-from relibra_jax.models.config import ModelConfig
+from jaxtyping import DTypeLike
+
+from relibra_jax.models.config import ModelConfig, float_name
 from relibra_jax.models.hf_architectures import ARCHITECTURES, Architecture, Fields
 
 COMMON_REQUIRED: Final[Fields] = MappingProxyType(
@@ -18,6 +21,50 @@ COMMON_REQUIRED: Final[Fields] = MappingProxyType(
 )
 """What every architecture must have."""
 
+
+ROPE_FIELDS: Final = ("rope_parameters", "rope_scaling")
+PLAIN_ROPE: Final = {"rope_theta", "rope_type", "type", "partial_rotary_factor"}
+"""What these may say: anything else is scaling."""
+
+
+def _is_int(least: int) -> Callable[[Any], bool]:
+    return lambda value: type(value) is int and value >= least
+
+
+TYPES: Final[Mapping[str, tuple[tuple[str, ...], Callable[[Any], bool]]]] = MappingProxyType(
+    {
+        "an integer above 0": (
+            (
+                *(
+                    "hidden_size",
+                    "num_hidden_layers",
+                    "num_attention_heads",
+                    "num_key_value_heads",
+                    "head_dim",
+                ),
+                *(
+                    "num_experts",
+                    "num_local_experts",
+                    "n_routed_experts",
+                    "num_experts_per_tok",
+                    "vocab_size",
+                ),
+                *("moe_intermediate_size", "intermediate_size", "n_group", "topk_group"),
+            ),
+            _is_int(1),
+        ),
+        "an integer": (("first_k_dense_replace", "n_shared_experts"), _is_int(0)),
+        "a number above 0": (
+            ("rope_theta", "rms_norm_eps", "routed_scaling_factor", "partial_rotary_factor"),
+            lambda value: type(value) in (int, float) and value > 0,
+        ),
+        "true or false": (
+            ("norm_topk_prob", "attention_bias", "tie_word_embeddings", "use_qk_norm"),
+            lambda value: type(value) is bool,
+        ),
+    }
+)
+"""What the fields that sizes are made of must be."""
 
 EXPERT_COUNTS: Final = ("num_experts", "num_local_experts", "n_routed_experts")
 """The spellings of E."""
@@ -32,16 +79,29 @@ def read_config(folder: str | Path) -> Fields:
     path = Path(folder) / "config.json"
     try:
         fields = json.loads(path.read_text())
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise ValueError(f"{path}: there is no such file; a checkpoint has one beside its tensors") from error
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise ValueError(f"{path}: no JSON ({error})") from error
     if not isinstance(fields, dict):
         raise ValueError(f"{path}: expected a JSON object, found {type(fields).__name__}")
     return fields
 
 
-def model_config(fields: Fields, *, dtype: str = "float32", param_dtype: str = "float32") -> ModelConfig:
+def load_config(
+    folder: str | Path, *, dtype: DTypeLike = "float32", param_dtype: DTypeLike = "float32"
+) -> ModelConfig:
+    """The sizes that a checkpoint's ``config.json`` describes; arguments and errors are those of `model_config`."""
+    fields = read_config(folder)
+    try:
+        return model_config(fields, dtype=dtype, param_dtype=param_dtype)
+    except ValueError as error:
+        raise ValueError(f"{Path(folder) / 'config.json'}: {error}") from error
+
+
+def model_config(
+    fields: Fields, *, dtype: DTypeLike = "float32", param_dtype: DTypeLike = "float32"
+) -> ModelConfig:
     """The sizes that a ``config.json`` describes.
 
     Args:
@@ -58,7 +118,7 @@ def model_config(fields: Fields, *, dtype: str = "float32", param_dtype: str = "
     ValueError: model_type='llama' must be one of qwen3_moe, glm4_moe, olmoe, mixtral
     """
     name = fields.get("model_type", "")
-    if name not in ARCHITECTURES:
+    if not isinstance(name, str) or name not in ARCHITECTURES:
         raise ValueError(f"model_type={name!r} must be one of {', '.join(ARCHITECTURES)}")
     architecture = ARCHITECTURES[name]
     whole = {**architecture.defaults, **_without_none(fields), **_rope(fields)}
@@ -78,8 +138,8 @@ def model_config(fields: Fields, *, dtype: str = "float32", param_dtype: str = "
             rope_theta=float(whole.get("rope_theta", 10_000.0)),
             rotary_fraction=float(whole.get("partial_rotary_factor", 1.0)),
             norm_epsilon=float(whole["rms_norm_eps"]),
-            dtype=dtype,
-            param_dtype=param_dtype,
+            dtype=float_name("dtype", dtype),
+            param_dtype=float_name("param_dtype", param_dtype),
             architecture=name,
             **own,
         )
@@ -136,21 +196,30 @@ def _without_none(fields: Fields) -> dict[str, Any]:
 
 def _rope(fields: Fields) -> dict[str, Any]:
     """What ``rope_parameters`` (new) and ``rope_scaling`` (old) say, as if it stood beside the other fields."""
-    rope = {**(fields.get("rope_scaling") or {}), **(fields.get("rope_parameters") or {})}
-    if "type" in rope:
-        rope["rope_type"] = rope.pop("type")
-    return rope
+    both = (fields.get(name) for name in ROPE_FIELDS)
+    return {key: value for rope in both if isinstance(rope, dict) for key, value in rope.items()}
 
 
 def _check_supported(name: str, fields: Fields, architecture: Architecture) -> None:
-    required = {**COMMON_REQUIRED, "rope_type": "default", **architecture.required}
+    required = {**COMMON_REQUIRED, **architecture.required}
     wrong = [
         f"{field}={fields[field]!r} (must be {value!r})"
         for field, value in required.items()
         if fields.get(field, value) != value
     ]
+    wrong += [
+        f"{field}={fields[field]!r} (must be {kind})"
+        for kind, (names, fits) in TYPES.items()
+        for field in names
+        if field in fields and not fits(fields[field])
+    ]
+    for field in ROPE_FIELDS:
+        rope = fields.get(field) or {}
+        plain = isinstance(rope, dict) and rope.keys() <= PLAIN_ROPE
+        if not plain or {rope.get("rope_type"), rope.get("type")} - {None, "default"}:
+            wrong.append(f"{field}={rope!r} (must be without scaling)")
     dense = fields.get("mlp_only_layers") or []
-    if dense != list(range(len(dense))):
+    if dense != list(range(len(dense) if isinstance(dense, list) else 0)):
         wrong.append(f"mlp_only_layers={dense!r} (must be the first layers, [0, 1, ...])")
     if wrong:
         raise ValueError(f"{name} is supported, but not with {'; '.join(wrong)}")

@@ -14,11 +14,12 @@ import jax
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
-from jaxtyping import Int
+from jaxtyping import DTypeLike, Int
 
 from relibra_jax.execution.mesh import check_mesh
+from relibra_jax.models.agreement import together
 from relibra_jax.models.config import ModelConfig
-from relibra_jax.models.hf_config import model_config, read_config
+from relibra_jax.models.hf_config import load_config, read_config
 from relibra_jax.models.hf_tensors import EXPERTS, Part
 from relibra_jax.models.language_model import LanguageModel, abstract_model
 from relibra_jax.models.load_checks import check_device_memory, check_tensors
@@ -39,8 +40,8 @@ def load_pretrained(
     topology: Topology,
     *,
     home: Int[Array, "L E"] | None = None,
-    dtype: str = "float32",
-    param_dtype: str = "float32",
+    dtype: DTypeLike = "float32",
+    param_dtype: DTypeLike = "float32",
 ) -> LanguageModel:
     """Load a checkpoint in Hugging Face's format.
 
@@ -62,14 +63,14 @@ def load_pretrained(
             parameters of a rank are larger than the memory of its device.
     """
     check_mesh(mesh, topology)
-    fields = read_config(folder)
-    config = model_config(fields, dtype=dtype, param_dtype=param_dtype)
-    graph, shapes, shardings = abstract_model(config, topology, mesh)
-    check_device_memory(str(folder), shapes, mesh, topology)
-    files = TensorFiles(folder)
-    parts, skipped = check_tensors(files, config, fields)
+    with together(f"loading {folder}"):
+        config = load_config(folder, dtype=dtype, param_dtype=param_dtype)
+        graph, shapes, shardings = abstract_model(config, topology, mesh)
+        check_device_memory(str(folder), shapes, mesh, topology)
+        files = TensorFiles(folder)
+        parts, skipped = check_tensors(files, config, read_config(folder))
     if skipped:
-        log.info("%s: not loaded, as the model has no use for them: %s", folder, skipped)
+        log.warning("%s: not loaded, as the model has no use for them: %s", folder, skipped)
     return build_model(graph, shapes, shardings, config, parts, files.read, home)
 
 

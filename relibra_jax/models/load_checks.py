@@ -15,6 +15,9 @@ from relibra_jax.nnx import ExpertParam
 from relibra_jax.types import Topology
 
 GIB = 2**30
+DTYPES = ("F32", "BF16", "F16")
+"""The dtypes of tensors, as safetensors names them."""
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 def check_tensors(files: TensorFiles, config: ModelConfig, fields: Fields) -> tuple[list[Part], str]:
@@ -27,10 +30,10 @@ def check_tensors(files: TensorFiles, config: ModelConfig, fields: Fields) -> tu
 
     Returns:
         The parts, and the names of tensors that `transformers` leaves out as well: layers for multi-token prediction,
-        tables of rotary positions, the head of a model whose head is the embedding.
+        tables of rotary positions, the head of a model whose head is the embedding, if they are equal.
 
     Raises:
-        ValueError: if tensors are missing, left over or of other shapes: all of their names, with both shapes.
+        ValueError: if tensors are missing, left over or of other shapes or dtypes: all of their names.
     """
     shapes = files.shapes()
     fused = any(name.endswith("experts.gate_up_proj") for name in shapes)
@@ -48,6 +51,12 @@ def check_tensors(files: TensorFiles, config: ModelConfig, fields: Fields) -> tu
     for found, shape in sorted({(shapes[name], expected[name]) for name in wrong}):
         names = group_names(name for name in wrong if (shapes[name], expected[name]) == (found, shape))
         problems.append(f"of shape {list(found)} instead of {list(shape)}: {names}")
+    odd = {name: dtype for name, dtype in files.dtypes().items() if name in expected and dtype not in DTYPES}
+    for dtype in sorted(set(odd.values())):
+        names = group_names(name for name, found in odd.items() if found == dtype)
+        problems.append(f"of dtype {dtype} instead of {', '.join(DTYPES)}: {names}")
+    if HEAD in skipped and not np.array_equal(files.read(HEAD), files.read(EMBEDDING)):
+        problems.append(f"not equal though tie_word_embeddings is true: {HEAD} and {EMBEDDING}")
     if problems:
         form = "fused" if fused else "separate"
         raise ValueError(
@@ -58,9 +67,10 @@ def check_tensors(files: TensorFiles, config: ModelConfig, fields: Fields) -> tu
 
 
 def _is_unused(name: str, config: ModelConfig, fields: Fields) -> bool:
-    if name.endswith("rotary_emb.inv_freq") or (config.tied and name == "lm_head.weight"):
+    if name.endswith("rotary_emb.inv_freq") or (config.tied and name == HEAD):
         return True
-    extra_layers = fields.get("num_nextn_predict_layers", fields.get("num_mtp_layers", 0)) or 0
+    default = 1 if config.architecture == "glm4_moe" else 0
+    extra_layers = fields.get("num_nextn_predict_layers", fields.get("num_mtp_layers", default)) or 0
     behind = range(config.layers, config.layers + extra_layers)
     return any(name.startswith(f"model.layers.{layer}.") for layer in behind)
 

@@ -7,21 +7,22 @@ from pathlib import Path
 from typing import Any, Final
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 from jaxtyping import DTypeLike
 
 from relibra_jax.atomic_write import write_json
-from relibra_jax.models.config import ModelConfig
+from relibra_jax.models.agreement import together
+from relibra_jax.models.config import ModelConfig, float_name
 from relibra_jax.models.export import pretrained_tensors, tensor_dtype
-from relibra_jax.models.hf_config import config_fields, differences, model_config, read_config
+from relibra_jax.models.hf_config import config_fields, differences, load_config, read_config
 from relibra_jax.models.hf_tensors import Part, tensor_parts
 from relibra_jax.models.language_model import LanguageModel
 from relibra_jax.models.tensor_files import write_tensors
 
 BESIDE: Final = (
     "tokenizer.json",
+    "tokenizer.model",
+    "added_tokens.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "vocab.json",
@@ -50,28 +51,30 @@ def save_pretrained(
         model: the model, on a mesh; its experts lie in whatever homes.
         folder: the folder to make.
         source: the checkpoint that the model comes from, whose ``config.json``, tokenizer and chat template are taken
-            over; None writes a ``config.json`` of what the model is.
+            over; None writes a ``config.json`` of what the model is, which knows no longest position and no tokens that
+            begin or end a text.
         dtype: the dtype of the tensors; that of the parameters when None.
         shard_bytes: the most bytes of tensors in a file. So many are held on the host.
 
     Raises:
-        ValueError: if the folder is there, the source is a checkpoint of another model, or the architecture cannot have
-            the model's sizes.
+        ValueError: if the folder is there, ``dtype`` is none of float32, bfloat16 and float16, the source is a
+            checkpoint of another model, or the architecture cannot have the model's sizes.
     """
     folder, config = Path(folder).absolute(), model.config
-    if folder.exists():
-        raise ValueError(f"{folder}: it is there already; a checkpoint is written to a new folder")
-    fields = config_fields(config) if source is None else _fields_of_source(source, config)
-    fields["torch_dtype"] = jnp.dtype(config.param_dtype if dtype is None else dtype).name
+    with together(f"saving {folder}"):
+        if folder.exists():
+            raise ValueError(f"{folder}: it is there already; a checkpoint is written to a new folder")
+        fields = config_fields(config) if source is None else _fields_of_source(source, config)
+        fields["torch_dtype"] = float_name("dtype", config.param_dtype if dtype is None else dtype)
     parts = tensor_parts(config)
     sizes = {part.name: _tensor_bytes(part, config, dtype) for part in parts}
     tensors = ((name, np.asarray(value)) for name, value in pretrained_tensors(model, dtype=dtype))
-    if jax.process_index():
-        collections.deque(tensors, maxlen=0)
-    else:
-        _write_folder(folder, tensors, sizes, fields, source, shard_bytes)
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(f"saved {folder.name}")
+    with together(f"saving {folder}"):
+        try:
+            if jax.process_index() == 0:
+                _write_folder(folder, tensors, sizes, fields, source, shard_bytes)
+        finally:  # others wait for this process to take its part in what is left
+            collections.deque(tensors, maxlen=0)
 
 
 def _write_folder(folder: Path, tensors, sizes, fields, source, shard_bytes: int) -> None:
@@ -90,7 +93,7 @@ def _write_folder(folder: Path, tensors, sizes, fields, source, shard_bytes: int
 def _fields_of_source(source: str | Path, config: ModelConfig) -> dict[str, Any]:
     """The fields of a source's config.json, without the layers for multi-token prediction, which are not saved."""
     fields = dict(read_config(source))
-    found = model_config(fields, dtype=config.dtype, param_dtype=config.param_dtype)
+    found = load_config(source, dtype=config.dtype, param_dtype=config.param_dtype)
     if lost := differences(found, config):
         other = ", ".join(f"{key}={getattr(found, key)!r}" for key in lost)
         own = ", ".join(f"{key}={value!r}" for key, value in lost.items())

@@ -25,7 +25,8 @@ class TensorFiles:
 
     Raises:
         ValueError: if there are neither ``model.safetensors`` nor an index with all its shards, a file is no
-            safetensors file, or two files have a tensor of one name.
+            safetensors file, two files have a tensor of one name, or the
+            index names a tensor that no file has.
     """
 
     def __init__(self, folder: str | Path):
@@ -40,10 +41,18 @@ class TensorFiles:
             if twice := self._files.keys() & names:
                 raise ValueError(f"{path}: another file of the folder has {group_names(sorted(twice))} too")
             self._files |= dict.fromkeys(names, file)
+        if lost := _indexed(self.folder) - self._files.keys():
+            raise ValueError(
+                f"{self.folder}: the index names tensors that no shard has: {group_names(sorted(lost))}"
+            )
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of every tensor."""
         return {name: tuple(file.get_slice(name).get_shape()) for name, file in self._files.items()}
+
+    def dtypes(self) -> dict[str, str]:
+        """The dtype of every tensor, as safetensors names it: ``F32``, ``BF16`` and others."""
+        return {name: file.get_slice(name).get_dtype() for name, file in self._files.items()}
 
     def read(self, name: str, rows: tuple[int | slice, ...] = ()) -> np.ndarray:
         """A tensor, or the part of it that the index ``rows`` gives, in its own dtype."""
@@ -52,19 +61,31 @@ class TensorFiles:
 
 
 def _paths(folder: Path) -> list[Path]:
-    index = folder / INDEX
-    if not index.exists():
-        if not (folder / SINGLE).exists():
-            raise ValueError(f"{folder}: there is neither {SINGLE} nor {INDEX}")
+    """The files of a checkpoint: the single one if it is there, as `transformers` has it, else the shards."""
+    if (folder / SINGLE).exists():
         return [folder / SINGLE]
-    try:
-        files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{index}: no index of tensors ({error!r})") from error
+    if not (folder / INDEX).exists():
+        raise ValueError(f"{folder}: there is neither {SINGLE} nor {INDEX}")
+    files = sorted(set(_weight_map(folder).values()))
     missing = [file for file in files if not (folder / file).exists()]
     if missing:
         raise ValueError(f"{folder}: {len(missing)} of {len(files)} shards are missing: {', '.join(missing)}")
     return [folder / file for file in files]
+
+
+def _indexed(folder: Path) -> set[str]:
+    """The tensors that the index names, where there are shards."""
+    return set() if (folder / SINGLE).exists() else set(_weight_map(folder))
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    try:
+        where = json.loads((folder / INDEX).read_text())["weight_map"]
+        if not all(isinstance(file, str) for file in where.values()):
+            raise ValueError("files are named by strings")
+    except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
+        raise ValueError(f"{folder / INDEX}: no index of tensors ({error!r})") from error
+    return where
 
 
 def write_tensors(
