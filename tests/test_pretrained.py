@@ -333,7 +333,9 @@ def test_a_rank_that_is_too_small_is_refused_before_anything_is_read(folder, mon
     (folder / "model.safetensors").unlink()
     with_fields(folder, hidden_size=2048, head_dim=128, moe_intermediate_size=16384, num_hidden_layers=8)
     # 8 layers x 2 experts x 3 matrices of 2048 x 16384 in float32 are 6 GiB a rank.
-    message = refused(folder, r"a rank's parameters take 6\.\d\d GiB \(6\.00 GiB of experts, a share of 8 ranks")
+    message = refused(
+        folder, r"a rank's parameters take 6\.\d\d GiB \(6\.00 GiB of experts, a share of 8 ranks"
+    )
     assert "there are 1.00 GiB for a device: take more ranks, or parameters of fewer bytes" in message
 
 

@@ -201,10 +201,11 @@ def test_what_routing_of_the_recompute_costs_is_printed(tmp_path):
         if line["kind"] == "learn"
     ]
     assert line["balance/imbalance_recompute"] > line["balance/imbalance"]
-    assert len(line["imbalance_by_micro_batch"]) == 4
+    assert len(line["balance/imbalance_by_micro_batch"]) == 4
     said = (
         f"recompute, seed 0: its routing was recorded as it ran, so it ran unplanned, at imbalance"
-        f" {line['imbalance_recompute']:.4f}; planned, in the updates, the same routing came to {line['imbalance']:.4f}"
+        f" {line['balance/imbalance_recompute']:.4f}; planned, in the updates, the same routing came to"
+        f" {line['balance/imbalance']:.4f}"
     )
     assert said in shown.getvalue()
 
