@@ -34,8 +34,9 @@ collect_ignore = [
     "learning_process.py",
     "make_hf_checkpoints.py",
     "check_hf_checkpoints.py",
+    "support/tunix_runs.py",
 ]
-"""Programs: two that tests run, two that need transformers."""
+"""Programs: those that tests run, two that need transformers; and what only tests with Tunix import."""
 
 SHARED = Path(__file__).parents[2] / "shared"
 

@@ -98,7 +98,7 @@ def test_samples_that_are_not_aligned_to_the_left_are_refused():
         balancer.prepare(model, None, RoutingReplay(IDS, mask))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_in_packed_rows_learns_the_same(monkeypatch):
     """Answers of uneven length; the same responses, and the same step from them."""
     monkeypatch.setattr(

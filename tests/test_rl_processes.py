@@ -167,7 +167,7 @@ def test_a_process_is_killed_at_any_moment(number, two, tmp_path):
     assert_survives(chance.randrange(2), moment, tmp_path / "run", two)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_stopping_one_stops_both_and_one_goes_on_alone(one, tmp_path):
     folder = tmp_path / "run"
     first, second = run(2, "--out", folder, TROUBLE="1 2 stop")
@@ -179,7 +179,7 @@ def test_stopping_one_stops_both_and_one_goes_on_alone(one, tmp_path):
     assert_close(lines_of(one), lines_of(folder))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_go_on_where_one_was_and_an_error_of_one_ends_both(one, tmp_path):
     folder = shutil.copytree(one, tmp_path / "run")
     shutil.rmtree(folder / "seed-0" / "checkpoints" / str(STEPS))

@@ -119,7 +119,7 @@ def assert_same_learning(one, other, *, expected_updates):
         assert np.linalg.norm(found[name] - value) < TOLERANCE * moved, name
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_planned_mini_batches_learn_as_static_placement_does():
     """Residents among them, pushed for each update, and a recompute in one micro-batch."""
     planned = learn_all(resident_slots=1, recompute_micro_batches=1)

@@ -274,7 +274,7 @@ def test_a_run_speaks_the_tokens_it_is_given(checkpoint, bpe):
     assert rewards.reward.tolist() == [1, 1, 0]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_generates_and_learns_by_the_tokenizer_of_a_checkpoint(checkpoint, monkeypatch):
     smallest = dataclasses.replace(
         TINY, width=16, layers=1, heads=2, kv_heads=1, head_width=8, expert_width=8, vocabulary=320

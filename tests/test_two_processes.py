@@ -16,6 +16,7 @@ CHECKS = [
     "a_damaged_checkpoint_stops_both",
     "batches_are_prepared_and_trained_on",
     "checkpoints_are_read_in_part_and_saved_together",
+    "a_checkpoint_that_one_cannot_write_or_read_stops_both",
 ]
 
 

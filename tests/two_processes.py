@@ -136,6 +136,28 @@ def checkpoints_are_read_in_part_and_saved_together():
     test_pretrained.assert_same_bits(test_pretrained.read_all(saved), test_pretrained.separate("glm4_moe"))
 
 
+def a_checkpoint_that_one_cannot_write_or_read_stops_both():
+    """With its own error on the one, and a line that names it on the other."""
+    folder, options = test_pretrained.FOLDER / "mixtral", (test_pretrained.mesh(), test_pretrained.TOPOLOGY)
+    model, unwritten = load_pretrained(folder, *options), FOLDER.with_name("unwritten")
+    for what, error, run in (
+        ("save_file", OSError("no space left"), lambda: save_pretrained(model, unwritten)),
+        ("TensorFiles.shapes", ValueError("no such shard"), lambda: load_pretrained(folder, *options)),
+    ):
+
+        def fail(*_, error=error, **__):
+            raise error
+
+        found, match = ValueError, r"ing .*: failed on processes \[0\] of 2"
+        with pytest.MonkeyPatch.context() as patch:
+            if NUMBER == 0:
+                found, match = type(error), str(error)
+                patch.setattr(f"relibra_jax.models.tensor_files.{what}", fail)
+            with pytest.raises(found, match=match):
+                run()
+    assert not unwritten.exists()
+
+
 jax.distributed.initialize(f"127.0.0.1:{PORT}", 2, NUMBER)
 for check in (
     node_axis_is_the_process,
@@ -145,6 +167,7 @@ for check in (
     a_damaged_checkpoint_stops_both,
     batches_are_prepared_and_trained_on,
     checkpoints_are_read_in_part_and_saved_together,
+    a_checkpoint_that_one_cannot_write_or_read_stops_both,
 ):
     check()
     print(f"passed: {check.__name__}", flush=True)

@@ -250,9 +250,9 @@ class Trainer:
 
     def _score(self, examples: list[Example], responses: Responses, clock: StepClock) -> Rewards:
         """The rewards, on the first process; a reward function is called once for every sample, wherever it ran."""
-        if not is_first():
-            return unscored(len(examples))
         with clock("score"):
+            if not is_first():
+                return unscored(len(examples))
             texts = (responses.tokens, responses.response, self.tokenizer)
             return score_responses(self.task, examples, *texts)
 
