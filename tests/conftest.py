@@ -54,3 +54,16 @@ def forget_programs():
     """Every compiled program keeps memory mapped, and a process may hold no more than 65,530 maps on Linux."""
     yield
     jax.clear_caches()
+
+
+@pytest.fixture(scope="module")
+def smallest_policy():
+    """Lets runs name the policy ``smallest``, and keeps what they compile out of their folders."""
+    from support.runs import SMALLEST
+
+    from experiments.rl.policy import POLICIES
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("experiments.rl.configs.POLICIES", {**POLICIES, "smallest": SMALLEST})
+        patch.setattr("experiments.rl.train.keep_compiled", lambda: None)
+        yield

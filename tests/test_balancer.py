@@ -2,7 +2,9 @@
 
 import dataclasses
 import functools
+from concurrent.futures import ThreadPoolExecutor
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +15,19 @@ from flax import nnx
 from support.plans import random_routing
 
 from experiments.examples import flax_loop
-from relibra_jax import BatchPlan, Planner, RoutingReplay, Topology, assign_samples, eplb, static
+from relibra_jax import (
+    BatchPlan,
+    Planner,
+    RoutingReplay,
+    Topology,
+    assign_in_order,
+    assign_samples,
+    eplb,
+    plan_loads,
+    relibra,
+    sample_load,
+    static,
+)
 from relibra_jax.execution.gating import GATINGS
 from relibra_jax.nnx import (
     Balancer,
@@ -25,6 +39,8 @@ from relibra_jax.nnx import (
     save_training,
     set_homes,
 )
+from relibra_jax.planning.placement import Placement, place_experts
+from relibra_jax.planning.unfinished import fill_unfinished
 from relibra_jax.types import EMPTY
 
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=1)
@@ -32,6 +48,8 @@ LAYERS, SAMPLES, TOKENS, WIDTH, HIDDEN, TOP_K, MICRO_BATCHES = 2, 10, 6, 8, 6, 2
 GATING = dataclasses.replace(GATINGS["qwen3-moe"], top_k=TOP_K)
 IN_ORDER = {"assign": None, "num_layers": LAYERS, "num_micro_batches": MICRO_BATCHES}
 EPLB = eplb()
+REORDERING = relibra(place=functools.partial(place_experts, steps=20))
+ASSIGN = functools.partial(assign_samples, steps=10)
 
 
 class Stack(nnx.Module):
@@ -181,6 +199,64 @@ def test_samples_are_assigned_for_balance_unless_told():
     sample = np.asarray(run.prepare().batch_plan.assignment.sample)
     assert sorted(sample[sample != EMPTY].tolist()) == list(range(SAMPLES))
     assert (sample.ravel() != np.asarray(Run(static()).prepare().batch_plan.assignment.sample).ravel()).any()
+
+
+def counts_of(number):
+    replay = batches()[number][1]
+    return np.asarray(sample_load(replay, num_experts=8)), replay.mask.sum(1)
+
+
+def test_a_batch_begins_where_the_search_ahead_has_ended():
+    options = IN_ORDER | {"assign": ASSIGN}
+    ahead, afresh = Run(REORDERING, options=options), Run(REORDERING, options=options)
+    finished = np.arange(SAMPLES) < 7
+    load, tokens = counts_of(0)
+    before = get_homes(ahead.model)
+    with ThreadPoolExecutor(1) as beside:  # as beside a rollout; what is unknown is not read
+        unknown = np.where(finished[:, None, None], load, 0), np.where(finished, tokens, 0)
+        beside.submit(ahead.balancer.plan_ahead, *unknown, finished).result()
+    np.testing.assert_array_equal(get_homes(ahead.model), before)
+    # The pure functions that it is made of, with the keys of a balancer.
+    planner_key, key = jax.random.split(jax.random.key(0))
+    state = REORDERING.init(TOPOLOGY, LAYERS, key=planner_key)
+    in_order = assign_in_order(SAMPLES, TOPOLOGY, num_micro_batches=MICRO_BATCHES)
+    now, _, early = jax.random.split(key, 3)[jnp.array([1, 0, 2])]
+    plan = jax.jit(
+        functools.partial(plan_loads, planner=REORDERING, topology=TOPOLOGY, num_micro_batches=MICRO_BATCHES),
+        static_argnames=("assign", "rounds"),
+    )
+    run = {"state": state, "start": in_order}
+    filled = fill_unfinished(load, tokens, finished)
+    found, _ = plan(*filled, **run, assign=functools.partial(ASSIGN, key=early), rounds=4)
+    start = Placement(found.plan.home, jnp.full((LAYERS, 2, 2, 0), EMPTY, jnp.int32))
+    wanted, _ = plan(
+        *(load, tokens), **run, assign=functools.partial(ASSIGN, key=now), rounds=2, warm_start=start
+    )
+    first = ahead.prepare()
+    for name in ("assignment", "plan"):
+        chex.assert_trees_all_equal(
+            *(jax.device_get(getattr(each, name)) for each in (first.batch_plan, wanted))
+        )
+    assert (first.batch_plan.plan.home != afresh.prepare().batch_plan.plan.home).any()
+    # It is one batch's: the next one begins afresh.
+    for run in (ahead, afresh):
+        run.balancer.discard()
+    ahead.balancer.state = afresh.balancer.state
+    set_homes(ahead.model, afresh.balancer.state.home)
+    second, other = ahead.prepare(1), afresh.prepare(1)
+    np.testing.assert_array_equal(second.batch_plan.plan.home, other.batch_plan.plan.home)
+
+
+def test_what_cannot_be_planned_ahead_is_refused():
+    load, tokens = counts_of(0)
+    everything = np.ones(SAMPLES, bool)
+    with pytest.raises(ValueError, match="the planner takes no ``refine``"):
+        Run().balancer.plan_ahead(load, tokens, everything)
+    balancer = Run(REORDERING).balancer
+    with pytest.raises(ValueError, match="none of 10 samples has finished"):
+        balancer.plan_ahead(load, tokens, ~everything)
+    with pytest.raises(ValueError, match=r"sample_load: expected shape \(10, 2, 8\), found \(10, 1, 8\)"):
+        balancer.plan_ahead(load[:, :1], tokens, everything)
 
 
 def test_live_routing_is_prepared_without_a_replay():

@@ -18,11 +18,12 @@ from relibra_jax.planning.assignment import assign_in_order, assign_samples
 from relibra_jax.planning.baselines.static import static
 from relibra_jax.planning.placement import place_experts
 from relibra_jax.planning.plan_batch import plan_batch
-from relibra_jax.planning.plan_stages import plan_stages
+from relibra_jax.planning.plan_stages import plan_stage_loads, plan_stages
 from relibra_jax.planning.planners import PLANNERS
 from relibra_jax.planning.relibra import relibra
 from relibra_jax.planning.sample_packing import pack_samples
-from relibra_jax.replay import expert_load
+from relibra_jax.planning.token_sample import sample_routes
+from relibra_jax.replay import expert_load, sample_load
 from relibra_jax.types import EMPTY, Planner, Topology
 
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=1, resident_slots=1)
@@ -281,3 +282,14 @@ def test_the_time_of_a_batch_is_the_sum_over_its_stages(replay):
 def test_what_is_no_stage_is_refused(replay, options, message):
     with pytest.raises(ValueError, match=message):
         plan_stages(replay, static(), (), TOPOLOGY, **options)
+
+
+def test_counts_and_routes_give_the_plans_of_the_replay(replay):
+    counts = sample_load(replay, num_experts=8).astype(np.uint8), replay.mask.sum(1)
+    options = {"num_micro_batches": STAGES, "cost": COSTS, "samples": (None, range(8, 32)), "assign": ASSIGN}
+    wanted = plan_stages(replay, PLANNER, first_state(), TOPOLOGY, **options, rounds=1)
+    routes = sample_routes(replay)
+    found = plan_stage_loads(*counts, PLANNER, first_state(), TOPOLOGY, **options, rounds=1, routes=routes)
+    chex.assert_trees_all_equal(found[0], wanted[0])
+    with pytest.raises(ValueError, match=r"sample_load: expected shape \(32, 2, 8\), found \(32, 2, 7\)"):
+        plan_stage_loads(counts[0][..., :7], counts[1], PLANNER, first_state(), TOPOLOGY, **options)

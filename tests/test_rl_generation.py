@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from experiments.rl.generation import draw, generate
+from experiments.rl.generation import Watch, draw, generate
 from experiments.rl.policy import TINY, token_log_probs
 from relibra_jax.models import make_model
 from relibra_jax.nnx import ExpertParallel, expert_mesh
@@ -113,11 +113,11 @@ def test_other_ends_and_fillers_run_the_same_program(caplog):
     knobs = {"temperature": 1.5, "top_p": 0.9}
     with jax.log_compiles(), caplog.at_level("WARNING"):
         first = sample(ends=(EOS, 5, 1), **knobs)
-        assert "_generate" in caplog.text
+        assert "_decode" in caplog.text
         caplog.clear()
         swapped = sample(ends=(1, 5, EOS), pad=0, **knobs)
         sample(ends=(2, 4, 6), pad=6, **knobs)
-        assert "_generate" not in caplog.text
+        assert "_decode" not in caplog.text
     np.testing.assert_array_equal(swapped.tokens, np.where(first.mask, first.tokens, 0))
     for name in ("mask", "response", "expert_ids", "log_probs", "ended"):
         np.testing.assert_array_equal(getattr(swapped, name), getattr(first, name))
@@ -153,6 +153,28 @@ def test_samples_do_not_depend_on_their_places():
     np.testing.assert_allclose(moved.log_probs, drawn().log_probs[order], atol=5e-6)
     other = sample(keys=jax.vmap(lambda key: jax.random.fold_in(key, 1))(KEYS))
     assert (other.tokens != drawn().tokens).any()
+
+
+def test_a_look_sees_what_has_ended_and_changes_nothing():
+    looks = []
+
+    def look(ended, so_far):
+        looks.append((ended, jax.tree.map(np.asarray, so_far())))
+
+    found = sample(temperature=1.5, top_p=0.9, watch=Watch(2, look))
+    for name, value in drawn()._asdict().items():
+        np.testing.assert_array_equal(getattr(found, name), value)
+    assert len(looks) == (ROOM - 1) // 2
+    sampled = found.response.sum(1)
+    for columns, (ended, seen) in zip(range(2, ROOM, 2), looks, strict=True):
+        np.testing.assert_array_equal(ended, found.ended & (sampled <= columns))
+        np.testing.assert_array_equal(seen.ended, ended)
+        np.testing.assert_array_equal(seen.response.sum(1), np.minimum(sampled, columns))
+        np.testing.assert_array_equal(seen.expert_ids, found.expert_ids * seen.mask[..., None, None])
+    # Where all samples end early, nobody looks any more.
+    everything, looks[:] = range(7), []
+    assert sample(ends=everything, watch=Watch(1, look)).ended.sum() == SAMPLES - 1
+    assert not looks
 
 
 @functools.cache
@@ -207,6 +229,8 @@ def test_results_stay_on_the_mesh_and_misfits_are_refused(without_type_checks):
         call(lengths=np.maximum(LENGTHS, 1) + (np.maximum(LENGTHS, 1) == LENGTHS.max()) * (6 - LENGTHS.max()))
     with pytest.raises(ValueError, match="max_new_tokens=0 must be at least 1"):
         call(max_new_tokens=0)
+    with pytest.raises(ValueError, match=r"watch\.every=0 must be at least 1"):
+        call(watch=Watch(0, print))
     with pytest.raises(ValueError, match=r"temperature=-1.0 must be at least 0"):
         call(temperature=-1.0)
     with pytest.raises(ValueError, match=r"top_p=0.0 must be above 0 and at most 1"):

@@ -14,15 +14,15 @@ from flax import nnx
 from rich.console import Console
 from support.layer import run_layer
 from support.plans import load_of, random_ids, random_plan, random_routing
+from support.runs import SMALL
 
 from experiments.rl.balance import measure_copies
 from experiments.rl.compilations import tell_compilations
 from experiments.rl.configs import Train
 from experiments.rl.metrics import FAILURES, METRICS, metrics_table, names_of, scalars_of
 from experiments.rl.metrics_log import MetricsLog, import_writer, read_metrics
-from experiments.rl.policy import POLICIES, TINY
 from experiments.rl.rewards import score_responses
-from experiments.rl.step_clock import exposed_seconds
+from experiments.rl.step_clock import PLANNING, exposed_seconds
 from experiments.rl.tasks import TASKS
 from experiments.rl.tokens import BYTES
 from experiments.rl.train import run_train
@@ -36,22 +36,8 @@ from relibra_jax.plan import replica_experts
 from relibra_jax.types import EMPTY, layer_plans
 
 PAGE = (Path(__file__).parents[1] / "docs" / "metrics.md").read_text()
-SMALLEST = dataclasses.replace(TINY, width=16, layers=2, heads=2, kv_heads=1, head_width=8, expert_width=8)
-SHORT = {
-    "task": "copy",
-    "policy": "smallest",
-    "warmup_steps": 1,
-    "steps": 1,
-    "prompts": 8,
-    "responses_per_prompt": 4,
-    "prompt_tokens": 14,
-    "response_tokens": 7,
-    "evaluation_batches": 1,
-    "anneal_steps": 10,
-    "micro_batches": 2,
-    "epochs": 1,
-    "ranks": Ranks(resident_slots=1),
-}
+pytestmark = pytest.mark.usefixtures("smallest_policy")
+SHORT = SMALL | {"steps": 1, "evaluation_batches": 1, "epochs": 1, "ranks": Ranks(resident_slots=1)}
 WRITERS = """
     opened = []
 
@@ -74,21 +60,13 @@ WRITERS = """
 
     number = 3
 """
-HOST = ("generate", "prepare", "plan", "migrate", "recompute", "score", "score_wait", "update")
+HOST = ("generate", "prepare", "plan", "size", "migrate", "recompute", "score", "score_wait", "update")
 """What a profile names on the host."""
 SCOPES = (
     *("prepare_layer", "push_residents", "replica_fetch", "dispatch", "experts", "combine"),
     "return_gradients",
 )
 """What a profile names in programs."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _smallest_policy():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("experiments.rl.configs.POLICIES", {**POLICIES, "smallest": SMALLEST})
-        patch.setattr("experiments.rl.train.keep_compiled", lambda: None)
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -131,8 +109,9 @@ def test_a_run_writes_exactly_the_metrics_of_the_list(ran):
     assert learned["batch/tokens"] == pytest.approx(
         learned["speed/tokens_per_second"] * learned["time/step_seconds"]
     )
-    phases = {name: learned[f"time/{name}_seconds"] for name in ("plan", "migrate", "score", "score_wait")}
-    assert learned["time/exposed_seconds"] <= phases["plan"] + phases["migrate"] + phases["score_wait"]
+    exposed = {name: learned[f"time/exposed_{name}_seconds"] for name in PLANNING}
+    assert learned["time/exposed_seconds"] == pytest.approx(sum(exposed.values()))
+    assert all(0 <= exposed[name] <= learned[f"time/{name}_seconds"] for name in PLANNING)
     assert learned["time/exposed_seconds"] > 0
 
 
@@ -141,7 +120,7 @@ def test_a_writer_is_given_all_numbers_by_their_names(ran):
     folder, writer, _ = ran
     lines = read_metrics(folder / "metrics.jsonl")
     assert writer.lines == [(line["step"], scalars_of(line)) for line in lines]
-    null = {"balance/imbalance_live", "balance/imbalance_recompute"}
+    null = {"balance/imbalance_live", "balance/imbalance_recompute", "time/plan_ahead_seconds"}
     assert {name for _, metrics in writer.lines for name in metrics} == {
         name for name, metric in METRICS.items() if not metric.listed and name not in null
     }
@@ -160,7 +139,17 @@ def test_a_profile_names_phases_and_layers(ran):
 @pytest.mark.slow
 def test_what_is_compiled_is_told_for_every_program(ran):
     """Whose names the progress line shows: the planner's and generation's among them."""
-    programs = {"generate", "plan", "node_visits", "prepare", "prepare_residents", "recompute", "update"}
+    programs = {
+        "begin",
+        "decode",
+        "count",
+        "plan",
+        "node_visits",
+        "prepare",
+        "prepare_residents",
+        "recompute",
+        "update",
+    }
     assert programs <= ran[2]
 
 
@@ -231,12 +220,20 @@ def test_tensorboard_has_the_same_names(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("recompute", "score", "exposed"), [(4.0, 0.5, 3.0), (4.0, 5.0, 2.0), (4.0, 9.0, 0.0), (1.0, 2.0, 2.0)]
+    ("recompute", "score", "exposed"),
+    [
+        (4.0, 0.5, (2.0, 0.5, 1.0)),
+        (4.0, 5.0, (1.0, 0.5, 1.0)),
+        (4.0, 6.25, (0.0, 0.25, 1.0)),
+        (4.0, 7.0, (0.0, 0.0, 0.5)),
+        (4.0, 9.0, (0.0, 0.0, 0.0)),
+        (1.0, 2.0, (1.0, 0.5, 1.0)),
+    ],
 )
-def test_exposed_is_what_scoring_does_not_hide(recompute, score, exposed):
-    phases = {"plan": 2.0, "migrate": 1.0, "recompute": recompute, "score": score}
-    wait = max(score - 3 - recompute, 0.0)
-    assert exposed_seconds({**phases, "score_wait": wait}) == exposed
+def test_exposed_is_what_scoring_does_not_hide_in_the_order_of_phases(recompute, score, exposed):
+    phases = {"plan": 2.0, "size": 0.5, "migrate": 1.0, "recompute": recompute, "score": score}
+    wait = max(score - 3.5 - recompute, 0.0)
+    assert exposed_seconds({**phases, "score_wait": wait}) == dict(zip(PLANNING, exposed, strict=True))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), None])

@@ -12,21 +12,12 @@ import pytest
 from support.damage import cut_in_half, files_under, flip_middle_bit
 
 from experiments.rl.configs import Train
-from experiments.rl.policy import POLICIES, TINY
 from experiments.rl.trainer import Trainer
 from experiments.run import main
 
-SMALLEST = dataclasses.replace(TINY, width=16, layers=2, heads=2, kv_heads=1, head_width=8, expert_width=16)
+pytestmark = pytest.mark.usefixtures("smallest_policy")
 # Over with the second of its steps.
 SHORT = {"task": "copy", "policy": "smallest", "warmup_steps": 2, "steps": 0, "evaluation_batches": 0}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _smallest_policy():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("experiments.rl.configs.POLICIES", {**POLICIES, "smallest": SMALLEST})
-        patch.setattr("experiments.rl.train.keep_compiled", lambda: None)
-        yield
 
 
 def leave(folder, config):

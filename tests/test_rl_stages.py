@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from flax import nnx
 from rich.console import Console
+from support.runs import SMALL, SMALLEST
 
 from experiments.rl.configs import Train
 from experiments.rl.generation import Responses
 from experiments.rl.losses import relative_advantages
 from experiments.rl.metrics_log import read_metrics
-from experiments.rl.policy import POLICIES, TINY
 from experiments.rl.rewards import Rewards
 from experiments.rl.saved_config import saved_config
 from experiments.rl.stages import OldPolicy, recompute_live, recompute_planned, with_lessons
@@ -27,37 +27,14 @@ from relibra_jax.plan import resident_experts
 from relibra_jax.replay import expert_load
 from relibra_jax.types import EMPTY, RoutingReplay
 
-SMALLEST = dataclasses.replace(TINY, width=16, layers=2, heads=2, kv_heads=1, head_width=8, expert_width=16)
-SMALL = {
-    "task": "copy",
-    "policy": "smallest",
-    "warmup_steps": 0,
-    "steps": 1,
-    "prompts": 8,
-    "responses_per_prompt": 4,
-    "prompt_tokens": 14,
-    "response_tokens": 7,
-    "evaluation_batches": 0,
-    "anneal_steps": 20,
-    "updates": 2,
-    "micro_batches": 2,
-    "epochs": 1,
-    "learning_rate": 3e-3,
-}
+pytestmark = pytest.mark.usefixtures("smallest_policy")
+OPTIONS = SMALL | {"warmup_steps": 0, "steps": 1, "updates": 2, "epochs": 1}
 BATCHES, TOLERANCE = 4, 1e-4
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _smallest_policy():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("experiments.rl.configs.POLICIES", {**POLICIES, "smallest": SMALLEST})
-        patch.setattr("experiments.rl.train.keep_compiled", lambda: None)
-        yield
 
 
 def make(**changes):
     resident_slots = changes.pop("resident_slots", 0)
-    config = Train(**(SMALL | changes))
+    config = Train(**(OPTIONS | changes))
     return Trainer(
         dataclasses.replace(config, ranks=dataclasses.replace(config.ranks, resident_slots=resident_slots)), 0
     )
@@ -193,7 +170,7 @@ def test_updates_replay_what_the_recompute_recorded():
 @pytest.mark.slow
 def test_what_routing_of_the_recompute_costs_is_printed(tmp_path):
     shown = io.StringIO()
-    config = dataclasses.replace(Train(**(SMALL | {"routing": "recompute"})), out=tmp_path / "run")
+    config = dataclasses.replace(Train(**(OPTIONS | {"routing": "recompute"})), out=tmp_path / "run")
     run_train(config, Console(file=shown, width=250))
     [line] = [
         line
@@ -211,7 +188,7 @@ def test_what_routing_of_the_recompute_costs_is_printed(tmp_path):
 
 
 def test_settings_of_stages_are_saved(tmp_path):
-    config = Train(**(SMALL | {"recompute_micro_batches": 4}))
+    config = Train(**(OPTIONS | {"recompute_micro_batches": 4}))
     (tmp_path / "config.json").write_text(json.dumps(dataclasses.asdict(config), default=str))
     assert saved_config(tmp_path) == config
 
@@ -245,4 +222,4 @@ def test_settings_of_stages_are_saved(tmp_path):
 )
 def test_numbers_that_do_not_divide(changes, message):
     with pytest.raises(ValueError, match=message):
-        Train(**(SMALL | {"updates": 1} | changes))
+        Train(**(OPTIONS | {"updates": 1} | changes))

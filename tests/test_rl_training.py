@@ -14,11 +14,11 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 from rich.console import Console
+from support.runs import SIZES, SMALL, SMALLEST
 
 from experiments.rl.configs import Reorder, Replicate, Train
 from experiments.rl.losses import token_weights
 from experiments.rl.metrics_log import MetricsLog, read_metrics
-from experiments.rl.policy import POLICIES, TINY
 from experiments.rl.report import summarise, training_figure
 from experiments.rl.rewards import Rewards, score_responses
 from experiments.rl.stages import recompute_planned
@@ -29,56 +29,27 @@ from experiments.rl.tokens import BYTES
 from experiments.rl.train import run_train
 from experiments.rl.trainer import Trainer
 from experiments.run import main
-from relibra_jax.capacity import Capacities, ExchangeSizes
 from relibra_jax.cli.options import Ranks
 from relibra_jax.nnx import check_executed, get_homes
 from relibra_jax.plan import replica_experts, resident_experts
 from relibra_jax.replay_files import load_replay
-from relibra_jax.resident_push import PushSizes
 from relibra_jax.types import EMPTY, RoutingReplay
 
-SMALLEST = dataclasses.replace(TINY, width=16, layers=2, heads=2, kv_heads=1, head_width=8, expert_width=16)
-# Buffers that hold every batch here, so that one program is compiled.
-SIZES = Capacities(
-    rows=512,
-    flat=ExchangeSizes(pair=128, own=128, send=256, receive=512),
-    node=ExchangeSizes(pair=128, own=128, send=256, receive=256),
-    local=ExchangeSizes(pair=256, own=256, send=256, receive=512),
-    exports=2,
-    export_copies=8,
-    push=PushSizes(exports=0, pair=0, own=0),
-)
-SMALL = {
-    "task": "copy",
-    "policy": "smallest",
-    "warmup_steps": 1,
-    "steps": 3,
-    "prompts": 8,
-    "responses_per_prompt": 4,
-    "prompt_tokens": 14,
-    "response_tokens": 7,
-    "evaluation_batches": 1,
-    "anneal_steps": 20,
-    "micro_batches": 2,
-    "epochs": 2,
-    "learning_rate": 3e-3,
-}
+pytestmark = pytest.mark.usefixtures("smallest_policy")
 # Length of the difference between two runs' parameters, relative to that of what the updates moved: float32, sums in
 # another order, and AdamW divides small gradients by their own size.
 UPDATES, TOLERANCE = 10, 1e-4
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _smallest_policy():
+def _first_sizes():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("experiments.rl.configs.POLICIES", {**POLICIES, "smallest": SMALLEST})
         patch.setattr("experiments.rl.state.FIRST_CAPACITIES", SIZES)
-        patch.setattr("experiments.rl.train.keep_compiled", lambda: None)
         yield
 
 
 def small(**changes):
-    return Train(**(SMALL | changes))
+    return Train(**(SMALL | {"evaluation_batches": 1} | changes))
 
 
 def logical(trainer):

@@ -40,6 +40,7 @@ AT_LEAST_ONE: Final = (
     "checkpoint_every",
     "prompt_tokens",
     "response_tokens",
+    "watch_every",
 )
 NOT_NEGATIVE: Final = ("learning_rate", "warmup_learning_rate", "balance")
 
@@ -119,6 +120,11 @@ class Train:
     """Only the likeliest tokens whose probabilities reach this sum are sampled."""
     pack_rows: bool = False
     """Whether updates and planned recomputes hold several samples in a row, one behind the other."""
+    plan_ahead: float = 0.75
+    """The share of responses that must have ended for ReLibra's planners to begin their search, while the others are
+    still generated; with 1 it begins behind the rollout."""
+    watch_every: int = 16
+    """The tokens between two looks at which responses have ended."""
     epochs: int = 4
     """The passes over a batch, each of so many ``updates``."""
     clip: Clip = dataclasses.field(default_factory=Clip)
@@ -187,6 +193,9 @@ class Train:
             check_not_negative(name, getattr(self, name))
         check_sampling(self.temperature, self.top_p)
         check_positive("temperature", self.temperature)
+        check_positive("plan_ahead", self.plan_ahead)
+        if self.plan_ahead > 1:
+            raise ValueError(f"plan_ahead={self.plan_ahead} is a share of the responses, at most 1")
         self._check_division()
         if self.routing == "recompute" and not self.replay:
             raise ValueError(

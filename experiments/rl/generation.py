@@ -12,15 +12,18 @@ included: so recompute and update need not know what sampling left out, the upda
 sampled here, and another engine that samples from the trained policy has the same log-probabilities.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Bool, Float, Int, Integer, Key
 
+from experiments.rl.processes import on_every_host
 from experiments.rl.tokens import BYTES
 from relibra_jax.execution.parallel import ExpertParallel, check_tokens
 from relibra_jax.limits import check_not_negative
@@ -69,6 +72,16 @@ class _State(NamedTuple):
     step: Int[jax.Array, ""]
 
 
+class Watch(NamedTuple):
+    """Looks at a generation that goes on."""
+
+    every: int
+    """The tokens between two looks."""
+    look: Callable[[Bool[np.ndarray, " B"], Callable[[], Responses]], None]
+    """Called on the host, on all processes, as long as a sample goes on: with the samples that have ended, and a
+    function that returns the responses so far, those that go on without their ends, before the look is over."""
+
+
 def generate(
     policy: LanguageModel,
     prompts: Int[Array, "B P"],
@@ -82,10 +95,12 @@ def generate(
     ends: Sequence[int] = BYTES.ends,
     pad: int = BYTES.pad,
     allowed: Bool[Array, " V"] | None = None,
+    watch: Watch | None = None,
 ) -> Responses:
     """Sample a response to every prompt.
 
-    One compiled program serves all prompts of a shape and all ``ends`` of a number, whatever temperature and top-p.
+    The same compiled programs serve all prompts of a shape and all ``ends`` of a number, whatever temperature and top-p
+    and however often somebody looks.
 
     Args:
         policy: the policy, on the mesh of ``parallel``.
@@ -99,6 +114,7 @@ def generate(
         ends: the tokens that end a response, at least one; whichever is drawn first ends it.
         pad: the token that fills ``tokens`` of the result where there is none; what is sampled does not depend on it.
         allowed: the tokens that may be sampled, `experiments.rl.tokens.Tokenizer.allowed`; None for all of them.
+        watch: looks at what is generated from time to time, which changes none of it.
 
     Returns:
         See `Responses`; sharded over the ranks.
@@ -128,9 +144,31 @@ def generate(
     never = [end for end in ends if not allowed[end]]
     if never:
         raise ValueError(f"ends: {never[0]} is not among the tokens that may be sampled")
+    if watch is None:
+        watch = Watch(max_new_tokens, lambda *_: None)
+    if watch.every < 1:
+        raise ValueError(f"watch.every={watch.every} must be at least 1")
+    prompt = _Prompts(jnp.asarray(prompts, jnp.int32), jnp.asarray(lengths, jnp.int32))
+    ids, state = _begin(policy, prompt, jnp.int32(pad), parallel=parallel, room=max_new_tokens)
     knobs = (jnp.float32(temperature), jnp.float32(top_p), jnp.asarray(allowed))
-    tokens = (prompts, lengths, jnp.array(ends, jnp.int32), jnp.int32(pad))
-    return _generate(policy, *tokens, keys, knobs, parallel=parallel, room=max_new_tokens)
+    decode = functools.partial(
+        _decode,
+        policy,
+        keys=keys,
+        lengths=prompt.lengths,
+        ends=jnp.array(ends, jnp.int32),
+        knobs=knobs,
+        parallel=parallel,
+    )
+    for column in range(watch.every, max_new_tokens, watch.every):
+        state = decode(state, until=jnp.int32(column))
+        ended = np.asarray(on_every_host(state.ended, parallel.mesh))
+        if ended[longest > 0].all():
+            break
+        watch.look(ended, functools.partial(_join, prompt, ids, state, jnp.int32(pad), parallel=parallel))
+    else:
+        state = decode(state, until=jnp.int32(max_new_tokens))
+    return _join(prompt, ids, state, jnp.int32(pad), parallel=parallel)
 
 
 def check_sampling(temperature: float, top_p: float) -> None:
@@ -168,14 +206,41 @@ def _cut_to_likeliest(logits, top_p):
     return jnp.where(log_probs >= least, logits, -jnp.inf)
 
 
+class _Prompts(NamedTuple):
+    tokens: Int[jax.Array, "B P"]
+    lengths: Int[jax.Array, " B"]
+
+    @property
+    def mask(self) -> Bool[jax.Array, "B P"]:
+        return jnp.arange(self.tokens.shape[1])[None] < self.lengths[:, None]
+
+
 @nnx.jit(static_argnames=("parallel", "room"))
-def _generate(
-    policy: LanguageModel, prompts, lengths, ends, pad, keys, knobs, *, parallel: ExpertParallel, room: int
-):
-    prompts, lengths = jnp.asarray(prompts, jnp.int32), jnp.asarray(lengths, jnp.int32)
-    mask = jnp.arange(prompts.shape[1])[None] < lengths[:, None]
-    prompts = jnp.where(mask, prompts, pad)
-    start, prompt_ids = _start(policy, prompts, mask, parallel=parallel, room=room)
+def _begin(policy: LanguageModel, prompt: _Prompts, pad, *, parallel: ExpertParallel, room: int):
+    """The routing of the prompts' tokens, and the state behind them."""
+    samples, longest = prompt.tokens.shape
+    tokens = jnp.where(prompt.mask, prompt.tokens, pad)
+    cache = policy.empty_cache(samples, longest + room, parallel)
+    output, cache = policy.extend(tokens, prompt.mask, cache, parallel=parallel)
+    last = jnp.maximum(prompt.lengths - 1, 0)[:, None, None]
+    state = _State(
+        tokens=jnp.zeros((samples, room), jnp.int32),
+        expert_ids=jnp.zeros((samples, room, *output.expert_ids.shape[2:]), output.expert_ids.dtype),
+        log_probs=jnp.zeros((samples, room), jnp.float32),
+        cache=cache,
+        logits=jnp.take_along_axis(output.logits, last, axis=1)[:, 0],
+        lengths=jnp.zeros(samples, jnp.int32),
+        ended=jnp.zeros(samples, bool),
+        step=jnp.int32(0),
+    )
+    return _on_ranks((output.expert_ids, state), parallel)
+
+
+@nnx.jit(static_argnames="parallel", donate_argnames="state")
+def _decode(
+    policy: LanguageModel, state: _State, *, keys, lengths, ends, knobs, until, parallel: ExpertParallel
+) -> _State:
+    """Decode up to column ``until``, or until all samples have ended."""
 
     def goes_on(state: _State) -> Bool[jax.Array, " B"]:
         return (lengths > 0) & ~state.ended
@@ -202,39 +267,27 @@ def _generate(
             state.step + 1,
         )
 
-    end = jax.lax.while_loop(lambda state: (state.step < room) & goes_on(state).any(), next_token, start)
-    responses = _join(prompts, lengths, prompt_ids, end, pad)
-    return jax.lax.with_sharding_constraint(responses, parallel.token_sharding)
+    end = jax.lax.while_loop(lambda state: (state.step < until) & goes_on(state).any(), next_token, state)
+    return _on_ranks(end, parallel)
 
 
-def _start(policy: LanguageModel, prompts, mask, *, parallel: ExpertParallel, room: int):
-    """The state behind the prompts, and the routing of their tokens."""
-    samples, longest = prompts.shape
-    cache = policy.empty_cache(samples, longest + room, parallel)
-    output, cache = policy.extend(prompts, mask, cache, parallel=parallel)
-    last = jnp.maximum(mask.sum(1) - 1, 0)[:, None, None]
+def _on_ranks[T](tree: T, parallel: ExpertParallel) -> T:
+    """Samples over the ranks, so that what one program returns is what the next one was compiled for."""
 
-    def empty(shape, dtype):
-        return jax.lax.with_sharding_constraint(jnp.zeros(shape, dtype), parallel.token_sharding)
+    def place(path, leaf):
+        behind_layers = jax.tree_util.keystr(path).endswith((".keys", ".values"))
+        spec = (None,) * behind_layers + tuple(parallel.token_spec) if leaf.ndim else ()
+        return jax.lax.with_sharding_constraint(leaf, NamedSharding(parallel.mesh, PartitionSpec(*spec)))
 
-    state = _State(
-        tokens=empty((samples, room), jnp.int32),
-        expert_ids=empty((samples, room, *output.expert_ids.shape[2:]), output.expert_ids.dtype),
-        log_probs=empty((samples, room), jnp.float32),
-        cache=cache,
-        logits=jnp.take_along_axis(output.logits, last, axis=1)[:, 0],
-        lengths=empty(samples, jnp.int32),
-        ended=empty(samples, bool),
-        step=jnp.int32(0),
-    )
-    return state, output.expert_ids
+    return jax.tree.map_with_path(place, tree)
 
 
-def _join(prompts, lengths, prompt_ids, end: _State, pad) -> Responses:
+@functools.partial(jax.jit, static_argnames="parallel")
+def _join(prompt: _Prompts, prompt_ids, state: _State, pad, *, parallel: ExpertParallel) -> Responses:
     """Prompts and the responses right behind them."""
-    longest, room = prompts.shape[1], end.tokens.shape[1]
-    position, lengths = jnp.arange(longest + room)[None], lengths[:, None]
-    mask = position < lengths + end.lengths[:, None]
+    longest, room = prompt.tokens.shape[1], state.tokens.shape[1]
+    position, lengths = jnp.arange(longest + room)[None], prompt.lengths[:, None]
+    mask = position < lengths + state.lengths[:, None]
     response = mask & (position >= lengths)
     source = jnp.where(response, position - lengths + longest, jnp.minimum(position, longest))
 
@@ -243,11 +296,12 @@ def _join(prompts, lengths, prompt_ids, end: _State, pad) -> Responses:
         trailing = (..., *[None] * (both.ndim - 2))
         return jnp.where(where[trailing], jnp.take_along_axis(both, source[trailing], axis=1), filler)
 
-    return Responses(
-        tokens=join(prompts, end.tokens, mask, pad),
+    responses = Responses(
+        tokens=join(prompt.tokens, state.tokens, mask, pad),
         mask=mask,
         response=response,
-        expert_ids=join(prompt_ids, end.expert_ids, mask, 0),
-        log_probs=join(jnp.zeros(prompts.shape), end.log_probs, response, 0),
-        ended=end.ended,
+        expert_ids=join(prompt_ids, state.expert_ids, mask, 0),
+        log_probs=join(jnp.zeros(prompt.tokens.shape), state.log_probs, response, 0),
+        ended=state.ended,
     )
+    return jax.lax.with_sharding_constraint(responses, parallel.token_sharding)

@@ -92,7 +92,11 @@ METRICS: Final[Mapping[str, Metric]] = MappingProxyType(
         "batch/fill": Metric("share", "positions of the updates' rows that hold tokens"),
         "time/step_seconds": Metric("s", "the whole step", _UPDATES),
         "time/generate_seconds": Metric("s", "generation"),
-        "time/plan_seconds": Metric("s", "planning: the plan, its check, the sizes of buffers"),
+        "time/plan_ahead_seconds": Metric(
+            "s", "a search for homes beside the rollout, from responses that had ended; null without one"
+        ),
+        "time/plan_seconds": Metric("s", "the plan and its check, and what it waits for a search ahead"),
+        "time/size_seconds": Metric("s", "the sizes of buffers"),
         "time/migrate_seconds": Metric(
             "s", "experts to their homes, samples to their ranks, layers prepared"
         ),
@@ -102,7 +106,10 @@ METRICS: Final[Mapping[str, Metric]] = MappingProxyType(
         "time/score_seconds": Metric("s", "rewards, scored beside planning and recompute"),
         "time/score_wait_seconds": Metric("s", "the part of scoring that the step waited for"),
         "time/update_seconds": Metric("s", "all updates from the batch", _UPDATES),
-        "time/exposed_seconds": Metric("s", "by which planning and migration delayed the step: see below"),
+        "time/exposed_seconds": Metric("s", "by which plan, sizes and migration delayed the step: see below"),
+        "time/exposed_plan_seconds": Metric("s", "of these, planning"),
+        "time/exposed_size_seconds": Metric("s", "of these, the sizes of buffers"),
+        "time/exposed_migrate_seconds": Metric("s", "of these, migration"),
         "speed/tokens_per_second": Metric("tokens/s", "batch/tokens over time/step_seconds", _UPDATES),
         "speed/response_tokens_per_second": Metric("tokens/s", "sampled tokens over time/generate_seconds"),
         "speed/update_tokens_per_second": Metric(

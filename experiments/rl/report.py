@@ -15,12 +15,13 @@ from rich.table import Table
 from experiments.rl.configs import Train
 from experiments.rl.metrics import EVALUATE, LEARN
 from experiments.rl.metrics_log import read_metrics
+from experiments.rl.step_clock import PLANNING
 from relibra_jax.atomic_write import write_atomically, write_json
 from relibra_jax.cli.figures import COLOURS, GRID, INK
 
 SMOOTH: Final = 7
 """Steps; a step's mean reward depends much on which prompts it drew."""
-COLOUR_OF: Final = {"static": COLOURS[0], "migrate": COLOURS[2], "plan": COLOURS[6]}
+COLOUR_OF: Final = {"static": COLOURS[0], "migrate": COLOURS[2], "size": COLOURS[4], "plan": COLOURS[6]}
 PANELS: Final = (
     *(f"reward, mean of {SMOOTH} steps", "imbalance of each micro-batch"),
     *("ms a step", "tokens/s, generation to update"),
@@ -128,10 +129,13 @@ def summarise(lines: list[dict[str, Any]]) -> dict[str, Any]:
             numbers[name] = float(np.mean(measured))
     for name in SPEEDS:
         numbers[name] = float(np.median([line[f"speed/{name}"] for line in learned]))
+    # A search ahead may not have begun in every step.
     spent = {
-        name: np.array([line[name] for line in learned]) for name in learned[0] if name.startswith("time/")
+        name: np.array([line[name] or 0.0 for line in learned])
+        for name in learned[0]
+        if name.startswith("time/")
     }
-    planning = spent["time/plan_seconds"] + spent["time/migrate_seconds"]
+    planning = sum(spent[f"time/{phase}_seconds"] for phase in PLANNING)
     return numbers | {
         **{_milliseconds(name): 1e3 * float(np.median(seconds)) for name, seconds in spent.items()},
         "plan_and_migrate_share": float(np.median(planning / spent["time/step_seconds"])),
@@ -174,7 +178,7 @@ def training_figure(path: Path, metrics: dict[int, list[dict[str, Any]]], title:
             where = np.repeat(steps, [len(values) for values in each])
             values = [value for values in each for value in values]
             balance.plot(where, values, ".", color=COLOUR_OF[of], markersize=3, label=label)
-        for phase in ("plan", "migrate"):
+        for phase in PLANNING:
             spent = [1e3 * line[f"time/{phase}_seconds"] for line in learned]
             planning.plot(steps, spent, color=COLOUR_OF[phase], linewidth=1.2, label=phase)
         seconds = np.array([line["time/step_seconds"] for line in learned])

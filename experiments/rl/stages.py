@@ -7,7 +7,7 @@ routes live then, in order, with experts at home and buffers for the worst case,
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -67,19 +67,25 @@ def prepare_stages(state: State, config: Train, responses: Responses) -> Stages:
         config: its settings.
         responses: the samples with the routing that is replayed.
     """
-    own = config.recompute_micro_batches if config.routing == "rollout" else None
-    ahead = () if own is None else (own,)
     batches = state.balancer.prepare_stages(
-        *(state.model, state.optimizer, responses.replay),
-        num_micro_batches=(*ahead, *[config.micro_batches] * config.updates),
-        samples=(*[None] * len(ahead), *config.mini_batches),
+        *(state.model, state.optimizer, responses.replay), **stage_options(config)
     )
     samples = TrainingBatch(responses.tokens, responses.mask, responses.expert_ids)
     stages = tuple(Stage(batch, batch.to_ranks(samples)._replace(packing=batch.packing)) for batch in batches)
-    updates = stages[len(ahead) :]
+    updates = stages[-config.updates :]
     if config.routing == "recompute":
         return Stages((), updates)
-    return Stages(stages[: len(ahead)] or updates, updates)
+    return Stages(stages[: -config.updates] or updates, updates)
+
+
+def stage_options(config: Train) -> dict[str, Any]:
+    """The micro-batches and samples of the stages that are planned, for `Balancer.prepare_stages`."""
+    own = config.recompute_micro_batches if config.routing == "rollout" else None
+    recomputes = () if own is None else (own,)
+    return {
+        "num_micro_batches": (*recomputes, *[config.micro_batches] * config.updates),
+        "samples": (*[None] * len(recomputes), *config.mini_batches),
+    }
 
 
 def recompute_planned(state: State, config: Train, stages: Stages) -> OldPolicy:

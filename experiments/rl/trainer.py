@@ -16,9 +16,10 @@ from experiments.rl.balance import measure_batch
 from experiments.rl.checkpoint_tokenizer import load_tokenizer
 from experiments.rl.configs import Train
 from experiments.rl.devices import host_devices
-from experiments.rl.generation import Responses, generate
+from experiments.rl.generation import Responses, Watch, generate
 from experiments.rl.losses import token_weights
 from experiments.rl.metrics import EVALUATE, FAILURES, LEARN, WARM_UP
+from experiments.rl.plan_ahead import PlanAhead
 from experiments.rl.processes import check_same, from_first, is_first, on_every_host
 from experiments.rl.rewards import Rewards, score_responses, unscored
 from experiments.rl.stages import (
@@ -112,14 +113,17 @@ class Trainer:
         """Responses to one batch of prompts and what is learned from them; its metrics."""
         config, state, clock = self.config, self.state, StepClock()
         examples = self.examples(PROMPTS, state.step)
-        with clock("generate"):
-            responses = self.generate(examples, self._key(PROMPTS, state.step))
-        with ThreadPoolExecutor(1) as scorer:
-            # Rewards are Python, planning is compiled: they run side by side.
-            scoring = scorer.submit(self._score, examples, responses, clock)
+        # Rewards are Python, planning is compiled: they run beside what devices do, and beside each other.
+        with ThreadPoolExecutor(2) as beside:
+            ahead = PlanAhead(state, config, beside)
+            with clock("generate"):
+                responses = self.generate(examples, self._key(PROMPTS, state.step), watch=ahead.watch)
+            scoring = beside.submit(self._score, examples, responses, clock)
             if config.routing == "recompute":
                 with clock("recompute"):
                     responses, old = recompute_live(state, config, responses)
+            with clock("plan"):
+                plan_ahead_seconds = ahead.wait()
             stages = self.prepare(responses, clock)
             if config.routing == "rollout":
                 with clock("recompute"):
@@ -129,7 +133,8 @@ class Trainer:
         with clock("update"):
             metrics = self.update(stages, responses, rewards, old)
             loss = self._check_finite(metrics)
-        times = _speed(int(responses.mask.sum()), clock)
+        num_tokens = int(responses.mask.sum())
+        times, exposed = _speed(num_tokens, clock), exposed_seconds(clock.phases)
         state.step += 1
         lengths = responses.response.sum(1)
         return {
@@ -147,19 +152,17 @@ class Trainer:
             **measure_batch(
                 [stage.batch for stage in stages.updates],
                 metrics,
-                int(responses.mask.sum()),
+                num_tokens,
                 live=not config.replay,
             ),
             "balance/imbalance_recompute": old.imbalance,
-            "batch/fill": float(
-                responses.mask.sum() / sum(stage.samples.mask.size for stage in stages.updates)
-            ),
+            "batch/fill": num_tokens / sum(stage.samples.mask.size for stage in stages.updates),
             **times,
-            "time/exposed_seconds": exposed_seconds(clock.phases),
+            "time/plan_ahead_seconds": plan_ahead_seconds,
+            "time/exposed_seconds": sum(exposed.values()),
+            **{f"time/exposed_{name}_seconds": seconds for name, seconds in exposed.items()},
             "speed/response_tokens_per_second": float(lengths.sum() / clock.phases["generate"]),
-            "speed/update_tokens_per_second": config.epochs
-            * int(responses.mask.sum())
-            / clock.phases["update"],
+            "speed/update_tokens_per_second": config.epochs * num_tokens / clock.phases["update"],
         }
 
     def evaluate(self) -> dict[str, Any]:
@@ -179,7 +182,7 @@ class Trainer:
             FAILURES: failures[:SHOWN_FAILURES],
         }
 
-    def generate(self, examples: list[Example], key: jax.Array) -> Responses:
+    def generate(self, examples: list[Example], key: jax.Array, *, watch: Watch | None = None) -> Responses:
         """Responses to the prompts of ``examples``, each by a key of its own; on the host."""
         config, tokenizer = self.config, self.tokenizer
         texts = [tokenizer.encode_prompt(example.prompt) for example in examples]
@@ -197,6 +200,7 @@ class Trainer:
             ends=tokenizer.ends,
             pad=tokenizer.pad,
             allowed=tokenizer.allowed(config.model_config.vocabulary),
+            watch=watch,
         )
         return on_every_host(responses, self.mesh)
 
@@ -206,9 +210,10 @@ class Trainer:
         with total("prepare"):
             stages = prepare_stages(state, self.config, responses)
             jax.block_until_ready(([stage.samples for stage in stages.updates], nnx.state(state.model)))
-        plan_seconds = stages.updates[0].batch.plan_seconds
-        clock.phases["plan"] = plan_seconds
-        clock.phases["migrate"] = total.phases["prepare"] - plan_seconds
+        batch = stages.updates[0].batch
+        clock.add("plan", batch.plan_seconds)
+        clock.add("size", batch.size_seconds)
+        clock.add("migrate", total.phases["prepare"] - batch.plan_seconds - batch.size_seconds)
         self.replay = responses.replay
         return stages
 

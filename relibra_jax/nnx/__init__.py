@@ -12,10 +12,11 @@ from relibra_jax.execution.gating import GATINGS, Gating
 from relibra_jax.execution.mesh import expert_mesh
 from relibra_jax.execution.parallel import ExpertParallel
 from relibra_jax.nnx.balancer import Balancer, BalancerState
+from relibra_jax.nnx.executed import check_executed
 from relibra_jax.nnx.gradients import accumulate_gradients, prepare_residents
 from relibra_jax.nnx.homes import expert_labels, get_homes, reorder_experts, set_homes
 from relibra_jax.nnx.layer import MoELayer, MoEOutput
-from relibra_jax.nnx.prepared import PreparedBatch, RowPacking, check_executed
+from relibra_jax.nnx.prepared import PreparedBatch, RowPacking
 from relibra_jax.nnx.training_checkpoint import restore_training, save_training
 from relibra_jax.nnx.variables import CorrectionBias, ExpertParam, Homes
 

@@ -17,22 +17,28 @@ import jax
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
-from jaxtyping import Int, PRNGKeyArray
+from jaxtyping import Bool, Int, Integer, PRNGKeyArray
 
 from relibra_jax.capacity import Capacities
 from relibra_jax.execution.parallel import AUTO, ExpertParallel
 from relibra_jax.nnx.balancer_state import BalancerState, check_state, from_host, no_capacities, to_host
 from relibra_jax.nnx.batch_checks import check_aligned_left, check_model_homes, check_replay_layers
+from relibra_jax.nnx.batch_order import BatchOrder
 from relibra_jax.nnx.finite import check_finite
 from relibra_jax.nnx.homes import reorder_experts
-from relibra_jax.nnx.prepared import PreparedBatch, live_stages, replayed_batch
+from relibra_jax.nnx.prepare_batch import live_stages, replayed_batch
+from relibra_jax.nnx.prepared import PreparedBatch
 from relibra_jax.nnx.put_on_mesh import put_on_mesh, replicate
-from relibra_jax.nnx.stage_plans import count_visits, grow_sizes, plan_checked, stage_shape
+from relibra_jax.nnx.stage_plans import Search, plan_checked, plan_unfinished
+from relibra_jax.nnx.stage_sizes import count_visits, grow_sizes, stage_shape
 from relibra_jax.plan_check import check_homes
 from relibra_jax.planning.assignment import assign_samples
+from relibra_jax.planning.extra_args import takes
+from relibra_jax.planning.placement import Placement
+from relibra_jax.planning.plan_stages import stage_samples
 from relibra_jax.planning.turns import Assign
 from relibra_jax.row_packing import pack_rows as lay_out_rows
-from relibra_jax.types import BatchPlan, Planner, RoutingReplay, Topology
+from relibra_jax.types import Array, BatchPlan, Planner, RoutingReplay, Topology, check_shape
 
 
 class Balancer:
@@ -124,8 +130,8 @@ class Balancer:
         self._capacities: dict[str, Capacities] = {}
         self._pack_rows = pack_rows
         self._row_shapes: dict[str, tuple[int, int]] = {}
-        self._number = 0
-        self._updates_before: int | None = None
+        self._order = BatchOrder()
+        self._warm_start: Placement | None = None
 
     @property
     def live(self) -> ExpertParallel:
@@ -150,7 +156,9 @@ class Balancer:
         live = (self._planner_state, self._key)
         self._planner_state, self._key = jax.tree.map(from_host, (state.planner, state.key), live)
         self._home, self._capacities = home, state.capacities
-        self._number, self._updates_before = self._number + 1, None
+        self._order.begin(None)
+        self._order.discard()
+        self._warm_start = None
 
     def prepare(
         self,
@@ -241,7 +249,7 @@ class Balancer:
         if num_samples is not None or capacities is not None:
             raise ValueError("num_samples and capacities are for live routing: the replay tells both")
         check_model_homes(model, self._home)
-        self._check_updated(optimizer)
+        self._order.check_learned(optimizer)
         check_finite(model)
         with jax.profiler.TraceAnnotation("plan"):
             start = time.perf_counter()
@@ -251,16 +259,17 @@ class Balancer:
                 check_aligned_left(np.asarray(replay.mask))
             key, now = jax.random.split(self._key)
             plans, planner_state = plan_checked(
-                *(replay, self._planner_state, now, self._parallel),
-                planner=self.planner,
-                num_micro_batches=num_micro_batches,
-                samples=samples,
-                assign=self.assign,
-                by_length=self._pack_rows,
+                *(replay, self._planner_state, now),
+                self._search(len(replay.mask), num_micro_batches, samples),
+                across_nodes=self._parallel.across_nodes,
+                warm_start=self._warm_start,
             )
+            plan_seconds = time.perf_counter() - start
+        with jax.profiler.TraceAnnotation("size"):
+            start = time.perf_counter()
             visits = [count_visits(replay, plan, self._parallel) for plan in plans]
             sizes = grow_sizes(self._capacities, self._first_capacities, plans, visits, self._parallel)
-            seconds = time.perf_counter() - start
+            seconds = (plan_seconds, time.perf_counter() - start)
         with jax.profiler.TraceAnnotation("migrate"):
             stages = tuple(
                 self._replayed(plan, sizes[stage_shape(plan, self._parallel)], replay, seconds, visited)
@@ -270,24 +279,77 @@ class Balancer:
             home = np.asarray(plans[0].plan.home)
             reorder_experts(model, optimizer, home, mesh=self.mesh, topology=self.topology)
         self._planner_state, self._key = planner_state, key
-        self._home, self._capacities = home, sizes
-        self._number += 1
-        if optimizer is not None:
-            self._updates_before = _updates(optimizer)
+        self._home, self._capacities, self._warm_start = home, sizes, None
+        check_in_force = self._order.begin(optimizer)
         for stage in stages:
-            stage.check_in_force = functools.partial(self._check_in_force, self._number)
+            stage.check_in_force = check_in_force
         return stages
 
     def discard(self) -> None:
         """Give up the batch that was prepared last, so that another one may be prepared without an update."""
-        self._updates_before = None
+        self._order.discard()
+
+    def plan_ahead(
+        self,
+        sample_load: Integer[Array, "B L E"],
+        tokens: Integer[Array, " B"],
+        finished: Bool[Array, " B"],
+        *,
+        num_micro_batches: Sequence[int] | None = None,
+        samples: Sequence[range | None] | None = None,
+    ) -> None:
+        """Search homes for the next batch while its rollout still runs, from the counts of the finished samples.
+
+        The next `prepare` begins its search there, and takes half as many turns. It may run in a thread of its own,
+        beside everything but `prepare`; called again with more samples, it searches anew. Nothing moves. On several
+        processes, all call it with the same counts.
+
+        Args:
+            sample_load: token copies of each finished sample for each expert, from `relibra_jax.sample_counts` in
+                rollout workers or `relibra_jax.sample_load`; what samples have that still run is not read.
+            tokens: the length of each finished sample, in real tokens.
+            finished: the samples that have finished; the others count as their nearest neighbours that have
+                (`relibra_jax.planning.unfinished.fill_unfinished`).
+            num_micro_batches: M of each stage, for `prepare_stages`; that of `prepare` by default.
+            samples: the samples of each stage, as `prepare_stages` takes them.
+
+        Raises:
+            ValueError: if the planner has no search that could begin elsewhere, no sample has finished, or counts are
+                not of the model's layers and experts.
+        """
+        if not takes(self.planner.update, "refine"):
+            raise ValueError("plan_ahead: the planner takes no ``refine``, its search cannot begin elsewhere")
+        shape = (len(tokens), self.num_layers, self.topology.num_experts)
+        check_shape("sample_load", sample_load.shape, shape)
+        if not np.asarray(finished).any():
+            raise ValueError(f"plan_ahead: none of {len(tokens)} samples has finished")
+        search = self._search(len(tokens), num_micro_batches or (self.num_micro_batches,), samples)
+        key = jax.random.split(self._key, 3)[2]
+        with jax.profiler.TraceAnnotation("plan_ahead"):
+            self._warm_start = plan_unfinished(
+                *(sample_load, tokens, finished), self._planner_state, key, search
+            )
+
+    def _search(
+        self, num_samples: int, num_micro_batches: Sequence[int], samples: Sequence[range | None] | None
+    ) -> Search:
+        """How stages are searched for, the same for the same stages."""
+        copies = math.prod(self._parallel.copies)
+        return Search(
+            planner=self.planner,
+            topology=self.topology,
+            num_micro_batches=tuple(copies * number for number in num_micro_batches),
+            samples=tuple(stage_samples(num_samples, len(num_micro_batches), samples)),
+            assign=self.assign,
+            by_length=self._pack_rows,
+        )
 
     def _replayed(
         self,
         plan: BatchPlan,
         sizes: Capacities,
         replay: RoutingReplay,
-        plan_seconds: float,
+        seconds: tuple[float, float],
         visits: Int[np.ndarray, "M L P N"] | None,
     ) -> PreparedBatch:
         on_mesh = jax.tree.map(functools.partial(replicate, mesh=self.mesh), plan)
@@ -303,25 +365,6 @@ class Balancer:
             *(on_mesh, parallel, replay),
             assignment=plan.assignment,
             rows=layout,
-            plan_seconds=plan_seconds,
+            seconds=seconds,
             visits=visits,
         )
-
-    def _check_updated(self, optimizer: nnx.Optimizer | None) -> None:
-        if optimizer is not None and self._updates_before == _updates(optimizer):
-            raise ValueError(
-                f"a second batch is prepared before the first was learned from: the optimizer is still at step"
-                f" {self._updates_before}. A batch holds everything between two placements: prepare all samples of an"
-                " update together, or call discard() to give the first one up"
-            )
-
-    def _check_in_force(self, number: int) -> None:
-        if number != self._number:
-            raise ValueError(
-                f"this batch is number {number} of its balancer, which has moved the experts on for number"
-                f" {self._number}: run all steps of a batch before the next one is prepared"
-            )
-
-
-def _updates(optimizer: nnx.Optimizer) -> int:
-    return int(optimizer.step[...])

@@ -2,23 +2,19 @@
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Bool, Int, PyTree
+from jaxtyping import Int, PyTree
 
 from relibra_jax.execution.parallel import ExpertParallel
-from relibra_jax.execution.prepared_layer import PreparedLayer, prepare_layers
-from relibra_jax.planning.assignment import assign_in_order
-from relibra_jax.planning.plan_stages import stage_samples
-from relibra_jax.planning.turns import shift_samples
+from relibra_jax.execution.prepared_layer import PreparedLayer
 from relibra_jax.row_packing import RowLayout
-from relibra_jax.types import EMPTY, Array, Assignment, BatchPlan, RoutingReplay
+from relibra_jax.types import EMPTY, Array, Assignment, BatchPlan
 
 
 class RowPacking(NamedTuple):
@@ -41,7 +37,9 @@ class PreparedBatch:
     parallel: ExpertParallel
     """Mesh, topology, buffer sizes and kinds of exchange, for `relibra_jax.nnx.MoELayer`."""
     plan_seconds: float
-    """How long the host planned, checked and counted; 0 under jit."""
+    """How long the host planned, and checked the plan; 0 under jit."""
+    size_seconds: float
+    """How long it counted the sizes of buffers; 0 under jit."""
     visits: Int[np.ndarray, "M L P N"] | None
     """Tokens that each rank sends to each node, its own among them, on the hierarchical path; None on the flat one, for
     live routing, and under jit."""
@@ -58,11 +56,12 @@ class PreparedBatch:
         num_samples: int = 0,
         num_tokens: int = 0,
         rows: RowLayout | None = None,
-        plan_seconds: float = 0.0,
+        seconds: tuple[float, float] = (0.0, 0.0),
         visits: Int[np.ndarray, "M L P N"] | None = None,
     ):
         self._batch_plan, self.parallel = batch_plan, parallel
-        self.plan_seconds, self.visits = plan_seconds, visits
+        self.plan_seconds, self.size_seconds = seconds
+        self.visits = visits
         self._rows, self._num_tokens = rows, num_tokens
         self._layers, self._assignment, self._num_samples = layers, assignment, num_samples
         self.check_in_force = None
@@ -148,7 +147,7 @@ class PreparedBatch:
             if np.shape(leaf)[: samples.ndim] != samples.shape:
                 name, axes = f"rows{jax.tree_util.keystr(path)}", "micro-batches and rows"
                 raise ValueError(f"{name}: shape {np.shape(leaf)} for {samples.shape} {axes}")
-            found = _to_host(leaf)[held]
+            found = to_host(leaf)[held]
             shape = (self._num_samples,) if positions is None else (self._num_samples, self._num_tokens)
             batch = np.zeros((*shape, *found.shape[1:]), found.dtype)
             batch[samples[held] if positions is None else (samples[held], positions[held])] = found
@@ -205,150 +204,7 @@ class _Places(NamedTuple):
     """The position of each token in its sample, where rows are packed."""
 
 
-def replayed_batch(
-    batch_plan: BatchPlan,
-    parallel: ExpertParallel,
-    replay: RoutingReplay,
-    *,
-    assignment: Assignment,
-    rows: RowLayout | None,
-    plan_seconds: float,
-    visits: Int[np.ndarray, "M L P N"] | None,
-) -> PreparedBatch:
-    """A batch that follows recorded routing: its layers are prepared here, on the devices.
-
-    Args:
-        batch_plan: the plan of the batch, on the mesh.
-        parallel: how plans are run.
-        replay: the recorded routing, on the host.
-        assignment: the assignment, on the host.
-        rows: how samples lie in rows; None for a sample a row.
-        plan_seconds: how long the batch was planned.
-        visits: how often tokens go to each node, where that was counted.
-
-    Raises:
-        RuntimeError: if a layer is not sound, which no checked plan and no counted buffers should lead to.
-    """
-    batch = PreparedBatch(
-        batch_plan,
-        parallel,
-        assignment=assignment,
-        num_samples=len(replay.mask),
-        num_tokens=replay.mask.shape[1],
-        rows=rows,
-        plan_seconds=plan_seconds,
-        visits=visits,
-    )
-    batch._layers, sound = _prepare(*batch.to_ranks(tuple(replay)), batch_plan, parallel)
-    wrong = np.argwhere(~np.asarray(sound))
-    if len(wrong):
-        raise RuntimeError(
-            "micro-batch {}, layer {}: the plan that was checked does not hold on the devices".format(
-                *wrong[0]
-            )
-            + f" ({len(wrong)} layers in all), with {parallel.capacities}"
-        )
-    return batch
-
-
-@functools.partial(jax.jit, static_argnames="parallel")
-def _prepare(
-    ids: Array, mask: Array, batch_plan: BatchPlan, parallel: ExpertParallel
-) -> tuple[PreparedLayer, Bool[jax.Array, "M L"]]:
-    """The layers, and whether each of them is sound on all ranks of all copies of the group."""
-    ids = jnp.where(mask[..., None, None], ids.astype(jnp.int32), EMPTY)
-    layers = prepare_layers(ids, _by_copy(batch_plan.layer_plans(), parallel.copies), parallel)
-    assert layers.tokens is not None
-    sound = jnp.asarray(layers.tokens.sound)
-    if layers.fetch is not None:
-        sound &= layers.fetch.fits
-    everywhere = NamedSharding(parallel.mesh, PartitionSpec())
-    sound = sound.reshape(*sound.shape[:2], -1).all(-1)
-    return layers, jax.lax.with_sharding_constraint(sound, everywhere)
-
-
-def _by_copy(plans: Any, copies: tuple[int, ...]) -> Any:
-    """Arrays ``[M, L]`` with the micro-batches of all copies of the group as ``[M, L, *copies]``."""
-    if not copies:
-        return plans
-
-    def regroup(leaf: jax.Array) -> jax.Array:
-        leaf = jnp.asarray(leaf).reshape(math.prod(copies), -1, *leaf.shape[1:])
-        leaf = jnp.moveaxis(leaf, 0, 2)
-        return leaf.reshape(*leaf.shape[:2], *copies, *leaf.shape[3:])
-
-    return jax.tree.map(regroup, plans)
-
-
-def check_executed(slot_rows: Int[Array, "M L *copies N G S"], batch: PreparedBatch) -> None:
-    """Raise unless the rows that every slot computed are exactly the plan's quotas. Runs on the host.
-
-    On several processes, all call it.
-
-    Args:
-        slot_rows: what the layers returned (`relibra_jax.nnx.MoEOutput`), of all micro-batches and layers: counted
-            where rows arrived with ``Balancer(check_rows=True)``; without, they are what the plan says.
-        batch: the prepared batch that ran in replay.
-
-    Raises:
-        ValueError: if the rows are of other shapes than the plan.
-        RuntimeError: at the first place where they differ, with both numbers.
-    """
-    plan = batch.batch_plan.plan
-    quota, expert = (
-        np.asarray(leaf) for leaf in _by_copy((plan.quota, plan.slot_expert), batch.parallel.copies)
-    )
-    rows = _to_host(slot_rows)
-    if rows.shape != quota.shape:
-        raise ValueError(f"slot_rows: expected shape {quota.shape}, found {rows.shape}")
-    if (rows != quota).any():
-        place = tuple(np.argwhere(rows != quota)[0].tolist())
-        copies = "".join(f"copy {index} of the group, " for index in place[2:-3])
-        raise RuntimeError(
-            "micro-batch {}, layer {}, {}node {}, rank {}, slot {}".format(*place[:2], copies, *place[-3:])
-            + f": expert {expert[place]} computed {rows[place]} rows, the plan's quota is {quota[place]}"
-        )
-
-
-def live_stages(
-    parallel: ExpertParallel,
-    *,
-    num_samples: int | None,
-    num_micro_batches: Sequence[int],
-    samples: Sequence[range | None] | None,
-) -> tuple[PreparedBatch, ...]:
-    """Stages that are routed live: samples in order, experts where they are, no replicas.
-
-    Args:
-        parallel: how plans are run, without replica slots.
-        num_samples: B.
-        num_micro_batches: M of each stage in each copy of the group.
-        samples: the samples of each stage, as `relibra_jax.planning.plan_stages.plan_stages` takes them.
-
-    Raises:
-        ValueError: if the number of samples is not given, or a stage has no micro-batch or not a sample for each.
-    """
-    most = max(num_micro_batches, default=0)
-    if num_samples is None or num_samples < most:
-        raise ValueError(
-            f"prepare(replay=None) prepares live routing: give it num_samples of at least num_micro_batches={most}, not"
-            f" {num_samples}"
-        )
-    own = stage_samples(num_samples, len(num_micro_batches), samples)
-    copies = math.prod(parallel.copies)
-    assignments = [
-        assign_in_order(len(each), parallel.topology, num_micro_batches=copies * number)
-        for each, number in zip(own, num_micro_batches, strict=True)
-    ]
-    return tuple(
-        PreparedBatch(
-            None, parallel, assignment=shift_samples(assignment, each.start), num_samples=num_samples
-        )
-        for assignment, each in zip(assignments, own, strict=True)
-    )
-
-
-def _to_host(array: Array) -> np.ndarray:
+def to_host(array: Array) -> np.ndarray:
     """The whole of an array; of one over several processes, all call it."""
     if isinstance(array, jax.Array) and not array.is_fully_addressable:
         array = multihost_utils.process_allgather(array, tiled=True)

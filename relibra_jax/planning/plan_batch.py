@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Integer
 
+from relibra_jax.planning.placement import Placement
 from relibra_jax.planning.sample_packing import pack_samples
 from relibra_jax.planning.token_sample import Routes, sample_routes
 from relibra_jax.planning.transitions import transitions_for
@@ -35,6 +36,7 @@ def plan_batch(
     assign: Assign | None = None,
     rounds: int = 4,
     cost: UnitTimes | None = None,
+    warm_start: Placement | None = None,
 ) -> tuple[BatchPlan, Any]:
     """Plan a batch from its routing replay: which rank holds which sample when, and where experts live.
 
@@ -55,13 +57,17 @@ def plan_batch(
             more than a few long ones. With three rounds recorded loads took 0.2% to 0.5% longer in modelled time.
         cost: the unit times of the cluster and the model, from `relibra_jax.cost.unit_times.unit_times`. With them
             time is what is planned, and without them balance; residents are chosen by time in either case.
+        warm_start: homes and residents that the search begins with, of a plan from the counts of those samples that
+            had finished earlier (`relibra_jax.planning.unfinished.fill_unfinished`). The first turn then assigns
+            samples to them. On recorded loads, with three quarters of the samples finished, two rounds so came to what
+            four come to without, in less than half of the time.
 
     Returns:
         The batch plan, and the planner's state after this batch.
 
     Raises:
-        ValueError: if ``rounds`` is negative, ``start`` is of other micro-batches or ranks, or as the planner,
-            `pack_samples` and ``assign`` say.
+        ValueError: if ``rounds`` is negative, ``start`` is of other micro-batches or ranks, ``warm_start`` of another
+            topology or number of layers, or as the planner, `pack_samples` and ``assign`` say.
 
     >>> import jax, numpy as np
     >>> from relibra_jax import Topology, relibra
@@ -86,6 +92,7 @@ def plan_batch(
         cost=cost,
         routes=sample_routes(replay) if by_time else None,
         transitions=transitions_for(planner, replay, num_experts=topology.num_experts),
+        warm_start=warm_start,
     )
 
 
@@ -103,6 +110,7 @@ def plan_loads(
     cost: UnitTimes | None = None,
     routes: Routes | None = None,
     transitions: Transitions | None = None,
+    warm_start: Placement | None = None,
 ) -> tuple[BatchPlan, Any]:
     """Plan a batch from the counts of each sample, for callers that have them without the replay.
 
@@ -126,6 +134,7 @@ def plan_loads(
             crosses, and nothing is lost.
         transitions: counts of the batch, from `relibra_jax.planning.transitions.transitions_for`; None for planners
             that do not take them.
+        warm_start: homes and residents that the search begins with, as in `plan_batch`.
 
     Returns:
         The batch plan, and the planner's state after this batch.
@@ -165,5 +174,6 @@ def plan_loads(
         costs=None if cost is None else [cost],
         routes=routes,
         transitions=transitions,
+        warm_start=warm_start,
     )
     return batch_plan, after

@@ -3,15 +3,28 @@
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Integer
 
 from relibra_jax.limits import check_integer
+from relibra_jax.planning.placement import Placement
 from relibra_jax.planning.sample_packing import pack_samples
-from relibra_jax.planning.token_sample import sample_routes
+from relibra_jax.planning.token_sample import Routes, sample_routes
 from relibra_jax.planning.transitions import transitions_for
 from relibra_jax.planning.turns import Assign, plan_in_turns, shift_samples
 from relibra_jax.replay import sample_load
-from relibra_jax.types import Assignment, BatchPlan, Planner, RoutingReplay, Topology, UnitTimes
+from relibra_jax.types import (
+    Array,
+    Assignment,
+    BatchPlan,
+    Planner,
+    RoutingReplay,
+    Topology,
+    Transitions,
+    UnitTimes,
+    check_shape,
+)
 
 
 def plan_stages(
@@ -26,6 +39,7 @@ def plan_stages(
     assign: Assign | None = None,
     rounds: int = 4,
     cost: Sequence[UnitTimes] | None = None,
+    warm_start: Placement | None = None,
 ) -> tuple[tuple[BatchPlan, ...], Any]:
     """Plan the stages of a batch, each in its own micro-batches, over homes and residents that they share.
 
@@ -56,6 +70,8 @@ def plan_stages(
         cost: the unit times of each stage, with the arguments of its `relibra_jax.cost.batch_time.batch_time`: for
             example `relibra_jax.cost.unit_times.unit_times` with ``updates=0, recompute=True`` for the first, and
             without them for the second. Moves are counted once, and residents are pushed in all updates together.
+        warm_start: homes and residents that the search begins with, as in
+            `relibra_jax.planning.plan_batch.plan_batch`.
 
     Returns:
         The batch plan of each stage, samples numbered as in the batch, all with the same homes and residents; and the
@@ -76,7 +92,85 @@ def plan_stages(
     >>> recompute.load.shape, update.load.shape, bool((recompute.plan.home == update.plan.home).all())
     ((1, 3, 1, 2, 4), (2, 3, 1, 2, 4), True)
     """
-    tokens = replay.mask.sum(1, dtype=np.int32)
+    by_time = cost is not None or topology.resident_slots > 0
+    return plan_stage_loads(
+        sample_load(replay, num_experts=topology.num_experts),
+        replay.mask.sum(1, dtype=np.int32),
+        planner,
+        state,
+        topology,
+        num_micro_batches=num_micro_batches,
+        samples=samples,
+        starts=starts,
+        assign=assign,
+        rounds=rounds,
+        cost=cost,
+        routes=sample_routes(replay) if by_time else None,
+        transitions=transitions_for(planner, replay, num_experts=topology.num_experts),
+        warm_start=warm_start,
+    )
+
+
+def plan_stage_loads(
+    sample_load: Integer[Array, "B L E"],
+    tokens: Integer[Array, " B"],
+    planner: Planner,
+    state: Any,
+    topology: Topology,
+    *,
+    num_micro_batches: Sequence[int],
+    samples: Sequence[range | None] | None = None,
+    starts: Sequence[Assignment] | None = None,
+    assign: Assign | None = None,
+    rounds: int = 4,
+    cost: Sequence[UnitTimes] | None = None,
+    routes: Routes | None = None,
+    transitions: Transitions | None = None,
+    warm_start: Placement | None = None,
+) -> tuple[tuple[BatchPlan, ...], Any]:
+    """Plan the stages of a batch from the counts of each sample, for callers that have them without the replay.
+
+    With the ``routes`` and ``transitions`` that `plan_stages` takes itself, the plans are the same. Works under jit.
+
+    Args:
+        sample_load: token copies of each sample for each expert, as in `relibra_jax.planning.plan_batch.plan_loads`.
+        tokens: the length of each sample, in real tokens, of any integer dtype.
+        planner: any planner.
+        state: the planner's state, from its ``init`` or from the batch before.
+        topology: the expert-parallel group.
+        num_micro_batches: M of each stage, as in `plan_stages`; so are ``samples``, ``starts``, ``assign``, ``rounds``,
+            ``cost`` and ``warm_start``.
+        samples: the samples of each stage.
+        starts: the assignment of each stage's samples that its first plan is for.
+        assign: assigns samples to the micro-batches and ranks of one stage.
+        rounds: turns of assignment and placement.
+        cost: the unit times of each stage.
+        routes: some tokens of the batch, as in `relibra_jax.planning.plan_batch.plan_loads`; so are ``transitions``.
+        transitions: counts of the batch, for planners that take them.
+        warm_start: homes and residents that the search begins with.
+
+    Returns:
+        The batch plan of each stage and the planner's state after this batch, as `plan_stages`.
+
+    Raises:
+        ValueError: if ``sample_load`` is not ``[B, L, E]`` of as many samples as ``tokens`` and the topology's experts,
+            or as `plan_stages`.
+
+    >>> import jax
+    >>> from relibra_jax import Topology, relibra
+    >>> topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=4, replica_slots=1)
+    >>> load, tokens = np.zeros((4, 3, 4), np.uint8), np.full(4, 8)
+    >>> load[..., 0] = 8  # every token goes to expert 0
+    >>> state = relibra().init(topology, 3, key=jax.random.key(0))
+    >>> stages, _ = plan_stage_loads(load, tokens, relibra(), state, topology, num_micro_batches=(1, 2))
+    >>> [stage.load.shape for stage in stages]
+    [(1, 3, 1, 2, 4), (2, 3, 1, 2, 4)]
+    """
+    # Workers send the smallest integers that hold their counts; sums over samples need more.
+    sample_load, tokens = jnp.asarray(sample_load, jnp.int32), jnp.asarray(tokens, jnp.int32)
+    check_shape(
+        "sample_load", sample_load.shape, (len(tokens), *sample_load.shape[1:2], topology.num_experts)
+    )
     own = stage_samples(len(tokens), len(num_micro_batches), samples)
     for stage, (each, number) in enumerate(zip(own, num_micro_batches, strict=True)):
         check_integer(f"num_micro_batches[{stage}]", number, least=1, most=len(each))
@@ -90,9 +184,8 @@ def plan_stages(
             )
             for each, number in zip(own, num_micro_batches, strict=True)
         ]
-    by_time = cost is not None or topology.resident_slots > 0
     return plan_in_turns(
-        sample_load(replay, num_experts=topology.num_experts),
+        sample_load,
         tokens,
         planner,
         state,
@@ -102,8 +195,9 @@ def plan_stages(
         assign=assign,
         rounds=rounds,
         costs=cost,
-        routes=sample_routes(replay) if by_time else None,
-        transitions=transitions_for(planner, replay, num_experts=topology.num_experts),
+        routes=routes,
+        transitions=transitions,
+        warm_start=warm_start,
     )
 
 

@@ -19,6 +19,7 @@ from jaxtyping import Int
 from relibra_jax.limits import check_integer, check_not_negative, check_positive
 from relibra_jax.plan import resident_experts
 from relibra_jax.planning.extra_args import taken_by, with_extra_args
+from relibra_jax.planning.placement import Placement
 from relibra_jax.planning.token_sample import Routes, place_routes
 from relibra_jax.replay import assigned_load
 from relibra_jax.types import (
@@ -32,6 +33,7 @@ from relibra_jax.types import (
     Topology,
     Transitions,
     UnitTimes,
+    check_shape,
 )
 
 type Assign = Callable[..., Assignment]
@@ -53,6 +55,7 @@ def plan_in_turns(
     costs: Sequence[UnitTimes] | None,
     routes: Routes | None,
     transitions: Transitions | None,
+    warm_start: Placement | None = None,
 ) -> tuple[tuple[BatchPlan, ...], Any]:
     """Plan the stages of a batch by one search: a first plan, then ``rounds`` of assignment and another plan.
 
@@ -69,15 +72,19 @@ def plan_in_turns(
         costs: the unit times of each stage.
         routes: some tokens of the batch.
         transitions: counts of the batch, if the planner takes them.
+        warm_start: homes and residents that samples are assigned to in the first turn, in place of a first plan for
+            ``starts``.
 
     Returns:
         The batch plan of each stage, and the planner's state after the batch.
 
     Raises:
-        ValueError: if ``rounds`` is negative, a unit time is not finite and at least 0, ``copy`` is 0, or as the
-            planner and ``assign`` say.
+        ValueError: if ``rounds`` is negative, a unit time is not finite and at least 0, ``copy`` is 0, ``warm_start``
+            is of another topology or number of layers, or as the planner and ``assign`` say.
     """
     check_integer("rounds", rounds, least=0)
+    if warm_start is not None:
+        _check_warm_start(warm_start, sample_load.shape[1], topology)
     for times in costs or ():
         _check_unit_times(times)
     update = with_extra_args(planner).update
@@ -94,7 +101,7 @@ def plan_in_turns(
         return tuple(map(BatchPlan, assignments, loads, plans)), after
 
     if assign is None or not rounds:
-        return turn(tuple(starts), first_loads, None)
+        return turn(tuple(starts), first_loads, None if warm_start is None else warm_start.home)
     nowhere = jnp.full((sample_load.shape[1], topology.num_experts), EMPTY, jnp.int32)
 
     def assigned(home, resident, refine):
@@ -115,14 +122,31 @@ def plan_in_turns(
         return tuple(assignments), tuple(assigned_load(sample_load, each) for each in assignments)
 
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((sample_load, tokens, state))):
-        return _loop_turns(turn, assigned, tuple(starts), first_loads, nowhere, state, rounds, topology)
-    result = turn(tuple(starts), first_loads, nowhere)
+        return _loop_turns(
+            turn, assigned, tuple(starts), first_loads, nowhere, state, rounds, topology, warm_start
+        )
+    placed = warm_start
+    if placed is None:
+        result = turn(tuple(starts), first_loads, nowhere)
+        placed = _placement(result, topology)
     refine = _nobody(starts)
     for _ in range(rounds):
-        plan = result[0][0].plan
-        refine, loads = assigned(plan.home, resident_experts(plan, topology), refine)
-        result = turn(refine, loads, plan.home)
+        refine, loads = assigned(*placed, refine)
+        result = turn(refine, loads, placed.home)
+        placed = _placement(result, topology)
     return result
+
+
+def _placement(result: tuple[Sequence[BatchPlan], Any], topology: Topology) -> Placement:
+    """The homes and residents that all stages share."""
+    plan = result[0][0].plan
+    return Placement(jnp.asarray(plan.home), jnp.asarray(resident_experts(plan, topology)))
+
+
+def _check_warm_start(placed: Placement, layers: int, topology: Topology) -> None:
+    ranks = (topology.num_nodes, topology.ranks_per_node)
+    check_shape("warm_start.home", placed.home.shape, (layers, topology.num_experts))
+    check_shape("warm_start.resident", placed.resident.shape, (layers, *ranks, topology.resident_slots))
 
 
 def _nobody(starts: Sequence[Assignment]) -> tuple[Assignment, ...]:
@@ -147,25 +171,27 @@ def shift_samples(assignment: Assignment, by: int) -> Assignment:
     return assignment if not by else Assignment(jnp.where(sample == EMPTY, EMPTY, sample + by))
 
 
-def _loop_turns(turn, assigned, starts, first_loads, nowhere, state, rounds, topology: Topology):
+def _loop_turns(turn, assigned, starts, first_loads, nowhere, state, rounds, topology: Topology, warm_start):
     """All turns as one loop, so that under jit each stage's assignment, and placement, are compiled once."""
 
     def at_first(*_):
         return starts, first_loads
 
     def body(number, carry):
-        (stages, _), refine = carry
-        plan = stages[0].plan
-        home, resident = plan.home, resident_experts(plan, topology)
-        assignments, loads = jax.lax.cond(number == 0, at_first, assigned, home, resident, refine)
+        _, placed, refine = carry
+        assignments, loads = jax.lax.cond(number == 0, at_first, assigned, *placed, refine)
         refine = jax.tree.map(lambda now, none: jnp.where(number == 0, none, now), assignments, refine)
-        return turn(assignments, loads, home), refine
+        result = turn(assignments, loads, placed.home)
+        return result, _placement(result, topology), refine
 
     starts = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.int32), starts)
     stages, _ = jax.eval_shape(turn, starts, first_loads, nowhere)
     blank = jax.tree.map(jnp.zeros_like, stages)
-    blank = tuple(stage._replace(plan=stage.plan._replace(home=nowhere)) for stage in blank)
-    return jax.lax.fori_loop(0, rounds + 1, body, ((blank, state), _nobody(starts)))[0]
+    first, placed = 1, warm_start
+    if placed is None:
+        nobody = jnp.asarray(resident_experts(blank[0].plan, topology))
+        first, placed = 0, Placement(nowhere, nobody)
+    return jax.lax.fori_loop(first, rounds + 1, body, ((blank, state), placed, _nobody(starts)))[0]
 
 
 def _check_unit_times(cost: UnitTimes) -> None:

@@ -1,0 +1,36 @@
+"""Reinforcement-learning runs of seconds: a policy as small as can be, a batch of 32 samples, buffers that hold it."""
+
+import dataclasses
+
+from experiments.rl.policy import TINY
+from relibra_jax.capacity import Capacities, ExchangeSizes
+from relibra_jax.resident_push import PushSizes
+
+SMALLEST = dataclasses.replace(TINY, width=16, layers=2, heads=2, kv_heads=1, head_width=8, expert_width=16)
+"""The policy ``smallest`` of the fixture `smallest_policy`."""
+SMALL = {
+    "task": "copy",
+    "policy": "smallest",
+    "warmup_steps": 1,
+    "steps": 3,
+    "prompts": 8,
+    "responses_per_prompt": 4,
+    "prompt_tokens": 14,
+    "response_tokens": 7,
+    "evaluation_batches": 0,
+    "anneal_steps": 20,
+    "micro_batches": 2,
+    "epochs": 2,
+    "learning_rate": 3e-3,
+}
+"""Settings of `experiments.rl.configs.Train`."""
+SIZES = Capacities(
+    rows=512,
+    flat=ExchangeSizes(pair=128, own=128, send=256, receive=512),
+    node=ExchangeSizes(pair=128, own=128, send=256, receive=256),
+    local=ExchangeSizes(pair=256, own=256, send=256, receive=512),
+    exports=2,
+    export_copies=8,
+    push=PushSizes(exports=0, pair=0, own=0),
+)
+"""Buffers that hold every batch of such runs, so that one program is compiled."""

@@ -1,0 +1,91 @@
+"""The search for homes beside a rollout, in a run: what it is given, and that it changes no response."""
+
+import dataclasses
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from support.runs import SMALL
+
+from experiments.rl.configs import Train
+from experiments.rl.plan_ahead import PlanAhead
+from experiments.rl.tokens import BYTES
+from experiments.rl.trainer import Trainer
+from relibra_jax.nnx import get_homes
+from relibra_jax.replay import sample_load
+from relibra_jax.types import RoutingReplay
+
+pytestmark = pytest.mark.usefixtures("smallest_policy")
+# Every other token ends a response.
+HASTY = dataclasses.replace(BYTES, ends=(*BYTES.ends, *range(128)))
+AHEAD = {"watch_every": 1, "plan_ahead": 0.5}
+
+
+def make(**changes):
+    return Trainer(Train(**(SMALL | {"warmup_steps": 0, "epochs": 1} | changes)), 0, tokenizer=HASTY)
+
+
+@pytest.fixture(scope="module")
+def stepped(smallest_policy):
+    """Two runs that plan ahead and one that does not, two steps each, and the metrics of every step."""
+    trainers = [make(**AHEAD), make(**AHEAD), make()]
+    return trainers, [[trainer.learn() for _ in range(2)] for trainer in trainers]
+
+
+@pytest.mark.slow
+def test_planning_ahead_changes_no_response_and_is_the_same_again(stepped):
+    (one, other, behind), (metrics, again, without) = stepped
+    for found, same, plain in zip(metrics, again, without, strict=True):
+        assert found["time/plan_ahead_seconds"] > 0
+        assert plain["time/plan_ahead_seconds"] is None
+        assert found["policy/loss"] == same["policy/loss"]
+        assert found["balance/imbalance"] == same["balance/imbalance"]
+        assert 1 <= found["balance/imbalance"] < found["balance/imbalance_static"]
+    np.testing.assert_array_equal(get_homes(one.state.model), get_homes(other.state.model))
+    # Before the first update all have the same weights.
+    assert metrics[0]["response/tokens"] == without[0]["response/tokens"]
+    assert (get_homes(one.state.model) != get_homes(behind.state.model)).any()
+
+
+@pytest.mark.slow
+def test_the_search_is_given_the_counts_of_responses_that_have_ended(stepped, monkeypatch):
+    (trainer, *_), _ = stepped
+    given = []
+    monkeypatch.setattr(trainer.state.balancer, "plan_ahead", lambda *counts, **stages: given.append(counts))
+    with ThreadPoolExecutor(1) as beside:
+        ahead = PlanAhead(trainer.state, trainer.config, beside)
+        examples = trainer.examples(0, 0)
+        responses = trainer.generate(examples, trainer.state.key, watch=ahead.watch)
+        assert ahead.wait() >= 0
+    [(load, tokens, ended)] = given
+    assert 16 <= ended.sum() < 32
+    length = responses.mask.sum(1)
+    np.testing.assert_array_equal(tokens, np.where(ended, length, 0))
+    mask = responses.mask & ended[:, None]
+    wanted = sample_load(RoutingReplay(responses.expert_ids, mask), num_experts=16)
+    np.testing.assert_array_equal(load, wanted)
+    # Those that had not ended are longer than all that had.
+    sampled = responses.response.sum(1)
+    assert sampled[ended].max() < sampled[~ended].min()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{"planner": "eplb"}, {"plan_ahead": 1.0}])
+def test_nobody_looks_where_there_is_nothing_to_search_ahead(stepped, changes):
+    state = stepped[0][0].state
+    with ThreadPoolExecutor(1) as beside:
+        assert PlanAhead(state, Train(**SMALL), beside).watch is not None
+        assert PlanAhead(state, Train(**(SMALL | changes)), beside).watch is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"plan_ahead": 0.0}, "plan_ahead=0.0 must be positive and finite"),
+        ({"plan_ahead": 1.5}, "plan_ahead=1.5 is a share of the responses, at most 1"),
+        ({"watch_every": 0}, "watch_every=0 must be an integer of at least 1"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(changes, says):
+    with pytest.raises(ValueError, match=says):
+        Train(**(SMALL | changes))
