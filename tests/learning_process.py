@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import jax
-from support.runs import SIZES, SMALL, SMALLEST
+from support.runs import HASTY, SIZES, SMALL, SMALLEST
 
 from experiments import run
 from experiments.rl import configs, state, tasks, train
@@ -23,7 +23,10 @@ configs.POLICIES = {**POLICIES, "smallest": SMALLEST}
 
 
 class Troubled(Trainer):
-    """Fails, or is asked to stop, where ``TROUBLE`` says."""
+    """Fails, or is asked to stop, where ``TROUBLE`` says. Responses end early: homes are searched beside rollouts."""
+
+    def __init__(self, config, seed, *, task):
+        super().__init__(config, seed, task=task, tokenizer=HASTY)
 
     def learn(self):
         number, step, what = os.environ.get("TROUBLE", "-1 -1 -").split()
@@ -45,5 +48,8 @@ state.FIRST_CAPACITIES = SIZES
 train.Trainer = Troubled
 COPY = tasks.TASKS["copy"]
 tasks.TASKS = {"copy": dataclasses.replace(COPY, score=score)}
-run.CONFIGS, run.SUMMARIES = {"small": Train(**SMALL, checkpoint_every=1)}, {"small": "a run of seconds"}
+run.CONFIGS, run.SUMMARIES = (
+    {"small": Train(**SMALL, checkpoint_every=1, plan_ahead=0.5, watch_every=1)},
+    {"small": "a run of seconds"},
+)
 sys.exit(run.main(sys.argv[1:]))

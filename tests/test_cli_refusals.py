@@ -10,7 +10,15 @@ import numpy as np
 import pytest
 import tyro
 
-from experiments import bench_kernels, bench_layer, bench_sampler, count_buffers, stragglers
+from experiments import (
+    bench_exposed,
+    bench_kernels,
+    bench_layer,
+    bench_sampler,
+    bench_warm_start,
+    count_buffers,
+    stragglers,
+)
 from experiments.ablation import main as run_ablation
 from experiments.bench_two_processes import __main__ as bench_two_processes
 from experiments.rl.configs import Train
@@ -160,7 +168,10 @@ COSTS = {
 }
 
 
-BENCHMARKS = (bench_kernels, bench_layer, bench_sampler, bench_two_processes, count_buffers, stragglers)
+BENCHMARKS = (
+    *(bench_exposed, bench_kernels, bench_layer, bench_sampler, bench_two_processes, bench_warm_start),
+    *(count_buffers, stragglers),
+)
 
 
 @pytest.mark.parametrize("module", BENCHMARKS, ids=lambda module: module.__name__)

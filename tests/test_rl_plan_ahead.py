@@ -1,23 +1,19 @@
 """The search for homes beside a rollout, in a run: what it is given, and that it changes no response."""
 
-import dataclasses
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from support.runs import SMALL
+from support.runs import HASTY, SMALL
 
 from experiments.rl.configs import Train
 from experiments.rl.plan_ahead import PlanAhead
-from experiments.rl.tokens import BYTES
 from experiments.rl.trainer import Trainer
 from relibra_jax.nnx import get_homes
 from relibra_jax.replay import sample_load
 from relibra_jax.types import RoutingReplay
 
 pytestmark = pytest.mark.usefixtures("smallest_policy")
-# Every other token ends a response.
-HASTY = dataclasses.replace(BYTES, ends=(*BYTES.ends, *range(128)))
 AHEAD = {"watch_every": 1, "plan_ahead": 0.5}
 
 

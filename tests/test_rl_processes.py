@@ -110,6 +110,11 @@ def two(tmp_path_factory):
 @pytest.mark.slow
 def test_two_processes_learn_as_one(one, two):
     assert_close(lines_of(one), lines_of(two))
+    for folder in (one, two):
+        _, *learned = read_metrics(folder / "seed-0" / "metrics.jsonl")
+        assert all(line["time/plan_ahead_seconds"] > 0 for line in learned), (
+            "homes are searched beside rollouts"
+        )
     assert (two / "seed-0" / "replay.npz").exists()
     assert (two / "summary.json").exists()
 

@@ -3,6 +3,7 @@
 import dataclasses
 
 from experiments.rl.policy import TINY
+from experiments.rl.tokens import BYTES
 from relibra_jax.capacity import Capacities, ExchangeSizes
 from relibra_jax.resident_push import PushSizes
 
@@ -24,6 +25,8 @@ SMALL = {
     "learning_rate": 3e-3,
 }
 """Settings of `experiments.rl.configs.Train`."""
+HASTY = dataclasses.replace(BYTES, ends=(*BYTES.ends, *range(128)))
+"""A tokenizer of which every other token ends a response."""
 SIZES = Capacities(
     rows=512,
     flat=ExchangeSizes(pair=128, own=128, send=256, receive=512),

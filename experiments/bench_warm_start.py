@@ -1,0 +1,147 @@
+"""``python -m experiments.bench_warm_start [TRACE]``: what a search gains that begins before a rollout has ended.
+
+Two batches are drawn from a recorded trace, each of half of its samples. The first leaves its homes. For the second,
+searches begin with nothing, or with homes that were found from its shortest samples, which finish first
+(`relibra_jax.planning.unfinished.fill_unfinished`), or with the homes of the first batch, which need no counts at all.
+Then they take so many turns of assignment and placement. Balance and crossings are of the plans, and the same for the
+same seed; only milliseconds are of this machine.
+"""
+
+import functools
+import itertools
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from relibra_jax.cli.parsing import run_program
+from relibra_jax.limits import check_integer
+from relibra_jax.plan import rank_load
+from relibra_jax.planning.assignment import assign_in_order, assign_samples
+from relibra_jax.planning.metrics import batch_imbalance, cross_node_load
+from relibra_jax.planning.placement import Placement
+from relibra_jax.planning.plan_batch import plan_loads
+from relibra_jax.planning.relibra import relibra
+from relibra_jax.planning.unfinished import fill_unfinished
+from relibra_jax.replay import sample_load
+from relibra_jax.traces.read import read_trace
+from relibra_jax.types import EMPTY, Topology
+
+FINISHED: Final = (0.25, 0.5, 0.75, 0.9)
+ROUNDS: Final = (1, 2, 4)
+PLANNER: Final = relibra()
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchWarmStart:
+    """Compare searches."""
+
+    trace: Annotated[Path | None, tyro.conf.Positional] = None
+    """A trace; the recorded one of the package when not given."""
+    nodes: int = 2
+    ranks_per_node: int = 4
+    micro_batches: int = 8
+    seeds: int = 4
+    """Draws of the two batches, whose means are shown."""
+
+
+def main(config: BenchWarmStart) -> None:
+    """Print the table."""
+    for name in ("nodes", "ranks_per_node", "micro_batches", "seeds"):
+        check_integer(name, getattr(config, name), least=1)
+    trace = read_trace(config.trace)
+    topology = Topology(
+        num_nodes=config.nodes,
+        ranks_per_node=config.ranks_per_node,
+        num_experts=trace.num_experts,
+        replica_slots=2,
+    )
+    load = np.asarray(sample_load(trace.replay, num_experts=trace.num_experts))
+    tokens = trace.replay.mask.sum(1)
+    size = (
+        len(tokens)
+        // 2
+        // topology.num_ranks
+        // config.micro_batches
+        * topology.num_ranks
+        * config.micro_batches
+    )
+    if not size:
+        raise ValueError(
+            f"{trace.name}: {len(tokens)} samples are fewer than two for each of {topology.num_ranks} ranks x"
+            f" micro_batches={config.micro_batches}"
+        )
+    start = assign_in_order(size, topology, num_micro_batches=config.micro_batches)
+    no_residents = jnp.full((load.shape[1], *start.sample.shape[1:3], 0), EMPTY, jnp.int32)
+
+    @functools.partial(jax.jit, static_argnames="rounds")
+    def plan(load, tokens, state, key, warm_start, *, rounds):
+        return plan_loads(
+            *(load, tokens, PLANNER, state, topology),
+            num_micro_batches=config.micro_batches,
+            start=start,
+            assign=functools.partial(assign_samples, key=key),
+            rounds=rounds,
+            warm_start=warm_start,
+        )
+
+    @jax.jit
+    def measure(batch_plan, before):
+        found = batch_plan.plan
+        crossings = cross_node_load(batch_plan.layer_plans()).sum() / batch_plan.load.sum()
+        return batch_imbalance(rank_load(found)), crossings, (found.home != before).mean()
+
+    rows: dict[tuple[str, int], list[list[float]]] = {}
+    for seed in range(config.seeds):
+        drawn = np.random.default_rng(seed).permutation(len(tokens))
+        first, second = drawn[:size], drawn[size : 2 * size]
+        keys = jax.random.split(jax.random.key(seed), 4)
+        state = PLANNER.init(topology, load.shape[1], key=keys[0])
+        _, state = plan(load[first], tokens[first], state, keys[1], None, rounds=4)
+        counts = load[second], tokens[second]
+        begun: dict[str, Placement | None] = {
+            "nothing": None,
+            "the batch before": Placement(state.home, no_residents),
+        }
+        for share in FINISHED:
+            finished = np.zeros(size, bool)
+            finished[np.argsort(counts[1], kind="stable")[: int(share * size)]] = True
+            early, _ = plan(*fill_unfinished(*counts, finished), state, keys[2], None, rounds=4)
+            begun[f"{share:.0%} of the samples"] = Placement(early.plan.home, no_residents)
+        for (name, warm_start), rounds in itertools.product(begun.items(), ROUNDS):
+            run = functools.partial(plan, *counts, state, keys[3], warm_start, rounds=rounds)
+            found, _ = jax.block_until_ready(run())
+            clock = time.perf_counter()
+            jax.block_until_ready(run())
+            seconds = time.perf_counter() - clock
+            rows.setdefault((name, rounds), []).append(
+                [*map(float, measure(found, state.home)), 1e3 * seconds]
+            )
+    table = Table(
+        title=f"{trace.name}: {size} samples in {config.micro_batches} micro-batches, {config.nodes} x"
+        f" {config.ranks_per_node} ranks, two replica slots; means of {config.seeds} draws",
+        title_justify="left",
+    )
+    table.add_column("begun with")
+    for column in ("rounds", "imbalance", "copies that cross", "experts moved", "ms, median"):
+        table.add_column(column, justify="right")
+    for (name, rounds), measured in rows.items():
+        imbalance, crossings, moved, _ = np.mean(measured, axis=0)
+        milliseconds = statistics.median(row[-1] for row in measured)
+        table.add_row(
+            name, str(rounds), f"{imbalance:.4f}", f"{crossings:.3f}", f"{moved:.2f}", f"{milliseconds:.0f}"
+        )
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(run_program(main, BenchWarmStart, description=__doc__))
