@@ -131,7 +131,7 @@ def main(config: BenchWarmStart) -> None:
         f" {config.ranks_per_node} ranks, two replica slots; means of {config.seeds} draws",
         title_justify="left",
     )
-    table.add_column("begun with")
+    table.add_column("begun with", no_wrap=True)
     for column in ("rounds", "imbalance", "copies that cross", "experts moved", "ms, median"):
         table.add_column(column, justify="right")
     for (name, rounds), measured in rows.items():
@@ -140,7 +140,7 @@ def main(config: BenchWarmStart) -> None:
         table.add_row(
             name, str(rounds), f"{imbalance:.4f}", f"{crossings:.3f}", f"{moved:.2f}", f"{milliseconds:.0f}"
         )
-    Console().print(table)
+    Console(width=100).print(table)
 
 
 if __name__ == "__main__":

@@ -14,13 +14,14 @@ from relibra_jax.planning.baselines.eplb import eplb, rebalance_experts
 from relibra_jax.planning.baselines.lplb import lplb
 from relibra_jax.planning.baselines.static import static
 from relibra_jax.planning.metrics import batch_imbalance, imbalance
-from relibra_jax.planning.placement import place_experts
+from relibra_jax.planning.placement import Placement, place_experts
 from relibra_jax.planning.plan_batch import plan_batch, plan_loads
-from relibra_jax.planning.plan_stages import plan_stages
+from relibra_jax.planning.plan_stages import plan_stage_loads, plan_stages
 from relibra_jax.planning.planners import PLANNERS
 from relibra_jax.planning.relibra import relibra
 from relibra_jax.planning.replication import replicate_experts
 from relibra_jax.planning.sample_packing import micro_batches_for, pack_samples
+from relibra_jax.planning.unfinished import fill_unfinished
 from relibra_jax.replay import expert_load, sample_load
 from relibra_jax.replay_files import load_replay, save_replay
 from relibra_jax.rollout import replay_from_rollout, sample_counts
@@ -45,6 +46,7 @@ __all__ = [
     "Assignment",
     "BatchPlan",
     "LayerPlan",
+    "Placement",
     "Plan",
     "Planner",
     "RoutingReplay",
@@ -56,6 +58,7 @@ __all__ = [
     "check_plan",
     "eplb",
     "expert_load",
+    "fill_unfinished",
     "imbalance",
     "load_plan",
     "load_replay",
@@ -65,6 +68,7 @@ __all__ = [
     "place_experts",
     "plan_batch",
     "plan_loads",
+    "plan_stage_loads",
     "plan_stages",
     "rank_load",
     "rebalance_experts",

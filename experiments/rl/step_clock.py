@@ -66,7 +66,8 @@ def exposed_seconds(phases: Mapping[str, float]) -> dict[str, float]:
         it takes longer than everything else together. Scoring that planning slows down, on cores that they share, hides
         more of it.
 
-    >>> exposed_seconds({"plan": 2, "size": 0.5, "migrate": 1, "recompute": 4, "score": 6.25, "score_wait": 0})
+    >>> phases = {"plan": 2.0, "size": 0.5, "migrate": 1.0, "recompute": 4.0, "score": 6.25, "score_wait": 0.0}
+    >>> exposed_seconds(phases)
     {'plan': 0.0, 'size': 0.25, 'migrate': 1.0}
     """
     planning = sum(phases[name] for name in PLANNING)

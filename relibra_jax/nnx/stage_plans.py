@@ -24,8 +24,9 @@ from relibra_jax.types import Array, BatchPlan, Planner, RoutingReplay, Topology
 ROUNDS: Final = 4
 """Turns of assignment and placement, of a search that begins with nothing."""
 WARM_ROUNDS: Final = 2
-"""Turns of a search with a warm start. From three quarters of the samples they came to the same balance on recorded
-loads, in 0.45 of the time; one turn came short of it by 0.1% to 0.3%."""
+"""Turns of a search with a warm start. From three quarters of the samples, on recorded loads, they came within 0.1% of
+the same imbalance in 0.4 of the time; one turn came short by up to 0.3% (``python -m experiments.bench_warm_start``).
+"""
 
 
 @dataclasses.dataclass(frozen=True)
