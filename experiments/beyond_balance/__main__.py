@@ -30,6 +30,7 @@ from relibra_jax.cost.hardware import CLUSTERS
 from relibra_jax.cost.models import MODELS
 from relibra_jax.cost.unit_times import unit_times
 from relibra_jax.limits import check_integer
+from relibra_jax.plan import contiguous_homes
 from relibra_jax.plan_check import check_plan
 from relibra_jax.planning.assignment import assign_samples
 from relibra_jax.planning.plan_batch import plan_batch
@@ -160,7 +161,7 @@ def run_planner(
     cost = unit_times(dispatch="hierarchical", **setting.arguments())
     plan = functools.partial(plan_batch, planner=planner, topology=topology, cost=cost)
     first = planner.init(topology, layers, key=jax.random.key(seed))
-    contiguous = np.tile(np.arange(topology.num_experts, dtype=np.int32), (layers, 1))
+    contiguous = np.asarray(contiguous_homes(topology, layers))
     starts = {"cold": (first, contiguous)}
     if any(start == "steady" for start, _ in variants):
         before, state = plan(draw.before, state=first, num_micro_batches=draw.micro_batches_before)

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
-from experiments.rl.stages import join_plans
 from experiments.rl.step import StepMetrics
 from relibra_jax.nnx import PreparedBatch
 from relibra_jax.plan import contiguous_homes, rank_load, replica_experts, resident_experts
@@ -33,10 +32,7 @@ def measure_batch(
     Returns:
         The metrics ``balance/...``, ``buffers/...`` and ``routing/...``.
     """
-    batch_plan, parallel = (
-        join_plans([jax.device_get(batch.batch_plan) for batch in batches]),
-        batches[0].parallel,
-    )
+    batch_plan, parallel = _join_plans(batches), batches[0].parallel
     imbalance = measure_imbalance(
         batch_plan, metrics.load, topology=parallel.topology, across_nodes=parallel.across_nodes
     )
@@ -45,7 +41,7 @@ def measure_batch(
     return {
         **{name: np.asarray(value).tolist() for name, value in imbalance.items()},
         **({} if live else {"balance/imbalance_live": None}),
-        **measure_copies(batches, num_tokens),
+        **measure_copies(batches, batch_plan, num_tokens),
         **measure_push(batch_plan.plan, parallel.topology),
         "routing/changed_share": float(changed.sum() / choices.sum()),
         "routing/changed_share_by_layer": (changed / choices).tolist(),
@@ -69,38 +65,34 @@ def measure_imbalance(
     """
     _, load, plan = batch_plan
     in_order = contiguous_homes(topology, len(plan.home))
-
-    def at_home(load, home):
-        return rank_load(without_replicas(load.sum((2, 3), dtype=jnp.int32), home, topology))
-
-    planned, static = rank_load(plan), at_home(load, in_order)
+    planned, static = rank_load(plan), _load_at_home(load, in_order, topology)
     bound = replication_bound(load, plan.home, topology, across_nodes=across_nodes).sum(0)
     each = jax.vmap(lambda by_rank: batch_imbalance(by_rank[None]))
     return {
         "balance/imbalance": batch_imbalance(planned),
         "balance/imbalance_static": batch_imbalance(static),
         "balance/imbalance_bound": (bound / planned.mean((2, 3)).sum(0)).mean(),
-        "balance/imbalance_live": batch_imbalance(at_home(ran_load, plan.home)),
+        "balance/imbalance_live": batch_imbalance(_load_at_home(ran_load, plan.home, topology)),
         "balance/imbalance_by_micro_batch": each(planned),
         "balance/imbalance_static_by_micro_batch": each(static),
     }
 
 
-def measure_copies(batches: Sequence[PreparedBatch], num_tokens: int) -> dict[str, float]:
+def measure_copies(
+    batches: Sequence[PreparedBatch], batch_plan: BatchPlan, num_tokens: int
+) -> dict[str, float]:
     """Crossings for a token in a layer, replicas, residents, and how full the buffers are.
 
     Args:
         batches: the updates of a batch, of one shape, as `Balancer.prepare_stages` returned them.
+        batch_plan: their plans as one of all their micro-batches.
         num_tokens: the tokens of the batch.
 
     Returns:
         The metrics ``balance/crossings_per_token``, ``balance/replicas``, ``balance/residents`` and ``buffers/fill``.
     """
-    joined, parallel = (
-        join_plans([jax.device_get(batch.batch_plan) for batch in batches]),
-        batches[0].parallel,
-    )
-    plan = jax.tree.map(np.asarray, joined.plan)
+    parallel = batches[0].parallel
+    plan = jax.tree.map(np.asarray, batch_plan.plan)
     topology, (micro_batches, layers) = parallel.topology, plan.quota.shape[:2]
     assert parallel.capacities is not None, "the buffers of a replay are counted"
     replicas = (replica_experts(plan, topology) != EMPTY).sum()
@@ -139,3 +131,29 @@ def measure_push(plan: Plan, topology: Topology) -> dict[str, float]:
         "balance/pushed_by_busiest_rank": float(exports.max()),
         "balance/pushed_across_by_busiest_rank": float(crossing.sum(1).max() / topology.ranks_per_node),
     }
+
+
+@jax.jit
+def planned_imbalance(plan: Plan) -> Float[jax.Array, ""]:
+    """The imbalance of a plan over all its micro-batches."""
+    return batch_imbalance(rank_load(plan))
+
+
+@functools.partial(jax.jit, static_argnames="topology")
+def unplanned_imbalance(
+    load: Int[Array, "M L N G E"], home: Int[Array, "L E"], *, topology: Topology
+) -> Float[jax.Array, ""]:
+    """The imbalance of a load with all experts at home, over all its micro-batches."""
+    return batch_imbalance(_load_at_home(load, home, topology))
+
+
+def _load_at_home(load: Array, home: Array, topology: Topology) -> Int[Array, "M L N G"]:
+    """The load of every rank with all experts at home."""
+    return rank_load(without_replicas(jnp.asarray(load).sum((2, 3), dtype=jnp.int32), home, topology))
+
+
+def _join_plans(batches: Sequence[PreparedBatch]) -> BatchPlan:
+    """The plans of stages of one shape, over the same homes, as one of all their micro-batches; on the host."""
+    plans = [jax.device_get(batch.batch_plan) for batch in batches]
+    joined = jax.tree.map(lambda *parts: np.concatenate(parts), *plans)
+    return joined._replace(plan=joined.plan._replace(home=plans[0].plan.home))

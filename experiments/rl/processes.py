@@ -35,6 +35,7 @@ from experiments.rl.launchers import Launch, find_launch
 from experiments.rl.peers import Door, Peers, enter
 from relibra_jax.cli.refusals import exit_status
 from relibra_jax.execution import check_same_plan
+from relibra_jax.execution.plan_agreement import processes_where
 
 ARRIVE_SECONDS: Final = 45
 """So long processes wait for each other at the start."""
@@ -118,7 +119,7 @@ def text_from_first(text: str) -> str:
 
 def on_any(flag: bool) -> bool:
     """Whether ``flag`` is true on any process."""
-    return flag if process_count() == 1 else bool(multihost_utils.process_allgather(np.bool_(flag)).any())
+    return flag if process_count() == 1 else processes_where(flag).size > 0
 
 
 def check_same(tree: Any, what: str) -> None:

@@ -5,15 +5,15 @@ recompute, which replays it too, and all stages are planned by one search. Or it
 routes live then, in order, with experts at home and buffers for the worst case, and only the updates are planned.
 """
 
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
+from experiments.rl.balance import planned_imbalance, unplanned_imbalance
 from experiments.rl.configs import Train
 from experiments.rl.generation import Responses
 from experiments.rl.losses import relative_advantages, token_weights
@@ -23,10 +23,6 @@ from experiments.rl.state import State
 from experiments.rl.step import StepMetrics, TrainingBatch, prepare_residents, recompute
 from relibra_jax.execution import Residents
 from relibra_jax.nnx import PreparedBatch, check_executed, get_homes
-from relibra_jax.plan import rank_load
-from relibra_jax.planning.metrics import batch_imbalance
-from relibra_jax.planning.replication import without_replicas
-from relibra_jax.types import Array, BatchPlan, Plan, Topology
 
 
 class Stage(NamedTuple):
@@ -151,17 +147,6 @@ def with_lessons(
     return taught
 
 
-def join_plans(plans: Sequence[BatchPlan]) -> BatchPlan:
-    """The plans of stages of one shape, over the same homes, as one of all their micro-batches."""
-    return plans[0] if len(plans) == 1 else _join_plans(list(plans))
-
-
-@jax.jit
-def _join_plans(plans: list[BatchPlan]) -> BatchPlan:
-    joined = jax.tree.map(lambda *parts: jnp.concatenate(parts), *plans)
-    return joined._replace(plan=joined.plan._replace(home=plans[0].plan.home))
-
-
 def join_metrics(metrics: Sequence[StepMetrics]) -> StepMetrics:
     """The metrics of updates of one pass as those of the pass: means of numbers, counts of all micro-batches."""
     return metrics[0] if len(metrics) == 1 else _join_metrics(list(metrics))
@@ -177,18 +162,3 @@ def _join_metrics(metrics: list[StepMetrics]) -> StepMetrics:
 
     policy, norm, *counted = zip(*metrics, strict=True)
     return StepMetrics(jax.tree.map(mean, *policy), mean(*norm), *(join(*each) for each in counted))
-
-
-@jax.jit
-def planned_imbalance(plan: Plan) -> Float[jax.Array, ""]:
-    """The imbalance of a plan over all its micro-batches."""
-    return batch_imbalance(rank_load(plan))
-
-
-@functools.partial(jax.jit, static_argnames="topology")
-def unplanned_imbalance(
-    load: Int[Array, "M L N G E"], home: Int[Array, "L E"], *, topology: Topology
-) -> Float[jax.Array, ""]:
-    """The imbalance of a load with all experts at home, over all its micro-batches."""
-    of_experts = jnp.asarray(load).sum((2, 3), dtype=jnp.int32)
-    return batch_imbalance(rank_load(without_replicas(of_experts, home, topology)))

@@ -10,12 +10,11 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp  # type: ignore[import-untyped]
-from jax.experimental import multihost_utils
 
 from relibra_jax.execution.checkpoint_layout import Layout, parse_layout
 from relibra_jax.execution.dropped_reads import collect_reads, reads_to_the_end
+from relibra_jax.execution.plan_agreement import processes_where
 
 LONGEST_REASON: Final = 160
 """So many characters of what a library says are part of an error's line; a note to the error has them all."""
@@ -86,7 +85,7 @@ def raise_together(
         ValueError: if there is a problem; in one line that names the step and, if there is one, the newest one before
             it whose layout is sound; whether its arrays are is seen when it is restored.
     """
-    failed = np.flatnonzero(multihost_utils.process_allgather(np.bool_(problem is not None)))
+    failed = processes_where(problem is not None)
     if not failed.size:
         return
     problem = problem or f"process {failed[0]} cannot restore it"

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from jaxtyping import Int
 
 
 def digest(tree: Any) -> np.ndarray:
@@ -25,6 +26,13 @@ def digest(tree: Any) -> np.ndarray:
     for leaf in map(np.asarray, leaves):
         sha.update(f"{leaf.dtype}{leaf.shape}".encode() + np.ascontiguousarray(leaf).tobytes())
     return np.frombuffer(sha.digest(), np.uint8)
+
+
+def processes_where(flag: bool) -> Int[np.ndarray, " P"]:
+    """The numbers of the processes on which ``flag`` is true. Collective: all processes have to call it."""
+    if jax.process_count() == 1:
+        return np.arange(int(flag))
+    return np.flatnonzero(multihost_utils.process_allgather(np.bool_(flag)))
 
 
 def check_same_plan(tree: Any, *, what: str = "plan") -> None:

@@ -4,8 +4,8 @@ import contextlib
 from collections.abc import Iterator
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
+
+from relibra_jax.execution.plan_agreement import processes_where
 
 
 @contextlib.contextmanager
@@ -23,9 +23,8 @@ def together(what: str) -> Iterator[None]:
         yield
     except Exception as raised:
         error = raised
-    if jax.process_count() > 1:
-        failed = np.flatnonzero(multihost_utils.process_allgather(np.bool_(error is not None)))
-        if error is None and failed.size:
-            raise ValueError(f"{what}: failed on processes {failed.tolist()} of {jax.process_count()}")
+    failed = processes_where(error is not None)
     if error is not None:
         raise error
+    if failed.size:
+        raise ValueError(f"{what}: failed on processes {failed.tolist()} of {jax.process_count()}")

@@ -25,6 +25,7 @@ from relibra_jax.models.language_model import LanguageModel, abstract_model
 from relibra_jax.models.load_checks import check_device_memory, check_tensors
 from relibra_jax.models.tensor_files import TensorFiles
 from relibra_jax.nnx import set_homes
+from relibra_jax.plan import contiguous_homes
 from relibra_jax.plan_check import check_homes
 from relibra_jax.types import Array, Topology
 
@@ -71,16 +72,17 @@ def load_pretrained(
         parts, skipped = check_tensors(files, config, read_config(folder))
     if skipped:
         log.warning("%s: not loaded, as the model has no use for them: %s", folder, skipped)
-    return build_model(graph, shapes, shardings, config, parts, files.read, home)
+    return _build_model(graph, shapes, shardings, config, parts, files.read, topology, home)
 
 
-def build_model(
+def _build_model(
     graph: Any,
     shapes: Any,
     shardings: Any,
     config: ModelConfig,
     parts: list[Part],
     read: Callable[[str, tuple[int | slice, ...]], np.ndarray],
+    topology: Topology,
     home: Int[Array, "L E"] | None,
 ) -> LanguageModel:
     """The model whose parts ``read`` returns.
@@ -91,12 +93,12 @@ def build_model(
         parts: all parts of all parameters.
         read: ``(tensor, rows) -> values``, from `TensorFiles.read` for example. It is asked for each part once for
             every device, or copy of a device, that holds it.
+        topology: the expert-parallel group.
         home: as in `load_pretrained`.
     """
-    experts = config.num_experts
     if home is None:
-        home = np.tile(np.arange(experts, dtype=np.int32), (config.moe_layers, 1))
-    home = check_homes(home, experts)
+        home = contiguous_homes(topology, config.moe_layers)
+    home = check_homes(home, config.num_experts)
     if len(home) != config.moe_layers:
         raise ValueError(f"home: {len(home)} layers, the model has {config.moe_layers} with experts")
     by_path = defaultdict(list)

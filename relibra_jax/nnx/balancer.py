@@ -31,6 +31,7 @@ from relibra_jax.nnx.prepared import PreparedBatch
 from relibra_jax.nnx.put_on_mesh import put_on_mesh, replicate
 from relibra_jax.nnx.stage_plans import Search, plan_checked, plan_unfinished
 from relibra_jax.nnx.stage_sizes import count_visits, grow_sizes, stage_shape
+from relibra_jax.plan import contiguous_homes
 from relibra_jax.plan_check import check_homes
 from relibra_jax.planning.assignment import assign_samples
 from relibra_jax.planning.extra_args import takes
@@ -125,7 +126,7 @@ class Balancer:
         )
         planner_key, self._key = jax.random.split(key)
         self._planner_state = planner.init(topology, num_layers, key=planner_key)
-        self._home = np.tile(np.arange(topology.num_experts, dtype=np.int32), (num_layers, 1))
+        self._home = np.asarray(contiguous_homes(topology, num_layers))
         self._first_capacities = capacities or no_capacities(counts_visits=path != "flat")
         self._capacities: dict[str, Capacities] = {}
         self._pack_rows = pack_rows
