@@ -25,20 +25,24 @@ from rich.table import Table
 
 from relibra_jax.cli.parsing import run_program
 from relibra_jax.limits import check_integer
-from relibra_jax.plan import rank_load
+from relibra_jax.plan import rank_load, resident_experts
 from relibra_jax.planning.assignment import assign_in_order, assign_samples
 from relibra_jax.planning.metrics import batch_imbalance, cross_node_load
 from relibra_jax.planning.placement import Placement
 from relibra_jax.planning.plan_batch import plan_loads
 from relibra_jax.planning.relibra import relibra
+from relibra_jax.planning.token_sample import sample_routes
 from relibra_jax.planning.unfinished import fill_unfinished
 from relibra_jax.replay import sample_load
 from relibra_jax.traces.read import read_trace
-from relibra_jax.types import EMPTY, Topology
+from relibra_jax.types import EMPTY, RoutingReplay, Topology
 
 FINISHED: Final = (0.25, 0.5, 0.75, 0.9)
 ROUNDS: Final = (1, 2, 4)
 PLANNER: Final = relibra()
+
+type Measured = dict[tuple[str, int], list[list[float]]]
+"""Imbalance, crossings, moves and milliseconds of every draw, by what the search begins with and its rounds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +54,8 @@ class BenchWarmStart:
     nodes: int = 2
     ranks_per_node: int = 4
     micro_batches: int = 8
+    resident_slots: int = 0
+    """Resident slots of a rank."""
     seeds: int = 4
     """Draws of the two batches, whose means are shown."""
 
@@ -64,35 +70,39 @@ def main(config: BenchWarmStart) -> None:
         ranks_per_node=config.ranks_per_node,
         num_experts=trace.num_experts,
         replica_slots=2,
+        resident_slots=config.resident_slots,
     )
     load = np.asarray(sample_load(trace.replay, num_experts=trace.num_experts))
     tokens = trace.replay.mask.sum(1)
-    size = (
-        len(tokens)
-        // 2
-        // topology.num_ranks
-        // config.micro_batches
-        * topology.num_ranks
-        * config.micro_batches
-    )
+    rows = topology.num_ranks * config.micro_batches
+    size = len(tokens) // 2 // rows * rows
     if not size:
         raise ValueError(
             f"{trace.name}: {len(tokens)} samples are fewer than two for each of {topology.num_ranks} ranks x"
             f" micro_batches={config.micro_batches}"
         )
     start = assign_in_order(size, topology, num_micro_batches=config.micro_batches)
-    no_residents = jnp.full((load.shape[1], *start.sample.shape[1:3], 0), EMPTY, jnp.int32)
+    no_residents = jnp.full(
+        (load.shape[1], *start.sample.shape[1:3], config.resident_slots), EMPTY, jnp.int32
+    )
 
     @functools.partial(jax.jit, static_argnames="rounds")
-    def plan(load, tokens, state, key, warm_start, *, rounds):
+    def plan(load, tokens, state, key, warm_start, routes, *, rounds):
         return plan_loads(
             *(load, tokens, PLANNER, state, topology),
             num_micro_batches=config.micro_batches,
             start=start,
             assign=functools.partial(assign_samples, key=key),
             rounds=rounds,
+            routes=routes,
             warm_start=warm_start,
         )
+
+    def routes_of(samples):
+        """Some tokens with their routes, which come with the last response: residents are planned from them."""
+        if not config.resident_slots:
+            return None
+        return sample_routes(RoutingReplay(trace.replay.expert_ids[samples], trace.replay.mask[samples]))
 
     @jax.jit
     def measure(batch_plan, before):
@@ -100,13 +110,13 @@ def main(config: BenchWarmStart) -> None:
         crossings = cross_node_load(batch_plan.layer_plans()).sum() / batch_plan.load.sum()
         return batch_imbalance(rank_load(found)), crossings, (found.home != before).mean()
 
-    rows: dict[tuple[str, int], list[list[float]]] = {}
+    measured: Measured = {}
     for seed in range(config.seeds):
         drawn = np.random.default_rng(seed).permutation(len(tokens))
         first, second = drawn[:size], drawn[size : 2 * size]
         keys = jax.random.split(jax.random.key(seed), 4)
         state = PLANNER.init(topology, load.shape[1], key=keys[0])
-        _, state = plan(load[first], tokens[first], state, keys[1], None, rounds=4)
+        _, state = plan(load[first], tokens[first], state, keys[1], None, routes_of(first), rounds=4)
         counts = load[second], tokens[second]
         begun: dict[str, Placement | None] = {
             "nothing": None,
@@ -115,32 +125,39 @@ def main(config: BenchWarmStart) -> None:
         for share in FINISHED:
             finished = np.zeros(size, bool)
             finished[np.argsort(counts[1], kind="stable")[: int(share * size)]] = True
-            early, _ = plan(*fill_unfinished(*counts, finished), state, keys[2], None, rounds=4)
-            begun[f"{share:.0%} of the samples"] = Placement(early.plan.home, no_residents)
+            early, _ = plan(*fill_unfinished(*counts, finished), state, keys[2], None, None, rounds=4)
+            resident = jnp.asarray(resident_experts(early.plan, topology))
+            begun[f"{share:.0%} of the samples"] = Placement(early.plan.home, resident)
         for (name, warm_start), rounds in itertools.product(begun.items(), ROUNDS):
-            run = functools.partial(plan, *counts, state, keys[3], warm_start, rounds=rounds)
+            run = functools.partial(
+                plan, *counts, state, keys[3], warm_start, routes_of(second), rounds=rounds
+            )
             found, _ = jax.block_until_ready(run())
             clock = time.perf_counter()
             jax.block_until_ready(run())
             seconds = time.perf_counter() - clock
-            rows.setdefault((name, rounds), []).append(
+            measured.setdefault((name, rounds), []).append(
                 [*map(float, measure(found, state.home)), 1e3 * seconds]
             )
-    table = Table(
-        title=f"{trace.name}: {size} samples in {config.micro_batches} micro-batches, {config.nodes} x"
-        f" {config.ranks_per_node} ranks, two replica slots; means of {config.seeds} draws",
-        title_justify="left",
+    title = (
+        f"{trace.name}: {size} samples in {config.micro_batches} micro-batches, {config.nodes} x"
+        f" {config.ranks_per_node} ranks, two replica slots and {config.resident_slots} resident; means of"
+        f" {config.seeds} draws"
     )
-    table.add_column("begun with", no_wrap=True)
+    Console(width=120).print(_table(measured, title))
+
+
+def _table(measured: Measured, title: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    table.add_column("begun with")
     for column in ("rounds", "imbalance", "copies that cross", "experts moved", "ms, median"):
         table.add_column(column, justify="right")
-    for (name, rounds), measured in rows.items():
-        imbalance, crossings, moved, _ = np.mean(measured, axis=0)
-        milliseconds = statistics.median(row[-1] for row in measured)
-        table.add_row(
-            name, str(rounds), f"{imbalance:.4f}", f"{crossings:.3f}", f"{moved:.2f}", f"{milliseconds:.0f}"
-        )
-    Console(width=100).print(table)
+    for (name, rounds), draws in measured.items():
+        imbalance, crossings, moved, _ = np.mean(draws, axis=0)
+        milliseconds = statistics.median(draw[-1] for draw in draws)
+        cells = (f"{imbalance:.4f}", f"{crossings:.3f}", f"{moved:.2f}", f"{milliseconds:.0f}")
+        table.add_row(name, str(rounds), *cells)
+    return table
 
 
 if __name__ == "__main__":

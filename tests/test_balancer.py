@@ -39,6 +39,7 @@ from relibra_jax.nnx import (
     save_training,
     set_homes,
 )
+from relibra_jax.nnx import balancer as balancer_module
 from relibra_jax.planning.placement import Placement, place_experts
 from relibra_jax.planning.unfinished import fill_unfinished
 from relibra_jax.types import EMPTY
@@ -245,6 +246,25 @@ def test_a_batch_begins_where_the_search_ahead_has_ended():
     set_homes(ahead.model, afresh.balancer.state.home)
     second, other = ahead.prepare(1), afresh.prepare(1)
     np.testing.assert_array_equal(second.batch_plan.plan.home, other.batch_plan.plan.home)
+
+
+def test_a_search_that_ends_behind_its_batch_is_dropped(monkeypatch):
+    run, plain = Run(REORDERING), Run(REORDERING)
+    search = balancer_module.plan_unfinished
+
+    def late(*given):
+        run.prepare()
+        return search(*given)
+
+    monkeypatch.setattr(balancer_module, "plan_unfinished", late)
+    run.balancer.plan_ahead(*counts_of(0), np.ones(SAMPLES, bool))
+    monkeypatch.setattr(balancer_module, "plan_unfinished", search)
+    plain.prepare()
+    for each in (run, plain):
+        each.balancer.discard()
+    run.balancer.plan_ahead(*counts_of(0), np.ones(SAMPLES, bool))
+    run.balancer.discard()
+    np.testing.assert_array_equal(*(each.prepare(1).batch_plan.plan.home for each in (run, plain)))
 
 
 def test_what_cannot_be_planned_ahead_is_refused():

@@ -133,5 +133,8 @@ def test_a_warm_start_of_other_shapes_is_refused(counts):
     options = {"assign": ASSIGN, "traced": False}
     with pytest.raises(ValueError, match=r"warm_start.home: expected shape \(3, 16\), found \(2, 16\)"):
         plan(counts, relibra(), warm_start=start._replace(home=start.home[:2]), **options)
+    twice = start.home.at[1, 4].set(start.home[1, 5])
+    with pytest.raises(ValueError, match=r"warm_start.home, layer 1, home slot \d+: owned by"):
+        plan(counts, relibra(), warm_start=start._replace(home=twice), **options)
     with pytest.raises(ValueError, match=r"warm_start.resident: expected shape .*0\), found .*1\)"):
         plan(counts, relibra(), warm_start=random_placement(0, resident_slots=1), **options)

@@ -160,6 +160,7 @@ def test_a_look_sees_what_has_ended_and_changes_nothing():
 
     def look(ended, so_far):
         looks.append((ended, jax.tree.map(np.asarray, so_far())))
+        return True
 
     found = sample(temperature=1.5, top_p=0.9, watch=Watch(2, look))
     for name, value in drawn()._asdict().items():
@@ -171,6 +172,10 @@ def test_a_look_sees_what_has_ended_and_changes_nothing():
         np.testing.assert_array_equal(seen.ended, ended)
         np.testing.assert_array_equal(seen.response.sum(1), np.minimum(sampled, columns))
         np.testing.assert_array_equal(seen.expert_ids, found.expert_ids * seen.mask[..., None, None])
+    seen = []
+    found = sample(temperature=1.5, top_p=0.9, watch=Watch(1, lambda *given: bool(seen.append(given))))
+    assert len(seen) == 1, "who has seen enough is not asked again"
+    np.testing.assert_array_equal(found.tokens, drawn().tokens)
     # Where all samples end early, nobody looks any more.
     everything, looks[:] = range(7), []
     assert sample(ends=everything, watch=Watch(1, look)).ended.sum() == SAMPLES - 1

@@ -8,6 +8,7 @@ from support.runs import HASTY, SMALL
 
 from experiments.rl.configs import Train
 from experiments.rl.plan_ahead import PlanAhead
+from experiments.rl.step_clock import StepClock
 from experiments.rl.trainer import Trainer
 from relibra_jax.nnx import get_homes
 from relibra_jax.replay import sample_load
@@ -33,6 +34,7 @@ def test_planning_ahead_changes_no_response_and_is_the_same_again(stepped):
     (one, other, behind), (metrics, again, without) = stepped
     for found, same, plain in zip(metrics, again, without, strict=True):
         assert found["time/plan_ahead_seconds"] > 0
+        assert 0 < found["time/count_seconds"] < found["time/generate_seconds"]
         assert plain["time/plan_ahead_seconds"] is None
         assert found["policy/loss"] == same["policy/loss"]
         assert found["balance/imbalance"] == same["balance/imbalance"]
@@ -49,7 +51,7 @@ def test_the_search_is_given_the_counts_of_responses_that_have_ended(stepped, mo
     given = []
     monkeypatch.setattr(trainer.state.balancer, "plan_ahead", lambda *counts, **stages: given.append(counts))
     with ThreadPoolExecutor(1) as beside:
-        ahead = PlanAhead(trainer.state, trainer.config, beside)
+        ahead = PlanAhead(trainer.state, trainer.config, beside, StepClock())
         examples = trainer.examples(0, 0)
         responses = trainer.generate(examples, trainer.state.key, watch=ahead.watch)
         assert ahead.wait() >= 0
@@ -70,8 +72,8 @@ def test_the_search_is_given_the_counts_of_responses_that_have_ended(stepped, mo
 def test_nobody_looks_where_there_is_nothing_to_search_ahead(stepped, changes):
     state = stepped[0][0].state
     with ThreadPoolExecutor(1) as beside:
-        assert PlanAhead(state, Train(**SMALL), beside).watch is not None
-        assert PlanAhead(state, Train(**(SMALL | changes)), beside).watch is None
+        assert PlanAhead(state, Train(**SMALL), beside, StepClock()).watch is not None
+        assert PlanAhead(state, Train(**(SMALL | changes)), beside, StepClock()).watch is None
 
 
 @pytest.mark.parametrize(
@@ -79,6 +81,10 @@ def test_nobody_looks_where_there_is_nothing_to_search_ahead(stepped, changes):
     [
         ({"plan_ahead": 0.0}, "plan_ahead=0.0 must be positive and finite"),
         ({"plan_ahead": 1.5}, "plan_ahead=1.5 is a share of the responses, at most 1"),
+        (
+            {"planner": "eplb", "plan_ahead": 0.5},
+            "planner=eplb, and plan_ahead=0.5 is for relibra and relibra_across",
+        ),
         ({"watch_every": 0}, "watch_every=0 must be an integer of at least 1"),
     ],
 )

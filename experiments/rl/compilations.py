@@ -1,6 +1,7 @@
 """What JAX compiles, told as it happens."""
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from typing import Final
 
@@ -13,10 +14,11 @@ COMPILED: Final = "/jax/core/compile/backend_compile_duration"
 
 @contextlib.contextmanager
 def tell_compilations(tell: Callable[[str], None]) -> Iterator[None]:
-    """Tell the name of each program that is compiled within, before the compiler starts, and "" when it has ended.
+    """Tell the name of each program that is compiled within, before the compiler starts, and "" when none is.
 
     Args:
-        tell: called with the name of the compiled function, or "", on the thread that compiles.
+        tell: called on the thread that compiles, with the name of the compiled function; when it is compiled, with that
+            of a program that another thread still compiles, or "".
 
     >>> def double(x):
     ...     return 2 * x
@@ -27,11 +29,16 @@ def tell_compilations(tell: Callable[[str], None]) -> Iterator[None]:
     ['double', '']
     """
 
+    under_way: dict[int, str] = {}
+
     def listen(event: str, duration_secs: float, **details: str | int) -> None:
         if event == LOWERED:
-            tell(str(details.get("fun_name", "")).removeprefix("jit(").removesuffix(")").strip("_"))
+            name = str(details.get("fun_name", "")).removeprefix("jit(").removesuffix(")").strip("_")
+            under_way[threading.get_ident()] = name
+            tell(name)
         elif event == COMPILED:
-            tell("")
+            under_way.pop(threading.get_ident(), None)
+            tell(next(iter(list(under_way.values())), ""))
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:

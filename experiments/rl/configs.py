@@ -124,7 +124,7 @@ class Train:
     """The share of responses that must have ended for ReLibra's planners to begin their search, while the others are
     still generated; with 1 it begins behind the rollout."""
     watch_every: int = 16
-    """The tokens between two looks at which responses have ended."""
+    """The tokens between two looks at which responses have ended; shorter ones are planned behind the rollout."""
     epochs: int = 4
     """The passes over a batch, each of so many ``updates``."""
     clip: Clip = dataclasses.field(default_factory=Clip)
@@ -194,6 +194,10 @@ class Train:
         check_sampling(self.temperature, self.top_p)
         check_positive("temperature", self.temperature)
         check_positive("plan_ahead", self.plan_ahead)
+        if self.planner not in TUNABLE and self.plan_ahead not in (type(self).plan_ahead, 1):
+            raise ValueError(
+                f"planner={self.planner}, and plan_ahead={self.plan_ahead} is for {' and '.join(TUNABLE)} alone"
+            )
         if self.plan_ahead > 1:
             raise ValueError(f"plan_ahead={self.plan_ahead} is a share of the responses, at most 1")
         self._check_division()

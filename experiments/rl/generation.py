@@ -77,9 +77,10 @@ class Watch(NamedTuple):
 
     every: int
     """The tokens between two looks."""
-    look: Callable[[Bool[np.ndarray, " B"], Callable[[], Responses]], None]
+    look: Callable[[Bool[np.ndarray, " B"], Callable[[], Responses]], bool]
     """Called on the host, on all processes, as long as a sample goes on: with the samples that have ended, and a
-    function that returns the responses so far, those that go on without their ends, before the look is over."""
+    function that returns the responses so far, those that go on without their ends, before the look is over. Returns
+    whether to look again."""
 
 
 def generate(
@@ -145,7 +146,7 @@ def generate(
     if never:
         raise ValueError(f"ends: {never[0]} is not among the tokens that may be sampled")
     if watch is None:
-        watch = Watch(max_new_tokens, lambda *_: None)
+        watch = Watch(max_new_tokens, lambda *_: False)
     if watch.every < 1:
         raise ValueError(f"watch.every={watch.every} must be at least 1")
     prompt = _Prompts(jnp.asarray(prompts, jnp.int32), jnp.asarray(lengths, jnp.int32))
@@ -165,9 +166,10 @@ def generate(
         ended = np.asarray(on_every_host(state.ended, parallel.mesh))
         if ended[longest > 0].all():
             break
-        watch.look(ended, functools.partial(_join, prompt, ids, state, jnp.int32(pad), parallel=parallel))
-    else:
-        state = decode(state, until=jnp.int32(max_new_tokens))
+        so_far = functools.partial(_join, prompt, ids, state, jnp.int32(pad), parallel=parallel)
+        if not watch.look(ended, so_far):
+            break
+    state = decode(state, until=jnp.int32(max_new_tokens))
     return _join(prompt, ids, state, jnp.int32(pad), parallel=parallel)
 
 

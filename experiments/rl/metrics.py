@@ -92,6 +92,9 @@ METRICS: Final[Mapping[str, Metric]] = MappingProxyType(
         "batch/fill": Metric("share", "positions of the updates' rows that hold tokens"),
         "time/step_seconds": Metric("s", "the whole step", _UPDATES),
         "time/generate_seconds": Metric("s", "generation"),
+        "time/count_seconds": Metric(
+            "s", "of generation, counting the responses that have ended for a search ahead; null without one"
+        ),
         "time/plan_ahead_seconds": Metric(
             "s", "a search for homes beside the rollout, from responses that had ended; null without one"
         ),

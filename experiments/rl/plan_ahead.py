@@ -1,12 +1,11 @@
 """The search for homes beside a rollout that still runs, from the counts of responses that have ended.
 
-The search takes the cores of the host, and generation the devices. It begins at a look at which enough responses have
-ended, which follows from what is sampled and not from a clock: so all processes begin alike, and a resumed run plans as
-it would have planned.
+The search takes cores of the host, and generation the devices; on a CPU both are the same cores. It begins at a look at
+which enough responses have ended. That follows from what is sampled and not from a clock, so that all processes begin
+alike, and a resumed run plans as it would have planned.
 """
 
 import functools
-import math
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
@@ -21,6 +20,7 @@ from experiments.rl.generation import Responses, Watch
 from experiments.rl.processes import on_every_host
 from experiments.rl.stages import stage_options
 from experiments.rl.state import State
+from experiments.rl.step_clock import StepClock
 from relibra_jax.replay import sample_load
 from relibra_jax.types import RoutingReplay
 
@@ -32,10 +32,11 @@ class PlanAhead:
         state: the state of the run, whose balancer searches.
         config: the settings of the run.
         beside: where the search runs.
+        clock: the clock of the step, whose phase ``count`` is what counting delays generation.
     """
 
-    def __init__(self, state: State, config: Train, beside: Executor):
-        self._state, self._config, self._beside = state, config, beside
+    def __init__(self, state: State, config: Train, beside: Executor, clock: StepClock):
+        self._state, self._config, self._beside, self._clock = state, config, beside, clock
         self._search: Future[float] | None = None
 
     @property
@@ -49,12 +50,14 @@ class PlanAhead:
         """Wait for the search; its seconds, None if it never began."""
         return None if self._search is None else self._search.result()
 
-    def _look(self, ended: Bool[np.ndarray, " B"], so_far: Callable[[], Responses]) -> None:
-        if self._search is not None or ended.sum() < math.ceil(self._config.plan_ahead * len(ended)):
-            return
-        counts = count_ended(so_far(), num_experts=self._config.topology.num_experts)
-        load, tokens = on_every_host(counts, self._state.balancer.mesh)
+    def _look(self, ended: Bool[np.ndarray, " B"], so_far: Callable[[], Responses]) -> bool:
+        if ended.mean() < self._config.plan_ahead:
+            return True
+        with self._clock("count"):
+            counts = count_ended(so_far(), num_experts=self._config.topology.num_experts)
+            load, tokens = on_every_host(counts, self._state.balancer.mesh)
         self._search = self._beside.submit(self._plan, load, tokens, ended)
+        return False
 
     def _plan(self, load: np.ndarray, tokens: np.ndarray, ended: np.ndarray) -> float:
         start = time.perf_counter()

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.rl.configs import Train
-from experiments.rl.metrics import EVALUATE, LEARN
+from experiments.rl.metrics import EVALUATE, LEARN, METRICS
 from experiments.rl.metrics_log import read_metrics
 from experiments.rl.step_clock import PLANNING
 from relibra_jax.atomic_write import write_atomically, write_json
@@ -45,8 +45,8 @@ COLUMNS_EXPLAINED: Final = (
     " load in updates, and in a recompute that follows their plans, over all learning steps, with the bound that no"
     " replication passes and static placement beside it; live: that of the update when it routes anew, without"
     " replicas; plan: median ms of a step; share: of planning and migration in the step's time; tok/s: tokens learned"
-    " from in a second of a step; fail: rewards that raised; changed: expert choices in which the live router differs"
-    " from the record in the last update from it."
+    " from in a second of a step; fail: rewards that raised, or no number; changed: expert choices in which the live"
+    " router differs from the record in the last update from it."
 )
 
 SPEEDS: Final = {
@@ -129,15 +129,14 @@ def summarise(lines: list[dict[str, Any]]) -> dict[str, Any]:
             numbers[name] = float(np.mean(measured))
     for name in SPEEDS:
         numbers[name] = float(np.median([line[f"speed/{name}"] for line in learned]))
-    # A search ahead may not have begun in every step.
-    spent = {
-        name: np.array([line[name] or 0.0 for line in learned])
-        for name in learned[0]
-        if name.startswith("time/")
-    }
-    planning = sum(spent[f"time/{phase}_seconds"] for phase in PLANNING)
+    spent = {name: _seconds(learned, name) for name in METRICS if name.startswith("time/")}
+    planning = sum(np.nan_to_num(spent[f"time/{phase}_seconds"]) for phase in PLANNING)
     return numbers | {
-        **{_milliseconds(name): 1e3 * float(np.median(seconds)) for name, seconds in spent.items()},
+        **{
+            _milliseconds(name): 1e3 * float(np.nanmedian(seconds))
+            for name, seconds in spent.items()
+            if not np.isnan(seconds).all()
+        },
         "plan_and_migrate_share": float(np.median(planning / spent["time/step_seconds"])),
         "tokens_per_second": float(np.median([line["speed/tokens_per_second"] for line in learned])),
         "failed_rewards": sum(line["reward/failed"] for line in learned)
@@ -179,8 +178,8 @@ def training_figure(path: Path, metrics: dict[int, list[dict[str, Any]]], title:
             values = [value for values in each for value in values]
             balance.plot(where, values, ".", color=COLOUR_OF[of], markersize=3, label=label)
         for phase in PLANNING:
-            spent = [1e3 * line[f"time/{phase}_seconds"] for line in learned]
-            planning.plot(steps, spent, color=COLOUR_OF[phase], linewidth=1.2, label=phase)
+            spent = _seconds(learned, f"time/{phase}_seconds")
+            planning.plot(steps, 1e3 * spent, color=COLOUR_OF[phase], linewidth=1.2, label=phase)
         seconds = np.array([line["time/step_seconds"] for line in learned])
         planning.plot(steps, 1e3 * seconds, color=COLOURS[0], linewidth=1.2, label="whole step")
         tokens = [line["speed/tokens_per_second"] for line in learned]
@@ -212,6 +211,11 @@ def _table(summary: dict[int, dict[str, Any]], title: str) -> Table:
         cells = [form.format(np.mean(numbers[name])) if name in numbers else "" for _, name, form in columns]
         table.add_row(str(seed), *cells)
     return table
+
+
+def _seconds(lines: list[dict[str, Any]], name: str) -> np.ndarray:
+    """The values of a metric; NaN where a line has none, as those of earlier versions may."""
+    return np.array([line.get(name) for line in lines], np.float64)
 
 
 def _milliseconds(name: str) -> str:

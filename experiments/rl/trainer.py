@@ -115,7 +115,7 @@ class Trainer:
         examples = self.examples(PROMPTS, state.step)
         # Rewards are Python, planning is compiled: they run beside what devices do, and beside each other.
         with ThreadPoolExecutor(2) as beside:
-            ahead = PlanAhead(state, config, beside)
+            ahead = PlanAhead(state, config, beside, clock)
             with clock("generate"):
                 responses = self.generate(examples, self._key(PROMPTS, state.step), watch=ahead.watch)
             scoring = beside.submit(self._score, examples, responses, clock)
@@ -157,6 +157,7 @@ class Trainer:
             ),
             "balance/imbalance_recompute": old.imbalance,
             "batch/fill": num_tokens / sum(stage.samples.mask.size for stage in stages.updates),
+            "time/count_seconds": None,
             **times,
             "time/plan_ahead_seconds": plan_ahead_seconds,
             "time/exposed_seconds": sum(exposed.values()),

@@ -287,8 +287,10 @@ class Balancer:
         return stages
 
     def discard(self) -> None:
-        """Give up the batch that was prepared last, so that another one may be prepared without an update."""
+        """Give up the batch that was prepared last, so that another one may be prepared without an update, and what
+        `plan_ahead` has found for the next one."""
         self._order.discard()
+        self._warm_start = None
 
     def plan_ahead(
         self,
@@ -301,9 +303,10 @@ class Balancer:
     ) -> None:
         """Search homes for the next batch while its rollout still runs, from the counts of the finished samples.
 
-        The next `prepare` begins its search there, and takes half as many turns. It may run in a thread of its own,
-        beside everything but `prepare`; called again with more samples, it searches anew. Nothing moves. On several
-        processes, all call it with the same counts.
+        The next `prepare` begins its search there, and takes half as many turns. Called in a thread of its own, it has
+        to be waited for before `prepare`: a search that ends behind it is dropped. Called again with more samples, it
+        searches anew. Nothing moves, and nothing of it is saved: a run that is restored plans its next batch from
+        nothing. On several processes, all call it with the same counts.
 
         Args:
             sample_load: token copies of each finished sample for each expert, from `relibra_jax.sample_counts` in
@@ -326,10 +329,11 @@ class Balancer:
             raise ValueError(f"plan_ahead: none of {len(tokens)} samples has finished")
         search = self._search(len(tokens), num_micro_batches or (self.num_micro_batches,), samples)
         key = jax.random.split(self._key, 3)[2]
+        before = self._order.number
         with jax.profiler.TraceAnnotation("plan_ahead"):
-            self._warm_start = plan_unfinished(
-                *(sample_load, tokens, finished), self._planner_state, key, search
-            )
+            placed = plan_unfinished(*(sample_load, tokens, finished), self._planner_state, key, search)
+        if self._order.number == before:
+            self._warm_start = placed
 
     def _search(
         self, num_samples: int, num_micro_batches: Sequence[int], samples: Sequence[range | None] | None

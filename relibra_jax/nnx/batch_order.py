@@ -10,7 +10,8 @@ class BatchOrder:
     """Which batch of a balancer is in force, and whether it was learned from."""
 
     def __init__(self) -> None:
-        self._number = 0
+        self.number = 0
+        """How many batches have been in force."""
         self._updates_before: int | None = None
 
     def begin(self, optimizer: nnx.Optimizer | None) -> Callable[[], None]:
@@ -22,10 +23,10 @@ class BatchOrder:
         Returns:
             What raises ValueError as soon as another batch is in force.
         """
-        self._number += 1
+        self.number += 1
         if optimizer is not None:
             self._updates_before = _updates(optimizer)
-        return functools.partial(self._check_in_force, self._number)
+        return functools.partial(self._check_in_force, self.number)
 
     def discard(self) -> None:
         """Let another batch be prepared without an update."""
@@ -41,10 +42,10 @@ class BatchOrder:
             )
 
     def _check_in_force(self, number: int) -> None:
-        if number != self._number:
+        if number != self.number:
             raise ValueError(
                 f"this batch is number {number} of its balancer, which has moved the experts on for number"
-                f" {self._number}: run all steps of a batch before the next one is prepared"
+                f" {self.number}: run all steps of a batch before the next one is prepared"
             )
 
 

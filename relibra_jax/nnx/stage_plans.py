@@ -1,4 +1,7 @@
-"""Plans of a batch's stages, searched for by compiled programs and checked on the host."""
+"""Plans of a batch's stages, searched for by programs that are compiled for the host, and checked there.
+
+The host has cores to spare while devices compute, so that a search may run beside a rollout.
+"""
 
 import dataclasses
 import functools
@@ -82,6 +85,8 @@ def plan_checked(
         ValueError: if a plan breaks a rule, processes hold different ones, or as
             `relibra_jax.planning.plan_stages.plan_stages` says.
     """
+    given = jax.device_put((replay, state, key, warm_start), host_device())
+    replay, state, key, warm_start = given
     counts = _count(replay, planner=search.planner, topology=search.topology)
     stages, after = _plan(counts, state, key, warm_start, search=search)
     stages = jax.device_get(stages)
@@ -110,9 +115,19 @@ def plan_unfinished(
         key: random key of the assignment, consumed.
         search: how stages are searched for.
     """
+    given = jax.device_put((sample_load, tokens, finished, state, key), host_device())
+    sample_load, tokens, finished, state, key = given
     counts = Counts(*fill_unfinished(sample_load, tokens, finished))
     (stage, *_), _ = jax.device_get(_plan(counts, state, key, None, search=search))
     return Placement(stage.plan.home, jax.device_get(resident_experts(stage.plan, search.topology)))
+
+
+def host_device() -> jax.Device:
+    """The host as a device; the first device of this process where JAX was told to leave the host out."""
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError:
+        return jax.local_devices()[0]
 
 
 @functools.partial(jax.jit, static_argnames=("planner", "topology"))

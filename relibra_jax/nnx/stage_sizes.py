@@ -10,12 +10,14 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jaxtyping import Int
 
 from relibra_jax.capacity import Capacities, count_capacities, grow_capacities, round_capacity
 from relibra_jax.execution.parallel import ExpertParallel
 from relibra_jax.nnx.balancer_state import NOTHING
+from relibra_jax.nnx.stage_plans import host_device
 from relibra_jax.node_visits import node_visits
 from relibra_jax.types import BatchPlan, RoutingReplay
 
@@ -33,7 +35,8 @@ def count_visits(
     """The tokens of each rank P that each node is sent, which hierarchical dispatch needs to know; else None."""
     if not parallel.is_hierarchical(replay.expert_ids.shape[-1]):
         return None
-    return np.asarray(node_visits(replay, stage, parallel.topology))
+    with jax.default_device(host_device()):
+        return np.asarray(node_visits(replay, stage, parallel.topology))
 
 
 def grow_sizes(

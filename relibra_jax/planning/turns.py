@@ -18,6 +18,7 @@ from jaxtyping import Int
 
 from relibra_jax.limits import check_integer, check_not_negative, check_positive
 from relibra_jax.plan import resident_experts
+from relibra_jax.plan_check import check_homes
 from relibra_jax.planning.extra_args import taken_by, with_extra_args
 from relibra_jax.planning.placement import Placement
 from relibra_jax.planning.token_sample import Routes, place_routes
@@ -145,6 +146,8 @@ def _placement(result: tuple[Sequence[BatchPlan], Any], topology: Topology) -> P
 
 def _check_warm_start(placed: Placement, layers: int, topology: Topology) -> None:
     ranks = (topology.num_nodes, topology.ranks_per_node)
+    if not isinstance(placed.home, jax.core.Tracer):
+        check_homes(placed.home, topology.num_experts, "warm_start.home")
     check_shape("warm_start.home", placed.home.shape, (layers, topology.num_experts))
     check_shape("warm_start.resident", placed.resident.shape, (layers, *ranks, topology.resident_slots))
 
