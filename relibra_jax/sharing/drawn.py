@@ -18,8 +18,8 @@ SLO: Final = (1.0, 2.0)
 SIZES: Final = ((7, 1, 1), (14, 1, 2), (32, 2, 4))
 """Billions of parameters, rollout nodes and training nodes of 8 devices, one of them by equal chance."""
 ENGINE_BYTES, TRAINER_BYTES = 2, 16
-"""Bytes of a parameter: bfloat16 on every rollout node; bfloat16 with its gradient, and float32 with two moments of Adam,
-divided over the training nodes."""
+"""Bytes of a parameter: bfloat16 on every rollout node; bfloat16 with its gradient, and float32 with two moments of
+Adam, divided over the training nodes."""
 
 
 def draw_jobs(count: int, *, seed: int) -> list[Job]:

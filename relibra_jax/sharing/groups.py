@@ -1,14 +1,15 @@
 """Co-execution groups: jobs that take turns on one rollout pool and one training pool (RollMux, arXiv 2512.11306).
 
-A group's jobs stand in a circle. Both pools serve one phase at a time, in this order, each job once in a round, so that a
-round's length, the period, is the duration of a step of every job. With constant durations it is
+A group's jobs stand in a circle. Both pools serve one phase at a time, in this order, each job once in a round, so that
+a round's length, the period, is the duration of a step of every job. With constant durations it is
 
     period = max(the longest step of a job alone, the sum of rollouts, the sum of training phases)
 
 Nothing is shorter: a job's phases follow each other, and a pool does one thing at a time. And round-robin in any order
-reaches it. Who waits for whom is a graph, and its slowest cycle sets the pace. A cycle that goes one round ahead is one of
-the three. Any other goes at least two rounds ahead and holds no phase twice, so that it is no longer than two periods. For
-the same reason the first K steps of a job end within K + 1 periods, however the durations vary below the conservative ones.
+reaches it. Who waits for whom is a graph, and its slowest cycle sets the pace. A cycle that goes one round ahead is one
+of the three. Any other goes at least two rounds ahead and holds no phase twice, so that it is no longer than two
+periods. For the same reason the first K steps of a job end within K + 1 periods, however the durations vary below the
+conservative ones.
 """
 
 import bisect
@@ -44,7 +45,9 @@ class Group(NamedTuple):
     @property
     def period(self) -> float:
         """The seconds of a round, by conservative durations."""
-        longest = max(rollout + training for rollout, training in zip(self.rollouts, self.trainings, strict=True))
+        longest = max(
+            rollout + training for rollout, training in zip(self.rollouts, self.trainings, strict=True)
+        )
         return max(longest, sum(self.rollouts), sum(self.trainings))
 
     @property
@@ -54,9 +57,7 @@ class Group(NamedTuple):
 
     def price(self, pools: Pools) -> float:
         """The price of its nodes for an hour."""
-        return (
-            self.rollout_nodes * pools.rollout.node_price + self.training_nodes * pools.training.node_price
-        )
+        return self.rollout_nodes * pools.rollout.node_price + self.training_nodes * pools.training.node_price
 
 
 def rollout_seconds(job: Job, nodes: int) -> float:

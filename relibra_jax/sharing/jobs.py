@@ -13,8 +13,8 @@ BYTES_MAX = 2**63 - 1
 class Job:
     """One job: a step is a rollout and then a training phase, and the next rollout waits for both.
 
-    Durations are conservative: what a step rarely exceeds, with the time in it to bring the job's state from host memory
-    to its devices. Sizes are whole nodes, since a state stays in the host memory of the nodes that use it.
+    Durations are conservative: what a step rarely exceeds, with the time in it to bring the job's state from host
+    memory to its devices. Sizes are whole nodes, since a state stays in the host memory of the nodes that use it.
 
     Raises:
         ValueError: if a number is out of its range.
@@ -41,7 +41,8 @@ class Job:
     rollout_bytes: int = 0
     """The bytes that the job keeps in the host memory of each rollout node: the weights of its engines."""
     training_bytes: int = 0
-    """The bytes that the job keeps in the host memory of each training node: its part of weights and optimizer state."""
+    """The bytes that the job keeps in the host memory of each training node: its part of weights and optimizer
+    state."""
 
     def __post_init__(self):
         for name in ("rollout_seconds", "training_seconds"):
@@ -52,9 +53,13 @@ class Job:
             check_integer(f"job {self.name}: {name}", getattr(self, name), least=0, most=BYTES_MAX)
         check_not_negative(f"job {self.name}: slo", self.slo)
         if self.slo < 1:
-            raise ValueError(f"job {self.name}: slo={self.slo} must be at least 1: no step is faster than alone")
+            raise ValueError(
+                f"job {self.name}: slo={self.slo} must be at least 1: no step is faster than alone"
+            )
         if not 0 <= self.tail_share <= 1:
-            raise ValueError(f"job {self.name}: tail_share={self.tail_share} must be at least 0 and at most 1")
+            raise ValueError(
+                f"job {self.name}: tail_share={self.tail_share} must be at least 0 and at most 1"
+            )
 
     @property
     def alone_seconds(self) -> float:

@@ -30,7 +30,9 @@ def conservative_durations(group: Group, *, steps: int) -> Float[np.ndarray, "st
         steps: the number of steps of each job.
     """
     check_integer("steps", steps, least=1)
-    return np.broadcast_to(np.stack([group.rollouts, group.trainings], -1), (steps, len(group.jobs), 2)).copy()
+    return np.broadcast_to(
+        np.stack([group.rollouts, group.trainings], -1), (steps, len(group.jobs), 2)
+    ).copy()
 
 
 def draw_durations(
