@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from relibra_jax.limits import INT32_MAX
 from relibra_jax.sharing.jobs import Job
 from relibra_jax.suggestions import suggest_names
 
@@ -28,7 +29,7 @@ def read_jobs(path: str | os.PathLike) -> list[Job]:
     ...     '[{"name": "a", "rollout_seconds": 60, "training_seconds": 40, "rollout_nodes": 1, "training_nodes": 1}]'
     ... )
     >>> [(job.name, job.alone_seconds) for job in read_jobs(path)]
-    [('a', 100)]
+    [('a', 100.0)]
     """
     try:
         listed = json.loads(Path(path).read_text())
@@ -46,11 +47,19 @@ def _read_job(place: str, fields: dict[str, Any]) -> Job:
     for name in _NEEDED:
         if name not in fields:
             raise ValueError(f"{place}: {name} is missing")
-    for name, value in fields.items():
-        kinds = str if _FIELDS[name].type is str else int | float
-        if isinstance(value, bool) or not isinstance(value, kinds):
-            raise ValueError(f"{place}: {name}={value!r} must be a {'text' if kinds is str else 'number'}")
+    values = {
+        name: _read_value(f"{place}: {name}", value, _FIELDS[name].type) for name, value in fields.items()
+    }
     try:
-        return Job(**fields)
+        return Job(**values)
     except ValueError as error:
         raise ValueError(f"{place}: {error}") from None
+
+
+def _read_value(place: str, value: Any, kind: Any) -> Any:
+    """A value of a field's type; a whole number may stand for a float."""
+    if kind is float and type(value) is int and abs(value) <= INT32_MAX:
+        return float(value)
+    if type(value) is not kind:
+        raise ValueError(f"{place}={value!r} must be of type {kind.__name__}")
+    return value

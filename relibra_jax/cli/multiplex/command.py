@@ -183,7 +183,8 @@ def ways_table(told: dict[str, dict[str, float | int]], jobs: int, title: str) -
     """
     table = wide_table(title, width=TABLE_WIDTH)
     table.add_column("way", no_wrap=True)
-    for name in ("price/h", "efficiency", "least", "most", "over co-location", "above optimum", "within SLO"):
+    above = ["above optimum"] if OPTIMUM in told else []
+    for name in ("price/h", "efficiency", "least", "most", "over co-location", *above, "within SLO"):
         table.add_column(name, justify="right", no_wrap=True)
     for way, figures in told.items():
         table.add_row(
@@ -191,7 +192,7 @@ def ways_table(told: dict[str, dict[str, float | int]], jobs: int, title: str) -
             f"{figures['price']:.2f}",
             *(f"{figures[name]:.3f}x" for name in ("over_alone", "over_alone_least", "over_alone_most")),
             f"{figures['over_colocated']:.3f}x",
-            f"{figures['gap']:.1%}" if "gap" in figures else "",
+            *(f"{figures['gap']:.1%}" for _ in above),
             f"{figures['within_slo']} of {jobs}",
         )
     return table
@@ -233,7 +234,7 @@ def _lines(
         f"efficiency: steps for the price, beside {ALONE} (conservative durations); modelled",
         f"executed with durations up to {options.spread:.0%} below: {executed} of {count} jobs within their objectives",
     ]
-    if "gap" in told[GROUPS]:
+    if len(comparisons) > 1 and OPTIMUM in told:
         figures, equal = told[GROUPS], sum(each.gap(GROUPS) < 1e-9 for each in comparisons)
         lines.append(
             f"above the optimum's price: {figures['gap']:.1%} on the average, {figures['gap_p90']:.1%} in the 90th"

@@ -33,7 +33,7 @@ def draw_group(path: Path, group: Group, title: str) -> None:
     figure, axes = plt.subplots(figsize=(9, 2.9), layout="constrained")
     figure.suptitle(title, color=INK, fontsize=9)
     axes.barh([ROLLOUT, TRAINING], group.period, color=IDLE, height=0.7)
-    colours = [COLOURS[job % len(COLOURS)] for job in range(len(group.jobs))]
+    colours = [COLOURS[-1 - job % len(COLOURS)] for job in range(len(group.jobs))]
     for step, job, pool in zip(*np.nonzero(end > start), strict=True):
         left, length = start[step, job, pool], end[step, job, pool] - start[step, job, pool]
         axes.barh(pool, length, left=left, color=colours[job], height=0.7, edgecolor="white")
