@@ -74,7 +74,11 @@ OPTIONS = {
         "command 'comapre' must be one of compare, plan, inspect, advise, claims, multiplex; did you mean compare?",
     ),
     "option for a command": (main, ["--foo"], f"{UNKNOWN}--foo"),
-    "misplaced option": (main, ["--seed"], "Unrecognized or misplaced options: --seed (applied to relibra)"),
+    "misplaced option": (
+        main,
+        ["--seed"],
+        "Unrecognized or misplaced options: --seed (applied to relibra); did you mean --seeds?",
+    ),
     "unknown option": (main, ["plan", "--sead", "3"], f"{UNKNOWN}--sead, 3; did you mean --seed?"),
     "another command's option": (main, ["plan", "--rows", "static"], f"{UNKNOWN}--rows, static"),
     "unknown argument": (main, ["inspect", "a.npz", "b.npz"], f"{UNKNOWN}b.npz"),

@@ -77,7 +77,7 @@ def job_from_run(folder: str | os.PathLike, *, quantile: float = 0.95, **about: 
     >>> folder = Path(tempfile.mkdtemp())
     >>> line = {"kind": "learn"} | dict.fromkeys([*ROLLOUT_TIMES, *TRAINING_TIMES], 2.0)
     >>> (folder / "seed-0").mkdir()
-    >>> _ = (folder / "seed-0" / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    >>> _ = (folder / "seed-0" / "metrics.jsonl").write_text(json.dumps(line) + "\\n")
     >>> job = job_from_run(folder, rollout_nodes=1, training_nodes=1)
     >>> job.rollout_seconds, job.training_seconds
     (2.0, 12.0)

@@ -4,27 +4,26 @@ After RollMux (arXiv 2512.11306). All of it is planned from durations and modell
 """
 
 import dataclasses
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Final
 
 import tyro
 from rich.console import Console
-from rich.table import Table
 
 from relibra_jax.atomic_write import write_json
-from relibra_jax.cli.multiplex.comparison import ALONE, GROUPS, OPTIMUM, Comparison, compare_ways, summary
+from relibra_jax.cli.multiplex.comparison import GROUPS, OPTIMUM, compare_ways, summary
 from relibra_jax.cli.multiplex.figure import draw_group
-from relibra_jax.cli.terminal import wide_table
-from relibra_jax.limits import check_integer
+from relibra_jax.cli.multiplex.tables import groups_table, told_in_words, ways_table
+from relibra_jax.limits import check_integer, check_positive
 from relibra_jax.sharing.drawn import draw_jobs
 from relibra_jax.sharing.groups import Group
 from relibra_jax.sharing.job_files import read_jobs
 from relibra_jax.sharing.jobs import Job, Pool, Pools
 from relibra_jax.sharing.run_metrics import job_from_run
 
-TABLE_WIDTH: Final = 104
-MOST_DRAWN, MOST_SEEDS = 256, 10_000
+MOST_DRAWN: Final = 256
+MOST_SEEDS: Final = 1000
+MOST_STEPS: Final = 10_000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,6 +63,9 @@ class Nodes:
 
     def pools(self) -> Pools:
         """The pools of these nodes."""
+        for name in ("rollout_price", "training_price"):
+            check_positive(name, getattr(self, name))
+        check_integer("host_gigabytes", self.host_gigabytes, least=1)
         rollout, training = (
             Pool(
                 device_price=price,
@@ -88,7 +90,7 @@ class Multiplex:
     """The number of sets of jobs to draw, from seed 0 on."""
     run: Annotated[RunJob, tyro.conf.arg(name="")] = dataclasses.field(default_factory=RunJob)
     nodes: Annotated[Nodes, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Nodes)
-    colocated_speed: float = 0.84
+    rollout_speed: float = 0.84
     """How fast a training node generates where phases share it, a rollout node being 1; by memory bandwidth, an H800's
     3.35 TB/s over an H20's 4.0."""
     steps: int = 100
@@ -111,12 +113,13 @@ def run_multiplex(options: Multiplex, console: Console) -> None:
             then.
     """
     pools = options.nodes.pools()
+    check_integer("steps", options.steps, least=1, most=MOST_STEPS)
     title, job_sets = _job_sets(options)
     comparisons = [
         compare_ways(
             jobs,
             pools,
-            colocated_speed=options.colocated_speed,
+            rollout_speed=options.rollout_speed,
             steps=options.steps,
             spread=options.spread,
             seed=seed,
@@ -128,7 +131,7 @@ def run_multiplex(options: Multiplex, console: Console) -> None:
     console.print(groups_table(groups, pools, first), crop=False, soft_wrap=True)
     count = sum(map(len, job_sets))
     console.print(ways_table(told, count, title), crop=False, soft_wrap=True)
-    for line in _lines(comparisons, told, count, options):
+    for line in told_in_words(comparisons, told, count, options.spread):
         console.print(line, highlight=False, soft_wrap=True)
     options.out.mkdir(parents=True, exist_ok=True)
     figure, numbers = options.out / "multiplex.png", options.out / "multiplex.json"
@@ -145,57 +148,6 @@ def run_multiplex(options: Multiplex, console: Console) -> None:
         },
     )
     console.print(f"figure: {figure}\nnumbers: {numbers}", highlight=False, soft_wrap=True)
-
-
-def groups_table(groups: Sequence[Group], pools: Pools, title: str) -> Table:
-    """A table of groups, one a line.
-
-    Args:
-        groups: the groups.
-        pools: the pools.
-        title: what was planned.
-    """
-    table = wide_table(title, width=TABLE_WIDTH)
-    table.add_column("jobs, in the order of their turns")
-    for name in ("rollout", "training", "period", "price/h", "slack", "rollout", "training"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for group in groups:
-        table.add_row(
-            " ".join(job.name for job in group.jobs),
-            f"{group.rollout_nodes} nodes",
-            f"{group.training_nodes} nodes",
-            f"{group.period:.4g}s",
-            f"{group.price(pools):.2f}",
-            f"{group.slack:.1%}",
-            f"{sum(group.rollouts) / group.period:.0%} busy",
-            f"{sum(group.trainings) / group.period:.0%} busy",
-        )
-    return table
-
-
-def ways_table(told: dict[str, dict[str, float | int]], jobs: int, title: str) -> Table:
-    """A table of ways to run jobs, one a line.
-
-    Args:
-        told: the figures of each way, from `relibra_jax.cli.multiplex.comparison.summary`.
-        jobs: the number of jobs in all sets.
-        title: what was compared.
-    """
-    table = wide_table(title, width=TABLE_WIDTH)
-    table.add_column("way", no_wrap=True)
-    above = ["above optimum"] if OPTIMUM in told else []
-    for name in ("price/h", "efficiency", "least", "most", "over co-location", *above, "within SLO"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for way, figures in told.items():
-        table.add_row(
-            way,
-            f"{figures['price']:.2f}",
-            *(f"{figures[name]:.3f}x" for name in ("over_alone", "over_alone_least", "over_alone_most")),
-            f"{figures['over_colocated']:.3f}x",
-            *(f"{figures['gap']:.1%}" for _ in above),
-            f"{figures['within_slo']} of {jobs}",
-        )
-    return table
 
 
 def _job_sets(options: Multiplex) -> tuple[str, list[list[Job]]]:
@@ -220,27 +172,6 @@ def _read(path: Path, run: RunJob) -> list[Job]:
     if not path.exists():
         raise ValueError(f"{path}: no such file of jobs or folder of a run")
     return read_jobs(path)
-
-
-def _lines(
-    comparisons: Sequence[Comparison],
-    told: dict[str, dict[str, float | int]],
-    count: int,
-    options: Multiplex,
-) -> list[str]:
-    """What the tables come to, in words."""
-    executed = sum(each.executed_within_slo for each in comparisons)
-    lines = [
-        f"efficiency: steps for the price, beside {ALONE} (conservative durations); modelled",
-        f"executed with durations up to {options.spread:.0%} below: {executed} of {count} jobs within their objectives",
-    ]
-    if len(comparisons) > 1 and OPTIMUM in told:
-        figures, equal = told[GROUPS], sum(each.gap(GROUPS) < 1e-9 for each in comparisons)
-        lines.append(
-            f"above the optimum's price: {figures['gap']:.1%} on the average, {figures['gap_p90']:.1%} in the 90th"
-            f" percentile, {figures['gap_worst']:.1%} at worst; none in {equal} of {len(comparisons)} sets"
-        )
-    return lines
 
 
 def _group_numbers(group: Group) -> dict[str, object]:

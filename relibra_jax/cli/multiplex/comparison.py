@@ -19,6 +19,10 @@ ALONE: Final = "pools of its own"
 COLOCATED: Final = "co-location"
 
 
+type Ways = dict[str, dict[str, float | int]]
+"""The figures of each way, by their names."""
+
+
 class Comparison(NamedTuple):
     """One set of jobs, run in all ways."""
 
@@ -39,14 +43,14 @@ class Comparison(NamedTuple):
 
 
 def compare_ways(
-    jobs: Sequence[Job], pools: Pools, *, colocated_speed: float, steps: int, spread: float, seed: int
+    jobs: Sequence[Job], pools: Pools, *, rollout_speed: float, steps: int, spread: float, seed: int
 ) -> Comparison:
     """Run one set of jobs in all ways.
 
     Args:
         jobs: the jobs, in the order in which they come.
         pools: the pools.
-        colocated_speed: how fast a training node generates, a rollout node being 1.
+        rollout_speed: how fast a training node generates, a rollout node being 1.
         steps: the steps of each job in the execution.
         spread: the largest share by which a phase is shorter than its conservative duration.
         seed: the seed of the durations.
@@ -59,7 +63,7 @@ def compare_ways(
         GROUPS: outcome_of_groups(groups, pools),
         SORTED: outcome_of_groups(multiplex(largest_first(jobs), pools), pools),
         ALONE: outcome_alone(jobs, pools),
-        COLOCATED: outcome_colocated(jobs, pools, rollout_speed=colocated_speed),
+        COLOCATED: outcome_colocated(jobs, pools, rollout_speed=rollout_speed),
     }
     if len(jobs) <= MOST_JOBS:
         outcomes[OPTIMUM] = outcome_of_groups(cheapest_groups(jobs, pools), pools)
@@ -70,7 +74,7 @@ def compare_ways(
     return Comparison(groups, outcomes, within_slo)
 
 
-def summary(comparisons: Sequence[Comparison]) -> dict[str, dict[str, float | int]]:
+def summary(comparisons: Sequence[Comparison]) -> Ways:
     """The figures of each way over all sets of jobs.
 
     Args:
@@ -81,7 +85,7 @@ def summary(comparisons: Sequence[Comparison]) -> dict[str, dict[str, float | in
         over that of co-location; the jobs within their objectives; and where the optimum is known the mean, the 90th
         percentile and the largest excess over its price.
     """
-    told = {}
+    told: Ways = {}
     for way in comparisons[0].outcomes:
         outcomes = [each.outcomes[way] for each in comparisons]
         gains = [each.gain(way, ALONE) for each in comparisons]
