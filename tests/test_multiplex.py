@@ -108,6 +108,15 @@ def test_files_and_runs_come_in_their_order(run, tmp_path, out, capsys):
     assert [job.name for job in read_jobs(saved)] == [job["name"] for job in listed]
 
 
+def test_names_of_any_characters(tmp_path, out, capsys):
+    path = tmp_path / "jobs.json"
+    path.write_text(json.dumps([JOB | {"name": "[red]"}, JOB | {"name": "$\\frac$", "slo": 2.0}]))
+    told([path], out)
+    shown = capsys.readouterr().out
+    assert "[red]" in shown
+    assert "$\\frac$" in shown
+
+
 BAD_JOBS = {
     "[": "not a file of JSON (",
     "{}": "must be a list of jobs, each an object of JSON",

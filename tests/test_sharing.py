@@ -17,7 +17,6 @@ from relibra_jax.sharing.optimum import cheapest_groups
 from relibra_jax.sharing.simulation import (
     ROLLOUT,
     TRAINING,
-    busy_shares,
     conservative_durations,
     draw_durations,
     simulate,
@@ -213,12 +212,6 @@ def test_phases_wait_for_their_pool_and_their_job():
     assert (training_waits >= 0).all()
     pool_free = np.append(0, end[..., TRAINING].ravel()[:-1]).reshape(20, 3)
     assert np.allclose(start[..., TRAINING], np.maximum(pool_free, end[..., ROLLOUT])), "and no longer"
-
-
-def test_shares_in_which_pools_are_busy():
-    group = smallest_group([make_job("a", 30.0, 70.0), make_job("b", 70.0, 30.0, slo=1.2)], POOLS)
-    shares = busy_shares(simulate(conservative_durations(group, steps=1000)))
-    assert shares == pytest.approx([1.0, 1.0], abs=2e-3)
 
 
 def test_jobs_join_where_pools_are_idle():

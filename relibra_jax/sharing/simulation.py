@@ -97,12 +97,3 @@ def steps_within_slo(group: Group, timeline: Timeline) -> Bool[np.ndarray, " job
     """
     allowed = np.array([job.allowed_seconds for job in group.jobs])
     return timeline.end[-1, :, TRAINING] <= (len(timeline.end) + 1) * allowed
-
-
-def busy_shares(timeline: Timeline) -> Float[np.ndarray, "2"]:
-    """The share of the time, from the start to the last end, in which each pool runs a phase.
-
-    Args:
-        timeline: the execution of a group.
-    """
-    return (timeline.end - timeline.start).sum((0, 1)) / timeline.end.max()

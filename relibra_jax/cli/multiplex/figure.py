@@ -31,7 +31,7 @@ def draw_group(path: Path, group: Group, title: str) -> None:
     start, end = (times - timeline.start[WARM_UP, 0, ROLLOUT] for times in timeline)
     start, end = start.clip(0, group.period), end.clip(0, group.period)
     figure, axes = plt.subplots(figsize=(9, 2.9), layout="constrained")
-    figure.suptitle(title, color=INK, fontsize=9)
+    figure.suptitle(title, color=INK, fontsize=9, parse_math=False)
     axes.barh([ROLLOUT, TRAINING], group.period, color=IDLE, height=0.7)
     colours = [COLOURS[-1 - job % len(COLOURS)] for job in range(len(group.jobs))]
     for step, job, pool in zip(*np.nonzero(end > start), strict=True):
@@ -50,7 +50,11 @@ def draw_group(path: Path, group: Group, title: str) -> None:
     axes.set_xlabel("seconds of one period, by conservative durations")
     keys = [Patch(color=colour, label=job.name) for colour, job in zip(colours, group.jobs, strict=True)]
     keys.append(Patch(color=IDLE, label="idle"))
-    axes.legend(handles=keys, ncols=4, fontsize=8, frameon=False, loc="lower left", bbox_to_anchor=(0, 1))
+    legend = axes.legend(
+        handles=keys, ncols=4, fontsize=8, frameon=False, loc="lower left", bbox_to_anchor=(0, 1)
+    )
+    for text in legend.get_texts():
+        text.set_parse_math(False)
     axes.spines[["top", "right", "left"]].set_visible(False)
     with write_atomically(path) as part:
         figure.savefig(part, dpi=150)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Final
 
+from rich.markup import escape
 from rich.table import Table
 
 from relibra_jax.cli.multiplex.comparison import ALONE, GROUPS, OPTIMUM, Comparison, Ways
@@ -21,13 +22,13 @@ def groups_table(groups: Sequence[Group], pools: Pools, title: str) -> Table:
         pools: the pools.
         title: what was planned.
     """
-    table = wide_table(title, width=TABLE_WIDTH)
+    table = wide_table(escape(title), width=TABLE_WIDTH)
     table.add_column("jobs, in the order of their turns")
     for name in ("rollout", "training", "period", "price/h", "slack", "rollout", "training"):
         table.add_column(name, justify="right", no_wrap=True)
     for group in groups:
         table.add_row(
-            " ".join(job.name for job in group.jobs),
+            escape(" ".join(job.name for job in group.jobs)),
             f"{group.rollout_nodes} nodes",
             f"{group.training_nodes} nodes",
             f"{group.period:.4g}s",
@@ -47,7 +48,7 @@ def ways_table(told: Ways, jobs: int, title: str) -> Table:
         jobs: the number of jobs in all sets.
         title: what was compared.
     """
-    table = wide_table(title, width=TABLE_WIDTH)
+    table = wide_table(escape(title), width=TABLE_WIDTH)
     table.add_column("way", no_wrap=True)
     above = ["above optimum"] if OPTIMUM in told else []
     for name in ("price/h", "efficiency", "least", "most", "over co-location", *above, "within SLO"):
