@@ -268,6 +268,15 @@ def test_colocation_by_hand():
     assert outcome_colocated([hopeless], POOLS, rollout_speed=0.5)[::2] == (3.0, 0)
 
 
+def test_any_number_of_nodes_may_be_allowed():
+    pools = Pools(
+        **{kind: dataclasses.replace(POOL, max_nodes=2**31 - 1) for kind in ("rollout", "training")}
+    )
+    jobs = [make_job("a", tail_share=0.9), make_job("b", slo=1.01)]
+    assert names(multiplex(jobs, pools)) == ["a", "b"], "no number of nodes keeps both objectives"
+    assert outcome_colocated(jobs, pools, rollout_speed=0.1).within_slo == 0
+
+
 def test_drawn_jobs_are_those_of_their_seed():
     assert draw_jobs(5, seed=1) == draw_jobs(5, seed=1) != draw_jobs(5, seed=2)
     assert draw_jobs(3, seed=1) == draw_jobs(5, seed=1)[:3]

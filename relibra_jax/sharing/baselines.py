@@ -1,10 +1,12 @@
 """What jobs cost and do, in groups and in the two ways that RollMux (arXiv 2512.11306) is compared with."""
 
+import bisect
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from relibra_jax.limits import check_positive
-from relibra_jax.sharing.groups import Group, smallest_group
+from relibra_jax.sharing.groups import Group
 from relibra_jax.sharing.jobs import Job, Pools, check_jobs
 
 
@@ -57,8 +59,7 @@ def outcome_alone(jobs: Sequence[Job], pools: Pools) -> Outcome:
     Outcome(price=32.0, work=1.0, within_slo=1)
     """
     check_jobs(jobs, pools)
-    groups = [smallest_group([job], pools) for job in jobs]
-    return outcome_of_groups([group for group in groups if group is not None], pools)
+    return outcome_of_groups([Group((job,), job.rollout_nodes) for job in jobs], pools)
 
 
 def outcome_colocated(jobs: Sequence[Job], pools: Pools, *, rollout_speed: float) -> Outcome:
@@ -86,16 +87,17 @@ def outcome_colocated(jobs: Sequence[Job], pools: Pools, *, rollout_speed: float
     price, work, within_slo = 0.0, 0.0, 0
     for job in jobs:
         choices = range(job.training_nodes, pools.training.max_nodes + 1)
-        keeping = (n for n in choices if _colocated_seconds(job, n, rollout_speed) <= job.allowed_seconds)
-        nodes = next(keeping, job.training_nodes)
-        seconds = _colocated_seconds(job, nodes, rollout_speed)
+        seconds_on = functools.partial(_colocated_seconds, job, rollout_speed)
+        at = bisect.bisect_left(choices, -job.allowed_seconds, key=lambda nodes: -seconds_on(nodes))
+        nodes = choices[at] if at < len(choices) else job.training_nodes
+        seconds = seconds_on(nodes)
         price += nodes * pools.training.node_price
         work += job.alone_seconds / seconds
         within_slo += seconds <= job.allowed_seconds
     return Outcome(price, work, within_slo)
 
 
-def _colocated_seconds(job: Job, nodes: int, rollout_speed: float) -> float:
+def _colocated_seconds(job: Job, rollout_speed: float, nodes: int) -> float:
     """The duration of a step whose phases follow each other on so many training nodes."""
     shared = (1 - job.tail_share) * job.rollout_nodes / nodes
     return job.rollout_seconds * (job.tail_share + shared) / rollout_speed + job.training_seconds

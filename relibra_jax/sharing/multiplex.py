@@ -38,8 +38,7 @@ def multiplex(jobs: Sequence[Job], pools: Pools) -> tuple[Group, ...]:
     check_jobs(jobs, pools)
     groups: list[Group] = []
     for job in jobs:
-        own = smallest_group((job,), pools)
-        assert own is not None  # an objective is at least 1, and check_jobs has seen to the rest
+        own = Group((job,), job.rollout_nodes)
         options = [(own.price(pools), len(groups), own)]
         for place, group in enumerate(groups):
             joined = smallest_group((*group.jobs, job), pools)
