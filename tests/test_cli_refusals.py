@@ -67,14 +67,18 @@ def refused(capsys, tmp_path):
 UNKNOWN = "Unrecognized options: "
 INTEGER = "must be an integer of at least"
 OPTIONS = {
-    "no command": (main, [], "command '' must be one of compare, plan, inspect, advise, claims"),
+    "no command": (main, [], "command '' must be one of compare, plan, inspect, advise, claims, multiplex"),
     "another command": (
         main,
         ["comapre"],
-        "command 'comapre' must be one of compare, plan, inspect, advise, claims; did you mean compare?",
+        "command 'comapre' must be one of compare, plan, inspect, advise, claims, multiplex; did you mean compare?",
     ),
     "option for a command": (main, ["--foo"], f"{UNKNOWN}--foo"),
-    "misplaced option": (main, ["--seed"], "Unrecognized or misplaced options: --seed (applied to relibra)"),
+    "misplaced option": (
+        main,
+        ["--seed"],
+        "Unrecognized or misplaced options: --seed (applied to relibra); did you mean --seeds?",
+    ),
     "unknown option": (main, ["plan", "--sead", "3"], f"{UNKNOWN}--sead, 3; did you mean --seed?"),
     "another command's option": (main, ["plan", "--rows", "static"], f"{UNKNOWN}--rows, static"),
     "unknown argument": (main, ["inspect", "a.npz", "b.npz"], f"{UNKNOWN}b.npz"),

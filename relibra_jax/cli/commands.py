@@ -11,6 +11,7 @@ from relibra_jax.cli.advise.command import Advise, run_advise
 from relibra_jax.cli.claims.command import Claims, run_claims
 from relibra_jax.cli.compare import Compare, run_compare
 from relibra_jax.cli.inspect import Inspect, run_inspect
+from relibra_jax.cli.multiplex.command import Multiplex, run_multiplex
 from relibra_jax.cli.parsing import HELP, parse_options
 from relibra_jax.cli.plan import MakePlan, run_plan
 from relibra_jax.cli.refusals import exit_status
@@ -24,6 +25,7 @@ COMMANDS: Final[dict[str, tuple[type, Callable[[Any, Console], None]]]] = {
     "inspect": (Inspect, run_inspect),
     "advise": (Advise, run_advise),
     "claims": (Claims, run_claims),
+    "multiplex": (Multiplex, run_multiplex),
 }
 """The options of each command, whose docstring is its help, and the function that runs it with them."""
 
@@ -63,6 +65,6 @@ def _run(args: list[str]) -> None:
 
 _DESCRIPTION = (
     "Expert load balancing as planning, for reinforcement learning of mixture-of-experts models: planners compared"
-    " on recorded routing, plans as files, traces described, strategies advised, claims checked. Training runs are"
-    " python -m experiments.run NAME."
+    " on recorded routing, plans as files, traces described, strategies advised, claims checked, jobs"
+    " grouped to share a cluster. Training runs are python -m experiments.run NAME."
 )

@@ -1,0 +1,148 @@
+"""What is known of a job of reinforcement learning, and of the pools of devices that it may run on."""
+
+import collections
+import dataclasses
+from collections.abc import Sequence
+
+from relibra_jax.limits import check_integer, check_not_negative, check_positive
+
+BYTES_MAX = 2**63 - 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+    """One job: a step is a rollout and then a training phase, and the next rollout waits for both.
+
+    Durations are conservative: what a step rarely exceeds, with the time in it to bring the job's state from host
+    memory to its devices. Sizes are whole nodes, since a state stays in the host memory of the nodes that use it.
+
+    Raises:
+        ValueError: if a number is out of its range.
+
+    >>> Job(name="a", rollout_seconds=300.0, training_seconds=100.0, rollout_nodes=2, training_nodes=1).alone_seconds
+    400.0
+    """
+
+    name: str
+    """What the job is called."""
+    rollout_seconds: float
+    """The conservative duration of a rollout on ``rollout_nodes``, seconds."""
+    training_seconds: float
+    """The conservative duration of all else in a step on ``training_nodes``, seconds."""
+    rollout_nodes: int
+    """The least nodes of the rollout pool that the job needs."""
+    training_nodes: int
+    """The nodes of the training pool that the job needs; more do not help it, since its layout is made for these."""
+    tail_share: float = 1.0
+    """The share of a rollout that more nodes do not shorten: see `relibra_jax.sharing.groups.rollout_seconds`. With 1,
+    the cautious choice, they do not help at all."""
+    slo: float = 1.0
+    """The service-level objective: how many times its time alone a step may take on the average, at least 1."""
+    rollout_bytes: int = 0
+    """The bytes that the job keeps in the host memory of each rollout node: the weights of its engines."""
+    training_bytes: int = 0
+    """The bytes that the job keeps in the host memory of each training node: its part of weights and optimizer
+    state."""
+
+    def __post_init__(self):
+        for name in ("rollout_seconds", "training_seconds"):
+            check_positive(f"job {self.name}: {name}", getattr(self, name))
+        for name in ("rollout_nodes", "training_nodes"):
+            check_integer(f"job {self.name}: {name}", getattr(self, name), least=1)
+        for name in ("rollout_bytes", "training_bytes"):
+            check_integer(f"job {self.name}: {name}", getattr(self, name), least=0, most=BYTES_MAX)
+        check_not_negative(f"job {self.name}: slo", self.slo)
+        if self.slo < 1:
+            raise ValueError(
+                f"job {self.name}: slo={self.slo} must be at least 1: no step is faster than alone"
+            )
+        if not 0 <= self.tail_share <= 1:
+            raise ValueError(
+                f"job {self.name}: tail_share={self.tail_share} must be at least 0 and at most 1"
+            )
+
+    @property
+    def alone_seconds(self) -> float:
+        """The duration of a step on pools of the job's own."""
+        return self.rollout_seconds + self.training_seconds
+
+    @property
+    def allowed_seconds(self) -> float:
+        """The longest mean duration of a step that keeps the objective."""
+        return self.slo * self.alone_seconds
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pool:
+    """Nodes of one kind, of which every group takes its own.
+
+    Raises:
+        ValueError: if a number is out of its range.
+
+    >>> Pool(device_price=2.0, devices_per_node=8, host_bytes=10**12, max_nodes=4).node_price
+    16.0
+    """
+
+    device_price: float
+    """The price of one device for an hour, in any currency."""
+    devices_per_node: int
+    """The devices of a node."""
+    host_bytes: int
+    """The bytes of a node's host memory that states may take."""
+    max_nodes: int
+    """The most nodes that one group may take."""
+
+    def __post_init__(self):
+        check_positive("device_price", self.device_price)
+        check_integer("devices_per_node", self.devices_per_node, least=1)
+        check_integer("host_bytes", self.host_bytes, least=1, most=BYTES_MAX)
+        check_integer("max_nodes", self.max_nodes, least=1)
+
+    @property
+    def node_price(self) -> float:
+        """The price of one node for an hour."""
+        return self.device_price * self.devices_per_node
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pools:
+    """The two kinds of nodes: engines generate on one, and trainers learn on the other."""
+
+    rollout: Pool
+    """The nodes for rollouts."""
+    training: Pool
+    """The nodes for training."""
+
+
+def check_jobs(jobs: Sequence[Job], pools: Pools) -> None:
+    """Raise unless every job has a name of its own and can run alone.
+
+    Args:
+        jobs: the jobs.
+        pools: the pools.
+
+    Raises:
+        ValueError: if there is no job, two have one name, or one needs more nodes or host memory than its pool has.
+
+    >>> pool = Pool(device_price=2.0, devices_per_node=8, host_bytes=10**12, max_nodes=4)
+    >>> job = Job(name="a", rollout_seconds=3.0, training_seconds=1.0, rollout_nodes=5, training_nodes=1)
+    >>> check_jobs([job], Pools(rollout=pool, training=pool))
+    Traceback (most recent call last):
+    ValueError: job a: rollout_nodes=5 exceeds the 4 nodes that a group may take
+    """
+    if not jobs:
+        raise ValueError("jobs: at least one")
+    name, count = collections.Counter(job.name for job in jobs).most_common(1)[0]
+    if count > 1:
+        raise ValueError(f"job {name}: {count} jobs have this name")
+    for job in jobs:
+        for kind, pool in (("rollout", pools.rollout), ("training", pools.training)):
+            nodes, held = getattr(job, f"{kind}_nodes"), getattr(job, f"{kind}_bytes")
+            if nodes > pool.max_nodes:
+                raise ValueError(
+                    f"job {job.name}: {kind}_nodes={nodes} exceeds the {pool.max_nodes} nodes that a group may take"
+                )
+            if held > pool.host_bytes:
+                raise ValueError(
+                    f"job {job.name}: {kind}_bytes={held} exceeds the {pool.host_bytes} bytes of a node's host memory"
+                )

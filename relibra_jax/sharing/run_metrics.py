@@ -1,0 +1,110 @@
+"""Jobs described by what the steps of our own training runs took (docs/metrics.md)."""
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from jaxtyping import Float
+
+from relibra_jax.sharing.jobs import Job
+
+LEARN: Final = "learn"
+"""The kind of the lines that describe a whole step."""
+ROLLOUT_TIMES: Final = ("time/generate_seconds",)
+TRAINING_TIMES: Final = (
+    "time/plan_seconds",
+    "time/size_seconds",
+    "time/migrate_seconds",
+    "time/recompute_seconds",
+    "time/score_wait_seconds",
+    "time/update_seconds",
+)
+"""What of a step occupies either pool. Rewards are scored beside planning and recompute, so that a step is longer by
+what it waits for them alone."""
+
+
+class StepDurations(NamedTuple):
+    """What the learning steps of a run took, seconds."""
+
+    rollout: Float[np.ndarray, " steps"]
+    """Generation."""
+    training: Float[np.ndarray, " steps"]
+    """All that follows it: planning, migration, recompute and updates."""
+
+
+def read_durations(folder: str | os.PathLike) -> StepDurations:
+    """The durations of all learning steps in ``seed-*/metrics.jsonl`` of a run's folder.
+
+    Args:
+        folder: the folder of the run.
+
+    Raises:
+        ValueError: if there are no such files, a line is not one of metrics, or none is of a learning step.
+    """
+    files = sorted(Path(folder).glob("seed-*/metrics.jsonl"))
+    if not files:
+        raise ValueError(f"{folder}: no seed-*/metrics.jsonl in this folder")
+    lines = [
+        (f"{file}, line {number}", line)
+        for file in files
+        for number, line in enumerate(_whole_lines(file), 1)
+    ]
+    steps = [durations for place, line in lines if (durations := _durations(place, line)) is not None]
+    if not steps:
+        raise ValueError(f"{folder}: none of {len(lines)} lines in {len(files)} files is of kind {LEARN}")
+    return StepDurations(*np.array(steps).T)
+
+
+def job_from_run(folder: str | os.PathLike, *, quantile: float = 0.95, **about: Any) -> Job:
+    """A job that takes as long as a run's learning steps, with what its metrics do not say.
+
+    The conservative duration of a phase is a quantile over all steps: the least of the recorded durations that this
+    share of them does not exceed. So of n steps, n * (1 - ``quantile``) may be longer, such as the first, which
+    compile.
+
+    Args:
+        folder: the folder of the run, which is also the job's name.
+        quantile: the share of steps that do not exceed the conservative duration, above 0 and at most 1.
+        **about: further fields of Job: ``rollout_nodes``, ``training_nodes`` and others.
+
+    Raises:
+        ValueError: if the folder has no learning steps, or a number is out of its range.
+
+    >>> import tempfile
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> line = {"kind": "learn"} | dict.fromkeys([*ROLLOUT_TIMES, *TRAINING_TIMES], 2.0)
+    >>> (folder / "seed-0").mkdir()
+    >>> _ = (folder / "seed-0" / "metrics.jsonl").write_text(json.dumps(line) + "\\n")
+    >>> job = job_from_run(folder, rollout_nodes=1, training_nodes=1)
+    >>> job.rollout_seconds, job.training_seconds
+    (2.0, 12.0)
+    """
+    if not 0 < quantile <= 1:
+        raise ValueError(f"quantile={quantile} must be above 0 and at most 1")
+    rollout, training = (
+        float(np.quantile(steps, quantile, method="inverted_cdf")) for steps in read_durations(folder)
+    )
+    return Job(name=str(folder), rollout_seconds=rollout, training_seconds=training, **about)
+
+
+def _whole_lines(file: Path) -> list[str]:
+    """The lines of a file that a run may still be writing: not the last, where it has no end yet."""
+    return file.read_text().rpartition("\n")[0].splitlines()
+
+
+def _durations(place: str, line: str) -> tuple[float, float] | None:
+    """The seconds of both phases in a line of metrics; None if it is of another kind."""
+    try:
+        metrics = json.loads(line)
+        if metrics["kind"] != LEARN:
+            return None
+    except (ValueError, TypeError, KeyError):
+        raise ValueError(f"{place}: not a line of metrics") from None
+    for name in (*ROLLOUT_TIMES, *TRAINING_TIMES):
+        seconds = metrics.get(name)
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds < math.inf:
+            raise ValueError(f"{place}: {name} is {seconds!r}, not a number of seconds")
+    return sum(metrics[name] for name in ROLLOUT_TIMES), sum(metrics[name] for name in TRAINING_TIMES)

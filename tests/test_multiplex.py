@@ -1,0 +1,206 @@
+"""relibra multiplex: jobs from files and runs, what is printed and kept, and one line where input is bad."""
+
+import doctest
+import json
+from pathlib import Path
+
+import pytest
+
+from experiments.rl.metrics import EVALUATE, LEARN, WARM_UP, names_of
+from relibra_jax.cli.main import main
+from relibra_jax.cli.multiplex.comparison import ALONE, COLOCATED, GROUPS, OPTIMUM, SORTED
+from relibra_jax.sharing.job_files import read_jobs
+from relibra_jax.sharing.run_metrics import ROLLOUT_TIMES, TRAINING_TIMES, job_from_run, read_durations
+
+ROOT = Path(__file__).parents[1]
+TIMES = (*ROLLOUT_TIMES, *TRAINING_TIMES)
+JOB = {"name": "a", "rollout_seconds": 60, "training_seconds": 40, "rollout_nodes": 1, "training_nodes": 1}
+
+
+def learn(rollout, training):
+    """A line of metrics whose training phases are six equal parts."""
+    line = {"kind": LEARN, "step": 0} | dict.fromkeys(names_of(LEARN), 99.0)
+    line |= dict.fromkeys(ROLLOUT_TIMES, rollout) | dict.fromkeys(TRAINING_TIMES, training / 6)
+    return json.dumps(line)
+
+
+def make_run(folder, *seeds):
+    for seed, lines in enumerate(seeds):
+        (folder / f"seed-{seed}").mkdir(parents=True)
+        (folder / f"seed-{seed}" / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run of two seeds, whose first steps compile."""
+    slow = learn(60.0, 90.0)
+    steps = [learn(2.0 + number / 100, 6.0) for number in range(20)]
+    other = [json.dumps({"kind": WARM_UP, "time/update_seconds": 500.0}), json.dumps({"kind": EVALUATE})]
+    return make_run(tmp_path / "run", [*other, slow, *steps], [slow, *steps])
+
+
+def test_the_times_are_metrics_of_a_learning_step():
+    assert set(TIMES) <= names_of(LEARN)
+
+
+def test_a_run_becomes_a_job(run):
+    sizes = {"rollout_nodes": 2, "training_nodes": 3}
+    job = job_from_run(run, quantile=0.95, slo=1.5, **sizes)
+    assert (job.name, job.rollout_nodes, job.training_nodes, job.slo) == (str(run), 2, 3, 1.5)
+    # 42 steps, of which two compile: the 40th longest is the conservative one.
+    assert (job.rollout_seconds, job.training_seconds) == (pytest.approx(2.19), pytest.approx(6.0))
+    longest = job_from_run(run, quantile=1.0, **sizes)
+    assert (longest.rollout_seconds, longest.training_seconds) == (60.0, pytest.approx(90.0))
+
+
+def test_a_line_that_is_not_yet_whole_is_left_out(run):
+    before = len(read_durations(run).rollout)
+    with (run / "seed-0" / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "lea')
+    assert len(read_durations(run).rollout) == before == 42
+
+
+@pytest.fixture
+def out(tmp_path):
+    return tmp_path / "out"
+
+
+def told(args, out):
+    assert main(["multiplex", *map(str, args), "--steps", "5", "--out", str(out)]) == 0
+    assert sorted(path.name for path in out.iterdir()) == ["multiplex.json", "multiplex.png"]
+    return json.loads((out / "multiplex.json").read_text())
+
+
+def test_drawn_sets_are_compared(out, capsys):
+    numbers = told(["--drawn", 4, "--seeds", 3], out)
+    shown = capsys.readouterr().out
+    assert "4 drawn jobs, 3 sets" in shown
+    assert "12 of 12 jobs within their objectives" in shown
+    ways = numbers["ways"]
+    assert list(ways) == [GROUPS, SORTED, ALONE, COLOCATED, OPTIMUM]
+    assert ways[ALONE]["over_alone"] == ways[COLOCATED]["over_colocated"] == 1
+    assert ways[OPTIMUM]["gap_worst"] == 0 <= ways[GROUPS]["gap"] == pytest.approx(sum(numbers["gaps"]) / 3)
+    assert ways[OPTIMUM]["price"] <= ways[GROUPS]["price"] <= ways[ALONE]["price"]
+    assert ways[GROUPS]["over_alone"] > 1
+    assert len(numbers["sets"]) == 3
+
+
+def test_more_jobs_than_the_optimum_is_known_for(out, capsys):
+    numbers = told(["--drawn", 7], out)
+    assert OPTIMUM not in numbers["ways"]
+    assert numbers["gaps"] is None
+    assert "optimum" not in capsys.readouterr().out
+
+
+def test_files_and_runs_come_in_their_order(run, tmp_path, out, capsys):
+    path = tmp_path / "jobs.json"
+    path.write_text(json.dumps([JOB | {"slo": 2.0, "tail_share": 0.5}, JOB | {"name": "b"}]))
+    numbers = told([path, run, "--slo", 3, "--training-nodes", 2], out)
+    assert "drawn jobs" not in capsys.readouterr().out
+    (groups,) = numbers["sets"]
+    listed = sorted((job for group in groups for job in group["jobs"]), key=lambda job: job["name"])
+    assert [job["name"] for job in listed] == sorted(["a", "b", str(run)])
+    own = next(job for job in listed if job["name"] == str(run))
+    assert (own["slo"], own["training_nodes"]) == (3.0, 2)
+    saved = tmp_path / "again.json"
+    saved.write_text(json.dumps(listed))
+    assert [job.name for job in read_jobs(saved)] == [job["name"] for job in listed]
+
+
+def test_names_of_any_characters(tmp_path, out, capsys):
+    path = tmp_path / "jobs.json"
+    path.write_text(json.dumps([JOB | {"name": "[red]"}, JOB | {"name": "$\\frac$", "slo": 2.0}]))
+    told([path], out)
+    shown = capsys.readouterr().out
+    assert "[red]" in shown
+    assert "$\\frac$" in shown
+
+
+BAD_JOBS = {
+    "[": "not a file of JSON (",
+    "{}": "must be a list of jobs, each an object of JSON",
+    "[]": "jobs: at least one",
+    json.dumps([JOB, JOB | {"name": "b", "slo": 0.5}]): "job 1: job b: slo=0.5 must be at least 1",
+    json.dumps([JOB | {"sloo": 2}]): "job 0: unknown field 'sloo'; did you mean slo?",
+    json.dumps([{"name": "a"}]): "job 0: rollout_seconds is missing",
+    json.dumps([JOB | {"slo": "2"}]): "job 0: slo='2' must be of type float",
+    json.dumps([JOB | {"rollout_nodes": 1.5}]): "job 0: rollout_nodes=1.5 must be of type int",
+    json.dumps([JOB | {"slo": True}]): "job 0: slo=True must be of type float",
+    json.dumps([JOB | {"name": 1}]): "job 0: name=1 must be of type str",
+    json.dumps(
+        [JOB | {"rollout_nodes": 99}]
+    ): "job a: rollout_nodes=99 exceeds the 16 nodes that a group may",
+    json.dumps(
+        [JOB | {"training_bytes": 2 * 10**12}]
+    ): "job a: training_bytes=2000000000000 exceeds the 10000",
+}
+
+
+@pytest.fixture
+def refused(tmp_path, capsys):
+    def run_it(*args):
+        assert main(["multiplex", *map(str, args), "--out", str(tmp_path / "out")]) == 2
+        assert not (tmp_path / "out").exists()
+        shown = capsys.readouterr()
+        assert shown.out == ""
+        (line,) = shown.err.splitlines()
+        return line
+
+    return run_it
+
+
+@pytest.mark.parametrize("text", BAD_JOBS)
+def test_files_that_hold_no_jobs(refused, tmp_path, text):
+    path = tmp_path / "jobs.json"
+    path.write_text(text)
+    assert BAD_JOBS[text] in refused(path)
+
+
+BAD_LINES = {
+    "nothing learnt": (json.dumps({"kind": WARM_UP}), "none of 1 lines in 1 files is of kind learn"),
+    "no metrics": ("step 1", "line 1: not a line of metrics"),
+    "no kind": ("{}", "line 1: not a line of metrics"),
+    "a name less": (
+        json.dumps({"kind": LEARN}),
+        "line 1: time/generate_seconds is None, not a number of seconds",
+    ),
+    "no number": (learn(float("nan"), 1.0), "line 1: time/generate_seconds is nan, not a number of seconds"),
+}
+
+
+@pytest.mark.parametrize("fault", BAD_LINES)
+def test_runs_that_describe_no_job(refused, tmp_path, fault):
+    line, message = BAD_LINES[fault]
+    assert message in refused(make_run(tmp_path / "run", [line]))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    {
+        "--drawn 0": "drawn=0 must be an integer of at least 1 and at most 256",
+        "--seeds 0": "seeds=0 must be an integer of at least 1 and at most 1000",
+        "--spread 2": "spread=2.0 must be at least 0 and at most 1",
+        "--steps 0": "steps=0 must be an integer of at least 1 and at most 10000",
+        "--rollout-price -1": "rollout_price=-1.0 must be positive and finite",
+        "--host-gigabytes 0": "host_gigabytes=0 must be an integer of at least 1",
+        "--max-nodes 1": "exceeds the 1 nodes that a group may take",
+        "--rollout-speed 0": "rollout_speed=0.0 must be positive and finite",
+        "missing.json": "missing.json: no such file of jobs or folder of a run",
+        "missing.json --drawn 3": "1 paths: drawn and seeds are for jobs that no path describes",
+    }.items(),
+)
+def test_options_that_do_not_fit(refused, options, message):
+    assert message in refused(*options.split())
+
+
+def test_a_folder_without_a_run(refused, tmp_path, run):
+    (tmp_path / "empty").mkdir()
+    assert refused(tmp_path / "empty").endswith("no seed-*/metrics.jsonl in this folder")
+    assert "quantile=0.0 must be above 0 and at most 1" in refused(run, "--quantile", "0")
+
+
+def test_the_page_computes_what_it_says():
+    result = doctest.testfile(str(ROOT / "docs" / "sharing-a-cluster.md"), module_relative=False)
+    assert result.attempted
+    assert not result.failed

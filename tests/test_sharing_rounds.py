@@ -1,0 +1,112 @@
+"""Groups executed turn by turn: the period beside all cyclic orders, and objectives when durations vary."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.jobs import POOLS, make_job, random_jobs
+
+from relibra_jax.sharing.groups import Group, smallest_group
+from relibra_jax.sharing.multiplex import multiplex
+from relibra_jax.sharing.simulation import (
+    ROLLOUT,
+    TRAINING,
+    conservative_durations,
+    draw_durations,
+    simulate,
+    steps_within_slo,
+)
+
+DURATIONS = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=4)
+
+
+def formula(durations):
+    rollouts, trainings = np.asarray(durations, float).T
+    return max((rollouts + trainings).max(), rollouts.sum(), trainings.sum())
+
+
+def seconds_of_a_round(ends):
+    """The slope of the ends of rounds, behind the rounds in which a group finds its rhythm."""
+    return (ends[-1] - ends[-101]) / 100
+
+
+@settings(max_examples=25)
+@given(DURATIONS)
+def test_round_robin_in_any_order_takes_the_period(durations):
+    jobs = [make_job(f"{n}", float(r), float(t)) for n, (r, t) in enumerate(durations)]
+    assert Group(tuple(jobs), 1).period == formula(durations)
+    for order in itertools.permutations(jobs[1:]):  # a circle may begin anywhere
+        timeline = simulate(conservative_durations(Group((jobs[0], *order), 1), steps=300))
+        assert np.allclose(seconds_of_a_round(timeline.end[..., TRAINING]), formula(durations))
+
+
+def two_orders(durations, rollouts, trainings, rounds):
+    """The ends of rounds where each pool serves the jobs in an order of its own."""
+    free, ready, ends = [0.0, 0.0], dict.fromkeys(rollouts, 0.0), []
+    for _ in range(rounds):
+        for pool, order in ((ROLLOUT, rollouts), (TRAINING, trainings)):
+            for job in order:
+                free[pool] = ready[job] = max(free[pool], ready[job]) + durations[job][pool]
+        ends.append(free[TRAINING])
+    return np.array(ends)
+
+
+@settings(max_examples=25)
+@given(DURATIONS)
+def test_no_cyclic_order_is_faster(durations):
+    jobs = range(len(durations))
+    for order in itertools.permutations(
+        jobs
+    ):  # of one pool, that of the other being any: names do not matter
+        ends = two_orders(durations, jobs, order, 250)
+        assert seconds_of_a_round(ends) >= formula(durations) - 1e-9
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 10**6), st.integers(1, 6), st.floats(0, 1))
+def test_objectives_are_kept_whatever_is_shorter_than_planned(seed, count, spread):
+    for group in multiplex(random_jobs(np.random.default_rng(seed), count), POOLS):
+        timeline = simulate(draw_durations(group, steps=12, spread=spread, seed=seed))
+        assert steps_within_slo(group, timeline).all()
+        allowed = np.array([job.allowed_seconds for job in group.jobs])
+        for steps, ends in enumerate(timeline.end[..., TRAINING], 1):
+            assert (ends <= (steps + 1) * allowed * (1 + 1e-12)).all()
+
+
+def test_objectives_are_missed_where_durations_exceed_the_conservative():
+    group = smallest_group([make_job(slo=1.0)], POOLS)
+    durations = conservative_durations(group, steps=50)
+    assert steps_within_slo(group, simulate(durations)).all()
+    assert not steps_within_slo(group, simulate(1.1 * durations)).any()
+
+
+def test_phases_wait_for_their_pool_and_their_job():
+    rng = np.random.default_rng(3)
+    durations = rng.random((20, 3, 2))
+    start, end = simulate(durations)
+    assert np.allclose(end - start, durations)
+    for pool in (ROLLOUT, TRAINING):
+        in_turn = start[..., pool].ravel()[1:] - end[..., pool].ravel()[:-1]
+        assert (in_turn >= 0).all(), "a pool does one thing at a time"
+    rollout_waits = start[1:, :, ROLLOUT] - end[:-1, :, TRAINING]
+    training_waits = start[..., TRAINING] - end[..., ROLLOUT]
+    assert (rollout_waits >= 0).all()
+    assert (training_waits >= 0).all()
+    pool_free = np.append(0, end[..., TRAINING].ravel()[:-1]).reshape(20, 3)
+    assert np.allclose(start[..., TRAINING], np.maximum(pool_free, end[..., ROLLOUT])), "and no longer"
+
+
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    {
+        (1, 1.5, 0): "spread=1.5 must be at least 0 and at most 1",
+        (0, 0.5, 0): "steps=0 must be an integer of at least 1",
+        (1, 0.5, -1): "seed=-1 must be an integer of at least 0",
+    }.items(),
+)
+def test_durations_that_cannot_be_drawn(numbers, message):
+    steps, spread, seed = numbers
+    with pytest.raises(ValueError, match=message):
+        draw_durations(Group((make_job(),), 1), steps=steps, spread=spread, seed=seed)
