@@ -41,7 +41,7 @@ def in_float8(batch: PreparedBatch, rule: HotRanks) -> PreparedBatch:
     >>> options = {"num_layers": 1, "num_micro_batches": 2, "key": jax.random.key(0)}
     >>> replay = RoutingReplay(np.tile(np.arange(4, dtype=np.uint8), (2, 5, 1, 1)), np.ones((2, 5), bool))
     >>> batch = Balancer(static(), topology, mesh=mesh, **options).prepare(model, None, replay)
-    >>> in_float8(batch, HotRanks(threshold=0, min_rows=1)).layers().tokens.float8.tolist()  # [M L N G]
+    >>> in_float8(batch, HotRanks(threshold=0.0, min_rows=1)).layers().tokens.float8.tolist()  # [M L N G]
     [[[[True]]], [[[True]]]]
     """
     parallel, layers = dataclasses.replace(batch.parallel, float8=rule), batch.layers()
