@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from gpu_interpreter import gpu_interpreter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -171,3 +172,16 @@ def test_operands_are_checked_as_those_of_the_exact_mlp():
     with pytest.raises(ValueError, match="float16 has too few exponents"):
         grouped_mlp_float8(half[0], half[1:], SIZES[0], scale)
     assert grouped_mlp_float8(rows[:0], weights, SIZES[0], scale[:0]).shape == (0, WIDTH)
+
+
+@pytest.mark.slow
+def test_the_hopper_kernels_multiply_what_was_rounded():
+    """In JAX's GPU interpreter, forward; they take widths that are multiples of 64."""
+    rng = np.random.default_rng(2)
+    rows = jnp.asarray(rng.normal(size=(24, 192)), jnp.bfloat16)
+    weights = [jnp.asarray(rng.normal(size=(2, 3, 192, 64)) / 8, jnp.bfloat16)]
+    sizes = np.array([9, 11], np.int32)
+    with gpu_interpreter("mosaic"):
+        found = jax.block_until_ready(compiled("mosaic")(rows, weights, sizes)).astype(jnp.float32)
+    expected = compiled()(rows, weights, sizes).astype(jnp.float32)
+    assert np.abs(found - expected).max() <= 2e-2 * np.abs(expected).max()

@@ -5,10 +5,11 @@
 a compiled step serves every plan of a mesh. What a plan means for rows and buffers was worked out before the step
 (`relibra_jax.execution.prepared_layer`).
 
-A plan never changes the mathematics, and nothing is dropped. Sizes and plans are checked on the host before the step
-(`relibra_jax.capacity`, `relibra_jax.plan_check`); a step that runs all the same with buffers too small, under a plan
-that breaks a rule or is not one of its load, or with ids that are not the load's, returns NaN rather than a result that
-misses tokens, and NaN gradients.
+A plan never changes the mathematics, and nothing is dropped. What does change values is asked for beside it: that hot
+ranks compute in float8 (``ExpertParallel.float8``), in passes without gradients. Sizes and plans are checked on the
+host before the step (`relibra_jax.capacity`, `relibra_jax.plan_check`); a step that runs all the same with buffers too
+small, under a plan that breaks a rule or is not one of its load, or with ids that are not the load's, returns NaN
+rather than a result that misses tokens, and NaN gradients.
 
 Pipeline, context and expert-tensor parallelism are not built.
 """
