@@ -8,15 +8,23 @@ at the cluster's peak of float8 products, and rounding at nothing. No time here 
 import dataclasses
 import math
 import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Final, NamedTuple
 
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
 import numpy as np
 import tyro
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from relibra_jax.atomic_write import write_atomically
 from relibra_jax.cli.batching import make_batches
+from relibra_jax.cli.figures import COLOURS, GRID, INK
 from relibra_jax.cli.modelled_time import CostModel, make_cost_model
 from relibra_jax.cli.options import Batching, Costs, Ranks, TraceName
 from relibra_jax.cli.parsing import run_program
@@ -47,6 +55,8 @@ class Float8Time:
     ranks: Annotated[Ranks, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Ranks)
     batching: Annotated[Batching, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Batching)
     costs: Annotated[Costs, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Costs)
+    figure: Path | None = None
+    """The PNG file to draw; none when not given."""
 
     def __post_init__(self) -> None:
         for threshold in self.thresholds:
@@ -97,6 +107,8 @@ def main(config: Float8Time) -> None:
     batches = make_batches(trace, config.batching, topology)
     cost = make_cost_model(config.costs, trace, batches, topology)
     floor = math.ceil(config.min_rows / cost.scale)
+    rules = [None, *(HotRanks(threshold=threshold, min_rows=floor) for threshold in config.thresholds)]
+    priced: dict[str, list[Priced]] = {}
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("plan")
     for column in ("float8 above", "ranks", "experts, ms", "recompute, ms", "gain"):
@@ -108,21 +120,52 @@ def main(config: Float8Time) -> None:
             seed=config.batching.seed,
             timed_runs=0,
         )
-        exact = price(planned, topology, cost, None)
+        exact, *marked = priced[name] = [price(planned, topology, cost, rule) for rule in rules]
         table.add_row(name, "-", "0%", f"{exact.compute:.1f}", f"{exact.total:.1f}", "1.00x")
-        for threshold in config.thresholds:
-            found = price(planned, topology, cost, HotRanks(threshold=threshold, min_rows=floor))
+        for threshold, found in zip(config.thresholds, marked, strict=True):
             numbers = f"{found.marked:.0%}", f"{found.compute:.1f}", f"{found.total:.1f}"
             table.add_row("", f"{threshold:g} x mean", *numbers, f"{exact.total / found.total:.2f}x")
         table.add_section()
-    console = Console()
-    console.print(
+    console, scale = Console(), f"{config.costs.tokens_per_rank:g} tokens a rank"
+    title = (
         f"{trace.name} as {config.costs.model} on {config.costs.cluster}, {config.ranks.nodes} x"
-        f" {config.ranks.ranks_per_node} ranks, {batches.num_micro_batches} micro-batches of"
-        f" {config.costs.tokens_per_rank:g} tokens a rank; modelled, not measured",
-        highlight=False,
+        f" {config.ranks.ranks_per_node} ranks, {batches.num_micro_batches} micro-batches of {scale}; modelled, not"
+        " measured"
     )
+    console.print(title, highlight=False, soft_wrap=True)
     console.print(table)
+    if config.figure is not None:
+        draw(config.figure, priced, title)
+
+
+def draw(path: Path, priced: Mapping[str, Sequence[Priced]], title: str) -> None:
+    """Draw what a recompute takes by the share of ranks in float8.
+
+    Args:
+        path: the PNG file to write.
+        priced: the points of each plan.
+        title: what was priced.
+    """
+    figure, axes = plt.subplots(figsize=(8, 4.2), layout="constrained")
+    figure.suptitle(title, color=INK, fontsize=8)
+    for colour, (name, points) in zip(COLOURS[::3], priced.items(), strict=False):
+        ordered = sorted(points)
+        axes.plot(
+            [100 * point.marked for point in ordered],
+            [point.total for point in ordered],
+            "o-",
+            color=colour,
+            label=name,
+        )
+    axes.set_xlabel("ranks in float8, % of all layers and micro-batches")
+    axes.set_ylabel("modelled ms of a recompute, at least")
+    axes.set_ylim(bottom=0)
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(color=GRID, linewidth=0.7)
+    with write_atomically(path) as part:
+        figure.savefig(part, dpi=150)
+    plt.close(figure)
 
 
 if __name__ == "__main__":

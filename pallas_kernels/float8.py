@@ -2,9 +2,9 @@
 
 An e4m3 number has four exponent bits and three of mantissa: a value is off by at most 1/16 of itself, and one below
 ``2**-6`` by at most ``2**-10``. The largest is 448, so a block is divided by a scale that brings its largest magnitude
-to 448 or below. Scales are the smallest such powers of two, as in the microscaling formats (OCP MX specification 1.0),
-so that dividing and multiplying by them is exact, and what a block stands for is exact in bfloat16 too. The blocks of
-`pallas_kernels.grouped_mlp_float8` are those of DeepSeek-V3 (arXiv:2412.19437, section 3.3.2).
+to 448 or below: the smallest power of two that does. Powers of two are the scales of the microscaling formats, too (OCP
+MX specification 1.0): dividing and multiplying by them is exact, so what a block stands for is exact in bfloat16. The
+blocks of `pallas_kernels.grouped_mlp_float8` are those of DeepSeek-V3 (arXiv:2412.19437, section 3.3.2).
 """
 
 from typing import Final

@@ -88,9 +88,12 @@ def test_bad_input_is_refused_in_one_line(experiment, options, line, capsys):
 
 @pytest.mark.slow
 def test_the_table_of_modelled_times_names_every_plan(capsys, tmp_path):
+    figure = tmp_path / "recompute.png"
     options = ["synthetic-32", "--thresholds", "1.25", "--batch-size", "32", "--micro-batches", "2"]
+    options += ["--figure", str(figure)]
     assert PROGRAMS["time"](options) == 0
     out = capsys.readouterr().out
     assert "modelled, not measured" in out
     for name in float8_time.PLANNED:
         assert f" {name} " in out
+    assert figure.read_bytes().startswith(b"\x89PNG")
