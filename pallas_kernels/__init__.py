@@ -5,5 +5,6 @@ A *group* is the set of consecutive rows that one weight slot multiplies, as in 
 
 from pallas_kernels.grouped_dot.api import grouped_dot, grouped_outer, ragged_dot
 from pallas_kernels.grouped_mlp.api import grouped_mlp
+from pallas_kernels.grouped_mlp.float8 import grouped_mlp_float8
 
-__all__ = ["grouped_dot", "grouped_mlp", "grouped_outer", "ragged_dot"]
+__all__ = ["grouped_dot", "grouped_mlp", "grouped_mlp_float8", "grouped_outer", "ragged_dot"]

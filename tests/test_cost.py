@@ -17,6 +17,7 @@ from relibra_jax.cost.models import MODELS
 from relibra_jax.cost.step_time import layer_time, rank_time
 from relibra_jax.cost.traffic import count_traffic
 from relibra_jax.cost.unit_times import unit_times
+from relibra_jax.hot_ranks import HotRanks, mark_hot_ranks
 from relibra_jax.node_visits import node_visits
 from relibra_jax.planning.assignment import assign_in_order
 from relibra_jax.planning.metrics import cross_node_load
@@ -410,3 +411,23 @@ def test_other_bad_input():
         unit_times(CLUSTER, MODEL, context=20.0, dispatch="ring")
     with pytest.raises(ValueError, match="dispatch='ring' must be one of flat, hierarchical"):
         balanced_time(np.zeros((1, 1, 2, 2, 8), int), TOPOLOGY, dispatch="ring", **KNOWN)
+
+
+def test_hot_ranks_by_hand(plan, load):
+    """Rank (0, 0) fills two tiles in float8, which is four times as fast here; now rank (0, 1) is the slowest."""
+    price = functools.partial(batch_time, BatchPlan(None, load, plan), TOPOLOGY, **KNOWN)
+    alone = {"updates": 0, "recompute": True}
+    tile = 16 * (2 * 3 * 4 * 5) / 5e5
+    hot = mark_hot_ranks(plan, HotRanks(threshold=1.5, min_rows=1))
+    np.testing.assert_array_equal(hot, [[[[True, False], [False, False]]]])
+    exact, marked = price(**alone), price(**alone, float8=hot)
+    assert float(exact.compute) == pytest.approx(2 * tile)
+    assert float(marked.compute) == pytest.approx(tile)
+    assert float(price(**alone, float8=np.ones_like(hot)).compute) == pytest.approx(2 * tile / 4)
+    for part in BatchTime._fields:
+        if part != "compute":
+            assert getattr(exact, part) == getattr(marked, part), part
+    with pytest.raises(ValueError, match="float8 is for a recompute alone, updates=0, not for updates=1"):
+        price(recompute=True, float8=hot)
+    with pytest.raises(ValueError, match=r"float8: expected shape \(1, 1, 2, 2\), found \(1, 1, 1, 4\)"):
+        price(**alone, float8=hot.reshape(1, 1, 1, 4))

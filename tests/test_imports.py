@@ -21,6 +21,7 @@ ROOMS = [
         "relibra_jax.copy_slots",
         "relibra_jax.node_visits",
         "relibra_jax.capacity",
+        "relibra_jax.hot_ranks",
         "relibra_jax.plan_files",
         "relibra_jax.resident_push",
         "relibra_jax.row_packing",

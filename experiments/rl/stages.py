@@ -22,7 +22,7 @@ from experiments.rl.rewards import Rewards
 from experiments.rl.state import State
 from experiments.rl.step import StepMetrics, TrainingBatch, prepare_residents, recompute
 from relibra_jax.execution import Residents
-from relibra_jax.nnx import PreparedBatch, check_executed, get_homes
+from relibra_jax.nnx import HotRanks, PreparedBatch, check_executed, get_homes, in_float8
 
 
 class Stage(NamedTuple):
@@ -84,8 +84,16 @@ def stage_options(config: Train) -> dict[str, Any]:
     }
 
 
-def recompute_planned(state: State, config: Train, stages: Stages) -> OldPolicy:
+def recompute_planned(
+    state: State, config: Train, stages: Stages, *, float8: HotRanks | None = None
+) -> OldPolicy:
     """Recompute log-probabilities under the plans of the recompute's stages, and hold what ran to them.
+
+    Args:
+        state: the state of the run.
+        config: its settings.
+        stages: the stages of the batch.
+        float8: which ranks compute their experts in float8; None for none.
 
     Raises:
         RuntimeError: if a slot computed other rows than its plan says.
@@ -93,7 +101,8 @@ def recompute_planned(state: State, config: Train, stages: Stages) -> OldPolicy:
     residents = prepare_residents(state.model, state.optimizer, stages.recompute[0].batch)
     parts, imbalance = [], None
     for batch, samples in stages.recompute:
-        ran = recompute(state.model, batch, samples, residents, temperature=config.temperature)
+        runs = batch if float8 is None else in_float8(batch, float8)
+        ran = recompute(state.model, runs, samples, residents, temperature=config.temperature)
         check_executed(ran.slot_rows, batch)
         parts.append(batch.from_ranks(ran.log_prob))
     if stages.recompute is not stages.updates:

@@ -9,22 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from pallas_kernels.grouped_mlp.mosaic import grouped_mlp_mosaic
+from pallas_kernels.grouped_mlp.operands import Array, check_operands
 from pallas_kernels.grouped_mlp.reference import grouped_mlp_reference
 from pallas_kernels.grouped_mlp.xla import grouped_mlp_xla
-from pallas_kernels.implementation import (
-    check_group_sizes,
-    check_weights,
-    choose_implementation,
-    describe,
-    match_varying_axes,
-    resolve_out_dtype,
-)
-
-type Array = jax.Array | np.ndarray
+from pallas_kernels.implementation import choose_implementation, match_varying_axes, resolve_out_dtype
 
 IMPLEMENTATIONS: Final[Mapping[str, Callable[..., jax.Array]]] = {
     "reference": grouped_mlp_reference,
@@ -78,22 +68,11 @@ def grouped_mlp(
     >>> grouped_mlp(rows, (homes, replicas), jnp.array([2, 0, 1]))[:, 0].round().tolist()
     [28.0, 28.0, 28.0, 0.0]
     """
-    rows, group_sizes = jnp.asarray(rows), jnp.asarray(group_sizes)
-    if rows.ndim != 2 or not jnp.issubdtype(rows.dtype, jnp.floating):
-        raise ValueError(f"rows: expected floating [r, D], found {describe(rows)}")
-    buffers = check_weights(weights, rows, 3, rows.shape[1], "F")
-    check_group_sizes(group_sizes, [buffer.shape[0] for buffer in buffers])
+    rows, buffers, group_sizes, row_scale = check_operands(rows, weights, group_sizes, row_scale)
     dtype = resolve_out_dtype(out_dtype, rows)
     name = choose_implementation(
         implementation, IMPLEMENTATIONS, rows, dtype, D=rows.shape[1], F=buffers[0].shape[3]
     )
-    if row_scale is None:
-        row_scale = jnp.ones(rows.shape[0], jnp.promote_types(rows.dtype, jnp.float32))
-    row_scale = jnp.asarray(row_scale)
-    if row_scale.shape != rows.shape[:1] or not jnp.issubdtype(row_scale.dtype, jnp.floating):
-        raise ValueError(
-            f"row_scale: expected floating [{rows.shape[0]}] for rows {describe(rows)}, found {describe(row_scale)}"
-        )
     if rows.size == 0:
         return rows.astype(dtype)
     rows, group_sizes, row_scale, *varying = match_varying_axes(rows, group_sizes, row_scale, *buffers)

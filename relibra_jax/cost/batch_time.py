@@ -17,7 +17,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from relibra_jax.cost.copies import reorder_time, resident_time
 from relibra_jax.cost.hardware import Cluster
@@ -65,6 +65,7 @@ def batch_time(
     updates: int = 1,
     recompute: bool = False,
     data_parallel: int = 1,
+    float8: Bool[Array, "M L N G"] | None = None,
 ) -> BatchTime:
     """The modelled time of a batch under its plan. Compiled; works under jit and vmap as well.
 
@@ -82,10 +83,12 @@ def batch_time(
         updates: the optimizer updates among which the batch's micro-batches are divided; 0 for recompute alone.
         recompute: whether all micro-batches are run forward once more, for old log-probabilities.
         data_parallel: copies of the group; divides M.
+        float8: the ranks that compute their experts in float8, as in `relibra_jax.cost.step_time.rank_time`; for a
+            recompute alone.
 
     Raises:
         ValueError: if a number is out of its range, shapes do not fit the topology or each other, M does not divide
-            over the copies, or neither updates nor recompute leave a pass to run.
+            over the copies, neither updates nor recompute leave a pass to run, or updates are to run in float8.
     """
     _check_numbers(context, scale)
     loads, slots = batch_plan.load.shape, batch_plan.plan.slot_expert.shape
@@ -94,6 +97,10 @@ def batch_time(
     check_shape("slot_expert", slots, (*loads[:2], *grid, topology.slots))
     if previous_home is not None:
         check_shape("previous_home", previous_home.shape, batch_plan.plan.home.shape)
+    if float8 is not None:
+        check_shape("float8", float8.shape, slots[:-1])
+        if updates:
+            raise ValueError(f"float8 is for a recompute alone, updates=0, not for updates={updates}")
     return _batch_time(
         batch_plan,
         topology,
@@ -106,6 +113,7 @@ def batch_time(
         updates=updates,
         recompute=recompute,
         data_parallel=data_parallel,
+        float8=float8,
     )
 
 
@@ -123,6 +131,7 @@ def _batch_time(
     updates,
     recompute,
     data_parallel,
+    float8,
 ) -> BatchTime:
     """`batch_time` of numbers that are checked, compiled once for all scales."""
     ranks = rank_time(
@@ -133,6 +142,7 @@ def _batch_time(
         context=context,
         scale=scale,
         visits=visits,
+        float8=float8,
     )
     layers = layer_time(ranks, updates=updates, recompute=recompute)
     push = resident_time(batch_plan.plan, topology, cluster=cluster, model=model, updates=updates)

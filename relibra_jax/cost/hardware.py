@@ -12,6 +12,8 @@ class Cluster:
 
     matmul_flops: float
     """Peak of dense bfloat16 matrix products, FLOP/s."""
+    float8_flops: float
+    """Peak of dense float8 matrix products, FLOP/s; the same share of it is assumed to be reached."""
     fast_bandwidth: float
     """Inside a node, bytes/s a rank can send, and at the same time receive."""
     slow_bandwidth: float
@@ -29,11 +31,12 @@ class Cluster:
     """Rows of one tile of a grouped product: a slot's rows cost as many as fill its tiles."""
 
 
-# NVIDIA H100 SXM data sheet: 989 TFLOP/s bfloat16 without sparsity; 80 GB; NVLink 900 GB/s in both directions
-# together. NVIDIA DGX H100 data sheet: 8 x 400 Gb/s InfiniBand for 8 GPUs. Tiles of 128 rows are what Hopper's
-# warp-group products are built from (two 64-row groups).
+# NVIDIA H100 SXM data sheet: 989 TFLOP/s bfloat16 and 1,979 TFLOP/s float8 without sparsity; 80 GB; NVLink 900 GB/s in
+# both directions together. NVIDIA DGX H100 data sheet: 8 x 400 Gb/s InfiniBand for 8 GPUs. Tiles of 128 rows are what
+# Hopper's warp-group products are built from (two 64-row groups).
 _H100 = Cluster(
     matmul_flops=989e12,
+    float8_flops=1979e12,
     fast_bandwidth=450e9,
     slow_bandwidth=50e9,
     shared_link=False,
@@ -48,11 +51,13 @@ CLUSTERS = {
     # NVIDIA H200 SXM data sheet: compute and NVLink of an H100, 141 GB. NVIDIA DGX H200 data sheet: 8 x 400 Gb/s
     # InfiniBand for 8 GPUs.
     "h200": dataclasses.replace(_H100, memory=141e9),
-    # NVIDIA GB200 NVL72 data sheet: 72 GPUs in one NVLink domain, so up to 72 ranks a node; 360 PFLOP/s bfloat16 with
-    # sparsity, half of it without, which is 2.5 PFLOP/s a GPU; 130 TB/s of NVLink together, 1.8 TB/s a GPU in both
-    # directions; 13.4 TB of HBM3e, 186 GB a GPU. NVIDIA DGX GB200 data sheet: 72 x 400 Gb/s InfiniBand. Blackwell's
-    # tensor cores compute tiles of 128 rows as well. The efficiencies are Hopper's.
-    "gb200-nvl72": dataclasses.replace(_H100, matmul_flops=2500e12, fast_bandwidth=900e9, memory=186e9),
+    # NVIDIA GB200 NVL72 data sheet: 72 GPUs in one NVLink domain, so up to 72 ranks a node; 360 PFLOP/s bfloat16 and
+    # 720 PFLOP/s float8 with sparsity, half of them without, which is 2.5 and 5 PFLOP/s a GPU; 130 TB/s of NVLink
+    # together, 1.8 TB/s a GPU in both directions; 13.4 TB of HBM3e, 186 GB a GPU. NVIDIA DGX GB200 data sheet: 72 x
+    # 400 Gb/s InfiniBand. Blackwell's tensor cores compute tiles of 128 rows as well. The efficiencies are Hopper's.
+    "gb200-nvl72": dataclasses.replace(
+        _H100, matmul_flops=2500e12, float8_flops=5000e12, fast_bandwidth=900e9, memory=186e9
+    ),
     # HGX H100 nodes of 8 GPUs whose only way to other nodes is one port of Ethernet: 200 Gb/s (IEEE 802.3bs), or
     # 100 Gb/s (IEEE 802.3ba), for 8 ranks together.
     "h100-ethernet-200": dataclasses.replace(_H100, slow_bandwidth=200e9 / 8 / 8, shared_link=True),

@@ -21,7 +21,7 @@ What a whole batch takes is in `relibra_jax.cost.batch_time`.
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from relibra_jax.cost.copies import push_time
 from relibra_jax.cost.hardware import Cluster
@@ -101,6 +101,7 @@ def rank_time(
     context: float,
     scale: Float[Array, ""] | float = 1.0,
     visits: Int[Array, "M L P N"] | None = None,
+    float8: Bool[Array, "M L N G"] | None = None,
 ) -> RankTime:
     """The modelled forward time of every rank under a plan.
 
@@ -113,6 +114,8 @@ def rank_time(
         scale: how many tokens each token stands for, to read a small trace at the size of a real micro-batch.
         visits: distinct tokens that cross nodes, for the hierarchical path: see
             `relibra_jax.cost.traffic.count_traffic`.
+        float8: the ranks that compute their experts in float8 (`relibra_jax.hot_ranks.mark_hot_ranks`), at the peak of
+            float8 products and nothing more: rounding is not counted, so this is the least that they may take.
 
     Returns:
         RankTime, seconds.
@@ -122,11 +125,13 @@ def rank_time(
     """
     flops = cluster.matmul_flops * cluster.matmul_efficiency
     tokens = scale * jnp.asarray(layer_plans.load).sum(-1) / model.top_k
+    speedup = cluster.float8_flops / cluster.matmul_flops
+    expert_flops = flops if float8 is None else flops * jnp.where(float8, speedup, 1.0)
     tiles = jnp.ceil(scale * jnp.asarray(layer_plans.quota) / cluster.tile)
     traffic = count_traffic(layer_plans, topology, visits=visits)
     return RankTime(
         attention=tokens * model.token_flops(context) / flops,
-        compute=tiles.sum(-1) * cluster.tile * 2 * model.expert_params / flops,
+        compute=tiles.sum(-1) * cluster.tile * 2 * model.expert_params / expert_flops,
         exchange=transfer_time(traffic, scale * ACTIVATION_BYTES * model.width, cluster),
         push=push_time(layer_plans, topology, cluster=cluster, model=model),
     )

@@ -8,6 +8,8 @@ what                       dtype                         where it is set
 master weights             float32                       ``MoELayer(param_dtype=)``; the experts that are given to
                                                          `fetch_replicas`, before they are cast
 expert compute             that of ``x``                 ``MoELayer(dtype=)``; the tokens that are given to `moe_layer`
+experts of hot ranks       float8 (e4m3) by blocks       ``ExpertParallel.float8``, for passes without gradients; off
+                                                         unless asked for (`pallas_kernels.grouped_mlp_float8`)
 router logits and gates    float32, or wider with ``x``  `relibra_jax.execution.gating`, always
 products and row sums      summed in float32             `pallas_kernels`, `relibra_jax.execution.gather`, always
 replica transfers          that of expert compute        the dtype of the experts given to `fetch_replicas`

@@ -5,10 +5,11 @@
 a compiled step serves every plan of a mesh. What a plan means for rows and buffers was worked out before the step
 (`relibra_jax.execution.prepared_layer`).
 
-A plan never changes the mathematics, and nothing is dropped. Sizes and plans are checked on the host before the step
-(`relibra_jax.capacity`, `relibra_jax.plan_check`); a step that runs all the same with buffers too small, under a plan
-that breaks a rule or is not one of its load, or with ids that are not the load's, returns NaN rather than a result that
-misses tokens, and NaN gradients.
+A plan never changes the mathematics, and nothing is dropped. What does change values is asked for beside it: that hot
+ranks compute in float8 (``ExpertParallel.float8``), in passes without gradients. Sizes and plans are checked on the
+host before the step (`relibra_jax.capacity`, `relibra_jax.plan_check`); a step that runs all the same with buffers too
+small, under a plan that breaks a rule or is not one of its load, or with ids that are not the load's, returns NaN
+rather than a result that misses tokens, and NaN gradients.
 
 Pipeline, context and expert-tensor parallelism are not built.
 """
@@ -20,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int, Integer
 
-from pallas_kernels import grouped_mlp
+from pallas_kernels import grouped_mlp, grouped_mlp_float8
 from relibra_jax.execution.dispatch import combine, cross, cross_back, send_copies, send_tokens
 from relibra_jax.execution.dispatch_tables import Dispatch, NodeDispatch
 from relibra_jax.execution.exchange import Exchange
@@ -126,10 +127,8 @@ def _on_rank(x, gates, weights, tables: TokenTables, parallel: ExpertParallel):
             visitors, scales = (cross(each, dispatch, exchanges[0]) for each in (visitors, scales))
         rows, scale = send_tokens(visitors, flat, exchanges[-1]), send_copies(scales, flat, exchanges[-1])
     with jax.named_scope("experts"):
-        computed = grouped_mlp(
-            *(rows, weights, jnp.where(sound, flat.group_sizes, 1), scale * one_or_nan(sound, scale)),
-            implementation=parallel.implementation,
-        )
+        operands = rows, weights, jnp.where(sound, flat.group_sizes, 1), scale * one_or_nan(sound, scale)
+        computed = _compute_experts(operands, tables.float8, parallel.implementation)
     out = combine(computed, flat, exchanges[-1])
     if isinstance(dispatch, NodeDispatch):
         out = cross_back(out, dispatch, exchanges[0])
@@ -139,6 +138,14 @@ def _on_rank(x, gates, weights, tables: TokenTables, parallel: ExpertParallel):
         as_planned = (slot_rows == tables.check.quota).all().astype(jnp.int32)
         out *= one_or_nan(jax.lax.pmin(as_planned, RANKS) > 0, out)
     return out, slot_rows
+
+
+def _compute_experts(operands, float8, implementation: str | None):
+    """The experts of one rank: exact, or in float8 where the rank is marked."""
+    exact, rounded = (
+        functools.partial(call, implementation=implementation) for call in (grouped_mlp, grouped_mlp_float8)
+    )
+    return exact(*operands) if float8 is None else jax.lax.cond(float8, rounded, exact, *operands)
 
 
 def _count_rows(tables: TokenTables, slot_expert, exchanges: tuple[Exchange, ...]):

@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from relibra_jax.capacity import Capacities, ExchangeSizes, worst_case_capacities
 from relibra_jax.execution.exchange import KINDS, Exchange
 from relibra_jax.execution.mesh import LOCAL, NODE, RANKS, check_mesh
+from relibra_jax.hot_ranks import HotRanks
 from relibra_jax.types import Array, LayerPlan, Topology, check_shape
 
 PATHS: Final = ("flat", "hierarchical")
@@ -61,6 +62,9 @@ class ExpertParallel:
     """Whether every token copy brings its expert's number along, so that a layer counts the rows that really reached
     the slot of their expert, and turns to NaN where they are not the plan's quota. It costs a small exchange a
     layer."""
+    float8: HotRanks | None = None
+    """Which ranks compute their experts in float8, for passes that nothing is learnt from: these have no gradient.
+    None, the default, for none."""
     rows: int | None = None
     """The rows of a micro-batch on all ranks together, if they are known beforehand: others are refused."""
 

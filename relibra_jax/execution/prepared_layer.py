@@ -28,6 +28,7 @@ from relibra_jax.execution.fetch_tables import FetchTables, make_fetch
 from relibra_jax.execution.mesh import LOCAL, NODE, RANKS, vary_over
 from relibra_jax.execution.parallel import ExpertParallel, check_layer_plan, check_tokens
 from relibra_jax.execution.plan_guard import is_valid
+from relibra_jax.hot_ranks import mark_hot_ranks
 from relibra_jax.token_split import refit_quota, source_quota
 from relibra_jax.types import EMPTY, Array, LayerPlan
 
@@ -54,6 +55,8 @@ class TokenTables(NamedTuple):
     the group."""
     check: RowCheck | None
     """None without ``check_rows``."""
+    float8: Bool[jax.Array, "*stack"] | None = None
+    """Whether this rank computes its experts in float8; None without ``ExpertParallel.float8``."""
 
 
 class PreparedLayer(NamedTuple):
@@ -222,7 +225,8 @@ def _prepare_on_rank(
     if parallel.check_rows:
         quota = jnp.asarray(plan.quota, jnp.int32)
         check = RowCheck(slot_expert[node, local], quota[node, local])
-    return fetch, TokenTables(ids.astype(_signed_dtype(topology.num_experts)), dispatch, sound, check)
+    float8 = None if parallel.float8 is None else mark_hot_ranks(plan, parallel.float8)[node, local]
+    return fetch, TokenTables(ids.astype(_signed_dtype(topology.num_experts)), dispatch, sound, check, float8)
 
 
 def _fetch_on_rank(plan: LayerPlan, parallel: ExpertParallel) -> FetchTables:

@@ -11,8 +11,10 @@ Precision is stated in `relibra_jax.execution`. What stands beneath are pure fun
 from relibra_jax.execution.gating import GATINGS, Gating
 from relibra_jax.execution.mesh import expert_mesh
 from relibra_jax.execution.parallel import ExpertParallel
+from relibra_jax.hot_ranks import HotRanks
 from relibra_jax.nnx.balancer import Balancer, BalancerState
 from relibra_jax.nnx.executed import check_executed
+from relibra_jax.nnx.float8 import in_float8
 from relibra_jax.nnx.gradients import accumulate_gradients, prepare_residents
 from relibra_jax.nnx.homes import expert_labels, get_homes, reorder_experts, set_homes
 from relibra_jax.nnx.layer import MoELayer, MoEOutput
@@ -29,6 +31,7 @@ __all__ = [
     "ExpertParam",
     "Gating",
     "Homes",
+    "HotRanks",
     "MoELayer",
     "MoEOutput",
     "PreparedBatch",
@@ -38,6 +41,7 @@ __all__ = [
     "expert_labels",
     "expert_mesh",
     "get_homes",
+    "in_float8",
     "prepare_residents",
     "reorder_experts",
     "restore_training",

@@ -17,6 +17,7 @@ from jaxtyping import PyTree
 
 from relibra_jax.execution.prepared_layer import PreparedLayer
 from relibra_jax.execution.residents import Residents, push_residents, return_gradients
+from relibra_jax.nnx.float8 import check_exact
 from relibra_jax.nnx.prepared import PreparedBatch
 from relibra_jax.nnx.variables import AXES, ExpertParam
 from relibra_jax.plan import resident_experts
@@ -54,7 +55,11 @@ def accumulate_gradients(
     Returns:
         ``(gradients, more)``: the gradients in float32 (or wider, with wider parameters), of the structure of
         ``nnx.state(model, nnx.Param)``; and what the objective returned besides the loss, stacked over micro-batches.
+
+    Raises:
+        ValueError: if ranks of the batch compute in float8.
     """
+    check_exact(batch)
     graph, params, *rest = nnx.split(model, nnx.Param, ...)
     weights = _push_weights(params, batch) if residents is None else residents.weights
 

@@ -1,0 +1,172 @@
+"""``python -m experiments.float8_time [TRACE]``: what hot ranks in float8 may gain a recompute at most, modelled.
+
+A recompute is one forward pass over the micro-batches of a batch, under the plan of its updates. Every phase of a layer
+waits for its slowest rank (`relibra_jax.cost.step_time`); the experts of hot ranks (`relibra_jax.hot_ranks`) are priced
+at the cluster's peak of float8 products, and rounding at nothing. No time here was measured.
+"""
+
+import dataclasses
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Final, NamedTuple
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import numpy as np
+import tyro
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from relibra_jax.atomic_write import write_atomically
+from relibra_jax.cli.batching import make_batches
+from relibra_jax.cli.figures import COLOURS, GRID, INK
+from relibra_jax.cli.modelled_time import CostModel, make_cost_model
+from relibra_jax.cli.options import Batching, Costs, Ranks, TraceName
+from relibra_jax.cli.parsing import run_program
+from relibra_jax.cli.planner_runs import Contender, PlannedBatch, run_contender
+from relibra_jax.cost.batch_time import batch_time
+from relibra_jax.hot_ranks import HotRanks, mark_hot_ranks
+from relibra_jax.limits import check_integer, check_not_negative
+from relibra_jax.planning.planners import PLANNERS
+from relibra_jax.traces.read import read_trace
+from relibra_jax.types import Topology
+
+PLANNED: Final = ("static", "eplb", "relibra")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Float8Time:
+    """Price recomputes with and without marks.
+
+    Raises:
+        ValueError: if a number is out of its range.
+    """
+
+    trace: TraceName = None
+    thresholds: tuple[float, ...] = (1.5, 1.25, 1.0, 0.0)
+    """Ranks above so many times the mean compute in float8; 0 for all."""
+    min_rows: int = 2048
+    """The fewest rows of a rank in float8, at the size to which the trace is scaled."""
+    ranks: Annotated[Ranks, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Ranks)
+    batching: Annotated[Batching, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Batching)
+    costs: Annotated[Costs, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Costs)
+    figure: Path | None = None
+    """The PNG file to draw; none when not given."""
+
+    def __post_init__(self) -> None:
+        for threshold in self.thresholds:
+            check_not_negative("thresholds", threshold)
+        check_integer("min_rows", self.min_rows, least=1)
+
+
+class Priced(NamedTuple):
+    """Modelled milliseconds of a recompute."""
+
+    marked: float
+    """The share of ranks in float8, over all layers and micro-batches."""
+    compute: float
+    """The experts."""
+    total: float
+    """All phases."""
+
+
+def price(batches: list[PlannedBatch], topology: Topology, cost: CostModel, rule: HotRanks | None) -> Priced:
+    """The mean over batches of what their recompute takes, with the ranks in float8 that ``rule`` marks.
+
+    Args:
+        batches: the batches with their plans.
+        topology: the expert-parallel group.
+        cost: cluster, model and scale.
+        rule: what makes a rank hot, in rows of the trace; None for no marks.
+    """
+    rows = []
+    for batch in batches:
+        marks = None if rule is None else mark_hot_ranks(batch.batch_plan.plan, rule)
+        time = batch_time(
+            *(batch.batch_plan, topology),
+            visits=cost.visits(batch, topology),
+            updates=0,
+            recompute=True,
+            float8=marks,
+            **cost.setting(),
+        )
+        share = 0.0 if marks is None else float(marks.mean())
+        rows.append((share, 1e3 * float(time.compute), 1e3 * float(time.total)))
+    return Priced(*map(float, np.mean(rows, axis=0)))
+
+
+def main(config: Float8Time) -> None:
+    """Plan, price, and print the table."""
+    trace = read_trace(config.trace)
+    topology = config.ranks.topology(trace.num_experts)
+    batches = make_batches(trace, config.batching, topology)
+    cost = make_cost_model(config.costs, trace, batches, topology)
+    floor = math.ceil(config.min_rows / cost.scale)
+    rules = [None, *(HotRanks(threshold=threshold, min_rows=floor) for threshold in config.thresholds)]
+    priced: dict[str, list[Priced]] = {}
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("plan")
+    for column in ("float8 above", "ranks", "experts, ms", "recompute, ms", "gain"):
+        table.add_column(column, justify="right")
+    for name in PLANNED:
+        planned, _ = run_contender(
+            *(Contender(entry=PLANNERS[name]), batches, topology),
+            cost=cost.unit_times(),
+            seed=config.batching.seed,
+            timed_runs=0,
+        )
+        exact, *marked = priced[name] = [price(planned, topology, cost, rule) for rule in rules]
+        table.add_row(name, "-", "0%", f"{exact.compute:.1f}", f"{exact.total:.1f}", "1.00x")
+        for threshold, found in zip(config.thresholds, marked, strict=True):
+            numbers = f"{found.marked:.0%}", f"{found.compute:.1f}", f"{found.total:.1f}"
+            table.add_row("", f"{threshold:g} x mean", *numbers, f"{exact.total / found.total:.2f}x")
+        table.add_section()
+    console, scale = Console(), f"{config.costs.tokens_per_rank:g} tokens a rank"
+    title = (
+        f"{trace.name} as {config.costs.model} on {config.costs.cluster}, {config.ranks.nodes} x"
+        f" {config.ranks.ranks_per_node} ranks, {batches.num_micro_batches} micro-batches of {scale}; modelled, not"
+        " measured"
+    )
+    console.print(title, highlight=False, soft_wrap=True)
+    console.print(table)
+    if config.figure is not None:
+        draw(config.figure, priced, title)
+
+
+def draw(path: Path, priced: Mapping[str, Sequence[Priced]], title: str) -> None:
+    """Draw what a recompute takes by the share of ranks in float8.
+
+    Args:
+        path: the PNG file to write.
+        priced: the points of each plan.
+        title: what was priced.
+    """
+    figure, axes = plt.subplots(figsize=(8, 4.2), layout="constrained")
+    figure.suptitle(title, color=INK, fontsize=8)
+    for colour, (name, points) in zip(COLOURS[::3], priced.items(), strict=False):
+        ordered = sorted(points)
+        axes.plot(
+            [100 * point.marked for point in ordered],
+            [point.total for point in ordered],
+            "o-",
+            color=colour,
+            label=name,
+        )
+    axes.set_xlabel("ranks in float8, % of all layers and micro-batches")
+    axes.set_ylabel("modelled ms of a recompute, at least")
+    axes.set_ylim(bottom=0)
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(color=GRID, linewidth=0.7)
+    with write_atomically(path) as part:
+        figure.savefig(part, dpi=150)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    sys.exit(run_program(main, Float8Time, description=__doc__))

@@ -1,0 +1,187 @@
+"""Rounding to float8 by blocks against ml_dtypes, and the grouped MLP of rounded numbers against NumPy float64."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from gpu_interpreter import gpu_interpreter
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels import grouped_mlp, grouped_mlp_float8
+from pallas_kernels.float8 import round_to_float8
+from pallas_kernels.grouped_mlp.float8 import BLOCK
+
+SLOTS, WIDTH, HIDDEN = (2, 0, 1), 160, 136  # neither is a multiple of a block
+SIZES = [np.array(sizes, np.int32) for sizes in ((5, 0, 7), (0, 0, 0), (0, 16, 0), (4, 4, 4))]
+ROWS = 16
+
+rounded = jax.jit(round_to_float8, static_argnames="block")
+
+
+def oracle(array, block):
+    """Every block by itself, in float64; the scale by the first exponent that fits."""
+    out = np.array(array, np.float64)
+    rows, columns = block
+    for place in np.ndindex(*out.shape[:-2], -(-out.shape[-2] // rows), -(-out.shape[-1] // columns)):
+        *stack, m, n = place
+        own = (*stack, slice(m * rows, (m + 1) * rows), slice(n * columns, (n + 1) * columns))
+        largest = np.abs(out[own]).max()
+        exponent = next(e for e in range(-117, 130) if largest <= 448 * 2.0**e)
+        eighth = (out[own] / 2.0**exponent).astype(np.float32).astype(ml_dtypes.float8_e4m3fn)
+        out[own] = eighth.astype(np.float64) * 2.0**exponent
+    return out
+
+
+def mlp_oracle(rows, weights, sizes, scale):
+    """The MLP of rounded operands, group by group in float64."""
+    out = np.zeros(rows.shape)
+    x, matrices = oracle(rows, (1, BLOCK)), oracle(np.concatenate(weights), (BLOCK, BLOCK))
+    ends = np.cumsum(sizes)
+    for slot, own in enumerate(map(slice, ends - sizes, ends)):
+        gate, up, down = matrices[slot]
+        g = x[own] @ gate
+        hidden = oracle(g / (1 + np.exp(-g)) * (x[own] @ up), (1, BLOCK)) if sizes[slot] else g
+        out[own] = scale[own, None] * (hidden @ down.T)
+    return out
+
+
+def operands(dtype="float32"):
+    rng = np.random.default_rng(0)
+    rows, scale = rng.normal(size=(ROWS, WIDTH)), rng.normal(size=ROWS)
+    weights = [rng.normal(size=(slots, 3, WIDTH, HIDDEN)) / 8 for slots in SLOTS]
+    cast = functools.partial(jnp.asarray, dtype=dtype)
+    return cast(rows), list(map(cast, weights)), jnp.asarray(scale, jnp.float32)
+
+
+@functools.cache
+def compiled(implementation="xla"):
+    return jax.jit(functools.partial(grouped_mlp_float8, implementation=implementation))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("block", [(1, 128), (4, 3)])
+def test_blocks_are_rounded_as_ml_dtypes_rounds(dtype, block):
+    """Magnitudes from the smallest normal number to the largest, each row and column of its own."""
+    rng = np.random.default_rng(1)
+    values = rng.normal(size=(2, 9, 200)) * 2.0 ** rng.integers(-120, 125, (2, 9, 1))
+    values = jnp.asarray(values * 2.0 ** -rng.integers(0, 12, (2, 1, 200)), dtype)
+    found = rounded(values, block=block)
+    assert found.dtype == dtype
+    normal = np.abs(np.asarray(values, np.float64)) >= 2.0**-126  # others a CPU may flush to zero
+    expected = oracle(np.where(normal, np.asarray(values, np.float64), 0), block)
+    np.testing.assert_array_equal(np.where(normal, np.asarray(found, np.float64), 0), expected * normal)
+
+
+@given(st.lists(st.tuples(st.integers(-4095, 4095), st.integers(-120, 100)), min_size=1, max_size=32))
+@settings(deadline=None, max_examples=200)
+def test_an_error_is_at_most_a_sixteenth_or_a_part_of_the_largest(values):
+    """Half of the last place: ``2**-4`` of a normal number, ``2**-10`` of a scale, which is below ``largest / 224``."""
+    row = np.zeros((1, 32), np.float32)
+    row[0, : len(values)] = [mantissa * 2.0**exponent for mantissa, exponent in values]
+    error = np.abs(np.asarray(rounded(row, block=(1, 32)), np.float64) - row)
+    tiny = max(np.abs(row).max() / 224, 2.0**-117) * 2.0**-10
+    assert (error <= np.maximum(np.abs(row.astype(np.float64)) / 16, tiny)).all()
+
+
+def test_what_float8_holds_is_exact():
+    """All e4m3 numbers, at scales of the smallest and the largest blocks."""
+    numbers = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+    numbers = numbers[np.isfinite(numbers)]
+    for exponent in (-117, -40, 0, 30, 119):
+        for dtype in ("float32", "bfloat16"):
+            values = jnp.asarray(numbers * 2.0**exponent, dtype)[None]
+            np.testing.assert_array_equal(rounded(values, block=(1, 256)), values)
+
+
+def test_what_is_not_finite_makes_its_block_nan_and_no_other():
+    values = np.ones((3, 8), np.float32)
+    values[0, 1], values[2, 6] = np.inf, np.nan
+    found = np.asarray(rounded(values, block=(2, 4)))
+    np.testing.assert_array_equal(np.isnan(found), np.repeat([[1, 0], [1, 0], [0, 1]], 4, axis=1))
+    assert (found[~np.isnan(found)] == 1).all()
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_the_mlp_of_rounded_numbers(sizes):
+    """Empty groups, buffers without slots, and padding; a hidden number at a tie may round to either side."""
+    rows, weights, scale = operands()
+    found = compiled()(rows, weights, sizes, scale)
+    expected = mlp_oracle(rows, weights, sizes, np.asarray(scale))
+    assert np.abs(found - expected).max() <= 1e-3 * np.abs(expected).max(initial=1)
+    assert not np.asarray(found[sizes.sum() :]).any()
+    exact = grouped_mlp(rows, weights, sizes, scale)
+    if sizes.any():  # it is float8 that ran: an error of some percent
+        error = np.linalg.norm(found - exact) / np.linalg.norm(exact)
+        assert 0.01 < error < 0.1
+
+
+def test_implementations_agree_and_bfloat16_holds_what_was_rounded():
+    rows, weights, scale = operands("bfloat16")
+    found = [compiled(name)(rows, weights, SIZES[0], scale) for name in ("xla", "reference")]
+    wide = [each.astype(jnp.float32) for each in (rows, *weights)]
+    found.append(compiled()(wide[0], wide[1:], SIZES[0], scale).astype(jnp.bfloat16))
+    for one in found:
+        assert one.dtype == jnp.bfloat16
+        np.testing.assert_allclose(*(np.asarray(each, np.float32) for each in (one, found[0])), atol=2e-2)
+
+
+def test_what_is_exact_in_float8_gives_what_the_exact_mlp_gives():
+    """Numbers of a few bits, and gates so large that their sigmoid is 1 and hidden numbers are powers of 2."""
+    rows = jnp.asarray(2.0 ** np.arange(ROWS) * np.ones((4, ROWS))).T.astype(jnp.float32)
+    weights = [jnp.ones((3, 3, 4, 8)) * jnp.array([64.0, 0.5, 3.0])[None, :, None, None]]
+    sizes, scale = np.array([6, 0, 8], np.int32), jnp.full(ROWS, 0.3, jnp.float32)
+    exact = grouped_mlp(rows, weights, sizes, scale)
+    np.testing.assert_array_equal(compiled()(rows, weights, sizes, scale), exact)
+
+
+def test_what_is_not_finite_shows_and_stays_where_it_is():
+    """A row's NaN in its row; a weight's in the rows of its group; padding's nowhere."""
+    rows, weights, scale = operands()
+    sizes = np.array([5, 4, 3], np.int32)
+    spoilt = rows.at[2, 0].set(jnp.inf).at[13].set(jnp.nan)
+    found = np.asarray(compiled()(spoilt, weights, sizes, scale.at[14].set(jnp.nan)))
+    np.testing.assert_array_equal(np.isnan(found).any(1), np.arange(ROWS) == 2)
+    buffer = weights[0].at[1, 2, 3, 3].set(jnp.nan)
+    found = np.asarray(compiled()(rows, [buffer, *weights[1:]], sizes, scale))
+    np.testing.assert_array_equal(np.isnan(found).any(1), (np.arange(ROWS) >= 5) & (np.arange(ROWS) < 9))
+
+
+@pytest.mark.parametrize("differentiate", [jax.grad, jax.value_and_grad, jax.jacfwd])
+def test_a_gradient_is_refused_in_one_line(differentiate):
+    rows, weights, scale = operands()
+
+    def loss(rows):
+        return grouped_mlp_float8(rows, weights, SIZES[0], scale).sum()
+
+    refusal = "grouped_mlp_float8 has no gradient: float8 is for rollout and recompute, not for updates"
+    with pytest.raises(ValueError, match=f"^{refusal}\n"):
+        jax.jit(differentiate(loss))(rows)
+
+
+def test_operands_are_checked_as_those_of_the_exact_mlp():
+    rows, weights, scale = operands()
+    with pytest.raises(ValueError, match=r"row_scale: expected floating \[16\]"):
+        grouped_mlp_float8(rows, weights, SIZES[0], scale[1:])
+    with pytest.raises(ValueError, match="group_sizes: expected integers"):
+        grouped_mlp_float8(rows, weights, SIZES[0][1:], scale)
+    half = [each.astype(jnp.float16) for each in (rows, *weights)]
+    with pytest.raises(ValueError, match="float16 has too few exponents"):
+        grouped_mlp_float8(half[0], half[1:], SIZES[0], scale)
+    assert grouped_mlp_float8(rows[:0], weights, SIZES[0], scale[:0]).shape == (0, WIDTH)
+
+
+@pytest.mark.slow
+def test_the_hopper_kernels_multiply_what_was_rounded():
+    """In JAX's GPU interpreter, forward; they take widths that are multiples of 64."""
+    rng = np.random.default_rng(2)
+    rows = jnp.asarray(rng.normal(size=(24, 192)), jnp.bfloat16)
+    weights = [jnp.asarray(rng.normal(size=(2, 3, 192, 64)) / 8, jnp.bfloat16)]
+    sizes = np.array([9, 11], np.int32)
+    with gpu_interpreter("mosaic"):
+        found = jax.block_until_ready(compiled("mosaic")(rows, weights, sizes)).astype(jnp.float32)
+    expected = compiled()(rows, weights, sizes).astype(jnp.float32)
+    assert np.abs(found - expected).max() <= 2e-2 * np.abs(expected).max()

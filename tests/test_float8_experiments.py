@@ -1,0 +1,99 @@
+"""What is measured and modelled of float8: the arithmetic of the tables, and refusals in one line."""
+
+import functools
+
+import numpy as np
+import pytest
+from support.plans import planned
+
+from experiments import float8_error, float8_time
+from experiments.rl.step import Clip
+from experiments.synthetic_traces import synthetic_trace
+from relibra_jax.cli.batching import make_batches
+from relibra_jax.cli.modelled_time import make_cost_model
+from relibra_jax.cli.options import Batching, Costs
+from relibra_jax.cli.parsing import run_program
+from relibra_jax.cli.planner_runs import PlannedBatch
+from relibra_jax.hot_ranks import HotRanks
+from relibra_jax.planning.assignment import assign_in_order
+from relibra_jax.replay import expert_load
+from relibra_jax.types import BatchPlan, Topology
+
+TOPOLOGY = Topology(num_nodes=1, ranks_per_node=2, num_experts=8, replica_slots=0)
+PROGRAMS = {
+    "error": functools.partial(run_program, float8_error.main, float8_error.Float8Error),
+    "time": functools.partial(run_program, float8_time.main, float8_time.Float8Time),
+}
+
+
+def test_errors_and_ratios_by_hand():
+    """An update that computes exactly divides exact probabilities by those of float8."""
+    reference, float8 = np.log([0.5, 0.2, 0.9, 0.1]), np.log([0.5, 0.1, 0.9, 0.2])
+    errors = float8_error.compare(float8, reference, Clip())
+    assert errors.mean == pytest.approx(np.log(2) / 2)
+    assert errors.largest == pytest.approx(np.log(2))
+    assert errors.clipped == 0.5  # ratios 2 and 1/2
+    assert errors.kl == pytest.approx(((2 - 1 - np.log(2)) + (0.5 - 1 + np.log(2))) / 4)
+    wide = float8_error.compare(float8, reference, Clip(low=0.5, high=1.5))
+    assert wide.clipped == 0
+
+
+def test_a_recompute_waits_for_the_slowest_rank_with_and_without_marks():
+    """In one node and with tiles of no account, a micro-batch's experts take what its fullest rank takes."""
+    trace = synthetic_trace(samples=16, mean_tokens=24, layers=2, num_experts=8, top_k=2)
+    batches = make_batches(trace, Batching(batch_size=16, micro_batches=2), TOPOLOGY)
+    cost = make_cost_model(Costs(dispatch="flat", tokens_per_rank=1e6), trace, batches, TOPOLOGY)
+    replay = batches.replays[0]
+    assignment = assign_in_order(16, TOPOLOGY, num_micro_batches=2)
+    load = np.asarray(expert_load(replay, assignment, num_experts=8))
+    plan = planned("static", TOPOLOGY, load)
+    batch = PlannedBatch(replay, BatchPlan(assignment, load, plan), plan.home, np.zeros((2, 2), np.float32))
+    rows = plan.quota.sum(-1).astype(float)
+
+    def seconds(rows):
+        flops = cost.cluster.matmul_flops * cost.cluster.matmul_efficiency
+        return cost.scale * rows.max((-2, -1)).sum() * 2 * cost.model.expert_params / flops
+
+    exact, hot, all_ranks = (
+        float8_time.price([batch], TOPOLOGY, cost, rule)
+        for rule in (None, HotRanks(threshold=1.0, min_rows=1), HotRanks(threshold=0.0, min_rows=1))
+    )
+    marks = rows > rows.mean((-2, -1), keepdims=True)
+    ratio = cost.cluster.float8_flops / cost.cluster.matmul_flops
+    assert 1e-3 * exact.compute == pytest.approx(seconds(rows), rel=1e-2)
+    assert 1e-3 * hot.compute == pytest.approx(seconds(np.where(marks, rows / ratio, rows)), rel=1e-2)
+    assert all_ranks.compute == pytest.approx(exact.compute / ratio, rel=1e-4)
+    assert (exact.marked, hot.marked, all_ranks.marked) == (0, pytest.approx(marks.mean()), 1)
+    assert exact.total - exact.compute == pytest.approx(hot.total - hot.compute, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("experiment", "options", "line"),
+    [
+        ("error", ["--run", "nowhere"], "nowhere: no run to resume, there is no config.json"),
+        ("error", ["--thresholds", "-1"], "thresholds=-1.0 must be at least 0 and at most 1e+09"),
+        ("error", ["--batches", "0"], "batches=0 must be an integer of at least 1"),
+        ("time", ["--min-rows", "0"], "min_rows=0 must be an integer of at least 1"),
+        ("time", ["--thresholds", "nan"], "thresholds=nan must be at least 0"),
+        ("time", ["--model", "gpt"], "model='gpt' must be one of"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value),
+)
+def test_bad_input_is_refused_in_one_line(experiment, options, line, capsys):
+    assert PROGRAMS[experiment](options) == 2
+    error = capsys.readouterr().err
+    assert line in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_the_table_of_modelled_times_names_every_plan(capsys, tmp_path):
+    figure = tmp_path / "recompute.png"
+    options = ["synthetic-32", "--thresholds", "1.25", "--batch-size", "32", "--micro-batches", "2"]
+    options += ["--figure", str(figure)]
+    assert PROGRAMS["time"](options) == 0
+    out = capsys.readouterr().out
+    assert "modelled, not measured" in out
+    for name in float8_time.PLANNED:
+        assert f" {name} " in out
+    assert figure.read_bytes().startswith(b"\x89PNG")
