@@ -86,7 +86,7 @@ def test_bad_input_is_refused_in_one_line(experiment, options, line, capsys):
     assert error.count("\n") == 1
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_table_of_modelled_times_names_every_plan(capsys, tmp_path):
     figure = tmp_path / "recompute.png"
     options = ["synthetic-32", "--thresholds", "1.25", "--batch-size", "32", "--micro-batches", "2"]
