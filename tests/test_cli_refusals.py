@@ -67,11 +67,11 @@ def refused(capsys, tmp_path):
 UNKNOWN = "Unrecognized options: "
 INTEGER = "must be an integer of at least"
 OPTIONS = {
-    "no command": (main, [], "command '' must be one of compare, plan, inspect, advise, claims"),
+    "no command": (main, [], "command '' must be one of compare, plan, inspect, advise, claims, deploy"),
     "another command": (
         main,
         ["comapre"],
-        "command 'comapre' must be one of compare, plan, inspect, advise, claims; did you mean compare?",
+        "command 'comapre' must be one of compare, plan, inspect, advise, claims, deploy; did you mean compare?",
     ),
     "option for a command": (main, ["--foo"], f"{UNKNOWN}--foo"),
     "misplaced option": (main, ["--seed"], "Unrecognized or misplaced options: --seed (applied to relibra)"),

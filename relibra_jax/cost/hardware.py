@@ -34,8 +34,8 @@ class Cluster:
 
 
 # NVIDIA H100 SXM data sheet: 989 TFLOP/s bfloat16 without sparsity; 80 GB at 3.35 TB/s; NVLink 900 GB/s in both
-# directions together. NVIDIA DGX H100 data sheet: 8 x 400 Gb/s InfiniBand for 8 GPUs. Tiles of 128 rows are what Hopper's
-# warp-group products are built from (two 64-row groups).
+# directions together. NVIDIA DGX H100 data sheet: 8 x 400 Gb/s InfiniBand for 8 GPUs. Tiles of 128 rows are what
+# Hopper's warp-group products are built from (two 64-row groups).
 _H100 = Cluster(
     matmul_flops=989e12,
     fast_bandwidth=450e9,
@@ -56,8 +56,8 @@ CLUSTERS = {
     "h200": dataclasses.replace(_H100, memory=141e9, memory_bandwidth=4.8e12),
     # NVIDIA GB200 NVL72 data sheet: 72 GPUs in one NVLink domain, so up to 72 ranks a node; 360 PFLOP/s bfloat16 with
     # sparsity, half of it without, which is 2.5 PFLOP/s a GPU; 130 TB/s of NVLink together, 1.8 TB/s a GPU in both
-    # directions; 13.4 TB of HBM3e at 576 TB/s, 186 GB at 8 TB/s a GPU. NVIDIA DGX GB200 data sheet: 72 x 400 Gb/s InfiniBand. Blackwell's
-    # tensor cores compute tiles of 128 rows as well. The efficiencies are Hopper's.
+    # directions; 13.4 TB of HBM3e at 576 TB/s, 186 GB at 8 TB/s a GPU. NVIDIA DGX GB200 data sheet: 72 x 400 Gb/s
+    # InfiniBand. Blackwell's tensor cores compute tiles of 128 rows as well. The efficiencies are Hopper's.
     "gb200-nvl72": dataclasses.replace(
         _H100, matmul_flops=2500e12, fast_bandwidth=900e9, memory=186e9, memory_bandwidth=8e12
     ),

@@ -1,7 +1,7 @@
 """What devices hold when attention and experts are served apart, in bytes.
 
-Source: the memory constraint of MegaScale-Infer (arXiv 2504.02263): weights of a side, and beside attention the key-value
-caches of all sequences in flight. Counted in float64 on the host, so that what just fits does.
+Source: the memory constraint of MegaScale-Infer (arXiv 2504.02263): weights of a side, and beside attention the
+key-value caches of all sequences in flight. Counted in float64 on the host, so that what just fits does.
 
 Not counted: activations, exchange buffers, embeddings, layers without experts, and what the runtime itself takes.
 """

@@ -1,7 +1,7 @@
 """Micro-batches of decoding, drawn from a recorded trace.
 
-In one decoding step every sequence in flight routes one token. Finished sequences are replaced at once, so a sequence in
-flight is met at any of its tokens, and a longer one more often: every recorded token is equally likely.
+In one decoding step every sequence in flight routes one token. Finished sequences are replaced at once, so a sequence
+in flight is met at any of its tokens, and a longer one more often: every recorded token is equally likely.
 """
 
 import numpy as np

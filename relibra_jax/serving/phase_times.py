@@ -6,13 +6,13 @@ of what its operations and what its bytes take (the roofline), so it is a line i
 
     reading weights  k2, k4  bytes of the weights over the memory's bandwidth, while products are hidden behind it
     products         k1, k3  FLOP of a row over the peak; with many rows they hide the reading, and k2 and k4 vanish
-    cache            k1      keys and values of a sequence's context, read for its one new token, or the attention's FLOP
+    cache            k1      keys and values of a sequence's context, read for its new token, or the attention's FLOP
     partial sums     k1, k3  what tensor parallelism sums over the fast network, twice (p - 1) / p rows for p devices
 
 Weights, activations and the cache are bfloat16. Peaks and the efficiencies that are assumed are those of
-`relibra_jax.cost.hardware`. Not counted: launches, latencies of the network, routers, norms, embeddings and sampling, rows
-that only fill up a tile, and that one device's experts are not equally busy. Windowed attention is counted as full, and
-latent attention as if its keys and values were expanded. All of it is a model: nothing here was measured.
+`relibra_jax.cost.hardware`. Not counted: launches, latencies of the network, routers, norms, embeddings and sampling,
+rows that only fill up a tile, and that one device's experts are not equally busy. Windowed attention is counted as
+full, and latent attention as if its keys and values were expanded. All of it is a model: nothing here was measured.
 """
 
 from typing import Final
@@ -51,7 +51,7 @@ def attention_time(
     ['23 us', '333 us']
     """
     weights = model.attention_params + 3 * model.width * model.shared_width
-    core = model.token_flops(2 * context) - 2 * weights  # the new token attends to the whole context
+    core = 2 * model.attention_width * context  # FLOP of one token that attends to the whole context
     flops, read = _rates(cluster)
     cache = cache_bytes(context, model) / jnp.minimum(devices, model.cache_heads)
     products = jnp.maximum(sequences * (2 * weights / flops), WEIGHT_BYTES * weights / read) / devices

@@ -1,22 +1,22 @@
 """The ping-pong schedule: micro-batches that go to and fro between attention and experts, so that both have work.
 
-Source: MegaScale-Infer (arXiv 2504.02263). A micro-batch goes through four stages in every layer: attention T_a, transfer
-T_c, experts T_e, transfer back T_c. A stage serves one micro-batch at a time, micro-batches keep their order, and one
-cannot start a layer before it has come back from the one before. With T_f the longest stage, m micro-batches, L layers and
-equal times everywhere, the step takes
+Source: MegaScale-Infer (arXiv 2504.02263). A micro-batch goes through four stages in every layer: attention T_a,
+transfer T_c, experts T_e, transfer back T_c. A stage serves one micro-batch at a time, micro-batches keep their order,
+and one cannot start a layer before it has come back from the one before. With T_f the longest stage, m micro-batches, L
+layers and equal times everywhere, the step takes
 
     (T_a + T_e + 2 T_c) + T_f (m L - 1) + (L - 1) max(0, T_a + T_e + 2 T_c - m T_f).
 
-The paper gives the first two terms, which hold where m T_f covers a round trip. The third makes the sum exact for any m:
-every chain of dependences through the m L visits of the stages spends T_f a visit on the longest stage, or jumps m visits
-in a round trip, and at most L - 1 times; that is linear in the jumps, so either none of them or all are longest.
+The paper gives the first two terms, which hold where m T_f covers a round trip. The third makes the sum exact for any
+m: every chain of dependences through the m L visits of the stages spends T_f a visit on the longest stage, or jumps m
+visits in a round trip, and at most L - 1 times; that is linear in the jumps, so either none of them or all are longest.
 """
 
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
 from relibra_jax.serving.phase_times import Number
 from relibra_jax.types import Array, check_shape
@@ -40,7 +40,7 @@ def step_time(
     longest = jnp.maximum(jnp.maximum(attention, experts), exchange)
     trip = attention + experts + 2 * exchange
     waits = jnp.maximum(trip - micro_batches * longest, 0)
-    return trip + longest * (micro_batches * layers - 1) + (layers - 1) * waits
+    return jnp.asarray(trip + longest * (micro_batches * layers - 1) + (layers - 1) * waits)
 
 
 class Schedule(NamedTuple):
@@ -63,8 +63,8 @@ def simulate_ping_pong(
 ) -> Schedule:
     """Run the schedule event by event, with times of every layer and micro-batch.
 
-    Each of the four stages takes up the next micro-batch, in the order of layers and inside them of micro-batches, as soon
-    as it is free and the micro-batch is there.
+    Each of the four stages takes up the next micro-batch, in the order of layers and inside them of micro-batches, as
+    soon as it is free and the micro-batch is there.
 
     Args:
         attention: seconds of attention.
@@ -85,7 +85,7 @@ def simulate_ping_pong(
     for name, times in (("experts", experts), ("exchange", exchange)):
         check_shape(name, times.shape, attention.shape)
 
-    def visit(carry: tuple[Float[Array, " m"], Float[Array, " 4"]], event: tuple):
+    def visit(carry: tuple[jax.Array, jax.Array], event: tuple[jax.Array, jax.Array]):
         there, free = carry
         micro_batch, lengths = event
         start, end = [], there[micro_batch]
@@ -94,7 +94,7 @@ def simulate_ping_pong(
             end = start[-1] + lengths[stage]
         return (there.at[micro_batch].set(end), jnp.stack(start) + lengths), (start[0], start[2], end)
 
-    order: Int[Array, " visits"] = jnp.tile(jnp.arange(micro_batches, dtype=jnp.int32), layers)
+    order = jnp.tile(jnp.arange(micro_batches, dtype=jnp.int32), layers)
     lengths = jnp.stack([attention, exchange, experts, exchange], -1).reshape(-1, 4).astype(jnp.float32)
     nothing = (jnp.zeros(micro_batches, jnp.float32), jnp.zeros(4, jnp.float32))
     _, starts = jax.lax.scan(visit, nothing, (order, lengths))
