@@ -6,7 +6,7 @@ group of expert devices is a rank to them, all groups one node. Placement and to
 rollout.
 """
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,9 @@ from relibra_jax.limits import check_integer
 from relibra_jax.planning.placement import place_experts
 from relibra_jax.planning.replication import replicate_experts
 from relibra_jax.types import EMPTY, Array, Topology
+
+STEPS: Final = 10_000
+"""Steps of the search. A placement serves a whole rollout, so they are not saved on few experts."""
 
 
 class ExpertPlacement(NamedTuple):
@@ -94,7 +97,7 @@ def plan_placement(
     counted = jnp.asarray(load, jnp.int32)[None]
     home = jnp.broadcast_to(jnp.arange(experts, dtype=jnp.int32), (layers, experts))
     if 1 < num_groups < experts:
-        home = place_experts(counted, home, topology, key=key, move_cost=0.0).home
+        home = place_experts(counted, home, topology, key=key, move_cost=0.0, steps=STEPS).home
     group = np.asarray(home) // topology.home_slots
     share = np.eye(num_groups, dtype=np.float32)[group]
     if replica_slots:

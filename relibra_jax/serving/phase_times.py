@@ -29,12 +29,13 @@ from relibra_jax.types import Array
 
 CACHE_BYTES: Final = 2  # bfloat16
 
-type Number = Num[Array, "*stack"] | float
+type Number = Num[Array, "..."] | float | int
+"""Numbers of one deployment or of many; those of a call broadcast against each other."""
 
 
 def attention_time(
     sequences: Number, devices: Number, *, cluster: Cluster, model: Model, context: Number
-) -> Float[jax.Array, "*stack"]:
+) -> Float[jax.Array, "..."]:
     """Seconds of attention, with its projections and shared experts, for one new token of each sequence.
 
     Args:
@@ -61,7 +62,7 @@ def attention_time(
 
 def expert_time(
     copies: Number, slots: Number, devices: Number, *, cluster: Cluster, model: Model
-) -> Float[jax.Array, "*stack"]:
+) -> Float[jax.Array, "..."]:
     """Seconds of the experts of one group of expert devices.
 
     Args:
@@ -92,7 +93,7 @@ def exchange_time(
     attention: Cluster,
     experts: Cluster,
     model: Model,
-) -> Float[jax.Array, "*stack"]:
+) -> Float[jax.Array, "..."]:
     """Seconds for token copies to go from attention to experts, which is as long as the way back.
 
     Every token copy crosses the slow network by itself. Each device sends or receives its part of a row, and the side

@@ -24,7 +24,7 @@ from relibra_jax.types import Array, check_shape
 
 def step_time(
     attention: Number, experts: Number, exchange: Number, *, micro_batches: Number, layers: int
-) -> Float[jax.Array, "*stack"]:
+) -> Float[jax.Array, "..."]:
     """Seconds of one decoding step of all micro-batches, each of them a token further, where times do not vary.
 
     Args:

@@ -35,6 +35,8 @@ class SimulatedStep(NamedTuple):
     """The share of the step in which all groups of expert devices wait."""
     group_idle: float
     """The share of the step in which a group waits, the mean over groups: that of the busiest and the less busy."""
+    busiest: float
+    """Token copies of the busiest group over the mean group's, the mean over layers and micro-batches."""
 
 
 def simulate_deployment(
@@ -94,4 +96,5 @@ def simulate_deployment(
     schedule = simulate_ping_pong(attention, experts, exchange)
     waits = idle_shares(attention, experts, schedule)
     group_idle = 1 - float(by_group.mean(-1).sum() / schedule.seconds)
-    return SimulatedStep(attention, experts, exchange, schedule, *waits, group_idle)
+    busiest = float((copies.max(-1) / copies.mean(-1)).mean())
+    return SimulatedStep(attention, experts, exchange, schedule, *waits, group_idle, busiest)

@@ -20,7 +20,7 @@ from relibra_jax.cli.deploy.rows import InFlight, Row, Terms, make_rows, over_mi
 from relibra_jax.cli.modelled_time import find_cluster, find_model
 from relibra_jax.cli.options import TraceName
 from relibra_jax.cli.terminal import progress_bar, wide_table
-from relibra_jax.limits import check_integer, check_seed
+from relibra_jax.limits import check_seed
 from relibra_jax.replay import sample_load
 from relibra_jax.serving.deployments import Clusters, Grid
 from relibra_jax.traces.read import read_trace
@@ -133,7 +133,7 @@ def deployment_table(rows: Sequence[Row], title: str) -> Table:
             str(row.placement.slots),
             str(best.micro_batches),
             f"{row.batch:,}",
-            f"{row.placement.groups * row.placement.hottest.mean():.2f}",
+            f"{_busiest(row):.2f} {row.simulated.busiest:.2f}",
             f"{1e3 * score.step:.1f}",
             f"{score.per_price:,.0f}",
             f"{row.simulated_per_price:,.0f}",
@@ -143,14 +143,16 @@ def deployment_table(rows: Sequence[Row], title: str) -> Table:
 
 _MODELLED = (
     "attention and groups: copies x devices of each; slots: experts that a group holds; m: micro-batches in flight;"
-    " busiest: load of the busiest group over the mean; per price: tokens a second for each unit of price, in closed"
-    " form and simulated with routing not seen before. All of it is modelled, nothing was measured."
+    " busiest: load of the busiest group over the mean, as planned from and as simulated; per price: tokens a second"
+    " for each unit of price, in closed form and simulated with routing not seen before. All of it is modelled, nothing"
+    " was measured."
 )
 
 
 def _terms(options: Deploy) -> Terms:
     check_seed("seed", options.seed)
-    check_integer("replica_slots", len(options.replica_slots), least=1)
+    if not options.replica_slots:
+        raise ValueError("replica_slots: at least one")
     clusters = Clusters(
         attention=find_cluster(options.attention_cluster),
         experts=find_cluster(options.expert_cluster),
@@ -175,6 +177,11 @@ def _halves(trace: Trace) -> tuple[RoutingReplay, RoutingReplay]:
             f"{trace.name} has no tokens in one half of its {len(mask)} samples: one is to plan from, one to draw from"
         )
     return RoutingReplay(ids[:half], mask[:half]), RoutingReplay(ids[half:], mask[half:])
+
+
+def _busiest(row: Row) -> float:
+    """Token copies of the busiest group over the mean group's, at the loads that were planned from."""
+    return float(row.placement.groups * row.placement.hottest.mean())
 
 
 def _simulated_lines(row: Row) -> list[str]:
@@ -208,7 +215,8 @@ def _numbers(row: Row) -> dict[str, object]:
         "expert_groups": row.placement.groups,
         "slots": row.placement.slots,
         "batch": row.batch,
-        "busiest_over_mean": float(row.placement.groups * row.placement.hottest.mean()),
+        "busiest_over_mean": _busiest(row),
+        "simulated_busiest_over_mean": simulated.busiest,
         **{f"modelled_{name}": value for name, value in row.search.score._asdict().items()},
         "simulated_step": float(simulated.schedule.seconds),
         "simulated_per_price": row.simulated_per_price,

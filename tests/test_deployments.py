@@ -1,0 +1,311 @@
+"""Deployments of a rollout: the search against plain Python, the schedule against its events, constraints at their
+edge."""
+
+import dataclasses
+import itertools
+import math
+
+import jax
+import numpy as np
+import pytest
+from support.costs import CLUSTER, MODEL
+
+from relibra_jax.serving.deployments import Clusters, Deployment, Grid, score_deployments, search_deployment
+from relibra_jax.serving.device_memory import attention_memory, expert_memory
+from relibra_jax.serving.drawn_batches import draw_micro_batches
+from relibra_jax.serving.expert_devices import (
+    contiguous_placement,
+    even_placement,
+    group_copies,
+    plan_placement,
+)
+from relibra_jax.serving.ping_pong import simulate_ping_pong, step_time
+from relibra_jax.serving.simulated_step import simulate_deployment
+from relibra_jax.types import RoutingReplay
+
+MODEL = dataclasses.replace(MODEL, moe_layers=3, shared_width=2)
+OTHER = dataclasses.replace(CLUSTER, memory=3e4, memory_bandwidth=9000.0, slow_bandwidth=300.0)
+CLUSTERS = Clusters(attention=OTHER, experts=CLUSTER, attention_price=3.0, expert_price=0.5)
+GRID = Grid(tensor_parallel=(1, 2, 4), attention_copies=(1, 3), micro_batches=(1, 2, 3), sequences=(2, 7, 30))
+LOAD = np.random.default_rng(0).integers(0, 100, (2, 8)) ** 2
+PLACEMENTS = [even_placement(2, 8), contiguous_placement(LOAD, 4), contiguous_placement(LOAD, 8)]
+CONTEXT = 20.0
+
+
+def slow_score(at, model, clusters, placements, context):
+    """Everything of one deployment, written out: step, throughput for its price, bytes of either device."""
+
+    def rates(cluster):
+        return (
+            cluster.matmul_flops * cluster.matmul_efficiency,
+            cluster.memory_bandwidth * cluster.memory_efficiency,
+            cluster.fast_bandwidth * cluster.network_efficiency,
+            cluster.slow_bandwidth * cluster.network_efficiency,
+        )
+
+    placement = placements[at.placement]
+    flops, read, fast, slow = rates(clusters.attention)
+    weights = model.attention_params + 3 * model.width * model.shared_width
+    p, rows, width = at.attention_devices, at.sequences, model.width
+    cache = 2 * model.cache_width * context / min(p, model.cache_heads)
+    attention = max(2 * weights * rows / flops, 2 * weights / read) / p
+    attention += rows * max(2 * model.attention_width * context / flops / p, cache / read)
+    attention += rows * 2 * width / fast * 2 * (p - 1) / p
+    sent = rows * model.top_k * 2 * width / slow / p
+    flops, read, fast, slow = rates(clusters.experts)
+    p, experts, exchange = at.expert_devices, [], []
+    for hottest in placement.hottest:
+        copies = float(hottest) * rows * at.attention_copies * model.top_k
+        product = max(
+            2 * model.expert_params * copies / flops, 2 * model.expert_params * placement.slots / read
+        )
+        experts.append(product / p + copies * 2 * width / fast * 2 * (p - 1) / p)
+        exchange.append(max(sent, copies * 2 * width / slow / p))
+    t_e, t_c = np.mean(experts), np.mean(exchange)
+    step = slow_step(attention, t_e, t_c, at.micro_batches, model.moe_layers)
+    price = at.attention_devices * at.attention_copies * clusters.attention_price
+    price += at.expert_devices * placement.groups * clusters.expert_price
+    per_price = at.micro_batches * at.attention_copies * rows / step / price
+    held = 2 * model.moe_layers * weights / at.attention_devices
+    held += model.moe_layers * at.micro_batches * rows * cache
+    return step, per_price, held, 2 * model.moe_layers * model.expert_params * placement.slots / p
+
+
+def slow_step(attention, experts, exchange, micro_batches, layers):
+    """The last event of the schedule, stage by stage."""
+    times = np.ones((layers, micro_batches))
+    return slow_schedule(attention * times, experts * times, exchange * times)
+
+
+def slow_schedule(attention, experts, exchange):
+    layers, micro_batches = attention.shape
+    free, back = [0.0] * 4, [0.0] * micro_batches
+    for layer, m in itertools.product(range(layers), range(micro_batches)):
+        now = back[m]
+        for stage, times in enumerate((attention, exchange, experts, exchange)):
+            now = free[stage] = max(now, free[stage]) + times[layer, m]
+        back[m] = now
+    return back[-1]
+
+
+def all_of(grid, placements):
+    sizes = (grid.tensor_parallel, grid.attention_copies, grid.tensor_parallel, range(len(placements)))
+    for each in itertools.product(*sizes, grid.micro_batches, grid.sequences):
+        yield Deployment(*each)
+
+
+@pytest.mark.parametrize("slo", [1.0, 3.0, 1e4])
+def test_the_best_is_that_of_brute_force(slo):
+    found = search_deployment(MODEL, CLUSTERS, PLACEMENTS, slo=slo, context=CONTEXT, grid=GRID)
+    tried = list(all_of(GRID, PLACEMENTS))
+    slow = [slow_score(each, MODEL, CLUSTERS, PLACEMENTS, CONTEXT) for each in tried]
+    np.testing.assert_allclose(found.scores.step, [each[0] for each in slow], rtol=1e-5)
+    np.testing.assert_allclose(found.scores.per_price, [each[1] for each in slow], rtol=1e-5)
+    fits = [
+        step <= slo and attention <= OTHER.memory and experts <= CLUSTER.memory
+        for step, _, attention, experts in slow
+    ]
+    assert found.feasible.tolist() == fits
+    assert 0 < sum(fits) < len(fits), "a constraint binds somewhere"
+    best = max(per_price for (_, per_price, *_), fit in zip(slow, fits, strict=True) if fit)
+    chosen = tried.index(found.best)
+    assert fits[chosen]
+    assert slow[chosen][1] == pytest.approx(best, rel=1e-5) == found.score.per_price
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 3, 5])
+def test_simulation_of_equal_times_is_the_closed_form(micro_batches):
+    rng, layers = np.random.default_rng(micro_batches), 4
+    covered = 0
+    for attention, experts, exchange in rng.uniform(0.1, 3.0, (30, 3)).astype(np.float32).tolist():
+        times = np.ones((layers, micro_batches), np.float32)
+        schedule = simulate_ping_pong(attention * times, experts * times, exchange * times)
+        seconds = float(step_time(attention, experts, exchange, micro_batches=micro_batches, layers=layers))
+        assert float(schedule.seconds) == pytest.approx(seconds, rel=1e-5)
+        longest, trip = max(attention, experts, exchange), attention + experts + 2 * exchange
+        published = trip + longest * (micro_batches * layers - 1)
+        assert seconds >= published * (1 - 1e-5), "the published form is a bound"
+        if micro_batches * longest >= trip:
+            covered += 1
+            assert seconds == pytest.approx(published, rel=1e-5)
+    assert bool(covered) == (micro_batches > 1)
+
+
+def test_simulation_of_any_times_is_its_events_and_above_its_bounds():
+    for seed in range(30):
+        attention, experts, exchange = (
+            np.random.default_rng(seed).exponential(1.0, (3, 4, 3)).astype(np.float32)
+        )
+        schedule = simulate_ping_pong(attention, experts, exchange)
+        seconds = float(schedule.seconds)
+        assert seconds == pytest.approx(slow_schedule(attention, experts, exchange), rel=1e-5)
+        trips = attention + experts + 2 * exchange
+        stages = [each.sum() for each in (attention, experts, exchange)]
+        assert seconds >= max(*stages, trips.sum(0).max()) * (1 - 1e-5)
+        np.testing.assert_array_less(
+            np.asarray(schedule.attention_start + attention + exchange) * (1 - 1e-5), schedule.expert_start
+        )
+
+
+def one(**changes):
+    """A grid of one deployment."""
+    fields = {"tensor_parallel": (2,), "attention_copies": (3,), "micro_batches": (2,), "sequences": (7,)}
+    return Grid(**fields | {name: (value,) for name, value in changes.items()})
+
+
+def with_memory(attention, experts):
+    return dataclasses.replace(
+        CLUSTERS,
+        attention=dataclasses.replace(OTHER, memory=attention),
+        experts=dataclasses.replace(CLUSTER, memory=experts),
+    )
+
+
+def test_memory_at_its_edge():
+    (attention,) = attention_memory([14], [2], model=MODEL, context=CONTEXT)
+    (experts,) = expert_memory([4], [2], model=MODEL)
+    assert (attention, experts) == (3 * (2 * 74 / 2 + 14 * 2 * 6 * 20 / 2), 3 * 2 * 60 * 4 / 2)
+    known = {"slo": 1e9, "context": CONTEXT, "grid": one()}
+    search_deployment(MODEL, with_memory(attention, experts), PLACEMENTS[:1], **known)
+    for side, room in (("attention", (attention - 1, experts)), ("expert", (attention, experts - 1))):
+        with pytest.raises(
+            ValueError, match=rf"an {side} device needs at least .* GB and has .* GB: 0.00 GB too few"
+        ):
+            search_deployment(MODEL, with_memory(*room), PLACEMENTS[:1], **known)
+    with pytest.raises(ValueError, match=r"needs at least .* GB and has 0.00 GB"):
+        search_deployment(MODEL, with_memory(1.0, 1.0), PLACEMENTS, **known)
+
+
+def test_time_between_tokens_at_its_edge():
+    known = {"context": CONTEXT, "grid": one()}
+    step = search_deployment(MODEL, CLUSTERS, PLACEMENTS[:1], slo=1e9, **known).score.step
+    assert search_deployment(MODEL, CLUSTERS, PLACEMENTS[:1], slo=step, **known).score.step == step
+    below = float(np.nextafter(np.float32(step), np.float32(0)))
+    with pytest.raises(ValueError, match=r"the fastest takes .* ms between two tokens, 0.0% more than slo="):
+        search_deployment(MODEL, CLUSTERS, PLACEMENTS[:1], slo=below, **known)
+    with pytest.raises(ValueError, match=r"takes .* ms between two tokens, 100.0% more than slo="):
+        search_deployment(MODEL, CLUSTERS, PLACEMENTS[:1], slo=step / 2, **known)
+
+
+def test_each_side_is_its_own_cluster_and_has_its_own_price():
+    known = {"slo": 1e9, "context": CONTEXT, "grid": one()}
+    same = Clusters(attention=CLUSTER, experts=CLUSTER)
+    mixed = Clusters(attention=OTHER, experts=CLUSTER)
+    before, after = (search_deployment(MODEL, each, PLACEMENTS[:1], **known).score for each in (same, mixed))
+    assert after.attention < before.attention
+    assert after.experts == before.experts
+    # 6 attention devices and 4 expert devices; attention at twice the price makes 16 of 10.
+    dearer = dataclasses.replace(mixed, attention_price=2.0)
+    priced = search_deployment(MODEL, dearer, PLACEMENTS[:1], **known).score
+    assert priced.throughput == after.throughput
+    assert priced.per_price == pytest.approx(after.per_price * 10 / 16)
+    # What attention gains may pay for a dearer device, and not for any.
+    assert after.per_price > before.per_price > priced.per_price / 10
+
+
+def test_more_skew_never_gives_more():
+    per_price = []
+    for extra in (0, 1, 5, 20, 100, 1000):
+        skewed = np.full((2, 8), 10)
+        skewed[:, 3] += extra
+        placements = [contiguous_placement(skewed, groups) for groups in (2, 4, 8)]
+        found = search_deployment(MODEL, CLUSTERS, placements, slo=5.0, context=CONTEXT, grid=GRID)
+        per_price.append(found.score.per_price)
+    assert per_price == sorted(per_price, reverse=True)
+    assert per_price[-1] < 0.9 * per_price[0]
+
+
+def test_planned_experts_are_as_even_as_any():
+    load = np.random.default_rng(1).integers(0, 1000, (5, 8))
+    planned, contiguous = plan_placement(load, 2, key=jax.random.key(0)), contiguous_placement(load, 2)
+    assert (planned.hottest <= contiguous.hottest).all()
+    total = load.sum(-1)
+    halves = [load[:, list(half)].sum(-1) for half in itertools.combinations(range(8), 4)]
+    best = np.maximum(halves, total - halves).min(0) / total
+    assert (planned.hottest >= best * (1 - 1e-6)).all()
+    np.testing.assert_allclose(planned.hottest, best, rtol=5e-3)  # a search, which may end a little above
+    known = {"slo": 1e4, "context": CONTEXT, "grid": GRID}
+    after, before = (
+        search_deployment(MODEL, CLUSTERS, [each], **known).score.per_price for each in (planned, contiguous)
+    )
+    assert after >= before
+
+
+def test_replicas_share_what_their_expert_has():
+    load = np.array([[900, 30, 20, 10, 10, 10, 10, 10], [0, 0, 0, 0, 0, 0, 0, 5], [0] * 8])
+    placed = plan_placement(load, 4, replica_slots=1, key=jax.random.key(0))
+    assert placed.slots == 3
+    np.testing.assert_allclose(placed.share.sum(-1), 1.0, rtol=1e-6)
+    assert ((placed.share > 0).sum(1) <= 3).all(), "no group computes more experts than it holds"
+    np.testing.assert_allclose(group_copies(load, placed.share).sum(-1), load.sum(-1))
+    assert placed.hottest[0] == pytest.approx(0.25)
+    assert plan_placement(load, 4, key=jax.random.key(0)).hottest[0] > 0.9
+
+
+REPLAY = RoutingReplay(
+    np.argsort(np.random.default_rng(2).random((6, 9, 2, 8)) * np.arange(1, 9), -1)[..., :2].astype(np.uint8),
+    np.arange(9) < np.array([9, 1, 4, 9, 2, 7])[:, None],
+)
+DRAW = {"num_experts": 8, "sequences": 500, "micro_batches": 2, "layers": 3}
+
+
+def test_drawn_micro_batches_are_of_recorded_tokens():
+    load = draw_micro_batches(REPLAY, **DRAW, seed=0)
+    assert load.shape == (3, 2, 8)
+    assert (load.sum(-1) == 1000).all()
+    np.testing.assert_array_equal(load[2], load[0])  # a trace of two layers, gone through again
+    np.testing.assert_array_equal(load, draw_micro_batches(REPLAY, **DRAW, seed=0))
+    assert (load != draw_micro_batches(REPLAY, **DRAW, seed=1)).any()
+    real = REPLAY.expert_ids[REPLAY.mask]
+    for layer in range(2):
+        recorded = np.bincount(real[:, layer].ravel(), minlength=8) / len(real)
+        np.testing.assert_allclose(load[layer].mean(0) / 500, recorded, atol=5 * math.sqrt(0.25 / 1000))
+
+
+def test_simulated_step_is_the_search_at_the_loads_of_the_search():
+    at = Deployment(2, 4, 1, 0, 3, 6)  # 4 x 6 sequences are 48 copies: 6 for each of 8 experts
+    known = {"context": CONTEXT}
+    # Reading weights takes no time, so that products tell how busy a group is.
+    clusters = dataclasses.replace(CLUSTERS, experts=dataclasses.replace(CLUSTER, memory_bandwidth=1e9))
+    even = simulate_deployment(MODEL, clusters, even_placement(4, 8), at, np.full((3, 3, 8), 6), **known)
+    stacked = Deployment(*(np.array([each]) for each in at))
+    (step,) = score_deployments(MODEL, clusters, [even_placement(4, 8)], stacked, **known).step
+    assert float(even.schedule.seconds) == pytest.approx(step, rel=1e-5)
+    assert even.busiest == 1.0
+    assert even.group_idle == pytest.approx(even.expert_idle, abs=1e-5)
+    load = draw_micro_batches(REPLAY, **DRAW | {"sequences": 24, "micro_batches": 3}, seed=0)
+    drawn = simulate_deployment(MODEL, clusters, even_placement(4, 8), at, load, **known)
+    assert drawn.busiest > 1
+    assert drawn.group_idle > drawn.expert_idle >= 0
+    assert float(drawn.schedule.seconds) > step
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"slo": 0.0}, "slo=0.0 must be positive and finite"),
+        ({"context": math.inf}, "context=inf must be positive and finite"),
+        ({"grid": dataclasses.replace(GRID, sequences=())}, "sequences: at least one"),
+        ({"grid": one(micro_batches=0)}, "micro_batches=0 must be an integer of at least 1"),
+        ({"placements": []}, "placements: at least one"),
+        ({"placements": [even_placement(2, 4)]}, "a placement of 4 experts is not of a model with 8"),
+        (
+            {"clusters": dataclasses.replace(CLUSTERS, expert_price=-1.0)},
+            "expert_price=-1.0 must be positive and finite",
+        ),
+    ],
+)
+def test_what_cannot_be_searched(changes, message):
+    known = {"clusters": CLUSTERS, "placements": PLACEMENTS, "slo": 1.0, "context": CONTEXT, "grid": GRID}
+    known |= changes
+    with pytest.raises(ValueError, match=message):
+        search_deployment(MODEL, known.pop("clusters"), known.pop("placements"), **known)
+
+
+def test_what_cannot_be_placed_or_drawn():
+    with pytest.raises(ValueError, match="num_experts=8 must divide evenly over 3 groups of expert devices"):
+        contiguous_placement(LOAD, 3)
+    with pytest.raises(ValueError, match="replica_slots=9 must be an integer of at least 0 and at most 8"):
+        plan_placement(LOAD, 2, replica_slots=9, key=jax.random.key(0))
+    with pytest.raises(ValueError, match="the replay has no tokens to draw from"):
+        draw_micro_batches(REPLAY._replace(mask=np.zeros_like(REPLAY.mask)), **DRAW, seed=0)
