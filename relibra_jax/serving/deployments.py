@@ -10,6 +10,7 @@ takes what its busiest group takes at recorded loads, and the step the mean over
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -138,10 +139,10 @@ def search_deployment(
     """
     grid = Grid() if grid is None else grid
     _check(model, clusters, placements, slo, context, grid)
-    candidates = _candidates(grid, len(placements))
     layers = max(len(placement.hottest) for placement in placements)
-    size = np.size(candidates.sequences)
+    size = math.prod(map(len, _axes(grid, len(placements))))
     check_memory(f"a grid of {size} deployments x {layers} layers", 16 * layers * size)
+    candidates = Deployment(*np.array(list(itertools.product(*_axes(grid, len(placements)))), np.int32).T)
     scores = score_deployments(model, clusters, placements, candidates, context=context)
     slots = np.array([placement.slots for placement in placements])[candidates.placement]
     in_flight = np.asarray(candidates.micro_batches, np.int64) * candidates.sequences
@@ -226,17 +227,16 @@ def _score(at: Deployment, hottest, groups, slots, context, model: Model, cluste
     return Score(attention, experts, exchange, step, throughput, throughput / price)
 
 
-def _candidates(grid: Grid, placements: int) -> Deployment:
-    sizes = (
+def _axes(grid: Grid, num_placements: int) -> tuple[Sequence[int], ...]:
+    """What each field of a deployment is tried at, in their order."""
+    return (
         grid.tensor_parallel,
         grid.attention_copies,
         grid.tensor_parallel,
-        range(placements),
+        range(num_placements),
         grid.micro_batches,
         grid.sequences,
     )
-    columns = np.array(list(itertools.product(*sizes)), np.int32).T
-    return Deployment(*columns)
 
 
 def _check(
