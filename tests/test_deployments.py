@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 from support.costs import CLUSTER, MODEL
+from support.ping_pong import run_schedule
 
 from relibra_jax.serving.deployments import Clusters, Deployment, Grid, score_deployments, search_deployment
 from relibra_jax.serving.device_memory import attention_memory, expert_memory
@@ -17,9 +18,9 @@ from relibra_jax.serving.expert_devices import (
     contiguous_placement,
     even_placement,
     group_copies,
+    merge_rows,
     plan_placement,
 )
-from relibra_jax.serving.ping_pong import simulate_ping_pong, step_time
 from relibra_jax.serving.simulated_step import simulate_deployment
 from relibra_jax.types import RoutingReplay
 
@@ -28,7 +29,12 @@ OTHER = dataclasses.replace(CLUSTER, memory=3e4, memory_bandwidth=9000.0, slow_b
 CLUSTERS = Clusters(attention=OTHER, experts=CLUSTER, attention_price=3.0, expert_price=0.5)
 GRID = Grid(tensor_parallel=(1, 2, 4), attention_copies=(1, 3), micro_batches=(1, 2, 3), sequences=(2, 7, 30))
 LOAD = np.random.default_rng(0).integers(0, 100, (2, 8)) ** 2
-PLACEMENTS = [even_placement(2, 8), contiguous_placement(LOAD, 4), contiguous_placement(LOAD, 8)]
+ROUTES = np.argsort(np.random.default_rng(4).random((50, 2, 8)), -1)[..., :2]
+PLACEMENTS = [
+    even_placement(2, 8, top_k=2),
+    merge_rows(contiguous_placement(LOAD, 4), ROUTES),
+    contiguous_placement(LOAD, 8),
+]
 CONTEXT = 20.0
 
 
@@ -51,41 +57,25 @@ def slow_score(at, model, clusters, placements, context):
     attention = max(2 * weights * rows / flops, 2 * weights / read) / p
     attention += rows * max(2 * model.attention_width * context / flops / p, cache / read)
     attention += rows * 2 * width / fast * 2 * (p - 1) / p
-    sent = rows * model.top_k * 2 * width / slow / p
+    send = rows * model.top_k * 2 * width / slow / p
     flops, read, fast, slow = rates(clusters.experts)
     p, experts, exchange = at.expert_devices, [], []
-    for hottest in placement.hottest:
+    for hottest, sent, received in zip(placement.hottest, placement.sent, placement.received, strict=True):
         copies = float(hottest) * rows * at.attention_copies * model.top_k
         product = max(
             2 * model.expert_params * copies / flops, 2 * model.expert_params * placement.slots / read
         )
         experts.append(product / p + copies * 2 * width / fast * 2 * (p - 1) / p)
-        exchange.append(max(sent, copies * 2 * width / slow / p))
+        exchange.append(max(send * float(sent), copies * float(received) * 2 * width / slow / p))
     t_e, t_c = np.mean(experts), np.mean(exchange)
-    step = slow_step(attention, t_e, t_c, at.micro_batches, model.moe_layers)
+    times = np.ones((model.moe_layers, at.micro_batches))
+    step = run_schedule(attention * times, t_e * times, t_c * times)
     price = at.attention_devices * at.attention_copies * clusters.attention_price
     price += at.expert_devices * placement.groups * clusters.expert_price
     per_price = at.micro_batches * at.attention_copies * rows / step / price
     held = 2 * model.moe_layers * weights / at.attention_devices
     held += model.moe_layers * at.micro_batches * rows * cache
     return step, per_price, held, 2 * model.moe_layers * model.expert_params * placement.slots / p
-
-
-def slow_step(attention, experts, exchange, micro_batches, layers):
-    """The last event of the schedule, stage by stage."""
-    times = np.ones((layers, micro_batches))
-    return slow_schedule(attention * times, experts * times, exchange * times)
-
-
-def slow_schedule(attention, experts, exchange):
-    layers, micro_batches = attention.shape
-    free, back = [0.0] * 4, [0.0] * micro_batches
-    for layer, m in itertools.product(range(layers), range(micro_batches)):
-        now = back[m]
-        for stage, times in enumerate((attention, exchange, experts, exchange)):
-            now = free[stage] = max(now, free[stage]) + times[layer, m]
-        back[m] = now
-    return back[-1]
 
 
 def all_of(grid, placements):
@@ -111,40 +101,6 @@ def test_the_best_is_that_of_brute_force(slo):
     chosen = tried.index(found.best)
     assert fits[chosen]
     assert slow[chosen][1] == pytest.approx(best, rel=1e-5) == found.score.per_price
-
-
-@pytest.mark.parametrize("micro_batches", [1, 2, 3, 5])
-def test_simulation_of_equal_times_is_the_closed_form(micro_batches):
-    rng, layers = np.random.default_rng(micro_batches), 4
-    covered = 0
-    for attention, experts, exchange in rng.uniform(0.1, 3.0, (30, 3)).astype(np.float32).tolist():
-        times = np.ones((layers, micro_batches), np.float32)
-        schedule = simulate_ping_pong(attention * times, experts * times, exchange * times)
-        seconds = float(step_time(attention, experts, exchange, micro_batches=micro_batches, layers=layers))
-        assert float(schedule.seconds) == pytest.approx(seconds, rel=1e-5)
-        longest, trip = max(attention, experts, exchange), attention + experts + 2 * exchange
-        published = trip + longest * (micro_batches * layers - 1)
-        assert seconds >= published * (1 - 1e-5), "the published form is a bound"
-        if micro_batches * longest >= trip:
-            covered += 1
-            assert seconds == pytest.approx(published, rel=1e-5)
-    assert bool(covered) == (micro_batches > 1)
-
-
-def test_simulation_of_any_times_is_its_events_and_above_its_bounds():
-    for seed in range(30):
-        attention, experts, exchange = (
-            np.random.default_rng(seed).exponential(1.0, (3, 4, 3)).astype(np.float32)
-        )
-        schedule = simulate_ping_pong(attention, experts, exchange)
-        seconds = float(schedule.seconds)
-        assert seconds == pytest.approx(slow_schedule(attention, experts, exchange), rel=1e-5)
-        trips = attention + experts + 2 * exchange
-        stages = [each.sum() for each in (attention, experts, exchange)]
-        assert seconds >= max(*stages, trips.sum(0).max()) * (1 - 1e-5)
-        np.testing.assert_array_less(
-            np.asarray(schedule.attention_start + attention + exchange) * (1 - 1e-5), schedule.expert_start
-        )
 
 
 def one(**changes):
@@ -242,6 +198,33 @@ def test_replicas_share_what_their_expert_has():
     assert plan_placement(load, 4, key=jax.random.key(0)).hottest[0] > 0.9
 
 
+def test_a_token_goes_once_to_a_group():
+    subsets = np.array(list(itertools.combinations(range(8), 3)))
+    even = even_placement(4, 8, top_k=3)
+    rows = np.mean([len(set(each // 2)) for each in subsets])
+    assert 3 * even.sent[0] == pytest.approx(rows)
+    assert 4 * 3 * even.hottest[0] * even.received[0] == pytest.approx(rows)
+    routes = np.argsort(np.random.default_rng(3).random((400, 2, 8)) * np.arange(1, 9), -1)[..., :3]
+    load = np.array([np.bincount(routes[:, layer].ravel(), minlength=8) for layer in range(2)])
+    merged = merge_rows(contiguous_placement(load, 4), routes)
+    for layer in range(2):
+        rows_to = np.array([[group in each // 2 for group in range(4)] for each in routes[:, layer]]).sum(0)
+        assert merged.sent[layer] == pytest.approx(rows_to.sum() / 1200)
+        assert merged.hottest[layer] * merged.received[layer] == pytest.approx(rows_to.max() / 1200)
+    alone = merge_rows(contiguous_placement(load, 8), routes)
+    np.testing.assert_allclose([alone.sent, alone.received], 1.0, rtol=1e-6)
+    with pytest.raises(ValueError, match=r"routes: expected shape \(400, 2, 3\), found \(400, 1, 3\)"):
+        merge_rows(contiguous_placement(load, 4), routes[:, :1])
+
+
+def test_copies_that_a_replica_takes_are_merged_as_often_as_it_takes_them():
+    share = np.array([[[1.0, 0.0], [0.25, 0.75], [0.0, 1.0]]], np.float32)
+    placement = contiguous_placement(np.ones((1, 4), np.int32), 2)._replace(share=share)
+    # Expert 1's copy meets expert 0's in a quarter of all cases, and expert 2's in three.
+    merged = merge_rows(placement, np.array([[[0, 1]], [[2, 1]]]))
+    assert merged.sent[0] == pytest.approx((2 - 0.25 + 2 - 0.75) / 4)
+
+
 REPLAY = RoutingReplay(
     np.argsort(np.random.default_rng(2).random((6, 9, 2, 8)) * np.arange(1, 9), -1)[..., :2].astype(np.uint8),
     np.arange(9) < np.array([9, 1, 4, 9, 2, 7])[:, None],
@@ -267,14 +250,16 @@ def test_simulated_step_is_the_search_at_the_loads_of_the_search():
     known = {"context": CONTEXT}
     # Reading weights takes no time, so that products tell how busy a group is.
     clusters = dataclasses.replace(CLUSTERS, experts=dataclasses.replace(CLUSTER, memory_bandwidth=1e9))
-    even = simulate_deployment(MODEL, clusters, even_placement(4, 8), at, np.full((3, 3, 8), 6), **known)
+    even = simulate_deployment(
+        MODEL, clusters, even_placement(4, 8, top_k=2), at, np.full((3, 3, 8), 6), **known
+    )
     stacked = Deployment(*(np.array([each]) for each in at))
-    (step,) = score_deployments(MODEL, clusters, [even_placement(4, 8)], stacked, **known).step
+    (step,) = score_deployments(MODEL, clusters, [even_placement(4, 8, top_k=2)], stacked, **known).step
     assert float(even.schedule.seconds) == pytest.approx(step, rel=1e-5)
     assert even.busiest == 1.0
     assert even.group_idle == pytest.approx(even.expert_idle, abs=1e-5)
     load = draw_micro_batches(REPLAY, **DRAW | {"sequences": 24, "micro_batches": 3}, seed=0)
-    drawn = simulate_deployment(MODEL, clusters, even_placement(4, 8), at, load, **known)
+    drawn = simulate_deployment(MODEL, clusters, even_placement(4, 8, top_k=2), at, load, **known)
     assert drawn.busiest > 1
     assert drawn.group_idle > drawn.expert_idle >= 0
     assert float(drawn.schedule.seconds) > step
@@ -288,7 +273,10 @@ def test_simulated_step_is_the_search_at_the_loads_of_the_search():
         ({"grid": dataclasses.replace(GRID, sequences=())}, "sequences: at least one"),
         ({"grid": one(micro_batches=0)}, "micro_batches=0 must be an integer of at least 1"),
         ({"placements": []}, "placements: at least one"),
-        ({"placements": [even_placement(2, 4)]}, "a placement of 4 experts is not of a model with 8"),
+        (
+            {"placements": [even_placement(2, 4, top_k=2)]},
+            "a placement of 4 experts is not of a model with 8",
+        ),
         (
             {"clusters": dataclasses.replace(CLUSTERS, expert_price=-1.0)},
             "expert_price=-1.0 must be positive and finite",

@@ -132,7 +132,7 @@ def search_deployment(
     >>> from relibra_jax.cost.models import MODELS
     >>> from relibra_jax.serving.expert_devices import even_placement
     >>> clusters = Clusters(attention=CLUSTERS["h200"], experts=CLUSTERS["h100"])
-    >>> placements = [even_placement(groups, 32) for groups in (4, 8)]
+    >>> placements = [even_placement(groups, 32, top_k=4) for groups in (4, 8)]
     >>> found = search_deployment(MODELS["gpt-oss-20b"], clusters, placements, slo=0.1, context=4096.0)
     >>> found.best.micro_batches, found.score.step <= 0.1
     (4, True)
@@ -182,36 +182,51 @@ def score_deployments(
     """
     # One layer may stand for all; a placement of fewer layers than others is gone through again.
     layers = max(len(placement.hottest) for placement in placements)
-    hottest = np.stack([np.resize(placement.hottest, layers) for placement in placements])
+    hottest, sent, received = (
+        np.stack([np.resize(getattr(placement, name), layers) for placement in placements])
+        for name in ("hottest", "sent", "received")
+    )
     groups = np.array([placement.groups for placement in placements], np.float32)
     slots = np.array([placement.slots for placement in placements], np.float32)
     index = np.asarray(candidates.placement, np.int32)
     numbers = Deployment(*(np.asarray(each, np.float32) for each in candidates))._replace(placement=index)
-    table = (hottest.astype(np.float32), groups, slots)
+    table = _Placed(hottest, sent, received, groups, slots)
     scores = _score_all(numbers, table, jnp.float32(context), model, clusters)
     return Score(*(np.asarray(each) for each in scores))
 
 
+class _Placed(NamedTuple):
+    """What a score needs of a placement, or of all of them stacked."""
+
+    hottest: Array
+    sent: Array
+    received: Array
+    groups: Array
+    slots: Array
+
+
 @jax.jit
-def _score_all(candidates: Deployment, table, context, model: Model, clusters: Clusters) -> Score:
+def _score_all(candidates: Deployment, table: _Placed, context, model: Model, clusters: Clusters) -> Score:
     def one(candidate: Deployment) -> Score:
-        hottest, groups, slots = (each[candidate.placement] for each in table)
-        return _score(candidate, hottest, groups, slots, context, model, clusters)
+        placed = jax.tree.map(lambda each: each[candidate.placement], table)
+        return _score(candidate, placed, context, model, clusters)
 
     return jax.vmap(one)(candidates)
 
 
-def _score(at: Deployment, hottest, groups, slots, context, model: Model, clusters: Clusters) -> Score:
-    """The score of one deployment, from its experts' busiest groups ``hottest [L]``, ``groups`` and ``slots``."""
+def _score(at: Deployment, placed: _Placed, context, model: Model, clusters: Clusters) -> Score:
+    """The score of one deployment."""
     batch = at.micro_batches * at.attention_copies * at.sequences
-    copies = at.attention_copies * at.sequences * model.top_k * hottest
+    copies = at.attention_copies * at.sequences * model.top_k * placed.hottest
     attention = attention_time(
         at.sequences, at.attention_devices, cluster=clusters.attention, model=model, context=context
     )
-    experts = expert_time(copies, slots, at.expert_devices, cluster=clusters.experts, model=model).mean()
+    experts = expert_time(
+        copies, placed.slots, at.expert_devices, cluster=clusters.experts, model=model
+    ).mean()
     exchange = exchange_time(
-        at.sequences,
-        copies,
+        at.sequences * model.top_k * placed.sent,
+        copies * placed.received,
         at.attention_devices,
         at.expert_devices,
         attention=clusters.attention,
@@ -221,7 +236,7 @@ def _score(at: Deployment, hottest, groups, slots, context, model: Model, cluste
     step = step_time(attention, experts, exchange, micro_batches=at.micro_batches, layers=model.moe_layers)
     price = (
         at.attention_devices * at.attention_copies * clusters.attention_price
-        + at.expert_devices * groups * clusters.expert_price
+        + at.expert_devices * placed.groups * clusters.expert_price
     )
     throughput = batch / step
     return Score(attention, experts, exchange, step, throughput, throughput / price)

@@ -6,17 +6,18 @@ group of expert devices is a rank to them, all groups one node. Placement and to
 rollout.
 """
 
+import math
 from typing import Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Integer
 
 from relibra_jax.limits import check_integer
 from relibra_jax.planning.placement import place_experts
 from relibra_jax.planning.replication import replicate_experts
-from relibra_jax.types import EMPTY, Array, Topology
+from relibra_jax.types import EMPTY, Array, Topology, check_shape
 
 STEPS: Final = 10_000
 """Steps of the search. A placement serves a whole rollout, so they are not saved on few experts."""
@@ -31,6 +32,11 @@ class ExpertPlacement(NamedTuple):
     """The part of each expert's token copies that each of the P groups computes; sums to 1 over them."""
     hottest: Float[Array, " L"]
     """The part of a layer's token copies that its busiest group computes, at the loads of which it was made."""
+    sent: Float[Array, " L"]
+    """Rows that attention sends for each token copy: 1 where each copy travels by itself, less where a token with
+    several experts in one group goes there once (`merge_rows`)."""
+    received: Float[Array, " L"]
+    """Rows that the group which gets most receives, for each token copy that the busiest group computes."""
 
     @property
     def groups(self) -> int:
@@ -38,20 +44,26 @@ class ExpertPlacement(NamedTuple):
         return self.share.shape[-1]
 
 
-def even_placement(num_groups: int, num_experts: int) -> ExpertPlacement:
+def even_placement(num_groups: int, num_experts: int, *, top_k: int) -> ExpertPlacement:
     """The placement of equally busy experts: the assumption of MegaScale-Infer, for one layer that stands for all.
 
     Args:
         num_groups: P, which divides the experts.
         num_experts: E, the experts of a layer.
+        top_k: K, the experts of a token, of which all sets are taken to be equally likely.
 
     Raises:
         ValueError: if the experts do not divide over the groups.
 
-    >>> even_placement(4, 8).hottest.tolist()
-    [0.25]
+    >>> even = even_placement(4, 8, top_k=7)  # in each group a token has one expert at least
+    >>> even.hottest.tolist(), f"{7 * even.sent[0]:.1f}"
+    ([0.25], '4.0')
     """
-    return contiguous_placement(np.ones((1, num_experts), np.int32), num_groups)
+    check_integer("top_k", top_k, least=1, most=num_experts)
+    placement = contiguous_placement(np.ones((1, num_experts), np.int32), num_groups)
+    elsewhere = math.comb(num_experts - placement.slots, top_k) / math.comb(num_experts, top_k)
+    rows = np.full(1, num_groups * (1 - elsewhere) / top_k, np.float32)
+    return placement._replace(sent=rows, received=rows)
 
 
 def contiguous_placement(load: Int[Array, "L E"], num_groups: int) -> ExpertPlacement:
@@ -114,6 +126,35 @@ def plan_placement(
     return _placement(load, share, topology)
 
 
+def merge_rows(placement: ExpertPlacement, routes: Integer[Array, "Q L K"]) -> ExpertPlacement:
+    """The same placement, in which a token goes once to a group that has several of its experts.
+
+    Copies of an expert with replicas go to each of its groups as often as the placement says, whatever the token's
+    other experts.
+
+    Args:
+        placement: the placement.
+        routes: the experts of some tokens, all of them real.
+
+    Raises:
+        ValueError: if the routes have other layers than the placement.
+
+    >>> placement = contiguous_placement(np.array([[2, 2, 1, 1]]), 2)
+    >>> merged = merge_rows(placement, np.array([[[0, 1]], [[0, 1]], [[2, 3]]]))
+    >>> merged.sent.tolist(), merged.received.tolist()
+    ([0.5], [0.5])
+    """
+    check_shape("routes", routes.shape, (len(routes), len(placement.share), routes.shape[-1]))
+    visits, copies = [], []
+    for layer, share in enumerate(np.asarray(placement.share)):
+        by_choice = [share[ids] for ids in np.asarray(routes)[:, layer].T]  # K of [Q P]
+        visits.append((1 - math.prod(1 - each for each in by_choice)).mean(0))
+        copies.append(sum(by_choice).mean(0))
+    rows, computed = np.array(visits, np.float32), np.array(copies, np.float32)
+    sent, received = rows.sum(-1) / computed.sum(-1), rows.max(-1) / computed.max(-1)
+    return placement._replace(sent=sent, received=received)
+
+
 def group_copies(
     load: Int[Array, "*stack E"], share: Float[Array, "*stack E P"]
 ) -> Float[np.ndarray, "*stack P"]:
@@ -146,4 +187,5 @@ def _topology(num_groups: int, num_experts: int, replica_slots: int) -> Topology
 def _placement(load: Int[Array, "L E"], share: Float[Array, "L E P"], topology: Topology) -> ExpertPlacement:
     total = np.asarray(load).sum(-1, dtype=np.int64)
     hottest = group_copies(load, share).max(-1) / np.maximum(total, 1)
-    return ExpertPlacement(topology.slots, share, hottest.astype(np.float32))
+    alone = np.ones(len(load), np.float32)
+    return ExpertPlacement(topology.slots, share, hottest.astype(np.float32), alone, alone)

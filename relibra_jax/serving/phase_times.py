@@ -85,8 +85,8 @@ def expert_time(
 
 
 def exchange_time(
-    sequences: Number,
-    copies: Number,
+    sent: Number,
+    received: Number,
     attention_devices: Number,
     expert_devices: Number,
     *,
@@ -94,14 +94,13 @@ def exchange_time(
     experts: Cluster,
     model: Model,
 ) -> Float[jax.Array, "..."]:
-    """Seconds for token copies to go from attention to experts, which is as long as the way back.
+    """Seconds for rows to go from attention to experts over the slow network, which is as long as the way back.
 
-    Every token copy crosses the slow network by itself. Each device sends or receives its part of a row, and the side
-    that takes longer counts.
+    Each device sends or receives its part of a row, and the side that takes longer counts.
 
     Args:
-        sequences: the sequences of the micro-batch that one copy of attention serves.
-        copies: the token copies that the busiest group of expert devices computes.
+        sent: the rows that one copy of attention sends.
+        received: the rows that the busiest group of expert devices receives.
         attention_devices: the devices of one copy of attention.
         expert_devices: the devices of one group of expert devices.
         attention: the hardware of the attention devices.
@@ -111,13 +110,13 @@ def exchange_time(
     >>> from relibra_jax.cost.hardware import CLUSTERS
     >>> from relibra_jax.cost.models import MODELS
     >>> known = {"attention": CLUSTERS["h100"], "experts": CLUSTERS["h100"], "model": MODELS["gpt-oss-20b"]}
-    >>> f"{1e6 * float(exchange_time(100.0, 200.0, 1.0, 1.0, **known)):.0f} us"  # 100 sequences are 400 copies
+    >>> f"{1e6 * float(exchange_time(400.0, 200.0, 1.0, 1.0, **known)):.0f} us"
     '58 us'
     """
     row = ACTIVATION_BYTES * model.width
-    sent = sequences * (model.top_k * row / (attention.slow_bandwidth * attention.network_efficiency))
-    received = copies * (row / (experts.slow_bandwidth * experts.network_efficiency))
-    return jnp.maximum(sent / attention_devices, received / expert_devices)
+    sending = sent * (row / (attention.slow_bandwidth * attention.network_efficiency))
+    receiving = received * (row / (experts.slow_bandwidth * experts.network_efficiency))
+    return jnp.maximum(sending / attention_devices, receiving / expert_devices)
 
 
 def cache_bytes(context: Number, model: Model) -> Number:

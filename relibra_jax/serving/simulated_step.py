@@ -66,7 +66,7 @@ def simulate_deployment(
     >>> from relibra_jax.serving.expert_devices import even_placement
     >>> clusters = Clusters(attention=CLUSTERS["h100"], experts=CLUSTERS["h100"])
     >>> deployment = Deployment(2, 4, 1, 0, 3, 64)  # 4 x 64 sequences are 1,024 copies: 32 for each of 32 experts
-    >>> even, load = even_placement(4, 32), np.full((24, 3, 32), 32)
+    >>> even, load = even_placement(4, 32, top_k=4), np.full((24, 3, 32), 32)
     >>> step = simulate_deployment(MODELS["gpt-oss-20b"], clusters, even, deployment, load, context=4096.0)
     >>> f"{1e3 * float(step.schedule.seconds):.1f} ms, idle {step.attention_idle:.0%} and {step.expert_idle:.0%}"
     '10.9 ms, idle 26% and 2%'
@@ -84,9 +84,10 @@ def simulate_deployment(
         experts,
         attention_time(sequences, attends, cluster=clusters.attention, model=model, context=context),
     )
+    sent, received = (np.resize(each, layers)[:, None] for each in (placement.sent, placement.received))
     exchange = exchange_time(
-        sequences,
-        copies.max(-1),
+        np.broadcast_to(sequences * model.top_k * sent, experts.shape),
+        copies.max(-1) * received,
         attends,
         computes,
         attention=clusters.attention,

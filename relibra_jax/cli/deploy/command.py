@@ -28,6 +28,8 @@ from relibra_jax.traces.trace import Trace
 from relibra_jax.types import RoutingReplay
 
 TABLE_WIDTH: Final = 104
+TOKENS: Final = 8192
+"""At most so many tokens, evenly over the batch, tell how often a token has several experts in one group."""
 PUBLISHED: Final = "published: x1.90, then x1.10 to x1.38 (MegaScale-Infer, arXiv 2504.02263, measured)"
 
 
@@ -81,11 +83,13 @@ def run_deploy(options: Deploy, console: Console) -> None:
     groups = options.expert_groups or _divisors(trace.num_experts)
     last, following = _halves(trace)
     load = np.asarray(sample_load(last, num_experts=trace.num_experts)).sum(0)
+    routes = np.asarray(last.expert_ids)[np.asarray(last.mask)]
     with progress_bar(console, width=12) as bar:
         task = bar.add_task("placements", total=len(groups) * len(options.replica_slots))
         rows = make_rows(
             terms._replace(model=model),
             load,
+            routes[:: -(-len(routes) // TOKENS)],
             following,
             groups=groups,
             replica_slots=options.replica_slots,

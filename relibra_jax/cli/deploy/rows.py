@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Int, Integer
 
 from relibra_jax.cost.models import Model
 from relibra_jax.serving.deployments import Clusters, Deployment, Grid, Search, search_deployment
@@ -14,6 +14,7 @@ from relibra_jax.serving.expert_devices import (
     ExpertPlacement,
     contiguous_placement,
     even_placement,
+    merge_rows,
     plan_placement,
 )
 from relibra_jax.serving.simulated_step import SimulatedStep, simulate_deployment
@@ -61,6 +62,7 @@ class Row(NamedTuple):
 def make_rows(
     terms: Terms,
     load: Int[np.ndarray, "L E"],
+    routes: Integer[np.ndarray, "Q L K"],
     following: RoutingReplay,
     *,
     groups: Sequence[int],
@@ -72,6 +74,7 @@ def make_rows(
     Args:
         terms: what all rows share.
         load: token copies of each expert in the last batch, from which experts are placed.
+        routes: the experts of some of its tokens.
         following: the batch after it, from which the simulated steps draw.
         groups: the numbers of groups of expert devices to try.
         replica_slots: the numbers of replica slots to try where experts are planned.
@@ -84,14 +87,15 @@ def make_rows(
         ValueError: if the numbers do not fit each other, or nothing is feasible.
     """
     key = jax.random.key(terms.seed)
-    even = [even_placement(each, load.shape[-1]) for each in groups]
-    contiguous = [contiguous_placement(load, each) for each in groups]
+    even = [even_placement(each, load.shape[-1], top_k=terms.model.top_k) for each in groups]
+    contiguous = [merge_rows(contiguous_placement(load, each), routes) for each in groups]
     planned = []
     for each in groups:
         for slots in replica_slots:
             if slots and each == 1:
                 continue  # one group holds every expert already
-            planned.append(plan_placement(load, each, replica_slots=slots, key=key))
+            placed = plan_placement(load, each, replica_slots=slots, key=key)
+            planned.append(merge_rows(placed, routes))
             progress()
     if not planned:
         raise ValueError(
