@@ -81,7 +81,8 @@ def make_rows(
         progress: called for every placement that is planned.
 
     Returns:
-        A row for each; experts taken as even are run where they are by number.
+        A row for each. Experts taken as even are run where they are by number, and a plan may leave them there, because
+        planned placement looks at what groups compute, not at what travels to them.
 
     Raises:
         ValueError: if the numbers do not fit each other, or nothing is feasible.
@@ -106,7 +107,7 @@ def make_rows(
         for name, searched, run in (
             ("even (assumed)", even, contiguous),
             ("contiguous", contiguous, contiguous),
-            ("planned", planned, planned),
+            ("planned", [*contiguous, *planned], [*contiguous, *planned]),
         )
     ]
 
