@@ -9,7 +9,6 @@ takes what its busiest group takes at recorded loads, and the step the mean over
 """
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -140,9 +139,12 @@ def search_deployment(
     grid = Grid() if grid is None else grid
     _check(model, clusters, placements, slo, context, grid)
     layers = max(len(placement.hottest) for placement in placements)
-    size = math.prod(map(len, _axes(grid, len(placements))))
-    check_memory(f"a grid of {size} deployments x {layers} layers", 16 * layers * size)
-    candidates = Deployment(*np.array(list(itertools.product(*_axes(grid, len(placements)))), np.int32).T)
+    axes = _axes(grid, len(placements))
+    size = math.prod(map(len, axes))
+    # float32: the numbers of a candidate and its score, and copies, rows and two times of each layer.
+    check_memory(f"a grid of {size} deployments x {layers} layers", 4 * size * (24 + 4 * layers))
+    columns = np.meshgrid(*(np.array(axis, np.int32) for axis in axes), indexing="ij")
+    candidates = Deployment(*(column.ravel() for column in columns))
     scores = score_deployments(model, clusters, placements, candidates, context=context)
     slots = np.array([placement.slots for placement in placements])[candidates.placement]
     in_flight = np.asarray(candidates.micro_batches, np.int64) * candidates.sequences
@@ -151,7 +153,7 @@ def search_deployment(
         expert_memory(slots, np.asarray(candidates.expert_devices), model=model),
     )
     fits = (needs[0] <= clusters.attention.memory) & (needs[1] <= clusters.experts.memory)
-    feasible = fits & (np.asarray(scores.step) <= np.float32(slo))
+    feasible = fits & (np.asarray(scores.step, np.float64) <= slo)
     if not feasible.any():
         room = (clusters.attention.memory, clusters.experts.memory)
         refuse(needs, room, np.asarray(scores.step)[fits], slo)
