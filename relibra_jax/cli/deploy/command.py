@@ -203,7 +203,10 @@ def _simulated_lines(row: Row) -> list[str]:
 def _in_flight_lines(points: Sequence[InFlight]) -> list[str]:
     pairs = list(itertools.pairwise(points))
     lines = []
-    for name, what in (("same", "the deployment above"), ("best", "the best deployment of each")):
+    for name, what in (
+        ("same", "the deployment above, whether it fits or not"),
+        ("best", "the best deployment of each"),
+    ):
         gains = (
             f"{before.micro_batches} to {after.micro_batches} x{getattr(after, name) / getattr(before, name):.2f}"
             for before, after in pairs

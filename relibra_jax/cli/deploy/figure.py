@@ -32,7 +32,7 @@ def draw_deployment(path: Path, points: Sequence[InFlight], row: Row, title: str
     numbers = [point.micro_batches for point in points]
     for name, label, colour in (
         ("best", "best deployment of each", BLUE),
-        ("same", "the best of all, only m changed", RED),
+        ("same", "the best of all, only m changed (may not fit)", RED),
     ):
         values = [getattr(point, name) for point in points]
         left.plot(numbers, values, "o-", color=colour, label=label)
