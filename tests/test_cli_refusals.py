@@ -67,11 +67,16 @@ def refused(capsys, tmp_path):
 UNKNOWN = "Unrecognized options: "
 INTEGER = "must be an integer of at least"
 OPTIONS = {
-    "no command": (main, [], "command '' must be one of compare, plan, inspect, advise, claims, multiplex"),
+    "no command": (
+        main,
+        [],
+        "command '' must be one of compare, plan, inspect, advise, claims, deploy, multiplex",
+    ),
     "another command": (
         main,
         ["comapre"],
-        "command 'comapre' must be one of compare, plan, inspect, advise, claims, multiplex; did you mean compare?",
+        "command 'comapre' must be one of compare, plan, inspect, advise, claims, deploy, multiplex;"
+        " did you mean compare?",
     ),
     "option for a command": (main, ["--foo"], f"{UNKNOWN}--foo"),
     "misplaced option": (

@@ -31,6 +31,7 @@ ROOMS = [
     },
     {"relibra_jax.planning", "relibra_jax.execution"},
     {"relibra_jax.cost", "relibra_jax.traces", "relibra_jax.sharing"},
+    {"relibra_jax.serving"},
     {"relibra_jax.nnx"},
     {"relibra_jax.models", "relibra_jax.integrations"},
     {"relibra_jax.cli"},

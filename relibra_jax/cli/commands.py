@@ -10,6 +10,7 @@ from rich.console import Console
 from relibra_jax.cli.advise.command import Advise, run_advise
 from relibra_jax.cli.claims.command import Claims, run_claims
 from relibra_jax.cli.compare import Compare, run_compare
+from relibra_jax.cli.deploy.command import Deploy, run_deploy
 from relibra_jax.cli.inspect import Inspect, run_inspect
 from relibra_jax.cli.multiplex.command import Multiplex, run_multiplex
 from relibra_jax.cli.parsing import HELP, parse_options
@@ -25,6 +26,7 @@ COMMANDS: Final[dict[str, tuple[type, Callable[[Any, Console], None]]]] = {
     "inspect": (Inspect, run_inspect),
     "advise": (Advise, run_advise),
     "claims": (Claims, run_claims),
+    "deploy": (Deploy, run_deploy),
     "multiplex": (Multiplex, run_multiplex),
 }
 """The options of each command, whose docstring is its help, and the function that runs it with them."""
@@ -65,6 +67,6 @@ def _run(args: list[str]) -> None:
 
 _DESCRIPTION = (
     "Expert load balancing as planning, for reinforcement learning of mixture-of-experts models: planners compared"
-    " on recorded routing, plans as files, traces described, strategies advised, claims checked, jobs"
-    " grouped to share a cluster. Training runs are python -m experiments.run NAME."
+    " on recorded routing, plans as files, traces described, strategies advised, claims checked, rollout deployments"
+    " sized, jobs grouped to share a cluster. Training runs are python -m experiments.run NAME."
 )

@@ -23,17 +23,21 @@ class Cluster:
     receive; else each rank has its own, and the busiest rank's counts."""
     memory: float
     """Bytes that a rank can hold."""
+    memory_bandwidth: float
+    """Bytes/s at which a rank reads its memory."""
     matmul_efficiency: float
     """Share of the peak that grouped and dense products reach (assumed)."""
     network_efficiency: float
     """Share of the bandwidth that collectives reach (assumed)."""
+    memory_efficiency: float
+    """Share of the memory's bandwidth that reads reach (assumed)."""
     tile: int
     """Rows of one tile of a grouped product: a slot's rows cost as many as fill its tiles."""
 
 
-# NVIDIA H100 SXM data sheet: 989 TFLOP/s bfloat16 and 1,979 TFLOP/s float8 without sparsity; 80 GB; NVLink 900 GB/s in
-# both directions together. NVIDIA DGX H100 data sheet: 8 x 400 Gb/s InfiniBand for 8 GPUs. Tiles of 128 rows are what
-# Hopper's warp-group products are built from (two 64-row groups).
+# NVIDIA H100 SXM data sheet: 989 TFLOP/s bfloat16 and 1,979 TFLOP/s float8 without sparsity; 80 GB at 3.35 TB/s;
+# NVLink 900 GB/s in both directions together. NVIDIA DGX H100 data sheet: 8 x 400 Gb/s InfiniBand for 8 GPUs. Tiles of
+# 128 rows are what Hopper's warp-group products are built from (two 64-row groups).
 _H100 = Cluster(
     matmul_flops=989e12,
     float8_flops=1979e12,
@@ -41,22 +45,30 @@ _H100 = Cluster(
     slow_bandwidth=50e9,
     shared_link=False,
     memory=80e9,
+    memory_bandwidth=3.35e12,
     matmul_efficiency=0.6,
     network_efficiency=0.8,
+    memory_efficiency=0.8,
     tile=128,
 )
 
 CLUSTERS = {
     "h100": _H100,
-    # NVIDIA H200 SXM data sheet: compute and NVLink of an H100, 141 GB. NVIDIA DGX H200 data sheet: 8 x 400 Gb/s
-    # InfiniBand for 8 GPUs.
-    "h200": dataclasses.replace(_H100, memory=141e9),
+    # NVIDIA H200 SXM data sheet: compute and NVLink of an H100, 141 GB at 4.8 TB/s. NVIDIA DGX H200 data sheet:
+    # 8 x 400 Gb/s InfiniBand for 8 GPUs.
+    "h200": dataclasses.replace(_H100, memory=141e9, memory_bandwidth=4.8e12),
     # NVIDIA GB200 NVL72 data sheet: 72 GPUs in one NVLink domain, so up to 72 ranks a node; 360 PFLOP/s bfloat16 and
     # 720 PFLOP/s float8 with sparsity, half of them without, which is 2.5 and 5 PFLOP/s a GPU; 130 TB/s of NVLink
-    # together, 1.8 TB/s a GPU in both directions; 13.4 TB of HBM3e, 186 GB a GPU. NVIDIA DGX GB200 data sheet: 72 x
-    # 400 Gb/s InfiniBand. Blackwell's tensor cores compute tiles of 128 rows as well. The efficiencies are Hopper's.
+    # together, 1.8 TB/s a GPU in both directions; 13.4 TB of HBM3e at 576 TB/s, 186 GB at 8 TB/s a GPU. NVIDIA DGX
+    # GB200 data sheet: 72 x 400 Gb/s InfiniBand. Blackwell's tensor cores compute tiles of 128 rows as well. The
+    # efficiencies are Hopper's.
     "gb200-nvl72": dataclasses.replace(
-        _H100, matmul_flops=2500e12, float8_flops=5000e12, fast_bandwidth=900e9, memory=186e9
+        _H100,
+        matmul_flops=2500e12,
+        float8_flops=5000e12,
+        fast_bandwidth=900e9,
+        memory=186e9,
+        memory_bandwidth=8e12,
     ),
     # HGX H100 nodes of 8 GPUs whose only way to other nodes is one port of Ethernet: 200 Gb/s (IEEE 802.3bs), or
     # 100 Gb/s (IEEE 802.3ba), for 8 ranks together.

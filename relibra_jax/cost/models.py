@@ -23,6 +23,10 @@ class Model:
     """Weights of one attention block."""
     attention_width: int
     """Heads x (query-key dimension + value dimension)."""
+    cache_width: int
+    """Numbers that the key-value cache holds of one token."""
+    cache_heads: int
+    """Parts into which tensor parallelism divides the cache; beyond them devices hold the same."""
 
     @property
     def expert_params(self) -> int:
@@ -39,7 +43,13 @@ class Model:
 def _grouped_query(width: int, heads: int, kv_heads: int, head_dim: int) -> dict[str, int]:
     """Attention with ``kv_heads`` shared keys and values."""
     params = width * head_dim * (2 * heads + 2 * kv_heads)
-    return {"width": width, "attention_params": params, "attention_width": 2 * heads * head_dim}
+    return {
+        "width": width,
+        "attention_params": params,
+        "attention_width": 2 * heads * head_dim,
+        "cache_width": 2 * kv_heads * head_dim,
+        "cache_heads": kv_heads,
+    }
 
 
 # Sizes from the models' published configurations (config.json of each repository on Hugging Face).
@@ -68,7 +78,8 @@ MODELS = {
         shared_width=1408,
         **_grouped_query(4096, 96, 8, 128),
     ),
-    # Multi-head latent attention: query rank 1536, key-value rank 512, 128 heads of 128 + 64 (rotary) and 128.
+    # Multi-head latent attention: query rank 1536, key-value rank 512, 128 heads of 128 + 64 (rotary) and 128. The
+    # cache holds the latent vector and the rotary key, which all heads share.
     "deepseek-v3": Model(
         moe_layers=58,
         num_experts=256,
@@ -78,6 +89,8 @@ MODELS = {
         shared_width=2048,
         attention_params=7168 * (1536 + 512 + 64) + 1536 * 128 * 192 + 512 * 128 * 256 + 128 * 128 * 7168,
         attention_width=128 * (192 + 128),
+        cache_width=512 + 64,
+        cache_heads=1,
     ),
     "gpt-oss-20b": Model(
         moe_layers=24,

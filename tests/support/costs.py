@@ -10,7 +10,9 @@ CLUSTER = Cluster(
     fast_bandwidth=1000.0,
     slow_bandwidth=100.0,
     memory=1e4,
+    memory_bandwidth=2000.0,
     network_efficiency=0.5,
+    memory_efficiency=0.5,
     tile=16,
 )
 MODEL = Model(
@@ -22,5 +24,7 @@ MODEL = Model(
     shared_width=0,
     attention_params=50,
     attention_width=10,
+    cache_width=6,
+    cache_heads=2,
 )
 KNOWN = {"cluster": CLUSTER, "model": MODEL, "context": 20.0}

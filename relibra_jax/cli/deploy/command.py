@@ -1,0 +1,235 @@
+"""``relibra deploy``: the plan search of MegaScale-Infer, with experts as busy as recorded routing says.
+
+Source of the question: arXiv 2504.02263. All times are modelled.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Final
+
+import numpy as np
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from relibra_jax.atomic_write import write_json
+from relibra_jax.cli.deploy.figure import draw_deployment
+from relibra_jax.cli.deploy.rows import InFlight, Row, Terms, make_rows, over_micro_batches
+from relibra_jax.cli.modelled_time import find_cluster, find_model
+from relibra_jax.cli.options import TraceName
+from relibra_jax.cli.terminal import progress_bar, wide_table
+from relibra_jax.limits import check_seed
+from relibra_jax.replay import sample_load
+from relibra_jax.serving.deployments import Clusters, Grid
+from relibra_jax.traces.read import read_trace
+from relibra_jax.traces.trace import Trace
+from relibra_jax.types import RoutingReplay
+
+TABLE_WIDTH: Final = 104
+TOKENS: Final = 8192
+"""At most so many tokens, evenly over the batch, tell how often a token has several experts in one group."""
+PUBLISHED: Final = "published: x1.90, then x1.10 to x1.38 (MegaScale-Infer, arXiv 2504.02263, measured)"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Deploy:
+    """Size a rollout whose attention and experts are on devices of their own, with experts placed by recorded
+    routing."""
+
+    trace: TraceName = None
+    """A trace by name or path (.npz); else what RELIBRA_TRACE gives, else the recorded one of the package. Experts are
+    placed by its first half, and the simulated step is drawn from its second."""
+    model: str = "gpt-oss-20b"
+    """The name of a model; it takes the trace's number of experts and top-k."""
+    attention_cluster: str = "h100"
+    """The name of the cluster that serves attention."""
+    expert_cluster: str = "h100"
+    """The name of the cluster that serves experts."""
+    attention_price: float = 1.0
+    """What an attention device costs, in any unit."""
+    expert_price: float = 1.0
+    """What an expert device costs, in the same unit."""
+    context: float = 4096.0
+    """The mean tokens of a sequence in the key-value cache."""
+    slo: float = 0.1
+    """The most seconds between two tokens of a sequence."""
+    expert_groups: tuple[int, ...] = ()
+    """The numbers of groups of expert devices to try; all that divide the experts when none is given."""
+    replica_slots: tuple[int, ...] = (0, 1)
+    """The numbers of replica slots of a group to try."""
+    grid: Annotated[Grid, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Grid)
+    seed: int = 0
+    """The seed of the placement and of the drawn step."""
+    out: Path = Path("out/deploy")
+    """The folder for the figure and the numbers."""
+
+
+def run_deploy(options: Deploy, console: Console) -> None:
+    """Search the deployments, print the best ones and what micro-batches in flight are worth, write figure and numbers.
+
+    Args:
+        options: the trace, the model, the hardware, the constraints, and the folder for what is written.
+        console: the console for the tables.
+
+    Raises:
+        ValueError: if the trace or the settings do not fit, or nothing is feasible; nothing is written then.
+    """
+    terms, trace = _terms(options), read_trace(options.trace)
+    model = dataclasses.replace(
+        terms.model, num_experts=trace.num_experts, top_k=trace.replay.expert_ids.shape[-1]
+    )
+    groups = options.expert_groups or _divisors(trace.num_experts)
+    last, following = _halves(trace)
+    load = np.asarray(sample_load(last, num_experts=trace.num_experts)).sum(0)
+    routes = np.asarray(last.expert_ids)[np.asarray(last.mask)]
+    with progress_bar(console, width=12) as bar:
+        task = bar.add_task("placements", total=len(groups) * len(options.replica_slots))
+        rows = make_rows(
+            terms._replace(model=model),
+            load,
+            routes[:: -(-len(routes) // TOKENS)],
+            following,
+            groups=groups,
+            replica_slots=options.replica_slots,
+            progress=lambda: bar.update(task, advance=1),
+        )
+    planned = rows[-1]
+    title = (
+        f"{options.model} with {trace.num_experts} experts as {trace.name} routes: attention on"
+        f" {options.attention_cluster}, experts on {options.expert_cluster}, {options.slo * 1e3:g} ms a token"
+    )
+    console.print(deployment_table(rows, title), crop=False, soft_wrap=True)
+    in_flight = over_micro_batches(planned.search)
+    for line in (*_simulated_lines(planned), *_in_flight_lines(in_flight), PUBLISHED, _MODELLED):
+        console.print(line, highlight=False, soft_wrap=True)
+    options.out.mkdir(parents=True, exist_ok=True)
+    figure, numbers = options.out / "deploy.png", options.out / "deploy.json"
+    draw_deployment(figure, in_flight, planned, title)
+    told = {
+        "setting": title,
+        "rows": {row.experts: _numbers(row) for row in rows},
+        "micro_batches": [point._asdict() for point in in_flight],
+    }
+    write_json(numbers, told)
+    console.print(f"figure: {figure}\nnumbers: {numbers}", highlight=False, soft_wrap=True)
+
+
+def deployment_table(rows: Sequence[Row], title: str) -> Table:
+    """A table of the best deployments, one a line.
+
+    Args:
+        rows: what the experts are taken to be, and what comes of it.
+        title: what is deployed on what.
+    """
+    table = wide_table(title, width=TABLE_WIDTH)
+    table.add_column("experts", no_wrap=True)
+    names = ("attention", "groups", "slots", "m", "batch", "busiest", "ms a token", "per price", "simulated")
+    for name in names:
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        best, score = row.search.best, row.search.score
+        table.add_row(
+            row.experts,
+            f"{best.attention_copies} x {best.attention_devices}",
+            f"{row.placement.groups} x {best.expert_devices}",
+            str(row.placement.slots),
+            str(best.micro_batches),
+            f"{row.batch:,}",
+            f"{_busiest(row):.2f} {row.simulated.busiest:.2f}",
+            f"{1e3 * score.step:.1f}",
+            f"{score.per_price:,.0f}",
+            f"{row.simulated_per_price:,.0f}",
+        )
+    return table
+
+
+_MODELLED = (
+    "attention and groups: copies x devices of each; slots: experts that a group holds; m: micro-batches in flight;"
+    " busiest: load of the busiest group over the mean, as planned from and as simulated; per price: tokens a second"
+    " for each unit of price, in closed form and simulated with routing not seen before. All of it is modelled, nothing"
+    " was measured."
+)
+
+
+def _terms(options: Deploy) -> Terms:
+    check_seed("seed", options.seed)
+    if not options.replica_slots:
+        raise ValueError("replica_slots: at least one")
+    clusters = Clusters(
+        attention=find_cluster(options.attention_cluster),
+        experts=find_cluster(options.expert_cluster),
+        attention_price=options.attention_price,
+        expert_price=options.expert_price,
+    )
+    return Terms(
+        find_model(options.model), clusters, options.grid, options.slo, options.context, options.seed
+    )
+
+
+def _divisors(num_experts: int) -> tuple[int, ...]:
+    return tuple(each for each in range(1, num_experts + 1) if num_experts % each == 0)
+
+
+def _halves(trace: Trace) -> tuple[RoutingReplay, RoutingReplay]:
+    """The batch that experts are placed by, and the one after it."""
+    ids, mask = (np.asarray(each) for each in trace.replay)
+    half = len(mask) // 2
+    if not mask[:half].any() or not mask[half:].any():
+        raise ValueError(
+            f"{trace.name} has no tokens in one half of its {len(mask)} samples: one is to plan from, one to draw from"
+        )
+    return RoutingReplay(ids[:half], mask[:half]), RoutingReplay(ids[half:], mask[half:])
+
+
+def _busiest(row: Row) -> float:
+    """Token copies of the busiest group over the mean group's, at the loads that were planned from."""
+    return float(row.placement.groups * row.placement.hottest.mean())
+
+
+def _simulated_lines(row: Row) -> list[str]:
+    score, step = row.search.score, row.simulated
+    seconds = float(step.schedule.seconds)
+    return [
+        f"a layer of a micro-batch, us: attention {1e6 * score.attention:.0f}, experts {1e6 * score.experts:.0f},"
+        f" transfer {1e6 * score.exchange:.0f} each way",
+        f"a step, simulated with loads drawn from the second half: {1e3 * seconds:.2f} ms, closed form"
+        f" {1e3 * score.step:.2f} ms ({seconds / score.step - 1:+.1%}); idle: attention {step.attention_idle:.0%},"
+        f" all expert devices {step.expert_idle:.0%}, a mean expert device {step.group_idle:.0%}",
+    ]
+
+
+def _in_flight_lines(points: Sequence[InFlight]) -> list[str]:
+    pairs = list(itertools.pairwise(points))
+    lines = []
+    for name, what in (
+        ("same", "the deployment above, whether it fits or not"),
+        ("best", "the best deployment of each"),
+    ):
+        gains = (
+            f"{before.micro_batches} to {after.micro_batches} x{getattr(after, name) / getattr(before, name):.2f}"
+            for before, after in pairs
+        )
+        lines.append(f"micro-batches in flight, {what}: {', '.join(gains)}")
+    return lines if pairs else []
+
+
+def _numbers(row: Row) -> dict[str, object]:
+    simulated = row.simulated
+    return {
+        **row.search.best._asdict(),
+        "expert_groups": row.placement.groups,
+        "slots": row.placement.slots,
+        "batch": row.batch,
+        "busiest_over_mean": _busiest(row),
+        "simulated_busiest_over_mean": simulated.busiest,
+        **{f"modelled_{name}": value for name, value in row.search.score._asdict().items()},
+        "simulated_step": float(simulated.schedule.seconds),
+        "simulated_per_price": row.simulated_per_price,
+        "attention_idle": simulated.attention_idle,
+        "expert_idle": simulated.expert_idle,
+        "group_idle": simulated.group_idle,
+        "tried": int(row.search.feasible.size),
+        "feasible": int(row.search.feasible.sum()),
+    }

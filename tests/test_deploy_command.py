@@ -1,0 +1,128 @@
+"""The command that sizes a rollout: what it prints and keeps, and what it refuses."""
+
+import doctest
+import itertools
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from relibra_jax.cli.deploy.rows import InFlight, over_micro_batches
+from relibra_jax.cli.main import main
+from relibra_jax.serving.deployments import Deployment, Score, Search
+
+FEW = ["--expert-groups", "4", "--replica-slots", "0", "1", "--attention-copies", "8", "16"]
+
+
+@pytest.fixture(scope="module")
+def deployed(tmp_path_factory):
+    """What a small run on the recorded trace keeps."""
+    out = tmp_path_factory.mktemp("deploy")
+    assert main(["deploy", *FEW, "--slo", "0.04", "--out", str(out)]) == 0
+    return json.loads((out / "deploy.json").read_text()), sorted(path.name for path in out.iterdir())
+
+
+def test_rows_keep_what_they_promise(deployed):
+    told, files = deployed
+    assert files == ["deploy.json", "deploy.png"]
+    even, contiguous, planned = told["rows"].values()
+    assert list(told["rows"]) == ["even (assumed)", "contiguous", "planned"]
+    assert planned["modelled_per_price"] >= contiguous["modelled_per_price"]
+    assert even["modelled_per_price"] >= contiguous["modelled_per_price"]
+    assert 1 <= planned["busiest_over_mean"] < contiguous["busiest_over_mean"]
+    for row in (even, contiguous, planned):
+        assert row["modelled_step"] <= 0.04
+        assert 0 < row["feasible"] < row["tried"]
+        assert row["batch"] == row["attention_copies"] * row["micro_batches"] * row["sequences"]
+        devices = row["attention_copies"] * row["attention_devices"] + 4 * row["expert_devices"]
+        assert row["modelled_per_price"] == pytest.approx(
+            row["batch"] / row["modelled_step"] / devices, rel=1e-5
+        )
+        assert row["simulated_per_price"] == pytest.approx(
+            row["batch"] / row["simulated_step"] / devices, rel=1e-5
+        )
+        assert 0 <= row["expert_idle"] <= row["group_idle"] < 1
+        assert 0 <= row["attention_idle"] < 1
+
+
+def test_micro_batches_in_flight_gain_at_most_their_number(deployed):
+    told, _ = deployed
+    points = told["micro_batches"]
+    assert [point["micro_batches"] for point in points] == [1, 2, 3, 4]
+    best = max(point["best"] for point in points)
+    planned = told["rows"]["planned"]
+    assert best == pytest.approx(planned["modelled_per_price"])
+    assert points[planned["micro_batches"] - 1]["same"] == pytest.approx(best)
+    for before, after in itertools.pairwise(points):
+        assert 1 <= after["same"] / before["same"] <= after["micro_batches"] / before["micro_batches"]
+
+
+def test_numbers_of_micro_batches_that_no_deployment_has():
+    candidates = Deployment(
+        *(np.array([1, 1, 1, 1]) for _ in range(4)), np.array([1, 1, 2, 2]), np.array([1, 2, 1, 2])
+    )
+    scores = Score(*(np.array([1.0, 2.0, 3.0, 4.0]) for _ in Score._fields))
+    best = Deployment(1, 1, 1, 1, 1, 2)
+    search = Search(candidates, scores, np.array([True, True, False, False]), best, scores)
+    one, two = over_micro_batches(search)
+    assert one == InFlight(1, 2.0, 2.0)
+    assert two[:2] == (2, 4.0)
+    assert np.isnan(two.best)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--attention-cluster", "h10"], "cluster='h10' must be one of h100, h200"),
+        (["--expert-cluster", "h2000"], "did you mean h200"),
+        (["--model", "gpt-oss-21b"], "did you mean gpt-oss-20b"),
+        (["--expert-groups", "3"], "num_experts=16 must divide evenly over 3 groups of expert devices"),
+        ([*FEW, "--replica-slots", "17"], "replica_slots=17 must be an integer of at least 0 and at most 16"),
+        (["--replica-slots"], "replica_slots: at least one"),
+        (
+            ["--expert-groups", "1", "--replica-slots", "1"],
+            "replica_slots=(1,) and expert_groups=(1,) leave nothing",
+        ),
+        ([*FEW, "--slo", "0"], "slo=0.0 must be positive and finite"),
+        ([*FEW, "--micro-batches", "0"], "micro_batches=0 must be an integer of at least 1"),
+        (["--seed", "-1"], "seed=-1 must be an integer of at least 0"),
+        (
+            ["--expert-groups", "4", "--replica-slots", "0", "--slo", "1e-4"],
+            "of those that fit the memory the fastest takes",
+        ),
+        (
+            [
+                "--expert-groups",
+                "1",
+                "--replica-slots",
+                "0",
+                "--model",
+                "deepseek-v3",
+                "--tensor-parallel",
+                "1",
+            ],
+            "an expert device needs at least 81.74 GB and has 80.00 GB: 1.74 GB too few",
+        ),
+    ],
+)
+def test_what_cannot_be_deployed(options, says, tmp_path, capsys):
+    assert main(["deploy", *options, "--out", str(tmp_path / "out")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert says in line
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_trace_of_one_sample_is_refused(tmp_path, capsys):
+    path = tmp_path / "one.npz"
+    ids = np.zeros((3, 1, 1), np.uint8)
+    np.savez(path, num_experts=np.int32(4), routed_experts=ids, lengths=np.array([3]))
+    assert main(["deploy", str(path), "--out", str(tmp_path / "out")]) == 2
+    assert "one.npz has no tokens in one half of its 1 samples" in capsys.readouterr().err
+
+
+def test_the_page_computes_what_it_says():
+    page = Path(__file__).parents[1] / "docs" / "deployments.md"
+    result = doctest.testfile(str(page), module_relative=False)
+    assert result.attempted
+    assert not result.failed

@@ -1,0 +1,236 @@
+"""Deployments of a rollout: the search against plain Python, the schedule against its events, constraints at their
+edge."""
+
+import dataclasses
+import itertools
+import math
+
+import jax
+import numpy as np
+import pytest
+from support.costs import CLUSTER, MODEL
+from support.ping_pong import run_schedule
+
+from relibra_jax.serving.deployments import Clusters, Deployment, Grid, score_deployments, search_deployment
+from relibra_jax.serving.device_memory import attention_memory, expert_memory
+from relibra_jax.serving.expert_devices import (
+    contiguous_placement,
+    even_placement,
+    merge_rows,
+    plan_placement,
+)
+from relibra_jax.serving.simulated_step import simulate_deployment
+
+MODEL = dataclasses.replace(MODEL, moe_layers=3, shared_width=2)
+OTHER = dataclasses.replace(CLUSTER, memory=3e4, memory_bandwidth=9000.0, slow_bandwidth=300.0)
+CLUSTERS = Clusters(attention=OTHER, experts=CLUSTER, attention_price=3.0, expert_price=0.5)
+GRID = Grid(tensor_parallel=(1, 2, 4), attention_copies=(1, 3), micro_batches=(1, 2, 3), sequences=(2, 7, 30))
+LOAD = np.random.default_rng(0).integers(0, 100, (2, 8)) ** 2
+ROUTES = np.argsort(np.random.default_rng(4).random((50, 2, 8)), -1)[..., :2]
+PLACEMENTS = [
+    even_placement(2, 8, top_k=2),
+    merge_rows(contiguous_placement(LOAD, 4), ROUTES),
+    contiguous_placement(LOAD, 8),
+]
+CONTEXT = 20.0
+
+
+def slow_score(at, model, clusters, placements, context):
+    """Everything of one deployment, written out: step, throughput for its price, bytes of either device."""
+
+    def rates(cluster):
+        return (
+            cluster.matmul_flops * cluster.matmul_efficiency,
+            cluster.memory_bandwidth * cluster.memory_efficiency,
+            cluster.fast_bandwidth * cluster.network_efficiency,
+            cluster.slow_bandwidth * cluster.network_efficiency,
+        )
+
+    placement = placements[at.placement]
+    flops, read, fast, slow = rates(clusters.attention)
+    weights = model.attention_params + 3 * model.width * model.shared_width
+    p, rows, width = at.attention_devices, at.sequences, model.width
+    cache = 2 * model.cache_width * context / min(p, model.cache_heads)
+    attention = max(2 * weights * rows / flops, 2 * weights / read) / p
+    attention += rows * max(2 * model.attention_width * context / flops / p, cache / read)
+    attention += rows * 2 * width / fast * 2 * (p - 1) / p
+    send = rows * model.top_k * 2 * width / slow / p
+    flops, read, fast, slow = rates(clusters.experts)
+    p, experts, exchange = at.expert_devices, [], []
+    for hottest, sent, received in zip(placement.hottest, placement.sent, placement.received, strict=True):
+        copies = float(hottest) * rows * at.attention_copies * model.top_k
+        product = max(
+            2 * model.expert_params * copies / flops, 2 * model.expert_params * placement.slots / read
+        )
+        experts.append(product / p + copies * 2 * width / fast * 2 * (p - 1) / p)
+        exchange.append(max(send * float(sent), copies * float(received) * 2 * width / slow / p))
+    t_e, t_c = np.mean(experts), np.mean(exchange)
+    times = np.ones((model.moe_layers, at.micro_batches))
+    step = run_schedule(attention * times, t_e * times, t_c * times)
+    price = at.attention_devices * at.attention_copies * clusters.attention_price
+    price += at.expert_devices * placement.groups * clusters.expert_price
+    per_price = at.micro_batches * at.attention_copies * rows / step / price
+    held = 2 * model.moe_layers * weights / at.attention_devices
+    held += model.moe_layers * at.micro_batches * rows * cache
+    return step, per_price, held, 2 * model.moe_layers * model.expert_params * placement.slots / p
+
+
+def all_of(grid, placements):
+    sizes = (grid.tensor_parallel, grid.attention_copies, grid.tensor_parallel, range(len(placements)))
+    for each in itertools.product(*sizes, grid.micro_batches, grid.sequences):
+        yield Deployment(*each)
+
+
+@pytest.mark.parametrize("slo", [1.0, 3.0, 1e4])
+def test_the_best_is_that_of_brute_force(slo):
+    found = search_deployment(MODEL, CLUSTERS, PLACEMENTS, slo=slo, context=CONTEXT, grid=GRID)
+    tried = list(all_of(GRID, PLACEMENTS))
+    slow = [slow_score(each, MODEL, CLUSTERS, PLACEMENTS, CONTEXT) for each in tried]
+    np.testing.assert_allclose(found.scores.step, [each[0] for each in slow], rtol=1e-5)
+    np.testing.assert_allclose(found.scores.per_price, [each[1] for each in slow], rtol=1e-5)
+    fits = [
+        step <= slo and attention <= OTHER.memory and experts <= CLUSTER.memory
+        for step, _, attention, experts in slow
+    ]
+    assert found.feasible.tolist() == fits
+    assert 0 < sum(fits) < len(fits), "a constraint binds somewhere"
+    best = max(per_price for (_, per_price, *_), fit in zip(slow, fits, strict=True) if fit)
+    chosen = tried.index(found.best)
+    assert fits[chosen]
+    assert slow[chosen][1] == pytest.approx(best, rel=1e-5) == found.score.per_price
+
+
+def one(**changes):
+    """A grid of one deployment."""
+    fields = {"tensor_parallel": (2,), "attention_copies": (3,), "micro_batches": (2,), "sequences": (7,)}
+    return Grid(**fields | {name: (value,) for name, value in changes.items()})
+
+
+def with_memory(attention, experts):
+    return dataclasses.replace(
+        CLUSTERS,
+        attention=dataclasses.replace(OTHER, memory=attention),
+        experts=dataclasses.replace(CLUSTER, memory=experts),
+    )
+
+
+def test_memory_at_its_edge():
+    (attention,) = attention_memory([14], [2], model=MODEL, context=CONTEXT)
+    (experts,) = expert_memory([4], [2], model=MODEL)
+    assert (attention, experts) == (3 * (2 * 74 / 2 + 14 * 2 * 6 * 20 / 2), 3 * 2 * 60 * 4 / 2)
+    known = {"slo": 1e9, "context": CONTEXT, "grid": one()}
+    search_deployment(MODEL, with_memory(attention, experts), PLACEMENTS[:1], **known)
+    for side, room in (("attention", (attention - 1, experts)), ("expert", (attention, experts - 1))):
+        with pytest.raises(
+            ValueError, match=rf"an {side} device needs at least .* GB and has .* GB: 0.00 GB too few"
+        ):
+            search_deployment(MODEL, with_memory(*room), PLACEMENTS[:1], **known)
+    with pytest.raises(ValueError, match=r"needs at least .* GB and has 0.00 GB"):
+        search_deployment(MODEL, with_memory(1.0, 1.0), PLACEMENTS, **known)
+
+
+def test_time_between_tokens_at_its_edge():
+    known = {"context": CONTEXT, "grid": one()}
+    step = search_deployment(MODEL, CLUSTERS, PLACEMENTS[:1], slo=1e9, **known).score.step
+    assert search_deployment(MODEL, CLUSTERS, PLACEMENTS[:1], slo=step, **known).score.step == step
+    below = float(np.nextafter(np.float32(step), np.float32(0)))
+    with pytest.raises(ValueError, match=r"the fastest takes .* ms between two tokens, 0.0% more than slo="):
+        search_deployment(MODEL, CLUSTERS, PLACEMENTS[:1], slo=below, **known)
+    with pytest.raises(ValueError, match=r"takes .* ms between two tokens, 100.0% more than slo="):
+        search_deployment(MODEL, CLUSTERS, PLACEMENTS[:1], slo=step / 2, **known)
+
+
+def test_each_side_is_its_own_cluster_and_has_its_own_price():
+    known = {"slo": 1e9, "context": CONTEXT, "grid": one()}
+    same = Clusters(attention=CLUSTER, experts=CLUSTER)
+    mixed = Clusters(attention=OTHER, experts=CLUSTER)
+    before, after = (search_deployment(MODEL, each, PLACEMENTS[:1], **known).score for each in (same, mixed))
+    assert after.attention < before.attention
+    assert after.experts == before.experts
+    # 6 attention devices and 4 expert devices; attention at twice the price makes 16 of 10.
+    dearer = dataclasses.replace(mixed, attention_price=2.0)
+    priced = search_deployment(MODEL, dearer, PLACEMENTS[:1], **known).score
+    assert priced.throughput == after.throughput
+    assert priced.per_price == pytest.approx(after.per_price * 10 / 16)
+    # What attention gains may pay for a dearer device, and not for any.
+    assert after.per_price > before.per_price > priced.per_price / 10
+
+
+def test_more_skew_never_gives_more():
+    per_price = []
+    for extra in (0, 1, 5, 20, 100, 1000):
+        skewed = np.full((2, 8), 10)
+        skewed[:, 3] += extra
+        placements = [contiguous_placement(skewed, groups) for groups in (2, 4, 8)]
+        found = search_deployment(MODEL, CLUSTERS, placements, slo=5.0, context=CONTEXT, grid=GRID)
+        per_price.append(found.score.per_price)
+    assert per_price == sorted(per_price, reverse=True)
+    assert per_price[-1] < 0.9 * per_price[0]
+
+
+def test_planned_experts_are_as_even_as_any():
+    load = np.random.default_rng(1).integers(0, 1000, (5, 8))
+    planned, contiguous = plan_placement(load, 2, key=jax.random.key(0)), contiguous_placement(load, 2)
+    assert (planned.hottest <= contiguous.hottest).all()
+    total = load.sum(-1)
+    halves = [load[:, list(half)].sum(-1) for half in itertools.combinations(range(8), 4)]
+    best = np.maximum(halves, total - halves).min(0) / total
+    assert (planned.hottest >= best * (1 - 1e-6)).all()
+    np.testing.assert_allclose(planned.hottest, best, rtol=5e-3)  # a search, which may end a little above
+    known = {"slo": 1e4, "context": CONTEXT, "grid": GRID}
+    after, before = (
+        search_deployment(MODEL, CLUSTERS, [each], **known).score.per_price for each in (planned, contiguous)
+    )
+    assert after >= before
+
+
+def test_simulated_step_is_the_search_at_the_loads_of_the_search():
+    at = Deployment(2, 4, 1, 0, 3, 6)  # 4 x 6 sequences are 48 copies: 6 for each of 8 experts
+    known = {"context": CONTEXT}
+    # Reading weights takes no time, so that products tell how busy a group is.
+    clusters = dataclasses.replace(CLUSTERS, experts=dataclasses.replace(CLUSTER, memory_bandwidth=1e9))
+    even = simulate_deployment(
+        MODEL, clusters, even_placement(4, 8, top_k=2), at, np.full((3, 3, 8), 6), **known
+    )
+    stacked = Deployment(*(np.array([each]) for each in at))
+    (step,) = score_deployments(MODEL, clusters, [even_placement(4, 8, top_k=2)], stacked, **known).step
+    assert float(even.schedule.seconds) == pytest.approx(step, rel=1e-5)
+    assert even.busiest == 1.0
+    assert even.group_idle == pytest.approx(even.expert_idle, abs=1e-5)
+    load = np.random.default_rng(0).multinomial(48, [1 / 8] * 8, (3, 3))
+    drawn = simulate_deployment(MODEL, clusters, even_placement(4, 8, top_k=2), at, load, **known)
+    assert drawn.busiest > 1
+    assert drawn.group_idle > drawn.expert_idle >= 0
+    assert float(drawn.schedule.seconds) > step
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"slo": 0.0}, "slo=0.0 must be positive and finite"),
+        ({"context": math.inf}, "context=inf must be positive and finite"),
+        ({"grid": dataclasses.replace(GRID, sequences=())}, "sequences: at least one"),
+        ({"grid": one(micro_batches=0)}, "micro_batches=0 must be an integer of at least 1"),
+        ({"placements": []}, "placements: at least one"),
+        (
+            {"placements": [even_placement(2, 4, top_k=2)]},
+            "a placement of 4 experts is not of a model with 8",
+        ),
+        (
+            {"clusters": dataclasses.replace(CLUSTERS, expert_price=-1.0)},
+            "expert_price=-1.0 must be positive and finite",
+        ),
+    ],
+)
+def test_what_cannot_be_searched(changes, message):
+    known = {"clusters": CLUSTERS, "placements": PLACEMENTS, "slo": 1.0, "context": CONTEXT, "grid": GRID}
+    known |= changes
+    with pytest.raises(ValueError, match=message):
+        search_deployment(MODEL, known.pop("clusters"), known.pop("placements"), **known)
+
+
+def test_a_grid_too_large_for_this_machine(monkeypatch):
+    monkeypatch.setattr("relibra_jax.limits.machine_memory", lambda: 2**30)
+    grid = dataclasses.replace(GRID, sequences=(1,) * 10**6)
+    with pytest.raises(ValueError, match="a grid of 162000000 deployments x 2 layers needs 20 GiB of memory"):
+        search_deployment(MODEL, CLUSTERS, PLACEMENTS, slo=1.0, context=CONTEXT, grid=grid)
