@@ -124,7 +124,11 @@ def assert_equal(found, expected):
         assert np.array_equal(a, b), f"{jax.tree_util.keystr(path)}: {np.abs(a - b).max()}"
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout[0]}-scan_axis={layout[2]}")
+@pytest.mark.parametrize(
+    "layout",
+    [LAYOUTS[0], *(pytest.param(layout, marks=pytest.mark.long) for layout in LAYOUTS[1:])],
+    ids=lambda layout: f"{layout[0]}-scan_axis={layout[2]}",
+)
 def test_training_goes_on_bit_for_bit_in_another_order(layout):
     reorder = functools.partial(reorder_experts, scan_axis=layout[2])
     tree = maxtext_tree(random_layers(), *layout)

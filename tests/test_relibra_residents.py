@@ -80,7 +80,7 @@ def topologies(draw):
 
 
 @pytest.mark.slow
-@settings(max_examples=10)
+@settings(max_examples=5)
 @given(
     topology=topologies(),
     micro_batches=st.sampled_from([1, 2, 7]),

@@ -114,7 +114,7 @@ def test_planned_mini_batches_learn_as_static_placement_does():
     assert stages.updates[0].batch.parallel.capacities.rows < recompute.batch.parallel.capacities.rows
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_one_update_with_a_recompute_of_its_own_learns_as_without():
     own = learn_all(updates=1, recompute_micro_batches=1)
     shared = learn_all(updates=1)

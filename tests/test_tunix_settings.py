@@ -182,7 +182,7 @@ def call(layer, x, forced=None):
     return output, used
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_layer_uses_forced_experts_and_routes_the_others_live(prepared):
     _, _, model, balancer = prepared
     layer = BalancedMoE(model.layers[0], balancer.live)

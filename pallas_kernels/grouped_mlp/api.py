@@ -64,6 +64,7 @@ def grouped_mlp(
         ValueError: if shapes or dtypes do not fit together, if no implementation has the name, or if the named
             implementation cannot run here.
 
+    >>> import jax.numpy as jnp
     >>> rows, homes, replicas = jnp.ones((4, 2)), jnp.ones((2, 3, 2, 8)), jnp.ones((1, 3, 2, 8))
     >>> grouped_mlp(rows, (homes, replicas), jnp.array([2, 0, 1]))[:, 0].round().tolist()
     [28.0, 28.0, 28.0, 0.0]
