@@ -181,6 +181,16 @@ def test_batches_in_float8_are_run_and_refused_by_updates():
         marked.layers()
 
 
+def test_a_rollout_without_a_batch_is_given_the_rule_as_the_guide_says():
+    """Live routing that no batch was prepared for, with the rule put into what the balancer hands out."""
+    run, (x, replay) = Run(), jax.tree.map(lambda leaf: leaf[:8], batches()[0])
+    rollout = dataclasses.replace(run.balancer.live, float8=ALL)
+    step = nnx.jit(lambda model, parallel: model(x, replay, None, parallel), static_argnums=1)
+    exact, rounded = (np.asarray(step(run.model, parallel)) for parallel in (run.balancer.live, rollout))
+    error = np.linalg.norm(rounded - exact) / np.linalg.norm(exact)
+    assert 1e-4 < error < 0.1
+
+
 def test_copies_of_the_group_have_marks_of_their_own():
     topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=8, replica_slots=0)
     batch = Run(topology=topology, axes={"data": 2}).prepare()

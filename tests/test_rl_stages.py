@@ -22,7 +22,7 @@ from experiments.rl.stages import OldPolicy, recompute_live, recompute_planned, 
 from experiments.rl.step_clock import StepClock
 from experiments.rl.train import run_train
 from experiments.rl.trainer import Trainer
-from relibra_jax.nnx import get_homes
+from relibra_jax.nnx import HotRanks, get_homes
 from relibra_jax.plan import resident_experts
 from relibra_jax.replay import expert_load
 from relibra_jax.types import EMPTY, RoutingReplay
@@ -141,6 +141,32 @@ def test_a_mini_batch_is_weighed_as_a_batch():
 
 
 @pytest.mark.slow
+def test_a_run_generates_and_recomputes_in_float8_where_it_is_asked_to(monkeypatch):
+    """Ranks of few rows too, here: log-probabilities differ slightly from exact ones, and updates are exact."""
+    rule = functools.partial(HotRanks, min_rows=1)
+    monkeypatch.setattr("experiments.rl.configs.HotRanks", rule)
+    seen = []
+
+    def recording(*args, float8):
+        seen.append(float8)
+        return recompute_planned(*args, float8=float8)
+
+    monkeypatch.setattr("experiments.rl.trainer.recompute_planned", recording)
+    exact, rollout = make(), make(float8_above=0.0)
+    responses = [trainer.generate(trainer.examples(1, 0), jax.random.key(0)) for trainer in (exact, rollout)]
+    first = responses[0].response.argmax(1)  # of the same prompts: no token has been drawn before it
+    same = responses[0].tokens[range(32), first] == responses[1].tokens[range(32), first]
+    log_probs = [each.log_probs[range(32), first] for each in responses]
+    error = np.abs(log_probs[1] - log_probs[0])[same]
+    assert same.mean() > 0.8
+    assert 0 < error.max() < 0.1
+    both = make(float8_above=0.0, float8_recompute=True)
+    for trainer in (rollout, both):
+        assert np.isfinite(trainer.learn()["policy/loss"])
+    assert seen == [None, rule(threshold=0.0)]
+
+
+@pytest.mark.slow
 def test_updates_replay_what_the_recompute_recorded():
     trainer, (responses, rewards) = make(routing="recompute"), batches()[0]
     state, parallel = trainer.state, trainer.state.balancer.live
@@ -187,8 +213,13 @@ def test_what_routing_of_the_recompute_costs_is_printed(tmp_path):
     assert said in shown.getvalue()
 
 
-def test_settings_of_stages_are_saved(tmp_path):
-    config = Train(**(OPTIONS | {"recompute_micro_batches": 4}))
+@pytest.mark.parametrize(
+    "changes",
+    [{"recompute_micro_batches": 4}, {"float8_above": 1.25, "float8_recompute": True}],
+    ids=["stages", "float8"],
+)
+def test_settings_are_saved(changes, tmp_path):
+    config = Train(**(OPTIONS | changes))
     (tmp_path / "config.json").write_text(json.dumps(dataclasses.asdict(config), default=str))
     assert saved_config(tmp_path) == config
 
@@ -218,8 +249,14 @@ def test_settings_of_stages_are_saved(tmp_path):
             {"routing": "recompute", "replay": False},
             "routing=recompute records what updates replay, and replay=False replays nothing",
         ),
+        ({"float8_above": -1.0}, "float8_above=-1.0 must be at least 0"),
+        ({"float8_recompute": True}, "float8_recompute=True needs float8_above, the load above which ranks"),
+        (
+            {"float8_recompute": True, "float8_above": 1.2, "routing": "recompute"},
+            "routing=recompute records what updates replay and computes exactly: float8_recompute=True is for",
+        ),
     ],
 )
-def test_numbers_that_do_not_divide(changes, message):
+def test_settings_that_do_not_fit(changes, message):
     with pytest.raises(ValueError, match=message):
         Train(**(OPTIONS | {"updates": 1} | changes))

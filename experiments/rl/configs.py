@@ -13,6 +13,7 @@ from experiments.rl.generation import check_sampling
 from experiments.rl.policy import POLICIES
 from experiments.rl.step import Clip
 from relibra_jax.cli.options import Ranks
+from relibra_jax.hot_ranks import HotRanks
 from relibra_jax.limits import check_integer, check_memory, check_not_negative, check_positive, check_seed
 from relibra_jax.models import ModelConfig
 from relibra_jax.models.hf_config import load_config
@@ -138,6 +139,11 @@ class Train:
     routing: str = "rollout"
     """Where the routing that updates replay is recorded: rollout (R3), and the recompute replays it too; or recompute
     (R2), which then routes live and unplanned."""
+    float8_above: float | None = None
+    """Ranks above so many times the mean load compute their experts in float8 while responses are generated, those of
+    evaluations too; exact when not given. Ranks of fewer than 2,048 rows stay exact."""
+    float8_recompute: bool = False
+    """Whether ranks above ``float8_above`` compute in float8 when old log-probabilities are recomputed, too."""
     learning_rate: float = 3e-4
     """The learning rate of updates from responses."""
     warmup_learning_rate: float = 3e-3
@@ -204,6 +210,17 @@ class Train:
         if self.routing == "recompute" and not self.replay:
             raise ValueError(
                 "routing=recompute records what updates replay, and replay=False replays nothing"
+            )
+        if self.float8_above is not None:
+            check_not_negative("float8_above", self.float8_above)
+        elif self.float8_recompute:
+            raise ValueError(
+                "float8_recompute=True needs float8_above, the load above which ranks compute in float8"
+            )
+        if self.float8_recompute and self.routing == "recompute":
+            raise ValueError(
+                "routing=recompute records what updates replay and computes exactly: float8_recompute=True is for"
+                " routing=rollout"
             )
         if not self.seeds:
             raise ValueError("seeds: at least one")
@@ -287,6 +304,11 @@ class Train:
         """The planner with its settings, the same object for equal ones, as jit wants it."""
         entry = PLANNERS[self.planner]
         return _tuned(entry, self.reorder, self.replicate) if self.planner in TUNABLE else entry
+
+    @property
+    def float8_rollout(self) -> HotRanks | None:
+        """Which ranks compute in float8 while responses are generated; None for none."""
+        return None if self.float8_above is None else HotRanks(threshold=self.float8_above)
 
     @property
     def assign(self) -> Assign | None:

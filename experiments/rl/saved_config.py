@@ -33,7 +33,9 @@ def saved_config(folder: Path) -> Train:
 def _check_types(saved: Any, default: Any, name: str = "settings") -> None:
     """Raise ValueError unless ``saved`` is JSON of the same types as ``default``; settings that are None are paths or
     numbers."""
-    types = {float: (int, float), type(None): (str, int, type(None))}.get(type(default), (type(default),))
+    types = {float: (int, float), type(None): (str, int, float, type(None))}.get(
+        type(default), (type(default),)
+    )
     if type(saved) not in types:
         raise ValueError(f"{name}={saved!r} must be of type {type(default).__name__}, like {default!r}")
     if isinstance(default, list):

@@ -4,6 +4,7 @@ What is drawn follows from the seed and the number of the step, so a run that go
 would have drawn, and on the same mesh computes the same bits.
 """
 
+import dataclasses
 import itertools
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
@@ -127,7 +128,8 @@ class Trainer:
             stages = self.prepare(responses, clock)
             if config.routing == "rollout":
                 with clock("recompute"):
-                    old = recompute_planned(state, config, stages)
+                    float8 = config.float8_rollout if config.float8_recompute else None
+                    old = recompute_planned(state, config, stages, float8=float8)
             with clock("score_wait"):
                 rewards = _share(scoring.result())
         with clock("update"):
@@ -194,7 +196,7 @@ class Trainer:
             prompts,
             np.array([len(text) for text in texts], np.int32),
             jax.random.split(key, len(prompts)),
-            parallel=self.state.balancer.live,
+            parallel=dataclasses.replace(self.state.balancer.live, float8=config.float8_rollout),
             max_new_tokens=config.response_tokens,
             temperature=config.temperature,
             top_p=config.top_p,
