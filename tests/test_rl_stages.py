@@ -140,7 +140,7 @@ def test_a_mini_batch_is_weighed_as_a_batch():
         np.testing.assert_array_equal(batch.from_ranks(samples.advantage)[own], advantage[own])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_generates_and_recomputes_in_float8_where_it_is_asked_to(monkeypatch):
     """Ranks of few rows too, here: log-probabilities differ slightly from exact ones, and updates are exact."""
     rule = functools.partial(HotRanks, min_rows=1)
