@@ -67,8 +67,33 @@ def test_numbers_of_micro_batches_that_no_deployment_has():
     search = Search(candidates, scores, np.array([True, True, False, False]), best, scores)
     one, two = over_micro_batches(search)
     assert one == InFlight(1, 2.0, 2.0)
-    assert two[:2] == (2, 4.0)
-    assert np.isnan(two.best)
+    assert two == InFlight(2, 4.0, None)
+
+
+def test_a_number_of_micro_batches_that_never_fits(tmp_path, capsys):
+    sizes = [
+        "--model",
+        "deepseek-v3",
+        "--tensor-parallel",
+        "8",
+        "--attention-copies",
+        "1",
+        "--sequences",
+        "25",
+    ]
+    known = ["--expert-groups", "2", "--replica-slots", "0", "--context", "12000", "--slo", "2"]
+    assert main(["deploy", *sizes, *known, "--out", str(tmp_path)]) == 0
+    assert "3 to 4 none fits" in capsys.readouterr().out
+    told = json.loads((tmp_path / "deploy.json").read_text(), parse_constant=pytest.fail)
+    assert told["micro_batches"][-1]["best"] is None
+
+
+@pytest.mark.parametrize(
+    "setting", [("--slo", "0"), ("--context", "nan"), ("--expert-price", "-1"), ("--sequences", "0")]
+)
+def test_settings_are_refused_before_placements_are_planned(setting, monkeypatch, tmp_path):
+    monkeypatch.setattr("relibra_jax.cli.deploy.command.make_rows", pytest.fail)
+    assert main(["deploy", *setting, "--out", str(tmp_path)]) == 2
 
 
 @pytest.mark.parametrize(

@@ -137,7 +137,8 @@ def search_deployment(
     (4, True)
     """
     grid = Grid() if grid is None else grid
-    _check(model, clusters, placements, slo, context, grid)
+    check_search(clusters, grid, slo=slo, context=context)
+    _check_placements(model, placements)
     layers = max(len(placement.hottest) for placement in placements)
     axes = _axes(grid, len(placements))
     size = math.prod(map(len, axes))
@@ -256,14 +257,18 @@ def _axes(grid: Grid, num_placements: int) -> tuple[Sequence[int], ...]:
     )
 
 
-def _check(
-    model: Model,
-    clusters: Clusters,
-    placements: Sequence[ExpertPlacement],
-    slo: float,
-    context: float,
-    grid: Grid,
-) -> None:
+def check_search(clusters: Clusters, grid: Grid, *, slo: float, context: float) -> None:
+    """Refuse what no search can have, whatever the placements are, so that it is known before any is planned.
+
+    Args:
+        clusters: the hardware and the price of either side.
+        grid: what is tried.
+        slo: the most seconds of a decoding step.
+        context: the mean tokens of a sequence in the key-value cache.
+
+    Raises:
+        ValueError: if a number is out of its range, or there is nothing to try.
+    """
     check_positive("slo", slo)
     check_positive("context", context)
     check_positive("attention_price", clusters.attention_price)
@@ -274,6 +279,9 @@ def _check(
             raise ValueError(f"{field.name}: at least one")
         for value in values:
             check_integer(field.name, value, least=1)
+
+
+def _check_placements(model: Model, placements: Sequence[ExpertPlacement]) -> None:
     if not placements:
         raise ValueError("placements: at least one")
     for placement in placements:

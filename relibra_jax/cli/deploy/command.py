@@ -22,7 +22,7 @@ from relibra_jax.cli.options import TraceName
 from relibra_jax.cli.terminal import progress_bar, wide_table
 from relibra_jax.limits import check_seed
 from relibra_jax.replay import sample_load
-from relibra_jax.serving.deployments import Clusters, Grid
+from relibra_jax.serving.deployments import Clusters, Grid, check_search
 from relibra_jax.traces.read import read_trace
 from relibra_jax.traces.trace import Trace
 from relibra_jax.types import RoutingReplay
@@ -163,6 +163,7 @@ def _terms(options: Deploy) -> Terms:
         attention_price=options.attention_price,
         expert_price=options.expert_price,
     )
+    check_search(clusters, options.grid, slo=options.slo, context=options.context)
     return Terms(
         find_model(options.model), clusters, options.grid, options.slo, options.context, options.seed
     )
@@ -208,11 +209,15 @@ def _in_flight_lines(points: Sequence[InFlight]) -> list[str]:
         ("best", "the best deployment of each"),
     ):
         gains = (
-            f"{before.micro_batches} to {after.micro_batches} x{getattr(after, name) / getattr(before, name):.2f}"
+            f"{before.micro_batches} to {after.micro_batches} {_gain(getattr(before, name), getattr(after, name))}"
             for before, after in pairs
         )
         lines.append(f"micro-batches in flight, {what}: {', '.join(gains)}")
     return lines if pairs else []
+
+
+def _gain(before: float | None, after: float | None) -> str:
+    return "none fits" if before is None or after is None else f"x{after / before:.2f}"
 
 
 def _numbers(row: Row) -> dict[str, object]:

@@ -143,8 +143,8 @@ class InFlight(NamedTuple):
     micro_batches: int
     same: float
     """Of the best deployment with this number instead of its own, whether it is feasible then or not."""
-    best: float
-    """Of the best feasible deployment with this number; NaN if there is none."""
+    best: float | None
+    """Of the best feasible deployment with this number; None if none fits."""
 
 
 def over_micro_batches(search: Search) -> list[InFlight]:
@@ -164,6 +164,6 @@ def over_micro_batches(search: Search) -> list[InFlight]:
     for number in np.unique(candidates.micro_batches):
         here = candidates.micro_batches == number
         fitting = per_price[here & search.feasible]
-        best = float(fitting.max()) if fitting.size else float("nan")
+        best = float(fitting.max()) if fitting.size else None
         points.append(InFlight(int(number), float(per_price[here & same][0]), best))
     return points
