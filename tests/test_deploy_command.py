@@ -70,6 +70,28 @@ def test_numbers_of_micro_batches_that_no_deployment_has():
     assert two == InFlight(2, 4.0, None)
 
 
+def test_a_simulated_step_beyond_the_time_between_tokens_is_marked(tmp_path, capsys):
+    small = [
+        "--expert-groups",
+        "16",
+        "--replica-slots",
+        "0",
+        "--attention-copies",
+        "32",
+        "--attention-cluster",
+        "h200",
+    ]
+    assert main(["deploy", *small, "--slo", "0.0115", "--out", str(tmp_path)]) == 0
+    told = json.loads((tmp_path / "deploy.json").read_text())["rows"]
+    lines = capsys.readouterr().out.splitlines()
+    for name, row in told.items():
+        assert row["modelled_step"] <= 0.0115
+        assert row["simulated_within_slo"] == (row["simulated_step"] <= 0.0115)
+        (line,) = (line for line in lines if line.startswith(f" {name}"))
+        assert line.rstrip().endswith("!") == (not row["simulated_within_slo"])
+    assert {row["simulated_within_slo"] for row in told.values()} == {False, True}
+
+
 def test_a_number_of_micro_batches_that_never_fits(tmp_path, capsys):
     sizes = [
         "--model",

@@ -140,7 +140,7 @@ def deployment_table(rows: Sequence[Row], title: str) -> Table:
             f"{_busiest(row):.2f} {row.simulated.busiest:.2f}",
             f"{1e3 * score.step:.1f}",
             f"{score.per_price:,.0f}",
-            f"{row.simulated_per_price:,.0f}",
+            f"{row.simulated_per_price:,.0f}{'' if row.simulated_within_slo else ' !'}",
         )
     return table
 
@@ -148,8 +148,8 @@ def deployment_table(rows: Sequence[Row], title: str) -> Table:
 _MODELLED = (
     "attention and groups: copies x devices of each; slots: experts that a group holds; m: micro-batches in flight;"
     " busiest: load of the busiest group over the mean, as planned from and as simulated; per price: tokens a second"
-    " for each unit of price, in closed form and simulated with routing not seen before. All of it is modelled, nothing"
-    " was measured."
+    " for each unit of price, in closed form and simulated with routing not seen before; !: the simulated step takes"
+    " longer than --slo. All of it is modelled, nothing was measured."
 )
 
 
@@ -231,6 +231,7 @@ def _numbers(row: Row) -> dict[str, object]:
         "simulated_busiest_over_mean": simulated.busiest,
         **{f"modelled_{name}": value for name, value in row.search.score._asdict().items()},
         "simulated_step": float(simulated.schedule.seconds),
+        "simulated_within_slo": row.simulated_within_slo,
         "simulated_per_price": row.simulated_per_price,
         "attention_idle": simulated.attention_idle,
         "expert_idle": simulated.expert_idle,

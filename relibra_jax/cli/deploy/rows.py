@@ -45,6 +45,8 @@ class Row(NamedTuple):
     search: Search
     simulated: SimulatedStep
     """A step of the best deployment with loads that the search has not seen."""
+    slo: float
+    """The most seconds between two tokens for which it was searched."""
 
     @property
     def batch(self) -> int:
@@ -57,6 +59,11 @@ class Row(NamedTuple):
         """Tokens a second for each unit of price in the simulated step."""
         score = self.search.score
         return float(score.per_price * score.step / self.simulated.schedule.seconds)
+
+    @property
+    def simulated_within_slo(self) -> bool:
+        """Whether the simulated step stays within the time between two tokens for which the row was searched."""
+        return float(self.simulated.schedule.seconds) <= self.slo
 
 
 def make_rows(
@@ -134,7 +141,7 @@ def _make_row(
     )
     placement = run[int(best.placement)]
     simulated = simulate_deployment(model, clusters, placement, best, load, context=terms.context)
-    return Row(name, placement, search, simulated)
+    return Row(name, placement, search, simulated, terms.slo)
 
 
 class InFlight(NamedTuple):
