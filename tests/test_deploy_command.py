@@ -133,6 +133,7 @@ def test_settings_are_refused_before_placements_are_planned(setting, monkeypatch
         ),
         ([*FEW, "--slo", "0"], "slo=0.0 must be positive and finite"),
         ([*FEW, "--micro-batches", "0"], "micro_batches=0 must be an integer of at least 1"),
+        ([*FEW, "--memory-share", "1.1"], "memory_share=1.1 must be above 0 and at most 1"),
         (["--seed", "-1"], "seed=-1 must be an integer of at least 0"),
         (
             ["--expert-groups", "4", "--replica-slots", "0", "--slo", "1e-4"],
@@ -149,7 +150,7 @@ def test_settings_are_refused_before_placements_are_planned(setting, monkeypatch
                 "--tensor-parallel",
                 "1",
             ],
-            "an expert device needs at least 81.74 GB and has 80.00 GB: 1.74 GB too few",
+            "an expert device needs at least 81.74 GB and may take 72.00 GB: 9.74 GB too few",
         ),
     ],
 )
@@ -158,6 +159,31 @@ def test_what_cannot_be_deployed(options, says, tmp_path, capsys):
     (line,) = capsys.readouterr().err.splitlines()
     assert says in line
     assert not (tmp_path / "out").exists()
+
+
+def test_halves_of_a_sorted_trace_are_alike_when_shuffled(tmp_path):
+    path = tmp_path / "sorted.npz"
+    ids = np.repeat(np.arange(4, dtype=np.uint8), 16)[
+        :, None, None
+    ]  # 64 samples of a token each, sorted by its expert
+    np.savez(path, num_experts=np.int32(4), routed_experts=ids, lengths=np.ones(64, int))
+    busiest = {}
+    for order in ("given", "shuffled"):
+        known = [
+            "--order",
+            order,
+            "--expert-groups",
+            "2",
+            "--replica-slots",
+            "1",
+            "--out",
+            str(tmp_path / order),
+        ]
+        assert main(["deploy", str(path), *known]) == 0
+        told = json.loads((tmp_path / order / "deploy.json").read_text())
+        busiest[order] = told["rows"]["contiguous"]["simulated_busiest_over_mean"]
+        assert told["setting"].count("in shuffled order") == (order == "shuffled")
+    assert busiest["shuffled"] < busiest["given"] == 2.0
 
 
 def test_a_trace_of_one_sample_is_refused(tmp_path, capsys):

@@ -32,6 +32,8 @@ class Terms(NamedTuple):
     """The most seconds between two tokens."""
     context: float
     """The mean tokens of a sequence in the cache."""
+    memory_share: float
+    """The part of a device's memory that weights and caches may take."""
     seed: int
 
 
@@ -128,7 +130,13 @@ def _make_row(
 ) -> Row:
     model, clusters = terms.model, terms.clusters
     search = search_deployment(
-        model, clusters, searched, slo=terms.slo, context=terms.context, grid=terms.grid
+        model,
+        clusters,
+        searched,
+        slo=terms.slo,
+        context=terms.context,
+        grid=terms.grid,
+        memory_share=terms.memory_share,
     )
     best: Deployment = search.best
     load = draw_micro_batches(
