@@ -134,6 +134,25 @@ def test_settings_are_refused_before_placements_are_planned(setting, monkeypatch
         ([*FEW, "--slo", "0"], "slo=0.0 must be positive and finite"),
         ([*FEW, "--micro-batches", "0"], "micro_batches=0 must be an integer of at least 1"),
         ([*FEW, "--memory-share", "1.1"], "memory_share=1.1 must be above 0 and at most 1"),
+        (
+            ["--tensor-parallel", "16", "--attention-cluster", "gb200-nvl72"],
+            "tensor_parallel=16 is more than the 8 devices of a node",
+        ),
+        (
+            [
+                "--tensor-parallel",
+                "72",
+                "--attention-cluster",
+                "gb200-nvl72",
+                "--expert-cluster",
+                "gb200-nvl72",
+            ],
+            "tensor_parallel=72 must divide the model's heads, 64",
+        ),
+        (
+            ["--model", "qwen3-30b-a3b", "--tensor-parallel", "3"],
+            "tensor_parallel=3 must divide the model's heads, 32",
+        ),
         (["--seed", "-1"], "seed=-1 must be an integer of at least 0"),
         (
             ["--expert-groups", "4", "--replica-slots", "0", "--slo", "1e-4"],

@@ -21,7 +21,7 @@ from relibra_jax.serving.expert_devices import (
 )
 from relibra_jax.serving.simulated_step import simulate_deployment
 
-MODEL = dataclasses.replace(MODEL, moe_layers=3, shared_width=2)
+MODEL = dataclasses.replace(MODEL, moe_layers=3, shared_width=2, expert_width=4, heads=8)
 OTHER = dataclasses.replace(CLUSTER, memory=3e4, memory_bandwidth=9000.0, slow_bandwidth=300.0)
 CLUSTERS = Clusters(attention=OTHER, experts=CLUSTER, attention_price=3.0, expert_price=0.5)
 GRID = Grid(tensor_parallel=(1, 2, 4), attention_copies=(1, 3), micro_batches=(1, 2, 3), sequences=(2, 7, 30))
@@ -120,7 +120,7 @@ def with_memory(attention, experts):
 def test_memory_at_its_edge():
     (attention,) = attention_memory([14], [2], model=MODEL, context=CONTEXT)
     (experts,) = expert_memory([4], [2], model=MODEL)
-    assert (attention, experts) == (3 * (2 * 74 / 2 + 14 * 2 * 6 * 20 / 2), 3 * 2 * 60 * 4 / 2)
+    assert (attention, experts) == (3 * (2 * 74 / 2 + 14 * 2 * 6 * 20 / 2), 3 * 2 * 48 * 4 / 2)
     known = {"slo": 1e9, "context": CONTEXT, "grid": one(), "memory_share": 0.5}
     search_deployment(MODEL, with_memory(2 * attention, 2 * experts), PLACEMENTS[:1], **known)
     for side, room in (
@@ -233,6 +233,9 @@ def test_closed_form_and_simulation_have_the_layers_of_the_model():
         ({"slo": 0.0}, "slo=0.0 must be positive and finite"),
         ({"context": math.inf}, "context=inf must be positive and finite"),
         ({"grid": dataclasses.replace(GRID, sequences=())}, "sequences: at least one"),
+        ({"grid": one(tensor_parallel=16)}, "tensor_parallel=16 is more than the 8 devices of a node"),
+        ({"grid": one(tensor_parallel=8)}, "tensor_parallel=8 must divide the model's expert width, 4"),
+        ({"grid": one(tensor_parallel=3)}, "tensor_parallel=3 must divide the model's heads, 8"),
         ({"grid": one(micro_batches=0)}, "micro_batches=0 must be an integer of at least 1"),
         ({"placements": []}, "placements: at least one"),
         (

@@ -49,7 +49,8 @@ class Grid:
     """What a search tries: every combination of these, with every placement of the experts."""
 
     tensor_parallel: tuple[int, ...] = (1, 2, 4, 8)
-    """Devices over which a copy of attention, or an expert, is divided; at most those of a node."""
+    """Devices over which a copy of attention, or an expert, is divided; at most those of a node, and a divisor
+    of the model's heads and of its expert width."""
     attention_copies: tuple[int, ...] = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
     """Copies of attention, each with sequences of its own."""
     micro_batches: tuple[int, ...] = (1, 2, 3, 4)
@@ -144,7 +145,7 @@ def search_deployment(
     (4, True)
     """
     grid = Grid() if grid is None else grid
-    check_search(clusters, grid, slo=slo, context=context, memory_share=memory_share)
+    check_search(model, clusters, grid, slo=slo, context=context, memory_share=memory_share)
     _check_placements(model, placements)
     layers = model.moe_layers
     axes = _axes(grid, len(placements))
@@ -264,11 +265,18 @@ def _axes(grid: Grid, num_placements: int) -> tuple[Sequence[int], ...]:
 
 
 def check_search(
-    clusters: Clusters, grid: Grid, *, slo: float, context: float, memory_share: float = MEMORY_SHARE
+    model: Model,
+    clusters: Clusters,
+    grid: Grid,
+    *,
+    slo: float,
+    context: float,
+    memory_share: float = MEMORY_SHARE,
 ) -> None:
     """Refuse what no search can have, whatever the placements are, so that it is known before any is planned.
 
     Args:
+        model: the sizes of the model.
         clusters: the hardware and the price of either side.
         grid: what is tried.
         slo: the most seconds of a decoding step.
@@ -290,6 +298,13 @@ def check_search(
             raise ValueError(f"{field.name}: at least one")
         for value in values:
             check_integer(field.name, value, least=1)
+    node = min(clusters.attention.node_ranks, clusters.experts.node_ranks)
+    for devices in grid.tensor_parallel:
+        if devices > node:
+            raise ValueError(f"tensor_parallel={devices} is more than the {node} devices of a node")
+        for what, number in (("heads", model.heads), ("expert width", model.expert_width)):
+            if number is not None and number % devices:
+                raise ValueError(f"tensor_parallel={devices} must divide the model's {what}, {number}")
 
 
 def _check_placements(model: Model, placements: Sequence[ExpertPlacement]) -> None:

@@ -170,8 +170,9 @@ def _terms(options: Deploy) -> Terms:
         expert_price=options.expert_price,
     )
     known = {"slo": options.slo, "context": options.context, "memory_share": options.memory_share}
-    check_search(clusters, options.grid, **known)
-    return Terms(find_model(options.model), clusters, options.grid, **known, seed=options.seed)
+    model = find_model(options.model)
+    check_search(model, clusters, options.grid, **known)
+    return Terms(model, clusters, options.grid, **known, seed=options.seed)
 
 
 def _divisors(num_experts: int) -> tuple[int, ...]:
