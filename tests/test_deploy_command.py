@@ -67,8 +67,55 @@ def test_numbers_of_micro_batches_that_no_deployment_has():
     search = Search(candidates, scores, np.array([True, True, False, False]), best, scores)
     one, two = over_micro_batches(search)
     assert one == InFlight(1, 2.0, 2.0)
-    assert two[:2] == (2, 4.0)
-    assert np.isnan(two.best)
+    assert two == InFlight(2, 4.0, None)
+
+
+def test_a_simulated_step_beyond_the_time_between_tokens_is_marked(tmp_path, capsys):
+    small = [
+        "--expert-groups",
+        "16",
+        "--replica-slots",
+        "0",
+        "--attention-copies",
+        "32",
+        "--attention-cluster",
+        "h200",
+    ]
+    assert main(["deploy", *small, "--slo", "0.0115", "--out", str(tmp_path)]) == 0
+    told = json.loads((tmp_path / "deploy.json").read_text())["rows"]
+    lines = capsys.readouterr().out.splitlines()
+    for name, row in told.items():
+        assert row["modelled_step"] <= 0.0115
+        assert row["simulated_within_slo"] == (row["simulated_step"] <= 0.0115)
+        (line,) = (line for line in lines if line.startswith(f" {name}"))
+        assert line.rstrip().endswith("!") == (not row["simulated_within_slo"])
+    assert {row["simulated_within_slo"] for row in told.values()} == {False, True}
+
+
+def test_a_number_of_micro_batches_that_never_fits(tmp_path, capsys):
+    sizes = [
+        "--model",
+        "deepseek-v3",
+        "--tensor-parallel",
+        "8",
+        "--attention-copies",
+        "1",
+        "--sequences",
+        "25",
+    ]
+    known = ["--expert-groups", "2", "--replica-slots", "0", "--context", "12000", "--slo", "2"]
+    assert main(["deploy", *sizes, *known, "--out", str(tmp_path)]) == 0
+    assert "3 to 4 none fits" in capsys.readouterr().out
+    told = json.loads((tmp_path / "deploy.json").read_text(), parse_constant=pytest.fail)
+    assert told["micro_batches"][-1]["best"] is None
+
+
+@pytest.mark.parametrize(
+    "setting", [("--slo", "0"), ("--context", "nan"), ("--expert-price", "-1"), ("--sequences", "0")]
+)
+def test_settings_are_refused_before_placements_are_planned(setting, monkeypatch, tmp_path):
+    monkeypatch.setattr("relibra_jax.cli.deploy.command.make_rows", pytest.fail)
+    assert main(["deploy", *setting, "--out", str(tmp_path)]) == 2
 
 
 @pytest.mark.parametrize(
@@ -86,6 +133,26 @@ def test_numbers_of_micro_batches_that_no_deployment_has():
         ),
         ([*FEW, "--slo", "0"], "slo=0.0 must be positive and finite"),
         ([*FEW, "--micro-batches", "0"], "micro_batches=0 must be an integer of at least 1"),
+        ([*FEW, "--memory-share", "1.1"], "memory_share=1.1 must be above 0 and at most 1"),
+        (
+            ["--tensor-parallel", "16", "--attention-cluster", "gb200-nvl72"],
+            "tensor_parallel=16 is more than the 8 devices of a node",
+        ),
+        (
+            [
+                "--tensor-parallel",
+                "72",
+                "--attention-cluster",
+                "gb200-nvl72",
+                "--expert-cluster",
+                "gb200-nvl72",
+            ],
+            "tensor_parallel=72 must divide the model's heads, 64",
+        ),
+        (
+            ["--model", "qwen3-30b-a3b", "--tensor-parallel", "3"],
+            "tensor_parallel=3 must divide the model's heads, 32",
+        ),
         (["--seed", "-1"], "seed=-1 must be an integer of at least 0"),
         (
             ["--expert-groups", "4", "--replica-slots", "0", "--slo", "1e-4"],
@@ -102,7 +169,7 @@ def test_numbers_of_micro_batches_that_no_deployment_has():
                 "--tensor-parallel",
                 "1",
             ],
-            "an expert device needs at least 81.74 GB and has 80.00 GB: 1.74 GB too few",
+            "an expert device needs at least 81.74 GB and may take 72.00 GB: 9.74 GB too few",
         ),
     ],
 )
@@ -111,6 +178,31 @@ def test_what_cannot_be_deployed(options, says, tmp_path, capsys):
     (line,) = capsys.readouterr().err.splitlines()
     assert says in line
     assert not (tmp_path / "out").exists()
+
+
+def test_halves_of_a_sorted_trace_are_alike_when_shuffled(tmp_path):
+    path = tmp_path / "sorted.npz"
+    ids = np.repeat(np.arange(4, dtype=np.uint8), 16)[
+        :, None, None
+    ]  # 64 samples of a token each, sorted by its expert
+    np.savez(path, num_experts=np.int32(4), routed_experts=ids, lengths=np.ones(64, int))
+    busiest = {}
+    for order in ("given", "shuffled"):
+        known = [
+            "--order",
+            order,
+            "--expert-groups",
+            "2",
+            "--replica-slots",
+            "1",
+            "--out",
+            str(tmp_path / order),
+        ]
+        assert main(["deploy", str(path), *known]) == 0
+        told = json.loads((tmp_path / order / "deploy.json").read_text())
+        busiest[order] = told["rows"]["contiguous"]["simulated_busiest_over_mean"]
+        assert told["setting"].count("in shuffled order") == (order == "shuffled")
+    assert busiest["shuffled"] < busiest["given"] == 2.0
 
 
 def test_a_trace_of_one_sample_is_refused(tmp_path, capsys):

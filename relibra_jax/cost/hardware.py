@@ -33,6 +33,8 @@ class Cluster:
     """Share of the memory's bandwidth that reads reach (assumed)."""
     tile: int
     """Rows of one tile of a grouped product: a slot's rows cost as many as fill its tiles."""
+    node_ranks: int = 8
+    """The most ranks of a node, which the fast network connects: 8 GPUs in DGX and HGX nodes (NVIDIA data sheets)."""
 
 
 # NVIDIA H100 SXM data sheet: 989 TFLOP/s bfloat16 and 1,979 TFLOP/s float8 without sparsity; 80 GB at 3.35 TB/s;
@@ -69,6 +71,7 @@ CLUSTERS = {
         fast_bandwidth=900e9,
         memory=186e9,
         memory_bandwidth=8e12,
+        node_ranks=72,
     ),
     # HGX H100 nodes of 8 GPUs whose only way to other nodes is one port of Ethernet: 200 Gb/s (IEEE 802.3bs), or
     # 100 Gb/s (IEEE 802.3ba), for 8 ranks together.

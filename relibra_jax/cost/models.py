@@ -27,6 +27,8 @@ class Model:
     """Numbers that the key-value cache holds of one token."""
     cache_heads: int
     """Parts into which tensor parallelism divides the cache; beyond them devices hold the same."""
+    heads: int | None = None
+    """Query heads, which tensor parallelism divides; None where they are not known."""
 
     @property
     def expert_params(self) -> int:
@@ -49,6 +51,7 @@ def _grouped_query(width: int, heads: int, kv_heads: int, head_dim: int) -> dict
         "attention_width": 2 * heads * head_dim,
         "cache_width": 2 * kv_heads * head_dim,
         "cache_heads": kv_heads,
+        "heads": heads,
     }
 
 
@@ -91,6 +94,7 @@ MODELS = {
         attention_width=128 * (192 + 128),
         cache_width=512 + 64,
         cache_heads=1,
+        heads=128,
     ),
     "gpt-oss-20b": Model(
         moe_layers=24,

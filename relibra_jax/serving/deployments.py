@@ -11,7 +11,7 @@ takes what its busiest group takes at recorded loads, and the step the mean over
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,10 @@ from relibra_jax.serving.infeasible import refuse
 from relibra_jax.serving.phase_times import attention_time, exchange_time, expert_time
 from relibra_jax.serving.ping_pong import step_time
 from relibra_jax.types import Array
+
+MEMORY_SHARE: Final = 0.9
+"""The part of a device's memory that weights and caches may take, unless another is given: an assumption. Serving
+engines keep the rest for activations, exchange buffers and the runtime."""
 
 
 @jax.tree_util.register_static
@@ -45,7 +49,8 @@ class Grid:
     """What a search tries: every combination of these, with every placement of the experts."""
 
     tensor_parallel: tuple[int, ...] = (1, 2, 4, 8)
-    """Devices over which a copy of attention, or an expert, is divided; at most those of a node."""
+    """Devices over which a copy of attention, or an expert, is divided; at most those of a node, and a divisor
+    of the model's heads and of its expert width."""
     attention_copies: tuple[int, ...] = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
     """Copies of attention, each with sequences of its own."""
     micro_batches: tuple[int, ...] = (1, 2, 3, 4)
@@ -109,6 +114,7 @@ def search_deployment(
     slo: float,
     context: float,
     grid: Grid | None = None,
+    memory_share: float = MEMORY_SHARE,
 ) -> Search:
     """The deployment with most tokens a second for its price, of all that fit the memory and the time between tokens.
 
@@ -119,6 +125,8 @@ def search_deployment(
         slo: the most seconds of a decoding step, which is the time between two tokens of a sequence.
         context: the mean tokens of a sequence in the key-value cache.
         grid: what is tried besides; None for the default.
+        memory_share: the part of a device's memory that weights and caches may take, above 0 and at most 1. The rest is
+            for what `relibra_jax.serving.device_memory` does not count.
 
     Returns:
         The search. Of equally good deployments the first of the grid is the best.
@@ -137,8 +145,9 @@ def search_deployment(
     (4, True)
     """
     grid = Grid() if grid is None else grid
-    _check(model, clusters, placements, slo, context, grid)
-    layers = max(len(placement.hottest) for placement in placements)
+    check_search(model, clusters, grid, slo=slo, context=context, memory_share=memory_share)
+    _check_placements(model, placements)
+    layers = model.moe_layers
     axes = _axes(grid, len(placements))
     size = math.prod(map(len, axes))
     # float32: the numbers of a candidate and its score, and copies, rows and two times of each layer.
@@ -152,10 +161,10 @@ def search_deployment(
         attention_memory(in_flight, np.asarray(candidates.attention_devices), model=model, context=context),
         expert_memory(slots, np.asarray(candidates.expert_devices), model=model),
     )
-    fits = (needs[0] <= clusters.attention.memory) & (needs[1] <= clusters.experts.memory)
+    room = (memory_share * clusters.attention.memory, memory_share * clusters.experts.memory)
+    fits = (needs[0] <= room[0]) & (needs[1] <= room[1])
     feasible = fits & (np.asarray(scores.step, np.float64) <= slo)
     if not feasible.any():
-        room = (clusters.attention.memory, clusters.experts.memory)
         refuse(needs, room, np.asarray(scores.step)[fits], slo)
     index = int(np.where(feasible, scores.per_price, -1.0).argmax())
     best, score = jax.tree.map(lambda each: each[index].item(), (candidates, scores))
@@ -182,10 +191,9 @@ def score_deployments(
     Returns:
         Score of float32 NumPy arrays.
     """
-    # One layer may stand for all; a placement of fewer layers than others is gone through again.
-    layers = max(len(placement.hottest) for placement in placements)
+    # The model's layers, as a simulated step has them: fewer are gone through again, further ones are left out.
     hottest, sent, received = (
-        np.stack([np.resize(getattr(placement, name), layers) for placement in placements])
+        np.stack([np.resize(getattr(placement, name), model.moe_layers) for placement in placements])
         for name in ("hottest", "sent", "received")
     )
     groups = np.array([placement.groups for placement in placements], np.float32)
@@ -256,16 +264,32 @@ def _axes(grid: Grid, num_placements: int) -> tuple[Sequence[int], ...]:
     )
 
 
-def _check(
+def check_search(
     model: Model,
     clusters: Clusters,
-    placements: Sequence[ExpertPlacement],
+    grid: Grid,
+    *,
     slo: float,
     context: float,
-    grid: Grid,
+    memory_share: float = MEMORY_SHARE,
 ) -> None:
+    """Refuse what no search can have, whatever the placements are, so that it is known before any is planned.
+
+    Args:
+        model: the sizes of the model.
+        clusters: the hardware and the price of either side.
+        grid: what is tried.
+        slo: the most seconds of a decoding step.
+        context: the mean tokens of a sequence in the key-value cache.
+        memory_share: the part of a device's memory that weights and caches may take.
+
+    Raises:
+        ValueError: if a number is out of its range, or there is nothing to try.
+    """
     check_positive("slo", slo)
     check_positive("context", context)
+    if not 0 < memory_share <= 1:
+        raise ValueError(f"memory_share={memory_share} must be above 0 and at most 1")
     check_positive("attention_price", clusters.attention_price)
     check_positive("expert_price", clusters.expert_price)
     for field in dataclasses.fields(grid):
@@ -274,6 +298,16 @@ def _check(
             raise ValueError(f"{field.name}: at least one")
         for value in values:
             check_integer(field.name, value, least=1)
+    node = min(clusters.attention.node_ranks, clusters.experts.node_ranks)
+    for devices in grid.tensor_parallel:
+        if devices > node:
+            raise ValueError(f"tensor_parallel={devices} is more than the {node} devices of a node")
+        for what, number in (("heads", model.heads), ("expert width", model.expert_width)):
+            if number is not None and number % devices:
+                raise ValueError(f"tensor_parallel={devices} must divide the model's {what}, {number}")
+
+
+def _check_placements(model: Model, placements: Sequence[ExpertPlacement]) -> None:
     if not placements:
         raise ValueError("placements: at least one")
     for placement in placements:

@@ -3,7 +3,9 @@
 Source: the memory constraint of MegaScale-Infer (arXiv 2504.02263): weights of a side, and beside attention the
 key-value caches of all sequences in flight. Counted in float64 on the host, so that what just fits does.
 
-Not counted: activations, exchange buffers, embeddings, layers without experts, and what the runtime itself takes.
+Not counted: activations, buffers of the exchange and for the gather of returned rows, embeddings and the output
+projection, dense layers (those without experts) with their caches, routers and norms, and what the runtime takes. For
+these a search leaves a part of the memory free (``memory_share`` of `relibra_jax.serving.deployments`).
 """
 
 from collections.abc import Sequence

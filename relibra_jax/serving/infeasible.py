@@ -21,7 +21,7 @@ def refuse(
 
     Args:
         needs: bytes of an attention device and of an expert device in each deployment.
-        room: bytes that either can hold.
+        room: bytes that weights and caches may take on either.
         steps: seconds of a decoding step of the deployments that fit.
         slo: the most seconds of a step.
 
@@ -30,13 +30,13 @@ def refuse(
 
     >>> refuse((np.array([5e9]), np.array([9e9])), (8e9, 8e9), np.array([]), 0.1)
     Traceback (most recent call last):
-    ValueError: no deployment is feasible: an expert device needs at least 9.00 GB and has 8.00 GB: 1.00 GB too few
+    ValueError: no deployment is feasible: an expert device needs at least 9.00 GB and may take 8.00 GB: 1.00 GB too few
     """
     for side, needed, there in zip(("attention", "expert"), needs, room, strict=True):
         least = float(needed.min())
         if least > there:
             raise ValueError(
-                f"no deployment is feasible: an {side} device needs at least {least / GB:.2f} GB and has"
+                f"no deployment is feasible: an {side} device needs at least {least / GB:.2f} GB and may take"
                 f" {there / GB:.2f} GB: {(least - there) / GB:.2f} GB too few"
             )
     least = float(steps.min())

@@ -11,6 +11,7 @@ of what its operations and what its bytes take (the roofline), so it is a line i
 
 Weights, activations and the cache are bfloat16. Peaks and the efficiencies that are assumed are those of
 `relibra_jax.cost.hardware`. Not counted: launches, latencies of the network, routers, norms, embeddings and sampling,
+dense layers (those without experts), the partial sums of shared experts, the gather and weighted sum of returned rows,
 rows that only fill up a tile, and that one device's experts are not equally busy. Windowed attention is counted as
 full, and latent attention as if its keys and values were expanded. All of it is a model: nothing here was measured.
 """

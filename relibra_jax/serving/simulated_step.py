@@ -53,7 +53,7 @@ def simulate_deployment(
     Args:
         model: the sizes of the model.
         clusters: the hardware of either side.
-        placement: where the experts are; layers beyond those it has go through it again.
+        placement: where the experts are; layers beyond those it has go through it again, further ones are left out.
         deployment: the deployment.
         load: token copies of each expert, of all copies of attention together, for all layers of the model.
         context: the mean tokens of a sequence in the key-value cache.

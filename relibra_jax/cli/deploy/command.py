@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Final, Literal
 
 import numpy as np
 import tyro
@@ -22,7 +22,7 @@ from relibra_jax.cli.options import TraceName
 from relibra_jax.cli.terminal import progress_bar, wide_table
 from relibra_jax.limits import check_seed
 from relibra_jax.replay import sample_load
-from relibra_jax.serving.deployments import Clusters, Grid
+from relibra_jax.serving.deployments import MEMORY_SHARE, Clusters, Grid, check_search
 from relibra_jax.traces.read import read_trace
 from relibra_jax.traces.trace import Trace
 from relibra_jax.types import RoutingReplay
@@ -30,6 +30,7 @@ from relibra_jax.types import RoutingReplay
 TABLE_WIDTH: Final = 104
 TOKENS: Final = 8192
 """At most so many tokens, evenly over the batch, tell how often a token has several experts in one group."""
+_ORDERS: Final = {"given": "", "shuffled": " in shuffled order"}
 PUBLISHED: Final = "published: x1.90, then x1.10 to x1.38 (MegaScale-Infer, arXiv 2504.02263, measured)"
 
 
@@ -41,6 +42,9 @@ class Deploy:
     trace: TraceName = None
     """A trace by name or path (.npz); else what RELIBRA_TRACE gives, else the recorded one of the package. Experts are
     placed by its first half, and the simulated step is drawn from its second."""
+    order: Literal["given", "shuffled"] = "given"
+    """Whether samples come as the trace has them, or in an order drawn by ``seed``: the halves of a trace that is
+    sorted by data set are different domains."""
     model: str = "gpt-oss-20b"
     """The name of a model; it takes the trace's number of experts and top-k."""
     attention_cluster: str = "h100"
@@ -55,13 +59,15 @@ class Deploy:
     """The mean tokens of a sequence in the key-value cache."""
     slo: float = 0.1
     """The most seconds between two tokens of a sequence."""
+    memory_share: float = MEMORY_SHARE
+    """The part of a device's memory that weights and caches may take; a serving engine needs the rest."""
     expert_groups: tuple[int, ...] = ()
     """The numbers of groups of expert devices to try; all that divide the experts when none is given."""
     replica_slots: tuple[int, ...] = (0, 1)
     """The numbers of replica slots of a group to try."""
     grid: Annotated[Grid, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Grid)
     seed: int = 0
-    """The seed of the placement and of the drawn step."""
+    """The seed of the order, of the placement and of the drawn step."""
     out: Path = Path("out/deploy")
     """The folder for the figure and the numbers."""
 
@@ -81,7 +87,7 @@ def run_deploy(options: Deploy, console: Console) -> None:
         terms.model, num_experts=trace.num_experts, top_k=trace.replay.expert_ids.shape[-1]
     )
     groups = options.expert_groups or _divisors(trace.num_experts)
-    last, following = _halves(trace)
+    last, following = _halves(trace, options, model.moe_layers)
     load = np.asarray(sample_load(last, num_experts=trace.num_experts)).sum(0)
     routes = np.asarray(last.expert_ids)[np.asarray(last.mask)]
     with progress_bar(console, width=12) as bar:
@@ -97,7 +103,7 @@ def run_deploy(options: Deploy, console: Console) -> None:
         )
     planned = rows[-1]
     title = (
-        f"{options.model} with {trace.num_experts} experts as {trace.name} routes: attention on"
+        f"{options.model} with {trace.num_experts} experts as {trace.name} routes{_ORDERS[options.order]}: attention on"
         f" {options.attention_cluster}, experts on {options.expert_cluster}, {options.slo * 1e3:g} ms a token"
     )
     console.print(deployment_table(rows, title), crop=False, soft_wrap=True)
@@ -140,7 +146,7 @@ def deployment_table(rows: Sequence[Row], title: str) -> Table:
             f"{_busiest(row):.2f} {row.simulated.busiest:.2f}",
             f"{1e3 * score.step:.1f}",
             f"{score.per_price:,.0f}",
-            f"{row.simulated_per_price:,.0f}",
+            f"{row.simulated_per_price:,.0f}{'' if row.simulated_within_slo else ' !'}",
         )
     return table
 
@@ -148,8 +154,8 @@ def deployment_table(rows: Sequence[Row], title: str) -> Table:
 _MODELLED = (
     "attention and groups: copies x devices of each; slots: experts that a group holds; m: micro-batches in flight;"
     " busiest: load of the busiest group over the mean, as planned from and as simulated; per price: tokens a second"
-    " for each unit of price, in closed form and simulated with routing not seen before. All of it is modelled, nothing"
-    " was measured."
+    " for each unit of price, in closed form and simulated with routing not seen before; !: the simulated step takes"
+    " longer than --slo. All of it is modelled, nothing was measured."
 )
 
 
@@ -163,18 +169,23 @@ def _terms(options: Deploy) -> Terms:
         attention_price=options.attention_price,
         expert_price=options.expert_price,
     )
-    return Terms(
-        find_model(options.model), clusters, options.grid, options.slo, options.context, options.seed
-    )
+    known = {"slo": options.slo, "context": options.context, "memory_share": options.memory_share}
+    model = find_model(options.model)
+    check_search(model, clusters, options.grid, **known)
+    return Terms(model, clusters, options.grid, **known, seed=options.seed)
 
 
 def _divisors(num_experts: int) -> tuple[int, ...]:
     return tuple(each for each in range(1, num_experts + 1) if num_experts % each == 0)
 
 
-def _halves(trace: Trace) -> tuple[RoutingReplay, RoutingReplay]:
-    """The batch that experts are placed by, and the one after it."""
+def _halves(trace: Trace, options: Deploy, layers: int) -> tuple[RoutingReplay, RoutingReplay]:
+    """The batch that experts are placed by, and the one after it, in no more layers than the model has."""
     ids, mask = (np.asarray(each) for each in trace.replay)
+    ids = ids[:, :, :layers]
+    if options.order == "shuffled":
+        order = np.random.default_rng(options.seed).permutation(len(mask))
+        ids, mask = ids[order], mask[order]
     half = len(mask) // 2
     if not mask[:half].any() or not mask[half:].any():
         raise ValueError(
@@ -208,11 +219,15 @@ def _in_flight_lines(points: Sequence[InFlight]) -> list[str]:
         ("best", "the best deployment of each"),
     ):
         gains = (
-            f"{before.micro_batches} to {after.micro_batches} x{getattr(after, name) / getattr(before, name):.2f}"
+            f"{before.micro_batches} to {after.micro_batches} {_gain(getattr(before, name), getattr(after, name))}"
             for before, after in pairs
         )
         lines.append(f"micro-batches in flight, {what}: {', '.join(gains)}")
     return lines if pairs else []
+
+
+def _gain(before: float | None, after: float | None) -> str:
+    return "none fits" if before is None or after is None else f"x{after / before:.2f}"
 
 
 def _numbers(row: Row) -> dict[str, object]:
@@ -226,6 +241,7 @@ def _numbers(row: Row) -> dict[str, object]:
         "simulated_busiest_over_mean": simulated.busiest,
         **{f"modelled_{name}": value for name, value in row.search.score._asdict().items()},
         "simulated_step": float(simulated.schedule.seconds),
+        "simulated_within_slo": row.simulated_within_slo,
         "simulated_per_price": row.simulated_per_price,
         "attention_idle": simulated.attention_idle,
         "expert_idle": simulated.expert_idle,

@@ -34,16 +34,18 @@ def draw_deployment(path: Path, points: Sequence[InFlight], row: Row, title: str
         ("best", "best deployment of each", BLUE),
         ("same", "the best of all, only m changed (may not fit)", RED),
     ):
-        values = [getattr(point, name) for point in points]
+        values = np.array([getattr(point, name) for point in points], float)  # NaN where none fits
         left.plot(numbers, values, "o-", color=colour, label=label)
         for at, before, after in zip(numbers[1:], values[:-1], values[1:], strict=True):
+            if np.isnan(before) or np.isnan(after):
+                continue
             text = f"x{after / before:.2f}"
             below = name == "same"
             left.annotate(
                 text, (at, after), (0, -13 if below else 6), textcoords="offset points", color=colour, ha="center",
                 fontsize=8,
             )  # fmt: skip
-    left.set_ylim(0, 1.15 * np.nanmax([[point.best, point.same] for point in points]))
+    left.set_ylim(0, 1.15 * np.nanmax(np.array([[point.best, point.same] for point in points], float)))
     left.set_xticks(numbers)
     left.set_xlabel("micro-batches in flight m\n(published: 1 to 2 x1.90, 2 to 3 x1.10 to x1.38)", fontsize=8)
     left.set_ylabel("modelled tokens a second for each unit of price", fontsize=8)

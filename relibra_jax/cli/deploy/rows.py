@@ -32,6 +32,8 @@ class Terms(NamedTuple):
     """The most seconds between two tokens."""
     context: float
     """The mean tokens of a sequence in the cache."""
+    memory_share: float
+    """The part of a device's memory that weights and caches may take."""
     seed: int
 
 
@@ -45,6 +47,8 @@ class Row(NamedTuple):
     search: Search
     simulated: SimulatedStep
     """A step of the best deployment with loads that the search has not seen."""
+    slo: float
+    """The most seconds between two tokens for which it was searched."""
 
     @property
     def batch(self) -> int:
@@ -57,6 +61,11 @@ class Row(NamedTuple):
         """Tokens a second for each unit of price in the simulated step."""
         score = self.search.score
         return float(score.per_price * score.step / self.simulated.schedule.seconds)
+
+    @property
+    def simulated_within_slo(self) -> bool:
+        """Whether the simulated step stays within the time between two tokens for which the row was searched."""
+        return float(self.simulated.schedule.seconds) <= self.slo
 
 
 def make_rows(
@@ -121,7 +130,13 @@ def _make_row(
 ) -> Row:
     model, clusters = terms.model, terms.clusters
     search = search_deployment(
-        model, clusters, searched, slo=terms.slo, context=terms.context, grid=terms.grid
+        model,
+        clusters,
+        searched,
+        slo=terms.slo,
+        context=terms.context,
+        grid=terms.grid,
+        memory_share=terms.memory_share,
     )
     best: Deployment = search.best
     load = draw_micro_batches(
@@ -134,7 +149,7 @@ def _make_row(
     )
     placement = run[int(best.placement)]
     simulated = simulate_deployment(model, clusters, placement, best, load, context=terms.context)
-    return Row(name, placement, search, simulated)
+    return Row(name, placement, search, simulated, terms.slo)
 
 
 class InFlight(NamedTuple):
@@ -143,8 +158,8 @@ class InFlight(NamedTuple):
     micro_batches: int
     same: float
     """Of the best deployment with this number instead of its own, whether it is feasible then or not."""
-    best: float
-    """Of the best feasible deployment with this number; NaN if there is none."""
+    best: float | None
+    """Of the best feasible deployment with this number; None if none fits."""
 
 
 def over_micro_batches(search: Search) -> list[InFlight]:
@@ -164,6 +179,6 @@ def over_micro_batches(search: Search) -> list[InFlight]:
     for number in np.unique(candidates.micro_batches):
         here = candidates.micro_batches == number
         fitting = per_price[here & search.feasible]
-        best = float(fitting.max()) if fitting.size else float("nan")
+        best = float(fitting.max()) if fitting.size else None
         points.append(InFlight(int(number), float(per_price[here & same][0]), best))
     return points
