@@ -54,6 +54,22 @@ def test_a_run_becomes_a_job(run):
     assert (longest.rollout_seconds, longest.training_seconds) == (60.0, pytest.approx(90.0))
 
 
+def test_steps_too_few_for_the_quantile(tmp_path, out, refused, capsys):
+    slow, steps = learn(60.0, 90.0), [learn(2.0, 6.0 + number) for number in range(5)]
+    run = make_run(tmp_path / "run", [slow, *steps])
+    # The 95% quantile of six steps would be the one that compiles.
+    assert "6 learning steps are too few for a quantile of 0.95, at least 20; give a smaller" in refused(run)
+    two = make_run(tmp_path / "two", [slow, *steps], [slow, *steps])
+    assert "12 learning steps of 2 seeds are too few for a quantile of 0.9, at least 20;" in refused(
+        two, "--quantile", 0.9
+    )
+    told([run, "--quantile", 0.8], out)
+    assert (
+        "6 learning steps; rollout 2s in the median, 2s conservative; training 8.5s in the median, 10s conservative"
+        in capsys.readouterr().out
+    )
+
+
 def test_a_line_that_is_not_yet_whole_is_left_out(run):
     before = len(read_durations(run).rollout)
     with (run / "seed-0" / "metrics.jsonl").open("a") as file:

@@ -3,15 +3,32 @@
 from collections.abc import Sequence
 from typing import Final
 
+import numpy as np
 from rich.markup import escape
 from rich.table import Table
 
 from relibra_jax.cli.multiplex.comparison import ALONE, GROUPS, OPTIMUM, Comparison, Ways
 from relibra_jax.cli.terminal import wide_table
 from relibra_jax.sharing.groups import Group
-from relibra_jax.sharing.jobs import Pools
+from relibra_jax.sharing.jobs import Job, Pools
+from relibra_jax.sharing.run_metrics import StepDurations
 
 TABLE_WIDTH: Final = 104
+
+
+def run_in_words(job: Job, durations: StepDurations) -> str:
+    """What a run's steps took, and what they are taken to take.
+
+    Args:
+        job: the job of the run.
+        durations: its recorded steps.
+    """
+    rollout, training = np.median(durations.rollout), np.median(durations.training)
+    return (
+        f"{job.name}: {len(durations.rollout)} learning steps;"
+        f" rollout {rollout:.4g}s in the median, {job.rollout_seconds:.4g}s conservative;"
+        f" training {training:.4g}s in the median, {job.training_seconds:.4g}s conservative"
+    )
 
 
 def groups_table(groups: Sequence[Group], pools: Pools, title: str) -> Table:
