@@ -95,9 +95,9 @@ class Multiplex:
     """How fast a training node generates where phases share it, a rollout node being 1; by memory bandwidth, an H800's
     3.35 TB/s over an H20's 4.0."""
     steps: int = 100
-    """The steps of each job when the groups are executed with drawn durations."""
-    spread: float = 0.5
-    """The largest share by which a drawn duration is below the conservative one."""
+    """The steps of each job when the groups are executed: with a run's recorded steps, else with drawn durations."""
+    spread: float = 0.2
+    """The standard deviation of the logarithm of a drawn duration, whose 95% quantile is the conservative one."""
     out: Path = Path("out/multiplex")
     """The folder for the figure and the numbers."""
 
@@ -121,6 +121,7 @@ def run_multiplex(options: Multiplex, console: Console) -> None:
         compare_ways(
             jobs,
             pools,
+            recorded=recorded,
             rollout_speed=options.rollout_speed,
             steps=options.steps,
             spread=options.spread,
@@ -150,6 +151,8 @@ def run_multiplex(options: Multiplex, console: Console) -> None:
             "pools": dataclasses.asdict(pools),
             "ways": told,
             "executed_within_slo": sum(each.executed_within_slo for each in comparisons),
+            "late_phases": sum(each.late_phases for each in comparisons),
+            "phases": sum(each.phases for each in comparisons),
             "gaps": [each.gap(GROUPS) for each in comparisons] if OPTIMUM in told else None,
             "sets": [[_group_numbers(group) for group in each.groups] for each in comparisons],
         },

@@ -89,12 +89,14 @@ def told_in_words(comparisons: Sequence[Comparison], told: Ways, jobs: int, spre
         comparisons: a comparison for each set of jobs.
         told: the figures of each way, from `relibra_jax.cli.multiplex.comparison.summary`.
         jobs: the number of jobs in all sets.
-        spread: the largest share by which an executed duration was below the conservative one.
+        spread: the standard deviation of the logarithm of a drawn duration.
     """
     executed = sum(each.executed_within_slo for each in comparisons)
+    late = sum(each.late_phases for each in comparisons) / sum(each.phases for each in comparisons)
     lines = [
         f"efficiency: steps for the price, beside {ALONE} (conservative durations); modelled",
-        f"executed with durations up to {spread:.0%} below: {executed} of {jobs} jobs within their objectives",
+        f"executed (runs: recorded steps; else lognormal, spread {spread:g}): {executed} of {jobs} jobs within their"
+        f" objectives, {late:.1%} of phases late",
     ]
     if len(comparisons) > 1 and OPTIMUM in told:
         figures, equal = told[GROUPS], sum(each.gap(GROUPS) < 1e-9 for each in comparisons)
