@@ -181,8 +181,31 @@ BAD_LINES = {
         json.dumps({"kind": LEARN}),
         "line 1: time/generate_seconds is None, not a number of seconds",
     ),
+    "too long": (
+        learn(1e308, 1.0),
+        "line 1: time/generate_seconds is 1e+308, not a number of seconds of at most",
+    ),
     "no number": (learn(float("nan"), 1.0), "line 1: time/generate_seconds is nan, not a number of seconds"),
 }
+
+
+def test_metrics_that_are_no_text(refused, tmp_path, run):
+    broken = run / "seed-1" / "metrics.jsonl"
+    whole = broken.read_bytes()
+    broken.write_bytes(whole + b"\xe4")
+    assert len(read_durations(run).rollout) == 42, "a character that is not yet whole"
+    broken.write_bytes(b"\xff" + whole)
+    assert f"{broken}: not a file of UTF-8 (" in refused(run)
+
+
+@pytest.mark.parametrize("inside", ["", "folder", "a/b"])
+def test_a_file_where_the_folder_should_be(tmp_path, capsys, monkeypatch, inside):
+    monkeypatch.setattr("relibra_jax.cli.multiplex.command.compare_ways", None)
+    (tmp_path / "file").write_text("mine")
+    assert main(["multiplex", "--out", str(tmp_path / "file" / inside)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith(f"{tmp_path / 'file'} is a file, not a folder")
+    assert (tmp_path / "file").read_text() == "mine"
 
 
 @pytest.mark.parametrize("fault", BAD_LINES)

@@ -171,8 +171,15 @@ def test_drawn_jobs_are_those_of_their_seed():
 REFUSED = {
     "slo": (lambda: make_job(slo=0.9), "job a: slo=0.9 must be at least 1: no step is faster than alone"),
     "not a number": (lambda: make_job(slo=float("nan")), "job a: slo=nan must be at least 0"),
-    "no time": (lambda: make_job(rollout=0.0), "job a: rollout_seconds=0.0 must be positive and finite"),
+    "no time": (
+        lambda: make_job(rollout=0.0),
+        "job a: rollout_seconds=0.0 must be positive and at most 31536000, a year",
+    ),
     "endless": (lambda: make_job(training=float("inf")), "job a: training_seconds=inf must be positive"),
+    "too long": (
+        lambda: make_job(training=1e308),
+        "job a: training_seconds=1e+308 must be positive and at most",
+    ),
     "tail": (lambda: make_job(tail_share=1.1), "job a: tail_share=1.1 must be at least 0 and at most 1"),
     "no nodes": (
         lambda: make_job(rollout_nodes=0),

@@ -3,10 +3,13 @@
 import collections
 import dataclasses
 from collections.abc import Sequence
+from typing import Final
 
 from relibra_jax.limits import check_integer, check_not_negative, check_positive
 
 BYTES_MAX = 2**63 - 1
+SECONDS_MAX: Final = 365 * 24 * 3600
+"""No phase takes longer than a year; sums of durations stay finite."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,7 +49,11 @@ class Job:
 
     def __post_init__(self):
         for name in ("rollout_seconds", "training_seconds"):
-            check_positive(f"job {self.name}: {name}", getattr(self, name))
+            seconds = getattr(self, name)
+            if not 0 < seconds <= SECONDS_MAX:
+                raise ValueError(
+                    f"job {self.name}: {name}={seconds} must be positive and at most {SECONDS_MAX}, a year"
+                )
         for name in ("rollout_nodes", "training_nodes"):
             check_integer(f"job {self.name}: {name}", getattr(self, name), least=1)
         for name in ("rollout_bytes", "training_bytes"):

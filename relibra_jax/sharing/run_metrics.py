@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-from relibra_jax.sharing.jobs import Job
+from relibra_jax.sharing.jobs import SECONDS_MAX, Job
 
 LEARN: Final = "learn"
 """The kind of the lines that describe a whole step."""
@@ -127,7 +127,10 @@ def job_of_durations(name: str, durations: StepDurations, *, quantile: float, **
 
 def _whole_lines(file: Path) -> list[str]:
     """The lines of a file that a run may still be writing: not the last, where it has no end yet."""
-    return file.read_text().rpartition("\n")[0].splitlines()
+    try:
+        return file.read_bytes().rpartition(b"\n")[0].decode().splitlines()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file}: not a file of UTF-8 ({error})") from None
 
 
 def _durations(place: str, line: str) -> tuple[float, float] | None:
@@ -140,6 +143,12 @@ def _durations(place: str, line: str) -> tuple[float, float] | None:
         raise ValueError(f"{place}: not a line of metrics") from None
     for name in (*ROLLOUT_TIMES, *TRAINING_TIMES):
         seconds = metrics.get(name)
-        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds < math.inf:
-            raise ValueError(f"{place}: {name} is {seconds!r}, not a number of seconds")
+        if (
+            isinstance(seconds, bool)
+            or not isinstance(seconds, int | float)
+            or not 0 <= seconds <= SECONDS_MAX
+        ):
+            raise ValueError(
+                f"{place}: {name} is {seconds!r}, not a number of seconds of at most {SECONDS_MAX}, a year"
+            )
     return sum(metrics[name] for name in ROLLOUT_TIMES), sum(metrics[name] for name in TRAINING_TIMES)

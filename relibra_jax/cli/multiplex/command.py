@@ -110,9 +110,12 @@ def run_multiplex(options: Multiplex, console: Console) -> None:
         console: the console for the tables.
 
     Raises:
-        ValueError: if there are no jobs, they do not fit the pools, or a number is out of its range; nothing is written
-            then.
+        ValueError: if there are no jobs, they do not fit the pools, a number is out of its range, or ``out`` is no
+            folder and cannot become one; nothing is written then.
     """
+    there = next(path for path in (options.out, *options.out.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise ValueError(f"out={options.out}: {there} is a file, not a folder")
     pools = options.nodes.pools()
     check_integer("steps", options.steps, least=1, most=MOST_STEPS)
     recorded = {str(path): read_durations(path) for path in options.paths if path.is_dir()}
