@@ -15,11 +15,11 @@ from relibra_jax.atomic_write import write_json
 from relibra_jax.cli.multiplex.comparison import GROUPS, OPTIMUM, compare_ways, summary
 from relibra_jax.cli.multiplex.figure import draw_group
 from relibra_jax.cli.multiplex.tables import groups_table, run_in_words, told_in_words, ways_table
-from relibra_jax.limits import check_integer, check_positive
+from relibra_jax.limits import check_integer
 from relibra_jax.sharing.drawn import draw_jobs
 from relibra_jax.sharing.groups import Group
 from relibra_jax.sharing.job_files import read_jobs
-from relibra_jax.sharing.jobs import Job, Pool, Pools
+from relibra_jax.sharing.jobs import Job, Pool, Pools, check_factor
 from relibra_jax.sharing.run_metrics import StepDurations, job_of_durations, read_durations
 
 MOST_DRAWN: Final = 256
@@ -65,7 +65,7 @@ class Nodes:
     def pools(self) -> Pools:
         """The pools of these nodes."""
         for name in ("rollout_price", "training_price"):
-            check_positive(name, getattr(self, name))
+            check_factor(name, getattr(self, name))
         check_integer("host_gigabytes", self.host_gigabytes, least=1)
         rollout, training = (
             Pool(
