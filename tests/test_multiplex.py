@@ -54,6 +54,22 @@ def test_a_run_becomes_a_job(run):
     assert (longest.rollout_seconds, longest.training_seconds) == (60.0, pytest.approx(90.0))
 
 
+def test_steps_too_few_for_the_quantile(tmp_path, out, refused, capsys):
+    slow, steps = learn(60.0, 90.0), [learn(2.0, 6.0 + number) for number in range(5)]
+    run = make_run(tmp_path / "run", [slow, *steps])
+    # The 95% quantile of six steps would be the one that compiles.
+    assert "6 learning steps are too few for a quantile of 0.95, at least 20; give a smaller" in refused(run)
+    two = make_run(tmp_path / "two", [slow, *steps], [slow, *steps])
+    assert "12 learning steps of 2 seeds are too few for a quantile of 0.9, at least 20;" in refused(
+        two, "--quantile", 0.9
+    )
+    told([run, "--quantile", 0.8], out)
+    assert (
+        "6 learning steps; rollout 2s in the median, 2s conservative; training 8.5s in the median, 10s conservative"
+        in capsys.readouterr().out
+    )
+
+
 def test_a_line_that_is_not_yet_whole_is_left_out(run):
     before = len(read_durations(run).rollout)
     with (run / "seed-0" / "metrics.jsonl").open("a") as file:
@@ -165,8 +181,31 @@ BAD_LINES = {
         json.dumps({"kind": LEARN}),
         "line 1: time/generate_seconds is None, not a number of seconds",
     ),
+    "too long": (
+        learn(1e308, 1.0),
+        "line 1: time/generate_seconds is 1e+308, not a number of seconds of at most",
+    ),
     "no number": (learn(float("nan"), 1.0), "line 1: time/generate_seconds is nan, not a number of seconds"),
 }
+
+
+def test_metrics_that_are_no_text(refused, tmp_path, run):
+    broken = run / "seed-1" / "metrics.jsonl"
+    whole = broken.read_bytes()
+    broken.write_bytes(whole + b"\xe4")
+    assert len(read_durations(run).rollout) == 42, "a character that is not yet whole"
+    broken.write_bytes(b"\xff" + whole)
+    assert f"{broken}: not a file of UTF-8 (" in refused(run)
+
+
+@pytest.mark.parametrize("inside", ["", "folder", "a/b"])
+def test_a_file_where_the_folder_should_be(tmp_path, capsys, monkeypatch, inside):
+    monkeypatch.setattr("relibra_jax.cli.multiplex.command.compare_ways", None)
+    (tmp_path / "file").write_text("mine")
+    assert main(["multiplex", "--out", str(tmp_path / "file" / inside)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith(f"{tmp_path / 'file'} is a file, not a folder")
+    assert (tmp_path / "file").read_text() == "mine"
 
 
 @pytest.mark.parametrize("fault", BAD_LINES)
@@ -182,10 +221,12 @@ def test_runs_that_describe_no_job(refused, tmp_path, fault):
         "--seeds 0": "seeds=0 must be an integer of at least 1 and at most 1000",
         "--spread 2": "spread=2.0 must be at least 0 and at most 1",
         "--steps 0": "steps=0 must be an integer of at least 1 and at most 10000",
-        "--rollout-price -1": "rollout_price=-1.0 must be positive and finite",
+        "--rollout-price -1": "rollout_price=-1.0 must be positive: at least 1e-09 and at most 1e+09",
         "--host-gigabytes 0": "host_gigabytes=0 must be an integer of at least 1",
         "--max-nodes 1": "exceeds the 1 nodes that a group may take",
-        "--rollout-speed 0": "rollout_speed=0.0 must be positive and finite",
+        "--rollout-price 1e308": "rollout_price=1e+308 must be positive: at least",
+        "--rollout-speed 0": "rollout_speed=0.0 must be positive: at least",
+        "--rollout-speed 1e-308": "rollout_speed=1e-308 must be positive: at least",
         "missing.json": "missing.json: no such file of jobs or folder of a run",
         "missing.json --drawn 3": "1 paths: drawn and seeds are for jobs that no path describes",
     }.items(),

@@ -1,6 +1,7 @@
 """Groups of jobs that share pools: rules checked one by one, every small instance beside brute force."""
 
 import dataclasses
+import functools
 import itertools
 
 import numpy as np
@@ -37,14 +38,15 @@ def keeps_all_rules(jobs, rollout_nodes, pools):
 def brute_force(jobs, pools):
     """The least price over all ways to label the jobs, and all numbers of rollout nodes."""
 
-    def least(members):
+    @functools.cache
+    def least(*members):
         fitting = [nodes for nodes in range(1, 5) if keeps_all_rules(members, nodes, pools)]
         training = max(job.training_nodes for job in members) * pools.training.node_price
         return min(fitting) * pools.rollout.node_price + training if fitting else np.inf
 
     return min(
         sum(
-            least([job for job, mine in zip(jobs, labels, strict=True) if mine == label])
+            least(*(job for job, mine in zip(jobs, labels, strict=True) if mine == label))
             for label in set(labels)
         )
         for labels in itertools.product(range(len(jobs)), repeat=len(jobs))
@@ -64,6 +66,14 @@ def test_the_optimum_is_that_of_brute_force(seed):
     rng = np.random.default_rng(seed)
     jobs = random_jobs(rng, int(rng.integers(1, 5)))
     assert price(cheapest_groups(jobs, POOLS)) == pytest.approx(brute_force(jobs, POOLS))
+
+
+@pytest.mark.parametrize("count", [5, 6])
+def test_the_optimum_of_more_jobs_is_that_of_brute_force(count):
+    jobs = random_jobs(np.random.default_rng(count), count)
+    optimum = cheapest_groups(jobs, POOLS)
+    assert 1 < len(optimum) < count
+    assert price(optimum) == pytest.approx(brute_force(jobs, POOLS))
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -171,8 +181,15 @@ def test_drawn_jobs_are_those_of_their_seed():
 REFUSED = {
     "slo": (lambda: make_job(slo=0.9), "job a: slo=0.9 must be at least 1: no step is faster than alone"),
     "not a number": (lambda: make_job(slo=float("nan")), "job a: slo=nan must be at least 0"),
-    "no time": (lambda: make_job(rollout=0.0), "job a: rollout_seconds=0.0 must be positive and finite"),
+    "no time": (
+        lambda: make_job(rollout=0.0),
+        "job a: rollout_seconds=0.0 must be positive and at most 31536000, a year",
+    ),
     "endless": (lambda: make_job(training=float("inf")), "job a: training_seconds=inf must be positive"),
+    "too long": (
+        lambda: make_job(training=1e308),
+        "job a: training_seconds=1e+308 must be positive and at most",
+    ),
     "tail": (lambda: make_job(tail_share=1.1), "job a: tail_share=1.1 must be at least 0 and at most 1"),
     "no nodes": (
         lambda: make_job(rollout_nodes=0),

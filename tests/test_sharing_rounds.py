@@ -10,11 +10,13 @@ from support.jobs import POOLS, make_job, random_jobs
 
 from relibra_jax.sharing.groups import Group, smallest_group
 from relibra_jax.sharing.multiplex import multiplex
+from relibra_jax.sharing.run_metrics import StepDurations
 from relibra_jax.sharing.simulation import (
     ROLLOUT,
     TRAINING,
     conservative_durations,
     draw_durations,
+    resample_durations,
     simulate,
     steps_within_slo,
 )
@@ -68,7 +70,8 @@ def test_no_cyclic_order_is_faster(durations):
 @given(st.integers(0, 10**6), st.integers(1, 6), st.floats(0, 1))
 def test_objectives_are_kept_whatever_is_shorter_than_planned(seed, count, spread):
     for group in multiplex(random_jobs(np.random.default_rng(seed), count), POOLS):
-        timeline = simulate(draw_durations(group, steps=12, spread=spread, seed=seed))
+        drawn = draw_durations(group, steps=12, spread=spread, seed=seed)
+        timeline = simulate(np.minimum(drawn, conservative_durations(group, steps=12)))
         assert steps_within_slo(group, timeline).all()
         allowed = np.array([job.allowed_seconds for job in group.jobs])
         for steps, ends in enumerate(timeline.end[..., TRAINING], 1):
@@ -80,6 +83,37 @@ def test_objectives_are_missed_where_durations_exceed_the_conservative():
     durations = conservative_durations(group, steps=50)
     assert steps_within_slo(group, simulate(durations)).all()
     assert not steps_within_slo(group, simulate(1.1 * durations)).any()
+
+
+@pytest.mark.parametrize("spread", [0.1, 0.5, 1.0])
+def test_one_drawn_duration_in_twenty_is_late(spread):
+    group = smallest_group([make_job("a", slo=9.0), make_job("b", 5.0, 700.0, slo=9.0)], POOLS)
+    ratios = draw_durations(group, steps=5000, spread=spread, seed=0) / conservative_durations(
+        group, steps=5000
+    )
+    assert (ratios > 1).mean() == pytest.approx(0.05, abs=0.005)
+    assert np.log(ratios).std() == pytest.approx(spread, rel=0.02)
+
+
+def test_late_steps_can_miss_an_objective():
+    group = smallest_group([make_job(slo=1.0)], POOLS)
+    kept = [
+        steps_within_slo(group, simulate(draw_durations(group, steps=1, spread=1.0, seed=seed))).all()
+        for seed in range(200)
+    ]
+    assert 150 < sum(kept) < 200
+
+
+def test_recorded_steps_are_resampled():
+    jobs = [make_job("run", 60.0, 40.0, tail_share=0.5, slo=9.0), make_job("drawn", slo=9.0)]
+    group, planned = Group(tuple(jobs), 2), np.full((300, 2, 2), 7.0)
+    steps = StepDurations(rollout=np.array([60.0, 20.0]), training=np.array([30.0, 90.0]), seeds=1)
+    durations = resample_durations(group, planned, {"run": steps}, seed=0)
+    assert (durations[:, 1] == 7).all()
+    # Rollouts on twice the nodes take three quarters; both phases are of one step.
+    found, counts = np.unique(durations[:, 0], axis=0, return_counts=True)
+    assert found.tolist() == [[15.0, 90.0], [45.0, 30.0]]
+    assert counts.min() > 100
 
 
 def test_phases_wait_for_their_pool_and_their_job():

@@ -5,9 +5,8 @@ import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from relibra_jax.limits import check_positive
 from relibra_jax.sharing.groups import Group
-from relibra_jax.sharing.jobs import Job, Pools, check_jobs
+from relibra_jax.sharing.jobs import Job, Pools, check_factor, check_jobs
 
 
 class Outcome(NamedTuple):
@@ -82,7 +81,7 @@ def outcome_colocated(jobs: Sequence[Job], pools: Pools, *, rollout_speed: float
     >>> outcome_colocated([job], Pools(rollout=pool, training=pool), rollout_speed=0.5)
     Outcome(price=16.0, work=0.625, within_slo=0)
     """
-    check_positive("rollout_speed", rollout_speed)
+    check_factor("rollout_speed", rollout_speed)
     check_jobs(jobs, pools)
     price, work, within_slo = 0.0, 0.0, 0
     for job in jobs:

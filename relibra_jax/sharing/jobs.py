@@ -3,10 +3,26 @@
 import collections
 import dataclasses
 from collections.abc import Sequence
+from typing import Final
 
-from relibra_jax.limits import check_integer, check_not_negative, check_positive
+from relibra_jax.limits import COST_MAX, check_integer, check_not_negative
 
 BYTES_MAX = 2**63 - 1
+SECONDS_MAX: Final = 365 * 24 * 3600
+"""No phase takes longer than a year; sums of durations stay finite."""
+
+
+def check_factor(name: str, value: float) -> None:
+    """Raise ValueError unless a price or a speed leaves products and quotients finite: 1e-9 to 1e9.
+
+    >>> check_factor("device_price", 1e308)
+    Traceback (most recent call last):
+    ValueError: device_price=1e+308 must be positive: at least 1e-09 and at most 1e+09
+    """
+    if not 1 / COST_MAX <= value <= COST_MAX:
+        raise ValueError(
+            f"{name}={value} must be positive: at least {1 / COST_MAX:g} and at most {COST_MAX:g}"
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,7 +62,11 @@ class Job:
 
     def __post_init__(self):
         for name in ("rollout_seconds", "training_seconds"):
-            check_positive(f"job {self.name}: {name}", getattr(self, name))
+            seconds = getattr(self, name)
+            if not 0 < seconds <= SECONDS_MAX:
+                raise ValueError(
+                    f"job {self.name}: {name}={seconds} must be positive and at most {SECONDS_MAX}, a year"
+                )
         for name in ("rollout_nodes", "training_nodes"):
             check_integer(f"job {self.name}: {name}", getattr(self, name), least=1)
         for name in ("rollout_bytes", "training_bytes"):
@@ -93,7 +113,7 @@ class Pool:
     """The most nodes that one group may take."""
 
     def __post_init__(self):
-        check_positive("device_price", self.device_price)
+        check_factor("device_price", self.device_price)
         check_integer("devices_per_node", self.devices_per_node, least=1)
         check_integer("host_bytes", self.host_bytes, least=1, most=BYTES_MAX)
         check_integer("max_nodes", self.max_nodes, least=1)

@@ -1,16 +1,21 @@
 """A group executed turn by turn: what its jobs take when durations vary, by the rules of round-robin."""
 
 import itertools
-from typing import NamedTuple
+from collections.abc import Mapping
+from statistics import NormalDist
+from typing import Final, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float
 
 from relibra_jax.limits import check_integer, check_seed
 from relibra_jax.sharing.groups import Group
+from relibra_jax.sharing.run_metrics import StepDurations
 
 ROLLOUT, TRAINING = 0, 1
 """The phases of a step, and the pools that they occupy."""
+CONSERVATIVE_QUANTILE: Final = 0.95
+"""The share of drawn durations that do not exceed the conservative one: as for the jobs of runs."""
 
 
 class Timeline(NamedTuple):
@@ -38,22 +43,61 @@ def conservative_durations(group: Group, *, steps: int) -> Float[np.ndarray, "st
 def draw_durations(
     group: Group, *, steps: int, spread: float, seed: int
 ) -> Float[np.ndarray, "steps jobs 2"]:
-    """Durations drawn uniformly between a share of the conservative ones and all of them, seconds.
+    """Durations drawn lognormally, of which one in 20 exceeds the conservative one, seconds.
 
     Args:
         group: the group.
         steps: the number of steps of each job.
-        spread: the largest share by which a phase is shorter than its conservative duration, 0 to 1.
+        spread: the standard deviation of a duration's logarithm, 0 to 1; with 0 each is the conservative one.
         seed: the seed.
 
     Raises:
         ValueError: if a number is out of its range.
+
+    >>> from relibra_jax.sharing.jobs import Job
+    >>> job = Job(name="a", rollout_seconds=60.0, training_seconds=40.0, rollout_nodes=1, training_nodes=1)
+    >>> drawn = draw_durations(Group((job,), 1), steps=1000, spread=0.5, seed=0)
+    >>> np.median(drawn, axis=0).round().tolist(), (drawn > [60.0, 40.0]).mean(axis=0).round(2).tolist()
+    ([[26.0, 17.0]], [[0.05, 0.04]])
     """
     check_seed("seed", seed)
     if not 0 <= spread <= 1:
         raise ValueError(f"spread={spread} must be at least 0 and at most 1")
-    longest = conservative_durations(group, steps=steps)
-    return longest * (1 - spread * np.random.default_rng(seed).random(longest.shape))
+    conservative = conservative_durations(group, steps=steps)
+    normal = np.random.default_rng(seed).standard_normal(conservative.shape)
+    return conservative * np.exp(spread * (normal - NormalDist().inv_cdf(CONSERVATIVE_QUANTILE)))
+
+
+def resample_durations(
+    group: Group,
+    durations: Float[np.ndarray, "steps jobs 2"],
+    recorded: Mapping[str, StepDurations],
+    *,
+    seed: int,
+) -> Float[np.ndarray, "steps jobs 2"]:
+    """Durations in which the jobs of runs take what their recorded steps took, each step drawn with replacement.
+
+    Both phases are those of one recorded step, and a rollout on more nodes is shorter as its conservative duration is.
+
+    Args:
+        group: the group.
+        durations: the durations of all jobs, of which those of jobs without recorded steps are kept, seconds.
+        recorded: the recorded steps, by the names of jobs.
+        seed: the seed.
+
+    Raises:
+        ValueError: if ``seed`` is none.
+    """
+    check_seed("seed", seed)
+    rng, resampled = np.random.default_rng(seed), durations.copy()
+    for number, job in enumerate(group.jobs):
+        if job.name in recorded:
+            steps = recorded[job.name]
+            chosen = rng.integers(len(steps.rollout), size=len(durations))
+            shorter = group.rollouts[number] / job.rollout_seconds
+            resampled[:, number, ROLLOUT] = shorter * steps.rollout[chosen]
+            resampled[:, number, TRAINING] = steps.training[chosen]
+    return resampled
 
 
 def simulate(durations: Float[np.ndarray, "steps jobs 2"]) -> Timeline:

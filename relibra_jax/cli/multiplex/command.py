@@ -4,6 +4,7 @@ After RollMux (arXiv 2512.11306). All of it is planned from durations and modell
 """
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -13,13 +14,13 @@ from rich.console import Console
 from relibra_jax.atomic_write import write_json
 from relibra_jax.cli.multiplex.comparison import GROUPS, OPTIMUM, compare_ways, summary
 from relibra_jax.cli.multiplex.figure import draw_group
-from relibra_jax.cli.multiplex.tables import groups_table, told_in_words, ways_table
-from relibra_jax.limits import check_integer, check_positive
+from relibra_jax.cli.multiplex.tables import groups_table, run_in_words, told_in_words, ways_table
+from relibra_jax.limits import check_integer
 from relibra_jax.sharing.drawn import draw_jobs
 from relibra_jax.sharing.groups import Group
 from relibra_jax.sharing.job_files import read_jobs
-from relibra_jax.sharing.jobs import Job, Pool, Pools
-from relibra_jax.sharing.run_metrics import job_from_run
+from relibra_jax.sharing.jobs import Job, Pool, Pools, check_factor
+from relibra_jax.sharing.run_metrics import StepDurations, job_of_durations, read_durations
 
 MOST_DRAWN: Final = 256
 MOST_SEEDS: Final = 1000
@@ -64,7 +65,7 @@ class Nodes:
     def pools(self) -> Pools:
         """The pools of these nodes."""
         for name in ("rollout_price", "training_price"):
-            check_positive(name, getattr(self, name))
+            check_factor(name, getattr(self, name))
         check_integer("host_gigabytes", self.host_gigabytes, least=1)
         rollout, training = (
             Pool(
@@ -94,9 +95,9 @@ class Multiplex:
     """How fast a training node generates where phases share it, a rollout node being 1; by memory bandwidth, an H800's
     3.35 TB/s over an H20's 4.0."""
     steps: int = 100
-    """The steps of each job when the groups are executed with drawn durations."""
-    spread: float = 0.5
-    """The largest share by which a drawn duration is below the conservative one."""
+    """The steps of each job when the groups are executed: with a run's recorded steps, else with drawn durations."""
+    spread: float = 0.2
+    """The standard deviation of the logarithm of a drawn duration, whose 95% quantile is the conservative one."""
     out: Path = Path("out/multiplex")
     """The folder for the figure and the numbers."""
 
@@ -109,16 +110,21 @@ def run_multiplex(options: Multiplex, console: Console) -> None:
         console: the console for the tables.
 
     Raises:
-        ValueError: if there are no jobs, they do not fit the pools, or a number is out of its range; nothing is written
-            then.
+        ValueError: if there are no jobs, they do not fit the pools, a number is out of its range, or ``out`` is no
+            folder and cannot become one; nothing is written then.
     """
+    there = next(path for path in (options.out, *options.out.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise ValueError(f"out={options.out}: {there} is a file, not a folder")
     pools = options.nodes.pools()
     check_integer("steps", options.steps, least=1, most=MOST_STEPS)
-    title, job_sets = _job_sets(options)
+    recorded = {str(path): read_durations(path) for path in options.paths if path.is_dir()}
+    title, job_sets = _job_sets(options, recorded)
     comparisons = [
         compare_ways(
             jobs,
             pools,
+            recorded=recorded,
             rollout_speed=options.rollout_speed,
             steps=options.steps,
             spread=options.spread,
@@ -127,6 +133,11 @@ def run_multiplex(options: Multiplex, console: Console) -> None:
         for seed, jobs in enumerate(job_sets)
     ]
     groups, told = comparisons[0].groups, summary(comparisons)
+    for job in job_sets[0]:
+        if job.name in recorded:
+            console.print(
+                run_in_words(job, recorded[job.name]), markup=False, highlight=False, soft_wrap=True
+            )
     first = title if len(job_sets) == 1 else f"{title}; the groups of the first"
     console.print(groups_table(groups, pools, first), crop=False, soft_wrap=True)
     count = sum(map(len, job_sets))
@@ -143,6 +154,8 @@ def run_multiplex(options: Multiplex, console: Console) -> None:
             "pools": dataclasses.asdict(pools),
             "ways": told,
             "executed_within_slo": sum(each.executed_within_slo for each in comparisons),
+            "late_phases": sum(each.late_phases for each in comparisons),
+            "phases": sum(each.phases for each in comparisons),
             "gaps": [each.gap(GROUPS) for each in comparisons] if OPTIMUM in told else None,
             "sets": [[_group_numbers(group) for group in each.groups] for each in comparisons],
         },
@@ -150,14 +163,14 @@ def run_multiplex(options: Multiplex, console: Console) -> None:
     console.print(f"figure: {figure}\nnumbers: {numbers}", highlight=False, soft_wrap=True)
 
 
-def _job_sets(options: Multiplex) -> tuple[str, list[list[Job]]]:
+def _job_sets(options: Multiplex, recorded: Mapping[str, StepDurations]) -> tuple[str, list[list[Job]]]:
     """Sets of jobs, and what they are in words."""
     if options.paths:
         if options.drawn is not None or options.seeds != 1:
             raise ValueError(
                 f"{len(options.paths)} paths: drawn and seeds are for jobs that no path describes"
             )
-        jobs = [job for path in options.paths for job in _read(path, options.run)]
+        jobs = [job for path in options.paths for job in _read(path, options.run, recorded)]
         return f"jobs of {', '.join(map(str, options.paths))}", [jobs]
     count = 6 if options.drawn is None else options.drawn
     check_integer("drawn", count, least=1, most=MOST_DRAWN)
@@ -166,9 +179,9 @@ def _job_sets(options: Multiplex) -> tuple[str, list[list[Job]]]:
     return f"{count} drawn jobs" + (f", {options.seeds} sets" if options.seeds > 1 else ""), sets
 
 
-def _read(path: Path, run: RunJob) -> list[Job]:
-    if path.is_dir():
-        return [job_from_run(path, **dataclasses.asdict(run))]
+def _read(path: Path, run: RunJob, recorded: Mapping[str, StepDurations]) -> list[Job]:
+    if str(path) in recorded:
+        return [job_of_durations(str(path), recorded[str(path)], **dataclasses.asdict(run))]
     if not path.exists():
         raise ValueError(f"{path}: no such file of jobs or folder of a run")
     return read_jobs(path)

@@ -1,6 +1,6 @@
 """Ways to run the same jobs, side by side: what they cost, what they do, and whether objectives hold in execution."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -10,7 +10,14 @@ from relibra_jax.sharing.groups import Group
 from relibra_jax.sharing.jobs import Job, Pools
 from relibra_jax.sharing.multiplex import largest_first, multiplex
 from relibra_jax.sharing.optimum import MOST_JOBS, cheapest_groups
-from relibra_jax.sharing.simulation import draw_durations, simulate, steps_within_slo
+from relibra_jax.sharing.run_metrics import StepDurations
+from relibra_jax.sharing.simulation import (
+    conservative_durations,
+    draw_durations,
+    resample_durations,
+    simulate,
+    steps_within_slo,
+)
 
 GROUPS: Final = "groups, jobs as they come"
 SORTED: Final = "groups, all jobs known"
@@ -31,7 +38,11 @@ class Comparison(NamedTuple):
     outcomes: dict[str, Outcome]
     """What each way costs and does, by conservative durations; without the optimum where there are too many jobs."""
     executed_within_slo: int
-    """The jobs that keep their objectives when ``groups`` are executed with drawn durations."""
+    """The jobs that keep their objectives when ``groups`` are executed with drawn or recorded durations."""
+    late_phases: int
+    """The executed phases that took longer than planned."""
+    phases: int
+    """All executed phases."""
 
     def gap(self, way: str) -> float:
         """By which share a way's price exceeds the optimum's."""
@@ -43,16 +54,24 @@ class Comparison(NamedTuple):
 
 
 def compare_ways(
-    jobs: Sequence[Job], pools: Pools, *, rollout_speed: float, steps: int, spread: float, seed: int
+    jobs: Sequence[Job],
+    pools: Pools,
+    *,
+    recorded: Mapping[str, StepDurations],
+    rollout_speed: float,
+    steps: int,
+    spread: float,
+    seed: int,
 ) -> Comparison:
     """Run one set of jobs in all ways.
 
     Args:
         jobs: the jobs, in the order in which they come.
         pools: the pools.
+        recorded: the recorded steps of those jobs that are runs, by their names.
         rollout_speed: how fast a training node generates, a rollout node being 1.
         steps: the steps of each job in the execution.
-        spread: the largest share by which a phase is shorter than its conservative duration.
+        spread: the standard deviation of the logarithm of a drawn duration.
         seed: the seed of the durations.
 
     Raises:
@@ -67,11 +86,14 @@ def compare_ways(
     }
     if len(jobs) <= MOST_JOBS:
         outcomes[OPTIMUM] = outcome_of_groups(cheapest_groups(jobs, pools), pools)
-    within_slo = 0
+    within_slo, late = 0, 0
     for group in groups:
-        durations = draw_durations(group, steps=steps, spread=spread, seed=seed)
+        drawn = draw_durations(group, steps=steps, spread=spread, seed=seed)
+        durations = resample_durations(group, drawn, recorded, seed=seed)
         within_slo += int(steps_within_slo(group, simulate(durations)).sum())
-    return Comparison(groups, outcomes, within_slo)
+        planned = conservative_durations(group, steps=steps)
+        late += int((durations > planned * (1 + 1e-9)).sum())
+    return Comparison(groups, outcomes, within_slo, late, 2 * steps * len(jobs))
 
 
 def summary(comparisons: Sequence[Comparison]) -> Ways:

@@ -3,15 +3,32 @@
 from collections.abc import Sequence
 from typing import Final
 
+import numpy as np
 from rich.markup import escape
 from rich.table import Table
 
 from relibra_jax.cli.multiplex.comparison import ALONE, GROUPS, OPTIMUM, Comparison, Ways
 from relibra_jax.cli.terminal import wide_table
 from relibra_jax.sharing.groups import Group
-from relibra_jax.sharing.jobs import Pools
+from relibra_jax.sharing.jobs import Job, Pools
+from relibra_jax.sharing.run_metrics import StepDurations
 
 TABLE_WIDTH: Final = 104
+
+
+def run_in_words(job: Job, durations: StepDurations) -> str:
+    """What a run's steps took, and what they are taken to take.
+
+    Args:
+        job: the job of the run.
+        durations: its recorded steps.
+    """
+    rollout, training = np.median(durations.rollout), np.median(durations.training)
+    return (
+        f"{job.name}: {len(durations.rollout)} learning steps;"
+        f" rollout {rollout:.4g}s in the median, {job.rollout_seconds:.4g}s conservative;"
+        f" training {training:.4g}s in the median, {job.training_seconds:.4g}s conservative"
+    )
 
 
 def groups_table(groups: Sequence[Group], pools: Pools, title: str) -> Table:
@@ -72,12 +89,14 @@ def told_in_words(comparisons: Sequence[Comparison], told: Ways, jobs: int, spre
         comparisons: a comparison for each set of jobs.
         told: the figures of each way, from `relibra_jax.cli.multiplex.comparison.summary`.
         jobs: the number of jobs in all sets.
-        spread: the largest share by which an executed duration was below the conservative one.
+        spread: the standard deviation of the logarithm of a drawn duration.
     """
     executed = sum(each.executed_within_slo for each in comparisons)
+    late = sum(each.late_phases for each in comparisons) / sum(each.phases for each in comparisons)
     lines = [
         f"efficiency: steps for the price, beside {ALONE} (conservative durations); modelled",
-        f"executed with durations up to {spread:.0%} below: {executed} of {jobs} jobs within their objectives",
+        f"executed (runs: recorded steps; else lognormal, spread {spread:g}): {executed} of {jobs} jobs within their"
+        f" objectives, {late:.1%} of phases late",
     ]
     if len(comparisons) > 1 and OPTIMUM in told:
         figures, equal = told[GROUPS], sum(each.gap(GROUPS) < 1e-9 for each in comparisons)
