@@ -73,7 +73,7 @@ def main(config: BenchWarmStart) -> None:
         resident_slots=config.resident_slots,
     )
     load = np.asarray(sample_load(trace.replay, num_experts=trace.num_experts))
-    tokens = trace.replay.mask.sum(1)
+    tokens = np.asarray(trace.replay.mask.sum(1))
     rows = topology.num_ranks * config.micro_batches
     size = len(tokens) // 2 // rows * rows
     if not size:
@@ -118,14 +118,9 @@ def main(config: BenchWarmStart) -> None:
         state = PLANNER.init(topology, load.shape[1], key=keys[0])
         _, state = plan(load[first], tokens[first], state, keys[1], None, routes_of(first), rounds=4)
         counts = load[second], tokens[second]
-        begun: dict[str, Placement | None] = {
-            "nothing": None,
-            "the batch before": Placement(state.home, no_residents),
-        }
+        begun = {"nothing": None, "the batch before": Placement(state.home, no_residents)}
         for share in FINISHED:
-            finished = np.zeros(size, bool)
-            finished[np.argsort(counts[1], kind="stable")[: int(share * size)]] = True
-            early, _ = plan(*fill_unfinished(*counts, finished), state, keys[2], None, None, rounds=4)
+            early, _ = plan(*_finished(counts, share), state, keys[2], None, None, rounds=4)
             resident = jnp.asarray(resident_experts(early.plan, topology))
             begun[f"{share:.0%} of the samples"] = Placement(early.plan.home, resident)
         for (name, warm_start), rounds in itertools.product(begun.items(), ROUNDS):
@@ -145,6 +140,13 @@ def main(config: BenchWarmStart) -> None:
         f" {config.seeds} draws"
     )
     Console(width=120).print(_table(measured, title))
+
+
+def _finished(counts: tuple[np.ndarray, np.ndarray], share: float) -> tuple[jax.Array, jax.Array]:
+    """The counts of a batch of which the shortest samples have finished, such a share of them."""
+    finished = np.zeros(len(counts[1]), bool)
+    finished[np.argsort(counts[1], kind="stable")[: int(share * len(finished))]] = True
+    return fill_unfinished(*counts, finished)
 
 
 def _table(measured: Measured, title: str) -> Table:

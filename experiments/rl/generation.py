@@ -28,6 +28,7 @@ from experiments.rl.tokens import BYTES
 from relibra_jax.execution.parallel import ExpertParallel, check_tokens
 from relibra_jax.limits import check_not_negative
 from relibra_jax.models import Cache, LanguageModel
+from relibra_jax.models.cache import shard_cache
 from relibra_jax.types import Array, RoutingReplay, check_shape
 
 
@@ -123,32 +124,18 @@ def generate(
     Raises:
         ValueError: before anything is compiled, if a shape, length or knob is out of its range, with the numbers.
     """
-    check_tokens("prompts", prompts, parallel)
-    for name, array in (("prompts", prompts[:, 0]), ("lengths", lengths), ("keys", keys)):
-        check_shape(name, array.shape, prompts.shape[:1])
-    longest = np.asarray(lengths)
-    if longest.min() < 0 or longest.max() > prompts.shape[1]:
-        raise ValueError(
-            f"lengths {longest.min()}..{longest.max()}, prompts have room for 0..{prompts.shape[1]}"
-        )
+    if allowed is None:
+        allowed = np.ones(policy.config.vocabulary, bool)
+    if watch is None:
+        watch = Watch(max_new_tokens, lambda *_: False)
+    _check_prompts(prompts, lengths, keys, parallel)
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens={max_new_tokens} must be at least 1")
     check_sampling(temperature, top_p)
-    if not ends:
-        raise ValueError("ends: at least one token must end a response")
-    for end in ends:
-        if not 0 <= end < policy.config.vocabulary:
-            raise ValueError(f"ends: {end} is no token of a vocabulary of {policy.config.vocabulary}")
-    if allowed is None:
-        allowed = np.ones(policy.config.vocabulary, bool)
-    check_shape("allowed", allowed.shape, (policy.config.vocabulary,))
-    never = [end for end in ends if not allowed[end]]
-    if never:
-        raise ValueError(f"ends: {never[0]} is not among the tokens that may be sampled")
-    if watch is None:
-        watch = Watch(max_new_tokens, lambda *_: False)
+    _check_ends(ends, allowed, policy.config.vocabulary)
     if watch.every < 1:
         raise ValueError(f"watch.every={watch.every} must be at least 1")
+    has_prompt = np.asarray(lengths) > 0
     prompt = _Prompts(jnp.asarray(prompts, jnp.int32), jnp.asarray(lengths, jnp.int32))
     ids, state = _begin(policy, prompt, jnp.int32(pad), parallel=parallel, room=max_new_tokens)
     knobs = (jnp.float32(temperature), jnp.float32(top_p), jnp.asarray(allowed))
@@ -164,13 +151,36 @@ def generate(
     for column in range(watch.every, max_new_tokens, watch.every):
         state = decode(state, until=jnp.int32(column))
         ended = np.asarray(on_every_host(state.ended, parallel.mesh))
-        if ended[longest > 0].all():
+        if ended[has_prompt].all():
             break
         so_far = functools.partial(_join, prompt, ids, state, jnp.int32(pad), parallel=parallel)
         if not watch.look(ended, so_far):
             break
     state = decode(state, until=jnp.int32(max_new_tokens))
     return _join(prompt, ids, state, jnp.int32(pad), parallel=parallel)
+
+
+def _check_prompts(prompts: Array, lengths: Array, keys: Array, parallel: ExpertParallel) -> None:
+    check_tokens("prompts", prompts, parallel)
+    for name, array in (("prompts", prompts[:, 0]), ("lengths", lengths), ("keys", keys)):
+        check_shape(name, array.shape, prompts.shape[:1])
+    longest = np.asarray(lengths)
+    if longest.min() < 0 or longest.max() > prompts.shape[1]:
+        raise ValueError(
+            f"lengths {longest.min()}..{longest.max()}, prompts have room for 0..{prompts.shape[1]}"
+        )
+
+
+def _check_ends(ends: Sequence[int], allowed: Array, vocabulary: int) -> None:
+    if not ends:
+        raise ValueError("ends: at least one token must end a response")
+    for end in ends:
+        if not 0 <= end < vocabulary:
+            raise ValueError(f"ends: {end} is no token of a vocabulary of {vocabulary}")
+    check_shape("allowed", allowed.shape, (vocabulary,))
+    never = [end for end in ends if not allowed[end]]
+    if never:
+        raise ValueError(f"ends: {never[0]} is not among the tokens that may be sampled")
 
 
 def check_sampling(temperature: float, top_p: float) -> None:
@@ -235,7 +245,8 @@ def _begin(policy: LanguageModel, prompt: _Prompts, pad, *, parallel: ExpertPara
         ended=jnp.zeros(samples, bool),
         step=jnp.int32(0),
     )
-    return _on_ranks((output.expert_ids, state), parallel)
+    ids = jax.lax.with_sharding_constraint(output.expert_ids, parallel.token_sharding)
+    return ids, _on_ranks(state, parallel)
 
 
 @nnx.jit(static_argnames="parallel", donate_argnames="state")
@@ -273,15 +284,16 @@ def _decode(
     return _on_ranks(end, parallel)
 
 
-def _on_ranks[T](tree: T, parallel: ExpertParallel) -> T:
+def _on_ranks(state: _State, parallel: ExpertParallel) -> _State:
     """Samples over the ranks, so that what one program returns is what the next one was compiled for."""
-
-    def place(path, leaf):
-        behind_layers = jax.tree_util.keystr(path).endswith((".keys", ".values"))
-        spec = (None,) * behind_layers + tuple(parallel.token_spec) if leaf.ndim else ()
-        return jax.lax.with_sharding_constraint(leaf, NamedSharding(parallel.mesh, PartitionSpec(*spec)))
-
-    return jax.tree.map_with_path(place, tree)
+    alone = ("cache", "step")
+    of_samples = {name: leaf for name, leaf in state._asdict().items() if name not in alone}
+    everywhere = NamedSharding(parallel.mesh, PartitionSpec())
+    return _State(
+        **jax.lax.with_sharding_constraint(of_samples, parallel.token_sharding),
+        cache=shard_cache(state.cache, parallel),
+        step=jax.lax.with_sharding_constraint(state.step, everywhere),
+    )
 
 
 @functools.partial(jax.jit, static_argnames="parallel")

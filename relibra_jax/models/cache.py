@@ -88,13 +88,26 @@ class LayerCache(NamedTuple):
 def empty_cache(config: ModelConfig, samples: int, room: int, parallel: ExpertParallel) -> Cache:
     """A cache of ``room`` columns, sharded over the ranks by samples."""
 
-    def full(shape, value, dtype, *spec):
-        sharding = NamedSharding(parallel.mesh, PartitionSpec(*spec, *parallel.token_spec))
-        return jax.lax.with_sharding_constraint(jnp.full(shape, value, dtype), sharding)
-
     shape = (config.layers, samples, room, config.kv_heads, config.head_width)
-    keys, values = (full(shape, 0, jnp.dtype(config.dtype), None) for _ in range(2))
-    return Cache(keys, values, full((samples, room), NOWHERE, jnp.int32), jnp.int32(0))
+    keys, values = (jnp.zeros(shape, jnp.dtype(config.dtype)) for _ in range(2))
+    positions = jnp.full((samples, room), NOWHERE, jnp.int32)
+    return shard_cache(Cache(keys, values, positions, jnp.int32(0)), parallel)
+
+
+def shard_cache(cache: Cache, parallel: ExpertParallel) -> Cache:
+    """A cache whose samples are sharded over the ranks, as programs that hand it on agree."""
+
+    def place(leaf, *spec):
+        sharding = NamedSharding(parallel.mesh, PartitionSpec(*spec))
+        return jax.lax.with_sharding_constraint(leaf, sharding)
+
+    by_layer = (None, *parallel.token_spec)
+    return Cache(
+        place(cache.keys, *by_layer),
+        place(cache.values, *by_layer),
+        place(cache.positions, *parallel.token_spec),
+        place(cache.filled),
+    )
 
 
 def _rooms(columns: int) -> list[int]:

@@ -5,24 +5,21 @@ The host has cores to spare while devices compute, so that a search may run besi
 
 import dataclasses
 import functools
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import jax
-import numpy as np
 from jaxtyping import Bool, Integer, PRNGKeyArray
 
 from relibra_jax.execution.plan_agreement import check_same_plan
 from relibra_jax.plan import resident_experts
 from relibra_jax.plan_check import check_plan
 from relibra_jax.planning.assignment import assign_in_order
+from relibra_jax.planning.batch_counts import BatchCounts, count_batch
 from relibra_jax.planning.placement import Placement
 from relibra_jax.planning.plan_stages import plan_stage_loads
-from relibra_jax.planning.token_sample import Routes, sample_routes
-from relibra_jax.planning.transitions import transitions_for
 from relibra_jax.planning.turns import Assign, shift_samples
 from relibra_jax.planning.unfinished import fill_unfinished
-from relibra_jax.replay import sample_load
-from relibra_jax.types import Array, BatchPlan, Planner, RoutingReplay, Topology, Transitions
+from relibra_jax.types import Array, BatchPlan, Planner, RoutingReplay, Topology
 
 ROUNDS: Final = 4
 """Turns of assignment and placement, of a search that begins with nothing."""
@@ -46,17 +43,6 @@ class Search:
     """How samples are assigned, with a ``key``; None keeps them where they start."""
     by_length: bool
     """Whether samples start packed by their lengths, as rows want that hold several; in order otherwise."""
-
-
-class Counts(NamedTuple):
-    """What a search knows of a batch."""
-
-    sample_load: Integer[Array, "B L E"]
-    tokens: Integer[Array, " B"]
-    routes: Routes | None = None
-    """Some tokens, where residents are planned."""
-    transitions: Transitions | None = None
-    """For planners that take them."""
 
 
 def plan_checked(
@@ -87,7 +73,7 @@ def plan_checked(
     """
     given = jax.device_put((replay, state, key, warm_start), host_device())
     replay, state, key, warm_start = given
-    counts = _count(replay, planner=search.planner, topology=search.topology)
+    counts = _count(replay, search.planner, search.topology, with_routes=False)
     stages, after = _plan(counts, state, key, warm_start, search=search)
     stages = jax.device_get(stages)
     for stage in stages:
@@ -117,7 +103,7 @@ def plan_unfinished(
     """
     given = jax.device_put((sample_load, tokens, finished, state, key), host_device())
     sample_load, tokens, finished, state, key = given
-    counts = Counts(*fill_unfinished(sample_load, tokens, finished))
+    counts = BatchCounts(*fill_unfinished(sample_load, tokens, finished))
     (stage, *_), _ = jax.device_get(_plan(counts, state, key, None, search=search))
     return Placement(stage.plan.home, jax.device_get(resident_experts(stage.plan, search.topology)))
 
@@ -130,18 +116,13 @@ def host_device() -> jax.Device:
         return jax.local_devices()[0]
 
 
-@functools.partial(jax.jit, static_argnames=("planner", "topology"))
-def _count(replay: RoutingReplay, *, planner: Planner, topology: Topology) -> Counts:
-    return Counts(
-        sample_load(replay, num_experts=topology.num_experts),
-        replay.mask.sum(1, dtype=np.int32),
-        sample_routes(replay) if topology.resident_slots else None,
-        transitions_for(planner, replay, num_experts=topology.num_experts),
-    )
+_count = jax.jit(count_batch, static_argnames=("planner", "topology", "with_routes"))
 
 
 @functools.partial(jax.jit, static_argnames="search")
-def _plan(counts: Counts, state: Any, key: PRNGKeyArray, warm_start: Placement | None, *, search: Search):
+def _plan(
+    counts: BatchCounts, state: Any, key: PRNGKeyArray, warm_start: Placement | None, *, search: Search
+):
     """`plan_stage_loads`, compiled once for equal settings, whoever asks."""
     # Rows are padded to one length, so ranks with more of them would compute more.
     starts = [

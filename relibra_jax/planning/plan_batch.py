@@ -2,16 +2,13 @@
 
 from typing import Any
 
-import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Integer
 
+from relibra_jax.planning.batch_counts import BatchCounts, count_batch, widen_counts
 from relibra_jax.planning.placement import Placement
 from relibra_jax.planning.sample_packing import pack_samples
-from relibra_jax.planning.token_sample import Routes, sample_routes
-from relibra_jax.planning.transitions import transitions_for
+from relibra_jax.planning.token_sample import Routes
 from relibra_jax.planning.turns import Assign, plan_in_turns
-from relibra_jax.replay import sample_load
 from relibra_jax.types import (
     Array,
     Assignment,
@@ -79,20 +76,16 @@ def plan_batch(
     >>> batch_plan.load.shape, batch_plan.plan.quota[0, 0].tolist()  # expert 0 is split over both ranks
     ((2, 3, 1, 2, 4), [[[8, 0, 0], [0, 0, 8]]])
     """
-    by_time = cost is not None or topology.resident_slots > 0
+    counts = count_batch(replay, planner, topology, with_routes=cost is not None)
     return plan_loads(
-        sample_load(replay, num_experts=topology.num_experts),
-        replay.mask.sum(1, dtype=np.int32),
-        planner,
-        state,
-        topology,
+        *(counts.sample_load, counts.tokens, planner, state, topology),
         num_micro_batches=num_micro_batches,
         start=start,
         assign=assign,
         rounds=rounds,
         cost=cost,
-        routes=sample_routes(replay) if by_time else None,
-        transitions=transitions_for(planner, replay, num_experts=topology.num_experts),
+        routes=counts.routes,
+        transitions=counts.transitions,
         warm_start=warm_start,
     )
 
@@ -154,27 +147,18 @@ def plan_loads(
     >>> batch_plan.plan.quota[0, 0].tolist()
     [[[8, 0, 0], [0, 0, 8]]]
     """
-    # Workers send the smallest integers that hold their counts; sums over samples need more.
-    sample_load, tokens = jnp.asarray(sample_load, jnp.int32), jnp.asarray(tokens, jnp.int32)
-    samples, experts = len(tokens), topology.num_experts
-    check_shape("sample_load", sample_load.shape, (samples, *sample_load.shape[1:2], experts))
+    counts = widen_counts(BatchCounts(sample_load, tokens, routes, transitions), topology)
     if start is None:
-        start = pack_samples(tokens, topology, num_micro_batches=num_micro_batches)
+        start = pack_samples(counts.tokens, topology, num_micro_batches=num_micro_batches)
     ranks = (num_micro_batches, topology.num_nodes, topology.ranks_per_node)
     check_shape("micro-batches and ranks of start", start.sample.shape[:3], ranks)
     (batch_plan,), after = plan_in_turns(
-        sample_load,
-        tokens,
-        planner,
-        state,
-        topology,
+        *(counts, planner, state, topology),
         starts=[start],
-        samples=[range(samples)],
+        samples=[range(len(tokens))],
         assign=assign,
         rounds=rounds,
         costs=None if cost is None else [cost],
-        routes=routes,
-        transitions=transitions,
         warm_start=warm_start,
     )
     return batch_plan, after

@@ -3,17 +3,14 @@
 from collections.abc import Sequence
 from typing import Any
 
-import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Integer
 
 from relibra_jax.limits import check_integer
+from relibra_jax.planning.batch_counts import BatchCounts, count_batch, widen_counts
 from relibra_jax.planning.placement import Placement
 from relibra_jax.planning.sample_packing import pack_samples
-from relibra_jax.planning.token_sample import Routes, sample_routes
-from relibra_jax.planning.transitions import transitions_for
+from relibra_jax.planning.token_sample import Routes
 from relibra_jax.planning.turns import Assign, plan_in_turns, shift_samples
-from relibra_jax.replay import sample_load
 from relibra_jax.types import (
     Array,
     Assignment,
@@ -23,7 +20,6 @@ from relibra_jax.types import (
     Topology,
     Transitions,
     UnitTimes,
-    check_shape,
 )
 
 
@@ -83,7 +79,7 @@ def plan_stages(
             or ``cost`` mixes flat and hierarchical dispatch, ``rounds`` is negative, or as the planner and ``assign``
             say.
 
-    >>> import jax
+    >>> import jax, numpy as np
     >>> from relibra_jax import Topology, relibra
     >>> topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=4, replica_slots=1)
     >>> replay = RoutingReplay(np.zeros((4, 8, 3, 1), np.uint8), np.ones((4, 8), bool))
@@ -92,21 +88,17 @@ def plan_stages(
     >>> recompute.load.shape, update.load.shape, bool((recompute.plan.home == update.plan.home).all())
     ((1, 3, 1, 2, 4), (2, 3, 1, 2, 4), True)
     """
-    by_time = cost is not None or topology.resident_slots > 0
+    counts = count_batch(replay, planner, topology, with_routes=cost is not None)
     return plan_stage_loads(
-        sample_load(replay, num_experts=topology.num_experts),
-        replay.mask.sum(1, dtype=np.int32),
-        planner,
-        state,
-        topology,
+        *(counts.sample_load, counts.tokens, planner, state, topology),
         num_micro_batches=num_micro_batches,
         samples=samples,
         starts=starts,
         assign=assign,
         rounds=rounds,
         cost=cost,
-        routes=sample_routes(replay) if by_time else None,
-        transitions=transitions_for(planner, replay, num_experts=topology.num_experts),
+        routes=counts.routes,
+        transitions=counts.transitions,
         warm_start=warm_start,
     )
 
@@ -156,7 +148,7 @@ def plan_stage_loads(
         ValueError: if ``sample_load`` is not ``[B, L, E]`` of as many samples as ``tokens`` and the topology's experts,
             or as `plan_stages`.
 
-    >>> import jax
+    >>> import jax, numpy as np
     >>> from relibra_jax import Topology, relibra
     >>> topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=4, replica_slots=1)
     >>> load, tokens = np.zeros((4, 3, 4), np.uint8), np.full(4, 8)
@@ -166,11 +158,7 @@ def plan_stage_loads(
     >>> [stage.load.shape for stage in stages]
     [(1, 3, 1, 2, 4), (2, 3, 1, 2, 4)]
     """
-    # Workers send the smallest integers that hold their counts; sums over samples need more.
-    sample_load, tokens = jnp.asarray(sample_load, jnp.int32), jnp.asarray(tokens, jnp.int32)
-    check_shape(
-        "sample_load", sample_load.shape, (len(tokens), *sample_load.shape[1:2], topology.num_experts)
-    )
+    counts = widen_counts(BatchCounts(sample_load, tokens, routes, transitions), topology)
     own = stage_samples(len(tokens), len(num_micro_batches), samples)
     for stage, (each, number) in enumerate(zip(own, num_micro_batches, strict=True)):
         check_integer(f"num_micro_batches[{stage}]", number, least=1, most=len(each))
@@ -180,23 +168,18 @@ def plan_stage_loads(
     if starts is None:
         starts = [
             shift_samples(
-                pack_samples(tokens[each.start : each.stop], topology, num_micro_batches=number), each.start
+                pack_samples(counts.tokens[each.start : each.stop], topology, num_micro_batches=number),
+                each.start,
             )
             for each, number in zip(own, num_micro_batches, strict=True)
         ]
     return plan_in_turns(
-        sample_load,
-        tokens,
-        planner,
-        state,
-        topology,
+        *(counts, planner, state, topology),
         starts=starts,
         samples=own,
         assign=assign,
         rounds=rounds,
         costs=cost,
-        routes=routes,
-        transitions=transitions,
         warm_start=warm_start,
     )
 

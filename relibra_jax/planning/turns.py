@@ -14,25 +14,23 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Int
 
 from relibra_jax.limits import check_integer, check_not_negative, check_positive
 from relibra_jax.plan import resident_experts
 from relibra_jax.plan_check import check_homes
+from relibra_jax.planning.batch_counts import BatchCounts
 from relibra_jax.planning.extra_args import taken_by, with_extra_args
 from relibra_jax.planning.placement import Placement
 from relibra_jax.planning.token_sample import Routes, place_routes
 from relibra_jax.replay import assigned_load
 from relibra_jax.types import (
     EMPTY,
-    Array,
     Assignment,
     BatchPlan,
     Plan,
     Planner,
     TokenSample,
     Topology,
-    Transitions,
     UnitTimes,
     check_shape,
 )
@@ -43,8 +41,7 @@ type Assign = Callable[..., Assignment]
 
 
 def plan_in_turns(
-    sample_load: Int[Array, "B L E"],
-    tokens: Int[Array, " B"],
+    counts: BatchCounts,
     planner: Planner,
     state: Any,
     topology: Topology,
@@ -54,15 +51,12 @@ def plan_in_turns(
     assign: Assign | None,
     rounds: int,
     costs: Sequence[UnitTimes] | None,
-    routes: Routes | None,
-    transitions: Transitions | None,
-    warm_start: Placement | None = None,
+    warm_start: Placement | None,
 ) -> tuple[tuple[BatchPlan, ...], Any]:
     """Plan the stages of a batch by one search: a first plan, then ``rounds`` of assignment and another plan.
 
     Args:
-        sample_load: token copies of each sample for each expert.
-        tokens: the length of each sample.
+        counts: the counts of all samples, in int32.
         planner: any planner.
         state: the planner's state before the batch, from which every turn plans.
         topology: the expert-parallel group.
@@ -71,8 +65,6 @@ def plan_in_turns(
         assign: assigns the samples of one stage; None keeps the first assignments.
         rounds: turns of assignment and placement.
         costs: the unit times of each stage.
-        routes: some tokens of the batch.
-        transitions: counts of the batch, if the planner takes them.
         warm_start: homes and residents that samples are assigned to in the first turn, in place of a first plan for
             ``starts``.
 
@@ -83,6 +75,7 @@ def plan_in_turns(
         ValueError: if ``rounds`` is negative, a unit time is not finite and at least 0, ``copy`` is 0, ``warm_start``
             is of another topology or number of layers, or as the planner and ``assign`` say.
     """
+    sample_load, tokens, routes, transitions = counts
     check_integer("rounds", rounds, least=0)
     if warm_start is not None:
         _check_warm_start(warm_start, sample_load.shape[1], topology)

@@ -5,7 +5,7 @@ import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from relibra_jax.sharing.groups import Group
+from relibra_jax.sharing.groups import Group, rollout_seconds
 from relibra_jax.sharing.jobs import Job, Pools, check_factor, check_jobs
 
 
@@ -98,5 +98,4 @@ def outcome_colocated(jobs: Sequence[Job], pools: Pools, *, rollout_speed: float
 
 def _colocated_seconds(job: Job, rollout_speed: float, nodes: int) -> float:
     """The duration of a step whose phases follow each other on so many training nodes."""
-    shared = (1 - job.tail_share) * job.rollout_nodes / nodes
-    return job.rollout_seconds * (job.tail_share + shared) / rollout_speed + job.training_seconds
+    return rollout_seconds(job, nodes) / rollout_speed + job.training_seconds

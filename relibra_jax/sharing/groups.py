@@ -68,7 +68,7 @@ def rollout_seconds(job: Job, nodes: int) -> float:
 
     Args:
         job: the job.
-        nodes: the nodes, at least those that the job needs.
+        nodes: the nodes; in a group at least those that the job needs.
 
     Returns:
         Seconds.
