@@ -15,7 +15,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from experiments.rl.configs import CONFIGS, SUMMARIES, Train
+from experiments.rl.configs import Train
+from experiments.rl.named_runs import CONFIGS, SUMMARIES
 from experiments.rl.saved_config import saved_config
 from experiments.rl.train import run_train
 from relibra_jax.cli.parsing import parse_options

@@ -16,9 +16,10 @@ from flax import nnx
 from rich.console import Console
 from support.runs import SIZES, SMALL, SMALLEST
 
-from experiments.rl.configs import Reorder, Replicate, Train
+from experiments.rl.configs import Train
 from experiments.rl.losses import token_weights
 from experiments.rl.metrics_log import MetricsLog, read_metrics
+from experiments.rl.planner_settings import Reorder, Replicate
 from experiments.rl.report import summarise, training_figure
 from experiments.rl.rewards import Rewards, score_responses
 from experiments.rl.stages import recompute_planned

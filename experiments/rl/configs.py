@@ -1,15 +1,16 @@
-"""What a reinforcement-learning run can be told, and the runs that have names."""
+"""What a reinforcement-learning run can be told."""
 
 import dataclasses
 import functools
-from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated, Final
 
 import tyro
 
+from experiments.rl.algorithms import ALGORITHMS, AlgorithmEntry, Critic
+from experiments.rl.dapo import Dapo
 from experiments.rl.generation import check_sampling
+from experiments.rl.planner_settings import TUNABLE, Reorder, Replicate, annealed, tuned_planner
 from experiments.rl.policy import POLICIES
 from experiments.rl.step import Clip
 from relibra_jax.cli.options import Ranks
@@ -17,17 +18,10 @@ from relibra_jax.hot_ranks import HotRanks
 from relibra_jax.limits import check_integer, check_memory, check_not_negative, check_positive, check_seed
 from relibra_jax.models import ModelConfig
 from relibra_jax.models.hf_config import load_config
-from relibra_jax.planning.assignment import assign_samples
-from relibra_jax.planning.placement import place_experts
 from relibra_jax.planning.planners import PLANNERS, PlannerEntry
-from relibra_jax.planning.relibra import relibra
-from relibra_jax.planning.replication import replicate_experts
 from relibra_jax.planning.turns import Assign
 from relibra_jax.suggestions import suggest_names
 from relibra_jax.types import Topology
-
-TUNABLE: Final = ("relibra", "relibra_across")
-"""Planners that take `Reorder` and `Replicate`; the variants of the others are planners of their own."""
 
 DTYPES: Final = ("float32", "bfloat16")
 ROUTINGS: Final = ("rollout", "recompute")
@@ -47,30 +41,6 @@ NOT_NEGATIVE: Final = ("learning_rate", "warmup_learning_rate", "balance")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Reorder:
-    """How ReLibra's planners place experts between batches: `relibra_jax.planning.placement.place_experts`."""
-
-    steps: int = 500
-    """The steps of the search in each of its turns; more experts and layers want more."""
-    move_cost: float = 0.02
-    """The imbalance that moving all experts must gain."""
-    crossing_cost: float = 0.3
-    """The imbalance worth accepting for no token copy to cross nodes."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Replicate:
-    """How ReLibra's planners copy experts inside a batch: `relibra_jax.planning.replication.replicate_experts`."""
-
-    min_tokens: int = 1
-    """The fewest token copies that are worth a replica."""
-    tile: int = 1
-    """The token copies of a tile; replicas compute whole tiles."""
-    exact: bool = False
-    """Whether all ranks of a domain are brought within one tile of each other, not just the fullest down."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Train:
     """Reinforcement learning with routing replay: a supervised warm-up, then balanced updates from sampled responses.
 
@@ -87,6 +57,10 @@ class Train:
     """A checkpoint in Hugging Face's format to start from in place of a policy, with the tokenizer beside it."""
     dtype: str = "float32"
     """The dtype of the computation, float32 or bfloat16; parameters and optimizer state are float32."""
+    algorithm: str = "grpo"
+    """What the policy learns by: grpo, dapo, ppo or tppo."""
+    critic: Critic = dataclasses.field(default_factory=Critic)
+    dapo: Dapo = dataclasses.field(default_factory=Dapo)
     planner: str = "relibra"
     """A name from the table that ``relibra compare`` prints."""
     reorder: Reorder = dataclasses.field(default_factory=Reorder)
@@ -103,7 +77,7 @@ class Train:
     prompts: int = 32
     """The prompts of a batch."""
     responses_per_prompt: int = 8
-    """The responses to each prompt, whose rewards are compared."""
+    """The responses to each prompt, whose rewards GRPO and DAPO compare."""
     updates: int = 1
     """The optimizer updates that the samples of a batch are split into; responses to one prompt stay together."""
     micro_batches: int = 4
@@ -115,6 +89,9 @@ class Train:
     """The room for a prompt; examples that need more are passed over."""
     response_tokens: int = 4
     """The longest response, its end included; examples with longer answers are passed over."""
+    window: int | None = None
+    """The tokens that a rollout adds to a response before T-PPO learns from it, of which ``response_tokens`` is a
+    multiple; the next rollout goes on with responses that have not ended."""
     temperature: float = 1.0
     """What divides the logits of sampling."""
     top_p: float = 1.0
@@ -169,6 +146,7 @@ class Train:
     def __post_init__(self) -> None:
         for name, value, table in (
             ("policy", self.policy, POLICIES),
+            ("algorithm", self.algorithm, ALGORITHMS),
             ("planner", self.planner, PLANNERS),
             ("dtype", self.dtype, DTYPES),
             ("routing", self.routing, ROUTINGS),
@@ -189,7 +167,7 @@ class Train:
         at_least = {
             **dict.fromkeys(AT_LEAST_ZERO, 0),
             **dict.fromkeys(AT_LEAST_ONE, 1),
-            "responses_per_prompt": 2,
+            "responses_per_prompt": 2 if self.algorithm_entry.compares else 1,
         }
         for name, least in at_least.items():
             check_integer(name, getattr(self, name), least=least)
@@ -207,6 +185,7 @@ class Train:
         if self.plan_ahead > 1:
             raise ValueError(f"plan_ahead={self.plan_ahead} is a share of the responses, at most 1")
         self._check_division()
+        self._check_algorithm()
         if self.routing == "recompute" and not self.replay:
             raise ValueError(
                 "routing=recompute records what updates replay, and replay=False replays nothing"
@@ -254,6 +233,40 @@ class Train:
                     f"{what} must divide evenly over {ranks} ranks x {name}={getattr(self, name)}"
                 )
 
+    def _check_algorithm(self) -> None:
+        """Settings of an algorithm without it, and windows."""
+        entry = self.algorithm_entry
+        for name, used in (("critic", entry.critic), ("dapo", entry.mixed_groups)):
+            part = getattr(self, name)
+            if part != type(part)() and not used:
+                raise ValueError(f"algorithm={self.algorithm}, which has no use for {part}")
+        if entry.mixed_groups and self.plan_ahead not in (type(self).plan_ahead, 1):
+            raise ValueError(
+                f"algorithm={self.algorithm} replaces prompts once their responses are scored, and plan_ahead="
+                f"{self.plan_ahead} would plan for them before"
+            )
+        if entry.windows != (self.window is not None):
+            raise ValueError(
+                f"algorithm={self.algorithm}, and window={self.window}: tppo needs a window, and no other has one"
+            )
+        if self.window is None:
+            return
+        check_integer("window", self.window, least=1)
+        if self.window < self.prompt_tokens:
+            raise ValueError(
+                f"window={self.window} is smaller than the room for a prompt, prompt_tokens={self.prompt_tokens}: every"
+                " rollout runs the prompts again, which must not cost more than what it samples"
+            )
+        if self.response_tokens % self.window:
+            raise ValueError(
+                f"response_tokens={self.response_tokens} must be a multiple of window={self.window}"
+            )
+        if self.routing == "recompute":
+            raise ValueError(
+                "routing=recompute records the routing of all tokens anew, and tppo replays that of the policies which"
+                " sampled them"
+            )
+
     def _check_memory(self) -> None:
         """The largest arrays alone: keys and values of all samples, and what the steps of searches draw."""
         tokens = self.prompt_tokens + self.response_tokens
@@ -265,6 +278,11 @@ class Train:
             ("reorder.steps", self.reorder.steps, self.topology.home_slots),
         ):
             check_memory(f"{name}={steps}", 4 * steps * draws)
+
+    @property
+    def algorithm_entry(self) -> AlgorithmEntry:
+        """The algorithm with what happens for it while responses are sampled."""
+        return ALGORITHMS[self.algorithm]
 
     @property
     def samples(self) -> int:
@@ -302,8 +320,9 @@ class Train:
     @property
     def planner_entry(self) -> PlannerEntry:
         """The planner with its settings, the same object for equal ones, as jit wants it."""
-        entry = PLANNERS[self.planner]
-        return _tuned(entry, self.reorder, self.replicate) if self.planner in TUNABLE else entry
+        if self.planner not in TUNABLE:
+            return PLANNERS[self.planner]
+        return tuned_planner(self.planner, self.reorder, self.replicate)
 
     @property
     def float8_rollout(self) -> HotRanks | None:
@@ -313,38 +332,9 @@ class Train:
     @property
     def assign(self) -> Assign | None:
         """How samples are assigned, the same object for equal settings; None for in order."""
-        return _annealed(self.anneal_steps) if self.anneal_steps else None
+        return annealed(self.anneal_steps) if self.anneal_steps else None
 
 
 @functools.cache
 def _pretrained(folder: Path, dtype: str) -> ModelConfig:
     return load_config(folder, dtype=dtype)
-
-
-@functools.cache
-def _tuned(entry: PlannerEntry, reorder: Reorder, replicate: Replicate) -> PlannerEntry:
-    place = functools.partial(place_experts, **dataclasses.asdict(reorder))
-    options = {"across_nodes": entry.across_nodes, **dataclasses.asdict(replicate)}
-    planner = relibra(place=place, replicate=functools.partial(replicate_experts, **options))
-    return dataclasses.replace(entry, planner=planner)
-
-
-@functools.cache
-def _annealed(steps: int) -> Assign:
-    return functools.partial(assign_samples, steps=steps)
-
-
-CONFIGS: Final[Mapping[str, Train]] = MappingProxyType(
-    {
-        "demo": Train(),
-        "learn": Train(seeds=(0, 1, 2), steps=80),
-    }
-)
-"""The runs that have names: ``python -m experiments.run NAME``."""
-
-SUMMARIES: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "demo": "RL quickstart: 2 x 4 host devices, a tiny model, under five minutes",
-        "learn": "the same on three seeds, about fifteen minutes",
-    }
-)

@@ -39,19 +39,51 @@ METRICS: Final[Mapping[str, Metric]] = MappingProxyType(
         "evaluation/failed": Metric(
             "samples", "those whose reward function raised or returned no finite number", (EVALUATE,)
         ),
-        "reward/mean": Metric("reward", "mean over the samples that have one; null without any"),
+        "reward/mean": Metric(
+            "reward",
+            "mean over the samples that have one, those that DAPO replaces among them; null without any",
+        ),
         "reward/failed": Metric(
             "samples", "masked: their reward function raised or returned no finite number"
         ),
-        "response/tokens": Metric("tokens", "mean length of a response, its end included"),
+        "reward/overlong": Metric(
+            "reward",
+            "mean of what responses lost for their length before they were learned from; null but in DAPO",
+        ),
+        "reward/replaced_prompts": Metric(
+            "prompts",
+            "whose responses all had the same reward, and which others have replaced; null but in DAPO",
+        ),
+        "reward/equal_prompts": Metric(
+            "prompts", "of these, how many are still in the batch, for want of others; null but in DAPO"
+        ),
+        "response/tokens": Metric("tokens", "mean length of a response so far, its end included"),
         "response/longest": Metric("tokens", "length of the longest response"),
         "response/ended_share": Metric("share", "responses that ended before the room for them did"),
+        "response/slots_used_share": Metric(
+            "share", "of all samples times the steps of decoding, those that sampled a token"
+        ),
+        "response/carried": Metric("samples", "responses that earlier rollouts began; null but in T-PPO"),
+        "response/unfinished": Metric(
+            "samples", "responses that the next rollout goes on with; null but in T-PPO"
+        ),
+        "response/most_policies": Metric(
+            "policies", "that have sampled tokens of the longest response; null but in T-PPO"
+        ),
         "policy/loss": Metric("loss", "clipped policy loss of the batch's last update"),
         "policy/kl": Metric(
             "nats a token", "estimate of KL(old, new) in the last update, never negative: rho - 1 - log rho"
         ),
         "policy/clipped_share": Metric("share", "weight of the tokens whose ratio the clip cut off"),
         "policy/gradient_norm": Metric("norm", "of the batch's gradient, before it is cut"),
+        "critic/loss": Metric("loss", "of the batch's last update, before its factor; null without a critic"),
+        "critic/explained_variance": Metric(
+            "share",
+            "of the variance of what the critic learns, that its values explain before; null without any",
+        ),
+        "critic/not_finite": Metric(
+            "samples", "masked: the critic returned no finite number for them; null without a critic"
+        ),
         "balance/imbalance": Metric(
             "max / mean", "rank load in updates, and in a recompute under their plans; 1 is perfect"
         ),
@@ -89,6 +121,10 @@ METRICS: Final[Mapping[str, Metric]] = MappingProxyType(
         ),
         "routing/changed_share_by_layer": Metric("share", "the same, of each layer", listed=True),
         "batch/tokens": Metric("tokens", "prompts and responses, without padding", _UPDATES),
+        "batch/tokens_run": Metric(
+            "tokens",
+            "that the model was run on: in rollouts, in the recompute, and in the updates of all epochs",
+        ),
         "batch/fill": Metric("share", "positions of the updates' rows that hold tokens"),
         "time/step_seconds": Metric("s", "the whole step", _UPDATES),
         "time/generate_seconds": Metric("s", "generation"),
@@ -120,6 +156,14 @@ METRICS: Final[Mapping[str, Metric]] = MappingProxyType(
         ),
     }
 )
+
+
+OF_ALGORITHMS: Final = (
+    *("reward/overlong", "reward/replaced_prompts", "reward/equal_prompts"),
+    *("response/carried", "response/unfinished", "response/most_policies"),
+    *("critic/loss", "critic/explained_variance", "critic/not_finite"),
+)
+"""The metrics that only some algorithms have, null in the lines of the others."""
 
 
 def names_of(kind: str) -> frozenset[str]:

@@ -15,8 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Int
 
-from experiments.rl.configs import TUNABLE, Train
+from experiments.rl.configs import Train
 from experiments.rl.generation import Responses, Watch
+from experiments.rl.planner_settings import TUNABLE
 from experiments.rl.processes import on_every_host
 from experiments.rl.stages import stage_options
 from experiments.rl.state import State
@@ -42,9 +43,11 @@ class PlanAhead:
     @property
     def watch(self) -> Watch | None:
         """For `experiments.rl.generation.generate`; None where there is nothing to search ahead."""
-        if self._config.planner not in TUNABLE or self._config.plan_ahead == 1:
+        config = self._config
+        # Prompts that may still be replaced are nothing to plan for.
+        if config.planner not in TUNABLE or config.plan_ahead == 1 or config.algorithm_entry.mixed_groups:
             return None
-        return Watch(self._config.watch_every, self._look)
+        return Watch(config.watch_every, self._look)
 
     def wait(self) -> float | None:
         """Wait for the search; its seconds, None if it never began."""

@@ -17,7 +17,7 @@ class Rewards(NamedTuple):
     reward: Float[np.ndarray, " B"]
     """The reward of each sample, 0 where there is none."""
     scored: Bool[np.ndarray, " B"]
-    """False where the reward function failed."""
+    """False where the reward function failed, and for responses that go on."""
     failures: list[str]
     """For each failure: the sample, its prompt and response, and the error."""
 
@@ -33,8 +33,10 @@ def score_responses(
     tokens: Int[Array, "B T"],
     response: Bool[Array, "B T"],
     tokenizer: Tokenizer = BYTES,
+    *,
+    finished: Bool[Array, " B"] | None = None,
 ) -> Rewards:
-    """Score every sample.
+    """Score every sample that has finished.
 
     Args:
         task: the task whose reward function is called; whatever it raises is caught.
@@ -42,6 +44,7 @@ def score_responses(
         tokens: prompt and response of each sample.
         response: True on sampled tokens.
         tokenizer: the tokenizer that makes text of sampled tokens.
+        finished: False for responses that go on, which get no reward yet; None if all have finished.
 
     Returns:
         See `Rewards`.
@@ -52,9 +55,11 @@ def score_responses(
     >>> score_responses(TASKS["add"], examples, tokens, response).reward.tolist()
     [1.0, 0.0]
     """
-    reward, scored, failures = np.zeros(len(examples), np.float32), np.ones(len(examples), bool), []
-    for sample, (example, row, sampled) in enumerate(zip(examples, tokens, response, strict=True)):
-        completion = tokenizer.decode(np.asarray(row)[sampled].tolist())
+    scored = np.ones(len(examples), bool) if finished is None else np.array(finished)
+    reward, failures = np.zeros(len(examples), np.float32), []
+    for sample in np.flatnonzero(scored):
+        example, sampled = examples[sample], np.asarray(tokens[sample])[response[sample]]
+        completion = tokenizer.decode(sampled.tolist())
         try:
             value = float(task.score(completion, example))
             if not math.isfinite(value):

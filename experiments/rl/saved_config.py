@@ -5,7 +5,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from experiments.rl.configs import Reorder, Replicate, Train
+from experiments.rl.algorithms import Critic
+from experiments.rl.configs import Train
+from experiments.rl.dapo import Dapo
+from experiments.rl.planner_settings import Reorder, Replicate
 from experiments.rl.step import Clip
 from relibra_jax.cli.options import Ranks
 
@@ -22,7 +25,14 @@ def saved_config(folder: Path) -> Train:
     try:
         saved = json.loads(path.read_text())
         _check_types(saved, json.loads(json.dumps(dataclasses.asdict(Train()), default=str)))
-        kinds = {"ranks": Ranks, "clip": Clip, "reorder": Reorder, "replicate": Replicate}
+        kinds = {
+            "ranks": Ranks,
+            "clip": Clip,
+            "reorder": Reorder,
+            "replicate": Replicate,
+            "critic": Critic,
+            "dapo": Dapo,
+        }
         parts = {name: kind(**saved[name]) for name, kind in kinds.items()}
         model = None if saved.get("model") is None else Path(saved["model"])
         return Train(**{**saved, **parts, "seeds": tuple(saved["seeds"]), "model": model})

@@ -13,14 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
+from experiments.rl.algorithms import Lessons, Sampled
 from experiments.rl.balance import planned_imbalance, unplanned_imbalance
 from experiments.rl.configs import Train
 from experiments.rl.generation import Responses
-from experiments.rl.losses import relative_advantages, token_weights
+from experiments.rl.losses import token_weights
 from experiments.rl.processes import on_every_host
 from experiments.rl.rewards import Rewards
+from experiments.rl.rollout import Rollout
 from experiments.rl.state import State
-from experiments.rl.step import StepMetrics, TrainingBatch, prepare_residents, recompute
+from experiments.rl.step import CriticBatch, StepMetrics, TrainingBatch, prepare_residents, recompute
 from relibra_jax.execution import Residents
 from relibra_jax.nnx import HotRanks, PreparedBatch, check_executed, get_homes, in_float8
 
@@ -45,7 +47,7 @@ class Stages(NamedTuple):
 
 
 class OldPolicy(NamedTuple):
-    """What the recompute says of the policy before its updates."""
+    """What the recompute says of the agent before its updates."""
 
     log_prob: Float[np.ndarray, "B T"]
     """float32, entry t of token t."""
@@ -53,6 +55,8 @@ class OldPolicy(NamedTuple):
     """Max / mean of rank load, as the recompute ran; None where it ran under the plans of the updates."""
     residents: Residents | None = None
     """The residents that it ran with, which the first update may use, too."""
+    value: Float[np.ndarray, "B T"] | None = None
+    """float32, the value of the state before each token of a response; None without a critic."""
 
 
 def prepare_stages(state: State, config: Train, responses: Responses) -> Stages:
@@ -64,7 +68,7 @@ def prepare_stages(state: State, config: Train, responses: Responses) -> Stages:
         responses: the samples with the routing that is replayed.
     """
     batches = state.balancer.prepare_stages(
-        *(state.model, state.optimizer, responses.replay), **stage_options(config)
+        *(state.agent, state.optimizer, responses.replay), **stage_options(config)
     )
     samples = TrainingBatch(responses.tokens, responses.mask, responses.expert_ids)
     stages = tuple(Stage(batch, batch.to_ranks(samples)._replace(packing=batch.packing)) for batch in batches)
@@ -98,18 +102,19 @@ def recompute_planned(
     Raises:
         RuntimeError: if a slot computed other rows than its plan says.
     """
-    residents = prepare_residents(state.model, state.optimizer, stages.recompute[0].batch)
+    residents = prepare_residents(state.agent, state.optimizer, stages.recompute[0].batch)
     parts, imbalance = [], None
     for batch, samples in stages.recompute:
         runs = batch if float8 is None else in_float8(batch, float8)
-        ran = recompute(state.model, runs, samples, residents, temperature=config.temperature)
+        ran = recompute(state.agent, runs, samples, residents, temperature=config.temperature)
         check_executed(ran.slot_rows, batch)
-        parts.append(batch.from_ranks(ran.log_prob))
+        parts.append(batch.from_ranks((ran.log_prob, ran.value)))
     if stages.recompute is not stages.updates:
         (own,) = stages.recompute
         imbalance = float(planned_imbalance(jax.device_get(own.batch.batch_plan.plan)))
     # A sample is in one of them, and zeros are elsewhere.
-    return OldPolicy(np.sum(parts, axis=0), imbalance, residents)
+    log_prob, value = jax.tree.map(lambda *leaves: np.sum(leaves, axis=0), *parts)
+    return OldPolicy(log_prob, imbalance, residents, value)
 
 
 def recompute_live(state: State, config: Train, responses: Responses) -> tuple[Responses, OldPolicy]:
@@ -119,40 +124,71 @@ def recompute_live(state: State, config: Train, responses: Responses) -> tuple[R
         The responses with the routing of the recompute in place of the rollout's; and what the recompute says.
     """
     (batch,) = state.balancer.prepare_stages(
-        *(state.model, state.optimizer, None),
+        *(state.agent, state.optimizer, None),
         num_micro_batches=(config.live_micro_batches,),
         num_samples=config.samples,
     )
     samples = batch.to_ranks(TrainingBatch(responses.tokens, responses.mask))
-    ran = recompute(state.model, batch, samples, temperature=config.temperature, record=True)
-    log_prob, ids = batch.from_ranks((ran.log_prob, ran.expert_ids))
+    ran = recompute(state.agent, batch, samples, temperature=config.temperature, record=True)
+    log_prob, ids, value = batch.from_ranks((ran.log_prob, ran.expert_ids, ran.value))
     ids *= responses.mask[..., None, None]
     load = on_every_host(ran.load, batch.parallel.mesh)
     # Experts are where the batch before has left them.
-    imbalance = unplanned_imbalance(load, get_homes(state.model), topology=batch.parallel.topology)
-    return responses._replace(expert_ids=ids), OldPolicy(log_prob, float(imbalance))
+    imbalance = unplanned_imbalance(load, get_homes(state.agent), topology=batch.parallel.topology)
+    return responses._replace(expert_ids=ids), OldPolicy(log_prob, float(imbalance), value=value)
 
 
-def with_lessons(
-    config: Train, updates: Sequence[Stage], responses: Responses, rewards: Rewards, old: OldPolicy
-) -> list[Stage]:
+class Taught(NamedTuple):
+    """What the algorithm makes of a batch."""
+
+    lessons: Lessons
+    not_finite: int
+    """The samples for which the critic returned no finite number; nothing is learned from them."""
+
+
+def teach(config: Train, rollout: Rollout, rewards: Rewards, old: OldPolicy) -> Taught:
+    """What the batch teaches, by the run's algorithm.
+
+    Args:
+        config: the settings of the run.
+        rollout: the responses of the step.
+        rewards: their rewards.
+        old: what the recompute says of them.
+    """
+    response, value = rollout.responses.response, None
+    finite = np.ones(len(response), bool)
+    if old.value is not None:
+        of_response = np.where(response, old.value, 0)
+        finite = np.isfinite(of_response).all(1)
+        value = np.where(finite[:, None], of_response, 0)
+    usable = finite & (rewards.scored | ~rollout.finished)
+    sampled = Sampled(rewards.reward, usable, rollout.finished, response, rollout.new, value)
+    lessons = config.algorithm_entry.teach(sampled, config.responses_per_prompt, config.critic)
+    return Taught(jax.device_get(lessons), int((~finite).sum()))
+
+
+def with_lessons(config: Train, updates: Sequence[Stage], lessons: Lessons, old: OldPolicy) -> list[Stage]:
     """The updates with what their samples teach.
 
     Advantages are made for the whole batch. Weights sum to 1 over the samples of each update, whose loss is so a mean
     over its own tokens: as if it were a batch, and however many tokens other updates have.
     """
-    advantage = relative_advantages(
-        rewards.reward, rewards.scored, responses_per_prompt=config.responses_per_prompt
-    )
-    weight = np.zeros(responses.tokens.shape, np.float32)
-    for own in config.mini_batches:
-        sampled, scored = responses.response[own], rewards.scored[own]
-        weight[own] = token_weights(sampled, scored, token_level=config.token_level)
+
+    def weigh(tokens):
+        weight = [token_weights(tokens[own], token_level=config.token_level) for own in config.mini_batches]
+        return np.concatenate(weight)
+
+    critic = None
+    if lessons.critic_tokens is not None:
+        assert lessons.value_target is not None
+        assert old.value is not None
+        critic = CriticBatch(weigh(lessons.critic_tokens), lessons.value_target, old.value)
+    of_tokens = (weigh(lessons.policy_tokens), lessons.advantage, old.log_prob, critic)
     taught = []
     for batch, samples in updates:
-        weight_there, advantage_there, log_prob = batch.to_ranks((weight, advantage, old.log_prob))
-        samples = samples._replace(weight=weight_there, advantage=advantage_there, old_log_prob=log_prob)
-        taught.append(Stage(batch, samples))
+        weight, advantage, log_prob, critic_there = batch.to_ranks(of_tokens)
+        learned = {"weight": weight, "advantage": advantage, "old_log_prob": log_prob, "critic": critic_there}
+        taught.append(Stage(batch, samples._replace(**learned)))
     return taught
 
 
@@ -169,5 +205,7 @@ def _join_metrics(metrics: list[StepMetrics]) -> StepMetrics:
     def join(*counts):
         return jnp.concatenate(counts)
 
-    policy, norm, *counted = zip(*metrics, strict=True)
-    return StepMetrics(jax.tree.map(mean, *policy), mean(*norm), *(join(*each) for each in counted))
+    policy, critic, norm, *counted = zip(*metrics, strict=True)
+    return StepMetrics(
+        jax.tree.map(mean, *policy), mean(*critic), mean(*norm), *(join(*each) for each in counted)
+    )

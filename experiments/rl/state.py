@@ -1,7 +1,7 @@
 """All that a run's next step depends on, and its checkpoints: in logical expert order, so that any mesh goes on."""
 
 import functools
-from typing import Final
+from typing import Any, Final
 
 import jax
 import optax  # type: ignore[import-untyped]
@@ -10,10 +10,14 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from experiments.model_memory import check_training_memory
+from experiments.rl.agent import make_agent
 from experiments.rl.configs import Train
+from experiments.rl.windows import Carried, carry_nothing
 from relibra_jax.capacity import Capacities
+from relibra_jax.execution.checkpoint_steps import find_step, read_layout
 from relibra_jax.models import load_pretrained, make_model
 from relibra_jax.nnx import Balancer, restore_training, save_training
+from relibra_jax.replay import id_dtype
 
 LARGEST_GRADIENT: Final = 1.0
 """The norm to which gradients are cut."""
@@ -23,8 +27,12 @@ FIRST_CAPACITIES: Final[Capacities | None] = None
 """The buffer sizes that runs begin with; None to count the first batch."""
 
 
+ALGORITHM: Final = "extra.algorithm."
+"""What the name of the algorithm begins with among the names of a checkpoint's arrays."""
+
+
 class State:
-    """Model, optimizer, balancer, random key and the number of the step.
+    """Agent, optimizer, balancer, unfinished responses, random key and the number of the step.
 
     Args:
         config: the settings of the run.
@@ -36,12 +44,13 @@ class State:
         self.step = 0
         self.key, weights, planning = jax.random.split(jax.random.key(seed), 3)
         if config.model is None:
-            self.model = make_model(config.model_config, config.topology, mesh=mesh, key=weights)
+            policy = make_model(config.model_config, config.topology, mesh=mesh, key=weights)
         else:
             check_training_memory(config.model, config.model_config, mesh)
-            self.model = load_pretrained(config.model, mesh, config.topology, dtype=config.dtype)
+            policy = load_pretrained(config.model, mesh, config.topology, dtype=config.dtype)
+        self.agent = make_agent(policy, mesh, critic=config.algorithm_entry.critic)
         tx = _adamw(config.warmup_learning_rate, config.learning_rate, config.warmup_steps)
-        self.optimizer = nnx.Optimizer(self.model, tx, wrt=nnx.Param)
+        self.optimizer = nnx.Optimizer(self.agent, tx, wrt=nnx.Param)
         self.balancer = Balancer(
             *(config.planner_entry.planner, config.topology),
             mesh=mesh,
@@ -54,10 +63,22 @@ class State:
             pack_rows=config.pack_rows,
             check_rows=True,
         )
+        self.algorithm = config.algorithm
+        self.carried: Carried | None = None
+        """The responses that the last rollout left unfinished; None for algorithms that finish them all."""
+        if config.algorithm_entry.windows:
+            self.carried = carry_nothing(
+                *(config.samples, config.prompt_tokens + config.response_tokens),
+                layers=config.model_config.moe_layers,
+                top_k=config.model_config.top_k,
+                dtype=id_dtype(config.model_config.num_experts),
+            )
 
     def save(self, manager: ocp.CheckpointManager) -> None:
         """Save everything that the next step depends on; the key follows from the seed."""
-        save_training(manager, self.step, self.model, self.optimizer, self.balancer)
+        save_training(
+            manager, self.step, self.agent, self.optimizer, self.balancer, extra=self._beside_training()
+        )
 
     def restore(self, manager: ocp.CheckpointManager, *, verify: bool = True) -> None:
         """Go on from the latest checkpoint, which another mesh may have saved.
@@ -67,9 +88,26 @@ class State:
             verify: whether to compare every array with the digest that was saved with it.
 
         Raises:
-            ValueError: if there is none, it is of another model, or damaged; says what differs.
+            ValueError: if there is none, it is of another model, algorithm or size of batch, or damaged; says what
+                differs.
         """
-        self.step, _ = restore_training(manager, self.model, self.optimizer, self.balancer, verify=verify)
+        names = read_layout(manager, find_step(manager, None), verify=verify).arrays
+        saved = [name.removeprefix(ALGORITHM) for name in names if name.startswith(ALGORITHM)]
+        if saved != [self.algorithm]:
+            raise ValueError(
+                f"{manager.directory}: checkpoints of algorithm={', '.join(saved) or 'none'}, this run has"
+                f" algorithm={self.algorithm}"
+            )
+        self.step, beside = restore_training(
+            *(manager, self.agent, self.optimizer, self.balancer),
+            extra=self._beside_training(),
+            verify=verify,
+        )
+        self.carried = beside["carried"]
+
+    def _beside_training(self) -> dict[str, Any]:
+        """What a checkpoint has besides agent, optimizer and balancer."""
+        return {"algorithm": {self.algorithm: 1}, "carried": self.carried}
 
 
 @functools.cache

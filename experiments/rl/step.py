@@ -15,7 +15,9 @@ import optax  # type: ignore[import-untyped]
 from flax import nnx
 from jaxtyping import Bool, Float, Int, Integer
 
-from experiments.rl.losses import PolicyLoss, policy_loss, supervised_loss
+from experiments.rl.agent import Agent, token_values
+from experiments.rl.algorithms import Critic
+from experiments.rl.losses import PolicyLoss, policy_loss, supervised_loss, value_loss
 from experiments.rl.policy import token_log_probs
 from relibra_jax.execution import PreparedLayer, Residents
 from relibra_jax.execution.gating import balance_loss, select_experts
@@ -25,6 +27,17 @@ from relibra_jax.nnx import PreparedBatch, RowPacking, accumulate_gradients
 from relibra_jax.nnx import prepare_residents as prepare_residents_of
 from relibra_jax.replay import id_dtype, sample_load
 from relibra_jax.types import Array, RoutingReplay
+
+
+class CriticBatch(NamedTuple):
+    """What the critic learns from the samples of a batch, laid out as they are."""
+
+    weight: Float[Array, "*M B T"]
+    """From `experiments.rl.losses.token_weights`; 0 where there is nothing to learn."""
+    target: Float[Array, "*M B T"]
+    """The values that it learns."""
+    old_value: Float[Array, "*M B T"]
+    """From `recompute`."""
 
 
 class TrainingBatch(NamedTuple):
@@ -39,13 +52,14 @@ class TrainingBatch(NamedTuple):
     """The recorded routing; None if there is no record."""
     weight: Float[Array, "*M B T"] | None = None
     """From `experiments.rl.losses.token_weights`; 0 where there is nothing to learn."""
-    advantage: Float[Array, "*M B"] | None = None
-    """From `experiments.rl.losses.relative_advantages`; None for supervised learning."""
+    advantage: Float[Array, "*M B T"] | None = None
+    """From `experiments.rl.algorithms`; None for supervised learning."""
     old_log_prob: Float[Array, "*M B T"] | None = None
     """From `recompute`; None for supervised learning."""
+    critic: CriticBatch | None = None
+    """What the critic learns; None without one, and for supervised learning."""
     packing: RowPacking | None = None
-    """Where rows hold several samples (`PreparedBatch.packing`), which token is of which; ``B`` counts rows then, and
-    advantages are of tokens, ``[M, B, T]``."""
+    """Where rows hold several samples (`PreparedBatch.packing`), which token is of which; ``B`` counts rows then."""
 
 
 class Recomputed(NamedTuple):
@@ -59,6 +73,8 @@ class Recomputed(NamedTuple):
     """Rows that every slot computed."""
     expert_ids: Integer[Array, "M B T L K"] | None
     """The routing that ran, in the smallest dtype that holds it, where it was to be recorded."""
+    value: Float[Array, "M B T"] | None
+    """float32 values of the states before tokens, `experiments.rl.agent.token_values`; None without a critic."""
 
 
 class StepMetrics(NamedTuple):
@@ -66,6 +82,8 @@ class StepMetrics(NamedTuple):
 
     policy: PolicyLoss
     """Summed over the batch; supervised learning has only the loss itself."""
+    critic_loss: Float[Array, ""]
+    """The critic's loss, summed over the batch and before its factor; 0 without a critic."""
     gradient_norm: Float[Array, ""]
     """The norm of the gradient of the whole batch, before it is cut."""
     load: Int[Array, "M L N G E"]
@@ -103,7 +121,7 @@ prepare_residents = nnx.jit(prepare_residents_of)
 
 @nnx.jit(static_argnames=("temperature", "record"))
 def recompute(
-    model: LanguageModel,
+    agent: Agent,
     batch: PreparedBatch,
     samples: TrainingBatch,
     residents: Residents | None = None,
@@ -111,33 +129,35 @@ def recompute(
     temperature: float,
     record: bool = False,
 ) -> Recomputed:
-    """Log-probabilities of the batch's tokens under the model as it is.
+    """Log-probabilities of the batch's tokens, and their values if there is a critic, under the agent as it is.
 
     Args:
-        model: the policy.
+        agent: the policy and its critic.
         batch: the prepared batch, in replay of the samples' recorded routing or live.
         samples: the samples, on the ranks.
         residents: from `prepare_residents`, if the batch has residents.
         temperature: the temperature that responses were sampled at.
         record: whether to return the routing that ran.
     """
-    graph, state = nnx.split(model)
+    graph, state = nnx.split(agent)
 
     def one(_, micro_batch):
         samples, layers = micro_batch
         if residents is not None:
             layers = layers._replace(residents=residents.weights)
-        output, log_prob = _run(nnx.merge(graph, state), samples, layers, batch.parallel, temperature)
+        agent = nnx.merge(graph, state)
+        output, log_prob = _run(agent.policy, samples, layers, batch.parallel, temperature)
         load = _count_load(output, samples.mask, batch.parallel)
-        ids = output.expert_ids.astype(id_dtype(model.config.num_experts)) if record else None
-        return None, Recomputed(log_prob, load, output.slot_rows, ids)
+        ids = output.expert_ids.astype(id_dtype(batch.parallel.topology.num_experts)) if record else None
+        value = None if agent.critic is None else token_values(agent.critic, output.hidden)
+        return None, Recomputed(log_prob, load, output.slot_rows, ids, value)
 
     return jax.lax.scan(one, None, (samples, batch.layers()))[1]
 
 
-@nnx.jit(static_argnames=("temperature", "clip", "balance"), donate_argnames=("residents",))
+@nnx.jit(static_argnames=("temperature", "clip", "critic", "balance"), donate_argnames=("residents",))
 def update(
-    model: LanguageModel,
+    agent: Agent,
     optimizer: nnx.Optimizer,
     batch: PreparedBatch,
     samples: TrainingBatch,
@@ -146,6 +166,7 @@ def update(
     *,
     temperature: float = 1.0,
     clip: Clip | None = None,
+    critic: Critic | None = None,
     balance: float = 0.0,
 ) -> StepMetrics:
     """One optimizer step on the gradient of the whole batch, accumulated over its micro-batches. In place.
@@ -153,41 +174,43 @@ def update(
     Gradients are accumulated in float32; residents are pushed and their gradients returned in the same program.
 
     Args:
-        model: the policy.
-        optimizer: the optimizer of the model.
+        agent: the policy and its critic.
+        optimizer: the optimizer of the agent.
         batch: the prepared batch, in replay of the samples' recorded routing or live.
         samples: the samples with what they teach, on the ranks.
         batch_load: token copies of each expert in the whole batch, for the load-balancing loss.
         residents: what `prepare_residents` made at this step of the optimizer, donated; None pushes here.
         temperature: the temperature that responses were sampled at.
         clip: the clip of the policy loss; None learns by supervision.
+        critic: the clip of the critic's loss and its factor, where samples have something for it.
         balance: the factor of the load-balancing loss, which is the mean over layers and 1 for even loads.
     """
 
-    def objective(model, samples, layers):
+    def objective(agent, samples, layers):
+        model = agent.policy
         output, log_prob = _run(model, samples, layers, batch.parallel, temperature)
         if clip is None:
             policy = PolicyLoss(supervised_loss(log_prob, samples.weight), jnp.zeros(()), jnp.zeros(()))
         else:
-            of_tokens = [log_prob, samples.old_log_prob, samples.weight]
-            if samples.packing is not None:  # every token has an advantage, as if it were a sample
-                of_tokens = [each[..., None] for each in of_tokens]
-            log_prob, old_log_prob, weight = of_tokens
-            policy = policy_loss(
-                *(log_prob, old_log_prob, samples.advantage, weight), clip_low=clip.low, clip_high=clip.high
-            )
+            of_policy = (log_prob, samples.old_log_prob, samples.advantage, samples.weight)
+            policy = policy_loss(*of_policy, clip_low=clip.low, clip_high=clip.high)
+        of_critic, factor = jnp.zeros(()), 0.0
+        if samples.critic is not None and critic is not None:
+            weight, target, old_value = samples.critic
+            value = token_values(agent.critic, output.hidden, weight > 0)
+            of_critic, factor = value_loss(value, old_value, target, weight, clip=critic.clip), critic.factor
         of_layer = functools.partial(balance_loss, gating=model.config.gating, mask=samples.mask)
         uneven = jax.vmap(of_layer, in_axes=(-2, 0))(output.router_logits, batch_load).mean()
         load = _count_load(output, samples.mask, batch.parallel)
         counted = (load, output.slot_rows, _count_changes(model, output, samples))
-        return policy.loss + balance * uneven, (policy, *counted)
+        return policy.loss + factor * of_critic + balance * uneven, ((policy, of_critic), *counted)
 
     gradients, (shares, *counted) = accumulate_gradients(
-        model, objective, batch, samples, residents=residents
+        agent, objective, batch, samples, residents=residents
     )
-    optimizer.update(model, gradients)
-    policy = jax.tree.map(lambda share: share.sum(0), shares)
-    return StepMetrics(policy, optax.tree.norm(gradients), *counted)
+    optimizer.update(agent, gradients)
+    policy, of_critic = jax.tree.map(lambda share: share.sum(0), shares)
+    return StepMetrics(policy, of_critic, optax.tree.norm(gradients), *counted)
 
 
 def _run(

@@ -181,7 +181,7 @@ def _save_model(trainer: Trainer, folder: Path, console: Console) -> None:
     if not on_any(trained.exists()):
         fields = read_config(source)
         dtype = fields.get("dtype") or fields.get("torch_dtype")
-        save_pretrained(trainer.state.model, trained, source=source, dtype=dtype)
+        save_pretrained(trainer.state.agent.policy, trained, source=source, dtype=dtype)
     console.print(f"trained model: {trained}", highlight=False, soft_wrap=True)
 
 

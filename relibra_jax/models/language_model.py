@@ -38,6 +38,8 @@ class ModelOutput(NamedTuple):
     they differ from a replay."""
     slot_rows: Int[Array, "L *copies N G S"]
     """Rows that each slot computed."""
+    hidden: Float[Array, "B T D"]
+    """What the logits are made from, in the dtype of the computation: where further heads begin, such as a critic's."""
 
 
 class LanguageModel(nnx.Module):
@@ -165,10 +167,11 @@ class LanguageModel(nnx.Module):
             x, cache, _ = _scan(dense, self.dense, 0, x, cache)
         x, cache, routed = _scan(moe, self.layers, config.dense_layers, x, cache, expert_ids, layers)
         head = self.embedding[...].T if self.head is None else self.head[...]
-        logits = jnp.dot(self.norm(x), head.astype(x.dtype), preferred_element_type=jnp.float32)
+        hidden = self.norm(x)
+        logits = jnp.dot(hidden, head.astype(x.dtype), preferred_element_type=jnp.float32)
         ids, router_logits, slot_rows = routed
         ids, router_logits = (jnp.moveaxis(each, 0, -2) for each in (ids, router_logits))
-        return ModelOutput(logits, ids, router_logits, slot_rows), cache
+        return ModelOutput(logits, ids, router_logits, slot_rows, hidden), cache
 
 
 def make_model(config: ModelConfig, topology: Topology, *, mesh: Mesh, key: jax.Array) -> LanguageModel:
