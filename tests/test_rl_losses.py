@@ -4,12 +4,8 @@ import jax
 import numpy as np
 import pytest
 
-from experiments.rl.losses import (
-    policy_loss,
-    relative_advantages,
-    supervised_loss,
-    token_weights,
-)
+from experiments.rl.advantages import relative_advantages
+from experiments.rl.losses import policy_loss, supervised_loss, token_weights
 
 SAMPLES, TOKENS, PER_PROMPT = 12, 7, 4
 RNG = np.random.default_rng(0)
@@ -36,12 +32,12 @@ def test_equal_rewards_of_a_prompt_teach_nothing_and_unscored_ones_neither():
     np.testing.assert_allclose(
         relative_advantages(reward, scored, responses_per_prompt=3), np.zeros(6), atol=1e-6
     )
-    assert not token_weights(SAMPLED[:6], np.zeros(6, bool), token_level=True).any()
+    assert not token_weights(np.zeros_like(SAMPLED), token_level=True).any()
 
 
 @pytest.mark.parametrize("token_level", [True, False])
 def test_weights_sum_to_one_over_what_is_scored(token_level):
-    found = np.asarray(token_weights(SAMPLED, SCORED, token_level=token_level))
+    found = np.asarray(token_weights(SAMPLED & SCORED[:, None], token_level=token_level))
     counted = SAMPLED & SCORED[:, None]
     assert found.sum() == pytest.approx(1, abs=1e-6)
     assert ((found > 0) == counted).all()
@@ -55,11 +51,12 @@ def test_weights_sum_to_one_over_what_is_scored(token_level):
 @pytest.mark.parametrize("token_level", [True, False])
 def test_policy_loss_and_its_gradient(clip, token_level):
     low, high = clip
-    weight = np.asarray(token_weights(SAMPLED, SCORED, token_level=token_level))
+    weight = np.asarray(token_weights(SAMPLED & SCORED[:, None], token_level=token_level))
     advantage = np.asarray(relative_advantages(REWARD, SCORED, responses_per_prompt=PER_PROMPT))
+    of_tokens = np.repeat(advantage[:, None], TOKENS, 1)
 
     def loss(new):
-        share = policy_loss(new, OLD, advantage, weight, clip_low=low, clip_high=high)
+        share = policy_loss(new, OLD, of_tokens, weight, clip_low=low, clip_high=high)
         return share.loss, share
 
     (_, found), slope = jax.jit(jax.value_and_grad(loss, has_aux=True))(NEW)
@@ -79,7 +76,7 @@ def test_policy_loss_and_its_gradient(clip, token_level):
 def test_clip_higher_lets_good_tokens_rise_further():
     one = np.ones((1, 1), np.float32)
     shares = {
-        high: policy_loss(0.25 * one, 0 * one, one[0], one, clip_low=0.2, clip_high=high)
+        high: policy_loss(0.25 * one, 0 * one, one, one, clip_low=0.2, clip_high=high)
         for high in (0.2, 0.28, 0.3)
     }
     assert [float(share.clipped) for share in shares.values()] == [1, 1, 0]
@@ -87,8 +84,8 @@ def test_clip_higher_lets_good_tokens_rise_further():
 
 
 def test_micro_batches_add_up_whatever_is_in_them():
-    weight = token_weights(SAMPLED, SCORED, token_level=False)
-    advantage = relative_advantages(REWARD, SCORED, responses_per_prompt=PER_PROMPT)
+    weight = token_weights(SAMPLED & SCORED[:, None], token_level=False)
+    advantage = np.random.default_rng(2).normal(size=SAMPLED.shape).astype(np.float32)
 
     def share(samples):
         parts = (NEW[samples], OLD[samples], advantage[samples], weight[samples])
@@ -103,13 +100,15 @@ def test_what_has_no_weight_may_be_anything():
     weight = np.array([[0.0, 1.0]], np.float32)
     strange = np.array([[-1e30, -0.5]], np.float32)
     loss, slope = jax.value_and_grad(
-        lambda new: policy_loss(new, 0 * strange - 0.5, np.ones(1), weight, clip_low=0.2, clip_high=0.2).loss
+        lambda new: (
+            policy_loss(new, 0 * strange - 0.5, np.ones((1, 2)), weight, clip_low=0.2, clip_high=0.2).loss
+        )
     )(strange)
     assert loss == pytest.approx(-1)
     np.testing.assert_allclose(slope, [[0, -1]])
 
 
 def test_supervised_loss_is_the_mean_over_weighted_tokens():
-    weight = np.asarray(token_weights(SAMPLED, SCORED, token_level=True))
+    weight = np.asarray(token_weights(SAMPLED & SCORED[:, None], token_level=True))
     counted = SAMPLED & SCORED[:, None]
     assert float(supervised_loss(NEW, weight)) == pytest.approx(-NEW[counted].mean(), rel=1e-5)

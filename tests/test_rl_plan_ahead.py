@@ -39,10 +39,10 @@ def test_planning_ahead_changes_no_response_and_is_the_same_again(stepped):
         assert found["policy/loss"] == same["policy/loss"]
         assert found["balance/imbalance"] == same["balance/imbalance"]
         assert 1 <= found["balance/imbalance"] < found["balance/imbalance_static"]
-    np.testing.assert_array_equal(get_homes(one.state.model), get_homes(other.state.model))
+    np.testing.assert_array_equal(get_homes(one.state.agent), get_homes(other.state.agent))
     # Before the first update all have the same weights.
     assert metrics[0]["response/tokens"] == without[0]["response/tokens"]
-    assert (get_homes(one.state.model) != get_homes(behind.state.model)).any()
+    assert (get_homes(one.state.agent) != get_homes(behind.state.agent)).any()
 
 
 @pytest.mark.slow
@@ -52,8 +52,8 @@ def test_the_search_is_given_the_counts_of_responses_that_have_ended(stepped, mo
     monkeypatch.setattr(trainer.state.balancer, "plan_ahead", lambda *counts, **stages: given.append(counts))
     with ThreadPoolExecutor(1) as beside:
         ahead = PlanAhead(trainer.state, trainer.config, beside, StepClock())
-        examples = trainer.examples(0, 0)
-        responses = trainer.generate(examples, trainer.state.key, watch=ahead.watch)
+        examples = trainer.sampler.examples(0)
+        responses = trainer.sampler.respond(examples, trainer.state.key, watch=ahead.watch)
         assert ahead.wait() >= 0
     [(load, tokens, ended)] = given
     assert 16 <= ended.sum() < 32

@@ -56,8 +56,8 @@ def test_a_run_starts_from_a_checkpoint_and_leaves_one(task, folder, tmp_path, m
     monkeypatch.setattr("experiments.rl.train.keep_compiled", lambda: None)
     config = Train(model=folder, task=task, **SETTINGS)
     trainer = Trainer(config, 0)
-    prompt = trainer.tokenizer.encode_prompt("hello")
-    assert trainer.tokenizer.decode_text(prompt) == "user\nhello\nassistant\n"
+    prompt = trainer.prompts.tokenizer.encode_prompt("hello")
+    assert trainer.prompts.tokenizer.decode_text(prompt) == "user\nhello\nassistant\n"
     run_train(dataclasses.replace(config, out=tmp_path / "run"), Console(quiet=True))
     [learned] = [
         each

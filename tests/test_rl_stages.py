@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from flax import nnx
 from rich.console import Console
-from support.runs import SMALL, SMALLEST
+from support.runs import SMALL, SMALLEST, update_from
 
+from experiments.rl.algorithms import Lessons
 from experiments.rl.configs import Train
 from experiments.rl.generation import Responses
-from experiments.rl.losses import relative_advantages
 from experiments.rl.metrics_log import read_metrics
 from experiments.rl.rewards import Rewards
 from experiments.rl.saved_config import saved_config
@@ -61,8 +61,8 @@ def batches():
 
 def logical(trainer):
     """Parameters as NumPy arrays by name, experts in the order of their ids."""
-    home, found = get_homes(trainer.state.model), {}
-    for path, leaf in jax.tree.leaves_with_path(nnx.state(trainer.state.model, nnx.Param)):
+    home, found = get_homes(trainer.state.agent), {}
+    for path, leaf in jax.tree.leaves_with_path(nnx.state(trainer.state.agent, nnx.Param)):
         name, value = jax.tree_util.keystr(path), np.asarray(leaf)
         if "experts']['experts'" in name:
             value = np.take_along_axis(value.reshape(*home.shape, -1), home[..., None], axis=1)
@@ -73,7 +73,7 @@ def logical(trainer):
 def learn(trainer, responses, rewards):
     stages = trainer.prepare(responses, StepClock())
     old = recompute_planned(trainer.state, trainer.config, stages)
-    return stages, old, trainer.update(stages, responses, rewards, old)
+    return stages, old, update_from(trainer, stages, responses, rewards, old)
 
 
 def learn_all(**changes):
@@ -131,8 +131,8 @@ def test_a_mini_batch_is_weighed_as_a_batch():
     responses = responses._replace(response=response)
     old = np.zeros(responses.tokens.shape, np.float32)
     stages = trainer.prepare(responses, StepClock())
-    lessons = with_lessons(trainer.config, stages.updates, responses, rewards, OldPolicy(old, None))
-    advantage = relative_advantages(rewards.reward, rewards.scored, responses_per_prompt=4)
+    advantage = np.where(response, rewards.reward[:, None], 0).astype(np.float32)
+    lessons = with_lessons(trainer.config, stages.updates, Lessons(response, advantage), OldPolicy(old, None))
     for (batch, samples), own in zip(lessons, (slice(0, 16), slice(16, 32)), strict=True):
         weight = batch.from_ranks(samples.weight)
         np.testing.assert_allclose(weight[own], response[own] / response[own].sum(), rtol=1e-6)
@@ -153,7 +153,10 @@ def test_a_run_generates_and_recomputes_in_float8_where_it_is_asked_to(monkeypat
 
     monkeypatch.setattr("experiments.rl.trainer.recompute_planned", recording)
     exact, rollout = make(), make(float8_above=0.0)
-    responses = [trainer.generate(trainer.examples(1, 0), jax.random.key(0)) for trainer in (exact, rollout)]
+    responses = [
+        trainer.sampler.respond(trainer.sampler.examples(0), jax.random.key(0))
+        for trainer in (exact, rollout)
+    ]
     first = responses[0].response.argmax(1)  # of the same prompts: no token has been drawn before it
     same = responses[0].tokens[range(32), first] == responses[1].tokens[range(32), first]
     log_probs = [each.log_probs[range(32), first] for each in responses]
@@ -171,7 +174,7 @@ def test_updates_replay_what_the_recompute_recorded():
     trainer, (responses, rewards) = make(routing="recompute"), batches()[0]
     state, parallel = trainer.state, trainer.state.balancer.live
     recorded, old = recompute_live(state, trainer.config, responses)
-    output = state.model(responses.tokens, responses.mask, parallel=parallel)
+    output = state.agent.policy(responses.tokens, responses.mask, parallel=parallel)
     ids = np.where(responses.mask[..., None, None], output.expert_ids, 0)
     np.testing.assert_array_equal(recorded.expert_ids, ids)
     assert recorded.expert_ids.dtype == np.uint8
@@ -185,7 +188,7 @@ def test_updates_replay_what_the_recompute_recorded():
         )
         held = np.isin(np.arange(32), np.asarray(plan.assignment.sample))[:, None, None, None]
         np.testing.assert_array_equal(batch.from_ranks(samples.expert_ids), ids * held)
-    metrics = trainer.update(stages, recorded, rewards, old)
+    metrics = update_from(trainer, stages, recorded, rewards, old)
     load = np.concatenate([batch.batch_plan.load for batch, _ in stages.updates])
     np.testing.assert_array_equal(metrics.load, load)
     changed = np.asarray(metrics.routing_changed)

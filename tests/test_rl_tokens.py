@@ -292,8 +292,8 @@ def test_a_run_generates_and_learns_by_the_tokenizer_of_a_checkpoint(checkpoint,
         evaluation_batches=1,
     )
     trainer = Trainer(config, 0, tokenizer=tokenizer)
-    examples = trainer.examples(1, 0)
-    found = trainer.generate(examples, jax.random.key(0))
+    examples = trainer.sampler.examples(0)
+    found = trainer.sampler.respond(examples, jax.random.key(0))
     assert tokenizer.size < 320
     assert tokenizer.allowed(320)[found.tokens[found.response]].all()
     assert (found.tokens[~found.mask] == tokenizer.pad).all()
@@ -309,4 +309,4 @@ def test_a_run_generates_and_learns_by_the_tokenizer_of_a_checkpoint(checkpoint,
     with pytest.raises(
         ValueError, match=r"of 64 examples 0 fit prompt_tokens=9 .* the longest have \d\d and"
     ):
-        trainer.examples(1, 0)
+        trainer.sampler.examples(0)

@@ -14,7 +14,7 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 from rich.console import Console
-from support.runs import SIZES, SMALL, SMALLEST
+from support.runs import SIZES, SMALL, SMALLEST, update_from
 
 from experiments.rl.configs import Train
 from experiments.rl.losses import token_weights
@@ -55,9 +55,9 @@ def small(**changes):
 
 def logical(trainer):
     """Parameters as NumPy arrays by name, experts in the order of their ids."""
-    home = get_homes(trainer.state.model)
+    home = get_homes(trainer.state.agent)
     found = {}
-    for path, leaf in jax.tree.leaves_with_path(nnx.state(trainer.state.model, nnx.Param)):
+    for path, leaf in jax.tree.leaves_with_path(nnx.state(trainer.state.agent, nnx.Param)):
         name, value = jax.tree_util.keystr(path), np.asarray(leaf)
         if "experts']['experts'" in name:
             rows = value.reshape(*home.shape, -1)
@@ -78,7 +78,7 @@ def recorded():
     trainer = Trainer(small(), 0)
     batches = []
     for number in range(UPDATES):
-        responses = trainer.generate(trainer.examples(1, number), jax.random.key(number))
+        responses = trainer.sampler.respond(trainer.sampler.examples(number), jax.random.key(number))
         reward = np.random.default_rng(number).random(len(responses.tokens), np.float32)
         batches.append((responses, Rewards(reward, np.ones(len(reward), bool), [])))
     return logical(trainer), batches
@@ -91,7 +91,7 @@ def learn_from(trainer, responses, rewards):
     assert (old.residents is not None) == (topology.resident_slots > 0)
     if old.residents is not None:
         assert (resident_experts(stages.updates[0].batch.batch_plan.plan, topology) != EMPTY).any()
-    return float(trainer.update(stages, responses, rewards, old).policy.loss)
+    return float(update_from(trainer, stages, responses, rewards, old).policy.loss)
 
 
 @functools.cache
@@ -99,7 +99,7 @@ def trained(planner, resident_slots=0):
     ranks = dataclasses.replace(small().ranks, resident_slots=resident_slots)
     trainer = Trainer(small(planner=planner, epochs=1, ranks=ranks), 0)
     losses = [learn_from(trainer, *batch) for batch in recorded()[1]]
-    return logical(trainer), losses, get_homes(trainer.state.model)
+    return logical(trainer), losses, get_homes(trainer.state.agent)
 
 
 @pytest.mark.slow
@@ -122,7 +122,7 @@ def test_balancing_does_not_touch_learning(resident_slots):
 def test_recompute_says_what_the_policy_said():
     trainer, (responses, _) = Trainer(small(), 0), recorded()[1][0]
     ((batch, samples),) = trainer.prepare(responses, StepClock()).recompute
-    ran = recompute(trainer.state.model, batch, samples, temperature=1.0)
+    ran = recompute(trainer.state.agent, batch, samples, temperature=1.0)
     log_prob = np.where(responses.response, batch.from_ranks(ran.log_prob), 0)
     np.testing.assert_allclose(log_prob, responses.log_probs, atol=2e-5)
     check_executed(ran.slot_rows, batch)
@@ -136,7 +136,7 @@ def prepared():
     state, rng = Trainer(small(), 0).state, np.random.default_rng(0)
     ids = np.argsort(rng.random((32, 21, SMALLEST.layers, 16)))[..., : SMALLEST.top_k].astype(np.uint8)
     replay = RoutingReplay(ids, np.ones(ids.shape[:2], bool))
-    return state.balancer.prepare(state.model, state.optimizer, replay)
+    return state.balancer.prepare(state.agent, state.optimizer, replay)
 
 
 @pytest.mark.slow
@@ -330,7 +330,7 @@ def test_a_reward_function_that_raises_costs_its_sample_only():
     assert rewards.scored.sum() == len(examples) - 1
     assert rewards.failures[0].startswith("sample 5: prompt 'copy ab: '")
     assert "KeyError('b')" in rewards.failures[0]
-    weight = np.asarray(token_weights(response, rewards.scored, token_level=True))
+    weight = np.asarray(token_weights(response & rewards.scored[:, None], token_level=True))
     assert not weight[5].any()
     assert weight.sum() == pytest.approx(1, abs=1e-6)
 

@@ -34,13 +34,15 @@ class Critic:
 
     discount: float = 1.0
     """Gamma, what a token later a reward is worth."""
-    decay: float = 0.95
+    decay: float = 1.0
     """Lambda of generalized advantage estimation, by which what the critic says of later tokens counts less; with 1 the
     advantage is the reward at the end less the value."""
     factor: float = 0.5
     """The factor of the critic's loss beside the policy's."""
     clip: float = 0.2
     """How far a value may go from what it was before the updates."""
+    rate: float = 10.0
+    """How many times the learning rate of the policy the value head has, which begins from nothing."""
 
     def __post_init__(self) -> None:
         for name in ("discount", "decay"):
@@ -48,6 +50,7 @@ class Critic:
                 raise ValueError(f"critic.{name}={getattr(self, name)} must be at least 0 and at most 1")
         check_not_negative("critic.factor", self.factor)
         check_positive("critic.clip", self.clip)
+        check_positive("critic.rate", self.rate)
 
 
 class Sampled(NamedTuple):

@@ -50,7 +50,7 @@ class Train:
     """
 
     task: str = "count"
-    """A built-in task (copy, reverse, add, count), or one of reasoning-gym's."""
+    """A built-in task (copy, reverse, add, count, numbers), or one of reasoning-gym's."""
     policy: str = "tiny"
     """The name of a model that is trained from nothing."""
     model: Path | None = None
@@ -127,6 +127,8 @@ class Train:
     """The learning rate of supervised updates."""
     evaluation_batches: int = 4
     """The batches of prompts, the same for all seeds, that are scored after the warm-up and at the end."""
+    evaluate_every: int | None = None
+    """The learning steps between two further evaluations; none when not given."""
     checkpoint_every: int = 20
     """The steps between two checkpoints, those of the warm-up too."""
     record: int = 0
@@ -184,6 +186,8 @@ class Train:
             )
         if self.plan_ahead > 1:
             raise ValueError(f"plan_ahead={self.plan_ahead} is a share of the responses, at most 1")
+        if self.evaluate_every is not None:
+            check_integer("evaluate_every", self.evaluate_every, least=1)
         self._check_division()
         self._check_algorithm()
         if self.routing == "recompute" and not self.replay:
@@ -288,6 +292,14 @@ class Train:
     def samples(self) -> int:
         """B, the samples of a batch."""
         return self.prompts * self.responses_per_prompt
+
+    def evaluates_before(self, step: int) -> bool:
+        """Whether an evaluation comes before a step: after the warm-up, and from time to time if it is asked for."""
+        learned = step - self.warmup_steps
+        due = learned == 0 or (
+            self.evaluate_every is not None and learned > 0 and learned % self.evaluate_every == 0
+        )
+        return due and self.evaluation_batches > 0
 
     @property
     def mini_batches(self) -> tuple[range, ...]:

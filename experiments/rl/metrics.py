@@ -60,8 +60,9 @@ METRICS: Final[Mapping[str, Metric]] = MappingProxyType(
         "response/tokens": Metric("tokens", "mean length of a response so far, its end included"),
         "response/longest": Metric("tokens", "length of the longest response"),
         "response/ended_share": Metric("share", "responses that ended before the room for them did"),
+        "response/decoding_steps": Metric("tokens", "that this step added to the response it added most to"),
         "response/slots_used_share": Metric(
-            "share", "of all samples times the steps of decoding, those that sampled a token"
+            "share", "of all samples times the decoding steps, those that sampled a token"
         ),
         "response/carried": Metric("samples", "responses that earlier rollouts began; null but in T-PPO"),
         "response/unfinished": Metric(

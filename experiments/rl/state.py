@@ -49,7 +49,8 @@ class State:
             check_training_memory(config.model, config.model_config, mesh)
             policy = load_pretrained(config.model, mesh, config.topology, dtype=config.dtype)
         self.agent = make_agent(policy, mesh, critic=config.algorithm_entry.critic)
-        tx = _adamw(config.warmup_learning_rate, config.learning_rate, config.warmup_steps)
+        rates = (config.warmup_learning_rate, config.learning_rate, config.warmup_steps)
+        tx = _adamw(*rates, critic_rate=config.critic.rate if config.algorithm_entry.critic else None)
         self.optimizer = nnx.Optimizer(self.agent, tx, wrt=nnx.Param)
         self.balancer = Balancer(
             *(config.planner_entry.planner, config.topology),
@@ -111,8 +112,18 @@ class State:
 
 
 @functools.cache
-def _adamw(supervised: float, reinforced: float, warmup_steps: int) -> optax.GradientTransformation:
+def _adamw(
+    supervised: float, reinforced: float, warmup_steps: int, *, critic_rate: float | None
+) -> optax.GradientTransformation:
     """One object for all runs of equal rates, so that they share compiled programs."""
     rates = [optax.constant_schedule(supervised), optax.constant_schedule(reinforced)]
     schedule = optax.join_schedules(rates, [warmup_steps])
-    return optax.chain(optax.clip_by_global_norm(LARGEST_GRADIENT), optax.adamw(schedule, b2=SECOND_MOMENT))
+    parts = [optax.clip_by_global_norm(LARGEST_GRADIENT), optax.adamw(schedule, b2=SECOND_MOMENT)]
+    if critic_rate is not None:
+        parts.append(optax.masked(optax.scale(critic_rate), _of_critic))
+    return optax.chain(*parts)
+
+
+def _of_critic(params: Any) -> Any:
+    """Which parameters of an agent are its critic's."""
+    return jax.tree.map_with_path(lambda path, _: path[0].key == "critic", params)

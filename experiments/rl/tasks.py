@@ -142,12 +142,19 @@ def _count(rng: np.random.Generator) -> Example:
     return Example(f"count {letter} in {word}: ", str(word.count(letter)))
 
 
+def _numbers(rng: np.random.Generator) -> Example:
+    # Most answers are short and a few long, as those of reasoning are.
+    last = round(2 * 15 ** rng.random())
+    return Example(f"1 to {last}: ", " ".join(map(str, range(1, last + 1))))
+
+
 TASKS: Final[Mapping[str, Task]] = MappingProxyType(
     {
         "copy": Task(name="copy", draw=_each(_copy), score=in_place),
         "reverse": Task(name="reverse", draw=_each(_reverse), score=in_place),
         "add": Task(name="add", draw=_each(_add), score=exact),
         "count": Task(name="count", draw=_each(_count), score=exact),
+        "numbers": Task(name="numbers", draw=_each(_numbers), score=in_place),
     }
 )
 """The built-in tasks."""

@@ -148,7 +148,7 @@ def _run_seed(
 
             while trainer.state.step < trainer.total_steps and not on_any(asked.is_set()):
                 step, learning = trainer.state.step, trainer.state.step >= config.warmup_steps
-                if step == config.warmup_steps and config.evaluation_batches:
+                if config.evaluates_before(step):
                     report(step, trainer.evaluate())
                 with profiled(folder / f"profile-{step}" if is_first() and step == config.profile else None):
                     metrics = trainer.learn() if learning else trainer.warm_up()

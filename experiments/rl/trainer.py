@@ -266,6 +266,7 @@ def _measure_responses(rollout: Rollout) -> dict[str, Any]:
         "response/tokens": float(lengths.mean()),
         "response/longest": int(lengths.max()),
         "response/ended_share": float(rollout.responses.ended.mean()),
+        "response/decoding_steps": int(new.max()),
         "response/slots_used_share": float(new.mean() / new.max()),
     }
 

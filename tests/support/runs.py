@@ -2,7 +2,11 @@
 
 import dataclasses
 
+import numpy as np
+
 from experiments.rl.policy import TINY
+from experiments.rl.rollout import Rollout
+from experiments.rl.stages import teach
 from experiments.rl.tokens import BYTES
 from relibra_jax.capacity import Capacities, ExchangeSizes
 from relibra_jax.resident_push import PushSizes
@@ -37,3 +41,10 @@ SIZES = Capacities(
     push=PushSizes(exports=0, pair=0, own=0),
 )
 """Buffers that hold every batch of such runs, so that one program is compiled."""
+
+
+def update_from(trainer, stages, responses, rewards, old):
+    """Learn from whole responses, as if the step had sampled them; the metrics of the updates."""
+    everything = np.ones(len(responses.tokens), bool)
+    rollout = Rollout(responses, responses.response, everything, lambda: rewards, None, 0, {})
+    return trainer.update(stages, teach(trainer.config, rollout, rewards, old).lessons, old)
