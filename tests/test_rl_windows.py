@@ -1,0 +1,243 @@
+"""Windows of responses: what is carried from rollout to rollout, through checkpoints, and what is learned from it."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+from support.runs import SIZES, SMALL
+
+from experiments.rl import rollout as rollouts
+from experiments.rl.configs import Train
+from experiments.rl.generation import Responses
+from experiments.rl.tokens import BYTES
+from experiments.rl.trainer import Trainer
+from experiments.rl.windows import carry_nothing, carry_unfinished, fill_free_rows, join_windows
+from experiments.run import main
+from relibra_jax.types import EMPTY
+
+pytestmark = pytest.mark.usefixtures("smallest_policy")
+WINDOW, ROOM, PROMPT = 14, 42, 14
+OPTIONS = SMALL | {
+    "algorithm": "tppo",
+    "window": WINDOW,
+    "response_tokens": ROOM,
+    "warmup_steps": 0,
+    "steps": 4,
+    "epochs": 1,
+    "learning_rate": 3e-2,
+}
+ENDING = dataclasses.replace(BYTES, ends=(*BYTES.ends, *range(97, 107)))
+"""A tokenizer with which about half of the responses of a new policy end in a window."""
+
+
+def make(**changes):
+    return Trainer(Train(**(OPTIONS | changes)), 0, tokenizer=ENDING)
+
+
+@pytest.fixture(scope="module")
+def stepped(smallest_policy, tmp_path_factory):
+    """A run after three steps, saved after the second: the trainer, the folder, and of each step what was generated,
+    what was carried behind it, the replay that was learned from, and the metrics."""
+    folder, seen = tmp_path_factory.mktemp("stepped"), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("experiments.rl.state.FIRST_CAPACITIES", dataclasses.replace(SIZES, rows=2048))
+        generate, generated = rollouts.generate, []
+
+        def recording(policy, prompts, lengths, keys, **options):
+            responses = generate(policy, prompts, lengths, keys, **options)
+            generated.append((np.asarray(lengths), jax.device_get(responses)))
+            return responses
+
+        patch.setattr(rollouts, "generate", recording)
+        trainer = make()
+        for number in range(3):
+            if number == 2:
+                with ocp.CheckpointManager(folder) as manager:
+                    trainer.state.save(manager)
+            metrics = trainer.learn()
+            seen.append((*generated[-1], trainer.state.carried, trainer.replay, metrics))
+        yield trainer, folder, seen
+
+
+def restored(folder, **changes):
+    trainer = make(**changes)
+    with ocp.CheckpointManager(folder) as manager:
+        trainer.state.restore(manager)
+    return trainer
+
+
+@pytest.mark.slow
+def test_the_replay_of_a_response_of_two_policies_is_both_recordings_joined(stepped):
+    _, _, (first, second, third) = stepped
+    lengths, again, carried, replay, metrics = second
+    going_on = first[2].drawn == 0
+    assert 4 < going_on.sum() < 28
+    assert metrics["response/carried"] == going_on.sum() == first[4]["response/unfinished"]
+    before = np.arange(replay.mask.shape[1]) < lengths[:, None]
+    np.testing.assert_array_equal(first[1].mask[going_on], before[going_on])
+    np.testing.assert_array_equal(again.mask, replay.mask)
+    recorded = np.where((before & going_on[:, None])[..., None, None], first[1].expert_ids, again.expert_ids)
+    np.testing.assert_array_equal(replay.expert_ids, recorded)
+    # What the second policy would have chosen for the tokens of the first one is something else.
+    assert (again.expert_ids != recorded)[going_on].any()
+    # So are the log-probabilities of a response that goes on once more.
+    longest = third[2].drawn == 0
+    assert not longest.any(), "three windows fill the room"
+    twice = carried.drawn == 0
+    assert twice.any()
+    said = np.where(before, first[1].log_probs, again.log_probs)
+    np.testing.assert_array_equal(carried.log_probs[twice], said[twice])
+    answered = np.arange(replay.mask.shape[1]) >= carried.prompt_lengths[:, None]
+    assert (carried.log_probs[twice] < 0).sum() == (replay.mask & answered)[twice].sum() == 28 * twice.sum()
+
+
+@pytest.mark.slow
+def test_the_batch_stays_full(stepped):
+    trainer, _, seen = stepped
+    for step, (_, window, carried, _, metrics) in enumerate(seen):
+        new = window.response.sum(1)
+        assert (new > 0).all()
+        unfinished = carried.drawn != EMPTY
+        assert (new[unfinished] == WINDOW).all()
+        assert metrics["response/unfinished"] == unfinished.sum()
+        for row in np.flatnonzero(unfinished):
+            example = trainer.sampler.examples(int(carried.drawn[row]))[row]
+            prompt = ENDING.encode_prompt(example.prompt)
+            assert carried.tokens[row, : len(prompt)].tolist() == prompt
+            assert carried.prompt_lengths[row] == len(prompt)
+        free = ~unfinished
+        assert not any(leaf[free].any() for leaf in carried[1:])
+        if step < 2:  # rows that are free take the prompts of the next step
+            examples = trainer.sampler.examples(step + 1)
+            wanted = [len(ENDING.encode_prompt(example.prompt)) for example in examples]
+            np.testing.assert_array_equal(seen[step + 1][0][free], np.array(wanted)[free])
+
+
+@pytest.mark.slow
+def test_carried_responses_survive_a_stop(stepped):
+    trainer, folder, seen = stepped
+    other = restored(folder)
+    assert other.state.step == 2
+    for name, saved, now in zip(seen[1][2]._fields, seen[1][2], other.state.carried, strict=True):
+        np.testing.assert_array_equal(now, saved, err_msg=name)
+        assert now.dtype == saved.dtype
+    metrics, wanted = other.learn(), seen[2][-1]
+    for name, value in wanted.items():
+        if not name.startswith(("time/", "speed/")):
+            assert metrics[name] == value, name
+    for now, then in zip(other.state.carried, trainer.state.carried, strict=True):
+        np.testing.assert_array_equal(now, then)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (
+            {"task": "reverse"},
+            r"row \d+ goes on with a response to a prompt of step \d that task 'reverse' does not draw there",
+        ),
+        (
+            {"window": 21},
+            r"row \d+ goes on with a response of (14|28) tokens, no multiple of window=21",
+        ),
+    ],
+)
+def test_carried_responses_do_not_go_on_under_other_settings(stepped, changes, says):
+    with pytest.raises(ValueError, match=says):
+        restored(stepped[1], **changes).learn()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (
+            {"algorithm": "ppo", "window": None},
+            "checkpoints of algorithm=tppo, this run has algorithm=ppo",
+        ),
+        ({"response_tokens": 28}, "carried"),
+    ],
+)
+def test_checkpoints_of_another_algorithm_or_room_are_refused(stepped, changes, says):
+    with pytest.raises(ValueError, match=says):
+        restored(stepped[1], **changes)
+
+
+def test_a_run_does_not_go_on_by_another_algorithm(tmp_path, capfd):
+    config = Train(**(SMALL | {"warmup_steps": 1, "steps": 0, "evaluation_batches": 0}))
+    trainer = Trainer(config, 0)
+    with ocp.CheckpointManager((tmp_path / "run" / "seed-0" / "checkpoints").absolute()) as manager:
+        trainer.state.save(manager)
+    options = ["--policy", "smallest", "--algorithm", "ppo", "--resume", str(tmp_path / "run")]
+    settings = json.dumps(dataclasses.asdict(config), default=str)
+    (tmp_path / "run" / "config.json").write_text(settings)
+    assert main(["demo", *options]) == 2
+    [line] = capfd.readouterr().err.splitlines()
+    assert line.endswith("checkpoints of algorithm=grpo, this run has algorithm=ppo")
+
+
+@pytest.mark.slow
+def test_samples_for_which_the_critic_returns_no_number_are_masked_and_counted(stepped):
+    trainer = restored(stepped[1])
+    critic = trainer.state.agent.critic
+    critic.weight[...] = jax.numpy.full_like(critic.weight[...], 3e38)  # whose products overflow
+    metrics = trainer.learn()
+    assert metrics["critic/not_finite"] == 32
+    assert metrics["policy/loss"] == metrics["critic/loss"] == 0
+    assert np.isfinite(metrics["policy/gradient_norm"])
+    for leaf in jax.tree.leaves(nnx.state(trainer.state.agent.policy, nnx.Param)):
+        assert np.isfinite(leaf).all()
+
+
+ROWS = carry_nothing(3, 6, layers=1, top_k=1, dtype=np.dtype(np.uint8))
+"""Three free rows of prompts of at most 2 tokens and responses of at most 4, in windows of 2."""
+
+
+def generated(tokens, lengths, context, *, route):
+    """What a rollout of two tokens behind contexts would return."""
+    position = np.arange(6)
+    lengths, context = np.array(lengths), np.array(context)
+    mask = position < lengths[:, None]
+    response = mask & (position >= context[:, None])
+    tokens = np.where(mask, tokens, 256).astype(np.int32)
+    ids = np.where(mask, route, 0)[..., None, None].astype(np.uint8)
+    log_probs = np.where(response, -np.float32(route), 0).astype(np.float32)
+    return Responses(tokens, mask, response, ids, log_probs, np.array([False, True, False]))
+
+
+def test_rows_are_filled_joined_and_carried():
+    prompts, lengths = np.array([[1, 2], [3, 256], [4, 256]], np.int32), np.array([2, 1, 1], np.int32)
+    rows = fill_free_rows(ROWS, prompts, lengths)
+    np.testing.assert_array_equal(rows.tokens[:, :2], prompts)
+    first = generated(
+        [[1, 2, 7, 7, 0, 0], [3, 9, 0, 0, 0, 0], [4, 8, 8, 0, 0, 0]], [4, 2, 3], lengths, route=1
+    )
+    joined = join_windows(rows, first)
+    for found, wanted in zip(joined, first, strict=True):
+        np.testing.assert_array_equal(found, wanted)
+    carried = carry_unfinished(rows, joined, np.array([False, True, False]), step=5)
+    assert carried.drawn.tolist() == [5, EMPTY, 5]
+    assert carried.lengths.tolist() == [4, 0, 3]
+    assert carried.tokens.tolist() == [[1, 2, 7, 7, 0, 0], [0] * 6, [4, 8, 8, 0, 0, 0]]
+    # A step later the second row has a new prompt, and the others go on, routed otherwise.
+    rows = fill_free_rows(carried, prompts[[1, 0, 1]], lengths[[1, 0, 1]])
+    assert rows.lengths.tolist() == [4, 2, 3]
+    second = generated(
+        [[1, 2, 7, 7, 6, 6], [1, 2, 5, 0, 0, 0], [4, 8, 8, 6, 6, 0]], [6, 3, 5], rows.lengths, route=2
+    )
+    joined = join_windows(rows, second)
+    assert joined.response.sum(1).tolist() == [4, 1, 4]
+    assert joined.expert_ids[..., 0, 0].tolist() == [
+        [1, 1, 1, 1, 2, 2],
+        [2, 2, 2, 0, 0, 0],
+        [1, 1, 1, 2, 2, 0],
+    ]
+    assert joined.log_probs.tolist() == [[0, 0, -1, -1, -2, -2], [0, 0, -2, 0, 0, 0], [0, -1, -1, -2, -2, 0]]
+    carried = carry_unfinished(rows, joined, np.array([True, True, True]), step=6)
+    for found, wanted in zip(carried, ROWS, strict=True):
+        np.testing.assert_array_equal(found, wanted)
