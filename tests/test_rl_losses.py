@@ -1,38 +1,20 @@
 """The losses against NumPy, loop by loop, and against what must not enter them: micro-batches and ranks."""
 
+from types import SimpleNamespace
+
 import jax
 import numpy as np
 import pytest
 
-from experiments.rl.advantages import relative_advantages
-from experiments.rl.losses import policy_loss, supervised_loss, token_weights
+from experiments.rl.losses import policy_loss, supervised_loss, token_weights, value_loss
 
-SAMPLES, TOKENS, PER_PROMPT = 12, 7, 4
+SAMPLES, TOKENS = 12, 7
 RNG = np.random.default_rng(0)
-REWARD = RNG.random(SAMPLES).astype(np.float32)
+ADVANTAGE = RNG.normal(size=(SAMPLES, TOKENS)).astype(np.float32)
 SCORED = RNG.random(SAMPLES) < 0.8
 SAMPLED = RNG.random((SAMPLES, TOKENS)) < 0.6
 OLD = np.log(RNG.random((SAMPLES, TOKENS))).astype(np.float32)
 NEW = (OLD + RNG.normal(0, 0.4, OLD.shape)).astype(np.float32)
-
-
-def test_advantages_are_relative_to_the_scored_responses_to_a_prompt():
-    found = relative_advantages(REWARD, SCORED, responses_per_prompt=PER_PROMPT)
-    for first in range(0, SAMPLES, PER_PROMPT):
-        responses = range(first, first + PER_PROMPT)
-        used = [i for i in responses if SCORED[i]]
-        for i in responses:
-            wanted = (REWARD[i] - np.mean(REWARD[used])) / (np.std(REWARD[used]) + 1e-6) if i in used else 0
-            assert found[i] == pytest.approx(wanted, abs=1e-5)
-
-
-def test_equal_rewards_of_a_prompt_teach_nothing_and_unscored_ones_neither():
-    reward = np.array([0.3] * 3 + [1.0, 2.0, 3.0], np.float32)
-    scored = np.array([1, 1, 1, 0, 0, 0], bool)
-    np.testing.assert_allclose(
-        relative_advantages(reward, scored, responses_per_prompt=3), np.zeros(6), atol=1e-6
-    )
-    assert not token_weights(np.zeros_like(SAMPLED), token_level=True).any()
 
 
 @pytest.mark.parametrize("token_level", [True, False])
@@ -52,18 +34,17 @@ def test_weights_sum_to_one_over_what_is_scored(token_level):
 def test_policy_loss_and_its_gradient(clip, token_level):
     low, high = clip
     weight = np.asarray(token_weights(SAMPLED & SCORED[:, None], token_level=token_level))
-    advantage = np.asarray(relative_advantages(REWARD, SCORED, responses_per_prompt=PER_PROMPT))
-    of_tokens = np.repeat(advantage[:, None], TOKENS, 1)
 
     def loss(new):
-        share = policy_loss(new, OLD, of_tokens, weight, clip_low=low, clip_high=high)
+        share = policy_loss(new, OLD, ADVANTAGE, weight, clip_low=low, clip_high=high)
         return share.loss, share
 
     (_, found), slope = jax.jit(jax.value_and_grad(loss, has_aux=True))(NEW)
     wanted, clipped, kl, slopes = 0.0, 0.0, 0.0, np.zeros_like(NEW)
     for i, t in zip(*np.nonzero(weight), strict=True):
         ratio = np.exp(NEW[i, t] - OLD[i, t])
-        free, held = ratio * advantage[i], np.clip(ratio, 1 - low, 1 + high) * advantage[i]
+        free = ratio * ADVANTAGE[i, t]
+        held = np.clip(ratio, 1 - low, 1 + high) * ADVANTAGE[i, t]
         wanted -= weight[i, t] * min(free, held)
         clipped += weight[i, t] * (held < free)
         kl += weight[i, t] * (ratio - 1 - np.log(ratio))
@@ -85,10 +66,9 @@ def test_clip_higher_lets_good_tokens_rise_further():
 
 def test_micro_batches_add_up_whatever_is_in_them():
     weight = token_weights(SAMPLED & SCORED[:, None], token_level=False)
-    advantage = np.random.default_rng(2).normal(size=SAMPLED.shape).astype(np.float32)
 
     def share(samples):
-        parts = (NEW[samples], OLD[samples], advantage[samples], weight[samples])
+        parts = (NEW[samples], OLD[samples], ADVANTAGE[samples], weight[samples])
         return np.array(policy_loss(*parts, clip_low=0.2, clip_high=0.28))
 
     whole = share(np.arange(SAMPLES))
@@ -112,3 +92,46 @@ def test_supervised_loss_is_the_mean_over_weighted_tokens():
     weight = np.asarray(token_weights(SAMPLED & SCORED[:, None], token_level=True))
     counted = SAMPLED & SCORED[:, None]
     assert float(supervised_loss(NEW, weight)) == pytest.approx(-NEW[counted].mean(), rel=1e-5)
+
+
+def test_no_tokens_have_no_weight():
+    assert not np.asarray(token_weights(np.zeros_like(SAMPLED), token_level=True)).any()
+
+
+def test_value_loss_and_its_gradient():
+    rng, clip = np.random.default_rng(3), 0.3
+    value, old, target = (rng.normal(0, 0.5, SAMPLED.shape).astype(np.float32) for _ in range(3))
+    weight = np.asarray(token_weights(SAMPLED, token_level=True))
+    # What has no weight may be anything.
+    strange = [np.where(SAMPLED, each, np.nan).astype(np.float32) for each in (value, old, target)]
+    found, slope = jax.jit(
+        jax.value_and_grad(lambda value: value_loss(value, *strange[1:], weight, clip=clip))
+    )(strange[0])
+    wanted, slopes, clipped = 0.0, np.zeros_like(value), 0
+    for i, t in zip(*np.nonzero(SAMPLED), strict=True):
+        free = value[i, t] - target[i, t]
+        held = old[i, t] + np.clip(value[i, t] - old[i, t], -clip, clip) - target[i, t]
+        wanted += 0.5 * weight[i, t] * max(free**2, held**2)
+        # Where the clipped error is the larger one, the value has gone far enough.
+        cut = held**2 > free**2
+        clipped += cut
+        slopes[i, t] = 0 if cut else weight[i, t] * free
+    assert 0 < clipped < SAMPLED.sum()
+    assert float(found) == pytest.approx(wanted, rel=1e-5)
+    np.testing.assert_allclose(slope, slopes, rtol=1e-4, atol=1e-7)
+
+
+def test_value_loss_is_tunixs(monkeypatch):
+    pytest.importorskip("tunix", reason="the extra tunix is not installed")
+    from tunix.rl import algo_core
+
+    rng = np.random.default_rng(4)
+    value, old, target = (rng.normal(0, 0.5, SAMPLED.shape).astype(np.float32) for _ in range(3))
+    ahead = np.pad(value, [(0, 0), (0, 1)])  # Tunix's values come with one more, which it leaves out
+    monkeypatch.setattr(algo_core.common, "compute_score", lambda *_, **__: jax.numpy.asarray(ahead))
+    example = SimpleNamespace(
+        prompt_ids=None, completion_ids=value, completion_mask=SAMPLED, old_values=old, returns=target
+    )
+    wanted, _ = algo_core.ppo_value_loss_fn(None, example, 0.2, 0, 0)
+    found = value_loss(value, old, target, token_weights(SAMPLED, token_level=True), clip=0.2)
+    assert float(found) == pytest.approx(float(wanted), rel=1e-5)
