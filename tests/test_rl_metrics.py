@@ -19,7 +19,7 @@ from support.runs import SMALL
 from experiments.rl.balance import measure_copies
 from experiments.rl.compilations import tell_compilations
 from experiments.rl.configs import Train
-from experiments.rl.metrics import FAILURES, METRICS, metrics_table, names_of, scalars_of
+from experiments.rl.metrics import FAILURES, METRICS, OF_ALGORITHMS, metrics_table, names_of, scalars_of
 from experiments.rl.metrics_log import MetricsLog, import_writer, read_metrics
 from experiments.rl.rewards import score_responses
 from experiments.rl.step_clock import PLANNING, exposed_seconds
@@ -121,10 +121,9 @@ def test_a_writer_is_given_all_numbers_by_their_names(ran):
     lines = read_metrics(folder / "metrics.jsonl")
     assert writer.lines == [(line["step"], scalars_of(line)) for line in lines]
     null = {
-        "balance/imbalance_live",
-        "balance/imbalance_recompute",
-        "time/plan_ahead_seconds",
-        "time/count_seconds",
+        *("balance/imbalance_live", "balance/imbalance_recompute"),
+        *("time/plan_ahead_seconds", "time/count_seconds"),
+        *OF_ALGORITHMS,
     }
     assert {name for _, metrics in writer.lines for name in metrics} == {
         name for name, metric in METRICS.items() if not metric.listed and name not in null

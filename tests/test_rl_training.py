@@ -321,7 +321,7 @@ def test_a_reward_function_that_raises_costs_its_sample_only():
         return TASKS["copy"].score(completion, example)
 
     task = dataclasses.replace(TASKS["copy"], score=score)
-    examples = Trainer(small(), 0, task=task).examples(1, 0)
+    examples = Trainer(small(), 0, task=task).sampler.examples(0)
     examples[5] = examples[5]._replace(prompt="copy ab: ")
     prompts = [BYTES.encode_prompt(example.prompt) for example in examples]
     tokens = BYTES.pad_rows([prompt + [65, 66] for prompt in prompts], 21)
@@ -376,7 +376,7 @@ def test_an_example_without_room_says_which_setting():
 
 
 def test_examples_without_room_are_passed_over():
-    examples = Trainer(small(response_tokens=5), 0).examples(1, 0)
+    examples = Trainer(small(response_tokens=5), 0).sampler.examples(0)
     assert len(examples) == 32
     assert max(len(example.answer) for example in examples) == 4
 
