@@ -115,7 +115,8 @@ def test_generalized_advantages_are_tunixs(discount):
 
     last = START + LENGTH - 1
     rows = np.arange(SAMPLES)
-    value, mask, reward = VALUE.copy(), RESPONSE.astype(np.int32), np.zeros_like(VALUE)
+    value, mask = (np.pad(array, [(0, 0), (0, 1)]) for array in (VALUE, RESPONSE.astype(np.int32)))
+    reward = np.zeros_like(value)
     reward[rows, last] = np.where(FINISHED, REWARD, 0)
     cut = rows[~FINISHED]
     value[cut, last[cut] + 1] = reward[cut, last[cut] + 1] = value[cut, last[cut]]
@@ -123,4 +124,4 @@ def test_generalized_advantages_are_tunixs(discount):
     with jax.numpy_rank_promotion("allow"):
         _, returns = compute_gae_advantages(reward, value, mask, discount, 0.8)
     found = generalized_advantages(VALUE, REWARD, RESPONSE, FINISHED, discount=discount, decay=0.8)
-    np.testing.assert_allclose(found[RESPONSE], (returns - VALUE)[RESPONSE], atol=1e-5)
+    np.testing.assert_allclose(found[RESPONSE], (returns[:, :-1] - VALUE)[RESPONSE], atol=1e-5)
