@@ -1,0 +1,85 @@
+"""``python -m experiments.algorithms``: what it makes of the metrics of runs, and that it goes on where it stopped."""
+
+import dataclasses
+import json
+
+import pytest
+
+from experiments import algorithms
+from experiments.algorithms import COMPARED, Algorithms, algorithm_config, main, reward_over_tokens, summarise
+from experiments.rl.train import OF_ONE_START
+
+EVALUATIONS = [0.25, 0.5, 0.75]
+LEARNED = [
+    {
+        "kind": "learn",
+        "batch/tokens_run": tokens,
+        "response/decoding_steps": decoding,
+        "response/slots_used_share": used,
+        "time/generate_seconds": 0.5,
+        "time/step_seconds": 2.0,
+        "balance/imbalance": imbalance,
+        "balance/imbalance_static": 1.5,
+    }
+    for tokens, decoding, used, imbalance in [(1000, 90, 0.2, 1.0), (3000, 30, 0.6, 1.2)]
+]
+LINES = [
+    {"kind": "warm-up", "warmup/loss": 3.0},
+    *({"kind": "evaluation", "evaluation/reward": reward} for reward in EVALUATIONS[:1]),
+    LEARNED[0],
+    *({"kind": "evaluation", "evaluation/reward": reward} for reward in EVALUATIONS[1:2]),
+    LEARNED[1],
+    *({"kind": "evaluation", "evaluation/reward": reward} for reward in EVALUATIONS[2:]),
+]
+
+
+def test_reward_stands_over_the_tokens_that_had_been_run():
+    assert reward_over_tokens(LINES) == ([0, 1000, 4000], EVALUATIONS)
+
+
+def test_a_run_is_summed_up():
+    found = summarise(LINES)
+    assert (found["reward_start"], found["reward_end"]) == (0.25, 0.75)
+    assert (found["tokens_run"], found["decoding_steps"], found["generate_seconds"]) == (4000, 120, 1.0)
+    # Of 90 decoding steps a fifth of the slots, of 30 three fifths.
+    assert found["slots_used_share"] == pytest.approx((90 * 0.2 + 30 * 0.6) / 120)
+    assert found["imbalance"] == pytest.approx(1.1)
+    assert found["imbalance_worst_step"] == 1.2
+
+
+def test_all_algorithms_are_given_the_same_prompts_and_steps():
+    configs = [algorithm_config(algorithm, Algorithms(steps=3)) for algorithm in COMPARED]
+    same = {"algorithm": "grpo", "window": None, "critic": configs[0].critic, "out": configs[0].out}
+    assert [config.algorithm for config in configs] == list(COMPARED)
+    assert all(dataclasses.replace(config, **same) == configs[0] for config in configs)
+
+
+def test_runs_are_not_repeated_and_not_mixed(tmp_path, monkeypatch):
+    ran = []
+
+    def run_train(config, console, *, name):
+        ran.append(name)
+        for seed in config.seeds:
+            folder = config.out / f"seed-{seed}"
+            folder.mkdir(parents=True)
+            (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES))
+        settings = {
+            name: value for name, value in dataclasses.asdict(config).items() if name not in OF_ONE_START
+        }
+        (config.out / "config.json").write_text(json.dumps(settings, default=str))
+        if len(ran) != 2:
+            (config.out / "summary.json").write_text("{}")
+
+    monkeypatch.setattr(algorithms, "run_train", run_train)
+    config = Algorithms(out=tmp_path, seeds=(0, 1), steps=2)
+    main(config)
+    assert not (tmp_path / "algorithms.json").exists(), "the second algorithm was stopped"
+    with pytest.raises(ValueError, match="ppo holds runs of other settings"):
+        main(dataclasses.replace(config, steps=3))
+    (tmp_path / "ppo" / "summary.json").write_text("{}")
+    main(config)
+    assert ran == ["grpo", "ppo", "tppo"]
+    summary = json.loads((tmp_path / "algorithms.json").read_text())
+    assert summary["command"] == "python -m experiments.algorithms --seeds 0 1 --steps 2"
+    assert {name: len(runs) for name, runs in summary["algorithms"].items()} == dict.fromkeys(COMPARED, 2)
+    assert (tmp_path / "algorithms.png").stat().st_size > 10_000
