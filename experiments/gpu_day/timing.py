@@ -4,39 +4,43 @@ A program calls an operation on sets of operands in turn, so that none is found 
 enough to hide how programs are started.
 """
 
-import functools
 import math
+import statistics
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from rich.console import Console
+from jax.experimental.mosaic.gpu import profiler
 
-from experiments.bench import interleaved
-from experiments.bench_gpu.operations import DENSE, OURS, Call, Operands, Operation, random_array
-from experiments.contenders import ContenderBatch
-from pallas_kernels import grouped_mlp
-from pallas_kernels.hopper.tile_sizes import ModelShape
-from relibra_jax.types import Topology
+from experiments.gpu_day.facts import say
+from experiments.gpu_day.operations import DENSE, OURS, Call, Operands, Operation
+
+
+class Reading(NamedTuple):
+    """The seconds of a run, of several readings."""
+
+    median: float
+    low: float
+    """The quarter of the readings below it ends here."""
+    high: float
+    """The quarter of the readings above it begins here."""
+
 
 type Program = Callable[[list[Operands], jax.Array], list[Any]]
 """A compiled function ``(sets of operands, group sizes) -> results``."""
 
 
-def compile_all(
-    operation: Operation, sets: list[Operands], sizes: jax.Array, console: Console
-) -> dict[str, Program]:
-    """Compile a program for everyone who can do an operation, and run each once.
+def compile_all(operation: Operation, sets: list[Operands], sizes: jax.Array) -> dict[str, Program]:
+    """Compile a program for everyone who can do an operation, and run each once; peers that refuse are said.
 
     Args:
         operation: what is computed.
         sets: the sets of operands that a program works on in turn.
         sizes: the group sizes of the run.
-        console: where peers that refuse are named.
 
     Returns:
         The programs by name, without peers that refuse.
@@ -71,7 +75,7 @@ def compile_all(
             if name in (OURS, DENSE):
                 raise
             reason = (str(error) or repr(error)).splitlines()[0][:100]
-            console.print(f"{name}, {operation.name}: {reason}", markup=False)
+            say(operation=operation.name, by=name, refused=reason)
         else:
             programs[name] = program
     return programs
@@ -79,8 +83,8 @@ def compile_all(
 
 def median_seconds(
     runs: Mapping[Any, Callable[[], Any]], repeats: int, *, reading: float = 0.02
-) -> dict[Any, float]:
-    """Return the median seconds of each run.
+) -> dict[Any, Reading]:
+    """Time runs, and return the seconds of each.
 
     Args:
         runs: the functions to time, by name; they take turns.
@@ -99,15 +103,34 @@ def median_seconds(
         start = time.perf_counter()
         jax.block_until_ready(run())
         counts[name] = math.ceil(reading / (time.perf_counter() - start))
-    readings = {name: functools.partial(run_often, run, counts[name]) for name, run in runs.items()}
-    return {name: value / counts[name] for name, value in interleaved(readings, repeats=repeats).items()}
+    readings: dict[Any, list[float]] = {name: [] for name in runs}
+    for _ in range(repeats):
+        for name, run in runs.items():
+            start = time.perf_counter()
+            jax.block_until_ready(run_often(run, counts[name]))
+            readings[name].append((time.perf_counter() - start) / counts[name])
+    return {
+        name: Reading(*np.quantile(values, (0.5, 0.25, 0.75)).tolist()) for name, values in readings.items()
+    }
 
 
-def copy_bandwidth(repeats: int) -> float:
-    """Return the bytes that a copy of 2 GB reads and writes in a second."""
-    ones = jnp.ones(2**30, jnp.bfloat16)
+def copy_bandwidth(repeats: int, *, gigabytes: float = 2.0) -> float:
+    """Return the bytes that a copy reads and writes in a second."""
+    ones = jnp.ones(int(gigabytes * 2**29), jnp.bfloat16)
     copy = jax.jit(lambda array: array + 1)
-    return 2 * ones.nbytes / median_seconds({"copy": lambda: copy(ones)}, repeats)["copy"]
+    return 2 * ones.nbytes / median_seconds({"copy": lambda: copy(ones)}, repeats)["copy"].median
+
+
+def kernel_milliseconds(program: Callable[..., Any], *operands: Any, repeats: int) -> float | None:
+    """The median time of a program's kernels alone, as CUPTI reports it; None where it reports nothing."""
+    try:
+        run = profiler.measure(program)
+        times = [milliseconds for _, milliseconds in (run(*operands) for _ in range(repeats))]
+    # There may be no CUPTI, or another profiler that has it already.
+    except Exception as error:
+        say(cupti=(str(error) or repr(error)).splitlines()[0][:100])
+        return None
+    return statistics.median(times) if None not in times else None
 
 
 def roofline_seconds(operation: Operation, sizes: np.ndarray, dense_rate: float, bandwidth: float) -> float:
@@ -124,48 +147,3 @@ def roofline_seconds(operation: Operation, sizes: np.ndarray, dense_rate: float,
     0.05
     """
     return max(operation.flops(sizes) / dense_rate, operation.bytes(sizes) / bandwidth)
-
-
-def straggler_seconds(
-    contenders: Mapping[str, ContenderBatch],
-    topology: Topology,
-    shape: ModelShape,
-    implementation: str,
-    repeats: int,
-) -> dict[str, float]:
-    """Return the time of the slowest ranks' grouped MLPs with gradients, summed over micro-batches and layers.
-
-    Args:
-        contenders: the batch as each contender runs it, by the contender's name.
-        topology: the topology that the plans were made for.
-        shape: the sizes of a model's experts.
-        implementation: the implementation of `pallas_kernels` that is measured.
-        repeats: the number of readings of each rank's MLP; the median counts.
-
-    Returns:
-        The seconds by the contender's name.
-    """
-    total = {}
-    for name, contender in contenders.items():
-        quota = np.asarray(contender.batch_plan.plan.quota).reshape(-1, topology.num_ranks, topology.slots)
-        x = random_array(contender.capacities.rows, shape.width)
-        weights = random_array(topology.slots, 3, shape.width, shape.expert_width, seed=2)
-        buffers = weights[: topology.home_slots], weights[topology.home_slots :]
-
-        @jax.jit
-        def step(x, buffers, sizes):
-            def call(x, buffers):
-                return grouped_mlp(x, buffers, sizes, implementation=implementation)
-
-            out, pull = jax.vjp(call, x, buffers)
-            return pull(out)
-
-        runs = {
-            place: functools.partial(step, x, buffers, jnp.asarray(quota[place]))
-            for place in np.ndindex(quota.shape[:2])
-        }
-        slowest: dict[int, float] = {}
-        for (layer, _), value in median_seconds(runs, repeats, reading=0.004).items():
-            slowest[layer] = max(slowest.get(layer, 0.0), value)
-        total[name] = sum(slowest.values())
-    return total

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.bench_gpu import peers
+from experiments.gpu_day import peers
 from pallas_kernels import grouped_dot, grouped_mlp, grouped_outer
 from pallas_kernels.hopper.tile_sizes import REPLICAS, ModelShape
 

@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas.ops.gpu import ragged_dot_mgpu, transposed_ragged_dot_mgpu
 
+from experiments.gpu_day.facts import say
+
 type Product = Literal["forward", "input gradient", "weight gradient"]
 """A grouped product, by name."""
 type Call = Callable[..., jax.Array]
@@ -98,7 +100,7 @@ def torch_seconds(
     try:
         return {"torch grouped_mm": _torch_seconds(torch, product, shape, sizes, sets, repeats)}
     except RuntimeError as error:
-        print(f"torch grouped_mm, {product}: {str(error).splitlines()[0][:100]}")
+        say(operation=product, by="torch grouped_mm", refused=str(error).splitlines()[0][:100])
         return {}
 
 

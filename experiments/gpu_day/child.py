@@ -1,0 +1,21 @@
+"""``python -m experiments.gpu_day.child STEP``: one step, as the ladder starts it."""
+
+import importlib
+import json
+import sys
+
+
+def run_function(function: str, arguments: list, *, rehearsal: bool) -> None:
+    """Import a step's function and call it.
+
+    Args:
+        function: ``module:function``.
+        arguments: its arguments.
+        rehearsal: whether it runs at small sizes without a GPU.
+    """
+    module, name = function.split(":")
+    getattr(importlib.import_module(module), name)(*arguments, rehearsal=rehearsal)
+
+
+if __name__ == "__main__":
+    run_function(**json.loads(sys.argv[1]))

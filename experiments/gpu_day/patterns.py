@@ -1,0 +1,75 @@
+"""All 2^8 patterns of empty groups: results and gradients of an implementation beside those of blocked XLA."""
+
+import functools
+import itertools
+from typing import Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.gpu_day.compare import Difference, check_close
+from experiments.gpu_day.correctness import interpreter
+from experiments.gpu_day.facts import say
+from experiments.gpu_day.operations import random_array
+from pallas_kernels import grouped_dot, grouped_mlp
+
+SLOTS: Final = (4, 2, 2)
+"""The slots of three weight buffers."""
+
+
+def check_patterns(implementation: str, rows: int, width: int, *, rehearsal: bool) -> None:
+    """Compare the products and the MLP for every pattern, with one program each.
+
+    Group sizes are no multiples of a tile, and padding is NaN.
+
+    Args:
+        implementation: the implementation of `pallas_kernels` that is checked.
+        rows: the number of rows of the row operand.
+        width: the width of rows, of hidden rows and of results.
+        rehearsal: whether four patterns of few rows are enough.
+
+    Raises:
+        ValueError: if a result is off.
+    """
+    if rehearsal:
+        rows, width = 40, 64
+    draw = np.random.default_rng(0)
+    arrays = [random_array(rows, width, seed=seed) for seed in range(2)]
+    weights = [random_array(count, 3, width, width, seed=2 + seed) for seed, count in enumerate(SLOTS)]
+    patterns = list(itertools.product((0, 1), repeat=sum(SLOTS)))[:: 85 if rehearsal else 1]
+    for check in (_products, _mlp):
+        ours, theirs = (jax.jit(functools.partial(check, name)) for name in (implementation, "xla"))
+        largest = Difference(0.0, 0.0)
+        for pattern in patterns:
+            sizes = draw.multinomial(rows - 5, np.ones(sum(SLOTS)) / sum(SLOTS)) * np.array(pattern)
+            beyond = np.arange(rows)[:, None] >= sizes.sum()
+            x, dy = (jnp.where(beyond, jnp.nan, one) for one in arrays)
+            operands = (x, dy, weights, jnp.asarray(sizes, jnp.int32))
+            with interpreter(rehearsal and implementation == "mosaic"):
+                found = ours(*operands)
+            off = check_close(f"groups {sizes.tolist()}", found, theirs(*operands))
+            largest = Difference(*map(max, largest, off))
+        say(
+            what=check.__name__.strip("_"),
+            rows=rows,
+            width=width,
+            patterns=len(patterns),
+            **largest._asdict(),
+        )
+
+
+def _products(implementation, x, dy, weights, sizes):
+    def dot(x, weights):
+        return grouped_dot(x, weights, sizes, implementation=implementation)
+
+    out, pull = jax.vjp(dot, x, [buffer[:, 0] for buffer in weights])
+    return out, *pull(dy)
+
+
+def _mlp(implementation, x, dy, weights, sizes):
+    def call(x, weights, scale):
+        return grouped_mlp(x, weights, sizes, scale, implementation=implementation)
+
+    out, pull = jax.vjp(call, x, weights, jnp.linspace(0.5, 2, len(x), dtype=jnp.float32))
+    return out, *pull(dy)
