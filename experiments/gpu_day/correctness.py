@@ -17,14 +17,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from experiments.gpu_day.compare import check_close
 from experiments.gpu_day.facts import say
 from pallas_kernels import grouped_mlp
+from pallas_kernels.compare import check_close
+from pallas_kernels.grouped_dot.api import IMPLEMENTATIONS
 from pallas_kernels.grouped_mlp.mosaic import _swiglu
 from pallas_kernels.hopper.persistent_kernel import TileSizes
 from pallas_kernels.hopper.row_product_kernel import Sweep, row_product_kernel
 from pallas_kernels.hopper.tile_walk import group_offsets
 from pallas_kernels.hopper.weight_gradient_kernel import weight_gradient_kernel
+from pallas_kernels.implementation import choose_implementation, why_not_device
+from pallas_kernels.self_check import CHECKED, run_check
 
 SPLITS: Final = ("even", "uneven", "empty")
 """How rows are split over groups."""
@@ -43,7 +46,7 @@ class Sizes(NamedTuple):
     @classmethod
     def of(cls, rehearsal: bool) -> "Sizes":
         """Large enough for several tiles in every direction, or as small as the interpreter needs."""
-        return cls(136, 128, 128, 3) if rehearsal else cls(4104, 512, 768, 18)
+        return cls(72, 64, 128, 3) if rehearsal else cls(4104, 512, 768, 18)
 
 
 class Operands:
@@ -271,3 +274,26 @@ def check_repeats(*, rehearsal: bool) -> None:
     say(runs=runs, moved=moved)
     if moved:
         raise ValueError(f"{moved} of {runs} runs are not the first one bit for bit")
+
+
+def check_chosen(*, rehearsal: bool) -> None:
+    """Which implementations pass their check on this machine, and which one is chosen where none is named.
+
+    Raises:
+        ValueError: if one that could run here does not pass.
+    """
+    if rehearsal:
+        say(chosen="xla")
+        return
+    device, failed = jax.devices()[0], []
+    for implementation in CHECKED:
+        if reason := why_not_device(implementation, device):
+            say(implementation=implementation, cannot_run=reason)
+        else:
+            verdict = run_check(implementation)
+            say(implementation=implementation, **verdict._asdict())
+            failed += [] if verdict.passed else [f"{implementation}: {verdict.reason}"]
+    rows = jnp.zeros((8, 64), jnp.bfloat16)
+    say(chosen=choose_implementation(None, IMPLEMENTATIONS, rows, rows.dtype, k=64, n=64))
+    if failed:
+        raise ValueError("; ".join(failed))

@@ -138,6 +138,8 @@ def run_step(step: Step, record: Record) -> State:
     _kill_group(process.pid)
     process.wait()
     listener.join()
+    assert process.stdout is not None
+    process.stdout.close()
     took = round(time.monotonic() - begin, 1)
     said = {} if state == "passed" else {"code": process.returncode, "tail": tail}
     if said:

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.gpu_day.compare import Difference, check_close
 from experiments.gpu_day.correctness import interpreter
 from experiments.gpu_day.facts import say
 from experiments.gpu_day.operations import random_array
 from pallas_kernels import grouped_dot, grouped_mlp
+from pallas_kernels.compare import Difference, check_close
 
 SLOTS: Final = (4, 2, 2)
 """The slots of three weight buffers."""

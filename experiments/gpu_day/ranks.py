@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.gpu_day.compare import check_close
 from experiments.gpu_day.facts import say
 from experiments.gpu_day.operations import random_array
 from experiments.gpu_day.plan import read_quotas
 from experiments.gpu_day.speed import REHEARSED, REPEATS
 from experiments.gpu_day.timing import median_seconds
 from pallas_kernels import grouped_mlp
+from pallas_kernels.compare import check_close
 from pallas_kernels.hopper.tile_sizes import MODELS, ModelShape
 
 ROWS_PER_GROUP: Final = 1024

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 
 from experiments.gpu_day import peers
-from experiments.gpu_day.compare import check_close
 from experiments.gpu_day.facts import say
 from experiments.gpu_day.group_sizes import buffer_rows, planned_sizes
 from experiments.gpu_day.operations import DENSE, OURS, mlps, operand_sets, products
@@ -25,6 +24,7 @@ from experiments.gpu_day.timing import (
     median_seconds,
     roofline_seconds,
 )
+from pallas_kernels.compare import check_close
 from pallas_kernels.hopper.tile_sizes import MODELS, RANKS, ModelShape
 
 REPEATS: Final = 9

@@ -1,0 +1,112 @@
+"""The layer over all devices of this host, beside every expert applied to every token: values and gradients."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.contenders import Samples, plan_contender
+from experiments.gpu_day.facts import say
+from experiments.gpu_day.timing import median_seconds
+from pallas_kernels.compare import check_close
+from relibra_jax.execution import (
+    ExpertParallel,
+    expert_mesh,
+    fetch_replicas,
+    moe_layer,
+    prepare_layer,
+    rank_sharding,
+)
+from relibra_jax.execution.mesh import RANKS
+from relibra_jax.plan import home_layout, replica_count
+from relibra_jax.planning.sample_packing import pack_samples
+from relibra_jax.types import EMPTY, Topology
+
+TOP_K, SAMPLES_PER_RANK = 2, 4
+
+
+def check_group(devices: int, exchange: str, *, rehearsal: bool) -> None:
+    """Run one layer with replicas over the first devices of this host, under a plan of ReLibra's.
+
+    Args:
+        devices: the number of devices.
+        exchange: the kind of exchange of tokens and replicas, ``padded`` or ``ragged``.
+        rehearsal: whether host devices and small sizes are enough.
+
+    Raises:
+        ValueError: if there are too few devices, or values or gradients are not those of the dense layer.
+    """
+    if rehearsal:
+        jax.config.update("jax_num_cpu_devices", devices)
+    if len(jax.devices()) < devices:
+        raise ValueError(f"{devices} devices are needed, there are {len(jax.devices())}")
+    length, width, hidden = (8, 64, 64) if rehearsal else (512, 1024, 512)
+    topology = Topology(num_nodes=1, ranks_per_node=devices, num_experts=4 * devices, replica_slots=1)
+    batch = plan_contender(_draw(topology, length), "relibra", topology)
+    parallel = ExpertParallel(
+        mesh=expert_mesh(topology, devices=jax.devices()[:devices]),
+        topology=topology,
+        capacities=batch.capacities,
+        exchange=exchange,
+        fetch=exchange,
+    )
+    plan, ids = batch.batch_plan.micro_batch(0).layer(0), batch.expert_ids[0, 0]
+    draw = np.random.default_rng(0)
+    x = draw.normal(size=(*ids.shape[:-1], width)).astype(np.float32)
+    gates = np.where(ids == EMPTY, 0, draw.uniform(0.5, 1, ids.shape)).astype(np.float32)
+    weights = (draw.normal(size=(topology.num_experts, 3, width, hidden)) * width**-0.5).astype(np.float32)
+    x, weights = (jnp.asarray(one, jnp.bfloat16) for one in (x, weights))
+    layout = np.asarray(home_layout(batch.batch_plan.plan.home[0], topology))
+
+    def layer(x, gates, experts, ids, prepared):
+        held, x = fetch_replicas(experts, prepared, x, parallel)
+        return moe_layer(x, ids, gates, held, prepared, parallel).output
+
+    @jax.jit
+    def step(x, gates, experts, ids, prepared):
+        out, pull = jax.vjp(functools.partial(layer, ids=ids, prepared=prepared), x, gates, experts)
+        return out, *pull(out)
+
+    @jax.jit
+    def dense_step(x, gates, weights):
+        out, pull = jax.vjp(functools.partial(_dense_layer, ids), x, gates, weights)
+        return out, *pull(out)
+
+    by_token = jax.NamedSharding(parallel.mesh, jax.P(RANKS))
+    tokens = jax.device_put((x, gates, jnp.asarray(ids)), by_token)
+    experts = jax.device_put(weights[layout], rank_sharding(parallel.mesh))
+    prepared = jax.jit(prepare_layer, static_argnums=2)(tokens[2], plan, parallel)
+    run = functools.partial(step, tokens[0], tokens[1], experts, tokens[2], prepared)
+    found, wanted = jax.device_get(run()), jax.device_get(dense_step(x, gates, weights))
+    wanted = (*wanted[:3], wanted[3][layout])
+    off = check_close(f"a layer over {devices} devices", found, wanted)
+    seconds = median_seconds({"layer": run}, 1 if rehearsal else 9, reading=1e-4 if rehearsal else 0.02)
+    say(
+        devices=devices,
+        exchange=exchange,
+        replicas=int(replica_count(batch.batch_plan.plan, topology).sum()),
+        token_copies=int((ids != EMPTY).sum()),
+        milliseconds=seconds["layer"].median * 1e3,
+        **off._asdict(),
+    )
+
+
+def _draw(topology: Topology, length: int) -> Samples:
+    """Samples whose tokens prefer a few experts."""
+    draw, samples = np.random.default_rng(0), SAMPLES_PER_RANK * topology.num_ranks
+    popular = draw.dirichlet(np.full(topology.num_experts, 0.3)) + 0.01
+    scores = np.log(popular) + draw.gumbel(size=(samples, length, 1, topology.num_experts))
+    ids = np.argsort(-scores, axis=-1)[..., :TOP_K].astype(np.int32)
+    mask = np.ones((samples, length), bool)
+    return Samples(ids, mask, pack_samples(mask.sum(1), topology, num_micro_batches=1))
+
+
+def _dense_layer(ids, x, gates, weights):
+    """Every expert of every token, one expert after the other."""
+    out = jnp.zeros(x.shape, jnp.float32)
+    for expert, (gate, up, down) in enumerate(weights):
+        hidden = jax.nn.silu((x @ gate).astype(jnp.float32)) * (x @ up).astype(jnp.float32)
+        share = jnp.where(ids == expert, gates, 0).sum(-1, keepdims=True)
+        out += share * (hidden.astype(x.dtype) @ down.T).astype(jnp.float32)
+    return out.astype(x.dtype)

@@ -1,0 +1,180 @@
+"""Whether kernels are right on this machine: found out once, in a process of its own, and remembered.
+
+    python -m pallas_kernels.self_check
+
+No implementation is chosen by itself before it has passed here: a kernel that nobody has seen run on this GPU, with
+this driver and this version of JAX, must not compute anybody's numbers. The check compares the grouped MLP and all its
+gradients with blocked XLA, over uneven and empty groups with NaN in padding, in small and in large tiles, and its bits
+from run to run. It takes seconds; in a process of its own, a kernel that hangs or crashes ends the check and nothing
+else. What was found is kept in the user's cache folder until the device, the driver, JAX or the kernels change.
+
+On several hosts, run the command on each of them before the first launch: processes of one program have to choose
+alike.
+"""
+
+import argparse
+import functools
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.compare import check_close
+
+CHECKED: Final = ("mosaic", "triton")
+"""The implementations that have to pass."""
+SECONDS: Final = 180
+"""The time after which a check has hung."""
+SIZES: Final = ((640, 256), (4096, 1024))
+"""Rows and width: for small tiles, and for large ones."""
+REPEATS: Final = 20
+"""How often each result is computed again."""
+
+
+class Verdict(NamedTuple):
+    """What a check has found."""
+
+    passed: bool
+    reason: str
+    """Why it has not passed, in one line; empty if it has."""
+
+
+@functools.cache
+def is_trusted(implementation: str) -> bool:
+    """Whether an implementation has passed on this machine; checks it now if that is not known.
+
+    Says once, on standard error, if it has not.
+    """
+    verdict = read_verdict(implementation) or run_check(implementation)
+    if not verdict.passed:
+        print(
+            f"pallas_kernels: implementation {implementation!r} has not passed its check on this machine"
+            f" ({verdict.reason}); blocked XLA computes instead. python -m pallas_kernels.self_check tries again.",
+            file=sys.stderr,
+        )
+    return verdict.passed
+
+
+def run_check(implementation: str) -> Verdict:
+    """Check an implementation in a process of its own, and keep what was found."""
+    command = [sys.executable, "-m", "pallas_kernels.self_check", "--here", implementation]
+    # The process that asks may hold most of the device's memory, and does not give it away.
+    environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    try:
+        ran = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=SECONDS, env=environment
+        )
+        lines = ran.stderr.strip().splitlines() or [f"exit status {ran.returncode}"]
+        verdict = Verdict(ran.returncode == 0, "" if ran.returncode == 0 else lines[-1][:300])
+    except subprocess.TimeoutExpired:
+        verdict = Verdict(False, f"it hung for {SECONDS} s")
+    path = verdicts_path()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(f".{os.getpid()}")
+    part.write_text(json.dumps({**_read_all(), _key(implementation): verdict._asdict()}, indent=1) + "\n")
+    part.replace(path)
+    return verdict
+
+
+def read_verdict(implementation: str) -> Verdict | None:
+    """What an earlier check has found for this device, driver, version of JAX and code; None if there was none."""
+    found = _read_all().get(_key(implementation))
+    return Verdict(**found) if found else None
+
+
+def verdicts_path() -> Path:
+    """The file of verdicts, in the user's cache folder."""
+    return (
+        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "relibra_jax" / "self_check.json"
+    )
+
+
+def _read_all() -> dict[str, Any]:
+    try:
+        return json.loads(verdicts_path().read_text())
+    # None was written, or not by us.
+    except (OSError, ValueError):
+        return {}
+
+
+def _key(implementation: str) -> str:
+    device, digest = jax.devices()[0], hashlib.sha256()
+    package = Path(__file__).parent
+    for path in sorted(package.rglob("*.py")):
+        digest.update(path.read_bytes())
+    platform = " ".join(device.client.platform_version.split())
+    parts = implementation, device.device_kind, platform, f"jax {jax.__version__}", digest.hexdigest()[:12]
+    return ", ".join(parts)
+
+
+def check_here(implementation: str) -> None:
+    """Check an implementation in this process.
+
+    Raises:
+        ValueError: if a result is wrong, or is not the same in every run.
+    """
+    # Imported late: the calls of this package ask this module which implementation to choose.
+    from pallas_kernels import grouped_mlp
+
+    slots = 4, 2
+    pattern = np.array([3, 0, 1, 2, 0, 1])
+    for rows, width in SIZES:
+        keys = jax.random.split(jax.random.key(0), 3)
+        sizes = (pattern * ((rows - 5) / pattern.sum())).astype(np.int32)
+        weights = jax.random.normal(keys[0], (sum(slots), 3, width, width), jnp.bfloat16) * width**-0.5
+        beyond = np.arange(rows)[:, None] >= sizes.sum()
+        x, d_out = (
+            jnp.where(beyond, jnp.nan, jax.random.normal(key, (rows, width), jnp.bfloat16))
+            for key in keys[1:]
+        )
+        operands = x, (weights[: slots[0]], weights[slots[0] :]), jnp.linspace(0.5, 2, rows), d_out
+
+        @functools.partial(jax.jit, static_argnums=0)
+        def run(name, x, weights, scale, d_out, sizes=sizes):
+            def call(x, weights, scale):
+                return grouped_mlp(x, weights, jnp.asarray(sizes), scale, implementation=name)
+
+            out, pull = jax.vjp(call, x, weights, scale)
+            return out, *pull(d_out)
+
+        first = run(implementation, *operands)
+        check_close(f"{rows} rows of {width}", first, run("xla", *operands))
+        for _ in range(REPEATS):
+            again = run(implementation, *operands)
+            for one, other in zip(jax.tree.leaves(first), jax.tree.leaves(again), strict=True):
+                if (np.asarray(one).view(np.uint8) != np.asarray(other).view(np.uint8)).any():
+                    raise ValueError(f"{rows} rows of {width}: two runs are not the same bit for bit")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Check the implementations that can run here anew; return 1 if one of them fails."""
+    parser = argparse.ArgumentParser(prog="python -m pallas_kernels.self_check", description=__doc__)
+    parser.add_argument(
+        "--here", metavar="IMPLEMENTATION", help="check one in this process, and keep nothing"
+    )
+    chosen = parser.parse_args(arguments).here
+    if chosen:
+        check_here(chosen)
+        return 0
+    from pallas_kernels.implementation import why_not_device
+
+    kind, failed = jax.devices()[0].device_kind, False
+    for implementation in CHECKED:
+        if reason := why_not_device(implementation, kind):
+            print(f"{implementation}: not checked, {reason}")
+        else:
+            verdict = run_check(implementation)
+            failed |= not verdict.passed
+            print(f"{implementation}: {'passed' if verdict.passed else 'failed, ' + verdict.reason}")
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

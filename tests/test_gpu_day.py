@@ -1,0 +1,137 @@
+"""The steps of day one on a GPU, rehearsed at small sizes without one."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments.gpu_day import group_sizes, operations
+from experiments.gpu_day.child import run_function
+from experiments.gpu_day.facts import facts_of
+from experiments.gpu_day.report import OPERATIONS
+from experiments.gpu_day.steps import all_steps, hopper_checks
+from pallas_kernels.compare import NORM_LIMIT, check_close
+from pallas_kernels.hopper.tile_sizes import ModelShape, Problem, choose_tile_sizes
+from relibra_jax.types import Topology
+
+
+def test_sizes_keep_proportions():
+    quota = np.array([5, 0, 10, 1])
+    sizes = group_sizes.scaled_sizes(quota, 256)
+    assert 1020 <= sizes.sum() <= 1024
+    assert sizes[1] == 0
+    assert sizes[2] == 2 * sizes[0]
+
+
+SHAPE = ModelShape(64, 128, 32, 2)
+
+
+def rehearse(step, capsys):
+    """What a step says in a rehearsal, in this process."""
+    run_function(step.function, list(step.arguments), rehearsal=True)
+    return [facts for line in capsys.readouterr().out.splitlines() if (facts := facts_of(line))]
+
+
+@pytest.fixture(scope="module")
+def steps(tmp_path_factory):
+    """All steps by name, their plan made."""
+    commands = all_steps(str(tmp_path_factory.mktemp("day")), None)
+    steps = {step.name: step for command in commands.values() for step in command}
+    run_function(steps["plan"].function, list(steps["plan"].arguments), rehearsal=True)
+    return steps
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["environment", "JAX's example", *[step.name for step in hopper_checks()]])
+def test_every_check_is_rehearsed(steps, name, capsys):
+    said = rehearse(steps[name], capsys)
+    assert said
+    assert all(facts["norm"] <= NORM_LIMIT for facts in said if "norm" in facts)
+    assert all(facts["moved"] == 0 for facts in said if "moved" in facts)
+
+
+@pytest.mark.slow
+def test_speeds_are_rehearsed(steps, capsys):
+    said = rehearse(steps["speed of Qwen3-30B-A3B, 1024 rows"], capsys)
+    timed = [facts for facts in said if "milliseconds" in facts]
+    product = ["ours", "dense matmul", "jax.lax.ragged_dot"]
+    mlp = ["ours", "products one at a time", "dense matmul"]
+    assert [(facts["operation"], facts["plan"], facts["by"]) for facts in timed] == [
+        (operation, plan, peer)
+        for operation, peers in zip(OPERATIONS, (product, product, product, mlp, mlp), strict=True)
+        for plan in ("static", "relibra")
+        for peer in peers
+    ]
+    assert all(facts["of_roofline"] > 0 for facts in timed)
+    # JAX's example kernel is for GPUs.
+    refused = {facts["by"]: facts["refused"] for facts in said if "refused" in facts}
+    assert "Only interpret mode is supported on CPU" in refused["JAX's example, 128x128"]
+
+
+@pytest.mark.slow
+def test_ranks_and_their_layer_are_rehearsed(steps, capsys):
+    of_planners = {facts["planner"]: facts for facts in rehearse(steps["stragglers"], capsys)}
+    assert list(of_planners) == ["static", "eplb", "relibra", "balanced"]
+    assert of_planners["relibra"]["imbalance_of_rows"] < of_planners["static"]["imbalance_of_rows"]
+    ranks = rehearse(steps["layer"], capsys)
+    assert [facts["rank"] for facts in ranks] == list(range(8))
+    assert all(facts["norm"] <= NORM_LIMIT for facts in ranks)
+
+
+def test_operands_are_what_the_kernels_take():
+    for sets in (
+        operations.operand_sets((64, 128), 16, 4, 128),
+        operations.operand_sets((3, 64, 128), 16, 4, 64),
+    ):
+        assert {leaf.dtype for leaf in jax.tree.leaves(sets)} == {jnp.dtype(jnp.bfloat16)}
+        assert [len(buffer) for buffer in sets[0].weights] == [4, 2]
+        assert sets[0].dense[0].shape == (64, 128)
+
+
+def test_sizes_come_from_the_rank_with_most_copies():
+    """Two layers of one micro-batch on two ranks; the second rank's second layer has the copies."""
+    topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=4, replica_slots=2)
+    quota = np.array([[[10, 0, 0, 0], [20, 0, 0, 0]], [[30, 10, 0, 0], [40, 20, 8, 12]]])
+    quotas = dict.fromkeys(("static", "relibra"), quota.reshape(1, 2, 1, 2, 4))
+    sizes = group_sizes.planned_sizes(quotas, topology, 3, 20)
+    np.testing.assert_array_equal(sizes["relibra"], sizes["static"])
+    np.testing.assert_array_equal(sizes["relibra"], np.array([40, 20, 20, 8, 12]))
+
+
+def test_patterns_are_checked_for_small_and_for_large_tiles():
+    patterns = [step.arguments for step in hopper_checks() if step.name.startswith("patterns")]
+    high, wide = zip(
+        *(
+            tuple(choose_tile_sizes(Problem(2, width, width, rows // 8, 8)))[:2]
+            for _, rows, width in patterns
+        ),
+        strict=True,
+    )
+    assert (high, wide) == ((64, 128), (64, 128))
+
+
+def test_a_wrong_result_stops_it():
+    right = {"out": jnp.ones((2, 3)), "d_x": jnp.zeros((1, 3))}
+    assert check_close("weights", right, right) == (0, 0)
+    for wrong in (1.1, np.nan):
+        with pytest.raises(ValueError, match=r"weights, array \['d_x'\] of shape \[1, 3\]: the error is"):
+            check_close("weights", right | {"d_x": jnp.full((1, 3), wrong)}, right)
+    one_row = np.ones((4096, 8), np.float32)
+    one_row[7] = 0.9
+    with pytest.raises(ValueError, match=r"0\.1 of the largest entry"):
+        check_close("a row that the norm does not show", one_row, np.ones((4096, 8)))
+
+
+def test_what_has_to_be_done_is_counted():
+    sizes = np.array([3, 0, 8], np.int32)
+    counted = {
+        one.name: (one.flops(sizes), one.bytes(sizes))
+        for one in (*operations.products(SHAPE, "xla"), *operations.mlps(SHAPE, "xla"))
+    }
+    assert counted == {
+        "forward": (2 * 11 * 64 * 128, 2 * (11 * (64 + 128) + 2 * 64 * 128)),
+        "input gradient": (2 * 11 * 64 * 128, 2 * (11 * (64 + 128) + 2 * 64 * 128)),
+        "weight gradient": (2 * 11 * 64 * 128, 2 * (11 * (64 + 128) + 3 * 64 * 128)),
+        "MLP forward": (6 * 11 * 64 * 128, 2 * (2 * 11 * 64 + 2 * 3 * 64 * 128)),
+        "MLP with gradients": (18 * 11 * 64 * 128, 2 * (4 * 11 * 64 + 3 * (2 + 3) * 64 * 128)),
+    }

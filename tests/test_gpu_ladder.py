@@ -1,0 +1,142 @@
+"""The ladder of day one: what steps say is kept whatever happens to them, and nothing that has passed is run again."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from experiments.gpu_day import ladder
+from experiments.gpu_day.__main__ import main
+from experiments.gpu_day.ladder import Record, Step, read_record, run_ladder
+from experiments.gpu_day.report import report
+from experiments.gpu_day.steps import SPEEDS, all_steps
+
+STEPS = "support.ladder_steps:"
+COUNT, FAIL = Step("count", STEPS + "count_up", (2,)), Step("fail", STEPS + "fail")
+HANG, LEAVE = Step("hang", STEPS + "hang", seconds=1), Step("leave", STEPS + "leave_a_process")
+
+
+@pytest.fixture(autouse=True)
+def path_of_steps(monkeypatch):
+    folders = [str(Path(__file__).parent), str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(folders))
+
+
+def states(record):
+    return [(line["step"], line["state"]) for line in read_record(record.path) if "state" in line]
+
+
+def test_what_steps_say_is_kept_whatever_becomes_of_them(tmp_path):
+    record = Record(tmp_path / "results" / "day.jsonl")
+    told = run_ladder((COUNT, HANG, FAIL), record, seconds=300.0)
+    assert told == {"count": "passed", "hang": "hung", "fail": "failed"}
+    lines = read_record(record.path)
+    said = [line for line in lines if "state" not in line]
+    assert [line.get("number", line.get("before")) for line in said] == [0, 1, "the hang", "the end"]
+    assert {(line["rehearsal"], line["source"]) for line in lines} == {(False, record.source)}
+    failed = next(line for line in lines if (line["step"], line.get("state")) == ("fail", "failed"))
+    assert failed["code"] == 1
+    assert failed["tail"].endswith("ValueError: the rows are wrong\n")
+
+
+def test_a_step_that_has_passed_is_not_run_again_while_the_code_is_the_same(tmp_path, monkeypatch):
+    path = tmp_path / "day.jsonl"
+    assert run_ladder((COUNT, FAIL), Record(path), seconds=300.0) == {"count": "passed", "fail": "failed"}
+    again = run_ladder((COUNT, FAIL), Record(path), seconds=300.0)
+    assert again == {"count": "passed before", "fail": "failed"}
+    assert run_ladder((COUNT,), Record(path, rehearsal=True), seconds=300.0) == {"count": "passed"}
+    monkeypatch.setattr(ladder, "source_digest", lambda: "another")
+    assert run_ladder((COUNT,), Record(path), seconds=300.0) == {"count": "passed"}
+    assert states(Record(path)) == [
+        *[("count", "passed"), ("fail", "failed")],
+        *[("fail", "failed"), ("count", "passed"), ("count", "passed")],
+    ]
+
+
+def test_a_step_waits_for_those_that_it_needs_and_for_time(tmp_path):
+    needy, slow = (
+        COUNT._replace(name="needy", needs=("fail", "count")),
+        COUNT._replace(name="slow", seconds=400),
+    )
+    told = run_ladder((COUNT, FAIL, needy, slow), Record(tmp_path / "day.jsonl"), seconds=300.0)
+    assert told["needy"] == "not begun: needs fail"
+    assert told["slow"].startswith("not begun: may take 400 s, ")
+
+
+def test_a_step_leaves_no_process_behind(tmp_path):
+    record = Record(tmp_path / "day.jsonl")
+    assert run_ladder((LEAVE,), record, seconds=300.0) == {"leave": "passed"}
+    child = read_record(record.path)[0]["child"]
+    status = Path(f"/proc/{child}/stat")
+    assert not status.exists() or status.read_text().split(")")[1].split()[0] == "Z"
+
+
+def test_a_line_that_was_cut_off_costs_itself_alone(tmp_path):
+    record = Record(tmp_path / "day.jsonl")
+    record.add(step="count", state="passed", source=record.source)
+    with record.path.open("a") as file:
+        file.write('{"step": "fail", "sta')
+    assert Record(record.path).passed() == {"count"}
+    record.add(step="fail", state="passed", source=record.source)
+    assert Record(record.path).passed() == {"count", "fail"}
+    record.add(step="fail", state="hung", source=record.source)
+    assert Record(record.path).passed() == {"count"}
+
+
+def test_each_command_fits_its_ten_minutes_and_speeds_wait_for_checks():
+    commands = all_steps("folder", None)
+    assert list(commands) == ["right", "speed", "why"]
+    checks = {step.name for step in commands["right"]} - {"environment", "JAX's example"}
+    for command in ("speed", "why"):
+        plan, *rest = commands[command]
+        assert plan.on_cpu
+        assert all(set(step.needs) == checks for step in rest)
+    assert all(step.seconds <= 9.5 * 60 for steps in commands.values() for step in steps)
+
+
+def test_the_report_has_blank_cells_where_nothing_was_measured(tmp_path, capsys):
+    record = tmp_path / "day.jsonl"
+    assert main(["report", "--record", str(record)]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("Nothing has been measured: no step has run on a GPU.")
+    for model, rows in SPEEDS:
+        assert f"| {model} | {rows:,} |  |  |  |  |  |\n" in said
+
+
+def test_the_report_shows_the_last_run_of_a_step_and_no_rehearsal():
+    model, rows = SPEEDS[0]
+    step = f"speed of {model}, {rows} rows"
+
+    def lines(teraflops, **options):
+        fact = {
+            "operation": "forward",
+            "by": "ours",
+            "plan": "relibra",
+            "of_roofline": 0.5,
+            "teraflops": teraflops,
+        }
+        end = {"state": "passed", "seconds": 60.0}
+        return [{"step": step, "rehearsal": False, **line, **options} for line in (fact, end)]
+
+    said = report([*lines(100.4), *lines(300.4), *lines(900.0, rehearsal=True)])
+    assert f"| {model} | {rows:,} | 300, 50% |  |  |  |  |\n" in said
+    assert f"| {step} | passed | 60.0 |\n" in said
+    stragglers = {"step": "stragglers", "rehearsal": False, "planner": "relibra", "slowest_ms": 2.0}
+    said = report([stragglers | {"imbalance_of_time": 1.25, "imbalance_of_rows": 1.125}])
+    assert "| ms |  |  | 2.00 |  |\n" in said
+
+
+def test_bad_input_is_refused(capsys):
+    for arguments in (["fast", "--record", "x"], ["right"], ["right", "--record", "x", "--minutes", "soon"]):
+        with pytest.raises(SystemExit):
+            main(arguments)
+        assert "error: " in capsys.readouterr().err
+
+
+def test_the_record_is_json_lines(tmp_path):
+    record = Record(tmp_path / "day.jsonl", rehearsal=True)
+    record.add(step="count", number=1)
+    assert [json.loads(line) for line in record.path.read_text().splitlines()] == [
+        {"rehearsal": True, "step": "count", "number": 1}
+    ]
