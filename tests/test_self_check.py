@@ -1,0 +1,128 @@
+"""The check that kernels have to pass on a machine before they are chosen there: kept until anything changes."""
+
+import itertools
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_kernels
+from pallas_kernels import grouped_mlp, self_check
+from pallas_kernels.self_check import (
+    Verdict,
+    check_here,
+    is_trusted,
+    main,
+    read_verdict,
+    run_check,
+    verdicts_path,
+)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    is_trusted.cache_clear()
+    yield
+    is_trusted.cache_clear()
+
+
+@pytest.fixture
+def processes(monkeypatch):
+    """The processes that a check starts, and how they end: exit status and standard error, or a hang."""
+    started, ends = [], []
+
+    def run(command, *, timeout, **_):
+        started.append(command)
+        end = ends.pop(0)
+        if end is None:
+            raise subprocess.TimeoutExpired(command, timeout)
+        return SimpleNamespace(returncode=end[0], stderr=end[1])
+
+    monkeypatch.setattr(self_check.subprocess, "run", run)
+    return SimpleNamespace(started=started, ends=ends)
+
+
+def test_what_has_passed_is_not_checked_again(processes, capsys):
+    processes.ends += [(0, "a warning\n")]
+    assert is_trusted("mosaic")
+    is_trusted.cache_clear()
+    assert is_trusted("mosaic")
+    assert processes.started == [[sys.executable, "-m", "pallas_kernels.self_check", "--here", "mosaic"]]
+    assert read_verdict("mosaic") == Verdict(True, "")
+    assert read_verdict("triton") is None
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("end", "reason"),
+    [
+        ((1, "Traceback\nValueError: 640 rows of 256, array [0]: the error is 0.3"), "the error is 0.3"),
+        ((-11, ""), "exit status -11"),
+        (None, "it hung for 180 s"),
+    ],
+)
+def test_what_has_not_passed_is_said_once_with_the_reason(processes, capsys, end, reason):
+    processes.ends += [end]
+    assert not is_trusted("mosaic")
+    assert not is_trusted("mosaic")
+    assert len(processes.started) == 1
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "implementation 'mosaic' has not passed its check on this machine" in said
+    assert reason in said
+
+
+def test_a_check_counts_for_its_device_driver_and_code(processes, monkeypatch):
+    processes.ends += [(0, ""), (1, "ValueError: wrong")]
+    run_check("mosaic")
+    monkeypatch.setattr(self_check.jax, "__version__", "0.99.0")
+    assert read_verdict("mosaic") is None
+    assert not run_check("mosaic").passed
+    assert sorted(one["passed"] for one in json.loads(verdicts_path().read_text()).values()) == [False, True]
+
+
+def test_a_damaged_file_is_no_verdict(processes):
+    verdicts_path().parent.mkdir(parents=True)
+    verdicts_path().write_text("{")
+    processes.ends += [(0, "")]
+    assert is_trusted("mosaic")
+    assert read_verdict("mosaic") == Verdict(True, "")
+
+
+def test_a_right_implementation_passes_and_a_wrong_or_restless_one_does_not(monkeypatch):
+    monkeypatch.setattr(self_check, "SIZES", ((40, 16),))
+    monkeypatch.setattr(self_check, "REPEATS", 2)
+    check_here("reference")
+    runs = itertools.count()
+
+    def wrong(x, weights, sizes, scale, *, implementation):
+        out = grouped_mlp(x, weights, sizes, scale, implementation="xla")
+        return out if implementation == "xla" else out * jnp.where(jnp.arange(len(out)) == 3, 1.5, 1)[:, None]
+
+    def restless(x, weights, sizes, scale, *, implementation):
+        out = grouped_mlp(x, weights, sizes, scale, implementation="xla")
+        if implementation == "xla":
+            return out
+        # Every second run is off by what rounding may be.
+        noise = jax.pure_callback(lambda: np.float32(next(runs) % 2), jax.ShapeDtypeStruct((), jnp.float32))
+        return out * (1 + noise / 128).astype(out.dtype)
+
+    monkeypatch.setattr(pallas_kernels, "grouped_mlp", wrong)
+    with pytest.raises(ValueError, match=r"40 rows of 16, array .*: the error is .* of the largest entry"):
+        check_here("mosaic")
+    monkeypatch.setattr(pallas_kernels, "grouped_mlp", restless)
+    with pytest.raises(ValueError, match="40 rows of 16: two runs are not the same bit for bit"):
+        check_here("mosaic")
+
+
+def test_nothing_is_checked_where_nothing_can_run(capsys):
+    assert main([]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert [line.split(": not checked, ")[0] for line in said] == list(self_check.CHECKED)
+    assert not verdicts_path().exists()
