@@ -8,6 +8,9 @@ for each buffer.
 The copy of a tile's output must spare rows of its neighbours, which other blocks write at the same time. Sizes of
 copies are fixed in the program, so a tile that is not full is copied as a sum of powers of two rows. Outputs pass
 through a buffer that is swizzled but not tiled: the swizzle follows the address, so any row may start a copy.
+
+The last tile of columns may reach beyond the matrix. Copies (TMA) know the sizes of every axis of an array: what they
+load from beyond an edge is zeros, so that products there are zero, and what lies beyond it is not written.
 """
 
 import functools
@@ -225,28 +228,48 @@ def launch(
     return tuple(jax.lax.pcast(out, axes, to="varying") if axes else out for out in kernel(*leaves))
 
 
+def columns_within(first: Any, width: int, columns: int) -> Any:
+    """Return how many columns an output has from ``first`` on; just ``width`` if no tile passes the output's edge.
+
+    Args:
+        first: the number of the first column, int32 or a number.
+        width: the number of columns of a tile.
+        columns: the number of columns of the output.
+    """
+    return columns - first if columns % width else width
+
+
 def write_output(
-    parts: Iterable[tuple[jax.Array, Callable[..., Any]]], out_buffer: Any, low: Any, high: Any
+    parts: Iterable[tuple[jax.Array, Callable[..., Any], Any]], out_buffer: Any, low: Any, high: Any
 ) -> None:
     """Write rows ``low..high`` of the 64 rows that this warpgroup computed, one part of the columns after the other.
 
     Args:
         parts: the parts ``[64, columns]``, each with the function ``(rows, columns) -> reference`` that gives the
-            place in the output for slices of the part.
+            place in the output for slices of the part, and how many of its columns the output has (`columns_within`,
+            a multiple of a line of the buffer). Where that is less than a part has, it is the last part of an output.
         out_buffer: the warpgroup's two buffers.
         low: the first row to write, int32 or a number, at least 0.
         high: the row after the last one to write, int32 or a number, at most 64.
     """
     dtype, width = out_buffer.dtype, out_buffer.shape[-1]
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def write_line(line: jax.Array, target: Callable[..., Any], buffer: Any) -> None:
+        plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+        buffer[...] = line.astype(dtype)
+        plgpu.commit_smem()
+        _copy_rows(buffer, target, low, high)
+
     turn = 0
-    for value, target in parts:
+    for value, target, columns in parts:
         for first in range(0, value.shape[1], width):
-            buffer = out_buffer.at[turn % 2]
-            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-            buffer[...] = value[:, first : first + width].astype(dtype)
-            plgpu.commit_smem()
-            _copy_rows(buffer, functools.partial(target, columns=pl.ds(first, width)), low, high)
+            place = functools.partial(target, columns=pl.ds(first, width))
+            line = functools.partial(
+                write_line, value[:, first : first + width], place, out_buffer.at[turn % 2]
+            )
+            # Lines that are left out are the last of a tile: buffers take turns as if there were none.
+            line() if isinstance(columns, int) else pl.when(first < columns)(line)
             turn += 1
 
 

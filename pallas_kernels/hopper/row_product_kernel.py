@@ -22,6 +22,7 @@ from pallas_kernels.hopper.persistent_kernel import (
     WARPGROUP_HEIGHT,
     Ring,
     TileSizes,
+    columns_within,
     launch,
     visit_buffer,
     write_output,
@@ -69,8 +70,13 @@ class KernelSpec(NamedTuple):
     """The number of slots of each weight buffer."""
     steps: int
     """The number of steps of a sweep."""
-    column_tiles: int
-    """The number of tiles that the columns of the output are cut into."""
+    columns: int
+    """The number of columns of the output."""
+
+    @property
+    def column_tiles(self) -> int:
+        """The number of tiles that the columns of the output are cut into; the last may reach beyond them."""
+        return -(-self.columns // self.tiles.width)
 
     @property
     def sweeps(self) -> list[Sweep]:
@@ -113,7 +119,7 @@ def row_product_kernel(
     Args:
         rows: the row operands, each ``[r, k]`` bfloat16; r is a multiple of 8 and k one of 64.
         weights: the weight buffers, each ``[slots, J, k, n]`` bfloat16, the J matrices of each slot, at least one;
-            ``[slots, J, n, k]`` if transposed. n is a multiple of ``tiles.width``.
+            ``[slots, J, n, k]`` if transposed. n is a multiple of 64.
         group_offsets: ``[all slots + 3]`` int32, the result of `tile_walk.group_offsets`.
         scale: ``[r]`` float32, a factor of each row that the epilogue is given; None if it needs none.
         sums: the sweeps, in lists of those that add to the same accumulators; each list starts with new ones. The
@@ -127,18 +133,17 @@ def row_product_kernel(
         tiles: the sizes of output tiles.
 
     Returns:
-        The outputs ``[r, n]``. With row sums also ``[n / tiles.width, t, tiles.height]`` float32, the row sums of each
+        The outputs ``[r, n]``. With row sums also ``[tiles of columns, t, tiles.height]`` float32, the row sums of each
         tile by the tile's number; t leaves room for any group sizes.
     """
     slots = tuple(buffer.shape[0] for buffer in weights)
     (num_rows, contraction), columns = rows[0].shape, weights[0].shape[2 if transposed else 3]
-    column_tiles = columns // tiles.width
     steps = contraction // STEP
-    spec = KernelSpec(sums, transposed, epilogue, outputs, padding, tiles, slots, steps, column_tiles)
+    spec = KernelSpec(sums, transposed, epilogue, outputs, padding, tiles, slots, steps, columns)
     outs = [jax.ShapeDtypeStruct((num_rows, columns), out_dtype)] * outputs
     if row_sums:
         most_tiles = (num_rows + (sum(slots) + 1) * (tiles.height + ROW_ALIGNMENT)) // tiles.height
-        outs.append(jax.ShapeDtypeStruct((column_tiles, most_tiles, tiles.height), jnp.float32))
+        outs.append(jax.ShapeDtypeStruct((spec.column_tiles, most_tiles, tiles.height), jnp.float32))
     matrix = (tiles.width, STEP) if transposed else (STEP, tiles.width)
     # A tile may reach beyond the last row.
     scales = [] if scale is None else [jnp.pad(scale, (0, tiles.height))]
@@ -213,8 +218,9 @@ def _multiply_steps(
                 factor = jax.lax.broadcast_in_dim(factor, (WARPGROUP_HEIGHT, EPILOGUE_COLUMNS), (0,))
             row_sums: list[jax.Array] = []
 
-            def parts() -> Iterator[tuple[jax.Array, Callable[..., Any]]]:
+            def parts() -> Iterator[tuple[jax.Array, Callable[..., Any], Any]]:
                 dtype, line = out_buffer.dtype, out_buffer.shape[-1]
+                within = columns_within(column * spec.tiles.width, spec.tiles.width, spec.columns)
                 for first in range(0, spec.tiles.width, line):
                     pieces = []
                     for begin in range(first, first + line, EPILOGUE_COLUMNS):
@@ -224,7 +230,7 @@ def _multiply_steps(
                         row_sums.extend([] if row_sum is None else [row_sum])
                     for value, out in zip(zip(*pieces, strict=True), outs, strict=False):
                         place = functools.partial(target, out, column * spec.tiles.width + first)
-                        yield jnp.concatenate(value, axis=1), place
+                        yield jnp.concatenate(value, axis=1), place, within - first
 
             def target(out: Any, first: jax.Array, rows: Any, columns: Any) -> Any:
                 return out.at[pl.ds(at + rows.start, rows.size), pl.ds(first + columns.start, columns.size)]

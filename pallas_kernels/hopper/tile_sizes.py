@@ -113,7 +113,7 @@ def candidate_tile_sizes(problem: Problem) -> Iterator[TileSizes]:
     """Yield all sizes that a kernel can be compiled for, the widest first."""
     for height in (128, 64):
         for width in WIDTHS:
-            fits = width * problem.matrices <= MAX_ACCUMULATED and problem.output_width % width == 0
+            fits = width * problem.matrices <= MAX_ACCUMULATED and width <= problem.output_width
             if fits and (stages := count_stages(problem, height, width)) >= 2:
                 yield TileSizes(height, width, stages)
 
@@ -133,7 +133,8 @@ def estimate_cycles(problem: Problem, tiles: TileSizes) -> float:
     else:
         # The same for its last step.
         steps, high = steps + 0.5, math.ceil(high)
-    count = problem.groups * high * problem.output_width / tiles.width
+    # The last tile of columns takes as long as the others, however few of its columns the output has.
+    count = problem.groups * high * math.ceil(problem.output_width / tiles.width)
     products = max(problem.matrices, 1) * tiles.height * tiles.width * STEP / PRODUCTS_PER_CYCLE
     copies = step_bytes(problem, tiles.height, tiles.width) / BYTES_PER_CYCLE
     step = max(products, copies, (LATENCY_CYCLES + copies) / (tiles.stages - 1))
@@ -144,7 +145,7 @@ def choose_tile_sizes(problem: Problem) -> TileSizes:
     """Return the sizes that were measured to be best, or the heuristic's choice where nothing was measured.
 
     >>> choose_tile_sizes(Problem(1, contraction=2048, output_width=2048, output_height=1024, groups=18))
-    TileSizes(height=128, width=256, stages=4)
+    TileSizes(height=128, width=192, stages=4)
     >>> choose_tile_sizes(Problem(1, contraction=2048, output_width=768, output_height=256, groups=18))
     TileSizes(height=64, width=256, stages=5)
     """

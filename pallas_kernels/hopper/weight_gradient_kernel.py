@@ -19,6 +19,7 @@ from pallas_kernels.hopper.persistent_kernel import (
     WARPGROUP_HEIGHT,
     Ring,
     TileSizes,
+    columns_within,
     launch,
     visit_buffer,
     write_output,
@@ -76,7 +77,7 @@ class KernelSpec(NamedTuple):
         """Call ``(visit, steps so far) -> steps so far`` for this block's share: every n-th tile."""
         block, blocks = jax.lax.axis_index("block"), jax.lax.axis_size("block")
         # From the fastest axis to the slowest: tiles along n, tiles along k, pairs, groups.
-        sizes = self.shape[1] // self.tiles.width, -(-self.shape[0] // self.tiles.height), self.pairs
+        sizes = -(-self.shape[1] // self.tiles.width), -(-self.shape[0] // self.tiles.height), self.pairs
         count = sum(self.slots) * sizes[0] * sizes[1] * sizes[2]
 
         def visit(index: jax.Array, step: jax.Array) -> jax.Array:
@@ -103,8 +104,7 @@ def weight_gradient_kernel(
     """Compute ``a[group]^T b[group]`` for every group and each of J pairs of row operands.
 
     Args:
-        pairs: the pairs (a, b), ``[r, k]`` and ``[r, n]`` bfloat16; r is a multiple of 8, k one of 64, and n one of
-            ``tiles.width``.
+        pairs: the pairs (a, b), ``[r, k]`` and ``[r, n]`` bfloat16; r is a multiple of 8, k and n of 64.
         group_offsets: ``[all slots + 3]`` int32, the result of `tile_walk.group_offsets`.
         slots: the number of slots of each weight buffer, at least 1.
         out_dtype: the dtype of the results.
@@ -172,7 +172,8 @@ def _multiply_steps(
                 part = pl.ds(at + rows.start, rows.size), pl.ds(visit.left + columns.start, columns.size)
                 return outs[number].at[(slot, visit.pair, *part)]
 
-            write_output([(value, target)], out_buffer, 0, WARPGROUP_HEIGHT)
+            within = columns_within(visit.left, spec.tiles.width, spec.shape[1])
+            write_output([(value, target, within)], out_buffer, 0, WARPGROUP_HEIGHT)
 
         pl.when(at < spec.shape[0])(lambda: visit_buffer(spec.slots, visit.group, store))
         return step + visit.steps
