@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import grouped_dot, grouped_mlp
-from pallas_kernels.hopper import autotune, row_product_kernel, weight_gradient_kernel
+from pallas_kernels import grouped_dot, grouped_mlp, leave_multiprocessors
+from pallas_kernels.hopper import autotune, persistent_kernel, row_product_kernel, weight_gradient_kernel
+from pallas_kernels.hopper.multiprocessors import multiprocessors
 from pallas_kernels.hopper.persistent_kernel import SHARED_MEMORY_BYTES
 from pallas_kernels.hopper.tile_sizes import (
     MODELS,
@@ -170,3 +171,41 @@ def test_more_buffers_take_no_more_launches_and_are_not_joined(monkeypatch, call
         assert holds_all_weights(implementation, (5,))
         assert not holds_all_weights(implementation, (0, 1, 2, 0, 2))
     assert sum(launch.call_count for launch in launches) == 2 * kernels
+
+
+def test_multiprocessors_that_are_left_are_part_of_what_jit_compiles_for():
+    found = []
+
+    @jax.jit
+    def step(x):
+        found.append(multiprocessors())
+        return x
+
+    for count in (0, 16, 0, 131, 16):
+        with leave_multiprocessors(count):
+            step(1.0)
+    step(1.0)
+    assert found == [132, 116, 1]
+
+
+def test_kernels_leave_multiprocessors_forward_and_backward(monkeypatch):
+    grids = []
+    kernel = plgpu.kernel
+    monkeypatch.setattr(
+        plgpu, "kernel", lambda *a, grid, **k: grids.append(grid) or kernel(*a, grid=grid, **k)
+    )
+    monkeypatch.setattr(persistent_kernel, "interpreted", lambda: False)
+    rows, weights = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((8, 64), (1, 64, 64)))
+
+    def loss(rows, weights):
+        return jnp.sum(grouped_dot(rows, [weights], jnp.array([8]), implementation="mosaic"))
+
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()), leave_multiprocessors(32):
+        jax.make_jaxpr(jax.grad(loss, (0, 1)))(rows, weights)
+    assert grids == [(100,)] * 3
+
+
+@pytest.mark.parametrize("count", [-1, 132, True])
+def test_multiprocessors_that_cannot_be_left_are_refused(count):
+    with pytest.raises(ValueError, match=rf"count={count} must be an integer from 0 to 131: one of 132"):
+        leave_multiprocessors(count)

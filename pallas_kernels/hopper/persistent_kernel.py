@@ -1,9 +1,9 @@
 """The frame of the Hopper kernels: how one is launched, how its operands are copied, how its output is written.
 
-A kernel is persistent: one block for each multiprocessor visits every n-th tile of the output. One warpgroup of a
-block does nothing but copy the operands of the next steps into a ring of buffers in shared memory (TMA), on across the
-ends of tiles; the others multiply (wgmma), 64 rows of the output tile each. The two sides meet at a pair of barriers
-for each buffer.
+A kernel is persistent: one block for each multiprocessor that it takes visits every n-th tile of the output. One
+warpgroup of a block does nothing but copy the operands of the next steps into a ring of buffers in shared memory (TMA),
+on across the ends of tiles; the others multiply (wgmma), 64 rows of the output tile each. The two sides meet at a pair
+of barriers for each buffer.
 
 The copy of a tile's output must spare rows of its neighbours, which other blocks write at the same time. Sizes of
 copies are fixed in the program, so a tile that is not full is copied as a sum of powers of two rows. Outputs pass
@@ -23,6 +23,7 @@ from jax._src import config
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.hopper.multiprocessors import multiprocessors
 from pallas_kernels.hopper.tile_walk import ROW_ALIGNMENT
 
 STEP: Final = 64
@@ -116,11 +117,6 @@ class Ring(NamedTuple):
         pl.when(count > 0)(lambda: self.release(step - 1))
 
 
-def multiprocessors() -> int:
-    """Return the number of multiprocessors of the GPU that is here, or else of an H100 or H200 (SXM)."""
-    return getattr(jax.devices()[0], "core_count", None) or 132
-
-
 def interpreted() -> bool:
     """Return whether kernels that are traced now run in JAX's GPU interpreter."""
     return config.pallas_tpu_interpret_mode_context_manager.value is not None
@@ -165,7 +161,7 @@ def launch(
     tiles: TileSizes,
     **barriers: Any,
 ) -> tuple[jax.Array, ...]:
-    """Run a kernel on every block of the GPU.
+    """Run a kernel, one block of it on each of the `multiprocessors`.
 
     Args:
         copy_steps: the function of the copying warpgroup. ``(operands, ring, buffers)`` fills the buffers with the

@@ -16,13 +16,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from pallas_kernels.hopper.multiprocessors import multiprocessors
 from pallas_kernels.hopper.persistent_kernel import (
     LINE_BYTES,
     SHARED_MEMORY_BYTES,
     STEP,
     WARPGROUP_HEIGHT,
     TileSizes,
-    multiprocessors,
 )
 
 TABLE_PATH: Final = Path(__file__).with_name("tile_sizes.json")
