@@ -159,6 +159,7 @@ def launch(
     buffers: Sequence[tuple[int, int]],
     out_dtype: Any,
     tiles: TileSizes,
+    approximate: bool = False,
     **barriers: Any,
 ) -> tuple[jax.Array, ...]:
     """Run a kernel, one block of it on each of the `multiprocessors`.
@@ -173,6 +174,7 @@ def launch(
         buffers: the shapes of the bfloat16 buffers that one step fills.
         out_dtype: the dtype of the two buffers of each warpgroup that outputs pass through.
         tiles: the sizes of output tiles.
+        approximate: whether exponentials are the hardware's, in float32 (``ex2.approx``).
         barriers: further barriers that ``multiply_steps`` is given, by name.
 
     Returns:
@@ -218,6 +220,7 @@ def launch(
         grid_names=("block",),
         num_threads=warpgroups + 1,
         thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=approximate),
     )
     # Inside shard_map, kernels forget that their results differ between devices.
     axes = tuple(jax.typeof(leaves[0]).manual_axis_type.varying)

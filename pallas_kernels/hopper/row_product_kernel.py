@@ -112,6 +112,7 @@ def row_product_kernel(
     out_dtype: Any = jnp.bfloat16,
     row_sums: bool = False,
     padding: bool,
+    approximate: bool = False,
     tiles: TileSizes,
 ) -> tuple[jax.Array, ...]:
     """Multiply the rows of each group by matrices of its slot, and apply an epilogue to the sums.
@@ -130,6 +131,8 @@ def row_product_kernel(
         out_dtype: the dtype of the outputs.
         row_sums: whether the epilogue returns a row sum.
         padding: whether rows beyond the last group are written, as zeros; otherwise they hold anything.
+        approximate: whether the epilogue's exponentials are the hardware's: their relative error is below 2^-17 where
+            bfloat16 rounds at 2^-9.
         tiles: the sizes of output tiles.
 
     Returns:
@@ -154,6 +157,7 @@ def row_product_kernel(
         outs,
         buffers=[(tiles.height, STEP), *[matrix] * spec.matrices],
         out_dtype=out_dtype,
+        approximate=approximate,
         tiles=tiles,
     )
 
