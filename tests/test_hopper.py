@@ -14,16 +14,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import grouped_dot, grouped_mlp, leave_multiprocessors
 from pallas_kernels.hopper import autotune, persistent_kernel, row_product_kernel, weight_gradient_kernel
 from pallas_kernels.hopper.multiprocessors import multiprocessors
-from pallas_kernels.hopper.persistent_kernel import SHARED_MEMORY_BYTES
+from pallas_kernels.hopper.persistent_kernel import SHARED_MEMORY_BYTES, TileSizes
 from pallas_kernels.hopper.tile_sizes import (
     MODELS,
-    TABLE,
     ModelShape,
     Problem,
     candidate_tile_sizes,
     choose_tile_sizes,
     estimate_cycles,
 )
+from pallas_kernels.hopper.tile_table import VARIABLE, empty_table, write_table
 from pallas_kernels.hopper.tile_walk import group_offsets, walk_tiles
 
 PATTERNS = np.array(list(itertools.product((0, 1), repeat=8)))
@@ -120,10 +120,12 @@ def test_no_choice_is_busy_for_longer_than_the_widest_tiles():
 
 
 @pytest.mark.parametrize("problem", [Problem(1, 2048, 768, 1000, 6), Problem(0, 1000, 768, 2048, 6)])
-def test_a_measured_entry_is_preferred(monkeypatch, problem):
+def test_a_measured_entry_is_preferred(monkeypatch, tmp_path, problem):
     """For expected rows of a group up to the next power of two."""
     expected = "output_height" if problem.matrices else "contraction"
-    monkeypatch.setitem(TABLE, problem._replace(**{expected: 1024}).key, [64, 64, 3])
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "table.json"))
+    key = problem._replace(**{expected: 1024}).key
+    write_table(tmp_path / "table.json", empty_table()._replace(tiles={key: TileSizes(64, 64, 3)}))
     assert choose_tile_sizes(problem) == (64, 64, 3)
     assert choose_tile_sizes(problem._replace(**{expected: 1025})) != (64, 64, 3)
     assert choose_tile_sizes(problem._replace(groups=7)) != (64, 64, 3)

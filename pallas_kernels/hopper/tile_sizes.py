@@ -6,14 +6,12 @@ tile. Wide tiles are few, and multiprocessors that find none left wait for the o
 which the fullest multiprocessor has the fewest cycles to go. What shared memory is left holds steps that copies run
 ahead.
 
-The table is written by ``python -m pallas_kernels.hopper.autotune`` on a Hopper GPU. Until someone has run it, it is
-empty and the heuristic decides alone.
+The table (`tile_table`) is written by ``python -m pallas_kernels.hopper.autotune`` on a Hopper GPU. Until someone has
+run it, there is none and the heuristic decides alone.
 """
 
-import json
 import math
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Final, NamedTuple
 
 from pallas_kernels.hopper.multiprocessors import multiprocessors
@@ -24,8 +22,8 @@ from pallas_kernels.hopper.persistent_kernel import (
     WARPGROUP_HEIGHT,
     TileSizes,
 )
+from pallas_kernels.hopper.tile_table import measured_tile_sizes
 
-TABLE_PATH: Final = Path(__file__).with_name("tile_sizes.json")
 WIDTHS: Final = (256, 192, 128, 64)
 """The widths that a tile may have."""
 MAX_ACCUMULATED: Final = 256
@@ -150,10 +148,6 @@ def choose_tile_sizes(problem: Problem) -> TileSizes:
     >>> choose_tile_sizes(Problem(1, contraction=2048, output_width=768, output_height=32, groups=18))
     TileSizes(height=64, width=128, stages=6)
     """
-    if measured := TABLE.get(problem.key):
-        return TileSizes(*measured)
+    if measured := measured_tile_sizes().get(problem.key):
+        return measured
     return min(candidate_tile_sizes(problem), key=lambda tiles: estimate_cycles(problem, tiles))
-
-
-TABLE: Final[dict[str, list[int]]] = json.loads(TABLE_PATH.read_text())["tiles"]
-"""The measured sizes of tiles, by the key of a problem."""
