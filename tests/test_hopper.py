@@ -119,16 +119,25 @@ def test_no_choice_is_busy_for_longer_than_the_widest_tiles():
     assert any(ours < 0.8 * widest for ours, widest in chosen)
 
 
+def test_clusters_load_less_and_are_chosen_by_measurements_alone():
+    problem = Problem(1, 4096, 1536, 2048, 18)
+    found = {tiles.cluster: tiles for tiles in candidate_tile_sizes(problem) if tiles[:2] == (128, 256)}
+    # A step's products take 1,024 cycles; alone a block loads 48 KiB in them, in a cluster 32 KiB.
+    assert estimate_cycles(problem, found[2]) < 0.85 * estimate_cycles(problem, found[1])
+    assert choose_tile_sizes(problem) == found[1]
+
+
 @pytest.mark.parametrize("problem", [Problem(1, 2048, 768, 1000, 6), Problem(0, 1000, 768, 2048, 6)])
 def test_a_measured_entry_is_preferred(monkeypatch, tmp_path, problem):
     """For expected rows of a group up to the next power of two."""
     expected = "output_height" if problem.matrices else "contraction"
     monkeypatch.setenv(VARIABLE, str(tmp_path / "table.json"))
+    best = TileSizes(64, 64, 3, cluster=2)
     key = problem._replace(**{expected: 1024}).key
-    write_table(tmp_path / "table.json", empty_table()._replace(tiles={key: TileSizes(64, 64, 3)}))
-    assert choose_tile_sizes(problem) == (64, 64, 3)
-    assert choose_tile_sizes(problem._replace(**{expected: 1025})) != (64, 64, 3)
-    assert choose_tile_sizes(problem._replace(groups=7)) != (64, 64, 3)
+    write_table(tmp_path / "table.json", empty_table()._replace(tiles={key: best}))
+    assert choose_tile_sizes(problem) == best
+    assert choose_tile_sizes(problem._replace(**{expected: 1025})).cluster == 1
+    assert choose_tile_sizes(problem._replace(groups=7)).cluster == 1
 
 
 def test_autotune_refuses_without_a_hopper_gpu(capsys):

@@ -55,10 +55,12 @@ def check(call, arrays, d_out, tolerance):
 
 # Of 192 columns the last tile of 128 has 64; of 64 columns, those of the input gradient, the only one has half.
 PARTIAL = TileSizes(64, 128, 2)
+# Of two blocks with a tile each, one finds a group's rows at an end before its own tile.
+CLUSTER = TileSizes(64, 128, 2, cluster=2)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tiles", [PARTIAL], indirect=True)
+@pytest.mark.parametrize("tiles", [PARTIAL, CLUSTER], indirect=True)
 def test_products(tiles):
     rows, weights, d_out = draw((ROWS, 64), (len(SIZES), 64, 192), (ROWS, 192))
     sizes = jnp.array(SIZES)
@@ -70,7 +72,7 @@ def test_products(tiles):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tiles", [PARTIAL], indirect=True)
+@pytest.mark.parametrize("tiles", [PARTIAL, CLUSTER], indirect=True)
 def test_mlp(tiles):
     """The row sums of the backward pass are sums of the columns that there are."""
     rows, weights, d_out = draw((ROWS, 64), (len(SIZES), 3, 64, 192), (ROWS, 64))

@@ -11,7 +11,6 @@ import argparse
 import functools
 import statistics
 import sys
-import typing
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -136,7 +135,8 @@ def main(names: Sequence[str]) -> int:
     path, table = table_path(), empty_table()
     if path is not None and path.exists():
         table = read_table(path)
-    if reason := _why_not(path, table):
+    reason = _why_not(path, table)
+    if reason or path is None:
         print(f"autotune measures kernels: {reason}. The table is left as it is.", file=sys.stderr)
         return 1
     tiles = dict(table.tiles)
@@ -147,7 +147,7 @@ def main(names: Sequence[str]) -> int:
                     tiles[problem.key] = tune(problem)
                     print(name, problem, tiles[problem.key], flush=True)
                     # After each: what was measured is kept, whatever happens on the way.
-                    write_table(typing.cast(Path, path), table._replace(tiles=tiles))
+                    write_table(path, table._replace(tiles=tiles))
     return 0
 
 

@@ -9,6 +9,10 @@ The copy of a tile's output must spare rows of its neighbours, which other block
 copies are fixed in the program, so a tile that is not full is copied as a sum of powers of two rows. Outputs pass
 through a buffer that is swizzled but not tiled: the swizzle follows the address, so any row may start a copy.
 
+Two blocks may form a cluster, whose tiles lie one below the other. What both need is loaded once: each loads half of
+it, and the hardware sends it to the same buffer of both. Both visit the same tiles in the same order, and a buffer is
+filled again when the warpgroups of both have read it; so each of them waits for the other.
+
 The last tile of columns may reach beyond the matrix. Copies (TMA) know the sizes of every axis of an array: what they
 load from beyond an edge is zeros, so that products there are zero, and what lies beyond it is not written.
 """
@@ -50,6 +54,24 @@ class TileSizes(NamedTuple):
     """Columns of an output tile: a multiple of 64, at most 256."""
     stages: int
     """How many steps have their operands in shared memory, at least 2."""
+    cluster: int = 1
+    """Blocks that share what they load, 1 or 2: each computes a tile of its own of the same columns, one below the
+    other, loads half of the operand that both need, and sends it to both (multicast)."""
+
+    @property
+    def cluster_height(self) -> int:
+        """Rows of the output that the tiles of a cluster have together."""
+        return self.height * self.cluster
+
+    @property
+    def cluster_axis(self) -> str | None:
+        """The name of the axis of a cluster's blocks, over which a copy is shared; None if a block is alone."""
+        return "partner" if self.cluster > 1 else None
+
+    def top(self) -> jax.Array:
+        """Return the first row of this block's tile among those of its cluster, int32; for use in a kernel."""
+        number = jax.lax.axis_index(self.cluster_axis) if self.cluster_axis else jnp.int32(0)
+        return number * self.height
 
 
 class Ring(NamedTuple):
@@ -58,7 +80,7 @@ class Ring(NamedTuple):
     full: Any
     """One barrier for each buffer, at which copies arrive."""
     free: Any
-    """One barrier for each buffer, at which the warpgroups arrive that have read it."""
+    """One barrier for each buffer, at which the warpgroups arrive that have read it, in all blocks of a cluster."""
     stages: int
     """The number of buffers."""
 
@@ -181,7 +203,10 @@ def launch(
         The outputs.
     """
     leaves, tree = jax.tree.flatten(operands)
-    warpgroups = tiles.height // WARPGROUP_HEIGHT
+    warpgroups, axis = tiles.height // WARPGROUP_HEIGHT, tiles.cluster_axis
+    arrivals = {"num_arrivals": warpgroups, "num_barriers": tiles.stages}
+    # Whoever loads writes to both blocks of a cluster: the warpgroups of both must have read what was there.
+    free = plgpu.ClusterBarrier(collective_axes=(axis,), **arrivals) if axis else plgpu.Barrier(**arrivals)
 
     def body(*refs: Any) -> None:
         inputs, outputs = jax.tree.unflatten(tree, refs[: len(leaves)]), refs[len(leaves) :]
@@ -207,17 +232,20 @@ def launch(
             [plgpu.SMEM((tiles.stages, *shape), jnp.bfloat16, transforms=_TILED) for shape in buffers],
             plgpu.SMEM((warpgroups, 2, *lines), out_dtype, transforms=(_swizzle(LINE_BYTES),)),
             plgpu.Barrier(num_arrivals=len(buffers), num_barriers=tiles.stages),
-            plgpu.Barrier(num_arrivals=warpgroups, num_barriers=tiles.stages),
+            free,
             **barriers,
             collective_axes="warpgroup",
         )
 
+    # The interpreter runs one cluster after the other: two show that they share the work.
+    clusters = 2 if interpreted() else max(multiprocessors() // tiles.cluster, 1)
     kernel = plgpu.kernel(
         body,
         out_type=tuple(outs),
-        # The interpreter runs one block after the other: two show that they share the work.
-        grid=(2 if interpreted() else multiprocessors(),),
+        grid=(clusters,),
         grid_names=("block",),
+        cluster=() if axis is None else (tiles.cluster,),
+        cluster_names=() if axis is None else (axis,),
         num_threads=warpgroups + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=approximate),
@@ -227,29 +255,35 @@ def launch(
     return tuple(jax.lax.pcast(out, axes, to="varying") if axes else out for out in kernel(*leaves))
 
 
-def columns_within(first: Any, width: int, columns: int) -> Any:
-    """Return how many columns an output has from ``first`` on; just ``width`` if no tile passes the output's edge.
+def output_has(tile: jax.Array, width: int, columns: int) -> Callable[[int], Any]:
+    """Return the function that says whether an output has a column of a tile: True, or a predicate if it may not.
 
     Args:
-        first: the number of the first column, int32 or a number.
+        tile: the tile's number among the tiles of columns, int32.
         width: the number of columns of a tile.
-        columns: the number of columns of the output.
+        columns: the number of columns of the output, which the last tile may reach beyond.
     """
-    return columns - first if columns % width else width
+    of_last = columns % width or width
+    return lambda column: True if column < of_last else tile < columns // width
 
 
 def write_output(
-    parts: Iterable[tuple[jax.Array, Callable[..., Any], Any]], out_buffer: Any, low: Any, high: Any
+    parts: Iterable[tuple[int, jax.Array, Callable[..., Any]]],
+    out_buffer: Any,
+    low: Any,
+    high: Any,
+    has: Callable[[int], Any],
 ) -> None:
     """Write rows ``low..high`` of the 64 rows that this warpgroup computed, one part of the columns after the other.
 
     Args:
-        parts: the parts ``[64, columns]``, each with the function ``(rows, columns) -> reference`` that gives the
-            place in the output for slices of the part, and how many of its columns the output has (`columns_within`,
-            a multiple of a line of the buffer). Where that is less than a part has, it is the last part of an output.
+        parts: the parts: the number of the first column in the tile, the values ``[64, columns]``, and the function
+            ``(rows, columns) -> reference`` that gives the place in the output for slices of the tile.
         out_buffer: the warpgroup's two buffers.
         low: the first row to write, int32 or a number, at least 0.
         high: the row after the last one to write, int32 or a number, at most 64.
+        has: the result of `output_has`. Columns that the output does not have are left out, a line of the buffer at a
+            time.
     """
     dtype, width = out_buffer.dtype, out_buffer.shape[-1]
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -261,14 +295,13 @@ def write_output(
         _copy_rows(buffer, target, low, high)
 
     turn = 0
-    for value, target, columns in parts:
+    for begin, value, target in parts:
         for first in range(0, value.shape[1], width):
-            place = functools.partial(target, columns=pl.ds(first, width))
-            line = functools.partial(
-                write_line, value[:, first : first + width], place, out_buffer.at[turn % 2]
-            )
+            place = functools.partial(target, columns=pl.ds(begin + first, width))
+            line = value[:, first : first + width]
+            write = functools.partial(write_line, line, place, out_buffer.at[turn % 2])
             # Lines that are left out are the last of a tile: buffers take turns as if there were none.
-            line() if isinstance(columns, int) else pl.when(first < columns)(line)
+            write() if has(begin + first) is True else pl.when(has(begin + first))(write)
             turn += 1
 
 

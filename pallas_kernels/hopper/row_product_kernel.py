@@ -22,8 +22,8 @@ from pallas_kernels.hopper.persistent_kernel import (
     WARPGROUP_HEIGHT,
     Ring,
     TileSizes,
-    columns_within,
     launch,
+    output_has,
     visit_buffer,
     write_output,
 )
@@ -93,10 +93,13 @@ class KernelSpec(NamedTuple):
         return self.steps * jnp.where(tile.group < sum(self.slots), 1, 0)
 
     def visit_tiles(self, group_offsets: Any, of_tile: Callable[..., jax.Array]) -> jax.Array:
-        """Call ``(tile, column, steps so far) -> steps so far`` for this block's share of the output's tiles."""
+        """Call ``(tile, column, steps so far) -> steps so far`` for this cluster's share of the output's tiles.
+
+        Tiles have the rows of all blocks of a cluster.
+        """
         visits = jax.lax.axis_index("block"), jax.lax.axis_size("block"), self.column_tiles
         last_group = sum(self.slots) + self.padding
-        return walk_tiles(group_offsets, last_group, self.tiles.height, visits, of_tile)
+        return walk_tiles(group_offsets, last_group, self.tiles.cluster_height, visits, of_tile)
 
 
 def row_product_kernel(
@@ -136,8 +139,8 @@ def row_product_kernel(
         tiles: the sizes of output tiles.
 
     Returns:
-        The outputs ``[r, n]``. With row sums also ``[tiles of columns, t, tiles.height]`` float32, the row sums of each
-        tile by the tile's number; t leaves room for any group sizes.
+        The outputs ``[r, n]``. With row sums also ``[tiles of columns, t, tiles.cluster_height]`` float32, the row sums
+        of each cluster's tile by the tile's number; t leaves room for any group sizes.
     """
     slots = tuple(buffer.shape[0] for buffer in weights)
     (num_rows, contraction), columns = rows[0].shape, weights[0].shape[2 if transposed else 3]
@@ -145,11 +148,12 @@ def row_product_kernel(
     spec = KernelSpec(sums, transposed, epilogue, outputs, padding, tiles, slots, steps, columns)
     outs = [jax.ShapeDtypeStruct((num_rows, columns), out_dtype)] * outputs
     if row_sums:
-        most_tiles = (num_rows + (sum(slots) + 1) * (tiles.height + ROW_ALIGNMENT)) // tiles.height
-        outs.append(jax.ShapeDtypeStruct((spec.column_tiles, most_tiles, tiles.height), jnp.float32))
+        height = tiles.cluster_height
+        most_tiles = (num_rows + (sum(slots) + 1) * (height + ROW_ALIGNMENT)) // height
+        outs.append(jax.ShapeDtypeStruct((spec.column_tiles, most_tiles, height), jnp.float32))
     matrix = (tiles.width, STEP) if transposed else (STEP, tiles.width)
     # A tile may reach beyond the last row.
-    scales = [] if scale is None else [jnp.pad(scale, (0, tiles.height))]
+    scales = [] if scale is None else [jnp.pad(scale, (0, tiles.cluster_height))]
     return launch(
         functools.partial(_copy_steps, spec),
         functools.partial(_multiply_steps, spec),
@@ -165,21 +169,22 @@ def row_product_kernel(
 def _copy_steps(spec: KernelSpec, operands: Operands, ring: Ring, buffers: Sequence[Any]) -> jax.Array:
     """Fill the ring's buffers with the steps of every tile of this block."""
     row_buffer, *matrix_buffers = buffers
+    top = spec.tiles.top()
 
     def of_tile(tile: Tile, column: jax.Array, step: jax.Array) -> jax.Array:
-        own = pl.ds(pl.multiple_of(tile.first, ROW_ALIGNMENT), spec.tiles.height)
+        own = pl.ds(pl.multiple_of(tile.first + top, ROW_ALIGNMENT), spec.tiles.height)
         across = pl.ds(column * spec.tiles.width, spec.tiles.width)
 
         def fill(sweep: Sweep, index: jax.Array, step: jax.Array) -> jax.Array:
             stage, along = ring.claim(step), pl.ds(index * STEP, STEP)
 
-            def copy(source: Any, buffer: Any) -> None:
-                plgpu.copy_gmem_to_smem(source, buffer.at[stage], ring.full.at[stage])
+            def copy(source: Any, buffer: Any, axis: str | None = None) -> None:
+                plgpu.copy_gmem_to_smem(source, buffer.at[stage], ring.full.at[stage], collective_axes=axis)
 
             def copy_matrices(number: int, slot: jax.Array) -> None:
                 part = (across, along) if spec.transposed else (along, across)
                 for matrix, buffer in zip(sweep.matrices, matrix_buffers, strict=False):
-                    copy(operands.weights[number].at[(slot, matrix, *part)], buffer)
+                    copy(operands.weights[number].at[(slot, matrix, *part)], buffer, spec.tiles.cluster_axis)
 
             copy(operands.rows[sweep.rows].at[own, along], row_buffer)
             visit_buffer(spec.slots, tile.group, copy_matrices)
@@ -205,9 +210,10 @@ def _multiply_steps(
 ) -> None:
     """Multiply the ring's steps for this warpgroup's 64 rows of each tile, and write what the epilogue makes of it."""
     offset = jax.lax.axis_index("warpgroup") * WARPGROUP_HEIGHT
+    in_cluster = spec.tiles.top() + offset
 
     def of_tile(tile: Tile, column: jax.Array, step: jax.Array) -> jax.Array:
-        at, count = tile.first + offset, spec.sweep_steps(tile)
+        at, count = tile.first + in_cluster, spec.sweep_steps(tile)
         low = jnp.clip(tile.start - at, 0, WARPGROUP_HEIGHT)
         high = jnp.clip(tile.end - at, 0, WARPGROUP_HEIGHT)
 
@@ -222,9 +228,8 @@ def _multiply_steps(
                 factor = jax.lax.broadcast_in_dim(factor, (WARPGROUP_HEIGHT, EPILOGUE_COLUMNS), (0,))
             row_sums: list[jax.Array] = []
 
-            def parts() -> Iterator[tuple[jax.Array, Callable[..., Any], Any]]:
+            def parts() -> Iterator[tuple[int, jax.Array, Callable[..., Any]]]:
                 dtype, line = out_buffer.dtype, out_buffer.shape[-1]
-                within = columns_within(column * spec.tiles.width, spec.tiles.width, spec.columns)
                 for first in range(0, spec.tiles.width, line):
                     pieces = []
                     for begin in range(first, first + line, EPILOGUE_COLUMNS):
@@ -233,15 +238,16 @@ def _multiply_steps(
                         pieces.append([value.astype(dtype) for value in values])
                         row_sums.extend([] if row_sum is None else [row_sum])
                     for value, out in zip(zip(*pieces, strict=True), outs, strict=False):
-                        place = functools.partial(target, out, column * spec.tiles.width + first)
-                        yield jnp.concatenate(value, axis=1), place, within - first
+                        yield first, jnp.concatenate(value, axis=1), functools.partial(target, out)
 
-            def target(out: Any, first: jax.Array, rows: Any, columns: Any) -> Any:
-                return out.at[pl.ds(at + rows.start, rows.size), pl.ds(first + columns.start, columns.size)]
+            def target(out: Any, rows: Any, columns: Any) -> Any:
+                left = column * spec.tiles.width + columns.start
+                return out.at[pl.ds(at + rows.start, rows.size), pl.ds(left, columns.size)]
 
-            write_output(parts(), out_buffer, low, high)
+            has = output_has(column, spec.tiles.width, spec.columns)
+            write_output(parts(), out_buffer, low, high, has)
             if row_sums:
-                own = pl.ds(offset, WARPGROUP_HEIGHT)
+                own = pl.ds(in_cluster, WARPGROUP_HEIGHT)
                 outs[-1][column, tile.number, own] = functools.reduce(operator.add, row_sums)
 
         all_steps = count * len(spec.sweeps)

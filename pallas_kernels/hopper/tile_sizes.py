@@ -10,6 +10,7 @@ The table (`tile_table`) is written by ``python -m pallas_kernels.hopper.autotun
 run it, there is none and the heuristic decides alone.
 """
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Final, NamedTuple
@@ -35,8 +36,10 @@ BARRIER_BYTES: Final = 1024
 PRODUCTS_PER_CYCLE: Final = 2048
 """Multiplications and additions of bfloat16 in a cycle of a multiprocessor (989 TFLOP/s of 132 at 1.83 GHz)."""
 BYTES_PER_CYCLE: Final = 38
-"""Bytes that reach a multiprocessor from L2 in a cycle while all of them read: an assumption, not measured here. 64 fit
-through; programs are said to get 36 to 40."""
+"""Bytes that a multiprocessor loads from L2 in a cycle while all of them do: an assumption, not measured here. Programs
+are said to get 36 to 40."""
+PORT_BYTES_PER_CYCLE: Final = 64
+"""Bytes that fit into a multiprocessor in a cycle, whoever loaded them."""
 LATENCY_CYCLES: Final = 800
 """Cycles from the start of a copy to its first byte, an assumption."""
 OUTPUT_CYCLES: Final = 1500
@@ -109,12 +112,11 @@ def step_bytes(problem: Problem, height: int, width: int) -> int:
 
 
 def candidate_tile_sizes(problem: Problem) -> Iterator[TileSizes]:
-    """Yield all sizes that a kernel can be compiled for, the widest first."""
-    for height in (128, 64):
-        for width in WIDTHS:
-            fits = width * problem.matrices <= MAX_ACCUMULATED and width <= problem.output_width
-            if fits and (stages := count_stages(problem, height, width)) >= 2:
-                yield TileSizes(height, width, stages)
+    """Yield all sizes that a kernel can be compiled for, clusters last, and before that the widest first."""
+    for cluster, height, width in itertools.product((1, 2), (128, 64), WIDTHS):
+        fits = width * problem.matrices <= MAX_ACCUMULATED and width <= problem.output_width
+        if fits and (stages := count_stages(problem, height, width)) >= 2:
+            yield TileSizes(height, width, stages, cluster)
 
 
 def estimate_cycles(problem: Problem, tiles: TileSizes) -> float:
@@ -125,7 +127,7 @@ def estimate_cycles(problem: Problem, tiles: TileSizes) -> float:
     >>> [round(estimate_cycles(problem, TileSizes(*size, 4)) / 1000) for size in sizes]
     [86, 87, 72]
     """
-    steps, high = problem.contraction / STEP, problem.output_height / tiles.height
+    steps, high = problem.contraction / STEP, problem.output_height / tiles.cluster_height
     if problem.matrices:
         # A group's last tile is full by half, as its size may be any.
         high += 0.5
@@ -135,19 +137,25 @@ def estimate_cycles(problem: Problem, tiles: TileSizes) -> float:
     # The last tile of columns takes as long as the others, however few of its columns the output has.
     count = problem.groups * high * math.ceil(problem.output_width / tiles.width)
     products = max(problem.matrices, 1) * tiles.height * tiles.width * STEP / PRODUCTS_PER_CYCLE
-    copies = step_bytes(problem, tiles.height, tiles.width) / BYTES_PER_CYCLE
+    received = step_bytes(problem, tiles.height, tiles.width)
+    own = step_bytes(problem, tiles.height, 0)
+    loaded = own + (received - own) / tiles.cluster
+    copies = max(loaded / BYTES_PER_CYCLE, received / PORT_BYTES_PER_CYCLE)
     step = max(products, copies, (LATENCY_CYCLES + copies) / (tiles.stages - 1))
-    return math.ceil(count / multiprocessors()) * (steps * step + OUTPUT_CYCLES)
+    return math.ceil(count / (multiprocessors() // tiles.cluster)) * (steps * step + OUTPUT_CYCLES)
 
 
 def choose_tile_sizes(problem: Problem) -> TileSizes:
     """Return the sizes that were measured to be best, or the heuristic's choice where nothing was measured.
 
+    Only a measurement chooses clusters: what they are worth, and that they are right, has not been seen on a GPU yet.
+
     >>> choose_tile_sizes(Problem(1, contraction=2048, output_width=2048, output_height=1024, groups=18))
-    TileSizes(height=128, width=256, stages=4)
+    TileSizes(height=128, width=256, stages=4, cluster=1)
     >>> choose_tile_sizes(Problem(1, contraction=2048, output_width=768, output_height=32, groups=18))
-    TileSizes(height=64, width=128, stages=6)
+    TileSizes(height=64, width=128, stages=6, cluster=1)
     """
     if measured := measured_tile_sizes().get(problem.key):
         return measured
-    return min(candidate_tile_sizes(problem), key=lambda tiles: estimate_cycles(problem, tiles))
+    alone = (tiles for tiles in candidate_tile_sizes(problem) if tiles.cluster == 1)
+    return min(alone, key=lambda tiles: estimate_cycles(problem, tiles))

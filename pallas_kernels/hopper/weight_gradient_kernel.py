@@ -19,8 +19,8 @@ from pallas_kernels.hopper.persistent_kernel import (
     WARPGROUP_HEIGHT,
     Ring,
     TileSizes,
-    columns_within,
     launch,
+    output_has,
     visit_buffer,
     write_output,
 )
@@ -74,10 +74,11 @@ class KernelSpec(NamedTuple):
     tiles: TileSizes
 
     def visit_tiles(self, group_offsets: Any, of_tile: Callable[[Visit, jax.Array], jax.Array]) -> jax.Array:
-        """Call ``(visit, steps so far) -> steps so far`` for this block's share: every n-th tile."""
+        """Call ``(visit, steps so far) -> steps so far`` for this cluster's share: every n-th tile of clusters."""
         block, blocks = jax.lax.axis_index("block"), jax.lax.axis_size("block")
         # From the fastest axis to the slowest: tiles along n, tiles along k, pairs, groups.
-        sizes = -(-self.shape[1] // self.tiles.width), -(-self.shape[0] // self.tiles.height), self.pairs
+        height = self.tiles.cluster_height
+        sizes = -(-self.shape[1] // self.tiles.width), -(-self.shape[0] // height), self.pairs
         count = sum(self.slots) * sizes[0] * sizes[1] * sizes[2]
 
         def visit(index: jax.Array, step: jax.Array) -> jax.Array:
@@ -86,7 +87,7 @@ class KernelSpec(NamedTuple):
                 places.append(jax.lax.rem(rest, jnp.int32(size)))
                 rest = jax.lax.div(rest, jnp.int32(size))
             (across, down, pair), group = places, rest
-            place = group, pair, down * self.tiles.height, across * self.tiles.width
+            place = group, pair, down * height + self.tiles.top(), across * self.tiles.width
             return of_tile(Visit(*place, group_offsets[group], group_offsets[group + 1]), step)
 
         share = jax.lax.div(count - block + (blocks - 1), jnp.int32(blocks))
@@ -138,8 +139,11 @@ def _copy_steps(spec: KernelSpec, operands: Operands, ring: Ring, buffers: Seque
             parts = pl.ds(visit.top, spec.tiles.height), pl.ds(visit.left, spec.tiles.width)
 
             def copy_pair(refs: tuple[Any, Any]) -> None:
-                for ref, part, buffer in zip(refs, parts, buffers, strict=True):
-                    plgpu.copy_gmem_to_smem(ref.at[along, part], buffer.at[stage], ring.full.at[stage])
+                # Tiles of a cluster have other rows of the output, and the same columns.
+                axes = None, spec.tiles.cluster_axis
+                for ref, part, buffer, axis in zip(refs, parts, buffers, axes, strict=True):
+                    source, full = ref.at[along, part], ring.full.at[stage]
+                    plgpu.copy_gmem_to_smem(source, buffer.at[stage], full, collective_axes=axis)
 
             for number, refs in enumerate(operands.pairs):
                 pl.when(visit.pair == number)(functools.partial(copy_pair, refs))
@@ -172,8 +176,9 @@ def _multiply_steps(
                 part = pl.ds(at + rows.start, rows.size), pl.ds(visit.left + columns.start, columns.size)
                 return outs[number].at[(slot, visit.pair, *part)]
 
-            within = columns_within(visit.left, spec.tiles.width, spec.shape[1])
-            write_output([(value, target, within)], out_buffer, 0, WARPGROUP_HEIGHT)
+            across = jax.lax.div(visit.left, jnp.int32(spec.tiles.width))
+            has = output_has(across, spec.tiles.width, spec.shape[1])
+            write_output([(0, value, target)], out_buffer, 0, WARPGROUP_HEIGHT, has)
 
         pl.when(at < spec.shape[0])(lambda: visit_buffer(spec.slots, visit.group, store))
         return step + visit.steps
