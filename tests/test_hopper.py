@@ -150,7 +150,7 @@ def test_autotune_runs_the_problems_that_it_tunes():
     """Shapes only: kernels run on GPUs."""
     for problem in autotune.problems(ModelShape(64, 128, 32, 2), 300):
         operands = autotune._operands(problem)
-        for tiles in candidate_tile_sizes(problem):
+        for tiles in list(candidate_tile_sizes(problem))[::3]:
             outs = jax.eval_shape(functools.partial(autotune._run, problem, tiles), *operands)
             shape = (problem.rows_per_group * problem.groups, problem.output_width)
             if not problem.matrices:
