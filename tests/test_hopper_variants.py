@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gpu_interpreter import gpu_interpreter
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import grouped_dot, grouped_mlp
 from pallas_kernels.grouped_dot import mosaic as dot_mosaic
@@ -55,7 +56,7 @@ def check(call, arrays, d_out, tolerance):
 
 # Of 192 columns the last tile of 128 has 64; of 64 columns, those of the input gradient, the only one has half.
 PARTIAL = TileSizes(64, 128, 2)
-# Of two blocks with a tile each, one finds a group's rows at an end before its own tile.
+# The same shared by two blocks, one of which finds a group's rows at an end before its own tile.
 CLUSTER = TileSizes(64, 128, 2, cluster=2)
 
 
@@ -72,7 +73,7 @@ def test_products(tiles):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tiles", [PARTIAL, CLUSTER], indirect=True)
+@pytest.mark.parametrize("tiles", [pytest.param(PARTIAL, marks=pytest.mark.long), CLUSTER], indirect=True)
 def test_mlp(tiles):
     """The row sums of the backward pass are sums of the columns that there are."""
     rows, weights, d_out = draw((ROWS, 64), (len(SIZES), 3, 64, 192), (ROWS, 64))
@@ -82,3 +83,14 @@ def test_mlp(tiles):
         return grouped_mlp(rows, [weights], sizes, scale, implementation=implementation)
 
     check(call, (rows, weights / 3, scale), d_out, 2e-2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tiles", [CLUSTER], indirect=True)
+def test_a_block_that_does_not_wait_for_its_partner_is_found(tiles, monkeypatch):
+    """If each block waited for its own warpgroups only, it would write over what those of the other still read."""
+    monkeypatch.setattr(plgpu, "ClusterBarrier", lambda collective_axes, **rest: plgpu.Barrier(**rest))
+    # Four steps in a ring of two.
+    (rows, weights), sizes = draw((ROWS, 256), (len(SIZES), 256, 64)), jnp.array(SIZES)
+    with pytest.raises(AssertionError), gpu_interpreter("mosaic"):
+        jax.block_until_ready(grouped_dot(rows, [weights], sizes, implementation="mosaic"))

@@ -23,10 +23,9 @@ from pallas_kernels.hopper.persistent_kernel import (
     Ring,
     TileSizes,
     launch,
-    output_has,
     visit_buffer,
-    write_output,
 )
+from pallas_kernels.hopper.tile_output import output_has, write_output
 from pallas_kernels.hopper.tile_walk import ROW_ALIGNMENT, Tile, walk_tiles
 
 EPILOGUE_COLUMNS: Final = 32
@@ -256,6 +255,10 @@ def _multiply_steps(
         def _() -> None:
             def skip(index: jax.Array, step: jax.Array) -> jax.Array:
                 ring.wait(step)
+                if spec.tiles.cluster > 1:
+                    # One thread releases for a warpgroup there, and without products its warps do not wait for each
+                    # other: one that is late would miss a phase of the barrier.
+                    plgpu.commit_smem()
                 ring.release(step)
                 return step + 1
 

@@ -20,10 +20,9 @@ from pallas_kernels.hopper.persistent_kernel import (
     Ring,
     TileSizes,
     launch,
-    output_has,
     visit_buffer,
-    write_output,
 )
+from pallas_kernels.hopper.tile_output import output_has, write_output
 from pallas_kernels.hopper.tile_walk import ROW_ALIGNMENT, align_down
 
 
