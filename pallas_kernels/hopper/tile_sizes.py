@@ -129,8 +129,8 @@ def estimate_cycles(problem: Problem, tiles: TileSizes) -> float:
     """
     steps, high = problem.contraction / STEP, problem.output_height / tiles.cluster_height
     if problem.matrices:
-        # A group's last tile is full by half, as its size may be any.
-        high += 0.5
+        # A group's last tile is full by half, as its size may be any; and a group with rows has one at least.
+        high = max(high + 0.5, 1.0)
     else:
         # The same for its last step.
         steps, high = steps + 0.5, math.ceil(high)
