@@ -11,6 +11,8 @@ os.environ.setdefault(
     " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters",
 )
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# No table of tile sizes but a test's own.
+os.environ["RELIBRA_TILE_SIZES"] = ""
 # Two threads for each of 8 devices: with fewer, two programs under way may wait for each other's threads forever.
 os.environ.setdefault("NPROC", str(max(16, os.cpu_count() or 1)))
 

@@ -5,6 +5,7 @@ import contextlib
 # JAX would import this with the first kernel, and trace every program again that was traced before.
 import jax.experimental.pallas.fuser  # noqa: F401
 import numpy as np
+from gpu_multicast import multicast
 from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -19,7 +20,7 @@ def gpu_interpreter(implementation):
     if implementation != "mosaic":
         yield
         return
-    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+    with multicast(), plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
         yield
         assert not get_races().races_found
 

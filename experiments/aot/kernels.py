@@ -1,9 +1,13 @@
 """The Hopper kernels compiled at the shapes of named models: what does not fit into shared memory fails here.
 
 The shapes are those of one rank of eight: its home slots, two replica slots and 32,768 rows; for one model two resident
-slots as well; for another also as few rows as take tiles of one warpgroup, and home slots alone. The assembler, ptxas,
-says what it did to the kernels: registers that it spilled to memory, and products (wgmma) that it made wait for each
-other, would cost the speed that the kernels are for.
+slots as well; for another also as few rows as take tiles of one warpgroup, and home slots alone. Tiles are those that
+the heuristic chooses, and for two models also those of clusters, which tuning may choose. The assembler, ptxas, says
+what it did to the kernels: registers that it spilled to memory, and products (wgmma) that it made wait for each other,
+would cost the speed that the kernels are for.
+
+That bad tiles are found is shown on two: accumulators that do not fit into registers, and steps that do not fit into
+shared memory.
 """
 
 import contextlib
@@ -14,6 +18,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from typing import Final, Literal, NamedTuple
+from unittest import mock
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -21,7 +26,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from experiments.aot.findings import Finding
 from experiments.aot.h100 import h100_mesh
 from pallas_kernels import grouped_dot, grouped_mlp
-from pallas_kernels.hopper.tile_sizes import MODELS, RANKS, REPLICAS
+from pallas_kernels.grouped_dot import mosaic as grouped_dot_mosaic
+from pallas_kernels.grouped_mlp import mosaic as grouped_mlp_mosaic
+from pallas_kernels.hopper.persistent_kernel import TileSizes
+from pallas_kernels.hopper.tile_sizes import MODELS, RANKS, REPLICAS, Problem, choose_tile_sizes
 from relibra_jax.types import Topology
 
 type Part = Literal["products", "mlp"]
@@ -38,6 +46,7 @@ PROMISES: Final[Mapping[Part, str]] = {
 MOST_SPILLED: Final = 64
 """The bytes that a kernel may spill: a pointer that is read once a group may go to memory; accumulators would take
 thousands."""
+BAD_TILES: Final = "bad tiles, which must be refused: they spill, or do not fit into shared memory"
 SOUND: Final = f"at most {MOST_SPILLED} bytes spilled a kernel, no product made to wait for another"
 
 
@@ -49,6 +58,10 @@ class KernelCase(NamedTuple):
     rows: int = ROWS
     copies: tuple[int, ...] = (REPLICAS,)
     """The numbers of slots of the weight buffers beside that of the homes."""
+    tiles: tuple[tuple[str, int], ...] = ()
+    """Fields of every kernel's `TileSizes` that are not those of the heuristic's choice, by name."""
+    sound: bool = True
+    """Whether these tiles are good ones, or some that the checks must refuse."""
 
     @property
     def slots(self) -> tuple[int, ...]:
@@ -60,7 +73,8 @@ class KernelCase(NamedTuple):
         """The case's line in the table."""
         if self == KernelCase(self.model, self.part):
             return self.model
-        return f"{self.model}, {self.rows} rows, {'+'.join(map(str, self.slots))} slots"
+        tiles = "".join(f", {name}={value}" for name, value in self.tiles)
+        return f"{self.model}, {self.rows} rows, {'+'.join(map(str, self.slots))} slots{tiles}"
 
 
 PARTS: Final[tuple[Part, ...]] = ("mlp", "products")
@@ -70,6 +84,14 @@ KERNEL_CASES: Final = [
     *(KernelCase(model, part) for model in MODELS if model != RESIDENTS for part in PARTS),
     *(KernelCase(RESIDENTS, part, copies=(2, REPLICAS)) for part in PARTS),
     *(KernelCase("Qwen3-30B-A3B", part, FEW_ROWS, ()) for part in PARTS),
+    # One whose matrices are whole tiles, and one whose last tiles are partial.
+    *(
+        KernelCase(model, part, tiles=(("cluster", 2),))
+        for model in ("Qwen3-235B-A22B", "GPT-OSS-120B")
+        for part in PARTS
+    ),
+    KernelCase("Qwen3-30B-A3B", "mlp", tiles=(("width", 192), ("stages", 3)), sound=False),
+    KernelCase("Qwen3-30B-A3B", "products", tiles=(("stages", 9),), sound=False),
 ]
 
 
@@ -86,6 +108,17 @@ class Compiled(NamedTuple):
 
 def compile_kernels(case: KernelCase) -> Compiled | str:
     """Compile one program, and return what was compiled, or the compiler's complaint if that fails."""
+
+    def choose(problem: Problem) -> TileSizes:
+        return choose_tile_sizes(problem)._replace(**dict(case.tiles))
+
+    with contextlib.ExitStack() as stack:
+        for module in (grouped_dot_mosaic, grouped_mlp_mosaic):
+            stack.enter_context(mock.patch.object(module, "choose_tile_sizes", choose))
+        return _compile(case)
+
+
+def _compile(case: KernelCase) -> Compiled | str:
     shape = MODELS[case.model]
     mesh = h100_mesh(Topology(num_nodes=1, ranks_per_node=1, num_experts=1, replica_slots=0))
 
@@ -144,14 +177,27 @@ def _with_ptxas[T](compile_program: Callable[[], T]) -> tuple[T, str]:
 
 
 def judge_kernels(compiled: Mapping[KernelCase, Compiled | str]) -> Iterator[Finding]:
-    """Yield the verdicts on compiled programs: how many kernels there are, and what ptxas made of them."""
+    """Yield the verdicts on compiled programs: how many kernels there are, and what ptxas made of them.
+
+    Of tiles that are bad there is one verdict: good if they were refused.
+    """
     for case, found in compiled.items():
-        if isinstance(found, str):
-            yield Finding(case.name, PROMISES[case.part], found, False)
+        findings = list(_judge_kernels(case, found))
+        if case.sound:
+            yield from findings
         else:
-            said = f"{found.kernels}, {found.temporary / 1e6:.0f} MB temporary"
-            yield Finding(case.name, PROMISES[case.part], said, found.kernels == KERNELS[case.part])
-            yield _judge_assembled(case, found.assembled)
+            refused = [finding.found for finding in findings if not finding.good]
+            said = "refused: " + "; ".join(refused) if refused else "taken for good"
+            yield Finding(case.name, BAD_TILES, said, bool(refused))
+
+
+def _judge_kernels(case: KernelCase, found: Compiled | str) -> Iterator[Finding]:
+    if isinstance(found, str):
+        yield Finding(case.name, PROMISES[case.part], found, False)
+        return
+    said = f"{found.kernels}, {found.temporary / 1e6:.0f} MB temporary"
+    yield Finding(case.name, PROMISES[case.part], said, found.kernels == KERNELS[case.part])
+    yield _judge_assembled(case, found.assembled)
 
 
 def _judge_assembled(case: KernelCase, assembled: str) -> Finding:

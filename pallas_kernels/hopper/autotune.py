@@ -1,20 +1,19 @@
-"""Measure the best sizes of tiles at the shapes of named models, and write the table of `tile_sizes`.
+"""Measure the best sizes of tiles at the shapes of named models, and write them into the table of `tile_table`.
 
     python -m pallas_kernels.hopper.autotune [MODEL ...]
 
 This needs a Hopper GPU. Shapes are those of one rank of eight with two replica slots. Groups are uneven, as those of
 real batches are: even ones flatter large tiles. What counts is a kernel's own time, as CUPTI reports it; what is fused
-into it is not timed. Entries that the table has are left as they are: empty it to begin anew.
+into it is not timed. Entries that the table has are left as they are: remove the file to begin anew.
 """
 
 import argparse
-import datetime
 import functools
-import json
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, Final
 
 import jax
@@ -28,10 +27,17 @@ from pallas_kernels.hopper.tile_sizes import (
     MODELS,
     RANKS,
     REPLICAS,
-    TABLE_PATH,
     ModelShape,
     Problem,
     candidate_tile_sizes,
+)
+from pallas_kernels.hopper.tile_table import (
+    VARIABLE,
+    TileTable,
+    empty_table,
+    read_table,
+    table_path,
+    write_table,
 )
 from pallas_kernels.hopper.tile_walk import group_offsets
 from pallas_kernels.hopper.weight_gradient_kernel import weight_gradient_kernel
@@ -121,37 +127,44 @@ def _milliseconds(program: Any, operands: tuple[Any, ...]) -> float:
 
 
 def main(names: Sequence[str]) -> int:
-    """Write the table, model by model and problem by problem; return 1 if there is no Hopper GPU to measure on."""
-    device = jax.devices()[0]
-    if reason := why_not_hopper(device.device_kind):
+    """Write the table, model by model and problem by problem.
+
+    Returns:
+        0, or 1 if there is no Hopper GPU to measure on, no file to write to, or one that was measured elsewhere.
+    """
+    path, table = table_path(), empty_table()
+    if path is not None and path.exists():
+        table = read_table(path)
+    reason = _why_not(path, table)
+    if reason or path is None:
         print(f"autotune measures kernels: {reason}. The table is left as it is.", file=sys.stderr)
         return 1
-    table = json.loads(TABLE_PATH.read_text())["tiles"]
+    tiles = dict(table.tiles)
     for name in names or MODELS:
         for rows in ROWS_PER_GROUP:
             for problem in problems(MODELS[name], rows):
-                if problem.key not in table:
-                    table[problem.key] = list(tune(problem))
-                    print(name, problem, table[problem.key], flush=True)
-                    _write(table, device.device_kind)
+                if problem.key not in tiles:
+                    tiles[problem.key] = tune(problem)
+                    print(name, problem, tiles[problem.key], flush=True)
+                    # After each: what was measured is kept, whatever happens on the way.
+                    write_table(path, table._replace(tiles=tiles))
     return 0
 
 
-def _write(table: dict[str, list[int]], device: str) -> None:
-    written = {
-        "device": device,
-        "versions": {"jax": jax.__version__},
-        "date": datetime.date.today().isoformat(),
-        "tiles": table,
-    }
-    # All of it or nothing, whatever happens on the way.
-    part = TABLE_PATH.with_suffix(".part")
-    part.write_text(json.dumps(written, indent=1) + "\n")
-    part.replace(TABLE_PATH)
+def _why_not(path: Path | None, table: TileTable) -> str | None:
+    """Return the reason why nothing can be measured here and added to a table, or None."""
+    here = empty_table()
+    if reason := why_not_hopper(here.device):
+        return reason
+    if path is None:
+        return f"{VARIABLE} is empty and names no file"
+    if table.origin != here.origin:
+        return f"{path} is of {table.origin}, this is {here.origin}. Name another file in {VARIABLE}"
+    return None
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=f"Write {TABLE_PATH}, on a Hopper GPU.")
+    parser = argparse.ArgumentParser(description=f"Write {table_path()}, on a Hopper GPU.")
     parser.add_argument(
         "models", nargs="*", metavar="MODEL", help=f"of {', '.join(MODELS)}; all if none is named"
     )

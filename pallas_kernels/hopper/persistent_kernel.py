@@ -1,17 +1,17 @@
-"""The frame of the Hopper kernels: how one is launched, how its operands are copied, how its output is written.
+"""The frame of the Hopper kernels: how one is launched, and how its operands are copied.
 
-A kernel is persistent: one block for each multiprocessor visits every n-th tile of the output. One warpgroup of a
-block does nothing but copy the operands of the next steps into a ring of buffers in shared memory (TMA), on across the
-ends of tiles; the others multiply (wgmma), 64 rows of the output tile each. The two sides meet at a pair of barriers
-for each buffer.
+A kernel is persistent: one block for each multiprocessor that it takes visits every n-th tile of the output. One
+warpgroup of a block does nothing but copy the operands of the next steps into a ring of buffers in shared memory (TMA),
+on across the ends of tiles; the others multiply (wgmma), 64 rows of the output tile each. The two sides meet at a pair
+of barriers for each buffer.
 
-The copy of a tile's output must spare rows of its neighbours, which other blocks write at the same time. Sizes of
-copies are fixed in the program, so a tile that is not full is copied as a sum of powers of two rows. Outputs pass
-through a buffer that is swizzled but not tiled: the swizzle follows the address, so any row may start a copy.
+Two blocks may form a cluster, whose tiles lie one below the other. What both need is loaded once: each loads half of
+it, and the hardware sends it to the same buffer of both. Both visit the same tiles in the same order, and a buffer is
+filled again when the warpgroups of both have read it; so each of them waits for the other.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 import jax
@@ -20,6 +20,7 @@ from jax._src import config
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.hopper.multiprocessors import multiprocessors
 from pallas_kernels.hopper.tile_walk import ROW_ALIGNMENT
 
 STEP: Final = 64
@@ -46,6 +47,24 @@ class TileSizes(NamedTuple):
     """Columns of an output tile: a multiple of 64, at most 256."""
     stages: int
     """How many steps have their operands in shared memory, at least 2."""
+    cluster: int = 1
+    """Blocks that share what they load, 1 or 2: each computes a tile of its own of the same columns, one below the
+    other, loads half of the operand that both need, and sends it to both (multicast)."""
+
+    @property
+    def cluster_height(self) -> int:
+        """Rows of the output that the tiles of a cluster have together."""
+        return self.height * self.cluster
+
+    @property
+    def cluster_axis(self) -> str | None:
+        """The name of the axis of a cluster's blocks, over which a copy is shared; None if a block is alone."""
+        return "partner" if self.cluster > 1 else None
+
+    def top(self) -> jax.Array:
+        """Return the first row of this block's tile among those of its cluster, int32; for use in a kernel."""
+        number = jax.lax.axis_index(self.cluster_axis) if self.cluster_axis else jnp.int32(0)
+        return number * self.height
 
 
 class Ring(NamedTuple):
@@ -54,7 +73,7 @@ class Ring(NamedTuple):
     full: Any
     """One barrier for each buffer, at which copies arrive."""
     free: Any
-    """One barrier for each buffer, at which the warpgroups arrive that have read it."""
+    """One barrier for each buffer, at which the warpgroups arrive that have read it, in all blocks of a cluster."""
     stages: int
     """The number of buffers."""
 
@@ -113,11 +132,6 @@ class Ring(NamedTuple):
         pl.when(count > 0)(lambda: self.release(step - 1))
 
 
-def multiprocessors() -> int:
-    """Return the number of multiprocessors of the GPU that is here, or else of an H100 or H200 (SXM)."""
-    return getattr(jax.devices()[0], "core_count", None) or 132
-
-
 def interpreted() -> bool:
     """Return whether kernels that are traced now run in JAX's GPU interpreter."""
     return config.pallas_tpu_interpret_mode_context_manager.value is not None
@@ -160,9 +174,10 @@ def launch(
     buffers: Sequence[tuple[int, int]],
     out_dtype: Any,
     tiles: TileSizes,
+    approximate: bool = False,
     **barriers: Any,
 ) -> tuple[jax.Array, ...]:
-    """Run a kernel on every block of the GPU.
+    """Run a kernel, one block of it on each of the `multiprocessors`.
 
     Args:
         copy_steps: the function of the copying warpgroup. ``(operands, ring, buffers)`` fills the buffers with the
@@ -174,13 +189,17 @@ def launch(
         buffers: the shapes of the bfloat16 buffers that one step fills.
         out_dtype: the dtype of the two buffers of each warpgroup that outputs pass through.
         tiles: the sizes of output tiles.
+        approximate: whether exponentials are the hardware's, in float32 (``ex2.approx``).
         barriers: further barriers that ``multiply_steps`` is given, by name.
 
     Returns:
         The outputs.
     """
     leaves, tree = jax.tree.flatten(operands)
-    warpgroups = tiles.height // WARPGROUP_HEIGHT
+    warpgroups, axis = tiles.height // WARPGROUP_HEIGHT, tiles.cluster_axis
+    arrivals = {"num_arrivals": warpgroups, "num_barriers": tiles.stages}
+    # Whoever loads writes to both blocks of a cluster: the warpgroups of both must have read what was there.
+    free = plgpu.ClusterBarrier(collective_axes=(axis,), **arrivals) if axis else plgpu.Barrier(**arrivals)
 
     def body(*refs: Any) -> None:
         inputs, outputs = jax.tree.unflatten(tree, refs[: len(leaves)]), refs[len(leaves) :]
@@ -206,65 +225,24 @@ def launch(
             [plgpu.SMEM((tiles.stages, *shape), jnp.bfloat16, transforms=_TILED) for shape in buffers],
             plgpu.SMEM((warpgroups, 2, *lines), out_dtype, transforms=(_swizzle(LINE_BYTES),)),
             plgpu.Barrier(num_arrivals=len(buffers), num_barriers=tiles.stages),
-            plgpu.Barrier(num_arrivals=warpgroups, num_barriers=tiles.stages),
+            free,
             **barriers,
             collective_axes="warpgroup",
         )
 
+    # The interpreter runs one cluster after the other: two show that they share the work.
+    clusters = 2 if interpreted() else max(multiprocessors() // tiles.cluster, 1)
     kernel = plgpu.kernel(
         body,
         out_type=tuple(outs),
-        # The interpreter runs one block after the other: two show that they share the work.
-        grid=(2 if interpreted() else multiprocessors(),),
+        grid=(clusters,),
         grid_names=("block",),
+        cluster=() if axis is None else (tiles.cluster,),
+        cluster_names=() if axis is None else (axis,),
         num_threads=warpgroups + 1,
         thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=approximate),
     )
     # Inside shard_map, kernels forget that their results differ between devices.
     axes = tuple(jax.typeof(leaves[0]).manual_axis_type.varying)
     return tuple(jax.lax.pcast(out, axes, to="varying") if axes else out for out in kernel(*leaves))
-
-
-def write_output(
-    parts: Iterable[tuple[jax.Array, Callable[..., Any]]], out_buffer: Any, low: Any, high: Any
-) -> None:
-    """Write rows ``low..high`` of the 64 rows that this warpgroup computed, one part of the columns after the other.
-
-    Args:
-        parts: the parts ``[64, columns]``, each with the function ``(rows, columns) -> reference`` that gives the
-            place in the output for slices of the part.
-        out_buffer: the warpgroup's two buffers.
-        low: the first row to write, int32 or a number, at least 0.
-        high: the row after the last one to write, int32 or a number, at most 64.
-    """
-    dtype, width = out_buffer.dtype, out_buffer.shape[-1]
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    turn = 0
-    for value, target in parts:
-        for first in range(0, value.shape[1], width):
-            buffer = out_buffer.at[turn % 2]
-            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-            buffer[...] = value[:, first : first + width].astype(dtype)
-            plgpu.commit_smem()
-            _copy_rows(buffer, functools.partial(target, columns=pl.ds(first, width)), low, high)
-            turn += 1
-
-
-def _copy_rows(buffer: Any, target: Callable[..., Any], low: Any, high: Any) -> None:
-    """Copy rows ``low..high`` of a buffer to the output, as a sum of powers of two rows if there are fewer than 64."""
-
-    def copy(row: Any, size: int) -> None:
-        rows = pl.ds(row, size)
-        plgpu.copy_smem_to_gmem(buffer.at[rows], target(rows), commit_group=False)
-
-    count = high - low
-    pl.when(count == WARPGROUP_HEIGHT)(lambda: copy(0, WARPGROUP_HEIGHT))
-
-    @pl.when(count < WARPGROUP_HEIGHT)
-    def _() -> None:
-        row, size = low, WARPGROUP_HEIGHT // 2
-        while size:
-            pl.when((count & size) != 0)(functools.partial(copy, row, size))
-            row, size = row + (count & size), size // 2
-
-    plgpu.commit_smem_to_gmem_group()

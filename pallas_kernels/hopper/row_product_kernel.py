@@ -24,8 +24,8 @@ from pallas_kernels.hopper.persistent_kernel import (
     TileSizes,
     launch,
     visit_buffer,
-    write_output,
 )
+from pallas_kernels.hopper.tile_output import output_has, write_output
 from pallas_kernels.hopper.tile_walk import ROW_ALIGNMENT, Tile, walk_tiles
 
 EPILOGUE_COLUMNS: Final = 32
@@ -69,8 +69,13 @@ class KernelSpec(NamedTuple):
     """The number of slots of each weight buffer."""
     steps: int
     """The number of steps of a sweep."""
-    column_tiles: int
-    """The number of tiles that the columns of the output are cut into."""
+    columns: int
+    """The number of columns of the output."""
+
+    @property
+    def column_tiles(self) -> int:
+        """The number of tiles that the columns of the output are cut into; the last may reach beyond them."""
+        return -(-self.columns // self.tiles.width)
 
     @property
     def sweeps(self) -> list[Sweep]:
@@ -87,10 +92,13 @@ class KernelSpec(NamedTuple):
         return self.steps * jnp.where(tile.group < sum(self.slots), 1, 0)
 
     def visit_tiles(self, group_offsets: Any, of_tile: Callable[..., jax.Array]) -> jax.Array:
-        """Call ``(tile, column, steps so far) -> steps so far`` for this block's share of the output's tiles."""
+        """Call ``(tile, column, steps so far) -> steps so far`` for this cluster's share of the output's tiles.
+
+        Tiles have the rows of all blocks of a cluster.
+        """
         visits = jax.lax.axis_index("block"), jax.lax.axis_size("block"), self.column_tiles
         last_group = sum(self.slots) + self.padding
-        return walk_tiles(group_offsets, last_group, self.tiles.height, visits, of_tile)
+        return walk_tiles(group_offsets, last_group, self.tiles.cluster_height, visits, of_tile)
 
 
 def row_product_kernel(
@@ -106,6 +114,7 @@ def row_product_kernel(
     out_dtype: Any = jnp.bfloat16,
     row_sums: bool = False,
     padding: bool,
+    approximate: bool = False,
     tiles: TileSizes,
 ) -> tuple[jax.Array, ...]:
     """Multiply the rows of each group by matrices of its slot, and apply an epilogue to the sums.
@@ -113,7 +122,7 @@ def row_product_kernel(
     Args:
         rows: the row operands, each ``[r, k]`` bfloat16; r is a multiple of 8 and k one of 64.
         weights: the weight buffers, each ``[slots, J, k, n]`` bfloat16, the J matrices of each slot, at least one;
-            ``[slots, J, n, k]`` if transposed. n is a multiple of ``tiles.width``.
+            ``[slots, J, n, k]`` if transposed. n is a multiple of 64.
         group_offsets: ``[all slots + 3]`` int32, the result of `tile_walk.group_offsets`.
         scale: ``[r]`` float32, a factor of each row that the epilogue is given; None if it needs none.
         sums: the sweeps, in lists of those that add to the same accumulators; each list starts with new ones. The
@@ -124,24 +133,26 @@ def row_product_kernel(
         out_dtype: the dtype of the outputs.
         row_sums: whether the epilogue returns a row sum.
         padding: whether rows beyond the last group are written, as zeros; otherwise they hold anything.
+        approximate: whether the epilogue's exponentials are the hardware's: their relative error is below 2^-17 where
+            bfloat16 rounds at 2^-9.
         tiles: the sizes of output tiles.
 
     Returns:
-        The outputs ``[r, n]``. With row sums also ``[n / tiles.width, t, tiles.height]`` float32, the row sums of each
-        tile by the tile's number; t leaves room for any group sizes.
+        The outputs ``[r, n]``. With row sums also ``[tiles of columns, t, tiles.cluster_height]`` float32, the row sums
+        of each cluster's tile by the tile's number; t leaves room for any group sizes.
     """
     slots = tuple(buffer.shape[0] for buffer in weights)
     (num_rows, contraction), columns = rows[0].shape, weights[0].shape[2 if transposed else 3]
-    column_tiles = columns // tiles.width
     steps = contraction // STEP
-    spec = KernelSpec(sums, transposed, epilogue, outputs, padding, tiles, slots, steps, column_tiles)
+    spec = KernelSpec(sums, transposed, epilogue, outputs, padding, tiles, slots, steps, columns)
     outs = [jax.ShapeDtypeStruct((num_rows, columns), out_dtype)] * outputs
     if row_sums:
-        most_tiles = (num_rows + (sum(slots) + 1) * (tiles.height + ROW_ALIGNMENT)) // tiles.height
-        outs.append(jax.ShapeDtypeStruct((column_tiles, most_tiles, tiles.height), jnp.float32))
+        height = tiles.cluster_height
+        most_tiles = (num_rows + (sum(slots) + 1) * (height + ROW_ALIGNMENT)) // height
+        outs.append(jax.ShapeDtypeStruct((spec.column_tiles, most_tiles, height), jnp.float32))
     matrix = (tiles.width, STEP) if transposed else (STEP, tiles.width)
     # A tile may reach beyond the last row.
-    scales = [] if scale is None else [jnp.pad(scale, (0, tiles.height))]
+    scales = [] if scale is None else [jnp.pad(scale, (0, tiles.cluster_height))]
     return launch(
         functools.partial(_copy_steps, spec),
         functools.partial(_multiply_steps, spec),
@@ -149,6 +160,7 @@ def row_product_kernel(
         outs,
         buffers=[(tiles.height, STEP), *[matrix] * spec.matrices],
         out_dtype=out_dtype,
+        approximate=approximate,
         tiles=tiles,
     )
 
@@ -156,21 +168,22 @@ def row_product_kernel(
 def _copy_steps(spec: KernelSpec, operands: Operands, ring: Ring, buffers: Sequence[Any]) -> jax.Array:
     """Fill the ring's buffers with the steps of every tile of this block."""
     row_buffer, *matrix_buffers = buffers
+    top = spec.tiles.top()
 
     def of_tile(tile: Tile, column: jax.Array, step: jax.Array) -> jax.Array:
-        own = pl.ds(pl.multiple_of(tile.first, ROW_ALIGNMENT), spec.tiles.height)
+        own = pl.ds(pl.multiple_of(tile.first + top, ROW_ALIGNMENT), spec.tiles.height)
         across = pl.ds(column * spec.tiles.width, spec.tiles.width)
 
         def fill(sweep: Sweep, index: jax.Array, step: jax.Array) -> jax.Array:
             stage, along = ring.claim(step), pl.ds(index * STEP, STEP)
 
-            def copy(source: Any, buffer: Any) -> None:
-                plgpu.copy_gmem_to_smem(source, buffer.at[stage], ring.full.at[stage])
+            def copy(source: Any, buffer: Any, axis: str | None = None) -> None:
+                plgpu.copy_gmem_to_smem(source, buffer.at[stage], ring.full.at[stage], collective_axes=axis)
 
             def copy_matrices(number: int, slot: jax.Array) -> None:
                 part = (across, along) if spec.transposed else (along, across)
                 for matrix, buffer in zip(sweep.matrices, matrix_buffers, strict=False):
-                    copy(operands.weights[number].at[(slot, matrix, *part)], buffer)
+                    copy(operands.weights[number].at[(slot, matrix, *part)], buffer, spec.tiles.cluster_axis)
 
             copy(operands.rows[sweep.rows].at[own, along], row_buffer)
             visit_buffer(spec.slots, tile.group, copy_matrices)
@@ -196,9 +209,10 @@ def _multiply_steps(
 ) -> None:
     """Multiply the ring's steps for this warpgroup's 64 rows of each tile, and write what the epilogue makes of it."""
     offset = jax.lax.axis_index("warpgroup") * WARPGROUP_HEIGHT
+    in_cluster = spec.tiles.top() + offset
 
     def of_tile(tile: Tile, column: jax.Array, step: jax.Array) -> jax.Array:
-        at, count = tile.first + offset, spec.sweep_steps(tile)
+        at, count = tile.first + in_cluster, spec.sweep_steps(tile)
         low = jnp.clip(tile.start - at, 0, WARPGROUP_HEIGHT)
         high = jnp.clip(tile.end - at, 0, WARPGROUP_HEIGHT)
 
@@ -213,7 +227,7 @@ def _multiply_steps(
                 factor = jax.lax.broadcast_in_dim(factor, (WARPGROUP_HEIGHT, EPILOGUE_COLUMNS), (0,))
             row_sums: list[jax.Array] = []
 
-            def parts() -> Iterator[tuple[jax.Array, Callable[..., Any]]]:
+            def parts() -> Iterator[tuple[int, jax.Array, Callable[..., Any]]]:
                 dtype, line = out_buffer.dtype, out_buffer.shape[-1]
                 for first in range(0, spec.tiles.width, line):
                     pieces = []
@@ -223,15 +237,16 @@ def _multiply_steps(
                         pieces.append([value.astype(dtype) for value in values])
                         row_sums.extend([] if row_sum is None else [row_sum])
                     for value, out in zip(zip(*pieces, strict=True), outs, strict=False):
-                        place = functools.partial(target, out, column * spec.tiles.width + first)
-                        yield jnp.concatenate(value, axis=1), place
+                        yield first, jnp.concatenate(value, axis=1), functools.partial(target, out)
 
-            def target(out: Any, first: jax.Array, rows: Any, columns: Any) -> Any:
-                return out.at[pl.ds(at + rows.start, rows.size), pl.ds(first + columns.start, columns.size)]
+            def target(out: Any, rows: Any, columns: Any) -> Any:
+                left = column * spec.tiles.width + columns.start
+                return out.at[pl.ds(at + rows.start, rows.size), pl.ds(left, columns.size)]
 
-            write_output(parts(), out_buffer, low, high)
+            has = output_has(column, spec.tiles.width, spec.columns)
+            write_output(parts(), out_buffer, low, high, has)
             if row_sums:
-                own = pl.ds(offset, WARPGROUP_HEIGHT)
+                own = pl.ds(in_cluster, WARPGROUP_HEIGHT)
                 outs[-1][column, tile.number, own] = functools.reduce(operator.add, row_sums)
 
         all_steps = count * len(spec.sweeps)
@@ -240,6 +255,10 @@ def _multiply_steps(
         def _() -> None:
             def skip(index: jax.Array, step: jax.Array) -> jax.Array:
                 ring.wait(step)
+                if spec.tiles.cluster > 1:
+                    # One thread releases for a warpgroup there, and without products its warps do not wait for each
+                    # other: one that is late would miss a phase of the barrier.
+                    plgpu.commit_smem()
                 ring.release(step)
                 return step + 1
 

@@ -6,26 +6,25 @@ tile. Wide tiles are few, and multiprocessors that find none left wait for the o
 which the fullest multiprocessor has the fewest cycles to go. What shared memory is left holds steps that copies run
 ahead.
 
-The table is written by ``python -m pallas_kernels.hopper.autotune`` on a Hopper GPU. Until someone has run it, it is
-empty and the heuristic decides alone.
+The table (`tile_table`) is written by ``python -m pallas_kernels.hopper.autotune`` on a Hopper GPU. Until someone has
+run it, there is none and the heuristic decides alone.
 """
 
-import json
+import itertools
 import math
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Final, NamedTuple
 
+from pallas_kernels.hopper.multiprocessors import multiprocessors
 from pallas_kernels.hopper.persistent_kernel import (
     LINE_BYTES,
     SHARED_MEMORY_BYTES,
     STEP,
     WARPGROUP_HEIGHT,
     TileSizes,
-    multiprocessors,
 )
+from pallas_kernels.hopper.tile_table import measured_tile_sizes
 
-TABLE_PATH: Final = Path(__file__).with_name("tile_sizes.json")
 WIDTHS: Final = (256, 192, 128, 64)
 """The widths that a tile may have."""
 MAX_ACCUMULATED: Final = 256
@@ -36,8 +35,11 @@ BARRIER_BYTES: Final = 1024
 """Shared memory set aside for barriers and alignment."""
 PRODUCTS_PER_CYCLE: Final = 2048
 """Multiplications and additions of bfloat16 in a cycle of a multiprocessor (989 TFLOP/s of 132 at 1.83 GHz)."""
-BYTES_PER_CYCLE: Final = 56
-"""Bytes that reach a multiprocessor in a cycle while all of them read; 64 fit through, the rest is an assumption."""
+BYTES_PER_CYCLE: Final = 38
+"""Bytes that a multiprocessor loads from L2 in a cycle while all of them do: an assumption, not measured here. Programs
+are said to get 36 to 40."""
+PORT_BYTES_PER_CYCLE: Final = 64
+"""Bytes that fit into a multiprocessor in a cycle, whoever loaded them."""
 LATENCY_CYCLES: Final = 800
 """Cycles from the start of a copy to its first byte, an assumption."""
 OUTPUT_CYCLES: Final = 1500
@@ -110,12 +112,11 @@ def step_bytes(problem: Problem, height: int, width: int) -> int:
 
 
 def candidate_tile_sizes(problem: Problem) -> Iterator[TileSizes]:
-    """Yield all sizes that a kernel can be compiled for, the widest first."""
-    for height in (128, 64):
-        for width in WIDTHS:
-            fits = width * problem.matrices <= MAX_ACCUMULATED and problem.output_width % width == 0
-            if fits and (stages := count_stages(problem, height, width)) >= 2:
-                yield TileSizes(height, width, stages)
+    """Yield all sizes that a kernel can be compiled for, clusters last, and before that the widest first."""
+    for cluster, height, width in itertools.product((1, 2), (128, 64), WIDTHS):
+        fits = width * problem.matrices <= MAX_ACCUMULATED and width <= problem.output_width
+        if fits and (stages := count_stages(problem, height, width)) >= 2:
+            yield TileSizes(height, width, stages, cluster)
 
 
 def estimate_cycles(problem: Problem, tiles: TileSizes) -> float:
@@ -124,34 +125,37 @@ def estimate_cycles(problem: Problem, tiles: TileSizes) -> float:
     >>> problem = Problem(1, contraction=2048, output_width=768, output_height=256, groups=18)
     >>> sizes = ((128, 256), (128, 128), (64, 256))
     >>> [round(estimate_cycles(problem, TileSizes(*size, 4)) / 1000) for size in sizes]
-    [69, 61, 50]
+    [86, 87, 72]
     """
-    steps, high = problem.contraction / STEP, problem.output_height / tiles.height
+    steps, high = problem.contraction / STEP, problem.output_height / tiles.cluster_height
     if problem.matrices:
-        # A group's last tile is full by half, as its size may be any.
-        high += 0.5
+        # A group's last tile is full by half, as its size may be any; and a group with rows has one at least.
+        high = max(high + 0.5, 1.0)
     else:
         # The same for its last step.
         steps, high = steps + 0.5, math.ceil(high)
-    count = problem.groups * high * problem.output_width / tiles.width
+    # The last tile of columns takes as long as the others, however few of its columns the output has.
+    count = problem.groups * high * math.ceil(problem.output_width / tiles.width)
     products = max(problem.matrices, 1) * tiles.height * tiles.width * STEP / PRODUCTS_PER_CYCLE
-    copies = step_bytes(problem, tiles.height, tiles.width) / BYTES_PER_CYCLE
+    received = step_bytes(problem, tiles.height, tiles.width)
+    own = step_bytes(problem, tiles.height, 0)
+    loaded = own + (received - own) / tiles.cluster
+    copies = max(loaded / BYTES_PER_CYCLE, received / PORT_BYTES_PER_CYCLE)
     step = max(products, copies, (LATENCY_CYCLES + copies) / (tiles.stages - 1))
-    return math.ceil(count / multiprocessors()) * (steps * step + OUTPUT_CYCLES)
+    return math.ceil(count / (multiprocessors() // tiles.cluster)) * (steps * step + OUTPUT_CYCLES)
 
 
 def choose_tile_sizes(problem: Problem) -> TileSizes:
     """Return the sizes that were measured to be best, or the heuristic's choice where nothing was measured.
 
+    Only a measurement chooses clusters: what they are worth, and that they are right, has not been seen on a GPU yet.
+
     >>> choose_tile_sizes(Problem(1, contraction=2048, output_width=2048, output_height=1024, groups=18))
-    TileSizes(height=128, width=256, stages=4)
-    >>> choose_tile_sizes(Problem(1, contraction=2048, output_width=768, output_height=256, groups=18))
-    TileSizes(height=64, width=256, stages=5)
+    TileSizes(height=128, width=256, stages=4, cluster=1)
+    >>> choose_tile_sizes(Problem(1, contraction=2048, output_width=768, output_height=32, groups=18))
+    TileSizes(height=64, width=128, stages=6, cluster=1)
     """
-    if measured := TABLE.get(problem.key):
-        return TileSizes(*measured)
-    return min(candidate_tile_sizes(problem), key=lambda tiles: estimate_cycles(problem, tiles))
-
-
-TABLE: Final[dict[str, list[int]]] = json.loads(TABLE_PATH.read_text())["tiles"]
-"""The measured sizes of tiles, by the key of a problem."""
+    if measured := measured_tile_sizes().get(problem.key):
+        return measured
+    alone = (tiles for tiles in candidate_tile_sizes(problem) if tiles.cluster == 1)
+    return min(alone, key=lambda tiles: estimate_cycles(problem, tiles))

@@ -21,8 +21,8 @@ from pallas_kernels.hopper.persistent_kernel import (
     TileSizes,
     launch,
     visit_buffer,
-    write_output,
 )
+from pallas_kernels.hopper.tile_output import output_has, write_output
 from pallas_kernels.hopper.tile_walk import ROW_ALIGNMENT, align_down
 
 
@@ -73,10 +73,11 @@ class KernelSpec(NamedTuple):
     tiles: TileSizes
 
     def visit_tiles(self, group_offsets: Any, of_tile: Callable[[Visit, jax.Array], jax.Array]) -> jax.Array:
-        """Call ``(visit, steps so far) -> steps so far`` for this block's share: every n-th tile."""
+        """Call ``(visit, steps so far) -> steps so far`` for this cluster's share: every n-th tile of clusters."""
         block, blocks = jax.lax.axis_index("block"), jax.lax.axis_size("block")
         # From the fastest axis to the slowest: tiles along n, tiles along k, pairs, groups.
-        sizes = self.shape[1] // self.tiles.width, -(-self.shape[0] // self.tiles.height), self.pairs
+        height = self.tiles.cluster_height
+        sizes = -(-self.shape[1] // self.tiles.width), -(-self.shape[0] // height), self.pairs
         count = sum(self.slots) * sizes[0] * sizes[1] * sizes[2]
 
         def visit(index: jax.Array, step: jax.Array) -> jax.Array:
@@ -85,7 +86,7 @@ class KernelSpec(NamedTuple):
                 places.append(jax.lax.rem(rest, jnp.int32(size)))
                 rest = jax.lax.div(rest, jnp.int32(size))
             (across, down, pair), group = places, rest
-            place = group, pair, down * self.tiles.height, across * self.tiles.width
+            place = group, pair, down * height + self.tiles.top(), across * self.tiles.width
             return of_tile(Visit(*place, group_offsets[group], group_offsets[group + 1]), step)
 
         share = jax.lax.div(count - block + (blocks - 1), jnp.int32(blocks))
@@ -103,8 +104,7 @@ def weight_gradient_kernel(
     """Compute ``a[group]^T b[group]`` for every group and each of J pairs of row operands.
 
     Args:
-        pairs: the pairs (a, b), ``[r, k]`` and ``[r, n]`` bfloat16; r is a multiple of 8, k one of 64, and n one of
-            ``tiles.width``.
+        pairs: the pairs (a, b), ``[r, k]`` and ``[r, n]`` bfloat16; r is a multiple of 8, k and n of 64.
         group_offsets: ``[all slots + 3]`` int32, the result of `tile_walk.group_offsets`.
         slots: the number of slots of each weight buffer, at least 1.
         out_dtype: the dtype of the results.
@@ -138,8 +138,11 @@ def _copy_steps(spec: KernelSpec, operands: Operands, ring: Ring, buffers: Seque
             parts = pl.ds(visit.top, spec.tiles.height), pl.ds(visit.left, spec.tiles.width)
 
             def copy_pair(refs: tuple[Any, Any]) -> None:
-                for ref, part, buffer in zip(refs, parts, buffers, strict=True):
-                    plgpu.copy_gmem_to_smem(ref.at[along, part], buffer.at[stage], ring.full.at[stage])
+                # Tiles of a cluster have other rows of the output, and the same columns.
+                axes = None, spec.tiles.cluster_axis
+                for ref, part, buffer, axis in zip(refs, parts, buffers, axes, strict=True):
+                    source, full = ref.at[along, part], ring.full.at[stage]
+                    plgpu.copy_gmem_to_smem(source, buffer.at[stage], full, collective_axes=axis)
 
             for number, refs in enumerate(operands.pairs):
                 pl.when(visit.pair == number)(functools.partial(copy_pair, refs))
@@ -172,7 +175,9 @@ def _multiply_steps(
                 part = pl.ds(at + rows.start, rows.size), pl.ds(visit.left + columns.start, columns.size)
                 return outs[number].at[(slot, visit.pair, *part)]
 
-            write_output([(value, target)], out_buffer, 0, WARPGROUP_HEIGHT)
+            across = jax.lax.div(visit.left, jnp.int32(spec.tiles.width))
+            has = output_has(across, spec.tiles.width, spec.shape[1])
+            write_output([(0, value, target)], out_buffer, 0, WARPGROUP_HEIGHT, has)
 
         pl.when(at < spec.shape[0])(lambda: visit_buffer(spec.slots, visit.group, store))
         return step + visit.steps
