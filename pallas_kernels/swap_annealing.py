@@ -98,7 +98,9 @@ def swap_annealing(
             f" memory, more than {SHARED_MEMORY_BYTES}"
         )
     spare = sizes.micro_batches - micro_batches
-    table = jnp.concatenate([jnp.pad(share.transpose(2, 1, 0), ((0, 0), (0, spare), (0, 0))), cost.transpose(2, 0, 1)], 1)
+    table = jnp.concatenate(
+        [jnp.pad(share.transpose(2, 1, 0), ((0, 0), (0, spare), (0, 0))), cost.transpose(2, 0, 1)], 1
+    )
     table = jnp.pad(table, ((0, 0), (0, sizes.lines - table.shape[1]), (0, sizes.width - items)))
     total = jnp.pad(total.transpose(2, 0, 1), ((0, 0), (0, 0), (0, sizes.totals - micro_batches)))
     # A step reads the next one's item and bin ahead, the last one too.
@@ -212,7 +214,9 @@ def _choose(
         mine, a, b = own[line, here], weights[bin_, line], weights[other, line]
         gains = [own[line, window] - mine for window in windows]
         peaks = [jnp.maximum(jnp.maximum(a + gain, b - gain), fullest) for gain in gains]
-        return now + jnp.maximum(jnp.maximum(a, b), fullest), [x + peak for x, peak in zip(after, peaks, strict=True)]
+        return now + jnp.maximum(jnp.maximum(a, b), fullest), [
+            x + peak for x, peak in zip(after, peaks, strict=True)
+        ]
 
     zeros = [plgpu.layout_cast(jnp.zeros(LANES, jnp.float32), _LAYOUT) for _ in windows]
     now, after = jax.lax.fori_loop(0, sizes.micro_batches, add, (jnp.float32(0), zeros), unroll=UNROLLED)
