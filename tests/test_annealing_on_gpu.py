@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gpu_interpreter import gpu_interpreter
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.swap_annealing import swap_annealing
 from relibra_jax.planning import annealing
@@ -45,11 +46,11 @@ def in_kernel(start, key, steps):
     return swap_annealing(start.share, start.cost, bin_load(start), *draws)
 
 
-def check_equal(sizes, steps, seeds):
+def check_equal(sizes, steps, seeds, interpreter):
     for seed in range(seeds):
         start, key = random_bins(*sizes, seed=seed), jax.random.key(seed)
         wanted = np.asarray(jitted(start, key, steps))
-        with gpu_interpreter("mosaic"):
+        with interpreter():
             found = np.asarray(in_kernel(start, key, steps))
         assert (wanted != start.item).any(0).all(), "nothing was swapped"
         np.testing.assert_array_equal(found, wanted)
@@ -58,14 +59,17 @@ def check_equal(sizes, steps, seeds):
 @pytest.mark.parametrize("sizes", [(2, 4, 3, 2), (3, 3, 9, 1)], ids=str)
 def test_every_step_is_that_of_the_jitted_form(sizes):
     """Two bins and more, micro-batches that fill one turn of the kernel's loops and two; bins, size, M, rows."""
-    check_equal(sizes, steps=12, seeds=2)
+    check_equal(sizes, steps=12, seeds=2, interpreter=functools.partial(gpu_interpreter, "mosaic"))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("sizes", [(2, 4, 3, 2), (4, 4, 17, 1), (2, 130, 2, 1), (2, 64, 32, 1)], ids=str)
 def test_long_searches_are_those_of_the_jitted_form(sizes):
-    """Bins of more items than a warpgroup has threads, and the nodes of 128 experts in 32 micro-batches."""
-    check_equal(sizes, steps=30, seeds=2)
+    """Bins of more items than a warpgroup has threads, and the nodes of 128 experts in 32 micro-batches.
+
+    Races are not looked for: what that takes grows with the square of the steps.
+    """
+    check_equal(sizes, steps=30, seeds=2, interpreter=plgpu.force_gpu_interpret_mode)
 
 
 def test_a_placement_is_that_of_the_jitted_form():
