@@ -222,15 +222,16 @@ def _choose(
     now, after = jax.lax.fori_loop(0, sizes.micro_batches, add, (jnp.float32(0), zeros), unroll=UNROLLED)
     costs_here, costs_there = sizes.micro_batches + bin_, sizes.micro_batches + other
     mine = own[costs_here, here] - own[costs_there, here]
-    best, which = None, None
-    for part, window, price, noise in zip(_parts(sizes.window), windows, after, noises, strict=True):
-        item = lane + part.start
+    prices = []
+    for first_lane, window, price, noise in zip(
+        range(0, sizes.window, LANES), windows, after, noises, strict=True
+    ):
         price = price + ((own[costs_here, window] - own[costs_there, window]) - mine) - noise
-        price = jnp.where(item < sizes.size, price, jnp.inf)
-        if best is None:
-            best, which = price, item
-        else:  # of equal ones the first
-            which, best = jnp.where(price < best, item, which), jnp.minimum(best, price)
+        prices.append(jnp.where(lane < sizes.size - first_lane, price, jnp.inf))
+    best, which = prices[0], lane
+    for number, price in enumerate(prices[1:], start=1):  # of equal ones the first
+        which = jnp.where(price < best, lane + number * LANES, which)
+        best = jnp.minimum(best, price)
     least = best.min()
     first_best = jnp.where(best == least, which, jnp.int32(sizes.window)).min()
     return jnp.where(now - stay <= least, jnp.int32(sizes.window), first_best)
@@ -251,19 +252,20 @@ def _swap(
     def exchange(turn: jax.Array, _: None, *, weigh: bool, first: int) -> None:
         lines = [first + turn * UNROLLED + line for line in range(UNROLLED)]
         columns = [(own[line, here], own[line, there]) for line in lines]
-        sums = [(weights[bin_, line], weights[other, line]) for line in lines] if weigh else []
+        sums = [(weights[bin_, line], weights[other, line]) for line in lines if weigh]
         plgpu.commit_smem()
         for line, (mine, theirs) in zip(lines, columns, strict=True):
             own[line, here] = theirs
             own[line, there] = mine
-        for line, (mine, theirs), (a, b) in zip(lines, columns, sums, strict=False):
-            weights[bin_, line] = a + (theirs - mine)
-            weights[other, line] = b - (theirs - mine)
+        if weigh:
+            for line, (mine, theirs), (a, b) in zip(lines, columns, sums, strict=True):
+                weights[bin_, line] = a + (theirs - mine)
+                weights[other, line] = b - (theirs - mine)
 
     turns = sizes.micro_batches // UNROLLED
     jax.lax.fori_loop(0, turns, functools.partial(exchange, weigh=True, first=0), None)
-    exchange = functools.partial(exchange, weigh=False, first=sizes.micro_batches)
-    jax.lax.fori_loop(0, sizes.lines // UNROLLED - turns, exchange, None)
+    exchange_costs = functools.partial(exchange, weigh=False, first=sizes.micro_batches)
+    jax.lax.fori_loop(0, sizes.lines // UNROLLED - turns, exchange_costs, None)
     mine, theirs = order[here], order[there]
     plgpu.commit_smem()
     order[here] = theirs
