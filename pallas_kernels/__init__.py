@@ -1,5 +1,7 @@
 """Grouped matrix products and SwiGLU MLPs, for the rows of several experts in one call; imports jax alone.
 
+`pallas_kernels.swap_annealing` stands by itself: a kernel for a planner's search.
+
 A *group* is the set of consecutive rows that one weight slot multiplies, as in ``group_sizes``.
 """
 

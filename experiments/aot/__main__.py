@@ -6,9 +6,9 @@ Layers are prepared before: their tables are arguments. Stacks of layers run the
 `relibra_jax.execution.ExpertParallel` chooses on such nodes, scanned and unrolled, and with padded exchanges of tokens
 and replicas. Each is compiled with R = 2 replica slots and with none, 2 and 8 layers deep, experts in the Hopper
 kernels. Then whole optimizer updates with residents, several micro-batches and several updates; the program that
-migrates experts; and the kernels by themselves, at the shapes of named models. No GPU is needed, and none is used:
-this shows schedules, buffers, bytes and what the assembler made of the kernels, not that ragged exchanges and kernels
-compute what they should.
+migrates experts; and the kernels by themselves, at the shapes of named models, the planner's search among them. No GPU
+is needed, and none is used: this shows schedules, buffers, bytes and what the assembler made of the kernels, not that
+ragged exchanges and kernels compute what they should.
 ``XLA_FLAGS=--xla_dump_to=DIR`` keeps the programs.
 """
 
@@ -21,7 +21,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from rich.console import Console
 from rich.table import Table
 
-from experiments.aot import checks, kernels, migration, update_checks
+from experiments.aot import checks, kernels, migration, search_kernel, update_checks
 
 
 def main() -> int:
@@ -41,14 +41,21 @@ def main() -> int:
         of_kernels: list[Future] = [
             pool.submit(kernels.compile_kernels, case) for case in kernels.KERNEL_CASES
         ]
+        of_search: list[Future] = [
+            pool.submit(search_kernel.compile_search, case) for case in search_kernel.SEARCH_CASES
+        ]
         measured = dict(zip(cases, (future.result() for future in futures), strict=True))
         updates = dict(zip(update_checks.BATCHES, (future.result() for future in batches), strict=True))
         compiled = dict(zip(kernels.KERNEL_CASES, (future.result() for future in of_kernels), strict=True))
+        searches = dict(
+            zip(search_kernel.SEARCH_CASES, (future.result() for future in of_search), strict=True)
+        )
         findings = [
             *checks.judge(measured),
             *update_checks.judge_batches(updates),
             *migration.judge_migration(of_migration.result()),
             *kernels.judge_kernels(compiled),
+            *search_kernel.judge_search(searches),
         ]
     table = Table(
         "program", "what the compiled program must show", "found", "", title="2 nodes x 4 H100, compiled here"
@@ -60,7 +67,7 @@ def main() -> int:
     console.print(table)
     failed = sum(finding.good is False for finding in findings)
     console.print(
-        f"{len(cases) + len(updates) + 1 + len(compiled)} programs in {time.monotonic() - start:.0f} s,"
+        f"{len(cases) + len(updates) + 1 + len(compiled) + len(searches)} programs in {time.monotonic() - start:.0f} s,"
         f" {failed} of {len(findings)} failed"
     )
     return 1 if failed else 0

@@ -187,22 +187,51 @@ def _price(mine: Bins, theirs: Bins, total, p, q):
     return peak(total[p][None], total[q][None]).sum(1), after
 
 
+class Draws(NamedTuple):
+    """What every step of a search draws; all rows share it."""
+
+    i: Int[jax.Array, " steps"]
+    """The position of the one item."""
+    q: Int[jax.Array, " steps"]
+    """The other bin, in which the item is not."""
+    noise: Float[jax.Array, "steps size+1"]
+    """Gumbel noise times the temperature of the step: of staying, and of the swap with each item of the other bin."""
+
+
+def draw_steps(
+    key: PRNGKeyArray, *, steps: int, bins: int, items: int, hottest: Float[jax.Array, ""] | float
+) -> Draws:
+    """Draw the random numbers of all steps of a search before the first.
+
+    Args:
+        key: random key, consumed.
+        steps: the number of annealing steps.
+        bins: the number of bins.
+        items: the number of items, a multiple of ``bins``.
+        hottest: the temperature of the first step, in units of imbalance.
+
+    Returns:
+        Draws.
+    """
+    size = items // bins
+    bits = draw_bits(key, (2, steps), (steps, size + 1))
+    i = integers(bits[0][0], items)
+    q = (i // size + 1 + integers(bits[0][1], bins - 1)) % bins
+    return Draws(i, q, gumbel(bits[1]) * cooling(hottest, COLDEST, steps)[:, None])
+
+
 def _anneal(state: Bins, key: PRNGKeyArray, steps: int, hottest: Float[jax.Array, ""] | float) -> Bins:
     bins, items, _ = state.cost.shape
     size = _bin_size(state)
-    bits = draw_bits(key, (2, steps), (steps, size + 1, 1))
-    i = integers(bits[0][0], items)
-    q = (i // size + 1 + integers(bits[0][1], bins - 1)) % bins
-    noise = gumbel(bits[1])
-    temperature = cooling(hottest, COLDEST, steps)
+    draws = draw_steps(key, steps=steps, bins=bins, items=items, hottest=hottest)
 
     def step(carry, draw):
         state, total = carry
-        i, q, temperature, noise = draw
+        i, q, noise = draw
         # All that is read is read before anything is written: XLA:CPU would copy the whole carry otherwise.
         mine, theirs = jax.lax.optimization_barrier((_at(state, i, 1), _at(state, q * size, size)))
         now, after = _price(mine, theirs, total, i // size, q)
-        choice = jnp.argmin(jnp.concatenate([now, after]) - temperature * noise, axis=0) - 1
+        choice = jnp.argmin(jnp.concatenate([now, after]) - noise[:, None], axis=0) - 1
 
         def swap(mine, theirs, axis):
             row = [1] * (mine.ndim - 1) + [-1]
@@ -217,5 +246,5 @@ def _anneal(state: Bins, key: PRNGKeyArray, steps: int, hottest: Float[jax.Array
         total = total.at[i // size].add(gain).at[q].add(-gain)
         return (_put(_put(state, left, q * size), got, i), total), None
 
-    (result, _), _ = jax.lax.scan(step, (state, bin_load(state)), (i, q, temperature, noise))
+    (result, _), _ = jax.lax.scan(step, (state, bin_load(state)), draws)
     return result

@@ -1,0 +1,73 @@
+"""The search for homes compiled at the size of Qwen3-235B's placement: 94 layers, 128 experts, 2 nodes of 8 ranks.
+
+Both levels of the search, in 32 micro-batches: experts to nodes, then the experts of each node to its ranks.
+"""
+
+import functools
+import re
+from collections.abc import Iterator, Mapping
+from typing import Final, NamedTuple
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from experiments.aot.findings import Finding
+from experiments.aot.h100 import h100_mesh
+from experiments.aot.kernels import with_ptxas
+from pallas_kernels.swap_annealing import swap_annealing
+from relibra_jax.types import Topology
+
+MICRO_BATCHES: Final = 32
+REGISTERS: Final = 128
+"""The most registers of a thread with which four blocks of 128 threads share an SM."""
+
+
+class SearchCase(NamedTuple):
+    """One level of the search."""
+
+    name: str
+    """The case's line in the table."""
+    bins: int
+    """The number of bins."""
+    size: int
+    """The items of a bin."""
+    rows: int
+    """The number of rows, of which each has a block."""
+    steps: int
+    """The steps that `relibra_jax.planning.placement.place_experts` takes by default."""
+
+
+SEARCH_CASES: Final = [
+    SearchCase("search: experts to nodes", 2, 64, 94, 10_000),
+    SearchCase("search: a node's experts to ranks", 8, 8, 188, 2_500),
+]
+
+
+def compile_search(case: SearchCase) -> str:
+    """Compile the kernel of one level, and return what ptxas said, or the compiler's complaint if that fails."""
+    mesh = h100_mesh(Topology(num_nodes=1, ranks_per_node=1, num_experts=1, replica_slots=0))
+    array = functools.partial(jax.ShapeDtypeStruct, sharding=NamedSharding(mesh, PartitionSpec()))
+    items = case.bins * case.size
+    lowered = jax.jit(swap_annealing).lower(
+        array((items, MICRO_BATCHES, case.rows), "float32"),
+        array((case.bins, items, case.rows), "float32"),
+        array((case.bins, MICRO_BATCHES, case.rows), "float32"),
+        array((case.steps,), "int32"),
+        array((case.steps,), "int32"),
+        array((case.steps, 1 + case.size), "float32"),
+    )
+    try:
+        return with_ptxas(lowered.compile)[1]
+    except (ValueError, RuntimeError) as error:
+        return str(error).splitlines()[0][:120]
+
+
+def judge_search(assembled: Mapping[SearchCase, str]) -> Iterator[Finding]:
+    """Yield the verdicts on compiled searches: everything in registers and shared memory, nothing spilled."""
+    promise = f"one kernel, nothing spilled, at most {REGISTERS} registers"
+    for case, said in assembled.items():
+        spilled = [int(count) for count in re.findall(r"(\d+) bytes spill stores", said)]
+        registers = [int(count) for count in re.findall(r"Used (\d+) registers", said)]
+        good = spilled == [0] and len(registers) == 1 and registers[0] <= REGISTERS
+        found = f"{registers} registers, {spilled} bytes spilled" if registers else said
+        yield Finding(case.name, promise, found, good)
