@@ -1,32 +1,30 @@
 """A kernel that pulls rows out of the memory of other GPUs, through references to their buffers (NVLink).
 
 A *row* is the weights of one expert, cut into chunks. Each block brings every n-th chunk of the rows that this rank
-wants: a copy from the peer's buffer into a ring in shared memory (TMA), and a copy from there into the output. Nothing
-is packed and nothing is sent: the peer's multiprocessors take no part in it.
+wants: a copy from the peer's buffer into a ring in shared memory (TMA), and a copy from there into the output. The
+peer's multiprocessors take no part in it.
 
 Descriptors of copies are written on the host before the launch, so a peer cannot be chosen by data: the program has a
-branch for every peer and buffer.
+branch for every peer.
 
-The peers keep step at both ends of the kernel. Before it starts, XLA lets all devices meet (the barrier that
-``plgpu.CompilerParams.skip_device_barrier`` would leave out): whatever wrote a peer's buffers has run, and its
+The ranks keep step at both ends of the kernel. Before it starts, XLA lets all devices meet (the barrier that
+``plgpu.CompilerParams.skip_device_barrier`` would leave out): whatever wrote a peer's buffer has run, and its
 semaphores are zero. Before a block ends, it tells the same block of every peer that it has read what it wanted, and
-waits until all of them have told it so: only then do this rank's buffers belong to others again.
+waits until all of them have told it so: only then may this rank's buffer be written again.
 
 It compiles for H100. It has not run: JAX's GPU interpreter knows neither references to peers nor semaphores, so its
-copies alone are tested, with all peers' buffers in one array.
+copies alone are tested, with the buffers of all ranks in one array.
 """
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-
-from pallas_kernels.hopper.persistent_kernel import visit_buffer
 
 BLOCKS: Final = 32
 """Blocks of the kernel, so that most multiprocessors are left to what runs beside it. Three
@@ -64,12 +62,11 @@ def chunk_shape(elements: int, itemsize: int) -> tuple[int, int, int]:
 def pull_chunks(
     rank: Any,
     row: Any,
-    buffers: Sequence[Any],
+    rows: Any,
     out: Any,
     ring: Any,
     full: Any,
     *,
-    slots: Sequence[int],
     ranks: int,
     blocks: int,
     peer: Callable[[Any, int], Any],
@@ -78,16 +75,14 @@ def pull_chunks(
 
     Args:
         rank: reference ``[R]`` int32, the peer that holds each row.
-        row: reference ``[R]`` int32, the number of each row in the peer's buffers, which are counted through;
-            negative for rows of zeros.
-        buffers: references to this rank's buffers, from which ``peer`` makes ``[slots, chunks, lines, elements]``.
+        row: reference ``[R]`` int32, the row of the peer's buffer; negative for rows of zeros.
+        rows: reference to this rank's buffer, from which ``peer`` makes ``[X, chunks, lines, elements]``.
         out: reference ``[R, chunks, lines, elements]``.
         ring: reference ``[STAGES, lines, elements]`` in shared memory.
         full: the barriers of the ring.
-        slots: the number of slots of each buffer.
         ranks: the number of peers, this rank among them.
         blocks: the number of blocks.
-        peer: ``(buffer, rank) -> reference``, the same buffer of a peer.
+        peer: ``(rows, rank) -> reference``, the same buffer of a peer.
     """
     wanted, chunks = out.shape[:2]
     block = jax.lax.axis_index("block")
@@ -100,13 +95,12 @@ def pull_chunks(
     def start(step: jax.Array) -> None:
         index, chunk, stage = place(step)
 
-        def copy(number: int, slot: jax.Array, of: int) -> None:
-            source = peer(buffers[number], of).at[slot, chunk]
+        def copy(of: int) -> None:
+            source = peer(rows, of).at[row[index], chunk]
             plgpu.copy_gmem_to_smem(source, ring.at[stage], full.at[stage])
 
         for of in range(ranks):
-            there = (row[index] >= 0) & (rank[index] == of)
-            pl.when(there)(functools.partial(visit_buffer, slots, row[index], functools.partial(copy, of=of)))
+            pl.when((row[index] >= 0) & (rank[index] == of))(functools.partial(copy, of))
 
     def store(step: jax.Array) -> None:
         index, chunk, stage = place(step)
@@ -130,16 +124,13 @@ def pull_chunks(
     plgpu.wait_smem_to_gmem(0)
 
 
-def pull(
-    rank: jax.Array, row: jax.Array, buffers: Sequence[jax.Array], axis: str
-) -> jax.Array:
+def pull(rank: jax.Array, row: jax.Array, rows: jax.Array, axis: str) -> jax.Array:
     """Launch the kernel on this rank; every rank of the mesh has to. Inside `jax.shard_map` over the whole mesh.
 
     Args:
         rank: ``[R]`` int32, the index along ``axis`` of the rank that holds each row.
-        row: ``[R]`` int32, the number of each row in that rank's buffers, which are counted through; negative for
-            rows of zeros.
-        buffers: the buffers ``[slots, *shape]`` of this rank, of one dtype and row shape.
+        row: ``[R]`` int32, the row of that rank's buffer; negative for rows of zeros.
+        rows: this rank's buffer ``[X, *shape]``, as long on all ranks.
         axis: the mesh axis of the ranks that reach each other's memory.
 
     Returns:
@@ -148,36 +139,33 @@ def pull(
     Raises:
         ValueError: if a row is no whole number of lines.
     """
-    shape, dtype = buffers[0].shape[1:], buffers[0].dtype
-    chunks = chunk_shape(math.prod(shape), dtype.itemsize)
+    chunks = chunk_shape(math.prod(rows.shape[1:]), rows.dtype.itemsize)
     ranks = jax.lax.axis_size(axis)
 
-    def body(rank: Any, row: Any, *refs: Any) -> None:
-        *homes, out, ring, full, read = refs
+    def body(rank: Any, row: Any, rows: Any, out: Any, ring: Any, full: Any, read: Any) -> None:
         pull_chunks(
-            *(rank, row, homes, out, ring, full),
-            slots=[len(buffer) for buffer in buffers],
+            *(rank, row, rows, out, ring, full),
             ranks=ranks,
             blocks=BLOCKS,
-            peer=lambda buffer, of: plgpu.remote_ref(buffer, {axis: jnp.int32(of)}),
+            peer=lambda rows, of: plgpu.remote_ref(rows, {axis: jnp.int32(of)}),
         )
+        # Every block has a semaphore of its own, which is zero before the kernel.
         for of in range(ranks):
             pl.semaphore_signal(read, 1, device_id={axis: jnp.int32(of)})
-        # A block has a semaphore of its own, which is zero before the kernel.
         pl.semaphore_wait(read, ranks, decrement=False)
 
     kernel = plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((len(row), *chunks), dtype),
+        out_type=jax.ShapeDtypeStruct((len(row), *chunks), rows.dtype),
         grid=(BLOCKS,),
         grid_names=("block",),
         scratch_types=[
-            plgpu.SMEM((STAGES, *chunks[1:]), dtype),
+            plgpu.SMEM((STAGES, *chunks[1:]), rows.dtype),
             plgpu.Barrier(num_barriers=STAGES),
             plgpu.SemaphoreType.REGULAR,
         ],
     )
-    out = kernel(rank, row, *(buffer.reshape(-1, *chunks) for buffer in buffers))
+    out = kernel(rank, row, rows.reshape(-1, *chunks)).reshape(-1, *rows.shape[1:])
     # Inside shard_map, kernels forget that their results differ between devices.
-    axes = tuple(jax.typeof(buffers[0]).manual_axis_type.varying)
-    return (jax.lax.pcast(out, axes, to="varying") if axes else out).reshape(-1, *shape)
+    axes = tuple(jax.typeof(rows).manual_axis_type.varying)
+    return jax.lax.pcast(out, axes, to="varying") if axes else out
