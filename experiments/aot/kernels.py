@@ -114,7 +114,7 @@ def compile_kernels(case: KernelCase) -> Compiled | str:
             lowered = jax.jit(products).lower(rows, weights, sizes, array(case.rows, shape.expert_width))
         else:
             lowered = jax.jit(mlp).lower(rows, weights, sizes, scale, rows)
-        compiled, assembled = _with_ptxas(lowered.compile)
+        compiled, assembled = with_ptxas(lowered.compile)
     except (ValueError, RuntimeError) as error:
         return str(error).splitlines()[0][:120]
     text, memory = compiled.as_text(), compiled.memory_analysis()
@@ -123,7 +123,7 @@ def compile_kernels(case: KernelCase) -> Compiled | str:
     return Compiled(text.count('custom_call_target="mosaic_gpu'), memory.temp_size_in_bytes, assembled)
 
 
-def _with_ptxas[T](compile_program: Callable[[], T]) -> tuple[T, str]:
+def with_ptxas[T](compile_program: Callable[[], T]) -> tuple[T, str]:
     """Compile a program, and return it with what ptxas said of its kernels.
 
     Mosaic's compiler prints that, from C++, if it is asked to.

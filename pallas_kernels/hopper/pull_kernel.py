@@ -142,7 +142,7 @@ def pull(rank: jax.Array, row: jax.Array, rows: jax.Array, axis: str) -> jax.Arr
     chunks = chunk_shape(math.prod(rows.shape[1:]), rows.dtype.itemsize)
     ranks = jax.lax.axis_size(axis)
 
-    def body(rank: Any, row: Any, rows: Any, out: Any, ring: Any, full: Any, read: Any) -> None:
+    def pull_rows(rank: Any, row: Any, rows: Any, out: Any, ring: Any, full: Any, read: Any) -> None:
         pull_chunks(
             *(rank, row, rows, out, ring, full),
             ranks=ranks,
@@ -155,7 +155,7 @@ def pull(rank: jax.Array, row: jax.Array, rows: jax.Array, axis: str) -> jax.Arr
         pl.semaphore_wait(read, ranks, decrement=False)
 
     kernel = plgpu.kernel(
-        body,
+        pull_rows,
         out_type=jax.ShapeDtypeStruct((len(row), *chunks), rows.dtype),
         grid=(BLOCKS,),
         grid_names=("block",),
@@ -165,7 +165,11 @@ def pull(rank: jax.Array, row: jax.Array, rows: jax.Array, axis: str) -> jax.Arr
             plgpu.SemaphoreType.REGULAR,
         ],
     )
-    out = kernel(rank, row, rows.reshape(-1, *chunks)).reshape(-1, *rows.shape[1:])
+    # Behind barriers XLA merges the kernel with no slice, and tells it the addresses of its own buffers.
+    out = jax.lax.optimization_barrier(
+        kernel(*jax.lax.optimization_barrier((rank, row, rows.reshape(-1, *chunks))))
+    )
+    out = out.reshape(-1, *rows.shape[1:])
     # Inside shard_map, kernels forget that their results differ between devices.
     axes = tuple(jax.typeof(rows).manual_axis_type.varying)
     return jax.lax.pcast(out, axes, to="varying") if axes else out

@@ -86,6 +86,23 @@ def travels_in_pieces(exchange: Exchange) -> bool:
     return exchange.kind == "padded" or exchange.kind in PULLED
 
 
+def remote_rows(rows: Int[jax.Array, " R"], exports: int, ranks: int) -> RemoteRows:
+    """Where a rank pulls its replicas from.
+
+    Args:
+        rows: the row of each replica slot among the exports of all ranks, those of each rank together; EMPTY for empty
+            slots. Rows that are no place at all, because the exports do not fit, become empty too: a kernel would wait
+            for them for ever.
+        exports: rows for the exports of a rank.
+        ranks: the ranks of the domain.
+
+    >>> remote_rows(jnp.array([5, EMPTY, 8]), exports=4, ranks=2)
+    RemoteRows(rank=Array([ 1, -1, -1], dtype=int32), row=Array([ 1, -1, -1], dtype=int32))
+    """
+    here = (rows >= 0) & (rows < ranks * exports)
+    return RemoteRows(jnp.where(here, rows // exports, EMPTY), jnp.where(here, rows % exports, EMPTY))
+
+
 def _in_pieces(source, exported, exports: int, fits, exchange: Exchange) -> FetchTables:
     me = jax.lax.axis_index(exchange.axes)
     place = places(exported)
@@ -95,9 +112,7 @@ def _in_pieces(source, exported, exports: int, fits, exchange: Exchange) -> Fetc
     slot = in_lanes(inverse, rows.shape[1])
     remote = None
     if exchange.kind in PULLED:
-        remote = RemoteRows(
-            *(jnp.where(rows[me] == EMPTY, EMPTY, part) for part in divmod(rows[me], exports))
-        )
+        remote = remote_rows(rows[me], exports, exchange.ranks)
     return FetchTables(inverse_index(place[me], exports), None, rows.ravel(), slot.T, fits, remote)
 
 
