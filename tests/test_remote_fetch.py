@@ -3,6 +3,7 @@
 No GPU and no interpreter runs the kernel as a whole: `pallas_kernels.hopper.pull_kernel` says what is left out.
 """
 
+import dataclasses
 import functools
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ from test_moe import plans, topology_of
 
 from pallas_kernels.hopper import pull_kernel
 from pallas_kernels.pull_rows import pull_rows
+from relibra_jax.capacity import worst_case_capacities
 from relibra_jax.execution import ExpertParallel, expert_mesh, fetch_replicas
 from relibra_jax.execution.mesh import why_not_remote
 from relibra_jax.execution.prepared_layer import prepare_fetch
@@ -48,6 +50,19 @@ def test_slots_are_pulled_from_where_the_plan_has_their_experts(mesh):
     assert pulled > 8
 
 
+def test_exports_that_do_not_fit_leave_nothing_to_wait_for():
+    """The layer is NaN then; a kernel that waited for a copy that nobody starts would hang."""
+    topology = topology_of("1x8", REPLICAS, RESIDENTS)
+    sizes = dataclasses.replace(worst_case_capacities(1, 1, topology), exports=1)
+    mesh = expert_mesh(topology)
+    parallel = ExpertParallel(mesh=mesh, topology=topology, capacities=sizes, fetch="remote_emulated")
+    tables = jax.jit(lambda plan: prepare_fetch(plan, parallel).fetch)(layer_plan("1x8", 0))
+    assert not np.asarray(tables.fits).any()
+    rank, row = map(np.asarray, tables.remote)
+    assert ((rank >= EMPTY) & (rank < 8) & (row >= EMPTY) & (row < 1)).all()
+    assert ((rank == EMPTY) == (row == EMPTY)).all()
+
+
 @functools.cache
 def fetched(mesh, kind):
     """Replicas and the gradients of everything that a fetch reads, compiled once."""
@@ -67,7 +82,7 @@ def fetched(mesh, kind):
     return jax.jit(step)
 
 
-@pytest.mark.parametrize("mesh", ["2x4", "1x8"])
+@pytest.mark.parametrize("mesh", ["2x4", pytest.param("1x8", marks=pytest.mark.long)])
 def test_what_is_pulled_and_what_returns_is_that_of_the_padded_fetch_bit_for_bit(mesh):
     topology, rng = topology_of(mesh, REPLICAS, RESIDENTS), np.random.default_rng(0)
 

@@ -8,6 +8,7 @@ from math import prod
 from typing import Any, Final, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from experiments.aot.bytes import count_sent, what_is_sent
 from experiments.aot.checks import BUFFER, phase_of
@@ -15,16 +16,18 @@ from experiments.aot.expected_bytes import expected_sent
 from experiments.aot.findings import Finding, read_compiled
 from experiments.aot.h100 import h100_mesh
 from experiments.aot.kernels import with_ptxas
-from experiments.aot.stack import compile_step
+from experiments.aot.stack import compile_step, input_shapes, parameter_shapes
 from experiments.aot.ways import EXPERT, MODEL, capacities_of
+from relibra_jax.execution import fetch_replicas
 from relibra_jax.execution.parallel import ExpertParallel
 from relibra_jax.types import Topology
 
 PROGRAM: Final = "remote, scanned, 1 node x 8"
 TOPOLOGY: Final = Topology(num_nodes=1, ranks_per_node=8, num_experts=64, replica_slots=2)
 LAYERS: Final = 8
-PULLS: Final = 2
-"""Kernels of the program: one in the loop over layers forward, one in the loop backward, which fetches again."""
+PULLS: Final = 3
+"""Kernels: one in the loop over layers forward, one in the loop backward, which fetches again; one in the loop of
+`_compile_kept`."""
 _PULL: Final = re.compile(r"= \((\w+)\[([\d,]+)\][^)]*\) custom-call.*uses_xla_collective_metadata = true")
 _ASSEMBLED: Final = re.compile(r"'pull_rows\w*'.*?(\d+) bytes spill stores.*?Used (\d+) registers", re.DOTALL)
 
@@ -35,7 +38,7 @@ class Remote(NamedTuple):
     pulled: list[int]
     """Elements of the output of each kernel that reads other devices' memory."""
     merged: int
-    """How many of these kernels are inside a fusion."""
+    """How many of these kernels are inside a fusion, in the program and in `_compile_kept`."""
     exchanges: dict[str, float]
     """Collectives of experts or their gradients in a layer, by phase."""
     extra: int
@@ -60,10 +63,12 @@ def measure_remote() -> Remote:
         if what_is_sent(transfer) == "replicas":
             exchanges[phase_of(transfer)] += transfer.times / LAYERS
     text: Any = compiled.as_text()
+    kept: Any = _compile_kept(parallel).as_text()
     pulled, merged = read_pulls(text)
+    of_kept, merged_kept = read_pulls(kept)
     return Remote(
-        pulled,
-        merged,
+        [*pulled, *of_kept],
+        merged + merged_kept,
         dict(exchanges),
         temporary - without,
         [(int(spilled), int(registers)) for spilled, registers in _ASSEMBLED.findall(said)],
@@ -93,7 +98,7 @@ def judge_remote(found: Remote) -> Iterator[Finding]:
     experts = [elements / EXPERT for elements in found.pulled]
     yield Finding(
         PROGRAM,
-        f"a kernel fetches and one fetches again, exactly R = {slots} experts each, none merged with a slice",
+        f"a kernel fetches, one fetches again, one fetches to keep: R = {slots} experts each, none merged with a slice",
         f"{experts} experts, {found.merged} merged",
         experts == [slots] * PULLS and not found.merged,
     )
@@ -136,3 +141,17 @@ def _parallel(topology: Topology) -> ExpertParallel:
 
 def _compile(parallel: ExpertParallel) -> jax.stages.Compiled:
     return compile_step(MODEL, parallel, layers=LAYERS, scanned=True)
+
+
+def _compile_kept(parallel: ExpertParallel) -> jax.stages.Compiled:
+    """A loop over layers that keeps their replicas: XLA is tempted to merge the kernel with the slice that it fills."""
+    params = parameter_shapes(MODEL, parallel, (LAYERS,), jnp.bfloat16)
+    inputs = input_shapes(MODEL, parallel, (), LAYERS)
+
+    def fetch(x, layer):
+        experts, prepared = layer
+        held, x = fetch_replicas(experts, prepared, x, parallel)
+        return x, held.replicas
+
+    step = jax.jit(lambda x, layers: jax.lax.scan(fetch, x, layers))
+    return step.lower(inputs.x, (params.experts, inputs.prepared)).compile()

@@ -165,7 +165,7 @@ def pull(rank: jax.Array, row: jax.Array, rows: jax.Array, axis: str) -> jax.Arr
             plgpu.SemaphoreType.REGULAR,
         ],
     )
-    # Behind barriers XLA merges the kernel with no slice, and tells it the addresses of its own buffers.
+    # Behind barriers XLA merges the kernel with no slice: inside such a fusion it may be told others' addresses.
     out = jax.lax.optimization_barrier(
         kernel(*jax.lax.optimization_barrier((rank, row, rows.reshape(-1, *chunks))))
     )

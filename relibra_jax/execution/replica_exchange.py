@@ -75,9 +75,9 @@ def _send_pieces(exports, tables, exchange):
 def _pull(exports, tables, exchange):
     """The replicas of this rank, out of the exports of all ranks.
 
-    The kernel reads packed exports and not the experts themselves: in a scanned stack those are a slice of the stacked
-    parameters, which XLA would merge with the kernel, and a kernel inside such a fusion is told the addresses of other
-    buffers than its own (docs/gpu-fetch.md).
+    Packed exports and not the experts themselves, which in a scanned stack are a slice of stacked parameters: XLA would
+    merge slice and kernel, and a kernel inside such a fusion may be told the addresses of other buffers than its own
+    (docs/gpu-fetch.md).
     """
     return pull_rows(*tables.remote, exports, LOCAL, implementation=IMPLEMENTATIONS[exchange.kind])
 
