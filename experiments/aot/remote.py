@@ -1,7 +1,7 @@
 """Replicas that a kernel pulls inside a node of 8 H100: layers like those of `experiments.aot.checks`."""
 
 import re
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from math import prod
@@ -58,7 +58,7 @@ def measure_remote() -> Remote:
     program, temporary = read_compiled(compiled)
     _, without = read_compiled(_compile(_parallel(replace(TOPOLOGY, replica_slots=0))))
     transfers = list(program.transfers())
-    exchanges: Counter[str] = Counter()
+    exchanges: dict[str, float] = defaultdict(float)
     for transfer in transfers:
         if what_is_sent(transfer) == "replicas":
             exchanges[phase_of(transfer)] += transfer.times / LAYERS

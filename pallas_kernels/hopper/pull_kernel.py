@@ -142,16 +142,19 @@ def pull(rank: jax.Array, row: jax.Array, rows: jax.Array, axis: str) -> jax.Arr
     chunks = chunk_shape(math.prod(rows.shape[1:]), rows.dtype.itemsize)
     ranks = jax.lax.axis_size(axis)
 
+    def device(of: int) -> Any:
+        return {axis: jnp.int32(of)}
+
     def pull_rows(rank: Any, row: Any, rows: Any, out: Any, ring: Any, full: Any, read: Any) -> None:
         pull_chunks(
             *(rank, row, rows, out, ring, full),
             ranks=ranks,
             blocks=BLOCKS,
-            peer=lambda rows, of: plgpu.remote_ref(rows, {axis: jnp.int32(of)}),
+            peer=lambda rows, of: plgpu.remote_ref(rows, device(of)),
         )
         # Every block has a semaphore of its own, which is zero before the kernel.
         for of in range(ranks):
-            pl.semaphore_signal(read, 1, device_id={axis: jnp.int32(of)})
+            pl.semaphore_signal(read, 1, device_id=device(of))
         pl.semaphore_wait(read, ranks, decrement=False)
 
     kernel = plgpu.kernel(

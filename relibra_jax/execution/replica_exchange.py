@@ -79,7 +79,8 @@ def _pull(exports, tables, exchange):
     merge slice and kernel, and a kernel inside such a fusion may be told the addresses of other buffers than its own
     (docs/gpu-fetch.md).
     """
-    return pull_rows(*tables.remote, exports, LOCAL, implementation=IMPLEMENTATIONS[exchange.kind])
+    rank, row = tables.remote
+    return pull_rows(rank, row, exports, LOCAL, implementation=IMPLEMENTATIONS[exchange.kind])
 
 
 def _return_pulled(exchange, tables, d_replicas):
