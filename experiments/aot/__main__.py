@@ -6,9 +6,9 @@ Layers are prepared before: their tables are arguments. Stacks of layers run the
 `relibra_jax.execution.ExpertParallel` chooses on such nodes, scanned and unrolled, and with padded exchanges of tokens
 and replicas. Each is compiled with R = 2 replica slots and with none, 2 and 8 layers deep, experts in the Hopper
 kernels. Then whole optimizer updates with residents, several micro-batches and several updates; the program that
-migrates experts; and the kernels by themselves, at the shapes of named models, the planner's search among them. No GPU
-is needed, and none is used: this shows schedules, buffers, bytes and what the assembler made of the kernels, not that
-ragged exchanges and kernels compute what they should.
+migrates experts; layers on one node of 8 whose replicas a kernel pulls; and the kernels by themselves, at the shapes of
+named models, the planner's search among them. No GPU is needed, and none is used: this shows schedules, buffers, bytes
+and what the assembler made of the kernels, not that ragged exchanges and kernels compute what they should.
 ``XLA_FLAGS=--xla_dump_to=DIR`` keeps the programs.
 """
 
@@ -21,7 +21,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from rich.console import Console
 from rich.table import Table
 
-from experiments.aot import checks, kernels, migration, search_kernel, update_checks
+from experiments.aot import checks, kernels, migration, remote, search_kernel, update_checks
 
 
 def main() -> int:
@@ -38,6 +38,7 @@ def main() -> int:
         ]
         futures: list[Future] = [pool.submit(checks.measure, case) for case in cases]
         of_migration = pool.submit(migration.measure_migration)
+        of_remote = pool.submit(remote.measure_remote)
         of_kernels: list[Future] = [
             pool.submit(kernels.compile_kernels, case) for case in kernels.KERNEL_CASES
         ]
@@ -54,6 +55,7 @@ def main() -> int:
             *checks.judge(measured),
             *update_checks.judge_batches(updates),
             *migration.judge_migration(of_migration.result()),
+            *remote.judge_remote(of_remote.result()),
             *kernels.judge_kernels(compiled),
             *search_kernel.judge_search(searches),
         ]
@@ -67,7 +69,7 @@ def main() -> int:
     console.print(table)
     failed = sum(finding.good is False for finding in findings)
     console.print(
-        f"{len(cases) + len(updates) + 1 + len(compiled) + len(searches)} programs in {time.monotonic() - start:.0f} s,"
+        f"{len(cases) + len(updates) + 3 + len(compiled) + len(searches)} programs in {time.monotonic() - start:.0f} s,"
         f" {failed} of {len(findings)} failed"
     )
     return 1 if failed else 0

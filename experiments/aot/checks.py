@@ -99,7 +99,7 @@ def measure(case: Case) -> Measured:
             _, ranks = group_axes(transfer.start, parallel.topology)
             moves.append(
                 Move(
-                    _phase(transfer),
+                    phase_of(transfer),
                     transfer.times,
                     transfer.asynchronous,
                     attention,
@@ -198,7 +198,7 @@ def _judge_memory(case: Case, measured: Mapping[Case, Measured]) -> Iterator[Fin
     )
 
 
-def _phase(transfer: Transfer) -> Phase:
+def phase_of(transfer: Transfer) -> Phase:
     """By the transformations that its name went through."""
     if "transpose(" not in transfer.op_name:
         return "fetch"

@@ -5,7 +5,8 @@
     gates      float32, one for each row inside the node and K for a row that crosses nodes: out twice, their gradient
                back
     replicas   bfloat16, fetched, fetched again, and their gradients returned. Padded, a rank sends its exports and its
-               R slots in pieces, however often an expert is copied
+               R slots in pieces, however often an expert is copied. What a kernel pulls, nobody sends: their gradients
+               alone return, padded
     push       bfloat16, once an update, all layers: exports to pieces, pieces to nodes, pieces to slots
     return     the same back in float32
     dense      gradients of attention (bfloat16) and router (float32), summed over all ranks in every layer
@@ -51,6 +52,8 @@ def expected_sent(
         experts: float = 3 * (sizes.exports + slots) * (local - 1) / local
         if parallel.fetch == "auto":
             experts = 2 * sizes.export_copies + slots
+        elif parallel.fetch == "remote":
+            experts /= 3
         total["replicas", "local"] = runs * experts * matrices * 2
     if topology.resident_slots:
         assert sizes.push is not None

@@ -4,19 +4,33 @@ made before the step. `relibra_jax.execution.replica_exchange` follows them.
 Everything here runs on one rank, inside shard_map.
 """
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Int
 
 from relibra_jax.capacity import export_count, exported_slots
-from relibra_jax.execution.exchange import Exchange, Lanes
+from relibra_jax.execution.exchange import KINDS, Exchange, Lanes
 from relibra_jax.execution.gather import inverse_index
 from relibra_jax.execution.mesh import NODE
 from relibra_jax.plan import copy_source
 from relibra_jax.segments import in_lanes, places, starts
 from relibra_jax.types import EMPTY, LayerPlan, Topology
+
+PULLED: Final = ("remote", "remote_emulated")
+"""The kinds of fetch that every rank does for itself."""
+FETCHES: Final = (*KINDS, *PULLED)
+"""All kinds of fetch: see `relibra_jax.execution.replica_exchange`."""
+
+
+class RemoteRows(NamedTuple):
+    """Where the replicas of a rank are pulled from."""
+
+    rank: Int[jax.Array, "*stack R"]
+    """The rank of the domain that gives away the expert of each replica slot; EMPTY for empty slots."""
+    row: Int[jax.Array, "*stack R"]
+    """Its row among the exports of that rank; EMPTY for empty slots."""
 
 
 class FetchTables(NamedTuple):
@@ -25,7 +39,8 @@ class FetchTables(NamedTuple):
     exports: Int[jax.Array, "*stack X"]
     """The home or resident slot of each expert that this rank gives away; EMPTY for none."""
     lanes: Lanes | None
-    """Experts for and from each rank, of the ragged exchange; None for the padded one, which sends pieces."""
+    """Experts for and from each rank, of the ragged exchange; None where pieces are sent: padded, and for the
+    gradients of what was pulled."""
     source: Int[jax.Array, "*stack arrived"]
     """Ragged: the received row of each replica slot. Padded: of the R slots of each rank, the row among the pieces of
     the X exports of each rank. EMPTY for empty slots."""
@@ -33,6 +48,8 @@ class FetchTables(NamedTuple):
     """The inverse of ``source``: the slots that take each row."""
     fits: Bool[jax.Array, "*stack"]
     """Whether the buffers hold the exports of all ranks."""
+    remote: RemoteRows | None = None
+    """Where replicas are pulled from; None for exchanges."""
 
 
 def make_fetch(
@@ -55,14 +72,35 @@ def make_fetch(
     # The sources of a valid plan are ranks of the domain; those of another one are no place at all.
     source = jnp.where(source == EMPTY, EMPTY, source - first * held)
     source = jnp.where((source < 0) | (source >= ranks * held), EMPTY, source)
-    if exchange.kind == "padded":
+    if travels_in_pieces(exchange):
         exported = exported_slots(plan, topology)
         fits = exported.sum(1).max() <= exports
-        return _in_pieces(
-            source, jax.lax.dynamic_slice_in_dim(exported, first, ranks), exports, fits, exchange
-        )
+        exported = jax.lax.dynamic_slice_in_dim(exported, first, ranks)
+        return _in_pieces(source, exported, exports, fits, exchange)
     fits = export_count(plan, topology).max() <= exports
     return _in_lanes(source, exports, fits, held, exchange)
+
+
+def travels_in_pieces(exchange: Exchange) -> bool:
+    """Whether replicas, or their gradients at least, travel in pieces (`relibra_jax.execution.expert_pieces`)."""
+    return exchange.kind == "padded" or exchange.kind in PULLED
+
+
+def remote_rows(rows: Int[jax.Array, " R"], exports: int, ranks: int) -> RemoteRows:
+    """Where a rank pulls its replicas from.
+
+    Args:
+        rows: the row of each replica slot among the exports of all ranks, those of each rank together; EMPTY for empty
+            slots. Rows that are no place at all, because the exports do not fit, become empty too: a kernel would wait
+            for them for ever.
+        exports: rows for the exports of a rank.
+        ranks: the ranks of the domain.
+
+    >>> remote_rows(jnp.array([5, EMPTY, 8]), exports=4, ranks=2)
+    RemoteRows(rank=Array([ 1, -1, -1], dtype=int32), row=Array([ 1, -1, -1], dtype=int32))
+    """
+    here = (rows >= 0) & (rows < ranks * exports)
+    return RemoteRows(jnp.where(here, rows // exports, EMPTY), jnp.where(here, rows % exports, EMPTY))
 
 
 def _in_pieces(source, exported, exports: int, fits, exchange: Exchange) -> FetchTables:
@@ -72,7 +110,10 @@ def _in_pieces(source, exported, exports: int, fits, exchange: Exchange) -> Fetc
     inverse = jax.vmap(lambda index: inverse_index(index, exchange.ranks * exports))(rows)
     # Slots are counted over all ranks.
     slot = in_lanes(inverse, rows.shape[1])
-    return FetchTables(inverse_index(place[me], exports), None, rows.ravel(), slot.T, fits)
+    remote = None
+    if exchange.kind in PULLED:
+        remote = remote_rows(rows[me], exports, exchange.ranks)
+    return FetchTables(inverse_index(place[me], exports), None, rows.ravel(), slot.T, fits, remote)
 
 
 def _in_lanes(source, exports: int, fits, held: int, exchange: Exchange) -> FetchTables:

@@ -5,12 +5,13 @@ first. Device ``(..., n, g)`` owns entry ``[..., n, g, ...]`` of every array ove
 """
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from pallas_kernels.implementation import why_not_hopper
 from relibra_jax.types import Topology
 
 NODE: Final = "node"
@@ -70,6 +71,30 @@ def check_mesh(mesh: Mesh, topology: Topology) -> None:
         if mesh.shape.get(name) != size:
             found = f"{mesh.shape[name]}" if name in mesh.shape else f"no such axis in {mesh.axis_names}"
             raise ValueError(f"mesh axis {name!r}: expected {size} for {topology}, found {found}")
+
+
+def why_not_remote(devices: Sequence[Any]) -> str | None:
+    """The reason why a kernel cannot read the memory of other devices of a mesh, or None if it may.
+
+    Args:
+        devices: all devices of the mesh, in its order.
+
+    JAX 0.11 counts all devices of a mesh among the peers of a kernel, numbered in the mesh's order. Whether GPUs of one
+    process really reach each other (NVLink, peer access) is not known before XLA asks for it.
+    """
+    if devices[0].platform not in ("gpu", "cuda"):
+        return f"the mesh is of {devices[0].platform} devices, the kernel is for GPUs"
+    if reason := why_not_hopper(devices[0].device_kind):
+        return reason
+    processes = len({device.process_index for device in devices})
+    if processes > 1:
+        return (
+            f"the mesh's devices belong to {processes} processes, of which none knows the others' addresses"
+        )
+    ids = [device.id for device in devices]
+    if ids != list(range(len(ids))):
+        return f"the ids of the mesh's devices are {ids}, the kernel wants 0 to {len(ids) - 1} in order"
+    return None
 
 
 def rank_sharding(mesh: Mesh, *, memory_kind: str | None = None) -> NamedSharding:

@@ -15,7 +15,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from relibra_jax.capacity import Capacities, ExchangeSizes, worst_case_capacities
 from relibra_jax.execution.exchange import KINDS, Exchange
-from relibra_jax.execution.mesh import LOCAL, NODE, RANKS, check_mesh
+from relibra_jax.execution.fetch_tables import FETCHES, PULLED
+from relibra_jax.execution.mesh import LOCAL, NODE, RANKS, check_mesh, why_not_remote
 from relibra_jax.hot_ranks import HotRanks
 from relibra_jax.types import Array, LayerPlan, Topology, check_shape
 
@@ -32,8 +33,8 @@ class ExpertParallel:
     """Mesh, topology, buffer sizes and kinds of exchange of an expert-parallel layer. Hashable and static under jit.
 
     Raises:
-        ValueError: if the mesh lacks the topology's ranks, a name is unknown, or sizes that the path needs were not
-            counted.
+        ValueError: if the mesh lacks the topology's ranks, a name is unknown, sizes that the path needs were not
+            counted, or the fetch that was asked for cannot run on this mesh.
     """
 
     mesh: Mesh
@@ -53,7 +54,8 @@ class ExpertParallel:
     """The kind of token exchange: see `relibra_jax.execution.exchange`. ``auto`` is ragged between at most 8 GPUs of
     one node, and padded elsewhere; what it chose is printed once."""
     fetch: str = AUTO
-    """The kind of replica fetch: see `relibra_jax.execution.replica_exchange`; ``auto`` as for ``exchange``."""
+    """The kind of replica fetch: see `relibra_jax.execution.replica_exchange`; ``auto`` as for ``exchange``. ``remote``
+    is never chosen by itself, and refused where its kernel cannot run."""
     across_nodes: bool = False
     """Whether replicas may be on other nodes than their experts' homes, as planners that ignore nodes want it."""
     implementation: str | None = None
@@ -70,7 +72,7 @@ class ExpertParallel:
 
     def __post_init__(self) -> None:
         check_mesh(self.mesh, self.topology)
-        for name, names in (("path", PATHS), ("exchange", KINDS), ("fetch", KINDS)):
+        for name, names in (("path", PATHS), ("exchange", KINDS), ("fetch", FETCHES)):
             if getattr(self, name) not in (AUTO, *names):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be one of {', '.join((AUTO, *names))}")
         if self.data_axes is None:
@@ -81,6 +83,10 @@ class ExpertParallel:
                 raise ValueError(f"data_axes: {axis!r} is no further axis of the mesh {self.mesh.axis_names}")
         if self.path == "hierarchical" and self.capacities is not None and self.capacities.node is None:
             raise ValueError("path='hierarchical' needs capacities counted with visits (node_visits)")
+        if self.fetch in PULLED and self.across_nodes:
+            raise ValueError(f"fetch={self.fetch!r} stays inside a node, across_nodes=True does not")
+        if self.fetch == "remote" and (reason := why_not_remote(self.mesh.devices.ravel().tolist())):
+            raise ValueError(f"fetch='remote' cannot run: {reason}")
 
     @property
     def copies_over(self) -> tuple[str, ...]:

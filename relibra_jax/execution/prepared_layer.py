@@ -24,7 +24,7 @@ from relibra_jax.capacity import ExchangeSizes
 from relibra_jax.copy_slots import copy_slots
 from relibra_jax.execution.dispatch_tables import Dispatch, NodeDispatch, make_dispatch, make_node_dispatch
 from relibra_jax.execution.exchange import Exchange
-from relibra_jax.execution.fetch_tables import FetchTables, make_fetch
+from relibra_jax.execution.fetch_tables import FetchTables, make_fetch, travels_in_pieces
 from relibra_jax.execution.mesh import LOCAL, NODE, RANKS, vary_over
 from relibra_jax.execution.parallel import ExpertParallel, check_layer_plan, check_tokens
 from relibra_jax.execution.plan_guard import is_valid
@@ -173,7 +173,7 @@ def replica_exchange(parallel: ExpertParallel) -> tuple[Exchange, int]:
     if sizes is not None:
         copies, experts = sizes.export_copies, sizes.exports
     exchange = parallel.replica_exchange(ExchangeSizes(pair=slots, own=0, send=max(copies, 1), receive=slots))
-    return exchange, max(experts, 1) if exchange.kind == "padded" else exchange.send_rows
+    return exchange, max(experts, 1) if travels_in_pieces(exchange) else exchange.send_rows
 
 
 def token_exchanges(parallel: ExpertParallel, tokens: int, top_k: int) -> tuple[tuple[Exchange, ...], int]:
