@@ -26,7 +26,7 @@ from pallas_kernels.hopper.persistent_kernel import TileSizes
 from pallas_kernels.hopper.row_product_kernel import Sweep, row_product_kernel
 from pallas_kernels.hopper.tile_walk import group_offsets
 from pallas_kernels.hopper.weight_gradient_kernel import weight_gradient_kernel
-from pallas_kernels.implementation import choose_implementation, why_not_device
+from pallas_kernels.implementation import choose_implementation, why_not_hopper
 from pallas_kernels.self_check import CHECKED, run_check
 
 SPLITS: Final = ("even", "uneven", "empty")
@@ -45,8 +45,9 @@ class Sizes(NamedTuple):
 
     @classmethod
     def of(cls, rehearsal: bool) -> "Sizes":
-        """Large enough for several tiles in every direction, or as small as the interpreter needs."""
-        return cls(72, 64, 128, 3) if rehearsal else cls(4104, 512, 768, 18)
+        """Large enough for several tiles in every direction, or as small as the interpreter needs; the last tile of
+        columns is a partial one."""
+        return cls(72, 64, 192, 3) if rehearsal else cls(4104, 512, 704, 18)
 
 
 class Operands:
@@ -149,8 +150,8 @@ def check_jax_example(*, rehearsal: bool) -> None:
     say(**check_close("JAX's example", found, jax.lax.ragged_dot(x, weights, sizes))._asdict())
 
 
-def check_product(height: int, transposed: bool, *, rehearsal: bool) -> None:
-    """The product that keeps the rows, plain or transposed, in tiles of one height."""
+def check_product(height: int, transposed: bool, cluster: int, *, rehearsal: bool) -> None:
+    """The product that keeps the rows, plain or transposed, in tiles of one height, by clusters of 1 or 2 blocks."""
     operands = Operands(Sizes.of(rehearsal))
 
     @jax.jit
@@ -163,7 +164,7 @@ def check_product(height: int, transposed: bool, *, rehearsal: bool) -> None:
             transposed=transposed,
             epilogue=lambda sums, _: (sums, None),
             padding=True,
-            tiles=TileSizes(height, 128, 4),
+            tiles=TileSizes(height, 128, 4, cluster),
         )[0]
 
     for name in SPLITS:
@@ -179,14 +180,14 @@ def check_product(height: int, transposed: bool, *, rehearsal: bool) -> None:
         say(groups=name, **off._asdict(), seconds=seconds)
 
 
-def check_weight_gradient(height: int, *, rehearsal: bool) -> None:
-    """The weight gradient, in tiles of one height."""
+def check_weight_gradient(height: int, cluster: int, *, rehearsal: bool) -> None:
+    """The weight gradient, in tiles of one height, by clusters of one or two blocks."""
     operands = Operands(Sizes.of(rehearsal))
     slots = tuple(len(buffer) for buffer in operands.buffers)
 
     @jax.jit
     def run(x, dy, offsets):
-        return weight_gradient_kernel([(x, dy)], offsets, slots, tiles=TileSizes(height, 128, 4))
+        return weight_gradient_kernel([(x, dy)], offsets, slots, tiles=TileSizes(height, 128, 4, cluster))
 
     for name in SPLITS:
         split = operands.split(name)

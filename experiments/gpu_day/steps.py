@@ -30,16 +30,18 @@ def hopper_checks() -> tuple[Step, ...]:
     """The checks of the Hopper kernels."""
     patterns = "experiments.gpu_day.patterns:check_patterns"
     checks = (
-        Step("forward, 64 rows", f"{_RIGHT}:check_product", (64, False)),
-        Step("forward, 128 rows", f"{_RIGHT}:check_product", (128, False)),
-        Step("transposed", f"{_RIGHT}:check_product", (128, True)),
-        Step("weight gradient, 64 rows", f"{_RIGHT}:check_weight_gradient", (64,)),
-        Step("weight gradient, 128 rows", f"{_RIGHT}:check_weight_gradient", (128,)),
+        Step("forward, 64 rows", f"{_RIGHT}:check_product", (64, False, 1)),
+        Step("forward, 128 rows", f"{_RIGHT}:check_product", (128, False, 1)),
+        Step("transposed", f"{_RIGHT}:check_product", (128, True, 1)),
+        Step("weight gradient, 64 rows", f"{_RIGHT}:check_weight_gradient", (64, 1)),
+        Step("weight gradient, 128 rows", f"{_RIGHT}:check_weight_gradient", (128, 1)),
         Step("gate and up", f"{_RIGHT}:check_gate_up"),
         Step("MLP with gradients", f"{_RIGHT}:check_mlp", seconds=150),
         Step("patterns, small tiles", patterns, ("mosaic", 640, 256), 150),
         Step("patterns, large tiles", patterns, ("mosaic", 8192, 1024), 150),
         Step("repeats", f"{_RIGHT}:check_repeats"),
+        Step("forward, clusters", f"{_RIGHT}:check_product", (128, False, 2)),
+        Step("weight gradient, clusters", f"{_RIGHT}:check_weight_gradient", (128, 2)),
     )
     return tuple(step._replace(needs=("environment",)) for step in checks)
 
