@@ -197,7 +197,7 @@ def launch(
     """
     leaves, tree = jax.tree.flatten(operands)
     warpgroups, axis = tiles.height // WARPGROUP_HEIGHT, tiles.cluster_axis
-    arrivals = {"num_arrivals": warpgroups, "num_barriers": tiles.stages}
+    arrivals: dict[str, Any] = {"num_arrivals": warpgroups, "num_barriers": tiles.stages}
     # Whoever loads writes to both blocks of a cluster: the warpgroups of both must have read what was there.
     free = plgpu.ClusterBarrier(collective_axes=(axis,), **arrivals) if axis else plgpu.Barrier(**arrivals)
 
