@@ -6,9 +6,9 @@ Layers are prepared before: their tables are arguments. Stacks of layers run the
 `relibra_jax.execution.ExpertParallel` chooses on such nodes, scanned and unrolled, and with padded exchanges of tokens
 and replicas. Each is compiled with R = 2 replica slots and with none, 2 and 8 layers deep, experts in the Hopper
 kernels. Then whole optimizer updates with residents, several micro-batches and several updates; the program that
-migrates experts; and the kernels by themselves, at the shapes of named models. No GPU is needed, and none is used:
-this shows schedules, buffers, bytes and what the assembler made of the kernels, not that ragged exchanges and kernels
-compute what they should.
+migrates experts; and the kernels by themselves, at the shapes of named models, those of Triton for a GPU of each
+family. No GPU is needed, and none is used: this shows schedules, buffers, bytes and what the assembler made of the
+kernels, not that ragged exchanges and kernels compute what they should.
 ``XLA_FLAGS=--xla_dump_to=DIR`` keeps the programs.
 """
 
@@ -21,7 +21,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from rich.console import Console
 from rich.table import Table
 
-from experiments.aot import checks, kernels, migration, update_checks
+from experiments.aot import checks, kernels, migration, triton_kernels, update_checks
 
 
 def main() -> int:
@@ -41,14 +41,21 @@ def main() -> int:
         of_kernels: list[Future] = [
             pool.submit(kernels.compile_kernels, case) for case in kernels.KERNEL_CASES
         ]
+        of_triton: list[Future] = [
+            pool.submit(triton_kernels.compile_triton, case) for case in triton_kernels.TRITON_CASES
+        ]
         measured = dict(zip(cases, (future.result() for future in futures), strict=True))
         updates = dict(zip(update_checks.BATCHES, (future.result() for future in batches), strict=True))
         compiled = dict(zip(kernels.KERNEL_CASES, (future.result() for future in of_kernels), strict=True))
+        in_triton = dict(
+            zip(triton_kernels.TRITON_CASES, (future.result() for future in of_triton), strict=True)
+        )
         findings = [
             *checks.judge(measured),
             *update_checks.judge_batches(updates),
             *migration.judge_migration(of_migration.result()),
             *kernels.judge_kernels(compiled),
+            *triton_kernels.judge_triton(in_triton),
         ]
     table = Table(
         "program", "what the compiled program must show", "found", "", title="2 nodes x 4 H100, compiled here"
@@ -59,9 +66,9 @@ def main() -> int:
     console = Console(width=None if sys.stdout.isatty() else 150)
     console.print(table)
     failed = sum(finding.good is False for finding in findings)
+    programs = len(cases) + len(updates) + 1 + len(compiled) + len(in_triton)
     console.print(
-        f"{len(cases) + len(updates) + 1 + len(compiled)} programs in {time.monotonic() - start:.0f} s,"
-        f" {failed} of {len(findings)} failed"
+        f"{programs} programs in {time.monotonic() - start:.0f} s, {failed} of {len(findings)} failed"
     )
     return 1 if failed else 0
 
