@@ -1,4 +1,4 @@
-"""What tests of the Hopper kernels share: JAX's GPU interpreter, which detects races, and sizes that suit it."""
+"""What tests of the GPU kernels share: the interpreters that run them on a CPU, and sizes that suit these."""
 
 import contextlib
 
@@ -6,23 +6,35 @@ import contextlib
 import jax.experimental.pallas.fuser  # noqa: F401
 import numpy as np
 from gpu_multicast import multicast
+from jax._src import config
 from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 
 @contextlib.contextmanager
 def gpu_interpreter(implementation):
-    """Let the Hopper kernels run in the interpreter, and fail if one of them races; nothing for other implementations.
+    """Let kernels run in an interpreter; nothing for implementations without kernels.
+
+    The Hopper kernels run in JAX's GPU interpreter, which detects races, and fail if there is one. The Triton kernels,
+    whose blocks share nothing, run one block after the other; what no block wrote is NaN there, and so is what lies
+    beyond the end of an array.
 
     Args:
         implementation: the name of the implementation that is tested.
     """
-    if implementation != "mosaic":
+    if implementation == "mosaic":
+        with multicast(), plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+            yield
+            assert not get_races().races_found
+    elif implementation == "triton":
+        mode = config.pallas_tpu_interpret_mode_context_manager
+        before = mode.swap_local(True)
+        try:
+            yield
+        finally:
+            mode.set_local(before)
+    else:
         yield
-        return
-    with multicast(), plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
-        yield
-        assert not get_races().races_found
 
 
 def sizes_of_every_pattern():

@@ -1,6 +1,7 @@
 """One suite for all implementations of the grouped products, against loops over groups in NumPy float64.
 
-The Hopper kernels run in JAX's GPU interpreter, which detects races, in bfloat16 and at shapes that it can bear.
+The Hopper kernels run in JAX's GPU interpreter, which detects races, in bfloat16 and at shapes that it can bear. The
+Triton kernels run in Pallas's interpreter, at shapes that are no multiples of their blocks.
 """
 
 import functools
@@ -42,9 +43,11 @@ SETTINGS = {
     "xla": PLAIN,
     # Fewer than 64 rows a group for tiles of one warpgroup, and as many columns as take two tiles.
     "mosaic": Setting("bfloat16", 157, 64, 320, (3, 64, 0, 7, 41, 0, 1, 30), examples=2),
+    # Blocks of 32 rows, two blocks of columns and two steps of k, of which the last are full in part.
+    "triton": Setting("bfloat16", 157, 40, 150, (3, 64, 0, 7, 41, 0, 1, 30), examples=30),
 }
 # Of the largest entry of each array.
-TOLERANCE = {"float64": 1e-13, "float32": 2e-6, "bfloat16": 5e-3}
+TOLERANCE = {"float64": 1e-13, "float32": 2e-6, "float16": 1e-3, "bfloat16": 5e-3}
 
 slowly = [pytest.param(name, marks=[pytest.mark.slow] * (name == "mosaic")) for name in IMPLEMENTATIONS]
 """The GPU interpreter takes seconds for every kernel."""
@@ -147,6 +150,12 @@ def test_other_dtypes(implementation, dtype):
         check(implementation, PLAIN.sizes, inputs(PLAIN._replace(dtype=dtype)))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_other_dtypes_of_triton_kernels(dtype):
+    setting = SETTINGS["triton"]
+    check("triton", setting.sizes, inputs(setting._replace(dtype=dtype)))
+
+
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
 def test_every_pattern_of_empty_groups_in_one_compilation(implementation):
     arrays = inputs(PLAIN)
@@ -160,11 +169,13 @@ def test_every_pattern_of_empty_groups_in_one_compilation(implementation):
 
 
 @pytest.mark.slow
-def test_every_pattern_of_empty_groups_in_one_launch():
+@pytest.mark.parametrize("implementation", ["mosaic", "triton"])
+def test_every_pattern_of_empty_groups_in_one_launch(implementation):
     sizes = sizes_of_every_pattern()
-    setting = Setting("bfloat16", int(sizes.sum()) + 5, 64, 64, ())
+    width = 64 if implementation == "mosaic" else 16
+    setting = Setting("bfloat16", int(sizes.sum()) + 5, width, width, ())
     # All groups of the first buffer are empty.
-    *_, d_weights = check("mosaic", sizes, inputs(setting, slots=(8, 192, len(sizes) - 200)))
+    *_, d_weights = check(implementation, sizes, inputs(setting, slots=(8, 192, len(sizes) - 200)))
     assert not np.concatenate(d_weights)[sizes == 0].any()
 
 
@@ -386,3 +397,18 @@ def test_hopper_kernels_say_why_they_cannot_run(setting, message):
     with pytest.raises(ValueError, match=f"implementation='mosaic' cannot run: {message}"):
         grouped_dot(rows, weights, sizes, implementation="mosaic")
     assert not grouped_dot(rows, weights, sizes).any()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "out_dtype", "message"),
+    [
+        ("bfloat16", "float8_e5m2", "out_dtype=float8_e5m2 is none of bfloat16, float16, float32"),
+        ("bfloat16", None, "cpu is not known as an NVIDIA GPU of compute capability 8.0 or higher"),
+        ("float64", None, "rows are float64, none of bfloat16, float16, float32"),
+    ],
+)
+def test_triton_kernels_say_why_they_cannot_run(dtype, out_dtype, message):
+    with jax.enable_x64(dtype == "float64"):
+        rows, weights, _ = inputs(PLAIN._replace(dtype=dtype))
+        with pytest.raises(ValueError, match=f"implementation='triton' cannot run: {message}"):
+            grouped_dot(rows, weights, jnp.zeros(8, jnp.int32), out_dtype=out_dtype, implementation="triton")

@@ -1,6 +1,7 @@
 """One suite for all implementations of the grouped MLP, against loops over groups in NumPy float64.
 
-The Hopper kernels run in JAX's GPU interpreter, which detects races, in bfloat16 and at shapes that it can bear.
+The Hopper kernels run in JAX's GPU interpreter, which detects races, in bfloat16 and at shapes that it can bear. The
+Triton kernels run in Pallas's interpreter, at shapes that are no multiples of their blocks.
 """
 
 import functools
@@ -20,7 +21,7 @@ from jax.sharding import AxisType, PartitionSpec
 from pallas_kernels import grouped_mlp
 from pallas_kernels.grouped_mlp.api import IMPLEMENTATIONS
 from pallas_kernels.hopper import tile_sizes
-from pallas_kernels.implementation import choose_implementation
+from pallas_kernels.implementation import choose_implementation, why_not_ampere
 
 
 class Setting(NamedTuple):
@@ -48,6 +49,8 @@ SETTINGS = {
     "xla": PLAIN,
     # As many rows a group, and as wide, as takes tiles of two warpgroups, of which one finds nothing at an end.
     "mosaic": Setting("bfloat16", 201, 192, 128, (1, 0, 1, 1), (67, 0, 130), examples=2),
+    # Several blocks of rows and of columns, and several steps, of which the last are full in part.
+    "triton": Setting("bfloat16", 201, 72, 140, (1, 0, 1, 1), (67, 0, 130), examples=5),
 }
 NAMES = ("out", "rows", "weights", "row_scale")
 # Of the largest entry of each array. In bfloat16 the hidden row is rounded before the next product.
@@ -171,6 +174,8 @@ def test_buffers_give_what_one_buffer_gives(implementation):
     cuts = [(0, 5, 3), PLAIN.slots, (1, 7, 0)]
     if implementation == "mosaic":
         setting, cuts = Setting("bfloat16", 40, 64, 64, (3,), (17, 0, 20)), [(1, 0, 1, 1)]
+    elif implementation == "triton":
+        cuts = [setting.slots]
     rows, weights, *others = inputs(setting._replace(slots=(setting.groups,)))
     one = check(implementation, setting.sizes, (rows, weights, *others))
     for slots in cuts:
@@ -226,11 +231,13 @@ def test_every_pattern_of_empty_groups_in_one_compilation(implementation):
 
 
 @pytest.mark.long
-def test_every_pattern_of_empty_groups_in_one_launch():
+@pytest.mark.parametrize("implementation", ["mosaic", "triton"])
+def test_every_pattern_of_empty_groups_in_one_launch(implementation):
     sizes = sizes_of_every_pattern()
+    width = 64 if implementation == "mosaic" else 16
     # All groups of the first buffer are empty.
-    setting = Setting("bfloat16", int(sizes.sum()) + 5, 64, 64, (8, 192, len(sizes) - 200), ())
-    *_, d_weights, _ = check("mosaic", sizes, inputs(setting))
+    setting = Setting("bfloat16", int(sizes.sum()) + 5, width, width, (8, 192, len(sizes) - 200), ())
+    *_, d_weights, _ = check(implementation, sizes, inputs(setting))
     assert not np.concatenate(d_weights)[sizes == 0].any()
 
 
@@ -298,7 +305,7 @@ def test_no_scale_is_a_scale_of_one(implementation):
     np.testing.assert_array_equal(run(), run(jnp.ones(PLAIN.rows)))
 
 
-@each_compiled
+@pytest.mark.parametrize("implementation", ["reference", "xla", "triton"])
 @pytest.mark.parametrize("shared", [False, True])
 def test_inside_shard_map(implementation, shared):
     """Every device has its own sizes; weights are its own, or the same on all and their gradient a sum."""
@@ -312,13 +319,21 @@ def test_inside_shard_map(implementation, shared):
     weights = arrays[0][1] if shared else weights
     split, of_weights = PartitionSpec("rank"), PartitionSpec() if shared else PartitionSpec("rank")
 
-    run = jax.shard_map(
+    # The interpreter of the Triton kernels does not know of axes that values vary over; the kernels do.
+    run = functools.partial(
+        jax.shard_map,
         functools.partial(out_and_gradients, implementation),
         mesh=mesh,
         in_specs=(split, of_weights, split, split, split),
         out_specs=(split, split, of_weights, split),
     )
-    found = jax.jit(run)(rows, weights, sizes.ravel(), scale, d_out)
+    arguments = rows, weights, sizes.ravel(), scale, d_out
+    with gpu_interpreter(implementation):
+        shapes = jax.eval_shape(run(), *arguments)
+        assert jax.tree.map(jnp.shape, shapes) == jax.tree.map(jnp.shape, (rows, rows, weights, scale))
+        if implementation == "triton" and shared:
+            return
+        found = jax.block_until_ready(jax.jit(run(check_vma=implementation != "triton"))(*arguments))
     ranks = [oracle(x, w, n, s, dy) for (x, w, s, dy), n in zip(arrays, sizes, strict=True)]
     out, d_rows, d_weights, d_scale = jax.tree.map(lambda *parts: np.concatenate(parts), *ranks)
     if shared:
@@ -348,10 +363,21 @@ def test_xla_repeats_itself_bit_for_bit():
         ("NVIDIA H100 80GB HBM3", "bfloat16", 64, "mosaic"),
         ("NVIDIA H200", "bfloat16", 2048, "mosaic"),
         ("NVIDIA GH200 480GB", "bfloat16", 64, "mosaic"),
-        ("NVIDIA H200", "float32", 64, "xla"),
-        ("NVIDIA H200", "bfloat16", 96, "xla"),
-        ("NVIDIA A100-SXM4-80GB", "bfloat16", 64, "xla"),
-        ("NVIDIA B200", "bfloat16", 64, "xla"),
+        ("NVIDIA H200", "float32", 64, "triton"),
+        ("NVIDIA H200", "bfloat16", 96, "triton"),
+        ("NVIDIA A100-SXM4-80GB", "bfloat16", 64, "triton"),
+        ("NVIDIA A10G", "float16", 64, "triton"),
+        ("NVIDIA GeForce RTX 3090", "bfloat16", 64, "triton"),
+        ("NVIDIA L40S", "bfloat16", 64, "triton"),
+        ("NVIDIA GeForce RTX 4090", "bfloat16", 64, "triton"),
+        ("NVIDIA RTX 6000 Ada Generation", "bfloat16", 64, "triton"),
+        ("NVIDIA B200", "bfloat16", 64, "triton"),
+        ("NVIDIA GB300", "bfloat16", 64, "triton"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "bfloat16", 64, "triton"),
+        ("Tesla V100-SXM2-16GB", "bfloat16", 64, "xla"),
+        ("Tesla T4", "bfloat16", 64, "xla"),
+        ("NVIDIA GeForce RTX 2080 Ti", "bfloat16", 64, "xla"),
+        ("AMD Instinct MI300X", "bfloat16", 64, "xla"),
         ("TPU v5p", "bfloat16", 64, "xla"),
         ("cpu", "bfloat16", 64, "xla"),
     ],
@@ -372,13 +398,30 @@ def test_none_chooses_by_platform_and_shape(monkeypatch, kind, dtype, width, cho
     )
 
 
+@pytest.mark.parametrize(
+    ("capability", "reason"),
+    [
+        ("8.0", None),
+        ("12.1", None),
+        ("7.5", "some kind has compute capability 7.5, not one of NVIDIA's from 8.0 on"),
+        ("gfx942", "some kind has compute capability gfx942, not one of NVIDIA's from 8.0 on"),
+    ],
+)
+def test_gpus_tell_their_compute_capability(capability, reason):
+    """Whatever they are called; of a described one the kind decides."""
+    device = types.SimpleNamespace(device_kind="some kind", compute_capability=capability)
+    assert why_not_ampere(device) == reason
+
+
 def test_none_runs_and_a_name_must_exist():
     *operands, _, _ = inputs()
     chosen = grouped_mlp(*operands, jnp.asarray(PLAIN.sizes))
     np.testing.assert_array_equal(
         chosen, grouped_mlp(*operands, jnp.asarray(PLAIN.sizes), implementation="xla")
     )
-    with pytest.raises(ValueError, match="implementation='cuda' is not one of reference, xla, mosaic"):
+    with pytest.raises(
+        ValueError, match="implementation='cuda' is not one of reference, xla, mosaic, triton"
+    ):
         grouped_mlp(*operands, jnp.asarray(PLAIN.sizes), implementation="cuda")
 
 

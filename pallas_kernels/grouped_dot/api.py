@@ -17,6 +17,7 @@ import numpy as np
 
 from pallas_kernels.grouped_dot.mosaic import grouped_dot_mosaic, grouped_outer_mosaic
 from pallas_kernels.grouped_dot.reference import grouped_dot_reference, grouped_outer_reference
+from pallas_kernels.grouped_dot.triton import grouped_dot_triton, grouped_outer_triton
 from pallas_kernels.grouped_dot.xla import grouped_dot_xla, grouped_outer_xla
 from pallas_kernels.implementation import (
     check_group_sizes,
@@ -43,6 +44,7 @@ IMPLEMENTATIONS: Final[Mapping[str, Implementation]] = {
     "reference": Implementation(grouped_dot_reference, grouped_outer_reference),
     "xla": Implementation(grouped_dot_xla, grouped_outer_xla),
     "mosaic": Implementation(grouped_dot_mosaic, grouped_outer_mosaic),
+    "triton": Implementation(grouped_dot_triton, grouped_outer_triton),
 }
 """All implementations of the grouped products, by name."""
 
@@ -74,7 +76,8 @@ def grouped_dot(
         out_dtype: the dtype of the result, floating; None stands for that of rows.
         implementation: the name in `IMPLEMENTATIONS` of the implementation to run. None stands for "mosaic" where
             that can run, which is on Hopper GPUs, in bfloat16, with k and n multiples of 64; it copies rows whose
-            number is no multiple of 8. Elsewhere None stands for "xla", which runs on every platform of JAX and is
+            number is no multiple of 8. Else it stands for "triton" on NVIDIA GPUs from compute capability 8.0 on, in
+            bfloat16, float16 and float32. Elsewhere None stands for "xla", which runs on every platform of JAX and is
             fast on CPUs.
 
     Returns:

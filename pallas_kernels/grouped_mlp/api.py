@@ -13,6 +13,7 @@ import jax
 from pallas_kernels.grouped_mlp.mosaic import grouped_mlp_mosaic
 from pallas_kernels.grouped_mlp.operands import Array, check_operands
 from pallas_kernels.grouped_mlp.reference import grouped_mlp_reference
+from pallas_kernels.grouped_mlp.triton import grouped_mlp_triton
 from pallas_kernels.grouped_mlp.xla import grouped_mlp_xla
 from pallas_kernels.implementation import choose_implementation, match_varying_axes, resolve_out_dtype
 
@@ -20,6 +21,7 @@ IMPLEMENTATIONS: Final[Mapping[str, Callable[..., jax.Array]]] = {
     "reference": grouped_mlp_reference,
     "xla": grouped_mlp_xla,
     "mosaic": grouped_mlp_mosaic,
+    "triton": grouped_mlp_triton,
 }
 """All implementations of the grouped MLP, by name."""
 
@@ -53,7 +55,8 @@ def grouped_mlp(
             rounded to the dtype of rows.
         implementation: the name in `IMPLEMENTATIONS` of the implementation to run. None stands for "mosaic" where
             that can run, which is on Hopper GPUs, in bfloat16, with D and F multiples of 64; it copies rows whose
-            number is no multiple of 8. Elsewhere None stands for "xla", which runs on every platform of JAX and is
+            number is no multiple of 8. Else it stands for "triton" on NVIDIA GPUs from compute capability 8.0 on, in
+            bfloat16, float16 and float32. Elsewhere None stands for "xla", which runs on every platform of JAX and is
             fast on CPUs.
 
     Returns:

@@ -23,6 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.grouped_mlp.swiglu import swiglu, swiglu_gradients
 from pallas_kernels.hopper.persistent_kernel import pad_rows
 from pallas_kernels.hopper.row_product_kernel import Sweep, row_product_kernel
 from pallas_kernels.hopper.tile_sizes import Problem, choose_tile_sizes
@@ -63,7 +64,7 @@ def grouped_mlp_mosaic(
         offsets,
         sums=[[Sweep(0, (GATE, UP))]],
         transposed=False,
-        epilogue=_swiglu,
+        epilogue=swiglu,
         padding=False,
         approximate=True,
         tiles=tiles,
@@ -122,7 +123,7 @@ def _backward(_: Any, saved: tuple[Any, ...], d_out: jax.Array) -> tuple[Any, ..
         scale,
         sums=[[Sweep(0, (GATE, UP))], [Sweep(1, (DOWN,))]],
         transposed=False,
-        epilogue=_swiglu_gradients,
+        epilogue=swiglu_gradients,
         outputs=3,
         row_sums=True,
         padding=False,
@@ -167,21 +168,6 @@ def _backward(_: Any, saved: tuple[Any, ...], d_out: jax.Array) -> tuple[Any, ..
 
 
 grouped_mlp_mosaic.defvjp(_forward, _backward)
-
-
-def _swiglu(sums: Sequence[jax.Array], _: Any) -> tuple[list[jax.Array], None]:
-    gate, up = sums
-    return [gate * jax.nn.sigmoid(gate) * up], None
-
-
-def _swiglu_gradients(sums: Sequence[jax.Array], scale: jax.Array) -> tuple[list[jax.Array], jax.Array]:
-    """Return the gradients of gate and up and the scaled hidden row, and the gradient of the row's scale."""
-    gate, up, unscaled = (one.astype(jnp.float32) for one in sums)
-    sigmoid = jax.nn.sigmoid(gate)
-    silu = gate * sigmoid
-    hidden, d_hidden = silu * up, unscaled * scale
-    d_gate = d_hidden * up * (sigmoid + silu * (1 - sigmoid))
-    return [d_gate, d_hidden * silu, hidden * scale], jnp.sum(unscaled * hidden, axis=1)
 
 
 def _prepare(

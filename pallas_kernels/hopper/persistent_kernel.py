@@ -134,7 +134,8 @@ class Ring(NamedTuple):
 
 def interpreted() -> bool:
     """Return whether kernels that are traced now run in JAX's GPU interpreter."""
-    return config.pallas_tpu_interpret_mode_context_manager.value is not None
+    mode = config.pallas_tpu_interpret_mode_context_manager.value
+    return isinstance(mode, plgpu.InterpretGPUParams)
 
 
 def pad_rows(array: jax.Array) -> jax.Array:

@@ -1,0 +1,107 @@
+"""GPUs other than the H100, described well enough for XLA to compile for them on a machine that has none.
+
+Compute capability, shared memory and threads are those of the CUDA C++ Programming Guide's table of technical
+specifications; the other figures are those of NVIDIA's data sheets and architecture white papers, with the highest
+boost clock. Of all these, kernels that Triton compiles depend on the compute capability and the shared memory alone.
+"""
+
+import os
+from typing import Final, NamedTuple
+
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh
+
+KIB: Final = 1024
+
+
+class Gpu(NamedTuple):
+    """What the compiler is told of a GPU."""
+
+    kind: str
+    """The name by which JAX knows the device."""
+    capability: tuple[int, int]
+    """The compute capability."""
+    cores: int
+    """The number of multiprocessors."""
+    fpus: int
+    """FP32 lanes of a multiprocessor."""
+    threads: int
+    """Threads that a multiprocessor holds."""
+    clock: float
+    """In GHz."""
+    memory: int
+    """In GB."""
+    bandwidth: int
+    """Of the memory, in GB/s."""
+    l2: int
+    """In MiB."""
+    shared: int
+    """Shared memory of a multiprocessor in KiB; a block may use 1 KiB less."""
+
+    @property
+    def shared_of_block(self) -> int:
+        """The bytes of shared memory that a block may use."""
+        return (self.shared - 1) * KIB
+
+
+GPUS: Final = {
+    "A100": Gpu("NVIDIA A100-SXM4-80GB", (8, 0), 108, 64, 2048, 1.41, 80, 2039, 40, 164),
+    "A10": Gpu("NVIDIA A10", (8, 6), 72, 128, 1536, 1.695, 24, 600, 6, 100),
+    "L40": Gpu("NVIDIA L40", (8, 9), 142, 128, 1536, 2.49, 48, 864, 96, 100),
+    "H100": Gpu("NVIDIA H100 80GB HBM3", (9, 0), 132, 128, 2048, 1.98, 80, 3350, 50, 228),
+    "B200": Gpu("NVIDIA B200", (10, 0), 148, 128, 2048, 1.965, 180, 8000, 126, 228),
+    "RTX PRO 6000": Gpu(
+        "NVIDIA RTX PRO 6000 Blackwell Server Edition", (12, 0), 188, 128, 1536, 2.6, 96, 1597, 128, 100
+    ),
+}
+"""One GPU of each family that the Triton kernels are for, by a short name."""
+
+
+def target_config(gpu: Gpu) -> str:
+    """Return a GpuTargetConfig of XLA as text. The accelerated features of a GPU are compiled where it has any."""
+    major, minor = gpu.capability
+    features = "feature_extension: ACCELERATED_FEATURES" if (9, 0) <= gpu.capability < (12, 0) else ""
+    return f"""
+gpu_device_info {{
+  cuda_compute_capability {{ major: {major} minor: {minor} {features} }}
+  core_count: {gpu.cores}
+  fpus_per_core: {gpu.fpus}
+  clock_rate_ghz: {gpu.clock}
+  device_memory_size: {gpu.memory * 10**9}
+  memory_bandwidth: {gpu.bandwidth * 10**9}
+  l2_cache_size: {gpu.l2 * KIB**2}
+  threads_per_warp: 32
+  threads_per_block_limit: 1024
+  threads_per_core_limit: {gpu.threads}
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  registers_per_block_limit: 65536
+  registers_per_core_limit: 65536
+  shared_memory_per_block: {48 * KIB}
+  shared_memory_per_block_optin: {gpu.shared_of_block}
+  shared_memory_per_core: {gpu.shared * KIB}
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 8 }}
+runtime_version {{ major: 13 minor: 0 }}
+device_description_str: "{gpu.kind}"
+"""
+
+
+def gpu_mesh(gpu: Gpu) -> Mesh:
+    """Return a mesh of one axis, ``rank``, over one GPU that nobody has to own.
+
+    Raises:
+        RuntimeError: the compiler for CUDA is not installed here.
+    """
+    # The plugin looks for CUDA's libraries when it loads; to compile it needs none of them.
+    os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
+    try:
+        described = topologies.get_topology_desc(
+            platform="cuda", topology_name="gpu", topology="1x1x1", target_config=target_config(gpu)
+        )
+    except NotImplementedError as error:
+        raise RuntimeError("jax-cuda13-plugin and jax-cuda13-pjrt are not installed: run make aot") from error
+    return Mesh(np.array(described.devices), ("rank",), axis_types=(AxisType.Auto,))

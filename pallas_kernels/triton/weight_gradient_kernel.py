@@ -1,0 +1,85 @@
+"""The kernel for weight gradients: each group's rows, transposed, times its rows of another operand.
+
+A block sums up one tile of one group's matrix over all rows of the group, so nothing is added up between blocks, and an
+empty group's matrix is written as zeros. In the last step rows of other groups are read as zeros, in both operands:
+they may hold anything, and zero times infinity is not zero.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels.triton.block_sizes import BlockSizes
+from pallas_kernels.triton.launch import Span, block_span, branch, launch, load, store
+
+
+class Operands(NamedTuple):
+    """The arrays that the kernel reads."""
+
+    bounds: Any
+    pairs: list[tuple[Any, Any]]
+
+
+def weight_gradient_kernel(
+    pairs: Sequence[tuple[jax.Array, jax.Array]],
+    bounds: jax.Array,
+    slots: tuple[int, ...],
+    *,
+    out_dtype: Any,
+    blocks: BlockSizes,
+) -> list[jax.Array]:
+    """Compute ``a[group]^T b[group]`` for every group and each of J pairs of row operands.
+
+    Args:
+        pairs: the pairs (a, b), ``[r, k]`` and ``[r, n]`` bfloat16, float16 or float32.
+        bounds: ``[all slots + 1]`` int32, the result of `group_bounds`.
+        slots: the number of slots of each weight buffer, at least 1.
+        out_dtype: the dtype of the results.
+        blocks: the sizes of blocks; a step is a number of rows.
+
+    Returns:
+        For each weight buffer ``[slots, J, k, n]``; zero for empty groups.
+    """
+    height, width = pairs[0][0].shape[1], pairs[0][1].shape[1]
+    across_blocks = pl.cdiv(width, blocks.width)
+
+    def body(operands: Operands, outs: Sequence[Any]) -> None:
+        place, pair, group = (pl.program_id(axis) for axis in range(3))
+        down = block_span(jax.lax.div(place, jnp.int32(across_blocks)), blocks.height, height)
+        across = block_span(jax.lax.rem(place, jnp.int32(across_blocks)), blocks.width, width)
+        start, end = operands.bounds[group], operands.bounds[group + 1]
+        steps = jax.lax.div(end - start + (blocks.step - 1), jnp.int32(blocks.step))
+
+        def multiply(a: Any, b: Any) -> jax.Array:
+            def step(index: jax.Array, total: jax.Array) -> jax.Array:
+                own = Span(start + index * blocks.step, blocks.step, end)
+                x, y = load(a, (), own, down), load(b, (), own, across)
+                dimensions = (((0,), (0,)), ((), ()))
+                return total + jax.lax.dot_general(x, y, dimensions, preferred_element_type=jnp.float32)
+
+            return jax.lax.fori_loop(0, steps, step, jnp.zeros((blocks.height, blocks.width), jnp.float32))
+
+        def of_pair(number: int, _: jax.Array) -> None:
+            total = multiply(*operands.pairs[number])
+
+            def write(buffer: int, slot: jax.Array) -> None:
+                store(outs[buffer], (slot * len(pairs) + number,), down, across, values=total)
+
+            branch(slots, group, write)
+
+        branch([1] * len(pairs), pair, of_pair)
+
+    # The interpreter does not take numbers that are known as indices beside slices.
+    outs = [jax.ShapeDtypeStruct((count * len(pairs), height, width), out_dtype) for count in slots]
+    gradients = launch(
+        body,
+        Operands(bounds, list(pairs)),
+        outs,
+        grid=(pl.cdiv(height, blocks.height) * across_blocks, len(pairs), sum(slots)),
+        blocks=blocks,
+        name="grouped_weight_gradient",
+    )
+    return [gradient.reshape(-1, len(pairs), height, width) for gradient in gradients]
