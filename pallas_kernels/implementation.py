@@ -10,6 +10,7 @@ import numpy as np
 
 from pallas_kernels.hopper.persistent_kernel import STEP
 from pallas_kernels.hopper.persistent_kernel import interpreted as hopper_interpreted
+from pallas_kernels.self_check import is_trusted
 from pallas_kernels.triton.launch import interpreted as triton_interpreted
 
 KERNEL_DTYPES: Final = ("bfloat16", "float16", "float32")
@@ -29,7 +30,8 @@ def choose_implementation(
 
     Args:
         name: the name that the caller asked for. None stands for "mosaic" where the Hopper kernels can run, else for
-            "triton" where the Triton kernels can, and for "xla" where neither can.
+            "triton" where the Triton kernels can, and for "xla" where neither can. Kernels that have not passed their
+            check on this machine are passed over (`pallas_kernels.self_check`).
         implementations: all implementations by name; "mosaic", "triton" and "xla" are among them.
         rows: the row operand, which says what device computes: the one that holds it, or the one that a mesh
             describes while a program is compiled for other devices.
@@ -44,11 +46,15 @@ def choose_implementation(
     for kernels, why_not in {"mosaic": _why_not_mosaic, "triton": _why_not_triton}.items():
         if name in (None, kernels):
             reason = why_not(rows, out_dtype, dimensions)
-            if not reason:
-                return kernels
-            if name:
+            if reason and name:
                 raise ValueError(f"implementation={name!r} cannot run: {reason}")
+            if not reason and (name or _interpreted() or is_trusted(kernels, _device(rows).device_kind)):
+                return kernels
     return name or "xla"
+
+
+def _interpreted() -> bool:
+    return hopper_interpreted() or triton_interpreted()
 
 
 def _why_not_mosaic(rows: jax.Array, out_dtype: Any, dimensions: Mapping[str, int]) -> str | None:

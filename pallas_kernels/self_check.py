@@ -28,8 +28,6 @@ import numpy as np
 
 from pallas_kernels.compare import check_close
 
-CHECKED: Final = ("mosaic", "triton")
-"""The implementations that have to pass."""
 SECONDS: Final = 180
 """The time after which a check has hung."""
 SIZES: Final = ((640, 256), (4096, 1024))
@@ -47,16 +45,20 @@ class Verdict(NamedTuple):
 
 
 @functools.cache
-def is_trusted(implementation: str) -> bool:
+def is_trusted(implementation: str, device_kind: str) -> bool:
     """Whether an implementation has passed on this machine; checks it now if that is not known.
 
-    Says once, on standard error, if it has not.
+    Says once, on standard error, if it has not, or if there is no such device here: programs that are compiled for
+    devices elsewhere name their implementation.
     """
-    verdict = read_verdict(implementation) or run_check(implementation)
+    if device_kind in {device.device_kind for device in jax.local_devices()}:
+        verdict = read_verdict(implementation) or run_check(implementation)
+    else:
+        verdict = Verdict(False, f"no {device_kind} is here")
     if not verdict.passed:
         print(
-            f"pallas_kernels: implementation {implementation!r} has not passed its check on this machine"
-            f" ({verdict.reason}); blocked XLA computes instead. python -m pallas_kernels.self_check tries again.",
+            f"pallas_kernels: implementation {implementation!r} is not chosen, it has not passed its check on this"
+            f" machine ({verdict.reason}); python -m pallas_kernels.self_check checks it again",
             file=sys.stderr,
         )
     return verdict.passed
@@ -66,7 +68,7 @@ def run_check(implementation: str) -> Verdict:
     """Check an implementation in a process of its own, and keep what was found."""
     command = [sys.executable, "-m", "pallas_kernels.self_check", "--here", implementation]
     # The process that asks may hold most of the device's memory, and does not give it away.
-    environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", **_same_device()}
     try:
         ran = subprocess.run(
             command, capture_output=True, text=True, errors="replace", timeout=SECONDS, env=environment
@@ -81,6 +83,16 @@ def run_check(implementation: str) -> Verdict:
     part.write_text(json.dumps({**_read_all(), _key(implementation): verdict._asdict()}, indent=1) + "\n")
     part.replace(path)
     return verdict
+
+
+def _same_device() -> dict[str, str]:
+    """The variable by which another process sees this process's first device alone: others may be others' GPUs."""
+    device = jax.local_devices()[0]
+    if device.platform != "gpu" or device.local_hardware_id is None:
+        return {}
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    number = device.local_hardware_id
+    return {"CUDA_VISIBLE_DEVICES": visible.split(",")[number] if visible else str(number)}
 
 
 def read_verdict(implementation: str) -> Verdict | None:
@@ -105,7 +117,7 @@ def _read_all() -> dict[str, Any]:
 
 
 def _key(implementation: str) -> str:
-    device, digest = jax.devices()[0], hashlib.sha256()
+    device, digest = jax.local_devices()[0], hashlib.sha256()
     package = Path(__file__).parent
     for path in sorted(package.rglob("*.py")):
         digest.update(path.read_bytes())
@@ -153,6 +165,14 @@ def check_here(implementation: str) -> None:
                     raise ValueError(f"{rows} rows of {width}: two runs are not the same bit for bit")
 
 
+def reasons_not_to_check() -> dict[str, str | None]:
+    """The implementations that are checked, each with the reason why it cannot run on this machine's device."""
+    from pallas_kernels.implementation import why_not_ampere, why_not_hopper
+
+    device = jax.local_devices()[0]
+    return {"mosaic": why_not_hopper(device.device_kind), "triton": why_not_ampere(device)}
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Check the implementations that can run here anew; return 1 if one of them fails."""
     parser = argparse.ArgumentParser(prog="python -m pallas_kernels.self_check", description=__doc__)
@@ -163,11 +183,9 @@ def main(arguments: list[str] | None = None) -> int:
     if chosen:
         check_here(chosen)
         return 0
-    from pallas_kernels.implementation import why_not_device
-
-    kind, failed = jax.devices()[0].device_kind, False
-    for implementation in CHECKED:
-        if reason := why_not_device(implementation, kind):
+    failed = False
+    for implementation, reason in reasons_not_to_check().items():
+        if reason:
             print(f"{implementation}: not checked, {reason}")
         else:
             verdict = run_check(implementation)

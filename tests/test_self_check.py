@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 
 import pallas_kernels
-from pallas_kernels import grouped_mlp, self_check
+from pallas_kernels import grouped_mlp, implementation, self_check
+from pallas_kernels.grouped_dot.api import IMPLEMENTATIONS
+from pallas_kernels.implementation import choose_implementation
 from pallas_kernels.self_check import (
     Verdict,
     check_here,
@@ -50,9 +52,9 @@ def processes(monkeypatch):
 
 def test_what_has_passed_is_not_checked_again(processes, capsys):
     processes.ends += [(0, "a warning\n")]
-    assert is_trusted("mosaic")
+    assert is_trusted("mosaic", "cpu")
     is_trusted.cache_clear()
-    assert is_trusted("mosaic")
+    assert is_trusted("mosaic", "cpu")
     assert processes.started == [[sys.executable, "-m", "pallas_kernels.self_check", "--here", "mosaic"]]
     assert read_verdict("mosaic") == Verdict(True, "")
     assert read_verdict("triton") is None
@@ -69,12 +71,12 @@ def test_what_has_passed_is_not_checked_again(processes, capsys):
 )
 def test_what_has_not_passed_is_said_once_with_the_reason(processes, capsys, end, reason):
     processes.ends += [end]
-    assert not is_trusted("mosaic")
-    assert not is_trusted("mosaic")
+    assert not is_trusted("mosaic", "cpu")
+    assert not is_trusted("mosaic", "cpu")
     assert len(processes.started) == 1
     said = capsys.readouterr().err
     assert said.count("\n") == 1
-    assert "implementation 'mosaic' has not passed its check on this machine" in said
+    assert "implementation 'mosaic' is not chosen, it has not passed its check on this machine" in said
     assert reason in said
 
 
@@ -91,7 +93,7 @@ def test_a_damaged_file_is_no_verdict(processes):
     verdicts_path().parent.mkdir(parents=True)
     verdicts_path().write_text("{")
     processes.ends += [(0, "")]
-    assert is_trusted("mosaic")
+    assert is_trusted("mosaic", "cpu")
     assert read_verdict("mosaic") == Verdict(True, "")
 
 
@@ -124,5 +126,24 @@ def test_a_right_implementation_passes_and_a_wrong_or_restless_one_does_not(monk
 def test_nothing_is_checked_where_nothing_can_run(capsys):
     assert main([]) == 0
     said = capsys.readouterr().out.splitlines()
-    assert [line.split(": not checked, ")[0] for line in said] == list(self_check.CHECKED)
+    assert [line.split(": not checked, ")[0] for line in said] == ["mosaic", "triton"]
     assert not verdicts_path().exists()
+
+
+def test_kernels_are_passed_over_until_they_are_trusted(monkeypatch, capsys):
+    """On a described H100, which is not here, and then as if it were."""
+    device = jax.sharding.AbstractDevice("NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu")
+    rows = jnp.zeros((8, 64), jnp.bfloat16)
+
+    def chosen(name=None):
+        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device)):
+            return choose_implementation(name, IMPLEMENTATIONS, rows, rows.dtype, k=64, n=64)
+
+    assert chosen() == "xla"
+    said = capsys.readouterr().err
+    assert said.count("(no NVIDIA H100 80GB HBM3 is here)") == 2
+    assert chosen("mosaic") == "mosaic"
+    assert chosen("triton") == "triton"
+    for trusted, wanted in ({"mosaic", "triton"}, "mosaic"), ({"triton"}, "triton"), (set(), "xla"):
+        monkeypatch.setattr(implementation, "is_trusted", lambda name, _, trusted=trusted: name in trusted)
+        assert chosen() == wanted

@@ -26,8 +26,8 @@ from pallas_kernels.hopper.persistent_kernel import TileSizes
 from pallas_kernels.hopper.row_product_kernel import Sweep, row_product_kernel
 from pallas_kernels.hopper.tile_walk import group_offsets
 from pallas_kernels.hopper.weight_gradient_kernel import weight_gradient_kernel
-from pallas_kernels.implementation import choose_implementation, why_not_hopper
-from pallas_kernels.self_check import CHECKED, run_check
+from pallas_kernels.implementation import choose_implementation
+from pallas_kernels.self_check import reasons_not_to_check, run_check
 
 SPLITS: Final = ("even", "uneven", "empty")
 """How rows are split over groups."""
@@ -286,9 +286,9 @@ def check_chosen(*, rehearsal: bool) -> None:
     if rehearsal:
         say(chosen="xla")
         return
-    device, failed = jax.devices()[0], []
-    for implementation in CHECKED:
-        if reason := why_not_device(implementation, device):
+    failed = []
+    for implementation, reason in reasons_not_to_check().items():
+        if reason:
             say(implementation=implementation, cannot_run=reason)
         else:
             verdict = run_check(implementation)
