@@ -41,8 +41,15 @@ def steps(tmp_path_factory):
     return steps
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["environment", "JAX's example", *[step.name for step in hopper_checks()]])
+LONG = ("patterns, large tiles", "repeats")
+"""In a rehearsal these run what others run as well, and take a quarter of a minute each."""
+CHECKS = ["environment", "JAX's example", "self-check", *[step.name for step in hopper_checks()]]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.long if name in LONG else pytest.mark.slow) for name in CHECKS],
+)
 def test_every_check_is_rehearsed(steps, name, capsys):
     said = rehearse(steps[name], capsys)
     assert said
@@ -63,9 +70,11 @@ def test_speeds_are_rehearsed(steps, capsys):
         for peer in peers
     ]
     assert all(facts["of_roofline"] > 0 for facts in timed)
-    # JAX's example kernel is for GPUs.
-    refused = {facts["by"]: facts["refused"] for facts in said if "refused" in facts}
-    assert "Only interpret mode is supported on CPU" in refused["JAX's example, 64x64"]
+    # JAX's example kernels are for GPUs.
+    refused = {facts["by"] for facts in said if "refused" in facts}
+    assert {name for name in refused if name.startswith("JAX's example")} == {
+        f"JAX's example, {tiles}" for tiles in ("128x128", "64x128", "64x64")
+    }
 
 
 @pytest.mark.slow
@@ -76,6 +85,28 @@ def test_ranks_and_their_layer_are_rehearsed(steps, capsys):
     ranks = rehearse(steps["layer"], capsys)
     assert [facts["rank"] for facts in ranks] == list(range(8))
     assert all(facts["norm"] <= NORM_LIMIT for facts in ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [1, 2])
+def test_the_layer_of_the_smoke_test_is_rehearsed(devices, capsys):
+    run_function("experiments.gpu_day.group_layer:check_group", [devices, "padded"], rehearsal=True)
+    (facts,) = [facts for line in capsys.readouterr().out.splitlines() if (facts := facts_of(line))]
+    assert facts["norm"] <= NORM_LIMIT
+    assert facts["devices"] == devices
+    assert (facts["replicas"] > 0) == (devices > 1)
+
+
+def test_too_few_devices_are_said():
+    with pytest.raises(ValueError, match="9 devices are needed, there are 8"):
+        run_function("experiments.gpu_day.group_layer:check_group", [9, "padded"], rehearsal=True)
+
+
+@pytest.mark.slow
+def test_tuning_is_rehearsed(steps, capsys):
+    said = rehearse(steps["tuning"], capsys)
+    assert {facts["problem"].split("-")[0] for facts in said} == {"0", "1", "2"}
+    assert all(facts["candidates"] > 1 for facts in said)
 
 
 def test_operands_are_what_the_kernels_take():

@@ -11,6 +11,7 @@ from experiments.gpu_day.__main__ import main
 from experiments.gpu_day.ladder import Record, Step, read_record, run_ladder
 from experiments.gpu_day.report import report
 from experiments.gpu_day.steps import SPEEDS, all_steps
+from experiments.gpu_smoke import smoke_steps
 
 STEPS = "support.ladder_steps:"
 COUNT, FAIL = Step("count", STEPS + "count_up", (2,)), Step("fail", STEPS + "fail")
@@ -87,7 +88,7 @@ def test_a_line_that_was_cut_off_costs_itself_alone(tmp_path):
 def test_each_command_fits_its_ten_minutes_and_speeds_wait_for_checks():
     commands = all_steps("folder", None)
     assert list(commands) == ["right", "speed", "why"]
-    checks = {step.name for step in commands["right"]} - {"environment", "JAX's example"}
+    checks = {step.name for step in commands["right"]} - {"environment", "JAX's example", "self-check"}
     for command in ("speed", "why"):
         plan, *rest = commands[command]
         assert plan.on_cpu
@@ -125,6 +126,15 @@ def test_the_report_shows_the_last_run_of_a_step_and_no_rehearsal():
     stragglers = {"step": "stragglers", "rehearsal": False, "planner": "relibra", "slowest_ms": 2.0}
     said = report([stragglers | {"imbalance_of_time": 1.25, "imbalance_of_rows": 1.125}])
     assert "| ms |  |  | 2.00 |  |\n" in said
+
+
+def test_the_smoke_test_fits_the_devices():
+    def layers(devices, rehearsal=False):
+        return [step.arguments for step in smoke_steps(devices, rehearsal=rehearsal) if step.arguments]
+
+    assert layers(1) == [(1, "padded")]
+    assert layers(2, rehearsal=True) == [(1, "padded"), (2, "padded")]
+    assert layers(8) == [(1, "padded"), *((count, how) for count in (2, 8) for how in ("padded", "ragged"))]
 
 
 def test_bad_input_is_refused(capsys):

@@ -136,6 +136,7 @@ def _parallel(topology: Topology) -> ExpertParallel:
         path="flat",
         exchange="padded",
         fetch="remote",
+        implementation="mosaic",
     )
 
 

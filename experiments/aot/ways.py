@@ -39,6 +39,7 @@ def parallel_of(
         path="auto" if way == "auto" else "flat" if way == "padded" else "hierarchical",
         exchange="auto" if way == "auto" else "padded",
         fetch="auto" if way == "auto" else "padded",
+        implementation="mosaic",
     )
 
 

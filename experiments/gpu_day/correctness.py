@@ -21,7 +21,7 @@ from experiments.gpu_day.facts import say
 from pallas_kernels import grouped_mlp
 from pallas_kernels.compare import check_close
 from pallas_kernels.grouped_dot.api import IMPLEMENTATIONS
-from pallas_kernels.grouped_mlp.mosaic import _swiglu
+from pallas_kernels.grouped_mlp.swiglu import swiglu
 from pallas_kernels.hopper.persistent_kernel import TileSizes
 from pallas_kernels.hopper.row_product_kernel import Sweep, row_product_kernel
 from pallas_kernels.hopper.tile_walk import group_offsets
@@ -211,7 +211,7 @@ def check_gate_up(*, rehearsal: bool) -> None:
                 row_product_kernel,
                 sums=[[Sweep(0, (0, 1))]],
                 transposed=False,
-                epilogue=_swiglu,
+                epilogue=swiglu,
                 padding=True,
                 tiles=TileSizes(128, 64 if rehearsal else 128, 4),
             )

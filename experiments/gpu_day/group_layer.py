@@ -37,11 +37,9 @@ def check_group(devices: int, exchange: str, *, rehearsal: bool) -> None:
     Raises:
         ValueError: if there are too few devices, or values or gradients are not those of the dense layer.
     """
-    if rehearsal:
-        jax.config.update("jax_num_cpu_devices", devices)
     if len(jax.devices()) < devices:
         raise ValueError(f"{devices} devices are needed, there are {len(jax.devices())}")
-    length, width, hidden = (8, 64, 64) if rehearsal else (512, 1024, 512)
+    length, width, hidden = (64, 64, 64) if rehearsal else (512, 1024, 512)
     topology = Topology(num_nodes=1, ranks_per_node=devices, num_experts=4 * devices, replica_slots=1)
     batch = plan_contender(_draw(topology, length), "relibra", topology)
     parallel = ExpertParallel(
@@ -78,7 +76,8 @@ def check_group(devices: int, exchange: str, *, rehearsal: bool) -> None:
     experts = jax.device_put(weights[layout], rank_sharding(parallel.mesh))
     prepared = jax.jit(prepare_layer, static_argnums=2)(tokens[2], plan, parallel)
     run = functools.partial(step, tokens[0], tokens[1], experts, tokens[2], prepared)
-    found, wanted = jax.device_get(run()), jax.device_get(dense_step(x, gates, weights))
+    exact = (one.astype(jnp.float32) for one in (x, jnp.asarray(gates), weights))
+    found, wanted = jax.device_get(run()), jax.device_get(dense_step(*exact))
     wanted = (*wanted[:3], wanted[3][layout])
     off = check_close(f"a layer over {devices} devices", found, wanted)
     seconds = median_seconds({"layer": run}, 1 if rehearsal else 9, reading=1e-4 if rehearsal else 0.02)
@@ -103,10 +102,10 @@ def _draw(topology: Topology, length: int) -> Samples:
 
 
 def _dense_layer(ids, x, gates, weights):
-    """Every expert of every token, one expert after the other."""
+    """Every expert of every token in float32, one expert after the other."""
     out = jnp.zeros(x.shape, jnp.float32)
-    for expert, (gate, up, down) in enumerate(weights):
-        hidden = jax.nn.silu((x @ gate).astype(jnp.float32)) * (x @ up).astype(jnp.float32)
-        share = jnp.where(ids == expert, gates, 0).sum(-1, keepdims=True)
-        out += share * (hidden.astype(x.dtype) @ down.T).astype(jnp.float32)
-    return out.astype(x.dtype)
+    with jax.default_matmul_precision("highest"):
+        for expert, (gate, up, down) in enumerate(weights):
+            share = jnp.where(ids == expert, gates, 0).sum(-1, keepdims=True)
+            out += share * ((jax.nn.silu(x @ gate) * (x @ up)) @ down.T)
+    return out

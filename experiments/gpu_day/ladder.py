@@ -160,7 +160,8 @@ def _encode(step: Step, rehearsal: bool) -> str:
 def _environment(step: Step, rehearsal: bool) -> Mapping[str, str]:
     # PyTorch, as a peer, wants memory of the same GPU.
     own = {"PYTHONUNBUFFERED": "1", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    return {**os.environ, **own, **({"JAX_PLATFORMS": "cpu"} if step.on_cpu or rehearsal else {})}
+    host = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"} if step.on_cpu or rehearsal else {}
+    return {**os.environ, **own, **host}
 
 
 def read_record(path: Path) -> list[dict[str, Any]]:

@@ -57,7 +57,8 @@ def all_steps(folder: str, trace: str | None) -> dict[Command, tuple[Step, ...]]
     environment = Step("environment", f"{_RIGHT}:describe_machine", seconds=90)
     example = Step("JAX's example", f"{_RIGHT}:check_jax_example", needs=("environment",))
     checks = hopper_checks()
-    right = (environment, plan, example, *checks)
+    chosen = Step("self-check", f"{_RIGHT}:check_chosen", seconds=300, needs=("environment",))
+    right = (environment, plan, example, *checks, chosen)
     # Speeds of kernels that are wrong mean nothing.
     needs = ("plan", *(step.name for step in checks))
     speed = (

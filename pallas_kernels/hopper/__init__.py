@@ -5,7 +5,8 @@ rows; both are built on `persistent_kernel`. `tile_sizes` chooses their tiles by
 measured; `multiprocessors.leave_multiprocessors` keeps some of the GPU free for collectives.
 
 They are tested in JAX's GPU interpreter, with race detection, and compiled for sm_90 without a device. They have not
-run on a GPU yet: `experiments.bench_gpu` checks results before it times, and is the first thing to run on one.
+run on a GPU yet: ``python -m experiments.gpu_day`` checks results before it times, and is the first thing to run on
+one. Nothing chooses them by itself before they have passed `pallas_kernels.self_check` there.
 
 Warpgroups that take turns, each with a tile of its own of which one is written while the other is multiplied
 (ping-pong), are not built. Two tiles of 64 rows load their matrices twice: counted as `tile_sizes` counts, at 38 bytes
