@@ -65,6 +65,8 @@ def compile_triton(case: TritonCase) -> dict[str, Kernel] | str:
             # Only logs at this level have what ptxas printed.
             "TF_CPP_MIN_LOG_LEVEL": "0",
             "TF_CPP_VMODULE": "subprocess_compilation=3",
+            # The last line of an error is then its message.
+            "JAX_TRACEBACK_FILTERING": "off",
         }
         done = subprocess.run(
             [*command, *map(str, case.copies)],
