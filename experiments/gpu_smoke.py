@@ -22,7 +22,7 @@ def smoke_steps(devices: int, *, rehearsal: bool) -> tuple[Step, ...]:
     layers = (
         Step(f"layer over {count}, {exchange}", LAYER, (count, exchange), 150, ("environment",))
         for count in counts
-        for exchange in (("padded",) if count == 1 or rehearsal else ("padded", "ragged"))
+        for exchange in (("padded",) if count == 1 or rehearsal else ("padded", "ragged", "remote"))
     )
     return (
         Step("environment", "experiments.gpu_day.correctness:describe_machine", seconds=90),

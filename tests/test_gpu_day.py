@@ -103,6 +103,13 @@ def test_too_few_devices_are_said():
 
 
 @pytest.mark.slow
+def test_the_search_is_rehearsed(steps, capsys):
+    agreed, timed = rehearse(steps["search"], capsys)
+    assert agreed["layers_that_differ"] == 0
+    assert set(timed["milliseconds"]) == {"kernel", "jitted"}
+
+
+@pytest.mark.slow
 def test_tuning_is_rehearsed(steps, capsys):
     said = rehearse(steps["tuning"], capsys)
     assert {facts["problem"].split("-")[0] for facts in said} == {"0", "1", "2"}

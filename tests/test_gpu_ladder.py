@@ -92,7 +92,7 @@ def test_each_command_fits_its_ten_minutes_and_speeds_wait_for_checks():
     for command in ("speed", "why"):
         plan, *rest = commands[command]
         assert plan.on_cpu
-        assert all(set(step.needs) == checks for step in rest)
+        assert all(set(step.needs) == checks for step in rest if step.name != "search")
     assert all(step.seconds <= 9.5 * 60 for steps in commands.values() for step in steps)
 
 
@@ -134,7 +134,8 @@ def test_the_smoke_test_fits_the_devices():
 
     assert layers(1) == [(1, "padded")]
     assert layers(2, rehearsal=True) == [(1, "padded"), (2, "padded")]
-    assert layers(8) == [(1, "padded"), *((count, how) for count in (2, 8) for how in ("padded", "ragged"))]
+    ways = ("padded", "ragged", "remote")
+    assert layers(8) == [(1, "padded"), *((count, how) for count in (2, 8) for how in ways)]
 
 
 def test_bad_input_is_refused(capsys):

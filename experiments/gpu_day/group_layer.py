@@ -10,6 +10,7 @@ from experiments.contenders import Samples, plan_contender
 from experiments.gpu_day.facts import say
 from experiments.gpu_day.timing import median_seconds
 from pallas_kernels.compare import check_close
+from pallas_kernels.implementation import why_not_hopper
 from relibra_jax.execution import (
     ExpertParallel,
     expert_mesh,
@@ -31,7 +32,8 @@ def check_group(devices: int, exchange: str, *, rehearsal: bool) -> None:
 
     Args:
         devices: the number of devices.
-        exchange: the kind of exchange of tokens and replicas, ``padded`` or ``ragged``.
+        exchange: the kind of exchange of tokens and replicas, ``padded`` or ``ragged``; ``remote`` for replicas that a
+            kernel pulls, beside padded tokens.
         rehearsal: whether host devices and small sizes are enough.
 
     Raises:
@@ -39,6 +41,9 @@ def check_group(devices: int, exchange: str, *, rehearsal: bool) -> None:
     """
     if len(jax.devices()) < devices:
         raise ValueError(f"{devices} devices are needed, there are {len(jax.devices())}")
+    if exchange == "remote" and (reason := why_not_hopper(jax.devices()[0].device_kind)):
+        say(devices=devices, exchange=exchange, cannot_run=reason)
+        return
     length, width, hidden = (64, 64, 64) if rehearsal else (512, 1024, 512)
     topology = Topology(num_nodes=1, ranks_per_node=devices, num_experts=4 * devices, replica_slots=1)
     batch = plan_contender(_draw(topology, length), "relibra", topology)
@@ -46,7 +51,7 @@ def check_group(devices: int, exchange: str, *, rehearsal: bool) -> None:
         mesh=expert_mesh(topology, devices=jax.devices()[:devices]),
         topology=topology,
         capacities=batch.capacities,
-        exchange=exchange,
+        exchange="padded" if exchange == "remote" else exchange,
         fetch=exchange,
     )
     plan, ids = batch.batch_plan.micro_batch(0).layer(0), batch.expert_ids[0, 0]
