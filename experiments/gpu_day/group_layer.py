@@ -56,10 +56,10 @@ def check_group(devices: int, exchange: str, *, rehearsal: bool) -> None:
     )
     plan, ids = batch.batch_plan.micro_batch(0).layer(0), batch.expert_ids[0, 0]
     draw = np.random.default_rng(0)
-    x = draw.normal(size=(*ids.shape[:-1], width)).astype(np.float32)
+    x = jnp.asarray(draw.normal(size=(*ids.shape[:-1], width)), jnp.bfloat16)
     gates = np.where(ids == EMPTY, 0, draw.uniform(0.5, 1, ids.shape)).astype(np.float32)
-    weights = (draw.normal(size=(topology.num_experts, 3, width, hidden)) * width**-0.5).astype(np.float32)
-    x, weights = (jnp.asarray(one, jnp.bfloat16) for one in (x, weights))
+    matrices = draw.normal(size=(topology.num_experts, 3, width, hidden)) * width**-0.5
+    weights = jnp.asarray(matrices, jnp.bfloat16)
     layout = np.asarray(home_layout(batch.batch_plan.plan.home[0], topology))
 
     def layer(x, gates, experts, ids, prepared):

@@ -35,7 +35,7 @@ def make_plan(folder: str, trace: str | None, *, rehearsal: bool) -> None:
     quotas = {name: np.asarray(contender.batch_plan.plan.quota) for name, contender in by_name.items()}
     Path(folder).mkdir(parents=True, exist_ok=True)
     with (Path(folder) / FILE).open("wb") as file:
-        np.savez(file, **quotas)
+        np.savez(file, **quotas)  # type: ignore[arg-type]
     say(trace=read.name, experts=read.num_experts, planners=list(quotas), shape=list(quotas["relibra"].shape))
 
 

@@ -1,6 +1,8 @@
 """The planner's search in one kernel beside its jitted form, on the same GPU: the same homes, and the time of each."""
 
 import functools
+from collections.abc import Callable
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +15,8 @@ from pallas_kernels.implementation import why_not_hopper
 from relibra_jax.planning.annealing import Bins, anneal
 from relibra_jax.planning.annealing_on_gpu import anneal_on_gpu
 
-STEPS = 10_000
+STEPS: Final = 10_000
+"""The annealing steps, as many as `relibra_jax.planning.relibra` takes between nodes."""
 
 
 def check_search(layers: int, experts: int, micro_batches: int, *, rehearsal: bool) -> None:
@@ -59,6 +62,6 @@ def check_search(layers: int, experts: int, micro_batches: int, *, rehearsal: bo
     say(layers=layers, experts=experts, steps=steps, layers_that_differ=differ)
     if differ:
         raise ValueError(f"{differ} of {layers} layers end at other homes than those of the jitted form")
-    runs = {"kernel": in_kernel, "jitted": jitted}
+    runs: dict[str, Callable[[], Any]] = {"kernel": in_kernel, "jitted": jitted}
     seconds = median_seconds(runs, 1 if rehearsal else 5, reading=1e-4)
     say(milliseconds={name: one.median * 1e3 for name, one in seconds.items()})

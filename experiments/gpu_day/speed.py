@@ -75,11 +75,9 @@ def measure_model(model: str, mean: int, folder: str, implementation: str, *, re
                     name: Reading(*(value / len(sets) for value in one))
                     for name, one in median_seconds(runs, repeats, reading=reading).items()
                 }
-                if operation.name in peers.PRODUCTS:
+                if product := next((name for name in peers.PRODUCTS if name == operation.name), None):
                     dense_rates[plan] = operation.flops(sizes) / seconds[DENSE].median
-                    of_torch = peers.torch_seconds(
-                        operation.name, matrix, sizes, sets=len(sets), repeats=repeats
-                    )
+                    of_torch = peers.torch_seconds(product, matrix, sizes, sets=len(sets), repeats=repeats)
                     seconds |= {name: Reading(one, one, one) for name, one in of_torch.items()}
                 best = roofline_seconds(operation, sizes, dense_rates[plan], bandwidth)
                 kernels = kernel_milliseconds(programs[OURS], sets, there, repeats=repeats)

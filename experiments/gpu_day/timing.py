@@ -125,12 +125,12 @@ def kernel_milliseconds(program: Callable[..., Any], *operands: Any, repeats: in
     """The median time of a program's kernels alone, as CUPTI reports it; None where it reports nothing."""
     try:
         run = profiler.measure(program)
-        times = [milliseconds for _, milliseconds in (run(*operands) for _ in range(repeats))]
+        times = [milliseconds for _, milliseconds in (run(*operands) for _ in range(repeats)) if milliseconds]
     # There may be no CUPTI, or another profiler that has it already.
     except Exception as error:
         say(cupti=(str(error) or repr(error)).splitlines()[0][:100])
         return None
-    return statistics.median(times) if None not in times else None
+    return statistics.median(times) if len(times) == repeats else None
 
 
 def roofline_seconds(operation: Operation, sizes: np.ndarray, dense_rate: float, bandwidth: float) -> float:
