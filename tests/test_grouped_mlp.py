@@ -194,7 +194,7 @@ def test_other_dtypes(implementation, dtype):
 
 @pytest.mark.parametrize(
     "implementation",
-    [pytest.param(name, marks=[pytest.mark.slow] * (name == "mosaic")) for name in IMPLEMENTATIONS],
+    [pytest.param(name, marks=[pytest.mark.long] * (name == "mosaic")) for name in IMPLEMENTATIONS],
 )
 def test_another_dtype_for_the_output(implementation):
     setting = SETTINGS[implementation]._replace(dtype="bfloat16")

@@ -170,7 +170,9 @@ EVERY = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("path", "replica_slots", "resident_slots"), EVERY)
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(
+    "mesh", [pytest.param(mesh, marks=() if mesh in ("1x8", "2x4") else pytest.mark.long) for mesh in MESHES]
+)
 def test_meshes_and_slots_do_not_either(mesh, replica_slots, resident_slots, path):
     """Any plan at all, of replicas on any node; and those that stay in nodes that hold their expert."""
     step = run(mesh, replica_slots, path, True, resident_slots=resident_slots)
@@ -204,7 +206,7 @@ def test_ragged_fetch_across_nodes():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.long), "bfloat16"])
 def test_training_dtypes(dtype, path):
     plan, ids = plans("2x4", 2, "relibra").layer(0).layer(0), routings()[0]
     rounded = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), weights())

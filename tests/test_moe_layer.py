@@ -130,7 +130,11 @@ def dense(scores):
     return functools.partial(step, params)
 
 
-@pytest.mark.parametrize("scores", GATING)
+SCORES = ["softmax", pytest.param("sigmoid", marks=pytest.mark.long)]
+assert {"softmax", "sigmoid"} == set(GATING)
+
+
+@pytest.mark.parametrize("scores", SCORES)
 def test_replay_is_the_dense_layer(scores):
     found = replay_step(scores)(X, REPLAY, MASK, replayed())
     wanted = dense(scores)(X, REPLAY, MASK)
@@ -147,7 +151,7 @@ def test_a_plan_of_other_homes_is_noticed():
     assert np.isnan(grads["router"][...]).any()
 
 
-@pytest.mark.parametrize("scores", GATING)
+@pytest.mark.parametrize("scores", SCORES)
 def test_live_routing_is_the_dense_layer_and_can_be_replayed(scores):
     layer = layer_of(scores)
     # Homes alone, and a plan made for other loads.

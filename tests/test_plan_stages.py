@@ -91,7 +91,9 @@ SPLIT = {"num_micro_batches": (2, 2, 4), "samples": (None, range(12), range(12, 
 
 
 @pytest.mark.parametrize("assign", [None, ASSIGN], ids=["packed", "assigned"])
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize(
+    "compiled", [pytest.param(False, marks=pytest.mark.long, id="eager"), pytest.param(True, id="jit")]
+)
 def test_samples_never_cross_an_update(replay, assign, compiled):
     cost = (COSTS[0], COSTS[1], COSTS[1])
     split = functools.partial(plan_stages, planner=PLANNER, topology=TOPOLOGY, **SPLIT, cost=cost)

@@ -333,7 +333,9 @@ def test_double_precision_changes_no_plan(run, name, topology):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["eplb", "lplb", "relibra"], indirect=True)
+@pytest.mark.parametrize(
+    "name", ["eplb", "lplb", pytest.param("relibra", marks=pytest.mark.long)], indirect=True
+)
 def test_works_without_jit(name):
     """The same plan; LPLB's, whose sums are rounded otherwise, with the same rank loads to within 0.1%."""
     topology, load = TOPOLOGIES["one node of 3"], make_load("zipf", TOPOLOGIES["one node of 3"])

@@ -166,6 +166,7 @@ def assert_same_training(run, seen, losses):
         np.testing.assert_allclose(run.experts(), planned.experts(), atol=5e-5)
 
 
+@pytest.mark.long
 def test_training_in_stages_is_the_same_as_under_static_placement():
     run, _, _ = trained()
     still = Run(static(), PLAIN)

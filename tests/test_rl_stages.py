@@ -196,7 +196,7 @@ def test_updates_replay_what_the_recompute_recorded():
     assert not changed[:2].any(), "before the first step the live router is that of the recompute"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_routing_of_the_recompute_costs_is_printed(tmp_path):
     shown = io.StringIO()
     config = dataclasses.replace(Train(**(OPTIONS | {"routing": "recompute"})), out=tmp_path / "run")

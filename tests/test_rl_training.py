@@ -102,8 +102,8 @@ def trained(planner, resident_slots=0):
     return logical(trainer), losses, get_homes(trainer.state.agent)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("resident_slots", [pytest.param(0, marks=pytest.mark.long), 1])
+@pytest.mark.long
+@pytest.mark.parametrize("resident_slots", [0, 1])
 def test_balancing_does_not_touch_learning(resident_slots):
     start, _ = recorded()
     (balanced, losses, home), (still, wanted, at_birth) = (
