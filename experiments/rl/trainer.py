@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp  # type: ignore[import-untyped]
 from flax import nnx
 
 from experiments.rl.algorithms import Lessons
@@ -84,6 +85,20 @@ class Trainer:
     def total_steps(self) -> int:
         """The steps of warm-up and learning together."""
         return self.config.warmup_steps + self.config.steps
+
+    def restore(self, manager: ocp.CheckpointManager, *, verify: bool = True) -> None:
+        """Go on from the latest checkpoint.
+
+        Args:
+            manager: the Orbax manager of the directory.
+            verify: whether to compare every array with the digest that was saved with it.
+
+        Raises:
+            ValueError: as `State.restore` and `experiments.rl.rollout.Sampler.next_rows` say.
+        """
+        self.state.restore(manager, verify=verify)
+        if self.state.carried is not None:
+            self.sampler.next_rows(self.state.carried)
 
     def warm_up(self) -> dict[str, Any]:
         """One supervised update on prompts with right answers; its metrics."""
