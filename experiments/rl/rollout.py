@@ -113,7 +113,7 @@ class Sampler:
                 # Of what was replaced, too: the policy's, not that of prompts that it is in two minds about.
                 "reward/mean": mean_or_none(reward[scored]),
                 "reward/overlong": float(penalty.mean()),
-                "reward/replaced_prompts": len(differ) - config.prompts,
+                "reward/replaced_prompts": int((~differ).sum() - (~differ[chosen]).sum()),
                 "reward/equal_prompts": int((~differ[chosen]).sum()),
             },
         )
