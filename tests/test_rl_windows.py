@@ -14,6 +14,8 @@ from support.runs import SIZES, SMALL
 from experiments.rl import rollout as rollouts
 from experiments.rl.configs import Train
 from experiments.rl.generation import Responses
+from experiments.rl.stages import teach
+from experiments.rl.tasks import TASKS
 from experiments.rl.tokens import BYTES
 from experiments.rl.trainer import Trainer
 from experiments.rl.windows import carry_nothing, carry_unfinished, fill_free_rows, join_windows
@@ -189,6 +191,37 @@ def test_samples_for_which_the_critic_returns_no_number_are_masked_and_counted(s
     assert np.isfinite(metrics["policy/gradient_norm"])
     for leaf in jax.tree.leaves(nnx.state(trainer.state.agent.policy, nnx.Param)):
         assert np.isfinite(leaf).all()
+
+
+@pytest.mark.slow
+def test_a_critic_that_overflows_ends_the_run_in_one_line(stepped):
+    trainer = restored(stepped[1])
+    critic = trainer.state.agent.critic
+    critic.weight[...] = jax.numpy.full_like(critic.weight[...], 1e25)  # whose values' squares overflow
+    with pytest.raises(
+        ValueError, match=r"^step 2: .*the critic's loss is inf.*nothing of this step is saved$"
+    ):
+        trainer.learn()
+
+
+@pytest.mark.slow
+def test_a_new_critic_begins_at_the_mean_return_of_what_its_first_window_finishes(stepped, monkeypatch):
+    seen = []
+
+    def recording(config, rollout, rewards, old):
+        seen.append((rollout, rewards, old.value))
+        return teach(config, rollout, rewards, old)
+
+    monkeypatch.setattr("experiments.rl.trainer.teach", recording)
+    task = dataclasses.replace(TASKS["copy"], score=lambda completion, example: 0.25 + len(completion) % 2)
+    trainer = Trainer(Train(**OPTIONS), 0, task=task, tokenizer=ENDING)
+    trainer.learn()
+    [(rollout, rewards, value)] = seen
+    assert 0 < rewards.scored.sum() < 32
+    reward, length = (each[rewards.scored] for each in (rewards.reward, rollout.responses.response.sum(1)))
+    np.testing.assert_allclose(value, np.average(reward, weights=length), rtol=1e-5)
+    assert (value == value[0, 0]).all()
+    assert trainer.state.agent.critic.bias[...] != value[0, 0], "it has learned since"
 
 
 ROWS = carry_nothing(3, 6, layers=1, top_k=1, dtype=np.dtype(np.uint8))
