@@ -74,8 +74,8 @@ def run_train(
         The folder with ``config.json``, ``seed-*/metrics.jsonl``, checkpoints, figure and summary.
 
     Raises:
-        ValueError: if settings do not fit or the planner refuses them, there is no such writer, or a checkpoint is
-            damaged or of another model.
+        ValueError: if settings do not fit or the planner refuses them, there is no such writer, a checkpoint is damaged
+            or of another model, or training diverges.
     """
     with joined() as group:
         if is_first() and writer is None and config.writer is not None:
