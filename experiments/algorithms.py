@@ -108,11 +108,12 @@ def main(config: Algorithms) -> None:
         ValueError: if the folder holds runs of other settings.
     """
     console = Console()
+    settings = {algorithm: _settings(algorithm, config) for algorithm in COMPARED}
     lines = {}
     for algorithm in COMPARED:
         folder = config.out / algorithm
         if not (folder / FINISHED).exists():
-            run_train(_settings(algorithm, config), console, name=algorithm)
+            run_train(settings[algorithm], console, name=algorithm)
         if not (folder / FINISHED).exists():
             console.print("stopped and saved; the same command goes on")
             return

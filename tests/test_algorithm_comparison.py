@@ -74,8 +74,10 @@ def test_runs_are_not_repeated_and_not_mixed(tmp_path, monkeypatch):
     config = Algorithms(out=tmp_path, seeds=(0, 1), steps=2)
     main(config)
     assert not (tmp_path / "algorithms.json").exists(), "the second algorithm was stopped"
+    (tmp_path / "grpo").rename(tmp_path / "finished")
     with pytest.raises(ValueError, match="ppo holds runs of other settings"):
         main(dataclasses.replace(config, steps=3))
+    (tmp_path / "finished").rename(tmp_path / "grpo")
     (tmp_path / "ppo" / "summary.json").write_text("{}")
     main(config)
     assert ran == ["grpo", "ppo", "tppo"]
@@ -83,3 +85,8 @@ def test_runs_are_not_repeated_and_not_mixed(tmp_path, monkeypatch):
     assert summary["command"] == "python -m experiments.algorithms --seeds 0 1 --steps 2"
     assert {name: len(runs) for name, runs in summary["algorithms"].items()} == dict.fromkeys(COMPARED, 2)
     assert (tmp_path / "algorithms.png").stat().st_size > 10_000
+    # Finished runs are held to the settings, too.
+    for changes in ({"steps": 400}, {"seeds": (0, 1, 2)}):
+        with pytest.raises(ValueError, match="grpo holds runs of other settings"):
+            main(dataclasses.replace(config, **changes))
+    assert json.loads((tmp_path / "algorithms.json").read_text()) == summary

@@ -45,7 +45,7 @@ def learn(monkeypatch):
 
 
 def is_equal(example):
-    return example.prompt[FIRST] < "r"
+    return example.prompt[FIRST] < "q"
 
 
 @pytest.mark.slow
@@ -65,7 +65,8 @@ def test_prompts_with_equal_rewards_are_replaced_by_later_ones(learn):
             score(HASTY.decode(sampled), example) - penalty, abs=1e-6
         )
     assert metrics["reward/equal_prompts"] == 0
-    assert metrics["reward/replaced_prompts"] == 8 * (needed - 1)
+    assert metrics["reward/replaced_prompts"] == (~teaching[:needed]).sum()
+    assert (~teaching[:needed]).sum() != 8 * (needed - 1), "of the last rollout, some are not needed"
     assert metrics["batch/tokens_run"] > 2 * metrics["batch/tokens"] + responses.mask.sum()
     # The mean is of all that was sampled, without penalties.
     assert metrics["reward/mean"] > rewards.reward.mean()

@@ -8,11 +8,14 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
+from support.damage import files_under
 from support.runs import SIZES, SMALL
 
 from experiments.rl import rollout as rollouts
 from experiments.rl.configs import Train
 from experiments.rl.generation import Responses
+from experiments.rl.stages import teach
+from experiments.rl.tasks import TASKS
 from experiments.rl.tokens import BYTES
 from experiments.rl.trainer import Trainer
 from experiments.rl.windows import carry_nothing, carry_unfinished, fill_free_rows, join_windows
@@ -63,10 +66,10 @@ def stepped(smallest_policy, tmp_path_factory):
         yield trainer, folder, seen
 
 
-def restored(folder, **changes):
-    trainer = make(**changes)
+def restored(folder):
+    trainer = make()
     with ocp.CheckpointManager(folder) as manager:
-        trainer.state.restore(manager)
+        trainer.restore(manager)
     return trainer
 
 
@@ -133,52 +136,48 @@ def test_carried_responses_survive_a_stop(stepped):
         np.testing.assert_array_equal(now, then)
 
 
-@pytest.mark.slow
+@pytest.fixture(scope="module")
+def stopped(smallest_policy, tmp_path_factory):
+    """What a run leaves whose first rollout has cut off all responses; no step is taken."""
+    folder = tmp_path_factory.mktemp("stopped")
+    trainer = Trainer(Train(**(OPTIONS | {"steps": 1})), 0)
+    prompts, lengths = trainer.prompts.encode(trainer.sampler.examples(0))
+    tokens = np.array(trainer.state.carried.tokens)
+    tokens[:, :PROMPT] = prompts
+    trainer.state.carried = trainer.state.carried._replace(
+        drawn=np.zeros_like(lengths), prompt_lengths=lengths, lengths=lengths + WINDOW, tokens=tokens
+    )
+    trainer.state.step = 1
+    (folder / "config.json").write_text(json.dumps(dataclasses.asdict(trainer.config), default=str))
+    with ocp.CheckpointManager(folder / "seed-0" / "checkpoints") as manager:
+        trainer.state.save(manager)
+    return folder
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
         (
-            {"task": "reverse"},
-            r"row \d+ goes on with a response to a prompt of step \d that task 'reverse' does not draw there",
+            ["--task", "reverse"],
+            "row 0 goes on with a response to a prompt of step 0 that task 'reverse' does not draw there: resume with"
+            " the settings that the run began with",
         ),
+        (["--window", "21"], "checkpoints of window=14, this run has window=21"),
+        (["--response-tokens", "28"], "checkpoints of response_tokens=42, this run has response_tokens=28"),
         (
-            {"window": 21},
-            r"row \d+ goes on with a response of (14|28) tokens, no multiple of window=21",
-        ),
-    ],
-)
-def test_carried_responses_do_not_go_on_under_other_settings(stepped, changes, says):
-    with pytest.raises(ValueError, match=says):
-        restored(stepped[1], **changes).learn()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        (
-            {"algorithm": "ppo", "window": None},
+            ["--algorithm", "ppo", "--window", "None"],
             "checkpoints of algorithm=tppo, this run has algorithm=ppo",
         ),
-        ({"response_tokens": 28}, "carried"),
     ],
+    ids=["task", "window", "response_tokens", "algorithm"],
 )
-def test_checkpoints_of_another_algorithm_or_room_are_refused(stepped, changes, says):
-    with pytest.raises(ValueError, match=says):
-        restored(stepped[1], **changes)
-
-
-def test_a_run_does_not_go_on_by_another_algorithm(tmp_path, capfd):
-    config = Train(**(SMALL | {"warmup_steps": 1, "steps": 0, "evaluation_batches": 0}))
-    trainer = Trainer(config, 0)
-    with ocp.CheckpointManager((tmp_path / "run" / "seed-0" / "checkpoints").absolute()) as manager:
-        trainer.state.save(manager)
-    options = ["--policy", "smallest", "--algorithm", "ppo", "--resume", str(tmp_path / "run")]
-    settings = json.dumps(dataclasses.asdict(config), default=str)
-    (tmp_path / "run" / "config.json").write_text(settings)
-    assert main(["demo", *options]) == 2
+def test_carried_responses_do_not_go_on_under_other_settings(changes, says, stopped, capfd):
+    """Nor are the settings that are refused written down."""
+    before = files_under(stopped)
+    assert main(["demo", "--resume", str(stopped), "--steps", "5", *changes]) == 2
     [line] = capfd.readouterr().err.splitlines()
-    assert line.endswith("checkpoints of algorithm=grpo, this run has algorithm=ppo")
+    assert line.endswith(says)
+    assert files_under(stopped) == before
 
 
 @pytest.mark.slow
@@ -192,6 +191,37 @@ def test_samples_for_which_the_critic_returns_no_number_are_masked_and_counted(s
     assert np.isfinite(metrics["policy/gradient_norm"])
     for leaf in jax.tree.leaves(nnx.state(trainer.state.agent.policy, nnx.Param)):
         assert np.isfinite(leaf).all()
+
+
+@pytest.mark.slow
+def test_a_critic_that_overflows_ends_the_run_in_one_line(stepped):
+    trainer = restored(stepped[1])
+    critic = trainer.state.agent.critic
+    critic.weight[...] = jax.numpy.full_like(critic.weight[...], 1e25)  # whose values' squares overflow
+    with pytest.raises(
+        ValueError, match=r"^step 2: .*the critic's loss is inf.*nothing of this step is saved$"
+    ):
+        trainer.learn()
+
+
+@pytest.mark.slow
+def test_a_new_critic_begins_at_the_mean_return_of_what_its_first_window_finishes(stepped, monkeypatch):
+    seen = []
+
+    def recording(config, rollout, rewards, old):
+        seen.append((rollout, rewards, old.value))
+        return teach(config, rollout, rewards, old)
+
+    monkeypatch.setattr("experiments.rl.trainer.teach", recording)
+    task = dataclasses.replace(TASKS["copy"], score=lambda completion, example: 0.25 + len(completion) % 2)
+    trainer = Trainer(Train(**OPTIONS), 0, task=task, tokenizer=ENDING)
+    trainer.learn()
+    [(rollout, rewards, value)] = seen
+    assert 0 < rewards.scored.sum() < 32
+    reward, length = (each[rewards.scored] for each in (rewards.reward, rollout.responses.response.sum(1)))
+    np.testing.assert_allclose(value, np.average(reward, weights=length), rtol=1e-5)
+    assert (value == value[0, 0]).all()
+    assert trainer.state.agent.critic.bias[...] != value[0, 0], "it has learned since"
 
 
 ROWS = carry_nothing(3, 6, layers=1, top_k=1, dtype=np.dtype(np.uint8))

@@ -18,7 +18,8 @@ from relibra_jax.types import Array
 
 
 class ValueHead(nnx.Module):
-    """The value of a state, the tokens so far, as a linear function of the last token's hidden vector. New, it is 0.
+    """The value of a state, the tokens so far, as a linear function of the last token's hidden vector. New, it is 0;
+    `experiments.rl.stages.start_critic` gives it its first bias.
 
     Args:
         width: the model width D.

@@ -55,7 +55,8 @@ METRICS: Final[Mapping[str, Metric]] = MappingProxyType(
             "whose responses all had the same reward, and which others have replaced; null but in DAPO",
         ),
         "reward/equal_prompts": Metric(
-            "prompts", "of these, how many are still in the batch, for want of others; null but in DAPO"
+            "prompts",
+            "whose responses all had the same reward, and which the batch has for want of others; null but in DAPO",
         ),
         "response/tokens": Metric("tokens", "mean length of a response so far, its end included"),
         "response/longest": Metric("tokens", "length of the longest response"),

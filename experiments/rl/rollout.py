@@ -113,7 +113,7 @@ class Sampler:
                 # Of what was replaced, too: the policy's, not that of prompts that it is in two minds about.
                 "reward/mean": mean_or_none(reward[scored]),
                 "reward/overlong": float(penalty.mean()),
-                "reward/replaced_prompts": len(differ) - config.prompts,
+                "reward/replaced_prompts": int((~differ).sum() - (~differ[chosen]).sum()),
                 "reward/equal_prompts": int((~differ[chosen]).sum()),
             },
         )
@@ -124,9 +124,7 @@ class Sampler:
         assert config.window is not None
         assert carried is not None
         context = config.prompt_tokens + config.response_tokens - config.window
-        rows = fill_free_rows(carried, *self.prompts.encode(self.examples(state.step)))
-        drawn = np.where(rows.free, state.step, rows.drawn)
-        examples = self._examples_of(rows, drawn)
+        rows, examples = self.next_rows(carried)
         with clock("generate"):
             window = self._generate(rows.tokens[:, :context], rows.lengths, config.window, self._key(), watch)
         responses = join_windows(rows, window)
@@ -144,33 +142,26 @@ class Sampler:
             },
         )
 
-    def _examples_of(self, rows: Carried, drawn: Int[Array, " B"]) -> list[Example]:
-        """The example of every row, drawn again for the rows that go on.
+    def next_rows(self, carried: Carried) -> tuple[Carried, list[Example]]:
+        """The rows of the next rollout, and the example of every one, drawn again for the rows that go on.
 
         Raises:
-            ValueError: if they are others than those that the rows respond to, or the rows do not fit the window.
+            ValueError: if these respond to other prompts than the settings draw.
         """
-        window = self.config.window
-        assert window is not None
+        rows = fill_free_rows(carried, *self.prompts.encode(self.examples(self.state.step)))
+        drawn = np.where(rows.free, self.state.step, rows.drawn)
         by_step = {step: self.examples(step) for step in np.unique(drawn).tolist()}
         examples = [by_step[step][row] for row, step in enumerate(drawn.tolist())]
         tokens, lengths = self.prompts.encode(examples)
         held = np.arange(tokens.shape[1]) < lengths[:, None]
-        same = (lengths == rows.prompt_lengths) & ~(held & (tokens != rows.tokens[:, : tokens.shape[1]])).any(
-            1
-        )
-        sampled = rows.lengths - rows.prompt_lengths
+        differs = (held & (tokens != rows.tokens[:, : tokens.shape[1]])).any(1)
+        same = (lengths == rows.prompt_lengths) & ~differs
         if (others := np.flatnonzero(~same)).size:
             raise ValueError(
                 f"row {others[0]} goes on with a response to a prompt of step {drawn[others[0]]} that task"
                 f" {self.prompts.task.name!r} does not draw there: resume with the settings that the run began with"
             )
-        if (uneven := np.flatnonzero(sampled % window)).size:
-            raise ValueError(
-                f"row {uneven[0]} goes on with a response of {sampled[uneven[0]]} tokens, no multiple of"
-                f" window={window}: resume with the window that the run began with"
-            )
-        return examples
+        return rows, examples
 
     def examples(self, step: int, rollout: int = 0) -> list[Example]:
         """The prompts of one batch, each as often as it is responded to."""

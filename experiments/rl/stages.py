@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
+from experiments.rl.advantages import discounted_returns
 from experiments.rl.algorithms import Lessons, Sampled
 from experiments.rl.balance import planned_imbalance, unplanned_imbalance
 from experiments.rl.configs import Train
@@ -136,6 +137,33 @@ def recompute_live(state: State, config: Train, responses: Responses) -> tuple[R
     # Experts are where the batch before has left them.
     imbalance = unplanned_imbalance(load, get_homes(state.agent), topology=batch.parallel.topology)
     return responses._replace(expert_ids=ids), OldPolicy(log_prob, float(imbalance), value=value)
+
+
+def start_critic(
+    state: State, config: Train, rollout: Rollout, rewards: Rewards, old: OldPolicy
+) -> OldPolicy:
+    """Let a new critic begin at the mean return of finished responses, in place.
+
+    A head is new as long as all its values are 0: it is not updated before there is something to learn, so this needs
+    no record of its own, and a stop between changes nothing.
+
+    Args:
+        state: the state of the run, whose critic gets its first bias.
+        config: the settings of the run.
+        rollout: the responses of the step.
+        rewards: their rewards.
+        old: what the recompute says of them.
+
+    Returns:
+        ``old``, with the bias for values where the critic is new.
+    """
+    head, of_finished = state.agent.critic, rollout.responses.response & rewards.scored[:, None]
+    if head is None or old.value is None or old.value.any() or not of_finished.any():
+        return old
+    returns = discounted_returns(rewards.reward, rollout.responses.response, discount=config.critic.discount)
+    mean = np.asarray(returns)[of_finished].mean(dtype=np.float32)
+    head.bias[...] = jax.device_put(mean, head.bias[...].sharding)
+    return old._replace(value=np.full_like(old.value, mean))
 
 
 class Taught(NamedTuple):

@@ -27,8 +27,10 @@ FIRST_CAPACITIES: Final[Capacities | None] = None
 """The buffer sizes that runs begin with; None to count the first batch."""
 
 
-ALGORITHM: Final = "extra.algorithm."
-"""What the name of the algorithm begins with among the names of a checkpoint's arrays."""
+SETTINGS: Final = "extra.settings."
+"""What the settings that a checkpoint goes on under begin with among the names of its arrays."""
+OF_CARRIED: Final = ("window", "response_tokens", "prompt_tokens", "samples")
+"""The settings that responses are carried under, beside the algorithm."""
 
 
 class State:
@@ -64,7 +66,9 @@ class State:
             pack_rows=config.pack_rows,
             check_rows=True,
         )
-        self.algorithm = config.algorithm
+        carries = OF_CARRIED if config.algorithm_entry.windows else ()
+        self.settings = {name: str(getattr(config, name)) for name in ("algorithm", *carries)}
+        """The settings that a checkpoint of this run cannot go on without."""
         self.carried: Carried | None = None
         """The responses that the last rollout left unfinished; None for algorithms that finish them all."""
         if config.algorithm_entry.windows:
@@ -89,16 +93,17 @@ class State:
             verify: whether to compare every array with the digest that was saved with it.
 
         Raises:
-            ValueError: if there is none, it is of another model, algorithm or size of batch, or damaged; says what
-                differs.
+            ValueError: if there is none, it is of another model or algorithm, carries responses under other settings,
+                or is damaged; says what differs.
         """
         names = read_layout(manager, find_step(manager, None), verify=verify).arrays
-        saved = [name.removeprefix(ALGORITHM) for name in names if name.startswith(ALGORITHM)]
-        if saved != [self.algorithm]:
-            raise ValueError(
-                f"{manager.directory}: checkpoints of algorithm={', '.join(saved) or 'none'}, this run has"
-                f" algorithm={self.algorithm}"
-            )
+        before = dict(name.removeprefix(SETTINGS).split(".") for name in names if name.startswith(SETTINGS))
+        for name, value in self.settings.items():
+            if before.get(name) != value:
+                raise ValueError(
+                    f"{manager.directory}: checkpoints of {name}={before.get(name, 'none')}, this run has"
+                    f" {name}={value}"
+                )
         self.step, beside = restore_training(
             *(manager, self.agent, self.optimizer, self.balancer),
             extra=self._beside_training(),
@@ -108,7 +113,8 @@ class State:
 
     def _beside_training(self) -> dict[str, Any]:
         """What a checkpoint has besides agent, optimizer and balancer."""
-        return {"algorithm": {self.algorithm: 1}, "carried": self.carried}
+        settings = {name: {value: 1} for name, value in self.settings.items()}
+        return {"settings": settings, "carried": self.carried}
 
 
 @functools.cache

@@ -74,8 +74,8 @@ def run_train(
         The folder with ``config.json``, ``seed-*/metrics.jsonl``, checkpoints, figure and summary.
 
     Raises:
-        ValueError: if settings do not fit or the planner refuses them, there is no such writer, or a checkpoint is
-            damaged or of another model.
+        ValueError: if settings do not fit or the planner refuses them, there is no such writer, a checkpoint is damaged
+            or of another model, or training diverges.
     """
     with joined() as group:
         if is_first() and writer is None and config.writer is not None:
@@ -121,7 +121,7 @@ def _run_seed(
     options = ocp.CheckpointManagerOptions(max_to_keep=CHECKPOINTS_KEPT, create=True)
     with ocp.CheckpointManager((folder / "checkpoints").absolute(), options=options) as manager:
         if manager.latest_step() is not None:
-            trainer.state.restore(manager, verify=config.verify)
+            trainer.restore(manager, verify=config.verify)
         if config.profile is not None and config.profile < trainer.state.step:
             console.print(
                 f"note: seed {seed} is at step {trainer.state.step}, profile={config.profile} is behind it"

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp  # type: ignore[import-untyped]
 from flax import nnx
 
 from experiments.rl.algorithms import Lessons
@@ -31,6 +32,7 @@ from experiments.rl.stages import (
     prepare_stages,
     recompute_live,
     recompute_planned,
+    start_critic,
     teach,
     with_lessons,
 )
@@ -85,6 +87,20 @@ class Trainer:
         """The steps of warm-up and learning together."""
         return self.config.warmup_steps + self.config.steps
 
+    def restore(self, manager: ocp.CheckpointManager, *, verify: bool = True) -> None:
+        """Go on from the latest checkpoint.
+
+        Args:
+            manager: the Orbax manager of the directory.
+            verify: whether to compare every array with the digest that was saved with it.
+
+        Raises:
+            ValueError: as `State.restore` and `experiments.rl.rollout.Sampler.next_rows` say.
+        """
+        self.state.restore(manager, verify=verify)
+        if self.state.carried is not None:
+            self.sampler.next_rows(self.state.carried)
+
     def warm_up(self) -> dict[str, Any]:
         """One supervised update on prompts with right answers; its metrics."""
         config, state, clock, tokenizer = self.config, self.state, StepClock(), self.prompts.tokenizer
@@ -99,7 +115,7 @@ class Trainer:
         answer = mask & (position >= np.array([len(prompt) for prompt in prompts])[:, None])
         weight = token_weights(answer, token_level=True)
         with clock("update"):
-            batch = self._prepare_live()
+            batch = self.prepare_live()
             samples = batch.to_ranks(TrainingBatch(tokens, mask, weight=weight))
             # Live routing is known once it has run.
             batch_load = recompute(state.agent, batch, samples, temperature=1.0).load.sum((0, 2, 3))
@@ -132,6 +148,7 @@ class Trainer:
             with clock("score_wait"):
                 rewards = rollout.rewards()
         with clock("update"):
+            old = start_critic(state, config, rollout, rewards, old)
             taught = teach(config, rollout, rewards, old)
             metrics = self.update(stages, taught.lessons, old)
             loss = self._check_finite(metrics)
@@ -209,7 +226,7 @@ class Trainer:
         """
         config, state, residents = self.config, self.state, old.residents
         taught = with_lessons(config, stages.updates, lessons, old)
-        live = None if config.replay else self._prepare_live()
+        live = None if config.replay else self.prepare_live()
         for _ in range(config.epochs):
             metrics = []
             for batch, samples in taught:
@@ -232,7 +249,8 @@ class Trainer:
                 metrics.append(ran)
         return join_metrics(metrics)
 
-    def _prepare_live(self) -> PreparedBatch:
+    def prepare_live(self) -> PreparedBatch:
+        """A batch that routes anew, in order, experts at home."""
         state = self.state
         (batch,) = state.balancer.prepare_stages(
             *(state.agent, state.optimizer, None),
@@ -242,12 +260,22 @@ class Trainer:
         return batch
 
     def _check_finite(self, metrics: StepMetrics) -> float:
-        """The loss, which is no number where a layer refused its plan or its buffers."""
-        values = {"loss": float(metrics.policy.loss), "gradient norm": float(metrics.gradient_norm)}
-        for name, value in values.items():
-            if not np.isfinite(value):
-                raise FloatingPointError(f"step {self.state.step}: {name} is {value}")
-        return values["loss"]
+        """The policy's loss.
+
+        Raises:
+            ValueError: if what the step computed is not finite; says what.
+        """
+        values = {
+            "the policy's loss": float(metrics.policy.loss),
+            "the critic's loss": float(metrics.critic_loss),
+            "the norm of the gradient": float(metrics.gradient_norm),
+        }
+        if lost := [f"{name} is {value}" for name, value in values.items() if not np.isfinite(value)]:
+            raise ValueError(
+                f"step {self.state.step}: {', '.join(lost)}: the training diverged, or a layer refused its plan or its"
+                " buffers; nothing of this step is saved"
+            )
+        return values["the policy's loss"]
 
 
 def _speed(num_tokens: int, clock: StepClock) -> dict[str, int | float]:

@@ -1,0 +1,131 @@
+"""The critic: what its values are of, what it begins at, and that it learns."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from support.runs import SMALL
+
+from experiments.rl.agent import ValueHead, token_values
+from experiments.rl.algorithms import Critic
+from experiments.rl.configs import Train
+from experiments.rl.generation import Responses
+from experiments.rl.rewards import Rewards
+from experiments.rl.rollout import Rollout
+from experiments.rl.stages import OldPolicy, start_critic
+from experiments.rl.step import Clip, CriticBatch, TrainingBatch, update
+from experiments.rl.trainer import Trainer
+from relibra_jax.cli.options import Ranks
+
+pytestmark = pytest.mark.usefixtures("smallest_policy")
+SAMPLES, TOKENS, PROMPT = 8, 21, 4
+CRITIC = Critic(factor=0.3, rate=7.0, clip=100.0)
+MASK = np.ones((SAMPLES, TOKENS), bool)
+RESPONSE = MASK & (np.arange(TOKENS) >= PROMPT)
+
+
+def make_trainer(**changes):
+    """A run of PPO on one rank whose head is new."""
+    options = {"algorithm": "ppo", "critic": CRITIC, "warmup_steps": 0, "prompts": 2, "micro_batches": 1}
+    return Trainer(Train(**(SMALL | options | changes), ranks=Ranks(nodes=1, ranks_per_node=1)), 0)
+
+
+def test_a_value_is_of_the_tokens_before():
+    rng = np.random.default_rng(0)
+    hidden = rng.normal(size=(2, 5, 3)).astype(np.float32)
+    head = ValueHead(3)
+    head.weight[...], head.bias[...] = rng.normal(size=3).astype(np.float32), jnp.float32(0.5)
+    wanted = hidden @ np.asarray(head.weight[...]) + 0.5
+    used = rng.random((2, 5)) < 0.5
+    for found, counts in (
+        (token_values(head, hidden), True),
+        (token_values(head, hidden, used), used[:, 1:]),
+    ):
+        np.testing.assert_allclose(found[:, 1:], np.where(counts, wanted[:, :-1], 0), atol=1e-6)
+        assert not found[:, 0].any()
+
+
+@pytest.fixture(scope="module")
+def learned(smallest_policy):
+    """A new head after 60 updates on one batch, the policy's advantages 0: the targets, the losses, and the head, its
+    first moments and the gradient's norm behind the first update."""
+    trainer, rng = make_trainer(), np.random.default_rng(1)
+    tokens = rng.integers(97, 101, (SAMPLES, TOKENS)).astype(np.int32)
+    target = np.zeros((SAMPLES, TOKENS), np.float32)
+    target[:, 1:] = tokens[:, :-1] % 2 + rng.normal(0, 0.05, (SAMPLES, TOKENS - 1))
+    weight = (RESPONSE / RESPONSE.sum()).astype(np.float32)
+    nothing = np.zeros_like(weight)
+    batch = trainer.prepare_live()
+    samples = batch.to_ranks(
+        TrainingBatch(tokens, MASK, None, weight, nothing, nothing, CriticBatch(weight, target, nothing))
+    )
+    state = trainer.state
+    load = jnp.zeros((trainer.config.model_config.moe_layers, 16), jnp.int32)
+    losses, first = [], None
+    for _ in range(60):
+        ran = update(state.agent, state.optimizer, batch, samples, load, clip=Clip(), critic=CRITIC)
+        losses.append(float(ran.critic_loss))
+        if first is None:
+            moments = nnx.as_pure(state.optimizer.opt_state)[1][0].mu["critic"]
+            head = nnx.as_pure(nnx.state(state.agent.critic))
+            first = jax.device_get((head, moments, ran.gradient_norm))
+    return target[RESPONSE], losses, first
+
+
+def test_the_first_loss_is_that_of_values_of_0(learned):
+    target, losses, _ = learned
+    assert losses[0] == pytest.approx(0.5 * np.square(target).mean(), rel=1e-5)
+
+
+def test_the_gradient_has_the_factor_and_the_step_the_rate(learned):
+    target, _, (head, moments, norm) = learned
+    # Adam's first moments are a tenth of the gradient, whose norm is cut to 1.
+    cut = min(1, 1 / norm)
+    assert moments["bias"] == pytest.approx(-0.1 * cut * CRITIC.factor * target.mean(), rel=1e-4)
+    assert np.linalg.norm([*moments["weight"], moments["bias"]]) == pytest.approx(0.1 * cut * norm, rel=1e-4)
+    # Adam's first step is the learning rate.
+    step = SMALL["learning_rate"] * CRITIC.rate
+    assert head["bias"] == pytest.approx(step, rel=1e-3)
+    np.testing.assert_allclose(np.abs(head["weight"]), step, rtol=1e-2)
+
+
+def test_the_critic_learns(learned):
+    target, losses, _ = learned
+    # Half the mean square of what is left: more than half of the variance is explained.
+    assert losses[-1] < 0.5 * 0.5 * target.var()
+
+
+def started(trainer, value, finished=(True, True, False, True)):
+    """What the recompute said is ``value`` everywhere: what `start_critic` makes of it, and the head's bias."""
+    response = RESPONSE[:4]
+    tokens = np.zeros(response.shape, np.int32)
+    responses = Responses(tokens, MASK[:4], response, tokens[..., None, None], tokens * 1.0, np.ones(4, bool))
+    scored = np.array(finished)
+    rewards = Rewards(np.array([1, 0.5, 0, 0], np.float32), scored, [])
+    rollout = Rollout(responses, response, scored, lambda: rewards, None, 0, {})
+    old = OldPolicy(
+        np.zeros(response.shape, np.float32), None, value=np.full(response.shape, value, np.float32)
+    )
+    found = start_critic(trainer.state, trainer.config, rollout, rewards, old)
+    return found.value, float(trainer.state.agent.critic.bias[...])
+
+
+def test_a_new_critic_begins_at_the_mean_return():
+    trainer = make_trainer()
+    value, bias = started(trainer, 0.0, finished=(False,) * 4)
+    assert not value.any(), "nothing has finished"
+    assert bias == 0
+    value, bias = started(trainer, 0.0)
+    assert bias == 0.5, "of three responses"
+    assert (value == bias).all(), "the first losses and advantages are of that head"
+    # It begins once.
+    value, bias = started(trainer, 0.25, finished=(True, True, False, False))
+    assert (value == 0.25).all()
+    assert bias == 0.5
+
+
+def test_the_mean_return_is_discounted():
+    _, bias = started(make_trainer(critic=Critic(discount=0.5)), 0.0)
+    worth = 0.5 ** np.arange(RESPONSE[0].sum())
+    assert bias == pytest.approx(0.5 * worth.mean(), rel=1e-6)
