@@ -176,7 +176,7 @@ def test_training_in_stages_is_the_same_as_under_static_placement():
     assert np.abs(still.experts() - before).max() > 2e-2
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_copies_of_the_group_run_stages_too():
     run = Run(topology=Topology(num_nodes=1, ranks_per_node=2, num_experts=8, replica_slots=1), data=2)
     assert_same_training(run, *run.train(0, 2))

@@ -48,7 +48,7 @@ def tensors(folder):
     return {name: np.asarray(value) for name, value in pretrained_tensors(model)}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("task", ["count", "spell_backward"])
 def test_a_run_starts_from_a_checkpoint_and_leaves_one(task, folder, tmp_path, monkeypatch):
     if task == "spell_backward":

@@ -20,7 +20,7 @@ CHECKS = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_processes_of_four_devices(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
