@@ -101,7 +101,7 @@ def test_samples_that_are_not_aligned_to_the_left_are_refused():
 @pytest.mark.long
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
 def test_a_run_in_packed_rows_learns_the_same(monkeypatch, algorithm):
-    """Answers of uneven length; the same responses, and the same steps from them."""
+    """Answers of uneven length; the same responses, and the same step from them."""
     monkeypatch.setattr(
         "experiments.rl.configs.POLICIES", {"tiny": dataclasses.replace(CONFIG, vocabulary=259)}
     )
@@ -116,12 +116,18 @@ def test_a_run_in_packed_rows_learns_the_same(monkeypatch, algorithm):
     for pack_rows in (False, True):
         config = Train(**settings, algorithm=algorithm, micro_batches=2, anneal_steps=20, pack_rows=pack_rows)
         trainer = Trainer(config, 0)
-        learned[pack_rows] = trainer.learn(), trainer.learn()
-    for packed, unpacked in zip(learned[True], learned[False], strict=True):
-        assert packed["response/tokens"] == unpacked["response/tokens"]
-        assert packed["policy/loss"] == pytest.approx(unpacked["policy/loss"], abs=1e-5)
-        assert packed["policy/gradient_norm"] == pytest.approx(unpacked["policy/gradient_norm"], rel=1e-3)
-        if algorithm == "ppo":  # values of the second batch are not those of a new head, which are 0
-            assert packed["critic/loss"] == pytest.approx(unpacked["critic/loss"], rel=1e-3)
-        assert packed["batch/fill"] >= 0.95
-        assert unpacked["batch/fill"] < 0.9
+        if algorithm == "ppo":  # a new head says the same of all tokens
+            head = trainer.state.agent.critic.weight
+            head[...] = jax.random.normal(jax.random.key(1), head.shape)
+        learned[pack_rows] = trainer.learn()
+    packed, unpacked = learned[True], learned[False]
+    assert packed["response/tokens"] == unpacked["response/tokens"]
+    assert packed["policy/loss"] == pytest.approx(unpacked["policy/loss"], abs=1e-5)
+    assert packed["policy/gradient_norm"] == pytest.approx(unpacked["policy/gradient_norm"], rel=1e-4)
+    if algorithm == "ppo":
+        assert packed["critic/loss"] == pytest.approx(unpacked["critic/loss"], rel=1e-4)
+        assert packed["critic/explained_variance"] == pytest.approx(
+            unpacked["critic/explained_variance"], rel=1e-4
+        )
+    assert packed["batch/fill"] >= 0.95
+    assert unpacked["batch/fill"] < 0.9
