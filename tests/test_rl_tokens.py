@@ -305,7 +305,7 @@ def test_a_run_generates_and_learns_by_the_tokenizer_of_a_checkpoint(checkpoint,
         assert not np.isin(tokens[response][:-1], tokenizer.ends).any()
     assert trainer.evaluate()["evaluation/failed"] == 0
     assert trainer.warm_up()["warmup/loss"] == pytest.approx(np.log(320), rel=0.05)
-    monkeypatch.setattr(trainer, "config", dataclasses.replace(config, prompt_tokens=9))
+    monkeypatch.setattr(trainer.prompts, "config", dataclasses.replace(config, prompt_tokens=9))
     with pytest.raises(
         ValueError, match=r"of 64 examples 0 fit prompt_tokens=9 .* the longest have \d\d and"
     ):
