@@ -6,7 +6,7 @@ import os
 import platform
 import resource
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from experiments.interleaving import interleaved
 from experiments.reference_solvers import numpy_rebalance, python_rebalance, solve_replication
 from relibra_jax.cost.hardware import CLUSTERS
 from relibra_jax.cost.models import MODELS
@@ -36,32 +37,6 @@ BATCH = Topology(num_nodes=4, ranks_per_node=8, num_experts=128, replica_slots=2
 WITH_RESIDENTS = dataclasses.replace(BATCH, resident_slots=1)
 MICRO_BATCHES, LAYERS = 32, 94
 COST = unit_times(CLUSTERS["h100"], MODELS["qwen3-235b-a22b"], context=4096.0, dispatch="hierarchical")
-
-
-def interleaved[Name](runs: Mapping[Name, Callable[[], object]], *, repeats: int) -> dict[Name, float]:
-    """The median seconds of each run; arguments as of `interleaved_seconds`."""
-    return {
-        name: float(np.median(values)) for name, values in interleaved_seconds(runs, repeats=repeats).items()
-    }
-
-
-def interleaved_seconds[Name](
-    runs: Mapping[Name, Callable[[], object]], *, repeats: int
-) -> dict[Name, list[float]]:
-    """The seconds of each run; all are called in turn, after one round to compile and warm up.
-
-    Args:
-        runs: the calls to time, by name.
-        repeats: the number of rounds that are timed.
-    """
-    times: dict[Name, list[float]] = {name: [] for name in runs}
-    for round_ in range(repeats + 1):
-        for name, run in runs.items():
-            start = time.perf_counter()
-            jax.block_until_ready(run())
-            if round_:
-                times[name].append(time.perf_counter() - start)
-    return times
 
 
 def bench_rebalance() -> None:

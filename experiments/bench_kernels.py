@@ -20,7 +20,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from experiments.bench import interleaved
+from experiments.interleaving import interleaved
 from pallas_kernels import grouped_dot, grouped_mlp
 from relibra_jax.cli.parsing import run_program
 

@@ -27,8 +27,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from experiments.bench import interleaved
 from experiments.contenders import ContenderBatch, contenders, expert_weights
+from experiments.interleaving import interleaved
 from relibra_jax.cli.options import TraceName
 from relibra_jax.cli.parsing import run_program
 from relibra_jax.execution import (

@@ -14,7 +14,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from experiments.bench import interleaved
+from experiments.interleaving import interleaved
 from experiments.rl.devices import host_devices
 from experiments.rl.generation import generate
 from experiments.rl.policy import TINY

@@ -26,8 +26,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from experiments.bench import interleaved
 from experiments.contenders import ContenderBatch, contenders, expert_weights
+from experiments.interleaving import interleaved
 from experiments.synthetic_traces import synthetic_trace
 from pallas_kernels import grouped_mlp
 from relibra_jax.atomic_write import write_json

@@ -3,6 +3,7 @@
 from typing import Any, Final, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 NORM_LIMIT: Final = 0.01
@@ -58,3 +59,18 @@ def check_close(name: str, found: Any, wanted: Any) -> Difference:
             )
         largest = Difference(*map(max, largest, off))
     return largest
+
+
+@jax.jit
+def same_bits(found: Any, wanted: Any) -> jax.Array:
+    """Return whether two trees of the same arrays are equal bit for bit, NaN among them.
+
+    >>> bool(same_bits(np.float32([np.nan]), np.float32([np.nan]))), bool(same_bits(np.zeros(2), -np.zeros(2)))
+    (True, False)
+    """
+
+    def bits(array: Any) -> jax.Array:
+        return jax.lax.bitcast_convert_type(array, jnp.dtype(f"uint{8 * array.dtype.itemsize}"))
+
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
+    return jnp.stack([(bits(one) == bits(other)).all() for one, other in pairs]).all()

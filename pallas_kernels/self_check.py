@@ -19,6 +19,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -26,7 +27,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.compare import check_close
+from pallas_kernels.compare import check_close, same_bits
+from pallas_kernels.user_cache import cache_folder, write_whole
 
 SECONDS: Final = 180
 """The time after which a check has hung."""
@@ -77,11 +79,8 @@ def run_check(implementation: str) -> Verdict:
         verdict = Verdict(ran.returncode == 0, "" if ran.returncode == 0 else lines[-1][:300])
     except subprocess.TimeoutExpired:
         verdict = Verdict(False, f"it hung for {SECONDS} s")
-    path = verdicts_path()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(f".{os.getpid()}")
-    part.write_text(json.dumps({**_read_all(), _key(implementation): verdict._asdict()}, indent=1) + "\n")
-    part.replace(path)
+    verdicts = {**_read_all(), _key(implementation): verdict._asdict()}
+    write_whole(verdicts_path(), json.dumps(verdicts, indent=1) + "\n")
     return verdict
 
 
@@ -103,9 +102,7 @@ def read_verdict(implementation: str) -> Verdict | None:
 
 def verdicts_path() -> Path:
     """The file of verdicts, in the user's cache folder."""
-    return (
-        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "relibra_jax" / "self_check.json"
-    )
+    return cache_folder() / "self_check.json"
 
 
 def _read_all() -> dict[str, Any]:
@@ -132,9 +129,6 @@ def check_here(implementation: str) -> None:
     Raises:
         ValueError: if a result is wrong, or is not the same in every run.
     """
-    # Imported late: the calls of this package ask this module which implementation to choose.
-    from pallas_kernels import grouped_mlp
-
     slots = 4, 2
     pattern = np.array([3, 0, 1, 2, 0, 1])
     for rows, width in SIZES:
@@ -146,23 +140,36 @@ def check_here(implementation: str) -> None:
             jnp.where(beyond, jnp.nan, jax.random.normal(key, (rows, width), jnp.bfloat16))
             for key in keys[1:]
         )
-        operands = x, (weights[: slots[0]], weights[slots[0] :]), jnp.linspace(0.5, 2, rows), d_out
-
-        @functools.partial(jax.jit, static_argnums=0)
-        def run(name, x, weights, scale, d_out, sizes=sizes):
-            def call(x, weights, scale):
-                return grouped_mlp(x, weights, jnp.asarray(sizes), scale, implementation=name)
-
-            out, pull = jax.vjp(call, x, weights, scale)
-            return out, *pull(d_out)
-
-        first = run(implementation, *operands)
-        check_close(f"{rows} rows of {width}", first, run("xla", *operands))
+        buffers = weights[: slots[0]], weights[slots[0] :]
+        operands = x, buffers, jnp.asarray(sizes), jnp.linspace(0.5, 2, rows), d_out
+        ours, theirs = (
+            jax.jit(functools.partial(mlp_with_gradients, name)) for name in (implementation, "xla")
+        )
+        first = ours(*operands)
+        check_close(f"{rows} rows of {width}", first, theirs(*operands))
         for _ in range(REPEATS):
-            again = run(implementation, *operands)
-            for one, other in zip(jax.tree.leaves(first), jax.tree.leaves(again), strict=True):
-                if (np.asarray(one).view(np.uint8) != np.asarray(other).view(np.uint8)).any():
-                    raise ValueError(f"{rows} rows of {width}: two runs are not the same bit for bit")
+            if not same_bits(first, ours(*operands)):
+                raise ValueError(f"{rows} rows of {width}: two runs are not the same bit for bit")
+
+
+def mlp_with_gradients(
+    implementation: str,
+    x: jax.Array,
+    weights: Sequence[jax.Array],
+    sizes: jax.Array,
+    scale: jax.Array,
+    d_out: jax.Array,
+) -> dict[str, Any]:
+    """Return the grouped MLP and all its gradients, by name."""
+    # Imported late: the calls of this package ask this module which implementation to choose.
+    from pallas_kernels import grouped_mlp
+
+    def call(x, weights, scale):
+        return grouped_mlp(x, weights, sizes, scale, implementation=implementation)
+
+    out, pull = jax.vjp(call, x, weights, scale)
+    d_x, d_weights, d_scale = pull(d_out)
+    return {"out": out, "d_x": d_x, "d_weights": d_weights, "d_scale": d_scale}
 
 
 def reasons_not_to_check() -> dict[str, str | None]:

@@ -1,12 +1,13 @@
-"""GPUs other than the H100, described well enough for XLA to compile for them on a machine that has none.
+"""GPUs described well enough for XLA to compile for them on a machine that has none.
 
 Compute capability, shared memory and threads are those of the CUDA C++ Programming Guide's table of technical
 specifications; the other figures are those of NVIDIA's data sheets and architecture white papers, with the highest
-boost clock. Of all these, kernels that Triton compiles depend on the compute capability and the shared memory alone.
+boost clock; the H100 is the SXM5 part, of 132 multiprocessors. Of all these, kernels that Triton compiles depend on the
+compute capability and the shared memory alone.
 """
 
 import os
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from jax.experimental import topologies
@@ -55,7 +56,7 @@ GPUS: Final = {
         "NVIDIA RTX PRO 6000 Blackwell Server Edition", (12, 0), 188, 128, 1536, 2.6, 96, 1597, 128, 100
     ),
 }
-"""One GPU of each family that the Triton kernels are for, by a short name."""
+"""One GPU of each family that kernels are compiled for, by a short name."""
 
 
 def target_config(gpu: Gpu) -> str:
@@ -90,8 +91,8 @@ device_description_str: "{gpu.kind}"
 """
 
 
-def gpu_mesh(gpu: Gpu) -> Mesh:
-    """Return a mesh of one axis, ``rank``, over one GPU that nobody has to own.
+def described_devices(gpu: Gpu, *, nodes: int = 1, gpus_per_node: int = 1) -> list[Any]:
+    """Return GPUs that nobody has to own.
 
     Raises:
         RuntimeError: the compiler for CUDA is not installed here.
@@ -100,8 +101,16 @@ def gpu_mesh(gpu: Gpu) -> Mesh:
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
     try:
         described = topologies.get_topology_desc(
-            platform="cuda", topology_name="gpu", topology="1x1x1", target_config=target_config(gpu)
+            platform="cuda",
+            topology_name="gpus",
+            topology=f"1x{nodes}x{gpus_per_node}",
+            target_config=target_config(gpu),
         )
     except NotImplementedError as error:
         raise RuntimeError("jax-cuda13-plugin and jax-cuda13-pjrt are not installed: run make aot") from error
-    return Mesh(np.array(described.devices), ("rank",), axis_types=(AxisType.Auto,))
+    return described.devices
+
+
+def gpu_mesh(gpu: Gpu) -> Mesh:
+    """Return a mesh of one axis, ``rank``, over one GPU that nobody has to own."""
+    return Mesh(np.array(described_devices(gpu)), ("rank",), axis_types=(AxisType.Auto,))

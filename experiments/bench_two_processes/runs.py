@@ -8,7 +8,6 @@ from typing import Final, Literal
 import jax
 import numpy as np
 
-from experiments.bench import interleaved_seconds
 from experiments.bench_two_processes.crossing_bytes import (
     CROSSINGS,
     FLOAT,
@@ -18,6 +17,7 @@ from experiments.bench_two_processes.crossing_bytes import (
 )
 from experiments.bench_two_processes.update import Inputs, Update, make_inputs
 from experiments.contenders import ContenderBatch, Samples, draw_samples, plan_contender, route_evenly
+from experiments.interleaving import interleaved_seconds
 from relibra_jax.execution import ExpertParallel, expert_mesh, grow_capacities
 from relibra_jax.planning.planners import PLANNERS
 from relibra_jax.traces.trace import Trace

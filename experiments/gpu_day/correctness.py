@@ -9,7 +9,7 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final, NamedTuple
 
 import jax
@@ -18,16 +18,16 @@ import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from experiments.gpu_day.facts import say
-from pallas_kernels import grouped_mlp
-from pallas_kernels.compare import check_close
+from pallas_kernels.compare import check_close, same_bits
 from pallas_kernels.grouped_dot.api import IMPLEMENTATIONS
 from pallas_kernels.grouped_mlp.swiglu import swiglu
 from pallas_kernels.hopper.persistent_kernel import TileSizes
-from pallas_kernels.hopper.row_product_kernel import Sweep, row_product_kernel
+from pallas_kernels.hopper.row_product_kernel import row_product_kernel
 from pallas_kernels.hopper.tile_walk import group_offsets
 from pallas_kernels.hopper.weight_gradient_kernel import weight_gradient_kernel
 from pallas_kernels.implementation import choose_implementation
-from pallas_kernels.self_check import reasons_not_to_check, run_check
+from pallas_kernels.self_check import mlp_with_gradients, reasons_not_to_check, run_check
+from pallas_kernels.sweep import Sweep
 
 SPLITS: Final = ("even", "uneven", "empty")
 """How rows are split over groups."""
@@ -227,18 +227,11 @@ def _mlp_operands(rehearsal: bool) -> tuple[Any, ...]:
     homes, replicas = (buffer * sizes.contraction**-0.5 for buffer in operands.buffers)
     scale = jnp.linspace(0.5, 2, sizes.rows, dtype=jnp.float32)
     d_out = jax.random.normal(jax.random.key(7), operands.x.shape, jnp.bfloat16)
-    return operands.x, (homes, replicas), scale, jnp.asarray(operands.split("uneven")), d_out
+    return operands.x, (homes, replicas), jnp.asarray(operands.split("uneven")), scale, d_out
 
 
-def _with_gradients(implementation: str, rehearsal: bool):
-    @jax.jit
-    def run(x, weights, scale, split, d_out):
-        def call(x, weights, scale):
-            return grouped_mlp(x, weights, split, scale, implementation=implementation)
-
-        out, pull = jax.vjp(call, x, weights, scale)
-        d_x, d_weights, d_scale = pull(d_out)
-        return {"out": out, "d_x": d_x, "d_weights": d_weights, "d_scale": d_scale}
+def _with_gradients(implementation: str, rehearsal: bool) -> Callable[..., dict[str, Any]]:
+    run = jax.jit(functools.partial(mlp_with_gradients, implementation))
 
     def in_context(*operands):
         with interpreter(rehearsal and implementation == "mosaic"):
@@ -265,13 +258,8 @@ def check_repeats(*, rehearsal: bool) -> None:
     operands, run = _mlp_operands(rehearsal), _with_gradients("mosaic", rehearsal)
     first, runs, moved = run(*operands), 2 if rehearsal else 500, 0
 
-    @jax.jit
-    def differ(one, other):
-        pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
-        return jnp.stack([((a != b) & ~(jnp.isnan(a) & jnp.isnan(b))).any() for a, b in pairs]).any()
-
     for _ in range(runs):
-        moved += int(differ(first, run(*operands)))
+        moved += not same_bits(first, run(*operands))
     say(runs=runs, moved=moved)
     if moved:
         raise ValueError(f"{moved} of {runs} runs are not the first one bit for bit")

@@ -8,14 +8,13 @@ import numpy as np
 
 from experiments.contenders import Samples, plan_contender
 from experiments.gpu_day.facts import say
+from experiments.gpu_day.one_rank import layer_output
 from experiments.gpu_day.timing import median_seconds
 from pallas_kernels.compare import check_close
 from pallas_kernels.implementation import why_not_hopper
 from relibra_jax.execution import (
     ExpertParallel,
     expert_mesh,
-    fetch_replicas,
-    moe_layer,
     prepare_layer,
     rank_sharding,
 )
@@ -62,13 +61,10 @@ def check_group(devices: int, exchange: str, *, rehearsal: bool) -> None:
     weights = jnp.asarray(matrices, jnp.bfloat16)
     layout = np.asarray(home_layout(batch.batch_plan.plan.home[0], topology))
 
-    def layer(x, gates, experts, ids, prepared):
-        held, x = fetch_replicas(experts, prepared, x, parallel)
-        return moe_layer(x, ids, gates, held, prepared, parallel).output
-
     @jax.jit
     def step(x, gates, experts, ids, prepared):
-        out, pull = jax.vjp(functools.partial(layer, ids=ids, prepared=prepared), x, gates, experts)
+        layer = functools.partial(layer_output, ids=ids, layer=prepared, parallel=parallel)
+        out, pull = jax.vjp(layer, x, gates, experts)
         return out, *pull(out)
 
     @jax.jit

@@ -91,19 +91,20 @@ def _fetch(experts, layer, x, parallel):
     return fetch_replicas(experts, layer, x, parallel)
 
 
-def _layer(x, gates, experts, ids, layer, parallel):
+def layer_output(x, gates, experts, *, ids, layer, parallel):
+    """What `moe_layer` returns for tokens, behind the fetch of the layer's replicas."""
     held, x = fetch_replicas(experts, layer, x, parallel)
     return moe_layer(x, ids, gates, held, layer, parallel).output
 
 
 @functools.partial(jax.jit, static_argnums=5)
 def _forward(x, ids, gates, experts, layer, parallel):
-    return _layer(x, gates, experts, ids, layer, parallel)
+    return layer_output(x, gates, experts, ids=ids, layer=layer, parallel=parallel)
 
 
 @functools.partial(jax.jit, static_argnums=5)
 def _gradients(x, ids, gates, experts, layer, parallel):
-    call = functools.partial(_layer, ids=ids, layer=layer, parallel=parallel)
+    call = functools.partial(layer_output, ids=ids, layer=layer, parallel=parallel)
     out, pull = jax.vjp(call, x, gates, experts)
     return out, *pull(out)
 

@@ -4,6 +4,7 @@ A program calls an operation on sets of operands in turn, so that none is found 
 enough to hide how programs are started.
 """
 
+import functools
 import math
 import statistics
 import time
@@ -18,6 +19,7 @@ from jax.experimental.mosaic.gpu import profiler
 
 from experiments.gpu_day.facts import say
 from experiments.gpu_day.operations import DENSE, OURS, Call, Operands, Operation
+from experiments.interleaving import interleaved_seconds
 
 
 class Reading(NamedTuple):
@@ -103,14 +105,10 @@ def median_seconds(
         start = time.perf_counter()
         jax.block_until_ready(run())
         counts[name] = math.ceil(reading / (time.perf_counter() - start))
-    readings: dict[Any, list[float]] = {name: [] for name in runs}
-    for _ in range(repeats):
-        for name, run in runs.items():
-            start = time.perf_counter()
-            jax.block_until_ready(run_often(run, counts[name]))
-            readings[name].append((time.perf_counter() - start) / counts[name])
+    often = {name: functools.partial(run_often, run, counts[name]) for name, run in runs.items()}
     return {
-        name: Reading(*np.quantile(values, (0.5, 0.25, 0.75)).tolist()) for name, values in readings.items()
+        name: Reading(*(np.quantile(seconds, (0.5, 0.25, 0.75)) / counts[name]).tolist())
+        for name, seconds in interleaved_seconds(often, repeats=repeats).items()
     }
 
 

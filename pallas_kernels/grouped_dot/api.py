@@ -24,9 +24,9 @@ from pallas_kernels.implementation import (
     check_weights,
     choose_implementation,
     describe,
-    match_varying_axes,
     resolve_out_dtype,
 )
+from pallas_kernels.varying_axes import match_varying_axes
 
 type Array = jax.Array | np.ndarray
 

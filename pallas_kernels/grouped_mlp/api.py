@@ -15,7 +15,8 @@ from pallas_kernels.grouped_mlp.operands import Array, check_operands
 from pallas_kernels.grouped_mlp.reference import grouped_mlp_reference
 from pallas_kernels.grouped_mlp.triton import grouped_mlp_triton
 from pallas_kernels.grouped_mlp.xla import grouped_mlp_xla
-from pallas_kernels.implementation import choose_implementation, match_varying_axes, resolve_out_dtype
+from pallas_kernels.implementation import choose_implementation, resolve_out_dtype
+from pallas_kernels.varying_axes import match_varying_axes
 
 IMPLEMENTATIONS: Final[Mapping[str, Callable[..., jax.Array]]] = {
     "reference": grouped_mlp_reference,

@@ -23,15 +23,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.grouped_mlp.swiglu import swiglu, swiglu_gradients
+from pallas_kernels.grouped_mlp.swiglu import DOWN, GATE, UP, swiglu, swiglu_gradients
 from pallas_kernels.hopper.persistent_kernel import pad_rows
-from pallas_kernels.hopper.row_product_kernel import Sweep, row_product_kernel
+from pallas_kernels.hopper.row_product_kernel import row_product_kernel
 from pallas_kernels.hopper.tile_sizes import Problem, choose_tile_sizes
 from pallas_kernels.hopper.tile_walk import align_down, count_tiles, group_offsets
 from pallas_kernels.hopper.weight_gradient_kernel import weight_gradient_kernel
-
-GATE, UP, DOWN = 0, 1, 2
-"""The matrices of a slot, as indices of the weights' second axis."""
+from pallas_kernels.sweep import Sweep
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))

@@ -6,6 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+GATE, UP, DOWN = 0, 1, 2
+"""The matrices of a slot, as indices of the weights' second axis."""
+
 
 def swiglu(sums: Sequence[jax.Array], _: Any) -> tuple[list[jax.Array], None]:
     """Return the hidden values of gate and up."""

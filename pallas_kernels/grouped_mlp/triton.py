@@ -13,14 +13,12 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.group_loops import group_bounds
-from pallas_kernels.grouped_mlp.swiglu import swiglu, swiglu_gradients
+from pallas_kernels.grouped_mlp.swiglu import DOWN, GATE, UP, swiglu, swiglu_gradients
+from pallas_kernels.sweep import Sweep
 from pallas_kernels.triton.block_sizes import row_product_blocks, weight_gradient_blocks
-from pallas_kernels.triton.row_product_kernel import Sweep, row_product_kernel
+from pallas_kernels.triton.row_product_kernel import row_product_kernel
 from pallas_kernels.triton.row_tiles import row_tiles
 from pallas_kernels.triton.weight_gradient_kernel import weight_gradient_kernel
-
-GATE, UP, DOWN = 0, 1, 2
-"""The matrices of a slot, as indices of the weights' second axis."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))

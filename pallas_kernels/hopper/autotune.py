@@ -23,7 +23,7 @@ from jax.experimental.mosaic.gpu import profiler
 
 from pallas_kernels.compare import check_close
 from pallas_kernels.hopper.persistent_kernel import TileSizes
-from pallas_kernels.hopper.row_product_kernel import Sweep, row_product_kernel
+from pallas_kernels.hopper.row_product_kernel import row_product_kernel
 from pallas_kernels.hopper.tile_sizes import (
     MODELS,
     RANKS,
@@ -43,6 +43,7 @@ from pallas_kernels.hopper.tile_table import (
 from pallas_kernels.hopper.tile_walk import group_offsets
 from pallas_kernels.hopper.weight_gradient_kernel import weight_gradient_kernel
 from pallas_kernels.implementation import why_not_hopper
+from pallas_kernels.sweep import Sweep
 
 ROWS_PER_GROUP: Final = (1024, 256, 2048, 32)
 """The expected rows of a group for which sizes are measured, the most wanted first."""

@@ -22,6 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper.multiprocessors import multiprocessors
 from pallas_kernels.hopper.tile_walk import ROW_ALIGNMENT
+from pallas_kernels.varying_axes import match_varying_axes
 
 STEP: Final = 64
 """Elements of a contraction that one buffer holds: 128 bytes, the widest swizzle."""
@@ -245,5 +246,5 @@ def launch(
         compiler_params=plgpu.CompilerParams(approx_math=approximate),
     )
     # Inside shard_map, kernels forget that their results differ between devices.
-    axes = tuple(jax.typeof(leaves[0]).manual_axis_type.varying)
-    return tuple(jax.lax.pcast(out, axes, to="varying") if axes else out for out in kernel(*leaves))
+    _, *varying = match_varying_axes(leaves[0], *kernel(*leaves))
+    return tuple(varying)

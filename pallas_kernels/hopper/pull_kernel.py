@@ -26,6 +26,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.varying_axes import match_varying_axes
+
 BLOCKS: Final = 32
 """Blocks of the kernel, so that most multiprocessors are left to what runs beside it. Three
 chunks of 16 KB are on their way in each, 1.6 MB together; 0.9 MB would fill NVLink's 450 GB/s at a latency of 2
@@ -172,7 +174,5 @@ def pull(rank: jax.Array, row: jax.Array, rows: jax.Array, axis: str) -> jax.Arr
     out = jax.lax.optimization_barrier(
         kernel(*jax.lax.optimization_barrier((rank, row, rows.reshape(-1, *chunks))))
     )
-    out = out.reshape(-1, *rows.shape[1:])
     # Inside shard_map, kernels forget that their results differ between devices.
-    axes = tuple(jax.typeof(rows).manual_axis_type.varying)
-    return jax.lax.pcast(out, axes, to="varying") if axes else out
+    return match_varying_axes(rows, out.reshape(-1, *rows.shape[1:]))[1]

@@ -27,19 +27,10 @@ from pallas_kernels.hopper.persistent_kernel import (
 )
 from pallas_kernels.hopper.tile_output import output_has, write_output
 from pallas_kernels.hopper.tile_walk import ROW_ALIGNMENT, Tile, walk_tiles
+from pallas_kernels.sweep import Sweep
 
 EPILOGUE_COLUMNS: Final = 32
 """Columns that an epilogue sees at a time: what it computes on the way takes registers."""
-
-
-class Sweep(NamedTuple):
-    """One pass over the contraction."""
-
-    rows: int
-    """The index of the row operand that the sweep's steps load."""
-    matrices: tuple[int, ...]
-    """The matrices of the slot that are multiplied, as indices of the weights' second axis: the product with the first
-    is added to the first accumulator, and so on."""
 
 
 class Operands(NamedTuple):

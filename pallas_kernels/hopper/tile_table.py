@@ -20,6 +20,7 @@ from typing import Final, NamedTuple
 import jax
 
 from pallas_kernels.hopper.persistent_kernel import TileSizes
+from pallas_kernels.user_cache import cache_folder, write_whole
 
 VARIABLE: Final = "RELIBRA_TILE_SIZES"
 """The environment variable that names the table."""
@@ -51,8 +52,7 @@ def table_path() -> Path | None:
     named = os.environ.get(VARIABLE)
     if named is not None:
         return Path(named) if named else None
-    caches = os.environ.get("XDG_CACHE_HOME")
-    return (Path(caches) if caches else Path.home() / ".cache") / "relibra_jax" / "tile_sizes.json"
+    return cache_folder() / "tile_sizes.json"
 
 
 def read_table(path: Path) -> TileTable:
@@ -78,10 +78,7 @@ def write_table(path: Path, table: TileTable) -> None:
         "date": datetime.date.today().isoformat(),
         "tiles": {key: sizes._asdict() for key, sizes in table.tiles.items()},
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    part.write_text(json.dumps(written, indent=1) + "\n")
-    part.replace(path)
+    write_whole(path, json.dumps(written, indent=1) + "\n")
 
 
 def measured_tile_sizes() -> Mapping[str, TileSizes]:

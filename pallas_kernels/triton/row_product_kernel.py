@@ -17,19 +17,10 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from pallas_kernels.sweep import Sweep
 from pallas_kernels.triton.block_sizes import BlockSizes
 from pallas_kernels.triton.launch import Span, block_span, branch, launch, load, store
 from pallas_kernels.triton.row_tiles import END, GROUP, START
-
-
-class Sweep(NamedTuple):
-    """One pass over the contraction."""
-
-    rows: int
-    """The index of the row operand that the sweep's steps load."""
-    matrices: tuple[int, ...]
-    """The matrices of the slot that are multiplied, as indices of the weights' second axis: the product with the first
-    is added to the first sum, and so on."""
 
 
 class Operands(NamedTuple):
