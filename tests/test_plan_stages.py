@@ -247,36 +247,36 @@ def test_the_time_of_a_batch_is_the_sum_over_its_stages(replay):
     [
         (
             {"num_micro_batches": (2, 4), "samples": [None]},
-            "samples are of 1 stages, num_micro_batches of 2",
+            "samples has 1 entries, but num_micro_batches has 2 stages",
         ),
         (
             {"num_micro_batches": (2, 4), "starts": [assign_in_order(32, TOPOLOGY, num_micro_batches=2)]},
-            "starts are of 1 stages, num_micro_batches of 2",
+            "starts has 1 entries, but num_micro_batches has 2 stages",
         ),
         (
             {"num_micro_batches": (2, 4), "samples": [None, range(16, 40)]},
-            r"samples\[1\]=range\(16, 40\) must be neighbours among the 32 samples",
+            r"samples\[1\]=range\(16, 40\) must be a range of consecutive samples among 32",
         ),
         (
             {"num_micro_batches": (2, 4), "samples": [None, range(0, 32, 2)]},
-            r"samples\[1\]=range\(0, 32, 2\) must be neighbours among the 32 samples",
+            r"samples\[1\]=range\(0, 32, 2\) must be a range of consecutive samples among 32",
         ),
         (
             {"num_micro_batches": (2, 4), "samples": [None, range(16, 19)]},
             r"num_micro_batches\[1\]=4 must be an integer of at least 1 and at most 3",
         ),
-        ({"num_micro_batches": ()}, "num_micro_batches must be a sequence of one number a stage, not empty"),
+        ({"num_micro_batches": ()}, "num_micro_batches must have at least one entry, one for each stage"),
         (
             {"num_micro_batches": (4, 40)},
             r"num_micro_batches\[1\]=40 must be an integer of at least 1 and at most 32",
         ),
         (
             {"num_micro_batches": (2, 4), "cost": COSTS[:1]},
-            "cost must be unit times of each of 2 stages, not of 1",
+            "cost has 1 entries; it must have one for each of 2 stages",
         ),
         (
             {"num_micro_batches": (2, 4), "cost": (COSTS[0], unit_times(**SETTING))},
-            r"cost has hierarchical=\[True, False\]: stages must agree on dispatch",
+            r"cost has hierarchical=\[True, False\], which must be the same in all stages",
         ),
         ({"num_micro_batches": (2, 4), "rounds": -1}, "rounds=-1 must be an integer of at least 0"),
     ],

@@ -272,7 +272,7 @@ def test_tolerance_buys_replicas(kind, tolerance):
     [
         ({"tolerance": -0.1}, "tolerance=-0.1 must be at least 0"),
         ({"tolerance": float("nan")}, "tolerance=nan must be at least 0"),
-        ({"tolerance": 0.05, "exact": True}, "exact=True leaves no room for tolerance=0.05"),
+        ({"tolerance": 0.05, "exact": True}, "tolerance=0.05 cannot be combined with exact=True"),
     ],
 )
 def test_tolerances_that_are_none(options, message):
