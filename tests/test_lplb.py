@@ -74,7 +74,7 @@ def test_cubes_use_each_edge_once():
 
 
 def test_graphs_that_do_not_fit():
-    with pytest.raises(ValueError, match="graph 'cube' joins 8 ranks, the domain has 4"):
+    with pytest.raises(ValueError, match="graph='cube' is for 8 ranks, but the domain has 4"):
         graph_edges("cube", 4, 2)
     with pytest.raises(ValueError, match=f"graph='star' must be one of {', '.join(GRAPHS)}"):
         graph_edges("star", 4, 2)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from support.plans import random_ids
 
-from relibra_jax.planning.residents import COPY, choose_residents, residents_to_ranks
+from relibra_jax.planning.residents import COPY_VALUE, choose_residents, residents_to_ranks
 from relibra_jax.planning.token_bits import token_bits
 from relibra_jax.types import EMPTY, TokenSample, Topology
 
@@ -58,7 +58,7 @@ def choose_one_by_one(case, *, crossing, push, count, hierarchical):
                     away = [int(expert) for expert in token if expert not in held]
                     for expert in away:
                         only[expert] += sum(home[other] == home[expert] for other in away) == 1
-                saved = {e: only[e] * NODES / TOKENS + COPY * copies[node, e, layer] for e in saved}
+                saved = {e: only[e] * NODES / TOKENS + COPY_VALUE * copies[node, e, layer] for e in saved}
             best = max(saved, key=saved.__getitem__)
             if crossing * saved[best] <= push:
                 break
