@@ -144,7 +144,7 @@ def test_works_under_jit_without_recompiling():
     ("change", "message"),
     [
         ({"num_micro_batches": 12}, "num_micro_batches=12 must be at least 1 and at most 11"),
-        ({"samples_per_rank": 0}, "11 samples need more than samples_per_rank=0 on 4 ranks"),
+        ({"samples_per_rank": 0}, "samples_per_rank=0 is too small for 11 samples on 4 ranks"),
         ({"token_budget": 0.9}, "token_budget=0.9 must be at least 1"),
         ({"steps": 0}, "steps=0"),
         ({"attention_cost": -1.0}, "attention_cost=-1.0"),

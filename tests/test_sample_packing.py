@@ -86,9 +86,9 @@ def test_samples_without_tokens_spread():
         ({"num_micro_batches": 12}, "num_micro_batches=12 must be at least 1 and at most 11 samples"),
         (
             {"samples_per_rank": 1},
-            "11 samples need more than samples_per_rank=1 on 4 ranks in 2 micro-batches",
+            "samples_per_rank=1 is too small for 11 samples on 4 ranks in 2 micro-batches",
         ),
-        ({"samples_per_rank": -3}, "11 samples need more than samples_per_rank=-3 on 4 ranks"),
+        ({"samples_per_rank": -3}, "samples_per_rank=-3 is too small for 11 samples on 4 ranks"),
     ],
 )
 def test_too_little_room_is_refused(change, message, jit):
@@ -112,7 +112,7 @@ def test_micro_batches_are_the_fewest_within_the_budget(tokens, spare):
     [
         ([3, 9, 4], 8, "sample 1 has 9 tokens, more than tokens_per_rank=8"),
         ([3], 0, "tokens_per_rank=0 must be an integer of at least 1"),
-        ([], 8, "there are no samples to pack"),
+        ([], 8, "tokens is empty: there must be at least one sample"),
     ],
 )
 def test_budgets_that_hold_no_batch_are_refused(tokens, budget, message):

@@ -204,7 +204,7 @@ def assign_samples(
 
 
 def _pack_positions(tokens, topology: Topology, num_micro_batches: int, room: int):
-    """The packed samples by position, ``[M positions]``; an empty position holds the number of samples."""
+    """Pack samples and return them by position, ``[M positions]``; an empty position holds the number of samples."""
     samples, ranks = len(tokens), topology.num_ranks
     if room > 1:
         options = {"num_micro_batches": num_micro_batches, "samples_per_rank": room}
@@ -218,7 +218,7 @@ def _pack_positions(tokens, topology: Topology, num_micro_batches: int, room: in
 
 
 def _node_share(sample_load, home, nodes):
-    """The load of each sample on each node, ``[B N*L]``; a layer's mean node load over the batch sums to 1 / L."""
+    """Return the load of each sample on each node, ``[B N*L]``; a layer's mean over nodes, summed over B, is 1 / L."""
     samples, layers, experts = sample_load.shape
     on_node = jnp.asarray(home)[:, None] // (experts // nodes) == jnp.arange(nodes)[None, :, None]
     load = jnp.asarray(sample_load, jnp.float32)
@@ -229,7 +229,7 @@ def _node_share(sample_load, home, nodes):
 
 
 def _budgets(length, sample, ranks: int, token_budget: float):
-    """The token budgets of a micro-batch and of a rank, int32, as `assign_samples` describes them."""
+    """Return the token budgets of a micro-batch and of a rank, int32, which `assign_samples` describes."""
     rank_tokens = length[sample].reshape(len(sample), ranks, -1).sum(-1, dtype=jnp.int32)
     mean = length.sum(dtype=jnp.float32) / jnp.array([len(sample), rank_tokens.size])
     needed = jnp.stack([rank_tokens.sum(1).max(), rank_tokens.max(), length.max()])

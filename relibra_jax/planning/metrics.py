@@ -89,8 +89,8 @@ def replication_bound(
 
     Replicas that stay in their node cannot take load out of it, so no plan is below the mean of the fullest node. Nor
     can a rank take over more load than its slots hold (`relibra_jax.planning.greedy_replication.least_top_load`).
-    Residents may be on any node, with replicas beside them, so with resident slots all ranks are one domain, and the
-    bound is looser.
+    Residents may be on any node, and replicas may be on nodes with a resident, so with resident slots all ranks are one
+    domain, and the bound is looser.
 
     Args:
         load: the number of token copies for each expert, by the rank where they lie.

@@ -247,7 +247,7 @@ def _check(load, home, topology, steps, move_cost, crossing_cost):
 
 
 def _crossing_share(source_load):
-    """The share of a layer's token copies that would cross nodes for an expert with its home on each node, [N E L]."""
+    """Return the share of a layer's token copies that cross if an expert's home is on each node, ``[N E L]``."""
     elsewhere = source_load.sum(0, keepdims=True) - source_load
     return elsewhere / jnp.maximum(source_load.sum((0, 1), keepdims=True), 1)
 

@@ -165,7 +165,7 @@ def _follow(
 
 
 def _layer_below(load: Num[jax.Array, "M L E"]) -> Num[jax.Array, "M L E"]:
-    """The loads one layer below; the first layer keeps its own loads, of which only the sum is used."""
+    """Return the loads one layer below; the first layer keeps its own loads, of which only the sum is used."""
     return jnp.concatenate([load[:, :1], load[:, :-1]], axis=1)
 
 
