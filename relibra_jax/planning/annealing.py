@@ -194,14 +194,14 @@ def _price(item: Bins, candidates: Bins, total, p, q):
     others = jnp.where((index == p) | (index == q), -jnp.inf, total)
     rest = jnp.maximum(others.max(0, keepdims=True), 0)
 
-    def peak(here, there):
-        return jnp.maximum(jnp.maximum(here, there), rest)
+    def peak(load_p, load_q):
+        return jnp.maximum(jnp.maximum(load_p, load_q), rest)
 
     gain = candidates.share - item.share
     # The barrier keeps the sum over micro-batches out of the fusion, where XLA:CPU would not vectorise it.
-    after = jax.lax.optimization_barrier(peak(total[p][None] + gain, total[q][None] - gain)).sum(1)
-    after += (candidates.cost[p] - candidates.cost[q]) - (item.cost[p] - item.cost[q])
-    return peak(total[p][None], total[q][None]).sum(1), after
+    swap_prices = jax.lax.optimization_barrier(peak(total[p][None] + gain, total[q][None] - gain)).sum(1)
+    swap_prices += (candidates.cost[p] - candidates.cost[q]) - (item.cost[p] - item.cost[q])
+    return peak(total[p][None], total[q][None]).sum(1), swap_prices
 
 
 class Draws(NamedTuple):
@@ -247,14 +247,14 @@ def _anneal(state: Bins, key: PRNGKeyArray, steps: int, hottest: Float[jax.Array
         i, q, noise = draw
         # The barrier makes all reads come before the writes. Otherwise XLA:CPU would copy the whole carry.
         item, candidates = jax.lax.optimization_barrier((_at(state, i, 1), _at(state, q * size, size)))
-        now, after = _price(item, candidates, total, i // size, q)
-        choice = jnp.argmin(jnp.concatenate([now, after]) - noise[:, None], axis=0) - 1
+        stay_price, swap_prices = _price(item, candidates, total, i // size, q)
+        choice = jnp.argmin(jnp.concatenate([stay_price, swap_prices]) - noise[:, None], axis=0) - 1
 
         def swap(item, candidates, axis):
             row = [1] * (item.ndim - 1) + [-1]
             column = [size if d == axis else 1 for d in range(item.ndim - 1)] + [1]
-            picked = jnp.take_along_axis(candidates, jnp.maximum(choice, 0).reshape(row), axis)
-            new_item = jnp.where(choice.reshape(row) < 0, item, picked)
+            partner = jnp.take_along_axis(candidates, jnp.maximum(choice, 0).reshape(row), axis)
+            new_item = jnp.where(choice.reshape(row) < 0, item, partner)
             is_chosen = choice.reshape(row) == jnp.arange(size).reshape(column)
             return new_item, jnp.where(is_chosen, item, candidates)
 

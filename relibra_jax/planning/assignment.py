@@ -232,8 +232,8 @@ def _budgets(length, sample, ranks: int, token_budget: float):
     """Return the token budgets of a micro-batch and of a rank, int32, which `assign_samples` describes."""
     rank_tokens = length[sample].reshape(len(sample), ranks, -1).sum(-1, dtype=jnp.int32)
     mean = length.sum(dtype=jnp.float32) / jnp.array([len(sample), rank_tokens.size])
-    needed = jnp.stack([rank_tokens.sum(1).max(), rank_tokens.max(), length.max()])
-    return jnp.maximum(jnp.floor(token_budget * mean).astype(jnp.int32), jnp.maximum(needed[:2], needed[2]))
+    minimum = jnp.stack([rank_tokens.sum(1).max(), rank_tokens.max(), length.max()])
+    return jnp.maximum(jnp.floor(token_budget * mean).astype(jnp.int32), jnp.maximum(minimum[:2], minimum[2]))
 
 
 def _exchange_ranks(sample, crossing, topology: Topology):

@@ -183,27 +183,27 @@ def _fill(lacks: Int[jax.Array, " P"], *, whole: Int[jax.Array, "P H"], slots: i
 
     def step(carry):
         (missing, given, replica, tiles), _ = carry
-        used = (tiles > 0).sum(1, dtype=jnp.int32)
-        gap = jnp.where((used < slots) & (missing >= least), missing, 0)
+        used_slots = (tiles > 0).sum(1, dtype=jnp.int32)
+        gap = jnp.where((used_slots < slots) & (missing >= least), missing, 0)
         widest = gap.max()
         taker = rank == jnp.where(gap == widest, rank, ranks).min()
 
         excess = jnp.maximum(-missing, 0)
-        may_give = jnp.where((excess > 0) & (used < slots), _MAX, excess)
+        may_give = jnp.where((excess > 0) & (used_slots < slots), _MAX, excess)
         offer = jnp.minimum(whole - given, may_give[:, None]).ravel()
         offer = jnp.where(offer >= least, offer, 0)
         smallest = jnp.where(offer >= widest, offer, _MAX).min()
         chosen_offer = jnp.where(smallest < _MAX, smallest, offer.max())
-        chosen = jnp.where(offer == chosen_offer, expert, whole.size).min()
+        giver = jnp.where(offer == chosen_offer, expert, whole.size).min()
 
-        moved = jnp.minimum(chosen_offer, widest)
-        gives = jnp.where(expert == chosen, moved, 0).reshape(ranks, homes)
-        slot = taker[:, None] & (jnp.arange(slots)[None] == used[:, None]) & (moved > 0)
-        missing = missing + gives.sum(1, dtype=jnp.int32) - jnp.where(taker, moved, 0)
+        amount = jnp.minimum(chosen_offer, widest)
+        gives = jnp.where(expert == giver, amount, 0).reshape(ranks, homes)
+        slot = taker[:, None] & (jnp.arange(slots)[None] == used_slots[:, None]) & (amount > 0)
+        missing = missing + gives.sum(1, dtype=jnp.int32) - jnp.where(taker, amount, 0)
         filled = _Filling(
-            missing, given + gives, jnp.where(slot, chosen, replica), jnp.where(slot, moved, tiles)
+            missing, given + gives, jnp.where(slot, giver, replica), jnp.where(slot, amount, tiles)
         )
-        return filled, moved > 0
+        return filled, amount > 0
 
     empty = jnp.full((ranks, slots), EMPTY, jnp.int32)
     empty_filling = _Filling(lacks, jnp.zeros_like(whole), empty, jnp.zeros_like(empty))

@@ -18,7 +18,7 @@ TRANSFERS: Final = 6
 
 def split_nodes(
     supply: Int[jax.Array, "N E"],
-    held: Bool[jax.Array, "N E"],
+    holds: Bool[jax.Array, "N E"],
     home_node: Int[jax.Array, " E"],
     *,
     tolerance: float = 0.0,
@@ -27,7 +27,7 @@ def split_nodes(
 
     Args:
         supply: the number of token copies by the node where they lie.
-        held: whether a node holds the expert, as home or as resident.
+        holds: whether a node holds the expert, as home or as resident.
         home_node: the node of each expert's home.
         tolerance: how far a node load may exceed the mean to save crossings, as a fraction of the mean.
 
@@ -41,7 +41,7 @@ def split_nodes(
     """
     nodes = len(supply)
     index = jnp.arange(nodes)
-    local = jnp.where(held, supply, 0)
+    local = jnp.where(holds, supply, 0)
     start = local + jnp.where(home_node[None] == index[:, None], (supply - local).sum(0, keepdims=True), 0)
     total = start.sum(dtype=jnp.int32)
     # An integer of at most the mean times 1 + tolerance, at least the mean and at most the total.
@@ -52,22 +52,22 @@ def split_nodes(
         quota, stuck, count = carry
         load = quota.sum(1, dtype=jnp.int32)
         full = jnp.where(stuck, -1, load).argmax()
-        candidates = jnp.where(held[full], quota[full], 0)
-        shared = jnp.where(held & (index[:, None] != full), candidates[None], 0)
+        candidates = jnp.where(holds[full], quota[full], 0)
+        shared = jnp.where(holds & (index[:, None] != full), candidates[None], 0)
         empty = jnp.where(shared.sum(1, dtype=jnp.int32) > 0, load, load[full]).argmin()
         gap = load[full] - load[empty]
         gap = jnp.minimum(gap - gap // 2, load[full] - allowed)
         foreign = jnp.minimum(jnp.maximum(quota[full] - supply[full], 0), shared[empty])
-        given = _take(foreign, gap)
-        given += _take(shared[empty] - given, gap - given.sum(dtype=jnp.int32))
-        given = jnp.where(load[full] - load[empty] > 1, given, 0)
-        moved = given.sum(dtype=jnp.int32) > 0
+        amounts = _take(foreign, gap)
+        amounts += _take(shared[empty] - amounts, gap - amounts.sum(dtype=jnp.int32))
+        amounts = jnp.where(load[full] - load[empty] > 1, amounts, 0)
+        has_moved = amounts.sum(dtype=jnp.int32) > 0
         quota = (
             quota
-            + jnp.where((index == empty)[:, None], given, 0)
-            - jnp.where((index == full)[:, None], given, 0)
+            + jnp.where((index == empty)[:, None], amounts, 0)
+            - jnp.where((index == full)[:, None], amounts, 0)
         )
-        return quota, ~moved & (stuck | (index == full)), count + 1
+        return quota, ~has_moved & (stuck | (index == full)), count + 1
 
     def above(carry):
         quota, stuck, count = carry

@@ -40,9 +40,9 @@ def lightest_pack(
     def place(packs, item_load):
         total, count = packs
         pack = jnp.argmin(jnp.where(count < room, total, jnp.inf)).astype(jnp.int32)
-        here = jnp.arange(total.size) == pack
-        position = jnp.sum(jnp.where(here, count, 0))
-        return (jnp.where(here, total + item_load, total), count + here), (pack, position)
+        is_pack = jnp.arange(total.size) == pack
+        position = jnp.sum(jnp.where(is_pack, count, 0))
+        return (jnp.where(is_pack, total + item_load, total), count + is_pack), (pack, position)
 
     empty = (jnp.asarray(start, jnp.float32), jnp.zeros(start.shape, jnp.int32))
     _, (pack, position) = jax.lax.scan(place, empty, load[order])
@@ -101,8 +101,8 @@ def add_copies(
 
     def add(count, _):
         item = jnp.argmax(load / count).astype(jnp.int32)
-        here = jnp.arange(load.size) == item
-        return count + here, (item, jnp.sum(jnp.where(here, count, 0)))
+        is_item = jnp.arange(load.size) == item
+        return count + is_item, (item, jnp.sum(jnp.where(is_item, count, 0)))
 
     count, (item, copy) = jax.lax.scan(add, once, length=num_extra)
     return item, copy, count

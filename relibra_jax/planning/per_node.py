@@ -87,13 +87,13 @@ def plan_held(
     Returns:
         A Plan.
     """
-    held = jnp.concatenate([home_layout(home, topology), resident], axis=-1)  # [L N G held]
+    node_experts = jnp.concatenate([home_layout(home, topology), resident], axis=-1)  # [L N G held]
 
-    def one_node(load, held):
-        replica, quota = rule(jnp.where(held == EMPTY, 0, load[held]))
-        return jnp.where(replica == EMPTY, EMPTY, held.ravel()[replica]), quota
+    def one_node(load, node_experts):
+        replica, quota = rule(jnp.where(node_experts == EMPTY, 0, load[node_experts]))
+        return jnp.where(replica == EMPTY, EMPTY, node_experts.ravel()[replica]), quota
 
-    replica_experts, quota = jax.vmap(jax.vmap(jax.vmap(one_node)), (0, None))(load, held)
+    replica_experts, quota = jax.vmap(jax.vmap(jax.vmap(one_node)), (0, None))(load, node_experts)
 
     def home_slot(home, experts):
         return jnp.where(experts == EMPTY, EMPTY, home[experts])

@@ -266,8 +266,8 @@ def _fill_bins(load, previous, home, crossing, domains, bins, move_cost):
     share *= bins / jnp.maximum(share.sum((0, 1), keepdims=True), 1)
     old_bin = jnp.take_along_axis(previous.T, expert, axis=0) // (size // bins)
     old_bin = rows(old_bin - bins * (jnp.arange(experts)[:, None] // size))
-    moved = old_bin[None] != jnp.arange(bins)[:, None, None]
-    cost = moved * jnp.float32(move_cost * bins**0.5 / size)
+    moves = old_bin[None] != jnp.arange(bins)[:, None, None]
+    cost = moves * jnp.float32(move_cost * bins**0.5 / size)
     if domains == 1:  # with more domains, the node of each expert is fixed
         crossing = jnp.take_along_axis(crossing, expert[None], axis=1)
         cost += jnp.repeat(crossing, bins // crossing.shape[0], axis=0)

@@ -157,7 +157,7 @@ def plan_loads(
         start = pack_samples(counts.tokens, topology, num_micro_batches=num_micro_batches)
     ranks = (num_micro_batches, topology.num_nodes, topology.ranks_per_node)
     check_shape("micro-batches and ranks of start", start.sample.shape[:3], ranks)
-    (batch_plan,), after = plan_alternating(
+    (batch_plan,), next_state = plan_alternating(
         *(counts, planner, state, topology),
         starts=[start],
         samples=[range(len(tokens))],
@@ -166,4 +166,4 @@ def plan_loads(
         costs=None if cost is None else [cost],
         warm_start=warm_start,
     )
-    return batch_plan, after
+    return batch_plan, next_state

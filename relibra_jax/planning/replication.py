@@ -101,9 +101,9 @@ def _split_by_node(
 ) -> Int[jax.Array, "M L N E"]:
     """Choose the number of token copies of each expert that each node computes."""
     home_node = jnp.asarray(home) // (topology.num_experts // topology.num_nodes)
-    held = nodes_holding(home, resident, topology)
+    holds = nodes_holding(home, resident, topology)
     split = functools.partial(split_nodes, tolerance=tolerance)
-    return jax.vmap(jax.vmap(split), (0, None, None))(source_load, held, home_node)
+    return jax.vmap(jax.vmap(split), (0, None, None))(source_load, holds, home_node)
 
 
 def without_replicas(

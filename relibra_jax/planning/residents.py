@@ -62,21 +62,21 @@ def choose_residents(
     if tokens is not None:
         tokens = tokens._replace(bits=jnp.take_along_axis(tokens.bits, order[:, None, None, None], axis=0))
 
-    def choose(held: Bool[jax.Array, "N E L"], _):
-        saved = copies if tokens is None else _only_reason(tokens, held) + COPY_VALUE * copies
+    def choose(holds: Bool[jax.Array, "N E L"], _):
+        saved = copies if tokens is None else _only_reason(tokens, holds) + COPY_VALUE * copies
         pays = crossing * saved > push
 
         def best(chosen, _):
-            remaining = jnp.where(held | chosen, -1, saved)
+            remaining = jnp.where(holds | chosen, -1, saved)
             return chosen | (jnp.arange(experts)[None, :, None] == remaining.argmax(1)[:, None]), None
 
-        chosen, _ = jax.lax.scan(best, jnp.zeros_like(held), length=count // passes)
-        return held | (chosen & pays), None
+        chosen, _ = jax.lax.scan(best, jnp.zeros_like(holds), length=count // passes)
+        return holds | (chosen & pays), None
 
     start = jnp.broadcast_to(at_home, (nodes, experts, layers))
-    held, _ = jax.lax.scan(choose, start, length=passes)
+    holds, _ = jax.lax.scan(choose, start, length=passes)
     position = jax.vmap(inverse_permutation, 1, 1)(order.astype(jnp.int32))
-    return jnp.take_along_axis(held & ~at_home, position[None], axis=1)
+    return jnp.take_along_axis(holds & ~at_home, position[None], axis=1)
 
 
 def nodes_holding(
@@ -98,12 +98,12 @@ def nodes_holding(
     """
     nodes, experts = topology.num_nodes, topology.num_experts
     home_node = jnp.asarray(home) // (experts // nodes)
-    held = home_node[:, None] == jnp.arange(nodes)[None, :, None]
+    holds = home_node[:, None] == jnp.arange(nodes)[None, :, None]
     if resident is None:
-        return held
+        return holds
     resident_experts = resident.reshape(*resident.shape[:2], -1)
     layer, node = jnp.arange(len(home))[:, None, None], jnp.arange(nodes)[None, :, None]
-    return held.at[layer, node, jnp.where(resident_experts == EMPTY, experts, resident_experts)].set(
+    return holds.at[layer, node, jnp.where(resident_experts == EMPTY, experts, resident_experts)].set(
         True, mode="drop"
     )
 
@@ -168,13 +168,13 @@ def residents_on_ranks(
     return jax.vmap(to_ranks, (2, 2, 0))(resident, load, home)
 
 
-def _only_reason(tokens: TokenBits, held: Bool[jax.Array, "N E L"]) -> Float[jax.Array, "N E L"]:
+def _only_reason(tokens: TokenBits, holds: Bool[jax.Array, "N E L"]) -> Float[jax.Array, "N E L"]:
     """Count the tokens of each node that cross for a single expert; experts are sorted by the node of their home."""
-    nodes = len(held)
-    wanted = jnp.where(held.swapaxes(0, 1)[:, None, :, None], 0, tokens.bits)
-    wanted = wanted.reshape(nodes, -1, *wanted.shape[1:])
-    once, twice = _once_and_twice(wanted.swapaxes(0, 1))
-    only = tokens.weigh(wanted & (once & ~twice)[:, None]).sum(2)  # [N, size, N of the tokens, L]
+    nodes = len(holds)
+    remote = jnp.where(holds.swapaxes(0, 1)[:, None, :, None], 0, tokens.bits)
+    remote = remote.reshape(nodes, -1, *remote.shape[1:])
+    once, twice = _once_and_twice(remote.swapaxes(0, 1))
+    only = tokens.weigh(remote & (once & ~twice)[:, None]).sum(2)  # [N, size, N of the tokens, L]
     return only.reshape(-1, *only.shape[2:]).swapaxes(0, 1)
 
 

@@ -74,8 +74,8 @@ def crossings_by_node(
 def _leaves(home, resident, topology: Topology) -> Bool[jax.Array, "L E pairs"]:
     """Return whether an expert's tokens go from one node to another, for all pairs ``from * N + to``."""
     nodes, experts = topology.num_nodes, topology.num_experts
-    at_home, held = nodes_holding(home, None, topology), nodes_holding(home, resident, topology)
-    return (~held[:, :, None] & at_home[:, None]).reshape(-1, nodes**2, experts).swapaxes(1, 2)
+    at_home, holds = nodes_holding(home, None, topology), nodes_holding(home, resident, topology)
+    return (~holds[:, :, None] & at_home[:, None]).reshape(-1, nodes**2, experts).swapaxes(1, 2)
 
 
 def _sum_in_groups(

@@ -143,9 +143,9 @@ def _anneal(
         # The order of micro-batches does not matter, so they are shuffled, and the first half is paired with the
         # second.
         packing = _Packing(*(x[order] for x in packing))
-        now = _Packing(*(x[: 2 * pairs].reshape(2, pairs, *x.shape[1:]) for x in packing))
-        give = jax.lax.dynamic_slice_in_dim(now.sample[0], i, 1, axis=1)
-        take = jax.lax.dynamic_slice_in_dim(now.sample[1], j, options, axis=1)
+        pairing = _Packing(*(x[: 2 * pairs].reshape(2, pairs, *x.shape[1:]) for x in packing))
+        give = jax.lax.dynamic_slice_in_dim(pairing.sample[0], i, 1, axis=1)
+        take = jax.lax.dynamic_slice_in_dim(pairing.sample[1], j, options, axis=1)
         rank = jnp.stack([jnp.full(options, i), j + jnp.arange(options)]) // room  # [sides options]
         gets = jnp.stack([take, jnp.broadcast_to(give, take.shape)])
         node = (rank // topology.ranks_per_node)[:, None]
@@ -153,38 +153,42 @@ def _anneal(
         length_change = (length[take] - length[give])[None] * sign[:, None, None]
         tokens = length_change[..., None] * jax.nn.one_hot(rank, ranks, dtype=jnp.int32)[:, None]
         crossing_change = crossing[gets, node] - crossing[gets[::-1], node]  # [sides pairs options N groups]
-        busiest, busiest_after = _busiest(now, rank, crossing_change)
+        busiest, busiest_after = _busiest(pairing, rank, crossing_change)
 
-        tokens_after = now.tokens[:, :, None] + tokens
-        after = objective(now.load[:, :, None] + load, tokens_after, busiest_after)
+        tokens_after = pairing.tokens[:, :, None] + tokens
+        swap_times = objective(pairing.load[:, :, None] + load, tokens_after, busiest_after)
         within = (tokens_after.sum(-1) <= budget[0]) & (tokens_after.max(-1) <= budget[1])
-        after = jnp.where(within.all(0), after, jnp.inf)
-        before = objective(now.load, now.tokens, busiest)
-        choice = jnp.argmin(jnp.concatenate([before[:, None], after], axis=1) - temperature * noise, axis=1)
-        picked = jnp.maximum(choice - 1, 0)
+        swap_times = jnp.where(within.all(0), swap_times, jnp.inf)
+        stay_time = objective(pairing.load, pairing.tokens, busiest)
+        choice = jnp.argmin(
+            jnp.concatenate([stay_time[:, None], swap_times], axis=1) - temperature * noise, axis=1
+        )
+        option = jnp.maximum(choice - 1, 0)
 
-        def chosen(change):
+        def select(change):
             """Return the change by the drawn option, ``[sides pairs ...]``; zeros if no swap was drawn."""
-            return jnp.where((choice > 0).reshape(-1, *[1] * (change.ndim - 3)), change[:, pair, picked], 0)
+            return jnp.where((choice > 0).reshape(-1, *[1] * (change.ndim - 3)), change[:, pair, option], 0)
 
         swapped = choice[:, None] == jnp.arange(1, options + 1)[None]
         new_sample = give + jnp.where(swapped, take - give, 0).sum(1, keepdims=True, dtype=give.dtype)
         sample = jnp.stack(
             [
-                jax.lax.dynamic_update_slice_in_dim(now.sample[0], new_sample, i, axis=1),
-                jax.lax.dynamic_update_slice_in_dim(now.sample[1], jnp.where(swapped, give, take), j, axis=1),
+                jax.lax.dynamic_update_slice_in_dim(pairing.sample[0], new_sample, i, axis=1),
+                jax.lax.dynamic_update_slice_in_dim(
+                    pairing.sample[1], jnp.where(swapped, give, take), j, axis=1
+                ),
             ]
         )
-        crossing_change = chosen(crossing_change)
-        lane, ranks_per_lane = _lane(rank[:, picked], now)
-        after = _Packing(
+        crossing_change = select(crossing_change)
+        lane, ranks_per_lane = _lane(rank[:, option], pairing)
+        new_pairs = _Packing(
             sample,
-            now.load + chosen(load),
-            now.tokens + chosen(tokens),
-            now.sent.at[side, pair[None], rank[:, picked]].add(_total(crossing_change, 2)),
-            now.received.at[side, pair[None], lane].add(crossing_change / ranks_per_lane),
+            pairing.load + select(load),
+            pairing.tokens + select(tokens),
+            pairing.sent.at[side, pair[None], rank[:, option]].add(_total(crossing_change, 2)),
+            pairing.received.at[side, pair[None], lane].add(crossing_change / ranks_per_lane),
         )
-        pairs_and_rest = zip(after, packing, strict=True)
+        pairs_and_rest = zip(new_pairs, packing, strict=True)
         return _Packing(
             *(jnp.concatenate([x.reshape(-1, *x.shape[2:]), rest[2 * pairs :]]) for x, rest in pairs_and_rest)
         ), None
@@ -192,21 +196,22 @@ def _anneal(
     return jax.lax.scan(step, packing, (order, first_position, second_position, temperature, noise))[0]
 
 
-def _busiest(now, rank, crossing_change):
+def _busiest(pairing, rank, crossing_change):
     """Return the crossings of the busiest rank, before the swap and after each option."""
-    lane, ranks_per_lane = _lane(rank, now)
-    by_lane = _largest(now.received, 3)  # [sides pairs lanes groups]
+    lane, ranks_per_lane = _lane(rank, pairing)
+    by_lane = _largest(pairing.received, 3)  # [sides pairs lanes groups]
     sent, received = (
-        jnp.take_along_axis(x, y[:, None, :, None], axis=2) for x, y in ((now.sent, rank), (by_lane, lane))
+        jnp.take_along_axis(x, y[:, None, :, None], axis=2)
+        for x, y in ((pairing.sent, rank), (by_lane, lane))
     )
-    at_nodes = jnp.take_along_axis(now.received, lane[:, None, :, None, None], axis=2)
-    tops = _two_largest(now.sent), _two_largest(by_lane)
-    before = jnp.maximum(tops[0][0], tops[1][0])
+    at_nodes = jnp.take_along_axis(pairing.received, lane[:, None, :, None, None], axis=2)
+    tops = _two_largest(pairing.sent), _two_largest(by_lane)
+    busiest = jnp.maximum(tops[0][0], tops[1][0])
     others = jnp.maximum(_without(sent, *tops[0]), _without(received, *tops[1]))
     changed = jnp.maximum(
         sent + _total(crossing_change, 3), _largest(at_nodes + crossing_change / ranks_per_lane, 3)
     )
-    return before, jnp.maximum(others, changed)
+    return busiest, jnp.maximum(others, changed)
 
 
 def _without(value, first, second):

@@ -92,16 +92,16 @@ def search_nodes(
     Returns:
         The node of each expert, in every layer from the better of the search's result and the start.
     """
-    after = _anneal(problem, _initial_state(problem, start, num_nodes, top_k), key, steps, hottest)
-    result = jax.vmap(inverse_permutation, 1, 1)(after.expert) // (len(start) // num_nodes)
+    final_state = _anneal(problem, _initial_state(problem, start, num_nodes, top_k), key, steps, hottest)
+    result = jax.vmap(inverse_permutation, 1, 1)(final_state.expert) // (len(start) // num_nodes)
     if problem.judge is not None:
         problem = problem._replace(tokens=problem.judge)
 
     def objective(node):
         return _objective(problem, _initial_state(problem, node, num_nodes, top_k))
 
-    before, now = jax.lax.map(objective, jnp.stack([start, result]))
-    return jnp.where((now < before)[None], result, start)
+    old_objective, new_objective = jax.lax.map(objective, jnp.stack([start, result]))
+    return jnp.where((new_objective < old_objective)[None], result, start)
 
 
 def _initial_state(problem: NodeProblem, node, num_nodes: int, top_k: int) -> _State:
@@ -152,34 +152,34 @@ def _anneal(problem: NodeProblem, state: _State, key, steps: int, hottest) -> _S
         gain = candidates[1] - item[1]
         load_p, load_q = state.load[p][None] + gain, state.load[q][None] - gain
         moves = _moved(candidates[3], p) + _moved(item[3], q) - _moved(candidates[3], q) - _moved(item[3], p)
-        after = _time(problem, state, p, q, load_p, load_q, visits_p, visits_q) + problem.move * moves
+        swap_times = _time(problem, state, p, q, load_p, load_q, visits_p, visits_q) + problem.move * moves
         current = (x[None] for x in (state.load[p], state.load[q], state.visits[p], state.visits[q]))
-        now = _time(problem, state, p, q, *current)
-        choice = jnp.argmin(jnp.concatenate([now, after]) - temperature * noise, axis=0) - 1
+        stay_time = _time(problem, state, p, q, *current)
+        choice = jnp.argmin(jnp.concatenate([stay_time, swap_times]) - temperature * noise, axis=0) - 1
 
-        def swapped(array, item, candidates):
-            chosen = _aligned(choice[None], array.ndim)
-            picked = jnp.take_along_axis(candidates, jnp.maximum(chosen, 0), axis=0)
-            is_chosen = chosen == jnp.arange(options).reshape(-1, *[1] * (array.ndim - 1))
+        def swap(array, item, candidates):
+            index = _aligned(choice[None], array.ndim)
+            partner = jnp.take_along_axis(candidates, jnp.maximum(index, 0), axis=0)
+            is_chosen = index == jnp.arange(options).reshape(-1, *[1] * (array.ndim - 1))
             array = jax.lax.dynamic_update_slice_in_dim(
                 array, jnp.where(is_chosen, item, candidates), j, axis=0
             )
-            return jax.lax.dynamic_update_slice_in_dim(array, jnp.where(chosen < 0, item, picked), i, axis=0)
+            return jax.lax.dynamic_update_slice_in_dim(array, jnp.where(index < 0, item, partner), i, axis=0)
 
-        def chosen(candidates, old):
-            picked = jnp.maximum(_aligned(choice[None], candidates.ndim), 0)
-            picked = jnp.take_along_axis(candidates, picked, axis=0)[0]
-            return jnp.where(_aligned(choice, old.ndim) < 0, old, picked)
+        def select(candidates, old):
+            partner = jnp.maximum(_aligned(choice[None], candidates.ndim), 0)
+            partner = jnp.take_along_axis(candidates, partner, axis=0)[0]
+            return jnp.where(_aligned(choice, old.ndim) < 0, old, partner)
 
-        expert, share, bits, old_node = map(swapped, state[:4], item, candidates)
+        expert, share, bits, old_node = map(swap, state[:4], item, candidates)
         # Without a swap, the incoming item is the item itself. Subtracting it from q and adding it again changes
         # nothing, because planes count modulo a power of two.
-        incoming = chosen(candidates[2], item[2][0])
+        incoming = select(candidates[2], item[2][0])
         planes_p, planes_q = _add(rest_p, incoming), _add(_subtract(planes_q, incoming), item[2][0])
         planes = state.planes.at[p].set(planes_p).at[q].set(planes_q)
-        load = state.load.at[p].set(chosen(load_p, state.load[p])).at[q].set(chosen(load_q, state.load[q]))
-        visits = state.visits.at[p].set(chosen(visits_p, state.visits[p]))
-        visits = visits.at[q].set(chosen(visits_q, state.visits[q]))
+        load = state.load.at[p].set(select(load_p, state.load[p])).at[q].set(select(load_q, state.load[q]))
+        visits = state.visits.at[p].set(select(visits_p, state.visits[p]))
+        visits = visits.at[q].set(select(visits_q, state.visits[q]))
         return _State(expert, share, bits, old_node, load, planes, visits), None
 
     return jax.lax.scan(step, state, (i, j, temperature, noise))[0]

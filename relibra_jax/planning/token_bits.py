@@ -83,11 +83,11 @@ def token_bits(
         size[:, None] // room,
         size[:, None] % room,
     )
-    chosen = (
+    token = (
         first[:, None] + index * quotient + index * remainder // room
     )  # ordered so that int32 does not overflow
-    chosen = jnp.argsort(group, stable=True)[jnp.minimum(chosen, group.size - 1)]
-    ids = jnp.asarray(tokens.expert_ids)[chosen].astype(jnp.int32)  # [groups x N, room, L, K]
+    token = jnp.argsort(group, stable=True)[jnp.minimum(token, group.size - 1)]
+    ids = jnp.asarray(tokens.expert_ids)[token].astype(jnp.int32)  # [groups x N, room, L, K]
     ids = jnp.where(size[:, None, None, None] > 0, ids, experts)
     layers = ids.shape[2]
     word = (jnp.arange(groups * nodes)[:, None] * words + jnp.arange(room)[None] // 32)[:, :, None, None]

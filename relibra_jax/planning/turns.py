@@ -246,20 +246,20 @@ def _place_in_stages(
     passes: list[TokenSample] = []
     ranges: list[range] = []
     for assignment, stage_range in zip(assignments, samples, strict=True):
-        placed = place_routes(routes, assignment)
-        in_stage = placed.micro_batch != EMPTY
-        placed = placed._replace(micro_batch=jnp.where(in_stage, placed.micro_batch + first, EMPTY))
+        tokens = place_routes(routes, assignment)
+        in_stage = tokens.micro_batch != EMPTY
+        tokens = tokens._replace(micro_batch=jnp.where(in_stage, tokens.micro_batch + first, EMPTY))
         if passes and all(
             stage_range.stop <= other.start or other.stop <= stage_range.start for other in ranges
         ):
             previous = passes.pop()
-            placed = placed._replace(
-                micro_batch=jnp.where(in_stage, placed.micro_batch, previous.micro_batch),
-                rank=jnp.where(in_stage, placed.rank, previous.rank),
+            tokens = tokens._replace(
+                micro_batch=jnp.where(in_stage, tokens.micro_batch, previous.micro_batch),
+                rank=jnp.where(in_stage, tokens.rank, previous.rank),
             )
         else:
             ranges = []
-        passes.append(placed)
+        passes.append(tokens)
         ranges.append(stage_range)
         first += len(assignment.sample)
     return jax.tree.map(lambda *parts: jnp.concatenate(parts), *passes)

@@ -38,9 +38,9 @@ def fill_unfinished(
     check_shape("finished", finished.shape, sample_load.shape[:1])
     index = jnp.arange(len(tokens), dtype=jnp.int32)
     far = 2 * len(tokens)
-    before = jax.lax.cummax(jnp.where(finished, index, -far))
-    after = jax.lax.cummin(jnp.where(finished, index, far), reverse=True)
-    nearest = jnp.where(index - before <= after - index, before, after)
+    earlier = jax.lax.cummax(jnp.where(finished, index, -far))
+    later = jax.lax.cummin(jnp.where(finished, index, far), reverse=True)
+    nearest = jnp.where(index - earlier <= later - index, earlier, later)
     nearest = jnp.where(jnp.asarray(finished).any(), nearest, EMPTY)
 
     def of_nearest(counts: Array) -> jax.Array:

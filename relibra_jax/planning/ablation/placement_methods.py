@@ -82,8 +82,11 @@ def _descend(state: Bins) -> Bins:
         total = bin_load(state)
 
         def look(best, pair):
-            now, after = price_swaps(state, total, *pair)
-            gain, j = (now - after).max(0), after.argmin(0).astype(jnp.int32) + pair[1] * size
+            stay_price, swap_prices = price_swaps(state, total, *pair)
+            gain, j = (
+                (stay_price - swap_prices).max(0),
+                swap_prices.argmin(0).astype(jnp.int32) + pair[1] * size,
+            )
             wins = gain > best[0]
             return jax.tree.map(
                 lambda a, b: jnp.where(wins, a, b), (gain, jnp.full_like(j, pair[0]), j), best

@@ -195,9 +195,9 @@ def copy_evenly(
     share = expected.ravel() / count
     rank, position = lightest_pack(share[item], share.reshape(ranks, homes).sum(-1), room=replica_slots)
     # The first copies of an expert get one token more each, so that the quotas are integers and sum to the load.
-    each, rest = load.ravel() // count, load.ravel() % count
-    tokens = each[item] + (copy < rest[item])
-    at_home = (each + (rest > 0)).reshape(ranks, homes)
+    quotient, remainder = load.ravel() // count, load.ravel() % count
+    tokens = quotient[item] + (copy < remainder[item])
+    at_home = (quotient + (remainder > 0)).reshape(ranks, homes)
 
     # EPLB always fills its slots. If even splitting would raise the largest rank load, homes alone are better.
     home_load = expected.sum(-1)

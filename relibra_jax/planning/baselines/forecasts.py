@@ -82,8 +82,8 @@ def _true() -> Forecast:
 
 def _history() -> Forecast:
     def init(topology: Topology, num_layers: int, *, key=None) -> LoadHistory:
-        nothing = _zero_loads(topology, num_layers, key=key)
-        return LoadHistory(nothing, nothing)
+        zeros = _zero_loads(topology, num_layers, key=key)
+        return LoadHistory(zeros, zeros)
 
     def update(load: Num[jax.Array, "M L E"], state: LoadHistory) -> Expected:
         load = load.astype(jnp.float32)
@@ -137,8 +137,8 @@ def _by_transitions(
     """
 
     def init(topology: Topology, num_layers: int, *, key=None) -> ChainHistory:
-        nothing = _zero_loads(topology, num_layers, key=key)
-        return ChainHistory(nothing, jnp.zeros((*nothing.shape, topology.num_experts), jnp.float32))
+        zeros = _zero_loads(topology, num_layers, key=key)
+        return ChainHistory(zeros, jnp.zeros((*zeros.shape, topology.num_experts), jnp.float32))
 
     def update(
         load: Num[jax.Array, "M L E"], state: ChainHistory, *, transitions: Transitions | None = None
@@ -268,8 +268,8 @@ def plan_expected(
         if keep_homes:
             home = jnp.where(state.home == EMPTY, home, state.home)
         no_forecast = (for_homes.sum(-1) == 0) & (state.home[:, 0] == EMPTY)
-        kept = jnp.where(no_forecast[:, None], EMPTY, home)
-        return fill(load, expected, home, topology), PlacedState(forecast_state, kept)
+        next_home = jnp.where(no_forecast[:, None], EMPTY, home)
+        return fill(load, expected, home, topology), PlacedState(forecast_state, next_home)
 
     def update(load, state, topology: Topology):
         return update_with_transitions(load, state, topology)

@@ -164,16 +164,16 @@ def _base_replicas(mean: Int[jax.Array, "P H"], replica_slots: int) -> Int[jax.A
 
     def share(carry: _Sharing, _: None) -> tuple[_Sharing, None]:
         replica, load, has_given = carry
-        used = (replica != EMPTY).sum(1, dtype=jnp.int32)
+        used_slots = (replica != EMPTY).sum(1, dtype=jnp.int32)
         giver = jnp.argmax(jnp.where(has_given, -1, load))
-        takes = (used < replica_slots) & (load.astype(jnp.float32) < (1 - TOLERANCE) * ideal)
+        takes = (used_slots < replica_slots) & (load.astype(jnp.float32) < (1 - TOLERANCE) * ideal)
         taker = jnp.argmin(jnp.where(takes, load, _MAX))
         half = mean[giver, heaviest[giver]] // 2
         gives = takes[taker] & (load[giver].astype(jnp.float32) > (1 + TOLERANCE) * ideal) & (half > 0)
-        fills = gives & (rank == taker)[:, None] & (slot[None] == used[:, None])
+        fills = gives & (rank == taker)[:, None] & (slot[None] == used_slots[:, None])
         replica = jnp.where(fills, giver.astype(jnp.int32) * homes + heaviest[giver], replica)
-        moved = jnp.where(gives, half, 0)
-        load = load + jnp.where(rank == taker, moved, 0) - jnp.where(rank == giver, moved, 0)
+        amount = jnp.where(gives, half, 0)
+        load = load + jnp.where(rank == taker, amount, 0) - jnp.where(rank == giver, amount, 0)
         return (replica, load, has_given | (rank == giver)), None
 
     empty = jnp.full((ranks, replica_slots), EMPTY, jnp.int32)

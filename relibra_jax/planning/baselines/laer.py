@@ -127,16 +127,16 @@ def copy_counts(load: Num[Array, " E"], topology: Topology) -> Int[jax.Array, " 
     on_every_node = (nodes - 1) * experts <= free
 
     def add(carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
-        count, left, growing = carry
+        count, remaining, growing = carry
         expert = index == jnp.argmax(jnp.where(growing, load / count, -1))
         step = jnp.where(count >= nodes, nodes, 1).astype(jnp.int32)
-        grows = expert & (step <= left) & (count + step <= ranks)
+        grows = expert & (step <= remaining) & (count + step <= ranks)
         added = jnp.where(grows, step, 0)
-        return count + added, left - added.sum(dtype=jnp.int32), growing & (grows | ~expert)
+        return count + added, remaining - added.sum(dtype=jnp.int32), growing & (grows | ~expert)
 
     count = jnp.full(experts, nodes if on_every_node else 1, jnp.int32)
-    left = jnp.int32(free - on_every_node * (nodes - 1) * experts)
-    start = (count, left, jnp.ones(experts, bool))
+    remaining = jnp.int32(free - on_every_node * (nodes - 1) * experts)
+    start = (count, remaining, jnp.ones(experts, bool))
     return jax.lax.while_loop(lambda carry: (carry[1] > 0) & carry[2].any(), add, start)[0]
 
 
@@ -192,16 +192,16 @@ def _candidates(load: Int[jax.Array, " E"], topology: Topology, perturbations: i
 def _lay_out(
     load: Int[jax.Array, "P E"], count: Int[jax.Array, " E"], *, cost: UnitTimes, topology: Topology
 ) -> _Layout:
-    replica, held = _place(load.sum(0, dtype=jnp.int32), count, topology)
-    tokens = _route(load, held, topology)
+    replica, holds = _place(load.sum(0, dtype=jnp.int32), count, topology)
+    tokens = _route(load, holds, topology)
     top = tokens.sum(1, dtype=jnp.int32).max()
     homes = jnp.arange(topology.num_experts, dtype=jnp.int32).reshape(topology.num_ranks, -1)
     slots = jnp.concatenate([homes, replica], 1)
     quota = jnp.where(slots == EMPTY, 0, jnp.take_along_axis(tokens, jnp.maximum(slots, 0), 1))
 
-    near = jnp.repeat(_by_node(held, topology), topology.ranks_per_node, 0)
-    crossing = jnp.where(near == 0, load, 0).sum(dtype=jnp.int32)
-    local = jnp.where(held, load // jnp.maximum(near, 1), 0).sum(dtype=jnp.int32)
+    local_copies = jnp.repeat(_by_node(holds, topology), topology.ranks_per_node, 0)
+    crossing = jnp.where(local_copies == 0, load, 0).sum(dtype=jnp.int32)
+    local = jnp.where(holds, load // jnp.maximum(local_copies, 1), 0).sum(dtype=jnp.int32)
     inside = load.sum(dtype=jnp.int32) - crossing - local
     seconds = jnp.stack([jnp.asarray(unit, jnp.float32) for unit in (cost.crossing, cost.spread, cost.copy)])
     time = (seconds * jnp.stack([crossing, inside, top]).astype(jnp.float32)).sum()
@@ -230,35 +230,39 @@ def _place(
     is_copy = jnp.arange(ranks * slots) < extra.sum()
 
     def put(carry: tuple[jax.Array, ...], item: tuple[jax.Array, jax.Array]) -> tuple[tuple, None]:
-        replica, held, rank_load = carry
-        chosen, is_copy = item
-        used = (replica != EMPTY).sum(1, dtype=jnp.int32)
-        free = (used < slots) & ~held[:, chosen]
-        copies = held[:, chosen].reshape(topology.num_nodes, -1).sum(1)
+        replica, holds, rank_load = carry
+        copied_expert, is_copy = item
+        used_slots = (replica != EMPTY).sum(1, dtype=jnp.int32)
+        free = (used_slots < slots) & ~holds[:, copied_expert]
+        copies = holds[:, copied_expert].reshape(topology.num_nodes, -1).sum(1)
         fewest = free & jnp.repeat(copies == copies.min(), topology.ranks_per_node)
         candidates = jnp.where(fewest.any(), fewest, free)
         takes = is_copy & candidates & (rank == jnp.argmin(jnp.where(candidates, rank_load, _MAX)))
-        replica = jnp.where(takes[:, None] & (jnp.arange(slots)[None] == used[:, None]), chosen, replica)
-        held |= takes[:, None] & (expert == chosen)[None]
-        return (replica, held, rank_load + jnp.where(takes, share[chosen], 0)), None
+        replica = jnp.where(
+            takes[:, None] & (jnp.arange(slots)[None] == used_slots[:, None]), copied_expert, replica
+        )
+        holds |= takes[:, None] & (expert == copied_expert)[None]
+        return (replica, holds, rank_load + jnp.where(takes, share[copied_expert], 0)), None
 
     start = (empty, at_home, share.reshape(ranks, -1).sum(1, dtype=jnp.int32))
     return jax.lax.scan(put, start, (items, is_copy))[0][:2]
 
 
 def _route(
-    load: Int[jax.Array, "P E"], held: Bool[jax.Array, "P E"], topology: Topology
+    load: Int[jax.Array, "P E"], holds: Bool[jax.Array, "P E"], topology: Topology
 ) -> Int[jax.Array, "P E"]:
     """Split the tokens of a node evenly over its own copies of their expert, or over all copies if it has none."""
-    by_node, copies = _by_node(load, topology), _by_node(held, topology)
-    near = jax.vmap(_split_over_holders)(by_node, held.reshape(topology.num_nodes, -1, load.shape[1]))
-    far = jnp.where(copies == 0, by_node, 0).sum(0, dtype=jnp.int32)
-    return near.reshape(load.shape) + _split_over_holders(far, held)
+    by_node, copies = _by_node(load, topology), _by_node(holds, topology)
+    local_tokens = jax.vmap(_split_over_holders)(
+        by_node, holds.reshape(topology.num_nodes, -1, load.shape[1])
+    )
+    remote_load = jnp.where(copies == 0, by_node, 0).sum(0, dtype=jnp.int32)
+    return local_tokens.reshape(load.shape) + _split_over_holders(remote_load, holds)
 
 
-def _split_over_holders(tokens: Int[jax.Array, " E"], held: Bool[jax.Array, "P E"]) -> Int[jax.Array, "P E"]:
+def _split_over_holders(tokens: Int[jax.Array, " E"], holds: Bool[jax.Array, "P E"]) -> Int[jax.Array, "P E"]:
     """Split each expert's tokens evenly over the ranks that hold it; the first ranks take the remainder."""
-    copies = held.sum(0, dtype=jnp.int32)
-    each, rest = jnp.divmod(tokens, jnp.maximum(copies, 1))
-    place = jnp.cumsum(held, 0, dtype=jnp.int32) - held
-    return jnp.where(held, each[None] + (place < rest[None]), 0)
+    copies = holds.sum(0, dtype=jnp.int32)
+    quotient, remainder = jnp.divmod(tokens, jnp.maximum(copies, 1))
+    place = jnp.cumsum(holds, 0, dtype=jnp.int32) - holds
+    return jnp.where(holds, quotient[None] + (place < remainder[None]), 0)

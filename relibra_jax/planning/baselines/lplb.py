@@ -85,9 +85,9 @@ def split_over_edges(
         return (x, v, z, q, (jnp.where(better, flow, best_flow), jnp.where(better, top, best_top))), None
 
     half = c / 2
-    before = w + flow_matrix @ half
-    top = before.max() + 0.1
-    x = jnp.concatenate([half, top - before, top[None]])
+    start_load = w + flow_matrix @ half
+    top = start_load.max() + 0.1
+    x = jnp.concatenate([half, top - start_load, top[None]])
     z = jnp.full_like(x, 0.5 / ranks).at[-1].set(0.5)
     q = jnp.full_like(c, 0.5 / ranks)
     start = (x, half, z, q, (jnp.zeros_like(c), w.max()))
@@ -169,9 +169,9 @@ def _copy_along(
     )
     sent = jnp.minimum(jnp.round(flow).astype(load.dtype), capacity)
     change = jnp.zeros(ranks, load.dtype).at[edges].add(sent) - sent.sum(-1)
-    before = load.sum(-1)
+    rank_load = load.sum(-1)
     sent = jnp.where(
-        (before + change).max() <= before.max(), sent, 0
+        (rank_load + change).max() <= rank_load.max(), sent, 0
     )  # rounding must not raise the largest load
 
     at_home = load - jnp.zeros_like(load).at[jnp.arange(ranks)[:, None], heaviest].set(sent)

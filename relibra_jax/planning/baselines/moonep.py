@@ -117,14 +117,14 @@ def _share(load: Int[jax.Array, "P H"], slots: int, shares: Int[jax.Array, " P"]
         donor, receiver = sharing.balance.argmax(), deficit.argmax()
         largest, expert = jax.lax.top_k(sharing.at_home[donor], width)
         earlier = jnp.cumsum(largest, dtype=jnp.int32) - largest
-        moved = jnp.clip(deficit.max() - earlier, 0, largest)
-        source = jnp.where(moved > 0, donor * homes + expert, EMPTY).astype(jnp.int32)
+        amounts = jnp.clip(deficit.max() - earlier, 0, largest)
+        source = jnp.where(amounts > 0, donor * homes + expert, EMPTY).astype(jnp.int32)
         change = jnp.where(rank == receiver, 1, 0) - jnp.where(rank == donor, 1, 0)
         return _Sharing(
-            sharing.balance + change.astype(jnp.int32) * moved.sum(dtype=jnp.int32),
-            sharing.at_home.at[donor, expert].add(-moved),
+            sharing.balance + change.astype(jnp.int32) * amounts.sum(dtype=jnp.int32),
+            sharing.at_home.at[donor, expert].add(-amounts),
             sharing.replica.at[receiver, :width].set(source),
-            sharing.tokens.at[receiver, :width].set(moved),
+            sharing.tokens.at[receiver, :width].set(amounts),
         )
 
     def unfinished(sharing: _Sharing) -> jax.Array:

@@ -35,10 +35,10 @@ class Spilled(NamedTuple):
 
 def unspilled(load: Int[jax.Array, "P H"], threshold: Int[jax.Array, ""], replica_slots: int) -> Spilled:
     """Make the state of the domain before anything moves."""
-    above = load.sum(1, dtype=jnp.int32) - threshold
+    excess = load.sum(1, dtype=jnp.int32) - threshold
     replica = jnp.full((len(load), replica_slots), EMPTY, jnp.int32)
     return Spilled(
-        jnp.maximum(above, 0), jnp.maximum(-above, 0), load.ravel(), replica, jnp.zeros_like(replica)
+        jnp.maximum(excess, 0), jnp.maximum(-excess, 0), load.ravel(), replica, jnp.zeros_like(replica)
     )
 
 
@@ -77,22 +77,22 @@ def spill(
         expert = order[index]
         need = state.excess[expert // homes]
         movable = jnp.minimum(need, state.at_home[expert] - home_tokens[expert])
-        used = (state.replica != EMPTY).sum(1, dtype=jnp.int32)
-        may_take = (state.room > 0) & (used < replica_slots) & ~(state.replica == expert).any(1)
+        used_slots = (state.replica != EMPTY).sum(1, dtype=jnp.int32)
+        may_take = (state.room > 0) & (used_slots < replica_slots) & ~(state.replica == expert).any(1)
         room = jnp.where(may_take, state.room, 0)
-        moved = jnp.minimum(movable, room.max())
+        amount = jnp.minimum(movable, room.max())
         least = jnp.maximum(fewest(need, movable, may_take.sum(dtype=jnp.int32)), 1)
-        moved = jnp.where(moved >= least, moved, 0)
-        taker = (rank == room.argmax()) & (moved > 0)
-        filled = taker[:, None] & (slot[None] == used[:, None])
-        after = Spilled(
-            state.excess.at[expert // homes].add(-moved),
-            state.room - jnp.where(taker, moved, 0),
-            state.at_home.at[expert].add(-moved),
+        amount = jnp.where(amount >= least, amount, 0)
+        taker = (rank == room.argmax()) & (amount > 0)
+        filled = taker[:, None] & (slot[None] == used_slots[:, None])
+        new_state = Spilled(
+            state.excess.at[expert // homes].add(-amount),
+            state.room - jnp.where(taker, amount, 0),
+            state.at_home.at[expert].add(-amount),
             jnp.where(filled, expert, state.replica),
-            jnp.where(filled, moved, state.tokens),
+            jnp.where(filled, amount, state.tokens),
         )
-        return after, index + (moved == 0)
+        return new_state, index + (amount == 0)
 
     def unfinished(carry):
         state, index = carry

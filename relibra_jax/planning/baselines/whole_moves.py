@@ -61,8 +61,8 @@ def move_whole(spread: Spread, movable: Bool[jax.Array, "P H"], *, overshoot: fl
     def step(carry: tuple[Spread, jax.Array]) -> tuple[Spread, jax.Array]:
         current, _ = carry
         load = current.rank_load()
-        used = (current.replica != EMPTY).sum(1, dtype=jnp.int32)
-        free = jnp.where(used < room, load, _MAX)
+        used_slots = (current.replica != EMPTY).sum(1, dtype=jnp.int32)
+        free = jnp.where(used_slots < room, load, _MAX)
         fullest, emptiest = jnp.argmax(load).astype(jnp.int32), jnp.argmin(free).astype(jnp.int32)
         size = jnp.where((rank == fullest)[:, None] & movable, current.at_home, 0).ravel()
         has_copy = (current.replica[emptiest][None, :] == expert[:, None]).any(1)
@@ -72,17 +72,17 @@ def move_whole(spread: Spread, movable: Bool[jax.Array, "P H"], *, overshoot: fl
             allowance = (overshoot - 1) * excess.astype(jnp.float32)
             helps &= (size - excess).astype(jnp.float32) <= allowance
         size = jnp.where(helps, size, 0)
-        chosen = jnp.argmax(size).astype(jnp.int32)
-        moved = size[chosen]
-        at_home = jnp.where((expert == chosen) & (moved > 0), 0, current.at_home.ravel())
-        slot = (rank == emptiest)[:, None] & (jnp.arange(room)[None] == used[:, None]) & (moved > 0)
+        candidate = jnp.argmax(size).astype(jnp.int32)
+        amount = size[candidate]
+        at_home = jnp.where((expert == candidate) & (amount > 0), 0, current.at_home.ravel())
+        slot = (rank == emptiest)[:, None] & (jnp.arange(room)[None] == used_slots[:, None]) & (amount > 0)
         return (
             Spread(
                 at_home.reshape(ranks, homes),
-                jnp.where(slot, chosen, current.replica),
-                jnp.where(slot, moved, current.tokens),
+                jnp.where(slot, candidate, current.replica),
+                jnp.where(slot, amount, current.tokens),
             ),
-            moved > 0,
+            amount > 0,
         )
 
     return jax.lax.while_loop(lambda carry: carry[1], step, (spread, jnp.bool_(True)))[0]
