@@ -38,8 +38,9 @@ def plan_batch(
     """Plan a batch from its routing replay: assign samples to micro-batches and ranks, and experts to slots.
 
     Sample assignment needs the homes of the experts, and placement needs to know where the samples are, so the two
-    alternate. The first plan is for packed samples. Each of the ``rounds`` then assigns the samples to the homes of the
-    last plan, and plans again for the resulting loads, starting from those homes. Works under jit.
+    alternate. The first plan is for the samples as ``start`` assigns them. Each of the ``rounds`` then assigns the
+    samples to the homes of the last plan, and plans again for the resulting loads, starting from those homes. Works
+    under jit.
 
     Args:
         replay: the routing of all samples of the batch, which `relibra_jax.replay.check_replay` accepts.

@@ -21,11 +21,11 @@ from relibra_jax.planning.replication import replicate_experts
 from relibra_jax.types import EMPTY, Array, Plan, Planner, TokenSample, Topology, UnitTimes
 
 type Place = Callable[..., Placement]
-"""``(load[M L E], previous_home[L E], topology) -> Placement``. It also receives those of ``key``,
+"""``(load[M L E], previous_home[L E], topology) -> Placement``. The function also receives those of ``key``,
 ``source_load``, ``tokens``, ``cost`` and ``refine`` that it names as parameters, as `place_experts` does."""
 type Replicate = Callable[..., Plan]
-"""``(load[M L E], home[L E], topology) -> Plan``. It also receives ``resident`` and ``source_load`` if it names them as
-parameters, as `replicate_experts` does."""
+"""``(load[M L E], home[L E], topology) -> Plan``. The function also receives ``resident`` and ``source_load`` if it
+names them as parameters, as `replicate_experts` does."""
 
 
 class RelibraState(NamedTuple):

@@ -36,9 +36,9 @@ from relibra_jax.types import (
 )
 
 type Assign = Callable[..., Assignment]
-"""``(sample_load[B L E], tokens[B], home[L E], topology, *, num_micro_batches) -> Assignment``. It
-also receives those of ``samples_per_rank``, ``routes``, ``resident``, ``cost`` and ``refine`` that it names as
-parameters, as `assign_samples` does."""
+"""``(sample_load[B L E], tokens[B], home[L E], topology, *, num_micro_batches) -> Assignment``. The
+function also receives those of ``samples_per_rank``, ``routes``, ``resident``, ``cost`` and ``refine`` that it names as
+parameters, as `relibra_jax.planning.assignment.assign_samples` does."""
 
 
 def plan_alternating(
