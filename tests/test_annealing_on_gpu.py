@@ -91,7 +91,7 @@ def test_on_a_cpu_it_does_not_run():
         anneal_on_gpu(start, jax.random.key(0), steps=2)
 
 
-def test_a_row_that_is_too_large_is_refused():
+def test_a_row_that_is_too_large_is_rejected():
     start = jax.eval_shape(lambda: random_bins(2, 256, 128, 1))
     with pytest.raises(ValueError, match="512 items x 128 micro-batches in 2 bins take 282112 bytes"):
         jax.eval_shape(lambda start: anneal_on_gpu(start, jax.random.key(0), steps=2), start)

@@ -260,6 +260,6 @@ def test_works_without_jit(make):
         (lambda: llep(fallback=-1.0), "fallback=-1.0"),
     ],
 )
-def test_options_that_mean_nothing_are_refused(make, message):
+def test_invalid_options_are_rejected(make, message):
     with pytest.raises(ValueError, match=message):
         make()

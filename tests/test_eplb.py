@@ -148,7 +148,7 @@ def test_micro_batch_history_lags_by_one():
     assert 3 not in copied
 
 
-def test_kept_homes_stay_where_the_first_known_batch_has_put_them():
+def test_kept_homes_are_those_of_the_first_known_batch():
     """With ``history`` the second batch sets the homes, because the first has no forecast."""
     topology = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=1)
     loads = [

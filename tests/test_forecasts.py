@@ -61,7 +61,7 @@ def test_the_second_batch_by_hand(name, homes, replicas):
     np.testing.assert_allclose(expected[:, 0], replicas, rtol=1e-6)
 
 
-def test_decay_is_what_stays_of_an_average():
+def test_decay_is_the_weight_of_the_previous_average():
     _, expected = run(average(decay=0.75), [FIRST, SECOND])[1]
     np.testing.assert_allclose(expected[:, 0], [[1.5, 1, 0, 0], [1.125, 0.75, 0.5, 0]])
     before = run(average(decay=0.0), [FIRST, SECOND])[1][1]
@@ -91,7 +91,7 @@ def test_across_layers_by_hand():
     np.testing.assert_allclose(expected, [[[3, 1, 0, 0], [4, 0, 0, 0]], [[6, 2, 0, 0], [5, 1, 2, 0]]])
 
 
-def test_once_a_batch_the_loads_for_homes_serve_all():
+def test_batch_scope_uses_the_loads_for_homes():
     for name, forecast in FORECASTS.items():
         for_homes, expected = run(forecast, [FIRST, SECOND], scope="batch")[1]
         chex.assert_trees_all_equal(expected, for_homes[None])
@@ -114,7 +114,7 @@ def counts(replay):
 
 
 @pytest.mark.parametrize("name", ["history", "mean", "average", *TABLES])
-def test_nothing_is_known_of_what_comes(name, counts):
+def test_forecasts_do_not_use_future_loads(name, counts):
     """Changing the loads of the last micro-batch and layer does not change forecasts that must not use them."""
     rng = np.random.default_rng(0)
     before, now = rng.integers(1, 50, (2, 3, 2, 4))
@@ -193,7 +193,7 @@ def test_transitions_of_the_batch_reach_planners_that_take_them(replay, counts):
         chex.assert_trees_all_equal(after.seen.counts, counts.across_layers)
 
 
-def test_transitions_are_counted_for_nobody_else(replay):
+def test_transitions_are_not_counted_for_other_planners(replay):
     assert transitions_for(eplb(loads="next_token"), replay, num_experts=4) is not None
     for planner in (static(), relibra(), eplb(), eplb(loads="mean"), lplb(loads="history")):
         assert transitions_for(planner, replay, num_experts=4) is None

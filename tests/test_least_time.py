@@ -82,7 +82,7 @@ def test_no_random_plan_is_below(nodes, residents, across):
 
 
 @pytest.mark.parametrize("dispatch", DISPATCHES)
-def test_what_no_token_needs_to_cross_for(dispatch):
+def test_separable_samples_need_no_crossings(dispatch):
     """Each half of the samples uses one half of the experts, so nothing crosses and the bound is reached."""
     ids = np.array([[[half, half + 1]] * 4 for half in (0, 2) for _ in range(4)], np.uint8)[:, :, None]
     replay = RoutingReplay(ids, np.ones(ids.shape[:2], bool))
@@ -115,7 +115,7 @@ def test_a_batch_without_tokens_takes_no_time():
     assert least_time(replay, topology(), cost=unit_times(**KNOWN)) == LeastTime(0.0, 0.0, 0.0)
 
 
-def test_refuses_a_negative_cost():
+def test_a_negative_cost_is_rejected():
     cost = dataclasses.replace(unit_times(**KNOWN), crossing=-1.0)
     with pytest.raises(ValueError, match=r"crossing=-1.0 must be at least 0"):
         least_time(routed(0), topology(), cost=cost)

@@ -189,7 +189,7 @@ def test_rounds_are_the_same_under_jit(replay, rounds, x64):
     chex.assert_trees_all_equal(*(jax.random.key_data(state.key) for state in (after, later)))
 
 
-def test_bad_loads_and_rounds_are_refused_with_assignment_too(replay):
+def test_bad_loads_and_rounds_are_rejected_with_assignment_too(replay):
     counts = np.array(sample_load(replay, num_experts=8))
     tokens = replay.mask.sum(1, dtype=np.int32)
     options = {"num_micro_batches": MICRO_BATCHES, "assign": ASSIGN}
@@ -208,7 +208,7 @@ def test_bad_loads_and_rounds_are_refused_with_assignment_too(replay):
         ({"copy": 0.0}, "cost.copy=0.0 must be positive"),
     ],
 )
-def test_times_that_cannot_be_weighed_are_refused(replay, change, message):
+def test_invalid_unit_times_are_rejected(replay, change, message):
     times = {"token": 1.0, "copy": 1.0, "crossing": 1.0, "spread": 1.0, "move": 1.0, "push": 1.0}
     with pytest.raises(ValueError, match=message):
         plan_batch(
@@ -258,7 +258,7 @@ def test_extra_arguments_reach_a_planner_that_names_them():
 
 
 @pytest.mark.slow
-def test_refining_goes_on_from_given_homes(planner, update, in_order):
+def test_refining_starts_from_given_homes(planner, update, in_order):
     """With hardly any search steps, refined homes are at least as balanced as those from which they start."""
     state = start(planner)
     result, _ = update(in_order, state, TOPOLOGY)

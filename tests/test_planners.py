@@ -161,7 +161,7 @@ def test_homes_use_every_slot_once(run, topology):
 
 
 @pytest.mark.parametrize("kind", ["zipf", "one_hot", "shifting"])
-def test_copies_stand_in_the_canonical_order(run, topology, kind):
+def test_copies_are_in_canonical_order(run, topology, kind):
     """On each rank, copies are ordered by home slot, empty slots last; `check_plan` tests the same differently."""
     plan, _ = run(make_load(kind, topology))
     home, slot_expert = np.asarray(plan.home), np.asarray(plan.slot_expert)
@@ -196,7 +196,7 @@ EXTRAS = {
 
 
 @pytest.mark.parametrize("topology", [TOPOLOGIES["2x4"]], ids=["2x4"], scope="module")
-def test_extra_arguments_are_left_out_where_they_are_not_named(run, name, topology):
+def test_planners_do_not_receive_arguments_they_do_not_name(run, name, topology):
     """Extra arguments that a planner does not name cause no error, no other plan and no other trace."""
     planner, load = compiled(name, topology), make_load("zipf", topology)
     named = set(inspect.signature(PLANNERS[name].planner.update).parameters)

@@ -91,7 +91,7 @@ def test_samples_without_tokens_spread():
         ({"samples_per_rank": -3}, "samples_per_rank=-3 is too small for 11 samples on 4 ranks"),
     ],
 )
-def test_too_little_room_is_refused(change, message, jit):
+def test_too_little_room_is_rejected(change, message, jit):
     pack = functools.partial(pack_samples, topology=SMALL, **{"num_micro_batches": 2, **change})
     with pytest.raises(ValueError, match=message):
         (jax.jit(pack) if jit else pack)(np.ones(11, int))
@@ -115,7 +115,7 @@ def test_micro_batches_are_the_fewest_within_the_budget(tokens, spare):
         ([], 8, "tokens is empty: there must be at least one sample"),
     ],
 )
-def test_budgets_that_hold_no_batch_are_refused(tokens, budget, message):
+def test_budgets_that_hold_no_batch_are_rejected(tokens, budget, message):
     with pytest.raises(ValueError, match=message):
         micro_batches_for(np.array(tokens, int), SMALL, tokens_per_rank=budget)
 

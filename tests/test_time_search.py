@@ -136,7 +136,7 @@ def test_moves_that_do_not_pay_are_not_made():
     assert moves.mean() < (free != case.start).sum(0).mean()
 
 
-def test_layers_are_chains_of_their_own():
+def test_layers_are_independent():
     """The result of a layer does not depend on the other layers, and the same key gives the same result."""
     case, result = search("2 nodes of 4", "crossings")
     _, again = search("2 nodes of 4", "crossings")
@@ -191,7 +191,7 @@ def test_few_and_many_experts_of_a_token(top_k):
         assert np.mean(crossing) <= np.mean(before)
 
 
-def test_a_gain_by_chance_moves_nothing():
+def test_overfitting_gains_move_nothing():
     """With uniform routing all placements are equal, though some look better on a sample; other tokens reveal that."""
     rng, layers = np.random.default_rng(0), 20
     topology = Topology(num_nodes=2, ranks_per_node=1, num_experts=8, replica_slots=0)

@@ -95,7 +95,7 @@ def test_every_token_stands_for_as_many():
     np.testing.assert_array_equal(count_bits(bits).sum(0), np.broadcast_to(expected, (3, 2, LAYERS)))
 
 
-def test_tokens_that_are_nowhere_are_left_out():
+def test_unplaced_tokens_are_left_out():
     rng = np.random.default_rng(3)
     sample = sample_of(rng, [[40, 8], [16, 100]])
     lost = TokenSample(sample.expert_ids[:50], np.full(50, EMPTY), np.full(50, EMPTY))
