@@ -1,8 +1,8 @@
 """Assign the samples of a batch to micro-batches and ranks.
 
 If the loss is a sum over tokens divided by a count of the whole batch, the gradient does not depend on which sample is
-in which micro-batch (sample packing, arXiv 2608.12146), but the time of a step does. For given homes, a sample is a
-vector of node loads ``v[l, n]``, as shares of its layer's mean, and we
+in which micro-batch (sample packing, arXiv 2608.12146). The time of a step does depend on it. For given homes, a sample
+is a vector of node loads ``v[l, n]``, as shares of its layer's mean, and we
 
     minimise  mean_l sum_m max_n sum_{samples of m} v[l, n]  +  attention_cost * sum_m max_rank tokens / mean
               +  crossing_cost * mean_l sum_m max_rank (tokens that it sends or receives) / mean tokens,

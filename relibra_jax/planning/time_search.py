@@ -39,7 +39,7 @@ class NodeProblem(NamedTuple):
     offset: Float[jax.Array, "N M L"]
     """The load of each node's residents, which does not depend on homes."""
     tokens: TokenBits
-    """The tokens that each expert's home computes, without those whose node has the expert as a resident."""
+    """The tokens that use each expert at its home; tokens whose node has the expert as a resident are left out."""
     crossing: Float[jax.Array, ""]
     """The time in which all tokens of a node cross, relative to that of its balanced compute."""
     old_node: Int[jax.Array, "E L"]

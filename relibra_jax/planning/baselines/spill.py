@@ -53,8 +53,9 @@ def spill(
 ) -> Spilled:
     """Reduce rank loads to a threshold, as far as slots allow.
 
-    One expert after the other gives the excess of its rank, as far as it has tokens, to the rank with the most room
-    that has a free slot and no copy of the expert. It gives the rest to the next such rank.
+    The experts give tokens one after the other. Each gives the excess of its rank, as far as it has tokens, to the rank
+    with the most room, and the rest to the next one. A rank can take some if it has a free slot and no copy of the
+    expert.
 
     Args:
         load: the number of token copies for each expert, by home slot; int32.
