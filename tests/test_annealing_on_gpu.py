@@ -1,7 +1,7 @@
-"""The annealing of homes as a kernel, against the jitted form, in JAX's GPU interpreter.
+"""The annealing kernel for homes in JAX's GPU interpreter, compared with the jitted form.
 
-Shares and costs are multiples of a power of two, so that sums come out the same in any order: the jitted form leaves
-the order of its sums to the compiler. Every step must then draw the same swap, whatever the sizes.
+Shares and costs are multiples of a power of two, so sums are the same in any order; the jitted form leaves the order of
+its sums to the compiler. Every step must then draw the same swap, for all sizes.
 """
 
 import functools
@@ -22,11 +22,11 @@ from relibra_jax.planning.relibra import relibra
 from relibra_jax.types import Topology
 
 HOT = 0.3
-"""Hot enough that about half of the steps swap, in units of the imbalance of a few random items."""
+"""A temperature at which about half of the steps swap, in units of the imbalance of a few random items."""
 
 
 def random_bins(bins, size, micro_batches, rows, seed=0):
-    """Items of random shares and costs, in multiples of 2^-10."""
+    """Make items of random shares and costs, in multiples of 2^-10."""
     rng, items = np.random.default_rng(seed), bins * size
     share = rng.integers(0, 1024, (items, micro_batches, rows)) / 1024
     cost = rng.integers(0, 64, (bins, items, rows)) / 1024
@@ -49,31 +49,31 @@ def in_kernel(start, key, steps):
 def check_equal(sizes, steps, seeds, interpreter):
     for seed in range(seeds):
         start, key = random_bins(*sizes, seed=seed), jax.random.key(seed)
-        wanted = np.asarray(jitted(start, key, steps))
+        expected = np.asarray(jitted(start, key, steps))
         with interpreter():
-            found = np.asarray(in_kernel(start, key, steps))
-        assert (wanted != start.item).any(0).all(), "nothing was swapped"
-        np.testing.assert_array_equal(found, wanted)
+            result = np.asarray(in_kernel(start, key, steps))
+        assert (expected != start.item).any(0).all(), "nothing was swapped"
+        np.testing.assert_array_equal(result, expected)
 
 
 @pytest.mark.parametrize("sizes", [(2, 4, 3, 2), (3, 3, 9, 1)], ids=str)
 def test_every_step_is_that_of_the_jitted_form(sizes):
-    """Two bins and more, micro-batches that fill one turn of the kernel's loops and two; bins, size, M, rows."""
+    """Test 2 and more bins, and micro-batches for one and two iterations of the kernel's loops."""
     check_equal(sizes, steps=12, seeds=2, interpreter=functools.partial(gpu_interpreter, "mosaic"))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("sizes", [(2, 4, 3, 2), (4, 4, 17, 1), (2, 130, 2, 1), (2, 64, 32, 1)], ids=str)
 def test_long_searches_are_those_of_the_jitted_form(sizes):
-    """Bins of more items than a warpgroup has threads, and the nodes of 128 experts in 32 micro-batches.
+    """Test bins of more items than a warpgroup has threads, and the nodes of 128 experts in 32 micro-batches.
 
-    Races are not looked for: what that takes grows with the square of the steps.
+    The race detector is off, because its time grows with the square of the steps.
     """
     check_equal(sizes, steps=30, seeds=2, interpreter=plgpu.force_gpu_interpret_mode)
 
 
 def test_a_placement_is_that_of_the_jitted_form():
-    """Of whole planners. Two micro-batches: there is one order to add them in."""
+    """Whole plans are equal with two micro-batches, which can be added in only one order."""
     topology = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=0)
     load = np.random.default_rng(0).integers(1, 99, (2, 1, 2, 2, 8))
     plans = []
@@ -91,7 +91,7 @@ def test_on_a_cpu_it_does_not_run():
         anneal_on_gpu(start, jax.random.key(0), steps=2)
 
 
-def test_a_row_that_is_too_large_is_refused():
+def test_a_row_that_is_too_large_is_rejected():
     start = jax.eval_shape(lambda: random_bins(2, 256, 128, 1))
     with pytest.raises(ValueError, match="512 items x 128 micro-batches in 2 bins take 282112 bytes"):
         jax.eval_shape(lambda start: anneal_on_gpu(start, jax.random.key(0), steps=2), start)

@@ -1,4 +1,4 @@
-"""Sample assignment: every sample once, budgets held, nodes and attention more even than in order."""
+"""Sample assignment: every sample once, within budgets, with nodes and attention more even than in order."""
 
 import functools
 
@@ -28,13 +28,13 @@ SMALL = Topology(num_nodes=2, ranks_per_node=2, num_experts=4, replica_slots=1)
 
 
 def held_tokens(sample, tokens):
-    """Tokens [M, ranks] under an assignment."""
+    """Return the tokens of each rank, ``[M, ranks]``, under an assignment."""
     by_position = np.append(tokens, 0)[np.asarray(sample)]
     return by_position.sum(-1).reshape(len(sample), -1)
 
 
 def node_imbalance(sample, sample_load, home, nodes):
-    """Sum over micro-batches of the fullest node's load over that of the mean, averaged over layers."""
+    """Return the sum of maximum node loads over the sum of mean node loads, averaged over layers."""
     by_slot = np.take_along_axis(sample_load, np.argsort(home, axis=-1)[None], -1).astype(float)
     by_node = by_slot.reshape(*by_slot.shape[:2], nodes, -1).sum(-1)
     by_node = np.concatenate([by_node, np.zeros_like(by_node[:1])])
@@ -53,7 +53,7 @@ def each_once(sample, samples):
 
 
 def longest_first(tokens, bins, room):
-    """A port of longest-first packing: which bin takes each item."""
+    """Return the bin of each item by longest-first packing, in plain Python."""
     held, free, where = np.zeros(bins), np.full(bins, room), np.zeros(len(tokens), int)
     for item in np.argsort(-np.asarray(tokens), kind="stable"):
         where[item] = np.argmin(np.where(free > 0, held, np.inf))
@@ -63,7 +63,7 @@ def longest_first(tokens, bins, room):
 
 
 def budgets(tokens, micro_batches, room, ratio):
-    """The documented bounds on the tokens of a micro-batch and of a rank."""
+    """Return the documented bounds on the tokens of a micro-batch and of a rank."""
     packed = pack_samples(tokens, SMALL, num_micro_batches=micro_batches, samples_per_rank=room).sample
     held, mean, longest = held_tokens(np.asarray(packed), tokens), tokens.sum() / micro_batches, tokens.max()
     in_micro_batch = held.sum(1)
@@ -144,7 +144,7 @@ def test_works_under_jit_without_recompiling():
     ("change", "message"),
     [
         ({"num_micro_batches": 12}, "num_micro_batches=12 must be at least 1 and at most 11"),
-        ({"samples_per_rank": 0}, "11 samples need more than samples_per_rank=0 on 4 ranks"),
+        ({"samples_per_rank": 0}, "samples_per_rank=0 is too small for 11 samples on 4 ranks"),
         ({"token_budget": 0.9}, "token_budget=0.9 must be at least 1"),
         ({"steps": 0}, "steps=0"),
         ({"attention_cost": -1.0}, "attention_cost=-1.0"),
@@ -195,7 +195,7 @@ def test_recorded_loads(shared, nodes, bound):
 
 
 def test_refining_starts_from_what_is_given():
-    """A step swaps at most one sample of each micro-batch, and reorders those; EMPTY throughout packs, as None does."""
+    """A step swaps at most one sample per micro-batch; an EMPTY ``refine`` starts from packing, as None does."""
     rng = np.random.default_rng(3)
     load, tokens = rng.integers(0, 50, (24, 3, 4)), rng.integers(10, 90, 24)
     home = np.tile(np.arange(4), (3, 1))
@@ -216,14 +216,14 @@ def test_refining_starts_from_what_is_given():
 
 @pytest.mark.parametrize("hierarchical", [True, False])
 def test_no_random_assignment_takes_less_modelled_time(hierarchical):
-    """Three nodes of two ranks: what a rank receives is not what it sends, and both are waited for."""
+    """On three nodes of two ranks, a rank sends and receives different numbers of tokens, and both count."""
     topology = Topology(num_nodes=3, ranks_per_node=2, num_experts=12, replica_slots=1)
     rng = np.random.default_rng(0)
     replay = random_routing(rng, samples=24, tokens=40, layers=2, experts=12, top_k=2)
     cost = unit_times(**KNOWN, dispatch="hierarchical" if hierarchical else "flat")
     load, tokens = sample_load(replay, num_experts=12), replay.mask.sum(1)
     home = np.tile(np.arange(12, dtype=np.int32), (2, 1))
-    found = assign_samples(
+    result = assign_samples(
         *(load, tokens, home, topology),
         num_micro_batches=2,
         key=KEY,
@@ -243,4 +243,4 @@ def test_no_random_assignment_takes_less_modelled_time(hierarchical):
         return time.attention + time.compute + time.exchange
 
     drawn = [Assignment(rng.permutation(24).astype(np.int32).reshape(2, 3, 2, 2)) for _ in range(200)]
-    assert seconds(found) < min(map(seconds, drawn))
+    assert seconds(result) < min(map(seconds, drawn))

@@ -1,4 +1,4 @@
-"""EPLB exactly: published cases, independent ports, and what its planner adds."""
+"""EPLB: published cases, comparison with independent ports, and the additions of the planner."""
 
 import json
 from pathlib import Path
@@ -17,9 +17,9 @@ from relibra_jax.types import EMPTY, Topology
 
 @pytest.fixture(scope="session")
 def goldens():
-    """Cases and results of the published EPLB, ties broken by a stable sort.
+    """Return cases and results of the published EPLB, with ties broken by a stable sort.
 
-    The loads of the last three are above 2**24, where a quarter of them are equal in float32 though not as integers.
+    The loads of the last three cases are above 2**24, where a quarter of them are equal in float32 but not as integers.
     """
     return json.loads((Path(__file__).parent / "golden" / "eplb.json").read_text())
 
@@ -27,8 +27,8 @@ def goldens():
 def test_published_cases(goldens):
     for case in goldens:
         placed = rebalance_experts(jnp.array(case["weight"]), **case["args"])
-        for found, name in zip(placed, ("phy2log", "log2phy", "logcnt"), strict=True):
-            np.testing.assert_array_equal(found, case[name], err_msg=f"{name} of {case['args']}")
+        for result, name in zip(placed, ("phy2log", "log2phy", "logcnt"), strict=True):
+            np.testing.assert_array_equal(result, case[name], err_msg=f"{name} of {case['args']}")
 
 
 @pytest.mark.slow
@@ -58,12 +58,12 @@ def test_agrees_with_ports(kind, num_slots, num_groups, num_nodes, num_ranks):
     load = {
         "zipf": rng.zipf(1.5, shape).clip(0, 60_000),
         "ties": rng.integers(0, 3, shape),
-        "above 2**24": rng.integers(2**24, 2**31, shape),  # float32 rounds them, and their sums
+        "above 2**24": rng.integers(2**24, 2**31, shape),  # float32 rounds the loads and their sums
     }[kind]
     args = (num_slots, num_groups, num_nodes, num_ranks)
-    found = rebalance_experts(jnp.asarray(load), *args).physical_to_logical
-    np.testing.assert_array_equal(found, numpy_rebalance(load, *args))
-    np.testing.assert_array_equal(found, python_rebalance(load, *args))
+    result = rebalance_experts(jnp.asarray(load), *args).physical_to_logical
+    np.testing.assert_array_equal(result, numpy_rebalance(load, *args))
+    np.testing.assert_array_equal(result, python_rebalance(load, *args))
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_groups_that_do_not_fit():
 
 @pytest.mark.parametrize("expert_groups", [2, 4])
 def test_groups_stay_in_one_node(expert_groups):
-    """Grouped routing keeps a token's experts in few groups; each group's homes are in one node."""
+    """The homes of each expert group are in one node."""
     topology = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=1)
     load = jnp.asarray(np.random.default_rng(2).zipf(1.5, (2, 3, 2, 2, 8)).clip(0, 500), jnp.int32)
     planner = eplb(expert_groups=expert_groups)
@@ -108,7 +108,7 @@ def test_groups_stay_in_one_node(expert_groups):
 
 
 def test_groups_and_nodes_are_ignored_across_nodes():
-    """EPLB's global policy, whatever the groups; the homes of its own function with one group and node."""
+    """EPLB's global policy ignores groups; the homes equal those of `rebalance_experts` with one group and node."""
     topology = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=1)
     load = jnp.asarray(np.random.default_rng(2).zipf(1.5, (2, 3, 2, 2, 8)).clip(0, 500), jnp.int32)
     plans = []
@@ -123,7 +123,7 @@ def test_groups_and_nodes_are_ignored_across_nodes():
 
 
 def test_history_plans_from_the_past():
-    """The first batch teaches; on the second, equal to it, history knows what true loads tell."""
+    """On a second batch equal to the first, the history gives the same plan as the true loads."""
     topology = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=1)
     load = jnp.asarray(np.random.default_rng(1).integers(0, 500, (3, 2, 2, 2, 8)), jnp.int32)
     past, true = eplb(loads="history", scope="batch"), eplb(scope="batch")
@@ -131,9 +131,9 @@ def test_history_plans_from_the_past():
     update = jax.jit(past.update)
     first, state = update(load, state, topology)
     second, _ = update(load, state, topology)
-    told, _ = jax.jit(true.update)(load, true.init(topology, 2, key=jax.random.key(0)), topology)
-    chex.assert_trees_all_equal(second, told)
-    assert (first.home != told.home).any()
+    true_plan, _ = jax.jit(true.update)(load, true.init(topology, 2, key=jax.random.key(0)), topology)
+    chex.assert_trees_all_equal(second, true_plan)
+    assert (first.home != true_plan.home).any()
 
 
 @pytest.mark.slow
@@ -148,8 +148,8 @@ def test_micro_batch_history_lags_by_one():
     assert 3 not in copied
 
 
-def test_kept_homes_stay_where_the_first_known_batch_has_put_them():
-    """With history that is the second batch: nothing is known before the first."""
+def test_kept_homes_are_those_of_the_first_known_batch():
+    """With ``history`` the second batch sets the homes, because the first has no forecast."""
     topology = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=1)
     loads = [
         jnp.asarray(np.random.default_rng(seed).integers(1, 99, (2, 3, 2, 2, 8)), jnp.int32)

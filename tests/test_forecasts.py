@@ -1,4 +1,4 @@
-"""Forecasts: what each expects by hand, what none may know, and what transitions are worth to PopFetcher."""
+"""Forecasts: values computed by hand, no use of future loads, and the value of transitions to PopFetcher."""
 
 import functools
 
@@ -28,7 +28,7 @@ TABLES = ("next_token", "across_layers")
 
 
 def run(forecast, loads, *, scope="micro_batch", transitions=None, topology=TOPOLOGY):
-    """What a forecast expects of each of some batches ``[M L E]``."""
+    """Return the expected loads of a forecast for each of several batches ``[M L E]``."""
     state = forecast.init(topology, loads[0].shape[1])
     results = []
     for load in loads:
@@ -50,7 +50,7 @@ SECOND = np.array([[[0, 0, 2, 0]], [[0, 0, 0, 6]]])
         ("history", [8, 4, 0, 0], [[0, 4, 0, 0], [0, 0, 2, 0]]),
         ("mean", [8, 4, 0, 0], [[8, 4, 0, 0], [8, 4, 2, 0]]),
         ("average", [2, 2, 0, 0], [[2, 2, 0, 0], [1, 1, 1, 0]]),
-        # Without counts: the mean of the batch before, for as many tokens as there are.
+        # Without counts, the load is spread like the mean of the previous batch.
         ("next_token", [8, 4, 0, 0], [[4 / 3, 2 / 3, 0, 0], [4, 2, 0, 0]]),
         ("across_layers", [8, 4, 0, 0], [[4 / 3, 2 / 3, 0, 0], [4, 2, 0, 0]]),
     ],
@@ -61,7 +61,7 @@ def test_the_second_batch_by_hand(name, homes, replicas):
     np.testing.assert_allclose(expected[:, 0], replicas, rtol=1e-6)
 
 
-def test_decay_is_what_stays_of_an_average():
+def test_decay_is_the_weight_of_the_previous_average():
     _, expected = run(average(decay=0.75), [FIRST, SECOND])[1]
     np.testing.assert_allclose(expected[:, 0], [[1.5, 1, 0, 0], [1.125, 0.75, 0.5, 0]])
     before = run(average(decay=0.0), [FIRST, SECOND])[1][1]
@@ -69,7 +69,7 @@ def test_decay_is_what_stays_of_an_average():
 
 
 def test_the_next_token_by_hand():
-    """From expert 0 one in four stays and three go to 1; nothing was counted from 2, whose load spreads as before."""
+    """One in four tokens of expert 0 stays, three go to 1; expert 2 has no counts, so its load spreads as before."""
     counts = np.zeros((1, 4, 4), np.float32)
     counts[0, 0] = [1, 3, 0, 0]
     now = np.array([[[8, 0, 0, 0]], [[4, 0, 6, 0]]])
@@ -80,7 +80,7 @@ def test_the_next_token_by_hand():
 
 
 def test_across_layers_by_hand():
-    """Layer 1 from the true loads of layer 0 in the same micro-batch; layer 0 from the batch before."""
+    """Layer 1 is forecast from layer 0 of the same micro-batch, layer 0 from the previous batch."""
     counts = np.zeros((2, 4, 4), np.float32)
     counts[1] = np.roll(np.eye(4), 1, axis=1)  # expert e is followed by e + 1
     before = np.array([[[6, 2, 0, 0], [1, 1, 1, 5]]])
@@ -91,7 +91,7 @@ def test_across_layers_by_hand():
     np.testing.assert_allclose(expected, [[[3, 1, 0, 0], [4, 0, 0, 0]], [[6, 2, 0, 0], [5, 1, 2, 0]]])
 
 
-def test_once_a_batch_the_loads_for_homes_serve_all():
+def test_batch_scope_uses_the_loads_for_homes():
     for name, forecast in FORECASTS.items():
         for_homes, expected = run(forecast, [FIRST, SECOND], scope="batch")[1]
         chex.assert_trees_all_equal(expected, for_homes[None])
@@ -100,7 +100,7 @@ def test_once_a_batch_the_loads_for_homes_serve_all():
 
 @pytest.fixture(scope="module")
 def replay():
-    """Random routes of two layers with padding: at the end, before the first token, in the middle, and everywhere."""
+    """Make random routes of two layers with padding at the end, at the start, in the middle, and throughout."""
     rng = np.random.default_rng(0)
     ids = rng.permuted(np.tile(np.arange(4, dtype=np.uint8), (6, 9, 2, 1)), axis=-1)[..., :2]
     mask = np.ones((6, 9), bool)
@@ -114,8 +114,8 @@ def counts(replay):
 
 
 @pytest.mark.parametrize("name", ["history", "mean", "average", *TABLES])
-def test_nothing_is_known_of_what_comes(name, counts):
-    """Other loads in the last micro-batch and layer change nothing that was expected, save what is told of them."""
+def test_forecasts_do_not_use_future_loads(name, counts):
+    """Changing the loads of the last micro-batch and layer does not change forecasts that must not use them."""
     rng = np.random.default_rng(0)
     before, now = rng.integers(1, 50, (2, 3, 2, 4))
     other = now.copy()
@@ -124,13 +124,13 @@ def test_nothing_is_known_of_what_comes(name, counts):
     np.testing.assert_array_equal(one[0], two[0])
     np.testing.assert_array_equal(one[1][:-1], two[1][:-1])
     np.testing.assert_array_equal(one[1][-1, :-1], two[1][-1, :-1])
-    # Only the next token is expected from the same load.
+    # Only ``next_token`` forecasts from the same loads.
     assert (one[1][-1, -1] == two[1][-1, -1]).all() == (name != "next_token")
 
 
 @pytest.mark.parametrize("name", FORECASTS)
 def test_the_first_batch_has_no_past(name, counts):
-    """Zeros where nothing was seen, and the error of a uniform guess there."""
+    """Without a past, forecasts are zeros, with the error of a uniform forecast."""
     load = np.random.default_rng(0).integers(1, 50, (3, 2, 4))
     _, expected = run(FORECASTS[name], [load], transitions=counts)[0]
     if name == "true":
@@ -142,7 +142,7 @@ def test_the_first_batch_has_no_past(name, counts):
 
 
 def test_stationary_loads_are_learnt():
-    """Drawn from one distribution, the mean of all comes nearest to it, the last micro-batch least."""
+    """For loads from one distribution, the mean of all is the best forecast and the last micro-batch the worst."""
     rng = np.random.default_rng(0)
     share = rng.dirichlet(np.ones(32), 2)
     loads = [np.stack([rng.multinomial(600, share) for _ in range(4)]) for _ in range(12)]
@@ -177,7 +177,7 @@ def test_transitions_are_a_plain_count(replay, counts):
 
 
 def test_padding_is_not_read(replay, counts):
-    """Whatever ids padding has, those outside of the experts too."""
+    """Padding tokens may have any ids, also invalid expert ids."""
     for filler in (0, 3, 255):
         ids = np.where(replay.mask[:, :, None, None], replay.expert_ids, np.uint8(filler))
         other = count_transitions(RoutingReplay(ids, replay.mask), num_experts=4)
@@ -193,7 +193,7 @@ def test_transitions_of_the_batch_reach_planners_that_take_them(replay, counts):
         chex.assert_trees_all_equal(after.seen.counts, counts.across_layers)
 
 
-def test_transitions_are_counted_for_nobody_else(replay):
+def test_transitions_are_not_counted_for_other_planners(replay):
     assert transitions_for(eplb(loads="next_token"), replay, num_experts=4) is not None
     for planner in (static(), relibra(), eplb(), eplb(loads="mean"), lplb(loads="history")):
         assert transitions_for(planner, replay, num_experts=4) is None
@@ -211,7 +211,7 @@ def test_rows_say_how_they_expect_loads():
 
 
 def moving_load(seed):
-    """In layer 0 another expert is hot in each micro-batch; layer 1 has the loads of layer 0 at permuted experts."""
+    """Make loads with another hot expert per micro-batch in layer 0; layer 1 permutes the experts of layer 0."""
     rng = np.random.default_rng(seed)
     load = rng.integers(20, 40, (6, 2, 32))
     load[np.arange(6), 0, rng.permutation(32)[:6]] += 900
@@ -220,25 +220,25 @@ def moving_load(seed):
 
 
 MOVED = np.random.default_rng(7).permutation(32)
-"""Where the tokens of each expert of layer 0 go in layer 1."""
+"""The expert of layer 1 to which the tokens of each expert of layer 0 go."""
 
 
 def test_popfetcher_finds_what_history_cannot():
-    """Layer 1 is known from layer 0 for certain, whatever is hot; from the past nothing is."""
+    """Layer 0 determines layer 1 completely; the past does not help."""
     topology = Topology(**SIZES)
     counts = np.zeros((2, 32, 32), np.float32)
     counts[1, np.arange(32), MOVED] = 100
     reached = {}
     others = {name: PLANNERS[name].planner for name in ("eplb_history", "eplb_mean")}
     for name, planner in {"popfetcher": popfetcher(), **others}.items():
-        told = {"transitions": Transitions(counts, counts)} if takes(planner.update, "transitions") else {}
+        extra = {"transitions": Transitions(counts, counts)} if takes(planner.update, "transitions") else {}
         state = planner.init(topology, 2, key=jax.random.key(0))
         update = jax.jit(planner.update, static_argnums=2)
         for seed in range(2):
             load = (
                 jnp.zeros((6, 2, 2, 4, 32), jnp.int32).at[:, :, 0, 0].set(moving_load(seed).astype(np.int32))
             )
-            plan, state = update(load, state, topology, **told)
+            plan, state = update(load, state, topology, **extra)
         reached[name] = [float(batch_imbalance(rank_load(plan)[:, layer, None])) for layer in range(2)]
     assert reached["popfetcher"][1] < 1.75, "four ranks of a node share the hot expert"
     assert min(reached["eplb_history"][1], reached["eplb_mean"][1], reached["popfetcher"][0]) > 3
@@ -251,10 +251,10 @@ def test_popfetcher_finds_what_history_cannot():
     assert forecast_error(expected, moving_load(1))[:, 1].max() < 1e-6
 
 
-def test_popfetcher_without_transitions_expects_the_batch_before():
-    """The hot expert of the batch before is copied twice; a third of its true tokens stays at each, hot or not.
+def test_popfetcher_without_transitions_expects_the_previous_batch():
+    """The previous batch's hot expert gets two copies, and each copy computes a third of its true tokens.
 
-    The copy that comes to its home's rank shares the slot there.
+    The copy on the rank of its home is merged into the home slot.
     """
     topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=4, replica_slots=1)
     planner = popfetcher()
@@ -267,7 +267,7 @@ def test_popfetcher_without_transitions_expects_the_batch_before():
 
 
 def test_error_by_hand():
-    """Shares 0.75, 0.25, 0 and 0 where 0.25 each was expected: (0.5 + 0 + 0.25 + 0.25) / 4 of a mean share."""
+    """True shares 0.75, 0.25, 0, 0 with 0.25 expected for each give (0.5 + 0 + 0.25 + 0.25) / 4 of a mean share."""
     load = np.array([[[30, 10, 0, 0], [0, 0, 0, 0]]])
     error = forecast_error(np.array([[[7, 7, 7, 7], [1, 2, 3, 4]]]), load)
     assert error.tolist() == [[1.0, 0.0]]

@@ -1,4 +1,4 @@
-"""No plan is below the least time: not those of planners, not random ones, not the best of all for tiny batches."""
+"""No plan is below the least-time bound: neither planners' plans, nor random ones, nor the optimum of tiny batches."""
 
 import dataclasses
 import functools
@@ -45,7 +45,7 @@ SHARED_LINK = {"cluster": dataclasses.replace(CLUSTER, shared_link=True), "scale
 
 
 def not_below(replay, batch_plan, where, *, across_nodes, **changed):
-    """Hold the bound to the modelled time of a plan, on both paths."""
+    """Compare the bound with the modelled time of a plan, on both dispatch paths."""
     for dispatch in DISPATCHES:
         visits = node_visits(replay, batch_plan, where) if dispatch == "hierarchical" else None
         seconds = float(batch_time(batch_plan, where, visits=visits, **KNOWN | changed).total)
@@ -82,8 +82,8 @@ def test_no_random_plan_is_below(nodes, residents, across):
 
 
 @pytest.mark.parametrize("dispatch", DISPATCHES)
-def test_what_no_token_needs_to_cross_for(dispatch):
-    """Half of the samples use one half of the experts: nodes can be apart, and the bound is reached."""
+def test_separable_samples_need_no_crossings(dispatch):
+    """Each half of the samples uses one half of the experts, so nothing crosses and the bound is reached."""
     ids = np.array([[[half, half + 1]] * 4 for half in (0, 2) for _ in range(4)], np.uint8)[:, :, None]
     replay = RoutingReplay(ids, np.ones(ids.shape[:2], bool))
     where = Topology(num_nodes=2, ranks_per_node=1, num_experts=4, replica_slots=0)
@@ -102,7 +102,7 @@ def test_what_no_token_needs_to_cross_for(dispatch):
 @pytest.mark.parametrize("dispatch", DISPATCHES)
 @pytest.mark.parametrize("price", [0.01, 0.1, 1.0])
 def test_all_in_one_node_is_a_plan_too(dispatch, price):
-    """Where attention and compute are cheap: all samples beside the only experts that they use, and nothing crosses."""
+    """With cheap attention and compute, all samples may be on the node of the only experts that they use."""
     replay = RoutingReplay(np.full((8, 4, 1, 2), [0, 1], np.uint8), np.ones((8, 4), bool))
     where = Topology(num_nodes=2, ranks_per_node=1, num_experts=4, replica_slots=0)
     cost = unit_times(dispatch=dispatch, **KNOWN)
@@ -115,7 +115,7 @@ def test_a_batch_without_tokens_takes_no_time():
     assert least_time(replay, topology(), cost=unit_times(**KNOWN)) == LeastTime(0.0, 0.0, 0.0)
 
 
-def test_refuses_a_negative_cost():
+def test_a_negative_cost_is_rejected():
     cost = dataclasses.replace(unit_times(**KNOWN), crossing=-1.0)
     with pytest.raises(ValueError, match=r"crossing=-1.0 must be at least 0"):
         least_time(routed(0), topology(), cost=cost)
@@ -123,8 +123,7 @@ def test_refuses_a_negative_cost():
 
 @functools.cache
 def held_sets(nodes, experts, residents):
-    """The home node of every expert, in all ways, and with residents the node's own one in all ways: [ways, E] and
-    [ways, N, E]."""
+    """Enumerate the home nodes of experts, ``[ways, E]``, and the residents of nodes, ``[ways, N, E]``."""
     homes = np.array(sorted(set(itertools.permutations(np.repeat(np.arange(nodes), experts // nodes)))))
     one = np.eye(experts + 1, experts, dtype=bool)[[*range(experts * residents), experts]]
     extra = np.array(list(itertools.product(one, repeat=nodes)))
@@ -133,7 +132,7 @@ def held_sets(nodes, experts, residents):
 
 
 def sent_and_computed(replay, layer, home, extra, *, hierarchical):
-    """What each sample sends to every node by the node where it lies [B N N], and what nodes compute of it [B N]."""
+    """Return what a sample sends between nodes, ``[B N N]``, and what each node computes of it, ``[B N]``."""
     nodes = len(extra)
     uses = (replay.expert_ids[:, :, layer, :, None] == np.arange(len(home))).any(2)[:, None]  # [B 1 T E]
     uses = uses & replay.mask[:, None, :, None]
@@ -145,9 +144,9 @@ def sent_and_computed(replay, layer, home, extra, *, hierarchical):
 
 
 def least_by_trying(replay, nodes, experts, micro_batches, cost, *, residents=0):
-    """The least seconds over all assignments, homes and residents, one rank a node, in the terms of `UnitTimes`.
+    """Find the least seconds over all assignments, homes and residents, with one rank per node, in `UnitTimes`.
 
-    A copy goes to the nearest slot, which is best if compute is free: with residents it has to be.
+    A copy goes to the nearest slot. That is optimal if compute is free, so with residents compute must be free.
     """
     samples, _, layers, _ = replay.expert_ids.shape
     places = np.array(list(itertools.product(range(micro_batches * nodes), repeat=samples)))
@@ -183,7 +182,7 @@ PRICES = {
 @pytest.mark.parametrize("dispatch", DISPATCHES)
 @pytest.mark.parametrize("name", TINY)
 def test_below_the_best_of_all(name, dispatch, prices):
-    """And more than half of it; the mean share is printed."""
+    """The bound is at most the optimum and more than half of it; the test prints the mean ratio."""
     sizes = dict(TINY[name])
     nodes, experts, micro_batches = (sizes.pop(part) for part in ("nodes", "experts", "micro_batches"))
     residents = sizes.pop("residents", 0)

@@ -1,4 +1,4 @@
-"""LPLB: its linear program against SciPy's, its graphs, and the bounds that its authors test."""
+"""LPLB: its linear program compared with SciPy's, its graphs, and the bounds that its authors test."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from relibra_jax.types import Topology
 
 
 def largest_rank_load(load, capacity, edges):
-    """The optimum by SciPy's HiGHS."""
+    """Return the optimum by SciPy's HiGHS."""
     ranks, degree = edges.shape
     rows = np.zeros((ranks, ranks * degree + 1))
     rows[:, -1] = -1
@@ -74,7 +74,7 @@ def test_cubes_use_each_edge_once():
 
 
 def test_graphs_that_do_not_fit():
-    with pytest.raises(ValueError, match="graph 'cube' joins 8 ranks, the domain has 4"):
+    with pytest.raises(ValueError, match="graph='cube' is for 8 ranks, but the domain has 4"):
         graph_edges("cube", 4, 2)
     with pytest.raises(ValueError, match=f"graph='star' must be one of {', '.join(GRAPHS)}"):
         graph_edges("star", 4, 2)
@@ -92,7 +92,7 @@ def test_graphs_that_do_not_fit():
     ],
 )
 def test_meets_the_authors_bounds(graph, nodes, ranks_per_node, slots, bound):
-    """256 experts with loads from N(1, 0.3); every draw, not one."""
+    """The bounds hold for every draw of 256 expert loads from N(1, 0.3)."""
     draws = 16
     topology = Topology(num_nodes=nodes, ranks_per_node=ranks_per_node, num_experts=256, replica_slots=slots)
     planner = lplb(graph=graph)

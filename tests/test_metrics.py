@@ -1,4 +1,4 @@
-"""Metrics against definitions written out by hand."""
+"""Metrics, compared with values computed by hand."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ def test_imbalance_of_each_micro_batch():
 
 
 def test_batch_imbalance_weighs_micro_batches_by_time():
-    """A long balanced micro-batch and a short uneven one: not the mean of 1 and 2."""
+    """With a long balanced micro-batch and a short uneven one, the imbalance is not the mean of 1 and 2."""
     rank_load = np.array([[[[100, 100]]], [[[20, 0]]]])
     assert batch_imbalance(rank_load) == pytest.approx((100 + 20) / (100 + 10))
 
@@ -30,7 +30,7 @@ def test_batch_imbalance_averages_layers():
 
 
 def test_cross_node_load_counts_by_brute_force():
-    """Static placement: every token copy whose expert lives on another node crosses."""
+    """With static placement, every token copy whose expert is on another node crosses."""
     topology = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=0)
     load = np.random.default_rng(0).integers(0, 50, (3, 2, 2, 2, 8)).astype(np.int32)
     plan = planned("static", topology, load)
@@ -39,7 +39,7 @@ def test_cross_node_load_counts_by_brute_force():
 
 
 def test_moves_are_counted_by_rank():
-    """Changing the slot on the same rank moves nothing over the network."""
+    """An expert that changes its slot on the same rank does not move over the network."""
     before, now = np.array([[0, 1, 2, 3]]), np.array([[1, 0, 3, 2]])
     assert moved_experts(now, before, home_slots=2).tolist() == [0]
     assert moved_experts(now, before, home_slots=1).tolist() == [4]

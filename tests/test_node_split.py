@@ -1,4 +1,4 @@
-"""Quotas of nodes: always a split, nearly as even as a linear program makes it and with nearly as few crossings."""
+"""Quotas of nodes: always a valid split, with balance and crossings near those of a linear program."""
 
 import functools
 
@@ -16,12 +16,12 @@ INT32_MAX = 2**31 - 1
 
 @functools.cache
 def compiled(tolerance=0.0):
-    """Over cases; compiled once for each tolerance and shape."""
+    """Map `split_nodes` over cases; compiled once for each tolerance and shape."""
     return jax.jit(jax.vmap(functools.partial(split_nodes, tolerance=tolerance)))
 
 
 def cases(rng, rows, nodes, experts, residents=0.3):
-    """Loads that lie unevenly, homes in equal numbers, and residents here and there."""
+    """Make loads that are uneven over nodes, equal numbers of homes, and random residents."""
     popular = rng.lognormal(0, 1, (rows, 1, experts)) * rng.lognormal(0, 0.3, (rows, nodes, experts))
     supply = np.floor(popular / popular.sum((1, 2), keepdims=True) * 4000).astype(np.int32)
     home = np.stack([rng.permutation(experts) * nodes // experts for _ in range(rows)])
@@ -37,35 +37,35 @@ def check_split(quota, supply, held):
 
 
 def crossings(quota, supply):
-    """Copies that leave their node: those that lie where fewer are computed."""
+    """Count the copies that leave their node, because it computes fewer than lie there."""
     return np.maximum(np.asarray(supply, np.int64) - quota, 0).sum((-2, -1))
 
 
 def least_top(supply, held):
-    """The least largest node load, copies taken as divisible."""
+    """Return the smallest possible maximum node load, with fractional copies."""
     nodes, experts = supply.shape
     pairs = np.argwhere(held)
     of_node = (pairs[:, 0] == np.arange(nodes)[:, None]) * 1.0
     of_expert = (pairs[:, 1] == np.arange(experts)[:, None]) * 1.0
-    found = linprog(
+    result = linprog(
         np.append(np.zeros(len(pairs)), 1),
         A_ub=np.hstack([of_node, -np.ones((nodes, 1))]),
         b_ub=np.zeros(nodes),
         A_eq=np.hstack([of_expert, np.zeros((experts, 1))]),
         b_eq=supply.sum(0),
     )
-    return found.fun
+    return result.fun
 
 
 def fewest_crossings(supply, held, top):
-    """Where no node computes more than ``top``: what is computed where it lies, subtracted from all."""
+    """Return the fewest crossings if no node computes more than ``top``."""
     nodes, experts = supply.shape
     pairs = np.argwhere(held)
     of_node = (pairs[:, 0] == np.arange(nodes)[:, None]) * 1.0
     of_expert = (pairs[:, 1] == np.arange(experts)[:, None]) * 1.0
     count = len(pairs)
-    # Variables: the quota of each pair, and how much of it stays where it lies.
-    found = linprog(
+    # Variables: the quota of each pair, and the part of it that is computed where it lies.
+    result = linprog(
         np.append(np.zeros(count), -np.ones(count)),
         A_ub=np.block([[of_node, np.zeros((nodes, count))], [-np.eye(count), np.eye(count)]]),
         b_ub=np.append(np.full(nodes, top), np.zeros(count)),
@@ -73,13 +73,13 @@ def fewest_crossings(supply, held, top):
         b_eq=supply.sum(0),
         bounds=[(0, None)] * count + [(0, supply[n, e]) for n, e in pairs],
     )
-    return supply.sum() + found.fun
+    return supply.sum() + result.fun
 
 
 @settings(max_examples=60)
 @given(data=st.data())
 def test_any_supply_is_split(data):
-    """Sums, nothing where an expert is not held, nothing negative; never fuller than the allowed or where it began."""
+    """Quotas sum to the supply, are not negative, are 0 for experts not held, and stay within the allowed load."""
     nodes, experts = 3, 4
     amount = st.one_of(st.integers(0, 3), st.integers(0, 1000), st.just(INT32_MAX // 12))
     supply = np.array(data.draw(st.lists(amount, min_size=12, max_size=12)), np.int32).reshape(nodes, experts)
@@ -103,7 +103,7 @@ def test_without_residents_all_is_computed_at_home():
 
 @pytest.mark.parametrize(("nodes", "experts", "beyond"), [(2, 8, 0.0), (4, 8, 0.02), (8, 16, 0.02)])
 def test_largest_load_near_the_optimum(nodes, experts, beyond):
-    """Two nodes exactly; more of them on average to within what is written here."""
+    """The largest load is optimal for two nodes, and on average near the optimum for more."""
     supply, held, home = cases(np.random.default_rng(nodes), 60, nodes, experts)
     quota = np.asarray(compiled()(supply, held, home))
     check_split(quota, supply, held)
@@ -115,14 +115,14 @@ def test_largest_load_near_the_optimum(nodes, experts, beyond):
 
 @pytest.mark.parametrize("nodes", [2, 4])
 def test_crossings_near_the_fewest(nodes):
-    """At the largest load that is reached, against a linear program."""
+    """At the largest load that is reached, crossings are near the optimum of a linear program."""
     supply, held, home = cases(np.random.default_rng(10 + nodes), 60, nodes, 8)
     quota = np.asarray(compiled()(supply, held, home))
-    found, total = crossings(quota, supply), supply.sum((1, 2))
+    result, total = crossings(quota, supply), supply.sum((1, 2))
     fewest = np.array(
         [fewest_crossings(*each) for each in zip(supply, held, quota.sum(2).max(1), strict=True)]
     )
-    gap = (found - fewest) / total
+    gap = (result - fewest) / total
     print(f"{nodes} nodes: {gap.mean():.2%} of copies cross beyond the fewest, worst {gap.max():.2%}")
     assert gap.min() > -1e-6
     assert gap.mean() < 0.05
@@ -130,9 +130,9 @@ def test_crossings_near_the_fewest(nodes):
 
 @pytest.mark.parametrize("tolerance", [0.05, 0.3, 1e9])
 def test_tolerance_is_for_crossings(tolerance):
-    """About so much above what is reached without, at most, and no more crossings; without end, nothing moves.
+    """The largest load rises at most by about the tolerance, crossings do not rise, and a huge tolerance moves nothing.
 
-    One case in two thousand is up to 1% above that, where copies would have to pass through a third node.
+    One case in two thousand is up to 1% above that, because copies would have to pass through a third node.
     """
     supply, held, home = cases(np.random.default_rng(5), 60, 4, 8)
     strict = np.asarray(compiled()(supply, held, home))
@@ -148,7 +148,7 @@ def test_tolerance_is_for_crossings(tolerance):
 
 
 def test_as_many_copies_as_int32_holds():
-    """All of them on one node, half of them given away."""
+    """All copies lie on one node, which gives half of them away."""
     supply = np.array([[[INT32_MAX], [0]]], np.int32)
     quota = compiled()(supply, np.ones((1, 2, 1), bool), np.zeros((1, 1), np.int32))
     assert np.asarray(quota)[0, :, 0].tolist() == [2**30, 2**30 - 1]

@@ -1,4 +1,4 @@
-"""Reordering: always a placement, never worse than its start, near the optimum, and few moves."""
+"""Reordering: valid placements that are never worse than their start, near the optimum, and with few moves."""
 
 import functools
 import itertools
@@ -22,7 +22,7 @@ NODES = Topology(num_nodes=2, ranks_per_node=1, num_experts=8, replica_slots=1)
 
 
 def home_of(place):
-    """The homes alone of what a function places."""
+    """Wrap a placement function so that it returns only homes."""
     return lambda *args, **options: place(*args, **options).home
 
 
@@ -34,7 +34,7 @@ def in_order(layers, experts):
 
 
 def imbalance(load, home, groups):
-    """Sum of maxima over sum of means, for each layer, over groups of neighbouring home slots."""
+    """Return the imbalance of each layer over groups of neighbouring home slots."""
     load = np.take_along_axis(np.asarray(load, float), np.argsort(home, axis=-1)[None], -1)
     load = load.reshape(*load.shape[:2], groups, -1).sum(-1)
     return load.max(-1).sum(0) / np.maximum(load.mean(-1).sum(0), 1e-9)
@@ -46,7 +46,7 @@ def is_placement(home, experts):
 
 @functools.cache
 def recorded(shared, seed):
-    """Load [32 micro-batches, 24 layers, 32 experts] of 256 recorded sequences in random order."""
+    """Return the load of 256 recorded sequences in random order, ``[32 micro-batches, 24 layers, 32 experts]``."""
     trace = np.load(shared / "traces" / "gptoss20b_rollouts.npz", allow_pickle=False)
     ends = np.cumsum(trace["lengths"])
     samples = np.random.default_rng(seed).permutation(len(ends))[:256]
@@ -112,12 +112,12 @@ def test_tiny_instances_nearly_always_reach_the_optimum():
         home = np.argsort([*left, *(set(range(8)) - set(left))])
         best = np.minimum(best, imbalance(load, np.tile(home, (20, 1)), 2))
     setting = {"key": KEY, "move_cost": 0.0}
-    found = imbalance(
+    result = imbalance(
         load, np.asarray(place_experts(load, in_order(20, 8), NODES, **setting, steps=1000).home), 2
     )
-    assert (found >= best - 1e-5).all()
-    assert (found <= best * 1.01).all()
-    assert (found <= best + 1e-5).mean() >= 0.9
+    assert (result >= best - 1e-5).all()
+    assert (result <= best * 1.01).all()
+    assert (result <= best + 1e-5).mean() >= 0.9
     descended, packed = (
         imbalance(load, np.asarray(place(load, in_order(20, 8), NODES, **setting).home), 2)
         for place in (place_by_descent, place_longest_first)
@@ -154,9 +154,9 @@ def test_a_price_on_crossing_brings_experts_to_their_tokens():
 
 def test_refining_starts_from_the_placement_it_is_given():
     load = np.random.default_rng(4).lognormal(4, 1, (3, 2, 8)).astype(np.int32)
-    found = np.asarray(place_experts(load, in_order(2, 8), NODES, key=KEY, steps=200).home)
-    again = np.asarray(place_experts(load, found, NODES, key=KEY, steps=1, refine=found).home)
-    assert (imbalance(load, again, 2) <= imbalance(load, found, 2) + 1e-6).all()
+    result = np.asarray(place_experts(load, in_order(2, 8), NODES, key=KEY, steps=200).home)
+    again = np.asarray(place_experts(load, result, NODES, key=KEY, steps=1, refine=result).home)
+    assert (imbalance(load, again, 2) <= imbalance(load, result, 2) + 1e-6).all()
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_recorded_loads(shared, nodes, static, bound):
         peers = [imbalance(load, peer, nodes).mean() for peer in (descended, longest_first)]
         assert [reached, *peers] == sorted([reached, *peers]), "annealing beats descent beats LPT"
 
-    # The batch after: against a fresh placement by LPT, its ranks renamed to keep most experts where they were.
+    # Compare the next batch with a new placement by LPT whose ranks are relabelled to move the fewest experts.
     after = recorded(shared, 1)
     later = np.asarray(place(after, home, key=KEY))
     fresh = np.asarray(place_longest_first(after, start, topology, key=KEY).home)
@@ -216,7 +216,7 @@ def test_many_ranks():
 
 @pytest.mark.parametrize(("replica_slots", "moves"), [(1, False), (0, True)])
 def test_in_time_ranks_of_a_node_are_left_to_replicas(replica_slots, moves):
-    """Nodes are even and one rank of each has all the load: only where no replicas mend it do experts move."""
+    """Nodes are even, but one rank of each has all load; experts move only if there are no replica slots."""
     topology = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=replica_slots)
     before = in_order(1, 8)
     load = np.tile(np.array([64, 64, 0, 0] * 2), (1, 1, 1))

@@ -1,4 +1,4 @@
-"""A batch from replay to plan: who holds which sample, and that it does not matter to the gradient."""
+"""Planning a batch from its replay: assignments, rounds, and gradients that do not depend on the assignment."""
 
 import functools
 
@@ -30,7 +30,7 @@ MICRO_BATCHES = 4
 
 @pytest.fixture(scope="module")
 def replay():
-    """32 samples, each of which likes two experts."""
+    """Make a replay of 32 samples, each of which prefers some experts."""
     rng = np.random.default_rng(0)
     liked = rng.integers(8, size=(32, 1, 1, 8)) < 2
     score = rng.random((32, 12, 2, 8)) + 0.6 * liked
@@ -48,13 +48,13 @@ ASSIGN = functools.partial(assign_samples, key=jax.random.key(0), steps=500)
 
 @pytest.fixture(scope="module")
 def update(planner):
-    """The planner's update, compiled once."""
+    """Return the planner's update, compiled once."""
     return jax.jit(planner.update)
 
 
 @pytest.fixture(scope="module")
 def in_order(replay):
-    """The load of samples in order."""
+    """Return the load of samples assigned in order."""
     return expert_load(replay, assign_in_order(32, TOPOLOGY, num_micro_batches=MICRO_BATCHES), num_experts=8)
 
 
@@ -82,8 +82,8 @@ def test_samples_stay_where_they_start_unless_assigned(replay, planner, update, 
 
 
 @pytest.mark.parametrize("rounds", [0, 1])
-def test_samples_are_packed_unless_told(replay, rounds):
-    """The first load, and without turns the assignment, is that of packing; under jit with room by sizes alone."""
+def test_samples_are_packed_by_default(replay, rounds):
+    """The first plan is for packed samples, as is the result without rounds, with jit and without."""
     packed = pack_samples(replay.mask.sum(1), TOPOLOGY, num_micro_batches=MICRO_BATCHES)
     loads = []
 
@@ -92,9 +92,9 @@ def test_samples_are_packed_unless_told(replay, rounds):
         return static().update(load, state, topology)
 
     def plan(replay):
-        told = Planner(static().init, update)
+        recorder = Planner(static().init, update)
         options = {"num_micro_batches": MICRO_BATCHES, "assign": ASSIGN if rounds else None}
-        return plan_batch(replay, told, (), TOPOLOGY, **options, rounds=rounds)[0]
+        return plan_batch(replay, recorder, (), TOPOLOGY, **options, rounds=rounds)[0]
 
     alone = plan(replay)
     np.testing.assert_array_equal(loads[0], expert_load(replay, packed, num_experts=8))
@@ -108,7 +108,7 @@ def test_samples_are_packed_unless_told(replay, rounds):
         assert (compiled.assignment.sample[..., room:] == EMPTY).all()
 
 
-def test_a_start_of_other_ranks_is_refused(replay):
+def test_a_start_of_other_ranks_is_rejected(replay):
     message = r"micro-batches and ranks of start: expected shape \(4, 2, 2\), found \(2, 2, 2\)"
     with pytest.raises(ValueError, match=message):
         plan_batch(
@@ -120,7 +120,7 @@ def test_a_start_of_other_ranks_is_refused(replay):
 
 @pytest.mark.slow
 def test_assignment_evens_out_what_placement_cannot(replay, planner, update, in_order):
-    """Under jit and without, the load that comes back is that of the assignment."""
+    """With jit and without, the returned load is that of the assignment."""
     run = functools.partial(
         plan_batch, planner=planner, topology=TOPOLOGY, num_micro_batches=MICRO_BATCHES, assign=ASSIGN
     )
@@ -135,8 +135,8 @@ def test_assignment_evens_out_what_placement_cannot(replay, planner, update, in_
 
 
 @pytest.mark.parametrize("rounds", [1, 3])
-def test_rounds_take_turns_and_refine(replay, rounds):
-    """Each round assigns to the homes before it and plans the batch anew from the first state, told those homes."""
+def test_rounds_alternate_and_refine(replay, rounds):
+    """Each round assigns samples to the last homes, then plans from the first state with them as ``refine``."""
     calls = []
 
     def update(load, state, topology, *, refine):
@@ -149,9 +149,9 @@ def test_rounds_take_turns_and_refine(replay, rounds):
         refined.append(np.asarray(refine.sample))
         return Assignment(assign_in_order(32, topology, num_micro_batches=num_micro_batches).sample[::-1])
 
-    homes, refined, told = [], [], Planner(lambda *_, key: 0, update)
+    homes, refined, recorder = [], [], Planner(lambda *_, key: 0, update)
     batch_plan, after = plan_batch(
-        *(replay, told, 0, TOPOLOGY),
+        *(replay, recorder, 0, TOPOLOGY),
         num_micro_batches=MICRO_BATCHES,
         start=assign_in_order(32, TOPOLOGY, num_micro_batches=MICRO_BATCHES),
         assign=assign,
@@ -173,8 +173,8 @@ def test_rounds_take_turns_and_refine(replay, rounds):
 
 @pytest.mark.parametrize("rounds", [0, 1, 3])
 @pytest.mark.parametrize("x64", [False, True])
-def test_turns_under_jit_are_those_without(replay, rounds, x64):
-    """Under jit they are one loop; 64-bit types change nothing."""
+def test_rounds_are_the_same_under_jit(replay, rounds, x64):
+    """Under jit the rounds are one loop with the same result; 64-bit types change nothing."""
     short = relibra(place=functools.partial(place_experts, steps=50))
     packed = pack_samples(replay.mask.sum(1), TOPOLOGY, num_micro_batches=MICRO_BATCHES)
     options = {"num_micro_batches": MICRO_BATCHES, "start": packed, "assign": ASSIGN, "rounds": rounds}
@@ -189,7 +189,7 @@ def test_turns_under_jit_are_those_without(replay, rounds, x64):
     chex.assert_trees_all_equal(*(jax.random.key_data(state.key) for state in (after, later)))
 
 
-def test_bad_loads_and_rounds_are_refused_with_assignment_too(replay):
+def test_bad_loads_and_rounds_are_rejected_with_assignment_too(replay):
     counts = np.array(sample_load(replay, num_experts=8))
     tokens = replay.mask.sum(1, dtype=np.int32)
     options = {"num_micro_batches": MICRO_BATCHES, "assign": ASSIGN}
@@ -208,7 +208,7 @@ def test_bad_loads_and_rounds_are_refused_with_assignment_too(replay):
         ({"copy": 0.0}, "cost.copy=0.0 must be positive"),
     ],
 )
-def test_times_that_cannot_be_weighed_are_refused(replay, change, message):
+def test_invalid_unit_times_are_rejected(replay, change, message):
     times = {"token": 1.0, "copy": 1.0, "crossing": 1.0, "spread": 1.0, "move": 1.0, "push": 1.0}
     with pytest.raises(ValueError, match=message):
         plan_batch(
@@ -221,7 +221,7 @@ def test_times_that_cannot_be_weighed_are_refused(replay, change, message):
         )
 
 
-def test_planners_that_refine_nothing_are_not_told(replay):
+def test_planners_without_refine_do_not_receive_it(replay):
     planner = static()
     batch_plan, _ = plan_batch(
         replay, planner, (), TOPOLOGY, num_micro_batches=MICRO_BATCHES, assign=ASSIGN, rounds=2
@@ -229,7 +229,7 @@ def test_planners_that_refine_nothing_are_not_told(replay):
     check_plan(batch_plan.plan, batch_plan.load, TOPOLOGY)
 
 
-def test_counted_samples_are_planned_as_their_replay(replay):
+def test_counts_give_the_plan_of_the_replay(replay):
     tokens = replay.mask.sum(1, dtype=np.int32)
     run = {"num_micro_batches": MICRO_BATCHES, "assign": ASSIGN}
     counted, _ = plan_loads(sample_load(replay, num_experts=8), tokens, static(), (), TOPOLOGY, **run)
@@ -237,7 +237,7 @@ def test_counted_samples_are_planned_as_their_replay(replay):
 
 
 def test_extra_arguments_reach_a_planner_that_names_them():
-    """All of them where it takes any, those that it names where it does not; init is its own."""
+    """A planner receives the extra arguments that it names, or all if it takes any keyword; ``init`` is unchanged."""
     seen = []
 
     def names_two(load, state, topology, *, tokens=None, refine=None):
@@ -258,16 +258,16 @@ def test_extra_arguments_reach_a_planner_that_names_them():
 
 
 @pytest.mark.slow
-def test_refining_goes_on_from_given_homes(planner, update, in_order):
-    """Nearly without a search, refined homes are at least as balanced as those that they start from."""
+def test_refining_starts_from_given_homes(planner, update, in_order):
+    """With hardly any search steps, refined homes are at least as balanced as those from which they start."""
     state = start(planner)
-    found, _ = update(in_order, state, TOPOLOGY)
+    result, _ = update(in_order, state, TOPOLOGY)
     short = relibra(place=functools.partial(place_experts, steps=1))
-    from_start, from_found = (
-        short.update(in_order, state, TOPOLOGY, refine=homes)[0] for homes in (None, found.home)
+    from_start, from_result = (
+        short.update(in_order, state, TOPOLOGY, refine=homes)[0] for homes in (None, result.home)
     )
-    assert batch_imbalance(rank_load(from_found)) <= batch_imbalance(rank_load(found)) + 1e-6
-    assert batch_imbalance(rank_load(from_found)) < batch_imbalance(rank_load(from_start))
+    assert batch_imbalance(rank_load(from_result)) <= batch_imbalance(rank_load(result)) + 1e-6
+    assert batch_imbalance(rank_load(from_result)) < batch_imbalance(rank_load(from_start))
 
 
 def test_parts_alone(in_order):
@@ -286,7 +286,7 @@ def test_parts_alone(in_order):
 
 
 def loss(params, ids, mask, targets, total):
-    """A router over replayed experts, squared error summed over tokens, divided by the tokens of the batch."""
+    """Compute a router's squared error over replayed experts, summed over tokens, divided by the batch's tokens."""
     x = params["embed"][targets % 5]
     gate = jax.nn.softmax(jnp.take_along_axis(x @ params["router"], ids, axis=-1))
     out = jnp.einsum(
@@ -302,7 +302,7 @@ gradient = jax.jit(jax.grad(loss))
 @given(seed=st.integers(0, 2**31 - 1))
 @settings(max_examples=15, deadline=None)
 def test_gradient_does_not_depend_on_the_assignment(replay, seed):
-    """Any assignment accumulates the same gradient: the condition under which samples may be assigned at all."""
+    """Every assignment accumulates the same gradient, which is the condition for assigning samples freely."""
     rng = np.random.default_rng(seed)
     params = {
         "embed": rng.normal(size=(5, 4)),

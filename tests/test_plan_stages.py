@@ -1,4 +1,4 @@
-"""Stages of a batch: micro-batches and samples of their own, over homes and residents that they share."""
+"""Planning the stages of a batch, which have their own micro-batches and samples, and share homes and residents."""
 
 import functools
 
@@ -29,7 +29,7 @@ from relibra_jax.types import EMPTY, Planner, Topology
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=1, resident_slots=1)
 STAGES = (2, 4)
 PASSES = ({"updates": 0, "recompute": True}, {"updates": 1})
-"""A recompute, then an update, as `batch_time` and `unit_times` take them."""
+"""The arguments of `batch_time` and `unit_times` for a recompute and for an update."""
 SETTING = {**KNOWN, "scale": 100.0}
 COSTS = tuple(unit_times(**SETTING, dispatch="hierarchical", **passes) for passes in PASSES)
 ASSIGN = functools.partial(assign_samples, key=jax.random.key(0), steps=200)
@@ -56,12 +56,12 @@ def samples_of(batch_plan):
 
 @pytest.fixture(scope="module")
 def packed(replay):
-    """The stages of samples as they are packed."""
+    """Return the stages of packed samples."""
     return plan(replay, first_state())[0]
 
 
 def check_stages(replay, stages):
-    """Valid plans of all samples, over the same homes and residents, of which there are some."""
+    """Check that the plans are valid, hold all samples, and share homes and residents, of which there are some."""
     assert [len(stage.load) for stage in stages] == list(STAGES)
     for stage in stages:
         check_plan(stage.plan, stage.load, TOPOLOGY)
@@ -87,7 +87,7 @@ def test_stages_assigned_under_jit(replay):
 
 
 SPLIT = {"num_micro_batches": (2, 2, 4), "samples": (None, range(12), range(12, 32))}
-"""A recompute of all samples, then two updates of some each."""
+"""The samples of a recompute of all samples and of two updates of some samples each."""
 
 
 @pytest.mark.parametrize("assign", [None, ASSIGN], ids=["packed", "assigned"])
@@ -110,17 +110,17 @@ def test_samples_never_cross_an_update(replay, assign, compiled):
 
 
 def test_a_stage_is_assigned_as_a_batch_of_its_samples(replay):
-    """What ``assign`` is told of an update's samples is what it would be told of them alone."""
-    told = []
+    """``assign`` receives the same arguments for an update's samples as for a batch of these samples."""
+    received = []
 
     def assign(sample_load, tokens, home, topology, *, num_micro_batches, samples_per_rank, routes, refine):
-        told.append((sample_load, tokens, routes, refine))
+        received.append((sample_load, tokens, routes, refine))
         room = {"num_micro_batches": num_micro_batches, "samples_per_rank": samples_per_rank}
         return pack_samples(tokens, topology, **room)
 
     options = SPLIT | {"cost": (COSTS[0], COSTS[1], COSTS[1]), "assign": assign, "rounds": 2}
     plan_stages(replay, PLANNER, first_state(), TOPOLOGY, **options)
-    whole, early, late = told[3:]
+    whole, early, late = received[3:]
     for (load, tokens, routes, refine), own in ((early, range(12)), (late, range(12, 32))):
         np.testing.assert_array_equal(load, whole[0][own.start : own.stop])
         np.testing.assert_array_equal(tokens, whole[1][own.start : own.stop])
@@ -131,7 +131,7 @@ def test_a_stage_is_assigned_as_a_batch_of_its_samples(replay):
 
 
 def test_updates_share_one_copy_of_the_sampled_tokens(replay):
-    """Recompute and updates see every token twice, and not once a stage; unit times are weighed by samples."""
+    """Recompute and updates have two copies of every token, not one per stage; unit times are weighed by samples."""
     seen = []
 
     def update(load, state, topology, *, tokens, cost):
@@ -172,15 +172,15 @@ def test_each_stage_is_assigned_to_the_homes_of_all(replay, packed):
 
 
 def test_planners_see_one_batch_of_all_stages(replay):
-    """Loads one after the other, tokens where each stage has them, times for the mean stage, residents pushed once."""
+    """Planners receive concatenated loads, tokens placed in each stage, mean times, and push times counted once."""
     seen = []
 
     def update(load, state, topology, *, tokens, cost):
         seen.append((load, tokens, cost))
         return static().update(load, state, topology)
 
-    told = Planner(static().init, update)
-    stages, _ = plan_stages(replay, told, (), TOPOLOGY, num_micro_batches=STAGES, cost=COSTS)
+    recorder = Planner(static().init, update)
+    stages, _ = plan_stages(replay, recorder, (), TOPOLOGY, num_micro_batches=STAGES, cost=COSTS)
     ((load, tokens, cost),) = seen
     np.testing.assert_array_equal(load, np.concatenate([stage.load for stage in stages]))
     counted = np.zeros_like(load)
@@ -226,7 +226,7 @@ def test_any_planner_plans_stages(replay, name):
 
 
 def test_the_time_of_a_batch_is_the_sum_over_its_stages(replay):
-    """Stages in the same micro-batches take what one plan takes that also recomputes; moves and pushes count once."""
+    """Stages with the same micro-batches take as long as one plan with recompute; moves and pushes count once."""
     state = first_state()
     stages, _ = plan_stages(replay, PLANNER, state, TOPOLOGY, num_micro_batches=(4, 4), cost=COSTS)
     visits = [node_visits(replay, stage, TOPOLOGY) for stage in stages]
@@ -247,41 +247,41 @@ def test_the_time_of_a_batch_is_the_sum_over_its_stages(replay):
     [
         (
             {"num_micro_batches": (2, 4), "samples": [None]},
-            "samples are of 1 stages, num_micro_batches of 2",
+            "samples has 1 entries, but num_micro_batches has 2 stages",
         ),
         (
             {"num_micro_batches": (2, 4), "starts": [assign_in_order(32, TOPOLOGY, num_micro_batches=2)]},
-            "starts are of 1 stages, num_micro_batches of 2",
+            "starts has 1 entries, but num_micro_batches has 2 stages",
         ),
         (
             {"num_micro_batches": (2, 4), "samples": [None, range(16, 40)]},
-            r"samples\[1\]=range\(16, 40\) must be neighbours among the 32 samples",
+            r"samples\[1\]=range\(16, 40\) must be a range of consecutive samples among 32",
         ),
         (
             {"num_micro_batches": (2, 4), "samples": [None, range(0, 32, 2)]},
-            r"samples\[1\]=range\(0, 32, 2\) must be neighbours among the 32 samples",
+            r"samples\[1\]=range\(0, 32, 2\) must be a range of consecutive samples among 32",
         ),
         (
             {"num_micro_batches": (2, 4), "samples": [None, range(16, 19)]},
             r"num_micro_batches\[1\]=4 must be an integer of at least 1 and at most 3",
         ),
-        ({"num_micro_batches": ()}, "num_micro_batches must be a sequence of one number a stage, not empty"),
+        ({"num_micro_batches": ()}, "num_micro_batches must have at least one entry, one for each stage"),
         (
             {"num_micro_batches": (4, 40)},
             r"num_micro_batches\[1\]=40 must be an integer of at least 1 and at most 32",
         ),
         (
             {"num_micro_batches": (2, 4), "cost": COSTS[:1]},
-            "cost must be unit times of each of 2 stages, not of 1",
+            "cost has 1 entries; it must have one for each of 2 stages",
         ),
         (
             {"num_micro_batches": (2, 4), "cost": (COSTS[0], unit_times(**SETTING))},
-            r"cost has hierarchical=\[True, False\]: stages must agree on dispatch",
+            r"cost has hierarchical=\[True, False\], which must be the same in all stages",
         ),
         ({"num_micro_batches": (2, 4), "rounds": -1}, "rounds=-1 must be an integer of at least 0"),
     ],
 )
-def test_what_is_no_stage_is_refused(replay, options, message):
+def test_invalid_stages_are_rejected(replay, options, message):
     with pytest.raises(ValueError, match=message):
         plan_stages(replay, static(), (), TOPOLOGY, **options)
 
@@ -289,9 +289,9 @@ def test_what_is_no_stage_is_refused(replay, options, message):
 def test_counts_and_routes_give_the_plans_of_the_replay(replay):
     counts = sample_load(replay, num_experts=8).astype(np.uint8), replay.mask.sum(1)
     options = {"num_micro_batches": STAGES, "cost": COSTS, "samples": (None, range(8, 32)), "assign": ASSIGN}
-    wanted = plan_stages(replay, PLANNER, first_state(), TOPOLOGY, **options, rounds=1)
+    expected = plan_stages(replay, PLANNER, first_state(), TOPOLOGY, **options, rounds=1)
     routes = sample_routes(replay)
-    found = plan_stage_loads(*counts, PLANNER, first_state(), TOPOLOGY, **options, rounds=1, routes=routes)
-    chex.assert_trees_all_equal(found[0], wanted[0])
+    result = plan_stage_loads(*counts, PLANNER, first_state(), TOPOLOGY, **options, rounds=1, routes=routes)
+    chex.assert_trees_all_equal(result[0], expected[0])
     with pytest.raises(ValueError, match=r"sample_load: expected shape \(32, 2, 8\), found \(32, 2, 7\)"):
         plan_stage_loads(counts[0][..., :7], counts[1], PLANNER, first_state(), TOPOLOGY, **options)

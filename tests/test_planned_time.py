@@ -1,4 +1,4 @@
-"""No planner of the table is ahead of ReLibra in modelled time: not on recorded routing, not on the loads of tests."""
+"""No planner in `PLANNERS` has a shorter modelled time than ReLibra, on recorded routing and on the loads of tests."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ FAR = [name for name, entry in PLANNERS.items() if entry.across_nodes]
 
 
 def drawn(kind):
-    """Tokens whose experts are drawn by a load of the contract, with one sample a rank: a trace and its one batch."""
+    """Draw tokens by a load of the contract tests, with one sample per rank; return a trace and its batch."""
     topology = TOPOLOGIES["2x4"]
     load = np.asarray(make_load(kind, topology), float)
     liking = np.log(np.maximum(load, 1e-3)).swapaxes(1, 2).swapaxes(2, 3)  # [M N G L E]
@@ -37,7 +37,7 @@ def drawn(kind):
 
 
 def times(trace, batches, names, *, dispatch, resident_slots=0):
-    """The modelled seconds of a batch under each planner, on 2 nodes of 4."""
+    """Return the modelled seconds of a batch under each planner, on 2 nodes of 4 ranks."""
     topology = Ranks(resident_slots=resident_slots).topology(trace.num_experts)
     cost_model = make_cost_model(Costs(dispatch=dispatch), trace, batches, topology)
     contenders = {name: Contender(entry=PLANNERS[name]) for name in names}
@@ -67,7 +67,7 @@ PUSHES = pytest.mark.xfail(
 
 
 def cases(behind):
-    """Loads and paths, those marked on which it is not so."""
+    """Return the loads and dispatch paths, with marks for expected failures."""
     return [
         pytest.param(kind, path, marks=behind.get((kind, path), ())) for kind in LOADED for path in DISPATCHES
     ]

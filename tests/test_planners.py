@@ -1,4 +1,4 @@
-"""What every planner owes its caller: planners x loads x topologies, under jit."""
+"""The contract of planners: every planner with many loads and topologies, under jit."""
 
 import functools
 import inspect
@@ -52,13 +52,13 @@ def zero(rng, shape):
 
 
 def huge(rng, shape):
-    """A layer's total just below 2**31."""
+    """Make loads whose total per layer is just below 2**31."""
     load = rng.random(shape) ** 8
     return np.floor(load / load.sum((2, 3, 4), keepdims=True) * (2**31 - 1e6)).astype(np.int64)
 
 
 def shifting(rng, shape):
-    """Another expert is hot in each micro-batch."""
+    """Make loads with another hot expert in each micro-batch."""
     load = rng.integers(0, 30, shape)
     for micro_batch in range(shape[0]):
         load[micro_batch, ..., (5 * micro_batch) % shape[-1]] += 900
@@ -75,7 +75,7 @@ def make_load(kind, topology):
 
 @functools.cache
 def compiled(name, topology):
-    """The planner, its update compiled once for all loads and states: a second trace is an error."""
+    """Return the planner with a compiled update; a second trace is an error."""
     planner, traces = PLANNERS[name].planner, []
 
     @functools.wraps(planner.update)
@@ -123,7 +123,7 @@ def across_nodes(name):
 
 @pytest.fixture(scope="module")
 def run(name, topology):
-    """``run(load, state=None) -> (Plan, state)``."""
+    """Return the function ``run(load, state=None) -> (Plan, state)``."""
     planner = compiled(name, topology)
     return lambda load, state=None: planner.update(
         load, start(name, topology) if state is None else state, topology
@@ -161,8 +161,8 @@ def test_homes_use_every_slot_once(run, topology):
 
 
 @pytest.mark.parametrize("kind", ["zipf", "one_hot", "shifting"])
-def test_copies_stand_in_the_canonical_order(run, topology, kind):
-    """By home slot, empty slots last, rank by rank; `check_plan` says the same in another way."""
+def test_copies_are_in_canonical_order(run, topology, kind):
+    """On each rank, copies are ordered by home slot, empty slots last; `check_plan` tests the same differently."""
     plan, _ = run(make_load(kind, topology))
     home, slot_expert = np.asarray(plan.home), np.asarray(plan.slot_expert)
     residents = slot_expert[..., topology.home_slots : topology.held_slots]
@@ -196,8 +196,8 @@ EXTRAS = {
 
 
 @pytest.mark.parametrize("topology", [TOPOLOGIES["2x4"]], ids=["2x4"], scope="module")
-def test_extra_arguments_are_left_out_where_they_are_not_named(run, name, topology):
-    """No error, no other plan, and no other trace; a planner that names one is given it below."""
+def test_planners_do_not_receive_arguments_they_do_not_name(run, name, topology):
+    """Extra arguments that a planner does not name cause no error, no other plan and no other trace."""
     planner, load = compiled(name, topology), make_load("zipf", topology)
     named = set(inspect.signature(PLANNERS[name].planner.update).parameters)
     extras = {key: value for key, value in EXTRAS.items() if key not in named}
@@ -207,7 +207,7 @@ def test_extra_arguments_are_left_out_where_they_are_not_named(run, name, topolo
 
 
 def data_of(tree):
-    """A tree with random keys as plain arrays."""
+    """Convert the random keys of a tree to plain arrays."""
     return jax.tree.map(
         lambda leaf: jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf,
         tree,
@@ -221,7 +221,7 @@ NAMING = [
 
 @pytest.mark.parametrize("name", NAMING, indirect=True)
 def test_extra_arguments_that_are_none_change_nothing(name):
-    """What `plan_batch` and others may give to any planner."""
+    """`plan_batch` and others may pass None for any extra argument."""
     topology = TOPOLOGIES["one home, no room"]
     planner, load = PLANNERS[name].planner, make_load("zipf", topology)
     update = jax.jit(with_extra_args(planner).update)
@@ -232,27 +232,27 @@ def test_extra_arguments_that_are_none_change_nothing(name):
 
 
 def test_a_planner_that_names_an_extra_argument_gets_it():
-    """ReLibra names all but transitions and hands them to its placement."""
-    topology, told = TOPOLOGIES["2x4"], []
+    """ReLibra names all extra arguments except transitions and passes them to its placement."""
+    topology, received = TOPOLOGIES["2x4"], []
     extras = {name: EXTRAS[name] for name in ("tokens", "cost", "refine")}
 
     def place(load, previous_home, topology, **options):
-        told.append(tuple(options[name] for name in extras))
+        received.append(tuple(options[name] for name in extras))
         return keep_homes(load, previous_home, topology)
 
     planner = with_extra_args(relibra(place=place))
     state = planner.init(topology, LAYERS, key=jax.random.key(0))
     for extra in (extras, {}):
         planner.update(make_load("uniform", topology), state, topology, **extra)
-    assert all(given is extra for given, extra in zip(told[0], extras.values(), strict=True))
-    assert told[1] == (None, None, None)
+    assert all(given is extra for given, extra in zip(received[0], extras.values(), strict=True))
+    assert received[1] == (None, None, None)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SEARCHING_IS_LONG, indirect=True)
 @pytest.mark.parametrize("topology", [TOPOLOGIES["2x4"]], ids=["2x4"], scope="module")
 def test_works_under_vmap_and_scan(run, name, across_nodes, topology):
-    """Batches in a scan, data-parallel groups in a vmap: the same plans as one at a time."""
+    """Batches in a scan and data-parallel groups in a vmap have the same plans as single calls."""
     kinds = (("zipf", "uniform"), ("shifting", "zipf"))
     loads = jnp.stack([jnp.stack([make_load(kind, topology) for kind in groups]) for groups in kinds])
     first, planner = start(name, topology), PLANNERS[name].planner
@@ -279,7 +279,7 @@ def test_works_under_vmap_and_scan(run, name, across_nodes, topology):
 
 
 def test_experts_that_do_not_divide_over_ranks_are_padded(name, across_nodes):
-    """Padding has homes, and neither tokens nor replicas."""
+    """Padding experts have homes, but no tokens and no replicas."""
     with pytest.raises(ValueError, match=r"num_experts=6 must .* 4 ranks .*: pad the model to num_experts=8"):
         Topology(num_nodes=2, ranks_per_node=2, num_experts=6, replica_slots=1)
     topology = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=1)
@@ -294,7 +294,7 @@ SHORT_SEARCH = relibra(place=functools.partial(place_experts, steps=2))
 
 
 def update_once(name, topology, load, key):
-    """The plan of a planner for one batch; ReLibra's with a search that is short enough to run without jit."""
+    """Plan one batch; for ReLibra with a search that is short enough to run without jit."""
     planner = SHORT_SEARCH if name == "relibra" else PLANNERS[name].planner
     return planner.update(load, planner.init(topology, load.shape[1], key=key), topology)[0]
 
@@ -303,7 +303,7 @@ def update_once(name, topology, load, key):
     "name", ["eplb", "lplb", pytest.param("relibra", marks=pytest.mark.long)], indirect=True
 )
 def test_plans_are_the_same_bit_for_bit_under_vmap(name):
-    """One layer of one micro-batch in one node, where batching changes XLA's choice of algorithm most."""
+    """Test one layer of one micro-batch in one node, for which batching changes XLA's algorithms most."""
     topology = Topology(num_nodes=1, ranks_per_node=8, num_experts=32, replica_slots=2)
     load = jnp.asarray(np.random.default_rng(0).lognormal(5, 1.5, (12, 1, 1, 1, 8, 32)), jnp.int32)
     update = functools.partial(update_once, name, topology)
@@ -315,7 +315,7 @@ def test_plans_are_the_same_bit_for_bit_under_vmap(name):
 
 
 def test_no_scan_is_empty_without_jit():
-    """Neither EPLB's homes nor a group without replica slots copy anything."""
+    """Neither EPLB's homes nor a group without replica slots have copies."""
     topology = TOPOLOGIES["one home, no room"]
     load = make_load("zipf", topology)
     with jax.disable_jit():
@@ -337,7 +337,7 @@ def test_double_precision_changes_no_plan(run, name, topology):
     "name", ["eplb", "lplb", pytest.param("relibra", marks=pytest.mark.long)], indirect=True
 )
 def test_works_without_jit(name):
-    """The same plan; LPLB's, whose sums are rounded otherwise, with the same rank loads to within 0.1%."""
+    """Plans are the same without jit; for LPLB, whose sums round differently, rank loads are equal to within 0.1%."""
     topology, load = TOPOLOGIES["one node of 3"], make_load("zipf", TOPOLOGIES["one node of 3"])
     update = functools.partial(update_once, name, topology, load, jax.random.key(0))
     with jax.disable_jit():
@@ -356,7 +356,7 @@ def test_works_without_jit(name):
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @pytest.mark.parametrize("topology", [TOPOLOGIES["2x4"]], ids=["2x4"], scope="module")
 def test_any_load_gets_a_valid_plan(run, across_nodes, topology, data):
-    """Adversarial loads: arbitrary counts for a few experts, nothing or anything for the rest."""
+    """Plans are valid for arbitrary counts of a few experts, with zero or random loads for the others."""
     shape = (MICRO_BATCHES, LAYERS, topology.num_nodes, topology.ranks_per_node, topology.num_experts)
     load = np.zeros(shape, np.int32)
     count = st.one_of(st.integers(0, 3), st.integers(0, 5000), st.integers(0, 2**31 // (3 * 64)))

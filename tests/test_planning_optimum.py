@@ -1,4 +1,4 @@
-"""ReLibra with cost and tokens against a mixed-integer program of the batch: homes, residents, quotas at once."""
+"""ReLibra with cost and tokens, compared with a mixed-integer program of homes, residents and quotas."""
 
 import functools
 
@@ -23,7 +23,7 @@ PRICES = {
 
 @pytest.fixture(scope="module")
 def batch():
-    """Instances are layers; tokens of a node prefer some experts, others in every micro-batch to a part."""
+    """Make instances as layers; the tokens of a node prefer experts that partly change between micro-batches."""
     rng = np.random.default_rng(0)
     shape = (MICRO_BATCHES, 2, TOKENS, INSTANCES)
     popular = rng.normal(size=(1, 2, 1, INSTANCES, 6)) + 0.5 * rng.normal(
@@ -46,7 +46,7 @@ def planner():
 
 
 def placed(plan, load, layer):
-    """One layer of a plan in the words of the oracle; copies are sent as `source_quota` says."""
+    """Convert one layer of a plan to the variables of the oracle, with copies sent by `source_quota`."""
     home, slots, quota = np.asarray(plan.home[layer]), *(np.asarray(leaf[:, layer]) for leaf in plan[::2])
     moved = np.zeros((len(slots), 6, 2, 2))
     for m in range(len(slots)):
@@ -63,25 +63,25 @@ def placed(plan, load, layer):
     [pytest.param(prices, marks=[pytest.mark.slow] * (prices != "moves and pushes")) for prices in PRICES],
 )
 def test_near_the_least_time(batch, prices):
-    """Never below it."""
+    """The plan is near the optimum and never below it."""
     load, tokens = batch
     cost, old_node = unit_times(prices), np.arange(6) // 3
     state = relibra().init(TOPOLOGY, INSTANCES, key=jax.random.key(0))
     plan, _ = planner()(load, state, tokens=tokens, cost=cost)
     check_plan(plan, load, TOPOLOGY)
-    found, least, still = np.zeros((3, INSTANCES))
+    result, least, still = np.zeros((3, INSTANCES))
     for layer in range(INSTANCES):
-        found[layer] = batch_seconds(placed(plan, load, layer), old_node, cost)
+        result[layer] = batch_seconds(placed(plan, load, layer), old_node, cost)
         best = solve_batch(load[:, layer, :, 0], old_node, cost, resident_slots=1)
         least[layer] = batch_seconds(best, old_node, cost)
         static = np.zeros((MICRO_BATCHES, 6, 2, 2))
         static[:, np.arange(6), :, old_node] = load[:, layer, :, 0].transpose(2, 0, 1)
         still[layer] = batch_seconds(PlacedBatch(old_node, np.zeros((2, 6), bool), static), old_node, cost)
-    gap = found / least - 1
+    gap = result / least - 1
     print(
         f"{prices}: {gap.mean():.2%} above the least time, worst {gap.max():.2%};"
         f" no planning {(still / least - 1).mean():.2%}"
     )
     assert gap.min() > -1e-5
     assert gap.mean() < 0.1
-    assert found.sum() < still.sum()
+    assert result.sum() < still.sum()

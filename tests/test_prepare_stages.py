@@ -271,11 +271,11 @@ def test_stages_are_refused_once_the_next_batch_is_prepared():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_micro_batches": ()}, "num_micro_batches must be a sequence of one number a stage, not empty"),
-        ({"samples": (None, *PARTS, None)}, "samples are of 4 stages, num_micro_batches of 3"),
+        ({"num_micro_batches": ()}, "num_micro_batches must have at least one entry, one for each stage"),
+        ({"samples": (None, *PARTS, None)}, "samples has 4 entries, but num_micro_batches has 3 stages"),
         (
             {"samples": (None, range(8), range(8, 17))},
-            r"samples\[2\]=range\(8, 17\) must be neighbours among the 16 samples",
+            r"samples\[2\]=range\(8, 17\) must be a range of consecutive samples among 16",
         ),
         ({"num_micro_batches": (1, 9, 2)}, "num_micro_batches=9 must be at least 1 and at most 8 samples"),
     ],

@@ -36,7 +36,7 @@ def compiled(topology):
 
 
 def batch_of(rng, topology, micro_batches, top_k):
-    """Load and all of its tokens."""
+    """Make a load and all of its tokens."""
     ids = random_ids(rng, (micro_batches, LAYERS, topology.num_ranks, 6), topology.num_experts, top_k, 0)
     m, rank, _ = np.indices((micro_batches, topology.num_ranks, 6))
     flat = np.moveaxis(ids, 1, 3).reshape(-1, LAYERS, top_k)
@@ -89,7 +89,7 @@ def topologies(draw):
     data=st.data(),
 )
 def test_any_plan_is_valid(topology, micro_batches, cost, seed, data):
-    """With tokens of one expert to all of them; every example compiles."""
+    """Plans are valid for top-k from one to all experts; every example compiles."""
     top_k = data.draw(st.integers(1, topology.num_experts))
     load, tokens = batch_of(np.random.default_rng(seed), topology, micro_batches, top_k)
     check(plan_of(topology, load), load, topology)
@@ -120,7 +120,7 @@ def extreme(kind, shape, rng):
     "kind", ["zero", "one hot", "one token", "a layer without tokens", "near 2**31", "other nodes idle"]
 )
 def test_extreme_loads(kind):
-    """With tokens that say something else than the load, and tokens that are nowhere."""
+    """Plans are valid for tokens that contradict the load and for tokens without a place."""
     rng = np.random.default_rng(0)
     _, tokens = batch_of(rng, TOPOLOGY, 2, 3)
     load = extreme(kind, (2, LAYERS, 3, 2, 12), rng)
@@ -133,7 +133,7 @@ def test_extreme_loads(kind):
 
 
 def test_pushes_that_cost_too_much_are_not_made():
-    """And where they cost nothing, every node fills its slots: all have tokens for more experts than these."""
+    """Expensive residents are not chosen; free ones fill all slots, as every node has tokens for more experts."""
     load, tokens = batch_of(np.random.default_rng(1), TOPOLOGY, 2, 4)
     dear = plan_of(TOPOLOGY, load, tokens, COSTS["dear"])
     assert (resident_experts(dear, TOPOLOGY) == EMPTY).all()
@@ -143,7 +143,7 @@ def test_pushes_that_cost_too_much_are_not_made():
 
 
 def test_no_resident_slots_and_no_residents_are_the_same_plan():
-    """Where every push and move is too dear, homes, replicas and quotas are those without resident slots."""
+    """If every push and move is too expensive, the plan equals that without resident slots."""
     load, tokens = batch_of(np.random.default_rng(2), TOPOLOGY, 2, 4)
     cost = dataclasses.replace(COST, push=1e12, move=1e12)
     narrow = dataclasses.replace(TOPOLOGY, resident_slots=0)
@@ -164,9 +164,9 @@ def test_the_same_plan_under_vmap():
     def together(load, tokens):
         return PLANNER.update(load, state, TOPOLOGY, tokens=tokens, cost=COST)[0]
 
-    found = together(*jax.tree.map(lambda *leaves: jnp.asarray(np.stack(leaves)), *batches))
+    result = together(*jax.tree.map(lambda *leaves: jnp.asarray(np.stack(leaves)), *batches))
     for index, (load, tokens) in enumerate(batches):
-        plan = jax.tree.map(lambda leaf, index=index: np.asarray(leaf[index]), found)
+        plan = jax.tree.map(lambda leaf, index=index: np.asarray(leaf[index]), result)
         chex.assert_trees_all_equal(plan, plan_of(TOPOLOGY, load, tokens, COST))
 
 

@@ -1,4 +1,4 @@
-"""Replication: valid for any load, close to the mixed-integer optimum, exact where asked, compiled once."""
+"""Replication: valid for any load, near the mixed-integer optimum, exact on request, and compiled once."""
 
 import functools
 
@@ -43,7 +43,7 @@ def compiled(method, topology=TOPOLOGY):
 
 @functools.cache
 def domains(**options):
-    """`replicate_domain` over rows of loads."""
+    """Run `replicate_domain` over rows of loads."""
     return jax.jit(jax.vmap(functools.partial(replicate_domain, **options)))
 
 
@@ -54,7 +54,7 @@ def random_loads(rng, kind, rows, ranks, homes):
         "lognormal": lambda: rng.lognormal(0, 1.2, (rows, experts)),
         "one-hot": lambda: np.eye(experts)[rng.integers(experts, size=rows)] + 0.001,
         "uniform": lambda: rng.random((rows, experts)),
-        # Some ranks nearly idle and no expert large: slots run out before the mean is reached.
+        # Some ranks are nearly idle and no expert is large, so slots run out before ranks reach the mean.
         "idle ranks": lambda: (
             rng.lognormal(0, 0.5, (rows, experts)) * np.repeat(rng.choice([0.05, 1], (rows, ranks)), homes, 1)
         ),
@@ -67,7 +67,7 @@ KINDS = ("zipf", "lognormal", "one-hot", "uniform", "idle ranks")
 
 
 def recorded_loads(shared, homes):
-    """Rows of a real trace, 8 sequences a micro-batch, as domains of four ranks."""
+    """Return rows of a recorded trace, with 8 sequences per micro-batch, as domains of four ranks."""
     trace = np.load(shared / "traces" / "gptoss20b_rollouts.npz")
     last = np.cumsum(trace["lengths"])[:64:8][1:]
     batches = np.split(trace["routed_experts"][: last[-1]], last[:-1])
@@ -183,7 +183,7 @@ def test_exact_balance_to_one_tile(kind, tile):
     total = np.asarray(quota).sum(-1)
     if tile == 1:
         assert (np.ptp(total, axis=-1) <= 1).all()
-    else:  # without whole tiles to give, an expert's last tokens have to stay
+    else:  # an expert gives only whole tiles, so its last tokens stay
         assert np.mean(np.ptp(total, axis=-1) <= tile) > 0.9
 
 
@@ -249,9 +249,9 @@ def test_bad_options(options, message):
 @pytest.mark.parametrize("tolerance", [0.05, 0.5, 1e9])
 @pytest.mark.parametrize("kind", KINDS)
 def test_tolerance_buys_replicas(kind, tolerance):
-    """Largest rank loads as far above those of tolerance 0 as allowed, with no more replicas anywhere, fewer in all.
+    """Largest rank loads stay within the tolerance; no domain has more replicas, and all together have fewer.
 
-    One hot expert needs a replica on every other rank at 5% too.
+    A single hot expert needs a replica on every other rank also with 5%.
     """
     load = random_loads(np.random.default_rng(0), kind, 60, 4, 8)
     (_, strict), (replica, loose) = (
@@ -272,7 +272,7 @@ def test_tolerance_buys_replicas(kind, tolerance):
     [
         ({"tolerance": -0.1}, "tolerance=-0.1 must be at least 0"),
         ({"tolerance": float("nan")}, "tolerance=nan must be at least 0"),
-        ({"tolerance": 0.05, "exact": True}, "exact=True leaves no room for tolerance=0.05"),
+        ({"tolerance": 0.05, "exact": True}, "tolerance=0.05 cannot be combined with exact=True"),
     ],
 )
 def test_tolerances_that_are_none(options, message):

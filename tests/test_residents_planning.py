@@ -1,11 +1,11 @@
-"""Residents chosen by what they save: the greedy choice token by token, and where a node puts what it chose."""
+"""Residents: the greedy choice, compared with one token by token, and their assignment to ranks."""
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.plans import random_ids
 
-from relibra_jax.planning.residents import COPY, choose_residents, residents_to_ranks
+from relibra_jax.planning.residents import COPY_VALUE, choose_residents, residents_to_ranks
 from relibra_jax.planning.token_bits import token_bits
 from relibra_jax.types import EMPTY, TokenSample, Topology
 
@@ -15,14 +15,14 @@ TOPOLOGY = Topology(num_nodes=NODES, ranks_per_node=1, num_experts=EXPERTS, repl
 
 @pytest.fixture(scope="module")
 def case():
-    """Tokens ``[TOKENS L K]``, the nodes where they lie, and homes ``[E L]``; each node has tokens, a power of two."""
+    """Make tokens ``[TOKENS L K]``, their nodes, and homes ``[E L]``; every node has a power of two of tokens."""
     rng = np.random.default_rng(0)
     ids = random_ids(rng, (TOKENS, LAYERS), EXPERTS, TOP_K, padding=0)
     lies = np.repeat(np.arange(NODES), [16, 32, 16])
     home_node = np.stack([rng.permutation(EXPERTS) // 3 for _ in range(LAYERS)], 1)
     copies = np.zeros((NODES, EXPERTS, LAYERS))
     np.add.at(copies, (lies[:, None, None], ids, np.arange(LAYERS)[:, None]), NODES / TOKENS)
-    # A little apart, so that no two experts save the same.
+    # Slightly different values, so that no two experts save the same.
     copies *= 1 + 1e-3 * rng.random(copies.shape)
     return ids, lies, home_node, copies.astype(np.float32)
 
@@ -43,7 +43,7 @@ def choose(case, *, crossing, push, count, hierarchical):
 
 
 def choose_one_by_one(case, *, crossing, push, count, hierarchical):
-    """For every node and layer: again and again the expert that saves most, as long as it saves more than its push."""
+    """Choose for every node and layer the expert that saves most, as long as it saves more than its push costs."""
     ids, lies, home_node, copies = case
     resident = np.zeros((NODES, EXPERTS, LAYERS), bool)
     for node, layer in np.ndindex(NODES, LAYERS):
@@ -58,7 +58,7 @@ def choose_one_by_one(case, *, crossing, push, count, hierarchical):
                     away = [int(expert) for expert in token if expert not in held]
                     for expert in away:
                         only[expert] += sum(home[other] == home[expert] for other in away) == 1
-                saved = {e: only[e] * NODES / TOKENS + COPY * copies[node, e, layer] for e in saved}
+                saved = {e: only[e] * NODES / TOKENS + COPY_VALUE * copies[node, e, layer] for e in saved}
             best = max(saved, key=saved.__getitem__)
             if crossing * saved[best] <= push:
                 break
@@ -70,16 +70,16 @@ def choose_one_by_one(case, *, crossing, push, count, hierarchical):
 @pytest.mark.parametrize("hierarchical", [True, False], ids=["hierarchical", "flat"])
 @pytest.mark.parametrize(("count", "push"), [(1, 0.0), (4, 0.0), (4, 0.35), (9, 0.0), (3, 50.0)])
 def test_the_greedy_choice(case, hierarchical, count, push):
-    """More slots than the other nodes have experts, and pushes that cost more than anything saves, among them."""
+    """The cases include more slots than there are remote experts, and pushes that cost more than any saving."""
     options = {"crossing": 1.0, "push": push, "count": count, "hierarchical": hierarchical}
-    found = choose(case, **options)
-    np.testing.assert_array_equal(found, choose_one_by_one(case, **options))
-    assert not found[case[2], np.arange(EXPERTS)[:, None], np.arange(LAYERS)].any(), "at home in the node"
-    number = found.sum(1)
+    result = choose(case, **options)
+    np.testing.assert_array_equal(result, choose_one_by_one(case, **options))
+    assert not result[case[2], np.arange(EXPERTS)[:, None], np.arange(LAYERS)].any(), "at home in the node"
+    number = result.sum(1)
     assert (number <= count).all()
     if push == 0.35:
         assert number.min() < number.max(), "pushes that do not pay leave slots empty"
-    assert found.any() == (push < 50)
+    assert result.any() == (push < 50)
 
 
 def test_nothing_crosses_where_it_costs_nothing(case):
@@ -87,19 +87,19 @@ def test_nothing_crosses_where_it_costs_nothing(case):
 
 
 def test_taking_one_expert_out_may_make_another_the_only_reason():
-    """All of node 0's tokens use experts 2 and 3, which live together: neither alone saves a crossing."""
+    """All of node 0's tokens use experts 2 and 3 of one node, so one resident alone saves no crossing."""
     topology = Topology(num_nodes=2, ranks_per_node=1, num_experts=4, replica_slots=0)
     ids = np.tile([[[2, 3]]], (8, 1, 1))
     tokens = token_bits(TokenSample(ids, np.zeros(8, int), np.zeros(8, int)), topology, num_micro_batches=1)
     copies = jnp.zeros((2, 4, 1)).at[0, 2:].set(2.0)
     home_node = jnp.array([[0], [0], [1], [1]])
-    found = choose_residents(tokens, copies, home_node, crossing=1.0, push=0.15, count=2)
-    assert np.asarray(found)[:, :, 0].tolist() == [[False, False, True, True], [False] * 4]
+    result = choose_residents(tokens, copies, home_node, crossing=1.0, push=0.15, count=2)
+    assert np.asarray(result)[:, :, 0].tolist() == [[False, False, True, True], [False] * 4]
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_each_resident_gets_one_slot_of_its_node(seed):
-    """Up to as many as there are slots, heaviest first to the lightest rank that has room."""
+    """Residents fill up to all slots, heaviest first, on the lightest rank that has room."""
     rng = np.random.default_rng(seed)
     topology = Topology(
         num_nodes=2, ranks_per_node=3, num_experts=12, replica_slots=0, resident_slots=1 + seed % 3
@@ -111,16 +111,16 @@ def test_each_resident_gets_one_slot_of_its_node(seed):
         away = np.nonzero(home // 6 != node)[0]
         resident[node, rng.permutation(away)[: rng.integers(1, room + 1)]] = True
     load = rng.random((2, 12)).astype(np.float32)
-    load[1, resident[1]] *= seed > 0  # residents without load are residents too
+    load[1, resident[1]] *= seed > 0  # residents may have no load
     slots = np.asarray(
         residents_to_ranks(jnp.asarray(resident), jnp.asarray(load), jnp.asarray(home, jnp.int32), topology)
     )
     for node in range(2):
-        wanted = np.nonzero(resident[node])[0]
-        assert sorted(slots[node][slots[node] != EMPTY].tolist()) == wanted.tolist()
+        expected = np.nonzero(resident[node])[0]
+        assert sorted(slots[node][slots[node] != EMPTY].tolist()) == expected.tolist()
         total = [load[node, home // 2 == 3 * node + rank].sum() for rank in range(3)]
         used = [0, 0, 0]
-        for expert in wanted[np.argsort(-load[node, wanted], kind="stable")]:
+        for expert in expected[np.argsort(-load[node, expected], kind="stable")]:
             rank = min((r for r in range(3) if used[r] < topology.resident_slots), key=total.__getitem__)
             assert expert in slots[node, rank]
             total[rank] += load[node, expert]

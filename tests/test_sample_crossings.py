@@ -1,4 +1,4 @@
-"""What of each sample crosses if it lies in each node, in plain loops, with and without residents."""
+"""Crossings of each sample for each node, compared with plain loops, with and without residents."""
 
 import functools
 
@@ -27,8 +27,7 @@ def unit_times(hierarchical):
 
 @pytest.fixture(scope="module")
 def batch():
-    """A replay, and homes under which expert 5 of layer 0 and experts 2 and 1 of layer 2 are not at home where they
-    are resident."""
+    """Make a replay, and homes such that residents are never on the node of their home."""
     rng = np.random.default_rng(0)
     replay = random_routing(rng, samples=SAMPLES, tokens=TOKENS, layers=LAYERS, experts=EXPERTS, top_k=TOP_K)
     return replay, np.array([[2, 3, 0, 1, 4, 5], [0, 1, 2, 3, 4, 5], [0, 1, 4, 5, 2, 3]])
@@ -43,7 +42,7 @@ def load_of_samples(replay):
 
 
 def count(replay, home, resident, distinct):
-    """Crossings ``[B N N L]``, of tokens to each other node, or of copies."""
+    """Count the crossings of tokens or of copies in plain loops, ``[B N N L]``."""
     crossings = np.zeros((SAMPLES, 3, 3, LAYERS))
     for (b, t), node, layer in (
         (place, node, layer)
@@ -64,10 +63,10 @@ def count(replay, home, resident, distinct):
 @pytest.mark.parametrize("resident", RESIDENTS)
 @pytest.mark.parametrize("how", ["loads alone", "routes without cost", "flat"])
 def test_copies_that_cross(batch, resident, how):
-    """Copies over top-k, in the mean over layers, which are exact."""
+    """Crossings of copies divided by top-k, averaged over layers, are exact."""
     replay, home = batch
     routes = None if how == "loads alone" else all_routes(replay)
-    found = crossings_by_node(
+    result = crossings_by_node(
         load_of_samples(replay),
         replay.mask.sum(1),
         home,
@@ -77,8 +76,8 @@ def test_copies_that_cross(batch, resident, how):
         cost=unit_times(False) if how == "flat" else None,
         groups=LAYERS,
     )
-    wanted = count(replay, home, RESIDENTS[resident], False) / TOP_K / LAYERS
-    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+    expected = count(replay, home, RESIDENTS[resident], False) / TOP_K / LAYERS
+    np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-6)
 
 
 def all_routes(replay, repeated=1):
@@ -88,9 +87,9 @@ def all_routes(replay, repeated=1):
 
 @pytest.mark.parametrize("resident", RESIDENTS)
 def test_tokens_that_cross(batch, resident):
-    """All tokens known many times over: the common token weighs nothing beside them, and counts are exact."""
+    """If all tokens are sampled many times, the weight of the batch mean is negligible and counts are exact."""
     replay, home = batch
-    found = crossings_by_node(
+    result = crossings_by_node(
         load_of_samples(replay),
         replay.mask.sum(1),
         home,
@@ -100,12 +99,12 @@ def test_tokens_that_cross(batch, resident):
         cost=unit_times(True),
         groups=LAYERS,
     )
-    wanted = count(replay, home, RESIDENTS[resident], True) / LAYERS
-    np.testing.assert_allclose(found, wanted, rtol=5e-3, atol=5e-3)
+    expected = count(replay, home, RESIDENTS[resident], True) / LAYERS
+    np.testing.assert_allclose(result, expected, rtol=5e-3, atol=5e-3)
 
 
 def test_more_pairs_of_nodes_than_bits_of_a_word(monkeypatch):
-    """Six nodes have 36 pairs; counted in parts of a few tokens, sums are the same."""
+    """Six nodes have 36 pairs, more than a word has bits; counting in parts of a few tokens gives the same sums."""
     topology = Topology(num_nodes=6, ranks_per_node=1, num_experts=6, replica_slots=0)
     rng = np.random.default_rng(1)
     ids = np.stack([rng.permutation(6)[:2] for _ in range(64 * 2)]).reshape(64, 2, 2)
@@ -117,10 +116,10 @@ def test_more_pairs_of_nodes_than_bits_of_a_word(monkeypatch):
     )
     whole = np.asarray(count())
     common = load.sum(0) / 64
-    wanted = (load + common[None]).sum(1) / 2 * 16 / 17
+    expected = (load + common[None]).sum(1) / 2 * 16 / 17
     for node in range(6):
         others = np.arange(6) != node
-        np.testing.assert_allclose(whole[:, node, others, 0], wanted[:, others], rtol=1e-5)
+        np.testing.assert_allclose(whole[:, node, others, 0], expected[:, others], rtol=1e-5)
         assert (whole[:, node, node] == 0).all()
     monkeypatch.setattr(sample_crossings, "MOST_VISITS", 256)
     np.testing.assert_allclose(count(), whole, rtol=1e-6)
@@ -135,28 +134,28 @@ def test_groups_of_layers_add_up(batch):
 
 
 def test_a_sample_without_sampled_tokens_is_a_common_one(batch):
-    """In proportion to its length; one without any tokens crosses nowhere."""
+    """A sample without sampled tokens crosses like the batch mean, in proportion to its length."""
     replay, home = batch
     routes = Routes(replay.expert_ids[0, :4], np.array([0, 0, 1, 1]))
     length = np.array([4, 4, 6, 3, 0])
-    found = np.asarray(
+    result = np.asarray(
         crossings_by_node(
             load_of_samples(replay), length, home, TOPOLOGY, routes=routes, cost=unit_times(True)
         )
     )
-    np.testing.assert_allclose(found[2], 2 * found[3], rtol=1e-6)
-    assert (found[2].sum(1) > 0).all()
-    assert (found[4] == 0).all()
+    np.testing.assert_allclose(result[2], 2 * result[3], rtol=1e-6)
+    assert (result[2].sum(1) > 0).all()
+    assert (result[4] == 0).all()
 
 
 def test_sampled_tokens_of_other_samples_do_not_count(batch):
-    """A stage of two samples counts as a batch of these does, however many tokens were sampled of others."""
+    """A stage of two samples has the counts of a batch of these, however many tokens of others were sampled."""
     replay, home = batch
     load, length, routes = load_of_samples(replay)[:2], replay.mask.sum(1)[:2], all_routes(replay)
     of_both = routes._replace(sample=np.where(routes.sample < 2, routes.sample, EMPTY))
     alone = Routes(*(leaf[routes.sample < 2] for leaf in routes))
-    found, wanted = (
+    result, expected = (
         crossings_by_node(load, length, home, TOPOLOGY, routes=each, cost=unit_times(True))
         for each in (of_both, alone)
     )
-    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+    np.testing.assert_allclose(result, expected, rtol=1e-5)

@@ -1,4 +1,4 @@
-"""Samples packed by their tokens alone: each once, even, the same on the host and in a program."""
+"""Sample packing by token count: each sample once, even, and the same on the host and under jit."""
 
 import functools
 
@@ -16,7 +16,7 @@ LENGTHS = st.lists(st.integers(0, 2000), min_size=1, max_size=60)
 
 
 def held_tokens(sample, tokens):
-    """Tokens [M, ranks] under an assignment."""
+    """Return the tokens of each rank, ``[M, ranks]``, under an assignment."""
     by_position = np.append(tokens, 0)[np.asarray(sample)]
     return by_position.sum(-1).reshape(len(sample), -1)
 
@@ -27,7 +27,7 @@ def each_once(sample, samples):
 
 
 def longest_first(tokens, bins):
-    """The oracle: the samples of every bin, by a plain loop."""
+    """Return the samples of every bin by a plain loop."""
     held, packed = [0] * bins, [[] for _ in range(bins)]
     for sample in sorted(range(len(tokens)), key=lambda sample: (-max(tokens[sample], 1), sample)):
         lightest = held.index(min(held))
@@ -62,8 +62,8 @@ def test_a_program_packs_as_the_host_does(tokens, room):
 
 
 @pytest.mark.parametrize(("samples", "room"), [(3, 3), (12, 4), (13, 8), (40, 16)])
-def test_a_program_that_is_not_told_has_room_for_all(samples, room):
-    """The room of its bins depends on sizes alone, so other lengths do not compile again."""
+def test_under_jit_the_default_room_holds_all(samples, room):
+    """Under jit the room of bins depends on sizes alone, so other lengths do not recompile."""
     pack = jax.jit(functools.partial(pack_samples, topology=SMALL, num_micro_batches=3))
     for tokens in (np.full(samples, 7), np.array([10**6] * 2 + [1] * (samples - 2)), np.zeros(samples, int)):
         sample = pack(tokens).sample
@@ -86,12 +86,12 @@ def test_samples_without_tokens_spread():
         ({"num_micro_batches": 12}, "num_micro_batches=12 must be at least 1 and at most 11 samples"),
         (
             {"samples_per_rank": 1},
-            "11 samples need more than samples_per_rank=1 on 4 ranks in 2 micro-batches",
+            "samples_per_rank=1 is too small for 11 samples on 4 ranks in 2 micro-batches",
         ),
-        ({"samples_per_rank": -3}, "11 samples need more than samples_per_rank=-3 on 4 ranks"),
+        ({"samples_per_rank": -3}, "samples_per_rank=-3 is too small for 11 samples on 4 ranks"),
     ],
 )
-def test_too_little_room_is_refused(change, message, jit):
+def test_too_little_room_is_rejected(change, message, jit):
     pack = functools.partial(pack_samples, topology=SMALL, **{"num_micro_batches": 2, **change})
     with pytest.raises(ValueError, match=message):
         (jax.jit(pack) if jit else pack)(np.ones(11, int))
@@ -112,17 +112,17 @@ def test_micro_batches_are_the_fewest_within_the_budget(tokens, spare):
     [
         ([3, 9, 4], 8, "sample 1 has 9 tokens, more than tokens_per_rank=8"),
         ([3], 0, "tokens_per_rank=0 must be an integer of at least 1"),
-        ([], 8, "there are no samples to pack"),
+        ([], 8, "tokens is empty: there must be at least one sample"),
     ],
 )
-def test_budgets_that_hold_no_batch_are_refused(tokens, budget, message):
+def test_budgets_that_hold_no_batch_are_rejected(tokens, budget, message):
     with pytest.raises(ValueError, match=message):
         micro_batches_for(np.array(tokens, int), SMALL, tokens_per_rank=budget)
 
 
 @pytest.mark.parametrize(("nodes", "attention"), [(2, 1.010), (4, 1.012)])
 def test_recorded_lengths(shared, nodes, attention):
-    """Four samples a rank on average: every rank is within its budget, and attention waits for a hundredth."""
+    """With four samples per rank on average, every rank is within its budget and attention is even to about 1%."""
     trace = np.load(shared / "traces" / "gptoss20b_rollouts.npz", allow_pickle=False)
     tokens = trace["lengths"][np.random.default_rng(0).permutation(352)[:256]]
     topology = Topology(num_nodes=nodes, ranks_per_node=4, num_experts=32, replica_slots=2)

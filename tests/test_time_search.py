@@ -1,6 +1,6 @@
-"""The search for homes in time, against all balanced placements of tiny instances.
+"""The search for homes by modelled time, compared with all balanced placements of tiny instances.
 
-Layers are chains of their own, so one call solves many instances. Their time is written out here once more.
+Layers are independent, so one call solves many instances. The test computes their time with its own code.
 """
 
 import functools
@@ -18,9 +18,9 @@ from relibra_jax.planning.token_bits import token_bits
 from relibra_jax.types import TokenSample, Topology
 
 INSTANCES, GROUP, TOP_K = 60, 16, 3
-"""Tokens of a group are a power of two, so that every one is in the bits equally often."""
+"""The tokens of a group are a power of two, so every token occurs in the bits equally often."""
 HOT = 0.05
-"""Where swaps of whole percents are common, as here, the search starts hotter than at recorded loads."""
+"""The initial temperature. A swap changes whole percents here, so it is higher than for recorded loads."""
 SIZES = {"2 nodes of 4": (2, 8, 2), "3 nodes of 2": (3, 6, 1)}
 PRICES = {"balance": (0.0, 0.0), "crossings": (0.5, 0.0), "moves": (0.5, 0.03), "dear moves": (0.5, 50.0)}
 
@@ -32,7 +32,7 @@ def balanced(home_node, nodes):
 
 
 class Instance:
-    """Random tokens of some popularity, that cross from where they lie."""
+    """Random tokens with experts of different popularity, and the time of any placement of the experts."""
 
     def __init__(self, nodes, experts, micro_batches, seed=0):
         rng = np.random.default_rng(seed)
@@ -63,7 +63,7 @@ class Instance:
         )
 
     def time(self, home_node, crossing, move):
-        """Of homes ``[E L]``, by layer."""
+        """Return the time of homes ``[E L]``, by layer."""
         home_node = np.asarray(home_node)
         nodes = np.arange(self.nodes)
         here = home_node[:, None] == nodes[:, None]  # [E N L]
@@ -77,7 +77,7 @@ class Instance:
         return load.max(0).sum(0) + crossing * busiest + move * moves
 
     def least(self, crossing, move):
-        """Over all balanced placements."""
+        """Return the least time over all balanced placements."""
         every = itertools.product(range(self.nodes), repeat=self.experts)
         columns = [np.repeat(np.array(nodes)[:, None], INSTANCES, 1) for nodes in every]
         return np.min([self.time(each, crossing, move) for each in columns if balanced(each, self.nodes)], 0)
@@ -103,13 +103,13 @@ def search(name, prices, hottest=HOT):
 @pytest.mark.parametrize("prices", PRICES)
 @pytest.mark.parametrize("name", SIZES)
 def test_near_the_optimum(name, prices):
-    """Always as many experts on each node, never worse than the start, within 1% of the least time on most instances.
+    """Placements are balanced, never worse than the start, and within 1% of the least time on most instances.
 
-    They are coarse: a swap changes whole percents, so that the search is left in a poor valley now and then.
+    The instances are coarse: a swap changes whole percents, so the search sometimes ends in a poor local minimum.
     """
-    case, found = search(name, prices)
-    assert balanced(found, case.nodes)
-    time, least = case.time(found, *PRICES[prices]), case.least(*PRICES[prices])
+    case, result = search(name, prices)
+    assert balanced(result, case.nodes)
+    time, least = case.time(result, *PRICES[prices]), case.least(*PRICES[prices])
     gap = time / least - 1
     print(
         f"{name}, {prices}: {gap.mean():.2%} above the optimum, {(gap > 0.01).mean():.0%} of instances beyond 1%"
@@ -123,35 +123,35 @@ def test_near_the_optimum(name, prices):
 
 
 def test_moves_that_do_not_pay_are_not_made():
-    """Layer by layer: at a middling price some stay and others move, none for less than it costs."""
+    """In every layer, experts move only if the gain exceeds the price; at a medium price some move and others stay."""
     name = "2 nodes of 4"
     case, dear = search(name, "dear moves")
     np.testing.assert_array_equal(dear, case.start)
-    _, found = search(name, "moves")
-    moves = (found != case.start).sum(0)
-    gain = case.time(case.start, 0.5, 0.0) - case.time(found, 0.5, 0.0)
+    _, result = search(name, "moves")
+    moves = (result != case.start).sum(0)
+    gain = case.time(case.start, 0.5, 0.0) - case.time(result, 0.5, 0.0)
     assert (gain >= 0.03 * moves - 1e-5).all()
     assert 0 < (moves == 0).sum() < INSTANCES
     _, free = search(name, "crossings")
     assert moves.mean() < (free != case.start).sum(0).mean()
 
 
-def test_layers_are_chains_of_their_own():
-    """And the same key gives the same result: a layer's does not depend on the others."""
-    case, found = search("2 nodes of 4", "crossings")
+def test_layers_are_independent():
+    """The result of a layer does not depend on the other layers, and the same key gives the same result."""
+    case, result = search("2 nodes of 4", "crossings")
     _, again = search("2 nodes of 4", "crossings")
-    np.testing.assert_array_equal(found, again)
+    np.testing.assert_array_equal(result, again)
     problem = case.problem(*PRICES["crossings"])
     turned = jax.tree.map(
         lambda leaf: jnp.roll(leaf, 1, -1) if leaf.ndim and leaf.shape[-1] == INSTANCES else leaf, problem
     )
     start = jnp.asarray(np.roll(case.start, 1, -1), jnp.int32)
     other = compiled(2)(turned, start, jax.random.key(0), hottest=HOT)
-    np.testing.assert_array_equal(np.roll(np.asarray(other), -1, -1), found)
+    np.testing.assert_array_equal(np.roll(np.asarray(other), -1, -1), result)
 
 
-def test_what_is_kept_step_by_step_is_what_is_counted_anew():
-    """Loads, planes of bits and visits after hundreds of swaps, against those of the placement that was reached."""
+def test_incremental_state_equals_a_new_count():
+    """After hundreds of swaps, loads, bit planes and visits equal those computed from the final placement."""
     case = instance("3 nodes of 2")
     problem = case.problem(*PRICES["moves"])
     first = functools.partial(time_search._initial_state, num_nodes=3, top_k=TOP_K)
@@ -169,7 +169,7 @@ def test_what_is_kept_step_by_step_is_what_is_counted_anew():
 
 @pytest.mark.parametrize("top_k", [1, 8])
 def test_few_and_many_experts_of_a_token(top_k):
-    """One, and all of them: then every token visits every node, and crossings are no reason to move."""
+    """With top-k of all experts every token visits every node, so crossings give no reason to move."""
     rng = np.random.default_rng(0)
     topology = Topology(num_nodes=2, ranks_per_node=1, num_experts=8, replica_slots=0)
     ids = random_ids(rng, (32, 4), 8, top_k, padding=0)
@@ -179,20 +179,20 @@ def test_few_and_many_experts_of_a_token(top_k):
     problem = NodeProblem(
         share, jnp.zeros((2, 1, 4)), tokens, jnp.float32(5), jnp.asarray(start), jnp.float32(0.001)
     )
-    found = np.asarray(
+    result = np.asarray(
         search_nodes(problem, jnp.asarray(start), jax.random.key(0), num_nodes=2, top_k=top_k, steps=50)
     )
-    assert balanced(found, 2)
+    assert balanced(result, 2)
     if top_k == 8:
-        np.testing.assert_array_equal(found, start)
+        np.testing.assert_array_equal(result, start)
     else:
-        crossing = [(found[ids[:, layer, 0], layer] != np.arange(32) % 2).mean() for layer in range(4)]
+        crossing = [(result[ids[:, layer, 0], layer] != np.arange(32) % 2).mean() for layer in range(4)]
         before = [(start[ids[:, layer, 0], layer] != np.arange(32) % 2).mean() for layer in range(4)]
         assert np.mean(crossing) <= np.mean(before)
 
 
-def test_a_gain_by_chance_moves_nothing():
-    """Uniform routing: every placement is as good, but on a sample of it some look better. Other tokens tell."""
+def test_overfitting_gains_move_nothing():
+    """With uniform routing all placements are equal, though some look better on a sample; other tokens reveal that."""
     rng, layers = np.random.default_rng(0), 20
     topology = Topology(num_nodes=2, ranks_per_node=1, num_experts=8, replica_slots=0)
     ids = rng.random((8192, layers, 8)).argsort(-1)[..., :2]
@@ -203,8 +203,8 @@ def test_a_gain_by_chance_moves_nothing():
     problem = NodeProblem(jnp.full((8, 1, layers), 0.25), jnp.zeros((2, 1, layers)), tokens, *numbers)
 
     def moved_layers(problem):
-        found = search_nodes(problem, start, jax.random.key(0), num_nodes=2, top_k=2, steps=200)
-        return int((found != start).any(0).sum())
+        result = search_nodes(problem, start, jax.random.key(0), num_nodes=2, top_k=2, steps=200)
+        return int((result != start).any(0).sum())
 
     assert moved_layers(problem) >= 10
     assert moved_layers(problem._replace(judge=judge)) <= moved_layers(problem) // 2

@@ -1,4 +1,4 @@
-"""Tokens as bits: what is counted from them is what is counted token by token."""
+"""Tokens as bits: counts from bits equal counts token by token."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +15,7 @@ LAYERS = 3
 
 
 def sample_of(rng, sizes, *, top_k=2, topology=TOPOLOGY):
-    """Shuffled tokens, ``sizes[m][n]`` of them in micro-batch m on the ranks of node n."""
+    """Make shuffled tokens, ``sizes[m][n]`` of them in micro-batch m on the ranks of node n."""
     sizes = np.asarray(sizes)
     group = np.repeat(np.arange(sizes.size), sizes.ravel())
     rng.shuffle(group)
@@ -26,12 +26,12 @@ def sample_of(rng, sizes, *, top_k=2, topology=TOPOLOGY):
 
 
 def count_bits(bits):
-    """How many bits are set, ``[E groups N L]``."""
+    """Count the bits that are set, ``[E groups N L]``."""
     return np.bitwise_count(np.asarray(bits)).sum(3)
 
 
 def visits_by_bits(tokens, home_node, nodes):
-    """What visits each node, from any node: ``[visited groups N L]``."""
+    """Return the weight of the tokens that visit each node from each node, ``[visited groups N L]``."""
     visits = []
     for node in range(nodes):
         here = np.asarray(home_node == node).T[:, None, None, None]  # [E 1 1 1 L]
@@ -41,7 +41,7 @@ def visits_by_bits(tokens, home_node, nodes):
 
 
 def visits_one_by_one(sample, home_node, nodes, micro_batches, local):
-    """``[visited M N L]``, tokens."""
+    """Count the tokens that visit each node token by token, ``[visited M N L]``."""
     visits = np.zeros((nodes, micro_batches, nodes, LAYERS))
     for ids, m, rank in zip(sample.expert_ids, sample.micro_batch, sample.rank, strict=True):
         for layer in range(LAYERS):
@@ -52,57 +52,57 @@ def visits_one_by_one(sample, home_node, nodes, micro_batches, local):
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_bits_are_the_tokens(micro_batches):
-    """As many tokens in every group as it has bits: each is there once."""
+    """If every group has as many tokens as bits, each token occurs once."""
     room = 32 * 128 // (2 * micro_batches)
     sample = sample_of(np.random.default_rng(0), np.full((micro_batches, 2), room))
     tokens = token_bits(sample, TOPOLOGY, num_micro_batches=micro_batches)
-    wanted = np.zeros((8, micro_batches, 2, LAYERS), int)
+    expected = np.zeros((8, micro_batches, 2, LAYERS), int)
     for layer, k in np.ndindex(LAYERS, 2):
         at = (sample.expert_ids[:, layer, k], sample.micro_batch, sample.rank // 2)
-        np.add.at(wanted[..., layer], at, 1)
-    np.testing.assert_array_equal(count_bits(tokens.bits), wanted)
+        np.add.at(expected[..., layer], at, 1)
+    np.testing.assert_array_equal(count_bits(tokens.bits), expected)
 
 
 @pytest.mark.parametrize(
     "sizes",
     [
         [[1024, 1024], [1024, 1024]],
-        [[16, 128], [2048, 0]],  # repeated, left out in part, none at all
+        [[16, 128], [2048, 0]],  # tokens repeated, some left out, and an empty group
     ],
 )
 def test_crossings_from_bits_are_those_of_the_tokens_taken(sizes):
-    """Exact where groups hold all their tokens equally often; the others within what a half of them says."""
+    """Counts are exact if groups hold all tokens equally often, otherwise within the error of half of the tokens."""
     rng = np.random.default_rng(1)
     sample = sample_of(rng, sizes)
     home_node = np.stack([rng.permutation(8) // 4 for _ in range(LAYERS)])
     tokens = token_bits(sample, TOPOLOGY, num_micro_batches=2)
-    found = visits_by_bits(tokens, home_node, 2) * len(sample.rank) / 2
-    wanted = visits_one_by_one(sample, home_node, 2, 2, 2)
+    result = visits_by_bits(tokens, home_node, 2) * len(sample.rank) / 2
+    expected = visits_one_by_one(sample, home_node, 2, 2, 2)
     whole = np.asarray(sizes) <= 1024
-    np.testing.assert_allclose(found[:, whole], wanted[:, whole], rtol=1e-6)
-    np.testing.assert_allclose(found, wanted, rtol=0.05)
+    np.testing.assert_allclose(result[:, whole], expected[:, whole], rtol=1e-6)
+    np.testing.assert_allclose(result, expected, rtol=0.05)
 
 
 def test_every_token_stands_for_as_many():
-    """Weights count tokens: over a node, its part of the batch, wherever the tokens of a group are few or many."""
+    """The weights of a node sum to its part of the batch, for groups of few and of many tokens."""
     sizes = np.array([[5, 700], [0, 37], [3000, 1]])
     sample = sample_of(np.random.default_rng(2), sizes)
     bits, weight = token_bits(sample, TOPOLOGY, num_micro_batches=3)
     room = 32 * bits.shape[3]
     np.testing.assert_allclose(np.asarray(weight) * room, 2 * sizes / sizes.sum(), rtol=1e-6)
-    # All bits of a group with tokens are in use, by as many experts as a token has; an empty group has none.
-    wanted = np.where(sizes > 0, 2 * room, 0)[..., None]
-    np.testing.assert_array_equal(count_bits(bits).sum(0), np.broadcast_to(wanted, (3, 2, LAYERS)))
+    # All bits of a group with tokens are set for K experts each; an empty group has no bits set.
+    expected = np.where(sizes > 0, 2 * room, 0)[..., None]
+    np.testing.assert_array_equal(count_bits(bits).sum(0), np.broadcast_to(expected, (3, 2, LAYERS)))
 
 
-def test_tokens_that_are_nowhere_are_left_out():
+def test_unplaced_tokens_are_left_out():
     rng = np.random.default_rng(3)
     sample = sample_of(rng, [[40, 8], [16, 100]])
     lost = TokenSample(sample.expert_ids[:50], np.full(50, EMPTY), np.full(50, EMPTY))
     mixed = TokenSample(*(np.concatenate(both) for both in zip(lost, sample, strict=True)))
-    wanted, found = (token_bits(tokens, TOPOLOGY, num_micro_batches=2) for tokens in (sample, mixed))
-    np.testing.assert_array_equal(found.bits, wanted.bits)
-    np.testing.assert_allclose(found.weight, wanted.weight, rtol=1e-6)
+    expected, result = (token_bits(tokens, TOPOLOGY, num_micro_batches=2) for tokens in (sample, mixed))
+    np.testing.assert_array_equal(result.bits, expected.bits)
+    np.testing.assert_allclose(result.weight, expected.weight, rtol=1e-6)
 
 
 def test_a_batch_without_tokens():
@@ -113,7 +113,7 @@ def test_a_batch_without_tokens():
 
 
 def test_many_tokens_of_one_group():
-    """More than int32 holds once multiplied by the bits of a group: they are still taken evenly."""
+    """Tokens are taken evenly even if their number times the bits of a group exceeds int32."""
     count = 2**20 + 2**12
     half = np.arange(count) * 2 // count
     nothing = np.zeros(count, np.int32)
@@ -128,7 +128,7 @@ def test_micro_batches_are_grouped_in_order_and_in_equal_parts(micro_batches, no
     groups = num_groups(micro_batches, nodes)
     assert micro_batches % groups == 0
     topology = Topology(num_nodes=nodes, ranks_per_node=1, num_experts=nodes, replica_slots=0)
-    # The expert of a token says its micro-batch: which experts a group has are the micro-batches in it.
+    # The expert of a token is its micro-batch, so the experts of a group are the micro-batches in it.
     m = np.arange(micro_batches) % nodes
     sample = TokenSample(
         m[:, None, None].astype(np.uint8), np.arange(micro_batches), np.zeros(micro_batches, int)
@@ -136,13 +136,13 @@ def test_micro_batches_are_grouped_in_order_and_in_equal_parts(micro_batches, no
     bits, _ = token_bits(sample, topology, num_micro_batches=micro_batches)
     assert bits.shape[1:3] == (groups, nodes)
     assert bits.shape[3] >= 4, "a group has 128 tokens at least"
-    wanted = np.zeros((nodes, groups), bool)
-    wanted[m, np.repeat(np.arange(groups), micro_batches // groups)] = True
-    np.testing.assert_array_equal(count_bits(bits)[:, :, 0, 0] > 0, wanted)
+    expected = np.zeros((nodes, groups), bool)
+    expected[m, np.repeat(np.arange(groups), micro_batches // groups)] = True
+    np.testing.assert_array_equal(count_bits(bits)[:, :, 0, 0] > 0, expected)
 
 
 def test_the_default_sample_knows_crossings_to_three_percent(shared):
-    """The mean crossings of each layer of the recorded trace; over layers the mean error is below 1%."""
+    """Estimate the mean crossings of each layer of the recorded trace; the mean error over layers is below 1%."""
     trace = np.load(shared / "traces" / "gptoss20b_rollouts.npz")
     lengths, routed = trace["lengths"], trace["routed_experts"]
     nodes, micro_batches = 4, 8
@@ -153,22 +153,22 @@ def test_the_default_sample_knows_crossings_to_three_percent(shared):
     tokens = token_bits(sample, topology, num_micro_batches=micro_batches)
     layers = routed.shape[1]
     home_node = np.tile(np.arange(32) // 8, (layers, 1))
-    found = off_node(visits_by_bits(tokens, home_node, nodes)) / nodes
+    result = off_node(visits_by_bits(tokens, home_node, nodes)) / nodes
 
     lies = np.zeros(len(lengths), int)
     m, n, g, b = np.nonzero(np.asarray(assignment.sample) != EMPTY)
     lies[np.asarray(assignment.sample)[m, n, g, b]] = n
     lies = np.repeat(lies, lengths)
     visits = [(routed // 8 == node).any(-1) & (lies != node)[:, None] for node in range(nodes)]
-    wanted = np.sum(visits, 0).mean(0)
-    error = np.abs(found / wanted - 1)
+    expected = np.sum(visits, 0).mean(0)
+    error = np.abs(result / expected - 1)
     print(f"crossings from bits: {error.mean():.2%} off on average, {error.max():.2%} in the worst layer")
     assert error.max() < 0.03
     assert error.mean() < 0.01
 
 
 def padded(routed, lengths):
-    """The replay of samples that a trace holds one after the other."""
+    """Make the replay of samples that a trace stores one after the other."""
     mask = np.arange(lengths.max()) < lengths[:, None]
     ids = np.zeros((*mask.shape, *routed.shape[1:]), np.uint8)
     ids[mask] = routed
@@ -176,7 +176,7 @@ def padded(routed, lengths):
 
 
 def off_node(visits):
-    """What visits nodes from other nodes, by layer."""
+    """Return the number of tokens that visit other nodes, by layer."""
     nodes = len(visits)
     other = ~np.eye(nodes, dtype=bool)[:, None, :, None]
     return np.where(other, visits, 0).sum((0, 1, 2))

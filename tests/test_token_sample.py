@@ -1,4 +1,4 @@
-"""Sampled tokens: at even distances, every sample in proportion, and where an assignment lays them."""
+"""Sampled tokens: at even distances, in proportion to samples, and with their places under an assignment."""
 
 import jax
 import numpy as np
@@ -13,7 +13,7 @@ from relibra_jax.types import EMPTY, Assignment, RoutingReplay, Topology
 
 
 def numbered(lengths, tokens):
-    """A replay in which the route of the n-th real token of the batch is n."""
+    """Make a replay in which the expert of the n-th real token of the batch is n."""
     mask = np.zeros((len(lengths), tokens), bool)
     for row, length in zip(mask, lengths, strict=True):
         row[:length] = True
@@ -25,17 +25,17 @@ def numbered(lengths, tokens):
 @settings(max_examples=40)
 @given(lengths=st.lists(st.integers(0, 6), min_size=5, max_size=5), count=st.sampled_from([1, 4, 13]))
 def test_tokens_are_taken_at_even_distances(lengths, count):
-    """Token number ``q * total // count`` for each q: by the plain loop, holes and empty samples among them."""
+    """Sampled token q is number ``q * total // count`` of a plain loop, also with gaps and empty samples."""
     replay = numbered(lengths, 6)
     routes = sample_routes(replay, count=count)
     total = sum(lengths)
     if total == 0:
         assert (np.asarray(routes.sample) == EMPTY).all()
         return
-    wanted = [q * total // count for q in range(count)]
-    assert np.ravel(routes.expert_ids).tolist() == wanted
+    expected = [q * total // count for q in range(count)]
+    assert np.ravel(routes.expert_ids).tolist() == expected
     owner = np.repeat(np.arange(5), lengths)
-    assert np.asarray(routes.sample).tolist() == owner[wanted].tolist()
+    assert np.asarray(routes.sample).tolist() == owner[expected].tolist()
 
 
 def test_tokens_are_even_however_many_are_taken():
@@ -46,7 +46,7 @@ def test_tokens_are_even_however_many_are_taken():
 
 @pytest.mark.parametrize("count", [0, -1, True, 46_341])
 def test_numbers_of_tokens(count):
-    """Beyond the last the distances would not fit int32."""
+    """Counts above the limit are rejected, because distances would not fit int32."""
     with pytest.raises(
         ValueError, match=f"count={count} must be an integer of at least 1 and at most 46340$"
     ):
@@ -54,7 +54,7 @@ def test_numbers_of_tokens(count):
 
 
 def test_masks_may_have_holes():
-    """Padding on the left, or between tokens, is never taken."""
+    """Padding on the left or between tokens is never sampled."""
     mask = np.array([[False, True, True, False], [True, False, False, True]])
     ids = np.arange(8).reshape(2, 4, 1, 1).astype(np.uint8)
     routes = sample_routes(RoutingReplay(ids, mask), count=4)
@@ -63,7 +63,7 @@ def test_masks_may_have_holes():
 
 
 def find(assignment, sample, local):
-    """Micro-batch and flat rank of a sample."""
+    """Return the micro-batch and flat rank of a sample."""
     for m, n, g, b in np.ndindex(assignment.sample.shape):
         if assignment.sample[m, n, g, b] == sample:
             return m, n * local + g
@@ -77,17 +77,17 @@ def find(assignment, sample, local):
     seed=st.integers(0, 99),
 )
 def test_tokens_lie_where_their_sample_does(kept, asked, seed):
-    """Any samples of the batch may be assigned, and a token of any other is nowhere."""
+    """An assignment may hold only some samples; tokens of the others have no place."""
     room = np.full(12, EMPTY)
     room[np.random.default_rng(seed).permutation(12)[: len(kept)]] = kept
     assignment = Assignment(room.reshape(2, 3, 1, 2))
     placed = place_routes(Routes(np.zeros((8, 1, 1), np.uint8), np.array(asked)), assignment)
-    wanted = [(EMPTY, EMPTY) if sample == EMPTY else find(assignment, sample, 1) for sample in asked]
-    assert list(zip(placed.micro_batch.tolist(), placed.rank.tolist(), strict=True)) == wanted
+    expected = [(EMPTY, EMPTY) if sample == EMPTY else find(assignment, sample, 1) for sample in asked]
+    assert list(zip(placed.micro_batch.tolist(), placed.rank.tolist(), strict=True)) == expected
 
 
 def test_works_under_jit():
-    """The same tokens in the same places."""
+    """Sampling and placing give the same result under jit."""
     topology = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=0)
     rng = np.random.default_rng(0)
     replay = random_routing(rng, samples=9, tokens=7, layers=2, experts=8, top_k=2)
@@ -96,5 +96,5 @@ def test_works_under_jit():
     def place(replay, assignment):
         return place_routes(sample_routes(replay, count=20), assignment)
 
-    for found, wanted in zip(jax.jit(place)(replay, assignment), place(replay, assignment), strict=True):
-        np.testing.assert_array_equal(found, wanted)
+    for result, expected in zip(jax.jit(place)(replay, assignment), place(replay, assignment), strict=True):
+        np.testing.assert_array_equal(result, expected)

@@ -1,4 +1,4 @@
-"""Who serves whom: exact, nearest first, and the tokens that cross to a node counted one by one."""
+"""The slots that serve token copies: exact quotas, nearest first, and crossings counted token by token."""
 
 import functools
 
@@ -20,7 +20,7 @@ from relibra_jax.token_split import source_quota
 from relibra_jax.types import EMPTY, BatchPlan, LayerPlan, Topology
 
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=2, resident_slots=1)
-"""Planners leave the resident slots empty; any plans fill them."""
+"""A topology with resident slots, which planners leave empty and random plans fill."""
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def replay():
 
 @pytest.fixture(scope="module", params=["intra-node", "across nodes", "static", "any", "any across nodes"])
 def batch(request, replay):
-    """A batch in two micro-batches, planned in ways that split tokens differently."""
+    """Make a batch of two micro-batches, with plans that split tokens differently."""
     across = "across nodes" in request.param
     assignment = assign_in_order(12, TOPOLOGY, num_micro_batches=2)
     load = expert_load(replay, assignment, num_experts=8)
@@ -52,7 +52,7 @@ def split():
 
 
 def sent_by(batch):
-    """``[M, L, P, N, G, S]``."""
+    """Return the tokens of each rank in each slot, ``[M, L, P, N, G, S]``."""
     return np.asarray(split()(batch.layer_plans()))
 
 
@@ -67,7 +67,7 @@ def test_every_copy_is_sent_once(batch):
 
 
 def test_own_rank_then_own_node_come_first(batch):
-    """A copy leaves its rank only when the quota there is used up, and its node only when the node's is."""
+    """A copy leaves its rank only if the rank's quota is used up, and its node only if the node's quota is."""
     sent, plan = sent_by(batch), batch.plan
     load = np.asarray(batch.load).reshape(2, 2, 4, 8)
     held = np.asarray(plan.slot_expert)[:, :, None] == np.arange(8).reshape(8, 1, 1, 1)[None, None]
@@ -80,8 +80,11 @@ def test_own_rank_then_own_node_come_first(batch):
 
 
 def test_every_rank_sends_away_as_much():
-    """Eight experts alike, each with a copy in the other node that computes half of that node's tokens: its own rank's,
-    and one other rank's. The other half crosses, and all ranks send the same."""
+    """All ranks send the same number of copies to the other node if all experts are alike.
+
+    Each of eight experts has a copy in the other node, which computes half of that node's tokens. The other half
+    crosses.
+    """
     topology = Topology(num_nodes=2, ranks_per_node=4, num_experts=8, replica_slots=1)
     home = np.arange(8, dtype=np.int32).reshape(2, 4, 1)
     copies = np.roll(home[::-1], 1, axis=1)
@@ -96,7 +99,7 @@ def test_every_rank_sends_away_as_much():
 
 
 def test_node_visits_are_those_of_the_copies_slots(replay, batch):
-    """Walk over the ranks and let `copy_slots` say where the copies of their tokens go."""
+    """Find the slots of the copies of each rank's tokens with `copy_slots`."""
     sent = sent_by(batch)
     expected = np.zeros((2, 2, 4, 2), int)
     serve = jax.jit(functools.partial(copy_slots, topology=TOPOLOGY))
@@ -115,7 +118,7 @@ def test_node_visits_are_those_of_the_copies_slots(replay, batch):
 
 
 def test_the_visits_of_a_further_batch_compile_nothing(replay, batch, caplog):
-    """Every batch is counted, between plan and step."""
+    """Visits are counted for every batch between plan and step, so counting must not compile again."""
     node_visits(replay, batch, TOPOLOGY)
     with jax.log_compiles():
         node_visits(replay, batch, TOPOLOGY)
@@ -123,8 +126,8 @@ def test_the_visits_of_a_further_batch_compile_nothing(replay, batch, caplog):
 
 
 def test_one_layer_with_and_without_jit(batch):
-    """Written for one layer: alone, compiled or not, it is what the vmap at the edge gives."""
+    """Counting one layer, compiled or not, gives the same as counting all layers."""
     layer = batch.micro_batch(1).layer(0)
-    for found in (source_quota(layer, TOPOLOGY), jax.jit(source_quota)(layer, TOPOLOGY)):
-        assert found.shape == (4, 2, 2, TOPOLOGY.slots)
-        np.testing.assert_array_equal(found, sent_by(batch)[1, 0])
+    for result in (source_quota(layer, TOPOLOGY), jax.jit(source_quota)(layer, TOPOLOGY)):
+        assert result.shape == (4, 2, 2, TOPOLOGY.slots)
+        np.testing.assert_array_equal(result, sent_by(batch)[1, 0])

@@ -1,1 +1,1 @@
-"""Planning: pure functions from loads to plans. Nothing here knows of devices or of execution."""
+"""Planning: pure functions from loads to plans, without devices and without execution."""

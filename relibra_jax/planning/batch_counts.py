@@ -1,4 +1,4 @@
-"""What a search knows of a batch: how many token copies its samples send to each expert, and some tokens' routes."""
+"""The data of a batch that planning needs: token counts per sample and expert, and the routes of sampled tokens."""
 
 from typing import NamedTuple
 
@@ -13,28 +13,31 @@ from relibra_jax.types import Array, Planner, RoutingReplay, Topology, Transitio
 
 
 class BatchCounts(NamedTuple):
-    """The counts of all samples of a batch."""
+    """The token counts of all samples of a batch."""
 
     sample_load: Integer[Array, "B L E"]
-    """Token copies of each sample for each expert."""
+    """The number of token copies of each sample for each expert."""
     tokens: Integer[Array, " B"]
     """The length of each sample, in real tokens."""
     routes: Routes | None = None
-    """Some tokens with their routes, where time or residents are planned."""
+    """Sampled tokens with their experts; needed to plan time or residents."""
     transitions: Transitions | None = None
-    """Which experts follow which, for planners that take them."""
+    """Transition counts, for planners that use them."""
 
 
 def count_batch(
     replay: RoutingReplay, planner: Planner, topology: Topology, *, with_routes: bool
 ) -> BatchCounts:
-    """Count what a planner takes of a batch. Works under jit.
+    """Compute the counts that a planner needs from the routing replay of a batch. Works under jit.
 
     Args:
         replay: the routing of all samples of the batch.
-        planner: the planner, which may take transitions.
+        planner: the planner, which decides whether transitions are counted.
         topology: the expert-parallel group.
-        with_routes: whether to take routes, as for time; residents are planned from them in any case.
+        with_routes: whether to sample routes. They are always sampled if the topology has resident slots.
+
+    Returns:
+        The counts of the batch.
 
     >>> from relibra_jax import static
     >>> topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=4, replica_slots=0)
@@ -52,10 +55,18 @@ def count_batch(
 
 
 def widen_counts(counts: BatchCounts, topology: Topology) -> BatchCounts:
-    """Counts in int32, as sums over samples need: workers send the smallest integers that hold their own.
+    """Convert counts to int32, so that sums over samples do not overflow the small integers that workers send.
+
+    Args:
+        counts: the counts of a batch, in any integer dtypes.
+        topology: the expert-parallel group.
+
+    Returns:
+        The counts in int32.
 
     Raises:
-        ValueError: if ``sample_load`` is not ``[B, L, E]`` of as many samples as ``tokens`` and the topology's experts.
+        ValueError: if ``sample_load`` is not ``[B, L, E]`` with B the length of ``tokens`` and E the experts of the
+            topology.
     """
     load, tokens = jnp.asarray(counts.sample_load, jnp.int32), jnp.asarray(counts.tokens, jnp.int32)
     check_shape("sample_load", load.shape, (len(tokens), *load.shape[1:2], topology.num_experts))

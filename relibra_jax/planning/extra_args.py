@@ -1,4 +1,4 @@
-"""Extra arguments of planners, in the manner of optax: given to all, taken by those that have a use for them."""
+"""Extra arguments of planners, as in optax: callers pass all of them, and each planner receives those that it names."""
 
 import inspect
 from collections.abc import Callable
@@ -8,15 +8,15 @@ from relibra_jax.types import Planner
 
 
 def with_extra_args(planner: Planner) -> Planner:
-    """A planner whose ``update`` takes every extra argument, and leaves out those that ``planner`` does not name.
+    """Make a planner whose ``update`` accepts every extra argument and drops those that ``planner`` does not name.
 
     Source: ``optax.with_extra_args_support``.
 
     Args:
-        planner: any planner, whatever extra arguments its ``update`` names.
+        planner: any planner.
 
     Returns:
-        ``planner`` itself if it takes them all, else a planner around it.
+        ``planner`` itself if its ``update`` accepts any keyword, otherwise a planner that wraps it.
 
     >>> plain = Planner(lambda topology, num_layers, *, key: (), lambda load, state, topology: (load, state))
     >>> with_extra_args(plain).update(5, (), None, refine=None, tokens=None)
@@ -32,7 +32,14 @@ def with_extra_args(planner: Planner) -> Planner:
 
 
 def taken_by(function: Callable[..., Any], extra: dict[str, Any]) -> dict[str, Any]:
-    """Of the extra arguments, those that a function names, or all if it takes any.
+    """Select the extra arguments that a function accepts.
+
+    Args:
+        function: the function.
+        extra: extra arguments by name.
+
+    Returns:
+        The arguments that the function names as parameters, or all if it accepts any keyword.
 
     >>> taken_by(lambda load, *, cost: None, {"cost": 1, "tokens": 2})
     {'cost': 1}
@@ -44,7 +51,14 @@ def taken_by(function: Callable[..., Any], extra: dict[str, Any]) -> dict[str, A
 
 
 def takes(function: Callable[..., Any], name: str) -> bool:
-    """Whether a function takes an extra argument, by its name or as one of any.
+    """Return whether a function accepts an extra argument.
+
+    Args:
+        function: the function.
+        name: the name of the argument.
+
+    Returns:
+        True if the function names the argument as a parameter or accepts any keyword.
 
     >>> takes(lambda load, *, cost: None, "cost"), takes(lambda load, *, cost: None, "tokens")
     (True, False)
@@ -53,6 +67,6 @@ def takes(function: Callable[..., Any], name: str) -> bool:
 
 
 def takes_all(function: Callable[..., Any]) -> bool:
-    """Whether a function takes keyword arguments that it does not name."""
+    """Return whether a function accepts any keyword argument (``**kwargs``)."""
     parameters = inspect.signature(function).parameters.values()
     return any(parameter.kind == inspect.Parameter.VAR_KEYWORD for parameter in parameters)

@@ -1,22 +1,22 @@
-"""Replication inside a batch: which experts are copied where, and jointly how many tokens each copy computes.
+"""Greedy replication in one domain: choose jointly where experts are copied and how many tokens each copy computes.
 
 The problem, from ReLibra (arXiv 2605.08639): in one *domain* of ranks, in one layer of one micro-batch,
 
     minimise max_p w_p,   w_p = tokens of the home experts of p - tokens sent away + tokens of p's replicas,
 
-with at most R replicas a rank, and among equally good plans the fewest replicas. It is solved by filling ranks up
-to a threshold T, where T is found by bisection. For one T, as long as some rank is above it:
+with at most R replicas per rank, and among equally good plans the one with the fewest replicas. The solution fills
+ranks up to a threshold T, which is found by bisection. For a given T, as long as some rank is above it:
 
     the emptiest rank with a free slot takes one expert of a rank above T: the smallest expert that fills the gap
-    up to T, or, if none does, the largest; and as many of its tokens as fit.
+    up to T, or the largest expert if none does; and as many of its tokens as fit.
 
-As in Walker's alias construction, an expert may give more than its rank has too much: the rank falls below T and
-is filled in its turn, as long as it has a free slot. With one slot a rank and T at the mean, this comes within 0.1%
-of the optimum in 94% of 250 random and recorded domains, and in 26% if no more than the excess is given, as in
-UltraEP (arXiv 2606.04101). Every step uses up a slot, so there are at most P * R. The first T is `least_top_load`, a
-lower bound that is nearly always attained.
+As in Walker's alias construction, an expert may give more than the excess of its rank. The rank then falls below T and
+is filled later, if it has a free slot. With one slot per rank and T at the mean, this comes within 0.1% of the optimum
+in 94% of 250 random and recorded domains; if experts give at most the excess, as in UltraEP (arXiv 2606.04101), in 26%.
+Every step uses up a slot, so there are at most P * R steps. The first T is `least_top_load`, a lower bound that is
+nearly always attained.
 
-Everything is integer arithmetic, exact as long as a domain's tokens in a layer stay below 2**31.
+All arithmetic is in integers, exact as long as a domain's tokens in a layer stay below 2**31.
 """
 
 import functools
@@ -30,8 +30,8 @@ from jaxtyping import Int
 from relibra_jax.types import EMPTY, Array
 
 ROUNDS = 8
-"""Thresholds tried at most, fewer where the bound is reached. On 950 random and recorded domains with one slot a
-rank, the worst plan is then 0.12% above the mixed-integer optimum; with 6 thresholds 0.6%, with 12 0.01%."""
+"""The most thresholds that are tried; fewer if the bound is reached. On 950 random and recorded domains with one slot
+per rank, the worst plan is 0.12% above the mixed-integer optimum. With 6 thresholds it is 0.6%, with 12 0.01%."""
 
 _MAX = np.int32(np.iinfo(np.int32).max)
 
@@ -45,16 +45,16 @@ def replicate_domain(
     tile: int = 1,
     exact: bool = False,
 ) -> tuple[Int[jax.Array, "P R"], Int[jax.Array, "P S"]]:
-    """Replicas and quotas of one domain of P ranks with H experts each; callers vmap it.
+    """Choose replicas and quotas of one domain of P ranks with H experts each; callers vmap it.
 
     Args:
-        load: token copies of each expert, by home slot.
-        replica_slots: R.
-        tolerance, min_tokens, tile, exact: as in `replicate_experts`.
+        load: the number of token copies for each expert, by home slot.
+        replica_slots: R, the number of replica slots of a rank.
+        tolerance, min_tokens, tile, exact: the options of `relibra_jax.planning.replication.replicate_experts`.
 
     Returns:
-        ``replica``, the flat home slot ``p * H + h`` of the expert in each replica slot, EMPTY for none, and
-        ``quota``, the token copies of each home slot and replica slot; int32.
+        ``replica`` is the flat home slot ``p * H + h`` of the expert in each replica slot, EMPTY for none. ``quota`` is
+        the number of token copies of each home slot and replica slot. Both are int32.
 
     >>> replica, quota = replicate_domain(jnp.array([[9, 1], [2, 0]]), replica_slots=1)
     >>> replica.tolist(), quota.tolist()
@@ -65,7 +65,7 @@ def replicate_domain(
     start = load.sum(1, dtype=jnp.int32)
 
     def attempt(best: _Target, tiles: Int[jax.Array, " P"]) -> tuple[_Target, Int[jax.Array, ""]]:
-        """The better of ``best`` and of filling ranks with ``tiles``, and the largest rank load of the latter."""
+        """Fill ranks with ``tiles``; return the better of that and ``best``, and its own largest rank load."""
         filled = fill(tiles)
         rank_load = start + tile * (tiles - filled.missing)
         top = rank_load.max()
@@ -74,23 +74,23 @@ def replicate_domain(
         return jax.tree.map(functools.partial(jnp.where, better), _Target(tiles, top, price), best), top
 
     def loosen(best: _Target, allowed: Int[jax.Array, ""]) -> _Target:
-        """Filling no further than ``allowed``, where that takes fewer replicas."""
+        """Fill ranks only up to ``allowed`` if that takes fewer replicas."""
         looser, top = attempt(best._replace(top=jnp.int32(_MAX)), (allowed - start) // tile)
         better = (top <= allowed) & (looser.price < best.price)
         return jax.tree.map(functools.partial(jnp.where, better), looser, best)
 
     def bisect(carry):
-        best, bound, turn = carry
-        threshold = jnp.where(turn == 0, bound, bound + (best.top - bound) // 2)
+        best, bound, number = carry
+        threshold = jnp.where(number == 0, bound, bound + (best.top - bound) // 2)
         best, top = attempt(best, (threshold - start) // tile)
-        return best, jnp.where(top > threshold, threshold, bound), turn + 1
+        return best, jnp.where(top > threshold, threshold, bound), number + 1
 
     def unsolved(carry):
-        best, bound, turn = carry
-        return (turn < ROUNDS) & (best.top - bound > jnp.where(turn == 0, 0, 1))
+        best, bound, number = carry
+        return (number < ROUNDS) & (best.top - bound > jnp.where(number == 0, 0, 1))
 
-    nothing = jnp.zeros_like(start)
-    best = _Target(nothing, start.max(), -start.min() if exact else jnp.int32(0))
+    no_tiles = jnp.zeros_like(start)
+    best = _Target(no_tiles, start.max(), -start.min() if exact else jnp.int32(0))
     bound = least_top_load(load, replica_slots=replica_slots)
     if exact or tile > 1:
         fair = _fair_tiles(start, tile)
@@ -99,7 +99,7 @@ def replicate_domain(
         best, _ = attempt(best, fair)
     best, _, _ = jax.lax.while_loop(unsolved, bisect, (best, bound, jnp.int32(0)))
     if tolerance:
-        # float32 has 24 bits: what it cannot hold of a large load is rounded towards less tolerance.
+        # float32 has 24 bits; for larger loads the rounding makes the tolerance smaller.
         spare = jnp.floor(best.top.astype(jnp.float32) * jnp.float32(tolerance * (1 - 1e-6))).astype(
             jnp.int32
         )
@@ -109,19 +109,19 @@ def replicate_domain(
 
 
 def least_top_load(load: Int[Array, "P H"], *, replica_slots: int) -> Int[jax.Array, ""]:
-    """A lower bound of the largest rank load that replication can reach in one domain.
+    """Return a lower bound of the largest rank load that replication can reach in one domain.
 
-    Below it, either the mean or the slots are in the way: a rank gains at most ``c``, the R largest loads of an
-    expert together, and at most what is missing to T, so T is out of reach as long as
-    ``f(T) = sum_p min(T - w_p, c) < 0`` for the rank loads ``w`` before replication. As f is concave, Newton's
-    method comes to its root from below.
+    No threshold T below the mean can be reached, and the slots limit it too. A rank can take over at most ``c``, the
+    sum of the R largest expert loads, and at most its distance to T. So T cannot be reached as long as
+    ``f(T) = sum_p min(T - w_p, c) < 0`` for the rank loads ``w`` before replication. As f is concave, Newton's method
+    converges to its root from below.
 
     Args:
-        load: token copies of each expert, by home slot.
-        replica_slots: R.
+        load: the number of token copies for each expert, by home slot.
+        replica_slots: R, the number of replica slots of a rank.
 
     Returns:
-        Tokens, int32; never below the mean. On recorded and random loads nearly always attained.
+        The bound in token copies, int32; at least the mean. On recorded and random loads it is nearly always attained.
 
     >>> int(least_top_load(jnp.array([[40, 40, 40], [0, 0, 0]]), replica_slots=1))
     80
@@ -129,78 +129,92 @@ def least_top_load(load: Int[Array, "P H"], *, replica_slots: int) -> Int[jax.Ar
     start = load.sum(1, dtype=jnp.int32)
     gain = jax.lax.top_k(load.ravel(), min(replica_slots, load.size))[0].sum(dtype=jnp.int32)
 
-    def lacking(top):
+    def slack(top):
         return jnp.minimum(top - start, gain).sum(dtype=jnp.int32)
 
     def newton(top):
         slope = (top - start <= gain).sum(dtype=jnp.int32)
-        return top - lacking(top) // jnp.maximum(slope, 1)
+        return top - slack(top) // jnp.maximum(slope, 1)
 
     return jax.lax.while_loop(
-        lambda top: lacking(top) < 0, newton, -(-start.sum(dtype=jnp.int32) // start.size)
+        lambda top: slack(top) < 0, newton, -(-start.sum(dtype=jnp.int32) // start.size)
     )
 
 
 class _Target(NamedTuple):
-    """What to fill ranks with, and what comes of it."""
+    """The tiles that each rank should gain, and the quality of the plan that results."""
 
     tiles: Int[jax.Array, " P"]
-    """Tiles that each rank lacks; negative for those that have too many."""
+    """Tiles that each rank lacks; negative for a rank that has too many."""
     top: Int[jax.Array, ""]
-    """Largest rank load."""
+    """The largest rank load."""
     price: Int[jax.Array, ""]
-    """Decides between equal ``top``, less is better: replicas, or for exact balance minus the least rank load."""
+    """Decides between plans of equal ``top``; lower is better. The number of replicas, or for exact balance minus the
+    smallest rank load."""
 
 
-class _Filled(NamedTuple):
+class _Filling(NamedTuple):
+    """The state while ranks are filled."""
+
     missing: Int[jax.Array, " P"]
+    """Tiles that each rank still lacks; negative for a rank that has too many."""
     given: Int[jax.Array, "P H"]
+    """Tiles that each expert has given to replicas."""
     replica: Int[jax.Array, "P R"]
+    """The flat home slot of the expert in each replica slot; EMPTY for none."""
     tiles: Int[jax.Array, "P R"]
+    """Tiles of each replica slot."""
 
 
-def _fill(lacks: Int[jax.Array, " P"], *, whole: Int[jax.Array, "P H"], slots: int, least: int) -> _Filled:
-    """Fill ranks that lack tiles from the experts, ``whole`` tiles each, of ranks that have too many.
+def _fill(lacks: Int[jax.Array, " P"], *, whole: Int[jax.Array, "P H"], slots: int, least: int) -> _Filling:
+    """Fill ranks that lack tiles from the experts of ranks that have too many.
 
-    One-hot comparisons instead of gathers and scatters, and experts in one flat axis: mapped over rows, they
-    take half the time on CPU.
+    The code uses one-hot comparisons instead of gathers and scatters, and one flat axis of experts. Under vmap, this
+    halves the time on CPU.
+
+    Args:
+        lacks: the number of tiles that each rank lacks; negative for a rank that has too many.
+        whole: the number of whole tiles of each expert.
+        slots: R, the number of replica slots of a rank.
+        least: the fewest tiles of a replica.
     """
     ranks, homes = whole.shape
     rank, expert = jnp.arange(ranks, dtype=jnp.int32), jnp.arange(whole.size, dtype=jnp.int32)
 
     def step(carry):
         (missing, given, replica, tiles), _ = carry
-        used = (tiles > 0).sum(1, dtype=jnp.int32)
-        gap = jnp.where((used < slots) & (missing >= least), missing, 0)
+        used_slots = (tiles > 0).sum(1, dtype=jnp.int32)
+        gap = jnp.where((used_slots < slots) & (missing >= least), missing, 0)
         widest = gap.max()
         taker = rank == jnp.where(gap == widest, rank, ranks).min()
 
         excess = jnp.maximum(-missing, 0)
-        may_give = jnp.where((excess > 0) & (used < slots), _MAX, excess)
+        may_give = jnp.where((excess > 0) & (used_slots < slots), _MAX, excess)
         offer = jnp.minimum(whole - given, may_give[:, None]).ravel()
         offer = jnp.where(offer >= least, offer, 0)
         smallest = jnp.where(offer >= widest, offer, _MAX).min()
         chosen_offer = jnp.where(smallest < _MAX, smallest, offer.max())
-        chosen = jnp.where(offer == chosen_offer, expert, whole.size).min()
+        giver = jnp.where(offer == chosen_offer, expert, whole.size).min()
 
-        moved = jnp.minimum(chosen_offer, widest)
-        gives = jnp.where(expert == chosen, moved, 0).reshape(ranks, homes)
-        slot = taker[:, None] & (jnp.arange(slots)[None] == used[:, None]) & (moved > 0)
-        missing = missing + gives.sum(1, dtype=jnp.int32) - jnp.where(taker, moved, 0)
-        filled = _Filled(
-            missing, given + gives, jnp.where(slot, chosen, replica), jnp.where(slot, moved, tiles)
+        amount = jnp.minimum(chosen_offer, widest)
+        gives = jnp.where(expert == giver, amount, 0).reshape(ranks, homes)
+        slot = taker[:, None] & (jnp.arange(slots)[None] == used_slots[:, None]) & (amount > 0)
+        missing = missing + gives.sum(1, dtype=jnp.int32) - jnp.where(taker, amount, 0)
+        filled = _Filling(
+            missing, given + gives, jnp.where(slot, giver, replica), jnp.where(slot, amount, tiles)
         )
-        return filled, moved > 0
+        return filled, amount > 0
 
     empty = jnp.full((ranks, slots), EMPTY, jnp.int32)
-    nothing = _Filled(lacks, jnp.zeros_like(whole), empty, jnp.zeros_like(empty))
-    return jax.lax.while_loop(lambda carry: carry[1], step, (nothing, jnp.bool_(slots > 0)))[0]
+    empty_filling = _Filling(lacks, jnp.zeros_like(whole), empty, jnp.zeros_like(empty))
+    return jax.lax.while_loop(lambda carry: carry[1], step, (empty_filling, jnp.bool_(slots > 0)))[0]
 
 
 def _fair_tiles(start: Int[Array, " P"], tile: int) -> Int[jax.Array, " P"]:
-    """Tiles to add to each rank, negative to take away, so that all come to within one tile of each other.
+    """Return the tiles to add to each rank (negative to remove) so that all rank loads differ by at most one tile.
 
-    Shares are rounded down, then by largest remainder; among equals the fullest rank gives one less.
+    Shares are rounded down, then those with the largest remainders are rounded up. Among equal remainders, the fullest
+    rank is first.
     """
     mean = start.sum(dtype=jnp.int32) // start.size
     tiles = (mean - start) // tile

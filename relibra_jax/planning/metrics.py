@@ -1,8 +1,8 @@
-"""How good a plan is: imbalance, traffic between nodes, replicas and the bytes that they move.
+"""Metrics of plans: imbalance, forecast error, bounds on replication, traffic between nodes, and moved experts.
 
-Imbalance is max / mean of rank load. Over several micro-batches it is the sum of maxima over the sum of means,
-which is what time feels: every micro-batch waits for its own slowest rank. Sums over a batch are taken in
-float32, whose error of 1 part in 10^7 no decision depends on.
+Imbalance is max / mean of rank load. Over several micro-batches it is the sum of maxima over the sum of means, because
+every micro-batch waits for its own slowest rank. Sums over a batch are taken in float32; no decision depends on its
+error of 1 part in 10^7.
 """
 
 import functools
@@ -17,7 +17,13 @@ from relibra_jax.types import Array, LayerPlan, Topology
 
 
 def imbalance(rank_load: Int[Array, "M L N G"]) -> Float[jax.Array, "M L"]:
-    """Max / mean of rank load in each layer of each micro-batch; 1 where there is no load.
+    """Return max / mean of rank load in each layer of each micro-batch; 1 where there is no load.
+
+    Args:
+        rank_load: the number of token copies that each rank computes.
+
+    Returns:
+        The imbalance of each layer and micro-batch, float32.
 
     >>> imbalance(jnp.array([[[[30, 10]]]])).tolist()
     [[1.5]]
@@ -27,9 +33,15 @@ def imbalance(rank_load: Int[Array, "M L N G"]) -> Float[jax.Array, "M L"]:
 
 
 def batch_imbalance(rank_load: Int[Array, "M L N G"]) -> Float[jax.Array, ""]:
-    """Imbalance over a batch: a layer's sum of maxima over its sum of means, averaged over layers.
+    """Return the imbalance of a batch: a layer's sum of maxima over its sum of means, averaged over layers.
 
     Layers without load count as balanced.
+
+    Args:
+        rank_load: the number of token copies that each rank computes.
+
+    Returns:
+        The imbalance of the batch, a float32 scalar.
 
     >>> round(float(batch_imbalance(jnp.array([[[[30, 10]]], [[[5, 5]]]]))), 3)
     1.4
@@ -44,18 +56,18 @@ def _top_and_mean(rank_load):
 
 
 def forecast_error(expected: Num[Array, "#M L E"], load: Int[Array, "M L E"]) -> Float[jax.Array, "M L"]:
-    """How far expected loads are from true ones, as MoE-GPS (arXiv 2506.07366) reckons it.
+    """Return the error of forecast loads, by the measure of MoE-GPS (arXiv 2506.07366).
 
     With p the share of an expert in the load of its layer and q the expected share, ``|q - p| / (1 / E)`` is averaged
-    over the E experts. It is from 0 to 2.
+    over the E experts. It is between 0 and 2.
 
     Args:
-        expected: expected loads, of which only proportions count; all experts alike where all are zero. One row serves
-            all micro-batches.
-        load: true loads of the experts.
+        expected: the expected loads, of which only the proportions count. A layer of zeros stands for equal loads. A
+            single row applies to all micro-batches.
+        load: the true loads of the experts.
 
     Returns:
-        float32; 0 where there is no load.
+        The error in each layer of each micro-batch, float32; 0 where there is no load.
 
     >>> forecast_error(jnp.array([[[1.0, 1.0]]]), jnp.array([[[30, 10]]])).tolist()
     [[0.5]]
@@ -63,19 +75,31 @@ def forecast_error(expected: Num[Array, "#M L E"], load: Int[Array, "M L E"]) ->
     total = jnp.asarray(load, jnp.float32).sum(-1, keepdims=True)
     share = load / jnp.maximum(total, 1)
     expected = jnp.asarray(expected, jnp.float32)
-    known = expected.sum(-1, keepdims=True)
-    guess = jnp.where(known > 0, expected / jnp.where(known > 0, known, 1), 1 / load.shape[-1])
-    return jnp.where(total[..., 0] > 0, jnp.abs(guess - share).sum(-1), 0)
+    expected_total = expected.sum(-1, keepdims=True)
+    expected_share = jnp.where(
+        expected_total > 0, expected / jnp.where(expected_total > 0, expected_total, 1), 1 / load.shape[-1]
+    )
+    return jnp.where(total[..., 0] > 0, jnp.abs(expected_share - share).sum(-1), 0)
 
 
 def replication_bound(
     load: Int[Array, "M L N G E"], home: Int[Array, "L E"], topology: Topology, *, across_nodes: bool = False
 ) -> Int[jax.Array, "M L"]:
-    """The best maximum rank load that any replication could reach, given the homes: a lower bound.
+    """Return a lower bound of the maximum rank load that any replication can reach for given homes.
 
-    Replicas that stay in their node cannot take load out of it, so no plan is below the fullest node's mean; and no
-    rank can gain more than its slots hold (`relibra_jax.planning.greedy_replication.least_top_load`). Residents may
-    be anywhere, and replicas beside them: with resident slots all ranks are one domain, and the bound is looser.
+    Replicas that stay in their node cannot take load out of it, so no plan is below the mean of the fullest node. Nor
+    can a rank take over more load than its slots hold (`relibra_jax.planning.greedy_replication.least_top_load`).
+    Residents may be on any node, and replicas may be on nodes with a resident, so with resident slots all ranks are one
+    domain, and the bound is looser.
+
+    Args:
+        load: the number of token copies for each expert, by the rank where they lie.
+        home: flat home slot of each expert.
+        topology: the expert-parallel group.
+        across_nodes: whether replicas may be on any node.
+
+    Returns:
+        The bound in each layer of each micro-batch, in token copies.
 
     >>> topology = Topology(num_nodes=2, ranks_per_node=1, num_experts=2, replica_slots=1)
     >>> load = jnp.array([[[[[70, 30]], [[0, 0]]]]])
@@ -93,12 +117,15 @@ def replication_bound(
 
 
 def cross_node_load(layer_plans: LayerPlan) -> Int[jax.Array, "M L"]:
-    """Token copies that leave their node, when every copy stays inside its node while a quota there is free.
+    """Count the token copies that dispatch sends to another node; combine brings the same number back.
 
-    This is what dispatch does: nearest copy first. Combine brings the same number back.
+    Dispatch keeps a token copy in its node as long as the node has quota left for its expert.
 
     Args:
-        layer_plans: ``batch_plan.layer_plans()``, stacked ``[M, L]``.
+        layer_plans: the layer plans of a batch, ``batch_plan.layer_plans()``, stacked ``[M, L]``, with their loads.
+
+    Returns:
+        The number of token copies that cross in each layer of each micro-batch.
     """
 
     def one_layer(plan: LayerPlan) -> jax.Array:
@@ -110,10 +137,18 @@ def cross_node_load(layer_plans: LayerPlan) -> Int[jax.Array, "M L"]:
 def moved_experts(
     home: Int[Array, "... E"], previous_home: Int[Array, "... E"], *, home_slots: int
 ) -> Int[jax.Array, "..."]:
-    """Experts whose home is on another rank than before, which a reorder has to send.
+    """Count the experts whose home is on another rank than before, which a reorder has to send.
+
+    Args:
+        home: flat home slot of each expert.
+        previous_home: flat home slot of each expert before the reorder.
+        home_slots: H, the number of home slots of a rank.
+
+    Returns:
+        The number of experts that move.
 
     >>> moved_experts(jnp.array([0, 1, 2, 3]), jnp.array([1, 2, 0, 3]), home_slots=2).tolist()
     2
     """
-    before, now = jnp.asarray(previous_home) // home_slots, jnp.asarray(home) // home_slots
-    return (before != now).sum(-1)
+    old_rank, new_rank = jnp.asarray(previous_home) // home_slots, jnp.asarray(home) // home_slots
+    return (old_rank != new_rank).sum(-1)

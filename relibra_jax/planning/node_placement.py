@@ -1,8 +1,9 @@
-"""Which node each expert lives on, and which experts each node keeps a copy of, so that a batch takes least time.
+"""Choose the node of each expert's home and the residents of each node so that a batch takes the least time.
 
-Homes and residents depend on each other: an expert that every node keeps a copy of may live anywhere, and a node needs
-no copy of what lives there. So they take turns: residents for the homes as they are, homes for what the residents leave
-to cross, and so on. Residents come first, so that homes move only for what residents do not save.
+Homes and residents depend on each other: an expert that is resident on every node may have its home anywhere, and a
+node needs no resident copy of an expert whose home it has. So the two alternate: choose residents for the current
+homes, then homes for the crossings that remain, and so on. Residents come first, so that homes move only for crossings
+that residents do not save.
 """
 
 import math
@@ -17,19 +18,19 @@ from relibra_jax.planning.time_search import HOTTEST, NodeProblem, search_nodes
 from relibra_jax.planning.token_bits import TokenBits, token_bits
 from relibra_jax.types import TokenSample, Topology, UnitTimes
 
-TURNS: Final = 2
-"""Turns of homes and residents, where there are resident slots. With one of them recorded loads took 1.4% longer on
-four nodes; a third changed nothing."""
-LATER: Final = 1e-3
-"""Where annealing starts in the second turn and after it."""
+ALTERNATIONS: Final = 2
+"""The number of searches for homes, each followed by a choice of residents, if there are resident slots. With one
+search the modelled time of recorded loads on four nodes was 1.4% longer; a third search changed nothing."""
+HOTTEST_LATER: Final = 1e-3
+"""The initial temperature of annealing from the second search on."""
 CROSSING: Final = 0.5
-"""The time in which all tokens of a node cross, in units of its balanced compute, where no cluster is given. On NVLink
-nodes with 8 x 400 Gb/s between them it is 0.57 for gpt-oss-20b, 0.54 for Qwen3-235B, 0.40 for DeepSeek-V3 and 1.07 for
-Qwen3-30B by the cost model."""
+"""The time in which all tokens of a node cross, in units of its balanced compute, if no cluster is given. By the cost
+model, on NVLink nodes with 8 x 400 Gb/s between them, it is 0.57 for gpt-oss-20b, 0.54 for Qwen3-235B, 0.40 for
+DeepSeek-V3 and 1.07 for Qwen3-30B."""
 
 
 class NodePlacement(NamedTuple):
-    """Where experts are, on the level of nodes."""
+    """The nodes of homes and residents."""
 
     home_node: Int[jax.Array, "E L"]
     """The node of each expert's home."""
@@ -38,14 +39,14 @@ class NodePlacement(NamedTuple):
 
 
 class Prices(NamedTuple):
-    """Times in units of the balanced compute of a layer in a batch."""
+    """Times of transfers, in units of the balanced compute of a layer in a batch."""
 
     crossing: Float[jax.Array, ""] | float
-    """All tokens of a node cross, or one copy of each of them on the flat path."""
+    """The time in which all tokens of a node cross, or one copy of each on the flat path."""
     move: Float[jax.Array, ""] | float
-    """One expert moves to another node."""
+    """The time of moving one expert to another node."""
     push: Float[jax.Array, ""] | float
-    """A node gets one resident and returns its gradient, in all updates of the batch."""
+    """The time of pushing one resident to a node and returning its gradient, in all updates of the batch."""
 
 
 def relative_prices(
@@ -58,17 +59,22 @@ def relative_prices(
     horizon: float,
     move_cost: float,
 ) -> Prices:
-    """What the search weighs against balanced compute.
+    """Convert unit times to prices relative to balanced compute.
+
+    A batch waits for the transfers of the busiest rank, whose number exceeds the mean by more if there are fewer
+    layers. The estimate assumes that a quarter of the experts move.
 
     Args:
-        cost: the unit times; None for `CROSSING`, ``move_cost``, and residents that cost nothing.
-        copies: the token copies of a layer in the batch.
+        cost: the unit times. None takes `CROSSING`, ``move_cost``, and residents without cost.
+        copies: the number of token copies of a layer in the batch.
         topology: the expert-parallel group.
-        num_layers: L. The busiest rank's transfers are waited for; the fewer layers, the further it is from the mean.
-            A quarter of the experts are taken to move.
-        top_k: K, the experts of a token.
-        horizon: the batches over which the time of a move is spread.
-        move_cost: the price of moving all experts, over the square root of N, where there is no ``cost``.
+        num_layers: L, the number of MoE layers.
+        top_k: K, the number of experts of a token.
+        horizon: the number of batches over which the time of a move is spread.
+        move_cost: the price of moving all experts, divided by the square root of N, if there is no ``cost``.
+
+    Returns:
+        The prices of crossings, moves and pushes.
     """
     if cost is None:
         return Prices(CROSSING, move_cost * topology.num_nodes**0.5 / topology.num_experts, 0.0)
@@ -77,16 +83,16 @@ def relative_prices(
     pushes = _busiest_over_mean(float(num_layers * max(topology.resident_slots, 1)), topology)
     return Prices(
         jnp.float32(cost.crossing) / (jnp.float32(cost.copy) * top_k),
-        jnp.float32(cost.move * moves) / (compute * horizon),  # by all ranks side by side
-        jnp.float32(cost.push * pushes) * topology.num_nodes / compute,  # by the ranks of a node side by side
+        jnp.float32(cost.move * moves) / (compute * horizon),  # by all ranks in parallel
+        jnp.float32(cost.push * pushes) * topology.num_nodes / compute,  # by the ranks of a node in parallel
     )
 
 
 def _busiest_over_mean(mean: float, topology: Topology) -> float:
-    """How much more than the mean of ranks the busiest one sends or receives, over all layers together.
+    """Estimate the number of transfers of the busiest rank over all layers, as a multiple of the mean.
 
-    Transfers fall on ranks as they come, so counts scatter by the square root of their mean, and of P ranks one is
-    expected ``sqrt(2 log P)`` of that above.
+    The ranks of transfers are taken as random, so counts deviate from their mean by its square root. The largest of P
+    counts is expected to be ``sqrt(2 log P)`` such deviations above the mean.
     """
     return 1 + (2 * math.log(topology.num_ranks) / mean) ** 0.5
 
@@ -104,50 +110,50 @@ def place_on_nodes(
     prices: Prices,
     hierarchical: bool = True,
 ) -> NodePlacement:
-    """Choose homes and residents on the level of nodes by modelled time.
+    """Choose the nodes of homes and residents by modelled time.
 
     Args:
-        load: token copies by the node where they lie.
+        load: the number of token copies by the node where they lie.
         tokens: sampled tokens of the same batch.
         old_node: the node of each expert before the batch.
         start: the node of each expert from which the search starts.
         topology: the expert-parallel group.
         key: random key, consumed.
-        steps: annealing steps of all turns together.
-        hottest: the temperature of the first step of the first turn.
-        prices: from `relative_prices`.
-        hierarchical: whether a token crosses to a node once; otherwise each of its copies does.
+        steps: the number of annealing steps of all searches together.
+        hottest: the temperature of the first step of the first search.
+        prices: the prices of transfers, as `relative_prices` returns them.
+        hierarchical: whether a token crosses to a node once. Otherwise each of its copies does.
 
     Returns:
-        NodePlacement.
+        The nodes of homes and residents.
     """
     nodes, top_k = topology.num_nodes, tokens.expert_ids.shape[-1]
     bits, judge = token_bits(tokens, topology, num_micro_batches=load.shape[2], scale=2).halves()
     share = load * (nodes / jnp.maximum(load.sum((0, 1, 2), keepdims=True), 1))
-    turns = TURNS if topology.resident_slots else 1
+    searches = ALTERNATIONS if topology.resident_slots else 1
     crossing = prices.crossing
     if not hierarchical:
-        # As many copies cross as a visiting token has on a node, if its experts are anywhere.
+        # A visiting token brings as many copies as it has experts on the node, in the mean over random experts.
         crossing *= top_k / (nodes * (1 - (1 - 1 / nodes) ** top_k))
 
     def residents(home_node):
         return keep_residents(share, bits if hierarchical else None, home_node, topology, prices, top_k=top_k)
 
     def search(number, home_node, resident):
-        kept = resident[:, :, None]
+        is_resident = resident[:, :, None]
 
-        def wanted(tokens: TokenBits) -> TokenBits:
-            """The tokens that want an expert at its home."""
+        def to_home(tokens: TokenBits) -> TokenBits:
+            """Leave out the tokens whose node holds the expert as a resident."""
             return tokens._replace(bits=jnp.where(resident.swapaxes(0, 1)[:, None, :, None], 0, tokens.bits))
 
         problem = NodeProblem(
-            jnp.where(kept, 0, share).sum(0),
-            jnp.where(kept, share, 0).sum(1),
-            wanted(bits),
+            jnp.where(is_resident, 0, share).sum(0),
+            jnp.where(is_resident, share, 0).sum(1),
+            to_home(bits),
             jnp.float32(crossing),
             old_node,
             jnp.float32(prices.move),
-            wanted(judge),
+            to_home(judge),
         )
         return search_nodes(
             problem,
@@ -155,21 +161,21 @@ def place_on_nodes(
             jax.random.fold_in(key, number),
             num_nodes=nodes,
             top_k=top_k,
-            steps=max(1, steps // turns),
-            hottest=jnp.where(number == 1, hottest, jnp.minimum(hottest, LATER)),
+            steps=max(1, steps // searches),
+            hottest=jnp.where(number == 1, hottest, jnp.minimum(hottest, HOTTEST_LATER)),
         )
 
-    if turns == 1:
-        nothing = residents(start)
-        return NodePlacement(search(1, start, nothing), nothing)
+    if searches == 1:
+        first_residents = residents(start)
+        return NodePlacement(search(1, start, first_residents), first_residents)
 
-    def turn(number, placement):
-        # Residents for the homes at the start, then homes and residents in turns: one loop compiles each of them once.
+    def alternate(number, placement):
+        # First only residents, for the initial homes; then homes and residents. One loop compiles each search once.
         home_node = jax.lax.cond(number > 0, search, lambda _, home, resident: home, number, *placement)
         return NodePlacement(home_node, residents(home_node))
 
-    nowhere = jnp.zeros((nodes, *start.shape), bool)
-    return jax.lax.fori_loop(0, turns + 1, turn, NodePlacement(start, nowhere))
+    no_residents = jnp.zeros((nodes, *start.shape), bool)
+    return jax.lax.fori_loop(0, searches + 1, alternate, NodePlacement(start, no_residents))
 
 
 def keep_residents(
@@ -181,15 +187,18 @@ def keep_residents(
     *,
     top_k: int,
 ) -> Bool[jax.Array, "N E L"]:
-    """The residents of every node for given homes; `relibra_jax.planning.residents` chooses them.
+    """Choose the residents of every node for given homes, with `relibra_jax.planning.residents.choose_residents`.
 
     Args:
-        load: token copies by the node where they lie, in any unit.
-        bits: sampled tokens; None where each copy crosses by itself.
+        load: the number of token copies by the node where they lie, in any unit.
+        bits: the sampled tokens that use each expert. None if every copy crosses separately.
         home_node: the node of each expert's home.
-        topology: the expert-parallel group; without resident slots there are no residents.
-        prices: from `relative_prices`.
-        top_k: K, the experts of a token.
+        topology: the expert-parallel group. Without resident slots there are no residents.
+        prices: the prices of transfers, as `relative_prices` returns them.
+        top_k: K, the number of experts of a token.
+
+    Returns:
+        Whether each node keeps a copy of each expert.
     """
     count = topology.ranks_per_node * topology.resident_slots
     if not count or topology.num_nodes == 1:

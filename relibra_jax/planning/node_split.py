@@ -1,9 +1,9 @@
-"""How many copies of each expert each node computes, where residents leave a choice.
+"""Split the token copies of each expert over the nodes that hold it, as home or as resident.
 
-Written for one layer of one micro-batch; callers vmap it. Tokens start where they cost no crossing: in their own node
-if it holds their expert, at the expert's home otherwise. Then the fullest node hands quota to the emptiest that shares
-an expert with it, until no node is above what is allowed. It hands over first what crosses anyway, the copies of other
-nodes' tokens, and what lies in the node only then. Integers, exact.
+The code is for one layer of one micro-batch; callers vmap it. At first a token copy is computed in its own node if that
+holds the expert, otherwise at the expert's home. Then the fullest node passes quota to the emptiest node that shares an
+expert with it, until no node is above the allowed load. It first passes copies of other nodes' tokens, which cross
+anyway, and only then copies of its own tokens. All arithmetic is in integers and exact.
 """
 
 from typing import Final
@@ -12,27 +12,28 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Int
 
-TURNS: Final = 6
-"""Hand-overs for each node, at most. On recorded loads the second half changes nothing."""
+TRANSFERS: Final = 6
+"""The most transfers per node. On recorded loads the second half of them changes nothing."""
 
 
 def split_nodes(
     supply: Int[jax.Array, "N E"],
-    held: Bool[jax.Array, "N E"],
+    holds: Bool[jax.Array, "N E"],
     home_node: Int[jax.Array, " E"],
     *,
     tolerance: float = 0.0,
 ) -> Int[jax.Array, "N E"]:
-    """Choose the token copies of each expert that each node computes.
+    """Choose the number of token copies of each expert that each node computes.
 
     Args:
-        supply: token copies by the node where they lie.
-        held: whether a node holds the expert, as home or as resident.
+        supply: the number of token copies by the node where they lie.
+        holds: whether a node holds the expert, as home or as resident.
         home_node: the node of each expert's home.
-        tolerance: how far above the mean node load a node may go for fewer crossings.
+        tolerance: how far a node load may exceed the mean to save crossings, as a fraction of the mean.
 
     Returns:
-        Token copies, int32; 0 where the expert is not held, and summed over nodes the supply of every expert.
+        The number of token copies, int32. It is 0 if the node does not hold the expert, and its sum over nodes is the
+        supply of the expert.
 
     >>> supply, home = jnp.array([[8, 0], [8, 0]]), jnp.array([0, 1])
     >>> split_nodes(supply, jnp.array([[True, False], [True, True]]), home).tolist()  # a resident of 0 on node 1
@@ -40,44 +41,44 @@ def split_nodes(
     """
     nodes = len(supply)
     index = jnp.arange(nodes)
-    stays = jnp.where(held, supply, 0)
-    start = stays + jnp.where(home_node[None] == index[:, None], (supply - stays).sum(0, keepdims=True), 0)
+    local = jnp.where(holds, supply, 0)
+    start = local + jnp.where(home_node[None] == index[:, None], (supply - local).sum(0, keepdims=True), 0)
     total = start.sum(dtype=jnp.int32)
-    # Whole numbers of at most the mean times 1 + tolerance, never below the mean, and never above all there are.
+    # An integer of at most the mean times 1 + tolerance, at least the mean and at most the total.
     mean = -(-total // nodes)
     allowed = mean + jnp.minimum(jnp.floor(total / nodes * tolerance).astype(jnp.int32), total - mean)
 
-    def turn(carry):
-        quota, stuck, turns = carry
+    def transfer(carry):
+        quota, stuck, count = carry
         load = quota.sum(1, dtype=jnp.int32)
         full = jnp.where(stuck, -1, load).argmax()
-        here = jnp.where(held[full], quota[full], 0)
-        shared = jnp.where(held & (index[:, None] != full), here[None], 0)
+        candidates = jnp.where(holds[full], quota[full], 0)
+        shared = jnp.where(holds & (index[:, None] != full), candidates[None], 0)
         empty = jnp.where(shared.sum(1, dtype=jnp.int32) > 0, load, load[full]).argmin()
         gap = load[full] - load[empty]
         gap = jnp.minimum(gap - gap // 2, load[full] - allowed)
         foreign = jnp.minimum(jnp.maximum(quota[full] - supply[full], 0), shared[empty])
-        given = _take(foreign, gap)
-        given += _take(shared[empty] - given, gap - given.sum(dtype=jnp.int32))
-        given = jnp.where(load[full] - load[empty] > 1, given, 0)
-        moved = given.sum(dtype=jnp.int32) > 0
+        amounts = _take(foreign, gap)
+        amounts += _take(shared[empty] - amounts, gap - amounts.sum(dtype=jnp.int32))
+        amounts = jnp.where(load[full] - load[empty] > 1, amounts, 0)
+        has_moved = amounts.sum(dtype=jnp.int32) > 0
         quota = (
             quota
-            + jnp.where((index == empty)[:, None], given, 0)
-            - jnp.where((index == full)[:, None], given, 0)
+            + jnp.where((index == empty)[:, None], amounts, 0)
+            - jnp.where((index == full)[:, None], amounts, 0)
         )
-        return quota, ~moved & (stuck | (index == full)), turns + 1
+        return quota, ~has_moved & (stuck | (index == full)), count + 1
 
     def above(carry):
-        quota, stuck, turns = carry
+        quota, stuck, count = carry
         load = quota.sum(1, dtype=jnp.int32)
-        return (turns < TURNS * nodes) & (jnp.where(stuck, 0, load) > allowed).any()
+        return (count < TRANSFERS * nodes) & (jnp.where(stuck, 0, load) > allowed).any()
 
-    nothing = jnp.zeros(nodes, bool)
-    return jax.lax.while_loop(above, turn, (start.astype(jnp.int32), nothing, jnp.int32(0)))[0]
+    none_stuck = jnp.zeros(nodes, bool)
+    return jax.lax.while_loop(above, transfer, (start.astype(jnp.int32), none_stuck, jnp.int32(0)))[0]
 
 
 def _take(amounts: Int[jax.Array, " E"], wanted: Int[jax.Array, ""]) -> Int[jax.Array, " E"]:
-    """So much of the amounts as is wanted, the first ones first."""
+    """Take ``wanted`` from the amounts, the first ones first."""
     before = jnp.cumsum(amounts, dtype=jnp.int32) - amounts
     return jnp.clip(wanted - before, 0, amounts)

@@ -1,7 +1,7 @@
-"""Greedy primitives for one row of loads; callers vmap them over layers, nodes and micro-batches.
+"""Greedy packing and copying of one row of loads; callers vmap over layers, nodes and micro-batches.
 
-Both are list scheduling in the manner of EPLB (github.com/deepseek-ai/EPLB): take the heaviest thing first and
-give it to whoever has least. Ties are broken towards the lower index, in float32, as EPLB breaks them.
+The functions do list scheduling as in EPLB (github.com/deepseek-ai/EPLB): the heaviest item goes first, to the pack
+with the least load. Loads are compared in float32, and ties go to the lower index, as in EPLB.
 """
 
 import jax
@@ -22,11 +22,11 @@ def lightest_pack(
 
     Args:
         load: the load of each item; compared and summed in float32.
-        start: the load of each pack before.
+        start: the initial load of each pack.
         room: the number of items that a pack can take; ``items <= packs * room``.
 
     Returns:
-        The pack of each item and its position in the pack, in order of arrival; int32.
+        The pack of each item, and its position in the pack in order of arrival; int32.
 
     >>> pack, position = lightest_pack(jnp.array([5, 3, 4, 1]), jnp.zeros(2), room=2)
     >>> pack.tolist(), position.tolist()
@@ -34,15 +34,15 @@ def lightest_pack(
     """
     load = jnp.asarray(load, jnp.float32)
     if not load.size:
-        return jnp.zeros(0, jnp.int32), jnp.zeros(0, jnp.int32)  # without jit, no scan may be empty
+        return jnp.zeros(0, jnp.int32), jnp.zeros(0, jnp.int32)  # without jit, a scan must not be empty
     order = jnp.argsort(-load, stable=True)
 
     def place(packs, item_load):
         total, count = packs
         pack = jnp.argmin(jnp.where(count < room, total, jnp.inf)).astype(jnp.int32)
-        here = jnp.arange(total.size) == pack
-        position = jnp.sum(jnp.where(here, count, 0))
-        return (jnp.where(here, total + item_load, total), count + here), (pack, position)
+        is_pack = jnp.arange(total.size) == pack
+        position = jnp.sum(jnp.where(is_pack, count, 0))
+        return (jnp.where(is_pack, total + item_load, total), count + is_pack), (pack, position)
 
     empty = (jnp.asarray(start, jnp.float32), jnp.zeros(start.shape, jnp.int32))
     _, (pack, position) = jax.lax.scan(place, empty, load[order])
@@ -53,9 +53,9 @@ def lightest_pack(
 def pack_evenly(
     load: Num[Array, " items"], num_packs: int
 ) -> tuple[Int[jax.Array, " items"], Int[jax.Array, " items"]]:
-    """Pack items into packs of equal size, evening out what the packs weigh.
+    """Pack items into packs of equal size so that their loads are even.
 
-    EPLB's ``balanced_packing`` for one row. One item a pack keeps the given order.
+    This is EPLB's ``balanced_packing`` for one row. With one item per pack, the items keep their order.
 
     Args:
         load: the load of each item.
@@ -78,16 +78,17 @@ def pack_evenly(
 def add_copies(
     load: Num[Array, " items"], num_extra: int
 ) -> tuple[Int[jax.Array, " extra"], Int[jax.Array, " extra"], Int[jax.Array, " items"]]:
-    """Copy, ``num_extra`` times, the item with the largest load per copy.
+    """Copy the item with the largest load per copy, ``num_extra`` times.
 
-    EPLB's ``replicate_experts`` for one row.
+    This is EPLB's ``replicate_experts`` for one row.
 
     Args:
-        load: load of each item, split evenly over its copies.
-        num_extra: copies to add to the one that each item has.
+        load: the load of each item, split evenly over its copies.
+        num_extra: the number of copies to add to the first copy of each item.
 
     Returns:
-        The item of each added copy, which copy of that item it is (from 1), and the copies of each item; int32.
+        The item of each added copy, the number of the copy among those of its item (from 1), and the number of copies
+        of each item; int32.
 
     >>> item, copy, count = add_copies(jnp.array([9, 2, 4]), 2)
     >>> item.tolist(), copy.tolist(), count.tolist()
@@ -100,8 +101,8 @@ def add_copies(
 
     def add(count, _):
         item = jnp.argmax(load / count).astype(jnp.int32)
-        here = jnp.arange(load.size) == item
-        return count + here, (item, jnp.sum(jnp.where(here, count, 0)))
+        is_item = jnp.arange(load.size) == item
+        return count + is_item, (item, jnp.sum(jnp.where(is_item, count, 0)))
 
     count, (item, copy) = jax.lax.scan(add, once, length=num_extra)
     return item, copy, count

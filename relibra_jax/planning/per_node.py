@@ -1,7 +1,7 @@
-"""Apply a replication rule in every node, of every layer and micro-batch, and make a Plan of what comes out.
+"""Apply a replication rule to every node, layer and micro-batch, and combine the results into a Plan.
 
-A rule is written for one *domain*, the ranks among which replicas may go: a node, or all ranks together where replicas
-may cross nodes.
+A rule is written for one *domain*, the set of ranks on which the replicas of an expert may be: a node, or all ranks
+together if replicas may be on other nodes.
 """
 
 from collections.abc import Callable
@@ -14,14 +14,15 @@ from relibra_jax.plan import assemble_plan, home_layout
 from relibra_jax.types import EMPTY, Array, Plan, Topology
 
 type Rule = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
-"""``(load[P H], known[P H]) -> (replica[P R], quota[P S])`` for a domain of P ranks with H experts each, S = H + R;
-``replica`` counts the domain's home slots, EMPTY for none, and quotas sum to ``load``. No rule knows residents."""
+"""``(load[P H], expected[P H]) -> (replica[P R], quota[P S])`` for a domain of P ranks with H experts each, S = H + R.
+``replica`` is the domain's home slot of each replica's expert, EMPTY for none. Quotas sum to ``load``. Rules do not
+handle residents."""
 
 
 def plan_per_node(
     rule: Rule,
     load: Num[Array, "M L E"],
-    known: Num[Array, "#M L E"],
+    expected: Num[Array, "#M L E"],
     home: Int[Array, "L E"],
     topology: Topology,
     *,
@@ -31,11 +32,11 @@ def plan_per_node(
 
     Args:
         rule: the replication rule of one domain.
-        load: true loads of the experts, which the quotas have to sum to.
-        known: the loads that the choice of replicas may look at; one row serves all micro-batches.
+        load: the true loads of the experts, to which the quotas sum.
+        expected: the loads by which the rule may choose replicas. A single row applies to all micro-batches.
         home: flat home slot of each expert.
         topology: the expert-parallel group.
-        across_nodes: whether all ranks together are one domain; otherwise every node is one.
+        across_nodes: whether all ranks together are one domain. Otherwise every node is one.
 
     Returns:
         A Plan whose resident slots are all EMPTY.
@@ -51,14 +52,14 @@ def plan_per_node(
         )
     layout = home_layout(home, topology).reshape(home.shape[0], domains, -1, topology.home_slots)
 
-    def one_layer(load, known, layout):
-        return jax.vmap(lambda slots: rule(load[slots], known[slots]))(layout)
+    def one_layer(load, expected, layout):
+        return jax.vmap(lambda slots: rule(load[slots], expected[slots]))(layout)
 
     layers = jax.vmap(one_layer)
-    if known.shape[0] == 1:
-        replica, quota = jax.vmap(layers, (0, None, None))(load, known[0], layout)
+    if expected.shape[0] == 1:
+        replica, quota = jax.vmap(layers, (0, None, None))(load, expected[0], layout)
     else:
-        replica, quota = jax.vmap(layers, (0, 0, None))(load, known, layout)
+        replica, quota = jax.vmap(layers, (0, 0, None))(load, expected, layout)
     first = jnp.arange(domains, dtype=jnp.int32) * (topology.num_experts // domains)
     replica = jnp.where(replica == EMPTY, EMPTY, replica + first[None, None, :, None, None])
     ranks = (*load.shape[:2], topology.num_nodes, topology.ranks_per_node)
@@ -73,12 +74,12 @@ def plan_held(
     resident: Int[Array, "L N G B"],
     topology: Topology,
 ) -> Plan:
-    """Run a replication rule in every node that holds residents beside its homes.
+    """Run a replication rule in every node, over its homes and residents together.
 
     Args:
-        rule: ``load[P H+B] -> (replica[P R], quota[P S])``; a node holds every expert once at most, so that it makes no
-            difference which of them are residents.
-        load: token copies of each expert that each node computes.
+        rule: the replication rule of one node, ``load[P H+B] -> (replica[P R], quota[P S])``. A node holds every expert
+            at most once, so the rule need not distinguish homes from residents.
+        load: the number of token copies of each expert that each node computes.
         home: flat home slot of each expert.
         resident: the expert in each resident slot, EMPTY for none.
         topology: the expert-parallel group.
@@ -86,32 +87,40 @@ def plan_held(
     Returns:
         A Plan.
     """
-    held = jnp.concatenate([home_layout(home, topology), resident], axis=-1)  # [L N G held]
+    node_experts = jnp.concatenate([home_layout(home, topology), resident], axis=-1)  # [L N G held]
 
-    def one_node(load, held):
-        replica, quota = rule(jnp.where(held == EMPTY, 0, load[held]))
-        return jnp.where(replica == EMPTY, EMPTY, held.ravel()[replica]), quota
+    def one_node(load, node_experts):
+        replica, quota = rule(jnp.where(node_experts == EMPTY, 0, load[node_experts]))
+        return jnp.where(replica == EMPTY, EMPTY, node_experts.ravel()[replica]), quota
 
-    copied, quota = jax.vmap(jax.vmap(jax.vmap(one_node)), (0, None))(load, held)
+    replica_experts, quota = jax.vmap(jax.vmap(jax.vmap(one_node)), (0, None))(load, node_experts)
 
     def home_slot(home, experts):
         return jnp.where(experts == EMPTY, EMPTY, home[experts])
 
-    replica = jax.vmap(home_slot, (0, 1), 1)(home, copied)
+    replica = jax.vmap(home_slot, (0, 1), 1)(home, replica_experts)
     return assemble_plan(home, replica, quota, topology, resident=jax.vmap(home_slot)(home, resident))
 
 
 def merge_copies(
     replica: Int[jax.Array, "P R"], quota: Int[jax.Array, "P S"]
 ) -> tuple[Int[jax.Array, "P R"], Int[jax.Array, "P S"]]:
-    """Give the tokens of copies that meet on a rank to the first of them, and drop copies without tokens."""
+    """Merge copies of an expert on the same rank into the first of them, and drop copies without tokens.
+
+    Args:
+        replica: the domain's home slot of the expert in each replica slot, EMPTY for none.
+        quota: the token copies of each home slot and replica slot.
+
+    Returns:
+        ``replica`` and ``quota`` after merging.
+    """
     ranks, room = replica.shape
     homes = quota.shape[1] - room
-    own = (jnp.arange(ranks * homes, dtype=jnp.int32)).reshape(ranks, homes)
-    slots = jnp.concatenate([own, replica], -1)
+    home_slots = (jnp.arange(ranks * homes, dtype=jnp.int32)).reshape(ranks, homes)
+    slots = jnp.concatenate([home_slots, replica], -1)
     same = (slots[:, :, None] == slots[:, None, :]) & (slots != EMPTY)[:, None, :]
     first = jnp.argmax(same, axis=1)
     keeper = first == jnp.arange(slots.shape[1])[None]
     merged = jnp.where(keeper, (same * quota[:, None, :]).sum(-1), 0)
-    held = keeper & (merged > 0) & (slots != EMPTY)
-    return jnp.where(held[:, homes:], replica, EMPTY), merged
+    used = keeper & (merged > 0) & (slots != EMPTY)
+    return jnp.where(used[:, homes:], replica, EMPTY), merged

@@ -1,4 +1,4 @@
-"""From a batch's routing replay to its plan: samples to micro-batches and ranks, experts to slots, in turns."""
+"""Plan a batch from its routing replay: assign samples to micro-batches and ranks, and experts to slots."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from relibra_jax.planning.batch_counts import BatchCounts, count_batch, widen_co
 from relibra_jax.planning.placement import Placement
 from relibra_jax.planning.sample_packing import pack_samples
 from relibra_jax.planning.token_sample import Routes
-from relibra_jax.planning.turns import Assign, plan_in_turns
+from relibra_jax.planning.turns import Assign, plan_alternating
 from relibra_jax.types import (
     Array,
     Assignment,
@@ -35,37 +35,42 @@ def plan_batch(
     cost: UnitTimes | None = None,
     warm_start: Placement | None = None,
 ) -> tuple[BatchPlan, Any]:
-    """Plan a batch from its routing replay: which rank holds which sample when, and where experts live.
+    """Plan a batch from its routing replay: assign samples to micro-batches and ranks, and experts to slots.
 
-    Assignment and placement each take the other as given, so they take turns: samples packed, a plan; then ``rounds``
-    times samples to its homes, and a plan of what they bring that starts from those homes. Works under jit.
+    Sample assignment needs the homes of the experts, and placement needs to know where the samples are, so the two
+    alternate. The first plan is for the samples as ``start`` assigns them. Each of the ``rounds`` then assigns the
+    samples to the homes of the last plan, and plans again for the resulting loads, starting from those homes. Works
+    under jit.
 
     Args:
         replay: the routing of all samples of the batch, which `relibra_jax.replay.check_replay` accepts.
         planner: any planner.
-        state: the planner's state, from its ``init`` or from the batch before.
+        state: the planner's state, from its ``init`` or from the previous batch.
         topology: the expert-parallel group.
-        num_micro_batches: M; those of data-parallel copies of the group are further micro-batches.
-        start: the assignment of the first plan, for example from `assign_in_order`; None packs samples by their lengths
-            (`relibra_jax.planning.sample_packing.pack_samples`).
-        assign: assigns samples to micro-batches and ranks, for example ``functools.partial(assign_samples, key=key)``;
-            None keeps the first assignment.
-        rounds: turns of assignment and placement. Each refines what the one before found, so that many short ones gain
-            more than a few long ones. With three rounds recorded loads took 0.2% to 0.5% longer in modelled time.
-        cost: the unit times of the cluster and the model, from `relibra_jax.cost.unit_times.unit_times`. With them
-            time is what is planned, and without them balance; residents are chosen by time in either case.
-        warm_start: homes and residents that the search begins with, of a plan from the counts of those samples that
-            had finished earlier (`relibra_jax.planning.unfinished.fill_unfinished`). The first turn then assigns
-            samples to them. With three quarters of the samples finished, two rounds came within 0.1% of the imbalance
-            that four come to without, in 0.4 of the time (``python -m experiments.bench_warm_start`` on recorded
-            loads).
+        num_micro_batches: M, the number of micro-batches. The micro-batches of data-parallel copies of the group count
+            as further micro-batches.
+        start: the sample assignment of the first plan, for example from `assign_in_order`. None packs samples by their
+            lengths (`relibra_jax.planning.sample_packing.pack_samples`).
+        assign: the function that assigns samples to micro-batches and ranks, for example
+            ``functools.partial(assign_samples, key=key)``. None keeps the first assignment.
+        rounds: the number of rounds of assignment and placement. Each round refines the result of the previous one, so
+            many short rounds gain more than a few long ones. With three rounds instead of four, the modelled time of
+            recorded loads is 0.2% to 0.5% longer.
+        cost: the unit times of the cluster and the model, from `relibra_jax.cost.unit_times.unit_times`. With them the
+            search minimises time, without them imbalance. Residents are chosen by time in either case.
+        warm_start: the homes and residents from which the search starts, taken from a plan for the samples that had
+            finished earlier (`relibra_jax.planning.unfinished.fill_unfinished`). The first round then assigns samples
+            to them. With three quarters of the samples finished, two rounds came within 0.1% of the imbalance that four
+            rounds reach without a warm start, in 0.4 of the time (``python -m experiments.bench_warm_start`` on
+            recorded loads).
 
     Returns:
         The batch plan, and the planner's state after this batch.
 
     Raises:
-        ValueError: if ``rounds`` is negative, ``start`` is of other micro-batches or ranks, ``warm_start`` of another
-            topology or number of layers, or as the planner, `pack_samples` and ``assign`` say.
+        ValueError: if ``rounds`` is negative, if ``start`` has another number of micro-batches or ranks, if
+            ``warm_start`` has another topology or number of layers, or if the planner, `pack_samples` or ``assign``
+            rejects its input.
 
     >>> import jax, numpy as np
     >>> from relibra_jax import Topology, relibra
@@ -106,36 +111,37 @@ def plan_loads(
     transitions: Transitions | None = None,
     warm_start: Placement | None = None,
 ) -> tuple[BatchPlan, Any]:
-    """Plan a batch from the counts of each sample, for callers that have them without the replay.
+    """Plan a batch from the token counts of each sample, for callers that have no routing replay.
 
-    With the ``routes`` and ``transitions`` that `plan_batch` takes itself, the plan is the same. Works under jit.
+    The plan equals that of `plan_batch` if the caller passes the ``routes`` and ``transitions`` that `plan_batch`
+    computes from the replay. Works under jit.
 
     Args:
-        sample_load: token copies of each sample for each expert, of any integer dtype, from `relibra_jax.sample_counts`
-            in rollout workers or `relibra_jax.sample_load`.
-        tokens: the length of each sample, in real tokens, of any integer dtype.
+        sample_load: the number of token copies of each sample for each expert, in any integer dtype, from
+            `relibra_jax.sample_counts` in rollout workers or from `relibra_jax.sample_load`.
+        tokens: the length of each sample in real tokens, in any integer dtype.
         planner: any planner.
-        state: the planner's state, from its ``init`` or from the batch before.
+        state: the planner's state, from its ``init`` or from the previous batch.
         topology: the expert-parallel group.
-        num_micro_batches: M, as in `plan_batch`.
-        start: the assignment of the first plan, as in `plan_batch`.
-        assign: assigns samples to micro-batches and ranks, as in `plan_batch`.
-        rounds: turns of assignment and placement, as in `plan_batch`.
+        num_micro_batches: M, the number of micro-batches, as in `plan_batch`.
+        start: the sample assignment of the first plan, as in `plan_batch`.
+        assign: the function that assigns samples to micro-batches and ranks, as in `plan_batch`.
+        rounds: the number of rounds of assignment and placement, as in `plan_batch`.
         cost: the unit times of the cluster and the model, as in `plan_batch`.
-        routes: some tokens of the batch, from `relibra_jax.planning.token_sample.sample_routes`, which `plan_batch`
-            takes where there is ``cost`` or residents. None plans homes for balance even where there is ``cost``, and
-            counts copies where tokens would be counted: for residents and for what samples send. On one node nothing
-            crosses, and nothing is lost.
-        transitions: counts of the batch, from `relibra_jax.planning.transitions.transitions_for`; None for planners
-            that do not take them.
-        warm_start: homes and residents that the search begins with, as in `plan_batch`.
+        routes: sampled tokens of the batch, from `relibra_jax.planning.token_sample.sample_routes`; `plan_batch`
+            samples them if ``cost`` is given or the topology has resident slots. Without them homes are planned for
+            balance even with ``cost``, and crossings are counted in token copies instead of tokens, both for residents
+            and for assigning samples. On one node nothing crosses, so routes make no difference.
+        transitions: transition counts of the batch, from `relibra_jax.planning.transitions.transitions_for`. None for
+            planners that do not use them.
+        warm_start: the homes and residents from which the search starts, as in `plan_batch`.
 
     Returns:
         The batch plan, and the planner's state after this batch.
 
     Raises:
-        ValueError: if ``sample_load`` is not ``[B, L, E]`` of as many samples as ``tokens`` and the topology's experts,
-            or as `plan_batch`.
+        ValueError: if ``sample_load`` is not ``[B, L, E]`` with B the length of ``tokens`` and E the experts of the
+            topology, or under the conditions of `plan_batch`.
 
     >>> import jax, numpy as np
     >>> from relibra_jax import Topology, relibra
@@ -152,7 +158,7 @@ def plan_loads(
         start = pack_samples(counts.tokens, topology, num_micro_batches=num_micro_batches)
     ranks = (num_micro_batches, topology.num_nodes, topology.ranks_per_node)
     check_shape("micro-batches and ranks of start", start.sample.shape[:3], ranks)
-    (batch_plan,), after = plan_in_turns(
+    (batch_plan,), next_state = plan_alternating(
         *(counts, planner, state, topology),
         starts=[start],
         samples=[range(len(tokens))],
@@ -161,4 +167,4 @@ def plan_loads(
         costs=None if cost is None else [cost],
         warm_start=warm_start,
     )
-    return batch_plan, after
+    return batch_plan, next_state

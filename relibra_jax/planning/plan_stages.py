@@ -1,4 +1,4 @@
-"""From a batch's routing replay to the plans of its stages, such as a recompute and an update, by one search."""
+"""Plan the stages of a batch, such as a recompute and an update, together in one search."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from relibra_jax.planning.batch_counts import BatchCounts, count_batch, widen_co
 from relibra_jax.planning.placement import Placement
 from relibra_jax.planning.sample_packing import pack_samples
 from relibra_jax.planning.token_sample import Routes
-from relibra_jax.planning.turns import Assign, plan_in_turns, shift_samples
+from relibra_jax.planning.turns import Assign, plan_alternating, shift_samples
 from relibra_jax.types import (
     Array,
     Assignment,
@@ -37,47 +37,49 @@ def plan_stages(
     cost: Sequence[UnitTimes] | None = None,
     warm_start: Placement | None = None,
 ) -> tuple[tuple[BatchPlan, ...], Any]:
-    """Plan the stages of a batch, each in its own micro-batches, over homes and residents that they share.
+    """Plan the stages of a batch, each with its own micro-batches, over homes and residents that all stages share.
 
-    Before an update there is a forward pass for old log-probabilities. It keeps no activations for a backward pass, so
-    it may run in fewer and larger micro-batches, and samples may be assigned for it anew. Where a batch has several
-    updates, each has samples of its own, and none of them comes to another one. That all stages are planned before the
-    first of them runs follows ForeMoE (arXiv 2606.11867); that one search plans them is ours: to the planner the
-    micro-batches of all stages are further entries of M. Works under jit.
+    Before an update there is a forward pass for the old log-probabilities (the recompute). It keeps no activations for
+    a backward pass, so it may run in fewer and larger micro-batches, with its own assignment of samples. If a batch has
+    several updates, each has its own samples, and no sample moves to another update. All stages are planned before the
+    first one runs, as in ForeMoE (arXiv 2606.11867). Planning them in one search is our addition: the planner sees the
+    micro-batches of all stages as further entries of M. Works under jit.
 
-    The search for homes weighs all stages alike, as planners are told loads and not what they are for. Weighing an
-    update three times as much as a recompute changed modelled time by less than 0.5% either way on recorded routing,
-    which is what seeds do. Replicas, and where samples are, are planned for each stage alone.
+    The search for homes weighs all stages equally, because planners receive loads without their purpose. Weighing an
+    update three times as much as a recompute changed the modelled time of recorded routing by less than 0.5% either
+    way, no more than another seed does. Replicas and sample assignments are planned for each stage separately.
 
     Args:
         replay: the routing of all samples of the batch, which `relibra_jax.replay.check_replay` accepts.
         planner: any planner.
-        state: the planner's state, from its ``init`` or from the batch before.
+        state: the planner's state, from its ``init`` or from the previous batch.
         topology: the expert-parallel group.
-        num_micro_batches: M of each stage, for example ``(4, 8)``, in the order in which they run. Each stage starts
-            from samples packed by their lengths into so many micro-batches.
-        samples: the samples of each stage, neighbours in the batch: ``(None, range(0, 16), range(16, 32))`` for a
-            recompute of 32 samples, which None stands for, and two updates. All of them in all stages by default.
-        starts: the assignment of each stage's samples that its first plan is for, numbered as in the batch; None packs
-            them.
-        assign: assigns samples to the micro-batches and ranks of one stage, as in
-            `relibra_jax.planning.plan_batch.plan_batch`; None keeps samples packed.
-        rounds: turns of assignment and placement, as in `relibra_jax.planning.plan_batch.plan_batch`.
-        cost: the unit times of each stage, with the arguments of its `relibra_jax.cost.batch_time.batch_time`: for
-            example `relibra_jax.cost.unit_times.unit_times` with ``updates=0, recompute=True`` for the first, and
-            without them for the second. Moves are counted once, and residents are pushed in all updates together.
-        warm_start: homes and residents that the search begins with, as in
+        num_micro_batches: the number of micro-batches of each stage, in the order in which the stages run, for example
+            ``(4, 8)``.
+        samples: the samples of each stage, as a range of consecutive samples of the batch. None as an entry means all
+            samples: ``(None, range(0, 16), range(16, 32))`` is a recompute of 32 samples and two updates. By default
+            every stage has all samples.
+        starts: the assignment of each stage's samples for its first plan, with samples numbered as in the batch. None
+            packs the samples by their lengths.
+        assign: the function that assigns samples to the micro-batches and ranks of one stage, as in
+            `relibra_jax.planning.plan_batch.plan_batch`. None keeps the first assignments.
+        rounds: the number of rounds of assignment and placement, as in `relibra_jax.planning.plan_batch.plan_batch`.
+        cost: the unit times of each stage, made with the same arguments as its
+            `relibra_jax.cost.batch_time.batch_time`: for example `relibra_jax.cost.unit_times.unit_times` with
+            ``updates=0, recompute=True`` for a recompute, and without them for an update. Moves are counted once, and
+            residents are pushed in all updates together.
+        warm_start: the homes and residents from which the search starts, as in
             `relibra_jax.planning.plan_batch.plan_batch`.
 
     Returns:
-        The batch plan of each stage, samples numbered as in the batch, all with the same homes and residents; and the
-        planner's state after this batch.
+        The batch plan of each stage, with samples numbered as in the batch, and the planner's state after this batch.
+        All plans have the same homes and residents.
 
     Raises:
-        ValueError: if there is no stage, a number of micro-batches is below 1 or above the number of the stage's
-            samples, these are no neighbours in the batch, ``samples``, ``starts`` or ``cost`` has not one entry a stage
-            or ``cost`` mixes flat and hierarchical dispatch, ``rounds`` is negative, or as the planner and ``assign``
-            say.
+        ValueError: if there is no stage, if a number of micro-batches is below 1 or above the number of samples of its
+            stage, if the samples of a stage are not consecutive samples of the batch, if ``samples``, ``starts`` or
+            ``cost`` does not have one entry per stage, if ``cost`` mixes flat and hierarchical dispatch, if ``rounds``
+            is negative, or if the planner or ``assign`` rejects its input.
 
     >>> import jax, numpy as np
     >>> from relibra_jax import Topology, relibra
@@ -120,33 +122,34 @@ def plan_stage_loads(
     transitions: Transitions | None = None,
     warm_start: Placement | None = None,
 ) -> tuple[tuple[BatchPlan, ...], Any]:
-    """Plan the stages of a batch from the counts of each sample, for callers that have them without the replay.
+    """Plan the stages of a batch from the token counts of each sample, for callers that have no routing replay.
 
-    With the ``routes`` and ``transitions`` that `plan_stages` takes itself, the plans are the same. Works under jit.
+    The plans equal those of `plan_stages` if the caller passes the ``routes`` and ``transitions`` that `plan_stages`
+    computes from the replay. Works under jit.
 
     Args:
-        sample_load: token copies of each sample for each expert, as in `relibra_jax.planning.plan_batch.plan_loads`.
-        tokens: the length of each sample, in real tokens, of any integer dtype.
+        sample_load: the number of token copies of each sample for each expert, as in
+            `relibra_jax.planning.plan_batch.plan_loads`.
+        tokens: the length of each sample in real tokens, in any integer dtype.
         planner: any planner.
-        state: the planner's state, from its ``init`` or from the batch before.
+        state: the planner's state, from its ``init`` or from the previous batch.
         topology: the expert-parallel group.
-        num_micro_batches: M of each stage, as in `plan_stages`; so are ``samples``, ``starts``, ``assign``, ``rounds``,
-            ``cost`` and ``warm_start``.
-        samples: the samples of each stage.
-        starts: the assignment of each stage's samples that its first plan is for.
-        assign: assigns samples to the micro-batches and ranks of one stage.
-        rounds: turns of assignment and placement.
-        cost: the unit times of each stage.
-        routes: some tokens of the batch, as in `relibra_jax.planning.plan_batch.plan_loads`; so are ``transitions``.
-        transitions: counts of the batch, for planners that take them.
-        warm_start: homes and residents that the search begins with.
+        num_micro_batches: the number of micro-batches of each stage, as in `plan_stages`.
+        samples: the samples of each stage, as in `plan_stages`.
+        starts: the assignment of each stage's samples for its first plan, as in `plan_stages`.
+        assign: the function that assigns samples to the micro-batches and ranks of one stage, as in `plan_stages`.
+        rounds: the number of rounds of assignment and placement, as in `plan_stages`.
+        cost: the unit times of each stage, as in `plan_stages`.
+        routes: sampled tokens of the batch, as in `relibra_jax.planning.plan_batch.plan_loads`.
+        transitions: transition counts of the batch, as in `relibra_jax.planning.plan_batch.plan_loads`.
+        warm_start: the homes and residents from which the search starts, as in `plan_stages`.
 
     Returns:
-        The batch plan of each stage and the planner's state after this batch, as `plan_stages`.
+        The batch plan of each stage, and the planner's state after this batch, as `plan_stages` returns them.
 
     Raises:
-        ValueError: if ``sample_load`` is not ``[B, L, E]`` of as many samples as ``tokens`` and the topology's experts,
-            or as `plan_stages`.
+        ValueError: if ``sample_load`` is not ``[B, L, E]`` with B the length of ``tokens`` and E the experts of the
+            topology, or under the conditions of `plan_stages`.
 
     >>> import jax, numpy as np
     >>> from relibra_jax import Topology, relibra
@@ -159,24 +162,26 @@ def plan_stage_loads(
     [(1, 3, 1, 2, 4), (2, 3, 1, 2, 4)]
     """
     counts = widen_counts(BatchCounts(sample_load, tokens, routes, transitions), topology)
-    own = stage_samples(len(tokens), len(num_micro_batches), samples)
-    for stage, (each, number) in enumerate(zip(own, num_micro_batches, strict=True)):
-        check_integer(f"num_micro_batches[{stage}]", number, least=1, most=len(each))
-    _check_cost(len(own), cost)
-    if starts is not None and len(starts) != len(own):
-        raise ValueError(f"starts are of {len(starts)} stages, num_micro_batches of {len(own)}")
+    ranges = stage_samples(len(tokens), len(num_micro_batches), samples)
+    for stage, (stage_range, number) in enumerate(zip(ranges, num_micro_batches, strict=True)):
+        check_integer(f"num_micro_batches[{stage}]", number, least=1, most=len(stage_range))
+    _check_cost(len(ranges), cost)
+    if starts is not None and len(starts) != len(ranges):
+        raise ValueError(f"starts has {len(starts)} entries, but num_micro_batches has {len(ranges)} stages")
     if starts is None:
         starts = [
             shift_samples(
-                pack_samples(counts.tokens[each.start : each.stop], topology, num_micro_batches=number),
-                each.start,
+                pack_samples(
+                    counts.tokens[stage_range.start : stage_range.stop], topology, num_micro_batches=number
+                ),
+                stage_range.start,
             )
-            for each, number in zip(own, num_micro_batches, strict=True)
+            for stage_range, number in zip(ranges, num_micro_batches, strict=True)
         ]
-    return plan_in_turns(
+    return plan_alternating(
         *(counts, planner, state, topology),
         starts=starts,
-        samples=own,
+        samples=ranges,
         assign=assign,
         rounds=rounds,
         costs=cost,
@@ -185,29 +190,34 @@ def plan_stage_loads(
 
 
 def stage_samples(num_samples: int, num_stages: int, samples: Sequence[range | None] | None) -> list[range]:
-    """The samples of each stage, for `plan_stages`.
+    """Complete and check the ``samples`` argument of `plan_stages`.
 
     Args:
-        num_samples: B.
+        num_samples: B, the number of samples in the batch.
         num_stages: the number of stages.
-        samples: the samples of each stage; None, there or for all, for all samples of the batch.
+        samples: the samples of each stage. None means all samples of the batch, as an entry or as the whole argument.
+
+    Returns:
+        One range of samples per stage.
 
     Raises:
-        ValueError: if there is no stage, ``samples`` has not one entry a stage, or one is not of neighbours in the
-            batch.
+        ValueError: if there is no stage, if ``samples`` does not have one entry per stage, or if an entry is not a
+            range of consecutive samples of the batch.
 
     >>> stage_samples(8, 3, (None, range(0, 4), range(4, 8)))
     [range(0, 8), range(0, 4), range(4, 8)]
     """
     if not num_stages:
-        raise ValueError("num_micro_batches must be a sequence of one number a stage, not empty")
+        raise ValueError("num_micro_batches must have at least one entry, one for each stage")
     samples = [None] * num_stages if samples is None else samples
     if len(samples) != num_stages:
-        raise ValueError(f"samples are of {len(samples)} stages, num_micro_batches of {num_stages}")
-    stages = [range(num_samples) if own is None else own for own in samples]
-    for stage, own in enumerate(stages):
-        if own.step != 1 or not 0 <= own.start < own.stop <= num_samples:
-            raise ValueError(f"samples[{stage}]={own} must be neighbours among the {num_samples} samples")
+        raise ValueError(f"samples has {len(samples)} entries, but num_micro_batches has {num_stages} stages")
+    stages = [range(num_samples) if stage_range is None else stage_range for stage_range in samples]
+    for stage, stage_range in enumerate(stages):
+        if stage_range.step != 1 or not 0 <= stage_range.start < stage_range.stop <= num_samples:
+            raise ValueError(
+                f"samples[{stage}]={stage_range} must be a range of consecutive samples among {num_samples}"
+            )
     return stages
 
 
@@ -215,7 +225,7 @@ def _check_cost(stages: int, cost: Sequence[UnitTimes] | None) -> None:
     if cost is None:
         return
     if len(cost) != stages:
-        raise ValueError(f"cost must be unit times of each of {stages} stages, not of {len(cost)}")
+        raise ValueError(f"cost has {len(cost)} entries; it must have one for each of {stages} stages")
     kinds = [times.hierarchical for times in cost]
     if len(set(kinds)) > 1:
-        raise ValueError(f"cost has hierarchical={kinds}: stages must agree on dispatch")
+        raise ValueError(f"cost has hierarchical={kinds}, which must be the same in all stages")

@@ -1,7 +1,7 @@
-"""The table of planners.
+"""The table of planners, `PLANNERS`, which the tests, the command line and the figures read.
 
-A planner is a pair of pure functions (see `relibra_jax.types.Planner`). Adding one is one function and one entry in
-`PLANNERS`, which the tests, the command line and the figures read.
+A planner is a pair of pure functions (see `relibra_jax.types.Planner`). To add one, write a function that returns a
+planner and add an entry to the table.
 """
 
 import dataclasses
@@ -24,53 +24,54 @@ from relibra_jax.types import Planner
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlannerEntry:
-    """A planner at the settings that reports use, and what may be expected of its plans."""
+    """A planner with the settings that reports use, and the properties of its plans."""
 
     planner: Planner
+    """The planner with these settings."""
     summary: str
-    """One line for tables and help texts."""
+    """One line that describes it in tables and help texts."""
     across_nodes: bool = False
-    """Whether replicas may be on other nodes than their experts' homes."""
+    """Whether a replica may be on another node than its expert's home."""
     foresight: bool = True
     """Whether the planner sees the true loads, as routing replay allows."""
     forecast: str = "true"
-    """How it expects loads: a name of FORECASTS."""
+    """How the planner forecasts loads: a name in `relibra_jax.planning.baselines.forecasts.FORECASTS`."""
     scope: str = "micro_batch"
-    """How often it chooses replicas: anew for every ``micro_batch``, or once a ``batch``."""
+    """How often the planner chooses replicas: for every ``micro_batch``, or once per ``batch``."""
     reconstruction: bool = False
-    """Whether no code of the source could be read, so that the row is our reading of its text."""
+    """Whether the system's code is not public, so that the planner follows the text of its paper alone."""
 
 
 PLANNERS: dict[str, PlannerEntry] = {
     "static": PlannerEntry(planner=static(), summary="Megatron-LM: contiguous placement, no replicas"),
     "eplb_history": PlannerEntry(
         planner=eplb(loads="history", scope="batch", keep_homes=True),
-        summary="EPLB from the batch before",
+        summary="EPLB from the previous batch's loads",
         foresight=False,
         forecast="history",
         scope="batch",
     ),
     "eplb_mean": PlannerEntry(
         planner=eplb(loads="mean", keep_homes=True),
-        summary="EPLB from the mean of all micro-batches before",
+        summary="EPLB from the mean of all previous micro-batches",
         foresight=False,
         forecast="mean",
     ),
     "eplb_average": PlannerEntry(
         planner=eplb(loads="average", keep_homes=True),
-        summary="EPLB from the exponential average of the micro-batches before",
+        summary="EPLB from the exponential average of the previous micro-batches",
         foresight=False,
         forecast="average",
     ),
     "eplb_next_token": PlannerEntry(
         planner=eplb(loads="next_token", keep_homes=True),
-        summary="EPLB from the experts of the token before each token",
+        summary="EPLB from the experts of the token that precedes each token",
         foresight=False,
         forecast="next_token",
     ),
     "popfetcher": PlannerEntry(
         planner=popfetcher(packed=True),
-        summary="PopFetcher: homes kept, replicas from the loads of the layer below",
+        summary="PopFetcher: homes kept, replicas predicted from the layer below",
         foresight=False,
         forecast="across_layers",
         reconstruction=True,
@@ -82,9 +83,9 @@ PLANNERS: dict[str, PlannerEntry] = {
     ),
     "eplb": PlannerEntry(
         planner=eplb(keep_homes=True),
-        summary="EPLB from each micro-batch's true loads (EPLB+), homes of the first batch kept",
+        summary="EPLB from each micro-batch's true loads (EPLB+), homes kept from the first batch",
     ),
-    "eplb_repacked": PlannerEntry(planner=eplb(), summary="the same, homes packed anew in every batch"),
+    "eplb_repacked": PlannerEntry(planner=eplb(), summary="EPLB+, homes packed again in every batch"),
     "eplb_global": PlannerEntry(
         planner=eplb(across_nodes=True, keep_homes=True),
         summary="EPLB+, homes kept, nodes ignored",
@@ -92,31 +93,31 @@ PLANNERS: dict[str, PlannerEntry] = {
     ),
     "lplb_history": PlannerEntry(
         planner=lplb(loads="history", scope="batch", keep_homes=True),
-        summary="LPLB placed from the batch before, split from true loads",
+        summary="LPLB placed from the previous batch's loads, split from true loads",
         foresight=False,
         forecast="history",
         scope="batch",
     ),
     "lplb": PlannerEntry(
         planner=lplb(keep_homes=True),
-        summary="LPLB from each micro-batch's true loads (LPLB+), homes of the first batch kept",
+        summary="LPLB from each micro-batch's true loads (LPLB+), homes kept from the first batch",
     ),
-    "lplb_repacked": PlannerEntry(planner=lplb(), summary="the same, homes packed anew in every batch"),
+    "lplb_repacked": PlannerEntry(planner=lplb(), summary="LPLB+, homes packed again in every batch"),
     "ultraep": PlannerEntry(
         planner=ultraep(tolerance=0.0, min_tokens=None, packed=True),
-        summary="UltraEP: homes kept, ranks spilled to the smallest threshold",
+        summary="UltraEP: homes kept, ranks spill load down to the smallest possible threshold",
     ),
-    # A token of a recorded trace stands for many, so no product is too small; a fallback only loses balance here.
+    # A token of a recorded trace stands for many, so no product is too small; the fallback would only cost balance.
     "llep": PlannerEntry(
         planner=llep(min_tokens=1, fallback=1.0, packed=True),
-        summary="LLEP: homes kept, excess to the least loaded ranks",
+        summary="LLEP: homes kept, excess load moved to the least loaded ranks",
     ),
     "moonep": PlannerEntry(
         planner=moonep(packed=True), summary="MoonEP: homes kept, ranks of a node brought to equal loads"
     ),
     "laer": PlannerEntry(
         planner=laer(),
-        summary="LAER-MoE: the layout of least modelled time in each micro-batch",
+        summary="LAER-MoE: the layout with the least modelled time in each micro-batch",
         across_nodes=True,
     ),
     "foremoe": PlannerEntry(
@@ -131,12 +132,13 @@ PLANNERS: dict[str, PlannerEntry] = {
         reconstruction=True,
     ),
     "relibra": PlannerEntry(
-        planner=relibra(), summary="reordered between batches, replicated in each micro-batch"
+        planner=relibra(),
+        summary="ReLibra: experts reordered between batches, replicated in each micro-batch",
     ),
     "relibra_across": PlannerEntry(
         planner=relibra(replicate=functools.partial(replicate_experts, across_nodes=True)),
-        summary="the same, replicas on any node",
+        summary="ReLibra with replicas on any node",
         across_nodes=True,
     ),
 }
-"""The planners at the settings that reports use, by name."""
+"""The planners with the settings that reports use, by name."""

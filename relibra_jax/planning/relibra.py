@@ -1,9 +1,9 @@
 """ReLibra (arXiv 2605.08639): experts reordered between batches, replicated inside them.
 
-Two mechanisms at two timescales, matched to two bandwidths. Once a batch, homes move over all ranks so that the
-nodes carry even load; in every micro-batch hot experts are copied inside their node to absorb what fluctuates. Both
-see the true loads, which routing replay gives before the first micro-batch runs. The planner is their composition:
-knobs are given to the parts, with ``functools.partial``.
+ReLibra uses two mechanisms at two timescales, matched to two bandwidths. Once per batch, homes move between all ranks,
+which evens the load of the nodes. In every micro-batch, hot experts are copied inside their node, which absorbs the
+fluctuations. Both use the true loads, which routing replay gives before the first micro-batch runs. The planner
+composes the two; pass options to either one with ``functools.partial``.
 """
 
 from collections.abc import Callable
@@ -21,15 +21,15 @@ from relibra_jax.planning.replication import replicate_experts
 from relibra_jax.types import EMPTY, Array, Plan, Planner, TokenSample, Topology, UnitTimes
 
 type Place = Callable[..., Placement]
-"""``(load[M L E], previous_home[L E], topology) -> Placement``; it is also given ``key``, ``source_load``, ``tokens``,
-``cost`` and ``refine`` if it names them, as `place_experts` does."""
+"""``(load[M L E], previous_home[L E], topology) -> Placement``. The function also receives those of ``key``,
+``source_load``, ``tokens``, ``cost`` and ``refine`` that it names as parameters, as `place_experts` does."""
 type Replicate = Callable[..., Plan]
-"""``(load[M L E], home[L E], topology) -> Plan``; it is also given ``resident`` and ``source_load`` if it names them,
-as `replicate_experts` does."""
+"""``(load[M L E], home[L E], topology) -> Plan``. The function also receives ``resident`` and ``source_load`` if it
+names them as parameters, as `replicate_experts` does."""
 
 
 class RelibraState(NamedTuple):
-    """What one batch leaves to the next."""
+    """The planner state that one batch passes to the next."""
 
     home: Int[Array, "L E"]
     """The homes of this batch, from which the next placement starts."""
@@ -38,23 +38,23 @@ class RelibraState(NamedTuple):
 
 
 def keep_homes(load: Int[Array, "M L E"], previous_home: Int[Array, "L E"], topology: Topology) -> Placement:
-    """A `Place` that leaves every expert where it is and keeps no residents, for replication alone."""
+    """Leave every expert where it is and place no residents: a `Place` for replication alone."""
     del load
     slots = (len(previous_home), topology.num_nodes, topology.ranks_per_node, topology.resident_slots)
     return Placement(jnp.asarray(previous_home, jnp.int32), jnp.full(slots, EMPTY, jnp.int32))
 
 
 def relibra(*, place: Place = place_experts, replicate: Replicate = replicate_experts) -> Planner:
-    """The ReLibra planner.
+    """Make the ReLibra planner.
 
     Source: arXiv 2605.08639.
 
     Args:
-        place: the placement before a batch; `keep_homes` reorders nothing.
-        replicate: the replication inside a batch.
+        place: the function that chooses homes and residents before a batch; `keep_homes` moves nothing.
+        replicate: the function that chooses replicas and quotas inside a batch.
 
     Returns:
-        A Planner whose state is a RelibraState. It starts from Megatron-LM's contiguous placement.
+        A Planner whose state is a RelibraState. The first state is Megatron-LM's contiguous placement.
 
     >>> import functools
     >>> topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=4, replica_slots=1)
@@ -80,11 +80,11 @@ def relibra(*, place: Place = place_experts, replicate: Replicate = replicate_ex
         check_load(load, topology)
         by_expert = expert_totals(load)
         by_node = jnp.asarray(load, jnp.int32).sum(3, dtype=jnp.int32)
-        now, later = jax.random.split(state.key)
-        known = {"key": now, "source_load": by_node, "tokens": tokens, "cost": cost, "refine": refine}
-        home, resident = place(by_expert, state.home, topology, **taken_by(place, known))
-        held = {"resident": resident, "source_load": by_node}
-        plan = replicate(by_expert, home, topology, **taken_by(replicate, held))
-        return plan, RelibraState(plan.home, later)
+        key, next_key = jax.random.split(state.key)
+        extra = {"key": key, "source_load": by_node, "tokens": tokens, "cost": cost, "refine": refine}
+        home, resident = place(by_expert, state.home, topology, **taken_by(place, extra))
+        extra = {"resident": resident, "source_load": by_node}
+        plan = replicate(by_expert, home, topology, **taken_by(replicate, extra))
+        return plan, RelibraState(plan.home, next_key)
 
     return Planner(init, update)

@@ -1,7 +1,7 @@
-"""Replication inside a batch, over all layers and micro-batches: from loads and homes to a Plan.
+"""Intra-batch replication: make a Plan from loads and homes, over all layers and micro-batches.
 
-The intra-batch half of ReLibra (arXiv 2605.08639). What happens in one domain of ranks is in
-`relibra_jax.planning.greedy_replication`.
+This is the intra-batch half of ReLibra (arXiv 2605.08639). `relibra_jax.planning.greedy_replication` solves a single
+domain of ranks.
 """
 
 import functools
@@ -31,37 +31,39 @@ def replicate_experts(
     tile: int = 1,
     exact: bool = False,
 ) -> Plan:
-    """Choose the replicas and the token split of every layer and micro-batch jointly, given the homes.
+    """Choose the replicas and the token split of every layer and micro-batch jointly, for given homes.
 
-    Works under jit and scan, and never leaves a domain more imbalanced than it would be without replicas. Where nodes
-    have residents, first the nodes' quotas are chosen (`relibra_jax.planning.node_split`): tokens stay in their node
-    where a copy is, as far as its load allows. Then every node replicates what it holds, homes and residents alike.
+    Works under jit and scan. No domain becomes more imbalanced than it would be without replicas. If nodes have
+    residents, the nodes' quotas are chosen first (`relibra_jax.planning.node_split`): tokens stay in a node that holds
+    a copy of their expert, as far as its load allows. Then every node replicates the experts that it holds, homes and
+    residents alike.
 
-    Source: the intra-batch half of ReLibra (arXiv 2605.08639); the method is that of
-    `relibra_jax.planning.greedy_replication`.
+    Source: the intra-batch half of ReLibra (arXiv 2605.08639); `relibra_jax.planning.greedy_replication` describes the
+    method.
 
     Args:
-        load: token copies of each expert, summed over where they lie; below 2**31 in each layer.
+        load: the number of token copies for each expert, summed over ranks; below 2**31 in each layer.
         home: flat home slot of each expert.
         topology: the expert-parallel group.
-        resident: the expert in each resident slot, EMPTY for none; None where there are no resident slots.
-        source_load: token copies by the node where they lie; needed for residents.
-        tolerance: how far above the least possible largest load a rank may go, for fewer crossings and fewer replicas;
-            0 for the least possible. 0.05 allows 5%.
-        across_nodes: whether replicas may go to any rank, not just to ranks of their home's node. Then there are no
-            residents, and their slots are left EMPTY.
+        resident: the expert in each resident slot, EMPTY for none. None if there are no resident slots.
+        source_load: the number of token copies by the node where they lie; required with ``resident``.
+        tolerance: how far a rank load may exceed the smallest possible maximum, as a fraction of it, to save crossings
+            and replicas: 0.05 allows 5%.
+        across_nodes: whether a replica may be on any rank. Resident slots are then left EMPTY. Otherwise a replica is
+            in a node that holds its expert.
         min_tokens: the fewest token copies that a replica computes.
-        tile: replicas compute whole tiles of this many token copies; the rest of an expert stays at home. So a
-            grouped matrix product has no more partly filled tiles than without replicas.
-        exact: whether all ranks of a domain are brought to within one ``tile`` of each other where slots allow, at
-            the price of more replicas; otherwise only the largest rank load counts.
+        tile: the number of token copies per tile. Replicas compute whole tiles, and the remainder of an expert stays
+            at home, so a grouped matrix product has no more partly filled tiles than without replicas.
+        exact: whether to bring all ranks of a domain to within one ``tile`` of each other as far as slots allow, at
+            the price of more replicas. Otherwise only the largest rank load counts.
 
     Returns:
         A Plan; unused replica slots are EMPTY.
 
     Raises:
-        ValueError: if ``min_tokens`` or ``tile`` is not an integer of at least 1 that int32 holds, ``tolerance`` is
-            below 0 or given with ``exact``, or shapes disagree with the topology.
+        ValueError: if ``min_tokens`` or ``tile`` is not an integer of at least 1 that fits int32, if ``tolerance`` is
+            negative or given with ``exact``, if ``resident`` is given without ``source_load``, or if the shapes
+            disagree with the topology.
 
     >>> topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=4, replica_slots=1)
     >>> plan = replicate_experts(jnp.array([[[80, 10, 6, 4]]]), jnp.array([[0, 1, 2, 3]]), topology)
@@ -72,7 +74,7 @@ def replicate_experts(
         check_integer(name, value, least=1)
     check_not_negative("tolerance", tolerance)
     if exact and tolerance:
-        raise ValueError(f"exact=True leaves no room for tolerance={tolerance}")
+        raise ValueError(f"tolerance={tolerance} cannot be combined with exact=True; use tolerance=0")
     replicate = functools.partial(
         replicate_domain,
         replica_slots=topology.replica_slots,
@@ -87,7 +89,7 @@ def replicate_experts(
             lambda load, _: replicate(load), load, load, home, topology, across_nodes=across_nodes
         )
     if source_load is None:
-        raise ValueError("source_load is needed for residents: it says where token copies lie")
+        raise ValueError("source_load=None: residents need the token copies by the node where they lie")
     by_node = _split_by_node(
         jnp.asarray(source_load, jnp.int32), home, resident, topology, tolerance=tolerance
     )
@@ -97,11 +99,11 @@ def replicate_experts(
 def _split_by_node(
     source_load, home, resident, topology: Topology, *, tolerance: float
 ) -> Int[jax.Array, "M L N E"]:
-    """Token copies of each expert that each node computes."""
+    """Choose the number of token copies of each expert that each node computes."""
     home_node = jnp.asarray(home) // (topology.num_experts // topology.num_nodes)
-    held = nodes_holding(home, resident, topology)
+    holds = nodes_holding(home, resident, topology)
     split = functools.partial(split_nodes, tolerance=tolerance)
-    return jax.vmap(jax.vmap(split), (0, None, None))(source_load, held, home_node)
+    return jax.vmap(jax.vmap(split), (0, None, None))(source_load, holds, home_node)
 
 
 def without_replicas(
@@ -109,10 +111,10 @@ def without_replicas(
     home: Int[Array, "L E"],
     topology: Topology,
 ) -> Plan:
-    """The plan without copies: every home slot computes its expert's whole load.
+    """Make the plan without copies: every home slot computes its expert's whole load.
 
     Args:
-        load: token copies of each expert, summed over where they lie.
+        load: the number of token copies for each expert, summed over ranks.
         home: flat home slot of each expert.
         topology: the expert-parallel group.
 
@@ -120,7 +122,7 @@ def without_replicas(
         A Plan whose replica and resident slots are all EMPTY.
 
     Raises:
-        ValueError: if shapes disagree with the topology.
+        ValueError: if the shapes disagree with the topology.
     """
 
     def rule(load, _):

@@ -1,4 +1,4 @@
-"""What of each sample crosses between nodes, for every node where it might lie."""
+"""Count the crossings of each sample, for every node to which it may be assigned."""
 
 import math
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from relibra_jax.planning.token_sample import Routes
 from relibra_jax.types import EMPTY, Array, Topology, UnitTimes
 
 MOST_VISITS: Final = 1 << 22
-"""Visits that are counted at a time, of all groups of layers, where tokens divide by a power of two."""
+"""The most visits counted at a time, over all groups of layers, if the number of tokens divides by a power of two."""
 
 
 def crossings_by_node(
@@ -28,24 +28,24 @@ def crossings_by_node(
     cost: UnitTimes | None = None,
     groups: int = 1,
 ) -> Float[jax.Array, "B N N groups"]:
-    """Count what each sample sends to other nodes if it lies in each of the nodes, over groups of layers.
+    """Count the tokens that each sample sends to other nodes, for each node where it may lie, over groups of layers.
 
-    Tokens go to their experts' homes unless their node has a resident of them.
+    Tokens go to their experts' homes unless their node holds the expert as a resident.
 
     Args:
-        sample_load: token copies of each sample for each expert.
+        sample_load: the number of token copies of each sample for each expert.
         tokens: the length of each sample.
         home: flat home slot of each expert.
         topology: the expert-parallel group.
-        routes: some tokens of the batch.
-        resident: the expert in each resident slot; None for none.
-        cost: says whether dispatch is hierarchical.
-        groups: into how many groups of neighbouring layers the counts go; their sum is the mean over layers.
+        routes: sampled tokens of the batch.
+        resident: the expert in each resident slot. None for no residents.
+        cost: the unit times, of which only ``hierarchical`` is used. None counts as flat dispatch.
+        groups: the number of groups of neighbouring layers. The sum over groups is the mean over layers.
 
     Returns:
-        By the node where the sample lies and the node that it sends to, 0 where they are the same: distinct tokens
-        with ``routes`` and hierarchical dispatch, else token copies over top-k. A sample that sends all its copies to
-        one other node counts as many as it has tokens in both.
+        The counts by the node where the sample lies and the node to which it sends; 0 if they are the same. With
+        ``routes`` and hierarchical dispatch they are distinct tokens, otherwise token copies divided by top-k. In both
+        units, a sample that sends all its copies to one other node counts all its tokens.
     """
     samples, layers, _ = sample_load.shape
     nodes, length = topology.num_nodes, jnp.asarray(tokens, jnp.float32)
@@ -64,7 +64,7 @@ def crossings_by_node(
     else:
         sample = jnp.where(routes.sample == EMPTY, samples, routes.sample)
         total = _distinct_tokens(jnp.asarray(routes.expert_ids), sample, leaves, bounds, num_samples=samples)
-        # A sample of few sampled tokens is taken for a common one to the extent of one token.
+        # Shrink towards the batch mean with the weight of one token, for samples with few sampled tokens.
         total += total.sum(1, keepdims=True) / jnp.maximum((sample < samples).sum(dtype=jnp.int32), 1)
         number = jnp.ones(samples, jnp.float32).at[sample].add(1, mode="drop")
     total *= (length / jnp.maximum(number, 1) / layers)[None, :, None]
@@ -72,22 +72,22 @@ def crossings_by_node(
 
 
 def _leaves(home, resident, topology: Topology) -> Bool[jax.Array, "L E pairs"]:
-    """Whether an expert's tokens go from one node to another, for all pairs ``from * N + to``."""
+    """Return whether an expert's tokens go from one node to another, for all pairs ``from * N + to``."""
     nodes, experts = topology.num_nodes, topology.num_experts
-    lives, held = nodes_holding(home, None, topology), nodes_holding(home, resident, topology)
-    return (~held[:, :, None] & lives[:, None]).reshape(-1, nodes**2, experts).swapaxes(1, 2)
+    at_home, holds = nodes_holding(home, None, topology), nodes_holding(home, resident, topology)
+    return (~holds[:, :, None] & at_home[:, None]).reshape(-1, nodes**2, experts).swapaxes(1, 2)
 
 
 def _sum_in_groups(
     of_layer: Callable[[jax.Array], jax.Array], bounds: Int[np.ndarray, " ends"], shape: tuple[int, int]
 ) -> Float[jax.Array, "... rows pairs"]:
-    """The sum of ``of_layer`` over each run of layers."""
+    """Sum ``of_layer`` over the layers of each group."""
 
-    def one(ends):
-        nothing = jnp.zeros(shape, jnp.float32)
-        return jax.lax.fori_loop(ends[0], ends[1], lambda layer, total: total + of_layer(layer), nothing)
+    def one_group(ends):
+        zeros = jnp.zeros(shape, jnp.float32)
+        return jax.lax.fori_loop(ends[0], ends[1], lambda layer, total: total + of_layer(layer), zeros)
 
-    return jax.lax.map(one, jnp.asarray(np.stack([bounds[:-1], bounds[1:]], 1), jnp.int32))
+    return jax.lax.map(one_group, jnp.asarray(np.stack([bounds[:-1], bounds[1:]], 1), jnp.int32))
 
 
 def _distinct_tokens(
@@ -98,9 +98,9 @@ def _distinct_tokens(
     *,
     num_samples: int,
 ) -> Float[jax.Array, "... B pairs"]:
-    """The sampled tokens of each sample that go from one node to another, over groups of layers.
+    """Count the sampled tokens of each sample that go from one node to another, over groups of layers.
 
-    An expert is a bit for each pair of nodes, and a token the union of its experts.
+    Each expert has one bit per pair of nodes; the bits of a token are the union of those of its experts.
     """
     layers, experts, pairs = leaves.shape
     bit = jnp.arange(32, dtype=jnp.uint32)
@@ -122,5 +122,5 @@ def _distinct_tokens(
         return total.at[:, sample].add(by_token, mode="drop"), None
 
     ids = ids.reshape(parts, -1, *ids.shape[1:]).swapaxes(1, 2)
-    nothing = jnp.zeros((len(bounds) - 1, num_samples, pairs), jnp.float32)
-    return jax.lax.scan(one_part, nothing, (ids, sample.reshape(parts, -1)))[0]
+    zeros = jnp.zeros((len(bounds) - 1, num_samples, pairs), jnp.float32)
+    return jax.lax.scan(one_part, zeros, (ids, sample.reshape(parts, -1)))[0]

@@ -1,9 +1,9 @@
-"""Sample packing: even in tokens and blind to experts, the layout that trainers start from.
+"""Sample packing: assign samples to ranks by token count alone, as trainers do by default.
 
-Every pair of a micro-batch and a rank is a bin that takes any number of samples. Samples go longest first to the
+Every pair of a micro-batch and a rank is a bin that takes any number of samples. Samples go, longest first, to the
 lightest of all bins of the batch (list scheduling, LPT: R. L. Graham, "Bounds on multiprocessing timing anomalies",
-1969), so no bin holds more than the mean and one longest sample. Attention and memory then wait for nobody, and what
-planners make of the layout is what they are worth.
+1969). So no bin holds more than the mean plus one longest sample, and attention time and memory are even. Planners are
+measured by their improvement on this assignment.
 """
 
 import bisect
@@ -26,24 +26,27 @@ def pack_samples(
     num_micro_batches: int,
     samples_per_rank: int | None = None,
 ) -> Assignment:
-    """Give every sample, longest first, to the lightest micro-batch and rank, whatever its experts.
+    """Give every sample, longest first, to the lightest micro-batch and rank, regardless of its experts.
 
-    Of equally long samples the first in the batch goes first. Of equally light bins the first takes it: ranks in
-    flat order inside micro-batches in order. A sample without tokens counts as one token, so that such samples spread.
+    Of equally long samples, the first in the batch goes first. Of equally light bins, the first takes the sample; bins
+    are ordered by micro-batch, then by flat rank. A sample without tokens counts as one token, so that such samples
+    spread.
 
     Args:
-        tokens: the length of each sample. Concrete lengths are packed on the host, traced ones in the program, alike.
-        topology: the expert-parallel group, which gives N and G.
-        num_micro_batches: M.
-        samples_per_rank: b, the room of a bin. None makes it the largest number of samples in a bin, so that the shape
-            follows the lengths: give it to keep compiled steps. Where lengths are traced, None is four times the mean
-            number of samples in a bin, rounded up, and at most B; a bin that is full takes no more.
+        tokens: the length of each sample. Concrete lengths are packed on the host and traced lengths in the program,
+            with the same result.
+        topology: the expert-parallel group.
+        num_micro_batches: M, the number of micro-batches.
+        samples_per_rank: b, the number of sample positions of a bin. None takes the largest number of samples in a bin,
+            so the shape depends on the lengths; pass a number to avoid recompilation. For traced lengths, None is four
+            times the mean number of samples in a bin, rounded up, and at most B. A full bin takes no more samples.
 
     Returns:
-        An Assignment of int32; the samples of a rank come longest first, EMPTY comes last.
+        An Assignment of int32; the samples of a rank are ordered longest first, EMPTY comes last.
 
     Raises:
-        ValueError: if there is no micro-batch, there are fewer samples than micro-batches, or too little room for all.
+        ValueError: if ``num_micro_batches`` is below 1 or above the number of samples, or if ``samples_per_rank`` is
+            too small to hold all samples.
 
     >>> topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=2, replica_slots=0)
     >>> pack_samples(np.array([9, 1, 5, 4, 3]), topology, num_micro_batches=1).sample.tolist()
@@ -58,33 +61,36 @@ def pack_samples(
     else:
         check_room(samples, topology, num_micro_batches, room)
     if traced:
-        which, position = lightest_pack(jnp.maximum(tokens, 1), jnp.zeros(bins, jnp.float32), room=room)
-        number = jnp.arange(samples, dtype=jnp.int32)
-        sample = jnp.full((bins, room), EMPTY, jnp.int32).at[which, position].set(number)
+        bins_of_samples, position = lightest_pack(
+            jnp.maximum(tokens, 1), jnp.zeros(bins, jnp.float32), room=room
+        )
+        index = jnp.arange(samples, dtype=jnp.int32)
+        sample = jnp.full((bins, room), EMPTY, jnp.int32).at[bins_of_samples, position].set(index)
         return Assignment(sample.reshape(num_micro_batches, nodes, local, room))
-    which, position = _pack_on_host(tokens, bins, room)
+    bins_of_samples, position = _pack_on_host(tokens, bins, room)
     if samples_per_rank is None:
         room = int(position.max()) + 1
-    packed = np.full((bins, room), EMPTY, np.int32)
-    packed[which, position] = np.arange(samples)
-    return Assignment(packed.reshape(num_micro_batches, nodes, local, room))
+    sample_at = np.full((bins, room), EMPTY, np.int32)
+    sample_at[bins_of_samples, position] = np.arange(samples)
+    return Assignment(sample_at.reshape(num_micro_batches, nodes, local, room))
 
 
 def micro_batches_for(tokens: Int[Array, " B"], topology: Topology, *, tokens_per_rank: int) -> int:
-    """The smallest number of micro-batches for which `pack_samples` keeps every rank within a budget of tokens.
+    """Return the smallest number of micro-batches for which `pack_samples` keeps every rank within a token budget.
 
     Runs on the host.
 
     Args:
         tokens: the length of each sample.
-        topology: the expert-parallel group, which gives the number of ranks.
+        topology: the expert-parallel group.
         tokens_per_rank: the most tokens that a rank may hold in one micro-batch.
 
     Returns:
-        M, at least 1 and at most B.
+        M, the number of micro-batches, at least 1 and at most B.
 
     Raises:
-        ValueError: if there is no sample, or one is longer than the budget.
+        ValueError: if there is no sample, if a sample is longer than the budget, or if ``tokens_per_rank`` is not an
+            integer of at least 1.
 
     >>> topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=2, replica_slots=0)
     >>> micro_batches_for(np.array([9, 1, 5, 4, 3]), topology, tokens_per_rank=10)
@@ -93,7 +99,7 @@ def micro_batches_for(tokens: Int[Array, " B"], topology: Topology, *, tokens_pe
     check_integer("tokens_per_rank", tokens_per_rank, least=1)
     lengths, ranks = np.asarray(tokens), topology.num_ranks
     if not lengths.size:
-        raise ValueError("there are no samples to pack")
+        raise ValueError("tokens is empty: there must be at least one sample")
     if lengths.max() > tokens_per_rank:
         raise ValueError(
             f"sample {lengths.argmax()} has {lengths.max()} tokens, more than tokens_per_rank={tokens_per_rank}"
@@ -102,15 +108,15 @@ def micro_batches_for(tokens: Int[Array, " B"], topology: Topology, *, tokens_pe
 
     def fits(num_micro_batches):
         bins = num_micro_batches * ranks
-        which, _ = _pack_on_host(lengths, bins, lengths.size)
-        return np.bincount(which, lengths, bins).max() <= tokens_per_rank
+        bins_of_samples, _ = _pack_on_host(lengths, bins, lengths.size)
+        return np.bincount(bins_of_samples, lengths, bins).max() <= tokens_per_rank
 
-    # With a further bin the i-th fullest is never fuller, sample by sample; with M = B every sample has its own.
+    # More bins never make the i-th fullest bin fuller, so bisection is valid. With M = B every sample has its own bin.
     return fewest + bisect.bisect_left(range(fewest, lengths.size), True, key=fits)
 
 
 def check_micro_batches(samples: int, num_micro_batches: int) -> None:
-    """Raise ValueError unless there is a micro-batch, and a sample for each."""
+    """Raise ValueError unless there is at least one micro-batch and at least one sample for each."""
     if not 1 <= num_micro_batches <= samples:
         raise ValueError(
             f"num_micro_batches={num_micro_batches} must be at least 1 and at most {samples} samples"
@@ -118,10 +124,10 @@ def check_micro_batches(samples: int, num_micro_batches: int) -> None:
 
 
 def check_room(samples: int, topology: Topology, num_micro_batches: int, samples_per_rank: int) -> None:
-    """Raise ValueError unless ranks have room for all samples."""
+    """Raise ValueError unless the ranks have positions for all samples."""
     if num_micro_batches * topology.num_ranks * samples_per_rank < samples:
         raise ValueError(
-            f"{samples} samples need more than samples_per_rank={samples_per_rank} on {topology.num_ranks} ranks"
+            f"samples_per_rank={samples_per_rank} is too small for {samples} samples on {topology.num_ranks} ranks"
             f" in {num_micro_batches} micro-batches"
         )
 
@@ -132,14 +138,14 @@ def _num_bins(samples: int, topology: Topology, num_micro_batches: int) -> int:
 
 
 def _pack_on_host(lengths, bins, room):
-    """`lightest_pack` of NumPy arrays, by a heap: the same bins and positions."""
+    """Compute `lightest_pack` for NumPy arrays with a heap; the bins and positions are the same."""
     lengths = np.maximum(np.asarray(lengths), 1).astype(np.float32)
-    which, position = np.empty(lengths.size, np.int32), np.empty(lengths.size, np.int32)
+    bins_of_samples, position = np.empty(lengths.size, np.int32), np.empty(lengths.size, np.int32)
     heap, count = [(np.float32(0), number) for number in range(bins)], [0] * bins
     for item in np.argsort(-lengths, kind="stable").tolist():
         total, number = heapq.heappop(heap)
-        which[item], position[item] = number, count[number]
+        bins_of_samples[item], position[item] = number, count[number]
         count[number] += 1
         if count[number] < room:
             heapq.heappush(heap, (total + lengths[item], number))
-    return which, position
+    return bins_of_samples, position

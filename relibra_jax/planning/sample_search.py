@@ -1,15 +1,15 @@
-"""Samples to micro-batches and ranks: the search.
+"""Simulated annealing that assigns samples to micro-batches and ranks.
 
-What a batch costs, in units of a micro-batch's balanced compute, is
+The time of a batch, in units of a micro-batch's balanced compute, is
 
     mean_l sum_m max_n load[l, m, n]  +  attention * sum_m max_rank tokens
         +  mean_l sum_m max_rank max(sent, received)[l, m, rank],
 
-where ``load`` is the load of nodes, and ``sent`` and ``received`` are what ranks exchange with other nodes, times its
-price. The homes of experts are given, so all of it is a sum over samples, read from tables. In each step of a simulated
-annealing micro-batches are paired at random, and every pair draws one swap of a position of the one with one of a few
-positions of the other, or none, with probability proportional to ``exp(-objective / temperature)``. Positions belong to
-ranks and may be empty, so budgets are exact at every step, and a swap may also be a move.
+where ``load`` is the load of nodes, and ``sent`` and ``received`` are the tokens that ranks exchange with other nodes,
+times their price. The homes of experts are fixed, so loads and exchanges are sums over samples of table entries. Each
+annealing step pairs micro-batches at random. Every pair draws one swap of a position of the first with one of a few
+positions of the second, or no swap, with probability proportional to ``exp(-objective / temperature)``. Positions
+belong to ranks and may be empty, so a swap can also be a move, and the budgets hold at every step.
 """
 
 import functools
@@ -25,42 +25,44 @@ from relibra_jax.types import Topology
 
 HOTTEST: Final = 3e-3
 COLDEST: Final = 1e-4
-"""Temperatures, in units of a micro-batch's imbalance. On recorded loads hotter or less cold ends lose balance, and
-a start at 1e-3, though its nodes can be as even, leaves attention more uneven than the given order."""
+"""The initial and final temperature, in units of a micro-batch's imbalance. On recorded loads, higher values of either
+lose balance. An initial temperature of 1e-3 can balance nodes as well, but leaves attention less even than the given
+order."""
 REFINING: Final = 1e-3
-"""Where annealing starts to refine an assignment."""
+"""The initial temperature to refine an assignment."""
 CANDIDATES: Final = 8
-"""Swaps that a pair of micro-batches chooses from. 16 and 32 gained 0.1% of balance in 1.6 and 2.9 times the time."""
+"""The number of swaps from which a pair of micro-batches chooses. 16 and 32 gained 0.1% of balance in 1.6 and 2.9 times
+the time."""
 
 
 class SampleProblem(NamedTuple):
-    """What the search weighs. The last row of tables of samples is an empty position: no load, no tokens."""
+    """The inputs of the sample search. The last row of tables over samples is an empty position, with zeros."""
 
     share: Float[jax.Array, "B+1 N*L"]
-    """The load of each sample in each node, so that a layer's mean node load over the batch sums to 1 / L."""
+    """The load of each sample on each node; a layer's mean node load over the batch sums to 1 / L."""
     length: Int[jax.Array, " B+1"]
-    """Tokens."""
+    """The number of tokens of each sample."""
     crossing: Float[jax.Array, "B+1 N N groups"]
-    """What each sample sends if it lies in a node, to each node, in groups of layers, times its price."""
+    """The crossings of each sample times their price, by the node where it lies, the target node and layer group."""
     attention: Float[jax.Array, ""]
-    """The price of a token of the rank that has most."""
+    """The price of one token on the rank that has the most."""
     budget: Int[jax.Array, "2"]
     """The most tokens of a micro-batch and of a rank."""
 
 
 class _Packing(NamedTuple):
-    """Samples in position: rank r holds positions ``r * b .. (r + 1) * b - 1`` of its micro-batch."""
+    """The state of the search: rank r holds positions ``r * b .. (r + 1) * b - 1`` of its micro-batch."""
 
     sample: jax.Array
-    """[M positions], the number of samples where there is none."""
+    """[M positions], the sample at each position; the number of samples if there is none."""
     load: jax.Array
-    """[M N*L], shares of the batch's mean."""
+    """[M N*L], the load of each node, as a share of the batch's mean."""
     tokens: jax.Array
-    """[M ranks]"""
+    """[M ranks], the number of tokens of each rank."""
     sent: jax.Array
-    """[M ranks groups], what each rank sends to other nodes, in groups of layers, times its price."""
+    """[M ranks groups], the crossings that each rank sends, by layer group, times their price."""
     received: jax.Array
-    """[M lanes N groups], what each node receives in each of its lanes, likewise."""
+    """[M lanes N groups], the crossings that each node receives in each of its lanes, times their price."""
 
 
 def search_samples(
@@ -73,23 +75,23 @@ def search_samples(
     steps: int,
     hottest: Float[jax.Array, ""],
 ) -> Int[jax.Array, "M positions"]:
-    """Search for the position of every sample in which a batch takes least time.
+    """Search for the assignment of samples to positions that minimises the time of a batch.
 
-    Source: sample packing (arXiv 2608.12146) searches for balance; the file's docstring has our objective.
+    Source: sample packing (arXiv 2608.12146) searches for balance; the module docstring states our objective.
 
     Args:
-        problem: what the search weighs.
-        sample: the samples in position at the start, B for none; within the budgets. Rank r holds the r-th run of
-            positions.
+        problem: the inputs of the search.
+        sample: the sample at each position from which the search starts, within the budgets; B for none. Rank r holds
+            the r-th run of positions.
         key: random key, consumed; the same key gives the same result.
         topology: the expert-parallel group.
-        hierarchical: whether tokens cross to the rank of the same index in the other node; else all ranks of a node
-            receive as much.
-        steps: annealing steps.
+        hierarchical: whether tokens cross to the rank of the same local index in the other node. Otherwise all ranks of
+            a node receive the same amount.
+        steps: the number of annealing steps.
         hottest: the temperature of the first step.
 
     Returns:
-        The samples in position, int32; micro-batches in any order.
+        The sample at each position, int32; micro-batches are in arbitrary order.
     """
     if len(sample) == 1:
         return sample  # samples are exchanged between micro-batches only
@@ -123,8 +125,8 @@ def _anneal(
     room, pairs, options = positions // ranks, micro_batches // 2, min(CANDIDATES, positions)
     bits = draw_bits(key, (steps, micro_batches), (2, steps), (steps, pairs, options + 1))
     order = jnp.argsort(bits[0], axis=-1)
-    mine = integers(bits[1][0], positions)
-    theirs = integers(bits[1][1], positions - options + 1)
+    first_position = integers(bits[1][0], positions)
+    second_position = integers(bits[1][1], positions - options + 1)
     noise = gumbel(bits[2])
     side, pair = jnp.arange(2)[:, None], jnp.arange(pairs)
     sign = jnp.array([1, -1], jnp.int32)
@@ -132,102 +134,110 @@ def _anneal(
 
     def objective(load, tokens, busiest):
         top = _largest(load.reshape(*load.shape[:-1], topology.num_nodes, -1), -2)
-        # The barrier keeps the sum out of the fusion, where XLA:CPU would not vectorise it.
+        # The barrier keeps the sum out of the fusion, in which XLA:CPU would not vectorise it.
         waits = jax.lax.optimization_barrier(jnp.concatenate([top, busiest], axis=-1))
         return (waits @ jnp.ones(waits.shape[-1], jnp.float32) + attention * tokens.max(-1)).sum(0)
 
     def step(packing, draw):
         order, i, j, temperature, noise = draw
-        # Nothing depends on the order of micro-batches: shuffled, the first ones face those that follow.
+        # The order of micro-batches does not matter, so they are shuffled, and the first half is paired with the
+        # second.
         packing = _Packing(*(x[order] for x in packing))
-        now = _Packing(*(x[: 2 * pairs].reshape(2, pairs, *x.shape[1:]) for x in packing))
-        give = jax.lax.dynamic_slice_in_dim(now.sample[0], i, 1, axis=1)
-        take = jax.lax.dynamic_slice_in_dim(now.sample[1], j, options, axis=1)
+        pairing = _Packing(*(x[: 2 * pairs].reshape(2, pairs, *x.shape[1:]) for x in packing))
+        give = jax.lax.dynamic_slice_in_dim(pairing.sample[0], i, 1, axis=1)
+        take = jax.lax.dynamic_slice_in_dim(pairing.sample[1], j, options, axis=1)
         rank = jnp.stack([jnp.full(options, i), j + jnp.arange(options)]) // room  # [sides options]
         gets = jnp.stack([take, jnp.broadcast_to(give, take.shape)])
         node = (rank // topology.ranks_per_node)[:, None]
         load = (share[take] - share[give])[None] * sign[:, None, None, None].astype(jnp.float32)
-        longer = (length[take] - length[give])[None] * sign[:, None, None]
-        tokens = longer[..., None] * jax.nn.one_hot(rank, ranks, dtype=jnp.int32)[:, None]
-        more = crossing[gets, node] - crossing[gets[::-1], node]  # [sides pairs options N groups]
-        busiest, busiest_after = _busiest(now, rank, more)
+        length_change = (length[take] - length[give])[None] * sign[:, None, None]
+        tokens = length_change[..., None] * jax.nn.one_hot(rank, ranks, dtype=jnp.int32)[:, None]
+        crossing_change = crossing[gets, node] - crossing[gets[::-1], node]  # [sides pairs options N groups]
+        busiest, busiest_after = _busiest(pairing, rank, crossing_change)
 
-        tokens_after = now.tokens[:, :, None] + tokens
-        after = objective(now.load[:, :, None] + load, tokens_after, busiest_after)
+        tokens_after = pairing.tokens[:, :, None] + tokens
+        swap_times = objective(pairing.load[:, :, None] + load, tokens_after, busiest_after)
         within = (tokens_after.sum(-1) <= budget[0]) & (tokens_after.max(-1) <= budget[1])
-        after = jnp.where(within.all(0), after, jnp.inf)
-        before = objective(now.load, now.tokens, busiest)
-        choice = jnp.argmin(jnp.concatenate([before[:, None], after], axis=1) - temperature * noise, axis=1)
-        picked = jnp.maximum(choice - 1, 0)
+        swap_times = jnp.where(within.all(0), swap_times, jnp.inf)
+        stay_time = objective(pairing.load, pairing.tokens, busiest)
+        choice = jnp.argmin(
+            jnp.concatenate([stay_time[:, None], swap_times], axis=1) - temperature * noise, axis=1
+        )
+        option = jnp.maximum(choice - 1, 0)
 
-        def chosen(change):
-            """The change of the option that was drawn, ``[sides pairs ...]``; nothing where it is to stay."""
-            return jnp.where((choice > 0).reshape(-1, *[1] * (change.ndim - 3)), change[:, pair, picked], 0)
+        def select(change):
+            """Return the change by the drawn option, ``[sides pairs ...]``; zeros if no swap was drawn."""
+            return jnp.where((choice > 0).reshape(-1, *[1] * (change.ndim - 3)), change[:, pair, option], 0)
 
         swapped = choice[:, None] == jnp.arange(1, options + 1)[None]
-        got = give + jnp.where(swapped, take - give, 0).sum(1, keepdims=True, dtype=give.dtype)
+        new_sample = give + jnp.where(swapped, take - give, 0).sum(1, keepdims=True, dtype=give.dtype)
         sample = jnp.stack(
             [
-                jax.lax.dynamic_update_slice_in_dim(now.sample[0], got, i, axis=1),
-                jax.lax.dynamic_update_slice_in_dim(now.sample[1], jnp.where(swapped, give, take), j, axis=1),
+                jax.lax.dynamic_update_slice_in_dim(pairing.sample[0], new_sample, i, axis=1),
+                jax.lax.dynamic_update_slice_in_dim(
+                    pairing.sample[1], jnp.where(swapped, give, take), j, axis=1
+                ),
             ]
         )
-        more = chosen(more)
-        lane, shared = _lane(rank[:, picked], now)
-        after = _Packing(
+        crossing_change = select(crossing_change)
+        lane, ranks_per_lane = _lane(rank[:, option], pairing)
+        new_pairs = _Packing(
             sample,
-            now.load + chosen(load),
-            now.tokens + chosen(tokens),
-            now.sent.at[side, pair[None], rank[:, picked]].add(_total(more, 2)),
-            now.received.at[side, pair[None], lane].add(more / shared),
+            pairing.load + select(load),
+            pairing.tokens + select(tokens),
+            pairing.sent.at[side, pair[None], rank[:, option]].add(_total(crossing_change, 2)),
+            pairing.received.at[side, pair[None], lane].add(crossing_change / ranks_per_lane),
         )
-        pairs_and_rest = zip(after, packing, strict=True)
+        pairs_and_rest = zip(new_pairs, packing, strict=True)
         return _Packing(
             *(jnp.concatenate([x.reshape(-1, *x.shape[2:]), rest[2 * pairs :]]) for x, rest in pairs_and_rest)
         ), None
 
-    return jax.lax.scan(step, packing, (order, mine, theirs, temperature, noise))[0]
+    return jax.lax.scan(step, packing, (order, first_position, second_position, temperature, noise))[0]
 
 
-def _busiest(now, rank, more):
-    """What the busiest rank sends or receives, ``[sides pairs groups]``, and with ``more`` from ``rank``, by option."""
-    lane, shared = _lane(rank, now)
-    by_lane = _largest(now.received, 3)  # [sides pairs lanes groups]
+def _busiest(pairing, rank, crossing_change):
+    """Return the crossings of the busiest rank, before the swap and after each option."""
+    lane, ranks_per_lane = _lane(rank, pairing)
+    by_lane = _largest(pairing.received, 3)  # [sides pairs lanes groups]
     sent, received = (
-        jnp.take_along_axis(x, y[:, None, :, None], axis=2) for x, y in ((now.sent, rank), (by_lane, lane))
+        jnp.take_along_axis(x, y[:, None, :, None], axis=2)
+        for x, y in ((pairing.sent, rank), (by_lane, lane))
     )
-    at_nodes = jnp.take_along_axis(now.received, lane[:, None, :, None, None], axis=2)
-    tops = _two_largest(now.sent), _two_largest(by_lane)
-    before = jnp.maximum(tops[0][0], tops[1][0])
+    at_nodes = jnp.take_along_axis(pairing.received, lane[:, None, :, None, None], axis=2)
+    tops = _two_largest(pairing.sent), _two_largest(by_lane)
+    busiest = jnp.maximum(tops[0][0], tops[1][0])
     others = jnp.maximum(_without(sent, *tops[0]), _without(received, *tops[1]))
-    own = jnp.maximum(sent + _total(more, 3), _largest(at_nodes + more / shared, 3))
-    return before, jnp.maximum(others, own)
+    changed = jnp.maximum(
+        sent + _total(crossing_change, 3), _largest(at_nodes + crossing_change / ranks_per_lane, 3)
+    )
+    return busiest, jnp.maximum(others, changed)
 
 
-def _without(own, first, second):
-    """The largest of all but ``own``, which is one of those whose two largest are given."""
-    return jnp.where(own == first[:, :, None], second[:, :, None], first[:, :, None])
+def _without(value, first, second):
+    """Return the largest value except ``value``, which is one of the values whose two largest are given."""
+    return jnp.where(value == first[:, :, None], second[:, :, None], first[:, :, None])
 
 
 def _lane(rank, packing):
-    """The lane in which nodes receive what a rank sends, and how many ranks share a lane."""
+    """Return the lane in which nodes receive the crossings of a rank, and the number of ranks that share a lane."""
     nodes, lanes = packing.received.shape[-2], packing.received.shape[-3]
     local = packing.tokens.shape[-1] // nodes
     return rank % local % lanes, local // lanes
 
 
 def _largest(values, axis):
-    """The largest along a short axis, elementwise, as XLA:CPU's reduction takes many times as long."""
+    """Return the maximum along a short axis, elementwise, because XLA:CPU's reduction takes many times as long."""
     return functools.reduce(jnp.maximum, jnp.unstack(values, axis=axis))
 
 
 def _total(values, axis):
-    """The sum along a short axis, likewise."""
+    """Return the sum along a short axis, elementwise for the same reason as `_largest`."""
     return functools.reduce(jnp.add, jnp.unstack(values, axis=axis))
 
 
 def _two_largest(values):
-    """The largest and the second largest of ``[sides pairs ranks groups]`` over ranks, in one pass."""
+    """Return the largest and second largest of ``[sides pairs ranks groups]`` over ranks, in one pass."""
 
     def larger(a, b):
         return jnp.maximum(a[0], b[0]), jnp.maximum(jnp.minimum(a[0], b[0]), jnp.maximum(a[1], b[1]))

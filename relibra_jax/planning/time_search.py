@@ -1,16 +1,16 @@
-"""Experts to nodes in modelled time: the search.
+"""Simulated annealing that assigns experts to nodes to minimise modelled time.
 
-What a batch costs, up to constants and in units of its balanced compute, is for one layer
+The time of a batch, for one layer, up to constants and in units of its balanced compute, is
 
     sum_m max_n load[n, m]  +  crossing * sum_m max_n max(sent, received)[n, m]  +  move * (experts that move),
 
 where ``load`` is a multiple of the mean node's load in the batch, and ``sent`` and ``received`` count distinct tokens
-that cross nodes, as multiples of a node's tokens (`relibra_jax.planning.token_bits`). The clock waits for the largest
-of each in every micro-batch, so a price for the sum of crossings would be wrong: the busiest node decides.
+that cross nodes, as multiples of a node's tokens (`relibra_jax.planning.token_bits`). Every micro-batch waits for its
+fullest node and its busiest exchange, so the objective takes the maximum over nodes instead of a sum.
 
-The search is simulated annealing over swaps in heat-bath form, as in `relibra_jax.planning.annealing`; a step prices
-one expert's swap with a few experts of one other node. How many experts of each token are on each node is kept in bit
-planes, so that taking an expert out of a node, or bringing one in, is a handful of operations on words of 32 tokens.
+The search is simulated annealing over swaps in heat-bath form, as in `relibra_jax.planning.annealing`. A step prices
+the swap of one expert with a few experts of one other node. Bit planes keep the number of experts that each token has
+on each node, so adding or removing an expert is a few operations on words of 32 tokens.
 """
 
 from typing import Final, NamedTuple
@@ -26,33 +26,33 @@ from relibra_jax.planning.token_bits import TokenBits
 
 HOTTEST: Final = 3e-3
 COLDEST: Final = 2e-4
-"""Temperatures, in units of the balanced compute of a batch."""
+"""The initial and final temperature, in units of the balanced compute of a batch."""
 CANDIDATES: Final = 8
-"""Experts of the other node that a step prices."""
+"""The number of experts of the other node that a step prices."""
 
 
 class NodeProblem(NamedTuple):
-    """What the search weighs. Layers come last."""
+    """The inputs of the search over nodes. Layers are the last axis."""
 
     share: Float[jax.Array, "E M L"]
     """The load of each expert at its home, as a multiple of the mean node's load in the batch."""
     offset: Float[jax.Array, "N M L"]
-    """The load of each node that does not depend on homes: what its residents keep there."""
+    """The load of each node's residents, which does not depend on homes."""
     tokens: TokenBits
-    """The tokens that want each expert at its home: those whose node has a resident of it are left out."""
+    """The tokens that use each expert at its home; tokens whose node has the expert as a resident are left out."""
     crossing: Float[jax.Array, ""]
-    """The time of moving all tokens of a node across, over that of its balanced compute."""
+    """The time in which all tokens of a node cross, relative to that of its balanced compute."""
     old_node: Int[jax.Array, "E L"]
-    """Where each expert is before the batch."""
+    """The node of each expert before the batch."""
     move: Float[jax.Array, ""]
-    """The time of moving one expert to another node, over that of a layer's balanced compute in the batch."""
+    """The time of moving one expert to another node, relative to a layer's balanced compute in the batch."""
     judge: TokenBits | None = None
-    """Other tokens, by which the result is compared with the start: what a search gains on the tokens that it sees is
-    in part their chance. None to compare by the same."""
+    """Other tokens, by which the result is compared with the start, because part of the gain on the tokens of the
+    search is overfitting. None compares by the same tokens."""
 
 
 class _State(NamedTuple):
-    """Experts in order of position: node ``n`` holds positions ``n * size`` to ``(n + 1) * size - 1``."""
+    """Experts in order of position; node ``n`` is positions ``n * size`` to ``(n + 1) * size - 1``."""
 
     expert: Int[jax.Array, "E L"]
     share: Float[jax.Array, "E M L"]
@@ -62,7 +62,7 @@ class _State(NamedTuple):
     planes: UInt32[jax.Array, "N planes groups N words L"]
     """The number of experts that each token has on each node, in binary."""
     visits: Float[jax.Array, "N groups N L"]
-    """Tokens that visit each node, by the node where they lie; 0 from the node itself."""
+    """The tokens that visit each node, by the node where they lie; 0 for the node itself."""
 
 
 def search_nodes(
@@ -75,33 +75,33 @@ def search_nodes(
     steps: int,
     hottest: Float[jax.Array, ""] | float = HOTTEST,
 ) -> Int[jax.Array, "E L"]:
-    """Search for the node of every expert in which a batch takes least time; never worse than the start.
+    """Search for the assignment of experts to nodes that minimises modelled time; at least as good as the start.
 
-    Source: ReLibra (arXiv 2605.08639) searches by simulated annealing for load and communication; the file's docstring
-    has our objective.
+    Source: ReLibra (arXiv 2605.08639) searches by simulated annealing for load and communication; the module docstring
+    states our objective.
 
     Args:
-        problem: what the search weighs.
-        start: the node of each expert from which the search starts; as many experts on each node.
+        problem: the inputs of the search.
+        start: the node of each expert from which the search starts, with the same number of experts on each node.
         key: random key, consumed; the same key gives the same result.
-        num_nodes: N.
-        top_k: K, the experts of a token.
-        steps: annealing steps, of which the last tenth only takes improvements.
+        num_nodes: N, the number of nodes.
+        top_k: K, the number of experts of a token.
+        steps: the number of annealing steps. The last tenth accepts only improvements.
         hottest: the temperature of the first step.
 
     Returns:
-        The node of each expert, in every layer the better of the search's result and the start.
+        The node of each expert, in every layer from the better of the search's result and the start.
     """
-    after = _anneal(problem, _initial_state(problem, start, num_nodes, top_k), key, steps, hottest)
-    result = jax.vmap(inverse_permutation, 1, 1)(after.expert) // (len(start) // num_nodes)
+    final_state = _anneal(problem, _initial_state(problem, start, num_nodes, top_k), key, steps, hottest)
+    result = jax.vmap(inverse_permutation, 1, 1)(final_state.expert) // (len(start) // num_nodes)
     if problem.judge is not None:
         problem = problem._replace(tokens=problem.judge)
 
     def objective(node):
         return _objective(problem, _initial_state(problem, node, num_nodes, top_k))
 
-    before, now = jax.lax.map(objective, jnp.stack([start, result]))
-    return jnp.where((now < before)[None], result, start)
+    old_objective, new_objective = jax.lax.map(objective, jnp.stack([start, result]))
+    return jnp.where((new_objective < old_objective)[None], result, start)
 
 
 def _initial_state(problem: NodeProblem, node, num_nodes: int, top_k: int) -> _State:
@@ -139,50 +139,54 @@ def _anneal(problem: NodeProblem, state: _State, key, steps: int, hottest) -> _S
     def step(state: _State, draw):
         i, j, temperature, noise = draw
         p, q = i // size, j // size
-        # All that is read is read before anything is written: XLA:CPU would copy the whole carry otherwise.
-        mine, theirs, planes_p, planes_q = jax.lax.optimization_barrier(
+        # The barrier makes all reads come before the writes. Otherwise XLA:CPU would copy the whole carry.
+        item, candidates, planes_p, planes_q = jax.lax.optimization_barrier(
             (_items(state, i, 1), _items(state, j, options), state.planes[p], state.planes[q])
         )
-        rest_p = _subtract(planes_p, mine[2][0])
-        visits_p = _except_from(p, problem.tokens.weigh(_any(rest_p)[None] | theirs[2]))
-        once, more = planes_q[0], _any(planes_q[1:])
-        visits_q = _except_from(q, problem.tokens.weigh((more[None] | (once[None] & ~theirs[2])) | mine[2]))
-        gain = theirs[1] - mine[1]
+        rest_p = _subtract(planes_p, item[2][0])
+        visits_p = _except_from(p, problem.tokens.weigh(_any(rest_p)[None] | candidates[2]))
+        one, several = planes_q[0], _any(planes_q[1:])
+        visits_q = _except_from(
+            q, problem.tokens.weigh((several[None] | (one[None] & ~candidates[2])) | item[2])
+        )
+        gain = candidates[1] - item[1]
         load_p, load_q = state.load[p][None] + gain, state.load[q][None] - gain
-        moves = _moved(theirs[3], p) + _moved(mine[3], q) - _moved(theirs[3], q) - _moved(mine[3], p)
-        after = _time(problem, state, p, q, load_p, load_q, visits_p, visits_q) + problem.move * moves
-        stay = (x[None] for x in (state.load[p], state.load[q], state.visits[p], state.visits[q]))
-        now = _time(problem, state, p, q, *stay)
-        choice = jnp.argmin(jnp.concatenate([now, after]) - temperature * noise, axis=0) - 1
+        moves = _moved(candidates[3], p) + _moved(item[3], q) - _moved(candidates[3], q) - _moved(item[3], p)
+        swap_times = _time(problem, state, p, q, load_p, load_q, visits_p, visits_q) + problem.move * moves
+        current = (x[None] for x in (state.load[p], state.load[q], state.visits[p], state.visits[q]))
+        stay_time = _time(problem, state, p, q, *current)
+        choice = jnp.argmin(jnp.concatenate([stay_time, swap_times]) - temperature * noise, axis=0) - 1
 
-        def swapped(array, mine, theirs):
-            chosen = _aligned(choice[None], array.ndim)
-            picked = jnp.take_along_axis(theirs, jnp.maximum(chosen, 0), axis=0)
-            here = chosen == jnp.arange(options).reshape(-1, *[1] * (array.ndim - 1))
-            array = jax.lax.dynamic_update_slice_in_dim(array, jnp.where(here, mine, theirs), j, axis=0)
-            return jax.lax.dynamic_update_slice_in_dim(array, jnp.where(chosen < 0, mine, picked), i, axis=0)
+        def swap(array, item, candidates):
+            index = _aligned(choice[None], array.ndim)
+            partner = jnp.take_along_axis(candidates, jnp.maximum(index, 0), axis=0)
+            is_chosen = index == jnp.arange(options).reshape(-1, *[1] * (array.ndim - 1))
+            array = jax.lax.dynamic_update_slice_in_dim(
+                array, jnp.where(is_chosen, item, candidates), j, axis=0
+            )
+            return jax.lax.dynamic_update_slice_in_dim(array, jnp.where(index < 0, item, partner), i, axis=0)
 
-        def chosen(candidates, old):
-            picked = jnp.maximum(_aligned(choice[None], candidates.ndim), 0)
-            picked = jnp.take_along_axis(candidates, picked, axis=0)[0]
-            return jnp.where(_aligned(choice, old.ndim) < 0, old, picked)
+        def select(candidates, old):
+            partner = jnp.maximum(_aligned(choice[None], candidates.ndim), 0)
+            partner = jnp.take_along_axis(candidates, partner, axis=0)[0]
+            return jnp.where(_aligned(choice, old.ndim) < 0, old, partner)
 
-        expert, share, bits, old_node = map(swapped, state[:4], mine, theirs)
-        # Where the choice is to stay, what comes is the item itself: taken out of q and brought back in, it changes
-        # nothing, as planes count modulo a power of two.
-        comes = chosen(theirs[2], mine[2][0])
-        planes_p, planes_q = _add(rest_p, comes), _add(_subtract(planes_q, comes), mine[2][0])
+        expert, share, bits, old_node = map(swap, state[:4], item, candidates)
+        # Without a swap, the incoming item is the item itself. Subtracting it from q and adding it again changes
+        # nothing, because planes count modulo a power of two.
+        incoming = select(candidates[2], item[2][0])
+        planes_p, planes_q = _add(rest_p, incoming), _add(_subtract(planes_q, incoming), item[2][0])
         planes = state.planes.at[p].set(planes_p).at[q].set(planes_q)
-        load = state.load.at[p].set(chosen(load_p, state.load[p])).at[q].set(chosen(load_q, state.load[q]))
-        visits = state.visits.at[p].set(chosen(visits_p, state.visits[p]))
-        visits = visits.at[q].set(chosen(visits_q, state.visits[q]))
+        load = state.load.at[p].set(select(load_p, state.load[p])).at[q].set(select(load_q, state.load[q]))
+        visits = state.visits.at[p].set(select(visits_p, state.visits[p]))
+        visits = visits.at[q].set(select(visits_q, state.visits[q]))
         return _State(expert, share, bits, old_node, load, planes, visits), None
 
     return jax.lax.scan(step, state, (i, j, temperature, noise))[0]
 
 
 def _items(state: _State, first, count: int):
-    """The items at ``count`` positions from ``first``."""
+    """Return the items at ``count`` positions from ``first``."""
     return [jax.lax.dynamic_slice_in_dim(array, first, count, axis=0) for array in state[:4]]
 
 
@@ -190,8 +194,8 @@ def _objective(problem: NodeProblem, state: _State) -> Float[jax.Array, " L"]:
     nodes = len(state.load)
     node = jnp.arange(len(state.expert))[:, None] // (len(state.expert) // nodes)
     moves = _moved(state.old_node, node).sum(0)
-    first = (x[0][None] for x in (state.load, state.load, state.visits, state.visits))
-    return _time(problem, state, 0, 0, *first)[0] + problem.move * moves
+    first_node = (x[0][None] for x in (state.load, state.load, state.visits, state.visits))
+    return _time(problem, state, 0, 0, *first_node)[0] + problem.move * moves
 
 
 def _time(
@@ -204,28 +208,28 @@ def _time(
     visits_p: Float[jax.Array, "C groups N L"],
     visits_q: Float[jax.Array, "C groups N L"],
 ) -> Float[jax.Array, "C L"]:
-    """Largest load and busiest exchange with other values for the nodes p and q; for p == q, as they are."""
+    """Return the time with new loads and visits for the nodes p and q; with p == q, of the current state."""
     index = jnp.arange(len(state.load))[:, None, None]
     others = (index != p) & (index != q)
-    least = jnp.where(others, state.load, 0).max(0)
-    # The barriers keep the sums out of the fusions, where XLA:CPU would not vectorise them.
-    largest = jax.lax.optimization_barrier(jnp.maximum(jnp.maximum(load_p, load_q), least[None]))
+    rest_load = jnp.where(others, state.load, 0).max(0)
+    # The barriers keep the sums out of the fusions, in which XLA:CPU would not vectorise them.
+    largest = jax.lax.optimization_barrier(jnp.maximum(jnp.maximum(load_p, load_q), rest_load[None]))
     received = jnp.where(others, state.visits.sum(2), 0).max(0)
     sent = jnp.where(others[..., None], state.visits, 0).sum(0)
-    both = visits_p + visits_q if p is not q else visits_p
-    busiest = jnp.maximum((sent[None] + both).max(2), jnp.maximum(visits_p.sum(2), visits_q.sum(2)))
+    both_visits = visits_p + visits_q if p is not q else visits_p
+    busiest = jnp.maximum((sent[None] + both_visits).max(2), jnp.maximum(visits_p.sum(2), visits_q.sum(2)))
     busiest = jax.lax.optimization_barrier(jnp.maximum(busiest, received[None]))
     return largest.sum(1) + problem.crossing * busiest.sum(1)
 
 
 def _except_from(node, visits: Float[jax.Array, "C groups N L"]):
-    """Tokens that lie on the node itself do not cross."""
-    here = jnp.arange(visits.shape[2]) == node
-    return jnp.where(here[None, None, :, None], 0, visits)
+    """Set the visits of tokens that lie on the node itself to 0, because they do not cross."""
+    is_node = jnp.arange(visits.shape[2]) == node
+    return jnp.where(is_node[None, None, :, None], 0, visits)
 
 
 def _aligned(array, ndim: int):
-    """``array[... L]`` with axes of length 1 before the last, as many as make ``ndim``."""
+    """Insert axes of length 1 before the last axis until the array has ``ndim`` axes."""
     return array.reshape(*array.shape[:-1], *[1] * (ndim - array.ndim), array.shape[-1])
 
 
@@ -234,12 +238,12 @@ def _moved(old_node, node) -> Float[jax.Array, "... L"]:
 
 
 def _any(planes: UInt32[jax.Array, "planes ..."]) -> UInt32[jax.Array, "..."]:
-    """The tokens whose number is not 0."""
+    """Return the tokens whose count is not 0."""
     return jax.lax.reduce(planes, jnp.uint32(0), jax.lax.bitwise_or, (0,))
 
 
 def _add(planes, bits):
-    """One more for the tokens in ``bits``."""
+    """Add 1 to the counts of the tokens in ``bits``."""
     result = []
     for plane in planes:
         result.append(plane ^ bits)
@@ -248,7 +252,7 @@ def _add(planes, bits):
 
 
 def _subtract(planes, bits):
-    """One less for the tokens in ``bits``, which have at least one."""
+    """Subtract 1 from the counts of the tokens in ``bits``, which must be at least 1."""
     result = []
     for plane in planes:
         result.append(plane ^ bits)

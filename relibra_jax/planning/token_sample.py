@@ -1,6 +1,7 @@
-"""Some tokens of a batch with their routes: what planners see beyond loads.
+"""Sampled tokens of a batch with their routes, from which planners estimate crossings.
 
-A few thousand tokens say how many distinct tokens cross between nodes: the mean over a layer is then known to about 1%.
+A few thousand tokens are enough to estimate the number of distinct tokens that cross between nodes: the mean over a
+layer is then known to about 1%.
 """
 
 from typing import Final, NamedTuple
@@ -12,31 +13,31 @@ from relibra_jax.limits import check_integer
 from relibra_jax.types import EMPTY, Array, Assignment, RoutingReplay, TokenSample
 
 TOKENS: Final = 16_384
-"""Tokens of a batch that are sampled; 12 MB for 94 layers of top-8."""
+"""The default number of tokens that are sampled from a batch; 12 MB for 94 layers of top-8."""
 MOST_TOKENS: Final = 46_340
-"""Its square fits int32, in which the distances are reckoned."""
+"""The most tokens that may be sampled; the square of this number fits int32, in which sample positions are computed."""
 
 
 class Routes(NamedTuple):
-    """Some tokens of a batch, by the sample that they are of. It does not depend on where samples are assigned."""
+    """Sampled tokens of a batch, identified by their samples, so they do not depend on the assignment of samples."""
 
     expert_ids: Int[Array, "Q L K"]
-    """The experts of Q tokens, logical ids."""
+    """The logical expert ids of Q tokens."""
     sample: Int[Array, " Q"]
-    """The sample that each token is of; EMPTY where the batch has no tokens at all."""
+    """The sample to which each token belongs; EMPTY if the batch has no tokens."""
 
 
 def sample_routes(replay: RoutingReplay, *, count: int = TOKENS) -> Routes:
-    """Take tokens of a batch at even distances, so that every sample gives as large a part as of the batch it is.
+    """Take tokens of a batch at even distances, so every sample is represented in proportion to its length.
 
-    Works under jit, and draws nothing.
+    Works under jit, and uses no random numbers.
 
     Args:
-        replay: expert_ids ``[B, T, L, K]``, mask ``[B, T]``.
-        count: Q, the number of tokens; in a batch of fewer, some are taken repeatedly.
+        replay: the routing of all samples of the batch.
+        count: Q, the number of tokens. If the batch has fewer, some are repeated.
 
     Returns:
-        Routes.
+        The sampled tokens with their experts.
 
     Raises:
         ValueError: if ``count`` is not an integer from 1 to `MOST_TOKENS`.
@@ -49,27 +50,27 @@ def sample_routes(replay: RoutingReplay, *, count: int = TOKENS) -> Routes:
     """
     check_integer("count", count, least=1, most=MOST_TOKENS)
     mask = jnp.asarray(replay.mask)
-    until = jnp.cumsum(mask.ravel(), dtype=jnp.int32)
-    total = until[-1]
-    # The n-th token of the batch is where the count first reaches n + 1. Whole and remainder, so that int32 holds it.
-    number = jnp.arange(count, dtype=jnp.int32)
-    wanted = number * (total // count) + number * (total % count) // count
-    place = jnp.searchsorted(until, wanted + 1).astype(jnp.int32)
-    place = jnp.minimum(place, until.size - 1)
+    counts = jnp.cumsum(mask.ravel(), dtype=jnp.int32)
+    total = counts[-1]
+    # The n-th token of the batch is where the count first reaches n + 1. Quotient and remainder avoid int32 overflow.
+    index = jnp.arange(count, dtype=jnp.int32)
+    token = index * (total // count) + index * (total % count) // count
+    position = jnp.searchsorted(counts, token + 1).astype(jnp.int32)
+    position = jnp.minimum(position, counts.size - 1)
     ids = jnp.asarray(replay.expert_ids)
-    sample = jnp.where(total > 0, place // mask.shape[1], EMPTY)
-    return Routes(ids.reshape(-1, *ids.shape[2:])[place], sample)
+    sample = jnp.where(total > 0, position // mask.shape[1], EMPTY)
+    return Routes(ids.reshape(-1, *ids.shape[2:])[position], sample)
 
 
 def place_routes(routes: Routes, assignment: Assignment) -> TokenSample:
-    """Say where sampled tokens lie under an assignment.
+    """Find the micro-batch and rank of sampled tokens under an assignment.
 
     Args:
-        routes: from `sample_routes`.
-        assignment: where samples of the batch are, all or some, each once.
+        routes: the sampled tokens, as `sample_routes` returns them.
+        assignment: the assignment of all or some samples of the batch, each at most once.
 
     Returns:
-        TokenSample; EMPTY in both places for tokens of samples that are nowhere.
+        The sampled tokens with their micro-batches and ranks; both are EMPTY for tokens of unassigned samples.
 
     >>> import numpy as np
     >>> routes = Routes(np.zeros((3, 1, 1), np.uint8), np.array([1, 0, 1]))
@@ -81,8 +82,8 @@ def place_routes(routes: Routes, assignment: Assignment) -> TokenSample:
     _, nodes, local, room = sample.shape
     ranks = nodes * local
     order = jnp.argsort(sample.ravel()).astype(jnp.int32)
-    found = order[jnp.minimum(jnp.searchsorted(sample.ravel()[order], routes.sample), sample.size - 1)]
-    nowhere = (sample.ravel()[found] != routes.sample) | (routes.sample == EMPTY)
-    bin_ = found // room
-    micro_batch = jnp.where(nowhere, EMPTY, bin_ // ranks)
-    return TokenSample(routes.expert_ids, micro_batch, jnp.where(nowhere, EMPTY, bin_ % ranks))
+    position = order[jnp.minimum(jnp.searchsorted(sample.ravel()[order], routes.sample), sample.size - 1)]
+    unassigned = (sample.ravel()[position] != routes.sample) | (routes.sample == EMPTY)
+    bin_ = position // room
+    micro_batch = jnp.where(unassigned, EMPTY, bin_ // ranks)
+    return TokenSample(routes.expert_ids, micro_batch, jnp.where(unassigned, EMPTY, bin_ % ranks))

@@ -1,4 +1,4 @@
-"""Which experts follow which: one token later, and one layer later."""
+"""Count transitions between experts: from token to token, and from layer to layer."""
 
 import functools
 
@@ -14,37 +14,46 @@ from relibra_jax.types import EMPTY, Planner, RoutingReplay, Transitions
 def count_transitions(replay: RoutingReplay, *, num_experts: int) -> Transitions:
     """Count the pairs of experts of neighbouring tokens, and of neighbouring layers of a token.
 
-    Each of a token's K experts is paired with each of the K that follow. One sample and layer is counted at a time, so
-    that no more memory is taken than for the counts and one sample's tokens by experts.
+    Each of a token's K experts is paired with each of the K experts that follow. The function counts one sample and
+    layer at a time, so it needs memory only for the counts and for one sample's tokens by experts.
 
     Args:
-        replay: expert_ids ``[B, T, L, K]`` of any integer dtype, mask ``[B, T]`` bool. Only real tokens count, and
-            along tokens only pairs that are next to each other in a sample.
-        num_experts: E, logical experts of a layer.
+        replay: the routing of all samples of the batch. Only real tokens count, and along tokens only pairs that are
+            adjacent in a sample.
+        num_experts: E, the number of logical experts of a layer.
 
     Returns:
-        Transitions.
+        The transition counts of the batch, float32.
 
     >>> import numpy as np
     >>> replay = RoutingReplay(np.array([[[[0], [1]], [[0], [2]]]]), np.array([[True, True]]))
     >>> counts = count_transitions(replay, num_experts=3)
-    >>> counts.along_tokens[1].tolist()  # in layer 1, expert 2 comes a token after expert 1
+    >>> counts.along_tokens[1].tolist()  # in layer 1, expert 2 follows expert 1
     [[0.0, 0.0, 0.0], [0.0, 0.0, 1.0], [0.0, 0.0, 0.0]]
-    >>> counts.across_layers[1].tolist()  # from expert 0 of layer 0, once each to experts 1 and 2
+    >>> counts.across_layers[1].tolist()  # once each from expert 0 of layer 0 to experts 1 and 2
     [[0.0, 1.0, 1.0], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]
     """
-    nothing = jnp.zeros((replay.expert_ids.shape[2], num_experts, num_experts), jnp.float32)
+    zeros = jnp.zeros((replay.expert_ids.shape[2], num_experts, num_experts), jnp.float32)
     count = functools.partial(_count_sample, num_experts=num_experts)
 
-    def add(counted: Transitions, sample) -> tuple[Transitions, None]:
+    def add(total: Transitions, sample) -> tuple[Transitions, None]:
         ids, mask = sample
-        return jax.tree.map(jnp.add, counted, count(ids.astype(jnp.int32), mask)), None
+        return jax.tree.map(jnp.add, total, count(ids.astype(jnp.int32), mask)), None
 
-    return jax.lax.scan(add, Transitions(nothing, nothing), tuple(map(jnp.asarray, replay)))[0]
+    return jax.lax.scan(add, Transitions(zeros, zeros), tuple(map(jnp.asarray, replay)))[0]
 
 
 def transitions_for(planner: Planner, replay: RoutingReplay, *, num_experts: int) -> Transitions | None:
-    """`count_transitions` for a planner that takes them, and None for any other."""
+    """Count transitions if the planner uses them.
+
+    Args:
+        planner: the planner.
+        replay: the routing of all samples of the batch.
+        num_experts: E, the number of logical experts of a layer.
+
+    Returns:
+        The transition counts, or None if the planner's ``update`` does not take ``transitions``.
+    """
     if not takes(planner.update, "transitions"):
         return None
     return count_transitions(replay, num_experts=num_experts)
@@ -65,5 +74,5 @@ def _count_sample(
 
 
 def _tokens_by_experts(ids: Int[jax.Array, "T K"], num_experts: int) -> Float[jax.Array, "T E"]:
-    """1 where a token uses an expert; rows of EMPTY are zeros."""
+    """Return 1 for each expert that a token uses, 0 for the others; rows of EMPTY are zeros."""
     return jax.nn.one_hot(ids, num_experts, dtype=jnp.float32).sum(1)

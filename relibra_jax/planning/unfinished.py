@@ -1,4 +1,4 @@
-"""Counts of a batch whose rollout still runs, so that its plan can be searched for before it ends."""
+"""Token counts of a batch whose rollout still runs, from which planning can start early."""
 
 import jax
 import jax.numpy as jnp
@@ -10,24 +10,24 @@ from relibra_jax.types import EMPTY, Array, check_shape
 def fill_unfinished(
     sample_load: Integer[Array, "B L E"], tokens: Integer[Array, " B"], finished: Bool[Array, " B"]
 ) -> tuple[Int[jax.Array, "B L E"], Int[jax.Array, " B"]]:
-    """Let the finished samples of a batch stand in for those that still run.
+    """Replace the counts of unfinished samples of a batch by those of finished samples.
 
-    A sample that runs counts as the finished sample nearest to it in the batch, the earlier one of two: responses to
-    one prompt are neighbours there, and route alike. Single samples stand in, and no mean, so that micro-batches are
-    as uneven as they will be. Works under jit.
+    An unfinished sample gets the counts of the finished sample nearest to it in the batch; of two equally near ones,
+    the earlier. Responses to one prompt are neighbours in the batch, and their routing is similar. Single samples are
+    used instead of a mean so that micro-batches are as uneven as they will be. Works under jit.
 
     Args:
-        sample_load: token copies of each sample for each expert; those of samples that run are not read.
-        tokens: the length of each sample, in real tokens; those of samples that run are not read.
-        finished: the samples that have finished. If none has, all counts are 0.
+        sample_load: the number of token copies of each sample for each expert. Rows of unfinished samples are not read.
+        tokens: the length of each sample in real tokens. Entries of unfinished samples are not read.
+        finished: whether each sample has finished. If none has, all counts are 0.
 
     Returns:
-        Counts and lengths of all samples, int32, for `relibra_jax.planning.plan_batch.plan_loads` or
-        `relibra_jax.planning.plan_stages.plan_stage_loads`. Of their plan, homes and residents are worth keeping: as
-        the ``warm_start`` of the plan from all counts.
+        The counts and lengths of all samples, int32, for `relibra_jax.planning.plan_batch.plan_loads` or
+        `relibra_jax.planning.plan_stages.plan_stage_loads`. Use the homes and residents of that plan as the
+        ``warm_start`` of the plan from the complete counts.
 
     Raises:
-        ValueError: if the arrays are of different numbers of samples.
+        ValueError: if the arrays have different numbers of samples.
 
     >>> load, tokens = jnp.array([[[9, 1]], [[0, 0]], [[0, 0]], [[2, 6]]]), jnp.array([5, 0, 0, 4])
     >>> load, tokens = fill_unfinished(load, tokens, jnp.array([True, False, False, True]))
@@ -36,11 +36,11 @@ def fill_unfinished(
     """
     check_shape("tokens", tokens.shape, sample_load.shape[:1])
     check_shape("finished", finished.shape, sample_load.shape[:1])
-    number = jnp.arange(len(tokens), dtype=jnp.int32)
-    behind = 2 * len(tokens)
-    before = jax.lax.cummax(jnp.where(finished, number, -behind))
-    after = jax.lax.cummin(jnp.where(finished, number, behind), reverse=True)
-    nearest = jnp.where(number - before <= after - number, before, after)
+    index = jnp.arange(len(tokens), dtype=jnp.int32)
+    far = 2 * len(tokens)
+    earlier = jax.lax.cummax(jnp.where(finished, index, -far))
+    later = jax.lax.cummin(jnp.where(finished, index, far), reverse=True)
+    nearest = jnp.where(index - earlier <= later - index, earlier, later)
     nearest = jnp.where(jnp.asarray(finished).any(), nearest, EMPTY)
 
     def of_nearest(counts: Array) -> jax.Array:

@@ -1,1 +1,1 @@
-"""Alternatives to parts of ReLibra's planner: other searches, other token splits, to show what each part is worth."""
+"""Alternatives to parts of ReLibra's planner, other searches and token splits, that measure the value of each part."""

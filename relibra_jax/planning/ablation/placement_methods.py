@@ -1,7 +1,7 @@
-"""Other searches for homes than annealing, for the ablation: steepest descent over swaps, and heaviest expert first.
+"""Alternative searches for homes, for the ablation: steepest descent over swaps, and heaviest expert first.
 
-Both stand in for `relibra_jax.planning.annealing.anneal` in `relibra_jax.planning.placement.place_by_search`, so that
-levels, costs and what keeps its slot are the same for all three.
+Both replace `relibra_jax.planning.annealing.anneal` in `relibra_jax.planning.placement.place_by_search`; the levels,
+the costs and the choice of slots are the same for all three.
 """
 
 import functools
@@ -26,13 +26,13 @@ from relibra_jax.planning.placement import STATIC_ARGUMENTS, place_by_search
 def longest_first(
     start: Bins, key: PRNGKeyArray, *, steps: int, hottest: Float[jax.Array, ""] | float
 ) -> Int[jax.Array, "I rows"]:
-    """Give the heaviest item first to the lightest bin that has room (LPT), blind to micro-batches and costs.
+    """Give the heaviest item first to the lightest bin that has room (LPT), regardless of micro-batches and costs.
 
-    It may end worse than it starts.
+    The result may be worse than the start.
 
     Args:
         start: the items in their bins.
-        key, steps, hottest: as in `anneal`; not used.
+        key, steps, hottest: the arguments of `relibra_jax.planning.annealing.anneal`, not used.
 
     Returns:
         The item at each position.
@@ -44,11 +44,11 @@ def longest_first(
 def descend(
     start: Bins, key: PRNGKeyArray, *, steps: int, hottest: Float[jax.Array, ""] | float
 ) -> Int[jax.Array, "I rows"]:
-    """Make the best of all swaps again and again until none improves, from what `longest_first` finds.
+    """Make the best of all swaps repeatedly until none improves, starting from the result of `longest_first`.
 
     Args:
-        start: the items in their bins, which are kept where descent ends worse.
-        key, steps, hottest: as in `anneal`; not used.
+        start: the items in their bins. They stay if the result of descent is not better.
+        key, steps, hottest: the arguments of `relibra_jax.planning.annealing.anneal`, not used.
 
     Returns:
         The item at each position.
@@ -60,10 +60,10 @@ def descend(
 place_longest_first = jax.jit(
     functools.partial(place_by_search, longest_first), static_argnames=STATIC_ARGUMENTS
 )
-"""`place_experts` by `longest_first`."""
+"""`relibra_jax.planning.placement.place_experts` with `longest_first` as its search."""
 
 place_by_descent = jax.jit(functools.partial(place_by_search, descend), static_argnames=STATIC_ARGUMENTS)
-"""`place_experts` by `descend`."""
+"""`relibra_jax.planning.placement.place_experts` with `descend` as its search."""
 
 
 def _pack_longest_first(state: Bins) -> Bins:
@@ -72,7 +72,7 @@ def _pack_longest_first(state: Bins) -> Bins:
 
 
 def _descend(state: Bins) -> Bins:
-    """Make the best of all swaps in every row, again and again, until none improves any row."""
+    """Make the best of all swaps in every row, repeatedly, until no swap improves any row."""
     bins, items, rows = state.cost.shape
     size = items // bins
     column = jnp.arange(rows)
@@ -82,16 +82,19 @@ def _descend(state: Bins) -> Bins:
         total = bin_load(state)
 
         def look(best, pair):
-            now, after = price_swaps(state, total, *pair)
-            gain, j = (now - after).max(0), after.argmin(0).astype(jnp.int32) + pair[1] * size
+            stay_price, swap_prices = price_swaps(state, total, *pair)
+            gain, j = (
+                (stay_price - swap_prices).max(0),
+                swap_prices.argmin(0).astype(jnp.int32) + pair[1] * size,
+            )
             wins = gain > best[0]
             return jax.tree.map(
                 lambda a, b: jnp.where(wins, a, b), (gain, jnp.full_like(j, pair[0]), j), best
             ), None
 
-        nothing = jnp.zeros(rows, jnp.int32)
-        # Gains below float32's rounding would let it turn in circles.
-        return jax.lax.scan(look, (jnp.full(rows, 1e-6), nothing, nothing), (i, q))[0]
+        no_positions = jnp.zeros(rows, jnp.int32)
+        # Smaller gains can be rounding errors of float32, with which descent would not end.
+        return jax.lax.scan(look, (jnp.full(rows, 1e-6), no_positions, no_positions), (i, q))[0]
 
     def swap(carry):
         state, (_, i, j) = carry

@@ -1,1 +1,4 @@
-"""The planners of other systems, each from its source, in our contract. A file says what it leaves out and why."""
+"""Baseline planners: other published systems, each written from its source to the `Planner` contract.
+
+Each module says what it leaves out or changes, and why.
+"""

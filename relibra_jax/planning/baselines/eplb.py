@@ -1,9 +1,9 @@
-"""EPLB, DeepSeek's expert-parallelism load balancer (github.com/deepseek-ai/EPLB), exactly and as a planner.
+"""EPLB, DeepSeek's expert-parallelism load balancer (github.com/deepseek-ai/EPLB), as published and as a planner.
 
-`rebalance_experts` is the published function: a function of arrays that decides physical experts from loads. It
-packs groups of experts to nodes, copies the expert with the largest load per copy inside each node, and packs
-the copies to ranks, always heaviest first to the lightest that is not full. `eplb` is what becomes of it when
-master copies have homes and replicas have slots of their own.
+`rebalance_experts` is the published function, which computes physical experts from loads. It packs groups of experts
+to nodes, copies the expert with the largest load per copy inside each node, and packs the copies to ranks. Packing
+always gives the heaviest item to the lightest pack that is not full. `eplb` adapts the algorithm to a planner, where
+experts have homes and replicas have their own slots.
 """
 
 import functools
@@ -23,45 +23,46 @@ from relibra_jax.types import EMPTY, Array, PhysicalExperts, Plan, Planner, Topo
 def rebalance_experts(
     load: Num[Array, "L E"], num_replicas: int, num_groups: int, num_nodes: int, num_gpus: int
 ) -> PhysicalExperts:
-    """Place and copy experts as EPLB does, with EPLB's own call.
+    """Place and copy experts as EPLB does, with the signature of EPLB's function.
 
-    Source: ``rebalance_experts`` of github.com/deepseek-ai/EPLB; the names of the arguments are kept, so that
-    code written for it runs unchanged. When the groups divide over the nodes they are packed to nodes first
-    (hierarchical policy), else nodes and groups are ignored (global policy).
+    Source: ``rebalance_experts`` of github.com/deepseek-ai/EPLB. The arguments have the same names, so code written for
+    EPLB runs unchanged. If the number of groups is a multiple of the number of nodes, groups are packed to nodes first
+    (hierarchical policy); otherwise nodes and groups are ignored (global policy).
 
     Args:
-        load: load of each expert; compared and summed in float32, as by EPLB. Equal loads, which above 2**24 may have
-            been different integers, go in order of the expert: EPLB's results to the last slot if its sort is stable.
-            PyTorch's default sort leaves the order of equal loads open, and EPLB's results with it.
-        num_replicas: physical slots P, a multiple of ``num_gpus``.
-        num_groups: groups of neighbouring experts that stay together in a node; divides E.
-        num_nodes: the number of nodes, which divides ``num_gpus``.
+        load: the load of each expert, compared and summed in float32 as in EPLB. Experts with equal loads (above 2**24
+            also different integers that round to the same float32) are taken in ascending order. The result equals
+            EPLB's in every slot if EPLB's sort is stable; PyTorch's default sort does not define the order of equal
+            loads.
+        num_replicas: P, the number of physical slots, a multiple of ``num_gpus``.
+        num_groups: the number of groups of neighbouring experts that stay together in a node; a divisor of E.
+        num_nodes: the number of nodes, a divisor of ``num_gpus``.
         num_gpus: the number of ranks.
 
     Returns:
-        PhysicalExperts, int32. C is the largest count, as in EPLB; under a trace, where no shape can depend
-        on a value, it is ``P - E + 1``.
+        The physical experts, int32. C is the largest number of copies of an expert, as in EPLB. Under a trace, where
+        a shape cannot depend on a value, C is ``P - E + 1``.
 
     Raises:
-        ValueError: if the counts do not divide evenly, or there are fewer slots than experts.
+        ValueError: if a count does not divide evenly, or if there are fewer slots than experts.
 
     >>> load = jnp.array([[90, 132, 40, 61, 104, 165, 39, 4, 73, 56, 183, 86]])
     >>> rebalance_experts(load, 16, 4, 2, 8).physical_to_logical.tolist()
     [[5, 6, 5, 7, 8, 4, 3, 4, 10, 9, 10, 2, 0, 1, 11, 1]]
     """
     experts = load.shape[-1]
-    for name, value, by, divisor in (
+    for name, value, divisor_name, divisor in (
         ("num_replicas", num_replicas, "num_gpus", num_gpus),
         ("num_gpus", num_gpus, "num_nodes", num_nodes),
         ("experts", experts, "num_groups", num_groups),
     ):
         if divisor < 1 or value % divisor:
-            raise ValueError(f"{name}={value} must divide evenly over {by}={divisor}")
+            raise ValueError(f"{name}={value} must divide evenly over {divisor_name}={divisor}")
     if num_replicas < experts:
         raise ValueError(f"num_replicas={num_replicas} is too few for {experts} experts")
     if num_groups % num_nodes:
         num_groups = num_nodes = 1
-    placed = _rebalance(
+    physical = _rebalance(
         jnp.asarray(load, jnp.float32),
         num_slots=num_replicas,
         num_groups=num_groups,
@@ -69,9 +70,9 @@ def rebalance_experts(
         num_ranks=num_gpus,
     )
     if isinstance(load, jax.core.Tracer):
-        return placed
-    widest = int(np.max(placed.logical_count, initial=1))
-    return placed._replace(logical_to_physical=placed.logical_to_physical[..., :widest])
+        return physical
+    widest = int(np.max(physical.logical_count, initial=1))
+    return physical._replace(logical_to_physical=physical.logical_to_physical[..., :widest])
 
 
 @functools.partial(jax.jit, static_argnames=("num_slots", "num_groups", "num_nodes", "num_ranks"))
@@ -110,9 +111,9 @@ def _rebalance_row(
 def pack_homes(
     load: Num[Array, "L E"], topology: Topology, *, num_groups: int, num_nodes: int
 ) -> Int[Array, "L E"]:
-    """Homes by EPLB's packing without redundancy: as many slots as experts, exactly H a rank."""
-    placed = rebalance_experts(load, topology.num_experts, num_groups, num_nodes, topology.num_ranks)
-    return jax.vmap(inverse_permutation)(placed.physical_to_logical)
+    """Choose homes by EPLB's packing without redundant experts, which puts exactly H experts on each rank."""
+    physical = rebalance_experts(load, topology.num_experts, num_groups, num_nodes, topology.num_ranks)
+    return jax.vmap(inverse_permutation)(physical.physical_to_logical)
 
 
 def eplb(
@@ -123,30 +124,32 @@ def eplb(
     expert_groups: int | None = None,
     keep_homes: bool = False,
 ) -> Planner:
-    """EPLB as a planner with fixed homes: its packing gives the homes, its copying rule fills replica slots.
+    """Make a planner from EPLB: its packing gives the homes, and its copying rule fills the replica slots.
 
     Source: github.com/deepseek-ai/EPLB; with true loads it is the EPLB+ of ReLibra (arXiv 2605.08639). Without
-    redundancy, EPLB's packing puts exactly H experts on each rank. In each micro-batch the expert with the
-    largest load per copy is copied until the R slots of all ranks are used, the copies go heaviest first to the
-    lightest rank with a free slot, and the load of an expert is split evenly over its copies. Copies that meet
-    on a rank share one slot; a copy left without tokens is not held, and none is where homes alone balance better.
+    redundant experts, EPLB's packing puts exactly H experts on each rank. In each micro-batch, the expert with the
+    largest load per copy gets another copy until the R slots of all ranks are used. The copies go, heaviest first, to
+    the lightest rank with a free slot, and the load of an expert is split evenly over its copies. Copies of an expert
+    on the same rank are merged into one slot, and copies without tokens are dropped. If homes alone balance better,
+    there are no copies.
 
     Args:
-        loads: the loads that are planned from: the batch's ``true`` ones, or what another of
-            `relibra_jax.planning.baselines.forecasts.FORECASTS` expects, for example ``history``.
-        scope: how often replicas are chosen: once a ``batch``, or anew for every ``micro_batch``.
-        across_nodes: whether nodes are ignored, in packing and by replicas (EPLB's global policy). Otherwise experts
-            are packed to nodes first and replicas stay in their home's node (its hierarchical policy).
-        expert_groups: into how many groups of neighbouring experts, each of which stays in one node, the experts are
-            divided; every expert is a group of its own when None.
-        keep_homes: whether homes stay where the first batch has put them. Packing moves nearly every expert; it pays
-            only where loads change more from batch to batch than within one.
+        loads: the loads from which to plan: ``true`` for those of the batch, or another name in
+            `relibra_jax.planning.baselines.forecasts.FORECASTS`, for example ``history``.
+        scope: how often to choose replicas: once per ``batch``, or for every ``micro_batch``.
+        across_nodes: whether packing and replicas ignore nodes (EPLB's global policy). Otherwise experts are packed to
+            nodes first and replicas stay in the node of their home (the hierarchical policy).
+        expert_groups: the number of groups of neighbouring experts, each of which stays in one node. None makes every
+            expert its own group.
+        keep_homes: whether to keep the homes of the first batch. Otherwise homes are packed again in every batch, which
+            moves nearly every expert and pays only if loads change more between batches than within one.
 
     Returns:
         A Planner whose state is a PlacedState.
 
     Raises:
-        ValueError: if an option is unknown, or ``expert_groups`` does not divide over the nodes.
+        ValueError: if ``loads`` or ``scope`` is unknown. The planner raises it if ``expert_groups`` does not divide the
+            experts or is not a multiple of the number of nodes.
 
     >>> topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=4, replica_slots=1)
     >>> planner = eplb()
@@ -175,32 +178,32 @@ def eplb(
 
 
 def copy_evenly(
-    load: Num[jax.Array, "P H"], known: Num[jax.Array, "P H"], *, replica_slots: int
+    load: Num[jax.Array, "P H"], expected: Num[jax.Array, "P H"], *, replica_slots: int
 ) -> tuple[Int[jax.Array, "P R"], Int[jax.Array, "P S"]]:
-    """EPLB's copying, packing and even split in one domain: a `relibra_jax.planning.per_node.Rule`.
+    """Copy, pack and split experts evenly as EPLB does, in one domain: a `relibra_jax.planning.per_node.Rule`.
 
     Args:
-        load: true loads, which the quotas sum to.
-        known: the loads that copies are chosen by.
-        replica_slots: R.
+        load: the true loads, to which the quotas sum.
+        expected: the loads by which copies are chosen.
+        replica_slots: R, the number of replica slots of a rank.
 
     Returns:
-        The domain's home slot that each replica is of, EMPTY for none, and the quotas.
+        The domain's home slot of the expert in each replica slot, EMPTY for none, and the quotas.
     """
     ranks, homes = load.shape
-    item, copy, count = add_copies(known.ravel(), ranks * replica_slots)
-    share = known.ravel() / count
+    item, copy, count = add_copies(expected.ravel(), ranks * replica_slots)
+    share = expected.ravel() / count
     rank, position = lightest_pack(share[item], share.reshape(ranks, homes).sum(-1), room=replica_slots)
-    # The first so many copies of an expert get one token more, so that quotas are whole and sum to the load.
-    each, rest = load.ravel() // count, load.ravel() % count
-    tokens = each[item] + (copy < rest[item])
-    at_home = (each + (rest > 0)).reshape(ranks, homes)
+    # The first copies of an expert get one token more each, so that the quotas are integers and sum to the load.
+    quotient, remainder = load.ravel() // count, load.ravel() % count
+    tokens = quotient[item] + (copy < remainder[item])
+    at_home = (quotient + (remainder > 0)).reshape(ranks, homes)
 
-    # EPLB always fills its slots; where even splitting would raise the largest rank load, homes alone are better.
-    alone = known.sum(-1)
-    after = share.reshape(ranks, homes).sum(-1).at[rank].add(share[item])
-    copied = after.max() < alone.max()
+    # EPLB always fills its slots. If even splitting would raise the largest rank load, homes alone are better.
+    home_load = expected.sum(-1)
+    rank_load = share.reshape(ranks, homes).sum(-1).at[rank].add(share[item])
+    improves = rank_load.max() < home_load.max()
     replica = jnp.full((ranks, replica_slots), EMPTY, jnp.int32).at[rank, position].set(item)
     quota = jnp.zeros((ranks, replica_slots), load.dtype).at[rank, position].set(tokens)
     spread = jnp.concatenate([at_home, quota], -1)
-    return merge_copies(replica, jnp.where(copied, spread, jnp.pad(load, ((0, 0), (0, replica_slots)))))
+    return merge_copies(replica, jnp.where(improves, spread, jnp.pad(load, ((0, 0), (0, replica_slots)))))

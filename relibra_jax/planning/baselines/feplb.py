@@ -1,6 +1,6 @@
-"""FEPLB as a planner: the busiest experts of a rank move whole, inside their node, in every micro-batch.
+"""FEPLB as a planner: in every micro-batch, the busiest experts of a rank move whole to other ranks of their node.
 
-Source: arXiv 2604.19654; its code is not public, so this is our reading of what is written about it.
+Source: arXiv 2604.19654. Its code is not public, so this module follows the text of the paper.
 """
 
 import jax
@@ -17,28 +17,30 @@ from relibra_jax.types import Plan, Planner, Topology
 
 
 def feplb(*, dynamic: int = 4, min_tokens: int = 1) -> Planner:
-    """FEPLB as a planner with fixed homes: some experts of every rank are dynamic, and may be computed elsewhere.
+    """Make a planner from FEPLB, with fixed homes and moves of whole experts inside nodes.
 
-    Source: arXiv 2604.19654. Its scheduler takes the most loaded rank and its busiest dynamic expert, and copies that
-    expert, weights and all tokens, to the least loaded rank, until nothing helps or the room for copies is used up.
-    Experts are placed at long intervals only, when a checkpoint is written. What differs here, and why:
+    Source: arXiv 2604.19654. Some experts of every rank are dynamic: they may be computed on another rank. The
+    scheduler takes the most loaded rank and its busiest dynamic expert, and copies that expert with all its tokens to
+    the least loaded rank. It repeats this until no move helps or no slot is free. Homes change only at long
+    intervals, when a checkpoint is written. Differences from the source, and the reasons:
 
-    - The room is the replica slots, as for all planners; the source has room for 8 copies a rank.
+    - Copies use the replica slots, as in all planners. The source has room for 8 copies per rank.
     - If the busiest dynamic expert is too large to help, the next one is tried. The source says that moves end when
-      none is useful, not in which order they are tried; stopping at the first would only be weaker.
-    - Which experts are dynamic is not published: here the busiest of each micro-batch, the best that foresight allows.
-    - How the source places experts is not published: here EPLB packs them, once, from the first batch's true loads.
+      none is useful, but not in which order they are tried. Stopping at the first would only be weaker.
+    - The source does not publish which experts are dynamic. Here they are the busiest ones of each micro-batch, the
+      best choice with foresight.
+    - The source does not publish how it places experts. Here EPLB packs them once, from the first batch's true loads.
 
     Args:
-        dynamic: the most experts of a rank that may move; the source's default is 4.
-        min_tokens: the fewest token copies for which an expert moves, the source's threshold tau. It is not published;
-            the default moves whatever helps.
+        dynamic: the largest number of experts of a rank that may move; the source's default is 4.
+        min_tokens: the fewest token copies for which an expert moves, the source's threshold tau, whose value is not
+            published. The default allows every move that helps.
 
     Returns:
         A Planner whose state is a KeptHomes.
 
     Raises:
-        ValueError: if ``dynamic`` is not an integer of at least 0, or ``min_tokens`` not one of at least 1.
+        ValueError: if ``dynamic`` is not an integer of at least 0, or ``min_tokens`` is not an integer of at least 1.
 
     >>> topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=4, replica_slots=1)
     >>> load = jnp.array([[[[[60, 50, 6, 4], [0, 0, 0, 0]]]], [[[[10, 20, 70, 50], [0, 0, 0, 0]]]]])
@@ -66,9 +68,9 @@ def feplb(*, dynamic: int = 4, min_tokens: int = 1) -> Planner:
 def _move_dynamic(
     load: Int[jax.Array, "P H"], replica_slots: int, *, dynamic: int, min_tokens: int
 ) -> tuple[Int[jax.Array, "P R"], Int[jax.Array, "P S"]]:
-    """The scheduler in one node."""
+    """Run FEPLB's scheduler in one node."""
     busiest_first = jnp.argsort(-load, axis=1, stable=True)
     place = jnp.argsort(busiest_first, axis=1)
     movable = (place < dynamic) & (load >= min_tokens)
-    moved = move_whole(at_home_only(load, replica_slots), movable)
-    return merge_copies(moved.replica, jnp.concatenate([moved.at_home, moved.tokens], 1))
+    spread = move_whole(at_home_only(load, replica_slots), movable)
+    return merge_copies(spread.replica, jnp.concatenate([spread.at_home, spread.tokens], 1))

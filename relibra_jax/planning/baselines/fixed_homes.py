@@ -1,7 +1,7 @@
-"""Planners that move no home between batches, and a replication rule on top of them.
+"""Planners with fixed homes and a replication rule, for UltraEP, LLEP and MoonEP.
 
-UltraEP, LLEP and MoonEP decide in the layer, from loads that the router has just produced. Homes stay where the
-checkpoint put them, so all that such a system brings to a plan is a rule for one domain.
+These systems decide inside the layer, from loads that the router has just produced. Homes stay where the checkpoint put
+them, so a replication rule for one domain describes such a system completely.
 """
 
 from collections.abc import Callable
@@ -16,16 +16,17 @@ from relibra_jax.planning.replication import without_replicas
 from relibra_jax.types import Planner, Topology
 
 type Replicate = Callable[[jax.Array, int], tuple[jax.Array, jax.Array]]
-"""``(load[P H], replica_slots) -> (replica[P R], quota[P S])`` in a domain, R of 1 or more, as `per_node.Rule`."""
+"""``(load[P H], replica_slots) -> (replica[P R], quota[P S])`` in one domain, with R of at least 1; see
+`relibra_jax.planning.per_node.Rule`."""
 
 
 def replicate_from_fixed_homes(replicate: Replicate, *, packed: bool, across_nodes: bool) -> Planner:
-    """A planner that keeps its homes and replicates by the true load of every micro-batch.
+    """Make a planner that keeps its homes and replicates by the true load of every micro-batch.
 
     Args:
         replicate: the replication rule of one domain.
-        packed: whether homes are packed from the first batch's loads and kept; otherwise they are contiguous.
-        across_nodes: whether all ranks together are one domain; otherwise every node is one.
+        packed: whether to pack homes from the first batch's loads and keep them. Otherwise homes are contiguous.
+        across_nodes: whether all ranks together are one domain. Otherwise every node is one.
 
     Returns:
         A Planner whose state is a KeptHomes.

@@ -1,11 +1,11 @@
-"""How loads are expected: by the true ones, which routing replay gives, or by what systems without replay can know.
+"""Load forecasts: the true loads, which routing replay gives, or predictions that systems without replay can make.
 
-Those place and copy experts by loads of the past, or by what a micro-batch has shown so far. A forecast makes the same
-planner run on either, so that the worth of foresight can be measured; `relibra_jax.planning.metrics.forecast_error`
-says how far each is from the truth.
+Systems without replay place and copy experts by past loads, or by what they have seen of a micro-batch so far. The same
+planner can run on any forecast, which measures the value of foresight; `relibra_jax.planning.metrics.forecast_error`
+measures the error of a forecast.
 
-Expected loads are in proportion: only the shares of experts within a layer of a micro-batch mean anything. They are not
-scaled to the true sums, as no planner's choice depends on that, and whole numbers stay exact in float32.
+Only the proportions of expected loads between the experts of a layer and micro-batch have a meaning. Expected loads are
+not scaled to the true sums: no planner's choice depends on that, and integers stay exact in float32.
 """
 
 from collections.abc import Callable
@@ -21,27 +21,30 @@ from relibra_jax.planning.extra_args import taken_by, takes
 from relibra_jax.types import EMPTY, Array, Plan, Planner, Topology, Transitions
 
 SCOPES: Final = ("batch", "micro_batch")
+"""How often a planner may choose replicas."""
 
 type Expected = tuple[Float[jax.Array, "L E"], Float[jax.Array, "M L E"], Any]
+"""``(for_homes, expected, state)``: loads for homes, loads for replicas, and the state of the forecast."""
 
 
 class Forecast(NamedTuple):
-    """A pair of pure functions, as planners are: what was seen, and what is expected from it.
+    """A forecast of loads: a pair of pure functions, like a planner.
 
-    - ``init(topology, num_layers, *, key=None) -> state``: nothing seen yet.
-    - ``update(load[M L E], state, *, transitions=None) -> (for_homes[L E], expected[M L E], state)``: loads to place a
-      batch's homes by, known before it; loads to copy experts of each micro-batch by; and the state after the batch.
-      Zeros where nothing is known. A forecast that has no use for `Transitions` does not name them.
+    - ``init(topology, num_layers, *, key=None) -> state``: the state before the first batch.
+    - ``update(load[M L E], state, *, transitions=None) -> (for_homes[L E], expected[M L E], state)``: the loads by
+      which to place the homes of a batch, forecast before it starts; the loads by which to copy experts in each
+      micro-batch; and the state after the batch. Loads are zero if there is no data yet. A forecast that does not use
+      `Transitions` omits the parameter.
     """
 
     init: Callable[..., Any]
     """Makes the first state."""
     update: Callable[..., Expected]
-    """Expects the loads of a batch."""
+    """Forecasts the loads of a batch and updates the state."""
 
 
 class LoadHistory(NamedTuple):
-    """What `history` has seen."""
+    """The state of the forecast ``history``."""
 
     batch: Float[jax.Array, "L E"]
     """Load of the last batch, summed over its micro-batches; zeros before the first."""
@@ -50,15 +53,17 @@ class LoadHistory(NamedTuple):
 
 
 class ChainHistory(NamedTuple):
-    """What the forecasts by transitions have seen."""
+    """The state of the forecasts by transitions, ``next_token`` and ``across_layers``."""
 
     batch: Float[jax.Array, "L E"]
     """Load of the last batch; zeros before the first."""
     counts: Float[jax.Array, "L E E"]
-    """The transitions of the last batch that had them; zeros before the first."""
+    """The transition counts of the last batch for which they were given; zeros before the first."""
 
 
-def _nothing(topology: Topology, num_layers: int, *, key: jax.Array | None = None) -> Float[jax.Array, "L E"]:
+def _zero_loads(
+    topology: Topology, num_layers: int, *, key: jax.Array | None = None
+) -> Float[jax.Array, "L E"]:
     del key
     return jnp.zeros((num_layers, topology.num_experts), jnp.float32)
 
@@ -77,8 +82,8 @@ def _true() -> Forecast:
 
 def _history() -> Forecast:
     def init(topology: Topology, num_layers: int, *, key=None) -> LoadHistory:
-        nothing = _nothing(topology, num_layers, key=key)
-        return LoadHistory(nothing, nothing)
+        zeros = _zero_loads(topology, num_layers, key=key)
+        return LoadHistory(zeros, zeros)
 
     def update(load: Num[jax.Array, "M L E"], state: LoadHistory) -> Expected:
         load = load.astype(jnp.float32)
@@ -89,52 +94,57 @@ def _history() -> Forecast:
 
 
 def _mean() -> Forecast:
-    def update(load: Num[jax.Array, "M L E"], seen: Float[jax.Array, "L E"]) -> Expected:
-        until = seen[None] + jnp.cumsum(load.astype(jnp.float32), axis=0)
-        return seen, jnp.concatenate([seen[None], until[:-1]]), until[-1]
+    def update(load: Num[jax.Array, "M L E"], total: Float[jax.Array, "L E"]) -> Expected:
+        totals = total[None] + jnp.cumsum(load.astype(jnp.float32), axis=0)
+        return total, jnp.concatenate([total[None], totals[:-1]]), totals[-1]
 
-    return Forecast(_nothing, update)
+    return Forecast(_zero_loads, update)
 
 
 def average(*, decay: float = 0.5) -> Forecast:
-    """Expect the exponential average of all micro-batches seen so far.
+    """Make a forecast that expects the exponential average of all previous micro-batches.
 
     Args:
-        decay: the part of the average that stays when a micro-batch is added; 0 is the micro-batch before. On the
-            recorded trace the best is near 1, which is the mean, if samples are shuffled (14%), and 0.3 if they are as
-            recorded (21% to 27%); with 0.5 the error is within 9% of the best in batches of 44, 88 and 176 samples.
+        decay: the weight of the previous average when a micro-batch is added; with 0 the forecast is the previous
+            micro-batch. On the recorded trace the smallest error is near 1, the mean, if samples are shuffled (error
+            14%), and at 0.3 if they are in recorded order (21% to 27%). With 0.5 the error is within 9% of the smallest
+            in batches of 44, 88 and 176 samples.
 
     Returns:
         A Forecast whose state is the average, ``[L, E]``.
     """
 
-    def update(load: Num[jax.Array, "M L E"], seen: Float[jax.Array, "L E"]) -> Expected:
-        def step(before, load):
-            return decay * before + (1 - decay) * load, before
+    def update(load: Num[jax.Array, "M L E"], mean: Float[jax.Array, "L E"]) -> Expected:
+        def step(previous, load):
+            return decay * previous + (1 - decay) * load, previous
 
-        after, before = jax.lax.scan(step, seen, load.astype(jnp.float32))
-        return seen, before, after
+        last, previous = jax.lax.scan(step, mean, load.astype(jnp.float32))
+        return mean, previous, last
 
-    return Forecast(_nothing, update)
+    return Forecast(_zero_loads, update)
 
 
 def _by_transitions(
     kind: str, source: Callable[[Num[jax.Array, "M L E"]], Num[jax.Array, "M L E"]]
 ) -> Forecast:
-    """Expect what follows from the true loads of ``source``, by the counts ``kind`` of the batch before.
+    """Make a forecast that applies the previous batch's transitions to true loads.
 
-    Homes are placed by the batch before, as nothing of a batch is routed when they are.
+    Homes are placed by the load of the previous batch, because no token of the batch is routed yet at that time.
+
+    Args:
+        kind: the field of `Transitions` to use.
+        source: the function that gives, from the true loads, the loads from which the transitions lead.
     """
 
     def init(topology: Topology, num_layers: int, *, key=None) -> ChainHistory:
-        nothing = _nothing(topology, num_layers, key=key)
-        return ChainHistory(nothing, jnp.zeros((*nothing.shape, topology.num_experts), jnp.float32))
+        zeros = _zero_loads(topology, num_layers, key=key)
+        return ChainHistory(zeros, jnp.zeros((*zeros.shape, topology.num_experts), jnp.float32))
 
     def update(
         load: Num[jax.Array, "M L E"], state: ChainHistory, *, transitions: Transitions | None = None
     ) -> Expected:
         load = load.astype(jnp.float32)
-        # Under vmap a loop, as in LPLB: a product of more matrices may be summed in another order.
+        # Under vmap this is a loop, as in LPLB: a batched matrix product may sum in another order.
         expected = jax.custom_batching.sequential_vmap(_follow)(source(load), state.counts, state.batch)
         counts = state.counts if transitions is None else getattr(transitions, kind).astype(jnp.float32)
         return state.batch, expected, ChainHistory(load.sum(0), counts)
@@ -146,16 +156,16 @@ def _by_transitions(
 def _follow(
     load: Float[jax.Array, "M L E"], counts: Float[jax.Array, "L E E"], batch: Float[jax.Array, "L E"]
 ) -> Float[jax.Array, "M L E"]:
-    """The load one transition later; what leaves experts that nothing was counted for spreads as the batch before."""
-    leaving = counts.sum(-1)
-    chance = counts / jnp.maximum(leaving, 1)[..., None]
+    """Apply transitions to loads; the load of experts without counts is spread like the previous batch's load."""
+    departures = counts.sum(-1)
+    chance = counts / jnp.maximum(departures, 1)[..., None]
     share = batch / jnp.maximum(batch.sum(-1, keepdims=True), 1)
-    known = jnp.einsum("mle,lef->mlf", load, chance, precision="highest")
-    return known + jnp.where(leaving == 0, load, 0).sum(-1, keepdims=True) * share[None]
+    predicted = jnp.einsum("mle,lef->mlf", load, chance, precision="highest")
+    return predicted + jnp.where(departures == 0, load, 0).sum(-1, keepdims=True) * share[None]
 
 
 def _layer_below(load: Num[jax.Array, "M L E"]) -> Num[jax.Array, "M L E"]:
-    """The loads one layer below; the first layer, which nothing leads to, has its own for their sum."""
+    """Return the loads one layer below; the first layer keeps its own loads, of which only the sum is used."""
     return jnp.concatenate([load[:, :1], load[:, :-1]], axis=1)
 
 
@@ -167,21 +177,21 @@ FORECASTS: dict[str, Forecast] = {
     "next_token": _by_transitions("along_tokens", lambda load: load),
     "across_layers": _by_transitions("across_layers", _layer_below),
 }
-"""How loads may be expected, by name.
+"""The forecasts of loads, by name.
 
-- ``true``: the loads themselves, as routing replay gives them.
-- ``history``: homes by the batch before, replicas by the micro-batch before.
-- ``mean``: the mean of all micro-batches seen so far, those of earlier batches too.
-- ``average``: their exponential average.
-- ``next_token``: what follows, one token later, from the loads of the same micro-batch and layer, by a table of the
-  experts of neighbouring tokens counted on the batch before. What it expects from is nearly all of the routing that it
-  expects: it knows more than any system without replay does.
-- ``across_layers``: what follows, one layer later, from the true loads of the layer below in the same micro-batch, by a
-  table counted on the batch before (PopFetcher); the first layer from the mean of the batch before. As much as a
-  system that decides between two layers knows.
+- ``true``: the true loads, as routing replay gives them.
+- ``history``: the previous batch for homes, the previous micro-batch for replicas.
+- ``mean``: the mean of all previous micro-batches, including earlier batches.
+- ``average``: the exponential average of all previous micro-batches.
+- ``next_token``: the true loads of the same micro-batch and layer, advanced by one token with the transitions between
+  neighbouring tokens of the previous batch. Its input is nearly all of the routing that it forecasts, so it has more
+  information than any system without replay.
+- ``across_layers``: the true loads of the layer below in the same micro-batch, advanced by one layer with the
+  transitions of the previous batch (PopFetcher). The first layer is forecast from the mean of the previous batch. A
+  system that decides between two layers has this information.
 
-The last two take what leaves experts that nothing was counted for to spread as the mean of the batch before: all loads,
-where a planner is told no transitions.
+In the last two, the load of experts without transition counts is spread like the mean of the previous batch. If the
+planner receives no transitions, that is the whole load.
 """
 
 
@@ -193,47 +203,48 @@ def expect_loads(
     scope: str,
     transitions: Transitions | None,
 ) -> tuple[Float[jax.Array, "L E"], Float[jax.Array, "#M L E"], Any]:
-    """What a planner expects: loads for homes, loads for replicas, and the forecast's state after the batch.
+    """Forecast the loads of a batch for homes and for replicas.
 
     Args:
-        forecast: of `FORECASTS`.
-        load: true loads of the experts.
+        forecast: a value of `FORECASTS`.
+        load: the true loads of the experts.
         state: the forecast's state before the batch.
-        scope: ``micro_batch``, or ``batch`` for replicas that are chosen once, by the loads for homes.
-        transitions: counts of the batch, or None.
+        scope: how often replicas are chosen: for every ``micro_batch``, or once per ``batch`` by the loads for homes.
+        transitions: the transition counts of the batch, or None.
 
     Returns:
-        Both loads, float32, and the state.
+        The loads for homes and the loads for replicas, float32, and the forecast's state after the batch.
     """
-    known = taken_by(forecast.update, {"transitions": transitions})
-    for_homes, expected, state = forecast.update(load, state, **known)
+    extra = taken_by(forecast.update, {"transitions": transitions})
+    for_homes, expected, state = forecast.update(load, state, **extra)
     return for_homes, for_homes[None] if scope == "batch" else expected, state
 
 
 class PlacedState(NamedTuple):
-    """State of the planners that place and copy by what a forecast expects."""
+    """The state of planners that place and copy experts by a forecast."""
 
     seen: Any
     """The state of the forecast."""
     home: Int[jax.Array, "L E"]
-    """Flat home slot of each expert in the batch before; EMPTY in a layer of which nothing was known."""
+    """Flat home slot of each expert in the previous batch; EMPTY in a layer that had no forecast yet."""
 
 
 def plan_expected(
     pack: Callable[..., Array], fill: Callable[..., Plan], *, loads: str, scope: str, keep_homes: bool
 ) -> Planner:
-    """A planner that places and copies by what a forecast expects.
+    """Make a planner that places and copies experts by a forecast.
 
     Args:
-        pack: ``(for_homes[L E], topology) -> home[L E]``.
-        fill: ``(load[M L E], expected[#M L E], home[L E], topology) -> Plan``; ``load`` is what quotas sum to.
-        loads: a name of `FORECASTS`.
-        scope: how often replicas are chosen: once a ``batch``, or anew for every ``micro_batch``.
-        keep_homes: whether homes stay where the first batch of which something is expected has put them; otherwise
-            they are packed anew in every batch.
+        pack: the function that chooses homes, ``(for_homes[L E], topology) -> home[L E]``.
+        fill: the function that makes the plan, ``(load[M L E], expected[#M L E], home[L E], topology) -> Plan``; the
+            quotas must sum to ``load``.
+        loads: the name of the forecast in `FORECASTS`.
+        scope: how often replicas are chosen: once per ``batch``, or for every ``micro_batch``.
+        keep_homes: whether to keep the homes of the first batch that has a forecast. Otherwise homes are packed again
+            in every batch.
 
     Returns:
-        A Planner whose state is a PlacedState. It names ``transitions`` if the forecast does.
+        A Planner whose state is a PlacedState. Its ``update`` takes ``transitions`` if the forecast does.
 
     Raises:
         ValueError: if ``loads`` or ``scope`` is unknown.
@@ -244,23 +255,23 @@ def plan_expected(
     forecast = FORECASTS[loads]
 
     def init(topology: Topology, num_layers: int, *, key: jax.Array | None = None) -> PlacedState:
-        nowhere = jnp.full((num_layers, topology.num_experts), EMPTY, jnp.int32)
-        return PlacedState(forecast.init(topology, num_layers, key=key), nowhere)
+        no_homes = jnp.full((num_layers, topology.num_experts), EMPTY, jnp.int32)
+        return PlacedState(forecast.init(topology, num_layers, key=key), no_homes)
 
-    def update_told(load, state, topology: Topology, *, transitions: Transitions | None = None):
+    def update_with_transitions(load, state, topology: Topology, *, transitions: Transitions | None = None):
         check_load(load, topology)
         load = expert_totals(load)
-        for_homes, expected, seen = expect_loads(
+        for_homes, expected, forecast_state = expect_loads(
             forecast, load, state.seen, scope=scope, transitions=transitions
         )
         home = pack(for_homes, topology)
         if keep_homes:
             home = jnp.where(state.home == EMPTY, home, state.home)
-        unknown = (for_homes.sum(-1) == 0) & (state.home[:, 0] == EMPTY)
-        after = jnp.where(unknown[:, None], EMPTY, home)
-        return fill(load, expected, home, topology), PlacedState(seen, after)
+        no_forecast = (for_homes.sum(-1) == 0) & (state.home[:, 0] == EMPTY)
+        next_home = jnp.where(no_forecast[:, None], EMPTY, home)
+        return fill(load, expected, home, topology), PlacedState(forecast_state, next_home)
 
     def update(load, state, topology: Topology):
-        return update_told(load, state, topology)
+        return update_with_transitions(load, state, topology)
 
-    return Planner(init, update_told if takes(forecast.update, "transitions") else update)
+    return Planner(init, update_with_transitions if takes(forecast.update, "transitions") else update)

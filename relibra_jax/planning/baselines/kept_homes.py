@@ -1,4 +1,4 @@
-"""Homes for systems that place experts rarely or not at all: chosen from the first batch, and kept."""
+"""Homes that are chosen from the first batch and kept, for systems that rarely or never move experts."""
 
 from typing import NamedTuple
 
@@ -12,40 +12,51 @@ from relibra_jax.types import EMPTY, Array, Topology
 
 
 class KeptHomes(NamedTuple):
-    """State of the planners whose homes stay where the first batch has put them."""
+    """The state of planners that keep the homes of the first batch."""
 
     home: Int[jax.Array, "L E"]
     """Flat home slot of each expert; EMPTY before the first batch."""
 
 
 def init_homes(topology: Topology, num_layers: int, *, key: jax.Array | None = None) -> KeptHomes:
-    """The state before the first batch: no homes yet."""
+    """Make the state before the first batch, which has no homes yet."""
     del key
     return KeptHomes(jnp.full((num_layers, topology.num_experts), EMPTY, jnp.int32))
 
 
 def kept_homes(load: Int[jax.Array, "M L E"], state: KeptHomes, topology: Topology) -> Int[jax.Array, "L E"]:
-    """The homes of the batch before; in the first batch EPLB's packing of its loads.
+    """Return the homes of the previous batch, or in the first batch EPLB's packing of its loads.
 
-    A layer that contiguous homes balance as well keeps those.
+    In the first batch, a layer keeps contiguous homes if packing does not balance it better.
 
     Args:
-        load: token copies of each expert.
-        state: what the batch before left.
+        load: the number of token copies for each expert.
+        state: the state after the previous batch.
         topology: the expert-parallel group.
+
+    Returns:
+        Flat home slot of each expert.
     """
     experts, nodes = topology.num_experts, topology.num_nodes
     packed = pack_homes(load.astype(jnp.float32).sum(0), topology, num_groups=experts, num_nodes=nodes)
     contiguous = contiguous_homes(topology, load.shape[1])
     better = summed_tops(load, packed, topology) < summed_tops(load, contiguous, topology)
-    first = jnp.where(better[:, None], packed, contiguous)
-    return jnp.where(state.home == EMPTY, first, state.home)
+    first_home = jnp.where(better[:, None], packed, contiguous)
+    return jnp.where(state.home == EMPTY, first_home, state.home)
 
 
 def summed_tops(
     load: Int[jax.Array, "M L E"], home: Int[Array, "L E"], topology: Topology
 ) -> Float[jax.Array, " L"]:
-    """The largest rank load of homes alone, summed over micro-batches: what time feels of them.
+    """Sum the largest rank load of each micro-batch, without replicas; it determines the time of the batch.
+
+    Args:
+        load: the number of token copies for each expert.
+        home: flat home slot of each expert.
+        topology: the expert-parallel group.
+
+    Returns:
+        The sum for each layer, in token copies.
 
     >>> topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=4, replica_slots=0)
     >>> load = jnp.array([[[5, 4, 2, 1]], [[1, 1, 3, 3]]])

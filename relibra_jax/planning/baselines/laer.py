@@ -1,11 +1,13 @@
-"""LAER-MoE's planner of expert layouts (ASPLOS'26, arXiv 2602.11686) as a planner with homes.
+"""LAER-MoE's expert layouts (ASPLOS'26, arXiv 2602.11686), as a planner with homes.
 
-In every micro-batch several vectors of copy counts are tried. For each of them copies are placed, heaviest first, and
-tokens are routed, to copies of their own node where it has any. The layout of the least modelled time is taken:
+In every micro-batch the planner tries several vectors of copy counts. For each of them it places the copies, heaviest
+first, and routes the tokens, to copies in their own node if it has any. It takes the layout with the least modelled
+time:
 
     sum over ranks of the time to send their token copies  +  time to compute the token copies of the fullest rank
 
-in all passes: dispatch and combine forward and backward, compute three times, or four with a recompute.
+over all passes: dispatch and combine in the forward and backward pass, and compute three times, or four with a
+recompute.
 
 Source: github.com/PKU-DAIR/Hetu-Galvatron, branch laer-moe, ``csrc/greedy_balancer.cpp``.
 """
@@ -28,38 +30,40 @@ from relibra_jax.types import EMPTY, Array, Plan, Planner, Topology, UnitTimes
 DEFAULT_COST: Final = UnitTimes(
     token=0.0, copy=4 * 1.484e-6, crossing=4 * 8192 / 88.95e9, spread=4 * 8192 / 216.27e9, move=0.0, push=0.0
 )
-"""The source's defaults: 1.484 us to compute a token copy in one pass, of four, and 88.95 and 216.27 GB/s between nodes
-and inside them; for the width of 4096 in bfloat16 of the models that it was measured on."""
+"""The source's defaults, measured on models of width 4096 in bfloat16: 1.484 us to compute a token copy in one of four
+passes, 88.95 GB/s between nodes and 216.27 GB/s inside a node."""
 
 _MAX = np.int32(np.iinfo(np.int32).max)
 
 
 def laer(*, perturbations: int = 32) -> Planner:
-    """LAER-MoE as a planner with fixed homes; its replicas go to any node.
+    """Make a planner from LAER-MoE, with fixed homes and with replicas on any node.
 
-    Source: ASPLOS'26, arXiv 2602.11686, and its code. The candidates are: as many copies of every expert, if slots
-    allow; one more copy for the largest load per copy, again and again (`copy_counts`); and both with a copy shifted
-    from one expert to another. What differs here, and why:
+    Source: ASPLOS'26, arXiv 2602.11686, and its code. The candidate vectors are: the same number of copies for every
+    expert, if the slots allow; copies added one by one to the expert with the largest load per copy (`copy_counts`);
+    and both with a copy shifted from one expert to another. Differences from the source, and the reasons:
 
-    - The source shards every expert over all ranks (FSEP), so that each rank restores any experts in each micro-batch.
-      Here homes are fixed: the first copy of an expert is at home, and only replica slots are laid out anew. Homes are
-      packed once, from the first batch's loads, and kept, because FSEP moves none.
-    - Loads are the true ones; the source lays out the next iteration from the loads of the last.
-    - A rank holds an expert once. The source may put two copies on a rank, where one would do.
-    - A layout whose fullest rank is fuller than with homes alone is not taken. The source's objective may take it for
-      less communication.
-    - Token copies are whole, and those of nodes without a copy are dealt out together.
-    - The source can shift copies, but its training script asks for 0 shifts. 32 are better in modelled time by 0.4 to
-      0.7% on recorded loads of 2 nodes with two slots and one.
+    - The source shards every expert over all ranks (FSEP), so each rank can restore any experts in each micro-batch.
+      Here homes are fixed: the first copy of an expert is at home, and only the contents of replica slots change. Homes
+      are packed once, from the first batch's loads, and kept, because FSEP moves none.
+    - Loads are the true ones. The source lays out the next iteration from the loads of the last one.
+    - A rank holds an expert at most once. The source may put two copies on one rank, which is never useful.
+    - A layout whose fullest rank has more load than with homes alone is rejected. The source's objective may accept it
+      to save communication.
+    - Token copies are integers, and those of all nodes without a copy are distributed together.
+    - The source can shift copies, but its training script uses 0 shifts. With 32 the modelled time of recorded loads
+      on 2 nodes, with two slots and with one, is 0.4 to 0.7% shorter.
 
-    The time of bringing replicas is no part of the source's objective, for FSEP always restores as many.
+    As in the source, the objective leaves out the time of fetching replicas, because FSEP always restores the same
+    number.
 
     Args:
-        perturbations: how many shifts of each vector of copy counts are tried, drawn once for all.
+        perturbations: the number of shifts tried for each vector of copy counts. The shifts are drawn once and are the
+            same in every layer and micro-batch.
 
     Returns:
-        A Planner whose state is a KeptHomes. Its update takes ``cost``, of which it weighs ``copy``, ``crossing`` and
-        ``spread``; `DEFAULT_COST` where there is none.
+        A Planner whose state is a KeptHomes. Its ``update`` takes ``cost`` and uses its ``copy``, ``crossing`` and
+        ``spread``; without it, `DEFAULT_COST`.
 
     Raises:
         ValueError: if ``perturbations`` is not an integer of at least 0.
@@ -97,17 +101,19 @@ def laer(*, perturbations: int = 32) -> Planner:
 
 
 def copy_counts(load: Num[Array, " E"], topology: Topology) -> Int[jax.Array, " E"]:
-    """How many copies each expert gets: again and again one more for the expert with the largest load per copy.
+    """Choose the number of copies of each expert, adding copies to the expert with the largest load per copy.
 
-    Source: ``allocate_expert_replicas_precise``. If all experts fit on every node, each starts with a copy a node. An
-    expert with a copy for every node gets one more for every node at once, or is done if so many are not left.
+    Source: ``allocate_expert_replicas_precise``. If all experts fit on every node, each starts with one copy per node.
+    An expert that has a copy for every node gets one more for every node at once, or none if too few are left.
 
     Args:
-        load: token copies of each expert; loads per copy are compared in float32, ties go to the lower index.
-        topology: the expert-parallel group: E + P * R copies, at most one of an expert on each of its P ranks.
+        load: the number of token copies for each expert. Loads per copy are compared in float32; ties go to the lower
+            index.
+        topology: the expert-parallel group, which has room for E + P * R copies, at most one of an expert on each of
+            its P ranks.
 
     Returns:
-        Copies of each expert, at least 1; int32.
+        The number of copies of each expert, at least 1; int32.
 
     >>> topology = Topology(num_nodes=2, ranks_per_node=2, num_experts=4, replica_slots=1)
     >>> copy_counts(jnp.array([90, 30, 10, 8]), topology).tolist()
@@ -121,32 +127,36 @@ def copy_counts(load: Num[Array, " E"], topology: Topology) -> Int[jax.Array, " 
     on_every_node = (nodes - 1) * experts <= free
 
     def add(carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
-        count, left, growing = carry
+        count, remaining, growing = carry
         expert = index == jnp.argmax(jnp.where(growing, load / count, -1))
-        more = jnp.where(count >= nodes, nodes, 1).astype(jnp.int32)
-        grows = expert & (more <= left) & (count + more <= ranks)
-        added = jnp.where(grows, more, 0)
-        return count + added, left - added.sum(dtype=jnp.int32), growing & (grows | ~expert)
+        step = jnp.where(count >= nodes, nodes, 1).astype(jnp.int32)
+        grows = expert & (step <= remaining) & (count + step <= ranks)
+        added = jnp.where(grows, step, 0)
+        return count + added, remaining - added.sum(dtype=jnp.int32), growing & (grows | ~expert)
 
     count = jnp.full(experts, nodes if on_every_node else 1, jnp.int32)
-    left = jnp.int32(free - on_every_node * (nodes - 1) * experts)
-    start = (count, left, jnp.ones(experts, bool))
+    remaining = jnp.int32(free - on_every_node * (nodes - 1) * experts)
+    start = (count, remaining, jnp.ones(experts, bool))
     return jax.lax.while_loop(lambda carry: (carry[1] > 0) & carry[2].any(), add, start)[0]
 
 
 class _Layout(NamedTuple):
-    """Where the copies of a layer are in a micro-batch, what they compute, and what that takes."""
+    """The layout of one layer in one micro-batch."""
 
     replica: Int[jax.Array, "P R"]
+    """The expert in each replica slot, by home slot; EMPTY for none."""
     quota: Int[jax.Array, "P S"]
+    """Token copies that each slot computes."""
     top: Int[jax.Array, ""]
+    """The largest rank load, in token copies."""
     time: Float[jax.Array, ""]
+    """The modelled time, in seconds."""
 
 
 def _best_layout(
     load: Int[jax.Array, "P E"], *, cost: UnitTimes, topology: Topology, perturbations: int
 ) -> tuple[Int[jax.Array, "P R"], Int[jax.Array, "P S"]]:
-    """The layout of least time; experts are counted by home slot, ``load`` says where their tokens lie."""
+    """Choose the layout of least time; experts are numbered by home slot, ``load`` is by the rank where tokens lie."""
     lay_out = functools.partial(_lay_out, load, cost=cost, topology=topology)
     layouts = jax.vmap(lay_out)(_candidates(load.sum(0, dtype=jnp.int32), topology, perturbations))
     chosen = jnp.argmin(jnp.where(layouts.top <= layouts.top[0], layouts.time, jnp.inf))
@@ -154,18 +164,18 @@ def _best_layout(
 
 
 def _candidates(load: Int[jax.Array, " E"], topology: Topology, perturbations: int) -> Int[jax.Array, "C E"]:
-    """Vectors of copy counts, the first of homes alone."""
+    """Make the candidate vectors of copy counts; the first one has homes alone."""
     experts, ranks, nodes = topology.num_experts, topology.num_ranks, topology.num_nodes
-    alone = jnp.ones((1, experts), jnp.int32)
+    home_counts = jnp.ones((1, experts), jnp.int32)
     free = ranks * topology.replica_slots
-    if not free or ranks == 1:  # nothing to copy, or nowhere
-        return alone
+    if not free or ranks == 1:  # no replica slots, or no other rank
+        return home_counts
     counts = [copy_counts(load, topology)]
     if free % experts == 0:
         counts.append(jnp.full(experts, min(1 + free // experts, ranks), jnp.int32))
     rng = np.random.default_rng(0)
-    drawn = [rng.choice(experts, 2, replace=False) for _ in range(perturbations)]
-    pairs = jnp.asarray(np.reshape(drawn, (perturbations, 2)), jnp.int32)
+    draws = [rng.choice(experts, 2, replace=False) for _ in range(perturbations)]
+    pairs = jnp.asarray(np.reshape(draws, (perturbations, 2)), jnp.int32)
 
     def shift(count: jax.Array, pair: jax.Array) -> jax.Array:
         giver, taker = pair
@@ -175,38 +185,38 @@ def _candidates(load: Int[jax.Array, " E"], topology: Topology, perturbations: i
         amount = jnp.where(allowed, amount, 0)
         return count.at[giver].add(-amount).at[taker].add(amount)
 
-    shifted = [jax.vmap(shift, (None, 0))(count, pairs) for count in counts]
-    return jnp.concatenate([alone, jnp.stack(counts), *shifted])
+    perturbed = [jax.vmap(shift, (None, 0))(count, pairs) for count in counts]
+    return jnp.concatenate([home_counts, jnp.stack(counts), *perturbed])
 
 
 def _lay_out(
     load: Int[jax.Array, "P E"], count: Int[jax.Array, " E"], *, cost: UnitTimes, topology: Topology
 ) -> _Layout:
-    replica, held = _place(load.sum(0, dtype=jnp.int32), count, topology)
-    tokens = _route(load, held, topology)
+    replica, holds = _place(load.sum(0, dtype=jnp.int32), count, topology)
+    tokens = _route(load, holds, topology)
     top = tokens.sum(1, dtype=jnp.int32).max()
     homes = jnp.arange(topology.num_experts, dtype=jnp.int32).reshape(topology.num_ranks, -1)
     slots = jnp.concatenate([homes, replica], 1)
     quota = jnp.where(slots == EMPTY, 0, jnp.take_along_axis(tokens, jnp.maximum(slots, 0), 1))
 
-    near = jnp.repeat(_by_node(held, topology), topology.ranks_per_node, 0)
-    crossing = jnp.where(near == 0, load, 0).sum(dtype=jnp.int32)
-    own = jnp.where(held, load // jnp.maximum(near, 1), 0).sum(dtype=jnp.int32)
-    inside = load.sum(dtype=jnp.int32) - crossing - own
+    local_copies = jnp.repeat(_by_node(holds, topology), topology.ranks_per_node, 0)
+    crossing = jnp.where(local_copies == 0, load, 0).sum(dtype=jnp.int32)
+    local = jnp.where(holds, load // jnp.maximum(local_copies, 1), 0).sum(dtype=jnp.int32)
+    inside = load.sum(dtype=jnp.int32) - crossing - local
     seconds = jnp.stack([jnp.asarray(unit, jnp.float32) for unit in (cost.crossing, cost.spread, cost.copy)])
     time = (seconds * jnp.stack([crossing, inside, top]).astype(jnp.float32)).sum()
     return _Layout(replica, quota, top, time)
 
 
 def _by_node(values: Num[jax.Array, "P E"] | Bool[jax.Array, "P E"], topology: Topology) -> jax.Array:
-    """Summed over the ranks of each node, int32 ``[N, E]``."""
+    """Sum over the ranks of each node, int32 ``[N, E]``."""
     return values.reshape(topology.num_nodes, -1, values.shape[1]).sum(1, dtype=jnp.int32)
 
 
 def _place(
     load: Int[jax.Array, " E"], count: Int[jax.Array, " E"], topology: Topology
 ) -> tuple[Int[jax.Array, "P R"], Bool[jax.Array, "P E"]]:
-    """Copies beside the homes, heaviest first, to the nodes with fewest copies and there to the lightest rank."""
+    """Place copies, heaviest first, on the node with the fewest copies of the expert and there on the lightest rank."""
     ranks, slots, experts = topology.num_ranks, topology.replica_slots, topology.num_experts
     rank, expert = jnp.arange(ranks, dtype=jnp.int32), jnp.arange(experts, dtype=jnp.int32)
     at_home = rank[:, None] == (expert // topology.home_slots)[None]
@@ -217,38 +227,42 @@ def _place(
     heaviest = jnp.argsort(-share, stable=True).astype(jnp.int32)
     extra = count[heaviest] - 1
     items = jnp.repeat(heaviest, extra, total_repeat_length=ranks * slots)
-    wanted = jnp.arange(ranks * slots) < extra.sum()
+    is_copy = jnp.arange(ranks * slots) < extra.sum()
 
     def put(carry: tuple[jax.Array, ...], item: tuple[jax.Array, jax.Array]) -> tuple[tuple, None]:
-        replica, held, rank_load = carry
-        chosen, wanted = item
-        used = (replica != EMPTY).sum(1, dtype=jnp.int32)
-        free = (used < slots) & ~held[:, chosen]
-        copies = held[:, chosen].reshape(topology.num_nodes, -1).sum(1)
+        replica, holds, rank_load = carry
+        copied_expert, is_copy = item
+        used_slots = (replica != EMPTY).sum(1, dtype=jnp.int32)
+        free = (used_slots < slots) & ~holds[:, copied_expert]
+        copies = holds[:, copied_expert].reshape(topology.num_nodes, -1).sum(1)
         fewest = free & jnp.repeat(copies == copies.min(), topology.ranks_per_node)
-        open_ = jnp.where(fewest.any(), fewest, free)
-        here = wanted & open_ & (rank == jnp.argmin(jnp.where(open_, rank_load, _MAX)))
-        replica = jnp.where(here[:, None] & (jnp.arange(slots)[None] == used[:, None]), chosen, replica)
-        held |= here[:, None] & (expert == chosen)[None]
-        return (replica, held, rank_load + jnp.where(here, share[chosen], 0)), None
+        candidates = jnp.where(fewest.any(), fewest, free)
+        takes = is_copy & candidates & (rank == jnp.argmin(jnp.where(candidates, rank_load, _MAX)))
+        replica = jnp.where(
+            takes[:, None] & (jnp.arange(slots)[None] == used_slots[:, None]), copied_expert, replica
+        )
+        holds |= takes[:, None] & (expert == copied_expert)[None]
+        return (replica, holds, rank_load + jnp.where(takes, share[copied_expert], 0)), None
 
     start = (empty, at_home, share.reshape(ranks, -1).sum(1, dtype=jnp.int32))
-    return jax.lax.scan(put, start, (items, wanted))[0][:2]
+    return jax.lax.scan(put, start, (items, is_copy))[0][:2]
 
 
 def _route(
-    load: Int[jax.Array, "P E"], held: Bool[jax.Array, "P E"], topology: Topology
+    load: Int[jax.Array, "P E"], holds: Bool[jax.Array, "P E"], topology: Topology
 ) -> Int[jax.Array, "P E"]:
-    """Token copies that each rank computes of each expert: a node's evenly on its own copies, else on all copies."""
-    by_node, copies = _by_node(load, topology), _by_node(held, topology)
-    near = jax.vmap(_deal)(by_node, held.reshape(topology.num_nodes, -1, load.shape[1]))
-    far = jnp.where(copies == 0, by_node, 0).sum(0, dtype=jnp.int32)
-    return near.reshape(load.shape) + _deal(far, held)
+    """Split the tokens of a node evenly over its own copies of their expert, or over all copies if it has none."""
+    by_node, copies = _by_node(load, topology), _by_node(holds, topology)
+    local_tokens = jax.vmap(_split_over_holders)(
+        by_node, holds.reshape(topology.num_nodes, -1, load.shape[1])
+    )
+    remote_load = jnp.where(copies == 0, by_node, 0).sum(0, dtype=jnp.int32)
+    return local_tokens.reshape(load.shape) + _split_over_holders(remote_load, holds)
 
 
-def _deal(tokens: Int[jax.Array, " E"], held: Bool[jax.Array, "P E"]) -> Int[jax.Array, "P E"]:
-    """Each expert's tokens evenly on the ranks that hold it, the first ones taking what is left over."""
-    copies = held.sum(0, dtype=jnp.int32)
-    each, rest = jnp.divmod(tokens, jnp.maximum(copies, 1))
-    place = jnp.cumsum(held, 0, dtype=jnp.int32) - held
-    return jnp.where(held, each[None] + (place < rest[None]), 0)
+def _split_over_holders(tokens: Int[jax.Array, " E"], holds: Bool[jax.Array, "P E"]) -> Int[jax.Array, "P E"]:
+    """Split each expert's tokens evenly over the ranks that hold it; the first ranks take the remainder."""
+    copies = holds.sum(0, dtype=jnp.int32)
+    quotient, remainder = jnp.divmod(tokens, jnp.maximum(copies, 1))
+    place = jnp.cumsum(holds, 0, dtype=jnp.int32) - holds
+    return jnp.where(holds, quotient[None] + (place < remainder[None]), 0)

@@ -1,14 +1,14 @@
 """PopFetcher (Zhang et al., USENIX ATC 2025) as a planner: a layer's hot experts are fetched before it is routed.
 
-The paper observes that experts of neighbouring layers are chosen together, and expects how popular a layer's experts
-will be from the routing of the layer below and the probability of one expert after another, counted over the last
-iterations. The experts that are expected hot are fetched while attention computes. No code was published, and we have
-only public summaries of the text, so what is here is our reading:
+The paper observes that the choices of experts in neighbouring layers are correlated. It predicts the popularity of a
+layer's experts from the routing of the layer below and from transition probabilities between experts, counted over the
+last iterations. The experts that are expected to be hot are fetched while attention computes. No code was published,
+and we have only public summaries of the text, so this module is our interpretation:
 
-- the probabilities are counted over the batch before, where the paper's window is ten iterations;
-- experts are copied by EPLB's rule on the expected loads (largest load per copy, to the lightest rank of a node), where
-  the paper prunes and prices candidates with a model of its own cluster. Fetches that cross nodes are left out;
-- tokens are split evenly over the copies, by their true number, as dispatch sees it.
+- The probabilities are counted over the previous batch; the paper's window is ten iterations.
+- Experts are copied by EPLB's rule on the expected loads (largest load per copy, to the lightest rank of a node). The
+  paper prunes and prices candidates with a model of its own cluster. Fetches that cross nodes are left out.
+- The true number of tokens is split evenly over the copies, because dispatch knows it.
 
 Homes do not move: they are contiguous, or packed once.
 """
@@ -23,18 +23,18 @@ from relibra_jax.types import Array, Plan, Planner, Topology
 
 
 def popfetcher(*, packed: bool = False) -> Planner:
-    """PopFetcher's replicas: the experts that the layer below lets expect, copied inside their node.
+    """Make a planner from PopFetcher, which copies experts inside their node by loads predicted from the layer below.
 
-    Source: PopFetcher (USENIX ATC 2025), a baseline of ReLibra (arXiv 2605.08639). The true loads of a layer are not
-    looked at when its replicas are chosen, only those of the layer below; see
-    `relibra_jax.planning.baselines.forecasts.FORECASTS` under ``across_layers``.
+    Source: PopFetcher (USENIX ATC 2025), a baseline of ReLibra (arXiv 2605.08639). Replicas of a layer are chosen from
+    the true loads of the layer below, without those of the layer itself; see ``across_layers`` in
+    `relibra_jax.planning.baselines.forecasts.FORECASTS`.
 
     Args:
-        packed: whether homes are packed once, from the first batch that was seen, as a checkpoint could be laid out;
-            otherwise they are contiguous.
+        packed: whether to pack homes once, from the loads of the first batch, as a checkpoint could store them.
+            Otherwise homes are contiguous.
 
     Returns:
-        A Planner whose state is a PlacedState. Without ``transitions`` it expects the mean of the batch before.
+        A Planner whose state is a PlacedState. Without ``transitions`` it expects the mean of the previous batch.
 
     >>> import jax
     >>> import jax.numpy as jnp
@@ -42,7 +42,7 @@ def popfetcher(*, packed: bool = False) -> Planner:
     >>> load, planner = jnp.array([[[[[80, 10, 6, 4], [0, 0, 0, 0]]]]]), popfetcher()
     >>> first, state = planner.update(load, planner.init(topology, 1, key=jax.random.key(0)), topology)
     >>> second, state = planner.update(load, state, topology)
-    >>> first.quota.sum(-1).tolist(), second.quota.sum(-1).tolist()  # nothing was seen before the first
+    >>> first.quota.sum(-1).tolist(), second.quota.sum(-1).tolist()  # there is no forecast for the first batch
     ([[[[90, 10]]]], [[[[63, 37]]]])
     """
 

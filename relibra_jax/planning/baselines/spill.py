@@ -1,7 +1,7 @@
-"""Spilling in one domain: what ranks have above a threshold goes to the rank with most room, expert by expert.
+"""Spilling in one domain: load above a threshold moves, expert by expert, to the rank with the most room.
 
-The step that UltraEP and LLEP share. They differ in the threshold, in the order of the experts and in the fewest
-tokens that they move.
+UltraEP and LLEP share this step. They differ in the threshold, in the order of the experts and in the fewest tokens
+that they move.
 """
 
 from collections.abc import Callable
@@ -15,12 +15,12 @@ from relibra_jax.types import EMPTY
 
 
 class Spilled(NamedTuple):
-    """What a domain of P ranks with H experts each looks like while it spills."""
+    """The state of a domain of P ranks with H experts each during spilling."""
 
     excess: Int[jax.Array, " P"]
-    """Tokens that each rank still has above the threshold."""
+    """Tokens of each rank above the threshold."""
     room: Int[jax.Array, " P"]
-    """Tokens that each rank still lacks to the threshold."""
+    """Tokens that each rank can take until it reaches the threshold."""
     at_home: Int[jax.Array, " E"]
     """Tokens that each expert's home computes; E = P * H."""
     replica: Int[jax.Array, "P R"]
@@ -29,16 +29,16 @@ class Spilled(NamedTuple):
     """Tokens that each replica computes."""
 
     def quota(self) -> Int[jax.Array, "P S"]:
-        """Tokens of each home slot, then of each replica slot."""
+        """Return the tokens of each home slot, then of each replica slot."""
         return jnp.concatenate([self.at_home.reshape(len(self.replica), -1), self.tokens], -1)
 
 
 def unspilled(load: Int[jax.Array, "P H"], threshold: Int[jax.Array, ""], replica_slots: int) -> Spilled:
-    """The domain before anything moves."""
-    above = load.sum(1, dtype=jnp.int32) - threshold
+    """Make the state of the domain before anything moves."""
+    excess = load.sum(1, dtype=jnp.int32) - threshold
     replica = jnp.full((len(load), replica_slots), EMPTY, jnp.int32)
     return Spilled(
-        jnp.maximum(above, 0), jnp.maximum(-above, 0), load.ravel(), replica, jnp.zeros_like(replica)
+        jnp.maximum(excess, 0), jnp.maximum(-excess, 0), load.ravel(), replica, jnp.zeros_like(replica)
     )
 
 
@@ -51,51 +51,52 @@ def spill(
     kept: int,
     fewest: Callable[[jax.Array, jax.Array, jax.Array], jax.Array | int],
 ) -> Spilled:
-    """Bring ranks down to a threshold, as far as slots allow.
+    """Reduce rank loads to a threshold, as far as slots allow.
 
-    Each expert in turn gives what its rank has too much, or as much of it as the expert has, to the rank with most
-    room that has a free slot and no copy of it; then the rest to the next such rank.
+    The experts give tokens one after the other. Each gives the excess of its rank, as far as it has tokens, to the rank
+    with the most room, and the rest to the next one. A rank can take some if it has a free slot and no copy of the
+    expert.
 
     Args:
-        load: token copies of each expert, by home slot; int32.
-        threshold: the rank load to come down to.
-        order: the experts, in the order of their turns.
-        replica_slots: R, 1 or more.
-        kept: tokens that stay at home of every expert that has any.
-        fewest: ``(need, movable, takers) -> tokens`` says when a replica is too small to be worth it: the rank's
-            excess, what of it the expert can give, and the number of ranks that could take some.
+        load: the number of token copies for each expert, by home slot; int32.
+        threshold: the rank load to reach.
+        order: the experts in the order in which they give.
+        replica_slots: R, the number of replica slots of a rank, at least 1.
+        kept: the number of tokens of every expert that stay at home.
+        fewest: the function ``(need, movable, takers) -> tokens`` that gives the smallest replica worth making, from
+            the rank's excess, the part of it that the expert can give, and the number of ranks that could take some.
 
     Returns:
-        Spilled; ``excess`` is 0 on all ranks where the threshold was reached.
+        The state after spilling. If it reached the threshold, ``excess`` is 0 on all ranks.
     """
     ranks, homes = load.shape
     rank, slot = jnp.arange(ranks, dtype=jnp.int32), jnp.arange(replica_slots, dtype=jnp.int32)
-    keeps = jnp.minimum(load.ravel(), kept)
+    home_tokens = jnp.minimum(load.ravel(), kept)
 
     def give(carry):
-        now, turn = carry
-        expert = order[turn]
-        need = now.excess[expert // homes]
-        movable = jnp.minimum(need, now.at_home[expert] - keeps[expert])
-        used = (now.replica != EMPTY).sum(1, dtype=jnp.int32)
-        may_take = (now.room > 0) & (used < replica_slots) & ~(now.replica == expert).any(1)
-        room = jnp.where(may_take, now.room, 0)
-        moved = jnp.minimum(movable, room.max())
+        state, index = carry
+        expert = order[index]
+        need = state.excess[expert // homes]
+        movable = jnp.minimum(need, state.at_home[expert] - home_tokens[expert])
+        used_slots = (state.replica != EMPTY).sum(1, dtype=jnp.int32)
+        may_take = (state.room > 0) & (used_slots < replica_slots) & ~(state.replica == expert).any(1)
+        room = jnp.where(may_take, state.room, 0)
+        amount = jnp.minimum(movable, room.max())
         least = jnp.maximum(fewest(need, movable, may_take.sum(dtype=jnp.int32)), 1)
-        moved = jnp.where(moved >= least, moved, 0)
-        taker = (rank == room.argmax()) & (moved > 0)
-        filled = taker[:, None] & (slot[None] == used[:, None])
-        after = Spilled(
-            now.excess.at[expert // homes].add(-moved),
-            now.room - jnp.where(taker, moved, 0),
-            now.at_home.at[expert].add(-moved),
-            jnp.where(filled, expert, now.replica),
-            jnp.where(filled, moved, now.tokens),
+        amount = jnp.where(amount >= least, amount, 0)
+        taker = (rank == room.argmax()) & (amount > 0)
+        filled = taker[:, None] & (slot[None] == used_slots[:, None])
+        new_state = Spilled(
+            state.excess.at[expert // homes].add(-amount),
+            state.room - jnp.where(taker, amount, 0),
+            state.at_home.at[expert].add(-amount),
+            jnp.where(filled, expert, state.replica),
+            jnp.where(filled, amount, state.tokens),
         )
-        return after, turn + (moved == 0)
+        return new_state, index + (amount == 0)
 
     def unfinished(carry):
-        now, turn = carry
-        return (turn < order.size) & (now.excess.max() > 0)
+        state, index = carry
+        return (index < order.size) & (state.excess.max() > 0)
 
     return jax.lax.while_loop(unfinished, give, (unspilled(load, threshold, replica_slots), jnp.int32(0)))[0]

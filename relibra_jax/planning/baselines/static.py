@@ -1,4 +1,4 @@
-"""Megatron-LM's placement, against which all other planners are measured."""
+"""Megatron-LM's contiguous placement, the reference for all other planners."""
 
 from relibra_jax.plan import contiguous_homes, expert_totals
 from relibra_jax.plan_check import check_load
@@ -7,7 +7,7 @@ from relibra_jax.types import Planner, Topology
 
 
 def static() -> Planner:
-    """Megatron-LM's contiguous placement: expert ``e`` lives in flat home slot ``e``, and nothing is copied.
+    """Make a planner of Megatron-LM's contiguous placement: expert ``e`` has flat home slot ``e``, without copies.
 
     Returns:
         A Planner without state.

@@ -1,7 +1,7 @@
 """UltraEP's replication (arXiv 2606.04101; github.com/Dots-Infra/UltraEP), as a planner.
 
-The smallest rank load is searched to which the domain can be brought by spilling: the fullest rank first, its largest
-expert first, always to the rank with most room.
+The planner searches for the smallest rank load to which spilling can bring the domain. The fullest rank spills first,
+its largest expert first, always to the rank with the most room.
 """
 
 import functools
@@ -16,7 +16,7 @@ from relibra_jax.planning.baselines.spill import spill, unspilled
 from relibra_jax.types import Planner
 
 QUICK_TRIES = 3
-"""Thresholds that UltraEP tries before it searches."""
+"""The number of thresholds that UltraEP tries before it searches."""
 
 
 def ultraep(
@@ -26,34 +26,36 @@ def ultraep(
     packed: bool = False,
     across_nodes: bool = False,
 ) -> Planner:
-    """UltraEP as a planner: homes that stay, and replicas by the smallest threshold to which ranks can be spilled.
+    """Make a planner from UltraEP: homes stay, and ranks spill load down to the smallest threshold found.
 
-    Source: ``quota_placement_solve_kernel`` of github.com/Dots-Infra/UltraEP (1.0.0); arXiv 2606.04101. First the mean
-    plus ``tolerance`` is tried, then twice one hundredth of the largest rank load more. In these tries a replica is too
-    small if it is below its rank's excess divided by the ranks that could take some. The first threshold that can be
-    reached is taken. If none can, the smallest is searched between mean and maximum, with ``min_tokens``. At least one
-    token of every expert stays at home. What differs:
+    Source: ``quota_placement_solve_kernel`` of github.com/Dots-Infra/UltraEP (1.0.0); arXiv 2606.04101. The first
+    threshold tried is the mean plus ``tolerance``. The second and the third are each higher by one hundredth of the
+    largest rank load. In these tries, a replica is too small if it has fewer tokens than its rank's excess divided by
+    the number of ranks that could take some. The first threshold that spilling reaches is taken. If it reaches none,
+    the smallest one between mean and maximum is searched, with replicas of at least ``min_tokens``. At least one token
+    of every expert stays at home. Differences from the source:
 
-    - The search halves its interval, where four warps divide it by five: the same thresholds are in reach, but one may
-      be found that the other passes by, as a higher threshold is not always easier.
-    - ``min_tokens=None``, for the most that the method can balance: the rule of the first tries holds in the search
-      too, and the second and third try, which buy time with balance, are left out. On random domains of 8 ranks with
-      two slots the largest rank load is then 0.8% above the mean, with ``min_tokens=1`` 1.3%.
+    - The search halves its interval. In the source, four warps divide it by five. Both can reach the same thresholds,
+      but one may find a threshold that the other skips, because a higher threshold is not always easier to reach.
+    - ``min_tokens=None`` balances as well as the method can. It applies the size rule of the first tries in the search
+      too, and leaves out the second and third try, which trade balance for time. On random domains of 8 ranks with two
+      slots, the largest rank load is then 0.8% above the mean; with ``min_tokens=1`` it is 1.3% above.
     - Quotas are not divided over the ranks where tokens lie; in this project that follows from the plan.
 
     Args:
-        tolerance: how far above the mean the first threshold is, UltraEP's ``QUOTA_ORACLE_EPS``; 0.01 is one per cent.
-        min_tokens: the fewest tokens of a replica that the search plans, UltraEP's ``QUOTA_MIN_TOKENS_PER_REPLICA``;
-            None as above.
-        packed: whether homes are packed once, from the first batch's loads, as a checkpoint could be laid out;
-            otherwise they are contiguous, as in the source.
-        across_nodes: whether all ranks are one domain of fast interconnect; otherwise every node is one.
+        tolerance: the distance of the first threshold from the mean, as a fraction of the mean: UltraEP's
+            ``QUOTA_ORACLE_EPS``.
+        min_tokens: the fewest tokens of a replica in the search: UltraEP's ``QUOTA_MIN_TOKENS_PER_REPLICA``. None
+            applies the rule described above.
+        packed: whether to pack homes once, from the first batch's loads, as a checkpoint could store them. Otherwise
+            homes are contiguous, as in the source.
+        across_nodes: whether all ranks are one domain of fast interconnect. Otherwise every node is one.
 
     Returns:
         A Planner whose state is a KeptHomes.
 
     Raises:
-        ValueError: if ``tolerance`` is negative, or ``min_tokens`` is not an integer of at least 1.
+        ValueError: if ``tolerance`` is negative, or if ``min_tokens`` is not an integer of at least 1.
 
     >>> from relibra_jax.types import Topology
     >>> topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=4, replica_slots=1)
@@ -73,19 +75,19 @@ def ultraep(
 def _replicate(
     load: Int[jax.Array, "P H"], replica_slots: int, *, tolerance: float, min_tokens: int | None
 ) -> tuple[Int[jax.Array, "P R"], Int[jax.Array, "P S"]]:
-    """UltraEP's search in one domain."""
+    """Run UltraEP's search in one domain."""
     start = load.sum(1, dtype=jnp.int32)
     mean, top = -(-start.sum(dtype=jnp.int32) // start.size), start.max()
-    above = jnp.ceil(mean.astype(jnp.float32) * jnp.float32(tolerance))
-    first = mean + jnp.minimum(above, (top - mean).astype(jnp.float32)).astype(jnp.int32)
+    margin = jnp.ceil(mean.astype(jnp.float32) * jnp.float32(tolerance))
+    first = mean + jnp.minimum(margin, (top - mean).astype(jnp.float32)).astype(jnp.int32)
     tries = 1 if min_tokens is None else QUICK_TRIES
-    order = _turns(load)
+    order = _spill_order(load)
 
     def attempt(carry):
-        best, low, high, turn = carry
-        quick = turn < tries
-        tried = first + jnp.minimum(turn * -(-top // 100), top - first)
-        threshold = jnp.where(quick, tried, low + (high - low) // 2)
+        best, low, high, number = carry
+        quick = number < tries
+        quick_threshold = first + jnp.minimum(number * -(-top // 100), top - first)
+        threshold = jnp.where(quick, quick_threshold, low + (high - low) // 2)
 
         def fewest(need, _, takers):
             share = -(-need // jnp.maximum(takers, 1))
@@ -95,15 +97,15 @@ def _replicate(
         reached = spilled.excess.max() == 0
         best = jax.tree.map(functools.partial(jnp.where, reached), spilled, best)
         low = jnp.where(reached & quick, threshold, jnp.where(reached | quick, low, threshold + 1))
-        return best, low, jnp.where(reached, threshold, high), turn + 1
+        return best, low, jnp.where(reached, threshold, high), number + 1
 
-    nothing = (unspilled(load, top, replica_slots), mean, top, jnp.int32(0))
-    best, *_ = jax.lax.while_loop(lambda carry: carry[1] < carry[2], attempt, nothing)
+    start_state = (unspilled(load, top, replica_slots), mean, top, jnp.int32(0))
+    best, *_ = jax.lax.while_loop(lambda carry: carry[1] < carry[2], attempt, start_state)
     return best.replica, best.quota()
 
 
-def _turns(load: Int[jax.Array, "P H"]) -> Int[jax.Array, " E"]:
-    """Experts of the fullest rank first, the largest expert of each rank first."""
+def _spill_order(load: Int[jax.Array, "P H"]) -> Int[jax.Array, " E"]:
+    """Order the experts: those of the fullest rank first, and the largest expert of each rank first."""
     by_rank = jnp.argsort(-load.sum(1, dtype=jnp.int32), stable=True)
     by_load = jnp.argsort(-load, axis=1, stable=True)
     return (by_rank[:, None] * load.shape[1] + by_load[by_rank]).ravel().astype(jnp.int32)

@@ -1,7 +1,7 @@
-"""Moves of whole experts from the fullest rank to the emptiest, which FEPLB and ForeMoE have in common.
+"""Moves of whole experts from the fullest rank to the emptiest one, the step that FEPLB and ForeMoE share.
 
-A move is a replica that computes all tokens that its expert had at home, where the quota is then 0: the master copy and
-its optimizer state stay. Everything is integer arithmetic, exact as long as a domain's tokens stay below 2**31.
+A move is a replica that computes all tokens that its expert had at home. The master copy and its optimizer state stay
+at home, with a quota of 0. Everything is integer arithmetic, exact as long as a domain's tokens stay below 2**31.
 """
 
 from typing import NamedTuple
@@ -17,39 +17,40 @@ _MAX = np.int32(np.iinfo(np.int32).max)
 
 
 class Spread(NamedTuple):
-    """Which copies compute what in one domain of P ranks with H homes and R replica slots each."""
+    """The token copies that each slot computes, in one domain of P ranks with H homes and R replica slots each."""
 
     at_home: Int[jax.Array, "P H"]
     """Token copies of each home slot."""
     replica: Int[jax.Array, "P R"]
-    """The home slot, counted over the domain, whose expert each replica slot holds; EMPTY for none."""
+    """The domain's home slot of the expert in each replica slot; EMPTY for none."""
     tokens: Int[jax.Array, "P R"]
     """Token copies of each replica slot."""
 
     def rank_load(self) -> Int[jax.Array, " P"]:
-        """Token copies of each rank."""
+        """Return the token copies of each rank."""
         return self.at_home.sum(1, dtype=jnp.int32) + self.tokens.sum(1, dtype=jnp.int32)
 
 
 def at_home_only(load: Int[jax.Array, "P H"], replica_slots: int) -> Spread:
-    """Every expert computed at home, all replica slots empty."""
+    """Make the state in which every expert is computed at home and all replica slots are empty."""
     empty = jnp.full((load.shape[0], replica_slots), EMPTY, jnp.int32)
     return Spread(load, empty, jnp.zeros_like(empty))
 
 
 def move_whole(spread: Spread, movable: Bool[jax.Array, "P H"], *, overshoot: float | None = None) -> Spread:
-    """Move experts whole from the fullest rank to the emptiest that has a free slot, as long as that helps.
+    """Move whole experts from the fullest rank to the emptiest rank with a free slot, as long as that helps.
 
-    A move helps if the emptiest rank ends below where the fullest was. Of the experts whose move helps, the largest is
-    moved; where there is none, no move could lower the largest rank load, and the moves end.
+    A move helps if the emptiest rank then has less load than the fullest rank had. The largest expert whose move helps
+    is moved. If there is none, no move could lower the largest rank load, and the moves end.
 
     Args:
-        spread: what the copies compute before.
-        movable: the home slots whose experts may be moved.
-        overshoot: how many times the fullest rank's excess over the mean an expert may be; None for any size.
+        spread: the token copies of each slot before the moves.
+        movable: the home slots whose experts may move.
+        overshoot: the largest load of an expert that may move, as a multiple of the fullest rank's excess over the
+            mean. None allows any size.
 
     Returns:
-        The spread after all moves, at most one for each replica slot.
+        The token copies of each slot after all moves, at most one for each replica slot.
     """
     ranks, homes = spread.at_home.shape
     room = spread.replica.shape[1]
@@ -58,30 +59,30 @@ def move_whole(spread: Spread, movable: Bool[jax.Array, "P H"], *, overshoot: fl
     rank, expert = jnp.arange(ranks, dtype=jnp.int32), jnp.arange(ranks * homes, dtype=jnp.int32)
 
     def step(carry: tuple[Spread, jax.Array]) -> tuple[Spread, jax.Array]:
-        now, _ = carry
-        load = now.rank_load()
-        used = (now.replica != EMPTY).sum(1, dtype=jnp.int32)
-        free = jnp.where(used < room, load, _MAX)
+        current, _ = carry
+        load = current.rank_load()
+        used_slots = (current.replica != EMPTY).sum(1, dtype=jnp.int32)
+        free = jnp.where(used_slots < room, load, _MAX)
         fullest, emptiest = jnp.argmax(load).astype(jnp.int32), jnp.argmin(free).astype(jnp.int32)
-        size = jnp.where((rank == fullest)[:, None] & movable, now.at_home, 0).ravel()
-        held = (now.replica[emptiest][None, :] == expert[:, None]).any(1)
-        helps = ~held & (size < load[fullest] - free[emptiest])
+        size = jnp.where((rank == fullest)[:, None] & movable, current.at_home, 0).ravel()
+        has_copy = (current.replica[emptiest][None, :] == expert[:, None]).any(1)
+        helps = ~has_copy & (size < load[fullest] - free[emptiest])
         if overshoot is not None:
             excess = load[fullest] - load.sum(dtype=jnp.int32) // ranks
-            beyond = (overshoot - 1) * excess.astype(jnp.float32)
-            helps &= (size - excess).astype(jnp.float32) <= beyond
+            allowance = (overshoot - 1) * excess.astype(jnp.float32)
+            helps &= (size - excess).astype(jnp.float32) <= allowance
         size = jnp.where(helps, size, 0)
-        chosen = jnp.argmax(size).astype(jnp.int32)
-        moved = size[chosen]
-        leaves = jnp.where((expert == chosen) & (moved > 0), 0, now.at_home.ravel())
-        slot = (rank == emptiest)[:, None] & (jnp.arange(room)[None] == used[:, None]) & (moved > 0)
+        candidate = jnp.argmax(size).astype(jnp.int32)
+        amount = size[candidate]
+        at_home = jnp.where((expert == candidate) & (amount > 0), 0, current.at_home.ravel())
+        slot = (rank == emptiest)[:, None] & (jnp.arange(room)[None] == used_slots[:, None]) & (amount > 0)
         return (
             Spread(
-                leaves.reshape(ranks, homes),
-                jnp.where(slot, chosen, now.replica),
-                jnp.where(slot, moved, now.tokens),
+                at_home.reshape(ranks, homes),
+                jnp.where(slot, candidate, current.replica),
+                jnp.where(slot, amount, current.tokens),
             ),
-            moved > 0,
+            amount > 0,
         )
 
     return jax.lax.while_loop(lambda carry: carry[1], step, (spread, jnp.bool_(True)))[0]

@@ -1,4 +1,4 @@
-"""LAER-MoE, ForeMoE and FEPLB: plain ports of their rules, and what their authors report."""
+"""LAER-MoE, ForeMoE and FEPLB, compared with plain Python ports and with the numbers that their authors report."""
 
 import heapq
 from fractions import Fraction
@@ -22,7 +22,7 @@ DRAWS = 12
 
 
 def lognormal(topology, *, sigma=0.8, tokens=65_536, seed=0):
-    """Micro-batches of one layer in which other experts are hot each time; tokens lie evenly on the ranks."""
+    """Make micro-batches of one layer with different hot experts each; tokens lie evenly on the ranks."""
     rng = np.random.default_rng(seed)
     share = rng.lognormal(0, sigma, (DRAWS, topology.num_experts))
     load = (tokens / topology.num_ranks * share / share.sum(-1, keepdims=True)).astype(np.int32)
@@ -31,7 +31,7 @@ def lognormal(topology, *, sigma=0.8, tokens=65_536, seed=0):
 
 
 def plan_with(planner, load, topology, *, before=None, **extra):
-    """The plan for ``load`` after a batch ``before``."""
+    """Plan ``load`` after a batch ``before``."""
     state = planner.init(topology, load.shape[1], key=jax.random.key(0))
     update = jax.jit(planner.update)
     if before is not None:
@@ -41,16 +41,16 @@ def plan_with(planner, load, topology, *, before=None, **extra):
 
 
 def stragglers(load):
-    """Tokens of the fullest rank beyond the mean, as FEPLB counts them."""
+    """Return the excess of the fullest rank over the mean, as FEPLB counts it."""
     load = np.asarray(load).reshape(len(load), -1)
     return (load.max(-1) - load.mean(-1)).mean()
 
 
 @pytest.mark.parametrize(("dynamic", "published"), [(2, 0.65), (4, 0.68), (8, 0.70)])
 def test_feplb_reduces_the_straggler_as_published(dynamic, published):
-    """128 experts on 8 ranks of a node, without auxiliary loss; the paper's 6666 tokens become 2021 with 8 experts.
+    """Test 128 experts on 8 ranks of a node, where the paper's excess of 6666 tokens falls to 2021 with 8 experts.
 
-    Homes are contiguous, kept from an even batch before, for the authors move no homes between two measurements.
+    Homes are contiguous, kept from a previous even batch, because the authors move no homes between measurements.
     """
     topology = Topology(num_nodes=1, ranks_per_node=8, num_experts=128, replica_slots=dynamic)
     load = lognormal(topology)
@@ -62,7 +62,7 @@ def test_feplb_reduces_the_straggler_as_published(dynamic, published):
 
 
 def port_of_feplb(load, *, dynamic, min_tokens, room):
-    """Rank loads of one node after FEPLB's moves, in plain Python."""
+    """Return the rank loads of one node after FEPLB's moves, in plain Python."""
     ranks = [{e: int(tokens) for e, tokens in enumerate(row)} for row in load]
     movable = [sorted(row, key=lambda e, row=row: -row[e])[:dynamic] for row in ranks]
     total, taken = [sum(row.values()) for row in ranks], [0] * len(ranks)
@@ -90,10 +90,10 @@ def test_feplb_agrees_with_a_port(dynamic, min_tokens):
     planner = feplb(dynamic=dynamic, min_tokens=min_tokens)
     plan = plan_with(planner, load, EP8, before=jnp.full_like(load, 64))
     by_rank = np.asarray(load.sum((2, 3))).reshape(DRAWS, 8, 16)
-    wanted = [
+    expected = [
         port_of_feplb(row, dynamic=dynamic, min_tokens=min_tokens, room=EP8.replica_slots) for row in by_rank
     ]
-    np.testing.assert_array_equal(rank_load(plan).reshape(DRAWS, 8), wanted)
+    np.testing.assert_array_equal(rank_load(plan).reshape(DRAWS, 8), expected)
     at_replicas = np.asarray(plan.quota)[..., EP8.home_slots :]
     assert (at_replicas[at_replicas > 0] >= min_tokens).all()
     assert (at_replicas > 0).any() == (dynamic > 0)
@@ -101,7 +101,7 @@ def test_feplb_agrees_with_a_port(dynamic, min_tokens):
 
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_foremoe_is_within_95_percent_of_an_oracle(nodes):
-    """As its authors report; the oracle here is a lower bound of any replication with these homes."""
+    """The authors report 95% of an oracle; the oracle here is a lower bound of any replication with these homes."""
     topology = Topology(num_nodes=nodes, ranks_per_node=8, num_experts=128, replica_slots=2)
     load = lognormal(topology)
     plan = plan_with(foremoe(), load, topology)
@@ -128,7 +128,7 @@ def test_foremoe_moves_experts_whole_or_in_halves():
 
 
 def test_foremoe_moves_homes_only_for_a_gain():
-    """The same loads again move nothing, others do."""
+    """Repeated loads move no homes, changed loads do."""
     load, other = lognormal(TWO_NODES, sigma=1.2), lognormal(TWO_NODES, sigma=1.2, seed=1)
     contiguous = np.arange(TWO_NODES.num_experts)[None]
     first = plan_with(foremoe(), load[:1], TWO_NODES).home
@@ -141,7 +141,7 @@ def test_foremoe_moves_homes_only_for_a_gain():
 
 
 def heap_counts(load, topology):
-    """LAER-MoE's exact copy counts with a heap, at most one copy a rank."""
+    """Compute LAER-MoE's copy counts with a heap, with at most one copy of an expert per rank."""
     nodes, free = topology.num_nodes, topology.num_ranks * topology.replica_slots
     start = nodes if (nodes - 1) * len(load) <= free else 1
     free -= (start - 1) * len(load)
@@ -161,12 +161,12 @@ def heap_counts(load, topology):
 def test_laer_copies_as_a_heap_does(nodes, ranks, experts, slots):
     topology = Topology(num_nodes=nodes, ranks_per_node=ranks, num_experts=experts, replica_slots=slots)
     loads = np.random.default_rng(0).zipf(1.4, (50, experts)).clip(0, 60_000)
-    found = jax.jit(jax.vmap(lambda load: copy_counts(load, topology)))(jnp.asarray(loads, jnp.int32))
-    np.testing.assert_array_equal(found, [heap_counts(load, topology) for load in loads])
+    result = jax.jit(jax.vmap(lambda load: copy_counts(load, topology)))(jnp.asarray(loads, jnp.int32))
+    np.testing.assert_array_equal(result, [heap_counts(load, topology) for load in loads])
 
 
 def port_of_layout(load, counts, topology):
-    """Rank loads after LAER-MoE's placement and routing of one layer, in plain Python; homes are contiguous."""
+    """Return rank loads after LAER-MoE's placement and routing of one layer, in plain Python, with contiguous homes."""
     local, homes = topology.ranks_per_node, topology.home_slots
     total = load.sum(0)
     held = {e: [e // homes] for e in range(len(total))}
@@ -208,12 +208,12 @@ def test_laer_places_and_routes_as_a_port_does():
     plan = plan_with(laer(perturbations=0), load, TWO_NODES, before=even, cost=unit_times(copy=1.0))
     check_plan(plan, load, TWO_NODES, across_nodes=True)
     by_rank = np.asarray(load).reshape(DRAWS, 8, 32)
-    found = np.asarray(rank_load(plan)).reshape(DRAWS, 8)
+    result = np.asarray(rank_load(plan)).reshape(DRAWS, 8)
     alone = by_rank.sum(1).reshape(DRAWS, 8, 4).sum(-1)
-    for row, tokens, unmoved in zip(by_rank, found, alone, strict=True):
-        wanted = port_of_layout(row, heap_counts(row.sum(0), TWO_NODES), TWO_NODES)
-        np.testing.assert_array_equal(tokens, wanted if wanted.max() < unmoved.max() else unmoved)
-    assert (found.max(-1) < alone.max(-1)).any()
+    for row, tokens, unmoved in zip(by_rank, result, alone, strict=True):
+        expected = port_of_layout(row, heap_counts(row.sum(0), TWO_NODES), TWO_NODES)
+        np.testing.assert_array_equal(tokens, expected if expected.max() < unmoved.max() else unmoved)
+    assert (result.max(-1) < alone.max(-1)).any()
 
 
 def test_laer_keeps_tokens_in_nodes_that_hold_their_expert():
@@ -228,7 +228,7 @@ def test_laer_keeps_tokens_in_nodes_that_hold_their_expert():
 
 
 def test_laer_weighs_communication_against_compute():
-    """With a price on crossings fewer token copies cross, with none the fullest rank is emptier or the same."""
+    """With a price on crossings fewer copies cross; without it the largest rank load is at most as large."""
     load = lognormal(TWO_NODES, sigma=0.5)
     even = jnp.full_like(load, 64)
 

@@ -1,4 +1,4 @@
-"""UltraEP, LLEP and MoonEP: what their authors publish and test, and ports of their rules in plain Python."""
+"""UltraEP, LLEP and MoonEP, compared with published numbers and tests, and with ports in plain Python."""
 
 import functools
 
@@ -30,7 +30,7 @@ def updated(load, *, update, topology):
 
 
 def planned(planner, experts, topology):
-    """The plan of one layer for each row of expert loads, all lying on the first rank; checked."""
+    """Plan one layer for each row of expert loads, with all tokens on the first rank, and check the plan."""
     experts = jnp.asarray(experts, jnp.int32)
     shape = (len(experts), 1, topology.num_nodes, topology.ranks_per_node, topology.num_experts)
     load = jnp.zeros(shape, jnp.int32).at[:, 0, 0, 0].set(experts)
@@ -40,7 +40,7 @@ def planned(planner, experts, topology):
 
 
 def quota_of(plan, topology):
-    """Tokens of each expert on each rank, ``[M, E, P]``."""
+    """Return the tokens of each expert on each rank, ``[M, E, P]``."""
     slots = np.asarray(plan.slot_expert).reshape(len(plan.quota), topology.num_ranks, -1)
     quota = np.asarray(plan.quota).reshape(slots.shape)
     table = np.zeros((len(slots), topology.num_experts, topology.num_ranks), np.int64)
@@ -51,11 +51,11 @@ def quota_of(plan, topology):
 
 
 PUBLISHED = {1.51: 38, 2.01: 46, 3.03: 51}
-"""UltraEP's README: replicas at each imbalance before, 1.01 after; EP64, 256 experts, two slots, as it comes."""
+"""UltraEP's README: replicas by initial imbalance, which becomes 1.01 (EP64, 256 experts, two slots)."""
 
 
 def test_ultraep_reaches_its_published_balance():
-    """1.01 from all three, with at most as many replicas as it says and a few more."""
+    """All three published imbalances fall to 1.01, with at most the published number of replicas and a few more."""
     topology = one_node(64, 256, 2)
     experts = np.stack([skewed_ranks(ratio) for ratio in PUBLISHED])
     before = experts.reshape(len(experts), 64, 4).sum(-1)
@@ -67,7 +67,7 @@ def test_ultraep_reaches_its_published_balance():
 
 
 def spill_in_python(load, threshold, order, *, slots, kept, fewest):
-    """Both authors' inner loop, expert by expert; None where some excess is left."""
+    """Run the inner loop of UltraEP and LLEP in plain Python; return None if some excess remains."""
     ranks, homes = load.shape
     above = [int(row.sum()) - threshold for row in load]
     used, quota = [0] * ranks, np.zeros((load.size, ranks), np.int64)
@@ -137,16 +137,16 @@ def llep_in_python(load, slots, *, capacity, min_tokens, fallback):
 )
 @pytest.mark.parametrize("slots", [1, 2])
 def test_rule_is_that_of_the_source(planner, port, options, slots):
-    """The same tokens of each expert on each rank, in 30 domains of 6 ranks."""
+    """The rule and the port put the same tokens of each expert on each rank, in 30 domains of 6 ranks."""
     topology = one_node(6, 18, slots)
     loads = np.random.default_rng(slots).lognormal(4, 1, (30, 18)).astype(np.int64)
-    found = quota_of(planned(planner(**options), loads, topology), topology)
-    for load, quota in zip(loads, found, strict=True):
+    result = quota_of(planned(planner(**options), loads, topology), topology)
+    for load, quota in zip(loads, result, strict=True):
         np.testing.assert_array_equal(quota, port(load.reshape(6, 3), slots, **options))
 
 
 def test_ultraep_without_a_floor_balances_best():
-    """The setting of the table, against the settings that its source has."""
+    """Compare the setting of `PLANNERS` with the settings of the source."""
     topology = one_node(8, 32, 2)
     loads = np.random.default_rng(0).lognormal(5, 1, (100, 32))
     best, *others = (
@@ -163,7 +163,7 @@ def test_ultraep_without_a_floor_balances_best():
 
 @pytest.mark.parametrize(("top", "moved"), [(1299, False), (1300, True), (1301, True)])
 def test_llep_falls_back_below_an_imbalance_of_1_3(top, moved):
-    """With 4,000 tokens on four ranks, the fullest of which has ``top``."""
+    """Plan 4,000 tokens on four ranks, the fullest of which has ``top``."""
     topology = one_node(4, 8, 2)
     experts = [[top - 300, 300, 900, 100, 1000 - (top - 1000), 0, 700, 300]]
     plan = planned(llep(capacity=1.0, min_tokens=1), experts, topology)
@@ -172,7 +172,7 @@ def test_llep_falls_back_below_an_imbalance_of_1_3(top, moved):
 
 @pytest.mark.parametrize("hot", [0.3, 0.5, 0.8, 0.95])
 def test_llep_keeps_its_capacity_where_slots_suffice(hot):
-    """The routing of its README: 8 ranks of 32,768 tokens, 128 experts, top-4, so many of them all to 4 experts."""
+    """Test the routing of LLEP's README: 8 ranks of 32,768 tokens, 128 experts, top-4, and 4 hot experts."""
     topology, tokens = one_node(8, 128, 16), 8 * 32768
     experts = np.r_[np.full(4, hot * tokens), np.full(124, (1 - hot) * tokens * 4 / 124)].astype(np.int64)
     before = experts.reshape(8, 16).sum(1)
@@ -182,7 +182,7 @@ def test_llep_keeps_its_capacity_where_slots_suffice(hot):
 
 
 def test_llep_moves_no_small_product_unless_it_is_the_last():
-    """From 300 + 100 to a mean of 200: with room for 60, 60 and 80 elsewhere, only the last chunk may be small."""
+    """A rank of 300 + 100 tokens spills to a mean of 200, to room for 60, 60 and 80; only the last may be small."""
     topology, experts = one_node(4, 4, 1), [[400, 140, 140, 120]]
     plan = planned(llep(capacity=1.0, min_tokens=70, fallback=1.0), experts, topology)
     assert quota_of(plan, topology)[0, 0].tolist() == [320, 0, 0, 80]
@@ -191,14 +191,14 @@ def test_llep_moves_no_small_product_unless_it_is_the_last():
 
 
 MOONEP = moonep()
-"""Made once, so that it is compiled once."""
+"""A single planner, so that it is compiled once."""
 
 
 @pytest.mark.parametrize(("ranks", "experts"), [(1, 3), (3, 6), (5, 5), (4, 16)])
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_moonep_is_exact(ranks, experts, data):
-    """With E/P slots, for any load; and no rank has copies from two others, which is why E/P slots suffice."""
+    """With E/P slots, balance is exact for any load, and no rank has copies from two other ranks."""
     topology = one_node(ranks, experts, experts // ranks)
     count = st.one_of(st.integers(0, 3), st.integers(0, 5000), st.integers(0, (2**31 - 1) // experts))
     load = data.draw(st.lists(count, min_size=experts, max_size=experts))
@@ -211,7 +211,7 @@ def test_moonep_is_exact(ranks, experts, data):
 
 
 def test_moonep_moves_nothing_where_homes_are_even():
-    """Its `test_no_gratuitous_migration`, with the odd token anywhere."""
+    """Test MoonEP's `test_no_gratuitous_migration`, with the odd token on any rank."""
     topology = one_node(4, 8, 2)
     plan = planned(moonep(), [[50, 50, 60, 41, 70, 30, 0, 101]], topology)
     assert not replica_count(plan, topology).any()
@@ -231,7 +231,7 @@ def test_moonep_with_fewer_slots_is_near_the_bound(slots):
 
 @pytest.mark.parametrize("make", [ultraep, functools.partial(llep, fallback=1.0), moonep])
 def test_replicas_cross_nodes_where_asked(make):
-    """A node with hot experts stays hot, unless all ranks are one domain."""
+    """A node with hot experts keeps its load unless all ranks are one domain."""
     topology = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=2)
     load = jnp.full((1, 1, 2, 2, 8), 500).at[..., 0].set(9000)
     for across, expected in ((False, 21000 / 12500), (True, 1)):
@@ -260,6 +260,6 @@ def test_works_without_jit(make):
         (lambda: llep(fallback=-1.0), "fallback=-1.0"),
     ],
 )
-def test_options_that_mean_nothing_are_refused(make, message):
+def test_invalid_options_are_rejected(make, message):
     with pytest.raises(ValueError, match=message):
         make()
