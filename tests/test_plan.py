@@ -135,9 +135,9 @@ def with_replicas(*replicas):
 @pytest.mark.parametrize(
     ("replicas", "message"),
     [
-        ((1, 2, EMPTY), r"replicas \[1, 2, -1\] stand in the order of home slots \[6, 5, 8\]"),
-        ((EMPTY, 2, 1), r"replicas \[-1, 2, 1\] stand in the order of home slots \[8, 5, 6\]"),
-        ((2, EMPTY, 1), r"replicas \[2, -1, 1\] stand in the order of home slots \[5, 8, 6\]"),
+        ((1, 2, EMPTY), r"replicas \[1, 2, -1\] have home slots \[6, 5, 8\]"),
+        ((EMPTY, 2, 1), r"replicas \[-1, 2, 1\] have home slots \[8, 5, 6\]"),
+        ((2, EMPTY, 1), r"replicas \[2, -1, 1\] have home slots \[5, 8, 6\]"),
         ((2, 2, EMPTY), "holds expert 2 twice"),
         ((3, EMPTY, 3), "holds expert 3 twice"),
         ((5, EMPTY, EMPTY), "holds expert 5 twice"),
@@ -198,7 +198,9 @@ def test_load_of_another_shape(plan, load):
 
 
 def test_load_of_another_batch(plan, load):
-    with pytest.raises(ValueError, match=r"load of \(2, 1\) micro-batches and layers, plan of \(1, 1\)"):
+    with pytest.raises(
+        ValueError, match=r"load has \(2, 1\) micro-batches and layers, but the plan has \(1, 1\)"
+    ):
         check_plan(plan, np.concatenate([load, load]), TOPOLOGY)
 
 
@@ -278,7 +280,7 @@ def test_micro_batches_are_taken_under_jit_and_scan():
         ),
         (
             lambda load: load.astype(np.int64) + 2**27,
-            r"micro-batch 0, layer 0: \d+ token copies, 2\*\*31 is too many",
+            r"micro-batch 0, layer 0: \d+ token copies, must be fewer than 2\*\*31",
         ),
         (lambda load: load / 2, r"load: expected integers \[M, L, 2, 2, 8\], found float64\[1, 1, 2, 2, 8\]"),
         (lambda load: load[:, :, :1], r"found int32\[1, 1, 1, 2, 8\]"),
@@ -300,8 +302,8 @@ def test_loads_that_no_planner_takes(load, change, message):
         ((2, 3, 8, 1), "num_experts=8 must divide evenly over 6 ranks (2 nodes x 3)"),
         (
             (2, 2, 8, 2**29 - 2),
-            "4 ranks x (2 home slots + resident_slots=0 + replica_slots=536870910) are more slots than the 2147483647"
-            " that int32 numbers",
+            "4 ranks x (2 home slots + resident_slots=0 + replica_slots=536870910) are more than the 2147483647"
+            " slots that int32 can number",
         ),
     ],
 )

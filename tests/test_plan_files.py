@@ -159,12 +159,12 @@ RANK = "micro-batch 0, layer 0, node 0, local rank 0"
 REFUSED = {
     "not in the canonical order": (
         lambda plan: broken(plan, (0, 0, 0, 0, np.s_[2:]), [3, 2]),
-        rf"{RANK}: replicas \[3, 2\] stand in the order of home slots \[3, 2\] and not ascending, empty slots"
-        " last: assemble_plan brings them there",
+        rf"{RANK}: replicas \[3, 2\] have home slots \[3, 2\], but must be sorted by home slot, empty"
+        " slots last; assemble_plan sorts them",
     ),
     "an empty slot before a replica": (
         lambda plan: broken(plan, (0, 0, 0, 0, np.s_[2:]), [EMPTY, 2]),
-        rf"{RANK}: replicas \[-1, 2\] stand in the order of home slots \[8, 2\]",
+        rf"{RANK}: replicas \[-1, 2\] have home slots \[8, 2\]",
     ),
     "an expert twice on a rank": (
         lambda plan: broken(plan, (0, 0, 0, 0, np.s_[2:]), [2, 2]),

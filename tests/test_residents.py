@@ -97,12 +97,12 @@ BROKEN = {
     ),
     "residents out of order": (
         lambda p: put(p, (EVERY, 0, 1, 0, slice(2, 4)), [7, 1]),
-        r"micro-batch 0, layer 0, node 1, local rank 0: residents \[7, 1\] stand in the order of home slots \[7, 1\]"
-        " and not ascending, empty slots last: assemble_plan brings them there",
+        r"micro-batch 0, layer 0, node 1, local rank 0: residents \[7, 1\] have home slots \[7, 1\]"
+        ", but must be sorted by home slot, empty slots last; assemble_plan sorts them",
     ),
     "an empty slot before a resident": (
         lambda p: put(p, (EVERY, 0, 1, 1, slice(2, 4)), [EMPTY, 0]),
-        r"micro-batch 0, layer 0, node 1, local rank 1: residents \[-1, 0\] stand in the order of home slots \[8, 0\]",
+        r"micro-batch 0, layer 0, node 1, local rank 1: residents \[-1, 0\] have home slots \[8, 0\]",
     ),
     "replica in a node that does not hold its expert": (
         lambda p: put(p, (1, 0, 1, 1, 4), 2),
