@@ -100,7 +100,7 @@ def test_arrays_that_do_not_fit(physical, message):
 
 def test_empty_slots_cannot_go_everywhere(plan, tmp_path):
     placement = from_physical(np.arange(8)[None], TOPOLOGY)
-    with pytest.raises(ValueError, match="layer 0, slot 2 is empty, which SGLang cannot express"):
+    with pytest.raises(ValueError, match="layer 0, slot 2 is empty, but SGLang has no empty slots"):
         to_sglang(tmp_path / "location.json", placement)
     assert list(tmp_path.iterdir()) == []
 
@@ -112,7 +112,8 @@ def test_broken_sglang_json(tmp_path, text):
     path = tmp_path / "location.json"
     path.write_text(text)
     with pytest.raises(
-        ValueError, match=r"location\.json: no JSON object with a rectangular physical_to_logical_map"
+        ValueError,
+        match=r"location\.json: it must be a JSON object with a rectangular physical_to_logical_map",
     ):
         from_sglang(path, TOPOLOGY)
 

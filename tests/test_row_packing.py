@@ -60,7 +60,7 @@ def test_a_shape_is_kept_while_samples_fit_and_fill_it():
 
 def test_what_does_not_belong_together_is_refused():
     assignment = Assignment(np.arange(4, dtype=np.int32).reshape(1, 1, 2, 2))
-    with pytest.raises(ValueError, match="assignment of sample 3, there are lengths of 3"):
+    with pytest.raises(ValueError, match="the assignment has sample 3, but lengths has only 3 entries"):
         pack_rows(assignment, np.ones(3, int))
     with pytest.raises(ValueError, match=r"least_fill=0\.0 must be above 0 and at most 1"):
         pack_rows(assignment, np.ones(4, int), least_fill=0.0)
