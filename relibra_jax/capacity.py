@@ -27,7 +27,7 @@ from relibra_jax.types import EMPTY, Array, LayerPlan, Topology
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class ExchangeSizes:
-    """Buffer sizes of one exchange, in rows: `pair` and `own` for a padded one, `send` and `receive` for a ragged one."""
+    """Buffer sizes of one exchange, in rows: `pair` and `own` if it is padded, `send` and `receive` if ragged."""
 
     pair: int
     """The most rows that one rank sends to one other rank."""

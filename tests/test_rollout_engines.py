@@ -62,7 +62,7 @@ def test_rows_of_skyrl_begin_at_the_first_token_and_may_end_early():
     ids = example()
     rows = [sample[:-1] for sample in vllm(ids, LEFT_PADDED)]
     assert_missing("skyrl", list(map(skyrl_packed, rows)), ids, last_tokens(LEFT_PADDED, 2))
-    with pytest.raises(ValueError, match="sample 0: start=1, but as recorded its rows start at token 0"):
+    with pytest.raises(ValueError, match="sample 0: start=1, but the recording says that its rows start at token 0"):
         read("skyrl", rows, start=1)
 
 
@@ -134,7 +134,7 @@ def test_prime_rls_answer_says_its_start_and_the_first_ones_had_no_dtype():
     del answer["dtype"]
     missing = np.array([[True, True, False, False, True]])
     assert_missing("prime_rl", [answer], ids, missing, ONE)
-    with pytest.raises(ValueError, match="sample 0: start=6 is not one of its 5 tokens"):
+    with pytest.raises(ValueError, match="sample 0: start=6 must be an integer from 0 to its 5 tokens"):
         read("prime_rl", [answer | {"start": 6}], ONE)
     with pytest.raises(ValueError, match="sample 0: expected base64, found NoneType"):
         read("prime_rl", [None], ONE)
@@ -177,7 +177,7 @@ def test_a_sample_that_areal_calls_invalid_has_no_routes():
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ({"routed_experts": None}, "there is no 'routed_experts'"),
+        ({"routed_experts": None}, "missing 'routed_experts'"),
         (areal_trajectories(example(), LEFT_PADDED) | {"r3_routing_valid": None}, "no 'r3_routing_valid'"),
         (
             areal_trajectories(example(), LEFT_PADDED) | {"r3_routing_valid": np.ones(3)},
@@ -212,7 +212,7 @@ def test_layers_of_transformers_are_told_by_their_numbers(numbers):
             dict(enumerate(selected_experts(example())[:3])),
             r"layers \[0, 1, 2\] are neither all 4 nor the MoE",
         ),
-        (selected_experts(example())[:3], "sample 0: rows have 3 layers, the model has 4 layers"),
+        (selected_experts(example())[:3], "sample 0: rows have 3 layers, but the model has 4 layers"),
         (selected_experts(example()[:, 1:]), r"array 0 of selected_experts is \[15, 3\], not .* \[18, 3\]"),
         (selected_experts(example(top_k=2)), r"array 0 of selected_experts is \[18, 2\], not .* \[18, 3\]"),
         ((), "selected_experts has no layers"),
@@ -228,5 +228,5 @@ def test_tensorrt_llm_has_rows_of_moe_layers_alone():
     ids, mask = example(), LEFT_PADDED & ~last_tokens(LEFT_PADDED, 1)
     replay = read("tensorrt_llm", vllm(ids[:, :, [1, 3]], LEFT_PADDED), mask, moe_layers=[1, 3])
     np.testing.assert_array_equal(replay.expert_ids[mask], ids[mask][:, [1, 3]])
-    with pytest.raises(ValueError, match="sample 0: rows have 4 layers, the model has 2 MoE layers"):
+    with pytest.raises(ValueError, match="sample 0: rows have 4 layers, but the model has 2 MoE layers"):
         read("tensorrt_llm", vllm(ids, LEFT_PADDED), mask, moe_layers=[1, 3])

@@ -134,7 +134,7 @@ def skipping(skipped, **changes):
 def test_the_refusal_names_the_sample_its_rows_and_the_keyword():
     message = (
         r"^layout 'vllm': sample 0: found 3 rows, expected 4, one for each real token,"
-        r" and nothing says at which token they start: pass start, "
+        r" and nothing says at which token they start; pass start, "
     )
     for arguments in ({}, {"fill": "live", "live_routing": live(example())}):
         with pytest.raises(ValueError, match=message):
@@ -198,7 +198,7 @@ def test_a_flat_buffer_whose_layers_depend_on_the_start_is_refused():
         ),
         ([0, -1, 0], "sample 1: start=-1 is outside its 3 real tokens"),
         (4, "sample 1: start=4 is outside its 3 real tokens"),
-        ([0, 2, 0], r"sample 1: rows 2\.\.3 for 3 real tokens"),
+        ([0, 2, 0], r"sample 1: it has rows 2\.\.3, but only 3 real tokens"),
     ],
 )
 def test_a_start_that_does_not_fit_is_named(start, message):
@@ -222,5 +222,5 @@ def test_a_start_against_the_recording_is_refused(layout, source):
         "live_routing": live(example()),
     } | MODEL
     assert_holds(replay_from_rollout(source, start=0, **arguments), example(), LEFT_PADDED)
-    with pytest.raises(ValueError, match="sample 2: start=1, but as recorded its rows start at token 0"):
+    with pytest.raises(ValueError, match="sample 2: start=1, but the recording says that its rows start at token 0"):
         replay_from_rollout(source, start=[0, 0, 1], **arguments)
