@@ -114,7 +114,7 @@ def test_sizes_are_free():
         ({"name": "W8"}, "workload 'W8' must be one of W0, W1"),
         ({"name": "W1", "hot_experts": 3}, "hot_experts=3 must be an integer of at least 4 and at most 32"),
         ({"name": "W1", "top_k": 33}, "top_k=33 must be an integer of at least 1 and at most 32"),
-        ({"name": "W5", "top_k": 17}, "W5: top-17 needs more than the 16 experts that get tokens"),
+        ({"name": "W5", "top_k": 17}, "W5: top-17 needs more experts than the 16 that get tokens"),
         ({"name": "W4", "samples_per_step": 3}, "samples_per_step=3 must be an integer of at least 4"),
     ],
 )
