@@ -427,7 +427,7 @@ def test_hot_ranks_by_hand(plan, load):
     for part in BatchTime._fields:
         if part != "compute":
             assert getattr(exact, part) == getattr(marked, part), part
-    with pytest.raises(ValueError, match="float8 is for a recompute alone, updates=0, not for updates=1"):
+    with pytest.raises(ValueError, match="float8 requires a recompute alone, updates=0, not updates=1"):
         price(recompute=True, float8=hot)
     with pytest.raises(ValueError, match=r"float8: expected shape \(1, 1, 2, 2\), found \(1, 1, 1, 4\)"):
         price(**alone, float8=hot.reshape(1, 1, 1, 4))

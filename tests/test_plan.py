@@ -160,7 +160,7 @@ def test_replicas_stand_in_the_canonical_order(replicas, message):
 
 def test_the_message_says_what_brings_replicas_in_order():
     with pytest.raises(
-        ValueError, match=r"not ascending, empty slots last: assemble_plan brings them there$"
+        ValueError, match=r"must be sorted by home slot, empty slots last; assemble_plan sorts them$"
     ):
         check_slots(with_replicas(1, 2, 3), ROOMY)
 

@@ -127,8 +127,8 @@ def imbalance_benchmark(
         The trace, named for example "W3 spread hot". Its note says how it was drawn.
 
     Raises:
-        ValueError: if the name is unknown, if a number is out of range, if hot tokens draw from fewer than K experts, or if
-            the trace does not fit into the memory of this machine.
+        ValueError: if the name is unknown, if a number is out of range, if hot tokens draw from fewer than K experts,
+            or if the trace does not fit into the memory of this machine.
 
     >>> imbalance_benchmark("W3", steps=2).name
     'W3 spread hot'
