@@ -144,8 +144,10 @@ def count_traffic(
 
 
 def _flat_traffic(plan: LayerPlan, *, topology: Topology) -> Traffic:
-    """Count the traffic of flat dispatch in one layer of one micro-batch, from what each round of the token split leaves
-    unmatched."""
+    """Count the traffic of flat dispatch in one layer of one micro-batch.
+
+    It follows from the supply and demand that each round of the token split leaves unmatched.
+    """
     load = jnp.asarray(plan.load)
     ranks, (nodes, local) = topology.num_ranks, load.shape[:2]
     held = jnp.where(plan.slot_expert == EMPTY, 0, plan.slot_expert).reshape(ranks, -1)
