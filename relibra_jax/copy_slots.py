@@ -146,10 +146,13 @@ def copy_nodes(
 def _node_quota(slot_expert, sent, topology: Topology):
     """Sum the copies of each expert that the rank sends to each node, ``[E + 1, N]``; the last row is padding."""
     nodes, experts = topology.num_nodes, topology.num_experts
-    held = jnp.where(jnp.asarray(slot_expert) == EMPTY, experts, jnp.asarray(slot_expert, jnp.int32))
+    expert = jnp.where(jnp.asarray(slot_expert) == EMPTY, experts, jnp.asarray(slot_expert, jnp.int32))
     quota = jnp.zeros((experts + 1, nodes), jnp.int32)
     return (
-        quota.at[held, jnp.arange(nodes)[:, None, None]].add(jnp.asarray(sent, jnp.int32)).at[experts].set(0)
+        quota.at[expert, jnp.arange(nodes)[:, None, None]]
+        .add(jnp.asarray(sent, jnp.int32))
+        .at[experts]
+        .set(0)
     )
 
 

@@ -123,13 +123,15 @@ def from_physical(physical_to_logical: Int[Array, "..."], topology: Topology) ->
         raise ValueError(
             f"layer {layer}, slot {slot}: expert {physical[layer, slot]} is outside 0..{topology.num_experts - 1}"
         )
-    held = np.full((len(physical), ranks, slots), EMPTY, np.int32)
-    held[..., :per_rank] = physical.reshape(len(physical), ranks, per_rank)
+    slot_expert = np.full((len(physical), ranks, slots), EMPTY, np.int32)
+    slot_expert[..., :per_rank] = physical.reshape(len(physical), ranks, per_rank)
     home = np.zeros((len(physical), topology.num_experts), np.int32)
-    for layer, row in enumerate(held):
+    for layer, row in enumerate(slot_expert):
         _homes_first(row, layer, topology)
         home[layer, row[:, :homes].ravel()] = np.arange(topology.num_experts)
-    return Placement(home, held.reshape(len(physical), topology.num_nodes, topology.ranks_per_node, slots))
+    return Placement(
+        home, slot_expert.reshape(len(physical), topology.num_nodes, topology.ranks_per_node, slots)
+    )
 
 
 def _homes_first(row: Int[np.ndarray, "ranks S"], layer: int, topology: Topology) -> None:
@@ -151,9 +153,9 @@ def _homes_first(row: Int[np.ndarray, "ranks S"], layer: int, topology: Topology
             )
         owner = seat // homes
     for rank, slots in enumerate(row):
-        held = list(dict.fromkeys(int(expert) for expert in slots if expert != EMPTY))
-        held.sort(key=lambda expert: owner[expert] != rank)
-        slots[:] = held + [EMPTY] * (slots.size - len(held))
+        rank_experts = list(dict.fromkeys(int(expert) for expert in slots if expert != EMPTY))
+        rank_experts.sort(key=lambda expert: owner[expert] != rank)
+        slots[:] = rank_experts + [EMPTY] * (slots.size - len(rank_experts))
 
 
 def _without_empty_slots(placement: Placement, consumer: str) -> Int[np.ndarray, "L P"]:

@@ -39,12 +39,14 @@ def node_visits(
     def one_micro_batch(inputs):
         sample, plans = inputs
         sample = sample.reshape(topology.num_ranks, -1)
-        held = (mask[sample] & (sample != EMPTY)[..., None]).reshape(topology.num_ranks, -1)
-        routes = jnp.moveaxis(ids[sample].reshape(*held.shape, *ids.shape[2:]), 2, 0)
+        real_token = (mask[sample] & (sample != EMPTY)[..., None]).reshape(topology.num_ranks, -1)
+        routes = jnp.moveaxis(ids[sample].reshape(*real_token.shape, *ids.shape[2:]), 2, 0)
 
         def one_layer(inputs):
             routes, plan = inputs
-            return _layer_visits(jnp.where(held[..., None], routes.astype(jnp.int32), EMPTY), plan, topology)
+            return _layer_visits(
+                jnp.where(real_token[..., None], routes.astype(jnp.int32), EMPTY), plan, topology
+            )
 
         return jax.lax.map(one_layer, (routes, plans))
 

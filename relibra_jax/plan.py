@@ -153,16 +153,16 @@ def copy_source(plan: LayerPlan, topology: Topology) -> Int[jax.Array, "N G R"]:
     >>> copy_source(LayerPlan(slots, jnp.arange(4), jnp.zeros_like(slots), None), topology).tolist()
     [[[-1], [0]], [[7], [-1]]]
     """
-    homes, held, per_node = topology.home_slots, topology.held_slots, topology.ranks_per_node
+    homes, held_slots, per_node = topology.home_slots, topology.held_slots, topology.ranks_per_node
     slot_expert = jnp.asarray(plan.slot_expert, jnp.int32)
-    replica = slot_expert[..., held:]
+    replica = slot_expert[..., held_slots:]
     home = jnp.asarray(plan.home, jnp.int32)[jnp.maximum(replica, 0)]
-    source = home // homes * held + home % homes
+    source = home // homes * held_slots + home % homes
     if topology.resident_slots:
-        no_slot = topology.num_ranks * held
+        no_slot = topology.num_ranks * held_slots
         rank = jnp.arange(topology.num_ranks, dtype=jnp.int32).reshape(topology.num_nodes, per_node, 1)
-        resident = slot_expert[..., homes:held]
-        slot = rank * held + jnp.arange(homes, held, dtype=jnp.int32)[None, None]
+        resident = slot_expert[..., homes:held_slots]
+        slot = rank * held_slots + jnp.arange(homes, held_slots, dtype=jnp.int32)[None, None]
         first = jnp.full((topology.num_nodes, topology.num_experts), no_slot, jnp.int32)
         # Empty slots get index E, which is out of range, so the scatter drops them.
         resident = jnp.where(resident == EMPTY, topology.num_experts, resident)

@@ -181,18 +181,18 @@ def _check_home_slots(slot_expert: np.ndarray, home: np.ndarray, topology: Topol
         owners != 1, "layer home_slot", lambda place: f"owned by {owners[place]} experts, not by one"
     )
     layout = np.argsort(home, axis=-1).reshape(home.shape[0], topology.num_nodes, topology.ranks_per_node, -1)
-    held = slot_expert[..., : topology.home_slots]
+    home_expert = slot_expert[..., : topology.home_slots]
     _raise_where(
-        held != layout,
+        home_expert != layout,
         _SLOT,
-        lambda place: f"home slot of expert {layout[place[1:]]} holds {held[place]}",
+        lambda place: f"home slot of expert {layout[place[1:]]} holds {home_expert[place]}",
     )
 
 
 def _check_copies(
     slot_expert: np.ndarray, home: np.ndarray, topology: Topology, *, across_nodes: bool
 ) -> None:
-    homes, held = topology.home_slots, topology.held_slots
+    homes, held_slots = topology.home_slots, topology.held_slots
     _raise_where(
         (slot_expert < EMPTY) | (slot_expert >= topology.num_experts),
         _SLOT,
@@ -203,7 +203,7 @@ def _check_copies(
         repeated = (slot_expert[..., :slot] == expert[..., None]).any(-1) & (expert != EMPTY)
         _raise_where(repeated, _RANK, functools.partial(_held_twice, expert))
     _raise_where(
-        slot_expert[..., :held] != slot_expert[:1, ..., :held],
+        slot_expert[..., :held_slots] != slot_expert[:1, ..., :held_slots],
         _SLOT,
         lambda place: (
             f"resident slot holds {slot_expert[place]}, in micro-batch 0 it holds {slot_expert[0][place[1:]]}"
@@ -211,7 +211,10 @@ def _check_copies(
     )
     if not across_nodes:
         _check_nodes(slot_expert, home, topology)
-    for name, copies in (("residents", slot_expert[..., homes:held]), ("replicas", slot_expert[..., held:])):
+    for name, copies in (
+        ("residents", slot_expert[..., homes:held_slots]),
+        ("replicas", slot_expert[..., held_slots:]),
+    ):
         _check_order(name, copies, home)
 
 
@@ -222,11 +225,11 @@ def _held_twice(expert: np.ndarray, place: tuple[int, ...]) -> str:
 def _check_nodes(slot_expert: np.ndarray, home: np.ndarray, topology: Topology) -> None:
     """Raise unless every replica is in a node that holds its expert in a home or resident slot."""
     nodes, experts = topology.num_nodes, topology.num_experts
-    held, replica = np.split(slot_expert, [topology.held_slots], axis=-1)
+    held_expert, replica = np.split(slot_expert, [topology.held_slots], axis=-1)
     layer, node = np.arange(len(home)).reshape(-1, 1, 1, 1), np.arange(nodes).reshape(-1, 1, 1)
     # One more column, for the EMPTY (-1) of empty slots.
     holds = np.zeros((len(home), nodes, experts + 1), bool)
-    holds[layer, node, held[0]] = True
+    holds[layer, node, held_expert[0]] = True
     far = (replica != EMPTY) & ~holds[layer, node, replica]
 
     def message(place: tuple[int, ...]) -> str:

@@ -75,11 +75,14 @@ def pack_rows(
         raise ValueError(
             f"the assignment has sample {sample.max()}, but lengths has only {len(lengths)} entries"
         )
-    ranks = [[int(one) for one in held if one != EMPTY] for held in sample.reshape(-1, sample.shape[-1])]
-    tokens = int(sum(lengths[held].sum() for held in ranks))
+    ranks = [
+        [int(index) for index in samples if index != EMPTY]
+        for samples in sample.reshape(-1, sample.shape[-1])
+    ]
+    tokens = int(sum(lengths[samples].sum() for samples in ranks))
 
     def pack(rows: int) -> tuple[list[list[list[int]]], int]:
-        packed = [_pack(held, lengths, rows) for held in ranks]
+        packed = [_pack(samples, lengths, rows) for samples in ranks]
         return packed, max(1, *(int(lengths[row].sum()) for rank in packed for row in rank))
 
     def is_full(rows: int, length: int) -> bool:
@@ -96,26 +99,26 @@ def pack_rows(
     return _lay_out(packed, lengths, sample.shape[:-1], rows, longest)
 
 
-def _pack(held: list[int], lengths: np.ndarray, rows: int) -> list[list[int]]:
+def _pack(samples: list[int], lengths: np.ndarray, rows: int) -> list[list[int]]:
     """Distribute one rank's samples over its rows, longest first, each to the emptiest row."""
     packed: list[list[int]] = [[] for _ in range(rows)]
     filled = [0] * rows
-    for one in sorted(held, key=lambda one: -lengths[one]):
+    for index in sorted(samples, key=lambda index: -lengths[index]):
         row = filled.index(min(filled))
-        packed[row].append(one)
-        filled[row] += int(lengths[one])
+        packed[row].append(index)
+        filled[row] += int(lengths[index])
     return packed
 
 
 def _lay_out(packed, lengths, places: tuple[int, ...], rows: int, length: int) -> RowLayout:
     sample = np.full((len(packed), rows, length), EMPTY, np.int32)
     position = np.zeros_like(sample)
-    for rank, of_rank in enumerate(packed):
-        for row, held in enumerate(of_rank):
+    for rank, rank_rows in enumerate(packed):
+        for row, samples in enumerate(rank_rows):
             end = 0
-            for one in held:
-                begin, end = end, end + int(lengths[one])
-                sample[rank, row, begin:end] = one
+            for index in samples:
+                begin, end = end, end + int(lengths[index])
+                sample[rank, row, begin:end] = index
                 position[rank, row, begin:end] = np.arange(end - begin)
     shape = (*places, rows, length)
     return RowLayout(sample.reshape(shape), position.reshape(shape))

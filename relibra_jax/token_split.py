@@ -37,15 +37,17 @@ def source_quota(plan: LayerPlan, topology: Topology) -> Int[jax.Array, "P N G S
     ranks, slots = topology.num_ranks, topology.slots
     supply = jnp.asarray(plan.load, jnp.int32).reshape(ranks, -1)
     expert, quota = jnp.asarray(plan.slot_expert).reshape(-1), jnp.asarray(plan.quota, jnp.int32).reshape(-1)
-    held = jnp.where(expert == EMPTY, 0, expert)
+    slot_expert = jnp.where(expert == EMPTY, 0, expert)
     rank = np.repeat(np.arange(ranks), slots)
-    demand = jnp.zeros_like(supply).at[rank, held].add(quota)
+    demand = jnp.zeros_like(supply).at[rank, slot_expert].add(quota)
     sent = jnp.zeros((ranks, expert.size), jnp.int32)
     for neighbours in (1, topology.ranks_per_node, ranks):
-        matched = _overlap(supply, demand, held, rank, neighbours)
+        matched = _overlap(supply, demand, slot_expert, rank, neighbours)
         matched = jnp.where(expert == EMPTY, 0, matched)
-        supply = supply - jnp.zeros_like(supply).at[:, held].add(matched)
-        demand = demand - jnp.zeros_like(demand).at[rank, held].add(matched.sum(0, dtype=matched.dtype))
+        supply = supply - jnp.zeros_like(supply).at[:, slot_expert].add(matched)
+        demand = demand - jnp.zeros_like(demand).at[rank, slot_expert].add(
+            matched.sum(0, dtype=matched.dtype)
+        )
         sent = sent + matched
     return sent.reshape(ranks, topology.num_nodes, topology.ranks_per_node, slots)
 
@@ -73,23 +75,23 @@ def refit_quota(plan: LayerPlan, load: Int[Array, "N G E"], topology: Topology) 
     expert, shares = jnp.asarray(plan.slot_expert).reshape(-1), jnp.asarray(plan.quota).reshape(-1)
     load = jnp.asarray(load, jnp.int32)
     total = load.sum((0, 1), dtype=jnp.int32)
-    held = jnp.where(expert == EMPTY, topology.num_experts, expert)
-    planned = jnp.zeros(topology.num_experts + 1, jnp.int32).at[held].add(shares)
+    slot_expert = jnp.where(expert == EMPTY, topology.num_experts, expert)
+    planned = jnp.zeros(topology.num_experts + 1, jnp.int32).at[slot_expert].add(shares)
     at_home = np.tile(np.arange(topology.slots) < topology.home_slots, topology.num_ranks)
-    share = jnp.where(planned[held] > 0, shares, at_home.astype(np.int32))
+    share = jnp.where(planned[slot_expert] > 0, shares, at_home.astype(np.int32))
     share = jnp.where(expert == EMPTY, 0, share)
 
     # The shares of an expert's slots follow one another; their ends, rounded down, divide its copies into integers.
-    slots = jnp.argsort(held, stable=True)
-    held, share = held[slots], share[slots]
-    whole = jnp.maximum(planned, 1)[held]
-    first = jnp.searchsorted(held, held, side="left")
+    slots = jnp.argsort(slot_expert, stable=True)
+    slot_expert, share = slot_expert[slots], share[slots]
+    whole = jnp.maximum(planned, 1)[slot_expert]
+    first = jnp.searchsorted(slot_expert, slot_expert, side="left")
     until = jnp.cumsum(share, dtype=jnp.int32)
     until = until - (until - share)[first]
-    total = jnp.append(total, 0)[held]
+    total = jnp.append(total, 0)[slot_expert]
     end = jnp.where(until == whole, total, jnp.floor(total * (until / whole)).astype(jnp.int32))
     end = jnp.minimum(end, total)
-    begin = jnp.where(jnp.arange(held.size) == first, 0, jnp.roll(end, 1))
+    begin = jnp.where(jnp.arange(slot_expert.size) == first, 0, jnp.roll(end, 1))
     quota = jnp.zeros_like(end).at[slots].set(end - begin, unique_indices=True)
     return plan._replace(quota=quota.reshape(plan.quota.shape), load=load)
 

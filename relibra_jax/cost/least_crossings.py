@@ -113,12 +113,12 @@ def crossings_of_sets(
     """
     local, experts = topology.ranks_per_node, topology.num_experts
     own = experts // topology.num_nodes + across_nodes * local * topology.replica_slots
-    held = np.minimum(own + np.arange(local * topology.resident_slots + 1), experts)
-    pushes = push * np.arange(len(held))
+    set_sizes = np.minimum(own + np.arange(local * topology.resident_slots + 1), experts)
+    pushes = push * np.arange(len(set_sizes))
     total = weight.sum((0, 2))[:, None]
 
     def fewest(most_kept: Float[np.ndarray, "L E"]) -> float:
-        return float((total - most_kept[:, held - 1] + pushes).min(1).sum())
+        return float((total - most_kept[:, set_sizes - 1] + pushes).min(1).sum())
 
     bounds = [fewest(_largest(weight).sum(0))]
     if not across_nodes:
@@ -171,15 +171,15 @@ def _largest(weight: np.ndarray) -> np.ndarray:
 
 def _most_kept(weight: Float[np.ndarray, "B L E"], nodes: int) -> float:
     """Bound the weight that the nodes of the samples hold, over all layers, if nodes have equal shares of the mean."""
-    held = weight.shape[2] // nodes
-    alone = _largest(weight)[..., held - 1].sum()
-    return float(min(alone, weight.sum() / nodes + _gain_of_nodes(weight, nodes, held=held)))
+    set_size = weight.shape[2] // nodes
+    alone = _largest(weight)[..., set_size - 1].sum()
+    return float(min(alone, weight.sum() / nodes + _gain_of_nodes(weight, nodes, set_size=set_size)))
 
 
-def _gain_of_nodes(weight: Float[np.ndarray, "B L E"], nodes: int, held: int | None = None) -> float:
+def _gain_of_nodes(weight: Float[np.ndarray, "B L E"], nodes: int, set_size: int | None = None) -> float:
     """Bound what the deviations of samples from their mean can add.
 
-    With ``held``, nodes hold a partition of the experts, ``held`` each; otherwise they may hold any sets.
+    With ``set_size``, nodes hold a partition of the experts, ``set_size`` each; otherwise they may hold any sets.
     """
     length = weight.sum((1, 2), keepdims=True)
     deviation = weight - length / max(length.sum(), 1) * weight.sum(0)
@@ -187,8 +187,8 @@ def _gain_of_nodes(weight: Float[np.ndarray, "B L E"], nodes: int, held: int | N
     scaled = deviation / np.sqrt(np.where(rows > 0, rows, 1))[:, None, None]
     scaled = (scaled / np.sqrt(np.where(columns > 0, columns, 1))).reshape(len(weight), -1)
     room, most = nodes / 4 * columns.sum(), np.inf
-    if held is not None:
-        room, most = (1 - 1 / nodes) * columns.sum(), _largest(columns)[:, held - 1].sum()
+    if set_size is not None:
+        room, most = (1 - 1 / nodes) * columns.sum(), _largest(columns)[:, set_size - 1].sum()
     short = scaled if len(scaled) <= scaled.shape[1] else scaled.T
     squares = 0.0
     for square in np.linalg.eigvalsh(short @ short.T)[::-1][: nodes - 1]:  # of singular values

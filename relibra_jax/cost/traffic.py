@@ -150,9 +150,11 @@ def _flat_traffic(plan: LayerPlan, *, topology: Topology) -> Traffic:
     """
     load = jnp.asarray(plan.load)
     ranks, (nodes, local) = topology.num_ranks, load.shape[:2]
-    held = jnp.where(plan.slot_expert == EMPTY, 0, plan.slot_expert).reshape(ranks, -1)
+    slot_expert = jnp.where(plan.slot_expert == EMPTY, 0, plan.slot_expert).reshape(ranks, -1)
     supply = load.reshape(ranks, -1)
-    demand = jnp.zeros_like(supply).at[jnp.arange(ranks)[:, None], held].add(plan.quota.reshape(ranks, -1))
+    demand = (
+        jnp.zeros_like(supply).at[jnp.arange(ranks)[:, None], slot_expert].add(plan.quota.reshape(ranks, -1))
+    )
     own = jnp.minimum(supply, demand)
     wanted, offered = ((side - own).reshape(nodes, local, -1) for side in (supply, demand))
 
