@@ -1,4 +1,4 @@
-"""No plan is below the least time: not those of planners, not random ones, not the best of all for tiny batches."""
+"""No plan takes less than the lower bound: not planners' plans, not random ones, not the optimum of tiny batches."""
 
 import dataclasses
 import functools
@@ -45,7 +45,7 @@ SHARED_LINK = {"cluster": dataclasses.replace(CLUSTER, shared_link=True), "scale
 
 
 def not_below(replay, batch_plan, where, *, across_nodes, **changed):
-    """Hold the bound to the modelled time of a plan, on both paths."""
+    """Compare the bound with the modelled time of a plan, for both kinds of dispatch."""
     for dispatch in DISPATCHES:
         visits = node_visits(replay, batch_plan, where) if dispatch == "hierarchical" else None
         seconds = float(batch_time(batch_plan, where, visits=visits, **KNOWN | changed).total)
@@ -83,7 +83,7 @@ def test_no_random_plan_is_below(nodes, residents, across):
 
 @pytest.mark.parametrize("dispatch", DISPATCHES)
 def test_what_no_token_needs_to_cross_for(dispatch):
-    """Half of the samples use one half of the experts: nodes can be apart, and the bound is reached."""
+    """Half of the samples use one half of the experts each, so no token needs to cross and the bound is reached."""
     ids = np.array([[[half, half + 1]] * 4 for half in (0, 2) for _ in range(4)], np.uint8)[:, :, None]
     replay = RoutingReplay(ids, np.ones(ids.shape[:2], bool))
     where = Topology(num_nodes=2, ranks_per_node=1, num_experts=4, replica_slots=0)
@@ -102,7 +102,7 @@ def test_what_no_token_needs_to_cross_for(dispatch):
 @pytest.mark.parametrize("dispatch", DISPATCHES)
 @pytest.mark.parametrize("price", [0.01, 0.1, 1.0])
 def test_all_in_one_node_is_a_plan_too(dispatch, price):
-    """Where attention and compute are cheap: all samples beside the only experts that they use, and nothing crosses."""
+    """If attention and compute are cheap, all samples can be on the node of the only experts that they use."""
     replay = RoutingReplay(np.full((8, 4, 1, 2), [0, 1], np.uint8), np.ones((8, 4), bool))
     where = Topology(num_nodes=2, ranks_per_node=1, num_experts=4, replica_slots=0)
     cost = unit_times(dispatch=dispatch, **KNOWN)
@@ -183,7 +183,7 @@ PRICES = {
 @pytest.mark.parametrize("dispatch", DISPATCHES)
 @pytest.mark.parametrize("name", TINY)
 def test_below_the_best_of_all(name, dispatch, prices):
-    """And more than half of it; the mean share is printed."""
+    """The bound is more than half of the optimum; the mean share is printed."""
     sizes = dict(TINY[name])
     nodes, experts, micro_batches = (sizes.pop(part) for part in ("nodes", "experts", "micro_batches"))
     residents = sizes.pop("residents", 0)

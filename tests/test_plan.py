@@ -1,4 +1,4 @@
-"""The judge: every rule of a Plan, broken on purpose; and what is derived from a Plan."""
+"""check_plan rejects a violation of every rule of a Plan; the quantities that are derived from a Plan are right."""
 
 import re
 
@@ -18,7 +18,7 @@ TOPOLOGY = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=
 
 @pytest.fixture
 def plan():
-    """Expert e at home in slot e; rank (0, 1) also holds expert 0, rank (1, 0) expert 6."""
+    """A plan with expert e in home slot e, a replica of expert 0 on rank (0, 1), and one of expert 6 on rank (1, 0)."""
     slot_expert = np.array([[[[[0, 1, EMPTY], [2, 3, 0]], [[4, 5, 6], [6, 7, EMPTY]]]]], np.int32)
     quota = np.array([[[[[30, 10, 0], [10, 10, 20]], [[10, 10, 15], [15, 20, 0]]]]], np.int32)
     return Plan(slot_expert, np.arange(8, dtype=np.int32)[None], quota)
@@ -125,7 +125,7 @@ ROOMY = Topology(num_nodes=1, ranks_per_node=2, num_experts=8, replica_slots=3)
 
 
 def with_replicas(*replicas):
-    """Home slots in reverse, expert 0 in slot 7; rank 0 holds ``replicas`` of rank 1's experts, rank 1 none."""
+    """A plan with reversed home slots (expert 0 in slot 7), and ``replicas`` of rank 1's experts on rank 0."""
     homes = np.arange(8)[::-1].reshape(2, 4)
     held = np.array([replicas, [EMPTY] * 3])
     slot_expert = np.concatenate([homes, held], -1).reshape(1, 1, 1, 2, 7).astype(np.int32)
@@ -144,7 +144,7 @@ def with_replicas(*replicas):
     ],
 )
 def test_replicas_stand_in_the_canonical_order(replicas, message):
-    """By home slot, not by expert, and empty slots last; each expert once on a rank."""
+    """Replicas are sorted by home slot, not by expert, with empty slots last; no rank holds an expert twice."""
     where = "micro-batch 0, layer 0, node 0, local rank 0"
     no_load = np.zeros((1, 1, 1, 2, 8), np.int32)
     for check in (
@@ -205,7 +205,7 @@ def test_load_of_another_batch(plan, load):
 
 
 def a_batch(leaves=np.asarray):
-    """Two micro-batches of three layers, every number different."""
+    """Layer plans of two micro-batches of three layers, in which every number is different."""
     shape = (2, 3, TOPOLOGY.num_nodes, TOPOLOGY.ranks_per_node)
     count = iter(range(100_000))
 
@@ -258,7 +258,7 @@ def test_layers_of_a_plan_without_a_load():
 
 
 def test_micro_batches_are_taken_under_jit_and_scan():
-    """One by one with a traced index, and as what a scan runs through, layer by layer."""
+    """Layer plans can be taken with a traced index, and layer by layer in a scan."""
     batch = a_batch()
     taken = jax.jit(lambda batch, m: batch.micro_batch(m).layer(2))(batch, 1)
     _, scanned = jax.jit(

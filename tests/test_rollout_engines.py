@@ -1,4 +1,4 @@
-"""Traps of single engines: what they write where no route was recorded, and the parts that they take arrays into."""
+"""Peculiarities of single engines: placeholders of missing routes, and arrays split into fields."""
 
 import numpy as np
 import pytest
@@ -31,7 +31,7 @@ def read(layout, source, mask=LEFT_PADDED, **changes):
 
 
 def assert_missing(layout, source, ids, missing, mask=LEFT_PADDED):
-    """The source is refused, and a live pass is asked for these tokens alone."""
+    """Check that the source is rejected, and that live_routing is asked for these tokens alone."""
     with pytest.raises(ValueError, match=rf"^layout '{layout}': sample \d, token \d, layer 0: no route"):
         read(layout, source, mask)
     asked = []
@@ -62,7 +62,9 @@ def test_rows_of_skyrl_begin_at_the_first_token_and_may_end_early():
     ids = example()
     rows = [sample[:-1] for sample in vllm(ids, LEFT_PADDED)]
     assert_missing("skyrl", list(map(skyrl_packed, rows)), ids, last_tokens(LEFT_PADDED, 2))
-    with pytest.raises(ValueError, match="sample 0: start=1, but the recording says that its rows start at token 0"):
+    with pytest.raises(
+        ValueError, match="sample 0: start=1, but the recording says that its rows start at token 0"
+    ):
         read("skyrl", rows, start=1)
 
 
@@ -105,13 +107,13 @@ def test_a_damaged_part_of_skyrl_is_named(change, message):
 
 @pytest.mark.parametrize("zeros", [0, 2])
 def test_trap_the_row_that_stands_for_prime_rls_last_token_is_no_route(zeros):
-    """It is the row before once more; a transport that is longer still has zeros behind it."""
+    """The placeholder repeats the row before; a longer transport has zeros after it."""
     ids = example()
     rows = [sample[: len(sample) - zeros] for sample in vllm(ids, LEFT_PADDED)]
     lengths = LEFT_PADDED.sum(axis=1)
     source = [prime_rl_transport(part, tokens) for part, tokens in zip(rows, lengths, strict=True)]
     if zeros:
-        # The row that is repeated is not the last one here: whoever reads it cannot tell that it is made up.
+        # The repeated row is not the last one here, so a reader cannot detect that it is a placeholder.
         repeated = np.flatnonzero(LEFT_PADDED[0])[-1 - zeros]
         ids[0, repeated] = ids[0, repeated - 1]
         source, mask = source[:1], LEFT_PADDED[:1]
@@ -121,7 +123,7 @@ def test_trap_the_row_that_stands_for_prime_rls_last_token_is_no_route(zeros):
 
 
 def test_equal_rows_at_the_end_of_prime_rls_answer_are_routes():
-    """An answer has the engine's rows alone, and tokens may be routed alike."""
+    """A response has only rows of the engine, and two tokens may have equal routes."""
     ids = example(mask=ONE)
     ids[0, 3] = ids[0, 2]
     replay = read("prime_rl", [prime_rl_answer(ids[0, :4])], ONE[:, :4])

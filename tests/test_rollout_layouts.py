@@ -1,4 +1,4 @@
-"""Every layout gives back the ids that went in, placed where the mask and the model say."""
+"""Every layout returns the encoded ids, at the tokens of the mask and the layers of the model."""
 
 import numpy as np
 import pytest
@@ -41,12 +41,12 @@ def test_round_trip(name):
             ValueError, match=rf"^layout '{layout}': sample 0, token 4, layer 0: no route .*last token"
         ):
             replay_from_rollout(source, **arguments)
-    # Training that leaves the last token out needs no live pass, and no word on where rows start.
+    # If the mask leaves out the last token, neither live_routing nor start is needed.
     shorter = LEFT_PADDED & ~lacking_last(LEFT_PADDED) if lacks_last else LEFT_PADDED
     if name not in (
         "nemo_rl ragged",
         "miles padded",
-    ):  # which have a row for the last token, saying there is no route
+    ):  # these have a row for the last token, which marks a missing route
         assert_holds(replay_from_rollout(source, layout=layout, mask=shorter, **MODEL), ids, shorter)
 
 
@@ -120,7 +120,9 @@ def test_trap_left_padding_shifts_no_row():
 def test_trap_more_rows_than_real_tokens():
     mask = LEFT_PADDED.copy()
     mask[1, 3] = False
-    with pytest.raises(ValueError, match=r"layout 'vllm': sample 1: it has rows 0\.\.2, but only 2 real tokens"):
+    with pytest.raises(
+        ValueError, match=r"layout 'vllm': sample 1: it has rows 0\.\.2, but only 2 real tokens"
+    ):
         replay_from_rollout(whole(example(), LEFT_PADDED), layout="vllm", mask=mask, **MODEL)
 
 
@@ -172,7 +174,10 @@ def test_an_unknown_layout_is_answered_with_all_names_and_the_nearest():
         ({"moe_layers": [2, 1]}, r"moe_layers=\[2, 1\] must be ascending layers in 0\.\.3"),
         ({"moe_layers": [4]}, r"moe_layers=\[4\] must be"),
         ({"num_layers": 0}, r"moe_layers=\[\] must be"),
-        ({"mask": np.ones((3, 6), bool), "moe_layers": [0]}, "layout 'vllm': the source has 2 samples, but the mask has 3"),
+        (
+            {"mask": np.ones((3, 6), bool), "moe_layers": [0]},
+            "layout 'vllm': the source has 2 samples, but the mask has 3",
+        ),
     ],
 )
 def test_a_model_that_does_not_fit_is_named(change, message):

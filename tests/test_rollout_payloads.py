@@ -1,4 +1,4 @@
-"""Payloads off the wire: what one format alone can hold, and what is said of a damaged one."""
+"""Payloads: what only single formats can contain, and the errors for damaged ones."""
 
 import base64
 from pathlib import Path
@@ -165,7 +165,9 @@ def test_a_damaged_http_payload_is_named(rows, message):
 
 def test_http_prompt_and_generated_rows_must_be_of_one_kind():
     source = http(ROWS[2:, :, :2].tolist(), ROWS[:2].tolist())
-    with pytest.raises(ValueError, match=r"prompt rows are int64\[4, 3\], but generated rows are int64\[4, 2\]"):
+    with pytest.raises(
+        ValueError, match=r"prompt rows are int64\[4, 3\], but generated rows are int64\[4, 2\]"
+    ):
         replay_from_rollout(source, layout="vllm_http", mask=np.ones((1, 5), bool), **MODEL)
 
 
@@ -265,7 +267,9 @@ def test_trap_router_trace_without_one_stage_or_with_its_own_numbers():
         traced(from_one)
     with pytest.raises(ValueError, match=r"layer 2 has \(step, tokens\) .* layer 0 has"):
         traced([one, two[:2]])
-    with pytest.raises(ValueError, match=r"stream 1 has records of ranks .*, but a stream must have one rank"):
+    with pytest.raises(
+        ValueError, match=r"stream 1 has records of ranks .*, but a stream must have one rank"
+    ):
         traced([one, one, two])
 
 

@@ -1,4 +1,4 @@
-"""Rows of several samples: every token once, in order, and little padding."""
+"""Packed rows contain every token once, in order, with little padding."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ TOPOLOGY = Topology(num_nodes=2, ranks_per_node=2, num_experts=4, replica_slots=
 
 
 def check_layout(layout, assignment, lengths):
-    """Every rank's tokens once, each sample in one piece of one row, padding behind them."""
+    """Check that rows contain every token of a rank once, each sample contiguous in one row, and padding last."""
     for place in np.ndindex(*assignment.sample.shape[:3]):
         held = assignment.sample[place]
         found = {}

@@ -1,4 +1,4 @@
-"""Who serves whom: exact, nearest first, and the tokens that cross to a node counted one by one."""
+"""The split of token copies over slots is exact and nearest first, and visits equal a count token by token."""
 
 import functools
 
@@ -20,7 +20,7 @@ from relibra_jax.token_split import source_quota
 from relibra_jax.types import EMPTY, BatchPlan, LayerPlan, Topology
 
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=2, resident_slots=1)
-"""Planners leave the resident slots empty; any plans fill them."""
+"""The topology; planners leave its resident slots empty, and random plans fill them."""
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def replay():
 
 @pytest.fixture(scope="module", params=["intra-node", "across nodes", "static", "any", "any across nodes"])
 def batch(request, replay):
-    """A batch in two micro-batches, planned in ways that split tokens differently."""
+    """A batch of two micro-batches, with plans that split tokens differently."""
     across = "across nodes" in request.param
     assignment = assign_in_order(12, TOPOLOGY, num_micro_batches=2)
     load = expert_load(replay, assignment, num_experts=8)
@@ -80,8 +80,8 @@ def test_own_rank_then_own_node_come_first(batch):
 
 
 def test_every_rank_sends_away_as_much():
-    """Eight experts alike, each with a copy in the other node that computes half of that node's tokens: its own rank's,
-    and one other rank's. The other half crosses, and all ranks send the same."""
+    """Eight equal experts have a copy in the other node each, which computes half of that node's tokens: those of its
+    own rank, and of one other rank. The other half crosses, and all ranks send equally much."""
     topology = Topology(num_nodes=2, ranks_per_node=4, num_experts=8, replica_slots=1)
     home = np.arange(8, dtype=np.int32).reshape(2, 4, 1)
     copies = np.roll(home[::-1], 1, axis=1)
@@ -96,7 +96,7 @@ def test_every_rank_sends_away_as_much():
 
 
 def test_node_visits_are_those_of_the_copies_slots(replay, batch):
-    """Walk over the ranks and let `copy_slots` say where the copies of their tokens go."""
+    """Count visits rank by rank from the slots that `copy_slots` chooses."""
     sent = sent_by(batch)
     expected = np.zeros((2, 2, 4, 2), int)
     serve = jax.jit(functools.partial(copy_slots, topology=TOPOLOGY))
@@ -115,7 +115,7 @@ def test_node_visits_are_those_of_the_copies_slots(replay, batch):
 
 
 def test_the_visits_of_a_further_batch_compile_nothing(replay, batch, caplog):
-    """Every batch is counted, between plan and step."""
+    """The count runs for every batch, so it must not compile again."""
     node_visits(replay, batch, TOPOLOGY)
     with jax.log_compiles():
         node_visits(replay, batch, TOPOLOGY)
@@ -123,7 +123,7 @@ def test_the_visits_of_a_further_batch_compile_nothing(replay, batch, caplog):
 
 
 def test_one_layer_with_and_without_jit(batch):
-    """Written for one layer: alone, compiled or not, it is what the vmap at the edge gives."""
+    """The function of one layer gives the same result alone, compiled and under vmap."""
     layer = batch.micro_batch(1).layer(0)
     for found in (source_quota(layer, TOPOLOGY), jax.jit(source_quota)(layer, TOPOLOGY)):
         assert found.shape == (4, 2, 2, TOPOLOGY.slots)
