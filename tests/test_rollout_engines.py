@@ -90,7 +90,7 @@ def test_a_dtype_taken_from_the_ids_of_one_sample_says_nothing_of_the_model(layo
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"dtype": "uint16"}, "dtype 'uint16' is none of uint8, int16, int32"),
+        ({"dtype": "uint16"}, "dtype 'uint16' must be one of uint8, int16, int32"),
         ({"shape": [4, 12]}, r"shape \[4, 12\] is not \[rows, layers, K\] of 48 ids"),
         ({"shape": [4, -4, -3]}, r"shape \[4, -4, -3\] is not \[rows, layers, K\] of 48 ids"),
         ({"shape": ["4", 4, 3]}, r"shape \['4', 4, 3\] is not \[rows, layers, K\] of 48 ids"),
@@ -148,7 +148,7 @@ def test_prime_rls_bytes_of_the_wrong_width_are_refused():
     with pytest.raises(ValueError, match=r"sample 0: shape \[5, 4, 3\] is not .* of 30 ids"):
         read("prime_rl", [transport], ONE)
     transport.dtype = "int32"
-    with pytest.raises(ValueError, match="sample 0: dtype 'int32' is none of uint8, uint16"):
+    with pytest.raises(ValueError, match="sample 0: dtype 'int32' must be one of uint8, uint16"):
         read("prime_rl", [transport], ONE)
 
 

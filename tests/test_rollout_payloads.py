@@ -151,7 +151,7 @@ ROWS = example()[0, :4].astype(np.uint8)
         (b64(base64.b64decode(npy(ROWS)) + b"more"), "4 bytes follow the array"),
         (npy(np.array([None], object)), "not base64 of an .npy .*allow_pickle"),
         (described(ROWS) | {"encoding": "zlib"}, "encoding 'zlib' is not 'base64'"),
-        (described(ROWS) | {"dtype": "float32"}, "dtype 'float32' is none of"),
+        (described(ROWS) | {"dtype": "float32"}, "dtype 'float32' must be one of"),
         (described(ROWS) | {"shape": [4, 4, 2]}, r"shape \[4, 4, 2\] is not \[rows, layers, K\] of 48 ids"),
         (described(ROWS) | {"data": None}, "expected base64, found NoneType"),
         ([[[0, 1, 2]], [[1, 2]]], "nested lists of unequal length"),

@@ -73,7 +73,7 @@ def from_base64(text: Any, *, dtype: str) -> np.ndarray:
     [0, 1, 2]
     """
     if dtype not in INTEGERS:
-        raise ValueError(f"dtype {dtype!r} is none of {', '.join(INTEGERS)}")
+        raise ValueError(f"dtype {dtype!r} must be one of {', '.join(INTEGERS)}")
     return _integers_of(_bytes(text), dtype)
 
 
@@ -95,7 +95,7 @@ def from_fields(fields: Mapping[str, Any], *, dtypes: Sequence[str] = INTEGERS) 
     """
     data, shape, dtype = (fields.get(key) for key in ("data", "shape", "dtype"))
     if dtype not in dtypes:
-        raise ValueError(f"dtype {dtype!r} is none of {', '.join(dtypes)}")
+        raise ValueError(f"dtype {dtype!r} must be one of {', '.join(dtypes)}")
     flat = _integers_of(data if isinstance(data, bytes) else _bytes(data), str(dtype))
     sizes = list(shape) if isinstance(shape, list | tuple) else []
     whole = len(sizes) == 3 and all(type(size) is int and size >= 0 for size in sizes)
