@@ -1,7 +1,7 @@
 """Counts of expert loads that a rollout worker sends for planning, in place of the routes.
 
 The route of a token takes ``L * K`` ids, whereas the counts of a sample take ``L * E`` numbers, however long it is.
-docs/counts.md describes which process sends what.
+docs/guides/counts.md describes which process sends what.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,9 +1,9 @@
 """The supported layouts of recorded routed experts, as a table of pure decoders.
 
 A decoder only finds the rows of each sample; `replay_from_rollout` then assigns them to tokens and checks them, in the
-same way for all layouts. The order of axes is never guessed: two orders are two layouts. docs/engines.md lists the
-versions of the engines from which the layouts were read. The files of SGLang's expert-distribution recorder are pickles
-(``torch.save``), which this library does not read.
+same way for all layouts. The order of axes is never guessed: two orders are two layouts. docs/guides/engines.md lists
+the versions of the engines from which the layouts were read. The files of SGLang's expert-distribution recorder are
+pickles (``torch.save``), which this library does not read.
 
 The list below gives the ``source`` of each layout. Samples are in the order of the mask's rows. ``layers`` are all
 hidden layers or the MoE layers; their number tells which. ``start`` is the token of a sample's first row, which is 0
