@@ -3,7 +3,8 @@
 Glossary
 --------
 logical expert   one set of expert parameters of the model
-rank, local rank one device of the expert-parallel group; its index inside its node
+rank             one device of the expert-parallel group
+local rank       the index of a rank inside its node
 node             a group of ranks that a fast interconnect connects
 slot             room for the weights of one expert on one rank
 home             the slot that owns an expert's master weights and optimizer state: a *home slot*
