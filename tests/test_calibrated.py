@@ -127,7 +127,7 @@ def test_what_cannot_be_drawn_or_measured(monkeypatch):
             draw_trace(GPT_OSS_20B, **given)
     few = make_trace(RoutingReplay(np.zeros((40, 1, 1, 1), np.uint8), np.ones((40, 1), bool)), 8, "few")
     with pytest.raises(
-        ValueError, match="few has 40 samples with tokens of top-1 of 8 experts; to be measured"
+        ValueError, match="few has 40 samples with tokens, and top-1 of 8 experts; a calibration needs"
     ):
         measure_likeness(few)
     monkeypatch.setattr("relibra_jax.limits.machine_memory", lambda: 2**20)
