@@ -1,7 +1,8 @@
 """relibra_jax: expert load balancing as planning, for mixture-of-experts reinforcement learning in JAX.
 
-This is the planning core: pure functions of arrays, which need jax and NumPy. `relibra_jax.nnx` is the front door for
-Flax, `relibra_jax.execution` runs plans over a device mesh, `relibra_jax.cost` models the time that they take.
+This module exports the planning core: pure functions of arrays, which need only jax and NumPy. `relibra_jax.nnx` is the
+entry point for Flax users, `relibra_jax.execution` runs plans on a device mesh, and `relibra_jax.cost` models the time
+that plans take.
 """
 
 from importlib.metadata import version as _version

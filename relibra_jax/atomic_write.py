@@ -1,4 +1,4 @@
-"""Files that are whole or absent: written beside their place, then renamed into it."""
+"""Atomic file writes: write a temporary file in the same folder, then rename it to its final name."""
 
 import contextlib
 import json
@@ -11,7 +11,10 @@ from typing import Any
 
 @contextlib.contextmanager
 def write_atomically(path: str | os.PathLike) -> Iterator[Path]:
-    """A temporary path in the same folder that takes ``path``'s place when the block ends without an error.
+    """Write a file atomically: yield a temporary path, and rename it to ``path`` if the block raises no error.
+
+    Args:
+        path: the file to write or replace. The temporary file is in the same folder.
 
     >>> with write_atomically(os.path.join(tempfile.mkdtemp(), "note.txt")) as part:
     ...     _ = part.write_text("complete")
@@ -22,7 +25,9 @@ def write_atomically(path: str | os.PathLike) -> Iterator[Path]:
     part = Path(name)
     try:
         yield part
-        part.chmod(0o644)  # last: a writer may have put a file of its own in its place
+        part.chmod(
+            0o644
+        )  # after the block, because a writer may have replaced the temporary file by one of its own
         with part.open("rb") as written:
             os.fsync(written.fileno())
         part.replace(path)
@@ -31,7 +36,11 @@ def write_atomically(path: str | os.PathLike) -> Iterator[Path]:
 
 
 def write_json(path: str | os.PathLike, value: Any) -> None:
-    """Write a value as indented JSON, whole or not at all.
+    """Write a value as indented JSON, atomically.
+
+    Args:
+        path: the file to write or replace.
+        value: the value, which `json.dumps` accepts.
 
     >>> write_json(os.path.join(tempfile.mkdtemp(), "numbers.json"), {"imbalance": 1.02})
     """

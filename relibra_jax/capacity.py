@@ -1,10 +1,11 @@
-"""Buffer sizes, counted before the step: replay is exact, so no buffer has to be larger than what will fill it.
+"""Buffer sizes of a step, counted from the plan before the step runs.
 
-Shapes are static under jit, loads are not. `count_capacities` counts, on the host and between plan and step, the most
-rows that any rank will send, receive and compute, and rounds up (at most 1/32 more); `grow_capacities` keeps the sizes
-of earlier batches, so that after a few batches the same compiled step serves them all. A step that meets a plan too
-large for its sizes drops nothing: see `check_capacities` before it, and `relibra_jax.execution.moe` for what happens
-without.
+Array shapes are static under jit, but loads change from batch to batch. The replayed load is exact, so
+`count_capacities` can count on the host, between planning and the step, the most rows that any rank sends, receives and
+computes. It rounds the sizes up (by 1/32 at most). `grow_capacities` keeps the sizes of earlier batches where they
+suffice, so that after a few batches one compiled step serves them all. A step never drops tokens: `check_capacities`
+raises before a step whose plan is too large for the buffers, and `relibra_jax.execution.moe` describes what happens
+without that check.
 """
 
 import dataclasses
@@ -26,40 +27,41 @@ from relibra_jax.types import EMPTY, Array, LayerPlan, Topology
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class ExchangeSizes:
-    """Rows of one exchange. The padded one needs `pair` and `own`, the ragged one `send` and `receive`."""
+    """Buffer sizes of one exchange, in rows: `pair` and `own` if it is padded, `send` and `receive` if ragged."""
 
     pair: int
-    """Most rows from one rank to one other."""
+    """The most rows that one rank sends to one other rank."""
     own: int
-    """Most rows that a rank keeps, which no link carries."""
+    """The most rows that a rank keeps for itself, which cross no link."""
     send: int
-    """Most rows that one rank sends."""
+    """The most rows that one rank sends."""
     receive: int
-    """Most rows that one rank receives."""
+    """The most rows that one rank receives."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Capacities:
-    """Sizes of the buffers of a step, the same for all its micro-batches, layers and ranks.
+    """Buffer sizes of a step, the same for all its micro-batches, layers and ranks.
 
-    A tree of Python numbers, so that checkpoints hold it; static under jit, as part of `ExpertParallel`.
+    It is a tree of Python integers, so that checkpoints can store it. It is static under jit, as part of
+    `ExpertParallel`.
     """
 
     rows: int
-    """Most token copies that one rank computes."""
+    """The most token copies that one rank computes."""
     flat: ExchangeSizes
-    """Token copies exchanged between all ranks."""
+    """Sizes for token copies that all ranks exchange with each other (flat dispatch)."""
     node: ExchangeSizes | None
-    """Distinct tokens exchanged between nodes; None where they were not counted."""
+    """Sizes for distinct tokens that nodes exchange (hierarchical dispatch); None if they were not counted."""
     local: ExchangeSizes
-    """Token copies exchanged inside a node, after tokens have crossed between nodes."""
+    """Sizes for token copies that the ranks of a node exchange after tokens have crossed between nodes."""
     exports: int
-    """Most experts that are fetched from one rank as replicas, each counted once: rows of the padded fetch."""
+    """The most different experts that other ranks fetch from one rank as replicas: rows of the padded fetch."""
     export_copies: int
-    """Most replicas that are fetched from one rank: rows of the ragged fetch."""
+    """The most replicas that other ranks fetch from one rank: rows of the ragged fetch."""
     push: PushSizes | None
-    """Experts on their way to resident slots; None where they were not counted."""
+    """Sizes for the experts that are sent to resident slots; None if they were not counted."""
 
 
 def count_capacities(
@@ -68,16 +70,17 @@ def count_capacities(
     *,
     visits: Int[Array, "M L P N"] | None = None,
 ) -> Capacities:
-    """Count what a step under valid plans needs. Runs on the host.
+    """Count the buffer sizes that a step with these plans needs. Runs on the host.
 
     Args:
-        layer_plans: ``batch_plan.layer_plans()``, stacked ``[M, L]``, of all micro-batches that share the compiled
-            step, those of data-parallel copies of the group among them.
+        layer_plans: ``batch_plan.layer_plans()``, stacked ``[M, L]``, for all micro-batches that the compiled step
+            runs, including those of all data-parallel copies of the group. The plans must be valid.
         topology: the expert-parallel group.
-        visits: from `relibra_jax.node_visits.node_visits`; only the hierarchical path needs them.
+        visits: the number of tokens that each rank sends to each node, as `relibra_jax.node_visits.node_visits` returns
+            it. Only hierarchical dispatch needs them; with None its sizes are not counted.
 
     Returns:
-        Sizes that suffice, rounded up.
+        The sizes, rounded up.
 
     >>> topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=2, replica_slots=1)
     >>> slots, quota = jnp.array([[[[[0, -1], [1, 0]]]]]), jnp.array([[[[[60, 0], [40, 40]]]]])
@@ -117,15 +120,15 @@ def count_capacities(
 
 
 def worst_case_capacities(tokens: int, top_k: int, topology: Topology) -> Capacities:
-    """Sizes that suffice whatever the router does: what systems without foresight have to hold.
+    """Return the buffer sizes that suffice for any routing, which systems without a replay must allocate.
 
-    A token has ``top_k`` different experts, so it sends at most ``min(top_k, S)`` copies to one rank. Of residents'
-    pushes, which go by batch and not by layer, nothing is said.
+    A token has ``top_k`` different experts, so it sends at most ``min(top_k, S)`` copies to one rank. The sizes for
+    residents (``push``) are None, because they depend on the batch and not on the routing of one layer.
 
     Args:
-        tokens: the tokens of one rank.
-        top_k: K, experts of a token.
-        topology: the expert-parallel group, which gives N, G and S.
+        tokens: the number of tokens of one rank.
+        top_k: K, the number of experts of a token.
+        topology: the expert-parallel group.
 
     >>> topology = Topology(num_nodes=2, ranks_per_node=4, num_experts=32, replica_slots=0)
     >>> worst_case_capacities(1024, 4, topology).rows
@@ -150,33 +153,37 @@ def worst_case_capacities(tokens: int, top_k: int, topology: Topology) -> Capaci
 
 
 def check_capacities(have: Capacities, need: Capacities) -> None:
-    """Raise unless every buffer of ``have`` holds what ``need`` asks for.
+    """Raise ValueError unless every buffer of ``have`` is at least as large as that of ``need``.
+
+    Args:
+        have: the sizes with which the step is compiled.
+        need: the sizes that the next batch needs.
 
     Raises:
-        ValueError: if a buffer is too small: the first one, with both sizes.
+        ValueError: if a buffer is too small or was not counted. The message gives both sizes of the first such buffer.
     """
-    found, wanted = (
+    available, required = (
         {
             jax.tree_util.keystr(path, simple=True, separator="."): size
             for path, size in jax.tree.leaves_with_path(each)
         }
         for each in (have, need)
     )
-    for name, size in wanted.items():
-        if name not in found or found[name] < size:
-            raise ValueError(f"buffer {name}: {found.get(name, 'not counted')}, this batch needs {size}")
+    for name, size in required.items():
+        if name not in available or available[name] < size:
+            raise ValueError(f"buffer {name}: {available.get(name, 'not counted')}, this batch needs {size}")
 
 
 def grow_capacities(
     have: Capacities | None, need: Capacities, *, round_up: Callable[[int], int] = lambda size: size
 ) -> Capacities:
-    """Sizes that serve the batches so far and the next one: those at hand where they suffice, so that the compiled step
-    does too.
+    """Grow buffer sizes where the next batch needs it, and keep them otherwise so that the compiled step can be reused.
 
     Args:
-        have: the sizes of the batches so far; None before the first.
-        need: the sizes of the next batch. A buffer that only one of the two counted stays uncounted.
-        round_up: maps a size that has to grow to the size that it gets. Spare room costs memory and saves
+        have: the sizes of the batches so far. None before the first batch.
+        need: the sizes that the next batch needs. ``node`` and ``push`` are None in the result if one of the two has
+            not counted them.
+        round_up: maps a needed size to the size that a growing buffer gets. Larger buffers cost memory and save
             compilations.
 
     >>> topology = Topology(num_nodes=2, ranks_per_node=4, num_experts=32, replica_slots=0)
@@ -195,7 +202,7 @@ def grow_capacities(
 
 
 def round_capacity(count: int) -> int:
-    """``count`` rounded up to a multiple of 8 and of a power of two that is at most 1/32 of it.
+    """Round ``count`` up to a multiple of 8 and of a power of two that is at most 1/32 of it.
 
     >>> round_capacity(0), round_capacity(100), round_capacity(100_000)
     (8, 104, 100352)
@@ -206,13 +213,13 @@ def round_capacity(count: int) -> int:
 
 @functools.partial(jax.jit, static_argnums=1)
 def _count(layer_plans: LayerPlan, topology: Topology) -> dict[str, jax.Array]:
-    """The most rows and exports of any micro-batch, layer and rank."""
+    """Count the most rows and exports of any micro-batch, layer and rank, by name."""
     nodes, local, ranks = topology.num_nodes, topology.ranks_per_node, topology.num_ranks
 
     def one_layer(plan: LayerPlan) -> dict[str, jax.Array]:
         pairs = source_quota(plan, topology).sum(-1)
         flat = pairs.reshape(ranks, ranks)
-        # A token crosses to the rank of its own local index: [local source, node, local].
+        # A token crosses to the rank with the local index of its source: [local source, node, local].
         through = pairs.reshape(nodes, local, nodes, local).sum(0)
         return {
             "rows": flat.sum(0).max(),
@@ -231,14 +238,14 @@ def _count(layer_plans: LayerPlan, topology: Topology) -> dict[str, jax.Array]:
 
 
 def export_count(plan: LayerPlan, topology: Topology) -> Int[jax.Array, " P"]:
-    """Replicas that are fetched from each rank in one layer of one micro-batch."""
+    """Count the replicas that other ranks fetch from each rank, in one layer of one micro-batch."""
     source = copy_source(plan, topology).ravel()
     rank = jnp.where(source == EMPTY, topology.num_ranks, source // topology.held_slots)
     return jnp.zeros(topology.num_ranks, jnp.int32).at[rank].add(1, mode="drop")
 
 
 def exported_slots(plan: LayerPlan, topology: Topology) -> Bool[jax.Array, "P held"]:
-    """Which home and resident slots of each rank replicas are fetched from, in one layer of one micro-batch."""
+    """Mark the home and resident slots from which replicas are fetched, in one layer of one micro-batch."""
     source = copy_source(plan, topology).ravel()
     slots = topology.num_ranks * topology.held_slots
     exported = jnp.zeros(slots, bool).at[jnp.where(source == EMPTY, slots, source)].set(True, mode="drop")
@@ -249,6 +256,6 @@ def _push_sizes(layer_plans: LayerPlan, topology: Topology) -> PushSizes:
     if not topology.resident_slots:
         return PushSizes(exports=0, pair=0, own=0)
     resident = jnp.asarray(layer_plans.slot_expert)[0, ..., topology.home_slots : topology.held_slots]
-    # Not rounded up: what is spare is sent.
+    # Not rounded up, because the push sends the padding as well.
     most = push_sizes(jnp.asarray(layer_plans.home)[0], resident, topology)
     return PushSizes(**{name: int(size) for name, size in most.items()})

@@ -1,13 +1,14 @@
-"""Which slot serves each token copy of a rank: the quotas exactly, and few distinct (token, node) pairs.
+"""Assignment of the token copies of one rank to slots: it meets the quotas exactly and makes tokens visit few nodes.
 
-`relibra_jax.token_split.source_quota` says how many of a rank's copies of an expert go to each slot, not which. On the
-hierarchical path a token crosses to a node once, however many of its experts are there; so where an expert is served in
-several nodes, its copies are best given to tokens that visit those nodes anyway.
+`relibra_jax.token_split.source_quota` says how many of a rank's copies of an expert each slot gets, but not which ones.
+Under hierarchical dispatch a token crosses to a node once, however many of its experts are there. If an expert has
+slots in several nodes, its copies are therefore best given to tokens that visit those nodes anyway.
 
-The rule is a greedy one, in whole numbers, the same wherever it is run. Copies of experts that a single node serves
-say which nodes each token visits anyway. Then the other nodes, one after another from the rank's own, take from what
-is undecided: first copies of tokens that visit them, then copies of tokens that bring three at once, then two, then
-one. What remains stays in the own node, where a visit costs nothing.
+The rule is greedy and uses integers only, so that every process gets the same result. The copies of experts that only
+one node serves determine which nodes each token visits anyway. Then the other nodes, in order from the rank's own,
+take undecided copies up to their quota: first the copies of tokens that visit them anyway, then those of tokens that
+bring three copies at once, then two, then one. The remaining copies stay in the rank's own node, where they do not
+cross.
 """
 
 import jax
@@ -19,7 +20,8 @@ from relibra_jax.types import EMPTY, Array, Topology
 
 _UNDECIDED = -2
 _MOST_AT_ONCE = 3
-"""Tokens that bring more copies to a node at once are not told apart: it costs turns and spares hardly a visit."""
+"""Tokens that bring three or more copies to a node at once are treated alike: to distinguish them would take more
+iterations and avoid hardly any crossing."""
 
 
 def copy_slots(
@@ -31,21 +33,21 @@ def copy_slots(
     *,
     across_nodes: bool = True,
 ) -> Int[jax.Array, "t K"]:
-    """The slot that serves each token copy of one rank, in one layer of one micro-batch.
+    """Choose the slot that computes each token copy of one rank, in one layer of one micro-batch.
 
     Args:
         expert_ids: the experts of this rank's tokens; EMPTY for no copy.
         slot_expert: the expert in each slot; EMPTY for none.
-        sent: copies that this rank sends to each slot, its row of `relibra_jax.token_split.source_quota`: those of an
-            expert sum to its copies in ``expert_ids``.
+        sent: the number of copies that this rank sends to each slot, its row of
+            `relibra_jax.token_split.source_quota`. For each expert they sum to its copies in ``expert_ids``.
         topology: the expert-parallel group.
         node: the node of this rank.
-        across_nodes: whether an expert may have slots in several nodes. False spares the choice between them, and
-            changes nothing where no expert has.
+        across_nodes: True if an expert may have slots in several nodes. False skips the choice between nodes, and gives
+            the same result if no expert has.
 
     Returns:
-        int32 flat slots, ``(n * G + g) * S + s``; EMPTY for no copy. Each slot is named ``sent`` times. Of the copies
-        of an expert in one node, those of the first tokens have the first slot.
+        int32 flat slots, ``(n * G + g) * S + s``; EMPTY for no copy. Each slot occurs ``sent`` times. Within a node the
+        first copies of an expert, in the order of tokens, go to its first slot.
 
     >>> topology = Topology(num_nodes=2, ranks_per_node=1, num_experts=2, replica_slots=1)
     >>> slots, sent = jnp.array([[[0, -1]], [[1, 0]]]), jnp.array([[[1, 0]], [[1, 1]]])
@@ -69,12 +71,16 @@ def copy_slots(
 def line_up(
     key: Int[jax.Array, "*copies"], slot_key: Int[jax.Array, "*slots"], sent: Int[jax.Array, "*slots"]
 ) -> tuple[Int[jax.Array, " c"], Int[jax.Array, " s"], Int[jax.Array, " s"]]:
-    """Copies and slots, both sorted by key, and where among the sorted copies those of each sorted slot begin.
+    """Sort copies and slots by key, so that each slot gets a contiguous range of the sorted copies.
 
     Args:
-        key: what says which slots may serve a copy; EMPTY for no copy, sorted last.
-        slot_key: the key that each slot serves; EMPTY for none.
-        sent: copies of each slot.
+        key: the key of each copy, which only slots with the same key may serve. EMPTY for no copy, sorted last.
+        slot_key: the key of each slot. EMPTY for none.
+        sent: the number of copies of each slot.
+
+    Returns:
+        The indices of the copies in sorted order, the indices of the slots in sorted order, and for each sorted slot
+        the position of its first copy among the sorted copies.
 
     >>> line_up(jnp.array([[5, 2], [5, -1]]), jnp.array([5, -1, 2, 5]), jnp.array([1, 0, 1, 1]))
     (Array([1, 0, 2, 3], dtype=int32), Array([2, 0, 3, 1], dtype=int32), Array([0, 1, 2, 3], dtype=int32))
@@ -90,10 +96,14 @@ def copy_nodes(
     topology: Topology,
     node: Int[Array, ""] | int,
 ) -> Int[jax.Array, "t K"]:
-    """The node that serves each token copy of one rank: the part of `copy_slots` that decides who crosses.
+    """Choose the node that computes each token copy of one rank; `copy_slots` then chooses slots inside the nodes.
 
     Args:
-        expert_ids, slot_expert, sent, topology, node: as in `copy_slots`.
+        expert_ids: the experts of this rank's tokens; EMPTY for no copy.
+        slot_expert: the expert in each slot; EMPTY for none.
+        sent: the number of copies that this rank sends to each slot, as for `copy_slots`.
+        topology: the expert-parallel group.
+        node: the node of this rank.
 
     Returns:
         int32 nodes; EMPTY for no copy.
@@ -106,21 +116,21 @@ def copy_nodes(
     settled_in = jnp.where(settled, jnp.argmax(quota, axis=1).astype(jnp.int32), _UNDECIDED)
     within, count = _by_expert(ids, experts)
 
-    def turn(state):
+    def one_node(state):
         number, served, left = state
         sweep, step = number // (nodes - 1), number % (nodes - 1)
-        there = (node + 1 + step) % nodes
-        room, undecided = left[:, there], served == _UNDECIDED
-        visiting = within(undecided & (served == there).any(1, keepdims=True), room)
+        target = (node + 1 + step) % nodes
+        room, undecided = left[:, target], served == _UNDECIDED
+        visiting = within(undecided & (served == target).any(1, keepdims=True), room)
         room = room - count(visiting)
 
-        # In sweep 0 nobody comes anew; in the next ones tokens that bring three copies at once, two, one.
+        # Sweep 0 adds no visits. The next sweeps add tokens that bring three copies at once, then two, then one.
         def enough(mask):
             return mask & (sweep > 0) & (mask.sum(1, keepdims=True) > most - sweep)
 
         coming = enough(within(enough(undecided & ~visiting & (room > 0)[ids]), room))
-        left = left.at[:, there].set(room - count(coming))
-        return number + 1, jnp.where(visiting | coming, there, served), left
+        left = left.at[:, target].set(room - count(coming))
+        return number + 1, jnp.where(visiting | coming, target, served), left
 
     def unfinished(state):
         number, _, left = state
@@ -128,24 +138,27 @@ def copy_nodes(
         return (number < (nodes - 1) * (most + 1)) & ((left > 0) & elsewhere[None]).any()
 
     start = (jnp.int32(0), settled_in[ids], jnp.where(settled[:, None], 0, quota))
-    _, served, _ = jax.lax.while_loop(unfinished, turn, start)
+    _, served, _ = jax.lax.while_loop(unfinished, one_node, start)
     served = jnp.where(served == _UNDECIDED, node, served)
     return jnp.where(ids == experts, EMPTY, served)
 
 
 def _node_quota(slot_expert, sent, topology: Topology):
-    """Copies of each expert that the rank sends to each node ``[E + 1, N]``; the last row is of no expert."""
+    """Sum the copies of each expert that the rank sends to each node, ``[E + 1, N]``; the last row is padding."""
     nodes, experts = topology.num_nodes, topology.num_experts
-    held = jnp.where(jnp.asarray(slot_expert) == EMPTY, experts, jnp.asarray(slot_expert, jnp.int32))
+    expert = jnp.where(jnp.asarray(slot_expert) == EMPTY, experts, jnp.asarray(slot_expert, jnp.int32))
     quota = jnp.zeros((experts + 1, nodes), jnp.int32)
     return (
-        quota.at[held, jnp.arange(nodes)[:, None, None]].add(jnp.asarray(sent, jnp.int32)).at[experts].set(0)
+        quota.at[expert, jnp.arange(nodes)[:, None, None]]
+        .add(jnp.asarray(sent, jnp.int32))
+        .at[experts]
+        .set(0)
     )
 
 
 def _by_expert(ids, experts: int):
-    """Two functions of a mask over copies: the first ones of each expert, as many as there is room for; how many each
-    expert has."""
+    """Return two functions of a mask over copies: ``within`` keeps the first copies of each expert, up to a number per
+    expert; ``count`` counts the copies of each expert."""
     order = jnp.argsort(ids.ravel(), stable=True)
     back = jnp.zeros_like(order).at[order].set(jnp.arange(ids.size), unique_indices=True).reshape(ids.shape)
     begin = jnp.searchsorted(ids.ravel()[order], jnp.arange(experts + 1))

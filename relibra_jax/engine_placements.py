@@ -1,8 +1,8 @@
-"""Placements as the arrays of EPLB, vLLM and SGLang.
+"""Conversion of placements to and from the formats of EPLB, vLLM and SGLang.
 
-A placement that the trainer found can serve the rollout engine too, and the other way round. Engines number
-physical slots rank by rank, so ``physical_to_logical[L P]`` is ``slot_expert[L N G S]`` with the last three axes
-in one. What differs is who may leave a slot empty: vLLM may (-1), EPLB and SGLang may not.
+A placement that the trainer found can also serve the rollout engine, and the other way round. Engines number physical
+slots rank by rank, so their ``physical_to_logical[L P]`` is ``slot_expert[L N G S]`` with the last three axes
+flattened. The formats differ in empty slots: vLLM allows them (-1), EPLB and SGLang do not.
 """
 
 import json
@@ -19,7 +19,7 @@ from relibra_jax.types import EMPTY, Array, PhysicalExperts, Plan, Topology
 
 
 class Placement(NamedTuple):
-    """The slots of all layers at one time: those of a plan in one micro-batch, or those of an engine."""
+    """The homes and slots of all layers: of a plan in one micro-batch, or of an engine."""
 
     home: Int[Array, "L E"]
     """Flat home slot of each expert."""
@@ -28,34 +28,34 @@ class Placement(NamedTuple):
 
 
 def placement_of(plan: Plan, micro_batch: int) -> Placement:
-    """The placement that ``plan`` has in one of its micro-batches."""
+    """Return the placement of a plan in one of its micro-batches."""
     return Placement(np.asarray(plan.home), np.asarray(plan.slot_expert)[micro_batch])
 
 
 def homes_only(plan: Plan) -> Placement:
-    """The placement of a plan's master copies alone: what every engine can load, without empty slots."""
+    """Return the placement of a plan's home slots alone; it has no empty slots, so every engine can load it."""
     slot_expert = np.asarray(plan.slot_expert)[0]
     home_slots = plan.home.shape[-1] // (slot_expert.shape[1] * slot_expert.shape[2])
     return Placement(np.asarray(plan.home), slot_expert[..., :home_slots])
 
 
 def to_vllm(placement: Placement) -> Int[np.ndarray, "L P"]:
-    """vLLM's ``physical_to_logical``: -1 where a slot is unused."""
+    """Convert a placement to vLLM's ``physical_to_logical``, with -1 for unused slots."""
     slot_expert = np.asarray(placement.slot_expert, np.int32)
     return slot_expert.reshape(slot_expert.shape[0], -1)
 
 
 def to_eplb(placement: Placement) -> PhysicalExperts:
-    """EPLB's three arrays.
+    """Convert a placement to EPLB's three arrays.
 
     Raises:
-        ValueError: if a slot is empty, which EPLB cannot express.
+        ValueError: if a slot is empty, because the format of EPLB has no empty slots.
 
     >>> slots = np.array([[[[0, 1]], [[2, 3]]]])
     >>> to_eplb(Placement(np.array([[0, 1, 2, 3]]), slots)).logical_to_physical.tolist()
     [[[0], [1], [2], [3]]]
     """
-    physical = _without_gaps(placement, "EPLB")
+    physical = _without_empty_slots(placement, "EPLB")
     num_experts = placement.home.shape[-1]
     count = np.stack([np.bincount(row, minlength=num_experts) for row in physical])
     order = np.argsort(physical, axis=-1, kind="stable")
@@ -67,45 +67,46 @@ def to_eplb(placement: Placement) -> PhysicalExperts:
 
 
 def to_sglang(path: str | os.PathLike, placement: Placement) -> None:
-    """Write the JSON that SGLang's ``--init-expert-location`` reads.
+    """Write a placement as the JSON file that SGLang's ``--init-expert-location`` reads.
 
     Raises:
-        ValueError: if a slot is empty, which SGLang cannot express.
+        ValueError: if a slot is empty, because the format of SGLang has no empty slots.
     """
-    physical = _without_gaps(placement, "SGLang")
+    physical = _without_empty_slots(placement, "SGLang")
     with write_atomically(path) as part:
         part.write_text(json.dumps({"physical_to_logical_map": physical.tolist()}))
 
 
 def from_sglang(path: str | os.PathLike, topology: Topology) -> Placement:
-    """Read an ``--init-expert-location`` JSON that holds ``physical_to_logical_map``.
+    """Read a placement from an ``--init-expert-location`` JSON file of SGLang with ``physical_to_logical_map``.
 
     Raises:
-        ValueError: if the file is not such a JSON, or its map does not fit ``topology`` (see `from_physical`).
+        ValueError: if the file is not such a JSON file, or if its map does not fit ``topology`` (see `from_physical`).
     """
     try:
         with open(path, encoding="utf-8") as file:
             physical = np.asarray(json.load(file)["physical_to_logical_map"])
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
-            f"{path}: no JSON object with a rectangular physical_to_logical_map ({error!r})"
+            f"{path}: it must be a JSON object with a rectangular physical_to_logical_map ({error!r})"
         ) from error
     return from_physical(physical, topology)
 
 
 def from_physical(physical_to_logical: Int[Array, "..."], topology: Topology) -> Placement:
-    """The placement in a ``physical_to_logical`` of EPLB, vLLM or SGLang.
+    """Convert a ``physical_to_logical`` of EPLB, vLLM or SGLang to a placement.
 
-    Engines do not tell master copies from replicas. The first H slots of every rank are the homes if they hold
-    every expert once; otherwise homes are found by bipartite matching, so that each rank owns H of the experts
-    that it holds. Copies of an expert that share a rank become one.
+    Engines do not distinguish homes from other copies. If the first H slots of all ranks hold every expert once, they
+    become the homes. Otherwise homes are chosen by bipartite matching, so that each rank owns H of the experts that it
+    holds. Several copies of an expert on one rank become one.
 
     Args:
         physical_to_logical: ``[L P]``, the expert in each physical slot, rank by rank; -1 for an unused slot.
-        topology: the expert-parallel group; an engine's rank may have fewer slots than S, the rest are EMPTY.
+        topology: the expert-parallel group. A rank of the engine may have fewer than S slots; the others are EMPTY.
 
     Raises:
-        ValueError: if shapes, ids or copies do not fit ``topology``, or there is no way to choose homes.
+        ValueError: if shapes, ids or copies do not fit ``topology``, or if the copies do not allow H homes on every
+            rank.
     """
     physical = np.asarray(physical_to_logical)
     if physical.ndim != 2 or not np.issubdtype(physical.dtype, np.integer):
@@ -122,17 +123,19 @@ def from_physical(physical_to_logical: Int[Array, "..."], topology: Topology) ->
         raise ValueError(
             f"layer {layer}, slot {slot}: expert {physical[layer, slot]} is outside 0..{topology.num_experts - 1}"
         )
-    held = np.full((len(physical), ranks, slots), EMPTY, np.int32)
-    held[..., :per_rank] = physical.reshape(len(physical), ranks, per_rank)
+    slot_expert = np.full((len(physical), ranks, slots), EMPTY, np.int32)
+    slot_expert[..., :per_rank] = physical.reshape(len(physical), ranks, per_rank)
     home = np.zeros((len(physical), topology.num_experts), np.int32)
-    for layer, row in enumerate(held):
+    for layer, row in enumerate(slot_expert):
         _homes_first(row, layer, topology)
         home[layer, row[:, :homes].ravel()] = np.arange(topology.num_experts)
-    return Placement(home, held.reshape(len(physical), topology.num_nodes, topology.ranks_per_node, slots))
+    return Placement(
+        home, slot_expert.reshape(len(physical), topology.num_nodes, topology.ranks_per_node, slots)
+    )
 
 
 def _homes_first(row: Int[np.ndarray, "ranks S"], layer: int, topology: Topology) -> None:
-    """Reorder one layer's slots in place: homes, copies, empty slots."""
+    """Reorder the slots of one layer in place: homes first, then copies, then empty slots."""
     homes, experts = topology.home_slots, topology.num_experts
     if np.array_equal(np.sort(row[:, :homes].ravel()), np.arange(experts)):
         owner = np.empty(experts, int)
@@ -150,16 +153,17 @@ def _homes_first(row: Int[np.ndarray, "ranks S"], layer: int, topology: Topology
             )
         owner = seat // homes
     for rank, slots in enumerate(row):
-        held = list(dict.fromkeys(int(expert) for expert in slots if expert != EMPTY))
-        held.sort(key=lambda expert: owner[expert] != rank)
-        slots[:] = held + [EMPTY] * (slots.size - len(held))
+        rank_experts = list(dict.fromkeys(int(expert) for expert in slots if expert != EMPTY))
+        rank_experts.sort(key=lambda expert: owner[expert] != rank)
+        slots[:] = rank_experts + [EMPTY] * (slots.size - len(rank_experts))
 
 
-def _without_gaps(placement: Placement, consumer: str) -> Int[np.ndarray, "L P"]:
+def _without_empty_slots(placement: Placement, consumer: str) -> Int[np.ndarray, "L P"]:
     physical = to_vllm(placement)
     if (physical == EMPTY).any():
         layer, slot = np.argwhere(physical == EMPTY)[0]
         raise ValueError(
-            f"layer {layer}, slot {slot} is empty, which {consumer} cannot express; see homes_only"
+            f"layer {layer}, slot {slot} is empty, but {consumer} has no empty slots; homes_only returns a placement"
+            " without them"
         )
     return physical

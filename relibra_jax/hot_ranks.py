@@ -1,10 +1,11 @@
-"""Ranks that have more to compute than others, and are to compute it in float8: precision as a plan.
+"""A rule that marks overloaded ranks, which then compute their experts in float8.
 
-A layer waits for its fullest rank. ReaLB (arXiv:2604.19503) lets such a rank compute its experts in a lower precision,
-where it has more than so many tokens. Marks follow from a plan and change nothing of it: planners know nothing of them.
-ReaLB decides while the model runs; a recorded batch is known before it does. Of its conditions one has no counterpart
-here, that most of the rank's tokens be those of images: text has none, so any rank may be marked. And its precision is
-FP4, ours e4m3 (`pallas_kernels.grouped_mlp_float8`). Nothing is learnt from in float8: it is for rollout and recompute.
+All ranks of a layer wait for the one with the most token copies. ReaLB (arXiv:2604.19503) lets such a rank compute its
+experts in a lower precision if it has more than a minimum of tokens. Here the marks are computed from a finished plan:
+planners do not use them, and they do not change the plan. There are three differences. ReaLB decides while the model
+runs, whereas the load of a recorded batch is known before. ReaLB also requires that most tokens of the rank come from
+images; text has no such tokens, so here any rank may be marked. And ReaLB computes in FP4, this library in e4m3
+(`pallas_kernels.grouped_mlp_float8`). Float8 serves rollout and recompute only, never passes that compute gradients.
 """
 
 from dataclasses import dataclass
@@ -20,20 +21,20 @@ from relibra_jax.types import LayerPlan, Plan
 @jax.tree_util.register_static
 @dataclass(frozen=True, kw_only=True)
 class HotRanks:
-    """Which ranks are hot: those above a multiple of the mean that have rows enough for it to pay.
+    """A rule for hot ranks: their load exceeds a multiple of the mean, and they have enough rows for float8 to pay off.
 
     Raises:
-        ValueError: if ``threshold`` is negative or not finite, or ``min_rows`` is no integer of at least 1.
+        ValueError: if ``threshold`` is negative or not finite, or if ``min_rows`` is not an integer of at least 1.
 
     >>> HotRanks(threshold=1.2).min_rows
     2048
     """
 
     threshold: float
-    """A rank is hot whose load is above so many times the mean of its micro-batch and layer; 0 for all ranks with rows
-    enough."""
+    """A hot rank has more than this many times the mean load of its micro-batch and layer. 0 marks all ranks that have
+    at least ``min_rows`` rows."""
     min_rows: int = 2048
-    """The fewest rows of a hot rank; by default the floor of ReaLB, below which its ranks stay in bfloat16."""
+    """The fewest rows of a hot rank. The default is that of ReaLB, below which its ranks stay in bfloat16."""
 
     def __post_init__(self) -> None:
         check_not_negative("threshold", self.threshold)
@@ -41,11 +42,11 @@ class HotRanks:
 
 
 def mark_hot_ranks(plan: Plan | LayerPlan, rule: HotRanks) -> Bool[jax.Array, "*stack N G"]:
-    """Which ranks of a plan are hot, in every micro-batch and layer. Works under jit and vmap.
+    """Mark the hot ranks of a plan in every micro-batch and layer. Works under jit and vmap.
 
     Args:
-        plan: the plan, of which only the quotas are read.
-        rule: what makes a rank hot.
+        plan: the plan. Only its quotas are read.
+        rule: the rule that decides which ranks are hot.
 
     Returns:
         True for hot ranks, ``[M, L, N, G]`` for a `Plan`.

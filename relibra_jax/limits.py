@@ -1,6 +1,6 @@
-"""What a number may be: the limits of int32, of seeds, of finite costs, and of this machine's memory.
+"""Range checks for numbers that users pass: int32, seeds, costs, and the memory of this machine.
 
-Numbers are held to them at the edges where data enters: a topology, a file, a command line.
+The library checks numbers where data enters: in a topology, a file or a command line.
 """
 
 import contextlib
@@ -12,25 +12,25 @@ from pathlib import Path
 from typing import Final
 
 INT32_MAX: Final = 2**31 - 1
-"""Expert ids, slots and token copies are int32."""
+"""The largest int32, the dtype of expert ids, slots and token copies."""
 SEED_MAX: Final = 2**32 - 1
-"""Without JAX's 64-bit mode a random key has the low 32 bits of its seed: larger seeds, and negative ones, would draw
-what a smaller one draws."""
+"""The largest seed. Without JAX's 64-bit mode a random key uses only the low 32 bits of its seed, so a larger or a
+negative seed would give the same random numbers as a smaller one."""
 COST_MAX: Final = 1e9
-"""Beyond it a cost would swallow, in float32, whatever it is weighed against."""
+"""The largest cost. In float32, a larger one would absorb the terms that are added to it."""
 
 
 def check_integer(name: str, value: object, *, least: int, most: int = INT32_MAX) -> None:
-    """Raise unless ``value`` is an integer in its range.
+    """Raise ValueError unless ``value`` is an integer from ``least`` to ``most``.
 
     Args:
-        name: what the number is called where it was given.
-        value: the number; booleans are none.
-        least: the smallest that is allowed.
-        most: the largest that is allowed.
+        name: the name of the number, for the error message.
+        value: the number. Booleans are not integers here.
+        least: the smallest allowed value.
+        most: the largest allowed value.
 
     Raises:
-        ValueError: if it is something else, with the name, the value and the range.
+        ValueError: if ``value`` is not an integer in this range. The message has the name, the value and the range.
 
     >>> check_integer("tile", 0, least=1)
     Traceback (most recent call last):
@@ -41,7 +41,7 @@ def check_integer(name: str, value: object, *, least: int, most: int = INT32_MAX
 
 
 def check_seed(name: str, value: object) -> None:
-    """Raise ValueError unless ``value`` is a seed that draws what no other seed draws: 0 to `SEED_MAX`."""
+    """Raise ValueError unless ``value`` is an integer from 0 to `SEED_MAX`."""
     check_integer(name, value, least=0, most=SEED_MAX)
 
 
@@ -57,37 +57,37 @@ def check_positive(name: str, value: float) -> None:
 
 
 def check_not_negative(name: str, value: float) -> None:
-    """Raise ValueError unless ``value`` is 0 or more, and float32 holds it with room for what it is multiplied by."""
+    """Raise ValueError unless ``value`` is from 0 to `COST_MAX`."""
     if not 0 <= value <= COST_MAX:
         raise ValueError(f"{name}={value} must be at least 0 and at most {COST_MAX:g}")
 
 
 def check_memory(purpose: str, needed: int) -> None:
-    """Raise before memory is allocated of which this machine has too little.
+    """Raise ValueError if this machine has too little memory for an allocation.
 
     Args:
         purpose: what the memory is for, with the numbers that make it large.
-        needed: the bytes that are needed at least.
+        needed: the least number of bytes that are needed.
 
     Raises:
-        ValueError: if they are more than the machine's memory, with both sizes.
+        ValueError: if ``needed`` exceeds the memory of this machine. The message has both sizes.
 
     >>> check_memory("a table of 2**60 rows", 2**63)
     Traceback (most recent call last):
     ValueError: a table of 2**60 rows needs 8589934592 GiB of memory, this machine has ...
     """
-    there = machine_memory()
-    if needed > there:
+    available = machine_memory()
+    if needed > available:
         raise ValueError(
-            f"{purpose} needs {-(-needed // 2**30)} GiB of memory, this machine has {there // 2**30} GiB"
+            f"{purpose} needs {-(-needed // 2**30)} GiB of memory, this machine has {available // 2**30} GiB"
         )
 
 
 def machine_memory() -> int:
-    """The bytes of memory that this process may have at most; unlimited where the system does not tell."""
+    """Return the bytes of memory that this process may use; `sys.maxsize` if the system does not say."""
     sizes = [sys.maxsize]
     with contextlib.suppress(AttributeError, ValueError, OSError):
         sizes.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    with contextlib.suppress(ValueError, OSError):  # in a container; "max" where it has no limit of its own
+    with contextlib.suppress(ValueError, OSError):  # the limit of a container; "max" if it has none
         sizes.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
     return min(sizes)

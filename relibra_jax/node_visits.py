@@ -1,7 +1,7 @@
-"""How often tokens cross between nodes, counted token by token from the replayed ids.
+"""Exact counts of the tokens that cross between nodes under hierarchical dispatch, from the replayed routes.
 
-On the hierarchical path a token crosses to a node once, however many of its experts are there. Loads cannot say how
-often that is; the recorded routes can.
+Under hierarchical dispatch a token crosses to a node once, however many of its experts are there. The number of
+crossings does not follow from loads, but from the recorded route of each token.
 """
 
 import functools
@@ -19,31 +19,34 @@ from relibra_jax.types import EMPTY, BatchPlan, LayerPlan, RoutingReplay, Topolo
 def node_visits(
     replay: RoutingReplay, batch_plan: BatchPlan, topology: Topology
 ) -> Int[jax.Array, "M L P N"]:
-    """Distinct tokens that each source rank sends to each node.
+    """Count the distinct tokens that each source rank sends to each node.
 
-    Counted exactly, by the rule that dispatch follows: `relibra_jax.token_split.source_quota` says how many copies of
-    an expert go where, `relibra_jax.copy_slots.copy_nodes` which. It goes layer by layer, so that it needs little more
-    memory than the routes of one micro-batch, and works under jit.
+    The count follows the same rule as dispatch: `relibra_jax.token_split.source_quota` gives the number of copies of an
+    expert that go to each slot, and `relibra_jax.copy_slots.copy_nodes` selects them. The function works under jit, and
+    goes layer by layer, so that it needs little more memory than the routes of one micro-batch.
 
     Args:
-        replay: the routing of the batch's samples.
-        batch_plan: the plan that was made for it.
+        replay: the routing of the samples of the batch.
+        batch_plan: the plan that was made for the replay.
         topology: the expert-parallel group.
 
     Returns:
-        int32, tokens; the entry of the source's own node counts tokens that stay.
+        int32 tokens for every micro-batch, layer, flat source rank and node. The entry of the source's own node counts
+        the tokens that do not cross.
     """
     ids, mask = jnp.asarray(replay.expert_ids), jnp.asarray(replay.mask)
 
     def one_micro_batch(inputs):
         sample, plans = inputs
         sample = sample.reshape(topology.num_ranks, -1)
-        held = (mask[sample] & (sample != EMPTY)[..., None]).reshape(topology.num_ranks, -1)
-        routes = jnp.moveaxis(ids[sample].reshape(*held.shape, *ids.shape[2:]), 2, 0)
+        real_token = (mask[sample] & (sample != EMPTY)[..., None]).reshape(topology.num_ranks, -1)
+        routes = jnp.moveaxis(ids[sample].reshape(*real_token.shape, *ids.shape[2:]), 2, 0)
 
         def one_layer(inputs):
             routes, plan = inputs
-            return _layer_visits(jnp.where(held[..., None], routes.astype(jnp.int32), EMPTY), plan, topology)
+            return _layer_visits(
+                jnp.where(real_token[..., None], routes.astype(jnp.int32), EMPTY), plan, topology
+            )
 
         return jax.lax.map(one_layer, (routes, plans))
 
@@ -52,7 +55,7 @@ def node_visits(
 
 
 def _layer_visits(ids: Int[jax.Array, "P t K"], plan: LayerPlan, topology: Topology) -> Int[jax.Array, "P N"]:
-    """The visits of one layer of one micro-batch."""
+    """Count the visits of one layer of one micro-batch."""
     nodes, experts = topology.num_nodes, topology.num_experts
     source = jnp.arange(topology.num_ranks) // topology.ranks_per_node
     expert = jnp.where(plan.slot_expert == EMPTY, experts, plan.slot_expert)
@@ -66,7 +69,7 @@ def _layer_visits(ids: Int[jax.Array, "P t K"], plan: LayerPlan, topology: Topol
     def given(ids):
         return jnp.where(ids == EMPTY, EMPTY, jnp.argmax(holds, axis=1).astype(jnp.int32)[ids])
 
-    # Where no expert has slots in two nodes, as with replicas that stay in theirs, there is nothing to choose.
+    # If no expert has slots in two nodes, for example with replicas inside the node only, there is no choice to make.
     across = (holds[:experts].sum(1) > 1).any()
     served = jax.lax.cond(across, chosen, given, ids)
     return jnp.stack([(served == n).any(-1).sum(-1, dtype=jnp.int32) for n in range(nodes)], axis=-1)

@@ -1,7 +1,8 @@
-"""What follows from a Plan: one map is stored, everything else is derived here, so that nothing drifts apart.
+"""Quantities derived from a plan: experts of residents and replicas, rank loads, sources of copies.
 
-Planning and execution both stand on this file and never on each other. All functions are pure and work under jit and
-vmap. Whether a plan is valid is checked in `relibra_jax.plan_check`.
+A `Plan` stores one map, and everything else is derived from it here, so that no two stored copies can disagree.
+Planning and execution both import this module and never each other. All functions are pure and work under jit and vmap.
+`relibra_jax.plan_check` checks whether a plan is valid.
 """
 
 import jax
@@ -12,7 +13,7 @@ from relibra_jax.types import EMPTY, Array, LayerPlan, Plan, Topology
 
 
 def inverse_permutation(permutation: Int[Array, " n"]) -> Int[jax.Array, " n"]:
-    """Where each of ``0..n-1`` stands in ``permutation``; a scatter, several times faster than an argsort.
+    """Return the inverse of a permutation of ``0..n-1``; it is a scatter, several times faster than an argsort.
 
     >>> inverse_permutation(jnp.array([2, 0, 1])).tolist()
     [1, 2, 0]
@@ -22,17 +23,17 @@ def inverse_permutation(permutation: Int[Array, " n"]) -> Int[jax.Array, " n"]:
 
 
 def contiguous_homes(topology: Topology, num_layers: int) -> Int[jax.Array, "L E"]:
-    """Megatron-LM's homes: expert ``e`` in flat home slot ``e``, in every layer."""
+    """Return Megatron-LM's homes: expert ``e`` in flat home slot ``e``, in every layer."""
     row = jnp.arange(topology.num_experts, dtype=jnp.int32)
     return jnp.tile(row[None], (num_layers, 1))
 
 
 def home_layout(home: Int[Array, "... E"], topology: Topology) -> Int[jax.Array, "... N G H"]:
-    """The expert in every home slot: the inverse of ``home``.
+    """Return the expert in every home slot, the inverse of ``home``.
 
     Args:
         home: flat home slot of each expert, a permutation of ``0..E-1`` in every row.
-        topology: gives N, G and H.
+        topology: the expert-parallel group.
 
     Returns:
         Logical expert ids, int32.
@@ -54,19 +55,19 @@ def assemble_plan(
     *,
     resident: Int[Array, "L N G B"] | None = None,
 ) -> Plan:
-    """The Plan of a placement and of what each micro-batch adds to it.
+    """Build a plan from homes, residents, replicas and quotas.
 
     Args:
         home: flat home slot of each expert.
-        replica: flat home slot whose expert is copied into each replica slot, in any order; EMPTY for none.
-        quota: token copies of each slot: home slots, resident slots in the order of ``resident``, replica slots in the
-            order of ``replica``.
-        topology: the expert-parallel group, which gives N, G and the slots of each kind.
-        resident: flat home slot whose expert is copied into each resident slot, in any order; EMPTY for none. None
-            leaves all resident slots empty; ``quota`` then has none of them.
+        replica: the flat home slot of the expert in each replica slot, in any order; EMPTY for none.
+        quota: token copies of each slot: first the home slots, then the resident slots in the order of ``resident``,
+            then the replica slots in the order of ``replica``.
+        topology: the expert-parallel group.
+        resident: the flat home slot of the expert in each resident slot, in any order; EMPTY for none. None leaves all
+            resident slots empty, and ``quota`` then has no entries for them.
 
     Returns:
-        A Plan of int32 arrays, residents and replicas in the canonical order: by home slot, empty slots last.
+        A Plan of int32 arrays, with the residents and replicas of each rank sorted by home slot, empty slots last.
 
     >>> topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=4, replica_slots=2)
     >>> replica, quota = jnp.array([[[[[-1, 2], [1, 0]]]]]), jnp.array([[[[[9, 9, 0, 5], [9, 9, 7, 6]]]]])
@@ -81,8 +82,8 @@ def assemble_plan(
     homes, room = topology.home_slots, topology.resident_slots
     if resident is None:
         resident = jnp.full((*layout.shape[:-1], room), EMPTY, jnp.int32)
-        nothing = jnp.zeros((*lead, room), jnp.int32)
-        quota = jnp.concatenate([quota[..., :homes], nothing, quota[..., homes:]], axis=-1)
+        zeros = jnp.zeros((*lead, room), jnp.int32)
+        quota = jnp.concatenate([quota[..., :homes], zeros, quota[..., homes:]], axis=-1)
     at_home, at_resident, at_replica = jnp.split(quota, [homes, homes + room], axis=-1)
     resident = jnp.broadcast_to(resident, at_resident.shape)
     resident, at_resident = _canonical_order(resident, at_resident, topology)
@@ -101,7 +102,7 @@ def assemble_plan(
 
 
 def _canonical_order(slots, quota, topology: Topology):
-    """Copies, and their quotas, in the order of their experts' home slots, empty slots last."""
+    """Sort copies and their quotas by the home slots of their experts, empty slots last."""
     if slots.shape[-1] < 2:
         return slots, quota
     key = jnp.where(slots == EMPTY, topology.num_experts, slots)
@@ -110,7 +111,7 @@ def _canonical_order(slots, quota, topology: Topology):
 
 
 def expert_totals(load: Int[Array, "M L N G E"]) -> Int[jax.Array, "M L E"]:
-    """``load`` summed over the ranks where tokens lie, int32.
+    """Sum the load over the ranks that hold the tokens, int32.
 
     >>> expert_totals(jnp.array([[[[[1, 2], [3, 4]]]]])).tolist()
     [[[4, 6]]]
@@ -119,70 +120,70 @@ def expert_totals(load: Int[Array, "M L N G E"]) -> Int[jax.Array, "M L E"]:
 
 
 def rank_load(plan: Plan) -> Int[Array, "M L N G"]:
-    """Token copies that each rank computes."""
+    """Return the number of token copies that each rank computes."""
     return plan.quota.sum(-1)
 
 
 def resident_experts(plan: Plan, topology: Topology) -> Int[Array, "L N G B"]:
-    """The experts in the resident slots, the same in every micro-batch; EMPTY for none."""
+    """Return the experts in the resident slots, which are the same in every micro-batch; EMPTY for none."""
     return plan.slot_expert[0, ..., topology.home_slots : topology.held_slots]
 
 
 def replica_experts(plan: Plan, topology: Topology) -> Int[Array, "M L N G R"]:
-    """The experts in the replica slots; EMPTY for none."""
+    """Return the experts in the replica slots; EMPTY for none."""
     return plan.slot_expert[..., topology.held_slots :]
 
 
 def copy_source(plan: LayerPlan, topology: Topology) -> Int[jax.Array, "N G R"]:
-    """The slot that each replica is copied from, in one layer of one micro-batch.
+    """Return the slot from which each replica is copied, in one layer of one micro-batch.
 
-    That is its expert's home slot if it is in the same node, else the resident slot of the first rank of the node that
-    has the expert as a resident; a replica in a node that has neither comes from the home.
+    A replica is copied from the home slot of its expert if that is in the same node. Otherwise it is copied from the
+    first rank of its node that has the expert as a resident. If there is none, it is copied from the home slot.
 
     Args:
-        plan: a valid layer plan; only slots and homes are read.
+        plan: a valid layer plan. Only its slots and homes are read.
         topology: the expert-parallel group.
 
     Returns:
-        int32, counted over the H + B slots of each rank that hold an expert for the whole batch:
-        ``flat rank * topology.held_slots + slot``; EMPTY for an empty replica slot.
+        int32 slots ``flat rank * topology.held_slots + slot``, counted over the H + B home and resident slots of each
+        rank; EMPTY for an empty replica slot.
 
     >>> topology = Topology(num_nodes=2, ranks_per_node=2, num_experts=4, replica_slots=1, resident_slots=1)
     >>> slots = jnp.array([[[0, -1, -1], [1, -1, 0]], [[2, -1, 0], [3, 0, -1]]])
     >>> copy_source(LayerPlan(slots, jnp.arange(4), jnp.zeros_like(slots), None), topology).tolist()
     [[[-1], [0]], [[7], [-1]]]
     """
-    homes, held, per_node = topology.home_slots, topology.held_slots, topology.ranks_per_node
+    homes, held_slots, per_node = topology.home_slots, topology.held_slots, topology.ranks_per_node
     slot_expert = jnp.asarray(plan.slot_expert, jnp.int32)
-    replica = slot_expert[..., held:]
+    replica = slot_expert[..., held_slots:]
     home = jnp.asarray(plan.home, jnp.int32)[jnp.maximum(replica, 0)]
-    source = home // homes * held + home % homes
+    source = home // homes * held_slots + home % homes
     if topology.resident_slots:
-        none = topology.num_ranks * held
+        no_slot = topology.num_ranks * held_slots
         rank = jnp.arange(topology.num_ranks, dtype=jnp.int32).reshape(topology.num_nodes, per_node, 1)
-        resident = slot_expert[..., homes:held]
-        slot = rank * held + jnp.arange(homes, held, dtype=jnp.int32)[None, None]
-        first = jnp.full((topology.num_nodes, topology.num_experts), none, jnp.int32)
-        # Empty slots name an expert behind the last one, which is dropped.
+        resident = slot_expert[..., homes:held_slots]
+        slot = rank * held_slots + jnp.arange(homes, held_slots, dtype=jnp.int32)[None, None]
+        first = jnp.full((topology.num_nodes, topology.num_experts), no_slot, jnp.int32)
+        # Empty slots get index E, which is out of range, so the scatter drops them.
         resident = jnp.where(resident == EMPTY, topology.num_experts, resident)
         first = first.at[rank // per_node, resident].min(slot, mode="drop")
-        near = first[rank // per_node, jnp.maximum(replica, 0)]
+        resident_slot = first[rank // per_node, jnp.maximum(replica, 0)]
         away = home // (homes * per_node) != rank // per_node
-        source = jnp.where(away & (near < none), near, source)
+        source = jnp.where(away & (resident_slot < no_slot), resident_slot, source)
     return jnp.where(replica == EMPTY, EMPTY, source)
 
 
 def replica_count(plan: Plan, topology: Topology) -> Int[Array, "M L"]:
-    """Replicas that each layer of each micro-batch holds on all ranks together."""
+    """Count the replicas of each layer of each micro-batch, on all ranks together."""
     return (replica_experts(plan, topology) != EMPTY).sum((-3, -2, -1))
 
 
 def node_quota(plan: LayerPlan) -> Int[jax.Array, "N E"]:
-    """Token copies of each expert that each node computes, in one layer of one micro-batch."""
+    """Count the token copies of each expert that each node computes, in one layer of one micro-batch."""
     num_experts = plan.home.shape[-1]
 
     def one_node(experts, quota):
-        # EMPTY slots have no quota, so where they are counted does not matter.
+        # EMPTY slots have quota 0, so it does not matter to which expert they are added.
         return jnp.zeros(num_experts, jnp.int32).at[experts.ravel()].add(quota.ravel(), mode="drop")
 
     return jax.vmap(one_node)(jnp.asarray(plan.slot_expert), jnp.asarray(plan.quota))

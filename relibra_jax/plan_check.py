@@ -1,8 +1,9 @@
-"""Whether a plan is valid: the rules of `relibra_jax.types.Plan`, checked exactly, on the host.
+"""Exact checks on the host of plans (by the rules of `relibra_jax.types.Plan`), loads and homes.
 
-The check is exact because replayed loads are: every token copy is computed once, by a slot that holds its expert. An
-array is checked once, where it comes in: `check_load` before planning, `check_plan` between plan and step. A step that
-is run under a plan that was never checked returns NaN (`relibra_jax.execution.plan_guard`).
+The check of a plan is exact because the replayed load is exact: some slot that holds the expert computes every token
+copy once. Each array is checked once, where it enters: `check_load` before planning, `check_plan` between planning and
+the step. A step that runs a plan which was never checked returns NaN if the plan is invalid
+(`relibra_jax.execution.plan_guard`).
 """
 
 import functools
@@ -20,15 +21,15 @@ _SLOT = f"{_RANK} slot"
 
 
 def check_load(load: Num[Array, "..."], topology: Topology) -> None:
-    """Raise unless ``load`` can be planned. Under a trace only shape and dtype are known and checked.
+    """Raise ValueError unless planners can use ``load``. Inside jit only its shape and dtype are checked.
 
     Args:
         load: token copies, integers ``[M, L, N, G, E]``.
-        topology: the expert-parallel group that ``load`` belongs to.
+        topology: the expert-parallel group.
 
     Raises:
-        ValueError: if the shape or dtype is another, a load is negative, or a layer of a micro-batch has 2**31 token
-            copies or more, which int32 does not hold.
+        ValueError: if the shape does not fit the topology, if the dtype is not an integer, if a load is negative, or if
+            a layer of a micro-batch has 2**31 or more token copies, which int32 cannot hold.
 
     >>> topology = Topology(num_nodes=1, ranks_per_node=1, num_experts=2, replica_slots=0)
     >>> check_load(np.array([[[[[3, -1]]]]]), topology)
@@ -43,32 +44,36 @@ def check_load(load: Num[Array, "..."], topology: Topology) -> None:
     if isinstance(load, jax.core.Tracer):
         return
     values = np.asarray(load)
-    _refuse(values < 0, f"{_RANK} expert", lambda at: f"load {values[at]} is negative")
+    _raise_where(values < 0, f"{_RANK} expert", lambda at: f"load {values[at]} is negative")
     total = values.sum((2, 3, 4), dtype=np.int64)
-    _refuse(total >= 2**31, "micro-batch layer", lambda at: f"{total[at]} token copies, 2**31 is too many")
+    _raise_where(
+        total >= 2**31, "micro-batch layer", lambda at: f"{total[at]} token copies, must be fewer than 2**31"
+    )
 
 
 def check_plan(
     plan: Plan, load: Int[Array, "M L N G E"], topology: Topology, *, across_nodes: bool = False
 ) -> None:
-    """Raise unless ``plan`` computes exactly ``load`` within the rules of `Plan`.
+    """Raise ValueError unless ``plan`` follows the rules of `Plan` and computes exactly ``load``.
 
     Args:
-        plan: what a planner returned.
-        load: token copies by the rank where the tokens lie, as given to the planner.
-        topology: the expert-parallel group, as given to the planner.
-        across_nodes: whether replicas may be in nodes that hold their expert neither as home nor as resident.
+        plan: the plan to check.
+        load: the token copies for which it was made, on the rank where their token is.
+        topology: the expert-parallel group.
+        across_nodes: True if a replica may be in a node that holds its expert neither at home nor as a resident.
 
     Raises:
-        ValueError: if a rule is broken: the first one, with the place and the numbers.
+        ValueError: if the plan breaks a rule. The message gives the place and the numbers of the first violation.
     """
     check_slots(plan, topology, across_nodes=across_nodes)
     check_load(load, topology)
     if load.shape[:2] != plan.quota.shape[:2]:
-        raise ValueError(f"load of {load.shape[:2]} micro-batches and layers, plan of {plan.quota.shape[:2]}")
+        raise ValueError(
+            f"load has {load.shape[:2]} micro-batches and layers, but the plan has {plan.quota.shape[:2]}"
+        )
     computed = _quota_by_expert(plan, topology)
     wanted = np.asarray(load).sum((2, 3), dtype=np.int64)
-    _refuse(
+    _raise_where(
         computed != wanted,
         "micro-batch layer expert",
         lambda place: f"quotas sum to {computed[place]}, load is {wanted[place]}",
@@ -76,38 +81,38 @@ def check_plan(
 
 
 def check_slots(plan: Plan, topology: Topology, *, across_nodes: bool = False) -> None:
-    """The part of `check_plan` that needs no load: shapes, homes, residents, replicas, and quotas that are no loads.
+    """Check everything that `check_plan` checks without a load: shapes, homes, residents, replicas, signs of quotas.
 
     Args:
-        plan: what a planner returned, or a file held.
+        plan: the plan to check.
         topology: the expert-parallel group.
-        across_nodes: whether replicas may be in nodes that hold their expert neither as home nor as resident.
+        across_nodes: True if a replica may be in a node that holds its expert neither at home nor as a resident.
 
     Raises:
-        ValueError: if a rule is broken: the first one, with the place and the numbers.
+        ValueError: if the plan breaks a rule. The message gives the place and the numbers of the first violation.
     """
     check_plan_shapes(plan, topology)
     slot_expert, home, quota = (np.asarray(leaf) for leaf in plan)
     _check_home_slots(slot_expert, home, topology)
     _check_copies(slot_expert, home, topology, across_nodes=across_nodes)
-    _refuse(quota < 0, _SLOT, lambda place: f"quota {quota[place]} is negative")
-    _refuse(
+    _raise_where(quota < 0, _SLOT, lambda place: f"quota {quota[place]} is negative")
+    _raise_where(
         (quota != 0) & (slot_expert == EMPTY), _SLOT, lambda place: f"quota {quota[place]} on an empty slot"
     )
 
 
 def check_plan_shapes(plan: Plan, topology: Topology) -> None:
-    """Raise unless the arrays of ``plan`` are integers of the topology's shapes.
+    """Raise ValueError unless the arrays of ``plan`` are integers and have the shapes of the topology.
 
     Raises:
-        ValueError: if one is not, with the shape that it has and should have.
+        ValueError: if a shape or dtype is wrong. The message gives the expected and the actual one.
     """
     shape = np.shape(plan.quota)
     lead = shape[:2] if len(shape) == 5 else ("M", "L")
     ranks = (topology.num_nodes, topology.ranks_per_node, topology.slots)
     if not all(lead):
         raise ValueError(
-            f"plan of {lead[0]} micro-batches and {lead[1]} layers: expected at least one of each"
+            f"the plan has {lead[0]} micro-batches and {lead[1]} layers, but must have at least one of each"
         )
     for name, array, expected in (
         ("slot_expert", plan.slot_expert, (*lead, *ranks)),
@@ -121,10 +126,16 @@ def check_plan_shapes(plan: Plan, topology: Topology) -> None:
 
 
 def check_homes(home: Num[Array, "..."], num_experts: int, name: str = "home") -> Int[np.ndarray, "L E"]:
-    """``home`` as NumPy, after a look at whether it gives every expert of every layer a slot of its own.
+    """Check that every layer of ``home`` is a permutation of the home slots, and return it as NumPy int32.
+
+    Args:
+        home: flat home slot of each expert, integers ``[L, E]``.
+        num_experts: E, the number of logical experts of a layer.
+        name: the name of the array, for error messages.
 
     Raises:
-        ValueError: if shape or dtype are others, or a slot has not exactly one expert: the first layer and slot.
+        ValueError: if the shape or dtype is wrong, or if a home slot does not have exactly one expert. The message
+            gives the first such layer and slot.
     """
     values = np.asarray(home)
     if values.ndim != 2 or values.shape[1] != num_experts or not np.issubdtype(values.dtype, np.integer):
@@ -144,8 +155,14 @@ def check_homes(home: Num[Array, "..."], num_experts: int, name: str = "home") -
     return values.astype(np.int32)
 
 
-def _refuse(broken: np.ndarray, names: str, message: Callable[[tuple[int, ...]], str]) -> None:
-    """Raise for the first place where ``broken`` is true; ``message(place)`` says what is wrong there."""
+def _raise_where(broken: np.ndarray, names: str, message: Callable[[tuple[int, ...]], str]) -> None:
+    """Raise ValueError for the first place where ``broken`` is true.
+
+    Args:
+        broken: True where a rule is broken.
+        names: the names of the axes of ``broken``, separated by spaces.
+        message: returns the description of the fault at a place.
+    """
     if broken.any():
         place = tuple(int(i) for i in np.argwhere(broken)[0])
         where = ", ".join(f"{name} {i}" for name, i in zip(names.split(), place, strict=True))
@@ -154,37 +171,39 @@ def _refuse(broken: np.ndarray, names: str, message: Callable[[tuple[int, ...]],
 
 def _check_home_slots(slot_expert: np.ndarray, home: np.ndarray, topology: Topology) -> None:
     num_experts = topology.num_experts
-    _refuse(
+    _raise_where(
         (home < 0) | (home >= num_experts),
         "layer expert",
         lambda place: f"home slot {home[place]} is outside 0..{num_experts - 1}",
     )
     owners = np.stack([np.bincount(row, minlength=num_experts) for row in home])
-    _refuse(owners != 1, "layer home_slot", lambda place: f"owned by {owners[place]} experts, not by one")
+    _raise_where(
+        owners != 1, "layer home_slot", lambda place: f"owned by {owners[place]} experts, not by one"
+    )
     layout = np.argsort(home, axis=-1).reshape(home.shape[0], topology.num_nodes, topology.ranks_per_node, -1)
-    held = slot_expert[..., : topology.home_slots]
-    _refuse(
-        held != layout,
+    home_expert = slot_expert[..., : topology.home_slots]
+    _raise_where(
+        home_expert != layout,
         _SLOT,
-        lambda place: f"home slot of expert {layout[place[1:]]} holds {held[place]}",
+        lambda place: f"home slot of expert {layout[place[1:]]} holds {home_expert[place]}",
     )
 
 
 def _check_copies(
     slot_expert: np.ndarray, home: np.ndarray, topology: Topology, *, across_nodes: bool
 ) -> None:
-    homes, held = topology.home_slots, topology.held_slots
-    _refuse(
+    homes, held_slots = topology.home_slots, topology.held_slots
+    _raise_where(
         (slot_expert < EMPTY) | (slot_expert >= topology.num_experts),
         _SLOT,
         lambda place: f"expert {slot_expert[place]} is outside 0..{topology.num_experts - 1}",
     )
     for slot in range(homes, topology.slots):
         expert = slot_expert[..., slot]
-        again = (slot_expert[..., :slot] == expert[..., None]).any(-1) & (expert != EMPTY)
-        _refuse(again, _RANK, functools.partial(_held_twice, expert))
-    _refuse(
-        slot_expert[..., :held] != slot_expert[:1, ..., :held],
+        repeated = (slot_expert[..., :slot] == expert[..., None]).any(-1) & (expert != EMPTY)
+        _raise_where(repeated, _RANK, functools.partial(_held_twice, expert))
+    _raise_where(
+        slot_expert[..., :held_slots] != slot_expert[:1, ..., :held_slots],
         _SLOT,
         lambda place: (
             f"resident slot holds {slot_expert[place]}, in micro-batch 0 it holds {slot_expert[0][place[1:]]}"
@@ -192,7 +211,10 @@ def _check_copies(
     )
     if not across_nodes:
         _check_nodes(slot_expert, home, topology)
-    for name, copies in (("residents", slot_expert[..., homes:held]), ("replicas", slot_expert[..., held:])):
+    for name, copies in (
+        ("residents", slot_expert[..., homes:held_slots]),
+        ("replicas", slot_expert[..., held_slots:]),
+    ):
         _check_order(name, copies, home)
 
 
@@ -201,13 +223,13 @@ def _held_twice(expert: np.ndarray, place: tuple[int, ...]) -> str:
 
 
 def _check_nodes(slot_expert: np.ndarray, home: np.ndarray, topology: Topology) -> None:
-    """Every replica is in a node that holds its expert in a home or resident slot."""
+    """Raise unless every replica is in a node that holds its expert in a home or resident slot."""
     nodes, experts = topology.num_nodes, topology.num_experts
-    held, replica = np.split(slot_expert, [topology.held_slots], axis=-1)
+    held_expert, replica = np.split(slot_expert, [topology.held_slots], axis=-1)
     layer, node = np.arange(len(home)).reshape(-1, 1, 1, 1), np.arange(nodes).reshape(-1, 1, 1)
-    # A place more, for empty slots.
+    # One more column, for the EMPTY (-1) of empty slots.
     holds = np.zeros((len(home), nodes, experts + 1), bool)
-    holds[layer, node, held[0]] = True
+    holds[layer, node, held_expert[0]] = True
     far = (replica != EMPTY) & ~holds[layer, node, replica]
 
     def message(place: tuple[int, ...]) -> str:
@@ -218,25 +240,25 @@ def _check_nodes(slot_expert: np.ndarray, home: np.ndarray, topology: Topology) 
             " replicas in nodes that do not hold their expert need across_nodes=True"
         )
 
-    _refuse(far.any(-1), _RANK, message)
+    _raise_where(far.any(-1), _RANK, message)
 
 
 def _check_order(name: str, copies: np.ndarray, home: np.ndarray) -> None:
-    """Copies ``[M, L, N, G, slots]`` stand in the order of the home slots of their experts, empty slots last."""
+    """Raise unless copies ``[M, L, N, G, slots]`` are sorted by the home slots of their experts, empty slots last."""
     source = np.stack([home[layer][copies[:, layer]] for layer in range(len(home))], axis=1)
     source = np.where(copies == EMPTY, home.shape[-1], source)
-    _refuse(
+    _raise_where(
         (source[..., :-1] > source[..., 1:]).any(-1),
         _RANK,
         lambda place: (
-            f"{name} {copies[place].tolist()} stand in the order of home slots {source[place].tolist()}"
-            " and not ascending, empty slots last: assemble_plan brings them there"
+            f"{name} {copies[place].tolist()} have home slots {source[place].tolist()}, but must be sorted by home"
+            " slot, empty slots last; assemble_plan sorts them"
         ),
     )
 
 
 def _quota_by_expert(plan: Plan, topology: Topology) -> np.ndarray:
-    """Token copies that the slots of each expert compute together, ``[M, L, E]``."""
+    """Sum the quotas of all slots of each expert, ``[M, L, E]``."""
     slot_expert, quota = np.asarray(plan.slot_expert), np.asarray(plan.quota)
     rows = quota.shape[0] * quota.shape[1]
     computed = np.zeros((rows, topology.num_experts), np.int64)

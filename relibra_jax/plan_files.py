@@ -1,4 +1,4 @@
-"""Plans as files."""
+"""Plans saved as files."""
 
 import os
 
@@ -10,10 +10,10 @@ from relibra_jax.types import Plan, Topology
 
 
 def save_plan(path: str | os.PathLike, plan: Plan, topology: Topology) -> None:
-    """Write a plan and its topology as ``.npz``: the arrays of `Plan` and the numbers of `Topology` by name.
+    """Save a plan and its topology as ``.npz``: the arrays of `Plan` and the numbers of `Topology`, by field name.
 
     Args:
-        path: the file, written whole or not at all.
+        path: the file to write or replace. It is written atomically.
         plan: a plan that `relibra_jax.plan_check.check_plan` accepts.
         topology: the expert-parallel group of the plan.
     """
@@ -23,25 +23,25 @@ def save_plan(path: str | os.PathLike, plan: Plan, topology: Topology) -> None:
 
 
 def load_plan(path: str | os.PathLike) -> tuple[Plan, Topology]:
-    """Read what `save_plan` wrote, and check everything about it that can be known without the load.
+    """Load a plan that `save_plan` wrote, and check everything about it that can be checked without a load.
 
     Args:
-        path: the file.
+        path: the file to read.
 
     Returns:
-        The plan, NumPy arrays, and its topology.
+        The plan as NumPy arrays, and its topology.
 
     Raises:
-        ValueError: if the file is truncated or holds no plan, or the plan breaks a rule of
-            `relibra_jax.plan_check.check_slots`.
-        OSError: if there is no such file, or it cannot be opened.
+        ValueError: if the file is truncated or contains no plan, or if `relibra_jax.plan_check.check_slots` rejects the
+            plan.
+        OSError: if the file does not exist or cannot be opened.
     """
     try:
         with open(path, "rb") as handle, np.load(handle, allow_pickle=False) as file:
             plan = Plan(**{name: file[name] for name in Plan._fields})
             names = [name for name in Topology.__dataclass_fields__ if name in file]
             topology = Topology(**{name: int(file[name]) for name in names})
-    except Exception as error:  # damaged archives fail in many ways, down to zlib and the decoders
+    except Exception as error:  # a damaged archive can raise errors of zipfile, zlib and the decoders
         raise ValueError(f"{path}: not a plan, or truncated ({error!r})") from error
     try:
         check_slots(plan, topology, across_nodes=True)

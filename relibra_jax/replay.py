@@ -1,9 +1,8 @@
-"""From a routing replay to load.
+"""The load of a routing replay, and the check of its values.
 
-In reinforcement learning the rollout engine has routed every token before training starts, so the load of
-each expert is counted, not predicted (ReLibra; rollout routing replay, arXiv:2510.11370). Counting is a
-histogram of the ids of real tokens. Values are checked here, on the host and once: what counts and plans
-later trusts them.
+In reinforcement learning the rollout engine has routed every token before training starts, so the load of each
+expert is counted, not predicted (ReLibra; rollout routing replay, arXiv:2510.11370). The count is a histogram of
+the expert ids of real tokens. `check_replay` checks the values once, on the host; all later code relies on that.
 """
 
 import math
@@ -17,16 +16,19 @@ from jaxtyping import Int
 from relibra_jax.limits import check_integer
 from relibra_jax.types import Array, Assignment, RoutingReplay
 
-# With top-1 routing a row of zeros is a legal row. It is taken for a hole in the recording once uniform
-# routing would produce it less than once in 2**30.
 IMPLAUSIBLE_BITS: Final = 30
+"""Negative log2 of the probability below which zeros count as a gap in the recording. With top-1 routing a row of zeros
+is legal; it is rejected if uniform routing would produce it less often than once in 2**30."""
 
 
 def id_dtype(num_experts: int) -> np.dtype:
-    """The smallest dtype of a replay's expert ids: uint8 up to 256 experts, uint16 up to 65536, else int32.
+    """Return the smallest dtype for expert ids: uint8 up to 256 experts, uint16 up to 65536, else int32.
+
+    Args:
+        num_experts: E, the number of logical experts of a layer.
 
     Raises:
-        ValueError: if ``num_experts`` is not an integer of at least 1, or int32 does not hold it.
+        ValueError: if ``num_experts`` is not an integer from 1 to the maximum of int32.
 
     >>> id_dtype(256), id_dtype(257)
     (dtype('uint8'), dtype('uint16'))
@@ -38,14 +40,14 @@ def id_dtype(num_experts: int) -> np.dtype:
 def sample_load(replay: RoutingReplay, *, num_experts: int) -> Int[Array, "B L E"]:
     """Count the token copies that every sample sends to every expert.
 
-    Works under jit. The replay is one that `check_replay` accepts; ids outside ``0..E-1`` count nothing.
+    Works under jit.
 
     Args:
-        replay: expert_ids ``[B, T, L, K]`` of any integer dtype, mask ``[B, T]`` bool.
-        num_experts: E, logical experts of a layer.
+        replay: a replay that `check_replay` accepts. Ids outside ``0..E-1`` are not counted.
+        num_experts: E, the number of logical experts of a layer.
 
     Returns:
-        int32 ``[B, L, E]``, token copies; over E they sum to the sample's real tokens times K.
+        The load, int32, in token copies. Its sum over E is the number of real tokens of the sample times K.
 
     >>> replay = RoutingReplay(np.array([[[[0, 2]], [[1, 2]]]]), np.array([[True, True]]))
     >>> sample_load(replay, num_experts=4).tolist()
@@ -65,16 +67,16 @@ def expert_load(
 ) -> Int[Array, "M L N G E"]:
     """Count the token copies that every rank sends to every expert in every micro-batch.
 
-    Works under jit. This is the load that planners take: N and G say where the tokens lie, before dispatch.
+    Works under jit. Planners take this load. Its axes N and G are the rank that holds a token before dispatch.
 
     Args:
-        replay: expert_ids ``[B, T, L, K]`` of any integer dtype, mask ``[B, T]`` bool.
-        assignment: sample ``[M, N, G, b]`` integer, indices into B; EMPTY counts nothing.
-        num_experts: E, logical experts of a layer.
+        replay: a replay that `check_replay` accepts.
+        assignment: the samples of each rank in each micro-batch.
+        num_experts: E, the number of logical experts of a layer.
 
     Returns:
-        int32 ``[M, L, N, G, E]``, token copies. If every sample is assigned once they sum, in each layer, to
-        the real tokens of the batch times K.
+        The load, int32, in token copies. If every sample is assigned once, the sum of each layer is the number of real
+        tokens of the batch times K.
 
     >>> replay = RoutingReplay(np.array([[[[0]]], [[[2]]]]), np.array([[True], [True]]))
     >>> expert_load(replay, Assignment(np.array([[[[1, 0], [-1, -1]]]])), num_experts=3).tolist()
@@ -85,49 +87,50 @@ def expert_load(
 
 @jax.jit
 def assigned_load(sample_load: Int[Array, "B L E"], assignment: Assignment) -> Int[Array, "M L N G E"]:
-    """Sum the loads of the samples that every rank holds in every micro-batch; `expert_load`, already counted.
+    """Sum the loads of the samples that every rank holds in every micro-batch.
 
-    Takes no more memory than its argument and its result, however much room ranks have.
+    The result is that of `expert_load`, for a caller that already has the load of each sample. It takes no more memory
+    than its argument and its result, however many samples a rank may hold.
 
     Args:
-        sample_load: from `sample_load`.
-        assignment: sample ``[M, N, G, b]`` integer, indices into B; EMPTY and what is outside of B count nothing.
+        sample_load: the token copies of each sample, as `sample_load` returns them.
+        assignment: the samples of each rank in each micro-batch. EMPTY and indices outside of B add nothing.
 
     Returns:
-        int32 ``[M, L, N, G, E]``, token copies.
+        The load, int32, in token copies.
     """
     loads = jnp.asarray(sample_load, jnp.int32)
     samples, layers, experts = loads.shape
     micro_batches, nodes, local, room = assignment.sample.shape
     ranks = nodes * local
-    place = jnp.asarray(assignment.sample, jnp.int32).ravel()
-    held = (place >= 0) & (place < samples)
-    order = jnp.argsort(~held, stable=True)
+    sample = jnp.asarray(assignment.sample, jnp.int32).ravel()
+    assigned = (sample >= 0) & (sample < samples)
+    order = jnp.argsort(~assigned, stable=True)
 
-    # One sample at a time is as fast on a CPU as a gather that is summed over b, and holds nothing but the sums.
+    # On a CPU, adding one sample at a time is as fast as a gather with a sum over b, and it stores only the sums.
     def add(number, load):
         position = order[number]
         micro_batch, rank = jnp.divmod(position // room, ranks)
-        return load.at[micro_batch, :, rank].add(loads[place[position]])
+        return load.at[micro_batch, :, rank].add(loads[sample[position]])
 
-    nothing = jnp.zeros((micro_batches, layers, ranks, experts), jnp.int32)
-    load = jax.lax.fori_loop(0, held.sum(), add, nothing)
+    zeros = jnp.zeros((micro_batches, layers, ranks, experts), jnp.int32)
+    load = jax.lax.fori_loop(0, assigned.sum(), add, zeros)
     return load.reshape(micro_batches, layers, nodes, local, experts)
 
 
 def check_replay(replay: RoutingReplay, *, num_experts: int) -> None:
-    """Check on the host every value that the rest of the library relies on.
+    """Raise ValueError unless a replay is valid. Runs on the host; all other code relies on this check.
 
     Args:
-        replay: expert_ids ``[B, T, L, K]`` integer, mask ``[B, T]`` bool; rows of padding are not read.
-        num_experts: E, logical experts of a layer.
+        replay: the replay to check. The ids of padding tokens are not read.
+        num_experts: E, the number of logical experts of a layer.
 
     Raises:
-        ValueError: if the axes disagree with each other or with ``num_experts``, the dtype cannot hold every id,
-            or a row is not K different experts in ``0..E-1``: the message names sample, token and layer. So
-            are a layer and a token that have only zeros, which is how an unmerged pipeline stage and a
-            prefix-cached token look. With K = 1 zeros are a legal route, reported only where chance
-            does not explain them (`IMPLAUSIBLE_BITS`).
+        ValueError: if the axes disagree with each other or with ``num_experts``, if the dtype cannot hold every id, or
+            if the route of a real token is not K different experts in ``0..E-1``; the message names the sample, the
+            token and the layer. A layer or a token that has only zeros is rejected as well: an unmerged pipeline
+            stage and a prefix-cached token look like that. With K = 1 zeros are a legal route, and are rejected only
+            if chance does not explain them (`IMPLAUSIBLE_BITS`).
 
     >>> check_replay(RoutingReplay(np.array([[[[3, 3]]]]), np.array([[True]])), num_experts=4)
     Traceback (most recent call last):
@@ -142,10 +145,11 @@ def check_replay(replay: RoutingReplay, *, num_experts: int) -> None:
         )
     if min(ids.shape[2:]) < 1 or ids.shape[3] > num_experts:
         raise ValueError(
-            f"{ids.shape[2]} layers of top-{ids.shape[3]} cannot route to num_experts={num_experts}"
+            f"expert_ids has {ids.shape[2]} layers of top-{ids.shape[3]}, but needs at least 1 layer and a"
+            f" top-k from 1 to num_experts={num_experts}"
         )
     if np.iinfo(ids.dtype).max < num_experts - 1:
-        raise ValueError(f"{ids.dtype} cannot hold the ids of num_experts={num_experts}")
+        raise ValueError(f"expert_ids of {ids.dtype} cannot hold the ids of num_experts={num_experts}")
     if fault := find_fault(ids[mask], num_experts=num_experts):
         row, layer, problem = fault
         sample, token = locate(mask, row)
@@ -153,7 +157,7 @@ def check_replay(replay: RoutingReplay, *, num_experts: int) -> None:
 
 
 def locate(mask: np.ndarray, row: int) -> tuple[int, int]:
-    """Sample and token of the ``row``-th True of a mask ``[B, T]``.
+    """Return the sample and the token position of the ``row``-th real token of a mask ``[B, T]``.
 
     >>> locate(np.array([[False, True], [True, True]]), 1)
     (1, 0)
@@ -163,11 +167,14 @@ def locate(mask: np.ndarray, row: int) -> tuple[int, int]:
 
 
 def find_fault(rows: np.ndarray, *, num_experts: int) -> tuple[int, int, str] | None:
-    """Find the first row, if any, that is not K different experts: its index, its layer, and what is wrong.
+    """Find the first route that is not K different experts.
 
     Args:
-        rows: ``[tokens, L, K]`` integer, real tokens only.
-        num_experts: E, logical experts of a layer.
+        rows: ``[tokens, L, K]`` integers, the routes of real tokens.
+        num_experts: E, the number of logical experts of a layer.
+
+    Returns:
+        The index of the token, the layer, and a description of the fault; None if all routes are valid.
 
     >>> find_fault(np.array([[[0, 1]], [[2, 4]]]), num_experts=4)
     (1, 0, 'expert id 4 is outside 0..3 (a physical slot of a balanced engine?)')
@@ -196,6 +203,6 @@ def find_fault(rows: np.ndarray, *, num_experts: int) -> tuple[int, int, str] | 
 
 
 def outside(expert: int, num_experts: int) -> str:
-    """Say that an id is none of the logical experts, and what it then usually is."""
+    """Describe an expert id that is out of range, for an error message, with its most likely cause."""
     hint = " (a physical slot of a balanced engine?)" if expert >= num_experts else ""
     return f"expert id {expert} is outside 0..{num_experts - 1}{hint}"

@@ -1,4 +1,4 @@
-"""Routing replays as ``.npz`` files: what the command line calls a trace."""
+"""Routing replays saved as ``.npz`` files, which the command line calls traces."""
 
 import contextlib
 import os
@@ -14,18 +14,19 @@ from relibra_jax.types import RoutingReplay
 
 
 def save_replay(path: str | os.PathLike[str], replay: RoutingReplay, *, num_experts: int) -> None:
-    """Write a replay as ``.npz``, whole or not at all.
+    """Save a replay as an ``.npz`` file, atomically.
 
-    The arrays are ``routed_experts [tokens, L, K]`` (real tokens, sample after sample, smallest dtype),
-    ``lengths [B]`` and ``num_experts []``. Padding is not kept: `load_replay` aligns samples to the left.
+    The file has the arrays ``routed_experts [tokens, L, K]`` (the real tokens, sample after sample, in the smallest
+    dtype), ``lengths [B]`` and ``num_experts []``. It does not contain padding: `load_replay` aligns the samples to the
+    left.
 
     Args:
-        path: the file to write; the name is taken as it is.
+        path: the file to write or replace. No suffix is added to the name.
         replay: a replay that `check_replay` accepts.
-        num_experts: E, logical experts of a layer.
+        num_experts: E, the number of logical experts of a layer.
 
     Raises:
-        ValueError: if `check_replay` refuses the replay; no file is touched.
+        ValueError: if `check_replay` rejects the replay. No file is written then.
 
     >>> import tempfile
     >>> from pathlib import Path
@@ -38,7 +39,7 @@ def save_replay(path: str | os.PathLike[str], replay: RoutingReplay, *, num_expe
     """
     check_replay(replay, num_experts=num_experts)
     mask = np.asarray(replay.mask)
-    # The optional array comes first: a damaged entry of the archive's directory hides only what follows it.
+    # The optional array comes first, because a damaged entry of the archive's directory hides the entries behind it.
     arrays = {
         "num_experts": np.int32(num_experts),
         "routed_experts": np.asarray(replay.expert_ids)[mask].astype(id_dtype(num_experts)),
@@ -49,26 +50,26 @@ def save_replay(path: str | os.PathLike[str], replay: RoutingReplay, *, num_expe
 
 
 def load_replay(path: str | os.PathLike[str]) -> tuple[RoutingReplay, int]:
-    """Read a replay that `save_replay`, or anything else that keeps its layout, has written.
+    """Load a replay that `save_replay`, or another program that uses its format, wrote.
 
     Args:
-        path: an ``.npz`` with ``routed_experts [tokens, L, K]``, ``lengths [B]`` and, optionally,
-            ``num_experts []``. Other arrays are ignored, nothing is unpickled.
+        path: an ``.npz`` file with ``routed_experts [tokens, L, K]``, ``lengths [B]`` and, optionally,
+            ``num_experts []``. Other arrays are ignored. Nothing is unpickled.
 
     Returns:
-        The replay, expert_ids ``[B, T, L, K]`` in the smallest dtype, aligned to the left and padded to the
-        longest sample; and E. Where the file does not say, E is its largest id + 1, too small if the last
-        experts were never used: `stored_num_experts` tells the two cases apart.
+        The replay, whose ids have the smallest dtype and whose samples are aligned to the left and padded to the
+        longest one; and E. If the file does not state E, it is the largest id + 1, which is too small if the last
+        experts were never used; `stored_num_experts` tells whether the file states E.
 
     Raises:
-        ValueError: if the file is truncated, corrupt, or holds something that `check_replay` refuses, or if its arrays
-            or the padded ones do not fit this machine's memory.
-        OSError: if there is no such file, or it cannot be opened.
+        ValueError: if the file is truncated or corrupt, if `check_replay` rejects the replay, or if the arrays, or the
+            padded arrays, do not fit into the memory of this machine.
+        OSError: if the file does not exist or cannot be opened.
     """
     arrays = read_arrays(path)
     rows, lengths, stored = arrays["routed_experts"], arrays["lengths"], arrays.get("num_experts")
     if stored is None and not rows.size:
-        raise ValueError(f"{os.fspath(path)}: neither num_experts nor an id to infer it from")
+        raise ValueError(f"{os.fspath(path)}: it has neither num_experts nor an id to infer it from")
     num_experts = int(rows.max()) + 1 if stored is None else int(stored)
     try:
         dtype = id_dtype(num_experts)
@@ -80,7 +81,7 @@ def load_replay(path: str | os.PathLike[str]) -> tuple[RoutingReplay, int]:
 
 
 def _pad(rows: np.ndarray, lengths: np.ndarray) -> RoutingReplay:
-    """The rows of every sample, aligned to the left."""
+    """Align the rows of every sample to the left and pad them to the longest sample."""
     samples, longest = len(lengths), int(lengths.max(initial=0))
     row_bytes = rows.itemsize * rows.shape[1] * rows.shape[2]
     check_memory(f"padding {samples} samples to {longest} tokens", samples * longest * (1 + row_bytes))
@@ -91,29 +92,29 @@ def _pad(rows: np.ndarray, lengths: np.ndarray) -> RoutingReplay:
 
 
 def stored_num_experts(path: str | os.PathLike[str]) -> int | None:
-    """The ``num_experts`` that a replay's file states, None where `load_replay` infers it.
+    """Return the ``num_experts`` that a replay file states; None if `load_replay` has to infer it.
 
     Raises:
-        ValueError, OSError: as `load_replay`, save for the values of the ids.
+        ValueError, OSError: under the conditions of `read_arrays`.
     """
     stored = read_arrays(path).get("num_experts")
     return None if stored is None else int(stored)
 
 
 def read_arrays(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
-    """Read ``routed_experts``, ``lengths`` and, where present, ``num_experts`` of a replay's file.
+    """Read the arrays ``routed_experts``, ``lengths`` and, if present, ``num_experts`` of a replay file.
 
     Raises:
-        ValueError: if the file is truncated or corrupt, an array is missing or has the wrong shape or dtype, a length
-            is out of range, or the arrays do not fit this machine's memory.
-        OSError: if there is no such file, or it cannot be opened.
+        ValueError: if the file is truncated or corrupt, if an array is missing or has the wrong shape or dtype, if a
+            length is out of range, or if the arrays do not fit into the memory of this machine.
+        OSError: if the file does not exist or cannot be opened.
     """
     name, axes = os.fspath(path), {"routed_experts": 3, "lengths": 1, "num_experts": 0}
     arrays = _unpack(path, axes)
-    for key, found in arrays.items():
-        if found.ndim != axes[key] or found.dtype.kind not in "iu":
+    for key, array in arrays.items():
+        if array.ndim != axes[key] or array.dtype.kind not in "iu":
             raise ValueError(
-                f"{name}: {key} must be integers of {axes[key]} axes, not {found.dtype}{list(found.shape)}"
+                f"{name}: {key} must be integers of {axes[key]} axes, not {array.dtype}{list(array.shape)}"
             )
     if missing := {"routed_experts", "lengths"} - arrays.keys():
         raise ValueError(f"{name}: there is no array {' and no array '.join(sorted(missing))}")
@@ -125,63 +126,65 @@ def read_arrays(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
 
 
 def read_labels(path: str | os.PathLike[str], names: Iterable[str], *, samples: int) -> dict[str, np.ndarray]:
-    """Read what a replay's file says of its samples in words.
+    """Read arrays of strings that label the samples of a replay file, for example with their data set.
 
     Args:
-        path: the file.
-        names: the arrays to read, strings ``[B]``.
-        samples: the number of samples B.
+        path: the file to read.
+        names: the names of the arrays, which hold strings ``[B]``.
+        samples: B, the number of samples.
 
     Returns:
-        Those of the arrays that are there, in the order of ``names``.
+        The arrays that the file has, by name, in the order of ``names``.
 
     Raises:
-        ValueError: if the file is truncated or corrupt, or an array has the wrong shape or dtype.
-        OSError: if there is no such file, or it cannot be opened.
+        ValueError: if the file is truncated or corrupt, or if an array has the wrong shape or dtype.
+        OSError: if the file does not exist or cannot be opened.
     """
     labels = _unpack(path, names)
-    for key, found in labels.items():
-        if found.dtype.kind != "U" or found.shape != (samples,):
+    for key, array in labels.items():
+        if array.dtype.kind != "U" or array.shape != (samples,):
             raise ValueError(
-                f"{os.fspath(path)}: {key} must be strings [{samples}], not {found.dtype}{list(found.shape)}"
+                f"{os.fspath(path)}: {key} must be strings [{samples}], not {array.dtype}{list(array.shape)}"
             )
     return labels
 
 
 def _unpack(path: str | os.PathLike[str], names: Iterable[str]) -> dict[str, np.ndarray]:
-    """The arrays of these names that a whole ``.npz`` file has, in the order of the names."""
+    """Read the named arrays that an ``.npz`` file has, in the order of the names, and raise if the file is damaged."""
     name = os.fspath(path)
     with open(path, "rb") as file:
         with _refuse_damage(name), zipfile.ZipFile(file) as archive:
             unpacked = sum(member.file_size for member in archive.infolist())
-        # Zeros pack a thousandfold: a small file may hold more than there is room for.
+        # Zeros are compressed a thousandfold, so a small file may not fit into memory.
         check_memory(f"{name}: unpacking it", unpacked)
         file.seek(0)
         with _refuse_damage(name), np.load(file, allow_pickle=False) as data:
-            # An array whose name is damaged would otherwise pass for one that is not there.
+            # Without this test, an array whose name is damaged would look like a missing one.
             if damaged := data.zip.testzip():
                 raise ValueError(f"{damaged} is damaged")
             return {key: np.asarray(data[key]) for key in names if key in data.files}
 
 
 def _check_sizes(shape: tuple[int, ...], lengths: np.ndarray) -> None:
-    """Raise unless rows of this shape have experts, and the lengths fit them, each alone and all together."""
+    """Raise ValueError unless ``routed_experts`` has layers and experts, and the lengths sum to its rows."""
     tokens, layers, top_k = shape
     if min(layers, top_k) < 1:
-        raise ValueError(f"routed_experts has {layers} layers of top-{top_k}, and needs at least 1 of both")
-    # Each alone before their sum, which could wrap around.
+        raise ValueError(f"routed_experts has {layers} layers of top-{top_k}, but needs at least 1 of both")
+    # Each length is checked before the sum, because the sum could overflow.
     outside = np.flatnonzero((lengths < 0) | (lengths > tokens))
     if outside.size:
         sample = int(outside[0])
-        raise ValueError(f"sample {sample} has length {lengths[sample]}, routed_experts has {tokens} rows")
+        raise ValueError(
+            f"sample {sample} has length {lengths[sample]}, but routed_experts has {tokens} rows"
+        )
     total = int(lengths.sum(dtype=np.int64))
     if total != tokens:
-        raise ValueError(f"lengths sum to {total}, routed_experts has {tokens} rows")
+        raise ValueError(f"lengths sum to {total}, but routed_experts has {tokens} rows")
 
 
 @contextlib.contextmanager
 def _refuse_damage(name: str) -> Iterator[None]:
-    """A damaged zip archive raises whatever its damaged bytes happen to mean; here it is one kind of error."""
+    """Turn the many kinds of errors that a damaged zip archive can raise into a ValueError."""
     try:
         yield
     except Exception as error:

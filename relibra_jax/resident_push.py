@@ -1,15 +1,15 @@
-"""The way of residents from their homes to the ranks that hold them, and of their gradients back: who sends what.
+"""The route of residents' weights from their homes to the ranks that hold them, and of their gradients back.
 
-An expert crosses the slow network once for every node that needs it, however many of its ranks hold it, and in pieces,
-so that no rank carries it alone:
+An expert crosses the slow network once for every node that needs it, however many of its ranks hold it. It crosses in
+pieces, so that no rank has to send it alone:
 
-1. inside its home's node it is cut into G pieces, one for each local rank;
+1. inside the node of its home it is cut into G pieces, one for each local rank;
 2. every rank sends its piece to the rank of the same local index in each node that needs the expert;
 3. inside that node the pieces go to the ranks that hold the expert.
 
-So the links of a node's ranks are equally busy, and an expert that is wanted everywhere leaves its home's rank once.
-All layers travel together: sizes are those of their sums. Where each row stands follows from homes and residents alone,
-so that every rank knows it.
+So all links of a node are equally busy, and an expert that every node needs leaves the rank of its home only once.
+All layers are sent together, and buffer sizes are sums over layers. The position of each row follows from homes and
+residents alone, so every rank can compute it.
 """
 
 import dataclasses
@@ -27,38 +27,39 @@ from relibra_jax.types import EMPTY, Array, Topology
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class PushSizes:
-    """Experts in the buffers of a push, all layers together."""
+    """Buffer sizes of a push, in experts of all layers together."""
 
     exports: int
-    """Most experts that other slots need of one rank."""
+    """The most experts of one rank that are residents somewhere."""
     pair: int
-    """Most experts that one node needs of one other."""
+    """The most experts that one node needs from one other node."""
     own: int
-    """Most experts that one node needs of itself, which do not cross."""
+    """The most experts that one node needs from itself, which do not cross."""
 
 
 class PushTables(NamedTuple):
-    """Where experts stand on their way, the same on all ranks. All int32, EMPTY for none."""
+    """Positions of the experts in the buffers of a push, equal on all ranks; int32, EMPTY for none."""
 
     export: Int[jax.Array, "P slots"]
-    """The place of each of a rank's L * H home slots among the experts that it exports."""
+    """For each of a rank's L * H home slots, the position of its expert among the experts that the rank exports."""
     crossing: Int[jax.Array, "N N slots"]
-    """``[from, to]``: the place of each of a node's G * L * H home slots among the experts that the other needs."""
+    """``[from, to]``: for each of a node's G * L * H home slots, the position of its expert among the experts that the
+    other node needs."""
     wanted: Int[jax.Array, "P slots"]
-    """For each of a rank's L * B resident slots, the row of the expert among those that arrive in the node: by the node
-    of its home, those of the own node last."""
+    """For each of a rank's L * B resident slots, the row of its expert among the experts that arrive in the node. The
+    rows are ordered by the node of the home, and those of the rank's own node come last."""
 
 
 def push_tables(
     home: Int[Array, "L E"], resident: Int[Array, "L N G B"], topology: Topology, sizes: PushSizes
 ) -> PushTables:
-    """The tables of one push.
+    """Compute the tables of one push.
 
     Args:
         home: flat home slot of each expert.
         resident: the expert in each resident slot; EMPTY for none.
         topology: the expert-parallel group.
-        sizes: the sizes of the buffers, which have to suffice (`push_fits`).
+        sizes: the buffer sizes, which must suffice; `push_fits` checks that.
     """
     nodes, local, homes = topology.num_nodes, topology.ranks_per_node, topology.home_slots
     needed = _needed(home, resident, topology)
@@ -82,7 +83,15 @@ def push_tables(
 def push_counts(
     home: Int[Array, "L E"], resident: Int[Array, "L N G B"], topology: Topology
 ) -> tuple[Int[jax.Array, " P"], Int[jax.Array, "N N"]]:
-    """Experts that each rank exports, and that each node sends to each node, all layers together, in one push.
+    """Count the experts that each rank exports, and those that each node sends to each node, in one push of all layers.
+
+    Args:
+        home: flat home slot of each expert.
+        resident: the expert in each resident slot; EMPTY for none.
+        topology: the expert-parallel group.
+
+    Returns:
+        The counts of the ranks, and the counts of pairs of nodes, ``[from, to]``.
 
     >>> topology = Topology(num_nodes=2, ranks_per_node=1, num_experts=2, replica_slots=0, resident_slots=1)
     >>> [counts.tolist() for counts in push_counts(jnp.array([[0, 1]]), jnp.array([[[[1]], [[-1]]]]), topology)]
@@ -98,7 +107,7 @@ def push_counts(
 def push_sizes(
     home: Int[Array, "L E"], resident: Int[Array, "L N G B"], topology: Topology
 ) -> dict[str, Int[jax.Array, ""]]:
-    """The `PushSizes` that hold a push exactly, by name."""
+    """Return the smallest `PushSizes` that suffice for a push, by field name, under jit as well."""
     exports, pairs = push_counts(home, resident, topology)
     own = jnp.eye(topology.num_nodes, dtype=bool)
     inside, away = jnp.where(own, pairs, 0), jnp.where(own, 0, pairs)
@@ -108,18 +117,18 @@ def push_sizes(
 def push_fits(
     home: Int[Array, "L E"], resident: Int[Array, "L N G B"], topology: Topology, sizes: PushSizes
 ) -> Bool[jax.Array, ""]:
-    """Whether buffers of these sizes hold a push."""
+    """Return whether buffers of these sizes suffice for a push."""
     most = push_sizes(home, resident, topology)
     return jnp.stack([most[name] <= size for name, size in dataclasses.asdict(sizes).items()]).all()
 
 
 def _needed(home, resident, topology: Topology) -> Bool[jax.Array, "N L slots"]:
-    """Whether a node holds the expert of a home slot as a resident."""
+    """Mark, for every node, the home slots whose experts are residents of the node."""
     nodes, experts = topology.num_nodes, topology.num_experts
     layers = len(home)
     home, resident = jnp.asarray(home, jnp.int32), jnp.asarray(resident, jnp.int32)
     layer = jnp.arange(layers, dtype=jnp.int32)[:, None, None, None]
     node = jnp.arange(nodes, dtype=jnp.int32)[None, :, None, None]
-    # A slot more, for empty ones.
+    # One more column, for empty slots.
     slot = jnp.where(resident == EMPTY, experts, home[layer, jnp.maximum(resident, 0)])
     return jnp.zeros((nodes, layers, experts + 1), bool).at[node, layer, slot].set(True)[..., :experts]

@@ -1,9 +1,9 @@
-"""Rows that hold several samples, one behind the other, so that what a plan counts in tokens is what runs.
+"""Packing of several samples into each row, so that the computed positions are the tokens that the plan counted.
 
-A rank's samples of a micro-batch go to its rows longest first, each to the emptiest row (LPT, as in
-`relibra_jax.planning.sample_packing`). All rows of a batch have one shape: the more rows a rank has, the shorter they
-are and the less attention costs, but the more of them is padding. So there are as many rows as leave no more padding
-than is allowed.
+A rank's samples of a micro-batch are placed longest first, each into the emptiest row (LPT, as in
+`relibra_jax.planning.sample_packing`). All rows of a batch have one shape. With more rows per rank, rows are shorter
+and attention costs less, but more positions are padding. `pack_rows` uses the largest number of rows whose padding
+stays below the limit.
 """
 
 from typing import Final, NamedTuple
@@ -14,17 +14,17 @@ from jaxtyping import Int
 from relibra_jax.types import EMPTY, Array, Assignment
 
 LEAST_FILL: Final = 0.95
-"""The share of positions that hold tokens, at least, where samples allow it."""
+"""The default of the smallest share of positions that hold tokens."""
 
 
 class RowLayout(NamedTuple):
-    """Which token stands where: r rows a rank of T positions, in every micro-batch."""
+    """The token at every position of the rows: in every micro-batch, each rank has r rows of T positions."""
 
     sample: Int[np.ndarray, "M N G r T"]
-    """The sample of each position, its index in the batch; EMPTY for none. It serves as segment id: a token attends to
-    the tokens of its sample."""
+    """The sample of each position, as an index into the batch; EMPTY for padding. It is also the segment id: a token
+    attends only to tokens of its own sample."""
     position: Int[np.ndarray, "M N G r T"]
-    """The token's position in its sample; 0 where there is none."""
+    """The position of the token in its sample; 0 for padding."""
 
     @property
     def fill(self) -> float:
@@ -33,7 +33,7 @@ class RowLayout(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """``(r, T)``, what compiled steps depend on."""
+        """``(r, T)``, the part of the layout on which compiled steps depend."""
         rows, length = self.sample.shape[-2:]
         return rows, length
 
@@ -45,21 +45,22 @@ def pack_rows(
     least_fill: float = LEAST_FILL,
     shape: tuple[int, int] | None = None,
 ) -> RowLayout:
-    """Lay the samples of every rank out in rows. Runs on the host.
+    """Pack the samples of every rank into rows. Runs on the host.
 
     Args:
-        assignment: which samples each rank holds in each micro-batch.
-        lengths: the tokens of each sample, which come first in it.
-        least_fill: the share of positions that must hold tokens. Where no number of rows allows it, a rank has one row,
-            which is as full as the assignment is even.
-        shape: the ``(r, T)`` of an earlier batch, kept if the samples fit and leave the rows full enough, so that
-            compiled steps serve again.
+        assignment: the samples that each rank holds in each micro-batch.
+        lengths: the number of tokens of each sample.
+        least_fill: the smallest allowed share of positions that hold tokens. If no number of rows reaches it, each rank
+            gets one row, whose padding is then due to the uneven assignment.
+        shape: the ``(r, T)`` of an earlier batch. It is kept if the samples fit and fill the rows enough, so that
+            compiled steps can be reused.
 
     Returns:
-        The layout; positions of a row come sample by sample, padding last.
+        The layout. In each row the samples follow one another, and padding comes last.
 
     Raises:
-        ValueError: if ``least_fill`` is not above 0 and at most 1, or an assigned sample has no length.
+        ValueError: if ``least_fill`` is not above 0 and at most 1, or if an assigned sample has no entry in
+            ``lengths``.
 
     >>> assignment = Assignment(np.array([[[[0, 1, 2], [3, -1, -1]]]]))
     >>> layout = pack_rows(assignment, np.array([2, 3, 1, 6]))
@@ -71,12 +72,17 @@ def pack_rows(
     lengths = np.asarray(lengths)
     sample = np.asarray(assignment.sample)
     if sample.max(initial=EMPTY) >= len(lengths):
-        raise ValueError(f"assignment of sample {sample.max()}, there are lengths of {len(lengths)}")
-    ranks = [[int(one) for one in held if one != EMPTY] for held in sample.reshape(-1, sample.shape[-1])]
-    tokens = int(sum(lengths[held].sum() for held in ranks))
+        raise ValueError(
+            f"the assignment has sample {sample.max()}, but lengths has only {len(lengths)} entries"
+        )
+    ranks = [
+        [int(index) for index in samples if index != EMPTY]
+        for samples in sample.reshape(-1, sample.shape[-1])
+    ]
+    tokens = int(sum(lengths[samples].sum() for samples in ranks))
 
     def pack(rows: int) -> tuple[list[list[list[int]]], int]:
-        packed = [_pack(held, lengths, rows) for held in ranks]
+        packed = [_pack(samples, lengths, rows) for samples in ranks]
         return packed, max(1, *(int(lengths[row].sum()) for rank in packed for row in rank))
 
     def is_full(rows: int, length: int) -> bool:
@@ -93,26 +99,26 @@ def pack_rows(
     return _lay_out(packed, lengths, sample.shape[:-1], rows, longest)
 
 
-def _pack(held: list[int], lengths: np.ndarray, rows: int) -> list[list[int]]:
-    """One rank's samples in its rows, longest first to the emptiest row."""
+def _pack(samples: list[int], lengths: np.ndarray, rows: int) -> list[list[int]]:
+    """Distribute one rank's samples over its rows, longest first, each to the emptiest row."""
     packed: list[list[int]] = [[] for _ in range(rows)]
     filled = [0] * rows
-    for one in sorted(held, key=lambda one: -lengths[one]):
+    for index in sorted(samples, key=lambda index: -lengths[index]):
         row = filled.index(min(filled))
-        packed[row].append(one)
-        filled[row] += int(lengths[one])
+        packed[row].append(index)
+        filled[row] += int(lengths[index])
     return packed
 
 
 def _lay_out(packed, lengths, places: tuple[int, ...], rows: int, length: int) -> RowLayout:
     sample = np.full((len(packed), rows, length), EMPTY, np.int32)
     position = np.zeros_like(sample)
-    for rank, of_rank in enumerate(packed):
-        for row, held in enumerate(of_rank):
+    for rank, rank_rows in enumerate(packed):
+        for row, samples in enumerate(rank_rows):
             end = 0
-            for one in held:
-                begin, end = end, end + int(lengths[one])
-                sample[rank, row, begin:end] = one
+            for index in samples:
+                begin, end = end, end + int(lengths[index])
+                sample[rank, row, begin:end] = index
                 position[rank, row, begin:end] = np.arange(end - begin)
     shape = (*places, rows, length)
     return RowLayout(sample.reshape(shape), position.reshape(shape))

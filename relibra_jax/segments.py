@@ -1,6 +1,6 @@
-"""Segments that follow one another along a line, such as the token copies of each slot: where each begins and ends.
+"""Index arrays for contiguous segments of a buffer, such as the token copies of each slot.
 
-Index arrays are derived from the segments' sizes alone, so that every process knows where its rows lie without asking.
+They depend only on the sizes of the segments, so every process can compute where its rows are without communication.
 """
 
 import jax
@@ -11,7 +11,7 @@ from relibra_jax.types import EMPTY
 
 
 def starts(sizes: Int[jax.Array, "..."], axis: int = -1) -> Int[jax.Array, "..."]:
-    """Where each segment starts when segments follow one another along ``axis``.
+    """Return the start of each segment when segments follow one another along ``axis``.
 
     >>> starts(jnp.array([3, 0, 2])).tolist()
     [0, 3, 3]
@@ -20,7 +20,7 @@ def starts(sizes: Int[jax.Array, "..."], axis: int = -1) -> Int[jax.Array, "..."
 
 
 def places(chosen: Bool[jax.Array, "..."]) -> Int[jax.Array, "..."]:
-    """The place of each chosen one among the chosen along the last axis; EMPTY for the others.
+    """Number the True entries along the last axis from 0; EMPTY for the others.
 
     >>> places(jnp.array([True, False, True])).tolist()
     [0, -1, 1]
@@ -31,12 +31,12 @@ def places(chosen: Bool[jax.Array, "..."]) -> Int[jax.Array, "..."]:
 def in_lanes(
     place: Int[jax.Array, "lanes n"], length: int, lane: Int[jax.Array, " lanes"] | None = None
 ) -> Int[jax.Array, "lanes n"]:
-    """Places in lanes of one length as places in all of them; EMPTY stays.
+    """Convert positions inside lanes of equal length to positions in the concatenation of all lanes; EMPTY stays EMPTY.
 
     Args:
-        place: places in each lane.
+        place: positions in each lane.
         length: the length of a lane.
-        lane: where each lane stands among them; in order when None.
+        lane: the index of each lane in the concatenation. None for ``0, 1, 2, ...``.
 
     >>> in_lanes(jnp.array([[0, 2], [-1, 1]]), 4).tolist()
     [[0, 2], [-1, 5]]
@@ -48,13 +48,13 @@ def in_lanes(
 def segment_rows(
     length: int, start: Int[jax.Array, " n"], size: Int[jax.Array, " n"], source: Int[jax.Array, " n"]
 ) -> Int[jax.Array, " length"]:
-    """The source row of every row of a buffer that consists of segments; EMPTY between and behind them.
+    """Return the source row of every row of a buffer of segments; EMPTY for rows outside of the segments.
 
     Args:
-        length: rows of the buffer.
-        start: first row of each segment, ascending; segments do not overlap, empty ones may share a start.
-        size: rows of each segment.
-        source: the row that a segment's first row comes from; the rest follow it.
+        length: the number of rows of the buffer.
+        start: the first row of each segment, ascending. Segments do not overlap; empty ones may share a start.
+        size: the number of rows of each segment.
+        source: the source row of each segment's first row. The source rows of a segment are contiguous.
 
     >>> segment_rows(6, jnp.array([0, 3]), jnp.array([2, 2]), jnp.array([10, 20])).tolist()
     [10, 11, -1, 20, 21, -1]
@@ -66,7 +66,7 @@ def segment_rows(
 def segment_of_row(
     length: int, start: Int[jax.Array, " n"], size: Int[jax.Array, " n"]
 ) -> tuple[Int[jax.Array, " length"], Int[jax.Array, " length"]]:
-    """The segment that every row of a buffer lies in, EMPTY for none, and the row's place in it."""
+    """Return the segment of every row of a buffer (EMPTY for none), and the position of the row in its segment."""
     row = jnp.arange(length, dtype=jnp.int32)
     segment = jnp.searchsorted(start, row, side="right", method="scan_unrolled") - 1
     offset = row - start[segment]

@@ -1,11 +1,11 @@
-"""How each expert's token copies are split over its copies: nearest copy first, the same on every process.
+"""The split of each expert's token copies over the slots that hold it: nearest slot first, equal on every process.
 
-A plan says how many token copies each slot computes, not whose. `source_quota` splits that over the ranks where the
-tokens lie: a copy on the same rank serves first, then copies in the same node, then the rest. In each of the
-three rounds supply and demand are laid out along one line, in rank order, and matched where they overlap (the
-north-west corner rule), so that everything is whole, exact and deterministic.
+A plan says how many token copies each slot computes, but not from which ranks they come. `source_quota` decides that: a
+slot on the same rank serves first, then slots in the same node, then all others. In each of these three rounds the
+supply of the ranks and the demand of the slots are laid out along one line, in rank order, and matched where they
+overlap (the north-west corner rule). So the result is exact, in integers, and deterministic.
 
-Functions are written for one layer of one micro-batch; callers vmap them over more.
+The functions work on one layer of one micro-batch; callers vmap them.
 """
 
 import jax
@@ -17,15 +17,16 @@ from relibra_jax.types import EMPTY, Array, LayerPlan, Topology
 
 
 def source_quota(plan: LayerPlan, topology: Topology) -> Int[jax.Array, "P N G S"]:
-    """Token copies that each source rank sends to each slot, in one layer of one micro-batch.
+    """Count the token copies that each source rank sends to each slot, in one layer of one micro-batch.
 
     Args:
-        plan: a valid layer plan; ``slot_expert[N G S]``, ``quota[N G S]`` and ``load[N G E]`` are read.
+        plan: a valid layer plan. Its slots, quotas and load are read.
         topology: the expert-parallel group.
 
     Returns:
-        int32; P counts source ranks flat. Summed over P it is the plan's quota, summed over the slots of an expert
-        it is the load. It takes P times the memory of the plan: at hundreds of ranks, call it layer by layer.
+        int32 token copies by flat source rank P and by slot. The sum over P is the quota of the plan, and the sum over
+        the slots of an expert is its load. The result takes P times the memory of the plan: with hundreds of ranks,
+        call the function layer by layer.
 
     >>> topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=2, replica_slots=1)
     >>> slots, quota = jnp.array([[[0, -1], [1, 0]]]), jnp.array([[[6, 0], [4, 4]]])
@@ -36,32 +37,34 @@ def source_quota(plan: LayerPlan, topology: Topology) -> Int[jax.Array, "P N G S
     ranks, slots = topology.num_ranks, topology.slots
     supply = jnp.asarray(plan.load, jnp.int32).reshape(ranks, -1)
     expert, quota = jnp.asarray(plan.slot_expert).reshape(-1), jnp.asarray(plan.quota, jnp.int32).reshape(-1)
-    held = jnp.where(expert == EMPTY, 0, expert)
+    slot_expert = jnp.where(expert == EMPTY, 0, expert)
     rank = np.repeat(np.arange(ranks), slots)
-    demand = jnp.zeros_like(supply).at[rank, held].add(quota)
+    demand = jnp.zeros_like(supply).at[rank, slot_expert].add(quota)
     sent = jnp.zeros((ranks, expert.size), jnp.int32)
     for neighbours in (1, topology.ranks_per_node, ranks):
-        matched = _overlap(supply, demand, held, rank, neighbours)
+        matched = _overlap(supply, demand, slot_expert, rank, neighbours)
         matched = jnp.where(expert == EMPTY, 0, matched)
-        supply = supply - jnp.zeros_like(supply).at[:, held].add(matched)
-        demand = demand - jnp.zeros_like(demand).at[rank, held].add(matched.sum(0, dtype=matched.dtype))
+        supply = supply - jnp.zeros_like(supply).at[:, slot_expert].add(matched)
+        demand = demand - jnp.zeros_like(demand).at[rank, slot_expert].add(
+            matched.sum(0, dtype=matched.dtype)
+        )
         sent = sent + matched
     return sent.reshape(ranks, topology.num_nodes, topology.ranks_per_node, slots)
 
 
 def refit_quota(plan: LayerPlan, load: Int[Array, "N G E"], topology: Topology) -> LayerPlan:
-    """A layer plan for another load: the same slots, quotas in the same shares.
+    """Fit the quotas of a layer plan to another load, for routing that the plan was not made for.
 
-    For routing that the plan was not made for. Each expert's token copies are split over its slots in proportion to
-    their quotas; an expert that the plan saw no load of is computed at home.
+    The experts stay in their slots. The token copies of each expert are split over its slots in proportion to their
+    quotas. An expert that had no load in the plan is computed in its home slot.
 
     Args:
-        plan: one layer plan; its own load is not read.
-        load: token copies by the rank where the tokens lie.
+        plan: one layer plan. Its own load is not read.
+        load: token copies of each expert, on the rank where their token is.
         topology: the expert-parallel group.
 
     Returns:
-        ``plan`` with ``load`` and the quotas that add up to it.
+        ``plan`` with ``load``, and with quotas that sum to it.
 
     >>> topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=2, replica_slots=1)
     >>> slots, quota = jnp.array([[[0, -1], [1, 0]]]), jnp.array([[[3, 0], [0, 1]]])
@@ -72,35 +75,36 @@ def refit_quota(plan: LayerPlan, load: Int[Array, "N G E"], topology: Topology) 
     expert, shares = jnp.asarray(plan.slot_expert).reshape(-1), jnp.asarray(plan.quota).reshape(-1)
     load = jnp.asarray(load, jnp.int32)
     total = load.sum((0, 1), dtype=jnp.int32)
-    held = jnp.where(expert == EMPTY, topology.num_experts, expert)
-    planned = jnp.zeros(topology.num_experts + 1, jnp.int32).at[held].add(shares)
+    slot_expert = jnp.where(expert == EMPTY, topology.num_experts, expert)
+    planned = jnp.zeros(topology.num_experts + 1, jnp.int32).at[slot_expert].add(shares)
     at_home = np.tile(np.arange(topology.slots) < topology.home_slots, topology.num_ranks)
-    share = jnp.where(planned[held] > 0, shares, at_home.astype(np.int32))
+    share = jnp.where(planned[slot_expert] > 0, shares, at_home.astype(np.int32))
     share = jnp.where(expert == EMPTY, 0, share)
 
-    # Shares laid end to end, expert by expert, cut each expert's copies at whole numbers.
-    slots = jnp.argsort(held, stable=True)
-    held, share = held[slots], share[slots]
-    whole = jnp.maximum(planned, 1)[held]
-    first = jnp.searchsorted(held, held, side="left")
+    # The shares of an expert's slots follow one another; their ends, rounded down, divide its copies into integers.
+    slots = jnp.argsort(slot_expert, stable=True)
+    slot_expert, share = slot_expert[slots], share[slots]
+    whole = jnp.maximum(planned, 1)[slot_expert]
+    first = jnp.searchsorted(slot_expert, slot_expert, side="left")
     until = jnp.cumsum(share, dtype=jnp.int32)
     until = until - (until - share)[first]
-    total = jnp.append(total, 0)[held]
+    total = jnp.append(total, 0)[slot_expert]
     end = jnp.where(until == whole, total, jnp.floor(total * (until / whole)).astype(jnp.int32))
     end = jnp.minimum(end, total)
-    begin = jnp.where(jnp.arange(held.size) == first, 0, jnp.roll(end, 1))
+    begin = jnp.where(jnp.arange(slot_expert.size) == first, 0, jnp.roll(end, 1))
     quota = jnp.zeros_like(end).at[slots].set(end - begin, unique_indices=True)
     return plan._replace(quota=quota.reshape(plan.quota.shape), load=load)
 
 
 def line_starts(amount: Int[Array, "*runs neighbours E"]) -> Int[jax.Array, "*runs neighbours E"]:
-    """Where each rank's part begins when the ranks of a run lay their copies of an expert along one line.
+    """Return the start of each rank's copies when neighbouring ranks lay their copies of an expert along one line.
 
     Args:
-        amount: copies of each expert on each rank of the run.
+        amount: copies of each expert on each of the neighbouring ranks.
 
     Returns:
-        Copies before each rank's own. The line of expert e begins at rank ``e % neighbours`` and goes around.
+        The number of copies before each rank's own. The line of expert e begins at rank ``e % neighbours`` and wraps
+        around.
 
     >>> line_starts(jnp.array([[5, 5], [3, 3]])).tolist()
     [[0, 3], [5, 0]]
@@ -120,7 +124,7 @@ def _overlap(
     rank: Int[np.ndarray, " PS"],
     neighbours: int,
 ) -> Int[jax.Array, "P PS"]:
-    """What flows from each rank to each slot, between runs of so many neighbouring ranks."""
+    """Match supply and demand inside each group of ``neighbours`` ranks; copies from each rank to each slot."""
     ranks = supply.shape[0]
 
     def line(amount):

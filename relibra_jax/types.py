@@ -1,35 +1,42 @@
-"""The words and shapes of the project: every array that crosses a module is described here, and nothing else.
+"""Glossary of the project, and the types of the arrays that modules pass to each other.
 
 Glossary
 --------
-logical expert  a set of expert parameters of the model
-slot            room for one expert's weights on one rank; *home slots* hold master copies, *resident slots*
-                copies for a batch, *replica slots* copies for one micro-batch of one layer
-home            the slot that owns an expert's master copy and its optimizer state
-replica         a further copy of an expert for one micro-batch, without optimizer state
-resident        a further copy of an expert in a *resident slot*, the same for the whole batch, without optimizer
-                state: pushed once an update over the slow network, its gradient returned once an update
-rank, local     one device; its index inside its node
-node            a domain of fast interconnect
-batch           everything between two placements; it may hold several optimizer updates
-update          one optimizer step of a batch
-micro-batch     one forward and backward pass of an update
-routing replay  the recorded expert ids of every token, layer by layer
-load            token copies (tokens x top-k), an integer
-placement       the map of experts to home slots; to *reorder* is to change it between two batches
-replicate       to add replicas inside a batch
-quota           how many token copies a slot is to compute
-imbalance       max / mean of rank load, 1 is perfect; over micro-batches, sum of maxima / sum of means
+logical expert   one set of expert parameters of the model
+rank             one device of the expert-parallel group
+local rank       the index of a rank inside its node
+node             a group of ranks that a fast interconnect connects
+slot             room for the weights of one expert on one rank
+home             the slot that owns an expert's master weights and optimizer state: a *home slot*
+replica          a temporary copy of an expert in a *replica slot*, for one micro-batch of one layer; it has no
+                 optimizer state
+resident         a copy of an expert in a *resident slot*, which stays there for the whole batch. It has no optimizer
+                 state. In every update its weights are sent over the slow network once, and its gradient is sent
+                 back once
+batch            the work between two placements; it has one or several optimizer updates
+update           one optimizer step of a batch
+micro-batch      one forward and one backward pass of an update
+routing replay   the recorded expert ids of every token in every layer
+token copy       one token for one of its K experts: a token has K copies in every layer
+load             the number of token copies, an integer
+quota            the number of token copies that one slot computes
+dispatch         sending token copies to the slots that compute them
+combine          sending the results back and summing them, weighted by the gate
+crossing         one transfer to another node: of a token copy (flat dispatch), or of a token (hierarchical dispatch)
+placement        the map from experts to home slots; to *reorder* is to change it between two batches
+replicate        to add replicas inside a batch
+imbalance        maximum / mean of the rank loads, 1 is perfect; over several micro-batches, the sum of the maxima
+                 / the sum of the means
 
-Dimensions, in this order wherever they meet
---------------------------------------------
-M micro-batches   L MoE layers   N nodes   G local ranks   E logical experts   K top-k
-S = H + B + R slots a rank: H home slots, then B resident slots, then R replica slots
-B samples of a batch (resident slots are written out where B could be read so)
-b samples of one rank in one micro-batch   T token positions of a sample
+Dimensions, always in this order
+--------------------------------
+M micro-batches   L MoE layers   N nodes   G local ranks   E logical experts   K experts of a token (top-k)
+S = H + B + R slots of a rank: H home slots, then B resident slots, then R replica slots
+B samples of a batch (the code writes out ``resident_slots`` where B could be mistaken for it)
+b samples of one rank in one micro-batch   T token positions of a sample   P = N * G ranks
 
-An array over ranks has the mesh's shape ``[..., N, G, ...]``. A *flat rank* is ``n * G + g``; a *flat home
-slot* is ``flat rank * H + h``. ``*stack`` stands for any leading axes over which values of a type are stacked.
+An array over ranks has the shape of the mesh, ``[..., N, G, ...]``. A *flat rank* is ``n * G + g``, and a *flat home
+slot* is ``flat rank * H + h``. ``*stack`` stands for any leading axes along which values of a type are stacked.
 """
 
 from collections.abc import Callable
@@ -46,22 +53,23 @@ from relibra_jax.limits import INT32_MAX, check_integer
 type Array = jax.Array | np.ndarray
 
 EMPTY: Final = -1
-"""Padding: no token here, no sample here, no expert in this slot. Never a real token without a route."""
+"""Padding value: no token, no sample or no expert at this place. It never marks a real token without a route."""
 
 
 @jax.tree_util.register_static
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """One expert-parallel group: its ranks, the experts they own and the room they have for replicas.
+    """The shape of one expert-parallel group: its ranks, its experts, and the slots of each rank.
 
-    Hashable and static under jit. Every rank owns the same number of experts, because expert weights are one array
-    that is sharded evenly: an empty home slot would take the memory of an expert. A model whose experts do not divide
-    over the ranks is padded with experts that its router never chooses. They have homes, and neither tokens nor
-    replicas. EPLB's 256 experts in 288 slots of 144 ranks are 288 homes here; copies need replica slots besides.
+    A topology is hashable, and static under jit. Every rank owns the same number of experts, because the expert weights
+    are one evenly sharded array, in which an empty home slot would take the memory of an expert. If the experts of a
+    model do not divide over the ranks, pad the model with experts that its router never chooses: they have homes, but
+    no tokens and no replicas. EPLB's example of 256 experts in 288 slots of 144 ranks needs 288 home slots here;
+    copies of experts need replica slots in addition.
 
     Raises:
-        ValueError: if a count is not a positive integer (slots of replicas and residents may be 0), the experts do not
-            divide evenly over the ranks, or there are more slots than int32 numbers.
+        ValueError: if a count is not a positive integer (``replica_slots`` and ``resident_slots`` may be 0), if the
+            experts do not divide evenly over the ranks, or if int32 cannot number all slots.
 
     >>> topology = Topology(num_nodes=2, ranks_per_node=4, num_experts=32, replica_slots=2, resident_slots=1)
     >>> topology.home_slots, topology.held_slots, topology.slots
@@ -69,15 +77,15 @@ class Topology:
     """
 
     num_nodes: int
-    """N, nodes of the group."""
+    """N, the number of nodes of the group."""
     ranks_per_node: int
-    """G, ranks of a node."""
+    """G, the number of ranks of a node."""
     num_experts: int
-    """E, logical experts of a layer."""
+    """E, the number of logical experts of a layer."""
     replica_slots: int
-    """R, slots of a rank for replicas."""
+    """R, the number of replica slots of a rank."""
     resident_slots: int = 0
-    """Slots of a rank for residents."""
+    """B, the number of resident slots of a rank."""
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -98,64 +106,64 @@ class Topology:
         if self.num_ranks * self.slots > INT32_MAX:
             raise ValueError(
                 f"{self.num_ranks} ranks x ({self.home_slots} home slots + resident_slots={self.resident_slots}"
-                f" + replica_slots={self.replica_slots}) are more slots than the {INT32_MAX} that int32 numbers"
+                f" + replica_slots={self.replica_slots}) are more than the {INT32_MAX} slots that int32 can number"
             )
 
     @property
     def num_ranks(self) -> int:
-        """N * G."""
+        """P = N * G, the number of ranks of the group."""
         return self.num_nodes * self.ranks_per_node
 
     @property
     def home_slots(self) -> int:
-        """H, the experts that each rank owns."""
+        """H, the number of home slots of a rank, which is the number of experts that it owns."""
         return self.num_experts // self.num_ranks
 
     @property
     def held_slots(self) -> int:
-        """Slots whose expert is the same in every micro-batch: home slots, then resident slots."""
+        """H + B, the number of slots of a rank that hold the same expert in every micro-batch."""
         return self.home_slots + self.resident_slots
 
     @property
     def slots(self) -> int:
-        """S: home slots, then resident slots, then replica slots."""
+        """S = H + B + R, the number of slots of a rank."""
         return self.held_slots + self.replica_slots
 
 
 class RoutingReplay(NamedTuple):
-    """Which experts every token used."""
+    """The experts that every token of a batch used during rollout."""
 
     expert_ids: Int[Array, "B T L K"]
-    """Logical expert ids in the smallest dtype that holds them; rows of padding tokens are not read."""
+    """Logical expert ids, in the smallest dtype that holds them. The ids of padding tokens are never read."""
     mask: Bool[Array, "B T"]
-    """True where there is a real token."""
+    """True for real tokens, False for padding."""
 
 
 class Assignment(NamedTuple):
-    """Which samples each rank holds in each micro-batch."""
+    """The samples that each rank holds in each micro-batch."""
 
     sample: Int[Array, "M N G b"]
-    """Index of a sample of the batch; EMPTY where there is none."""
+    """Indices of samples of the batch; EMPTY for none."""
 
 
 class Plan(NamedTuple):
-    """Where every expert lives in a batch, which experts are copied where, and how tokens are split."""
+    """The homes of all experts for one batch, the copies of experts, and the number of token copies of every slot."""
 
     slot_expert: Int[Array, "M L N G S"]
-    """The logical expert in each slot, EMPTY for none. Home slots come first, then resident slots, whose experts are
-    the same in every micro-batch, then replica slots. Residents, and replicas, are in the order of their experts' home
-    slots, empty ones last. No expert is twice on one rank."""
+    """The logical expert in each slot; EMPTY for none. Home slots come first, then resident slots, then replica slots.
+    Home and resident slots hold the same experts in every micro-batch. The residents of a rank are sorted by the home
+    slots of their experts, with empty slots last, and so are its replicas. No rank holds an expert twice."""
     home: Int[Array, "L E"]
-    """Flat home slot of each expert, the same for the whole batch; exactly H experts a rank."""
+    """Flat home slot of each expert, the same for the whole batch. Every rank has exactly H experts."""
     quota: Int[Array, "M L N G S"]
-    """Token copies that each slot computes."""
+    """The number of token copies that each slot computes."""
 
 
 class LayerPlan(NamedTuple):
-    """What one MoE layer follows in one micro-batch: its part of the plan, and the load that it was made for.
+    """The plan of one MoE layer in one micro-batch, with the load for which it was made.
 
-    Layer plans are stacked over layers to be scanned, over micro-batches, and over the data-parallel copies of the
-    group: then every leaf has the same leading axes ``*stack``. None of them for a single layer plan.
+    Layer plans can be stacked over the layers (for a scan), over micro-batches, and over the data-parallel copies of
+    the group. Every leaf then has the same leading axes ``*stack``. A single layer plan has none of them.
     """
 
     slot_expert: Int[Array, "*stack N G S"]
@@ -163,35 +171,35 @@ class LayerPlan(NamedTuple):
     home: Int[Array, "*stack E"]
     """Flat home slot of each expert."""
     quota: Int[Array, "*stack N G S"]
-    """Token copies that each slot computes."""
+    """The number of token copies that each slot computes."""
     load: Int[Array, "*stack N G E"] | None
-    """Token copies by the rank where they lie. None for routing that the plan was not made for, live routing among it:
-    it is counted in the step, and the quotas are refitted to it."""
+    """Token copies of each expert, on the rank where their token is. None if the plan was made for other routing, for
+    example for live routing: the step then counts the load itself and refits the quotas to it."""
 
     def layer(self, index: Any) -> "LayerPlan":
-        """Element ``index`` of the first stacked axis: of a micro-batch's layer plans, the plan of one layer."""
+        """Return element ``index`` of the first stacked axis, for example one layer of a micro-batch's layer plans."""
         return jax.tree.map(lambda leaf: leaf[index], self)
 
 
 def layer_plans(plan: Plan, load: Int[Array, "M L N G E"] | None) -> LayerPlan:
-    """The layer plans of a plan and its load, stacked ``[M, L]``; NumPy arrays stay NumPy arrays."""
+    """Build the layer plans of a plan and its load, stacked ``[M, L]``. NumPy arrays stay NumPy arrays."""
     numpy = all(isinstance(leaf, np.ndarray) for leaf in plan)
     home = (np if numpy else jnp).broadcast_to(plan.home, (len(plan.quota), *plan.home.shape))
     return LayerPlan(plan.slot_expert, home, plan.quota, load)
 
 
 class BatchPlan(NamedTuple):
-    """All that is known of a batch before it runs."""
+    """Everything that is planned for a batch before it runs: the assignment of samples, the load and the plan."""
 
     assignment: Assignment
-    """Which rank holds which sample in each micro-batch."""
+    """The samples that each rank holds in each micro-batch."""
     load: Int[Array, "M L N G E"]
-    """Token copies by the rank where they lie."""
+    """Token copies of each expert, on the rank where their token is."""
     plan: Plan
-    """Made for ``load``."""
+    """The plan that was made for ``load``."""
 
     def layer_plans(self) -> LayerPlan:
-        """The layer plans of all micro-batches, stacked ``[M, L]``.
+        """Build the layer plans of all micro-batches, stacked ``[M, L]``.
 
         >>> plan = Plan(np.zeros((2, 3, 1, 1, 5), int), np.zeros((3, 4), int), np.zeros((2, 3, 1, 1, 5), int))
         >>> batch = BatchPlan(Assignment(np.zeros((2, 1, 1, 1), int)), np.zeros((2, 3, 1, 1, 4), int), plan)
@@ -201,76 +209,79 @@ class BatchPlan(NamedTuple):
         return layer_plans(self.plan, self.load)
 
     def micro_batch(self, index: Any) -> LayerPlan:
-        """The layer plans of one micro-batch, stacked ``[L]``: what a scan over layers runs through."""
+        """Build the layer plans of one micro-batch, stacked ``[L]`` for a scan over the layers."""
         slot_expert, home, quota = self.plan
         return LayerPlan(slot_expert[index], home, quota[index], self.load[index])
 
 
 class PhysicalExperts(NamedTuple):
-    """Which physical slot holds which logical expert, as EPLB and the engines that adopted it write it."""
+    """The map between physical slots and logical experts, in the format of EPLB and of the engines that adopted it.
+
+    Here ``P`` counts physical slots, and ``C`` is the largest number of copies that an expert has.
+    """
 
     physical_to_logical: Int[Array, "L P"]
     """The logical expert in each physical slot."""
     logical_to_physical: Int[Array, "L E C"]
-    """The physical slots of each expert, in order of copying; EMPTY where it has fewer than C copies."""
+    """The physical slots of each expert, in the order in which its copies were made; EMPTY beyond its last copy."""
     logical_count: Int[Array, "L E"]
-    """Copies of each expert."""
+    """The number of copies of each expert."""
 
 
 class TokenSample(NamedTuple):
-    """Some of a batch's tokens with their routes and places, for planners that look beyond loads."""
+    """Routes and ranks of some tokens of a batch, for planners that need more than the loads."""
 
     expert_ids: Int[Array, "Q L K"]
-    """The experts of Q sampled tokens, logical ids."""
+    """The logical expert ids of Q sampled tokens."""
     micro_batch: Int[Array, " Q"]
-    """The micro-batch in which each token is computed."""
+    """The micro-batch of each token."""
     rank: Int[Array, " Q"]
-    """The flat rank where it lies."""
+    """The flat rank that holds the sample of each token."""
 
 
 class Transitions(NamedTuple):
-    """How often one expert follows another in a batch, for planners that expect loads from others.
+    """Counts of how often one expert follows another in a batch, for planners that forecast loads from earlier ones.
 
-    Rows are the expert before, columns the expert after. Every pair of one of a token's K experts and one of the K that
-    follow counts once. Made by `relibra_jax.planning.transitions.count_transitions`.
+    The row is the earlier expert, the column the later one. Each of a token's K experts forms a pair with each of the K
+    experts that follow, and every pair counts once. `relibra_jax.planning.transitions.count_transitions` counts them.
     """
 
     along_tokens: Float[Array, "L E E"]
-    """From a token to the next real one of its sample, in the same layer."""
+    """Pairs of a token and the next real token of its sample, in the same layer."""
     across_layers: Float[Array, "L E E"]
-    """From the layer below to this layer, for the same token; zeros in layer 0."""
+    """Pairs of the layer below and this layer, for the same token; zeros in layer 0."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class UnitTimes:
-    """Seconds that one unit of work costs a rank in all passes of a batch over it: what a planner weighs.
+    """The modelled seconds that one unit of each kind of work costs a rank, in all passes of a batch.
 
-    A tree of scalars, so that they are data to a compiled planner. `relibra_jax.cost.unit_times` makes them for a
-    cluster and a model. Only their ratios matter.
+    Planners use these prices to compare kinds of work, so only their ratios matter. They are a tree of scalars, so that
+    a compiled planner takes them as data. `relibra_jax.cost.unit_times` computes them for a cluster and a model.
     """
 
     token: Float[Array, ""] | float
-    """Attention, and what else is outside the routed experts, for one token where it lies."""
+    """Attention, and everything else outside the routed experts, for one token on the rank that holds its sample."""
     copy: Float[Array, ""] | float
-    """The experts' products for one token copy where it is computed."""
+    """The matrix products of an expert for one token copy, on the rank that computes it."""
     crossing: Float[Array, ""] | float
-    """What crosses between nodes once, sent or received over the slow network: a token to each node that it visits
-    (hierarchical dispatch), or every token copy by itself (flat dispatch)."""
+    """One crossing, sent or received over the slow network between nodes. Under hierarchical dispatch a token crosses
+    once to each node that it visits; under flat dispatch each of its copies crosses by itself."""
     spread: Float[Array, ""] | float
-    """One token copy sent or received inside a node."""
+    """One token copy, sent or received inside a node."""
     move: Float[Array, ""] | float
-    """One expert of one layer moved to another node with its optimizer state, once a batch."""
+    """One expert of one layer that moves to another node with its optimizer state, once a batch."""
     push: Float[Array, ""] | float
-    """One resident of one layer: its weights pushed and its gradient returned, in all updates of a batch together."""
+    """One resident of one layer: its weights sent and its gradient returned, in all updates of a batch together."""
     hierarchical: bool = field(default=True, metadata={"static": True})
-    """Whether a token crosses to a node once; otherwise each of its copies does."""
+    """True for hierarchical dispatch, False for flat dispatch."""
 
 
 class Planner(NamedTuple):
-    """A pair of pure functions, in the manner of an optax transformation with extra arguments.
+    """A planner: a pair of pure functions, like an optax transformation with extra arguments.
 
-    Both work under jit, vmap and scan. ``init`` and ``update`` are called as
+    Both functions work under jit, vmap and scan. Callers call them as
 
     - ``init(topology, num_layers, *, key) -> state``: the state before the first batch, an array tree;
     - ``update(load, state, topology, *, tokens=None, transitions=None, cost=None, refine=None) -> (Plan, state)``:
@@ -278,28 +289,33 @@ class Planner(NamedTuple):
 
     Arguments of ``update``:
 
-    - ``load``: ``[M, L, N, G, E]`` token copies by the rank where they lie, which `relibra_jax.plan_check.check_load`
-      accepts; ``update`` checks it.
-    - ``state``: what ``init`` or the update before returned.
+    - ``load``: ``[M, L, N, G, E]`` token copies of each expert, on the rank where their token is. ``update`` raises
+      unless `relibra_jax.plan_check.check_load` accepts it.
+    - ``state``: the state that ``init`` or the previous ``update`` returned.
     - ``topology``: the expert-parallel group.
     - ``tokens``: a `TokenSample` of the batch, or None.
     - ``transitions``: the `Transitions` of the batch, or None. They are counted only for planners that take them.
     - ``cost``: the `UnitTimes` of the cluster and the model, or None.
-    - ``refine``: ``[L, E]`` homes found for the same batch before its samples were assigned anew; None where
-      there are none, and EMPTY throughout where turns follow.
+    - ``refine``: ``[L, E]`` homes that were found for the same batch under its previous assignment of samples. None if
+      the batch is planned once; all EMPTY for the first of several plans of the batch.
 
-    A planner that has no use for one of the last four does not name it: `relibra_jax.planning.extra_args` leaves it
-    out of the call, as optax does.
+    A planner that does not use one of the last four does not name it in its signature.
+    `relibra_jax.planning.extra_args` then leaves it out of the call, as optax does.
     """
 
     init: Callable[..., Any]
-    """Makes the first state."""
+    """Create the state before the first batch."""
     update: Callable[..., tuple[Plan, Any]]
-    """Plans a batch."""
+    """Plan one batch."""
 
 
 def check_shape(name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
-    """Raise unless the array that ``name`` tells has the expected shape; says both.
+    """Raise ValueError unless an array has the expected shape.
+
+    Args:
+        name: the name of the array, for the error message.
+        found: the shape that the array has.
+        expected: the shape that it must have.
 
     >>> check_shape("mask", (2, 3), (2, 4))
     Traceback (most recent call last):

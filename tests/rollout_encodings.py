@@ -1,4 +1,4 @@
-"""What engines and trainers hand over, encoded from known routes, and how a test reads it back.
+"""Encoders of given routes in the formats of engines and trainers, and helpers to read them back.
 
 Each layout's encoder is written here from the description of the format, or byte for byte after the engine's own where
 one is named, and not from the decoder.
@@ -56,12 +56,12 @@ def sglang(ids, mask, dtype=None, start=None):
 
 
 def vllm(ids, mask, dtype=np.int32):
-    """Rows of each sample but its last token's."""
+    """The rows of each sample without that of its last token."""
     return [sample[real][:-1].astype(dtype) for sample, real in zip(ids, mask, strict=True)]
 
 
 def vllm_http(ids, mask, encode, prompt=2):
-    """One response a sample: the prompt's rows, then those of generated tokens but the last."""
+    """One response per sample, with the rows of the prompt and those of the generated tokens except the last."""
     return [
         {
             "prompt_routed_experts": encode(rows[:prompt]),
@@ -72,12 +72,12 @@ def vllm_http(ids, mask, encode, prompt=2):
 
 
 def whole(ids, mask):
-    """Rows of each sample, the last token's too."""
+    """The rows of each sample, with that of its last token."""
     return [sample[real] for sample, real in zip(ids, mask, strict=True)]
 
 
 def padded(ids, mask, fill):
-    """A grid whose padding, and the last token of each sample, hold ``fill``, an id or ``[K]`` of them."""
+    """An array ``[B, T, layers, K]`` with ``fill`` (an id or ``[K]``) at padding and each last token."""
     grid = np.where(mask[..., None, None], ids, fill).astype(np.int32)
     grid[lacking_last(mask)] = fill
     return grid
@@ -98,18 +98,18 @@ def lacking_last(mask):
 
 
 def slime_padding(rows, shape, num_experts):
-    """Rows of ``shape`` ``[layers, K]`` that slime makes up."""
+    """Padding rows of slime, of ``shape`` ``[layers, K]``."""
     return np.arange(rows * np.prod(shape)).reshape(rows, *shape) % num_experts
 
 
 def slime(ids, mask, num_experts, extra=1):
-    """Rows but the last token's, then ``extra`` rows of slime's padding."""
+    """The rows of each sample without that of its last token, followed by ``extra`` padding rows of slime."""
     pads = slime_padding(extra, ids.shape[2:], num_experts)
     return [np.concatenate([rows, pads]).astype(np.int32) for rows in vllm(ids, mask)]
 
 
 def trace_lines(ids, layers, rank, *, steps=None):
-    """One rank's lines for tokens ``[n, len(layers), K]``, in ``steps`` passes."""
+    """The trace lines of one rank for tokens ``[n, len(layers), K]``, in ``steps`` passes."""
     return [
         json.dumps(
             {
@@ -264,7 +264,7 @@ ENCODINGS = {
 
 
 def live(ids):
-    """A live forward pass that routes as ``ids`` where a route is missing and must not be read elsewhere."""
+    """A ``live_routing`` that returns ``ids`` for missing routes, and invalid ids elsewhere, which must not be read."""
     return lambda missing: np.where(missing[..., None, None], ids, 10_000)
 
 
@@ -286,6 +286,6 @@ def assert_holds(replay, ids, mask):
 
 
 def full(ids, **changes):
-    """Read rows of every token as vLLM's; a plain carrier for what is true of all layouts."""
+    """Read rows of every token in vLLM's layout, for tests of what all layouts have in common."""
     arguments = {"layout": "vllm", "mask": LEFT_PADDED} | MODEL | changes
     return replay_from_rollout(whole(ids, arguments["mask"]), **arguments)

@@ -1,4 +1,4 @@
-"""Drawn batches: whole samples, in each domain as many as its share, of any size."""
+"""Bootstrap draws whole samples, from each domain in proportion to its size, for batches of any size."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ TOPOLOGY = Ranks(nodes=2, ranks_per_node=2).topology(32)
 
 @pytest.fixture(scope="module")
 def trace():
-    """20 samples of 1 to 20 tokens; all tokens of sample i have expert i. 14 are maths, 5 code, 1 a proof."""
+    """A trace of 20 samples of 1 to 20 tokens (14 maths, 5 code, 1 proof); tokens of sample i have expert i."""
     mask = np.arange(20) <= np.arange(20)[:, None]
     ids = np.broadcast_to(np.arange(20, dtype=np.uint8)[:, None, None, None], (20, 20, 2, 1))
     category = np.array(["maths"] * 14 + ["code"] * 5 + ["proof"])
@@ -22,7 +22,7 @@ def trace():
 
 
 def sources(replay):
-    """Which sample each drawn one is, by its expert; every one must be whole."""
+    """Identify each drawn sample by its expert, and check that it is whole."""
     which = replay.expert_ids[:, 0, 0, 0]
     np.testing.assert_array_equal(replay.mask.sum(1), which + 1)
     assert (replay.expert_ids == which[:, None, None, None]).all()
@@ -33,7 +33,7 @@ def sources(replay):
     ("samples", "code", "maths", "proof"), [(20, 5, 14, 1), (100, 25, 70, 5), (7, 2, 5, 0), (1, 0, 1, 0)]
 )
 def test_domains_keep_their_shares(trace, samples, code, maths, proof):
-    """To the sample, where shares are whole; else the largest remainder: of 7, 1.75, 4.9 and 0.35."""
+    """The numbers per domain are exact or rounded by the largest remainder: 7 samples are 4.9, 1.75 and 0.35."""
     drawn = bootstrap(trace, samples, seed=3)
     assert np.bincount(drawn.domain, minlength=3).tolist() == [code, maths, proof]
     np.testing.assert_array_equal(drawn.domain, trace.domain[sources(drawn.replay)])

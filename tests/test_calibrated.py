@@ -1,4 +1,4 @@
-"""Synthetic routing: as uneven as the recording that it was fitted to, and as uneven as it is asked to be."""
+"""Synthetic routing is as uneven as the recording to which it was fitted, and as its parameters say."""
 
 import dataclasses
 
@@ -20,7 +20,7 @@ def recorded(shared):
 
 
 def close(drawn, target):
-    """Imbalance within 5%; within 10% what it is above 1, and the skew of experts; within 15% what changes slowly."""
+    """Tolerances: imbalance 5%; its excess over 1, and the skew of experts, 10%; churn and correlation 15%."""
     np.testing.assert_allclose(drawn.imbalance, target.imbalance, rtol=0.05)
     np.testing.assert_allclose(drawn.imbalance - 1, target.imbalance - 1, rtol=0.1)
     np.testing.assert_allclose(drawn.spread, target.spread, rtol=0.1)
@@ -33,7 +33,7 @@ def close(drawn, target):
 
 
 def test_gpt_oss_is_as_uneven_as_its_recording(recorded):
-    """As many samples and layers, with a seed other than that of the fit."""
+    """A drawn trace with the samples and layers of the recording, and another seed than that of the fit."""
     samples, _, layers, _ = recorded.replay.expert_ids.shape
     drawn = draw_trace(GPT_OSS_20B, samples=samples, layers=layers, seed=1)
     close(measure_likeness(drawn), measure_likeness(recorded))
@@ -52,7 +52,7 @@ def test_the_fit_can_be_repeated(recorded):
 
 @pytest.mark.parametrize("name", SYNTHETIC)
 def test_wider_models_keep_the_spread_of_an_expert(name):
-    """And how often experts go together: those of the recording, 0.72 and 1.87."""
+    """Larger models keep the recorded spread (0.72) and lift of pairs (1.87)."""
     wide = SYNTHETIC[name]
     trace = draw_trace(
         wide.calibration, samples=96, num_experts=wide.num_experts, top_k=wide.top_k, layers=4, seed=1
@@ -65,7 +65,7 @@ def test_wider_models_keep_the_spread_of_an_expert(name):
 
 
 def test_a_calibration_is_found_again():
-    """What is fitted to a drawn trace draws traces like it."""
+    """A calibration fitted to a drawn trace draws similar traces."""
     truth = dataclasses.replace(
         GPT_OSS_20B, popularity=1.0, topic=2.0, factors=4.0, domains=16, lengths=(40, 60, 80)
     )
@@ -100,7 +100,7 @@ def test_each_part_answers_for_its_measure(part, measure):
 
 
 def test_a_name_stands_for_a_size():
-    """1,024 samples, as in a training batch."""
+    """A drawn trace of 1,024 samples, as many as a training batch has."""
     trace = read_trace("synthetic-32")
     assert trace.replay.expert_ids.shape == (1024, 511, 8, 4)
     assert list(SYNTHETIC) == ["synthetic-32", "synthetic-128", "synthetic-256"]
@@ -127,7 +127,7 @@ def test_what_cannot_be_drawn_or_measured(monkeypatch):
             draw_trace(GPT_OSS_20B, **given)
     few = make_trace(RoutingReplay(np.zeros((40, 1, 1, 1), np.uint8), np.ones((40, 1), bool)), 8, "few")
     with pytest.raises(
-        ValueError, match="few has 40 samples with tokens of top-1 of 8 experts; to be measured"
+        ValueError, match="few has 40 samples with tokens, and top-1 of 8 experts; a calibration needs"
     ):
         measure_likeness(few)
     monkeypatch.setattr("relibra_jax.limits.machine_memory", lambda: 2**20)

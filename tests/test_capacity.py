@@ -1,4 +1,4 @@
-"""Sizes counted before the step: they suffice, they are tight, and too small ones are refused."""
+"""Buffer sizes that are counted before the step suffice and are tight, and sizes that are too small raise."""
 
 import dataclasses
 import functools
@@ -26,7 +26,7 @@ from relibra_jax.token_split import refit_quota, source_quota
 from relibra_jax.types import EMPTY, Assignment, BatchPlan, LayerPlan, RoutingReplay, Topology, layer_plans
 
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=1, resident_slots=1)
-"""The planners leave resident slots empty, any plans fill them."""
+"""The topology; planners leave its resident slots empty, and random plans fill them."""
 SAMPLES, TOKENS, LAYERS, TOP_K = 12, 40, 2, 2
 
 
@@ -67,7 +67,7 @@ def test_sizes_are_what_the_plan_sends_rounded_up(batch):
     assert sizes.node.own == round_capacity(int(np.where(stays, visits, 0).max()))
     assert sizes.node.pair == round_capacity(int(np.where(stays, 0, visits).max()))
     assert sizes.node.send == round_capacity(int(visits.sum(-1).max()))
-    # Received by the rank of the same local index: [node of the source, local index, node].
+    # The rank with the same local index receives them: [node of the source, local index, node].
     across = visits.reshape(3, LAYERS, 2, 2, 2)
     assert sizes.node.receive == round_capacity(int(across.sum(2).max()))
     through = sent.reshape(3, LAYERS, 2, 2, 2, 2).sum(2)  # all sources of one local index
@@ -77,7 +77,7 @@ def test_sizes_are_what_the_plan_sends_rounded_up(batch):
 
 
 def test_exports_are_the_most_replicas_of_one_rank(batch):
-    """A replica is fetched from its expert's home, or from a resident in its own node if only that is near."""
+    """A replica is fetched from its expert's home, or from a resident in its own node if the home is in another."""
     batch_plan, _ = batch
     plan, most, distinct = jax.tree.map(np.asarray, batch_plan.plan), 0, 0
     for m, layer in np.ndindex(3, LAYERS):
@@ -111,7 +111,7 @@ def test_grown_sizes_hold_both_batches(batch):
 
 @pytest.mark.slow
 def test_received_rows_on_recorded_routing(shared):
-    """With the ragged exchange at most 1.1 times the balanced rows of the largest micro-batch."""
+    """The ragged exchange receives at most 1.1 times the balanced rows of the largest micro-batch."""
     recorded, _ = load_replay(shared / "traces" / "gptoss20b_rollouts.npz")
     topology = Topology(num_nodes=2, ranks_per_node=4, num_experts=32, replica_slots=2)
     chosen = np.random.default_rng(0).permutation(len(recorded.mask))[: 2 * 8 * 4]
@@ -156,7 +156,7 @@ def test_the_node_hop_has_to_be_counted(batch):
 
 
 def test_data_parallel_copies_are_further_micro_batches():
-    """Sizes of all micro-batches that share a step are the largest of any of them."""
+    """The sizes of micro-batches that share a step are the maximum over them."""
     parts = [a_batch("relibra", seed)[0].layer_plans() for seed in (0, 1)]
     together = LayerPlan(*(np.concatenate(leaves) for leaves in zip(*parts, strict=True)))
     sizes = [count_capacities(each, TOPOLOGY) for each in parts]
@@ -178,7 +178,7 @@ refit_to = jax.jit(functools.partial(refit_quota, topology=TOPOLOGY))
 
 @given(st.integers(0, 2**32 - 1))
 def test_refitted_quotas_sum_to_the_new_load(seed):
-    """Same slots, every copy of the new load computed once, shares kept to a whole copy."""
+    """Refitted plans keep their slots, compute every copy of the new load once, and keep the shares within one copy."""
     rng = np.random.default_rng(seed)
     batch_plan, _ = a_batch(("relibra", "eplb", "any")[seed % 3], 1)
     layer = batch_plan.micro_batch(0).layer(0)

@@ -1,4 +1,4 @@
-"""Choices by modelled time: never slower than what they choose from, and far replicas only where they are free."""
+"""Choices by modelled time are never slower than their candidates, and replicas cross nodes only if hidden."""
 
 import functools
 
@@ -29,7 +29,7 @@ SETTING = {"cluster": CLUSTERS["h100"], "model": MODELS["qwen3-30b-a3b"], "conte
 
 
 def random_load(seed):
-    """Uneven over experts and over the ranks where tokens lie."""
+    """A load that is uneven over experts and over the ranks that hold the tokens."""
     rng = np.random.default_rng(seed)
     load = rng.lognormal(4, 1.5, (3, 2, 1, 1, 32)) * rng.lognormal(0, 1, (3, 2, 2, 4, 32))
     return jnp.asarray(load.astype(np.int32))
@@ -70,7 +70,7 @@ def test_cheapest_is_never_slower_than_its_planners(reach):
 
 @pytest.mark.slow
 def test_competitors_get_the_extra_arguments_that_they_name():
-    """Each its own: a competitor that names none is given none, and states stay apart."""
+    """Each planner gets only the arguments that it names, and keeps a state of its own."""
     seen = []
 
     def update(load, state, topology, *, refine, tokens=None):

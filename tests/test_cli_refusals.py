@@ -271,10 +271,10 @@ INFERRED = {"num_experts": None}
 TRACES = {
     "axis order": (
         {"routed_experts": ROWS.swapaxes(0, 1)},
-        "sample 0 has length 5, routed_experts has 2 rows",
+        "sample 0 has length 5, but routed_experts has 2 rows",
     ),
     "repeated": (place(ROWS[3, 1, 0]), "sample 0, token 3, layer 1: expert"),
-    "lengths": ({"lengths": LENGTHS + 1}, "lengths sum to 92, routed_experts has 76 rows"),
+    "lengths": ({"lengths": LENGTHS + 1}, "lengths sum to 92, but routed_experts has 76 rows"),
     "id above": (place(200), "sample 0, token 3, layer 1: expert id 200 is outside 0..15"),
     "id of 64 bits": (place(2**64 - 1, np.uint64), f"expert id {2**64 - 1} is outside 0..15"),
     "inferred from 40 bits": (
@@ -286,13 +286,13 @@ TRACES = {
     "too many experts": (place(1) | {"num_experts": 2**31}, f"num_experts={2**31} {INTEGER} 1"),
     "a trillion rows of nothing": (
         sized(np.zeros((2**40, 1, 0), np.uint8), [2**40]),
-        "routed_experts has 1 layers of top-0, and needs at least 1 of both",
+        "routed_experts has 1 layers of top-0, but needs at least 1 of both",
     ),
     "no layers": (sized(ROWS[:, :0], LENGTHS), "routed_experts has 0 layers of top-2"),
-    "negative length": (sized(ROWS[:0], [8, -8]), "sample 0 has length 8, routed_experts has 0 rows"),
+    "negative length": (sized(ROWS[:0], [8, -8]), "sample 0 has length 8, but routed_experts has 0 rows"),
     "lengths that wrap": (
         sized(ROWS[:0], np.array([2**63, 2**63], np.uint64)),
-        f"sample 0 has length {2**63}, routed_experts has 0 rows",
+        f"sample 0 has length {2**63}, but routed_experts has 0 rows",
     ),
     "floats": ({"lengths": LENGTHS.astype(float)}, "lengths must be integers of 1 axes, not float64[16]"),
 }

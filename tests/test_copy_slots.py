@@ -1,4 +1,4 @@
-"""Which slot serves which copy: every slot its number, and few tokens that cross."""
+"""Assignment of token copies to slots: every slot gets its number of copies, and few tokens cross."""
 
 import functools
 
@@ -47,7 +47,7 @@ def visits(served, nodes, own):
 
 
 def in_token_order(ids, quota):
-    """The nodes of copies that are handed out as tokens come, to the first node that has room."""
+    """The nodes of copies that are assigned in the order of tokens, to the first node with room."""
     left, served = quota.copy(), np.full(ids.shape, EMPTY)
     for place in zip(*np.nonzero(ids != EMPTY), strict=True):
         served[place] = np.flatnonzero(left[ids[place]])[0]
@@ -56,7 +56,7 @@ def in_token_order(ids, quota):
 
 
 def fewest_visits(ids, quota, own):
-    """The optimum, as a mixed-integer program of who goes where and who visits whom."""
+    """The fewest crossings, by a mixed-integer program over the nodes of copies and the visits of tokens."""
     nodes, copies = quota.shape[1], np.argwhere(ids != EMPTY)
     expert, going = ids[ids != EMPTY], np.eye(len(copies) * nodes).reshape(-1, len(copies), nodes)
     every = np.concatenate([going.sum(2), *(going[:, expert == e].sum(1) for e in range(len(quota)))], 1).T

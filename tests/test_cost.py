@@ -1,4 +1,4 @@
-"""The cost model against arithmetic done by hand, and against what it must never say."""
+"""The cost model equals arithmetic done by hand, and has the properties that any such model must have."""
 
 import dataclasses
 import functools
@@ -30,7 +30,7 @@ TOPOLOGY = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=
 
 @pytest.fixture
 def plan():
-    """Expert e at home in slot e; rank (0, 1) holds a replica of expert 0."""
+    """A plan with expert e in home slot e, and a replica of expert 0 on rank (0, 1)."""
     slot_expert = np.array([[[[[0, 1, EMPTY], [2, 3, 0]], [[4, 5, EMPTY], [6, 7, EMPTY]]]]], np.int32)
     quota = np.array([[[[[17, 0, 0], [0, 0, 13]], [[10, 0, 0], [0, 0, 0]]]]], np.int32)
     return Plan(slot_expert, np.arange(8, dtype=np.int32)[None], quota)
@@ -38,7 +38,7 @@ def plan():
 
 @pytest.fixture
 def load():
-    """20 copies for expert 0 on rank (0, 0) and 10 on rank (1, 1), which also sends 10 to expert 4."""
+    """A load of 20 copies for expert 0 on rank (0, 0), and of 10 for expert 0 and 10 for expert 4 on rank (1, 1)."""
     load = np.zeros((1, 1, 2, 2, 8), np.int32)
     load[0, 0, 0, 0, 0], load[0, 0, 1, 1, 0], load[0, 0, 1, 1, 4] = 20, 10, 10
     return load
@@ -64,8 +64,8 @@ def test_layer_time_by_hand(plan, load):
 
 
 def test_push_hides_behind_attention(plan, load):
-    known = KNOWN | {"context": 1e5}
-    assert float(layer_time(rank_time(layer_plans(plan, load), TOPOLOGY, **known)).exposed[0, 0]) == 0
+    setting = KNOWN | {"context": 1e5}
+    assert float(layer_time(rank_time(layer_plans(plan, load), TOPOLOGY, **setting)).exposed[0, 0]) == 0
 
 
 def test_scale_reads_a_small_trace_as_a_large_one(plan, load):
@@ -118,7 +118,7 @@ def test_no_rank_sends_more_tokens_than_copies_to_another_node(batch):
 
 
 def test_sending_a_token_once_is_never_slower():
-    """Not a law, as another rank of the node may receive it; but so for a planner's plan of this batch."""
+    """Not true of all plans, because another rank of the node may receive the copies, but of this one."""
     replay, batch_plan = a_batch("eplb")
     visits = node_visits(replay, batch_plan, TOPOLOGY)
     flat, once = (count_traffic(batch_plan.layer_plans(), TOPOLOGY, visits=v) for v in (None, visits))
@@ -128,7 +128,7 @@ def test_sending_a_token_once_is_never_slower():
 
 
 def test_flat_traffic_is_that_of_the_routes(batch):
-    """Counted without the routes, rank by rank, it is what they send."""
+    """Flat traffic, which is counted without routes, equals a count rank by rank."""
     _, batch_plan = batch
     sent = sent_by(batch_plan)
     slow, fast = np.zeros((2, 2, 2, 2, 2), int), np.zeros((2, 2, 2, 2, 2), int)
@@ -143,7 +143,7 @@ def test_flat_traffic_is_that_of_the_routes(batch):
 
 
 def test_hierarchical_traffic_is_that_of_the_routes(batch):
-    """A token crosses to the rank of its own index; from there its copies spread inside the node."""
+    """A token crosses to the rank with its local index, which sends its copies to the ranks of the node."""
     replay, batch_plan = batch
     visits, sent = node_visits(replay, batch_plan, TOPOLOGY), sent_by(batch_plan)
     slow, fast = np.zeros((2, 2, 2, 2, 2), int), np.zeros((2, 2, 2, 2, 2), int)
@@ -161,7 +161,7 @@ def test_hierarchical_traffic_is_that_of_the_routes(batch):
 
 
 def test_traffic_agrees_with_cross_node_load(batch):
-    """Whatever leaves a node is sent by one rank and received by another."""
+    """All that leaves a node is sent by one rank and received by another."""
     _, batch_plan = batch
     traffic = count_traffic(batch_plan.layer_plans(), TOPOLOGY)
     crossing = cross_node_load(batch_plan.layer_plans())
@@ -171,7 +171,7 @@ def test_traffic_agrees_with_cross_node_load(batch):
 
 @pytest.mark.slow
 def test_balanced_traffic_is_that_of_uniform_routing():
-    """Counted on tokens that draw their experts evenly, for both paths."""
+    """The balanced time equals a count on tokens that draw their experts uniformly, for both kinds of dispatch."""
     topology = Topology(num_nodes=2, ranks_per_node=2, num_experts=16, replica_slots=0)
     model = dataclasses.replace(MODEL, num_experts=16, top_k=3)
     rng = np.random.default_rng(0)
@@ -180,11 +180,11 @@ def test_balanced_traffic_is_that_of_uniform_routing():
     assignment = assign_in_order(4, topology, num_micro_batches=1)
     load = expert_load(replay, assignment, num_experts=16)
     batch_plan = BatchPlan(assignment, load, planned("static", topology, load))
-    known = {"cluster": CLUSTER, "model": model, "context": 20.0}
+    setting = {"cluster": CLUSTER, "model": model, "context": 20.0}
     for visits in (None, node_visits(replay, batch_plan, topology)):
-        found = batch_time(batch_plan, topology, visits=visits, **known).exchange
+        found = batch_time(batch_plan, topology, visits=visits, **setting).exchange
         dispatch = "flat" if visits is None else "hierarchical"
-        bound = balanced_time(load, topology, dispatch=dispatch, **known).exchange
+        bound = balanced_time(load, topology, dispatch=dispatch, **setting).exchange
         np.testing.assert_allclose(found, bound, rtol=0.03)
 
 
@@ -197,16 +197,16 @@ def test_balanced_is_a_bound_at_real_sizes(name):
     share = rng.zipf(1.5, (2, 1, 1, 1, model.num_experts)).clip(0, 50).astype(float)
     copies = 4096 * model.top_k * share / share.sum(-1, keepdims=True)
     load = jnp.asarray(np.broadcast_to(copies, (2, 1, 2, 4, model.num_experts)), jnp.int32)
-    known = {"cluster": CLUSTERS["h100"], "model": model, "context": 4096.0}
-    bound = balanced_time(load, topology, **known)
+    setting = {"cluster": CLUSTERS["h100"], "model": model, "context": 4096.0}
+    bound = balanced_time(load, topology, **setting)
     for name in ("static", "eplb"):
-        time = batch_time(BatchPlan(None, load, planned(name, topology, load)), topology, **known)
+        time = batch_time(BatchPlan(None, load, planned(name, topology, load)), topology, **setting)
         for part in ("attention", "compute", "total"):
             assert (getattr(time, part) >= getattr(bound, part) * 0.999).all(), part
 
 
 def test_model_sizes_add_up():
-    """Active and total weights as the models' names state them, embeddings left out."""
+    """Active and total weights agree with the models' names, without embeddings."""
     for name, total, active in (
         ("qwen3-30b-a3b", 30.5e9, 3.3e9),
         ("qwen3-235b-a22b", 235e9, 22e9),
@@ -224,7 +224,7 @@ def test_model_sizes_add_up():
 
 
 def test_a_shared_link_carries_what_the_whole_node_sends(plan, load):
-    """Rank (1, 1) sends 10 rows, its neighbour none: of a link for two ranks each has the time of 5."""
+    """Rank (1, 1) sends 10 rows and its neighbour none; on a link that two ranks share, each has the time of 5."""
     shared = dataclasses.replace(CLUSTER, shared_link=True)
     found = rank_time(layer_plans(plan, load), TOPOLOGY, **KNOWN | {"cluster": shared}).exchange
     np.testing.assert_allclose(found[0, 0], 5 * 8 / 100 / 0.5)
@@ -256,7 +256,7 @@ def test_passes_of_a_stage(plan, load, stage, compute, exchange):
 
 
 def whole_batch():
-    """A batch of two micro-batches of two layers, its crossings, and homes before it."""
+    """A batch of two micro-batches of two layers, its node visits, and the previous homes."""
     replay, batch_plan = a_batch("any")
     home = np.stack([np.random.default_rng(1).permutation(8) for _ in range(2)])
     return {
@@ -267,7 +267,7 @@ def whole_batch():
 
 
 def test_stages_add_up():
-    """A recompute with the same plan, as a call of its own, and the update are the batch that does both."""
+    """The times of a recompute alone and of an update alone, with the same plan, add up to that of both in one call."""
     batch = whole_batch()
     stages = [
         batch_time(**batch | {"previous_home": None}, topology=TOPOLOGY, updates=0, recompute=True, **KNOWN),
@@ -308,7 +308,7 @@ def test_a_batch_waits_for_its_slowest_copy():
 
 
 def test_batch_time_under_jit_and_vmap(monkeypatch):
-    """Batches with different plans, stacked, take what each takes alone; no batch and no scale is compiled anew."""
+    """Stacked batches have the times of each alone, and other batches and scales do not compile again."""
     batch = whole_batch()
     other = batch | {"batch_plan": a_batch("any across nodes")[1]}
     run = functools.partial(batch_time, topology=TOPOLOGY, **KNOWN)
@@ -342,7 +342,7 @@ def test_more_work_and_slower_networks_never_take_less_time(visits):
         batch["visits"] = None
     run = functools.partial(batch_time, **batch, topology=TOPOLOGY)
     base = run(**KNOWN)
-    for more in (
+    for change in (
         {"scale": 3.0},
         {"updates": 3},
         {"recompute": True},
@@ -351,32 +351,32 @@ def test_more_work_and_slower_networks_never_take_less_time(visits):
         {"cluster": dataclasses.replace(CLUSTER, fast_bandwidth=10.0)},
         {"cluster": dataclasses.replace(CLUSTER, matmul_flops=5e5)},
     ):
-        found = run(**KNOWN | more)
+        found = run(**KNOWN | change)
         # Longer attention hides more.
-        assert all(np.array(found[:3]) >= np.array(base[:3])), more
-        assert float(found.total) >= float(base.total) * (1 - 1e-6), more
+        assert all(np.array(found[:3]) >= np.array(base[:3])), change
+        assert float(found.total) >= float(base.total) * (1 - 1e-6), change
 
 
 def test_unit_times_are_what_a_unit_takes():
-    """Tokens and copies laid out so that each phase has one busiest rank, whose work is counted by hand."""
+    """Each phase has one busiest rank, whose work is counted by hand."""
     cluster = dataclasses.replace(CLUSTER, tile=1)
     topology = Topology(num_nodes=2, ranks_per_node=1, num_experts=2, replica_slots=0)
     model = dataclasses.replace(MODEL, num_experts=2, top_k=1)
-    known = {"cluster": cluster, "model": model, "context": 20.0}
+    setting = {"cluster": cluster, "model": model, "context": 20.0}
     load = np.array([[[[[3, 7]], [[0, 0]]]]], np.int32)  # rank 0 has 10 tokens and sends 7 to the other node
     plan = Plan(*(np.array(leaf, np.int32) for leaf in ([[[[[0]], [[1]]]]], [[0, 1]], [[[[[3]], [[7]]]]])))
     batch_plan, visits = BatchPlan(None, load, plan), np.array([[[[3, 7], [0, 0]]]])
     for stage in ({}, {"recompute": True}, {"updates": 0, "recompute": True}):
         for dispatch, crossed in (("flat", None), ("hierarchical", visits)):
-            units = unit_times(dispatch=dispatch, scale=2.0, **stage, **known)
-            time = batch_time(batch_plan, topology, visits=crossed, scale=2.0, **stage, **known)
+            units = unit_times(dispatch=dispatch, scale=2.0, **stage, **setting)
+            time = batch_time(batch_plan, topology, visits=crossed, scale=2.0, **stage, **setting)
             found = (10 * units.token, 7 * units.copy, 7 * units.crossing)
             np.testing.assert_allclose(found, time[:3], rtol=1e-6)
             assert units.hierarchical == (crossed is not None)
             assert units.spread == pytest.approx(units.crossing / 10), "the fast network is ten times as fast"
     moved = reorder_time(np.array([[1, 0]]), np.array([[0, 1]]), topology, cluster=cluster, model=model)
     for updates in (1, 3):
-        units = unit_times(scale=2.0, updates=updates, **known)
+        units = unit_times(scale=2.0, updates=updates, **setting)
         assert units.move == pytest.approx(float(moved))
         assert units.push == pytest.approx(updates * 3 * 4 * 5 * (2 + 4) / 100 / 0.5)
 
@@ -414,7 +414,7 @@ def test_other_bad_input():
 
 
 def test_hot_ranks_by_hand(plan, load):
-    """Rank (0, 0) fills two tiles in float8, which is four times as fast here; now rank (0, 1) is the slowest."""
+    """Rank (0, 0) has two tiles in float8, which is four times as fast here, so rank (0, 1) is the slowest."""
     price = functools.partial(batch_time, BatchPlan(None, load, plan), TOPOLOGY, **KNOWN)
     alone = {"updates": 0, "recompute": True}
     tile = 16 * (2 * 3 * 4 * 5) / 5e5
@@ -427,7 +427,7 @@ def test_hot_ranks_by_hand(plan, load):
     for part in BatchTime._fields:
         if part != "compute":
             assert getattr(exact, part) == getattr(marked, part), part
-    with pytest.raises(ValueError, match="float8 is for a recompute alone, updates=0, not for updates=1"):
+    with pytest.raises(ValueError, match="float8 requires a recompute alone, updates=0, not updates=1"):
         price(recompute=True, float8=hot)
     with pytest.raises(ValueError, match=r"float8: expected shape \(1, 1, 2, 2\), found \(1, 1, 1, 4\)"):
         price(**alone, float8=hot.reshape(1, 1, 1, 4))

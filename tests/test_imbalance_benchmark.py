@@ -11,7 +11,7 @@ from relibra_jax.traces.read import read_trace
 
 STEPS, SAMPLES, TOKENS, EXPERTS, TOP_K = 24, 32, 64, 32, 4
 HEAT = 3 / 4 * 4 + 1 / 4
-"""Three of four tokens share a quarter of the experts, the fourth draws from all: load over the mean."""
+"""The load of a hot expert / the mean: three of four tokens use a quarter of the experts, the fourth uses all."""
 
 
 @functools.cache
@@ -20,7 +20,7 @@ def drawn(name):
 
 
 def loads(name):
-    """Token copies over the mean of experts: [step, layer, expert]."""
+    """Token copies / the mean over experts, [step, layer, expert]."""
     per_sample = np.asarray(sample_load(drawn(name).replay, num_experts=EXPERTS))
     load = per_sample.reshape(STEPS, SAMPLES, -1, EXPERTS).sum(1)
     return load / load.mean(-1, keepdims=True)
@@ -114,7 +114,7 @@ def test_sizes_are_free():
         ({"name": "W8"}, "workload 'W8' must be one of W0, W1"),
         ({"name": "W1", "hot_experts": 3}, "hot_experts=3 must be an integer of at least 4 and at most 32"),
         ({"name": "W1", "top_k": 33}, "top_k=33 must be an integer of at least 1 and at most 32"),
-        ({"name": "W5", "top_k": 17}, "W5: top-17 needs more than the 16 experts that get tokens"),
+        ({"name": "W5", "top_k": 17}, "W5: top-17 needs more experts than the 16 that get tokens"),
         ({"name": "W4", "samples_per_step": 3}, "samples_per_step=3 must be an integer of at least 4"),
     ],
 )

@@ -1,4 +1,4 @@
-"""What published models need in memory: parameters as their authors count them, bytes as a run holds them."""
+"""The memory of published models: parameters agree with their authors' counts, bytes with those of a run."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The judge: every rule of a Plan, broken on purpose; and what is derived from a Plan."""
+"""check_plan rejects a violation of every rule of a Plan; the quantities that are derived from a Plan are right."""
 
 import re
 
@@ -18,7 +18,7 @@ TOPOLOGY = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=
 
 @pytest.fixture
 def plan():
-    """Expert e at home in slot e; rank (0, 1) also holds expert 0, rank (1, 0) expert 6."""
+    """A plan with expert e in home slot e, a replica of expert 0 on rank (0, 1), and one of expert 6 on rank (1, 0)."""
     slot_expert = np.array([[[[[0, 1, EMPTY], [2, 3, 0]], [[4, 5, 6], [6, 7, EMPTY]]]]], np.int32)
     quota = np.array([[[[[30, 10, 0], [10, 10, 20]], [[10, 10, 15], [15, 20, 0]]]]], np.int32)
     return Plan(slot_expert, np.arange(8, dtype=np.int32)[None], quota)
@@ -125,7 +125,7 @@ ROOMY = Topology(num_nodes=1, ranks_per_node=2, num_experts=8, replica_slots=3)
 
 
 def with_replicas(*replicas):
-    """Home slots in reverse, expert 0 in slot 7; rank 0 holds ``replicas`` of rank 1's experts, rank 1 none."""
+    """A plan with reversed home slots (expert 0 in slot 7), and ``replicas`` of rank 1's experts on rank 0."""
     homes = np.arange(8)[::-1].reshape(2, 4)
     held = np.array([replicas, [EMPTY] * 3])
     slot_expert = np.concatenate([homes, held], -1).reshape(1, 1, 1, 2, 7).astype(np.int32)
@@ -135,16 +135,16 @@ def with_replicas(*replicas):
 @pytest.mark.parametrize(
     ("replicas", "message"),
     [
-        ((1, 2, EMPTY), r"replicas \[1, 2, -1\] stand in the order of home slots \[6, 5, 8\]"),
-        ((EMPTY, 2, 1), r"replicas \[-1, 2, 1\] stand in the order of home slots \[8, 5, 6\]"),
-        ((2, EMPTY, 1), r"replicas \[2, -1, 1\] stand in the order of home slots \[5, 8, 6\]"),
+        ((1, 2, EMPTY), r"replicas \[1, 2, -1\] have home slots \[6, 5, 8\]"),
+        ((EMPTY, 2, 1), r"replicas \[-1, 2, 1\] have home slots \[8, 5, 6\]"),
+        ((2, EMPTY, 1), r"replicas \[2, -1, 1\] have home slots \[5, 8, 6\]"),
         ((2, 2, EMPTY), "holds expert 2 twice"),
         ((3, EMPTY, 3), "holds expert 3 twice"),
         ((5, EMPTY, EMPTY), "holds expert 5 twice"),
     ],
 )
 def test_replicas_stand_in_the_canonical_order(replicas, message):
-    """By home slot, not by expert, and empty slots last; each expert once on a rank."""
+    """Replicas are sorted by home slot, not by expert, with empty slots last; no rank holds an expert twice."""
     where = "micro-batch 0, layer 0, node 0, local rank 0"
     no_load = np.zeros((1, 1, 1, 2, 8), np.int32)
     for check in (
@@ -160,7 +160,7 @@ def test_replicas_stand_in_the_canonical_order(replicas, message):
 
 def test_the_message_says_what_brings_replicas_in_order():
     with pytest.raises(
-        ValueError, match=r"not ascending, empty slots last: assemble_plan brings them there$"
+        ValueError, match=r"must be sorted by home slot, empty slots last; assemble_plan sorts them$"
     ):
         check_slots(with_replicas(1, 2, 3), ROOMY)
 
@@ -198,12 +198,14 @@ def test_load_of_another_shape(plan, load):
 
 
 def test_load_of_another_batch(plan, load):
-    with pytest.raises(ValueError, match=r"load of \(2, 1\) micro-batches and layers, plan of \(1, 1\)"):
+    with pytest.raises(
+        ValueError, match=r"load has \(2, 1\) micro-batches and layers, but the plan has \(1, 1\)"
+    ):
         check_plan(plan, np.concatenate([load, load]), TOPOLOGY)
 
 
 def a_batch(leaves=np.asarray):
-    """Two micro-batches of three layers, every number different."""
+    """Layer plans of two micro-batches of three layers, in which every number is different."""
     shape = (2, 3, TOPOLOGY.num_nodes, TOPOLOGY.ranks_per_node)
     count = iter(range(100_000))
 
@@ -256,7 +258,7 @@ def test_layers_of_a_plan_without_a_load():
 
 
 def test_micro_batches_are_taken_under_jit_and_scan():
-    """One by one with a traced index, and as what a scan runs through, layer by layer."""
+    """Layer plans can be taken with a traced index, and layer by layer in a scan."""
     batch = a_batch()
     taken = jax.jit(lambda batch, m: batch.micro_batch(m).layer(2))(batch, 1)
     _, scanned = jax.jit(
@@ -278,7 +280,7 @@ def test_micro_batches_are_taken_under_jit_and_scan():
         ),
         (
             lambda load: load.astype(np.int64) + 2**27,
-            r"micro-batch 0, layer 0: \d+ token copies, 2\*\*31 is too many",
+            r"micro-batch 0, layer 0: \d+ token copies, must be fewer than 2\*\*31",
         ),
         (lambda load: load / 2, r"load: expected integers \[M, L, 2, 2, 8\], found float64\[1, 1, 2, 2, 8\]"),
         (lambda load: load[:, :, :1], r"found int32\[1, 1, 1, 2, 8\]"),
@@ -300,8 +302,8 @@ def test_loads_that_no_planner_takes(load, change, message):
         ((2, 3, 8, 1), "num_experts=8 must divide evenly over 6 ranks (2 nodes x 3)"),
         (
             (2, 2, 8, 2**29 - 2),
-            "4 ranks x (2 home slots + resident_slots=0 + replica_slots=536870910) are more slots than the 2147483647"
-            " that int32 numbers",
+            "4 ranks x (2 home slots + resident_slots=0 + replica_slots=536870910) are more than the 2147483647"
+            " slots that int32 can number",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""Placements to other systems and back, and plans as files."""
+"""Conversion of placements to the formats of other systems and back, and files of plans."""
 
 import dataclasses
 import json
@@ -55,7 +55,7 @@ def test_sglang_round_trip(plan, tmp_path):
 
 
 def test_eplb_round_trip():
-    """EPLB's own output, with copies anywhere, comes back as a placement and leaves as the same arrays."""
+    """The output of EPLB, with copies anywhere, becomes a placement, which converts to the same arrays."""
     load = np.random.default_rng(1).integers(1, 100, (3, 8))
     published = rebalance_experts(load, 16, 1, 1, 4)
     placement = from_physical(published.physical_to_logical, TOPOLOGY)
@@ -73,7 +73,7 @@ def test_eplb_round_trip():
 
 
 def test_homes_are_found_when_they_do_not_come_first():
-    """Rank 0 holds 0 and 1 twice over; only matching finds owners with two homes on each rank."""
+    """Rank 0 holds experts 0 and 1 twice; only a matching finds two homes for each rank."""
     physical = np.array([[0, 1, 2, 3, 0, 1, 2, 4, 5, 4, 6, 7, 6, 7, 5, 3]])
     placement = from_physical(physical, TOPOLOGY)
     assert sorted(placement.slot_expert[..., :2].ravel()) == list(range(8))
@@ -100,7 +100,7 @@ def test_arrays_that_do_not_fit(physical, message):
 
 def test_empty_slots_cannot_go_everywhere(plan, tmp_path):
     placement = from_physical(np.arange(8)[None], TOPOLOGY)
-    with pytest.raises(ValueError, match="layer 0, slot 2 is empty, which SGLang cannot express"):
+    with pytest.raises(ValueError, match="layer 0, slot 2 is empty, but SGLang has no empty slots"):
         to_sglang(tmp_path / "location.json", placement)
     assert list(tmp_path.iterdir()) == []
 
@@ -112,7 +112,8 @@ def test_broken_sglang_json(tmp_path, text):
     path = tmp_path / "location.json"
     path.write_text(text)
     with pytest.raises(
-        ValueError, match=r"location\.json: no JSON object with a rectangular physical_to_logical_map"
+        ValueError,
+        match=r"location\.json: it must be a JSON object with a rectangular physical_to_logical_map",
     ):
         from_sglang(path, TOPOLOGY)
 
@@ -128,7 +129,7 @@ def test_plan_file_round_trip(plan, tmp_path):
 @pytest.mark.parametrize("residents", [0, 1])
 @pytest.mark.parametrize("across_nodes", [False, True])
 def test_any_plan_as_a_file(across_nodes, residents, tmp_path):
-    """Of arrays on a device too; whether replicas cross nodes is not the file's business."""
+    """Files keep plans of device arrays as well, and plans with replicas across nodes."""
     topology = dataclasses.replace(TOPOLOGY, resident_slots=residents)
     rng = np.random.default_rng(2)
     load = rng.integers(0, 90, (2, 3, 2, 2, 8))
@@ -141,7 +142,7 @@ def test_any_plan_as_a_file(across_nodes, residents, tmp_path):
 
 
 def test_a_plan_file_that_names_no_residents_has_none(plan, tmp_path):
-    """As they were written before there were residents."""
+    """Files from before residents existed can be loaded."""
     save_plan(tmp_path / "plan.npz", plan, TOPOLOGY)
     with np.load(tmp_path / "plan.npz") as file:
         arrays = {name: file[name] for name in file if name != "resident_slots"}
@@ -159,12 +160,12 @@ RANK = "micro-batch 0, layer 0, node 0, local rank 0"
 REFUSED = {
     "not in the canonical order": (
         lambda plan: broken(plan, (0, 0, 0, 0, np.s_[2:]), [3, 2]),
-        rf"{RANK}: replicas \[3, 2\] stand in the order of home slots \[3, 2\] and not ascending, empty slots"
-        " last: assemble_plan brings them there",
+        rf"{RANK}: replicas \[3, 2\] have home slots \[3, 2\], but must be sorted by home slot, empty"
+        " slots last; assemble_plan sorts them",
     ),
     "an empty slot before a replica": (
         lambda plan: broken(plan, (0, 0, 0, 0, np.s_[2:]), [EMPTY, 2]),
-        rf"{RANK}: replicas \[-1, 2\] stand in the order of home slots \[8, 2\]",
+        rf"{RANK}: replicas \[-1, 2\] have home slots \[8, 2\]",
     ),
     "an expert twice on a rank": (
         lambda plan: broken(plan, (0, 0, 0, 0, np.s_[2:]), [2, 2]),

@@ -1,4 +1,4 @@
-"""A replay is counted as a plain loop counts it, checked to the last row, and kept in a file without loss."""
+"""Counts of a replay equal those of a plain loop, every row is checked, and files keep the replay without loss."""
 
 import jax
 import numpy as np
@@ -17,14 +17,14 @@ def random_replay(seed, *, samples=5, tokens=7, layers=3, num_experts=8, top_k=2
     rng = np.random.default_rng(seed)
     ids = np.argsort(rng.random((samples, tokens, layers, num_experts)), axis=-1)[..., :top_k]
     mask = rng.random((samples, tokens)) < 0.7
-    # One route that is not expert 0, so that no layer or token has only zeros.
+    # One route without expert 0, so that no layer or token has only zeros.
     ids[mask & (ids == 0).all(axis=(2, 3))] = num_experts - 1
     ids[~mask] = 200
     return RoutingReplay(ids.astype(np.uint8), mask)
 
 
 def loop_load(replay, assignment, num_experts):
-    """The oracle: one token copy at a time."""
+    """Count the load with a plain loop over token copies, as a reference."""
     (m_, n_, g_, b_), layers = assignment.sample.shape, replay.expert_ids.shape[2]
     load = np.zeros((m_, layers, n_, g_, num_experts), np.int64)
     for m, n, g, b in np.ndindex(m_, n_, g_, b_):
@@ -39,7 +39,7 @@ def loop_load(replay, assignment, num_experts):
 
 
 def assign(seed, samples, shape=(2, 2, 2, 2)):
-    """Every sample once, EMPTY elsewhere."""
+    """An assignment of every sample once, with EMPTY elsewhere."""
     places = np.full(np.prod(shape), EMPTY)
     places[:samples] = np.arange(samples)
     return Assignment(np.random.default_rng(seed).permutation(places).reshape(shape))
@@ -82,7 +82,7 @@ def test_places_outside_the_batch_count_nothing():
 
 
 def test_assignments_are_counted_under_vmap():
-    """Each of them as it is alone, however many samples it holds."""
+    """The load of each micro-batch is independent of the others and of the number of samples."""
     once = np.asarray(sample_load(random_replay(7), num_experts=8))
     assignments = [assign(seed, samples) for seed, samples in enumerate((5, 3, 0))]
     together = jax.vmap(assigned_load, (None, 0))(
@@ -93,7 +93,7 @@ def test_assignments_are_counted_under_vmap():
 
 
 def test_room_on_ranks_takes_no_memory():
-    """No array in the program is larger than the argument or the result, however many places are empty."""
+    """No array in the program is larger than the argument or the result, however many entries are EMPTY."""
 
     def sizes(jaxpr):
         for equation in jaxpr.eqns:
@@ -170,7 +170,7 @@ def test_top_1_zeros_are_legal_until_chance_cannot_explain_them():
     ("ids", "num_experts", "message"),
     [
         (np.zeros((1, 2, 1, 1)), 4, "must be integers"),
-        (np.zeros((1, 2, 1, 5), int), 4, "1 layers of top-5 cannot route to num_experts=4"),
+        (np.zeros((1, 2, 1, 5), int), 4, "expert_ids has 1 layers of top-5, but needs at least"),
         (np.zeros((1, 2, 0, 1), int), 4, "0 layers of top-1"),
         (np.zeros((1, 3, 1, 1), int), 4, r"mask must be bool\[1, 3\] like expert_ids, not bool\[1, 2\]"),
         (np.zeros((1, 2, 1, 1), np.uint8), 257, "uint8 cannot hold the ids of num_experts=257"),

@@ -1,4 +1,4 @@
-"""Counts are what the whole route would have given, and so is the plan that is made from them."""
+"""Counts equal those of the whole routes, and so do plans that are made from them."""
 
 import doctest
 import functools
@@ -121,7 +121,7 @@ def test_what_is_refused_is_refused_in_the_same_words():
 
 
 def test_a_rollout_worker_touches_no_device():
-    """With a platform that there is not, whatever asks JAX for a device raises."""
+    """With an unknown platform any use of a JAX device raises, so the counts use none."""
     program = """if True:
         import numpy as np
         from relibra_jax import sample_counts
@@ -142,7 +142,7 @@ SEND = {"num_experts": 8, "top_k": 2, "num_layers": 3}
 
 @pytest.fixture(scope="module")
 def batch():
-    """A batch as three workers hold it, each padded to its own longest sample, and as one replay."""
+    """A batch of three workers, each padded to its own longest sample, and the same batch as one replay."""
     rng = np.random.default_rng(0)
     workers = []
     for samples, positions in ((8, 40), (4, 300), (12, 9)):
@@ -157,7 +157,7 @@ def batch():
 
 
 def counts_of_workers(workers):
-    """What a controller holds: the loads and lengths of all workers, one after another."""
+    """The loads and lengths of all workers, concatenated as a controller does."""
     sent = [sample_counts(whole(ids, mask), layout="vllm", mask=mask, **SEND) for ids, mask in workers]
     assert {load.dtype for load, _ in sent} == {np.dtype(np.uint8), np.dtype(np.uint16)}
     return tuple(np.concatenate(part) for part in zip(*sent, strict=True))
@@ -182,7 +182,7 @@ def test_the_plan_is_that_of_the_whole_route(batch, planner, jit):
 
 
 def sampled(workers, every):
-    """Every n-th token of each worker with its route, and the sample of the whole batch that it is of."""
+    """Every n-th token of each worker with its route, and the index of its sample in the whole batch."""
     ids, samples, first = [], [], 0
     for expert_ids, mask in workers:
         sample, position = (index[::every] for index in np.nonzero(mask))

@@ -1,4 +1,4 @@
-"""Traps of single engines: what they write where no route was recorded, and the parts that they take arrays into."""
+"""Peculiarities of single engines: placeholders of missing routes, and arrays split into fields."""
 
 import numpy as np
 import pytest
@@ -31,7 +31,7 @@ def read(layout, source, mask=LEFT_PADDED, **changes):
 
 
 def assert_missing(layout, source, ids, missing, mask=LEFT_PADDED):
-    """The source is refused, and a live pass is asked for these tokens alone."""
+    """Check that the source is rejected, and that live_routing is asked for these tokens alone."""
     with pytest.raises(ValueError, match=rf"^layout '{layout}': sample \d, token \d, layer 0: no route"):
         read(layout, source, mask)
     asked = []
@@ -62,7 +62,9 @@ def test_rows_of_skyrl_begin_at_the_first_token_and_may_end_early():
     ids = example()
     rows = [sample[:-1] for sample in vllm(ids, LEFT_PADDED)]
     assert_missing("skyrl", list(map(skyrl_packed, rows)), ids, last_tokens(LEFT_PADDED, 2))
-    with pytest.raises(ValueError, match="sample 0: start=1, but as recorded its rows start at token 0"):
+    with pytest.raises(
+        ValueError, match="sample 0: start=1, but the recording says that its rows start at token 0"
+    ):
         read("skyrl", rows, start=1)
 
 
@@ -88,7 +90,7 @@ def test_a_dtype_taken_from_the_ids_of_one_sample_says_nothing_of_the_model(layo
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"dtype": "uint16"}, "dtype 'uint16' is none of uint8, int16, int32"),
+        ({"dtype": "uint16"}, "dtype 'uint16' must be one of uint8, int16, int32"),
         ({"shape": [4, 12]}, r"shape \[4, 12\] is not \[rows, layers, K\] of 48 ids"),
         ({"shape": [4, -4, -3]}, r"shape \[4, -4, -3\] is not \[rows, layers, K\] of 48 ids"),
         ({"shape": ["4", 4, 3]}, r"shape \['4', 4, 3\] is not \[rows, layers, K\] of 48 ids"),
@@ -105,13 +107,13 @@ def test_a_damaged_part_of_skyrl_is_named(change, message):
 
 @pytest.mark.parametrize("zeros", [0, 2])
 def test_trap_the_row_that_stands_for_prime_rls_last_token_is_no_route(zeros):
-    """It is the row before once more; a transport that is longer still has zeros behind it."""
+    """The placeholder repeats the row before; a longer transport has zeros after it."""
     ids = example()
     rows = [sample[: len(sample) - zeros] for sample in vllm(ids, LEFT_PADDED)]
     lengths = LEFT_PADDED.sum(axis=1)
     source = [prime_rl_transport(part, tokens) for part, tokens in zip(rows, lengths, strict=True)]
     if zeros:
-        # The row that is repeated is not the last one here: whoever reads it cannot tell that it is made up.
+        # The repeated row is not the last one here, so a reader cannot detect that it is a placeholder.
         repeated = np.flatnonzero(LEFT_PADDED[0])[-1 - zeros]
         ids[0, repeated] = ids[0, repeated - 1]
         source, mask = source[:1], LEFT_PADDED[:1]
@@ -121,7 +123,7 @@ def test_trap_the_row_that_stands_for_prime_rls_last_token_is_no_route(zeros):
 
 
 def test_equal_rows_at_the_end_of_prime_rls_answer_are_routes():
-    """An answer has the engine's rows alone, and tokens may be routed alike."""
+    """A response has only rows of the engine, and two tokens may have equal routes."""
     ids = example(mask=ONE)
     ids[0, 3] = ids[0, 2]
     replay = read("prime_rl", [prime_rl_answer(ids[0, :4])], ONE[:, :4])
@@ -134,7 +136,7 @@ def test_prime_rls_answer_says_its_start_and_the_first_ones_had_no_dtype():
     del answer["dtype"]
     missing = np.array([[True, True, False, False, True]])
     assert_missing("prime_rl", [answer], ids, missing, ONE)
-    with pytest.raises(ValueError, match="sample 0: start=6 is not one of its 5 tokens"):
+    with pytest.raises(ValueError, match="sample 0: start=6 must be an integer from 0 to its 5 tokens"):
         read("prime_rl", [answer | {"start": 6}], ONE)
     with pytest.raises(ValueError, match="sample 0: expected base64, found NoneType"):
         read("prime_rl", [None], ONE)
@@ -146,7 +148,7 @@ def test_prime_rls_bytes_of_the_wrong_width_are_refused():
     with pytest.raises(ValueError, match=r"sample 0: shape \[5, 4, 3\] is not .* of 30 ids"):
         read("prime_rl", [transport], ONE)
     transport.dtype = "int32"
-    with pytest.raises(ValueError, match="sample 0: dtype 'int32' is none of uint8, uint16"):
+    with pytest.raises(ValueError, match="sample 0: dtype 'int32' must be one of uint8, uint16"):
         read("prime_rl", [transport], ONE)
 
 
@@ -177,7 +179,7 @@ def test_a_sample_that_areal_calls_invalid_has_no_routes():
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ({"routed_experts": None}, "there is no 'routed_experts'"),
+        ({"routed_experts": None}, "missing 'routed_experts'"),
         (areal_trajectories(example(), LEFT_PADDED) | {"r3_routing_valid": None}, "no 'r3_routing_valid'"),
         (
             areal_trajectories(example(), LEFT_PADDED) | {"r3_routing_valid": np.ones(3)},
@@ -212,7 +214,7 @@ def test_layers_of_transformers_are_told_by_their_numbers(numbers):
             dict(enumerate(selected_experts(example())[:3])),
             r"layers \[0, 1, 2\] are neither all 4 nor the MoE",
         ),
-        (selected_experts(example())[:3], "sample 0: rows have 3 layers, the model has 4 layers"),
+        (selected_experts(example())[:3], "sample 0: rows have 3 layers, but the model has 4 layers"),
         (selected_experts(example()[:, 1:]), r"array 0 of selected_experts is \[15, 3\], not .* \[18, 3\]"),
         (selected_experts(example(top_k=2)), r"array 0 of selected_experts is \[18, 2\], not .* \[18, 3\]"),
         ((), "selected_experts has no layers"),
@@ -228,5 +230,5 @@ def test_tensorrt_llm_has_rows_of_moe_layers_alone():
     ids, mask = example(), LEFT_PADDED & ~last_tokens(LEFT_PADDED, 1)
     replay = read("tensorrt_llm", vllm(ids[:, :, [1, 3]], LEFT_PADDED), mask, moe_layers=[1, 3])
     np.testing.assert_array_equal(replay.expert_ids[mask], ids[mask][:, [1, 3]])
-    with pytest.raises(ValueError, match="sample 0: rows have 4 layers, the model has 2 MoE layers"):
+    with pytest.raises(ValueError, match="sample 0: rows have 4 layers, but the model has 2 MoE layers"):
         read("tensorrt_llm", vllm(ids, LEFT_PADDED), mask, moe_layers=[1, 3])

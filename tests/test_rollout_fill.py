@@ -1,4 +1,4 @@
-"""Missing routes are filled only where the caller asks for it, and never silently."""
+"""Missing routes are filled only if the caller asks for it, and with a warning."""
 
 import logging
 

@@ -1,4 +1,4 @@
-"""Every layout gives back the ids that went in, placed where the mask and the model say."""
+"""Every layout returns the encoded ids, at the tokens of the mask and the layers of the model."""
 
 import numpy as np
 import pytest
@@ -41,12 +41,12 @@ def test_round_trip(name):
             ValueError, match=rf"^layout '{layout}': sample 0, token 4, layer 0: no route .*last token"
         ):
             replay_from_rollout(source, **arguments)
-    # Training that leaves the last token out needs no live pass, and no word on where rows start.
+    # If the mask leaves out the last token, neither live_routing nor start is needed.
     shorter = LEFT_PADDED & ~lacking_last(LEFT_PADDED) if lacks_last else LEFT_PADDED
     if name not in (
         "nemo_rl ragged",
         "miles padded",
-    ):  # which have a row for the last token, saying there is no route
+    ):  # these have a row for the last token, which marks a missing route
         assert_holds(replay_from_rollout(source, layout=layout, mask=shorter, **MODEL), ids, shorter)
 
 
@@ -120,7 +120,9 @@ def test_trap_left_padding_shifts_no_row():
 def test_trap_more_rows_than_real_tokens():
     mask = LEFT_PADDED.copy()
     mask[1, 3] = False
-    with pytest.raises(ValueError, match=r"layout 'vllm': sample 1: rows 0\.\.2 for 2 real tokens"):
+    with pytest.raises(
+        ValueError, match=r"layout 'vllm': sample 1: it has rows 0\.\.2, but only 2 real tokens"
+    ):
         replay_from_rollout(whole(example(), LEFT_PADDED), layout="vllm", mask=mask, **MODEL)
 
 
@@ -132,10 +134,10 @@ def test_trap_dense_layers_with_and_without_rows():
         replay = full(source, moe_layers=moe_layers)
         np.testing.assert_array_equal(replay.expert_ids[LEFT_PADDED], moe_only[LEFT_PADDED])
     with pytest.raises(
-        ValueError, match="sample 0: rows have 3 layers, the model has 4 layers, 2 MoE layers"
+        ValueError, match="sample 0: rows have 3 layers, but the model has 4 layers, 2 MoE layers"
     ):
         full(ids[:, :, :3], moe_layers=moe_layers)
-    with pytest.raises(ValueError, match="sample 0: rows have 4 layers, the model has 2 MoE layers"):
+    with pytest.raises(ValueError, match="sample 0: rows have 4 layers, but the model has 2 MoE layers"):
         full(ids, layout="megatron_inference", moe_layers=moe_layers)
     with pytest.raises(ValueError, match=r"layer 0: only zeros for every token .* a dense layer"):
         full(all_layers)
@@ -158,7 +160,7 @@ def test_trap_axis_order_is_never_guessed():
 
 def test_an_unknown_layout_is_answered_with_all_names_and_the_nearest():
     with pytest.raises(
-        ValueError, match=r"layout 'sgl' is none of sglang, vllm, .*; the nearest is 'sglang'"
+        ValueError, match=r"layout 'sgl' must be one of sglang, vllm, .*; the nearest is 'sglang'"
     ):
         replay_from_rollout([], layout="sgl", mask=LEFT_PADDED, **MODEL)
 
@@ -168,11 +170,14 @@ def test_an_unknown_layout_is_answered_with_all_names_and_the_nearest():
     [
         ({"top_k": 0}, r"top_k=0 must be in 1\.\.num_experts=16"),
         ({"top_k": 17}, "top_k=17 must be in"),
-        ({"top_k": 2}, "sample 0: rows have top-3, the model has top-2"),
+        ({"top_k": 2}, "sample 0: rows have top-3, but the model has top-2"),
         ({"moe_layers": [2, 1]}, r"moe_layers=\[2, 1\] must be ascending layers in 0\.\.3"),
         ({"moe_layers": [4]}, r"moe_layers=\[4\] must be"),
         ({"num_layers": 0}, r"moe_layers=\[\] must be"),
-        ({"mask": np.ones((3, 6), bool), "moe_layers": [0]}, "layout 'vllm': 2 samples, the mask has 3"),
+        (
+            {"mask": np.ones((3, 6), bool), "moe_layers": [0]},
+            "layout 'vllm': the source has 2 samples, but the mask has 3",
+        ),
     ],
 )
 def test_a_model_that_does_not_fit_is_named(change, message):

@@ -1,4 +1,4 @@
-"""Payloads off the wire: what one format alone can hold, and what is said of a damaged one."""
+"""Payloads: what only single formats can contain, and the errors for damaged ones."""
 
 import base64
 from pathlib import Path
@@ -121,7 +121,7 @@ def test_http_without_prompt_rows_must_be_the_whole_sequence():
     assert_holds(replay_from_rollout(http(npy(ids[0, :4])), start=0, **arguments), ids, mask)
     with pytest.raises(ValueError, match=r"sample 0: found 2 rows, expected 5, .*pass start"):
         replay_from_rollout(http(npy(ids[0, 2:4])), **arguments)
-    with pytest.raises(ValueError, match="sample 0: there is neither routed_experts nor prompt_routed"):
+    with pytest.raises(ValueError, match="sample 0: it has neither routed_experts nor prompt_routed"):
         replay_from_rollout(http(None), **arguments)
 
 
@@ -148,10 +148,10 @@ ROWS = example()[0, :4].astype(np.uint8)
     [
         ("%%%", "not base64|Only base64 data|Non-base64"),
         (b64(b"not an array"), "not base64 of an .npy"),
-        (b64(base64.b64decode(npy(ROWS)) + b"more"), "4 bytes behind the array"),
+        (b64(base64.b64decode(npy(ROWS)) + b"more"), "4 bytes follow the array"),
         (npy(np.array([None], object)), "not base64 of an .npy .*allow_pickle"),
         (described(ROWS) | {"encoding": "zlib"}, "encoding 'zlib' is not 'base64'"),
-        (described(ROWS) | {"dtype": "float32"}, "dtype 'float32' is none of"),
+        (described(ROWS) | {"dtype": "float32"}, "dtype 'float32' must be one of"),
         (described(ROWS) | {"shape": [4, 4, 2]}, r"shape \[4, 4, 2\] is not \[rows, layers, K\] of 48 ids"),
         (described(ROWS) | {"data": None}, "expected base64, found NoneType"),
         ([[[0, 1, 2]], [[1, 2]]], "nested lists of unequal length"),
@@ -165,7 +165,9 @@ def test_a_damaged_http_payload_is_named(rows, message):
 
 def test_http_prompt_and_generated_rows_must_be_of_one_kind():
     source = http(ROWS[2:, :, :2].tolist(), ROWS[:2].tolist())
-    with pytest.raises(ValueError, match=r"prompt rows are int64\[4, 3\], generated rows int64\[4, 2\]"):
+    with pytest.raises(
+        ValueError, match=r"prompt rows are int64\[4, 3\], but generated rows are int64\[4, 2\]"
+    ):
         replay_from_rollout(source, layout="vllm_http", mask=np.ones((1, 5), bool), **MODEL)
 
 
@@ -174,11 +176,11 @@ def test_http_prompt_and_generated_rows_must_be_of_one_kind():
     [
         (
             {"routed_experts_dtype": "float16"},
-            "routed_experts_dtype 'float16' is none of int32, uint16, uint8",
+            "routed_experts_dtype 'float16' must be one of int32, uint16, uint8",
         ),
         ({"routed_experts": b64(b"abc")}, "3 bytes are not whole int32 items"),
         ({"routed_experts": b64(bytes(8))}, "2 ids are not 3 rows"),
-        ({"routed_experts": None}, "there is no 'routed_experts' among"),
+        ({"routed_experts": None}, "missing 'routed_experts' among"),
         # Ids of one byte read as four bytes are numbers far outside the experts.
         ({"routed_experts": b64(bytes(range(1, 49)))}, "outside 0..15"),
     ],
@@ -217,7 +219,7 @@ WIRE = nemo_rl_wire(example()[0, 1:], "int16")
         ("5x4x3", "5x12", "shape '5x12', expected <tokens>x<layers>x<K>"),
         ("5x4x3", "5x-4x-3", "shape '5x-4x-3', expected <tokens>x<layers>x<K>"),
         ("5x4x3", "6x4x3", "found 120 bytes, expected 144 for 6x4x3 of int16"),
-        ("5x4x3", "5x3x4", "rows have top-4, the model has top-3"),
+        ("5x4x3", "5x3x4", "rows have top-4, but the model has top-3"),
         (WIRE[-4:], "", "found 117 bytes, expected 120 for 5x4x3 of int16"),
         (WIRE[-1:], "", r"found 159 characters that are not base64 \(.*padding.*\), expected 160 for 5x4x3"),
         (WIRE[-4:], "%%%%", "found 160 characters that are not base64 .* expected 160 for 5x4x3"),
@@ -265,7 +267,9 @@ def test_trap_router_trace_without_one_stage_or_with_its_own_numbers():
         traced(from_one)
     with pytest.raises(ValueError, match=r"layer 2 has \(step, tokens\) .* layer 0 has"):
         traced([one, two[:2]])
-    with pytest.raises(ValueError, match=r"stream 1 has records of rank .*: a stream is one rank, once"):
+    with pytest.raises(
+        ValueError, match=r"stream 1 has records of ranks .*, but a stream must have one rank"
+    ):
         traced([one, one, two])
 
 
@@ -280,7 +284,7 @@ def test_trap_router_trace_of_another_batch():
     [
         ('"top_indices": [[', '"top_indices": [[0, ', "nested lists of unequal length"),
         ('"num_tokens": 13', '"num_tokens": 12', r"top_indices are \[13, 3\], not \[12, 3\]"),
-        ('"layer"', '"level"', "there is no 'layer'"),
+        ('"layer"', '"level"', "missing key 'layer'"),
         ("]}", "", "delimiter"),
     ],
 )

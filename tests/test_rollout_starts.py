@@ -30,7 +30,7 @@ from relibra_jax.types import EMPTY
 
 
 def split_response(rows, start):
-    """A response in which the prompt, here up to the token behind ``start``, has rows of its own."""
+    """A response with separate rows for the prompt, which here ends one token after ``start``."""
     prompt = min(1, len(rows))
     return {"prompt_routed_experts": npy(rows[:prompt]), "choices": [{"routed_experts": npy(rows[prompt:])}]}
 
@@ -119,7 +119,7 @@ def test_no_row_is_ever_shifted(name, batch, caller_says, moe_layers, moe_rows, 
         truth = np.where(recorded[..., None, None], ids, elsewhere)[:, :, moe_layers]
         np.testing.assert_array_equal(replay.expert_ids[mask], truth[mask])
         return
-    # Nobody says where rows start and a token has none, or a flat buffer's layers can be counted in two ways.
+    # Raises if nothing says where rows start and a row is missing, or if a flat buffer allows two numbers of layers.
     asked = "pass start" in refusal and not caller_says and not recording_says and (recorded != mask).any()
     ambiguous = layout == "sglang" and "of 4 layers or 2 MoE layers" in refusal
     assert asked or ambiguous, refusal
@@ -134,7 +134,7 @@ def skipping(skipped, **changes):
 def test_the_refusal_names_the_sample_its_rows_and_the_keyword():
     message = (
         r"^layout 'vllm': sample 0: found 3 rows, expected 4, one for each real token,"
-        r" and nothing says at which token they start: pass start, "
+        r" and nothing says at which token they start; pass start, "
     )
     for arguments in ({}, {"fill": "live", "live_routing": live(example())}):
         with pytest.raises(ValueError, match=message):
@@ -150,7 +150,7 @@ def test_tokens_before_the_start_are_named_or_filled(start):
 
 
 def test_a_start_says_where_rows_are_that_end_early():
-    """Turns of a tool behind the last generation have no rows."""
+    """Tokens of a tool after the last generation have no rows."""
     ids = example()
     rows = [sample[:-1] for sample in vllm(ids, LEFT_PADDED)]
     replay = replay_from_rollout(
@@ -198,7 +198,7 @@ def test_a_flat_buffer_whose_layers_depend_on_the_start_is_refused():
         ),
         ([0, -1, 0], "sample 1: start=-1 is outside its 3 real tokens"),
         (4, "sample 1: start=4 is outside its 3 real tokens"),
-        ([0, 2, 0], r"sample 1: rows 2\.\.3 for 3 real tokens"),
+        ([0, 2, 0], r"sample 1: it has rows 2\.\.3, but only 3 real tokens"),
     ],
 )
 def test_a_start_that_does_not_fit_is_named(start, message):
@@ -222,5 +222,7 @@ def test_a_start_against_the_recording_is_refused(layout, source):
         "live_routing": live(example()),
     } | MODEL
     assert_holds(replay_from_rollout(source, start=0, **arguments), example(), LEFT_PADDED)
-    with pytest.raises(ValueError, match="sample 2: start=1, but as recorded its rows start at token 0"):
+    with pytest.raises(
+        ValueError, match="sample 2: start=1, but the recording says that its rows start at token 0"
+    ):
         replay_from_rollout(source, start=[0, 0, 1], **arguments)

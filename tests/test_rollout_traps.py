@@ -1,4 +1,4 @@
-"""Every trap that real systems fell into is an error, or a hole that a live forward pass fills."""
+"""Every fault of real systems is an error, or a missing route that live_routing fills."""
 
 import numpy as np
 import pytest
@@ -96,7 +96,7 @@ def test_trap_padding_of_slime_is_no_route(extra):
 
 @pytest.mark.parametrize("behind", [0, 2])
 def test_trap_routes_that_nemo_rl_makes_up_are_none(behind):
-    """It writes 0..K-1 for the last token, and for tokens of an environment behind the last generation."""
+    """The placeholder 0..K-1 stands for the last token, and for tokens of an environment after the last generation."""
     ids = example()
     token = np.cumsum(LEFT_PADDED, axis=1)
     made_up = LEFT_PADDED & (token >= token[:, -1:] - behind)
@@ -128,7 +128,7 @@ def test_trap_routes_that_nemo_rl_makes_up_are_told_from_those_that_chance_expla
 
 @pytest.mark.parametrize("shape", [(4, 0, 3), (1, 0, 3), (4, 4, 1)])
 def test_rows_of_another_model_are_no_made_up_routes(shape):
-    with pytest.raises(ValueError, match=r"sample 0: rows have (0 layers|top-1), the model has"):
+    with pytest.raises(ValueError, match=r"sample 0: rows have (0 layers|top-1), but the model has"):
         replay_from_rollout(
             [np.zeros(shape, int)],
             layout="nemo_rl",
@@ -163,7 +163,9 @@ def test_trap_a_start_offset_leaves_the_tokens_before_it_missing():
 def test_a_start_outside_the_sample_is_refused(start):
     source = sglang(example(), LEFT_PADDED)
     source[1]["routed_experts_start_len"] = start
-    with pytest.raises(ValueError, match=r"sample 1: routed_experts_start_len=.* is not one of its 3 tokens"):
+    with pytest.raises(
+        ValueError, match=r"sample 1: routed_experts_start_len=.* must be an integer from 0 to its 3 tokens"
+    ):
         replay_from_rollout(source, layout="sglang", mask=LEFT_PADDED, **MODEL)
 
 
@@ -199,7 +201,7 @@ def test_a_row_that_is_partly_unset_is_corrupt():
 
 
 @pytest.mark.parametrize(
-    ("hole", "message"), [(0, "only zeros for every token"), (EMPTY, "no route for every")]
+    ("hole", "message"), [(0, "only zeros for every token"), (EMPTY, "no token has a route")]
 )
 def test_trap_unmerged_pipeline_stage_is_not_filled(hole, message):
     ids = example()

@@ -1,4 +1,4 @@
-"""Rows of several samples: every token once, in order, and little padding."""
+"""Packed rows contain every token once, in order, with little padding."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ TOPOLOGY = Topology(num_nodes=2, ranks_per_node=2, num_experts=4, replica_slots=
 
 
 def check_layout(layout, assignment, lengths):
-    """Every rank's tokens once, each sample in one piece of one row, padding behind them."""
+    """Check that rows contain every token of a rank once, each sample contiguous in one row, and padding last."""
     for place in np.ndindex(*assignment.sample.shape[:3]):
         held = assignment.sample[place]
         found = {}
@@ -60,7 +60,7 @@ def test_a_shape_is_kept_while_samples_fit_and_fill_it():
 
 def test_what_does_not_belong_together_is_refused():
     assignment = Assignment(np.arange(4, dtype=np.int32).reshape(1, 1, 2, 2))
-    with pytest.raises(ValueError, match="assignment of sample 3, there are lengths of 3"):
+    with pytest.raises(ValueError, match="the assignment has sample 3, but lengths has only 3 entries"):
         pack_rows(assignment, np.ones(3, int))
     with pytest.raises(ValueError, match=r"least_fill=0\.0 must be above 0 and at most 1"):
         pack_rows(assignment, np.ones(4, int), least_fill=0.0)

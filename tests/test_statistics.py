@@ -1,4 +1,4 @@
-"""What is told of a trace: numbers worked out by hand, and what `relibra inspect` prints of them."""
+"""Statistics of a trace equal numbers computed by hand, and `relibra inspect` prints them."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ from relibra_jax.types import RoutingReplay
 
 
 def replay_of(rows):
-    """One layer, one token a sample."""
+    """A replay of one layer with one token per sample."""
     ids = np.array(rows)[:, None, None, :]
     return RoutingReplay(ids, np.ones(ids.shape[:2], bool))
 
@@ -46,14 +46,14 @@ def test_skew():
 
 
 def test_imbalance_grows_where_micro_batches_are_uneven_in_turn():
-    """Two ranks of two experts: each micro-batch heats another rank, the batch neither."""
+    """With two ranks of two experts, each micro-batch loads another rank more, the whole batch both equally."""
     load = np.array([[[3, 3, 1, 1]], [[1, 1, 3, 3]]])
     assert contiguous_imbalance(load.sum(0, keepdims=True), 2) == 1
     assert contiguous_imbalance(load, 2) == 1.5
 
 
 def test_churn_is_the_share_of_new_hot_experts():
-    """Of 16 experts two are hot: both stay, then one stays, then none does."""
+    """Two of 16 experts are hot: first both stay hot, then one, then none."""
     load = np.ones((4, 1, 16), int)
     for micro_batch, hot in enumerate(([0, 1], [1, 0], [1, 2], [8, 9])):
         load[micro_batch, 0, hot] = 5
@@ -74,16 +74,16 @@ def test_lift_is_one_where_all_pairs_are_as_common_and_larger_where_experts_go_t
     pairs = [[a, b] for a in range(4) for b in range(4) if a != b] * 10
     uniform = pair_lift(replay_of(pairs), 4)
     np.testing.assert_allclose(uniform, 1)
-    # Two closed pairs, of all six pairs: each is three times as common as chance would make it.
+    # Tokens use two of the six pairs: each is three times as common as by chance.
     np.testing.assert_allclose(pair_lift(replay_of([[0, 1], [3, 2]] * 40), 4), 3)
-    # 80 pairs; chance expects 13.3 of each of six kinds. One token of ten breaks the pairs up.
+    # 80 pairs; by chance 13.3 of each of six kinds. One token of ten does not use these two pairs.
     mixed = pair_lift(replay_of(([[0, 1], [2, 3]] * 9 + [[0, 2], [1, 3]]) * 4), 4)
     np.testing.assert_allclose(mixed.largest, 6 * 36 / 80)
     np.testing.assert_allclose(mixed.mean, 6 * (2 * 36**2 + 2 * 4**2) / 80**2)
 
 
 def test_a_rare_pair_is_no_largest_lift():
-    """Experts 2 and 3 are used once, together, 102 times as often as chance: noise, as chance expects 0.01 of them."""
+    """Experts 2 and 3 are used together once, 102 times as often as by chance (0.01 times), which is noise."""
     lift = pair_lift(replay_of([[0, 1]] * 99 + [[2, 3]]), 4)
     weight = 99 * 99 + 4 * 99 + 1  # products of the experts' loads, over all pairs
     np.testing.assert_allclose(lift.largest, 0.99 * weight / 99**2)
@@ -91,7 +91,7 @@ def test_a_rare_pair_is_no_largest_lift():
 
 
 def cells(shown):
-    """The table as a dict; a cell that is broken over lines is put together again."""
+    """Parse the printed table to a dict; the lines of a wrapped cell are joined."""
     table, name = {}, ""
     for line in shown.splitlines():
         if line.startswith("│"):
@@ -111,7 +111,7 @@ def test_inspect_tells_what_matters(monkeypatch, capsys, tmp_path):
     told = cells(capsys.readouterr().out)
     assert told["domains"] == "not known"
     assert told["experts that tokens use together"].startswith("2.9")
-    # A hotspot of one rank of four moves every third step, and of 16 micro-batches each is three steps.
+    # The hot rank, one of four, moves every third step, and each of the 16 micro-batches is three steps.
     assert told["imbalance of 8 contiguous ranks"].startswith("1.0")
     assert ", 3.2" in told["imbalance of 8 contiguous ranks"]
     assert (

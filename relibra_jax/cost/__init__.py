@@ -1,16 +1,17 @@
-"""The time that a plan takes and the memory that it needs, modelled: nothing here was measured on a cluster.
+"""Models of the time that a plan takes and of the memory that it needs; nothing here was measured on a cluster.
 
 =================  ==================================================================================================
-`batch_time`       what a batch takes under its plan, and the idealised bound
-`step_time`        what its layers take: attention, experts, exchange, and what of replicas' transfers is not hidden
-`copies`           experts that travel: replicas, residents, and those that change home
-`traffic`          what ranks send and receive
-`unit_times`       what one unit of work costs, for planners
-`least_time`       what no plan of a batch is below, however it places experts and samples
-`least_crossings`  what of it crosses between nodes
-`memory`           what a rank holds
-`hardware`         clusters
-`models`           models
+`batch_time`       the time of a batch under its plan, and of perfectly balanced ranks
+`step_time`        the time of its layers: attention, experts, exchange, and the part of replica transfers that
+                   attention does not hide
+`copies`           the time to transfer experts: replicas, residents, and experts that change home
+`traffic`          the rows and experts that ranks send and receive
+`unit_times`       the time of one unit of each kind of work, for planners
+`least_time`       a lower bound of the time of a batch over all plans
+`least_crossings`  a lower bound of the crossings between nodes
+`memory`           the memory of a rank
+`hardware`         named clusters
+`models`           named models
 `choose_by_time`   planners that choose by modelled time
 =================  ==================================================================================================
 """

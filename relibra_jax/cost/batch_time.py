@@ -1,14 +1,14 @@
-"""What a batch takes under a plan, in seconds, and the idealised bound that plans are compared to.
+"""The modelled time of a batch under a plan, in seconds, and the time of perfect balance to which plans are compared.
 
-    layers   attention, compute, exchange and exposed of all layers and micro-batches (`relibra_jax.cost.step_time`), of
-             the slowest data-parallel copy of the expert-parallel group
-    push     residents: weights before each optimizer update and gradients after it; nothing hides them
-    reorder  experts and their optimizer state to new homes, once, if the homes before are given
+    layers   attention, compute, exchange and exposed transfers of all layers and micro-batches
+             (`relibra_jax.cost.step_time`), for the slowest data-parallel copy of the expert-parallel group
+    push     transfers of residents: weights before each optimizer update, gradients after it; no computation hides them
+    reorder  transfers of experts with their optimizer state to new homes, once, if the previous homes are given
 
-A stage that runs with a plan of its own over the same homes and residents, such as a recompute in larger
-micro-batches, is a call of its own: ``updates=0, recompute=True`` is a forward pass alone. Its residents' weights are
-those of the first update, with which they are counted, so the time of the batch is the sum of the calls;
-``previous_home`` goes to one of them.
+A stage with a plan of its own over the same homes and residents, such as a recompute in larger micro-batches, takes a
+call of its own: ``updates=0, recompute=True`` models one forward pass. It uses the residents' weights of the first
+update, whose transfer is counted there. The time of the batch is the sum of the calls, of which only one gets
+``previous_home``.
 """
 
 import functools
@@ -31,21 +31,24 @@ DISPATCHES = ("flat", "hierarchical")
 
 
 class BatchTime(NamedTuple):
-    """Modelled seconds of a batch; the six add up."""
+    """The modelled time of a batch in seconds, as six parts that add up to the total."""
 
     attention: Float[Array, "*stack"]
+    """Attention, projections and shared experts."""
     compute: Float[Array, "*stack"]
+    """The routed experts."""
     exchange: Float[Array, "*stack"]
+    """Dispatch and combine."""
     exposed: Float[Array, "*stack"]
-    """What of the replicas' transfers attention does not hide."""
+    """The part of the transfers of replicas that attention does not hide."""
     push: Float[Array, "*stack"]
-    """Residents' weights and gradients, in all updates."""
+    """The transfers of residents' weights and gradients, in all updates."""
     reorder: Float[Array, "*stack"]
-    """Experts that change home before the batch."""
+    """The transfers of experts that change home before the batch."""
 
     @property
     def total(self) -> Float[Array, "*stack"]:
-        """Seconds of the batch."""
+        """The seconds of the whole batch."""
         return self.attention + self.compute + self.exchange + self.exposed + self.push + self.reorder
 
 
@@ -67,28 +70,31 @@ def batch_time(
     data_parallel: int = 1,
     float8: Bool[Array, "M L N G"] | None = None,
 ) -> BatchTime:
-    """The modelled time of a batch under its plan. Compiled; works under jit and vmap as well.
+    """Model the time of a batch under its plan. The function is compiled, and works under jit and vmap as well.
 
     Args:
-        batch_plan: the plan and its load. With data parallelism the copies' micro-batches follow one another along M, a
-            copy at a time.
+        batch_plan: the plan and its load. With data parallelism, axis M has all micro-batches of the first copy, then
+            those of the second, and so on.
         topology: the expert-parallel group.
         cluster: the hardware, for example ``CLUSTERS["h100"]``.
         model: the sizes of the model, for example ``MODELS["qwen3-235b-a22b"]``.
-        context: the mean length of a sequence, tokens; a number, known under jit as all that follow but arrays.
-        scale: how many tokens each token stands for, to read a small trace at the size of a real micro-batch.
-        visits: the counts of `relibra_jax.node_visits.node_visits` for the hierarchical path, where a token crosses to
-            a node once; None for the flat one, where each of its copies does.
-        previous_home: flat home slot of each expert before the batch; None counts no reorder.
-        updates: the optimizer updates among which the batch's micro-batches are divided; 0 for recompute alone.
-        recompute: whether all micro-batches are run forward once more, for old log-probabilities.
-        data_parallel: copies of the group; divides M.
-        float8: the ranks that compute their experts in float8, as in `relibra_jax.cost.step_time.rank_time`; for a
+        context: the mean length of a sequence in tokens. This and all further arguments except arrays must be Python
+            values under jit.
+        scale: the number of tokens that each token stands for, which scales a small trace to the size of a real
+            micro-batch.
+        visits: the counts of `relibra_jax.node_visits.node_visits` for hierarchical dispatch, where a token crosses to
+            a node once. None for flat dispatch, where each of its copies crosses.
+        previous_home: flat home slot of each expert before the batch. None counts no reorder.
+        updates: the number of optimizer updates among which the micro-batches of the batch are divided. 0 for a
             recompute alone.
+        recompute: True if all micro-batches have one more forward pass, for old log-probabilities.
+        data_parallel: the number of data-parallel copies of the group, which must divide M.
+        float8: True for the ranks that compute their experts in float8, as in
+            `relibra_jax.cost.step_time.rank_time`; only for a recompute alone.
 
     Raises:
-        ValueError: if a number is out of its range, shapes do not fit the topology or each other, M does not divide
-            over the copies, neither updates nor recompute leave a pass to run, or updates are to run in float8.
+        ValueError: if a number is out of range, if shapes do not fit the topology or each other, if M does not divide
+            over the copies, if there is neither an update nor a recompute, or if float8 is combined with updates.
     """
     _check_numbers(context, scale)
     loads, slots = batch_plan.load.shape, batch_plan.plan.slot_expert.shape
@@ -100,7 +106,7 @@ def batch_time(
     if float8 is not None:
         check_shape("float8", float8.shape, slots[:-1])
         if updates:
-            raise ValueError(f"float8 is for a recompute alone, updates=0, not for updates={updates}")
+            raise ValueError(f"float8 requires a recompute alone, updates=0, not updates={updates}")
     return _batch_time(
         batch_plan,
         topology,
@@ -133,7 +139,7 @@ def _batch_time(
     data_parallel,
     float8,
 ) -> BatchTime:
-    """`batch_time` of numbers that are checked, compiled once for all scales."""
+    """Compute `batch_time` after its checks; compiled once for all scales."""
     ranks = rank_time(
         batch_plan.layer_plans(),
         topology,
@@ -165,25 +171,26 @@ def balanced_time(
     recompute: bool = False,
     data_parallel: int = 1,
 ) -> BatchTime:
-    """The modelled time if every rank had as many tokens and routing were uniform over experts.
+    """Model the time of perfect balance: all ranks have equally many tokens, and routing is uniform over the experts.
 
-    No replicas, no residents, no reorder. What plans are compared to, as in ReLibra's evaluation; no plan.
+    There are no replicas, no residents and no reorder. Plans are compared to this time, as in ReLibra's evaluation; no
+    real plan has it.
 
     Args:
-        load: token copies, of which each layer's and micro-batch's sum counts.
+        load: token copies. Only the sum of each layer and micro-batch is used.
         topology: the expert-parallel group.
-        cluster: as in `batch_time`.
-        model: as in `batch_time`.
-        context: as in `batch_time`.
-        scale: as in `batch_time`.
+        cluster: the hardware.
+        model: the sizes of the model.
+        context: the mean length of a sequence in tokens.
+        scale: the number of tokens that each token stands for.
         dispatch: ``hierarchical`` if a token crosses to a node once, however many of its experts are there, else
             ``flat``.
-        updates: as in `batch_time`.
-        recompute: as in `batch_time`.
-        data_parallel: as in `batch_time`.
+        updates: the number of optimizer updates of the batch, as in `batch_time`.
+        recompute: True if all micro-batches have one more forward pass.
+        data_parallel: the number of data-parallel copies of the group.
 
     Raises:
-        ValueError: as `batch_time`, or if ``dispatch`` is unknown.
+        ValueError: under the conditions of `batch_time`, or if ``dispatch`` is unknown.
     """
     _check_numbers(context, scale)
     check_dispatch(dispatch)
@@ -205,7 +212,7 @@ def balanced_time(
 def _balanced_time(
     load, topology, *, cluster, model, context, scale, dispatch, updates, recompute, data_parallel
 ) -> BatchTime:
-    """`balanced_time` of numbers that are checked, compiled once for all scales."""
+    """Compute `balanced_time` after its checks; compiled once for all scales."""
     flops = cluster.matmul_flops * cluster.matmul_efficiency
     copies = scale * jnp.asarray(load, jnp.float32).sum((-3, -2, -1)) / topology.num_ranks
     copies = jnp.broadcast_to(
@@ -225,12 +232,12 @@ def _balanced_time(
         push=jnp.zeros_like(copies),
     )
     layers = layer_time(ranks, updates=updates, recompute=recompute)
-    nothing = jnp.zeros(())
-    return _of_slowest_copy(layers, data_parallel, nothing, nothing)
+    zero = jnp.zeros(())
+    return _of_slowest_copy(layers, data_parallel, zero, zero)
 
 
 def check_dispatch(dispatch: str) -> None:
-    """Raise ValueError unless ``dispatch`` is one of the two paths."""
+    """Raise ValueError unless ``dispatch`` is one of `DISPATCHES`."""
     if dispatch not in DISPATCHES:
         raise ValueError(f"dispatch={dispatch!r} must be one of {', '.join(DISPATCHES)}")
 
@@ -241,16 +248,16 @@ def _check_numbers(context: float, scale: float) -> None:
 
 
 def _uniform_visits(topology: Topology, top_k: int) -> float:
-    """Crossings for each token copy, if a token crosses once to each other node that it needs."""
+    """Return the crossings per token copy under uniform routing, if a token crosses once to each node that it needs."""
     nodes, experts = topology.num_nodes, topology.num_experts
-    # A token avoids a node if all its experts are among those elsewhere.
+    # A token does not need a node if all its experts are on other nodes.
     elsewhere = experts - experts // nodes
     avoided = np.prod([max(elsewhere - i, 0) / (experts - i) for i in range(top_k)])
     return float((nodes - 1) * (1 - avoided) / top_k)
 
 
 def _of_slowest_copy(times: LayerTime, data_parallel: int, push: jax.Array, reorder: jax.Array) -> BatchTime:
-    """Each part of the time, summed over layers and micro-batches, of the copy that takes longest in all."""
+    """Sum the parts of the time over layers and micro-batches, for the data-parallel copy with the longest total."""
     check_integer("data_parallel", data_parallel, least=1)
     micro_batches = times.total.shape[0]
     if micro_batches % data_parallel:

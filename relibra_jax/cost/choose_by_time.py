@@ -1,7 +1,7 @@
-"""Planners that choose by modelled time, where balance alone does not decide.
+"""Planners that choose between plans by modelled time rather than by balance.
 
-`cheapest` lets planners compete layer by layer; `replicate_while_hidden` sends replicas over the slow network where
-attention hides the transfer. Both price with `relibra_jax.cost.step_time` and `relibra_jax.cost.copies`.
+`cheapest` chooses among planners, layer by layer. `replicate_while_hidden` sends replicas over the slow network if
+attention hides the transfer. Both use the times of `relibra_jax.cost.step_time` and `relibra_jax.cost.copies`.
 """
 
 from collections.abc import Sequence
@@ -24,20 +24,20 @@ from relibra_jax.types import Array, Plan, Planner, Topology, layer_plans
 def cheapest(
     planners: Sequence[Planner], *, cluster: Cluster, model: Model, context: float, scale: float = 1.0
 ) -> Planner:
-    """Run several planners and keep, for each layer, the plan whose batch takes least modelled time.
+    """Build a planner that runs several planners and keeps, for each layer, the plan with the least modelled time.
 
-    So it is never slower than any of them in modelled time, the reorder not counted, and residents' pushes as if each
-    layer's travelled alone. Ties go to the earlier one.
+    In modelled time it is never slower than any of the planners. The modelled time leaves out the reorder, and counts
+    the transfers of residents as if each layer's were sent separately. Ties go to the earlier planner.
 
     Args:
-        planners: the planners that compete; each keeps its own state, as if it ran alone.
+        planners: the planners to choose from. Each keeps its own state, as if it ran alone.
         cluster, model, context, scale: as in `relibra_jax.cost.step_time.rank_time`.
 
     Returns:
-        A Planner whose state is the tuple of theirs.
+        A Planner whose state is the tuple of the planners' states.
 
     Raises:
-        ValueError: if there is no planner.
+        ValueError: if ``planners`` is empty.
     """
     if not planners:
         raise ValueError("cheapest needs at least one planner")
@@ -77,23 +77,23 @@ def replicate_while_hidden(
     model: Model,
     context: float,
     scale: float = 1.0,
-    **knobs,
+    **options,
 ) -> Plan:
-    """Replicas on any node where the model says that attention hides their push, else inside the node.
+    """Add replicas on any node if attention hides their transfer in modelled time, else only inside the expert's node.
 
     Args:
         load: token copies of each expert, from all ranks together.
         home: flat home slot of each expert.
         topology: the expert-parallel group.
-        cluster, model, context, scale: as in `relibra_jax.cost.step_time.rank_time`. Attention is taken to last as
-            long as the mean rank's, so the choice errs on the safe side.
-        **knobs: further arguments of `relibra_jax.planning.replication.replicate_experts`.
+        cluster, model, context, scale: as in `relibra_jax.cost.step_time.rank_time`. The time of attention is that of
+            the mean rank, which is at most that of the slowest one, so the choice is conservative.
+        **options: further keyword arguments of `relibra_jax.planning.replication.replicate_experts`.
 
     Returns:
         A Plan.
     """
-    near = replicate_experts(load, home, topology, **knobs)
-    far = replicate_experts(load, home, topology, across_nodes=True, **knobs)
+    near = replicate_experts(load, home, topology, **options)
+    far = replicate_experts(load, home, topology, across_nodes=True, **options)
     tokens = scale * jnp.asarray(load).sum(-1) / (model.top_k * topology.num_ranks)
     attention = tokens * model.token_flops(context) / (cluster.matmul_flops * cluster.matmul_efficiency)
     hidden = (
@@ -103,7 +103,7 @@ def replicate_while_hidden(
 
 
 def _choose(rows: Bool[Array, "M L"], first: Plan, second: Plan, layers: Bool[Array, " L"]) -> Plan:
-    """Slots and quotas of ``first`` where ``rows``, its homes where ``layers``, else those of ``second``."""
+    """Merge two plans: slots and quotas of ``first`` where ``rows`` is True, its homes where ``layers`` is True."""
     pick = rows[:, :, None, None, None]
     return Plan(
         jnp.where(pick, first.slot_expert, second.slot_expert),

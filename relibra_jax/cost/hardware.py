@@ -1,4 +1,4 @@
-"""Named clusters for `relibra_jax.cost`: every constant with its source and unit."""
+"""Named clusters for `relibra_jax.cost`; every constant has its source and unit."""
 
 import dataclasses
 
@@ -8,33 +8,36 @@ import jax
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """What a rank can do in a second, and hold. Peaks are the vendor's; efficiencies are assumptions."""
+    """The speeds and the memory of a rank. Peaks are the vendor's; efficiencies are assumptions."""
 
     matmul_flops: float
-    """Peak of dense bfloat16 matrix products, FLOP/s."""
+    """The peak of dense bfloat16 matrix products, FLOP/s."""
     float8_flops: float
-    """Peak of dense float8 matrix products, FLOP/s; the same share of it is assumed to be reached."""
+    """The peak of dense float8 matrix products, FLOP/s. Products are assumed to reach the same share of it as of the
+    bfloat16 peak."""
     fast_bandwidth: float
-    """Inside a node, bytes/s a rank can send, and at the same time receive."""
+    """The bytes/s that a rank can send inside a node, and at the same time receive."""
     slow_bandwidth: float
-    """Between nodes, likewise; where the ranks of a node share a link, a rank's equal part of it."""
+    """The bytes/s that a rank can send to other nodes, and at the same time receive. If the ranks of a node share a
+    link, it is an equal part of the link for each rank."""
     shared_link: bool = False
-    """Whether the ranks of a node share one link to other nodes, so that it is busy with what all of them send, or
-    receive; else each rank has its own, and the busiest rank's counts."""
+    """True if the ranks of a node share one link to other nodes, whose time is that of all their data together. False
+    if each rank has its own link, and the busiest link determines the time."""
     memory: float
-    """Bytes that a rank can hold."""
+    """The memory of a rank, bytes."""
     memory_bandwidth: float
-    """Bytes/s at which a rank reads its memory."""
+    """The bytes/s at which a rank reads its memory."""
     matmul_efficiency: float
-    """Share of the peak that grouped and dense products reach (assumed)."""
+    """The share of the peak that grouped and dense products reach (assumed)."""
     network_efficiency: float
-    """Share of the bandwidth that collectives reach (assumed)."""
+    """The share of the bandwidth that collectives reach (assumed)."""
     memory_efficiency: float
-    """Share of the memory's bandwidth that reads reach (assumed)."""
+    """The share of the memory bandwidth that reads reach (assumed)."""
     tile: int
-    """Rows of one tile of a grouped product: a slot's rows cost as many as fill its tiles."""
+    """The rows of one tile of a grouped product. The rows of a slot cost as much as the full tiles that hold them."""
     node_ranks: int = 8
-    """The most ranks of a node, which the fast network connects: 8 GPUs in DGX and HGX nodes (NVIDIA data sheets)."""
+    """The largest number of ranks that the fast network connects into one node: 8 GPUs in DGX and HGX nodes (NVIDIA
+    data sheets)."""
 
 
 # NVIDIA H100 SXM data sheet: 989 TFLOP/s bfloat16 and 1,979 TFLOP/s float8 without sparsity; 80 GB at 3.35 TB/s;
@@ -73,7 +76,7 @@ CLUSTERS = {
         memory_bandwidth=8e12,
         node_ranks=72,
     ),
-    # HGX H100 nodes of 8 GPUs whose only way to other nodes is one port of Ethernet: 200 Gb/s (IEEE 802.3bs), or
+    # HGX H100 nodes of 8 GPUs whose only link to other nodes is one Ethernet port of 200 Gb/s (IEEE 802.3bs) or
     # 100 Gb/s (IEEE 802.3ba), for 8 ranks together.
     "h100-ethernet-200": dataclasses.replace(_H100, slow_bandwidth=200e9 / 8 / 8, shared_link=True),
     "h100-ethernet-100": dataclasses.replace(_H100, slow_bandwidth=100e9 / 8 / 8, shared_link=True),

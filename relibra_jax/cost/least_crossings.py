@@ -1,31 +1,33 @@
-"""The fewest crossings between nodes that any homes, residents and assignment of samples could leave: lower bounds.
+"""Lower bounds of the crossings between nodes, over all homes, residents and assignments of samples.
 
-Tokens of a sample are where the sample is, and of a token's K experts j are held by that node. What crosses follows:
+All tokens of a sample are on the node of the sample. If this node holds j of a token's K experts, then:
 
-    flat path          K - j copies of the token
-    hierarchical path  it visits every other node that has one of its experts: none only if j = K
+    flat dispatch          K - j copies of the token cross
+    hierarchical dispatch  the token visits every other node that has one of its experts: none only if j = K
 
-**Sets.** Nodes hold sets of h experts, and x_n says which. Let w_s be non-negative weights of a sample's experts,
-such that what does not cross is at most the sum over samples of w_s . x_(node of s): loads on the flat path; on the
-hierarchical one any weights of its experts that sum to 1 for each token, here such that an expert that the sample uses
-often has little. That sum is at most that of the h largest entries of each w_s, where every sample has a node for
-itself. And it is at most that of the h largest entries of the sum of w, plus what the deviations c_s of samples from
-the mean add: with positive weights v_s and u_e, by von Neumann's trace inequality, no more than
-sqrt(|V^(1/2) Z|^2 sum_i sigma_i(V^(-1/2) C U^(-1/2))^2 x_i^2), with x_i the singular values of U^(1/2) X, and Z and X
-the indicators of samples and experts less their means over nodes, of rank N - 1. All layers have the same Z, so the
-singular values are those of all layers side by side.
+**Sets.** Each node n holds a set of h experts, with the indicator x_n. Let w_s be non-negative weights of a sample's
+experts, such that what does not cross is at most the sum over samples of w_s . x_(node of s). For flat dispatch they
+are the loads. For hierarchical dispatch they are any weights of a token's experts that sum to 1 for each token; here an
+expert that the sample uses often gets a small weight. The sum is at most that of the h largest entries of each w_s, as
+if every sample had a node for itself. It is also at most that of the h largest entries of the sum of w, plus what the
+deviations c_s of samples from the mean add: with positive weights v_s and u_e, by von Neumann's trace inequality, no
+more than sqrt(|V^(1/2) Z|^2 sum_i sigma_i(V^(-1/2) C U^(-1/2))^2 x_i^2), with x_i the singular values of U^(1/2) X, and
+Z and X the indicators of samples and experts minus their means over nodes, of rank N - 1. All layers have the same Z,
+so the singular values are those of all layers side by side.
 
-**Parts.** Without residents homes are a partition into equal parts, and pairs of a token's experts in the same part
-are bounded as graph partitions are (Donath and Hoffman, IBM J. Res. Dev. 17, 1973): for the matrix A of their counts
-and any diagonal D, the trace of X' A X is at most 1'(A + D)1 / N - tr D + (E / N) x (the N - 1 largest eigenvalues of
-A + D across 1). A few steps of descent choose D. Visits are at least c0 - c1 j - c2 (pairs in the same part) wherever
-that is so for all ways in which K experts lie in parts; the best such plane is taken.
+**Parts.** Without residents, homes are a partition of the experts into equal parts. The pairs of a token's experts in
+the same part are bounded like graph partitions (Donath and Hoffman, IBM J. Res. Dev. 17, 1973): for the matrix A of
+their counts and any diagonal D, the trace of X' A X is at most 1'(A + D)1 / N - tr D + (E / N) x (the N - 1 largest
+eigenvalues of A + D across 1). A few steps of descent choose D. The number of visits is at least
+c0 - c1 j - c2 (pairs in the same part) if this holds for all ways to distribute K experts over parts; the best such
+plane is used.
 
-**What unevenness is worth.** If all tokens lay in one node, or all popular experts did, less would cross; but
-attention, or compute, would take longer. Let the fullest node have the share 1/N + d of tokens and K/N + a of copies
-for each token (replicas stay in its node). Of the mean load p local copies have K/N + min(a, K d) a token at most; and
-the pairs, from whose matrix b p p' is taken, of that at most b (K^2 / N + K a) / 2. Both are linear: while crossings
-cost less than the attention and the compute that must be paid, even nodes are best; what they cost more is given away.
+**The price of unevenness.** If all tokens, or all popular experts, were in one node, fewer tokens would cross, but
+attention, or compute, would take longer. Let the fullest node have the share 1/N + d of the tokens, and K/N + a copies
+per token of the batch (replicas stay in its node). From the mean load p, at most K/N + min(a, K d) copies per token are
+local; and the pairs, from whose matrix b p p' is subtracted, get at most b (K^2 / N + K a) / 2 from it. Both are
+linear: as long as crossings cost less than the additional attention and compute, even nodes are best, and beyond that
+the bound gives the excess away.
 """
 
 from typing import Final, NamedTuple
@@ -36,34 +38,35 @@ from jaxtyping import Float, Int
 from relibra_jax.types import Array, RoutingReplay, Topology
 
 ROWS: Final = 1 << 16
-"""Tokens whose pairs are counted at a time."""
+"""The number of tokens whose pairs are counted at a time."""
 DIAGONAL_STEPS: Final = 20
-"""Steps of descent for a layer's diagonal. With 80 the pairs of recorded routes were bounded by 0.3% less."""
+"""The number of descent steps for the diagonal of a layer. With 80 steps the bound on the pairs of recorded routes was
+0.3% lower."""
 FIRST_AIM: Final = 0.07
-"""How far below the best bound so far the first step aims (Polyak's rule), as a share of all pairs."""
+"""The distance below the best bound so far at which the first step aims (Polyak's rule), as a share of all pairs."""
 PLANES: Final = 65
-"""Slopes that are tried on each axis."""
+"""The number of slopes to try on each axis."""
 
 
 class Routing(NamedTuple):
-    """What bounds read of a replay."""
+    """The counts of a replay from which the bounds are computed."""
 
     tokens: Int[np.ndarray, " B"]
-    """The length of each sample."""
+    """The number of tokens of each sample."""
     load: Float[np.ndarray, "B L E"]
-    """Token copies."""
+    """Token copies of each sample for each expert."""
     share: Float[np.ndarray, "B L E"]
-    """Tokens, each divided over its experts, an expert's part falling with the square of the sample's copies for it."""
+    """Tokens, each divided over its experts in proportion to 1 / (copies of the sample for the expert)^2."""
     pairs: Float[np.ndarray, "L E E"]
-    """How many tokens use two experts together; zero on the diagonal."""
+    """The number of tokens that use two experts together; zero on the diagonal."""
 
 
 def count_routing(replay: RoutingReplay, *, num_experts: int) -> Routing:
-    """Count a replay's loads and pairs, layer by layer.
+    """Count the loads, shares and pairs of a replay, layer by layer.
 
     Args:
         replay: the routing of all samples of a batch, which `relibra_jax.replay.check_replay` accepts.
-        num_experts: E, logical experts of a layer.
+        num_experts: E, the number of logical experts of a layer.
     """
     mask = np.asarray(replay.mask)
     routes = np.asarray(replay.expert_ids)[mask]  # [tokens L K]
@@ -87,7 +90,7 @@ def _count_pairs(ids: Int[np.ndarray, "t K"], num_experts: int) -> Float[np.ndar
     counts = np.zeros((num_experts, num_experts))
     for start in range(0, len(ids), ROWS):
         rows = ids[start : start + ROWS]
-        uses = np.zeros((len(rows), num_experts), np.float32)  # counts to 65,536 are exact
+        uses = np.zeros((len(rows), num_experts), np.float32)  # float32 is exact for counts up to 65,536
         uses[np.arange(len(rows))[:, None], rows] = 1
         counts += uses.T @ uses
     np.fill_diagonal(counts, 0)
@@ -97,25 +100,25 @@ def _count_pairs(ids: Int[np.ndarray, "t K"], num_experts: int) -> Float[np.ndar
 def crossings_of_sets(
     weight: Float[np.ndarray, "B L E"], topology: Topology, *, push: float, across_nodes: bool
 ) -> float:
-    """The fewest crossings where nodes hold any sets of experts, and what the pushes of residents are worth.
+    """Bound the crossings and pushes from below if nodes may hold any sets of experts.
 
     Args:
-        weight: `Routing.load` for the flat path, `Routing.share` for the hierarchical one.
+        weight: `Routing.load` for flat dispatch, `Routing.share` for hierarchical dispatch.
         topology: the expert-parallel group.
-        push: what a resident's push costs, in crossings.
-        across_nodes: whether replicas may be in any node: then sets differ from micro-batch to micro-batch.
+        push: the cost of one resident's push, in crossings.
+        across_nodes: True if replicas may be in any node; the sets then differ between micro-batches.
 
     Returns:
-        Crossings and pushes of all layers together, in crossings.
+        The sum over all layers, in crossings.
     """
     local, experts = topology.ranks_per_node, topology.num_experts
     own = experts // topology.num_nodes + across_nodes * local * topology.replica_slots
-    held = np.minimum(own + np.arange(local * topology.resident_slots + 1), experts)
-    pushes = push * np.arange(len(held))
+    set_sizes = np.minimum(own + np.arange(local * topology.resident_slots + 1), experts)
+    pushes = push * np.arange(len(set_sizes))
     total = weight.sum((0, 2))[:, None]
 
     def fewest(most_kept: Float[np.ndarray, "L E"]) -> float:
-        return float((total - most_kept[:, held - 1] + pushes).min(1).sum())
+        return float((total - most_kept[:, set_sizes - 1] + pushes).min(1).sum())
 
     bounds = [fewest(_largest(weight).sum(0))]
     if not across_nodes:
@@ -126,17 +129,17 @@ def crossings_of_sets(
 def crossings_of_parts(
     routing: Routing, topology: Topology, *, token: float, copy: float, hierarchical: bool
 ) -> float:
-    """The fewest crossings where nodes hold a partition of the experts, and what unevenness is worth.
+    """Bound the crossings from below if the experts are partitioned over the nodes, with the price of unevenness.
 
     Args:
         routing: the counts of a batch.
         topology: the expert-parallel group, without residents.
-        token: what a token more in the fullest node costs, in crossings.
-        copy: the same of a token copy.
-        hierarchical: whether a token crosses to a node once.
+        token: the cost of one more token in the fullest node, in crossings.
+        copy: the cost of one more token copy in the fullest node, in crossings.
+        hierarchical: True for hierarchical dispatch, False for flat dispatch.
 
     Returns:
-        Crossings of all layers together.
+        The sum over all layers, in crossings.
     """
     nodes, tokens, layers = topology.num_nodes, int(routing.tokens.sum()), routing.load.shape[1]
     top_k = round(routing.load[:, 0].sum() / tokens)
@@ -144,7 +147,7 @@ def crossings_of_parts(
 
     def fewest(planes, kept_pairs: float, removed: float) -> float:
         height, own, pair = planes
-        paid = np.minimum(own * top_k, token)  # by attention, of what local copies gain
+        paid = np.minimum(own * top_k, token)  # the gain of local copies that longer attention offsets
         owed = np.maximum(own - paid / top_k + pair * removed * top_k / 2 - copy, 0)
         crossings = layers * height - own * kept - pair * kept_pairs - layers * owed * top_k * apart
         return float(tokens * crossings.max())
@@ -153,37 +156,39 @@ def crossings_of_parts(
         return max(0.0, fewest(np.array([[top_k], [1], [0]]), 0.0, 0.0))
     planes = _planes(top_k, nodes, topology.num_experts // nodes)
     pairs, mean = routing.pairs / tokens, routing.load.sum(0) / tokens
-    removed = min(
-        (top_k - 1) / top_k, 4 * copy / top_k
-    )  # with independent experts nothing would be left of pairs
+    # With the first value, no pairs would be left if experts were independent.
+    removed = min((top_k - 1) / top_k, 4 * copy / top_k)
     by_pairs = fewest(planes, _most_same_part(pairs, mean, removed, nodes), removed)
-    # A token stays only if all of its experts are held, so no more stay than the shares that are held.
+    # A token stays only if the node holds all of its experts, so the held shares bound the tokens that stay.
     stay = _most_kept(routing.share, nodes) + max(0.0, 1 - token) * apart * layers * tokens
     return max(0.0, layers * tokens - stay, by_pairs)
 
 
 def _largest(weight: np.ndarray) -> np.ndarray:
-    """The sums of the 1, 2, .. largest entries along the last axis."""
+    """Return the sums of the 1, 2, ... largest entries along the last axis."""
     return np.cumsum(-np.sort(-weight, -1), -1)
 
 
 def _most_kept(weight: Float[np.ndarray, "B L E"], nodes: int) -> float:
-    """Weight in the nodes of its samples, all layers together, where each node has an equal share of the mean's."""
-    held = weight.shape[2] // nodes
-    alone = _largest(weight)[..., held - 1].sum()
-    return float(min(alone, weight.sum() / nodes + _gain_of_nodes(weight, nodes, held=held)))
+    """Bound the weight that the nodes of the samples hold, over all layers, if nodes have equal shares of the mean."""
+    set_size = weight.shape[2] // nodes
+    alone = _largest(weight)[..., set_size - 1].sum()
+    return float(min(alone, weight.sum() / nodes + _gain_of_nodes(weight, nodes, set_size=set_size)))
 
 
-def _gain_of_nodes(weight: Float[np.ndarray, "B L E"], nodes: int, held: int | None = None) -> float:
-    """What deviations of samples from their mean can add; ``held`` experts in each node, once each, or any sets."""
+def _gain_of_nodes(weight: Float[np.ndarray, "B L E"], nodes: int, set_size: int | None = None) -> float:
+    """Bound what the deviations of samples from their mean can add.
+
+    With ``set_size``, nodes hold a partition of the experts, ``set_size`` each; otherwise they may hold any sets.
+    """
     length = weight.sum((1, 2), keepdims=True)
     deviation = weight - length / max(length.sum(), 1) * weight.sum(0)
     rows, columns = np.abs(deviation).sum((1, 2)), np.abs(deviation).sum(0)
     scaled = deviation / np.sqrt(np.where(rows > 0, rows, 1))[:, None, None]
     scaled = (scaled / np.sqrt(np.where(columns > 0, columns, 1))).reshape(len(weight), -1)
     room, most = nodes / 4 * columns.sum(), np.inf
-    if held is not None:
-        room, most = (1 - 1 / nodes) * columns.sum(), _largest(columns)[:, held - 1].sum()
+    if set_size is not None:
+        room, most = (1 - 1 / nodes) * columns.sum(), _largest(columns)[:, set_size - 1].sum()
     short = scaled if len(scaled) <= scaled.shape[1] else scaled.T
     squares = 0.0
     for square in np.linalg.eigvalsh(short @ short.T)[::-1][: nodes - 1]:  # of singular values
@@ -195,16 +200,16 @@ def _gain_of_nodes(weight: Float[np.ndarray, "B L E"], nodes: int, held: int | N
 def _most_same_part(
     pairs: Float[np.ndarray, "L E E"], mean: Float[np.ndarray, "L E"], removed: float, nodes: int
 ) -> float:
-    """Pairs in the same part, all layers together, if all parts have the same mean load."""
+    """Bound the pairs in the same part, over all layers, if all parts have the same mean load."""
     popular = removed * mean[:, :, None] * mean[:, None]
-    even = popular.sum() / nodes  # what has been taken out, for parts of the same load
+    even = popular.sum() / nodes  # the part that was subtracted, for parts of equal load
     return float(_most_trace(pairs - popular, nodes, pairs.sum((1, 2))).sum() + even) / 2
 
 
 def _most_trace(
     matrix: Float[np.ndarray, "L E E"], nodes: int, scale: Float[np.ndarray, " L"]
 ) -> Float[np.ndarray, " L"]:
-    """The Donath-Hoffman bound of the trace of X' A X over equal partitions X, layer by layer."""
+    """Compute the Donath-Hoffman bound of the trace of X' A X over equal partitions X, layer by layer."""
     experts = matrix.shape[1]
     across, each = np.eye(experts) - 1 / experts, experts / nodes
     diagonal, best = -np.diagonal(matrix, axis1=1, axis2=2), np.full(len(matrix), np.inf)
@@ -221,7 +226,7 @@ def _most_trace(
 
 
 def _planes(top_k: int, nodes: int, room: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Planes ``height - own * j - pair * (pairs in the same part)`` that visits never fall below."""
+    """Return planes ``height - own * j - pair * (pairs in the same part)`` that are lower bounds of the visits."""
     ways = np.array(
         [
             (own, sum(size * (size - 1) // 2 for size in (own, *others)), len(others))
@@ -236,7 +241,9 @@ def _planes(top_k: int, nodes: int, room: int) -> tuple[np.ndarray, np.ndarray, 
 
 
 def _parts(total: int, most_parts: int, largest: int) -> list[tuple[int, ...]]:
-    """The ways to write a number as a sum of so many positive numbers at most, each no larger than the one before.
+    """List the ways to write ``total`` as a sum of at most ``most_parts`` positive numbers in descending order.
+
+    No number exceeds ``largest``.
 
     >>> _parts(4, 2, 3)
     [(3, 1), (2, 2)]
@@ -253,6 +260,6 @@ def _parts(total: int, most_parts: int, largest: int) -> list[tuple[int, ...]]:
 
 
 def copies_off_rank(load: Float[Array, "B L E"], held: int) -> float:
-    """The fewest token copies that leave what holds ``held`` experts, all layers together."""
+    """Bound from below the token copies that leave their rank or node if it holds ``held`` experts, over all layers."""
     load = np.asarray(load)
     return float(load.sum() - _largest(load)[..., min(held, load.shape[2]) - 1].sum())

@@ -1,16 +1,17 @@
-"""A lower bound of what a batch takes under any plan: how much there is left to gain.
+"""A lower bound of the modelled time of a batch over all plans, which shows how much there is left to gain.
 
-Over all homes, residents, replicas and assignments of whole samples to ranks and micro-batches, in the terms of
-`relibra_jax.cost.batch_time`:
+The bound is over all homes, residents, replicas and assignments of whole samples to ranks and micro-batches, in the
+terms of `relibra_jax.cost.batch_time`:
 
-    attention   tokens / ranks: the sum over micro-batches of the fullest rank's is never less
-    compute     copies / ranks, likewise
+    attention   tokens / ranks, because the sum over micro-batches of the fullest rank's tokens is never less
+    compute     copies / ranks, for the same reason
     exchange    the larger of crossings / ranks on the slow network (`relibra_jax.cost.least_crossings`) and of copies
-                off their rank on the fast one; with pushes of residents, or unevenness, that must be paid for fewer
+                that leave their rank on the fast one. It includes the pushes of residents, or the unevenness, that
+                fewer crossings would cost
 
-It is a relaxation: left out are tiles, replicas' transfers, experts that change home, that the busiest rank has more
-than the mean, and most of what keeps one set of experts from being the best for all samples. So no plan is below it,
-and the best one may be well above it.
+It is a relaxation. It leaves out tiles, transfers of replicas, experts that change home, the excess of the busiest rank
+over the mean, and most of the reasons why one set of experts is not the best for all samples. So no plan takes less
+time, and the best plan may take much more.
 """
 
 from typing import NamedTuple
@@ -27,39 +28,40 @@ from relibra_jax.types import RoutingReplay, Topology, UnitTimes
 
 
 class LeastTime(NamedTuple):
-    """Seconds of a batch that no plan is below; the three add up."""
+    """The lower bound of the time of a batch in seconds, as three parts that add up to the total."""
 
     attention: float
     """Attention, projections and shared experts."""
     compute: float
-    """The experts."""
+    """The routed experts."""
     exchange: float
-    """Dispatch and combine, with what must be paid elsewhere to have so few crossings."""
+    """Dispatch and combine, with the extra time elsewhere that so few crossings would cost."""
 
     @property
     def total(self) -> float:
-        """Seconds of the batch."""
+        """The seconds of the whole batch."""
         return self.attention + self.compute + self.exchange
 
 
 def least_time(
     replay: RoutingReplay, topology: Topology, *, cost: UnitTimes, across_nodes: bool = False
 ) -> LeastTime:
-    """A lower bound of the time of a batch over all plans and all assignments of its samples.
+    """Compute a lower bound of the time of a batch over all plans and all assignments of its samples.
 
-    It is the same for every number of micro-batches. It is counted on the host with NumPy, and does not work under jit.
+    The bound is the same for every number of micro-batches. It is computed on the host with NumPy, not under jit.
 
     Args:
         replay: the routing of all samples of the batch, which `relibra_jax.replay.check_replay` accepts.
         topology: the expert-parallel group.
         cost: the unit times of the cluster and the model, from `relibra_jax.cost.unit_times.unit_times`.
-        across_nodes: whether replicas may be in any node, not only where their expert has its home or is a resident.
+        across_nodes: True if replicas may be in any node, False if only in nodes that hold their expert at home or as a
+            resident.
 
     Returns:
-        LeastTime of Python floats. Residents are counted at the price of their pushes, over the mean node.
+        The bound as Python floats, in seconds. It includes the pushes of residents, averaged over the nodes.
 
     Raises:
-        ValueError: if ``cost`` has a negative or infinite time.
+        ValueError: if a time of ``cost`` is negative or too large (`relibra_jax.limits.check_not_negative`).
 
     >>> import numpy as np
     >>> topology = Topology(num_nodes=2, ranks_per_node=1, num_experts=2, replica_slots=0)
@@ -84,7 +86,7 @@ def least_time(
 
 
 def _slow_exchange(routing: Routing, topology: Topology, cost: UnitTimes, *, across_nodes: bool) -> float:
-    """Seconds of all ranks together on the slow network, and of what has to be paid for so few crossings."""
+    """Bound the seconds of all ranks together on the slow network, with the price of so few crossings."""
     crossing, nodes = float(cost.crossing), topology.num_nodes
     if nodes == 1 or crossing == 0:
         return 0.0
@@ -99,13 +101,12 @@ def _slow_exchange(routing: Routing, topology: Topology, cost: UnitTimes, *, acr
 
 
 def _fast_exchange(routing: Routing, topology: Topology, cost: UnitTimes) -> float:
-    """Seconds of all ranks together if the fast network, or flat copies on both, were all that they wait for."""
+    """Bound the seconds of all ranks together on the fast network, or of flat dispatch on both networks."""
     crossing, spread = float(cost.crossing), float(cost.spread)
     if cost.hierarchical:
-        # A token crosses to the rank of its own number in the other node, and from there to the others.
+        # A token crosses to the rank of the same local index in the other node, which sends its copies to the others.
         return spread * copies_off_rank(routing.load, topology.num_nodes * topology.slots)
     if topology.num_nodes > 1 and spread:
-        spread *= crossing / (
-            crossing + spread
-        )  # what leaves a rank, divided so that both networks take as long
+        # What leaves a rank is divided between the networks so that both take equally long.
+        spread *= crossing / (crossing + spread)
     return spread * copies_off_rank(routing.load, topology.slots)

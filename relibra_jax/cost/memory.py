@@ -1,22 +1,22 @@
-"""Bytes that a rank holds of a model's weights, gradients and optimizer state, and whether residents fit.
+"""The memory of a rank: weights, gradients and optimizer state of a model, and a check that residents fit.
 
-For every parameter that a rank computes with:
+Bytes of every parameter with which a rank computes:
 
-    weights       2  bfloat16, all layers, whole on every rank that computes with them
+    weights       2  bfloat16, all layers, unsharded on every rank that computes with them
     masters       4  float32
-    moments       8  float32, Adam's two
+    moments       8  float32, the two of Adam
     accumulators  4  float32 gradients, summed over micro-batches
 
-Residents have weights and accumulators alone, whole. Masters, moments and accumulators of homes are divided by
-``shards``, the data-parallel copies of the group over which FSDP or ZeRO shards them; those of attention and shared
-experts, which all ranks hold, by ``shards`` times the ranks of the group. Replicas have one buffer that all layers
-share; a compiled stack of layers holds 1.9 to 2.5 times that with either fetch (``make aot``), for what is packed, what
-arrived and its gradient, and 3 is counted.
+Residents have weights and accumulators only, both unsharded. Masters, moments and accumulators of homes are divided by
+``shards``, the number of data-parallel copies of the group over which FSDP or ZeRO shards them. Those of attention and
+shared experts, which all ranks hold, are divided by ``shards`` times the ranks of the group. All layers share one
+buffer of replicas. A compiled stack of layers allocates 1.9 to 2.5 times this buffer with either fetch (``make aot``),
+for the packed experts, the received experts and their gradient; 3 times is counted.
 
-Not counted: activations, gradients of one micro-batch before they are added to the accumulators (2 bytes for each
-parameter of a resident: ``make aot``), exchange buffers, embeddings, routers and norms, layers without experts, and
-what the runtime itself takes. The engine casts weights of homes layer by layer from the masters and then holds fewer of
-them.
+Not counted are activations, gradients of one micro-batch before they are added to the accumulators (2 bytes per
+parameter of a resident: ``make aot``), exchange buffers, embeddings, routers and norms, layers without experts, and the
+memory of the runtime itself. The engine casts the weights of homes layer by layer from the masters, so it holds fewer
+of them than are counted.
 """
 
 from typing import Final, NamedTuple
@@ -28,10 +28,11 @@ from relibra_jax.limits import check_integer
 from relibra_jax.types import Topology
 
 REPLICA_BUFFERS: Final = 3
+"""The memory that is counted for replicas, in multiples of one buffer."""
 
 
 class RankMemory(NamedTuple):
-    """Bytes of one rank, by what they are for."""
+    """The memory of one rank in bytes, by purpose."""
 
     homes: float
     """Weights, masters, moments and accumulators of home slots."""
@@ -44,21 +45,21 @@ class RankMemory(NamedTuple):
 
     @property
     def total(self) -> float:
-        """Bytes of all of them."""
+        """The sum of all parts, in bytes."""
         return sum(self)
 
 
 def rank_memory(topology: Topology, model: Model, *, shards: int = 1) -> RankMemory:
-    """The bytes that a rank holds.
+    """Compute the memory of a rank in bytes.
 
     Args:
-        topology: the expert-parallel group, which gives the slots of a rank.
+        topology: the expert-parallel group.
         model: the sizes of the model.
-        shards: the data-parallel copies of the group over which optimizer state and accumulators are sharded; 1 if
-            there are none.
+        shards: the number of data-parallel copies of the group over which optimizer state and accumulators are sharded.
+            1 for no sharding.
 
     Raises:
-        ValueError: if ``shards`` is no integer of at least 1, or the topology has fewer experts than the model.
+        ValueError: if ``shards`` is not an integer of at least 1, or if the topology has fewer experts than the model.
 
     >>> from relibra_jax.cost.models import MODELS
     >>> topology = Topology(num_nodes=2, ranks_per_node=8, num_experts=32, replica_slots=2, resident_slots=1)
@@ -82,16 +83,17 @@ def rank_memory(topology: Topology, model: Model, *, shards: int = 1) -> RankMem
 
 
 def check_rank_memory(topology: Topology, model: Model, *, cluster: Cluster, shards: int = 1) -> None:
-    """Raise unless a rank of the cluster holds its slots and attention.
+    """Raise ValueError unless the memory of a rank suffices for its slots and attention.
 
     Args:
         topology: the expert-parallel group.
         model: the sizes of the model.
         cluster: the hardware.
-        shards: as in `rank_memory`.
+        shards: the number of data-parallel copies over which state is sharded, as in `rank_memory`.
 
     Raises:
-        ValueError: as `rank_memory`, or if the bytes exceed the cluster's memory, with all of them in GB.
+        ValueError: under the conditions of `rank_memory`, or if a rank needs more memory than it has. The message has
+            all parts in GB.
     """
     needed = rank_memory(topology, model, shards=shards)
     if needed.total > cluster.memory:

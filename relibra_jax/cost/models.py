@@ -1,4 +1,4 @@
-"""Named models for `relibra_jax.cost`: the sizes that time and memory depend on, with their source."""
+"""Named models for `relibra_jax.cost`: the sizes that determine time and memory, with their source."""
 
 import dataclasses
 
@@ -8,42 +8,51 @@ import jax
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Model:
-    """The sizes of a mixture-of-experts transformer that time depends on, one layer at a time."""
+    """The sizes of a mixture-of-experts transformer that determine its time and memory."""
 
     moe_layers: int
+    """L, the number of MoE layers."""
     num_experts: int
+    """E, the number of logical experts of a layer."""
     top_k: int
+    """K, the number of experts of a token."""
     width: int
-    """Model width D."""
+    """D, the model width."""
     expert_width: int
-    """Width F of one expert."""
+    """F, the width of one expert."""
     shared_width: int
-    """Width of the shared experts together; 0 for none."""
+    """The width of all shared experts together; 0 for none."""
     attention_params: int
-    """Weights of one attention block."""
+    """The number of weights of one attention block."""
     attention_width: int
     """Heads x (query-key dimension + value dimension)."""
     cache_width: int
-    """Numbers that the key-value cache holds of one token."""
+    """The numbers that the key-value cache holds per token and layer."""
     cache_heads: int
-    """Parts into which tensor parallelism divides the cache; beyond them devices hold the same."""
+    """The number of parts into which tensor parallelism can divide the cache; with more devices, parts are duplicated.
+    """
     heads: int | None = None
-    """Query heads, which tensor parallelism divides; None where they are not known."""
+    """The number of query heads, which tensor parallelism divides; None if unknown."""
 
     @property
     def expert_params(self) -> int:
-        """Weights of one expert: gate, up and down."""
+        """The number of weights of one expert: gate, up and down."""
         return 3 * self.width * self.expert_width
 
     def token_flops(self, context: float) -> float:
-        """Forward FLOP of a token outside the routed experts: attention over half of ``context`` (it is causal),
-        its projections, shared experts."""
+        """Return the forward FLOP of a token in one layer outside the routed experts.
+
+        They are attention over half of ``context`` (it is causal), its projections, and shared experts.
+
+        Args:
+            context: the length of the sequence in tokens.
+        """
         weights = self.attention_params + 3 * self.width * self.shared_width
         return 2 * weights + self.attention_width * context
 
 
 def _grouped_query(width: int, heads: int, kv_heads: int, head_dim: int) -> dict[str, int]:
-    """Attention with ``kv_heads`` shared keys and values."""
+    """Return the sizes of grouped-query attention with ``kv_heads`` heads of keys and values."""
     params = width * head_dim * (2 * heads + 2 * kv_heads)
     return {
         "width": width,

@@ -1,21 +1,22 @@
-"""A common currency: the modelled time of a training step's layers under a plan, in seconds.
+"""The modelled time of the layers of a training step under a plan, in seconds.
 
-One layer of one micro-batch, forward and backward, on a described cluster:
+One layer of one micro-batch, forward and backward, on a cluster of `relibra_jax.cost.hardware`:
 
     attention  3 x (tokens of the fullest rank) x (FLOP of a token) / rate
     compute    3 x (rows of the most loaded rank, filled up to tiles) x 6 D F / rate
     exchange   4 x (bytes of the busiest rank's busiest link, sent or received) / bandwidth
     exposed    3 x (time to push a layer's replicas - time of forward attention), where that is positive
 
-A backward pass costs two forward passes; dispatch and combine each run once per pass; a replica is pushed in the
-forward pass, and pushed again and its gradient returned in the backward pass, each time behind attention. A recompute
-pass, for the old log-probabilities, is one more forward pass: 4, 4, 6 and 4 times. Every phase waits for its slowest
-rank, because a collective ends it. The accounting follows LAER-MoE (ASPLOS'26: four exchanges, three passes of compute)
-with the replicas' transfers of ReLibra (arXiv 2605.08639). Not counted: what is neither attention nor experts
-(embeddings, the optimizer's step, the sum of gradients over data-parallel copies), memory traffic, launches, latencies,
-and forward passes that activation checkpointing repeats. All of it is a model: nothing here was measured on a cluster.
+A backward pass costs as much as two forward passes. Dispatch and combine each run once per pass. A replica is sent in
+the forward pass; in the backward pass it is sent again and its gradient is returned. Attention hides each of these
+transfers in part. A recompute pass, for the old log-probabilities, is one more forward pass: the factors become 4, 4, 6
+and 4. Every phase waits for its slowest rank, because a collective ends it. The factors are those of LAER-MoE
+(ASPLOS'26: four exchanges, three passes of compute), and the transfers of replicas those of ReLibra (arXiv 2605.08639).
+Not counted are operations other than attention and experts (embeddings, the optimizer step, the sum of gradients over
+data-parallel copies), memory traffic, launches, latencies, and forward passes that activation checkpointing repeats.
+All of it is a model: nothing here was measured on a cluster.
 
-What a whole batch takes is in `relibra_jax.cost.batch_time`.
+`relibra_jax.cost.batch_time` models the time of a whole batch.
 """
 
 from typing import NamedTuple
@@ -30,57 +31,61 @@ from relibra_jax.cost.traffic import count_traffic, transfer_time
 from relibra_jax.limits import check_integer
 from relibra_jax.types import Array, LayerPlan, Topology
 
-ACTIVATION_BYTES = 2  # bfloat16
+ACTIVATION_BYTES = 2
+"""Bytes of one number of an activation: bfloat16."""
 
 
 class RankTime(NamedTuple):
-    """Modelled seconds of every rank in the forward pass of one layer of one micro-batch."""
+    """The modelled seconds of every rank in the forward pass of each layer and micro-batch."""
 
     attention: Float[Array, "M L N G"]
-    """Attention, projections and shared experts on the rank's own tokens."""
+    """Attention, projections and shared experts, for the rank's own tokens."""
     compute: Float[Array, "M L N G"]
-    """The experts in its slots."""
+    """The experts in the rank's slots."""
     exchange: Float[Array, "M L N G"]
-    """Dispatch, which is as long as combine."""
+    """Dispatch; combine takes as long."""
     push: Float[Array, "M L N G"]
-    """Sending and receiving replicas, beside attention."""
+    """Sending and receiving replicas, at the same time as attention."""
 
 
 class LayerTime(NamedTuple):
-    """Modelled seconds of a layer in all passes of a micro-batch; the four add up."""
+    """The modelled seconds of a layer in all passes of a micro-batch, as four parts that add up to the total."""
 
     attention: Float[Array, "M L"]
+    """Attention, projections and shared experts."""
     compute: Float[Array, "M L"]
+    """The routed experts."""
     exchange: Float[Array, "M L"]
+    """Dispatch and combine."""
     exposed: Float[Array, "M L"]
-    """What of the replicas' transfers attention does not hide."""
+    """The part of the transfers of replicas that attention does not hide."""
 
     @property
     def total(self) -> Float[Array, "M L"]:
-        """Seconds of the layer."""
+        """The seconds of the whole layer."""
         return self.attention + self.compute + self.exchange + self.exposed
 
 
 class Passes(NamedTuple):
-    """How often a micro-batch does what a forward pass does once."""
+    """The work on a micro-batch, in multiples of one forward pass."""
 
     compute: int
-    """The work of a forward pass; a backward pass is two. Replicas travel as often: weights in both passes, and
-    gradients in the backward pass."""
+    """The number of forward passes, where a backward pass counts as two. Replicas are transferred as often: their
+    weights in both passes, and their gradients in the backward pass."""
     exchange: int
-    """Dispatch, or combine."""
+    """The number of exchanges; dispatch and combine are one each."""
 
 
 def count_passes(updates: int, *, recompute: bool) -> Passes:
-    """The passes over a micro-batch.
+    """Count the passes over a micro-batch.
 
     Args:
-        updates: the optimizer updates among which the micro-batches of a batch are divided, so that each is run once;
-            0 for a stage that only recomputes.
-        recompute: whether there is a forward pass for old log-probabilities.
+        updates: the number of optimizer updates among which the micro-batches of a batch are divided; each micro-batch
+            is in one update. 0 for a stage that only recomputes.
+        recompute: True if there is a forward pass for old log-probabilities.
 
     Raises:
-        ValueError: if ``updates`` is no integer of at least 0, or there is no pass at all.
+        ValueError: if ``updates`` is not an integer of at least 0, or if there is neither an update nor a recompute.
 
     >>> count_passes(1, recompute=False), count_passes(4, recompute=True)
     (Passes(compute=3, exchange=4), Passes(compute=4, exchange=6))
@@ -103,25 +108,27 @@ def rank_time(
     visits: Int[Array, "M L P N"] | None = None,
     float8: Bool[Array, "M L N G"] | None = None,
 ) -> RankTime:
-    """The modelled forward time of every rank under a plan.
+    """Model the forward time of every rank under a plan.
 
     Args:
-        layer_plans: ``batch_plan.layer_plans()``, stacked ``[M, L]``; a rank's tokens are its copies over top-k.
+        layer_plans: ``batch_plan.layer_plans()``, stacked ``[M, L]``. The number of tokens of a rank is its number of
+            token copies / top-k.
         topology: the expert-parallel group.
         cluster: the hardware, for example ``CLUSTERS["h100"]``.
         model: the sizes of the model, for example ``MODELS["qwen3-235b-a22b"]``.
-        context: the mean length of a sequence, tokens.
-        scale: how many tokens each token stands for, to read a small trace at the size of a real micro-batch.
-        visits: distinct tokens that cross nodes, for the hierarchical path: see
-            `relibra_jax.cost.traffic.count_traffic`.
-        float8: the ranks that compute their experts in float8 (`relibra_jax.hot_ranks.mark_hot_ranks`), at the peak of
-            float8 products and nothing more: rounding is not counted, so this is the least that they may take.
+        context: the mean length of a sequence in tokens.
+        scale: the number of tokens that each token stands for, which scales a small trace to the size of a real
+            micro-batch.
+        visits: the number of distinct tokens that each rank sends to each node, for hierarchical dispatch; see
+            `relibra_jax.cost.traffic.count_traffic`. None for flat dispatch.
+        float8: True for the ranks that compute their experts in float8 (`relibra_jax.hot_ranks.mark_hot_ranks`). Their
+            products run at the float8 peak, and the cast to float8 is not counted, so this is a lower bound.
 
     Returns:
-        RankTime, seconds.
+        The times in seconds.
 
     Raises:
-        ValueError: if ``visits`` have another shape than the plans ask for.
+        ValueError: if the shape of ``visits`` does not fit the plans.
     """
     flops = cluster.matmul_flops * cluster.matmul_efficiency
     tokens = scale * jnp.asarray(layer_plans.load).sum(-1) / model.top_k
@@ -138,15 +145,15 @@ def rank_time(
 
 
 def layer_time(time: RankTime, *, updates: int = 1, recompute: bool = False) -> LayerTime:
-    """From ranks to layers: every phase waits for its slowest rank, in all passes.
+    """Compute the time of layers in all passes from the forward time of ranks; every phase waits for its slowest rank.
 
     Args:
         time: the forward time of every rank.
-        updates: as in `count_passes`.
-        recompute: as in `count_passes`.
+        updates: the number of optimizer updates, as in `count_passes`.
+        recompute: True if there is a forward pass for old log-probabilities.
 
     Raises:
-        ValueError: as `count_passes`.
+        ValueError: under the conditions of `count_passes`.
 
     >>> one = jnp.array([[[[1.0, 2.0]]]])
     >>> layer_time(RankTime(one, one, one, 2 * one)).exposed.tolist()

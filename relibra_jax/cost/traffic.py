@@ -1,7 +1,7 @@
-"""What ranks send and receive, counted: over the slow network between nodes, and over the fast one inside them.
+"""Counts of what ranks send and receive over the slow network between nodes and over the fast network inside them.
 
-Counted are the rows of dispatch, from plans alone (flat path) or with the replayed routes (hierarchical path), and
-experts that go from rank to rank. `transfer_time` turns counts into seconds.
+The counts are of the rows of dispatch, from the plan alone (flat dispatch) or also from the replayed routes
+(hierarchical dispatch), and of the experts that ranks send to each other. `transfer_time` converts counts to seconds.
 """
 
 import functools
@@ -18,29 +18,29 @@ from relibra_jax.types import EMPTY, Array, LayerPlan, Topology, check_shape
 
 
 class Traffic(NamedTuple):
-    """What each rank sends and receives, in rows or in experts."""
+    """The numbers of rows or experts that each rank sends and receives."""
 
     slow_sent: Num[Array, "*stack N G"]
-    """To other nodes."""
+    """Sent to other nodes."""
     slow_received: Num[Array, "*stack N G"]
-    """From other nodes."""
+    """Received from other nodes."""
     fast_sent: Num[Array, "*stack N G"]
-    """To other ranks of the node."""
+    """Sent to other ranks of the node."""
     fast_received: Num[Array, "*stack N G"]
-    """From other ranks of the node."""
+    """Received from other ranks of the node."""
 
 
 def transfer_time(
     traffic: Traffic, size: Float[Array, ""] | float, cluster: Cluster
 ) -> Float[jax.Array, "*stack N G"]:
-    """Seconds for which each rank's links are busy.
+    """Model the seconds for which the links of each rank are busy.
 
-    A rank sends and receives at the same time, and both networks work at the same time. Where the ranks of a node share
-    their link to other nodes, each of them waits until it has carried everything.
+    A rank sends and receives at the same time, and both networks work at the same time. If the ranks of a node share
+    their link to other nodes, each of them waits until the link has transferred the data of all.
 
     Args:
-        traffic: what each rank sends and receives.
-        size: the bytes of one row or expert.
+        traffic: the numbers of rows or experts that each rank sends and receives.
+        size: the size of one row or expert in bytes.
         cluster: the hardware.
 
     >>> from relibra_jax.cost.hardware import CLUSTERS
@@ -67,12 +67,13 @@ def count_experts(
     moved: Bool[Array, "*places"],
     topology: Topology,
 ) -> Traffic:
-    """Experts that ranks send and receive.
+    """Count the experts that ranks send and receive.
 
     Args:
-        source: the flat rank that sends each expert; any where none is moved.
-        target: the flat rank that receives it.
-        moved: whether there is an expert to move; from a rank to itself nothing is.
+        source: the flat rank that sends each expert.
+        target: the flat rank that receives each expert.
+        moved: True for experts that are moved, False for entries to ignore. An expert whose source and target are the
+            same rank does not count.
         topology: the expert-parallel group.
 
     Returns:
@@ -100,22 +101,22 @@ def count_traffic(
     *,
     visits: Int[Array, "M L P N"] | None = None,
 ) -> Traffic:
-    """Rows that ranks exchange at dispatch; combine moves the same rows back.
+    """Count the rows that ranks exchange at dispatch; combine moves the same rows back.
 
-    Rows that only fill up a buffer of fixed size are not counted: the ragged exchange sends none.
+    The padding of buffers is not counted, because the ragged exchange does not send it.
 
     Args:
         layer_plans: ``batch_plan.layer_plans()``, stacked ``[M, L]``.
         topology: the expert-parallel group.
-        visits: None for the flat path, where every token copy travels by itself. For the hierarchical path, where
-            a token crosses to a node once (to the rank of the same index there) and spreads inside it: the counts of
-            `relibra_jax.node_visits.node_visits`.
+        visits: the counts of `relibra_jax.node_visits.node_visits` for hierarchical dispatch, where a token crosses
+            once to a node, to the rank with the same local index, and its copies are distributed inside that node. None
+            for flat dispatch, where every token copy is sent by itself.
 
     Returns:
-        Traffic ``[M, L, N, G]``; over the slow network in token copies, or in tokens for the hierarchical path.
+        Traffic ``[M, L, N, G]`` in token copies; over the slow network of hierarchical dispatch, in tokens.
 
     Raises:
-        ValueError: if ``visits`` have another shape, with both.
+        ValueError: if the shape of ``visits`` does not fit the plans.
     """
     plans = jax.tree.map(jnp.asarray, layer_plans)
     if visits is None:
@@ -143,12 +144,17 @@ def count_traffic(
 
 
 def _flat_traffic(plan: LayerPlan, *, topology: Topology) -> Traffic:
-    """Traffic of one layer of one micro-batch, from what is left over after each round of the token split."""
+    """Count the traffic of flat dispatch in one layer of one micro-batch.
+
+    It follows from the supply and demand that each round of the token split leaves unmatched.
+    """
     load = jnp.asarray(plan.load)
     ranks, (nodes, local) = topology.num_ranks, load.shape[:2]
-    held = jnp.where(plan.slot_expert == EMPTY, 0, plan.slot_expert).reshape(ranks, -1)
+    slot_expert = jnp.where(plan.slot_expert == EMPTY, 0, plan.slot_expert).reshape(ranks, -1)
     supply = load.reshape(ranks, -1)
-    demand = jnp.zeros_like(supply).at[jnp.arange(ranks)[:, None], held].add(plan.quota.reshape(ranks, -1))
+    demand = (
+        jnp.zeros_like(supply).at[jnp.arange(ranks)[:, None], slot_expert].add(plan.quota.reshape(ranks, -1))
+    )
     own = jnp.minimum(supply, demand)
     wanted, offered = ((side - own).reshape(nodes, local, -1) for side in (supply, demand))
 

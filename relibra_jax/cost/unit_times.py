@@ -1,4 +1,4 @@
-"""Seconds of one unit of work of a rank: what a planner weighs, by the formulas of a batch's time."""
+"""The modelled seconds of one unit of each kind of work, by which planners compare plans."""
 
 from relibra_jax.cost.batch_time import check_dispatch
 from relibra_jax.cost.copies import RESIDENT_BYTES, STATE_BYTES
@@ -19,28 +19,30 @@ def unit_times(
     updates: int = 1,
     recompute: bool = False,
 ) -> UnitTimes:
-    """What one unit of work costs a rank, in all passes of a batch.
+    """Model the seconds that one unit of each kind of work costs a rank, in all passes of a batch.
 
-    A phase of a layer takes what its busiest rank has of it: tokens x ``token`` for attention, copies x ``copy`` for
-    compute, and for the exchange the larger of crossings x ``crossing`` and copies inside the node x ``spread``: both
-    networks work at the same time. Not in it are rows that only fill up a tile, and replicas, which attention hides.
-    Where a node's ranks share a link, a rank's crossings are the mean over its node's.
+    The time of each phase of a layer is that of its busiest rank: tokens x ``token`` for attention, copies x ``copy``
+    for compute. For the exchange it is the larger of crossings x ``crossing`` and copies inside the node x ``spread``,
+    because both networks work at the same time. Not included are rows that only fill up a tile, and transfers of
+    replicas, which attention hides. If the ranks of a node share a link, the crossings of a rank are the mean of its
+    node.
 
     Args:
         cluster: the hardware, for example ``CLUSTERS["h100"]``.
         model: the sizes of the model, for example ``MODELS["qwen3-235b-a22b"]``.
-        context: the mean length of a sequence, tokens.
-        scale: how many tokens each token stands for; an expert that is moved or pushed stands for itself.
-        dispatch: ``flat``, where every copy crosses by itself; or ``hierarchical``, where a token crosses to a node
-            once, however many of its experts are there.
-        updates: the optimizer updates of a batch, each of which pushes residents.
-        recompute: whether there is a forward pass for old log-probabilities.
+        context: the mean length of a sequence in tokens.
+        scale: the number of tokens that each token stands for. It does not apply to experts that are moved or pushed.
+        dispatch: ``flat`` if every copy crosses by itself, ``hierarchical`` if a token crosses to a node once, however
+            many of its experts are there.
+        updates: the number of optimizer updates of a batch, each of which sends residents.
+        recompute: True if there is a forward pass for old log-probabilities.
 
     Returns:
-        UnitTimes of Python floats, seconds.
+        The unit times as Python floats, in seconds.
 
     Raises:
-        ValueError: if a number is not positive and finite, ``dispatch`` is unknown, or there is no pass to run.
+        ValueError: if ``context`` or ``scale`` is not positive and finite, if ``dispatch`` is unknown, or if there is
+            neither an update nor a recompute.
 
     >>> from relibra_jax.cost.hardware import CLUSTERS
     >>> from relibra_jax.cost.models import MODELS

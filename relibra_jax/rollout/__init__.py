@@ -1,4 +1,4 @@
-"""What rollout engines and trainers record about routing, read into a `RoutingReplay` or into counts."""
+"""Readers of the routed experts that rollout engines and trainers record, into a `RoutingReplay` or into counts."""
 
 from relibra_jax.rollout.counts import sample_counts
 from relibra_jax.rollout.ingest import replay_from_rollout

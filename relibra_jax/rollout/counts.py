@@ -1,7 +1,7 @@
-"""Counts instead of routes: what planning needs of a rollout, made where the rollout is.
+"""Counts of expert loads that a rollout worker sends for planning, in place of the routes.
 
-A route is ``L * K`` ids a token, a count ``L * E`` numbers a sample, however long. docs/guides/counts.md says who sends
-what.
+The route of a token takes ``L * K`` ids, whereas the counts of a sample take ``L * E`` numbers, however long it is.
+docs/guides/counts.md describes which process sends what.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,22 +28,23 @@ def sample_counts(
     fill: str | None = None,
     live_routing: Callable[[np.ndarray], Array] | None = None,
 ) -> tuple[Integer[np.ndarray, "B L E"], Int[np.ndarray, " B"]]:
-    """Count the token copies that every sample sends to every expert, from what an engine recorded.
+    """Count the token copies that every sample sends to every expert, from the recording of an engine.
 
-    It is `relibra_jax.sample_load` of the replay that `relibra_jax.replay_from_rollout` reads, checked as that is, in
-    NumPy alone: no device is touched, so that it runs in a rollout worker.
+    The result equals `relibra_jax.sample_load` of the replay that `relibra_jax.replay_from_rollout` reads, with the
+    same checks. The function uses NumPy alone and no device, so a rollout worker can call it.
 
     Args:
         source, layout, mask, num_experts, top_k, num_layers, moe_layers, start, fill, live_routing: as in
             `relibra_jax.replay_from_rollout`, for the samples of this worker.
 
     Returns:
-        The load ``[B, L, E]``, token copies, and the tokens ``[B]`` of each sample, int32. The load has the smallest of
-        uint8, uint16 and int32 that holds the longest sample, as no expert comes twice in a token's route; loads of
-        several workers can be concatenated as they are. Both are what `relibra_jax.plan_loads` takes.
+        The load ``[B, L, E]`` in token copies, and the number of tokens ``[B]`` of each sample, int32; both are
+        arguments of `relibra_jax.plan_loads`. The load has the smallest of uint8, uint16 and int32 that can count the
+        tokens of the longest sample, which is enough because no token has an expert twice. The loads of several workers
+        can be concatenated.
 
     Raises:
-        ValueError: as `relibra_jax.replay_from_rollout`.
+        ValueError: under the conditions of `relibra_jax.replay_from_rollout`.
 
     >>> rows = np.array([[[0, 1]], [[3, 1]]])  # 2 tokens, 1 layer, top-2
     >>> mask = np.array([[False, True, True]])
@@ -64,7 +65,7 @@ def sample_counts(
     load = np.zeros((len(expected.tokens), layers, num_experts), _load_dtype(longest))
     first = 0
     for sample, tokens in enumerate(expected.tokens):
-        # A histogram of each layer is 20 times as fast as np.add.at, and needs no offsets of ids in 64 bits.
+        # A histogram per layer is 20 times as fast as np.add.at, and needs no 64-bit offsets of ids.
         for layer in range(layers):
             ids = rows[first : first + tokens, layer].ravel()
             load[sample, layer] = np.bincount(ids, minlength=num_experts)

@@ -1,4 +1,7 @@
-"""What decoders of several engines share: samples one by one, grids, and the rows that engines make up."""
+"""Functions that decoders of several engines share: decoding by sample or by batch, and removal of placeholder routes.
+
+A placeholder route is one that a trainer writes for a token that the engine did not route.
+"""
 
 import math
 from collections.abc import Callable, Mapping
@@ -12,21 +15,25 @@ from relibra_jax.rollout.payload import Recorded, integers, sequence
 
 
 class Layout(NamedTuple):
-    """How one source is read."""
+    """The decoder of one layout."""
 
     decode: Callable[[Any, Expected], list[Recorded]]
-    """``(source, expected) -> rows of each sample``; raises ValueError on what it cannot read."""
+    """``(source, expected) -> rows of each sample``. It raises ValueError if it cannot read the source."""
     moe_only: bool = False
-    """True where the layout never has rows of dense layers."""
+    """True if recordings of the layout have rows of MoE layers alone, never of dense layers."""
 
 
 def per_sample(decode: Callable[[Any, Expected, int], Recorded]) -> Callable[[Any, Expected], list[Recorded]]:
-    """Lift a decoder of one sample, which also gets the sample's place in the batch, to a sequence of them."""
+    """Build a decoder of a sequence of samples from a decoder of one.
+
+    Args:
+        decode: ``(item, expected, sample) -> rows``, where ``sample`` is the index of the item in the batch.
+    """
 
     def decode_all(source: Any, expected: Expected) -> list[Recorded]:
         items, samples = list(sequence(source, of="samples")), len(expected.mask)
         if len(items) != samples:
-            raise ValueError(f"{len(items)} samples, the mask has {samples}")
+            raise ValueError(f"the source has {len(items)} samples, but the mask has {samples}")
         recorded = []
         for sample, item in enumerate(items):
             try:
@@ -39,12 +46,12 @@ def per_sample(decode: Callable[[Any, Expected, int], Recorded]) -> Callable[[An
 
 
 def array(item: Any, expected: Expected, sample: int) -> Recorded:
-    """One sample's rows."""
+    """Read the rows of one sample from an array ``[rows, layers, K]``."""
     return Recorded(integers(item, ndim=3), None)
 
 
 def grid(source: Any, expected: Expected) -> list[Recorded]:
-    """``[B, T, layers, K]``, laid out as the mask."""
+    """Read an array ``[B, T, layers, K]`` whose tokens are at the same positions as in the mask."""
     ids, mask = integers(source, ndim=4), expected.mask
     if ids.shape[:2] != mask.shape:
         raise ValueError(f"expected {list(mask.shape)} samples and tokens, found {list(ids.shape[:2])}")
@@ -52,31 +59,31 @@ def grid(source: Any, expected: Expected) -> list[Recorded]:
 
 
 def layers_first(source: Any, expected: Expected) -> list[Recorded]:
-    """``[B, layers, T, K]``."""
+    """Read an array ``[B, layers, T, K]`` whose tokens are at the same positions as in the mask."""
     return grid(np.moveaxis(integers(source, ndim=4), 1, 2), expected)
 
 
-def without_made_up(rows: np.ndarray, expected: Expected) -> np.ndarray:
-    """Rows up to those at the end that are ``0..K-1`` in every layer.
+def drop_placeholders(rows: np.ndarray, expected: Expected) -> np.ndarray:
+    """Remove placeholder routes ``0..K-1`` (the same in every layer) from the end of a sample.
 
     NeMo-RL (``pad_and_align_routed_expert_indices`` and ``_dummy_routed_experts_for_tokens``) and SkyRL
     (``make_replay_padding_indices_np``) write these for the last token, and for tokens of an environment behind the
-    last generation. But for the last, they are taken for made up only where chance does not produce them
+    last generation. Before the last token, such a row counts as a placeholder only if chance does not produce it
     (`IMPLAUSIBLE_BITS`).
     """
     if not rows.shape[1] or rows.shape[2] != expected.top_k:
-        return rows  # refused by name where rows are placed
+        return rows  # read_rows raises on these
     recorded = (rows != np.arange(expected.top_k)).any(axis=(1, 2))
     end = int(np.flatnonzero(recorded).max(initial=-1)) + 1
     bits = rows.shape[1] * math.log2(math.perm(expected.num_experts, expected.top_k))
     return rows[:end] if bits > IMPLAUSIBLE_BITS else rows[: max(end, len(rows) - 1)]
 
 
-def without_made_up_last(rows: np.ndarray) -> np.ndarray:
-    """Rows without a last one that is the row before it over again, or zeros: what stands for the last token's route.
+def drop_placeholder_last(rows: np.ndarray) -> np.ndarray:
+    """Remove the last row if it is a placeholder for the last token: a repetition of the row before it, or zeros.
 
-    verifiers (``_attribute_routed_experts``) and AReaL (``_preprocess_one``) write the row before it again; prime-rl
-    (``_encode_routed_experts``) appends zeros where a row is missing.
+    verifiers (``_attribute_routed_experts``) and AReaL (``_preprocess_one``) repeat the row before it; prime-rl
+    (``_encode_routed_experts``) appends zeros if a row is missing.
     """
     if not len(rows):
         return rows
@@ -84,36 +91,36 @@ def without_made_up_last(rows: np.ndarray) -> np.ndarray:
     return rows[:-1] if repeats or not rows[-1].any() else rows
 
 
-def wide_enough(rows: np.ndarray, num_experts: int) -> np.ndarray:
-    """Rows in a dtype for all ids of the model.
+def widen_ids(rows: np.ndarray, num_experts: int) -> np.ndarray:
+    """Cast rows to int32 if their dtype is too small for the ids of the model.
 
-    SkyRL and prime-rl take the dtype from the largest id of a sample, so that a small one says nothing of the model.
-    Elsewhere it is the model's, and one that is too small has wrapped.
+    SkyRL and prime-rl choose the dtype by the largest id of a sample, so a small dtype is no error there. In other
+    formats the dtype is the model's, and ids in a dtype that is too small have overflowed.
     """
     return rows if np.iinfo(rows.dtype).max >= num_experts - 1 else rows.astype(np.int32)
 
 
 def field(item: Any, name: str, *default: Any) -> Any:
-    """A value of a mapping, or the default if there is none.
+    """Return a value of a mapping, or the default if the value is missing or None.
 
     Raises:
-        ValueError: if it is no mapping, or has no such value and there is no default.
+        ValueError: if ``item`` is not a mapping, or if the value is missing and there is no default.
     """
     if not isinstance(item, Mapping):
         raise ValueError(f"expected a mapping with {name!r}, found {type(item).__name__}")
     value = item.get(name)
     if value is None and not default:
-        raise ValueError(f"there is no {name!r} among {sorted(map(str, item))}")
+        raise ValueError(f"missing {name!r} among the keys {sorted(map(str, item))}")
     return default[0] if value is None else value
 
 
 def start_in(item: Any, tokens: int, *, name: str = "routed_experts_start_len") -> int | None:
-    """The start that a recording states under ``name``, None if it states none.
+    """Return the token of the first row that a recording states under ``name``; None if it states none.
 
     Raises:
-        ValueError: if it is not one of the sample's tokens.
+        ValueError: if the stated value is not an integer from 0 to the number of tokens of the sample.
     """
     start = field(item, name, None)
     if start is not None and (not isinstance(start, int) or not 0 <= start <= tokens):
-        raise ValueError(f"{name}={start!r} is not one of its {tokens} tokens")
+        raise ValueError(f"{name}={start!r} must be an integer from 0 to its {tokens} tokens")
     return start

@@ -1,4 +1,4 @@
-"""What inference engines hand over: SGLang, vLLM, TensorRT-LLM's arrays, transformers."""
+"""Decoders for the routed experts that inference engines return: SGLang, vLLM over HTTP, and transformers."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,20 +11,21 @@ from relibra_jax.rollout.payload import ASK_FOR_START, Recorded, from_base64, fr
 
 
 def sglang(meta: Any, expected: Expected, sample: int) -> Recorded:
-    """One response's ``meta_info``."""
+    """Read one sample from the ``meta_info`` of an SGLang response."""
     dtype, start = field(meta, "routed_experts_dtype", "int32"), start_in(meta, expected.tokens[sample])
     if dtype not in ("int32", "uint16", "uint8"):
-        raise ValueError(f"routed_experts_dtype {dtype!r} is none of int32, uint16, uint8")
+        raise ValueError(f"routed_experts_dtype {dtype!r} must be one of int32, uint16, uint8")
     flat = from_base64(field(meta, "routed_experts"), dtype=dtype)
     layers = _layers_of_flat(flat.size, expected, sample, expected.start[sample] if start is None else start)
     return Recorded(flat.reshape(-1, layers, expected.top_k), start)
 
 
 def _layers_of_flat(size: int, expected: Expected, sample: int, start: int | None) -> int:
-    """The layer axis of a buffer that states no shape.
+    """Infer the number of layers of a flat buffer that states no shape: all hidden layers, or the MoE layers.
 
-    Where its rows start is known, a row for every token from there, or every one but the last, settles it; fewer
-    rows do so, and any number where the start is not known, only if a single reading remains.
+    If the first token is known, the number of layers is the one with which the buffer has a row for every token from
+    there, or for every one but the last. Otherwise, or if no such number exists, it is inferred only if a single
+    interpretation of the buffer is possible.
     """
     tokens = expected.tokens[sample]
     first = start or 0
@@ -34,9 +35,9 @@ def _layers_of_flat(size: int, expected: Expected, sample: int, start: int | Non
     }
     readings = [layers for layers, (count, rest) in rows.items() if not rest and count <= tokens - first]
     whole = [layers for layers in readings if rows[layers][0] >= tokens - 1 - first]
-    settled = whole if whole and start is not None else readings
-    if len(settled) == 1 or not size:
-        return max(settled or rows)
+    candidates = whole if whole and start is not None else readings
+    if len(candidates) == 1 or not size:
+        return max(candidates or rows)
     kinds = f"{expected.num_layers} layers or {len(expected.moe_layers)} MoE layers x top-{expected.top_k}"
     if start is None and readings:
         counts = " or ".join(str(rows[layers][0]) for layers in readings)
@@ -47,7 +48,7 @@ def _layers_of_flat(size: int, expected: Expected, sample: int, start: int | Non
 
 
 def vllm_http(source: Any, expected: Expected) -> list[Recorded]:
-    """Responses, each with one sample a choice."""
+    """Read HTTP responses of vLLM, whose choices are the samples."""
     samples: list[tuple[Any, Any]] = []
     for response in sequence(source, of="responses"):
         prompt = field(response, "prompt_routed_experts", None)
@@ -61,18 +62,19 @@ def vllm_http(source: Any, expected: Expected) -> list[Recorded]:
 def _prompt_and_generated(fields: tuple[Any, Any], expected: Expected, sample: int) -> Recorded:
     arrays = [from_http(field) for field in fields if field is not None]
     if not arrays:
-        raise ValueError("there is neither routed_experts nor prompt_routed_experts")
+        raise ValueError("it has neither routed_experts nor prompt_routed_experts")
     parts = [part for part in arrays if part.size]
     if len({(part.shape[1:], part.dtype) for part in parts}) > 1:
         kinds = [f"{part.dtype}{list(part.shape[1:])}" for part in parts]
-        raise ValueError(f"prompt rows are {kinds[0]}, generated rows {kinds[1]}")
+        raise ValueError(f"prompt rows are {kinds[0]}, but generated rows are {kinds[1]}")
     if not parts:
         return Recorded(np.zeros((0, len(expected.moe_layers), expected.top_k), np.uint8), None)
     return Recorded(np.concatenate(parts), None)
 
 
 def transformers(source: Any, expected: Expected) -> list[Recorded]:
-    """A ``MoERouting``, its ``selected_experts``, or a mapping from layers to these: every position of ``[B, T]``."""
+    """Read a ``MoERouting``, its ``selected_experts``, or a mapping from layers to arrays, for every position of the
+    mask."""
     layers = getattr(source, "selected_experts", source)
     if isinstance(layers, Mapping):
         numbers = sorted(layers)

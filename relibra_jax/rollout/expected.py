@@ -1,4 +1,4 @@
-"""What the caller knows of a batch and its model: what every recording is held to."""
+"""What the caller states about a batch and its model; every recording is checked against it."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -10,18 +10,23 @@ from relibra_jax.types import Array
 
 
 class Expected(NamedTuple):
-    """What the caller knows about the batch and its model."""
+    """What the caller states about the batch and its model."""
 
     mask: np.ndarray
-    """``[B, T]`` bool."""
+    """``[B, T]`` bool, True for real tokens."""
     num_experts: int
+    """E, the number of logical experts of a layer."""
     top_k: int
+    """K, the number of experts of a token."""
     num_layers: int
+    """The number of hidden layers of the model, with dense layers."""
     moe_layers: tuple[int, ...]
+    """The indices of the layers that have experts, ascending."""
     tokens: tuple[int, ...]
-    """Real tokens of each sample."""
+    """The number of real tokens of each sample."""
     start: tuple[int | None, ...]
-    """The real token of each sample's first row, None where the caller does not say."""
+    """The index, among the real tokens of each sample, of the token of its first row; None if the caller does not say.
+    """
 
 
 def expect(
@@ -33,11 +38,11 @@ def expect(
     moe_layers: Sequence[int] | None,
     start: int | Sequence[int] | Array | None,
 ) -> Expected:
-    """Check what the caller says of the batch and its model, as `replay_from_rollout` describes it.
+    """Check what the caller states about the batch and its model; the arguments are those of `replay_from_rollout`.
 
     Raises:
-        ValueError: if the mask is not bool ``[B, T]``, K is not in ``1..E``, the layers are not ascending layers of
-            the model, or ``start`` is not a real token of each sample.
+        ValueError: if the mask is not bool ``[B, T]``, if K is not in ``1..E``, if ``moe_layers`` are not ascending
+            layers of the model, or if ``start`` is not in ``0..tokens`` for every sample.
     """
     mask = np.asarray(mask)
     layers = tuple(range(num_layers)) if moe_layers is None else tuple(moe_layers)

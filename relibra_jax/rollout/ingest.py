@@ -1,11 +1,11 @@
-"""From what an engine recorded to a complete `RoutingReplay`, or to an error that says where it is not one.
+"""Conversion of recorded routed experts to a complete `RoutingReplay`, or to an error that names the place of a fault.
 
-Real systems have fallen into every one of these: the last token has no route; dense layers may have rows;
-ids may be slots of a balanced engine; zero padding looks like an overload of expert 0; prefix-cached tokens
-may be zeros; pipeline stages may not be merged; uint8 may have wrapped; an expert may come twice; left
-padding shifts rows; an engine that was asked to skip tokens does not say so. So the caller names the layout,
-the mask and where rows start, rows go to the mask's real tokens in order, and nothing is repaired: what is
-missing is an error, or filled by a live forward pass of the caller's where the caller asks for it, and said.
+Real systems have had each of these faults: the last token has no route; dense layers have rows; ids are physical slots
+of a balanced engine; zero padding looks like an overload of expert 0; prefix-cached tokens are zeros; pipeline stages
+are not merged; uint8 ids have overflowed; an expert occurs twice in a route; left padding shifts rows; an engine that
+was asked to skip tokens does not say so. Therefore the caller states the layout, the mask and where rows start, and the
+rows are assigned to the real tokens of the mask in order. Nothing is repaired. A missing route is an error, unless the
+caller provides a live forward pass that fills it; then a warning is logged.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,39 +33,41 @@ def replay_from_rollout(
     fill: str | None = None,
     live_routing: Callable[[np.ndarray], Array] | None = None,
 ) -> RoutingReplay:
-    """Read the routed experts of a batch.
+    """Read the routed experts of a batch from the recording of an engine or trainer.
 
     Args:
-        source: what the layout takes, see `relibra_jax.rollout.layouts`.
-        layout: a name in `LAYOUTS`.
-        mask: ``[B, T]``, True where training has a real token. Recorded rows belong to these, in order,
-            wherever they stand. Where a layout gives a sample's rows without their positions, the mask may leave
-            out no token of the engine's sequence but the last.
-        num_experts: E, logical experts of a layer.
-        top_k: K, experts of a token; their order is kept.
-        num_layers: hidden layers of the model, dense ones included.
-        moe_layers: which of them have experts, ascending; all by default. A recording with rows of all
-            layers is cut down to these; one with rows of the MoE layers alone is taken as it is.
-        start: the token of a sample's first row, one integer for all samples or one for each, counted in the
-            mask's real tokens: how many of them the engine was asked to skip (vLLM's
-            ``routed_experts_prompt_start`` and SGLang's ``routed_experts_start_len``, which their answers do
-            not repeat). Tokens before it have no route. It must be given, be it 0, for a sample with fewer rows
-            than real tokens, unless the recording says where they start: a skipped first token leaves as many
-            rows as a last token that was not routed.
-        fill: what is done for real tokens without a route. None refuses them. "live" takes their routes from
-            ``live_routing``, as engines do that fall back to the live router, and says for how many tokens of how
-            many samples: a warning of the logger ``relibra_jax``.
-        live_routing: with ``fill="live"`` alone, ``missing -> expert_ids``: a bool ``[B, T]`` of the tokens without a
-            route to integer ``[B, T, L, K]``, read only where a route is missing. Called only if one is.
+        source: the recording, in the form that `relibra_jax.rollout.layouts` describes for the layout.
+        layout: the name of the layout, a key of `LAYOUTS`.
+        mask: ``[B, T]``, True where training has a real token. The recorded rows belong to these tokens, in order. If a
+            layout gives the rows of a sample without their positions, the mask may leave out no token of the engine's
+            sequence but the last.
+        num_experts: E, the number of logical experts of a layer.
+        top_k: K, the number of experts of a token. The order of a token's experts is kept.
+        num_layers: the number of hidden layers of the model, including dense ones.
+        moe_layers: the indices of the layers that have experts, ascending. None for all. A recording may have rows of
+            all layers or of the MoE layers alone.
+        start: the token of each sample's first row, counted in the real tokens of the mask; one integer for all samples
+            or one for each. It is the number of tokens that the engine was asked to skip (vLLM's
+            ``routed_experts_prompt_start`` and SGLang's ``routed_experts_start_len``, which the engines do not return).
+            Tokens before it have no route. If a sample has fewer rows than real tokens, ``start`` is required, even if
+            it is 0, unless the recording states where the rows start: a skipped first token leaves as many rows as a
+            last token without a route.
+        fill: what to do with real tokens without a route. None raises. "live" takes their routes from
+            ``live_routing``, like engines that fall back to the live router, and logs a warning with the number of such
+            tokens and samples (logger ``relibra_jax``).
+        live_routing: the function ``missing -> expert_ids`` for ``fill="live"``: from a bool ``[B, T]`` of the tokens
+            without a route to integers ``[B, T, L, K]``. It is called only if a route is missing, and only the missing
+            routes are read from its result.
 
     Returns:
-        expert_ids ``[B, T, L, K]`` in the smallest dtype, zeros at padding; L the MoE layers; and the mask.
+        The replay of the L MoE layers: expert ids in the smallest dtype, with zeros for padding, and the mask.
 
     Raises:
-        ValueError: if there is no such layout, ``fill`` or ``live_routing`` is given without the other, the source
-            cannot be read, axes do not fit, nothing says where a sample's rows start, the recording says otherwise
-            than ``start``, a real token has no route, or a row is not K different logical experts: one line with the
-            layout and, where they apply, sample, token (position in T) and layer (of the model).
+        ValueError: if the layout is unknown, if ``fill`` or ``live_routing`` is given without the other, if the source
+            cannot be read, if its axes do not fit, if nothing says where a sample's rows start, if the recording
+            contradicts ``start``, if a real token has no route, or if a route is not K different logical experts. The
+            message is one line with the layout and, where they apply, the sample, the token (position in T) and the
+            layer (of the model).
 
     >>> rows = np.array([[[0, 1]], [[3, 2]]])  # 2 tokens, 1 layer, top-2
     >>> model = {"num_experts": 4, "top_k": 2, "num_layers": 1}
@@ -75,8 +77,8 @@ def replay_from_rollout(
     (dtype('uint8'), [[0, 0], [0, 1], [3, 2]])
     >>> replay_from_rollout([rows], layout="vllm", mask=~np.zeros((1, 3), bool), start=0, **model)
     Traceback (most recent call last):
-    ValueError: layout 'vllm': sample 0, token 2, layer 0: no route (engines do not route the last token), \
-as for 1 of 3 tokens; fill='live' has live_routing fill them
+    ValueError: layout 'vllm': sample 0, token 2, layer 0: no route (engines do not route the last token); \
+1 of 3 tokens have none; fill='live' fills them by live_routing
     """
     expected = expect(
         mask,

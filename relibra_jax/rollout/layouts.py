@@ -1,65 +1,67 @@
-"""Every layout in which routed experts are handed over, as a table of pure decoders.
+"""The supported layouts of recorded routed experts, as a table of pure decoders.
 
-A decoder only finds the rows of each sample; `replay_from_rollout` places and checks them, alike for all. The
-axis order is never guessed: two orders are two names. docs/guides/engines.md says which versions of the engines
-were read. The files of SGLang's expert-distribution recorder are pickles (``torch.save``) and are not read.
+A decoder only finds the rows of each sample; `replay_from_rollout` then assigns them to tokens and checks them, in the
+same way for all layouts. The order of axes is never guessed: two orders are two layouts. docs/guides/engines.md lists
+the versions of the engines from which the layouts were read. The files of SGLang's expert-distribution recorder are
+pickles (``torch.save``), which this library does not read.
 
-What a layout takes as ``source``, with samples in the order of the mask's rows; ``layers`` are all hidden
-layers or the MoE layers, told apart by size; ``start`` is the token of a sample's first row, 0 unless an engine
-was asked to skip those before it:
+The list below gives the ``source`` of each layout. Samples are in the order of the mask's rows. ``layers`` are all
+hidden layers or the MoE layers; their number tells which. ``start`` is the token of a sample's first row, which is 0
+unless the engine was asked to skip tokens.
 
 ``sglang``
-    Each response's ``meta_info``: ``routed_experts`` is base64 of flat ids ``[tokens - 1 - start, layers,
-    K]``, int32 unless ``routed_experts_dtype`` says uint16 or uint8. The request's ``routed_experts_start_len`` is
-    start; SGLang does not answer with it, so put it into the mapping or pass it.
+    The ``meta_info`` of each response. Its ``routed_experts`` is base64 of flat ids ``[tokens - 1 - start, layers,
+    K]``, int32 unless ``routed_experts_dtype`` is uint16 or uint8. Start is the ``routed_experts_start_len`` of the
+    request; SGLang does not return it, so add it to the mapping or pass ``start``.
 ``vllm``
-    Each sample's array ``[tokens - 1 - start, layers, K]``; the request's ``routed_experts_prompt_start`` is
-    start, and is not in the answer.
+    The array ``[tokens - 1 - start, layers, K]`` of each sample. Start is the ``routed_experts_prompt_start`` of the
+    request; vLLM does not return it.
 ``vllm_http``
-    Each response; its samples are ``choices``, in order. ``choices[i].routed_experts`` is what ``vllm`` takes, or,
-    beside ``prompt_routed_experts`` (the prompt from start on), the generated tokens but the last; either is
-    base64 of an ``.npy``, or ``{encoding, dtype, shape, data}``, or nested lists.
+    The responses; the samples are their ``choices``, in order. ``choices[i].routed_experts`` is the array of ``vllm``,
+    or, if the response has ``prompt_routed_experts`` (the prompt from start on), the rows of the generated tokens
+    except the last. Each is base64 of an ``.npy``, ``{encoding, dtype, shape, data}``, or nested lists.
 ``verl``
-    One array ``[B, T, layers, K]`` laid out as the mask, padded with zeros.
+    One array ``[B, T, layers, K]`` with tokens at the positions of the mask, padded with zeros.
 ``slime``
-    Each sample's array ``[tokens - 1 - start, layers, K]``, or a mapping with it as
-    ``rollout_routed_experts`` and start as ``routed_experts_start_len``. Rows that slime appends are ``arange
-    % num_experts``.
+    The array ``[tokens - 1 - start, layers, K]`` of each sample, or a mapping with this array as
+    ``rollout_routed_experts`` and start as ``routed_experts_start_len``. Rows that slime appends as padding are
+    ``arange % num_experts``.
 ``nemo_rl``
-    One array ``[B, T, layers, K]`` laid out as the mask, or each sample's ``[tokens, layers, K]``, as an array
-    or as the wire string ``nrlre1:<dtype>:<tokens>x<layers>x<K>:<base64>``; -1 where there is no route. Rows of
-    ``0..K-1`` in every layer at a sample's end are NeMo-RL's own, and no routes.
+    One array ``[B, T, layers, K]`` with tokens at the positions of the mask, or ``[tokens, layers, K]`` of each sample,
+    as an array or as the wire string ``nrlre1:<dtype>:<tokens>x<layers>x<K>:<base64>``; -1 for no route. Rows of
+    ``0..K-1`` in every layer at the end of a sample are placeholders of NeMo-RL, not routes.
 ``maxtext``
-    ``forced_routed_experts [B, T, layers, K]``, -1 where unset.
+    ``forced_routed_experts [B, T, layers, K]``, -1 for no route.
 ``tunix``, ``tunix_layers_first``
-    ``[B, T, layers, K]`` and ``[B, layers, T, K]``, -1 where unset; T is the prompt, right-aligned, and then
-    the completion, as in the mask.
+    ``[B, T, layers, K]`` and ``[B, layers, T, K]``, -1 for no route. T is the prompt, right-aligned, followed by the
+    completion, as in the mask.
 ``megatron_inference``
-    Each sample's array ``[tokens, MoE layers, K]``.
+    The array ``[tokens, MoE layers, K]`` of each sample.
 ``megatron_router_tracer``
-    Each rank's lines, see `router_trace`.
+    The lines of each rank; see `router_trace`.
 ``tensorrt_llm``
-    Each sample's array ``[tokens - 1, MoE layers, K]``, ``CompletionOutput.routed_experts``.
+    The array ``[tokens - 1, MoE layers, K]`` of each sample, which is ``CompletionOutput.routed_experts``.
 ``skyrl``
-    Each sample's rows from its first token on, ``[rows, layers, K]``: an array, or ``{data, shape, dtype}`` with data
-    in base64. Or one array ``[B, T, layers, K]`` laid out as the mask, ``rollout_expert_indices``; rows of ``0..K-1``
-    in every layer at a sample's end are SkyRL's own, and no routes.
+    The rows of each sample from its first token on, ``[rows, layers, K]``, as an array or as ``{data, shape, dtype}``
+    with data in base64. Or one array ``[B, T, layers, K]`` with tokens at the positions of the mask,
+    ``rollout_expert_indices``; in it, rows of ``0..K-1`` in every layer at the end of a sample are placeholders of
+    SkyRL, not routes.
 ``prime_rl``
-    Each sample's array ``[tokens, layers, K]``, or ``{data, shape, dtype}``, a mapping or a ``RoutedExperts``: data are
-    bytes in the transport to the trainer, base64 in an answer, which also says ``start``. But in an answer, a last row
-    of zeros, or that is the one before it, stands for the last token, and is no route.
+    The array ``[tokens, layers, K]`` of each sample, or ``{data, shape, dtype}``, as a mapping or a ``RoutedExperts``.
+    Its data are bytes in the transport to the trainer, and base64 in an engine's response, which also has ``start``.
+    Except in a response, a last row that is zero or repeats the row before it is a placeholder for the last token.
 ``miles``
-    Each sample's array ``[tokens - 1, layers, K]``, or a mapping with it as ``rollout_routed_experts``; -1 where there
-    is no route.
+    The array ``[tokens - 1, layers, K]`` of each sample, or a mapping with it as ``rollout_routed_experts``; -1 for no
+    route.
 ``areal``
-    Each sample's ``ModelResponse.routed_experts [tokens - 1, layers * K]``. Or trajectories, a mapping with
-    ``routed_experts [B, T, layers, K]`` laid out as the mask and ``r3_routing_valid [B]``: a sample that is not valid
-    has no routes; a last row as in ``prime_rl`` is none.
+    ``ModelResponse.routed_experts [tokens - 1, layers * K]`` of each sample. Or a mapping of trajectories with
+    ``routed_experts [B, T, layers, K]``, whose tokens are at the positions of the mask, and ``r3_routing_valid [B]``:
+    an invalid sample has no routes. The last row may be a placeholder as in ``prime_rl``.
 ``transformers``
-    A ``MoERouting``, its ``selected_experts``, one array ``[B * T, K]`` a layer over all positions of the mask, or a
-    mapping from layers to these.
+    A ``MoERouting``, its ``selected_experts`` (one array ``[B * T, K]`` per layer, for all positions of the mask), or a
+    mapping from layers to such arrays.
 ``npz``
-    The path of a file that `save_replay` writes.
+    The path of a file that `save_replay` wrote.
 """
 
 import os
@@ -78,7 +80,7 @@ from relibra_jax.rollout.trainers import areal, miles, nemo_rl, prime_rl, skyrl,
 
 
 def npz(source: Any, expected: Expected) -> list[Recorded]:
-    """A file of ours."""
+    """Read the file of a saved replay."""
     if not isinstance(source, str | os.PathLike):
         raise ValueError(f"expected a path, found {type(source).__name__}")
     arrays = read_arrays(source)
@@ -88,7 +90,7 @@ def npz(source: Any, expected: Expected) -> list[Recorded]:
     if arrays["lengths"].tolist() != list(expected.tokens):
         raise ValueError(
             f"{os.fspath(source)} has samples of {arrays['lengths'].tolist()} tokens,"
-            f" the mask of {list(expected.tokens)}"
+            f" but the mask has {list(expected.tokens)}"
         )
     return [Recorded(rows, 0) for rows in np.split(arrays["routed_experts"], np.cumsum(expected.tokens)[:-1])]
 
@@ -113,4 +115,4 @@ LAYOUTS: Final[Mapping[str, Layout]] = {
     "transformers": Layout(transformers),
     "npz": Layout(npz, moe_only=True),
 }
-"""Every layout by name."""
+"""All layouts by name."""

@@ -1,6 +1,6 @@
-"""Bytes and lists off the wire into integer arrays: base64 buffers, base64 ``.npy``, wire strings, nested lists.
+"""Conversion of payloads to integer arrays: base64 buffers, base64 ``.npy``, wire strings and nested lists.
 
-Nothing is unpickled, and the dtype a payload states is taken only if it is one of the integers engines use.
+Nothing is unpickled. The dtype that a payload states is accepted only if it is one of the integer dtypes of engines.
 """
 
 import base64
@@ -14,27 +14,31 @@ import numpy as np
 
 INTEGERS: Final = ("int8", "uint8", "int16", "uint16", "int32", "int64")
 ASK_FOR_START: Final = (
-    ", and nothing says at which token they start: pass start, the token of each sample's first row"
-    " (0 where the engine skipped none)"
+    ", and nothing says at which token they start; pass start, the token of each sample's first row"
+    " (0 if the engine skipped none)"
 )
 NEMO_RL_TAG: Final = "nrlre1"
 NEMO_RL_INTEGERS: Final = ("int8", "int16", "int32")
 
 
 class Recorded(NamedTuple):
-    """What was recorded of one sample: the rows of n successive real tokens, in order."""
+    """The recording of one sample: the routes of n successive real tokens, in order."""
 
     rows: np.ndarray
-    """``[n, layers, K]`` integer, in the dtype it came in; a row of -1 is a route that is not known."""
+    """``[n, layers, K]`` integers in the dtype of the recording. A row of -1 is a missing route."""
     start: int | None
-    """The real token of the first row; None where the recording does not say."""
+    """The index, among the real tokens, of the first row's token; None if the recording does not state it."""
 
 
 def sequence(value: Any, *, of: str) -> Iterable[Any]:
-    """What iterates, save for what iterates by mistake.
+    """Return ``value`` if it is an iterable other than a mapping or a string.
+
+    Args:
+        value: the value to check.
+        of: the name of its items, for the error message.
 
     Raises:
-        ValueError: if it does not iterate, or it is a mapping or a string.
+        ValueError: if it is not iterable, or if it is a mapping or a string.
     """
     if isinstance(value, Mapping | str | bytes) or not isinstance(value, Iterable):
         raise ValueError(f"expected a sequence of {of}, found {type(value).__name__}")
@@ -42,10 +46,10 @@ def sequence(value: Any, *, of: str) -> Iterable[Any]:
 
 
 def integers(value: Any, *, ndim: int) -> np.ndarray:
-    """An array, a tensor on the host or nested lists as an integer array of ``ndim`` axes.
+    """Convert an array, a tensor on the host or nested lists to an integer array of ``ndim`` axes.
 
     Raises:
-        ValueError: if it is ragged, has other axes, or holds anything but integers.
+        ValueError: if the value is ragged, has another number of axes, or is not of integers.
 
     >>> integers([[[0, 1]], [[3, 2]]], ndim=3).shape
     (2, 1, 2)
@@ -60,38 +64,38 @@ def integers(value: Any, *, ndim: int) -> np.ndarray:
 
 
 def from_base64(text: Any, *, dtype: str) -> np.ndarray:
-    """A base64 buffer of little-endian integers as a flat array.
+    """Decode a base64 buffer of little-endian integers to a flat array.
 
     Raises:
-        ValueError: if it is not base64, not whole items, or of no integer dtype.
+        ValueError: if the text is not base64, if its bytes are not whole items, or if ``dtype`` is not in `INTEGERS`.
 
     >>> from_base64("AAEC", dtype="uint8").tolist()
     [0, 1, 2]
     """
     if dtype not in INTEGERS:
-        raise ValueError(f"dtype {dtype!r} is none of {', '.join(INTEGERS)}")
+        raise ValueError(f"dtype {dtype!r} must be one of {', '.join(INTEGERS)}")
     return _integers_of(_bytes(text), dtype)
 
 
 def from_fields(fields: Mapping[str, Any], *, dtypes: Sequence[str] = INTEGERS) -> np.ndarray:
-    """An array that was taken apart into ``data``, ``shape`` and ``dtype``, in C order and little-endian.
+    """Decode an array from a mapping of ``data``, ``shape`` and ``dtype``, in C order and little-endian.
 
     Args:
-        fields: the parts; data are the bytes, or a str, base64 of them.
+        fields: the mapping. Its data are bytes, or a str of base64.
         dtypes: the dtypes that the engine writes.
 
     Returns:
         ``[rows, layers, K]`` integers.
 
     Raises:
-        ValueError: if a part is missing, of another kind, or does not fit the others.
+        ValueError: if a part is missing, has the wrong type, or does not fit the others.
 
     >>> from_fields({"data": bytes([0, 1, 3, 2]), "shape": [2, 1, 2], "dtype": "uint8"}).tolist()
     [[[0, 1]], [[3, 2]]]
     """
     data, shape, dtype = (fields.get(key) for key in ("data", "shape", "dtype"))
     if dtype not in dtypes:
-        raise ValueError(f"dtype {dtype!r} is none of {', '.join(dtypes)}")
+        raise ValueError(f"dtype {dtype!r} must be one of {', '.join(dtypes)}")
     flat = _integers_of(data if isinstance(data, bytes) else _bytes(data), str(dtype))
     sizes = list(shape) if isinstance(shape, list | tuple) else []
     whole = len(sizes) == 3 and all(type(size) is int and size >= 0 for size in sizes)
@@ -101,16 +105,16 @@ def from_fields(fields: Mapping[str, Any], *, dtypes: Sequence[str] = INTEGERS) 
 
 
 def from_http(value: Any) -> np.ndarray:
-    """One routed-experts field of an HTTP response of vLLM, in any of its three encodings.
+    """Decode one routed-experts field of an HTTP response of vLLM, in any of its three encodings.
 
     Args:
-        value: base64 of an ``.npy``, ``{"encoding": "base64", "dtype", "shape", "data"}`` or nested lists.
+        value: base64 of an ``.npy``, ``{"encoding": "base64", "dtype", "shape", "data"}``, or nested lists.
 
     Returns:
-        ``[rows, layers, K]`` integers; ``[0, 0, 0]`` for an empty list.
+        ``[rows, layers, K]`` integers; an array of shape ``[0, 0, 0]`` for an empty list.
 
     Raises:
-        ValueError: if it is none of these, or it is damaged.
+        ValueError: if the value has none of these encodings, or is damaged.
     """
     if isinstance(value, Mapping):
         if value.get("encoding") != "base64":
@@ -120,11 +124,11 @@ def from_http(value: Any) -> np.ndarray:
         file = io.BytesIO(_bytes(value))
         try:
             array = np.lib.format.read_array(file, allow_pickle=False)
-        # A damaged header raises whatever its damaged text happens to mean.
+        # NumPy parses the header as Python, so a damaged one can raise many kinds of exceptions.
         except Exception as error:
             raise ValueError(f"not base64 of an .npy ({error})") from error
         if rest := len(file.read()):
-            raise ValueError(f"{rest} bytes behind the array that the .npy states")
+            raise ValueError(f"{rest} bytes follow the array of the .npy")
         return integers(array, ndim=3)
     return np.zeros((0, 0, 0), np.uint8) if value == [] else integers(value, ndim=3)
 
@@ -132,18 +136,18 @@ def from_http(value: Any) -> np.ndarray:
 def from_nemo_rl(text: str) -> np.ndarray:
     """Decode NeMo-RL's wire string of one sample, ``nrlre1:<dtype>:<tokens>x<layers>x<K>:<base64>``.
 
-    Its last field is standard base64, padded, of the array's bytes: C order, little-endian, not compressed
+    The last field is padded standard base64 of the bytes of the array: C order, little-endian, not compressed
     (``nemo_rl/utils/routed_experts_codec.py``).
 
     Args:
-        text: the string.
+        text: the wire string.
 
     Returns:
-        ``[tokens, layers, K]`` integers of the dtype that the string states, one of int8, int16 and int32.
+        ``[tokens, layers, K]`` integers of the dtype that the string states: int8, int16 or int32.
 
     Raises:
-        ValueError: if the tag, the dtype, the shape or the bytes are not what the format says; the message has what
-            was found and what was expected.
+        ValueError: if the tag, the dtype, the shape or the bytes violate the format. The message has what was found and
+            what was expected.
 
     >>> from_nemo_rl("nrlre1:int16:2x1x2:AAABAAIBAwA=").tolist()
     [[[0, 1]], [[258, 3]]]

@@ -1,13 +1,13 @@
-"""JSON lines of Megatron-LM's ``RouterTracer``, one stream a rank, one record a layer and forward pass.
+"""Reader of Megatron-LM's ``RouterTracer``: JSON lines, one stream per rank, one record per layer and forward pass.
 
 ``{"step", "stage", "block": "decoder", "layer", "rank", "num_tokens", "topk", "top_indices": [[...], ...]}``
 
-A record does not say which tokens it holds, so the streams must: ranks with the same layers hold successive
-samples and come in that order; ranks with different layers are pipeline stages of the same samples. What that
-order can get wrong and leaves a mark is an error: missing or renumbered layers, a rank given twice, layers
-that saw different passes, a token count that is not the mask's. What leaves no mark is the order of samples
-inside a pass: trace with one sequence, or one packed row, a micro-batch. Where the router handed a boolean
-map to the tracer, ids come in ascending order: the order of top-k was lost before the file was written.
+A record does not say which tokens it holds, so the reader derives it from the streams. Ranks with the same layers hold
+successive samples, and their streams must be given in that order. Ranks with different layers are pipeline stages of
+the same samples. Some mistakes in the streams can be detected, and raise: missing or renumbered layers, a rank that
+occurs twice, layers with different passes, a number of tokens that differs from the mask's. The order of samples inside
+a pass cannot be checked: trace with one sequence, or one packed row, per micro-batch. If the router passed a boolean
+map to the tracer, the ids of a token are in ascending order, because the tracer did not know the order of top-k.
 """
 
 import json
@@ -23,15 +23,16 @@ def router_trace(source: Any, expected: Expected) -> list[Recorded]:
     """Read the streams of all ranks of one batch.
 
     Args:
-        source: a sequence of streams; a stream is an iterable of lines (an open file will do) with the
-            records of this batch alone. Blocks but the decoder's (multi-token prediction) are left out.
-        expected: the batch and its model; layers are numbered as ``moe_layers``, across pipeline stages.
+        source: a sequence of streams. A stream is an iterable of lines, for example an open file, with the records of
+            this batch alone. Records of other blocks than the decoder (multi-token prediction) are ignored.
+        expected: the batch and its model. The layer numbers of the records are those of ``moe_layers``, across pipeline
+            stages.
 
     Returns:
         The rows ``[tokens, MoE layers, K]`` of each sample.
 
     Raises:
-        ValueError: if a line is not such a record, or the streams do not make up the batch.
+        ValueError: if a line is not such a record, or if the streams do not contain exactly the batch.
     """
     chunks: dict[int, list[np.ndarray]] = {}
     passes: dict[int, list[tuple[int, int]]] = {}
@@ -50,14 +51,15 @@ def router_trace(source: Any, expected: Expected) -> list[Recorded]:
                 if ids.shape != (tokens, expected.top_k):
                     raise ValueError(f"top_indices are {list(ids.shape)}, not [{tokens}, {expected.top_k}]")
             except (KeyError, TypeError, ValueError) as error:
-                what = f"there is no {error}" if isinstance(error, KeyError) else error
-                raise ValueError(f"stream {number}, line {line_number}: {what}") from error
+                problem = f"missing key {error}" if isinstance(error, KeyError) else error
+                raise ValueError(f"stream {number}, line {line_number}: {problem}") from error
             stream_ranks.add(rank)
             chunks.setdefault(layer, []).append(ids)
             passes.setdefault(layer, []).append((step, len(ids)))
         if len(stream_ranks) > 1 or stream_ranks & ranks:
             raise ValueError(
-                f"stream {number} has records of rank {sorted(stream_ranks)}: a stream is one rank, once"
+                f"stream {number} has records of ranks {sorted(stream_ranks)}, but a stream must have one rank, and a"
+                " rank one stream"
             )
         ranks |= stream_ranks
     _check_layers(set(chunks), set(expected.moe_layers))
@@ -72,11 +74,11 @@ def router_trace(source: Any, expected: Expected) -> list[Recorded]:
     return _split(rows, expected)
 
 
-def _check_layers(found: set[int], moe_layers: set[int]) -> None:
-    if found != moe_layers:
+def _check_layers(layers: set[int], moe_layers: set[int]) -> None:
+    if layers != moe_layers:
         raise ValueError(
-            f"no records of layers {sorted(moe_layers - found)}, extra ones of {sorted(found - moe_layers)}"
-            " (a pipeline stage is missing, or counts layers from its own first?)"
+            f"no records of layers {sorted(moe_layers - layers)}, extra ones of {sorted(layers - moe_layers)}"
+            " (is a pipeline stage missing, or does it count layers from its own first?)"
         )
 
 

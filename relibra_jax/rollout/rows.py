@@ -1,6 +1,7 @@
-"""Rows of a batch: what a layout's decoder finds, placed at the mask's real tokens, checked, and filled if asked.
+"""Assignment of decoded rows to the real tokens of a batch, with checks and optional filling of missing routes.
 
-Nothing is repaired: what is missing is an error, or filled by a live forward pass of the caller's, and said.
+Nothing is repaired. A missing route is an error, unless the caller provides a live forward pass that fills it; then a
+warning is logged.
 """
 
 import difflib
@@ -28,29 +29,29 @@ def read_rows(
     fill: str | None,
     live_routing: Callable[[np.ndarray], Array] | None,
 ) -> np.ndarray:
-    """Read the routes of all real tokens, as `replay_from_rollout` describes it.
+    """Read the routes of all real tokens; the arguments are those of `replay_from_rollout`.
 
     Args:
-        source: what the layout takes.
+        source: the recording, in the form of the layout.
         expected: the batch and its model.
-        layout: a name in `LAYOUTS`.
-        fill: "live" or None.
-        live_routing: what fills missing routes, with ``fill="live"`` alone.
+        layout: the name of the layout, a key of `LAYOUTS`.
+        fill: "live" to fill missing routes, None to raise for them.
+        live_routing: the function that returns missing routes, for ``fill="live"`` alone.
 
     Returns:
-        ``[tokens, L, K]`` integer, sample after sample; every row is K different logical experts.
+        ``[tokens, L, K]`` integers, sample after sample; every row is K different logical experts.
 
     Raises:
-        ValueError: as `replay_from_rollout`.
+        ValueError: under the conditions of `replay_from_rollout`.
     """
     if layout not in LAYOUTS:
-        near = difflib.get_close_matches(layout, LAYOUTS, n=1, cutoff=0)[0]
-        raise ValueError(f"layout {layout!r} is none of {', '.join(LAYOUTS)}; the nearest is {near!r}")
+        nearest = difflib.get_close_matches(layout, LAYOUTS, n=1, cutoff=0)[0]
+        raise ValueError(f"layout {layout!r} must be one of {', '.join(LAYOUTS)}; the nearest is {nearest!r}")
     if fill not in (None, "live"):
         raise ValueError(f"fill={fill!r} must be 'live' or None")
     if (fill is None) != (live_routing is None):
         given, lacking = ("fill='live'", "live_routing") if fill else ("live_routing", "fill='live'")
-        raise ValueError(f"{given} is given without {lacking}: missing routes are filled only where both are")
+        raise ValueError(f"{given} is given without {lacking}, but filling missing routes needs both")
     try:
         decode, moe_only = LAYOUTS[layout]
         rows = _gather(decode(source, expected), expected, moe_only=moe_only)
@@ -63,13 +64,13 @@ def read_rows(
     if live_routing is None or not missing.any():
         return rows
     rows = _fill(rows, missing, expected, live_routing)
-    _say_what_was_filled(missing.any(axis=1), expected, layout)
+    _warn_of_filled_tokens(missing.any(axis=1), expected, layout)
     return rows
 
 
 def _gather(recorded: list[Recorded], expected: Expected, *, moe_only: bool) -> np.ndarray:
-    """Rows of all real tokens, ``[tokens, L, K]`` in a signed dtype; EMPTY where nothing is recorded."""
-    # A dtype with room for EMPTY. Values are compared in the dtype they came in, so that nothing can wrap.
+    """Collect the rows of all real tokens, ``[tokens, L, K]`` in a signed dtype; EMPTY for missing routes."""
+    # A dtype that can hold EMPTY. Values are checked in the dtype of the recording, before a cast could overflow.
     dtype = np.int16 if expected.num_experts <= 1 << 15 else np.int64
     gathered = np.full((sum(expected.tokens), len(expected.moe_layers), expected.top_k), EMPTY, dtype)
     first = 0
@@ -87,12 +88,12 @@ def _gather(recorded: list[Recorded], expected: Expected, *, moe_only: bool) -> 
 
 
 def _first_token(recording: Recorded, sample: int, expected: Expected) -> int:
-    """The real token of a sample's first row: as recorded, as the caller says, or 0 if every token has a row."""
+    """Return the real token of a sample's first row: as recorded, as the caller says, or 0 if every token has a row."""
     rows, tokens, caller_start = len(recording.rows), expected.tokens[sample], expected.start[sample]
     start = caller_start if recording.start is None else recording.start
     if caller_start not in (None, start):
         raise ValueError(
-            f"sample {sample}: start={caller_start}, but as recorded its rows start at token {start}"
+            f"sample {sample}: start={caller_start}, but the recording says that its rows start at token {start}"
         )
     if start is None and 0 < rows < tokens:
         raise ValueError(
@@ -100,14 +101,16 @@ def _first_token(recording: Recorded, sample: int, expected: Expected) -> int:
         )
     start = start or 0
     if start + rows > tokens:
-        raise ValueError(f"sample {sample}: rows {start}..{start + rows - 1} for {tokens} real tokens")
+        raise ValueError(
+            f"sample {sample}: it has rows {start}..{start + rows - 1}, but only {tokens} real tokens"
+        )
     return start
 
 
 def _moe_rows(rows: np.ndarray, sample: int, expected: Expected, *, moe_only: bool) -> np.ndarray:
     (_, layers, top_k), moe_layers = rows.shape, expected.moe_layers
     if top_k != expected.top_k:
-        raise ValueError(f"sample {sample}: rows have top-{top_k}, the model has top-{expected.top_k}")
+        raise ValueError(f"sample {sample}: rows have top-{top_k}, but the model has top-{expected.top_k}")
     if np.iinfo(rows.dtype).max < expected.num_experts - 1:
         raise ValueError(
             f"sample {sample}: {rows.dtype} cannot hold the ids of {expected.num_experts} experts"
@@ -117,15 +120,16 @@ def _moe_rows(rows: np.ndarray, sample: int, expected: Expected, *, moe_only: bo
     if layers != expected.num_layers or moe_only:
         model = "" if moe_only else f"{expected.num_layers} layers, "
         raise ValueError(
-            f"sample {sample}: rows have {layers} layers, the model has {model}{len(moe_layers)} MoE layers"
+            f"sample {sample}: rows have {layers} layers, but the model has {model}{len(moe_layers)} MoE layers"
         )
     return rows[:, list(moe_layers)]
 
 
 def _missing(rows: np.ndarray, expected: Expected) -> np.ndarray:
-    """Where there is no route, ``[tokens, L]``: rows of EMPTY, and tokens with zeros in every layer.
+    """Mark missing routes, ``[tokens, L]``: rows of EMPTY, and tokens with zeros in every layer.
 
-    Such a token repeats expert 0 if K > 1; if K = 1 it is a route only where chance would produce it.
+    Zeros in every layer are not a route if K > 1, because they repeat expert 0. If K = 1 they count as missing unless
+    chance explains them (`IMPLAUSIBLE_BITS`).
     """
     empty = rows == EMPTY
     missing = empty.all(axis=-1)
@@ -135,7 +139,7 @@ def _missing(rows: np.ndarray, expected: Expected) -> np.ndarray:
     for layer in np.flatnonzero(missing[recorded].all(axis=0) & recorded.any()).tolist():
         row = int(np.flatnonzero(recorded)[0])
         raise ValueError(
-            f"{_where(row, layer, expected)}: no route for every token (an unmerged pipeline stage?)"
+            f"{_where(row, layer, expected)}: no token has a route in this layer (an unmerged pipeline stage?)"
         )
     if expected.top_k > 1 or rows.shape[1] * math.log2(expected.num_experts) > IMPLAUSIBLE_BITS:
         missing |= ~rows.any(axis=(1, 2))[:, None]
@@ -159,8 +163,8 @@ def _check_complete(rows: np.ndarray, missing: np.ndarray, expected: Expected) -
             reason = "not recorded"
         tokens = int(missing.any(axis=1).sum())
         raise ValueError(
-            f"{_where(row, layer, expected)}: no route ({reason}), as for {tokens} of {len(rows)} tokens;"
-            " fill='live' has live_routing fill them"
+            f"{_where(row, layer, expected)}: no route ({reason}); {tokens} of {len(rows)} tokens have none;"
+            " fill='live' fills them by live_routing"
         )
 
 
@@ -187,8 +191,8 @@ def _fill(
     return filled
 
 
-def _say_what_was_filled(filled: np.ndarray, expected: Expected, layout: str) -> None:
-    """Warn of the tokens that are not as recorded; ``filled`` is bool ``[tokens]``."""
+def _warn_of_filled_tokens(filled: np.ndarray, expected: Expected, layout: str) -> None:
+    """Log how many tokens got their routes from ``live_routing``; ``filled`` is bool ``[tokens]``."""
     parts = np.split(filled, np.cumsum(expected.tokens)[:-1])
     last = sum(bool(part[-1:].any()) for part in parts)
     LOGGER.warning(

@@ -1,1 +1,1 @@
-"""Routing replay to plan for: recorded traces, synthetic ones, and what they look like."""
+"""Traces (routing replays to plan for): recorded and synthetic ones, and statistics of them."""

@@ -1,8 +1,8 @@
-"""Batches as large as training's from a trace that is smaller: whole samples, drawn again and again.
+"""Bootstrap of traces: large batches of whole samples, drawn with replacement from a smaller trace.
 
-A bootstrap draws with replacement, so a batch may be larger than the trace, and several differ from each other as
-much as the trace's samples do (Efron, 1979). Samples are drawn whole, because experts of neighbouring tokens go
-together, and inside each domain, so that the shares of domains are not left to chance.
+A bootstrap draws with replacement, so a batch may be larger than the trace, and several batches differ from each other
+as much as the samples of the trace do (Efron, 1979). Samples are drawn whole, because the experts of neighbouring
+tokens are correlated. They are drawn per domain, so that the shares of the domains do not vary by chance.
 """
 
 import numpy as np
@@ -14,19 +14,19 @@ from relibra_jax.types import RoutingReplay
 
 
 def bootstrap(trace: Trace, samples: int, *, seed: int) -> Trace:
-    """Draw a trace of any length from another.
+    """Draw a trace with any number of samples from another trace.
 
     Args:
         trace: the trace to draw from.
         samples: the number of samples to draw, whole and with replacement.
-        seed: the seed of what is drawn.
+        seed: the seed of the random draw.
 
     Returns:
-        A trace of so many samples, in the order in which ``trace`` has them; its note says that they were drawn.
+        A trace of that many samples, in the order of ``trace``. Its note says that the samples were drawn.
 
     Raises:
-        ValueError: if ``samples`` is less than 1, the trace has no sample, `check_seed` refuses the seed, or the drawn
-            samples do not fit this machine's memory.
+        ValueError: if ``samples`` is less than 1, if the trace has no samples, if `check_seed` rejects the seed, or if
+            the drawn samples do not fit into the memory of this machine.
 
     >>> replay = RoutingReplay(np.arange(3, dtype=np.uint8).reshape(3, 1, 1, 1), np.ones((3, 1), bool))
     >>> trace = Trace(replay, 4, "small", "", np.array([0, 0, 1]), ("maths", "code"), False)
@@ -47,15 +47,15 @@ def bootstrap(trace: Trace, samples: int, *, seed: int) -> Trace:
 def bootstrap_samples(
     domain: Int[np.ndarray, " B"], samples: int, rng: np.random.Generator
 ) -> Int[np.ndarray, " S"]:
-    """Draw samples with replacement, from each domain as many as its share asks for.
+    """Draw samples with replacement, from each domain in proportion to its size.
 
-    Shares are rounded by the largest remainder: every domain gets the whole part of what it is due, and the samples
-    that are left go to the largest fractions, one each.
+    The numbers per domain are rounded by the largest-remainder method: every domain gets the integer part of its share,
+    and the domains with the largest fractions get one more sample each.
 
     Args:
-        domain: the domain of each sample there is, an index.
-        samples: the number S of samples to draw.
-        rng: the source of randomness, consumed.
+        domain: the domain index of each existing sample.
+        samples: S, the number of samples to draw.
+        rng: the random generator; its state advances.
 
     Returns:
         The indices of the drawn samples, ascending.
@@ -72,24 +72,24 @@ def bootstrap_samples(
 
 
 def check_drawn(trace: Trace, samples: int, *, batches: int) -> None:
-    """Raise unless batches can be drawn from a trace, and fit this machine's memory while the load of one is counted.
+    """Raise ValueError unless batches can be drawn from a trace and fit into memory, with the count of one load.
 
     Args:
         trace: the trace to draw from.
-        samples: the samples of one batch.
-        batches: the number of batches that are held at once.
+        samples: the number of samples of one batch.
+        batches: the number of batches that are in memory at the same time.
 
     Raises:
-        ValueError: if a number is less than 1, the trace has no sample, or memory is too small.
+        ValueError: if a number is less than 1, if the trace has no samples, or if the memory is too small.
     """
     check_integer("samples", samples, least=1)
     check_integer("batches", batches, least=1)
     ids = trace.replay.expert_ids
-    there, tokens, layers, top_k = ids.shape
-    if not there:
+    available, tokens, layers, top_k = ids.shape
+    if not available:
         raise ValueError(f"{trace.name} has no samples to draw from")
     padded = samples * tokens * (1 + layers * top_k * ids.dtype.itemsize)
-    # Ids are counted as int32, into int32.
+    # Counting casts the ids to int32, and the counts are int32.
     counting = 4 * samples * layers * (tokens * top_k + trace.num_experts)
     sizes = f"{samples} samples x {tokens} tokens x {layers} layers x top-{top_k}"
     check_memory(f"{trace.name}: drawing {batches} batches of {sizes}", batches * padded + counting)

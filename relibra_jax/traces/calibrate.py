@@ -1,9 +1,10 @@
-"""Fit synthetic routing to recorded routing: three sizes by simulation, the rest by counting.
+"""Fit of synthetic routing to recorded routing: three parameters by simulation, the others by counting.
 
-Popularity, topics and factors each have one measure that answers to them most: the spread of experts' loads over the
-whole trace, its growth as micro-batches shrink, and how often experts go together. A round draws a trace with the sizes
-so far, with the same random numbers, and scales each size by how far its measure is off (the method of simulated
-moments). All three measures are of an expert, not of a rank, so that they can be kept for other numbers of experts.
+Popularity, topics and factors each have one statistic that depends on them most: the spread of experts' loads over the
+whole trace, its growth as micro-batches shrink, and how often tokens use experts together. Each round draws a trace
+with the current parameters, with the same random numbers, and scales each parameter by the error of its statistic (the
+method of simulated moments). All three statistics describe experts, not ranks, so that they can be kept for other
+numbers of experts.
 """
 
 from typing import Final, NamedTuple
@@ -25,53 +26,53 @@ from relibra_jax.traces.statistics import (
 from relibra_jax.traces.trace import Trace
 
 RANKS: Final = 8
-"""The ranks whose imbalance is measured."""
+"""The number of ranks for which imbalance is computed."""
 MICRO_BATCHES: Final = (1, 2, 4, 8, 32)
-"""The numbers of micro-batches for which it is measured."""
+"""The numbers of micro-batches for which imbalance is computed."""
 NEIGHBOURS: Final = 16
-"""The number of micro-batches whose neighbours are compared."""
+"""The number of micro-batches for statistics of neighbouring micro-batches."""
 NUMBERINGS: Final = 16
-"""The numberings of experts over which imbalance is averaged: that of a model is one of very many."""
+"""The number of random numberings of experts over which imbalance is averaged, because a model's own is one of many."""
 STEP: Final = 0.7
-"""The power of a measure's error by which a round scales a size."""
+"""The exponent of a statistic's error by which a round scales a parameter."""
 
 
 class Likeness(NamedTuple):
-    """What synthetic routing has to share with recorded routing; means over layers.
+    """Statistics in which synthetic routing should match recorded routing; means over layers.
 
-    Samples are taken in a drawn order, because recordings are often sorted by where their prompts came from.
+    Samples are in random order, because recordings are often sorted by the source of their prompts.
     """
 
     imbalance: Float[np.ndarray, " 5"]
-    """Imbalance of 8 ranks, the experts numbered at random, in 1, 2, 4, 8 and 32 micro-batches of the whole trace."""
+    """The imbalance of 8 ranks with randomly numbered experts, for 1, 2, 4, 8 and 32 micro-batches of the trace."""
     hottest: float
-    """The hottest expert's load over the mean."""
+    """The load of the hottest expert / the mean."""
     spread: Float[np.ndarray, " 5"]
-    """The standard deviation of experts' loads over their mean, in as many micro-batches."""
+    """The standard deviation of experts' loads / their mean, for the same numbers of micro-batches."""
     lift: float
     """The mean lift of the pairs of experts that tokens use."""
     churn: float
-    """The share of hot experts that are new from one of 16 micro-batches to the next."""
+    """The share of hot experts that were not hot in the micro-batch before, for 16 micro-batches."""
     correlation: float
-    """The correlation of loads with those of the next of 16 micro-batches."""
+    """The correlation of experts' loads in neighbouring micro-batches, for 16 micro-batches."""
 
 
 def measure_likeness(trace: Trace, *, seed: int = 0) -> Likeness:
-    """Measure what calibration is judged by.
+    """Compute the statistics by which a calibration is fitted and judged.
 
     Args:
-        trace: routing of at least 32 samples that have tokens, top-k of 2 or more, experts that divide over 8 ranks.
-        seed: the seed of the samples' order and of the experts' numbering.
+        trace: a trace of at least 32 samples with tokens, a top-k of 2 or more, and experts that divide over 8 ranks.
+        seed: the seed of the order of samples and of the numberings of experts.
 
     Raises:
-        ValueError: if the trace is not so.
+        ValueError: if the trace does not meet these requirements.
     """
     experts, top_k = trace.num_experts, trace.replay.expert_ids.shape[-1]
     samples = int(trace.replay.mask.any(1).sum())
     if samples < max(MICRO_BATCHES) or top_k < 2 or experts % RANKS:
         raise ValueError(
-            f"{trace.name} has {samples} samples with tokens of top-{top_k} of {experts} experts; to be measured it"
-            f" needs {max(MICRO_BATCHES)} samples, top-2, and experts that divide over {RANKS} ranks"
+            f"{trace.name} has {samples} samples with tokens, and top-{top_k} of {experts} experts; a calibration needs"
+            f" {max(MICRO_BATCHES)} samples, top-2, and experts that divide over {RANKS} ranks"
         )
     rng = np.random.default_rng(seed)
     load = rng.permutation(count_load(trace.replay, experts))
@@ -109,20 +110,21 @@ def calibrate(
     """Fit a calibration to recorded routing.
 
     Args:
-        trace: the recorded routing, as `measure_likeness` takes it; its domains tell what part of topics is shared.
-        num_experts: the number of experts for which traces shall be drawn. For another than the recorded one, the
-            spread of an expert's load, its growth and the lift of pairs stay what they are: an assumption.
-        top_k: the experts of a token of such traces.
-        layers: the layers of the traces that are drawn for comparison. None for any of the three is the trace's.
+        trace: the recorded routing, which must meet the requirements of `measure_likeness`. Its domains determine the
+            part of the topics that samples of one domain share.
+        num_experts: the number of experts of the traces to draw. None for that of ``trace``. If it differs, the spread
+            of an expert's load, its growth and the lift of pairs are assumed to stay the same.
+        top_k: the number of experts of a token of the traces to draw. None for that of ``trace``.
+        layers: the number of layers of the traces that are drawn for comparison. None for that of ``trace``.
         dimensions: the number of factors of a token.
-        rounds: how often a trace is drawn and compared.
-        seed: the seed of what is drawn and of what is measured.
+        rounds: the number of rounds; each draws a trace and compares it.
+        seed: the seed of the drawn traces and of their statistics.
 
     Returns:
-        The calibration, for traces of so many experts and this top-k.
+        The calibration for traces with this number of experts and this top-k.
 
     Raises:
-        ValueError: if `measure_likeness` refuses the trace, or `draw_trace` the sizes.
+        ValueError: if `measure_likeness` rejects the trace, or `draw_trace` the sizes.
     """
     target = _moments(measure_likeness(trace, seed=seed))
     samples, _, recorded_layers, recorded_k = trace.replay.expert_ids.shape
@@ -157,19 +159,20 @@ def calibrate(
 
 
 def _moments(likeness: Likeness) -> Float[np.ndarray, " 3"]:
-    """What popularity, topics and factors each answer for; noise may leave a little below nothing."""
+    """Return the statistics that popularity, topics and factors determine; noise could make them slightly negative."""
     whole, *_, shrunk = likeness.spread
     return np.maximum([whole, shrunk - whole, likeness.lift - 1], 1e-3)
 
 
 def _domain_share(load: Int[np.ndarray, "B L E"], domain: Int[np.ndarray, " B"]) -> tuple[float, int]:
-    """How much two samples of one domain have in common, of how much one sample differs from all; and how many domains.
+    """Return the share of the variance between samples that is common to a domain, and the number of domains.
 
-    What samples differ by because they have few tokens is left out, as if experts were drawn independently. Domains
-    count by their sizes: as many equal ones as leave two samples as likely in the same one.
+    The variance that is due to the finite number of tokens of a sample is subtracted, as if experts were drawn
+    independently. The number of domains is the number of equally large ones that would give two samples the same
+    probability of a common domain.
     """
-    there = load.any((1, 2))
-    load, domain = load[there].astype(float), domain[there]
+    has_tokens = load.any((1, 2))
+    load, domain = load[has_tokens].astype(float), domain[has_tokens]
     copies = load.sum(-1, keepdims=True)
     shares = load / copies
     deviation = shares - load.sum(0) / copies.sum(0)

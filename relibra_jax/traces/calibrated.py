@@ -1,20 +1,20 @@
-"""Synthetic routing with the unevenness of recorded routing, for sizes of models of which no recording is at hand.
+"""Synthetic routing as uneven as recorded routing, for model sizes of which there is no recording.
 
-A token draws the top-k, in every layer, of
+In every layer, a token uses the top-k experts by the sum of
 
-    popularity of the expert        as uneven as a negative Gumbel variable: few experts are hot, more are hardly used
-  + taste of the sample's topic     normal; samples of one domain share a part of it
-  + factors of the token            a normal vector for each token times one for each expert, of few dimensions: experts
-                                    whose vectors are alike go together
+    popularity of the expert        distributed as a negative Gumbel variable: few experts are hot, more are hardly used
+  + topic of the sample             normal; samples of one domain share a part of it
+  + factors of the token            the product of a normal vector of the token and one of the expert, of few
+                                    dimensions: tokens use experts with similar vectors together
   + Gumbel noise                    so that each token draws its own experts (the Gumbel top-k trick)
 
-and nothing else: no drift inside a sample, no order of the samples, no link between layers. How large each part is, a
-`Calibration` says, which `relibra_jax.traces.calibrate` fits. Synthetic routing whose unevenness is made up overstates
-what real routing has, up to 2.35 times (DODOCO, arXiv 2605.20982); this one is held to a recording where there is one.
-A calibration holds for one number of experts and one top-k. For larger models, the parts are fitted so that what an
-expert feels is what was recorded: the spread of experts' loads, how it grows as micro-batches shrink, and how often
-tokens use two experts together. That larger models route so is an assumption, which no recording here supports; with
-more experts on each rank, the same spread leaves ranks less uneven.
+There is no drift inside a sample, no order of the samples, and no correlation between layers. A `Calibration` gives the
+size of each part, and `relibra_jax.traces.calibrate` fits it. Synthetic routing of arbitrary unevenness overstates that
+of real routing, up to 2.35 times (DODOCO, arXiv 2605.20982); therefore this one is compared with a recording if one is
+available. A calibration holds for one number of experts and one top-k. For larger models the parts are fitted so that
+three statistics stay as recorded: the spread of experts' loads, its growth as micro-batches shrink, and how often
+tokens use two experts together. That larger models route like this is an assumption, which no recording here supports.
+With more experts on each rank, the same spread makes ranks less uneven.
 """
 
 import dataclasses
@@ -32,24 +32,24 @@ from relibra_jax.types import RoutingReplay
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """How uneven routing is, in units of the noise of a token's logits."""
+    """The parameters of synthetic routing, in units of the noise of a token's logits."""
 
     source: str
-    """What it was fitted to."""
+    """The recording to which the parameters were fitted."""
     popularity: float
     """The standard deviation of experts' popularity, which all samples share."""
     topic: float
-    """The standard deviation of what a sample's topic adds to each expert."""
+    """The standard deviation of the term that a sample's topic adds to each expert."""
     domain_share: float
-    """The part of the topics' variance that samples of one domain share, 0 to 1."""
+    """The share of the topics' variance that samples of one domain have in common, 0 to 1."""
     domains: int
     """The number of domains, all equally common."""
     factors: float
-    """The standard deviation of what a token's factors add to each expert."""
+    """The standard deviation of the term that a token's factors add to each expert."""
     dimensions: int
-    """The number of factors: fewer make experts go together more."""
+    """The number of factors. With fewer factors, tokens use the same experts together more often."""
     lengths: tuple[int, ...]
-    """Tokens of a sample: quantiles in even steps from the shortest to the longest."""
+    """Quantiles of the number of tokens of a sample, in even steps from the shortest to the longest."""
 
 
 GPT_OSS_20B: Final = Calibration(
@@ -62,20 +62,20 @@ GPT_OSS_20B: Final = Calibration(
     dimensions=2,
     lengths=(32, 66, 90, 125, 170, 287, 475, 511, 511, 511, 511),
 )
-"""Fitted by `relibra_jax.traces.calibrate.calibrate` to generations recorded in the data set
-GPT-OSS-MoE-ExpertFingerprinting (Apache-2.0), for 32 experts and top-4; a test holds it to them where the recording is
-at hand."""
+"""The calibration of GPT-OSS-20B with 32 experts and top-4. `relibra_jax.traces.calibrate.calibrate` fitted it to
+generations recorded in the data set GPT-OSS-MoE-ExpertFingerprinting (Apache-2.0); a test compares it with them if the
+recording is available."""
 
 
 class Synthetic(NamedTuple):
-    """Synthetic routing of one size."""
+    """Synthetic routing for one model size."""
 
     calibration: Calibration
-    """Fitted for this size."""
+    """The calibration, fitted for this size."""
     num_experts: int
-    """The logical experts of a layer."""
+    """E, the number of logical experts of a layer."""
     top_k: int
-    """The experts of a token."""
+    """K, the number of experts of a token."""
 
 
 def _scaled(
@@ -97,9 +97,10 @@ SYNTHETIC: Final = {
     "synthetic-128": _scaled(128, popularity=1.766, topic=2.949, factors=6.163, dimensions=6),
     "synthetic-256": _scaled(256, popularity=1.082, topic=1.722, factors=4.071, dimensions=12),
 }
-"""GPT-OSS-20B's routing, and what it would be with more experts: the spread of an expert's load, its growth as
-micro-batches shrink and the lift of pairs are the recorded ones within a tenth (`calibrate` with ``num_experts`` and
-``top_k``; more factors where more experts would otherwise be told apart by how far out their vectors lie)."""
+"""Synthetic routing of GPT-OSS-20B, and of models with more experts and the same statistics: the spread of an expert's
+load, its growth as micro-batches shrink and the lift of pairs are within a tenth of the recorded ones (`calibrate` with
+``num_experts`` and ``top_k``). With more experts there are more factors, because otherwise the experts would differ
+mainly in the length of their vectors."""
 
 
 def draw_trace(
@@ -111,21 +112,21 @@ def draw_trace(
     layers: int = 8,
     seed: int = 0,
 ) -> Trace:
-    """Draw a trace.
+    """Draw a synthetic trace.
 
     Args:
-        calibration: how uneven routing is; fitted for this number of experts and this top-k.
-        samples: the number of samples B.
-        num_experts: the number of logical experts E of a layer.
-        top_k: the number of experts K of a token.
-        layers: the number of MoE layers L, which are drawn independently.
+        calibration: the parameters of the routing, fitted for this number of experts and this top-k.
+        samples: B, the number of samples.
+        num_experts: E, the number of logical experts of a layer.
+        top_k: K, the number of experts of a token.
+        layers: L, the number of MoE layers, which are drawn independently.
         seed: the seed of everything that is drawn.
 
     Returns:
-        The trace, whose note says that it is synthetic and what it was calibrated on.
+        The trace. Its note says that it is synthetic, and to which recording it was calibrated.
 
     Raises:
-        ValueError: if a number is out of its range, or the trace does not fit this machine's memory.
+        ValueError: if a number is out of range, or if the trace does not fit into the memory of this machine.
 
     >>> trace = draw_trace(GPT_OSS_20B, samples=4, layers=2)
     >>> trace.name, trace.synthetic, trace.replay.expert_ids.shape[2:]
@@ -139,7 +140,7 @@ def draw_trace(
     steps = np.linspace(0, 1, len(calibration.lengths))
     lengths = np.interp(rng.random(samples), steps, calibration.lengths).round().astype(int)
     longest, dtype = int(lengths.max()), id_dtype(num_experts)
-    # The padded ids, tastes of samples and domains, and for one sample four arrays of logits at a time.
+    # The padded ids, the logits of samples and domains, and four arrays of logits of one sample at a time.
     needed = samples * longest * layers * top_k * dtype.itemsize
     needed += 4 * layers * num_experts * (samples + calibration.domains + 4 * longest)
     sizes = f"{samples} samples x {longest} tokens x {layers} layers of {num_experts} experts"
@@ -151,7 +152,8 @@ def draw_trace(
     expert_ids = np.zeros((samples, longest, layers, top_k), dtype)
     for sample, length in enumerate(lengths):
         token = rng.standard_normal((layers, length, calibration.dimensions), dtype=np.float32)
-        # The least of Exp(1) / e^x is drawn like the largest of x + Gumbel noise. The logarithm of 0 would warn.
+        # The smallest Exp(1) / e^x has the same distribution as the largest x + Gumbel noise. The logarithm of 0 would
+        # warn.
         noise = rng.standard_exponential((layers, length, num_experts), dtype=np.float32)
         keys = np.log(np.maximum(noise, np.finfo(np.float32).tiny, out=noise), out=noise)
         keys -= token @ vectors
@@ -172,7 +174,7 @@ def draw_trace(
 def _tastes(
     calibration: Calibration, samples: int, shape: tuple[int, int], rng: np.random.Generator
 ) -> tuple[Int[np.ndarray, " B"], Float[np.ndarray, "B L E"]]:
-    """The domain of every sample, and its logits before factors and noise."""
+    """Draw the domain of every sample, and its logits before factors and noise."""
     share = calibration.topic * np.sqrt([calibration.domain_share, 1 - calibration.domain_share])
     domain = rng.integers(calibration.domains, size=samples)
     of_domain = rng.standard_normal((calibration.domains, *shape), dtype=np.float32) * np.float32(share[0])
@@ -183,6 +185,6 @@ def _tastes(
 
 
 def _popularity(num_experts: int) -> Float[np.ndarray, " E"]:
-    """Quantiles of a negative Gumbel variable of mean 0 and variance 1: every layer has the same, on other experts."""
+    """Return quantiles of a negative Gumbel variable of mean 0 and variance 1; layers permute them over the experts."""
     quantiles = np.log(-np.log1p(-(np.arange(num_experts) + 0.5) / num_experts))
     return (quantiles + np.euler_gamma) * math.sqrt(6) / math.pi

@@ -1,15 +1,15 @@
-"""Megatron-Core's imbalance benchmark W0 to W7 as traces: each isolates one way in which load can be uneven.
+"""The workloads W0 to W7 of Megatron-Core's imbalance benchmark as traces; each isolates one kind of uneven load.
 
 Source: NVIDIA/Megatron-LM, pull request 7488, ``benchmarks/moe/token_imbalance``, as of September 2026. Its workloads
-are rules for the experts of a token, given its number and the training step: a *hot* token draws its experts from a
-small set, the others from all experts, and all are different. Taken from there: hot sets of a quarter of the experts,
-three hot tokens of four, the block that moves every third step, the burst in every fourth. A *step* is here a number of
-consecutive samples, and every layer follows the same rule with draws of its own.
+are rules for the experts of a token, given its number and the training step. A *hot* token draws its experts from a
+small set, the others draw from all experts, and the experts of a token are different. Taken from there: hot sets of a
+quarter of the experts, three hot tokens of four, the block that moves every third step, the burst in every fourth. Here
+a *step* is a number of consecutive samples, and every layer follows the same rule with random draws of its own.
 
-Three workloads are our reading of their descriptions, because the code that we could read does less than they say: W1
-and W2 share one hot block there, here W1's experts are drawn and so lie anywhere; W3 heats every second expert, so half
-as much as W2, here as many as W2; W4 draws like any uniform workload, here a step's tokens are unevenly spread over its
-samples, which lie whole on a rank.
+Three workloads follow their descriptions where the code that was available does less. W1 and W2 share one hot block in
+that code; here W1's experts are drawn, so they may be anywhere. W3 heats every second expert there, half as much as W2;
+here it heats as many as W2. W4 draws like any uniform workload there; here the tokens of a step are unevenly spread
+over its samples, each of which is on one rank.
 """
 
 from collections.abc import Callable
@@ -24,33 +24,34 @@ from relibra_jax.traces.trace import Trace, make_trace
 from relibra_jax.types import RoutingReplay
 
 STEPS_OF_A_HOTSPOT: Final = 3
-"""The steps after which W6's hot block moves on."""
+"""The number of steps after which W6's hot block moves on."""
 STEPS_OF_A_BURST: Final = 4
-"""The steps of which W7's last is the burst."""
+"""The number of steps in a period of W7; the last step is the burst."""
 
 
 class Experts(NamedTuple):
-    """Of what a hot set is made."""
+    """The parameters of a hot set."""
 
     num_experts: int
-    """The logical experts E of a layer."""
+    """E, the number of logical experts of a layer."""
     hot: int
-    """The experts of a hot set."""
+    """The number of experts of a hot set."""
     seed: int
-    """The seed of sets that are drawn."""
+    """The seed of sets that are drawn at random."""
 
 
 class Workload(NamedTuple):
     """One workload of the benchmark."""
 
     title: str
-    """What it isolates."""
+    """The kind of uneven load that the workload isolates."""
     pool: Callable[[int, Experts], Int[np.ndarray, " H"]] | None
-    """The experts from which hot tokens draw, by the step; None gives experts out in turn."""
+    """``(step, experts) -> the experts from which hot tokens draw``. None assigns experts to tokens in round-robin
+    order."""
     hot_quarters: int = 3
-    """The hot tokens of four consecutive ones."""
+    """The number of hot tokens among four consecutive ones."""
     ragged: bool = False
-    """Whether the first sample of a step has a quarter of its tokens."""
+    """True if the first sample of a step has a quarter of the step's tokens."""
 
 
 def _all(_: int, experts: Experts) -> np.ndarray:
@@ -108,26 +109,26 @@ def imbalance_benchmark(
     hot_experts: int | None = None,
     seed: int = 0,
 ) -> Trace:
-    """Draw a workload.
+    """Draw the trace of one workload.
 
     Args:
-        name: W0 to W7.
-        steps: the number of steps; W6 comes round in ``3 E / hot_experts`` of them.
-        samples_per_step: the number of consecutive samples of a step. Batches of so many samples are steps.
-        tokens_per_sample: the mean tokens of a sample; all samples are equally long, save W4's.
-        layers: the number of MoE layers L.
-        num_experts: the number of logical experts E of a layer.
-        top_k: the number of experts K of a token.
-        hot_experts: the experts of a hot set: of W2, those of one rank of ``E / hot_experts`` in contiguous placement.
-            None makes it a quarter of all, and at least K.
+        name: the name of the workload, W0 to W7.
+        steps: the number of steps. W6 repeats after ``3 E / hot_experts`` steps.
+        samples_per_step: the number of consecutive samples of a step. Batches of that many samples are steps.
+        tokens_per_sample: the mean number of tokens of a sample. All samples are equally long, except in W4.
+        layers: L, the number of MoE layers.
+        num_experts: E, the number of logical experts of a layer.
+        top_k: K, the number of experts of a token.
+        hot_experts: the number of experts of a hot set. In W2 they are the experts of one of ``E / hot_experts`` ranks
+            under contiguous placement. None for a quarter of all experts, and at least K.
         seed: the seed of everything that is drawn.
 
     Returns:
-        The trace, for example "W3 spread hot", whose note says how it was drawn.
+        The trace, named for example "W3 spread hot". Its note says how it was drawn.
 
     Raises:
-        ValueError: if the name is unknown, a number is out of its range, tokens could not draw K different experts, or
-            the trace does not fit this machine's memory.
+        ValueError: if the name is unknown, if a number is out of range, if hot tokens draw from fewer than K experts,
+            or if the trace does not fit into the memory of this machine.
 
     >>> imbalance_benchmark("W3", steps=2).name
     'W3 spread hot'
@@ -135,8 +136,8 @@ def imbalance_benchmark(
     if name not in WORKLOADS:
         raise ValueError(f"workload {name!r} must be one of {', '.join(WORKLOADS)}")
     workload = WORKLOADS[name]
-    for what, value in (("steps", steps), ("tokens_per_sample", tokens_per_sample), ("layers", layers)):
-        check_integer(what, value, least=1)
+    for argument, value in (("steps", steps), ("tokens_per_sample", tokens_per_sample), ("layers", layers)):
+        check_integer(argument, value, least=1)
     check_integer("samples_per_step", samples_per_step, least=4 if workload.ragged else 1)
     check_integer("top_k", top_k, least=1, most=num_experts)
     hot = max(top_k, num_experts // 4) if hot_experts is None else hot_experts
@@ -148,18 +149,18 @@ def imbalance_benchmark(
         lengths = _ragged(samples_per_step, tokens_per_sample)
     step_mask = np.arange(lengths.max()) < lengths[:, None]
     sizes = f"{steps * samples_per_step} samples x {lengths.max()} tokens x {layers} layers"
-    # The ids, and for one step a key of float32 and an index of int64 for every expert.
+    # The ids of all steps, and for one step a float32 key and an int64 index per expert.
     ids = steps * top_k * id_dtype(num_experts).itemsize
     check_memory(f"{name}: {sizes}", step_mask.size * layers * (ids + 12 * num_experts))
     rng, experts = np.random.default_rng(seed), Experts(num_experts, hot, seed)
     expert_ids = np.empty((steps, *step_mask.shape, layers, top_k), id_dtype(num_experts))
     for step in range(steps):
         if workload.pool is None:
-            expert_ids[step] = _in_turn(step_mask, top_k, num_experts)[..., None, :]
+            expert_ids[step] = _round_robin(step_mask, top_k, num_experts)[..., None, :]
             continue
         pool = np.isin(np.arange(num_experts), workload.pool(step, experts))
         if pool.sum() < top_k:
-            raise ValueError(f"{name}: top-{top_k} needs more than the {pool.sum()} experts that get tokens")
+            raise ValueError(f"{name}: top-{top_k} needs more experts than the {pool.sum()} that get tokens")
         expert_ids[step] = _draw((*step_mask.shape, layers), pool, workload.hot_quarters, top_k, rng)
     replay = RoutingReplay(
         expert_ids.reshape(-1, *expert_ids.shape[2:]),
@@ -170,14 +171,14 @@ def imbalance_benchmark(
 
 
 def _ragged(samples: int, mean: int) -> np.ndarray:
-    """Lengths of which the first is a quarter of their sum, and the others are equal to one token."""
+    """Return sample lengths: the first is a quarter of the sum, and the others differ by at most one token."""
     first = samples * mean // 4
     rest = np.diff(np.linspace(0, samples * mean - first, samples).astype(int))
     return np.append(first, rest)
 
 
-def _in_turn(mask: Bool[np.ndarray, "b T"], top_k: int, num_experts: int) -> Int[np.ndarray, "b T K"]:
-    """The next K experts for every token, sample after sample."""
+def _round_robin(mask: Bool[np.ndarray, "b T"], top_k: int, num_experts: int) -> Int[np.ndarray, "b T K"]:
+    """Give every token the next K experts, sample after sample."""
     number = np.cumsum(mask).reshape(mask.shape) - 1
     return (number[..., None] * top_k + np.arange(top_k)) % num_experts
 
@@ -189,9 +190,9 @@ def _draw(
     top_k: int,
     rng: np.random.Generator,
 ) -> Int[np.ndarray, "b T L K"]:
-    """K different experts for every token of shape ``[b, T, L]``, of the pool for hot ones, else of all."""
+    """Draw K different experts for every token of shape ``[b, T, L]``: from the pool for hot tokens, else from all."""
     hot_token = np.arange(shape[1]) % 4 < hot_quarters
     keys = rng.random((*shape, len(pool)), dtype=np.float32)
-    # Every expert outside the pool comes behind every one in it.
+    # The keys of experts outside of the pool are larger than those of experts in it.
     keys += 2 * (hot_token[None, :, None, None] & ~pool)
     return np.argpartition(keys, top_k - 1, axis=-1)[..., :top_k]

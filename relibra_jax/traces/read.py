@@ -1,4 +1,4 @@
-"""Traces by name or from a file, and the one that comes with the package."""
+"""Reading of traces by name or from a file, and the recorded trace that comes with the package."""
 
 import functools
 import os
@@ -32,24 +32,24 @@ NAMED_TRACES: Final[dict[str, Callable[[], Trace]]] = {
     **{name: functools.partial(imbalance_benchmark, name) for name in WORKLOADS},
     **{name: functools.partial(_synthetic, size) for name, size in SYNTHETIC.items()},
 }
-"""The traces that have a name, each made when it is asked for."""
+"""Functions that read or draw the named traces, by name."""
 
 
 def read_trace(name: str | Path | None) -> Trace:
-    """Read a trace.
+    """Read a trace by its name or from a file.
 
     Args:
-        name: a name of `NAMED_TRACES`, else the path of a file that `relibra_jax.replay_files.load_replay` accepts; a
-            `Path` is always a path. None stands for what the environment variable RELIBRA_TRACE gives, else for the
-            recorded trace that comes with the package.
+        name: a name of `NAMED_TRACES`, or the path of a file that `relibra_jax.replay_files.load_replay` accepts. A
+            `Path` is always a path. None for the value of the environment variable RELIBRA_TRACE, or, if it is not set,
+            for the recorded trace that comes with the package.
 
     Returns:
-        The trace, which notes whether its number of experts is stated in the file. Its domains are the strings
-        ``category [B]`` of the file, else its ``dataset [B]``.
+        The trace. Its note says if the number of experts was inferred. Its domains are the strings ``category [B]`` of
+        the file, or else ``dataset [B]``.
 
     Raises:
-        ValueError: if there is no such trace, with the names that are near; or if the file is truncated or malformed,
-            or its load does not fit this machine's memory.
+        ValueError: if there is no such trace; the message suggests similar names. Also if the file is truncated or
+            malformed, or if its load does not fit into the memory of this machine.
 
     >>> read_trace("recorded").num_experts
     16
@@ -68,7 +68,7 @@ def _read(path: Path) -> Trace:
         raise ValueError(f"{path}: {'not a file' if path.exists() else _no_such_trace(path)}")
     replay, num_experts = load_replay(path)
     samples, tokens, layers, top_k = replay.expert_ids.shape
-    # Ids are counted as int32, into int32.
+    # Counting casts the ids to int32, and the counts are int32.
     counting = f"counting {samples} samples x {layers} layers x ({tokens} tokens x top-{top_k} + {num_experts} experts)"
     check_memory(f"{path}: {counting}", 4 * samples * layers * (tokens * top_k + num_experts))
     note = "" if stored_num_experts(path) else f"num_experts={num_experts} inferred: the largest id + 1"
@@ -77,7 +77,7 @@ def _read(path: Path) -> Trace:
 
 
 def _no_such_trace(path: Path) -> str:
-    # What has a folder or a suffix was meant as a file.
+    # A path with a folder or a suffix is certainly meant as a file.
     if path.suffix or len(path.parts) > 1:
         return "no such trace"
     names = ", ".join(NAMED_TRACES)

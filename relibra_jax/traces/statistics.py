@@ -1,7 +1,7 @@
-"""What matters of a trace for load balancing: skew, how it shifts, and which experts go together.
+"""Statistics of a trace that matter for load balancing: skew, its changes, and experts that tokens use together.
 
-Loads here are token copies of micro-batches ``[M, L, E]``, cut from a trace's samples in their order. All is counted on
-the host.
+Loads here are the token copies ``[M, L, E]`` of micro-batches, which are consecutive samples of the trace. All is
+counted on the host.
 """
 
 import itertools
@@ -16,22 +16,22 @@ from relibra_jax.replay import sample_load
 from relibra_jax.types import RoutingReplay
 
 HOT_SHARE: Final = 8
-"""The hot experts of a layer are an eighth of its experts, and at least one."""
+"""The inverse of the share of hot experts: an eighth of the experts of a layer, and at least one."""
 PAIRS_EXPECTED: Final = 10
-"""A pair of experts is looked at alone if chance would make it so often: less is noise."""
+"""The smallest number of times that chance must produce a pair of experts for its lift to count; fewer are noise."""
 
 
 class PairLift(NamedTuple):
-    """How much more often tokens use two experts together than chance would have it."""
+    """The lift of pairs of experts: how much more often tokens use two experts together than by chance."""
 
     mean: Float[np.ndarray, " L"]
     """The mean lift over the pairs of experts that tokens use, in each layer."""
     largest: Float[np.ndarray, " L"]
-    """The largest lift of a pair that chance would make at least `PAIRS_EXPECTED` times; 1 if there is none."""
+    """The largest lift among pairs that chance would produce at least `PAIRS_EXPECTED` times; 1 if there is none."""
 
 
 def count_load(replay: RoutingReplay, num_experts: int) -> Int[np.ndarray, "B L E"]:
-    """The token copies that every sample sends to every expert."""
+    """Count the token copies that every sample sends to every expert."""
     return np.asarray(_count(replay, num_experts=num_experts))
 
 
@@ -39,7 +39,7 @@ _count = jax.jit(sample_load, static_argnames="num_experts")
 
 
 def micro_batch_load(load: Int[np.ndarray, "B L E"], micro_batches: int) -> Int[np.ndarray, "M L E"]:
-    """The loads of consecutive samples, as evenly many in each micro-batch as their number allows.
+    """Sum the loads of consecutive samples into micro-batches, whose numbers of samples differ by at most one.
 
     >>> micro_batch_load(np.array([[[1, 0]], [[2, 0]], [[0, 4]]]), 2).tolist()
     [[[3, 0]], [[0, 4]]]
@@ -48,7 +48,7 @@ def micro_batch_load(load: Int[np.ndarray, "B L E"], micro_batches: int) -> Int[
 
 
 def hottest_expert(load: Int[np.ndarray, "L E"]) -> Float[np.ndarray, " L"]:
-    """The load of the hottest expert of each layer over the mean.
+    """Return the load of the hottest expert of each layer / the mean.
 
     >>> hottest_expert(np.array([[6, 1, 1, 0]])).tolist()
     [3.0]
@@ -57,7 +57,7 @@ def hottest_expert(load: Int[np.ndarray, "L E"]) -> Float[np.ndarray, " L"]:
 
 
 def load_spread(load: Int[np.ndarray, "*layers E"]) -> Float[np.ndarray, "*layers"]:
-    """The standard deviation of experts' loads over their mean, in each layer.
+    """Return the standard deviation of experts' loads / their mean, in each layer.
 
     >>> load_spread(np.array([[3, 1, 3, 1]])).tolist()
     [0.5]
@@ -66,14 +66,14 @@ def load_spread(load: Int[np.ndarray, "*layers E"]) -> Float[np.ndarray, "*layer
 
 
 def contiguous_imbalance(load: Int[np.ndarray, "M L E"], ranks: int) -> float:
-    """Max / mean of rank load where every rank has as many consecutive experts, as `batch_imbalance` defines it.
+    """Return the imbalance of ranks that hold equally many consecutive experts, as `batch_imbalance` defines it.
 
     Args:
         load: token copies.
-        ranks: the number of ranks, which divides E.
+        ranks: the number of ranks, which must divide E.
 
     Returns:
-        The sum of maxima over micro-batches over the sum of means, averaged over layers; 1 is perfect.
+        The sum of the maxima / the sum of the means over micro-batches, averaged over layers; 1 is perfect.
 
     >>> round(contiguous_imbalance(np.array([[[6, 2, 1, 1]], [[1, 1, 6, 2]]]), ranks=2), 4)
     1.6
@@ -83,12 +83,12 @@ def contiguous_imbalance(load: Int[np.ndarray, "M L E"], ranks: int) -> float:
 
 
 def hot_experts(load: Int[np.ndarray, "M L E"]) -> Int[np.ndarray, "M L H"]:
-    """The hottest eighth of the experts of every layer and micro-batch; of equally hot ones the first."""
+    """Return the hottest eighth of the experts of every layer and micro-batch; ties go to the lower id."""
     return np.argsort(-load, axis=-1, kind="stable")[..., : max(1, load.shape[-1] // HOT_SHARE)]
 
 
 def hot_expert_churn(load: Int[np.ndarray, "M L E"]) -> float:
-    """The share of hot experts that were not hot in the micro-batch before: 0 if none ever changes.
+    """Return the share of hot experts that were not hot in the micro-batch before; 0 if the hot experts never change.
 
     Args:
         load: token copies of at least two micro-batches.
@@ -106,13 +106,14 @@ def hot_expert_churn(load: Int[np.ndarray, "M L E"]) -> float:
 
 
 def neighbour_correlation(load: Int[np.ndarray, "M L E"]) -> float:
-    """The correlation of experts' loads in one micro-batch with those in the next.
+    """Return the correlation of experts' loads in one micro-batch with those in the next.
 
     Args:
         load: token copies of at least two micro-batches.
 
     Returns:
-        The mean over layers and neighbours; layers whose experts are equally loaded do not count, and 1 if all are.
+        The mean over layers and neighbouring micro-batches, without layers whose experts are equally loaded; 1 if all
+        are.
 
     >>> neighbour_correlation(np.array([[[4, 0, 2]], [[8, 2, 5]]]))
     1.0
@@ -124,14 +125,14 @@ def neighbour_correlation(load: Int[np.ndarray, "M L E"]) -> float:
 
 
 def pair_lift(replay: RoutingReplay, num_experts: int) -> PairLift:
-    """How much more often tokens use two experts together than chance, which knows only how often each is used.
+    """Compute how much more often tokens use two experts together than by chance, given how often each is used.
 
-    A pair's lift is its share of all pairs of experts that tokens use, over the product of the two experts' loads,
-    scaled so that the products of all pairs sum to 1.
+    The lift of a pair is its share of all pairs of experts that tokens use / the product of the two experts' loads,
+    where the products are scaled so that they sum to 1 over all pairs.
 
     Args:
-        replay: routing with at least one token, and K of 2 or more.
-        num_experts: E, logical experts of a layer.
+        replay: a replay with at least one token, and K of 2 or more.
+        num_experts: E, the number of logical experts of a layer.
 
     Returns:
         The lifts in each layer.

@@ -1,4 +1,4 @@
-"""A trace: routing replay, and what is known of where it came from."""
+"""Traces: a routing replay with its name, its source and the domains of its samples."""
 
 from typing import Final, NamedTuple
 
@@ -8,26 +8,26 @@ from jaxtyping import Int, Shaped
 from relibra_jax.types import RoutingReplay
 
 ONE_DOMAIN: Final = "all"
-"""The domain of every sample where nothing is known of them."""
+"""The domain of every sample of a trace without domains."""
 
 
 class Trace(NamedTuple):
-    """Routing replay and what is known of where it came from; `make_trace` builds one."""
+    """A routing replay with its name, its source and the domains of its samples; `make_trace` builds one."""
 
     replay: RoutingReplay
     """The experts that every token used."""
     num_experts: int
-    """The logical experts of a layer."""
+    """E, the number of logical experts of a layer."""
     name: str
     """The trace's name in tables and figures."""
     note: str
-    """What a reader has to know to judge the numbers; empty for nothing."""
+    """A remark that readers need to judge the numbers; empty for none."""
     domain: Int[np.ndarray, " B"]
-    """The domain of each sample, an index into ``domains``: what kind of prompt it answers."""
+    """The domain of each sample (the kind of its prompt), as an index into ``domains``."""
     domains: tuple[str, ...]
     """The names of the domains."""
     synthetic: bool
-    """Whether the routing was drawn by a generator rather than recorded from a model."""
+    """True if a generator drew the routing, False if it was recorded from a model."""
 
 
 def make_trace(
@@ -43,14 +43,14 @@ def make_trace(
 
     Args:
         replay: the experts that every token used.
-        num_experts: the logical experts E of a layer.
+        num_experts: E, the number of logical experts of a layer.
         name: the trace's name in tables and figures.
-        note: what a reader has to know to judge the numbers.
+        note: a remark that readers need to judge the numbers.
         category: the name of each sample's domain. None puts all samples into one domain.
-        synthetic: whether a generator drew the routing.
+        synthetic: True if a generator drew the routing.
 
     Returns:
-        The trace; its domains are in the order of their names.
+        The trace. Its domains are sorted by name.
 
     >>> replay = RoutingReplay(np.zeros((3, 1, 1, 1), np.uint8), np.ones((3, 1), bool))
     >>> trace = make_trace(replay, 4, "small", category=np.array(["maths", "code", "maths"]))
