@@ -369,7 +369,7 @@ def test_one_array_is_no_sequence_of_buffers(without_type_checks):
             (3,),
             r"rhs: expected float32\[7, n\] for lhs float32\[7, 4\], found float32\[6, 4\]",
         ),
-        ((7, 4), (7, 4), (0, 0), r"slots=\(0, 0\) must be numbers of at least 0, and at least 1 in all"),
+        ((7, 4), (7, 4), (0, 0), r"slots=\(0, 0\) must be non-negative and have a sum of at least 1"),
         ((7, 4), (7, 4), (4, -1), r"slots=\(4, -1\) must be"),
         ((7, 4), (7, 4), (3, 1), r"group_sizes: expected integers \[4\] .* 3 \+ 1 slots, found int32\[3\]"),
     ],
@@ -383,15 +383,15 @@ def test_what_does_not_fit_a_weight_gradient_is_named(lhs, rhs, slots, message):
     ("setting", "message"),
     [
         (PLAIN._replace(k=64, n=64), "rows are float32, not bfloat16"),
-        (PLAIN._replace(dtype="bfloat16", k=64, n=96), "n=96 is no multiple of 64"),
-        (PLAIN._replace(dtype="bfloat16", k=64, n=64), "cpu is no Hopper GPU"),
+        (PLAIN._replace(dtype="bfloat16", k=64, n=96), "n=96 is not a positive multiple of 64"),
+        (PLAIN._replace(dtype="bfloat16", k=64, n=64), "cpu is not a Hopper GPU"),
     ],
 )
 def test_hopper_kernels_say_why_they_cannot_run(setting, message):
     rows, weights, _ = inputs(setting)
     sizes = jnp.zeros(8, jnp.int32)
     with pytest.raises(
-        ValueError, match=r"cannot run: (out_dtype=float8_e5m2 is none of bfloat16, |rows are)"
+        ValueError, match=r"cannot run: (out_dtype=float8_e5m2 is not one of bfloat16, |rows are)"
     ):
         grouped_dot(rows, weights, sizes, out_dtype="float8_e5m2", implementation="mosaic")
     with pytest.raises(ValueError, match=f"implementation='mosaic' cannot run: {message}"):
@@ -402,9 +402,9 @@ def test_hopper_kernels_say_why_they_cannot_run(setting, message):
 @pytest.mark.parametrize(
     ("dtype", "out_dtype", "message"),
     [
-        ("bfloat16", "float8_e5m2", "out_dtype=float8_e5m2 is none of bfloat16, float16, float32"),
-        ("bfloat16", None, "cpu is not known as an NVIDIA GPU of compute capability 8.0 or higher"),
-        ("float64", None, "rows are float64, none of bfloat16, float16, float32"),
+        ("bfloat16", "float8_e5m2", "out_dtype=float8_e5m2 is not one of bfloat16, float16, float32"),
+        ("bfloat16", None, "cpu is not known to be an NVIDIA GPU of compute capability 8.0 or higher"),
+        ("float64", None, "rows are float64, not one of bfloat16, float16, float32"),
     ],
 )
 def test_triton_kernels_say_why_they_cannot_run(dtype, out_dtype, message):

@@ -405,8 +405,8 @@ def test_none_chooses_by_platform_and_shape(monkeypatch, kind, dtype, width, cho
     [
         ("8.0", None),
         ("12.1", None),
-        ("7.5", "some kind has compute capability 7.5, not one of NVIDIA's from 8.0 on"),
-        ("gfx942", "some kind has compute capability gfx942, not one of NVIDIA's from 8.0 on"),
+        ("7.5", "some kind has compute capability 7.5, but NVIDIA's 8.0 or higher is required"),
+        ("gfx942", "some kind has compute capability gfx942, but NVIDIA's 8.0 or higher is required"),
     ],
 )
 def test_gpus_tell_their_compute_capability(capability, reason):
@@ -431,9 +431,9 @@ def test_none_runs_and_a_name_must_exist():
     ("setting", "message"),
     [
         (PLAIN._replace(width=64, hidden=64), "rows are float32, not bfloat16"),
-        (PLAIN._replace(dtype="bfloat16", width=64, hidden=96), "F=96 is no multiple of 64"),
-        (PLAIN._replace(dtype="bfloat16", width=32, hidden=64), "D=32 is no multiple of 64"),
-        (PLAIN._replace(dtype="bfloat16", width=64, hidden=64), "cpu is no Hopper GPU"),
+        (PLAIN._replace(dtype="bfloat16", width=64, hidden=96), "F=96 is not a positive multiple of 64"),
+        (PLAIN._replace(dtype="bfloat16", width=32, hidden=64), "D=32 is not a positive multiple of 64"),
+        (PLAIN._replace(dtype="bfloat16", width=64, hidden=64), "cpu is not a Hopper GPU"),
     ],
 )
 def test_hopper_kernels_say_why_they_cannot_run(setting, message):

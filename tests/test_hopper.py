@@ -142,7 +142,7 @@ def test_a_measured_entry_is_preferred(monkeypatch, tmp_path, problem):
 
 def test_autotune_refuses_without_a_hopper_gpu(capsys):
     assert autotune.main([]) == 1
-    assert "cpu is no Hopper GPU" in capsys.readouterr().err
+    assert "cpu is not a Hopper GPU" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -171,7 +171,7 @@ def test_where_the_kernel_cannot_run_it_is_refused():
     ("changes", "reason"),
     [
         ({}, None),
-        ({"device_kind": "NVIDIA A100-SXM4-80GB"}, "NVIDIA A100-SXM4-80GB is no Hopper GPU"),
+        ({"device_kind": "NVIDIA A100-SXM4-80GB"}, "NVIDIA A100-SXM4-80GB is not a Hopper GPU"),
         ({"process_index": 1}, "the mesh's devices belong to 2 processes"),
         ({"id": 5}, r"ids of the mesh's devices are \[0, 5\], the kernel wants 0 to 1 in order"),
     ],
