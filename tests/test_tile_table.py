@@ -63,7 +63,7 @@ def test_a_table_that_was_measured_elsewhere_is_ignored_and_named_once(path, cha
     with pytest.warns(UserWarning, match="tile sizes ignored") as warned:
         assert measured_tile_sizes() == {}
     assert [str(one.message) for one in warned] == [
-        f"tile sizes ignored: {path} is of {origin}, this is cpu with jax {jax.__version__}"
+        f"tile sizes ignored: {path} was measured on {origin}, but this is cpu with jax {jax.__version__}"
     ]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -79,7 +79,9 @@ def test_a_file_that_is_named_must_exist_and_be_a_table(path):
     sound = json.loads(path.read_text())
     for damaged in ("{", "[]", "{}", json.dumps(sound | {"tiles": {"1-2-3-4-5": {"depth": 3}}})):
         path.write_text(damaged)
-        with pytest.raises(ValueError, match=f"{path} is no table of tile sizes that this version reads"):
+        with pytest.raises(
+            ValueError, match=f"{path} is not a table of tile sizes that this version can read"
+        ):
             measured_tile_sizes()
 
 
@@ -101,8 +103,11 @@ def test_autotune_adds_to_its_own_table_and_leaves_others_alone(monkeypatch, cap
 
     write_table(path, table._replace(jax_version="0.9.0"))
     assert autotune.main([]) == 1
-    assert f"{path} is of NVIDIA H200 with jax 0.9.0, this is NVIDIA H200 with" in capsys.readouterr().err
+    assert (
+        f"{path} was measured on NVIDIA H200 with jax 0.9.0, but this is NVIDIA H200 with"
+        in capsys.readouterr().err
+    )
     assert read_table(path).jax_version == "0.9.0"
     monkeypatch.setenv(VARIABLE, "")
     assert autotune.main([]) == 1
-    assert f"{VARIABLE} is empty and names no file" in capsys.readouterr().err
+    assert f"{VARIABLE} is set but empty, so there is no file to write" in capsys.readouterr().err
