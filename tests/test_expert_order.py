@@ -58,7 +58,7 @@ def test_ids_keep_their_dtype_and_what_is_empty(dtype):
 @pytest.mark.parametrize(
     ("before", "after", "message"),
     [
-        (LOGICAL, FIRST[:2], "homes before have 3 layers, homes after 2"),
+        (LOGICAL, FIRST[:2], "before has 3 layers and after has 2"),
         (LOGICAL[:, :4], FIRST, r"before: expected integers \[L, 8\], found int32\[3, 4\]"),
         (LOGICAL, FIRST * 0, "after, layer 0, home slot 0: owned by 8 experts, not by one"),
         (LOGICAL - 1, FIRST, r"before, layer 0: home slot -1 is outside 0..7"),

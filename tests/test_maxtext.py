@@ -218,17 +218,21 @@ SHAPE = (EXPERTS, WIDTH, EXPERT_WIDTH)
         (
             "decoder/layers_0/MoeBlock_0/wi_0_scale",
             (8,),
-            "layers_0/MoeBlock_0/wi_0_scale .*looks like experts",
+            "layers_0/MoeBlock_0/wi_0_scale .*looks like expert weights",
         ),
-        ("decoder/layers_0/GptOssMlp/wi_0", SHAPE, "GptOssMlp/wi_0 .*looks like experts"),
-        ("decoder/layers_0/Llama4/gate/kernel", (WIDTH, 8), "Llama4/gate/kernel .*looks like experts"),
-        ("decoder/moe_layers/MoeBlock_0/wo", SHAPE, "moe_layers/MoeBlock_0/wo .*looks like experts"),
+        ("decoder/layers_0/GptOssMlp/wi_0", SHAPE, "GptOssMlp/wi_0 .*looks like expert weights"),
+        ("decoder/layers_0/Llama4/gate/kernel", (WIDTH, 8), "Llama4/gate/kernel .*looks like expert weights"),
+        ("decoder/moe_layers/MoeBlock_0/wo", SHAPE, "moe_layers/MoeBlock_0/wo .*looks like expert weights"),
         (
             "decoder/scanned_blocks/global_layer/mlp/moe_block/MoeBlock_0/wo",
             SHAPE,
-            "global_layer/.* looks like experts",
+            "global_layer/.* looks like expert weights",
         ),
-        ("decoder/layers_7/MoeBlock_0/wi_0", SHAPE, "layers_7/MoeBlock_0/wi_0: homes have 4 layers"),
+        (
+            "decoder/layers_7/MoeBlock_0/wi_0",
+            SHAPE,
+            "layers_7/MoeBlock_0/wi_0: layer 7 is outside .* 4 layers",
+        ),
         ("decoder/layers_0/MoeBlock_0/wi_0", (8,), r"wi_0: expected \[E=8, D, F\], found \[8\]"),
         ("decoder/layers_0/MoeBlock_0/gate/kernel", (8, 16), r"kernel: expected \[D, E=8\], found \[8, 16\]"),
         (
@@ -236,7 +240,11 @@ SHAPE = (EXPERTS, WIDTH, EXPERT_WIDTH)
             (8, 3, 2, 2),
             r"wo: expected \[E=8, L=4, F, D\], found \[8, 3, 2, 2\]",
         ),
-        ("decoder/layers/layer_2/mlp/routed_experts/wo", (8, 1, 2, 2), "blocks of 3 layers, but homes of 4"),
+        (
+            "decoder/layers/layer_2/mlp/routed_experts/wo",
+            (8, 1, 2, 2),
+            "block has 3 layers, which does not divide the 4",
+        ),
         ("elsewhere", (8,), "the tree has no experts of layer 0"),
     ],
 )
@@ -257,5 +265,5 @@ def test_moments_of_another_shape_are_refused():
 def test_a_layer_without_experts_is_refused():
     tree = maxtext_tree(random_layers(), UNSCANNED[0], 0, 1)
     del tree["decoder"]["layers_2"]["MoeBlock_0"]
-    with pytest.raises(ValueError, match="homes of 4 layers, but the tree has no experts of layer 2"):
+    with pytest.raises(ValueError, match="the homes have 4 layers, but the tree has no experts of layer 2"):
         reorder_experts(tree, LOGICAL, FIRST)

@@ -121,17 +121,20 @@ BLOCK = "module.decoder.layers.1.mlp."
         ({f"{BLOCK}router.other": np.ones(8)}, "rank 1, .*router.other: looks like"),
         ({f"{BLOCK}experts.linear_fc1._extra_state": np.ones(4)}, "rank 1, .*_extra_state: looks like"),
         ({f"mtp.layers.0.mlp.{SEQUENTIAL.format(local=0)}": np.ones(2)}, "rank 1, mtp.layers.0.* looks like"),
-        ({f"{BLOCK}{SEQUENTIAL.format(local=2)}": np.ones(2)}, "rank 1, .*: a rank has 2 local experts"),
+        (
+            {f"{BLOCK}{SEQUENTIAL.format(local=2)}": np.ones(2)},
+            "rank 1, .*: a rank must have 2 local experts",
+        ),
         (
             {f"{BLOCK}{SEQUENTIAL.format(local=0)}": None},
-            r"rank 1, .*local_experts.\*.*: 1 of 2 local experts",
+            r"rank 1, .*local_experts.\*.*: found 1 local experts, expected 2",
         ),
         ({f"{BLOCK}experts.linear_fc2.bias{i}": np.ones(2) for i in (0, 1)}, "which rank 1 needs as"),
         ({f"{BLOCK}router.weight": np.ones((4, 2))}, r"router.weight: expected 8 rows, found \[4, 2\]"),
         ({"decoder.layers.7.mlp.router.weight": np.ones(8)}, r"layer 7 is not in layers \[1, 2, 5\]"),
     ],
 )
-def test_what_is_not_understood_is_named(changes, message):
+def test_unknown_values_are_named(changes, message):
     states = state_dicts()
     states[1] = {k: v for k, v in {**states[1], **changes}.items() if v is not None or k not in changes}
     with pytest.raises(ValueError, match=message):
@@ -141,9 +144,9 @@ def test_what_is_not_understood_is_named(changes, message):
 @pytest.mark.parametrize(
     ("layers", "ranks", "message"),
     [
-        ((1, 2), RANKS, r"layers \[1, 2\]: expected 3 different ones"),
-        ((1, 2, 2), RANKS, r"layers \[1, 2, 2\]: expected 3 different ones"),
-        ((1, 2, 5, 6), RANKS, "expected 3 different ones"),
+        ((1, 2), RANKS, r"layers=\[1, 2\]: expected 3 different numbers"),
+        ((1, 2, 2), RANKS, r"layers=\[1, 2, 2\]: expected 3 different numbers"),
+        ((1, 2, 5, 6), RANKS, "expected 3 different numbers"),
         (NUMBERS, 3, "8 experts must divide evenly over 3 ranks"),
     ],
 )
@@ -154,7 +157,7 @@ def test_layers_and_ranks_that_do_not_fit_are_refused(layers, ranks, message):
 
 def test_a_layer_without_experts_is_refused():
     states = [{k: v for k, v in state.items() if "layers.5." not in k} for state in state_dicts()]
-    with pytest.raises(ValueError, match="rank 0: neither router nor experts in layer 5"):
+    with pytest.raises(ValueError, match="rank 0: layer 5 has neither a router nor experts"):
         reorder_state_dicts(states, LOGICAL, FIRST, layers=NUMBERS)
 
 

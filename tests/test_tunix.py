@@ -27,7 +27,7 @@ with warnings.catch_warnings():
     from tunix.rl import rl_learner
     from tunix.rl.rl_cluster import Mode, Role
 
-    from relibra_jax.integrations.tunix.learner import BalancedExample, check_cluster, following
+    from relibra_jax.integrations.tunix.learner import BalancedExample, check_cluster, with_plan
     from relibra_jax.integrations.tunix.model import ROUTES, BalancedQwen3
     from relibra_jax.integrations.tunix.rollout import RecordingRollout
 
@@ -138,7 +138,7 @@ def test_the_loss_of_an_example_follows_its_plan_and_leaves_the_model_alone(prom
     replay = RoutingReplay(np.asarray(routes), np.ones((SAMPLES, TOKENS), bool))
     batch = balancer.prepare(model, None, replay)
     example = BalancedExample(prompt, ranks_first(batch.micro_batch(0), balancer.mesh), batch.parallel)
-    graph, loss = nnx.graphdef(model), nnx.jit(following(lambda model, prompt, _: forward(model, prompt)))
+    graph, loss = nnx.graphdef(model), nnx.jit(with_plan(lambda model, prompt, _: forward(model, prompt)))
     np.testing.assert_allclose(loss(model, example, None), logits, atol=3e-5)
     np.testing.assert_allclose(loss(model, BalancedExample(prompt), None), logits, atol=3e-5)
     assert nnx.graphdef(model) == graph
@@ -151,11 +151,11 @@ def test_the_loss_of_an_example_follows_its_plan_and_leaves_the_model_alone(prom
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_experts": 8}, "model of num_experts=8, topology of 16 experts"),
-        ({"rope_theta": 10_000}, "rope_theta=10000: Tunix's Qwen3 computes with 1000000, whatever it is"),
+        ({"num_experts": 8}, "the model has num_experts=8, but the topology has 16"),
+        ({"rope_theta": 10_000}, "rope_theta=10000 must be 1000000: Tunix's Qwen3 uses 1000000 regardless"),
         (
             {"shd_config": qwen3.ShardingConfig.get_default_sharding()},
-            r"shd_config names the mesh axes fsdp, tp, the mesh has node, local: use rank_shardings\(\)",
+            r"shd_config names the mesh axes fsdp, tp, but the mesh has node, local: use rank_shardings\(\)",
         ),
     ],
 )
@@ -168,7 +168,7 @@ def test_copies_of_the_group_are_refused():
     topology = dataclasses.replace(TOPOLOGY, num_nodes=1)
     live = balancer_of(topology=topology, mesh=expert_mesh(topology, data=2)).live
     with pytest.raises(
-        ValueError, match=r"mesh of \{'data': 2, 'node': 1, 'local': 4\}: Tunix's rows are dealt to one"
+        ValueError, match=r"mesh \{'data': 2, 'node': 1, 'local': 4\}: Tunix distributes rows over one"
     ):
         BalancedQwen3(tunix_model(), live)
 
@@ -209,7 +209,7 @@ def test_sizes_are_refused_where_tunix_hands_over_more_than_once(mini, train):
         if len(handed) == 1:
             check_sizes(sizes, num_generations=2, **options)
         else:
-            with pytest.raises(ValueError, match=f"make {len(handed)} plans before one update"):
+            with pytest.raises(ValueError, match=f"one update of .* would need {len(handed)} plans"):
                 check_sizes(sizes, num_generations=2, **options)
 
 
@@ -222,7 +222,7 @@ def cluster():
 @pytest.mark.parametrize(
     ("changes", "balancer", "message"),
     [
-        ({"offload_to_cpu": True}, {}, "offload_to_cpu=True: experts could not move"),
+        ({"offload_to_cpu": True}, {}, "offload_to_cpu=True must be False"),
         (
             {"role_to_mesh": {role: Mesh(np.array(jax.devices()), "x") for role in Role}},
             {},
@@ -231,7 +231,7 @@ def cluster():
         (
             {"training": {"max_seq_token_per_tpu": 64}},
             {},
-            "max_seq_token_per_tpu=64 packs rows anew after they were planned: leave it None",
+            "max_seq_token_per_tpu=64 must be None: with it, Tunix packs the rows again",
         ),
         (
             {"training": {"data_sharding_axis": ("fsdp",)}},
@@ -247,7 +247,7 @@ def cluster():
         (
             {},
             {"topology": dataclasses.replace(TOPOLOGY, num_nodes=1, ranks_per_node=8)},
-            "the actor's live routing is not the balancer's",
+            "the actor was made with another balancer's live",
         ),
     ],
 )
@@ -269,21 +269,21 @@ def test_clusters_that_are_refused(cluster, changes, balancer, message):
 @pytest.mark.slow
 def test_other_rollouts_and_other_models_are_refused(cluster):
     stock = cluster_of(balancer_of(), stock=True)
-    with pytest.raises(ValueError, match="rollout_engine='vanilla' records no routing"):
+    with pytest.raises(ValueError, match="rollout_engine='vanilla' does not record the routing"):
         check_cluster(stock, balancer_of())
     other = SimpleNamespace(
         cluster_config=cluster.cluster_config, rollout=cluster.rollout, actor_trainer=stock.actor_trainer
     )
     with pytest.raises(ValueError, match="the actor is a Qwen3, not a BalancedQwen3"):
         check_cluster(other, balancer_of())
-    with pytest.raises(ValueError, match="RecordingRollout records a BalancedQwen3, not a Qwen3"):
+    with pytest.raises(ValueError, match="rollout_actor must be a BalancedQwen3, not a Qwen3"):
         cluster_of(balancer_of(), stock=True, rollout_engine=RecordingRollout)
 
 
 @pytest.mark.slow
 def test_two_plans_before_an_update_are_refused_before_anything_runs(cluster):
     sizes = {"rollout_micro_batch_size": 2, "compute_logps_micro_batch_size": 2}
-    with pytest.raises(ValueError, match="make 2 plans before one update of mini_batch_size=4 prompts"):
+    with pytest.raises(ValueError, match="one update of mini_batch_size=4 prompts would need 2 plans"):
         train(balancer_of(), training=sizes)
     with pytest.raises(ValueError, match="a rollout of 12 samples must be a multiple of the 8 ranks"):
         cluster.rollout.generate(["1+1="] * 12, cluster.cluster_config.rollout_config)
@@ -297,7 +297,7 @@ def test_a_key_as_the_seed_of_rollouts_lives_on(cluster):
     routes = cluster.rollout.take_routes()
     assert routes.shape == (16, 32, 2, 2)
     np.testing.assert_array_equal(routes[:8, :8], routes[8:, :8])
-    with pytest.raises(RuntimeError, match="no routes to take"):
+    with pytest.raises(RuntimeError, match="no recorded routes"):
         cluster.rollout.take_routes()
 
 

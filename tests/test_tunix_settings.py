@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from relibra_jax import RoutingReplay, Topology, relibra
-from relibra_jax.integrations.tunix.layer import BalancedMoE, Told
+from relibra_jax.integrations.tunix.layer import BalancedMoE, CallVariable
 from relibra_jax.integrations.tunix.routes import replay_of_rows
 from relibra_jax.integrations.tunix.rows import FIRST_OVER_RANKS, layer_of, ranks_first
 from relibra_jax.integrations.tunix.settings import BatchSizes, batch_sizes, check_samples, check_sizes
@@ -61,14 +61,14 @@ def test_one_micro_batch_is_one_plan_however_it_is_generated():
         (
             (4, 2, 2, 2),
             {},
-            "rollout_micro_batch_size=2 and compute_logps_micro_batch_size=2 make 2 plans before one update of"
-            " mini_batch_size=4 prompts: set both to 4",
+            "with rollout_micro_batch_size=2 and compute_logps_micro_batch_size=2, one update of"
+            " mini_batch_size=4 prompts would need 2 plans: set both to 4",
         ),
-        ((12, 2, 4, 2), {"num_micro_batches": 6}, "compute_logps_micro_batch_size=2 make 3 plans before one"),
+        ((12, 2, 4, 2), {"num_micro_batches": 6}, "mini_batch_size=12 prompts would need 3 plans"),
         (
             (8, 2, 8, 8),
             {},
-            "the balancer has num_micro_batches=2, mini_batch_size=8 and train_micro_batch_size=2 make 4",
+            "the balancer has num_micro_batches=2, but mini_batch_size=8 and train_micro_batch_size=2 give 4",
         ),
         (
             (4, 2, 4, 4),
@@ -104,12 +104,12 @@ def test_samples_that_do_not_divide_over_the_ranks():
 
 
 def recorded():
-    """Prompts right-aligned in four tokens, completions of up to four, and what was fed behind them."""
+    """Return routes of right-aligned prompts of four tokens and completions of up to four, and their mask."""
     mask = np.array([[0, 1, 1, 1, 1, 1, 0, 0], [0, 0, 1, 1, 1, 1, 1, 1]], bool)
     routes = np.random.default_rng(0).permuted(np.tile(np.arange(16, dtype=np.int16), (2, 8, 3, 1)), axis=-1)[
         ..., :2
     ]
-    routes[0, 7] = -1  # nobody went on for so long
+    routes[0, 7] = -1  # the sampler stopped before this token
     return routes, mask
 
 
@@ -129,7 +129,7 @@ def test_a_real_token_without_a_route_is_named():
 
 def test_a_recording_of_another_batch_is_refused():
     routes, mask = recorded()
-    with pytest.raises(ValueError, match="2 samples of 8 tokens were recorded, and 1 of 8 are trained on"):
+    with pytest.raises(ValueError, match="recorded 2 samples of 8 tokens, but the learner trains on 1 of 8"):
         replay_of_rows(routes, mask[:1], num_experts=16)
 
 
@@ -176,7 +176,7 @@ def test_rows_are_in_tunix_order(prepared):
 
 @nnx.jit
 def call(layer, x, forced=None):
-    layer.forced = None if forced is None else Told(forced)
+    layer.forced = None if forced is None else CallVariable(forced)
     output, used = layer(x), layer.used.get_value()
     layer.forced = layer.used = None
     return output, used
