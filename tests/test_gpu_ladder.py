@@ -1,4 +1,4 @@
-"""The ladder of day one: what steps say is kept whatever happens to them, and nothing that has passed is run again."""
+"""Tests of the ladder: results of steps are kept whatever happens, and steps that have passed are not repeated."""
 
 import json
 import os
@@ -30,8 +30,8 @@ def states(record):
 
 def test_what_steps_say_is_kept_whatever_becomes_of_them(tmp_path):
     record = Record(tmp_path / "results" / "day.jsonl")
-    told = run_ladder((COUNT, HANG, FAIL), record, seconds=300.0)
-    assert told == {"count": "passed", "hang": "hung", "fail": "failed"}
+    outcomes = run_ladder((COUNT, HANG, FAIL), record, seconds=300.0)
+    assert outcomes == {"count": "passed", "hang": "hung", "fail": "failed"}
     lines = read_record(record.path)
     said = [line for line in lines if "state" not in line]
     assert [line.get("number", line.get("before")) for line in said] == [0, 1, "the hang", "the end"]
@@ -60,9 +60,9 @@ def test_a_step_waits_for_those_that_it_needs_and_for_time(tmp_path):
         COUNT._replace(name="needy", needs=("fail", "count")),
         COUNT._replace(name="slow", seconds=400),
     )
-    told = run_ladder((COUNT, FAIL, needy, slow), Record(tmp_path / "day.jsonl"), seconds=300.0)
-    assert told["needy"] == "not begun: needs fail"
-    assert told["slow"].startswith("not begun: may take 400 s, ")
+    outcomes = run_ladder((COUNT, FAIL, needy, slow), Record(tmp_path / "day.jsonl"), seconds=300.0)
+    assert outcomes["needy"] == "skipped: fail must pass first"
+    assert outcomes["slow"].startswith("skipped: its limit is 400 s, but only ")
 
 
 def test_a_step_leaves_no_process_behind(tmp_path):
