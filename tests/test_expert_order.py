@@ -1,4 +1,4 @@
-"""A plan's homes as the order of experts: positions, ids, and one reorder after another."""
+"""Tests of homes as an order of experts: positions, ids, and sequences of reorders."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Megatron's local experts follow a plan: state dicts in another order, and moves that ranks can make."""
+"""Tests of reordering Megatron's local experts: state dicts, and moves between ranks."""
 
 import copy
 import doctest
@@ -22,9 +22,9 @@ GROUPED = "experts.linear_fc1.weight{local}"
 
 
 def state_dicts(name=SEQUENTIAL, prefix="module."):
-    """All ranks; each expert's weights and each router row hold layer and expert."""
+    """Return the state dicts of all ranks. The values of expert weights and router rows encode layer and expert."""
 
-    def of_rank(rank):
+    def rank_state(rank):
         state = {f"{prefix}decoder.layers.0.mlp.linear_fc1.weight": np.ones(3)}
         for row, number in enumerate(NUMBERS):
             block = f"{prefix}decoder.layers.{number}.mlp."
@@ -37,11 +37,11 @@ def state_dicts(name=SEQUENTIAL, prefix="module."):
                 state[block + name.format(local=local)] = weight
         return state
 
-    return [of_rank(rank) for rank in range(RANKS)]
+    return [rank_state(rank) for rank in range(RANKS)]
 
 
-def assert_same(found, expected):
-    for a, b in zip(found, expected, strict=True):
+def assert_same(result, expected):
+    for a, b in zip(result, expected, strict=True):
         assert list(a) == list(b)
         assert all(np.array_equal(a[name], b[name]) for name in a)
 
@@ -81,7 +81,7 @@ def test_ranks_that_make_the_moves_get_the_same_experts():
     def name(layer, local):
         return f"module.decoder.layers.{NUMBERS[layer]}.mlp.{SEQUENTIAL.format(local=local)}"
 
-    # A channel for each pair of ranks, first in, first out, as in send and receive.
+    # Each pair of ranks has a first-in first-out channel, as with send and receive.
     channels = {}
     for rank, state in enumerate(ranks):
         for layer, source, local, target, _ in zip(*moves, strict=True):
@@ -176,8 +176,8 @@ def test_a_torch_model_trains_on_bit_for_bit():
     for after in (FIRST, SECOND):
         torch_reorder.reorder(moved, moved_optimizer, before, after)
         expected = torch_reorder.step(ranks, optimizer, x, ids)
-        found = torch_reorder.step(moved, moved_optimizer, x, map_ids(ids, LOGICAL, after))
-        assert torch.equal(found, expected)
+        result = torch_reorder.step(moved, moved_optimizer, x, map_ids(ids, LOGICAL, after))
+        assert torch.equal(result, expected)
         before = after
     live = torch_reorder.everything(moved, moved_optimizer)
     assert torch_reorder.differences(live, torch_reorder.everything(ranks, optimizer)) > 0

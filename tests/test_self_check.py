@@ -1,4 +1,4 @@
-"""The check that kernels have to pass on a machine before they are chosen there: kept until anything changes."""
+"""Tests of the check that kernels must pass on a machine before ``implementation=None`` chooses them there."""
 
 import itertools
 import json
@@ -36,7 +36,7 @@ def own_cache(monkeypatch, tmp_path):
 
 @pytest.fixture
 def processes(monkeypatch):
-    """The processes that a check starts, and how they end: exit status and standard error, or a hang."""
+    """Replace the processes that a check starts; a test sets how they end: exit status and stderr, or a hang."""
     started, ends = [], []
 
     def run(command, *, timeout, **_):
@@ -86,7 +86,8 @@ def test_a_check_counts_for_its_device_driver_and_code(processes, monkeypatch):
     monkeypatch.setattr(self_check.jax, "__version__", "0.99.0")
     assert read_verdict("mosaic") is None
     assert not run_check("mosaic").passed
-    assert sorted(one["passed"] for one in json.loads(verdicts_path().read_text()).values()) == [False, True]
+    verdicts = json.loads(verdicts_path().read_text()).values()
+    assert sorted(verdict["passed"] for verdict in verdicts) == [False, True]
 
 
 def test_a_damaged_file_is_no_verdict(processes):
@@ -97,7 +98,7 @@ def test_a_damaged_file_is_no_verdict(processes):
     assert read_verdict("mosaic") == Verdict(True, "")
 
 
-def test_a_right_implementation_passes_and_a_wrong_or_restless_one_does_not(monkeypatch):
+def test_a_correct_implementation_passes_and_a_wrong_or_nondeterministic_one_does_not(monkeypatch):
     monkeypatch.setattr(self_check, "SIZES", ((40, 16),))
     monkeypatch.setattr(self_check, "REPEATS", 2)
     check_here("reference")
@@ -107,18 +108,18 @@ def test_a_right_implementation_passes_and_a_wrong_or_restless_one_does_not(monk
         out = grouped_mlp(x, weights, sizes, scale, implementation="xla")
         return out if implementation == "xla" else out * jnp.where(jnp.arange(len(out)) == 3, 1.5, 1)[:, None]
 
-    def restless(x, weights, sizes, scale, *, implementation):
+    def nondeterministic(x, weights, sizes, scale, *, implementation):
         out = grouped_mlp(x, weights, sizes, scale, implementation="xla")
         if implementation == "xla":
             return out
-        # Every second run is off by what rounding may be.
+        # Every second run has an error of the size of rounding errors.
         noise = jax.pure_callback(lambda: np.float32(next(runs) % 2), jax.ShapeDtypeStruct((), jnp.float32))
         return out * (1 + noise / 128).astype(out.dtype)
 
     monkeypatch.setattr(pallas_kernels, "grouped_mlp", wrong)
     with pytest.raises(ValueError, match=r"40 rows of 16, array .*: the error is .* of the largest entry"):
         check_here("mosaic")
-    monkeypatch.setattr(pallas_kernels, "grouped_mlp", restless)
+    monkeypatch.setattr(pallas_kernels, "grouped_mlp", nondeterministic)
     with pytest.raises(ValueError, match="40 rows of 16: two runs gave different bits"):
         check_here("mosaic")
 
@@ -131,7 +132,7 @@ def test_nothing_is_checked_where_nothing_can_run(capsys):
 
 
 def test_kernels_are_passed_over_until_they_are_trusted(monkeypatch, capsys):
-    """On a described H100, which is not here, and then as if it were."""
+    """The mesh describes an H100, which this machine does not have; then verdicts are faked as if it did."""
     device = jax.sharding.AbstractDevice("NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu")
     rows = jnp.zeros((8, 64), jnp.bfloat16)
 
@@ -144,6 +145,6 @@ def test_kernels_are_passed_over_until_they_are_trusted(monkeypatch, capsys):
     assert said.count("(it has no NVIDIA H100 80GB HBM3)") == 2
     assert chosen("mosaic") == "mosaic"
     assert chosen("triton") == "triton"
-    for trusted, wanted in ({"mosaic", "triton"}, "mosaic"), ({"triton"}, "triton"), (set(), "xla"):
+    for trusted, expected in ({"mosaic", "triton"}, "mosaic"), ({"triton"}, "triton"), (set(), "xla"):
         monkeypatch.setattr(implementation, "is_trusted", lambda name, _, trusted=trusted: name in trusted)
-        assert chosen() == wanted
+        assert chosen() == expected

@@ -1,4 +1,4 @@
-"""The table of measured tile sizes: where it is, what it refuses to be, and when it is ignored."""
+"""Tests of the table of measured tile sizes: its path, its format, and when it is ignored."""
 
 import json
 import types
@@ -24,7 +24,7 @@ TILES = {"1-2-3-4-5": TileSizes(128, 256, 4), "0-2-3-4-5": TileSizes(64, 128, 3)
 
 @pytest.fixture
 def path(tmp_path, monkeypatch):
-    """Where the environment says that the table is: in a folder that does not exist yet."""
+    """Return the path of the table in the environment variable, in a folder that does not exist yet."""
     path = tmp_path / "folder" / "tiles.json"
     monkeypatch.setenv(VARIABLE, str(path))
     return path

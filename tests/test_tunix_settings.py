@@ -1,4 +1,4 @@
-"""What the Tunix adapter does without Tunix: sizes that are refused, replays, the layer, and rows of an example."""
+"""Tests of the parts of the Tunix integration that do not need Tunix: batch sizes, replays, layer and row layout."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -134,7 +134,7 @@ def test_a_recording_of_another_batch_is_refused():
 
 
 class Layers(nnx.Module):
-    """Three layers, each alone."""
+    """A model of three separate MoE layers."""
 
     def __init__(self):
         gating = dataclasses.replace(GATINGS["qwen3-moe"], top_k=2)
@@ -145,7 +145,7 @@ class Layers(nnx.Module):
 
 @pytest.fixture(scope="module")
 def prepared():
-    """A prepared batch of two micro-batches, its replay, the model and its balancer."""
+    """Return a prepared batch of two micro-batches, its replay, the model and the balancer."""
     rng = np.random.default_rng(0)
     ids = np.argsort(-rng.normal(size=(1, 1, 3, 16)) - rng.gumbel(size=(32, 6, 3, 16)))[..., :2]
     replay = RoutingReplay(ids.astype(np.uint8), rng.random((32, 6)) < 0.9)
@@ -165,8 +165,8 @@ def test_rows_of_an_example_are_the_prepared_layers(prepared):
             assert leaf.shape[:2] == (8, 3)
             assert leaf.sharding.spec == FIRST_OVER_RANKS
         for index in range(3):
-            found = layer_of(rows, index, batch.parallel)
-            jax.tree.map(np.testing.assert_array_equal, found, layers.layer(index))
+            result = layer_of(rows, index, batch.parallel)
+            jax.tree.map(np.testing.assert_array_equal, result, layers.layer(index))
 
 
 def test_rows_are_in_tunix_order(prepared):
@@ -191,12 +191,12 @@ def test_the_layer_uses_forced_experts_and_routes_the_others_live(prepared):
     forced = np.array(used, np.int32)
     forced[:, 0] = (forced[:, 0] + 5) % 16
     forced[:, 4:] = -1
-    found, again = call(layer, x, jnp.asarray(forced))
+    result, again = call(layer, x, jnp.asarray(forced))
     np.testing.assert_array_equal(again, np.where(forced == -1, used, forced))
-    np.testing.assert_allclose(found[:, 1:], output[:, 1:], atol=1e-5)
-    assert np.abs(found[:, 0] - output[:, 0]).max() > 1e-2
+    np.testing.assert_allclose(result[:, 1:], output[:, 1:], atol=1e-5)
+    assert np.abs(result[:, 0] - output[:, 0]).max() > 1e-2
     expected = model.layers[0](x, jnp.asarray(again, jnp.uint8), parallel=balancer.live).output
-    np.testing.assert_allclose(found, expected, atol=1e-5)
+    np.testing.assert_allclose(result, expected, atol=1e-5)
 
 
 @pytest.mark.slow
