@@ -24,20 +24,20 @@ class Tile(NamedTuple):
 
     first: jax.Array
     """The index of the tile's first row, int32."""
-    own: jax.Array
+    mask: jax.Array
     """The mask of the rows that belong to the group, boolean ``[tile, 1]``."""
 
     def read(self, array: jax.Array) -> jax.Array:
         """Return the tile's rows of ``array[r, ...]``; rows of other groups are replaced by zeros."""
-        return jnp.where(self.own, self._slice(array), 0)
+        return jnp.where(self.mask, self._slice(array), 0)
 
     def write(self, array: jax.Array, values: jax.Array) -> jax.Array:
         """Return ``array`` with those rows of the tile that belong to the group replaced by ``values``."""
-        rows = jnp.where(self.own, values.astype(array.dtype), self._slice(array))
+        rows = jnp.where(self.mask, values.astype(array.dtype), self._slice(array))
         return jax.lax.dynamic_update_slice_in_dim(array, rows, self.first, 0)
 
     def _slice(self, array: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_slice_in_dim(array, self.first, self.own.shape[0])
+        return jax.lax.dynamic_slice_in_dim(array, self.first, self.mask.shape[0])
 
 
 def loop_over_groups(of_group: Callable[[jax.Array, Any], Any], carry: Any, weights: jax.Array) -> Any:
@@ -61,7 +61,7 @@ def with_bounds(weights: Sequence[jax.Array], bounds: jax.Array) -> Iterator[tup
         weights: the weight buffers, each ``[slots, ...]``, in the order of their groups.
         bounds: the bounds of all groups, as `group_bounds` returns them.
 
-    >>> [own.tolist() for _, own in with_bounds([jnp.ones(2), jnp.ones(1)], jnp.array([0, 2, 5, 9]))]
+    >>> [ends.tolist() for _, ends in with_bounds([jnp.ones(2), jnp.ones(1)], jnp.array([0, 2, 5, 9]))]
     [[0, 2, 5], [5, 9]]
     """
     first = 0

@@ -134,14 +134,14 @@ def _anneal_row(
     stay_noise: Any,
     swap_noise: Any,
     out: Any,
-    own: Any,
+    smem_table: Any,
     weights: Any,
-    rest: Any,
+    rest_weights: Any,
     order: Any,
 ) -> None:
-    """Anneal the row of this block; ``own``, ``weights``, ``rest`` and ``order`` are in shared memory."""
+    """Anneal the row of this block; the last four arguments are in shared memory."""
     row, steps = jax.lax.axis_index("row"), stay_noise.shape[0]
-    _copy_lines(table.at[row], own)
+    _copy_lines(table.at[row], smem_table)
     _copy_lines(total.at[row], weights)
     lane = plgpu.broadcasted_iota(jnp.int32, (LANES,), 0, layout=_LAYOUT)
     for part in _parts(sizes.width):
@@ -153,10 +153,10 @@ def _anneal_row(
         bin_ = jax.lax.div(here, jnp.int32(sizes.size))
         stay, noises = stay_noise[number], [swap_noise[number, part] for part in _parts(sizes.window)]
         if sizes.bins > 2:
-            _fill_rest(sizes, weights, rest, bin_, other)
-        choice = _choose(sizes, own, weights, rest, lane, (here, bin_, other), stay, noises)
+            _fill_rest(sizes, weights, rest_weights, bin_, other)
+        choice = _choose(sizes, smem_table, weights, rest_weights, lane, (here, bin_, other), stay, noises)
         pl.when(choice < sizes.size)(
-            lambda: _swap(sizes, own, weights, order, (here, bin_, other), other * sizes.size + choice)
+            lambda: _swap(sizes, smem_table, weights, order, (here, bin_, other), other * sizes.size + choice)
         )
         return following
 
@@ -182,7 +182,7 @@ def _copy_lines(source: Any, target: Any) -> None:
     jax.lax.fori_loop(0, target.shape[0], copy, None)
 
 
-def _fill_rest(sizes: Sizes, weights: Any, rest: Any, bin_: jax.Array, other: jax.Array) -> None:
+def _fill_rest(sizes: Sizes, weights: Any, rest_weights: Any, bin_: jax.Array, other: jax.Array) -> None:
     """Write the weight of the heaviest of all bins that the step does not change, for each micro-batch."""
     for part in _parts(sizes.totals):
 
@@ -191,15 +191,15 @@ def _fill_rest(sizes: Sizes, weights: Any, rest: Any, bin_: jax.Array, other: ja
             return jnp.maximum(maximum, jnp.where(unchanged, weights[index, part], 0.0))
 
         zeros = plgpu.layout_cast(jnp.zeros(LANES, jnp.float32), _LAYOUT)
-        rest[part] = jax.lax.fori_loop(0, sizes.bins, update_maximum, zeros)
+        rest_weights[part] = jax.lax.fori_loop(0, sizes.bins, update_maximum, zeros)
     plgpu.commit_smem()
 
 
 def _choose(
     sizes: Sizes,
-    own: Any,
+    smem_table: Any,
     weights: Any,
-    rest: Any,
+    rest_weights: Any,
     lane: jax.Array,
     step: tuple[jax.Array, jax.Array, jax.Array],
     stay: jax.Array,
@@ -212,9 +212,9 @@ def _choose(
 
     def add(line: jax.Array, sums: tuple[jax.Array, list[jax.Array]]) -> tuple[jax.Array, list[jax.Array]]:
         now, after = sums
-        fullest = rest[line] if sizes.bins > 2 else jnp.float32(0)
-        mine, a, b = own[line, here], weights[bin_, line], weights[other, line]
-        gains = [own[line, window] - mine for window in windows]
+        fullest = rest_weights[line] if sizes.bins > 2 else jnp.float32(0)
+        here_value, a, b = smem_table[line, here], weights[bin_, line], weights[other, line]
+        gains = [smem_table[line, window] - here_value for window in windows]
         peaks = [jnp.maximum(jnp.maximum(a + gain, b - gain), fullest) for gain in gains]
         return now + jnp.maximum(jnp.maximum(a, b), fullest), [
             x + peak for x, peak in zip(after, peaks, strict=True)
@@ -223,12 +223,14 @@ def _choose(
     zeros = [plgpu.layout_cast(jnp.zeros(LANES, jnp.float32), _LAYOUT) for _ in windows]
     now, after = jax.lax.fori_loop(0, sizes.micro_batches, add, (jnp.float32(0), zeros), unroll=UNROLLED)
     costs_here, costs_there = sizes.micro_batches + bin_, sizes.micro_batches + other
-    mine = own[costs_here, here] - own[costs_there, here]
+    here_value = smem_table[costs_here, here] - smem_table[costs_there, here]
     prices = []
     for first_lane, window, price, noise in zip(
         range(0, sizes.window, LANES), windows, after, noises, strict=True
     ):
-        price = price + ((own[costs_here, window] - own[costs_there, window]) - mine) - noise
+        price = (
+            price + ((smem_table[costs_here, window] - smem_table[costs_there, window]) - here_value) - noise
+        )
         prices.append(jnp.where(lane < sizes.size - first_lane, price, jnp.inf))
     best, which = prices[0], lane
     for number, price in enumerate(prices[1:], start=1):  # the first of equal prices wins
@@ -241,7 +243,7 @@ def _choose(
 
 def _swap(
     sizes: Sizes,
-    own: Any,
+    smem_table: Any,
     weights: Any,
     order: Any,
     step: tuple[jax.Array, jax.Array, jax.Array],
@@ -251,25 +253,25 @@ def _swap(
     here, bin_, other = step
 
     # Each group of lines is read completely before it is written, since all threads write the same values.
-    def exchange(turn: jax.Array, _: None, *, weigh: bool, first: int) -> None:
-        lines = [first + turn * UNROLLED + line for line in range(UNROLLED)]
-        columns = [(own[line, here], own[line, there]) for line in lines]
+    def exchange(iteration: jax.Array, _: None, *, weigh: bool, first: int) -> None:
+        lines = [first + iteration * UNROLLED + line for line in range(UNROLLED)]
+        columns = [(smem_table[line, here], smem_table[line, there]) for line in lines]
         sums = [(weights[bin_, line], weights[other, line]) for line in lines if weigh]
         plgpu.commit_smem()
-        for line, (mine, theirs) in zip(lines, columns, strict=True):
-            own[line, here] = theirs
-            own[line, there] = mine
+        for line, (here_value, there_value) in zip(lines, columns, strict=True):
+            smem_table[line, here] = there_value
+            smem_table[line, there] = here_value
         if weigh:
-            for line, (mine, theirs), (a, b) in zip(lines, columns, sums, strict=True):
-                weights[bin_, line] = a + (theirs - mine)
-                weights[other, line] = b - (theirs - mine)
+            for line, (here_value, there_value), (a, b) in zip(lines, columns, sums, strict=True):
+                weights[bin_, line] = a + (there_value - here_value)
+                weights[other, line] = b - (there_value - here_value)
 
-    turns = sizes.micro_batches // UNROLLED
-    jax.lax.fori_loop(0, turns, functools.partial(exchange, weigh=True, first=0), None)
+    iterations = sizes.micro_batches // UNROLLED
+    jax.lax.fori_loop(0, iterations, functools.partial(exchange, weigh=True, first=0), None)
     exchange_costs = functools.partial(exchange, weigh=False, first=sizes.micro_batches)
-    jax.lax.fori_loop(0, sizes.lines // UNROLLED - turns, exchange_costs, None)
-    mine, theirs = order[here], order[there]
+    jax.lax.fori_loop(0, sizes.lines // UNROLLED - iterations, exchange_costs, None)
+    here_value, there_value = order[here], order[there]
     plgpu.commit_smem()
-    order[here] = theirs
-    order[there] = mine
+    order[here] = there_value
+    order[there] = here_value
     plgpu.commit_smem()

@@ -62,15 +62,15 @@ def write_output(
         plgpu.commit_smem()
         _copy_rows(buffer, target, low, high)
 
-    turn = 0
+    lines_written = 0
     for begin, value, target in parts:
         for first in range(0, value.shape[1], width):
             place = functools.partial(target, columns=pl.ds(begin + first, width))
             line = value[:, first : first + width]
-            write = functools.partial(write_line, line, place, out_buffer.at[turn % 2])
+            write = functools.partial(write_line, line, place, out_buffer.at[lines_written % 2])
             # The lines that are skipped are the last of a tile, so the two buffers still alternate correctly.
             write() if has(begin + first) is True else pl.when(has(begin + first))(write)
-            turn += 1
+            lines_written += 1
 
 
 def _copy_rows(buffer: Any, target: Callable[..., Any], low: Any, high: Any) -> None:

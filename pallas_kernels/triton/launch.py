@@ -34,7 +34,7 @@ class Span(NamedTuple):
         return pl.ds(self.start, self.size)
 
     @property
-    def own(self) -> jax.Array:
+    def mask(self) -> jax.Array:
         """The mask of the indices that may be accessed, boolean ``[size]``."""
         return self.start + jnp.arange(self.size, dtype=jnp.int32) < self.end
 
@@ -60,7 +60,7 @@ def store(ref: Any, place: Sequence[Any], *spans: Span, values: jax.Array) -> No
 def _mask(spans: Sequence[Span]) -> jax.Array | None:
     shape = tuple(span.size for span in spans)
     masks = [
-        jax.lax.broadcast_in_dim(span.own, shape, (axis,))
+        jax.lax.broadcast_in_dim(span.mask, shape, (axis,))
         for axis, span in enumerate(spans)
         if span.end is not None
     ]
@@ -82,8 +82,8 @@ def branch(counts: Sequence[int], index: jax.Array, visit: Callable[[int, jax.Ar
     """
     last = len(counts) - 1
     for number, count in enumerate(counts):
-        own = index >= 0 if number == last else (index >= 0) & (index < count)
-        pl.when(own)(functools.partial(visit, number, index))
+        in_part = index >= 0 if number == last else (index >= 0) & (index < count)
+        pl.when(in_part)(functools.partial(visit, number, index))
         index = index - count
 
 
