@@ -96,7 +96,7 @@ def swap_annealing(
     sizes = Sizes(bins, items // bins, round_up(micro_batches, UNROLLED))
     if sizes.shared_bytes > SHARED_MEMORY_BYTES:
         raise ValueError(
-            f"{items} items x {micro_batches} micro-batches in {bins} bins need {sizes.shared_bytes} bytes of shared"
+            f"{items} items x {micro_batches} micro-batches in {bins} bins take {sizes.shared_bytes} bytes of shared"
             f" memory, but only {SHARED_MEMORY_BYTES} are available"
         )
     spare = sizes.micro_batches - micro_batches
