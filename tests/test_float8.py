@@ -90,7 +90,7 @@ def test_an_error_is_at_most_a_sixteenth_or_a_part_of_the_largest(values):
     assert (error <= np.maximum(np.abs(row.astype(np.float64)) / 16, tiny)).all()
 
 
-def test_what_float8_holds_is_exact():
+def test_float8_numbers_are_exact():
     """All e4m3 numbers are exact, for scales from the smallest to the largest."""
     numbers = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
     numbers = numbers[np.isfinite(numbers)]
@@ -100,7 +100,7 @@ def test_what_float8_holds_is_exact():
             np.testing.assert_array_equal(rounded(values, block=(1, 256)), values)
 
 
-def test_what_is_not_finite_makes_its_block_nan_and_no_other():
+def test_a_nonfinite_number_makes_only_its_block_nan():
     values = np.ones((3, 8), np.float32)
     values[0, 1], values[2, 6] = np.inf, np.nan
     result = np.asarray(rounded(values, block=(2, 4)))
@@ -122,7 +122,7 @@ def test_the_mlp_of_rounded_numbers(sizes):
         assert 0.01 < error < 0.1
 
 
-def test_implementations_agree_and_bfloat16_holds_what_was_rounded():
+def test_implementations_agree_and_bfloat16_represents_the_rounded_numbers():
     rows, weights, scale = operands("bfloat16")
     results = [compiled(name)(rows, weights, SIZES[0], scale) for name in ("xla", "reference")]
     wide = [array.astype(jnp.float32) for array in (rows, *weights)]
@@ -134,7 +134,7 @@ def test_implementations_agree_and_bfloat16_holds_what_was_rounded():
         )
 
 
-def test_what_is_exact_in_float8_gives_what_the_exact_mlp_gives():
+def test_operands_exact_in_float8_give_the_exact_mlp():
     """The numbers have few bits, and gates are so large that their sigmoid is 1 and hidden numbers are powers of 2."""
     rows = jnp.asarray(2.0 ** np.arange(ROWS) * np.ones((4, ROWS))).T.astype(jnp.float32)
     weights = [jnp.ones((3, 3, 4, 8)) * jnp.array([64.0, 0.5, 3.0])[None, :, None, None]]
@@ -143,7 +143,7 @@ def test_what_is_exact_in_float8_gives_what_the_exact_mlp_gives():
     np.testing.assert_array_equal(compiled()(rows, weights, sizes, scale), exact)
 
 
-def test_what_is_not_finite_shows_and_stays_where_it_is():
+def test_nonfinite_numbers_affect_only_their_rows():
     """A NaN in a row affects only that row, a NaN in weights the rows of their group, and a NaN in padding nothing."""
     rows, weights, scale = operands()
     sizes = np.array([5, 4, 3], np.int32)
@@ -180,7 +180,7 @@ def test_operands_are_checked_as_those_of_the_exact_mlp():
 
 
 @pytest.mark.slow
-def test_the_hopper_kernels_multiply_what_was_rounded():
+def test_the_hopper_kernels_multiply_rounded_numbers():
     """The forward pass runs in JAX's GPU interpreter, with widths that are multiples of 64."""
     rng = np.random.default_rng(2)
     rows = jnp.asarray(rng.normal(size=(24, 192)), jnp.bfloat16)

@@ -97,7 +97,7 @@ def test_the_layer_of_the_smoke_test_is_rehearsed(devices, capsys):
     assert (facts["replicas"] > 0) == (devices > 1)
 
 
-def test_too_few_devices_are_said():
+def test_too_few_devices_are_rejected():
     with pytest.raises(ValueError, match="9 devices are needed, but there are 8"):
         run_function("experiments.gpu_day.group_layer:check_group", [9, "padded"], rehearsal=True)
 
@@ -148,7 +148,7 @@ def test_patterns_are_checked_for_small_and_for_large_tiles():
     assert (high, wide) == ((64, 128), (64, 128))
 
 
-def test_a_wrong_result_stops_it():
+def test_check_close_rejects_wrong_results():
     right = {"out": jnp.ones((2, 3)), "d_x": jnp.zeros((1, 3))}
     assert check_close("weights", right, right) == (0, 0)
     for wrong in (1.1, np.nan):
@@ -160,7 +160,7 @@ def test_a_wrong_result_stops_it():
         check_close("a row that the norm does not show", one_row, np.ones((4096, 8)))
 
 
-def test_what_has_to_be_done_is_counted():
+def test_flops_and_bytes_of_each_operation():
     sizes = np.array([3, 0, 8], np.int32)
     counted = {
         one.name: (one.flops(sizes), one.bytes(sizes))

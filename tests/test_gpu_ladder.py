@@ -28,7 +28,7 @@ def states(record):
     return [(line["step"], line["state"]) for line in read_record(record.path) if "state" in line]
 
 
-def test_what_steps_say_is_kept_whatever_becomes_of_them(tmp_path):
+def test_results_of_steps_are_kept_however_they_end(tmp_path):
     record = Record(tmp_path / "results" / "day.jsonl")
     outcomes = run_ladder((COUNT, HANG, FAIL), record, seconds=300.0)
     assert outcomes == {"count": "passed", "hang": "hung", "fail": "failed"}
@@ -55,7 +55,7 @@ def test_a_step_that_has_passed_is_not_run_again_while_the_code_is_the_same(tmp_
     ]
 
 
-def test_a_step_waits_for_those_that_it_needs_and_for_time(tmp_path):
+def test_a_step_is_skipped_without_its_needs_or_enough_time(tmp_path):
     needy, slow = (
         COUNT._replace(name="needy", needs=("fail", "count")),
         COUNT._replace(name="slow", seconds=400),
@@ -73,7 +73,7 @@ def test_a_step_leaves_no_process_behind(tmp_path):
     assert not status.exists() or status.read_text().split(")")[1].split()[0] == "Z"
 
 
-def test_a_line_that_was_cut_off_costs_itself_alone(tmp_path):
+def test_an_incomplete_line_is_the_only_one_lost(tmp_path):
     record = Record(tmp_path / "day.jsonl")
     record.add(step="count", state="passed", source=record.source)
     with record.path.open("a") as file:
@@ -138,7 +138,7 @@ def test_the_smoke_test_fits_the_devices():
     assert layers(8) == [(1, "padded"), *((count, how) for count in (2, 8) for how in ways)]
 
 
-def test_bad_input_is_refused(capsys):
+def test_invalid_arguments_are_rejected(capsys):
     for arguments in (["fast", "--record", "x"], ["right"], ["right", "--record", "x", "--minutes", "soon"]):
         with pytest.raises(SystemExit):
             main(arguments)

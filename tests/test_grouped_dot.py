@@ -133,7 +133,7 @@ def test_output_and_gradients(implementation, slots, transposed, out_dtype):
 
 
 @each_implementation
-def test_buffers_give_what_one_buffer_gives(implementation):
+def test_several_buffers_give_the_same_bits_as_one(implementation):
     """The results are bitwise equal. `ragged_dot` passes a sequence of one buffer."""
     setting = SETTINGS[implementation]
     rows, weights, d_out = inputs(setting)
@@ -188,7 +188,7 @@ def test_one_group_has_all_rows(implementation, slot):
 
 @pytest.mark.slow
 @each_implementation
-def test_padding_and_poison_reach_nothing(implementation):
+def test_padding_and_unused_weights_affect_no_result(implementation):
     setting = SETTINGS[implementation]
     for sizes in (np.array(setting.sizes), np.zeros(8), [0, 0, 0, 0, 10, 0, 0, 0]):
         total = int(np.sum(sizes))
@@ -208,7 +208,7 @@ def test_padding_and_poison_reach_nothing(implementation):
 @pytest.mark.slow
 @each_implementation
 @pytest.mark.parametrize("sizes", [(9, 9, 9, 9, 9, 9, 9, 2**31 - 1), (9, -40, 30, 0, 0, 0, 0, 1)])
-def test_impossible_sizes_reach_nothing_outside(implementation, sizes):
+def test_invalid_sizes_are_clipped(implementation, sizes):
     """Rows beyond the end are ignored, and negative sizes count as 0."""
     setting = SETTINGS[implementation]
     possible = np.maximum(sizes, 0)
@@ -303,7 +303,7 @@ def test_the_call_of_ragged_dot(dtype):
         ),
     ],
 )
-def test_what_does_not_fit_is_named(changed, message):
+def test_mismatched_operands_are_named(changed, message):
     shapes = {"rows": ((7, 4), "float32"), "group_sizes": ((3,), "int32")} | changed
     weights = [jnp.zeros((2, 4, 6)), jnp.zeros((0, 4, 6)), jnp.zeros((1, 4, 6))]
     with pytest.raises(ValueError, match=message):
@@ -337,7 +337,7 @@ def test_what_does_not_fit_is_named(changed, message):
         (False, [], r"weights: expected at least one slot, found \[\]"),
     ],
 )
-def test_weight_buffers_that_do_not_fit_are_named(transposed, weights, message):
+def test_mismatched_weight_buffers_are_named(transposed, weights, message):
     weights = list(map(jnp.zeros, weights))
     with pytest.raises(ValueError, match=message):
         grouped_dot(jnp.zeros((7, 4)), weights, jnp.zeros(3, jnp.int32), transposed=transposed)
@@ -351,7 +351,7 @@ def without_type_checks():
     jaxtyping.config.update("jaxtyping_disable", False)
 
 
-def test_one_array_is_no_sequence_of_buffers(without_type_checks):
+def test_a_single_array_of_weights_is_rejected(without_type_checks):
     for weights in (jnp.zeros((3, 4, 6)), np.zeros((1, 3, 4, 6))):
         with pytest.raises(
             ValueError, match=r"weights: expected a sequence of weight buffers, found one float"
@@ -374,7 +374,7 @@ def test_one_array_is_no_sequence_of_buffers(without_type_checks):
         ((7, 4), (7, 4), (3, 1), r"group_sizes: expected integers \[4\] .* 3 \+ 1 slots, found int32\[3\]"),
     ],
 )
-def test_what_does_not_fit_a_weight_gradient_is_named(lhs, rhs, slots, message):
+def test_mismatched_operands_of_a_weight_gradient_are_named(lhs, rhs, slots, message):
     with pytest.raises(ValueError, match=message):
         grouped_outer(jnp.zeros(lhs), jnp.zeros(rhs), jnp.zeros(3, jnp.int32), slots=slots)
 

@@ -168,7 +168,7 @@ def test_output_and_gradients(implementation):
 
 
 @each_implementation
-def test_buffers_give_what_one_buffer_gives(implementation):
+def test_several_buffers_give_the_same_bits_as_one(implementation):
     """The results are bitwise equal, however the weights are split into buffers."""
     setting = SETTINGS[implementation]
     cuts = [(0, 5, 3), PLAIN.slots, (1, 7, 0)]
@@ -257,7 +257,7 @@ def test_one_group_has_rows(implementation, slot, rows):
 
 
 @each_implementation
-def test_padding_reaches_nothing(implementation):
+def test_padding_affects_no_result(implementation):
     setting = SETTINGS[implementation]
     none, one = np.zeros(setting.groups, np.int32), np.eye(setting.groups, dtype=np.int32)
     for sizes in (np.array(setting.sizes, np.int32), none, one[-2] * 10, one[-1] * 64):
@@ -341,7 +341,7 @@ def test_inside_shard_map(implementation, shared):
     assert_close(result, (out, d_rows, d_weights, d_scale))
 
 
-def test_nothing_is_stored_but_the_arguments():
+def test_only_the_arguments_are_saved_for_the_backward_pass():
     *operands, scale, _ = inputs()
     arguments = (*operands, jnp.asarray(PLAIN.sizes, jnp.int32), scale)
     _, pull = jax.vjp(functools.partial(grouped_mlp, implementation="xla"), *arguments)
@@ -409,13 +409,13 @@ def test_none_chooses_by_platform_and_shape(monkeypatch, kind, dtype, width, cho
         ("gfx942", "some kind has compute capability gfx942, but NVIDIA's 8.0 or higher is required"),
     ],
 )
-def test_gpus_tell_their_compute_capability(capability, reason):
+def test_the_compute_capability_decides_for_gpus(capability, reason):
     """The capability decides, not the kind. For the description of a device, the kind decides."""
     device = types.SimpleNamespace(device_kind="some kind", compute_capability=capability)
     assert why_not_ampere(device) == reason
 
 
-def test_none_runs_and_a_name_must_exist():
+def test_none_chooses_an_implementation_and_unknown_names_are_rejected():
     *operands, _, _ = inputs()
     chosen = grouped_mlp(*operands, jnp.asarray(PLAIN.sizes))
     np.testing.assert_array_equal(
@@ -482,6 +482,6 @@ def arguments(weights=((2, 3, 4, 6), (0, 3, 4, 6), (1, 3, 4, 6)), **changed):
         ({"row_scale": ((7,), "int32")}, r"row_scale: expected floating \[7\] .* found int32\[7\]"),
     ],
 )
-def test_what_does_not_fit_is_named(changed, message):
+def test_mismatched_operands_are_named(changed, message):
     with pytest.raises(ValueError, match=message):
         grouped_mlp(**arguments(**changed))

@@ -58,7 +58,7 @@ def check_tiles(sizes, rows, tile):
 
 
 @pytest.mark.parametrize(("rows", "tile"), [(64, 64), (128, 64), (400, 128)])
-def test_every_pattern_of_empty_groups_is_cut(rows, tile):
+def test_every_pattern_of_empty_groups_is_cut_into_tiles(rows, tile):
     sizes = np.random.default_rng(0).multinomial(rows - 7, np.ones(8) / 8, size=len(PATTERNS)) * PATTERNS
     for own in sizes:
         check_tiles(own, rows, tile)
@@ -110,7 +110,7 @@ def test_widths_need_not_divide_the_output():
             assert choose_tile_sizes(problem).width > 64
 
 
-def test_no_choice_is_busy_for_longer_than_the_widest_tiles():
+def test_the_heuristic_is_never_slower_than_the_widest_tiles():
     chosen = [
         (
             estimate_cycles(problem, choose_tile_sizes(problem)),
@@ -122,7 +122,7 @@ def test_no_choice_is_busy_for_longer_than_the_widest_tiles():
     assert any(cycles < 0.8 * widest for cycles, widest in chosen)
 
 
-def test_clusters_load_less_and_are_chosen_by_measurements_alone():
+def test_clusters_load_less_and_are_chosen_only_by_measurements():
     problem = Problem(1, 4096, 1536, 2048, 18)
     by_cluster = {tiles.cluster: tiles for tiles in candidate_tile_sizes(problem) if tiles[:2] == (128, 256)}
     # The products of a step take 1,024 cycles. In that time a block loads 48 KiB alone, and 32 KiB in a cluster.
@@ -143,7 +143,7 @@ def test_a_measured_entry_is_preferred(monkeypatch, tmp_path, problem):
     assert choose_tile_sizes(problem._replace(groups=7)).cluster == 1
 
 
-def test_autotune_refuses_without_a_hopper_gpu(capsys):
+def test_autotune_needs_a_hopper_gpu(capsys):
     assert autotune.main([]) == 1
     assert "cpu is not a Hopper GPU" in capsys.readouterr().err
 
@@ -164,7 +164,7 @@ def test_autotune_runs_the_problems_that_it_tunes():
 @pytest.mark.parametrize(
     ("call", "matrix", "kernels"), [(grouped_dot, (64, 128), 3), (grouped_mlp, (3, 64, 128), 5)]
 )
-def test_more_buffers_take_no_more_launches_and_are_not_joined(monkeypatch, call, matrix, kernels):
+def test_several_buffers_need_no_more_launches_and_are_not_concatenated(monkeypatch, call, matrix, kernels):
     launches = [mock.Mock(wraps=module.launch) for module in (row_product_kernel, weight_gradient_kernel)]
     monkeypatch.setattr(row_product_kernel, "launch", launches[0])
     monkeypatch.setattr(weight_gradient_kernel, "launch", launches[1])
@@ -187,7 +187,7 @@ def test_more_buffers_take_no_more_launches_and_are_not_joined(monkeypatch, call
     assert sum(launch.call_count for launch in launches) == 2 * kernels
 
 
-def test_multiprocessors_that_are_left_are_part_of_what_jit_compiles_for():
+def test_jit_compiles_once_for_each_number_of_free_multiprocessors():
     result = []
 
     @jax.jit
@@ -220,7 +220,7 @@ def test_kernels_leave_multiprocessors_forward_and_backward(monkeypatch):
 
 
 @pytest.mark.parametrize("count", [-1, 132, True])
-def test_multiprocessors_that_cannot_be_left_are_refused(count):
+def test_invalid_numbers_of_multiprocessors_are_rejected(count):
     with pytest.raises(
         ValueError, match=rf"count={count} must be an integer from 0 to 131: the kernels need"
     ):

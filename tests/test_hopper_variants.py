@@ -87,7 +87,7 @@ def test_mlp(tiles):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tiles", [CLUSTER], indirect=True)
-def test_a_block_that_does_not_wait_for_its_partner_is_found(tiles, monkeypatch):
+def test_race_detection_finds_a_block_that_does_not_wait_for_its_partner(tiles, monkeypatch):
     """Race detection reports a block that waits only for its own warpgroups, and not for those of its partner."""
     monkeypatch.setattr(plgpu, "ClusterBarrier", lambda collective_axes, **rest: plgpu.Barrier(**rest))
     # The tile has four steps, and the ring two buffers.

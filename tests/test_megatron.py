@@ -47,7 +47,7 @@ def assert_same(result, expected):
 
 
 @pytest.mark.parametrize("name", [SEQUENTIAL, GROUPED])
-def test_experts_and_router_rows_stand_at_their_homes(name):
+def test_experts_and_router_rows_are_at_their_homes(name):
     old = state_dicts(name)
     new = reorder_state_dicts(old, LOGICAL, FIRST, layers=NUMBERS)
     for row, number in enumerate(NUMBERS):
@@ -96,14 +96,14 @@ def test_ranks_that_make_the_moves_get_the_same_experts():
     assert_same(ranks, [{key: state[key] for key in ranks[0]} for state in expected])
 
 
-def test_the_guide_prints_what_it_says():
+def test_the_guide_is_a_valid_doctest():
     guide = Path(__file__).parents[1] / "docs" / "guides" / "pytorch.md"
     result = doctest.testfile(str(guide), module_relative=False)
     assert result.attempted >= 10
     assert result.failed == 0
 
 
-def test_what_stays_is_not_moved():
+def test_experts_that_stay_are_not_moved():
     home = LOGICAL.copy()
     home[1, [2, 7]] = home[1, [7, 2]]
     moves = expert_moves(LOGICAL, home, num_ranks=RANKS)
@@ -150,7 +150,7 @@ def test_unknown_values_are_named(changes, message):
         (NUMBERS, 3, "8 experts must divide evenly over 3 ranks"),
     ],
 )
-def test_layers_and_ranks_that_do_not_fit_are_refused(layers, ranks, message):
+def test_mismatched_layers_and_ranks_are_rejected(layers, ranks, message):
     with pytest.raises(ValueError, match=message):
         reorder_state_dicts(state_dicts()[:ranks], LOGICAL, FIRST, layers=layers)
 

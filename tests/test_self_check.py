@@ -50,7 +50,7 @@ def processes(monkeypatch):
     return SimpleNamespace(started=started, ends=ends)
 
 
-def test_what_has_passed_is_not_checked_again(processes, capsys):
+def test_a_passed_check_is_not_repeated(processes, capsys):
     processes.ends += [(0, "a warning\n")]
     assert is_trusted("mosaic", "cpu")
     is_trusted.cache_clear()
@@ -69,7 +69,7 @@ def test_what_has_passed_is_not_checked_again(processes, capsys):
         (None, "it hung for 180 s"),
     ],
 )
-def test_what_has_not_passed_is_said_once_with_the_reason(processes, capsys, end, reason):
+def test_a_failed_check_is_reported_once_with_the_reason(processes, capsys, end, reason):
     processes.ends += [end]
     assert not is_trusted("mosaic", "cpu")
     assert not is_trusted("mosaic", "cpu")
@@ -80,7 +80,7 @@ def test_what_has_not_passed_is_said_once_with_the_reason(processes, capsys, end
     assert reason in said
 
 
-def test_a_check_counts_for_its_device_driver_and_code(processes, monkeypatch):
+def test_a_verdict_is_valid_for_one_device_driver_and_code(processes, monkeypatch):
     processes.ends += [(0, ""), (1, "ValueError: wrong")]
     run_check("mosaic")
     monkeypatch.setattr(self_check.jax, "__version__", "0.99.0")
@@ -124,14 +124,14 @@ def test_a_correct_implementation_passes_and_a_wrong_or_nondeterministic_one_doe
         check_here("mosaic")
 
 
-def test_nothing_is_checked_where_nothing_can_run(capsys):
+def test_implementations_that_cannot_run_are_not_checked(capsys):
     assert main([]) == 0
     said = capsys.readouterr().out.splitlines()
     assert [line.split(": not checked, ")[0] for line in said] == ["mosaic", "triton"]
     assert not verdicts_path().exists()
 
 
-def test_kernels_are_passed_over_until_they_are_trusted(monkeypatch, capsys):
+def test_kernels_are_not_chosen_before_they_pass_their_check(monkeypatch, capsys):
     """The mesh describes an H100, which this machine does not have; then verdicts are faked as if it did."""
     device = jax.sharding.AbstractDevice("NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu")
     rows = jnp.zeros((8, 64), jnp.bfloat16)

@@ -30,7 +30,7 @@ def path(tmp_path, monkeypatch):
     return path
 
 
-def test_what_is_written_is_read(path):
+def test_a_written_table_can_be_read(path):
     table = empty_table()._replace(tiles=TILES)
     write_table(path, table)
     assert read_table(path) == table
@@ -38,7 +38,7 @@ def test_what_is_written_is_read(path):
     assert [one.name for one in path.parent.iterdir()] == [path.name]
 
 
-def test_the_environment_says_where_the_table_is(monkeypatch, tmp_path, path):
+def test_the_environment_sets_the_path_of_the_table(monkeypatch, tmp_path, path):
     assert table_path() == path
     monkeypatch.setenv(VARIABLE, "")
     assert table_path() is None

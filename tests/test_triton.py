@@ -35,14 +35,14 @@ def test_every_row_is_in_one_tile_of_its_group(rows, height):
         assert owned == list(range(rows))
 
 
-def test_impossible_sizes_give_the_tiles_of_possible_ones():
+def test_invalid_sizes_give_the_tiles_of_clipped_sizes():
     for impossible, possible in (([9, -3, 2**31 - 1], [9, 0, 11]), ([-1, 25, 4], [0, 20, 0])):
         tables = (row_tiles(jnp.array(sizes, jnp.int32), 20, 16) for sizes in (impossible, possible))
         np.testing.assert_array_equal(*tables)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_blocks_are_what_triton_and_every_gpu_can_take(dtype):
+def test_block_sizes_suit_triton_and_every_gpu(dtype):
     """Sizes are powers of two of at least 16; operands fit into 99 KiB of shared memory, and sums into registers."""
     for rows, k, n, count in itertools.product((1, 200, 1024), (1, 40, 300), (1, 96, 300), (1, 2, 3)):
         x, y = (jnp.zeros((rows, width), dtype) for width in (k, n))
@@ -59,7 +59,7 @@ def test_blocks_are_what_triton_and_every_gpu_can_take(dtype):
 @pytest.mark.parametrize(
     ("call", "matrix", "kernels"), [(grouped_dot, (64, 128), 3), (grouped_mlp, (3, 64, 128), 5)]
 )
-def test_more_buffers_take_no_more_launches_and_are_not_joined(call, matrix, kernels):
+def test_several_buffers_need_no_more_launches_and_are_not_concatenated(call, matrix, kernels):
     def program(slots):
         def run(rows, weights):
             sizes = jnp.array([0, 9, 20, 1, 7])
