@@ -1,8 +1,8 @@
-"""``python -m experiments.gpu_smoke``: whether relibra_jax works on the GPUs of this host, in about two minutes.
+"""``python -m experiments.gpu_smoke``: a test of relibra_jax on the GPUs of this host, in about two minutes.
 
-For anyone who has a GPU, or two: the kernels are checked, then a layer with replicas over all GPUs of the host, in each
-kind of exchange, beside a dense one. Nothing has to be installed but the project. Every step is a process of its own,
-so that a hang ends that step alone. Please send us the file that it writes, whatever is in it.
+It checks the kernels, and then a layer with replicas over one, two and all GPUs of the host, with each kind of
+exchange, against a dense layer. It needs only the project itself. Every step runs in its own process, so a hang ends
+only that step. Please send us the file that it writes, whatever the results are.
 """
 
 import argparse
@@ -17,7 +17,7 @@ LAYER = "experiments.gpu_day.group_layer:check_group"
 
 
 def smoke_steps(devices: int, *, rehearsal: bool) -> tuple[Step, ...]:
-    """The steps for a host with so many GPUs; host devices have no ragged exchange."""
+    """Return the steps for a host with ``devices`` GPUs; a rehearsal on host devices leaves out the ragged exchange."""
     counts = sorted({1, min(2, devices), devices})
     layers = (
         Step(f"layer over {count}, {exchange}", LAYER, (count, exchange), 150, ("environment",))
@@ -32,10 +32,13 @@ def smoke_steps(devices: int, *, rehearsal: bool) -> tuple[Step, ...]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run all steps and print what to send; return 1 if one has not passed.
+    """Run all steps, and print a summary.
 
     Args:
-        arguments: the command line; that of the process when None.
+        arguments: the command-line arguments. None stands for those of the process.
+
+    Returns:
+        The exit status: 0 if all steps have passed, else 1.
     """
     parser = argparse.ArgumentParser(
         prog="python -m experiments.gpu_smoke",
@@ -43,26 +46,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--record", type=Path, default=Path("gpu_smoke.jsonl"), help="the file that is written"
+        "--record", type=Path, default=Path("gpu_smoke.jsonl"), help="file to which results are written"
     )
     parser.add_argument(
-        "--rehearse", action="store_true", help="small sizes, on two host devices without a GPU"
+        "--rehearse", action="store_true", help="run at small sizes on two host devices, without a GPU"
     )
     options = parser.parse_args(arguments)
     devices = 2 if options.rehearse else count_devices()
     steps = smoke_steps(devices, rehearsal=options.rehearse)
-    told = run_ladder(steps, Record(options.record, rehearsal=options.rehearse), seconds=1200)
-    failed = [name for name, state in told.items() if not state.startswith("passed")]
+    outcomes = run_ladder(steps, Record(options.record, rehearsal=options.rehearse), seconds=1200)
+    failed = [name for name, outcome in outcomes.items() if not outcome.startswith("passed")]
     lines = read_record(options.record)
-    print(f"\n{len(told) - len(failed)} of {len(told)} steps passed; {len(lines)} lines in {options.record}")
+    passed_count = len(outcomes) - len(failed)
+    print(f"\n{passed_count} of {len(outcomes)} steps passed; {len(lines)} lines in {options.record}")
     return 1 if failed else 0
 
 
 def count_devices() -> int:
-    """The devices that JAX sees, counted by another process: this one keeps no GPU busy. 1 if it sees none."""
+    """Return the number of devices that JAX sees, or 1 if it fails.
+
+    Another process counts them, so that this one does not occupy the GPUs.
+    """
     code = "import jax; print(len(jax.devices()))"
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    return int(ran.stdout.split()[-1]) if ran.returncode == 0 and ran.stdout.split() else 1
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    return int(process.stdout.split()[-1]) if process.returncode == 0 and process.stdout.split() else 1
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Grouped matrix products and SwiGLU MLPs, for the rows of several experts in one call; imports jax alone.
+"""Grouped matrix products and SwiGLU MLPs: one call computes the rows of several experts.
 
-`pallas_kernels.swap_annealing` stands by itself: a kernel for a planner's search.
-
-A *group* is the set of consecutive rows that one weight slot multiplies, as in ``group_sizes``.
+A *group* is the set of consecutive rows that one weight slot multiplies; ``group_sizes`` gives the number of rows of
+each group. The package depends only on JAX. `pallas_kernels.swap_annealing` is unrelated to grouped products: it is a
+kernel for the search of a planner.
 """
 
 from pallas_kernels.grouped_dot.api import grouped_dot, grouped_outer, ragged_dot

@@ -1,4 +1,4 @@
-"""How results of kernels are held to what they must be."""
+"""Comparison of kernel results with expected results."""
 
 from typing import Any, Final, NamedTuple
 
@@ -7,63 +7,65 @@ import jax.numpy as jnp
 import numpy as np
 
 NORM_LIMIT: Final = 0.01
-"""The largest error as a part of the result's norm; rounding to bfloat16 takes 0.002."""
+"""The largest allowed norm of the error, relative to the norm of the expected array. Rounding to bfloat16 alone gives
+0.002."""
 ENTRY_LIMIT: Final = 0.02
-"""The largest error of an entry as a part of the largest entry."""
+"""The largest allowed error of an entry, relative to the largest entry of the expected array."""
 
 
 class Difference(NamedTuple):
-    """How far a result is off."""
+    """The relative error of a result, in two measures."""
 
     norm: float
-    """The norm of the error over the norm of what is wanted."""
+    """The norm of the error, divided by the norm of the expected array."""
     entry: float
-    """The largest error of an entry over the largest entry of what is wanted."""
+    """The largest error of an entry, divided by the largest magnitude in the expected array."""
 
 
-def difference(found: Any, wanted: Any) -> Difference:
-    """Compare two arrays; NaN if the result is not finite.
+def difference(result: Any, expected: Any) -> Difference:
+    """Return the relative error of an array; both measures are NaN if the result is not finite.
 
     >>> difference(np.array([1.0, 2.0]), np.array([1.0, 2.0]))
     Difference(norm=0.0, entry=0.0)
     """
-    found, wanted = (np.asarray(one, np.float32).reshape(-1) for one in (found, wanted))
-    if not np.isfinite(found).all():
+    result, expected = (np.asarray(array, np.float32).reshape(-1) for array in (result, expected))
+    if not np.isfinite(result).all():
         return Difference(float("nan"), float("nan"))
-    error, smallest = np.abs(found - wanted), np.float32(1e-30)
+    error, smallest = np.abs(result - expected), np.float32(1e-30)
     return Difference(
-        float(np.linalg.norm(error) / max(np.linalg.norm(wanted), smallest)),
-        float(error.max(initial=0) / max(np.abs(wanted).max(initial=0), smallest)),
+        float(np.linalg.norm(error) / max(np.linalg.norm(expected), smallest)),
+        float(error.max(initial=0) / max(np.abs(expected).max(initial=0), smallest)),
     )
 
 
-def check_close(name: str, found: Any, wanted: Any) -> Difference:
-    """Compare two trees of arrays, and return their largest difference.
+def check_close(name: str, result: Any, expected: Any) -> Difference:
+    """Check that every array of a tree is close to the expected one, and return the largest difference.
 
     Args:
-        name: what is compared, for the error message.
-        found: the result, a tree of arrays.
-        wanted: what it must be, a tree of the same arrays.
+        name: the name of the comparison in the error message.
+        result: a tree of arrays.
+        expected: the expected values, a tree with the same structure.
 
     Raises:
-        ValueError: if an array is off by more than `NORM_LIMIT` or `ENTRY_LIMIT`, or is not finite.
+        ValueError: if the error of an array exceeds `NORM_LIMIT` or `ENTRY_LIMIT`, or an array is not finite.
     """
     largest = Difference(0.0, 0.0)
-    pairs = zip(jax.tree.leaves_with_path(found), jax.tree.leaves(wanted), strict=True)
-    for (path, one), other in pairs:
-        off = difference(one, other)
-        if not (off.norm <= NORM_LIMIT and off.entry <= ENTRY_LIMIT):
+    pairs = zip(jax.tree.leaves_with_path(result), jax.tree.leaves(expected), strict=True)
+    for (path, array), reference in pairs:
+        error = difference(array, reference)
+        if not (error.norm <= NORM_LIMIT and error.entry <= ENTRY_LIMIT):
             raise ValueError(
-                f"{name}, array {jax.tree_util.keystr(path)} of shape {list(one.shape)}: the error is {off.norm:.3g}"
-                f" of the norm and {off.entry:.3g} of the largest entry, allowed are {NORM_LIMIT} and {ENTRY_LIMIT}"
+                f"{name}, array {jax.tree_util.keystr(path)} of shape {list(array.shape)}: the error is"
+                f" {error.norm:.3g} of the norm and {error.entry:.3g} of the largest entry;"
+                f" the limits are {NORM_LIMIT} and {ENTRY_LIMIT}"
             )
-        largest = Difference(*map(max, largest, off))
+        largest = Difference(*map(max, largest, error))
     return largest
 
 
 @jax.jit
-def same_bits(found: Any, wanted: Any) -> jax.Array:
-    """Return whether two trees of the same arrays are equal bit for bit, NaN among them.
+def same_bits(result: Any, expected: Any) -> jax.Array:
+    """Return whether two trees of arrays are bitwise equal; a NaN equals a NaN with the same bits.
 
     >>> bool(same_bits(np.float32([np.nan]), np.float32([np.nan]))), bool(same_bits(np.zeros(2), -np.zeros(2)))
     (True, False)
@@ -72,5 +74,5 @@ def same_bits(found: Any, wanted: Any) -> jax.Array:
     def bits(array: Any) -> jax.Array:
         return jax.lax.bitcast_convert_type(array, jnp.dtype(f"uint{8 * array.dtype.itemsize}"))
 
-    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
-    return jnp.stack([(bits(one) == bits(other)).all() for one, other in pairs]).all()
+    pairs = zip(jax.tree.leaves(result), jax.tree.leaves(expected), strict=True)
+    return jnp.stack([(bits(array) == bits(reference)).all() for array, reference in pairs]).all()

@@ -1,9 +1,9 @@
-"""Loops over groups of rows, and over the tiles of rows of each group, in plain XLA for any platform.
+"""Loops over groups of rows, and over the row tiles of each group, in plain XLA for any platform.
 
-A group is the set of consecutive rows that one weight slot multiplies. The trip counts of the loops are data, so only
-rows that exist are computed, and weights are read where they lie. A group's rows are cut into tiles of the largest
-size, and what is left of them into tiles of the smallest. The last tile of a group may reach into the rows of the next
-group: it reads those rows as zeros and leaves them as they are when it writes, so padding needs no care of its own.
+A group is the set of consecutive rows that one weight slot multiplies. The trip counts of the loops are data: the loops
+compute only the rows of groups, and read the weights in place. A group is cut into tiles of the largest size, and the
+remaining rows into tiles of the smallest size. The last tile of a group may overlap the next group. It reads those rows
+as zeros and does not change them when it writes, so padding needs no special treatment.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,40 +13,40 @@ import jax
 import jax.numpy as jnp
 
 TILE_ROWS: Final = (256, 64)
-"""Rows of a tile, the largest size first. Large tiles read weights and sum weight gradients seldom; small ones waste
-few rows at the end of a group. The pair serves groups of ten rows and of thousands. On two CPU cores, for 32,768 rows
-in 64 uneven groups, forward and backward take 1.2 times as long as a dense MLP with 256 and 64, 1.3 times with 64
-alone, and 1.5 times with 256 alone."""
+"""The numbers of rows of a tile, largest first. With large tiles, weights are read and weight gradients summed less
+often; small tiles waste fewer rows at the end of a group. The two sizes suit groups of ten rows as well as of
+thousands. Measured on two CPU cores, for 32,768 rows in 64 uneven groups, forward and backward take 1.2 times as long
+as a dense MLP with sizes 256 and 64, 1.3 times with 64 alone, and 1.5 times with 256 alone."""
 
 
 class Tile(NamedTuple):
-    """Consecutive rows, of which a group owns some."""
+    """Consecutive rows, some or all of which belong to one group."""
 
     first: jax.Array
     """The index of the tile's first row, int32."""
-    own: jax.Array
-    """``[tile, 1]``, True where the row belongs to the group."""
+    mask: jax.Array
+    """The mask of the rows that belong to the group, boolean ``[tile, 1]``."""
 
     def read(self, array: jax.Array) -> jax.Array:
-        """Return the tile's rows of ``array[r, ...]``, with zeros in place of rows of other groups."""
-        return jnp.where(self.own, self._slice(array), 0)
+        """Return the tile's rows of ``array[r, ...]``; rows of other groups are replaced by zeros."""
+        return jnp.where(self.mask, self._slice(array), 0)
 
     def write(self, array: jax.Array, values: jax.Array) -> jax.Array:
-        """Return ``array`` with the group's own rows of the tile replaced by ``values``."""
-        kept = jnp.where(self.own, values.astype(array.dtype), self._slice(array))
-        return jax.lax.dynamic_update_slice_in_dim(array, kept, self.first, 0)
+        """Return ``array`` with those rows of the tile that belong to the group replaced by ``values``."""
+        rows = jnp.where(self.mask, values.astype(array.dtype), self._slice(array))
+        return jax.lax.dynamic_update_slice_in_dim(array, rows, self.first, 0)
 
     def _slice(self, array: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_slice_in_dim(array, self.first, self.own.shape[0])
+        return jax.lax.dynamic_slice_in_dim(array, self.first, self.mask.shape[0])
 
 
 def loop_over_groups(of_group: Callable[[jax.Array, Any], Any], carry: Any, weights: jax.Array) -> Any:
-    """Call a function for every group that one weight buffer multiplies.
+    """Call a function once for every slot of a weight buffer, and return the final carry.
 
     Args:
         of_group: the function ``(slot, carry) -> carry``.
-        carry: what the first call is given.
-        weights: ``[slots, ...]``, the weight buffer.
+        carry: the initial carry.
+        weights: the weight buffer, ``[slots, ...]``.
 
     Returns:
         The carry that the last call returned.
@@ -55,13 +55,13 @@ def loop_over_groups(of_group: Callable[[jax.Array, Any], Any], carry: Any, weig
 
 
 def with_bounds(weights: Sequence[jax.Array], bounds: jax.Array) -> Iterator[tuple[jax.Array, jax.Array]]:
-    """Yield each weight buffer with the bounds of its own groups.
+    """Yield each weight buffer with the bounds of the groups that it multiplies.
 
     Args:
-        weights: the buffers, ``[slots, ...]`` each, whose groups follow one another.
-        bounds: the bounds of all groups, the result of `group_bounds`.
+        weights: the weight buffers, each ``[slots, ...]``, in the order of their groups.
+        bounds: the bounds of all groups, as `group_bounds` returns them.
 
-    >>> [own.tolist() for _, own in with_bounds([jnp.ones(2), jnp.ones(1)], jnp.array([0, 2, 5, 9]))]
+    >>> [ends.tolist() for _, ends in with_bounds([jnp.ones(2), jnp.ones(1)], jnp.array([0, 2, 5, 9]))]
     [[0, 2, 5], [5, 9]]
     """
     first = 0
@@ -74,14 +74,16 @@ def with_bounds(weights: Sequence[jax.Array], bounds: jax.Array) -> Iterator[tup
 def loop_over_tiles(
     of_tile: Callable[[Tile, Any], Any], carry: Any, start: jax.Array, end: jax.Array, num_rows: int
 ) -> Any:
-    """Call a function for every tile of one group: as many of each size as fit, and one more of the smallest.
+    """Call a function for every tile of one group, and return the final carry.
+
+    The group is cut into as many tiles of the largest size as fit, followed by tiles of the smallest size.
 
     Args:
         of_tile: the function ``(tile, carry) -> carry``.
-        carry: what the first call is given.
+        carry: the initial carry.
         start: the index of the group's first row.
         end: the index after the group's last row.
-        num_rows: the number of rows of the arrays that tiles are read from.
+        num_rows: the number of rows of the arrays that the tiles index.
 
     Returns:
         The carry that the last call returned.
@@ -93,7 +95,7 @@ def loop_over_tiles(
 
         def visit(index: jax.Array, carry: Any, size: int = size, start: jax.Array = start) -> Any:
             begin = start + index * size
-            # The array's last tile starts earlier than asked, and owns only what is left to do.
+            # A tile that would reach beyond the array starts earlier, and owns only the rows that are still to do.
             first = jnp.minimum(begin, num_rows - size)
             row = first + jnp.arange(size, dtype=jnp.int32)[:, None]
             return of_tile(Tile(first, (row >= begin) & (row < end)), carry)
@@ -107,11 +109,11 @@ def group_bounds(group_sizes: jax.Array, num_rows: int) -> jax.Array:
     """Return the index of each group's first row, and the index after the last group's last row.
 
     Args:
-        group_sizes: ``[groups]`` integer; sizes below 0 count as 0.
-        num_rows: the number of rows; groups that would reach beyond them are cut off there.
+        group_sizes: the number of rows of each group, integer ``[groups]``. Sizes below 0 count as 0.
+        num_rows: the total number of rows. Groups that would extend beyond it are cut off there.
 
     Returns:
-        ``[groups + 1]`` int32, none below 0 or above ``num_rows``.
+        The bounds, int32 ``[groups + 1]``, each between 0 and ``num_rows``.
 
     >>> group_bounds(jnp.array([2, -1, 3, 9]), 8).tolist()
     [0, 2, 2, 5, 8]
@@ -121,16 +123,15 @@ def group_bounds(group_sizes: jax.Array, num_rows: int) -> jax.Array:
 
 
 def runtime_zeros(shape: tuple[int, ...], dtype: Any, bounds: jax.Array, after: jax.Array) -> jax.Array:
-    """Return zeros that XLA does not know to be constant.
+    """Return an array of zeros that XLA cannot recognize as a constant.
 
-    A constant would hold a buffer from a program's start to its end, and a loop that writes into it would copy it
-    first.
+    A constant would occupy a buffer during the whole program, and a loop that writes into it would copy it first.
 
     Args:
-        shape: the shape of the zeros.
-        dtype: the dtype of the zeros.
-        bounds: the result of `group_bounds`, from which the zero is computed.
-        after: an array before which the zeros are not made.
+        shape: the shape of the result.
+        dtype: the dtype of the result.
+        bounds: the group bounds, as `group_bounds` returns them. The value zero is computed from them.
+        after: an array that must be available before the zeros are created.
     """
     zero = (
         jnp.where(bounds[-1] < 0, after[(0,) * after.ndim], 0) if after.size else jnp.minimum(bounds[-1], 0)
@@ -139,11 +140,11 @@ def runtime_zeros(shape: tuple[int, ...], dtype: Any, bounds: jax.Array, after: 
 
 
 def contract(a: jax.Array, b: jax.Array, axis_a: int, axis_b: int) -> jax.Array:
-    """Return the product of two matrices, summed over one axis of each in `accumulator_dtype`."""
+    """Return the product of two matrices, contracted over one axis of each and summed in `accumulator_dtype`."""
     dimensions = (((axis_a,), (axis_b,)), ((), ()))
     return jax.lax.dot_general(a, b, dimensions, preferred_element_type=accumulator_dtype(a))
 
 
 def accumulator_dtype(array: jax.Array) -> Any:
-    """Return the dtype in which products of an array are summed: float32, or float64 for float64."""
+    """Return the dtype in which products of an array are summed: float32, or float64 for a float64 array."""
     return jnp.promote_types(array.dtype, jnp.float32)

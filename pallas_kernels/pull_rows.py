@@ -1,6 +1,7 @@
-"""Rows out of the buffers of other devices, each device naming the ones that it wants. Inside `jax.shard_map`.
+"""One-sided reads of rows from the buffers of other devices, for use inside `jax.shard_map`.
 
-Unlike in an exchange, nobody has to know what others want of him, and every device gets exactly what it names.
+Each device names the rows that it needs and receives exactly those. Unlike in an exchange, a device does not need to
+know which of its rows the others read.
 """
 
 from typing import Final
@@ -16,25 +17,25 @@ IMPLEMENTATIONS: Final = ("mosaic", "xla")
 def pull_rows(
     rank: jax.Array, row: jax.Array, rows: jax.Array, axis: str, *, implementation: str
 ) -> jax.Array:
-    """Read rows where they are.
+    """Read rows from the buffers of the devices along a mesh axis.
 
     Args:
-        rank: ``[R]`` int32, the index along ``axis`` of the device that holds each row.
-        row: ``[R]`` int32, the row of that device's buffer; negative for rows of zeros.
-        rows: this device's buffer ``[X, *shape]``, as long on all devices.
+        rank: the index along ``axis`` of the device that holds each row, int32 ``[R]``.
+        row: the index of each row in that device's buffer, int32 ``[R]``. A negative index gives a row of zeros.
+        rows: this device's buffer, ``[X, *shape]``. X is the same on all devices.
         axis: the mesh axis of the devices.
         implementation: "mosaic" for the kernel of `pallas_kernels.hopper.pull_kernel`, which has not run on GPUs yet;
-            "xla" for a gather of everything everywhere, for tests.
+            "xla" for an all-gather of all buffers, which is meant for tests.
 
     Returns:
         The rows, ``[R, *shape]``.
 
     Raises:
-        ValueError: if no implementation has that name, or a row does not suit the kernel.
+        ValueError: if no implementation has that name, or if the kernel does not support the size of a row.
     """
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation={implementation!r} is not one of {', '.join(IMPLEMENTATIONS)}")
     if implementation == "mosaic":
         return pull(rank, row, rows, axis)
-    everywhere = jax.lax.all_gather(rows, axis)
-    return everywhere.at[rank, jnp.where(row < 0, len(rows), row)].get(mode="fill", fill_value=0)
+    all_rows = jax.lax.all_gather(rows, axis)
+    return all_rows.at[rank, jnp.where(row < 0, len(rows), row)].get(mode="fill", fill_value=0)

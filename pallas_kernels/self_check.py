@@ -1,15 +1,16 @@
-"""Whether kernels are right on this machine: found out once, in a process of its own, and remembered.
+"""A check that the kernels compute correct results on this machine, run once and cached.
 
     python -m pallas_kernels.self_check
 
-No implementation is chosen by itself before it has passed here: a kernel that nobody has seen run on this GPU, with
-this driver and this version of JAX, must not compute anybody's numbers. The check compares the grouped MLP and all its
-gradients with blocked XLA, over uneven and empty groups with NaN in padding, in small and in large tiles, and its bits
-from run to run. It takes seconds; in a process of its own, a kernel that hangs or crashes ends the check and nothing
-else. What was found is kept in the user's cache folder until the device, the driver, JAX or the kernels change.
+``implementation=None`` never chooses a kernel that has not passed this check: results must not come from a kernel that
+was never verified on this GPU, with this driver and this version of JAX. The check compares the grouped MLP and all its
+gradients with blocked XLA, for uneven and empty groups, NaN in the padding, and small and large tiles. It also checks
+that repeated runs give the same bits. It takes seconds and runs in its own process, so a kernel that hangs or crashes
+ends only the check. The verdict is kept in the user's cache folder until the device, the driver, JAX or the kernels
+change.
 
-On several hosts, run the command on each of them before the first launch: processes of one program have to choose
-alike.
+On several hosts, run the command on each of them before the first launch, because all processes of a program must
+choose the same implementation.
 """
 
 import argparse
@@ -31,52 +32,52 @@ from pallas_kernels.compare import check_close, same_bits
 from pallas_kernels.user_cache import cache_folder, write_whole
 
 SECONDS: Final = 180
-"""The time after which a check has hung."""
+"""The time in seconds after which a check counts as hung."""
 SIZES: Final = ((640, 256), (4096, 1024))
-"""Rows and width: for small tiles, and for large ones."""
+"""The pairs of number of rows and width that are checked; the first gives small tiles, the second large ones."""
 REPEATS: Final = 20
-"""How often each result is computed again."""
+"""The number of times that each result is computed again and compared bit for bit."""
 
 
 class Verdict(NamedTuple):
-    """What a check has found."""
+    """The result of a check."""
 
     passed: bool
     reason: str
-    """Why it has not passed, in one line; empty if it has."""
+    """The reason why the check failed, in one line; empty if it passed."""
 
 
 @functools.cache
 def is_trusted(implementation: str, device_kind: str) -> bool:
-    """Whether an implementation has passed on this machine; checks it now if that is not known.
+    """Return whether an implementation passes its check on this machine; run the check if no verdict is cached.
 
-    Says once, on standard error, if it has not, or if there is no such device here: programs that are compiled for
-    devices elsewhere name their implementation.
+    If it does not pass, or if this machine has no such device, this prints the reason once to standard error. A program
+    that is compiled for devices of another machine must name its implementation.
     """
     if device_kind in {device.device_kind for device in jax.local_devices()}:
         verdict = read_verdict(implementation) or run_check(implementation)
     else:
-        verdict = Verdict(False, f"no {device_kind} is here")
+        verdict = Verdict(False, f"it has no {device_kind}")
     if not verdict.passed:
         print(
-            f"pallas_kernels: implementation {implementation!r} is not chosen, it has not passed its check on this"
-            f" machine ({verdict.reason}); python -m pallas_kernels.self_check checks it again",
+            f"pallas_kernels: implementation {implementation!r} is not chosen because it has not passed its check on"
+            f" this machine ({verdict.reason}); run python -m pallas_kernels.self_check to check it again",
             file=sys.stderr,
         )
     return verdict.passed
 
 
 def run_check(implementation: str) -> Verdict:
-    """Check an implementation in a process of its own, and keep what was found."""
+    """Check an implementation in a separate process, and store the verdict in the user's cache folder."""
     command = [sys.executable, "-m", "pallas_kernels.self_check", "--here", implementation]
-    # The process that asks may hold most of the device's memory, and does not give it away.
+    # The calling process may hold most of the device's memory, so the check must not preallocate.
     environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", **_same_device()}
     try:
-        ran = subprocess.run(
+        process = subprocess.run(
             command, capture_output=True, text=True, errors="replace", timeout=SECONDS, env=environment
         )
-        lines = ran.stderr.strip().splitlines() or [f"exit status {ran.returncode}"]
-        verdict = Verdict(ran.returncode == 0, "" if ran.returncode == 0 else lines[-1][:300])
+        lines = process.stderr.strip().splitlines() or [f"exit status {process.returncode}"]
+        verdict = Verdict(process.returncode == 0, "" if process.returncode == 0 else lines[-1][:300])
     except subprocess.TimeoutExpired:
         verdict = Verdict(False, f"it hung for {SECONDS} s")
     verdicts = {**_read_all(), _key(implementation): verdict._asdict()}
@@ -85,7 +86,10 @@ def run_check(implementation: str) -> Verdict:
 
 
 def _same_device() -> dict[str, str]:
-    """The variable by which another process sees this process's first device alone: others may be others' GPUs."""
+    """Return the environment variable that limits another process to the first device of this one.
+
+    The other GPUs of the machine may be in use by somebody else.
+    """
     device = jax.local_devices()[0]
     if device.platform != "gpu" or device.local_hardware_id is None:
         return {}
@@ -95,20 +99,20 @@ def _same_device() -> dict[str, str]:
 
 
 def read_verdict(implementation: str) -> Verdict | None:
-    """What an earlier check has found for this device, driver, version of JAX and code; None if there was none."""
-    found = _read_all().get(_key(implementation))
-    return Verdict(**found) if found else None
+    """Return the cached verdict for this device, driver, version of JAX and code; None if there is none."""
+    entry = _read_all().get(_key(implementation))
+    return Verdict(**entry) if entry else None
 
 
 def verdicts_path() -> Path:
-    """The file of verdicts, in the user's cache folder."""
+    """Return the path of the file of verdicts, in the user's cache folder."""
     return cache_folder() / "self_check.json"
 
 
 def _read_all() -> dict[str, Any]:
     try:
         return json.loads(verdicts_path().read_text())
-    # None was written, or not by us.
+    # There is no file, or another program wrote it.
     except (OSError, ValueError):
         return {}
 
@@ -127,7 +131,7 @@ def check_here(implementation: str) -> None:
     """Check an implementation in this process.
 
     Raises:
-        ValueError: if a result is wrong, or is not the same in every run.
+        ValueError: if a result is wrong, or if two runs differ in any bit.
     """
     slots = 4, 2
     pattern = np.array([3, 0, 1, 2, 0, 1])
@@ -135,21 +139,21 @@ def check_here(implementation: str) -> None:
         keys = jax.random.split(jax.random.key(0), 3)
         sizes = (pattern * ((rows - 5) / pattern.sum())).astype(np.int32)
         weights = jax.random.normal(keys[0], (sum(slots), 3, width, width), jnp.bfloat16) * width**-0.5
-        beyond = np.arange(rows)[:, None] >= sizes.sum()
+        padding = np.arange(rows)[:, None] >= sizes.sum()
         x, d_out = (
-            jnp.where(beyond, jnp.nan, jax.random.normal(key, (rows, width), jnp.bfloat16))
+            jnp.where(padding, jnp.nan, jax.random.normal(key, (rows, width), jnp.bfloat16))
             for key in keys[1:]
         )
         buffers = weights[: slots[0]], weights[slots[0] :]
         operands = x, buffers, jnp.asarray(sizes), jnp.linspace(0.5, 2, rows), d_out
-        ours, theirs = (
+        run_kernels, run_xla = (
             jax.jit(functools.partial(mlp_with_gradients, name)) for name in (implementation, "xla")
         )
-        first = ours(*operands)
-        check_close(f"{rows} rows of {width}", first, theirs(*operands))
+        result = run_kernels(*operands)
+        check_close(f"{rows} rows of {width}", result, run_xla(*operands))
         for _ in range(REPEATS):
-            if not same_bits(first, ours(*operands)):
-                raise ValueError(f"{rows} rows of {width}: two runs are not the same bit for bit")
+            if not same_bits(result, run_kernels(*operands)):
+                raise ValueError(f"{rows} rows of {width}: two runs gave different bits")
 
 
 def mlp_with_gradients(
@@ -160,8 +164,8 @@ def mlp_with_gradients(
     scale: jax.Array,
     d_out: jax.Array,
 ) -> dict[str, Any]:
-    """Return the grouped MLP and all its gradients, by name."""
-    # Imported late: the calls of this package ask this module which implementation to choose.
+    """Return the output of the grouped MLP and all its gradients, by name."""
+    # A module-level import would be circular: grouped_mlp imports this module to choose its implementation.
     from pallas_kernels import grouped_mlp
 
     def call(x, weights, scale):
@@ -173,7 +177,7 @@ def mlp_with_gradients(
 
 
 def reasons_not_to_check() -> dict[str, str | None]:
-    """The implementations that are checked, each with the reason why it cannot run on this machine's device."""
+    """Return the implementations to check, each with the reason why it cannot run on this machine, or None."""
     from pallas_kernels.implementation import why_not_ampere, why_not_hopper
 
     device = jax.local_devices()[0]
@@ -181,10 +185,12 @@ def reasons_not_to_check() -> dict[str, str | None]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Check the implementations that can run here anew; return 1 if one of them fails."""
+    """Check again all implementations that can run on this machine; return 1 if one of them fails."""
     parser = argparse.ArgumentParser(prog="python -m pallas_kernels.self_check", description=__doc__)
     parser.add_argument(
-        "--here", metavar="IMPLEMENTATION", help="check one in this process, and keep nothing"
+        "--here",
+        metavar="IMPLEMENTATION",
+        help="check one implementation in this process, without storing the verdict",
     )
     chosen = parser.parse_args(arguments).here
     if chosen:

@@ -1,13 +1,15 @@
-"""Simulated annealing over swaps of items between bins: one block a row, which keeps its row on chip for all steps.
+"""A Hopper kernel for simulated annealing over swaps of items between bins.
 
-A step takes one item, prices its swap with every item of one other bin, and makes the best of them, or none, after
-noise that was drawn before. Steps follow one another, so a kernel has nothing to spread them over but the rows; inside
-a step one warpgroup works, a lane for each item of the other bin. What a step reads and writes is in shared memory: a
-launch and a pass through global memory for each step, as a loop of XLA's has it, would take many times as long.
+A row is one independent annealing problem. Each row is computed by one block, which keeps the row in shared memory for
+all steps. A step takes one item, computes the price of swapping it with every item of one other bin, and makes the
+cheapest swap or none. The noise that is subtracted from the prices is drawn before the kernel starts. The steps of a
+row are sequential, so the kernel is parallel only over rows and, within a step, over the items of the other bin: one
+warpgroup works on a row, with one lane for each item. A loop in XLA would need launches and passes through global
+memory in every step, which would take many times as long.
 
-What a row holds is a table with a column for each position: what the item there weighs in each micro-batch, then what
-it would cost in each bin. A swap exchanges two columns. Every sum over micro-batches is taken in their order, one after
-the other, and no product is summed, so that results are those of any other program that does the same.
+The data of a row is a table with one column for each position. A column holds the item's weight in each micro-batch,
+followed by its cost in each bin. A swap exchanges two columns. Sums over micro-batches are taken sequentially in their
+order and contain no products, so the results equal those of any other program that adds in the same order.
 """
 
 import functools
@@ -19,72 +21,72 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 LANES: Final = 128
-"""The threads of a warpgroup."""
+"""The number of threads of a warpgroup."""
 UNROLLED: Final = 8
-"""Lines of the table that a turn of a loop works on. The table is padded with lines of zeros, which change no sum."""
+"""The number of table lines that one loop iteration processes. Padding the table with lines of zeros changes no sum."""
 SHARED_MEMORY_BYTES: Final = 224 * 1024
-"""Shared memory for a row: what a block may use on compute capability 9.0, less 2 KB that reductions take and 1 KB."""
+"""The shared memory available for a row: the 227 KB that a block may use on compute capability 9.0, less 2 KB for
+reductions and a further 1 KB."""
 
 
 class Sizes(NamedTuple):
-    """Everything that the kernel is compiled for, beside the number of rows and of steps."""
+    """The sizes that the kernel is compiled for, except the numbers of rows and steps."""
 
     bins: int
     """The number of bins."""
     size: int
-    """The items of each bin; positions ``b * size`` to ``(b + 1) * size - 1`` are bin ``b``."""
+    """The number of items of each bin. Positions ``b * size`` to ``(b + 1) * size - 1`` belong to bin ``b``."""
     micro_batches: int
     """The number of micro-batches, a multiple of `UNROLLED`."""
 
     @property
     def lines(self) -> int:
-        """Lines of the table: micro-batches, then bins, then zeros up to a multiple of `UNROLLED`."""
+        """The number of lines of the table: micro-batches, then bins, then zeros up to a multiple of `UNROLLED`."""
         return round_up(self.micro_batches + self.bins, UNROLLED)
 
     @property
     def window(self) -> int:
-        """The items of a bin, rounded up to whole warpgroups."""
+        """The number of items of a bin, rounded up to whole warpgroups."""
         return round_up(self.size, LANES)
 
     @property
     def width(self) -> int:
-        """Columns of the table: a window from the first item of the last bin is inside."""
+        """The number of columns of the table, large enough for a window that starts at the last bin's first item."""
         return round_up((self.bins - 1) * self.size + self.window, LANES)
 
     @property
     def totals(self) -> int:
-        """Columns of the bins' weights: micro-batches, rounded up to whole warpgroups."""
+        """The number of columns of the table of bin weights: micro-batches, rounded up to whole warpgroups."""
         return round_up(self.micro_batches, LANES)
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes of shared memory that a row takes."""
+        """The number of bytes of shared memory that a row takes."""
         return 4 * (self.lines * self.width + (self.bins + 1) * self.totals + self.width)
 
 
 def round_up(number: int, multiple: int) -> int:
-    """Return the least multiple that is no less than a number."""
+    """Round a number up to the next multiple."""
     return -(-number // multiple) * multiple
 
 
 def swap_annealing(
     share: jax.Array, cost: jax.Array, total: jax.Array, i: jax.Array, q: jax.Array, noise: jax.Array
 ) -> jax.Array:
-    """Anneal every row, on a Hopper GPU.
+    """Run simulated annealing on every row, on a Hopper GPU.
 
     Args:
-        share: what each item weighs in each micro-batch, ``[items, micro-batches, rows]`` float32, not negative; items
-            in order of position, of which each bin has as many.
-        cost: what each item would cost in each bin, ``[bins, items, rows]`` float32; at least 2 bins.
-        total: what each bin weighs in each micro-batch, ``[bins, micro-batches, rows]`` float32.
-        i: the position of the one item of each step, ``[steps]`` int32.
-        q: the other bin of each step, in which the item is not, ``[steps]`` int32.
-        noise: what to take off the price of staying, and off that of each swap, ``[steps, 1 + items of a bin]``
-            float32.
+        share: the weight of each item in each micro-batch, non-negative float32 ``[items, micro-batches, rows]``. The
+            items are in order of position, and all bins have the same number of items.
+        cost: the cost of each item in each bin, float32 ``[bins, items, rows]``, for at least 2 bins.
+        total: the weight of each bin in each micro-batch, float32 ``[bins, micro-batches, rows]``.
+        i: the position of the item that each step tries to swap, int32 ``[steps]``.
+        q: the bin that each step tries to swap the item into, int32 ``[steps]``. The item must not be in it.
+        noise: the amounts subtracted from the price of no swap (first column) and from the price of each swap, float32
+            ``[steps, 1 + items of a bin]``.
 
     Returns:
-        For each position after the last step the position at which its item was before the first, ``[items, rows]``
-        int32.
+        The initial position of the item that is at each position after the last step, int32 ``[items, rows]``.
 
     Raises:
         ValueError: if a row does not fit into shared memory.
@@ -95,7 +97,7 @@ def swap_annealing(
     if sizes.shared_bytes > SHARED_MEMORY_BYTES:
         raise ValueError(
             f"{items} items x {micro_batches} micro-batches in {bins} bins take {sizes.shared_bytes} bytes of shared"
-            f" memory, more than {SHARED_MEMORY_BYTES}"
+            f" memory, but only {SHARED_MEMORY_BYTES} are available"
         )
     spare = sizes.micro_batches - micro_batches
     table = jnp.concatenate(
@@ -103,7 +105,7 @@ def swap_annealing(
     )
     table = jnp.pad(table, ((0, 0), (0, sizes.lines - table.shape[1]), (0, sizes.width - items)))
     total = jnp.pad(total.transpose(2, 0, 1), ((0, 0), (0, 0), (0, sizes.totals - micro_batches)))
-    # A step reads the next one's item and bin ahead, the last one too.
+    # Every step, also the last one, prefetches the item and bin of the next step.
     i, q = (jnp.pad(draw, (0, 1), mode="edge") for draw in (i, q))
     swaps = jnp.pad(noise[:, 1:], ((0, 0), (0, sizes.window - sizes.size)))
     kernel = plgpu.kernel(
@@ -117,7 +119,7 @@ def swap_annealing(
             plgpu.SMEM((sizes.totals,), jnp.float32),
             plgpu.SMEM((sizes.width,), jnp.int32),
         ],
-        # Barriers are where a thread reads what another wrote, not around every store.
+        # The code places barriers itself, where a thread reads what another wrote, instead of around every store.
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
     )
     return kernel(table, total, i, q, noise[:, 0], swaps)[:, :items].T
@@ -132,14 +134,14 @@ def _anneal_row(
     stay_noise: Any,
     swap_noise: Any,
     out: Any,
-    own: Any,
+    smem_table: Any,
     weights: Any,
-    rest: Any,
+    rest_weights: Any,
     order: Any,
 ) -> None:
-    """Anneal the row of this block; ``own``, ``weights``, ``rest`` and ``order`` are in shared memory."""
+    """Anneal the row of this block; the last four arguments are in shared memory."""
     row, steps = jax.lax.axis_index("row"), stay_noise.shape[0]
-    _copy_lines(table.at[row], own)
+    _copy_lines(table.at[row], smem_table)
     _copy_lines(total.at[row], weights)
     lane = plgpu.broadcasted_iota(jnp.int32, (LANES,), 0, layout=_LAYOUT)
     for part in _parts(sizes.width):
@@ -151,10 +153,10 @@ def _anneal_row(
         bin_ = jax.lax.div(here, jnp.int32(sizes.size))
         stay, noises = stay_noise[number], [swap_noise[number, part] for part in _parts(sizes.window)]
         if sizes.bins > 2:
-            _fill_rest(sizes, weights, rest, bin_, other)
-        choice = _choose(sizes, own, weights, rest, lane, (here, bin_, other), stay, noises)
+            _fill_rest(sizes, weights, rest_weights, bin_, other)
+        choice = _choose(sizes, smem_table, weights, rest_weights, lane, (here, bin_, other), stay, noises)
         pl.when(choice < sizes.size)(
-            lambda: _swap(sizes, own, weights, order, (here, bin_, other), other * sizes.size + choice)
+            lambda: _swap(sizes, smem_table, weights, order, (here, bin_, other), other * sizes.size + choice)
         )
         return following
 
@@ -164,11 +166,11 @@ def _anneal_row(
 
 
 _LAYOUT: Final = plgpu.Layout.WG_STRIDED((LANES,), 1)
-"""One element a thread."""
+"""A layout with one element per thread."""
 
 
 def _parts(width: int) -> list[Any]:
-    """The slices of one warpgroup each that make up a line."""
+    """Return the slices that cut a line into pieces of one element per thread."""
     return [pl.ds(first, LANES) for first in range(0, width, LANES)]
 
 
@@ -180,39 +182,39 @@ def _copy_lines(source: Any, target: Any) -> None:
     jax.lax.fori_loop(0, target.shape[0], copy, None)
 
 
-def _fill_rest(sizes: Sizes, weights: Any, rest: Any, bin_: jax.Array, other: jax.Array) -> None:
-    """Write what the fullest of the bins that a step leaves alone weighs in each micro-batch."""
+def _fill_rest(sizes: Sizes, weights: Any, rest_weights: Any, bin_: jax.Array, other: jax.Array) -> None:
+    """Write the weight of the heaviest of all bins that the step does not change, for each micro-batch."""
     for part in _parts(sizes.totals):
 
-        def fuller(index: jax.Array, most: jax.Array, part: Any = part) -> jax.Array:
-            apart = jnp.broadcast_to((index != bin_) & (index != other), (LANES,))
-            return jnp.maximum(most, jnp.where(apart, weights[index, part], 0.0))
+        def update_maximum(index: jax.Array, maximum: jax.Array, part: Any = part) -> jax.Array:
+            unchanged = jnp.broadcast_to((index != bin_) & (index != other), (LANES,))
+            return jnp.maximum(maximum, jnp.where(unchanged, weights[index, part], 0.0))
 
-        nothing = plgpu.layout_cast(jnp.zeros(LANES, jnp.float32), _LAYOUT)
-        rest[part] = jax.lax.fori_loop(0, sizes.bins, fuller, nothing)
+        zeros = plgpu.layout_cast(jnp.zeros(LANES, jnp.float32), _LAYOUT)
+        rest_weights[part] = jax.lax.fori_loop(0, sizes.bins, update_maximum, zeros)
     plgpu.commit_smem()
 
 
 def _choose(
     sizes: Sizes,
-    own: Any,
+    smem_table: Any,
     weights: Any,
-    rest: Any,
+    rest_weights: Any,
     lane: jax.Array,
     step: tuple[jax.Array, jax.Array, jax.Array],
     stay: jax.Array,
     noises: list[jax.Array],
 ) -> jax.Array:
-    """The item of the other bin to swap with, counted from its first; `Sizes.size` or more for none."""
+    """Return the index in the other bin of the item to swap with; `Sizes.size` or more means no swap."""
     here, bin_, other = step
     first = other * sizes.size
     windows = [pl.ds(first + part.start, LANES) for part in _parts(sizes.window)]
 
     def add(line: jax.Array, sums: tuple[jax.Array, list[jax.Array]]) -> tuple[jax.Array, list[jax.Array]]:
         now, after = sums
-        fullest = rest[line] if sizes.bins > 2 else jnp.float32(0)
-        mine, a, b = own[line, here], weights[bin_, line], weights[other, line]
-        gains = [own[line, window] - mine for window in windows]
+        fullest = rest_weights[line] if sizes.bins > 2 else jnp.float32(0)
+        here_value, a, b = smem_table[line, here], weights[bin_, line], weights[other, line]
+        gains = [smem_table[line, window] - here_value for window in windows]
         peaks = [jnp.maximum(jnp.maximum(a + gain, b - gain), fullest) for gain in gains]
         return now + jnp.maximum(jnp.maximum(a, b), fullest), [
             x + peak for x, peak in zip(after, peaks, strict=True)
@@ -221,15 +223,17 @@ def _choose(
     zeros = [plgpu.layout_cast(jnp.zeros(LANES, jnp.float32), _LAYOUT) for _ in windows]
     now, after = jax.lax.fori_loop(0, sizes.micro_batches, add, (jnp.float32(0), zeros), unroll=UNROLLED)
     costs_here, costs_there = sizes.micro_batches + bin_, sizes.micro_batches + other
-    mine = own[costs_here, here] - own[costs_there, here]
+    here_value = smem_table[costs_here, here] - smem_table[costs_there, here]
     prices = []
     for first_lane, window, price, noise in zip(
         range(0, sizes.window, LANES), windows, after, noises, strict=True
     ):
-        price = price + ((own[costs_here, window] - own[costs_there, window]) - mine) - noise
+        price = (
+            price + ((smem_table[costs_here, window] - smem_table[costs_there, window]) - here_value) - noise
+        )
         prices.append(jnp.where(lane < sizes.size - first_lane, price, jnp.inf))
     best, which = prices[0], lane
-    for number, price in enumerate(prices[1:], start=1):  # of equal ones the first
+    for number, price in enumerate(prices[1:], start=1):  # the first of equal prices wins
         which = jnp.where(price < best, lane + number * LANES, which)
         best = jnp.minimum(best, price)
     least = best.min()
@@ -239,35 +243,35 @@ def _choose(
 
 def _swap(
     sizes: Sizes,
-    own: Any,
+    smem_table: Any,
     weights: Any,
     order: Any,
     step: tuple[jax.Array, jax.Array, jax.Array],
     there: jax.Array,
 ) -> None:
-    """Exchange the items of two positions, and what their bins weigh."""
+    """Swap the items at two positions, and update the weights of their bins."""
     here, bin_, other = step
 
-    # All that is read is read before anything is written, line by line: threads write the same values.
-    def exchange(turn: jax.Array, _: None, *, weigh: bool, first: int) -> None:
-        lines = [first + turn * UNROLLED + line for line in range(UNROLLED)]
-        columns = [(own[line, here], own[line, there]) for line in lines]
+    # Each group of lines is read completely before it is written, since all threads write the same values.
+    def exchange(iteration: jax.Array, _: None, *, weigh: bool, first: int) -> None:
+        lines = [first + iteration * UNROLLED + line for line in range(UNROLLED)]
+        columns = [(smem_table[line, here], smem_table[line, there]) for line in lines]
         sums = [(weights[bin_, line], weights[other, line]) for line in lines if weigh]
         plgpu.commit_smem()
-        for line, (mine, theirs) in zip(lines, columns, strict=True):
-            own[line, here] = theirs
-            own[line, there] = mine
+        for line, (here_value, there_value) in zip(lines, columns, strict=True):
+            smem_table[line, here] = there_value
+            smem_table[line, there] = here_value
         if weigh:
-            for line, (mine, theirs), (a, b) in zip(lines, columns, sums, strict=True):
-                weights[bin_, line] = a + (theirs - mine)
-                weights[other, line] = b - (theirs - mine)
+            for line, (here_value, there_value), (a, b) in zip(lines, columns, sums, strict=True):
+                weights[bin_, line] = a + (there_value - here_value)
+                weights[other, line] = b - (there_value - here_value)
 
-    turns = sizes.micro_batches // UNROLLED
-    jax.lax.fori_loop(0, turns, functools.partial(exchange, weigh=True, first=0), None)
+    iterations = sizes.micro_batches // UNROLLED
+    jax.lax.fori_loop(0, iterations, functools.partial(exchange, weigh=True, first=0), None)
     exchange_costs = functools.partial(exchange, weigh=False, first=sizes.micro_batches)
-    jax.lax.fori_loop(0, sizes.lines // UNROLLED - turns, exchange_costs, None)
-    mine, theirs = order[here], order[there]
+    jax.lax.fori_loop(0, sizes.lines // UNROLLED - iterations, exchange_costs, None)
+    here_value, there_value = order[here], order[there]
     plgpu.commit_smem()
-    order[here] = theirs
-    order[there] = mine
+    order[here] = there_value
+    order[there] = here_value
     plgpu.commit_smem()

@@ -1,13 +1,13 @@
-"""The mesh axes over which arrays vary inside `jax.shard_map`."""
+"""Matching of the mesh axes over which arrays vary inside `jax.shard_map`."""
 
 import jax
 
 
 def match_varying_axes(*arrays: jax.Array) -> list[jax.Array]:
-    """Return the arrays, all of them varying over the same mesh axes inside `jax.shard_map`.
+    """Mark all arrays as varying over the union of their mesh axes, inside `jax.shard_map`.
 
-    Loops may then carry parts of any of them. The transpose sums the gradient of an array that was the same on
-    several devices. Outside `jax.shard_map` the arrays come back as they are.
+    A loop can then carry values computed from any of them. In the backward pass, the gradient of an array that was
+    replicated over a mesh axis is summed over that axis. Outside `jax.shard_map` the arrays are returned unchanged.
     """
     varying = [jax.typeof(array).manual_axis_type.varying for array in arrays]
     axes = frozenset().union(*varying)

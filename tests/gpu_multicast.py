@@ -1,8 +1,9 @@
-"""Copies that the blocks of a cluster share, for JAX's GPU interpreter, which lets each block load all of it alone.
+"""Multicast copies between the blocks of a cluster, for JAX's GPU interpreter.
 
-On a GPU each block loads its share and writes it into the same buffer of every block: into memory that others may still
-be reading. Here it does so too. Races are then found between blocks, and a barrier is arrived at when all shares of its
-buffer are there, whoever wrote them.
+JAX's interpreter lets each block load a whole multicast operand by itself. On a GPU, each block loads its share and
+writes it to the same buffer in every block, which others may still be reading. This module does the same in the
+interpreter. Race detection then covers the accesses between blocks, and a copy arrives at a barrier when all shares of
+the buffer have been written, by whichever block.
 """
 
 import contextlib
@@ -18,12 +19,12 @@ from jax._src.pallas.mosaic_gpu.interpret.shared_memory import HostAllocationKey
 
 _tracing = threading.RLock()
 SECONDS = 60
-"""How long a block waits for another one to allocate its buffers."""
+"""The time in seconds that a block waits for another one to allocate its buffers."""
 
 
 @contextlib.contextmanager
 def multicast():
-    """Let copies with collective axes write to all blocks of a cluster."""
+    """Make copies with collective axes write to all blocks of a cluster."""
     interpret = jaxpr_interpret.JaxprInterpreter._interpret_copy_gmem_to_smem_p
     copy, landed = gpu_callbacks.copy_gmem_to_smem, _Landed()
 
@@ -42,13 +43,13 @@ def multicast():
 
 
 class _Landed:
-    """The shares of buffers that have landed, of those that still lack some."""
+    """The shares that have been written, for the buffers that do not yet have all of their shares."""
 
     def __init__(self):
         self.shares, self.lock = {}, threading.Lock()
 
     def copy(self, **arguments):
-        """Do what `gpu_callbacks.copy_gmem_to_smem` does, but for the share of one block and to all blocks."""
+        """Copy like `gpu_callbacks.copy_gmem_to_smem`, but only the share of one block, and to all blocks."""
         return gpu_callbacks.fail_on_exception(self._copy)(**arguments)
 
     def _copy(self, *, token, thread, **arguments):
@@ -82,7 +83,7 @@ class _Landed:
         return token
 
     def add(self, share):
-        """Note that a share has landed, and arrive at the barrier if it is the last one of its buffer."""
+        """Record that a share has been written, and arrive at the barrier if it is the last one of its buffer."""
         with self.lock:
             clocks = self.shares.setdefault(share.place, {})
             if share.thread.block_id in clocks:
@@ -104,7 +105,7 @@ class _Share(gpu_callbacks.AsyncCopyGmemToSmemTask):
 
 
 def _share(access, number, blocks):
-    """Part ``number`` of an access, cut along the first axis that it does not index."""
+    """Return part ``number`` of an access, which is cut along the first axis that is a slice."""
     parts = list(access.range)
     axis = next(axis for axis, part in enumerate(parts) if isinstance(part, slice))
     start, size = parts[axis].start, (parts[axis].stop - parts[axis].start) // blocks
@@ -113,7 +114,7 @@ def _share(access, number, blocks):
 
 
 def _in_block(memory, key, block):
-    """The key of what another block has allocated under this key, as soon as it has."""
+    """Wait until another block has made the allocation of this key, and return the key of that allocation."""
     key, end = dataclasses.replace(key, block_id=block), time.monotonic() + SECONDS
     while True:
         with memory.lock:

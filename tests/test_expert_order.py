@@ -1,4 +1,4 @@
-"""A plan's homes as the order of experts: positions, ids, and one reorder after another."""
+"""Tests of homes as an order of experts: positions, ids, and sequences of reorders."""
 
 import jax
 import jax.numpy as jnp
@@ -20,14 +20,14 @@ FIRST, SECOND = some_homes(), some_homes()
 IDS = np.stack([[RNG.choice(EXPERTS, 2, replace=False) for _ in range(LAYERS)] for _ in range(20)])
 
 
-def test_an_expert_stands_at_its_home():
+def test_an_expert_is_at_its_home():
     order = source_positions(LOGICAL, FIRST)
     for layer in range(LAYERS):
         for expert in range(EXPERTS):
             assert order[layer, FIRST[layer, expert]] == expert
 
 
-def test_two_reorders_are_one():
+def test_two_reorders_equal_one():
     experts = np.take_along_axis(LOGICAL, source_positions(LOGICAL, FIRST), -1)
     experts = np.take_along_axis(experts, source_positions(FIRST, SECOND), -1)
     assert np.array_equal(experts, source_positions(LOGICAL, SECOND))
@@ -43,7 +43,7 @@ def test_ids_name_the_same_experts_under_other_homes():
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.int16, np.int32])
-def test_ids_keep_their_dtype_and_what_is_empty(dtype):
+def test_ids_keep_their_dtype_and_empty_entries(dtype):
     ids = IDS.astype(dtype)
     if np.issubdtype(dtype, np.signedinteger):
         ids[3:7] = -1
@@ -58,19 +58,19 @@ def test_ids_keep_their_dtype_and_what_is_empty(dtype):
 @pytest.mark.parametrize(
     ("before", "after", "message"),
     [
-        (LOGICAL, FIRST[:2], "homes before have 3 layers, homes after 2"),
+        (LOGICAL, FIRST[:2], "before has 3 layers and after has 2"),
         (LOGICAL[:, :4], FIRST, r"before: expected integers \[L, 8\], found int32\[3, 4\]"),
         (LOGICAL, FIRST * 0, "after, layer 0, home slot 0: owned by 8 experts, not by one"),
         (LOGICAL - 1, FIRST, r"before, layer 0: home slot -1 is outside 0..7"),
     ],
 )
-def test_homes_that_do_not_fit_are_refused(before, after, message):
+def test_mismatched_homes_are_rejected(before, after, message):
     with pytest.raises(ValueError, match=message):
         source_positions(before, after)
 
 
 @pytest.mark.parametrize("wrong", [8, -2])
-def test_an_id_that_is_no_expert_is_refused(wrong):
+def test_an_id_that_is_not_an_expert_is_rejected(wrong):
     ids = IDS.copy()
     ids[4, 1, 0] = wrong
     with pytest.raises(ValueError, match=rf"ids\[4, 1, 0\]: {wrong} is outside 0..7 and not -1"):

@@ -1,4 +1,4 @@
-"""Rounding to float8 by blocks against ml_dtypes, and the grouped MLP of rounded numbers against NumPy float64."""
+"""Tests of float8 rounding in blocks against ml_dtypes, and of the float8 grouped MLP against NumPy float64."""
 
 import functools
 
@@ -23,7 +23,7 @@ rounded = jax.jit(round_to_float8, static_argnames="block")
 
 
 def oracle(array, block):
-    """Every block by itself, in float64; the scale by the first exponent that fits."""
+    """Round each block in float64, with the smallest scale exponent that fits."""
     out = np.array(array, np.float64)
     rows, columns = block
     for place in np.ndindex(*out.shape[:-2], -(-out.shape[-2] // rows), -(-out.shape[-1] // columns)):
@@ -31,13 +31,13 @@ def oracle(array, block):
         own = (*stack, slice(m * rows, (m + 1) * rows), slice(n * columns, (n + 1) * columns))
         largest = np.abs(out[own]).max()
         exponent = next(e for e in range(-117, 130) if largest <= 448 * 2.0**e)
-        eighth = (out[own] / 2.0**exponent).astype(np.float32).astype(ml_dtypes.float8_e4m3fn)
-        out[own] = eighth.astype(np.float64) * 2.0**exponent
+        rounded_block = (out[own] / 2.0**exponent).astype(np.float32).astype(ml_dtypes.float8_e4m3fn)
+        out[own] = rounded_block.astype(np.float64) * 2.0**exponent
     return out
 
 
 def mlp_oracle(rows, weights, sizes, scale):
-    """The MLP of rounded operands, group by group in float64."""
+    """Return the MLP of rounded operands, computed group by group in float64."""
     out = np.zeros(rows.shape)
     x, matrices = oracle(rows, (1, BLOCK)), oracle(np.concatenate(weights), (BLOCK, BLOCK))
     ends = np.cumsum(sizes)
@@ -65,21 +65,24 @@ def compiled(implementation="xla"):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("block", [(1, 128), (4, 3)])
 def test_blocks_are_rounded_as_ml_dtypes_rounds(dtype, block):
-    """Magnitudes from the smallest normal number to the largest, each row and column of its own."""
+    """Magnitudes range from the smallest normal number to the largest, and differ by row and column."""
     rng = np.random.default_rng(1)
     values = rng.normal(size=(2, 9, 200)) * 2.0 ** rng.integers(-120, 125, (2, 9, 1))
     values = jnp.asarray(values * 2.0 ** -rng.integers(0, 12, (2, 1, 200)), dtype)
-    found = rounded(values, block=block)
-    assert found.dtype == dtype
-    normal = np.abs(np.asarray(values, np.float64)) >= 2.0**-126  # others a CPU may flush to zero
+    result = rounded(values, block=block)
+    assert result.dtype == dtype
+    normal = np.abs(np.asarray(values, np.float64)) >= 2.0**-126  # a CPU may flush subnormal numbers to zero
     expected = oracle(np.where(normal, np.asarray(values, np.float64), 0), block)
-    np.testing.assert_array_equal(np.where(normal, np.asarray(found, np.float64), 0), expected * normal)
+    np.testing.assert_array_equal(np.where(normal, np.asarray(result, np.float64), 0), expected * normal)
 
 
 @given(st.lists(st.tuples(st.integers(-4095, 4095), st.integers(-120, 100)), min_size=1, max_size=32))
 @settings(deadline=None, max_examples=200)
 def test_an_error_is_at_most_a_sixteenth_or_a_part_of_the_largest(values):
-    """Half of the last place: ``2**-4`` of a normal number, ``2**-10`` of a scale, which is below ``largest / 224``."""
+    """The error is half of the last place: ``2**-4`` of a normal number, or ``2**-10`` of the scale.
+
+    The scale is below ``largest / 224``.
+    """
     row = np.zeros((1, 32), np.float32)
     row[0, : len(values)] = [mantissa * 2.0**exponent for mantissa, exponent in values]
     error = np.abs(np.asarray(rounded(row, block=(1, 32)), np.float64) - row)
@@ -87,8 +90,8 @@ def test_an_error_is_at_most_a_sixteenth_or_a_part_of_the_largest(values):
     assert (error <= np.maximum(np.abs(row.astype(np.float64)) / 16, tiny)).all()
 
 
-def test_what_float8_holds_is_exact():
-    """All e4m3 numbers, at scales of the smallest and the largest blocks."""
+def test_float8_numbers_are_exact():
+    """All e4m3 numbers are exact, for scales from the smallest to the largest."""
     numbers = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
     numbers = numbers[np.isfinite(numbers)]
     for exponent in (-117, -40, 0, 30, 119):
@@ -97,40 +100,42 @@ def test_what_float8_holds_is_exact():
             np.testing.assert_array_equal(rounded(values, block=(1, 256)), values)
 
 
-def test_what_is_not_finite_makes_its_block_nan_and_no_other():
+def test_a_nonfinite_number_makes_only_its_block_nan():
     values = np.ones((3, 8), np.float32)
     values[0, 1], values[2, 6] = np.inf, np.nan
-    found = np.asarray(rounded(values, block=(2, 4)))
-    np.testing.assert_array_equal(np.isnan(found), np.repeat([[1, 0], [1, 0], [0, 1]], 4, axis=1))
-    assert (found[~np.isnan(found)] == 1).all()
+    result = np.asarray(rounded(values, block=(2, 4)))
+    np.testing.assert_array_equal(np.isnan(result), np.repeat([[1, 0], [1, 0], [0, 1]], 4, axis=1))
+    assert (result[~np.isnan(result)] == 1).all()
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_the_mlp_of_rounded_numbers(sizes):
-    """Empty groups, buffers without slots, and padding; a hidden number at a tie may round to either side."""
+    """Sizes include empty groups and padding. A hidden number halfway between float8 numbers may round either way."""
     rows, weights, scale = operands()
-    found = compiled()(rows, weights, sizes, scale)
+    result = compiled()(rows, weights, sizes, scale)
     expected = mlp_oracle(rows, weights, sizes, np.asarray(scale))
-    assert np.abs(found - expected).max() <= 1e-3 * np.abs(expected).max(initial=1)
-    assert not np.asarray(found[sizes.sum() :]).any()
+    assert np.abs(result - expected).max() <= 1e-3 * np.abs(expected).max(initial=1)
+    assert not np.asarray(result[sizes.sum() :]).any()
     exact = grouped_mlp(rows, weights, sizes, scale)
-    if sizes.any():  # it is float8 that ran: an error of some percent
-        error = np.linalg.norm(found - exact) / np.linalg.norm(exact)
+    if sizes.any():  # an error of a few percent shows that float8 rounding was applied
+        error = np.linalg.norm(result - exact) / np.linalg.norm(exact)
         assert 0.01 < error < 0.1
 
 
-def test_implementations_agree_and_bfloat16_holds_what_was_rounded():
+def test_implementations_agree_and_bfloat16_represents_the_rounded_numbers():
     rows, weights, scale = operands("bfloat16")
-    found = [compiled(name)(rows, weights, SIZES[0], scale) for name in ("xla", "reference")]
-    wide = [each.astype(jnp.float32) for each in (rows, *weights)]
-    found.append(compiled()(wide[0], wide[1:], SIZES[0], scale).astype(jnp.bfloat16))
-    for one in found:
-        assert one.dtype == jnp.bfloat16
-        np.testing.assert_allclose(*(np.asarray(each, np.float32) for each in (one, found[0])), atol=2e-2)
+    results = [compiled(name)(rows, weights, SIZES[0], scale) for name in ("xla", "reference")]
+    wide = [array.astype(jnp.float32) for array in (rows, *weights)]
+    results.append(compiled()(wide[0], wide[1:], SIZES[0], scale).astype(jnp.bfloat16))
+    for result in results:
+        assert result.dtype == jnp.bfloat16
+        np.testing.assert_allclose(
+            *(np.asarray(array, np.float32) for array in (result, results[0])), atol=2e-2
+        )
 
 
-def test_what_is_exact_in_float8_gives_what_the_exact_mlp_gives():
-    """Numbers of a few bits, and gates so large that their sigmoid is 1 and hidden numbers are powers of 2."""
+def test_operands_exact_in_float8_give_the_exact_mlp():
+    """The numbers have few bits, and gates are so large that their sigmoid is 1 and hidden numbers are powers of 2."""
     rows = jnp.asarray(2.0 ** np.arange(ROWS) * np.ones((4, ROWS))).T.astype(jnp.float32)
     weights = [jnp.ones((3, 3, 4, 8)) * jnp.array([64.0, 0.5, 3.0])[None, :, None, None]]
     sizes, scale = np.array([6, 0, 8], np.int32), jnp.full(ROWS, 0.3, jnp.float32)
@@ -138,16 +143,16 @@ def test_what_is_exact_in_float8_gives_what_the_exact_mlp_gives():
     np.testing.assert_array_equal(compiled()(rows, weights, sizes, scale), exact)
 
 
-def test_what_is_not_finite_shows_and_stays_where_it_is():
-    """A row's NaN in its row; a weight's in the rows of its group; padding's nowhere."""
+def test_nonfinite_numbers_affect_only_their_rows():
+    """A NaN in a row affects only that row, a NaN in weights the rows of their group, and a NaN in padding nothing."""
     rows, weights, scale = operands()
     sizes = np.array([5, 4, 3], np.int32)
     spoilt = rows.at[2, 0].set(jnp.inf).at[13].set(jnp.nan)
-    found = np.asarray(compiled()(spoilt, weights, sizes, scale.at[14].set(jnp.nan)))
-    np.testing.assert_array_equal(np.isnan(found).any(1), np.arange(ROWS) == 2)
+    result = np.asarray(compiled()(spoilt, weights, sizes, scale.at[14].set(jnp.nan)))
+    np.testing.assert_array_equal(np.isnan(result).any(1), np.arange(ROWS) == 2)
     buffer = weights[0].at[1, 2, 3, 3].set(jnp.nan)
-    found = np.asarray(compiled()(rows, [buffer, *weights[1:]], sizes, scale))
-    np.testing.assert_array_equal(np.isnan(found).any(1), (np.arange(ROWS) >= 5) & (np.arange(ROWS) < 9))
+    result = np.asarray(compiled()(rows, [buffer, *weights[1:]], sizes, scale))
+    np.testing.assert_array_equal(np.isnan(result).any(1), (np.arange(ROWS) >= 5) & (np.arange(ROWS) < 9))
 
 
 @pytest.mark.parametrize("differentiate", [jax.grad, jax.value_and_grad, jax.jacfwd])
@@ -169,19 +174,19 @@ def test_operands_are_checked_as_those_of_the_exact_mlp():
     with pytest.raises(ValueError, match="group_sizes: expected integers"):
         grouped_mlp_float8(rows, weights, SIZES[0][1:], scale)
     half = [each.astype(jnp.float16) for each in (rows, *weights)]
-    with pytest.raises(ValueError, match="float16 has too few exponents"):
+    with pytest.raises(ValueError, match="the exponent range of float16 is too small"):
         grouped_mlp_float8(half[0], half[1:], SIZES[0], scale)
     assert grouped_mlp_float8(rows[:0], weights, SIZES[0], scale[:0]).shape == (0, WIDTH)
 
 
 @pytest.mark.slow
-def test_the_hopper_kernels_multiply_what_was_rounded():
-    """In JAX's GPU interpreter, forward; they take widths that are multiples of 64."""
+def test_the_hopper_kernels_multiply_rounded_numbers():
+    """The forward pass runs in JAX's GPU interpreter, with widths that are multiples of 64."""
     rng = np.random.default_rng(2)
     rows = jnp.asarray(rng.normal(size=(24, 192)), jnp.bfloat16)
     weights = [jnp.asarray(rng.normal(size=(2, 3, 192, 64)) / 8, jnp.bfloat16)]
     sizes = np.array([9, 11], np.int32)
     with gpu_interpreter("mosaic"):
-        found = jax.block_until_ready(compiled("mosaic")(rows, weights, sizes)).astype(jnp.float32)
+        result = jax.block_until_ready(compiled("mosaic")(rows, weights, sizes)).astype(jnp.float32)
     expected = compiled()(rows, weights, sizes).astype(jnp.float32)
-    assert np.abs(found - expected).max() <= 2e-2 * np.abs(expected).max()
+    assert np.abs(result - expected).max() <= 2e-2 * np.abs(expected).max()

@@ -1,4 +1,4 @@
-"""The steps of day one on a GPU, rehearsed at small sizes without one."""
+"""Rehearsals of the `experiments.gpu_day` steps, at small sizes without a GPU."""
 
 import jax
 import jax.numpy as jnp
@@ -27,14 +27,14 @@ SHAPE = ModelShape(64, 128, 32, 2)
 
 
 def rehearse(step, capsys):
-    """What a step says in a rehearsal, in this process."""
+    """Run a step as a rehearsal in this process, and return the results that it prints."""
     run_function(step.function, list(step.arguments), rehearsal=True)
     return [facts for line in capsys.readouterr().out.splitlines() if (facts := facts_of(line))]
 
 
 @pytest.fixture(scope="module")
 def steps(tmp_path_factory):
-    """All steps by name, their plan made."""
+    """Return all steps by name, after making their plan."""
     commands = all_steps(str(tmp_path_factory.mktemp("day")), None)
     steps = {step.name: step for command in commands.values() for step in command}
     run_function(steps["plan"].function, list(steps["plan"].arguments), rehearsal=True)
@@ -42,7 +42,7 @@ def steps(tmp_path_factory):
 
 
 LONG = ("patterns, large tiles", "repeats")
-"""In a rehearsal these run what others run as well, and take a quarter of a minute each."""
+"""Steps whose rehearsal covers nothing that others do not, and takes 15 seconds each."""
 CHECKS = ["environment", "JAX's example", "self-check", *[step.name for step in hopper_checks()]]
 
 
@@ -64,10 +64,10 @@ def test_speeds_are_rehearsed(steps, capsys):
     product = ["ours", "dense matmul", "jax.lax.ragged_dot"]
     mlp = ["ours", "products one at a time", "dense matmul"]
     assert [(facts["operation"], facts["plan"], facts["by"]) for facts in timed] == [
-        (operation, plan, peer)
-        for operation, peers in zip(OPERATIONS, (product, product, product, mlp, mlp), strict=True)
+        (operation, plan, name)
+        for operation, names in zip(OPERATIONS, (product, product, product, mlp, mlp), strict=True)
         for plan in ("static", "relibra")
-        for peer in peers
+        for name in names
     ]
     assert all(facts["of_roofline"] > 0 for facts in timed)
     # JAX's example kernels are for GPUs.
@@ -97,8 +97,8 @@ def test_the_layer_of_the_smoke_test_is_rehearsed(devices, capsys):
     assert (facts["replicas"] > 0) == (devices > 1)
 
 
-def test_too_few_devices_are_said():
-    with pytest.raises(ValueError, match="9 devices are needed, there are 8"):
+def test_too_few_devices_are_rejected():
+    with pytest.raises(ValueError, match="9 devices are needed, but there are 8"):
         run_function("experiments.gpu_day.group_layer:check_group", [9, "padded"], rehearsal=True)
 
 
@@ -127,7 +127,7 @@ def test_operands_are_what_the_kernels_take():
 
 
 def test_sizes_come_from_the_rank_with_most_copies():
-    """Two layers of one micro-batch on two ranks; the second rank's second layer has the copies."""
+    """The second layer of the second rank has the rows in replica slots, in two layers of one micro-batch."""
     topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=4, replica_slots=2)
     quota = np.array([[[10, 0, 0, 0], [20, 0, 0, 0]], [[30, 10, 0, 0], [40, 20, 8, 12]]])
     quotas = dict.fromkeys(("static", "relibra"), quota.reshape(1, 2, 1, 2, 4))
@@ -148,7 +148,7 @@ def test_patterns_are_checked_for_small_and_for_large_tiles():
     assert (high, wide) == ((64, 128), (64, 128))
 
 
-def test_a_wrong_result_stops_it():
+def test_check_close_rejects_wrong_results():
     right = {"out": jnp.ones((2, 3)), "d_x": jnp.zeros((1, 3))}
     assert check_close("weights", right, right) == (0, 0)
     for wrong in (1.1, np.nan):
@@ -160,7 +160,7 @@ def test_a_wrong_result_stops_it():
         check_close("a row that the norm does not show", one_row, np.ones((4096, 8)))
 
 
-def test_what_has_to_be_done_is_counted():
+def test_flops_and_bytes_of_each_operation():
     sizes = np.array([3, 0, 8], np.int32)
     counted = {
         one.name: (one.flops(sizes), one.bytes(sizes))

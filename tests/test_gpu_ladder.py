@@ -1,4 +1,4 @@
-"""The ladder of day one: what steps say is kept whatever happens to them, and nothing that has passed is run again."""
+"""Tests of the ladder: results of steps are kept whatever happens, and steps that have passed are not repeated."""
 
 import json
 import os
@@ -28,10 +28,10 @@ def states(record):
     return [(line["step"], line["state"]) for line in read_record(record.path) if "state" in line]
 
 
-def test_what_steps_say_is_kept_whatever_becomes_of_them(tmp_path):
+def test_results_of_steps_are_kept_however_they_end(tmp_path):
     record = Record(tmp_path / "results" / "day.jsonl")
-    told = run_ladder((COUNT, HANG, FAIL), record, seconds=300.0)
-    assert told == {"count": "passed", "hang": "hung", "fail": "failed"}
+    outcomes = run_ladder((COUNT, HANG, FAIL), record, seconds=300.0)
+    assert outcomes == {"count": "passed", "hang": "hung", "fail": "failed"}
     lines = read_record(record.path)
     said = [line for line in lines if "state" not in line]
     assert [line.get("number", line.get("before")) for line in said] == [0, 1, "the hang", "the end"]
@@ -55,14 +55,14 @@ def test_a_step_that_has_passed_is_not_run_again_while_the_code_is_the_same(tmp_
     ]
 
 
-def test_a_step_waits_for_those_that_it_needs_and_for_time(tmp_path):
+def test_a_step_is_skipped_without_its_needs_or_enough_time(tmp_path):
     needy, slow = (
         COUNT._replace(name="needy", needs=("fail", "count")),
         COUNT._replace(name="slow", seconds=400),
     )
-    told = run_ladder((COUNT, FAIL, needy, slow), Record(tmp_path / "day.jsonl"), seconds=300.0)
-    assert told["needy"] == "not begun: needs fail"
-    assert told["slow"].startswith("not begun: may take 400 s, ")
+    outcomes = run_ladder((COUNT, FAIL, needy, slow), Record(tmp_path / "day.jsonl"), seconds=300.0)
+    assert outcomes["needy"] == "skipped: fail must pass first"
+    assert outcomes["slow"].startswith("skipped: its limit is 400 s, but only ")
 
 
 def test_a_step_leaves_no_process_behind(tmp_path):
@@ -73,7 +73,7 @@ def test_a_step_leaves_no_process_behind(tmp_path):
     assert not status.exists() or status.read_text().split(")")[1].split()[0] == "Z"
 
 
-def test_a_line_that_was_cut_off_costs_itself_alone(tmp_path):
+def test_an_incomplete_line_is_the_only_one_lost(tmp_path):
     record = Record(tmp_path / "day.jsonl")
     record.add(step="count", state="passed", source=record.source)
     with record.path.open("a") as file:
@@ -138,7 +138,7 @@ def test_the_smoke_test_fits_the_devices():
     assert layers(8) == [(1, "padded"), *((count, how) for count in (2, 8) for how in ways)]
 
 
-def test_bad_input_is_refused(capsys):
+def test_invalid_arguments_are_rejected(capsys):
     for arguments in (["fast", "--record", "x"], ["right"], ["right", "--record", "x", "--minutes", "soon"]):
         with pytest.raises(SystemExit):
             main(arguments)

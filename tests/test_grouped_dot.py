@@ -1,7 +1,7 @@
-"""One suite for all implementations of the grouped products, against loops over groups in NumPy float64.
+"""Tests of all implementations of the grouped products, against loops over groups in NumPy float64.
 
-The Hopper kernels run in JAX's GPU interpreter, which detects races, in bfloat16 and at shapes that it can bear. The
-Triton kernels run in Pallas's interpreter, at shapes that are no multiples of their blocks.
+The Hopper kernels run in bfloat16 in JAX's GPU interpreter, which detects races, at shapes small enough for it. The
+Triton kernels run in Pallas's interpreter, at shapes that are not multiples of their block sizes.
 """
 
 import functools
@@ -22,18 +22,18 @@ from pallas_kernels import grouped_dot, grouped_outer, ragged_dot
 from pallas_kernels.grouped_dot.api import IMPLEMENTATIONS
 
 SLOTS = (3, 0, 2, 3)
-"""Of each weight buffer."""
+"""The number of slots of each weight buffer."""
 
 
 class Setting(NamedTuple):
-    """What an implementation is tested on."""
+    """The dtype and sizes with which an implementation is tested."""
 
     dtype: str
     rows: int
     k: int
     n: int
     sizes: tuple[int, ...]
-    """Of no group, of one row, and around the sizes of its tiles, with padding behind."""
+    """The group sizes: 0, 1, and sizes around those of the tiles. Their sum leaves some padding."""
     examples: int = 100
 
 
@@ -41,21 +41,21 @@ PLAIN = Setting("float32", 700, 8, 12, (3, 64, 0, 65, 257, 63, 1, 130))
 SETTINGS = {
     "reference": PLAIN,
     "xla": PLAIN,
-    # Fewer than 64 rows a group for tiles of one warpgroup, and as many columns as take two tiles.
+    # Groups expect fewer than 64 rows, so tiles have one warpgroup; the columns need two tiles.
     "mosaic": Setting("bfloat16", 157, 64, 320, (3, 64, 0, 7, 41, 0, 1, 30), examples=2),
-    # Blocks of 32 rows, two blocks of columns and two steps of k, of which the last are full in part.
+    # Blocks have 32 rows; there are two column blocks and two steps along k, and the last ones are partial.
     "triton": Setting("bfloat16", 157, 40, 150, (3, 64, 0, 7, 41, 0, 1, 30), examples=30),
 }
-# Of the largest entry of each array.
+# The allowed error, relative to the largest entry of each array.
 TOLERANCE = {"float64": 1e-13, "float32": 2e-6, "float16": 1e-3, "bfloat16": 5e-3}
 
 slowly = [pytest.param(name, marks=[pytest.mark.slow] * (name == "mosaic")) for name in IMPLEMENTATIONS]
-"""The GPU interpreter takes seconds for every kernel."""
+"""All implementations, with those marked slow for which the GPU interpreter takes seconds per kernel."""
 each_implementation = pytest.mark.parametrize("implementation", slowly)
 
 
 def inputs(setting, *, transposed=False, slots=SLOTS):
-    """Rows, weight buffers and the gradient of the output."""
+    """Return random rows, weight buffers and a gradient of the output."""
     rng = np.random.default_rng(0)
     matrix = (setting.n, setting.k) if transposed else (setting.k, setting.n)
     shapes = ((setting.rows, setting.k), (setting.rows, setting.n), (sum(slots), *matrix))
@@ -69,9 +69,9 @@ def buffers(weights, slots=SLOTS):
 
 
 def oracle(rows, weights, group_sizes, d_out, transposed):
-    """Output and gradients of ``sum(out * d_out)``, group by group in float64."""
+    """Return the output and the gradients of ``sum(out * d_out)``, computed group by group in float64."""
     slots = [len(buffer) for buffer in weights]
-    rows, weights, d_out = (np.asarray(one, np.float64) for one in (rows, np.concatenate(weights), d_out))
+    rows, weights, d_out = (np.asarray(array, np.float64) for array in (rows, np.concatenate(weights), d_out))
     out, d_rows, d_weights = np.zeros_like(d_out), np.zeros_like(rows), np.zeros_like(weights)
     ends = np.cumsum(group_sizes)
     for slot, (start, end) in enumerate(zip(ends - group_sizes, ends, strict=True)):
@@ -85,7 +85,7 @@ def oracle(rows, weights, group_sizes, d_out, transposed):
 
 @functools.cache
 def compiled(implementation, transposed=False, out_dtype=None):
-    """Output and all gradients, in one program for all sizes; counts its traces."""
+    """Return a jitted function for the output and all gradients, which counts its traces."""
 
     @jax.jit
     def run(rows, weights, sizes, d_out):
@@ -102,8 +102,8 @@ def compiled(implementation, transposed=False, out_dtype=None):
     return run
 
 
-def assert_close(found, expected, dtype):
-    for value, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+def assert_close(result, expected, dtype):
+    for value, wanted in zip(jax.tree.leaves(result), jax.tree.leaves(expected), strict=True):
         assert value.shape == wanted.shape
         worst = np.abs(np.asarray(value, np.float64) - wanted).max(initial=0)
         assert worst <= TOLERANCE[dtype] * np.abs(wanted).max(initial=0)
@@ -114,12 +114,12 @@ def check(implementation, sizes, arrays, transposed=False, out_dtype=None):
     run = compiled(implementation, transposed, out_dtype)
     rows, weights, d_out = arrays
     with gpu_interpreter(implementation):
-        found = jax.block_until_ready(run(rows, weights, sizes, d_out))
-    dtype, (out, *gradients) = str(rows.dtype), jax.tree.leaves(found)
+        result = jax.block_until_ready(run(rows, weights, sizes, d_out))
+    dtype, (out, *gradients) = str(rows.dtype), jax.tree.leaves(result)
     assert out.dtype == (out_dtype or dtype)
     assert {str(one.dtype) for one in gradients} == {dtype}
-    assert_close(found, oracle(rows, weights, sizes, d_out, transposed), dtype)
-    return found
+    assert_close(result, oracle(rows, weights, sizes, d_out, transposed), dtype)
+    return result
 
 
 @each_implementation
@@ -133,8 +133,8 @@ def test_output_and_gradients(implementation, slots, transposed, out_dtype):
 
 
 @each_implementation
-def test_buffers_give_what_one_buffer_gives(implementation):
-    """Bit for bit; a sequence of one buffer is what `ragged_dot` runs."""
+def test_several_buffers_give_the_same_bits_as_one(implementation):
+    """The results are bitwise equal. `ragged_dot` passes a sequence of one buffer."""
     setting = SETTINGS[implementation]
     rows, weights, d_out = inputs(setting)
     joined = (jnp.concatenate(weights),)
@@ -174,7 +174,7 @@ def test_every_pattern_of_empty_groups_in_one_launch(implementation):
     sizes = sizes_of_every_pattern()
     width = 64 if implementation == "mosaic" else 16
     setting = Setting("bfloat16", int(sizes.sum()) + 5, width, width, ())
-    # All groups of the first buffer are empty.
+    # The first buffer has only empty groups.
     *_, d_weights = check(implementation, sizes, inputs(setting, slots=(8, 192, len(sizes) - 200)))
     assert not np.concatenate(d_weights)[sizes == 0].any()
 
@@ -188,7 +188,7 @@ def test_one_group_has_all_rows(implementation, slot):
 
 @pytest.mark.slow
 @each_implementation
-def test_padding_and_poison_reach_nothing(implementation):
+def test_padding_and_unused_weights_affect_no_result(implementation):
     setting = SETTINGS[implementation]
     for sizes in (np.array(setting.sizes), np.zeros(8), [0, 0, 0, 0, 10, 0, 0, 0]):
         total = int(np.sum(sizes))
@@ -199,28 +199,28 @@ def test_padding_and_poison_reach_nothing(implementation):
             buffer[own == 0] = np.nan
         clean_rows, clean_weights, clean_d_out = jax.tree.map(np.nan_to_num, (rows, weights, d_out))
         with gpu_interpreter(implementation):
-            found = jax.block_until_ready(compiled(implementation)(rows, weights, sizes, d_out))
-        assert_close(found, oracle(clean_rows, clean_weights, sizes, clean_d_out, False), setting.dtype)
-        assert not np.asarray(found[0])[total:].any()
-        assert not np.asarray(found[1])[total:].any()
+            result = jax.block_until_ready(compiled(implementation)(rows, weights, sizes, d_out))
+        assert_close(result, oracle(clean_rows, clean_weights, sizes, clean_d_out, False), setting.dtype)
+        assert not np.asarray(result[0])[total:].any()
+        assert not np.asarray(result[1])[total:].any()
 
 
 @pytest.mark.slow
 @each_implementation
 @pytest.mark.parametrize("sizes", [(9, 9, 9, 9, 9, 9, 9, 2**31 - 1), (9, -40, 30, 0, 0, 0, 0, 1)])
-def test_impossible_sizes_reach_nothing_outside(implementation, sizes):
-    """More rows than there are are cut off, fewer than none are none."""
+def test_invalid_sizes_are_clipped(implementation, sizes):
+    """Rows beyond the end are ignored, and negative sizes count as 0."""
     setting = SETTINGS[implementation]
     possible = np.maximum(sizes, 0)
     possible[-1] = min(possible[-1], setting.rows - possible[:-1].sum())
     rows, weights, d_out = inputs(setting)
     run = compiled(implementation)
     with gpu_interpreter(implementation):
-        found, wanted = (
+        result, expected = (
             jax.block_until_ready(run(rows, weights, np.asarray(one, np.int32), d_out))
             for one in (sizes, possible)
         )
-    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    jax.tree.map(np.testing.assert_array_equal, result, expected)
 
 
 @pytest.mark.slow
@@ -286,11 +286,11 @@ def test_results_are_floating():
 def test_the_call_of_ragged_dot(dtype):
     rows, (weights,), _ = inputs(PLAIN._replace(dtype=dtype), slots=(5,))
     sizes = jnp.array([100, 0, 50, 1, 400])
-    for wanted in (None, jnp.float32):
-        ours = ragged_dot(rows, weights, sizes, preferred_element_type=wanted)
-        theirs = jax.lax.ragged_dot(rows, weights, sizes, preferred_element_type=wanted)
-        assert ours.dtype == theirs.dtype
-        assert_close([ours], [np.asarray(theirs, np.float64)], dtype)
+    for out_dtype in (None, jnp.float32):
+        result = ragged_dot(rows, weights, sizes, preferred_element_type=out_dtype)
+        expected = jax.lax.ragged_dot(rows, weights, sizes, preferred_element_type=out_dtype)
+        assert result.dtype == expected.dtype
+        assert_close([result], [np.asarray(expected, np.float64)], dtype)
 
 
 @pytest.mark.parametrize(
@@ -303,7 +303,7 @@ def test_the_call_of_ragged_dot(dtype):
         ),
     ],
 )
-def test_what_does_not_fit_is_named(changed, message):
+def test_mismatched_operands_are_named(changed, message):
     shapes = {"rows": ((7, 4), "float32"), "group_sizes": ((3,), "int32")} | changed
     weights = [jnp.zeros((2, 4, 6)), jnp.zeros((0, 4, 6)), jnp.zeros((1, 4, 6))]
     with pytest.raises(ValueError, match=message):
@@ -337,7 +337,7 @@ def test_what_does_not_fit_is_named(changed, message):
         (False, [], r"weights: expected at least one slot, found \[\]"),
     ],
 )
-def test_weight_buffers_that_do_not_fit_are_named(transposed, weights, message):
+def test_mismatched_weight_buffers_are_named(transposed, weights, message):
     weights = list(map(jnp.zeros, weights))
     with pytest.raises(ValueError, match=message):
         grouped_dot(jnp.zeros((7, 4)), weights, jnp.zeros(3, jnp.int32), transposed=transposed)
@@ -345,13 +345,13 @@ def test_weight_buffers_that_do_not_fit_are_named(transposed, weights, message):
 
 @pytest.fixture
 def without_type_checks():
-    """What users meet: shapes are checked by the functions, not by their annotations."""
+    """Disable type checks of annotations, as for users, so that the functions' own checks are tested."""
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
 
 
-def test_one_array_is_no_sequence_of_buffers(without_type_checks):
+def test_a_single_array_of_weights_is_rejected(without_type_checks):
     for weights in (jnp.zeros((3, 4, 6)), np.zeros((1, 3, 4, 6))):
         with pytest.raises(
             ValueError, match=r"weights: expected a sequence of weight buffers, found one float"
@@ -369,12 +369,12 @@ def test_one_array_is_no_sequence_of_buffers(without_type_checks):
             (3,),
             r"rhs: expected float32\[7, n\] for lhs float32\[7, 4\], found float32\[6, 4\]",
         ),
-        ((7, 4), (7, 4), (0, 0), r"slots=\(0, 0\) must be numbers of at least 0, and at least 1 in all"),
+        ((7, 4), (7, 4), (0, 0), r"slots=\(0, 0\) must be non-negative and have a sum of at least 1"),
         ((7, 4), (7, 4), (4, -1), r"slots=\(4, -1\) must be"),
         ((7, 4), (7, 4), (3, 1), r"group_sizes: expected integers \[4\] .* 3 \+ 1 slots, found int32\[3\]"),
     ],
 )
-def test_what_does_not_fit_a_weight_gradient_is_named(lhs, rhs, slots, message):
+def test_mismatched_operands_of_a_weight_gradient_are_named(lhs, rhs, slots, message):
     with pytest.raises(ValueError, match=message):
         grouped_outer(jnp.zeros(lhs), jnp.zeros(rhs), jnp.zeros(3, jnp.int32), slots=slots)
 
@@ -383,15 +383,15 @@ def test_what_does_not_fit_a_weight_gradient_is_named(lhs, rhs, slots, message):
     ("setting", "message"),
     [
         (PLAIN._replace(k=64, n=64), "rows are float32, not bfloat16"),
-        (PLAIN._replace(dtype="bfloat16", k=64, n=96), "n=96 is no multiple of 64"),
-        (PLAIN._replace(dtype="bfloat16", k=64, n=64), "cpu is no Hopper GPU"),
+        (PLAIN._replace(dtype="bfloat16", k=64, n=96), "n=96 is not a positive multiple of 64"),
+        (PLAIN._replace(dtype="bfloat16", k=64, n=64), "cpu is not a Hopper GPU"),
     ],
 )
 def test_hopper_kernels_say_why_they_cannot_run(setting, message):
     rows, weights, _ = inputs(setting)
     sizes = jnp.zeros(8, jnp.int32)
     with pytest.raises(
-        ValueError, match=r"cannot run: (out_dtype=float8_e5m2 is none of bfloat16, |rows are)"
+        ValueError, match=r"cannot run: (out_dtype=float8_e5m2 is not one of bfloat16, |rows are)"
     ):
         grouped_dot(rows, weights, sizes, out_dtype="float8_e5m2", implementation="mosaic")
     with pytest.raises(ValueError, match=f"implementation='mosaic' cannot run: {message}"):
@@ -402,9 +402,9 @@ def test_hopper_kernels_say_why_they_cannot_run(setting, message):
 @pytest.mark.parametrize(
     ("dtype", "out_dtype", "message"),
     [
-        ("bfloat16", "float8_e5m2", "out_dtype=float8_e5m2 is none of bfloat16, float16, float32"),
-        ("bfloat16", None, "cpu is not known as an NVIDIA GPU of compute capability 8.0 or higher"),
-        ("float64", None, "rows are float64, none of bfloat16, float16, float32"),
+        ("bfloat16", "float8_e5m2", "out_dtype=float8_e5m2 is not one of bfloat16, float16, float32"),
+        ("bfloat16", None, "cpu is not known to be an NVIDIA GPU of compute capability 8.0 or higher"),
+        ("float64", None, "rows are float64, not one of bfloat16, float16, float32"),
     ],
 )
 def test_triton_kernels_say_why_they_cannot_run(dtype, out_dtype, message):

@@ -1,7 +1,7 @@
-"""One suite for all implementations of the grouped MLP, against loops over groups in NumPy float64.
+"""Tests of all implementations of the grouped MLP, against loops over groups in NumPy float64.
 
-The Hopper kernels run in JAX's GPU interpreter, which detects races, in bfloat16 and at shapes that it can bear. The
-Triton kernels run in Pallas's interpreter, at shapes that are no multiples of their blocks.
+The Hopper kernels run in bfloat16 in JAX's GPU interpreter, which detects races, at shapes small enough for it. The
+Triton kernels run in Pallas's interpreter, at shapes that are not multiples of their block sizes.
 """
 
 import functools
@@ -25,16 +25,16 @@ from pallas_kernels.implementation import choose_implementation, why_not_ampere
 
 
 class Setting(NamedTuple):
-    """What an implementation is tested on."""
+    """The dtype and sizes with which an implementation is tested."""
 
     dtype: str
     rows: int
     width: int
     hidden: int
     slots: tuple[int, ...]
-    """Of each weight buffer."""
+    """The number of slots of each weight buffer."""
     sizes: tuple[int, ...]
-    """Of no group, of one row, and around the sizes of its tiles, with padding behind."""
+    """The group sizes: 0, 1, and sizes around those of the tiles. Their sum leaves some padding."""
     examples: int = 100
 
     @property
@@ -42,29 +42,29 @@ class Setting(NamedTuple):
         return sum(self.slots)
 
 
-# None, one, a small tile and one more or less, several small, a large tile and one more or less.
+# The sizes are 0, 1, several small tiles, and around one small and one large tile.
 PLAIN = Setting("float32", 700, 8, 12, (3, 0, 2, 3), (3, 64, 0, 65, 257, 63, 1, 130))
 SETTINGS = {
     "reference": PLAIN,
     "xla": PLAIN,
-    # As many rows a group, and as wide, as takes tiles of two warpgroups, of which one finds nothing at an end.
+    # Tiles have two warpgroups at these sizes; in the last tile of a group, one warpgroup has no rows.
     "mosaic": Setting("bfloat16", 201, 192, 128, (1, 0, 1, 1), (67, 0, 130), examples=2),
-    # Several blocks of rows and of columns, and several steps, of which the last are full in part.
+    # There are several blocks of rows, blocks of columns and steps, and the last ones are partial.
     "triton": Setting("bfloat16", 201, 72, 140, (1, 0, 1, 1), (67, 0, 130), examples=5),
 }
 NAMES = ("out", "rows", "weights", "row_scale")
-# Of the largest entry of each array. In bfloat16 the hidden row is rounded before the next product.
+# The allowed error, relative to the largest entry of each array. In bfloat16, hidden rows are rounded as well.
 TOLERANCE = {"float64": 1e-13, "float32": 2e-6, "bfloat16": 2e-2}
 
 slowly = [pytest.param(name, marks=[pytest.mark.slow] * (name == "mosaic")) for name in IMPLEMENTATIONS]
-"""The GPU interpreter takes seconds for every kernel."""
+"""All implementations, with those marked slow for which the GPU interpreter takes seconds per kernel."""
 each_implementation = pytest.mark.parametrize("implementation", slowly)
-# Many compilations or many calls: more than the interpreter can bear.
+# Tests with many compilations or many calls would take too long in the interpreter.
 each_compiled = pytest.mark.parametrize("implementation", ["reference", "xla"])
 
 
 def oracle(rows, weights, group_sizes, row_scale, d_out):
-    """Output and gradients of ``sum(out * d_out)``, group by group in float64."""
+    """Return the output and the gradients of ``sum(out * d_out)``, computed group by group in float64."""
     slots = [len(buffer) for buffer in weights]
     arrays = (rows, np.concatenate(weights), row_scale, d_out)
     rows, weights, row_scale, d_out = (np.asarray(array, np.float64) for array in arrays)
@@ -92,14 +92,14 @@ def buffers(weights, slots):
 
 
 def inputs(setting=PLAIN, *, seed=0):
-    """Rows, weight buffers, scale and the gradient of the output."""
+    """Return random rows, weight buffers, a row scale and a gradient of the output."""
     rng = np.random.default_rng(seed)
     rows = (setting.rows, setting.width)
     shapes = (rows, (setting.groups, 3, setting.width, setting.hidden), rows[:1], rows)
     x, weights, scale, d_out = (rng.normal(size=shape) for shape in shapes)
     cast = functools.partial(jnp.asarray, dtype=setting.dtype)
     scale_dtype = "float64" if setting.dtype == "float64" else "float32"
-    # Hidden values of the size that trained models have: rounding is what differs between implementations.
+    # Hidden values have the magnitude of trained models, since implementations differ in their rounding.
     shrink = np.sqrt(8 / setting.width)
     weights = buffers(cast(weights * shrink), setting.slots)
     return cast(x), weights, jnp.asarray(scale, scale_dtype), cast(d_out)
@@ -115,7 +115,7 @@ def out_and_gradients(implementation, rows, weights, group_sizes, row_scale, d_o
 
 @functools.cache
 def compiled(implementation):
-    """`out_and_gradients` under jit; counts its traces."""
+    """Return the jitted `out_and_gradients`, which counts its traces."""
 
     @jax.jit
     def run(*arrays):
@@ -126,8 +126,8 @@ def compiled(implementation):
     return run
 
 
-def assert_close(found, expected, dtype="float32"):
-    for name, *pair in zip(NAMES, found, expected, strict=True):
+def assert_close(result, expected, dtype="float32"):
+    for name, *pair in zip(NAMES, result, expected, strict=True):
         for value, wanted in zip(*map(jax.tree.leaves, pair), strict=True):
             assert value.shape == wanted.shape, name
             scale = np.abs(wanted).max(initial=0)
@@ -139,16 +139,16 @@ def check(implementation, sizes, arrays):
     sizes = np.asarray(sizes, np.int32)
     rows, weights, scale, d_out = arrays
     with gpu_interpreter(implementation):
-        found = jax.block_until_ready(compiled(implementation)(rows, weights, sizes, scale, d_out))
-    dtypes = [str(one.dtype) for one in jax.tree.leaves(found)]
+        result = jax.block_until_ready(compiled(implementation)(rows, weights, sizes, scale, d_out))
+    dtypes = [str(one.dtype) for one in jax.tree.leaves(result)]
     assert dtypes == [str(rows.dtype)] * (2 + len(weights)) + [str(scale.dtype)]
-    assert_close(found, oracle(rows, weights, sizes, scale, d_out), str(rows.dtype))
-    return found
+    assert_close(result, oracle(rows, weights, sizes, scale, d_out), str(rows.dtype))
+    return result
 
 
 @pytest.fixture(scope="module", autouse=True)
 def two_warpgroups():
-    """On a chip of one multiprocessor large tiles pay even for these few rows: two warpgroups share them."""
+    """Assume a GPU with one multiprocessor, so that the heuristic chooses tiles of two warpgroups for few rows."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tile_sizes, "multiprocessors", lambda: 1)
         setting = SETTINGS["mosaic"]
@@ -168,8 +168,8 @@ def test_output_and_gradients(implementation):
 
 
 @each_implementation
-def test_buffers_give_what_one_buffer_gives(implementation):
-    """Bit for bit, however the weights are cut."""
+def test_several_buffers_give_the_same_bits_as_one(implementation):
+    """The results are bitwise equal, however the weights are split into buffers."""
     setting = SETTINGS[implementation]
     cuts = [(0, 5, 3), PLAIN.slots, (1, 7, 0)]
     if implementation == "mosaic":
@@ -181,8 +181,8 @@ def test_buffers_give_what_one_buffer_gives(implementation):
     for slots in cuts:
         arrays = (rows, buffers(*weights, slots), *others)
         out, d_rows, d_weights, d_scale = check(implementation, setting.sizes, arrays)
-        found = (out, d_rows, (np.concatenate(d_weights),), d_scale)
-        jax.tree.map(np.testing.assert_array_equal, found, one)
+        result = (out, d_rows, (np.concatenate(d_weights),), d_scale)
+        jax.tree.map(np.testing.assert_array_equal, result, one)
 
 
 @each_compiled
@@ -212,10 +212,10 @@ def test_another_dtype_for_the_output(implementation):
         return out, *pull(d_out.astype("float32"))
 
     with gpu_interpreter(implementation):
-        found = jax.block_until_ready(run(rows, weights, scale))
-    dtypes = [str(one.dtype) for one in jax.tree.leaves(found)]
+        result = jax.block_until_ready(run(rows, weights, scale))
+    dtypes = [str(one.dtype) for one in jax.tree.leaves(result)]
     assert dtypes == ["float32", *["bfloat16"] * (1 + len(weights)), "float32"]
-    assert_close(found, oracle(rows, weights, sizes, scale, d_out), "bfloat16")
+    assert_close(result, oracle(rows, weights, sizes, scale, d_out), "bfloat16")
 
 
 @each_compiled
@@ -235,7 +235,7 @@ def test_every_pattern_of_empty_groups_in_one_compilation(implementation):
 def test_every_pattern_of_empty_groups_in_one_launch(implementation):
     sizes = sizes_of_every_pattern()
     width = 64 if implementation == "mosaic" else 16
-    # All groups of the first buffer are empty.
+    # The first buffer has only empty groups.
     setting = Setting("bfloat16", int(sizes.sum()) + 5, width, width, (8, 192, len(sizes) - 200), ())
     *_, d_weights, _ = check(implementation, sizes, inputs(setting))
     assert not np.concatenate(d_weights)[sizes == 0].any()
@@ -257,7 +257,7 @@ def test_one_group_has_rows(implementation, slot, rows):
 
 
 @each_implementation
-def test_padding_reaches_nothing(implementation):
+def test_padding_affects_no_result(implementation):
     setting = SETTINGS[implementation]
     none, one = np.zeros(setting.groups, np.int32), np.eye(setting.groups, dtype=np.int32)
     for sizes in (np.array(setting.sizes, np.int32), none, one[-2] * 10, one[-1] * 64):
@@ -266,10 +266,10 @@ def test_padding_reaches_nothing(implementation):
             array[sizes.sum() :] = np.nan
         with gpu_interpreter(implementation):
             run = compiled(implementation)
-            found = jax.block_until_ready(run(rows, weights, sizes, scale, d_out))
+            result = jax.block_until_ready(run(rows, weights, sizes, scale, d_out))
         rows, scale, d_out = map(np.nan_to_num, (rows, scale, d_out))
-        assert_close(found, oracle(rows, weights, sizes, scale, d_out), setting.dtype)
-        for array in (found[0], found[1], found[3]):
+        assert_close(result, oracle(rows, weights, sizes, scale, d_out), setting.dtype)
+        for array in (result[0], result[1], result[3]):
             assert not np.asarray(array)[sizes.sum() :].any()
 
 
@@ -308,7 +308,7 @@ def test_no_scale_is_a_scale_of_one(implementation):
 @pytest.mark.parametrize("implementation", ["reference", "xla", "triton"])
 @pytest.mark.parametrize("shared", [False, True])
 def test_inside_shard_map(implementation, shared):
-    """Every device has its own sizes; weights are its own, or the same on all and their gradient a sum."""
+    """Every device has its own sizes. Weights are either its own, or replicated with their gradient summed."""
     devices = 8
     mesh = jax.make_mesh((devices,), ("rank",), axis_types=(AxisType.Auto,))
     rng = np.random.default_rng(0)
@@ -319,7 +319,7 @@ def test_inside_shard_map(implementation, shared):
     weights = arrays[0][1] if shared else weights
     split, of_weights = PartitionSpec("rank"), PartitionSpec() if shared else PartitionSpec("rank")
 
-    # The interpreter of the Triton kernels does not know of axes that values vary over; the kernels do.
+    # The interpreter of the Triton kernels does not support checks of varying axes, but the kernels do.
     run = functools.partial(
         jax.shard_map,
         functools.partial(out_and_gradients, implementation),
@@ -333,20 +333,20 @@ def test_inside_shard_map(implementation, shared):
         assert jax.tree.map(jnp.shape, shapes) == jax.tree.map(jnp.shape, (rows, rows, weights, scale))
         if implementation == "triton" and shared:
             return
-        found = jax.block_until_ready(jax.jit(run(check_vma=implementation != "triton"))(*arguments))
+        result = jax.block_until_ready(jax.jit(run(check_vma=implementation != "triton"))(*arguments))
     ranks = [oracle(x, w, n, s, dy) for (x, w, s, dy), n in zip(arrays, sizes, strict=True)]
     out, d_rows, d_weights, d_scale = jax.tree.map(lambda *parts: np.concatenate(parts), *ranks)
     if shared:
         d_weights = jax.tree.map(lambda *parts: sum(parts), *(rank[2] for rank in ranks))
-    assert_close(found, (out, d_rows, d_weights, d_scale))
+    assert_close(result, (out, d_rows, d_weights, d_scale))
 
 
-def test_nothing_is_stored_but_the_arguments():
+def test_only_the_arguments_are_saved_for_the_backward_pass():
     *operands, scale, _ = inputs()
     arguments = (*operands, jnp.asarray(PLAIN.sizes, jnp.int32), scale)
     _, pull = jax.vjp(functools.partial(grouped_mlp, implementation="xla"), *arguments)
-    stored, given = (sum(array.nbytes for array in jax.tree.leaves(one)) for one in (pull, arguments))
-    assert stored <= given
+    stored, passed = (sum(array.nbytes for array in jax.tree.leaves(tree)) for tree in (pull, arguments))
+    assert stored <= passed
 
 
 def test_xla_repeats_itself_bit_for_bit():
@@ -383,17 +383,17 @@ def test_xla_repeats_itself_bit_for_bit():
     ],
 )
 def test_none_chooses_by_platform_and_shape(monkeypatch, kind, dtype, width, chosen):
-    """Of kernels that have passed their check; those that have not are passed over: tests/test_self_check.py."""
+    """This assumes that the kernels have passed their check; tests/test_self_check.py tests those that have not."""
     monkeypatch.setattr(jax, "devices", lambda *_: [types.SimpleNamespace(device_kind=kind)])
     monkeypatch.setattr("pallas_kernels.implementation.is_trusted", lambda *_: True)
-    found = []
+    names = []
 
     def trace(rows):
-        found.append(choose_implementation(None, IMPLEMENTATIONS, rows, rows.dtype, D=width))
+        names.append(choose_implementation(None, IMPLEMENTATIONS, rows, rows.dtype, D=width))
 
     jax.eval_shape(trace, jnp.zeros((8, width), dtype))
-    assert found == [chosen]
-    # Rows that are there say where they are: on a CPU.
+    assert names == [chosen]
+    # Rows that are not traced are on a device, here on a CPU.
     assert (
         choose_implementation(None, IMPLEMENTATIONS, jnp.zeros((8, width), dtype), jnp.dtype(dtype), D=width)
         == "xla"
@@ -405,17 +405,17 @@ def test_none_chooses_by_platform_and_shape(monkeypatch, kind, dtype, width, cho
     [
         ("8.0", None),
         ("12.1", None),
-        ("7.5", "some kind has compute capability 7.5, not one of NVIDIA's from 8.0 on"),
-        ("gfx942", "some kind has compute capability gfx942, not one of NVIDIA's from 8.0 on"),
+        ("7.5", "some kind has compute capability 7.5, but NVIDIA's 8.0 or higher is required"),
+        ("gfx942", "some kind has compute capability gfx942, but NVIDIA's 8.0 or higher is required"),
     ],
 )
-def test_gpus_tell_their_compute_capability(capability, reason):
-    """Whatever they are called; of a described one the kind decides."""
+def test_the_compute_capability_decides_for_gpus(capability, reason):
+    """The capability decides, not the kind. For the description of a device, the kind decides."""
     device = types.SimpleNamespace(device_kind="some kind", compute_capability=capability)
     assert why_not_ampere(device) == reason
 
 
-def test_none_runs_and_a_name_must_exist():
+def test_none_chooses_an_implementation_and_unknown_names_are_rejected():
     *operands, _, _ = inputs()
     chosen = grouped_mlp(*operands, jnp.asarray(PLAIN.sizes))
     np.testing.assert_array_equal(
@@ -431,9 +431,9 @@ def test_none_runs_and_a_name_must_exist():
     ("setting", "message"),
     [
         (PLAIN._replace(width=64, hidden=64), "rows are float32, not bfloat16"),
-        (PLAIN._replace(dtype="bfloat16", width=64, hidden=96), "F=96 is no multiple of 64"),
-        (PLAIN._replace(dtype="bfloat16", width=32, hidden=64), "D=32 is no multiple of 64"),
-        (PLAIN._replace(dtype="bfloat16", width=64, hidden=64), "cpu is no Hopper GPU"),
+        (PLAIN._replace(dtype="bfloat16", width=64, hidden=96), "F=96 is not a positive multiple of 64"),
+        (PLAIN._replace(dtype="bfloat16", width=32, hidden=64), "D=32 is not a positive multiple of 64"),
+        (PLAIN._replace(dtype="bfloat16", width=64, hidden=64), "cpu is not a Hopper GPU"),
     ],
 )
 def test_hopper_kernels_say_why_they_cannot_run(setting, message):
@@ -482,6 +482,6 @@ def arguments(weights=((2, 3, 4, 6), (0, 3, 4, 6), (1, 3, 4, 6)), **changed):
         ({"row_scale": ((7,), "int32")}, r"row_scale: expected floating \[7\] .* found int32\[7\]"),
     ],
 )
-def test_what_does_not_fit_is_named(changed, message):
+def test_mismatched_operands_are_named(changed, message):
     with pytest.raises(ValueError, match=message):
         grouped_mlp(**arguments(**changed))

@@ -1,4 +1,4 @@
-"""The walk over tiles of rows for any groups, the sizes of tiles for any shapes, their tuning, and launches; no GPU."""
+"""Tests of the Hopper kernels' tile walk, tile sizes, tuning and launches, without a GPU."""
 
 import functools
 import itertools
@@ -31,7 +31,7 @@ PATTERNS = np.array(list(itertools.product((0, 1), repeat=8)))
 
 @functools.partial(jax.jit, static_argnames=("rows", "tile", "padding", "distance", "column_tiles"))
 def visited(sizes, *, rows, tile, padding=True, first=0, distance=1, column_tiles=1):
-    """What a walk visits, ``[visits, 6]``: the tile's number, group, first row, own rows, and the column."""
+    """Return the visits of a walk, ``[visits, 6]``: number, group, first row, start, end and column of the tile."""
     table = jax.new_ref(jnp.full((80, 6), -1))
 
     def of_tile(place, column, step):
@@ -44,11 +44,11 @@ def visited(sizes, *, rows, tile, padding=True, first=0, distance=1, column_tile
 
 
 def check_tiles(sizes, rows, tile):
-    """Every row is owned once, by a tile of its group that a copy can start at."""
-    found = np.asarray(visited(jnp.asarray(sizes, jnp.int32), rows=rows, tile=tile))
+    """Check that exactly one tile of its group owns every row, and that all tiles start at a multiple of 8."""
+    result = np.asarray(visited(jnp.asarray(sizes, jnp.int32), rows=rows, tile=tile))
     owner = np.searchsorted(np.cumsum(sizes), np.arange(rows), side="right")
     owned = []
-    for index, (number, group, first, start, end, _) in enumerate(found[found[:, 0] >= 0]):
+    for index, (number, group, first, start, end, _) in enumerate(result[result[:, 0] >= 0]):
         assert number == index
         assert first % 8 == 0
         assert first <= start < end <= first + tile
@@ -58,7 +58,7 @@ def check_tiles(sizes, rows, tile):
 
 
 @pytest.mark.parametrize(("rows", "tile"), [(64, 64), (128, 64), (400, 128)])
-def test_every_pattern_of_empty_groups_is_cut(rows, tile):
+def test_every_pattern_of_empty_groups_is_cut_into_tiles(rows, tile):
     sizes = np.random.default_rng(0).multinomial(rows - 7, np.ones(8) / 8, size=len(PATTERNS)) * PATTERNS
     for own in sizes:
         check_tiles(own, rows, tile)
@@ -73,7 +73,7 @@ def test_blocks_share_the_tiles_of_rows_and_columns():
     sizes, shape = jnp.array([3, 0, 130, 64, 1], jnp.int32), {"rows": 208, "tile": 64, "column_tiles": 3}
     alone = np.asarray(visited(sizes, **shape))
     alone = alone[alone[:, 0] >= 0]
-    # Of 3, 130, 64 and 1 rows and 10 of padding: 1, 3, 2, 1 and 1 tiles.
+    # Groups of 3, 130, 64 and 1 rows and 10 rows of padding have 1, 3, 2, 1 and 1 tiles.
     np.testing.assert_array_equal(alone[:, 5], np.tile(np.arange(3), 8))
     for padding in (True, False):
         whole = alone[alone[:, 1] < 5 + padding]
@@ -102,7 +102,7 @@ def test_tiles_fit_the_shape_and_shared_memory():
 
 
 def test_widths_need_not_divide_the_output():
-    """A tile of 64 columns for each of GPT-OSS's 2,880 would load its rows 45 times."""
+    """Tiles of 64 columns, the only width that divides GPT-OSS's 2,880, would load the rows 45 times."""
     for width in (2880, 1408):
         for matrices, widest in ((1, 256), (2, 128), (0, 256)):
             problem = Problem(matrices, 2880, width, 1024, 18)
@@ -110,26 +110,29 @@ def test_widths_need_not_divide_the_output():
             assert choose_tile_sizes(problem).width > 64
 
 
-def test_no_choice_is_busy_for_longer_than_the_widest_tiles():
+def test_the_heuristic_is_never_slower_than_the_widest_tiles():
     chosen = [
-        (estimate_cycles(one, choose_tile_sizes(one)), estimate_cycles(one, next(candidate_tile_sizes(one))))
-        for one in problems()
+        (
+            estimate_cycles(problem, choose_tile_sizes(problem)),
+            estimate_cycles(problem, next(candidate_tile_sizes(problem))),
+        )
+        for problem in problems()
     ]
-    assert all(ours <= widest for ours, widest in chosen)
-    assert any(ours < 0.8 * widest for ours, widest in chosen)
+    assert all(cycles <= widest for cycles, widest in chosen)
+    assert any(cycles < 0.8 * widest for cycles, widest in chosen)
 
 
-def test_clusters_load_less_and_are_chosen_by_measurements_alone():
+def test_clusters_load_less_and_are_chosen_only_by_measurements():
     problem = Problem(1, 4096, 1536, 2048, 18)
-    found = {tiles.cluster: tiles for tiles in candidate_tile_sizes(problem) if tiles[:2] == (128, 256)}
-    # A step's products take 1,024 cycles; alone a block loads 48 KiB in them, in a cluster 32 KiB.
-    assert estimate_cycles(problem, found[2]) < 0.85 * estimate_cycles(problem, found[1])
-    assert choose_tile_sizes(problem) == found[1]
+    by_cluster = {tiles.cluster: tiles for tiles in candidate_tile_sizes(problem) if tiles[:2] == (128, 256)}
+    # The products of a step take 1,024 cycles. In that time a block loads 48 KiB alone, and 32 KiB in a cluster.
+    assert estimate_cycles(problem, by_cluster[2]) < 0.85 * estimate_cycles(problem, by_cluster[1])
+    assert choose_tile_sizes(problem) == by_cluster[1]
 
 
 @pytest.mark.parametrize("problem", [Problem(1, 2048, 768, 1000, 6), Problem(0, 1000, 768, 2048, 6)])
 def test_a_measured_entry_is_preferred(monkeypatch, tmp_path, problem):
-    """For expected rows of a group up to the next power of two."""
+    """A table entry applies to expected rows per group up to the next power of two."""
     expected = "output_height" if problem.matrices else "contraction"
     monkeypatch.setenv(VARIABLE, str(tmp_path / "table.json"))
     best = TileSizes(64, 64, 3, cluster=2)
@@ -140,14 +143,14 @@ def test_a_measured_entry_is_preferred(monkeypatch, tmp_path, problem):
     assert choose_tile_sizes(problem._replace(groups=7)).cluster == 1
 
 
-def test_autotune_refuses_without_a_hopper_gpu(capsys):
+def test_autotune_needs_a_hopper_gpu(capsys):
     assert autotune.main([]) == 1
-    assert "cpu is no Hopper GPU" in capsys.readouterr().err
+    assert "cpu is not a Hopper GPU" in capsys.readouterr().err
 
 
 @pytest.mark.slow
 def test_autotune_runs_the_problems_that_it_tunes():
-    """Shapes only: kernels run on GPUs."""
+    """This test checks only shapes, since autotune's kernels need a GPU."""
     for problem in autotune.problems(ModelShape(64, 128, 32, 2), 300):
         operands = autotune._operands(problem)
         for tiles in list(candidate_tile_sizes(problem))[::3]:
@@ -161,7 +164,7 @@ def test_autotune_runs_the_problems_that_it_tunes():
 @pytest.mark.parametrize(
     ("call", "matrix", "kernels"), [(grouped_dot, (64, 128), 3), (grouped_mlp, (3, 64, 128), 5)]
 )
-def test_more_buffers_take_no_more_launches_and_are_not_joined(monkeypatch, call, matrix, kernels):
+def test_several_buffers_need_no_more_launches_and_are_not_concatenated(monkeypatch, call, matrix, kernels):
     launches = [mock.Mock(wraps=module.launch) for module in (row_product_kernel, weight_gradient_kernel)]
     monkeypatch.setattr(row_product_kernel, "launch", launches[0])
     monkeypatch.setattr(weight_gradient_kernel, "launch", launches[1])
@@ -184,19 +187,19 @@ def test_more_buffers_take_no_more_launches_and_are_not_joined(monkeypatch, call
     assert sum(launch.call_count for launch in launches) == 2 * kernels
 
 
-def test_multiprocessors_that_are_left_are_part_of_what_jit_compiles_for():
-    found = []
+def test_jit_compiles_once_for_each_number_of_free_multiprocessors():
+    result = []
 
     @jax.jit
     def step(x):
-        found.append(multiprocessors())
+        result.append(multiprocessors())
         return x
 
     for count in (0, 16, 0, 131, 16):
         with leave_multiprocessors(count):
             step(1.0)
     step(1.0)
-    assert found == [132, 116, 1]
+    assert result == [132, 116, 1]
 
 
 def test_kernels_leave_multiprocessors_forward_and_backward(monkeypatch):
@@ -217,6 +220,8 @@ def test_kernels_leave_multiprocessors_forward_and_backward(monkeypatch):
 
 
 @pytest.mark.parametrize("count", [-1, 132, True])
-def test_multiprocessors_that_cannot_be_left_are_refused(count):
-    with pytest.raises(ValueError, match=rf"count={count} must be an integer from 0 to 131: one of 132"):
+def test_invalid_numbers_of_multiprocessors_are_rejected(count):
+    with pytest.raises(
+        ValueError, match=rf"count={count} must be an integer from 0 to 131: the kernels need"
+    ):
         leave_multiprocessors(count)

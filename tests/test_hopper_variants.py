@@ -1,6 +1,6 @@
-"""Every kind of tile that the Hopper kernels can be compiled for, in JAX's GPU interpreter and with race detection.
+"""Tests of the Hopper kernels with explicit tile sizes, in JAX's GPU interpreter with race detection.
 
-What the heuristic chooses at the shapes of the other suites is tested there; here the sizes are named.
+The other suites test the tile sizes that the heuristic chooses for their shapes.
 """
 
 import functools
@@ -18,13 +18,13 @@ from pallas_kernels.grouped_mlp import mosaic as mlp_mosaic
 from pallas_kernels.hopper.persistent_kernel import TileSizes
 
 SIZES = (5, 0, 70)
-"""Rows of each group, with padding behind: less than a tile of 64 rows, none, and more than one."""
+"""The rows of each group: less than a tile of 64 rows, none, and more than a tile. Padding follows."""
 ROWS = 81
 
 
 @pytest.fixture
 def tiles(request, monkeypatch):
-    """The sizes of tiles that every kernel is compiled for, whatever the problem."""
+    """Compile all kernels with the given tile sizes, regardless of the problem."""
     for module in (dot_mosaic, mlp_mosaic):
         monkeypatch.setattr(module, "choose_tile_sizes", lambda _: request.param)
     return request.param
@@ -36,27 +36,27 @@ def draw(*shapes):
 
 
 def out_and_gradients(call, implementation, arrays, d_out):
-    """The output of ``call`` and its gradients, in float64."""
+    """Return the output of ``call`` and its gradients, in float64."""
 
     def run(*arrays):
         out, pull = jax.vjp(functools.partial(call, implementation=implementation), *arrays)
         return out, *pull(d_out)
 
     with gpu_interpreter(implementation):
-        found = jax.block_until_ready(jax.jit(run)(*arrays))
-    return [np.asarray(one, np.float64) for one in jax.tree.leaves(found)]
+        result = jax.block_until_ready(jax.jit(run)(*arrays))
+    return [np.asarray(array, np.float64) for array in jax.tree.leaves(result)]
 
 
 def check(call, arrays, d_out, tolerance):
     pairs = [out_and_gradients(call, name, arrays, d_out) for name in ("mosaic", "reference")]
-    for found, wanted in zip(*pairs, strict=True):
-        assert found.shape == wanted.shape
-        assert np.abs(found - wanted).max() <= tolerance * np.abs(wanted).max()
+    for result, expected in zip(*pairs, strict=True):
+        assert result.shape == expected.shape
+        assert np.abs(result - expected).max() <= tolerance * np.abs(expected).max()
 
 
-# Of 192 columns the last tile of 128 has 64; of 64 columns, those of the input gradient, the only one has half.
+# The last column tile is only half inside the output, both for 192 columns and for the input gradient's 64.
 PARTIAL = TileSizes(64, 128, 2)
-# The same shared by two blocks, one of which finds a group's rows at an end before its own tile.
+# The same tiles in clusters of two blocks; in some clusters the rows of the group end before the second tile.
 CLUSTER = TileSizes(64, 128, 2, cluster=2)
 
 
@@ -75,7 +75,7 @@ def test_products(tiles):
 @pytest.mark.slow
 @pytest.mark.parametrize("tiles", [pytest.param(PARTIAL, marks=pytest.mark.long), CLUSTER], indirect=True)
 def test_mlp(tiles):
-    """The row sums of the backward pass are sums of the columns that there are."""
+    """The row sums of the backward pass must include only columns that exist."""
     rows, weights, d_out = draw((ROWS, 64), (len(SIZES), 3, 64, 192), (ROWS, 64))
     sizes, scale = jnp.array(SIZES), jnp.linspace(0.5, 1.5, ROWS)
 
@@ -87,10 +87,10 @@ def test_mlp(tiles):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tiles", [CLUSTER], indirect=True)
-def test_a_block_that_does_not_wait_for_its_partner_is_found(tiles, monkeypatch):
-    """If each block waited for its own warpgroups only, it would write over what those of the other still read."""
+def test_race_detection_finds_a_block_that_does_not_wait_for_its_partner(tiles, monkeypatch):
+    """Race detection reports a block that waits only for its own warpgroups, and not for those of its partner."""
     monkeypatch.setattr(plgpu, "ClusterBarrier", lambda collective_axes, **rest: plgpu.Barrier(**rest))
-    # Four steps in a ring of two.
+    # The tile has four steps, and the ring two buffers.
     (rows, weights), sizes = draw((ROWS, 256), (len(SIZES), 256, 64)), jnp.array(SIZES)
     with pytest.raises(AssertionError), gpu_interpreter("mosaic"):
         jax.block_until_ready(grouped_dot(rows, [weights], sizes, implementation="mosaic"))

@@ -1,7 +1,7 @@
-"""Reordering MaxText's experts changes nothing but their order, bit for bit.
+"""Tests that reordering MaxText's experts changes only their order, bit for bit.
 
-A small model with the names and layouts of MaxText 0.2.5 stands for it; the run against MaxText itself is
-`experiments.examples.maxtext_reorder`.
+They use a small model with the names and layouts of MaxText 0.2.5. `experiments.examples.maxtext_reorder` runs MaxText
+itself.
 """
 
 import functools
@@ -25,9 +25,9 @@ RNG = np.random.default_rng(0)
 FIRST, SECOND = (np.stack([RNG.permutation(EXPERTS) for _ in range(LAYERS)]) for _ in range(2))
 TOKEN = RNG.normal(size=(TOKENS, WIDTH)).astype(np.float32)
 IDS = np.stack([[RNG.choice(EXPERTS, TOP_K, replace=False) for _ in range(LAYERS)] for _ in range(TOKENS)])
-IDS[3], IDS[5, :, 1] = -1, -1  # a token without routes, a token with one of two
+IDS[3], IDS[5, :, 1] = -1, -1  # a token without routes, and a token with one route instead of two
 
-# The blocks that replay routes: prefix of each layer's MoE block, and whether layers are stacked.
+# The MoE blocks that can replay routes, by prefix; SCANNED also has the number of layers in a scanned block.
 UNSCANNED = [
     "layers_{layer}/MoeBlock_0",
     "layers_{layer}/mlp/routed_experts",
@@ -40,7 +40,7 @@ LAYOUTS = [(block, 0, 1) for block in UNSCANNED] + [
 
 
 def random_layers():
-    """``{leaf: [L, ...]}``"""
+    """Return random leaves ``[L, ...]`` by name."""
     return {
         name: RNG.normal(size=(LAYERS, *(SIZES[axis] for axis in AXES[name].split()))).astype(np.float32)
         for name in LEAVES
@@ -53,7 +53,7 @@ def insert(tree, path, value):
 
 
 def maxtext_tree(layers, block, cycle, scan_axis):
-    """``layers`` under MaxText's names; ``cycle`` layers are a scanned block, 0 for layers that are not scanned."""
+    """Return ``layers`` under MaxText's names. A scanned block has ``cycle`` layers; 0 stands for unscanned layers."""
     tree = {"token_embedder": {"embedding": TOKEN}, "decoder": {"decoder_norm": {"scale": np.ones(WIDTH)}}}
     for name, leaf in layers.items():
         for step in range(cycle or LAYERS):
@@ -65,7 +65,7 @@ def maxtext_tree(layers, block, cycle, scan_axis):
 
 
 def layers_of(tree, block, cycle, scan_axis):
-    """The inverse of `maxtext_tree`."""
+    """Return the layers of a tree; the inverse of `maxtext_tree`."""
 
     def stacked(name):
         parts = [
@@ -83,7 +83,7 @@ def layers_of(tree, block, cycle, scan_axis):
 
 
 def outputs(layers, ids):
-    """What the layers add up to. No sum runs over experts, whose order would show in it."""
+    """Return the output of all layers. No sum runs over experts, since its rounding would depend on their order."""
     x = jnp.asarray(TOKEN)
     for layer in range(LAYERS):
         at = {name: leaf[layer] for name, leaf in layers.items()}
@@ -104,7 +104,7 @@ OPTIMIZER = optax.MultiSteps(optax.adamw(1e-2), 2)
 
 @functools.partial(jax.jit, static_argnums=(3, 4, 5))
 def two_micro_steps(tree, opt_state, ids, *layout):
-    """Output, and what two accumulated gradients and one Adam step make of parameters and state."""
+    """Run two micro-steps with accumulated gradients and one Adam step; return output, parameters and state."""
 
     def loss(tree):
         y = outputs(layers_of(tree, *layout), ids)
@@ -118,9 +118,9 @@ def two_micro_steps(tree, opt_state, ids, *layout):
     return y, tree, opt_state
 
 
-def assert_equal(found, expected):
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for (path, a), b in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True):
+def assert_equal(result, expected):
+    assert jax.tree.structure(result) == jax.tree.structure(expected)
+    for (path, a), b in zip(jax.tree.leaves_with_path(result), jax.tree.leaves(expected), strict=True):
         assert np.array_equal(a, b), f"{jax.tree_util.keystr(path)}: {np.abs(a - b).max()}"
 
 
@@ -133,16 +133,16 @@ def test_training_goes_on_bit_for_bit_in_another_order(layout):
     reorder = functools.partial(reorder_experts, scan_axis=layout[2])
     tree = maxtext_tree(random_layers(), *layout)
     expected = tree, OPTIMIZER.init(tree)
-    found = reorder(expected, LOGICAL, FIRST)
+    result = reorder(expected, LOGICAL, FIRST)
     before = FIRST
     for after in (SECOND, LOGICAL):
         y, *expected = two_micro_steps(*expected, IDS, *layout)
-        y_found, *found = two_micro_steps(*found, map_ids(IDS, LOGICAL, before), *layout)
+        y_found, *result = two_micro_steps(*result, map_ids(IDS, LOGICAL, before), *layout)
         assert np.array_equal(y, y_found)
-        found = reorder(found, before, after)
-        assert_equal(reorder(found, after, LOGICAL), expected)
+        result = reorder(result, before, after)
+        assert_equal(reorder(result, after, LOGICAL), expected)
         before = after
-    assert_equal(found, expected)
+    assert_equal(result, expected)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout[0]}-scan_axis={layout[2]}")
@@ -179,9 +179,9 @@ def test_the_expert_axis_stays_sharded(cycle):
         return NamedSharding(mesh, PartitionSpec("expert") if experts_first else PartitionSpec())
 
     sharded = jax.device_put(tree, jax.tree.map_with_path(sharding, tree))
-    found = reorder_experts(sharded, LOGICAL, FIRST)
-    assert_equal(found, reorder_experts(tree, LOGICAL, FIRST))
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(sharded), strict=True):
+    result = reorder_experts(sharded, LOGICAL, FIRST)
+    assert_equal(result, reorder_experts(tree, LOGICAL, FIRST))
+    for a, b in zip(jax.tree.leaves(result), jax.tree.leaves(sharded), strict=True):
         assert a.sharding == b.sharding
 
 
@@ -218,17 +218,21 @@ SHAPE = (EXPERTS, WIDTH, EXPERT_WIDTH)
         (
             "decoder/layers_0/MoeBlock_0/wi_0_scale",
             (8,),
-            "layers_0/MoeBlock_0/wi_0_scale .*looks like experts",
+            "layers_0/MoeBlock_0/wi_0_scale .*looks like expert weights",
         ),
-        ("decoder/layers_0/GptOssMlp/wi_0", SHAPE, "GptOssMlp/wi_0 .*looks like experts"),
-        ("decoder/layers_0/Llama4/gate/kernel", (WIDTH, 8), "Llama4/gate/kernel .*looks like experts"),
-        ("decoder/moe_layers/MoeBlock_0/wo", SHAPE, "moe_layers/MoeBlock_0/wo .*looks like experts"),
+        ("decoder/layers_0/GptOssMlp/wi_0", SHAPE, "GptOssMlp/wi_0 .*looks like expert weights"),
+        ("decoder/layers_0/Llama4/gate/kernel", (WIDTH, 8), "Llama4/gate/kernel .*looks like expert weights"),
+        ("decoder/moe_layers/MoeBlock_0/wo", SHAPE, "moe_layers/MoeBlock_0/wo .*looks like expert weights"),
         (
             "decoder/scanned_blocks/global_layer/mlp/moe_block/MoeBlock_0/wo",
             SHAPE,
-            "global_layer/.* looks like experts",
+            "global_layer/.* looks like expert weights",
         ),
-        ("decoder/layers_7/MoeBlock_0/wi_0", SHAPE, "layers_7/MoeBlock_0/wi_0: homes have 4 layers"),
+        (
+            "decoder/layers_7/MoeBlock_0/wi_0",
+            SHAPE,
+            "layers_7/MoeBlock_0/wi_0: layer 7 is outside .* 4 layers",
+        ),
         ("decoder/layers_0/MoeBlock_0/wi_0", (8,), r"wi_0: expected \[E=8, D, F\], found \[8\]"),
         ("decoder/layers_0/MoeBlock_0/gate/kernel", (8, 16), r"kernel: expected \[D, E=8\], found \[8, 16\]"),
         (
@@ -236,7 +240,11 @@ SHAPE = (EXPERTS, WIDTH, EXPERT_WIDTH)
             (8, 3, 2, 2),
             r"wo: expected \[E=8, L=4, F, D\], found \[8, 3, 2, 2\]",
         ),
-        ("decoder/layers/layer_2/mlp/routed_experts/wo", (8, 1, 2, 2), "blocks of 3 layers, but homes of 4"),
+        (
+            "decoder/layers/layer_2/mlp/routed_experts/wo",
+            (8, 1, 2, 2),
+            "block has 3 layers, which does not divide the 4",
+        ),
         ("elsewhere", (8,), "the tree has no experts of layer 0"),
     ],
 )
@@ -257,5 +265,5 @@ def test_moments_of_another_shape_are_refused():
 def test_a_layer_without_experts_is_refused():
     tree = maxtext_tree(random_layers(), UNSCANNED[0], 0, 1)
     del tree["decoder"]["layers_2"]["MoeBlock_0"]
-    with pytest.raises(ValueError, match="homes of 4 layers, but the tree has no experts of layer 2"):
+    with pytest.raises(ValueError, match="the homes have 4 layers, but the tree has no experts of layer 2"):
         reorder_experts(tree, LOGICAL, FIRST)

@@ -1,4 +1,4 @@
-"""Megatron's local experts follow a plan: state dicts in another order, and moves that ranks can make."""
+"""Tests of reordering Megatron's local experts: state dicts, and moves between ranks."""
 
 import copy
 import doctest
@@ -22,9 +22,9 @@ GROUPED = "experts.linear_fc1.weight{local}"
 
 
 def state_dicts(name=SEQUENTIAL, prefix="module."):
-    """All ranks; each expert's weights and each router row hold layer and expert."""
+    """Return the state dicts of all ranks. The values of expert weights and router rows encode layer and expert."""
 
-    def of_rank(rank):
+    def rank_state(rank):
         state = {f"{prefix}decoder.layers.0.mlp.linear_fc1.weight": np.ones(3)}
         for row, number in enumerate(NUMBERS):
             block = f"{prefix}decoder.layers.{number}.mlp."
@@ -37,17 +37,17 @@ def state_dicts(name=SEQUENTIAL, prefix="module."):
                 state[block + name.format(local=local)] = weight
         return state
 
-    return [of_rank(rank) for rank in range(RANKS)]
+    return [rank_state(rank) for rank in range(RANKS)]
 
 
-def assert_same(found, expected):
-    for a, b in zip(found, expected, strict=True):
+def assert_same(result, expected):
+    for a, b in zip(result, expected, strict=True):
         assert list(a) == list(b)
         assert all(np.array_equal(a[name], b[name]) for name in a)
 
 
 @pytest.mark.parametrize("name", [SEQUENTIAL, GROUPED])
-def test_experts_and_router_rows_stand_at_their_homes(name):
+def test_experts_and_router_rows_are_at_their_homes(name):
     old = state_dicts(name)
     new = reorder_state_dicts(old, LOGICAL, FIRST, layers=NUMBERS)
     for row, number in enumerate(NUMBERS):
@@ -81,7 +81,7 @@ def test_ranks_that_make_the_moves_get_the_same_experts():
     def name(layer, local):
         return f"module.decoder.layers.{NUMBERS[layer]}.mlp.{SEQUENTIAL.format(local=local)}"
 
-    # A channel for each pair of ranks, first in, first out, as in send and receive.
+    # Each pair of ranks has a first-in first-out channel, as with send and receive.
     channels = {}
     for rank, state in enumerate(ranks):
         for layer, source, local, target, _ in zip(*moves, strict=True):
@@ -96,14 +96,14 @@ def test_ranks_that_make_the_moves_get_the_same_experts():
     assert_same(ranks, [{key: state[key] for key in ranks[0]} for state in expected])
 
 
-def test_the_guide_prints_what_it_says():
+def test_the_guide_is_a_valid_doctest():
     guide = Path(__file__).parents[1] / "docs" / "guides" / "pytorch.md"
     result = doctest.testfile(str(guide), module_relative=False)
     assert result.attempted >= 10
     assert result.failed == 0
 
 
-def test_what_stays_is_not_moved():
+def test_experts_that_stay_are_not_moved():
     home = LOGICAL.copy()
     home[1, [2, 7]] = home[1, [7, 2]]
     moves = expert_moves(LOGICAL, home, num_ranks=RANKS)
@@ -121,17 +121,20 @@ BLOCK = "module.decoder.layers.1.mlp."
         ({f"{BLOCK}router.other": np.ones(8)}, "rank 1, .*router.other: looks like"),
         ({f"{BLOCK}experts.linear_fc1._extra_state": np.ones(4)}, "rank 1, .*_extra_state: looks like"),
         ({f"mtp.layers.0.mlp.{SEQUENTIAL.format(local=0)}": np.ones(2)}, "rank 1, mtp.layers.0.* looks like"),
-        ({f"{BLOCK}{SEQUENTIAL.format(local=2)}": np.ones(2)}, "rank 1, .*: a rank has 2 local experts"),
+        (
+            {f"{BLOCK}{SEQUENTIAL.format(local=2)}": np.ones(2)},
+            "rank 1, .*: a rank must have 2 local experts",
+        ),
         (
             {f"{BLOCK}{SEQUENTIAL.format(local=0)}": None},
-            r"rank 1, .*local_experts.\*.*: 1 of 2 local experts",
+            r"rank 1, .*local_experts.\*.*: found 1 local experts, expected 2",
         ),
         ({f"{BLOCK}experts.linear_fc2.bias{i}": np.ones(2) for i in (0, 1)}, "which rank 1 needs as"),
         ({f"{BLOCK}router.weight": np.ones((4, 2))}, r"router.weight: expected 8 rows, found \[4, 2\]"),
         ({"decoder.layers.7.mlp.router.weight": np.ones(8)}, r"layer 7 is not in layers \[1, 2, 5\]"),
     ],
 )
-def test_what_is_not_understood_is_named(changes, message):
+def test_unknown_values_are_named(changes, message):
     states = state_dicts()
     states[1] = {k: v for k, v in {**states[1], **changes}.items() if v is not None or k not in changes}
     with pytest.raises(ValueError, match=message):
@@ -141,20 +144,20 @@ def test_what_is_not_understood_is_named(changes, message):
 @pytest.mark.parametrize(
     ("layers", "ranks", "message"),
     [
-        ((1, 2), RANKS, r"layers \[1, 2\]: expected 3 different ones"),
-        ((1, 2, 2), RANKS, r"layers \[1, 2, 2\]: expected 3 different ones"),
-        ((1, 2, 5, 6), RANKS, "expected 3 different ones"),
+        ((1, 2), RANKS, r"layers=\[1, 2\]: expected 3 different numbers"),
+        ((1, 2, 2), RANKS, r"layers=\[1, 2, 2\]: expected 3 different numbers"),
+        ((1, 2, 5, 6), RANKS, "expected 3 different numbers"),
         (NUMBERS, 3, "8 experts must divide evenly over 3 ranks"),
     ],
 )
-def test_layers_and_ranks_that_do_not_fit_are_refused(layers, ranks, message):
+def test_mismatched_layers_and_ranks_are_rejected(layers, ranks, message):
     with pytest.raises(ValueError, match=message):
         reorder_state_dicts(state_dicts()[:ranks], LOGICAL, FIRST, layers=layers)
 
 
 def test_a_layer_without_experts_is_refused():
     states = [{k: v for k, v in state.items() if "layers.5." not in k} for state in state_dicts()]
-    with pytest.raises(ValueError, match="rank 0: neither router nor experts in layer 5"):
+    with pytest.raises(ValueError, match="rank 0: layer 5 has neither a router nor experts"):
         reorder_state_dicts(states, LOGICAL, FIRST, layers=NUMBERS)
 
 
@@ -173,8 +176,8 @@ def test_a_torch_model_trains_on_bit_for_bit():
     for after in (FIRST, SECOND):
         torch_reorder.reorder(moved, moved_optimizer, before, after)
         expected = torch_reorder.step(ranks, optimizer, x, ids)
-        found = torch_reorder.step(moved, moved_optimizer, x, map_ids(ids, LOGICAL, after))
-        assert torch.equal(found, expected)
+        result = torch_reorder.step(moved, moved_optimizer, x, map_ids(ids, LOGICAL, after))
+        assert torch.equal(result, expected)
         before = after
     live = torch_reorder.everything(moved, moved_optimizer)
     assert torch_reorder.differences(live, torch_reorder.everything(ranks, optimizer)) > 0

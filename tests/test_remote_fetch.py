@@ -152,7 +152,7 @@ def test_the_kernel_copies_every_row_and_leaves_zeros_where_none_is_wanted():
 
 
 def test_rows_that_the_kernel_cannot_cut_are_refused():
-    with pytest.raises(ValueError, match="a row of 90 elements is no whole number of lines of 128"):
+    with pytest.raises(ValueError, match="a row of 90 elements is not a whole number of lines of 128"):
         pull_kernel.chunk_shape(90, 2)
     with pytest.raises(ValueError, match="implementation='nccl' is not one of mosaic, xla"):
         pull_rows(*jnp.zeros((2, 1), int), jnp.zeros((1, 128)), "local", implementation="nccl")
@@ -171,7 +171,7 @@ def test_where_the_kernel_cannot_run_it_is_refused():
     ("changes", "reason"),
     [
         ({}, None),
-        ({"device_kind": "NVIDIA A100-SXM4-80GB"}, "NVIDIA A100-SXM4-80GB is no Hopper GPU"),
+        ({"device_kind": "NVIDIA A100-SXM4-80GB"}, "NVIDIA A100-SXM4-80GB is not a Hopper GPU"),
         ({"process_index": 1}, "the mesh's devices belong to 2 processes"),
         ({"id": 5}, r"ids of the mesh's devices are \[0, 5\], the kernel wants 0 to 1 in order"),
     ],

@@ -1,4 +1,4 @@
-"""The check that kernels have to pass on a machine before they are chosen there: kept until anything changes."""
+"""Tests of the check that kernels must pass on a machine before ``implementation=None`` chooses them there."""
 
 import itertools
 import json
@@ -36,7 +36,7 @@ def own_cache(monkeypatch, tmp_path):
 
 @pytest.fixture
 def processes(monkeypatch):
-    """The processes that a check starts, and how they end: exit status and standard error, or a hang."""
+    """Replace the processes that a check starts; a test sets how they end: exit status and stderr, or a hang."""
     started, ends = [], []
 
     def run(command, *, timeout, **_):
@@ -50,7 +50,7 @@ def processes(monkeypatch):
     return SimpleNamespace(started=started, ends=ends)
 
 
-def test_what_has_passed_is_not_checked_again(processes, capsys):
+def test_a_passed_check_is_not_repeated(processes, capsys):
     processes.ends += [(0, "a warning\n")]
     assert is_trusted("mosaic", "cpu")
     is_trusted.cache_clear()
@@ -69,24 +69,25 @@ def test_what_has_passed_is_not_checked_again(processes, capsys):
         (None, "it hung for 180 s"),
     ],
 )
-def test_what_has_not_passed_is_said_once_with_the_reason(processes, capsys, end, reason):
+def test_a_failed_check_is_reported_once_with_the_reason(processes, capsys, end, reason):
     processes.ends += [end]
     assert not is_trusted("mosaic", "cpu")
     assert not is_trusted("mosaic", "cpu")
     assert len(processes.started) == 1
     said = capsys.readouterr().err
     assert said.count("\n") == 1
-    assert "implementation 'mosaic' is not chosen, it has not passed its check on this machine" in said
+    assert "implementation 'mosaic' is not chosen because it has not passed its check on this machine" in said
     assert reason in said
 
 
-def test_a_check_counts_for_its_device_driver_and_code(processes, monkeypatch):
+def test_a_verdict_is_valid_for_one_device_driver_and_code(processes, monkeypatch):
     processes.ends += [(0, ""), (1, "ValueError: wrong")]
     run_check("mosaic")
     monkeypatch.setattr(self_check.jax, "__version__", "0.99.0")
     assert read_verdict("mosaic") is None
     assert not run_check("mosaic").passed
-    assert sorted(one["passed"] for one in json.loads(verdicts_path().read_text()).values()) == [False, True]
+    verdicts = json.loads(verdicts_path().read_text()).values()
+    assert sorted(verdict["passed"] for verdict in verdicts) == [False, True]
 
 
 def test_a_damaged_file_is_no_verdict(processes):
@@ -97,7 +98,7 @@ def test_a_damaged_file_is_no_verdict(processes):
     assert read_verdict("mosaic") == Verdict(True, "")
 
 
-def test_a_right_implementation_passes_and_a_wrong_or_restless_one_does_not(monkeypatch):
+def test_a_correct_implementation_passes_and_a_wrong_or_nondeterministic_one_does_not(monkeypatch):
     monkeypatch.setattr(self_check, "SIZES", ((40, 16),))
     monkeypatch.setattr(self_check, "REPEATS", 2)
     check_here("reference")
@@ -107,31 +108,31 @@ def test_a_right_implementation_passes_and_a_wrong_or_restless_one_does_not(monk
         out = grouped_mlp(x, weights, sizes, scale, implementation="xla")
         return out if implementation == "xla" else out * jnp.where(jnp.arange(len(out)) == 3, 1.5, 1)[:, None]
 
-    def restless(x, weights, sizes, scale, *, implementation):
+    def nondeterministic(x, weights, sizes, scale, *, implementation):
         out = grouped_mlp(x, weights, sizes, scale, implementation="xla")
         if implementation == "xla":
             return out
-        # Every second run is off by what rounding may be.
+        # Every second run has an error of the size of rounding errors.
         noise = jax.pure_callback(lambda: np.float32(next(runs) % 2), jax.ShapeDtypeStruct((), jnp.float32))
         return out * (1 + noise / 128).astype(out.dtype)
 
     monkeypatch.setattr(pallas_kernels, "grouped_mlp", wrong)
     with pytest.raises(ValueError, match=r"40 rows of 16, array .*: the error is .* of the largest entry"):
         check_here("mosaic")
-    monkeypatch.setattr(pallas_kernels, "grouped_mlp", restless)
-    with pytest.raises(ValueError, match="40 rows of 16: two runs are not the same bit for bit"):
+    monkeypatch.setattr(pallas_kernels, "grouped_mlp", nondeterministic)
+    with pytest.raises(ValueError, match="40 rows of 16: two runs gave different bits"):
         check_here("mosaic")
 
 
-def test_nothing_is_checked_where_nothing_can_run(capsys):
+def test_implementations_that_cannot_run_are_not_checked(capsys):
     assert main([]) == 0
     said = capsys.readouterr().out.splitlines()
     assert [line.split(": not checked, ")[0] for line in said] == ["mosaic", "triton"]
     assert not verdicts_path().exists()
 
 
-def test_kernels_are_passed_over_until_they_are_trusted(monkeypatch, capsys):
-    """On a described H100, which is not here, and then as if it were."""
+def test_kernels_are_not_chosen_before_they_pass_their_check(monkeypatch, capsys):
+    """The mesh describes an H100, which this machine does not have; then verdicts are faked as if it did."""
     device = jax.sharding.AbstractDevice("NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu")
     rows = jnp.zeros((8, 64), jnp.bfloat16)
 
@@ -141,9 +142,9 @@ def test_kernels_are_passed_over_until_they_are_trusted(monkeypatch, capsys):
 
     assert chosen() == "xla"
     said = capsys.readouterr().err
-    assert said.count("(no NVIDIA H100 80GB HBM3 is here)") == 2
+    assert said.count("(it has no NVIDIA H100 80GB HBM3)") == 2
     assert chosen("mosaic") == "mosaic"
     assert chosen("triton") == "triton"
-    for trusted, wanted in ({"mosaic", "triton"}, "mosaic"), ({"triton"}, "triton"), (set(), "xla"):
+    for trusted, expected in ({"mosaic", "triton"}, "mosaic"), ({"triton"}, "triton"), (set(), "xla"):
         monkeypatch.setattr(implementation, "is_trusted", lambda name, _, trusted=trusted: name in trusted)
-        assert chosen() == wanted
+        assert chosen() == expected

@@ -1,4 +1,4 @@
-"""The table of measured tile sizes: where it is, what it refuses to be, and when it is ignored."""
+"""Tests of the table of measured tile sizes: its path, its format, and when it is ignored."""
 
 import json
 import types
@@ -24,13 +24,13 @@ TILES = {"1-2-3-4-5": TileSizes(128, 256, 4), "0-2-3-4-5": TileSizes(64, 128, 3)
 
 @pytest.fixture
 def path(tmp_path, monkeypatch):
-    """Where the environment says that the table is: in a folder that does not exist yet."""
+    """Return the path of the table in the environment variable, in a folder that does not exist yet."""
     path = tmp_path / "folder" / "tiles.json"
     monkeypatch.setenv(VARIABLE, str(path))
     return path
 
 
-def test_what_is_written_is_read(path):
+def test_a_written_table_can_be_read(path):
     table = empty_table()._replace(tiles=TILES)
     write_table(path, table)
     assert read_table(path) == table
@@ -38,7 +38,7 @@ def test_what_is_written_is_read(path):
     assert [one.name for one in path.parent.iterdir()] == [path.name]
 
 
-def test_the_environment_says_where_the_table_is(monkeypatch, tmp_path, path):
+def test_the_environment_sets_the_path_of_the_table(monkeypatch, tmp_path, path):
     assert table_path() == path
     monkeypatch.setenv(VARIABLE, "")
     assert table_path() is None
@@ -63,7 +63,7 @@ def test_a_table_that_was_measured_elsewhere_is_ignored_and_named_once(path, cha
     with pytest.warns(UserWarning, match="tile sizes ignored") as warned:
         assert measured_tile_sizes() == {}
     assert [str(one.message) for one in warned] == [
-        f"tile sizes ignored: {path} is of {origin}, this is cpu with jax {jax.__version__}"
+        f"tile sizes ignored: {path} was measured on {origin}, but this is cpu with jax {jax.__version__}"
     ]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -79,7 +79,9 @@ def test_a_file_that_is_named_must_exist_and_be_a_table(path):
     sound = json.loads(path.read_text())
     for damaged in ("{", "[]", "{}", json.dumps(sound | {"tiles": {"1-2-3-4-5": {"depth": 3}}})):
         path.write_text(damaged)
-        with pytest.raises(ValueError, match=f"{path} is no table of tile sizes that this version reads"):
+        with pytest.raises(
+            ValueError, match=f"{path} is not a table of tile sizes that this version can read"
+        ):
             measured_tile_sizes()
 
 
@@ -101,8 +103,11 @@ def test_autotune_adds_to_its_own_table_and_leaves_others_alone(monkeypatch, cap
 
     write_table(path, table._replace(jax_version="0.9.0"))
     assert autotune.main([]) == 1
-    assert f"{path} is of NVIDIA H200 with jax 0.9.0, this is NVIDIA H200 with" in capsys.readouterr().err
+    assert (
+        f"{path} was measured on NVIDIA H200 with jax 0.9.0, but this is NVIDIA H200 with"
+        in capsys.readouterr().err
+    )
     assert read_table(path).jax_version == "0.9.0"
     monkeypatch.setenv(VARIABLE, "")
     assert autotune.main([]) == 1
-    assert f"{VARIABLE} is empty and names no file" in capsys.readouterr().err
+    assert f"{VARIABLE} is set but empty, so there is no file to write" in capsys.readouterr().err

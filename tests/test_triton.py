@@ -1,4 +1,4 @@
-"""The table of tiles for any groups, the sizes of blocks for any shapes, and what programs launch; no GPU."""
+"""Tests of the Triton kernels' tile table, block sizes and launches, without a GPU."""
 
 import functools
 import itertools
@@ -19,7 +19,7 @@ PATTERNS = np.array(list(itertools.product((0, 1), repeat=8)))
 
 @pytest.mark.parametrize(("rows", "height"), [(64, 64), (130, 32), (400, 128), (7, 16)])
 def test_every_row_is_in_one_tile_of_its_group(rows, height):
-    """For every pattern of empty groups, with and without padding."""
+    """This holds for every pattern of empty groups, with and without padding."""
     rng = np.random.default_rng(0)
     sizes = np.concatenate([rng.multinomial(total, np.ones(8) / 8, size=256) for total in (rows, rows - 5)])
     sizes = (sizes * np.tile(PATTERNS, (2, 1))).astype(np.int32)
@@ -35,15 +35,15 @@ def test_every_row_is_in_one_tile_of_its_group(rows, height):
         assert owned == list(range(rows))
 
 
-def test_impossible_sizes_give_the_tiles_of_possible_ones():
+def test_invalid_sizes_give_the_tiles_of_clipped_sizes():
     for impossible, possible in (([9, -3, 2**31 - 1], [9, 0, 11]), ([-1, 25, 4], [0, 20, 0])):
-        found = (row_tiles(jnp.array(sizes, jnp.int32), 20, 16) for sizes in (impossible, possible))
-        np.testing.assert_array_equal(*found)
+        tables = (row_tiles(jnp.array(sizes, jnp.int32), 20, 16) for sizes in (impossible, possible))
+        np.testing.assert_array_equal(*tables)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_blocks_are_what_triton_and_every_gpu_can_take(dtype):
-    """Powers of two from 16 on, with operands within 99 KiB of shared memory and sums within the registers."""
+def test_block_sizes_suit_triton_and_every_gpu(dtype):
+    """Sizes are powers of two of at least 16; operands fit into 99 KiB of shared memory, and sums into registers."""
     for rows, k, n, count in itertools.product((1, 200, 1024), (1, 40, 300), (1, 96, 300), (1, 2, 3)):
         x, y = (jnp.zeros((rows, width), dtype) for width in (k, n))
         for blocks, sums in (
@@ -59,7 +59,7 @@ def test_blocks_are_what_triton_and_every_gpu_can_take(dtype):
 @pytest.mark.parametrize(
     ("call", "matrix", "kernels"), [(grouped_dot, (64, 128), 3), (grouped_mlp, (3, 64, 128), 5)]
 )
-def test_more_buffers_take_no_more_launches_and_are_not_joined(call, matrix, kernels):
+def test_several_buffers_need_no_more_launches_and_are_not_concatenated(call, matrix, kernels):
     def program(slots):
         def run(rows, weights):
             sizes = jnp.array([0, 9, 20, 1, 7])
@@ -73,8 +73,8 @@ def test_more_buffers_take_no_more_launches_and_are_not_joined(call, matrix, ker
 
     joined, apart = program((5,)), program((0, 1, 2, 0, 2))
     assert joined.count("pallas_call[") == apart.count("pallas_call[") == kernels
-    # As the weights are, and as the kernels take them: the matrices of all slots behind each other.
-    of_slot = matrix[0] if len(matrix) == 3 else 1
-    whole = rf"\[(5,(\d,)?|{5 * of_slot},)64,128\]"
-    assert re.search(whole, joined)
-    assert not re.search(whole, apart)
+    # An array of all weights has one of two shapes: with separate axes for slots and matrices, or with one axis.
+    matrices = matrix[0] if len(matrix) == 3 else 1
+    all_weights = rf"\[(5,(\d,)?|{5 * matrices},)64,128\]"
+    assert re.search(all_weights, joined)
+    assert not re.search(all_weights, apart)

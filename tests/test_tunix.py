@@ -1,4 +1,4 @@
-"""Tunix's GRPO on balanced layers, with Tunix as it is on PyPI: models, recordings, refusals and whole runs."""
+"""Tests of Tunix's GRPO with balanced layers, with Tunix from PyPI: models, recordings, errors and whole runs."""
 
 import dataclasses
 import itertools
@@ -21,13 +21,13 @@ from relibra_jax.nnx import expert_mesh
 
 pytest.importorskip("tunix", reason="the extra tunix is not installed")
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # Tunix and what it brings warn of much
+    warnings.simplefilter("ignore")  # Tunix and its dependencies emit many warnings
     from support.tunix_runs import TOPOLOGY, balancer_of, cluster_of, history, prompts, train, tunix_model
     from tunix.models.qwen3 import model as qwen3
     from tunix.rl import rl_learner
     from tunix.rl.rl_cluster import Mode, Role
 
-    from relibra_jax.integrations.tunix.learner import BalancedExample, check_cluster, following
+    from relibra_jax.integrations.tunix.learner import BalancedExample, check_cluster, with_plan
     from relibra_jax.integrations.tunix.model import ROUTES, BalancedQwen3
     from relibra_jax.integrations.tunix.rollout import RecordingRollout
 
@@ -38,11 +38,11 @@ SAMPLES, TOKENS = 16, 12
 
 @pytest.fixture(autouse=True)
 def _any_rank():
-    # For all threads: Tunix generates in one of its own, and adds vectors to matrices.
-    before = jax.config.jax_numpy_rank_promotion
+    # Tunix promotes ranks, and generates in its own thread, so the setting must apply to all threads.
+    old_setting = jax.config.jax_numpy_rank_promotion
     jax.config.update("jax_numpy_rank_promotion", "allow")
     yield
-    jax.config.update("jax_numpy_rank_promotion", before)
+    jax.config.update("jax_numpy_rank_promotion", old_setting)
 
 
 @pytest.fixture(scope="module")
@@ -95,13 +95,13 @@ def test_forced_experts_are_used_and_unset_ones_are_routed_live(prompt):
     model = BalancedQwen3(tunix_model(), balancer_of().live)
     logits, routes = record(model, prompt)
     np.testing.assert_array_equal(forward(model, prompt, routes), forward(model, prompt))
-    # Where the other experts of token 5 are forced, its logits and those behind it are others, and none before.
+    # Other experts for token 5 change its logits and those of later tokens, but not those of earlier tokens.
     other = np.array(routes)
     other[:, 5] = (other[:, 5] + 1) % 16
     changed = np.abs(np.asarray(forward(model, prompt, other) - logits)).max((0, 2))
     assert (changed[:5] < 1e-5).all()
     assert changed[5] > 1e-2
-    # Unset, it is routed live again, whatever is forced elsewhere; in one layer alone too.
+    # Without forced experts, token 5 uses live routing again. Experts may also be forced in only one layer.
     other[:, 5] = -1
     np.testing.assert_allclose(forward(model, prompt, other), logits, atol=1e-5)
     other[:, :, 0] = -1
@@ -126,7 +126,7 @@ def test_under_a_plan_the_logits_are_the_same(prompt):
     np.testing.assert_allclose(forward_under_plan(model, prompt, rows, batch, forced), logits, atol=3e-5)
     forced[:, 3:] = -1
     np.testing.assert_allclose(forward_under_plan(model, prompt, rows, batch, forced), logits, atol=3e-5)
-    forced[0, 0] = (forced[0, 0] + 1) % 16  # no experts that the plan was made for
+    forced[0, 0] = (forced[0, 0] + 1) % 16  # experts that the plan does not contain for this token
     assert np.isnan(forward_under_plan(model, prompt, rows, batch, forced)).any()
 
 
@@ -138,24 +138,26 @@ def test_the_loss_of_an_example_follows_its_plan_and_leaves_the_model_alone(prom
     replay = RoutingReplay(np.asarray(routes), np.ones((SAMPLES, TOKENS), bool))
     batch = balancer.prepare(model, None, replay)
     example = BalancedExample(prompt, ranks_first(batch.micro_batch(0), balancer.mesh), batch.parallel)
-    graph, loss = nnx.graphdef(model), nnx.jit(following(lambda model, prompt, _: forward(model, prompt)))
+    graph, loss = nnx.graphdef(model), nnx.jit(with_plan(lambda model, prompt, _: forward(model, prompt)))
     np.testing.assert_allclose(loss(model, example, None), logits, atol=3e-5)
     np.testing.assert_allclose(loss(model, BalancedExample(prompt), None), logits, atol=3e-5)
     assert nnx.graphdef(model) == graph
-    shifted = (replay.expert_ids + 3) % 16  # a batch of other hot experts, for which experts move on
+    shifted = (
+        replay.expert_ids + 3
+    ) % 16  # a batch with other hot experts, for which the balancer moves experts
     balancer.prepare(model, None, replay._replace(expert_ids=shifted))
-    assert np.isnan(loss(model, example, None)).all(), "the former plan is for other homes"
+    assert np.isnan(loss(model, example, None)).all(), "the old plan does not match the new homes"
     np.testing.assert_allclose(loss(model, BalancedExample(prompt), None), logits, atol=3e-5)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_experts": 8}, "model of num_experts=8, topology of 16 experts"),
-        ({"rope_theta": 10_000}, "rope_theta=10000: Tunix's Qwen3 computes with 1000000, whatever it is"),
+        ({"num_experts": 8}, "the model has num_experts=8, but the topology has 16"),
+        ({"rope_theta": 10_000}, "rope_theta=10000 must be 1000000: Tunix's Qwen3 uses 1000000 regardless"),
         (
             {"shd_config": qwen3.ShardingConfig.get_default_sharding()},
-            r"shd_config names the mesh axes fsdp, tp, the mesh has node, local: use rank_shardings\(\)",
+            r"shd_config names the mesh axes fsdp, tp, but the mesh has node, local: use rank_shardings\(\)",
         ),
     ],
 )
@@ -168,21 +170,21 @@ def test_copies_of_the_group_are_refused():
     topology = dataclasses.replace(TOPOLOGY, num_nodes=1)
     live = balancer_of(topology=topology, mesh=expert_mesh(topology, data=2)).live
     with pytest.raises(
-        ValueError, match=r"mesh of \{'data': 2, 'node': 1, 'local': 4\}: Tunix's rows are dealt to one"
+        ValueError, match=r"mesh \{'data': 2, 'node': 1, 'local': 4\}: Tunix distributes rows over one"
     ):
         BalancedQwen3(tunix_model(), live)
 
 
 def portions(sizes):
-    """The prompts of every portion that Tunix's own loop hands over before one update."""
-    handed, learner = [], mock.MagicMock(_eval_iter_steps=0)
+    """Return the number of prompts of each portion that Tunix's own loop passes to the trainer for one update."""
+    portion_sizes, learner = [], mock.MagicMock(_eval_iter_steps=0)
 
-    def hand_over(micro_batches, micro_batch_sizes, mode):
+    def record_portion(micro_batches, micro_batch_sizes, mode):
         if micro_batches:
-            handed.append(sum(micro_batch_sizes))
+            portion_sizes.append(sum(micro_batch_sizes))
         return []
 
-    learner._process_accumulated_batches = hand_over
+    learner._process_accumulated_batches = record_portion
     rl_learner.RLLearner._prepare_data(
         learner,
         iterator=({"prompts": np.array(["1="] * sizes.train_micro_batch_size)} for _ in itertools.count()),
@@ -193,9 +195,9 @@ def portions(sizes):
             sizes.rollout_micro_batch_size, sizes.compute_logps_micro_batch_size
         ),
         data_queue=mock.MagicMock(),
-        mode=Mode.EVAL,  # which counts no steps that a trainer has made
+        mode=Mode.EVAL,  # this mode does not depend on the steps of a trainer
     )
-    return handed
+    return portion_sizes
 
 
 @pytest.mark.parametrize("mini", [4, 12])
@@ -203,13 +205,13 @@ def portions(sizes):
 def test_sizes_are_refused_where_tunix_hands_over_more_than_once(mini, train):
     for rollout, logps in itertools.product([1, 2, 3, 4, 6, 12, 24], repeat=2):
         sizes = BatchSizes(mini, train, rollout, logps)
-        handed = portions(sizes)
-        assert sum(handed) == mini
+        portion_sizes = portions(sizes)
+        assert sum(portion_sizes) == mini
         options = {"num_ranks": 1, "num_micro_batches": mini // train, "scores_policies": True}
-        if len(handed) == 1:
+        if len(portion_sizes) == 1:
             check_sizes(sizes, num_generations=2, **options)
         else:
-            with pytest.raises(ValueError, match=f"make {len(handed)} plans before one update"):
+            with pytest.raises(ValueError, match=f"one update of .* would need {len(portion_sizes)} plans"):
                 check_sizes(sizes, num_generations=2, **options)
 
 
@@ -222,7 +224,7 @@ def cluster():
 @pytest.mark.parametrize(
     ("changes", "balancer", "message"),
     [
-        ({"offload_to_cpu": True}, {}, "offload_to_cpu=True: experts could not move"),
+        ({"offload_to_cpu": True}, {}, "offload_to_cpu=True must be False"),
         (
             {"role_to_mesh": {role: Mesh(np.array(jax.devices()), "x") for role in Role}},
             {},
@@ -231,7 +233,7 @@ def cluster():
         (
             {"training": {"max_seq_token_per_tpu": 64}},
             {},
-            "max_seq_token_per_tpu=64 packs rows anew after they were planned: leave it None",
+            "max_seq_token_per_tpu=64 must be None: with it, Tunix packs the rows again",
         ),
         (
             {"training": {"data_sharding_axis": ("fsdp",)}},
@@ -247,14 +249,14 @@ def cluster():
         (
             {},
             {"topology": dataclasses.replace(TOPOLOGY, num_nodes=1, ranks_per_node=8)},
-            "the actor's live routing is not the balancer's",
+            "the actor was made with another balancer's live",
         ),
     ],
 )
 def test_clusters_that_are_refused(cluster, changes, balancer, message):
     options = changes.get("training", {})
-    before = cluster.cluster_config.training_config
-    training = dataclasses.replace(before, gradient_accumulation_steps=None, **options)
+    default = cluster.cluster_config.training_config
+    training = dataclasses.replace(default, gradient_accumulation_steps=None, **options)
     changes = {name: value for name, value in changes.items() if name != "training"}
     config = dataclasses.replace(cluster.cluster_config, training_config=training, **changes)
     other = SimpleNamespace(
@@ -269,21 +271,21 @@ def test_clusters_that_are_refused(cluster, changes, balancer, message):
 @pytest.mark.slow
 def test_other_rollouts_and_other_models_are_refused(cluster):
     stock = cluster_of(balancer_of(), stock=True)
-    with pytest.raises(ValueError, match="rollout_engine='vanilla' records no routing"):
+    with pytest.raises(ValueError, match="rollout_engine='vanilla' does not record the routing"):
         check_cluster(stock, balancer_of())
     other = SimpleNamespace(
         cluster_config=cluster.cluster_config, rollout=cluster.rollout, actor_trainer=stock.actor_trainer
     )
     with pytest.raises(ValueError, match="the actor is a Qwen3, not a BalancedQwen3"):
         check_cluster(other, balancer_of())
-    with pytest.raises(ValueError, match="RecordingRollout records a BalancedQwen3, not a Qwen3"):
+    with pytest.raises(ValueError, match="rollout_actor must be a BalancedQwen3, not a Qwen3"):
         cluster_of(balancer_of(), stock=True, rollout_engine=RecordingRollout)
 
 
 @pytest.mark.slow
 def test_two_plans_before_an_update_are_refused_before_anything_runs(cluster):
     sizes = {"rollout_micro_batch_size": 2, "compute_logps_micro_batch_size": 2}
-    with pytest.raises(ValueError, match="make 2 plans before one update of mini_batch_size=4 prompts"):
+    with pytest.raises(ValueError, match="one update of mini_batch_size=4 prompts would need 2 plans"):
         train(balancer_of(), training=sizes)
     with pytest.raises(ValueError, match="a rollout of 12 samples must be a multiple of the 8 ranks"):
         cluster.rollout.generate(["1+1="] * 12, cluster.cluster_config.rollout_config)
@@ -297,7 +299,7 @@ def test_a_key_as_the_seed_of_rollouts_lives_on(cluster):
     routes = cluster.rollout.take_routes()
     assert routes.shape == (16, 32, 2, 2)
     np.testing.assert_array_equal(routes[:8, :8], routes[8:, :8])
-    with pytest.raises(RuntimeError, match="no routes to take"):
+    with pytest.raises(RuntimeError, match="no recorded routes"):
         cluster.rollout.take_routes()
 
 
@@ -308,7 +310,7 @@ def test_static_and_relibra_learn_what_tunix_learns():
     with mock.patch.object(
         BalancedQwen3, "follow", autospec=True, side_effect=BalancedQwen3.follow
     ) as follow:
-        # With rows checked, a step that computed others than planned has NaN for its loss.
+        # With check_rows, the loss is NaN if a step computes other rows than planned.
         relibra_losses, relibra_cluster = train(balancer_of(check_rows=True))
     assert follow.called
     step = relibra_cluster.actor_trainer.jit_train_and_eval_step()[0]
@@ -330,7 +332,7 @@ def test_static_and_relibra_learn_what_tunix_learns():
 
 @pytest.mark.long
 def test_several_updates_from_a_rollout_and_several_rollouts_a_batch():
-    # Two updates each from two rollouts of a batch of eight prompts, twice; and evaluation in between.
+    # There are two batches of eight prompts, two rollouts per batch and two updates per rollout, with evaluations.
     options = {"steps": 8, "data": prompts(2, 8), "algorithm": {"num_iterations": 2}}
     evaluated = {"eval_ds": prompts(1, start=50), "training": {"eval_every_n_steps": 2}}
     losses, cluster = train(balancer_of(), **options, **evaluated)

@@ -1,4 +1,4 @@
-"""What the Tunix adapter does without Tunix: sizes that are refused, replays, the layer, and rows of an example."""
+"""Tests of the parts of the Tunix integration that do not need Tunix: batch sizes, replays, layer and row layout."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from relibra_jax import RoutingReplay, Topology, relibra
-from relibra_jax.integrations.tunix.layer import BalancedMoE, Told
+from relibra_jax.integrations.tunix.layer import BalancedMoE, CallVariable
 from relibra_jax.integrations.tunix.routes import replay_of_rows
 from relibra_jax.integrations.tunix.rows import FIRST_OVER_RANKS, layer_of, ranks_first
 from relibra_jax.integrations.tunix.settings import BatchSizes, batch_sizes, check_samples, check_sizes
@@ -61,14 +61,14 @@ def test_one_micro_batch_is_one_plan_however_it_is_generated():
         (
             (4, 2, 2, 2),
             {},
-            "rollout_micro_batch_size=2 and compute_logps_micro_batch_size=2 make 2 plans before one update of"
-            " mini_batch_size=4 prompts: set both to 4",
+            "with rollout_micro_batch_size=2 and compute_logps_micro_batch_size=2, one update of"
+            " mini_batch_size=4 prompts would need 2 plans: set both to 4",
         ),
-        ((12, 2, 4, 2), {"num_micro_batches": 6}, "compute_logps_micro_batch_size=2 make 3 plans before one"),
+        ((12, 2, 4, 2), {"num_micro_batches": 6}, "mini_batch_size=12 prompts would need 3 plans"),
         (
             (8, 2, 8, 8),
             {},
-            "the balancer has num_micro_batches=2, mini_batch_size=8 and train_micro_batch_size=2 make 4",
+            "the balancer has num_micro_batches=2, but mini_batch_size=8 and train_micro_batch_size=2 give 4",
         ),
         (
             (4, 2, 4, 4),
@@ -104,12 +104,12 @@ def test_samples_that_do_not_divide_over_the_ranks():
 
 
 def recorded():
-    """Prompts right-aligned in four tokens, completions of up to four, and what was fed behind them."""
+    """Return routes of right-aligned prompts of four tokens and completions of up to four, and their mask."""
     mask = np.array([[0, 1, 1, 1, 1, 1, 0, 0], [0, 0, 1, 1, 1, 1, 1, 1]], bool)
     routes = np.random.default_rng(0).permuted(np.tile(np.arange(16, dtype=np.int16), (2, 8, 3, 1)), axis=-1)[
         ..., :2
     ]
-    routes[0, 7] = -1  # nobody went on for so long
+    routes[0, 7] = -1  # the sampler stopped before this token
     return routes, mask
 
 
@@ -129,12 +129,12 @@ def test_a_real_token_without_a_route_is_named():
 
 def test_a_recording_of_another_batch_is_refused():
     routes, mask = recorded()
-    with pytest.raises(ValueError, match="2 samples of 8 tokens were recorded, and 1 of 8 are trained on"):
+    with pytest.raises(ValueError, match="recorded 2 samples of 8 tokens, but the learner trains on 1 of 8"):
         replay_of_rows(routes, mask[:1], num_experts=16)
 
 
 class Layers(nnx.Module):
-    """Three layers, each alone."""
+    """A model of three separate MoE layers."""
 
     def __init__(self):
         gating = dataclasses.replace(GATINGS["qwen3-moe"], top_k=2)
@@ -145,7 +145,7 @@ class Layers(nnx.Module):
 
 @pytest.fixture(scope="module")
 def prepared():
-    """A prepared batch of two micro-batches, its replay, the model and its balancer."""
+    """Return a prepared batch of two micro-batches, its replay, the model and the balancer."""
     rng = np.random.default_rng(0)
     ids = np.argsort(-rng.normal(size=(1, 1, 3, 16)) - rng.gumbel(size=(32, 6, 3, 16)))[..., :2]
     replay = RoutingReplay(ids.astype(np.uint8), rng.random((32, 6)) < 0.9)
@@ -165,8 +165,8 @@ def test_rows_of_an_example_are_the_prepared_layers(prepared):
             assert leaf.shape[:2] == (8, 3)
             assert leaf.sharding.spec == FIRST_OVER_RANKS
         for index in range(3):
-            found = layer_of(rows, index, batch.parallel)
-            jax.tree.map(np.testing.assert_array_equal, found, layers.layer(index))
+            result = layer_of(rows, index, batch.parallel)
+            jax.tree.map(np.testing.assert_array_equal, result, layers.layer(index))
 
 
 def test_rows_are_in_tunix_order(prepared):
@@ -176,7 +176,7 @@ def test_rows_are_in_tunix_order(prepared):
 
 @nnx.jit
 def call(layer, x, forced=None):
-    layer.forced = None if forced is None else Told(forced)
+    layer.forced = None if forced is None else CallVariable(forced)
     output, used = layer(x), layer.used.get_value()
     layer.forced = layer.used = None
     return output, used
@@ -191,12 +191,12 @@ def test_the_layer_uses_forced_experts_and_routes_the_others_live(prepared):
     forced = np.array(used, np.int32)
     forced[:, 0] = (forced[:, 0] + 5) % 16
     forced[:, 4:] = -1
-    found, again = call(layer, x, jnp.asarray(forced))
+    result, again = call(layer, x, jnp.asarray(forced))
     np.testing.assert_array_equal(again, np.where(forced == -1, used, forced))
-    np.testing.assert_allclose(found[:, 1:], output[:, 1:], atol=1e-5)
-    assert np.abs(found[:, 0] - output[:, 0]).max() > 1e-2
+    np.testing.assert_allclose(result[:, 1:], output[:, 1:], atol=1e-5)
+    assert np.abs(result[:, 0] - output[:, 0]).max() > 1e-2
     expected = model.layers[0](x, jnp.asarray(again, jnp.uint8), parallel=balancer.live).output
-    np.testing.assert_allclose(found, expected, atol=1e-5)
+    np.testing.assert_allclose(result, expected, atol=1e-5)
 
 
 @pytest.mark.slow

@@ -1,1 +1,1 @@
-"""Half an hour of a GPU, used well: kernels are checked, timed and tuned in steps, each a process with a clock."""
+"""Checks, measurements and tuning of the kernels in half an hour on a GPU, in steps with a time limit each."""

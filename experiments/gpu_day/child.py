@@ -1,4 +1,4 @@
-"""``python -m experiments.gpu_day.child STEP``: one step, as the ladder starts it."""
+"""``python -m experiments.gpu_day.child STEP``: the process of one step, which the ladder starts."""
 
 import importlib
 import json
@@ -9,9 +9,9 @@ def run_function(function: str, arguments: list, *, rehearsal: bool) -> None:
     """Import a step's function and call it.
 
     Args:
-        function: ``module:function``.
-        arguments: its arguments.
-        rehearsal: whether it runs at small sizes without a GPU.
+        function: the function, as ``module:function``.
+        arguments: the arguments of the function.
+        rehearsal: whether to run at small sizes without a GPU.
     """
     module, name = function.split(":")
     getattr(importlib.import_module(module), name)(*arguments, rehearsal=rehearsal)

@@ -1,6 +1,6 @@
-"""Is it right: every kernel against NumPy or blocked XLA, over even, uneven and empty groups, with NaN in padding.
+"""Correctness checks: every kernel against NumPy or blocked XLA, for even, uneven and empty groups.
 
-A rehearsal runs the same steps at small sizes in JAX's GPU interpreter.
+Padding is NaN in most checks. A rehearsal runs the same steps at small sizes in JAX's GPU interpreter.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from experiments.gpu_day.facts import say
+from experiments.gpu_day.facts import print_facts
 from pallas_kernels.compare import check_close, same_bits
 from pallas_kernels.grouped_dot.api import IMPLEMENTATIONS
 from pallas_kernels.grouped_mlp.swiglu import swiglu
@@ -30,9 +30,9 @@ from pallas_kernels.self_check import mlp_with_gradients, reasons_not_to_check, 
 from pallas_kernels.sweep import Sweep
 
 SPLITS: Final = ("even", "uneven", "empty")
-"""How rows are split over groups."""
+"""The ways to split rows over groups."""
 REPLICAS: Final = 2
-"""Groups whose weights are in the second buffer."""
+"""The number of groups whose weights are in the second buffer."""
 
 
 class Sizes(NamedTuple):
@@ -45,17 +45,19 @@ class Sizes(NamedTuple):
 
     @classmethod
     def of(cls, rehearsal: bool) -> "Sizes":
-        """Large enough for several tiles in every direction, or as small as the interpreter needs; the last tile of
-        columns is a partial one."""
+        """Return sizes with several tiles in every direction, or small ones for the interpreter in a rehearsal.
+
+        In both, the last column tile is only partly inside the output.
+        """
         return cls(72, 64, 192, 3) if rehearsal else cls(4104, 512, 704, 18)
 
 
 class Operands:
-    """Random operands, and what a product of them must be.
+    """Random operands, and the expected results of their products.
 
     Args:
-        sizes: their sizes.
-        matrices: the matrices of a group.
+        sizes: the sizes of the operands.
+        matrices: the number of matrices of a group.
     """
 
     def __init__(self, sizes: Sizes, matrices: int = 1):
@@ -70,11 +72,11 @@ class Operands:
 
     @property
     def buffers(self) -> tuple[jax.Array, jax.Array]:
-        """The weights in two buffers."""
+        """The weights, split into two buffers."""
         return self.weights[:-REPLICAS], self.weights[-REPLICAS:]
 
     def split(self, name: str) -> np.ndarray:
-        """The group sizes ``[groups]`` of a way to split the rows, some rows of padding left."""
+        """Return the group sizes ``[groups]`` of one of `SPLITS`, which leave some rows as padding."""
         rows, groups = self.sizes.rows, self.sizes.groups
         draw = np.random.default_rng(0)
         if name == "uneven":
@@ -84,7 +86,7 @@ class Operands:
         return np.where(np.arange(groups) % 2, 0 if name == "empty" else sizes, sizes).astype(np.int32)
 
     def product(self, rows: jax.Array, split: np.ndarray, matrix: int = 0, *, transposed: bool = False):
-        """Each group's rows times its matrix in float32, ``[rows, n]``, zero in padding."""
+        """Return each group's rows times its matrix, float32 ``[rows, n]``, with zeros in the padding."""
         weights = np.asarray(self.weights[:, matrix], np.float32)
         weights = weights.swapaxes(1, 2) if transposed else weights
         out, ends = np.zeros((self.sizes.rows, weights.shape[2]), np.float32), np.cumsum(split)
@@ -93,17 +95,17 @@ class Operands:
         return out
 
     def poison(self, rows: jax.Array, split: np.ndarray) -> jax.Array:
-        """The rows, NaN in padding."""
+        """Return the rows with NaN in the padding."""
         return jnp.where(np.arange(len(rows))[:, None] >= split.sum(), jnp.nan, rows)
 
     def offsets(self, split: np.ndarray) -> jax.Array:
-        """Where groups start and end, as kernels read it."""
+        """Return the group offsets in the format that the kernels read."""
         return group_offsets(jnp.asarray(split), self.sizes.rows)
 
 
 @contextlib.contextmanager
 def interpreter(rehearsal: bool) -> Iterator[None]:
-    """JAX's GPU interpreter in a rehearsal, else nothing."""
+    """Run kernels in JAX's GPU interpreter in a rehearsal; otherwise do nothing."""
     if rehearsal:
         with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
             yield
@@ -112,28 +114,32 @@ def interpreter(rehearsal: bool) -> Iterator[None]:
 
 
 def describe_machine(*, rehearsal: bool) -> None:
-    """Say what device, driver, clocks and versions these are."""
+    """Report the device, driver, clocks and versions.
+
+    Raises:
+        ValueError: if the device is not a GPU and this is not a rehearsal.
+    """
     device = jax.devices()[0]
     query = "driver_version,clocks.sm,clocks.mem,power.limit,temperature.gpu"
     smi = shutil.which("nvidia-smi")
     command = [smi or "", f"--query-gpu={query}", "--format=csv,noheader"]
-    said = subprocess.run(command, capture_output=True, text=True).stdout.strip() if smi else None
-    say(
+    smi_output = subprocess.run(command, capture_output=True, text=True).stdout.strip() if smi else None
+    print_facts(
         device=device.device_kind,
         devices=jax.device_count(),
         compute_capability=getattr(device, "compute_capability", None),
         multiprocessors=getattr(device, "core_count", None),
         jax=jax.__version__,
-        **{query: said},
+        **{query: smi_output},
         ptxas=shutil.which("ptxas"),
         cuda_root=os.environ.get("CUDA_ROOT"),
     )
     if not rehearsal and device.platform != "gpu":
-        raise ValueError(f"{device.device_kind} is no GPU")
+        raise ValueError(f"the device {device.device_kind} is not a GPU")
 
 
 def check_jax_example(*, rehearsal: bool) -> None:
-    """Whether any Mosaic kernel runs on this machine: one of JAX's own, beside `jax.lax.ragged_dot`."""
+    """Check that Mosaic kernels work on this machine at all, by comparing one of JAX's with `jax.lax.ragged_dot`."""
     from jax.experimental.pallas.ops.gpu import ragged_dot_mgpu
 
     groups, rows, width = (2, 128, 128) if rehearsal else (8, 512, 512)
@@ -141,17 +147,17 @@ def check_jax_example(*, rehearsal: bool) -> None:
     weights = jax.random.normal(jax.random.key(1), (groups, width, width), jnp.bfloat16)
     sizes = jnp.full(groups, rows, jnp.int32)
     if rehearsal:
-        # JAX's interpreter does not run its example.
-        found = jax.lax.ragged_dot(x, weights, sizes)
+        # JAX's interpreter cannot run this example.
+        result = jax.lax.ragged_dot(x, weights, sizes)
     else:
         tiles: dict[str, Any] = {"block_m": 128, "block_n": 128, "block_k": 64}
         run = functools.partial(ragged_dot_mgpu.ragged_dot, **tiles, max_concurrent_steps=4, grid_block_n=4)
-        found = jax.jit(run)(x, weights, group_sizes=sizes)
-    say(**check_close("JAX's example", found, jax.lax.ragged_dot(x, weights, sizes))._asdict())
+        result = jax.jit(run)(x, weights, group_sizes=sizes)
+    print_facts(**check_close("JAX's example", result, jax.lax.ragged_dot(x, weights, sizes))._asdict())
 
 
 def check_product(height: int, transposed: bool, cluster: int, *, rehearsal: bool) -> None:
-    """The product that keeps the rows, plain or transposed, in tiles of one height, by clusters of 1 or 2 blocks."""
+    """Check the row product for one tile height, plain or transposed weights, and clusters of one or two blocks."""
     operands = Operands(Sizes.of(rehearsal))
 
     @jax.jit
@@ -171,17 +177,17 @@ def check_product(height: int, transposed: bool, cluster: int, *, rehearsal: boo
         split, rows = operands.split(name), operands.dy if transposed else operands.x
         begin = time.perf_counter()
         with interpreter(rehearsal):
-            found = run(operands.poison(rows, split), operands.buffers, operands.offsets(split))
-            found = np.asarray(found.astype(jnp.float32))
+            result = run(operands.poison(rows, split), operands.buffers, operands.offsets(split))
+            result = np.asarray(result.astype(jnp.float32))
         seconds = round(time.perf_counter() - begin, 2)
-        off = check_close(f"{name} groups", found, operands.product(rows, split, transposed=transposed))
-        if found[split.sum() :].any():
-            raise ValueError(f"{name} groups: padding is not zero")
-        say(groups=name, **off._asdict(), seconds=seconds)
+        error = check_close(f"{name} groups", result, operands.product(rows, split, transposed=transposed))
+        if result[split.sum() :].any():
+            raise ValueError(f"{name} groups: the padding of the result is not zero")
+        print_facts(groups=name, **error._asdict(), seconds=seconds)
 
 
 def check_weight_gradient(height: int, cluster: int, *, rehearsal: bool) -> None:
-    """The weight gradient, in tiles of one height, by clusters of one or two blocks."""
+    """Check the weight gradient for one tile height and clusters of one or two blocks."""
     operands = Operands(Sizes.of(rehearsal))
     slots = tuple(len(buffer) for buffer in operands.buffers)
 
@@ -194,19 +200,19 @@ def check_weight_gradient(height: int, cluster: int, *, rehearsal: bool) -> None
         rows = operands.poison(operands.x, split), operands.poison(operands.dy, split)
         with interpreter(rehearsal):
             parts = [np.asarray(part.astype(jnp.float32)) for part in run(*rows, operands.offsets(split))]
-        found, wanted, ends = np.concatenate(parts)[:, 0], [], np.cumsum(split)
+        result, expected, ends = np.concatenate(parts)[:, 0], [], np.cumsum(split)
         for start, end in zip(ends - split, ends, strict=True):
-            x, dy = (np.asarray(one[start:end], np.float32) for one in (operands.x, operands.dy))
-            wanted.append(x.T @ dy)
-        say(groups=name, **check_close(f"{name} groups", found, np.stack(wanted))._asdict())
+            x, dy = (np.asarray(array[start:end], np.float32) for array in (operands.x, operands.dy))
+            expected.append(x.T @ dy)
+        print_facts(groups=name, **check_close(f"{name} groups", result, np.stack(expected))._asdict())
 
 
 def check_gate_up(*, rehearsal: bool) -> None:
-    """Gate and up in one sweep, with SwiGLU behind them."""
+    """Check the product with gate and up in one sweep and SwiGLU fused."""
     operands = Operands(Sizes.of(rehearsal), matrices=2)
     split = operands.split("uneven")
     with interpreter(rehearsal):
-        (found,) = jax.jit(
+        (result,) = jax.jit(
             functools.partial(
                 row_product_kernel,
                 sums=[[Sweep(0, (0, 1))]],
@@ -216,9 +222,9 @@ def check_gate_up(*, rehearsal: bool) -> None:
                 tiles=TileSizes(128, 64 if rehearsal else 128, 4),
             )
         )([operands.x], operands.buffers, operands.offsets(split))
-        found = np.asarray(found.astype(jnp.float32))
+        result = np.asarray(result.astype(jnp.float32))
     gate, up = (operands.product(operands.x, split, matrix) for matrix in (0, 1))
-    say(**check_close("gate and up", found, gate / (1 + np.exp(-gate)) * up)._asdict())
+    print_facts(**check_close("gate and up", result, gate / (1 + np.exp(-gate)) * up)._asdict())
 
 
 def _mlp_operands(rehearsal: bool) -> tuple[Any, ...]:
@@ -241,48 +247,49 @@ def _with_gradients(implementation: str, rehearsal: bool) -> Callable[..., dict[
 
 
 def check_mlp(*, rehearsal: bool) -> None:
-    """The grouped MLP and all its gradients, beside blocked XLA."""
+    """Check the grouped MLP and all its gradients against blocked XLA."""
     operands = _mlp_operands(rehearsal)
-    found, wanted = (_with_gradients(name, rehearsal)(*operands) for name in ("mosaic", "xla"))
-    for name, one in found.items():
-        say(array=name, **check_close(name, one, wanted[name])._asdict())
+    result, expected = (_with_gradients(name, rehearsal)(*operands) for name in ("mosaic", "xla"))
+    for name, array in result.items():
+        print_facts(array=name, **check_close(name, array, expected[name])._asdict())
 
 
 def check_repeats(*, rehearsal: bool) -> None:
-    """Whether the MLP and its gradients are the same bits in every run: nothing is added atomically, so a difference
-    is a race.
+    """Check that the MLP and its gradients have the same bits in every run.
+
+    The kernels use no atomic additions, so a difference would be a race.
 
     Raises:
-        ValueError: if bits have moved.
+        ValueError: if a run differs from the first one.
     """
     operands, run = _mlp_operands(rehearsal), _with_gradients("mosaic", rehearsal)
-    first, runs, moved = run(*operands), 2 if rehearsal else 500, 0
+    first, runs, differing_runs = run(*operands), 2 if rehearsal else 500, 0
 
     for _ in range(runs):
-        moved += not same_bits(first, run(*operands))
-    say(runs=runs, moved=moved)
-    if moved:
-        raise ValueError(f"{moved} of {runs} runs are not the first one bit for bit")
+        differing_runs += not same_bits(first, run(*operands))
+    print_facts(runs=runs, moved=differing_runs)
+    if differing_runs:
+        raise ValueError(f"{differing_runs} of {runs} runs differ from the first run in some bit")
 
 
 def check_chosen(*, rehearsal: bool) -> None:
-    """Which implementations pass their check on this machine, and which one is chosen where none is named.
+    """Run the self-check of all implementations, and report which one ``implementation=None`` chooses.
 
     Raises:
-        ValueError: if one that could run here does not pass.
+        ValueError: if an implementation that can run on this machine does not pass.
     """
     if rehearsal:
-        say(chosen="xla")
+        print_facts(chosen="xla")
         return
     failed = []
     for implementation, reason in reasons_not_to_check().items():
         if reason:
-            say(implementation=implementation, cannot_run=reason)
+            print_facts(implementation=implementation, cannot_run=reason)
         else:
             verdict = run_check(implementation)
-            say(implementation=implementation, **verdict._asdict())
+            print_facts(implementation=implementation, **verdict._asdict())
             failed += [] if verdict.passed else [f"{implementation}: {verdict.reason}"]
     rows = jnp.zeros((8, 64), jnp.bfloat16)
-    say(chosen=choose_implementation(None, IMPLEMENTATIONS, rows, rows.dtype, k=64, n=64))
+    print_facts(chosen=choose_implementation(None, IMPLEMENTATIONS, rows, rows.dtype, k=64, n=64))
     if failed:
         raise ValueError("; ".join(failed))

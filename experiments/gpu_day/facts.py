@@ -1,23 +1,23 @@
-"""What a step finds out: lines of JSON on its standard output, for the process that started it."""
+"""The results of a step: lines of JSON on its standard output, which the process that started it reads."""
 
 import json
 from typing import Any, Final
 
 MARK: Final = "FACT "
-"""How a line begins that holds a fact; all other output is what libraries print."""
+"""The prefix of lines with results; other lines are the output of libraries."""
 
 
-def say(**facts: Any) -> None:
-    """Print facts as one line, at once: a step that is killed later has said them.
+def print_facts(**facts: Any) -> None:
+    """Print results as one line, and flush it, so that it is not lost if the step is killed later.
 
-    >>> say(rows=8, error=0.5)
+    >>> print_facts(rows=8, error=0.5)
     FACT {"rows": 8, "error": 0.5}
     """
     print(MARK + json.dumps(facts), flush=True)
 
 
 def facts_of(line: str) -> dict[str, Any] | None:
-    """The facts of a line of output; None if it holds none.
+    """Return the results in a line of output, or None if it has none.
 
     >>> facts_of('FACT {"rows": 8}'), facts_of("a warning")
     ({'rows': 8}, None)

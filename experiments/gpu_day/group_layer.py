@@ -1,4 +1,4 @@
-"""The layer over all devices of this host, beside every expert applied to every token: values and gradients."""
+"""A check of the layer over several devices of this host, against a dense layer: outputs and gradients."""
 
 import functools
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.contenders import Samples, plan_contender
-from experiments.gpu_day.facts import say
+from experiments.gpu_day.facts import print_facts
 from experiments.gpu_day.one_rank import layer_output
 from experiments.gpu_day.timing import median_seconds
 from pallas_kernels.compare import check_close
@@ -27,21 +27,21 @@ TOP_K, SAMPLES_PER_RANK = 2, 4
 
 
 def check_group(devices: int, exchange: str, *, rehearsal: bool) -> None:
-    """Run one layer with replicas over the first devices of this host, under a plan of ReLibra's.
+    """Check one layer with replicas over the first devices of this host, under a ReLibra plan.
 
     Args:
         devices: the number of devices.
-        exchange: the kind of exchange of tokens and replicas, ``padded`` or ``ragged``; ``remote`` for replicas that a
-            kernel pulls, beside padded tokens.
-        rehearsal: whether host devices and small sizes are enough.
+        exchange: the kind of exchange of tokens and replicas, ``padded`` or ``ragged``; or ``remote``, with which a
+            kernel pulls the replicas and the tokens use the padded exchange.
+        rehearsal: whether to run on host devices at small sizes.
 
     Raises:
-        ValueError: if there are too few devices, or values or gradients are not those of the dense layer.
+        ValueError: if there are too few devices, or if the output or a gradient differs from that of the dense layer.
     """
     if len(jax.devices()) < devices:
-        raise ValueError(f"{devices} devices are needed, there are {len(jax.devices())}")
+        raise ValueError(f"{devices} devices are needed, but there are {len(jax.devices())}")
     if exchange == "remote" and (reason := why_not_hopper(jax.devices()[0].device_kind)):
-        say(devices=devices, exchange=exchange, cannot_run=reason)
+        print_facts(devices=devices, exchange=exchange, cannot_run=reason)
         return
     length, width, hidden = (64, 64, 64) if rehearsal else (512, 1024, 512)
     topology = Topology(num_nodes=1, ranks_per_node=devices, num_experts=4 * devices, replica_slots=1)
@@ -72,28 +72,28 @@ def check_group(devices: int, exchange: str, *, rehearsal: bool) -> None:
         out, pull = jax.vjp(functools.partial(_dense_layer, ids), x, gates, weights)
         return out, *pull(out)
 
-    by_token = jax.NamedSharding(parallel.mesh, jax.P(RANKS))
-    tokens = jax.device_put((x, gates, jnp.asarray(ids)), by_token)
+    token_sharding = jax.NamedSharding(parallel.mesh, jax.P(RANKS))
+    tokens = jax.device_put((x, gates, jnp.asarray(ids)), token_sharding)
     experts = jax.device_put(weights[layout], rank_sharding(parallel.mesh))
     prepared = jax.jit(prepare_layer, static_argnums=2)(tokens[2], plan, parallel)
     run = functools.partial(step, tokens[0], tokens[1], experts, tokens[2], prepared)
-    exact = (one.astype(jnp.float32) for one in (x, jnp.asarray(gates), weights))
-    found, wanted = jax.device_get(run()), jax.device_get(dense_step(*exact))
-    wanted = (*wanted[:3], wanted[3][layout])
-    off = check_close(f"a layer over {devices} devices", found, wanted)
+    dense_operands = (array.astype(jnp.float32) for array in (x, jnp.asarray(gates), weights))
+    result, expected = jax.device_get(run()), jax.device_get(dense_step(*dense_operands))
+    expected = (*expected[:3], expected[3][layout])
+    error = check_close(f"a layer over {devices} devices", result, expected)
     seconds = median_seconds({"layer": run}, 1 if rehearsal else 9, reading=1e-4 if rehearsal else 0.02)
-    say(
+    print_facts(
         devices=devices,
         exchange=exchange,
         replicas=int(replica_count(batch.batch_plan.plan, topology).sum()),
         token_copies=int((ids != EMPTY).sum()),
         milliseconds=seconds["layer"].median * 1e3,
-        **off._asdict(),
+        **error._asdict(),
     )
 
 
 def _draw(topology: Topology, length: int) -> Samples:
-    """Samples whose tokens prefer a few experts."""
+    """Return random samples whose tokens prefer a few experts."""
     draw, samples = np.random.default_rng(0), SAMPLES_PER_RANK * topology.num_ranks
     popular = draw.dirichlet(np.full(topology.num_experts, 0.3)) + 0.01
     scores = np.log(popular) + draw.gumbel(size=(samples, length, 1, topology.num_experts))
@@ -103,7 +103,7 @@ def _draw(topology: Topology, length: int) -> Samples:
 
 
 def _dense_layer(ids, x, gates, weights):
-    """Every expert of every token in float32, one expert after the other."""
+    """Apply every expert to every token in float32, one expert at a time, and sum with the gates as weights."""
     out = jnp.zeros(x.shape, jnp.float32)
     with jax.default_matmul_precision("highest"):
         for expert, (gate, up, down) in enumerate(weights):

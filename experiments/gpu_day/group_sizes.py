@@ -1,4 +1,4 @@
-"""The group sizes of the benchmark: what plans give to one rank, scaled to a mean number of rows a group."""
+"""The group sizes of the benchmark: the quotas of one rank in a plan, scaled to a mean number of rows per group."""
 
 from collections.abc import Mapping, Sequence
 
@@ -12,16 +12,16 @@ from relibra_jax.types import Array, Topology
 def planned_sizes(
     quotas: Mapping[str, Int[Array, "M L N G S"]], topology: Topology, homes: int, mean: int
 ) -> dict[str, np.ndarray]:
-    """Return the group sizes of one rank, ``[homes + REPLICAS]``, under the static plan and ReLibra's.
+    """Return the group sizes of one rank, ``[homes + REPLICAS]``, under the static plan and the ReLibra plan.
 
-    The rank and the first micro-batch and layer are those with the most rows in replica slots. From there on, that
-    rank's micro-batches and layers follow each other until all slots have a size, again from the start if need be.
+    The rank, micro-batch and layer with the most rows in replica slots are chosen. If the measured model has more slots
+    than the plan's ranks, the following layers and micro-batches of the same rank provide the other sizes, cyclically.
 
     Args:
-        quotas: the quotas of each plan, by the contender's name.
-        topology: the topology that the plans were made for.
-        homes: the number of home slots of the model that is measured.
-        mean: the mean rows of a group that sizes are scaled to.
+        quotas: the quotas of each plan, by the name of the planner.
+        topology: the topology of the plans.
+        homes: the number of home slots of the measured model.
+        mean: the mean number of rows of a group after scaling.
     """
 
     def quota_by_rank(name: str) -> np.ndarray:
@@ -40,7 +40,7 @@ def planned_sizes(
 
 
 def scaled_sizes(quota: np.ndarray, mean: int) -> np.ndarray:
-    """Return group sizes ``[S]`` in the proportions of a quota, with the wanted mean; rows are rounded down.
+    """Return group sizes ``[S]`` in the proportions of a quota, scaled to a mean and rounded down to whole rows.
 
     >>> scaled_sizes(np.array([1, 0, 3]), 100).tolist()
     [75, 0, 225]
@@ -49,9 +49,9 @@ def scaled_sizes(quota: np.ndarray, mean: int) -> np.ndarray:
 
 
 def buffer_rows(sizes: Sequence[np.ndarray]) -> int:
-    """Return the rows of a buffer that holds any of these groups: a multiple of 8, as a step's buffers are.
+    """Return the number of rows of a buffer for any of these group sizes, a multiple of 8 as in training steps.
 
     >>> buffer_rows([np.array([5, 0, 6]), np.array([1, 1, 1])])
     16
     """
-    return -(-max(int(one.sum()) for one in sizes) // 8) * 8
+    return -(-max(int(groups.sum()) for groups in sizes) // 8) * 8

@@ -1,9 +1,9 @@
-"""The ladder: steps run one after the other, each in a process of its own that is killed when its time is over.
+"""The ladder: it runs steps in order, each in its own process, which is killed at the step's time limit.
 
-Whatever a step says is appended to the record as it comes, so that a hang, a crash or the end of a lease loses nothing.
-A step that has passed is not run again as long as the code is the same; a step is not begun before those that it needs
-have passed, nor if its time would not fit into what is left. This module needs nothing but the standard library, so
-that it works where JAX does not.
+The results that a step prints are appended to the record immediately, so a hang, a crash or the loss of the machine
+loses nothing. A step that has passed is not repeated as long as the code is the same. A step is skipped if the steps
+that it needs have not passed, or if its time limit exceeds the remaining time. This module uses only the standard
+library, so it works even if JAX does not.
 """
 
 import contextlib
@@ -22,12 +22,12 @@ from typing import Any, Final, Literal, NamedTuple
 from experiments.gpu_day.facts import facts_of
 
 type State = Literal["passed", "failed", "hung"]
-"""How a step ended: by itself with exit status 0, by itself with another, or killed when its time was over."""
+"""The end of a step: with exit status 0, with another exit status, or killed at its time limit."""
 
 SOURCES: Final = ("pallas_kernels", "experiments/gpu_day")
-"""The folders whose code decides what a step finds."""
+"""The folders with the code that steps depend on."""
 TAIL: Final = 1500
-"""Characters of a failed step's output that are kept."""
+"""The number of characters of a failed step's output that are kept."""
 
 
 class Step(NamedTuple):
@@ -35,40 +35,41 @@ class Step(NamedTuple):
 
     name: str
     function: str
-    """What the process runs, as ``module:function``, called with ``arguments`` and ``rehearsal=``."""
+    """The function that the process calls with ``arguments`` and ``rehearsal=``, as ``module:function``."""
     arguments: tuple[Any, ...] = ()
-    """Numbers and strings."""
+    """The arguments of the function, numbers and strings."""
     seconds: int = 120
-    """The time after which the process is killed."""
+    """The time limit in seconds, after which the process is killed."""
     needs: tuple[str, ...] = ()
     """The names of the steps that must have passed before."""
     on_cpu: bool = False
-    """Whether the step is one for the CPU, which leaves the GPU alone."""
+    """Whether the step uses only the CPU."""
 
 
 class Record:
-    """The lines of all steps, in a file that only grows.
+    """An append-only file with the results of all steps.
 
     Args:
-        path: the file, JSON lines; it may be there from an earlier command.
-        rehearsal: whether the steps run at small sizes without a GPU. What was rehearsed does not count as passed.
+        path: the path of the file, in JSON lines. The file may exist from an earlier command.
+        rehearsal: whether the steps run at small sizes without a GPU. A step that passed in a rehearsal counts as
+            passed only in rehearsals.
     """
 
     def __init__(self, path: Path, *, rehearsal: bool = False):
         self.path, self.rehearsal, self.source = path, rehearsal, source_digest()
 
     def add(self, **facts: Any) -> None:
-        """Append one line, and have it on the disk before anything else happens."""
+        """Append one line, and flush it to disk."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a") as file:
-            # What a kill has cut off ends without a line break.
+            # If a process was killed while it wrote, the last line has no line break.
             start = "" if not file.tell() or self.path.read_bytes().endswith(b"\n") else "\n"
             file.write(start + json.dumps({"rehearsal": self.rehearsal, **facts}) + "\n")
             file.flush()
             os.fsync(file.fileno())
 
     def passed(self) -> set[str]:
-        """The steps that have passed with this code, in a rehearsal if this is one, and not failed since."""
+        """Return the steps whose last run with this code passed, in rehearsals if this is one and else in real runs."""
         state = {
             line["step"]: line["state"]
             for line in read_record(self.path)
@@ -82,30 +83,31 @@ def run_ladder(steps: Sequence[Step], record: Record, *, seconds: float) -> dict
 
     Args:
         steps: the steps, in order.
-        record: where they are kept.
-        seconds: the time for all of them. A step whose own time is longer than what is left is not begun.
+        record: the record of results.
+        seconds: the time limit for all steps, in seconds. A step whose own limit exceeds the remaining time is skipped.
 
     Returns:
-        What became of each step, in words: "passed", "failed", "hung", "passed before", or why it was not begun.
+        The outcome of each step, as text: "passed", "failed", "hung", "passed before", or the reason why it was
+        skipped.
     """
-    deadline, told = time.monotonic() + seconds, {}
+    deadline, outcomes = time.monotonic() + seconds, {}
     for step in steps:
-        passed, left = record.passed(), deadline - time.monotonic()
+        passed, remaining = record.passed(), deadline - time.monotonic()
         missing = [name for name in step.needs if name not in passed]
         if step.name in passed:
-            told[step.name] = "passed before"
+            outcomes[step.name] = "passed before"
         elif missing:
-            told[step.name] = f"not begun: needs {', '.join(missing)}"
-        elif left < step.seconds:
-            told[step.name] = f"not begun: may take {step.seconds} s, {left:.0f} s are left"
+            outcomes[step.name] = f"skipped: {', '.join(missing)} must pass first"
+        elif remaining < step.seconds:
+            outcomes[step.name] = f"skipped: its limit is {step.seconds} s, but only {remaining:.0f} s remain"
         else:
-            told[step.name] = run_step(step, record)
-        print(f"{step.name}: {told[step.name]}", flush=True)
-    return told
+            outcomes[step.name] = run_step(step, record)
+        print(f"{step.name}: {outcomes[step.name]}", flush=True)
+    return outcomes
 
 
 def run_step(step: Step, record: Record) -> State:
-    """Run one step in a process of its own, and keep what it says."""
+    """Run one step in its own process, append its results to the record, and return how it ended."""
     begin, tail = time.monotonic(), ""
     process = subprocess.Popen(
         [sys.executable, "-m", "experiments.gpu_day.child", _encode(step, record.rehearsal)],
@@ -117,7 +119,7 @@ def run_step(step: Step, record: Record) -> State:
         env=_environment(step, record.rehearsal),
     )
 
-    def listen() -> None:
+    def read_output() -> None:
         nonlocal tail
         assert process.stdout is not None
         for line in process.stdout:
@@ -127,24 +129,24 @@ def run_step(step: Step, record: Record) -> State:
                 print(f"  {step.name} {line.strip()}", flush=True)
                 record.add(step=step.name, source=record.source, **facts)
 
-    listener = threading.Thread(target=listen)
-    listener.start()
+    reader = threading.Thread(target=read_output)
+    reader.start()
     state: State
     try:
         state = "passed" if process.wait(timeout=step.seconds) == 0 else "failed"
     except subprocess.TimeoutExpired:
         state = "hung"
-    # Also what a step has started itself, and has not ended.
+    # This also kills processes that the step has started and left running.
     _kill_group(process.pid)
     process.wait()
-    listener.join()
+    reader.join()
     assert process.stdout is not None
     process.stdout.close()
-    took = round(time.monotonic() - begin, 1)
-    said = {} if state == "passed" else {"code": process.returncode, "tail": tail}
-    if said:
+    duration = round(time.monotonic() - begin, 1)
+    failure = {} if state == "passed" else {"code": process.returncode, "tail": tail}
+    if failure:
         print(tail, flush=True)
-    record.add(step=step.name, source=record.source, state=state, seconds=took, **said)
+    record.add(step=step.name, source=record.source, state=state, seconds=duration, **failure)
     return state
 
 
@@ -158,14 +160,14 @@ def _encode(step: Step, rehearsal: bool) -> str:
 
 
 def _environment(step: Step, rehearsal: bool) -> Mapping[str, str]:
-    # PyTorch, as a peer, wants memory of the same GPU.
+    # PyTorch, a baseline, needs memory of the same GPU, so JAX must not preallocate it.
     own = {"PYTHONUNBUFFERED": "1", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     host = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"} if step.on_cpu or rehearsal else {}
     return {**os.environ, **own, **host}
 
 
 def read_record(path: Path) -> list[dict[str, Any]]:
-    """The lines of a record, none if there is no file; a line that a kill has cut off is left out."""
+    """Return the lines of a record, without incomplete ones; an empty list if there is no file."""
     lines = []
     for line in path.read_text().splitlines() if path.exists() else []:
         try:
@@ -176,7 +178,7 @@ def read_record(path: Path) -> list[dict[str, Any]]:
 
 
 def source_digest() -> str:
-    """Twelve digits that change with the code of `SOURCES`."""
+    """Return a digest of the code in `SOURCES`, as 12 hexadecimal digits."""
     root, digest = Path(__file__).parents[2], hashlib.sha256()
     for folder in SOURCES:
         for path in sorted((root / folder).rglob("*.py")):

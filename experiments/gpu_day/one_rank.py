@@ -1,4 +1,4 @@
-"""The layer on a mesh of one device, which takes the place of one rank of a larger group."""
+"""The MoE layer on a mesh of one device, which stands in for one rank of a larger group."""
 
 import functools
 from collections.abc import Callable
@@ -19,12 +19,12 @@ type Run = Callable[[], Any]
 
 
 class OneRank:
-    """One rank's slots on one device.
+    """The slots of one rank on one device, and functions to run the parts of its layer.
 
     Args:
-        weights: ``[S, 3, D, F]``, the weights of its slots, all of them homes here.
-        tokens: the room for its token copies, each a token of one expert.
-        implementation: the implementation of `pallas_kernels`.
+        weights: the weights of the rank's slots, ``[S, 3, D, F]``. All of them are home slots here.
+        tokens: the largest number of token copies. Each copy is a token of its own, with one expert.
+        implementation: the implementation of `pallas_kernels` to use.
     """
 
     def __init__(self, weights: jax.Array, tokens: int, *, implementation: str):
@@ -44,36 +44,36 @@ class OneRank:
         )
 
     def plan(self, sizes: np.ndarray) -> LayerPlan:
-        """The plan of the rank's groups."""
+        """Return the plan for the given group sizes."""
         slots = np.arange(len(sizes), dtype=np.int32)
         load = sizes.astype(np.int32)[None, None]
         return LayerPlan(slots[None, None], slots, load, load)
 
     def expert_ids(self, sizes: np.ndarray) -> np.ndarray:
-        """The expert of every token, ``[1, tokens, 1]``, in an order drawn at random; EMPTY on padding."""
+        """Return the expert of every token, ``[1, tokens, 1]``, in random order, with EMPTY for padding."""
         ids = np.full(self.tokens, EMPTY, np.int32)
         ids[: sizes.sum()] = np.repeat(np.arange(len(sizes)), sizes)
         return np.random.default_rng(0).permutation(ids)[None, :, None]
 
     def prepare(self, sizes: np.ndarray) -> Run:
-        """What is done once a batch: the tables of dispatch."""
+        """Return the run of what is done once per batch: the tables for dispatch."""
         return functools.partial(_prepare, self.expert_ids(sizes), self.plan(sizes), self.parallel)
 
     def fetch(self, sizes: np.ndarray) -> Run:
-        """The fetch of replicas, of which there are none: what its frame costs."""
+        """Return the run of a fetch without replicas, which shows the fixed cost of a fetch."""
         experts, x = self.weights[None, None], self.x[None]
         return functools.partial(_fetch, experts, self.prepare(sizes)(), x, self.parallel)
 
     def forward(self, sizes: np.ndarray) -> Run:
-        """Dispatch, experts, combine."""
+        """Return the run of the layer forward: dispatch, experts and combine."""
         return functools.partial(_forward, *self._arguments(sizes))
 
     def gradients(self, sizes: np.ndarray) -> Run:
-        """The same with the gradients of tokens, gates and experts."""
+        """Return the run of the layer with the gradients of tokens, gates and experts."""
         return functools.partial(_gradients, *self._arguments(sizes))
 
     def experts(self, sizes: np.ndarray, *, gradients: bool = False) -> Run:
-        """The grouped MLP alone, on rows that are sorted already."""
+        """Return the run of only the grouped MLP, on rows that are already sorted."""
         run = _experts_gradients if gradients else _experts
         return functools.partial(run, self.x, self.weights, jnp.asarray(sizes), self.implementation)
 
@@ -92,9 +92,9 @@ def _fetch(experts, layer, x, parallel):
 
 
 def layer_output(x, gates, experts, *, ids, layer, parallel):
-    """What `moe_layer` returns for tokens, behind the fetch of the layer's replicas."""
-    held, x = fetch_replicas(experts, layer, x, parallel)
-    return moe_layer(x, ids, gates, held, layer, parallel).output
+    """Fetch the layer's replicas, and return the output of `moe_layer`."""
+    slots, x = fetch_replicas(experts, layer, x, parallel)
+    return moe_layer(x, ids, gates, slots, layer, parallel).output
 
 
 @functools.partial(jax.jit, static_argnums=5)

@@ -1,7 +1,7 @@
-"""What is measured: three grouped products and the whole grouped MLP, with their floating-point operations and bytes.
+"""The measured operations: three grouped products and the whole grouped MLP, with their FLOPs and bytes.
 
-An `Operation` holds the same computation as written by everyone who can do it, this project's kernels and a dense
-matmul among them.
+An `Operation` contains one computation in all available versions: this project's kernels, a dense matmul, and the
+baselines that support it.
 """
 
 import functools
@@ -13,29 +13,30 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.gpu_day import peers
+from experiments.gpu_day import baselines
 from pallas_kernels import grouped_dot, grouped_mlp, grouped_outer
 from pallas_kernels.hopper.tile_sizes import REPLICAS, ModelShape
 
-OURS, DENSE, UNFUSED = "ours", "dense matmul", "products one at a time"
-"""The names of this project's kernels, of the dense peer, and of the MLP without fusion."""
+OWN_KERNELS, DENSE, UNFUSED = "ours", "dense matmul", "products one at a time"
+"""The names in the results of this project's kernels, of the dense baseline, and of the MLP without fusion."""
 SETS: Final = 2
-"""How many sets of operands one program works on, so that none is found in a cache."""
+"""The number of operand sets that a program alternates between, so that no operands are still in a cache."""
 
 
 class Operands(NamedTuple):
     """One set of operands."""
 
     x: jax.Array
-    """``[r, k]``, the row operand."""
+    """The row operand, ``[r, k]``."""
     d_out: jax.Array
     """The gradient of the operation's result."""
     weights: tuple[jax.Array, jax.Array]
-    """``[slots, k, n]``, or ``[slots, 3, k, n]`` for an MLP: the weights of the home slots and of the replica slots."""
+    """The weights of the home slots and of the replica slots, each ``[slots, k, n]``, or ``[slots, 3, k, n]`` for an
+    MLP."""
     joint: jax.Array | None
-    """Both in one buffer, as peers want them; None for an MLP."""
+    """The weights of all slots in one buffer, for the baselines; None for an MLP."""
     apart: list[tuple[jax.Array, jax.Array]]
-    """The home and replica slots of each of an MLP's matrices, for products one at a time."""
+    """The home and replica slots of each matrix of an MLP, for products one at a time."""
     dense: list[jax.Array]
     """The matrices ``[k, n]`` of a dense layer."""
 
@@ -45,21 +46,21 @@ type Call = Callable[[Operands, jax.Array], Any]
 
 
 class Operation(NamedTuple):
-    """One computation, as everyone who can do it does it: the content of one table."""
+    """One computation in all its versions; the content of one table."""
 
     name: str
     calls: dict[str, Call]
-    """Who computes it, by name; `OURS` and `DENSE` are among them."""
+    """The versions by name, including `OWN_KERNELS` and `DENSE`."""
     flops: Callable[[np.ndarray], float]
-    """The number of floating-point operations for given group sizes; only rows that exist count."""
+    """A function from group sizes to the number of floating-point operations, without padding."""
     bytes: Callable[[np.ndarray], float]
-    """The bytes that have to move at least for given group sizes: every operand and result once."""
+    """A function from group sizes to the smallest possible memory traffic in bytes: every operand and result once."""
     reference: Call
-    """The computation that ours has to agree with: the XLA implementation, which tests hold to float64 results."""
+    """The XLA implementation, with which the results of the kernels are compared. Tests compare it with float64."""
 
 
 def random_array(*shape: int, seed: int = 0) -> jax.Array:
-    """Return normal bfloat16 numbers of the size of trained weights."""
+    """Return normally distributed bfloat16 numbers with about the magnitude of trained weights."""
     return jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16) / math.sqrt(shape[-1])
 
 
@@ -69,7 +70,7 @@ def operand_sets(matrix: tuple[int, ...], rows: int, homes: int, columns: int) -
     Args:
         matrix: the shape of one slot's weights: (k, n), or (3, D, F) for an MLP.
         rows: the number of rows of the row operand.
-        homes: the number of home slots; `REPLICAS` replica slots come beside them.
+        homes: the number of home slots. There are also `REPLICAS` replica slots.
         columns: the number of columns of the result.
     """
     sets = []
@@ -88,8 +89,8 @@ def products(shape: ModelShape, implementation: str) -> Iterator[Operation]:
     """Yield the forward product of the gate, its input gradient and its weight gradient.
 
     Args:
-        shape: the sizes of a model's experts.
-        implementation: the implementation of `pallas_kernels` that is measured as `OURS`.
+        shape: the sizes of the model's experts.
+        implementation: the implementation of `pallas_kernels` to measure as `OWN_KERNELS`.
     """
     k, n = shape.width, shape.expert_width
 
@@ -103,7 +104,7 @@ def products(shape: ModelShape, implementation: str) -> Iterator[Operation]:
         slots = [buffer.shape[0] for buffer in operands.weights]
         return grouped_outer(operands.x, operands.d_out, sizes, slots=slots, implementation=name)
 
-    ours: dict[str, Callable[..., Any]] = {
+    grouped: dict[str, Callable[..., Any]] = {
         "forward": forward,
         "input gradient": input_gradient,
         "weight gradient": weight_gradient,
@@ -117,28 +118,31 @@ def products(shape: ModelShape, implementation: str) -> Iterator[Operation]:
     def flops(sizes: np.ndarray) -> float:
         return 2.0 * int(sizes.sum()) * k * n
 
-    for name in peers.PRODUCTS:
+    for name in baselines.PRODUCTS:
 
-        def moved(sizes: np.ndarray, name: str = name) -> float:
+        def memory_traffic(sizes: np.ndarray, name: str = name) -> float:
             matrices = sizes.size if name == "weight gradient" else int((sizes > 0).sum())
             return 2.0 * (int(sizes.sum()) * (k + n) + matrices * k * n)
 
-        calls: dict[str, Call] = {OURS: functools.partial(ours[name], implementation), DENSE: dense[name]}
-        for peer, call in peers.calls(name).items():
-            calls[peer] = functools.partial(_in_one_buffer, call)
-        yield Operation(name, calls, flops, moved, functools.partial(ours[name], "xla"))
+        calls: dict[str, Call] = {
+            OWN_KERNELS: functools.partial(grouped[name], implementation),
+            DENSE: dense[name],
+        }
+        for baseline, call in baselines.calls(name).items():
+            calls[baseline] = functools.partial(_with_joint_buffer, call)
+        yield Operation(name, calls, flops, memory_traffic, functools.partial(grouped[name], "xla"))
 
 
-def _in_one_buffer(call: peers.Call, operands: Operands, sizes: jax.Array) -> jax.Array:
+def _with_joint_buffer(call: baselines.Call, operands: Operands, sizes: jax.Array) -> jax.Array:
     return call(operands.x, operands.d_out, operands.joint, sizes)
 
 
 def mlps(shape: ModelShape, implementation: str) -> Iterator[Operation]:
-    """Yield the grouped MLP forward and with its gradients, and beside it the same as products one at a time.
+    """Yield the grouped MLP, forward and with gradients, both fused and as separate products.
 
     Args:
-        shape: the sizes of a model's experts.
-        implementation: the implementation of `pallas_kernels` that is measured as `OURS`.
+        shape: the sizes of the model's experts.
+        implementation: the implementation of `pallas_kernels` to measure as `OWN_KERNELS`.
     """
     k, n = shape.width, shape.expert_width
 
@@ -156,7 +160,7 @@ def mlps(shape: ModelShape, implementation: str) -> Iterator[Operation]:
         return ((jax.nn.silu(x @ gate) * (x @ up)) @ down.T) * scale[:, None].astype(x.dtype)
 
     calls: dict[str, tuple[Callable[..., Any], Callable[[Operands], Any]]] = {
-        OURS: (functools.partial(fused, implementation), lambda operands: operands.weights),
+        OWN_KERNELS: (functools.partial(fused, implementation), lambda operands: operands.weights),
         UNFUSED: (unfused, lambda operands: operands.apart),
         DENSE: (dense, lambda operands: operands.dense),
         "xla": (functools.partial(fused, "xla"), lambda operands: operands.weights),
@@ -173,16 +177,16 @@ def mlps(shape: ModelShape, implementation: str) -> Iterator[Operation]:
     def flops(sizes: np.ndarray) -> float:
         return 6.0 * int(sizes.sum()) * k * n
 
-    def moved(sizes: np.ndarray) -> float:
+    def forward_traffic(sizes: np.ndarray) -> float:
         return 2.0 * (2 * int(sizes.sum()) * k + 3 * int((sizes > 0).sum()) * k * n)
 
-    # That ours computes gate and up again counts as time, not as work. Empty groups have gradients too.
-    def moved_both(sizes: np.ndarray) -> float:
+    # The kernels recompute gate and up; this adds to their time, but not to the FLOPs. Empty groups have gradients too.
+    def total_traffic(sizes: np.ndarray) -> float:
         return 2.0 * (4 * int(sizes.sum()) * k + 3 * (int((sizes > 0).sum()) + sizes.size) * k * n)
 
-    for name, run, work, least in (
-        ("MLP forward", forward, flops, moved),
-        ("MLP with gradients", with_gradients, lambda sizes: 3 * flops(sizes), moved_both),
+    for name, run, work, traffic in (
+        ("MLP forward", forward, flops, forward_traffic),
+        ("MLP with gradients", with_gradients, lambda sizes: 3 * flops(sizes), total_traffic),
     ):
-        by_name: dict[str, Call] = {peer: functools.partial(run, *call) for peer, call in calls.items()}
-        yield Operation(name, by_name, work, least, by_name.pop("xla"))
+        by_name: dict[str, Call] = {version: functools.partial(run, *call) for version, call in calls.items()}
+        yield Operation(name, by_name, work, traffic, by_name.pop("xla"))

@@ -1,4 +1,4 @@
-"""All 2^8 patterns of empty groups: results and gradients of an implementation beside those of blocked XLA."""
+"""A check of all 2^8 patterns of empty groups: results and gradients of an implementation against blocked XLA."""
 
 import functools
 import itertools
@@ -9,29 +9,29 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.gpu_day.correctness import interpreter
-from experiments.gpu_day.facts import say
+from experiments.gpu_day.facts import print_facts
 from experiments.gpu_day.operations import random_array
 from pallas_kernels import grouped_dot
 from pallas_kernels.compare import Difference, check_close
 from pallas_kernels.self_check import mlp_with_gradients
 
 SLOTS: Final = (4, 2, 2)
-"""The slots of three weight buffers."""
+"""The numbers of slots of the three weight buffers."""
 
 
 def check_patterns(implementation: str, rows: int, width: int, *, rehearsal: bool) -> None:
-    """Compare the products and the MLP for every pattern, with one program each.
+    """Check the products and the MLP for every pattern of empty groups, with one compiled program each.
 
-    Group sizes are no multiples of a tile, and padding is NaN.
+    Group sizes are not multiples of the tile height, and padding is NaN.
 
     Args:
-        implementation: the implementation of `pallas_kernels` that is checked.
+        implementation: the implementation of `pallas_kernels` to check.
         rows: the number of rows of the row operand.
         width: the width of rows, of hidden rows and of results.
-        rehearsal: whether four patterns of few rows are enough.
+        rehearsal: whether to check only four patterns with few rows.
 
     Raises:
-        ValueError: if a result is off.
+        ValueError: if a result or a gradient is wrong.
     """
     if rehearsal:
         rows, width = 40, 64
@@ -40,18 +40,18 @@ def check_patterns(implementation: str, rows: int, width: int, *, rehearsal: boo
     weights = [random_array(count, 3, width, width, seed=2 + seed) for seed, count in enumerate(SLOTS)]
     patterns = list(itertools.product((0, 1), repeat=sum(SLOTS)))[:: 85 if rehearsal else 1]
     for check in (_products, _mlp):
-        ours, theirs = (jax.jit(functools.partial(check, name)) for name in (implementation, "xla"))
+        run_kernels, run_xla = (jax.jit(functools.partial(check, name)) for name in (implementation, "xla"))
         largest = Difference(0.0, 0.0)
         for pattern in patterns:
             sizes = draw.multinomial(rows - 5, np.ones(sum(SLOTS)) / sum(SLOTS)) * np.array(pattern)
-            beyond = np.arange(rows)[:, None] >= sizes.sum()
-            x, dy = (jnp.where(beyond, jnp.nan, one) for one in arrays)
+            padding = np.arange(rows)[:, None] >= sizes.sum()
+            x, dy = (jnp.where(padding, jnp.nan, array) for array in arrays)
             operands = (x, dy, weights, jnp.asarray(sizes, jnp.int32))
             with interpreter(rehearsal and implementation == "mosaic"):
-                found = ours(*operands)
-            off = check_close(f"groups {sizes.tolist()}", found, theirs(*operands))
-            largest = Difference(*map(max, largest, off))
-        say(
+                result = run_kernels(*operands)
+            error = check_close(f"groups {sizes.tolist()}", result, run_xla(*operands))
+            largest = Difference(*map(max, largest, error))
+        print_facts(
             what=check.__name__.strip("_"),
             rows=rows,
             width=width,

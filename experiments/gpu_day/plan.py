@@ -1,11 +1,11 @@
-"""The plan that speeds are measured under, made on the CPU and kept as a file beside the record."""
+"""The plan whose group sizes the measurements use, made on the CPU and stored next to the record."""
 
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 
-from experiments.gpu_day.facts import say
+from experiments.gpu_day.facts import print_facts
 from relibra_jax.types import Topology
 
 FILE: Final = "plan.npz"
@@ -13,20 +13,20 @@ MICRO_BATCHES, LAYERS, SAMPLES_PER_RANK = 4, 2, 4
 
 
 def make_plan(folder: str, trace: str | None, *, rehearsal: bool) -> None:
-    """Plan a batch of a trace for 2 x 4 ranks with every contender, and write the quotas down.
+    """Plan a batch of a trace for 2 x 4 ranks with every planner, and write the quotas to a file.
 
     Args:
-        folder: the folder of the plan.
-        trace: a trace by name or path; None for the one of this project.
-        rehearsal: whether one micro-batch of one layer is enough.
+        folder: the folder for the file.
+        trace: the name or path of a trace. None stands for the trace in this project.
+        rehearsal: whether to plan only one micro-batch of one layer.
     """
     from experiments.contenders import contenders
     from relibra_jax.traces.read import read_trace
 
-    read = read_trace(trace)
-    topology = plan_topology(read.num_experts)
+    recorded = read_trace(trace)
+    topology = plan_topology(recorded.num_experts)
     by_name = contenders(
-        read,
+        recorded,
         topology,
         micro_batches=1 if rehearsal else MICRO_BATCHES,
         samples_per_rank=1 if rehearsal else SAMPLES_PER_RANK,
@@ -36,15 +36,20 @@ def make_plan(folder: str, trace: str | None, *, rehearsal: bool) -> None:
     Path(folder).mkdir(parents=True, exist_ok=True)
     with (Path(folder) / FILE).open("wb") as file:
         np.savez(file, **quotas)  # type: ignore[arg-type]
-    say(trace=read.name, experts=read.num_experts, planners=list(quotas), shape=list(quotas["relibra"].shape))
+    print_facts(
+        trace=recorded.name,
+        experts=recorded.num_experts,
+        planners=list(quotas),
+        shape=list(quotas["relibra"].shape),
+    )
 
 
 def read_quotas(folder: str) -> dict[str, np.ndarray]:
-    """The quotas ``[M L N G S]`` of every contender."""
+    """Return the quotas ``[M L N G S]`` of every planner, by its name."""
     with np.load(Path(folder) / FILE, allow_pickle=False) as file:
         return dict(file)
 
 
 def plan_topology(num_experts: int) -> Topology:
-    """The expert-parallel group that is planned for."""
+    """Return the topology of the expert-parallel group for which the plan is made."""
     return Topology(num_nodes=2, ranks_per_node=4, num_experts=num_experts, replica_slots=2)

@@ -1,7 +1,7 @@
-"""One GPU as each rank of a real plan in turn: how long the slowest rank keeps the others waiting, and what of a layer.
+"""Measurements in which one GPU computes the work of each rank of a real plan: the slowest rank, and a layer's parts.
 
-The quotas of a plan for 2 x 4 ranks are scaled to about 1,024 rows a group, as large micro-batches have; at the rows of
-the recorded demo the latency of a kernel would hide the balance.
+The quotas of a plan for 2 x 4 ranks are scaled to about 1,024 rows per group, which is typical of large micro-batches.
+The recorded demo has so few rows that the latency of kernels would hide the imbalance.
 """
 
 import functools
@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.gpu_day.facts import say
+from experiments.gpu_day.facts import print_facts
 from experiments.gpu_day.operations import random_array
 from experiments.gpu_day.plan import read_quotas
-from experiments.gpu_day.speed import REHEARSED, REPEATS
+from experiments.gpu_day.speed import REHEARSAL_SHAPE, REPEATS
 from experiments.gpu_day.timing import median_seconds
 from pallas_kernels import grouped_mlp
 from pallas_kernels.compare import check_close
@@ -25,32 +25,34 @@ ROWS_PER_GROUP: Final = 1024
 
 
 def scaled_quotas(folder: str, rows_per_group: int) -> dict[str, np.ndarray]:
-    """The quotas of each planner, ``[stages, ranks, slots]``, all by the same factor; a stage is a layer of a
-    micro-batch. What ranks have to compute in all is the same under every plan."""
+    """Return the quotas of each planner, ``[stages, ranks, slots]``, all scaled by the same factor.
+
+    A stage is one layer of one micro-batch. The total work of all ranks is the same under every plan.
+    """
     quotas = {
         name: quota.reshape(-1, quota.shape[2] * quota.shape[3], quota.shape[4])
         for name, quota in read_quotas(folder).items()
     }
-    one = quotas["static"]
-    factor = rows_per_group * one.shape[0] * one.shape[1] * one.shape[2] / one.sum()
+    static = quotas["static"]
+    factor = rows_per_group * static.shape[0] * static.shape[1] * static.shape[2] / static.sum()
     return {name: (quota * factor).astype(np.int32) for name, quota in quotas.items()}
 
 
 def _setting(model: str, implementation: str, rehearsal: bool) -> tuple[ModelShape, str, int, float, int]:
-    """Shape, implementation, readings, their seconds at least, and rows of a group."""
+    """Return the shape, the implementation, the number and minimum seconds of readings, and the rows per group."""
     if rehearsal:
-        return REHEARSED, "xla", 1, 1e-4, 8
+        return REHEARSAL_SHAPE, "xla", 1, 1e-4, 8
     return MODELS[model], implementation, REPEATS, 0.004, ROWS_PER_GROUP
 
 
 def measure_stragglers(model: str, folder: str, implementation: str, *, rehearsal: bool) -> None:
-    """Time every rank's grouped MLP with gradients, and sum the slowest ranks' times.
+    """Measure the time of every rank's grouped MLP with gradients, and sum the times of the slowest ranks.
 
     Args:
-        model: a name of `pallas_kernels.hopper.tile_sizes.MODELS`.
-        folder: where the plan is.
-        implementation: the implementation of `pallas_kernels` that is measured.
-        rehearsal: whether small sizes and one reading on blocked XLA are enough.
+        model: the name of the model, a key of `pallas_kernels.hopper.tile_sizes.MODELS`.
+        folder: the folder of the plan.
+        implementation: the implementation of `pallas_kernels` to measure.
+        rehearsal: whether to measure blocked XLA once at small sizes.
     """
     shape, name, repeats, reading, rows_per_group = _setting(model, implementation, rehearsal)
     quotas = scaled_quotas(folder, rows_per_group)
@@ -70,16 +72,16 @@ def measure_stragglers(model: str, folder: str, implementation: str, *, rehearsa
             place: functools.partial(step, x, weights, jnp.asarray(quota[place]))
             for place in np.ndindex(quota.shape[:2])
         }
-        slowest = np.zeros(quota.shape[:2])
-        for place, one in median_seconds(runs, repeats, reading=reading).items():
-            slowest[place] = one.median
+        seconds = np.zeros(quota.shape[:2])
+        for place, measurement in median_seconds(runs, repeats, reading=reading).items():
+            seconds[place] = measurement.median
         load = quota.sum(-1)
-        say(
+        print_facts(
             planner=planner,
-            slowest_ms=slowest.max(1).sum() * 1e3,
-            mean_ms=slowest.mean(1).sum() * 1e3,
+            slowest_ms=seconds.max(1).sum() * 1e3,
+            mean_ms=seconds.mean(1).sum() * 1e3,
             imbalance_of_rows=float(load.max(1).sum() / load.mean(1).sum()),
-            imbalance_of_time=float(slowest.max(1).sum() / slowest.mean(1).sum()),
+            imbalance_of_time=float(seconds.max(1).sum() / seconds.mean(1).sum()),
         )
 
 
@@ -89,20 +91,20 @@ def _weights(shape: ModelShape, slots: int) -> tuple[jax.Array, jax.Array]:
 
 
 def measure_layer(model: str, folder: str, implementation: str, *, rehearsal: bool) -> None:
-    """The whole layer on a 1 x 1 mesh with each rank's tokens in turn: fetch, dispatch, experts, combine, gradients.
+    """Measure the layer and its parts (fetch, dispatch, experts, combine) on a 1 x 1 mesh, for the tokens of each rank.
 
-    A rank's token copies are tokens of one expert each, in an order drawn at random, so that dispatch has to sort them;
-    all slots are homes, since there is nobody to fetch replicas from. What is dispatch and combine is the difference to
-    the experts alone.
+    Each token copy of a rank is a token with one expert here, in random order, so that dispatch must sort the tokens.
+    All slots are home slots, since there is no other rank to fetch replicas from. The time of dispatch and combine is
+    the difference between the layer and the experts alone.
 
     Args:
-        model: a name of `pallas_kernels.hopper.tile_sizes.MODELS`.
-        folder: where the plan is.
-        implementation: the implementation of `pallas_kernels` that is measured.
-        rehearsal: whether small sizes and one reading on blocked XLA are enough.
+        model: the name of the model, a key of `pallas_kernels.hopper.tile_sizes.MODELS`.
+        folder: the folder of the plan.
+        implementation: the implementation of `pallas_kernels` to measure.
+        rehearsal: whether to measure blocked XLA once at small sizes.
 
     Raises:
-        ValueError: if the layer's output or gradients are not those of blocked XLA.
+        ValueError: if the output or a gradient of the layer differs from that of blocked XLA.
     """
     from experiments.gpu_day.one_rank import OneRank
 
@@ -110,22 +112,22 @@ def measure_layer(model: str, folder: str, implementation: str, *, rehearsal: bo
     quota = scaled_quotas(folder, rows_per_group)["relibra"]
     tokens = -(-int(quota.sum(-1).max()) // 8) * 8
     weights = jnp.concatenate(_weights(shape, quota.shape[-1]))
-    ours, theirs = (OneRank(weights, tokens, implementation=one) for one in (name, "xla"))
+    layer, reference = (OneRank(weights, tokens, implementation=choice) for choice in (name, "xla"))
     for rank in range(quota.shape[1]):
         sizes = quota[0, rank]
-        off = check_close(f"rank {rank}", ours.gradients(sizes)(), theirs.gradients(sizes)())
+        error = check_close(f"rank {rank}", layer.gradients(sizes)(), reference.gradients(sizes)())
         runs = {
-            "layer": ours.forward(sizes),
-            "layer with gradients": ours.gradients(sizes),
-            "tables": ours.prepare(sizes),
-            "fetch": ours.fetch(sizes),
-            "experts": ours.experts(sizes),
-            "experts with gradients": ours.experts(sizes, gradients=True),
+            "layer": layer.forward(sizes),
+            "layer with gradients": layer.gradients(sizes),
+            "tables": layer.prepare(sizes),
+            "fetch": layer.fetch(sizes),
+            "experts": layer.experts(sizes),
+            "experts with gradients": layer.experts(sizes, gradients=True),
         }
         seconds = median_seconds(runs, repeats, reading=reading)
-        say(
+        print_facts(
             rank=rank,
             rows=int(sizes.sum()),
-            milliseconds={part: one.median * 1e3 for part, one in seconds.items()},
-            **off._asdict(),
+            milliseconds={part: measurement.median * 1e3 for part, measurement in seconds.items()},
+            **error._asdict(),
         )

@@ -1,9 +1,9 @@
-"""The record as the tables that results show: what passed, how fast, what is blank because it has not run."""
+"""The record as Markdown tables: checks, throughput and stragglers; cells of steps that have not run are blank."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from experiments.gpu_day.operations import OURS
+from experiments.gpu_day.operations import OWN_KERNELS
 from experiments.gpu_day.steps import SPEEDS, all_steps
 
 OPERATIONS: Final = (
@@ -13,21 +13,21 @@ OPERATIONS: Final = (
     "MLP forward",
     "MLP with gradients",
 )
-"""The columns of the table of speeds."""
+"""The columns of the table of throughput."""
 PLANNERS: Final = ("static", "eplb", "relibra", "balanced")
 
 type Lines = Sequence[Mapping[str, Any]]
-"""Lines of a record."""
+"""The lines of a record."""
 
 
 def report(lines: Lines) -> str:
-    """The tables in Markdown.
+    """Return the tables of a record in Markdown.
 
     Args:
-        lines: the lines of a record, in order; of a step that ran several times the last run counts.
+        lines: the lines of the record, in order. If a step ran several times, its last run is shown.
 
     Returns:
-        Text whose cells are empty where nothing was measured. What was rehearsed is left out.
+        The tables, without rehearsals. Cells without a measurement are empty.
     """
     measured = [line for line in lines if not line["rehearsal"]]
     return "\n".join(
@@ -36,20 +36,23 @@ def report(lines: Lines) -> str:
 
 
 def _facts(lines: Lines, step: str) -> list[Mapping[str, Any]]:
-    """What the last run of a step said."""
-    own = [line for line in lines if line["step"] == step]
-    ends = [number for number, line in enumerate(own[:-1]) if "state" in line]
-    return own[ends[-1] + 1 if ends else 0 :]
+    """Return the lines of the last run of a step."""
+    step_lines = [line for line in lines if line["step"] == step]
+    ends = [number for number, line in enumerate(step_lines[:-1]) if "state" in line]
+    return step_lines[ends[-1] + 1 if ends else 0 :]
 
 
 def _machine(lines: Lines) -> list[str]:
-    found = [line for line in _facts(lines, "environment") if "device" in line]
-    if not found:
+    descriptions = [line for line in _facts(lines, "environment") if "device" in line]
+    if not descriptions:
         return ["Nothing has been measured: no step has run on a GPU."]
-    one = found[-1]
-    driver = next((str(value) for name, value in one.items() if name.startswith("driver_version")), "unknown")
+    facts = descriptions[-1]
+    driver = next(
+        (str(value) for name, value in facts.items() if name.startswith("driver_version")), "unknown"
+    )
     return [
-        f"{one['device']}, {one['multiprocessors']} multiprocessors, jax {one['jax']}; driver and clocks: {driver}."
+        f"{facts['device']}, {facts['multiprocessors']} multiprocessors, jax {facts['jax']};"
+        f" driver and clocks: {driver}."
     ]
 
 
@@ -62,24 +65,24 @@ def _checks(lines: Lines) -> Iterator[str]:
 
 
 def _speeds(lines: Lines) -> Iterator[str]:
-    yield "TFLOP/s and share of the roofline, group sizes of a ReLibra plan:"
+    yield "TFLOP/s and share of the roofline, for the group sizes of a ReLibra plan:"
     yield ""
-    yield f"| experts of | rows a group | {' | '.join(OPERATIONS)} |"
+    yield f"| experts of | rows per group | {' | '.join(OPERATIONS)} |"
     yield f"|---|---:|{'---:|' * len(OPERATIONS)}"
     for model, rows in SPEEDS:
         facts = _facts(lines, f"speed of {model}, {rows} rows")
-        ours = {
+        kernel_results = {
             line["operation"]: f"{line['teraflops']:.0f}, {line['of_roofline']:.0%}"
             for line in facts
-            if line.get("by") == OURS and line.get("plan") == "relibra" and "teraflops" in line
+            if line.get("by") == OWN_KERNELS and line.get("plan") == "relibra" and "teraflops" in line
         }
-        cells = [ours.get(operation, "") for operation in OPERATIONS]
+        cells = [kernel_results.get(operation, "") for operation in OPERATIONS]
         yield f"| {model} | {rows:,} | {' | '.join(cells)} |"
 
 
 def _stragglers(lines: Lines) -> Iterator[str]:
-    found = {line["planner"]: line for line in _facts(lines, "stragglers") if "planner" in line}
-    yield "The slowest rank's grouped MLP with gradients, summed over micro-batches and layers:"
+    facts = {line["planner"]: line for line in _facts(lines, "stragglers") if "planner" in line}
+    yield "Grouped MLP with gradients of the slowest rank, summed over micro-batches and layers:"
     yield ""
     yield f"| | {' | '.join(PLANNERS)} |"
     yield f"|---|{'---:|' * len(PLANNERS)}"
@@ -88,5 +91,5 @@ def _stragglers(lines: Lines) -> Iterator[str]:
         ("imbalance of time", "imbalance_of_time", ".3f"),
         ("imbalance of rows", "imbalance_of_rows", ".3f"),
     ):
-        cells = [format(found[planner][name], form) if planner in found else "" for planner in PLANNERS]
+        cells = [format(facts[planner][name], form) if planner in facts else "" for planner in PLANNERS]
         yield f"| {head} | {' | '.join(cells)} |"

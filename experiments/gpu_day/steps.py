@@ -1,4 +1,4 @@
-"""The steps of the ladder, in the order of what is worth knowing first, in three commands of at most ten minutes."""
+"""The steps of the ladder, the most important first, in three commands of at most ten minutes each."""
 
 from typing import Final, Literal
 
@@ -7,11 +7,11 @@ from experiments.gpu_day.ladder import Step
 type Command = Literal["right", "speed", "why"]
 
 COMMANDS: Final[dict[Command, str]] = {
-    "right": "are the kernels right: every one alone, all patterns of empty groups, races",
-    "speed": "how fast are they: throughput beside peers and the roofline",
-    "why": "what is it made of: stragglers, the layer rank by rank, sizes of tiles",
+    "right": "check that the kernels are correct: each kernel alone, all patterns of empty groups, races",
+    "speed": "measure throughput, compared with baselines and the roofline",
+    "why": "measure what times consist of: stragglers, the layer rank by rank, tile sizes",
 }
-"""The commands, each with what it asks."""
+"""The commands, with their descriptions."""
 SPEEDS: Final = (
     ("Qwen3-30B-A3B", 1024),
     ("Qwen3-235B-A22B", 1024),
@@ -20,46 +20,46 @@ SPEEDS: Final = (
     ("GPT-OSS-120B", 1024),
     ("GLM-4.5-106B-A12B", 1024),
 )
-"""Models and mean rows of a group whose throughput is measured, the most wanted first."""
-TUNED: Final = "Qwen3-30B-A3B"
-"""The model whose layer and stragglers are measured, and whose tiles are tuned."""
-_RIGHT: Final = "experiments.gpu_day.correctness"
+"""The pairs of model and mean rows per group for which throughput is measured, the most important first."""
+TUNED_MODEL: Final = "Qwen3-30B-A3B"
+"""The model for which layer and stragglers are measured and tile sizes are tuned."""
+_CORRECTNESS: Final = "experiments.gpu_day.correctness"
 
 
 def hopper_checks() -> tuple[Step, ...]:
-    """The checks of the Hopper kernels."""
+    """Return the steps that check the Hopper kernels."""
     patterns = "experiments.gpu_day.patterns:check_patterns"
     checks = (
-        Step("forward, 64 rows", f"{_RIGHT}:check_product", (64, False, 1)),
-        Step("forward, 128 rows", f"{_RIGHT}:check_product", (128, False, 1)),
-        Step("transposed", f"{_RIGHT}:check_product", (128, True, 1)),
-        Step("weight gradient, 64 rows", f"{_RIGHT}:check_weight_gradient", (64, 1)),
-        Step("weight gradient, 128 rows", f"{_RIGHT}:check_weight_gradient", (128, 1)),
-        Step("gate and up", f"{_RIGHT}:check_gate_up"),
-        Step("MLP with gradients", f"{_RIGHT}:check_mlp", seconds=150),
+        Step("forward, 64 rows", f"{_CORRECTNESS}:check_product", (64, False, 1)),
+        Step("forward, 128 rows", f"{_CORRECTNESS}:check_product", (128, False, 1)),
+        Step("transposed", f"{_CORRECTNESS}:check_product", (128, True, 1)),
+        Step("weight gradient, 64 rows", f"{_CORRECTNESS}:check_weight_gradient", (64, 1)),
+        Step("weight gradient, 128 rows", f"{_CORRECTNESS}:check_weight_gradient", (128, 1)),
+        Step("gate and up", f"{_CORRECTNESS}:check_gate_up"),
+        Step("MLP with gradients", f"{_CORRECTNESS}:check_mlp", seconds=150),
         Step("patterns, small tiles", patterns, ("mosaic", 640, 256), 150),
         Step("patterns, large tiles", patterns, ("mosaic", 8192, 1024), 150),
-        Step("repeats", f"{_RIGHT}:check_repeats"),
-        Step("forward, clusters", f"{_RIGHT}:check_product", (128, False, 2)),
-        Step("weight gradient, clusters", f"{_RIGHT}:check_weight_gradient", (128, 2)),
+        Step("repeats", f"{_CORRECTNESS}:check_repeats"),
+        Step("forward, clusters", f"{_CORRECTNESS}:check_product", (128, False, 2)),
+        Step("weight gradient, clusters", f"{_CORRECTNESS}:check_weight_gradient", (128, 2)),
     )
     return tuple(step._replace(needs=("environment",)) for step in checks)
 
 
 def all_steps(folder: str, trace: str | None) -> dict[Command, tuple[Step, ...]]:
-    """The steps of every command.
+    """Return the steps of every command.
 
     Args:
-        folder: where the plan is kept.
-        trace: the trace that is planned, by name or path; None for the one of this project.
+        folder: the folder of the plan.
+        trace: the name or path of the trace to plan. None stands for the trace in this project.
     """
     plan = Step("plan", "experiments.gpu_day.plan:make_plan", (folder, trace), 180, on_cpu=True)
-    environment = Step("environment", f"{_RIGHT}:describe_machine", seconds=90)
-    example = Step("JAX's example", f"{_RIGHT}:check_jax_example", needs=("environment",))
+    environment = Step("environment", f"{_CORRECTNESS}:describe_machine", seconds=90)
+    example = Step("JAX's example", f"{_CORRECTNESS}:check_jax_example", needs=("environment",))
     checks = hopper_checks()
-    chosen = Step("self-check", f"{_RIGHT}:check_chosen", seconds=300, needs=("environment",))
+    chosen = Step("self-check", f"{_CORRECTNESS}:check_chosen", seconds=300, needs=("environment",))
     right = (environment, plan, example, *checks, chosen)
-    # Speeds of kernels that are wrong mean nothing.
+    # Measurements need all checks, since the speed of a wrong kernel means nothing.
     needs = ("plan", *(step.name for step in checks))
     speed = (
         plan,
@@ -74,12 +74,12 @@ def all_steps(folder: str, trace: str | None) -> dict[Command, tuple[Step, ...]]
             for model, rows in SPEEDS
         ),
     )
-    of_ranks = "experiments.gpu_day.ranks"
+    ranks = "experiments.gpu_day.ranks"
     why = (
         plan,
-        Step("stragglers", f"{of_ranks}:measure_stragglers", (TUNED, folder, "mosaic"), 150, needs),
-        Step("layer", f"{of_ranks}:measure_layer", (TUNED, folder, "mosaic"), 150, needs),
+        Step("stragglers", f"{ranks}:measure_stragglers", (TUNED_MODEL, folder, "mosaic"), 150, needs),
+        Step("layer", f"{ranks}:measure_layer", (TUNED_MODEL, folder, "mosaic"), 150, needs),
         Step("search", "experiments.gpu_day.search:check_search", (94, 128, 32), 150, ("environment",)),
-        Step("tuning", "experiments.gpu_day.tuning:tune_model", (TUNED, folder), 240, needs),
+        Step("tuning", "experiments.gpu_day.tuning:tune_model", (TUNED_MODEL, folder), 240, needs),
     )
     return {"right": right, "speed": speed, "why": why}

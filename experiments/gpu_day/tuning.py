@@ -1,34 +1,36 @@
-"""Sizes of tiles, tuned into a table beside the record."""
+"""Tuning of tile sizes, written to a table next to the record."""
 
 import os
 from pathlib import Path
 
-from experiments.gpu_day.facts import say
-from experiments.gpu_day.speed import REHEARSED
+from experiments.gpu_day.facts import print_facts
+from experiments.gpu_day.speed import REHEARSAL_SHAPE
 from pallas_kernels.hopper import autotune
 from pallas_kernels.hopper.tile_sizes import MODELS, candidate_tile_sizes, choose_tile_sizes
 from pallas_kernels.hopper.tile_table import VARIABLE, read_table
 
 
 def tune_model(model: str, folder: str, *, rehearsal: bool) -> None:
-    """Tune the tiles of a model's kernels, as many as the time of the step allows; a later run goes on from there.
+    """Tune the tile sizes of a model's kernels, as far as the step's time limit allows; a later run continues.
 
     Args:
-        model: a name of `pallas_kernels.hopper.tile_sizes.MODELS`.
-        folder: the folder of the table, ``tile_sizes.json``, which RELIBRA_TILE_SIZES is to name afterwards.
-        rehearsal: whether naming the candidates is enough: kernels are timed on GPUs alone.
+        model: the name of the model, a key of `pallas_kernels.hopper.tile_sizes.MODELS`.
+        folder: the folder of the table, ``tile_sizes.json``. To use the table, set RELIBRA_TILE_SIZES to its path.
+        rehearsal: whether to only list the candidates, since kernels can be timed only on GPUs.
 
     Raises:
-        ValueError: if nothing can be measured here.
+        ValueError: if tile sizes cannot be measured on this machine.
     """
-    shape, rows = (REHEARSED, (16,)) if rehearsal else (MODELS[model], autotune.ROWS_PER_GROUP)
+    shape, rows = (REHEARSAL_SHAPE, (16,)) if rehearsal else (MODELS[model], autotune.ROWS_PER_GROUP)
     for problem in (problem for count in rows for problem in autotune.problems(shape, count)):
         candidates = list(candidate_tile_sizes(problem))
-        say(problem=problem.key, candidates=len(candidates), without_tuning=list(choose_tile_sizes(problem)))
+        print_facts(
+            problem=problem.key, candidates=len(candidates), without_tuning=list(choose_tile_sizes(problem))
+        )
     if rehearsal:
         return
     path = Path(folder) / "tile_sizes.json"
     os.environ[VARIABLE] = str(path)
     if autotune.main([model]):
-        raise ValueError("autotune refused; what it said stands above")
-    say(table=str(path), tuned={key: list(tiles) for key, tiles in read_table(path).tiles.items()})
+        raise ValueError("autotune cannot measure here; it printed the reason to standard error")
+    print_facts(table=str(path), tuned={key: list(tiles) for key, tiles in read_table(path).tiles.items()})

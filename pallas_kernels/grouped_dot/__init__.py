@@ -1,1 +1,1 @@
-"""Products of each group of rows with the matrix of its own slot; one file for each implementation."""
+"""Grouped matrix products, in one file for each implementation."""

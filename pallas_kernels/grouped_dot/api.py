@@ -1,10 +1,10 @@
-"""The calls for grouped products: they check shapes, choose an implementation, and define gradients.
+"""The public functions for grouped products: they check shapes, choose an implementation, and define gradients.
 
 With ``y = x W`` for the rows of each group, the gradient ``dx = dy W^T`` is the same product with transposed weights,
-and ``dW = x^T dy`` sums over the rows of a group; so each product is a gradient of the others. To add an
-implementation, write the two functions of an `Implementation` and add it to `IMPLEMENTATIONS`: the tests run every
-entry. An implementation is called with shapes and dtypes that have been checked, and nothing is empty but groups:
-weight buffers without slots are left out.
+and ``dW = x^T dy`` is a sum over the rows of a group. So each product is a gradient of the others. To add an
+implementation, write the two functions of an `Implementation` and add it to `IMPLEMENTATIONS`; the tests run every
+entry. An implementation can rely on checked shapes and dtypes, and on operands that are not empty. Groups may be empty,
+but weight buffers without slots are removed before the call.
 """
 
 import functools
@@ -32,12 +32,13 @@ type Array = jax.Array | np.ndarray
 
 
 class Implementation(NamedTuple):
-    """The two functions that an implementation of the grouped products consists of."""
+    """The two functions of an implementation of the grouped products."""
 
     dot: Callable[..., jax.Array]
-    """The product ``(rows, weights, group_sizes, transposed, out_dtype) -> [r, n]``."""
+    """The product, a function ``(rows, weights, group_sizes, transposed, out_dtype) -> [r, n]``."""
     outer: Callable[..., Sequence[jax.Array]]
-    """The weight gradient ``(lhs, rhs, group_sizes, slots, out_dtype)`` of each buffer, ``[slots, k, n]``."""
+    """The weight gradients, a function ``(lhs, rhs, group_sizes, slots, out_dtype)`` that returns ``[slots, k, n]`` for
+    each weight buffer."""
 
 
 IMPLEMENTATIONS: Final[Mapping[str, Implementation]] = {
@@ -58,35 +59,35 @@ def grouped_dot(
     out_dtype: Any = None,
     implementation: str | None = None,
 ) -> jax.Array:
-    """Multiply each group of rows by the matrix of its own weight slot.
+    """Multiply each group of rows by the matrix of its weight slot.
 
-    Group sizes are data: one compilation serves every split of the rows. Products are summed in float32 (float64 for
-    float64 rows). Weights may lie in any number of buffers, which are read where they are. The call works under
-    `jax.jit`, `jax.grad` and `jax.shard_map`. A gradient of the result in another dtype than that of the rows is
-    rounded to theirs.
+    Group sizes are data, so one compilation serves every split of the rows. Products are summed in float32 (float64 for
+    float64 rows). The weights may be in any number of buffers, which are read in place, without a copy. The function
+    works under `jax.jit`, `jax.grad` and `jax.shard_map`. In the backward pass, the gradient of the result is rounded
+    to the dtype of the rows.
 
     Args:
-        rows: ``[r, k]`` floating, the row operand, sorted by group: first the rows of each slot of the first weight
-            buffer, then those of the next buffer. Rows beyond the last group are padding and may hold anything.
-        weights: the weight buffers, ``[slots, k, n]`` each, in the dtype of rows; ``[slots, n, k]`` if transposed. Any
-            of them may have no slots; together they have at least one.
-        group_sizes: ``[all slots]`` integer, the number of rows of each slot, buffer after buffer; together at most r.
-            Sizes below 0 count as 0, and rows beyond r are left out.
-        transposed: whether rows are multiplied by the transposed matrices.
-        out_dtype: the dtype of the result, floating; None stands for that of rows.
-        implementation: the name in `IMPLEMENTATIONS` of the implementation to run. None stands for "mosaic" where
-            that can run, which is on Hopper GPUs, in bfloat16, with k and n multiples of 64; it copies rows whose
-            number is no multiple of 8. Else it stands for "triton" on NVIDIA GPUs from compute capability 8.0 on, in
-            bfloat16, float16 and float32. Elsewhere None stands for "xla", which runs on every platform of JAX and is
-            fast on CPUs.
+        rows: the row operand, floating-point ``[r, k]``, sorted by group: first the rows of each slot of the first
+            weight buffer, then those of the next buffer. Rows after the last group are padding and may have any value.
+        weights: the weight buffers, each ``[slots, k, n]``, or ``[slots, n, k]`` if transposed, in the dtype of the
+            rows. A buffer may have no slots, but there must be at least one slot in total.
+        group_sizes: the number of rows of each slot, in the order of the buffers, integer ``[all slots]``. The sum
+            should be at most r. Sizes below 0 count as 0, and rows beyond r are ignored.
+        transposed: whether to multiply the rows by the transposed matrices.
+        out_dtype: the floating-point dtype of the result. None stands for the dtype of the rows.
+        implementation: the name of the implementation to run, a key of `IMPLEMENTATIONS`. None chooses "mosaic" on
+            Hopper GPUs for bfloat16 rows if k and n are multiples of 64; it copies the rows if their number is not a
+            multiple of 8. Else None chooses "triton" on NVIDIA GPUs of compute capability 8.0 or higher for bfloat16,
+            float16 and float32 rows. Else None chooses "xla", which runs on every platform of JAX and is fast on CPUs.
+            None skips a kernel that has not passed `pallas_kernels.self_check` on this machine.
 
     Returns:
-        ``[r, n]``, zero in padding. Gradients of padding and of the weights of empty groups are zero; those of the
-        weights come as a sequence of buffers like ``weights``.
+        The products, ``[r, n]``, with zeros in the padding. The gradients of padding and of the weights of empty groups
+        are zero. The gradient of the weights is a sequence of buffers with the shapes of ``weights``.
 
     Raises:
-        ValueError: if shapes or dtypes do not fit together, if no implementation has the name, or if the named
-            implementation cannot run here.
+        ValueError: if shapes or dtypes do not match, if no implementation has the given name, or if the named
+            implementation cannot run on this device with these operands.
 
     >>> rows, homes, replicas = jnp.ones((4, 2)), jnp.ones((2, 2, 3)), 5 * jnp.ones((1, 2, 3))
     >>> grouped_dot(rows, (homes, replicas), jnp.array([1, 0, 2]))[:, 0].tolist()
@@ -116,23 +117,25 @@ def grouped_outer(
     out_dtype: Any = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, ...]:
-    """Sum the outer products of two row operands over each group: the weight gradient of `grouped_dot`.
+    """Sum the outer products of two row operands over each group, which is the weight gradient of `grouped_dot`.
 
     Args:
-        lhs: ``[r, k]`` floating, the first row operand, sorted by group as in `grouped_dot`; padding may hold anything.
-        rhs: ``[r, n]``, the second row operand, in the dtype of lhs and in the same order.
-        group_sizes: ``[sum(slots)]`` integer, the number of rows of each slot; together at most r. Sizes below 0 count
-            as 0, and rows beyond r are left out.
-        slots: the number of slots of each weight buffer; some may be 0, but not all.
-        out_dtype: the dtype of the results, floating; None stands for that of lhs.
-        implementation: the name of the implementation to run, or None, as in `grouped_dot`.
+        lhs: the first row operand, floating-point ``[r, k]``, sorted by group as in `grouped_dot`. Padding may have any
+            value.
+        rhs: the second row operand, ``[r, n]``, in the order and dtype of lhs.
+        group_sizes: the number of rows of each slot, integer ``[sum(slots)]``. The sum should be at most r. Sizes below
+            0 count as 0, and rows beyond r are ignored.
+        slots: the number of slots of each weight buffer. Some may be 0, but not all.
+        out_dtype: the floating-point dtype of the results. None stands for the dtype of lhs.
+        implementation: the name of the implementation to run. None chooses one as in `grouped_dot`.
 
     Returns:
-        For each weight buffer, ``[slots, k, n]``: ``lhs^T rhs`` over the rows of each slot, zero for empty groups.
+        One array ``[slots, k, n]`` for each weight buffer: ``lhs^T rhs`` over the rows of each slot, and zeros for
+        empty groups.
 
     Raises:
-        ValueError: if shapes or dtypes do not fit together, if no implementation has the name, or if the named
-            implementation cannot run here.
+        ValueError: if shapes or dtypes do not match, if no implementation has the given name, or if the named
+            implementation cannot run on this device with these operands.
 
     >>> homes, replicas = grouped_outer(jnp.ones((4, 2)), jnp.ones((4, 3)), jnp.array([1, 0, 2]), slots=(2, 1))
     >>> homes[:, 0, 0].tolist(), replicas[:, 0, 0].tolist()
@@ -147,16 +150,16 @@ def grouped_outer(
         )
     slots = tuple(slots)
     if sum(slots) < 1 or min(slots) < 0:
-        raise ValueError(f"slots={slots} must be numbers of at least 0, and at least 1 in all")
+        raise ValueError(f"slots={slots} must be non-negative and have a sum of at least 1")
     check_group_sizes(group_sizes, slots)
     dtype = resolve_out_dtype(out_dtype, lhs)
     name = choose_implementation(implementation, IMPLEMENTATIONS, lhs, dtype, k=lhs.shape[1], n=rhs.shape[1])
     if lhs.size == 0 or rhs.size == 0:
         return tuple(jnp.zeros((count, lhs.shape[1], rhs.shape[1]), dtype) for count in slots)
-    some = tuple(count for count in slots if count)
-    sums = _outer(name, some, dtype, *match_varying_axes(lhs, rhs, group_sizes))
-    of_buffers = iter(sums)
-    return tuple(next(of_buffers) if count else sums[0][:0] for count in slots)
+    positive_slots = tuple(count for count in slots if count)
+    sums = _outer(name, positive_slots, dtype, *match_varying_axes(lhs, rhs, group_sizes))
+    sums_iterator = iter(sums)
+    return tuple(next(sums_iterator) if count else sums[0][:0] for count in slots)
 
 
 def ragged_dot(
@@ -167,23 +170,23 @@ def ragged_dot(
     preferred_element_type: Any = None,
     implementation: str | None = None,
 ) -> jax.Array:
-    """Multiply each group of rows by its own matrix, with the arguments of `jax.lax.ragged_dot`.
+    """Multiply each group of rows by its own matrix, with the main arguments of `jax.lax.ragged_dot`.
 
     This is `grouped_dot` with one weight buffer.
 
     Args:
-        lhs: ``[r, k]`` floating, the row operand, sorted by group.
-        rhs: ``[groups, k, n]``, the matrix of each group, in the dtype of lhs.
-        group_sizes: ``[groups]`` integer, the number of rows of each group; together at most r.
-        preferred_element_type: the dtype of the result, floating; None stands for that of lhs.
-        implementation: the name of the implementation to run, or None, as in `grouped_dot`.
+        lhs: the row operand, floating-point ``[r, k]``, sorted by group.
+        rhs: the matrix of each group, ``[groups, k, n]``, in the dtype of lhs.
+        group_sizes: the number of rows of each group, integer ``[groups]``. The sum should be at most r.
+        preferred_element_type: the floating-point dtype of the result. None stands for the dtype of lhs.
+        implementation: the name of the implementation to run. None chooses one as in `grouped_dot`.
 
     Returns:
-        ``[r, n]``, zero beyond the last group.
+        The products, ``[r, n]``, with zeros after the last group.
 
     Raises:
-        ValueError: if shapes or dtypes do not fit together, if no implementation has the name, or if the named
-            implementation cannot run here.
+        ValueError: if shapes or dtypes do not match, if no implementation has the given name, or if the named
+            implementation cannot run on this device with these operands.
 
     >>> ragged_dot(jnp.ones((3, 2)), jnp.ones((2, 2, 1)), jnp.array([1, 1]))[:, 0].tolist()
     [2.0, 2.0, 0.0]
@@ -251,7 +254,7 @@ def _outer_backward(
     name: str, _: tuple[int, ...], __: Any, saved: tuple[jax.Array, ...], d_out: tuple[jax.Array, ...]
 ) -> tuple[jax.Array | None, ...]:
     lhs, rhs, group_sizes = saved
-    weights = tuple(one.astype(lhs.dtype) for one in d_out)
+    weights = tuple(gradient.astype(lhs.dtype) for gradient in d_out)
     d_lhs = _dot(name, True, lhs.dtype, rhs, weights, group_sizes)
     return d_lhs, _dot(name, False, rhs.dtype, lhs, weights, group_sizes), None
 

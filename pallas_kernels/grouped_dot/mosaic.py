@@ -1,4 +1,4 @@
-"""The grouped products for Hopper, one kernel each; for bfloat16, and k and n that are multiples of 64."""
+"""The grouped products on Hopper GPUs, each a single kernel; for bfloat16, with k and n multiples of 64."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -20,7 +20,7 @@ def grouped_dot_mosaic(
     transposed: bool,
     out_dtype: Any,
 ) -> jax.Array:
-    """Multiply each tile of rows by its group's matrix; arguments as `grouped_dot` has checked them."""
+    """Multiply each tile of rows by the matrix of its group. The arguments have been checked by `grouped_dot`."""
     num_rows, contraction = rows.shape
     columns = weights[0].shape[1 if transposed else 2]
     num_groups = group_sizes.shape[0]
@@ -51,7 +51,7 @@ def grouped_dot_mosaic(
 def grouped_outer_mosaic(
     lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, slots: tuple[int, ...], out_dtype: Any
 ) -> list[jax.Array]:
-    """Sum each tile of a group's matrix over the group's rows."""
+    """Sum the outer products of each group, one tile of the group's matrix at a time."""
     num_groups = sum(slots)
     tiles = choose_tile_sizes(
         Problem(

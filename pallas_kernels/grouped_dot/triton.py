@@ -1,4 +1,4 @@
-"""The grouped products for NVIDIA GPUs from compute capability 8.0 on, one Triton kernel each; for any k and n."""
+"""The grouped products on NVIDIA GPUs of compute capability 8.0 or higher, each a single Triton kernel for any k, n."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -20,7 +20,7 @@ def grouped_dot_triton(
     transposed: bool,
     out_dtype: Any,
 ) -> jax.Array:
-    """Multiply each tile of rows by its group's matrix; arguments as `grouped_dot` has checked them."""
+    """Multiply each tile of rows by the matrix of its group. The arguments have been checked by `grouped_dot`."""
     columns = weights[0].shape[1 if transposed else 2]
     blocks = row_product_blocks(rows, group_sizes.shape[0], columns)
     (out,) = row_product_kernel(
@@ -40,7 +40,7 @@ def grouped_dot_triton(
 def grouped_outer_triton(
     lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, slots: tuple[int, ...], out_dtype: Any
 ) -> list[jax.Array]:
-    """Sum each block of a group's matrix over the group's rows."""
+    """Sum the outer products of each group, one block of the group's matrix at a time."""
     bounds = group_bounds(group_sizes, lhs.shape[0])
     blocks = weight_gradient_blocks(lhs, rhs)
     gradients = weight_gradient_kernel([(lhs, rhs)], bounds, slots, out_dtype=out_dtype, blocks=blocks)

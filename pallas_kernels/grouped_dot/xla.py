@@ -1,4 +1,4 @@
-"""The grouped products in plain XLA for any platform: a loop over the slots of each weight buffer."""
+"""The grouped products in plain XLA for any platform, as loops over the slots of each weight buffer."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -24,7 +24,7 @@ def grouped_dot_xla(
     transposed: bool,
     out_dtype: Any,
 ) -> jax.Array:
-    """Multiply each tile of rows by its group's matrix; arguments as `grouped_dot` has checked them."""
+    """Multiply each tile of rows by the matrix of its group. The arguments have been checked by `grouped_dot`."""
     bounds = group_bounds(group_sizes, rows.shape[0])
     out = runtime_zeros((rows.shape[0], weights[0].shape[1 if transposed else 2]), out_dtype, bounds, rows)
     for buffer, ends in with_bounds(weights, bounds):
@@ -42,7 +42,7 @@ def grouped_dot_xla(
 def grouped_outer_xla(
     lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, slots: tuple[int, ...], out_dtype: Any
 ) -> list[jax.Array]:
-    """Sum over the tiles of each group, and write each group's sum once."""
+    """Sum the outer products over the tiles of each group, and write the sum of each group once."""
     bounds = group_bounds(group_sizes, lhs.shape[0])
     shape = (lhs.shape[1], rhs.shape[1])
     zeros = [runtime_zeros((count, *shape), out_dtype, bounds, lhs) for count in slots]

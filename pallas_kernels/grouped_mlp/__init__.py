@@ -1,1 +1,1 @@
-"""A SwiGLU MLP of its own for each group of rows; one file for each implementation."""
+"""Grouped SwiGLU MLPs, in one file for each implementation."""

@@ -1,8 +1,8 @@
-"""The call for grouped MLPs: it checks shapes, chooses an implementation, and leaves the rest to it.
+"""The public function for grouped MLPs: it checks shapes, chooses an implementation, and calls it.
 
 To add an implementation, write a function ``(rows, weights, group_sizes, row_scale, out_dtype)`` that JAX can
-differentiate and add it to `IMPLEMENTATIONS`: the tests run every entry. It is called with shapes and dtypes that have
-been checked, with at least one row, and with no weight buffer that has no slots.
+differentiate and add it to `IMPLEMENTATIONS`; the tests run every entry. An implementation can rely on checked shapes
+and dtypes, on at least one row, and on weight buffers that all have slots.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -36,37 +36,37 @@ def grouped_mlp(
     out_dtype: Any = None,
     implementation: str | None = None,
 ) -> jax.Array:
-    """Apply to each group of rows the SwiGLU MLP of its own slot: ``(silu(x W0) * (x W1)) W2^T * scale``.
+    """Apply to each group of rows the SwiGLU MLP of its weight slot: ``(silu(x W0) * (x W1)) W2^T * scale``.
 
-    Group sizes are data: one compilation serves every split of the rows. Products are summed in float32 (float64 for
-    float64 rows). Weights may lie in any number of buffers, which are read where they are. Nothing of the size of
-    ``[r, F]`` is stored for the backward pass, which computes gate and up again, and hidden rows are rounded to the
-    dtype of rows before the down product; the reference implementation does neither. The call works under `jax.jit`,
-    `jax.grad` (once, in reverse), `jax.vmap` and `jax.shard_map`.
+    Group sizes are data, so one compilation serves every split of the rows. Products are summed in float32 (float64 for
+    float64 rows). The weights may be in any number of buffers, which are read in place, without a copy. No activation
+    of size ``[r, F]`` is stored for the backward pass, which recomputes gate and up. The hidden rows are rounded to the
+    dtype of the rows before the down product. (The reference implementation does neither.) The function works under
+    `jax.jit`, `jax.grad` (first order, reverse mode), `jax.vmap` and `jax.shard_map`.
 
     Args:
-        rows: ``[r, D]`` floating, the row operand, sorted by group: first the rows of each slot of the first weight
-            buffer, then those of the next buffer. Rows beyond the last group are padding and may hold anything.
-        weights: the weight buffers, ``[slots, 3, D, F]`` each (gate, up, and down transposed), in the dtype of rows.
-            Any of them may have no slots; together they have at least one.
-        group_sizes: ``[all slots]`` integer, the number of rows of each slot, buffer after buffer; together at most r.
-            Sizes below 0 count as 0, and rows beyond r are left out.
-        row_scale: ``[r]`` floating, the factor of each row of the output; None stands for 1.
-        out_dtype: the dtype of the result, floating; None stands for that of rows. The gradient of the result is
-            rounded to the dtype of rows.
-        implementation: the name in `IMPLEMENTATIONS` of the implementation to run. None stands for "mosaic" where
-            that can run, which is on Hopper GPUs, in bfloat16, with D and F multiples of 64; it copies rows whose
-            number is no multiple of 8. Else it stands for "triton" on NVIDIA GPUs from compute capability 8.0 on, in
-            bfloat16, float16 and float32. Elsewhere None stands for "xla", which runs on every platform of JAX and is
-            fast on CPUs.
+        rows: the row operand, floating-point ``[r, D]``, sorted by group: first the rows of each slot of the first
+            weight buffer, then those of the next buffer. Rows after the last group are padding and may have any value.
+        weights: the weight buffers, each ``[slots, 3, D, F]`` (gate, up, and down transposed), in the dtype of the
+            rows. A buffer may have no slots, but there must be at least one slot in total.
+        group_sizes: the number of rows of each slot, in the order of the buffers, integer ``[all slots]``. The sum
+            should be at most r. Sizes below 0 count as 0, and rows beyond r are ignored.
+        row_scale: the factor of each row of the output, floating-point ``[r]``. None stands for 1.
+        out_dtype: the floating-point dtype of the result. None stands for the dtype of the rows. In the backward pass,
+            the gradient of the result is rounded to the dtype of the rows.
+        implementation: the name of the implementation to run, a key of `IMPLEMENTATIONS`. None chooses "mosaic" on
+            Hopper GPUs for bfloat16 rows if D and F are multiples of 64; it copies the rows if their number is not a
+            multiple of 8. Else None chooses "triton" on NVIDIA GPUs of compute capability 8.0 or higher for bfloat16,
+            float16 and float32 rows. Else None chooses "xla", which runs on every platform of JAX and is fast on CPUs.
+            None skips a kernel that has not passed `pallas_kernels.self_check` on this machine.
 
     Returns:
-        ``[r, D]``, zero in padding. Gradients of padding and of the weights of empty groups are zero; those of the
-        weights come as a sequence of buffers like ``weights``.
+        The outputs, ``[r, D]``, with zeros in the padding. The gradients of padding and of the weights of empty groups
+        are zero. The gradient of the weights is a sequence of buffers with the shapes of ``weights``.
 
     Raises:
-        ValueError: if shapes or dtypes do not fit together, if no implementation has the name, or if the named
-            implementation cannot run here.
+        ValueError: if shapes or dtypes do not match, if no implementation has the given name, or if the named
+            implementation cannot run on this device with these operands.
 
     >>> import jax.numpy as jnp
     >>> rows, homes, replicas = jnp.ones((4, 2)), jnp.ones((2, 3, 2, 8)), jnp.ones((1, 3, 2, 8))

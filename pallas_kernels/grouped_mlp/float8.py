@@ -1,12 +1,11 @@
-"""The grouped MLP in float8, forward only: what ranks run that are to be faster than exact.
+"""The grouped MLP with float8 rounding, forward only; it reproduces the numerical error of float8, not its speed.
 
-Rows, hidden rows and weights are rounded to e4m3 by blocks along the dimension that a product sums over: 128 numbers of
-a row, and 128 x 128 of a matrix (DeepSeek-V3, arXiv:2412.19437, section 3.3.2). Products of e4m3 numbers, and their
-scales, are exact in float32, where they are summed. So the values are those of float8 products, up to the order of a
-sum, while the products themselves run in the dtype of rows by `pallas_kernels.grouped_dot`, on every platform alike: no
-backend of XLA has a grouped float8 product with a scale for each block. This therefore shows the error of float8, and
-not its speed. Tensor cores of Hopper sum float8 products in fewer bits than float32 (the same section, "increasing
-accumulation precision"), which adds to the error.
+Rows, hidden rows and weights are rounded to e4m3 in blocks along the contraction dimension: 128 numbers of a row, and
+128 x 128 numbers of a matrix (DeepSeek-V3, arXiv:2412.19437, section 3.3.2). Products of e4m3 numbers and of their
+scales are exact in float32, in which they are summed. The results therefore equal those of float8 products, up to the
+order of summation. The products themselves run in the dtype of the rows with `pallas_kernels.grouped_dot`, on all
+platforms, because no XLA backend has a grouped float8 product with block scales. Hopper tensor cores sum float8
+products with fewer bits than float32 (same section, "increasing accumulation precision"), which adds a further error.
 """
 
 import functools
@@ -23,7 +22,7 @@ from pallas_kernels.grouped_mlp.operands import Array, check_operands
 from pallas_kernels.implementation import resolve_out_dtype
 
 BLOCK: Final = 128
-"""Numbers along the dimension that a product sums over which share a scale, and the other side of a weights' block."""
+"""The block size: 128 numbers of a row along the contraction share a scale, and 128 x 128 numbers of a matrix."""
 
 
 def grouped_mlp_float8(
@@ -35,25 +34,28 @@ def grouped_mlp_float8(
     out_dtype: Any = None,
     implementation: str | None = None,
 ) -> jax.Array:
-    """Apply to each group of rows the SwiGLU MLP of its own slot, as `grouped_mlp` does, in float8.
+    """Apply to each group of rows the SwiGLU MLP of its weight slot, as `grouped_mlp` does, with float8 rounding.
 
-    Weights are rounded at every call, which takes another copy of them in memory. NaN and infinity in a row make that
-    row NaN, in weights the rows of their group. There is no gradient: float8 is for passes that nothing is learnt from.
+    The weights are rounded in every call, which needs memory for a second copy of them. A NaN or infinity in a row
+    makes that row NaN; in a slot's weights it makes the rows of the group NaN. The function has no gradient: it is for
+    rollout and recompute passes, which are not differentiated.
 
     Args:
-        rows: ``[r, D]`` bfloat16, float32 or float64, the row operand, sorted by group as for `grouped_mlp`.
-        weights: the weight buffers, ``[slots, 3, D, F]`` each, in the dtype of rows.
-        group_sizes: ``[all slots]`` integer, the number of rows of each slot, buffer after buffer.
-        row_scale: ``[r]`` floating, the factor of each row of the output, which is not rounded; None stands for 1.
-        out_dtype: the dtype of the result, floating; None stands for that of rows.
-        implementation: the implementation of `grouped_dot` that multiplies the rounded numbers; None as there.
+        rows: the row operand, ``[r, D]``, bfloat16, float32 or float64, sorted by group as for `grouped_mlp`.
+        weights: the weight buffers, each ``[slots, 3, D, F]``, in the dtype of the rows.
+        group_sizes: the number of rows of each slot, in the order of the buffers, integer ``[all slots]``.
+        row_scale: the factor of each row of the output, floating-point ``[r]``. It is not rounded to float8. None
+            stands for 1.
+        out_dtype: the floating-point dtype of the result. None stands for the dtype of the rows.
+        implementation: the name of the `grouped_dot` implementation that multiplies the rounded numbers. None chooses
+            one as in `grouped_dot`.
 
     Returns:
-        ``[r, D]``, zero in padding.
+        The outputs, ``[r, D]``, with zeros in the padding.
 
     Raises:
-        ValueError: if shapes or dtypes do not fit together, as for `grouped_mlp`; rows are float16, whose exponents are
-            too few for the scales; or the call is differentiated.
+        ValueError: if shapes or dtypes do not match as for `grouped_mlp`, if the rows are float16, whose exponent range
+            is too small for the scales, or if the call is differentiated.
 
     >>> rows, weights = jnp.ones((3, 2)), jnp.ones((2, 3, 2, 8))
     >>> grouped_mlp_float8(rows, [weights], jnp.array([1, 1]))[:, 0].tolist()  # hidden 3.52 is rounded to 3.5
@@ -61,7 +63,9 @@ def grouped_mlp_float8(
     """
     operands = check_operands(rows, weights, group_sizes, row_scale)
     if operands.rows.dtype == jnp.float16:
-        raise ValueError("rows: float16 has too few exponents for the scales of float8 blocks; give bfloat16")
+        raise ValueError(
+            "rows: the exponent range of float16 is too small for float8 scales; use bfloat16 rows"
+        )
     dtype = resolve_out_dtype(out_dtype, operands.rows)
     if operands.rows.size == 0:
         return operands.rows.astype(dtype)
@@ -90,7 +94,7 @@ def _forward(
     hidden = jax.nn.silu(product(x, matrices(0))) * product(x, matrices(1))
     hidden = round_to_float8(hidden, (1, BLOCK)).astype(rows.dtype)
     out = product(hidden, matrices(2), transposed=True) * row_scale.astype(dtype)[:, None]
-    # Padding has whatever scale it was given.
+    # The row scale of padding may have any value, NaN included.
     real = jnp.arange(rows.shape[0], dtype=jnp.int32) < group_bounds(group_sizes, rows.shape[0])[-1]
     return jnp.where(real[:, None], out, 0).astype(out_dtype)
 

@@ -1,19 +1,21 @@
-"""The grouped MLP for Hopper: two kernels forward, three backward, with SwiGLU and the row scale inside them.
+"""The grouped MLP on Hopper GPUs: two kernels forward and three backward, with SwiGLU and the row scale fused.
 
-Forward, gate and up are one sweep over the rows, and only the hidden row is written; the scale multiplies what the
-down product is about to write. Backward, the first kernel sweeps twice: gate and up again, which wait in registers as
-bfloat16, then ``dy W2``; it writes what is left to multiply, ``dg``, ``du`` and ``s h``. The row gradient is a sweep
-over ``dg`` and one over ``du`` into the same accumulators, and the three weight gradients are one launch, since all of
-them are ``[D, F]``: ``x^T dg``, ``x^T du`` and ``dy^T (s h)``.
+In the forward pass, the first kernel computes gate and up in one sweep over the rows and writes only the hidden rows.
+The second kernel computes the down product and multiplies it by the row scale before writing. In the backward pass, the
+first kernel makes two sweeps. The first one recomputes gate and up, which stay in registers as bfloat16; the second one
+computes ``dy W2``. The kernel writes the operands of the remaining products: ``dg``, ``du`` and ``s h``. The second
+kernel computes the row gradient in a sweep over ``dg`` and a sweep over ``du`` with the same accumulators. The third
+kernel computes all three weight gradients, ``x^T dg``, ``x^T du`` and ``dy^T (s h)``, which all have shape ``[D, F]``.
 
-The sigmoid is ``1 / (1 + exp(-x))`` with the hardware's exponential, whose argument is rounded once before: a relative
-error of at most ``|x| 2^-24 + 2^-22``, below 2^-17 for any x whose sigmoid is not 0 or 1 in float32, where the hidden
-rows are rounded to bfloat16 at 2^-9. The hardware's tanh would save the reciprocal too. But ``(1 + tanh(x / 2)) / 2``
-is a difference for negative x: an error of 2^-11 in tanh is one of up to 2^-12 in a sigmoid that goes to zero, and
-exceeds the rounding of bfloat16 for all x below -2 (1.3% of the sigmoid at -4, 70% at -8). So it is not used.
+The sigmoid is ``1 / (1 + exp(-x))`` with the hardware exponential, whose argument is rounded once. Its relative error
+is at most ``|x| 2^-24 + 2^-22``, which is below 2^-17 for any x whose sigmoid is not 0 or 1 in float32. The hidden rows
+are rounded to bfloat16, at 2^-9. The hardware tanh would also save the reciprocal. But for negative x,
+``(1 + tanh(x / 2)) / 2`` is a difference of nearly equal numbers: an error of 2^-11 in tanh becomes an error of up to
+2^-12 in a sigmoid that approaches zero. This exceeds the rounding of bfloat16 for all x below -2 (1.3% of the sigmoid
+at -4, 70% at -8). So tanh is not used.
 
-Counted in elements of hidden rows written and read, against products one at a time with SwiGLU between them: 2F
-instead of 6F a row forward, 8F instead of 14F backward. What that saves in time has not been measured yet.
+Computed in elements of hidden rows written and read: 2F instead of 6F per row in the forward pass, and 8F instead of
+14F in the backward pass, compared with separate products and a separate SwiGLU. The time saved has not been measured.
 """
 
 import functools
@@ -40,7 +42,7 @@ def grouped_mlp_mosaic(
     row_scale: jax.Array,
     out_dtype: Any,
 ) -> jax.Array:
-    """Compute `grouped_mlp` for bfloat16 on Hopper; D and F are multiples of 64."""
+    """Compute `grouped_mlp` in bfloat16 on a Hopper GPU; D and F must be multiples of 64."""
     num_rows = rows.shape[0]
     rows, offsets, scale = _prepare(rows, group_sizes, row_scale)
     width, hidden_width = weights[0].shape[2:]
@@ -159,7 +161,7 @@ def _backward(_: Any, saved: tuple[Any, ...], d_out: jax.Array) -> tuple[Any, ..
     )
     slots = tuple(buffer.shape[0] for buffer in weights)
     d_weights = weight_gradient_kernel(pairs, offsets, slots, tiles=tiles)
-    # XLA's scheduler would put off the weight gradients of all layers, and their operands would wait in memory.
+    # Without the barrier, XLA's scheduler delays the weight gradients of all layers and keeps their operands in memory.
     d_rows, d_weights = jax.lax.optimization_barrier((d_rows, d_weights))
     d_scale = _sums_of_rows(row_sums, offsets, rows.shape[0])[:num_rows]
     return d_rows[:num_rows], d_weights, None, d_scale.astype(row_scale.dtype)
@@ -171,19 +173,19 @@ grouped_mlp_mosaic.defvjp(_forward, _backward)
 def _prepare(
     rows: jax.Array, group_sizes: jax.Array, row_scale: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return rows in a number that tiles can start at, the group offsets, and the scale, zero in padding."""
+    """Return the rows padded to a multiple of 8, the group offsets, and the row scale with zeros in the padding."""
     rows, scale = pad_rows(rows), pad_rows(row_scale)
     offsets = group_offsets(group_sizes, rows.shape[0])
     return rows, offsets, jnp.where(jnp.arange(rows.shape[0]) < offsets[-3], scale, 0).astype(jnp.float32)
 
 
 def _sums_of_rows(sums: jax.Array, offsets: jax.Array, num_rows: int) -> jax.Array:
-    """Return each row's sum over the tiles of columns, ``[r]``; 0 in padding."""
+    """Return the sum of each row over all column tiles, ``[r]``; 0 in the padding."""
     starts, ends, tile_rows = offsets[:-3], offsets[1:-2], sums.shape[2]
     counts = count_tiles(starts, ends, tile_rows)
     row = jnp.arange(num_rows, dtype=jnp.int32)
-    # All groups are compared with each row: other ways to search take many launches.
+    # "compare_all" compares each row with all groups: the other search methods need many launches.
     group = jnp.searchsorted(ends, row, side="right", method="compare_all")
-    behind = row - align_down(starts)[group]
-    tile = (jnp.cumsum(counts) - counts)[group] + behind // tile_rows
-    return jnp.where(row < ends[-1], jnp.sum(sums, axis=0)[tile, behind % tile_rows], 0)
+    distance = row - align_down(starts)[group]
+    tile = (jnp.cumsum(counts) - counts)[group] + distance // tile_rows
+    return jnp.where(row < ends[-1], jnp.sum(sums, axis=0)[tile, distance % tile_rows], 0)

@@ -1,4 +1,4 @@
-"""The operands of a grouped MLP, and the checks that all calls for one share."""
+"""The operands of a grouped MLP, and their checks, shared by all grouped MLP functions."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -13,7 +13,7 @@ type Array = jax.Array | np.ndarray
 
 
 class Operands(NamedTuple):
-    """What has been checked to fit together."""
+    """The operands of a grouped MLP, with shapes and dtypes that have been checked."""
 
     rows: jax.Array
     """The row operand, ``[r, D]``."""
@@ -28,16 +28,19 @@ class Operands(NamedTuple):
 def check_operands(
     rows: Array, weights: Sequence[Array], group_sizes: Array, row_scale: Array | None
 ) -> Operands:
-    """Check the operands of a grouped MLP, as `pallas_kernels.grouped_mlp` describes them.
+    """Check the operands of a grouped MLP, which `pallas_kernels.grouped_mlp` describes.
 
     Args:
         rows: the row operand.
         weights: the weight buffers.
         group_sizes: the number of rows of each slot.
-        row_scale: the factor of each row of the output; None stands for 1.
+        row_scale: the factor of each row of the output. None stands for 1.
+
+    Returns:
+        The operands as JAX arrays, without the weight buffers that have no slots.
 
     Raises:
-        ValueError: if shapes or dtypes do not fit together.
+        ValueError: if shapes or dtypes do not match.
     """
     rows, group_sizes = jnp.asarray(rows), jnp.asarray(group_sizes)
     if rows.ndim != 2 or not jnp.issubdtype(rows.dtype, jnp.floating):

@@ -1,6 +1,6 @@
-"""The grouped MLP in as few lines as possible: every row is multiplied by its own copy of the weights.
+"""The reference implementation of the grouped MLP: every row is multiplied by its own copy of the weights.
 
-This says what a grouped MLP means. It is for tests and small shapes: it gathers ``[r, 3, D, F]``.
+It defines what a grouped MLP means, for tests and small shapes only: it gathers an array ``[r, 3, D, F]``.
 """
 
 from collections.abc import Sequence
@@ -19,12 +19,12 @@ def grouped_mlp_reference(
     row_scale: jax.Array,
     out_dtype: Any,
 ) -> jax.Array:
-    """Compute `grouped_mlp` in float32 (float64 for float64 rows) at the highest precision; JAX differentiates it."""
+    """Compute `grouped_mlp` in float32 (float64 for float64 rows) at the highest precision, with JAX's gradient."""
     dtype = jnp.promote_types(rows.dtype, jnp.float32)
     ends = group_bounds(group_sizes, rows.shape[0])[1:]
     slot = jnp.searchsorted(ends, jnp.arange(rows.shape[0]), side="right")
     real = slot < group_sizes.shape[0]
-    # Padding meets the last slot's weights as a row of zeros: whatever it held reaches no value and no gradient.
+    # Padding is set to zero before it is multiplied by the last slot's weights: it affects no value and no gradient.
     matrices = jnp.concatenate(weights).astype(dtype)[jnp.minimum(slot, group_sizes.shape[0] - 1)]
     x = jnp.where(real[:, None], rows, 0).astype(dtype)
     with jax.default_matmul_precision("highest"):

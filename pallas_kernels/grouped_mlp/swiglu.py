@@ -1,4 +1,4 @@
-"""SwiGLU and its gradients on tiles in registers: what the kernels of several platforms apply to their sums."""
+"""SwiGLU and its gradients on tiles in registers, as epilogues for the Hopper and the Triton kernels."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,23 +7,27 @@ import jax
 import jax.numpy as jnp
 
 GATE, UP, DOWN = 0, 1, 2
-"""The matrices of a slot, as indices of the weights' second axis."""
+"""The indices of a slot's matrices on the second axis of the weights."""
 
 
 def swiglu(sums: Sequence[jax.Array], _: Any) -> tuple[list[jax.Array], None]:
-    """Return the hidden values of gate and up."""
+    """Return the hidden values computed from gate and up."""
     gate, up = sums
     return [gate * jax.nn.sigmoid(gate) * up], None
 
 
 def swiglu_gradients(sums: Sequence[jax.Array], scale: jax.Array) -> tuple[list[jax.Array], jax.Array]:
-    """Return the gradients of gate and up and the scaled hidden values, and what each row adds to its scale's gradient.
+    """Compute the gradients of SwiGLU.
 
     Args:
         sums: gate, up, and the gradient of the hidden values before the row scale.
-        scale: the row scale, as an array that broadcasts against the sums.
+        scale: the row scale, in a shape that broadcasts against the sums.
+
+    Returns:
+        The gradients of gate and up and the scaled hidden values; and for each row the contribution of these columns to
+        the gradient of its scale.
     """
-    gate, up, unscaled = (one.astype(jnp.float32) for one in sums)
+    gate, up, unscaled = (values.astype(jnp.float32) for values in sums)
     sigmoid = jax.nn.sigmoid(gate)
     silu = gate * sigmoid
     hidden, d_hidden = silu * up, unscaled * scale

@@ -1,8 +1,8 @@
-"""The grouped MLP for NVIDIA GPUs from compute capability 8.0 on: two Triton kernels forward, three backward.
+"""The grouped MLP on NVIDIA GPUs of compute capability 8.0 or higher: two Triton kernels forward, three backward.
 
-SwiGLU and the row scale are inside the kernels, as in those for Hopper (`pallas_kernels.grouped_mlp.mosaic`, which says
-what each kernel computes and what that saves). One table of tiles serves all products that keep the rows. A block that
-keeps two or three sums is half as wide as one that keeps one.
+SwiGLU and the row scale are fused into the kernels as in `pallas_kernels.grouped_mlp.mosaic`, which describes the
+kernels and what fusion saves. One table of tiles serves all row products of a pass. A block that keeps two or three
+sums is half as wide as a block that keeps one.
 """
 
 import functools
@@ -29,7 +29,7 @@ def grouped_mlp_triton(
     row_scale: jax.Array,
     out_dtype: Any,
 ) -> jax.Array:
-    """Compute `grouped_mlp` for bfloat16, float16 or float32 rows; D and F may be any number."""
+    """Compute `grouped_mlp` for bfloat16, float16 or float32 rows, with any D and F."""
     width, hidden_width = weights[0].shape[2:]
     num_groups = group_sizes.shape[0]
     blocks = row_product_blocks(rows, num_groups, hidden_width, accumulators=2)
@@ -105,7 +105,7 @@ def _backward(_: Any, saved: tuple[Any, ...], d_out: jax.Array) -> tuple[Any, ..
         out_dtype=rows.dtype,
         blocks=weight_gradient_blocks(rows, scaled),
     )
-    # XLA's scheduler would put off the weight gradients of all layers, and their operands would wait in memory.
+    # Without the barrier, XLA's scheduler delays the weight gradients of all layers and keeps their operands in memory.
     d_rows, d_weights = jax.lax.optimization_barrier((d_rows, tuple(d_weights)))
     real = jnp.arange(rows.shape[0], dtype=jnp.int32) < bounds[-1]
     d_scale = jnp.where(real, jnp.sum(row_sums, axis=0), 0)

@@ -1,9 +1,9 @@
-"""The grouped MLP in plain XLA for any platform: a loop over the slots of each weight buffer.
+"""The grouped MLP in plain XLA for any platform, as loops over the slots of each weight buffer.
 
-JAX cannot differentiate the loops of `pallas_kernels.group_loops` in reverse, and should not: with ``g = x W0``,
-``u = x W1``, ``h = silu(g) u`` and ``y = s h W2^T`` the gradients of a tile need ``g`` and ``u`` again, and no ``y``,
-since ``ds = <dy, h W2^T> = <dy W2, h>``. A group's weight gradient is summed in float32 over its tiles and written
-once.
+JAX cannot differentiate the loops of `pallas_kernels.group_loops` in reverse mode, so the gradient is written by hand.
+With ``g = x W0``, ``u = x W1``, ``h = silu(g) u`` and ``y = s h W2^T``, the backward pass of a tile recomputes ``g``
+and ``u``. It does not need ``y``, since ``ds = <dy, h W2^T> = <dy W2, h>``. The weight gradient of a group is summed in
+float32 over the group's tiles and written once.
 """
 
 import functools
@@ -45,7 +45,7 @@ def _grouped_mlp(
 def _forward_pass(
     out: jax.Array, rows: jax.Array, weights: jax.Array, bounds: jax.Array, scale: jax.Array
 ) -> jax.Array:
-    """Return ``out`` with the rows that one weight buffer multiplies filled in."""
+    """Return ``out`` with the output rows of one weight buffer written into it."""
 
     def of_group(group: jax.Array, out: jax.Array) -> jax.Array:
         gate, up, down = weights[group]
@@ -69,28 +69,28 @@ def _backward(_: Any, saved: tuple[Any, ...], d_out: jax.Array) -> tuple[Any, ..
     d_out = d_out.astype(rows.dtype)
     scale = row_scale.astype(accumulator_dtype(rows))[:, None]
     bounds = group_bounds(group_sizes, rows.shape[0])
-    of_rows = (runtime_zeros(rows.shape, rows.dtype, bounds, rows), jnp.zeros_like(scale))
+    row_gradients = (runtime_zeros(rows.shape, rows.dtype, bounds, rows), jnp.zeros_like(scale))
     d_weights = []
     for buffer, ends in with_bounds(weights, bounds):
-        of_rows, d_buffer = _backward_pass(of_rows, rows, buffer, ends, scale, d_out)
+        row_gradients, d_buffer = _backward_pass(row_gradients, rows, buffer, ends, scale, d_out)
         d_weights.append(d_buffer)
-    d_rows, d_scale = of_rows
+    d_rows, d_scale = row_gradients
     return d_rows, tuple(d_weights), None, d_scale[:, 0].astype(row_scale.dtype)
 
 
 def _backward_pass(
-    of_rows: tuple[jax.Array, jax.Array],
+    row_gradients: tuple[jax.Array, jax.Array],
     rows: jax.Array,
     weights: jax.Array,
     bounds: jax.Array,
     scale: jax.Array,
     d_out: jax.Array,
 ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
-    """Return the gradients of rows and scale with one weight buffer's rows filled in, and that buffer's gradient."""
+    """Return the row and scale gradients with the rows of one weight buffer written, and that buffer's gradient."""
     dtype = scale.dtype
 
     def of_group(group: jax.Array, carry: Any) -> Any:
-        of_rows, d_weights = carry
+        row_gradients, d_weights = carry
         gate, up, down = weights[group]
 
         def of_tile(tile: Tile, carry: Any) -> Any:
@@ -110,14 +110,14 @@ def _backward_pass(
             return (d_rows, d_scale), (d_gate, d_up, d_down)
 
         sums = (jnp.zeros_like(gate, dtype),) * 3
-        of_rows, sums = loop_over_tiles(
-            of_tile, (of_rows, sums), bounds[group], bounds[group + 1], rows.shape[0]
+        row_gradients, sums = loop_over_tiles(
+            of_tile, (row_gradients, sums), bounds[group], bounds[group + 1], rows.shape[0]
         )
         d_group = jnp.stack(sums).astype(weights.dtype)
-        return of_rows, jax.lax.dynamic_update_index_in_dim(d_weights, d_group, group, 0)
+        return row_gradients, jax.lax.dynamic_update_index_in_dim(d_weights, d_group, group, 0)
 
     return loop_over_groups(
-        of_group, (of_rows, runtime_zeros(weights.shape, weights.dtype, bounds, weights)), weights
+        of_group, (row_gradients, runtime_zeros(weights.shape, weights.dtype, bounds, weights)), weights
     )
 
 
@@ -132,5 +132,5 @@ def grouped_mlp_xla(
     row_scale: jax.Array,
     out_dtype: Any,
 ) -> jax.Array:
-    """Compute `grouped_mlp` in tiles of rows; called outside `jax.jit`, it is compiled once."""
+    """Compute `grouped_mlp` in tiles of rows. A call outside `jax.jit` is compiled once, and then reused."""
     return _grouped_mlp(out_dtype, rows, weights, group_sizes, row_scale)

@@ -1,10 +1,11 @@
-"""Measure the best sizes of tiles at the shapes of named models, and write them into the table of `tile_table`.
+"""Measure the best tile sizes for the shapes of known models, and write them to the table of `tile_table`.
 
     python -m pallas_kernels.hopper.autotune [MODEL ...]
 
-This needs a Hopper GPU. Shapes are those of one rank of eight with two replica slots. Groups are uneven, as those of
-real batches are: even ones flatter large tiles. What counts is a kernel's own time, as CUPTI reports it; what is fused
-into it is not timed. Entries that the table has are left as they are: remove the file to begin anew.
+This needs a Hopper GPU. The shapes are those of one of eight ranks, with two replica slots. The groups are uneven like
+those of real batches, because even groups would make large tiles look better than they are. The measured time is that
+of the kernel alone, as CUPTI reports it, without a fused epilogue. Existing entries of the table are kept; to measure
+everything again, delete the file.
 """
 
 import argparse
@@ -46,17 +47,17 @@ from pallas_kernels.implementation import why_not_hopper
 from pallas_kernels.sweep import Sweep
 
 ROWS_PER_GROUP: Final = (1024, 256, 2048, 32)
-"""The expected rows of a group for which sizes are measured, the most wanted first."""
+"""The expected numbers of rows of a group for which tile sizes are measured, the most important first."""
 REPEATS: Final = 10
-"""How many times each choice of sizes is timed; the median counts."""
+"""The number of timed runs for each candidate; candidates are compared by their median."""
 
 
 def problems(shape: ModelShape, rows: int) -> Iterator[Problem]:
-    """Yield the problems that `grouped_dot` and `grouped_mlp` choose tiles for.
+    """Yield the kernel problems of `grouped_dot` and `grouped_mlp` for one model.
 
     Args:
-        shape: the sizes of a model's experts.
-        rows: the expected rows of a group.
+        shape: the sizes of the model's experts.
+        rows: the expected number of rows of a group.
     """
     width, expert_width, slots = shape.width, shape.expert_width, shape.experts // RANKS + REPLICAS
     for k, n in {(width, expert_width), (expert_width, width)}:
@@ -68,9 +69,10 @@ def problems(shape: ModelShape, rows: int) -> Iterator[Problem]:
 
 
 def tune(problem: Problem) -> TileSizes:
-    """Return the fastest sizes of tiles, by the median time of repeated runs.
+    """Return the fastest tile sizes for a problem, by the median time of repeated runs.
 
-    Sizes whose results are not those of the first, which is no cluster, are said and left out.
+    The results of all candidates are compared with those of the first one, which uses no cluster. A candidate with
+    different results is reported to standard error and excluded.
     """
     choices = list(candidate_tile_sizes(problem))
     operands = _operands(problem)
@@ -80,19 +82,19 @@ def tune(problem: Problem) -> TileSizes:
 
     with ThreadPoolExecutor() as pool:
         programs = list(pool.map(compile_one, choices))
-    times, wanted = {}, programs[0](*operands)
+    times, expected = {}, programs[0](*operands)
     for tiles, program in zip(choices, programs, strict=True):
         try:
-            check_close(f"{problem}, {tiles}", program(*operands), wanted)
+            check_close(f"{problem}, {tiles}", program(*operands), expected)
         except ValueError as error:
-            print(f"left out, wrong: {error}", file=sys.stderr, flush=True)
+            print(f"excluded because of wrong results: {error}", file=sys.stderr, flush=True)
         else:
             times[tiles] = _milliseconds(program, operands)
     return min(times, key=lambda tiles: times[tiles])
 
 
 def _operands(problem: Problem) -> tuple[jax.Array, list[jax.Array], jax.Array]:
-    """Return group offsets, row operands and weights, drawn at random."""
+    """Return the group offsets, row operands and weights of a problem, drawn at random."""
     num_groups, num_rows = problem.groups, problem.groups * problem.rows_per_group
     draw = np.random.default_rng(0)
     sizes = draw.multinomial(num_rows, draw.dirichlet(np.ones(num_groups) * 2)).astype(np.int32)
@@ -113,7 +115,7 @@ def _operands(problem: Problem) -> tuple[jax.Array, list[jax.Array], jax.Array]:
 def _run(
     problem: Problem, tiles: TileSizes, offsets: jax.Array, rows: list[jax.Array], weights: jax.Array
 ) -> Any:
-    """Run the kernel, without what is fused into it."""
+    """Run the kernel of a problem, without a fused epilogue."""
     if not problem.matrices:
         return weight_gradient_kernel([(rows[0], rows[1])], offsets, (problem.groups,), tiles=tiles)
     return row_product_kernel(
@@ -130,26 +132,30 @@ def _run(
 
 
 def _milliseconds(program: Any, operands: tuple[Any, ...]) -> float:
-    """Return the median time of a run; one at a time, as all results of a reading are kept until its end."""
+    """Return the median time of a run in milliseconds.
+
+    The profiler measures one run at a time, because it keeps all results of a measurement in memory until its end.
+    """
     run = profiler.measure(program)
     times = [time for _, time in (run(*operands) for _ in range(REPEATS)) if time is not None]
     if len(times) < REPEATS:
-        raise RuntimeError("CUPTI saw no kernel run")
+        raise RuntimeError("CUPTI recorded no kernel in one of the runs")
     return statistics.median(times)
 
 
 def main(names: Sequence[str]) -> int:
-    """Write the table, model by model and problem by problem.
+    """Measure the named models, or all models if the list is empty, and write each result to the table.
 
     Returns:
-        0, or 1 if there is no Hopper GPU to measure on, no file to write to, or one that was measured elsewhere.
+        The exit status: 0, or 1 if the device is not a Hopper GPU, if the environment disables the table, or if the
+        existing table was measured on another device or with another version of JAX.
     """
     path, table = table_path(), empty_table()
     if path is not None and path.exists():
         table = read_table(path)
     reason = _why_not(path, table)
     if reason or path is None:
-        print(f"autotune measures kernels: {reason}. The table is left as it is.", file=sys.stderr)
+        print(f"autotune cannot measure here: {reason}. The table is unchanged.", file=sys.stderr)
         return 1
     tiles = dict(table.tiles)
     for name in names or MODELS:
@@ -158,29 +164,37 @@ def main(names: Sequence[str]) -> int:
                 if problem.key not in tiles:
                     tiles[problem.key] = tune(problem)
                     print(name, problem, tiles[problem.key], flush=True)
-                    # After each: what was measured is kept, whatever happens on the way.
+                    # The table is written after each problem, so that an interruption loses no measurements.
                     write_table(path, table._replace(tiles=tiles))
     return 0
 
 
 def _why_not(path: Path | None, table: TileTable) -> str | None:
-    """Return the reason why nothing can be measured here and added to a table, or None."""
+    """Return the reason why measurements here cannot be added to the table, or None if they can."""
     here = empty_table()
     if reason := why_not_hopper(here.device):
         return reason
     if path is None:
-        return f"{VARIABLE} is empty and names no file"
+        return f"{VARIABLE} is set but empty, so there is no file to write"
     if table.origin != here.origin:
-        return f"{path} is of {table.origin}, this is {here.origin}. Name another file in {VARIABLE}"
+        return (
+            f"{path} was measured on {table.origin}, but this is {here.origin}; set {VARIABLE} to the path of another"
+            f" file"
+        )
     return None
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=f"Write {table_path()}, on a Hopper GPU.")
+    parser = argparse.ArgumentParser(
+        description=f"Measure the best tile sizes on a Hopper GPU, and write {table_path()}."
+    )
     parser.add_argument(
-        "models", nargs="*", metavar="MODEL", help=f"of {', '.join(MODELS)}; all if none is named"
+        "models",
+        nargs="*",
+        metavar="MODEL",
+        help=f"models to measure, from {', '.join(MODELS)} (default: all)",
     )
     chosen = parser.parse_args().models
     if unknown := set(chosen) - set(MODELS):
-        parser.error(f"{', '.join(sorted(unknown))} not among {', '.join(MODELS)}")
+        parser.error(f"unknown model {', '.join(sorted(unknown))}; choose from {', '.join(MODELS)}")
     sys.exit(main(chosen))

@@ -1,8 +1,9 @@
-"""How many multiprocessors a kernel takes: all that the GPU has, but those that are left to others.
+"""The number of multiprocessors that a kernel uses: all of the GPU, minus those reserved for other programs.
 
-A kernel here is persistent: it starts one block on each multiprocessor and shares its tiles out before it starts. Where
-a collective of another stream already holds some of them, the blocks that find no place wait until others are done, and
-the kernel takes up to twice as long. Left out of the count from the start, they cost their share of the products alone.
+The Hopper kernels are persistent: a kernel starts one block per multiprocessor and assigns its tiles to the blocks in
+advance. If a collective on another stream occupies some multiprocessors, the blocks that do not fit wait until others
+finish, and the kernel takes up to twice as long. If these multiprocessors are reserved from the start, the kernel
+becomes slower only in proportion to their number.
 """
 
 import contextlib
@@ -11,36 +12,39 @@ from typing import Final
 import jax
 
 ASSUMED: Final = 132
-"""The multiprocessors of an H100 or H200 (SXM), assumed where there is no GPU."""
+"""The number of multiprocessors of an H100 or H200 (SXM), which is assumed if there is no GPU."""
 
 _left: Final = jax.make_user_context(0)
 
 
 def device_multiprocessors() -> int:
-    """Return the number of multiprocessors of the GPU that is here, or else of an H100 or H200 (SXM)."""
+    """Return the number of multiprocessors of the first device or, if it has none, that of an H100 or H200 (SXM)."""
     return getattr(jax.devices()[0], "core_count", None) or ASSUMED
 
 
 def multiprocessors() -> int:
-    """Return the number of multiprocessors that kernels that are traced now take."""
+    """Return the number of multiprocessors that a kernel uses if it is traced now."""
     return device_multiprocessors() - _left.value
 
 
 def leave_multiprocessors(count: int) -> contextlib.AbstractContextManager[None]:
-    """Return a context in which the Hopper kernels leave ``count`` multiprocessors to others, such as collectives.
+    """Return a context in which the Hopper kernels leave ``count`` multiprocessors free, for example for collectives.
 
     The number is read when a kernel is traced, and functions under `jax.jit` are compiled once for each number. The
-    kernels of a backward pass are traced after the forward pass: let the context enclose the call of the whole step,
-    not only that of a layer. Other implementations than the kernels take no notice of it.
+    kernels of the backward pass are traced after the forward pass, so the context must enclose the call of the whole
+    step, not only that of a layer. Other implementations ignore the context.
 
-    How many are best depends on the collectives: NCCL takes one for each of its channels (its variables
-    NCCL_MAX_CTAS and NCCL_MAX_NCHANNELS bound them). Nothing of this has been measured here yet.
+    The best number depends on the collectives: NCCL uses one multiprocessor for each of its channels (the environment
+    variables NCCL_MAX_CTAS and NCCL_MAX_NCHANNELS limit them). The effect has not been measured yet.
 
     Args:
-        count: the number of multiprocessors to leave, from 0 to one less than the GPU has.
+        count: the number of multiprocessors to leave free, from 0 to one less than the GPU has.
+
+    Returns:
+        A context manager.
 
     Raises:
-        ValueError: if the count is no integer, less than 0, or leaves none to the kernels.
+        ValueError: if the count is not an integer, is negative, or leaves no multiprocessor to the kernels.
 
     >>> with leave_multiprocessors(16):
     ...     multiprocessors()
@@ -49,6 +53,6 @@ def leave_multiprocessors(count: int) -> contextlib.AbstractContextManager[None]
     most = device_multiprocessors() - 1
     if not isinstance(count, int) or isinstance(count, bool) or not 0 <= count <= most:
         raise ValueError(
-            f"count={count!r} must be an integer from 0 to {most}: one of {most + 1} is to be used"
+            f"count={count!r} must be an integer from 0 to {most}: the kernels need one of {most + 1} multiprocessors"
         )
     return _left(count)

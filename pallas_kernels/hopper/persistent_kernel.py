@@ -1,13 +1,14 @@
-"""The frame of the Hopper kernels: how one is launched, and how its operands are copied.
+"""The common structure of the Hopper kernels: the launch, and the pipeline that copies operands to shared memory.
 
-A kernel is persistent: one block for each multiprocessor that it takes visits every n-th tile of the output. One
-warpgroup of a block does nothing but copy the operands of the next steps into a ring of buffers in shared memory (TMA),
-on across the ends of tiles; the others multiply (wgmma), 64 rows of the output tile each. The two sides meet at a pair
-of barriers for each buffer.
+A kernel is persistent: it has one block per multiprocessor, and each block computes every n-th tile of the output. One
+warpgroup of a block only copies the operands of the next steps into a ring of buffers in shared memory (TMA), without a
+pause between tiles. The other warpgroups multiply (wgmma), each for 64 rows of the output tile. A pair of barriers for
+each buffer synchronizes the two sides.
 
-Two blocks may form a cluster, whose tiles lie one below the other. What both need is loaded once: each loads half of
-it, and the hardware sends it to the same buffer of both. Both visit the same tiles in the same order, and a buffer is
-filled again when the warpgroups of both have read it; so each of them waits for the other.
+Two blocks may form a cluster, with tiles that are vertical neighbours in the output. An operand that both need is
+loaded once: each block loads one half of it, and the hardware writes that half to the same buffer in both blocks
+(multicast). Both blocks visit the same tiles in the same order. A buffer is overwritten only after the warpgroups of
+both blocks have read it, so the blocks wait for each other.
 """
 
 import functools
@@ -25,56 +26,56 @@ from pallas_kernels.hopper.tile_walk import ROW_ALIGNMENT
 from pallas_kernels.varying_axes import match_varying_axes
 
 STEP: Final = 64
-"""Elements of a contraction that one buffer holds: 128 bytes, the widest swizzle."""
+"""The number of elements of the contraction that one buffer holds: 128 bytes in bfloat16, the widest swizzle."""
 WARPGROUP_HEIGHT: Final = 64
-"""Rows of an output tile that one warpgroup computes: the height of a wgmma instruction."""
+"""The number of rows of an output tile that one warpgroup computes, which is the height of a wgmma instruction."""
 LINE_BYTES: Final = 128
-"""Bytes of a row in the buffer for outputs."""
+"""The number of bytes of a row in the output buffer."""
 SHARED_MEMORY_BYTES: Final = 227 * 1024
-"""Shared memory that a block may use on compute capability 9.0."""
+"""The number of bytes of shared memory that a block may use on compute capability 9.0."""
 
-# Type checkers take transforms for abstract classes.
+# Type checkers mistake the transforms for abstract classes.
 _tiling: Any = plgpu.TilingTransform
 _swizzle: Any = plgpu.SwizzleTransform
 _TILED: Final = (_tiling((ROW_ALIGNMENT, STEP)), _swizzle(LINE_BYTES))
 
 
 class TileSizes(NamedTuple):
-    """The size of a kernel's output tiles, and how far its copies run ahead."""
+    """The size of a kernel's output tiles, the depth of its pipeline, and the size of its clusters."""
 
     height: int
-    """Rows of an output tile: 64 for each warpgroup that multiplies."""
+    """The number of rows of an output tile: 64 for each warpgroup that multiplies."""
     width: int
-    """Columns of an output tile: a multiple of 64, at most 256."""
+    """The number of columns of an output tile: a multiple of 64, at most 256."""
     stages: int
-    """How many steps have their operands in shared memory, at least 2."""
+    """The number of steps whose operands fit into shared memory, at least 2."""
     cluster: int = 1
-    """Blocks that share what they load, 1 or 2: each computes a tile of its own of the same columns, one below the
-    other, loads half of the operand that both need, and sends it to both (multicast)."""
+    """The number of blocks of a cluster, 1 or 2. The two blocks compute vertically adjacent tiles of the same columns.
+    Each loads half of the operand that both need, and sends it to both (multicast)."""
 
     @property
     def cluster_height(self) -> int:
-        """Rows of the output that the tiles of a cluster have together."""
+        """The total number of output rows of the tiles of a cluster."""
         return self.height * self.cluster
 
     @property
     def cluster_axis(self) -> str | None:
-        """The name of the axis of a cluster's blocks, over which a copy is shared; None if a block is alone."""
+        """The name of the axis over the blocks of a cluster, for multicast copies; None if there are no clusters."""
         return "partner" if self.cluster > 1 else None
 
     def top(self) -> jax.Array:
-        """Return the first row of this block's tile among those of its cluster, int32; for use in a kernel."""
+        """Return the offset in rows of this block's tile from the top of its cluster, int32; for use in a kernel."""
         number = jax.lax.axis_index(self.cluster_axis) if self.cluster_axis else jnp.int32(0)
         return number * self.height
 
 
 class Ring(NamedTuple):
-    """The barriers of a ring of buffers; steps are counted through all tiles of a block."""
+    """The barriers of a ring of buffers. Step numbers count through all tiles of a block."""
 
     full: Any
-    """One barrier for each buffer, at which copies arrive."""
+    """One barrier for each buffer, at which a copy arrives when it has filled the buffer."""
     free: Any
-    """One barrier for each buffer, at which the warpgroups arrive that have read it, in all blocks of a cluster."""
+    """One barrier for each buffer, at which the warpgroups of all blocks of a cluster arrive when they have read it."""
     stages: int
     """The number of buffers."""
 
@@ -83,14 +84,17 @@ class Ring(NamedTuple):
         return jax.lax.rem(step, jnp.int32(self.stages))
 
     def claim(self, step: jax.Array) -> jax.Array:
-        """Wait until nobody reads a step's buffer any more, and return its index; for the copying warpgroup."""
+        """Wait until no warpgroup reads the buffer of a step, and return its index; for the copying warpgroup."""
         pl.when(step >= self.stages)(lambda: plgpu.barrier_wait(self.free.at[self.buffer(step)]))
         return self.buffer(step)
 
     def drain(self, steps: jax.Array) -> None:
-        """Wait until every buffer was read, after ``steps`` steps in all; for the copying warpgroup, at its end.
+        """Wait until every buffer has been read; the copying warpgroup calls this at its end.
 
-        No barrier is then left with an arrival that nobody waited for.
+        Afterwards, no barrier has an arrival that no one has waited for.
+
+        Args:
+            steps: the total number of steps of the block, int32.
         """
 
         def wait(step: jax.Array, _: None) -> None:
@@ -99,29 +103,29 @@ class Ring(NamedTuple):
         jax.lax.fori_loop(jnp.maximum(steps - self.stages, 0), steps, wait, None)
 
     def wait(self, step: jax.Array) -> jax.Array:
-        """Wait until a step's buffer is filled, and return its index; for the warpgroups that multiply."""
+        """Wait until the buffer of a step is filled, and return its index; for the multiplying warpgroups."""
         plgpu.barrier_wait(self.full.at[self.buffer(step)])
         return self.buffer(step)
 
     def release(self, step: jax.Array) -> None:
-        """Say that this warpgroup has read a step's buffer; for the warpgroups that multiply."""
+        """Signal that this warpgroup has read the buffer of a step; for the multiplying warpgroups."""
         plgpu.barrier_arrive(self.free.at[self.buffer(step)])
 
     def multiply(
         self, sweeps: Sequence[Callable[[jax.Array, jax.Array], int]], first: jax.Array, count: jax.Array
     ) -> None:
-        """Run the products of all steps of a tile, and release each step's buffer as soon as it was read.
+        """Run the products of all steps of a tile, and release the buffer of each step as soon as it has been read.
 
         Args:
-            sweeps: one function for each pass over the contraction. ``(buffer, index of the step in its sweep)``
-                starts the products (wgmma) of a step and returns how many it started.
-            first: the first step of the first sweep; the others follow.
+            sweeps: one function ``(buffer, index of the step in its sweep) -> count`` for each pass over the
+                contraction. It starts the products (wgmma) of a step and returns their number.
+            first: the number of the first step of the first sweep. The steps of the other sweeps follow.
             count: the number of steps of a sweep, which may be 0.
         """
 
         def run_step(start_products: Callable[..., int], index: jax.Array, step: jax.Array) -> jax.Array:
             started = start_products(self.wait(step), index)
-            # Products of this step go on while those of the last one are known to be done.
+            # The products of this step continue; those of the previous step are finished.
             plgpu.wgmma_wait(started)
             pl.when(step > first)(lambda: self.release(step - 1))
             return step + 1
@@ -134,37 +138,37 @@ class Ring(NamedTuple):
 
 
 def interpreted() -> bool:
-    """Return whether kernels that are traced now run in JAX's GPU interpreter."""
+    """Return whether kernels traced now will run in JAX's GPU interpreter."""
     mode = config.pallas_tpu_interpret_mode_context_manager.value
     return isinstance(mode, plgpu.InterpretGPUParams)
 
 
 def pad_rows(array: jax.Array) -> jax.Array:
-    """Return ``[r, ...]`` with rows of zeros behind it up to a multiple of 8, or the array itself if r is one."""
-    short = -array.shape[0] % ROW_ALIGNMENT
-    return jnp.pad(array, ((0, short), *((0, 0),) * (array.ndim - 1))) if short else array
+    """Append rows of zeros to an array until their number is a multiple of 8; return it unchanged if it is one."""
+    missing_rows = -array.shape[0] % ROW_ALIGNMENT
+    return jnp.pad(array, ((0, missing_rows), *((0, 0),) * (array.ndim - 1))) if missing_rows else array
 
 
 def visit_buffer(
     slots: Sequence[int], group: jax.Array, visit: Callable[[int, jax.Array], None], number: int = 0
 ) -> None:
-    """Call ``(number of the buffer, slot in the buffer)`` for the weight buffer that holds a group's slot.
+    """Call a function with the number of the weight buffer that contains a group's slot, and the slot's index in it.
 
-    A reference cannot be chosen by data, so the program has a branch for every buffer.
+    Data cannot choose between references, so the program has a branch for every buffer.
 
     Args:
-        slots: the number of slots of each weight buffer, at least 1; their groups follow one another.
-        group: the number of the group, int32.
-        visit: the function to call.
+        slots: the number of slots of each weight buffer, each at least 1, in the order of their groups.
+        group: the index of the group, int32.
+        visit: the function ``(number of the buffer, slot in the buffer)`` to call.
         number: the number of the first buffer.
     """
-    count, *others = slots
-    if not others:
+    count, *remaining_slots = slots
+    if not remaining_slots:
         visit(number, group)
         return
-    here = group < count
-    pl.when(here)(lambda: visit(number, group))
-    pl.when(~here)(lambda: visit_buffer(others, group - count, visit, number + 1))
+    is_here = group < count
+    pl.when(is_here)(lambda: visit(number, group))
+    pl.when(~is_here)(lambda: visit_buffer(remaining_slots, group - count, visit, number + 1))
 
 
 def launch(
@@ -179,20 +183,20 @@ def launch(
     approximate: bool = False,
     **barriers: Any,
 ) -> tuple[jax.Array, ...]:
-    """Run a kernel, one block of it on each of the `multiprocessors`.
+    """Run a kernel with one block on each multiprocessor that it may use.
 
     Args:
-        copy_steps: the function of the copying warpgroup. ``(operands, ring, buffers)`` fills the buffers with the
-            steps of all tiles of a block and returns how many steps it filled.
-        multiply_steps: the function of the other warpgroups. ``(operands, outs, ring, buffers, out buffer,
-            **barriers)`` reads the buffers and writes the outputs.
-        operands: a tree of arrays; the functions get it with references in their place.
+        copy_steps: the function ``(operands, ring, buffers) -> steps`` of the copying warpgroup. It fills the buffers
+            with the operands of all steps of the block's tiles, and returns the number of steps.
+        multiply_steps: the function ``(operands, outs, ring, buffers, out buffer, **barriers)`` of the multiplying
+            warpgroups. It reads the buffers and writes the outputs.
+        operands: a tree of arrays. The functions receive the same tree with references instead of arrays.
         outs: the shapes and dtypes of the outputs.
         buffers: the shapes of the bfloat16 buffers that one step fills.
-        out_dtype: the dtype of the two buffers of each warpgroup that outputs pass through.
-        tiles: the sizes of output tiles.
-        approximate: whether exponentials are the hardware's, in float32 (``ex2.approx``).
-        barriers: further barriers that ``multiply_steps`` is given, by name.
+        out_dtype: the dtype of the two buffers of each warpgroup through which outputs are written.
+        tiles: the sizes of the output tiles.
+        approximate: whether to compute float32 exponentials with the hardware instruction (``ex2.approx``).
+        barriers: additional barriers to pass to ``multiply_steps``, by name.
 
     Returns:
         The outputs.
@@ -200,7 +204,7 @@ def launch(
     leaves, tree = jax.tree.flatten(operands)
     warpgroups, axis = tiles.height // WARPGROUP_HEIGHT, tiles.cluster_axis
     arrivals: dict[str, Any] = {"num_arrivals": warpgroups, "num_barriers": tiles.stages}
-    # Whoever loads writes to both blocks of a cluster: the warpgroups of both must have read what was there.
+    # A multicast copy writes to both blocks of a cluster, so the warpgroups of both must have read the old values.
     free = plgpu.ClusterBarrier(collective_axes=(axis,), **arrivals) if axis else plgpu.Barrier(**arrivals)
 
     def body(*refs: Any) -> None:
@@ -232,7 +236,7 @@ def launch(
             collective_axes="warpgroup",
         )
 
-    # The interpreter runs one cluster after the other: two show that they share the work.
+    # The interpreter runs the clusters sequentially; two are enough to test that they share the work.
     clusters = 2 if interpreted() else max(multiprocessors() // tiles.cluster, 1)
     kernel = plgpu.kernel(
         body,
@@ -245,6 +249,6 @@ def launch(
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=approximate),
     )
-    # Inside shard_map, kernels forget that their results differ between devices.
+    # Inside shard_map, the results of a kernel are not marked as varying over the mesh axes.
     _, *varying = match_varying_axes(leaves[0], *kernel(*leaves))
     return tuple(varying)

@@ -1,19 +1,19 @@
-"""A kernel that pulls rows out of the memory of other GPUs, through references to their buffers (NVLink).
+"""A kernel that reads rows from the memory of other GPUs through references to their buffers (NVLink).
 
-A *row* is the weights of one expert, cut into chunks. Each block brings every n-th chunk of the rows that this rank
-wants: a copy from the peer's buffer into a ring in shared memory (TMA), and a copy from there into the output. The
-peer's multiprocessors take no part in it.
+A *row* holds the weights of one expert, and is cut into chunks. Each block fetches every n-th chunk of the rows that
+this rank needs. It copies the chunk from the peer's buffer into a ring in shared memory (TMA), and from there into the
+output. The peer's multiprocessors do no work for it.
 
-Descriptors of copies are written on the host before the launch, so a peer cannot be chosen by data: the program has a
-branch for every peer.
+The host writes the descriptors of copies before the launch, so data cannot choose the peer: the program has a branch
+for every peer.
 
-The ranks keep step at both ends of the kernel. Before it starts, XLA lets all devices meet (the barrier that
-``plgpu.CompilerParams.skip_device_barrier`` would leave out): whatever wrote a peer's buffer has run, and its
-semaphores are zero. Before a block ends, it tells the same block of every peer that it has read what it wanted, and
-waits until all of them have told it so: only then may this rank's buffer be written again.
+The ranks synchronize before and after the copies. XLA runs a barrier over all devices before the kernel (the one that
+``plgpu.CompilerParams.skip_device_barrier`` would omit). After it, all writes to the peers' buffers are complete, and
+the semaphores are zero. Before a block ends, it signals to the same block of every peer that it has finished reading,
+and waits for the signals of all peers. Only then may this rank's buffer be written again.
 
-It compiles for H100. It has not run: JAX's GPU interpreter knows neither references to peers nor semaphores, so its
-copies alone are tested, with the buffers of all ranks in one array.
+The kernel compiles for H100 but has not run on a GPU. JAX's GPU interpreter supports neither peer references nor
+semaphores, so the tests cover only the copies, with the buffers of all ranks in one array.
 """
 
 import functools
@@ -29,35 +29,35 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.varying_axes import match_varying_axes
 
 BLOCKS: Final = 32
-"""Blocks of the kernel, so that most multiprocessors are left to what runs beside it. Three
-chunks of 16 KB are on their way in each, 1.6 MB together; 0.9 MB would fill NVLink's 450 GB/s at a latency of 2
+"""The number of blocks of the kernel. It leaves most multiprocessors to other programs. Each block has three chunks of
+16 KB in flight, 1.6 MB in total. By computation, 0.9 MB are enough for NVLink's 450 GB/s at a latency of 2
 microseconds."""
 STAGES: Final = 4
-"""Chunks that a block has room for in shared memory; all but one are on their way."""
+"""The number of chunks that a block holds in shared memory; all but one are in flight."""
 LINE_BYTES: Final = 256
-"""Bytes of a line of a chunk."""
-MOST_LINES: Final = 64
-"""Most lines of a chunk; a box of a TMA copy has at most 256."""
+"""The number of bytes of a line of a chunk."""
+MAX_LINES: Final = 64
+"""The largest number of lines of a chunk. The hardware limit for a TMA copy is 256."""
 
 
 def chunk_shape(elements: int, itemsize: int) -> tuple[int, int, int]:
-    """The shape of a row in chunks, ``(chunks, lines, elements of a line)``.
+    """Return the shape of a row that is cut into chunks, ``(chunks, lines, elements of a line)``.
 
     Args:
-        elements: the elements of a row.
-        itemsize: the bytes of an element.
+        elements: the number of elements of a row.
+        itemsize: the number of bytes of an element.
 
     Raises:
-        ValueError: if a row is no whole number of lines.
+        ValueError: if a row is not a whole number of lines.
 
     >>> chunk_shape(3 * 2048 * 768, 2)
     (576, 64, 128)
     """
     line = LINE_BYTES // itemsize
     if not elements or elements % line:
-        raise ValueError(f"a row of {elements} elements is no whole number of lines of {line}")
+        raise ValueError(f"a row of {elements} elements is not a whole number of lines of {line} elements")
     lines = elements // line
-    height = min(lines & -lines, MOST_LINES)
+    height = min(lines & -lines, MAX_LINES)
     return lines // height, height, line
 
 
@@ -73,22 +73,24 @@ def pull_chunks(
     blocks: int,
     peer: Callable[[Any, int], Any],
 ) -> None:
-    """Bring this block's chunks of all rows; what a block of the kernel does between the two meetings with its peers.
+    """Copy this block's chunks of all rows to the output; the kernel calls it between its two synchronizations.
 
     Args:
-        rank: reference ``[R]`` int32, the peer that holds each row.
-        row: reference ``[R]`` int32, the row of the peer's buffer; negative for rows of zeros.
-        rows: reference to this rank's buffer, from which ``peer`` makes ``[X, chunks, lines, elements]``.
-        out: reference ``[R, chunks, lines, elements]``.
-        ring: reference ``[STAGES, lines, elements]`` in shared memory.
+        rank: a reference to the index of the peer that holds each row, int32 ``[R]``.
+        row: a reference to the index of each row in the peer's buffer, int32 ``[R]``. A negative index gives a row of
+            zeros.
+        rows: a reference to this rank's buffer.
+        out: a reference to the output, ``[R, chunks, lines, elements]``.
+        ring: a reference to the buffers in shared memory, ``[STAGES, lines, elements]``.
         full: the barriers of the ring.
-        ranks: the number of peers, this rank among them.
+        ranks: the number of peers, including this rank.
         blocks: the number of blocks.
-        peer: ``(rows, rank) -> reference``, the same buffer of a peer.
+        peer: the function ``(rows, rank) -> reference`` that returns a reference to the same buffer on a peer,
+            ``[X, chunks, lines, elements]``.
     """
-    wanted, chunks = out.shape[:2]
+    num_rows, chunks = out.shape[:2]
     block = jax.lax.axis_index("block")
-    count = jax.lax.div(wanted * chunks + blocks - 1 - block, jnp.int32(blocks))
+    count = jax.lax.div(num_rows * chunks + blocks - 1 - block, jnp.int32(blocks))
 
     def place(step: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         chunk, per_row = block + step * blocks, jnp.int32(chunks)
@@ -97,12 +99,12 @@ def pull_chunks(
     def start(step: jax.Array) -> None:
         index, chunk, stage = place(step)
 
-        def copy(of: int) -> None:
-            source = peer(rows, of).at[row[index], chunk]
+        def copy(peer_rank: int) -> None:
+            source = peer(rows, peer_rank).at[row[index], chunk]
             plgpu.copy_gmem_to_smem(source, ring.at[stage], full.at[stage])
 
-        for of in range(ranks):
-            pl.when((row[index] >= 0) & (rank[index] == of))(functools.partial(copy, of))
+        for peer_rank in range(ranks):
+            pl.when((row[index] >= 0) & (rank[index] == peer_rank))(functools.partial(copy, peer_rank))
 
     def store(step: jax.Array) -> None:
         index, chunk, stage = place(step)
@@ -114,7 +116,7 @@ def pull_chunks(
             plgpu.commit_smem()
 
         plgpu.copy_smem_to_gmem(ring.at[stage], out.at[index, chunk])
-        # The next copy fills the stage that the step before this one has stored.
+        # The next copy overwrites the stage that the previous step stored.
         plgpu.wait_smem_to_gmem(1, wait_read_only=True)
 
     def visit(step: jax.Array, _: None) -> None:
@@ -127,36 +129,38 @@ def pull_chunks(
 
 
 def pull(rank: jax.Array, row: jax.Array, rows: jax.Array, axis: str) -> jax.Array:
-    """Launch the kernel on this rank; every rank of the mesh has to. Inside `jax.shard_map` over the whole mesh.
+    """Read rows from other ranks with the kernel, inside a `jax.shard_map` over the whole mesh.
+
+    Every rank of the mesh must call it.
 
     Args:
-        rank: ``[R]`` int32, the index along ``axis`` of the rank that holds each row.
-        row: ``[R]`` int32, the row of that rank's buffer; negative for rows of zeros.
-        rows: this rank's buffer ``[X, *shape]``, as long on all ranks.
-        axis: the mesh axis of the ranks that reach each other's memory.
+        rank: the index along ``axis`` of the rank that holds each row, int32 ``[R]``.
+        row: the index of each row in that rank's buffer, int32 ``[R]``. A negative index gives a row of zeros.
+        rows: this rank's buffer, ``[X, *shape]``. X is the same on all ranks.
+        axis: the mesh axis of the ranks, which can access each other's memory.
 
     Returns:
         The rows, ``[R, *shape]``.
 
     Raises:
-        ValueError: if a row is no whole number of lines.
+        ValueError: if a row is not a whole number of lines.
     """
     chunks = chunk_shape(math.prod(rows.shape[1:]), rows.dtype.itemsize)
     ranks = jax.lax.axis_size(axis)
 
-    def device(of: int) -> Any:
-        return {axis: jnp.int32(of)}
+    def device(peer_rank: int) -> Any:
+        return {axis: jnp.int32(peer_rank)}
 
     def pull_rows(rank: Any, row: Any, rows: Any, out: Any, ring: Any, full: Any, read: Any) -> None:
         pull_chunks(
             *(rank, row, rows, out, ring, full),
             ranks=ranks,
             blocks=BLOCKS,
-            peer=lambda rows, of: plgpu.remote_ref(rows, device(of)),
+            peer=lambda rows, peer_rank: plgpu.remote_ref(rows, device(peer_rank)),
         )
-        # Every block has a semaphore of its own, which is zero before the kernel.
-        for of in range(ranks):
-            pl.semaphore_signal(read, 1, device_id=device(of))
+        # Every block has its own semaphore, which is zero before the kernel.
+        for peer_rank in range(ranks):
+            pl.semaphore_signal(read, 1, device_id=device(peer_rank))
         pl.semaphore_wait(read, ranks, decrement=False)
 
     kernel = plgpu.kernel(
@@ -170,9 +174,9 @@ def pull(rank: jax.Array, row: jax.Array, rows: jax.Array, axis: str) -> jax.Arr
             plgpu.SemaphoreType.REGULAR,
         ],
     )
-    # Behind barriers XLA merges the kernel with no slice: inside such a fusion it may be told others' addresses.
+    # The barriers keep XLA from fusing the kernel with a slice: inside such a fusion it may get the wrong addresses.
     out = jax.lax.optimization_barrier(
         kernel(*jax.lax.optimization_barrier((rank, row, rows.reshape(-1, *chunks))))
     )
-    # Inside shard_map, kernels forget that their results differ between devices.
+    # Inside shard_map, the results of a kernel are not marked as varying over the mesh axes.
     return match_varying_axes(rows, out.reshape(-1, *rows.shape[1:]))[1]

@@ -1,10 +1,10 @@
-"""The kernel for products that keep the rows: every tile of rows is multiplied by the matrices of its group.
+"""The Hopper kernel for row products: every tile of rows is multiplied by matrices of its group's slot.
 
-A tile is summed up in sweeps over the contraction. A step of a sweep loads 64 columns of a row operand and of one or
-more of the slot's matrices, and adds a product for each to accumulators in registers; an epilogue makes the outputs of
-what the sweeps leave. So one kernel does ``x W`` and ``x W^T``, gate and up together with SwiGLU behind them,
-and what the backward pass needs of the hidden rows. The wider a tile, the fewer bytes a product takes, and the more
-registers: sums that a later sweep needs no more wait for the epilogue in bfloat16.
+A tile is computed in sweeps over the contraction. A step of a sweep loads 64 columns of a row operand and the matching
+part of one or more of the slot's matrices, and adds one product for each matrix to accumulators in registers. An
+epilogue computes the outputs from the final sums. So one kernel computes ``x W`` and ``x W^T``, gate and up with
+SwiGLU fused, and the gradients of the hidden rows for the backward pass. A wider tile loads fewer bytes per product,
+but needs more registers. Therefore sums that later sweeps do not add to are kept in bfloat16 until the epilogue.
 """
 
 import functools
@@ -30,7 +30,7 @@ from pallas_kernels.hopper.tile_walk import ROW_ALIGNMENT, Tile, walk_tiles
 from pallas_kernels.sweep import Sweep
 
 EPILOGUE_COLUMNS: Final = 32
-"""Columns that an epilogue sees at a time: what it computes on the way takes registers."""
+"""The number of columns that one call of the epilogue gets. It is small because intermediate values take registers."""
 
 
 class Operands(NamedTuple):
@@ -43,12 +43,12 @@ class Operands(NamedTuple):
 
 
 type Epilogue = Callable[[Sequence[jax.Array], Any], tuple[Sequence[jax.Array], jax.Array | None]]
-"""A function ``(sums, scale or None) -> (values, row sum or None)`` of some columns of 64 rows: all arrays are
-``[64, 32]``, but the row sum is ``[64]``."""
+"""A function ``(sums, scale or None) -> (values, row sum or None)`` for 32 columns of 64 rows. The row sum has shape
+``[64]``, and all other arrays ``[64, 32]``."""
 
 
 class KernelSpec(NamedTuple):
-    """Everything that a kernel is compiled for."""
+    """The static parameters of a kernel."""
 
     sums: Sequence[Sequence[Sweep]]
     transposed: bool
@@ -65,12 +65,12 @@ class KernelSpec(NamedTuple):
 
     @property
     def column_tiles(self) -> int:
-        """The number of tiles that the columns of the output are cut into; the last may reach beyond them."""
+        """The number of column tiles of the output; the last may extend beyond the columns."""
         return -(-self.columns // self.tiles.width)
 
     @property
     def sweeps(self) -> list[Sweep]:
-        """All sweeps of a tile, one after the other."""
+        """All sweeps of a tile, in order."""
         return [sweep for sweeps in self.sums for sweep in sweeps]
 
     @property
@@ -79,14 +79,11 @@ class KernelSpec(NamedTuple):
         return max(len(sweep.matrices) for sweep in self.sweeps)
 
     def sweep_steps(self, tile: Tile) -> jax.Array:
-        """Return the number of steps of each of a tile's sweeps: beyond the last group nothing is multiplied."""
+        """Return the number of steps of each sweep of a tile; 0 for a tile of padding."""
         return self.steps * jnp.where(tile.group < sum(self.slots), 1, 0)
 
     def visit_tiles(self, group_offsets: Any, of_tile: Callable[..., jax.Array]) -> jax.Array:
-        """Call ``(tile, column, steps so far) -> steps so far`` for this cluster's share of the output's tiles.
-
-        Tiles have the rows of all blocks of a cluster.
-        """
+        """Call ``(tile, column, steps so far) -> steps so far`` for every output tile, as high as a cluster's tiles."""
         visits = jax.lax.axis_index("block"), jax.lax.axis_size("block"), self.column_tiles
         last_group = sum(self.slots) + self.padding
         return walk_tiles(group_offsets, last_group, self.tiles.cluster_height, visits, of_tile)
@@ -111,26 +108,27 @@ def row_product_kernel(
     """Multiply the rows of each group by matrices of its slot, and apply an epilogue to the sums.
 
     Args:
-        rows: the row operands, each ``[r, k]`` bfloat16; r is a multiple of 8 and k one of 64.
-        weights: the weight buffers, each ``[slots, J, k, n]`` bfloat16, the J matrices of each slot, at least one;
-            ``[slots, J, n, k]`` if transposed. n is a multiple of 64.
-        group_offsets: ``[all slots + 3]`` int32, the result of `tile_walk.group_offsets`.
-        scale: ``[r]`` float32, a factor of each row that the epilogue is given; None if it needs none.
-        sums: the sweeps, in lists of those that add to the same accumulators; each list starts with new ones. The
-            epilogue is given all accumulators in order, those of the last list in float32, those before in bfloat16.
-        transposed: whether the matrices are summed over their last axis.
-        epilogue: the function that makes the outputs of the accumulators.
+        rows: the row operands, each bfloat16 ``[r, k]``, with r a multiple of 8 and k a multiple of 64.
+        weights: the weight buffers, each bfloat16 ``[slots, J, k, n]`` with the J matrices of each slot, or
+            ``[slots, J, n, k]`` if transposed. Each buffer has at least one slot, and n is a multiple of 64.
+        group_offsets: the group offsets as `tile_walk.group_offsets` returns them, int32 ``[all slots + 3]``.
+        scale: a factor of each row for the epilogue, float32 ``[r]``; None if the epilogue uses no scale.
+        sums: lists of sweeps. The sweeps of one list add to the same accumulators, and each list starts with new ones.
+            The epilogue gets all sums in order: those of the last list in float32, the others in bfloat16.
+        transposed: whether the contraction runs over the last axis of the matrices.
+        epilogue: the function that computes the outputs from the sums.
         outputs: the number of values that the epilogue returns.
         out_dtype: the dtype of the outputs.
         row_sums: whether the epilogue returns a row sum.
-        padding: whether rows beyond the last group are written, as zeros; otherwise they hold anything.
-        approximate: whether the epilogue's exponentials are the hardware's: their relative error is below 2^-17 where
-            bfloat16 rounds at 2^-9.
-        tiles: the sizes of output tiles.
+        padding: whether the rows after the last group are written as zeros. Otherwise their values are undefined.
+        approximate: whether the epilogue uses the hardware exponential. Its relative error is below 2^-17, and bfloat16
+            rounds at 2^-9.
+        tiles: the sizes of the output tiles.
 
     Returns:
-        The outputs ``[r, n]``. With row sums also ``[tiles of columns, t, tiles.cluster_height]`` float32, the row sums
-        of each cluster's tile by the tile's number; t leaves room for any group sizes.
+        The outputs, each ``[r, n]``. With ``row_sums``, a further array follows, float32
+        ``[column tiles, t, tiles.cluster_height]``: the row sums of each cluster's tile, indexed by the number of the
+        tile. The size t is large enough for any group sizes.
     """
     slots = tuple(buffer.shape[0] for buffer in weights)
     (num_rows, contraction), columns = rows[0].shape, weights[0].shape[2 if transposed else 3]
@@ -142,7 +140,7 @@ def row_product_kernel(
         most_tiles = (num_rows + (sum(slots) + 1) * (height + ROW_ALIGNMENT)) // height
         outs.append(jax.ShapeDtypeStruct((spec.column_tiles, most_tiles, height), jnp.float32))
     matrix = (tiles.width, STEP) if transposed else (STEP, tiles.width)
-    # A tile may reach beyond the last row.
+    # A tile may extend beyond the last row.
     scales = [] if scale is None else [jnp.pad(scale, (0, tiles.cluster_height))]
     return launch(
         functools.partial(_copy_steps, spec),
@@ -157,7 +155,7 @@ def row_product_kernel(
 
 
 def _copy_steps(spec: KernelSpec, operands: Operands, ring: Ring, buffers: Sequence[Any]) -> jax.Array:
-    """Fill the ring's buffers with the steps of every tile of this block."""
+    """Copy the operands of all steps of this block's tiles into the ring's buffers, and return the number of steps."""
     row_buffer, *matrix_buffers = buffers
     top = spec.tiles.top()
 
@@ -178,7 +176,7 @@ def _copy_steps(spec: KernelSpec, operands: Operands, ring: Ring, buffers: Seque
 
             copy(operands.rows[sweep.rows].at[own, along], row_buffer)
             visit_buffer(spec.slots, tile.group, copy_matrices)
-            # The barrier counts one arrival for each buffer, those that this sweep has no use for too.
+            # The barrier expects one arrival for each buffer, including those that this sweep does not use.
             for _ in matrix_buffers[len(sweep.matrices) :]:
                 plgpu.barrier_arrive(ring.full.at[stage])
             return step + 1
@@ -198,7 +196,7 @@ def _multiply_steps(
     buffers: Sequence[Any],
     out_buffer: Any,
 ) -> None:
-    """Multiply the ring's steps for this warpgroup's 64 rows of each tile, and write what the epilogue makes of it."""
+    """Multiply all steps for this warpgroup's 64 rows of each tile, apply the epilogue, and write the outputs."""
     offset = jax.lax.axis_index("warpgroup") * WARPGROUP_HEIGHT
     in_cluster = spec.tiles.top() + offset
 
@@ -223,7 +221,7 @@ def _multiply_steps(
                 for first in range(0, spec.tiles.width, line):
                     pieces = []
                     for begin in range(first, first + line, EPILOGUE_COLUMNS):
-                        piece = [one[:, begin : begin + EPILOGUE_COLUMNS] for one in sums]
+                        piece = [total[:, begin : begin + EPILOGUE_COLUMNS] for total in sums]
                         values, row_sum = spec.epilogue(piece, factor)
                         pieces.append([value.astype(dtype) for value in values])
                         row_sums.extend([] if row_sum is None else [row_sum])
@@ -247,8 +245,8 @@ def _multiply_steps(
             def skip(index: jax.Array, step: jax.Array) -> jax.Array:
                 ring.wait(step)
                 if spec.tiles.cluster > 1:
-                    # One thread releases for a warpgroup there, and without products its warps do not wait for each
-                    # other: one that is late would miss a phase of the barrier.
+                    # In a cluster, one thread releases the buffer for the whole warpgroup. Without products, the warps
+                    # do not wait for each other, and a late warp would miss a phase of the barrier.
                     plgpu.commit_smem()
                 ring.release(step)
                 return step + 1
@@ -268,10 +266,10 @@ def _sum_sweeps(
     step: jax.Array,
     count: jax.Array,
 ) -> list[jax.Array]:
-    """Return the accumulators that a tile's sweeps leave, of ``count`` steps each, the first of which is ``step``."""
+    """Return the sums of all sweeps of a tile, which have ``count`` steps each and start at step ``step``."""
     sums: list[jax.Array] = []
     for sweeps in spec.sums:
-        sums = [one.astype(jnp.bfloat16) for one in sums]
+        sums = [total.astype(jnp.bfloat16) for total in sums]
         accumulate = functools.partial(_accumulate, spec, sweeps, ring, buffers, offset, step, count)
         accumulators = [plgpu.ACC((WARPGROUP_HEIGHT, spec.tiles.width)) for _ in sweeps[0].matrices]
         sums += pl.run_scoped(accumulate, accumulators)
@@ -289,7 +287,7 @@ def _accumulate(
     count: jax.Array,
     accumulators: Sequence[Any],
 ) -> list[jax.Array]:
-    """Add up the products of sweeps that share accumulators."""
+    """Add the products of all sweeps that share accumulators, and return the sums."""
     row_buffer, *matrix_buffers = buffers
 
     def start_products(sweep: Sweep, stage: jax.Array, _: jax.Array) -> int:

@@ -1,11 +1,12 @@
-"""How the Hopper kernels write a tile's output: through shared memory, with copies that spare what is not theirs.
+"""The output path of the Hopper kernels: tiles are written through shared memory, without touching other rows.
 
-The copy of a tile's output must spare rows of its neighbours, which other blocks write at the same time. Sizes of
-copies are fixed in the program, so a tile that is not full is copied as a sum of powers of two rows. Outputs pass
-through a buffer that is swizzled but not tiled: the swizzle follows the address, so any row may start a copy.
+The copy of a tile must not overwrite rows of neighbouring tiles, which other blocks write at the same time. The size of
+a copy is fixed at compile time, so a tile that is not full is written in several copies, whose numbers of rows are
+powers of two. The output buffer is swizzled but not tiled. The swizzle depends only on the address, so a copy may start
+at any row.
 
-The last tile of columns may reach beyond the matrix. Copies (TMA) know the sizes of every axis of an array: what they
-load from beyond an edge is zeros, so that products there are zero, and what lies beyond it is not written.
+The last column tile may extend beyond the matrix. TMA copies know the size of every axis of an array. They load zeros
+from outside the array, so products there are zero, and they do not write outside it.
 """
 
 import functools
@@ -20,15 +21,18 @@ from pallas_kernels.hopper.persistent_kernel import WARPGROUP_HEIGHT
 
 
 def output_has(tile: jax.Array, width: int, columns: int) -> Callable[[int], Any]:
-    """Return the function that says whether an output has a column of a tile: True, or a predicate if it may not.
+    """Return a function that says whether a column of a tile exists in the output.
 
     Args:
-        tile: the tile's number among the tiles of columns, int32.
+        tile: the index of the tile among the column tiles, int32.
         width: the number of columns of a tile.
-        columns: the number of columns of the output, which the last tile may reach beyond.
+        columns: the number of columns of the output. The last tile may extend beyond it.
+
+    Returns:
+        A function of the column in the tile. It returns True if all tiles have the column, and otherwise a predicate.
     """
-    of_last = columns % width or width
-    return lambda column: True if column < of_last else tile < columns // width
+    last_tile_columns = columns % width or width
+    return lambda column: True if column < last_tile_columns else tile < columns // width
 
 
 def write_output(
@@ -38,16 +42,16 @@ def write_output(
     high: Any,
     has: Callable[[int], Any],
 ) -> None:
-    """Write rows ``low..high`` of the 64 rows that this warpgroup computed, one part of the columns after the other.
+    """Write rows ``low..high`` of the 64 rows that this warpgroup computed, one part of the columns at a time.
 
     Args:
-        parts: the parts: the number of the first column in the tile, the values ``[64, columns]``, and the function
-            ``(rows, columns) -> reference`` that gives the place in the output for slices of the tile.
-        out_buffer: the warpgroup's two buffers.
-        low: the first row to write, int32 or a number, at least 0.
-        high: the row after the last one to write, int32 or a number, at most 64.
-        has: the result of `output_has`. Columns that the output does not have are left out, a line of the buffer at a
-            time.
+        parts: the parts of the columns. Each part consists of its first column in the tile, its values
+            ``[64, columns]``, and a function ``(rows, columns) -> reference`` from slices of the tile to the output.
+        out_buffer: the two output buffers of the warpgroup.
+        low: the first row to write, int32 or Python int, at least 0.
+        high: the row after the last one to write, int32 or Python int, at most 64.
+        has: the function that `output_has` returned. Columns outside the output are skipped, one line of the buffer at
+            a time.
     """
     dtype, width = out_buffer.dtype, out_buffer.shape[-1]
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -58,19 +62,19 @@ def write_output(
         plgpu.commit_smem()
         _copy_rows(buffer, target, low, high)
 
-    turn = 0
+    lines_written = 0
     for begin, value, target in parts:
         for first in range(0, value.shape[1], width):
             place = functools.partial(target, columns=pl.ds(begin + first, width))
             line = value[:, first : first + width]
-            write = functools.partial(write_line, line, place, out_buffer.at[turn % 2])
-            # Lines that are left out are the last of a tile: buffers take turns as if there were none.
+            write = functools.partial(write_line, line, place, out_buffer.at[lines_written % 2])
+            # The lines that are skipped are the last of a tile, so the two buffers still alternate correctly.
             write() if has(begin + first) is True else pl.when(has(begin + first))(write)
-            turn += 1
+            lines_written += 1
 
 
 def _copy_rows(buffer: Any, target: Callable[..., Any], low: Any, high: Any) -> None:
-    """Copy rows ``low..high`` of a buffer to the output, as a sum of powers of two rows if there are fewer than 64."""
+    """Copy rows ``low..high`` of a buffer to the output: 64 rows at once, or fewer in copies of 32, 16, ... rows."""
 
     def copy(row: Any, size: int) -> None:
         rows = pl.ds(row, size)

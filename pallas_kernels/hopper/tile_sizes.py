@@ -1,13 +1,13 @@
-"""The sizes of tiles for a kernel: from a table of measurements, or from a heuristic that counts cycles.
+"""The choice of tile sizes for a kernel: from a table of measurements, or from a heuristic model of cycles.
 
-A warpgroup's accumulators are 64 rows by at most 256 columns in all, half of its registers; operands then come in at
-the widest ratio of products to bytes that one block reaches. In tiles of 128 rows two warpgroups share every matrix
-tile. Wide tiles are few, and multiprocessors that find none left wait for the others: the heuristic takes the sizes for
-which the fullest multiprocessor has the fewest cycles to go. What shared memory is left holds steps that copies run
-ahead.
+The accumulators of a warpgroup have 64 rows and at most 256 columns in total, which takes half of its registers. This
+is the highest ratio of products to loaded bytes that one block reaches. In tiles of 128 rows, two warpgroups share
+every matrix tile. With wide tiles there are few tiles, and multiprocessors that have none wait for the others. So the
+heuristic chooses the sizes that minimize the cycles of the multiprocessor with the most work. The remaining shared
+memory holds further pipeline stages.
 
-The table (`tile_table`) is written by ``python -m pallas_kernels.hopper.autotune`` on a Hopper GPU. Until someone has
-run it, there is none and the heuristic decides alone.
+``python -m pallas_kernels.hopper.autotune`` writes the table (`tile_table`) on a Hopper GPU. Without a table, only the
+heuristic is used.
 """
 
 import itertools
@@ -26,49 +26,51 @@ from pallas_kernels.hopper.persistent_kernel import (
 from pallas_kernels.hopper.tile_table import measured_tile_sizes
 
 WIDTHS: Final = (256, 192, 128, 64)
-"""The widths that a tile may have."""
+"""The tile widths that are considered."""
 MAX_ACCUMULATED: Final = 256
-"""Columns of all accumulators of a warpgroup together: at 384 the compiler spills them, at 256 it does not."""
+"""The largest total number of columns of a warpgroup's accumulators. With 384 columns the compiler spills registers;
+with 256 it does not."""
 MAX_STAGES: Final = 6
-"""Steps that shared memory holds at most."""
+"""The largest number of pipeline stages, even if shared memory has room for more."""
 BARRIER_BYTES: Final = 1024
-"""Shared memory set aside for barriers and alignment."""
+"""The number of bytes of shared memory reserved for barriers and alignment."""
 PRODUCTS_PER_CYCLE: Final = 2048
-"""Multiplications and additions of bfloat16 in a cycle of a multiprocessor (989 TFLOP/s of 132 at 1.83 GHz)."""
+"""The number of bfloat16 multiply-adds per cycle of a multiprocessor, computed from 989 TFLOP/s, 132 multiprocessors
+and 1.83 GHz."""
 BYTES_PER_CYCLE: Final = 38
-"""Bytes that a multiprocessor loads from L2 in a cycle while all of them do: an assumption, not measured here. Programs
-are said to get 36 to 40."""
+"""The number of bytes per cycle that a multiprocessor loads from L2 while all multiprocessors load. This is an
+assumption and has not been measured; reported values are 36 to 40."""
 PORT_BYTES_PER_CYCLE: Final = 64
-"""Bytes that fit into a multiprocessor in a cycle, whoever loaded them."""
+"""The largest number of bytes per cycle that can enter a multiprocessor, regardless of which block loaded them."""
 LATENCY_CYCLES: Final = 800
-"""Cycles from the start of a copy to its first byte, an assumption."""
+"""The number of cycles from the start of a copy to its first byte; an assumption."""
 OUTPUT_CYCLES: Final = 1500
-"""Cycles of a tile in which nothing is multiplied because its output is written, an assumption."""
+"""The number of cycles per tile in which nothing is multiplied because the output is written; an assumption."""
 
 
 class Problem(NamedTuple):
-    """What a kernel is asked to compute: everything that decides the sizes of its tiles."""
+    """The sizes of a kernel's computation, from which its tile sizes are chosen."""
 
     matrices: int
-    """The number of matrices of a step, each with an accumulator of its own; 0 stands for the kernel of weight
-    gradients, whose steps hold two tiles of rows."""
+    """The number of matrices of a step, each with its own accumulator. 0 stands for the weight gradient kernel, whose
+    steps load two tiles of rows."""
     contraction: int
-    """The number of elements that a product sums over; for weight gradients the expected rows of a group."""
+    """The number of elements that a product sums over; for weight gradients the expected number of rows of a group."""
     output_width: int
-    """Columns of the output."""
+    """The number of columns of the output."""
     output_height: int
-    """Rows of the output of one group, an expected number; for weight gradients the rows of the matrix."""
+    """The expected number of rows of the output of one group; for weight gradients the number of rows of the matrix."""
     groups: int
-    """The number of groups; for weight gradients times the matrices of a slot."""
+    """The number of groups; for weight gradients multiplied by the number of matrices of a slot."""
 
     @property
     def rows_per_group(self) -> int:
-        """The expected rows of a group."""
+        """The expected number of rows of a group."""
         return self.output_height if self.matrices else self.contraction
 
     @property
     def key(self) -> str:
-        """The problem's name in the table, in which rows of a group stand by their next power of two."""
+        """The key of the problem in the table. The rows of a group are rounded up to a power of two."""
         power = 1 << max(self.rows_per_group - 1, 0).bit_length()
         rounded = self._replace(output_height=power) if self.matrices else self._replace(contraction=power)
         return "-".join(map(str, rounded))
@@ -90,7 +92,7 @@ MODELS: Final = {
     "DeepSeek-V3": ModelShape(7168, 2048, 256, 8),
     "GPT-OSS-120B": ModelShape(2880, 2880, 128, 4),
 }
-"""The models at whose shapes kernels are compiled, tuned and measured: those of one rank of `RANKS`."""
+"""The models for whose shapes, on one of `RANKS` ranks, the kernels are compiled, tuned and measured."""
 RANKS: Final = 8
 """The number of ranks that share a model's experts."""
 REPLICAS: Final = 2
@@ -98,8 +100,8 @@ REPLICAS: Final = 2
 
 
 def count_stages(problem: Problem, height: int, width: int) -> int:
-    """Return how many steps of tiles of these sizes fit into shared memory, at most `MAX_STAGES`."""
-    # Two buffers of 64 lines for each warpgroup's outputs.
+    """Return the number of steps that fit into shared memory for tiles of these sizes, at most `MAX_STAGES`."""
+    # Each warpgroup has two output buffers of 64 lines.
     outputs = height // WARPGROUP_HEIGHT * 2 * WARPGROUP_HEIGHT * LINE_BYTES
     return min(
         (SHARED_MEMORY_BYTES - BARRIER_BYTES - outputs) // step_bytes(problem, height, width), MAX_STAGES
@@ -107,12 +109,12 @@ def count_stages(problem: Problem, height: int, width: int) -> int:
 
 
 def step_bytes(problem: Problem, height: int, width: int) -> int:
-    """Return the bytes of operands that one step loads."""
+    """Return the number of bytes of operands that one step loads."""
     return 2 * STEP * (height + max(problem.matrices, 1) * width)
 
 
 def candidate_tile_sizes(problem: Problem) -> Iterator[TileSizes]:
-    """Yield all sizes that a kernel can be compiled for, clusters last, and before that the widest first."""
+    """Yield all tile sizes that a kernel can be compiled for: without clusters first, then higher and wider first."""
     for cluster, height, width in itertools.product((1, 2), (128, 64), WIDTHS):
         fits = width * problem.matrices <= MAX_ACCUMULATED and width <= problem.output_width
         if fits and (stages := count_stages(problem, height, width)) >= 2:
@@ -120,7 +122,7 @@ def candidate_tile_sizes(problem: Problem) -> Iterator[TileSizes]:
 
 
 def estimate_cycles(problem: Problem, tiles: TileSizes) -> float:
-    """Return how many cycles the fullest multiprocessor is busy: a model to compare sizes by, not a time.
+    """Return the modelled number of cycles of the busiest multiprocessor, for comparing tile sizes with each other.
 
     >>> problem = Problem(1, contraction=2048, output_width=768, output_height=256, groups=18)
     >>> sizes = ((128, 256), (128, 128), (64, 256))
@@ -129,12 +131,12 @@ def estimate_cycles(problem: Problem, tiles: TileSizes) -> float:
     """
     steps, high = problem.contraction / STEP, problem.output_height / tiles.cluster_height
     if problem.matrices:
-        # A group's last tile is full by half, as its size may be any; and a group with rows has one at least.
+        # Group sizes are arbitrary, so the last tile of a group is half full on average, and there is at least one.
         high = max(high + 0.5, 1.0)
     else:
-        # The same for its last step.
+        # Likewise, the last step of a group is half full on average.
         steps, high = steps + 0.5, math.ceil(high)
-    # The last tile of columns takes as long as the others, however few of its columns the output has.
+    # The last column tile takes as long as the others, even if most of its columns are outside the output.
     count = problem.groups * high * math.ceil(problem.output_width / tiles.width)
     products = max(problem.matrices, 1) * tiles.height * tiles.width * STEP / PRODUCTS_PER_CYCLE
     received = step_bytes(problem, tiles.height, tiles.width)
@@ -146,9 +148,9 @@ def estimate_cycles(problem: Problem, tiles: TileSizes) -> float:
 
 
 def choose_tile_sizes(problem: Problem) -> TileSizes:
-    """Return the sizes that were measured to be best, or the heuristic's choice where nothing was measured.
+    """Return the best measured tile sizes for a problem, or the choice of the heuristic if there are none.
 
-    Only a measurement chooses clusters: what they are worth, and that they are right, has not been seen on a GPU yet.
+    The heuristic never chooses clusters, because their speed and correctness have not been verified on a GPU yet.
 
     >>> choose_tile_sizes(Problem(1, contraction=2048, output_width=2048, output_height=1024, groups=18))
     TileSizes(height=128, width=256, stages=4, cluster=1)
@@ -157,5 +159,5 @@ def choose_tile_sizes(problem: Problem) -> TileSizes:
     """
     if measured := measured_tile_sizes().get(problem.key):
         return measured
-    alone = (tiles for tiles in candidate_tile_sizes(problem) if tiles.cluster == 1)
-    return min(alone, key=lambda tiles: estimate_cycles(problem, tiles))
+    candidates = (tiles for tiles in candidate_tile_sizes(problem) if tiles.cluster == 1)
+    return min(candidates, key=lambda tiles: estimate_cycles(problem, tiles))

@@ -1,9 +1,10 @@
-"""Which rows make a tile, found by walking through the groups: no table is made before a kernel starts.
+"""The assignment of rows to tiles inside a Hopper kernel, by a walk through the groups instead of a precomputed table.
 
-A tile belongs to one group and starts at a multiple of 8 rows, so that the hardware can copy it: the first tile of a
-group may hold up to 7 rows of the group before, which it does not own. Rows beyond the last group are walked through
-like one more group. Tiles are numbered through all groups. A block visits ever higher numbers, so all that it has to
-remember is the group where it stands: offsets are read once a group, and a tile of the same group costs a comparison.
+A tile belongs to one group and starts at a multiple of 8 rows, as the hardware copies require. So the first tile of a
+group may contain up to 7 rows of the previous group, which it does not own. The rows after the last group are treated
+like one more group. Tiles are numbered consecutively through all groups. A block visits increasing tile numbers, so its
+only state is the current group. It reads offsets once per group, and another tile of the same group costs one
+comparison.
 """
 
 from collections.abc import Callable
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 from pallas_kernels.group_loops import group_bounds
 
 ROW_ALIGNMENT = 8
-"""Copies into shared memory start at a multiple of so many rows: what wgmma reads is tiled by 8 x 64 elements."""
+"""The alignment in rows of copies into shared memory, since wgmma reads tiles of 8 x 64 elements."""
 
 
 class Tile(NamedTuple):
@@ -24,7 +25,7 @@ class Tile(NamedTuple):
     number: jax.Array
     """The tile's number, counted through all groups."""
     group: jax.Array
-    """The group that the tile belongs to; the number of groups stands for the rows beyond the last."""
+    """The group that the tile belongs to. The number of groups stands for the rows after the last group."""
     first: jax.Array
     """The tile's first row, a multiple of 8."""
     start: jax.Array
@@ -34,10 +35,10 @@ class Tile(NamedTuple):
 
 
 class Group(NamedTuple):
-    """The group at which a walk stands; all fields are int32."""
+    """The current group of a walk; all fields are int32."""
 
     number: jax.Array
-    """The group's weight slot."""
+    """The index of the group, which is also its weight slot."""
     start: jax.Array
     """The group's first row."""
     end: jax.Array
@@ -46,7 +47,7 @@ class Group(NamedTuple):
     """The number of tiles of all groups before this one."""
 
     def tile(self, number: jax.Array, tile_rows: int) -> Tile:
-        """Return the tile of that number, which must be one of this group's; it is ``tile_rows`` rows high."""
+        """Return the tile with the given number, which must belong to this group, for tiles of ``tile_rows`` rows."""
         first = align_down(self.start) + (number - self.tiles_before) * tile_rows
         return Tile(
             number,
@@ -63,23 +64,23 @@ def align_down(row: jax.Array) -> jax.Array:
 
 
 def count_tiles(start: jax.Array, end: jax.Array, tile_rows: int) -> jax.Array:
-    """Return how many tiles of ``tile_rows`` rows the group of rows ``start..end`` has."""
+    """Return the number of tiles of ``tile_rows`` rows in the group of rows ``start..end``."""
     tiles = jax.lax.div(end - align_down(start) + (tile_rows - 1), jnp.int32(tile_rows))
     return jnp.where(end > start, tiles, 0)
 
 
 def group_offsets(group_sizes: jax.Array, num_rows: int) -> jax.Array:
-    """Return where each group starts and ends, as the kernels read it.
+    """Return the start and end of each group in the format that the kernels read.
 
-    These are the `group_bounds` and twice the end of the rows. The rows beyond the last group are thereby a group like
-    the others, and there is one more group, without rows, at which a walk can stop.
+    The result is `group_bounds` followed by ``num_rows`` twice. So the rows after the last group form one more group,
+    and after it comes an empty group, at which a walk can stop.
 
     Args:
-        group_sizes: ``[groups]`` integer, the number of rows of each group.
-        num_rows: the number of rows of the row operand; rows behind the last group are padding.
+        group_sizes: the number of rows of each group, integer ``[groups]``.
+        num_rows: the number of rows of the row operand. Rows after the last group are padding.
 
     Returns:
-        ``[groups + 3]`` int32.
+        The offsets, int32 ``[groups + 3]``.
 
     >>> group_offsets(jnp.array([5, 0, 19]), 32).tolist()
     [0, 5, 5, 24, 32, 32]
@@ -94,26 +95,25 @@ def walk_tiles(
     visits: tuple[Any, Any, int],
     of_tile: Callable[..., jax.Array],
 ) -> jax.Array:
-    """Visit every n-th pair of a tile of rows and a tile of columns; the columns of one tile of rows come in a row.
+    """Visit every n-th pair of a row tile and a column tile, in the order of row tiles, then column tiles.
 
     Args:
         group_offsets: the array that `group_offsets` returns, or a reference to it.
-        last_group: the group at which to stop: the number of groups, or one more to visit the rows beyond them.
+        last_group: the group at which to stop: the number of groups, or one more to also visit the rows after them.
         tile_rows: the number of rows of a tile, a multiple of 8.
-        visits: the number of the first pair to visit, the distance to the next one, and how many tiles of columns
-            there are.
-        of_tile: the function ``(tile, column, steps so far) -> steps so far`` that is called for each pair.
+        visits: the number of the first pair to visit, the distance to the next one, and the number of column tiles.
+        of_tile: the function ``(tile, column, steps so far) -> steps so far`` to call for each pair.
 
     Returns:
-        The steps of all visits.
+        The total number of steps of all visits.
 
-    >>> found, offsets = [], group_offsets(jnp.array([5, 0, 19]), 32)
+    >>> tiles, offsets = [], group_offsets(jnp.array([5, 0, 19]), 32)
     >>> def of_tile(tile, column, step):
-    ...     found.append([int(field) for field in tile])
+    ...     tiles.append([int(field) for field in tile])
     ...     return step
     >>> with jax.disable_jit():
     ...     _ = walk_tiles(offsets, 4, 8, (0, 1, 1), of_tile)
-    >>> found
+    >>> tiles
     [[0, 0, 0, 0, 5], [1, 2, 0, 5, 8], [2, 2, 8, 8, 16], [3, 2, 16, 16, 24], [4, 3, 24, 24, 32]]
     """
     first, distance, column_tiles = visits
@@ -122,12 +122,12 @@ def walk_tiles(
         number = jax.lax.div(visit, jnp.int32(column_tiles))
 
         def ends_before(group: Group) -> jax.Array:
-            behind = group.tiles_before + count_tiles(group.start, group.end, tile_rows)
-            return (group.number < last_group) & (number >= behind)
+            tiles_through = group.tiles_before + count_tiles(group.start, group.end, tile_rows)
+            return (group.number < last_group) & (number >= tiles_through)
 
         def next_group(group: Group) -> Group:
-            behind = group.tiles_before + count_tiles(group.start, group.end, tile_rows)
-            return Group(group.number + 1, group.end, group_offsets[group.number + 2], behind)
+            tiles_through = group.tiles_before + count_tiles(group.start, group.end, tile_rows)
+            return Group(group.number + 1, group.end, group_offsets[group.number + 2], tiles_through)
 
         return jax.lax.while_loop(ends_before, next_group, group)
 

@@ -1,8 +1,9 @@
-"""The kernel for weight gradients: each group's rows, transposed, times its rows of another operand.
+"""The Hopper kernel for weight gradients: the product of a group's transposed rows and its rows of another operand.
 
-The contraction runs over rows, from a multiple of 8 at or before the group's first one. Rows of other groups in the
-first and the last step are set to zero in shared memory, in both operands: they may hold anything, and zero times
-infinity is not zero. The two warpgroups share that work and wait for each other.
+The contraction runs over rows. It starts at the last multiple of 8 at or before the first row of the group. In the
+first and the last step, the kernel sets the rows of other groups to zero in shared memory. It does so in both operands,
+since these rows may have any value, and zero times infinity is not zero. The warpgroups share that work and then
+synchronize.
 """
 
 import functools
@@ -34,16 +35,16 @@ class Operands(NamedTuple):
 
 
 class Visit(NamedTuple):
-    """One tile of one group's output, and the rows that it is summed over; all fields are int32."""
+    """One tile of one group's output, and the rows that are summed for it; all fields are int32."""
 
     group: jax.Array
-    """The group, which is also the weight slot."""
+    """The index of the group, which is also its weight slot."""
     pair: jax.Array
     """The index of the pair of row operands."""
     top: jax.Array
-    """The first index of k in the tile."""
+    """The first index of the tile along k."""
     left: jax.Array
-    """The first index of n in the tile."""
+    """The first index of the tile along n."""
     start: jax.Array
     """The group's first row."""
     end: jax.Array
@@ -62,7 +63,7 @@ class Visit(NamedTuple):
 
 
 class KernelSpec(NamedTuple):
-    """Everything that a kernel is compiled for."""
+    """The static parameters of a kernel."""
 
     slots: tuple[int, ...]
     """The number of slots of each weight buffer."""
@@ -73,9 +74,9 @@ class KernelSpec(NamedTuple):
     tiles: TileSizes
 
     def visit_tiles(self, group_offsets: Any, of_tile: Callable[[Visit, jax.Array], jax.Array]) -> jax.Array:
-        """Call ``(visit, steps so far) -> steps so far`` for this cluster's share: every n-th tile of clusters."""
+        """Call ``(visit, steps so far) -> steps so far`` for every output tile of this cluster."""
         block, blocks = jax.lax.axis_index("block"), jax.lax.axis_size("block")
-        # From the fastest axis to the slowest: tiles along n, tiles along k, pairs, groups.
+        # The axes from fastest to slowest are tiles along n, tiles along k, pairs, groups.
         height = self.tiles.cluster_height
         sizes = -(-self.shape[1] // self.tiles.width), -(-self.shape[0] // height), self.pairs
         count = sum(self.slots) * sizes[0] * sizes[1] * sizes[2]
@@ -104,14 +105,15 @@ def weight_gradient_kernel(
     """Compute ``a[group]^T b[group]`` for every group and each of J pairs of row operands.
 
     Args:
-        pairs: the pairs (a, b), ``[r, k]`` and ``[r, n]`` bfloat16; r is a multiple of 8, k and n of 64.
-        group_offsets: ``[all slots + 3]`` int32, the result of `tile_walk.group_offsets`.
-        slots: the number of slots of each weight buffer, at least 1.
+        pairs: the pairs (a, b) of row operands, bfloat16 ``[r, k]`` and ``[r, n]``, with r a multiple of 8, and k and n
+            multiples of 64.
+        group_offsets: the group offsets as `tile_walk.group_offsets` returns them, int32 ``[all slots + 3]``.
+        slots: the number of slots of each weight buffer, each at least 1.
         out_dtype: the dtype of the results.
-        tiles: the sizes of output tiles; the height is along k, the width along n.
+        tiles: the sizes of the output tiles, with the height along k and the width along n.
 
     Returns:
-        For each weight buffer ``[slots, J, k, n]``, zeros for empty groups.
+        One array ``[slots, J, k, n]`` for each weight buffer, with zeros for empty groups.
     """
     shape = pairs[0][0].shape[1], pairs[0][1].shape[1]
     spec = KernelSpec(slots, len(pairs), shape, tiles)
@@ -129,7 +131,7 @@ def weight_gradient_kernel(
 
 
 def _copy_steps(spec: KernelSpec, operands: Operands, ring: Ring, buffers: Sequence[Any]) -> jax.Array:
-    """Fill the ring's buffers with the steps of every tile of this block."""
+    """Copy the operands of all steps of this block's tiles into the ring's buffers, and return the number of steps."""
 
     def of_tile(visit: Visit, step: jax.Array) -> jax.Array:
         def fill(index: jax.Array, step: jax.Array) -> jax.Array:
@@ -138,7 +140,7 @@ def _copy_steps(spec: KernelSpec, operands: Operands, ring: Ring, buffers: Seque
             parts = pl.ds(visit.top, spec.tiles.height), pl.ds(visit.left, spec.tiles.width)
 
             def copy_pair(refs: tuple[Any, Any]) -> None:
-                # Tiles of a cluster have other rows of the output, and the same columns.
+                # The tiles of a cluster have different rows of the output but the same columns.
                 axes = None, spec.tiles.cluster_axis
                 for ref, part, buffer, axis in zip(refs, parts, buffers, axes, strict=True):
                     source, full = ref.at[along, part], ring.full.at[stage]
@@ -162,7 +164,7 @@ def _multiply_steps(
     out_buffer: Any,
     cleared: Any,
 ) -> None:
-    """Multiply the ring's steps for this warpgroup's 64 rows of each output tile, and write them."""
+    """Multiply all steps for this warpgroup's 64 rows of each output tile, and write the sums."""
     offset = jax.lax.axis_index("warpgroup") * WARPGROUP_HEIGHT
 
     def of_tile(visit: Visit, step: jax.Array) -> jax.Array:
@@ -194,7 +196,7 @@ def _accumulate(
     step: jax.Array,
     accumulator: Any,
 ) -> jax.Array:
-    """Add up the products of the visit's steps, the first of which is ``step``."""
+    """Return the sum of the products of all steps of a visit, which start at step ``step``."""
     own = pl.ds(jax.lax.axis_index("warpgroup") * WARPGROUP_HEIGHT, WARPGROUP_HEIGHT)
 
     def start_product(stage: jax.Array, index: jax.Array) -> int:
@@ -211,7 +213,7 @@ def _accumulate(
 def _clear_others(
     spec: KernelSpec, buffers: Sequence[Any], cleared: Any, stage: jax.Array, low: jax.Array, high: jax.Array
 ) -> None:
-    """Set all rows of a step but ``low..high`` to zero, each warpgroup its share, and wait for the others."""
+    """Set all rows of a step except ``low..high`` to zero; each warpgroup clears a share and waits for the others."""
     warpgroup = jax.lax.axis_index("warpgroup")
     row = plgpu.broadcasted_iota(jnp.int32, (STEP, 64), 0, layout=plgpu.Layout.WGMMA)
 
@@ -222,8 +224,8 @@ def _clear_others(
     for buffer in buffers:
         for number in range(buffer.shape[-1] // 64):
             block = buffer.at[stage, :, pl.ds(number * 64, 64)]
-            mine = warpgroup == number % (spec.tiles.height // WARPGROUP_HEIGHT)
-            pl.when(mine)(functools.partial(clear_block, block))
+            own_share = warpgroup == number % (spec.tiles.height // WARPGROUP_HEIGHT)
+            pl.when(own_share)(functools.partial(clear_block, block))
     plgpu.commit_smem()
     plgpu.barrier_arrive(cleared)
     plgpu.barrier_wait(cleared)

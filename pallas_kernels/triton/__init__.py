@@ -1,6 +1,6 @@
-"""Pallas kernels for NVIDIA GPUs from compute capability 8.0 on, which Triton compiles for whatever GPU is there.
+"""The Pallas kernels for NVIDIA GPUs of compute capability 8.0 or higher, compiled by Triton for the available GPU.
 
-Other than the Hopper kernels, these have one block for each tile of the output, and leave the pipeline of copies to
-Triton's compiler. The grid has room for any split of the rows, so its size is known before the group sizes are: the
-host waits for nothing. Widths may be any number.
+Unlike the Hopper kernels, they have one block for each tile of the output, and Triton's compiler pipelines the copies.
+The grid is large enough for any split of the rows, so its size does not depend on the group sizes, and the host does
+not wait for them. Widths may have any size.
 """

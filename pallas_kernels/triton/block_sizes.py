@@ -1,10 +1,10 @@
-"""The sizes of a kernel's blocks: a heuristic from the shapes alone. Nothing here was measured on a GPU.
+"""The block sizes of the Triton kernels, by a heuristic on the shapes. They have not been measured on a GPU.
 
-A block of 128 x 128 accumulators takes half of the registers of four warps, and its operands come in at 64 products a
-byte: what matrix kernels for these GPUs commonly use. Groups that expect fewer rows get lower blocks, since a block's
-rows beyond its group are computed for nothing. A block that keeps several sums is half as wide. A step of 64 bytes of a
-contraction and four stages take at most 64 KiB of shared memory, which every GPU from compute capability 8.0 on has:
-99 KiB a block is the least (8.6, 8.9, 12.0 and 12.1).
+A block of 128 x 128 accumulators takes half of the registers of four warps and computes 64 products per loaded byte.
+Matrix kernels for these GPUs commonly use this size. If the expected groups have fewer rows, blocks are lower, since
+the rows of a block beyond its group are wasted work. A block that keeps several sums is half as wide. With steps of 64
+bytes of the contraction, four stages take at most 64 KiB of shared memory. Every GPU of compute capability 8.0 or
+higher has that: the smallest limit is 99 KiB per block (8.6, 8.9, 12.0 and 12.1).
 """
 
 from typing import Final, NamedTuple
@@ -12,36 +12,36 @@ from typing import Final, NamedTuple
 import jax
 
 SMALLEST: Final = 16
-"""The fewest rows, columns and elements of a contraction that Triton multiplies in one step."""
+"""The smallest number of rows, of columns and of contraction elements that Triton multiplies in one step."""
 LARGEST: Final = 128
-"""The most rows or columns of a block."""
+"""The largest number of rows or columns of a block."""
 STEP_BYTES: Final = 64
-"""The bytes of a contraction in one step."""
+"""The number of bytes of the contraction that one step loads."""
 STAGES: Final = 4
-"""The number of steps whose operands are on their way or in shared memory."""
+"""The number of steps whose operands are in flight or in shared memory."""
 
 
 class BlockSizes(NamedTuple):
-    """The sizes of the blocks of a kernel; all sizes of arrays are powers of two."""
+    """The block sizes of a kernel; height, width and step are powers of two."""
 
     height: int
-    """Rows of a block of the output."""
+    """The number of rows of a block of the output."""
     width: int
-    """Columns of a block of the output."""
+    """The number of columns of a block of the output."""
     step: int
-    """Elements of a contraction that are loaded at a time."""
+    """The number of elements of the contraction that one step loads."""
     warps: int
-    """Warps that work on a block together."""
+    """The number of warps that compute a block together."""
     stages: int = STAGES
-    """Steps whose operands are on their way or in shared memory."""
+    """The number of steps whose operands are in flight or in shared memory."""
 
 
 def row_product_blocks(rows: jax.Array, num_groups: int, columns: int, accumulators: int = 1) -> BlockSizes:
-    """Return the sizes for a product that keeps the rows.
+    """Return the block sizes for a row product.
 
     Args:
-        rows: ``[r, k]``, the row operand. The height depends on the number of rows and groups alone, so all products
-            with the same rows can share a table of tiles.
+        rows: the row operand, ``[r, k]``. The height depends only on the numbers of rows and groups, so all products of
+            the same rows can share a table of tiles.
         num_groups: the number of groups.
         columns: the number of columns of the output.
         accumulators: the number of sums that a block keeps.
@@ -57,7 +57,7 @@ def row_product_blocks(rows: jax.Array, num_groups: int, columns: int, accumulat
 
 
 def weight_gradient_blocks(lhs: jax.Array, rhs: jax.Array) -> BlockSizes:
-    """Return the sizes for a product ``lhs^T rhs`` that is summed over rows, ``[r, k]`` and ``[r, n]``.
+    """Return the block sizes for a weight gradient ``lhs^T rhs`` of row operands ``[r, k]`` and ``[r, n]``.
 
     >>> weight_gradient_blocks(jax.numpy.zeros((9, 4096), "bfloat16"), jax.numpy.zeros((9, 40), "bfloat16"))
     BlockSizes(height=128, width=64, step=32, warps=4, stages=4)
@@ -67,7 +67,7 @@ def weight_gradient_blocks(lhs: jax.Array, rhs: jax.Array) -> BlockSizes:
 
 
 def _power_of_two(size: int) -> int:
-    """Return the next power of two that Triton can multiply, or the largest size of a block."""
+    """Round a size up to a power of two that Triton can multiply, and limit it to the largest size of a block."""
     return min(max(1 << max(size - 1, 0).bit_length(), SMALLEST), LARGEST)
 
 
@@ -76,5 +76,5 @@ def _step(rows: jax.Array) -> int:
 
 
 def _warps(accumulated: int) -> int:
-    """Return how many warps share so many sums: four have registers for 128 x 128 and little else."""
+    """Return the number of warps for a number of accumulators; the registers of four warps suffice for 128 x 128."""
     return 4 if accumulated <= LARGEST * LARGEST else 8

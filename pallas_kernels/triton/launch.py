@@ -1,4 +1,4 @@
-"""What the Triton kernels share: how one is launched, and how it reads and writes parts of arrays at their edges."""
+"""The common parts of the Triton kernels: the launch, and masked loads and stores at the edges of arrays."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -14,45 +14,45 @@ from pallas_kernels.triton.block_sizes import BlockSizes
 
 
 def interpreted() -> bool:
-    """Return whether kernels that are traced now run in Pallas's interpreter, which runs on every platform."""
+    """Return whether kernels traced now will run in Pallas's interpreter, which works on every platform."""
     return config.pallas_tpu_interpret_mode_context_manager.value is True
 
 
 class Span(NamedTuple):
-    """Consecutive indices of one axis of an array, of which those from ``end`` on are not to be touched."""
+    """A range of consecutive indices on one axis of an array; indices from ``end`` on must not be accessed."""
 
     start: Any
     """The first index, int32."""
     size: int
     """The number of indices, a power of two."""
     end: Any = None
-    """The index after the last one that may be touched, int32; None if all may."""
+    """The index after the last one that may be accessed, int32. None if all may be accessed."""
 
     @property
     def slice(self) -> Any:
-        """The indices as Pallas takes them."""
+        """The range as a Pallas slice."""
         return pl.ds(self.start, self.size)
 
     @property
-    def own(self) -> jax.Array:
-        """Whether each of the indices may be touched, ``[size]``."""
+    def mask(self) -> jax.Array:
+        """The mask of the indices that may be accessed, boolean ``[size]``."""
         return self.start + jnp.arange(self.size, dtype=jnp.int32) < self.end
 
 
 def block_span(index: jax.Array, size: int, length: int) -> Span:
-    """Return the span of the block of that index of an axis that is cut into blocks of ``size``."""
+    """Return the span of block number ``index`` on an axis of ``length`` that is cut into blocks of ``size``."""
     return Span(index * size, size, None if length % size == 0 else jnp.int32(length))
 
 
 def load(ref: Any, place: Sequence[Any], *spans: Span) -> jax.Array:
-    """Return ``ref[*place, *spans]``, with zeros where a span says that nothing is to be touched."""
+    """Return ``ref[*place, *spans]``, with zeros for the indices that must not be accessed."""
     part = ref.at[(*place, *(span.slice for span in spans))]
     mask = _mask(spans)
     return plgpu.load(part, mask=mask, other=None if mask is None else 0)
 
 
 def store(ref: Any, place: Sequence[Any], *spans: Span, values: jax.Array) -> None:
-    """Set ``ref[*place, *spans]`` to the values, but for what the spans say is not to be touched."""
+    """Set ``ref[*place, *spans]`` to the values, except for the indices that must not be accessed."""
     part = ref.at[(*place, *(span.slice for span in spans))]
     plgpu.store(part, values.astype(ref.dtype), mask=_mask(spans))
 
@@ -60,7 +60,7 @@ def store(ref: Any, place: Sequence[Any], *spans: Span, values: jax.Array) -> No
 def _mask(spans: Sequence[Span]) -> jax.Array | None:
     shape = tuple(span.size for span in spans)
     masks = [
-        jax.lax.broadcast_in_dim(span.own, shape, (axis,))
+        jax.lax.broadcast_in_dim(span.mask, shape, (axis,))
         for axis, span in enumerate(spans)
         if span.end is not None
     ]
@@ -70,21 +70,20 @@ def _mask(spans: Sequence[Span]) -> jax.Array | None:
 
 
 def branch(counts: Sequence[int], index: jax.Array, visit: Callable[[int, jax.Array], None]) -> None:
-    """Call ``(number of the part, index in the part)`` for the part that an index falls into.
+    """Call a function with the number of the part that contains an index, and the index in that part.
 
-    A reference cannot be chosen by data, so the program has a branch for every part. The branches come one after the
-    other: in branches within branches Triton gave each its own shared memory, and what was nested in another way cost
-    registers.
+    Data cannot choose between references, so the program has a branch for every part. The branches are sequential: in
+    nested branches, Triton allocated separate shared memory for each branch, and other nestings used more registers.
 
     Args:
-        counts: the number of indices of each part, at least 1; the last part also has all that follow.
+        counts: the number of indices of each part, each at least 1. The last part also contains all further indices.
         index: the index, int32, at least 0.
-        visit: the function to call.
+        visit: the function ``(number of the part, index in the part)`` to call.
     """
     last = len(counts) - 1
     for number, count in enumerate(counts):
-        own = index >= 0 if number == last else (index >= 0) & (index < count)
-        pl.when(own)(functools.partial(visit, number, index))
+        in_part = index >= 0 if number == last else (index >= 0) & (index < count)
+        pl.when(in_part)(functools.partial(visit, number, index))
         index = index - count
 
 
@@ -100,25 +99,27 @@ def launch(
     """Run a kernel on every block of a grid.
 
     Args:
-        body: the kernel, ``(operands, outs)``, which gets references in place of arrays.
+        body: the kernel ``(operands, outs)``. It receives references instead of arrays.
         operands: a tree of arrays.
         outs: the shapes and dtypes of the outputs.
-        grid: the number of blocks along each axis, the first of which is the fastest.
-        blocks: the sizes of blocks, which say how many warps and stages a kernel is compiled for.
+        grid: the number of blocks along each axis, the fastest axis first.
+        blocks: the block sizes. Their numbers of warps and stages are compile options of the kernel.
         name: the kernel's name in profiles.
 
     Returns:
-        The outputs; what no block wrote holds anything.
+        The outputs. Entries that no block writes are undefined.
     """
     leaves, tree = jax.tree.flatten(operands)
-    of_all = jax.typeof(leaves[0]).manual_axis_type
+    axis_type = jax.typeof(leaves[0]).manual_axis_type
 
     def run(*refs: Any) -> None:
         body(jax.tree.unflatten(tree, refs[: len(leaves)]), refs[len(leaves) :])
 
     return pl.pallas_call(
         run,
-        out_shape=tuple(jax.ShapeDtypeStruct(out.shape, out.dtype, manual_axis_type=of_all) for out in outs),
+        out_shape=tuple(
+            jax.ShapeDtypeStruct(out.shape, out.dtype, manual_axis_type=axis_type) for out in outs
+        ),
         grid=grid,
         compiler_params=plgpu.CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages),
         interpret=interpreted(),

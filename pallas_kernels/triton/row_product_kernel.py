@@ -1,12 +1,12 @@
-"""The kernel for products that keep the rows: every tile of rows is multiplied by the matrices of its group.
+"""The Triton kernel for row products: every tile of rows is multiplied by matrices of its group's slot.
 
-A block sums up one tile of the output in sweeps over the contraction. A step of a sweep loads a part of the rows and of
-one or more of the slot's matrices, and adds a product for each to sums in registers; an epilogue makes the outputs of
-what the sweeps leave. So one kernel does ``x W`` and ``x W^T``, gate and up together with SwiGLU behind them, and what
-the backward pass needs of the hidden rows.
+A block computes one tile of the output in sweeps over the contraction. A step of a sweep loads a part of the rows and
+of one or more of the slot's matrices, and adds one product for each matrix to sums in registers. An epilogue computes
+the outputs from the final sums. So one kernel computes ``x W`` and ``x W^T``, gate and up with SwiGLU fused, and the
+gradients of the hidden rows for the backward pass.
 
-Weights lie in several buffers. A block has a branch for each of them, loops and all: a reference cannot be chosen by
-data, and a branch in every step would keep Triton from loading ahead.
+The weights may be in several buffers. A block has a branch for each buffer, including all loops: data cannot choose
+between references, and a branch in every step would keep Triton from prefetching.
 """
 
 import functools
@@ -33,12 +33,12 @@ class Operands(NamedTuple):
 
 
 type Epilogue = Callable[[Sequence[jax.Array], Any], tuple[Sequence[jax.Array], jax.Array | None]]
-"""A function ``(sums, scale or None) -> (values, row sums or None)`` of a tile: all arrays are ``[rows, columns]``
-float32, but the row sums are ``[rows]``."""
+"""A function ``(sums, scale or None) -> (values, row sums or None)`` for one tile. The row sums have shape ``[rows]``,
+and all other arrays ``[rows, columns]``, in float32."""
 
 
 class KernelSpec(NamedTuple):
-    """Everything that a kernel is compiled for."""
+    """The static parameters of a kernel."""
 
     sums: Sequence[Sequence[Sweep]]
     transposed: bool
@@ -73,24 +73,24 @@ def row_product_kernel(
     """Multiply the rows of each group by matrices of its slot, and apply an epilogue to the sums.
 
     Args:
-        rows: the row operands, each ``[r, k]`` bfloat16, float16 or float32.
-        weights: the weight buffers, each ``[slots, J, k, n]`` in the dtype of rows, the J matrices of each slot, at
-            least one; ``[slots, J, n, k]`` if transposed.
-        tiles: ``[3, tiles]`` int32, the result of `row_tiles` for tiles of ``blocks.height`` rows.
-        scale: ``[r]`` float32, a factor of each row that the epilogue is given; None if it needs none.
-        sums: the sweeps, in lists of those that add to the same sums; each list starts with new ones. The epilogue is
-            given all sums in order, in float32.
-        transposed: whether the matrices are summed over their last axis.
-        epilogue: the function that makes the outputs of the sums.
+        rows: the row operands, each ``[r, k]``, in bfloat16, float16 or float32.
+        weights: the weight buffers, each ``[slots, J, k, n]`` with the J matrices of each slot, or ``[slots, J, n, k]``
+            if transposed, in the dtype of the rows. Each buffer has at least one slot.
+        tiles: the table of tiles as `row_tiles` returns it for tiles of ``blocks.height`` rows, int32 ``[3, tiles]``.
+        scale: a factor of each row for the epilogue, float32 ``[r]``; None if the epilogue uses no scale.
+        sums: lists of sweeps. The sweeps of one list add to the same sums, and each list starts with new ones. The
+            epilogue gets all sums in order, in float32.
+        transposed: whether the contraction runs over the last axis of the matrices.
+        epilogue: the function that computes the outputs from the sums.
         outputs: the number of values that the epilogue returns.
         out_dtype: the dtype of the outputs.
         row_sums: whether the epilogue returns row sums.
-        padding: whether rows beyond the last group are written, as zeros; otherwise they hold anything.
-        blocks: the sizes of blocks.
+        padding: whether the rows after the last group are written as zeros. Otherwise their values are undefined.
+        blocks: the block sizes.
 
     Returns:
-        The outputs ``[r, n]``. With row sums also ``[n / width, r]`` float32, the row sums of each block of columns;
-        in padding they hold anything.
+        The outputs, each ``[r, n]``. With ``row_sums``, a further array follows, float32 ``[n / width, r]`` (rounded
+        up): the row sums of each block of columns. Row sums of padding are undefined.
     """
     slots = tuple(buffer.shape[0] for buffer in weights)
     (num_rows, contraction), columns = rows[0].shape, weights[0].shape[2 if transposed else 3]
@@ -100,13 +100,13 @@ def row_product_kernel(
     outs = [jax.ShapeDtypeStruct((num_rows, columns), out_dtype)] * outputs
     if row_sums:
         outs.append(jax.ShapeDtypeStruct((column_blocks, num_rows), jnp.float32))
-    # The interpreter does not take numbers that are known as indices beside slices.
+    # The interpreter does not support constant indices next to slices, so slots and matrices share one axis.
     stacks = [buffer.reshape(-1, *buffer.shape[2:]) for buffer in weights]
     return launch(
         functools.partial(_compute_block, spec),
         Operands(tiles, list(rows), stacks, [] if scale is None else [scale]),
         outs,
-        # The columns of one tile of rows come one after the other: they share the rows, and neighbours the weights.
+        # Columns are the fastest axis: the blocks of a row tile share its rows, and neighbouring row tiles the weights.
         grid=(column_blocks, tiles.shape[1]),
         blocks=blocks,
         name="grouped_row_product",
@@ -114,13 +114,13 @@ def row_product_kernel(
 
 
 def _compute_block(spec: KernelSpec, operands: Operands, outs: Sequence[Any]) -> None:
-    """Write one block of columns of one tile of rows."""
+    """Compute and write one block of columns of one tile of rows."""
     column, number = pl.program_id(0), pl.program_id(1)
     start, end = operands.tiles[START, number], operands.tiles[END, number]
     blocks = spec.blocks
 
     def visit(buffer: int, slot: jax.Array) -> None:
-        # Each branch makes its own: what branches share waits in registers for the last of them.
+        # Each branch computes its own spans: values that branches share would stay in registers until the last one.
         own, across = Span(start, blocks.height, end), block_span(column, blocks.width, spec.columns)
         if buffer < len(spec.slots):
             sums = _sum_sweeps(spec, operands, buffer, slot, own, across)
@@ -134,14 +134,14 @@ def _compute_block(spec: KernelSpec, operands: Operands, outs: Sequence[Any]) ->
             for out in outs:
                 store(out, (), own, across, values=jnp.zeros((blocks.height, blocks.width), jnp.float32))
 
-    # Behind the slots come padding and entries without a tile.
+    # After the slots come two more groups: padding, and entries of the table without a tile.
     branch([*spec.slots, 1, 1], operands.tiles[GROUP, number], visit)
 
 
 def _sum_sweeps(
     spec: KernelSpec, operands: Operands, buffer: int, slot: jax.Array, own: Span, across: Span
 ) -> list[jax.Array]:
-    """Return the sums that the sweeps over a slot's matrices leave."""
+    """Return the sums of all sweeps over a slot's matrices."""
     blocks = spec.blocks
 
     def step(sweep: Sweep, index: jax.Array, totals: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:

@@ -1,8 +1,8 @@
-"""The kernel for weight gradients: each group's rows, transposed, times its rows of another operand.
+"""The Triton kernel for weight gradients: the product of a group's transposed rows and its rows of another operand.
 
-A block sums up one tile of one group's matrix over all rows of the group, so nothing is added up between blocks, and an
-empty group's matrix is written as zeros. In the last step rows of other groups are read as zeros, in both operands:
-they may hold anything, and zero times infinity is not zero.
+A block sums one tile of one group's matrix over all rows of the group, so there are no sums between blocks, and the
+matrix of an empty group is written as zeros. In the last step, the rows of other groups are read as zeros in both
+operands, since these rows may have any value, and zero times infinity is not zero.
 """
 
 from collections.abc import Sequence
@@ -34,14 +34,14 @@ def weight_gradient_kernel(
     """Compute ``a[group]^T b[group]`` for every group and each of J pairs of row operands.
 
     Args:
-        pairs: the pairs (a, b), ``[r, k]`` and ``[r, n]`` bfloat16, float16 or float32.
-        bounds: ``[all slots + 1]`` int32, the result of `group_bounds`.
-        slots: the number of slots of each weight buffer, at least 1.
+        pairs: the pairs (a, b) of row operands, ``[r, k]`` and ``[r, n]``, in bfloat16, float16 or float32.
+        bounds: the group bounds as `group_bounds` returns them, int32 ``[all slots + 1]``.
+        slots: the number of slots of each weight buffer, each at least 1.
         out_dtype: the dtype of the results.
-        blocks: the sizes of blocks; a step is a number of rows.
+        blocks: the block sizes. A step is a number of rows.
 
     Returns:
-        For each weight buffer ``[slots, J, k, n]``; zero for empty groups.
+        One array ``[slots, J, k, n]`` for each weight buffer, with zeros for empty groups.
     """
     height, width = pairs[0][0].shape[1], pairs[0][1].shape[1]
     across_blocks = pl.cdiv(width, blocks.width)
@@ -72,7 +72,7 @@ def weight_gradient_kernel(
 
         branch([1] * len(pairs), pair, of_pair)
 
-    # The interpreter does not take numbers that are known as indices beside slices.
+    # The interpreter does not support constant indices next to slices, so slots and pairs share one axis.
     outs = [jax.ShapeDtypeStruct((count * len(pairs), height, width), out_dtype) for count in slots]
     gradients = launch(
         body,

@@ -1,1 +1,1 @@
-"""Plans in trainers that are not ours, a module or a folder each."""
+"""Integrations that apply plans in other trainers, with one module or folder for each trainer."""

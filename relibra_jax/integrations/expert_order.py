@@ -1,10 +1,11 @@
-"""A plan's homes as the order of experts in a trainer that has no slots.
+"""The homes of a plan as an order of experts, for trainers that have no slots.
 
-Such a trainer stacks its experts along an axis, or numbers them, and deals them to ranks in contiguous blocks.
-Position p of that order is home slot p, so an expert gets the rank that a plan gives it by standing at ``home[l, e]``.
-What has an entry for each expert is taken in the new order: weights, their optimizer state, the router's outputs and
-biases. Ids, which name positions, are mapped. Everything is told the homes *before* and *after*: the first time
-`logical_order` comes before, and to come back to the order of the checkpoint, it comes after.
+Such a trainer stacks its experts along an axis, or numbers them, and assigns them to ranks in contiguous blocks.
+Position p of that order corresponds to home slot p. So an expert at position ``home[l, e]`` is on the rank that the
+plan chose for it. Everything with one entry per expert is reordered: weights, their optimizer state, and the outputs
+and biases of the router. Expert ids are positions in the order, so they are mapped. All functions get the homes
+*before* and *after* a reorder. For the first reorder, *before* is `logical_order`; to restore the order of the
+checkpoint, *after* is `logical_order`.
 """
 
 from typing import Any
@@ -18,14 +19,14 @@ from relibra_jax.types import EMPTY, Array
 
 
 def logical_order(num_layers: int, num_experts: int) -> Int[np.ndarray, "L E"]:
-    """The homes of a model that was never reordered: expert e at position e in every layer.
+    """Return the homes of a model that was never reordered: expert e is at position e in every layer.
 
     Args:
-        num_layers: how many MoE layers the model has.
-        num_experts: how many experts each of them has.
+        num_layers: the number of MoE layers of the model.
+        num_experts: the number of experts of each layer.
 
     Returns:
-        int32, ``arange(E)`` in every row.
+        The homes, int32, with ``arange(E)`` in every row.
 
     >>> logical_order(2, 3).tolist()
     [[0, 1, 2], [0, 1, 2]]
@@ -34,18 +35,19 @@ def logical_order(num_layers: int, num_experts: int) -> Int[np.ndarray, "L E"]:
 
 
 def source_positions(before: Num[Array, "..."], after: Num[Array, "..."]) -> Int[Array, "L E"]:
-    """Where the expert of each position comes from.
+    """Return the old position of the expert that each new position holds.
 
     Args:
-        before: ``[L, E]``, the position of each expert so far; `logical_order` if the model was never reordered.
-        after: ``[L, E]``, the position of each expert from now on, ``Plan.home``.
+        before: the position of each expert before the reorder, ``[L, E]``; `logical_order` if the model was never
+            reordered.
+        after: the position of each expert after the reorder, ``[L, E]``, for example ``Plan.home``.
 
     Returns:
-        For each position after, the position before of the expert that stands there: the index by which an expert axis
-        is taken. NumPy int32, or JAX under a trace.
+        For each new position, the old position of its expert. Indexing an expert axis with a row of the result reorders
+        it. The result is NumPy int32, or a JAX array under a trace.
 
     Raises:
-        ValueError: if shapes differ, or a row is no permutation of the positions; under a trace neither is looked at.
+        ValueError: if the shapes differ, or a row is not a permutation of the positions. Traced homes are not checked.
 
     >>> source_positions(np.array([[0, 1, 2]]), np.array([[2, 0, 1]])).tolist()
     [[1, 2, 0]]
@@ -55,27 +57,30 @@ def source_positions(before: Num[Array, "..."], after: Num[Array, "..."]) -> Int
     experts = np.shape(after)[-1] if np.ndim(after) else 0
     old, new = check_homes(before, experts, "before"), check_homes(after, experts, "after")
     if len(old) != len(new):
-        raise ValueError(f"homes before have {len(old)} layers, homes after {len(new)}")
+        raise ValueError(
+            f"before has {len(old)} layers and after has {len(new)}; they must have the same number"
+        )
     return np.take_along_axis(old, np.argsort(new, axis=-1), axis=-1)
 
 
 def map_ids(ids: Any, before: Num[Array, "..."], after: Num[Array, "..."]) -> Any:
-    """Expert ids under the homes after, from ids under the homes before.
+    """Translate expert ids from one order of experts to another.
 
-    Replayed routes name logical experts: they are mapped from `logical_order` to the homes of the model. What the
-    reordered model's own router chooses is mapped back, to `logical_order`.
+    Replayed routes contain logical experts, so they are mapped from `logical_order` to the homes of the model. The ids
+    that the router of the reordered model chooses are mapped back to `logical_order`.
 
     Args:
-        ids: integers ``[..., L, K]``, NumPy or JAX; EMPTY (-1) for a slot without an expert.
-        before: ``[L, E]``, the homes that ``ids`` are written in.
-        after: ``[L, E]``, the homes that they shall be written in.
+        ids: the expert ids, integers ``[..., L, K]``, NumPy or JAX. EMPTY (-1) stands for no expert.
+        before: the homes that define the given ids, ``[L, E]``.
+        after: the homes that define the returned ids, ``[L, E]``.
 
     Returns:
-        Integers of the shape and dtype of ``ids``, EMPTY where it is; ids in the order of the top k, as they were.
+        The mapped ids, in the shape and dtype of ``ids``. EMPTY stays EMPTY, and the top-k order is unchanged.
 
     Raises:
-        ValueError: if shapes do not fit, homes are no permutations, or an id on the host is neither an expert nor
-            EMPTY: the first one, with its place.
+        ValueError: if the shapes do not match, if a row of the homes is not a permutation, or if a NumPy array ``ids``
+            contains a number that is neither an expert nor EMPTY. The message gives the first such number and its
+            index.
 
     >>> map_ids(np.array([[[0, 2], [1, -1]]]), logical_order(2, 3), np.array([[2, 0, 1], [0, 2, 1]])).tolist()
     [[[2, 1], [2, -1]]]
@@ -86,11 +91,11 @@ def map_ids(ids: Any, before: Num[Array, "..."], after: Num[Array, "..."]) -> An
             f"ids: expected integers [..., L={layers}, K], found {ids.dtype}{list(np.shape(ids))}"
         )
     if isinstance(ids, np.ndarray):
-        wrong = (ids != EMPTY) & ((ids < 0) | (ids >= experts))
-        if wrong.any():
-            place = tuple(np.argwhere(wrong)[0].tolist())
+        invalid = (ids != EMPTY) & ((ids < 0) | (ids >= experts))
+        if invalid.any():
+            place = tuple(np.argwhere(invalid)[0].tolist())
             raise ValueError(f"ids{list(place)}: {ids[place]} is outside 0..{experts - 1} and not {EMPTY}")
-    # The positions after of the experts at each position before: the same map, the other way round.
+    # With the arguments exchanged, source_positions gives the new position for each old position.
     target = source_positions(after, before)
     xp = np if isinstance(ids, np.ndarray) and isinstance(target, np.ndarray) else jax.numpy
     mapped = xp.asarray(target)[np.arange(layers)[:, None], xp.where(ids == EMPTY, 0, ids)]

@@ -1,13 +1,12 @@
-"""MaxText's experts in the order of a plan's homes, from outside: pure functions of its parameters and optimizer state.
+"""Reordering of MaxText's experts to the homes of a plan, by pure functions on its parameters and optimizer state.
 
-MaxText replays routes with ``forced_routed_experts``, which names positions along the expert axis of its weights; that
-axis is sharded over the mesh in contiguous blocks. So `reorder_experts` takes the weights, and all that an optimizer
-keeps of their shape, in the order of the plan's homes, and `relibra_jax.integrations.expert_order.map_ids` writes the
-routes in it. Replicas have no place in MaxText.
+MaxText replays routes with ``forced_routed_experts``, which contains positions along the expert axis of its weights.
+That axis is sharded over the mesh in contiguous blocks. So `reorder_experts` puts the weights, and all optimizer state
+of their shape, into the order of the plan's homes, and `relibra_jax.integrations.expert_order.map_ids` translates the
+routes to that order. MaxText itself is not changed, and it does not support replicas.
 
-Names and shapes are those of MaxText 0.2.5, of the decoder blocks that replay routes there: MIXTRAL and QWEN3_5,
-scanned or not, and GEMMA4, not scanned (``layers/moe.py``, ``models/``). A leaf of any other MoE block is an error, not
-a guess.
+The names and shapes are those of MaxText 0.2.5, for the decoder blocks that can replay routes: MIXTRAL and QWEN3_5,
+scanned or not, and GEMMA4, not scanned (``layers/moe.py``, ``models/``). A leaf of any other MoE block raises an error.
 """
 
 import functools
@@ -35,7 +34,7 @@ AXES: Final = {
     "wi_1_bias": "E F",
     "wo_bias": "E D",
 }
-"""The axes of each leaf of a MoE block, of one layer. Scanned layers have a further axis."""
+"""The axes of each leaf of a MoE block of one layer. Scanned layers have an additional axis."""
 
 _LAYOUTS: Final = re.compile(
     r"(?:.*/)?decoder/(?:"
@@ -44,45 +43,49 @@ _LAYOUTS: Final = re.compile(
     r")/(?P<leaf>.+)"
 )
 _BLOCK: Final = re.compile(r"(?:.*/)?(?:MoeBlock_0|routed_experts)/(?!rngs/).+")
-"""Whatever lies in a MoE block, random keys aside."""
+"""The names of all leaves in a MoE block, except random keys."""
 _LEAF: Final = re.compile(rf"(?:.*/)?(?:{'|'.join(AXES)}|gate/[^/]+)")
-"""Whatever is called like a leaf of one. Dense layers have ``wi_0/kernel``."""
+"""The names that look like a leaf of a MoE block. The leaves of dense layers differ: ``wi_0/kernel``."""
 
 
 class _ExpertLeaf(NamedTuple):
-    """Where the experts of a leaf are."""
+    """The location of the experts in a leaf."""
 
     expert_axis: int
     layer_axis: int | None
-    """None for a leaf of one layer."""
+    """The axis of scanned layers; None for a leaf of one layer."""
     layers: range
-    """The decoder layer of each entry along the layer axis, or the one layer."""
+    """The decoder layer of each entry along the layer axis, or the only layer."""
 
 
 def reorder_experts(
     tree: PyTree, before: Num[Array, "..."], after: Num[Array, "..."], *, scan_axis: int = 1
 ) -> PyTree:
-    """Take MaxText's experts in the order of the homes ``after``: weights, gate, biases, and what an optimizer keeps.
+    """Reorder MaxText's experts from the homes ``before`` to the homes ``after``.
 
-    A leaf belongs to a parameter if its path ends with that of the parameter, as in the states of optax and Flax:
-    moments, averages, accumulated gradients. Bits stay. Outside jit, shardings stay too, homes are data to what is
-    compiled, and each device holds one layer of one leaf whole for a moment. Inside jit, name ``out_shardings``, and
-    donate ``tree`` if old and new do not fit in memory together.
+    This reorders weights, gate, biases, and the optimizer state that belongs to them: moments, averages and accumulated
+    gradients, as in the states of optax and Flax. A leaf belongs to a parameter if its path ends with the path of the
+    parameter. Values keep their exact bits.
+
+    Outside `jax.jit`, arrays keep their shardings, new homes do not cause a recompilation, and each device temporarily
+    holds one whole layer of one leaf. Inside `jax.jit`, set ``out_shardings``, and donate ``tree`` if the old and the
+    new arrays do not fit into memory together.
 
     Args:
-        tree: parameters, optimizer state or both, or gradients: any tree of arrays with MaxText's names, such as
+        tree: parameters, optimizer state, gradients, or a combination: any tree of arrays with MaxText's names, such as
             ``nnx.state((model, optimizer))``.
-        before: ``[L, E]``, the position of each expert so far, a row for each decoder layer;
+        before: the position of each expert before the reorder, ``[L, E]``, with one row for each decoder layer;
             `relibra_jax.integrations.expert_order.logical_order` if the model was never reordered.
-        after: ``[L, E]``, the position of each expert from now on, ``Plan.home``.
-        scan_axis: MaxText's ``param_scan_axis``, 0 or 1: where scanned layers are stacked.
+        after: the position of each expert after the reorder, ``[L, E]``, for example ``Plan.home``.
+        scan_axis: MaxText's ``param_scan_axis``, the axis along which scanned layers are stacked, 0 or 1.
 
     Returns:
-        ``tree`` with its experts in the new order; all other leaves are the same arrays.
+        The tree with its experts in the new order. All other leaves are the same arrays.
 
     Raises:
-        ValueError: if homes are no permutations, a leaf that looks like an expert's is in no known place or has another
-            shape, or a layer of the homes has no experts in the tree: the first one, by its name.
+        ValueError: if ``scan_axis`` is not 0 or 1, if a row of the homes is not a permutation, if a leaf looks like
+            expert weights but has an unknown name or an unexpected shape, or if the tree has no experts for a layer of
+            the homes. The message names the first such leaf or layer.
 
     >>> block = {"wo_bias": np.array([[5], [6], [7]]), "gate": {"kernel": np.array([[1, 2, 3]])}}
     >>> tree = {"decoder": {"layers_0": {"MoeBlock_0": block}}}
@@ -96,40 +99,45 @@ def reorder_experts(
     leaves, structure = jax.tree.flatten_with_path(tree)
     names = [_leaf_name(path) for path, _ in leaves]
     steps = {int(match["step"]) for match in map(_LAYOUTS.fullmatch, names) if match and match["step"]}
-    found: set[int] = set()
-    moved = []
+    expert_layers: set[int] = set()
+    new_leaves = []
     for name, (_, array) in zip(names, leaves, strict=True):
         place = _expert_leaf(name, np.shape(array), source.shape, steps, scan_axis)
         if place is None:
-            moved.append(array)
+            new_leaves.append(array)
         else:
-            found |= set(place.layers)
-            moved.append(_reorder(array, source[np.asarray(place.layers)], place))
-    missing = sorted(set(range(len(source))) - found)
+            expert_layers |= set(place.layers)
+            new_leaves.append(_reorder(array, source[np.asarray(place.layers)], place))
+    missing = sorted(set(range(len(source))) - expert_layers)
     if missing:
         raise ValueError(
-            f"homes of {len(source)} layers, but the tree has no experts of layer {missing[0]} under decoder/layers"
+            f"the homes have {len(source)} layers, but the tree has no experts of layer {missing[0]} under"
+            " decoder/layers"
         )
-    return jax.tree.unflatten(structure, moved)
+    return jax.tree.unflatten(structure, new_leaves)
 
 
 def _leaf_name(path: tuple[Any, ...]) -> str:
-    """The keys of a path, ``decoder/layers/MoeBlock_0/wi_0``, without the box that Flax puts around an array."""
+    """Return a path as text, ``decoder/layers/MoeBlock_0/wi_0``, without the key of Flax's box around an array."""
     names = [str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path]
-    boxed = names and isinstance(path[-1], jax.tree_util.GetAttrKey) and names[-1] == "value"
-    return "/".join(names[:-1] if boxed else names)
+    has_box = names and isinstance(path[-1], jax.tree_util.GetAttrKey) and names[-1] == "value"
+    return "/".join(names[:-1] if has_box else names)
 
 
 def _expert_leaf(
     name: str, shape: tuple[int, ...], homes: tuple[int, ...], steps: set[int], scan_axis: int
 ) -> _ExpertLeaf | None:
-    """Where the experts of a leaf are, or None if it has none; ``steps`` are the layers of a scanned block."""
+    """Return the location of the experts in a leaf, or None if it has none.
+
+    ``steps`` are the layer indices that occur inside a scanned block of several layers.
+    """
     match = _LAYOUTS.fullmatch(name)
     axes = AXES.get(match["leaf"], "").split() if match else []
     if match is None or not axes:
         if _BLOCK.fullmatch(name) or _LEAF.fullmatch(name):
             raise ValueError(
-                f"{name} {list(shape)}: looks like experts, but MaxText 0.2.5 has no such leaf where it replays routes"
+                f"{name} {list(shape)}: looks like expert weights, but is not a leaf of MaxText 0.2.5's blocks that"
+                " can replay routes"
             )
         return None
     num_layers, num_experts = homes
@@ -142,19 +150,21 @@ def _expert_leaf(
         layer_axis = scan_axis
         axes.insert(scan_axis, "L")
         if num_layers % cycle:
-            raise ValueError(f"{name}: blocks of {cycle} layers, but homes of {num_layers} layers")
+            raise ValueError(
+                f"{name}: a scanned block has {cycle} layers, which does not divide the {num_layers} layers of homes"
+            )
     sizes = dict(zip(axes, shape, strict=False))
     expected = {"E": num_experts} | ({} if layer_axis is None else {"L": len(layers)})
     if len(shape) != len(axes) or any(sizes[axis] != size for axis, size in expected.items()):
-        wanted = ", ".join(f"{axis}={expected[axis]}" if axis in expected else axis for axis in axes)
-        raise ValueError(f"{name}: expected [{wanted}], found {list(shape)}")
+        expected_shape = ", ".join(f"{axis}={expected[axis]}" if axis in expected else axis for axis in axes)
+        raise ValueError(f"{name}: expected [{expected_shape}], found {list(shape)}")
     if layers[-1] >= num_layers:
-        raise ValueError(f"{name}: homes have {num_layers} layers")
+        raise ValueError(f"{name}: layer {layers[-1]} is outside the homes, which have {num_layers} layers")
     return _ExpertLeaf(axes.index("E"), layer_axis, layers)
 
 
 def _reorder(array: Any, source: Any, place: _ExpertLeaf) -> Any:
-    """One leaf in the new order; ``source`` has a row for each of its layers."""
+    """Return one leaf in the new order; ``source`` has one row for each of its layers."""
     if isinstance(array, np.ndarray) and isinstance(source, np.ndarray):
         return _reorder_on_host(array, source, place)
     sharding = None if isinstance(array, jax.core.Tracer) else getattr(array, "sharding", None)
@@ -174,10 +184,10 @@ def _reorder_on_host(
 
 @functools.cache
 def _compiled(sharding: Any, expert_axis: int, layer_axis: int | None) -> Callable[..., jax.Array]:
-    """The jitted function that takes a leaf in the order of ``source``, which is data to it.
+    """Return the jitted function ``(array, source)`` that reorders a leaf.
 
-    Layers go one at a time: XLA gathers the experts of all ranks to take them in another order, which for all layers
-    of a stack at once would be the whole leaf on every device.
+    It reorders one layer at a time: XLA gathers the experts of all ranks on every device to reorder them, so all layers
+    of a stack at once would need the whole leaf on every device.
     """
 
     def reorder(array, source):

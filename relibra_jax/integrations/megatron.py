@@ -1,13 +1,15 @@
-"""Megatron-Core's local experts in the order of a plan's homes: state dicts of the ranks, and who sends what to whom.
+"""Reordering of Megatron-Core's local experts to the homes of a plan: state dicts, and moves of experts between ranks.
 
-Megatron deals experts to the ranks of an expert-parallel group in contiguous blocks: local expert i of rank r is
-position ``r * H + i``, which is home slot ``r * H + i`` of a plan. Every rank has the whole router, one row for each
-position. So experts move between ranks and places, and router rows, their biases and the ids of replayed routes follow
-(`relibra_jax.integrations.expert_order.map_ids`). Replicas have no place in Megatron.
+Megatron assigns experts to the ranks of an expert-parallel group in contiguous blocks: local expert i of rank r is at
+position ``r * H + i``, which corresponds to home slot ``r * H + i`` of a plan. Every rank has the whole router, with
+one row for each position. So a reorder moves experts between ranks and local positions, and also reorders the rows and
+biases of the router. The ids of replayed routes are mapped with `relibra_jax.integrations.expert_order.map_ids`.
+Megatron does not support replicas.
 
-Nothing here imports torch: values of a state dict only need an index (``tensor[rows]``) and a shape. Names are those of
-Megatron-Core's ``SequentialMLP`` (``experts.local_experts.0.linear_fc1.weight``) and ``TEGroupedMLP``
-(``experts.linear_fc1.weight0``) below ``decoder.layers.N.mlp``; any other value of a router or of experts is an error.
+This module does not import torch: the values of a state dict only need indexing (``tensor[rows]``) and a shape. The
+names are those of Megatron-Core's ``SequentialMLP`` (``experts.local_experts.0.linear_fc1.weight``) and
+``TEGroupedMLP`` (``experts.linear_fc1.weight0``) below ``decoder.layers.N.mlp``. Any other value of a router or of
+experts raises an error.
 """
 
 import re
@@ -33,37 +35,38 @@ _SUSPECT: Final = re.compile(r"(?:.*\.)?(?:experts|local_experts|router)\..+")
 
 
 class ExpertMoves(NamedTuple):
-    """The experts that change rank or place, in one order on all ranks: by layer, target rank and target place."""
+    """The moves of experts to another rank or local index, sorted by layer, target rank and target local index."""
 
     layer: Int[np.ndarray, " m"]
-    """The row of the homes."""
+    """The layer of each move, as a row index of the homes."""
     source_rank: Int[np.ndarray, " m"]
-    """The rank of the expert-parallel group that sends; the same as ``target_rank`` for a move inside a rank."""
+    """The sending rank in the expert-parallel group. It equals ``target_rank`` for a move inside a rank."""
     source_local: Int[np.ndarray, " m"]
-    """Its local expert so far."""
+    """The index of the local expert on the sending rank, before the reorder."""
     target_rank: Int[np.ndarray, " m"]
-    """The rank that receives."""
+    """The receiving rank."""
     target_local: Int[np.ndarray, " m"]
-    """Its local expert from now on."""
+    """The index of the local expert on the receiving rank, after the reorder."""
 
 
 def expert_moves(before: Num[Array, "..."], after: Num[Array, "..."], *, num_ranks: int) -> ExpertMoves:
-    """Which local expert of which rank becomes which local expert of which rank.
+    """Return the moves of local experts between ranks that change one order of experts to another.
 
-    A rank sends all moves with its own number as ``source_rank`` and receives those with it as ``target_rank``, in the
-    order of the list, for weights and for each moment alike; what it sends it copies first, since both happen in place.
+    A rank sends all moves in which it is ``source_rank``, and receives all moves in which it is ``target_rank``, in the
+    order of the result. It does this for the weights and for each moment. Before receiving, it must copy the values
+    that it sends, because receives overwrite the experts in place.
 
     Args:
-        before: ``[L, E]``, the position of each expert so far; at first that is
-            `relibra_jax.integrations.expert_order.logical_order`.
-        after: ``[L, E]``, the position of each expert from now on, ``Plan.home``.
+        before: the position of each expert before the reorder, ``[L, E]``;
+            `relibra_jax.integrations.expert_order.logical_order` for the first reorder.
+        after: the position of each expert after the reorder, ``[L, E]``, for example ``Plan.home``.
         num_ranks: the size of the expert-parallel group.
 
     Returns:
-        int32 arrays of one length; experts that stay where they are do not occur.
+        The moves, as int32 arrays of equal length, without the experts that do not move.
 
     Raises:
-        ValueError: if homes are no permutations, or experts do not divide evenly over the ranks.
+        ValueError: if a row of the homes is not a permutation, or the experts do not divide evenly over the ranks.
 
     >>> moves = expert_moves(np.array([[0, 1, 2, 3]]), np.array([[2, 1, 0, 3]]), num_ranks=2)
     >>> np.stack(moves, 1).tolist()  # layer, from rank and local expert, to rank and local expert
@@ -83,25 +86,26 @@ def reorder_state_dicts(
     *,
     layers: Sequence[int],
 ) -> list[dict[str, Any]]:
-    """Take the local experts and routers of all ranks in the order of the homes ``after``, in one process.
+    """Reorder the local experts and routers of all ranks from the homes ``before`` to the homes ``after``.
 
-    For parameters, and in a call of its own for each moment (``exp_avg``, ``exp_avg_sq``, float32 masters) by the names
-    of the parameters.
+    This works in one process that holds the state dicts of all ranks. Call it once for the parameters, and once for
+    each kind of optimizer state (``exp_avg``, ``exp_avg_sq``, float32 master weights), under the parameters' names.
 
     Args:
-        state_dicts: for each rank of one expert-parallel group, values by name: torch tensors or NumPy arrays, whole
-            local experts. Of other parallel dimensions (tensor, pipeline), one rank's part each.
-        before: ``[L, E]``, the position of each expert so far, a row for each MoE layer of these state dicts.
-        after: ``[L, E]``, the position of each expert from now on, rows of ``Plan.home``.
-        layers: N of ``decoder.layers.N`` for each row of the homes; dense layers are left out.
+        state_dicts: the values by name for each rank of one expert-parallel group, torch tensors or NumPy arrays, with
+            whole local experts. With tensor or pipeline parallelism, pass the parts of one rank of those dimensions.
+        before: the position of each expert before the reorder, ``[L, E]``, with one row for each MoE layer of these
+            state dicts.
+        after: the position of each expert after the reorder, ``[L, E]``, for example rows of ``Plan.home``.
+        layers: the number N in ``decoder.layers.N`` for each row of the homes, without dense layers.
 
     Returns:
-        New state dicts, for ``load_state_dict``: what changed is copied and aliases no value of the old ones, the rest
-        is the same objects.
+        New state dicts, for ``load_state_dict``. Changed values are copies that do not alias the old values; all other
+        values are the same objects.
 
     Raises:
-        ValueError: if homes do not fit, a value of a router or of experts is not understood (its name), experts are
-            missing or more than a rank should have, or a layer has neither.
+        ValueError: if the homes do not match the layers, if a value of a router or of experts has an unknown name, if a
+            rank has too few or too many local experts, or if a layer has neither a router nor experts.
 
     >>> name = "decoder.layers.0.mlp.experts.linear_fc1.weight"
     >>> ranks = [{f"{name}{i}": np.full(1, 2 * rank + i) for i in (0, 1)} for rank in (0, 1)]
@@ -112,7 +116,7 @@ def reorder_state_dicts(
     source = np.asarray(source_positions(before, after))
     if len(layers) != len(source) or len(set(layers)) != len(layers):
         raise ValueError(
-            f"layers {list(layers)}: expected {len(source)} different ones, one for each row of the homes"
+            f"layers={list(layers)}: expected {len(source)} different numbers, one for each row of the homes"
         )
     row_of = {layer: row for row, layer in enumerate(layers)}
     local_experts = _local_experts(source.shape[1], len(state_dicts))
@@ -144,39 +148,49 @@ def _reorder_rank(
             if other not in state_dicts[owner]:
                 raise ValueError(f"rank {owner} has no {other}, which rank {rank} needs as {name}")
             if (owner, local) != (rank, int(expert["local"])):
-                moved = state_dicts[owner][other]
-                # An index by rows copies, as torch and NumPy have it in common; load_state_dict, which writes to the
-                # parameters one by one, would else read what it has written already.
-                result[name] = moved[np.arange(moved.shape[0])]
+                weights = state_dicts[owner][other]
+                # Indexing with an array copies, both in torch and in NumPy. Without a copy, load_state_dict would read
+                # parameters that it has already overwritten.
+                result[name] = weights[np.arange(weights.shape[0])]
     return result
 
 
 def _check_rank(rank: int, state: Mapping[str, Any], layers: set[int], local_experts: int) -> None:
-    """Raise unless every value of a router or of experts is understood, and experts are whole."""
-    found: set[int] = set()
+    """Check that all values of routers and experts have known names, and that no local expert is missing.
+
+    Raises:
+        ValueError: if not; the message names the rank and the value.
+    """
+    layers_present: set[int] = set()
     places: Counter[tuple[str, str]] = Counter()
     for name, value in state.items():
         match = _ROUTER.fullmatch(name) or _expert(name)
         if match is None:
-            # Transformer Engine keeps the scales of 8-bit experts there, and an empty tensor without them.
+            # Transformer Engine stores the scales of 8-bit experts in _extra_state; without scales it is empty.
             empty = name.endswith("._extra_state") and (value is None or tuple(value.shape) == (0,))
             if _SUSPECT.fullmatch(name) and not empty:
                 raise ValueError(
-                    f"rank {rank}, {name}: looks like a router's or experts', but is not understood"
+                    f"rank {rank}, {name}: looks like a value of a router or of experts, but has an unknown name"
                 )
             continue
         if int(match["layer"]) not in layers:
             raise ValueError(f"rank {rank}, {name}: layer {match['layer']} is not in layers {sorted(layers)}")
-        found.add(int(match["layer"]))
+        layers_present.add(int(match["layer"]))
         if "local" in match.groupdict():
             if int(match["local"]) >= local_experts:
-                raise ValueError(f"rank {rank}, {name}: a rank has {local_experts} local experts")
+                raise ValueError(
+                    f"rank {rank}, {name}: a rank must have {local_experts} local experts, not more"
+                )
             places[match["head"], match["tail"]] += 1
     for (head, tail), count in places.items():
         if count != local_experts:
-            raise ValueError(f"rank {rank}, {head}*{tail}: {count} of {local_experts} local experts")
-    if layers - found:
-        raise ValueError(f"rank {rank}: neither router nor experts in layer {min(layers - found)}")
+            raise ValueError(
+                f"rank {rank}, {head}*{tail}: found {count} local experts, expected {local_experts}"
+            )
+    if layers - layers_present:
+        raise ValueError(
+            f"rank {rank}: layer {min(layers - layers_present)} has neither a router nor experts"
+        )
 
 
 def _expert(name: str) -> re.Match[str] | None:

@@ -1,4 +1,4 @@
-"""Tunix's tiny model and its training runs, with and without balanced layers. Imports Tunix."""
+"""A tiny Tunix model and its training runs, with and without balanced layers. This module imports Tunix."""
 
 import dataclasses
 
@@ -22,16 +22,16 @@ TOPOLOGY = Topology(num_nodes=2, ranks_per_node=4, num_experts=16, replica_slots
 
 
 VOCABULARY = 8192
-"""So many that no run of a test draws the token of padding. Tunix's learner takes that one for padding, and counts the
-positions behind it on from before it, which its sampler does not."""
+"""The size of the vocabulary, so large that no test samples the padding token. Tunix's learner treats a sampled padding
+token as padding, and does not count it in the positions of later tokens; its sampler does."""
 
 
 ROLLOUT = dataclasses.replace(tunix_grpo.ROLLOUT, eos_tokens=list(range(4000, 4300)))
-"""So many ends that samples are of all lengths."""
+"""The rollout settings, with so many end-of-sequence tokens that samples have various lengths."""
 
 
 class Tokenizer(tunix_grpo.Tokenizer):
-    """The example's, for more tokens than letters."""
+    """The tokenizer of the example, for a vocabulary larger than its letters."""
 
     decode = staticmethod(lambda ids, **_: tunix_grpo.Tokenizer.decode([3 + token % 38 for token in ids]))
 
@@ -39,7 +39,7 @@ class Tokenizer(tunix_grpo.Tokenizer):
 def balancer_of(
     planner=None, *, micro_batches=2, topology=TOPOLOGY, mesh=None, assign=None, check_rows=False
 ):
-    """What plans the updates of the tiny model."""
+    """Return the balancer for the tiny model."""
     return Balancer(
         planner or relibra(),
         topology,
@@ -53,7 +53,7 @@ def balancer_of(
 
 
 def tunix_model(remat="NONE", **changes):
-    """Tunix's own model, with routers that are decided."""
+    """Return Tunix's own model, with scaled router weights, so that the routing is not sensitive to rounding."""
     remat = qwen3.RematConfig[remat]
     changes = {"remat_config": remat, "vocab_size": VOCABULARY} | changes
     model = qwen3.Qwen3(dataclasses.replace(tunix_grpo.MODEL, **changes), rngs=nnx.Rngs(0))
@@ -65,12 +65,12 @@ def tunix_model(remat="NONE", **changes):
 
 
 def prompts(batches, size=4, start=0):
-    """A data set of so many batches of so many prompts."""
+    """Return a data set of ``batches`` batches with ``size`` prompts each."""
     return [{"prompts": np.array([f"{start + batch}+{i}=" for i in range(size)])} for batch in range(batches)]
 
 
 def cluster_of(balancer, *, stock=False, steps=3, training=None, **changes):
-    """An actor and its reference, Tunix's own if ``stock``."""
+    """Return a cluster with an actor and its reference model; they are Tunix's own models if ``stock``."""
     models = [tunix_model() for _ in range(2)]
     if stock:
         for model in models:
@@ -92,7 +92,7 @@ def cluster_of(balancer, *, stock=False, steps=3, training=None, **changes):
 
 
 def train(balancer, *, stock=False, data=None, eval_ds=None, algorithm=None, **options):
-    """Losses of all updates, and the cluster."""
+    """Train, and return the losses of all updates and the cluster."""
     cluster = cluster_of(balancer, stock=stock, **options)
     config = GRPOConfig(**{"num_generations": 8, "beta": 0.1} | (algorithm or {}))
     kinds = {} if stock else {"balancer": balancer}

@@ -1,7 +1,7 @@
-"""Tunix's GRPO learner with every update planned from its rollout, before its first micro-batch.
+"""Tunix's GRPO learner, with a plan for every update that is made from the rollout before its first micro-batch.
 
-What Tunix decides stays as it is: which samples are in which micro-batch and on which rank. What is planned are the
-experts' homes and replicas.
+The plan chooses the homes and replicas of experts. As before, Tunix decides which samples are in which micro-batch and
+on which rank.
 """
 
 import itertools
@@ -27,28 +27,29 @@ from relibra_jax.planning.metrics import batch_imbalance
 
 
 class BalancedExample(NamedTuple):
-    """Tunix's training example and what the layers follow in it. Tunix hands it through to the loss as it is."""
+    """Tunix's training example together with the prepared layers for it. Tunix passes it to the loss unchanged."""
 
     example: Any
-    """Tunix's ``TrainExample``, a micro-batch."""
+    """Tunix's ``TrainExample``, which is one micro-batch."""
     layers: PreparedLayer | None = None
-    """The prepared layers of this micro-batch, ranks first; None for live routing, in evaluations."""
+    """The prepared layers of this micro-batch, with ranks as the first axis. None in evaluations, with live routing."""
     parallel: ExpertParallel | None = None
-    """How the layers are run: static under jit."""
+    """The mesh, topology, buffer sizes and exchange of the prepared batch; static under jit."""
 
 
 class BalancedGRPOLearner(grpo_learner.GRPOLearner):
-    """Tunix's ``GRPOLearner``, balanced.
+    """Tunix's ``GRPOLearner`` with balanced expert layers.
 
     Args:
-        rl_cluster: Tunix's cluster with a `BalancedQwen3` as actor and `RecordingRollout` as rollout engine.
+        rl_cluster: Tunix's cluster, with a `BalancedQwen3` as actor and `RecordingRollout` as rollout engine.
         algo_config: Tunix's ``GRPOConfig``.
         reward_fns: Tunix's reward functions.
-        balancer: what plans the updates, with ``num_micro_batches`` as Tunix accumulates them, and ``assign=None``.
-        options: Tunix's further arguments.
+        balancer: the balancer that plans the updates. Its ``num_micro_batches`` must be the number of micro-batches
+            that Tunix accumulates in an update, and ``assign`` must be None.
+        options: further arguments of Tunix's learner.
 
     Raises:
-        ValueError: if the cluster is set up in a way that cannot be planned, in one line with the setting.
+        ValueError: if the cluster has a setting with which updates cannot be planned. The message names the setting.
     """
 
     def __init__(
@@ -58,18 +59,23 @@ class BalancedGRPOLearner(grpo_learner.GRPOLearner):
         super().__init__(rl_cluster, algo_config, reward_fns, **options)
         self.balancer = balancer
         trainer = rl_cluster.actor_trainer
-        trainer.with_loss_fn(following(trainer.loss_fn), has_aux=True)
+        trainer.with_loss_fn(with_plan(trainer.loss_fn), has_aux=True)
 
     def train(self, train_ds: Iterable[Any], eval_ds: Iterable[Any] | None = None, skip_jit: bool = False):
-        """Tunix's training loop.
+        """Check Tunix's batch sizes, and run Tunix's training loop.
+
+        Args:
+            train_ds: the training batches.
+            eval_ds: the evaluation batches, if any.
+            skip_jit: whether Tunix runs its steps without compiling them.
 
         Raises:
-            ValueError: if Tunix's batch sizes would make two plans before one update, or do not divide over the
-                ranks, in one line with the settings and their numbers.
+            ValueError: if one update would need several plans, if the number of micro-batches differs from the
+                balancer's, or if samples do not divide evenly over the ranks. The message gives the settings.
         """
         batches = iter(train_ds)
-        first = next(batches)
-        sizes = batch_sizes(self.rl_cluster.cluster_config.training_config, len(first["prompts"]))
+        first_batch = next(batches)
+        sizes = batch_sizes(self.rl_cluster.cluster_config.training_config, len(first_batch["prompts"]))
         check_sizes(
             sizes,
             num_generations=self.algo_config.num_generations,
@@ -77,7 +83,7 @@ class BalancedGRPOLearner(grpo_learner.GRPOLearner):
             num_micro_batches=self.balancer.num_micro_batches,
             scores_policies=self.algo_config.beta != 0 or self.algo_config.num_iterations > 1,
         )
-        super().train(itertools.chain([first], batches), eval_ds, skip_jit)
+        super().train(itertools.chain([first_batch], batches), eval_ds, skip_jit)
 
     def _process_accumulated_batches(
         self, micro_batches: list[Any], micro_batch_sizes: list[int], mode: Any
@@ -96,42 +102,44 @@ class BalancedGRPOLearner(grpo_learner.GRPOLearner):
         replay = replay_of_rows(
             routes, np.concatenate(masks).astype(bool), num_experts=self.balancer.topology.num_experts
         )
-        before = get_homes(trainer.model)
+        old_homes = get_homes(trainer.model)
         batch = self.balancer.prepare(trainer.model, trainer.optimizer, replay)
-        self._report(batch, int((get_homes(trainer.model) != before).sum()), mode)
+        self._report(batch, int((get_homes(trainer.model) != old_homes).sum()), mode)
         return [self._balanced(example, batch, index) for index, example in enumerate(examples)]
 
     def _balanced(self, example: Any, batch: PreparedBatch, micro_batch: int) -> BalancedExample:
         mesh, layers = self.balancer.mesh, batch.micro_batch(micro_batch)
         assert layers is not None
         balanced = BalancedExample(example, ranks_first(layers, mesh), batch.parallel)
-        # Tunix places an example whose arrays are not all there yet, by way of the host.
+        # If an example's arrays were not yet placed with this sharding, Tunix would move them through the host.
         return jax.device_put(balanced, jax.NamedSharding(mesh, FIRST_OVER_RANKS))
 
-    def _report(self, batch: PreparedBatch, moved: int, mode: Any) -> None:
-        found = {
+    def _report(self, batch: PreparedBatch, experts_moved: int, mode: Any) -> None:
+        values = {
             "imbalance": float(batch_imbalance(rank_load(batch.batch_plan.plan))),
-            "experts_moved": moved,
+            "experts_moved": experts_moved,
             "plan_seconds": batch.plan_seconds,
         }
-        metrics = {f"balance/{name}": (value, np.mean) for name, value in found.items()}
+        metrics = {f"balance/{name}": (value, np.mean) for name, value in values.items()}
         self.rl_cluster.buffer_metrics(metrics, mode=mode)
 
 
-def following(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Tunix's loss of one training example, under the plan that comes with the example.
+def with_plan(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a loss function for `BalancedExample` whose model follows the plan in the example.
 
     Args:
-        loss_fn: ``(model, train_example, algo_config)``.
+        loss_fn: Tunix's loss function ``(model, train_example, algo_config)``.
 
     Returns:
-        The same, whose model follows the example's layers if it has any.
+        A function with the same arguments. Without prepared layers in the example, the model uses live routing.
     """
 
     def follow(model: BalancedQwen3, train_example: BalancedExample, algo_config: Any) -> Any:
         example, layers, parallel = train_example
         if layers is not None and parallel is not None:
-            model = nnx.merge(*nnx.split(model))  # the trained model's own graph stays as it is
+            model = nnx.merge(
+                *nnx.split(model)
+            )  # a copy, so that the graph of the trained model does not change
             model.follow(layers, parallel)
         return loss_fn(model, example, algo_config)
 
@@ -139,34 +147,34 @@ def following(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check_cluster(cluster: Any, balancer: Balancer) -> None:
-    """Raise unless the cluster is one that a balancer can plan for.
+    """Check that a balancer can plan the updates of a Tunix cluster.
 
     Args:
         cluster: Tunix's ``RLCluster``.
-        balancer: what is to plan its updates.
+        balancer: the balancer that plans the updates.
 
     Raises:
-        ValueError: if not, in one line that names the setting.
+        ValueError: if a setting of the cluster or of the balancer does not allow it. The message names the setting.
     """
     config, roles = cluster.cluster_config, rl_cluster_lib.Role
     training = config.training_config
     if not isinstance(cluster.rollout, RecordingRollout):
         raise ValueError(
-            f"rollout_engine={config.rollout_engine!r} records no routing: give ClusterConfig"
-            " rollout_engine=RecordingRollout"
+            f"rollout_engine={config.rollout_engine!r} does not record the routing: set"
+            " rollout_engine=RecordingRollout in ClusterConfig"
         )
     model = cluster.actor_trainer.model
     if not isinstance(model, BalancedQwen3):
         raise ValueError(f"the actor is a {type(model).__name__}, not a BalancedQwen3")
     if model.layers[0].mlp.parallel != balancer.live:
         raise ValueError(
-            "the actor's live routing is not the balancer's: make it with BalancedQwen3(model, balancer.live)"
+            "the actor was made with another balancer's live: make it with BalancedQwen3(model, balancer.live)"
         )
     for role in (roles.ACTOR, roles.ROLLOUT):
         if config.role_to_mesh[role] != balancer.mesh:
             raise ValueError(
-                f"role_to_mesh[{role.name}] must be the balancer's mesh: actor and rollout share one model, whose"
-                " experts move"
+                f"role_to_mesh[{role.name}] must be the balancer's mesh: actor and rollout share one model, and the"
+                " balancer moves its experts"
             )
     if balancer.assign is not None:
         raise ValueError("assign must be None: Tunix decides which samples a micro-batch and a rank have")
@@ -179,10 +187,14 @@ def check_cluster(cluster: Any, balancer: Balancer) -> None:
         raise ValueError(f"data_sharding_axis={training.data_sharding_axis} must be {expected}")
     if training.max_seq_token_per_tpu is not None:
         raise ValueError(
-            f"max_seq_token_per_tpu={training.max_seq_token_per_tpu} packs rows anew after they were planned: leave it"
-            " None"
+            f"max_seq_token_per_tpu={training.max_seq_token_per_tpu} must be None: with it, Tunix packs the rows again"
+            " after they have been planned"
         )
     if config.offload_to_cpu:
-        raise ValueError("offload_to_cpu=True: experts could not move where they are, set it to False")
+        raise ValueError(
+            "offload_to_cpu=True must be False: the balancer cannot move experts that are offloaded"
+        )
     if jax.process_count() > 1:
-        raise ValueError(f"{jax.process_count()} processes: routing is recorded on one")
+        raise ValueError(
+            f"jax.process_count()={jax.process_count()} must be 1: the rollout records routing in one process"
+        )

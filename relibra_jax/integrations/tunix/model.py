@@ -1,4 +1,4 @@
-"""Tunix's ``Qwen3`` with balanced layers: it records its routing in the KV cache, and takes experts that are forced."""
+"""Tunix's ``Qwen3`` with balanced layers: it records its routing in the KV cache, and accepts forced experts."""
 
 import inspect
 from typing import Any
@@ -11,51 +11,53 @@ from tunix.models.qwen3 import model as qwen3
 from relibra_jax.execution.mesh import RANKS
 from relibra_jax.execution.parallel import ExpertParallel
 from relibra_jax.execution.prepared_layer import PreparedLayer
-from relibra_jax.integrations.tunix.layer import BalancedMoE, Told, balanced_layer
+from relibra_jax.integrations.tunix.layer import BalancedMoE, CallVariable, balanced_layer
 from relibra_jax.integrations.tunix.rows import layer_of
 from relibra_jax.nnx.put_on_mesh import put_on_mesh
 from relibra_jax.types import EMPTY, Array
 
 ROUTES = "routed_experts"
-"""The KV cache's entry for what the layers routed, ``[B, cache, L, K]``; EMPTY where nothing was fed yet."""
+"""The key of the recorded routing in the KV cache, an array ``[B, cache, L, K]`` with EMPTY where there is no token."""
 
 
 def rank_shardings() -> qwen3.ShardingConfig:
-    """Tunix's shardings for a mesh of ranks: activations over them, sample by sample, and weights on all of them.
+    """Return Tunix's sharding configuration for a mesh of ranks.
 
-    Experts are sharded whatever this says.
+    Activations are sharded by sample over the ranks, and weights are replicated. The experts of `BalancedQwen3` are
+    sharded over the ranks regardless of this configuration.
     """
-    everywhere = ()  # rather than a None for each axis, which XLA spells otherwise, and a step is compiled twice
+    replicated = ()  # not (None, None, ...), which XLA represents differently, so that a step would compile twice
     return qwen3.ShardingConfig(
-        emb_vd=everywhere,
-        emb_dv=everywhere,
-        q_weight_dnh=everywhere,
-        kv_weight_dnh=everywhere,
-        o_weight_nhd=everywhere,
-        ffw_weight_df=everywhere,
-        ffw_weight_fd=everywhere,
-        rms_norm_weight=everywhere,
+        emb_vd=replicated,
+        emb_dv=replicated,
+        q_weight_dnh=replicated,
+        kv_weight_dnh=replicated,
+        o_weight_nhd=replicated,
+        ffw_weight_df=replicated,
+        ffw_weight_fd=replicated,
+        rms_norm_weight=replicated,
         act_btd=(RANKS, None, None),
         act_btf=(RANKS, None, None),
         act_btnh=(RANKS, None, None, None),
-        exp_weight_edf=everywhere,
-        exp_weight_efd=everywhere,
+        exp_weight_edf=replicated,
+        exp_weight_efd=replicated,
     )
 
 
 class BalancedQwen3(qwen3.Qwen3):
-    """A Qwen3-MoE of Tunix whose expert layers are `relibra_jax.nnx.MoELayer`.
+    """Tunix's Qwen3-MoE model with `relibra_jax.nnx.MoELayer` as expert layers.
 
-    Experts are routed live, at home, unless the model was told to `follow` a batch.
+    Unless the model follows a batch (`follow`), it uses live routing, with all experts at their homes only.
 
     Args:
-        model: the model whose parts it takes over, freshly made or loaded by Tunix. Do not use it any more.
-        live: how live routing is run, `relibra_jax.nnx.Balancer.live`.
+        model: the model whose parts the new model takes over, newly created or loaded by Tunix. Do not use it
+            afterwards.
+        live: the mesh, topology, buffer sizes and exchange for live routing, `relibra_jax.nnx.Balancer.live`.
 
     Raises:
-        ValueError: if the model has no experts or another number of them than the topology, its weights are to be
-            sharded over axes that the mesh does not have, tokens are split over further axes of the mesh, or its
-            ``rope_theta`` is not the one that Tunix computes with.
+        ValueError: if the model's number of experts differs from the topology's, if its sharding configuration names
+            axes that the mesh does not have, if the mesh has copies of the expert-parallel group, or if its
+            ``rope_theta`` is not the value that Tunix uses.
     """
 
     def __init__(self, model: qwen3.Qwen3, live: ExpertParallel):
@@ -69,17 +71,18 @@ class BalancedQwen3(qwen3.Qwen3):
         put_on_mesh(self, None, live.mesh)
 
     def follow(self, rows: PreparedLayer, parallel: ExpertParallel) -> None:
-        """Follow a batch's plan from now on: for copies of the model inside a traced step.
+        """Follow the plan of a batch in all further calls; only for copies of the model inside a traced step.
 
         Args:
-            rows: what the layers of one micro-batch follow (`relibra_jax.integrations.tunix.rows.ranks_first`).
-            parallel: the prepared batch's.
+            rows: the prepared layers of one micro-batch, as `relibra_jax.integrations.tunix.rows.ranks_first` returns
+                them.
+            parallel: the mesh, topology, buffer sizes and exchange of the prepared batch.
         """
         for index, layer in enumerate(self.layers):
             layer.mlp.follow(layer_of(rows, index, parallel), parallel)
 
     def init_cache(self, batch_size: int, cache_size: int, dtype: Any) -> dict[str, Any]:
-        """Tunix's KV cache, with room for the routing."""
+        """Return Tunix's KV cache with an additional entry for the routing."""
         layers, top_k = self.config.num_layers, self.config.num_experts_per_tok
         ids = np.int16 if self.config.num_experts <= np.iinfo(np.int16).max else np.int32
         routes = jnp.full((batch_size, cache_size, layers, top_k), EMPTY, ids)
@@ -95,24 +98,24 @@ class BalancedQwen3(qwen3.Qwen3):
         segment_ids: Array | None = None,
         forced_routed_experts: Array | None = None,
     ) -> tuple[jax.Array, dict[str, Any] | None]:
-        """Tunix's forward pass.
+        """Run Tunix's forward pass.
 
         Args:
-            input_tokens: ``[B, T]``, B a multiple of the ranks.
-            positions: as of Tunix's model.
-            cache: as of Tunix's model; with the entry of `init_cache`, what is routed is written into it.
-            attention_mask: as of Tunix's model.
-            output_hidden_states: as of Tunix's model.
-            segment_ids: as of Tunix's model.
-            forced_routed_experts: the experts to use, ``[B, T, L, K]`` integers, as Tunix passes them after its pull
-                request 2046. A token with a -1 keeps, in that layer, the plan's experts, or the live router's if the
-                model follows no plan.
+            input_tokens: the tokens, ``[B, T]``, with B a multiple of the number of ranks.
+            positions: the positions of the tokens, as for Tunix's model.
+            cache: the KV cache, as for Tunix's model. If it comes from `init_cache`, the routing is written into it.
+            attention_mask: the attention mask, as for Tunix's model.
+            output_hidden_states: whether to output hidden states, as for Tunix's model.
+            segment_ids: the segment ids, as for Tunix's model.
+            forced_routed_experts: the experts to use, integers ``[B, T, L, K]``, as Tunix passes them since its pull
+                request 2046. If a token has a -1 in a layer, it uses the experts of the plan there, or those of the
+                live router if the model follows no plan.
 
         Returns:
             The logits, and the new cache.
 
         Raises:
-            ValueError: if the forced experts have another shape, with both.
+            ValueError: if the forced experts do not have the expected shape.
         """
         expected = (*input_tokens.shape, self.config.num_layers, self.config.num_experts_per_tok)
         if forced_routed_experts is not None and forced_routed_experts.shape != expected:
@@ -122,7 +125,7 @@ class BalancedQwen3(qwen3.Qwen3):
         layers: list[BalancedMoE] = [layer.mlp for layer in self.layers]
         if forced_routed_experts is not None:
             for index, layer in enumerate(layers):
-                layer.forced = Told(jnp.asarray(forced_routed_experts[:, :, index], jnp.int32))
+                layer.forced = CallVariable(jnp.asarray(forced_routed_experts[:, :, index], jnp.int32))
         logits, new_cache = super().__call__(
             input_tokens, positions, cache, attention_mask, output_hidden_states, segment_ids
         )
@@ -138,34 +141,34 @@ class BalancedQwen3(qwen3.Qwen3):
 
 
 def check_model(config: Any, live: ExpertParallel) -> None:
-    """Raise unless the model can be run on these ranks.
+    """Check that a model can run on the ranks of a mesh.
 
     Args:
         config: Tunix's ``ModelConfig``.
-        live: how live routing is run.
+        live: the mesh, topology, buffer sizes and exchange for live routing.
 
     Raises:
-        ValueError: as `BalancedQwen3` says, in one line.
+        ValueError: under the conditions of `BalancedQwen3`.
     """
     if config.num_experts != live.topology.num_experts:
         raise ValueError(
-            f"model of num_experts={config.num_experts}, topology of {live.topology.num_experts} experts"
+            f"the model has num_experts={config.num_experts}, but the topology has {live.topology.num_experts}"
         )
     if live.copies:
         raise ValueError(
-            f"mesh of {dict(live.mesh.shape)}: Tunix's rows are dealt to one expert-parallel group, so give the"
-            " balancer a mesh of node and local alone, or data_axes=()"
+            f"mesh {dict(live.mesh.shape)}: Tunix distributes rows over one expert-parallel group, so give the"
+            " balancer a mesh of only node and local, or data_axes=()"
         )
     theta = inspect.signature(qwen3.apply_rope).parameters["rope_theta"].default
     if config.rope_theta != theta:
         raise ValueError(
-            f"rope_theta={config.rope_theta}: Tunix's Qwen3 computes with {theta}, whatever it is"
+            f"rope_theta={config.rope_theta} must be {theta}: Tunix's Qwen3 uses {theta} regardless of the setting"
         )
     fields = inspect.signature(qwen3.ShardingConfig).parameters
-    named = set(jax.tree.leaves([getattr(config.shd_config, field) for field in fields]))
-    unknown = sorted(named - set(live.mesh.axis_names))
+    axes = set(jax.tree.leaves([getattr(config.shd_config, field) for field in fields]))
+    unknown = sorted(axes - set(live.mesh.axis_names))
     if unknown:
         raise ValueError(
-            f"shd_config names the mesh axes {', '.join(unknown)}, the mesh has {', '.join(live.mesh.axis_names)}:"
-            " use rank_shardings()"
+            f"shd_config names the mesh axes {', '.join(unknown)}, but the mesh has"
+            f" {', '.join(live.mesh.axis_names)}: use rank_shardings()"
         )

@@ -1,4 +1,4 @@
-"""Tunix's own sampler, and the routing of everything that it generates."""
+"""Tunix's rollout with its own sampler, extended to record the routing of all generated rows."""
 
 import dataclasses
 from collections.abc import Callable
@@ -16,42 +16,43 @@ from relibra_jax.integrations.tunix.settings import check_samples
 
 
 class RecordingSampler(sampler.Sampler):
-    """Tunix's sampler. It drops the cache in which the model recorded its routing, so this keeps that part of it."""
+    """Tunix's sampler, which also keeps the routing that the model recorded in the KV cache.
+
+    Tunix's own sampler discards the cache after decoding.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.routes: list[np.ndarray] = []
         decode: Callable[..., Any] = self._compiled_decode_fn  # type: ignore[has-type]
 
-        def keep(params: Any, state: Any) -> Any:
+        def decode_and_record(params: Any, state: Any) -> Any:
             state = decode(params, state)
             self.routes.append(np.asarray(state.cache[ROUTES][:, : state.token_buffer.shape[1]]))
             return state
 
-        self._compiled_decode_fn = keep
+        self._compiled_decode_fn = decode_and_record
 
 
 class RecordingRollout(vanilla_rollout.VanillaRollout):
-    """Tunix's rollout with its own sampler, recorded: give this class to ``ClusterConfig(rollout_engine=...)``.
+    """Tunix's rollout with a sampler that records the routing; set ``ClusterConfig(rollout_engine=RecordingRollout)``.
 
     Args:
         rollout_actor: the model, a `BalancedQwen3`.
         tokenizer: Tunix's tokenizer.
-        mesh: the rollout's mesh, the model's own.
+        mesh: the mesh of the rollout, which must be the model's.
         rollout_config: Tunix's ``RolloutConfig``.
 
     Raises:
-        ValueError: if it is another model, or the mesh is not that of its experts.
+        ValueError: if the model is not a `BalancedQwen3`, or the mesh is not that of its experts.
     """
 
     def __init__(self, *, rollout_actor: Any, tokenizer: Any, mesh: jax.sharding.Mesh, rollout_config: Any):
         if not isinstance(rollout_actor, BalancedQwen3):
-            raise ValueError(
-                f"RecordingRollout records a BalancedQwen3, not a {type(rollout_actor).__name__}"
-            )
+            raise ValueError(f"rollout_actor must be a BalancedQwen3, not a {type(rollout_actor).__name__}")
         self._parallel = rollout_actor.layers[0].mlp.parallel
         if mesh != self._parallel.mesh:
-            raise ValueError(f"rollout on {mesh}, the model's experts are on {self._parallel.mesh}")
+            raise ValueError(f"mesh={mesh} must be the mesh of the model's experts, {self._parallel.mesh}")
         config = rollout_actor.config
         cache = base_rollout.CacheConfig(
             rollout_config.kv_cache_size, config.num_layers, config.num_kv_heads, config.head_dim
@@ -61,26 +62,35 @@ class RecordingRollout(vanilla_rollout.VanillaRollout):
         )
 
     def generate(self, prompts: list[str], rollout_config: Any, **kwargs: Any) -> Any:
-        """Tunix's ``generate``, recorded.
+        """Run Tunix's ``generate``, and record the routing.
+
+        Args:
+            prompts: the prompts, whose number must be a multiple of the number of ranks.
+            rollout_config: Tunix's ``RolloutConfig``.
+            kwargs: further arguments of Tunix's ``generate``.
 
         Raises:
-            ValueError: if the prompts do not divide over the ranks.
+            ValueError: if the prompts do not divide evenly over the ranks.
         """
         check_samples(len(prompts), self._parallel.topology.num_ranks, "a rollout of")
-        if isinstance(
-            rollout_config.seed, jax.Array
-        ):  # the sampler donates it, and the next call needs it again
+        if isinstance(rollout_config.seed, jax.Array):
+            # The sampler donates the seed, but the next call needs it again.
             rollout_config = dataclasses.replace(rollout_config, seed=jnp.copy(rollout_config.seed))
         return super().generate(prompts, rollout_config, **kwargs)
 
     def take_routes(self) -> Int[np.ndarray, "B T L K"]:
-        """The experts of all rows that were generated since they were last taken, in order; EMPTY where none.
+        """Return and clear the recorded experts of all rows generated since the last call.
+
+        Returns:
+            The experts of the rows in the order of generation, with EMPTY where there is no token.
 
         Raises:
-            RuntimeError: if nothing was generated.
-            ValueError: if rows are of different lengths.
+            RuntimeError: if no rows have been generated since the last call.
+            ValueError: if the rows have different lengths.
         """
         routes, self._sampler.routes = self._sampler.routes, []
         if not routes:
-            raise RuntimeError("no routes to take: nothing was generated since they were last taken")
+            raise RuntimeError(
+                "no recorded routes: no rows have been generated since the last call of take_routes"
+            )
         return np.concatenate(routes)

@@ -1,4 +1,4 @@
-"""From what the sampler recorded to the replay that a batch is planned from."""
+"""Conversion of the routes that the sampler recorded to a routing replay."""
 
 import numpy as np
 from jaxtyping import Bool, Int
@@ -10,27 +10,28 @@ from relibra_jax.types import RoutingReplay
 def replay_of_rows(
     routes: Int[np.ndarray, "B T L K"], mask: Bool[np.ndarray, "..."], *, num_experts: int
 ) -> RoutingReplay:
-    """The replay of a batch's rows.
+    """Return the routing replay of a batch's rows.
 
-    Every token that 0.1.7's sampler returns has been fed to the model: it goes on until the token behind the last
-    one is drawn. A token without a route is therefore an error.
+    A real token without a route is an error: the sampler of Tunix 0.1.7 feeds every token that it returns to the model,
+    because it continues until it has drawn the token after the last one.
 
     Args:
-        routes: recorded experts, EMPTY where nothing was: the prompt right-aligned, then what was generated, which
-            may go on behind a sample's end.
-        mask: ``[B, T]``, the prompt's mask, then the completion's.
-        num_experts: E.
+        routes: the recorded experts, with EMPTY where there is no token. A row contains the right-aligned prompt and
+            then the generated tokens, which may continue after the end of a sample.
+        mask: the mask of real tokens, ``[B, T]``: the mask of the prompt, followed by that of the completion.
+        num_experts: the number of logical experts.
 
     Returns:
-        The replay, of ``T`` tokens.
+        The replay, with ``T`` tokens per row.
 
     Raises:
-        ValueError: if the rows do not belong together, or a real token has no route, in one line that names it.
+        ValueError: if the routes and the mask have different sizes, or if a real token has no route. In the second case
+            the message names the token.
     """
     if routes.shape[:2] != mask.shape:
         raise ValueError(
-            f"{routes.shape[0]} samples of {routes.shape[1]} tokens were recorded, and {mask.shape[0]} of"
-            f" {mask.shape[1]} are trained on: the rollout and the learner must be of the same batch"
+            f"the rollout recorded {routes.shape[0]} samples of {routes.shape[1]} tokens, but the learner trains on"
+            f" {mask.shape[0]} of {mask.shape[1]}: both must use the same batch"
         )
     _, _, layers, top_k = routes.shape
     return replay_from_rollout(

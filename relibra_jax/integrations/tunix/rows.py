@@ -1,7 +1,8 @@
-"""What the layers of a micro-batch follow, laid out as Tunix wants every array of a training example: samples first.
+"""The layout of prepared layers inside Tunix's training examples, with the ranks as the first axis.
 
-`relibra_jax.nnx.PreparedBatch` holds arrays over the ranks as ``[L, N, G, ...]``. Tunix shards the first axis of each
-array over ``data_sharding_axis``, so they travel as ``[ranks, L, ...]``, and no rank's part leaves it.
+`relibra_jax.nnx.PreparedBatch` has arrays over the ranks of shape ``[L, N, G, ...]``. Tunix shards the first axis of
+every array of a training example over ``data_sharding_axis``. So the arrays are converted to ``[ranks, L, ...]``, which
+moves no data between ranks.
 """
 
 import functools
@@ -16,19 +17,20 @@ from relibra_jax.execution.parallel import ExpertParallel
 from relibra_jax.execution.prepared_layer import PreparedLayer
 
 FIRST_OVER_RANKS = PartitionSpec(RANKS)
-"""How the arrays of a training example are sharded: Tunix's ``data_sharding_axis=(("node", "local"),)``."""
+"""The sharding of the arrays of a training example, Tunix's ``data_sharding_axis=(("node", "local"),)``."""
 
 
 @functools.partial(jax.jit, static_argnames="mesh")
 def ranks_first(layers: PreparedLayer, mesh: Mesh) -> PreparedLayer:
-    """The layers of one micro-batch with the ranks as the first axis of every array.
+    """Return the prepared layers of one micro-batch with the ranks as the first axis of every array.
 
     Args:
-        layers: `PreparedBatch.micro_batch`, ``[L, N, G, ...]``, and homes ``[L, E]``.
-        mesh: the mesh of ``node`` and ``local``.
+        layers: the layers that `PreparedBatch.micro_batch` returns, with arrays ``[L, N, G, ...]`` and homes
+            ``[L, E]``.
+        mesh: the mesh with the axes ``node`` and ``local``.
 
     Returns:
-        ``[N * G, L, ...]``, homes repeated for each rank.
+        The layers with arrays ``[N * G, L, ...]``. The homes are repeated for each rank.
     """
     ranks = math.prod(mesh.shape[axis] for axis in RANKS)
 
@@ -43,12 +45,12 @@ def ranks_first(layers: PreparedLayer, mesh: Mesh) -> PreparedLayer:
 
 
 def layer_of(rows: PreparedLayer, index: int, parallel: ExpertParallel) -> PreparedLayer:
-    """One layer of what `ranks_first` returned, as `relibra_jax.nnx.MoELayer` takes it.
+    """Return one of the layers that `ranks_first` returned, in the layout that `relibra_jax.nnx.MoELayer` expects.
 
     Args:
-        rows: the layers of one micro-batch, ranks first.
-        index: the layer.
-        parallel: how plans are run, which gives N and G.
+        rows: the prepared layers of one micro-batch, with the ranks as the first axis.
+        index: the index of the layer.
+        parallel: the mesh, topology, buffer sizes and exchange of the prepared batch. It determines N and G.
     """
 
     def place(leaf: jax.Array) -> jax.Array:

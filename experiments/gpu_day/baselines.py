@@ -1,6 +1,6 @@
-"""Other projects' kernels for the three grouped products: jax.lax, JAX's example kernels, tokamax and PyTorch.
+"""The baselines for the three grouped products: jax.lax, JAX's example kernels, tokamax and PyTorch.
 
-Each is measured where it is installed and takes the shape.
+A baseline is measured if it is installed and supports the shape.
 """
 
 import functools
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas.ops.gpu import ragged_dot_mgpu, transposed_ragged_dot_mgpu
 
-from experiments.gpu_day.facts import say
+from experiments.gpu_day.facts import print_facts
 
 type Product = Literal["forward", "input gradient", "weight gradient"]
 """A grouped product, by name."""
@@ -28,11 +28,11 @@ _WEIGHT_GRADIENT: Final = jax.lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
 )
 _EXAMPLE_TILES: Final = ((128, 128), (64, 128), (64, 64))
-"""The heights and widths of tiles that JAX's example is given; it refuses shapes that they do not divide."""
+"""The tile heights and widths for JAX's example, which does not support shapes that they do not divide."""
 
 
 def calls(product: Product) -> dict[str, Call]:
-    """Return the functions that compute a product on JAX arrays, by the name of the project."""
+    """Return the functions that compute a product on JAX arrays, by the name of the baseline."""
     examples = {f"JAX's example, {m}x{n}": _example(product, m, n) for m, n in _EXAMPLE_TILES}
     return {"jax.lax.ragged_dot": _ragged_dot(product)} | examples | _tokamax(product)
 
@@ -67,7 +67,7 @@ def _tokamax(product: Product) -> dict[str, Call]:
         def dot(x, w):
             return tokamax.ragged_dot(x, w, group_sizes=sizes, implementation=implementation)
 
-        # Its own gradients; the product forward is not computed for them.
+        # The gradients are tokamax's own. A program for gradients does not compute the forward product.
         out, pull = jax.vjp(dot, x, w)
         return {"forward": lambda: out, "input gradient": lambda: pull(dy)[0]}.get(
             product, lambda: pull(dy)[1]
@@ -82,14 +82,14 @@ def _tokamax(product: Product) -> dict[str, Call]:
 def torch_seconds(
     product: Product, shape: tuple[int, int], sizes: np.ndarray, *, sets: int, repeats: int
 ) -> Mapping[str, float]:
-    """Return the median seconds of PyTorch's grouped matmul; empty if it is not installed or refuses.
+    """Return the median time of PyTorch's grouped matmul in seconds, by name; empty if PyTorch cannot run it.
 
     Args:
-        product: the product that is computed.
+        product: the product to compute.
         shape: k and n.
         sizes: the group sizes, ``[groups]``.
-        sets: the number of sets of operands, which take turns, so that no call finds its own in a cache.
-        repeats: the number of readings; the median counts.
+        sets: the number of operand sets, which alternate so that no operands are still in a cache.
+        repeats: the number of readings.
     """
     try:
         torch: Any = importlib.import_module("torch")
@@ -100,7 +100,7 @@ def torch_seconds(
     try:
         return {"torch grouped_mm": _torch_seconds(torch, product, shape, sizes, sets, repeats)}
     except RuntimeError as error:
-        say(operation=product, by="torch grouped_mm", refused=str(error).splitlines()[0][:100])
+        print_facts(operation=product, by="torch grouped_mm", refused=str(error).splitlines()[0][:100])
         return {}
 
 
@@ -132,6 +132,6 @@ def _torch_seconds(torch, product: Product, shape, sizes: np.ndarray, sets: int,
         return start.elapsed_time(end) / (rounds * sets)
 
     milliseconds(3)
-    # As long as the other readings: launches hide behind those before them.
+    # Readings are as long as those of the other versions, so that kernels hide the launches of the next ones.
     rounds = math.ceil(20 / (milliseconds(1) * sets))
     return statistics.median(milliseconds(rounds) for _ in range(repeats)) / 1e3
