@@ -94,7 +94,7 @@ def test_samples_that_are_not_aligned_to_the_left_are_refused():
     model, _, balancer = prepared(True)
     mask = MASK.copy()
     mask[3, :3] = (True, False, True)
-    with pytest.raises(ValueError, match=r"sample 3: token 2 is real and token 1 is not; packed rows need"):
+    with pytest.raises(ValueError, match=r"sample 3: token 2 is real, but token 1 before it is padding; pack_rows"):
         balancer.prepare(model, None, RoutingReplay(IDS, mask))
 
 

@@ -259,12 +259,12 @@ def test_live_stages():
 def test_stages_are_refused_once_the_next_batch_is_prepared():
     run = Run()
     stages = run.prepare()
-    with pytest.raises(ValueError, match="before the first was learned from"):
+    with pytest.raises(ValueError, match="the optimizer has made no step since the previous batch"):
         run.prepare(1)
     run.update(stages[1], 0, PARTS[0])  # a loop may stop early
     run.prepare(1)
     for stage in stages:
-        with pytest.raises(ValueError, match="this batch is number 1"):
+        with pytest.raises(ValueError, match="this is batch 1"):
             stage.layers()
 
 
