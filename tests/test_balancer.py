@@ -473,7 +473,7 @@ def test_a_micro_batch_of_another_size_is_refused():
     [
         ({"path": "direct"}, "path='direct' must be one of auto, flat, hierarchical"),
         ({"num_micro_batches": 0}, "num_micro_batches=0 and num_layers=2 must be at least 1"),
-        ({"data_axes": ("data",)}, "'data' is no further axis of the mesh"),
+        ({"data_axes": ("data",)}, "data_axes: 'data' must be an axis of the mesh"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(options, message):

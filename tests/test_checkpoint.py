@@ -254,19 +254,21 @@ def test_refuses_another_model(wide, saved):
     labels = wide.layers | {"params": PARAMS | {"bias": None}}
     for like, layers, message in (
         (with_params(first=wider), wide.layers,
-         r"step 3, 'params.first': float32\[16, 2, 4\], in the model float32\[16, 2, 5\]"),
-        (with_params(first=half), wide.layers, r"'params.first': float32\[16, 2, 4\], in the model float16"),
-        (with_params(bias=np.zeros(3)), labels, "step 3 lacks 1 arrays of the model, 'params.bias' first"),
-        ({"params": params}, {"params": PARAMS}, "step 3 has 11 arrays that the model lacks, 'batch' first"),
+         r"step 3: array 'params.first' is float32\[16, 2, 4\], but float32\[16, 2, 5\] in the model"),
+        (with_params(first=half), wide.layers, r"'params.first' is float32\[16, 2, 4\], but float16"),
+        (with_params(bias=np.zeros(3)), labels,
+         "step 3 lacks 1 arrays of the model; the first is 'params.bias'"),
+        ({"params": params}, {"params": PARAMS},
+         "step 3 has 11 arrays that the model lacks; the first is 'batch'"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             restore_checkpoint(manager, like, layers=layers, mesh=wide.mesh, topology=wide.topology)
-    with pytest.raises(ValueError, match=r"no checkpoint of step 7 in .* which has \[3\]"):
+    with pytest.raises(ValueError, match=r"no checkpoint of step 7 in .* which has the steps \[3\]"):
         restore_checkpoint(manager, wide.like, step=7, **wide.options)
-    with pytest.raises(ValueError, match="step 3 has homes of 3 layers, home has 2"):
+    with pytest.raises(ValueError, match="step 3 has homes for 3 layers, but home has 2 layers"):
         restore_checkpoint(manager, wide.like, home=HOME[:2], **wide.options)
     more = dataclasses.replace(wide.topology, num_experts=32)
-    with pytest.raises(ValueError, match="step 3 has 16 experts, the model 32"):
+    with pytest.raises(ValueError, match="step 3 has 16 experts, but the model has num_experts=32"):
         restore_checkpoint(manager, wide.like, **(wide.options | {"topology": more}))
 
 
@@ -275,7 +277,7 @@ def test_refuses_what_it_cannot_save(wide, saved):
     tree = wide.filled()
     with pytest.raises(ValueError, match=r"expected integers \[L, 16\]"):
         save_checkpoint(manager, 4, tree, HOME[0], **wide.options)
-    with pytest.raises(ValueError, match=r"two leaves have the name 'a.b'"):
+    with pytest.raises(ValueError, match=r"two leaves of the tree have the name 'a.b'"):
         save_checkpoint(
             manager, 4, {"a": {"b": 1}, "a.b": 2}, HOME, layers=None, mesh=wide.mesh, topology=wide.topology
         )

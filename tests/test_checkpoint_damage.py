@@ -101,7 +101,7 @@ def is_advice(line, folder):
 def test_one_flipped_bit_is_noticed(place, name, folder, tree):
     array = tree[place[0]][place[1]]
     flip_bit_of(array, folder / str(LAST))
-    assert f": array {name!r} is not what was saved; " in message_of(folder, tree)
+    assert f": array {name!r} has changed since it was saved; " in message_of(folder, tree)
     # Without a look at the digests it comes back as it is.
     found = restore(folder, tree, verify=False).tree
     assert not same(found, tree)
@@ -117,7 +117,8 @@ def test_one_flipped_bit_is_noticed(place, name, folder, tree):
 def test_flipped_bits_of_several_arrays_are_counted(folder, tree):
     for weights in (tree["moments"], tree["params"]):
         flip_bit_of(weights["router"], folder / str(LAST))
-    assert "array 'moments.router' is not what was saved, the first of 2;" in message_of(folder, tree, LAST)
+    message = message_of(folder, tree, LAST)
+    assert "array 'moments.router' has changed since it was saved (the first of 2 such arrays);" in message
 
 
 def test_another_mesh_notices_too(folder, tree):
@@ -135,7 +136,7 @@ def test_another_mesh_notices_too(folder, tree):
 
     like, there = jax.tree.map(there, tree), {"layers": LABELS, "mesh": mesh, "topology": topology}
     with ocp.CheckpointManager(folder) as manager:
-        with pytest.raises(ValueError, match=r"step 3 in .*: array 'params.experts' is not what was saved; "):
+        with pytest.raises(ValueError, match=r"step 3 in .*: array 'params.experts' has changed since it"):
             restore_checkpoint(manager, like, **there)
         restored = restore_checkpoint(manager, like, **there, step=2)
     found = [np.asarray(leaf).reshape(-1) for leaf in jax.tree.leaves(restored.tree)]
@@ -194,7 +195,7 @@ def test_a_layout_that_reads_well_and_is_another(folder, tree):
     layout = json.loads(path.read_text())
     layout["home"][0].reverse()
     path.write_text(json.dumps(layout))
-    assert ": the layout cannot be read: it is not what was saved; " in message_of(folder, tree)
+    assert ": the layout cannot be read: it has changed since it was saved; " in message_of(folder, tree)
 
 
 def test_a_step_before_it_is_named_only_with_a_sound_layout(folder, tree):
@@ -203,7 +204,7 @@ def test_a_step_before_it_is_named_only_with_a_sound_layout(folder, tree):
     with pytest.raises(ValueError, match="; to try step 1, the newest before it, move"):
         restore(folder, tree)
     cut_in_half(folder / "1" / "layout" / "metadata")
-    with pytest.raises(ValueError, match=r"step 3 in .*; there is no sound one before it"):
+    with pytest.raises(ValueError, match=r"step 3 in .*; no earlier step has a valid layout"):
         restore(folder, tree)
 
 
@@ -214,7 +215,7 @@ def test_a_checkpoint_of_an_earlier_version(folder, tree):
         del layout["sha256"], layout["digests"]
         path.write_text(json.dumps(layout))
     with pytest.raises(
-        ValueError, match="it has no digests, an earlier version wrote it; verify=False takes it as"
+        ValueError, match="it has no digests because an earlier version wrote it; use verify=False"
     ):
         restore(folder, tree)
     assert same(restore(folder, tree, verify=False).tree, tree)

@@ -141,9 +141,9 @@ def test_what_cannot_be_routed():
     deepseek = GATINGS["deepseek-v3"]
     with pytest.raises(ValueError, match="12 experts must divide evenly into expert_groups=8"):
         check_gating(deepseek, 12)
-    with pytest.raises(ValueError, match="expert_groups=8 of 1 expert"):
+    with pytest.raises(ValueError, match="expert_groups=8 has 1 expert in each group"):
         check_gating(dataclasses.replace(deepseek, top_k=2), 8)
-    with pytest.raises(ValueError, match="top_k=9 of 8 experts"):
+    with pytest.raises(ValueError, match="top_k=9 is more than the 8 experts"):
         check_gating(dataclasses.replace(deepseek, top_k=9), 16)
     with pytest.raises(ValueError, match="correction_bias=True, but no bias"):
         select_experts(LOGITS, deepseek)

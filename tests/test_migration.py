@@ -312,7 +312,7 @@ def test_refuses_homes(mesh, migrate):
         ((OLD[:, :-1], NEW), r"old_home: expected integers \[L, 32\], found int64\[3, 31\]"),
         ((OLD, NEW[0]), r"new_home: expected integers \[L, 32\], found int64\[32\]"),
         ((OLD, NEW.astype(float)), r"new_home: expected integers \[L, 32\], found float64\[3, 32\]"),
-        ((OLD, NEW[:2]), "old_home has 3 layers, new_home 2"),
+        ((OLD, NEW[:2]), "old_home has 3 layers, but new_home has 2"),
         ((twice, NEW), "old_home, layer 2, home slot 7: owned by 0 experts, not by one"),
         ((OLD, outside), r"new_home, layer 1: home slot 32 is outside 0..31"),
     ):
@@ -334,7 +334,7 @@ def test_refuses_leaves_and_labels(mesh, migrate):
         ([good], [1.0], r"layers\[0\]: expected an int, a range or None, found 1.0"),
         ({"a": good}, {"b": 1, "a": 0}, r"layers\['b'\] = 1 belongs to no leaf"),
         ({"a": good, "b": good}, {"a": 0}, r"tree\['b'\] has no label"),
-        ({"a": good, "b": good}, {"a": 0, "b": None}, r"tree\['a'\] and tree\['b'\] are one array"),
+        ({"a": good, "b": good}, {"a": 0, "b": None}, r"tree\['a'\] and tree\['b'\] are the same array"),
         ([np.zeros((*RANKS, HOMES))], 0, r"tree\[0\]: expected an array over the ranks of the mesh, found ndarray"),
         ([jnp.zeros((*RANKS, HOMES))], 0, r"tree\[0\]: expected a sharding .*'node', 'local'.*found SingleDevice"),
         ([leaf(spec=P())], 0, r"tree\[0\]: expected a sharding .*'node', 'local'.*found .*spec=P\(\)"),
@@ -343,7 +343,7 @@ def test_refuses_leaves_and_labels(mesh, migrate):
         with pytest.raises(ValueError, match=message):
             migrate(tree, layers)
     other = Topology(num_nodes=4, ranks_per_node=2, num_experts=EXPERTS, replica_slots=0)
-    with pytest.raises(ValueError, match=r"mesh axis 'node': expected 4 .* found 2"):
+    with pytest.raises(ValueError, match=r"mesh axis 'node': expected size 4 .* found 2"):
         migrate_experts(good, OLD, NEW, layers=0, mesh=mesh, topology=other)
     with pytest.raises(ValueError, match=r"tree: expected a sharding .* found .*'node': 2, 'local': 4"):
         migrate_experts(

@@ -208,8 +208,8 @@ def test_what_does_not_belong_together_is_refused(name, change, message):
         ({"path": "direct"}, "path='direct' must be one of auto, flat, hierarchical"),
         ({"exchange": "rdma"}, "exchange='rdma' must be one of"),
         ({"fetch": "copy"}, "fetch='copy' must be one of"),
-        ({"data_axes": ("data",)}, "'data' is no further axis of the mesh"),
-        ({"topology": topology_of("4x2", 2)}, "mesh axis 'node': expected 4 .*found 2"),
+        ({"data_axes": ("data",)}, "data_axes: 'data' must be an axis of the mesh"),
+        ({"topology": topology_of("4x2", 2)}, "mesh axis 'node': expected size 4 .*found 2"),
     ],
 )
 def test_settings_that_cannot_run_are_refused(options, message):

@@ -243,7 +243,7 @@ def test_rows_come_back_in_the_order_of_the_batch():
         inside = np.isin(np.arange(SAMPLES), own)[:, None]
         np.testing.assert_array_equal(stage.from_ranks({"n": stage.to_ranks(numbers)})["n"], numbers * inside)
     with pytest.raises(
-        ValueError, match=r"rows\['n'\]: shape \(1, 16, 2\) for \(2, 4\) micro-batches and rows"
+        ValueError, match=r"rows\['n'\]: shape \(1, 16, 2\), but the micro-batches and rows .* are \(2, 4\)"
     ):
         stage.from_ranks({"n": np.zeros((1, 16, 2))})
 

@@ -188,7 +188,7 @@ def test_residents_belong_to_topologies_that_have_slots_for_them():
     parallel = parallel_of("flat")
     layer = prepare(routings()[0], layer_plans(plan, load).layer(0).layer(0), parallel=parallel)
     with pytest.raises(
-        ValueError, match="resident_slots=1, but the layer has no residents' weights: give it"
+        ValueError, match=r"resident_slots=1, but the layer has no weights of residents: set PreparedLayer\."
     ):
         fetch_replicas(experts, layer, VALUES["x"], parallel)
     twice = jnp.concatenate([residents[0]] * 2, axis=2)
@@ -199,7 +199,7 @@ def test_residents_belong_to_topologies_that_have_slots_for_them():
     without = topology_of("2x4", 2)
     elsewhere = ExpertParallel(mesh=expert_mesh(without), topology=without)
     with pytest.raises(
-        ValueError, match=r"residents of shape \(2, 4, 1, .* for a topology with resident_slots=0"
+        ValueError, match=r"residents of shape \(2, 4, 1, .*, but the topology has resident_slots=0"
     ):
         fetch_replicas(experts, layer._replace(residents=residents[0]), VALUES["x"], elsewhere)
     with pytest.raises(ValueError, match=r"plan.slot_expert: expected shape \(2, 4, 4\), found \(2, 4, 5\)"):

@@ -250,10 +250,10 @@ def test_residents_of_an_earlier_step_or_of_another_plan_are_refused():
     experts = np.asarray(resident_experts(plan, topology))
     residents = Residents(expected(plan, topology), np.asarray(3, np.int32), experts)
     check_residents(residents, jnp.asarray(3), plan, topology)
-    with pytest.raises(ValueError, match="pushed at optimizer step 3, the optimizer is at step 4: push them"):
+    with pytest.raises(ValueError, match="pushed at optimizer step 3, but the optimizer is at step 4: push"):
         check_residents(residents, 4, plan, topology)
     with pytest.raises(
-        ValueError, match=r"layer 0, node 0, .*: holds expert -?\d+, the plan has -?\d+ there"
+        ValueError, match=r"layer 0, node 0, .*: has expert -?\d+, but the plan has -?\d+: push"
     ):
         check_residents(residents, 3, other, topology)
 
@@ -262,7 +262,7 @@ def test_residents_of_an_earlier_step_or_of_another_plan_are_refused():
     ("change", "message"),
     [
         ({"topology": topology_of("2x4", 0)}, "resident_slots=0: there are no residents to push"),
-        ({"layers": 2}, "experts of 2 layers, plan of 3"),
+        ({"layers": 2}, "experts has 2 layers, but plan has 3"),
         ({"slots": 1}, r"experts: expected shape \(3, 2, 4, 2, .*found \(3, 2, 4, 1"),
     ],
 )
