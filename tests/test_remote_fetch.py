@@ -161,7 +161,7 @@ def test_rows_that_the_kernel_cannot_cut_are_refused():
 def test_where_the_kernel_cannot_run_it_is_refused():
     topology = topology_of("1x8", REPLICAS)
     ways = {"mesh": expert_mesh(topology), "topology": topology}
-    with pytest.raises(ValueError, match="fetch='remote' cannot run: .* are of platform 'cpu'"):
+    with pytest.raises(ValueError, match=r"fetch='remote' cannot run: .* are of platform 'cpu'"):
         ExpertParallel(**ways, fetch="remote")
     with pytest.raises(ValueError, match="fetch='remote' works only inside a node: use another fetch"):
         ExpertParallel(**ways, fetch="remote", across_nodes=True)

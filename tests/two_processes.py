@@ -47,7 +47,7 @@ def both_hold_the_same_plan_or_stop():
     plan = test_moe.plans("2x4", 2, "relibra")
     check_same_plan(plan)
     other = plan._replace(quota=plan.quota + NUMBER)
-    with pytest.raises(ValueError, match=r"plan: processes \[1\] of 2 hold another one than process 0"):
+    with pytest.raises(ValueError, match=r"plan: processes \[1\] of 2 differ from process 0"):
         check_same_plan(other)
 
 
@@ -102,7 +102,7 @@ def batches_are_prepared_and_trained_on():
     assert losses[-1] < losses[0]
     before = run.balancer.state.home
     ids, mask = test_balancer.batches()[3 + NUMBER][1]  # another one on each process
-    with pytest.raises(ValueError, match=r"plan: processes \[1\] of 2 hold another one than process 0"):
+    with pytest.raises(ValueError, match=r"plan: processes \[1\] of 2 differ from process 0"):
         run.balancer.prepare(run.model, run.optimizer, RoutingReplay(ids, mask))
     np.testing.assert_array_equal(get_homes(run.model), before)
     run.train(3, 4)
