@@ -37,7 +37,8 @@ class Compare:
     rows: tuple[str, ...] = ()
     """The names of the rows to run; all of them when none is given."""
     planner: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """A planner of your own as a further row, module:attribute (docs/write-a-planner.md); may be given repeatedly."""
+    """A planner of your own as a further row, module:attribute (docs/guides/write-a-planner.md); may be
+    given repeatedly."""
     out: Path = Path("out/compare")
     """The folder for the figures and the numbers."""
 

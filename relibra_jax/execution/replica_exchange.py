@@ -15,7 +15,7 @@ There are three kinds of fetch:
 - ``remote``: a kernel reads the R experts from the exports in the memory of the other ranks on the node
   (`pallas_kernels.hopper.pull_kernel`). The gradients return in pieces, as for ``padded``. It is unproven: it compiles
   for H100, but its results on hardware have not been checked. Tests cover its tables through ``remote_emulated``, which
-  gathers all exports on every rank. See docs/gpu-fetch.md.
+  gathers all exports on every rank. See docs/guides/gpu-fetch.md.
 
 With `jax.checkpoint` the backward pass fetches the replicas again instead of keeping them in memory.
 """
@@ -79,7 +79,7 @@ def _pull(exports, tables, exchange):
 
     The kernel reads packed exports and not the experts themselves. In a scanned stack the experts are a slice of
     stacked parameters, and XLA would fuse slice and kernel. A kernel inside such a fusion may get the addresses of
-    other buffers than its own (docs/gpu-fetch.md).
+    other buffers than its own (docs/guides/gpu-fetch.md).
     """
     rank, row = tables.remote
     return pull_rows(rank, row, exports, LOCAL, implementation=IMPLEMENTATIONS[exchange.kind])

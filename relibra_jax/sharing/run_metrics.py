@@ -1,4 +1,4 @@
-"""Jobs described by what the steps of our own training runs took (docs/metrics.md)."""
+"""Jobs described by what the steps of our own training runs took (docs/guides/metrics.md)."""
 
 import json
 import math
