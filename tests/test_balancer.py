@@ -1,4 +1,4 @@
-"""The front door: batches prepared in one call, trained on in any loop, and every wrong turn of a loop refused."""
+"""Tests of the Balancer: batches prepared in one call, training in any loop, and errors for every misuse of a loop."""
 
 import dataclasses
 import functools
@@ -54,7 +54,7 @@ ASSIGN = functools.partial(assign_samples, steps=10)
 
 
 class Stack(nnx.Module):
-    """A residual stack of mixtures of experts."""
+    """A residual stack of mixture-of-experts layers."""
 
     def __init__(self, topology, **options):
         rngs = nnx.Rngs(0)
@@ -70,7 +70,7 @@ class Stack(nnx.Module):
         return x
 
 
-TRACES = []  # the buffer sizes of each trace of the step
+TRACES = []  # the buffer sizes with which the step was traced, one entry per trace
 
 
 @nnx.jit
@@ -90,7 +90,7 @@ def train_step(model, optimizer, batch, rows):
 
 @functools.cache
 def batches():
-    """Inputs and routing of six batches; ten samples leave places of the ranks empty."""
+    """Inputs and routing of six batches. With ten samples some places of the ranks stay empty."""
     rng = np.random.default_rng(0)
     sizes = {"samples": SAMPLES, "tokens": TOKENS, "layers": LAYERS, "experts": 8, "top_k": TOP_K}
     return [
@@ -113,7 +113,7 @@ class Run:
         return self.balancer.prepare(self.model, self.optimizer, batches()[number][1], **options)
 
     def train(self, first, last):
-        """The losses of some batches."""
+        """Train on some batches and return their losses."""
         losses = []
         for number in range(first, last):
             batch = self.prepare(number)
@@ -123,7 +123,7 @@ class Run:
         return losses
 
     def logical(self):
-        """Parameters as NumPy arrays, experts by id."""
+        """The parameters as NumPy arrays, with experts in the order of their ids."""
         home = get_homes(self.model)
         leaves = []
         for layer, row in zip(self.model.layers, home, strict=True):
@@ -137,7 +137,7 @@ OPTIMIZER = optax.adamw(1e-2, eps=1e-3)
 
 @functools.cache
 def trained():
-    """A run over all batches, never stopped, and its losses."""
+    """An uninterrupted run over all batches, and its losses."""
     run = Run()
     return run, run.train(0, 6)
 
@@ -213,11 +213,11 @@ def test_a_batch_begins_where_the_search_ahead_has_ended():
     finished = np.arange(SAMPLES) < 7
     load, tokens = counts_of(0)
     before = get_homes(ahead.model)
-    with ThreadPoolExecutor(1) as beside:  # as beside a rollout; what is unknown is not read
+    with ThreadPoolExecutor(1) as beside:  # as during a rollout; counts of unfinished samples are not read
         unknown = np.where(finished[:, None, None], load, 0), np.where(finished, tokens, 0)
         beside.submit(ahead.balancer.plan_ahead, *unknown, finished).result()
     np.testing.assert_array_equal(get_homes(ahead.model), before)
-    # The pure functions that it is made of, with the keys of a balancer.
+    # The pure functions behind plan_ahead and prepare, with the random keys of a balancer.
     planner_key, key = jax.random.split(jax.random.key(0))
     state = REORDERING.init(TOPOLOGY, LAYERS, key=planner_key)
     in_order = assign_in_order(SAMPLES, TOPOLOGY, num_micro_batches=MICRO_BATCHES)
@@ -239,7 +239,7 @@ def test_a_batch_begins_where_the_search_ahead_has_ended():
             *(jax.device_get(getattr(each, name)) for each in (first.batch_plan, wanted))
         )
     assert (first.batch_plan.plan.home != afresh.prepare().batch_plan.plan.home).any()
-    # It is one batch's: the next one begins afresh.
+    # A warm start serves one batch; the next one starts without.
     for run in (ahead, afresh):
         run.balancer.discard()
     ahead.balancer.state = afresh.balancer.state
@@ -310,7 +310,7 @@ def test_a_batch_is_refused_after_the_experts_moved_on():
     old = run.prepare(0)
     rows = old.to_ranks(batches()[0])
     train_step(run.model, run.optimizer, old, rows)
-    train_step(run.model, run.optimizer, old, rows)  # several updates of one batch are fine
+    train_step(run.model, run.optimizer, old, rows)  # a batch may have several updates
     run.prepare(1)
     with pytest.raises(ValueError, match=r"this is batch 1 of its balancer, .* for batch 2"):
         train_step(run.model, run.optimizer, old, rows)
@@ -410,10 +410,10 @@ def test_a_malformed_plan_is_refused_and_nothing_moves(case):
     ids=["the same ranks", "others"],
 )
 def test_a_run_goes_on_from_its_checkpoint(topology, tmp_path):
-    """Bit for bit on the same ranks; the same training on others."""
+    """A restored run continues bit for bit on the same ranks, and within tolerance on others."""
     first, second = Run(), Run(topology=topology)
     losses = first.train(0, 2)
-    second.train(0, 1)  # whatever it did before is overwritten
+    second.train(0, 1)  # restoring overwrites these updates
     with ocp.CheckpointManager(tmp_path) as manager:
         assert save_training(manager, 2, first.model, first.optimizer, first.balancer, extra={"epoch": 3})
         manager.wait_until_finished()
@@ -447,7 +447,7 @@ def test_the_twenty_lines_are_balanced_and_equal_to_static_placement(capsys):
 
 
 def test_rows_of_another_batch_are_noticed_before_the_next_one(tmp_path):
-    """As many rows, other tokens: NaN in the step, and one word on the host before anything else is built on it."""
+    """The rows of another batch of equal size make the step NaN, and the host raises before the next batch."""
     run = Run()
     other, replay = batches()[1]
     batch = run.prepare(0)
@@ -483,7 +483,7 @@ def test_settings_that_cannot_be_are_refused(options, message):
 
 def test_what_is_no_replay_and_no_model_is_refused():
     run = Run()
-    # Here the check of annotations refuses first, in its own words.
+    # In tests the check of type annotations raises first, with its own message.
     with pytest.raises((ValueError, TypeError), match="RoutingReplay"):
         run.balancer.prepare(run.model, run.optimizer, batches()[0][1].expert_ids)
     with pytest.raises(ValueError, match="the model, a Linear, contains no MoELayer"):

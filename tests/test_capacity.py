@@ -1,4 +1,4 @@
-"""Sizes counted before the step: they suffice, they are tight, and too small ones are refused."""
+"""Tests of counted buffer sizes: they suffice and are tight, and smaller ones are rejected."""
 
 import dataclasses
 import functools
@@ -26,13 +26,13 @@ from relibra_jax.token_split import refit_quota, source_quota
 from relibra_jax.types import EMPTY, Assignment, BatchPlan, LayerPlan, RoutingReplay, Topology, layer_plans
 
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=1, resident_slots=1)
-"""The planners leave resident slots empty, any plans fill them."""
+"""The topology of the tests. The planners leave its resident slots empty; random plans fill them."""
 SAMPLES, TOKENS, LAYERS, TOP_K = 12, 40, 2, 2
 
 
 @functools.cache
 def a_batch(planner, seed):
-    """Three micro-batches of skewed routing, their plan, and the tokens that cross nodes."""
+    """Three micro-batches with skewed routing, their plan, and the tokens that cross between nodes."""
     rng = np.random.default_rng(seed)
     replay = random_routing(rng, samples=SAMPLES, tokens=TOKENS, layers=LAYERS, experts=8, top_k=TOP_K)
     assignment = Assignment(np.arange(SAMPLES).reshape(3, 2, 2, 1))
@@ -67,17 +67,17 @@ def test_sizes_are_what_the_plan_sends_rounded_up(batch):
     assert sizes.node.own == round_capacity(int(np.where(stays, visits, 0).max()))
     assert sizes.node.pair == round_capacity(int(np.where(stays, 0, visits).max()))
     assert sizes.node.send == round_capacity(int(visits.sum(-1).max()))
-    # Received by the rank of the same local index: [node of the source, local index, node].
+    # The rank with the same local index receives them: [node of the source, local index, node].
     across = visits.reshape(3, LAYERS, 2, 2, 2)
     assert sizes.node.receive == round_capacity(int(across.sum(2).max()))
-    through = sent.reshape(3, LAYERS, 2, 2, 2, 2).sum(2)  # all sources of one local index
+    through = sent.reshape(3, LAYERS, 2, 2, 2, 2).sum(2)  # all sources with the same local index
     assert sizes.local.own == round_capacity(int(through.diagonal(axis1=2, axis2=4).max()))
     assert sizes.local.pair == round_capacity(int(np.where(np.eye(2)[:, None], 0, through).max()))
     assert sizes.local.send == round_capacity(int(through.sum(-1).max()))
 
 
 def test_exports_are_the_most_replicas_of_one_rank(batch):
-    """A replica is fetched from its expert's home, or from a resident in its own node if only that is near."""
+    """A replica comes from its expert's home, or from a resident on its node if the home is on another node."""
     batch_plan, _ = batch
     plan, most, distinct = jax.tree.map(np.asarray, batch_plan.plan), 0, 0
     for m, layer in np.ndindex(3, LAYERS):
@@ -111,7 +111,7 @@ def test_grown_sizes_hold_both_batches(batch):
 
 @pytest.mark.slow
 def test_received_rows_on_recorded_routing(shared):
-    """With the ragged exchange at most 1.1 times the balanced rows of the largest micro-batch."""
+    """With the ragged exchange a rank computes at most 1.1 times the balanced rows of the largest micro-batch."""
     recorded, _ = load_replay(shared / "traces" / "gptoss20b_rollouts.npz")
     topology = Topology(num_nodes=2, ranks_per_node=4, num_experts=32, replica_slots=2)
     chosen = np.random.default_rng(0).permutation(len(recorded.mask))[: 2 * 8 * 4]
@@ -156,11 +156,11 @@ def test_the_node_hop_has_to_be_counted(batch):
 
 
 def test_data_parallel_copies_are_further_micro_batches():
-    """Sizes of all micro-batches that share a step are the largest of any of them."""
+    """The sizes for micro-batches that share a step are the largest sizes of any of them."""
     parts = [a_batch("relibra", seed)[0].layer_plans() for seed in (0, 1)]
     together = LayerPlan(*(np.concatenate(leaves) for leaves in zip(*parts, strict=True)))
     sizes = [count_capacities(each, TOPOLOGY) for each in parts]
-    # Copies of one batch share their residents, those of two batches do not.
+    # The copies of one batch share their residents; the copies of two batches do not.
     together, apart = count_capacities(together, TOPOLOGY), grow_capacities(*sizes)
     assert dataclasses.replace(together, push=None) == dataclasses.replace(apart, push=None)
 
@@ -178,7 +178,7 @@ refit_to = jax.jit(functools.partial(refit_quota, topology=TOPOLOGY))
 
 @given(st.integers(0, 2**32 - 1))
 def test_refitted_quotas_sum_to_the_new_load(seed):
-    """Same slots, every copy of the new load computed once, shares kept to a whole copy."""
+    """A refit keeps the slots, computes every copy of the new load once, and keeps the shares within one copy."""
     rng = np.random.default_rng(seed)
     batch_plan, _ = a_batch(("relibra", "eplb", "any")[seed % 3], 1)
     layer = batch_plan.micro_batch(0).layer(0)

@@ -1,4 +1,4 @@
-"""What a disk does to a checkpoint is noticed when it is restored, and said in one line; nothing wrong is restored."""
+"""Tests of damaged checkpoints: a restore raises an error of one line, and never returns wrong values."""
 
 import gc
 import json
@@ -35,7 +35,7 @@ def options():
 
 @pytest.fixture(scope="module")
 def tree():
-    """Random bits, which no compression changes, and enough of them that Orbax does not put them among its metadata."""
+    """Random bits, which do not compress, and too many for Orbax to store them in its metadata."""
     mesh, rng = options()["mesh"], np.random.default_rng(0)
 
     def noise(*shape, dtype=np.float32):
@@ -61,7 +61,7 @@ def saved(tree, tmp_path_factory):
 
 @pytest.fixture
 def folder(saved, tmp_path):
-    """A copy to damage."""
+    """A copy of the checkpoints that a test may damage."""
     return shutil.copytree(saved, tmp_path / "copy")
 
 
@@ -76,7 +76,7 @@ def same(found, tree):
 
 
 def message_of(folder, tree, step=None):
-    """What a restore says of the last step."""
+    """The error message of a restore of the last step."""
     with pytest.raises(ValueError, match=rf"step {LAST} in ") as raised:
         restore(folder, tree, step=step)
     assert is_advice(str(raised.value), folder)
@@ -84,7 +84,7 @@ def message_of(folder, tree, step=None):
 
 
 def is_advice(line, folder):
-    """Whether it is one line that names the step and the one before."""
+    """Whether ``line`` is one line that has the step and the step before it."""
     way = f"; to try step 2, the newest before it, move {folder / str(LAST)} away"
     return line.startswith(f"step {LAST} in {folder}: ") and line.endswith(way) and "\n" not in line
 
@@ -102,12 +102,12 @@ def test_one_flipped_bit_is_noticed(place, name, folder, tree):
     array = tree[place[0]][place[1]]
     flip_bit_of(array, folder / str(LAST))
     assert f": array {name!r} has changed since it was saved; " in message_of(folder, tree)
-    # Without a look at the digests it comes back as it is.
+    # Without verification the damaged values are restored.
     found = restore(folder, tree, verify=False).tree
     assert not same(found, tree)
     found[place[0]][place[1]] = array
     assert same(found, tree)
-    # What the line advises works.
+    # The advice in the message works.
     shutil.rmtree(folder / str(LAST))
     restored = restore(folder, tree)
     assert restored.step == 2
@@ -156,7 +156,7 @@ def test_whatever_file_is_damaged_nothing_wrong_is_restored(harm, folder, tree, 
         except ValueError as error:
             said[path] = str(error)
         else:
-            # Orbax writes some things twice, or for others than us.
+            # Orbax writes some data twice, and some that a restore does not read.
             assert restored.step == LAST
             assert same(restored.tree, tree), path
         (folder / str(LAST) / path).write_bytes(content)

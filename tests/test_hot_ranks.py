@@ -1,4 +1,4 @@
-"""Hot ranks: which they are, that marks change no plan, and that marked ranks and no others compute in float8."""
+"""Tests of hot ranks: which ranks are hot, that marks change no plan, and that only marked ranks compute in float8."""
 
 import dataclasses
 import doctest
@@ -64,7 +64,7 @@ def gradient(x, parallel):
 )
 @settings(deadline=None, max_examples=100)
 def test_hot_ranks_are_above_the_threshold_and_the_floor(rows, threshold, min_rows):
-    """Rank by rank, layer by layer; the slots of a rank count together."""
+    """Every layer is marked by itself, by the sum of the slots of each rank."""
     quota = np.array(rows, np.int32).reshape(3, 2, 2, 2)
     found = mark_hot_ranks(
         LayerPlan(quota, quota, quota, None), HotRanks(threshold=threshold, min_rows=min_rows)
@@ -72,13 +72,13 @@ def test_hot_ranks_are_above_the_threshold_and_the_floor(rows, threshold, min_ro
     for layer in range(3):
         load = [sum(slots) for node in quota[layer].tolist() for slots in node]
         hot = [each > threshold * sum(load) / 4 and each >= min_rows for each in load]
-        near = [abs(each - threshold * sum(load) / 4) < 1e-2 for each in load]  # float32 decides
+        near = [abs(each - threshold * sum(load) / 4) < 1e-2 for each in load]  # float32 rounding decides
         assert all(a == b or c for a, b, c in zip(np.ravel(found[layer]).tolist(), hot, near, strict=True))
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_marks_are_of_any_plan_and_change_nothing_of_it(seed):
-    """Of the micro-batches of a batch at once as of each by itself; only even ranks have none above the mean."""
+    """All micro-batches at once get the same marks as each alone, and only even loads have no rank above the mean."""
     topology = topology_of("2x4", 2, 1)
     load = load_of(routings()[:, None], topology)
     plan = random_plan(np.random.default_rng(seed), load, topology)
@@ -107,7 +107,7 @@ def test_tables_are_the_same_but_for_the_marks():
 
 
 def test_marked_ranks_compute_in_float8_and_all_others_the_same_bits():
-    """Without replicas a copy is computed at its expert's home: a token differs where one of its ranks is marked."""
+    """Without replicas, exactly the tokens with a copy on a marked rank have other outputs."""
     exact, some = (run(VALUES["x"], plan_of_layer(), parallel) for parallel in (EXACT, float8(HOT)))
     hot = np.ravel(mark_hot_ranks(plan_of_layer(), HOT))
     assert 0 < hot.sum() < RANKS
@@ -128,7 +128,7 @@ def test_a_plan_that_is_not_the_tokens_is_nan_in_float8_too():
 
 
 def test_without_a_rule_the_layer_is_traced_as_if_there_were_no_float8(monkeypatch):
-    """Forward and backward, primitive by primitive."""
+    """The trace of forward and backward pass has the same primitives."""
 
     def trace():
         return str(jax.make_jaxpr(functools.partial(gradient, parallel=EXACT))(VALUES["x"]))
@@ -160,7 +160,7 @@ def first_micro_batch(model, batch, rows):
 
 
 def test_batches_in_float8_are_run_and_refused_by_updates():
-    """In replay and live, as long as the batch is in force; the batch itself stays exact and is learned from."""
+    """The float8 copy works for replay and live routing as long as its batch is current; the batch itself is exact."""
     run = Run()
     batch = run.prepare()
     rows = batch.to_ranks(batches()[0])
@@ -182,7 +182,7 @@ def test_batches_in_float8_are_run_and_refused_by_updates():
 
 
 def test_a_rollout_without_a_batch_is_given_the_rule_as_the_guide_says():
-    """Live routing that no batch was prepared for, with the rule put into what the balancer hands out."""
+    """Live routing without a prepared batch runs with the float8 rule set in ``Balancer.live``."""
     run, (x, replay) = Run(), jax.tree.map(lambda leaf: leaf[:8], batches()[0])
     rollout = dataclasses.replace(run.balancer.live, float8=ALL)
     step = nnx.jit(lambda model, parallel: model(x, replay, None, parallel), static_argnums=1)
@@ -195,7 +195,7 @@ def test_copies_of_the_group_have_marks_of_their_own():
     topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=8, replica_slots=0)
     batch = Run(topology=topology, axes={"data": 2}).prepare()
     marks = np.asarray(in_float8(batch, HOT).layers().tokens.float8)  # [M L copies N G]
-    rows = np.asarray(batch.batch_plan.plan.quota).sum(-1)  # micro-batches of a copy follow one another
+    rows = np.asarray(batch.batch_plan.plan.quota).sum(-1)  # micro-batches of a copy are consecutive
     expected = rows > rows.mean((-2, -1), keepdims=True)
     assert expected.any()
     for copy in range(2):

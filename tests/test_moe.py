@@ -1,4 +1,4 @@
-"""The layer under every planner's plans, on every mesh: the mathematics of the dense layer, forward and backward."""
+"""Tests of the layer under every planner's plans and on every mesh: outputs and gradients equal the dense layer's."""
 
 import functools
 import itertools
@@ -27,7 +27,7 @@ from relibra_jax.types import EMPTY, Topology, layer_plans
 
 MESHES = {"2x4": (2, 4), "4x2": (4, 2), "1x8": (1, 8), "8x1": (8, 1)}
 RANKS, TOKENS, WIDTH, HIDDEN, EXPERTS, TOP_K = 8, 12, 6, 5, 16, 2
-# Largest error over the largest value: outputs and gradients, whose terms are summed in another order.
+# Largest error relative to the largest value, for outputs and gradients, whose terms are summed in another order.
 TOLERANCE = {"float64": 1e-13, "float32": 2e-6, "bfloat16": 2e-2}
 
 
@@ -44,7 +44,7 @@ def topology_of(mesh, replica_slots, resident_slots=0):
 
 @functools.cache
 def routings():
-    """``[M, ranks, tokens, K]``: skewed, all on one expert, few experts from few ranks, and nothing but padding."""
+    """Routings ``[M, ranks, tokens, K]``: skewed, all on one expert, few experts from few ranks, and only padding."""
     rng = np.random.default_rng(0)
     shape = (RANKS, TOKENS, TOP_K)
     popular = rng.permutation(1 / np.arange(1, EXPERTS + 1) ** 1.2)
@@ -71,7 +71,7 @@ COTANGENT = np.random.default_rng(2).normal(size=(RANKS, TOKENS, WIDTH))
 
 
 def gates_of(values, ids):
-    """Gates recomputed from live logits at the replayed ids, times a factor whose gradient is asked for too."""
+    """The gates of the replayed ids from live logits, times a factor whose gradient is tested too."""
     chance = jax.nn.softmax(values["x"] @ values["router"])
     chosen = jnp.take_along_axis(chance, jnp.maximum(ids, 0), -1)
     return values["gate"] * chosen
@@ -91,7 +91,7 @@ def dense(values, ids):
 
 @functools.cache
 def run(mesh, replica_slots, path, across_nodes, exchange="padded", fetch="padded", resident_slots=0):
-    """Output and gradients of the layer, compiled once: another trace is an error."""
+    """The output and gradients of the layer, compiled once; a second trace is an error."""
     topology = topology_of(mesh, replica_slots, resident_slots)
     parallel = ExpertParallel(
         mesh=expert_mesh(topology),
@@ -119,7 +119,7 @@ def run(mesh, replica_slots, path, across_nodes, exchange="padded", fetch="padde
 
 @functools.cache
 def plans(mesh, replica_slots, name, resident_slots=0):
-    """Layer plans ``[M, 1]`` of all routings as micro-batches of one batch: a planner's, or random ones."""
+    """The layer plans ``[M, 1]`` of all routings as micro-batches of one batch, from a planner or random."""
     topology = topology_of(mesh, replica_slots, resident_slots)
     load = load_of(routings()[:, None], topology)
     if name in PLANNERS:
@@ -142,7 +142,7 @@ def check(step, plan, ids, wanted, tolerance=TOLERANCE["float64"]):
 
 
 def check_all(step, of_batch):
-    """All routings under their layer plans."""
+    """Run all routings under their layer plans."""
     for micro_batch, ids in enumerate(routings()):
         check(step, of_batch.layer(micro_batch).layer(0), ids, expected()[micro_batch])
 
@@ -165,7 +165,7 @@ EVERY = [
     pytest.param(path, *slots, marks=() if (path, *slots) in SOME else pytest.mark.long)
     for path, *slots in itertools.product(PATHS, range(3), range(3))
 ]
-"""Paths, replica slots and resident slots."""
+"""The tested paths, replica slots and resident slots."""
 
 
 @pytest.mark.slow
@@ -174,7 +174,7 @@ EVERY = [
     "mesh", [pytest.param(mesh, marks=() if mesh in ("1x8", "2x4") else pytest.mark.long) for mesh in MESHES]
 )
 def test_meshes_and_slots_do_not_either(mesh, replica_slots, resident_slots, path):
-    """Any plan at all, of replicas on any node; and those that stay in nodes that hold their expert."""
+    """Any plan with replicas on any node works, and any plan whose replicas stay on nodes with their expert."""
     step = run(mesh, replica_slots, path, True, resident_slots=resident_slots)
     for name in ("random, across nodes", "random"):
         check_all(step, plans(mesh, replica_slots, name, resident_slots))
@@ -182,7 +182,7 @@ def test_meshes_and_slots_do_not_either(mesh, replica_slots, resident_slots, pat
 
 @pytest.mark.parametrize("path", PATHS)
 def test_replicas_of_residents(path):
-    """A replica is fetched from the resident of its node, whose gradient it adds to."""
+    """A replica is fetched from the resident on its node, and its gradient is added to the resident's."""
     check_all(run("2x4", 2, path, False, resident_slots=2), plans("2x4", 2, "random", 2))
 
 
@@ -229,7 +229,7 @@ def test_same_input_gives_the_same_bits():
 
 @st.composite
 def routed_plans(draw):
-    """Any routing, and any valid plan of it on 2x4."""
+    """Any routing, under any valid plan on 2x4."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     experts = draw(st.integers(1, EXPERTS))
     ids = rng.integers(0, experts, (RANKS, TOKENS, TOP_K)).astype(np.int32)
@@ -252,8 +252,11 @@ def test_any_plan_of_any_routing(drawn):
 
 
 def test_larger_meshes_have_layer_plans_a_copy_and_shared_homes():
-    """Axes data and fsdp around one node of two ranks: four copies of the group, each with its own load and plan; the
-    experts are sharded over fsdp besides. One set of homes, and gradients summed over all copies."""
+    """The layer works with axes data and fsdp around one node of two ranks.
+
+    There are four copies of the group, each with its own load and plan, and experts are also sharded over fsdp. All
+    copies share their homes, and gradients are summed over all copies.
+    """
     topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=EXPERTS, replica_slots=2)
     mesh, ids = expert_mesh(topology, data=2, fsdp=2), routings()[0]
     load = load_of(ids.reshape(4, 1, 2, TOKENS, TOP_K), topology)  # the copies as micro-batches of one batch

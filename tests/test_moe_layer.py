@@ -1,4 +1,4 @@
-"""The Flax layer: dense mathematics under replay and live, born sharded, trained as a scanned stack."""
+"""Tests of the Flax layer: it equals the dense layer in replay and live, starts sharded, and trains as a stack."""
 
 import dataclasses
 import functools
@@ -40,7 +40,7 @@ assert_close = functools.partial(assert_within, tolerance=5e-6)
 
 
 def loads(ids, mask, topology=TOPOLOGY):
-    """Token copies ``[N, G, E]`` of ids ``[B, T, K]`` whose rows lie on the ranks in order."""
+    """The token copies ``[N, G, E]`` of ids ``[B, T, K]`` whose rows are on the ranks in order."""
     ids = np.where(mask[..., None], np.asarray(ids, np.int32), EMPTY)
     return load_of(ids.reshape(topology.num_ranks, -1, ids.shape[-1]), topology)
 
@@ -78,7 +78,7 @@ def loss_of(output, logits, scores):
 
 @functools.cache
 def replay_step(scores):
-    """Output and gradients of the layer in replay, with its replicas fetched early."""
+    """The output and gradients of the layer in replay, with its replicas fetched early."""
     graph, params, rest = nnx.split(layer_of(scores), nnx.Param, ...)
 
     @jax.jit
@@ -97,7 +97,7 @@ def replay_step(scores):
 
 @functools.cache
 def dense(scores):
-    """The same in one place, every expert on every token."""
+    """The output and gradients of the dense reference, which runs every expert on every token."""
     graph, params, rest = nnx.split(layer_of(scores), nnx.Param, ...)
     gating = GATING[scores]
 
@@ -154,7 +154,7 @@ def test_a_plan_of_other_homes_is_noticed():
 @pytest.mark.parametrize("scores", SCORES)
 def test_live_routing_is_the_dense_layer_and_can_be_replayed(scores):
     layer = layer_of(scores)
-    # Homes alone, and a plan made for other loads.
+    # Home slots only, and a plan that was made for other loads.
     plan = None if scores == "softmax" else replayed()._replace(load=None)
     live = nnx.jit(lambda layer, x, plan: layer(x, plan=plan, parallel=PARALLEL, mask=MASK))
     output, ids, logits, _ = live(layer, X, plan)
@@ -162,7 +162,7 @@ def test_live_routing_is_the_dense_layer_and_can_be_replayed(scores):
     assert ids.shape == (*SHAPE, TOP_K)
     assert logits.dtype == np.float32
     assert_close(output, dense(scores)(X, ids, MASK)[0])
-    # Any plan of the recorded ids gives the same: here their own load, under the replay's homes.
+    # Any plan gives the same result, here one for the load of the live ids with the replay's homes.
     plan = refit_quota(replayed(), loads(ids, MASK), TOPOLOGY)
     assert_close(replay_step(scores)(X, ids, MASK, plan)[0], output)
 
@@ -202,7 +202,7 @@ def test_weights_of_an_expert_do_not_depend_on_ranks_or_homes():
 
 
 def test_precision_is_what_the_table_says():
-    """bfloat16 compute over float32 masters: what moves between ranks, what is summed, what is stored."""
+    """With bfloat16 compute and float32 master weights, transfers, sums and stored arrays have documented dtypes."""
     layer = MoELayer(
         *(TOPOLOGY, WIDTH, HIDDEN, GATING["softmax"]),
         dtype=jnp.bfloat16,
@@ -220,7 +220,7 @@ def test_precision_is_what_the_table_says():
         return output.astype(jnp.float32).sum()
 
     grads = jax.jit(jax.grad(loss))(params, X)
-    # A residual stream in float32 around it; masters, gradients and moments are float32.
+    # The residual stream around the layer is float32, and so are master weights, gradients and moments.
     trees = (params, grads, optax.adam(1e-3).init(params)[0].mu)
     assert {leaf.dtype for tree in trees for leaf in jax.tree.leaves(tree)} == {jnp.dtype("float32")}
     exact = jax.jit(jax.grad(loss_in_float32))(params, X)
@@ -228,7 +228,7 @@ def test_precision_is_what_the_table_says():
         found, wanted = (np.asarray(each[name][...], np.float64) for each in (grads, exact))
         assert 0 < np.abs(found - wanted).max() < tolerance * np.abs(wanted).max()
 
-    # Replicas and their gradients travel in bfloat16, in pieces: one for each of four ranks.
+    # Replicas and their gradients travel in bfloat16 and in four pieces, one for each rank of a node.
     text = str(jax.make_jaxpr(jax.grad(loss))(params, X))
     carried = re.findall(rf":(\w+)\[[\d,]*{3 * WIDTH * HIDDEN // 4}\][^=]*= all_to_all", text)
     assert set(carried) == {"bf16"}, carried
@@ -284,7 +284,7 @@ def test_misfits_are_refused_before_anything_is_compiled():
 
 
 class Twin(nnx.Module):
-    """Two layers in a list and two that are stacked."""
+    """A model with two layers in a list and two stacked layers."""
 
     def __init__(self, topology, mesh):
         gating = dataclasses.replace(GATINGS["glm-4.5"], top_k=TOP_K)
@@ -317,7 +317,7 @@ def test_labels_find_the_experts_and_nothing_else():
     state = found(optimizer_layers(optimizer.tx, optimizer.opt_state, labels))
     assert state == {f"[0].{moment}{path}.value": v for moment in ("mu", "nu") for path, v in experts.items()}
 
-    # Layers in a list and stacked ones move by the same rows of homes.
+    # Layers in a list and stacked layers use the rows of the homes in the order of the tree.
     before = [np.asarray(leaf) for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))]
     home = np.stack([np.roll(np.arange(4), layer) for layer in range(4)])
     with pytest.raises(ValueError, match="old_home has 4 layers, new_home 3"):
@@ -335,7 +335,7 @@ def test_labels_find_the_experts_and_nothing_else():
 
 @pytest.mark.parametrize("stacked", [None, {}, {nnx.PARTITION_NAME: None}])
 def test_sharding_metadata_says_where_experts_lie(stacked):
-    """As Flax says it, of single and of stacked layers; a model resharded by it keeps its experts where they are."""
+    """Flax reports the sharding of single and stacked layers, and resharding a model by it leaves experts in place."""
     topology = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=0)
     mesh = expert_mesh(topology, fsdp=2)
     gating = dataclasses.replace(GATINGS["qwen3-moe"], top_k=TOP_K)
@@ -385,7 +385,7 @@ def train_step(model, optimizer, ids, plans):
 
 
 def train(*, planned):
-    """Three updates, each with new routing: experts, first moments, router and losses, by expert id."""
+    """Train three updates, each with new routing; return experts, first moments, router and losses by expert id."""
     gating = dataclasses.replace(GATINGS["glm-4.5"], top_k=TOP_K)
 
     @nnx.vmap
@@ -398,7 +398,7 @@ def train(*, planned):
     for batch in range(3):
         ids = np.random.default_rng(batch).integers(0, 7, (LAYERS, *STACK_X.shape[:-1], TOP_K))
         ids[..., 1] = np.where(ids[..., 1] == ids[..., 0], 7, ids[..., 1])
-        # To a planner the copies are micro-batches of the batch: [data, L, ranks, tokens, K].
+        # For a planner the copies of the group are micro-batches of the batch: [data, L, ranks, tokens, K].
         load = load_of(np.swapaxes(ids.reshape(LAYERS, 2, 4, -1, TOP_K), 0, 1), SMALL)
         plan = random_plan(np.random.default_rng(batch), load, SMALL)
         if not planned:
@@ -441,7 +441,7 @@ def test_homes_of_another_model_are_refused():
 
 @pytest.mark.parametrize("replica_slots", [0, 1])
 def test_a_scanned_live_layer_has_gradients(replica_slots):
-    """Shardy (jaxlib 0.11) crashed where a scan's backward pass took an empty array of replicas out of a shard_map."""
+    """Shardy (jaxlib 0.11) crashed if a scan's backward pass hoisted an empty array of replicas out of a shard_map."""
     topology = dataclasses.replace(SMALL, replica_slots=replica_slots)
     parallel = ExpertParallel(mesh=expert_mesh(topology, devices=jax.devices()[:4]), topology=topology)
     gating = dataclasses.replace(GATINGS["qwen3-moe"], top_k=TOP_K)

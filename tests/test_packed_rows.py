@@ -1,4 +1,4 @@
-"""Packed rows compute what a sample a row computes: log-probabilities, gradients and the rows of every slot."""
+"""Tests that packed rows compute the same as one sample per row: log-probabilities, gradients and rows of slots."""
 
 import dataclasses
 import functools
@@ -94,14 +94,16 @@ def test_samples_that_are_not_aligned_to_the_left_are_refused():
     model, _, balancer = prepared(True)
     mask = MASK.copy()
     mask[3, :3] = (True, False, True)
-    with pytest.raises(ValueError, match=r"sample 3: token 2 is real, but token 1 before it is padding; pack_rows"):
+    with pytest.raises(
+        ValueError, match=r"sample 3: token 2 is real, but token 1 before it is padding; pack_rows"
+    ):
         balancer.prepare(model, None, RoutingReplay(IDS, mask))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
 def test_a_run_in_packed_rows_learns_the_same(monkeypatch, algorithm):
-    """Answers of uneven length; the same responses, and the same step from them."""
+    """With answers of uneven length, packed rows give the same responses, and the same step from them."""
     monkeypatch.setattr(
         "experiments.rl.configs.POLICIES", {"tiny": dataclasses.replace(CONFIG, vocabulary=259)}
     )
@@ -116,7 +118,7 @@ def test_a_run_in_packed_rows_learns_the_same(monkeypatch, algorithm):
     for pack_rows in (False, True):
         config = Train(**settings, algorithm=algorithm, micro_batches=2, anneal_steps=20, pack_rows=pack_rows)
         trainer = Trainer(config, 0)
-        if algorithm == "ppo":  # a new head says the same of all tokens
+        if algorithm == "ppo":  # a new head gives all tokens the same value
             head = trainer.state.agent.critic.weight
             head[...] = jax.random.normal(jax.random.key(1), head.shape)
         learned[pack_rows] = trainer.learn()

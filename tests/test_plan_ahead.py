@@ -1,4 +1,4 @@
-"""Plans of batches whose rollout still runs, and plans that begin where those have ended."""
+"""Tests of plans for batches whose rollout still runs, and of plans with such a warm start."""
 
 import functools
 
@@ -30,7 +30,7 @@ ASSIGN = functools.partial(assign_samples, key=jax.random.key(0), steps=100)
 
 @pytest.fixture(scope="module")
 def counts():
-    """Samples of two domains with experts of their own, in groups of four; lengths from 20 to 59."""
+    """Samples of two domains with separate experts, in groups of four, with lengths from 20 to 59."""
     rng = np.random.default_rng(0)
     popular = rng.exponential(size=(2, LAYERS, 16)) ** 2
     domain = np.repeat(rng.integers(0, 2, SAMPLES // 4), 4)
@@ -86,7 +86,7 @@ def test_nothing_stands_in_where_nothing_has_finished(counts):
 
 
 def stay(load, previous_home, topology, *, refine):
-    """Placement that ends its search where it begins."""
+    """A placement function that returns its starting point."""
     return Placement(refine, random_placement(0).resident)
 
 
@@ -124,7 +124,7 @@ def test_half_of_the_turns_come_to_the_same_balance(counts):
         found = plan(counts, planner, assign=ASSIGN, traced=True, **options)
         imbalance[name] = float(batch_imbalance(rank_load(found.plan)))
     assert imbalance["early"] < 1 + 1.1 * (imbalance["nothing"] - 1)
-    # Where there is something to gain.
+    # The search has something to gain over random homes.
     assert imbalance["random homes"] > 1 + 1.5 * (imbalance["nothing"] - 1)
 
 

@@ -1,4 +1,4 @@
-"""Stages of a batch at the front door: a recompute, and updates from parts of the samples."""
+"""Tests of Balancer.prepare_stages: a recompute of all samples, and updates from parts of them."""
 
 import functools
 
@@ -46,7 +46,7 @@ def data():
 
 
 class Model(nnx.Module):
-    """A residual stack of mixtures of experts."""
+    """A residual stack of mixture-of-experts layers."""
 
     def __init__(self, topology, mesh):
         gating, options = GATINGS["qwen3-moe"], {"mesh": mesh, "rngs": nnx.Rngs(0)}
@@ -68,7 +68,7 @@ class Model(nnx.Module):
 
 @nnx.jit
 def forward(model, batch, rows, residents):
-    """Every token's output, and the rows of the slots."""
+    """The output of every token, and the rows of the slots."""
     graph, state = nnx.split(model)
 
     def one(_, micro_batch):
@@ -122,7 +122,7 @@ class Run:
         )
 
     def update(self, batch, number, part, residents=None):
-        """The loss of one update, the mean over its own tokens."""
+        """Run one update and return its loss, the mean over its own tokens."""
         mask = data()[number][1].mask
         own = np.isin(np.arange(SAMPLES), part)[:, None] & mask
         rows, weight = batch.to_ranks((data()[number], (own / own.sum()).astype(np.float32)))
@@ -131,7 +131,10 @@ class Run:
         return float(loss)
 
     def train(self, first, last):
-        """Outputs of the recompute and the losses of all updates; the first shares the recompute's residents."""
+        """Run all stages; return the outputs of the recompute and the losses of the updates.
+
+        The first update shares the recompute's residents.
+        """
         seen, losses = [], []
         for number in range(first, last):
             recompute, *updates = self.prepare(number)
@@ -145,7 +148,7 @@ class Run:
         return seen, losses
 
     def experts(self):
-        """The experts of all layers by id."""
+        """The experts of all layers in the order of their ids."""
         homes = get_homes(self.model)
         flat = [np.asarray(moe.experts[...]).reshape(EXPERTS, 3, WIDTH, HIDDEN) for moe in self.model.layers]
         return np.stack([leaf[row] for leaf, row in zip(flat, homes, strict=True)])
@@ -195,7 +198,7 @@ def test_stages_share_homes_and_residents_and_no_sample_is_in_two_updates():
 
 
 def test_residents_are_those_after_the_update_before():
-    """With the weights from before it, the next update is another one, and the host refuses them."""
+    """With residents from before an update the next update would differ, and the host rejects them."""
     losses = []
     for stale in (False, True):
         run = Run()
@@ -289,7 +292,7 @@ def test_what_are_no_stages_is_refused(options, message, live):
 
 
 def test_sizes_of_all_stages_are_in_a_checkpoint(tmp_path):
-    """A run that goes on compiles no other step, and trains on, bit for bit."""
+    """A restored run compiles no other step, and continues bit for bit."""
     run, again = Run(), Run()
     run.train(0, 2)
     with ocp.CheckpointManager(tmp_path) as manager:

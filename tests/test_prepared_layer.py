@@ -1,4 +1,4 @@
-"""What is worked out before the step: tables once a batch, ways chosen by themselves, rows that are counted."""
+"""Tests of prepared layers: tables computed once per batch, automatic choice of paths, and counted rows."""
 
 import dataclasses
 import functools
@@ -54,7 +54,7 @@ def parallel_of(path="auto", **options):
 
 @functools.cache
 def a_batch():
-    """All routings as micro-batches of one layer, under any plan with residents, and the residents' weights."""
+    """All routings as micro-batches of one layer, a random plan with residents, and the residents' weights."""
     load = load_of(routings()[:, None], TOPOLOGY)
     plan = random_plan(np.random.default_rng(3), load, TOPOLOGY)
     experts = VALUES["experts"][home_layout(plan.home[0], TOPOLOGY)]
@@ -70,7 +70,7 @@ def run_prepared(experts, layer, ids, gates, parallel):
 
 @pytest.mark.parametrize("path", PATHS)
 def test_layers_are_prepared_once_for_a_batch(path):
-    """Tables made for all micro-batches, then sliced: what layers compute, and the rows of every slot."""
+    """Slices of tables that were prepared for all micro-batches give the right outputs and rows of every slot."""
     plan, load, experts, residents = a_batch()
     parallel = parallel_of(path, check_rows=True)
     layers = prepare_layers(routings()[..., None, :], layer_plans(plan, load), parallel)
@@ -82,7 +82,7 @@ def test_layers_are_prepared_once_for_a_batch(path):
 
 
 def test_a_layer_that_is_run_has_nothing_left_to_sort_or_search():
-    """Neither sorts nor loops nor scatters of indices, but for those of the grouped MLP's own implementation."""
+    """The layer has no sorts, loops or scatters of indices, except in the grouped MLP's implementation."""
     plan, load, experts, residents = a_batch()
     parallel = parallel_of("hierarchical", implementation="reference")
     of_layer = layer_plans(plan, load).layer(0).layer(0)
@@ -114,7 +114,7 @@ def primitives(jaxpr):
 
 
 def test_ids_of_other_rows_than_the_layer_was_prepared_from_return_nan():
-    """Of the rank that has them: the others' tokens do not meet them."""
+    """Wrong ids give NaN on the rank that has them, and do not affect the tokens of other ranks."""
     plan, load, experts, residents = a_batch()
     parallel = parallel_of("flat")
     layer = prepare(routings()[0], layer_plans(plan, load).layer(0).layer(0), parallel=parallel)
@@ -128,7 +128,7 @@ def test_ids_of_other_rows_than_the_layer_was_prepared_from_return_nan():
 
 @pytest.mark.parametrize("path", PATHS)
 def test_rows_that_reach_another_slot_are_counted_and_return_nan(path):
-    """Two copies of different experts change places on their way: group sizes stay, what is computed does not."""
+    """If two copies of different experts swap places on the way, group sizes stay equal but check_rows detects it."""
     plan, load, experts, residents = a_batch()
     layer_plan = layer_plans(plan, load).layer(0).layer(0)
     for check_rows in (False, True):
@@ -207,7 +207,7 @@ def test_residents_belong_to_topologies_that_have_slots_for_them():
 
 
 def test_plans_of_a_batch_serve_without_residents_where_slots_are_empty():
-    """Planners that know no residents leave the slots empty; their weights are zeros and no token goes there."""
+    """Planners without residents leave resident slots empty: their weights are zero and no token goes there."""
     topology = topology_of("2x4", 2, 1)
     of_batch = plans("2x4", 2, "eplb", 1)
     parallel = dataclasses.replace(parallel_of("flat"), across_nodes=True)
@@ -225,8 +225,11 @@ def test_plans_of_a_batch_serve_without_residents_where_slots_are_empty():
 
 
 def test_lanes_that_are_full_to_the_last_row():
-    """Eight copies go to rank 1, whose last slot is empty, and five stay: the lane has eight rows, and what a rank
-    keeps begins where that empty slot would."""
+    """An empty slot may share its start in the buffer with another lane.
+
+    Eight copies go to rank 1, whose last slot is empty, and five stay. The lane has eight rows, and the kept rows begin
+    where that empty slot would begin.
+    """
     topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=2, replica_slots=1)
     ids = np.full((2, 13, 1), EMPTY, np.int32)
     ids[0, :, 0] = [0] * 5 + [1] * 8

@@ -1,4 +1,4 @@
-"""Residents: exactly the weights that the plan names, on any mesh, and the exact transpose on the way back."""
+"""Tests of pushed residents: exactly the weights of the plan, on any mesh, and the exact transpose for gradients."""
 
 import dataclasses
 import functools
@@ -43,14 +43,14 @@ def topology_of(mesh, resident_slots=2):
 
 
 def random_residents(topology, seed, fill=0.7):
-    """A plan of two micro-batches with any homes and residents."""
+    """A plan of two micro-batches with random homes and residents."""
     rng = np.random.default_rng(seed)
     load = load_of(random_ids(rng, (2, LAYERS, topology.num_ranks, 4), EXPERTS, 2), topology)
     return random_plan(rng, load, topology, fill=fill), load
 
 
 def expected(plan, topology):
-    """The weights in every resident slot, zeros where there is none."""
+    """The expected weights in every resident slot, with zeros in empty slots."""
     resident = np.asarray(resident_experts(plan, topology))
     layer = np.arange(LAYERS).reshape(-1, 1, 1, 1)
     return np.where((resident == EMPTY)[..., None, None, None], 0, WEIGHTS[layer, resident])
@@ -62,7 +62,7 @@ def at_home(plan, topology):
 
 @functools.cache
 def compiled(mesh, resident_slots=2, **options):
-    """Push, and the way back of any gradients."""
+    """The jitted push of residents and return of their gradients, on a mesh."""
     topology = topology_of(mesh, resident_slots)
     parallel = ExpertParallel(mesh=expert_mesh(topology), topology=topology)
 
@@ -82,7 +82,7 @@ def check(mesh, plan, **options):
     gradients = RNG.normal(size=wanted.shape).astype(np.float32)
     pushed, returned = compiled(mesh, **options)(experts, gradients, plan)
     np.testing.assert_array_equal(pushed, wanted)
-    # What a slot's gradient adds to its expert, slot by slot.
+    # Add the gradient of each slot to that of its expert.
     total = np.zeros_like(WEIGHTS, np.float64)
     resident = np.asarray(resident_experts(plan, topology))
     for place in zip(*np.nonzero(resident != EMPTY), strict=True):
@@ -104,7 +104,7 @@ def test_any_plan(seed, fill):
 
 
 def test_chunks_change_nothing():
-    """Rows of 5 in chunks of 2, 2 and 1."""
+    """Rows of 5 columns go in chunks of 2, 2 and 1."""
     check("2x4", random_residents(topology_of("2x4"), 0)[0], chunk_bytes=LAYERS * 2 * 3 * WIDTH * 2 * 4)
 
 
@@ -135,8 +135,10 @@ def test_layers_may_be_stacked_or_not():
 
 
 def test_copies_of_the_group_hold_their_own_and_fsdp_shards_them():
-    """Over data every copy has residents of its own, whose gradients are summed when they return; over fsdp residents
-    are sharded as homes are."""
+    """Over the axis data every copy has separate residents, whose gradients are summed when they return.
+
+    Over fsdp, residents are sharded like homes.
+    """
     topology = Topology(num_nodes=2, ranks_per_node=1, num_experts=EXPERTS, replica_slots=0, resident_slots=2)
     mesh = expert_mesh(topology, data=2, fsdp=2)
     parallel = ExpertParallel(mesh=mesh, topology=topology)
@@ -172,7 +174,7 @@ def test_weights_travel_in_the_dtype_of_the_computation():
 
 @pytest.mark.parametrize("mesh", ["2x4", "4x2"])
 def test_an_expert_crosses_once_for_every_node_that_needs_it(mesh):
-    """Against a plain count: however many ranks of a node hold it, and whoever owns it."""
+    """Crossings equal a plain count: one per expert and node, however many ranks of the node hold the expert."""
     topology = topology_of(mesh)
     plan, load = random_residents(topology, 5, fill=1.0)
     resident, homes = np.asarray(resident_experts(plan, topology)), topology.home_slots
@@ -194,7 +196,7 @@ def test_an_expert_crosses_once_for_every_node_that_needs_it(mesh):
 
 
 def test_an_expert_that_all_nodes_want_leaves_its_rank_once():
-    """Expert 0 is a resident of every other node: its rank exports it once, and the nodes' pairs have one each."""
+    """If expert 0 is a resident on every other node, its rank exports it once, and one crosses to each node."""
     topology = topology_of("8x1", resident_slots=1)
     resident = np.full((1, 8, 1, 1), EMPTY)
     resident[0, 1:] = 0
@@ -209,7 +211,7 @@ def test_an_expert_that_all_nodes_want_leaves_its_rank_once():
 
 @pytest.mark.parametrize("small", [None, "exports", "pair", "own"])
 def test_counted_buffers_suffice_and_smaller_ones_return_nan(small):
-    """Sizes are exact: with one expert less room, nothing is right."""
+    """Counted sizes are exact: with room for one expert less, the result is NaN."""
     topology = topology_of("2x4")
     plan, load = random_residents(topology, 7)
     capacities = count_capacities(layer_plans(plan, load), topology)
@@ -226,7 +228,7 @@ def test_counted_buffers_suffice_and_smaller_ones_return_nan(small):
 
 
 def test_a_plan_without_residents_pushes_nothing():
-    """Planners that know no residents leave their slots empty, and counted buffers hold no expert at all."""
+    """Planners without residents leave resident slots empty, and the counted buffers hold no expert."""
     topology = topology_of("2x4")
     plan, load = random_residents(topology, 7, fill=0.0)
     capacities = count_capacities(layer_plans(plan, load), topology)
@@ -238,7 +240,7 @@ def test_a_plan_without_residents_pushes_nothing():
     assert not np.any(pushed)
     returned = jax.jit(lambda *gradients: return_gradients(*gradients, plan, parallel))(pushed, experts)
     np.testing.assert_array_equal(returned, experts)
-    # They are too small for a plan that has some.
+    # Such buffers are too small for a plan with residents.
     other, _ = random_residents(topology, 7)
     pushed = jax.jit(lambda experts: push_residents(experts, other, parallel))(at_home(other, topology))
     assert np.isnan(pushed).all()

@@ -1,6 +1,6 @@
-"""Replicas pulled out of other ranks' memory: which ones, what returns, where that is refused, and the kernel's copies.
+"""Tests of replicas pulled from the memory of other ranks: their tables, gradients, errors, and the kernel's copies.
 
-No GPU and no interpreter runs the kernel as a whole: `pallas_kernels.hopper.pull_kernel` says what is left out.
+No GPU and no interpreter runs the whole kernel here: `pallas_kernels.hopper.pull_kernel` says which parts are not run.
 """
 
 import dataclasses
@@ -51,7 +51,7 @@ def test_slots_are_pulled_from_where_the_plan_has_their_experts(mesh):
 
 
 def test_exports_that_do_not_fit_leave_nothing_to_wait_for():
-    """The layer is NaN then; a kernel that waited for a copy that nobody starts would hang."""
+    """If the exports do not fit, the layer is NaN; a kernel that waited for a copy that no rank starts would hang."""
     topology = topology_of("1x8", REPLICAS, RESIDENTS)
     sizes = dataclasses.replace(worst_case_capacities(1, 1, topology), exports=1)
     mesh = expert_mesh(topology)
@@ -65,7 +65,7 @@ def test_exports_that_do_not_fit_leave_nothing_to_wait_for():
 
 @functools.cache
 def fetched(mesh, kind):
-    """Replicas and the gradients of everything that a fetch reads, compiled once."""
+    """The replicas, and the gradients of everything that a fetch reads, compiled once."""
     topology = topology_of(mesh, REPLICAS, RESIDENTS)
     parallel = ExpertParallel(mesh=expert_mesh(topology), topology=topology, fetch=kind)
 
@@ -105,7 +105,7 @@ def test_what_is_pulled_and_what_returns_is_that_of_the_padded_fetch_bit_for_bit
 def test_a_program_for_gpus_has_one_kernel_and_exchanges_gradients_alone(
     monkeypatch, replicas_only, exchanges
 ):
-    """Lowered for CUDA on this machine: the kernel with its references to peers, and no collective beside it."""
+    """Lowered for CUDA without a GPU, the fetch is the kernel with its references to peers, without a collective."""
     monkeypatch.setattr("relibra_jax.execution.parallel.why_not_remote", lambda devices: None)
     topology = topology_of("1x8", REPLICAS)
     parallel = ExpertParallel(mesh=expert_mesh(topology), topology=topology, fetch="remote")
@@ -127,7 +127,7 @@ def test_a_program_for_gpus_has_one_kernel_and_exchanges_gradients_alone(
 
 
 def test_the_kernel_copies_every_row_and_leaves_zeros_where_none_is_wanted():
-    """In the interpreter, with the buffers of all peers in one array: it has neither peers nor semaphores."""
+    """The kernel's copies in the interpreter, which has no peers or semaphores: all buffers are in one array."""
     ranks, blocks, row_shape = 3, 2, (5, 32, 64)
     rank, row = np.array([2, 0, EMPTY, 1], np.int32), np.array([1, 1, EMPTY, 0], np.int32)
     rows = np.random.default_rng(0).normal(size=(ranks, 2, *row_shape)).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Residents in plans: every rule of theirs broken on purpose, where replicas are fetched from, and who refuses them."""
+"""Tests of residents in plans: every broken rule is rejected, and replicas are fetched from the right slots."""
 
 import dataclasses
 import functools
@@ -47,16 +47,16 @@ def plan():
 
 @pytest.fixture
 def load(plan):
-    """All tokens lie on rank (1, 0)."""
+    """The load of the plan, with all tokens on rank (1, 0)."""
     load = np.zeros((2, 1, 2, 2, 8), np.int32)
     for m in range(2):
-        held = plan.slot_expert[m, 0] != EMPTY
-        np.add.at(load[m, 0, 1, 0], plan.slot_expert[m, 0][held], plan.quota[m, 0][held])
+        filled = plan.slot_expert[m, 0] != EMPTY
+        np.add.at(load[m, 0, 1, 0], plan.slot_expert[m, 0][filled], plan.quota[m, 0][filled])
     return load
 
 
 def test_a_plan_with_residents_is_valid(plan, load):
-    """On any node, those that have the expert at home included; and replicas beside them, without across_nodes."""
+    """Residents may be on any node, also that of the home, and allow replicas on their node without across_nodes."""
     check_plan(plan, load, TOPOLOGY)
     check_plan(jax.tree.map(jnp.asarray, plan), jnp.asarray(load), TOPOLOGY)
     assert resident_experts(plan, TOPOLOGY).tolist() == [[[[EMPTY, EMPTY], [6, EMPTY]], [[1, 7], [0, EMPTY]]]]
@@ -133,7 +133,7 @@ def test_broken_rule_is_named(plan, load, rule):
 
 
 def test_residents_need_no_leave_to_cross_nodes(plan):
-    """Only replicas do: one whose expert the node does not hold passes with across_nodes alone."""
+    """Only replicas need across_nodes: a replica on a node without its expert is valid only with across_nodes."""
     far = put(plan, (1, 0, 1, 1, 4), 2)
     check_slots(far, TOPOLOGY, across_nodes=True)
     check_slots(put(far, (EVERY, 0, 1, 0, slice(2, 4)), [1, 2]), TOPOLOGY)
@@ -141,7 +141,7 @@ def test_residents_need_no_leave_to_cross_nodes(plan):
 
 @functools.cache
 def guard(across_nodes):
-    """Whether the layer's last resort takes a plan, ``[M, L]``."""
+    """The jitted check of a plan ``[M, L]`` inside the layer."""
     valid = functools.partial(is_valid, topology=TOPOLOGY, across_nodes=across_nodes)
     return jax.jit(jax.vmap(jax.vmap(valid)))
 
@@ -155,7 +155,7 @@ OF_ONE_LAYER = [rule for rule in BROKEN if "in another micro-batch" not in rule]
 
 @pytest.mark.parametrize("rule", OF_ONE_LAYER)
 def test_a_layer_notices_a_broken_rule_too(plan, load, rule):
-    """Where a slot is wrong there is no load, so that no sum is wrong besides."""
+    """The check inside the layer detects a broken rule. Cases with a wrong slot have no load, so all sums are right."""
     assert guarded(plan, load, False)
     if not rule.startswith("quota"):
         plan, load = plan._replace(quota=np.zeros_like(plan.quota)), np.zeros_like(load)
@@ -165,7 +165,7 @@ def test_a_layer_notices_a_broken_rule_too(plan, load, rule):
 
 @pytest.mark.parametrize("across_nodes", [False, True])
 def test_host_and_layer_agree_on_any_slots(across_nodes):
-    """Random plans, one slot of a copy changed: both refuse or both accept."""
+    """For random plans with one changed slot, host and layer either both reject or both accept."""
     rng, outcomes = np.random.default_rng(0), {True: 0, False: 0}
     for _ in range(150):
         load = np.zeros((1, 1, 2, 2, 8), np.int32)
@@ -183,12 +183,18 @@ def test_host_and_layer_agree_on_any_slots(across_nodes):
 
 
 def test_where_replicas_are_fetched_from():
-    """From the home if it is in the node, else from the node's first resident, else from the home afar: each rank has
-    its home slot, then its resident slot."""
+    """A replica comes from the home if it is on the node, else from the node's first resident, else from the far home.
+
+    Each rank has a home slot, a resident slot and a replica slot.
+    """
     topology = Topology(num_nodes=2, ranks_per_node=3, num_experts=6, replica_slots=1, resident_slots=1)
     slots = [
-        [[0, EMPTY, 2], [1, 2, 0], [2, EMPTY, EMPTY]],  # 2 is at home here, and a resident before that
-        [[3, EMPTY, 0], [4, 0, 1], [5, 0, EMPTY]],  # 0 is a resident twice, 1 is not in this node
+        [
+            [0, EMPTY, 2],
+            [1, 2, 0],
+            [2, EMPTY, EMPTY],
+        ],  # 2 has its home on this node, and a resident in an earlier slot
+        [[3, EMPTY, 0], [4, 0, 1], [5, 0, EMPTY]],  # 0 has two residents, 1 is not on this node
     ]
     plan = LayerPlan(np.array(slots), np.arange(6), np.zeros((2, 3, 3), int), None)
     assert copy_source(plan, topology).tolist() == [[[4], [0], [EMPTY]], [[9], [2], [EMPTY]]]
@@ -196,7 +202,7 @@ def test_where_replicas_are_fetched_from():
 
 
 def test_a_copy_of_a_resident_is_pushed_over_the_fast_network(plan):
-    """Rank (1, 1) gives expert 0 to its neighbour; without residents it would come from rank (0, 0), afar."""
+    """Rank (1, 1) sends its resident of expert 0 to its neighbour, so that the home on rank (0, 0) does not send it."""
     cluster, model = CLUSTERS["h100"], MODELS["gpt-oss-20b"]
     expert = WEIGHT_BYTES * model.expert_params / cluster.fast_bandwidth / cluster.network_efficiency
     found = push_time(layer_plans(plan, None), TOPOLOGY, cluster=cluster, model=model)
@@ -205,20 +211,20 @@ def test_a_copy_of_a_resident_is_pushed_over_the_fast_network(plan):
 
 
 def test_routing_that_the_plan_did_not_see_is_refitted(plan, load):
-    """In the plan's shares, residents' among them; an expert without a share is computed at home, not at a resident."""
+    """Refitted quotas keep the plan's shares, also of residents. An expert without a share is computed at home."""
     layer = layer_plans(plan, load).layer((0, 0))
     no_share = layer._replace(quota=np.where(layer.slot_expert == 7, 0, layer.quota))
     live = np.zeros((2, 2, 8), np.int32)
     live[0, 1, 0], live[1, 1, 7] = 360, 11
     quota = np.asarray(refit_quota(no_share, live, TOPOLOGY).quota)
     assert quota.sum() == 371
-    # 10, 12 and 14 of 36 at home, at the resident and at the replica.
+    # The plan's shares are 10, 12 and 14 of 36 at home, at the resident and at the replica.
     assert (quota[0, 0, 0], quota[1, 1, 2], quota[1, 0, 4]) == (100, 120, 140)
     assert (quota[1, 1, 1], quota[1, 0, 3]) == (11, 0)
 
 
 def test_residents_keep_tokens_in_their_node(plan, load):
-    """All tokens lie in node 1: what crosses is computed in node 0."""
+    """With all tokens on node 1, exactly the copies that node 0 computes cross."""
     crossing = [[plan.quota[m, 0, 0].sum()] for m in range(2)]
     assert cross_node_load(layer_plans(plan, load)).tolist() == crossing
 
@@ -241,7 +247,7 @@ def test_assembled_plans_are_in_order_and_quotas_go_with_their_copies(seed):
     load = load_of(random_ids(rng, (2, 3, 4, 20), 8, 2), TOPOLOGY)
     plan = random_plan(rng, load, TOPOLOGY)
     check_plan(plan, load, TOPOLOGY)
-    # Residents are given once a batch, in another order than a plan's; their quotas go with them.
+    # Residents are given once per batch and in another order than in a plan; their quotas move with them.
     slots = plan.slot_expert.copy()
     slots[..., 2:4], quota = slots[..., 3:1:-1], plan.quota.copy()
     quota[..., 2:4] = quota[..., 3:1:-1]
@@ -252,7 +258,7 @@ def test_assembled_plans_are_in_order_and_quotas_go_with_their_copies(seed):
 
 @pytest.mark.parametrize("name", ["static", "eplb", "lplb"])
 def test_planners_that_know_no_residents_plan_as_without_room_for_them(name):
-    """And leave it empty."""
+    """Such planners leave the resident slots empty."""
     planner, narrow = PLANNERS[name].planner, dataclasses.replace(TOPOLOGY, resident_slots=0)
     load = np.random.default_rng(0).zipf(1.4, (2, 1, 2, 2, 8)).clip(0, 900).astype(np.int32)
     plans = [

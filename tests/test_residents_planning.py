@@ -1,4 +1,4 @@
-"""Residents chosen by what they save: the greedy choice token by token, and where a node puts what it chose."""
+"""Tests of the planned residents: the greedy choice by saved crossings, and the ranks that get a node's residents."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -22,7 +22,7 @@ def case():
     home_node = np.stack([rng.permutation(EXPERTS) // 3 for _ in range(LAYERS)], 1)
     copies = np.zeros((NODES, EXPERTS, LAYERS))
     np.add.at(copies, (lies[:, None, None], ids, np.arange(LAYERS)[:, None]), NODES / TOKENS)
-    # A little apart, so that no two experts save the same.
+    # The values differ a little, so that no two experts save equally much.
     copies *= 1 + 1e-3 * rng.random(copies.shape)
     return ids, lies, home_node, copies.astype(np.float32)
 
@@ -43,7 +43,7 @@ def choose(case, *, crossing, push, count, hierarchical):
 
 
 def choose_one_by_one(case, *, crossing, push, count, hierarchical):
-    """For every node and layer: again and again the expert that saves most, as long as it saves more than its push."""
+    """For every node and layer, choose the expert that saves most, as long as it saves more than its push costs."""
     ids, lies, home_node, copies = case
     resident = np.zeros((NODES, EXPERTS, LAYERS), bool)
     for node, layer in np.ndindex(NODES, LAYERS):
@@ -70,7 +70,7 @@ def choose_one_by_one(case, *, crossing, push, count, hierarchical):
 @pytest.mark.parametrize("hierarchical", [True, False], ids=["hierarchical", "flat"])
 @pytest.mark.parametrize(("count", "push"), [(1, 0.0), (4, 0.0), (4, 0.35), (9, 0.0), (3, 50.0)])
 def test_the_greedy_choice(case, hierarchical, count, push):
-    """More slots than the other nodes have experts, and pushes that cost more than anything saves, among them."""
+    """The cases include more slots than the other nodes have experts, and pushes that cost more than they save."""
     options = {"crossing": 1.0, "push": push, "count": count, "hierarchical": hierarchical}
     found = choose(case, **options)
     np.testing.assert_array_equal(found, choose_one_by_one(case, **options))
@@ -99,7 +99,7 @@ def test_taking_one_expert_out_may_make_another_the_only_reason():
 
 @pytest.mark.parametrize("seed", range(4))
 def test_each_resident_gets_one_slot_of_its_node(seed):
-    """Up to as many as there are slots, heaviest first to the lightest rank that has room."""
+    """A node's residents fill at most its slots; the heaviest goes first, to the lightest rank with room."""
     rng = np.random.default_rng(seed)
     topology = Topology(
         num_nodes=2, ranks_per_node=3, num_experts=12, replica_slots=0, resident_slots=1 + seed % 3
@@ -111,7 +111,7 @@ def test_each_resident_gets_one_slot_of_its_node(seed):
         away = np.nonzero(home // 6 != node)[0]
         resident[node, rng.permutation(away)[: rng.integers(1, room + 1)]] = True
     load = rng.random((2, 12)).astype(np.float32)
-    load[1, resident[1]] *= seed > 0  # residents without load are residents too
+    load[1, resident[1]] *= seed > 0  # residents may have no load
     slots = np.asarray(
         residents_to_ranks(jnp.asarray(resident), jnp.asarray(load), jnp.asarray(home, jnp.int32), topology)
     )

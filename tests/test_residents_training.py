@@ -1,4 +1,4 @@
-"""Training with residents is training: against a dense model, over batches, updates, reorders and a restore."""
+"""Tests that training with residents equals that of a dense model, over batches, updates, reorders and a restore."""
 
 import dataclasses
 import functools
@@ -39,14 +39,14 @@ TOPOLOGY = Topology(num_nodes=2, ranks_per_node=2, num_experts=EXPERTS, replica_
 
 @functools.cache
 def data():
-    """Inputs and routing of all batches; each has other hot experts."""
+    """The inputs and routing of all batches, each with different hot experts."""
     rng = np.random.default_rng(0)
     sizes = {"samples": SAMPLES, "tokens": TOKENS, "layers": LAYERS, "experts": EXPERTS, "top_k": TOP_K}
     return [(rng.normal(size=(SAMPLES, TOKENS, WIDTH)), random_routing(rng, **sizes)) for _ in range(BATCHES)]
 
 
 class Model(nnx.Module):
-    """A residual stack of mixtures of experts."""
+    """A residual stack of mixture-of-experts layers."""
 
     def __init__(self, topology, mesh, **options):
         options |= {"mesh": mesh, "rngs": nnx.Rngs(0)}
@@ -65,7 +65,7 @@ class Model(nnx.Module):
 
 @nnx.jit(static_argnames=("update",))
 def train_step(model, optimizer, batch, rows, batch_load, residents, *, update):
-    """One update of a batch: every second one of its micro-batches, in order."""
+    """Run one update of a batch, on every second one of its micro-batches in order."""
 
     def objective(model, rows, layers):
         x, replay = rows
@@ -84,7 +84,7 @@ def train_step(model, optimizer, batch, rows, batch_load, residents, *, update):
 
 
 class Run:
-    """A run on a mesh of ranks; its balancer checks rows in the layers, too."""
+    """A run on a mesh of ranks, with check_rows in its layers."""
 
     def __init__(self, topology=TOPOLOGY, axes=None, param_dtype=jnp.float64, **layer):
         devices = topology.num_ranks * int(np.prod(list((axes or {}).values())))
@@ -104,7 +104,7 @@ class Run:
         self.order = []
 
     def train(self, first, last, *, share_push=False):
-        """The losses of some batches' updates."""
+        """Train on some batches and return the losses of their updates."""
         losses = []
         for number in range(first, last):
             x, replay = data()[number]
@@ -130,7 +130,7 @@ class Run:
         return losses
 
     def logical(self):
-        """Parameters as NumPy arrays, experts by id."""
+        """The parameters as NumPy arrays, with experts in the order of their ids."""
         return [
             {"experts": np.asarray(moe.experts[...]).reshape(EXPERTS, 3, WIDTH, HIDDEN)[row]}
             | {"router": np.asarray(moe.router[...])}
@@ -143,7 +143,7 @@ PUSH = nnx.jit(prepare_residents)
 
 
 def train_dense(params, order):
-    """The same updates with all experts in one place, of the samples that each update had."""
+    """Run the same updates on a dense model, with the samples of each update."""
 
     @jax.jit
     def step(params, opt_state, x, ids, mask, batch_load):
@@ -183,7 +183,7 @@ def largest_difference(found, wanted):
 
 @pytest.fixture(scope="module")
 def whole():
-    """A run that never stopped: its first parameters, itself, and its losses."""
+    """The initial parameters of an uninterrupted run, the run, and its losses."""
     with jax.enable_x64(True):
         run = Run()
         first = run.logical()
@@ -230,7 +230,7 @@ def test_data_and_fsdp_axes_are_the_same_training(axes, ranks_per_node):
         run = Run(topology, axes=axes, fsdp_axis="fsdp" if "fsdp" in axes else None)
         first = run.logical()
         losses = run.train(0, 2)
-        # A copy's micro-batches follow one another: the first halves of all copies are one update.
+        # The micro-batches of a copy are consecutive: the first halves of all copies are one update.
         of_copies = (each.reshape(2 ** len(axes), UPDATES, -1) for each in run.order)
         order = [each.swapaxes(0, 1).reshape(UPDATES, -1) for each in of_copies]
         params, wanted = train_dense(jax.tree.map(jnp.asarray, first), order)
@@ -250,7 +250,7 @@ def test_a_push_of_its_own_is_the_same_and_serves_one_update_only(whole):
 
 @pytest.mark.long
 def test_residents_of_bfloat16_over_masters_of_float32():
-    """The sums over micro-batches are float32: residents lose no more than experts at home do."""
+    """Sums over micro-batches are float32, so that residents lose no more precision than home experts."""
     options = {"param_dtype": jnp.float32, "dtype": jnp.bfloat16}
     run, without = Run(**options), Run(dataclasses.replace(TOPOLOGY, resident_slots=0), **options)
     np.testing.assert_allclose(run.train(0, 3), without.train(0, 3), rtol=5e-3)
