@@ -159,9 +159,9 @@ def test_data_and_fsdp_axes_are_the_same_training(axes):
     run = Run(topology=topology, axes=axes, fsdp_axis="fsdp" if "fsdp" in axes else None)
     np.testing.assert_allclose(run.train(0, 2), trained()[1][:2], rtol=2e-6)
     batch = run.prepare(2)
-    sound = batch.layers().tokens.sound
-    assert sound.shape == (2, LAYERS, *axes.values(), 1, 2)
-    assert sound.all()
+    valid = batch.layers().tokens.valid
+    assert valid.shape == (2, LAYERS, *axes.values(), 1, 2)
+    assert valid.all()
     rows = batch.to_ranks(np.arange(SAMPLES) + 1)
     assert rows.sharding.is_equivalent_to(
         jax.NamedSharding(run.mesh, jax.P(None, (*axes, "node", "local"))), 2

@@ -118,21 +118,21 @@ def _flat(dispatch: Dispatch | NodeDispatch) -> Dispatch:
 
 def _on_rank(x, gates, weights, tables: TokenTables, parallel: ExpertParallel):
     """The whole layer on one rank: ``x[t, D]``, ``gates[t, K]``."""
-    dispatch, sound = tables.dispatch, tables.sound
+    dispatch, valid = tables.dispatch, tables.valid
     flat, exchanges = _flat(dispatch), token_exchanges(parallel, *gates.shape)[0]
     # Every input that has a gradient is multiplied by NaN if the layer is invalid, so that its gradient is NaN too.
-    tokens, scales = x * one_or_nan(sound, x), gates * one_or_nan(sound, gates)
+    tokens, scales = x * one_or_nan(valid, x), gates * one_or_nan(valid, gates)
     with jax.named_scope("dispatch"):
         if isinstance(dispatch, NodeDispatch):
             tokens, scales = (cross(array, dispatch, exchanges[0]) for array in (tokens, scales))
         rows, scale = send_tokens(tokens, flat, exchanges[-1]), send_copies(scales, flat, exchanges[-1])
     with jax.named_scope("experts"):
-        operands = rows, weights, jnp.where(sound, flat.group_sizes, 1), scale * one_or_nan(sound, scale)
+        operands = rows, weights, jnp.where(valid, flat.group_sizes, 1), scale * one_or_nan(valid, scale)
         computed = _compute_experts(operands, tables.float8, parallel.implementation)
     out = combine(computed, flat, exchanges[-1])
     if isinstance(dispatch, NodeDispatch):
         out = cross_back(out, dispatch, exchanges[0])
-    out, slot_rows = out * one_or_nan(sound, out), flat.group_sizes
+    out, slot_rows = out * one_or_nan(valid, out), flat.group_sizes
     if tables.check is not None:
         slot_rows = _count_rows(tables, tables.check.slot_expert, exchanges)
         as_planned = (slot_rows == tables.check.quota).all().astype(jnp.int32)

@@ -85,9 +85,9 @@ def _once_in_order(copies, home, topology: Topology) -> jax.Array:
     return once
 
 
-def one_or_nan(sound: Bool[jax.Array, ""], like: jax.Array) -> jax.Array:
-    """A factor in the dtype of ``like``: 1 if ``sound`` is true, else NaN.
+def one_or_nan(valid: Bool[jax.Array, ""], like: jax.Array) -> jax.Array:
+    """A factor in the dtype of ``like``: 1 if ``valid`` is true, else NaN.
 
     Unlike `jnp.where` on the outputs, the factor makes the gradients NaN too.
     """
-    return jnp.where(sound, 1, jnp.nan).astype(like.dtype)
+    return jnp.where(valid, 1, jnp.nan).astype(like.dtype)

@@ -50,7 +50,7 @@ class TokenTables(NamedTuple):
     returns NaN."""
     dispatch: Dispatch | NodeDispatch
     """The dispatch tables, flat or hierarchical."""
-    sound: Bool[jax.Array, "*stack"]
+    valid: Bool[jax.Array, "*stack"]
     """Whether the plan is valid, matches these tokens, and fits the buffers. Equal on all ranks of a copy of the
     group."""
     check: RowCheck | None
@@ -97,7 +97,7 @@ def prepare_layer(
 
     Raises:
         ValueError: if the shapes do not fit each other, or an id is outside ``0..E-1`` and not EMPTY. Ids that are
-            traced or lie on other processes are not checked.
+            traced or on other processes are not checked.
     """
     check_layer_plan(plan, parallel)
     check_tokens("expert_ids", expert_ids, parallel)
@@ -204,9 +204,9 @@ def _prepare_on_rank(
         load = jax.lax.all_gather(rank_load, RANKS).reshape(*parallel.ranks, -1)
         plan = refit_quota(plan, load, topology)
     assert plan.load is not None
-    valid = is_valid(plan, topology, across_nodes=parallel.across_nodes)
+    plan_valid = is_valid(plan, topology, across_nodes=parallel.across_nodes)
     # With an invalid plan no row moves.
-    sent = jnp.where(valid, source_quota(plan, topology), 0).reshape(*parallel.ranks, *plan.quota.shape)
+    sent = jnp.where(plan_valid, source_quota(plan, topology), 0).reshape(*parallel.ranks, *plan.quota.shape)
     slot_expert = jnp.asarray(plan.slot_expert, jnp.int32)
     hops, rows = token_exchanges(parallel, *ids.shape)
     dispatch: Dispatch | NodeDispatch
@@ -219,15 +219,15 @@ def _prepare_on_rank(
         slot = copy_slots(ids, slot_expert, sent[node, local], topology, node, across_nodes=across_nodes)
         dispatch, fits = make_node_dispatch(slot, sent, *hops, rows=rows)
     fetch = _fetch_on_rank(plan, parallel) if topology.replica_slots else None
-    sound = valid & fits & (rank_load == plan.load[node, local]).all()
-    sound &= ((ids >= EMPTY) & (ids < topology.num_experts)).all()
-    sound = jax.lax.pmin(sound.astype(jnp.int32), RANKS) > 0
+    valid = plan_valid & fits & (rank_load == plan.load[node, local]).all()
+    valid &= ((ids >= EMPTY) & (ids < topology.num_experts)).all()
+    valid = jax.lax.pmin(valid.astype(jnp.int32), RANKS) > 0
     check = None
     if parallel.check_rows:
         quota = jnp.asarray(plan.quota, jnp.int32)
         check = RowCheck(slot_expert[node, local], quota[node, local])
     float8 = None if parallel.float8 is None else mark_hot_ranks(plan, parallel.float8)[node, local]
-    return fetch, TokenTables(ids.astype(_signed_dtype(topology.num_experts)), dispatch, sound, check, float8)
+    return fetch, TokenTables(ids.astype(_signed_dtype(topology.num_experts)), dispatch, valid, check, float8)
 
 
 def _fetch_on_rank(plan: LayerPlan, parallel: ExpertParallel) -> FetchTables:

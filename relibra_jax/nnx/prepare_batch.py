@@ -74,7 +74,7 @@ def _prepare(
     ids = jnp.where(mask[..., None, None], ids.astype(jnp.int32), EMPTY)
     layers = prepare_layers(ids, group_by_copy(batch_plan.layer_plans(), parallel.copies), parallel)
     assert layers.tokens is not None
-    valid = jnp.asarray(layers.tokens.sound)
+    valid = jnp.asarray(layers.tokens.valid)
     if layers.fetch is not None:
         valid &= layers.fetch.fits
     replicated = NamedSharding(parallel.mesh, PartitionSpec())
