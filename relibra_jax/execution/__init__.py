@@ -27,8 +27,8 @@ One optimizer update, without Flax::
     residents = push_residents(experts, plan, parallel)                         # once an update, if there are slots
     for each micro-batch m and layer l:
         layer = layers.layer(m).layer(l)._replace(residents=residents[l])
-        held, x = fetch_replicas(experts[l], layer, x, parallel)                # before attention
-        x = x + moe_layer(x, expert_ids[m, ..., l, :], gates, held, layer, parallel).output
+        layer_experts, x = fetch_replicas(experts[l], layer, x, parallel)       # before attention
+        x = x + moe_layer(x, expert_ids[m, ..., l, :], gates, layer_experts, layer, parallel).output
     gradients = return_gradients(gradients of residents, gradients of experts, plan, parallel)
 
 Checkpoints are in `relibra_jax.execution.checkpoint`, gating in `relibra_jax.execution.gating`, the layer for Flax in

@@ -64,21 +64,21 @@ def make_fetch(
         topology: the expert-parallel group.
         across_nodes: whether the domain is all ranks instead of the ranks of a node.
     """
-    held, ranks, slots = topology.held_slots, exchange.ranks, topology.replica_slots
+    held_slots, ranks, slots = topology.held_slots, exchange.ranks, topology.replica_slots
     node = jnp.int32(0) if across_nodes else jax.lax.axis_index(NODE).astype(jnp.int32)
     first = node * topology.ranks_per_node
     source = copy_source(plan, topology).reshape(-1, slots)
     source = jax.lax.dynamic_slice_in_dim(source, first, ranks)
     # In a valid plan every source is a rank of the domain. Sources outside the domain become EMPTY.
-    source = jnp.where(source == EMPTY, EMPTY, source - first * held)
-    source = jnp.where((source < 0) | (source >= ranks * held), EMPTY, source)
+    source = jnp.where(source == EMPTY, EMPTY, source - first * held_slots)
+    source = jnp.where((source < 0) | (source >= ranks * held_slots), EMPTY, source)
     if travels_in_pieces(exchange):
         exported = exported_slots(plan, topology)
         fits = exported.sum(1).max() <= exports
         exported = jax.lax.dynamic_slice_in_dim(exported, first, ranks)
         return _in_pieces(source, exported, exports, fits, exchange)
     fits = export_count(plan, topology).max() <= exports
-    return _in_lanes(source, exports, fits, held, exchange)
+    return _in_lanes(source, exports, fits, held_slots, exchange)
 
 
 def travels_in_pieces(exchange: Exchange) -> bool:
@@ -116,14 +116,14 @@ def _in_pieces(source, exported, exports: int, fits, exchange: Exchange) -> Fetc
     return FetchTables(inverse_index(place[rank], exports), None, rows.ravel(), slot.T, fits, remote)
 
 
-def _in_lanes(source, exports: int, fits, held: int, exchange: Exchange) -> FetchTables:
+def _in_lanes(source, exports: int, fits, held_slots: int, exchange: Exchange) -> FetchTables:
     rank, ranks = jax.lax.axis_index(exchange.axes), exchange.ranks
-    owner = jnp.where(source == EMPTY, ranks, source // held)
+    owner = jnp.where(source == EMPTY, ranks, source // held_slots)
     # [owner, receiver], in the order of the receivers' slots.
     sends = owner[None] == jnp.arange(ranks, dtype=jnp.int32)[:, None, None]
     lanes = exchange.lanes(sends.sum(-1, dtype=jnp.int32))
     send_slot = inverse_index(places(sends[rank].ravel()), exchange.send_rows)
-    slot = jnp.where(send_slot == EMPTY, EMPTY, source.ravel()[send_slot] % held)
+    slot = jnp.where(send_slot == EMPTY, EMPTY, source.ravel()[send_slot] % held_slots)
     # The row of a slot comes after the rows of earlier slots with the same owner.
     receives = sends[:, rank]
     row = lanes.receive_start[:, None] + starts(receives.astype(jnp.int32))

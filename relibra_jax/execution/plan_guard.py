@@ -51,8 +51,8 @@ def is_valid(plan: LayerPlan, topology: Topology, *, across_nodes: bool) -> Bool
 
 def _copies_valid(slots, home, topology: Topology, across_nodes: bool) -> jax.Array | bool:
     """Whether no rank has an expert twice, and every replica is on a node that has its expert."""
-    homes, held, per_node = topology.home_slots, topology.held_slots, topology.ranks_per_node
-    resident, replica = slots[:, homes:held], slots[:, held:]
+    homes, held_slots, per_node = topology.home_slots, topology.held_slots, topology.ranks_per_node
+    resident, replica = slots[:, homes:held_slots], slots[:, held_slots:]
     valid: jax.Array | bool = True
     if topology.resident_slots:
         valid &= _once_in_order(resident, home, topology)

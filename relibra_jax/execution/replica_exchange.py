@@ -35,7 +35,7 @@ from relibra_jax.execution.gather import gather_rows
 from relibra_jax.execution.mesh import LOCAL, vary_over, varying_axes
 from relibra_jax.types import EMPTY
 
-type Held = tuple[jax.Array, ...]
+type ExpertBuffers = tuple[jax.Array, ...]
 """The experts that a rank holds for the whole batch: its home experts, then its residents if there are any."""
 
 IMPLEMENTATIONS: Final = {"remote": "mosaic", "remote_emulated": "xla"}
@@ -43,27 +43,31 @@ IMPLEMENTATIONS: Final = {"remote": "mosaic", "remote_emulated": "xla"}
 
 
 def fetch(
-    held: Held, tables: FetchTables, x: jax.Array, exchange: Exchange
-) -> tuple[Held, Float[jax.Array, "R ..."], jax.Array]:
+    buffers: ExpertBuffers, tables: FetchTables, x: jax.Array, exchange: Exchange
+) -> tuple[ExpertBuffers, Float[jax.Array, "R ..."], jax.Array]:
     """Fetch the replicas of this rank.
 
     Args:
-        held: the buffers of this rank's experts: ``[H, ...]`` home experts, and optionally ``[B, ...]`` residents.
+        buffers: the buffers of this rank's experts: ``[H, ...]`` home experts, and optionally ``[B, ...]`` residents.
         tables: the tables of the fetch.
         x: the layer's input.
         exchange: the exchange of exported experts between the ranks of the domain.
 
     Returns:
-        ``(held, replicas, x)``: the experts' buffers and the layer's input, which the caller must use from here on, and
-        the replicas with zeros in empty slots.
+        ``(buffers, replicas, x)``: the experts' buffers and the layer's input, which the caller must use from here on,
+        and the replicas with zeros in empty slots.
     """
     with jax.named_scope("replica_fetch"):
-        held, exports, x = _pack(held, tables.exports, x)
+        buffers, exports, x = _pack(buffers, tables.exports, x)
         if tables.remote is not None:
-            return held, _pull(exports, tables, exchange), x
+            return buffers, _pull(exports, tables, exchange), x
         if tables.lanes is not None:
-            return held, gather_rows(send(exports, tables.lanes, exchange), tables.source, tables.places), x
-        return held, _send_pieces(exports, tables, exchange), x
+            return (
+                buffers,
+                gather_rows(send(exports, tables.lanes, exchange), tables.source, tables.places),
+                x,
+            )
+        return buffers, _send_pieces(exports, tables, exchange), x
 
 
 def _send_pieces(exports, tables, exchange):
@@ -97,8 +101,8 @@ _pull.defvjp(lambda exports, tables, exchange: (_pull(exports, tables, exchange)
 
 
 @jax.custom_vjp
-def _pack(held, slot, x):
-    """Copy the experts in the slots ``slot`` (zeros for EMPTY), and return ``(held, exports, x)``.
+def _pack(buffers, slot, x):
+    """Copy the experts in the slots ``slot`` (zeros for EMPTY), and return ``(buffers, exports, x)``.
 
     Barriers make the copies wait for ``x``, and the returned ``x`` wait for the copies. The experts themselves pass no
     barrier, so that kernels read them directly from the parameters.
@@ -106,10 +110,10 @@ def _pack(held, slot, x):
     slot, x = jax.lax.optimization_barrier((slot, x))
     exports = sum(
         experts.at[jnp.where(in_buffer, index, len(experts))].get(mode="fill", fill_value=0)
-        for experts, index, in_buffer in _in_buffers(held, slot)
+        for experts, index, in_buffer in _in_buffers(buffers, slot)
     )
     exports, x = jax.lax.optimization_barrier((exports, x))
-    return held, exports, x
+    return buffers, exports, x
 
 
 def _unpack(slot, cotangents):
@@ -117,7 +121,7 @@ def _unpack(slot, cotangents):
 
     A barrier makes the backward pass of the layer below wait for this.
     """
-    d_held, d_exports, d_x = cotangents
+    d_buffers, d_exports, d_x = cotangents
     d_exports, d_x = jax.lax.optimization_barrier((d_exports, d_x))
 
     def add_to(d_experts, index, in_buffer):
@@ -128,18 +132,18 @@ def _unpack(slot, cotangents):
 
         return jax.lax.fori_loop(0, len(slot), add, d_experts)
 
-    d_held = tuple(add_to(*buffer) for buffer in _in_buffers(d_held, slot))
-    d_held, d_x = jax.lax.optimization_barrier((d_held, d_x))
-    return d_held, None, d_x
+    d_buffers = tuple(add_to(*buffer) for buffer in _in_buffers(d_buffers, slot))
+    d_buffers, d_x = jax.lax.optimization_barrier((d_buffers, d_x))
+    return d_buffers, None, d_x
 
 
-def _in_buffers(held, slot):
+def _in_buffers(buffers, slot):
     """Iterate over the buffers: each with the index of every slot in it, and whether the slot is in this buffer."""
     first = 0
-    for experts in held:
+    for experts in buffers:
         index = slot - first
         yield experts, index, (slot != EMPTY) & (index >= 0) & (index < len(experts))
         first += len(experts)
 
 
-_pack.defvjp(lambda held, slot, x: (_pack(held, slot, x), slot), _unpack)
+_pack.defvjp(lambda buffers, slot, x: (_pack(buffers, slot, x), slot), _unpack)

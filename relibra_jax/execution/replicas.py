@@ -80,18 +80,18 @@ def fetch_replicas(
     )
     def on_rank(experts, residents, tables, x):
         # The copies of the group share homes and residents, so JAX must sum their gradients over the copies.
-        buffers = [experts[0, 0]] if residents is None else [experts[0, 0], residents[place]]
-        held = tuple(vary_over(buffer, parallel.copies_over) for buffer in buffers)
+        rank_experts = [experts[0, 0]] if residents is None else [experts[0, 0], residents[place]]
+        buffers = tuple(vary_over(buffer, parallel.copies_over) for buffer in rank_experts)
         replicas = None
         if has_replicas:
             tables = jax.tree.map(lambda leaf: leaf[place], tables)
             exchange, _ = replica_exchange(parallel)
-            held, replicas, x = fetch(held, tables, x, exchange)
+            buffers, replicas, x = fetch(buffers, tables, x, exchange)
             x = x * one_or_nan(tables.fits, x)
-        held = tuple(buffer.reshape(*lead, *buffer.shape) for buffer in held)
+        buffers = tuple(buffer.reshape(*lead, *buffer.shape) for buffer in buffers)
         if replicas is not None:
             replicas = replicas.reshape(*lead, *replicas.shape)
-        return LayerExperts(held[0], held[1] if len(held) > 1 else None, replicas), x
+        return LayerExperts(buffers[0], buffers[1] if len(buffers) > 1 else None, replicas), x
 
     return on_rank(experts, residents, layer.fetch, x)
 

@@ -63,8 +63,8 @@ class Balancer:
         capacities: initial buffer sizes for stages of every shape. Sizes of an earlier run save the first batches from
             compiling steps for smaller buffers.
         pack_rows: whether a row holds several samples, one after another. Padding is then at most 5% of the positions
-            where the sample lengths allow it (`relibra_jax.row_packing`). Samples must be aligned to the left,
-            the initial assignment packs them by length, and the model needs `PreparedBatch.packing`.
+            where the sample lengths allow it (`relibra_jax.row_packing`). With packed rows, samples must be aligned to
+            the left, the initial assignment packs them by length, and the model needs `PreparedBatch.packing`.
         data_axes: the further mesh axes over which tokens are split. None takes all of them.
         path: ``flat`` for one exchange over all ranks, ``hierarchical``, or ``auto``.
         exchange: the kind of token exchange.
@@ -177,9 +177,9 @@ class Balancer:
     ) -> PreparedBatch:
         """Plan a batch, size its buffers, and move the model's experts to the homes of the plan.
 
-        If there are several processes, every process must call it with the same replay. It also puts parameters and
-        optimizer state on the mesh that are not there yet, according to their sharding metadata. Preparing a replay
-        invalidates the batch that was prepared from the previous replay. Preparing live routing does not.
+        If there are several processes, every process must call it with the same replay. Parameters and optimizer state
+        that are not on the mesh yet are put there, according to their sharding metadata. Preparing a replay invalidates
+        the batch that was prepared from the previous replay. Preparing live routing does not.
 
         Args:
             model: a module with L `MoELayer`. Its experts move in place.

@@ -26,22 +26,22 @@ class BalancerState(NamedTuple):
     """Buffer sizes of the batches so far, by the shape of their stages: ``4x64`` for 4 micro-batches of 64 rows."""
 
 
-def check_state(own: BalancerState, given: BalancerState, first: Capacities) -> None:
-    """Raise if a balancer cannot continue from a given state.
+def check_state(own: BalancerState, state: BalancerState, first: Capacities) -> None:
+    """Raise if a balancer cannot continue from ``state``.
 
     Args:
         own: the balancer's own state, which has the expected structure and shapes.
-        given: the state to check.
+        state: the state to check.
         first: the balancer's initial buffer sizes, which have the expected structure of all buffer sizes.
 
     Raises:
-        ValueError: if ``given`` belongs to another planner or to another number of layers or experts.
+        ValueError: if ``state`` belongs to another planner or to another number of layers or experts.
     """
-    expected = own._replace(capacities=dict.fromkeys(given.capacities, first))
-    for name, own_part, given_part in zip(own._fields, expected, given, strict=True):
-        if _shapes(own_part) != _shapes(given_part):
+    expected = own._replace(capacities=dict.fromkeys(state.capacities, first))
+    for name, own_part, state_part in zip(own._fields, expected, state, strict=True):
+        if _shapes(own_part) != _shapes(state_part):
             raise ValueError(
-                f"balancer state, {name}: expected {_shapes(own_part)}, found {_shapes(given_part)}"
+                f"balancer state, {name}: expected {_shapes(own_part)}, found {_shapes(state_part)}"
             )
 
 
