@@ -148,8 +148,8 @@ def test_training_is_the_same_as_under_static_placement():
     np.testing.assert_allclose(still.train(0, 6), losses, rtol=2e-6)
     assert losses[-1] < losses[0]
     assert (get_homes(run.model) != get_homes(still.model)).any()
-    for found, wanted in zip(still.logical(), run.logical(), strict=True):
-        np.testing.assert_allclose(found, wanted, atol=5e-5)
+    for actual, desired in zip(still.logical(), run.logical(), strict=True):
+        np.testing.assert_allclose(actual, desired, atol=5e-5)
 
 
 @pytest.mark.slow
@@ -228,15 +228,15 @@ def test_a_batch_begins_where_the_search_ahead_has_ended():
     )
     run = {"state": state, "start": in_order}
     filled = fill_unfinished(load, tokens, finished)
-    found, _ = plan(*filled, **run, assign=functools.partial(ASSIGN, key=early), rounds=4)
-    start = Placement(found.plan.home, jnp.full((LAYERS, 2, 2, 0), EMPTY, jnp.int32))
-    wanted, _ = plan(
+    actual, _ = plan(*filled, **run, assign=functools.partial(ASSIGN, key=early), rounds=4)
+    start = Placement(actual.plan.home, jnp.full((LAYERS, 2, 2, 0), EMPTY, jnp.int32))
+    desired, _ = plan(
         *(load, tokens), **run, assign=functools.partial(ASSIGN, key=now), rounds=2, warm_start=start
     )
     first = ahead.prepare()
     for name in ("assignment", "plan"):
         chex.assert_trees_all_equal(
-            *(jax.device_get(getattr(each, name)) for each in (first.batch_plan, wanted))
+            *(jax.device_get(getattr(each, name)) for each in (first.batch_plan, desired))
         )
     assert (first.batch_plan.plan.home != afresh.prepare().batch_plan.plan.home).any()
     # A warm start serves one batch; the next one starts without.
@@ -400,8 +400,8 @@ def test_a_malformed_plan_is_refused_and_nothing_moves(case):
     before = run.logical()
     with pytest.raises(ValueError, match=message):
         run.prepare()
-    for found, wanted in zip(run.logical(), before, strict=True):
-        np.testing.assert_array_equal(found, wanted)
+    for actual, desired in zip(run.logical(), before, strict=True):
+        np.testing.assert_array_equal(actual, desired)
 
 
 @pytest.mark.parametrize(
@@ -417,16 +417,18 @@ def test_a_run_goes_on_from_its_checkpoint(topology, tmp_path):
     with ocp.CheckpointManager(tmp_path) as manager:
         assert save_training(manager, 2, first.model, first.optimizer, first.balancer, extra={"epoch": 3})
         manager.wait_until_finished()
-        found = restore_training(manager, second.model, second.optimizer, second.balancer, extra={"epoch": 0})
-    assert found == (2, {"epoch": 3})
+        actual = restore_training(
+            manager, second.model, second.optimizer, second.balancer, extra={"epoch": 0}
+        )
+    assert actual == (2, {"epoch": 3})
     assert losses == trained()[1][:2]
     same = topology == TOPOLOGY
     np.testing.assert_allclose(second.train(2, 4), trained()[1][2:4], rtol=0 if same else 2e-6)
     if same:
         run = Run()
         run.train(0, 4)
-        for found_leaf, wanted in zip(second.logical(), run.logical(), strict=True):
-            np.testing.assert_array_equal(found_leaf, wanted)
+        for actual_leaf, desired in zip(second.logical(), run.logical(), strict=True):
+            np.testing.assert_array_equal(actual_leaf, desired)
 
 
 def test_state_of_another_planner_is_refused():
@@ -464,7 +466,7 @@ def test_a_micro_batch_of_another_size_is_refused():
     batch = run.prepare()
     x, replay = batch.to_ranks(batches()[0])
     half = jax.tree.map(lambda leaf: leaf[:, :4], (x, replay))
-    with pytest.raises(ValueError, match=r"x: shape \(4, 6, 8\), .* prepared with 8 rows a micro-batch"):
+    with pytest.raises(ValueError, match=r"x: shape \(4, 6, 8\), .* prepared with 8 rows per micro-batch"):
         train_step(run.model, run.optimizer, batch, half)
 
 

@@ -99,9 +99,9 @@ class Run:
         return jax.tree.map(one, self.layers, tree, is_leaf=lambda label: label is None)
 
 
-def same_bits(found, expected):
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+def same_bits(actual, expected):
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         assert (a.dtype, a.shape) == (b.dtype, b.shape)
         assert a.tobytes() == b.tobytes()
 
@@ -141,9 +141,9 @@ def test_the_same_ranks_go_on_as_they_were(wide, saved):
     assert (tree["batch"], tree["rate"], type(tree["batch"]), type(tree["rate"])) == (12, 0.25, int, float)
     assert tree["planner"]["key"] == jax.random.key(7, impl="rbg")
     assert isinstance(tree["planner"]["loads"], np.ndarray)
-    for found, like in zip(jax.tree.leaves(tree), jax.tree.leaves(wide.like), strict=True):
+    for actual, like in zip(jax.tree.leaves(tree), jax.tree.leaves(wide.like), strict=True):
         if getattr(like, "sharding", None):
-            assert found.sharding == like.sharding
+            assert actual.sharding == like.sharding
     # Restored scalars that were not on the mesh work together with arrays that are.
     assert (tree["params"]["router"] * tree["optimizer"][1][0].count).sharding.mesh == wide.mesh
 

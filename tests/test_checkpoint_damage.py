@@ -70,8 +70,8 @@ def restore(folder, tree, **others):
         return restore_checkpoint(manager, tree, **options(), **others)
 
 
-def same(found, tree):
-    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(tree), strict=True)
+def same(actual, tree):
+    pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(tree), strict=True)
     return all(np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in pairs)
 
 
@@ -85,8 +85,8 @@ def message_of(folder, tree, step=None):
 
 def is_advice(line, folder):
     """Whether ``line`` is one line that has the step and the step before it."""
-    way = f"; to try step 2, the newest before it, move {folder / str(LAST)} away"
-    return line.startswith(f"step {LAST} in {folder}: ") and line.endswith(way) and "\n" not in line
+    advice = f"; to try step 2, the newest before it, move {folder / str(LAST)} away"
+    return line.startswith(f"step {LAST} in {folder}: ") and line.endswith(advice) and "\n" not in line
 
 
 @pytest.mark.parametrize(
@@ -103,10 +103,10 @@ def test_one_flipped_bit_is_noticed(place, name, folder, tree):
     flip_bit_of(array, folder / str(LAST))
     assert f": array {name!r} has changed since it was saved; " in message_of(folder, tree)
     # Without verification the damaged values are restored.
-    found = restore(folder, tree, verify=False).tree
-    assert not same(found, tree)
-    found[place[0]][place[1]] = array
-    assert same(found, tree)
+    actual = restore(folder, tree, verify=False).tree
+    assert not same(actual, tree)
+    actual[place[0]][place[1]] = array
+    assert same(actual, tree)
     # The advice in the message works.
     shutil.rmtree(folder / str(LAST))
     restored = restore(folder, tree)
@@ -139,8 +139,8 @@ def test_another_mesh_notices_too(folder, tree):
         with pytest.raises(ValueError, match=r"step 3 in .*: array 'params.experts' has changed since it"):
             restore_checkpoint(manager, like, **there)
         restored = restore_checkpoint(manager, like, **there, step=2)
-    found = [np.asarray(leaf).reshape(-1) for leaf in jax.tree.leaves(restored.tree)]
-    assert same(found, [np.asarray(leaf).reshape(-1) for leaf in jax.tree.leaves(tree)])
+    actual = [np.asarray(leaf).reshape(-1) for leaf in jax.tree.leaves(restored.tree)]
+    assert same(actual, [np.asarray(leaf).reshape(-1) for leaf in jax.tree.leaves(tree)])
 
 
 @pytest.mark.parametrize(
@@ -148,13 +148,13 @@ def test_another_mesh_notices_too(folder, tree):
     [cut_in_half, *(pytest.param(harm, marks=pytest.mark.slow) for harm in (flip_middle_bit, Path.unlink))],
 )
 def test_whatever_file_is_damaged_nothing_wrong_is_restored(harm, folder, tree, capfd):
-    said = {}
+    messages = {}
     for path, content in files_under(folder / str(LAST)).items():
         harm(folder / str(LAST) / path)
         try:
             restored = restore(folder, tree)
         except ValueError as error:
-            said[path] = str(error)
+            messages[path] = str(error)
         else:
             # Orbax writes some data twice, and some that a restore does not read.
             assert restored.step == LAST
@@ -162,13 +162,13 @@ def test_whatever_file_is_damaged_nothing_wrong_is_restored(harm, folder, tree, 
         (folder / str(LAST) / path).write_bytes(content)
     gc.collect()
     assert "Traceback" not in capfd.readouterr().err
-    assert all(is_advice(line, folder) for line in said.values())
-    assert any(": the layout cannot be read: " in line for line in said.values())
-    assert any(": array 'p" in line or ": array 'm" in line for line in said.values())
+    assert all(is_advice(line, folder) for line in messages.values())
+    assert any(": the layout cannot be read: " in line for line in messages.values())
+    assert any(": array 'p" in line or ": array 'm" in line for line in messages.values())
     if harm is cut_in_half:
-        assert any(path.name == "_METADATA" for path in said)
+        assert any(path.name == "_METADATA" for path in messages)
         assert any(
-            "/d/" in str(path) and "cannot be read: OUT_OF_RANGE" in line for path, line in said.items()
+            "/d/" in str(path) and "cannot be read: OUT_OF_RANGE" in line for path, line in messages.items()
         )
 
 

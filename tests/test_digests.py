@@ -23,8 +23,8 @@ SHAPES = [(), (5,), (3, 4), (0, 4), (2, 1, 3)]
 
 
 def digest(array, layers=None, home=NO_HOMES):
-    [found] = logical_digests({"array": ExpertLeaf((), array, layers)}, home).values()
-    return found
+    [actual] = logical_digests({"array": ExpertLeaf((), array, layers)}, home).values()
+    return actual
 
 
 def bits_of(dtype):

@@ -66,14 +66,14 @@ def gradient(x, parallel):
 def test_hot_ranks_are_above_the_threshold_and_the_floor(rows, threshold, min_rows):
     """Every layer is marked by itself, by the sum of the slots of each rank."""
     quota = np.array(rows, np.int32).reshape(3, 2, 2, 2)
-    found = mark_hot_ranks(
+    actual = mark_hot_ranks(
         LayerPlan(quota, quota, quota, None), HotRanks(threshold=threshold, min_rows=min_rows)
     )
     for layer in range(3):
         load = [sum(slots) for node in quota[layer].tolist() for slots in node]
         hot = [each > threshold * sum(load) / 4 and each >= min_rows for each in load]
         near = [abs(each - threshold * sum(load) / 4) < 1e-2 for each in load]  # float32 rounding decides
-        assert all(a == b or c for a, b, c in zip(np.ravel(found[layer]).tolist(), hot, near, strict=True))
+        assert all(a == b or c for a, b, c in zip(np.ravel(actual[layer]).tolist(), hot, near, strict=True))
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -102,8 +102,8 @@ def test_tables_are_the_same_but_for_the_marks():
     np.testing.assert_array_equal(marked.tokens.float8, mark_hot_ranks(plan_of_layer(), HOT))
     without = marked._replace(tokens=marked.tokens._replace(float8=None))
     assert jax.tree.structure(without) == jax.tree.structure(exact)
-    for found, wanted in zip(jax.tree.leaves(without), jax.tree.leaves(exact), strict=True):
-        np.testing.assert_array_equal(found, wanted)
+    for actual, desired in zip(jax.tree.leaves(without), jax.tree.leaves(exact), strict=True):
+        np.testing.assert_array_equal(actual, desired)
 
 
 def test_marked_ranks_compute_in_float8_and_all_others_the_same_bits():
@@ -133,8 +133,8 @@ def test_without_a_rule_the_layer_is_traced_as_if_there_were_no_float8(monkeypat
     def trace():
         return str(jax.make_jaxpr(functools.partial(gradient, parallel=EXACT))(VALUES["x"]))
 
-    found = trace()
-    assert "f8_e4m3" not in found
+    actual = trace()
+    assert "f8_e4m3" not in actual
     assert "f8_e4m3" in str(
         jax.make_jaxpr(run_layer, static_argnums=2)(VALUES["x"], plan_of_layer(), float8(HOT))
     )
@@ -144,7 +144,7 @@ def test_without_a_rule_the_layer_is_traced_as_if_there_were_no_float8(monkeypat
 
     monkeypatch.setattr(relibra_jax.execution.moe, "_compute_experts", former)
     jax.clear_caches()
-    assert trace() == found
+    assert trace() == actual
 
 
 def test_a_layer_with_marks_has_no_gradient():

@@ -70,11 +70,11 @@ def moved(values, old, new, leading=0):
     return result.reshape(values.shape)
 
 
-def same_bits(found, expected):
-    found, expected = np.asarray(found), np.asarray(expected)
-    assert found.dtype == expected.dtype
-    assert found.shape == expected.shape
-    assert found.tobytes() == expected.tobytes()
+def same_bits(actual, expected):
+    actual, expected = np.asarray(actual), np.asarray(expected)
+    assert actual.dtype == expected.dtype
+    assert actual.shape == expected.shape
+    assert actual.tobytes() == expected.tobytes()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn", "bool"])
@@ -239,8 +239,8 @@ def test_a_step_after_moving_is_the_step_moved(name, mesh, migrate):
     assert len(jax.tree.leaves(labels)) == EXPERT_STATE[name]
     expected = step(params, state, gradients[1])
     expected = migrate(expected, (layers, labels))
-    found = step(*migrate((params, state), (layers, labels)), migrate(gradients[1], layers))
-    jax.tree.map(same_bits, found, expected)
+    actual = step(*migrate((params, state), (layers, labels)), migrate(gradients[1], layers))
+    jax.tree.map(same_bits, actual, expected)
 
 
 def test_flax_state(mesh, migrate):
@@ -278,7 +278,7 @@ def test_flax_state(mesh, migrate):
     [
         (
             optax.lbfgs(),
-            r"state\[0\].params.*experts.* of ScaleByLBFGSState, .*cannot say which leaves.*IndexError",
+            r"state\[0\].params.*experts.* of ScaleByLBFGSState, .*cannot tell which leaves.*IndexError",
         ),
         (
             optax.scale_by_lbfgs(),

@@ -136,15 +136,15 @@ def expected():
         return [dense(jax.tree.map(jnp.asarray, weights()), ids) for ids in routings()]
 
 
-def check(step, plan, ids, wanted, tolerance=TOLERANCE["float64"]):
+def check(step, plan, ids, desired, tolerance=TOLERANCE["float64"]):
     with jax.enable_x64(True):
-        assert_close(step(jax.tree.map(jnp.asarray, weights()), ids, plan), wanted, tolerance)
+        assert_close(step(jax.tree.map(jnp.asarray, weights()), ids, plan), desired, tolerance)
 
 
-def check_all(step, of_batch):
+def check_all(step, batch_plans):
     """Run all routings under their layer plans."""
     for micro_batch, ids in enumerate(routings()):
-        check(step, of_batch.layer(micro_batch).layer(0), ids, expected()[micro_batch])
+        check(step, batch_plans.layer(micro_batch).layer(0), ids, expected()[micro_batch])
 
 
 FAST = ("static", "relibra", "relibra_across", "random")
@@ -211,11 +211,11 @@ def test_training_dtypes(dtype, path):
     plan, ids = plans("2x4", 2, "relibra").layer(0).layer(0), routings()[0]
     rounded = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), weights())
     with jax.enable_x64(True):
-        wanted = dense(jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float64), rounded), ids)
+        desired = dense(jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float64), rounded), ids)
     chex.clear_trace_counter()
-    found = run.__wrapped__("2x4", 2, path, False)(rounded, ids, plan)
-    assert found["output"].dtype == dtype
-    assert_close(found, wanted, TOLERANCE[dtype])
+    actual = run.__wrapped__("2x4", 2, path, False)(rounded, ids, plan)
+    assert actual["output"].dtype == dtype
+    assert_close(actual, desired, TOLERANCE[dtype])
 
 
 def test_same_input_gives_the_same_bits():
@@ -246,9 +246,9 @@ def routed_plans(draw):
 def test_any_plan_of_any_routing(drawn):
     ids, plan = drawn
     with jax.enable_x64(True):
-        wanted = dense(jax.tree.map(jnp.asarray, weights()), ids)
+        desired = dense(jax.tree.map(jnp.asarray, weights()), ids)
     for path in PATHS:
-        check(run("2x4", 2, path, False), plan, ids, wanted)
+        check(run("2x4", 2, path, False), plan, ids, desired)
 
 
 def test_larger_meshes_have_layer_plans_a_copy_and_shared_homes():
@@ -260,11 +260,13 @@ def test_larger_meshes_have_layer_plans_a_copy_and_shared_homes():
     topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=EXPERTS, replica_slots=2)
     mesh, ids = expert_mesh(topology, data=2, fsdp=2), routings()[0]
     load = load_of(ids.reshape(4, 1, 2, TOKENS, TOP_K), topology)  # the copies as micro-batches of one batch
-    of_batch = layer_plans(planned("relibra", topology, load), load)
-    parallel = ExpertParallel(mesh=mesh, topology=topology, capacities=count_capacities(of_batch, topology))
+    batch_plans = layer_plans(planned("relibra", topology, load), load)
+    parallel = ExpertParallel(
+        mesh=mesh, topology=topology, capacities=count_capacities(batch_plans, topology)
+    )
     assert parallel.data_axes == ("data", "fsdp")
-    assert len(np.unique(of_batch.quota, axis=0)) == 4
-    plan = jax.tree.map(lambda leaf: leaf.reshape(2, 2, *leaf.shape[2:]), of_batch)
+    assert len(np.unique(batch_plans.quota, axis=0)) == 4
+    plan = jax.tree.map(lambda leaf: leaf.reshape(2, 2, *leaf.shape[2:]), batch_plans)
     home = plan.home[0, 0]
 
     @jax.jit
@@ -280,5 +282,5 @@ def test_larger_meshes_have_layer_plans_a_copy_and_shared_homes():
     spec = jax.P("node", "local", None, None, "fsdp")
     experts = values["experts"][home_layout(home, topology)]
     (grads, by_slot), out = step(values, jax.device_put(experts, jax.NamedSharding(mesh, spec)))
-    found = grads | {"output": out, "experts": by_slot.reshape(EXPERTS, 3, WIDTH, HIDDEN)[home]}
-    assert_close(found, expected()[0], TOLERANCE["float32"])
+    actual = grads | {"output": out, "experts": by_slot.reshape(EXPERTS, 3, WIDTH, HIDDEN)[home]}
+    assert_close(actual, expected()[0], TOLERANCE["float32"])

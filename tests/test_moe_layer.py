@@ -136,10 +136,10 @@ assert {"softmax", "sigmoid"} == set(GATING)
 
 @pytest.mark.parametrize("scores", SCORES)
 def test_replay_is_the_dense_layer(scores):
-    found = replay_step(scores)(X, REPLAY, MASK, replayed())
-    wanted = dense(scores)(X, REPLAY, MASK)
-    assert_close(found, wanted)
-    slopes = {jax.tree_util.keystr(k): np.abs(v).max() for k, v in jax.tree.leaves_with_path(found[1])}
+    actual = replay_step(scores)(X, REPLAY, MASK, replayed())
+    desired = dense(scores)(X, REPLAY, MASK)
+    assert_close(actual, desired)
+    slopes = {jax.tree_util.keystr(k): np.abs(v).max() for k, v in jax.tree.leaves_with_path(actual[1])}
     assert len(slopes) == 3
     assert all(slope > 0 for slope in slopes.values())
 
@@ -225,8 +225,8 @@ def test_precision_is_what_the_table_says():
     assert {leaf.dtype for tree in trees for leaf in jax.tree.leaves(tree)} == {jnp.dtype("float32")}
     exact = jax.jit(jax.grad(loss_in_float32))(params, X)
     for name, tolerance in (("experts", 0.1), ("router", 0.1)):
-        found, wanted = (np.asarray(each[name][...], np.float64) for each in (grads, exact))
-        assert 0 < np.abs(found - wanted).max() < tolerance * np.abs(wanted).max()
+        actual, desired = (np.asarray(each[name][...], np.float64) for each in (grads, exact))
+        assert 0 < np.abs(actual - desired).max() < tolerance * np.abs(desired).max()
 
     # Replicas and their gradients travel in bfloat16 and in four pieces, one for each rank of a node.
     text = str(jax.make_jaxpr(jax.grad(loss))(params, X))
@@ -304,7 +304,7 @@ def test_labels_find_the_experts_and_nothing_else():
     optimizer = nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
     labels = expert_labels(nnx.state(model, nnx.Param))
 
-    def found(labels):
+    def labels_by_name(labels):
         return {jax.tree_util.keystr(path): label for path, label in jax.tree.leaves_with_path(labels)}
 
     experts = {
@@ -312,15 +312,15 @@ def test_labels_find_the_experts_and_nothing_else():
         "['apart'][1]['experts']": 1,
         "['stacked']['experts']": range(2, 4),
     }
-    assert found(labels) == experts
+    assert labels_by_name(labels) == experts
     assert len(jax.tree.leaves(nnx.state(model, nnx.Param))) == 9
-    state = found(optimizer_layers(optimizer.tx, optimizer.opt_state, labels))
+    state = labels_by_name(optimizer_layers(optimizer.tx, optimizer.opt_state, labels))
     assert state == {f"[0].{moment}{path}.value": v for moment in ("mu", "nu") for path, v in experts.items()}
 
     # Layers in a list and stacked layers use the rows of the homes in the order of the tree.
     before = [np.asarray(leaf) for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))]
     home = np.stack([np.roll(np.arange(4), layer) for layer in range(4)])
-    with pytest.raises(ValueError, match="old_home has 4 layers, new_home 3"):
+    with pytest.raises(ValueError, match="old_home has 4 layers, but new_home has 3"):
         reorder_experts(model, optimizer, home[:3], mesh=mesh, topology=topology)
     reorder_experts(model, None, home, mesh=mesh, topology=topology)
     after = jax.tree.leaves(nnx.state(model, nnx.Param))
@@ -421,11 +421,11 @@ def train(*, planned):
 
 @pytest.mark.slow
 def test_training_with_plans_and_reorders_is_training_without():
-    found, home = train(planned=True)
-    wanted, at_birth = train(planned=False)
+    actual, home = train(planned=True)
+    desired, at_birth = train(planned=False)
     assert (home != at_birth).any()
-    assert (np.abs(wanted["moments"]).max((1, 2)) > 0).all()
-    assert_close(found, wanted)
+    assert (np.abs(desired["moments"]).max((1, 2)) > 0).all()
+    assert_close(actual, desired)
 
 
 def test_homes_of_another_model_are_refused():

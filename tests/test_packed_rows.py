@@ -61,18 +61,18 @@ def result(pack_rows):
     gradients, (log_prob, slot_rows) = nnx.jit(step)(model, batch, (rows, batch.packing))
     check_executed(slot_rows, batch)
     home = np.asarray(model.layers.experts.home[...])
-    found = nnx.to_pure_dict(gradients)
-    experts = np.asarray(found["layers"]["experts"]["experts"]).reshape(2, 16, -1)
-    found["layers"]["experts"]["experts"] = np.take_along_axis(experts, home[..., None], axis=1)
-    return jax.device_get(found), batch.from_ranks(log_prob)
+    actual = nnx.to_pure_dict(gradients)
+    experts = np.asarray(actual["layers"]["experts"]["experts"]).reshape(2, 16, -1)
+    actual["layers"]["experts"]["experts"] = np.take_along_axis(experts, home[..., None], axis=1)
+    return jax.device_get(actual), batch.from_ranks(log_prob)
 
 
 def test_equal_to_a_sample_a_row():
-    (gradients, log_prob), (wanted, unpacked) = result(True), result(False)
+    (gradients, log_prob), (desired, unpacked) = result(True), result(False)
     np.testing.assert_allclose(np.where(MASK, log_prob, 0), np.where(MASK, unpacked, 0), atol=2e-6)
     assert not log_prob[:, 0].any()
     for (path, leaf), other in zip(
-        jax.tree.leaves_with_path(wanted), jax.tree.leaves(gradients), strict=True
+        jax.tree.leaves_with_path(desired), jax.tree.leaves(gradients), strict=True
     ):
         largest = np.abs(leaf).max()
         assert largest > 0, path
@@ -83,8 +83,10 @@ def test_little_is_padding_and_every_token_is_there():
     _, batch, _ = prepared(True)
     segments, positions = (np.asarray(leaf) for leaf in batch.packing)
     assert (segments != EMPTY).mean() >= 0.95
-    found = {(int(a), int(b)) for a, b in zip(segments.ravel(), positions.ravel(), strict=True) if a != EMPTY}
-    assert found == {(int(a), int(b)) for a, b in np.argwhere(MASK)}
+    actual = {
+        (int(a), int(b)) for a, b in zip(segments.ravel(), positions.ravel(), strict=True) if a != EMPTY
+    }
+    assert actual == {(int(a), int(b)) for a, b in np.argwhere(MASK)}
     _, unpacked, _ = prepared(False)
     assert unpacked.packing is None
     assert (unpacked.parallel.rows or 0) * LENGTH * MICRO_BATCHES > 1.5 * segments.size

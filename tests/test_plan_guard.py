@@ -179,7 +179,7 @@ def routed_plan(rng):
     return ids, LayerPlan(*(np.array(leaf)[0, 0] for leaf in plan))
 
 
-def refused(plan):
+def host_error(plan):
     """The host's error message for a plan, or None if it accepts the plan."""
     batch = [leaf[None, None] for leaf in plan]
     try:
@@ -207,7 +207,7 @@ def test_a_corrupted_plan_is_right_or_nan(path):
         nan = np.isnan(out).all(-1)
         outcomes["right" if right.all() else "nan"] += 1
         if not (right | nan).all() or (
-            refused(plan) and right.all() and corrupt is not replicas_out_of_order
+            host_error(plan) and right.all() and corrupt is not replicas_out_of_order
         ):
             wrong.append((case, corrupt.__name__))
         if nan.all():
@@ -227,7 +227,7 @@ def test_the_host_refuses_what_the_layer_would(corrupt):
         before = [leaf.copy() for leaf in plan]
         corrupt(rng, plan, routed_plan(rng)[1])
         changed = any((a != b).any() for a, b in zip(before, plan, strict=True))
-        refusal = refused(plan)
+        refusal = host_error(plan)
         count += refusal is not None
         if not changed:
             assert refusal is None

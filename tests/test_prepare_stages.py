@@ -56,13 +56,13 @@ class Model(nnx.Module):
     def __call__(self, x, replay, layers, parallel):
         rows = []
         for number, moe in enumerate(self.layers):
-            found = moe(
+            moe_output = moe(
                 *(x, replay.expert_ids[..., number, :], layers.layer(number)),
                 parallel=parallel,
                 mask=replay.mask,
             )
-            x = x + found.output
-            rows.append(found.slot_rows)
+            x = x + moe_output.output
+            rows.append(moe_output.slot_rows)
         return x, jnp.stack(rows)
 
 
@@ -161,10 +161,10 @@ def trained():
 
 
 def assert_same_training(run, seen, losses):
-    planned, wanted, wanted_losses = trained()
-    np.testing.assert_allclose(losses, wanted_losses[: len(losses)], rtol=5e-6)
-    for found, expected in zip(seen, wanted, strict=False):
-        np.testing.assert_allclose(found, expected, atol=2e-5)
+    planned, desired, desired_losses = trained()
+    np.testing.assert_allclose(losses, desired_losses[: len(losses)], rtol=5e-6)
+    for actual, expected in zip(seen, desired, strict=False):
+        np.testing.assert_allclose(actual, expected, atol=2e-5)
     if len(seen) == BATCHES:
         np.testing.assert_allclose(run.experts(), planned.experts(), atol=5e-5)
 
@@ -235,8 +235,8 @@ def test_one_stage_is_prepare():
     run, other = Run(), Run()
     one = run.balancer.prepare(run.model, run.optimizer, data()[0][1])
     (same,) = other.prepare(num_micro_batches=(2,), samples=None)
-    for found, wanted in zip(jax.tree.leaves(same), jax.tree.leaves(one), strict=True):
-        np.testing.assert_array_equal(found, wanted)
+    for actual, desired in zip(jax.tree.leaves(same), jax.tree.leaves(one), strict=True):
+        np.testing.assert_array_equal(actual, desired)
     assert one.parallel.capacities == same.parallel.capacities
 
 

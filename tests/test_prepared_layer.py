@@ -76,9 +76,9 @@ def test_layers_are_prepared_once_for_a_batch(path):
     layers = prepare_layers(routings()[..., None, :], layer_plans(plan, load), parallel)
     for number, ids in enumerate(routings()):
         layer = layers.layer(number).layer(0)._replace(residents=residents[0])
-        found = run_prepared(experts, layer, ids, GATES[number], parallel)
-        assert_close(found.output, expected()[number]["output"], 2e-6)
-        np.testing.assert_array_equal(found.slot_rows, plan.quota[number, 0])
+        actual = run_prepared(experts, layer, ids, GATES[number], parallel)
+        assert_close(actual.output, expected()[number]["output"], 2e-6)
+        np.testing.assert_array_equal(actual.slot_rows, plan.quota[number, 0])
 
 
 def test_a_layer_that_is_run_has_nothing_left_to_sort_or_search():
@@ -101,16 +101,16 @@ def test_a_layer_that_is_run_has_nothing_left_to_sort_or_search():
 
 
 def primitives(jaxpr):
-    found = set()
+    names = set()
     for equation in jaxpr.eqns:
-        found.add(equation.primitive.name)
+        names.add(equation.primitive.name)
         for value in jax.tree.leaves(
             list(equation.params.values()), is_leaf=lambda leaf: hasattr(leaf, "eqns")
         ):
             inner = getattr(value, "jaxpr", value)
             if hasattr(inner, "eqns"):
-                found |= primitives(inner)
-    return found
+                names |= primitives(inner)
+    return names
 
 
 def test_ids_of_other_rows_than_the_layer_was_prepared_from_return_nan():
@@ -143,9 +143,9 @@ def test_rows_that_reach_another_slot_are_counted_and_return_nan(path):
         flat = flat._replace(arrival=jnp.asarray(arrival))
         dispatch = dispatch._replace(inside=flat) if isinstance(dispatch, NodeDispatch) else flat
         wrong = layer._replace(tokens=layer.tokens._replace(dispatch=dispatch))
-        found = run_prepared(experts, wrong, routings()[0], GATES[0], parallel)
-        assert np.isnan(found.output).any() == check_rows
-        as_planned = (np.asarray(found.slot_rows) == plan.quota[0, 0]).all()
+        actual = run_prepared(experts, wrong, routings()[0], GATES[0], parallel)
+        assert np.isnan(actual.output).any() == check_rows
+        as_planned = (np.asarray(actual.slot_rows) == plan.quota[0, 0]).all()
         assert as_planned == (not check_rows)
 
 
@@ -219,9 +219,9 @@ def test_plans_of_a_batch_serve_without_residents_where_slots_are_empty():
     layer = prepare(routings()[0], layer_plan, parallel=parallel)
     layer = layer._replace(residents=push([experts], whole, parallel=parallel)[0])
     assert not np.asarray(layer.residents).any()
-    found = run_prepared(experts, layer, routings()[0], GATES[0], parallel)
-    assert_close(found.output, expected()[0]["output"], 2e-6)
-    assert found.slot_rows.sum() == (routings()[0] != EMPTY).sum() <= RANKS * TOKENS * TOP_K
+    actual = run_prepared(experts, layer, routings()[0], GATES[0], parallel)
+    assert_close(actual.output, expected()[0]["output"], 2e-6)
+    assert actual.slot_rows.sum() == (routings()[0] != EMPTY).sum() <= RANKS * TOKENS * TOP_K
 
 
 def test_lanes_that_are_full_to_the_last_row():
@@ -250,7 +250,7 @@ def test_lanes_that_are_full_to_the_last_row():
         held, rows = fetch_replicas(experts, layer, x, parallel)
         return moe_layer(rows, ids, gates, held, layer, parallel)
 
-    found = run(of_batch.layer(0).layer(0))
-    np.testing.assert_array_equal(found.slot_rows, quota[0, 0])
-    wanted = mixture(x, ids, gates, VALUES["experts"][:2])
-    np.testing.assert_allclose(found.output, wanted, atol=1e-5)
+    actual = run(of_batch.layer(0).layer(0))
+    np.testing.assert_array_equal(actual.slot_rows, quota[0, 0])
+    desired = mixture(x, ids, gates, VALUES["experts"][:2])
+    np.testing.assert_allclose(actual.output, desired, atol=1e-5)

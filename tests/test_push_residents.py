@@ -78,17 +78,17 @@ def compiled(mesh, resident_slots=2, **options):
 def check(mesh, plan, **options):
     topology = topology_of(mesh)
     experts = at_home(plan, topology)
-    wanted = expected(plan, topology)
-    gradients = RNG.normal(size=wanted.shape).astype(np.float32)
+    desired = expected(plan, topology)
+    gradients = RNG.normal(size=desired.shape).astype(np.float32)
     pushed, returned = compiled(mesh, **options)(experts, gradients, plan)
-    np.testing.assert_array_equal(pushed, wanted)
+    np.testing.assert_array_equal(pushed, desired)
     # Add the gradient of each slot to that of its expert.
     total = np.zeros_like(WEIGHTS, np.float64)
     resident = np.asarray(resident_experts(plan, topology))
     for place in zip(*np.nonzero(resident != EMPTY), strict=True):
         total[place[0], resident[place]] += gradients[place]
-    wanted = np.stack([total[layer][row] for layer, row in enumerate(home_layout(plan.home, topology))])
-    np.testing.assert_allclose(returned, wanted, rtol=1e-5, atol=1e-6)
+    desired = np.stack([total[layer][row] for layer, row in enumerate(home_layout(plan.home, topology))])
+    np.testing.assert_allclose(returned, desired, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -115,9 +115,9 @@ def test_the_way_back_is_the_transpose_that_jax_takes():
     experts = at_home(plan, topology)
     gradients = RNG.normal(size=expected(plan, topology).shape).astype(np.float32)
     push = functools.partial(push_residents, plan=plan, parallel=parallel)
-    wanted = jax.jit(lambda experts, gradients: jax.vjp(push, experts)[1](gradients)[0])(experts, gradients)
-    found = compiled("2x4")(experts, gradients, plan)[1]
-    np.testing.assert_array_equal(found, wanted)
+    desired = jax.jit(lambda experts, gradients: jax.vjp(push, experts)[1](gradients)[0])(experts, gradients)
+    actual = compiled("2x4")(experts, gradients, plan)[1]
+    np.testing.assert_array_equal(actual, desired)
 
 
 def test_layers_may_be_stacked_or_not():
@@ -147,10 +147,10 @@ def test_copies_of_the_group_hold_their_own_and_fsdp_shards_them():
     experts = jax.device_put(at_home(plan, topology), jax.NamedSharding(mesh, spec))
     options = {"fsdp_axis": "fsdp"}
     pushed = jax.jit(lambda experts: push_residents(experts, plan, parallel, **options))(experts)
-    wanted = expected(plan, topology)
+    desired = expected(plan, topology)
     assert pushed.shape == (LAYERS, 2, 1, 2, 1, 2, 3, WIDTH, HIDDEN)
     assert pushed.addressable_shards[0].data.shape == (LAYERS, 1, 1, 1, 1, 2, 3, WIDTH // 2, HIDDEN)
-    np.testing.assert_array_equal(pushed, np.broadcast_to(wanted[:, None, None], pushed.shape))
+    np.testing.assert_array_equal(pushed, np.broadcast_to(desired[:, None, None], pushed.shape))
 
     gradients = RNG.normal(size=pushed.shape).astype(np.float32)
     nothing = jnp.zeros_like(experts)
@@ -186,9 +186,9 @@ def test_an_expert_crosses_once_for_every_node_that_needs_it(mesh):
             exports[owner] += bool(needing)
             for node in needing:
                 pairs[owner // topology.ranks_per_node, node] += 1
-    found = push_counts(plan.home, resident, topology)
-    np.testing.assert_array_equal(found[0], exports)
-    np.testing.assert_array_equal(found[1], pairs)
+    actual = push_counts(plan.home, resident, topology)
+    np.testing.assert_array_equal(actual[0], exports)
+    np.testing.assert_array_equal(actual[1], pairs)
     own = np.eye(topology.num_nodes, dtype=bool)
     most = {"exports": exports.max(), "pair": pairs[~own].max(), "own": pairs[own].max()}
     sizes = PushSizes(**{name: int(size) for name, size in most.items()})

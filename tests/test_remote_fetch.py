@@ -38,14 +38,14 @@ def test_slots_are_pulled_from_where_the_plan_has_their_experts(mesh):
     for micro_batch in range(4):
         plan = layer_plan(mesh, micro_batch)
         tables = jax.tree.map(np.asarray, prepare(plan))
-        held, wanted = np.split(plan.slot_expert, [topology.held_slots], -1)
+        held, desired = np.split(plan.slot_expert, [topology.held_slots], -1)
         for part in tables.remote:
-            np.testing.assert_array_equal(part == EMPTY, wanted == EMPTY)
-        for place in map(tuple, np.argwhere(wanted != EMPTY)):
+            np.testing.assert_array_equal(part == EMPTY, desired == EMPTY)
+        for place in map(tuple, np.argwhere(desired != EMPTY)):
             owner = place[0], tables.remote.rank[place]
             slot = tables.exports[owner][tables.remote.row[place]]
             assert slot != EMPTY
-            assert held[owner][slot] == wanted[place]
+            assert held[owner][slot] == desired[place]
             pulled += 1
     assert pulled > 8
 
@@ -97,8 +97,8 @@ def test_what_is_pulled_and_what_returns_is_that_of_the_padded_fetch_bit_for_bit
         plan = layer_plan(mesh, micro_batch)
         of_kinds = [fetched(mesh, kind)(held, x, plan, cotangent) for kind in ("remote_emulated", "padded")]
         assert np.asarray(of_kinds[0][1]).any()
-        for found, wanted in zip(*map(jax.tree.leaves, of_kinds), strict=True):
-            np.testing.assert_array_equal(found, wanted)
+        for actual, desired in zip(*map(jax.tree.leaves, of_kinds), strict=True):
+            np.testing.assert_array_equal(actual, desired)
 
 
 @pytest.mark.parametrize(("replicas_only", "exchanges"), [(True, 0), (False, 2)])
@@ -147,8 +147,8 @@ def test_the_kernel_copies_every_row_and_leaves_zeros_where_none_is_wanted():
             scratch_types=[ring, plgpu.Barrier(num_barriers=pull_kernel.STAGES)],
         )
         out = kernel(rank, row, rows.reshape(ranks, -1, *chunks))
-    wanted = rows[rank, row] * (row != EMPTY)[:, None, None, None]
-    np.testing.assert_array_equal(np.asarray(out).reshape(wanted.shape), wanted)
+    desired = rows[rank, row] * (row != EMPTY)[:, None, None, None]
+    np.testing.assert_array_equal(np.asarray(out).reshape(desired.shape), desired)
 
 
 def test_rows_that_the_kernel_cannot_cut_are_refused():
@@ -180,9 +180,9 @@ def test_meshes_whose_devices_a_kernel_cannot_reach(changes, reason):
     one = {"platform": "cuda", "device_kind": "NVIDIA H100 80GB HBM3", "process_index": 0}
     first = one | {key: value for key, value in changes.items() if key == "device_kind"}
     devices = [SimpleNamespace(**first, id=0), SimpleNamespace(**(one | {"id": 1} | changes))]
-    found = why_not_remote(devices)
+    message = why_not_remote(devices)
     if reason is None:
-        assert found is None
+        assert message is None
     else:
         with pytest.raises(ValueError, match=reason):
-            raise ValueError(found)
+            raise ValueError(message)

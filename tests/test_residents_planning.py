@@ -72,14 +72,14 @@ def choose_one_by_one(case, *, crossing, push, count, hierarchical):
 def test_the_greedy_choice(case, hierarchical, count, push):
     """The cases include more slots than the other nodes have experts, and pushes that cost more than they save."""
     options = {"crossing": 1.0, "push": push, "count": count, "hierarchical": hierarchical}
-    found = choose(case, **options)
-    np.testing.assert_array_equal(found, choose_one_by_one(case, **options))
-    assert not found[case[2], np.arange(EXPERTS)[:, None], np.arange(LAYERS)].any(), "at home in the node"
-    number = found.sum(1)
+    actual = choose(case, **options)
+    np.testing.assert_array_equal(actual, choose_one_by_one(case, **options))
+    assert not actual[case[2], np.arange(EXPERTS)[:, None], np.arange(LAYERS)].any(), "at home in the node"
+    number = actual.sum(1)
     assert (number <= count).all()
     if push == 0.35:
         assert number.min() < number.max(), "pushes that do not pay leave slots empty"
-    assert found.any() == (push < 50)
+    assert actual.any() == (push < 50)
 
 
 def test_nothing_crosses_where_it_costs_nothing(case):
@@ -93,8 +93,8 @@ def test_taking_one_expert_out_may_make_another_the_only_reason():
     tokens = token_bits(TokenSample(ids, np.zeros(8, int), np.zeros(8, int)), topology, num_micro_batches=1)
     copies = jnp.zeros((2, 4, 1)).at[0, 2:].set(2.0)
     home_node = jnp.array([[0], [0], [1], [1]])
-    found = choose_residents(tokens, copies, home_node, crossing=1.0, push=0.15, count=2)
-    assert np.asarray(found)[:, :, 0].tolist() == [[False, False, True, True], [False] * 4]
+    actual = choose_residents(tokens, copies, home_node, crossing=1.0, push=0.15, count=2)
+    assert np.asarray(actual)[:, :, 0].tolist() == [[False, False, True, True], [False] * 4]
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -116,11 +116,11 @@ def test_each_resident_gets_one_slot_of_its_node(seed):
         residents_to_ranks(jnp.asarray(resident), jnp.asarray(load), jnp.asarray(home, jnp.int32), topology)
     )
     for node in range(2):
-        wanted = np.nonzero(resident[node])[0]
-        assert sorted(slots[node][slots[node] != EMPTY].tolist()) == wanted.tolist()
+        desired = np.nonzero(resident[node])[0]
+        assert sorted(slots[node][slots[node] != EMPTY].tolist()) == desired.tolist()
         total = [load[node, home // 2 == 3 * node + rank].sum() for rank in range(3)]
         used = [0, 0, 0]
-        for expert in wanted[np.argsort(-load[node, wanted], kind="stable")]:
+        for expert in desired[np.argsort(-load[node, desired], kind="stable")]:
             rank = min((r for r in range(3) if used[r] < topology.resident_slots), key=total.__getitem__)
             assert expert in slots[node, rank]
             total[rank] += load[node, expert]

@@ -56,10 +56,10 @@ class Model(nnx.Module):
         logits, rows = [], []
         for number, moe in enumerate(self.layers):
             ids = replay.expert_ids[..., number, :]
-            found = moe(x, ids, layers.layer(number), parallel=parallel, mask=replay.mask)
-            x = x + found.output
-            logits.append(found.router_logits)
-            rows.append(found.slot_rows)
+            moe_output = moe(x, ids, layers.layer(number), parallel=parallel, mask=replay.mask)
+            x = x + moe_output.output
+            logits.append(moe_output.router_logits)
+            rows.append(moe_output.slot_rows)
         return x, logits, jnp.stack(rows)
 
 
@@ -176,8 +176,8 @@ def train_dense(params, order):
     return params, losses
 
 
-def largest_difference(found, wanted):
-    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
+def largest_difference(actual, desired):
+    pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(desired), strict=True)
     return max(np.abs(np.asarray(a) - np.asarray(b)).max() for a, b in pairs)
 
 
@@ -194,8 +194,8 @@ def whole():
 def test_twenty_batches_of_two_updates_are_those_of_a_dense_model(whole):
     first, run, losses = whole
     with jax.enable_x64(True):
-        params, wanted = train_dense(jax.tree.map(jnp.asarray, first), run.order)
-    np.testing.assert_allclose(losses, wanted, rtol=1e-9)
+        params, desired = train_dense(jax.tree.map(jnp.asarray, first), run.order)
+    np.testing.assert_allclose(losses, desired, rtol=1e-9)
     assert largest_difference(run.logical(), params) < 1e-9
     assert run.norm > LARGEST, "clipping has to bite"
     assert largest_difference(run.logical(), first) > 0.01
@@ -233,8 +233,8 @@ def test_data_and_fsdp_axes_are_the_same_training(axes, ranks_per_node):
         # The micro-batches of a copy are consecutive: the first halves of all copies are one update.
         of_copies = (each.reshape(2 ** len(axes), UPDATES, -1) for each in run.order)
         order = [each.swapaxes(0, 1).reshape(UPDATES, -1) for each in of_copies]
-        params, wanted = train_dense(jax.tree.map(jnp.asarray, first), order)
-    np.testing.assert_allclose(losses, wanted, rtol=1e-9)
+        params, desired = train_dense(jax.tree.map(jnp.asarray, first), order)
+    np.testing.assert_allclose(losses, desired, rtol=1e-9)
     assert largest_difference(run.logical(), params) < 1e-9
 
 
