@@ -1,4 +1,4 @@
-"""The front door: batches prepared in one call, trained on in any loop, and every wrong turn of a loop refused."""
+"""Tests of the Balancer: batches prepared in one call, training in any loop, and errors for every misuse of a loop."""
 
 import dataclasses
 import functools
@@ -54,7 +54,7 @@ ASSIGN = functools.partial(assign_samples, steps=10)
 
 
 class Stack(nnx.Module):
-    """A residual stack of mixtures of experts."""
+    """A residual stack of mixture-of-experts layers."""
 
     def __init__(self, topology, **options):
         rngs = nnx.Rngs(0)
@@ -70,7 +70,7 @@ class Stack(nnx.Module):
         return x
 
 
-TRACES = []  # the buffer sizes of each trace of the step
+TRACES = []  # the buffer sizes with which the step was traced, one entry per trace
 
 
 @nnx.jit
@@ -90,7 +90,7 @@ def train_step(model, optimizer, batch, rows):
 
 @functools.cache
 def batches():
-    """Inputs and routing of six batches; ten samples leave places of the ranks empty."""
+    """Inputs and routing of six batches. With ten samples some places of the ranks stay empty."""
     rng = np.random.default_rng(0)
     sizes = {"samples": SAMPLES, "tokens": TOKENS, "layers": LAYERS, "experts": 8, "top_k": TOP_K}
     return [
@@ -113,7 +113,7 @@ class Run:
         return self.balancer.prepare(self.model, self.optimizer, batches()[number][1], **options)
 
     def train(self, first, last):
-        """The losses of some batches."""
+        """Train on some batches and return their losses."""
         losses = []
         for number in range(first, last):
             batch = self.prepare(number)
@@ -123,7 +123,7 @@ class Run:
         return losses
 
     def logical(self):
-        """Parameters as NumPy arrays, experts by id."""
+        """The parameters as NumPy arrays, with experts in the order of their ids."""
         home = get_homes(self.model)
         leaves = []
         for layer, row in zip(self.model.layers, home, strict=True):
@@ -137,7 +137,7 @@ OPTIMIZER = optax.adamw(1e-2, eps=1e-3)
 
 @functools.cache
 def trained():
-    """A run over all batches, never stopped, and its losses."""
+    """An uninterrupted run over all batches, and its losses."""
     run = Run()
     return run, run.train(0, 6)
 
@@ -148,8 +148,8 @@ def test_training_is_the_same_as_under_static_placement():
     np.testing.assert_allclose(still.train(0, 6), losses, rtol=2e-6)
     assert losses[-1] < losses[0]
     assert (get_homes(run.model) != get_homes(still.model)).any()
-    for found, wanted in zip(still.logical(), run.logical(), strict=True):
-        np.testing.assert_allclose(found, wanted, atol=5e-5)
+    for actual, desired in zip(still.logical(), run.logical(), strict=True):
+        np.testing.assert_allclose(actual, desired, atol=5e-5)
 
 
 @pytest.mark.slow
@@ -159,9 +159,9 @@ def test_data_and_fsdp_axes_are_the_same_training(axes):
     run = Run(topology=topology, axes=axes, fsdp_axis="fsdp" if "fsdp" in axes else None)
     np.testing.assert_allclose(run.train(0, 2), trained()[1][:2], rtol=2e-6)
     batch = run.prepare(2)
-    sound = batch.layers().tokens.sound
-    assert sound.shape == (2, LAYERS, *axes.values(), 1, 2)
-    assert sound.all()
+    valid = batch.layers().tokens.valid
+    assert valid.shape == (2, LAYERS, *axes.values(), 1, 2)
+    assert valid.all()
     rows = batch.to_ranks(np.arange(SAMPLES) + 1)
     assert rows.sharding.is_equivalent_to(
         jax.NamedSharding(run.mesh, jax.P(None, (*axes, "node", "local"))), 2
@@ -213,11 +213,11 @@ def test_a_batch_begins_where_the_search_ahead_has_ended():
     finished = np.arange(SAMPLES) < 7
     load, tokens = counts_of(0)
     before = get_homes(ahead.model)
-    with ThreadPoolExecutor(1) as beside:  # as beside a rollout; what is unknown is not read
+    with ThreadPoolExecutor(1) as beside:  # as during a rollout; counts of unfinished samples are not read
         unknown = np.where(finished[:, None, None], load, 0), np.where(finished, tokens, 0)
         beside.submit(ahead.balancer.plan_ahead, *unknown, finished).result()
     np.testing.assert_array_equal(get_homes(ahead.model), before)
-    # The pure functions that it is made of, with the keys of a balancer.
+    # The pure functions behind plan_ahead and prepare, with the random keys of a balancer.
     planner_key, key = jax.random.split(jax.random.key(0))
     state = REORDERING.init(TOPOLOGY, LAYERS, key=planner_key)
     in_order = assign_in_order(SAMPLES, TOPOLOGY, num_micro_batches=MICRO_BATCHES)
@@ -228,18 +228,18 @@ def test_a_batch_begins_where_the_search_ahead_has_ended():
     )
     run = {"state": state, "start": in_order}
     filled = fill_unfinished(load, tokens, finished)
-    found, _ = plan(*filled, **run, assign=functools.partial(ASSIGN, key=early), rounds=4)
-    start = Placement(found.plan.home, jnp.full((LAYERS, 2, 2, 0), EMPTY, jnp.int32))
-    wanted, _ = plan(
+    actual, _ = plan(*filled, **run, assign=functools.partial(ASSIGN, key=early), rounds=4)
+    start = Placement(actual.plan.home, jnp.full((LAYERS, 2, 2, 0), EMPTY, jnp.int32))
+    desired, _ = plan(
         *(load, tokens), **run, assign=functools.partial(ASSIGN, key=now), rounds=2, warm_start=start
     )
     first = ahead.prepare()
     for name in ("assignment", "plan"):
         chex.assert_trees_all_equal(
-            *(jax.device_get(getattr(each, name)) for each in (first.batch_plan, wanted))
+            *(jax.device_get(getattr(each, name)) for each in (first.batch_plan, desired))
         )
     assert (first.batch_plan.plan.home != afresh.prepare().batch_plan.plan.home).any()
-    # It is one batch's: the next one begins afresh.
+    # A warm start serves one batch; the next one starts without.
     for run in (ahead, afresh):
         run.balancer.discard()
     ahead.balancer.state = afresh.balancer.state
@@ -270,7 +270,7 @@ def test_a_search_that_ends_behind_its_batch_is_dropped(monkeypatch):
 def test_what_cannot_be_planned_ahead_is_refused():
     load, tokens = counts_of(0)
     everything = np.ones(SAMPLES, bool)
-    with pytest.raises(ValueError, match="the planner takes no ``refine``"):
+    with pytest.raises(ValueError, match="the planner has no `refine` argument"):
         Run().balancer.plan_ahead(load, tokens, everything)
     balancer = Run(REORDERING).balancer
     with pytest.raises(ValueError, match="none of 10 samples has finished"):
@@ -289,7 +289,7 @@ def test_live_routing_is_prepared_without_a_replay():
     np.testing.assert_array_equal(get_homes(run.model), before)
     loss = train_step(run.model, run.optimizer, batch, batch.to_ranks(batches()[0]))
     assert np.isfinite(loss)
-    with pytest.raises(ValueError, match="give it num_samples"):
+    with pytest.raises(ValueError, match="needs num_samples of at least num_micro_batches=2, not None"):
         run.balancer.prepare(run.model, run.optimizer, None)
 
 
@@ -297,7 +297,8 @@ def test_a_second_batch_before_an_update_is_refused():
     run = Run()
     run.prepare(0)
     with pytest.raises(
-        ValueError, match=r"before the first was learned from: the optimizer is still at step 0"
+        ValueError,
+        match=r"no step since the previous batch was prepared \(it is still at step 0\): .* Balancer\.discard\(\)",
     ):
         run.prepare(1)
     run.balancer.discard()
@@ -309,17 +310,17 @@ def test_a_batch_is_refused_after_the_experts_moved_on():
     old = run.prepare(0)
     rows = old.to_ranks(batches()[0])
     train_step(run.model, run.optimizer, old, rows)
-    train_step(run.model, run.optimizer, old, rows)  # several updates of one batch are fine
+    train_step(run.model, run.optimizer, old, rows)  # a batch may have several updates
     run.prepare(1)
-    with pytest.raises(ValueError, match=r"this batch is number 1 of its balancer, .* for number 2"):
+    with pytest.raises(ValueError, match=r"this is batch 1 of its balancer, .* for batch 2"):
         train_step(run.model, run.optimizer, old, rows)
-    with pytest.raises(ValueError, match="this batch is number 1"):
+    with pytest.raises(ValueError, match="this is batch 1"):
         old.to_ranks(batches()[0])
 
 
 def test_rows_of_a_batch_of_another_size_are_refused():
     batch = Run().prepare()
-    with pytest.raises(ValueError, match=r"samples\['tokens'\]: shape \(7, 3\) for a batch of 10 samples"):
+    with pytest.raises(ValueError, match=r"samples\['tokens'\]: shape \(7, 3\), but the batch has 10"):
         batch.to_ranks({"tokens": np.zeros((7, 3))})
 
 
@@ -329,14 +330,14 @@ def test_homes_that_are_not_the_models_are_refused():
     home[1, [2, 5]] = home[1, [5, 2]]
     set_homes(run.model, home)
     with pytest.raises(
-        ValueError, match=r"layer 1, expert 2: the model holds it in home slot 5, the balancer left it in 2"
+        ValueError, match=r"layer 1, expert 2: the model has it in home slot 5, .* expects it in home slot 2"
     ):
         run.prepare()
 
 
 def wrong_replays():
     ids, mask = batches()[0][1]
-    yield RoutingReplay(ids[:, :, :1], mask), "replay of 1 MoE layers, balancer of 2"
+    yield RoutingReplay(ids[:, :, :1], mask), "the replay has 1 MoE layers, but the Balancer has num_layers=2"
     outside = ids.copy()
     outside[mask.nonzero()[0][0], mask.nonzero()[1][0], 1, 0] = 8
     yield RoutingReplay(outside, mask), r"sample \d+, token \d+, layer 1: expert id 8 is outside 0..7"
@@ -399,8 +400,8 @@ def test_a_malformed_plan_is_refused_and_nothing_moves(case):
     before = run.logical()
     with pytest.raises(ValueError, match=message):
         run.prepare()
-    for found, wanted in zip(run.logical(), before, strict=True):
-        np.testing.assert_array_equal(found, wanted)
+    for actual, desired in zip(run.logical(), before, strict=True):
+        np.testing.assert_array_equal(actual, desired)
 
 
 @pytest.mark.parametrize(
@@ -409,23 +410,25 @@ def test_a_malformed_plan_is_refused_and_nothing_moves(case):
     ids=["the same ranks", "others"],
 )
 def test_a_run_goes_on_from_its_checkpoint(topology, tmp_path):
-    """Bit for bit on the same ranks; the same training on others."""
+    """A restored run continues bit for bit on the same ranks, and within tolerance on others."""
     first, second = Run(), Run(topology=topology)
     losses = first.train(0, 2)
-    second.train(0, 1)  # whatever it did before is overwritten
+    second.train(0, 1)  # restoring overwrites these updates
     with ocp.CheckpointManager(tmp_path) as manager:
         assert save_training(manager, 2, first.model, first.optimizer, first.balancer, extra={"epoch": 3})
         manager.wait_until_finished()
-        found = restore_training(manager, second.model, second.optimizer, second.balancer, extra={"epoch": 0})
-    assert found == (2, {"epoch": 3})
+        actual = restore_training(
+            manager, second.model, second.optimizer, second.balancer, extra={"epoch": 0}
+        )
+    assert actual == (2, {"epoch": 3})
     assert losses == trained()[1][:2]
     same = topology == TOPOLOGY
     np.testing.assert_allclose(second.train(2, 4), trained()[1][2:4], rtol=0 if same else 2e-6)
     if same:
         run = Run()
         run.train(0, 4)
-        for found_leaf, wanted in zip(second.logical(), run.logical(), strict=True):
-            np.testing.assert_array_equal(found_leaf, wanted)
+        for actual_leaf, desired in zip(second.logical(), run.logical(), strict=True):
+            np.testing.assert_array_equal(actual_leaf, desired)
 
 
 def test_state_of_another_planner_is_refused():
@@ -446,12 +449,12 @@ def test_the_twenty_lines_are_balanced_and_equal_to_static_placement(capsys):
 
 
 def test_rows_of_another_batch_are_noticed_before_the_next_one(tmp_path):
-    """As many rows, other tokens: NaN in the step, and one word on the host before anything else is built on it."""
+    """The rows of another batch of equal size make the step NaN, and the host raises before the next batch."""
     run = Run()
     other, replay = batches()[1]
     batch = run.prepare(0)
     assert np.isnan(train_step(run.model, run.optimizer, batch, batch.to_ranks((other, replay))))
-    message = r"parameter layers\.0\.\w+ is not finite: a step before ran with rows of another batch"
+    message = r"parameter layers\.0\.\w+ is not finite: an earlier step ran with rows of another batch"
     with pytest.raises(ValueError, match=message):
         run.prepare(1)
     with ocp.CheckpointManager(tmp_path) as manager, pytest.raises(ValueError, match=message):
@@ -463,7 +466,7 @@ def test_a_micro_batch_of_another_size_is_refused():
     batch = run.prepare()
     x, replay = batch.to_ranks(batches()[0])
     half = jax.tree.map(lambda leaf: leaf[:, :4], (x, replay))
-    with pytest.raises(ValueError, match=r"x: shape \(4, 6, 8\), .* prepared with 8 rows a micro-batch"):
+    with pytest.raises(ValueError, match=r"x: shape \(4, 6, 8\), .* prepared with 8 rows per micro-batch"):
         train_step(run.model, run.optimizer, batch, half)
 
 
@@ -472,7 +475,7 @@ def test_a_micro_batch_of_another_size_is_refused():
     [
         ({"path": "direct"}, "path='direct' must be one of auto, flat, hierarchical"),
         ({"num_micro_batches": 0}, "num_micro_batches=0 and num_layers=2 must be at least 1"),
-        ({"data_axes": ("data",)}, "'data' is no further axis of the mesh"),
+        ({"data_axes": ("data",)}, "data_axes: 'data' must be an axis of the mesh"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(options, message):
@@ -482,10 +485,10 @@ def test_settings_that_cannot_be_are_refused(options, message):
 
 def test_what_is_no_replay_and_no_model_is_refused():
     run = Run()
-    # Here the check of annotations refuses first, in its own words.
+    # In tests the check of type annotations raises first, with its own message.
     with pytest.raises((ValueError, TypeError), match="RoutingReplay"):
         run.balancer.prepare(run.model, run.optimizer, batches()[0][1].expert_ids)
-    with pytest.raises(ValueError, match="there is no MoELayer in this Linear"):
+    with pytest.raises(ValueError, match="the model, a Linear, contains no MoELayer"):
         run.balancer.prepare(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), None, batches()[0][1])
     home = get_homes(run.model)
     home[0, 3] = home[0, 2]
@@ -499,5 +502,5 @@ def test_a_prepared_batch_is_a_tree_with_static_ways():
     again = jax.tree.unflatten(structure, leaves)
     assert again.parallel == batch.parallel
     assert isinstance(again.batch_plan, BatchPlan)
-    with pytest.raises(ValueError, match="to_ranks moves arrays of the host"):
+    with pytest.raises(ValueError, match="to_ranks runs on the host: call it outside jit"):
         again.to_ranks(np.zeros((SAMPLES, 1)))

@@ -32,7 +32,7 @@ SAMPLES, TOKENS, LAYERS, TOP_K = 12, 40, 2, 2
 
 @functools.cache
 def a_batch(planner, seed):
-    """Three micro-batches of skewed routing, their plan, and the tokens that cross nodes."""
+    """Three micro-batches with skewed routing, their plan, and the tokens that cross between nodes."""
     rng = np.random.default_rng(seed)
     replay = random_routing(rng, samples=SAMPLES, tokens=TOKENS, layers=LAYERS, experts=8, top_k=TOP_K)
     assignment = Assignment(np.arange(SAMPLES).reshape(3, 2, 2, 1))
@@ -70,7 +70,7 @@ def test_sizes_are_what_the_plan_sends_rounded_up(batch):
     # The rank with the same local index receives them: [node of the source, local index, node].
     across = visits.reshape(3, LAYERS, 2, 2, 2)
     assert sizes.node.receive == round_capacity(int(across.sum(2).max()))
-    through = sent.reshape(3, LAYERS, 2, 2, 2, 2).sum(2)  # all sources of one local index
+    through = sent.reshape(3, LAYERS, 2, 2, 2, 2).sum(2)  # all sources with the same local index
     assert sizes.local.own == round_capacity(int(through.diagonal(axis1=2, axis2=4).max()))
     assert sizes.local.pair == round_capacity(int(np.where(np.eye(2)[:, None], 0, through).max()))
     assert sizes.local.send == round_capacity(int(through.sum(-1).max()))
@@ -160,7 +160,7 @@ def test_data_parallel_copies_are_further_micro_batches():
     parts = [a_batch("relibra", seed)[0].layer_plans() for seed in (0, 1)]
     together = LayerPlan(*(np.concatenate(leaves) for leaves in zip(*parts, strict=True)))
     sizes = [count_capacities(each, TOPOLOGY) for each in parts]
-    # Copies of one batch share their residents, those of two batches do not.
+    # The copies of one batch share their residents; the copies of two batches do not.
     together, apart = count_capacities(together, TOPOLOGY), grow_capacities(*sizes)
     assert dataclasses.replace(together, push=None) == dataclasses.replace(apart, push=None)
 

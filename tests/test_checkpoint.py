@@ -1,4 +1,4 @@
-"""A run goes on from its checkpoint on another number of ranks, bit for bit; a broken save takes nothing away."""
+"""Tests of checkpoints: a run resumes bit for bit on another number of ranks, and an interrupted save loses nothing."""
 
 import dataclasses
 import os
@@ -31,7 +31,7 @@ PARAMS = {"first": 0, "rest": range(1, 3), "router": None}
 
 
 class Run:
-    """A mesh and what a run keeps on it: as shapes, or filled."""
+    """A mesh and the state of a run on it, as shapes or with values."""
 
     def __init__(self, nodes, ranks, *, kind="device", behind=(), **others):
         self.topology = Topology(
@@ -85,7 +85,7 @@ class Run:
         return jax.tree.map(fill, self.like) | {"planner": planner, "batch": 12, "rate": 0.25}
 
     def logical(self, tree, home):
-        """Every leaf in logical order, by the definition of homes, in NumPy."""
+        """Every leaf in logical expert order, computed in NumPy from the definition of homes."""
 
         def one(label, leaf):
             if jax.dtypes.issubdtype(getattr(leaf, "dtype", np.dtype(int)), jax.dtypes.prng_key):
@@ -99,9 +99,9 @@ class Run:
         return jax.tree.map(one, self.layers, tree, is_leaf=lambda label: label is None)
 
 
-def same_bits(found, expected):
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+def same_bits(actual, expected):
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         assert (a.dtype, a.shape) == (b.dtype, b.shape)
         assert a.tobytes() == b.tobytes()
 
@@ -113,13 +113,13 @@ def wide():
 
 @pytest.fixture(scope="module")
 def saved(wide, tmp_path_factory):
-    """Step 3 of a run of 2 x 4 under ``HOME``, all its arrays donated or overwritten as soon as the save returned."""
+    """Step 3 of a run on 2 x 4 with ``HOME``, whose arrays are donated or overwritten right after the save returns."""
     manager = ocp.CheckpointManager(tmp_path_factory.mktemp("run"))
     tree = wide.filled()
     logical = wide.logical(tree, HOME)
     tree = jax.tree.map(
         lambda x: x.copy() if isinstance(x, jax.Array) else x, tree
-    )  # no views of the fixture
+    )  # copies, not views of the fixture
     assert save_checkpoint(manager, 3, tree, HOME, **wide.options)
     migrate_experts(tree, HOME, OTHER, **wide.options)
     wipe = jax.jit(lambda leaves: jax.tree.map(lambda x: x * 0, leaves), donate_argnums=0)
@@ -141,10 +141,10 @@ def test_the_same_ranks_go_on_as_they_were(wide, saved):
     assert (tree["batch"], tree["rate"], type(tree["batch"]), type(tree["rate"])) == (12, 0.25, int, float)
     assert tree["planner"]["key"] == jax.random.key(7, impl="rbg")
     assert isinstance(tree["planner"]["loads"], np.ndarray)
-    for found, like in zip(jax.tree.leaves(tree), jax.tree.leaves(wide.like), strict=True):
+    for actual, like in zip(jax.tree.leaves(tree), jax.tree.leaves(wide.like), strict=True):
         if getattr(like, "sharding", None):
-            assert found.sharding == like.sharding
-    # Scalars that had no place on the mesh work with arrays that have.
+            assert actual.sharding == like.sharding
+    # Restored scalars that were not on the mesh work together with arrays that are.
     assert (tree["params"]["router"] * tree["optimizer"][1][0].count).sharding.mesh == wide.mesh
 
 
@@ -173,7 +173,7 @@ def test_other_ranks_and_back(run, home, wide, saved, tmp_path):
 
 
 def test_others_can_read_it(saved):
-    """On disk: a flat dict of arrays, experts in logical order."""
+    """The checkpoint on disk is a flat dict of arrays with experts in logical order."""
     manager, logical = saved
     state = ocp.StandardCheckpointer().restore(
         manager.directory / "3" / "state",
@@ -216,7 +216,7 @@ CHILD = """
 
 
 def test_a_killed_save_spoils_nothing(tmp_path):
-    """Killed when all is written and nothing committed: the last good step is there, and the run goes on."""
+    """If a process is killed after writing and before the commit, the previous step remains and the run resumes."""
     child = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(CHILD), tmp_path],
         env=os.environ | {"PYTHONWARNINGS": "error"},
@@ -254,19 +254,21 @@ def test_refuses_another_model(wide, saved):
     labels = wide.layers | {"params": PARAMS | {"bias": None}}
     for like, layers, message in (
         (with_params(first=wider), wide.layers,
-         r"step 3, 'params.first': float32\[16, 2, 4\], in the model float32\[16, 2, 5\]"),
-        (with_params(first=half), wide.layers, r"'params.first': float32\[16, 2, 4\], in the model float16"),
-        (with_params(bias=np.zeros(3)), labels, "step 3 lacks 1 arrays of the model, 'params.bias' first"),
-        ({"params": params}, {"params": PARAMS}, "step 3 has 11 arrays that the model lacks, 'batch' first"),
+         r"step 3: array 'params.first' is float32\[16, 2, 4\], but float32\[16, 2, 5\] in the model"),
+        (with_params(first=half), wide.layers, r"'params.first' is float32\[16, 2, 4\], but float16"),
+        (with_params(bias=np.zeros(3)), labels,
+         "step 3 lacks 1 arrays of the model; the first is 'params.bias'"),
+        ({"params": params}, {"params": PARAMS},
+         "step 3 has 11 arrays that the model lacks; the first is 'batch'"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             restore_checkpoint(manager, like, layers=layers, mesh=wide.mesh, topology=wide.topology)
-    with pytest.raises(ValueError, match=r"no checkpoint of step 7 in .* which has \[3\]"):
+    with pytest.raises(ValueError, match=r"no checkpoint of step 7 in .* which has the steps \[3\]"):
         restore_checkpoint(manager, wide.like, step=7, **wide.options)
-    with pytest.raises(ValueError, match="step 3 has homes of 3 layers, home has 2"):
+    with pytest.raises(ValueError, match="step 3 has homes for 3 layers, but home has 2 layers"):
         restore_checkpoint(manager, wide.like, home=HOME[:2], **wide.options)
     more = dataclasses.replace(wide.topology, num_experts=32)
-    with pytest.raises(ValueError, match="step 3 has 16 experts, the model 32"):
+    with pytest.raises(ValueError, match="step 3 has 16 experts, but the model has num_experts=32"):
         restore_checkpoint(manager, wide.like, **(wide.options | {"topology": more}))
 
 
@@ -275,7 +277,7 @@ def test_refuses_what_it_cannot_save(wide, saved):
     tree = wide.filled()
     with pytest.raises(ValueError, match=r"expected integers \[L, 16\]"):
         save_checkpoint(manager, 4, tree, HOME[0], **wide.options)
-    with pytest.raises(ValueError, match=r"two leaves have the name 'a.b'"):
+    with pytest.raises(ValueError, match=r"two leaves of the tree have the name 'a.b'"):
         save_checkpoint(
             manager, 4, {"a": {"b": 1}, "a.b": 2}, HOME, layers=None, mesh=wide.mesh, topology=wide.topology
         )

@@ -1,4 +1,4 @@
-"""What a disk does to a checkpoint is noticed when it is restored, and said in one line; nothing wrong is restored."""
+"""Tests of damaged checkpoints: a restore raises an error of one line, and never returns wrong values."""
 
 import gc
 import json
@@ -35,7 +35,7 @@ def options():
 
 @pytest.fixture(scope="module")
 def tree():
-    """Random bits, which no compression changes, and enough of them that Orbax does not put them among its metadata."""
+    """Random bits, which do not compress, and too many for Orbax to store them in its metadata."""
     mesh, rng = options()["mesh"], np.random.default_rng(0)
 
     def noise(*shape, dtype=np.float32):
@@ -61,7 +61,7 @@ def saved(tree, tmp_path_factory):
 
 @pytest.fixture
 def folder(saved, tmp_path):
-    """A copy to damage."""
+    """A copy of the checkpoints that a test may damage."""
     return shutil.copytree(saved, tmp_path / "copy")
 
 
@@ -70,13 +70,13 @@ def restore(folder, tree, **others):
         return restore_checkpoint(manager, tree, **options(), **others)
 
 
-def same(found, tree):
-    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(tree), strict=True)
+def same(actual, tree):
+    pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(tree), strict=True)
     return all(np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in pairs)
 
 
 def message_of(folder, tree, step=None):
-    """What a restore says of the last step."""
+    """The error message of a restore of the last step."""
     with pytest.raises(ValueError, match=rf"step {LAST} in ") as raised:
         restore(folder, tree, step=step)
     assert is_advice(str(raised.value), folder)
@@ -84,9 +84,9 @@ def message_of(folder, tree, step=None):
 
 
 def is_advice(line, folder):
-    """Whether it is one line that names the step and the one before."""
-    way = f"; to try step 2, the newest before it, move {folder / str(LAST)} away"
-    return line.startswith(f"step {LAST} in {folder}: ") and line.endswith(way) and "\n" not in line
+    """Whether ``line`` is one line that has the step and the step before it."""
+    advice = f"; to try step 2, the newest before it, move {folder / str(LAST)} away"
+    return line.startswith(f"step {LAST} in {folder}: ") and line.endswith(advice) and "\n" not in line
 
 
 @pytest.mark.parametrize(
@@ -101,13 +101,13 @@ def is_advice(line, folder):
 def test_one_flipped_bit_is_noticed(place, name, folder, tree):
     array = tree[place[0]][place[1]]
     flip_bit_of(array, folder / str(LAST))
-    assert f": array {name!r} is not what was saved; " in message_of(folder, tree)
-    # Without a look at the digests it comes back as it is.
-    found = restore(folder, tree, verify=False).tree
-    assert not same(found, tree)
-    found[place[0]][place[1]] = array
-    assert same(found, tree)
-    # What the line advises works.
+    assert f": array {name!r} has changed since it was saved; " in message_of(folder, tree)
+    # Without verification the damaged values are restored.
+    actual = restore(folder, tree, verify=False).tree
+    assert not same(actual, tree)
+    actual[place[0]][place[1]] = array
+    assert same(actual, tree)
+    # The advice in the message works.
     shutil.rmtree(folder / str(LAST))
     restored = restore(folder, tree)
     assert restored.step == 2
@@ -117,7 +117,8 @@ def test_one_flipped_bit_is_noticed(place, name, folder, tree):
 def test_flipped_bits_of_several_arrays_are_counted(folder, tree):
     for weights in (tree["moments"], tree["params"]):
         flip_bit_of(weights["router"], folder / str(LAST))
-    assert "array 'moments.router' is not what was saved, the first of 2;" in message_of(folder, tree, LAST)
+    message = message_of(folder, tree, LAST)
+    assert "array 'moments.router' has changed since it was saved (the first of 2 such arrays);" in message
 
 
 def test_another_mesh_notices_too(folder, tree):
@@ -135,11 +136,11 @@ def test_another_mesh_notices_too(folder, tree):
 
     like, there = jax.tree.map(there, tree), {"layers": LABELS, "mesh": mesh, "topology": topology}
     with ocp.CheckpointManager(folder) as manager:
-        with pytest.raises(ValueError, match=r"step 3 in .*: array 'params.experts' is not what was saved; "):
+        with pytest.raises(ValueError, match=r"step 3 in .*: array 'params.experts' has changed since it"):
             restore_checkpoint(manager, like, **there)
         restored = restore_checkpoint(manager, like, **there, step=2)
-    found = [np.asarray(leaf).reshape(-1) for leaf in jax.tree.leaves(restored.tree)]
-    assert same(found, [np.asarray(leaf).reshape(-1) for leaf in jax.tree.leaves(tree)])
+    actual = [np.asarray(leaf).reshape(-1) for leaf in jax.tree.leaves(restored.tree)]
+    assert same(actual, [np.asarray(leaf).reshape(-1) for leaf in jax.tree.leaves(tree)])
 
 
 @pytest.mark.parametrize(
@@ -147,27 +148,27 @@ def test_another_mesh_notices_too(folder, tree):
     [cut_in_half, *(pytest.param(harm, marks=pytest.mark.slow) for harm in (flip_middle_bit, Path.unlink))],
 )
 def test_whatever_file_is_damaged_nothing_wrong_is_restored(harm, folder, tree, capfd):
-    said = {}
+    messages = {}
     for path, content in files_under(folder / str(LAST)).items():
         harm(folder / str(LAST) / path)
         try:
             restored = restore(folder, tree)
         except ValueError as error:
-            said[path] = str(error)
+            messages[path] = str(error)
         else:
-            # Orbax writes some things twice, or for others than us.
+            # Orbax writes some data twice, and some that a restore does not read.
             assert restored.step == LAST
             assert same(restored.tree, tree), path
         (folder / str(LAST) / path).write_bytes(content)
     gc.collect()
     assert "Traceback" not in capfd.readouterr().err
-    assert all(is_advice(line, folder) for line in said.values())
-    assert any(": the layout cannot be read: " in line for line in said.values())
-    assert any(": array 'p" in line or ": array 'm" in line for line in said.values())
+    assert all(is_advice(line, folder) for line in messages.values())
+    assert any(": the layout cannot be read: " in line for line in messages.values())
+    assert any(": array 'p" in line or ": array 'm" in line for line in messages.values())
     if harm is cut_in_half:
-        assert any(path.name == "_METADATA" for path in said)
+        assert any(path.name == "_METADATA" for path in messages)
         assert any(
-            "/d/" in str(path) and "cannot be read: OUT_OF_RANGE" in line for path, line in said.items()
+            "/d/" in str(path) and "cannot be read: OUT_OF_RANGE" in line for path, line in messages.items()
         )
 
 
@@ -194,7 +195,7 @@ def test_a_layout_that_reads_well_and_is_another(folder, tree):
     layout = json.loads(path.read_text())
     layout["home"][0].reverse()
     path.write_text(json.dumps(layout))
-    assert ": the layout cannot be read: it is not what was saved; " in message_of(folder, tree)
+    assert ": the layout cannot be read: it has changed since it was saved; " in message_of(folder, tree)
 
 
 def test_a_step_before_it_is_named_only_with_a_sound_layout(folder, tree):
@@ -203,7 +204,7 @@ def test_a_step_before_it_is_named_only_with_a_sound_layout(folder, tree):
     with pytest.raises(ValueError, match="; to try step 1, the newest before it, move"):
         restore(folder, tree)
     cut_in_half(folder / "1" / "layout" / "metadata")
-    with pytest.raises(ValueError, match=r"step 3 in .*; there is no sound one before it"):
+    with pytest.raises(ValueError, match=r"step 3 in .*; no earlier step has a valid layout"):
         restore(folder, tree)
 
 
@@ -214,7 +215,7 @@ def test_a_checkpoint_of_an_earlier_version(folder, tree):
         del layout["sha256"], layout["digests"]
         path.write_text(json.dumps(layout))
     with pytest.raises(
-        ValueError, match="it has no digests, an earlier version wrote it; verify=False takes it as"
+        ValueError, match="it has no digests because an earlier version wrote it; use verify=False"
     ):
         restore(folder, tree)
     assert same(restore(folder, tree, verify=False).tree, tree)

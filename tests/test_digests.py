@@ -1,4 +1,4 @@
-"""A digest belongs to the values and their places, not to where and how they lie, and notices what changes."""
+"""Tests of digests: they depend on values and logical places only, not on the layout, and detect changes."""
 
 import jax
 import jax.numpy as jnp
@@ -23,12 +23,12 @@ SHAPES = [(), (5,), (3, 4), (0, 4), (2, 1, 3)]
 
 
 def digest(array, layers=None, home=NO_HOMES):
-    [found] = logical_digests({"array": ExpertLeaf((), array, layers)}, home).values()
-    return found
+    [actual] = logical_digests({"array": ExpertLeaf((), array, layers)}, home).values()
+    return actual
 
 
 def bits_of(dtype):
-    """The bits of the lowest byte that a value may have."""
+    """The number of bits of a value's lowest byte that its dtype uses."""
     return {"bool": 1, **dict.fromkeys(FOUR_BITS, 4)}.get(jnp.dtype(dtype).name, 8)
 
 
@@ -123,7 +123,7 @@ def test_rows_that_change_places_are_noticed(data):
 
 @given(st.integers(0, 2**32), st.integers(1, 500))
 def test_both_sums_notice_noise(seed, size):
-    """Each of them: a digest is worth 64 bits and not 32."""
+    """Noise changes each of the two sums, so a digest is as strong as 64 bits and not 32."""
     rng = np.random.default_rng(seed)
     one, other = (digest(random_bits(rng, (size,), "float32")) for _ in range(2))
     assert one[:8] != other[:8]

@@ -1,4 +1,4 @@
-"""Experts and gates against the formulas of the models, and an auxiliary loss that does not see micro-batches."""
+"""Tests of experts and gates against the models' formulas, and of an auxiliary loss independent of micro-batches."""
 
 import dataclasses
 
@@ -17,7 +17,7 @@ BIAS = RNG.normal(size=EXPERTS).astype(np.float32)
 
 
 def published(name, logits, bias):
-    """What the model's own code does with one token, in NumPy: ids as a set, gates by id."""
+    """The model's own computation for one token in NumPy: the selected ids as a set, and the gates by id."""
     logits = logits.astype(np.float64)
     if name == "gpt-oss":
         chosen = np.argsort(-logits)[:4]
@@ -61,7 +61,7 @@ def test_equal_scores_go_to_the_lower_id():
 
 
 def test_groups_hold_when_every_corrected_score_is_negative():
-    # Masking with 0 instead of minus infinity would choose from the groups that lost.
+    # Masking with 0 instead of minus infinity would select from groups that were not chosen.
     ids = select_experts(LOGITS, GATINGS["deepseek-v3"], bias=BIAS - 10)
     assert len({int(i) // 4 for i in ids[0]}) <= 4
     np.testing.assert_array_equal(ids, select_experts(LOGITS, GATINGS["deepseek-v3"], bias=BIAS))
@@ -89,7 +89,7 @@ def test_gates_at_replayed_ids(scores, normalise):
 @pytest.mark.parametrize("name", GATINGS)
 def test_padding_and_unlikely_experts_are_finite(name, normalise):
     gating = dataclasses.replace(GATINGS[name], normalise=normalise)
-    # A token of padding, one whose second expert is missing, and one whose experts the router has given up.
+    # A padding token, one without a second expert, and one whose experts have tiny scores from the live router.
     logits = jnp.zeros((3, EXPERTS)).at[2, :2].set(-300.0)
     ids = jnp.array([[EMPTY, EMPTY], [5, EMPTY], [0, 1]])
     gates, vjp = jax.vjp(lambda logits: gates_at(logits, ids, gating), logits)
@@ -141,9 +141,9 @@ def test_what_cannot_be_routed():
     deepseek = GATINGS["deepseek-v3"]
     with pytest.raises(ValueError, match="12 experts must divide evenly into expert_groups=8"):
         check_gating(deepseek, 12)
-    with pytest.raises(ValueError, match="expert_groups=8 of 1 expert"):
+    with pytest.raises(ValueError, match="expert_groups=8 has 1 expert in each group"):
         check_gating(dataclasses.replace(deepseek, top_k=2), 8)
-    with pytest.raises(ValueError, match="top_k=9 of 8 experts"):
+    with pytest.raises(ValueError, match="top_k=9 is more than the 8 experts"):
         check_gating(dataclasses.replace(deepseek, top_k=9), 16)
     with pytest.raises(ValueError, match="correction_bias=True, but no bias"):
         select_experts(LOGITS, deepseek)

@@ -66,14 +66,14 @@ def gradient(x, parallel):
 def test_hot_ranks_are_above_the_threshold_and_the_floor(rows, threshold, min_rows):
     """Marks equal a count rank by rank and layer by layer, over all slots of a rank."""
     quota = np.array(rows, np.int32).reshape(3, 2, 2, 2)
-    found = mark_hot_ranks(
+    actual = mark_hot_ranks(
         LayerPlan(quota, quota, quota, None), HotRanks(threshold=threshold, min_rows=min_rows)
     )
     for layer in range(3):
         load = [sum(slots) for node in quota[layer].tolist() for slots in node]
         hot = [each > threshold * sum(load) / 4 and each >= min_rows for each in load]
-        near = [abs(each - threshold * sum(load) / 4) < 1e-2 for each in load]  # float32 decides
-        assert all(a == b or c for a, b, c in zip(np.ravel(found[layer]).tolist(), hot, near, strict=True))
+        near = [abs(each - threshold * sum(load) / 4) < 1e-2 for each in load]  # float32 rounding decides
+        assert all(a == b or c for a, b, c in zip(np.ravel(actual[layer]).tolist(), hot, near, strict=True))
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -102,8 +102,8 @@ def test_tables_are_the_same_but_for_the_marks():
     np.testing.assert_array_equal(marked.tokens.float8, mark_hot_ranks(plan_of_layer(), HOT))
     without = marked._replace(tokens=marked.tokens._replace(float8=None))
     assert jax.tree.structure(without) == jax.tree.structure(exact)
-    for found, wanted in zip(jax.tree.leaves(without), jax.tree.leaves(exact), strict=True):
-        np.testing.assert_array_equal(found, wanted)
+    for actual, desired in zip(jax.tree.leaves(without), jax.tree.leaves(exact), strict=True):
+        np.testing.assert_array_equal(actual, desired)
 
 
 def test_marked_ranks_compute_in_float8_and_all_others_the_same_bits():
@@ -133,8 +133,8 @@ def test_without_a_rule_the_layer_is_traced_as_if_there_were_no_float8(monkeypat
     def trace():
         return str(jax.make_jaxpr(functools.partial(gradient, parallel=EXACT))(VALUES["x"]))
 
-    found = trace()
-    assert "f8_e4m3" not in found
+    actual = trace()
+    assert "f8_e4m3" not in actual
     assert "f8_e4m3" in str(
         jax.make_jaxpr(run_layer, static_argnums=2)(VALUES["x"], plan_of_layer(), float8(HOT))
     )
@@ -144,7 +144,7 @@ def test_without_a_rule_the_layer_is_traced_as_if_there_were_no_float8(monkeypat
 
     monkeypatch.setattr(relibra_jax.execution.moe, "_compute_experts", former)
     jax.clear_caches()
-    assert trace() == found
+    assert trace() == actual
 
 
 def test_a_layer_with_marks_has_no_gradient():
@@ -173,11 +173,11 @@ def test_batches_in_float8_are_run_and_refused_by_updates():
         error = np.linalg.norm(outputs[1] - outputs[0]) / np.linalg.norm(outputs[0])
         assert 1e-4 < error < 0.1
     for refused in (marked, live):
-        with pytest.raises(ValueError, match="updates compute exactly, and this batch is in float8"):
+        with pytest.raises(ValueError, match="updates cannot run in float8, but this batch has float8="):
             train_step(run.model, run.optimizer, refused, rows)
     assert np.isfinite(train_step(run.model, run.optimizer, batch, rows))
     run.prepare(1)
-    with pytest.raises(ValueError, match="moved the experts on for number 2"):
+    with pytest.raises(ValueError, match="already moved the experts for batch 2"):
         marked.layers()
 
 
@@ -195,7 +195,7 @@ def test_copies_of_the_group_have_marks_of_their_own():
     topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=8, replica_slots=0)
     batch = Run(topology=topology, axes={"data": 2}).prepare()
     marks = np.asarray(in_float8(batch, HOT).layers().tokens.float8)  # [M L copies N G]
-    rows = np.asarray(batch.batch_plan.plan.quota).sum(-1)  # micro-batches of a copy follow one another
+    rows = np.asarray(batch.batch_plan.plan.quota).sum(-1)  # micro-batches of a copy are consecutive
     expected = rows > rows.mean((-2, -1), keepdims=True)
     assert expected.any()
     for copy in range(2):

@@ -331,7 +331,7 @@ def test_misfits_are_refused_before_anything_is_compiled(without_type_checks):
         call(TOKENS, MASK, ids, plans._replace(home=plans.home[:1]))
     with pytest.raises(ValueError, match=r"load: expected shape \(2, 2, 4, 16\), found \(1, 2, 4, 16\)"):
         call(TOKENS, MASK, ids, plans._replace(load=plans.load[:1]))
-    with pytest.raises(ValueError, match="without expert_ids: live routing is counted in the step"):
+    with pytest.raises(ValueError, match="but expert_ids is None: live routing counts its own load"):
         call(TOKENS, MASK, layers=plans)
     with pytest.raises(ValueError, match="model of 16 experts, topology of 32"):
         make_model(CONFIG, dataclasses.replace(TOPOLOGY, num_experts=32), mesh=MESH, key=jax.random.key(0))

@@ -1,4 +1,4 @@
-"""Experts arrive in their new homes bit for bit, alone, in bounded memory; state that is theirs goes with them."""
+"""Tests of migration: experts and their optimizer state, and nothing else, move bit for bit in bounded memory."""
 
 import itertools
 import re
@@ -44,7 +44,7 @@ def migrate(mesh):
 
 
 def bits(shape, dtype):
-    """Values of any bits, NaNs of all kinds among them."""
+    """Values with random bits, including NaNs of all kinds."""
     dtype = jnp.dtype(dtype)
     if dtype.kind == "b":
         return RNG.integers(0, 2, shape).astype(bool)
@@ -52,13 +52,13 @@ def bits(shape, dtype):
 
 
 def spread(values, mesh, *, kind="device", spec=ONE_LAYER):
-    """On the devices, in memory of its own, so that it can be donated."""
+    """Put a copy of an array on the devices, so that it can be donated."""
     sharding = NamedSharding(mesh, spec, memory_kind=kind)
     return jax.device_put(jnp.array(values), sharding, may_alias=False)
 
 
 def moved(values, old, new, leading=0):
-    """What a leaf ``[N, G, H, ...]`` behind ``leading`` dimensions should become, in NumPy."""
+    """The expected result for a leaf ``[N, G, H, ...]`` after ``leading`` dimensions, in NumPy."""
     values = np.asarray(values)
     flat = values.reshape(*values.shape[:leading], EXPERTS, *values.shape[leading + 3 :])
     result = np.empty_like(flat)
@@ -70,11 +70,11 @@ def moved(values, old, new, leading=0):
     return result.reshape(values.shape)
 
 
-def same_bits(found, expected):
-    found, expected = np.asarray(found), np.asarray(expected)
-    assert found.dtype == expected.dtype
-    assert found.shape == expected.shape
-    assert found.tobytes() == expected.tobytes()
+def same_bits(actual, expected):
+    actual, expected = np.asarray(actual), np.asarray(expected)
+    assert actual.dtype == expected.dtype
+    assert actual.shape == expected.shape
+    assert actual.tobytes() == expected.tobytes()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn", "bool"])
@@ -105,7 +105,7 @@ def test_tree_of_stacked_and_single_layers(kind, mesh, migrate):
 
 
 def test_only_what_moves_travels(mesh, migrate):
-    """A leaf whose homes stay is returned as it is; sizes follow the experts that leave a rank, not those inside."""
+    """A leaf whose homes stay is returned unchanged, and only experts that leave a rank count for the sizes."""
     new = OLD.copy()
     new[1] = (OLD[1] // HOMES) * HOMES + (OLD[1] + 1) % HOMES
     new[2, [OLD[2].argmin(), OLD[2].argmax()]] = OLD[2, [OLD[2].argmax(), OLD[2].argmin()]]
@@ -130,7 +130,7 @@ def test_other_meshes(shape):
 
 
 def test_further_axes_of_the_mesh():
-    """Sharded over one more axis, or replicated over it."""
+    """A leaf may be sharded over a further axis, or replicated over it."""
     topology = Topology(num_nodes=2, ranks_per_node=2, num_experts=EXPERTS, replica_slots=0)
     mesh = expert_mesh(topology, fsdp=2)
     values = bits((LAYERS, 2, 2, 8, 3, 6, 5), "float32")
@@ -165,7 +165,7 @@ def test_any_homes_with_few_programs(mesh, old, swaps):
 
 
 def test_homes_are_data(mesh, migrate):
-    """New homes with as many departures are run by the same program."""
+    """New homes with equally many departures run the same program."""
     sharding = NamedSharding(mesh, STACKED)
     step = migration_step(sharding, stacked=True)
     leaf = spread(bits((LAYERS, *RANKS, HOMES, 7), "uint8"), mesh, spec=sharding.spec)
@@ -177,7 +177,7 @@ def test_homes_are_data(mesh, migrate):
 
 
 def test_memory_and_collectives_of_the_program(mesh):
-    """Two all-to-alls a chunk, nothing gathered, in place, about one rank's part of one layer beside the leaf."""
+    """The program has two all-to-alls per chunk and no gather, and its temporary memory is about one rank's layer."""
     shape = (6, *RANKS, HOMES, 3, 64, 32)
     share = 4 * np.prod(shape[3:])
     for kind, most in (("device", 1.0), ("pinned_host", 2.0)):
@@ -214,7 +214,7 @@ EXPERT_STATE = {
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_step_after_moving_is_the_step_moved(name, mesh, migrate):
-    """Also for a parameter with the shape of an expert leaf, which stays, and so does its state."""
+    """Optimizer state moves with its experts. A parameter that only has the shape of an expert leaf does not move."""
     tx = OPTIMIZERS[name]
     layers = {"experts": 1, "router": None, "twin": None}
 
@@ -239,8 +239,8 @@ def test_a_step_after_moving_is_the_step_moved(name, mesh, migrate):
     assert len(jax.tree.leaves(labels)) == EXPERT_STATE[name]
     expected = step(params, state, gradients[1])
     expected = migrate(expected, (layers, labels))
-    found = step(*migrate((params, state), (layers, labels)), migrate(gradients[1], layers))
-    jax.tree.map(same_bits, found, expected)
+    actual = step(*migrate((params, state), (layers, labels)), migrate(gradients[1], layers))
+    jax.tree.map(same_bits, actual, expected)
 
 
 def test_flax_state(mesh, migrate):
@@ -278,7 +278,7 @@ def test_flax_state(mesh, migrate):
     [
         (
             optax.lbfgs(),
-            r"state\[0\].params.*experts.* of ScaleByLBFGSState, .*cannot say which leaves.*IndexError",
+            r"state\[0\].params.*experts.* of ScaleByLBFGSState, .*cannot tell which leaves.*IndexError",
         ),
         (
             optax.scale_by_lbfgs(),
@@ -289,7 +289,7 @@ def test_flax_state(mesh, migrate):
     ids=["lbfgs", "memory of steps", "factored moments"],
 )
 def test_refuses_optimizers_whose_state_cannot_move(tx, message):
-    """At the first reordering, with the leaf or, where optax itself cannot tell leaves apart, the state."""
+    """The first reordering raises, and names the leaf, or the state if optax cannot tell the leaves apart."""
     topology = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=0)
     mesh = expert_mesh(topology, devices=jax.devices()[:4])
     model = MoELayer(topology, 4, 2, Gating(scores="softmax", top_k=2), rngs=nnx.Rngs(0))
@@ -312,7 +312,7 @@ def test_refuses_homes(mesh, migrate):
         ((OLD[:, :-1], NEW), r"old_home: expected integers \[L, 32\], found int64\[3, 31\]"),
         ((OLD, NEW[0]), r"new_home: expected integers \[L, 32\], found int64\[32\]"),
         ((OLD, NEW.astype(float)), r"new_home: expected integers \[L, 32\], found float64\[3, 32\]"),
-        ((OLD, NEW[:2]), "old_home has 3 layers, new_home 2"),
+        ((OLD, NEW[:2]), "old_home has 3 layers, but new_home has 2"),
         ((twice, NEW), "old_home, layer 2, home slot 7: owned by 0 experts, not by one"),
         ((OLD, outside), r"new_home, layer 1: home slot 32 is outside 0..31"),
     ):
@@ -334,7 +334,7 @@ def test_refuses_leaves_and_labels(mesh, migrate):
         ([good], [1.0], r"layers\[0\]: expected an int, a range or None, found 1.0"),
         ({"a": good}, {"b": 1, "a": 0}, r"layers\['b'\] = 1 belongs to no leaf"),
         ({"a": good, "b": good}, {"a": 0}, r"tree\['b'\] has no label"),
-        ({"a": good, "b": good}, {"a": 0, "b": None}, r"tree\['a'\] and tree\['b'\] are one array"),
+        ({"a": good, "b": good}, {"a": 0, "b": None}, r"tree\['a'\] and tree\['b'\] are the same array"),
         ([np.zeros((*RANKS, HOMES))], 0, r"tree\[0\]: expected an array over the ranks of the mesh, found ndarray"),
         ([jnp.zeros((*RANKS, HOMES))], 0, r"tree\[0\]: expected a sharding .*'node', 'local'.*found SingleDevice"),
         ([leaf(spec=P())], 0, r"tree\[0\]: expected a sharding .*'node', 'local'.*found .*spec=P\(\)"),
@@ -343,7 +343,7 @@ def test_refuses_leaves_and_labels(mesh, migrate):
         with pytest.raises(ValueError, match=message):
             migrate(tree, layers)
     other = Topology(num_nodes=4, ranks_per_node=2, num_experts=EXPERTS, replica_slots=0)
-    with pytest.raises(ValueError, match=r"mesh axis 'node': expected 4 .* found 2"):
+    with pytest.raises(ValueError, match=r"mesh axis 'node': expected size 4 .* found 2"):
         migrate_experts(good, OLD, NEW, layers=0, mesh=mesh, topology=other)
     with pytest.raises(ValueError, match=r"tree: expected a sharding .* found .*'node': 2, 'local': 4"):
         migrate_experts(

@@ -1,4 +1,4 @@
-"""The layer under every planner's plans, on every mesh: the mathematics of the dense layer, forward and backward."""
+"""Tests of the layer under every planner's plans and on every mesh: outputs and gradients equal the dense layer's."""
 
 import functools
 import itertools
@@ -27,7 +27,7 @@ from relibra_jax.types import EMPTY, Topology, layer_plans
 
 MESHES = {"2x4": (2, 4), "4x2": (4, 2), "1x8": (1, 8), "8x1": (8, 1)}
 RANKS, TOKENS, WIDTH, HIDDEN, EXPERTS, TOP_K = 8, 12, 6, 5, 16, 2
-# Largest error over the largest value: outputs and gradients, whose terms are summed in another order.
+# Largest error relative to the largest value, for outputs and gradients, whose terms are summed in another order.
 TOLERANCE = {"float64": 1e-13, "float32": 2e-6, "bfloat16": 2e-2}
 
 
@@ -44,7 +44,7 @@ def topology_of(mesh, replica_slots, resident_slots=0):
 
 @functools.cache
 def routings():
-    """``[M, ranks, tokens, K]``: skewed, all on one expert, few experts from few ranks, and nothing but padding."""
+    """Routings ``[M, ranks, tokens, K]``: skewed, all on one expert, few experts from few ranks, and only padding."""
     rng = np.random.default_rng(0)
     shape = (RANKS, TOKENS, TOP_K)
     popular = rng.permutation(1 / np.arange(1, EXPERTS + 1) ** 1.2)
@@ -71,7 +71,7 @@ COTANGENT = np.random.default_rng(2).normal(size=(RANKS, TOKENS, WIDTH))
 
 
 def gates_of(values, ids):
-    """Gates recomputed from live logits at the replayed ids, times a factor whose gradient is asked for too."""
+    """The gates of the replayed ids from live logits, times a factor whose gradient is tested too."""
     chance = jax.nn.softmax(values["x"] @ values["router"])
     chosen = jnp.take_along_axis(chance, jnp.maximum(ids, 0), -1)
     return values["gate"] * chosen
@@ -91,7 +91,7 @@ def dense(values, ids):
 
 @functools.cache
 def run(mesh, replica_slots, path, across_nodes, exchange="padded", fetch="padded", resident_slots=0):
-    """Output and gradients of the layer, compiled once: another trace is an error."""
+    """The output and gradients of the layer, compiled once; a second trace is an error."""
     topology = topology_of(mesh, replica_slots, resident_slots)
     parallel = ExpertParallel(
         mesh=expert_mesh(topology),
@@ -119,7 +119,7 @@ def run(mesh, replica_slots, path, across_nodes, exchange="padded", fetch="padde
 
 @functools.cache
 def plans(mesh, replica_slots, name, resident_slots=0):
-    """Layer plans ``[M, 1]`` of all routings as micro-batches of one batch: a planner's, or random ones."""
+    """The layer plans ``[M, 1]`` of all routings as micro-batches of one batch, from a planner or random."""
     topology = topology_of(mesh, replica_slots, resident_slots)
     load = load_of(routings()[:, None], topology)
     if name in PLANNERS:
@@ -136,15 +136,15 @@ def expected():
         return [dense(jax.tree.map(jnp.asarray, weights()), ids) for ids in routings()]
 
 
-def check(step, plan, ids, wanted, tolerance=TOLERANCE["float64"]):
+def check(step, plan, ids, desired, tolerance=TOLERANCE["float64"]):
     with jax.enable_x64(True):
-        assert_close(step(jax.tree.map(jnp.asarray, weights()), ids, plan), wanted, tolerance)
+        assert_close(step(jax.tree.map(jnp.asarray, weights()), ids, plan), desired, tolerance)
 
 
-def check_all(step, of_batch):
-    """All routings under their layer plans."""
+def check_all(step, batch_plans):
+    """Run all routings under their layer plans."""
     for micro_batch, ids in enumerate(routings()):
-        check(step, of_batch.layer(micro_batch).layer(0), ids, expected()[micro_batch])
+        check(step, batch_plans.layer(micro_batch).layer(0), ids, expected()[micro_batch])
 
 
 FAST = ("static", "relibra", "relibra_across", "random")
@@ -165,7 +165,7 @@ EVERY = [
     pytest.param(path, *slots, marks=() if (path, *slots) in SOME else pytest.mark.long)
     for path, *slots in itertools.product(PATHS, range(3), range(3))
 ]
-"""Paths, replica slots and resident slots."""
+"""The tested paths, replica slots and resident slots."""
 
 
 @pytest.mark.slow
@@ -174,7 +174,7 @@ EVERY = [
     "mesh", [pytest.param(mesh, marks=() if mesh in ("1x8", "2x4") else pytest.mark.long) for mesh in MESHES]
 )
 def test_meshes_and_slots_do_not_either(mesh, replica_slots, resident_slots, path):
-    """Any plan at all, of replicas on any node; and those that stay in nodes that hold their expert."""
+    """Any plan with replicas on any node works, and any plan whose replicas stay on nodes with their expert."""
     step = run(mesh, replica_slots, path, True, resident_slots=resident_slots)
     for name in ("random, across nodes", "random"):
         check_all(step, plans(mesh, replica_slots, name, resident_slots))
@@ -182,7 +182,7 @@ def test_meshes_and_slots_do_not_either(mesh, replica_slots, resident_slots, pat
 
 @pytest.mark.parametrize("path", PATHS)
 def test_replicas_of_residents(path):
-    """A replica is fetched from the resident of its node, whose gradient it adds to."""
+    """A replica is fetched from the resident on its node, and its gradient is added to the resident's."""
     check_all(run("2x4", 2, path, False, resident_slots=2), plans("2x4", 2, "random", 2))
 
 
@@ -211,11 +211,11 @@ def test_training_dtypes(dtype, path):
     plan, ids = plans("2x4", 2, "relibra").layer(0).layer(0), routings()[0]
     rounded = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), weights())
     with jax.enable_x64(True):
-        wanted = dense(jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float64), rounded), ids)
+        desired = dense(jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float64), rounded), ids)
     chex.clear_trace_counter()
-    found = run.__wrapped__("2x4", 2, path, False)(rounded, ids, plan)
-    assert found["output"].dtype == dtype
-    assert_close(found, wanted, TOLERANCE[dtype])
+    actual = run.__wrapped__("2x4", 2, path, False)(rounded, ids, plan)
+    assert actual["output"].dtype == dtype
+    assert_close(actual, desired, TOLERANCE[dtype])
 
 
 def test_same_input_gives_the_same_bits():
@@ -229,7 +229,7 @@ def test_same_input_gives_the_same_bits():
 
 @st.composite
 def routed_plans(draw):
-    """Any routing, and any valid plan of it on 2x4."""
+    """Any routing, under any valid plan on 2x4."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     experts = draw(st.integers(1, EXPERTS))
     ids = rng.integers(0, experts, (RANKS, TOKENS, TOP_K)).astype(np.int32)
@@ -246,22 +246,27 @@ def routed_plans(draw):
 def test_any_plan_of_any_routing(drawn):
     ids, plan = drawn
     with jax.enable_x64(True):
-        wanted = dense(jax.tree.map(jnp.asarray, weights()), ids)
+        desired = dense(jax.tree.map(jnp.asarray, weights()), ids)
     for path in PATHS:
-        check(run("2x4", 2, path, False), plan, ids, wanted)
+        check(run("2x4", 2, path, False), plan, ids, desired)
 
 
 def test_larger_meshes_have_layer_plans_a_copy_and_shared_homes():
-    """Axes data and fsdp around one node of two ranks: four copies of the group, each with its own load and plan; the
-    experts are sharded over fsdp besides. One set of homes, and gradients summed over all copies."""
+    """The layer works with axes data and fsdp around one node of two ranks.
+
+    There are four copies of the group, each with its own load and plan, and experts are also sharded over fsdp. All
+    copies share their homes, and gradients are summed over all copies.
+    """
     topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=EXPERTS, replica_slots=2)
     mesh, ids = expert_mesh(topology, data=2, fsdp=2), routings()[0]
     load = load_of(ids.reshape(4, 1, 2, TOKENS, TOP_K), topology)  # the copies as micro-batches of one batch
-    of_batch = layer_plans(planned("relibra", topology, load), load)
-    parallel = ExpertParallel(mesh=mesh, topology=topology, capacities=count_capacities(of_batch, topology))
+    batch_plans = layer_plans(planned("relibra", topology, load), load)
+    parallel = ExpertParallel(
+        mesh=mesh, topology=topology, capacities=count_capacities(batch_plans, topology)
+    )
     assert parallel.data_axes == ("data", "fsdp")
-    assert len(np.unique(of_batch.quota, axis=0)) == 4
-    plan = jax.tree.map(lambda leaf: leaf.reshape(2, 2, *leaf.shape[2:]), of_batch)
+    assert len(np.unique(batch_plans.quota, axis=0)) == 4
+    plan = jax.tree.map(lambda leaf: leaf.reshape(2, 2, *leaf.shape[2:]), batch_plans)
     home = plan.home[0, 0]
 
     @jax.jit
@@ -277,5 +282,5 @@ def test_larger_meshes_have_layer_plans_a_copy_and_shared_homes():
     spec = jax.P("node", "local", None, None, "fsdp")
     experts = values["experts"][home_layout(home, topology)]
     (grads, by_slot), out = step(values, jax.device_put(experts, jax.NamedSharding(mesh, spec)))
-    found = grads | {"output": out, "experts": by_slot.reshape(EXPERTS, 3, WIDTH, HIDDEN)[home]}
-    assert_close(found, expected()[0], TOLERANCE["float32"])
+    actual = grads | {"output": out, "experts": by_slot.reshape(EXPERTS, 3, WIDTH, HIDDEN)[home]}
+    assert_close(actual, expected()[0], TOLERANCE["float32"])

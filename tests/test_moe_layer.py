@@ -1,4 +1,4 @@
-"""The Flax layer: dense mathematics under replay and live, born sharded, trained as a scanned stack."""
+"""Tests of the Flax layer: it equals the dense layer in replay and live, starts sharded, and trains as a stack."""
 
 import dataclasses
 import functools
@@ -40,7 +40,7 @@ assert_close = functools.partial(assert_within, tolerance=5e-6)
 
 
 def loads(ids, mask, topology=TOPOLOGY):
-    """Token copies ``[N, G, E]`` of ids ``[B, T, K]`` whose rows lie on the ranks in order."""
+    """The token copies ``[N, G, E]`` of ids ``[B, T, K]`` whose rows are on the ranks in order."""
     ids = np.where(mask[..., None], np.asarray(ids, np.int32), EMPTY)
     return load_of(ids.reshape(topology.num_ranks, -1, ids.shape[-1]), topology)
 
@@ -78,7 +78,7 @@ def loss_of(output, logits, scores):
 
 @functools.cache
 def replay_step(scores):
-    """Output and gradients of the layer in replay, with its replicas fetched early."""
+    """The output and gradients of the layer in replay, with its replicas fetched early."""
     graph, params, rest = nnx.split(layer_of(scores), nnx.Param, ...)
 
     @jax.jit
@@ -97,7 +97,7 @@ def replay_step(scores):
 
 @functools.cache
 def dense(scores):
-    """The same in one place, every expert on every token."""
+    """The output and gradients of the dense reference, which runs every expert on every token."""
     graph, params, rest = nnx.split(layer_of(scores), nnx.Param, ...)
     gating = GATING[scores]
 
@@ -136,10 +136,10 @@ assert {"softmax", "sigmoid"} == set(GATING)
 
 @pytest.mark.parametrize("scores", SCORES)
 def test_replay_is_the_dense_layer(scores):
-    found = replay_step(scores)(X, REPLAY, MASK, replayed())
-    wanted = dense(scores)(X, REPLAY, MASK)
-    assert_close(found, wanted)
-    slopes = {jax.tree_util.keystr(k): np.abs(v).max() for k, v in jax.tree.leaves_with_path(found[1])}
+    actual = replay_step(scores)(X, REPLAY, MASK, replayed())
+    desired = dense(scores)(X, REPLAY, MASK)
+    assert_close(actual, desired)
+    slopes = {jax.tree_util.keystr(k): np.abs(v).max() for k, v in jax.tree.leaves_with_path(actual[1])}
     assert len(slopes) == 3
     assert all(slope > 0 for slope in slopes.values())
 
@@ -154,7 +154,7 @@ def test_a_plan_of_other_homes_is_noticed():
 @pytest.mark.parametrize("scores", SCORES)
 def test_live_routing_is_the_dense_layer_and_can_be_replayed(scores):
     layer = layer_of(scores)
-    # Homes alone, and a plan made for other loads.
+    # Home slots only, and a plan that was made for other loads.
     plan = None if scores == "softmax" else replayed()._replace(load=None)
     live = nnx.jit(lambda layer, x, plan: layer(x, plan=plan, parallel=PARALLEL, mask=MASK))
     output, ids, logits, _ = live(layer, X, plan)
@@ -162,7 +162,7 @@ def test_live_routing_is_the_dense_layer_and_can_be_replayed(scores):
     assert ids.shape == (*SHAPE, TOP_K)
     assert logits.dtype == np.float32
     assert_close(output, dense(scores)(X, ids, MASK)[0])
-    # Any plan of the recorded ids gives the same: here their own load, under the replay's homes.
+    # Any plan gives the same result, here one for the load of the live ids with the replay's homes.
     plan = refit_quota(replayed(), loads(ids, MASK), TOPOLOGY)
     assert_close(replay_step(scores)(X, ids, MASK, plan)[0], output)
 
@@ -202,7 +202,7 @@ def test_weights_of_an_expert_do_not_depend_on_ranks_or_homes():
 
 
 def test_precision_is_what_the_table_says():
-    """bfloat16 compute over float32 masters: what moves between ranks, what is summed, what is stored."""
+    """With bfloat16 compute and float32 master weights, transfers, sums and stored arrays have documented dtypes."""
     layer = MoELayer(
         *(TOPOLOGY, WIDTH, HIDDEN, GATING["softmax"]),
         dtype=jnp.bfloat16,
@@ -220,15 +220,15 @@ def test_precision_is_what_the_table_says():
         return output.astype(jnp.float32).sum()
 
     grads = jax.jit(jax.grad(loss))(params, X)
-    # A residual stream in float32 around it; masters, gradients and moments are float32.
+    # The residual stream around the layer is float32, and so are master weights, gradients and moments.
     trees = (params, grads, optax.adam(1e-3).init(params)[0].mu)
     assert {leaf.dtype for tree in trees for leaf in jax.tree.leaves(tree)} == {jnp.dtype("float32")}
     exact = jax.jit(jax.grad(loss_in_float32))(params, X)
     for name, tolerance in (("experts", 0.1), ("router", 0.1)):
-        found, wanted = (np.asarray(each[name][...], np.float64) for each in (grads, exact))
-        assert 0 < np.abs(found - wanted).max() < tolerance * np.abs(wanted).max()
+        actual, desired = (np.asarray(each[name][...], np.float64) for each in (grads, exact))
+        assert 0 < np.abs(actual - desired).max() < tolerance * np.abs(desired).max()
 
-    # Replicas and their gradients travel in bfloat16, in pieces: one for each of four ranks.
+    # Replicas and their gradients travel in bfloat16 and in four pieces, one for each rank of a node.
     text = str(jax.make_jaxpr(jax.grad(loss))(params, X))
     carried = re.findall(rf":(\w+)\[[\d,]*{3 * WIDTH * HIDDEN // 4}\][^=]*= all_to_all", text)
     assert set(carried) == {"bf16"}, carried
@@ -253,9 +253,11 @@ def test_misfits_are_refused_before_anything_is_compiled():
         call(X[:12])
     with pytest.raises(ValueError, match=r"expert_ids: .*\(16, 5, 2\), found \(16, 5, 3\)"):
         call(X, np.concatenate([ids, ids[..., :1]], -1), plan)
-    with pytest.raises(ValueError, match="expert_ids: expected integers that hold 15, found float32"):
+    with pytest.raises(
+        ValueError, match="expert_ids: expected an integer dtype that holds 15, found float32"
+    ):
         call(X, ids.astype(np.float32), plan)
-    with pytest.raises(ValueError, match=r"plan with a load of shape .* without expert_ids"):
+    with pytest.raises(ValueError, match=r"plan has a load of shape .*, but expert_ids is None"):
         call(X, None, plan)
     with pytest.raises(ValueError, match=r"plan.slot_expert: .*\(2, 4, 4\), found \(2, 4, 3\)"):
         call(X, ids, plan._replace(slot_expert=plan.slot_expert[..., :3]))
@@ -282,7 +284,7 @@ def test_misfits_are_refused_before_anything_is_compiled():
 
 
 class Twin(nnx.Module):
-    """Two layers in a list and two that are stacked."""
+    """A model with two layers in a list and two stacked layers."""
 
     def __init__(self, topology, mesh):
         gating = dataclasses.replace(GATINGS["glm-4.5"], top_k=TOP_K)
@@ -302,7 +304,7 @@ def test_labels_find_the_experts_and_nothing_else():
     optimizer = nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
     labels = expert_labels(nnx.state(model, nnx.Param))
 
-    def found(labels):
+    def labels_by_name(labels):
         return {jax.tree_util.keystr(path): label for path, label in jax.tree.leaves_with_path(labels)}
 
     experts = {
@@ -310,15 +312,15 @@ def test_labels_find_the_experts_and_nothing_else():
         "['apart'][1]['experts']": 1,
         "['stacked']['experts']": range(2, 4),
     }
-    assert found(labels) == experts
+    assert labels_by_name(labels) == experts
     assert len(jax.tree.leaves(nnx.state(model, nnx.Param))) == 9
-    state = found(optimizer_layers(optimizer.tx, optimizer.opt_state, labels))
+    state = labels_by_name(optimizer_layers(optimizer.tx, optimizer.opt_state, labels))
     assert state == {f"[0].{moment}{path}.value": v for moment in ("mu", "nu") for path, v in experts.items()}
 
-    # Layers in a list and stacked ones move by the same rows of homes.
+    # Layers in a list and stacked layers use the rows of the homes in the order of the tree.
     before = [np.asarray(leaf) for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))]
     home = np.stack([np.roll(np.arange(4), layer) for layer in range(4)])
-    with pytest.raises(ValueError, match="old_home has 4 layers, new_home 3"):
+    with pytest.raises(ValueError, match="old_home has 4 layers, but new_home has 3"):
         reorder_experts(model, optimizer, home[:3], mesh=mesh, topology=topology)
     reorder_experts(model, None, home, mesh=mesh, topology=topology)
     after = jax.tree.leaves(nnx.state(model, nnx.Param))
@@ -333,7 +335,7 @@ def test_labels_find_the_experts_and_nothing_else():
 
 @pytest.mark.parametrize("stacked", [None, {}, {nnx.PARTITION_NAME: None}])
 def test_sharding_metadata_says_where_experts_lie(stacked):
-    """As Flax says it, of single and of stacked layers; a model resharded by it keeps its experts where they are."""
+    """Flax reports the sharding of single and stacked layers, and resharding a model by it leaves experts in place."""
     topology = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=0)
     mesh = expert_mesh(topology, fsdp=2)
     gating = dataclasses.replace(GATINGS["qwen3-moe"], top_k=TOP_K)
@@ -383,7 +385,7 @@ def train_step(model, optimizer, ids, plans):
 
 
 def train(*, planned):
-    """Three updates, each with new routing: experts, first moments, router and losses, by expert id."""
+    """Train three updates, each with new routing; return experts, first moments, router and losses by expert id."""
     gating = dataclasses.replace(GATINGS["glm-4.5"], top_k=TOP_K)
 
     @nnx.vmap
@@ -396,7 +398,7 @@ def train(*, planned):
     for batch in range(3):
         ids = np.random.default_rng(batch).integers(0, 7, (LAYERS, *STACK_X.shape[:-1], TOP_K))
         ids[..., 1] = np.where(ids[..., 1] == ids[..., 0], 7, ids[..., 1])
-        # To a planner the copies are micro-batches of the batch: [data, L, ranks, tokens, K].
+        # For a planner the copies of the group are micro-batches of the batch: [data, L, ranks, tokens, K].
         load = load_of(np.swapaxes(ids.reshape(LAYERS, 2, 4, -1, TOP_K), 0, 1), SMALL)
         plan = random_plan(np.random.default_rng(batch), load, SMALL)
         if not planned:
@@ -419,11 +421,11 @@ def train(*, planned):
 
 @pytest.mark.slow
 def test_training_with_plans_and_reorders_is_training_without():
-    found, home = train(planned=True)
-    wanted, at_birth = train(planned=False)
+    actual, home = train(planned=True)
+    desired, at_birth = train(planned=False)
     assert (home != at_birth).any()
-    assert (np.abs(wanted["moments"]).max((1, 2)) > 0).all()
-    assert_close(found, wanted)
+    assert (np.abs(desired["moments"]).max((1, 2)) > 0).all()
+    assert_close(actual, desired)
 
 
 def test_homes_of_another_model_are_refused():
@@ -431,7 +433,7 @@ def test_homes_of_another_model_are_refused():
     home = np.roll(np.arange(EXPERTS, dtype=np.int32), 3)
     for wrong in ([home] * 3, np.zeros((0, EXPERTS), np.int32), [home[:4]]):
         shape = re.escape(str(np.shape(wrong)))
-        with pytest.raises(ValueError, match=rf"homes of shape {shape} for 1 MoE layers of 16 experts"):
+        with pytest.raises(ValueError, match=rf"home has shape {shape}, but .* 1 MoE layers with 16 experts"):
             set_homes(layer, np.asarray(wrong))
     set_homes(layer, home[None])
     np.testing.assert_array_equal(layer.home[...], home)
@@ -439,7 +441,7 @@ def test_homes_of_another_model_are_refused():
 
 @pytest.mark.parametrize("replica_slots", [0, 1])
 def test_a_scanned_live_layer_has_gradients(replica_slots):
-    """Shardy (jaxlib 0.11) crashed where a scan's backward pass took an empty array of replicas out of a shard_map."""
+    """Shardy (jaxlib 0.11) crashed if a scan's backward pass hoisted an empty array of replicas out of a shard_map."""
     topology = dataclasses.replace(SMALL, replica_slots=replica_slots)
     parallel = ExpertParallel(mesh=expert_mesh(topology, devices=jax.devices()[:4]), topology=topology)
     gating = dataclasses.replace(GATINGS["qwen3-moe"], top_k=TOP_K)

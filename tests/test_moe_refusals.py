@@ -1,4 +1,4 @@
-"""What a layer does with what it cannot run: refused while tracing, NaN where the host's check was left out."""
+"""Tests of invalid inputs of a layer: an error while tracing, or NaN if the caller skipped the check on the host."""
 
 import dataclasses
 import functools
@@ -33,7 +33,7 @@ from relibra_jax.types import EMPTY, Assignment, BatchPlan, RoutingReplay
 
 @functools.cache
 def single(path="flat", **options):
-    """The layer alone, in float32 on 2x4 with two replica slots, and its arguments for the first routing."""
+    """The layer in float32 on 2x4 with two replica slots, and its arguments for the first routing."""
     topology = topology_of("2x4", 2)
     options = {"capacities": worst_case_capacities(TOKENS, TOP_K, topology)} | options
     parallel = ExpertParallel(mesh=expert_mesh(topology), topology=topology, path=path, **options)
@@ -51,7 +51,7 @@ def single(path="flat", **options):
 
 @functools.partial(jax.jit, static_argnums=1)
 def call(arguments, parallel):
-    """The layer with the named arguments."""
+    """Call the layer with arguments by name."""
     layer = prepare_layer(arguments["expert_ids"], arguments["plan"], parallel)
     experts, x = fetch_replicas(arguments["experts"], layer, arguments["x"], parallel)
     if "replicas" in arguments:
@@ -60,7 +60,7 @@ def call(arguments, parallel):
 
 
 def test_live_routing_runs_under_a_plan_of_other_loads():
-    """Another micro-batch's slots and shares, this one's tokens: nothing is dropped."""
+    """Tokens run under the slots and quotas of another micro-batch lose no token."""
     arguments, parallel = single()
     plan = plans("2x4", 2, "relibra").layer(2).layer(0)._replace(load=None)
     out = call(arguments | {"plan": plan}, parallel)
@@ -72,7 +72,7 @@ def test_live_routing_runs_under_a_plan_of_other_loads():
     [("flat", "rows"), ("flat", "flat"), ("hierarchical", "node"), ("hierarchical", "local")],
 )
 def test_a_step_with_too_small_buffers_returns_nan(path, buffer):
-    """Where the host's check was left out: not a result that misses some tokens."""
+    """An invalid plan gives NaN, not a result without some of the tokens."""
     arguments, parallel = single(path)
     small = {"rows": 8} if buffer == "rows" else {buffer: ExchangeSizes(pair=4, own=4, send=4, receive=4)}
     sizes = dataclasses.replace(parallel.capacities, **small)
@@ -81,10 +81,10 @@ def test_a_step_with_too_small_buffers_returns_nan(path, buffer):
 
 @pytest.mark.parametrize("across_nodes", [False, True])
 def test_the_tokens_that_cross_are_those_that_were_counted(across_nodes):
-    """Room for exactly the most tokens that a rank sends by `node_visits` holds them; one token less does not."""
+    """Buffers for exactly the most tokens that a rank sends, by `node_visits`, suffice; one row less does not."""
     options = {"exchange": "emulated", "fetch": "emulated", "across_nodes": across_nodes}
     arguments, parallel = single("hierarchical", **options)
-    # With this seed more would cross if copies went in token order.
+    # With this seed more tokens would cross if copies were assigned in token order.
     rng, topology, top_k = np.random.default_rng(6), parallel.topology, 4
     ids = random_ids(rng, (RANKS, TOKENS), EXPERTS, top_k)
     load = load_of(ids[None, None], topology)
@@ -106,7 +106,7 @@ def test_the_tokens_that_cross_are_those_that_were_counted(across_nodes):
 
 
 def assert_all_nan(out, arguments):
-    """Wherever there is a token; the ranks' sound padding may be zero."""
+    """Assert NaN for every token. Padding may be zero."""
     token = np.asarray(arguments["expert_ids"] != EMPTY).any(-1)
     assert np.isnan(np.asarray(out)[token]).all()
 
@@ -118,7 +118,7 @@ def test_ids_of_one_rank_that_are_not_those_of_the_plan_return_nan():
 
 
 def test_a_plan_of_another_load_returns_nan():
-    """As many token copies, other experts."""
+    """Ids with as many token copies but other experts give NaN."""
     arguments, parallel = single()
     order = np.roll(np.arange(EXPERTS), 1)
     ids = jnp.where(arguments["expert_ids"] == EMPTY, EMPTY, jnp.asarray(order)[arguments["expert_ids"]])
@@ -136,7 +136,7 @@ def test_replicas_from_another_node_return_nan_unless_allowed(fetch):
 
 @pytest.mark.parametrize("wrong", [-2, EXPERTS])
 def test_ids_outside_the_model(wrong):
-    """Refused where they are known, NaN where they are not."""
+    """Invalid ids raise an error if they are concrete, and give NaN if they are traced."""
     arguments, parallel = single()
     ids = arguments["expert_ids"].at[6, 0, 1].set(wrong)
     live = arguments | {"expert_ids": ids, "plan": arguments["plan"]._replace(load=None)}
@@ -208,8 +208,8 @@ def test_what_does_not_belong_together_is_refused(name, change, message):
         ({"path": "direct"}, "path='direct' must be one of auto, flat, hierarchical"),
         ({"exchange": "rdma"}, "exchange='rdma' must be one of"),
         ({"fetch": "copy"}, "fetch='copy' must be one of"),
-        ({"data_axes": ("data",)}, "'data' is no further axis of the mesh"),
-        ({"topology": topology_of("4x2", 2)}, "mesh axis 'node': expected 4 .*found 2"),
+        ({"data_axes": ("data",)}, "data_axes: 'data' must be an axis of the mesh"),
+        ({"topology": topology_of("4x2", 2)}, "mesh axis 'node': expected size 4 .*found 2"),
     ],
 )
 def test_settings_that_cannot_run_are_refused(options, message):

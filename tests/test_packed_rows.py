@@ -1,4 +1,4 @@
-"""Packed rows compute what a sample a row computes: log-probabilities, gradients and the rows of every slot."""
+"""Tests that packed rows compute the same as one sample per row: log-probabilities, gradients and rows of slots."""
 
 import dataclasses
 import functools
@@ -61,18 +61,18 @@ def result(pack_rows):
     gradients, (log_prob, slot_rows) = nnx.jit(step)(model, batch, (rows, batch.packing))
     check_executed(slot_rows, batch)
     home = np.asarray(model.layers.experts.home[...])
-    found = nnx.to_pure_dict(gradients)
-    experts = np.asarray(found["layers"]["experts"]["experts"]).reshape(2, 16, -1)
-    found["layers"]["experts"]["experts"] = np.take_along_axis(experts, home[..., None], axis=1)
-    return jax.device_get(found), batch.from_ranks(log_prob)
+    actual = nnx.to_pure_dict(gradients)
+    experts = np.asarray(actual["layers"]["experts"]["experts"]).reshape(2, 16, -1)
+    actual["layers"]["experts"]["experts"] = np.take_along_axis(experts, home[..., None], axis=1)
+    return jax.device_get(actual), batch.from_ranks(log_prob)
 
 
 def test_equal_to_a_sample_a_row():
-    (gradients, log_prob), (wanted, unpacked) = result(True), result(False)
+    (gradients, log_prob), (desired, unpacked) = result(True), result(False)
     np.testing.assert_allclose(np.where(MASK, log_prob, 0), np.where(MASK, unpacked, 0), atol=2e-6)
     assert not log_prob[:, 0].any()
     for (path, leaf), other in zip(
-        jax.tree.leaves_with_path(wanted), jax.tree.leaves(gradients), strict=True
+        jax.tree.leaves_with_path(desired), jax.tree.leaves(gradients), strict=True
     ):
         largest = np.abs(leaf).max()
         assert largest > 0, path
@@ -83,8 +83,10 @@ def test_little_is_padding_and_every_token_is_there():
     _, batch, _ = prepared(True)
     segments, positions = (np.asarray(leaf) for leaf in batch.packing)
     assert (segments != EMPTY).mean() >= 0.95
-    found = {(int(a), int(b)) for a, b in zip(segments.ravel(), positions.ravel(), strict=True) if a != EMPTY}
-    assert found == {(int(a), int(b)) for a, b in np.argwhere(MASK)}
+    actual = {
+        (int(a), int(b)) for a, b in zip(segments.ravel(), positions.ravel(), strict=True) if a != EMPTY
+    }
+    assert actual == {(int(a), int(b)) for a, b in np.argwhere(MASK)}
     _, unpacked, _ = prepared(False)
     assert unpacked.packing is None
     assert (unpacked.parallel.rows or 0) * LENGTH * MICRO_BATCHES > 1.5 * segments.size
@@ -94,14 +96,16 @@ def test_samples_that_are_not_aligned_to_the_left_are_refused():
     model, _, balancer = prepared(True)
     mask = MASK.copy()
     mask[3, :3] = (True, False, True)
-    with pytest.raises(ValueError, match=r"sample 3: token 2 is real and token 1 is not; packed rows need"):
+    with pytest.raises(
+        ValueError, match=r"sample 3: token 2 is real, but token 1 before it is padding; pack_rows"
+    ):
         balancer.prepare(model, None, RoutingReplay(IDS, mask))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
 def test_a_run_in_packed_rows_learns_the_same(monkeypatch, algorithm):
-    """Answers of uneven length; the same responses, and the same step from them."""
+    """With answers of uneven length, packed rows give the same responses, and the same step from them."""
     monkeypatch.setattr(
         "experiments.rl.configs.POLICIES", {"tiny": dataclasses.replace(CONFIG, vocabulary=259)}
     )
@@ -116,7 +120,7 @@ def test_a_run_in_packed_rows_learns_the_same(monkeypatch, algorithm):
     for pack_rows in (False, True):
         config = Train(**settings, algorithm=algorithm, micro_batches=2, anneal_steps=20, pack_rows=pack_rows)
         trainer = Trainer(config, 0)
-        if algorithm == "ppo":  # a new head says the same of all tokens
+        if algorithm == "ppo":  # a new head gives all tokens the same value
             head = trainer.state.agent.critic.weight
             head[...] = jax.random.normal(jax.random.key(1), head.shape)
         learned[pack_rows] = trainer.learn()

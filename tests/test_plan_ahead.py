@@ -1,4 +1,4 @@
-"""Plans of batches whose rollout still runs, and plans that begin where those have ended."""
+"""Tests of plans for batches whose rollout still runs, and of plans with such a warm start."""
 
 import functools
 
@@ -30,7 +30,7 @@ ASSIGN = functools.partial(assign_samples, key=jax.random.key(0), steps=100)
 
 @pytest.fixture(scope="module")
 def counts():
-    """Samples of two domains with experts of their own, in groups of four; lengths from 20 to 59."""
+    """Samples of two domains with separate experts, in groups of four, with lengths from 20 to 59."""
     rng = np.random.default_rng(0)
     popular = rng.exponential(size=(2, LAYERS, 16)) ** 2
     domain = np.repeat(rng.integers(0, 2, SAMPLES // 4), 4)
@@ -75,8 +75,8 @@ def test_the_nearest_finished_sample_stands_in(counts, finished):
     done[np.random.default_rng(finished).choice(SAMPLES, finished, replace=False)] = True
     distance = np.abs(np.arange(SAMPLES)[:, None] - np.flatnonzero(done))
     nearest = np.flatnonzero(done)[distance.argmin(1)]  # the earlier one of two
-    found = jax.jit(fill_unfinished)(np.where(done[:, None, None], load, 99), tokens, done)
-    chex.assert_trees_all_equal(found, (load[nearest], tokens[nearest]))
+    actual = jax.jit(fill_unfinished)(np.where(done[:, None, None], load, 99), tokens, done)
+    chex.assert_trees_all_equal(actual, (load[nearest], tokens[nearest]))
 
 
 def test_nothing_stands_in_where_nothing_has_finished(counts):
@@ -86,17 +86,17 @@ def test_nothing_stands_in_where_nothing_has_finished(counts):
 
 
 def stay(load, previous_home, topology, *, refine):
-    """Placement that ends its search where it begins."""
+    """A placement function that returns its starting point."""
     return Placement(refine, random_placement(0).resident)
 
 
 @pytest.mark.parametrize("traced", [False, True])
 def test_the_first_turn_assigns_samples_to_the_homes_of_the_warm_start(counts, traced):
     start, planner = random_placement(3), relibra(place=stay)
-    found = plan(counts, planner, assign=ASSIGN, rounds=1, warm_start=start, traced=traced)
-    np.testing.assert_array_equal(found.plan.home, start.home)
-    wanted = ASSIGN(*counts, start.home, TOPOLOGY, num_micro_batches=MICRO_BATCHES)
-    np.testing.assert_array_equal(found.assignment.sample, wanted.sample)
+    actual = plan(counts, planner, assign=ASSIGN, rounds=1, warm_start=start, traced=traced)
+    np.testing.assert_array_equal(actual.plan.home, start.home)
+    desired = ASSIGN(*counts, start.home, TOPOLOGY, num_micro_batches=MICRO_BATCHES)
+    np.testing.assert_array_equal(actual.assignment.sample, desired.sample)
     in_place = plan(counts, planner, warm_start=start, traced=traced)
     np.testing.assert_array_equal(in_place.plan.home, start.home)
 
@@ -104,9 +104,9 @@ def test_the_first_turn_assigns_samples_to_the_homes_of_the_warm_start(counts, t
 @pytest.mark.parametrize("name", ["relibra", "static", "eplb", "lplb"])
 def test_plans_are_valid_whatever_they_begin_with(counts, name):
     entry = PLANNERS[name]
-    found = plan(counts, entry.planner, assign=ASSIGN, rounds=2, warm_start=random_placement(5), traced=True)
-    check_plan(found.plan, found.load, TOPOLOGY, across_nodes=entry.across_nodes)
-    assert sorted(np.asarray(found.assignment.sample).ravel().tolist()) == list(range(SAMPLES))
+    actual = plan(counts, entry.planner, assign=ASSIGN, rounds=2, warm_start=random_placement(5), traced=True)
+    check_plan(actual.plan, actual.load, TOPOLOGY, across_nodes=entry.across_nodes)
+    assert sorted(np.asarray(actual.assignment.sample).ravel().tolist()) == list(range(SAMPLES))
 
 
 def test_half_of_the_turns_come_to_the_same_balance(counts):
@@ -121,10 +121,10 @@ def test_half_of_the_turns_come_to_the_same_balance(counts):
         "early": {"rounds": 2, "warm_start": start},
         "random homes": {"rounds": 0, "warm_start": random_placement(6)},
     }.items():
-        found = plan(counts, planner, assign=ASSIGN, traced=True, **options)
-        imbalance[name] = float(batch_imbalance(rank_load(found.plan)))
+        actual = plan(counts, planner, assign=ASSIGN, traced=True, **options)
+        imbalance[name] = float(batch_imbalance(rank_load(actual.plan)))
     assert imbalance["early"] < 1 + 1.1 * (imbalance["nothing"] - 1)
-    # Where there is something to gain.
+    # The search has something to gain over random homes.
     assert imbalance["random homes"] > 1 + 1.5 * (imbalance["nothing"] - 1)
 
 

@@ -1,4 +1,4 @@
-"""Plans that are corrupted at random: refused on the host, and if a step is run all the same, right or NaN."""
+"""Tests with randomly corrupted plans: the host rejects them, and a step that still runs is right or NaN."""
 
 import functools
 
@@ -29,7 +29,7 @@ COTANGENT = RNG.normal(size=X.shape).astype(np.float32)
 
 @functools.cache
 def layer_step(path):
-    """Output and gradients of the layer; experts lie in the homes of the model, whatever the plan says."""
+    """The output and gradients of the layer, with experts in the homes of the model, whatever the plan has."""
     parallel = ExpertParallel(mesh=expert_mesh(TOPOLOGY), topology=TOPOLOGY, path=path)
 
     @jax.jit
@@ -51,7 +51,7 @@ def dense_output(ids):
 
 
 def place(rng, array):
-    """A random index."""
+    """A random index into ``array``."""
     return tuple(int(rng.integers(size)) for size in array.shape)
 
 
@@ -172,15 +172,15 @@ CORRUPTIONS = [
 
 
 def routed_plan(rng):
-    """Ids and a valid layer plan of them, whose arrays may be changed."""
+    """Random ids and a valid layer plan for them, whose arrays the test may change."""
     ids = random_ids(rng, (RANKS, TOKENS), TOPOLOGY.num_experts, TOP_K)
     load = load_of(ids[None, None], TOPOLOGY)
     plan = layer_plans(random_plan(rng, load, TOPOLOGY), load)
     return ids, LayerPlan(*(np.array(leaf)[0, 0] for leaf in plan))
 
 
-def refused(plan):
-    """What the host says, or None."""
+def host_error(plan):
+    """The host's error message for a plan, or None if it accepts the plan."""
     batch = [leaf[None, None] for leaf in plan]
     try:
         check_plan(Plan(batch[0], plan.home[None], batch[2]), batch[3], TOPOLOGY)
@@ -191,7 +191,10 @@ def refused(plan):
 
 @pytest.mark.parametrize("path", ["flat", pytest.param("hierarchical", marks=pytest.mark.slow)])
 def test_a_corrupted_plan_is_right_or_nan(path):
-    """And what the host accepts is right, but for a load that is another batch's, which only the layer can notice."""
+    """A corrupted plan gives right results or NaN, and right ones if the host accepts it.
+
+    Only the layer can detect the load of another batch.
+    """
     rng, step = np.random.default_rng(0), layer_step(path)
     wrong, outcomes = [], {"right": 0, "nan": 0}
     for case in range(CASES // 2):
@@ -204,7 +207,7 @@ def test_a_corrupted_plan_is_right_or_nan(path):
         nan = np.isnan(out).all(-1)
         outcomes["right" if right.all() else "nan"] += 1
         if not (right | nan).all() or (
-            refused(plan) and right.all() and corrupt is not replicas_out_of_order
+            host_error(plan) and right.all() and corrupt is not replicas_out_of_order
         ):
             wrong.append((case, corrupt.__name__))
         if nan.all():
@@ -217,14 +220,14 @@ def test_a_corrupted_plan_is_right_or_nan(path):
 
 @pytest.mark.parametrize("corrupt", CORRUPTIONS, ids=lambda corrupt: corrupt.__name__)
 def test_the_host_refuses_what_the_layer_would(corrupt):
-    """Whatever is no plan of its load; a plan of another batch's routing is no wrong plan."""
+    """The host rejects every plan that does not fit its load. A plan for the routing of another batch does fit."""
     rng, count = np.random.default_rng(1), 0
     for _ in range(12):
         _, plan = routed_plan(rng)
         before = [leaf.copy() for leaf in plan]
         corrupt(rng, plan, routed_plan(rng)[1])
         changed = any((a != b).any() for a, b in zip(before, plan, strict=True))
-        refusal = refused(plan)
+        refusal = host_error(plan)
         count += refusal is not None
         if not changed:
             assert refusal is None

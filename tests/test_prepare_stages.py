@@ -1,4 +1,4 @@
-"""Stages of a batch at the front door: a recompute, and updates from parts of the samples."""
+"""Tests of Balancer.prepare_stages: a recompute of all samples, and updates from parts of them."""
 
 import functools
 
@@ -46,7 +46,7 @@ def data():
 
 
 class Model(nnx.Module):
-    """A residual stack of mixtures of experts."""
+    """A residual stack of mixture-of-experts layers."""
 
     def __init__(self, topology, mesh):
         gating, options = GATINGS["qwen3-moe"], {"mesh": mesh, "rngs": nnx.Rngs(0)}
@@ -56,19 +56,19 @@ class Model(nnx.Module):
     def __call__(self, x, replay, layers, parallel):
         rows = []
         for number, moe in enumerate(self.layers):
-            found = moe(
+            moe_output = moe(
                 *(x, replay.expert_ids[..., number, :], layers.layer(number)),
                 parallel=parallel,
                 mask=replay.mask,
             )
-            x = x + found.output
-            rows.append(found.slot_rows)
+            x = x + moe_output.output
+            rows.append(moe_output.slot_rows)
         return x, jnp.stack(rows)
 
 
 @nnx.jit
 def forward(model, batch, rows, residents):
-    """Every token's output, and the rows of the slots."""
+    """The output of every token, and the rows of the slots."""
     graph, state = nnx.split(model)
 
     def one(_, micro_batch):
@@ -122,7 +122,7 @@ class Run:
         )
 
     def update(self, batch, number, part, residents=None):
-        """The loss of one update, the mean over its own tokens."""
+        """Run one update and return its loss, the mean over its own tokens."""
         mask = data()[number][1].mask
         own = np.isin(np.arange(SAMPLES), part)[:, None] & mask
         rows, weight = batch.to_ranks((data()[number], (own / own.sum()).astype(np.float32)))
@@ -131,7 +131,10 @@ class Run:
         return float(loss)
 
     def train(self, first, last):
-        """Outputs of the recompute and the losses of all updates; the first shares the recompute's residents."""
+        """Run all stages; return the outputs of the recompute and the losses of the updates.
+
+        The first update shares the recompute's residents.
+        """
         seen, losses = [], []
         for number in range(first, last):
             recompute, *updates = self.prepare(number)
@@ -145,7 +148,7 @@ class Run:
         return seen, losses
 
     def experts(self):
-        """The experts of all layers by id."""
+        """The experts of all layers in the order of their ids."""
         homes = get_homes(self.model)
         flat = [np.asarray(moe.experts[...]).reshape(EXPERTS, 3, WIDTH, HIDDEN) for moe in self.model.layers]
         return np.stack([leaf[row] for leaf, row in zip(flat, homes, strict=True)])
@@ -158,10 +161,10 @@ def trained():
 
 
 def assert_same_training(run, seen, losses):
-    planned, wanted, wanted_losses = trained()
-    np.testing.assert_allclose(losses, wanted_losses[: len(losses)], rtol=5e-6)
-    for found, expected in zip(seen, wanted, strict=False):
-        np.testing.assert_allclose(found, expected, atol=2e-5)
+    planned, desired, desired_losses = trained()
+    np.testing.assert_allclose(losses, desired_losses[: len(losses)], rtol=5e-6)
+    for actual, expected in zip(seen, desired, strict=False):
+        np.testing.assert_allclose(actual, expected, atol=2e-5)
     if len(seen) == BATCHES:
         np.testing.assert_allclose(run.experts(), planned.experts(), atol=5e-5)
 
@@ -195,7 +198,7 @@ def test_stages_share_homes_and_residents_and_no_sample_is_in_two_updates():
 
 
 def test_residents_are_those_after_the_update_before():
-    """With the weights from before it, the next update is another one, and the host refuses them."""
+    """With residents from before an update the next update would differ, and the host rejects them."""
     losses = []
     for stale in (False, True):
         run = Run()
@@ -232,8 +235,8 @@ def test_one_stage_is_prepare():
     run, other = Run(), Run()
     one = run.balancer.prepare(run.model, run.optimizer, data()[0][1])
     (same,) = other.prepare(num_micro_batches=(2,), samples=None)
-    for found, wanted in zip(jax.tree.leaves(same), jax.tree.leaves(one), strict=True):
-        np.testing.assert_array_equal(found, wanted)
+    for actual, desired in zip(jax.tree.leaves(same), jax.tree.leaves(one), strict=True):
+        np.testing.assert_array_equal(actual, desired)
     assert one.parallel.capacities == same.parallel.capacities
 
 
@@ -243,7 +246,7 @@ def test_rows_come_back_in_the_order_of_the_batch():
         inside = np.isin(np.arange(SAMPLES), own)[:, None]
         np.testing.assert_array_equal(stage.from_ranks({"n": stage.to_ranks(numbers)})["n"], numbers * inside)
     with pytest.raises(
-        ValueError, match=r"rows\['n'\]: shape \(1, 16, 2\) for \(2, 4\) micro-batches and rows"
+        ValueError, match=r"rows\['n'\]: shape \(1, 16, 2\), but the micro-batches and rows .* are \(2, 4\)"
     ):
         stage.from_ranks({"n": np.zeros((1, 16, 2))})
 
@@ -259,12 +262,12 @@ def test_live_stages():
 def test_stages_are_refused_once_the_next_batch_is_prepared():
     run = Run()
     stages = run.prepare()
-    with pytest.raises(ValueError, match="before the first was learned from"):
+    with pytest.raises(ValueError, match="the optimizer has made no step since the previous batch"):
         run.prepare(1)
     run.update(stages[1], 0, PARTS[0])  # a loop may stop early
     run.prepare(1)
     for stage in stages:
-        with pytest.raises(ValueError, match="this batch is number 1"):
+        with pytest.raises(ValueError, match="this is batch 1"):
             stage.layers()
 
 
@@ -289,7 +292,7 @@ def test_what_are_no_stages_is_refused(options, message, live):
 
 
 def test_sizes_of_all_stages_are_in_a_checkpoint(tmp_path):
-    """A run that goes on compiles no other step, and trains on, bit for bit."""
+    """A restored run compiles no other step, and continues bit for bit."""
     run, again = Run(), Run()
     run.train(0, 2)
     with ocp.CheckpointManager(tmp_path) as manager:

@@ -1,4 +1,4 @@
-"""What is worked out before the step: tables once a batch, ways chosen by themselves, rows that are counted."""
+"""Tests of prepared layers: tables computed once per batch, automatic choice of paths, and counted rows."""
 
 import dataclasses
 import functools
@@ -54,7 +54,7 @@ def parallel_of(path="auto", **options):
 
 @functools.cache
 def a_batch():
-    """All routings as micro-batches of one layer, under any plan with residents, and the residents' weights."""
+    """All routings as micro-batches of one layer, a random plan with residents, and the residents' weights."""
     load = load_of(routings()[:, None], TOPOLOGY)
     plan = random_plan(np.random.default_rng(3), load, TOPOLOGY)
     experts = VALUES["experts"][home_layout(plan.home[0], TOPOLOGY)]
@@ -70,19 +70,19 @@ def run_prepared(experts, layer, ids, gates, parallel):
 
 @pytest.mark.parametrize("path", PATHS)
 def test_layers_are_prepared_once_for_a_batch(path):
-    """Tables made for all micro-batches, then sliced: what layers compute, and the rows of every slot."""
+    """Slices of tables that were prepared for all micro-batches give the right outputs and rows of every slot."""
     plan, load, experts, residents = a_batch()
     parallel = parallel_of(path, check_rows=True)
     layers = prepare_layers(routings()[..., None, :], layer_plans(plan, load), parallel)
     for number, ids in enumerate(routings()):
         layer = layers.layer(number).layer(0)._replace(residents=residents[0])
-        found = run_prepared(experts, layer, ids, GATES[number], parallel)
-        assert_close(found.output, expected()[number]["output"], 2e-6)
-        np.testing.assert_array_equal(found.slot_rows, plan.quota[number, 0])
+        actual = run_prepared(experts, layer, ids, GATES[number], parallel)
+        assert_close(actual.output, expected()[number]["output"], 2e-6)
+        np.testing.assert_array_equal(actual.slot_rows, plan.quota[number, 0])
 
 
 def test_a_layer_that_is_run_has_nothing_left_to_sort_or_search():
-    """Neither sorts nor loops nor scatters of indices, but for those of the grouped MLP's own implementation."""
+    """The layer has no sorts, loops or scatters of indices, except in the grouped MLP's implementation."""
     plan, load, experts, residents = a_batch()
     parallel = parallel_of("hierarchical", implementation="reference")
     of_layer = layer_plans(plan, load).layer(0).layer(0)
@@ -101,20 +101,20 @@ def test_a_layer_that_is_run_has_nothing_left_to_sort_or_search():
 
 
 def primitives(jaxpr):
-    found = set()
+    names = set()
     for equation in jaxpr.eqns:
-        found.add(equation.primitive.name)
+        names.add(equation.primitive.name)
         for value in jax.tree.leaves(
             list(equation.params.values()), is_leaf=lambda leaf: hasattr(leaf, "eqns")
         ):
             inner = getattr(value, "jaxpr", value)
             if hasattr(inner, "eqns"):
-                found |= primitives(inner)
-    return found
+                names |= primitives(inner)
+    return names
 
 
 def test_ids_of_other_rows_than_the_layer_was_prepared_from_return_nan():
-    """Of the rank that has them: the others' tokens do not meet them."""
+    """Wrong ids give NaN on the rank that has them, and do not affect the tokens of other ranks."""
     plan, load, experts, residents = a_batch()
     parallel = parallel_of("flat")
     layer = prepare(routings()[0], layer_plans(plan, load).layer(0).layer(0), parallel=parallel)
@@ -128,7 +128,7 @@ def test_ids_of_other_rows_than_the_layer_was_prepared_from_return_nan():
 
 @pytest.mark.parametrize("path", PATHS)
 def test_rows_that_reach_another_slot_are_counted_and_return_nan(path):
-    """Two copies of different experts change places on their way: group sizes stay, what is computed does not."""
+    """If two copies of different experts swap places on the way, group sizes stay equal but check_rows detects it."""
     plan, load, experts, residents = a_batch()
     layer_plan = layer_plans(plan, load).layer(0).layer(0)
     for check_rows in (False, True):
@@ -143,9 +143,9 @@ def test_rows_that_reach_another_slot_are_counted_and_return_nan(path):
         flat = flat._replace(arrival=jnp.asarray(arrival))
         dispatch = dispatch._replace(inside=flat) if isinstance(dispatch, NodeDispatch) else flat
         wrong = layer._replace(tokens=layer.tokens._replace(dispatch=dispatch))
-        found = run_prepared(experts, wrong, routings()[0], GATES[0], parallel)
-        assert np.isnan(found.output).any() == check_rows
-        as_planned = (np.asarray(found.slot_rows) == plan.quota[0, 0]).all()
+        actual = run_prepared(experts, wrong, routings()[0], GATES[0], parallel)
+        assert np.isnan(actual.output).any() == check_rows
+        as_planned = (np.asarray(actual.slot_rows) == plan.quota[0, 0]).all()
         assert as_planned == (not check_rows)
 
 
@@ -188,7 +188,7 @@ def test_residents_belong_to_topologies_that_have_slots_for_them():
     parallel = parallel_of("flat")
     layer = prepare(routings()[0], layer_plans(plan, load).layer(0).layer(0), parallel=parallel)
     with pytest.raises(
-        ValueError, match="resident_slots=1, but the layer has no residents' weights: give it"
+        ValueError, match=r"resident_slots=1, but the layer has no weights of residents: set PreparedLayer\."
     ):
         fetch_replicas(experts, layer, VALUES["x"], parallel)
     twice = jnp.concatenate([residents[0]] * 2, axis=2)
@@ -199,7 +199,7 @@ def test_residents_belong_to_topologies_that_have_slots_for_them():
     without = topology_of("2x4", 2)
     elsewhere = ExpertParallel(mesh=expert_mesh(without), topology=without)
     with pytest.raises(
-        ValueError, match=r"residents of shape \(2, 4, 1, .* for a topology with resident_slots=0"
+        ValueError, match=r"residents of shape \(2, 4, 1, .*, but the topology has resident_slots=0"
     ):
         fetch_replicas(experts, layer._replace(residents=residents[0]), VALUES["x"], elsewhere)
     with pytest.raises(ValueError, match=r"plan.slot_expert: expected shape \(2, 4, 4\), found \(2, 4, 5\)"):
@@ -207,7 +207,7 @@ def test_residents_belong_to_topologies_that_have_slots_for_them():
 
 
 def test_plans_of_a_batch_serve_without_residents_where_slots_are_empty():
-    """Planners that know no residents leave the slots empty; their weights are zeros and no token goes there."""
+    """Planners without residents leave resident slots empty: their weights are zero and no token goes there."""
     topology = topology_of("2x4", 2, 1)
     of_batch = plans("2x4", 2, "eplb", 1)
     parallel = dataclasses.replace(parallel_of("flat"), across_nodes=True)
@@ -219,14 +219,17 @@ def test_plans_of_a_batch_serve_without_residents_where_slots_are_empty():
     layer = prepare(routings()[0], layer_plan, parallel=parallel)
     layer = layer._replace(residents=push([experts], whole, parallel=parallel)[0])
     assert not np.asarray(layer.residents).any()
-    found = run_prepared(experts, layer, routings()[0], GATES[0], parallel)
-    assert_close(found.output, expected()[0]["output"], 2e-6)
-    assert found.slot_rows.sum() == (routings()[0] != EMPTY).sum() <= RANKS * TOKENS * TOP_K
+    actual = run_prepared(experts, layer, routings()[0], GATES[0], parallel)
+    assert_close(actual.output, expected()[0]["output"], 2e-6)
+    assert actual.slot_rows.sum() == (routings()[0] != EMPTY).sum() <= RANKS * TOKENS * TOP_K
 
 
 def test_lanes_that_are_full_to_the_last_row():
-    """Eight copies go to rank 1, whose last slot is empty, and five stay: the lane has eight rows, and what a rank
-    keeps begins where that empty slot would."""
+    """An empty slot may share its start in the buffer with another lane.
+
+    Eight copies go to rank 1, whose last slot is empty, and five stay. The lane has eight rows, and the kept rows begin
+    where that empty slot would begin.
+    """
     topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=2, replica_slots=1)
     ids = np.full((2, 13, 1), EMPTY, np.int32)
     ids[0, :, 0] = [0] * 5 + [1] * 8
@@ -247,7 +250,7 @@ def test_lanes_that_are_full_to_the_last_row():
         held, rows = fetch_replicas(experts, layer, x, parallel)
         return moe_layer(rows, ids, gates, held, layer, parallel)
 
-    found = run(of_batch.layer(0).layer(0))
-    np.testing.assert_array_equal(found.slot_rows, quota[0, 0])
-    wanted = mixture(x, ids, gates, VALUES["experts"][:2])
-    np.testing.assert_allclose(found.output, wanted, atol=1e-5)
+    actual = run(of_batch.layer(0).layer(0))
+    np.testing.assert_array_equal(actual.slot_rows, quota[0, 0])
+    desired = mixture(x, ids, gates, VALUES["experts"][:2])
+    np.testing.assert_allclose(actual.output, desired, atol=1e-5)

@@ -1,4 +1,4 @@
-"""Residents: exactly the weights that the plan names, on any mesh, and the exact transpose on the way back."""
+"""Tests of pushed residents: exactly the weights of the plan, on any mesh, and the exact transpose for gradients."""
 
 import dataclasses
 import functools
@@ -43,14 +43,14 @@ def topology_of(mesh, resident_slots=2):
 
 
 def random_residents(topology, seed, fill=0.7):
-    """A plan of two micro-batches with any homes and residents."""
+    """A plan of two micro-batches with random homes and residents."""
     rng = np.random.default_rng(seed)
     load = load_of(random_ids(rng, (2, LAYERS, topology.num_ranks, 4), EXPERTS, 2), topology)
     return random_plan(rng, load, topology, fill=fill), load
 
 
 def expected(plan, topology):
-    """The weights in every resident slot, zeros where there is none."""
+    """The expected weights in every resident slot, with zeros in empty slots."""
     resident = np.asarray(resident_experts(plan, topology))
     layer = np.arange(LAYERS).reshape(-1, 1, 1, 1)
     return np.where((resident == EMPTY)[..., None, None, None], 0, WEIGHTS[layer, resident])
@@ -62,7 +62,7 @@ def at_home(plan, topology):
 
 @functools.cache
 def compiled(mesh, resident_slots=2, **options):
-    """Push, and the way back of any gradients."""
+    """The jitted push of residents and return of their gradients, on a mesh."""
     topology = topology_of(mesh, resident_slots)
     parallel = ExpertParallel(mesh=expert_mesh(topology), topology=topology)
 
@@ -78,17 +78,17 @@ def compiled(mesh, resident_slots=2, **options):
 def check(mesh, plan, **options):
     topology = topology_of(mesh)
     experts = at_home(plan, topology)
-    wanted = expected(plan, topology)
-    gradients = RNG.normal(size=wanted.shape).astype(np.float32)
+    desired = expected(plan, topology)
+    gradients = RNG.normal(size=desired.shape).astype(np.float32)
     pushed, returned = compiled(mesh, **options)(experts, gradients, plan)
-    np.testing.assert_array_equal(pushed, wanted)
-    # What a slot's gradient adds to its expert, slot by slot.
+    np.testing.assert_array_equal(pushed, desired)
+    # Add the gradient of each slot to that of its expert.
     total = np.zeros_like(WEIGHTS, np.float64)
     resident = np.asarray(resident_experts(plan, topology))
     for place in zip(*np.nonzero(resident != EMPTY), strict=True):
         total[place[0], resident[place]] += gradients[place]
-    wanted = np.stack([total[layer][row] for layer, row in enumerate(home_layout(plan.home, topology))])
-    np.testing.assert_allclose(returned, wanted, rtol=1e-5, atol=1e-6)
+    desired = np.stack([total[layer][row] for layer, row in enumerate(home_layout(plan.home, topology))])
+    np.testing.assert_allclose(returned, desired, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -104,7 +104,7 @@ def test_any_plan(seed, fill):
 
 
 def test_chunks_change_nothing():
-    """Rows of 5 in chunks of 2, 2 and 1."""
+    """Rows of 5 columns go in chunks of 2, 2 and 1."""
     check("2x4", random_residents(topology_of("2x4"), 0)[0], chunk_bytes=LAYERS * 2 * 3 * WIDTH * 2 * 4)
 
 
@@ -115,9 +115,9 @@ def test_the_way_back_is_the_transpose_that_jax_takes():
     experts = at_home(plan, topology)
     gradients = RNG.normal(size=expected(plan, topology).shape).astype(np.float32)
     push = functools.partial(push_residents, plan=plan, parallel=parallel)
-    wanted = jax.jit(lambda experts, gradients: jax.vjp(push, experts)[1](gradients)[0])(experts, gradients)
-    found = compiled("2x4")(experts, gradients, plan)[1]
-    np.testing.assert_array_equal(found, wanted)
+    desired = jax.jit(lambda experts, gradients: jax.vjp(push, experts)[1](gradients)[0])(experts, gradients)
+    actual = compiled("2x4")(experts, gradients, plan)[1]
+    np.testing.assert_array_equal(actual, desired)
 
 
 def test_layers_may_be_stacked_or_not():
@@ -135,8 +135,10 @@ def test_layers_may_be_stacked_or_not():
 
 
 def test_copies_of_the_group_hold_their_own_and_fsdp_shards_them():
-    """Over data every copy has residents of its own, whose gradients are summed when they return; over fsdp residents
-    are sharded as homes are."""
+    """Over the axis data every copy has separate residents, whose gradients are summed when they return.
+
+    Over fsdp, residents are sharded like homes.
+    """
     topology = Topology(num_nodes=2, ranks_per_node=1, num_experts=EXPERTS, replica_slots=0, resident_slots=2)
     mesh = expert_mesh(topology, data=2, fsdp=2)
     parallel = ExpertParallel(mesh=mesh, topology=topology)
@@ -145,10 +147,10 @@ def test_copies_of_the_group_hold_their_own_and_fsdp_shards_them():
     experts = jax.device_put(at_home(plan, topology), jax.NamedSharding(mesh, spec))
     options = {"fsdp_axis": "fsdp"}
     pushed = jax.jit(lambda experts: push_residents(experts, plan, parallel, **options))(experts)
-    wanted = expected(plan, topology)
+    desired = expected(plan, topology)
     assert pushed.shape == (LAYERS, 2, 1, 2, 1, 2, 3, WIDTH, HIDDEN)
     assert pushed.addressable_shards[0].data.shape == (LAYERS, 1, 1, 1, 1, 2, 3, WIDTH // 2, HIDDEN)
-    np.testing.assert_array_equal(pushed, np.broadcast_to(wanted[:, None, None], pushed.shape))
+    np.testing.assert_array_equal(pushed, np.broadcast_to(desired[:, None, None], pushed.shape))
 
     gradients = RNG.normal(size=pushed.shape).astype(np.float32)
     nothing = jnp.zeros_like(experts)
@@ -172,7 +174,7 @@ def test_weights_travel_in_the_dtype_of_the_computation():
 
 @pytest.mark.parametrize("mesh", ["2x4", "4x2"])
 def test_an_expert_crosses_once_for_every_node_that_needs_it(mesh):
-    """Against a plain count: however many ranks of a node hold it, and whoever owns it."""
+    """Crossings equal a plain count: one per expert and node, however many ranks of the node hold the expert."""
     topology = topology_of(mesh)
     plan, load = random_residents(topology, 5, fill=1.0)
     resident, homes = np.asarray(resident_experts(plan, topology)), topology.home_slots
@@ -184,9 +186,9 @@ def test_an_expert_crosses_once_for_every_node_that_needs_it(mesh):
             exports[owner] += bool(needing)
             for node in needing:
                 pairs[owner // topology.ranks_per_node, node] += 1
-    found = push_counts(plan.home, resident, topology)
-    np.testing.assert_array_equal(found[0], exports)
-    np.testing.assert_array_equal(found[1], pairs)
+    actual = push_counts(plan.home, resident, topology)
+    np.testing.assert_array_equal(actual[0], exports)
+    np.testing.assert_array_equal(actual[1], pairs)
     own = np.eye(topology.num_nodes, dtype=bool)
     most = {"exports": exports.max(), "pair": pairs[~own].max(), "own": pairs[own].max()}
     sizes = PushSizes(**{name: int(size) for name, size in most.items()})
@@ -194,7 +196,7 @@ def test_an_expert_crosses_once_for_every_node_that_needs_it(mesh):
 
 
 def test_an_expert_that_all_nodes_want_leaves_its_rank_once():
-    """Expert 0 is a resident of every other node: its rank exports it once, and the nodes' pairs have one each."""
+    """If expert 0 is a resident on every other node, its rank exports it once, and one crosses to each node."""
     topology = topology_of("8x1", resident_slots=1)
     resident = np.full((1, 8, 1, 1), EMPTY)
     resident[0, 1:] = 0
@@ -209,7 +211,7 @@ def test_an_expert_that_all_nodes_want_leaves_its_rank_once():
 
 @pytest.mark.parametrize("small", [None, "exports", "pair", "own"])
 def test_counted_buffers_suffice_and_smaller_ones_return_nan(small):
-    """Sizes are exact: with one expert less room, nothing is right."""
+    """Counted sizes are exact: with room for one expert less, the result is NaN."""
     topology = topology_of("2x4")
     plan, load = random_residents(topology, 7)
     capacities = count_capacities(layer_plans(plan, load), topology)
@@ -226,7 +228,7 @@ def test_counted_buffers_suffice_and_smaller_ones_return_nan(small):
 
 
 def test_a_plan_without_residents_pushes_nothing():
-    """Planners that know no residents leave their slots empty, and counted buffers hold no expert at all."""
+    """Planners without residents leave resident slots empty, and the counted buffers hold no expert."""
     topology = topology_of("2x4")
     plan, load = random_residents(topology, 7, fill=0.0)
     capacities = count_capacities(layer_plans(plan, load), topology)
@@ -238,7 +240,7 @@ def test_a_plan_without_residents_pushes_nothing():
     assert not np.any(pushed)
     returned = jax.jit(lambda *gradients: return_gradients(*gradients, plan, parallel))(pushed, experts)
     np.testing.assert_array_equal(returned, experts)
-    # They are too small for a plan that has some.
+    # Such buffers are too small for a plan with residents.
     other, _ = random_residents(topology, 7)
     pushed = jax.jit(lambda experts: push_residents(experts, other, parallel))(at_home(other, topology))
     assert np.isnan(pushed).all()
@@ -250,10 +252,10 @@ def test_residents_of_an_earlier_step_or_of_another_plan_are_refused():
     experts = np.asarray(resident_experts(plan, topology))
     residents = Residents(expected(plan, topology), np.asarray(3, np.int32), experts)
     check_residents(residents, jnp.asarray(3), plan, topology)
-    with pytest.raises(ValueError, match="pushed at optimizer step 3, the optimizer is at step 4: push them"):
+    with pytest.raises(ValueError, match="pushed at optimizer step 3, but the optimizer is at step 4: push"):
         check_residents(residents, 4, plan, topology)
     with pytest.raises(
-        ValueError, match=r"layer 0, node 0, .*: holds expert -?\d+, the plan has -?\d+ there"
+        ValueError, match=r"layer 0, node 0, .*: has expert -?\d+, but the plan has -?\d+: push"
     ):
         check_residents(residents, 3, other, topology)
 
@@ -262,7 +264,7 @@ def test_residents_of_an_earlier_step_or_of_another_plan_are_refused():
     ("change", "message"),
     [
         ({"topology": topology_of("2x4", 0)}, "resident_slots=0: there are no residents to push"),
-        ({"layers": 2}, "experts of 2 layers, plan of 3"),
+        ({"layers": 2}, "experts has 2 layers, but plan has 3"),
         ({"slots": 1}, r"experts: expected shape \(3, 2, 4, 2, .*found \(3, 2, 4, 1"),
     ],
 )

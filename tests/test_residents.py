@@ -50,8 +50,8 @@ def load(plan):
     """The load of a batch with all tokens on rank (1, 0)."""
     load = np.zeros((2, 1, 2, 2, 8), np.int32)
     for m in range(2):
-        held = plan.slot_expert[m, 0] != EMPTY
-        np.add.at(load[m, 0, 1, 0], plan.slot_expert[m, 0][held], plan.quota[m, 0][held])
+        filled = plan.slot_expert[m, 0] != EMPTY
+        np.add.at(load[m, 0, 1, 0], plan.slot_expert[m, 0][filled], plan.quota[m, 0][filled])
     return load
 
 
@@ -69,7 +69,7 @@ def put(plan, place, experts):
     return plan._replace(slot_expert=changed)
 
 
-EVERY = slice(None)
+ALL = slice(None)
 BROKEN = {
     "another resident in another micro-batch": (
         lambda p: put(p, (1, 0, 1, 1, 2), 3),
@@ -80,15 +80,15 @@ BROKEN = {
         "micro-batch 1, layer 0, node 0, local rank 1, slot 2: resident slot holds -1, in micro-batch 0 it holds 6",
     ),
     "unknown expert": (
-        lambda p: put(p, (EVERY, 0, 1, 1, 2), 8),
+        lambda p: put(p, (ALL, 0, 1, 1, 2), 8),
         r"micro-batch 0, layer 0, node 1, local rank 1, slot 2: expert 8 is outside 0\.\.7",
     ),
     "resident beside its home": (
-        lambda p: put(p, (EVERY, 0, 1, 1, 2), 6),
+        lambda p: put(p, (ALL, 0, 1, 1, 2), 6),
         "micro-batch 0, layer 0, node 1, local rank 1: holds expert 6 twice",
     ),
     "a resident twice": (
-        lambda p: put(p, (EVERY, 0, 1, 0, slice(2, 4)), [1, 1]),
+        lambda p: put(p, (ALL, 0, 1, 0, slice(2, 4)), [1, 1]),
         "micro-batch 0, layer 0, node 1, local rank 0: holds expert 1 twice",
     ),
     "replica beside its resident": (
@@ -136,7 +136,7 @@ def test_residents_need_no_leave_to_cross_nodes(plan):
     """Only replicas need across_nodes, if the node does not hold their expert."""
     far = put(plan, (1, 0, 1, 1, 4), 2)
     check_slots(far, TOPOLOGY, across_nodes=True)
-    check_slots(put(far, (EVERY, 0, 1, 0, slice(2, 4)), [1, 2]), TOPOLOGY)
+    check_slots(put(far, (ALL, 0, 1, 0, slice(2, 4)), [1, 2]), TOPOLOGY)
 
 
 @functools.cache
@@ -146,21 +146,21 @@ def guard(across_nodes):
     return jax.jit(jax.vmap(jax.vmap(valid)))
 
 
-def guarded(plan, load, across_nodes):
-    return bool(guard(across_nodes)(layer_plans(plan, load)).all())
+def layer_accepts(plan, load, across_nodes):
+    return bool(layer_check(across_nodes)(layer_plans(plan, load)).all())
 
 
-OF_ONE_LAYER = [rule for rule in BROKEN if "in another micro-batch" not in rule]
+SINGLE_LAYER_RULES = [rule for rule in BROKEN if "in another micro-batch" not in rule]
 
 
-@pytest.mark.parametrize("rule", OF_ONE_LAYER)
+@pytest.mark.parametrize("rule", SINGLE_LAYER_RULES)
 def test_a_layer_notices_a_broken_rule_too(plan, load, rule):
     """Wrong slots have no load, so that the sums of quotas stay right."""
     assert guarded(plan, load, False)
     if not rule.startswith("quota"):
         plan, load = plan._replace(quota=np.zeros_like(plan.quota)), np.zeros_like(load)
-    assert guarded(plan, load, False)
-    assert not guarded(BROKEN[rule][0](plan), load, False)
+    assert layer_accepts(plan, load, False)
+    assert not layer_accepts(BROKEN[rule][0](plan), load, False)
 
 
 @pytest.mark.parametrize("across_nodes", [False, True])
@@ -177,7 +177,7 @@ def test_host_and_layer_agree_on_any_slots(across_nodes):
             accepted = True
         except ValueError:
             accepted = False
-        assert guarded(changed, load, across_nodes) == accepted
+        assert layer_accepts(changed, load, across_nodes) == accepted
         outcomes[accepted] += 1
     assert min(outcomes.values()) > 20
 
@@ -187,8 +187,12 @@ def test_where_replicas_are_fetched_from():
     home. Each rank has its home slot, then its resident slot."""
     topology = Topology(num_nodes=2, ranks_per_node=3, num_experts=6, replica_slots=1, resident_slots=1)
     slots = [
-        [[0, EMPTY, 2], [1, 2, 0], [2, EMPTY, EMPTY]],  # 2 is at home here, and a resident before that
-        [[3, EMPTY, 0], [4, 0, 1], [5, 0, EMPTY]],  # 0 is a resident twice, 1 is not in this node
+        [
+            [0, EMPTY, 2],
+            [1, 2, 0],
+            [2, EMPTY, EMPTY],
+        ],  # 2 has its home on this node, and a resident in an earlier slot
+        [[3, EMPTY, 0], [4, 0, 1], [5, 0, EMPTY]],  # 0 has two residents, 1 is not on this node
     ]
     plan = LayerPlan(np.array(slots), np.arange(6), np.zeros((2, 3, 3), int), None)
     assert copy_source(plan, topology).tolist() == [[[4], [0], [EMPTY]], [[9], [2], [EMPTY]]]
@@ -199,9 +203,9 @@ def test_a_copy_of_a_resident_is_pushed_over_the_fast_network(plan):
     """Rank (1, 1) sends expert 0 to its neighbour; without residents it would come from rank (0, 0) on another node."""
     cluster, model = CLUSTERS["h100"], MODELS["gpt-oss-20b"]
     expert = WEIGHT_BYTES * model.expert_params / cluster.fast_bandwidth / cluster.network_efficiency
-    found = push_time(layer_plans(plan, None), TOPOLOGY, cluster=cluster, model=model)
-    np.testing.assert_allclose(found[0, 0] / expert, [[1, 1], [1, 1]], rtol=1e-6)
-    np.testing.assert_allclose(found[1, 0] / expert, [[0, 0], [1, 1]], rtol=1e-6)
+    actual = push_time(layer_plans(plan, None), TOPOLOGY, cluster=cluster, model=model)
+    np.testing.assert_allclose(actual[0, 0] / expert, [[1, 1], [1, 1]], rtol=1e-6)
+    np.testing.assert_allclose(actual[1, 0] / expert, [[0, 0], [1, 1]], rtol=1e-6)
 
 
 def test_routing_that_the_plan_did_not_see_is_refitted(plan, load):
@@ -212,7 +216,7 @@ def test_routing_that_the_plan_did_not_see_is_refitted(plan, load):
     live[0, 1, 0], live[1, 1, 7] = 360, 11
     quota = np.asarray(refit_quota(no_share, live, TOPOLOGY).quota)
     assert quota.sum() == 371
-    # 10, 12 and 14 of 36 at home, at the resident and at the replica.
+    # The plan's shares are 10, 12 and 14 of 36 at home, at the resident and at the replica.
     assert (quota[0, 0, 0], quota[1, 1, 2], quota[1, 0, 4]) == (100, 120, 140)
     assert (quota[1, 1, 1], quota[1, 0, 3]) == (11, 0)
 
@@ -246,8 +250,8 @@ def test_assembled_plans_are_in_order_and_quotas_go_with_their_copies(seed):
     slots[..., 2:4], quota = slots[..., 3:1:-1], plan.quota.copy()
     quota[..., 2:4] = quota[..., 3:1:-1]
     home_of = np.where(slots == EMPTY, EMPTY, plan.home[np.arange(3).reshape(3, 1, 1, 1), slots])
-    found = assemble_plan(plan.home, home_of[..., 4:], quota, TOPOLOGY, resident=home_of[0, ..., 2:4])
-    chex.assert_trees_all_equal(jax.tree.map(np.asarray, found), plan)
+    actual = assemble_plan(plan.home, home_of[..., 4:], quota, TOPOLOGY, resident=home_of[0, ..., 2:4])
+    chex.assert_trees_all_equal(jax.tree.map(np.asarray, actual), plan)
 
 
 @pytest.mark.parametrize("name", ["static", "eplb", "lplb"])

@@ -1,4 +1,4 @@
-"""Training with residents is training: against a dense model, over batches, updates, reorders and a restore."""
+"""Tests that training with residents equals that of a dense model, over batches, updates, reorders and a restore."""
 
 import dataclasses
 import functools
@@ -39,14 +39,14 @@ TOPOLOGY = Topology(num_nodes=2, ranks_per_node=2, num_experts=EXPERTS, replica_
 
 @functools.cache
 def data():
-    """Inputs and routing of all batches; each has other hot experts."""
+    """The inputs and routing of all batches, each with different hot experts."""
     rng = np.random.default_rng(0)
     sizes = {"samples": SAMPLES, "tokens": TOKENS, "layers": LAYERS, "experts": EXPERTS, "top_k": TOP_K}
     return [(rng.normal(size=(SAMPLES, TOKENS, WIDTH)), random_routing(rng, **sizes)) for _ in range(BATCHES)]
 
 
 class Model(nnx.Module):
-    """A residual stack of mixtures of experts."""
+    """A residual stack of mixture-of-experts layers."""
 
     def __init__(self, topology, mesh, **options):
         options |= {"mesh": mesh, "rngs": nnx.Rngs(0)}
@@ -56,16 +56,16 @@ class Model(nnx.Module):
         logits, rows = [], []
         for number, moe in enumerate(self.layers):
             ids = replay.expert_ids[..., number, :]
-            found = moe(x, ids, layers.layer(number), parallel=parallel, mask=replay.mask)
-            x = x + found.output
-            logits.append(found.router_logits)
-            rows.append(found.slot_rows)
+            moe_output = moe(x, ids, layers.layer(number), parallel=parallel, mask=replay.mask)
+            x = x + moe_output.output
+            logits.append(moe_output.router_logits)
+            rows.append(moe_output.slot_rows)
         return x, logits, jnp.stack(rows)
 
 
 @nnx.jit(static_argnames=("update",))
 def train_step(model, optimizer, batch, rows, batch_load, residents, *, update):
-    """One update of a batch: every second one of its micro-batches, in order."""
+    """Run one update of a batch, on every second one of its micro-batches in order."""
 
     def objective(model, rows, layers):
         x, replay = rows
@@ -84,7 +84,7 @@ def train_step(model, optimizer, batch, rows, batch_load, residents, *, update):
 
 
 class Run:
-    """A run on a mesh of ranks; its balancer checks rows in the layers, too."""
+    """A run on a mesh of ranks, with check_rows in its layers."""
 
     def __init__(self, topology=TOPOLOGY, axes=None, param_dtype=jnp.float64, **layer):
         devices = topology.num_ranks * int(np.prod(list((axes or {}).values())))
@@ -104,7 +104,7 @@ class Run:
         self.order = []
 
     def train(self, first, last, *, share_push=False):
-        """The losses of some batches' updates."""
+        """Train on some batches and return the losses of their updates."""
         losses = []
         for number in range(first, last):
             x, replay = data()[number]
@@ -130,7 +130,7 @@ class Run:
         return losses
 
     def logical(self):
-        """Parameters as NumPy arrays, experts by id."""
+        """The parameters as NumPy arrays, with experts in the order of their ids."""
         return [
             {"experts": np.asarray(moe.experts[...]).reshape(EXPERTS, 3, WIDTH, HIDDEN)[row]}
             | {"router": np.asarray(moe.router[...])}
@@ -143,7 +143,7 @@ PUSH = nnx.jit(prepare_residents)
 
 
 def train_dense(params, order):
-    """The same updates with all experts in one place, of the samples that each update had."""
+    """Run the same updates on a dense model, with the samples of each update."""
 
     @jax.jit
     def step(params, opt_state, x, ids, mask, batch_load):
@@ -176,14 +176,14 @@ def train_dense(params, order):
     return params, losses
 
 
-def largest_difference(found, wanted):
-    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
+def largest_difference(actual, desired):
+    pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(desired), strict=True)
     return max(np.abs(np.asarray(a) - np.asarray(b)).max() for a, b in pairs)
 
 
 @pytest.fixture(scope="module")
 def whole():
-    """A run that never stopped: its first parameters, itself, and its losses."""
+    """The initial parameters of an uninterrupted run, the run, and its losses."""
     with jax.enable_x64(True):
         run = Run()
         first = run.logical()
@@ -194,8 +194,8 @@ def whole():
 def test_twenty_batches_of_two_updates_are_those_of_a_dense_model(whole):
     first, run, losses = whole
     with jax.enable_x64(True):
-        params, wanted = train_dense(jax.tree.map(jnp.asarray, first), run.order)
-    np.testing.assert_allclose(losses, wanted, rtol=1e-9)
+        params, desired = train_dense(jax.tree.map(jnp.asarray, first), run.order)
+    np.testing.assert_allclose(losses, desired, rtol=1e-9)
     assert largest_difference(run.logical(), params) < 1e-9
     assert run.norm > LARGEST, "clipping has to bite"
     assert largest_difference(run.logical(), first) > 0.01
@@ -230,11 +230,11 @@ def test_data_and_fsdp_axes_are_the_same_training(axes, ranks_per_node):
         run = Run(topology, axes=axes, fsdp_axis="fsdp" if "fsdp" in axes else None)
         first = run.logical()
         losses = run.train(0, 2)
-        # A copy's micro-batches follow one another: the first halves of all copies are one update.
+        # The micro-batches of a copy are consecutive: the first halves of all copies are one update.
         of_copies = (each.reshape(2 ** len(axes), UPDATES, -1) for each in run.order)
         order = [each.swapaxes(0, 1).reshape(UPDATES, -1) for each in of_copies]
-        params, wanted = train_dense(jax.tree.map(jnp.asarray, first), order)
-    np.testing.assert_allclose(losses, wanted, rtol=1e-9)
+        params, desired = train_dense(jax.tree.map(jnp.asarray, first), order)
+    np.testing.assert_allclose(losses, desired, rtol=1e-9)
     assert largest_difference(run.logical(), params) < 1e-9
 
 
@@ -250,7 +250,7 @@ def test_a_push_of_its_own_is_the_same_and_serves_one_update_only(whole):
 
 @pytest.mark.long
 def test_residents_of_bfloat16_over_masters_of_float32():
-    """The sums over micro-batches are float32: residents lose no more than experts at home do."""
+    """Sums over micro-batches are float32, so that residents lose no more precision than home experts."""
     options = {"param_dtype": jnp.float32, "dtype": jnp.bfloat16}
     run, without = Run(**options), Run(dataclasses.replace(TOPOLOGY, resident_slots=0), **options)
     np.testing.assert_allclose(run.train(0, 3), without.train(0, 3), rtol=5e-3)

@@ -1,4 +1,4 @@
-"""Expert parallelism over two real processes that talk through gloo."""
+"""Tests of expert parallelism over two real processes that communicate through gloo."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""Run by test_two_processes.py, twice at the same time: one process a node, four devices each.
+"""The program of test_two_processes.py, which runs it in two processes: one per node, with four devices each.
 
 The checks are those of test_moe.py, test_training.py and test_balancer.py, on a mesh whose node axis is the process.
 """
@@ -47,7 +47,7 @@ def both_hold_the_same_plan_or_stop():
     plan = test_moe.plans("2x4", 2, "relibra")
     check_same_plan(plan)
     other = plan._replace(quota=plan.quota + NUMBER)
-    with pytest.raises(ValueError, match=r"plan: processes \[1\] of 2 hold another one than process 0"):
+    with pytest.raises(ValueError, match=r"plan: processes \[1\] of 2 differ from process 0"):
         check_same_plan(other)
 
 
@@ -64,7 +64,7 @@ def training_goes_on_where_it_stopped():
 
 
 def a_damaged_checkpoint_stops_both():
-    """Also where only one of them reads what is damaged."""
+    """Both processes raise, even if only one of them reads the damaged part."""
     topology = Topology(num_nodes=2, ranks_per_node=4, num_experts=8, replica_slots=0)
     options = {"layers": 0, "mesh": expert_mesh(topology), "topology": topology}
     noise = np.frombuffer(np.random.default_rng(0).bytes(2 * 4 * 4000), np.float32).reshape(2, 4, 1, 1000)
@@ -101,15 +101,15 @@ def batches_are_prepared_and_trained_on():
     np.testing.assert_allclose(still.train(0, 3), losses, rtol=2e-6)
     assert losses[-1] < losses[0]
     before = run.balancer.state.home
-    ids, mask = test_balancer.batches()[3 + NUMBER][1]  # another one on each process
-    with pytest.raises(ValueError, match=r"plan: processes \[1\] of 2 hold another one than process 0"):
+    ids, mask = test_balancer.batches()[3 + NUMBER][1]  # a different batch on each process
+    with pytest.raises(ValueError, match=r"plan: processes \[1\] of 2 differ from process 0"):
         run.balancer.prepare(run.model, run.optimizer, RoutingReplay(ids, mask))
     np.testing.assert_array_equal(get_homes(run.model), before)
     run.train(3, 4)
 
 
 def checkpoints_are_read_in_part_and_saved_together():
-    """Each process reads the experts of its node alone, and the tensors of all come back."""
+    """Each process reads only the experts of its node, and all tensors are restored."""
     folder, reads, read = test_pretrained.FOLDER / "glm4_moe", set(), TensorFiles.read
 
     def count(files, name, rows=()):
@@ -137,7 +137,7 @@ def checkpoints_are_read_in_part_and_saved_together():
 
 
 def a_checkpoint_that_one_cannot_write_or_read_stops_both():
-    """With its own error on the one, and a line that names it on the other."""
+    """Both processes raise: one with its own error, the other with a message that has the first one's number."""
     folder, options = test_pretrained.FOLDER / "mixtral", (test_pretrained.mesh(), test_pretrained.TOPOLOGY)
     model, unwritten = load_pretrained(folder, *options), FOLDER.with_name("unwritten")
     for what, error, run in (

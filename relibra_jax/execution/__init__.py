@@ -1,24 +1,24 @@
-"""What runs a plan: expert parallelism over a device mesh with a node and a local axis.
+"""Execution of plans: expert parallelism over a device mesh with a node and a local axis.
 
-Precision is set in few places, and the rest follows:
+The precision of every array is set in few places:
 
 =========================  ============================  =====================================================
 what                       dtype                         where it is set
 =========================  ============================  =====================================================
-master weights             float32                       ``MoELayer(param_dtype=)``; the experts that are given to
-                                                         `fetch_replicas`, before they are cast
-expert compute             that of ``x``                 ``MoELayer(dtype=)``; the tokens that are given to `moe_layer`
+master weights             float32                       ``MoELayer(param_dtype=)``; the experts that the caller casts
+                                                         before `fetch_replicas`
+expert compute             that of ``x``                 ``MoELayer(dtype=)``; the tokens passed to `moe_layer`
 experts of hot ranks       float8 (e4m3) by blocks       ``ExpertParallel.float8``, for passes without gradients; off
-                                                         unless asked for (`pallas_kernels.grouped_mlp_float8`)
+                                                         by default (`pallas_kernels.grouped_mlp_float8`)
 router logits and gates    float32, or wider with ``x``  `relibra_jax.execution.gating`, always
 products and row sums      summed in float32             `pallas_kernels`, `relibra_jax.execution.gather`, always
-replica transfers          that of expert compute        the dtype of the experts given to `fetch_replicas`
-replica gradients          that of expert compute        they return as they came; then they are added to those of the
-                                                         home or resident that the replica is a copy of
+replica transfers          that of expert compute        the dtype of the experts passed to `fetch_replicas`
+replica gradients          that of expert compute        the dtype of the replica; the gradient is then added to that
+                                                         of the home or resident of which the replica is a copy
 residents                  that of expert compute        ``push_residents(dtype=)``; with Flax ``MoELayer(dtype=)``
-gradient accumulators      float32, or wider with the    `relibra_jax.nnx.accumulate_gradients`, of homes and residents
-                           parameters                    alike; gradients have the dtype of parameters and residents
-resident gradients         that of the accumulators      `return_gradients`, in the dtype of what it is given
+gradient accumulators      float32, or wider with the    `relibra_jax.nnx.accumulate_gradients`, for homes and
+                           parameters                    residents; gradients have the dtype of their weights
+resident gradients         that of the accumulators      `return_gradients`, in the dtype of its argument
 =========================  ============================  =====================================================
 
 One optimizer update, without Flax::
@@ -27,8 +27,8 @@ One optimizer update, without Flax::
     residents = push_residents(experts, plan, parallel)                         # once an update, if there are slots
     for each micro-batch m and layer l:
         layer = layers.layer(m).layer(l)._replace(residents=residents[l])
-        held, x = fetch_replicas(experts[l], layer, x, parallel)                # before attention
-        x = x + moe_layer(x, expert_ids[m, ..., l, :], gates, held, layer, parallel).output
+        layer_experts, x = fetch_replicas(experts[l], layer, x, parallel)       # before attention
+        x = x + moe_layer(x, expert_ids[m, ..., l, :], gates, layer_experts, layer, parallel).output
     gradients = return_gradients(gradients of residents, gradients of experts, plan, parallel)
 
 Checkpoints are in `relibra_jax.execution.checkpoint`, gating in `relibra_jax.execution.gating`, the layer for Flax in

@@ -1,17 +1,17 @@
-"""Checkpoints in logical expert order, so that a run goes on with another number of ranks, nodes or slots.
+"""Checkpoints in logical expert order, so that a run can resume with another number of ranks, nodes or slots.
 
-On disk an expert leaf is ``[E, ...]`` (stacked ``[l, E, ...]``), expert by expert as the model counts them, whatever
-homes were in force; all else is saved as it is. To save, experts are copied to host memory and migrated there to the
-identity placement, layer by layer through device memory, so the live arrays are free to be donated at once. To
-restore, each rank reads the experts of its slots under the identity and they migrate to the wanted homes.
+On disk an expert leaf is ``[E, ...]`` (stacked ``[l, E, ...]``) in the order of the expert ids, whatever the homes
+were. All other leaves are saved unchanged. A save copies the experts to host memory and migrates them there to the
+identity placement, layer by layer through device memory, so the caller may donate the live arrays at once. A restore
+reads on each rank the experts of its slots under the identity placement, and migrates them to the requested homes.
 
-A step is two Orbax items: ``state``, a flat dict of arrays by name, and ``layout``, JSON with the topology, the homes
-and the name, dtype, shape and digest of every array. Orbax writes a step into a directory of its own and makes it
-visible when it is complete: an interrupted save leaves the last good step alone. Nothing is pickled.
+A step has two Orbax items: ``state``, a flat dict of arrays by name, and ``layout``, JSON with the topology, the homes
+and the name, dtype, shape and digest of every array. Orbax writes a step into a separate directory and makes it visible
+when it is complete, so an interrupted save leaves the previous step intact. Nothing is pickled.
 
-Digests are taken from the live arrays before anything is copied, and compared with those of the live arrays after a
-restore: what a disk, a copy or a migration has altered on the way is noticed. Orbax (0.12) notices damage to its own
-metadata alone: neither Zarr format that it writes has a checksum of the values.
+A save computes digests of the live arrays before it copies anything. A restore compares them with the digests of the
+restored live arrays. This detects changes by the disk, a copy or a migration. Orbax (0.12) detects only damage to its
+own metadata, because neither Zarr format that it writes has a checksum of the values.
 """
 
 import functools
@@ -37,12 +37,12 @@ from relibra_jax.types import Array, Topology
 
 
 class Restored(NamedTuple):
-    """A checkpoint in memory."""
+    """A restored checkpoint."""
 
     step: int
-    """The step it was saved at."""
+    """The step number of the checkpoint."""
     tree: PyTree
-    """What was saved, its experts in the slots of ``home``."""
+    """The saved tree, with its experts in the slots of ``home``."""
     home: Int[np.ndarray, "L E"]
     """Flat home slot of each expert."""
 
@@ -57,32 +57,34 @@ def save_checkpoint(
     mesh: Mesh,
     topology: Topology,
 ) -> bool:
-    """Save ``tree`` as it is now; the manager's options say whether writing goes on in the background.
+    """Save a tree in logical expert order.
 
-    What is saved is what was there when this was called: the arrays may be donated or changed right afterwards. In
-    host memory (``pinned_host``) it takes a copy of the experts until the write is done. On several processes, all
-    call it.
+    The manager's options decide whether it writes in the background. The caller may donate or change the arrays as soon
+    as this function returns. Until the write is done, a copy of the experts takes host memory (``pinned_host``). If
+    there are several processes, every process must call it.
 
     Args:
-        manager: an Orbax manager made without item names or handlers; the names of its steps end in their numbers.
-        step: the number to save under.
-        tree: parameters, optimizer state, planner state, counters: arrays, typed keys and Python numbers.
-        home: ``[L, E]``, flat home slot of each expert, in force.
-        layers: the layer of each expert leaf, None for others, a prefix of ``tree``, as for `migrate_experts`.
+        manager: an Orbax checkpoint manager created without item names or handlers. Its step names must end in the step
+            number.
+        step: the step number of the checkpoint.
+        tree: parameters, optimizer state, planner state and counters, as arrays, typed keys and Python numbers.
+        home: ``[L, E]``, the current flat home slot of each expert.
+        layers: the layer of each leaf, as for `migrate_experts`: a prefix of ``tree``, with None for leaves without
+            experts.
         mesh: the device mesh, with the axes node and local.
-        topology: the expert-parallel group, which gives N, G, H and E.
+        topology: the expert-parallel group, with N, G, H and E.
 
     Returns:
-        Whether the manager wanted a checkpoint of this step, as ``manager.save``.
+        True if the manager saved a checkpoint; False if its policy skips this step.
 
     Raises:
-        ValueError: if two leaves have one name, or as `migrate_experts` says.
+        ValueError: if two leaves have the same name, or under the conditions of `migrate_experts`.
     """
     homes = check_homes(home, topology.num_experts)
-    leaves = _named(expert_leaves(tree, layers, num_layers=len(homes), mesh=mesh, topology=topology))
+    leaves = _by_name(expert_leaves(tree, layers, num_layers=len(homes), mesh=mesh, topology=topology))
     if not manager.should_save(step):
         return False
-    leaves = _plain(leaves)
+    leaves = _saved_leaves(leaves)
     digests = logical_digests(leaves, homes)
     experts = {name: leaf for name, leaf in leaves.items() if leaf.layers is not None}
     logical = migrate_experts(
@@ -114,65 +116,70 @@ def restore_checkpoint(
     step: int | None = None,
     verify: bool = True,
 ) -> Restored:
-    """Restore a checkpoint onto ``mesh``, which need not be the one it was saved from.
+    """Restore a checkpoint onto a mesh, which may differ from the mesh that saved it.
 
-    On several processes, all call it, and all raise where one of them cannot go on.
+    If there are several processes, every process must call it. If one process fails, all of them raise.
 
     Args:
-        manager: the Orbax manager of the directory that it was saved to.
-        like: a tree of the saved structure for this mesh: arrays, which stay as they are, or `jax.ShapeDtypeStruct`
-            with shardings. Arrays come back with their `NamedSharding`, or else replicated over the mesh; NumPy arrays
-            and Python numbers as such.
-        layers: the layer of each expert leaf, None for others, a prefix of ``like``, as for `migrate_experts`.
+        manager: the Orbax checkpoint manager of the directory.
+        like: a tree with the saved structure for this mesh: arrays, which are not changed, or `jax.ShapeDtypeStruct`
+            with shardings. Restored arrays have the `NamedSharding` of their leaf, or else are replicated over the
+            mesh. NumPy arrays and Python numbers keep their types.
+        layers: the layer of each leaf, as for `migrate_experts`: a prefix of ``like``, with None for leaves without
+            experts.
         mesh: the device mesh, with the axes node and local.
-        topology: the expert-parallel group of the run that goes on.
-        home: ``[L, E]``, the wanted homes; the saved ones when None. Flat home slots mean a placement on other ranks
-            too, which the next batch improves.
-        step: the latest one when None.
-        verify: whether to compare every array with the digest that was saved with it.
+        topology: the expert-parallel group of the resumed run.
+        home: ``[L, E]``, the homes of the restored experts. None takes the saved ones. Saved flat home slots are a
+            valid placement for another number of ranks too, and the next batch improves it.
+        step: the step number of the checkpoint. None takes the latest.
+        verify: whether to compare every array with its saved digest.
 
     Returns:
-        Step, tree and the homes in force.
+        The step number, the tree and the homes of its experts.
 
     Raises:
-        ValueError: if there is no such step, the checkpoint is of another model (both sides are named), homes are no
-            permutations, or leaves have another layout; if the checkpoint cannot be read or is not what was saved, in
-            one line that names the array, where that is known, and the newest step before it.
+        ValueError: if there is no checkpoint of this step, it is one of another model, the homes of a layer are not a
+            permutation, or leaves have another layout. Also if the checkpoint cannot be read or has changed since it
+            was saved: the message has the array, if it is known, and the newest earlier step.
     """
     step = find_step(manager, step)
     layout = read_layout(manager, step, verify=verify)
     num_experts = layout.topology.num_experts
     if num_experts != topology.num_experts:
-        raise ValueError(f"step {step} has {num_experts} experts, the model {topology.num_experts}")
+        raise ValueError(
+            f"step {step} has {num_experts} experts, but the model has num_experts={topology.num_experts}"
+        )
     identity = _identity(layout.home)
     homes = check_homes(layout.home if home is None else home, topology.num_experts)
     if len(homes) != len(identity):
-        raise ValueError(f"step {step} has homes of {len(identity)} layers, home has {len(homes)}")
+        raise ValueError(
+            f"step {step} has homes for {len(identity)} layers, but home has {len(homes)} layers"
+        )
 
-    leaves = _named(expert_leaves(like, layers, num_layers=len(homes), mesh=mesh, topology=topology))
-    wanted = {name: _saved_form(leaf, mesh) for name, leaf in leaves.items()}
-    check_arrays(step, layout.arrays, wanted)
-    state = read_state(manager, step, wanted)
+    leaves = _by_name(expert_leaves(like, layers, num_layers=len(homes), mesh=mesh, topology=topology))
+    arrays = {name: _saved_form(leaf, mesh) for name, leaf in leaves.items()}
+    check_arrays(step, layout.arrays, arrays)
+    state = read_state(manager, step, arrays)
     values = [_live_form(state.pop(name), leaf) for name, leaf in leaves.items()]
     tree = jax.tree.unflatten(jax.tree.structure(like), values)
     tree = migrate_experts(tree, identity, homes, layers=layers, mesh=mesh, topology=topology)
     if verify:
-        leaves = _named(expert_leaves(tree, layers, num_layers=len(homes), mesh=mesh, topology=topology))
-        found = logical_digests(_plain(leaves), homes)
-        altered = [name for name in found if found[name] != layout.digests[name]]
-        raise_together(manager, step, _name_altered(altered))
+        leaves = _by_name(expert_leaves(tree, layers, num_layers=len(homes), mesh=mesh, topology=topology))
+        digests = logical_digests(_saved_leaves(leaves), homes)
+        changed = [name for name in digests if digests[name] != layout.digests[name]]
+        raise_together(manager, step, _describe_changes(changed))
     return Restored(step, tree, homes)
 
 
-def _named(leaves: list[ExpertLeaf]) -> dict[str, ExpertLeaf]:
-    """Leaves by the names that they have on disk: ``params.layers.0.experts``."""
-    named: dict[str, ExpertLeaf] = {}
+def _by_name(leaves: list[ExpertLeaf]) -> dict[str, ExpertLeaf]:
+    """Index leaves by their names on disk, such as ``params.layers.0.experts``."""
+    by_name: dict[str, ExpertLeaf] = {}
     for leaf in leaves:
         name = jax.tree_util.keystr(leaf.path, simple=True, separator=".") or "tree"
-        if name in named:
-            raise ValueError(f"two leaves have the name {name!r}")
-        named[name] = leaf
-    return named
+        if name in by_name:
+            raise ValueError(f"two leaves of the tree have the name {name!r}: rename one of them")
+        by_name[name] = leaf
+    return by_name
 
 
 def _identity(home: Int[np.ndarray, "L E"]) -> Int[np.ndarray, "L E"]:
@@ -184,14 +191,14 @@ def _host_copy(array: jax.Array) -> jax.Array:
 
 
 def _regroup(array: jax.Array, leaf: ExpertLeaf, *, merge: bool) -> jax.Array:
-    """``[N, G, H, ...]`` to ``[E, ...]``, or back: the same bytes on each rank. ``array`` is donated."""
+    """Reshape ``[N, G, H, ...]`` to ``[E, ...]``, or back, with the same bytes on each rank. ``array`` is donated."""
     slots = leaf.array.sharding.with_memory_kind(array.sharding.memory_kind)
     logical = _logical_sharding(slots, leaf)
-    return _regrouping(slots, logical, stacked=leaf.stacked, merge=merge)(array)
+    return _regroup_program(slots, logical, stacked=leaf.stacked, merge=merge)(array)
 
 
 @functools.cache
-def _regrouping(
+def _regroup_program(
     slots: NamedSharding, logical: NamedSharding, *, stacked: bool, merge: bool
 ) -> Callable[[jax.Array], jax.Array]:
     specs, shardings = (slot_spec(slots, stacked=stacked), logical.spec), (slots, logical)
@@ -210,16 +217,17 @@ def _is_key(leaf: Any) -> bool:
     return jax.dtypes.issubdtype(getattr(leaf, "dtype", None), jax.dtypes.prng_key)
 
 
-def _plain(leaves: dict[str, ExpertLeaf]) -> dict[str, ExpertLeaf]:
-    """``leaves``, those without experts as they are saved."""
+def _saved_leaves(leaves: dict[str, ExpertLeaf]) -> dict[str, ExpertLeaf]:
+    """Convert the leaves without experts to the arrays that a checkpoint saves."""
     return {
-        name: leaf if leaf.layers is not None else leaf._replace(array=_plain_array(leaf.array))
+        name: leaf if leaf.layers is not None else leaf._replace(array=_saved_array(leaf.array))
         for name, leaf in leaves.items()
     }
 
 
-def _plain_array(value: Any) -> jax.Array | np.ndarray:
-    """What is saved of a leaf without experts; Orbax copies global arrays to the host before it returns."""
+def _saved_array(value: Any) -> jax.Array | np.ndarray:
+    """The array that a checkpoint saves for a leaf without experts."""
+    # Orbax copies global arrays to the host before its save returns. Other arrays are copied here.
     if _is_key(value):
         value = jax.random.key_data(value)
     if isinstance(value, jax.Array) and not isinstance(value.sharding, SingleDeviceSharding):
@@ -228,11 +236,11 @@ def _plain_array(value: Any) -> jax.Array | np.ndarray:
 
 
 def _saved_form(leaf: ExpertLeaf, mesh: Mesh) -> jax.ShapeDtypeStruct | np.ndarray:
-    """Shape, dtype and sharding of a leaf as it is on disk."""
+    """The shape, dtype and sharding of a leaf on disk."""
     array = leaf.array
     if leaf.layers is not None:
-        at = int(leaf.stacked)
-        shape = (*array.shape[:at], math.prod(array.shape[at : at + 3]), *array.shape[at + 3 :])
+        axis = int(leaf.stacked)
+        shape = (*array.shape[:axis], math.prod(array.shape[axis : axis + 3]), *array.shape[axis + 3 :])
         return jax.ShapeDtypeStruct(shape, array.dtype, sharding=_logical_sharding(array.sharding, leaf))
     if not isinstance(array, jax.Array | jax.ShapeDtypeStruct):
         return np.asarray(array)
@@ -255,6 +263,6 @@ def _live_form(value: Any, leaf: ExpertLeaf) -> Any:
     return value
 
 
-def _name_altered(names: list[str]) -> str | None:
-    more = f", the first of {len(names)}" if len(names) > 1 else ""
-    return f"array {names[0]!r} is not what was saved{more}" if names else None
+def _describe_changes(names: list[str]) -> str | None:
+    count = f" (the first of {len(names)} such arrays)" if len(names) > 1 else ""
+    return f"array {names[0]!r} has changed since it was saved{count}" if names else None

@@ -1,7 +1,7 @@
-"""The layout of a checkpoint: what its arrays are and were, so that a restore knows what it reads.
+"""The layout of a checkpoint, which describes its arrays to a restore.
 
-JSON beside the arrays: the topology and the homes they were saved under; the name, dtype, shape and digest of each. A
-SHA-256 of the rest says that the layout itself is as it was written.
+It is JSON beside the arrays: the topology and the homes at the time of the save, and the name, dtype, shape and digest
+of each array. A SHA-256 of the rest protects the layout itself against changes.
 """
 
 import dataclasses
@@ -17,20 +17,20 @@ from relibra_jax.types import Topology
 
 
 class Layout(NamedTuple):
-    """What a checkpoint says of itself."""
+    """The description of a checkpoint's arrays."""
 
     topology: Topology
-    """The expert-parallel group that it was saved from."""
+    """The expert-parallel group that saved the checkpoint."""
     home: Int[np.ndarray, "L E"]
-    """Flat home slot of each expert when it was saved."""
+    """Flat home slot of each expert at the time of the save."""
     arrays: Mapping[str, list[Any]]
-    """The dtype's name and the dimensions of each array by its name."""
+    """The dtype's name and the dimensions of each array, by the array's name."""
     digests: Mapping[str, str]
-    """The digest of each array in logical order, see `relibra_jax.execution.digests`."""
+    """The digest of each array in logical expert order (`relibra_jax.execution.digests`), by the array's name."""
 
 
 def layout_json(layout: Layout) -> dict[str, Any]:
-    """A layout as it is written, with its SHA-256."""
+    """Convert a layout to the JSON content that a checkpoint stores, with its SHA-256."""
     content = {
         "topology": dataclasses.asdict(layout.topology),
         "home": layout.home.tolist(),
@@ -41,14 +41,15 @@ def layout_json(layout: Layout) -> dict[str, Any]:
 
 
 def parse_layout(content: Mapping[str, Any], *, verify: bool) -> Layout:
-    """A layout as it was read.
+    """Parse the JSON content of a layout.
 
     Args:
-        content: what `layout_json` gave, or what has become of it.
+        content: the content that `layout_json` wrote, as read from disk.
         verify: whether to compare it with its SHA-256.
 
     Raises:
-        ValueError: if it is not as it was written, or nothing is there that could say so.
+        ValueError: if ``verify`` is True, and the content has changed since it was written or has no SHA-256 or
+            digests.
         KeyError: if a part is missing and ``verify`` is False.
 
     >>> topology = Topology(num_nodes=1, ranks_per_node=1, num_experts=2, replica_slots=0)
@@ -57,13 +58,15 @@ def parse_layout(content: Mapping[str, Any], *, verify: bool) -> Layout:
     [[1, 0], [0, 1]]
     >>> parse_layout(content | {"home": [[0, 1], [0, 1]]}, verify=True)
     Traceback (most recent call last):
-    ValueError: it is not what was saved
+    ValueError: it has changed since it was saved
     """
     rest = {name: value for name, value in content.items() if name != "sha256"}
     if verify and not {"sha256", "digests"} & content.keys():
-        raise ValueError("it has no digests, an earlier version wrote it; verify=False takes it as it is")
+        raise ValueError(
+            "it has no digests because an earlier version wrote it; use verify=False to restore it unchecked"
+        )
     if verify and content.get("sha256") != _sha256(rest):
-        raise ValueError("it is not what was saved")
+        raise ValueError("it has changed since it was saved")
     return Layout(
         Topology(**content["topology"]),
         np.array(content["home"], np.int32),
@@ -72,31 +75,36 @@ def parse_layout(content: Mapping[str, Any], *, verify: bool) -> Layout:
     )
 
 
-def check_arrays(step: int, saved: Mapping[str, list[Any]], wanted: Mapping[str, Any]) -> None:
-    """Raise unless a checkpoint has exactly the wanted arrays.
+def check_arrays(step: int, saved: Mapping[str, list[Any]], expected: Mapping[str, Any]) -> None:
+    """Raise unless a checkpoint has exactly the arrays of the model.
 
     Args:
-        step: the number of the checkpoint, for the error.
-        saved: ``Layout.arrays``.
-        wanted: arrays of the model by their names, or their shapes.
+        step: the step number of the checkpoint, for the error.
+        saved: the arrays of the checkpoint, ``Layout.arrays``.
+        expected: the arrays of the model, or their shapes and dtypes, by name.
 
     Raises:
-        ValueError: if an array is missing, foreign, or of another shape or dtype; names the first.
+        ValueError: if the checkpoint lacks an array, has an array that the model lacks, or has one with another shape
+            or dtype. The message has the first such array.
     """
-    missing, foreign = sorted(wanted.keys() - saved.keys()), sorted(saved.keys() - wanted.keys())
+    missing, foreign = sorted(expected.keys() - saved.keys()), sorted(saved.keys() - expected.keys())
     if missing:
-        raise ValueError(f"step {step} lacks {len(missing)} arrays of the model, {missing[0]!r} first")
+        raise ValueError(f"step {step} lacks {len(missing)} arrays of the model; the first is {missing[0]!r}")
     if foreign:
-        raise ValueError(f"step {step} has {len(foreign)} arrays that the model lacks, {foreign[0]!r} first")
-    for name, form in wanted.items():
-        found = saved[name]
-        if describe(form) != found:
+        raise ValueError(
+            f"step {step} has {len(foreign)} arrays that the model lacks; the first is {foreign[0]!r}"
+        )
+    for name, form in expected.items():
+        entry = saved[name]
+        if describe(form) != entry:
             model = f"{form.dtype.name}{list(form.shape)}"
-            raise ValueError(f"step {step}, {name!r}: {found[0]}{found[1:]}, in the model {model}")
+            raise ValueError(
+                f"step {step}: array {name!r} is {entry[0]}{entry[1:]}, but {model} in the model"
+            )
 
 
 def describe(array: Any) -> list[Any]:
-    """The entry of an array in ``Layout.arrays``.
+    """The entry of an array in ``Layout.arrays``: its dtype's name and its dimensions.
 
     >>> describe(np.zeros((2, 3), np.int8))
     ['int8', 2, 3]

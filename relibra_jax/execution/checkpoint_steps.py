@@ -1,7 +1,7 @@
-"""The steps of a checkpoint directory, read so that on several processes all go on or all raise.
+"""Reading of checkpoint steps, so that either all processes succeed or all of them raise.
 
-Orbax's manager lets the processes wait for one another when each has read its part: where one of them fails, the
-others wait for ever. Here each process reads on its own, and then they compare notes.
+With Orbax's manager every process waits for the others after it has read its part. If one of them fails, the others
+wait forever. Here each process reads independently, and then the processes tell each other whether they failed.
 """
 
 import re
@@ -17,103 +17,106 @@ from relibra_jax.execution.dropped_reads import collect_reads, reads_to_the_end
 from relibra_jax.execution.plan_agreement import processes_where
 
 LONGEST_REASON: Final = 160
-"""So many characters of what a library says are part of an error's line; a note to the error has them all."""
+"""The number of characters of a library's error message that our message quotes. A note has the whole text."""
 
 
 def find_step(manager: ocp.CheckpointManager, step: int | None) -> int:
-    """``step``, or the latest one when None.
+    """Return ``step`` if a checkpoint of it exists, or the latest step if it is None.
 
     Raises:
-        ValueError: if there is no such step.
+        ValueError: if there is no checkpoint, or none of this step.
     """
     steps = sorted(manager.all_steps())
     if not steps:
         raise ValueError(f"no checkpoint in {manager.directory}")
     if step is not None and step not in steps:
-        raise ValueError(f"no checkpoint of step {step} in {manager.directory}, which has {steps}")
+        raise ValueError(f"no checkpoint of step {step} in {manager.directory}, which has the steps {steps}")
     return steps[-1] if step is None else step
 
 
 def read_layout(manager: ocp.CheckpointManager, step: int, *, verify: bool) -> Layout:
-    """The layout of a step. All processes call it.
+    """Read the layout of a step. Every process must call it.
 
     Args:
-        manager: the Orbax manager of the directory.
-        step: a step that is there.
+        manager: the Orbax checkpoint manager of the directory.
+        step: the number of an existing step.
         verify: whether to compare the layout with its SHA-256.
 
     Raises:
-        ValueError: if it cannot be read, or is not what was saved, as `raise_together` says.
+        ValueError: if a process cannot read the layout, or it has changed since it was saved. All processes raise.
     """
     return _together(
         manager, step, lambda: _read_layout(manager, step, verify=verify), lambda _: "the layout"
     )
 
 
-def read_state(manager: ocp.CheckpointManager, step: int, wanted: dict[str, Any]) -> dict[str, Any]:
-    """The arrays of a step by their names; each process reads what it will hold. All processes call it.
+def read_state(manager: ocp.CheckpointManager, step: int, arrays: dict[str, Any]) -> dict[str, Any]:
+    """Read the arrays of a step by name; each process reads its own shards. Every process must call it.
 
     Args:
-        manager: the Orbax manager of the directory.
-        step: a step that is there.
-        wanted: the form of each array on disk: a NumPy array, or a `jax.ShapeDtypeStruct` with its sharding.
+        manager: the Orbax checkpoint manager of the directory.
+        step: the number of an existing step.
+        arrays: the form of each array on disk, by name: a NumPy array, or a `jax.ShapeDtypeStruct` with its sharding.
 
     Raises:
-        ValueError: if one of them cannot be read, as `raise_together` says.
+        ValueError: if a process cannot read an array. All processes raise.
     """
-    restore = ocp.args.StandardRestore(wanted)
+    restore = ocp.args.StandardRestore(arrays)
     return _together(
         manager,
         step,
         lambda: _read_item(manager, step, "state", restore),
-        lambda said: next((f"array {name!r}" for name in wanted if _is_about(said, name)), "the state"),
+        lambda text: next((f"array {name!r}" for name in arrays if _is_about(text, name)), "the state"),
     )
 
 
 def raise_together(
     manager: ocp.CheckpointManager, step: int, problem: str | None, details: str | None = None
 ) -> None:
-    """Raise on every process if a step has a problem on any of them. All processes call it.
+    """Raise on every process if any process has a problem with a step. Every process must call it.
 
     Args:
-        manager: the Orbax manager of the directory.
-        step: the step that is restored.
-        problem: what is wrong with it on this process; None if nothing is.
-        details: a note to the error.
+        manager: the Orbax checkpoint manager of the directory.
+        step: the step number of the checkpoint.
+        problem: the problem on this process, for the message. None if there is none.
+        details: a note that is added to the error. None for no note.
 
     Raises:
-        ValueError: if there is a problem; in one line that names the step and, if there is one, the newest one before
-            it whose layout is sound; whether its arrays are is seen when it is restored.
+        ValueError: if a process has a problem. The message has the step and the newest earlier step with a valid
+            layout, if there is one. The arrays of that step have not been checked.
     """
     failed = processes_where(problem is not None)
     if not failed.size:
         return
     problem = problem or f"process {failed[0]} cannot restore it"
     earlier = _newest_before(manager, step)
-    way = (
-        "there is no sound one before it"
+    remedy = (
+        "no earlier step has a valid layout"
         if earlier is None
         else f"to try step {earlier}, the newest before it, move {_folder(manager, step)} away"
     )
-    error = ValueError(f"step {step} in {manager.directory}: {problem}; {way}")
+    error = ValueError(f"step {step} in {manager.directory}: {problem}; {remedy}")
     if details is not None:
         error.add_note(details)
     raise error
 
 
 def _together[T](
-    manager: ocp.CheckpointManager, step: int, read: Callable[[], T], what: Callable[[str], str]
+    manager: ocp.CheckpointManager, step: int, read: Callable[[], T], item_name: Callable[[str], str]
 ) -> T:
-    """What ``read`` gives, if it gives it on every process; ``what`` says of an error's text what could not be read."""
+    """Return the result of ``read``, or raise on every process if it fails on any of them.
+
+    ``item_name`` takes the text of an error, and returns the name of the item that could not be read.
+    """
     items: list[T] = []
     problem, details = None, None
     try:
         with reads_to_the_end():
             items.append(read())
-    # JSON, Orbax and TensorStore raise whatever they like: OSError, KeyError, ValueError, bare Exception.
+    # JSON, Orbax and TensorStore raise many types: OSError, KeyError, ValueError, bare Exception.
     except Exception as error:
         details = f"{error}\n{_root(error)}"
-        problem = f"{what(details)} cannot be read: {_reason(_root(error))}"
+        problem = f"{item_name(details)} cannot be read: {_reason(_root(error))}"
     if problem is not None:
         collect_reads()
     raise_together(manager, step, problem, details)
@@ -134,22 +137,22 @@ def _read_layout(manager: ocp.CheckpointManager, step: int, *, verify: bool) -> 
 
 
 def _read_item(manager: ocp.CheckpointManager, step: int, item: str, args: Any) -> Any:
-    """One item of a step, as this process alone reads it."""
-    me = jax.process_index()
-    alone = ocp.options.MultiprocessingOptions(primary_host=me, active_processes={me})
-    with ocp.Checkpointer(ocp.CompositeCheckpointHandler(), multiprocessing_options=alone) as reader:
+    """Read one item of a step on this process, without waiting for other processes."""
+    process = jax.process_index()
+    options = ocp.options.MultiprocessingOptions(primary_host=process, active_processes={process})
+    with ocp.Checkpointer(ocp.CompositeCheckpointHandler(), multiprocessing_options=options) as reader:
         return reader.restore(_folder(manager, step), args=ocp.args.Composite(**{item: args}))[item]
 
 
 def _folder(manager: ocp.CheckpointManager, step: int) -> Any:
-    """The folder of a step, with whatever prefix or padding the manager gives its name."""
-    named = ocp.path.step.step_from_checkpoint_name
+    """The folder of a step, whose name may have a prefix and padding that the manager's options define."""
+    step_of = ocp.path.step.step_from_checkpoint_name
     folders = ocp.path.step.checkpoint_steps_paths(manager.directory)
-    return next((folder for folder in folders if named(folder.name) == step), manager.directory / str(step))
+    return next((folder for folder in folders if step_of(folder.name) == step), manager.directory / str(step))
 
 
 def _newest_before(manager: ocp.CheckpointManager, step: int) -> int | None:
-    """The newest step before ``step`` whose layout is sound, on this process."""
+    """The newest step before ``step`` whose layout this process can read and verify; None if there is none."""
     for earlier in sorted((other for other in manager.all_steps() if other < step), reverse=True):
         try:
             _read_layout(manager, earlier, verify=True)
@@ -159,6 +162,6 @@ def _newest_before(manager: ocp.CheckpointManager, step: int) -> int | None:
     return None
 
 
-def _is_about(said: str, name: str) -> bool:
-    """Whether TensorStore's text speaks of a file of an array: ``"name/.zarray"``, ``'path': 'name/'``."""
-    return re.search(rf"""["']{re.escape(name)}/""", said) is not None
+def _is_about(text: str, name: str) -> bool:
+    """Whether TensorStore's error text has a file of an array: ``"name/.zarray"``, ``'path': 'name/'``."""
+    return re.search(rf"""["']{re.escape(name)}/""", text) is not None

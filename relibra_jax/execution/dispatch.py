@@ -1,11 +1,12 @@
 """Dispatch and combine: token copies to their slots, and results back, weighted by their gates.
 
-*Flat*: one exchange between all ranks. *Hierarchical*: a token crosses to a node once, to the rank of its own local
-index, however many of its experts are there; then its copies spread inside the node. On the way back the node's
-results are summed before they cross. Gates travel with the copies, so that the sum is the weighted one.
+*Flat* dispatch is one exchange between all ranks. In *hierarchical* dispatch a token crosses to a node once, however
+many of its experts are there: it goes to the rank with the same local index, and its copies then spread inside the
+node. On the way back each node sums its results before they cross. The gates travel with the copies, so that the sum is
+weighted.
 
-Where each row goes stands in tables that were made before the step (`relibra_jax.execution.dispatch_tables`): here
-rows are gathered and sent, nothing else. Everything runs on one rank, inside shard_map.
+Tables computed before the step (`relibra_jax.execution.dispatch_tables`) say where each row goes. This module only
+gathers and sends rows. Everything runs on one rank, inside shard_map.
 """
 
 import jax
@@ -21,14 +22,14 @@ from relibra_jax.types import EMPTY
 def send_tokens(
     x: Float[jax.Array, "t *D"], tables: Dispatch, exchange: Exchange
 ) -> Float[jax.Array, "rows *D"]:
-    """A row of its token for every copy that this rank computes, those of each slot together; zeros behind them."""
+    """Send tokens to experts. Returns one row for every copy that this rank computes, grouped by slot, then zeros."""
     return _arrange(send(gather_rows(x, _sent_tokens(tables), tables.place), tables.lanes, exchange), tables)
 
 
 def send_copies(
     values: Num[jax.Array, "t K"], tables: Dispatch, exchange: Exchange
 ) -> Num[jax.Array, " rows"]:
-    """The value of its own for every copy that this rank computes: gates, or the copies' experts."""
+    """Send one value per token copy, such as its gate or its expert's number. Returns the values as `send_tokens`."""
     places = tables.place.reshape(-1, 1)
     return _arrange(send(gather_rows(values.ravel(), tables.copy, places), tables.lanes, exchange), tables)
 
@@ -36,27 +37,27 @@ def send_copies(
 def combine(
     computed: Float[jax.Array, "rows D"], tables: Dispatch, exchange: Exchange
 ) -> Float[jax.Array, "t D"]:
-    """The sum of each token's computed copies, back where the token lies: the way of `send_tokens` backwards."""
+    """Send computed copies back to the ranks of their tokens, and sum them for each token; `send_tokens` reversed."""
     with jax.named_scope("combine"):
         rows = gather_rows(computed, tables.computed, tables.arrival[:, None])
         return combine_rows(send_back(rows, tables.lanes, exchange), _sent_tokens(tables), tables.place)
 
 
 def cross(values: Num[jax.Array, "t *d"], tables: NodeDispatch, between: Exchange) -> jax.Array:
-    """The first hop: the values of each token, once to every node that serves it; zeros between the lanes."""
+    """The first hop: send the values of each token once to every node that serves it. Unused rows are zero."""
     return send(gather_rows(values, tables.token, tables.place), tables.lanes, between)
 
 
 def cross_back(
     sums: Float[jax.Array, "receive D"], tables: NodeDispatch, between: Exchange
 ) -> Float[jax.Array, "t D"]:
-    """The last hop: every node's sum for a token goes back to where it lies, and they are added."""
+    """The last hop: send every node's sum for a token back to the token's rank, and add the sums."""
     with jax.named_scope("combine"):
         return combine_rows(send_back(sums, tables.lanes, between), tables.token, tables.place)
 
 
 def _sent_tokens(tables: Dispatch):
-    """The token in each row that is sent; EMPTY for none."""
+    """The token in each row of the send buffer; EMPTY for none."""
     return jnp.where(tables.copy == EMPTY, EMPTY, tables.copy // tables.place.shape[1])
 
 

@@ -1,10 +1,10 @@
-"""Where every token copy of a rank goes: tables made once a batch, so that layers only gather and send.
+"""Tables for dispatch and combine, computed once per batch, so that layers only gather and send.
 
-Sorting token copies by expert and slots by expert lines the two up (`relibra_jax.copy_slots`): the first
-``sent[slot]`` copies of an expert go to its first slot, and so on. One argsort places every copy of a rank, and
-receivers sort nothing, since what lies where follows from the counts alone.
+Token copies and slots are both sorted by expert (`relibra_jax.copy_slots`): the first ``sent[slot]`` copies of an
+expert go to its first slot, and so on. One argsort places every copy of a rank. Receivers do not sort, because the
+counts alone determine the rows of their buffers.
 
-Everything here runs on one rank, inside shard_map; `relibra_jax.execution.dispatch` follows the tables.
+Everything here runs on one rank, inside shard_map. `relibra_jax.execution.dispatch` uses the tables.
 """
 
 from typing import NamedTuple
@@ -21,33 +21,33 @@ from relibra_jax.types import EMPTY
 
 
 class Dispatch(NamedTuple):
-    """The way of a rank's token copies to the slots that compute them; combine takes it backwards. All int32."""
+    """The tables that send a rank's token copies to their slots; combine uses them in reverse. All int32."""
 
     copy: Int[jax.Array, "*stack send"]
-    """The token copy in each row that is sent, counted ``token * K + k``; EMPTY for none."""
+    """The token copy in each row of the send buffer, numbered ``token * K + k``; EMPTY for none."""
     place: Int[jax.Array, "*stack t K"]
-    """The row of each copy in what is sent; EMPTY for no copy."""
+    """The row of each copy in the send buffer; EMPTY for no copy."""
     lanes: Lanes
-    """Rows that go to each rank and come from each."""
+    """The rows for and from each rank."""
     arrival: Int[jax.Array, "*stack rows"]
-    """The received row of each computed row, those of each slot together; EMPTY behind them."""
+    """The received row of each computed row, grouped by slot; EMPTY after the last one."""
     computed: Int[jax.Array, "*stack receive"]
     """The computed row of each received row; EMPTY for none."""
     group_sizes: Int[jax.Array, "*stack S"]
-    """Rows of each slot."""
+    """The number of rows of each slot."""
 
 
 class NodeDispatch(NamedTuple):
-    """The way in two hops: each token once to every node that serves it, then its copies inside that node."""
+    """The tables of hierarchical dispatch: each token goes to every node that serves it, then its copies spread."""
 
     token: Int[jax.Array, "*stack send"]
     """The token in each row that crosses; EMPTY for none."""
     place: Int[jax.Array, "*stack t N"]
-    """The row of each token in what is sent to each node; EMPTY where it does not go."""
+    """The row of each token in the send buffer for each node; EMPTY if it does not go there."""
     lanes: Lanes
-    """Tokens that go to the rank of the same index in each node, and come from there."""
+    """The tokens for and from the rank with the same local index in each node."""
     inside: Dispatch
-    """The way of the arrived tokens' copies inside the node."""
+    """The tables for the copies of arrived tokens inside the node."""
 
 
 def make_dispatch(
@@ -58,24 +58,25 @@ def make_dispatch(
     *,
     rows: int,
 ) -> tuple[Dispatch, Bool[jax.Array, ""]]:
-    """The way of each token copy over one exchange to the slots that hold its key.
+    """Compute the tables that send each token copy in one exchange to the slots with its key.
 
     Args:
-        key: the expert of each token copy, which says what slots may serve it; EMPTY for no copy.
-        slot_key: the expert in each slot of all ranks; EMPTY for none.
-        sent: copies from each rank to each slot, the same on all ranks; those of one key sum to its copies here.
+        key: the key of each token copy, its expert or its slot; EMPTY for no copy.
+        slot_key: the key of each slot of all ranks; EMPTY for none.
+        sent: the number of copies from each rank to each slot, equal on all ranks. On this rank, the numbers of the
+            slots with one key add up to the copies with this key.
         exchange: the exchange between the P ranks.
-        rows: the rows that a rank computes.
+        rows: the number of rows that a rank computes.
 
     Returns:
-        The tables, and whether the buffers hold what the counts ask for; tables are meaningless where they do not.
+        The tables, and whether the buffers are large enough. If they are not, the tables are meaningless.
     """
-    me = jax.lax.axis_index(exchange.axes)
-    counts, received = sent.sum(-1, dtype=sent.dtype), sent[:, me]
+    rank = jax.lax.axis_index(exchange.axes)
+    counts, received = sent.sum(-1, dtype=sent.dtype), sent[:, rank]
     lanes = exchange.lanes(counts)
-    slot_start = lanes.send_start[:, None] + starts(sent[me])
-    copy = _copies_in_lanes(key, slot_key, sent[me], slot_start, exchange)
-    # Received rows lie by rank, then slot; computed rows by slot, then rank.
+    slot_start = lanes.send_start[:, None] + starts(sent[rank])
+    copy = _copies_in_lanes(key, slot_key, sent[rank], slot_start, exchange)
+    # Received rows are ordered by rank, then slot; computed rows by slot, then rank.
     lane = lanes.receive_start[:, None] + starts(received)
     arrival = segment_rows(rows, starts(received.T.ravel()), received.T.ravel(), lane.T.ravel())
     tables = Dispatch(
@@ -97,27 +98,30 @@ def make_node_dispatch(
     *,
     rows: int,
 ) -> tuple[NodeDispatch, Bool[jax.Array, ""]]:
-    """`make_dispatch` in two hops.
+    """Compute the tables of hierarchical dispatch, with one exchange between nodes and one inside them.
 
     Args:
         slot: the flat slot that serves each copy (`relibra_jax.copy_slots.copy_slots`); EMPTY for no copy.
-        sent: copies from each rank to each slot, the same on all ranks.
-        between: the exchange between the nodes' ranks of one local index.
+        sent: the number of copies from each rank to each slot, equal on all ranks.
+        between: the exchange between the ranks with one local index in all nodes.
         inside: the exchange inside a node.
-        rows: the rows that a rank computes.
+        rows: the number of rows that a rank computes.
+
+    Returns:
+        The tables, and whether the buffers are large enough, as for `make_dispatch`.
     """
     nodes, local, slots = sent.shape[2:]
     node, top_k = jax.lax.axis_index(between.axes), slot.shape[1]
-    wanted = slot[:, None] // (local * slots) == jnp.arange(nodes, dtype=jnp.int32)[None, :, None]
-    wanted &= (slot != EMPTY)[:, None]
-    visit = wanted.any(-1)
+    served = slot[:, None] // (local * slots) == jnp.arange(nodes, dtype=jnp.int32)[None, :, None]
+    served &= (slot != EMPTY)[:, None]
+    visit = served.any(-1)
     counts = jax.lax.all_gather(visit.sum(0, dtype=jnp.int32), between.axes)
     lanes = between.lanes(counts)
     place = jnp.where(visit, lanes.send_start[None] + starts(visit.astype(jnp.int32), 0), EMPTY)
     source = inverse_index(place.ravel(), between.send_rows)
 
-    # The slot inside its node of each copy, from 1, so that the zeros between lanes mean none.
-    inner = jnp.where(wanted, slot[:, None] % (local * slots) + 1, 0)
+    # The slot of each copy inside its node, plus 1, so that the zeros in unused rows mean no copy.
+    inner = jnp.where(served, slot[:, None] % (local * slots) + 1, 0)
     inner_rows = jnp.where(source == EMPTY, visit.size, source)
     inner_rows = inner.reshape(-1, top_k).at[inner_rows].get(mode="fill", fill_value=0)
     spread, fits = make_dispatch(
@@ -128,7 +132,7 @@ def make_node_dispatch(
         rows=rows,
     )
     token = jnp.where(source == EMPTY, EMPTY, source // nodes)
-    # What overflows on any node was sent from all of them.
+    # If a buffer overflows on any node, rows from all nodes are affected, so the check covers every node.
     fits &= jax.vmap(lambda counts: _fits(inside, counts, rows), 1)(sent.sum((0, -1), dtype=sent.dtype)).all()
     return NodeDispatch(token, place, lanes, spread), fits & between.fits(counts)
 
@@ -137,11 +141,12 @@ def _fits(exchange: Exchange, counts, rows: int):
     return exchange.fits(counts) & (counts.sum(0).max() <= rows)
 
 
-def _copies_in_lanes(key, slot_key, mine, slot_start, exchange: Exchange):
-    """The copy in each row of the send buffer."""
-    order, slots, begin = line_up(key, slot_key, mine)
-    first = jnp.zeros_like(begin).at[slots].set(begin, unique_indices=True).reshape(mine.shape)
-    # Segments have to ascend; by lanes and not by where they start, which an empty one may share with another lane's.
+def _copies_in_lanes(key, slot_key, sent, slot_start, exchange: Exchange):
+    """The token copy in each row of the send buffer."""
+    order, slots, begin = line_up(key, slot_key, sent)
+    first = jnp.zeros_like(begin).at[slots].set(begin, unique_indices=True).reshape(sent.shape)
+    # Segments must ascend. They are ordered by lane and not by start, because an empty segment may share the start of a
+    # segment in another lane.
     lanes = exchange.lane_order()
-    rank = segment_rows(exchange.send_rows, *(each[lanes].ravel() for each in (slot_start, mine, first)))
+    rank = segment_rows(exchange.send_rows, *(array[lanes].ravel() for array in (slot_start, sent, first)))
     return jnp.where(rank == EMPTY, EMPTY, order[rank].astype(jnp.int32))

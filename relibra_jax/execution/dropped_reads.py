@@ -1,7 +1,7 @@
-"""Reads that Orbax drops when one of them fails, brought to their end in silence.
+"""A workaround for the reads that Orbax abandons when one read of a restore fails.
 
-Orbax (0.12) starts all reads of a restore at once, raises what the first one raises and closes their event loop. The
-others would end later on TensorStore's threads, with nowhere to go, and print a traceback each that says nothing.
+Orbax (0.12) starts all reads of a restore at once. When one fails, it raises its error and closes the event loop. The
+other reads end later on TensorStore's threads, without an event loop, and each prints a useless traceback.
 """
 
 import asyncio
@@ -13,19 +13,19 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 PATIENCE: Final = 30.0
-"""The seconds without the end of any task after which nobody waits for the others any longer."""
-_PATCHED: Final = threading.RLock()
+"""The seconds after which the event loop stops waiting if no further task has ended."""
+_PATCH_LOCK: Final = threading.RLock()
 
 
 @contextlib.contextmanager
 def reads_to_the_end() -> Iterator[None]:
-    """Let event loops that are made within end after the last of their tasks, also where one of them fails.
+    """Make every event loop created in this context wait for all of its tasks, even if one of them fails.
 
-    One thread at a time, so that what makes event loops afterwards is what made them before.
+    A lock admits one thread at a time, so that each thread restores the original `asyncio.new_event_loop`.
     """
-    with _PATCHED:
+    with _PATCH_LOCK:
         new_event_loop = asyncio.new_event_loop
-        asyncio.new_event_loop = _Patient
+        asyncio.new_event_loop = _WaitingEventLoop
         try:
             yield
         finally:
@@ -33,12 +33,15 @@ def reads_to_the_end() -> Iterator[None]:
 
 
 def collect_reads() -> None:
-    """Collect reads that failed, once their exception is gone: those that were never started would complain later."""
+    """Collect the garbage of failed reads without warnings; reads that never started would warn later.
+
+    Call it after the exception of the failed read has been released.
+    """
     with warnings.catch_warnings(action="ignore", category=RuntimeWarning):
         gc.collect()
 
 
-class _Patient(asyncio.SelectorEventLoop):
+class _WaitingEventLoop(asyncio.SelectorEventLoop):
     def run_until_complete(self, future: Any) -> Any:
         try:
             return super().run_until_complete(future)
@@ -46,6 +49,6 @@ class _Patient(asyncio.SelectorEventLoop):
             tasks = asyncio.all_tasks(self)
             while tasks:
                 ended, _ = super().run_until_complete(asyncio.wait(tasks, timeout=PATIENCE))
-                # The last of them may have begun others.
+                # The last tasks may have started new ones.
                 tasks = asyncio.all_tasks(self) if ended else set()
             raise

@@ -1,14 +1,17 @@
-"""The collective that carries rows between ranks, and the same one that brings them back.
+"""The collective that sends rows between ranks, and its reverse.
 
-Every rank knows its `Lanes` beforehand, the rows for and from each other rank, so nobody asks. Three kinds:
+Every rank knows beforehand how many rows it sends to and receives from each other rank (its `Lanes`), so the exchange
+sends no sizes. There are three kinds:
 
-- ``padded``: `jax.lax.all_to_all` of equal lanes, one a pair of ranks. Runs everywhere; every lane is as long as the
-  longest. What a rank keeps lies behind its lanes, so that it makes none of them longer.
-- ``ragged``: `jax.lax.ragged_all_to_all`. Rows lie close; only CUDA (and TPU) implement it. Unproven: it compiles for
-  H100 and its index logic is tested through ``emulated``, but its results on hardware have not been checked.
-- ``emulated``: what ``ragged`` does, by gathering everything everywhere. For tests on CPU.
+- ``padded``: `jax.lax.all_to_all` with equal lanes, one for each pair of ranks. It runs everywhere, and every lane is
+  as long as the longest. The rows that a rank keeps are after its lanes, so that they make no lane longer.
+- ``ragged``: `jax.lax.ragged_all_to_all`, without padding, which only CUDA and TPU implement. It is unproven: it
+  compiles for H100 and tests cover its index logic through ``emulated``, but its results on hardware have not been
+  checked.
+- ``emulated``: the same result as ``ragged``, computed by gathering all rows on every rank. For tests on CPU.
 
-The transpose of sending rows is sending cotangents back, so no gradient rests on the transpose of a collective.
+The transpose of sending rows is defined as sending cotangents back, so gradients do not depend on JAX's transpose of a
+collective.
 """
 
 import functools
@@ -26,24 +29,27 @@ KINDS: Final = ("padded", "ragged", "emulated")
 
 
 class Lanes(NamedTuple):
-    """What one rank exchanges with each of the P ranks, itself among them, and where that lies at both ends."""
+    """The rows that one rank exchanges with each of the P ranks, including itself, and their places in the buffers."""
 
     sent: Int[jax.Array, "*stack P"]
-    """Rows for each rank."""
+    """The number of rows for each rank."""
     received: Int[jax.Array, "*stack P"]
-    """Rows from each rank."""
+    """The number of rows from each rank."""
     send_start: Int[jax.Array, "*stack P"]
-    """Where the rows for each rank start in this rank's send buffer."""
+    """The first row for each rank in this rank's send buffer."""
     receive_start: Int[jax.Array, "*stack P"]
-    """Where the rows from each rank start in this rank's receive buffer."""
-    there: Int[jax.Array, "*stack P"]
-    """Where this rank's rows start in the receive buffer of each rank."""
-    whence: Int[jax.Array, "*stack P"]
-    """Where the rows for this rank start in the send buffer of each rank."""
+    """The first row from each rank in this rank's receive buffer."""
+    peer_receive_start: Int[jax.Array, "*stack P"]
+    """The first row from this rank in the receive buffer of each rank."""
+    peer_send_start: Int[jax.Array, "*stack P"]
+    """The first row for this rank in the send buffer of each rank."""
 
     def back(self) -> "Lanes":
-        """The lanes of the way back."""
-        return Lanes(self.received, self.sent, self.receive_start, self.send_start, self.whence, self.there)
+        """The lanes of the reverse exchange."""
+        return Lanes(
+            *(self.received, self.sent, self.receive_start, self.send_start),
+            *(self.peer_send_start, self.peer_receive_start),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,35 +63,35 @@ class Exchange:
 
     @property
     def send_rows(self) -> int:
-        """Rows of the buffer that is sent."""
+        """The number of rows of the send buffer."""
         return self._padded_rows if self.kind == "padded" else self.sizes.send
 
     @property
     def receive_rows(self) -> int:
-        """Rows of the buffer that is received."""
+        """The number of rows of the receive buffer."""
         return self._padded_rows if self.kind == "padded" else self.sizes.receive
 
     @property
     def _padded_rows(self) -> int:
-        """A lane for every rank, of which a rank's own is empty, and what it keeps."""
+        """The rows of a padded buffer: a lane for every rank, where a rank's own lane is empty, and the kept rows."""
         return self.ranks * self.sizes.pair + self.sizes.own
 
     def lanes(self, counts: Int[jax.Array, "P P"]) -> Lanes:
-        """This rank's lanes, from the rows that each rank sends to each, the same on all ranks."""
-        me = jax.lax.axis_index(self.axes)
+        """Compute this rank's lanes from the rows that each rank sends to each, which are equal on all ranks."""
+        own = jax.lax.axis_index(self.axes)
         if self.kind == "padded":
             rank = jnp.arange(self.ranks, dtype=counts.dtype)
-            start = jnp.where(rank == me, self.ranks, rank) * self.sizes.pair
-            here = jnp.where(rank == me, self.ranks, me).astype(counts.dtype) * self.sizes.pair
-            return Lanes(counts[me], counts[:, me], start, start, here, here)
+            start = jnp.where(rank == own, self.ranks, rank) * self.sizes.pair
+            peer_start = jnp.where(rank == own, self.ranks, own).astype(counts.dtype) * self.sizes.pair
+            return Lanes(counts[own], counts[:, own], start, start, peer_start, peer_start)
         send_start, receive_start = starts(counts, 1), starts(counts, 0)
         return Lanes(
-            *(counts[me], counts[:, me], send_start[me], receive_start[:, me]),
-            *(receive_start[me], send_start[:, me]),
+            *(counts[own], counts[:, own], send_start[own], receive_start[:, own]),
+            *(receive_start[own], send_start[:, own]),
         )
 
     def lane_order(self) -> Int[jax.Array, " P"]:
-        """The ranks in the order in which the rows for them lie in this rank's send buffer."""
+        """The ranks in the order of their rows in this rank's send buffer."""
         rank = jnp.arange(self.ranks, dtype=jnp.int32)
         if self.kind != "padded":
             return rank
@@ -93,7 +99,7 @@ class Exchange:
         return jnp.argsort(own_last)
 
     def fits(self, counts: Int[jax.Array, "P P"]) -> jax.Array:
-        """Whether the buffers of all ranks hold ``counts``."""
+        """Whether the buffers of all ranks are large enough for ``counts``, the rows from each rank to each."""
         if self.kind == "padded":
             others = jnp.where(jnp.eye(self.ranks, dtype=bool), 0, counts)
             return (others.max() <= self.sizes.pair) & (counts.diagonal().max() <= self.sizes.own)
@@ -102,22 +108,22 @@ class Exchange:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def send(rows: Num[jax.Array, "r *d"], lanes: Lanes, exchange: Exchange) -> jax.Array:
-    """Carry rows to the ranks whose lanes they lie in.
+    """Send the rows of each lane to the lane's rank.
 
     Args:
-        rows: ``[send_rows, ...]``, the rows for each rank from where its lane starts.
+        rows: ``[send_rows, ...]``, with the rows for each rank at the start of its lane.
         lanes: this rank's lanes.
         exchange: the ranks, the kind and the buffer sizes of the exchange.
 
     Returns:
-        ``[receive_rows, ...]``, the rows from each rank from where its lane starts, zeros elsewhere.
+        ``[receive_rows, ...]``, with the rows from each rank at the start of its lane and zeros elsewhere.
     """
     return _move(rows, lanes, exchange, exchange.receive_rows)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def send_back(rows: Num[jax.Array, "r *d"], lanes: Lanes, exchange: Exchange) -> jax.Array:
-    """The way back of `send`, and its transpose: ``[receive_rows, ...]`` to ``[send_rows, ...]``."""
+    """Send rows back, ``[receive_rows, ...]`` to ``[send_rows, ...]``: the reverse of `send`, and its transpose."""
     return _move(rows, lanes.back(), exchange, exchange.send_rows)
 
 
@@ -134,12 +140,12 @@ send_back.defvjp(
 def swap_lanes(
     rows: Num[jax.Array, "r *d"], axes: tuple[str, ...], ranks: int, length: int
 ) -> Num[jax.Array, "r *d"]:
-    """Exchange equal lanes with the ranks along ``axes``; what lies behind them stays. JAX transposes it."""
+    """Exchange equal lanes with the ranks along ``axes``; the rows after the lanes stay. JAX can transpose it."""
     if not length:
         return rows
-    for_others, own = jnp.split(rows, [ranks * length])
-    arrived = jax.lax.all_to_all(for_others, axes, 0, 0, tiled=True)
-    return jnp.concatenate([arrived, own])
+    lanes, kept_rows = jnp.split(rows, [ranks * length])
+    received_lanes = jax.lax.all_to_all(lanes, axes, 0, 0, tiled=True)
+    return jnp.concatenate([received_lanes, kept_rows])
 
 
 def _move(rows, lanes: Lanes, exchange: Exchange, receive_rows: int):
@@ -147,13 +153,13 @@ def _move(rows, lanes: Lanes, exchange: Exchange, receive_rows: int):
     if exchange.kind == "padded":
         return swap_lanes(rows, axes, exchange.ranks, exchange.sizes.pair)
     if exchange.kind == "emulated":
-        everywhere = jax.lax.all_gather(rows, axes, tiled=True)
-        source = jnp.arange(exchange.ranks, dtype=jnp.int32) * rows.shape[0] + lanes.whence
+        all_rows = jax.lax.all_gather(rows, axes, tiled=True)
+        source = jnp.arange(exchange.ranks, dtype=jnp.int32) * rows.shape[0] + lanes.peer_send_start
         index = segment_rows(receive_rows, lanes.receive_start, lanes.received, source)
-        return everywhere.at[jnp.where(index < 0, everywhere.shape[0], index)].get(mode="fill", fill_value=0)
-    # Zeros that depend on the rows: a constant would hold a buffer from a program's start to its end.
+        return all_rows.at[jnp.where(index < 0, all_rows.shape[0], index)].get(mode="fill", fill_value=0)
+    # These zeros depend on the rows, because a constant would occupy its buffer during the whole program.
     zero = jnp.where(lanes.sent[0] < 0, rows[(0,) * rows.ndim], 0)
-    empty = jnp.broadcast_to(zero, (receive_rows, *rows.shape[1:]))
+    zeros = jnp.broadcast_to(zero, (receive_rows, *rows.shape[1:]))
     return jax.lax.ragged_all_to_all(
-        rows, empty, lanes.send_start, lanes.sent, lanes.there, lanes.received, axis_name=axes
+        rows, zeros, lanes.send_start, lanes.sent, lanes.peer_receive_start, lanes.received, axis_name=axes
     )

@@ -1,7 +1,7 @@
-"""Labels that say which leaves of a tree hold experts, and of which layer: given by the caller, never guessed.
+"""Labels for the leaves of a tree that hold experts, with their layers; the caller gives them, and nothing is guessed.
 
-A tree of labels goes with parameters and optimizer state. The optimizer itself tells which of its leaves belong to
-which parameter, so labels are written once, for the parameters.
+Parameters and optimizer state have one tree of labels each. The caller writes the labels of the parameters. Those of
+the optimizer state follow from them, because the optimizer knows which of its leaves belong to which parameter.
 """
 
 from collections.abc import Sequence
@@ -17,12 +17,12 @@ from relibra_jax.execution.mesh import RANKS, check_mesh
 from relibra_jax.types import Topology
 
 type Layers = int | range | None
-"""The layer whose experts a leaf holds: an int for ``[N, G, H, ...]``, a range for the layers of a stacked
-``[L, N, G, H, ...]``, None for a leaf that holds no experts."""
+"""The label of a leaf: the layer of its experts as an int for ``[N, G, H, ...]``, a range of layers for a stacked
+``[L, N, G, H, ...]``, or None for a leaf without experts."""
 
 
 class ExpertLeaf(NamedTuple):
-    """A leaf with its label."""
+    """A leaf with its path and its label."""
 
     path: tuple[Any, ...]
     array: Any
@@ -30,34 +30,34 @@ class ExpertLeaf(NamedTuple):
 
     @property
     def stacked(self) -> bool:
-        """Whether it has a leading dimension of layers."""
+        """Whether the leaf has a leading dimension of layers."""
         return isinstance(self.layers, range)
 
     @property
     def rows(self) -> Sequence[int]:
-        """The layer of each row of a stacked leaf, or the one layer; none for a leaf without experts."""
+        """The layers of the leaf in order; empty for a leaf without experts."""
         if isinstance(self.layers, range):
             return self.layers
         return () if self.layers is None else (self.layers,)
 
 
 def optimizer_layers(tx: Any, opt_state: PyTree, layers: PyTree) -> PyTree:
-    """The labels of an optimizer state, from the labels of the parameters.
+    """Derive the labels of an optimizer state from the labels of the parameters.
 
-    The optimizer itself says which of its leaves belong to which parameter (`optax.tree_map_params`); all others get
-    None. It wants the state as ``tx.init`` builds it: with Flax, ``nnx.Optimizer(...).opt_state``.
+    `optax.tree_map_params` finds the leaves of the state that belong to a parameter. All other leaves get None. The
+    state must have the structure that ``tx.init`` builds; with Flax it is ``nnx.Optimizer(...).opt_state``.
 
     Args:
-        tx: an optax transformation: chained, masked, with injected hyperparameters, or `optax.MultiSteps`.
+        tx: an optax transformation. It may be chained, masked, have injected hyperparameters, or be `optax.MultiSteps`.
         opt_state: the state of ``tx``.
         layers: the labels of the parameters, as `migrate_experts` takes them.
 
     Returns:
-        A tree like ``opt_state`` with a label at every leaf. State that a transformation keeps in another shape than
-        the parameter's (factored moments) is labelled too: `migrate_experts` refuses it where its layout differs.
+        A tree like ``opt_state`` with a label at every leaf. State with another shape than its parameter (factored
+        moments) gets a label too; `migrate_experts` rejects it if its layout differs.
 
     Raises:
-        ValueError: if a parameter in the state has no label, or the optimizer cannot say which leaves belong to which
+        ValueError: if a parameter in the state has no label, or optax cannot tell which leaves belong to which
             parameter (`optax.lbfgs`).
 
     >>> import jax.numpy as jnp
@@ -75,31 +75,38 @@ def optimizer_layers(tx: Any, opt_state: PyTree, layers: PyTree) -> PyTree:
         return optax.tree_map_params(
             tx, label, opt_state, transform_non_params=lambda _: None, is_leaf=lambda _: True
         )
-    # An init that does not expect optax's placeholders for parameters raises whatever it likes.
+    # An init that does not expect optax's placeholders for parameters may raise any of these.
     except (AttributeError, IndexError, KeyError, TypeError) as error:
         experts = [leaf_name(path) for path, layer in labels.items() if layer is not None]
         names = [leaf_name(path) for path, _ in jax.tree.leaves_with_path(opt_state)]
         suspects = [name for name in names if any(expert in name for expert in experts)]
         kinds = ", ".join(type(part).__name__ for part in jax.tree.leaves(opt_state, is_leaf=_is_state))
         raise ValueError(
-            f"optimizer state{suspects[0] if suspects else ''} of {kinds}: optax.tree_map_params cannot say which"
-            f" leaves belong to which parameter ({error!r}), so they cannot move with their experts; take another"
+            f"optimizer state{suspects[0] if suspects else ''} of {kinds}: optax.tree_map_params cannot tell which"
+            f" leaves belong to which parameter ({error!r}), so they cannot move with their experts; use another"
             " optimizer"
         ) from error
 
 
 def _is_state(part: Any) -> bool:
-    """Whether it is the state of one transformation, which optax makes NamedTuples."""
+    """Whether ``part`` is the state of one transformation, which is a NamedTuple in optax."""
     return hasattr(part, "_fields")
 
 
 def expert_leaves(
     tree: PyTree, layers: PyTree, *, num_layers: int, mesh: Mesh, topology: Topology
 ) -> list[ExpertLeaf]:
-    """All leaves of ``tree`` in order, each with its label, after a look at whether they can be moved.
+    """List all leaves of ``tree`` in order with their labels, and check that the leaves with experts can move.
+
+    Args:
+        tree: any tree of arrays.
+        layers: the layer of each leaf, a prefix of ``tree``, as for `migrate_experts`.
+        num_layers: L, the number of layers of the homes.
+        mesh: the device mesh, with the axes node and local.
+        topology: the expert-parallel group.
 
     Raises:
-        ValueError: as `migrate_experts` says.
+        ValueError: if the mesh does not fit the topology, or a leaf has no label or another layout.
     """
     check_mesh(mesh, topology)
     leaves = labelled_leaves(tree, layers)
@@ -110,22 +117,22 @@ def expert_leaves(
 
 
 def labelled_leaves(tree: PyTree, layers: PyTree) -> list[ExpertLeaf]:
-    """All leaves of ``tree`` in order, each with its label.
+    """List all leaves of ``tree`` in order with their labels.
 
     Args:
         tree: any tree of arrays.
         layers: the layer of each leaf, a prefix of ``tree``, as for `migrate_experts`.
 
     Raises:
-        ValueError: if a leaf has no label, or a label no leaf.
+        ValueError: if a leaf has no label, or a label has no leaf.
     """
-    labels, used, leaves = _labels(layers), set(), []
+    labels, prefixes, leaves = _labels(layers), set(), []
     for path, array in jax.tree.leaves_with_path(tree):
         prefix = _labelled_prefix(path, labels)
-        used.add(prefix)
+        prefixes.add(prefix)
         leaves.append(ExpertLeaf(path, array, labels[prefix]))
     for path, label in labels.items():
-        if label is not None and path not in used:
+        if label is not None and path not in prefixes:
             raise ValueError(f"layers{leaf_name(path)} = {label} belongs to no leaf of the tree")
     return leaves
 
@@ -139,11 +146,16 @@ def _labels(layers: PyTree) -> dict[tuple[Any, ...], Layers]:
 
 
 def _labelled_prefix(path: tuple[Any, ...], labels: dict[tuple[Any, ...], Layers]) -> tuple[Any, ...]:
-    """The start of ``path`` that has a label. Paths, not tree types, so that labels of Flax states fit their twins."""
+    """The start of ``path`` that has a label.
+
+    Labels are matched by paths and not by tree types, so that the labels of one Flax state fit another with its paths.
+    """
     for end in range(len(path) + 1):
         if path[:end] in labels:
             return path[:end]
-    raise ValueError(f"tree{leaf_name(path)} has no label in layers; None says that it holds no experts")
+    raise ValueError(
+        f"tree{leaf_name(path)} has no label in layers: add one, None for a leaf without experts"
+    )
 
 
 def _check_leaf(leaf: ExpertLeaf, num_layers: int, mesh: Mesh, topology: Topology) -> None:
@@ -163,17 +175,19 @@ def _check_leaf(leaf: ExpertLeaf, num_layers: int, mesh: Mesh, topology: Topolog
         raise ValueError(f"{where}: expected {names} = [{expected}, ...], found {list(array.shape)}")
     sharding: Any = array.sharding
     on_mesh = isinstance(sharding, NamedSharding) and sharding.mesh == mesh
-    found = sharding if on_mesh else NamedSharding(mesh, PartitionSpec())
-    needed = found.update(spec=slot_spec(found, stacked=leaf.stacked))
-    if not on_mesh or not needed.is_equivalent_to(found, len(array.shape)):
-        raise ValueError(f"{where}: expected a sharding {needed.spec} over the mesh, found {sharding}")
+    actual = sharding if on_mesh else NamedSharding(mesh, PartitionSpec())
+    expected_sharding = actual.update(spec=slot_spec(actual, stacked=leaf.stacked))
+    if not on_mesh or not expected_sharding.is_equivalent_to(actual, len(array.shape)):
+        raise ValueError(
+            f"{where}: expected a sharding {expected_sharding.spec} over the mesh, found {sharding}"
+        )
 
 
 def slot_spec(sharding: NamedSharding, *, stacked: bool) -> PartitionSpec:
-    """The spec of an expert leaf, node and local named even where they have one rank; further axes as they are."""
+    """The sharding spec of an expert leaf, with node and local even if they have size 1, and further axes unchanged."""
     return PartitionSpec(*(None,) * stacked, *RANKS, None, *sharding.spec[stacked + 3 :])
 
 
 def leaf_name(path: tuple[Any, ...]) -> str:
-    """How errors call a leaf."""
+    """The name of a leaf in error messages."""
     return jax.tree_util.keystr(path)

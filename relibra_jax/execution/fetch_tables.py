@@ -1,7 +1,7 @@
-"""Which experts a rank gives away as replicas in one layer of one micro-batch, and where they arrive: tables that are
-made before the step. `relibra_jax.execution.replica_exchange` follows them.
+"""Tables for the replica fetch of one layer of one micro-batch, computed before the training step.
 
-Everything here runs on one rank, inside shard_map.
+They say which experts a rank exports as replicas, and where the replicas arrive. Everything here runs on one rank,
+inside shard_map. `relibra_jax.execution.replica_exchange` uses the tables.
 """
 
 from typing import Final, NamedTuple
@@ -19,114 +19,114 @@ from relibra_jax.segments import in_lanes, places, starts
 from relibra_jax.types import EMPTY, LayerPlan, Topology
 
 PULLED: Final = ("remote", "remote_emulated")
-"""The kinds of fetch that every rank does for itself."""
+"""The kinds of fetch in which every rank reads its replicas from the memory of other ranks."""
 FETCHES: Final = (*KINDS, *PULLED)
 """All kinds of fetch: see `relibra_jax.execution.replica_exchange`."""
 
 
 class RemoteRows(NamedTuple):
-    """Where the replicas of a rank are pulled from."""
+    """The places from which a rank pulls its replicas."""
 
     rank: Int[jax.Array, "*stack R"]
-    """The rank of the domain that gives away the expert of each replica slot; EMPTY for empty slots."""
+    """The rank of the domain that exports the expert of each replica slot; EMPTY for empty slots."""
     row: Int[jax.Array, "*stack R"]
-    """Its row among the exports of that rank; EMPTY for empty slots."""
+    """The row of the expert among the exports of that rank; EMPTY for empty slots."""
 
 
 class FetchTables(NamedTuple):
-    """The way of replicas between the P ranks of a domain. All int32 but the last."""
+    """The tables that send replicas between the P ranks of a domain. The indices are int32."""
 
     exports: Int[jax.Array, "*stack X"]
-    """The home or resident slot of each expert that this rank gives away; EMPTY for none."""
+    """The home or resident slot of each expert that this rank exports; EMPTY for none."""
     lanes: Lanes | None
-    """Experts for and from each rank, of the ragged exchange; None where pieces are sent: padded, and for the
-    gradients of what was pulled."""
+    """The experts for and from each rank in a ragged exchange. None if experts travel in pieces: in the padded
+    exchange, and for the gradients of pulled replicas."""
     source: Int[jax.Array, "*stack arrived"]
-    """Ragged: the received row of each replica slot. Padded: of the R slots of each rank, the row among the pieces of
-    the X exports of each rank. EMPTY for empty slots."""
+    """In a ragged exchange, the received row of each replica slot of this rank. In a padded exchange, for the R slots
+    of every rank, the row among the pieces of all ranks' X exports. EMPTY for empty slots."""
     places: Int[jax.Array, "*stack rows copies"]
-    """The inverse of ``source``: the slots that take each row."""
+    """The slots that take each row, the inverse of ``source``; EMPTY for none."""
     fits: Bool[jax.Array, "*stack"]
-    """Whether the buffers hold the exports of all ranks."""
+    """Whether the buffers are large enough for the exports of all ranks."""
     remote: RemoteRows | None = None
-    """Where replicas are pulled from; None for exchanges."""
+    """The places from which replicas are pulled; None for exchanges."""
 
 
 def make_fetch(
     plan: LayerPlan, exchange: Exchange, exports: int, topology: Topology, *, across_nodes: bool
 ) -> FetchTables:
-    """The tables of this rank.
+    """Compute the fetch tables of this rank.
 
     Args:
-        plan: the plan of one layer and micro-batch; slots and homes are read.
+        plan: the plan of one layer and micro-batch, of which only slots and homes are read.
         exchange: the exchange between the ranks of the domain.
-        exports: rows for the experts that a rank gives away.
+        exports: the number of rows for the experts that a rank exports.
         topology: the expert-parallel group.
-        across_nodes: whether the domain is all ranks, and not those of a node.
+        across_nodes: whether the domain is all ranks instead of the ranks of a node.
     """
-    held, ranks, slots = topology.held_slots, exchange.ranks, topology.replica_slots
+    held_slots, ranks, slots = topology.held_slots, exchange.ranks, topology.replica_slots
     node = jnp.int32(0) if across_nodes else jax.lax.axis_index(NODE).astype(jnp.int32)
     first = node * topology.ranks_per_node
     source = copy_source(plan, topology).reshape(-1, slots)
     source = jax.lax.dynamic_slice_in_dim(source, first, ranks)
-    # The sources of a valid plan are ranks of the domain; those of another one are no place at all.
-    source = jnp.where(source == EMPTY, EMPTY, source - first * held)
-    source = jnp.where((source < 0) | (source >= ranks * held), EMPTY, source)
+    # In a valid plan every source is a rank of the domain. Sources outside the domain become EMPTY.
+    source = jnp.where(source == EMPTY, EMPTY, source - first * held_slots)
+    source = jnp.where((source < 0) | (source >= ranks * held_slots), EMPTY, source)
     if travels_in_pieces(exchange):
         exported = exported_slots(plan, topology)
         fits = exported.sum(1).max() <= exports
         exported = jax.lax.dynamic_slice_in_dim(exported, first, ranks)
         return _in_pieces(source, exported, exports, fits, exchange)
     fits = export_count(plan, topology).max() <= exports
-    return _in_lanes(source, exports, fits, held, exchange)
+    return _in_lanes(source, exports, fits, held_slots, exchange)
 
 
 def travels_in_pieces(exchange: Exchange) -> bool:
-    """Whether replicas, or their gradients at least, travel in pieces (`relibra_jax.execution.expert_pieces`)."""
+    """Whether replicas, or at least their gradients, travel in pieces (`relibra_jax.execution.expert_pieces`)."""
     return exchange.kind == "padded" or exchange.kind in PULLED
 
 
 def remote_rows(rows: Int[jax.Array, " R"], exports: int, ranks: int) -> RemoteRows:
-    """Where a rank pulls its replicas from.
+    """Split rows among the exports of all ranks into the rank and the row from which a replica is pulled.
 
     Args:
-        rows: the row of each replica slot among the exports of all ranks, those of each rank together; EMPTY for empty
-            slots. Rows that are no place at all, because the exports do not fit, become empty too: a kernel would wait
-            for them for ever.
-        exports: rows for the exports of a rank.
-        ranks: the ranks of the domain.
+        rows: the row of each replica slot among the exports of all ranks, grouped by rank; EMPTY for empty slots. Rows
+            outside the buffers, which occur if the exports do not fit, become EMPTY, because a kernel would wait for
+            them forever.
+        exports: the number of rows for the exports of a rank.
+        ranks: the number of ranks of the domain.
 
     >>> remote_rows(jnp.array([5, EMPTY, 8]), exports=4, ranks=2)
     RemoteRows(rank=Array([ 1, -1, -1], dtype=int32), row=Array([ 1, -1, -1], dtype=int32))
     """
-    here = (rows >= 0) & (rows < ranks * exports)
-    return RemoteRows(jnp.where(here, rows // exports, EMPTY), jnp.where(here, rows % exports, EMPTY))
+    valid = (rows >= 0) & (rows < ranks * exports)
+    return RemoteRows(jnp.where(valid, rows // exports, EMPTY), jnp.where(valid, rows % exports, EMPTY))
 
 
 def _in_pieces(source, exported, exports: int, fits, exchange: Exchange) -> FetchTables:
-    me = jax.lax.axis_index(exchange.axes)
+    rank = jax.lax.axis_index(exchange.axes)
     place = places(exported)
     rows = jnp.where(source == EMPTY, EMPTY, in_lanes(place, exports).ravel()[source])
     inverse = jax.vmap(lambda index: inverse_index(index, exchange.ranks * exports))(rows)
-    # Slots are counted over all ranks.
+    # Slots are numbered over all ranks.
     slot = in_lanes(inverse, rows.shape[1])
     remote = None
     if exchange.kind in PULLED:
-        remote = remote_rows(rows[me], exports, exchange.ranks)
-    return FetchTables(inverse_index(place[me], exports), None, rows.ravel(), slot.T, fits, remote)
+        remote = remote_rows(rows[rank], exports, exchange.ranks)
+    return FetchTables(inverse_index(place[rank], exports), None, rows.ravel(), slot.T, fits, remote)
 
 
-def _in_lanes(source, exports: int, fits, held: int, exchange: Exchange) -> FetchTables:
-    me, ranks = jax.lax.axis_index(exchange.axes), exchange.ranks
-    owner = jnp.where(source == EMPTY, ranks, source // held)
-    # [owner, taker], in the order of the takers' slots.
-    given = owner[None] == jnp.arange(ranks, dtype=jnp.int32)[:, None, None]
-    lanes = exchange.lanes(given.sum(-1, dtype=jnp.int32))
-    taken = inverse_index(places(given[me].ravel()), exchange.send_rows)
-    slot = jnp.where(taken == EMPTY, EMPTY, source.ravel()[taken] % held)
-    # A slot's row is behind those of the same owner that stand in earlier slots.
-    mine = given[:, me]
-    row = lanes.receive_start[:, None] + starts(mine.astype(jnp.int32))
-    row = jnp.where(mine, row, 0).sum(0, dtype=jnp.int32)
-    row = jnp.where(source[me] == EMPTY, EMPTY, row)
+def _in_lanes(source, exports: int, fits, held_slots: int, exchange: Exchange) -> FetchTables:
+    rank, ranks = jax.lax.axis_index(exchange.axes), exchange.ranks
+    owner = jnp.where(source == EMPTY, ranks, source // held_slots)
+    # [owner, receiver], in the order of the receivers' slots.
+    sends = owner[None] == jnp.arange(ranks, dtype=jnp.int32)[:, None, None]
+    lanes = exchange.lanes(sends.sum(-1, dtype=jnp.int32))
+    send_slot = inverse_index(places(sends[rank].ravel()), exchange.send_rows)
+    slot = jnp.where(send_slot == EMPTY, EMPTY, source.ravel()[send_slot] % held_slots)
+    # The row of a slot comes after the rows of earlier slots with the same owner.
+    receives = sends[:, rank]
+    row = lanes.receive_start[:, None] + starts(receives.astype(jnp.int32))
+    row = jnp.where(receives, row, 0).sum(0, dtype=jnp.int32)
+    row = jnp.where(source[rank] == EMPTY, EMPTY, row)
     return FetchTables(slot, lanes, row, inverse_index(row, exchange.receive_rows)[:, None], fits)

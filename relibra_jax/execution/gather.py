@@ -1,8 +1,8 @@
-"""Rows of a buffer, gathered in both directions: what dispatch and combine are made of.
+"""Gathers of buffer rows and their transposes, the building blocks of dispatch and combine.
 
-A buffer is a line of *segments* (`relibra_jax.segments`): the rows for one slot, from one rank. Moving rows is a
-gather, and so is its transpose, because the inverse index is derived too: no scatter of rows, and sums in a fixed
-order.
+A buffer is a sequence of *segments* (`relibra_jax.segments`), each with the rows for one slot from one rank. Rows move
+by a gather. The transpose is a gather too, by the inverse index, so that no scatter of rows is needed and sums have a
+fixed order.
 """
 
 import jax
@@ -13,7 +13,7 @@ from relibra_jax.types import EMPTY
 
 
 def inverse_index(index: Int[jax.Array, " r"], length: int) -> Int[jax.Array, " length"]:
-    """For each of ``0..length-1``, the place in ``index`` that names it; EMPTY where none does.
+    """Invert an index: for each of ``0..length-1``, the place where ``index`` has it; EMPTY if it does not occur.
 
     >>> inverse_index(jnp.array([2, -1, 0]), 4).tolist()
     [2, -1, 0, -1]
@@ -26,12 +26,12 @@ def inverse_index(index: Int[jax.Array, " r"], length: int) -> Int[jax.Array, " 
 def gather_rows(
     rows: Num[jax.Array, "t *d"], source: Int[jax.Array, " r"], places: Int[jax.Array, "t c"]
 ) -> Num[jax.Array, "r *d"]:
-    """Copy rows to where ``source`` says: row ``i`` of the result is ``rows[source[i]]``, zero where EMPTY.
+    """Gather rows: row ``i`` of the result is ``rows[source[i]]``, or zero if ``source[i]`` is EMPTY.
 
     Args:
-        rows: up to ``c`` copies of each are made.
+        rows: the rows, of which each is copied at most ``c`` times.
         source: the row that each result row copies.
-        places: the rows of the result that copy each row, EMPTY for none: the inverse of ``source``.
+        places: the result rows that copy each row, EMPTY for none: the inverse of ``source``.
     """
     del places
     return _take(rows, source)
@@ -41,7 +41,7 @@ def gather_rows(
 def combine_rows(
     rows: Float[jax.Array, "r *d"], source: Int[jax.Array, " r"], places: Int[jax.Array, "t c"]
 ) -> Float[jax.Array, "t *d"]:
-    """The transpose of `gather_rows`: the sum of each row's copies, in the order of ``places``, in float32 or more."""
+    """Sum the copies of each row, in the order of ``places``, in float32 or wider; the transpose of `gather_rows`."""
     del source
     wide = jnp.promote_types(rows.dtype, jnp.float32)
     total = sum(_take(rows, places[:, copy]).astype(wide) for copy in range(places.shape[1]))
@@ -63,5 +63,5 @@ def _take(rows, index):
 
 
 def _outside(index, length):
-    """EMPTY as an index behind the end, which scatters drop and gathers fill; -1 would be the last row."""
+    """Replace EMPTY by an index past the end, which scatters drop and gathers fill; -1 would be the last row."""
     return jnp.where(index == EMPTY, length, index)

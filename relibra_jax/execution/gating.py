@@ -1,4 +1,4 @@
-"""How router logits become experts and gates: one formula, and a table of what published models do with it.
+"""Expert selection and gates from router logits: one formula, and a table of the settings of published models.
 
 Write ``s`` for a token's logits, and ``u = s`` (softmax) or ``u = log sigmoid(s)`` (sigmoid): the logarithm of
 each expert's score, up to a constant. Then
@@ -8,9 +8,9 @@ each expert's score, up to a constant. Then
                  score at the chosen * scale                 where they are not renormalised
     probability  softmax(u over all experts)                 scores renormalised over all experts
 
-so that a softmax over all experts renormalised over the chosen (Qwen3) and a softmax over the chosen (GPT-OSS) are
-one and the same, and no gate is a quotient of two underflown numbers, which replayed experts that the live router
-no longer likes would otherwise produce. Biases that correct the selection never reach a gate (DeepSeek-V3 report,
+With this formula, a softmax over all experts renormalised over the chosen (Qwen3) equals a softmax over the chosen
+(GPT-OSS). No gate is a quotient of two underflowed numbers, as it could be for replayed experts to which the live
+router now gives tiny scores. Biases that correct the selection never enter a gate (DeepSeek-V3 report,
 arXiv:2412.19437, section 2.1.2).
 
 **Auxiliary loss.** With ``c_e`` the token copies of expert e in the whole batch and T = sum_e c_e / K its tokens, the
@@ -18,9 +18,9 @@ load-balancing loss of Switch (arXiv:2101.03961, equation 4), normalised as by D
 
     aux = E * sum_e f_e P_e      f_e = c_e / sum_e c_e      P_e = 1/T * sum_t probability_te
 
-``f`` has no gradient. Replay knows it before the first micro-batch, so aux is a sum over tokens of numbers that look
-at one token each: the shares of micro-batches add up to the loss of the whole batch, and so do their gradients,
-however the samples were assigned.
+``f`` has no gradient, and with replay it is known before the first micro-batch. aux is therefore a sum of terms that
+depend on one token each: the shares of the micro-batches add up to the loss of the whole batch, and so do their
+gradients, for every assignment of samples.
 """
 
 from collections.abc import Mapping
@@ -38,22 +38,24 @@ from relibra_jax.types import EMPTY, Array
 @jax.tree_util.register_static
 @dataclass(frozen=True, kw_only=True)
 class Gating:
-    """How a model chooses experts and weighs them. Hashable and static under jit; the table is `GATINGS`.
+    """The rule by which a model selects experts and computes gates. Hashable and static under jit.
+
+    `GATINGS` has the rules of published models.
 
     Args:
-        top_k: K, the experts of a token.
-        scores: ``softmax`` over all experts, or a ``sigmoid`` for each.
+        top_k: K, the number of experts of a token.
+        scores: ``softmax`` over all experts, or a ``sigmoid`` for each expert.
         normalise: whether the gates of a token are divided by their sum (``norm_topk_prob``).
         scale: the factor of all gates (``routed_scaling_factor``).
-        router_bias: whether the router has a bias, which enters the logits and so the gates.
-        correction_bias: whether there is an additive bias on sigmoid scores, for the selection only.
-        expert_groups: into how many groups the experts are divided (``n_group``).
-        top_expert_groups: how many of these groups a token uses: those whose two best experts have the largest sum
-            (``topk_group``).
+        router_bias: whether the router has a bias, which enters the logits and therefore the gates.
+        correction_bias: whether a bias is added to the sigmoid scores, for the selection only.
+        expert_groups: the number of groups into which the experts are divided (``n_group``).
+        top_expert_groups: the number of groups that a token uses (``topk_group``): those whose two best experts have
+            the largest sum of scores.
 
     Raises:
-        ValueError: if ``top_k`` is below 1, the score is another, softmax scores have groups or a correction bias, or
-            more groups are used than there are.
+        ValueError: if ``top_k`` is below 1, ``scores`` is unknown, softmax scores have groups or a correction bias, or
+            a token uses more groups than there are.
 
     >>> import dataclasses
     >>> dataclasses.replace(GATINGS["qwen3-moe"], top_k=2).scores
@@ -77,7 +79,7 @@ class Gating:
         if self.scores == "softmax" and (self.correction_bias or self.expert_groups != 1):
             raise ValueError(
                 f"scores='softmax' with correction_bias={self.correction_bias} and expert_groups={self.expert_groups}:"
-                " only sigmoid scores are corrected or grouped"
+                " only sigmoid scores can have a correction bias or groups"
             )
         if not 1 <= self.top_expert_groups <= self.expert_groups:
             raise ValueError(
@@ -96,18 +98,19 @@ GATINGS: Final[Mapping[str, Gating]] = MappingProxyType(
         "gpt-oss": Gating(top_k=4, scores="softmax", router_bias=True),
     }
 )
-"""Published models, as their configurations and the inference code beside them say."""
+"""The gating of published models, from their configurations and inference code."""
 
 
 def check_gating(gating: Gating, num_experts: int) -> None:
-    """Raise unless a model of ``num_experts`` experts can be routed like this.
+    """Raise unless a model with ``num_experts`` experts can have this gating.
 
     Raises:
-        ValueError: if it cannot, with both numbers.
+        ValueError: if the experts do not divide evenly into the groups, a group has only one expert, or a token uses
+            more experts than its groups have.
 
     >>> check_gating(GATINGS["gpt-oss"], 2)
     Traceback (most recent call last):
-    ValueError: top_k=4 of 2 experts
+    ValueError: top_k=4 is more than the 2 experts that a token may use
     """
     if num_experts % gating.expert_groups:
         raise ValueError(
@@ -116,29 +119,31 @@ def check_gating(gating: Gating, num_experts: int) -> None:
     per_group = num_experts // gating.expert_groups
     if gating.expert_groups > 1 and per_group < 2:
         raise ValueError(
-            f"expert_groups={gating.expert_groups} of {per_group} expert: the two best of a group are compared"
+            f"expert_groups={gating.expert_groups} has {per_group} expert in each group, but the selection compares the"
+            " two best experts of each group"
         )
     usable = gating.top_expert_groups * per_group
     if gating.top_k > usable:
-        raise ValueError(f"top_k={gating.top_k} of {usable} experts")
+        raise ValueError(f"top_k={gating.top_k} is more than the {usable} experts that a token may use")
 
 
 def select_experts(
     logits: Float[Array, "*tokens E"], gating: Gating, *, bias: Float[Array, " E"] | None = None
 ) -> Int[jax.Array, "*tokens K"]:
-    """Choose the experts of each token from the live router.
+    """Select the experts of each token by the live router's logits.
 
     Args:
-        logits: router logits, any router bias included.
-        gating: how the model chooses experts and weighs them.
+        logits: the router's logits, including the router bias if there is one.
+        gating: the rule by which the model selects experts.
         bias: the correction bias of each expert, added to its sigmoid score.
 
     Returns:
-        int32 logical expert ids, best first; among equal scores the lower id comes first, so that every process
-        chooses alike.
+        int32 logical expert ids, best first. Of equal scores the lower id comes first, so that every process selects
+        the same experts.
 
     Raises:
-        ValueError: as `check_gating` says, or if there is a bias without ``correction_bias`` or the other way round.
+        ValueError: under the conditions of `check_gating`, or if ``bias`` is given without ``correction_bias`` or
+            missing with it.
 
     >>> gating = Gating(top_k=2, scores="sigmoid", correction_bias=True)
     >>> select_experts(jnp.array([0.0, 1.0, 1.0]), gating, bias=jnp.array([1.0, 0.0, 0.0])).tolist()
@@ -166,15 +171,15 @@ def select_experts(
 def gates_at(
     logits: Float[Array, "*tokens E"], expert_ids: Integer[Array, "*tokens K"], gating: Gating
 ) -> Float[jax.Array, "*tokens K"]:
-    """The gates of given experts under the live router: what lets the router learn from replayed ids.
+    """Compute the gates of given experts from the live router's logits, so that the router learns from replayed ids.
 
     Args:
-        logits: router logits, any router bias included; differentiable.
-        expert_ids: the experts that the tokens used, of any integer dtype; EMPTY where there is none.
-        gating: how the model chooses experts and weighs them.
+        logits: the router's logits, including the router bias if there is one; differentiable.
+        expert_ids: the experts of each token, in any integer dtype; EMPTY for none.
+        gating: the rule by which the model computes gates.
 
     Returns:
-        float32 (float64 for float64 logits); 0, without a gradient, where the id is EMPTY.
+        The gates in float32 (float64 for float64 logits); 0 and without a gradient where the id is EMPTY.
 
     >>> gates_at(jnp.zeros((2, 4)), jnp.array([[3, 0], [-1, -1]]), GATINGS["qwen3-moe"]).tolist()
     [[0.5, 0.5], [0.0, 0.0]]
@@ -186,7 +191,7 @@ def gates_at(
         scores = jax.nn.log_softmax(scores)
     scores = jnp.take_along_axis(scores, jnp.maximum(ids, 0), axis=-1)
     if gating.normalise:
-        # Finite, so that a token of EMPTY ids alone divides by K here and not by zero.
+        # The minimum is finite, so that a token with only EMPTY ids divides by K here and not by zero.
         gates = jax.nn.softmax(jnp.where(chosen, scores, jnp.finfo(scores.dtype).min))
     else:
         gates = jnp.exp(scores)
@@ -200,20 +205,20 @@ def balance_loss(
     *,
     mask: Bool[Array, "*tokens"] | None = None,
 ) -> Float[jax.Array, ""]:
-    """One micro-batch's share of a layer's load-balancing loss over the whole batch.
+    """Compute one micro-batch's share of a layer's load-balancing loss over the whole batch.
 
-    The mathematics stands at the top of the file. The shares of all micro-batches of an update, on all data-parallel
-    copies, add up to the loss; do not average them.
+    The docstring of `relibra_jax.execution.gating` has the formula. The shares of all micro-batches of an update, on
+    all data-parallel copies, add up to the loss; do not average them.
 
     Args:
-        logits: router logits of one micro-batch; differentiable.
-        batch_load: token copies of each expert in the whole batch: ``load[:, layer].sum((0, 1, 2))`` of
-            ``load[M, L, N, G, E]``, over all data-parallel copies.
-        gating: how the model chooses experts and weighs them.
-        mask: True where there is a real token; all of them when None.
+        logits: the router's logits of one micro-batch; differentiable.
+        batch_load: token copies of each expert in the whole batch, over all data-parallel copies:
+            ``load[:, layer].sum((0, 1, 2))`` for ``load[M, L, N, G, E]``.
+        gating: the gating of the model.
+        mask: True for real tokens. None for no padding.
 
     Returns:
-        A scalar.
+        The share, a scalar.
 
     >>> even = jnp.array([4, 4]), GATINGS["gpt-oss"]
     >>> round(2 * float(balance_loss(jnp.zeros((1, 2)), *even)), 6)  # 8 copies of 4 a token: 2 tokens
@@ -233,6 +238,6 @@ def _wide(logits: Float[Array, "..."]) -> Float[jax.Array, "..."]:
 
 
 def _log_scores(logits: Float[Array, "..."], gating: Gating) -> Float[jax.Array, "..."]:
-    """The logarithms of the scores, up to a constant for each token: ``u`` at the top of the file."""
+    """The logarithms of the scores, up to a constant for each token: ``u`` in the module's docstring."""
     logits = _wide(logits)
     return jax.nn.log_sigmoid(logits) if gating.scores == "sigmoid" else logits

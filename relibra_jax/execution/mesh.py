@@ -1,6 +1,6 @@
-"""The device mesh: the only home of the axis names, and of the compiler options that overlap depends on.
+"""The device mesh: its axis names, its shardings, and the compiler options for overlap.
 
-A mesh of expert parallelism ends with the axes ``node`` and ``local``; the caller's own axes (data, FSDP) come
+A mesh for expert parallelism ends with the axes ``node`` and ``local``; the caller's own axes (data, FSDP) come
 first. Device ``(..., n, g)`` owns entry ``[..., n, g, ...]`` of every array over ranks.
 """
 
@@ -17,29 +17,31 @@ from relibra_jax.types import Topology
 NODE: Final = "node"
 LOCAL: Final = "local"
 RANKS: Final = (NODE, LOCAL)
-"""All ranks of an expert-parallel group, in flat order."""
+"""The mesh axes of all ranks of an expert-parallel group, in flat order."""
 
 OVERLAP_OPTIONS: Final = {
     "xla_gpu_enable_latency_hiding_scheduler": True,
     "xla_gpu_experimental_collective_start_as_early_as_possible": True,
     "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
 }
-"""``jax.jit(..., compiler_options=OVERLAP_OPTIONS)`` puts the push of replicas beside attention on GPUs; XLA on CPU
-does not know these options."""
+"""The compiler options with which XLA on GPUs sends replicas while attention computes.
+
+Use them as ``jax.jit(..., compiler_options=OVERLAP_OPTIONS)``. XLA on CPU does not have these options.
+"""
 
 
 def expert_mesh(topology: Topology, *, devices: Sequence[jax.Device] | None = None, **others: int) -> Mesh:
-    """The mesh of ``topology``, inside the caller's other axes.
+    """Build the device mesh of a topology, with the caller's further axes in front.
 
-    Devices are taken process by process, so that with one process a node the node axis is the process.
+    Devices are ordered by process, so that with one process per node every node of the mesh is a process.
 
     Args:
-        topology: the expert-parallel group, which gives the sizes of ``node`` and ``local``.
-        devices: the devices, exactly as many as the mesh has places; all of them when None.
+        topology: the expert-parallel group, with the sizes of ``node`` and ``local``.
+        devices: the devices, exactly as many as the mesh has places. None takes all devices.
         others: the names and sizes of further axes, slowest first.
 
     Raises:
-        ValueError: if there are not as many devices as places.
+        ValueError: if the number of devices differs from the number of places.
 
     >>> topology = Topology(num_nodes=1, ranks_per_node=1, num_experts=4, replica_slots=0)
     >>> expert_mesh(topology, devices=jax.devices()[:1], data=1).axis_names
@@ -51,8 +53,8 @@ def expert_mesh(topology: Topology, *, devices: Sequence[jax.Device] | None = No
     if len(devices) != np.prod(shape):
         names = " x ".join((*others, *RANKS))
         raise ValueError(
-            f"a mesh of {names} = {' x '.join(map(str, shape))} has {np.prod(shape)} places for"
-            f" {len(devices)} devices"
+            f"a mesh of {names} = {' x '.join(map(str, shape))} needs {np.prod(shape)} devices, but there are"
+            f" {len(devices)}"
         )
     places = np.asarray(devices, dtype=object).reshape(shape)
     return Mesh(places, (*others, *RANKS), axis_types=(AxisType.Auto,) * len(shape))
@@ -62,43 +64,43 @@ def check_mesh(mesh: Mesh, topology: Topology) -> None:
     """Raise unless the mesh has the topology's ranks.
 
     Raises:
-        ValueError: if an axis is missing, has another size (with both numbers), or is not of type Auto.
+        ValueError: if the axis node or local is missing or has another size, or an axis is not of type Auto.
     """
     for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True):
         if kind != AxisType.Auto:
             raise ValueError(f"mesh axis {name!r}: expected AxisType.Auto, found {kind}: see expert_mesh")
     for name, size in ((NODE, topology.num_nodes), (LOCAL, topology.ranks_per_node)):
         if mesh.shape.get(name) != size:
-            found = f"{mesh.shape[name]}" if name in mesh.shape else f"no such axis in {mesh.axis_names}"
-            raise ValueError(f"mesh axis {name!r}: expected {size} for {topology}, found {found}")
+            actual = f"{mesh.shape[name]}" if name in mesh.shape else f"no such axis in {mesh.axis_names}"
+            raise ValueError(f"mesh axis {name!r}: expected size {size} for {topology}, found {actual}")
 
 
 def why_not_remote(devices: Sequence[Any]) -> str | None:
-    """The reason why a kernel cannot read the memory of other devices of a mesh, or None if it may.
+    """Return the reason why a kernel cannot read the memory of other devices of a mesh, or None if there is none.
+
+    JAX 0.11 makes all devices of a mesh peers of a kernel, numbered in the order of the mesh. Only XLA finds out, when
+    it requests peer access, whether the GPUs of a process can really reach each other (NVLink).
 
     Args:
         devices: all devices of the mesh, in its order.
-
-    JAX 0.11 counts all devices of a mesh among the peers of a kernel, numbered in the mesh's order. Whether GPUs of one
-    process really reach each other (NVLink, peer access) is not known before XLA asks for it.
     """
     if devices[0].platform not in ("gpu", "cuda"):
-        return f"the mesh is of {devices[0].platform} devices, the kernel is for GPUs"
+        return f"the devices of the mesh are of platform {devices[0].platform!r}, but the kernel is for GPUs"
     if reason := why_not_hopper(devices[0].device_kind):
         return reason
     processes = len({device.process_index for device in devices})
     if processes > 1:
-        return (
-            f"the mesh's devices belong to {processes} processes, of which none knows the others' addresses"
-        )
+        return f"the devices of the mesh belong to {processes} processes, which do not know each other's addresses"
     ids = [device.id for device in devices]
     if ids != list(range(len(ids))):
-        return f"the ids of the mesh's devices are {ids}, the kernel wants 0 to {len(ids) - 1} in order"
+        return (
+            f"the devices of the mesh have the ids {ids}, but the kernel needs 0 to {len(ids) - 1} in order"
+        )
     return None
 
 
 def rank_sharding(mesh: Mesh, *, memory_kind: str | None = None) -> NamedSharding:
-    """The sharding of an array ``[N, G, ...]``, expert parameters for instance: each rank holds its own part."""
+    """The sharding of an array ``[N, G, ...]``, such as expert parameters: each rank holds its own part."""
     return NamedSharding(mesh, PartitionSpec(*RANKS), memory_kind=memory_kind)
 
 
@@ -108,6 +110,6 @@ def varying_axes(array: jax.Array) -> tuple[str, ...]:
 
 
 def vary_over(array: jax.Array, axes: Sequence[str]) -> jax.Array:
-    """``array`` as one that may differ over ``axes``, inside `jax.shard_map`; its gradient is summed over them."""
-    fixed = tuple(axis for axis in axes if axis not in varying_axes(array))
-    return jax.lax.pcast(array, fixed, to="varying") if fixed else array
+    """Mark ``array`` as varying over mesh axes, inside `jax.shard_map`. JAX then sums its gradient over them."""
+    missing = tuple(axis for axis in axes if axis not in varying_axes(array))
+    return jax.lax.pcast(array, missing, to="varying") if missing else array

@@ -1,16 +1,16 @@
-"""Experts change their homes between batches: parameters and the optimizer state that belongs to them, bit for bit.
+"""Migration of experts to new homes between batches: parameters and their optimizer state, bit for bit.
 
-Only experts that leave their rank travel. Every one is cut into P pieces, one for each rank, and the pieces are
-exchanged twice: rank p collects piece p of all experts on the move, puts them in the order of their new homes, and
-sends them on. Both exchanges have equal parts for every pair of ranks, whatever the homes are, so the homes are
-data to the compiled program. A rank sends twice what it gives away and never holds more than its own share; a
-padded exchange straight from home to home would need room for the worst pair of ranks, P times.
+Only experts that leave their rank travel. Each is cut into P pieces, one for each rank, and the pieces go through two
+exchanges. Rank p first collects piece p of all experts on the move, then sorts the pieces by new home and sends them
+on. In both exchanges every pair of ranks exchanges equally much, whatever the homes are, so the homes are data to the
+compiled program. A rank sends twice the bytes of its leaving experts and never holds more than its own share. A padded
+exchange straight from home to home would need P times the room of the worst pair of ranks.
 
-One compiled size is left, the number of experts that leave a rank (the largest of the layer), rounded up to a power
-of two: at most ``ceil(log2(H)) + 2`` programs for each kind of leaf.
+The compiled program depends on one size: the largest number of experts that leave a rank, rounded up to a power of two.
+There are at most ``ceil(log2(H)) + 2`` programs for each kind of leaf.
 
-Layers move one at a time in donated buffers, in a few chunks along a feature dimension: temporary memory is about
-one rank's share of one layer. A leaf in host memory stays there; the layers pass through device memory.
+Layers move one at a time in donated buffers, in a few chunks along a feature dimension. Temporary memory is about one
+rank's share of one layer. A leaf in host memory stays there, and its layers pass through device memory.
 """
 
 import functools
@@ -29,18 +29,18 @@ from relibra_jax.plan_check import check_homes
 from relibra_jax.types import Array, Topology
 
 CHUNKS: Final = 4
-"""Parts of a layer that travel one after another."""
+"""The number of parts in which a layer travels, one after another."""
 
 
 class MoveTables(NamedTuple):
-    """Where the experts of one layer go: P ranks of H home slots, at most m experts leave a rank."""
+    """The moves of one layer's experts between P ranks with H home slots each; at most m experts leave a rank."""
 
     leave: Int[Array, "P m"]
-    """The slots whose experts leave; any slot as padding."""
+    """The slots of each rank whose experts leave; padding is any slot."""
     order: Int[Array, " P*m"]
-    """For each arrival, by rank: which departure it is, counted over all ranks."""
+    """The departure, numbered over all ranks, that becomes each arrival, rank by rank."""
     source: Int[Array, "P H"]
-    """What each slot holds afterwards: one of the rank's slots, or H + one of its arrivals."""
+    """The source of each slot's new expert: one of the rank's slots h, or H + a for its arrival a."""
 
 
 def migrate_experts(
@@ -52,28 +52,28 @@ def migrate_experts(
     mesh: Mesh,
     topology: Topology,
 ) -> PyTree:
-    """Move experts from the slots of ``old_home`` to those of ``new_home``: between batches, outside jit.
+    """Move experts from their old home slots to their new ones, between batches and outside jit.
 
-    The leaves that move are donated: go on with the result. Shardings and memory kinds stay, and so do the bits. On
-    several processes, all call it with the same homes.
+    The function donates the leaves that move, so use only the result afterwards. Shardings, memory kinds and bits stay
+    the same. If there are several processes, every process must call it with the same homes.
 
     Args:
         tree: parameters, optimizer state or both. A leaf with experts is ``[N, G, H, ...]``, or ``[l, N, G, H, ...]``
-            for l stacked layers, sharded over node and local, by choice over further mesh axes behind H; in device
-            or in ``pinned_host`` memory.
-        old_home: ``[L, E]``, flat home slot of each expert so far.
-        new_home: ``[L, E]``, flat home slot of each expert from now on (``Plan.home``).
+            for l stacked layers. It is sharded over node and local, and optionally over further mesh axes after H, in
+            device or ``pinned_host`` memory.
+        old_home: ``[L, E]``, the current flat home slot of each expert.
+        new_home: ``[L, E]``, the new flat home slot of each expert (``Plan.home``).
         layers: the layer of each leaf, a prefix of ``tree``: an int, a range for a stacked leaf, or None for a leaf
-            that holds no experts. For optimizer state see `optimizer_layers`.
+            without experts. `optimizer_layers` gives it for optimizer state.
         mesh: the device mesh, with the axes node and local.
-        topology: the expert-parallel group, which gives N, G, H and E.
+        topology: the expert-parallel group, with N, G, H and E.
 
     Returns:
         ``tree`` with its experts in their new homes.
 
     Raises:
-        ValueError: if homes are no permutations, the mesh is another, or a leaf has no label or another layout; before
-            anything is compiled or moved.
+        ValueError: before compilation and before any move, if the homes of a layer are not a permutation, the mesh does
+            not fit the topology, or a leaf has no label or another layout.
 
     >>> from relibra_jax.execution.mesh import expert_mesh, rank_sharding
     >>> topology = Topology(num_nodes=1, ranks_per_node=1, num_experts=3, replica_slots=0)
@@ -88,29 +88,30 @@ def migrate_experts(
         for home, name in ((old_home, "old_home"), (new_home, "new_home"))
     )
     if len(old) != len(new):
-        raise ValueError(f"old_home has {len(old)} layers, new_home {len(new)}")
+        raise ValueError(f"old_home has {len(old)} layers, but new_home has {len(new)}")
     leaves = expert_leaves(tree, layers, num_layers=len(old), mesh=mesh, topology=topology)
-    _refuse_aliases(leaves)
+    _check_no_aliases(leaves)
     tables = {
         layer: move_tables(old[layer], new[layer], topology)
         for layer in range(len(old))
         if (old[layer] != new[layer]).any()
     }
-    moved = [leaf.array if leaf.layers is None else _migrate(leaf, tables) for leaf in leaves]
-    return jax.tree.unflatten(jax.tree.structure(tree), moved)
+    arrays = [leaf.array if leaf.layers is None else _migrate(leaf, tables) for leaf in leaves]
+    return jax.tree.unflatten(jax.tree.structure(tree), arrays)
 
 
 @functools.cache
 def migration_step(sharding: NamedSharding, *, stacked: bool) -> Callable[..., jax.Array]:
-    """The jitted function that moves the experts of one layer of a leaf; `migrate_experts` calls nothing else.
+    """Build the jitted function that moves the experts of one layer of a leaf, the only program of `migrate_experts`.
 
     Args:
-        sharding: the sharding of the leaf, which is donated, and of the result; every mesh axis is manual.
+        sharding: the sharding of the leaf, which the function donates, and of the result. Every mesh axis is manual.
         stacked: whether the leaf has a leading dimension of layers.
 
     Returns:
-        ``step(leaf, layer, tables)``; ``layer``, an int32 scalar, is an index into a stacked leaf and 0 otherwise. Both
-        are data. To look at its program: ``migration_step(s, stacked=False).lower(leaf, 0, tables).compile()``.
+        ``step(leaf, layer, tables)``, where ``layer`` is an int32 scalar: an index into a stacked leaf, and 0
+        otherwise. Layer and tables are data. ``migration_step(s, stacked=False).lower(leaf, 0, tables).compile()``
+        shows the program.
     """
     in_device_memory = sharding.memory_kind in (None, "device")
 
@@ -135,7 +136,7 @@ def migration_step(sharding: NamedSharding, *, stacked: bool) -> Callable[..., j
 def move_tables(
     old_home: Int[np.ndarray, " E"], new_home: Int[np.ndarray, " E"], topology: Topology
 ) -> MoveTables:
-    """The tables by which the experts of one layer find their way, NumPy arrays made on the host.
+    """Compute the moves of one layer's experts on the host, as NumPy arrays.
 
     >>> topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=4, replica_slots=0)
     >>> [table.tolist() for table in move_tables(np.array([0, 1, 2, 3]), np.array([1, 2, 0, 3]), topology)]
@@ -143,10 +144,11 @@ def move_tables(
     """
     num_ranks, home_slots = topology.num_ranks, topology.home_slots
     start, end = old_home // home_slots, new_home // home_slots
-    away = start != end
-    most = int(np.bincount(start[away], minlength=num_ranks).max())
-    count = min(home_slots, 1 << (most - 1).bit_length()) if most else 0
-    start, end, old_slot, new_slot = start[away], end[away], old_home[away] % home_slots, new_home[away]
+    leaves_rank = start != end
+    largest = int(np.bincount(start[leaves_rank], minlength=num_ranks).max())
+    count = min(home_slots, 1 << (largest - 1).bit_length()) if largest else 0
+    start, end = start[leaves_rank], end[leaves_rank]
+    old_slot, new_slot = old_home[leaves_rank] % home_slots, new_home[leaves_rank]
     departure, arrival = start * count + _occurrence(start), end * count + _occurrence(end)
     leave, order = np.zeros((2, num_ranks * count), np.int32)
     leave[departure], order[arrival] = old_slot, departure
@@ -156,14 +158,14 @@ def move_tables(
     return MoveTables(leave.reshape(num_ranks, count), order, source.reshape(num_ranks, home_slots))
 
 
-def _refuse_aliases(leaves: list[ExpertLeaf]) -> None:
-    """An array that stands at two places cannot be donated twice."""
+def _check_no_aliases(leaves: list[ExpertLeaf]) -> None:
+    """Raise ValueError if two expert leaves are the same array, which cannot be donated twice."""
     first: dict[int, ExpertLeaf] = {}
     for leaf in leaves:
-        twin = first.setdefault(id(leaf.array), leaf)
-        if twin is not leaf and (leaf.layers, twin.layers) != (None, None):
+        alias = first.setdefault(id(leaf.array), leaf)
+        if alias is not leaf and (leaf.layers, alias.layers) != (None, None):
             raise ValueError(
-                f"tree{leaf_name(twin.path)} and tree{leaf_name(leaf.path)} are one array: copy one"
+                f"tree{leaf_name(alias.path)} and tree{leaf_name(leaf.path)} are the same array: copy one of them"
             )
 
 
@@ -180,22 +182,22 @@ def _migrate(leaf: ExpertLeaf, tables: dict[int, MoveTables]) -> jax.Array:
 def _move_part(
     leaf: Shaped[jax.Array, "..."], layer: jax.Array, tables: MoveTables, *, stacked: bool
 ) -> jax.Array:
-    """This rank's part of a leaf, ``[(l,) 1, 1, H, ...]``, with the experts of one layer moved."""
+    """Move the experts of one layer in this rank's part of a leaf, ``[(l,) 1, 1, H, ...]``."""
     leading = 3 + stacked
     if leaf.ndim == leading:
         return _move_part(leaf[..., None], layer, tables, stacked=stacked)[..., 0]
-    # Reshaping the whole part instead of each chunk would make XLA copy it.
+    # Each chunk is reshaped by itself, because XLA would copy the whole part if that were reshaped.
     axis = max(range(leading, leaf.ndim), key=lambda dimension: leaf.shape[dimension])
     width = -(-leaf.shape[axis] // CHUNKS)
 
     def move_chunk(leaf, start, width):
-        shape, at = list(leaf.shape), [jnp.int32(0)] * leaf.ndim
-        shape[axis], at[axis] = width, jnp.int32(start)
+        shape, index = list(leaf.shape), [jnp.int32(0)] * leaf.ndim
+        shape[axis], index[axis] = width, jnp.int32(start)
         if stacked:
-            shape[0], at[0] = 1, layer
-        rows = _to_bits(jax.lax.dynamic_slice(leaf, at, shape)).reshape(tables.source.shape[1], -1)
+            shape[0], index[0] = 1, layer
+        rows = _to_bits(jax.lax.dynamic_slice(leaf, index, shape)).reshape(tables.source.shape[1], -1)
         rows = _from_bits(_exchange(rows, tables).reshape(shape), leaf.dtype)
-        return jax.lax.dynamic_update_slice(leaf, rows, at)
+        return jax.lax.dynamic_update_slice(leaf, rows, index)
 
     whole, rest = divmod(leaf.shape[axis], width)
     leaf = jax.lax.fori_loop(0, whole, lambda i, leaf: move_chunk(leaf, i * width, width), leaf)
@@ -203,7 +205,7 @@ def _move_part(
 
 
 def _exchange(rows: Shaped[jax.Array, "H f"], tables: MoveTables) -> Shaped[jax.Array, "H f"]:
-    """One row a slot before, one row a slot after."""
+    """Exchange the rows of a rank's slots, one row per slot, so that every slot gets the row of its new expert."""
     me = jax.lax.axis_index(RANKS)
     ranks, count = tables.leave.shape
     if count:
@@ -216,7 +218,7 @@ def _exchange(rows: Shaped[jax.Array, "H f"], tables: MoveTables) -> Shaped[jax.
 
 
 def _to_bits(values: jax.Array) -> jax.Array:
-    """Floats as integers of their width, since a backend may carry small floats as larger ones, NaNs changed."""
+    """Convert floats to integers of their width, since a backend may widen small floats on the way and change NaNs."""
     if not jnp.issubdtype(values.dtype, jnp.floating):
         return values
     return jax.lax.bitcast_convert_type(values, f"uint{jnp.finfo(values.dtype).bits}")
@@ -227,9 +229,9 @@ def _from_bits(bits: jax.Array, dtype: np.dtype) -> jax.Array:
 
 
 def _occurrence(values: Int[np.ndarray, " n"]) -> Int[np.ndarray, " n"]:
-    """How often each value has come before: ``[7, 8, 7]`` gives ``[0, 0, 1]``."""
+    """Count how often each value occurred before its index: ``[7, 8, 7]`` gives ``[0, 0, 1]``."""
     order = np.argsort(values, kind="stable")
     ascending = values[order]
-    counted = np.empty_like(order)
-    counted[order] = np.arange(len(values)) - np.searchsorted(ascending, ascending)
-    return counted
+    counts = np.empty_like(order)
+    counts[order] = np.arange(len(values)) - np.searchsorted(ascending, ascending)
+    return counts

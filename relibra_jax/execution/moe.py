@@ -1,17 +1,17 @@
-"""The layer: dispatch, grouped expert compute, combine, as the plan of one layer of one micro-batch says.
+"""The mixture-of-experts layer without Flax: dispatch, grouped expert compute and combine under a plan.
 
-`moe_layer` is called where a dense mixture of experts would be, on global arrays under jit;
-`relibra_jax.execution.replicas.fetch_replicas` at the start of the transformer layer, before attention. Plans are data:
-a compiled step serves every plan of a mesh. What a plan means for rows and buffers was worked out before the step
-(`relibra_jax.execution.prepared_layer`).
+Call `moe_layer` in the place of a dense mixture of experts, on global arrays under jit, and
+`relibra_jax.execution.replicas.fetch_replicas` at the start of the transformer layer, before attention. Plans are data,
+so one compiled step serves every plan of a mesh. The index tables come from `relibra_jax.execution.prepared_layer`,
+computed before the step.
 
-A plan never changes the mathematics, and nothing is dropped. What does change values is asked for beside it: that hot
-ranks compute in float8 (``ExpertParallel.float8``), in passes without gradients. Sizes and plans are checked on the
-host before the step (`relibra_jax.capacity`, `relibra_jax.plan_check`); a step that runs all the same with buffers too
-small, under a plan that breaks a rule or is not one of its load, or with ids that are not the load's, returns NaN
-rather than a result that misses tokens, and NaN gradients.
+A plan never changes the mathematics, and the layer drops no token. Only ``ExpertParallel.float8`` changes values: hot
+ranks then compute in float8, in passes without gradients. The host checks sizes and plans before the step
+(`relibra_jax.capacity`, `relibra_jax.plan_check`). If a step still runs with too small buffers, with an invalid plan,
+with a plan for another load, or with other expert ids, its output and gradients are NaN, never a result without some
+of the tokens.
 
-Pipeline, context and expert-tensor parallelism are not built.
+Pipeline, context and expert-tensor parallelism are not implemented.
 """
 
 import functools
@@ -35,13 +35,13 @@ from relibra_jax.types import EMPTY, Array, Topology, check_shape
 
 
 class LayerOutput(NamedTuple):
-    """What a layer returns."""
+    """The output of `moe_layer`."""
 
     output: Float[Array, "B *tokens D"]
-    """Every token's experts, weighted by their gates and summed; of the shape and dtype of ``x``."""
+    """The sum of each token's expert outputs, weighted by the gates, in the shape and dtype of ``x``."""
     slot_rows: Int[Array, "*copies N G S"]
-    """Rows that each slot computed. With ``ExpertParallel.check_rows`` those that reached the slot of their expert,
-    counted where they arrived; without it the kernels' group sizes, which the plan says."""
+    """The number of rows that each slot computed. With ``ExpertParallel.check_rows`` the receiving rank counts the rows
+    that reached the slot of their expert. Otherwise these are the kernels' group sizes, which come from the plan."""
 
 
 def moe_layer(
@@ -52,27 +52,27 @@ def moe_layer(
     layer: PreparedLayer,
     parallel: ExpertParallel,
 ) -> LayerOutput:
-    """Every token's experts, wherever the plan put them, weighted by their gates and summed.
+    """Compute the experts of every token where the plan puts them, and sum their outputs weighted by the gates.
 
     Args:
         x: the tokens ``[B, *tokens, D]``, sharded over the ranks along the first axis.
-        expert_ids: the logical experts of each token, ``[B, *tokens, K]``, those that ``layer`` was prepared from.
+        expert_ids: the logical experts of each token, ``[B, *tokens, K]``, from which ``layer`` was prepared.
         gates: the weight of each token copy, ``[B, *tokens, K]`` float32 (`relibra_jax.execution.gating`).
-        experts: what `relibra_jax.execution.replicas.fetch_replicas` returned for the same ``layer``.
-        layer: what `relibra_jax.execution.prepared_layer.prepare_layer` made of the tokens' experts and the plan.
-        parallel: how plans are run: mesh, topology, buffer sizes, kinds of exchange.
+        experts: the experts that `relibra_jax.execution.replicas.fetch_replicas` returned for the same ``layer``.
+        layer: the prepared layer, from `relibra_jax.execution.prepared_layer.prepare_layer`.
+        parallel: the mesh, topology, buffer sizes and exchanges with which the layer executes the plan.
 
     Returns:
-        The output, and the rows that slots computed. NaN for every token of a copy of the group whose plan breaks a
-        rule or does not add up to its load, whose buffers are too small, or whose ids are not the load's; and for the
-        tokens of a rank whose ids are not those that ``layer`` was prepared from.
+        The output, and the number of rows that each slot computed. All tokens of a copy of the group are NaN if its
+        plan is invalid or does not add up to its load, its buffers are too small, or its ids do not have the load of
+        the plan. All tokens of a rank are NaN if ``layer`` was prepared from other ids.
 
     Raises:
-        ValueError: if shapes do not belong together, with both.
+        ValueError: if the shapes do not fit each other, or ``layer`` was prepared without tokens.
     """
     tables = layer.tokens
     if tables is None:
-        raise ValueError("this layer was prepared for its replicas alone: prepare_layer prepares tokens too")
+        raise ValueError("layer was prepared only for the replica fetch: prepare it with prepare_layer")
     check_tokens("x", x, parallel)
     check_shape("expert_ids", expert_ids.shape, (*x.shape[:-1], expert_ids.shape[-1]))
     check_shape("gates", gates.shape, expert_ids.shape)
@@ -80,15 +80,15 @@ def moe_layer(
     tokens = x.size // x.shape[-1] // parallel.num_ranks
     if (first[-2], flat.place.shape[-1]) != (tokens, gates.shape[-1]):
         raise ValueError(
-            f"x and expert_ids: {tokens} tokens a rank with {gates.shape[-1]} experts each, the layer was prepared for"
-            f" {first[-2]} with {flat.place.shape[-1]}"
+            f"x and expert_ids: a rank has {tokens} tokens with {gates.shape[-1]} experts each, but the layer was"
+            f" prepared for {first[-2]} tokens with {flat.place.shape[-1]} experts"
         )
     lead, matrices = (*parallel.copies, *parallel.ranks), (3, x.shape[-1], experts.home.shape[-1])
-    for name, held, slots in zip(LayerExperts._fields, experts, _slots(parallel.topology), strict=True):
-        if held is not None or slots:
-            found = (*lead, 0) if held is None else held.shape
-            check_shape(f"experts.{name}", found, (*lead, slots, *matrices))
-    weights = tuple(held for held in experts if held is not None)
+    for name, buffer, slots in zip(LayerExperts._fields, experts, _slots(parallel.topology), strict=True):
+        if buffer is not None or slots:
+            shape = (*lead, 0) if buffer is None else buffer.shape
+            check_shape(f"experts.{name}", shape, (*lead, slots, *matrices))
+    weights = tuple(buffer for buffer in experts if buffer is not None)
     place = (0,) * len(lead)
 
     @functools.partial(
@@ -99,10 +99,10 @@ def moe_layer(
     )
     def on_rank(x, ids, gates, weights, tables):
         weights, tables = jax.tree.map(lambda leaf: leaf[place], (weights, tables))
-        tokens, ids, scales = (each.reshape(-1, each.shape[-1]) for each in (x, ids, gates))
+        tokens, ids, scales = (array.reshape(-1, array.shape[-1]) for array in (x, ids, gates))
         out, slot_rows = _on_rank(tokens, scales, weights, tables, parallel)
-        same = (ids.astype(jnp.int32) == tables.expert_ids.astype(jnp.int32)).all()
-        return (out * one_or_nan(same, out)).reshape(x.shape), slot_rows.reshape(*(1,) * len(place), -1)
+        same_ids = (ids.astype(jnp.int32) == tables.expert_ids.astype(jnp.int32)).all()
+        return (out * one_or_nan(same_ids, out)).reshape(x.shape), slot_rows.reshape(*(1,) * len(place), -1)
 
     return LayerOutput(*on_rank(x, expert_ids, gates, weights, tables))
 
@@ -112,27 +112,27 @@ def _slots(topology: Topology) -> tuple[int, int, int]:
 
 
 def _flat(dispatch: Dispatch | NodeDispatch) -> Dispatch:
-    """The last hop, which ends in the slots."""
+    """The tables of the last hop, which ends in the slots."""
     return dispatch.inside if isinstance(dispatch, NodeDispatch) else dispatch
 
 
 def _on_rank(x, gates, weights, tables: TokenTables, parallel: ExpertParallel):
-    """The whole layer as one rank sees it: ``x[t, D]``, ``gates[t, K]``."""
-    dispatch, sound = tables.dispatch, tables.sound
+    """The whole layer on one rank: ``x[t, D]``, ``gates[t, K]``."""
+    dispatch, valid = tables.dispatch, tables.valid
     flat, exchanges = _flat(dispatch), token_exchanges(parallel, *gates.shape)[0]
-    # NaN goes in wherever a gradient comes out.
-    visitors, scales = x * one_or_nan(sound, x), gates * one_or_nan(sound, gates)
+    # Every input that has a gradient is multiplied by NaN if the layer is invalid, so that its gradient is NaN too.
+    tokens, scales = x * one_or_nan(valid, x), gates * one_or_nan(valid, gates)
     with jax.named_scope("dispatch"):
         if isinstance(dispatch, NodeDispatch):
-            visitors, scales = (cross(each, dispatch, exchanges[0]) for each in (visitors, scales))
-        rows, scale = send_tokens(visitors, flat, exchanges[-1]), send_copies(scales, flat, exchanges[-1])
+            tokens, scales = (cross(array, dispatch, exchanges[0]) for array in (tokens, scales))
+        rows, scale = send_tokens(tokens, flat, exchanges[-1]), send_copies(scales, flat, exchanges[-1])
     with jax.named_scope("experts"):
-        operands = rows, weights, jnp.where(sound, flat.group_sizes, 1), scale * one_or_nan(sound, scale)
+        operands = rows, weights, jnp.where(valid, flat.group_sizes, 1), scale * one_or_nan(valid, scale)
         computed = _compute_experts(operands, tables.float8, parallel.implementation)
     out = combine(computed, flat, exchanges[-1])
     if isinstance(dispatch, NodeDispatch):
         out = cross_back(out, dispatch, exchanges[0])
-    out, slot_rows = out * one_or_nan(sound, out), flat.group_sizes
+    out, slot_rows = out * one_or_nan(valid, out), flat.group_sizes
     if tables.check is not None:
         slot_rows = _count_rows(tables, tables.check.slot_expert, exchanges)
         as_planned = (slot_rows == tables.check.quota).all().astype(jnp.int32)
@@ -141,15 +141,16 @@ def _on_rank(x, gates, weights, tables: TokenTables, parallel: ExpertParallel):
 
 
 def _compute_experts(operands, float8, implementation: str | None):
-    """The experts of one rank: exact, or in float8 where the rank is marked."""
+    """Compute the experts of one rank, in float8 if the rank is marked for it and in the operands' dtype otherwise."""
     exact, rounded = (
-        functools.partial(call, implementation=implementation) for call in (grouped_mlp, grouped_mlp_float8)
+        functools.partial(kernel, implementation=implementation)
+        for kernel in (grouped_mlp, grouped_mlp_float8)
     )
     return exact(*operands) if float8 is None else jax.lax.cond(float8, rounded, exact, *operands)
 
 
 def _count_rows(tables: TokenTables, slot_expert, exchanges: tuple[Exchange, ...]):
-    """Rows that reached the slot of their expert: every copy brings its expert's number, from 1, along."""
+    """Count the rows that reached the slot of their expert. Every copy carries its expert's number plus 1."""
     number, flat = tables.expert_ids.astype(jnp.int32) + 1, _flat(tables.dispatch)
     if isinstance(tables.dispatch, NodeDispatch):
         number = cross(number, tables.dispatch, exchanges[0])

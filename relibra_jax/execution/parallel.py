@@ -1,6 +1,6 @@
-"""How plans are run: everything that a compiled step depends on besides shapes, and where its arrays lie.
+"""The settings with which layers execute plans: all that a compiled step depends on besides shapes, and its shardings.
 
-Tokens are sharded over all ranks along their first axis, so the mesh does not show in the caller's model: ``x`` is
+Tokens are sharded over all ranks along their first axis, so the caller's model does not need to know the mesh: ``x`` is
 ``[B, ..., D]``, and every rank of every data-parallel copy holds ``B / ranks`` rows of it, in flat order.
 """
 
@@ -22,9 +22,12 @@ from relibra_jax.types import Array, LayerPlan, Topology, check_shape
 
 PATHS: Final = ("flat", "hierarchical")
 AUTO: Final = "auto"
-"""What stands for the way that suits mesh and model."""
+"""The value that lets the library choose what suits the mesh and the model."""
 MOST_RAGGED_RANKS: Final = 8
-"""Ranks up to which XLA runs a ragged exchange on GPUs in one kernel; beyond, hangs and slow paths are reported."""
+"""The largest number of ranks for which XLA runs a ragged exchange on GPUs in one kernel.
+
+Beyond this number, hangs and slow paths have been reported.
+"""
 
 
 @jax.tree_util.register_static
@@ -33,42 +36,41 @@ class ExpertParallel:
     """Mesh, topology, buffer sizes and kinds of exchange of an expert-parallel layer. Hashable and static under jit.
 
     Raises:
-        ValueError: if the mesh lacks the topology's ranks, a name is unknown, sizes that the path needs were not
-            counted, or the fetch that was asked for cannot run on this mesh.
+        ValueError: if the mesh does not have the topology's ranks, a name is unknown, the capacities lack sizes that
+            the path needs, or the chosen fetch cannot run on this mesh.
     """
 
     mesh: Mesh
-    """The device mesh, from `relibra_jax.execution.mesh.expert_mesh` or another one with its axes."""
+    """The device mesh, from `relibra_jax.execution.mesh.expert_mesh` or another mesh with the same axes."""
     topology: Topology
     """The expert-parallel group."""
     capacities: Capacities | None = None
-    """Buffer sizes, from `relibra_jax.capacity.count_capacities`. None for the worst case, computed from the shapes:
-    what live routing needs, whose load nobody knows beforehand."""
+    """Buffer sizes, from `relibra_jax.capacity.count_capacities`. None takes the worst case for the shapes, which live
+    routing needs because its load is unknown beforehand."""
     data_axes: tuple[str, ...] | None = None
-    """The mesh's other axes over which tokens are split (data, FSDP): all of them by default. Each place along them is
-    a copy of the expert-parallel group with layer plans of its own; homes and parameters are shared."""
+    """The mesh's other axes over which tokens are split (data, FSDP); all of them by default. Each index along them is
+    a copy of the expert-parallel group with its own layer plans. The copies share homes and parameters."""
     path: str = AUTO
-    """``flat``, one exchange over all ranks, or ``hierarchical``: see `relibra_jax.execution.dispatch`. ``auto`` is
-    hierarchical where there are several nodes, a token has several experts, and what crosses was counted."""
+    """``flat`` for one exchange over all ranks, or ``hierarchical``: see `relibra_jax.execution.dispatch`. ``auto`` is
+    hierarchical if there are several nodes, a token has several experts, and the capacities count crossings."""
     exchange: str = AUTO
     """The kind of token exchange: see `relibra_jax.execution.exchange`. ``auto`` is ragged between at most 8 GPUs of
-    one node, and padded elsewhere; what it chose is printed once."""
+    one node, and padded otherwise. The layer prints the choice once."""
     fetch: str = AUTO
-    """The kind of replica fetch: see `relibra_jax.execution.replica_exchange`; ``auto`` as for ``exchange``. ``remote``
-    is never chosen by itself, and refused where its kernel cannot run."""
+    """The kind of replica fetch: see `relibra_jax.execution.replica_exchange`. ``auto`` chooses as for ``exchange`` and
+    never chooses ``remote``, which raises an error if its kernel cannot run."""
     across_nodes: bool = False
-    """Whether replicas may be on other nodes than their experts' homes, as planners that ignore nodes want it."""
+    """Whether replicas may be on other nodes than their experts' homes, for planners that ignore nodes."""
     implementation: str | None = None
     """The implementation of `pallas_kernels.grouped_mlp`."""
     check_rows: bool = False
-    """Whether every token copy brings its expert's number along, so that a layer counts the rows that really reached
-    the slot of their expert, and turns to NaN where they are not the plan's quota. It costs a small exchange a
-    layer."""
+    """Whether every token copy carries its expert's number, so that a layer counts the rows that reach the slot of
+    their expert. If a count differs from the plan's quota, the output is NaN. It costs a small exchange per layer."""
     float8: HotRanks | None = None
-    """Which ranks compute their experts in float8, for passes that nothing is learnt from: these have no gradient.
-    None, the default, for none."""
+    """The rule for which ranks compute their experts in float8, for passes without gradients. None for no rank."""
     rows: int | None = None
-    """The rows of a micro-batch on all ranks together, if they are known beforehand: others are refused."""
+    """The number of rows of a micro-batch on all ranks together, if it is fixed beforehand. A layer then rejects any
+    other number."""
 
     def __post_init__(self) -> None:
         check_mesh(self.mesh, self.topology)
@@ -80,11 +82,17 @@ class ExpertParallel:
             object.__setattr__(self, "data_axes", others)
         for axis in self.copies_over:
             if axis in RANKS or axis not in self.mesh.shape:
-                raise ValueError(f"data_axes: {axis!r} is no further axis of the mesh {self.mesh.axis_names}")
+                raise ValueError(
+                    f"data_axes: {axis!r} must be an axis of the mesh {self.mesh.axis_names} other than {RANKS}"
+                )
         if self.path == "hierarchical" and self.capacities is not None and self.capacities.node is None:
-            raise ValueError("path='hierarchical' needs capacities counted with visits (node_visits)")
+            raise ValueError(
+                "path='hierarchical' needs capacities counted with visits: count_capacities(visits=node_visits(...))"
+            )
         if self.fetch in PULLED and self.across_nodes:
-            raise ValueError(f"fetch={self.fetch!r} stays inside a node, across_nodes=True does not")
+            raise ValueError(
+                f"fetch={self.fetch!r} works only inside a node: use another fetch or across_nodes=False"
+            )
         if self.fetch == "remote" and (reason := why_not_remote(self.mesh.devices.ravel().tolist())):
             raise ValueError(f"fetch='remote' cannot run: {reason}")
 
@@ -95,7 +103,7 @@ class ExpertParallel:
 
     @property
     def copies(self) -> tuple[int, ...]:
-        """The sizes of those axes: the leading axes of layer plans."""
+        """The sizes of the axes of the data-parallel copies, which are the leading axes of layer plans."""
         return tuple(self.mesh.shape[axis] for axis in self.copies_over)
 
     @property
@@ -105,51 +113,56 @@ class ExpertParallel:
 
     @property
     def num_ranks(self) -> int:
-        """The ranks of all copies together, over which tokens are split."""
+        """The number of ranks of all copies together, over which tokens are split."""
         return math.prod(self.copies) * self.topology.num_ranks
 
     @property
     def token_spec(self) -> PartitionSpec:
-        """How tokens ``[B, ...]`` are sharded."""
+        """The sharding spec of tokens ``[B, ...]``."""
         return PartitionSpec((*self.copies_over, *RANKS))
 
     @property
     def token_sharding(self) -> NamedSharding:
-        """`token_spec` over the mesh."""
+        """The sharding of tokens ``[B, ...]`` over the mesh."""
         return NamedSharding(self.mesh, self.token_spec)
 
     @property
     def rank_spec(self) -> PartitionSpec:
-        """How arrays ``[*copies, N, G, ...]`` over the ranks of all copies are sharded."""
+        """The sharding spec of arrays ``[*copies, N, G, ...]`` over the ranks of all copies."""
         return PartitionSpec(*self.copies_over, *RANKS)
 
     @property
     def plan_spec(self) -> PartitionSpec:
-        """How the leaves of a layer plan are sharded: every rank of a copy holds the whole of them."""
+        """The sharding spec of a layer plan's arrays: every rank of a copy holds that copy's whole plan."""
         return PartitionSpec(*self.copies_over)
 
     @property
     def domain(self) -> tuple[str, ...]:
-        """The axes that replicas may cross."""
+        """The mesh axes along which replicas may travel."""
         return RANKS if self.across_nodes else (LOCAL,)
 
     def sizes(self, tokens: int, top_k: int) -> Capacities:
-        """The buffer sizes of a layer whose ranks hold so many tokens: as counted, or the worst case."""
+        """The buffer sizes of a layer: the given capacities, or else the worst case.
+
+        Args:
+            tokens: the number of tokens on one rank.
+            top_k: K, the number of experts of a token.
+        """
         return self.capacities or worst_case_capacities(tokens, top_k, self.topology)
 
     def is_hierarchical(self, top_k: int) -> bool:
-        """Whether a token of so many experts crosses to each node once, and not every copy by itself."""
+        """Whether dispatch is hierarchical for tokens with ``top_k`` experts: a token crosses to each node once."""
         if self.path != AUTO:
             return self.path == "hierarchical"
         counted = self.capacities is None or self.capacities.node is not None
         return self.topology.num_nodes > 1 and top_k > 1 and counted
 
     def token_exchange(self, axes: tuple[str, ...], sizes: ExchangeSizes) -> Exchange:
-        """The exchange of tokens along ``axes``."""
+        """The exchange of tokens along the mesh axes ``axes``, with buffers of the given sizes."""
         return self._over(axes, sizes, self.exchange)
 
     def replica_exchange(self, sizes: ExchangeSizes) -> Exchange:
-        """The exchange of replicas between the ranks of a domain."""
+        """The exchange of replicas between the ranks of a domain, with buffers of the given sizes."""
         return self._over(self.domain, sizes, self.fetch)
 
     def _over(self, axes: tuple[str, ...], sizes: ExchangeSizes, kind: str) -> Exchange:
@@ -160,12 +173,12 @@ class ExpertParallel:
         if kind != AUTO:
             return kind
         ranks = math.prod(self.mesh.shape[axis] for axis in axes)
-        near = NODE not in axes or self.topology.num_nodes == 1
+        inside_node = NODE not in axes or self.topology.num_nodes == 1
         on_gpu = self.mesh.devices.flat[0].platform in ("gpu", "cuda")
-        return "ragged" if on_gpu and near and ranks <= MOST_RAGGED_RANKS else "padded"
+        return "ragged" if on_gpu and inside_node and ranks <= MOST_RAGGED_RANKS else "padded"
 
     def print_ways(self, top_k: int) -> None:
-        """Print what was chosen where ``auto`` stands, on process 0 and once for equal choices."""
+        """Print the path and exchanges that ``auto`` chose, on process 0 and once for equal choices."""
         if AUTO not in (self.path, self.exchange, self.fetch) or jax.process_index():
             return
         if self.is_hierarchical(top_k):
@@ -186,15 +199,20 @@ def _print_once(line: str) -> None:
 
 
 def check_tokens(name: str, array: Array, parallel: ExpertParallel) -> None:
-    """Raise unless the first axis of ``array`` divides over the ranks, and is the prepared batch's.
+    """Raise unless the number of rows of ``array`` divides evenly over the ranks and fits the prepared batch.
+
+    Args:
+        name: the name of the array in the error.
+        array: an array with one row for each sample of a micro-batch.
+        parallel: the execution settings.
 
     Raises:
-        ValueError: if it is not, with both numbers.
+        ValueError: if the first axis is not a multiple of the number of ranks or of ``parallel.rows``.
     """
     if parallel.rows is not None and (array.ndim < 1 or array.shape[0] % parallel.rows):
         raise ValueError(
-            f"{name}: shape {tuple(array.shape)}, but the batch was prepared with {parallel.rows} rows a micro-batch:"
-            " give a micro-batch of PreparedBatch.to_ranks as it is"
+            f"{name}: shape {tuple(array.shape)}, but the batch was prepared with {parallel.rows} rows per micro-batch:"
+            " pass one whole micro-batch of PreparedBatch.to_ranks"
         )
     if array.ndim < 2 or array.shape[0] % parallel.num_ranks:
         ranks = " x ".join(map(str, (*parallel.copies, *parallel.ranks)))
@@ -208,16 +226,16 @@ def check_layer_plan(plan: LayerPlan, parallel: ExpertParallel) -> None:
     """Raise unless ``plan`` has the shapes of one layer of one micro-batch, for all copies of the group.
 
     Raises:
-        ValueError: if an array has another shape, with both.
+        ValueError: if an array has another shape.
     """
     topology, lead = parallel.topology, parallel.copies
     slots = (*lead, *parallel.ranks, topology.slots)
-    for name, found in (("slot_expert", plan.slot_expert.shape), ("quota", plan.quota.shape)):
-        if found != slots:
+    for name, shape in (("slot_expert", plan.slot_expert.shape), ("quota", plan.quota.shape)):
+        if shape != slots:
             raise ValueError(
-                f"plan.{name}: expected shape {slots}, found {tuple(found)}: a rank has {topology.home_slots} home"
-                f" slots, resident_slots={topology.resident_slots} and replica_slots={topology.replica_slots}; run a"
-                " plan under the topology that it was made for"
+                f"plan.{name}: expected shape {slots}, found {tuple(shape)}: a rank has {topology.home_slots} home"
+                f" slots, resident_slots={topology.resident_slots} and replica_slots={topology.replica_slots}; execute"
+                " a plan under the topology for which it was planned"
             )
     check_shape("plan.home", plan.home.shape, (*lead, topology.num_experts))
     if plan.load is not None:

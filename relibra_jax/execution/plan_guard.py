@@ -1,7 +1,7 @@
-"""The last resort against wrong plans: a layer that is run under one returns NaN, outputs and gradients.
+"""The last check against invalid plans, inside the step: a layer with an invalid plan has NaN outputs and gradients.
 
-Plans are checked on the host before a step (`relibra_jax.plan_check`, which says what is wrong and where). This is the
-same, cheaply, inside the step and for one layer of one micro-batch, where the host's look was left out.
+The host checks plans before a step (`relibra_jax.plan_check`, which says what is wrong and where). In case a caller
+skips that check, this module checks the same rules cheaply for one layer of one micro-batch.
 """
 
 import jax
@@ -12,12 +12,12 @@ from relibra_jax.types import EMPTY, LayerPlan, Topology
 
 
 def is_valid(plan: LayerPlan, topology: Topology, *, across_nodes: bool) -> Bool[jax.Array, ""]:
-    """Whether a layer plan follows the rules of `relibra_jax.types.Plan` and adds up to its load.
+    """Whether a layer plan follows the rules of `relibra_jax.types.Plan` and its quotas add up to its load.
 
     Args:
         plan: the plan of one layer of one micro-batch, with its load.
         topology: the expert-parallel group.
-        across_nodes: whether replicas may be in nodes that hold their expert neither as home nor as resident.
+        across_nodes: whether replicas may be on nodes that have their expert neither at home nor as a resident.
 
     >>> topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=2, replica_slots=1)
     >>> load = jnp.array([[[5, 2], [5, 2]]])
@@ -30,29 +30,29 @@ def is_valid(plan: LayerPlan, topology: Topology, *, across_nodes: bool) -> Bool
     experts, homes, ranks = topology.num_experts, topology.home_slots, topology.num_ranks
     slots = plan.slot_expert.reshape(ranks, -1)
     quota, home = plan.quota.reshape(ranks, -1), plan.home
-    known = ((home >= 0) & (home < experts)).all() & ((slots >= EMPTY) & (slots < experts)).all()
+    in_range = ((home >= 0) & (home < experts)).all() & ((slots >= EMPTY) & (slots < experts)).all()
 
-    # If the home slot that an expert names holds it, for all experts, no slot is named twice.
+    # If every expert is in the home slot that ``home`` gives for it, no two experts have the same home slot.
     layout = slots[:, :homes].ravel()
-    at_home = (layout[jnp.clip(home, 0, experts - 1)] == jnp.arange(experts)).all()
+    homes_valid = (layout[jnp.clip(home, 0, experts - 1)] == jnp.arange(experts)).all()
 
-    # Empty arrays of replicas are kept out of the compiled layer: Shardy crashes (jaxlib 0.11) where a scan's backward
+    # Empty arrays of replicas must stay out of the compiled layer: Shardy crashes (jaxlib 0.11) if a scan's backward
     # pass hoists one out of the shard_map.
-    placed = _copies_valid(slots, home, topology, across_nodes) if slots.shape[1] > homes else True
+    copies_valid = _copies_valid(slots, home, topology, across_nodes) if slots.shape[1] > homes else True
 
     load = jnp.asarray(plan.load)
     total = load.sum((0, 1), dtype=jnp.int32)
-    most = jnp.where(slots == EMPTY, 0, total[jnp.maximum(slots, 0)])
-    held = jnp.where(slots == EMPTY, experts, slots)
-    planned = jnp.zeros(experts, jnp.int32).at[held].add(quota, mode="drop")
-    exact = ((quota >= 0) & (quota <= most)).all() & (planned == total).all() & (load >= 0).all()
-    return known & at_home & placed & exact
+    largest = jnp.where(slots == EMPTY, 0, total[jnp.maximum(slots, 0)])
+    expert = jnp.where(slots == EMPTY, experts, slots)
+    quota_sum = jnp.zeros(experts, jnp.int32).at[expert].add(quota, mode="drop")
+    quotas_valid = ((quota >= 0) & (quota <= largest)).all() & (quota_sum == total).all() & (load >= 0).all()
+    return in_range & homes_valid & copies_valid & quotas_valid
 
 
 def _copies_valid(slots, home, topology: Topology, across_nodes: bool) -> jax.Array | bool:
-    """Whether no rank holds an expert twice, and no replica is in a node that does not hold its expert."""
-    homes, held, per_node = topology.home_slots, topology.held_slots, topology.ranks_per_node
-    resident, replica = slots[:, homes:held], slots[:, held:]
+    """Whether no rank has an expert twice, and every replica is on a node that has its expert."""
+    homes, held_slots, per_node = topology.home_slots, topology.held_slots, topology.ranks_per_node
+    resident, replica = slots[:, homes:held_slots], slots[:, held_slots:]
     valid: jax.Array | bool = True
     if topology.resident_slots:
         valid &= _once_in_order(resident, home, topology)
@@ -64,18 +64,20 @@ def _copies_valid(slots, home, topology: Topology, across_nodes: bool) -> jax.Ar
     if across_nodes:
         return valid
     node = jnp.arange(topology.num_ranks)[:, None] // per_node
-    near = (replica == EMPTY) | (home[jnp.maximum(replica, 0)] // (homes * per_node) == node)
+    on_node = (replica == EMPTY) | (home[jnp.maximum(replica, 0)] // (homes * per_node) == node)
     if topology.resident_slots:
         experts = topology.num_experts
-        holds = jnp.zeros((topology.num_nodes, experts), bool)
-        holds = holds.at[node, jnp.where(resident == EMPTY, experts, resident)].set(True, mode="drop")
-        near |= holds[node, jnp.maximum(replica, 0)]
-    return valid & near.all()
+        node_experts = jnp.zeros((topology.num_nodes, experts), bool)
+        node_experts = node_experts.at[node, jnp.where(resident == EMPTY, experts, resident)].set(
+            True, mode="drop"
+        )
+        on_node |= node_experts[node, jnp.maximum(replica, 0)]
+    return valid & on_node.all()
 
 
 def _once_in_order(copies, home, topology: Topology) -> jax.Array:
-    """Whether residents, or replicas, are in their order, none of them twice or beside its own home on a rank."""
-    # Home slots that ascend along a rank rule out an expert that is held twice, but for its own home.
+    """Whether a rank's residents, or replicas, are in order and without duplicates, and none has its home there."""
+    # If the home slots of the copies ascend along a rank, no expert is twice among them.
     source = jnp.where(copies == EMPTY, topology.num_experts, home[jnp.maximum(copies, 0)])
     once = (source // topology.home_slots != jnp.arange(topology.num_ranks)[:, None]).all()
     if copies.shape[1] > 1:
@@ -83,7 +85,9 @@ def _once_in_order(copies, home, topology: Topology) -> jax.Array:
     return once
 
 
-def one_or_nan(sound: Bool[jax.Array, ""], like: jax.Array) -> jax.Array:
-    """A factor in the dtype of ``like``: 1, or NaN where something is not sound. Unlike a choice, it makes the
-    gradients NaN too."""
-    return jnp.where(sound, 1, jnp.nan).astype(like.dtype)
+def one_or_nan(valid: Bool[jax.Array, ""], like: jax.Array) -> jax.Array:
+    """A factor in the dtype of ``like``: 1 if ``valid`` is true, else NaN.
+
+    Unlike `jnp.where` on the outputs, the factor makes the gradients NaN too.
+    """
+    return jnp.where(valid, 1, jnp.nan).astype(like.dtype)

@@ -1,15 +1,15 @@
-"""What a layer does in a micro-batch, worked out before the step: replay knows it, so no layer has to.
+"""Prepared layers: index tables for dispatch, combine and replica fetch, computed before the training step.
 
-`prepare_layer` turns the plan of one layer and micro-batch and the experts of its tokens into the tables that dispatch,
-combine and replica fetch follow; `prepare_layers` does so for a batch, once, on the devices. Layers are left with
-slices, gathers and sends, in their second computation under `jax.checkpoint` too. Wrong plans are noticed here: the
-layers that they belong to return NaN.
+With replay the routing is known before the step. `prepare_layer` turns the plan of one layer and micro-batch and the
+experts of its tokens into tables. `prepare_layers` does so once for a batch, on the devices. The layers then only
+slice, gather and send, also when `jax.checkpoint` computes them a second time. The preparation also detects invalid
+plans, whose layers return NaN.
 
-Tables take 4 bytes for each row that a rank sends, receives and computes, padding of lanes included, and as much for
-the way back, in every layer of every micro-batch: about 17 bytes a token copy where buffers are not padded, and on the
-hierarchical path as much again for the tokens that cross. Of a large batch that is gigabytes a rank (94 layers, 32
-micro-batches, 131,072 copies: 6.7 GB), which `relibra_jax.cost.memory` does not count: there, prepare each micro-batch
-inside the step, before its layers.
+For every layer and micro-batch, the tables take 4 bytes for each row that a rank sends, receives and computes
+(including the padding of lanes), and the same again for the way back. That is about 17 bytes for a token copy if
+buffers are not padded. The hierarchical path needs the same again for the tokens that cross. For a large batch the
+tables take gigabytes per rank (6.7 GB for 94 layers, 32 micro-batches and 131,072 copies), which
+`relibra_jax.cost.memory` does not count. For such a batch, prepare each micro-batch inside the step, before its layers.
 """
 
 import functools
@@ -34,46 +34,46 @@ from relibra_jax.types import EMPTY, Array, LayerPlan
 
 
 class RowCheck(NamedTuple):
-    """What a layer needs to count the rows that reach the slot of their expert (``ExpertParallel.check_rows``)."""
+    """The expected contents of a rank's slots, for layers that count arriving rows (``ExpertParallel.check_rows``)."""
 
     slot_expert: Int[jax.Array, "*stack S"]
     """The expert in each of this rank's slots."""
     quota: Int[jax.Array, "*stack S"]
-    """Token copies that each slot is to compute."""
+    """The number of token copies that each slot should compute."""
 
 
 class TokenTables(NamedTuple):
-    """The way of a rank's tokens."""
+    """The tables that send a rank's tokens to experts and back."""
 
     expert_ids: Int[jax.Array, "*stack t K"]
-    """The experts of this rank's tokens, in the smallest dtype that holds them and EMPTY: a layer that is run with
-    others returns NaN."""
+    """The experts of this rank's tokens, in the smallest dtype that holds them and EMPTY. A layer that gets other ids
+    returns NaN."""
     dispatch: Dispatch | NodeDispatch
-    """Flat or hierarchical."""
-    sound: Bool[jax.Array, "*stack"]
-    """Whether the plan is valid and that of these tokens, and all buffers suffice: the same on all ranks of a copy of
-    the group."""
+    """The dispatch tables, flat or hierarchical."""
+    valid: Bool[jax.Array, "*stack"]
+    """Whether the plan is valid, matches these tokens, and fits the buffers. Equal on all ranks of a copy of the
+    group."""
     check: RowCheck | None
-    """None without ``check_rows``."""
+    """The expected rows; None without ``check_rows``."""
     float8: Bool[jax.Array, "*stack"] | None = None
     """Whether this rank computes its experts in float8; None without ``ExpertParallel.float8``."""
 
 
 class PreparedLayer(NamedTuple):
-    """One layer of one micro-batch, or a stack of them: what `fetch_replicas` and `moe_layer` follow.
+    """The tables of one layer of one micro-batch, or a stack of them, for `fetch_replicas` and `moe_layer`.
 
     Tables are arrays over the ranks, ``[*stack, *copies, N, G, ...]``: each rank holds its own part.
     """
 
     home: Int[Array, "*stack E"]
-    """Flat home slot of each expert that the plan was made for, ``[*stack, *copies, E]``."""
+    """Flat home slot of each expert in the plan, ``[*stack, *copies, E]``."""
     fetch: FetchTables | None
-    """The way of replicas; None without replica slots."""
+    """The tables of the replica fetch; None without replica slots."""
     tokens: TokenTables | None
-    """The way of tokens; None where only replicas were prepared."""
+    """The tables for tokens; None if only replicas were prepared."""
     residents: Float[Array, "*stack N G B three D F"] | None = None
     """The weights in the resident slots (`relibra_jax.execution.residents.push_residents`), without the axis of
-    micro-batches; None if there are none."""
+    micro-batches; None if there are no residents."""
 
     def layer(self, index: Any) -> "PreparedLayer":
         """Element ``index`` of the first stacked axis."""
@@ -88,15 +88,16 @@ def prepare_layer(
     Args:
         expert_ids: the logical experts of each token, ``[B, *tokens, K]``, sharded over the ranks along the first axis;
             EMPTY on padding, which no expert computes.
-        plan: the plan of this layer and micro-batch, ``[*copies, ...]``. If its load is None, the tokens' load is
-            counted here (one small all-gather) and the quotas are refitted to it.
-        parallel: how plans are run: mesh, topology, buffer sizes, kinds of exchange.
+        plan: the plan of this layer and micro-batch, ``[*copies, ...]``. If its load is None, the function counts the
+            load of the tokens (one small all-gather) and refits the quotas to it.
+        parallel: the mesh, topology, buffer sizes and exchanges with which the layer executes the plan.
 
     Returns:
-        The tables, without residents' weights.
+        The prepared layer, without the weights of residents.
 
     Raises:
-        ValueError: if shapes do not belong together, with both; or ids are outside the model, where they are known.
+        ValueError: if the shapes do not fit each other, or an id is outside ``0..E-1`` and not EMPTY. Ids that are
+            traced or on other processes are not checked.
     """
     check_layer_plan(plan, parallel)
     check_tokens("expert_ids", expert_ids, parallel)
@@ -121,7 +122,7 @@ def prepare_layer(
 
 
 def prepare_fetch(plan: LayerPlan, parallel: ExpertParallel) -> PreparedLayer:
-    """The part of `prepare_layer` that needs no tokens: what `fetch_replicas` follows, and nothing else."""
+    """Prepare only the replica fetch of one layer, the part of `prepare_layer` that needs no tokens."""
     check_layer_plan(plan, parallel)
     if not parallel.topology.replica_slots:
         return PreparedLayer(plan.home, None, None)
@@ -141,16 +142,16 @@ def prepare_fetch(plan: LayerPlan, parallel: ExpertParallel) -> PreparedLayer:
 def prepare_layers(
     expert_ids: Integer[Array, "M B *tokens L K"], plans: LayerPlan, parallel: ExpertParallel
 ) -> PreparedLayer:
-    """Prepare all layers of all micro-batches of a batch, once, before its steps.
+    """Prepare all layers of all micro-batches of a batch, once, before its training steps.
 
     Args:
         expert_ids: the experts of every micro-batch's tokens, ``[M, B, *tokens, L, K]``, sharded over the ranks along
             the second axis; EMPTY on padding.
         plans: the layer plans, stacked ``[M, L, *copies]``, with their load.
-        parallel: how plans are run.
+        parallel: the mesh, topology, buffer sizes and exchanges with which the layers execute the plans.
 
     Returns:
-        The tables, stacked ``[M, L]``.
+        The prepared layers, stacked ``[M, L]``.
     """
 
     def layer(inputs):
@@ -165,7 +166,7 @@ def prepare_layers(
 
 
 def replica_exchange(parallel: ExpertParallel) -> tuple[Exchange, int]:
-    """The exchange that fetches replicas, and the rows for what a rank gives away."""
+    """The exchange that fetches replicas, and the number of rows for the experts that a rank exports."""
     topology, sizes = parallel.topology, parallel.capacities
     slots = topology.replica_slots
     copies = topology.num_ranks * slots
@@ -177,17 +178,17 @@ def replica_exchange(parallel: ExpertParallel) -> tuple[Exchange, int]:
 
 
 def token_exchanges(parallel: ExpertParallel, tokens: int, top_k: int) -> tuple[tuple[Exchange, ...], int]:
-    """The exchanges of tokens, one for each hop, and the rows that a rank computes.
+    """The exchanges of tokens, one for each hop, and the number of rows that a rank computes.
 
     Args:
-        parallel: how plans are run.
-        tokens: the tokens of one rank.
-        top_k: K.
+        parallel: the mesh, topology, buffer sizes and exchanges of the layer.
+        tokens: the number of tokens on one rank.
+        top_k: K, the number of experts of a token.
     """
     sizes = parallel.sizes(tokens, top_k)
     if not parallel.is_hierarchical(top_k):
         return (parallel.token_exchange(RANKS, sizes.flat),), sizes.rows
-    assert sizes.node is not None, "ExpertParallel refuses this"
+    assert sizes.node is not None, "ExpertParallel rejects a hierarchical path without node sizes"
     hops = parallel.token_exchange((NODE,), sizes.node), parallel.token_exchange((LOCAL,), sizes.local)
     return hops, sizes.rows
 
@@ -198,14 +199,14 @@ def _prepare_on_rank(
     """The tables of one rank, from ``ids[t, K]`` and the plan of its copy of the group."""
     topology = parallel.topology
     node, local = jax.lax.axis_index(NODE), jax.lax.axis_index(LOCAL)
-    own = _histogram(ids, topology.num_experts)
+    rank_load = _histogram(ids, topology.num_experts)
     if plan.load is None:
-        load = jax.lax.all_gather(own, RANKS).reshape(*parallel.ranks, -1)
+        load = jax.lax.all_gather(rank_load, RANKS).reshape(*parallel.ranks, -1)
         plan = refit_quota(plan, load, topology)
     assert plan.load is not None
-    valid = is_valid(plan, topology, across_nodes=parallel.across_nodes)
-    # Under an invalid plan no row moves.
-    sent = jnp.where(valid, source_quota(plan, topology), 0).reshape(*parallel.ranks, *plan.quota.shape)
+    plan_valid = is_valid(plan, topology, across_nodes=parallel.across_nodes)
+    # With an invalid plan no row moves.
+    sent = jnp.where(plan_valid, source_quota(plan, topology), 0).reshape(*parallel.ranks, *plan.quota.shape)
     slot_expert = jnp.asarray(plan.slot_expert, jnp.int32)
     hops, rows = token_exchanges(parallel, *ids.shape)
     dispatch: Dispatch | NodeDispatch
@@ -214,19 +215,19 @@ def _prepare_on_rank(
         sent = sent.reshape(topology.num_ranks, *slots.shape)
         dispatch, fits = make_dispatch(ids, slots, sent, *hops, rows=rows)
     else:
-        mine, across = sent[node, local], parallel.across_nodes or topology.resident_slots > 0
-        slot = copy_slots(ids, slot_expert, mine, topology, node, across_nodes=across)
+        across_nodes = parallel.across_nodes or topology.resident_slots > 0
+        slot = copy_slots(ids, slot_expert, sent[node, local], topology, node, across_nodes=across_nodes)
         dispatch, fits = make_node_dispatch(slot, sent, *hops, rows=rows)
     fetch = _fetch_on_rank(plan, parallel) if topology.replica_slots else None
-    sound = valid & fits & (own == plan.load[node, local]).all()
-    sound &= ((ids >= EMPTY) & (ids < topology.num_experts)).all()
-    sound = jax.lax.pmin(sound.astype(jnp.int32), RANKS) > 0
+    valid = plan_valid & fits & (rank_load == plan.load[node, local]).all()
+    valid &= ((ids >= EMPTY) & (ids < topology.num_experts)).all()
+    valid = jax.lax.pmin(valid.astype(jnp.int32), RANKS) > 0
     check = None
     if parallel.check_rows:
         quota = jnp.asarray(plan.quota, jnp.int32)
         check = RowCheck(slot_expert[node, local], quota[node, local])
     float8 = None if parallel.float8 is None else mark_hot_ranks(plan, parallel.float8)[node, local]
-    return fetch, TokenTables(ids.astype(_signed_dtype(topology.num_experts)), dispatch, sound, check, float8)
+    return fetch, TokenTables(ids.astype(_signed_dtype(topology.num_experts)), dispatch, valid, check, float8)
 
 
 def _fetch_on_rank(plan: LayerPlan, parallel: ExpertParallel) -> FetchTables:
@@ -235,20 +236,20 @@ def _fetch_on_rank(plan: LayerPlan, parallel: ExpertParallel) -> FetchTables:
 
 
 def _over_ranks(tables: Any, parallel: ExpertParallel) -> Any:
-    """One rank's tables as its part of arrays over the ranks."""
+    """Reshape one rank's tables to its part ``[*copies, 1, 1, ...]`` of arrays over the ranks."""
     lead = (1,) * (len(parallel.copies_over) + 2)
     axes = (*parallel.copies_over, *RANKS)
     return jax.tree.map(lambda leaf: vary_over(leaf, axes).reshape(*lead, *leaf.shape), tables)
 
 
 def _check_ids(expert_ids: Array, num_experts: int) -> None:
-    """Raise for the first id outside the model; nothing is known of ids that are traced."""
+    """Raise for the first id outside the model. Traced ids and ids on other processes are not checked."""
     if isinstance(expert_ids, jax.core.Tracer) or getattr(expert_ids, "is_fully_addressable", True) is False:
         return
     ids = np.asarray(expert_ids)
-    wrong = (ids < EMPTY) | (ids >= num_experts)
-    if wrong.any():
-        place = tuple(int(index) for index in np.argwhere(wrong)[0])
+    invalid = (ids < EMPTY) | (ids >= num_experts)
+    if invalid.any():
+        place = tuple(int(index) for index in np.argwhere(invalid)[0])
         raise ValueError(f"expert_ids{list(place)}: {ids[place]} is outside 0..{num_experts - 1}")
 
 
@@ -259,6 +260,6 @@ def _signed_dtype(num_experts: int) -> type:
 
 
 def _histogram(ids, num_experts):
-    """Copies of each expert, ``[E]``."""
+    """The number of token copies of each expert, ``[E]``."""
     index = jnp.where(ids < 0, num_experts, ids).ravel()
     return jnp.zeros(num_experts, jnp.int32).at[index].add(1, mode="drop")

@@ -1,7 +1,7 @@
-"""The exchange that brings experts to resident slots, as one rank sees it, inside shard_map: three hops, in pieces.
+"""The exchange that copies experts to resident slots in three hops and in pieces, on one rank inside shard_map.
 
-`relibra_jax.resident_push` says who sends what, and why. JAX transposes it: gradients are summed where pieces were
-copied, in a fixed order.
+`relibra_jax.resident_push` describes who sends what, and why. JAX can transpose it, which sums gradients where pieces
+were copied, in a fixed order.
 """
 
 from collections.abc import Callable
@@ -22,45 +22,48 @@ from relibra_jax.types import EMPTY, Topology
 def exchange_residents(
     experts: Float[jax.Array, "homes *expert"], tables: PushTables, topology: Topology, sizes: PushSizes
 ) -> Float[jax.Array, "slots *expert"]:
-    """The experts of this rank's resident slots in all layers, zeros in empty ones.
+    """Push experts from their homes to the resident slots of all ranks, in all layers.
 
     Args:
         experts: this rank's home experts of all layers, or the same part of each of them.
-        tables: where experts stand on their way.
+        tables: the place of every expert in the buffers of each hop.
         topology: the expert-parallel group.
         sizes: the sizes of the buffers.
+
+    Returns:
+        The experts of this rank's resident slots in all layers, with zeros in empty slots.
     """
     nodes, local = topology.num_nodes, topology.ranks_per_node
     node = jax.lax.axis_index(NODE)
-    me = node * local + jax.lax.axis_index(LOCAL)
+    rank = node * local + jax.lax.axis_index(LOCAL)
 
-    # Inside the home's node: from each rank its exports, a piece of them to each.
-    place = tables.export[me]
+    # Hop 1, inside the home's node: each rank sends a piece of each of its exports to each rank.
+    place = tables.export[rank]
     exports = gather_rows(experts, inverse_index(place, sizes.exports), place[:, None])
     pieces = scatter_pieces(exports, (LOCAL,), local)
 
-    # To the nodes: a piece of each expert that they need.
+    # Hop 2, between nodes: a piece of each expert goes to every node that needs it.
     row = in_lanes(tables.export.reshape(nodes, local, -1)[node], sizes.exports).ravel()
-    to = jnp.arange(nodes, dtype=jnp.int32)
-    lane = in_lanes(tables.crossing[node], sizes.pair, jnp.where(to == node, nodes, to))
-    arriving = nodes * sizes.pair + sizes.own
-    slot = inverse_index(lane.ravel(), arriving)
+    target = jnp.arange(nodes, dtype=jnp.int32)
+    lane = in_lanes(tables.crossing[node], sizes.pair, jnp.where(target == node, nodes, target))
+    arriving_rows = nodes * sizes.pair + sizes.own
+    slot = inverse_index(lane.ravel(), arriving_rows)
     source = jnp.where(slot == EMPTY, EMPTY, row[slot % row.size])
     slot = inverse_index(row, local * sizes.exports)
     crossing = gather_rows(pieces, source, jnp.where((slot == EMPTY)[:, None], EMPTY, lane.T[slot]))
     crossing = swap_lanes(crossing, (NODE,), nodes, sizes.pair)
 
-    # Inside this node: pieces to the ranks that hold the expert.
-    wanted = tables.wanted.reshape(nodes, local, -1)[node]
-    takers = jax.vmap(lambda rows: inverse_index(rows, arriving))(wanted)
-    taken = gather_rows(crossing, wanted.ravel(), in_lanes(takers, wanted.shape[1]).T)
-    return assemble(taken, (LOCAL,), local, experts.shape[1:])
+    # Hop 3, inside this node: the pieces go to the ranks with the resident.
+    source = tables.wanted.reshape(nodes, local, -1)[node]
+    slots = jax.vmap(lambda rows: inverse_index(rows, arriving_rows))(source)
+    pieces = gather_rows(crossing, source.ravel(), in_lanes(slots, source.shape[1]).T)
+    return assemble(pieces, (LOCAL,), local, experts.shape[1:])
 
 
 def in_chunks[Carry](
     fill: Callable[[jax.Array | int, int, Carry], Carry], carry: Carry, columns: int, width: int
 ) -> Carry:
-    """``fill(start, width, carry)`` for one chunk of columns after another, so that no more than one is on its way."""
+    """Call ``fill(start, width, carry)`` for one chunk of columns after another, so that only one is sent at a time."""
     if width >= columns:
         return fill(0, columns, carry)
     whole, rest = divmod(columns, width)

@@ -1,19 +1,18 @@
-"""Residents: copies of experts that stay for a whole optimizer update, pushed before it, their gradients returned after
-it.
+"""Residents: copies of experts for a whole optimizer update, pushed before it; their gradients return after it.
 
-Weights do not change between two optimizer steps, so a copy that a rank needs in every micro-batch crosses the slow
-network once an update, not once a micro-batch, and so does the sum of its gradients::
+Weights do not change between two optimizer steps. A copy that a rank needs in every micro-batch therefore crosses the
+slow network once per update instead of once per micro-batch, and so does the sum of its gradients::
 
     residents = push_residents(experts, plan, parallel, dtype=...)            before the first micro-batch
     gradients of experts and of residents, separate inputs, summed in float32   each micro-batch
     gradients = return_gradients(sum of the residents' gradients, gradients, plan, ...)   after the last one
-    divide, clip, step                                                          residents are no parameters
+    divide, clip, step                                                          residents are not parameters
 
-The way is that of `relibra_jax.resident_push`. `return_gradients` is the push's transpose, as JAX takes it, in the
-dtype of the accumulated gradients. Residents have no optimizer state and are in no checkpoint.
+`relibra_jax.resident_push` describes the route of a push. `return_gradients` is the push transposed by JAX, in the
+dtype of the accumulated gradients. Residents have no optimizer state, and checkpoints do not contain them.
 
-Residents are sharded along an FSDP axis as homes are. Over data-parallel axes every copy of the group holds its own, so
-that gradients are summed over them once an update, when they return.
+Residents are sharded along an FSDP axis like homes. Along data-parallel axes every copy of the group has separate
+residents, so that their gradients are summed over the copies only once per update, when they return.
 """
 
 import functools
@@ -35,47 +34,50 @@ from relibra_jax.resident_push import PushSizes, push_fits, push_tables
 from relibra_jax.types import Array, Plan, Topology, check_shape
 
 CHUNK_BYTES: Final = 1 << 30
-"""Bytes that one exchange of a push fills on a rank; what is more follows in further ones."""
+"""The bytes that one exchange of a push fills on a rank. Larger pushes take several exchanges."""
 
 
 class Residents(NamedTuple):
-    """Residents of one optimizer update, for loops that push by themselves; `check_residents` refuses old ones."""
+    """The residents of one optimizer update, for training loops that push them explicitly.
+
+    `check_residents` rejects outdated ones.
+    """
 
     weights: Float[Array, "L *copies N G B three D F"]
-    """As `push_residents` returns them."""
+    """The weights in the resident slots, as `push_residents` returns them."""
     step: Int[Array, ""]
-    """The optimizer's step at which they were pushed."""
+    """The optimizer's step number at the time of the push."""
     experts: Int[Array, "L N G B"]
-    """The expert in each slot; EMPTY for none."""
+    """The expert in each resident slot; EMPTY for none."""
 
 
 def check_residents(
     residents: Residents, step: Integer[Array, ""] | int, plan: Plan, topology: Topology
 ) -> None:
-    """Raise unless residents are those of a plan and of the step that the optimizer is at. Runs on the host.
+    """Raise unless residents belong to the plan and to the current optimizer step. Runs on the host.
 
     Args:
-        residents: the residents that a step is about to use.
-        step: the optimizer's step now, ``optimizer.step`` with Flax.
+        residents: the residents for the next training step.
+        step: the optimizer's current step number, ``optimizer.step`` with Flax.
         plan: the plan of the batch.
         topology: the expert-parallel group.
 
     Raises:
-        ValueError: if they are of another step, with both; or a slot holds another expert, with both.
+        ValueError: if the residents were pushed at another optimizer step, or a slot has another expert than the plan.
     """
-    pushed, now = int(residents.step), int(step)
-    if pushed != now:
+    push_step, current_step = int(residents.step), int(step)
+    if push_step != current_step:
         raise ValueError(
-            f"residents were pushed at optimizer step {pushed}, the optimizer is at step {now}: push them again, since"
-            " the weights at home have changed"
+            f"residents were pushed at optimizer step {push_step}, but the optimizer is at step {current_step}: push"
+            " them again, since the weights at home have changed"
         )
-    held, wanted = np.asarray(residents.experts), np.asarray(resident_experts(plan, topology))
-    check_shape("residents.experts", held.shape, wanted.shape)
-    if (held != wanted).any():
-        place = tuple(np.argwhere(held != wanted)[0].tolist())
+    experts, expected = np.asarray(residents.experts), np.asarray(resident_experts(plan, topology))
+    check_shape("residents.experts", experts.shape, expected.shape)
+    if (experts != expected).any():
+        place = tuple(np.argwhere(experts != expected)[0].tolist())
         raise ValueError(
             "layer {}, node {}, local rank {}, resident slot {}".format(*place)
-            + f": holds expert {held[place]}, the plan has {wanted[place]} there: push residents of this plan"
+            + f": has expert {experts[place]}, but the plan has {expected[place]}: push the residents of this plan"
         )
 
 
@@ -88,25 +90,25 @@ def push_residents(
     fsdp_axis: str | None = None,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> Float[jax.Array, "L *copies N G B three D F"]:
-    """Bring experts from their homes to the resident slots of all layers, exactly those that the plan names. Works
-    under jit.
+    """Copy experts from their homes to the resident slots of the plan, for all layers. Works under jit.
 
     Args:
         experts: the home experts of all L layers in order: any tree of arrays ``[N, G, H, 3, D, F]``, or
-            ``[l, N, G, H, 3, D, F]`` where layers are stacked.
+            ``[l, N, G, H, 3, D, F]`` for stacked layers.
         plan: the plan of the batch.
-        parallel: how plans are run; its capacities say how large the buffers are.
-        dtype: the dtype in which weights travel and are held, that of the computation; that of the experts when None.
-        fsdp_axis: the mesh axis over which the experts are sharded along D; None for none.
-        chunk_bytes: the bytes of resident slots that one exchange fills on a rank (of homes, where layers are not
-            stacked and have to be laid together); larger pushes go in chunks, some columns of every expert in each.
+        parallel: the mesh, topology and buffer sizes of the push.
+        dtype: the dtype of the residents and of their transfer. None takes that of the experts.
+        fsdp_axis: the mesh axis over which the experts are sharded along D. None for none.
+        chunk_bytes: the bytes of resident slots that one exchange fills on a rank, or the bytes of home slots if the
+            layers are not one stacked array and must be concatenated. A larger push goes in chunks, each with some
+            columns of every expert.
 
     Returns:
-        Weights, zeros in empty slots; NaN if the buffers do not hold the push. One entry for each data-parallel copy;
-        sharded over the ranks, and over the FSDP axis along D.
+        The weights in the resident slots, with zeros in empty slots, one entry for each data-parallel copy. They are
+        sharded over the ranks, and along D over the FSDP axis. They are NaN if the push does not fit the buffers.
 
     Raises:
-        ValueError: if the topology has no resident slots, or shapes do not fit it.
+        ValueError: if the topology has no resident slots, or the shapes do not fit it.
     """
     leaves = jax.tree.leaves(experts)
     shapes = _Shapes(leaves, plan, parallel, fsdp_axis)
@@ -132,7 +134,7 @@ def push_residents(
         weights = vary_over(weights, varying_axes(leaves[0]))
         rows = shapes.slots if len(leaves) == 1 else shapes.homes
         width = _chunk_width(rows, weights, chunk_bytes)
-        if shapes.sizes.exports:  # buffers of nothing cannot be sent
+        if shapes.sizes.exports:  # collectives cannot send empty buffers
             weights = in_chunks(fill, weights, weights.shape[-1], width)
         fits = push_fits(home, resident, parallel.topology, shapes.sizes)
         weights = (weights * one_or_nan(fits, weights)).reshape(*shapes.on_rank, *weights.shape[1:])
@@ -151,25 +153,26 @@ def return_gradients(
     fsdp_axis: str | None = None,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> PyTree:
-    """Bring the gradients of residents to the homes of their experts, over all copies of the group, and add them there.
+    """Send the gradients of residents, summed over all copies of the group, to their experts' homes and add them there.
 
-    The transpose of `push_residents` in the dtype of ``gradients``. Works under jit, and in the place of ``totals``
-    where they are not used again.
+    This is the transpose of `push_residents`, in the dtype of ``gradients``. It works under jit, and in the memory of
+    ``totals`` if the caller does not use them again.
 
     Args:
         gradients: the gradients of the residents' weights, summed over the micro-batches of an update.
-        totals: the gradients of the home experts, summed alike: a tree as `push_residents` takes it.
+        totals: the gradients of the home experts, summed over the same micro-batches, as a tree with the structure that
+            `push_residents` takes.
         plan: the plan of the batch.
-        parallel: how plans are run.
-        fsdp_axis: as for `push_residents`.
+        parallel: the mesh, topology and buffer sizes of the push.
+        fsdp_axis: the mesh axis over which the experts are sharded along D. None for none.
         chunk_bytes: the bytes of a rank's home slots in all layers, in the dtype of ``gradients``, that one exchange
-            serves; more go in chunks.
+            fills. More bytes go in several chunks.
 
     Returns:
-        ``totals`` with the residents' gradients added.
+        ``totals`` with the gradients of the residents added.
 
     Raises:
-        ValueError: as `push_residents`, or if the gradients are of another shape than the residents.
+        ValueError: under the conditions of `push_residents`, or if ``gradients`` has another shape than the residents.
     """
     leaves, structure = jax.tree.flatten(totals)
     shapes = _Shapes(leaves, plan, parallel, fsdp_axis)
@@ -210,15 +213,15 @@ def return_gradients(
 
 
 def _add_columns(total, part, start):
-    """``total`` with ``part`` added to its columns from ``start``."""
+    """Add ``part`` to the columns of ``total`` that begin at ``start``."""
     part += jax.lax.dynamic_slice_in_dim(total, start, part.shape[-1], -1)
     return jax.lax.dynamic_update_slice_in_dim(total, part.astype(total.dtype), start, -1)
 
 
 def _chunk_width(rows: int, like: jax.Array, chunk_bytes: int) -> int:
-    """The columns of as many rows of ``like`` that have so many bytes; at least one."""
-    column = rows * math.prod(like.shape[1:-1]) * like.dtype.itemsize
-    return max(chunk_bytes // column, 1)
+    """The number of columns of ``rows`` rows of ``like`` that fit in ``chunk_bytes``; at least one."""
+    column_bytes = rows * math.prod(like.shape[1:-1]) * like.dtype.itemsize
+    return max(chunk_bytes // column_bytes, 1)
 
 
 class _Shapes:
@@ -228,7 +231,7 @@ class _Shapes:
         topology, axes = parallel.topology, parallel.copies_over
         if not topology.resident_slots:
             raise ValueError(
-                "resident_slots=0: there are no residents to push; run without them, or plan with resident_slots"
+                "resident_slots=0: there are no residents to push; plan with resident slots, or do not push residents"
             )
         matrices = leaves[0].shape[-3:]
         for leaf in leaves:
@@ -240,7 +243,7 @@ class _Shapes:
         self._home_slots = topology.home_slots
         layers = sum(math.prod(lead) for lead in self._lead)
         if len(plan.home) != layers:
-            raise ValueError(f"experts of {layers} layers, plan of {len(plan.home)}")
+            raise ValueError(f"experts has {layers} layers, but plan has {len(plan.home)}")
         self.homes, self.slots = layers * topology.home_slots, layers * topology.resident_slots
         self.sizes = _push_sizes(parallel, self.homes, self.slots)
         self.copied_over = tuple(axis for axis in axes if axis != fsdp_axis)
@@ -254,7 +257,7 @@ class _Shapes:
         ]
 
     def split(self, homes: jax.Array) -> list[jax.Array]:
-        """Rows of all home slots of a rank as its parts of the experts' arrays."""
+        """Split the rows of all home slots of a rank into its parts of the experts' arrays."""
         counts = [math.prod(lead) * self._home_slots for lead in self._lead]
         parts = jnp.split(homes, np.cumsum(counts)[:-1].tolist())
         return [
@@ -264,8 +267,8 @@ class _Shapes:
 
 
 def _push_sizes(parallel: ExpertParallel, homes: int, slots: int) -> PushSizes:
-    """The sizes of the buffers as counted, or the worst case."""
+    """The buffer sizes in the capacities, or else the worst case."""
     if parallel.capacities is not None and parallel.capacities.push is not None:
         return parallel.capacities.push
-    most = min(slots, homes) * parallel.topology.ranks_per_node
-    return PushSizes(exports=homes, pair=most, own=most)
+    pair = min(slots, homes) * parallel.topology.ranks_per_node
+    return PushSizes(exports=homes, pair=pair, own=pair)

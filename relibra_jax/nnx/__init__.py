@@ -1,11 +1,12 @@
-"""The front door for Flax: a layer that follows plans, and a balancer that prepares every batch.
+"""The Flax interface: a mixture-of-experts layer that executes plans, and a balancer that prepares every batch.
 
     balancer = Balancer(relibra(), topology, mesh=mesh, num_layers=4, num_micro_batches=2, key=key)
     for replay, samples in batches:
         batch = balancer.prepare(model, optimizer, replay)  # plans, moves experts, sizes buffers
         train_step(model, optimizer, batch, batch.to_ranks(samples))
 
-Precision is stated in `relibra_jax.execution`. What stands beneath are pure functions, public as well.
+`relibra_jax.execution` lists which array has which precision. It also has the pure functions that this package calls;
+they are public too.
 """
 
 from relibra_jax.execution.gating import GATINGS, Gating

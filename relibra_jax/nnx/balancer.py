@@ -1,8 +1,8 @@
-"""The front door for Flax: everything between a rollout and the steps that learn from it, in one call.
+"""The balancer: one call prepares a batch between its rollout and its training steps.
 
-A batch is everything between two placements. `Balancer.prepare` begins one: samples are assigned to micro-batches and
-ranks, experts placed and replicated, the plan checked, experts moved with their optimizer state, buffers sized. What
-follows is the caller's own loop. The pure functions that it is made of are public:
+A batch is everything between two placements. `Balancer.prepare` begins a batch. It assigns the samples to micro-batches
+and ranks, places and replicates the experts, checks the plan, sizes the buffers, and moves the experts with their
+optimizer state. The caller then runs its own training loop. The pure functions behind it are public:
 `relibra_jax.planning.plan_stages.plan_stages`, `relibra_jax.plan_check.check_plan`,
 `relibra_jax.capacity.count_capacities`, `relibra_jax.nnx.homes.reorder_experts`.
 """
@@ -21,7 +21,7 @@ from jaxtyping import Bool, Int, Integer, PRNGKeyArray
 
 from relibra_jax.capacity import Capacities
 from relibra_jax.execution.parallel import AUTO, ExpertParallel
-from relibra_jax.nnx.balancer_state import BalancerState, check_state, from_host, no_capacities, to_host
+from relibra_jax.nnx.balancer_state import BalancerState, check_state, from_host, to_host, zero_capacities
 from relibra_jax.nnx.batch_checks import check_aligned_left, check_model_homes, check_replay_layers
 from relibra_jax.nnx.batch_order import BatchOrder
 from relibra_jax.nnx.finite import check_finite
@@ -29,7 +29,7 @@ from relibra_jax.nnx.homes import reorder_experts
 from relibra_jax.nnx.prepare_batch import live_stages, replayed_batch
 from relibra_jax.nnx.prepared import PreparedBatch
 from relibra_jax.nnx.put_on_mesh import put_on_mesh, replicate
-from relibra_jax.nnx.stage_plans import Search, plan_checked, plan_unfinished
+from relibra_jax.nnx.stage_plans import Search, plan_and_check, plan_unfinished
 from relibra_jax.nnx.stage_sizes import count_visits, grow_sizes, stage_shape
 from relibra_jax.plan import contiguous_homes
 from relibra_jax.plan_check import check_homes
@@ -45,30 +45,35 @@ from relibra_jax.types import Array, BatchPlan, Planner, RoutingReplay, Topology
 class Balancer:
     """Prepares batches for a Flax model whose mixture-of-experts layers are `relibra_jax.nnx.MoELayer`.
 
+    ``data_axes``, ``path``, ``exchange``, ``fetch``, ``implementation`` and ``check_rows`` are fields of
+    `ExpertParallel`, which describes them in full.
+
     Args:
-        planner: any planner, `relibra_jax.relibra` for instance.
+        planner: the planner, for example `relibra_jax.relibra`.
         topology: the expert-parallel group.
-        mesh: the device mesh, from `relibra_jax.execution.expert_mesh` or another one with its axes. Over its further
-            axes (data, FSDP) the group is copied, and tokens are split; see ``data_axes`` of `ExpertParallel`.
-        num_layers: L, the model's MoE layers.
-        num_micro_batches: M, forward and backward passes of each copy of the group for one gradient, for `prepare`.
-        key: random key of planner and assignment. All processes need the same.
-        assign: how samples are assigned to micro-batches and ranks, with a ``key``; None keeps them in order.
-        across_nodes: whether the planner's replicas may be on other nodes than their experts' homes.
-        capacities: buffer sizes to begin with, so that the first batches compile no step of their own; stages of every
-            shape begin with them.
-        pack_rows: whether a row holds several samples, one behind the other, so that at most 5% of what layers compute
-            is padding, where samples allow it (`relibra_jax.row_packing`). Samples are aligned to the left then, are
-            assigned by their lengths to begin with, and models are given `PreparedBatch.packing`.
-        data_axes: the mesh's further axes over which tokens are split; all of them when None.
-        path: ``flat``, one exchange over all ranks, ``hierarchical``, or ``auto``.
+        mesh: the device mesh, from `relibra_jax.execution.expert_mesh` or another mesh with the same axes. Further
+            axes (data, FSDP) replicate the group.
+        num_layers: L, the number of MoE layers of the model.
+        num_micro_batches: M, the number of micro-batches that each copy of the group runs for one gradient, for
+            `prepare`.
+        key: random key for the planner and the assignment, the same on all processes.
+        assign: the function that assigns samples to micro-batches and ranks; it takes a ``key``. None keeps the
+            samples in order.
+        across_nodes: whether the planner may put a replica on another node than its expert's home.
+        capacities: initial buffer sizes for stages of every shape. Sizes of an earlier run save the first batches from
+            compiling steps for smaller buffers.
+        pack_rows: whether a row holds several samples, one after another. Padding is then at most 5% of the positions
+            where the sample lengths allow it (`relibra_jax.row_packing`). With packed rows, samples must be aligned to
+            the left, the initial assignment packs them by length, and the model needs `PreparedBatch.packing`.
+        data_axes: the further mesh axes over which tokens are split. None takes all of them.
+        path: ``flat`` for one exchange over all ranks, ``hierarchical``, or ``auto``.
         exchange: the kind of token exchange.
         fetch: the kind of replica fetch.
         implementation: the implementation of `pallas_kernels.grouped_mlp`.
-        check_rows: whether layers count the rows that reach their slots. These six are fields of `ExpertParallel`.
+        check_rows: whether layers count the rows that reach their slots.
 
     Raises:
-        ValueError: if mesh and topology disagree, a name is unknown, or a number is below 1.
+        ValueError: if the mesh does not fit the topology, a name is unknown, or a number is below 1.
 
     >>> import optax
     >>> from relibra_jax import relibra
@@ -127,7 +132,7 @@ class Balancer:
         planner_key, self._key = jax.random.split(key)
         self._planner_state = planner.init(topology, num_layers, key=planner_key)
         self._home = np.asarray(contiguous_homes(topology, num_layers))
-        self._first_capacities = capacities or no_capacities(counts_visits=path != "flat")
+        self._first_capacities = capacities or zero_capacities(counts_visits=path != "flat")
         self._capacities: dict[str, Capacities] = {}
         self._pack_rows = pack_rows
         self._row_shapes: dict[str, tuple[int, int]] = {}
@@ -136,16 +141,16 @@ class Balancer:
 
     @property
     def live(self) -> ExpertParallel:
-        """How live routing is run: experts at home, no residents nor replicas, buffers for the worst case."""
+        """The settings for layers on live routing: experts at home, no residents or replicas, worst-case buffers."""
         topology = dataclasses.replace(self.topology, replica_slots=0, resident_slots=0)
         return dataclasses.replace(self._parallel, topology=topology, capacities=None)
 
     @property
     def state(self) -> BalancerState:
-        """What the next batch depends on; set it to go on from a checkpoint.
+        """The state that the next batch depends on. Set it to resume from a checkpoint.
 
         Raises:
-            ValueError: on setting, if it is the state of another planner, or of another number of layers or experts.
+            ValueError: on setting, if the state belongs to another planner or another number of layers or experts.
         """
         planner, key = jax.tree.map(to_host, (self._planner_state, self._key))
         return BalancerState(planner, key, self._home, self._capacities)
@@ -170,27 +175,27 @@ class Balancer:
         num_samples: int | None = None,
         capacities: Capacities | None = None,
     ) -> PreparedBatch:
-        """Plan a batch, move the model's experts to where the plan wants them, and size its buffers.
+        """Plan a batch, size its buffers, and move the model's experts to the homes of the plan.
 
-        On several processes, all call it with the same replay. Parameters and optimizer state that do not lie on the
-        mesh yet are put there, by their sharding metadata. A batch that was prepared from a replay before is not in
-        force any more; preparing live routing leaves it in force.
+        If there are several processes, every process must call it with the same replay. Parameters and optimizer state
+        that are not on the mesh yet are put there, according to their sharding metadata. Preparing a replay invalidates
+        the batch that was prepared from the previous replay. Preparing live routing does not.
 
         Args:
-            model: a module with L `MoELayer`; its experts move, in place.
-            optimizer: the optimizer of the model, whose state moves too; None if the model is not trained.
-            replay: the recorded routing of all samples of the batch. None prepares live routing: samples in order,
-                experts where they are, no replicas.
-            num_samples: B, for live routing.
-            capacities: buffer sizes for live routing; None takes the worst case.
+            model: a module with L `MoELayer`. Its experts move in place.
+            optimizer: the optimizer of the model, whose state moves too. None if the model is not trained.
+            replay: the recorded routing of all samples of the batch. None prepares live routing: samples stay in
+                order, experts stay where they are, and there are no replicas.
+            num_samples: B, the number of samples, for live routing only.
+            capacities: buffer sizes, for live routing only. None takes the worst case.
 
         Returns:
-            What the steps of the batch need.
+            The prepared batch, an argument of its training steps.
 
         Raises:
-            ValueError: if the replay is not one of the model's layers and experts, the batch that was prepared before
-                has not been learned from, the model's homes are not the balancer's, the processes differ, or the
-                planner's plan breaks a rule. Nothing has moved then.
+            ValueError: if the replay has another number of layers or experts than the model, the optimizer has made no
+                step since the previous batch was prepared, the model's homes differ from the balancer's, a parameter is
+                not finite, the processes computed different plans, or the plan breaks a rule. Nothing has moved then.
         """
         (batch,) = self.prepare_stages(
             *(model, optimizer, replay),
@@ -211,30 +216,31 @@ class Balancer:
         num_samples: int | None = None,
         capacities: Capacities | None = None,
     ) -> tuple[PreparedBatch, ...]:
-        """`prepare` for a batch of several stages, such as a recompute and updates from parts of its samples.
+        """Prepare a batch of several stages, such as a recompute of all samples and updates from parts of them.
 
-        One search plans all stages (`relibra_jax.planning.plan_stages.plan_stages`): experts move once, to homes that
-        all stages share, and residents are the same in all. All stages stay in force until the next batch is
-        prepared, in any order and as often as wanted. That one of them was learned from is enough for that: a loop may
-        stop early. Residents' weights change with every optimizer step and are pushed for each update.
+        One search plans all stages (`relibra_jax.planning.plan_stages.plan_stages`). Experts move once, to homes that
+        all stages share, and all stages have the same residents. The caller may run the stages in any order and as
+        often as it likes until it prepares the next batch, which requires one optimizer step from any stage: a loop may
+        stop early. The weights of residents change with every optimizer step, so every update pushes them.
 
         Args:
             model: a module with L `MoELayer`, as for `prepare`.
             optimizer: the optimizer of the model, as for `prepare`.
             replay: the recorded routing of all samples of the batch, or None, as for `prepare`.
-            num_micro_batches: M of each stage in each copy of the group, in the order in which stages run.
-            samples: the samples of each stage, neighbours in the batch: ``(None, range(0, 16), range(16, 32))`` for a
-                recompute of 32 samples, which None stands for, and two updates. All of them in all stages by default.
-            num_samples: B, for live routing.
-            capacities: buffer sizes for live routing, as for `prepare`.
+            num_micro_batches: M of each stage in each copy of the group, in the order in which the stages run.
+            samples: a range of consecutive samples for each stage, where None is all samples:
+                ``(None, range(0, 16), range(16, 32))`` for a recompute of 32 samples and two updates. By default every
+                stage has all samples.
+            num_samples: B, the number of samples, for live routing only.
+            capacities: buffer sizes, for live routing only, as for `prepare`.
 
         Returns:
-            What the steps of each stage need. `PreparedBatch.to_ranks` of each takes arrays of the whole batch. Stages
-            of as many micro-batches and rows have the same buffer sizes, and so the same compiled steps.
+            The prepared batch of each stage. `PreparedBatch.to_ranks` of each takes arrays of the whole batch. Stages
+            with equal numbers of micro-batches and rows have equal buffer sizes, and therefore share compiled steps.
 
         Raises:
-            ValueError: as `prepare`, or if the samples of a stage are no neighbours in the batch or fewer than its
-                micro-batches.
+            ValueError: under the conditions of `prepare`, if the samples of a stage are not consecutive, or if a stage
+                has fewer samples than micro-batches.
         """
         if replay is None:
             live = dataclasses.replace(self.live, capacities=capacities)
@@ -248,7 +254,9 @@ class Balancer:
                 f"replay: expected a RoutingReplay(expert_ids, mask), found {type(replay).__name__}"
             )
         if num_samples is not None or capacities is not None:
-            raise ValueError("num_samples and capacities are for live routing: the replay tells both")
+            raise ValueError(
+                "num_samples and capacities are for live routing: remove them, the replay determines both"
+            )
         check_model_homes(model, self._home)
         self._order.check_learned(optimizer)
         check_finite(model)
@@ -258,10 +266,10 @@ class Balancer:
             check_replay_layers(replay, num_experts=self.topology.num_experts, num_layers=self.num_layers)
             if self._pack_rows:
                 check_aligned_left(np.asarray(replay.mask))
-            key, now = jax.random.split(self._key)
-            plans, planner_state = plan_checked(
-                *(replay, self._planner_state, now),
-                self._search(len(replay.mask), num_micro_batches, samples),
+            key, assign_key = jax.random.split(self._key)
+            plans, planner_state = plan_and_check(
+                *(replay, self._planner_state, assign_key),
+                self._search_settings(len(replay.mask), num_micro_batches, samples),
                 across_nodes=self._parallel.across_nodes,
                 warm_start=self._warm_start,
             )
@@ -273,8 +281,10 @@ class Balancer:
             seconds = (plan_seconds, time.perf_counter() - start)
         with jax.profiler.TraceAnnotation("migrate"):
             stages = tuple(
-                self._replayed(plan, sizes[stage_shape(plan, self._parallel)], replay, seconds, visited)
-                for plan, visited in zip(plans, visits, strict=True)
+                self._replayed_stage(
+                    plan, sizes[stage_shape(plan, self._parallel)], replay, seconds, stage_visits
+                )
+                for plan, stage_visits in zip(plans, visits, strict=True)
             )
             put_on_mesh(model, optimizer, self.mesh)
             home = np.asarray(plans[0].plan.home)
@@ -287,8 +297,10 @@ class Balancer:
         return stages
 
     def discard(self) -> None:
-        """Give up the batch that was prepared last, so that another one may be prepared without an update, and what
-        `plan_ahead` has found for the next one."""
+        """Discard the last prepared batch and the result of `plan_ahead`.
+
+        The next batch may then be prepared without an optimizer step in between.
+        """
         self._order.discard()
         self._warm_start = None
 
@@ -303,42 +315,45 @@ class Balancer:
     ) -> None:
         """Search homes for the next batch while its rollout still runs, from the counts of the finished samples.
 
-        The next `prepare` begins its search there, and takes half as many turns. Called in a thread of its own, it has
-        to be waited for before `prepare`: a search that ends behind it is dropped. Called again with more samples, it
-        searches anew. Nothing moves, and nothing of it is saved: a run that is restored plans its next batch from
-        nothing. On several processes, all call it with the same counts.
+        The next `prepare` starts its search from the result and runs half as many rounds. A caller that runs this
+        method in a thread must wait for the thread before it calls `prepare`, which otherwise starts without the result
+        and discards it. Call the method again when more samples have finished; it then searches from the beginning.
+        It moves no experts, and checkpoints do not save its result: a restored run plans its next batch without a warm
+        start. If there are several processes, every process must call it with the same counts.
 
         Args:
             sample_load: token copies of each finished sample for each expert, from `relibra_jax.sample_counts` in
-                rollout workers or `relibra_jax.sample_load`; what samples have that still run is not read.
-            tokens: the length of each finished sample, in real tokens.
-            finished: the samples that have finished; the others count as their nearest neighbours that have
+                the rollout workers or from `relibra_jax.sample_load`. Entries of unfinished samples are not read.
+            tokens: the number of real tokens of each finished sample.
+            finished: True for samples that have finished. An unfinished sample counts like the nearest finished one
                 (`relibra_jax.planning.unfinished.fill_unfinished`).
-            num_micro_batches: M of each stage, for `prepare_stages`; that of `prepare` by default.
-            samples: the samples of each stage, as `prepare_stages` takes them.
+            num_micro_batches: M of each stage, for `prepare_stages`. By default that of `prepare`.
+            samples: the samples of each stage, as for `prepare_stages`.
 
         Raises:
-            ValueError: if the planner has no search that could begin elsewhere, no sample has finished, or counts are
-                not of the model's layers and experts.
+            ValueError: if the planner cannot start from given homes, no sample has finished, or the counts have another
+                number of layers or experts than the model.
         """
         if not takes(self.planner.update, "refine"):
-            raise ValueError("plan_ahead: the planner takes no ``refine``, its search cannot begin elsewhere")
+            raise ValueError(
+                "plan_ahead: the planner has no `refine` argument, so its search cannot start from given homes"
+            )
         shape = (len(tokens), self.num_layers, self.topology.num_experts)
         check_shape("sample_load", sample_load.shape, shape)
         if not np.asarray(finished).any():
             raise ValueError(f"plan_ahead: none of {len(tokens)} samples has finished")
-        search = self._search(len(tokens), num_micro_batches or (self.num_micro_batches,), samples)
+        search = self._search_settings(len(tokens), num_micro_batches or (self.num_micro_batches,), samples)
         key = jax.random.split(self._key, 3)[2]
-        before = self._order.number
+        batch_number = self._order.number
         with jax.profiler.TraceAnnotation("plan_ahead"):
-            placed = plan_unfinished(*(sample_load, tokens, finished), self._planner_state, key, search)
-        if self._order.number == before:
-            self._warm_start = placed
+            placement = plan_unfinished(*(sample_load, tokens, finished), self._planner_state, key, search)
+        if self._order.number == batch_number:
+            self._warm_start = placement
 
-    def _search(
+    def _search_settings(
         self, num_samples: int, num_micro_batches: Sequence[int], samples: Sequence[range | None] | None
     ) -> Search:
-        """How stages are searched for, the same for the same stages."""
+        """The settings of the search for the plans of some stages; equal stages give equal settings."""
         copies = math.prod(self._parallel.copies)
         return Search(
             planner=self.planner,
@@ -349,7 +364,7 @@ class Balancer:
             by_length=self._pack_rows,
         )
 
-    def _replayed(
+    def _replayed_stage(
         self,
         plan: BatchPlan,
         sizes: Capacities,
@@ -357,7 +372,7 @@ class Balancer:
         seconds: tuple[float, float],
         visits: Int[np.ndarray, "M L P N"] | None,
     ) -> PreparedBatch:
-        on_mesh = jax.tree.map(functools.partial(replicate, mesh=self.mesh), plan)
+        plan_on_mesh = jax.tree.map(functools.partial(replicate, mesh=self.mesh), plan)
         layout, rows = None, plan.assignment.sample[0].size
         if self._pack_rows:
             shape = stage_shape(plan, self._parallel)
@@ -367,7 +382,7 @@ class Balancer:
         rows *= math.prod(self._parallel.copies)
         parallel = dataclasses.replace(self._parallel, capacities=sizes, rows=rows)
         return replayed_batch(
-            *(on_mesh, parallel, replay),
+            *(plan_on_mesh, parallel, replay),
             assignment=plan.assignment,
             rows=layout,
             seconds=seconds,

@@ -1,4 +1,4 @@
-"""What a balancer keeps from batch to batch, as host arrays that a checkpoint saves and restores."""
+"""The state that a balancer keeps from batch to batch, as host arrays that a checkpoint saves and restores."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -14,63 +14,74 @@ from relibra_jax.resident_push import PushSizes
 
 
 class BalancerState(NamedTuple):
-    """What one batch leaves to the next: host arrays and numbers, for checkpoints."""
+    """The state that the next batch depends on, as host arrays and numbers, for checkpoints."""
 
     planner: PyTree
-    """The planner's state; random keys as their data."""
+    """The planner's state, with random keys stored as their key data."""
     key: Int[np.ndarray, "..."]
-    """The data of the random key from which assignments are drawn."""
+    """The key data of the random key for sample assignments."""
     home: Int[np.ndarray, "L E"]
-    """Flat home slot of each expert, since the last batch."""
+    """Flat home slot of each expert after the last batch."""
     capacities: dict[str, Capacities]
     """Buffer sizes of the batches so far, by the shape of their stages: ``4x64`` for 4 micro-batches of 64 rows."""
 
 
-def check_state(own: BalancerState, given: BalancerState, first: Capacities) -> None:
-    """Raise unless ``given`` has the structure and shapes of ``own``, and its buffer sizes those of ``first``.
+def check_state(own: BalancerState, state: BalancerState, first: Capacities) -> None:
+    """Raise if a balancer cannot continue from ``state``.
+
+    Args:
+        own: the balancer's own state, which has the expected structure and shapes.
+        state: the state to check.
+        first: the balancer's initial buffer sizes, which have the expected structure of all buffer sizes.
 
     Raises:
-        ValueError: if it is the state of another planner, or of another number of layers or experts.
+        ValueError: if ``state`` belongs to another planner or to another number of layers or experts.
     """
-    expected = own._replace(capacities=dict.fromkeys(given.capacities, first))
-    for name, mine, other in zip(own._fields, expected, given, strict=True):
-        if _shapes(mine) != _shapes(other):
-            raise ValueError(f"balancer state, {name}: expected {_shapes(mine)}, found {_shapes(other)}")
+    expected = own._replace(capacities=dict.fromkeys(state.capacities, first))
+    for name, own_part, state_part in zip(own._fields, expected, state, strict=True):
+        if _shapes(own_part) != _shapes(state_part):
+            raise ValueError(
+                f"balancer state, {name}: expected {_shapes(own_part)}, found {_shapes(state_part)}"
+            )
 
 
-NOTHING = ExchangeSizes(pair=0, own=0, send=0, receive=0)
-"""The sizes of an exchange that is not run."""
+NO_EXCHANGE = ExchangeSizes(pair=0, own=0, send=0, receive=0)
+"""The sizes of an exchange that does not run."""
 
 
-def no_capacities(*, counts_visits: bool) -> Capacities:
-    """The buffer sizes before the first batch."""
+def zero_capacities(*, counts_visits: bool) -> Capacities:
+    """Buffer sizes of zero, for the time before the first batch.
+
+    Args:
+        counts_visits: whether the balancer counts the tokens that each node receives, as hierarchical dispatch needs.
+    """
     return Capacities(
         rows=0,
-        flat=NOTHING,
-        node=NOTHING if counts_visits else None,
-        local=NOTHING,
+        flat=NO_EXCHANGE,
+        node=NO_EXCHANGE if counts_visits else None,
+        local=NO_EXCHANGE,
         exports=0,
         export_copies=0,
         push=PushSizes(exports=0, pair=0, own=0),
     )
 
 
-def capacities_named(names: Iterable[str]) -> dict[str, Capacities]:
-    """Sizes of zero by shape, of the structure that their names in a checkpoint tell.
+def capacities_from_names(names: Iterable[str]) -> dict[str, Capacities]:
+    """Buffer sizes of zero by stage shape, with the structure that their names in a checkpoint describe.
 
-    >>> sizes = capacities_named(["4x64.rows", "4x64.flat.pair", "4x64.push.own"])
+    >>> sizes = capacities_from_names(["4x64.rows", "4x64.flat.pair", "4x64.push.own"])
     >>> list(sizes), sizes["4x64"].rows, sizes["4x64"].node
     (['4x64'], 0, None)
     """
-    found: dict[str, set[str]] = {}
+    parts_by_shape: dict[str, set[str]] = {}
     for shape, part in (name.split(".")[:2] for name in names):
-        found.setdefault(shape, set()).add(part)
+        parts_by_shape.setdefault(shape, set()).add(part)
     return {
         shape: dataclasses.replace(
-            no_capacities(counts_visits="node" in parts),
+            zero_capacities(counts_visits="node" in parts),
             push=PushSizes(exports=0, pair=0, own=0) if "push" in parts else None,
         )
-        for shape, parts in found.items()
+        for shape, parts in parts_by_shape.items()
     }
 
 
@@ -84,11 +95,18 @@ def _is_key(leaf: Any) -> bool:
 
 
 def to_host(leaf: Any) -> np.ndarray:
-    """A leaf of a planner's state as a host array, a random key as its data."""
+    """Copy a leaf of a planner's state to the host; a random key becomes its key data."""
     return np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
 
 
 def from_host(value: Any, like: Any) -> jax.Array:
-    """The way back, bound to no device: planning runs on one device, steps on all."""
+    """Convert a host array back to a leaf of a planner's state; the inverse of `to_host`.
+
+    The result is not committed to a device, because planning runs on one device and training steps on all.
+
+    Args:
+        value: the host array, or the key data of a random key.
+        like: the current leaf, which tells random keys from arrays.
+    """
     value = jnp.asarray(value)
     return jax.random.wrap_key_data(value, impl=jax.random.key_impl(like)) if _is_key(like) else value

@@ -1,4 +1,4 @@
-"""The order of batches: each is learned from before the next one is prepared, and none is run behind it."""
+"""The order of a balancer's batches: an optimizer step separates two batches, and only the newest one may run."""
 
 import functools
 from collections.abc import Callable
@@ -7,21 +7,21 @@ from flax import nnx
 
 
 class BatchOrder:
-    """Which batch of a balancer is in force, and whether it was learned from."""
+    """The number of a balancer's current batch, and whether the optimizer has made a step since it was prepared."""
 
     def __init__(self) -> None:
         self.number = 0
-        """How many batches have been in force."""
+        """The number of the current batch; 0 before the first one."""
         self._updates_before: int | None = None
 
     def begin(self, optimizer: nnx.Optimizer | None) -> Callable[[], None]:
-        """Put the next batch in force.
+        """Make the next batch the current one.
 
         Args:
-            optimizer: what will learn from it; None if nothing will.
+            optimizer: the optimizer that makes the batch's updates. None if the model is not trained.
 
         Returns:
-            What raises ValueError as soon as another batch is in force.
+            A function that raises ValueError if this batch is no longer the current one.
         """
         self.number += 1
         if optimizer is not None:
@@ -29,23 +29,23 @@ class BatchOrder:
         return functools.partial(self._check_in_force, self.number)
 
     def discard(self) -> None:
-        """Let another batch be prepared without an update."""
+        """Allow the next batch to be prepared without an optimizer step."""
         self._updates_before = None
 
     def check_learned(self, optimizer: nnx.Optimizer | None) -> None:
-        """Raise ValueError if the optimizer has made no update since the batch in force was prepared."""
+        """Raise ValueError if the optimizer has made no step since the current batch was prepared."""
         if optimizer is not None and self._updates_before == _updates(optimizer):
             raise ValueError(
-                f"a second batch is prepared before the first was learned from: the optimizer is still at step"
-                f" {self._updates_before}. A batch holds everything between two placements: prepare all samples of an"
-                " update together, or call discard() to give the first one up"
+                f"the optimizer has made no step since the previous batch was prepared (it is still at step"
+                f" {self._updates_before}): prepare all samples of an update in one batch, or call Balancer.discard()"
+                " to discard the previous batch"
             )
 
     def _check_in_force(self, number: int) -> None:
         if number != self.number:
             raise ValueError(
-                f"this batch is number {number} of its balancer, which has moved the experts on for number"
-                f" {self.number}: run all steps of a batch before the next one is prepared"
+                f"this is batch {number} of its balancer, which has already moved the experts for batch {self.number}:"
+                " run all steps of a batch before you prepare the next one"
             )
 
 

@@ -1,30 +1,31 @@
-"""What ran, held to its plan."""
+"""A check that the experts computed exactly the rows that the plan gave them."""
 
 import numpy as np
 from jaxtyping import Int
 
-from relibra_jax.nnx.prepare_batch import by_copy
+from relibra_jax.nnx.prepare_batch import group_by_copy
 from relibra_jax.nnx.prepared import PreparedBatch, to_host
 from relibra_jax.types import Array
 
 
 def check_executed(slot_rows: Int[Array, "M L *copies N G S"], batch: PreparedBatch) -> None:
-    """Raise unless the rows that every slot computed are exactly the plan's quotas. Runs on the host.
+    """Raise unless every slot computed exactly the number of rows in its quota. Runs on the host.
 
-    On several processes, all call it.
+    If there are several processes, every process must call it.
 
     Args:
-        slot_rows: what the layers returned (`relibra_jax.nnx.MoEOutput`), of all micro-batches and layers: counted
-            where rows arrived with ``Balancer(check_rows=True)``; without, they are what the plan says.
-        batch: the prepared batch that ran in replay.
+        slot_rows: the ``slot_rows`` of the layers' outputs (`relibra_jax.nnx.MoEOutput`), for all micro-batches and
+            layers. With ``Balancer(check_rows=True)`` the receiving ranks have counted them. Otherwise they are copied
+            from the plan, and this check says nothing.
+        batch: the batch, prepared from a replay, that the layers executed.
 
     Raises:
-        ValueError: if the rows are of other shapes than the plan.
-        RuntimeError: at the first place where they differ, with both numbers.
+        ValueError: if ``slot_rows`` has another shape than the plan.
+        RuntimeError: if a slot computed another number of rows than its quota. The message has the first such slot.
     """
     plan = batch.batch_plan.plan
     quota, expert = (
-        np.asarray(leaf) for leaf in by_copy((plan.quota, plan.slot_expert), batch.parallel.copies)
+        np.asarray(leaf) for leaf in group_by_copy((plan.quota, plan.slot_expert), batch.parallel.copies)
     )
     rows = to_host(slot_rows)
     if rows.shape != quota.shape:

@@ -1,4 +1,4 @@
-"""Whether a model is still a model: steps under wrong plans, or with rows of another batch, leave NaN in it."""
+"""A check for NaN in a model, which steps with a wrong plan or with rows of another batch leave in its parameters."""
 
 from typing import Any
 
@@ -14,16 +14,16 @@ def check_finite(model: nnx.Module) -> None:
         model: any module.
 
     Raises:
-        ValueError: if one is not; names it.
+        ValueError: if a parameter is not finite. The message has its name.
     """
     params = jax.tree.leaves_with_path(nnx.state(model, nnx.Param))
     finite = jax.device_get(_all_finite([leaf for _, leaf in params]))
-    for (path, _), good in zip(params, finite, strict=True):
-        if not good:
+    for (path, _), is_finite in zip(params, finite, strict=True):
+        if not is_finite:
             name = jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
             raise ValueError(
-                f"parameter {name} is not finite: a step before ran with rows of another batch, or under a wrong plan,"
-                " or the training diverged; go on from an earlier checkpoint"
+                f"parameter {name} is not finite: an earlier step ran with rows of another batch or with a wrong plan,"
+                " or the training diverged; resume from an earlier checkpoint"
             )
 
 

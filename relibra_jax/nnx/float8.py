@@ -8,28 +8,28 @@ import jax
 from relibra_jax.execution.parallel import ExpertParallel
 from relibra_jax.execution.prepared_layer import PreparedLayer
 from relibra_jax.hot_ranks import HotRanks, mark_hot_ranks
-from relibra_jax.nnx.prepare_batch import by_copy
+from relibra_jax.nnx.prepare_batch import group_by_copy
 from relibra_jax.nnx.prepared import PreparedBatch
 from relibra_jax.types import Plan
 
 
 def in_float8(batch: PreparedBatch, rule: HotRanks) -> PreparedBatch:
-    """The same batch for passes that nothing is learnt from: hot ranks compute their experts in float8.
+    """Copy a prepared batch for passes without gradients, in which hot ranks compute their experts in float8.
 
-    Plan, tables and buffers are those of ``batch``, which goes on moving samples (``to_ranks``, ``from_ranks``) and
-    serves the updates: `relibra_jax.nnx.accumulate_gradients` refuses what this returns. Live routing is marked in the
-    step, from the load that it counts; for a rollout without a batch, ``dataclasses.replace(balancer.live,
-    float8=rule)``.
+    The copy has the plan, tables and buffer sizes of ``batch``. Use ``batch`` itself to move samples (``to_ranks``,
+    ``from_ranks``) and for the updates: `relibra_jax.nnx.accumulate_gradients` rejects the copy. For live routing the
+    step counts the load and decides from it which ranks are hot. A rollout without a batch needs no copy but
+    ``dataclasses.replace(balancer.live, float8=rule)``.
 
     Args:
-        batch: what `relibra_jax.nnx.Balancer.prepare` returned, in replay or live.
-        rule: what makes a rank hot.
+        batch: the prepared batch (`relibra_jax.nnx.Balancer.prepare`), from a replay or for live routing.
+        rule: the rule for which ranks are hot.
 
     Returns:
-        A batch to give to jitted steps, in force as long as ``batch`` is.
+        A batch for jitted steps, valid as long as ``batch`` is.
 
     Raises:
-        ValueError: if another batch has been prepared since.
+        ValueError: if the balancer has prepared another batch since.
 
     >>> import numpy as np
     >>> from flax import nnx
@@ -55,18 +55,18 @@ def in_float8(batch: PreparedBatch, rule: HotRanks) -> PreparedBatch:
 
 
 def check_exact(batch: PreparedBatch) -> None:
-    """Raise ValueError if ranks of the batch compute in float8, which nothing is learnt from."""
+    """Raise ValueError if ranks of the batch compute in float8, which has no gradient."""
     if batch.parallel.float8 is not None:
         raise ValueError(
-            f"updates compute exactly, and this batch is in float8 ({batch.parallel.float8}): give them the batch that"
-            " in_float8 was given"
+            f"updates cannot run in float8, but this batch has float8={batch.parallel.float8}: run them with the batch"
+            " that was passed to in_float8"
         )
 
 
 @functools.partial(jax.jit, static_argnames="parallel")
 def _mark(layers: PreparedLayer, plan: Plan, parallel: ExpertParallel) -> PreparedLayer:
-    """The layers ``[M, L, *copies]`` with the marks of their plans."""
+    """Mark the hot ranks in the tables of layers ``[M, L, *copies]``, by the quotas of the plan."""
     assert layers.tokens is not None
     assert parallel.float8 is not None
-    marks = by_copy(mark_hot_ranks(plan, parallel.float8), parallel.copies)
+    marks = group_by_copy(mark_hot_ranks(plan, parallel.float8), parallel.copies)
     return layers._replace(tokens=layers.tokens._replace(float8=marks))

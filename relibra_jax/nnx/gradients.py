@@ -1,10 +1,10 @@
-"""Gradients of one optimizer update, accumulated over its micro-batches, residents included.
+"""Gradients of one optimizer update, accumulated over its micro-batches, including the gradients of residents.
 
     push residents   ->   scan over micro-batches: gradients of parameters and residents, summed in float32
     ->   residents' gradients return to their homes   ->   the caller divides, clips and steps
 
-All in one function, so that one jitted update holds it and no resident can be stale. Residents are inputs of their own:
-the optimizer, norms, clipping and weight decay see the model's parameters alone.
+One function does all of this, so that one jitted update contains it and residents are never stale. Residents are
+separate inputs, not parameters: the optimizer, norms, clipping and weight decay see only the model's parameters.
 """
 
 from collections.abc import Callable
@@ -24,9 +24,11 @@ from relibra_jax.plan import resident_experts
 from relibra_jax.types import Array
 
 type Objective = Callable[[nnx.Module, PyTree, PreparedLayer | None], tuple[Array, PyTree]]
-"""``objective(model, samples, layers) -> (loss, more)``: the share of one micro-batch in the batch's loss, which is
-their sum, and whatever else is wanted of it. ``samples`` are the micro-batch's rows, ``layers`` what its layers follow,
-stacked ``[L]``; None for live routing."""
+"""The loss function of one micro-batch, ``objective(model, samples, layers) -> (loss, auxiliary)``.
+
+The loss of the batch is the sum of the losses of its micro-batches. ``auxiliary`` is any tree of further outputs.
+``samples`` are the micro-batch's rows. ``layers`` are its prepared layers, stacked ``[L]``, or None for live routing.
+"""
 
 
 def accumulate_gradients(
@@ -38,23 +40,23 @@ def accumulate_gradients(
     micro_batches: slice = slice(None),
     residents: Residents | None = None,
 ) -> tuple[Any, PyTree]:
-    """The gradient of a sum over micro-batches. Call it inside the jitted update.
+    """Compute the gradient of the loss summed over micro-batches. Call it inside the jitted update.
 
-    The model's other state (counts of random streams, running statistics) is read and left as it is: give a step's
-    random keys with the samples.
+    The function reads the model's other state (counters of random streams, running statistics) but does not change it.
+    Pass the random keys of a step with the samples.
 
     Args:
-        model: the model; its parameters (``nnx.Param``) are differentiated.
-        objective: the loss of one micro-batch.
-        batch: the prepared batch, in replay or live.
-        samples: what `PreparedBatch.to_ranks` returned: the rows of all micro-batches.
-        micro_batches: the micro-batches of this update, where a batch has several updates; all of them by default.
-        residents: residents that `prepare_residents` made for this step, and `relibra_jax.execution.check_residents`
-            accepted; None pushes them here.
+        model: the model. Its parameters (``nnx.Param``) are differentiated.
+        objective: the loss function of one micro-batch.
+        batch: the prepared batch, from a replay or for live routing.
+        samples: the rows of all micro-batches, as `PreparedBatch.to_ranks` returns them.
+        micro_batches: the micro-batches of this update, for a batch of several updates. All of them by default.
+        residents: the residents of this optimizer step from `prepare_residents`, checked with
+            `relibra_jax.execution.check_residents`. None pushes residents in this function.
 
     Returns:
-        ``(gradients, more)``: the gradients in float32 (or wider, with wider parameters), of the structure of
-        ``nnx.state(model, nnx.Param)``; and what the objective returned besides the loss, stacked over micro-batches.
+        ``(gradients, auxiliary)``: the gradients in float32 (or wider, if the parameters are wider), with the structure
+        of ``nnx.state(model, nnx.Param)``; and the further outputs of the objective, stacked over micro-batches.
 
     Raises:
         ValueError: if ranks of the batch compute in float8.
@@ -63,41 +65,41 @@ def accumulate_gradients(
     graph, params, *rest = nnx.split(model, nnx.Param, ...)
     weights = _push_weights(params, batch) if residents is None else residents.weights
 
-    def share(trained, micro_batch):
-        params, weights = trained
+    def micro_batch_loss(differentiated, micro_batch):
+        params, weights = differentiated
         samples, layers = micro_batch
         if weights is not None:
             layers = layers._replace(residents=weights)
         return objective(nnx.merge(graph, params, *rest), samples, layers)
 
     def accumulate(total, micro_batch):
-        more, also = jax.grad(share, has_aux=True)((params, weights), micro_batch)
-        return jax.tree.map(jnp.add, total, more), also
+        gradient, auxiliary = jax.grad(micro_batch_loss, has_aux=True)((params, weights), micro_batch)
+        return jax.tree.map(jnp.add, total, gradient), auxiliary
 
     def zeros(leaf):
         return jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32))
 
-    nothing = jax.tree.map(zeros, (params, weights))
-    of_update = jax.tree.map(lambda leaf: leaf[micro_batches], (samples, batch.layers()))
-    (gradients, of_residents), also = jax.lax.scan(accumulate, nothing, of_update)
+    initial_total = jax.tree.map(zeros, (params, weights))
+    update_inputs = jax.tree.map(lambda leaf: leaf[micro_batches], (samples, batch.layers()))
+    (gradients, resident_gradients), auxiliary = jax.lax.scan(accumulate, initial_total, update_inputs)
     if weights is not None:
-        gradients = _add_returned(gradients, of_residents, batch)
-    return gradients, also
+        gradients = _add_resident_gradients(gradients, resident_gradients, batch)
+    return gradients, auxiliary
 
 
 def prepare_residents(model: nnx.Module, optimizer: nnx.Optimizer, batch: PreparedBatch) -> Residents | None:
-    """The residents of one update, for steps that share them, such as a recompute and the update after it.
+    """Push the residents of one update, for steps that share them, such as a recompute and the update after it.
 
-    Jit it, and donate them to the update that uses them last. They serve until the optimizer steps;
-    `relibra_jax.execution.check_residents` says so on the host.
+    Call it under jit, and donate the residents to the last step that uses them. They are valid until the next optimizer
+    step; `relibra_jax.execution.check_residents` checks this on the host.
 
     Args:
-        model: the model as it is now.
-        optimizer: its optimizer, whose step the residents carry.
+        model: the model with its current parameters.
+        optimizer: the optimizer of the model. The residents record its current step number.
         batch: the prepared batch.
 
     Returns:
-        Weights and step; None if the batch has no residents.
+        The residents' weights, step number and experts. None if the batch has no residents.
     """
     weights = _push_weights(nnx.state(model, nnx.Param), batch)
     if weights is None:
@@ -119,10 +121,10 @@ def _push_weights(params: Any, batch: PreparedBatch) -> Array | None:
     )
 
 
-def _add_returned(gradients: Any, of_residents: jax.Array, batch: PreparedBatch) -> Any:
+def _add_resident_gradients(gradients: Any, resident_gradients: jax.Array, batch: PreparedBatch) -> Any:
     leaves = _experts(gradients)
     totals = return_gradients(
-        of_residents,
+        resident_gradients,
         [leaf.get_raw_value() for leaf in leaves],
         batch.batch_plan.plan,
         batch.parallel,
@@ -149,5 +151,5 @@ def _is_variable(leaf: Any) -> bool:
 def _fsdp_axis(leaf: ExpertParam) -> str | None:
     """The mesh axis over which experts are sharded along D."""
     spec = tuple(leaf.get_metadata("out_sharding", None) or ())
-    ahead = max(len(leaf.shape) - AXES, 0) + 4
-    return spec[ahead] if len(spec) > ahead else None
+    width_axis = max(len(leaf.shape) - AXES, 0) + 4
+    return spec[width_axis] if len(spec) > width_axis else None

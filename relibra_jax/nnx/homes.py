@@ -1,4 +1,4 @@
-"""Homes of a Flax model's experts: read, told, and changed with everything that belongs to the experts."""
+"""The homes of a Flax model's experts: functions that read and set them, and that move experts to new homes."""
 
 from typing import Any
 
@@ -16,16 +16,18 @@ from relibra_jax.types import Array, Topology
 
 
 def expert_labels(state: Any) -> Any:
-    """Labels that say which leaves hold the experts of which layers, for `migrate_experts` and checkpoints.
+    """Label each leaf of a model's state with the MoE layers whose experts it holds.
 
-    Layers are counted in the order of the tree, ``nnx.List`` and stacked layers alike. For optimizer state, give the
-    labels of the parameters to `relibra_jax.execution.expert_labels.optimizer_layers`.
+    `migrate_experts` and the checkpoints take these labels. Layers are numbered in the order of the tree, those of an
+    ``nnx.List`` and stacked layers alike. To label optimizer state, pass the labels of the parameters to
+    `relibra_jax.execution.expert_labels.optimizer_layers`.
 
     Args:
-        state: ``nnx.state(model, ...)``, or gradients of that structure.
+        state: ``nnx.state(model, ...)``, or gradients with that structure.
 
     Returns:
-        A prefix of ``state``: for expert weights an int, or a range where layers are stacked; None elsewhere.
+        A prefix of ``state``: the layer number for expert weights, a range of layer numbers for stacked layers, and
+        None for all other leaves.
     """
     leaves, structure = jax.tree.flatten(state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
     labels: list[Layers] = []
@@ -43,40 +45,46 @@ def expert_labels(state: Any) -> Any:
 
 
 def get_homes(model: nnx.Module) -> Int[np.ndarray, "L E"]:
-    """The homes of all layers' experts, as the model itself holds them.
+    """Read the homes of the experts of all layers from the model.
 
     Args:
-        model: a module with L MoE layers, which are counted in the order of its tree.
+        model: a module with L MoE layers, numbered in the order of its tree.
 
     Returns:
         Flat home slot of each expert.
 
     Raises:
-        ValueError: if the model has no MoE layer, or layers of different numbers of experts.
+        ValueError: if the model has no MoE layer, or its layers have different numbers of experts.
     """
     leaves = jax.tree.leaves(nnx.state(model, Homes))
     experts = sorted({leaf.shape[-1] for leaf in leaves})
     if not experts:
-        raise ValueError(f"there is no MoELayer in this {type(model).__name__}")
+        raise ValueError(f"the model, a {type(model).__name__}, contains no MoELayer")
     if len(experts) != 1:
-        raise ValueError(f"expected MoE layers of one number of experts, found {experts}")
+        raise ValueError(
+            f"all MoE layers of the model must have the same number of experts; they have {experts}"
+        )
     return np.concatenate([np.asarray(leaf).reshape(-1, *experts) for leaf in leaves])
 
 
 def set_homes(model: nnx.Module, home: Int[Array, "L E"]) -> None:
-    """Tell all layers where their experts lie, in place. No weights move: see `reorder_experts` for that.
+    """Set the homes that all layers record for their experts, in place, without moving any weights.
+
+    To move the weights too, call `reorder_experts`.
 
     Args:
-        model: a module with L MoE layers, which are counted in the order of its tree.
+        model: a module with L MoE layers, numbered in the order of its tree.
         home: flat home slot of each expert.
 
     Raises:
-        ValueError: if the model has another number of layers or experts, with both, or a home slot has not exactly one
+        ValueError: if the model has another number of layers or experts, or a home slot does not have exactly one
             expert.
     """
     layers, experts = get_homes(model).shape
     if np.shape(home) != (layers, experts):
-        raise ValueError(f"homes of shape {np.shape(home)} for {layers} MoE layers of {experts} experts")
+        raise ValueError(
+            f"home has shape {np.shape(home)}, but the model has {layers} MoE layers with {experts} experts"
+        )
     rows = iter(np.split(check_homes(home, experts), layers))
 
     def place(old):
@@ -94,19 +102,20 @@ def reorder_experts(
     mesh: Mesh,
     topology: Topology,
 ) -> None:
-    """Move the experts of all layers to new homes, and the optimizer state that belongs to them: between batches.
+    """Move the experts of all layers and their optimizer state to new homes, in place, between two batches.
 
-    In place, as nnx has it; see `relibra_jax.execution.migration.migrate_experts`.
+    `relibra_jax.execution.migration.migrate_experts` describes how they move.
 
     Args:
-        model: a module with L MoE layers, which are counted in the order of its tree.
-        optimizer: the optimizer of the model; None if it is not trained.
-        home: flat home slot of each expert from now on, ``Plan.home``.
-        mesh: the device mesh that the experts are sharded over.
-        topology: the expert-parallel group that ``home`` belongs to.
+        model: a module with L MoE layers, numbered in the order of its tree.
+        optimizer: the optimizer of the model. None if the model is not trained.
+        home: the new flat home slot of each expert, ``Plan.home``.
+        mesh: the device mesh over which the experts are sharded.
+        topology: the expert-parallel group of ``home``.
 
     Raises:
-        ValueError: if ``home`` has another number of layers, or as `migrate_experts` says; nothing has moved then.
+        ValueError: if ``home`` has another number of layers than the model, or under the conditions of
+            `migrate_experts`. Nothing has moved then.
     """
     experts = nnx.state(model, ExpertParam)
     tree, layers = {"experts": experts}, {"experts": expert_labels(experts)}
@@ -114,8 +123,8 @@ def reorder_experts(
         tree["optimizer"] = optimizer.opt_state
         labels = expert_labels(nnx.state(model, optimizer.wrt))
         layers["optimizer"] = optimizer_layers(optimizer.tx, optimizer.opt_state, labels)
-    moved = migrate_experts(tree, get_homes(model), home, layers=layers, mesh=mesh, topology=topology)
-    nnx.update(model, moved["experts"])
+    tree = migrate_experts(tree, get_homes(model), home, layers=layers, mesh=mesh, topology=topology)
+    nnx.update(model, tree["experts"])
     if optimizer is not None:
-        nnx.update(optimizer.opt_state, nnx.state(moved["optimizer"]))
+        nnx.update(optimizer.opt_state, nnx.state(tree["optimizer"]))
     set_homes(model, home)

@@ -1,12 +1,12 @@
-"""The layer for Flax: router, gates and shared expert around `relibra_jax.execution.moe`, as an nnx module.
+"""The mixture-of-experts layer for Flax: router, gates and shared expert around `relibra_jax.execution.moe`.
 
-Replay is an argument: ``layer(x, expert_ids, plan, ...)`` follows recorded routing under a plan and takes the gates
-from the live router, which therefore learns. ``layer(x, ...)`` routes live and returns its ids, which a later call
-replays. Nothing is kept between calls. The plan comes prepared (`relibra_jax.nnx.PreparedBatch.layers`), so that the
-layer only gathers and sends; or as it is, and the layer prepares it.
+The replay is an argument. ``layer(x, expert_ids, plan, ...)`` follows recorded routing under a plan. It takes the gates
+from the live router, which therefore still learns. ``layer(x, ...)`` routes live and returns the expert ids, which a
+later call can replay. The layer keeps nothing between calls. With a prepared plan
+(`relibra_jax.nnx.PreparedBatch.layers`) the layer only gathers and sends. Otherwise it prepares the plan itself.
 
-Experts lie in home slots, ``[N, G, H, 3, D, F]``, and the layer's `Homes` say which expert lies in which, so that
-a plan of other homes is noticed.
+Expert weights are in home slots, ``[N, G, H, 3, D, F]``. The layer's `Homes` record which expert is in which slot, so
+that the layer can detect a plan with other homes.
 """
 
 from collections.abc import Callable
@@ -30,46 +30,47 @@ from relibra_jax.plan import home_layout
 from relibra_jax.replay import id_dtype
 from relibra_jax.types import EMPTY, Array, LayerPlan, Topology, check_shape
 
-EVERYWHERE: Final = PartitionSpec()
-"""The spec of replicated parameters."""
+REPLICATED: Final = PartitionSpec()
+"""The sharding spec of replicated parameters."""
 
 
 class MoEOutput(NamedTuple):
-    """What one call of the layer returns."""
+    """The output of one call of `MoELayer`, with its routing."""
 
     output: Float[Array, "B *tokens D"]
-    """The layer's output, of the shape of ``x``."""
+    """The layer's output, in the shape of ``x``."""
     expert_ids: Integer[Array, "B *tokens K"]
-    """The routing of a live call in the dtype of a replay, rows of padding filled with whatever the router says; or the
-    replay that was given."""
+    """The router's expert ids of a live call, in the dtype of a replay and with arbitrary ids on padding; or the
+    ``expert_ids`` of the call."""
     router_logits: Float[Array, "B *tokens E"]
-    """The live router's logits, for `relibra_jax.execution.gating.balance_loss` for instance."""
+    """The live router's logits, for example for `relibra_jax.execution.gating.balance_loss`."""
     slot_rows: Int[Array, "*copies N G S"]
-    """Rows that each slot computed, counted where they arrived with ``check_rows``, for
-    `relibra_jax.nnx.check_executed`."""
+    """The number of rows that each slot computed, for `relibra_jax.nnx.check_executed`. With ``check_rows`` the
+    receiving ranks count them."""
 
 
 class MoELayer(nnx.Module):
     """A mixture-of-experts layer over the ranks of a topology.
 
-    The weights of an expert follow from the key and its id alone, so a model starts the same on every topology.
+    An expert's initial weights depend only on the random key and its id, so the model starts equal on every topology.
 
     Args:
         topology: the expert-parallel group.
         width: D, the width of the tokens.
         expert_width: F, the hidden width of an expert.
-        gating: how tokens choose experts; presets in `relibra_jax.execution.gating.GATINGS`.
-        shared_width: the hidden width of a shared expert that every token uses besides; 0 for none.
-        home: flat home slot of each expert; in order of their ids when None.
-        dtype: the dtype of the computation; that of ``x`` when None.
+        gating: the rule by which tokens choose experts. `relibra_jax.execution.gating.GATINGS` has presets.
+        shared_width: the hidden width of a shared expert that every token also uses; 0 for none.
+        home: flat home slot of each expert. None places the experts in the order of their ids.
+        dtype: the dtype of the computation. None takes that of ``x``.
         param_dtype: the dtype of the parameters.
-        mesh: the device mesh that parameters lie on from birth, experts sharded over its ranks and all else
-            replicated. None leaves them where JAX puts them, for `Balancer.prepare` or the caller to distribute.
-        fsdp_axis: the mesh axis over which each expert is sharded besides, along D; None for none.
-        rngs: the random keys of the parameters; ``params`` is used.
+        mesh: the device mesh on which the layer creates its parameters: experts sharded over the ranks, all other
+            parameters replicated. None leaves them on JAX's default device until `Balancer.prepare` or the caller
+            distributes them.
+        fsdp_axis: a further mesh axis over which each expert is sharded along D. None for none.
+        rngs: the random keys of the parameters, from the stream ``params``.
 
     Raises:
-        ValueError: if the topology's experts cannot have this gating.
+        ValueError: if the gating does not fit the number of experts.
 
     >>> from relibra_jax.execution.gating import GATINGS
     >>> from relibra_jax.execution.mesh import expert_mesh
@@ -102,7 +103,7 @@ class MoELayer(nnx.Module):
         self.gating, self.dtype, self.width, self.expert_width = gating, dtype, width, expert_width
         num_experts, spec = topology.num_experts, expert_spec(fsdp_axis)
 
-        def make(init: Callable[..., jax.Array], *args: Any, spec: PartitionSpec = EVERYWHERE) -> jax.Array:
+        def make(init: Callable[..., jax.Array], *args: Any, spec: PartitionSpec = REPLICATED) -> jax.Array:
             return jax.jit(init, out_shardings=None if mesh is None else NamedSharding(mesh, spec))(*args)
 
         def zeros(dtype: DTypeLike) -> jax.Array:
@@ -121,7 +122,7 @@ class MoELayer(nnx.Module):
         self.home = Homes(make(lambda home: home, home))
         self.router = nnx.Param(make(router, rngs.params()))
         weights = make(experts, rngs.params(), home, spec=spec)
-        # They lie where they should already; Flax would want a mesh in its context to put them there.
+        # The weights are already sharded. With eager sharding Flax would need a mesh in its context.
         self.experts = ExpertParam(
             weights, out_sharding=tuple(spec), eager_sharding=False, compute_dtype=dtype
         )
@@ -143,31 +144,34 @@ class MoELayer(nnx.Module):
         experts: LayerExperts | None = None,
         mask: Bool[Array, "..."] | None = None,
     ) -> MoEOutput:
-        """Run the layer, in replay of ``expert_ids`` or on live routing.
+        """Run the layer, either with the recorded routing ``expert_ids`` or with live routing.
 
-        A live call cannot know what its buffers will hold: ``parallel`` without capacities takes the worst case. To
-        need less, count first: `route`, then plan the counted load, then replay. Buffers too small give NaN, never a
-        dropped token.
+        The load of a live call is unknown beforehand, so ``parallel`` without capacities sizes the buffers for the
+        worst case. For smaller buffers call `route` first, plan the counted load, and then replay the ids. If a buffer
+        is too small, the output is NaN; the layer never drops a token.
 
         Args:
-            x: the tokens ``[B, *tokens, D]``, sharded over the ranks along the first axis, which divides over them.
-            expert_ids: the replay, ``[B, *tokens, K]`` of any integer dtype that holds E - 1. None routes live.
-            plan: the plan of this layer and micro-batch, ``[*copies, ...]``: prepared from these ids, with residents'
-                weights if there are any; or as it is, where there are no resident slots. For live routing under it,
-                give it as it is and without its load. None for homes alone, under a topology without resident slots
-                (`Balancer.live`).
-            parallel: how plans are run: mesh, topology, buffer sizes, kinds of exchange.
-            experts: what `fetch` returned for ``plan``; when None, replicas are fetched here, unhidden.
-            mask: ``[B, *tokens]``, False on padding, which no routed expert computes and no load counts. EMPTY ids say
-                the same, in dtypes that have room for it.
+            x: the tokens ``[B, *tokens, D]``, sharded over the ranks along the first axis. The number of ranks must
+                divide B.
+            expert_ids: the recorded expert ids, ``[B, *tokens, K]``, in any integer dtype that holds E - 1. None routes
+                live.
+            plan: the plan of this layer and micro-batch, ``[*copies, ...]``. It is either prepared from ``expert_ids``,
+                with the residents' weights if there are any, or a `LayerPlan` if there are no resident slots. Live
+                routing takes a `LayerPlan` whose load is None. None uses home slots only, under a topology without
+                resident slots (`Balancer.live`).
+            parallel: the mesh, topology, buffer sizes and exchanges with which the layer executes the plan.
+            experts: the experts that `fetch` returned for ``plan``. None fetches the replicas in this call, not
+                overlapped with attention.
+            mask: ``[B, *tokens]``, False on padding, which no routed expert computes and no load counts. EMPTY ids mean
+                the same in dtypes that can hold EMPTY.
 
         Returns:
-            The output, with the routing and the router's logits. NaN if ``plan`` belongs to other homes than the
-            weights', or as `relibra_jax.execution.moe.moe_layer` says.
+            The output with the routing and the router's logits. The output is NaN if ``plan`` has other homes than the
+            weights, or under the conditions of `relibra_jax.execution.moe.moe_layer`.
 
         Raises:
-            ValueError: before anything is compiled: if a shape, layout, K or dtype does not fit, with both; a plan
-                comes with its load and without the ids that it is the load of; or residents' weights are missing.
+            ValueError: before compilation, if a shape, layout, K or dtype does not fit, if ``plan`` has a load but
+                ``expert_ids`` is None, or if the weights of residents are missing.
         """
         self._check(x, expert_ids, plan, parallel, mask)
         if plan is None:
@@ -184,9 +188,9 @@ class MoELayer(nnx.Module):
             ids = jnp.where(mask[..., None], ids, EMPTY)
         layer = plan if isinstance(plan, PreparedLayer) else prepare_layer(ids, plan, parallel)
         gates = gates_at(logits, ids, self.gating)
-        found, slot_rows = moe_layer(x, ids, gates, experts, layer, parallel)
-        at_home = (plan.home == jnp.broadcast_to(self.home[...], plan.home.shape)).all()
-        y = found * one_or_nan(at_home, jnp.asarray(found))
+        routed_output, slot_rows = moe_layer(x, ids, gates, experts, layer, parallel)
+        same_homes = (plan.home == jnp.broadcast_to(self.home[...], plan.home.shape)).all()
+        y = routed_output * one_or_nan(same_homes, jnp.asarray(routed_output))
         if self.shared is not None:
             y += _swiglu(x, self.shared[...].astype(x.dtype))
         return MoEOutput(y, expert_ids, logits, slot_rows)
@@ -194,17 +198,19 @@ class MoELayer(nnx.Module):
     def fetch(
         self, x: Num[Array, "B ..."], plan: LayerPlan | PreparedLayer, parallel: ExpertParallel
     ) -> tuple[LayerExperts, jax.Array]:
-        """Fetch this layer's replicas beside attention: call it at the transformer layer's start, inside the
-        `jax.checkpoint` that has them fetched again in the backward pass.
+        """Fetch this layer's replicas while attention computes.
+
+        Call it at the start of the transformer layer, inside its `jax.checkpoint`, so that the backward pass fetches
+        the replicas again instead of storing them.
 
         Args:
-            x: the transformer layer's input; go on with the one returned.
-            plan: the plan of this layer and micro-batch, the same as in the call.
-            parallel: how plans are run, the same as in the call.
+            x: the input of the transformer layer.
+            plan: the plan of this layer and micro-batch, the same as in the call of the layer.
+            parallel: the execution settings, the same as in the call of the layer.
 
         Returns:
-            ``(experts, x)``, see `relibra_jax.execution.replicas.fetch_replicas`. Experts are of the layer's
-            ``dtype``, or that of this ``x``.
+            ``(experts, x)``, as `relibra_jax.execution.replicas.fetch_replicas` returns them. Use this ``x`` from here
+            on. The experts have the layer's ``dtype``, or that of ``x`` if it is None.
         """
         layer = plan if isinstance(plan, PreparedLayer) else prepare_fetch(plan, parallel)
         dtype = x.dtype if self.dtype is None else self.dtype
@@ -215,11 +221,14 @@ class MoELayer(nnx.Module):
     def route(
         self, x: Float[Array, "B *tokens D"]
     ) -> tuple[Integer[Array, "B *tokens K"], Float[Array, "B *tokens E"]]:
-        """The live router's choice, without running experts: count it, plan it, replay it.
+        """Compute the live routing without running experts, for callers that count it, plan it and replay it.
+
+        Args:
+            x: the tokens.
 
         Returns:
-            Expert ids in the smallest dtype that holds them, as in `relibra_jax.types.RoutingReplay`, and the
-            router's logits, float32 or wider.
+            ``(expert_ids, logits)``: the expert ids in the smallest dtype that holds them, as in
+            `relibra_jax.types.RoutingReplay`, and the router's logits in float32 or wider.
         """
         logits = self._logits(x)
         bias = None if self.correction_bias is None else self.correction_bias[...]
@@ -227,7 +236,7 @@ class MoELayer(nnx.Module):
         return ids.astype(id_dtype(logits.shape[-1])), logits
 
     def _logits(self, x):
-        # In float32 and without TF32: a rounded logit may be another expert.
+        # In float32 and without TF32, because a rounded logit may select another expert.
         dtype = jnp.promote_types(x.dtype, jnp.float32)
         logits = jnp.dot(x.astype(dtype), self.router[...].astype(dtype), precision="highest")
         if self.router_bias is None:
@@ -242,33 +251,35 @@ class MoELayer(nnx.Module):
         check_shape("x", x.shape, (*tokens, self.width))
         if expert_ids is None and isinstance(plan, PreparedLayer):
             raise ValueError(
-                "a prepared layer without expert_ids: it was prepared from recorded ones, which say where gates belong"
+                "plan is a PreparedLayer, so expert_ids must be given: pass the ids from which it was prepared"
             )
         if expert_ids is None and plan is not None and plan.load is not None:
             raise ValueError(
-                f"plan with a load of shape {plan.load.shape}, without expert_ids: live routing is counted in the"
-                " step, give it plan._replace(load=None)"
+                f"plan has a load of shape {plan.load.shape}, but expert_ids is None: live routing counts its own load,"
+                " so pass plan._replace(load=None)"
             )
         if mask is not None:
             check_shape("mask", mask.shape, tokens)
         if expert_ids is not None:
             check_shape("expert_ids", expert_ids.shape, (*tokens, self.gating.top_k))
-            most = topology.num_experts - 1
-            if not jnp.issubdtype(expert_ids.dtype, jnp.integer) or jnp.iinfo(expert_ids.dtype).max < most:
-                raise ValueError(f"expert_ids: expected integers that hold {most}, found {expert_ids.dtype}")
+            largest = topology.num_experts - 1
+            if not jnp.issubdtype(expert_ids.dtype, jnp.integer) or jnp.iinfo(expert_ids.dtype).max < largest:
+                raise ValueError(
+                    f"expert_ids: expected an integer dtype that holds {largest}, found {expert_ids.dtype}"
+                )
 
 
 def _home_plan(home, parallel: ExpertParallel) -> LayerPlan:
-    """The layer plan that has neither residents nor replicas, for quotas to be refitted."""
+    """A layer plan without residents and replicas. Its quotas are 0, to be refitted to the live load."""
     topology = parallel.topology
-    empty = ((0, 0), (0, 0), (0, topology.slots - topology.home_slots))
-    slots = jnp.pad(home_layout(home, topology), empty, constant_values=EMPTY)
+    padding = ((0, 0), (0, 0), (0, topology.slots - topology.home_slots))
+    slots = jnp.pad(home_layout(home, topology), padding, constant_values=EMPTY)
     slots, home = (jnp.broadcast_to(leaf, (*parallel.copies, *leaf.shape)) for leaf in (slots, home))
     return LayerPlan(slots, home, jnp.zeros_like(slots), load=None)
 
 
 def _swiglu_weights(key, width: int, hidden: int, dtype: DTypeLike) -> jax.Array:
-    """``[3, D, F]``, each matrix scaled by the root of its inputs."""
+    """Random weights ``[3, D, F]``; each matrix is scaled by the inverse square root of its input width."""
     scale = np.sqrt([1 / width, 1 / width, 1 / hidden]).astype(np.float32)[:, None, None]
     return (jax.random.normal(key, (3, width, hidden)) * scale).astype(dtype)
 

@@ -1,4 +1,4 @@
-"""Batches that are ready to run, from a checked plan or for live routing."""
+"""Constructors of prepared batches, from a checked plan or for live routing."""
 
 import functools
 import math
@@ -31,19 +31,20 @@ def replayed_batch(
     seconds: tuple[float, float],
     visits: Int[np.ndarray, "M L P N"] | None,
 ) -> PreparedBatch:
-    """A batch that follows recorded routing: its layers are prepared here, on the devices.
+    """Prepare a batch that follows recorded routing; its layers are prepared on the devices.
 
     Args:
         batch_plan: the plan of the batch, on the mesh.
-        parallel: how plans are run.
+        parallel: the mesh, topology, buffer sizes and exchanges with which layers execute the plan.
         replay: the recorded routing, on the host.
-        assignment: the assignment, on the host.
-        rows: how samples lie in rows; None for a sample a row.
-        seconds: how long all stages of the batch were planned, and their buffers counted.
-        visits: how often tokens go to each node, where that was counted.
+        assignment: the sample assignment, on the host.
+        rows: the layout of samples in rows. None puts one sample in a row.
+        seconds: the seconds that planning and buffer sizing took, for all stages of the batch.
+        visits: the number of tokens that each rank sends to each node. None on the flat path.
 
     Raises:
-        RuntimeError: if a layer is not sound, which no checked plan and no counted buffers should lead to.
+        RuntimeError: if the devices find a layer invalid. This should not happen with a checked plan and counted
+            buffers.
     """
     batch = functools.partial(
         PreparedBatch,
@@ -55,14 +56,12 @@ def replayed_batch(
         seconds=seconds,
         visits=visits,
     )
-    layers, sound = _prepare(*batch().to_ranks(tuple(replay)), batch_plan, parallel)
-    wrong = np.argwhere(~np.asarray(sound))
-    if len(wrong):
+    layers, valid = _prepare(*batch().to_ranks(tuple(replay)), batch_plan, parallel)
+    invalid = np.argwhere(~np.asarray(valid))
+    if len(invalid):
         raise RuntimeError(
-            "micro-batch {}, layer {}: the plan that was checked does not hold on the devices".format(
-                *wrong[0]
-            )
-            + f" ({len(wrong)} layers in all), with {parallel.capacities}"
+            "micro-batch {}, layer {}: the checked plan is invalid on the devices".format(*invalid[0])
+            + f" ({len(invalid)} invalid layers in all), with {parallel.capacities}"
         )
     return batch(layers=layers)
 
@@ -71,20 +70,20 @@ def replayed_batch(
 def _prepare(
     ids: Array, mask: Array, batch_plan: BatchPlan, parallel: ExpertParallel
 ) -> tuple[PreparedLayer, Bool[jax.Array, "M L"]]:
-    """The layers, and whether each of them is sound on all ranks of all copies of the group."""
+    """The prepared layers, and whether each of them is valid on all ranks of all copies of the group."""
     ids = jnp.where(mask[..., None, None], ids.astype(jnp.int32), EMPTY)
-    layers = prepare_layers(ids, by_copy(batch_plan.layer_plans(), parallel.copies), parallel)
+    layers = prepare_layers(ids, group_by_copy(batch_plan.layer_plans(), parallel.copies), parallel)
     assert layers.tokens is not None
-    sound = jnp.asarray(layers.tokens.sound)
+    valid = jnp.asarray(layers.tokens.valid)
     if layers.fetch is not None:
-        sound &= layers.fetch.fits
-    everywhere = NamedSharding(parallel.mesh, PartitionSpec())
-    sound = sound.reshape(*sound.shape[:2], -1).all(-1)
-    return layers, jax.lax.with_sharding_constraint(sound, everywhere)
+        valid &= layers.fetch.fits
+    replicated = NamedSharding(parallel.mesh, PartitionSpec())
+    valid = valid.reshape(*valid.shape[:2], -1).all(-1)
+    return layers, jax.lax.with_sharding_constraint(valid, replicated)
 
 
-def by_copy(plans: Any, copies: tuple[int, ...]) -> Any:
-    """Arrays ``[M, L]`` with the micro-batches of all copies of the group as ``[M, L, *copies]``."""
+def group_by_copy(plans: Any, copies: tuple[int, ...]) -> Any:
+    """Regroup arrays ``[copies x M, L, ...]`` over the micro-batches of all copies as ``[M, L, *copies, ...]``."""
     if not copies:
         return plans
 
@@ -103,32 +102,31 @@ def live_stages(
     num_micro_batches: Sequence[int],
     samples: Sequence[range | None] | None,
 ) -> tuple[PreparedBatch, ...]:
-    """Stages that are routed live: samples in order, experts where they are, no replicas.
+    """Prepare stages for live routing: samples in order, experts at home, no replicas.
 
     Args:
-        parallel: how plans are run, without replica slots.
-        num_samples: B.
+        parallel: the mesh, topology without replica slots, buffer sizes and exchanges of the layers.
+        num_samples: B, the number of samples in the batch.
         num_micro_batches: M of each stage in each copy of the group.
         samples: the samples of each stage, as `relibra_jax.planning.plan_stages.plan_stages` takes them.
 
     Raises:
-        ValueError: if the number of samples is not given, or a stage has no micro-batch or not a sample for each.
+        ValueError: if ``num_samples`` is None, or a stage has no micro-batch or fewer samples than micro-batches.
     """
-    most = max(num_micro_batches, default=0)
-    if num_samples is None or num_samples < most:
+    largest = max(num_micro_batches, default=0)
+    if num_samples is None or num_samples < largest:
         raise ValueError(
-            f"prepare(replay=None) prepares live routing: give it num_samples of at least num_micro_batches={most}, not"
-            f" {num_samples}"
+            f"live routing (replay=None) needs num_samples of at least num_micro_batches={largest}, not {num_samples}"
         )
-    own = stage_samples(num_samples, len(num_micro_batches), samples)
+    ranges = stage_samples(num_samples, len(num_micro_batches), samples)
     copies = math.prod(parallel.copies)
     assignments = [
-        assign_in_order(len(each), parallel.topology, num_micro_batches=copies * number)
-        for each, number in zip(own, num_micro_batches, strict=True)
+        assign_in_order(len(stage), parallel.topology, num_micro_batches=copies * number)
+        for stage, number in zip(ranges, num_micro_batches, strict=True)
     ]
     return tuple(
         PreparedBatch(
-            None, parallel, assignment=shift_samples(assignment, each.start), num_samples=num_samples
+            None, parallel, assignment=shift_samples(assignment, stage.start), num_samples=num_samples
         )
-        for assignment, each in zip(assignments, own, strict=True)
+        for assignment, stage in zip(assignments, ranges, strict=True)
     )

@@ -1,4 +1,4 @@
-"""A prepared batch: what its steps need, for as long as the experts lie where it wants them."""
+"""The prepared batch: the plan, tables and buffer sizes for the training steps of one batch."""
 
 import functools
 import math
@@ -18,33 +18,33 @@ from relibra_jax.types import EMPTY, Array, Assignment, BatchPlan
 
 
 class RowPacking(NamedTuple):
-    """Which token of a row is of which sample, where rows hold several samples one behind the other."""
+    """The sample and position of each token, for rows that hold several samples one after another."""
 
     segments: Int[Array, "*M rows T"]
-    """The sample of each token, its index in the batch; EMPTY at padding. Tokens attend to those of their sample."""
+    """The index in the batch of each token's sample; EMPTY on padding. Tokens attend only to tokens of their sample."""
     positions: Int[Array, "*M rows T"]
-    """The token's position in its sample."""
+    """The position of each token in its sample."""
 
 
 class PreparedBatch:
-    """What `relibra_jax.nnx.Balancer.prepare` returns. Give it to jitted steps as it is.
+    """A batch that `relibra_jax.nnx.Balancer.prepare` has prepared. Pass it to jitted steps as an argument.
 
-    A pytree: the batch plan and what layers follow are its array part, `parallel` is static. Under jit the arrays are
-    traced, so a compiled step serves every batch of the same sizes. Outside of jit it remembers which batch it is:
-    given to a step after the experts moved on for another batch, it is refused.
+    It is a pytree: the batch plan and the prepared layers are its arrays, and `parallel` is static. One compiled step
+    therefore serves every batch with the same sizes. Outside jit the object knows its batch: if a step or a method
+    uses it after the balancer has prepared another batch and moved the experts, it raises ValueError.
     """
 
     parallel: ExpertParallel
-    """Mesh, topology, buffer sizes and kinds of exchange, for `relibra_jax.nnx.MoELayer`."""
+    """The mesh, topology, buffer sizes and kinds of exchange for `relibra_jax.nnx.MoELayer`."""
     plan_seconds: float
-    """How long the host planned, and checked the plan; 0 under jit."""
+    """The seconds in which the host computed and checked the plan; 0 under jit."""
     size_seconds: float
-    """How long it counted the sizes of buffers; 0 under jit."""
+    """The seconds in which the host counted the buffer sizes; 0 under jit."""
     visits: Int[np.ndarray, "M L P N"] | None
-    """Tokens that each rank sends to each node, its own among them, on the hierarchical path; None on the flat one, for
-    live routing, and under jit."""
+    """The number of tokens that each rank sends to each node, including its own, on the hierarchical path. None on the
+    flat path, for live routing, and under jit."""
     check_in_force: Callable[[], None] | None
-    """Raises when another batch has been prepared; None under jit."""
+    """A function that raises ValueError if the balancer has prepared another batch; None under jit."""
 
     def __init__(
         self,
@@ -68,43 +68,48 @@ class PreparedBatch:
 
     @property
     def batch_plan(self) -> BatchPlan:
-        """Assignment, load and plan of all micro-batches, those of data-parallel copies among them, a copy at a time.
+        """The assignment, load and plan of all micro-batches.
+
+        The micro-batches of data-parallel copies are further entries of M, one copy after another.
 
         Raises:
             ValueError: if the batch was prepared for live routing, which has no plan.
         """
-        self._refuse_if_superseded()
+        self._check_current()
         if self._batch_plan is None:
             raise ValueError("this batch was prepared for live routing, which has no plan")
         return self._batch_plan
 
     def layers(self) -> PreparedLayer | None:
-        """What the layers of all micro-batches follow, stacked ``[M, L, *copies]``, to be scanned beside the rows of
-        `to_ranks`; None for live routing. Residents' weights are not in it: they change with every update
-        (`relibra_jax.nnx.accumulate_gradients`)."""
-        self._refuse_if_superseded()
+        """The prepared layers of all micro-batches, stacked ``[M, L, *copies]``; None for live routing.
+
+        Scan over them together with the rows of `to_ranks`. They do not contain the weights of residents, which change
+        with every update (`relibra_jax.nnx.accumulate_gradients`).
+        """
+        self._check_current()
         return self._layers
 
     def micro_batch(self, index: Any) -> PreparedLayer | None:
-        """What the layers of one micro-batch follow, stacked ``[L, *copies]``; None for live routing."""
+        """The prepared layers of one micro-batch, stacked ``[L, *copies]``; None for live routing."""
         layers = self.layers()
         return None if layers is None else layers.layer(index)
 
     def to_ranks(self, samples: PyTree) -> PyTree:
-        """Bring the batch's rows to the ranks that own them, micro-batch by micro-batch. Runs on the host.
+        """Put the rows of the batch on the ranks that compute them, micro-batch by micro-batch. Runs on the host.
 
         Args:
-            samples: any tree of host arrays ``[B, ...]``, one row for each sample of the batch, the same on all
-                processes: tokens, masks, weights, the replay itself. A stage of some samples takes the rows of these.
+            samples: any tree of host arrays ``[B, ...]``, such as tokens, masks, weights or the replay itself, with one
+                row for each sample of the batch and equal on all processes. A stage with some of the samples picks
+                their rows.
 
         Returns:
-            The same tree of ``[M, rows, ...]`` arrays, ``rows`` sharded over the ranks; zeros (False) where a rank
-            has room for a further sample. Where rows are packed, all are ``[M, rows, T, ...]``: arrays of tokens, those
-            whose second axis is the replay's, have each token in its place; other arrays have at each token the value
-            of its sample.
+            The same tree with arrays ``[M, rows, ...]``, where ``rows`` is sharded over the ranks and unused rows are
+            zero (False). With packed rows all arrays are ``[M, rows, T, ...]``. An array whose second axis is the
+            replay's token axis has its tokens in their packed positions. Any other array has the value of a sample at
+            each of its tokens.
 
         Raises:
-            ValueError: if an array has not one row a sample, or another batch has been prepared since.
+            ValueError: if an array does not have one row for each sample, or the balancer has prepared another batch.
         """
         places = self._places("to_ranks")
         sharding = NamedSharding(self.parallel.mesh, PartitionSpec(None, *self.parallel.token_spec))
@@ -114,51 +119,58 @@ class PreparedBatch:
             if samples.ndim < 1 or len(samples) != self._num_samples:
                 name = f"samples{jax.tree_util.keystr(path)}"
                 raise ValueError(
-                    f"{name}: shape {samples.shape} for a batch of {self._num_samples} samples; give to_ranks the rows"
-                    " of the batch that was prepared, in its order"
+                    f"{name}: shape {samples.shape}, but the batch has {self._num_samples} samples; to_ranks needs one"
+                    " row for each sample, in the order of the prepared batch"
                 )
-            of_tokens = places.positions is not None and samples.shape[1:2] == (self._num_tokens,)
+            has_token_axis = places.positions is not None and samples.shape[1:2] == (self._num_tokens,)
             sample = np.maximum(places.samples, 0)
-            rows = samples[sample, places.positions] if of_tokens else samples[sample]
+            rows = samples[sample, places.positions] if has_token_axis else samples[sample]
             rows[places.samples == EMPTY] = 0
             return _put(rows, sharding)
 
         return jax.tree.map_with_path(move, samples)
 
     def from_ranks(self, rows: PyTree) -> PyTree:
-        """Bring what steps returned for the batch's rows back into the order of the batch. Runs on the host.
+        """Bring the results of steps back from the ranks' rows into the order of the batch. Runs on the host.
 
-        On several processes, all call it, and all get all rows.
+        If there are several processes, every process must call it, and every process gets all results.
 
         Args:
-            rows: any tree of arrays ``[M, rows, ...]``, in the places where `to_ranks` puts samples; of tokens,
-                ``[M, rows, T, ...]``, where rows are packed.
+            rows: any tree of arrays ``[M, rows, ...]`` with the rows of `to_ranks`, or with packed rows
+                ``[M, rows, T, ...]``.
 
         Returns:
-            The same tree of host arrays ``[B, ...]``; zeros (False) for samples that are no part of this stage.
+            The same tree with host arrays ``[B, ...]``, or ``[B, T, ...]`` with packed rows; zeros (False) for samples
+            outside this stage.
 
         Raises:
-            ValueError: if an array is of other rows, or another batch has been prepared since.
+            ValueError: if an array has other numbers of micro-batches and rows, or the balancer has prepared another
+                batch.
         """
         samples, positions = self._places("from_ranks")
-        held = samples != EMPTY
+        is_real = samples != EMPTY
 
         def move(path: Any, leaf: Any) -> np.ndarray:
             if np.shape(leaf)[: samples.ndim] != samples.shape:
                 name, axes = f"rows{jax.tree_util.keystr(path)}", "micro-batches and rows"
-                raise ValueError(f"{name}: shape {np.shape(leaf)} for {samples.shape} {axes}")
-            found = to_host(leaf)[held]
+                raise ValueError(
+                    f"{name}: shape {np.shape(leaf)}, but the {axes} of this batch are {samples.shape}"
+                )
+            values = to_host(leaf)[is_real]
             shape = (self._num_samples,) if positions is None else (self._num_samples, self._num_tokens)
-            batch = np.zeros((*shape, *found.shape[1:]), found.dtype)
-            batch[samples[held] if positions is None else (samples[held], positions[held])] = found
+            batch = np.zeros((*shape, *values.shape[1:]), values.dtype)
+            index = samples[is_real] if positions is None else (samples[is_real], positions[is_real])
+            batch[index] = values
             return batch
 
         return jax.tree.map_with_path(move, rows)
 
     @property
     def packing(self) -> RowPacking | None:
-        """Which token of the ranks' rows is of which sample, ``[M, rows, T]`` as `to_ranks` puts them; None where a row
-        is a sample. Give each micro-batch's to the model."""
+        """The sample and position of each token in the ranks' packed rows, ``[M, rows, T]``.
+
+        None if rows are not packed. Pass the packing of each micro-batch to the model.
+        """
         places = self._places("packing")
         if places.positions is None:
             return None
@@ -167,26 +179,27 @@ class PreparedBatch:
         return RowPacking(put(places.samples), put(places.positions))
 
     def _places(self, caller: str) -> "_Places":
-        """The sample of every row of the ranks, or of every token where rows are packed."""
-        self._refuse_if_superseded()
+        """The sample of every row of the ranks, or with packed rows the sample and position of every token."""
+        self._check_current()
         if self._assignment is None:
             raise ValueError(
-                f"{caller} moves arrays of the host: call it on what prepare returned, not under jit nor on a copy"
+                f"{caller} runs on the host: call it outside jit, on the object that Balancer.prepare returned and not"
+                " on a copy of it"
             )
         copies, ranks = math.prod(self.parallel.copies), self.parallel.topology.num_ranks
 
-        def by_copy(leaf: Array, axes: int) -> np.ndarray:
-            """``[copies x M, N, G, rows, *T]`` as ``[M, copies x N x G x rows, *T]``."""
+        def over_copies(leaf: Array, axes: int) -> np.ndarray:
+            """Regroup ``[copies x M, N, G, rows, *T]`` as ``[M, copies x N x G x rows, *T]``."""
             leaf = np.asarray(leaf)
             inner = leaf.shape[4 : 4 + axes]
             leaf = leaf.reshape(copies, -1, ranks, leaf.shape[3], *inner).swapaxes(0, 1)
             return leaf.reshape(leaf.shape[0], -1, *inner)
 
         if self._rows is None:
-            return _Places(by_copy(self._assignment.sample, 0), None)
-        return _Places(*(by_copy(leaf, 1) for leaf in self._rows))
+            return _Places(over_copies(self._assignment.sample, 0), None)
+        return _Places(*(over_copies(leaf, 1) for leaf in self._rows))
 
-    def _refuse_if_superseded(self) -> None:
+    def _check_current(self) -> None:
         if self.check_in_force is not None:
             self.check_in_force()
 
@@ -196,24 +209,24 @@ def _put(rows: np.ndarray, sharding: NamedSharding) -> jax.Array:
 
 
 class _Places(NamedTuple):
-    """What stands in the rows of the ranks, micro-batch by micro-batch."""
+    """The contents of the ranks' rows, micro-batch by micro-batch."""
 
     samples: np.ndarray
-    """The sample of each row, or token; EMPTY for none."""
+    """The sample of each row, or with packed rows of each token; EMPTY for none."""
     positions: np.ndarray | None
-    """The position of each token in its sample, where rows are packed."""
+    """The position of each token in its sample; None if rows are not packed."""
 
 
 def to_host(array: Array) -> np.ndarray:
-    """The whole of an array; of one over several processes, all call it."""
+    """Copy a whole array to the host. If it spans several processes, every process must call this function."""
     if isinstance(array, jax.Array) and not array.is_fully_addressable:
         array = multihost_utils.process_allgather(array, tiled=True)
     return np.asarray(array)
 
 
 def _flatten(batch: PreparedBatch) -> tuple[tuple[Any, Any], ExpertParallel]:
-    # Jitted functions flatten their arguments at every call, so this is where a step is refused on the host.
-    batch._refuse_if_superseded()
+    # A jitted function flattens its arguments at every call, so this check catches an outdated batch on the host.
+    batch._check_current()
     return (batch._batch_plan, batch._layers), batch.parallel
 
 

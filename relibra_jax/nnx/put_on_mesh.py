@@ -1,7 +1,8 @@
-"""Arrays that do not lie on the mesh yet are put there: parameters by their metadata, optimizer state beside them.
+"""Distribution of model and optimizer arrays over the mesh, for arrays that are not there yet.
 
-A model may be built without a mesh, and counters of an optimizer are always born on one device, where every step would
-leave them on all devices and be compiled a second time.
+Parameters go where their sharding metadata says, and optimizer state goes where its parameters are. A model may be
+built without a mesh. The counters of an optimizer always start on one device; the first step would leave them on all
+devices, and the second step would then compile again.
 """
 
 from typing import Any
@@ -17,28 +18,28 @@ from relibra_jax.nnx.variables import ExpertParam
 
 
 def put_on_mesh(model: nnx.Module, optimizer: nnx.Optimizer | None, mesh: Mesh) -> None:
-    """Distribute what of a model and its optimizer lies on single devices, in place.
+    """Distribute the arrays of a model and its optimizer that are not on the mesh yet, in place.
 
     Args:
-        model: the module; its variables go where ``nnx.get_partition_spec`` says.
-        optimizer: the optimizer of the model, if any; moments of experts go where the experts are, all else is
-            replicated.
+        model: the module. ``nnx.get_partition_spec`` gives the sharding of its variables.
+        optimizer: the optimizer of the model, or None. The optimizer state of experts is sharded like the experts, and
+            all other state is replicated.
         mesh: the device mesh.
     """
     state = nnx.state(model)
     if not all(_on_mesh(array, mesh) for array in jax.tree.leaves(state)):
         specs = [spec.get_raw_value() for spec in _variables(nnx.get_partition_spec(state))]
         arrays, structure = jax.tree.flatten(state)
-        placed = [_put(array, mesh, spec) for array, spec in zip(arrays, specs, strict=True)]
-        nnx.update(model, jax.tree.unflatten(structure, placed))
+        arrays = [_put(array, mesh, spec) for array, spec in zip(arrays, specs, strict=True)]
+        nnx.update(model, jax.tree.unflatten(structure, arrays))
     if optimizer is None or all(_on_mesh(leaf, mesh) for leaf in jax.tree.leaves(nnx.state(optimizer))):
         return
     trained = nnx.state(model, optimizer.wrt)
     experts = [leaf.get_raw_value() for leaf in _variables(trained) if isinstance(leaf, ExpertParam)]
     spec = {array.ndim: array.sharding.spec for array in experts}
     labels = optimizer_layers(optimizer.tx, optimizer.opt_state, expert_labels(trained))
-    # State of experts that is laid out otherwise than they are is refused by name where it would have to move.
-    placed = [
+    # Optimizer state of experts in another layout than the experts is replicated here; migration rejects it by name.
+    arrays = [
         _put(
             leaf.array,
             mesh,
@@ -46,16 +47,16 @@ def put_on_mesh(model: nnx.Module, optimizer: nnx.Optimizer | None, mesh: Mesh) 
         )
         for leaf in labelled_leaves(optimizer.opt_state, labels)
     ]
-    opt_state = jax.tree.unflatten(jax.tree.structure(optimizer.opt_state), placed)
+    opt_state = jax.tree.unflatten(jax.tree.structure(optimizer.opt_state), arrays)
     nnx.update(optimizer.opt_state, nnx.state(opt_state))
     optimizer.step[...] = _put(optimizer.step[...], mesh, PartitionSpec())
 
 
 def replicate(array: Any, mesh: Mesh) -> jax.Array:
-    """``array``, the same on every process, on all devices of ``mesh``."""
+    """Replicate ``array``, which is equal on every process, over all devices of ``mesh``."""
     value = np.asarray(array)
     return jax.make_array_from_callback(
-        value.shape, NamedSharding(mesh, PartitionSpec()), lambda at: value[at]
+        value.shape, NamedSharding(mesh, PartitionSpec()), lambda index: value[index]
     )
 
 
@@ -77,4 +78,4 @@ def _put(array: Any, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
         data = _put(jax.random.key_data(array), mesh, PartitionSpec())
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))
     value = np.asarray(array)
-    return jax.make_array_from_callback(value.shape, sharding, lambda at: value[at])
+    return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])

@@ -1,6 +1,7 @@
-"""Plans of a batch's stages, searched for by programs that are compiled for the host, and checked there.
+"""Functions that plan the stages of a batch, and check the plans, on the host.
 
-The host has cores to spare while devices compute, so that a search may run beside a rollout.
+The planning programs are compiled for the host because it has idle cores while the devices compute. A search can
+therefore run during a rollout.
 """
 
 import dataclasses
@@ -22,30 +23,33 @@ from relibra_jax.planning.unfinished import fill_unfinished
 from relibra_jax.types import Array, BatchPlan, Planner, RoutingReplay, Topology
 
 ROUNDS: Final = 4
-"""Turns of assignment and placement, of a search that begins with nothing."""
+"""Rounds of assignment and placement in a search without a warm start."""
 WARM_ROUNDS: Final = 2
-"""Turns of a search with a warm start. From three quarters of the samples, on recorded loads, they came within 0.1% of
-the same imbalance in 0.4 of the time; one turn came short by up to 0.3% (``python -m experiments.bench_warm_start``).
+"""Rounds of assignment and placement in a search with a warm start.
+
+Measured with recorded loads and a warm start from three quarters of the samples: two rounds reach the imbalance of the
+full search within 0.1%, in 0.4 of its time; one round misses it by up to 0.3%
+(``python -m experiments.bench_warm_start``).
 """
 
 
 @dataclasses.dataclass(frozen=True)
 class Search:
-    """How the stages of a batch are searched for; equal ones share a compiled program."""
+    """The settings of the search for a batch's plans. Equal settings share a compiled program."""
 
     planner: Planner
     topology: Topology
     num_micro_batches: tuple[int, ...]
-    """M of each stage, those of data-parallel copies of the group among them."""
+    """M of each stage, including the micro-batches of all data-parallel copies of the group."""
     samples: tuple[range, ...]
     """The samples of each stage."""
     assign: Assign | None
-    """How samples are assigned, with a ``key``; None keeps them where they start."""
+    """The function that assigns samples; it takes a ``key``. None keeps the initial assignment."""
     by_length: bool
-    """Whether samples start packed by their lengths, as rows want that hold several; in order otherwise."""
+    """Whether the initial assignment packs samples by length, as for packed rows. Otherwise it keeps their order."""
 
 
-def plan_checked(
+def plan_and_check(
     replay: RoutingReplay,
     state: Any,
     key: PRNGKeyArray,
@@ -54,33 +58,33 @@ def plan_checked(
     across_nodes: bool,
     warm_start: Placement | None,
 ) -> tuple[tuple[BatchPlan, ...], Any]:
-    """Plan the stages of a batch, and hold each plan to the rules.
+    """Plan the stages of a batch and check the plans.
 
     Args:
         replay: the routing of all samples, on the host.
         state: the planner's state.
-        key: random key of the assignment, consumed.
-        search: how stages are searched for.
-        across_nodes: whether replicas may be on other nodes than their experts' homes.
-        warm_start: what `plan_unfinished` has found; None for a search that begins with nothing.
+        key: random key of the sample assignment, consumed.
+        search: the settings of the search.
+        across_nodes: whether a replica may be on another node than its expert's home.
+        warm_start: the placement from which the search starts, as `plan_unfinished` returns it. None for no warm start.
 
     Returns:
         The batch plan of each stage, on the host, and the planner's state after the batch.
 
     Raises:
-        ValueError: if a plan breaks a rule, processes hold different ones, or as
-            `relibra_jax.planning.plan_stages.plan_stages` says.
+        ValueError: if a plan breaks a rule, processes computed different plans, or under the conditions of
+            `relibra_jax.planning.plan_stages.plan_stages`.
     """
-    given = jax.device_put((replay, state, key, warm_start), host_device())
-    replay, state, key, warm_start = given
+    host_inputs = jax.device_put((replay, state, key, warm_start), host_device())
+    replay, state, key, warm_start = host_inputs
     counts = _count(replay, search.planner, search.topology, with_routes=False)
-    stages, after = _plan(counts, state, key, warm_start, search=search)
+    stages, next_state = _plan(counts, state, key, warm_start, search=search)
     stages = jax.device_get(stages)
     for stage in stages:
         check_plan(stage.plan, stage.load, search.topology, across_nodes=across_nodes)
     if jax.process_count() > 1:
         check_same_plan(stages)
-    return stages, after
+    return stages, next_state
 
 
 def plan_unfinished(
@@ -91,25 +95,29 @@ def plan_unfinished(
     key: PRNGKeyArray,
     search: Search,
 ) -> Placement:
-    """Homes and residents of a batch of which some samples still run, on the host.
+    """Plan a batch whose rollout has not finished yet, and return its homes and residents.
 
     Args:
-        sample_load: the counts of finished samples, as `relibra_jax.planning.unfinished.fill_unfinished` takes them.
-        tokens: the lengths of finished samples.
-        finished: the samples that have finished.
+        sample_load: token copies of each finished sample for each expert, as
+            `relibra_jax.planning.unfinished.fill_unfinished` takes them.
+        tokens: the number of real tokens of each finished sample.
+        finished: True for samples that have finished.
         state: the planner's state.
-        key: random key of the assignment, consumed.
-        search: how stages are searched for.
+        key: random key of the sample assignment, consumed.
+        search: the settings of the search.
+
+    Returns:
+        The homes and residents, on the host.
     """
-    given = jax.device_put((sample_load, tokens, finished, state, key), host_device())
-    sample_load, tokens, finished, state, key = given
+    host_inputs = jax.device_put((sample_load, tokens, finished, state, key), host_device())
+    sample_load, tokens, finished, state, key = host_inputs
     counts = BatchCounts(*fill_unfinished(sample_load, tokens, finished))
     (stage, *_), _ = jax.device_get(_plan(counts, state, key, None, search=search))
     return Placement(stage.plan.home, jax.device_get(resident_experts(stage.plan, search.topology)))
 
 
 def host_device() -> jax.Device:
-    """The host as a device; the first device of this process where JAX was told to leave the host out."""
+    """The host's CPU device, or this process's first device if JAX runs without the CPU backend."""
     try:
         return jax.local_devices(backend="cpu")[0]
     except RuntimeError:
@@ -123,11 +131,11 @@ _count = jax.jit(count_batch, static_argnames=("planner", "topology", "with_rout
 def _plan(
     counts: BatchCounts, state: Any, key: PRNGKeyArray, warm_start: Placement | None, *, search: Search
 ):
-    """`plan_stage_loads`, compiled once for equal settings, whoever asks."""
-    # Rows are padded to one length, so ranks with more of them would compute more.
+    """Run `plan_stage_loads`, compiled once for equal settings, also of different balancers."""
+    # Unpacked rows are padded to one length, so a rank with more samples would compute more: start with equal numbers.
     starts = [
-        shift_samples(assign_in_order(len(own), search.topology, num_micro_batches=number), own.start)
-        for own, number in zip(search.samples, search.num_micro_batches, strict=True)
+        shift_samples(assign_in_order(len(stage), search.topology, num_micro_batches=number), stage.start)
+        for stage, number in zip(search.samples, search.num_micro_batches, strict=True)
     ]
     return plan_stage_loads(
         *(counts.sample_load, counts.tokens, search.planner, state, search.topology),

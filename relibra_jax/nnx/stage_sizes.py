@@ -1,8 +1,8 @@
 """The sizes of the buffers that a batch's stages need.
 
-A stage has a shape: its micro-batches, and the rows of each. Stages of one shape run one compiled step, so they share
-buffer sizes, and stages of another shape have sizes of their own: a recompute in large micro-batches makes no buffer of
-an update larger.
+The shape of a stage is its number of micro-batches and the number of rows in each. Stages of equal shape run the same
+compiled step, so they share buffer sizes. Stages of different shapes have separate sizes, so that a recompute in large
+micro-batches does not enlarge the buffers of an update.
 """
 
 import dataclasses
@@ -16,14 +16,17 @@ from jaxtyping import Int
 
 from relibra_jax.capacity import Capacities, count_capacities, grow_capacities, round_capacity
 from relibra_jax.execution.parallel import ExpertParallel
-from relibra_jax.nnx.balancer_state import NOTHING
+from relibra_jax.nnx.balancer_state import NO_EXCHANGE
 from relibra_jax.nnx.stage_plans import host_device
 from relibra_jax.node_visits import node_visits
 from relibra_jax.types import BatchPlan, RoutingReplay
 
 
 def stage_shape(stage: BatchPlan, parallel: ExpertParallel) -> str:
-    """The micro-batches of a stage in each copy of the group, and the rows of each in all copies: ``4x64``."""
+    """The shape of a stage as text, such as ``4x64`` for 4 micro-batches of 64 rows.
+
+    Micro-batches are counted in each copy of the group, and rows in all copies together.
+    """
     micro_batches, *places = stage.assignment.sample.shape
     copies = math.prod(parallel.copies)
     return f"{micro_batches // copies}x{math.prod(places) * copies}"
@@ -32,7 +35,7 @@ def stage_shape(stage: BatchPlan, parallel: ExpertParallel) -> str:
 def count_visits(
     replay: RoutingReplay, stage: BatchPlan, parallel: ExpertParallel
 ) -> Int[np.ndarray, "M L P N"] | None:
-    """The tokens of each rank P that each node is sent, which hierarchical dispatch needs to know; else None."""
+    """Count the tokens that each rank P sends to each node N, for hierarchical dispatch; None on the flat path."""
     if not parallel.is_hierarchical(replay.expert_ids.shape[-1]):
         return None
     with jax.default_device(host_device()):
@@ -46,33 +49,36 @@ def grow_sizes(
     visits: Sequence[Int[np.ndarray, "..."] | None],
     parallel: ExpertParallel,
 ) -> dict[str, Capacities]:
-    """Buffer sizes by shape that serve the stages of the batches so far and of this one.
+    """Grow the buffer sizes of earlier batches until they suffice for the stages of this one.
 
     Args:
-        sizes: the sizes of the batches so far.
-        first: the sizes that a new shape begins with.
+        sizes: the buffer sizes of earlier batches, by stage shape.
+        first: the initial buffer sizes of a new shape.
         stages: the plan of each stage.
-        visits: from `count_visits`, of each stage.
-        parallel: how plans are run.
+        visits: the number of tokens that each rank sends to each node, for every stage, as `count_visits` returns it.
+        parallel: the mesh, topology and exchanges with which layers execute the plans.
+
+    Returns:
+        The buffer sizes by stage shape.
     """
-    grown = dict(sizes)
-    for stage, visited in zip(stages, visits, strict=True):
+    sizes = dict(sizes)
+    for stage, stage_visits in zip(stages, visits, strict=True):
         shape = stage_shape(stage, parallel)
-        grown[shape] = _grow(grown.get(shape, first), stage, visited, parallel)
-    return grown
+        sizes[shape] = _grow(sizes.get(shape, first), stage, stage_visits, parallel)
+    return sizes
 
 
-def _grow(have: Capacities, stage: BatchPlan, visits: Any, parallel: ExpertParallel) -> Capacities:
+def _grow(sizes: Capacities, stage: BatchPlan, visits: Any, parallel: ExpertParallel) -> Capacities:
     need = count_capacities(stage.layer_plans(), parallel.topology, visits=visits)
-    if visits is None and have.node is not None:
-        need = dataclasses.replace(need, node=NOTHING)
-    rows = grow_capacities(have, need, round_up=_with_spare_room)
-    # Experts are few and large, and spare room for them would be sent.
-    experts = grow_capacities(have, need, round_up=lambda size: -(-size // 2) * 2)
+    if visits is None and sizes.node is not None:
+        need = dataclasses.replace(need, node=NO_EXCHANGE)
+    rows = grow_capacities(sizes, need, round_up=_with_spare_room)
+    # Experts are few and large, and padded exchanges send spare room too.
+    experts = grow_capacities(sizes, need, round_up=lambda size: -(-size // 2) * 2)
     names = ("exports", "export_copies", "push")
     return dataclasses.replace(rows, **{name: getattr(experts, name) for name in names})
 
 
 def _with_spare_room(size: int) -> int:
-    """A quarter more than what is needed, so that the next batches need no larger buffers and no other program."""
+    """Add a quarter and round up, so that the next batches fit the same buffers and the same compiled program."""
     return round_capacity(size * 5 // 4)

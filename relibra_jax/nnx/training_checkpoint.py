@@ -10,14 +10,14 @@ from relibra_jax.execution.checkpoint import restore_checkpoint, save_checkpoint
 from relibra_jax.execution.checkpoint_steps import find_step, read_layout
 from relibra_jax.execution.expert_labels import optimizer_layers
 from relibra_jax.nnx.balancer import Balancer
-from relibra_jax.nnx.balancer_state import capacities_named
+from relibra_jax.nnx.balancer_state import capacities_from_names
 from relibra_jax.nnx.finite import check_finite
 from relibra_jax.nnx.homes import expert_labels, get_homes, set_homes
 from relibra_jax.nnx.put_on_mesh import put_on_mesh
 from relibra_jax.nnx.variables import Homes
 
 SIZES: Final = "balancer.capacities."
-"""What the names of buffer sizes begin with."""
+"""The prefix of the names of buffer sizes in a checkpoint."""
 
 
 def save_training(
@@ -29,21 +29,22 @@ def save_training(
     *,
     extra: PyTree = None,
 ) -> bool:
-    """Save all that the next batch depends on, experts in logical order.
+    """Save the model, the optimizer and the balancer in one checkpoint, with the experts in logical order.
 
     Args:
-        manager: an Orbax manager made without item names or handlers.
-        step: the number to save under.
-        model: the module; parameters (``optimizer.wrt``) and what else it holds besides homes are saved.
+        manager: an Orbax checkpoint manager created without item names or handlers.
+        step: the step number of the checkpoint.
+        model: the module. All its state except homes is saved.
         optimizer: the optimizer of the model.
-        balancer: the balancer that prepares its batches.
-        extra: anything else: host arrays and Python numbers.
+        balancer: the balancer that prepares the batches of the model.
+        extra: any further tree of host arrays and Python numbers.
 
     Returns:
-        Whether the manager wanted a checkpoint of this step.
+        True if the manager saved a checkpoint; False if its policy skips this step.
 
     Raises:
-        ValueError: if a parameter is not finite, or as `relibra_jax.execution.checkpoint.save_checkpoint` says.
+        ValueError: if a parameter is not finite, or under the conditions of
+            `relibra_jax.execution.checkpoint.save_checkpoint`.
     """
     check_finite(model)
     put_on_mesh(model, optimizer, balancer.mesh)
@@ -65,31 +66,32 @@ def restore_training(
     step: int | None = None,
     verify: bool = True,
 ) -> tuple[int, PyTree]:
-    """Go on from a checkpoint, which another mesh may have saved: model, optimizer and balancer, in place.
+    """Restore the model, the optimizer and the balancer in place from a checkpoint, which another mesh may have saved.
 
     Args:
-        manager: the Orbax manager of the directory.
-        model: a module of the same sizes.
+        manager: the Orbax checkpoint manager of the directory.
+        model: a module with the sizes of the saved one.
         optimizer: the optimizer of the model.
-        balancer: a balancer of the same planner, layers and experts.
-        extra: a tree like the one that was saved.
-        step: the number of the checkpoint; None for the latest.
-        verify: whether to compare every array with the digest that was saved with it.
+        balancer: a balancer with the same planner, layers and experts.
+        extra: a tree with the structure of the saved ``extra``.
+        step: the step number of the checkpoint. None takes the latest.
+        verify: whether to compare every array with its saved digest.
 
     Returns:
-        The number of the step, and what was saved as ``extra``.
+        The step number, and the saved ``extra``.
 
     Raises:
-        ValueError: if there is no such step, or it is of another model; says what differs. If it cannot be read or is
-            not what was saved, as `relibra_jax.execution.checkpoint.restore_checkpoint` says. Model, optimizer and
-            balancer keep their values then.
+        ValueError: if there is no checkpoint of this step, if it is one of another model (the message says what
+            differs), or if it cannot be read or has changed since it was saved
+            (`relibra_jax.execution.checkpoint.restore_checkpoint`). Model, optimizer and balancer keep their values
+            then.
     """
     put_on_mesh(model, optimizer, balancer.mesh)
     step = find_step(manager, step)
     saved = read_layout(manager, step, verify=verify).arrays
     tree = _tree(model, optimizer, balancer, extra)
-    # Which stages there were is for the checkpoint to say.
-    sizes = capacities_named(name.removeprefix(SIZES) for name in saved if name.startswith(SIZES))
+    # The saved names show which stage shapes the checkpoint has buffer sizes for.
+    sizes = capacities_from_names(name.removeprefix(SIZES) for name in saved if name.startswith(SIZES))
     restored = restore_checkpoint(
         manager,
         tree | {"balancer": balancer.state._replace(capacities=sizes)},
@@ -123,10 +125,10 @@ def _tree(model: nnx.Module, optimizer: nnx.Optimizer, balancer: Balancer, extra
 
 
 def _layers(model: nnx.Module, optimizer: nnx.Optimizer) -> dict[str, Any]:
-    trained = expert_labels(nnx.state(model, optimizer.wrt))
+    parameter_labels = expert_labels(nnx.state(model, optimizer.wrt))
     return {
         "model": expert_labels(_saved_state(model)),
-        "optimizer": optimizer_layers(optimizer.tx, optimizer.opt_state, trained),
+        "optimizer": optimizer_layers(optimizer.tx, optimizer.opt_state, parameter_labels),
         "updates": None,
         "balancer": None,
         "extra": None,

@@ -1,4 +1,4 @@
-"""The variables of a mixture-of-experts layer that differ from a dense model's: their types say which is which."""
+"""The variable types of a mixture-of-experts layer: expert weights, correction bias and homes."""
 
 from typing import Any
 
@@ -14,13 +14,13 @@ AXES = 6
 class ExpertParam(nnx.Param):
     """Expert weights in home slots, ``[N, G, H, 3, D, F]``, or ``[L, N, G, H, 3, D, F]`` where layers are stacked.
 
-    They carry Flax's sharding metadata: ``nnx.get_partition_spec`` says ``P('node', 'local')``, the FSDP axis on D if
-    there is one, and a leading None where layers are stacked, whether or not the transformation that stacked them was
-    given ``transform_metadata``.
+    They carry Flax's sharding metadata: ``nnx.get_partition_spec`` returns ``P('node', 'local')``, with the FSDP axis
+    on D if there is one. Stacked layers have a leading None, whether or not the transformation that stacked them had
+    ``transform_metadata``.
     """
 
     def get_metadata(self, name: str | None = None, *default: Any, **options: Any) -> Any:
-        """As of every variable, with ``out_sharding`` for as many axes as the value has now."""
+        """Return the metadata as every variable does, with ``out_sharding`` adapted to the value's number of axes."""
         if name is None:
             metadata = super().get_metadata(**options)
             if metadata.get("out_sharding"):
@@ -30,21 +30,21 @@ class ExpertParam(nnx.Param):
         return self._spec(value) if name == "out_sharding" and value else value
 
     def _spec(self, sharding: tuple[str | None, ...]) -> tuple[str | None, ...]:
-        own = tuple(sharding)[tuple(sharding).index(NODE) :]
-        stacked = getattr(self.get_raw_value(), "ndim", AXES) - AXES
-        return (None,) * stacked + own
+        layer_spec = tuple(sharding)[tuple(sharding).index(NODE) :]
+        leading_axes = getattr(self.get_raw_value(), "ndim", AXES) - AXES
+        return (None,) * leading_axes + layer_spec
 
 
 class CorrectionBias(nnx.Variable):
-    """The bias that is added to sigmoid scores when experts are selected. The gradient does not train it."""
+    """The bias that expert selection adds to the sigmoid scores. Gradients do not train it."""
 
 
 class Homes(nnx.Variable):
-    """Flat home slot of each expert, ``[E]`` int32: the layout of the expert weights beside it."""
+    """Flat home slot of each expert, ``[E]`` int32: the layout of the layer's expert weights."""
 
 
 def expert_spec(fsdp_axis: str | None = None) -> PartitionSpec:
-    """How expert weights ``[N, G, H, 3, D, F]`` are sharded: over the ranks, and over an FSDP axis along D.
+    """The sharding of expert weights ``[N, G, H, 3, D, F]``: over the ranks, and along D over an FSDP axis.
 
     >>> expert_spec("fsdp")
     P('node', 'local', None, None, 'fsdp')
