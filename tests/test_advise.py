@@ -96,7 +96,7 @@ def test_best_slots_are_those_that_take_least():
     ("options", "says"),
     {
         ("--cluster", "h10"): "cluster='h10' must be one of ",
-        ("--memory", "1"): "memory=1.0 GB: a rank needs at least ",
+        ("--memory", "1"): "memory=1.0 GB is too little: every strategy needs at least ",
         ("--memory", "-3"): "memory=-3.0 must be positive and finite",
         ("--nodes", "3"): "num_experts=16 must divide evenly over 12 ranks",
         ("--replica-slots", "40"): "replica_slots=40 must be at most num_experts=16",

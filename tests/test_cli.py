@@ -85,7 +85,7 @@ def test_compare_counts_what_residents_cost(trace, tmp_path, capsys, monkeypatch
         "2 resident slots",
         " push ",
         " resid ",
-        "hierarchical dispatch, 2 updates a batch, recompute",
+        "hierarchical dispatch, 2 updates per batch, recompute",
     ):
         assert words in shown
     static, relibra = json.loads((tmp_path / "compare.json").read_text())["planners"]
@@ -272,7 +272,7 @@ def test_a_trace_by_name(capsys):
 def test_help_names_the_trace(command, capsys):
     with pytest.raises(SystemExit):
         main([command, "--help"])
-    assert "TRACE A trace by name or path" in " ".join(capsys.readouterr().out.split())
+    assert "TRACE The trace: a name" in " ".join(capsys.readouterr().out.split())
 
 
 def test_environment_names_a_trace(trace, monkeypatch, capsys):

@@ -156,10 +156,10 @@ SETTINGS = {
     "--micro-batches=9": "micro_batches=9 exceeds the 8 samples of a batch",
     "--token-budget=0": f"token_budget=0 {INTEGER} 1 and at most 2147483647",
     "--token-budget=6": "token_budget=6 is less than the 7 tokens of the longest sample",
-    "--micro-batches=2 --token-budget=9": "micro_batches=2 and token_budget=9: give one of them",
+    "--micro-batches=2 --token-budget=9": "micro_batches=2 and token_budget=9 exclude each other: give only one",
     "--batch-size=0": f"batch_size=0 {INTEGER} 1 and at most 2147483647",
-    "--batch-size=17": "batch_size=17 exceeds the 16 samples of small.npz; bootstrap draws them with replacement",
-    "--bootstrap=3": "bootstrap=3 needs batch_size, the samples of each batch to draw",
+    "--batch-size=17": "batch_size=17 exceeds the 16 samples of small.npz; set bootstrap to draw them with replacement",
+    "--bootstrap=3": "bootstrap=3 needs batch_size, the number of samples to draw for each batch",
     f"--batch-size={2**64}": f"batch_size={2**64} {INTEGER} 1",
     "--planner=elpb": "planner 'elpb' must be one of static,",
 }
@@ -173,7 +173,7 @@ COSTS = {
     "--context=nan": "context=nan must be positive and finite",
     "--context=inf": "context=inf must be positive and finite",
     "--tokens-per-rank=1e400": "tokens_per_rank=inf must be positive and finite",
-    "--tokens-per-rank=1e30": "context=4096.0 and tokens_per_rank=1e+30 make 7.45e+38 FLOP a layer, more than",
+    "--tokens-per-rank=1e30": "context=4096.0 and tokens_per_rank=1e+30 give 7.45e+38 FLOP per layer, more than",
 }
 
 
@@ -372,10 +372,10 @@ def test_a_trace_without_tokens(refused, tmp_path, capsys, lengths, samples):
     cells = dict(line.strip("│ ").split("│") for line in shown.out.splitlines() if line.startswith("│"))
     cells = {name.strip(): value.strip() for name, value in cells.items()}
     assert (cells["samples"], cells["tokens"]) == (str(samples), "0")
-    assert cells["hottest expert, times the mean"] == "none, there are no tokens"
+    assert cells["load of the hottest expert / mean"] == "none, because there are no tokens"
     assert cells["experts never used"] == "32 of 32 over all layers"
     said = refused(main, ["plan", path, *SMALL])
-    assert said == f"empty.npz has no tokens in its {samples} samples: there is no load to balance"
+    assert said == f"empty.npz has no tokens in its {samples} samples, so there is no load to balance"
 
 
 def test_help_is_what_it_was(monkeypatch, capsys):

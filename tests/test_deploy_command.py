@@ -126,10 +126,10 @@ def test_settings_are_refused_before_placements_are_planned(setting, monkeypatch
         (["--model", "gpt-oss-21b"], "did you mean gpt-oss-20b"),
         (["--expert-groups", "3"], "num_experts=16 must divide evenly over 3 groups of expert devices"),
         ([*FEW, "--replica-slots", "17"], "replica_slots=17 must be an integer of at least 0 and at most 16"),
-        (["--replica-slots"], "replica_slots: at least one"),
+        (["--replica-slots"], "replica_slots must name at least one number of slots"),
         (
             ["--expert-groups", "1", "--replica-slots", "1"],
-            "replica_slots=(1,) and expert_groups=(1,) leave nothing",
+            "replica_slots=(1,) with expert_groups=(1,) leaves no placement to try",
         ),
         ([*FEW, "--slo", "0"], "slo=0.0 must be positive and finite"),
         ([*FEW, "--micro-batches", "0"], "micro_batches=0 must be an integer of at least 1"),

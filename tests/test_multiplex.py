@@ -65,7 +65,7 @@ def test_steps_too_few_for_the_quantile(tmp_path, out, refused, capsys):
     )
     told([run, "--quantile", 0.8], out)
     assert (
-        "6 learning steps; rollout 2s in the median, 2s conservative; training 8.5s in the median, 10s conservative"
+        "6 learning steps; rollout: median 2 s, conservative 2 s; training: median 8.5 s, conservative 10 s"
         in capsys.readouterr().out
     )
 
@@ -227,8 +227,8 @@ def test_runs_that_describe_no_job(refused, tmp_path, fault):
         "--rollout-price 1e308": "rollout_price=1e+308 must be positive: at least",
         "--rollout-speed 0": "rollout_speed=0.0 must be positive: at least",
         "--rollout-speed 1e-308": "rollout_speed=1e-308 must be positive: at least",
-        "missing.json": "missing.json: no such file of jobs or folder of a run",
-        "missing.json --drawn 3": "1 paths: drawn and seeds are for jobs that no path describes",
+        "missing.json": "missing.json does not exist; give a file of jobs or the folder of a run",
+        "missing.json --drawn 3": "drawn and seeds are for jobs drawn at random, but 1 paths are given",
     }.items(),
 )
 def test_options_that_do_not_fit(refused, options, message):

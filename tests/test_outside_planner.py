@@ -80,7 +80,7 @@ def test_an_entry_says_that_replicas_cross(folder):
 @pytest.mark.parametrize(
     ("name", "says"),
     {
-        "too_many": "for batch 0: micro-batch 1, layer 2, expert 0: quotas sum to ",
+        "too_many": "for batch 0 is not valid: micro-batch 1, layer 2, expert 0: quotas sum to ",
         "no_state": r"planner 'other_planners:no_state': update must return \(Plan, state\), not Plan",
     }.items(),
 )
@@ -95,7 +95,7 @@ def test_what_breaks_the_contract_is_named(folder, run, name, says):
         "--planner=planner": "planner 'planner' must be written module:attribute",
         "--planner=not_here:planner": "no module 'not_here'",
         "--planner=other_planners:too_much": "no 'too_much'; did you mean too_many?",
-        "--planner=other_planners:number": "is a int: expected a Planner or a PlannerEntry",
+        "--planner=other_planners:number": "has type int; it must be a Planner or a PlannerEntry",
         "--planner=os:getenv": "planner 'os:getenv' cannot be called without arguments",
         "--planner=other_planners:guess": "forecast='histery' must be one of ",
         "--rows=statik": "row 'statik' must be one of ",

@@ -19,7 +19,7 @@ from relibra_jax.types import Topology
 
 
 def assign(*batch, **sizes):
-    """Call `assign_samples` with a fixed random key, made at the call so that importing this module does not start JAX."""
+    """Call `assign_samples` with a fixed random key. The key is made here because making it at import starts JAX."""
     return assign_samples(*batch, key=jax.random.key(0), **sizes)
 
 
@@ -54,7 +54,8 @@ def ablation(cost_model: CostModel) -> dict[str, Contender]:
         "relibra": Contender(entry=PLANNERS["relibra"]),
         "relibra + assign": Contender(entry=PLANNERS["relibra"], assign=assign),
         "thorough": _variant(
-            "a longer search, without a cost for moves", place=functools.partial(place_experts, steps=40_000, move_cost=0.0)
+            "a longer search, without a cost for moves",
+            place=functools.partial(place_experts, steps=40_000, move_cost=0.0),
         ),
         "place for balance": _variant(
             "homes annealed for balance, not for modelled time", place=_for_balance_alone(place_experts)
@@ -70,7 +71,9 @@ def ablation(cost_model: CostModel) -> dict[str, Contender]:
         "places only": _variant(
             "ReLibra's replicas, with tokens split evenly over copies", replicate=replicate_with_even_split
         ),
-        "splits only": _variant("EPLB's replicas, with the best token split that they allow", replicate=replicate_with_eplb_places),
+        "splits only": _variant(
+            "EPLB's replicas, with the best token split that they allow", replicate=replicate_with_eplb_places
+        ),
         "eplb": Contender(entry=PLANNERS["eplb"]),
         "lplb": Contender(entry=PLANNERS["lplb"]),
         "relibra_across": Contender(entry=PLANNERS["relibra_across"]),
@@ -83,7 +86,8 @@ def ablation(cost_model: CostModel) -> dict[str, Contender]:
         ),
         "fastest of three": Contender(
             entry=PlannerEntry(
-                planner=fastest, summary="relibra, eplb or lplb, whichever takes least modelled time in each layer"
+                planner=fastest,
+                summary="relibra, eplb or lplb, whichever takes least modelled time in each layer",
             )
         ),
     }

@@ -46,7 +46,9 @@ def make_batches(trace: Trace, batching: Batching, topology: Topology) -> Batche
     check_seed("seed", batching.seed)
     samples = len(trace.replay.mask)
     if not trace.replay.mask.any():
-        raise ValueError(f"{trace.name} has no tokens in its {samples} samples, so there is no load to balance")
+        raise ValueError(
+            f"{trace.name} has no tokens in its {samples} samples, so there is no load to balance"
+        )
     if batching.bootstrap is None:
         chosen = _cut(samples, batching, trace.name)
     else:
@@ -74,7 +76,7 @@ def _cut(samples: int, batching: Batching, name: str) -> list[np.ndarray]:
     check_integer("batch_size", batch, least=1)
     if batch > samples:
         raise ValueError(
-            f"batch_size={batch} exceeds the {samples} samples of {name}; set bootstrap to draw samples with replacement"
+            f"batch_size={batch} exceeds the {samples} samples of {name}; set bootstrap to draw them with replacement"
         )
     order = np.arange(samples)
     if batching.order == "shuffled":
@@ -85,7 +87,9 @@ def _cut(samples: int, batching: Batching, name: str) -> list[np.ndarray]:
 def _draw(trace: Trace, batching: Batching, batches: int) -> list[np.ndarray]:
     """Indices of the samples of every batch, drawn with replacement."""
     if batching.batch_size is None:
-        raise ValueError(f"bootstrap={batches} needs batch_size, the number of samples to draw for each batch")
+        raise ValueError(
+            f"bootstrap={batches} needs batch_size, the number of samples to draw for each batch"
+        )
     check_integer("bootstrap", batches, least=1)
     check_integer("batch_size", batching.batch_size, least=1)
     check_drawn(trace, batching.batch_size, batches=batches)
@@ -98,7 +102,9 @@ def _count_micro_batches(batching: Batching, tokens: list[np.ndarray], topology:
     """The number of micro-batches of every batch. With a token budget, the fullest batch determines it."""
     micro_batches, budget = batching.micro_batches, batching.token_budget
     if micro_batches is not None and budget is not None:
-        raise ValueError(f"micro_batches={micro_batches} and token_budget={budget} exclude each other: give only one")
+        raise ValueError(
+            f"micro_batches={micro_batches} and token_budget={budget} exclude each other: give only one"
+        )
     if budget is not None:
         check_integer("token_budget", budget, least=1)
         if budget < (longest := max(each.max() for each in tokens)):

@@ -51,7 +51,7 @@ def _run(args: list[str]) -> None:
     name, *rest = args or [""]
     if not name.startswith("-") and name not in COMMANDS:
         hint = suggest_names(name, COMMANDS)
-        raise ValueError(f"unknown command {name!r}; choose one of {', '.join(COMMANDS)}{hint}")
+        raise ValueError(f"command {name!r} must be one of {', '.join(COMMANDS)}{hint}")
     if name in COMMANDS and not HELP & set(rest):
         # Each command is parsed alone, so that an error suggests only options of this command.
         parse_command = functools.partial(tyro.cli, COMMANDS[name][0], prog=f"{PROGRAM} {name}")

@@ -121,7 +121,7 @@ def choose_rows(
     """
     for name in rows:
         if name not in table:
-            raise ValueError(f"unknown row {name!r}; choose from {', '.join(table)}{suggest_names(name, table)}")
+            raise ValueError(f"row {name!r} must be one of {', '.join(table)}{suggest_names(name, table)}")
     chosen = {name: table[name] for name in (rows or table)}
     return chosen | {name: Contender(entry=import_planner(name)) for name in outside}
 

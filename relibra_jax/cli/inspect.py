@@ -59,7 +59,8 @@ def run_inspect(options: Inspect, console: Console) -> None:
         ("domains", _domains(trace)),
         (
             "tokens",
-            f"{lengths.sum()}" + (f" ({lengths.min()} to {lengths.max()} per sample)" if lengths.any() else ""),
+            f"{lengths.sum()}"
+            + (f" ({lengths.min()} to {lengths.max()} per sample)" if lengths.any() else ""),
         ),
         ("MoE layers", f"{layers}"),
         ("experts", f"{trace.num_experts}, top-{top_k}"),
@@ -90,8 +91,8 @@ def _balance(trace: Trace, load: Int[np.ndarray, "B L E"]) -> Iterator[tuple[str
     yield name, value
     if fewer:
         loads = micro_batch_load(load, most)
-        churn = f"{hot_expert_churn(loads):.0%} of the hottest eighth change from one of {most} micro-batches to the next"
-        yield "change of hot experts", churn
+        churn = f"{hot_expert_churn(loads):.0%} of the hottest eighth"
+        yield f"hot experts new in the next of {most} micro-batches", churn
         yield "correlation of neighbouring micro-batches' loads", f"{neighbour_correlation(loads):.2f}"
 
 

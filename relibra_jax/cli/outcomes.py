@@ -29,8 +29,8 @@ class Outcome:
     planner: str
     """The name of the planner, or of the contender that it is part of."""
     imbalance: float
-    """The imbalance of rank load over the measured batches: in each layer the sum of maxima divided by the sum of means,
-    averaged over layers."""
+    """The imbalance of rank load over the measured batches: the sum of maxima divided by the sum of means in each
+    layer, averaged over layers."""
     imbalance_p95: float
     """The 95th percentile of the imbalance over layers and micro-batches."""
     imbalance_max: float
@@ -46,7 +46,7 @@ class Outcome:
     crossings: float
     """The crossings between nodes per token: tokens on the hierarchical path, token copies on the flat path."""
     crossings_busiest: float
-    """The crossings per token that the busiest rank sends or receives; of the busiest node if its ranks share a link."""
+    """The crossings per token of the busiest rank, sent or received; of the busiest node if its ranks share a link."""
     replicas: float
     """The mean number of replicas of a layer in a micro-batch."""
     residents: float
@@ -60,8 +60,8 @@ class Outcome:
     modelled_parts: dict[str, float]
     """The parts of ``modelled_seconds``, by their names in `relibra_jax.cost.batch_time.BatchTime`."""
     share_of_balanced: float
-    """The modelled time of a perfectly balanced batch with uniform routing, divided by ``modelled_seconds``. It is above
-    1 if fewer tokens cross than with uniform routing."""
+    """The modelled time of a perfectly balanced batch with uniform routing, divided by ``modelled_seconds``. It is
+    above 1 if fewer tokens cross than with uniform routing."""
     least_seconds: float
     """A lower bound of the modelled time over all homes, residents, replicas and assignments of samples
     (`relibra_jax.cost.least_time`). Replicas may be on any node if the planner may place them there."""

@@ -47,7 +47,7 @@ def run_plan(options: MakePlan, console: Console) -> None:
     """
     if options.planner not in PLANNERS:
         hint = suggest_names(options.planner, PLANNERS)
-        raise ValueError(f"unknown planner {options.planner!r}; choose one of {', '.join(PLANNERS)}{hint}")
+        raise ValueError(f"planner {options.planner!r} must be one of {', '.join(PLANNERS)}{hint}")
     trace = read_trace(options.trace)
     topology = options.ranks.topology(trace.num_experts)
     batches = make_batches(trace, options.batching, topology)

@@ -123,7 +123,9 @@ def run_contender(
         load_error, forecast_state = _expect(
             batch_plan.load, forecast_state, transitions, entry=contender.entry
         )
-        if number == first_placed and number:  # the initial moves happen once and are not a cost of this batch
+        if (
+            number == first_placed and number
+        ):  # the initial moves happen once and are not a cost of this batch
             home = batch_plan.plan.home
         if number >= batches.history:
             planned.append(PlannedBatch(replay, batch_plan, home, load_error))

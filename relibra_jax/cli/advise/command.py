@@ -62,7 +62,7 @@ class Advise:
 def run_advise(options: Advise, console: Console) -> None:
     """Compute the modelled time of every strategy, print the results, and write the figure and the numbers.
 
-    It prints a table of the strategies, the best one that fits the memory, and the thresholds from which balancing pays.
+    It prints a table of the strategies, the best one that fits the memory, and the thresholds where balancing pays.
 
     Args:
         options: the trace, the settings, the slots to try, and the folder to write to.

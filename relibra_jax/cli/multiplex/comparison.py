@@ -104,8 +104,8 @@ def summary(comparisons: Sequence[Comparison]) -> Ways:
 
     Returns:
         For each way the mean price per hour; the mean, least and largest cost efficiency relative to separate pools;
-        the mean cost efficiency relative to co-location; the number of jobs within their objectives; and, if the optimum
-        is known, the mean, the 90th percentile and the largest share by which the price exceeds the optimum's.
+        the mean cost efficiency relative to co-location; the number of jobs within their objectives; and, if the
+        optimum is known, the mean, the 90th percentile and the largest share by which the price exceeds the optimum's.
     """
     ways: Ways = {}
     for way in comparisons[0].outcomes:

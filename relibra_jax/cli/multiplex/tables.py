@@ -94,8 +94,8 @@ def explain_ways(comparisons: Sequence[Comparison], ways: Ways, jobs: int, sprea
     executed = sum(each.executed_within_slo for each in comparisons)
     late = sum(each.late_phases for each in comparisons) / sum(each.phases for each in comparisons)
     lines = [
-        f"efficiency, least, most: steps per price relative to a job with {ALONE}: the mean, least and largest over the sets of jobs;"
-        " modelled, with conservative durations",
+        f"efficiency, least, most: steps per price, relative to {ALONE} for each job: the mean, least and largest over"
+        " the sets of jobs; modelled with conservative durations",
         f"simulation of the groups (runs: their recorded steps; other jobs: lognormal durations, spread {spread:g}):"
         f" {executed} of {jobs} jobs within their objectives, {late:.1%} of phases late",
     ]
