@@ -136,7 +136,7 @@ def test_settings_are_refused_before_placements_are_planned(setting, monkeypatch
         ([*FEW, "--memory-share", "1.1"], "memory_share=1.1 must be above 0 and at most 1"),
         (
             ["--tensor-parallel", "16", "--attention-cluster", "gb200-nvl72"],
-            "tensor_parallel=16 is more than the 8 devices of a node",
+            "tensor_parallel=16 must be at most the 8 devices of a node",
         ),
         (
             [
@@ -147,16 +147,16 @@ def test_settings_are_refused_before_placements_are_planned(setting, monkeypatch
                 "--expert-cluster",
                 "gb200-nvl72",
             ],
-            "tensor_parallel=72 must divide the model's heads, 64",
+            "tensor_parallel=72 must divide the model's heads 64",
         ),
         (
             ["--model", "qwen3-30b-a3b", "--tensor-parallel", "3"],
-            "tensor_parallel=3 must divide the model's heads, 32",
+            "tensor_parallel=3 must divide the model's heads 32",
         ),
         (["--seed", "-1"], "seed=-1 must be an integer of at least 0"),
         (
             ["--expert-groups", "4", "--replica-slots", "0", "--slo", "1e-4"],
-            "of those that fit the memory the fastest takes",
+            "the fastest that fits the memory takes",
         ),
         (
             [
@@ -169,7 +169,7 @@ def test_settings_are_refused_before_placements_are_planned(setting, monkeypatch
                 "--tensor-parallel",
                 "1",
             ],
-            "an expert device needs at least 81.74 GB and may take 72.00 GB: 9.74 GB too few",
+            "an expert device needs at least 81.74 GB but may use 72.00 GB, 9.74 GB too few",
         ),
     ],
 )

@@ -128,10 +128,10 @@ def test_memory_at_its_edge():
         ("expert", (2 * attention, 2 * experts - 2)),
     ):
         with pytest.raises(
-            ValueError, match=rf"an {side} device needs at least .* GB and may take .* GB: 0.00 GB too few"
+            ValueError, match=rf"an {side} device needs at least .* GB but may use .* GB, 0.00 GB too few"
         ):
             search_deployment(MODEL, with_memory(*room), PLACEMENTS[:1], **known)
-    with pytest.raises(ValueError, match=r"needs at least .* GB and may take 0.00 GB"):
+    with pytest.raises(ValueError, match=r"needs at least .* GB but may use 0.00 GB"):
         search_deployment(MODEL, with_memory(1.0, 1.0), PLACEMENTS, **known)
 
 
@@ -140,7 +140,10 @@ def test_time_between_tokens_at_its_edge():
     step = search_deployment(MODEL, CLUSTERS, PLACEMENTS[:1], slo=1e9, **known).score.step
     assert search_deployment(MODEL, CLUSTERS, PLACEMENTS[:1], slo=step, **known).score.step == step
     below = float(np.nextafter(np.float32(step), np.float32(0)))
-    with pytest.raises(ValueError, match=r"the fastest takes .* ms between two tokens, 0.0% more than slo="):
+    with pytest.raises(
+        ValueError,
+        match=r"the fastest that fits the memory takes .* ms between two tokens, 0.0% more than slo=",
+    ):
         search_deployment(MODEL, CLUSTERS, PLACEMENTS[:1], slo=below, **known)
     with pytest.raises(ValueError, match=r"takes .* ms between two tokens, 100.0% more than slo="):
         search_deployment(MODEL, CLUSTERS, PLACEMENTS[:1], slo=step / 2, **known)
@@ -232,15 +235,15 @@ def test_closed_form_and_simulation_have_the_layers_of_the_model():
         ({"memory_share": math.nan}, "memory_share=nan must be above 0 and at most 1"),
         ({"slo": 0.0}, "slo=0.0 must be positive and finite"),
         ({"context": math.inf}, "context=inf must be positive and finite"),
-        ({"grid": dataclasses.replace(GRID, sequences=())}, "sequences: at least one"),
-        ({"grid": one(tensor_parallel=16)}, "tensor_parallel=16 is more than the 8 devices of a node"),
-        ({"grid": one(tensor_parallel=8)}, "tensor_parallel=8 must divide the model's expert width, 4"),
-        ({"grid": one(tensor_parallel=3)}, "tensor_parallel=3 must divide the model's heads, 8"),
+        ({"grid": dataclasses.replace(GRID, sequences=())}, "sequences must have at least one value"),
+        ({"grid": one(tensor_parallel=16)}, "tensor_parallel=16 must be at most the 8 devices of a node"),
+        ({"grid": one(tensor_parallel=8)}, "tensor_parallel=8 must divide the model's expert width 4"),
+        ({"grid": one(tensor_parallel=3)}, "tensor_parallel=3 must divide the model's heads 8"),
         ({"grid": one(micro_batches=0)}, "micro_batches=0 must be an integer of at least 1"),
-        ({"placements": []}, "placements: at least one"),
+        ({"placements": []}, "placements must have at least one placement"),
         (
             {"placements": [even_placement(2, 4, top_k=2)]},
-            "a placement of 4 experts is not of a model with 8",
+            "placements: a placement has 4 experts, but the model has 8",
         ),
         (
             {"clusters": dataclasses.replace(CLUSTERS, expert_price=-1.0)},
