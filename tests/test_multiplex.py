@@ -58,9 +58,9 @@ def test_steps_too_few_for_the_quantile(tmp_path, out, refused, capsys):
     slow, steps = learn(60.0, 90.0), [learn(2.0, 6.0 + number) for number in range(5)]
     run = make_run(tmp_path / "run", [slow, *steps])
     # The 95% quantile of six steps would be the one that compiles.
-    assert "6 learning steps are too few for a quantile of 0.95, at least 20; give a smaller" in refused(run)
+    assert "quantile=0.95 needs at least 20 learning steps, but there are 6; use a smaller" in refused(run)
     two = make_run(tmp_path / "two", [slow, *steps], [slow, *steps])
-    assert "12 learning steps of 2 seeds are too few for a quantile of 0.9, at least 20;" in refused(
+    assert "quantile=0.9 needs at least 20 learning steps, but there are 12 of 2 seeds;" in refused(
         two, "--quantile", 0.9
     )
     told([run, "--quantile", 0.8], out)
@@ -134,19 +134,19 @@ def test_names_of_any_characters(tmp_path, out, capsys):
 
 
 BAD_JOBS = {
-    "[": "not a file of JSON (",
-    "{}": "must be a list of jobs, each an object of JSON",
-    "[]": "jobs: at least one",
+    "[": "is not a JSON file (",
+    "{}": "must contain a JSON list of jobs, each a JSON object",
+    "[]": "jobs must have at least one job",
     json.dumps([JOB, JOB | {"name": "b", "slo": 0.5}]): "job 1: job b: slo=0.5 must be at least 1",
     json.dumps([JOB | {"sloo": 2}]): "job 0: unknown field 'sloo'; did you mean slo?",
-    json.dumps([{"name": "a"}]): "job 0: rollout_seconds is missing",
+    json.dumps([{"name": "a"}]): "job 0: required field 'rollout_seconds' is missing",
     json.dumps([JOB | {"slo": "2"}]): "job 0: slo='2' must be of type float",
     json.dumps([JOB | {"rollout_nodes": 1.5}]): "job 0: rollout_nodes=1.5 must be of type int",
     json.dumps([JOB | {"slo": True}]): "job 0: slo=True must be of type float",
     json.dumps([JOB | {"name": 1}]): "job 0: name=1 must be of type str",
     json.dumps(
         [JOB | {"rollout_nodes": 99}]
-    ): "job a: rollout_nodes=99 exceeds the 16 nodes that a group may",
+    ): "job a: rollout_nodes=99 exceeds the 16 nodes that a group may use",
     json.dumps(
         [JOB | {"training_bytes": 2 * 10**12}]
     ): "job a: training_bytes=2000000000000 exceeds the 10000",
@@ -174,18 +174,18 @@ def test_files_that_hold_no_jobs(refused, tmp_path, text):
 
 
 BAD_LINES = {
-    "nothing learnt": (json.dumps({"kind": WARM_UP}), "none of 1 lines in 1 files is of kind learn"),
-    "no metrics": ("step 1", "line 1: not a line of metrics"),
-    "no kind": ("{}", "line 1: not a line of metrics"),
+    "nothing learnt": (json.dumps({"kind": WARM_UP}), "none of the 1 lines in 1 files has kind 'learn'"),
+    "no metrics": ("step 1", "line 1 is not a line of metrics"),
+    "no kind": ("{}", "line 1 is not a line of metrics"),
     "a name less": (
         json.dumps({"kind": LEARN}),
-        "line 1: time/generate_seconds is None, not a number of seconds",
+        "line 1: time/generate_seconds=None must be a number of seconds",
     ),
     "too long": (
         learn(1e308, 1.0),
-        "line 1: time/generate_seconds is 1e+308, not a number of seconds of at most",
+        "line 1: time/generate_seconds=1e+308 must be a number of seconds from 0 to",
     ),
-    "no number": (learn(float("nan"), 1.0), "line 1: time/generate_seconds is nan, not a number of seconds"),
+    "no number": (learn(float("nan"), 1.0), "line 1: time/generate_seconds=nan must be a number of seconds"),
 }
 
 
@@ -195,7 +195,7 @@ def test_metrics_that_are_no_text(refused, tmp_path, run):
     broken.write_bytes(whole + b"\xe4")
     assert len(read_durations(run).rollout) == 42, "a character that is not yet whole"
     broken.write_bytes(b"\xff" + whole)
-    assert f"{broken}: not a file of UTF-8 (" in refused(run)
+    assert f"{broken} is not UTF-8 text (" in refused(run)
 
 
 @pytest.mark.parametrize("inside", ["", "folder", "a/b"])
@@ -223,7 +223,7 @@ def test_runs_that_describe_no_job(refused, tmp_path, fault):
         "--steps 0": "steps=0 must be an integer of at least 1 and at most 10000",
         "--rollout-price -1": "rollout_price=-1.0 must be positive: at least 1e-09 and at most 1e+09",
         "--host-gigabytes 0": "host_gigabytes=0 must be an integer of at least 1",
-        "--max-nodes 1": "exceeds the 1 nodes that a group may take",
+        "--max-nodes 1": "exceeds the 1 nodes that a group may use",
         "--rollout-price 1e308": "rollout_price=1e+308 must be positive: at least",
         "--rollout-speed 0": "rollout_speed=0.0 must be positive: at least",
         "--rollout-speed 1e-308": "rollout_speed=1e-308 must be positive: at least",
@@ -237,7 +237,7 @@ def test_options_that_do_not_fit(refused, options, message):
 
 def test_a_folder_without_a_run(refused, tmp_path, run):
     (tmp_path / "empty").mkdir()
-    assert refused(tmp_path / "empty").endswith("no seed-*/metrics.jsonl in this folder")
+    assert refused(tmp_path / "empty").endswith("has no files seed-*/metrics.jsonl")
     assert "quantile=0.0 must be above 0 and at most 1" in refused(run, "--quantile", "0")
 
 

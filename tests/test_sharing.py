@@ -179,7 +179,10 @@ def test_drawn_jobs_are_those_of_their_seed():
 
 
 REFUSED = {
-    "slo": (lambda: make_job(slo=0.9), "job a: slo=0.9 must be at least 1: no step is faster than alone"),
+    "slo": (
+        lambda: make_job(slo=0.9),
+        "job a: slo=0.9 must be at least 1, because no step is faster than alone",
+    ),
     "not a number": (lambda: make_job(slo=float("nan")), "job a: slo=nan must be at least 0"),
     "no time": (
         lambda: make_job(rollout=0.0),
@@ -199,11 +202,14 @@ REFUSED = {
         lambda: make_job(training_bytes=-1),
         "job a: training_bytes=-1 must be an integer of at least 0",
     ),
-    "no jobs": (lambda: multiplex([], POOLS), "jobs: at least one"),
-    "twins": (lambda: multiplex([make_job(), make_job()], POOLS), "job a: 2 jobs have this name"),
+    "no jobs": (lambda: multiplex([], POOLS), "jobs must have at least one job"),
+    "twins": (
+        lambda: multiplex([make_job(), make_job()], POOLS),
+        "jobs: 2 jobs have the name 'a'; names must be unique",
+    ),
     "too large": (
         lambda: multiplex([make_job(training_nodes=5)], POOLS),
-        "job a: training_nodes=5 exceeds the 4 nodes that a group may take",
+        "job a: training_nodes=5 exceeds the 4 nodes that a group may use",
     ),
     "too heavy": (
         lambda: cheapest_groups([make_job(rollout_bytes=101)], POOLS),
@@ -211,7 +217,7 @@ REFUSED = {
     ),
     "too many": (
         lambda: cheapest_groups([make_job(name) for name in "abcdefg"], POOLS),
-        "7 jobs are more than the 6 whose partitions are all looked at",
+        "jobs: 7 jobs are too many to try all partitions; the most is 6",
     ),
     "price": (lambda: dataclasses.replace(POOL, device_price=0.0), "device_price=0.0 must be positive"),
     "speed": (
