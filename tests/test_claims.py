@@ -9,7 +9,7 @@ from relibra_jax.cli.claims.behind import behind
 from relibra_jax.cli.claims.cells import Cell, CellResult, run_cell
 from relibra_jax.cli.claims.measured import WHOLE_UPDATES, Measurement, read_measured
 from relibra_jax.cli.claims.own_loads import OwnLoad, plan_loads, skewed_ranks
-from relibra_jax.cli.claims.published import CLAIMS, ours_of
+from relibra_jax.cli.claims.published import CLAIMS, figure_of
 from relibra_jax.cli.claims.report import SWEEPS, write_report
 from relibra_jax.cli.claims.results import Results
 from relibra_jax.cli.claims.rows import HEADLINE, WITH_ALL, WITH_RESIDENTS, contenders
@@ -205,7 +205,7 @@ def test_the_full_form_has_the_papers_conditions():
 
 def test_claims_are_blank_without_their_rows():
     (claim,) = [claim for claim in CLAIMS[-1].claims if claim.rows == ("static", WITH_ALL)]
-    assert ours_of(claim, cell_of(ROWS)) is None
+    assert figure_of(claim, cell_of(ROWS)) is None
 
 
 def test_rivals_on_their_own_loads():

@@ -150,8 +150,7 @@ share: modelled time of a perfectly balanced batch with uniform routing, divided
   tokens cross
 left: how far time is above a lower bound for any plan, which is the most that a better plan could gain. The bound is a
   relaxation and is loose for crossings: the best known plans of recorded routing are 18% (2 nodes) to 70% (4 nodes,
-  flat dispatch) above it.
-"""
+  flat dispatch) above it."""
 
 
 def comparison_table(outcomes: list[Outcome], title: str, *, residents: bool) -> Table:

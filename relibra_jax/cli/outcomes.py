@@ -29,8 +29,7 @@ class Outcome:
     planner: str
     """The name of the planner, or of the contender that it is part of."""
     imbalance: float
-    """The imbalance of rank load over the measured batches: the sum of maxima divided by the sum of means in each
-    layer, averaged over layers."""
+    """The imbalance of rank load over all measured batches: sum of maxima / sum of means, averaged over layers."""
     imbalance_p95: float
     """The 95th percentile of the imbalance over layers and micro-batches."""
     imbalance_max: float

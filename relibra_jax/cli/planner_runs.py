@@ -59,8 +59,7 @@ class PlannedBatch(NamedTuple):
     """The homes before the batch. A planner without foresight places homes for the first time in the second batch. For
     that batch these are the batch's own homes, so that the initial moves are not counted for any planner."""
     forecast_error: Float[Array, "M L"]
-    """The error of the loads that the planner expected, by `relibra_jax.planning.metrics.forecast_error`; 0 with
-    foresight."""
+    """The error of the expected loads, by `relibra_jax.planning.metrics.forecast_error`; 0 with foresight."""
 
 
 def run_contender(

@@ -20,8 +20,7 @@ from relibra_jax.planning.replication import replicate_experts
 from relibra_jax.types import EMPTY, Array, Topology, check_shape
 
 STEPS: Final = 10_000
-"""The number of steps of the placement search, for any number of experts. A placement serves a whole rollout, so a long
-search pays."""
+"""The number of steps of the placement search. A placement serves a whole rollout, so a long search pays."""
 
 
 class ExpertPlacement(NamedTuple):
@@ -32,8 +31,7 @@ class ExpertPlacement(NamedTuple):
     share: Float[Array, "L E P"]
     """The share of each expert's token copies that each of the P groups computes. It sums to 1 over the groups."""
     hottest: Float[Array, " L"]
-    """The share of a layer's token copies that the busiest group computes, at the loads that the placement was made
-    from."""
+    """The share of a layer's token copies that the busiest group computes, at the loads that were planned from."""
     sent: Float[Array, " L"]
     """The rows that attention sends per token copy: 1 if each copy is sent by itself, less if a token with several
     experts in one group is sent there once (`merge_rows`)."""

@@ -59,13 +59,11 @@ class Job:
     """The share of a rollout that more nodes do not shorten; see `relibra_jax.sharing.groups.rollout_seconds`. With 1,
     the cautious choice, more nodes do not help at all."""
     slo: float = 1.0
-    """The service-level objective: the longest mean duration of a step, as a multiple of its duration on pools of the
-    job's own; at least 1."""
+    """The service-level objective: the longest mean duration of a step over `alone_seconds`; at least 1."""
     rollout_bytes: int = 0
     """The bytes that the job keeps in the host memory of each rollout node: the weights of its engines."""
     training_bytes: int = 0
-    """The bytes that the job keeps in the host memory of each training node: its part of weights and optimizer
-    state."""
+    """The bytes that the job keeps in the host memory of each training node: its part of the training state."""
 
     def __post_init__(self):
         for name in ("rollout_seconds", "training_seconds"):

@@ -3,7 +3,7 @@
 from typing import Final
 
 from relibra_jax.cli.claims.cells import CellResult
-from relibra_jax.cli.claims.published import CLAIMS, Figure, ours_of
+from relibra_jax.cli.claims.published import CLAIMS, Figure, figure_of
 from relibra_jax.cli.claims.results import Results
 from relibra_jax.cli.claims.rows import ASSIGNED, WITH_ALL, WITH_RESIDENTS
 from relibra_jax.planning.planners import PLANNERS
@@ -29,7 +29,7 @@ def behind(results: Results) -> list[str]:
                 cells = [
                     f"{figure.shown} ({cell.model}, {cell.ranks})"
                     for cell in results.of(paper.section, synthetic=synthetic)
-                    if isinstance(figure := ours_of(claim, cell), Figure)
+                    if isinstance(figure := figure_of(claim, cell), Figure)
                     and claim.least is not None
                     and figure.value < claim.least
                 ]

@@ -35,9 +35,9 @@ class Claim(NamedTuple):
     None if there is nothing to compare with."""
     rows: tuple[str, ...]
     """The rows that the figure is computed from."""
-    ours: Callable[[CellResult], Figure]
+    compute: Callable[[CellResult], Figure]
     """The function that computes the figure from a cell with these rows."""
-    ran: tuple[str, str] | None = None
+    measured_pair: tuple[str, str] | None = None
     """The two planners whose measured updates give the speed of the second over the first; None if not measured."""
 
 
@@ -47,27 +47,27 @@ def _gain(rows: Numbers, base: str, better: str) -> float:
 
 
 def _times(base: str, better: str) -> Callable[[CellResult], Figure]:
-    def ours(cell: CellResult) -> Figure:
+    def figure(cell: CellResult) -> Figure:
         value = _gain(cell.rows, base, better)
         return Figure(value, f"{value:.2f}x")
 
-    return ours
+    return figure
 
 
 def _percent_more(base: str, better: str) -> Callable[[CellResult], Figure]:
-    def ours(cell: CellResult) -> Figure:
+    def figure(cell: CellResult) -> Figure:
         value = _gain(cell.rows, base, better) - 1
         return Figure(value, f"{value:+.1%}")
 
-    return ours
+    return figure
 
 
 def _of_balanced(row: str) -> Callable[[CellResult], Figure]:
-    def ours(cell: CellResult) -> Figure:
+    def figure(cell: CellResult) -> Figure:
         value = cell.rows[row]["share_of_balanced"]
         return Figure(value, f"{value:.1%}")
 
-    return ours
+    return figure
 
 
 def _over_plus(cell: CellResult) -> Figure:
@@ -113,7 +113,7 @@ CLAIMS: Final[Sequence[Paper]] = (
                 1.21,
                 ("static", "relibra"),
                 _times("static", "relibra"),
-                ran=("static", "relibra"),
+                measured_pair=("static", "relibra"),
             ),
             Claim(
                 "speed over EPLB+ and over LPLB+ (measured: over EPLB+)",
@@ -121,7 +121,7 @@ CLAIMS: Final[Sequence[Paper]] = (
                 1.06,
                 ("eplb", "lplb", "relibra"),
                 _over_plus,
-                ran=("eplb", "relibra"),
+                measured_pair=("eplb", "relibra"),
             ),
             Claim(
                 "speed over PopFetcher",
@@ -136,7 +136,7 @@ CLAIMS: Final[Sequence[Paper]] = (
                 0.90,
                 ("relibra",),
                 _of_balanced("relibra"),
-                ran=("balanced", "relibra"),
+                measured_pair=("balanced", "relibra"),
             ),
             Claim(
                 "speed of reordering alone over static (paper: Qwen3-235B, mixed data)",
@@ -266,7 +266,7 @@ CLAIMS: Final[Sequence[Paper]] = (
                 None,
                 (WITH_RESIDENTS,),
                 _of_balanced(WITH_RESIDENTS),
-                ran=("balanced", "relibra + residents"),
+                measured_pair=("balanced", "relibra + residents"),
             ),
             Claim(
                 "samples assigned and one resident per rank: share of the balanced run's speed",
@@ -288,7 +288,7 @@ CLAIMS: Final[Sequence[Paper]] = (
 """The claims, by their sources."""
 
 
-def ours_of(claim: Claim, cell: CellResult) -> Figure | str | None:
+def figure_of(claim: Claim, cell: CellResult) -> Figure | str | None:
     """Compute the figure of relibra_jax for a claim.
 
     Args:
@@ -305,4 +305,4 @@ def ours_of(claim: Claim, cell: CellResult) -> Figure | str | None:
         row = cell.rows[name]
         if not row["fits"]:
             return f"needs {row['rank_memory'] / 1e9:.0f} GB"
-    return claim.ours(cell)
+    return claim.compute(cell)

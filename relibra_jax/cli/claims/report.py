@@ -8,7 +8,7 @@ from relibra_jax.cli.claims.behind import behind
 from relibra_jax.cli.claims.cells import CellResult
 from relibra_jax.cli.claims.measured import WHOLE_UPDATES, Measurement
 from relibra_jax.cli.claims.own_loads import OwnLoad
-from relibra_jax.cli.claims.published import CLAIMS, Claim, Figure, ours_of
+from relibra_jax.cli.claims.published import CLAIMS, Claim, Figure, figure_of
 from relibra_jax.cli.claims.results import Results
 from relibra_jax.cli.claims.rows import HEADLINE
 from relibra_jax.cli.compare import is_reconstruction
@@ -133,7 +133,7 @@ def _claims_tables(
             [
                 claim.text,
                 claim.published,
-                *(_shown(ours_of(claim, cell)) for cell in here),
+                *(_shown(figure_of(claim, cell)) for cell in here),
                 *([_measured_range(claim, measured)] if measured else []),
             ]
             for claim in claims
@@ -155,7 +155,7 @@ def _shown(figure: Figure | str | None) -> str:
 def _measured_range(claim: Claim, measured: Sequence[Measurement]) -> str:
     """The range of the measured speeds of a claim; empty if it was not measured."""
     whole = [each for each in measured if each.where.startswith(WHOLE_UPDATES)]
-    gains = [gain for each in whole if claim.ran and (gain := each.gain(*claim.ran)) is not None]
+    gains = [gain for each in whole if claim.measured_pair and (gain := each.gain(*claim.measured_pair)) is not None]
     if not gains:
         return ""
     return f"{min(gains):.2f}x to {max(gains):.2f}x" if len(gains) > 1 else f"{gains[0]:.2f}x"

@@ -29,8 +29,7 @@ from relibra_jax.types import RoutingReplay
 
 TABLE_WIDTH: Final = 104
 TOKENS: Final = 8192
-"""The most tokens, taken evenly from the batch, that are used to count how often a token has several experts in one
-group."""
+"""The most tokens of the batch that are used to count how often a token has several experts in one group."""
 _ORDERS: Final = {"given": "", "shuffled": " in shuffled order"}
 PUBLISHED: Final = (
     "published gains: 1 to 2 x1.90, 2 to 3 x1.10 to x1.38 (MegaScale-Infer, arXiv 2504.02263, measured)"
