@@ -1,86 +1,123 @@
-# Every target works on a fresh clone: the first one makes .venv from the lock.
+# Every target works on a fresh clone: the first one makes .venv from the lock. `make help` lists them.
 PYTHON ?= $(shell sh .ci/find-python)
-RUN := .venv/bin/python
+# Where tests run: .venv has the lowest JAX that pyproject.toml allows, .venv-newest the newest.
+VENV ?= .venv
+RUN := $(VENV)/bin/python
+PIP := -m pip install --quiet --disable-pip-version-check
 # XLA's compiler for CUDA comes as wheels for x86-64 Linux only.
 AOT := .venv-aot/bin/python
 AOT_HERE := $(filter Linux-x86_64,$(shell uname -sm | tr ' ' -))
 SITE := -c "import sysconfig; print(sysconfig.get_path('purelib'))"
 
-.PHONY: demo compare claims test bench aot check check-long lowest x64 format lock clean
+.PHONY: help demo compare claims lint types test test-slow docs bench aot check check-long lowest x64 format hooks wheel \
+    lock clean
 
-demo: .venv/installed  ## reinforcement learning with routing replay, balanced; figure and numbers go to out/
+help:  ## list the targets
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /@/' | column -t -s @
+
+demo: $(VENV)/installed  ## train a small policy with routing replay, balanced; the figure and numbers go to out/
 	$(RUN) -m experiments.run demo
 
-compare: .venv/installed  ## all planners on a trace; figures and numbers go to out/
-	.venv/bin/relibra compare
+compare: $(VENV)/installed  ## compare all planners on a trace; figures and numbers go to out/
+	$(VENV)/bin/relibra compare
 
-claims: .venv/installed  ## what papers claim beside ours, on the trace that RELIBRA_TRACE names; a report in out/, half an hour
-	.venv/bin/relibra claims
+claims: $(VENV)/installed  ## compare published claims with ours on the trace that RELIBRA_TRACE names; half an hour
+	$(VENV)/bin/relibra claims
 
-test: .venv/installed  ## the whole test suite
-	$(RUN) -m pytest
-
-bench: .venv/installed  ## planning time beside its peers, in one run
-	$(RUN) -m experiments.bench
-
-aot: .venv-aot/installed  ## compile for 2 x 4 H100 without a GPU, and hold the programs to what is promised
-	$(AOT) -m experiments.aot
-
-check: .venv/installed  ## format, lint, types, tests (import arrows among them), compiled programs
+lint: $(VENV)/installed  ## check format and style
 	$(RUN) -m ruff format --check
 	$(RUN) -m ruff check
+
+types: $(VENV)/installed  ## check types
 	$(RUN) -m mypy
-	$(MAKE) test
+
+test: $(VENV)/installed  ## run the fast tests, examples in docstrings among them
+	$(RUN) -m pytest -m "not slow and not long"
+
+test-slow: $(VENV)/installed  ## run the tests that take several seconds each
+	$(RUN) -m pytest -m "slow and not long"
+
+docs: $(VENV)/installed  ## build the documentation site in out/site; warnings are errors
+	$(RUN) -m mkdocs build --strict --quiet --site-dir out/site
+
+bench: $(VENV)/installed  ## time planning beside its baselines, in one run
+	$(RUN) -m experiments.bench
+
+aot: .venv-aot/installed  ## compile for GPUs without one, and check what the compiled programs promise
+	$(AOT) -m experiments.aot
+
+check: lint types test test-slow docs  ## everything that CI runs: all but the long tests
 	$(if $(AOT_HERE),$(MAKE) aot,@echo "make aot skipped: XLA's compiler for CUDA is for x86-64 Linux, this is $$(uname -sm)")
 
 # What every user meets first, and what a plan and a layer promise.
 CONTRACT := tests/test_imports.py tests/test_public_api.py tests/test_planners.py tests/test_plan_batch.py \
     tests/test_moe.py tests/test_moe_layer.py tests/test_balancer.py tests/test_migration.py tests/test_checkpoint.py
 
-lowest: .venv-lowest/installed  ## import, doctests and the layer's tests on the lowest versions that we allow
-	.venv-lowest/bin/python -m pytest -m "not slow" relibra_jax pallas_kernels tests/test_cli.py \
+lowest: .venv-lowest/installed  ## run the contract's tests with the lowest version of every dependency
+	.venv-lowest/bin/python -m pytest -m "not slow and not long" relibra_jax pallas_kernels tests/test_cli.py \
 	    tests/test_cli_refusals.py tests/test_rl_tokens.py $(CONTRACT)
 
-x64: .venv/installed  ## plans, equivalence, checkpoints and migration where 64-bit types are on
-	JAX_ENABLE_X64=1 $(RUN) -m pytest -m "not slow" $(CONTRACT) tests/test_plan.py tests/test_plan_guard.py \
+x64: $(VENV)/installed  ## run the contract's tests with 64-bit types switched on
+	JAX_ENABLE_X64=1 $(RUN) -m pytest -m "not slow and not long" $(CONTRACT) tests/test_plan.py tests/test_plan_guard.py \
 	    tests/test_replication.py tests/test_placement.py tests/test_assignment.py tests/test_token_split.py
 
-check-long: .venv/installed  ## what takes minutes: long tests, other versions, 64-bit types, the ablation and the buffers of a trace
+check-long: $(VENV)/installed  ## run what takes minutes: long tests, other versions, 64-bit types, the ablation, buffer sizes
 	$(RUN) -m pytest -m long
 	$(MAKE) lowest
 	$(MAKE) x64
 	$(RUN) -m experiments.ablation
 	$(RUN) -m experiments.count_buffers
 
-format: .venv/installed
+format: $(VENV)/installed  ## format the code
 	$(RUN) -m ruff format
 	$(RUN) -m ruff check --fix
 
+hooks: .venv/installed  ## check format and style before every commit
+	.venv/bin/pre-commit install
+
+# TAG, if given, must name the version of the package: v0.1.0 for 0.1.0.
+wheel: .venv/installed  ## build a release in dist/, and try the wheel in an environment of its own
+	rm -rf dist .venv-wheel
+	.venv/bin/python -m build --no-isolation
+	.venv/bin/python -m twine check --strict dist/*
+	test -z "$(TAG)" || test -e dist/relibra_jax-$(TAG:v%=%)-py3-none-any.whl
+	"$(PYTHON)" -m venv .venv-wheel
+	.venv-wheel/bin/python $(PIP) "$$(echo dist/*.whl)[cli]"
+	cd .venv-wheel && bin/relibra compare --rows static relibra
+	rm -rf .venv-wheel
+
 .venv/installed: requirements-dev.lock pyproject.toml
 	@test -n "$(PYTHON)"
-	test -x $(RUN) || "$(PYTHON)" -m venv .venv
-	$(RUN) -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements-dev.lock
-	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	test -x .venv/bin/python || "$(PYTHON)" -m venv .venv
+	.venv/bin/python $(PIP) --require-hashes -r requirements-dev.lock
+	.venv/bin/python $(PIP) --no-deps --no-build-isolation -e .
+	@touch $@
+
+# Without a lock: it says whether today's releases break anything.
+.venv-newest/installed: pyproject.toml
+	@test -n "$(PYTHON)"
+	"$(PYTHON)" -m venv --clear .venv-newest
+	.venv-newest/bin/python $(PIP) --upgrade -e ".[dev]"
 	@touch $@
 
 # A venv of its own, so that JAX finds no CUDA plugin in .venv; all else it takes from there.
 .venv-aot/installed: .venv/installed requirements-aot.lock
 	@test -n "$(AOT_HERE)" || { echo "make aot: XLA's compiler for CUDA is for x86-64 Linux, this is $$(uname -sm)" >&2; exit 1; }
-	$(RUN) -m venv --clear --without-pip .venv-aot
-	echo "import site; site.addsitedir('$$($(RUN) $(SITE))')" > "$$($(AOT) $(SITE))/base.pth"
-	$(RUN) -m pip --python $(AOT) install --quiet --disable-pip-version-check --no-deps --require-hashes \
+	.venv/bin/python -m venv --clear --without-pip .venv-aot
+	echo "import site; site.addsitedir('$$(.venv/bin/python $(SITE))')" > "$$($(AOT) $(SITE))/base.pth"
+	.venv/bin/python -m pip --python $(AOT) install --quiet --disable-pip-version-check --no-deps --require-hashes \
 	    -r requirements-aot.lock
 	@touch $@
 
 .venv-lowest/installed: requirements-lowest.lock pyproject.toml
 	@test -n "$(PYTHON)"
 	"$(PYTHON)" -m venv --clear .venv-lowest
-	.venv-lowest/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements-lowest.lock
-	.venv-lowest/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	.venv-lowest/bin/python $(PIP) --require-hashes -r requirements-lowest.lock
+	.venv-lowest/bin/python $(PIP) --no-deps --no-build-isolation -e .
 	@touch $@
 
 # Development is pinned to the oldest JAX that we support; addresses of registries stay out of the lock.
-lock:
+lock:  ## renew the locks
 	"$(PYTHON)" -m venv .venv-lock && .venv-lock/bin/pip install --quiet uv
 	printf 'jax==0.11.2\njaxlib==0.11.2\n' > .venv-lock/pins
 	.venv-lock/bin/uv pip compile --quiet --universal --generate-hashes --no-emit-index-url --no-emit-find-links \
@@ -93,5 +130,5 @@ lock:
 	    -o requirements-aot.lock -
 	rm -rf .venv-lock
 
-clean:
-	rm -rf .venv .venv-aot .venv-lock .venv-lowest out
+clean:  ## remove environments and output
+	rm -rf .venv .venv-aot .venv-lock .venv-lowest .venv-newest .venv-wheel out dist

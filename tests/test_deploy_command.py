@@ -214,7 +214,7 @@ def test_a_trace_of_one_sample_is_refused(tmp_path, capsys):
 
 
 def test_the_page_computes_what_it_says():
-    page = Path(__file__).parents[1] / "docs" / "deployments.md"
+    page = Path(__file__).parents[1] / "docs" / "guides" / "deployments.md"
     result = doctest.testfile(str(page), module_relative=False)
     assert result.attempted
     assert not result.failed

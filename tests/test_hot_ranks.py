@@ -210,6 +210,6 @@ def test_rules_are_checked():
 
 
 def test_the_guide_prints_what_it_says():
-    guide = Path(__file__).parents[1] / "docs" / "low-precision.md"
+    guide = Path(__file__).parents[1] / "docs" / "guides" / "low-precision.md"
     result = doctest.testfile(str(guide), module_relative=False)
     assert (result.attempted, result.failed) == (11, 0)

@@ -97,7 +97,7 @@ def test_ranks_that_make_the_moves_get_the_same_experts():
 
 
 def test_the_guide_prints_what_it_says():
-    guide = Path(__file__).parents[1] / "docs" / "pytorch.md"
+    guide = Path(__file__).parents[1] / "docs" / "guides" / "pytorch.md"
     result = doctest.testfile(str(guide), module_relative=False)
     assert result.attempted >= 10
     assert result.failed == 0

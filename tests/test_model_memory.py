@@ -23,7 +23,7 @@ from relibra_jax.models.hf_config import model_config
 from relibra_jax.nnx import expert_mesh
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
-PAGE = (Path(__file__).parents[1] / "docs" / "checkpoints.md").read_text()
+PAGE = (Path(__file__).parents[1] / "docs" / "guides" / "checkpoints.md").read_text()
 
 
 # From the models' cards; GLM-4.5's count layers for multi-token prediction, which are not loaded, and round.

@@ -242,6 +242,6 @@ def test_a_folder_without_a_run(refused, tmp_path, run):
 
 
 def test_the_page_computes_what_it_says():
-    result = doctest.testfile(str(ROOT / "docs" / "sharing-a-cluster.md"), module_relative=False)
+    result = doctest.testfile(str(ROOT / "docs" / "guides" / "sharing-a-cluster.md"), module_relative=False)
     assert result.attempted
     assert not result.failed

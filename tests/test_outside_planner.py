@@ -17,7 +17,7 @@ from relibra_jax.plan import rank_load
 from relibra_jax.planning.metrics import batch_imbalance
 from relibra_jax.traces.read import read_trace
 
-GUIDE = (Path(__file__).parents[1] / "docs" / "write-a-planner.md").read_text()
+GUIDE = (Path(__file__).parents[1] / "docs" / "guides" / "write-a-planner.md").read_text()
 
 OTHERS = """
 from relibra_jax import Planner, static

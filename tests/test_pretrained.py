@@ -403,7 +403,7 @@ def test_a_folder_appears_when_it_is_complete(folder, tmp_path, monkeypatch):
 def test_the_page_shows_what_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tests").symlink_to(FOLDER.parents[1])
-    page = FOLDER.parents[2] / "docs" / "checkpoints.md"
+    page = FOLDER.parents[2] / "docs" / "guides" / "checkpoints.md"
     result = doctest.testfile(str(page), module_relative=False)
     assert (result.attempted, result.failed) == (8, 0)
     assert (tmp_path / "out" / "trained" / "config.json").exists()

@@ -35,7 +35,7 @@ from relibra_jax.nnx import Balancer, MoELayer, expert_mesh
 from relibra_jax.plan import replica_experts
 from relibra_jax.types import EMPTY, layer_plans
 
-PAGE = (Path(__file__).parents[1] / "docs" / "metrics.md").read_text()
+PAGE = (Path(__file__).parents[1] / "docs" / "guides" / "metrics.md").read_text()
 pytestmark = pytest.mark.usefixtures("smallest_policy")
 SHORT = SMALL | {"steps": 1, "evaluation_batches": 1, "epochs": 1, "ranks": Ranks(resident_slots=1)}
 WRITERS = """

@@ -219,6 +219,6 @@ def test_counts_of_another_model_are_refused():
 
 @pytest.mark.parametrize("page", ["counts.md", "engines.md"])
 def test_the_page_computes_what_it_says(page):
-    result = doctest.testfile(str(ROOT / "docs" / page), module_relative=False)
+    result = doctest.testfile(str(ROOT / "docs" / "guides" / page), module_relative=False)
     assert result.attempted
     assert not result.failed

@@ -1,7 +1,7 @@
 """Counts from rollout workers, the plan where the trainer is: ``python -m experiments.examples.counts``.
 
-The routes stay with the workers until the plan says which rank owns which sample. docs/counts.md has the recipe for
-verl and slime, in which the workers are processes; here they are turns of a loop.
+The routes stay with the workers until the plan says which rank owns which sample. docs/guides/counts.md has the recipe
+for verl and slime, in which the workers are processes; here they are turns of a loop.
 """
 
 import functools

@@ -1,7 +1,7 @@
 """The metrics of runs: every name that they write, with its unit and its meaning.
 
 The names are an interface, which dashboards and scripts rely on: a line of a kind has all names of its kind and no
-others. docs/metrics.md shows the same list.
+others. docs/guides/metrics.md shows the same list.
 """
 
 from collections.abc import Mapping
@@ -187,7 +187,7 @@ def scalars_of(line: Mapping[str, Any]) -> dict[str, int | float]:
 
 
 def metrics_table() -> str:
-    """The list as a table in Markdown, for docs/metrics.md."""
+    """The list as a table in Markdown, for docs/guides/metrics.md."""
     head = ["| name | unit | meaning | lines |", "|---|---|---|---|"]
     rows = []
     for name, metric in METRICS.items():

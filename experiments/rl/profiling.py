@@ -11,8 +11,8 @@ import jax
 def profiled(folder: Path | None) -> Iterator[None]:
     """Write a trace of the block into a folder.
 
-    On the host it names the phases of a step, in programs what the layers do: docs/metrics.md lists both. Calls of
-    Python functions, most of a trace otherwise, are left out.
+    On the host it names the phases of a step, in programs what the layers do: docs/guides/metrics.md lists both. Calls
+    of Python functions, most of a trace otherwise, are left out.
 
     Args:
         folder: the folder of the trace; None for no trace.

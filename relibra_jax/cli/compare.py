@@ -37,7 +37,7 @@ class Compare:
     rows: Annotated[tuple[str, ...], tyro.conf.arg(help_behavior_hint="(default: all rows)")] = ()
     """The names of the planners (rows of the table) to run."""
     planner: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """A planner of your own as one more row, written module:attribute; see docs/write-a-planner.md."""
+    """A planner of your own as one more row, written module:attribute; see docs/guides/write-a-planner.md."""
     out: Path = Path("out/compare")
     """The folder that the figures and the numbers are written to."""
 

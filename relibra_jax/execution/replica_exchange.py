@@ -13,7 +13,7 @@ is; a ``ragged`` exchange of packed exports (`relibra_jax.execution.exchange`, `
 where a rank pulls its R experts out of the exports of the others on its node, by a kernel that reads their memory
 (`pallas_kernels.hopper.pull_kernel`). The gradients of what was pulled return in pieces, as in the padded way.
 ``remote`` is unproven: it compiles for H100, and its results on hardware have not been checked; its tables are tested
-through ``remote_emulated``, which gathers everything everywhere. See docs/gpu-fetch.md.
+through ``remote_emulated``, which gathers everything everywhere. See docs/guides/gpu-fetch.md.
 
 Under `jax.checkpoint` replicas are fetched again in the backward pass instead of being kept.
 """
@@ -77,7 +77,7 @@ def _pull(exports, tables, exchange):
 
     Packed exports and not the experts themselves, which in a scanned stack are a slice of stacked parameters: XLA would
     merge slice and kernel, and a kernel inside such a fusion may be told the addresses of other buffers than its own
-    (docs/gpu-fetch.md).
+    (docs/guides/gpu-fetch.md).
     """
     rank, row = tables.remote
     return pull_rows(rank, row, exports, LOCAL, implementation=IMPLEMENTATIONS[exchange.kind])

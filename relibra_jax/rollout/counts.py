@@ -1,6 +1,7 @@
 """Counts instead of routes: what planning needs of a rollout, made where the rollout is.
 
-A route is ``L * K`` ids a token, a count ``L * E`` numbers a sample, however long. docs/counts.md says who sends what.
+A route is ``L * K`` ids a token, a count ``L * E`` numbers a sample, however long. docs/guides/counts.md says who sends
+what.
 """
 
 from collections.abc import Callable, Sequence

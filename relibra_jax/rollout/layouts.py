@@ -1,8 +1,8 @@
 """Every layout in which routed experts are handed over, as a table of pure decoders.
 
 A decoder only finds the rows of each sample; `replay_from_rollout` places and checks them, alike for all. The
-axis order is never guessed: two orders are two names. docs/engines.md says which versions of the engines were read.
-The files of SGLang's expert-distribution recorder are pickles (``torch.save``) and are not read.
+axis order is never guessed: two orders are two names. docs/guides/engines.md says which versions of the engines
+were read. The files of SGLang's expert-distribution recorder are pickles (``torch.save``) and are not read.
 
 What a layout takes as ``source``, with samples in the order of the mask's rows; ``layers`` are all hidden
 layers or the MoE layers, told apart by size; ``start`` is the token of a sample's first row, 0 unless an engine

@@ -1,4 +1,4 @@
-"""Jobs from the metrics of training runs of this project, which record the duration of every step (docs/metrics.md)."""
+"""Jobs from the metrics of training runs of this project, which record step durations (docs/guides/metrics.md)."""
 
 import json
 import math

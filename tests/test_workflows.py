@@ -1,0 +1,45 @@
+"""The workflows call make targets that exist, and what names a version names the same one."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import relibra_jax
+
+ROOT = Path(__file__).parents[1]
+MAKEFILE = (ROOT / "Makefile").read_text()
+TARGETS = set(re.findall(r"^([a-z0-9-]+):", MAKEFILE, re.MULTILINE))
+
+
+@pytest.mark.parametrize("name", ["ci", "release"])
+def test_workflows_call_targets_that_exist(name):
+    text = (ROOT / ".github" / "workflows" / f"{name}.yml").read_text()
+    called = set(re.findall(r"run: make ([a-z-]+)", text))
+    for row in re.findall(r"target: \[(.*)\]", text):
+        called |= set(row.split(", "))
+    assert called
+    assert called <= TARGETS, called - TARGETS
+
+
+def test_every_target_is_listed_by_help():
+    listed = set(re.findall(r"^([a-z0-9-]+):.*##", MAKEFILE, re.MULTILINE))
+    assert listed == TARGETS
+
+
+def test_environments_of_the_workflow_can_be_made():
+    text = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    for folder in re.findall(r"venv: (\S+)", text):
+        assert f"\n{folder}/installed:" in MAKEFILE, folder
+
+
+def test_one_version_everywhere():
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert relibra_jax.__version__ == version
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
+    latest = re.search(
+        r"^## (\d+\.\d+\.\d+) - (\d{4}-\d\d-\d\d)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE
+    )
+    assert latest
+    assert latest[1] == version
