@@ -1,4 +1,4 @@
-"""A planner from outside the table: the guide's runs as it stands there, and what breaks the contract is refused."""
+"""Planners of users: the example of the guide runs, and planners that break the contract raise errors."""
 
 import re
 import textwrap
@@ -71,7 +71,7 @@ def test_the_guides_planner_balances(folder, run):
     assert imbalance < static
 
 
-def test_an_entry_says_that_replicas_cross(folder):
+def test_an_entry_keeps_its_settings(folder):
     entry = import_planner("other_planners:entry")
     assert entry.across_nodes
     assert entry.summary == "contiguous"
@@ -84,7 +84,7 @@ def test_an_entry_says_that_replicas_cross(folder):
         "no_state": r"planner 'other_planners:no_state': update must return \(Plan, state\), not Plan",
     }.items(),
 )
-def test_what_breaks_the_contract_is_named(folder, run, name, says):
+def test_errors_name_the_broken_rule(folder, run, name, says):
     with pytest.raises(ValueError, match=says):
         run(import_planner(f"other_planners:{name}"))
 
@@ -101,7 +101,7 @@ def test_what_breaks_the_contract_is_named(folder, run, name, says):
         "--rows=statik": "row 'statik' must be one of ",
     }.items(),
 )
-def test_a_planner_that_is_not_there(folder, capsys, option, says):
+def test_planners_that_cannot_be_imported(folder, capsys, option, says):
     assert main(["compare", option, "--out", str(folder / "out")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert says in line
