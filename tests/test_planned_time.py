@@ -1,4 +1,4 @@
-"""No planner of the table takes less modelled time than ReLibra, on recorded routing and on the loads of tests."""
+"""No planner of the table is ahead of ReLibra in modelled time: not on recorded routing, not on the loads of tests."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ FAR = [name for name, entry in PLANNERS.items() if entry.across_nodes]
 
 
 def drawn(kind):
-    """A trace and its only batch: tokens drawn by a load of the contract suite, with one sample per rank."""
+    """Tokens whose experts are drawn by a load of the contract, with one sample a rank: a trace and its one batch."""
     topology = TOPOLOGIES["2x4"]
     load = np.asarray(make_load(kind, topology), float)
     liking = np.log(np.maximum(load, 1e-3)).swapaxes(1, 2).swapaxes(2, 3)  # [M N G L E]
@@ -67,7 +67,7 @@ PUSHES = pytest.mark.xfail(
 
 
 def cases(behind):
-    """All loads and dispatch paths, with marks for those on which ReLibra is behind."""
+    """Loads and paths, those marked on which it is not so."""
     return [
         pytest.param(kind, path, marks=behind.get((kind, path), ())) for kind in LOADED for path in DISPATCHES
     ]

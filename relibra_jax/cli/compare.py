@@ -1,4 +1,4 @@
-"""``relibra compare``: runs planners on a trace and reports them in one table, two figures and a JSON file."""
+"""``relibra compare``: planners over a trace, as one table, two figures and the numbers."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -39,7 +39,7 @@ class Compare:
     planner: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """A planner of your own as one more row, written module:attribute; see docs/guides/write-a-planner.md."""
     out: Path = Path("out/compare")
-    """The folder that the figures and the numbers are written to."""
+    """The folder for the figures and the numbers."""
 
 
 def run_compare(options: Compare, console: Console) -> None:
@@ -54,10 +54,10 @@ def compare_contenders(
     """Run planners on a trace, print the table, and write the figures and the numbers.
 
     Args:
-        contenders_of: a function that makes the contenders, by name. It gets the cost model, for planners that choose
-            by modelled time.
-        options: the trace, the settings, the rows to run, and the folder to write to.
-        console: the console that the table is printed on.
+        contenders_of: makes the contenders by name; it is given the cost model, for contenders that choose by modelled
+            time.
+        options: the trace, the settings, the rows to run, and the folder for what is written.
+        console: the console for the table.
 
     Raises:
         ValueError: if the trace and the settings do not fit each other, or a row or planner is unknown. Nothing is
@@ -89,7 +89,7 @@ def compare_contenders(
     if any(is_reconstruction(outcome.planner) for outcome in outcomes):
         console.print(RECONSTRUCTION, style="dim")
     console.print(COLUMNS_EXPLAINED, style="dim")
-    console.print(f"modelled times are for {_priced(options.costs)}", style="dim")
+    console.print(f"time is that of {_priced(options.costs)}", style="dim")
     used = _samples_used(options.batching, batches.samples_left)
     for note in (trace.note, used, "" if batches.history else NO_HISTORY):
         if note:
@@ -126,31 +126,24 @@ def choose_rows(
     return chosen | {name: Contender(entry=import_planner(name)) for name in outside}
 
 
-NO_HISTORY: Final = "there is only one batch, so planners that plan from earlier batches had no history"
+NO_HISTORY: Final = "there is one batch, so planners that go by history had none"
 TABLE_WIDTH: Final = 124
 """The width of a line of the table, in characters. A narrower terminal wraps the lines instead of cutting numbers."""
 RECONSTRUCTION: Final = (
-    "* reconstruction: the source's code was not available, so this row implements our reading of its text"
+    "* reconstruction: no code of the source could be read, so the row is our reading of its text"
 )
-COLUMNS_EXPLAINED: Final = """\
-imbalance: max / mean of rank load over the batch; 1 is perfect
-bound: the least imbalance that replication could reach with these homes
-attn: imbalance of tokens over ranks, which attention feels
-error: mean error of an expert's expected load, relative to the mean load, as in MoE-GPS (arXiv 2506.07366)
-cross: share of token copies that leave their node
-crossings: what the slow network carries per token at dispatch (tokens, or token copies with flat dispatch), for the
-  mean and the busiest rank
-repl, resid: replicas and residents of a layer, on average
-GB: modelled memory of a rank
-plan: measured time to plan one batch
-exchange, push, reorder: parts of the modelled time: dispatch and combine; residents' weights and gradients; experts
-  moved to new homes
-time: modelled time of a batch
-share: modelled time of a perfectly balanced batch with uniform routing, divided by this row's time; above 100% if fewer
-  tokens cross
-left: how far time is above a lower bound for any plan, which is the most that a better plan could gain. The bound is a
-  relaxation and is loose for crossings: the best known plans of recorded routing are 18% (2 nodes) to 70% (4 nodes,
-  flat dispatch) above it."""
+COLUMNS_EXPLAINED: Final = (
+    "imbalance: max / mean of rank load over the batch; bound: the least that replication could reach with these homes;"
+    " attn: imbalance of tokens, which attention feels; error: mean error of an expert's expected load, of the mean"
+    " load, as MoE-GPS (arXiv 2506.07366) has it; cross: token copies that leave their node; crossings: what the slow"
+    " network carries for each token at dispatch (tokens, or copies if dispatch is flat), mean/busiest; repl, resid:"
+    " replicas and residents of a layer; GB: memory of a rank; plan: measured time of one batch's plan; exchange, push,"
+    " reorder: modelled time of dispatch and combine, of residents' weights and gradients, and of experts to new homes,"
+    " all part of time: modelled time of a batch; share: that of a perfectly balanced one with uniform routing over it,"
+    " above 100% where fewer tokens cross; left: how far time is above a lower bound of any plan: what there is to"
+    " gain, at most. The bound is a relaxation, and loose for what crosses: the best plans known of recorded routing"
+    " are 18% (2 nodes) to 70% (4, flat) above it."
+)
 
 
 def comparison_table(outcomes: list[Outcome], title: str, *, residents: bool) -> Table:
@@ -170,13 +163,13 @@ def comparison_table(outcomes: list[Outcome], title: str, *, residents: bool) ->
         table.add_row(f"{outcome.planner}{'*' * is_reconstruction(outcome.planner)}", *cells.values())
     table.add_section()
     balanced = f"{outcomes[0].modelled_seconds * outcomes[0].share_of_balanced:.2f}s"
-    cells = {"imbalance": "1.0000", "attn": "1.00", "time": balanced, "share": "100%"}
-    table.add_row("balanced", *(dict.fromkeys(lines[0], "") | cells).values(), style="dim")
+    known = {"imbalance": "1.0000", "attn": "1.00", "time": balanced, "share": "100%"}
+    table.add_row("balanced", *(dict.fromkeys(lines[0], "") | known).values(), style="dim")
     return table
 
 
 def _cells(outcome: Outcome, *, residents: bool) -> dict[str, str]:
-    """The cells of an outcome's line, by column."""
+    """What the table says of an outcome, by column."""
     parts = outcome.modelled_parts
     cells = {
         "imbalance": f"{outcome.imbalance:.4f}",

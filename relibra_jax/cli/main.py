@@ -4,7 +4,7 @@ import sys
 from typing import Final
 
 EXTRA: Final = ("matplotlib", "rich", "tyro")
-"""The packages that the extra ``relibra-jax[cli]`` installs."""
+"""The packages that ``relibra-jax[cli]`` brings."""
 
 
 def main(args: list[str] | None = None) -> int:
