@@ -1,4 +1,4 @@
-"""``relibra compare``: planners over a trace, as one table, two figures, the numbers and, if named, an HTML page."""
+"""``relibra compare``: runs planners on a trace; writes a table, two figures, the numbers and an optional HTML page."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -42,10 +42,9 @@ class Compare:
     planner: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """A planner of your own as one more row, written module:attribute; see docs/guides/write-a-planner.md."""
     out: Path = Path("out/compare")
-    """The folder for the figures and the numbers."""
-    html: Path | None = None
-    """An HTML file to write as well: the table, the figures and their explanations on one page that needs no other
-    file."""
+    """The folder that the figures and the numbers are written to."""
+    html: Annotated[Path | None, tyro.conf.arg(help_behavior_hint="(default: no page)")] = None
+    """The HTML file to write: one self-contained page with the table, the figures and their explanations."""
 
 
 def run_compare(options: Compare, console: Console) -> None:
@@ -64,11 +63,11 @@ def compare_contenders(
     """Run planners on a trace, print the table, and write the figures and the numbers.
 
     Args:
-        contenders_of: makes the contenders by name; it is given the cost model, for contenders that choose by modelled
-            time.
-        options: the trace, the settings, the rows to run, and the folder for what is written.
-        console: the console for the table.
-        program: the command as the HTML page repeats it.
+        contenders_of: a function that makes the contenders, by name. It gets the cost model, for planners that choose
+            by modelled time.
+        options: the trace, the settings, the rows to run, and the folder to write to.
+        console: the console that the table is printed on.
+        program: the command, as the HTML page shows it.
 
     Raises:
         ValueError: if the trace and the settings do not fit each other, or a row or planner is unknown. Nothing is
@@ -103,7 +102,7 @@ def compare_contenders(
         console.print(RECONSTRUCTION, style="dim")
     columns = list(outcome_cells(outcomes[0], residents=topology.resident_slots > 0))
     console.print(explain_columns(columns), style="dim", highlight=False)
-    console.print(f"time is that of {_priced(options.costs)}", style="dim")
+    console.print(f"modelled times are for {_priced(options.costs)}", style="dim")
     used = _samples_used(options.batching, batches.samples_left)
     notes = [note for note in (trace.note, used, "" if batches.history else NO_HISTORY) if note]
     for note in notes:
@@ -149,14 +148,15 @@ def choose_rows(
     return chosen | {name: Contender(entry=import_planner(name)) for name in outside}
 
 
-NO_HISTORY: Final = "there is one batch, so planners that go by history had none"
+NO_HISTORY: Final = "there is only one batch, so planners that plan from earlier batches had no history"
 TIMELINE: Final = ("static", "eplb", "relibra")
-"""The planners of the timeline, beside those from outside the table."""
+"""The planners that the timeline shows, besides the user's own planners."""
 MOST_TIMELINES: Final = 4
+"""The most planners that the timeline shows."""
 TABLE_WIDTH: Final = 124
 """The width of a line of the table, in characters. A narrower terminal wraps the lines instead of cutting numbers."""
 RECONSTRUCTION: Final = (
-    "* reconstruction: no code of the source could be read, so the row is our reading of its text"
+    "* reconstruction: the source's code was not available, so this row implements our reading of its text"
 )
 
 
@@ -186,9 +186,9 @@ def is_reconstruction(name: str) -> bool:
 
 
 def _for_timeline(outcomes: list[Outcome]) -> list[Outcome]:
-    """The outcomes that the timeline shows: of the best-known planners and those from outside, or first and last."""
-    drawn = [outcome for outcome in outcomes if outcome.planner in TIMELINE or ":" in outcome.planner]
-    return drawn[:MOST_TIMELINES] if len(drawn) > 1 else [outcomes[0], *outcomes[1:][-1:]]
+    """The outcomes that the timeline shows: those of `TIMELINE` and of the user's planners, else the first and last."""
+    selection = [outcome for outcome in outcomes if outcome.planner in TIMELINE or ":" in outcome.planner]
+    return selection[:MOST_TIMELINES] if len(selection) > 1 else [outcomes[0], *outcomes[1:][-1:]]
 
 
 def _priced(costs: Costs) -> str:
