@@ -106,6 +106,6 @@ class Costs:
     updates: int = 1
     """The number of optimizer updates in a batch, which share its micro-batches. Each one pushes the residents."""
     recompute: bool = False
-    """Whether every micro-batch has one more forward pass, which recomputes old log-probabilities."""
+    """Model one more forward pass over every micro-batch, which recomputes old log-probabilities."""
     shards: int = 1
     """The number of data-parallel copies that share the optimizer state, for the memory of a rank."""

@@ -56,14 +56,14 @@ class Grid:
     """The values that a search tries: every combination of them, with every placement of the experts."""
 
     tensor_parallel: tuple[int, ...] = (1, 2, 4, 8)
-    """The numbers of devices that share a copy of attention, or an expert, to try.
+    """Numbers to try: devices that share a copy of attention, or an expert.
     Each must fit in a node, and divide the model's heads and expert width."""
     attention_copies: tuple[int, ...] = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-    """The numbers of copies of attention to try. Each copy serves its own sequences."""
+    """Numbers to try: copies of attention, each of which serves its own sequences."""
     micro_batches: tuple[int, ...] = (1, 2, 3, 4)
-    """The numbers of micro-batches in flight to try."""
+    """Numbers to try: micro-batches in flight."""
     sequences: tuple[int, ...] = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-    """The numbers of sequences that a copy of attention serves in one micro-batch to try."""
+    """Numbers to try: sequences that a copy of attention serves in one micro-batch."""
 
 
 class Deployment(NamedTuple):

@@ -46,9 +46,9 @@ class Advise:
     ranks_per_node: int = 4
     """The number of ranks on each node, G."""
     replica_slots: tuple[int, ...] = (1, 2)
-    """The numbers of replica slots on each rank to try."""
+    """Numbers to try: replica slots on each rank."""
     resident_slots: tuple[int, ...] = (1,)
-    """The numbers of resident slots on each rank to try."""
+    """Numbers to try: resident slots on each rank."""
     memory: Annotated[
         float | None, tyro.conf.arg(help_behavior_hint="(default: the memory of the cluster's ranks)")
     ] = None

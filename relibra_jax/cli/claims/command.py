@@ -40,8 +40,7 @@ class Claims:
     trace: TraceName = None
     """The recorded trace: a name or the path of an .npz file."""
     quick: bool = False
-    """Whether to run only six rows on 2 x 4 ranks with at most four layers, which takes minutes.
-    Otherwise everything is run, which takes most of an hour."""
+    """Run only six rows on 2 x 4 ranks with at most four layers, in minutes. The full form takes most of an hour."""
     model: str = "gpt-oss-20b"
     """The model that the trace was recorded from. Times are modelled for its sizes and for the paper's models."""
     layers: int = 8

@@ -155,7 +155,11 @@ def _shown(figure: Figure | str | None) -> str:
 def _measured_range(claim: Claim, measured: Sequence[Measurement]) -> str:
     """The range of the measured speeds of a claim; empty if it was not measured."""
     whole = [each for each in measured if each.where.startswith(WHOLE_UPDATES)]
-    gains = [gain for each in whole if claim.measured_pair and (gain := each.gain(*claim.measured_pair)) is not None]
+    gains = [
+        gain
+        for each in whole
+        if claim.measured_pair and (gain := each.gain(*claim.measured_pair)) is not None
+    ]
     if not gains:
         return ""
     return f"{min(gains):.2f}x to {max(gains):.2f}x" if len(gains) > 1 else f"{gains[0]:.2f}x"

@@ -65,9 +65,9 @@ class Deploy:
     expert_groups: Annotated[
         tuple[int, ...], tyro.conf.arg(help_behavior_hint="(default: all divisors of the number of experts)")
     ] = ()
-    """The numbers of groups of expert devices to try."""
+    """Numbers to try: groups of expert devices."""
     replica_slots: tuple[int, ...] = (0, 1)
-    """The numbers of replica slots in each group to try."""
+    """Numbers to try: replica slots in each group of expert devices."""
     grid: Annotated[Grid, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Grid)
     seed: int = 0
     """The seed of the shuffled order, of the placement search, and of the simulated step."""
