@@ -1,4 +1,4 @@
-"""The advice: thresholds that can be worked out by hand, and a run on the recorded trace."""
+"""``relibra advise``: thresholds against values computed by hand, and a run on the recorded trace."""
 
 import json
 
@@ -19,12 +19,12 @@ from relibra_jax.traces.read import read_trace
 
 @pytest.fixture(scope="module", params=["three strategies", pytest.param("all", marks=pytest.mark.long)])
 def advised(request, tmp_path_factory):
-    """What a small run prints and keeps."""
+    """The JSON report and the files of a small run."""
     out = tmp_path_factory.mktemp("advise")
     options = ["--replica-slots", "1", "--resident-slots", "--micro-batches", "2", "--memory", "30"]
 
-    def first_three(*known, **slots):
-        return strategies(*known, **slots)[:3]
+    def first_three(*args, **slots):
+        return strategies(*args, **slots)[:3]
 
     with pytest.MonkeyPatch.context() as patch:
         if request.param != "all":
@@ -34,24 +34,24 @@ def advised(request, tmp_path_factory):
 
 
 def test_advice_names_the_fastest_that_fits(advised):
-    told, files = advised
+    report, files = advised
     assert files == ["advise.json", "advise.png"]
-    fitting = [each for each in told["strategies"] if each["memory"] <= told["memory_limit"] == 30e9]
+    fitting = [each for each in report["strategies"] if each["memory"] <= report["memory_limit"] == 30e9]
     best = min(fitting, key=lambda each: each["seconds"])
-    assert told["best"] == f"{best['name']}, R={best['replica_slots']} B={best['resident_slots']}"
+    assert report["best"] == f"{best['name']}, R={best['replica_slots']} B={best['resident_slots']}"
     assert best["name"] != "nothing"
 
 
 def test_points_rise_and_the_last_is_the_setting(advised):
-    told, _ = advised
+    report, _ = advised
     for name in ("tokens", "skew"):
-        values = [point["at"] for point in told[name]]
+        values = [point["at"] for point in report[name]]
         assert values == sorted(values)
-    nothing, *others = told["strategies"]
+    nothing, *others = report["strategies"]
     gain = nothing["seconds"] / min(each["seconds"] for each in others) - 1
-    assert told["tokens"][-1]["gain"] == pytest.approx(gain, rel=1e-4)
-    assert told["skew"][-1]["gain"] == pytest.approx(gain, rel=1e-4), "no token routed evenly"
-    assert told["skew"][-1]["at"] == pytest.approx(nothing["imbalance"])
+    assert report["tokens"][-1]["gain"] == pytest.approx(gain, rel=1e-4)
+    assert report["skew"][-1]["gain"] == pytest.approx(gain, rel=1e-4), "no token routed evenly"
+    assert report["skew"][-1]["at"] == pytest.approx(nothing["imbalance"])
 
 
 def test_routing_some_tokens_evenly():
@@ -59,7 +59,7 @@ def test_routing_some_tokens_evenly():
     before, mask = np.asarray(trace.replay.expert_ids), np.asarray(trace.replay.mask)
     check_replay(route_some_evenly(trace, 0.5).replay, num_experts=trace.num_experts)
     kept = (np.asarray(route_some_evenly(trace, 0.5).replay.expert_ids) == before).all((2, 3))[mask]
-    assert 0.4 < kept.mean() < 0.6, "a token is drawn anew in all layers, or in none"
+    assert 0.4 < kept.mean() < 0.6, "a token is drawn in all layers, or in none"
     assert not route_some_evenly(trace, 0.0).synthetic
     even = np.asarray(route_some_evenly(trace, 1.0).replay.expert_ids)[mask]
     counts = np.bincount(even.ravel(), minlength=16)
@@ -75,12 +75,12 @@ def test_routing_some_tokens_evenly():
         ((0.02, 0.02, 0.0), None),
     ],
 )
-def test_threshold_is_where_all_that_follows_pays(gains, start):
+def test_every_point_from_the_threshold_on_pays(gains, start):
     points = [Point(at, gain, "") for at, gain in zip((10.0, 100.0, 1000.0), gains, strict=True)]
     assert threshold(points) == (start if start is None else pytest.approx(start))
 
 
-def test_best_slots_are_those_that_take_least():
+def test_best_slots_take_least_time():
     cost_model = CostModel(CLUSTERS["h100"], MODELS["gpt-oss-20b"], 4096.0, 1.0)
     tried = strategies(cost_model, replica_slots=(1, 2, 0), resident_slots=(1,))
     labels = [f"{each.label} {each.foresight}" for each in tried]
@@ -96,14 +96,14 @@ def test_best_slots_are_those_that_take_least():
     ("options", "says"),
     {
         ("--cluster", "h10"): "cluster='h10' must be one of ",
-        ("--memory", "1"): "memory=1.0 GB: a rank needs at least ",
+        ("--memory", "1"): "memory=1.0 GB is too little: every strategy needs at least ",
         ("--memory", "-3"): "memory=-3.0 must be positive and finite",
         ("--nodes", "3"): "num_experts=16 must divide evenly over 12 ranks",
         ("--replica-slots", "40"): "replica_slots=40 must be at most num_experts=16",
     }.items(),
 )
-def test_what_cannot_be_advised(options, says, tmp_path, capsys, monkeypatch):
-    if options == ("--memory", "1"):  # refused only when strategies are priced
+def test_bad_input(options, says, tmp_path, capsys, monkeypatch):
+    if options == ("--memory", "1"):  # this error comes only after strategies are priced
         monkeypatch.setattr(command, "strategies", lambda *_, **__: [])
         monkeypatch.setattr(
             command,

@@ -1,4 +1,4 @@
-"""The claims' report: the quick form as CI runs it, and what the report says of results that are known."""
+"""The report of the claims: the quick form, and the report of constructed results."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ from relibra_jax.cli.claims.behind import behind
 from relibra_jax.cli.claims.cells import Cell, CellResult, run_cell
 from relibra_jax.cli.claims.measured import WHOLE_UPDATES, Measurement, read_measured
 from relibra_jax.cli.claims.own_loads import OwnLoad, plan_loads, skewed_ranks
-from relibra_jax.cli.claims.published import CLAIMS, ours_of
+from relibra_jax.cli.claims.published import CLAIMS, figure_of
 from relibra_jax.cli.claims.report import SWEEPS, write_report
 from relibra_jax.cli.claims.results import Results
 from relibra_jax.cli.claims.rows import HEADLINE, WITH_ALL, WITH_RESIDENTS, contenders
@@ -29,7 +29,7 @@ KEPT = Path(__file__).parents[1] / "experiments" / "results"
 
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory):
-    """The folder of the quick form's report."""
+    """The folder with the report of the quick form."""
     out = tmp_path_factory.mktemp("claims")
     assert main(["claims", "--quick", "--measured", str(KEPT), "--out", str(out)]) == 0
     return out
@@ -42,19 +42,21 @@ def test_quick_form_writes_report_figure_and_numbers(quick):
     static, relibra = cell["rows"]["static"], cell["rows"]["relibra"]
     speed = static["modelled_seconds"] / relibra["modelled_seconds"]
     assert f"| speed over Megatron-LM (static) | 1.21x to 1.58x | {speed:.2f}x |" in report
-    assert f"| share of the balanced run | 90% to 94% | {relibra['share_of_balanced']:.1%} |" in report
+    assert (
+        f"| share of the balanced run's speed | 90% to 94% | {relibra['share_of_balanced']:.1%} |" in report
+    )
     assert "## Synthetic routing" not in report
     assert "relibra claims --quick" in report
     assert sorted(path.name for path in quick.iterdir()) == ["claims.json", "claims.md", "planners.png"]
 
 
-def test_where_ours_is_behind_comes_first(quick):
+def test_the_report_begins_with_where_it_is_behind(quick):
     headings = [line for line in (quick / "claims.md").read_text().splitlines() if line.startswith("## ")]
-    assert headings[:2] == ["## Where ours is behind", "## Recorded routing"]
+    assert headings[:2] == ["## Where relibra_jax is behind", "## Recorded routing"]
 
 
 def numbers(seconds, **changed):
-    """The numbers of a row whose batch takes so long."""
+    """The numbers of a row whose batch takes ``seconds``."""
     row = {
         "imbalance": 1.1,
         "forecast_error": 0.0,
@@ -90,28 +92,31 @@ ROWS = {"static": numbers(12.0), "eplb": numbers(10.5), "lplb": numbers(9.5), "r
 
 
 def test_a_planner_that_is_ahead_is_named():
-    told = behind(results_of(cell_of(ROWS)))
-    assert "lplb is 5.3% faster than relibra in modelled time; recorded: gpt-oss-20b, 2x8" in told
-    assert not [line for line in told if line.startswith(("eplb is", "static is"))]
+    lines = behind(results_of(cell_of(ROWS)))
+    assert "lplb is 5.3% faster than relibra in modelled time on recorded routing (gpt-oss-20b, 2x8)" in lines
+    assert not [line for line in lines if line.startswith(("eplb is", "static is"))]
 
 
-def test_an_assignment_that_loses_is_named():
-    told = behind(results_of(cell_of(ROWS | {"relibra + assign": numbers(12.5)})))
-    assert any(line.startswith("relibra + assign is 20% slower than relibra") for line in told)
+def test_an_assignment_that_is_slower_is_named():
+    lines = behind(results_of(cell_of(ROWS | {"relibra + assign": numbers(12.5)})))
+    assert any(line.startswith("relibra + assign is 20% slower than relibra") for line in lines)
 
 
 def test_a_claim_that_is_not_reached_is_named():
-    told = "\n".join(behind(results_of(cell_of(ROWS))))
+    lines = "\n".join(behind(results_of(cell_of(ROWS))))
     assert (
-        "speed over Megatron-LM (static): published 1.21x to 1.58x; recorded: 1.20x (gpt-oss-20b, 2x8)"
-        in told
+        "speed over Megatron-LM (static); published: 1.21x to 1.58x; relibra_jax on recorded routing: 1.20x"
+        " (gpt-oss-20b, 2x8)" in lines
     )
-    assert "share of the balanced run: published 90% to 94%; recorded: 80.0%" in told
-    assert "memory of replicas" not in told
+    assert (
+        "share of the balanced run's speed; published: 90% to 94%; relibra_jax on recorded routing: 80.0%"
+        in lines
+    )
+    assert "memory of replicas" not in lines
 
 
-def test_what_does_not_fit_is_told_in_gigabytes():
-    """And is neither behind nor ahead."""
+def test_a_row_that_does_not_fit_shows_its_gigabytes():
+    """Such a row is neither behind nor ahead."""
     large = cell_of(ROWS | {"relibra": numbers(30.0, rank_memory=2.12e11, fits=False)})
     report = write_report(results_of(large))
     assert "| speed over Megatron-LM (static) | 1.21x to 1.58x | needs 212 GB |" in report
@@ -121,9 +126,9 @@ def test_what_does_not_fit_is_told_in_gigabytes():
 def test_synthetic_routing_is_below_and_labelled():
     report = write_report(results_of(cell_of(ROWS, synthetic=True, model="qwen3-30b-a3b"), cell_of(ROWS)))
     recorded, synthetic = report.split("## Synthetic routing")
-    assert "ours, modelled: gpt-oss-20b" in recorded
+    assert "relibra_jax, modelled: gpt-oss-20b" in recorded
     assert "qwen3-30b-a3b" not in recorded.split("## Recorded routing")[1]
-    assert "ours, modelled: qwen3-30b-a3b" in synthetic
+    assert "relibra_jax, modelled: qwen3-30b-a3b" in synthetic
 
 
 def test_measured_figures_have_a_column_of_their_own():
@@ -132,7 +137,7 @@ def test_measured_figures_have_a_column_of_their_own():
     )
     report = write_report(results_of(cell_of(ROWS), measured=[ran]))
     assert "| speed over Megatron-LM (static) | 1.21x to 1.58x | 1.20x | 1.50x |" in report
-    assert "| share of the balanced run | 90% to 94% | 80.0% | 0.95x |" in report
+    assert "| share of the balanced run's speed | 90% to 94% | 80.0% | 0.95x |" in report
 
 
 def test_a_cell_that_cannot_run_says_why():
@@ -142,7 +147,7 @@ def test_a_cell_that_cannot_run_says_why():
 
 
 def test_slots_of_the_cell_and_of_the_row_reach_planners(monkeypatch):
-    """Whichever are more. Memory is that of the whole model, of whose 32 experts the trace uses 16."""
+    """The larger number of slots counts. Memory is that of the model's own 32 experts; the trace has 16."""
     given = {}
 
     def compare(chosen, batches, topology, *_, **__):
@@ -157,7 +162,7 @@ def test_slots_of_the_cell_and_of_the_row_reach_planners(monkeypatch):
         assert given == {"relibra": slots, WITH_RESIDENTS: max(slots, 1)}
 
 
-def test_sweeps_vary_what_they_say():
+def test_sweeps_vary_one_number():
     studies = full_studies("gpt-oss-20b")
     for section in SWEEPS:
         cells = [study.cell for study in studies if study.section == section]
@@ -186,34 +191,34 @@ def test_the_full_form_has_the_papers_conditions():
     studies = full_studies("gpt-oss-20b")
     headline = [study for study in studies if study.section == "headline"]
     for trace in (None, SYNTHETIC):
-        told = {
+        lines = {
             (study.cell.ranks.nodes, study.cell.ranks.ranks_per_node, study.cell.costs.model)
             for study in headline
             if study.trace == trace
         }
         paper = {(n, 8, m) for n in (2, 4) for m in ("qwen3-30b-a3b", "glm-4.5-106b-a12b", "qwen3-235b-a22b")}
-        assert told - {(2, 8, "gpt-oss-20b"), (4, 8, "gpt-oss-20b")} == paper
+        assert lines - {(2, 8, "gpt-oss-20b"), (4, 8, "gpt-oss-20b")} == paper
     batching = headline[0].cell.batching
     assert (batching.batch_size, batching.micro_batches) == (1024, 32)
-    assert batching.bootstrap - 1 == 4, "four consecutive batches, after one that is only looked at"
+    assert batching.bootstrap - 1 == 4, "four consecutive batches count, after one that does not"
 
 
 def test_claims_are_blank_without_their_rows():
     (claim,) = [claim for claim in CLAIMS[-1].claims if claim.rows == ("static", WITH_ALL)]
-    assert ours_of(claim, cell_of(ROWS)) is None
+    assert figure_of(claim, cell_of(ROWS)) is None
 
 
-def test_rivals_on_their_own_loads():
-    """The draw has the imbalance that it says; MoonEP's ranks are one token apart at most."""
+def test_baselines_on_their_own_loads():
+    """The drawn loads have the requested imbalance, and the rank loads of MoonEP differ by at most one token."""
     load = skewed_ranks(2.01)
     by_rank = load.reshape(64, 4).sum(1)
     assert by_rank.max() / by_rank.mean() == pytest.approx(2.01, abs=0.02)
     topology = Topology(num_nodes=1, ranks_per_node=64, num_experts=256, replica_slots=4)
     computed = rank_load(plan_loads(moonep(), load[None], topology))
     assert computed.max() - computed.min() <= 1
-    told = OwnLoad("moonep", "a load", "exact", "1 token apart", "40 tokens apart", "its documentation")
+    lines = OwnLoad("moonep", "a load", "exact", "1 token apart", "40 tokens apart", "its documentation")
     assert "| moonep | a load | exact | 1 token apart | 40 tokens apart |" in write_report(
-        results_of(cell_of(ROWS), own_loads=[told])
+        results_of(cell_of(ROWS), own_loads=[lines])
     )
 
 
@@ -223,13 +228,15 @@ def test_kept_measurements_are_read():
     assert all(each.gain("nobody", "relibra") is None for each in found)
 
 
-def test_measurements_of_another_shape_are_refused(tmp_path):
+def test_measurements_in_another_format(tmp_path):
     (tmp_path / "two_processes.json").write_text('{"lines": [{"path": "flat"}]}')
-    with pytest.raises(ValueError, match=r"two_processes.json is not what its benchmark writes: KeyError\('"):
+    with pytest.raises(
+        ValueError, match=r"two_processes.json is not in the format that its benchmark writes: KeyError\('"
+    ):
         read_measured(tmp_path)
 
 
-def test_an_unknown_model_is_refused(tmp_path, capsys):
+def test_an_unknown_model(tmp_path, capsys):
     assert main(["claims", "--model", "qwen3-30b-a3", "--out", str(tmp_path / "out")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "did you mean qwen3-30b-a3b" in line

@@ -1,4 +1,4 @@
-"""The command line as a person uses it: what it writes, and what bad input gets."""
+"""The command line as a user runs it: the output, the files that it writes, and the runs of planners behind it."""
 
 import json
 import subprocess
@@ -43,8 +43,8 @@ def trace(tmp_path_factory):
 SMALL = ["--nodes", "2", "--ranks-per-node", "2", "--replica-slots", "1", "--micro-batches", "4"]
 
 
-def written(folder, names, shown):
-    """Hold what a comparison has printed and written to the contenders that it was asked for."""
+def check_written(folder, names, shown):
+    """Check the printed table and the files of a comparison of the planners ``names``."""
     numbers = json.loads((folder / "compare.json").read_text())
     assert [row["planner"] for row in numbers["planners"]] == list(names)
     for row in numbers["planners"]:
@@ -65,27 +65,27 @@ def written(folder, names, shown):
 
 @pytest.mark.slow
 def test_compare_writes_table_figures_and_numbers(trace, tmp_path, capsys, monkeypatch):
-    few = {name: PLANNERS[name] for name in ("static", "relibra")}
-    monkeypatch.setattr("relibra_jax.cli.compare.PLANNERS", few)
+    two_planners = {name: PLANNERS[name] for name in ("static", "relibra")}
+    monkeypatch.setattr("relibra_jax.cli.compare.PLANNERS", two_planners)
     assert main(["compare", str(trace), *SMALL, "--out", str(tmp_path)]) == 0
-    written(tmp_path, few, capsys.readouterr().out)
+    check_written(tmp_path, two_planners, capsys.readouterr().out)
 
 
 @pytest.mark.slow
 def test_compare_counts_what_residents_cost(trace, tmp_path, capsys, monkeypatch):
-    """Their pushes are part of the time, their memory is that of planners that fill them."""
-    few = {name: PLANNERS[name] for name in ("static", "relibra")}
-    monkeypatch.setattr("relibra_jax.cli.compare.PLANNERS", few)
+    """Pushes are part of the time, and only planners that fill resident slots need their memory."""
+    two_planners = {name: PLANNERS[name] for name in ("static", "relibra")}
+    monkeypatch.setattr("relibra_jax.cli.compare.PLANNERS", two_planners)
     options = ["--resident-slots", "2", "--updates", "2", "--recompute", "--tokens-per-rank", "200000"]
     assert main(["compare", str(trace), *SMALL, *options, "--out", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
-    written(tmp_path, few, shown)
+    check_written(tmp_path, two_planners, shown)
     shown = " ".join(shown.split())
     for words in (
         "2 resident slots",
         " push ",
         " resid ",
-        "hierarchical dispatch, 2 updates a batch, recompute",
+        "hierarchical dispatch, 2 updates per batch, recompute",
     ):
         assert words in shown
     static, relibra = json.loads((tmp_path / "compare.json").read_text())["planners"]
@@ -93,21 +93,21 @@ def test_compare_counts_what_residents_cost(trace, tmp_path, capsys, monkeypatch
     assert relibra["residents"] > 0
     assert relibra["modelled_parts"]["push"] > 0
     model = MODELS["gpt-oss-20b"]
-    held = 2 * model.moe_layers * model.expert_params * 6
-    assert relibra["rank_memory"] - static["rank_memory"] == pytest.approx(held)
+    slot_bytes = 2 * model.moe_layers * model.expert_params * 6
+    assert relibra["rank_memory"] - static["rank_memory"] == pytest.approx(slot_bytes)
 
 
 @pytest.mark.long
 def test_compare_runs_every_planner(trace, tmp_path, capsys):
     assert main(["compare", str(trace), *SMALL, "--out", str(tmp_path)]) == 0
-    written(tmp_path, PLANNERS, capsys.readouterr().out)
+    check_written(tmp_path, PLANNERS, capsys.readouterr().out)
 
 
 @pytest.mark.long
 def test_ablation_runs_every_variant(trace, tmp_path, capsys):
     assert run_ablation([str(trace), *SMALL, "--dispatch", "hierarchical", "--out", str(tmp_path)]) == 0
     cost_model = CostModel(CLUSTERS["h100"], MODELS["gpt-oss-20b"], 4096.0, 1.0, hierarchical=False)
-    written(tmp_path, ablation(cost_model), capsys.readouterr().out)
+    check_written(tmp_path, ablation(cost_model), capsys.readouterr().out)
 
 
 def test_plan_can_be_read_back(trace, tmp_path):
@@ -129,10 +129,10 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("options", LAYOUTS, ids=" ".join)
 def test_samples_of_a_batch_are_packed(trace, options):
-    """As many micro-batches as asked for, the same room in all batches, every rank within its budget."""
+    """Batches have the requested micro-batches and equal shapes, and every rank stays within its token budget."""
     replay, topology = read_trace(trace).replay, Ranks(nodes=2, ranks_per_node=2).topology(16)
-    given = {name[2:].replace("-", "_"): int(value) for name, value in zip(*[iter(options)] * 2, strict=True)}
-    batches = make_batches(read_trace(trace), Batching(**given), topology)
+    sizes = {name[2:].replace("-", "_"): int(value) for name, value in zip(*[iter(options)] * 2, strict=True)}
+    batches = make_batches(read_trace(trace), Batching(**sizes), topology)
     micro_batches, samples = LAYOUTS[options]
     assert batches.num_micro_batches == micro_batches
     for number, (batch, packed) in enumerate(zip(batches.replays, batches.packed, strict=True)):
@@ -140,10 +140,10 @@ def test_samples_of_a_batch_are_packed(trace, options):
         np.testing.assert_array_equal(batch.mask.sum(1), lengths)
         room = packed.sample.shape[-1]
         assert packed.sample.shape == (micro_batches, 2, 2, room)
-        alone = pack_samples(lengths, topology, num_micro_batches=micro_batches, samples_per_rank=room)
-        np.testing.assert_array_equal(packed.sample, alone.sample)
-        held = np.append(lengths, 0)[packed.sample].sum(-1)
-        assert held.max() <= given.get("token_budget", held.mean() + lengths.max())
+        expected = pack_samples(lengths, topology, num_micro_batches=micro_batches, samples_per_rank=room)
+        np.testing.assert_array_equal(packed.sample, expected.sample)
+        rank_tokens = np.append(lengths, 0)[packed.sample].sum(-1)
+        assert rank_tokens.max() <= sizes.get("token_budget", rank_tokens.mean() + lengths.max())
     assert len({packed.sample.shape for packed in batches.packed}) == 1
     assert max((packed.sample != EMPTY).sum(-1).max() for packed in batches.packed) == room
 
@@ -157,15 +157,15 @@ def batches(trace):
 
 
 @pytest.mark.parametrize("assigned", [False, True])
-def test_every_contender_is_told_the_same(trace, batches, assigned):
-    """Packed samples, which one that assigns samples may keep; what time costs, and some tokens, where they lie."""
-    told = []
+def test_every_planner_gets_the_same_input(trace, batches, assigned):
+    """Planners get packed samples, unit times, and some tokens with the ranks where they lie."""
+    inputs = []
 
     def update(load, state, topology, *, tokens, cost):
-        jax.debug.callback(lambda ids, cost: told.append((ids.shape[1:], cost)), tokens.expert_ids, cost)
+        jax.debug.callback(lambda ids, cost: inputs.append((ids.shape[1:], cost)), tokens.expert_ids, cost)
         return static().update(load, state, topology)
 
-    entry = PlannerEntry(planner=Planner(static().init, update), summary="a planner that remembers")
+    entry = PlannerEntry(planner=Planner(static().init, update), summary="a planner that records its input")
     contender = Contender(entry=entry, assign=(lambda *_, **sizes: batches.packed[-1]) if assigned else None)
     costs = Costs(dispatch="flat", updates=1, recompute=True, cluster="gb200-nvl72", context=1000.0)
     model = make_cost_model(costs, read_trace(trace), batches, TOPOLOGY)
@@ -182,12 +182,12 @@ def test_every_contender_is_told_the_same(trace, batches, assigned):
         recompute=True,
     )
     jax.effects_barrier()
-    assert told[0][0] == (2, 2)
-    chex.assert_trees_all_close(told[0][1], jax.tree.map(jnp.float32, cost))
+    assert inputs[0][0] == (2, 2)
+    chex.assert_trees_all_close(inputs[0][1], jax.tree.map(jnp.float32, cost))
 
 
 @pytest.mark.parametrize("name", ["eplb", "eplb_batch", "eplb_history", "popfetcher"])
-def test_errors_are_those_of_the_forecast_run_along_the_batches(trace, batches, name):
+def test_forecast_errors_are_those_of_the_planners_forecast(trace, batches, name):
     entry, model = PLANNERS[name], make_cost_model(Costs(), read_trace(trace), batches, TOPOLOGY)
     (planned,), _ = run_contender(Contender(entry=entry), batches, TOPOLOGY, cost=model.unit_times(), seed=0)
     before, now = (
@@ -201,14 +201,16 @@ def test_errors_are_those_of_the_forecast_run_along_the_batches(trace, batches, 
     assert (planned.forecast_error == history).all() == (name == "eplb_history")
     if name == "popfetcher":
         np.testing.assert_allclose(planned.forecast_error[:, 0], history[:, 0], rtol=1e-5)
-        assert (planned.forecast_error[:, 1] != history[:, 1]).all(), "by the transitions of the batch before"
+        assert (planned.forecast_error[:, 1] != history[:, 1]).all(), (
+            "these layers are forecast from the transitions of the batch before"
+        )
 
 
 @pytest.mark.parametrize(
     ("name", "moves"), [("eplb", False), ("eplb_history", False), ("eplb_repacked", True)]
 )
-def test_what_starting_costs_is_not_counted(trace, batches, name, moves):
-    """Homes are placed by the first batch or, where loads are only expected, by the second: neither is counted."""
+def test_initial_moves_are_not_counted(trace, batches, name, moves):
+    """Planners place homes in the first batch, or in the second if they only forecast loads: no moves are counted."""
     model = make_cost_model(Costs(), read_trace(trace), batches, TOPOLOGY)
     contender = Contender(entry=PLANNERS[name])
     (planned,), _ = run_contender(contender, batches, TOPOLOGY, cost=model.unit_times(), seed=0, timed_runs=0)
@@ -220,7 +222,7 @@ def test_what_starting_costs_is_not_counted(trace, batches, name, moves):
 @pytest.mark.parametrize("cluster", ["h100", "h100-ethernet-200"])
 @pytest.mark.parametrize("dispatch", ["flat", "hierarchical"])
 def test_crossings_are_counted_token_by_token(trace, batches, dispatch, cluster):
-    """Without copies an expert is in one node: what crosses is where its tokens lie elsewhere."""
+    """Under static placement an expert is on one node, so tokens cross if they lie on another node."""
     model = make_cost_model(Costs(dispatch=dispatch, cluster=cluster), read_trace(trace), batches, TOPOLOGY)
     contender = Contender(entry=PLANNERS["static"])
     (planned,), _ = run_contender(contender, batches, TOPOLOGY, cost=model.unit_times(), seed=0)
@@ -229,18 +231,20 @@ def test_crossings_are_counted_token_by_token(trace, batches, dispatch, cluster)
     for ranks in np.asarray(planned.batch_plan.assignment.sample):
         ends = np.zeros((2, 2, 2, 2))  # sent or received, layer, node, local
         for (node, local), samples in ((place, ranks[place]) for place in np.ndindex(2, 2)):
-            held = np.concatenate([ids[sample][mask[sample]] for sample in samples if sample != EMPTY])
-            away = (held // 8 != node).astype(int)  # 8 experts a node
+            token_experts = np.concatenate(
+                [ids[sample][mask[sample]] for sample in samples if sample != EMPTY]
+            )
+            away = (token_experts // 8 != node).astype(int)  # 8 experts per node
             if dispatch == "hierarchical":
                 away = away.max(-1, keepdims=True)
-            tokens += len(held) * 2  # layers
+            tokens += len(token_experts) * 2  # layers
             sent += away.sum()
             ends[0, :, node, local] += away.sum((0, 2))
             if dispatch == "hierarchical":
                 ends[1, :, 1 - node, local] += away.sum((0, 2))
             else:
                 for rank in range(2):
-                    ends[1, :, 1 - node, rank] += (held // 4 == 2 * (1 - node) + rank).sum((0, 2))
+                    ends[1, :, 1 - node, rank] += (token_experts // 4 == 2 * (1 - node) + rank).sum((0, 2))
         if cluster != "h100":
             ends = ends.mean(-1, keepdims=True)
         busiest += ends.max((0, 2, 3)).sum()
@@ -255,7 +259,7 @@ def test_inspect_counts(trace, capsys):
     assert "32" in shown
 
 
-def test_without_a_trace_it_is_the_recorded_one(monkeypatch, capsys):
+def test_the_default_trace_is_the_recorded_one(monkeypatch, capsys):
     monkeypatch.delenv("RELIBRA_TRACE", raising=False)
     assert main(["inspect"]) == 0
     shown = capsys.readouterr().out
@@ -272,7 +276,7 @@ def test_a_trace_by_name(capsys):
 def test_help_names_the_trace(command, capsys):
     with pytest.raises(SystemExit):
         main([command, "--help"])
-    assert "TRACE A trace by name or path" in " ".join(capsys.readouterr().out.split())
+    assert "TRACE The trace: a name" in " ".join(capsys.readouterr().out.split())
 
 
 def test_environment_names_a_trace(trace, monkeypatch, capsys):

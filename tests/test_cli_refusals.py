@@ -43,13 +43,13 @@ def trace(tmp_path_factory):
 
 @pytest.fixture
 def memory(monkeypatch):
-    """Make this machine's memory as small as a test needs it."""
+    """A function that makes this machine's memory look as small as a test needs."""
     return lambda size: monkeypatch.setattr("relibra_jax.limits.machine_memory", lambda: size)
 
 
 @pytest.fixture
 def refused(capsys, tmp_path):
-    """Run a program that has to refuse its input, and return what it says."""
+    """A function that runs a program on bad input and returns its error message."""
 
     def run(program, args, *, out=None):
         out = tmp_path / "out" if out is None else out
@@ -134,7 +134,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("fault", OPTIONS)
-def test_what_options_cannot_be(refused, fault):
+def test_bad_options(refused, fault):
     program, args, message = OPTIONS[fault]
     assert refused(program, args, out="") == message
 
@@ -156,10 +156,10 @@ SETTINGS = {
     "--micro-batches=9": "micro_batches=9 exceeds the 8 samples of a batch",
     "--token-budget=0": f"token_budget=0 {INTEGER} 1 and at most 2147483647",
     "--token-budget=6": "token_budget=6 is less than the 7 tokens of the longest sample",
-    "--micro-batches=2 --token-budget=9": "micro_batches=2 and token_budget=9: give one of them",
+    "--micro-batches=2 --token-budget=9": "micro_batches=2 and token_budget=9 exclude each other: give only one",
     "--batch-size=0": f"batch_size=0 {INTEGER} 1 and at most 2147483647",
-    "--batch-size=17": "batch_size=17 exceeds the 16 samples of small.npz; bootstrap draws them with replacement",
-    "--bootstrap=3": "bootstrap=3 needs batch_size, the samples of each batch to draw",
+    "--batch-size=17": "batch_size=17 exceeds the 16 samples of small.npz; set bootstrap to draw them with replacement",
+    "--bootstrap=3": "bootstrap=3 needs batch_size, the number of samples to draw for each batch",
     f"--batch-size={2**64}": f"batch_size={2**64} {INTEGER} 1",
     "--planner=elpb": "planner 'elpb' must be one of static,",
 }
@@ -173,7 +173,7 @@ COSTS = {
     "--context=nan": "context=nan must be positive and finite",
     "--context=inf": "context=inf must be positive and finite",
     "--tokens-per-rank=1e400": "tokens_per_rank=inf must be positive and finite",
-    "--tokens-per-rank=1e30": "context=4096.0 and tokens_per_rank=1e+30 make 7.45e+38 FLOP a layer, more than",
+    "--tokens-per-rank=1e30": "context=4096.0 and tokens_per_rank=1e+30 give 7.45e+38 FLOP per layer, more than",
 }
 
 
@@ -252,9 +252,9 @@ def test_saved_settings_of_other_types(refused, tmp_path, part, name, value, mes
     settings = json.loads(json.dumps(vars(Train()), default=vars))
     (settings if part is None else settings[part])[name] = value
     (tmp_path / "config.json").write_text(json.dumps(settings))
-    said = refused(run_training, ["demo", "--resume", tmp_path], out="")
-    assert said.startswith(f"{tmp_path / 'config.json'}: not the settings of a run (")
-    assert message in said
+    error = refused(run_training, ["demo", "--resume", tmp_path], out="")
+    assert error.startswith(f"{tmp_path / 'config.json'}: not the settings of a run (")
+    assert message in error
 
 
 def place(value, dtype=np.int64):
@@ -300,16 +300,16 @@ TRACES = {
 
 @pytest.mark.parametrize("command", ["inspect", "plan"])
 @pytest.mark.parametrize("fault", TRACES)
-def test_traces_that_are_none(refused, tmp_path, command, fault):
+def test_malformed_traces(refused, tmp_path, command, fault):
     changes, message = TRACES[fault]
     path = tmp_path / "bad.npz"
     np.savez(path, **{name: array for name, array in (TRACE | changes).items() if array is not None})
-    said = refused(main, [command, path], out="" if command == "inspect" else None)
-    assert said.startswith(f"{path}: ")
-    assert message in said
+    error = refused(main, [command, path], out="" if command == "inspect" else None)
+    assert error.startswith(f"{path}: ")
+    assert message in error
 
 
-def test_files_that_are_none(refused, trace, tmp_path):
+def test_files_that_are_not_traces(refused, trace, tmp_path):
     path = tmp_path / "bad.npz"
     assert refused(main, ["inspect", path], out="") == f"{path}: no such trace"
     assert refused(main, ["inspect", tmp_path], out="") == f"{tmp_path}: not a file"
@@ -323,18 +323,19 @@ def test_files_that_are_none(refused, trace, tmp_path):
 
 def test_output_that_cannot_be_written(refused, trace, tmp_path):
     (tmp_path / "file").write_text("kept")
-    said = refused(main, ["plan", trace, *SMALL, "--planner=static"], out=tmp_path / "file" / "plan.npz")
-    assert str(tmp_path / "file") in said
+    error = refused(main, ["plan", trace, *SMALL, "--planner=static"], out=tmp_path / "file" / "plan.npz")
+    assert str(tmp_path / "file") in error
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_memory_is_counted_before_it_is_taken(refused, memory, tmp_path):
+def test_memory_is_checked_before_it_is_used(refused, memory, tmp_path):
     path = tmp_path / "wide.npz"
     np.savez_compressed(path, **sized(np.full((20_000, 1, 1), 3, np.uint8), [20_000] + [0] * 9_999))
     memory(GIB // 4)
-    said = refused(main, ["inspect", path], out="")
+    error = refused(main, ["inspect", path], out="")
     assert (
-        said == f"{path}: padding 10000 samples to 20000 tokens needs 1 GiB of memory, this machine has 0 GiB"
+        error
+        == f"{path}: padding 10000 samples to 20000 tokens needs 1 GiB of memory, this machine has 0 GiB"
     )
     memory(GIB // 2)
     counting = "counting 10000 samples x 1 layers x (20000 tokens x top-1 + 16 experts) needs 1 GiB of memory"
@@ -344,11 +345,13 @@ def test_memory_is_counted_before_it_is_taken(refused, memory, tmp_path):
     np.savez(path, **sized(ROWS, LENGTHS, num_experts=256))
     memory(2**22)
     options = ["--nodes=16", "--ranks-per-node=16", "--micro-batches=8", "--planner=static"]
-    said = refused(main, ["plan", path, *options])
-    assert said.startswith("a plan of 8 micro-batches x 2 layers x 256 ranks x 3 slots needs 1 GiB of memory")
+    error = refused(main, ["plan", path, *options])
+    assert error.startswith(
+        "a plan of 8 micro-batches x 2 layers x 256 ranks x 3 slots needs 1 GiB of memory"
+    )
 
 
-def test_memory_that_runs_out_is_a_refusal(capsys):
+def test_running_out_of_memory_is_one_line(capsys):
     def fail(error):
         raise error
 
@@ -359,7 +362,7 @@ def test_memory_that_runs_out_is_a_refusal(capsys):
         assert exit_status(functools.partial(fail, error)) == 2
         assert capsys.readouterr().err == f"error: {error}\n".replace("memory\n", "memory ")
     with pytest.raises(jax.errors.JaxRuntimeError):
-        exit_status(functools.partial(fail, jax.errors.JaxRuntimeError("INTERNAL: a fault of ours")))
+        exit_status(functools.partial(fail, jax.errors.JaxRuntimeError("INTERNAL: a bug in the library")))
 
 
 @pytest.mark.parametrize(("lengths", "samples"), [([0, 0, 0], 3), ([], 0)])
@@ -372,13 +375,13 @@ def test_a_trace_without_tokens(refused, tmp_path, capsys, lengths, samples):
     cells = dict(line.strip("│ ").split("│") for line in shown.out.splitlines() if line.startswith("│"))
     cells = {name.strip(): value.strip() for name, value in cells.items()}
     assert (cells["samples"], cells["tokens"]) == (str(samples), "0")
-    assert cells["hottest expert, times the mean"] == "none, there are no tokens"
+    assert cells["load of the hottest expert / mean"] == "none, because there are no tokens"
     assert cells["experts never used"] == "32 of 32 over all layers"
-    said = refused(main, ["plan", path, *SMALL])
-    assert said == f"empty.npz has no tokens in its {samples} samples: there is no load to balance"
+    error = refused(main, ["plan", path, *SMALL])
+    assert error == f"empty.npz has no tokens in its {samples} samples, so there is no load to balance"
 
 
-def test_help_is_what_it_was(monkeypatch, capsys):
+def test_help_keeps_its_width(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "60")
     for program, args in ((main, []), (main, ["plan"]), (run_training, ["demo"])):
         with pytest.raises(SystemExit) as stop:
@@ -390,7 +393,7 @@ def test_help_is_what_it_was(monkeypatch, capsys):
     assert os.environ["COLUMNS"] == "60"
 
 
-def test_the_terminal_is_left_as_it_was(monkeypatch):
+def test_the_terminal_width_is_restored(monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)
     with pytest.raises(ValueError, match="Unrecognized options: --no"):
         parse_options(functools.partial(tyro.cli, Train), ["--no"])
@@ -417,9 +420,9 @@ BOXES = {
 
 
 @pytest.mark.parametrize("terminal", BOXES)
-def test_boxes_of_any_terminal(terminal):
+def test_error_boxes_of_any_terminal(terminal):
     assert one_line(BOXES[terminal]) == "--seed INT: no number"
 
 
-def test_what_is_no_box_is_still_one_line():
+def test_text_without_a_box_is_one_line():
     assert one_line("usage: x\n") == "usage: x"

@@ -1,4 +1,4 @@
-"""The command that sizes a rollout: what it prints and keeps, and what it refuses."""
+"""``relibra deploy``: the numbers that it prints and writes, and its errors for bad input."""
 
 import doctest
 import itertools
@@ -17,17 +17,17 @@ FEW = ["--expert-groups", "4", "--replica-slots", "0", "1", "--attention-copies"
 
 @pytest.fixture(scope="module")
 def deployed(tmp_path_factory):
-    """What a small run on the recorded trace keeps."""
+    """The JSON report and the files of a small run on the recorded trace."""
     out = tmp_path_factory.mktemp("deploy")
     assert main(["deploy", *FEW, "--slo", "0.04", "--out", str(out)]) == 0
     return json.loads((out / "deploy.json").read_text()), sorted(path.name for path in out.iterdir())
 
 
-def test_rows_keep_what_they_promise(deployed):
-    told, files = deployed
+def test_rows_are_consistent(deployed):
+    report, files = deployed
     assert files == ["deploy.json", "deploy.png"]
-    even, contiguous, planned = told["rows"].values()
-    assert list(told["rows"]) == ["even (assumed)", "contiguous", "planned"]
+    even, contiguous, planned = report["rows"].values()
+    assert list(report["rows"]) == ["even (assumed)", "contiguous", "planned"]
     assert planned["modelled_per_price"] >= contiguous["modelled_per_price"]
     assert even["modelled_per_price"] >= contiguous["modelled_per_price"]
     assert 1 <= planned["busiest_over_mean"] < contiguous["busiest_over_mean"]
@@ -47,18 +47,18 @@ def test_rows_keep_what_they_promise(deployed):
 
 
 def test_micro_batches_in_flight_gain_at_most_their_number(deployed):
-    told, _ = deployed
-    points = told["micro_batches"]
+    report, _ = deployed
+    points = report["micro_batches"]
     assert [point["micro_batches"] for point in points] == [1, 2, 3, 4]
     best = max(point["best"] for point in points)
-    planned = told["rows"]["planned"]
+    planned = report["rows"]["planned"]
     assert best == pytest.approx(planned["modelled_per_price"])
     assert points[planned["micro_batches"] - 1]["same"] == pytest.approx(best)
     for before, after in itertools.pairwise(points):
         assert 1 <= after["same"] / before["same"] <= after["micro_batches"] / before["micro_batches"]
 
 
-def test_numbers_of_micro_batches_that_no_deployment_has():
+def test_numbers_of_micro_batches_without_a_feasible_deployment():
     candidates = Deployment(
         *(np.array([1, 1, 1, 1]) for _ in range(4)), np.array([1, 1, 2, 2]), np.array([1, 2, 1, 2])
     )
@@ -82,14 +82,14 @@ def test_a_simulated_step_beyond_the_time_between_tokens_is_marked(tmp_path, cap
         "h200",
     ]
     assert main(["deploy", *small, "--slo", "0.0115", "--out", str(tmp_path)]) == 0
-    told = json.loads((tmp_path / "deploy.json").read_text())["rows"]
+    report = json.loads((tmp_path / "deploy.json").read_text())["rows"]
     lines = capsys.readouterr().out.splitlines()
-    for name, row in told.items():
+    for name, row in report.items():
         assert row["modelled_step"] <= 0.0115
         assert row["simulated_within_slo"] == (row["simulated_step"] <= 0.0115)
         (line,) = (line for line in lines if line.startswith(f" {name}"))
         assert line.rstrip().endswith("!") == (not row["simulated_within_slo"])
-    assert {row["simulated_within_slo"] for row in told.values()} == {False, True}
+    assert {row["simulated_within_slo"] for row in report.values()} == {False, True}
 
 
 def test_a_number_of_micro_batches_that_never_fits(tmp_path, capsys):
@@ -103,11 +103,11 @@ def test_a_number_of_micro_batches_that_never_fits(tmp_path, capsys):
         "--sequences",
         "25",
     ]
-    known = ["--expert-groups", "2", "--replica-slots", "0", "--context", "12000", "--slo", "2"]
-    assert main(["deploy", *sizes, *known, "--out", str(tmp_path)]) == 0
+    options = ["--expert-groups", "2", "--replica-slots", "0", "--context", "12000", "--slo", "2"]
+    assert main(["deploy", *sizes, *options, "--out", str(tmp_path)]) == 0
     assert "3 to 4 none fits" in capsys.readouterr().out
-    told = json.loads((tmp_path / "deploy.json").read_text(), parse_constant=pytest.fail)
-    assert told["micro_batches"][-1]["best"] is None
+    report = json.loads((tmp_path / "deploy.json").read_text(), parse_constant=pytest.fail)
+    assert report["micro_batches"][-1]["best"] is None
 
 
 @pytest.mark.parametrize(
@@ -126,17 +126,17 @@ def test_settings_are_refused_before_placements_are_planned(setting, monkeypatch
         (["--model", "gpt-oss-21b"], "did you mean gpt-oss-20b"),
         (["--expert-groups", "3"], "num_experts=16 must divide evenly over 3 groups of expert devices"),
         ([*FEW, "--replica-slots", "17"], "replica_slots=17 must be an integer of at least 0 and at most 16"),
-        (["--replica-slots"], "replica_slots: at least one"),
+        (["--replica-slots"], "replica_slots must name at least one number of slots"),
         (
             ["--expert-groups", "1", "--replica-slots", "1"],
-            "replica_slots=(1,) and expert_groups=(1,) leave nothing",
+            "replica_slots=(1,) with expert_groups=(1,) leaves no placement to try",
         ),
         ([*FEW, "--slo", "0"], "slo=0.0 must be positive and finite"),
         ([*FEW, "--micro-batches", "0"], "micro_batches=0 must be an integer of at least 1"),
         ([*FEW, "--memory-share", "1.1"], "memory_share=1.1 must be above 0 and at most 1"),
         (
             ["--tensor-parallel", "16", "--attention-cluster", "gb200-nvl72"],
-            "tensor_parallel=16 is more than the 8 devices of a node",
+            "tensor_parallel=16 must be at most the 8 devices of a node",
         ),
         (
             [
@@ -147,16 +147,16 @@ def test_settings_are_refused_before_placements_are_planned(setting, monkeypatch
                 "--expert-cluster",
                 "gb200-nvl72",
             ],
-            "tensor_parallel=72 must divide the model's heads, 64",
+            "tensor_parallel=72 must divide the model's heads 64",
         ),
         (
             ["--model", "qwen3-30b-a3b", "--tensor-parallel", "3"],
-            "tensor_parallel=3 must divide the model's heads, 32",
+            "tensor_parallel=3 must divide the model's heads 32",
         ),
         (["--seed", "-1"], "seed=-1 must be an integer of at least 0"),
         (
             ["--expert-groups", "4", "--replica-slots", "0", "--slo", "1e-4"],
-            "of those that fit the memory the fastest takes",
+            "the fastest that fits the memory takes",
         ),
         (
             [
@@ -169,11 +169,11 @@ def test_settings_are_refused_before_placements_are_planned(setting, monkeypatch
                 "--tensor-parallel",
                 "1",
             ],
-            "an expert device needs at least 81.74 GB and may take 72.00 GB: 9.74 GB too few",
+            "an expert device needs at least 81.74 GB but may use 72.00 GB, 9.74 GB too few",
         ),
     ],
 )
-def test_what_cannot_be_deployed(options, says, tmp_path, capsys):
+def test_bad_input(options, says, tmp_path, capsys):
     assert main(["deploy", *options, "--out", str(tmp_path / "out")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert says in line
@@ -188,7 +188,7 @@ def test_halves_of_a_sorted_trace_are_alike_when_shuffled(tmp_path):
     np.savez(path, num_experts=np.int32(4), routed_experts=ids, lengths=np.ones(64, int))
     busiest = {}
     for order in ("given", "shuffled"):
-        known = [
+        options = [
             "--order",
             order,
             "--expert-groups",
@@ -198,10 +198,10 @@ def test_halves_of_a_sorted_trace_are_alike_when_shuffled(tmp_path):
             "--out",
             str(tmp_path / order),
         ]
-        assert main(["deploy", str(path), *known]) == 0
-        told = json.loads((tmp_path / order / "deploy.json").read_text())
-        busiest[order] = told["rows"]["contiguous"]["simulated_busiest_over_mean"]
-        assert told["setting"].count("in shuffled order") == (order == "shuffled")
+        assert main(["deploy", str(path), *options]) == 0
+        report = json.loads((tmp_path / order / "deploy.json").read_text())
+        busiest[order] = report["rows"]["contiguous"]["simulated_busiest_over_mean"]
+        assert report["setting"].count("in shuffled order") == (order == "shuffled")
     assert busiest["shuffled"] < busiest["given"] == 2.0
 
 
@@ -213,7 +213,7 @@ def test_a_trace_of_one_sample_is_refused(tmp_path, capsys):
     assert "one.npz has no tokens in one half of its 1 samples" in capsys.readouterr().err
 
 
-def test_the_page_computes_what_it_says():
+def test_examples_of_the_guide_run():
     page = Path(__file__).parents[1] / "docs" / "guides" / "deployments.md"
     result = doctest.testfile(str(page), module_relative=False)
     assert result.attempted

@@ -1,5 +1,4 @@
-"""Deployments of a rollout: the search against plain Python, the schedule against its events, constraints at their
-edge."""
+"""Deployments of a rollout: the search against plain Python, simulated steps, and constraints at their limits."""
 
 import dataclasses
 import itertools
@@ -36,7 +35,7 @@ CONTEXT = 20.0
 
 
 def slow_score(at, model, clusters, placements, context):
-    """Everything of one deployment, written out: step, throughput for its price, bytes of either device."""
+    """Step, throughput per price, and bytes of both kinds of devices of one deployment, in plain Python."""
 
     def rates(cluster):
         return (
@@ -84,23 +83,23 @@ def all_of(grid, placements):
 
 @pytest.mark.parametrize("slo", [1.0, 3.0, 1e4])
 def test_the_best_is_that_of_brute_force(slo):
-    found = search_deployment(
+    search = search_deployment(
         MODEL, CLUSTERS, PLACEMENTS, slo=slo, context=CONTEXT, grid=GRID, memory_share=0.5
     )
     tried = list(all_of(GRID, PLACEMENTS))
     slow = [slow_score(each, MODEL, CLUSTERS, PLACEMENTS, CONTEXT) for each in tried]
-    np.testing.assert_allclose(found.scores.step, [each[0] for each in slow], rtol=1e-5)
-    np.testing.assert_allclose(found.scores.per_price, [each[1] for each in slow], rtol=1e-5)
+    np.testing.assert_allclose(search.scores.step, [each[0] for each in slow], rtol=1e-5)
+    np.testing.assert_allclose(search.scores.per_price, [each[1] for each in slow], rtol=1e-5)
     fits = [
         step <= slo and attention <= OTHER.memory / 2 and experts <= CLUSTER.memory / 2
         for step, _, attention, experts in slow
     ]
-    assert found.feasible.tolist() == fits
-    assert 0 < sum(fits) < len(fits), "a constraint binds somewhere"
+    assert search.feasible.tolist() == fits
+    assert 0 < sum(fits) < len(fits), "some deployments are feasible and some are not"
     best = max(per_price for (_, per_price, *_), fit in zip(slow, fits, strict=True) if fit)
-    chosen = tried.index(found.best)
+    chosen = tried.index(search.best)
     assert fits[chosen]
-    assert slow[chosen][1] == pytest.approx(best, rel=1e-5) == found.score.per_price
+    assert slow[chosen][1] == pytest.approx(best, rel=1e-5) == search.score.per_price
 
 
 def one(**changes):
@@ -117,59 +116,64 @@ def with_memory(attention, experts):
     )
 
 
-def test_memory_at_its_edge():
+def test_memory_at_its_limit():
     (attention,) = attention_memory([14], [2], model=MODEL, context=CONTEXT)
     (experts,) = expert_memory([4], [2], model=MODEL)
     assert (attention, experts) == (3 * (2 * 74 / 2 + 14 * 2 * 6 * 20 / 2), 3 * 2 * 48 * 4 / 2)
-    known = {"slo": 1e9, "context": CONTEXT, "grid": one(), "memory_share": 0.5}
-    search_deployment(MODEL, with_memory(2 * attention, 2 * experts), PLACEMENTS[:1], **known)
+    settings = {"slo": 1e9, "context": CONTEXT, "grid": one(), "memory_share": 0.5}
+    search_deployment(MODEL, with_memory(2 * attention, 2 * experts), PLACEMENTS[:1], **settings)
     for side, room in (
         ("attention", (2 * attention - 2, 2 * experts)),
         ("expert", (2 * attention, 2 * experts - 2)),
     ):
         with pytest.raises(
-            ValueError, match=rf"an {side} device needs at least .* GB and may take .* GB: 0.00 GB too few"
+            ValueError, match=rf"an {side} device needs at least .* GB but may use .* GB, 0.00 GB too few"
         ):
-            search_deployment(MODEL, with_memory(*room), PLACEMENTS[:1], **known)
-    with pytest.raises(ValueError, match=r"needs at least .* GB and may take 0.00 GB"):
-        search_deployment(MODEL, with_memory(1.0, 1.0), PLACEMENTS, **known)
+            search_deployment(MODEL, with_memory(*room), PLACEMENTS[:1], **settings)
+    with pytest.raises(ValueError, match=r"needs at least .* GB but may use 0.00 GB"):
+        search_deployment(MODEL, with_memory(1.0, 1.0), PLACEMENTS, **settings)
 
 
-def test_time_between_tokens_at_its_edge():
-    known = {"context": CONTEXT, "grid": one()}
-    step = search_deployment(MODEL, CLUSTERS, PLACEMENTS[:1], slo=1e9, **known).score.step
-    assert search_deployment(MODEL, CLUSTERS, PLACEMENTS[:1], slo=step, **known).score.step == step
+def test_time_between_tokens_at_its_limit():
+    settings = {"context": CONTEXT, "grid": one()}
+    step = search_deployment(MODEL, CLUSTERS, PLACEMENTS[:1], slo=1e9, **settings).score.step
+    assert search_deployment(MODEL, CLUSTERS, PLACEMENTS[:1], slo=step, **settings).score.step == step
     below = float(np.nextafter(np.float32(step), np.float32(0)))
-    with pytest.raises(ValueError, match=r"the fastest takes .* ms between two tokens, 0.0% more than slo="):
-        search_deployment(MODEL, CLUSTERS, PLACEMENTS[:1], slo=below, **known)
+    with pytest.raises(
+        ValueError,
+        match=r"the fastest that fits the memory takes .* ms between two tokens, 0.0% more than slo=",
+    ):
+        search_deployment(MODEL, CLUSTERS, PLACEMENTS[:1], slo=below, **settings)
     with pytest.raises(ValueError, match=r"takes .* ms between two tokens, 100.0% more than slo="):
-        search_deployment(MODEL, CLUSTERS, PLACEMENTS[:1], slo=step / 2, **known)
+        search_deployment(MODEL, CLUSTERS, PLACEMENTS[:1], slo=step / 2, **settings)
 
 
 def test_each_side_is_its_own_cluster_and_has_its_own_price():
-    known = {"slo": 1e9, "context": CONTEXT, "grid": one()}
+    settings = {"slo": 1e9, "context": CONTEXT, "grid": one()}
     same = Clusters(attention=CLUSTER, experts=CLUSTER)
     mixed = Clusters(attention=OTHER, experts=CLUSTER)
-    before, after = (search_deployment(MODEL, each, PLACEMENTS[:1], **known).score for each in (same, mixed))
+    before, after = (
+        search_deployment(MODEL, each, PLACEMENTS[:1], **settings).score for each in (same, mixed)
+    )
     assert after.attention < before.attention
     assert after.experts == before.experts
     # 6 attention devices and 4 expert devices; attention at twice the price makes 16 of 10.
     dearer = dataclasses.replace(mixed, attention_price=2.0)
-    priced = search_deployment(MODEL, dearer, PLACEMENTS[:1], **known).score
+    priced = search_deployment(MODEL, dearer, PLACEMENTS[:1], **settings).score
     assert priced.throughput == after.throughput
     assert priced.per_price == pytest.approx(after.per_price * 10 / 16)
-    # What attention gains may pay for a dearer device, and not for any.
+    # Faster attention pays for the devices at the same price, but not at twice the price.
     assert after.per_price > before.per_price > priced.per_price
 
 
-def test_more_skew_never_gives_more():
+def test_more_skew_never_increases_throughput():
     per_price = []
     for extra in (0, 1, 5, 20, 100, 1000):
         skewed = np.full((2, 8), 10)
         skewed[:, 3] += extra
         placements = [contiguous_placement(skewed, groups) for groups in (2, 4, 8)]
-        found = search_deployment(MODEL, CLUSTERS, placements, slo=5.0, context=CONTEXT, grid=GRID)
-        per_price.append(found.score.per_price)
+        search = search_deployment(MODEL, CLUSTERS, placements, slo=5.0, context=CONTEXT, grid=GRID)
+        per_price.append(search.score.per_price)
     assert per_price == sorted(per_price, reverse=True)
     assert per_price[-1] < 0.9 * per_price[0]
 
@@ -182,29 +186,32 @@ def test_planned_experts_are_as_even_as_any():
     halves = [load[:, list(half)].sum(-1) for half in itertools.combinations(range(8), 4)]
     best = np.maximum(halves, total - halves).min(0) / total
     assert (planned.hottest >= best * (1 - 1e-6)).all()
-    np.testing.assert_allclose(planned.hottest, best, rtol=5e-3)  # a search, which may end a little above
-    known = {"slo": 1e4, "context": CONTEXT, "grid": GRID}
+    np.testing.assert_allclose(
+        planned.hottest, best, rtol=5e-3
+    )  # the search may end slightly above the optimum
+    settings = {"slo": 1e4, "context": CONTEXT, "grid": GRID}
     after, before = (
-        search_deployment(MODEL, CLUSTERS, [each], **known).score.per_price for each in (planned, contiguous)
+        search_deployment(MODEL, CLUSTERS, [each], **settings).score.per_price
+        for each in (planned, contiguous)
     )
     assert after >= before
 
 
 def test_simulated_step_is_the_search_at_the_loads_of_the_search():
     at = Deployment(2, 4, 1, 0, 3, 6)  # 4 x 6 sequences are 48 copies: 6 for each of 8 experts
-    known = {"context": CONTEXT}
-    # Reading weights takes no time, so that products tell how busy a group is.
+    settings = {"context": CONTEXT}
+    # Reading weights takes almost no time, so the time of a group is proportional to its load.
     clusters = dataclasses.replace(CLUSTERS, experts=dataclasses.replace(CLUSTER, memory_bandwidth=1e9))
     even = simulate_deployment(
-        MODEL, clusters, even_placement(4, 8, top_k=2), at, np.full((3, 3, 8), 6), **known
+        MODEL, clusters, even_placement(4, 8, top_k=2), at, np.full((3, 3, 8), 6), **settings
     )
     stacked = Deployment(*(np.array([each]) for each in at))
-    (step,) = score_deployments(MODEL, clusters, [even_placement(4, 8, top_k=2)], stacked, **known).step
+    (step,) = score_deployments(MODEL, clusters, [even_placement(4, 8, top_k=2)], stacked, **settings).step
     assert float(even.schedule.seconds) == pytest.approx(step, rel=1e-5)
     assert even.busiest == 1.0
     assert even.group_idle == pytest.approx(even.expert_idle, abs=1e-5)
     load = np.random.default_rng(0).multinomial(48, [1 / 8] * 8, (3, 3))
-    drawn = simulate_deployment(MODEL, clusters, even_placement(4, 8, top_k=2), at, load, **known)
+    drawn = simulate_deployment(MODEL, clusters, even_placement(4, 8, top_k=2), at, load, **settings)
     assert drawn.busiest > 1
     assert drawn.group_idle > drawn.expert_idle >= 0
     assert float(drawn.schedule.seconds) > step
@@ -212,7 +219,7 @@ def test_simulated_step_is_the_search_at_the_loads_of_the_search():
 
 def test_closed_form_and_simulation_have_the_layers_of_the_model():
     load = np.full((4, 8), 6)
-    load[3] = [48, 0, 0, 0, 0, 0, 0, 0]  # a fourth layer, of which a model of three knows nothing
+    load[3] = [48, 0, 0, 0, 0, 0, 0, 0]  # a fourth layer, which a model of three layers ignores
     at = Deployment(2, 4, 1, 0, 3, 6)
     placement, first = contiguous_placement(load, 4), contiguous_placement(load[:3], 4)
     clusters = dataclasses.replace(CLUSTERS, experts=dataclasses.replace(CLUSTER, memory_bandwidth=1e9))
@@ -232,15 +239,15 @@ def test_closed_form_and_simulation_have_the_layers_of_the_model():
         ({"memory_share": math.nan}, "memory_share=nan must be above 0 and at most 1"),
         ({"slo": 0.0}, "slo=0.0 must be positive and finite"),
         ({"context": math.inf}, "context=inf must be positive and finite"),
-        ({"grid": dataclasses.replace(GRID, sequences=())}, "sequences: at least one"),
-        ({"grid": one(tensor_parallel=16)}, "tensor_parallel=16 is more than the 8 devices of a node"),
-        ({"grid": one(tensor_parallel=8)}, "tensor_parallel=8 must divide the model's expert width, 4"),
-        ({"grid": one(tensor_parallel=3)}, "tensor_parallel=3 must divide the model's heads, 8"),
+        ({"grid": dataclasses.replace(GRID, sequences=())}, "sequences must have at least one value"),
+        ({"grid": one(tensor_parallel=16)}, "tensor_parallel=16 must be at most the 8 devices of a node"),
+        ({"grid": one(tensor_parallel=8)}, "tensor_parallel=8 must divide the model's expert width 4"),
+        ({"grid": one(tensor_parallel=3)}, "tensor_parallel=3 must divide the model's heads 8"),
         ({"grid": one(micro_batches=0)}, "micro_batches=0 must be an integer of at least 1"),
-        ({"placements": []}, "placements: at least one"),
+        ({"placements": []}, "placements must have at least one placement"),
         (
             {"placements": [even_placement(2, 4, top_k=2)]},
-            "a placement of 4 experts is not of a model with 8",
+            "placements: a placement has 4 experts, but the model has 8",
         ),
         (
             {"clusters": dataclasses.replace(CLUSTERS, expert_price=-1.0)},
@@ -248,11 +255,11 @@ def test_closed_form_and_simulation_have_the_layers_of_the_model():
         ),
     ],
 )
-def test_what_cannot_be_searched(changes, message):
-    known = {"clusters": CLUSTERS, "placements": PLACEMENTS, "slo": 1.0, "context": CONTEXT, "grid": GRID}
-    known |= changes
+def test_bad_input(changes, message):
+    settings = {"clusters": CLUSTERS, "placements": PLACEMENTS, "slo": 1.0, "context": CONTEXT, "grid": GRID}
+    settings |= changes
     with pytest.raises(ValueError, match=message):
-        search_deployment(MODEL, known.pop("clusters"), known.pop("placements"), **known)
+        search_deployment(MODEL, settings.pop("clusters"), settings.pop("placements"), **settings)
 
 
 def test_a_grid_too_large_for_this_machine(monkeypatch):

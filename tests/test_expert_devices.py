@@ -1,4 +1,4 @@
-"""Experts over expert devices, what travels to them, and micro-batches drawn from a trace."""
+"""Placements on expert devices, the rows that are sent to them, and micro-batches drawn from a trace."""
 
 import itertools
 import math
@@ -48,10 +48,10 @@ def test_a_token_goes_once_to_a_group():
         merge_rows(contiguous_placement(load, 4), routes[:, :1])
 
 
-def test_copies_that_a_replica_takes_are_merged_as_often_as_it_takes_them():
+def test_merged_rows_of_experts_with_replicas():
     share = np.array([[[1.0, 0.0], [0.25, 0.75], [0.0, 1.0]]], np.float32)
     placement = contiguous_placement(np.ones((1, 4), np.int32), 2)._replace(share=share)
-    # Expert 1's copy meets expert 0's in a quarter of all cases, and expert 2's in three.
+    # Expert 1 is computed with expert 0 with probability 1/4, and with expert 2 with probability 3/4.
     merged = merge_rows(placement, np.array([[[0, 1]], [[2, 1]]]))
     assert merged.sent[0] == pytest.approx((2 - 0.25 + 2 - 0.75) / 4)
 
@@ -67,7 +67,7 @@ def test_drawn_micro_batches_are_of_recorded_tokens():
     load = draw_micro_batches(REPLAY, **DRAW, seed=0)
     assert load.shape == (3, 2, 8)
     assert (load.sum(-1) == 1000).all()
-    np.testing.assert_array_equal(load[2], load[0])  # a trace of two layers, gone through again
+    np.testing.assert_array_equal(load[2], load[0])  # the two layers of the trace are repeated
     np.testing.assert_array_equal(load, draw_micro_batches(REPLAY, **DRAW, seed=0))
     assert (load != draw_micro_batches(REPLAY, **DRAW, seed=1)).any()
     real = REPLAY.expert_ids[REPLAY.mask]
@@ -76,7 +76,7 @@ def test_drawn_micro_batches_are_of_recorded_tokens():
         np.testing.assert_allclose(load[layer].mean(0) / 500, recorded, atol=5 * math.sqrt(0.25 / 1000))
 
 
-def test_what_cannot_be_placed_or_drawn():
+def test_bad_input():
     load = np.ones((2, 8), np.int32)
     with pytest.raises(ValueError, match="num_experts=8 must divide evenly over 3 groups of expert devices"):
         contiguous_placement(load, 3)

@@ -1,4 +1,4 @@
-"""relibra multiplex: jobs from files and runs, what is printed and kept, and one line where input is bad."""
+"""``relibra multiplex``: jobs from files and runs, the printed and written results, and one-line errors."""
 
 import doctest
 import json
@@ -17,8 +17,8 @@ TIMES = (*ROLLOUT_TIMES, *TRAINING_TIMES)
 JOB = {"name": "a", "rollout_seconds": 60, "training_seconds": 40, "rollout_nodes": 1, "training_nodes": 1}
 
 
-def learn(rollout, training):
-    """A line of metrics whose training phases are six equal parts."""
+def learn_line(rollout, training):
+    """A metrics line of a learning step, whose training time is divided evenly over its six metrics."""
     line = {"kind": LEARN, "step": 0} | dict.fromkeys(names_of(LEARN), 99.0)
     line |= dict.fromkeys(ROLLOUT_TIMES, rollout) | dict.fromkeys(TRAINING_TIMES, training / 6)
     return json.dumps(line)
@@ -33,14 +33,14 @@ def make_run(folder, *seeds):
 
 @pytest.fixture
 def run(tmp_path):
-    """A run of two seeds, whose first steps compile."""
-    slow = learn(60.0, 90.0)
-    steps = [learn(2.0 + number / 100, 6.0) for number in range(20)]
+    """The folder of a run with two seeds, whose first steps are slow because they compile."""
+    slow = learn_line(60.0, 90.0)
+    steps = [learn_line(2.0 + number / 100, 6.0) for number in range(20)]
     other = [json.dumps({"kind": WARM_UP, "time/update_seconds": 500.0}), json.dumps({"kind": EVALUATE})]
     return make_run(tmp_path / "run", [*other, slow, *steps], [slow, *steps])
 
 
-def test_the_times_are_metrics_of_a_learning_step():
+def test_times_are_metrics_of_a_learning_step():
     assert set(TIMES) <= names_of(LEARN)
 
 
@@ -55,22 +55,22 @@ def test_a_run_becomes_a_job(run):
 
 
 def test_steps_too_few_for_the_quantile(tmp_path, out, refused, capsys):
-    slow, steps = learn(60.0, 90.0), [learn(2.0, 6.0 + number) for number in range(5)]
+    slow, steps = learn_line(60.0, 90.0), [learn_line(2.0, 6.0 + number) for number in range(5)]
     run = make_run(tmp_path / "run", [slow, *steps])
     # The 95% quantile of six steps would be the one that compiles.
-    assert "6 learning steps are too few for a quantile of 0.95, at least 20; give a smaller" in refused(run)
+    assert "quantile=0.95 needs at least 20 learning steps, but there are 6; use a smaller" in refused(run)
     two = make_run(tmp_path / "two", [slow, *steps], [slow, *steps])
-    assert "12 learning steps of 2 seeds are too few for a quantile of 0.9, at least 20;" in refused(
+    assert "quantile=0.9 needs at least 20 learning steps, but there are 12 of 2 seeds;" in refused(
         two, "--quantile", 0.9
     )
-    told([run, "--quantile", 0.8], out)
+    run_command([run, "--quantile", 0.8], out)
     assert (
-        "6 learning steps; rollout 2s in the median, 2s conservative; training 8.5s in the median, 10s conservative"
+        "6 learning steps; rollout: median 2 s, conservative 2 s; training: median 8.5 s, conservative 10 s"
         in capsys.readouterr().out
     )
 
 
-def test_a_line_that_is_not_yet_whole_is_left_out(run):
+def test_an_incomplete_last_line_is_left_out(run):
     before = len(read_durations(run).rollout)
     with (run / "seed-0" / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "lea')
@@ -82,14 +82,14 @@ def out(tmp_path):
     return tmp_path / "out"
 
 
-def told(args, out):
+def run_command(args, out):
     assert main(["multiplex", *map(str, args), "--steps", "5", "--out", str(out)]) == 0
     assert sorted(path.name for path in out.iterdir()) == ["multiplex.json", "multiplex.png"]
     return json.loads((out / "multiplex.json").read_text())
 
 
 def test_drawn_sets_are_compared(out, capsys):
-    numbers = told(["--drawn", 4, "--seeds", 3], out)
+    numbers = run_command(["--drawn", 4, "--seeds", 3], out)
     shown = capsys.readouterr().out
     assert "4 drawn jobs, 3 sets" in shown
     assert "12 of 12 jobs within their objectives" in shown
@@ -102,8 +102,8 @@ def test_drawn_sets_are_compared(out, capsys):
     assert len(numbers["sets"]) == 3
 
 
-def test_more_jobs_than_the_optimum_is_known_for(out, capsys):
-    numbers = told(["--drawn", 7], out)
+def test_more_jobs_than_the_optimum_supports(out, capsys):
+    numbers = run_command(["--drawn", 7], out)
     assert OPTIMUM not in numbers["ways"]
     assert numbers["gaps"] is None
     assert "optimum" not in capsys.readouterr().out
@@ -112,7 +112,7 @@ def test_more_jobs_than_the_optimum_is_known_for(out, capsys):
 def test_files_and_runs_come_in_their_order(run, tmp_path, out, capsys):
     path = tmp_path / "jobs.json"
     path.write_text(json.dumps([JOB | {"slo": 2.0, "tail_share": 0.5}, JOB | {"name": "b"}]))
-    numbers = told([path, run, "--slo", 3, "--training-nodes", 2], out)
+    numbers = run_command([path, run, "--slo", 3, "--training-nodes", 2], out)
     assert "drawn jobs" not in capsys.readouterr().out
     (groups,) = numbers["sets"]
     listed = sorted((job for group in groups for job in group["jobs"]), key=lambda job: job["name"])
@@ -127,26 +127,26 @@ def test_files_and_runs_come_in_their_order(run, tmp_path, out, capsys):
 def test_names_of_any_characters(tmp_path, out, capsys):
     path = tmp_path / "jobs.json"
     path.write_text(json.dumps([JOB | {"name": "[red]"}, JOB | {"name": "$\\frac$", "slo": 2.0}]))
-    told([path], out)
+    run_command([path], out)
     shown = capsys.readouterr().out
     assert "[red]" in shown
     assert "$\\frac$" in shown
 
 
 BAD_JOBS = {
-    "[": "not a file of JSON (",
-    "{}": "must be a list of jobs, each an object of JSON",
-    "[]": "jobs: at least one",
+    "[": "is not a JSON file (",
+    "{}": "must contain a JSON list of jobs, each a JSON object",
+    "[]": "jobs must have at least one job",
     json.dumps([JOB, JOB | {"name": "b", "slo": 0.5}]): "job 1: job b: slo=0.5 must be at least 1",
     json.dumps([JOB | {"sloo": 2}]): "job 0: unknown field 'sloo'; did you mean slo?",
-    json.dumps([{"name": "a"}]): "job 0: rollout_seconds is missing",
+    json.dumps([{"name": "a"}]): "job 0: required field 'rollout_seconds' is missing",
     json.dumps([JOB | {"slo": "2"}]): "job 0: slo='2' must be of type float",
     json.dumps([JOB | {"rollout_nodes": 1.5}]): "job 0: rollout_nodes=1.5 must be of type int",
     json.dumps([JOB | {"slo": True}]): "job 0: slo=True must be of type float",
     json.dumps([JOB | {"name": 1}]): "job 0: name=1 must be of type str",
     json.dumps(
         [JOB | {"rollout_nodes": 99}]
-    ): "job a: rollout_nodes=99 exceeds the 16 nodes that a group may",
+    ): "job a: rollout_nodes=99 exceeds the 16 nodes that a group may use",
     json.dumps(
         [JOB | {"training_bytes": 2 * 10**12}]
     ): "job a: training_bytes=2000000000000 exceeds the 10000",
@@ -167,35 +167,38 @@ def refused(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("text", BAD_JOBS)
-def test_files_that_hold_no_jobs(refused, tmp_path, text):
+def test_bad_job_files(refused, tmp_path, text):
     path = tmp_path / "jobs.json"
     path.write_text(text)
     assert BAD_JOBS[text] in refused(path)
 
 
 BAD_LINES = {
-    "nothing learnt": (json.dumps({"kind": WARM_UP}), "none of 1 lines in 1 files is of kind learn"),
-    "no metrics": ("step 1", "line 1: not a line of metrics"),
-    "no kind": ("{}", "line 1: not a line of metrics"),
-    "a name less": (
+    "no learning step": (json.dumps({"kind": WARM_UP}), "none of the 1 lines in 1 files has kind 'learn'"),
+    "no metrics": ("step 1", "line 1 is not a line of metrics"),
+    "no kind": ("{}", "line 1 is not a line of metrics"),
+    "missing metric": (
         json.dumps({"kind": LEARN}),
-        "line 1: time/generate_seconds is None, not a number of seconds",
+        "line 1: time/generate_seconds=None must be a number of seconds",
     ),
     "too long": (
-        learn(1e308, 1.0),
-        "line 1: time/generate_seconds is 1e+308, not a number of seconds of at most",
+        learn_line(1e308, 1.0),
+        "line 1: time/generate_seconds=1e+308 must be a number of seconds from 0 to",
     ),
-    "no number": (learn(float("nan"), 1.0), "line 1: time/generate_seconds is nan, not a number of seconds"),
+    "not a number": (
+        learn_line(float("nan"), 1.0),
+        "line 1: time/generate_seconds=nan must be a number of seconds",
+    ),
 }
 
 
-def test_metrics_that_are_no_text(refused, tmp_path, run):
+def test_metrics_that_are_not_text(refused, tmp_path, run):
     broken = run / "seed-1" / "metrics.jsonl"
     whole = broken.read_bytes()
     broken.write_bytes(whole + b"\xe4")
-    assert len(read_durations(run).rollout) == 42, "a character that is not yet whole"
+    assert len(read_durations(run).rollout) == 42, "an incomplete character at the end of a file is ignored"
     broken.write_bytes(b"\xff" + whole)
-    assert f"{broken}: not a file of UTF-8 (" in refused(run)
+    assert f"{broken} is not UTF-8 text (" in refused(run)
 
 
 @pytest.mark.parametrize("inside", ["", "folder", "a/b"])
@@ -209,7 +212,7 @@ def test_a_file_where_the_folder_should_be(tmp_path, capsys, monkeypatch, inside
 
 
 @pytest.mark.parametrize("fault", BAD_LINES)
-def test_runs_that_describe_no_job(refused, tmp_path, fault):
+def test_bad_metrics_lines(refused, tmp_path, fault):
     line, message = BAD_LINES[fault]
     assert message in refused(make_run(tmp_path / "run", [line]))
 
@@ -223,12 +226,12 @@ def test_runs_that_describe_no_job(refused, tmp_path, fault):
         "--steps 0": "steps=0 must be an integer of at least 1 and at most 10000",
         "--rollout-price -1": "rollout_price=-1.0 must be positive: at least 1e-09 and at most 1e+09",
         "--host-gigabytes 0": "host_gigabytes=0 must be an integer of at least 1",
-        "--max-nodes 1": "exceeds the 1 nodes that a group may take",
+        "--max-nodes 1": "exceeds the 1 nodes that a group may use",
         "--rollout-price 1e308": "rollout_price=1e+308 must be positive: at least",
         "--rollout-speed 0": "rollout_speed=0.0 must be positive: at least",
         "--rollout-speed 1e-308": "rollout_speed=1e-308 must be positive: at least",
-        "missing.json": "missing.json: no such file of jobs or folder of a run",
-        "missing.json --drawn 3": "1 paths: drawn and seeds are for jobs that no path describes",
+        "missing.json": "missing.json does not exist; give a file of jobs or the folder of a run",
+        "missing.json --drawn 3": "drawn and seeds are for jobs drawn at random, but 1 paths are given",
     }.items(),
 )
 def test_options_that_do_not_fit(refused, options, message):
@@ -237,11 +240,11 @@ def test_options_that_do_not_fit(refused, options, message):
 
 def test_a_folder_without_a_run(refused, tmp_path, run):
     (tmp_path / "empty").mkdir()
-    assert refused(tmp_path / "empty").endswith("no seed-*/metrics.jsonl in this folder")
+    assert refused(tmp_path / "empty").endswith("has no files seed-*/metrics.jsonl")
     assert "quantile=0.0 must be above 0 and at most 1" in refused(run, "--quantile", "0")
 
 
-def test_the_page_computes_what_it_says():
+def test_examples_of_the_guide_run():
     result = doctest.testfile(str(ROOT / "docs" / "guides" / "sharing-a-cluster.md"), module_relative=False)
     assert result.attempted
     assert not result.failed

@@ -1,4 +1,4 @@
-"""A planner from outside the table: the guide's runs as it stands there, and what breaks the contract is refused."""
+"""Planners of users: the example of the guide runs, and planners that break the contract raise errors."""
 
 import re
 import textwrap
@@ -71,7 +71,7 @@ def test_the_guides_planner_balances(folder, run):
     assert imbalance < static
 
 
-def test_an_entry_says_that_replicas_cross(folder):
+def test_an_entry_keeps_its_settings(folder):
     entry = import_planner("other_planners:entry")
     assert entry.across_nodes
     assert entry.summary == "contiguous"
@@ -80,11 +80,11 @@ def test_an_entry_says_that_replicas_cross(folder):
 @pytest.mark.parametrize(
     ("name", "says"),
     {
-        "too_many": "for batch 0: micro-batch 1, layer 2, expert 0: quotas sum to ",
+        "too_many": "for batch 0 is not valid: micro-batch 1, layer 2, expert 0: quotas sum to ",
         "no_state": r"planner 'other_planners:no_state': update must return \(Plan, state\), not Plan",
     }.items(),
 )
-def test_what_breaks_the_contract_is_named(folder, run, name, says):
+def test_errors_name_the_broken_rule(folder, run, name, says):
     with pytest.raises(ValueError, match=says):
         run(import_planner(f"other_planners:{name}"))
 
@@ -95,13 +95,13 @@ def test_what_breaks_the_contract_is_named(folder, run, name, says):
         "--planner=planner": "planner 'planner' must be written module:attribute",
         "--planner=not_here:planner": "no module 'not_here'",
         "--planner=other_planners:too_much": "no 'too_much'; did you mean too_many?",
-        "--planner=other_planners:number": "is a int: expected a Planner or a PlannerEntry",
+        "--planner=other_planners:number": "has type int; it must be a Planner or a PlannerEntry",
         "--planner=os:getenv": "planner 'os:getenv' cannot be called without arguments",
         "--planner=other_planners:guess": "forecast='histery' must be one of ",
         "--rows=statik": "row 'statik' must be one of ",
     }.items(),
 )
-def test_a_planner_that_is_not_there(folder, capsys, option, says):
+def test_planners_that_cannot_be_imported(folder, capsys, option, says):
     assert main(["compare", option, "--out", str(folder / "out")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert says in line

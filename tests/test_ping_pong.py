@@ -1,4 +1,4 @@
-"""The ping-pong schedule: its closed form against its events, and both against bounds that hold for any times."""
+"""The ping-pong schedule: the closed form against the simulation, and both against general bounds."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Groups of jobs that share pools: rules checked one by one, every small instance beside brute force."""
+"""Groups of jobs that share pools: each rule by itself, and small instances against brute force."""
 
 import dataclasses
 import functools
@@ -17,7 +17,7 @@ from relibra_jax.sharing.optimum import cheapest_groups
 
 
 def keeps_all_rules(jobs, rollout_nodes, pools):
-    """The rules of a group, written down a second time."""
+    """An independent implementation of the rules of a group."""
     rollouts = [
         job.rollout_seconds * (job.tail_share + (1 - job.tail_share) * job.rollout_nodes / rollout_nodes)
         for job in jobs
@@ -36,7 +36,7 @@ def keeps_all_rules(jobs, rollout_nodes, pools):
 
 
 def brute_force(jobs, pools):
-    """The least price over all ways to label the jobs, and all numbers of rollout nodes."""
+    """The lowest price over all partitions of the jobs and all numbers of rollout nodes."""
 
     @functools.cache
     def least(*members):
@@ -88,7 +88,7 @@ def test_schedules_are_valid_and_never_cheaper_than_the_optimum(seed):
             assert all(keeps_all_rules(group.jobs, group.rollout_nodes, POOLS) for group in groups)
             assert price(optimum) <= price(groups) <= outcome_alone(jobs, POOLS).price
         dearer += price(multiplex(jobs, POOLS)) > price(optimum)
-    assert 0 < dearer < 60, "instances on which admission one by one is always or never optimal show nothing"
+    assert 0 < dearer < 60, "admission one by one must be optimal on some instances and not on others"
 
 
 def test_a_group_takes_the_fewest_rollout_nodes():
@@ -105,7 +105,9 @@ def test_a_group_takes_the_fewest_rollout_nodes():
 
 def test_more_nodes_shorten_all_but_the_tail():
     job = make_job(rollout=60.0, rollout_nodes=2, tail_share=0.3)
-    assert rollout_seconds(job, 2) == 60.0, "exactly, or an objective of 1 could not be kept alone"
+    assert rollout_seconds(job, 2) == 60.0, (
+        "exact equality, or a job with an objective of 1 could not run alone"
+    )
     assert rollout_seconds(job, 4) == pytest.approx(60 * (0.3 + 0.7 / 2))
     assert rollout_seconds(job, 10**6) == pytest.approx(60 * 0.3, rel=1e-4)
 
@@ -117,7 +119,7 @@ def test_jobs_join_where_pools_are_idle():
     assert outcome_of_groups([group], POOLS).efficiency == 2 * outcome_alone(jobs, POOLS).efficiency
 
 
-def test_an_objective_that_no_company_keeps():
+def test_a_job_whose_objective_allows_no_partner():
     patient = [make_job("a", slo=5.0), make_job("b", slo=5.0)]
     hasty = make_job("c", slo=1.0)
     for jobs in itertools.permutations([*patient, hasty]):
@@ -129,7 +131,8 @@ def test_an_objective_that_no_company_keeps():
     ("rollout_price", "groups", "nodes"), [(0.5, ["ab"], [4]), (9.0, ["a", "b"], [1, 1])]
 )
 def test_nodes_are_added_where_they_cost_less_than_a_group(rollout_price, groups, nodes):
-    # Rollouts of 160 s together are 130 s on four nodes, of 131 s allowed: three rollout nodes more, or one of each.
+    # Both rollouts take 160 s together, and 130 s on four nodes; 131 s are allowed. So three more rollout nodes are
+    # needed, or a second group with one node of each kind.
     jobs = [make_job(name, 80.0, 20.0, tail_share=0.75, slo=1.31) for name in "ab"]
     pools = dataclasses.replace(POOLS, rollout=dataclasses.replace(POOL, device_price=rollout_price))
     planned = multiplex(jobs, pools)
@@ -139,7 +142,7 @@ def test_nodes_are_added_where_they_cost_less_than_a_group(rollout_price, groups
 
 @pytest.mark.parametrize("kind", ["rollout_bytes", "training_bytes"])
 @pytest.mark.parametrize(("held", "count"), [(30, 1), (31, 2)])
-def test_states_fit_to_the_byte(kind, held, count):
+def test_states_may_fill_memory_exactly(kind, held, count):
     jobs = [make_job("a", slo=9.0, **{kind: 70}), make_job("b", slo=9.0, **{kind: held})]
     assert len(multiplex(jobs, POOLS)) == len(cheapest_groups(jobs, POOLS)) == count
 
@@ -155,7 +158,7 @@ def test_where_a_new_job_goes_when_groups_cost_the_same():
 
 def test_colocation_by_hand():
     job = make_job(rollout=60.0, training=40.0, rollout_nodes=2, slo=1.6, tail_share=0.5)
-    # On n training nodes: 60 (0.5 + 0.5 * 2 / n) / 0.75 + 40 = 160, 120 and on, of 160 allowed.
+    # On n training nodes a step takes 60 (0.5 + 0.5 * 2 / n) / 0.75 + 40 = 160, 120, ... s; 160 s are allowed.
     (price_, work, kept) = outcome_colocated([job], POOLS, rollout_speed=0.75)
     assert (price_, work, kept) == (3.0, pytest.approx(100 / 160), 1)
     hasty = dataclasses.replace(job, slo=1.3)
@@ -169,7 +172,7 @@ def test_any_number_of_nodes_may_be_allowed():
         **{kind: dataclasses.replace(POOL, max_nodes=2**31 - 1) for kind in ("rollout", "training")}
     )
     jobs = [make_job("a", tail_share=0.9), make_job("b", slo=1.01)]
-    assert names(multiplex(jobs, pools)) == ["a", "b"], "no number of nodes keeps both objectives"
+    assert names(multiplex(jobs, pools)) == ["a", "b"], "no number of rollout nodes keeps both objectives"
     assert outcome_colocated(jobs, pools, rollout_speed=0.1).within_slo == 0
 
 
@@ -178,8 +181,11 @@ def test_drawn_jobs_are_those_of_their_seed():
     assert draw_jobs(3, seed=1) == draw_jobs(5, seed=1)[:3]
 
 
-REFUSED = {
-    "slo": (lambda: make_job(slo=0.9), "job a: slo=0.9 must be at least 1: no step is faster than alone"),
+BAD_INPUT = {
+    "slo": (
+        lambda: make_job(slo=0.9),
+        "job a: slo=0.9 must be at least 1, because no step is faster than alone",
+    ),
     "not a number": (lambda: make_job(slo=float("nan")), "job a: slo=nan must be at least 0"),
     "no time": (
         lambda: make_job(rollout=0.0),
@@ -199,11 +205,14 @@ REFUSED = {
         lambda: make_job(training_bytes=-1),
         "job a: training_bytes=-1 must be an integer of at least 0",
     ),
-    "no jobs": (lambda: multiplex([], POOLS), "jobs: at least one"),
-    "twins": (lambda: multiplex([make_job(), make_job()], POOLS), "job a: 2 jobs have this name"),
+    "no jobs": (lambda: multiplex([], POOLS), "jobs must have at least one job"),
+    "twins": (
+        lambda: multiplex([make_job(), make_job()], POOLS),
+        "jobs: 2 jobs have the name 'a'; names must be unique",
+    ),
     "too large": (
         lambda: multiplex([make_job(training_nodes=5)], POOLS),
-        "job a: training_nodes=5 exceeds the 4 nodes that a group may take",
+        "job a: training_nodes=5 exceeds the 4 nodes that a group may use",
     ),
     "too heavy": (
         lambda: cheapest_groups([make_job(rollout_bytes=101)], POOLS),
@@ -211,7 +220,7 @@ REFUSED = {
     ),
     "too many": (
         lambda: cheapest_groups([make_job(name) for name in "abcdefg"], POOLS),
-        "7 jobs are more than the 6 whose partitions are all looked at",
+        "jobs: 7 jobs are too many to try all partitions; the most is 6",
     ),
     "price": (lambda: dataclasses.replace(POOL, device_price=0.0), "device_price=0.0 must be positive"),
     "speed": (
@@ -221,9 +230,9 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("fault", REFUSED)
-def test_what_is_refused(fault):
-    run, message = REFUSED[fault]
+@pytest.mark.parametrize("fault", BAD_INPUT)
+def test_bad_input(fault):
+    run, message = BAD_INPUT[fault]
     with pytest.raises(ValueError) as refusal:  # noqa: PT011
         run()
     assert str(refusal.value).startswith(message)

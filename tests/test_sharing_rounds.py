@@ -1,4 +1,4 @@
-"""Groups executed turn by turn: the period beside all cyclic orders, and objectives when durations vary."""
+"""Simulated groups: the period against all cyclic orders, and objectives with varying durations."""
 
 import itertools
 
@@ -30,7 +30,7 @@ def formula(durations):
 
 
 def seconds_of_a_round(ends):
-    """The slope of the ends of rounds, behind the rounds in which a group finds its rhythm."""
+    """The mean length of the last 100 rounds, after the initial rounds in which the schedule settles."""
     return (ends[-1] - ends[-101]) / 100
 
 
@@ -39,13 +39,13 @@ def seconds_of_a_round(ends):
 def test_round_robin_in_any_order_takes_the_period(durations):
     jobs = [make_job(f"{n}", float(r), float(t)) for n, (r, t) in enumerate(durations)]
     assert Group(tuple(jobs), 1).period == formula(durations)
-    for order in itertools.permutations(jobs[1:]):  # a circle may begin anywhere
+    for order in itertools.permutations(jobs[1:]):  # a cyclic order has no first job
         timeline = simulate(conservative_durations(Group((jobs[0], *order), 1), steps=300))
         assert np.allclose(seconds_of_a_round(timeline.end[..., TRAINING]), formula(durations))
 
 
 def two_orders(durations, rollouts, trainings, rounds):
-    """The ends of rounds where each pool serves the jobs in an order of its own."""
+    """The end times of rounds if each pool serves the jobs in its own order."""
     free, ready, ends = [0.0, 0.0], dict.fromkeys(rollouts, 0.0), []
     for _ in range(rounds):
         for pool, order in ((ROLLOUT, rollouts), (TRAINING, trainings)):
@@ -61,7 +61,7 @@ def test_no_cyclic_order_is_faster(durations):
     jobs = range(len(durations))
     for order in itertools.permutations(
         jobs
-    ):  # of one pool, that of the other being any: names do not matter
+    ):  # the order of one pool; the other's may stay fixed, since jobs can be renamed
         ends = two_orders(durations, jobs, order, 250)
         assert seconds_of_a_round(ends) >= formula(durations) - 1e-9
 
@@ -110,7 +110,7 @@ def test_recorded_steps_are_resampled():
     steps = StepDurations(rollout=np.array([60.0, 20.0]), training=np.array([30.0, 90.0]), seeds=1)
     durations = resample_durations(group, planned, {"run": steps}, seed=0)
     assert (durations[:, 1] == 7).all()
-    # Rollouts on twice the nodes take three quarters; both phases are of one step.
+    # A rollout on twice the nodes takes 3/4 of the time; both phases come from the same step.
     found, counts = np.unique(durations[:, 0], axis=0, return_counts=True)
     assert found.tolist() == [[15.0, 90.0], [45.0, 30.0]]
     assert counts.min() > 100
@@ -129,7 +129,9 @@ def test_phases_wait_for_their_pool_and_their_job():
     assert (rollout_waits >= 0).all()
     assert (training_waits >= 0).all()
     pool_free = np.append(0, end[..., TRAINING].ravel()[:-1]).reshape(20, 3)
-    assert np.allclose(start[..., TRAINING], np.maximum(pool_free, end[..., ROLLOUT])), "and no longer"
+    assert np.allclose(start[..., TRAINING], np.maximum(pool_free, end[..., ROLLOUT])), (
+        "a phase waits no longer than needed"
+    )
 
 
 @pytest.mark.parametrize(
@@ -140,7 +142,7 @@ def test_phases_wait_for_their_pool_and_their_job():
         (1, 0.5, -1): "seed=-1 must be an integer of at least 0",
     }.items(),
 )
-def test_durations_that_cannot_be_drawn(numbers, message):
+def test_bad_input(numbers, message):
     steps, spread, seed = numbers
     with pytest.raises(ValueError, match=message):
         draw_durations(Group((make_job(),), 1), steps=steps, spread=spread, seed=seed)

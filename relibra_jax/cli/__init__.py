@@ -1,5 +1,5 @@
-"""The command line ``relibra``: planners compared on a trace, plans as files, traces described.
+"""The command line ``relibra``: compares planners on a trace, writes plans to files, and describes traces.
 
-It stands on top of the library, which knows nothing of it, and needs the extra ``relibra-jax[cli]``. A command is a
-module here and an entry in `relibra_jax.cli.commands`.
+It uses the library, but the library does not import it. It needs the extra ``relibra-jax[cli]``. Each command is a
+module of this package and an entry of the table in `relibra_jax.cli.commands`.
 """

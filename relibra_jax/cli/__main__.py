@@ -1,4 +1,4 @@
-"""``python -m relibra_jax.cli``: the console script ``relibra`` where it is not on the path."""
+"""``python -m relibra_jax.cli``: runs the command line where the console script ``relibra`` is not on the path."""
 
 import sys
 

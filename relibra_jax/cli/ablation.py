@@ -1,4 +1,4 @@
-"""ReLibra taken apart: each mechanism alone, the alternatives to each, and samples assigned on top."""
+"""The ablation of ReLibra: each mechanism alone, alternatives to each, and the assignment of samples in addition."""
 
 import dataclasses
 import functools
@@ -19,17 +19,17 @@ from relibra_jax.types import Topology
 
 
 def assign(*batch, **sizes):
-    """`assign_samples` with a key, which is drawn when it is called: importing this does not start JAX."""
+    """Call `assign_samples` with a fixed random key. The key is made here because making it at import starts JAX."""
     return assign_samples(*batch, key=jax.random.key(0), **sizes)
 
 
-def _blind(place: Place) -> Place:
-    """A placement that is not told of time: these searches take the place of the one for balance alone."""
+def _for_balance_alone(place: Place) -> Place:
+    """A placement that gets no costs and no tokens, so that its search optimizes balance and not modelled time."""
     return lambda *batch, tokens, cost, **options: place(*batch, tokens=None, cost=None, **options)
 
 
 def _place_alone(load, previous_home, topology: Topology, **options) -> Placement:
-    """`place_experts`, told that no replicas follow, so that it makes ranks even itself."""
+    """`place_experts` with no replica slots, so that placement alone has to even out the ranks."""
     return place_experts(load, previous_home, dataclasses.replace(topology, replica_slots=0), **options)
 
 
@@ -38,10 +38,10 @@ def _variant(summary: str, **parts) -> Contender:
 
 
 def ablation(cost_model: CostModel) -> dict[str, Contender]:
-    """The contenders of ``python -m experiments.ablation``, by name.
+    """The rows of ``python -m experiments.ablation``, by name.
 
     Args:
-        cost_model: what the two that choose by modelled time price with.
+        cost_model: the cost model of the two rows that choose plans by modelled time.
     """
     setting = cost_model.setting()
     hidden = functools.partial(replicate_while_hidden, **setting)
@@ -54,32 +54,40 @@ def ablation(cost_model: CostModel) -> dict[str, Contender]:
         "relibra": Contender(entry=PLANNERS["relibra"]),
         "relibra + assign": Contender(entry=PLANNERS["relibra"], assign=assign),
         "thorough": _variant(
-            "a longer search, moves free", place=functools.partial(place_experts, steps=40_000, move_cost=0.0)
+            "a longer search, without a cost for moves",
+            place=functools.partial(place_experts, steps=40_000, move_cost=0.0),
         ),
-        "place for balance": _variant("annealed for balance, not told of time", place=_blind(place_experts)),
+        "place for balance": _variant(
+            "homes annealed for balance, not for modelled time", place=_for_balance_alone(place_experts)
+        ),
         "place by descent": _variant(
-            "the same by steepest descent instead of annealing", place=_blind(place_by_descent)
+            "homes for balance, by steepest descent instead of annealing",
+            place=_for_balance_alone(place_by_descent),
         ),
         "place by lpt": _variant(
-            "the same, heaviest expert first instead of annealing", place=_blind(place_longest_first)
+            "homes for balance, heaviest expert first instead of annealing",
+            place=_for_balance_alone(place_longest_first),
         ),
         "places only": _variant(
-            "ReLibra's replicas, tokens split evenly", replicate=replicate_with_even_split
+            "ReLibra's replicas, with tokens split evenly over copies", replicate=replicate_with_even_split
         ),
-        "splits only": _variant("EPLB's replicas, tokens split well", replicate=replicate_with_eplb_places),
+        "splits only": _variant(
+            "EPLB's replicas, with the best token split that they allow", replicate=replicate_with_eplb_places
+        ),
         "eplb": Contender(entry=PLANNERS["eplb"]),
         "lplb": Contender(entry=PLANNERS["lplb"]),
         "relibra_across": Contender(entry=PLANNERS["relibra_across"]),
         "far while hidden": Contender(
             entry=PlannerEntry(
                 planner=relibra(replicate=hidden),
-                summary="replicas on any node where attention hides their push, by modelled time",
+                summary="replicas on any node, where attention hides their transfer in modelled time",
                 across_nodes=True,
             )
         ),
         "fastest of three": Contender(
             entry=PlannerEntry(
-                planner=fastest, summary="relibra, eplb or lplb, layer by layer, by modelled time"
+                planner=fastest,
+                summary="relibra, eplb or lplb, whichever takes least modelled time in each layer",
             )
         ),
     }

@@ -1,4 +1,4 @@
-"""A trace cut into batches, as a trainer would meet them, and their samples packed over ranks and micro-batches."""
+"""Division of a trace into the batches that a trainer would see, with samples packed over ranks and micro-batches."""
 
 from typing import Final, NamedTuple
 
@@ -12,7 +12,7 @@ from relibra_jax.traces.trace import Trace
 from relibra_jax.types import Assignment, RoutingReplay, Topology
 
 SAMPLES_PER_RANK: Final = 4
-"""The mean samples of a rank in a micro-batch, unless told: enough for packing to be even to 1% on recorded lengths."""
+"""The default mean number of samples of a rank in a micro-batch. It lets packing be even to 1% on recorded lengths."""
 
 
 class Batches(NamedTuple):
@@ -21,31 +21,34 @@ class Batches(NamedTuple):
     replays: list[RoutingReplay]
     """The routing of each batch."""
     packed: list[Assignment]
-    """The samples of each batch, longest first to the lightest rank, with the same room in all batches."""
+    """The assignment of each batch's samples, packed longest first to the lightest rank. All have the same shape."""
     num_micro_batches: int
-    """The micro-batches of one batch."""
+    """The number of micro-batches in a batch."""
     history: int
-    """How many batches at the start are planned but not measured: 1 where there are two or more, else 0."""
+    """The number of batches at the start that are planned but not measured: 1 if there are two or more, else 0."""
     samples_left: int
-    """The samples at the end of the trace that do not fill a batch; none where batches are drawn."""
+    """The number of samples at the end of the trace that do not fill a batch; 0 if the batches are drawn."""
 
 
 def make_batches(trace: Trace, batching: Batching, topology: Topology) -> Batches:
-    """Cut a trace into batches, and pack their samples.
+    """Cut a trace into batches, and pack their samples over ranks and micro-batches.
 
     Args:
-        trace: the trace, whose samples are used once each, or drawn with replacement if ``batching.bootstrap`` says so.
-        batching: the sizes, and the order of samples.
-        topology: the expert-parallel group over whose ranks samples are packed.
+        trace: the trace. Each sample is used once, or samples are drawn with replacement if ``batching.bootstrap`` is
+            set.
+        batching: the sizes of batches and micro-batches, and the order of the samples.
+        topology: the expert-parallel group over whose ranks the samples are packed.
 
     Raises:
-        ValueError: if the sizes do not fit each other or the trace, the trace has no tokens, `check_seed` refuses the
-            seed, or the drawn batches do not fit this machine's memory.
+        ValueError: if the sizes do not fit each other or the trace, the trace has no tokens, the seed is out of its
+            range, or the drawn batches do not fit this machine's memory.
     """
     check_seed("seed", batching.seed)
     samples = len(trace.replay.mask)
     if not trace.replay.mask.any():
-        raise ValueError(f"{trace.name} has no tokens in its {samples} samples: there is no load to balance")
+        raise ValueError(
+            f"{trace.name} has no tokens in its {samples} samples, so there is no load to balance"
+        )
     if batching.bootstrap is None:
         chosen = _cut(samples, batching, trace.name)
     else:
@@ -68,12 +71,12 @@ def make_batches(trace: Trace, batching: Batching, topology: Topology) -> Batche
 
 
 def _cut(samples: int, batching: Batching, name: str) -> list[np.ndarray]:
-    """The samples of every batch, each sample used once."""
+    """Indices of the samples of every batch, with each sample used once."""
     batch = max(1, samples // 2) if batching.batch_size is None else batching.batch_size
     check_integer("batch_size", batch, least=1)
     if batch > samples:
         raise ValueError(
-            f"batch_size={batch} exceeds the {samples} samples of {name}; bootstrap draws them with replacement"
+            f"batch_size={batch} exceeds the {samples} samples of {name}; set bootstrap to draw them with replacement"
         )
     order = np.arange(samples)
     if batching.order == "shuffled":
@@ -82,9 +85,11 @@ def _cut(samples: int, batching: Batching, name: str) -> list[np.ndarray]:
 
 
 def _draw(trace: Trace, batching: Batching, batches: int) -> list[np.ndarray]:
-    """The samples of every batch, drawn with replacement."""
+    """Indices of the samples of every batch, drawn with replacement."""
     if batching.batch_size is None:
-        raise ValueError(f"bootstrap={batches} needs batch_size, the samples of each batch to draw")
+        raise ValueError(
+            f"bootstrap={batches} needs batch_size, the number of samples to draw for each batch"
+        )
     check_integer("bootstrap", batches, least=1)
     check_integer("batch_size", batching.batch_size, least=1)
     check_drawn(trace, batching.batch_size, batches=batches)
@@ -94,18 +99,20 @@ def _draw(trace: Trace, batching: Batching, batches: int) -> list[np.ndarray]:
 
 
 def _count_micro_batches(batching: Batching, tokens: list[np.ndarray], topology: Topology) -> int:
-    """The micro-batches of every batch, as many as the fullest needs."""
-    given, budget = batching.micro_batches, batching.token_budget
-    if given is not None and budget is not None:
-        raise ValueError(f"micro_batches={given} and token_budget={budget}: give one of them")
+    """The number of micro-batches of every batch. With a token budget, the fullest batch determines it."""
+    micro_batches, budget = batching.micro_batches, batching.token_budget
+    if micro_batches is not None and budget is not None:
+        raise ValueError(
+            f"micro_batches={micro_batches} and token_budget={budget} exclude each other: give only one"
+        )
     if budget is not None:
         check_integer("token_budget", budget, least=1)
         if budget < (longest := max(each.max() for each in tokens)):
             raise ValueError(f"token_budget={budget} is less than the {longest} tokens of the longest sample")
         return max(micro_batches_for(each, topology, tokens_per_rank=budget) for each in tokens)
-    if given is None:
+    if micro_batches is None:
         return max(1, len(tokens[0]) // (SAMPLES_PER_RANK * topology.num_ranks))
-    check_integer("micro_batches", given, least=1)
-    if given > len(tokens[0]):
-        raise ValueError(f"micro_batches={given} exceeds the {len(tokens[0])} samples of a batch")
-    return given
+    check_integer("micro_batches", micro_batches, least=1)
+    if micro_batches > len(tokens[0]):
+        raise ValueError(f"micro_batches={micro_batches} exceeds the {len(tokens[0])} samples of a batch")
+    return micro_batches

@@ -1,4 +1,4 @@
-"""The table of commands: what each is called, the options that it takes, and what it does with them."""
+"""The table of commands: the name of each, its options, and the function that runs it."""
 
 import functools
 from collections.abc import Callable
@@ -29,20 +29,20 @@ COMMANDS: Final[dict[str, tuple[type, Callable[[Any, Console], None]]]] = {
     "deploy": (Deploy, run_deploy),
     "multiplex": (Multiplex, run_multiplex),
 }
-"""The options of each command, whose docstring is its help, and the function that runs it with them."""
+"""The type of each command's options, whose docstring is its help text, and the function that runs the command."""
 
 
 def run_command(args: list[str]) -> int:
-    """Run one command; bad input ends with one line on standard error, and nothing half-written is left behind.
+    """Run one command. Bad input ends with one line on standard error and leaves no half-written file.
 
     Args:
         args: the command and its options.
 
     Returns:
-        The exit status: 0, or 2 for bad input.
+        The exit status: 0 for success, or 2 for bad input.
 
     Raises:
-        SystemExit: if help was asked for.
+        SystemExit: if the arguments ask for help.
     """
     return exit_status(lambda: _run(args))
 
@@ -53,20 +53,20 @@ def _run(args: list[str]) -> None:
         hint = suggest_names(name, COMMANDS)
         raise ValueError(f"command {name!r} must be one of {', '.join(COMMANDS)}{hint}")
     if name in COMMANDS and not HELP & set(rest):
-        # Parsed alone, a command's options are the only ones that an error suggests.
-        of_command = functools.partial(tyro.cli, COMMANDS[name][0], prog=f"{PROGRAM} {name}")
-        options = parse_options(of_command, rest)
+        # Each command is parsed alone, so that an error suggests only options of this command.
+        parse_command = functools.partial(tyro.cli, COMMANDS[name][0], prog=f"{PROGRAM} {name}")
+        options = parse_options(parse_command, rest)
     else:
         types = {name: options for name, (options, _) in COMMANDS.items()}
-        of_all = functools.partial(
+        parse_any_command = functools.partial(
             tyro.extras.subcommand_cli_from_dict, types, prog=PROGRAM, description=_DESCRIPTION
         )
-        options = parse_options(of_all, args)
+        options = parse_options(parse_any_command, args)
     dict(COMMANDS.values())[type(options)](options, Console())
 
 
 _DESCRIPTION = (
-    "Expert load balancing as planning, for reinforcement learning of mixture-of-experts models: planners compared"
-    " on recorded routing, plans as files, traces described, strategies advised, claims checked, rollout deployments"
-    " sized, jobs grouped to share a cluster. Training runs are python -m experiments.run NAME."
+    "Plan and compare expert load balancing for reinforcement learning of mixture-of-experts models. The commands read"
+    " recorded routing (a trace), plan from it, and report how evenly work is spread, how long it takes in modelled"
+    " time, and how much memory it needs. Training runs are started with: python -m experiments.run NAME."
 )

@@ -1,4 +1,4 @@
-"""``relibra inspect``: the size of a trace, how unevenly its experts are used, and how fast that changes."""
+"""``relibra inspect``: describes the size of a trace, how unevenly it uses experts, and how fast that changes."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -24,9 +24,9 @@ from relibra_jax.traces.statistics import (
 from relibra_jax.traces.trace import Trace
 
 RANKS: Final = 8
-"""The ranks whose imbalance is told."""
+"""The number of ranks for which the imbalance is computed."""
 MICRO_BATCHES: Final = (1, 4, 16)
-"""The numbers of micro-batches for which it is told; the last is that whose neighbours are compared."""
+"""The numbers of micro-batches for which the imbalance is computed. Neighbours are compared at the last number."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,18 +34,18 @@ class Inspect:
     """Describe a trace: its size, how unevenly its experts are used, and how fast that changes."""
 
     trace: TraceName = None
-    """A trace by name or path (.npz); else what RELIBRA_TRACE gives, else the recorded one of the package."""
+    """The trace: a name (recorded, synthetic-128, W2, ...) or the path of an .npz file."""
 
 
 def run_inspect(options: Inspect, console: Console) -> None:
-    """Print a table of what a trace holds.
+    """Print a table that describes a trace.
 
     Args:
-        options: the trace.
-        console: the console for the table.
+        options: the name or path of the trace.
+        console: the console that the table is printed on.
 
     Raises:
-        ValueError: if the trace is missing or malformed.
+        ValueError: if the trace does not exist or is malformed.
     """
     trace = read_trace(options.trace)
     lengths = trace.replay.mask.sum(1)
@@ -59,12 +59,13 @@ def run_inspect(options: Inspect, console: Console) -> None:
         ("domains", _domains(trace)),
         (
             "tokens",
-            f"{lengths.sum()}" + (f" ({lengths.min()} to {lengths.max()} a sample)" if lengths.any() else ""),
+            f"{lengths.sum()}"
+            + (f" ({lengths.min()} to {lengths.max()} per sample)" if lengths.any() else ""),
         ),
         ("MoE layers", f"{layers}"),
         ("experts", f"{trace.num_experts}, top-{top_k}"),
-        # Every layer routes every token: without tokens no layer has a mean.
-        ("hottest expert, times the mean", _by_layer(hottest_expert, by_expert)),
+        # Every layer routes every token, so without tokens no layer has a mean load.
+        ("load of the hottest expert / mean", _by_layer(hottest_expert, by_expert)),
         ("experts never used", f"{unused} of {by_expert.size} over all layers"),
         *(_balance(trace, load) if lengths.any() else ()),
         ("note", trace.note or "none"),
@@ -74,35 +75,36 @@ def run_inspect(options: Inspect, console: Console) -> None:
 
 
 def _balance(trace: Trace, load: Int[np.ndarray, "B L E"]) -> Iterator[tuple[str, str]]:
-    """What is told of a trace that has tokens."""
-    yield "spread of experts' loads", f"{_by_layer(load_spread, load.sum(0))} (standard deviation / mean)"
+    """The lines of the table for a trace that has tokens: a name and a value each."""
+    yield "spread of expert loads", f"{_by_layer(load_spread, load.sum(0))} (standard deviation / mean)"
     if trace.replay.expert_ids.shape[-1] > 1:
         lift = pair_lift(trace.replay, trace.num_experts)
-        times = f"{lift.mean.mean():.2f} times chance on the mean, at most {lift.largest.max():.1f}"
-        yield "experts that tokens use together", times
-    *few, most = sorted({min(number, len(load)) for number in MICRO_BATCHES})
-    name, said = f"imbalance of {RANKS} contiguous ranks", f"{trace.num_experts} experts do not divide"
+        frequency = f"{lift.mean.mean():.2f} times as often as by chance (mean), at most {lift.largest.max():.1f} times"
+        yield "pairs of experts used together", frequency
+    *fewer, most = sorted({min(number, len(load)) for number in MICRO_BATCHES})
+    name = f"imbalance of {RANKS} ranks, static placement"
+    value = f"not computed: {trace.num_experts} experts do not divide evenly"
     if not trace.num_experts % RANKS:
-        parts = [(number, micro_batch_load(load, number)) for number in (*few, most)]
-        said = ", ".join(f"{contiguous_imbalance(part, RANKS):.2f} in {number}" for number, part in parts)
-        said += " micro-batches of the whole trace"
-    yield name, said
-    if few:
-        shifting = micro_batch_load(load, most)
-        new = f"{hot_expert_churn(shifting):.0%} of the hottest eighth are new in the next of {most} micro-batches"
-        yield "hot experts that change", new
-        yield "loads of neighbouring micro-batches", f"correlate by {neighbour_correlation(shifting):.2f}"
+        parts = [(number, micro_batch_load(load, number)) for number in (*fewer, most)]
+        value = ", ".join(f"{contiguous_imbalance(part, RANKS):.2f} with {number}" for number, part in parts)
+        value += " micro-batches for the whole trace"
+    yield name, value
+    if fewer:
+        loads = micro_batch_load(load, most)
+        churn = f"{hot_expert_churn(loads):.0%} of the hottest eighth"
+        yield f"hot experts new in the next of {most} micro-batches", churn
+        yield "correlation of neighbouring micro-batches' loads", f"{neighbour_correlation(loads):.2f}"
 
 
 def _by_layer(measure: Callable[[np.ndarray], np.ndarray], load: Int[np.ndarray, "L E"]) -> str:
     if not load.any():
-        return "none, there are no tokens"
+        return "none, because there are no tokens"
     values = measure(load)
-    return f"{values.min():.2f} to {values.max():.2f} by layer, median {np.median(values):.2f}"
+    return f"{values.min():.2f} to {values.max():.2f} over layers, median {np.median(values):.2f}"
 
 
 def _domains(trace: Trace) -> str:
     if len(trace.domains) < 2:
-        return "not known"
+        return "not recorded"
     sizes = np.bincount(trace.domain)
-    return f"{len(sizes)}, of {sizes.min()} to {sizes.max()} samples"
+    return f"{len(sizes)}, with {sizes.min()} to {sizes.max()} samples each"

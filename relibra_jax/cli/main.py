@@ -1,20 +1,21 @@
-"""The entry point of the console script ``relibra``, which starts without the extra that the commands need."""
+"""The entry point of the console script ``relibra``. It starts without the extra packages that the commands need."""
 
 import sys
 from typing import Final
 
-EXTRA: Final = ("matplotlib", "rich", "tyro")
+EXTRA: Final = ("jinja2", "matplotlib", "rich", "tyro")
 """The packages that ``relibra-jax[cli]`` brings."""
 
 
 def main(args: list[str] | None = None) -> int:
-    """Run one command.
+    """Run one command of the command line.
 
     Args:
-        args: the command and its options; those of the process when None.
+        args: the command and its options. With None, the arguments of the process are used.
 
     Returns:
-        The exit status: 0, or 2 for bad input and for a missing extra, with one line on standard error.
+        The exit status: 0 for success, or 2 after bad input or with a missing extra package. With status 2, one line on
+        standard error says why.
     """
     try:
         from relibra_jax.cli.commands import run_command

@@ -1,4 +1,4 @@
-"""Options that several commands take, as frozen dataclasses that tyro reads."""
+"""Options that several commands share, as frozen dataclasses that tyro reads."""
 
 import dataclasses
 from typing import Annotated, Literal
@@ -7,8 +7,20 @@ import tyro
 
 from relibra_jax.types import Topology
 
-TraceName = Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="TRACE")]
-"""A trace as the argument of a command: a name or a path, for `relibra_jax.traces.read.read_trace`."""
+TraceName = Annotated[
+    str | None,
+    tyro.conf.Positional,
+    tyro.conf.arg(
+        metavar="TRACE",
+        help_behavior_hint="(default: $RELIBRA_TRACE, else the recorded trace of the package)",
+    ),
+]
+"""The trace argument of a command: a name or a path, as `relibra_jax.traces.read.read_trace` takes it."""
+
+
+def _default(meaning: str) -> object:
+    """A marker that makes the help page describe a default of None in words."""
+    return tyro.conf.arg(help_behavior_hint=f"(default: {meaning})")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -16,24 +28,26 @@ class Ranks:
     """The ranks of one expert-parallel group."""
 
     nodes: int = 2
-    """The number of nodes N."""
+    """The number of nodes, N."""
     ranks_per_node: int = 4
-    """The number of ranks of a node G."""
+    """The number of ranks on each node, G."""
     replica_slots: int = 2
-    """The number of replica slots of a rank R."""
+    """The number of replica slots on each rank, R."""
     resident_slots: int = 0
-    """The number of resident slots of a rank B; planners that know no residents leave them empty."""
+    """The number of resident slots on each rank, B. Planners that do not support residents leave them empty."""
 
     def topology(self, num_experts: int) -> Topology:
-        """The topology of a model with so many experts on these ranks.
+        """Make the topology of a model on these ranks.
 
         Args:
-            num_experts: the logical experts of a layer.
+            num_experts: the number of logical experts of a layer.
 
         Raises:
-            ValueError: if the numbers do not fit each other, or there are more replica or resident slots than experts.
+            ValueError: if the experts do not divide over the ranks, a number is out of its range, or a rank has more
+                replica or resident slots than there are experts.
         """
-        # A plan may have them and leave them empty; here they are a slip, and planning takes their square in memory.
+        # A Plan may have more slots than experts. On the command line that is a mistake, and planning would need memory
+        # that grows with the square of the slots.
         for name, slots in (("replica_slots", self.replica_slots), ("resident_slots", self.resident_slots)):
             if slots > num_experts:
                 raise ValueError(
@@ -50,44 +64,48 @@ class Ranks:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Batching:
-    """How the samples of a trace become batches and micro-batches.
+    """How the samples of a trace are divided into batches and micro-batches.
 
-    Samples are packed by their tokens over the ranks and micro-batches of a batch, the same for every planner. With two
-    batches or more the first is only looked at, so that planners that need a history have one.
+    Samples are packed over the ranks and micro-batches of a batch by their numbers of tokens, in the same way for every
+    planner. If there are two or more batches, the first is planned but not counted in the results, so that planners
+    that need a history have one.
     """
 
-    batch_size: int | None = None
-    """The samples of one batch; half the trace when not given."""
-    bootstrap: int | None = None
-    """The number of batches, each drawn anew from the trace with replacement: whole samples, in each domain as many as
-    its share. Needs a batch_size, which may exceed the trace."""
-    micro_batches: int | None = None
-    """The micro-batches of one batch; without this and a token_budget, as many as leave four samples a rank."""
-    token_budget: int | None = None
-    """The most tokens of the trace that a rank holds in one micro-batch, from which the micro-batches follow."""
+    batch_size: Annotated[int | None, _default("half the trace")] = None
+    """The number of samples in a batch."""
+    bootstrap: Annotated[int | None, _default("cut the trace into batches, each sample used once")] = None
+    """The number of batches to draw from the trace with replacement; needs --batch-size, which may exceed the trace.
+    Whole samples are drawn, from each domain in proportion to its size."""
+    micro_batches: Annotated[int | None, _default("about four samples per rank and micro-batch")] = None
+    """The number of micro-batches in a batch."""
+    token_budget: Annotated[int | None, _default("no limit")] = None
+    """The most tokens that a rank may hold in a micro-batch. It sets the number of micro-batches."""
     order: Literal["given", "shuffled"] = "given"
-    """Whether samples come as the trace has them, or in an order drawn by ``seed``."""
+    """The order of the samples: as the trace has them, or shuffled with --seed."""
     seed: int = 0
-    """The seed of the order, of drawn batches and of planners that draw."""
+    """The seed of the shuffled order, of drawn batches, and of planners that use random numbers."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Costs:
-    """What modelled times stand for, which planners are told; see relibra_jax.cost.batch_time."""
+    """The hardware, model and sizes that modelled times are computed for; see relibra_jax.cost.batch_time.
+
+    The planners get the same costs as the report.
+    """
 
     cluster: str = "h100"
-    """The name of a cluster."""
+    """The cluster whose speeds and memory are modelled: h100, h200, gb200-nvl72, h100-ethernet-200 and others."""
     model: str = "gpt-oss-20b"
-    """The name of a model."""
+    """The model whose sizes are modelled: gpt-oss-20b, qwen3-30b-a3b, qwen3-235b-a22b, deepseek-v3 and others."""
     context: float = 4096.0
-    """The mean length of a sequence, tokens."""
+    """The mean length of a sequence, in tokens."""
     tokens_per_rank: float = 16384.0
-    """The mean tokens of a rank in a micro-batch to which the trace is scaled."""
+    """The mean number of tokens that a rank has in a micro-batch. The trace is scaled to it."""
     dispatch: Literal["flat", "hierarchical"] = "hierarchical"
-    """Whether every token copy crosses the slow network, or a token once for each node, counted from the trace."""
+    """What crosses the network between nodes: every token copy (flat), or a token once per node (hierarchical)."""
     updates: int = 1
-    """The optimizer updates among which the micro-batches of a batch are divided; each pushes residents."""
+    """The number of optimizer updates in a batch, which share its micro-batches. Each one pushes the residents."""
     recompute: bool = False
-    """Whether each micro-batch is run forward once more, for old log-probabilities."""
+    """Model one more forward pass over every micro-batch, which recomputes old log-probabilities."""
     shards: int = 1
-    """The data-parallel copies over which optimizer state and accumulators are sharded, for the memory of a rank."""
+    """The number of data-parallel copies that share the optimizer state, for the memory of a rank."""

@@ -1,4 +1,4 @@
-"""Contenders judged on the same batches: balance, traffic, replicas, moved experts, measured and modelled time."""
+"""Evaluation of planners on the same batches: balance, traffic, replicas, moved experts, measured and modelled time."""
 
 import dataclasses
 import functools
@@ -24,60 +24,60 @@ from relibra_jax.types import EMPTY, Topology
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What one contender made of a trace."""
+    """The results of one planner on a trace."""
 
     planner: str
-    """The contender's name."""
+    """The name of the planner, or of the contender that it is part of."""
     imbalance: float
-    """Over the measured batches: a layer's sum of maxima over its sum of means, averaged over layers."""
+    """The imbalance of rank load over all measured batches: sum of maxima / sum of means, averaged over layers."""
     imbalance_p95: float
-    """The 95th percentile over layers and micro-batches."""
+    """The 95th percentile of the imbalance over layers and micro-batches."""
     imbalance_max: float
-    """The largest of all layers and micro-batches."""
+    """The largest imbalance of any layer and micro-batch."""
     bound: float
-    """The same imbalance if every layer and micro-batch reached its replication bound, given the homes."""
+    """The imbalance if every layer and micro-batch reached its replication bound, given the homes."""
     attention_imbalance: float
-    """The imbalance of tokens over ranks, in the same sense."""
+    """The imbalance of tokens over ranks, computed like ``imbalance``."""
     forecast_error: float
-    """Mean error of expected loads as MoE-GPS defines it; 0 with foresight."""
+    """The mean error of expected loads as MoE-GPS (arXiv 2506.07366) defines it; 0 with foresight."""
     cross_node_share: float
     """The share of token copies that leave their node at dispatch."""
     crossings: float
-    """What crosses between nodes for each token: tokens on the hierarchical path, token copies on the flat one."""
+    """The crossings between nodes per token: tokens on the hierarchical path, token copies on the flat path."""
     crossings_busiest: float
-    """The same for what the busiest rank sends or receives, or the busiest node where a node's ranks share a link."""
+    """The crossings per token of the busiest rank, sent or received; of the busiest node if its ranks share a link."""
     replicas: float
-    """The replicas of one layer in one micro-batch, on average."""
+    """The mean number of replicas of a layer in a micro-batch."""
     residents: float
-    """The residents of one layer, on average."""
+    """The mean number of residents of a layer."""
     rank_memory: float
-    """The modelled bytes of a rank; those of resident slots only if the planner fills any."""
+    """The modelled memory of a rank, in bytes. Resident slots count only if the planner fills any."""
     moved_experts: float
-    """The experts of one layer that change rank before a batch, on average."""
+    """The mean number of experts of a layer that change rank before a batch."""
     modelled_seconds: float
-    """The modelled time of the layers of one batch, pushes of residents and the reorder included; not measured."""
+    """The modelled time of the layers of a batch, in seconds, with the pushes of residents and the reorder."""
     modelled_parts: dict[str, float]
-    """Its parts, by their names in `relibra_jax.cost.batch_time.BatchTime`."""
+    """The parts of ``modelled_seconds``, by their names in `relibra_jax.cost.batch_time.BatchTime`."""
     share_of_balanced: float
-    """The modelled time of a perfectly balanced batch with uniform routing over this one's; above 1 where fewer tokens
-    cross than there."""
+    """The modelled time of a perfectly balanced batch with uniform routing, divided by ``modelled_seconds``. It is
+    above 1 if fewer tokens cross than with uniform routing."""
     least_seconds: float
     """A lower bound of the modelled time over all homes, residents, replicas and assignments of samples
-    (`relibra_jax.cost.least_time`); with replicas on any node if the contender may have them there."""
+    (`relibra_jax.cost.least_time`). Replicas may be on any node if the planner may place them there."""
     left: float
-    """How far the modelled time is above it: what any plan could still gain, at most."""
+    """The share by which the modelled time exceeds this bound: the most that any plan could still gain."""
     plan_seconds: float
-    """The measured time of one batch's plan after compilation, the median of several runs."""
+    """The measured time to plan one batch after compilation, in seconds: the median of several runs."""
     batches: list[PlannedBatch] = dataclasses.field(repr=False)
-    """The measured batches, which stay out of the JSON."""
+    """The measured batches. They are not written to the JSON file."""
 
     @property
     def rank_load(self) -> np.ndarray:
-        """Token copies that each rank computes, the measured batches one after another: ``[M L N G]``."""
+        """The token copies that each rank computes, ``[M L N G]``, with the measured batches concatenated along M."""
         return np.concatenate([np.asarray(rank_load(batch.batch_plan.plan)) for batch in self.batches])
 
     def numbers(self) -> dict[str, object]:
-        """Everything but the arrays."""
+        """All fields except the batches, for the JSON file."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "batches"}
 
 
@@ -90,21 +90,21 @@ def compare(
     seed: int = 0,
     progress: Callable[[str], None] = lambda name: None,
 ) -> list[Outcome]:
-    """Run every contender over the same batches and judge its plans.
+    """Run every contender on the same batches, and evaluate its plans.
 
     Args:
-        contenders: the contenders by name.
+        contenders: the contenders, by name.
         batches: the batches of a trace.
         topology: the expert-parallel group.
-        cost_model: the cost model for modelled times.
+        cost_model: the cost model that computes the modelled times.
         seed: the seed of the planners' random keys.
-        progress: called with the name of each contender that has finished.
+        progress: a function that is called with the name of each contender when it has finished.
 
     Returns:
-        One outcome for each contender, in their order.
+        The outcome of each contender, in the order of ``contenders``.
 
     Raises:
-        ValueError: if a planner refuses its input, or a plan is not valid.
+        ValueError: if a planner rejects its input, or returns a plan that is not valid.
     """
     outcomes = []
     measured = batches.replays[batches.history :]
@@ -168,12 +168,12 @@ def _judge(
     parts = {part: float(np.mean([getattr(time, part) for time in times])) for part in BatchTime._fields}
     modelled = sum(parts.values())
     balanced = sum(float(cost_model.balanced_time(load, topology).total) for load in loads)
-    each, mean = np.asarray(imbalance(by_rank)), by_rank.mean((2, 3)).sum(0)
+    imbalances, mean = np.asarray(imbalance(by_rank)), by_rank.mean((2, 3)).sum(0)
     return Outcome(
         planner=name,
         imbalance=float(batch_imbalance(by_rank)),
-        imbalance_p95=float(np.percentile(each, 95)),
-        imbalance_max=float(each.max()),
+        imbalance_p95=float(np.percentile(imbalances, 95)),
+        imbalance_max=float(imbalances.max()),
         bound=float(np.where(mean > 0, bounds.sum(0) / np.maximum(mean, 1e-9), 1).mean()),
         attention_imbalance=float(batch_imbalance(tokens)),
         forecast_error=float(np.mean([batch.forecast_error for batch in batches])),

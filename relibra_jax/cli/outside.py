@@ -1,4 +1,4 @@
-"""What users bring along, by its name on the command line: ``my_module:my_planner``."""
+"""Import of a user's own functions and planners, named on the command line as ``my_module:my_planner``."""
 
 import importlib
 import os
@@ -12,14 +12,14 @@ def import_outside(what: str, name: str) -> Any:
     """Import an attribute of a module by its name.
 
     Args:
-        what: the word for what is imported, for errors.
-        name: ``module:attribute``. The module is looked for in the current folder and where Python finds modules.
+        what: the kind of thing to import, for error messages, for example ``planner``.
+        name: the name, written ``module:attribute``. The module is searched in the current folder and on Python's path.
 
     Returns:
         The attribute.
 
     Raises:
-        ValueError: if the name is of another form, or there is no such module or attribute.
+        ValueError: if the name is not written ``module:attribute``, or there is no such module or attribute.
 
     >>> import_outside("function", "os.path:basename")("folder/file")
     'file'
@@ -27,14 +27,16 @@ def import_outside(what: str, name: str) -> Any:
     module_name, _, attribute = name.partition(":")
     if not module_name or not attribute:
         raise ValueError(f"{what} {name!r} must be written module:attribute, for example my_module:my_{what}")
-    if os.getcwd() not in sys.path:  # a console script starts without it
+    if os.getcwd() not in sys.path:  # Python does not add the current folder for a console script
         sys.path.insert(0, os.getcwd())
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise
-        raise ValueError(f"{what} {name!r}: no module {error.name!r} here or where Python looks") from error
+        raise ValueError(
+            f"{what} {name!r}: no module {error.name!r} in the current folder or on Python's path"
+        ) from error
     if not hasattr(module, attribute):
         raise ValueError(
             f"{what} {name!r}: {module_name} has no {attribute!r}{suggest_names(attribute, vars(module))}"

@@ -1,4 +1,4 @@
-"""A planner from outside the table: ``my_module:my_planner`` on the command line."""
+"""Import of a user's own planner, named on the command line as ``my_module:my_planner``."""
 
 import functools
 from typing import Any
@@ -14,39 +14,40 @@ def import_planner(name: str) -> PlannerEntry:
     """Import a planner by its name.
 
     Args:
-        name: ``module:attribute``. The module is looked for in the current folder and where Python finds modules. The
-            attribute is a `Planner`, a `PlannerEntry` where replicas may cross nodes, or a function without arguments
-            that returns one of them.
+        name: the name, written ``module:attribute``. The module is searched in the current folder and on Python's path.
+            The attribute is a `Planner`, a `PlannerEntry` (needed if replicas may cross nodes), or a function without
+            arguments that returns one of them.
 
     Returns:
-        The planner's entry. A plan of another type than `Plan` is refused when the planner runs.
+        The planner's entry. Its ``update`` raises ValueError if the planner does not return ``(Plan, state)``.
 
     Raises:
-        ValueError: if the name is of another form, there is no such module or attribute, or it is no planner.
+        ValueError: if the name is not written ``module:attribute``, there is no such module or attribute, or the
+            attribute is not a planner.
     """
-    found = import_outside("planner", name)
-    if callable(found) and not isinstance(found, Planner):
+    planner = import_outside("planner", name)
+    if callable(planner) and not isinstance(planner, Planner):
         try:
-            found = found()
+            planner = planner()
         except TypeError as error:
             raise ValueError(f"planner {name!r} cannot be called without arguments: {error}") from error
-    if isinstance(found, PlannerEntry):
-        if found.forecast not in FORECASTS:
+    if isinstance(planner, PlannerEntry):
+        if planner.forecast not in FORECASTS:
             raise ValueError(
-                f"planner {name!r}: forecast={found.forecast!r} must be one of {', '.join(FORECASTS)}"
-                + suggest_names(found.forecast, FORECASTS)
+                f"planner {name!r}: forecast={planner.forecast!r} must be one of {', '.join(FORECASTS)}"
+                + suggest_names(planner.forecast, FORECASTS)
             )
-        return PlannerEntry(**{**vars(found), "planner": _checked(name, found.planner)})
-    if not isinstance(found, Planner):
+        return PlannerEntry(**{**vars(planner), "planner": _with_checked_result(name, planner.planner)})
+    if not isinstance(planner, Planner):
         raise ValueError(
-            f"planner {name!r} is a {type(found).__name__}: expected a Planner or a PlannerEntry, or a function without"
-            " arguments that returns one"
+            f"planner {name!r} has type {type(planner).__name__}; it must be a Planner or a PlannerEntry, or a function"
+            " without arguments that returns one"
         )
-    return PlannerEntry(planner=_checked(name, found), summary=f"from outside: {name}")
+    return PlannerEntry(planner=_with_checked_result(name, planner), summary=f"user planner {name}")
 
 
-def _checked(name: str, planner: Planner) -> Planner:
-    """The planner, held to what its ``update`` returns. What is in the plan, `check_plan` looks at after it ran."""
+def _with_checked_result(name: str, planner: Planner) -> Planner:
+    """Make ``update`` raise if it does not return a plan and a state. `check_plan` checks the plan itself later."""
 
     @functools.wraps(planner.update)
     def update(load: Any, state: Any, topology: Any, **extra: Any) -> tuple[Plan, Any]:

@@ -1,7 +1,8 @@
-"""Options parsed by tyro, whose refusals become errors of one line.
+"""Parsing of options with tyro, with its error boxes turned into errors of one line.
 
-tyro prints what it refuses as a box of several lines and exits. Its public interface has nothing else to tell what is
-wrong, so the box is read: its first paragraph says it, and options that it names further down are those meant.
+For invalid options tyro prints a box of several lines and exits. Its public interface has no other way to learn what is
+wrong, so this module reads the box: the first paragraph is the message, and options named in later paragraphs are
+tyro's suggestions.
 """
 
 import contextlib
@@ -21,25 +22,25 @@ from relibra_jax.suggestions import did_you_mean
 
 HELP: Final = frozenset({"-h", "--help"})
 WIDE: Final = "100000"
-"""Columns in which no message is wrapped: words that are broken over lines could not be put together again."""
+"""A terminal width in columns at which tyro wraps no message. Words that it breaks over lines cannot be rejoined."""
 _COLOUR = re.compile(r"\x1b\[[\d;]*m")
 _NO_TEXT: Final = "╭╮╰╯│─ "
 
 
 def parse_options(parse: Callable[..., Any], args: Sequence[str]) -> Any:
-    """Parse options.
+    """Parse options, and turn a tyro error into a ValueError of one line.
 
     Args:
-        parse: one of tyro's parsers with all its arguments but ``args``, for example
+        parse: a tyro parser with all its arguments bound except ``args``, for example
             ``functools.partial(tyro.cli, Options)``.
-        args: the options as the command line gives them.
+        args: the options, as strings of the command line.
 
     Returns:
-        What ``parse`` returns.
+        The parsed options, as ``parse`` returns them.
 
     Raises:
-        ValueError: if tyro refuses an option or its value: one line that names both and what is allowed.
-        SystemExit: if help was asked for, which tyro prints.
+        ValueError: if tyro rejects an option or its value. The message is one line that names both and what is allowed.
+        SystemExit: if ``args`` asks for help, which tyro prints.
 
     >>> import tyro
     >>> def main(steps: int = 1): ...
@@ -63,20 +64,20 @@ def run_program(
     """Parse options and run a program with them.
 
     Args:
-        main: the program, a function of its options.
+        main: the program, a function that takes the parsed options.
         options: the type of the options, as `tyro.cli` takes it.
-        args: the options as the command line gives them; those of the process when None.
+        args: the options, as strings of the command line. With None, the arguments of the process are used.
         **about: further arguments of `tyro.cli`, for example ``description``.
 
     Returns:
-        The exit status, from `exit_status`.
+        The exit status, as `exit_status` returns it.
     """
     parse = functools.partial(tyro.cli, options, **about)
     return exit_status(lambda: main(parse_options(parse, sys.argv[1:] if args is None else args)))
 
 
 def one_line(box: str) -> str:
-    """What a box of tyro's says, as one line.
+    """Convert an error box of tyro to a message of one line.
 
     >>> print(one_line('''
     ... ╭─ Unrecognized options ────────────────╮
@@ -89,16 +90,16 @@ def one_line(box: str) -> str:
     Unrecognized options: --sead, 3; did you mean --seed?
     """
     lines = [line.strip(_NO_TEXT) for line in _COLOUR.sub("", box).strip().splitlines()]
-    # Behind the title, paragraphs are parted by blank lines and by rules, of dashes where a terminal has no more.
+    # After the title, blank lines and rules separate the paragraphs. Some terminals draw the rules with dashes.
     paragraphs = [list(group) for text, group in itertools.groupby(lines[1:], key=_is_text) if text]
     if not paragraphs:
         return " ".join(lines)
     message, *rest = (" ".join(paragraphs[0]), *itertools.chain(*paragraphs[1:]))
-    given = message.replace(",", " ").split()
-    options = [line for line in rest if line.startswith("--") and line.split()[0] not in given]
+    words = message.replace(",", " ").split()
+    options = [line for line in rest if line.startswith("--") and line.split()[0] not in words]
     if message.startswith("Error parsing "):
         name, _, problem = message.removeprefix("Error parsing ").partition(": ")
-        # What a dataclass refuses names the number itself.
+        # An error that the dataclass itself raises names the field, and needs no option name before it.
         option = next((line for line in options if line.startswith(name)), name)
         return f"{option}: {problem}" if name.startswith("-") else problem
     return message + did_you_mean(dict.fromkeys(line.split()[0].rstrip(",") for line in options))
@@ -110,7 +111,7 @@ def _is_text(line: str) -> bool:
 
 @contextlib.contextmanager
 def _wide_terminal(*, unless: bool) -> Iterator[None]:
-    """Let what is printed be as wide as it is, unless it is help."""
+    """Set a terminal width at which tyro wraps nothing, except when ``unless`` is true (for help pages)."""
     before = os.environ.get("COLUMNS")
     if not unless:
         os.environ["COLUMNS"] = WIDE

@@ -1,4 +1,4 @@
-"""``relibra plan``: the plan of one planner for the last batch of a trace, as a file."""
+"""``relibra plan``: writes the plan of one planner for the last batch of a trace to a file."""
 
 import dataclasses
 from pathlib import Path
@@ -24,25 +24,26 @@ class MakePlan:
     """Write the plan of one planner for the last batch of a trace."""
 
     trace: TraceName = None
-    """A trace by name or path (.npz); else what RELIBRA_TRACE gives, else the recorded one of the package."""
+    """The trace: a name (recorded, synthetic-128, W2, ...) or the path of an .npz file."""
     planner: str = "relibra"
-    """A name from the table that ``compare`` prints."""
+    """The name of the planner, from the table that relibra compare prints."""
     ranks: Annotated[Ranks, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Ranks)
     batching: Annotated[Batching, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Batching)
     costs: Annotated[Costs, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Costs)
     out: Path = Path("out/plan.npz")
-    """The file for the plan: slot_expert, home, quota and the numbers of the topology."""
+    """The file to write: slot_expert, home and quota of the plan, and the sizes of the topology."""
 
 
 def run_plan(options: MakePlan, console: Console) -> None:
-    """Plan all batches of a trace and save the plan of the last.
+    """Plan all batches of a trace, and save the plan of the last one.
 
     Args:
         options: the trace, the planner, the settings, and the file to write.
-        console: the console for what the plan reaches.
+        console: the console that the imbalance of the plan is printed on.
 
     Raises:
-        ValueError: if the planner is unknown, or the trace or the settings do not fit; nothing is written then.
+        ValueError: if the planner is unknown, or the trace and the settings do not fit each other. Nothing is written
+            then.
     """
     if options.planner not in PLANNERS:
         hint = suggest_names(options.planner, PLANNERS)

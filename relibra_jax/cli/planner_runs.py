@@ -1,4 +1,4 @@
-"""A planner run over batches one after the other, as a trainer would, its plans checked and its time measured."""
+"""Runs of a planner over successive batches, as in training, with every plan checked and planning timed."""
 
 import dataclasses
 import functools
@@ -35,30 +35,31 @@ from relibra_jax.types import (
 )
 
 TIMED_RUNS: Final = 5
+"""The number of timed runs of planning, of which the median is reported."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Contender:
-    """A planner, and how samples are assigned for it."""
+    """One row of a comparison: a planner, and how samples are assigned to ranks for it."""
 
     entry: PlannerEntry
-    """The planner, and what may be expected of its plans."""
+    """The planner's entry: the planner, and what to expect of its plans."""
     assign: Assign | None = None
-    """Assigns samples to ranks and micro-batches anew; None keeps them as they are packed."""
+    """The function that assigns samples to ranks and micro-batches. None keeps the packed assignment."""
 
 
 class PlannedBatch(NamedTuple):
-    """One batch with the plan that a contender made for it."""
+    """One batch with its plan."""
 
     replay: RoutingReplay
     """The routing of the batch."""
     batch_plan: BatchPlan
-    """The assignment of its samples, their load, and the plan."""
+    """The assignment of the batch's samples, their load, and the plan."""
     previous_home: Int[Array, "L E"]
-    """The homes before the batch. Where a planner without foresight places homes for the first time, which is in the
-    second batch, those of the batch itself: what others moved in the first batch is not counted either."""
+    """The homes before the batch. A planner without foresight places homes for the first time in the second batch. For
+    that batch these are the batch's own homes, so that the initial moves are not counted for any planner."""
     forecast_error: Float[Array, "M L"]
-    """How far the loads that the planner expected are from the true ones; 0 with foresight."""
+    """The error of the expected loads, by `relibra_jax.planning.metrics.forecast_error`; 0 with foresight."""
 
 
 def run_contender(
@@ -70,25 +71,25 @@ def run_contender(
     seed: int,
     timed_runs: int = TIMED_RUNS,
 ) -> tuple[list[PlannedBatch], float]:
-    """Plan every batch from the state that the one before has left, and check each plan.
+    """Plan every batch, each from the state that the batch before left, and check every plan.
 
-    Planners are given what may be known before a batch: unit times, and some of its tokens. Counting the load of
-    samples, taking tokens of them and counting transitions is not part of planning, and not timed.
+    The planner gets what can be known before a batch: unit times, and a sample of the batch's tokens. Counting the load
+    of samples, sampling tokens and counting transitions are not part of planning and are not timed.
 
     Args:
         contender: the planner, and how samples are assigned.
-        batches: the batches in their order.
+        batches: the batches, in their order.
         topology: the expert-parallel group.
         cost: the unit times of the cluster and the model.
         seed: the seed of the planner's random key.
-        timed_runs: how often planning the last batch is timed; 0 for not at all.
+        timed_runs: how many times planning of the last batch is timed. 0 does not time it.
 
     Returns:
-        The measured batches, and the median seconds of planning the last one, after compilation; NaN if it is not
-        timed.
+        The measured batches, and the median seconds of planning the last one after compilation (NaN if it is not
+        timed).
 
     Raises:
-        ValueError: if the planner refuses its input, a plan is not valid, or it does not fit this machine's memory.
+        ValueError: if the planner rejects its input, a plan is not valid, or a plan does not fit this machine's memory.
     """
     planner = contender.entry.planner
     layers = batches.replays[0].expert_ids.shape[2]
@@ -105,8 +106,8 @@ def run_contender(
 
     state = planner.init(topology, layers, key=jax.random.key(seed))
     home: Array = contiguous_homes(topology, layers)
-    seen = FORECASTS[contender.entry.forecast].init(topology, layers)
-    first_known = 0 if contender.entry.foresight else 1
+    forecast_state = FORECASTS[contender.entry.forecast].init(topology, layers)
+    first_placed = 0 if contender.entry.foresight else 1
     planned = []
     for number, (replay, packed) in enumerate(zip(batches.replays, batches.packed, strict=True)):
         before, counts = state, _count(replay, num_experts=topology.num_experts)
@@ -114,21 +115,25 @@ def run_contender(
         batch_plan, state = plan(counts, transitions, packed, before)
         try:
             check_plan(batch_plan.plan, batch_plan.load, topology, across_nodes=contender.entry.across_nodes)
-        except ValueError as broken:
+        except ValueError as error:
             raise ValueError(
-                f"the plan of {contender.entry.summary!r} for batch {number}: {broken}"
-            ) from broken
-        error, seen = _expect(batch_plan.load, seen, transitions, entry=contender.entry)
-        if number == first_known and number:  # what a planner pays once, when it starts, is not of this batch
+                f"the plan of {contender.entry.summary!r} for batch {number} is not valid: {error}"
+            ) from error
+        load_error, forecast_state = _expect(
+            batch_plan.load, forecast_state, transitions, entry=contender.entry
+        )
+        if (
+            number == first_placed and number
+        ):  # the initial moves happen once and are not a cost of this batch
             home = batch_plan.plan.home
         if number >= batches.history:
-            planned.append(PlannedBatch(replay, batch_plan, home, error))
+            planned.append(PlannedBatch(replay, batch_plan, home, load_error))
         home = batch_plan.plan.home
     return planned, _median_seconds(lambda: plan(counts, transitions, packed, before), timed_runs)
 
 
 def _check_plan_memory(micro_batches: int, layers: int, topology: Topology) -> None:
-    """Raise ValueError if the int32 arrays of a plan, and the load that it is made for, are too large for memory."""
+    """Raise ValueError if the int32 arrays of a plan and its load do not fit this machine's memory."""
     ranks, slots = topology.num_ranks, topology.slots
     check_memory(
         f"a plan of {micro_batches} micro-batches x {layers} layers x {ranks} ranks x {slots} slots",
@@ -137,7 +142,7 @@ def _check_plan_memory(micro_batches: int, layers: int, topology: Topology) -> N
 
 
 class _Counts(NamedTuple):
-    """What planning a batch starts from."""
+    """The counts that planning of a batch starts from."""
 
     sample_load: Int[Array, "B L E"]
     tokens: Int[Array, " B"]
@@ -152,15 +157,15 @@ def _count(replay: RoutingReplay, *, num_experts: int) -> _Counts:
 
 @functools.partial(jax.jit, static_argnames="entry")
 def _expect(
-    load: Int[Array, "M L N G E"], seen: Any, transitions: Transitions | None, *, entry: PlannerEntry
+    load: Int[Array, "M L N G E"], state: Any, transitions: Transitions | None, *, entry: PlannerEntry
 ) -> tuple[Float[Array, "M L"], Any]:
-    """The error of what a planner expects of a batch, by its forecast run beside it; and the forecast's next state."""
+    """Run the planner's forecast beside it; return the error of the expected loads, and the forecast's next state."""
     load = expert_totals(load)
     if entry.foresight:
-        return jnp.zeros(load.shape[:2], jnp.float32), seen
+        return jnp.zeros(load.shape[:2], jnp.float32), state
     forecast = FORECASTS[entry.forecast]
-    _, expected, seen = expect_loads(forecast, load, seen, scope=entry.scope, transitions=transitions)
-    return forecast_error(expected, load), seen
+    _, expected, state = expect_loads(forecast, load, state, scope=entry.scope, transitions=transitions)
+    return forecast_error(expected, load), state
 
 
 @functools.partial(jax.jit, static_argnames=("planner", "topology", "num_micro_batches", "assign"))
@@ -176,7 +181,7 @@ def _plan(
     num_micro_batches: int,
     assign: Assign | None,
 ) -> tuple[BatchPlan, Any]:
-    """`plan_loads`, compiled once for all batches and unit times."""
+    """Call `plan_loads`, compiled once for all batches and unit times."""
     return plan_loads(
         counts.sample_load,
         counts.tokens,
@@ -193,7 +198,7 @@ def _plan(
 
 
 def _median_seconds(run: Callable[[], object], runs: int) -> float:
-    """The median of several calls, after one that compiles."""
+    """The median seconds of several calls, after one call that compiles."""
     if not runs:
         return float("nan")
     times = []

@@ -1,4 +1,4 @@
-"""How a command refuses bad input: exit status 2, and one line on standard error."""
+"""How a command reports bad input: exit status 2, and one line on standard error."""
 
 import sys
 from collections.abc import Callable
@@ -7,14 +7,15 @@ import jax
 
 
 def exit_status(command: Callable[[], int | None]) -> int:
-    """Run a command and turn what it refuses into an exit status.
+    """Run a command, and convert its errors about the input to an exit status.
 
     Args:
-        command: the command, which raises ValueError or OSError for bad input, and MemoryError, or JAX's error that
-            memory is exhausted, for input too large for this machine.
+        command: the command. It raises ValueError or OSError for bad input. For input that is too large for this
+            machine it raises MemoryError, or JAX raises its error that memory is exhausted.
 
     Returns:
-        What the command returns, 0 for None, or 2 after the error's message has gone to standard error as one line.
+        The status that the command returns, with 0 for None; or 2 after one of these errors, whose message is printed
+        on standard error as one line.
     """
     try:
         return command() or 0

@@ -1,4 +1,4 @@
-"""What commands draw on a terminal alike: a bar of progress, and tables that no narrow terminal cuts."""
+"""Terminal output that the commands share: a progress bar, and tables that a narrow terminal does not cut."""
 
 from rich import box
 from rich.console import Console
@@ -7,11 +7,11 @@ from rich.table import Table
 
 
 def progress_bar(console: Console, *, width: int) -> Progress:
-    """A bar that is gone when its command ends.
+    """Make a progress bar that disappears when its command ends.
 
     Args:
         console: the console to draw on.
-        width: the characters for the description of what runs.
+        width: the width of the description beside the bar, in characters.
     """
     description = TextColumn(f"{{task.description:>{width}}}")
     columns = (description, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -19,11 +19,11 @@ def progress_bar(console: Console, *, width: int) -> Progress:
 
 
 def wide_table(title: str, *, width: int) -> Table:
-    """A table without columns yet, which is as wide as it is on any terminal.
+    """Make a table without columns, of a fixed width that does not depend on the terminal.
 
     Args:
-        title: what was run.
-        width: the characters of a line. A narrower terminal wraps lines, so that no number is cut.
+        title: the title above the table.
+        width: the width of a line, in characters. A narrower terminal wraps the lines instead of cutting numbers.
     """
     return Table(
         title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=0, width=width

@@ -1,11 +1,14 @@
-"""Which devices serve attention and which experts, with how many micro-batches in flight: a search of a whole grid.
+"""Search for a deployment: the devices of attention, the devices of experts, and the micro-batches in flight.
 
-Source: the plan search of MegaScale-Infer (arXiv 2504.02263). Of the deployments whose devices hold what they must and
-whose decoding step stays within the time between two tokens, the one with most tokens a second for its price wins. The
-paper loops over tensor parallelism and micro-batches and derives the copies of attention from balance; here every
-candidate's times (`relibra_jax.serving.phase_times`) and schedule (`relibra_jax.serving.ping_pong`) are computed in one
-compiled evaluation, so that nothing has to be derived. What the paper leaves out is the unevenness of experts: a layer
-takes what its busiest group takes at recorded loads, and the step the mean over layers. All of it is modelled.
+Source: the plan search of MegaScale-Infer (arXiv 2504.02263). A deployment is feasible if its devices have enough
+memory and its decoding step takes no longer than the time allowed between two tokens. The best feasible deployment
+gives the most tokens per second and unit of price. The paper loops over tensor parallelism and micro-batches, and
+derives the number of attention copies from a balance condition. Here the times (`relibra_jax.serving.phase_times`) and
+the schedule (`relibra_jax.serving.ping_pong`) of all candidates are computed in one compiled evaluation, so nothing is
+derived.
+
+The paper assumes equally busy experts. Here a layer takes as long as its busiest group at recorded loads, and the step
+is computed from the mean over layers. All times are modelled.
 """
 
 import dataclasses
@@ -29,81 +32,87 @@ from relibra_jax.serving.ping_pong import step_time
 from relibra_jax.types import Array
 
 MEMORY_SHARE: Final = 0.9
-"""The part of a device's memory that weights and caches may take, unless another is given: an assumption. Serving
-engines keep the rest for activations, exchange buffers and the runtime."""
+"""The default share of a device's memory that weights and caches may take: an assumption. Serving engines keep the rest
+for activations, exchange buffers and the runtime."""
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Clusters:
-    """The hardware of either side, and what a device of it costs in the same unit."""
+    """The hardware of attention devices and of expert devices, and their prices."""
 
     attention: Cluster
+    """The hardware of the attention devices."""
     experts: Cluster
+    """The hardware of the expert devices."""
     attention_price: float = 1.0
+    """The price of one attention device, in any unit."""
     expert_price: float = 1.0
+    """The price of one expert device, in the same unit."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Grid:
-    """What a search tries: every combination of these, with every placement of the experts."""
+    """The values that a search tries: every combination of them, with every placement of the experts."""
 
     tensor_parallel: tuple[int, ...] = (1, 2, 4, 8)
-    """Devices over which a copy of attention, or an expert, is divided; at most those of a node, and a divisor
-    of the model's heads and of its expert width."""
+    """Numbers to try: devices that share a copy of attention, or an expert.
+    Each must fit in a node, and divide the model's heads and expert width."""
     attention_copies: tuple[int, ...] = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-    """Copies of attention, each with sequences of its own."""
+    """Numbers to try: copies of attention, each of which serves its own sequences."""
     micro_batches: tuple[int, ...] = (1, 2, 3, 4)
-    """Micro-batches in flight."""
+    """Numbers to try: micro-batches in flight."""
     sequences: tuple[int, ...] = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-    """Sequences of one micro-batch that one copy of attention serves."""
+    """Numbers to try: sequences that a copy of attention serves in one micro-batch."""
 
 
 class Deployment(NamedTuple):
-    """One combination of a grid, or all of them stacked."""
+    """One deployment: a combination of the values of a grid. Or all combinations, stacked along axis C."""
 
     attention_devices: Int[Array, "*C"] | int
-    """Devices of one copy of attention."""
+    """The number of devices of one copy of attention."""
     attention_copies: Int[Array, "*C"] | int
+    """The number of copies of attention."""
     expert_devices: Int[Array, "*C"] | int
-    """Devices of one group of expert devices."""
+    """The number of devices of one group of expert devices."""
     placement: Int[Array, "*C"] | int
-    """Which of the placements, counted from 0; it has the number of groups."""
+    """The index of the placement of the experts, from 0. The placement has the number of groups."""
     micro_batches: Int[Array, "*C"] | int
-    """In flight."""
+    """The number of micro-batches in flight."""
     sequences: Int[Array, "*C"] | int
-    """Of one micro-batch on one copy of attention."""
+    """The number of sequences of one micro-batch on one copy of attention."""
 
 
 class Score(NamedTuple):
-    """What one deployment comes to, modelled, or all of them stacked."""
+    """The modelled times and throughput of one deployment, or of all deployments stacked along axis C."""
 
     attention: Float[Array, "*C"] | float
     """Seconds of attention for one micro-batch in one layer."""
     experts: Float[Array, "*C"] | float
-    """Seconds of the busiest group, likewise, the mean over layers."""
+    """Seconds of the busiest group of expert devices for one micro-batch in one layer, averaged over layers."""
     exchange: Float[Array, "*C"] | float
-    """Seconds of the transfer one way, likewise."""
+    """Seconds of the transfer in one direction for one micro-batch in one layer, averaged over layers."""
     step: Float[Array, "*C"] | float
     """Seconds of a decoding step: the time between two tokens of a sequence."""
     throughput: Float[Array, "*C"] | float
-    """Tokens a second of all sequences together."""
+    """Tokens per second of all sequences together."""
     per_price: Float[Array, "*C"] | float
-    """The same for each unit of price."""
+    """Tokens per second and unit of price."""
 
 
 class Search(NamedTuple):
-    """All deployments of a grid and the best of them."""
+    """All deployments of a grid, and the best of them."""
 
     candidates: Deployment
-    """Stacked, in the order of the grid, the last field fastest."""
+    """All deployments, stacked in the order of the grid. The last field varies fastest."""
     scores: Score
-    """Stacked likewise."""
+    """The scores of all deployments, in the same order."""
     feasible: np.ndarray
-    """Whether each fits its devices and the time between two tokens."""
+    """Whether each deployment fits the memory of its devices and the time between two tokens."""
     best: Deployment
+    """The best feasible deployment."""
     score: Score
-    """Of the best."""
+    """The score of the best deployment."""
 
 
 def search_deployment(
@@ -116,32 +125,34 @@ def search_deployment(
     grid: Grid | None = None,
     memory_share: float = MEMORY_SHARE,
 ) -> Search:
-    """The deployment with most tokens a second for its price, of all that fit the memory and the time between tokens.
+    """Find the feasible deployment with the most tokens per second and unit of price.
 
     Args:
         model: the sizes of the model.
-        clusters: the hardware and the price of either side.
-        placements: the placements of the experts to try, each with its number of groups.
+        clusters: the hardware and prices of attention devices and of expert devices.
+        placements: the placements of the experts to try. Each has its own number of groups.
         slo: the most seconds of a decoding step, which is the time between two tokens of a sequence.
-        context: the mean tokens of a sequence in the key-value cache.
-        grid: what is tried besides; None for the default.
-        memory_share: the part of a device's memory that weights and caches may take, above 0 and at most 1. The rest is
-            for what `relibra_jax.serving.device_memory` does not count.
+        context: the mean number of tokens of a sequence in the key-value cache.
+        grid: the other values to try. None stands for ``Grid()``.
+        memory_share: the share of a device's memory that weights and caches may take, above 0 and at most 1. The rest
+            is for what `relibra_jax.serving.device_memory` does not count.
 
     Returns:
-        The search. Of equally good deployments the first of the grid is the best.
+        All deployments with their scores, and the best one. Among equally good deployments, the first of the grid is
+        the best.
 
     Raises:
-        ValueError: if a number is out of its range, there is nothing to try, the placements are of other experts than
-            the model's, or nothing is feasible, with the constraint that binds and by how much.
+        ValueError: if a number is out of its range, the grid or ``placements`` is empty, a placement has another number
+            of experts than the model, or no deployment is feasible. In the last case the message names the constraint
+            that is violated, and by how much.
 
     >>> from relibra_jax.cost.hardware import CLUSTERS
     >>> from relibra_jax.cost.models import MODELS
     >>> from relibra_jax.serving.expert_devices import even_placement
     >>> clusters = Clusters(attention=CLUSTERS["h200"], experts=CLUSTERS["h100"])
     >>> placements = [even_placement(groups, 32, top_k=4) for groups in (4, 8)]
-    >>> found = search_deployment(MODELS["gpt-oss-20b"], clusters, placements, slo=0.1, context=4096.0)
-    >>> found.best.micro_batches, found.score.step <= 0.1
+    >>> search = search_deployment(MODELS["gpt-oss-20b"], clusters, placements, slo=0.1, context=4096.0)
+    >>> search.best.micro_batches, search.score.step <= 0.1
     (4, True)
     """
     grid = Grid() if grid is None else grid
@@ -150,7 +161,7 @@ def search_deployment(
     layers = model.moe_layers
     axes = _axes(grid, len(placements))
     size = math.prod(map(len, axes))
-    # float32: the numbers of a candidate and its score, and copies, rows and two times of each layer.
+    # float32 arrays: the fields of a candidate and of its score, and token copies, rows and two times for each layer.
     check_memory(f"a grid of {size} deployments x {layers} layers", 4 * size * (24 + 4 * layers))
     columns = np.meshgrid(*(np.array(axis, np.int32) for axis in axes), indexing="ij")
     candidates = Deployment(*(column.ravel() for column in columns))
@@ -179,19 +190,20 @@ def score_deployments(
     *,
     context: float,
 ) -> Score:
-    """The modelled times and throughputs of many deployments, feasible or not, in one compiled evaluation.
+    """Compute the modelled times and throughputs of many deployments, feasible or not, in one compiled evaluation.
 
     Args:
         model: the sizes of the model.
-        clusters: the hardware and the price of either side.
-        placements: the placements that ``candidates.placement`` counts.
+        clusters: the hardware and prices of attention devices and of expert devices.
+        placements: the placements that ``candidates.placement`` refers to.
         candidates: the deployments, stacked.
-        context: the mean tokens of a sequence in the key-value cache.
+        context: the mean number of tokens of a sequence in the key-value cache.
 
     Returns:
-        Score of float32 NumPy arrays.
+        The scores, as float32 NumPy arrays.
     """
-    # The model's layers, as a simulated step has them: fewer are gone through again, further ones are left out.
+    # As many layers as the model has, like in a simulated step: a placement of fewer layers is repeated, and further
+    # layers are left out.
     hottest, sent, received = (
         np.stack([np.resize(getattr(placement, name), model.moe_layers) for placement in placements])
         for name in ("hottest", "sent", "received")
@@ -200,13 +212,13 @@ def score_deployments(
     slots = np.array([placement.slots for placement in placements], np.float32)
     index = np.asarray(candidates.placement, np.int32)
     numbers = Deployment(*(np.asarray(each, np.float32) for each in candidates))._replace(placement=index)
-    table = _Placed(hottest, sent, received, groups, slots)
+    table = _PlacementNumbers(hottest, sent, received, groups, slots)
     scores = _score_all(numbers, table, jnp.float32(context), model, clusters)
     return Score(*(np.asarray(each) for each in scores))
 
 
-class _Placed(NamedTuple):
-    """What a score needs of a placement, or of all of them stacked."""
+class _PlacementNumbers(NamedTuple):
+    """The numbers of a placement that its score depends on, or those of all placements stacked."""
 
     hottest: Array
     sent: Array
@@ -216,44 +228,48 @@ class _Placed(NamedTuple):
 
 
 @jax.jit
-def _score_all(candidates: Deployment, table: _Placed, context, model: Model, clusters: Clusters) -> Score:
+def _score_all(
+    candidates: Deployment, table: _PlacementNumbers, context, model: Model, clusters: Clusters
+) -> Score:
     def one(candidate: Deployment) -> Score:
-        placed = jax.tree.map(lambda each: each[candidate.placement], table)
-        return _score(candidate, placed, context, model, clusters)
+        placement = jax.tree.map(lambda each: each[candidate.placement], table)
+        return _score(candidate, placement, context, model, clusters)
 
     return jax.vmap(one)(candidates)
 
 
-def _score(at: Deployment, placed: _Placed, context, model: Model, clusters: Clusters) -> Score:
+def _score(
+    deployment: Deployment, placement: _PlacementNumbers, context, model: Model, clusters: Clusters
+) -> Score:
     """The score of one deployment."""
-    batch = at.micro_batches * at.attention_copies * at.sequences
-    copies = at.attention_copies * at.sequences * model.top_k * placed.hottest
+    attention_devices, attention_copies, expert_devices, _, micro_batches, sequences = deployment
+    copies = attention_copies * sequences * model.top_k * placement.hottest
     attention = attention_time(
-        at.sequences, at.attention_devices, cluster=clusters.attention, model=model, context=context
+        sequences, attention_devices, cluster=clusters.attention, model=model, context=context
     )
     experts = expert_time(
-        copies, placed.slots, at.expert_devices, cluster=clusters.experts, model=model
+        copies, placement.slots, expert_devices, cluster=clusters.experts, model=model
     ).mean()
     exchange = exchange_time(
-        at.sequences * model.top_k * placed.sent,
-        copies * placed.received,
-        at.attention_devices,
-        at.expert_devices,
+        sequences * model.top_k * placement.sent,
+        copies * placement.received,
+        attention_devices,
+        expert_devices,
         attention=clusters.attention,
         experts=clusters.experts,
         model=model,
     ).mean()
-    step = step_time(attention, experts, exchange, micro_batches=at.micro_batches, layers=model.moe_layers)
+    step = step_time(attention, experts, exchange, micro_batches=micro_batches, layers=model.moe_layers)
     price = (
-        at.attention_devices * at.attention_copies * clusters.attention_price
-        + at.expert_devices * placed.groups * clusters.expert_price
+        attention_devices * attention_copies * clusters.attention_price
+        + expert_devices * placement.groups * clusters.expert_price
     )
-    throughput = batch / step
+    throughput = micro_batches * attention_copies * sequences / step
     return Score(attention, experts, exchange, step, throughput, throughput / price)
 
 
 def _axes(grid: Grid, num_placements: int) -> tuple[Sequence[int], ...]:
-    """What each field of a deployment is tried at, in their order."""
+    """The values that are tried for each field of `Deployment`, in the order of the fields."""
     return (
         grid.tensor_parallel,
         grid.attention_copies,
@@ -273,18 +289,19 @@ def check_search(
     context: float,
     memory_share: float = MEMORY_SHARE,
 ) -> None:
-    """Refuse what no search can have, whatever the placements are, so that it is known before any is planned.
+    """Check the arguments of a search, except the placements, so that errors come before any placement is planned.
 
     Args:
         model: the sizes of the model.
-        clusters: the hardware and the price of either side.
-        grid: what is tried.
+        clusters: the hardware and prices of attention devices and of expert devices.
+        grid: the values to try.
         slo: the most seconds of a decoding step.
-        context: the mean tokens of a sequence in the key-value cache.
-        memory_share: the part of a device's memory that weights and caches may take.
+        context: the mean number of tokens of a sequence in the key-value cache.
+        memory_share: the share of a device's memory that weights and caches may take.
 
     Raises:
-        ValueError: if a number is out of its range, or there is nothing to try.
+        ValueError: if a number is out of its range, a field of the grid is empty, or a value of ``tensor_parallel``
+            exceeds the devices of a node or does not divide the model's heads and expert width.
     """
     check_positive("slo", slo)
     check_positive("context", context)
@@ -295,23 +312,23 @@ def check_search(
     for field in dataclasses.fields(grid):
         values = getattr(grid, field.name)
         if not values:
-            raise ValueError(f"{field.name}: at least one")
+            raise ValueError(f"{field.name} must have at least one value")
         for value in values:
             check_integer(field.name, value, least=1)
     node = min(clusters.attention.node_ranks, clusters.experts.node_ranks)
     for devices in grid.tensor_parallel:
         if devices > node:
-            raise ValueError(f"tensor_parallel={devices} is more than the {node} devices of a node")
+            raise ValueError(f"tensor_parallel={devices} must be at most the {node} devices of a node")
         for what, number in (("heads", model.heads), ("expert width", model.expert_width)):
             if number is not None and number % devices:
-                raise ValueError(f"tensor_parallel={devices} must divide the model's {what}, {number}")
+                raise ValueError(f"tensor_parallel={devices} must divide the model's {what} {number}")
 
 
 def _check_placements(model: Model, placements: Sequence[ExpertPlacement]) -> None:
     if not placements:
-        raise ValueError("placements: at least one")
+        raise ValueError("placements must have at least one placement")
     for placement in placements:
         if placement.share.shape[1] != model.num_experts:
             raise ValueError(
-                f"a placement of {placement.share.shape[1]} experts is not of a model with {model.num_experts}"
+                f"placements: a placement has {placement.share.shape[1]} experts, but the model has {model.num_experts}"
             )

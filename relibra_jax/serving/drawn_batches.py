@@ -1,7 +1,7 @@
 """Micro-batches of decoding, drawn from a recorded trace.
 
-In one decoding step every sequence in flight routes one token. Finished sequences are replaced at once, so a sequence
-in flight is met at any of its tokens, and a longer one more often: every recorded token is equally likely.
+In one decoding step every sequence in flight routes one token. Finished sequences are replaced at once. So a step sees
+a sequence at any of its tokens, and sees longer sequences more often: every recorded token is equally likely.
 """
 
 import numpy as np
@@ -14,25 +14,27 @@ from relibra_jax.types import RoutingReplay
 def draw_micro_batches(
     replay: RoutingReplay, *, num_experts: int, sequences: int, micro_batches: int, layers: int, seed: int
 ) -> Int[np.ndarray, "L m E"]:
-    """Draw the loads of one decoding step from recorded tokens, with replacement, each with its routes in all layers.
+    """Draw the loads of one decoding step from recorded tokens, with replacement.
+
+    A drawn token keeps its routes in all layers.
 
     Args:
         replay: the recorded routing, which `relibra_jax.replay.check_replay` accepts.
-        num_experts: E.
-        sequences: the sequences of one micro-batch.
-        micro_batches: m.
-        layers: L; a trace of fewer layers is gone through again and again.
+        num_experts: the number of experts of a layer, E.
+        sequences: the number of sequences in a micro-batch.
+        micro_batches: the number of micro-batches, m.
+        layers: the number of layers of the result, L. If the trace has fewer layers, they are repeated.
         seed: the seed of the draw.
 
     Returns:
-        Token copies of each expert; a micro-batch has ``sequences`` times K in every layer.
+        The token copies of each expert. A micro-batch has ``sequences`` times K of them in every layer.
 
     Raises:
-        ValueError: if there is no token, or a count is not an integer of at least 1.
+        ValueError: if the replay has no token, or a count is not an integer of at least 1.
 
     >>> replay = RoutingReplay(np.array([[[[0, 2]], [[1, 2]]]]), np.array([[True, False]]))
-    >>> knobs = {"num_experts": 4, "sequences": 3, "micro_batches": 1, "layers": 2}
-    >>> draw_micro_batches(replay, **knobs, seed=0).tolist()
+    >>> sizes = {"num_experts": 4, "sequences": 3, "micro_batches": 1, "layers": 2}
+    >>> draw_micro_batches(replay, **sizes, seed=0).tolist()
     [[[3, 0, 3, 0]], [[3, 0, 3, 0]]]
     """
     for name, value in (("sequences", sequences), ("micro_batches", micro_batches), ("layers", layers)):

@@ -1,9 +1,9 @@
-"""Experts placed over groups of expert devices, and replicas beside them, from the loads of recorded routing.
+"""Placement of experts and replicas on groups of expert devices, from the loads of recorded routing.
 
-MegaScale-Infer (arXiv 2504.02263) takes experts to be equally busy. Recorded routing says how busy they are: what the
-last batch routed plans where experts are for the next rollout, with the planners that place experts for training. A
-group of expert devices is a rank to them, all groups one node. Placement and token split stay as they are for a whole
-rollout.
+MegaScale-Infer (arXiv 2504.02263) assumes equally busy experts. Recorded routing says how busy they are. Here the
+routing of the last batch determines the placement for the next rollout, with the planners that place experts for
+training. To these planners a group of expert devices is a rank, and all groups form one node. The placement and the
+token split do not change during a rollout.
 """
 
 import math
@@ -20,42 +20,45 @@ from relibra_jax.planning.replication import replicate_experts
 from relibra_jax.types import EMPTY, Array, Topology, check_shape
 
 STEPS: Final = 10_000
-"""Steps of the search. A placement serves a whole rollout, so they are not saved on few experts."""
+"""The number of steps of the placement search. A placement serves a whole rollout, so a long search pays."""
 
 
 class ExpertPlacement(NamedTuple):
-    """Which group of expert devices computes what of each expert's load, and how busy the busiest group then is."""
+    """A placement of experts on groups of expert devices: the load share of each group, and the rows sent to it."""
 
     slots: int
-    """The experts that each group holds in a layer, homes and replicas."""
+    """The number of experts that each group holds in a layer, homes and replicas together."""
     share: Float[Array, "L E P"]
-    """The part of each expert's token copies that each of the P groups computes; sums to 1 over them."""
+    """The share of each expert's token copies that each of the P groups computes. It sums to 1 over the groups."""
     hottest: Float[Array, " L"]
-    """The part of a layer's token copies that its busiest group computes, at the loads of which it was made."""
+    """The share of a layer's token copies that the busiest group computes, at the loads that were planned from."""
     sent: Float[Array, " L"]
-    """Rows that attention sends for each token copy: 1 where each copy travels by itself, less where a token with
-    several experts in one group goes there once (`merge_rows`)."""
+    """The rows that attention sends per token copy: 1 if each copy is sent by itself, less if a token with several
+    experts in one group is sent there once (`merge_rows`)."""
     received: Float[Array, " L"]
-    """Rows that the group which gets most receives, for each token copy that the busiest group computes."""
+    """The rows that the group with the most rows receives, per token copy that the busiest group computes."""
 
     @property
     def groups(self) -> int:
-        """P, the groups of expert devices."""
+        """The number of groups of expert devices, P."""
         return self.share.shape[-1]
 
 
 def even_placement(num_groups: int, num_experts: int, *, top_k: int) -> ExpertPlacement:
-    """The placement of equally busy experts: the assumption of MegaScale-Infer, for one layer that stands for all.
+    """Make the placement of equally busy experts, as MegaScale-Infer assumes. Its one layer stands for all layers.
 
     Args:
-        num_groups: P, which divides the experts.
-        num_experts: E, the experts of a layer.
-        top_k: K, the experts of a token, of which all sets are taken to be equally likely.
+        num_groups: the number of groups of expert devices, P.
+        num_experts: the number of experts of a layer, E.
+        top_k: the number of experts of a token, K. All sets of K experts are assumed to be equally likely.
+
+    Returns:
+        The placement, in which a token is sent once to each group that has some of its experts.
 
     Raises:
-        ValueError: if the experts do not divide over the groups.
+        ValueError: if the experts do not divide over the groups, or ``top_k`` is not an integer from 1 to E.
 
-    >>> even = even_placement(4, 8, top_k=7)  # in each group a token has one expert at least
+    >>> even = even_placement(4, 8, top_k=7)  # a token has at least one expert in each group
     >>> even.hottest.tolist(), f"{7 * even.sent[0]:.1f}"
     ([0.25], '4.0')
     """
@@ -67,11 +70,14 @@ def even_placement(num_groups: int, num_experts: int, *, top_k: int) -> ExpertPl
 
 
 def contiguous_placement(load: Int[Array, "L E"], num_groups: int) -> ExpertPlacement:
-    """Neighbouring experts in the same group, as many in each, whatever their loads.
+    """Place experts on groups in the order of their ids, equally many on each group, whatever their loads.
 
     Args:
-        load: token copies of each expert.
-        num_groups: P, which divides the experts.
+        load: the token copies of each expert.
+        num_groups: the number of groups of expert devices, P.
+
+    Returns:
+        The placement, in which each token copy is sent by itself.
 
     Raises:
         ValueError: if the experts do not divide over the groups.
@@ -87,13 +93,17 @@ def contiguous_placement(load: Int[Array, "L E"], num_groups: int) -> ExpertPlac
 def plan_placement(
     load: Int[Array, "L E"], num_groups: int, *, replica_slots: int = 0, key: jax.Array
 ) -> ExpertPlacement:
-    """Experts placed, and replicas chosen, so that the busiest group has least; never more than if contiguous.
+    """Place experts, and choose replicas, to minimize the load of the busiest group.
 
     Args:
-        load: token copies of each expert, of the last batch.
-        num_groups: P, which divides the experts.
-        replica_slots: slots of each group for replicas, of which no expert has two in one group.
+        load: the token copies of each expert in the last batch.
+        num_groups: the number of groups of expert devices, P.
+        replica_slots: the number of replica slots of each group. No group holds two copies of an expert.
         key: random key of the search, consumed.
+
+    Returns:
+        The placement, in which each token copy is sent by itself. Its busiest group never has a larger load than with
+        contiguous placement.
 
     Raises:
         ValueError: if the experts do not divide over the groups, or ``replica_slots`` is not an integer from 0 to E.
@@ -106,38 +116,41 @@ def plan_placement(
     layers, experts = load.shape
     topology = _topology(num_groups, experts, 0)
     check_integer("replica_slots", replica_slots, least=0, most=experts)
-    counted = jnp.asarray(load, jnp.int32)[None]
+    batch_load = jnp.asarray(load, jnp.int32)[None]
     home = jnp.broadcast_to(jnp.arange(experts, dtype=jnp.int32), (layers, experts))
     if 1 < num_groups < experts:
-        home = place_experts(counted, home, topology, key=key, move_cost=0.0, steps=STEPS).home
+        home = place_experts(batch_load, home, topology, key=key, move_cost=0.0, steps=STEPS).home
     group = np.asarray(home) // topology.home_slots
     share = np.eye(num_groups, dtype=np.float32)[group]
     if replica_slots:
         topology = _topology(num_groups, experts, replica_slots)
-        plan = _replicate(counted, home, topology)
-        held, quota = (
+        plan = _replicate(batch_load, home, topology)
+        slot_expert, quota = (
             np.asarray(each)[0].reshape(layers, num_groups, -1) for each in (plan.slot_expert, plan.quota)
         )
         computed = np.zeros((layers, experts, num_groups), np.float32)
-        layer, at_group, slot = np.nonzero(held != EMPTY)
-        computed[layer, held[layer, at_group, slot], at_group] = quota[layer, at_group, slot]
-        whole = np.asarray(load, np.float32)[..., None]
-        share = np.where(whole > 0, computed / np.maximum(whole, 1), share)
+        layer, slot_group, slot = np.nonzero(slot_expert != EMPTY)
+        computed[layer, slot_expert[layer, slot_group, slot], slot_group] = quota[layer, slot_group, slot]
+        total = np.asarray(load, np.float32)[..., None]
+        share = np.where(total > 0, computed / np.maximum(total, 1), share)
     return _placement(load, share, topology)
 
 
 def merge_rows(placement: ExpertPlacement, routes: Integer[Array, "Q L K"]) -> ExpertPlacement:
-    """The same placement, in which a token goes once to a group that has several of its experts.
+    """Change a placement so that a token is sent only once to a group that has several of its experts.
 
-    Copies of an expert with replicas go to each of its groups as often as the placement says, whatever the token's
-    other experts.
+    If an expert has replicas, its token copies go to each of its groups with the probability that the placement's
+    shares give, independently of the token's other experts.
 
     Args:
         placement: the placement.
-        routes: the experts of some tokens, all of them real.
+        routes: the experts of some tokens, without padding.
+
+    Returns:
+        The placement with ``sent`` and ``received`` computed from these tokens.
 
     Raises:
-        ValueError: if the routes have other layers than the placement.
+        ValueError: if the routes have another number of layers than the placement.
 
     >>> placement = contiguous_placement(np.array([[2, 2, 1, 1]]), 2)
     >>> merged = merge_rows(placement, np.array([[[0, 1]], [[0, 1]], [[2, 3]]]))
@@ -147,7 +160,7 @@ def merge_rows(placement: ExpertPlacement, routes: Integer[Array, "Q L K"]) -> E
     check_shape("routes", routes.shape, (len(routes), len(placement.share), routes.shape[-1]))
     visits, copies = [], []
     for layer, share in enumerate(np.asarray(placement.share)):
-        by_choice = [share[ids] for ids in np.asarray(routes)[:, layer].T]  # K of [Q P]
+        by_choice = [share[ids] for ids in np.asarray(routes)[:, layer].T]  # K arrays of shape [Q P]
         visits.append((1 - math.prod(1 - each for each in by_choice)).mean(0))
         copies.append(sum(by_choice).mean(0))
     rows, computed = np.array(visits, np.float32), np.array(copies, np.float32)
@@ -158,11 +171,14 @@ def merge_rows(placement: ExpertPlacement, routes: Integer[Array, "Q L K"]) -> E
 def group_copies(
     load: Int[Array, "*stack E"], share: Float[Array, "*stack E P"]
 ) -> Float[np.ndarray, "*stack P"]:
-    """The token copies that every group computes of a load.
+    """Compute the token copies that every group computes.
 
     Args:
-        load: token copies of each expert.
-        share: the part of each expert's copies that each group computes.
+        load: the token copies of each expert.
+        share: the share of each expert's copies that each group computes.
+
+    Returns:
+        The token copies of each group; not rounded.
 
     >>> group_copies(np.array([5, 1]), np.array([[0.5, 0.5], [0.0, 1.0]])).tolist()
     [2.5, 3.5]
@@ -187,5 +203,7 @@ def _topology(num_groups: int, num_experts: int, replica_slots: int) -> Topology
 def _placement(load: Int[Array, "L E"], share: Float[Array, "L E P"], topology: Topology) -> ExpertPlacement:
     total = np.asarray(load).sum(-1, dtype=np.int64)
     hottest = group_copies(load, share).max(-1) / np.maximum(total, 1)
-    alone = np.ones(len(load), np.float32)
-    return ExpertPlacement(topology.slots, share, hottest.astype(np.float32), alone, alone)
+    one_row_per_copy = np.ones(len(load), np.float32)
+    return ExpertPlacement(
+        topology.slots, share, hottest.astype(np.float32), one_row_per_copy, one_row_per_copy
+    )

@@ -1,8 +1,8 @@
-"""A decoding step of a deployment with real loads: in every layer a micro-batch takes what its busiest group takes.
+"""Simulation of a decoding step of a deployment, in which every layer takes as long as its busiest group.
 
-The search (`relibra_jax.serving.deployments`) takes loads as they are on average over a batch. A micro-batch is a draw
-from them, so its busiest group is busier than that, and micro-batches wait for one another: what both cost is the
-difference between this and the closed form.
+The search (`relibra_jax.serving.deployments`) uses mean loads over a batch. A micro-batch is a random draw from them,
+so its busiest group has more than the mean says, and micro-batches wait for one another. The difference between the
+simulation and the closed form is the cost of both effects.
 """
 
 from typing import NamedTuple
@@ -20,23 +20,24 @@ from relibra_jax.types import Array, check_shape
 
 
 class SimulatedStep(NamedTuple):
-    """One decoding step, event by event; modelled seconds."""
+    """One simulated decoding step, with modelled times in seconds."""
 
     attention: Float[Array, "L m"]
-    """Of each micro-batch in each layer."""
+    """The seconds of attention for each micro-batch in each layer."""
     experts: Float[Array, "L m"]
-    """Of its busiest group."""
+    """The seconds of the slowest group of expert devices."""
     exchange: Float[Array, "L m"]
-    """One way."""
+    """The seconds of the transfer in one direction."""
     schedule: Schedule
+    """The schedule of these times."""
     attention_idle: float
     """The share of the step in which attention waits."""
     expert_idle: float
-    """The share of the step in which all groups of expert devices wait."""
+    """The share of the step in which all groups of expert devices wait at the same time."""
     group_idle: float
-    """The share of the step in which a group waits, the mean over groups: that of the busiest and the less busy."""
+    """The share of the step in which a group of expert devices waits, averaged over all groups."""
     busiest: float
-    """Token copies of the busiest group over the mean group's, the mean over layers and micro-batches."""
+    """The token copies of the busiest group over those of the mean group, averaged over layers and micro-batches."""
 
 
 def simulate_deployment(
@@ -48,18 +49,22 @@ def simulate_deployment(
     *,
     context: float,
 ) -> SimulatedStep:
-    """Run the ping-pong schedule of a deployment with the loads of its micro-batches.
+    """Simulate one decoding step of a deployment with the loads of its micro-batches.
 
     Args:
         model: the sizes of the model.
-        clusters: the hardware of either side.
-        placement: where the experts are; layers beyond those it has go through it again, further ones are left out.
+        clusters: the hardware of attention devices and of expert devices.
+        placement: the placement of the experts. If it has fewer layers than the model, they are repeated; if it has
+            more, the further ones are left out.
         deployment: the deployment.
-        load: token copies of each expert, of all copies of attention together, for all layers of the model.
-        context: the mean tokens of a sequence in the key-value cache.
+        load: the token copies of each expert, from all copies of attention together, for all layers of the model.
+        context: the mean number of tokens of a sequence in the key-value cache.
+
+    Returns:
+        The times, the schedule, and how long each side waits.
 
     Raises:
-        ValueError: if the load has another shape than the model and the deployment.
+        ValueError: if the shape of the load does not match the model and the deployment.
 
     >>> from relibra_jax.cost.hardware import CLUSTERS
     >>> from relibra_jax.cost.models import MODELS
@@ -76,26 +81,30 @@ def simulate_deployment(
     share = placement.share[np.arange(layers) % len(placement.share)][:, None]
     copies = group_copies(load, np.broadcast_to(share, (layers, micro_batches, *share.shape[2:])))
     copies = np.asarray(copies, np.float32)
-    sequences, attends = float(deployment.sequences), float(deployment.attention_devices)
-    computes = float(deployment.expert_devices)
-    by_group = expert_time(copies, float(placement.slots), computes, cluster=clusters.experts, model=model)
+    sequences, attention_devices = float(deployment.sequences), float(deployment.attention_devices)
+    expert_devices = float(deployment.expert_devices)
+    by_group = expert_time(
+        copies, float(placement.slots), expert_devices, cluster=clusters.experts, model=model
+    )
     experts = by_group.max(-1)
     attention = jnp.full_like(
         experts,
-        attention_time(sequences, attends, cluster=clusters.attention, model=model, context=context),
+        attention_time(
+            sequences, attention_devices, cluster=clusters.attention, model=model, context=context
+        ),
     )
     sent, received = (np.resize(each, layers)[:, None] for each in (placement.sent, placement.received))
     exchange = exchange_time(
         np.broadcast_to(sequences * model.top_k * sent, experts.shape),
         copies.max(-1) * received,
-        attends,
-        computes,
+        attention_devices,
+        expert_devices,
         attention=clusters.attention,
         experts=clusters.experts,
         model=model,
     )
     schedule = simulate_ping_pong(attention, experts, exchange)
-    waits = idle_shares(attention, experts, schedule)
+    idle = idle_shares(attention, experts, schedule)
     group_idle = 1 - float(by_group.mean(-1).sum() / schedule.seconds)
     busiest = float((copies.max(-1) / copies.mean(-1)).mean())
-    return SimulatedStep(attention, experts, exchange, schedule, *waits, group_idle, busiest)
+    return SimulatedStep(attention, experts, exchange, schedule, *idle, group_idle, busiest)

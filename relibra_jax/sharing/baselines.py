@@ -1,4 +1,4 @@
-"""What jobs cost and do, in groups and in the two ways that RollMux (arXiv 2512.11306) is compared with."""
+"""Price and work of jobs in groups, and in the two baselines of RollMux (arXiv 2512.11306)."""
 
 import bisect
 import functools
@@ -10,28 +10,27 @@ from relibra_jax.sharing.jobs import Job, Pools, check_factor, check_jobs
 
 
 class Outcome(NamedTuple):
-    """What a way of running jobs costs, and what it does."""
+    """The price of a way to run jobs, and the work that it does."""
 
     price: float
-    """The price of all nodes for an hour."""
+    """The price of all nodes per hour."""
     work: float
-    """The steps of all jobs, each in the time that one of its steps takes alone on pools of its own: a job at that pace
-    counts 1."""
+    """The sum over jobs of each job's speed, relative to its speed on pools of its own."""
     within_slo: int
     """The number of jobs that keep their objectives."""
 
     @property
     def efficiency(self) -> float:
-        """Work for the price: the cost efficiency."""
+        """The cost efficiency: work per price."""
         return self.work / self.price
 
 
 def outcome_of_groups(groups: Sequence[Group], pools: Pools) -> Outcome:
-    """What jobs cost and do in groups, at the groups' periods.
+    """Compute the price and work of jobs in groups, each job with one step per period of its group.
 
     Args:
         groups: the groups.
-        pools: the pools.
+        pools: the rollout pool and the training pool.
     """
     members = [(job, group) for group in groups for job in group.jobs]
     return Outcome(
@@ -42,14 +41,14 @@ def outcome_of_groups(groups: Sequence[Group], pools: Pools) -> Outcome:
 
 
 def outcome_alone(jobs: Sequence[Job], pools: Pools) -> Outcome:
-    """What jobs cost and do when each has a rollout pool and a training pool of its own: plain disaggregation.
+    """Compute the price and work of jobs that each have a rollout pool and a training pool: plain disaggregation.
 
     Args:
         jobs: the jobs.
-        pools: the pools.
+        pools: the rollout pool and the training pool.
 
     Raises:
-        ValueError: if the jobs do not fit the pools, as for ``multiplex``.
+        ValueError: under the conditions of `check_jobs`.
 
     >>> from relibra_jax.sharing.jobs import Pool
     >>> pool = Pool(device_price=2.0, devices_per_node=8, host_bytes=10**12, max_nodes=4)
@@ -62,18 +61,19 @@ def outcome_alone(jobs: Sequence[Job], pools: Pools) -> Outcome:
 
 
 def outcome_colocated(jobs: Sequence[Job], pools: Pools, *, rollout_speed: float) -> Outcome:
-    """What jobs cost and do when each runs its phases one after the other on training nodes of its own: co-location.
+    """Compute the price and work of jobs that each run rollout and training in turn on their own training nodes.
 
-    A job takes the fewest nodes, from those that its training needs, with which it keeps its objective, and those that
-    its training needs where no number does. Its rollout is divided over them as over rollout nodes.
+    This is co-location. A job uses at least the nodes that its training needs, and the fewest with which it keeps its
+    objective. If no number of nodes keeps the objective, it uses those that its training needs. Its rollout scales with
+    the nodes as on rollout nodes.
 
     Args:
         jobs: the jobs.
-        pools: the pools, of which only the training pool is used.
-        rollout_speed: how fast a training node generates, a rollout node being 1.
+        pools: the pools. Only the training pool is used.
+        rollout_speed: the speed at which a training node generates, relative to a rollout node.
 
     Raises:
-        ValueError: if the jobs do not fit the pools, as for ``multiplex``, or ``rollout_speed`` is not positive.
+        ValueError: under the conditions of `check_jobs`, or if ``rollout_speed`` is not from 1e-9 to 1e9.
 
     >>> from relibra_jax.sharing.jobs import Pool
     >>> pool = Pool(device_price=2.0, devices_per_node=8, host_bytes=10**12, max_nodes=4)
@@ -97,5 +97,5 @@ def outcome_colocated(jobs: Sequence[Job], pools: Pools, *, rollout_speed: float
 
 
 def _colocated_seconds(job: Job, rollout_speed: float, nodes: int) -> float:
-    """The duration of a step whose phases follow each other on so many training nodes."""
+    """The seconds of a step whose rollout and training run in turn on ``nodes`` training nodes."""
     return rollout_seconds(job, nodes) / rollout_speed + job.training_seconds

@@ -1,4 +1,4 @@
-"""Jobs that are drawn, for comparisons of schedulers: no cluster ever ran them, and their distributions are assumed."""
+"""Jobs drawn at random, for comparisons of schedulers. Their distributions are assumed; no cluster ran them."""
 
 from typing import Final
 
@@ -8,29 +8,29 @@ from relibra_jax.limits import check_integer, check_seed
 from relibra_jax.sharing.jobs import Job
 
 STEP_SECONDS: Final = (120.0, 900.0)
-"""A step alone takes this long, log-uniform."""
+"""The range of the seconds of a step on separate pools, drawn log-uniformly."""
 ROLLOUT_SHARE: Final = (0.4, 0.8)
-"""This share of it is rollout, uniform: rollouts of reasoning models are most of a step."""
+"""The range of the rollout's share of a step, drawn uniformly. Rollouts of reasoning models are most of a step."""
 TAIL_SHARE: Final = (0.2, 0.6)
-"""This share of a rollout waits for its longest responses, uniform."""
+"""The range of the share of a rollout that waits for its longest responses, drawn uniformly."""
 SLO: Final = (1.0, 2.0)
-"""The objective, uniform."""
+"""The range of the objective, drawn uniformly."""
 SIZES: Final = ((7, 1, 1), (14, 1, 2), (32, 2, 4))
-"""Billions of parameters, rollout nodes and training nodes of 8 devices, one of them by equal chance."""
+"""The sizes of jobs, equally likely: billions of parameters, rollout nodes, and training nodes, of 8 devices each."""
 ENGINE_BYTES, TRAINER_BYTES = 2, 16
-"""Bytes of a parameter: bfloat16 on every rollout node; bfloat16 with its gradient, and float32 with two moments of
-Adam, divided over the training nodes."""
+"""Bytes per parameter. Every rollout node holds bfloat16 weights. The training nodes share bfloat16 weights and
+gradients, float32 weights, and two float32 moments of Adam."""
 
 
 def draw_jobs(count: int, *, seed: int) -> list[Job]:
-    """Jobs of assumed distributions, named ``drawn-0`` and so on.
+    """Draw jobs from the assumed distributions, named ``drawn-0`` and so on.
 
     Args:
         count: the number of jobs.
-        seed: the seed.
+        seed: the seed of the draw.
 
     Raises:
-        ValueError: if ``count`` is below 1, or ``seed`` is none.
+        ValueError: if ``count`` is less than 1, or ``seed`` is out of its range.
 
     >>> [job.name for job in draw_jobs(2, seed=0)]
     ['drawn-0', 'drawn-1']

@@ -1,4 +1,4 @@
-"""Jobs in files: a list of JSON objects, whose names are the fields of `relibra_jax.sharing.jobs.Job`."""
+"""Jobs from files: a JSON list of objects, whose keys are the fields of `relibra_jax.sharing.jobs.Job`."""
 
 import dataclasses
 import json
@@ -11,17 +11,18 @@ from relibra_jax.sharing.jobs import Job
 from relibra_jax.suggestions import suggest_names
 
 _FIELDS = {field.name: field for field in dataclasses.fields(Job)}
-_NEEDED = [name for name, field in _FIELDS.items() if field.default is dataclasses.MISSING]
+_REQUIRED = [name for name, field in _FIELDS.items() if field.default is dataclasses.MISSING]
 
 
 def read_jobs(path: str | os.PathLike) -> list[Job]:
-    """The jobs of a file.
+    """Read the jobs of a file.
 
     Args:
-        path: the JSON file.
+        path: the path of the JSON file.
 
     Raises:
-        ValueError: if it is no list of objects, or a field is unknown, missing or out of its range.
+        ValueError: if the file is not a JSON list of objects, or a field of a job is unknown, missing, of another type
+            or out of its range.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "jobs.json"
@@ -32,21 +33,21 @@ def read_jobs(path: str | os.PathLike) -> list[Job]:
     [('a', 100.0)]
     """
     try:
-        listed = json.loads(Path(path).read_text())
+        jobs = json.loads(Path(path).read_text())
     except ValueError as error:
-        raise ValueError(f"{path}: not a file of JSON ({error})") from None
-    if not isinstance(listed, list) or not all(isinstance(each, dict) for each in listed):
-        raise ValueError(f"{path}: must be a list of jobs, each an object of JSON")
-    return [_read_job(f"{path}: job {number}", fields) for number, fields in enumerate(listed)]
+        raise ValueError(f"{path} is not a JSON file ({error})") from None
+    if not isinstance(jobs, list) or not all(isinstance(job, dict) for job in jobs):
+        raise ValueError(f"{path} must contain a JSON list of jobs, each a JSON object")
+    return [_read_job(f"{path}: job {number}", fields) for number, fields in enumerate(jobs)]
 
 
 def _read_job(place: str, fields: dict[str, Any]) -> Job:
     for name in fields:
         if name not in _FIELDS:
             raise ValueError(f"{place}: unknown field {name!r}{suggest_names(name, _FIELDS)}")
-    for name in _NEEDED:
+    for name in _REQUIRED:
         if name not in fields:
-            raise ValueError(f"{place}: {name} is missing")
+            raise ValueError(f"{place}: required field {name!r} is missing")
     values = {
         name: _read_value(f"{place}: {name}", value, _FIELDS[name].type) for name, value in fields.items()
     }
@@ -57,7 +58,7 @@ def _read_job(place: str, fields: dict[str, Any]) -> Job:
 
 
 def _read_value(place: str, value: Any, kind: Any) -> Any:
-    """A value of a field's type; a whole number may stand for a float."""
+    """Return the value of a field if it has the field's type. An integer is accepted for a float and converted."""
     if kind is float and type(value) is int and abs(value) <= INT32_MAX:
         return float(value)
     if type(value) is not kind:

@@ -1,4 +1,4 @@
-"""Admission of jobs to co-execution groups, each where it costs least (RollMux, arXiv 2512.11306)."""
+"""Admission of jobs to co-execution groups, each where it adds the least to the price (RollMux, arXiv 2512.11306)."""
 
 from collections.abc import Sequence
 
@@ -7,22 +7,22 @@ from relibra_jax.sharing.jobs import Job, Pools, check_jobs
 
 
 def multiplex(jobs: Sequence[Job], pools: Pools) -> tuple[Group, ...]:
-    """Groups of jobs that share pools, so that every job keeps its objective.
+    """Form groups of jobs that share pools, so that every job keeps its objective.
 
-    Jobs come one after the other, and stay where they are put. A new job joins a group as it is, joins one that is
-    given more nodes for it, or begins a group of its own, whichever adds the least to the price of an hour. Of equals
-    it joins the group that came first. A group admits it if the period, by conservative durations, keeps every member's
-    objective, and the states of all fit host memory together.
+    Jobs arrive one after the other, and stay in their group. A new job joins an existing group, joins a group that gets
+    more rollout nodes for it, or forms its own group, whichever adds the least to the price per hour. Among equal
+    prices it joins the oldest group. A group can admit the job if the period with conservative durations keeps every
+    member's objective, and the states of all members together fit the host memory.
 
     Args:
-        jobs: the jobs, in the order in which they come.
-        pools: the pools.
+        jobs: the jobs, in the order in which they arrive.
+        pools: the rollout pool and the training pool.
 
     Returns:
-        The groups, in the order in which they began. Jobs take turns in the order in which they came.
+        The groups, in the order in which they were formed. In a group, jobs alternate in the order of their arrival.
 
     Raises:
-        ValueError: if there is no job, two have one name, or one is too large for a pool.
+        ValueError: under the conditions of `check_jobs`.
 
     >>> from relibra_jax.sharing.jobs import Pool
     >>> pool = Pool(device_price=2.0, devices_per_node=8, host_bytes=10**12, max_nodes=4)
@@ -38,22 +38,22 @@ def multiplex(jobs: Sequence[Job], pools: Pools) -> tuple[Group, ...]:
     check_jobs(jobs, pools)
     groups: list[Group] = []
     for job in jobs:
-        own = Group((job,), job.rollout_nodes)
-        options = [(own.price(pools), len(groups), own)]
+        new_group = Group((job,), job.rollout_nodes)
+        options = [(new_group.price(pools), len(groups), new_group)]
         for place, group in enumerate(groups):
-            joined = smallest_group((*group.jobs, job), pools)
-            if joined is not None:
-                options.append((joined.price(pools) - group.price(pools), place, joined))
+            larger_group = smallest_group((*group.jobs, job), pools)
+            if larger_group is not None:
+                options.append((larger_group.price(pools) - group.price(pools), place, larger_group))
         _, place, best = min(options, key=lambda option: option[:2])
         groups[place : place + 1] = [best]
     return tuple(groups)
 
 
 def largest_first(jobs: Sequence[Job]) -> list[Job]:
-    """Jobs in the order in which groups come out cheaper, where all jobs are known before the first is placed.
+    """Sort jobs into an order of admission that makes groups cheaper, if all jobs are known in advance.
 
-    Those that need most training nodes come first, since a group's training pool is as large as its largest job's; of
-    equals, those that allow the shortest step.
+    Jobs that need the most training nodes come first, because the training pool of a group is as large as its largest
+    job needs. Among equal jobs, those that allow the shortest step come first.
 
     Args:
         jobs: the jobs in any order.

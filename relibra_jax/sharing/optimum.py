@@ -1,4 +1,4 @@
-"""The cheapest co-execution groups of all, found by looking at every partition of a few jobs."""
+"""The cheapest co-execution groups of a few jobs, found by trying every partition of the jobs."""
 
 import functools
 import itertools
@@ -8,22 +8,23 @@ from relibra_jax.sharing.groups import Group, smallest_group
 from relibra_jax.sharing.jobs import Job, Pools, check_jobs
 
 MOST_JOBS = 6
+"""The most jobs for which all partitions are tried."""
 
 
 def cheapest_groups(jobs: Sequence[Job], pools: Pools) -> tuple[Group, ...]:
-    """The groups of the least price of an hour, over all partitions of the jobs.
+    """Find the groups with the lowest price per hour over all partitions of the jobs.
 
-    It knows all jobs before the first is placed, which `relibra_jax.sharing.multiplex.multiplex` does not.
+    It uses all jobs at once, while `relibra_jax.sharing.multiplex.multiplex` places each job before it sees the next.
 
     Args:
         jobs: the jobs, at most `MOST_JOBS`.
-        pools: the pools.
+        pools: the rollout pool and the training pool.
 
     Returns:
-        The groups, by their first jobs.
+        The groups, in the order of their first jobs.
 
     Raises:
-        ValueError: if there are too many jobs, or they do not fit the pools, as for ``multiplex``.
+        ValueError: if there are more than `MOST_JOBS` jobs, or under the conditions of `check_jobs`.
 
     >>> from relibra_jax.sharing.jobs import Pool
     >>> pool = Pool(device_price=2.0, devices_per_node=8, host_bytes=10**12, max_nodes=4)
@@ -39,19 +40,21 @@ def cheapest_groups(jobs: Sequence[Job], pools: Pools) -> tuple[Group, ...]:
     """
     check_jobs(jobs, pools)
     if len(jobs) > MOST_JOBS:
-        raise ValueError(f"{len(jobs)} jobs are more than the {MOST_JOBS} whose partitions are all looked at")
+        raise ValueError(
+            f"jobs: {len(jobs)} jobs are too many to try all partitions; the most is {MOST_JOBS}"
+        )
 
     @functools.cache
-    def cheapest(left: tuple[int, ...]) -> tuple[float, tuple[Group, ...]]:
-        if not left:
+    def cheapest(remaining: tuple[int, ...]) -> tuple[float, tuple[Group, ...]]:
+        if not remaining:
             return 0.0, ()
-        first, *others = left
+        first, *others = remaining
         options = []
-        for count in range(len(left)):
-            for company in itertools.combinations(others, count):
-                group = smallest_group([jobs[number] for number in (first, *company)], pools)
+        for count in range(len(remaining)):
+            for partners in itertools.combinations(others, count):
+                group = smallest_group([jobs[number] for number in (first, *partners)], pools)
                 if group is not None:
-                    price, groups = cheapest(tuple(number for number in others if number not in company))
+                    price, groups = cheapest(tuple(number for number in others if number not in partners))
                     options.append((group.price(pools) + price, (group, *groups)))
         return min(options, key=lambda option: option[0])
 

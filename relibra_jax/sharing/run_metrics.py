@@ -1,4 +1,4 @@
-"""Jobs described by what the steps of our own training runs took (docs/guides/metrics.md)."""
+"""Jobs from the metrics of training runs of this project, which record step durations (docs/guides/metrics.md)."""
 
 import json
 import math
@@ -12,8 +12,9 @@ from jaxtyping import Float
 from relibra_jax.sharing.jobs import SECONDS_MAX, Job
 
 LEARN: Final = "learn"
-"""The kind of the lines that describe a whole step."""
+"""The kind of the metrics lines that describe a whole step."""
 ROLLOUT_TIMES: Final = ("time/generate_seconds",)
+"""The metrics that add up to the time of a step on the rollout pool."""
 TRAINING_TIMES: Final = (
     "time/plan_seconds",
     "time/size_seconds",
@@ -22,33 +23,33 @@ TRAINING_TIMES: Final = (
     "time/score_wait_seconds",
     "time/update_seconds",
 )
-"""What of a step occupies either pool. Rewards are scored beside planning and recompute, so that a step is longer by
-what it waits for them alone."""
+"""The metrics that add up to the time of a step on the training pool. Rewards are scored in parallel with planning and
+recompute, so only the time that the step waits for them counts."""
 
 
 class StepDurations(NamedTuple):
-    """What the learning steps of a run took, seconds."""
+    """The durations of the learning steps of a run, in seconds."""
 
     rollout: Float[np.ndarray, " steps"]
-    """Generation."""
+    """The seconds of generation in each step."""
     training: Float[np.ndarray, " steps"]
-    """All that follows it: planning, migration, recompute and updates."""
+    """The seconds of the rest of each step: planning, migration, recompute and updates."""
     seeds: int
-    """The files that they are from, each of which began with a step that compiles."""
+    """The number of seeds (files) of the run. The first step of each seed includes compilation."""
 
 
 def read_durations(folder: str | os.PathLike) -> StepDurations:
-    """The durations of all learning steps in ``seed-*/metrics.jsonl`` of a run's folder.
+    """Read the durations of all learning steps from ``seed-*/metrics.jsonl`` in the folder of a run.
 
     Args:
         folder: the folder of the run.
 
     Raises:
-        ValueError: if there are no such files, a line is not one of metrics, or none is of a learning step.
+        ValueError: if there are no such files, a line is not a line of metrics, or no line describes a learning step.
     """
     files = sorted(Path(folder).glob("seed-*/metrics.jsonl"))
     if not files:
-        raise ValueError(f"{folder}: no seed-*/metrics.jsonl in this folder")
+        raise ValueError(f"{folder} has no files seed-*/metrics.jsonl")
     lines = [
         (f"{file}, line {number}", line)
         for file in files
@@ -56,21 +57,22 @@ def read_durations(folder: str | os.PathLike) -> StepDurations:
     ]
     steps = [durations for place, line in lines if (durations := _durations(place, line)) is not None]
     if not steps:
-        raise ValueError(f"{folder}: none of {len(lines)} lines in {len(files)} files is of kind {LEARN}")
+        raise ValueError(f"{folder}: none of the {len(lines)} lines in {len(files)} files has kind {LEARN!r}")
     rollout, training = np.array(steps).T
     return StepDurations(rollout, training, len(files))
 
 
 def job_from_run(folder: str | os.PathLike, *, quantile: float = 0.95, **about: Any) -> Job:
-    """A job that takes as long as a run's learning steps, with what its metrics do not say.
+    """Make a job with the durations of a run's learning steps.
 
     Args:
-        folder: the folder of the run, which is also the job's name.
+        folder: the folder of the run, which becomes the job's name.
         quantile: the share of steps that do not exceed the conservative duration, above 0 and at most 1.
-        **about: further fields of Job: ``rollout_nodes``, ``training_nodes`` and others.
+        **about: the other fields of `Job`, which metrics do not contain: ``rollout_nodes``, ``training_nodes`` and
+        more.
 
     Raises:
-        ValueError: if the folder has no learning steps or too few for the quantile, or a number is out of its range.
+        ValueError: under the conditions of `read_durations` and of `job_of_durations`.
 
     >>> import tempfile
     >>> folder = Path(tempfile.mkdtemp())
@@ -85,18 +87,18 @@ def job_from_run(folder: str | os.PathLike, *, quantile: float = 0.95, **about: 
 
 
 def job_of_durations(name: str, durations: StepDurations, *, quantile: float, **about: Any) -> Job:
-    """A job that takes as long as recorded steps.
+    """Make a job from recorded durations of steps.
 
-    The conservative duration of a phase is a quantile over all steps: the least of the recorded durations that this
-    share of them does not exceed. So of n steps, n * (1 - ``quantile``) may be longer: these must be at least one of
-    each seed, since the first step of a seed compiles. With a quantile of 1 the longest step is the conservative one,
-    whichever it is.
+    The conservative duration of a phase is a quantile over all steps: the smallest recorded duration that this share of
+    steps does not exceed. Of n steps, n * (1 - ``quantile``) may be longer. That must be at least one step for each
+    seed, because the first step of a seed includes compilation. With a quantile of 1 the longest step is the
+    conservative one, even if it includes compilation.
 
     Args:
-        name: the job's name.
-        durations: the recorded steps.
+        name: the name of the job.
+        durations: the recorded durations.
         quantile: the share of steps that do not exceed the conservative duration, above 0 and at most 1.
-        **about: further fields of Job: ``rollout_nodes``, ``training_nodes`` and others.
+        **about: the other fields of `Job`: ``rollout_nodes``, ``training_nodes`` and more.
 
     Raises:
         ValueError: if there are too few steps for the quantile, or a number is out of its range.
@@ -106,7 +108,7 @@ def job_of_durations(name: str, durations: StepDurations, *, quantile: float, **
     5.0
     >>> job_of_durations("a", steps, quantile=0.95, rollout_nodes=1, training_nodes=1)
     Traceback (most recent call last):
-    ValueError: a: 3 learning steps are too few for a quantile of 0.95, at least 20; give a smaller --quantile
+    ValueError: a: quantile=0.95 needs at least 20 learning steps, but there are 3; use a smaller quantile
     """
     if not 0 < quantile <= 1:
         raise ValueError(f"quantile={quantile} must be above 0 and at most 1")
@@ -115,8 +117,8 @@ def job_of_durations(name: str, durations: StepDurations, *, quantile: float, **
     if steps < least:
         seeds = f" of {durations.seeds} seeds" if durations.seeds > 1 else ""
         raise ValueError(
-            f"{name}: {steps} learning steps{seeds} are too few for a quantile of {quantile}, at least {least};"
-            " give a smaller --quantile"
+            f"{name}: quantile={quantile} needs at least {least} learning steps, but there are {steps}{seeds};"
+            " use a smaller quantile"
         )
     rollout, training = (
         float(np.quantile(seconds, quantile, method="inverted_cdf"))
@@ -126,21 +128,21 @@ def job_of_durations(name: str, durations: StepDurations, *, quantile: float, **
 
 
 def _whole_lines(file: Path) -> list[str]:
-    """The lines of a file that a run may still be writing: not the last, where it has no end yet."""
+    """The complete lines of a file. A run may still be writing it, so an unfinished last line is left out."""
     try:
         return file.read_bytes().rpartition(b"\n")[0].decode().splitlines()
     except UnicodeDecodeError as error:
-        raise ValueError(f"{file}: not a file of UTF-8 ({error})") from None
+        raise ValueError(f"{file} is not UTF-8 text ({error})") from None
 
 
 def _durations(place: str, line: str) -> tuple[float, float] | None:
-    """The seconds of both phases in a line of metrics; None if it is of another kind."""
+    """The seconds of rollout and training in a line of metrics; None if the line does not describe a learning step."""
     try:
         metrics = json.loads(line)
         if metrics["kind"] != LEARN:
             return None
     except (ValueError, TypeError, KeyError):
-        raise ValueError(f"{place}: not a line of metrics") from None
+        raise ValueError(f"{place} is not a line of metrics") from None
     for name in (*ROLLOUT_TIMES, *TRAINING_TIMES):
         seconds = metrics.get(name)
         if (
@@ -149,6 +151,6 @@ def _durations(place: str, line: str) -> tuple[float, float] | None:
             or not 0 <= seconds <= SECONDS_MAX
         ):
             raise ValueError(
-                f"{place}: {name} is {seconds!r}, not a number of seconds of at most {SECONDS_MAX}, a year"
+                f"{place}: {name}={seconds!r} must be a number of seconds from 0 to {SECONDS_MAX}, a year"
             )
     return sum(metrics[name] for name in ROLLOUT_TIMES), sum(metrics[name] for name in TRAINING_TIMES)

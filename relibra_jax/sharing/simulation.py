@@ -1,4 +1,4 @@
-"""A group executed turn by turn: what its jobs take when durations vary, by the rules of round-robin."""
+"""Simulation of a group, phase by phase: when its jobs run if durations vary, with pools that serve round-robin."""
 
 import itertools
 from collections.abc import Mapping
@@ -13,26 +13,32 @@ from relibra_jax.sharing.groups import Group
 from relibra_jax.sharing.run_metrics import StepDurations
 
 ROLLOUT, TRAINING = 0, 1
-"""The phases of a step, and the pools that they occupy."""
+"""Indices of the phases of a step, and of the pools that they run on."""
 CONSERVATIVE_QUANTILE: Final = 0.95
-"""The share of drawn durations that do not exceed the conservative one: as for the jobs of runs."""
+"""The share of drawn durations that do not exceed the conservative one, the same as the default for jobs of runs."""
 
 
 class Timeline(NamedTuple):
-    """When each phase of each step began and ended, seconds after the start."""
+    """The start and end times of every phase of every step, in seconds from the beginning."""
 
     start: Float[np.ndarray, "steps jobs 2"]
-    """The beginning of a rollout, and of a training phase."""
+    """The start times of the rollouts and of the training phases."""
     end: Float[np.ndarray, "steps jobs 2"]
-    """The end of each."""
+    """The end times of the rollouts and of the training phases."""
 
 
 def conservative_durations(group: Group, *, steps: int) -> Float[np.ndarray, "steps jobs 2"]:
-    """The durations that a group was planned for, the same in every step, seconds.
+    """Make the conservative durations of a group, which are the same in every step.
 
     Args:
         group: the group.
         steps: the number of steps of each job.
+
+    Returns:
+        The seconds of every phase.
+
+    Raises:
+        ValueError: if ``steps`` is not an integer of at least 1.
     """
     check_integer("steps", steps, least=1)
     return np.broadcast_to(
@@ -43,13 +49,17 @@ def conservative_durations(group: Group, *, steps: int) -> Float[np.ndarray, "st
 def draw_durations(
     group: Group, *, steps: int, spread: float, seed: int
 ) -> Float[np.ndarray, "steps jobs 2"]:
-    """Durations drawn lognormally, of which one in 20 exceeds the conservative one, seconds.
+    """Draw lognormal durations, of which one in 20 exceeds the conservative one.
 
     Args:
         group: the group.
         steps: the number of steps of each job.
-        spread: the standard deviation of a duration's logarithm, 0 to 1; with 0 each is the conservative one.
-        seed: the seed.
+        spread: the standard deviation of the logarithm of a duration, from 0 to 1. With 0 every duration is the
+            conservative one.
+        seed: the seed of the draw.
+
+    Returns:
+        The seconds of every phase.
 
     Raises:
         ValueError: if a number is out of its range.
@@ -75,18 +85,22 @@ def resample_durations(
     *,
     seed: int,
 ) -> Float[np.ndarray, "steps jobs 2"]:
-    """Durations in which the jobs of runs take what their recorded steps took, each step drawn with replacement.
+    """Replace the durations of jobs that are runs by durations of their recorded steps, drawn with replacement.
 
-    Both phases are those of one recorded step, and a rollout on more nodes is shorter as its conservative duration is.
+    Both phases of a step come from the same recorded step. On more nodes a rollout shrinks by the same factor as its
+    conservative duration.
 
     Args:
         group: the group.
-        durations: the durations of all jobs, of which those of jobs without recorded steps are kept, seconds.
-        recorded: the recorded steps, by the names of jobs.
-        seed: the seed.
+        durations: the seconds of all phases. Jobs without recorded steps keep theirs.
+        recorded: the recorded durations, by the names of the jobs.
+        seed: the seed of the draw.
+
+    Returns:
+        The seconds of every phase.
 
     Raises:
-        ValueError: if ``seed`` is none.
+        ValueError: if ``seed`` is out of its range.
     """
     check_seed("seed", seed)
     rng, resampled = np.random.default_rng(seed), durations.copy()
@@ -94,25 +108,25 @@ def resample_durations(
         if job.name in recorded:
             steps = recorded[job.name]
             chosen = rng.integers(len(steps.rollout), size=len(durations))
-            shorter = group.rollouts[number] / job.rollout_seconds
-            resampled[:, number, ROLLOUT] = shorter * steps.rollout[chosen]
+            factor = group.rollouts[number] / job.rollout_seconds
+            resampled[:, number, ROLLOUT] = factor * steps.rollout[chosen]
             resampled[:, number, TRAINING] = steps.training[chosen]
     return resampled
 
 
 def simulate(durations: Float[np.ndarray, "steps jobs 2"]) -> Timeline:
-    """Run every step of every job as soon as its turn comes.
+    """Simulate a group, with every phase started as early as round-robin allows.
 
-    The rollout pool serves the jobs in their order, round by round, and so does the training pool. A phase begins when
-    its pool has ended the phase of the job before and its own job has ended its phase before: training follows its
-    rollout, and a rollout follows the training of the step before. A pool waits for the job whose turn it is, even if
-    another is ready.
+    Both pools serve the jobs in their order, round by round. A phase starts when its pool has finished the phase of the
+    previous job, and its own job has finished its previous phase: training follows the rollout of the same step, and a
+    rollout follows the training of the step before. A pool waits for the next job in the order, even if another job is
+    ready.
 
     Args:
-        durations: the duration of each rollout and each training phase, seconds.
+        durations: the seconds of each rollout and each training phase.
 
     Returns:
-        Timeline of all phases.
+        The start and end times of all phases.
 
     >>> timeline = simulate(np.tile(np.array([[[3.0, 1.0], [2.0, 4.0]]]), (3, 1, 1)))
     >>> timeline.end[:, :, TRAINING].tolist()
@@ -121,7 +135,7 @@ def simulate(durations: Float[np.ndarray, "steps jobs 2"]) -> Timeline:
     start, end = np.zeros_like(durations), np.zeros_like(durations)
     steps, jobs, _ = durations.shape
     pool_free, job_ready = np.zeros(2), np.zeros(jobs)
-    # In this order whatever a phase waits for has been executed before it.
+    # In this order every phase comes after the phases that it waits for.
     for step, job, pool in itertools.product(range(steps), range(jobs), (ROLLOUT, TRAINING)):
         start[step, job, pool] = max(pool_free[pool], job_ready[job])
         end[step, job, pool] = start[step, job, pool] + durations[step, job, pool]
@@ -130,14 +144,17 @@ def simulate(durations: Float[np.ndarray, "steps jobs 2"]) -> Timeline:
 
 
 def steps_within_slo(group: Group, timeline: Timeline) -> Bool[np.ndarray, " jobs"]:
-    """Whether each job ended its steps in time.
+    """Check whether each job finished its steps within its objective.
 
-    K steps may take K + 1 times the duration that the objective allows a step: the one more is for the first round, in
-    which pools wait for jobs that have nothing to train on yet.
+    K steps may take K + 1 times the duration that the objective allows for a step. The extra one is for the first
+    round, in which the training pool waits for the first rollouts.
 
     Args:
         group: the group.
-        timeline: its execution.
+        timeline: the simulated times of the group's phases.
+
+    Returns:
+        Whether each job keeps its objective.
     """
     allowed = np.array([job.allowed_seconds for job in group.jobs])
     return timeline.end[-1, :, TRAINING] <= (len(timeline.end) + 1) * allowed

@@ -1,4 +1,4 @@
-"""Jobs and pools for tests of sharing: small numbers, so that everything can be worked out by hand."""
+"""Jobs and pools for tests of sharing, with numbers small enough to check by hand."""
 
 import dataclasses
 
@@ -14,7 +14,7 @@ def make_job(name="a", rollout=60.0, training=40.0, **others):
 
 
 def random_jobs(rng, count):
-    """Few sizes and many ties, so that every rule decides something."""
+    """Random jobs with few sizes and many ties, so that every rule matters."""
     return [
         make_job(
             f"job-{number}",

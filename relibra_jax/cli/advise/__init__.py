@@ -1,1 +1,1 @@
-"""``relibra advise``: which strategy pays on a trace, and from which size and which skew any does."""
+"""``relibra advise``: which balancing strategy pays on a trace, and from which micro-batch size and skew on."""

@@ -1,6 +1,7 @@
-"""``relibra advise``: MoE-GPS's question, which prediction pays for copying experts, answered with foresight.
+"""``relibra advise``: which balancing strategy pays on a trace, in modelled time.
 
-Source of the question: arXiv 2506.07366. All times are modelled.
+MoE-GPS (arXiv 2506.07366) asks which prediction of loads pays for copying experts. Here the strategies may also use the
+true loads, which routing replay gives before a batch runs. All times are modelled.
 """
 
 import dataclasses
@@ -36,42 +37,47 @@ TABLE_WIDTH: Final = 96
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Advise:
-    """Say which strategy of balancing pays on a trace, and from which size and which skew any does."""
+    """Find the balancing strategy that pays most on a trace, and the sizes and skews from which balancing pays."""
 
     trace: TraceName = None
-    """A trace by name or path (.npz); else what RELIBRA_TRACE gives, else the recorded one of the package."""
+    """The trace: a name (recorded, synthetic-128, W2, ...) or the path of an .npz file."""
     nodes: int = 2
-    """The number of nodes N."""
+    """The number of nodes, N."""
     ranks_per_node: int = 4
-    """The number of ranks of a node G."""
+    """The number of ranks on each node, G."""
     replica_slots: tuple[int, ...] = (1, 2)
-    """The numbers of replica slots to try."""
+    """Numbers to try: replica slots on each rank."""
     resident_slots: tuple[int, ...] = (1,)
-    """The numbers of resident slots to try."""
-    memory: float | None = None
-    """The GB that a rank may hold of weights and optimizer state; those of the cluster when not given."""
+    """Numbers to try: resident slots on each rank."""
+    memory: Annotated[
+        float | None, tyro.conf.arg(help_behavior_hint="(default: the memory of the cluster's ranks)")
+    ] = None
+    """The memory that weights and optimizer state may take on a rank, in GB."""
     batching: Annotated[Batching, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Batching)
     costs: Annotated[Costs, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Costs)
     out: Path = Path("out/advise")
-    """The folder for the figure and the numbers."""
+    """The folder that the figure and the numbers are written to."""
 
 
 def run_advise(options: Advise, console: Console) -> None:
-    """Price every strategy, print the table, the best one and the thresholds, and write the figure and the numbers.
+    """Compute the modelled time of every strategy, print the results, and write the figure and the numbers.
+
+    It prints a table of the strategies, the best one that fits the memory, and the thresholds where balancing pays.
 
     Args:
-        options: the trace, the settings, the slots to try, and the folder for what is written.
-        console: the console for the table.
+        options: the trace, the settings, the slots to try, and the folder to write to.
+        console: the console that the table is printed on.
 
     Raises:
-        ValueError: if the trace or the settings do not fit, or no strategy fits the memory; nothing is written then.
+        ValueError: if the trace and the settings do not fit each other, or no strategy fits the memory. Nothing is
+            written then.
     """
     trace = read_trace(options.trace)
     topology = _topology(options, 0, 0, trace.num_experts)
     setting = Setting(trace, topology, options.batching, options.costs)
     _, cost_model = setting.read()
     tried = strategies(cost_model, replica_slots=options.replica_slots, resident_slots=options.resident_slots)
-    for strategy in tried:  # refused before anything runs
+    for strategy in tried:  # raises before anything runs if the slots do not fit
         _topology(options, strategy.replica_slots, strategy.resident_slots, trace.num_experts)
     limit = cost_model.cluster.memory
     if options.memory is not None:
@@ -85,25 +91,27 @@ def run_advise(options: Advise, console: Console) -> None:
 
         advice = price(tried, setting, progress=progress)
         best = _best_within(advice, limit)
-        few = best_slots([each for each in advice if each.memory <= limit or each is advice[0]])
-        bar.reset(task, description="thresholds", total=(STEPS + len(EVEN_SHARES)) * len(few))
-        sizes = over_tokens(few, setting, progress=progress)
-        skews = over_skew(few, setting, progress=progress)
+        candidates = best_slots([each for each in advice if each.memory <= limit or each is advice[0]])
+        bar.reset(task, description="thresholds", total=(STEPS + len(EVEN_SHARES)) * len(candidates))
+        sizes = over_tokens(candidates, setting, progress=progress)
+        skews = over_skew(candidates, setting, progress=progress)
     title = (
         f"{trace.name} on {options.nodes} nodes x {options.ranks_per_node} ranks: {options.costs.model} on"
-        f" {options.costs.cluster}, {options.costs.tokens_per_rank:g} tokens of a rank in a micro-batch"
+        f" {options.costs.cluster}, {options.costs.tokens_per_rank:g} tokens per rank and micro-batch"
     )
     console.print(advice_table(advice, limit, title), crop=False, soft_wrap=True)
     for line in (
-        f"best within {limit / 1e9:.0f} GB: {best.strategy.label}, {best.strategy.foresight} foresight",
-        _pays("tokens of a rank in a micro-batch", sizes, "{:,.0f}"),
+        f"best strategy within {limit / 1e9:.0f} GB per rank: {best.strategy.label}, planned from"
+        f" {_LOADS_KNOWN[best.strategy.foresight]}",
+        _pays("tokens per rank and micro-batch", sizes, "{:,.0f}"),
         _pays("imbalance under static placement", skews, "{:.2f}"),
+        _COLUMNS,
     ):
         console.print(line, highlight=False, soft_wrap=True)
     options.out.mkdir(parents=True, exist_ok=True)
     figure, numbers = options.out / "advise.png", options.out / "advise.json"
     draw_advice(figure, advice, sizes, skews, title)
-    told = {
+    report = {
         "setting": title,
         "memory_limit": limit,
         "strategies": [_numbers(each) for each in advice],
@@ -113,17 +121,32 @@ def run_advise(options: Advise, console: Console) -> None:
         "skew": [point._asdict() for point in skews],
         "imbalance_from_which_it_pays": threshold(skews),
     }
-    write_json(numbers, told)
+    write_json(numbers, report)
     console.print(f"figure: {figure}\nnumbers: {numbers}", highlight=False, soft_wrap=True)
 
 
+_LOADS_KNOWN: Final = {
+    "none": "no loads",
+    "history": "the loads of earlier batches",
+    "batch": "the true loads of the batch",
+    "micro-batch": "the true loads of every micro-batch",
+}
+_COLUMNS: Final = """\
+foresight: the loads that the strategy plans from: none, earlier batches', the batch's, or every micro-batch's
+R, B: replica slots and resident slots on each rank
+imbalance: max / mean of rank load over the batch
+exposed: modelled time of a batch in which experts are transferred and nothing else runs
+time: modelled time of a batch; gain: how much faster than the first row
+GB: modelled memory of a rank; "too much": more than --memory, or than the cluster has"""
+
+
 def advice_table(advice: Sequence[Advice], limit: float, title: str) -> Table:
-    """A table of strategies, one a line.
+    """Make a table with one line for each strategy.
 
     Args:
-        advice: what strategies come to, the one that does nothing first.
-        limit: the bytes that a rank may hold.
-        title: what was priced.
+        advice: the results of the strategies. The first one is the strategy that does nothing.
+        limit: the memory of a rank, in bytes.
+        title: the title of the table: the trace, the ranks and the costs.
     """
     table = wide_table(title, width=TABLE_WIDTH)
     for name in ("strategy", "foresight"):
@@ -161,24 +184,25 @@ def _best_within(advice: Sequence[Advice], limit: float) -> Advice:
     if not fitting:
         least = min(each.memory for each in advice)
         raise ValueError(
-            f"memory={limit / 1e9:.1f} GB: a rank needs at least {least / 1e9:.1f} GB; take more ranks, or shards"
+            f"memory={limit / 1e9:.1f} GB is too little: every strategy needs at least {least / 1e9:.1f} GB per rank;"
+            " use more ranks or shards"
         )
     return min(fitting, key=lambda each: each.seconds)
 
 
 def _pays(what: str, points: Sequence[Point], number: str) -> str:
-    """One line on where balancing pays."""
-    tried = f"tried: {number.format(points[0].at)} to {number.format(points[-1].at)}"
+    """One line that says from which value on balancing pays."""
+    tried = f"tried from {number.format(points[0].at)} to {number.format(points[-1].at)}"
     start = threshold(points)
     if start is None:
-        return f"{what}: nothing gains {PAYS:.0%} ({tried})"
+        return f"{what}: no strategy gains {PAYS:.0%} ({tried})"
     if start == points[0].at:
-        return f"{what}: balancing gains {PAYS:.0%} and more everywhere ({tried})"
-    return f"{what}: balancing gains {PAYS:.0%} and more from about {number.format(start)} on ({tried})"
+        return f"{what}: balancing gains {PAYS:.0%} or more at every value ({tried})"
+    return f"{what}: balancing gains {PAYS:.0%} or more from about {number.format(start)} on ({tried})"
 
 
 def _numbers(advice: Advice) -> dict[str, object]:
     strategy: Strategy = advice.strategy
     numbers = {name: value for name, value in advice._asdict().items() if name != "strategy"}
-    named = {name: value for name, value in strategy._asdict().items() if name != "contender"}
-    return named | numbers
+    settings = {name: value for name, value in strategy._asdict().items() if name != "contender"}
+    return settings | numbers

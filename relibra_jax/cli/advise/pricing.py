@@ -1,4 +1,4 @@
-"""What strategies come to on a trace, in modelled time and in memory, and how that changes with size and skew."""
+"""Modelled time and memory of strategies on a trace, and how the gain changes with micro-batch size and skew."""
 
 import dataclasses
 import math
@@ -19,40 +19,40 @@ from relibra_jax.traces.trace import Trace
 from relibra_jax.types import Topology
 
 STEP: Final = 4.0
-"""The factor between two sizes of micro-batches that are tried."""
+"""The factor between successive micro-batch sizes that are tried."""
 STEPS: Final = 5
-"""How many sizes are tried."""
+"""The number of micro-batch sizes that are tried."""
 
 
 class Advice(NamedTuple):
-    """What a strategy comes to."""
+    """The results of one strategy."""
 
     strategy: Strategy
     """The strategy."""
     imbalance: float
-    """The imbalance of ranks over the batch."""
+    """The imbalance of rank load over the batch."""
     seconds: float
-    """The modelled time of a batch."""
+    """The modelled time of a batch, in seconds."""
     transfers: float
-    """The part of it in which experts travel and nothing else runs."""
+    """The part of ``seconds`` in which experts are transferred and nothing else runs."""
     memory: float
-    """The bytes of a rank."""
+    """The modelled memory of a rank, in bytes."""
 
 
 class Setting(NamedTuple):
-    """What strategies are priced on."""
+    """The trace, ranks and costs that strategies are compared on."""
 
     trace: Trace
-    """The routing."""
+    """The trace."""
     topology: Topology
-    """The ranks; slots are the strategies'."""
+    """The nodes and ranks. Each strategy brings its own numbers of slots."""
     batching: Batching
-    """How the trace becomes batches."""
+    """How the trace is divided into batches and micro-batches."""
     costs: Costs
-    """What modelled times stand for."""
+    """The hardware, model and sizes of the modelled times."""
 
     def read(self) -> tuple[Batches, CostModel]:
-        """The batches of the trace, and the cost model for them."""
+        """Make the batches of the trace, and the cost model for them."""
         batches = make_batches(self.trace, self.batching, self.topology)
         return batches, make_cost_model(self.costs, self.trace, batches, self.topology)
 
@@ -60,12 +60,12 @@ class Setting(NamedTuple):
 def price(
     strategies: Sequence[Strategy], setting: Setting, *, progress: Callable[[], None] = lambda: None
 ) -> list[Advice]:
-    """Plan the batches of a setting by every strategy, and price the plans.
+    """Plan the batches of a setting with every strategy, and compute the modelled time of the plans.
 
     Args:
         strategies: the strategies.
-        setting: what they are priced on.
-        progress: called after each strategy.
+        setting: the trace, ranks and costs.
+        progress: a function that is called after each strategy.
 
     Raises:
         ValueError: if the settings do not fit the trace or each other.
@@ -102,12 +102,15 @@ def price(
 def over_tokens(
     strategies: Sequence[Strategy], setting: Setting, *, progress: Callable[[], None] = lambda: None
 ) -> list[Point]:
-    """The best strategy in micro-batches of fewer and fewer tokens, by rising tokens of a rank.
+    """Find the best strategy at several micro-batch sizes.
 
     Args:
-        strategies: the strategies, of which the first does nothing.
-        setting: the largest size.
-        progress: called after each strategy of each size.
+        strategies: the strategies. The first one does nothing.
+        setting: the setting at the largest size.
+        progress: a function that is called after each strategy at each size.
+
+    Returns:
+        The best strategy at each size, in ascending order of tokens per rank.
     """
     points = []
     for power in reversed(range(STEPS)):
@@ -120,12 +123,15 @@ def over_tokens(
 def over_skew(
     strategies: Sequence[Strategy], setting: Setting, *, progress: Callable[[], None] = lambda: None
 ) -> list[Point]:
-    """The best strategy where fewer and fewer tokens are routed evenly, by rising imbalance of the first.
+    """Find the best strategy at several skews of the routing, made by routing a share of the tokens evenly.
 
     Args:
-        strategies: the strategies, of which the first does nothing.
-        setting: what they are priced on; some of its tokens are routed evenly.
-        progress: called after each strategy of each skew.
+        strategies: the strategies. The first one does nothing.
+        setting: the setting with the trace's own routing.
+        progress: a function that is called after each strategy at each skew.
+
+    Returns:
+        The best strategy at each skew, in ascending order of the first strategy's imbalance.
     """
     points = []
     for share in EVEN_SHARES:
@@ -136,7 +142,7 @@ def over_skew(
 
 
 def best_slots(advice: Sequence[Advice]) -> list[Strategy]:
-    """Of each strategy the slots with which it takes least time, in the order in which strategies come first."""
+    """Keep, of each strategy, the numbers of slots with which it takes least time; in the order of ``advice``."""
     best: dict[tuple[str, str], Advice] = {}
     for each in advice:
         key = (each.strategy.name, each.strategy.foresight)

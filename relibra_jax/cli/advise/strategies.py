@@ -1,4 +1,4 @@
-"""Strategies of balancing: what is known beforehand, what is done with it, and the slots that it takes."""
+"""The balancing strategies: what each does, the loads that it plans from, and the slots that it uses."""
 
 import itertools
 from collections.abc import Sequence
@@ -11,45 +11,45 @@ from relibra_jax.planning.planners import PLANNERS
 
 
 class Strategy(NamedTuple):
-    """One way to balance."""
+    """One balancing strategy."""
 
     name: str
-    """What is done."""
+    """The name, which says what the strategy does."""
     foresight: str
-    """The loads that are known: ``none``, the ``history``, those of the ``batch``, or of every ``micro-batch``."""
+    """The loads that it plans from: ``none``, the ``history``, those of the ``batch``, or of every ``micro-batch``."""
     contender: Contender
-    """What does it."""
+    """The planner, and how samples are assigned."""
     replica_slots: int
-    """The replica slots of a rank R."""
+    """The number of replica slots on each rank, R."""
     resident_slots: int
-    """The resident slots of a rank B."""
+    """The number of resident slots on each rank, B."""
 
     @property
     def label(self) -> str:
-        """The name with its slots."""
+        """The name with the numbers of slots."""
         return f"{self.name}, R={self.replica_slots} B={self.resident_slots}"
 
 
 def strategies(
     cost_model: CostModel, *, replica_slots: Sequence[int], resident_slots: Sequence[int]
 ) -> list[Strategy]:
-    """All strategies; the first one does nothing.
+    """Make all strategies. The first one does nothing.
 
     Args:
-        cost_model: what contenders price with that choose by modelled time.
-        replica_slots: the numbers of replica slots to try.
-        resident_slots: the numbers of resident slots to try.
+        cost_model: the cost model of the planners that choose by modelled time.
+        replica_slots: the numbers of replica slots on each rank to try.
+        resident_slots: the numbers of resident slots on each rank to try.
     """
     parts = ablation(cost_model)
     relibra = PLANNERS["relibra"]
     both, assigned = Contender(entry=relibra), Contender(entry=relibra, assign=assign)
     replicas, residents = sorted(set(replica_slots) - {0}), sorted(set(resident_slots) - {0})
-    found = [
+    tried = [
         Strategy("nothing", "none", Contender(entry=PLANNERS["static"]), 0, 0),
         Strategy("reorder", "batch", parts["+ reorder"], 0, 0),
     ]
     for slots in replicas:
-        found += [
+        tried += [
             Strategy(
                 "place once, replicate once", "history", Contender(entry=PLANNERS["eplb_history"]), slots, 0
             ),
@@ -60,10 +60,10 @@ def strategies(
             Strategy("reorder, replicate", "micro-batch", both, slots, 0),
             Strategy("reorder, replicate, assign", "micro-batch", assigned, slots, 0),
         ]
-    found += [Strategy("reorder, residents", "micro-batch", both, 0, slots) for slots in residents]
-    for each, held in itertools.product(replicas, residents):
-        found += [
-            Strategy("reorder, replicate, residents", "micro-batch", both, each, held),
-            Strategy("all, and assign", "micro-batch", assigned, each, held),
+    tried += [Strategy("reorder, residents", "micro-batch", both, 0, slots) for slots in residents]
+    for replica, resident in itertools.product(replicas, residents):
+        tried += [
+            Strategy("reorder, replicate, residents", "micro-batch", both, replica, resident),
+            Strategy("all, and assign", "micro-batch", assigned, replica, resident),
         ]
-    return found
+    return tried

@@ -1,4 +1,4 @@
-"""From which tokens a rank, and from which skew of the routing, balancing pays."""
+"""Thresholds from which balancing pays: a number of tokens per rank, and a skew of the routing."""
 
 from collections.abc import Sequence
 from typing import Final, NamedTuple
@@ -8,32 +8,32 @@ import numpy as np
 from relibra_jax.traces.trace import Trace
 
 PAYS: Final = 0.01
-"""A strategy pays if a batch takes at least this much less modelled time than without it."""
+"""The gain from which a strategy pays: modelled time without balancing over time with the strategy, less 1."""
 EVEN_SHARES: Final = (0.0, 0.5, 0.75, 0.9, 1.0)
-"""The shares of tokens that are routed evenly, by which skew is lowered."""
+"""The shares of tokens that are routed evenly, to lower the skew of a trace."""
 
 
 class Point(NamedTuple):
-    """The strategy that gains most in one setting."""
+    """The strategy with the largest gain in one setting."""
 
     at: float
-    """The tokens of a rank, or the imbalance under static placement."""
+    """The value that is varied: the tokens per rank, or the imbalance under static placement."""
     gain: float
-    """The modelled time without balancing over that of the strategy, less 1."""
+    """The modelled time without balancing divided by the time with the strategy, less 1."""
     strategy: str
-    """The strategy."""
+    """The label of the strategy."""
 
 
 def route_some_evenly(trace: Trace, share: float, *, seed: int = 0) -> Trace:
-    """A trace of which some tokens are routed to experts drawn evenly, so that it is less skewed.
+    """Make a trace less skewed by routing a share of its tokens to experts drawn with equal probability.
 
     Args:
         trace: the trace.
-        share: the share of tokens whose experts are drawn anew, in all layers.
-        seed: the seed of what is drawn.
+        share: the share of tokens whose experts are drawn, in all layers.
+        seed: the seed of the draw.
 
     Returns:
-        The trace; synthetic if any token was drawn.
+        The changed trace. It is marked as synthetic unless ``share`` is 0.
     """
     rng = np.random.default_rng(seed)
     ids, mask = np.array(trace.replay.expert_ids), np.asarray(trace.replay.mask)
@@ -49,13 +49,13 @@ def route_some_evenly(trace: Trace, share: float, *, seed: int = 0) -> Trace:
 
 
 def threshold(points: Sequence[Point]) -> float | None:
-    """Where the gain reaches `PAYS`, on a line through the logarithms of the neighbouring points.
+    """Find the value from which the gain is at least `PAYS`, interpolated over the logarithm of the value.
 
     Args:
-        points: the best strategy at rising values.
+        points: the best strategy at each value, in ascending order of the values.
 
     Returns:
-        The value from which on every point pays; the first value if all do, None if the last does not.
+        The value from which every further point pays: the first value if all points pay, None if the last does not.
 
     >>> threshold([Point(10, 0.0, ""), Point(100, 0.02, ""), Point(1000, 0.3, "")])
     31.62...

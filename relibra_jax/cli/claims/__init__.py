@@ -1,16 +1,16 @@
-"""``relibra claims``: what papers claim beside what our plans reach, in one report.
+"""``relibra claims``: the claims of papers compared with what relibra_jax reaches, in one report.
 
 ===============  =====================================================================================
-`settings`       what is run: cells (a trace, a model, ranks), their rows, sweeps; a quick and a full form
-`rows`           the contenders of a cell by name
-`cells`          a cell run: numbers by row
-`published`      the claims with their published figures and how ours are read from a cell
-`own_loads`      rivals on the kind of load that they publish
+`settings`       the studies to run: cells (a trace, a model, ranks) with their rows; a quick and a full form
+`rows`           the rows of a cell, by name
+`cells`          running a cell, which gives numbers by row
+`published`      the claims, with their published figures and the figure of relibra_jax, read from a cell
+`own_loads`      baselines on the loads of their own publications
 `measured`       kept measurements
 `results`        everything that was run and read
-`behind`         where ours is behind
+`behind`         where relibra_jax is behind
 `report`         the report as Markdown
-`figures`        its figures
+`figures`        the figures of the report
 `command`        the command
 ===============  =====================================================================================
 """

@@ -1,20 +1,27 @@
-"""Where ours is behind: a published figure that is not reached, and a planner that takes less modelled time."""
+"""Where relibra_jax is behind: published figures that it does not reach, and planners that take less modelled time."""
 
 from typing import Final
 
 from relibra_jax.cli.claims.cells import CellResult
-from relibra_jax.cli.claims.published import CLAIMS, Figure, ours_of
+from relibra_jax.cli.claims.published import CLAIMS, Figure, figure_of
 from relibra_jax.cli.claims.results import Results
 from relibra_jax.cli.claims.rows import ASSIGNED, WITH_ALL, WITH_RESIDENTS
 from relibra_jax.planning.planners import PLANNERS
 
 AHEAD: Final = 0.005
-"""A planner is ahead of another whose modelled time is longer by more than this."""
+"""The share by which modelled times must differ for one planner to be ahead of another."""
 
 
 def behind(results: Results) -> list[str]:
-    """Where a published figure is better than ours, and where another planner is ahead of ReLibra."""
-    found = []
+    """List where a published figure is better than relibra_jax's, and where another planner is ahead of ReLibra.
+
+    Args:
+        results: the results of all studies.
+
+    Returns:
+        One sentence for each place, first on recorded and then on synthetic routing.
+    """
+    lines = []
     for synthetic in (False, True):
         kind = "synthetic" if synthetic else "recorded"
         for paper in CLAIMS:
@@ -22,33 +29,35 @@ def behind(results: Results) -> list[str]:
                 cells = [
                     f"{figure.shown} ({cell.model}, {cell.ranks})"
                     for cell in results.of(paper.section, synthetic=synthetic)
-                    if isinstance(figure := ours_of(claim, cell), Figure)
+                    if isinstance(figure := figure_of(claim, cell), Figure)
                     and claim.least is not None
                     and figure.value < claim.least
                 ]
                 if cells:
-                    found.append(f"{claim.text}: published {claim.published}; {kind}: {', '.join(cells)}")
+                    lines.append(
+                        f"{claim.text}; published: {claim.published}; relibra_jax on {kind} routing: {', '.join(cells)}"
+                    )
         for cell in results.of("headline", synthetic=synthetic):
-            found += _planners_ahead(cell, kind) + _assignments_that_lose(cell, kind)
-    return found
+            lines += _planners_ahead(cell, kind) + _slower_assignments(cell, kind)
+    return lines
 
 
-def _assignments_that_lose(cell: CellResult, kind: str) -> list[str]:
-    """Where assigning samples takes more modelled time than leaving them as they are packed."""
-    found = []
+def _slower_assignments(cell: CellResult, kind: str) -> list[str]:
+    """Sentences on where assigning samples takes more modelled time than keeping the packed assignment."""
+    lines = []
     for packed, assigned in (("relibra", ASSIGNED), (WITH_RESIDENTS, WITH_ALL)):
         if {packed, assigned} <= cell.rows.keys():
             gain = cell.rows[packed]["modelled_seconds"] / cell.rows[assigned]["modelled_seconds"] - 1
             if gain < -AHEAD:
-                found.append(
-                    f"{assigned} is {-gain:.0%} slower than {packed}: assigning samples costs more than it gains;"
-                    f" {kind}: {cell.model}, {cell.ranks}"
+                lines.append(
+                    f"{assigned} is {-gain:.0%} slower than {packed} on {kind} routing ({cell.model}, {cell.ranks}):"
+                    " assigning samples costs more than it gains"
                 )
-    return found
+    return lines
 
 
 def _planners_ahead(cell: CellResult, kind: str) -> list[str]:
-    """Planners of the table whose modelled time is shorter than ReLibra's."""
+    """Sentences on the planners of the planner table whose modelled time is shorter than ReLibra's."""
     if "relibra" not in cell.rows or not cell.rows["relibra"]["fits"]:
         return []
     own = cell.rows["relibra"]["modelled_seconds"]
@@ -58,6 +67,6 @@ def _planners_ahead(cell: CellResult, kind: str) -> list[str]:
         if name in PLANNERS and row["fits"] and row["modelled_seconds"] * (1 + AHEAD) < own
     }
     return [
-        f"{name} is {gain:.1%} faster than relibra in modelled time; {kind}: {cell.model}, {cell.ranks}"
+        f"{name} is {gain:.1%} faster than relibra in modelled time on {kind} routing ({cell.model}, {cell.ranks})"
         for name, gain in ahead.items()
     ]

@@ -1,4 +1,4 @@
-"""A cell: one trace read at the sizes of one model on some ranks, and what its rows come to."""
+"""A cell of the claims: one trace at the sizes of one model on some ranks, and the numbers of its rows."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -20,28 +20,28 @@ class Cell:
     """One setting in which rows are compared."""
 
     ranks: Ranks
-    """The ranks, with the replica slots of every row; resident slots are the row's."""
+    """The ranks, with the replica slots of every row. A row may add resident slots."""
     batching: Batching
-    """How the trace becomes batches."""
+    """How the trace is divided into batches and micro-batches."""
     costs: Costs
-    """What modelled times stand for."""
+    """The hardware, model and sizes of the modelled times."""
 
 
 @dataclasses.dataclass(frozen=True)
 class CellResult:
-    """What a cell came to, as it is kept in the JSON."""
+    """The results of a cell, as they are kept in the JSON file."""
 
     trace: str
-    """The trace's name."""
+    """The name of the trace."""
     synthetic: bool
-    """Whether its routing was drawn, not recorded."""
+    """Whether the routing of the trace was drawn at random instead of recorded."""
     cell: dict[str, Any]
-    """The setting."""
+    """The setting: the fields of `Cell`, and ``replica_share``, the memory of replicas over that of the weights."""
     rows: dict[str, dict[str, Any]]
     """The numbers of each row: those of `relibra_jax.cli.outcomes.Outcome`, and ``fits``, whether its memory fits a
     rank of the cluster."""
     skipped: str = ""
-    """Why nothing was run; empty where something was."""
+    """The reason why nothing was run; empty if the cell was run."""
 
     @property
     def model(self) -> str:
@@ -50,20 +50,23 @@ class CellResult:
 
     @property
     def ranks(self) -> str:
-        """Nodes x ranks of a node."""
+        """The numbers of nodes and of ranks per node, for example ``2x8``."""
         return f"{self.cell['ranks']['nodes']}x{self.cell['ranks']['ranks_per_node']}"
 
 
 def run_cell(
     trace: Trace, cell: Cell, rows: Sequence[str], *, progress: Callable[[str], None] = lambda name: None
 ) -> CellResult:
-    """Run the rows of a cell; a cell that the trace does not fit is skipped with the reason.
+    """Run the rows of a cell. If the trace does not fit the setting, skip the cell and keep the reason.
 
     Args:
-        trace: the routing.
+        trace: the trace.
         cell: the setting.
-        rows: names from `relibra_jax.cli.claims.rows.contenders`.
-        progress: called with the name of each row that has finished.
+        rows: the names of the rows, from `relibra_jax.cli.claims.rows.contenders`.
+        progress: a function that is called with the name of each row when it has finished.
+
+    Returns:
+        The numbers of the rows, or the reason why the cell was skipped.
     """
     setting = dataclasses.asdict(cell)
     try:
@@ -77,7 +80,7 @@ def run_cell(
 def _run(
     trace: Trace, cell: Cell, rows: Sequence[str], progress: Callable[[str], None]
 ) -> tuple[dict[str, dict[str, Any]], float]:
-    """The numbers of the rows, and `replica_share`. Memory is that of the model with all its experts."""
+    """The numbers of the rows, and the cell's `replica_share`. Memory is that of the model with all its own experts."""
     topology = cell.ranks.topology(trace.num_experts)
     batches = make_batches(trace, cell.batching, topology)
     cost_model = make_cost_model(cell.costs, trace, batches, topology)
@@ -86,22 +89,28 @@ def _run(
     slots_of = {name: max(table[name].resident_slots, cell.ranks.resident_slots) for name in rows}
     for slots in sorted(set(slots_of.values())):
         chosen = {name: table[name].contender for name in rows if slots_of[name] == slots}
-        given = dataclasses.replace(topology, resident_slots=slots)
+        with_residents = dataclasses.replace(topology, resident_slots=slots)
         for outcome in compare(
-            chosen, batches, given, cost_model, seed=cell.batching.seed, progress=progress
+            chosen, batches, with_residents, cost_model, seed=cell.batching.seed, progress=progress
         ):
-            held = dataclasses.replace(
-                given, num_experts=model.num_experts, resident_slots=slots if outcome.residents else 0
+            whole_model = dataclasses.replace(
+                with_residents,
+                num_experts=model.num_experts,
+                resident_slots=slots if outcome.residents else 0,
             )
-            memory = rank_memory(held, model, shards=cell.costs.shards).total
+            memory = rank_memory(whole_model, model, shards=cell.costs.shards).total
             fits = memory <= cost_model.cluster.memory
             numbers[outcome.planner] = {**outcome.numbers(), "rank_memory": memory, "fits": fits}
-    whole = dataclasses.replace(topology, num_experts=model.num_experts)
-    return {name: numbers[name] for name in rows}, replica_share(model, whole)
+    whole_model = dataclasses.replace(topology, num_experts=model.num_experts)
+    return {name: numbers[name] for name in rows}, replica_share(model, whole_model)
 
 
 def replica_share(model: Model, topology: Topology) -> float:
-    """The one buffer of a rank's replicas over the weights that the rank holds, as ReLibra's paper counts it.
+    """The memory of a rank's replica buffer divided by that of the rank's weights, as ReLibra's paper counts it.
+
+    Args:
+        model: the sizes of the model.
+        topology: the expert-parallel group.
 
     >>> topology = Topology(num_nodes=2, ranks_per_node=8, num_experts=128, replica_slots=2)
     >>> f"{replica_share(MODELS['qwen3-30b-a3b'], topology):.2%}"

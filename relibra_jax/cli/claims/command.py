@@ -1,4 +1,4 @@
-"""``relibra claims``: one command that runs what papers claim, and writes one report."""
+"""``relibra claims``: runs planners under the conditions of papers, and reports how their claims compare."""
 
 import dataclasses
 import datetime
@@ -28,36 +28,39 @@ from relibra_jax.traces.read import read_trace
 from relibra_jax.traces.trace import Trace
 
 QUICK_LAYERS: Final = 4
+"""The most layers of a trace that the quick form runs."""
 FULL_RANKS: Final = max(nodes * local for nodes, local in PAPER_RANKS)
+"""The largest number of ranks of the headline studies, which the experts of the trace must divide over."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Claims:
-    """Run what papers claim beside ours: one report as Markdown, figures, the numbers as JSON."""
+    """Compare the claims of papers with relibra_jax: writes a report as Markdown, figures, and the numbers as JSON."""
 
     trace: TraceName = None
-    """A recorded trace by name or path (.npz); else what RELIBRA_TRACE gives, else the one of the package."""
+    """The recorded trace: a name or the path of an .npz file."""
     quick: bool = False
-    """Six rows on 2 x 4 ranks and at most four layers, in minutes; otherwise everything, in most of an hour."""
+    """Run only six rows on 2 x 4 ranks with at most four layers, in minutes. The full form takes most of an hour."""
     model: str = "gpt-oss-20b"
-    """The model that the trace was recorded from, whose sizes are priced beside those of the paper's models."""
+    """The model that the trace was recorded from. Times are modelled for its sizes and for the paper's models."""
     layers: int = 8
-    """The layers of each trace that are run, at even distances; all of them where it has fewer."""
+    """The number of layers of each trace to run, evenly spaced; all layers if the trace has fewer."""
     measured: Path = Path("experiments/results")
-    """The folder of kept measurements; without them the column of measured figures is left out."""
+    """The folder of kept measurements. Without them the report has no column of measured figures."""
     out: Path = Path("out/claims")
-    """The folder for the report, its figures and the numbers."""
+    """The folder that the report, its figures and the numbers are written to."""
 
 
 def run_claims(options: Claims, console: Console) -> None:
-    """Run the studies, print where ours is behind, and write the report.
+    """Run the studies, print where relibra_jax is behind, and write the report.
 
     Args:
-        options: the trace, the form, and the folder for what is written.
-        console: the console for progress and the findings.
+        options: the trace, the form (quick or full), and the folder to write to.
+        console: the console that progress and findings are printed on.
 
     Raises:
-        ValueError: if the trace, the model or a kept measurement does not fit; nothing is written then.
+        ValueError: if the trace does not fit the full form, the model is unknown, or a file of kept measurements has
+            another format. Nothing is written then.
     """
     find_model(options.model)
     check_integer("layers", options.layers, least=1)
@@ -72,7 +75,7 @@ def run_claims(options: Claims, console: Console) -> None:
     if not options.quick and recorded.num_experts % FULL_RANKS:
         raise ValueError(
             f"{recorded.name} has {recorded.num_experts} experts, which do not divide over the {FULL_RANKS} ranks of"
-            " the full form: name a trace with more experts, or give --quick"
+            " the full form; give a trace with more experts, or --quick"
         )
     cells = _run_studies(studies, traces, console)
     own_loads = [] if options.quick else run_own_loads()
@@ -88,17 +91,17 @@ def run_claims(options: Claims, console: Console) -> None:
     write_json(options.out / "claims.json", numbers)
     with write_atomically(options.out / "claims.md") as part:
         part.write_text(write_report(results))
-    for line in behind(results) or ["ours is behind nowhere, in what was run"]:
+    for line in behind(results) or ["relibra_jax is behind nowhere in this run"]:
         console.print(f"- {line}", highlight=False, soft_wrap=True)
     console.print(f"report: {options.out / 'claims.md'}", highlight=False, soft_wrap=True)
 
 
 def some_layers(trace: Trace, count: int) -> Trace:
-    """A trace with so many of its layers, at even distances from the first to the last; all where it has no more.
+    """Keep some layers of a trace, evenly spaced from the first to the last.
 
     Args:
         trace: the trace.
-        count: the layers to keep, at least 1.
+        count: the number of layers to keep, at least 1. A trace with no more layers is returned unchanged.
     """
     layers = trace.replay.expert_ids.shape[2]
     if layers <= count:
@@ -121,24 +124,24 @@ def _run_studies(
             def progress(name: str, title: str = title) -> None:
                 bar.update(task, advance=1, description=f"{title}: {name}")
 
-            if not console.is_terminal:  # a log has no bar
+            if not console.is_terminal:  # a log shows no progress bar
                 console.print(f"{title}, {study.cell.costs.model}", highlight=False, soft_wrap=True)
             cells.append((study.section, run_cell(trace, study.cell, study.rows, progress=progress)))
-            jax.clear_caches()  # programs stay mapped, and a process may hold 65,530 maps on Linux
+            jax.clear_caches()  # compiled programs stay mapped, and Linux allows a process 65,530 memory maps
     return cells
 
 
 def _draw(results: Results, folder: Path) -> dict[str, str]:
-    """Draw what was run on recorded routing; the files' names with what they show."""
+    """Draw the figures of the results on recorded routing; return their captions by file name."""
     figures = {}
     headline = [cell for cell in results.of("headline", synthetic=False) if cell.rows]
     if headline:
         fullest = max(len(cell.rows) for cell in headline)
         draw_planners(folder / "planners.png", [cell for cell in headline if len(cell.rows) == fullest])
-        figures["planners.png"] = "Modelled speed of every row, the balanced run being 1"
+        figures["planners.png"] = "Modelled speed of every system, a perfectly balanced run being 100%"
     if {section for section, cell in results.cells if cell.rows} >= SWEEPS.keys():
         draw_sweeps(folder / "sweeps.png", results)
-        figures["sweeps.png"] = "Modelled speed over what each sweep varies"
+        figures["sweeps.png"] = "Modelled speed in each sweep, relative to the balanced run"
     return figures
 
 
@@ -147,7 +150,7 @@ def _about(options: Claims, traces: dict[str | None, Trace]) -> dict[str, str]:
     arguments += ["--quick"] * options.quick + ["--layers", str(options.layers), "--model", options.model]
     return {
         "command": " ".join(["relibra", "claims", *arguments]),
-        "machine": f"{os.cpu_count()} CPU cores ({platform.machine()}), on which plans were timed",
+        "machine": f"{os.cpu_count()} CPU cores ({platform.machine()}), on which planning was timed",
         "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
         "versions": f"relibra_jax {version('relibra-jax')}, jax {jax.__version__}, Python {platform.python_version()}",
         "traces": "; ".join(f"{trace.name} ({trace.note or 'recorded'})" for trace in traces.values()),

@@ -1,4 +1,4 @@
-"""Kept measurements, as speeds of one contender over another: what of the claims was run rather than modelled."""
+"""Kept measurements: the claims for which whole updates or layers were run and timed, not only modelled."""
 
 import json
 from pathlib import Path
@@ -7,45 +7,49 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 WHOLE_UPDATES: Final = "updates of two processes"
+"""The beginning of ``Measurement.where`` for measurements of whole optimizer updates."""
 
 
 class Measurement(NamedTuple):
-    """Seconds of contenders that ran interleaved under one setting."""
+    """Median seconds of planners that ran interleaved under one setting."""
 
     where: str
-    """What ran, on what, and on which trace."""
+    """What was run, on which ranks and on which trace."""
     seconds: dict[str, float]
-    """The median seconds of each contender."""
+    """The median seconds of each planner, by its name."""
     file: str
-    """The file that keeps it, which names its command and date."""
+    """The file that keeps the measurement, with its command and date."""
 
     def gain(self, base: str, better: str) -> float | None:
-        """How many times as fast one contender ran as another; None unless both ran."""
+        """The speed of one planner divided by that of another; None unless both ran."""
         if base not in self.seconds or better not in self.seconds:
             return None
         return self.seconds[base] / self.seconds[better]
 
 
 def read_measured(folder: Path) -> list[Measurement]:
-    """Read what ``python -m experiments.stragglers`` and ``experiments.bench_two_processes`` have kept.
+    """Read the kept measurements of ``python -m experiments.stragglers`` and ``experiments.bench_two_processes``.
 
     Args:
-        folder: the folder of ``stragglers.json`` and ``two_processes.json``, either of which may be missing.
+        folder: the folder of ``stragglers.json`` and ``two_processes.json``. Either file may be missing.
+
+    Returns:
+        All measurements, in the order of the files.
 
     Raises:
-        ValueError: if a file is there and is not what these programs write.
+        ValueError: if a file exists but is not in the format that its program writes.
     """
     readers = {"stragglers.json": _stragglers, "two_processes.json": _two_processes}
-    found = []
+    measurements = []
     for name, reader in readers.items():
         path = folder / name
         if not path.is_file():
             continue
         try:
-            found += [Measurement(*each, name) for each in reader(json.loads(path.read_text()))]
+            measurements += [Measurement(*each, name) for each in reader(json.loads(path.read_text()))]
         except (KeyError, TypeError, json.JSONDecodeError) as error:
-            raise ValueError(f"{path} is not what its benchmark writes: {error!r}") from error
-    return found
+            raise ValueError(f"{path} is not in the format that its benchmark writes: {error!r}") from error
+    return measurements
 
 
 def _stragglers(kept: dict[str, Any]) -> list[tuple[str, dict[str, float]]]:

@@ -1,4 +1,4 @@
-"""Rivals on the kind of load that they publish, beside their published figures, and ReLibra on the same."""
+"""Baselines on loads drawn as in their publications, beside their published figures, with ReLibra on the same loads."""
 
 import functools
 from collections.abc import Callable
@@ -20,50 +20,50 @@ from relibra_jax.planning.replication import replicate_experts
 from relibra_jax.types import Plan, Planner, Topology
 
 DRAWS: Final = 16
-"""Loads that are drawn where the source draws; the worst counts, as in the source's bounds."""
+"""The number of loads that are drawn if the source draws loads. The worst counts, as in the source's bounds."""
 
 
 _REPLICATING: Final = relibra(place=keep_homes)
 
 
 class OwnLoad(NamedTuple):
-    """One rival on one kind of load; figures as they are printed."""
+    """The results of one baseline on one kind of load, as strings that the report prints."""
 
     planner: str
-    """The rival."""
+    """The name of the baseline's planner."""
     load: str
     """The load and the ranks."""
     published: str
     """The published figure."""
     reached: str
-    """What the rival's planner reaches here."""
+    """The figure that the baseline's planner in this library reaches."""
     relibra: str
-    """What ReLibra reaches with the same slots; it moves homes only where the rival places them too."""
+    """The figure that ReLibra reaches with the same slots. It moves homes only if the baseline does so too."""
     source: str
-    """Where the figure is published."""
+    """The publication of the figure."""
 
 
 def run_own_loads() -> list[OwnLoad]:
-    """Run every rival that publishes figures of balance on loads that can be drawn."""
+    """Run every baseline whose published figures of balance are on loads that can be drawn."""
     return [*_ultraep(), _moonep(), *_lplb(), *_feplb()]
 
 
 def skewed_ranks(
     ratio: float, *, ranks: int = 64, homes: int = 4, tokens: int = 8192, top_k: int = 8
 ) -> Int[np.ndarray, " E"]:
-    """UltraEP's draw of loads: Zipf over ranks, steeper inside each, top-k without replacement.
+    """Draw loads as UltraEP does: Zipf over ranks, steeper over the experts of a rank, top-k without replacement.
 
-    Source: the benchmark of github.com/Dots-Infra/UltraEP, in our own words.
+    Source: the benchmark of github.com/Dots-Infra/UltraEP, implemented independently.
 
     Args:
-        ratio: the largest over the mean rank load that is aimed at.
-        ranks: the ranks P.
-        homes: the experts of a rank H.
-        tokens: the tokens of a rank.
-        top_k: the experts of a token.
+        ratio: the target of the largest rank load over the mean rank load.
+        ranks: the number of ranks, P.
+        homes: the number of experts on a rank, H.
+        tokens: the number of tokens of a rank.
+        top_k: the number of experts of a token.
 
     Returns:
-        Token copies of each expert, by home slot.
+        The token copies of each expert, in the order of home slots.
     """
 
     def chances(power: float) -> np.ndarray:
@@ -84,20 +84,20 @@ def skewed_ranks(
 
 
 def normal_loads() -> Int[np.ndarray, "draws E"]:
-    """LPLB's draw: loads of 256 experts from N(1, 0.3)."""
+    """Draw loads as LPLB does: 256 experts from the normal distribution N(1, 0.3)."""
     draws = np.random.default_rng(0).normal(1, 0.3, (DRAWS, 256)).clip(0)
     return (draws * 2**12).astype(np.int32)
 
 
 def plan_loads(planner: Planner, experts: Int[np.ndarray, "L E"], topology: Topology) -> Plan:
-    """The checked plan of one micro-batch, with a layer for each row of expert loads, after a batch of even loads.
+    """Plan one micro-batch with a layer for each row of expert loads, after a batch of even loads, and check the plan.
 
     Planners that keep homes keep those of the even batch, which are contiguous.
 
     Args:
         planner: any planner.
-        experts: token copies of each expert, all of which lie on the first rank.
-        topology: the ranks.
+        experts: the token copies of each expert. All of them lie on the first rank.
+        topology: the expert-parallel group.
     """
     shape = (1, len(experts), topology.num_nodes, topology.ranks_per_node, topology.num_experts)
     load = jnp.zeros(shape, jnp.int32).at[0, :, 0, 0].set(jnp.asarray(experts, jnp.int32))
@@ -117,28 +117,31 @@ def _compare(
     planner: Planner,
     experts: np.ndarray,
     topology: Topology,
-    tell: Callable[[Plan, Topology], str],
+    describe: Callable[[Plan, Topology], str],
     *,
     load: str,
     published: str,
     source: str,
-    ours: Planner = _REPLICATING,
+    relibra_planner: Planner = _REPLICATING,
 ) -> OwnLoad:
-    reached, ours_reached = (tell(plan_loads(each, experts, topology), topology) for each in (planner, ours))
-    return OwnLoad(name, load, published, reached, ours_reached, source)
+    """Run a baseline's planner and ReLibra on the same loads."""
+    baseline_result, relibra_result = (
+        describe(plan_loads(each, experts, topology), topology) for each in (planner, relibra_planner)
+    )
+    return OwnLoad(name, load, published, baseline_result, relibra_result, source)
 
 
 def _worst(plan: Plan, topology: Topology) -> str:
-    """The largest imbalance of all loads, and the replicas of a layer."""
+    """Describe the largest imbalance over all loads, and the mean number of replicas of a layer."""
     load = np.asarray(rank_load(plan), float)
     replicas = float(np.mean(np.asarray(replica_count(plan, topology))))
     return f"{(load.max((2, 3)) / load.mean((2, 3))).max():.3f}, {replicas:.0f} replicas"
 
 
 def _straggler(experts: np.ndarray) -> Callable[[Plan, Topology], str]:
-    """How far the fullest rank is above the mean, beside what it is without replicas."""
+    """Make a function that describes by how much replicas shrink the distance of the fullest rank from the mean."""
 
-    def tell(plan: Plan, topology: Topology) -> str:
+    def describe(plan: Plan, topology: Topology) -> str:
         def above(load: np.ndarray) -> float:
             return float((load.max(-1) - load.mean(-1)).mean())
 
@@ -146,14 +149,14 @@ def _straggler(experts: np.ndarray) -> Callable[[Plan, Topology], str]:
         after = np.asarray(rank_load(plan), float).reshape(len(experts), -1)
         return f"{above(after) / above(before) - 1:.0%}"
 
-    return tell
+    return describe
 
 
 def _apart(plan: Plan, topology: Topology) -> str:
-    """How many tokens the fullest rank computes more than the emptiest."""
+    """Describe how many more token copies the fullest rank computes than the emptiest."""
     del topology
     load = np.asarray(rank_load(plan))
-    return f"fullest and emptiest rank at most {(load.max((2, 3)) - load.min((2, 3))).max()} apart"
+    return f"largest and smallest rank load at most {(load.max((2, 3)) - load.min((2, 3))).max()} apart"
 
 
 def _one_node(slots: int) -> Topology:
@@ -184,18 +187,18 @@ def _moonep() -> OwnLoad:
         loads,
         _one_node(4),
         _apart,
-        load="the same loads, as many slots as experts of a rank",
-        published="every rank computes as much",
+        load="the same three loads, R=4 (as many replica slots as experts per rank)",
+        published="equal loads on all ranks",
         source="documentation of MoonEP",
-        ours=relibra(place=keep_homes, replicate=functools.partial(replicate_experts, exact=True)),
+        relibra_planner=relibra(place=keep_homes, replicate=functools.partial(replicate_experts, exact=True)),
     )
 
 
 def _lplb() -> list[OwnLoad]:
     compare = functools.partial(
-        _compare, "lplb", ours=relibra(), source="tests of github.com/deepseek-ai/LPLB"
+        _compare, "lplb", relibra_planner=relibra(), source="tests of github.com/deepseek-ai/LPLB"
     )
-    found = []
+    results = []
     for graph, nodes, local, slots, bound in (
         ("cube", 4, 8, 2, 1.07),
         ("cube", 8, 8, 2, 1.10),
@@ -205,12 +208,12 @@ def _lplb() -> list[OwnLoad]:
     ):
         topology = Topology(num_nodes=nodes, ranks_per_node=local, num_experts=256, replica_slots=slots)
         load = f"256 experts from N(1, 0.3) on {nodes}x{local} ranks, {graph}, R={slots}"
-        found.append(
+        results.append(
             compare(
                 lplb(graph=graph), normal_loads(), topology, _worst, load=load, published=f"at most {bound}"
             )
         )
-    return found
+    return results
 
 
 def _feplb() -> list[OwnLoad]:
@@ -222,9 +225,9 @@ def _feplb() -> list[OwnLoad]:
             loads,
             Topology(num_nodes=1, ranks_per_node=8, num_experts=128, replica_slots=dynamic),
             _straggler(loads),
-            load=f"128 log-normal experts on 8 ranks, {dynamic} dynamic: straggler (max - mean)",
+            load=f"128 experts, log-normal loads, 8 ranks, {dynamic} dynamic experts: change of max - mean",
             published=published,
-            source="FEPLB (arXiv 2604.19654), own loads",
+            source="FEPLB (arXiv 2604.19654), on its own loads",
         )
         for dynamic, published in ((2, "-65%"), (4, "-68%"), (8, "-70%"))
     ]

@@ -1,7 +1,7 @@
-"""Headline claims of ReLibra (arXiv 2605.08639) and ForeMoE (arXiv 2606.11867), and how ours are read from a cell.
+"""Headline claims of ReLibra (arXiv 2605.08639), ForeMoE (arXiv 2606.11867) and others, and their figures in a cell.
 
-Published figures were measured, on other traces, models and clusters; ours are modelled. A claim is blank where a cell
-has no rows for it.
+Published figures were measured, on other traces, models and clusters. The figures of relibra_jax are modelled. A claim
+has no figure in a cell that lacks one of its rows.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,62 +11,63 @@ from relibra_jax.cli.claims.cells import CellResult
 from relibra_jax.cli.claims.rows import ASSIGNED, WITH_ALL, WITH_RESIDENTS
 
 type Numbers = Mapping[str, Mapping[str, Any]]
-"""The numbers of a cell by row."""
+"""The numbers of a cell, by row."""
 
 
 class Figure(NamedTuple):
-    """One figure of ours."""
+    """One figure of relibra_jax for a claim."""
 
     value: float
-    """The figure."""
+    """The figure, negated where a smaller figure is better."""
     shown: str
-    """The same as the report prints it."""
+    """The figure as the report prints it."""
 
 
 class Claim(NamedTuple):
-    """One claim."""
+    """One claim of a paper, or one further figure of the report."""
 
     text: str
-    """What is claimed."""
+    """The claim in words."""
     published: str
-    """The published figure."""
+    """The published figure; empty if nothing was published."""
     least: float | None
-    """The lower end of what is published: ours is behind if it is below. None if there is none to be behind of."""
+    """The smallest published value, on the scale of `Figure.value`; relibra_jax is behind if its figure is smaller.
+    None if there is nothing to compare with."""
     rows: tuple[str, ...]
-    """The rows that ours is read from."""
-    ours: Callable[[CellResult], Figure]
-    """Reads ours from a cell that has the rows."""
-    ran: tuple[str, str] | None = None
-    """Two contenders of whole updates that were measured, the speed of the second over the first; None for none."""
+    """The rows that the figure is computed from."""
+    compute: Callable[[CellResult], Figure]
+    """The function that computes the figure from a cell with these rows."""
+    measured_pair: tuple[str, str] | None = None
+    """The two planners whose measured updates give the speed of the second over the first; None if not measured."""
 
 
 def _gain(rows: Numbers, base: str, better: str) -> float:
-    """How many times as fast a row is as another, in modelled time."""
+    """The speed of the row ``better`` divided by that of the row ``base``, in modelled time."""
     return rows[base]["modelled_seconds"] / rows[better]["modelled_seconds"]
 
 
 def _times(base: str, better: str) -> Callable[[CellResult], Figure]:
-    def ours(cell: CellResult) -> Figure:
+    def figure(cell: CellResult) -> Figure:
         value = _gain(cell.rows, base, better)
         return Figure(value, f"{value:.2f}x")
 
-    return ours
+    return figure
 
 
 def _percent_more(base: str, better: str) -> Callable[[CellResult], Figure]:
-    def ours(cell: CellResult) -> Figure:
+    def figure(cell: CellResult) -> Figure:
         value = _gain(cell.rows, base, better) - 1
         return Figure(value, f"{value:+.1%}")
 
-    return ours
+    return figure
 
 
 def _of_balanced(row: str) -> Callable[[CellResult], Figure]:
-    def ours(cell: CellResult) -> Figure:
+    def figure(cell: CellResult) -> Figure:
         value = cell.rows[row]["share_of_balanced"]
         return Figure(value, f"{value:.1%}")
 
-    return ours
+    return figure
 
 
 def _over_plus(cell: CellResult) -> Figure:
@@ -91,14 +92,14 @@ def _replica_memory(cell: CellResult) -> Figure:
 
 
 class Paper(NamedTuple):
-    """What one source claims."""
+    """The claims of one source."""
 
     title: str
-    """The source, and what its figures were measured on."""
+    """The source, and the conditions of its measurements."""
     section: str
-    """The section of cells that ours is read from."""
+    """The section of the cells that the figures of relibra_jax are computed from."""
     claims: Sequence[Claim]
-    """The claims."""
+    """The claims of this source."""
 
 
 CLAIMS: Final[Sequence[Paper]] = (
@@ -112,15 +113,15 @@ CLAIMS: Final[Sequence[Paper]] = (
                 1.21,
                 ("static", "relibra"),
                 _times("static", "relibra"),
-                ran=("static", "relibra"),
+                measured_pair=("static", "relibra"),
             ),
             Claim(
-                "speed over EPLB+, LPLB+ (measured: EPLB+)",
+                "speed over EPLB+ and over LPLB+ (measured: over EPLB+)",
                 "1.06x to 1.21x",
                 1.06,
                 ("eplb", "lplb", "relibra"),
                 _over_plus,
-                ran=("eplb", "relibra"),
+                measured_pair=("eplb", "relibra"),
             ),
             Claim(
                 "speed over PopFetcher",
@@ -130,65 +131,69 @@ CLAIMS: Final[Sequence[Paper]] = (
                 _times("popfetcher", "relibra"),
             ),
             Claim(
-                "share of the balanced run",
+                "share of the balanced run's speed",
                 "90% to 94%",
                 0.90,
                 ("relibra",),
                 _of_balanced("relibra"),
-                ran=("balanced", "relibra"),
+                measured_pair=("balanced", "relibra"),
             ),
             Claim(
-                "reordering alone, over static (Qwen3-235B, mixed data)",
+                "speed of reordering alone over static (paper: Qwen3-235B, mixed data)",
                 "1.15x",
                 1.15,
                 ("static", "+ reorder"),
                 _times("static", "+ reorder"),
             ),
             Claim(
-                "replication alone, over static",
+                "speed of replication alone over static",
                 "",
                 None,
                 ("static", "+ replicate"),
                 _times("static", "+ replicate"),
             ),
             Claim(
-                "both, over static (Qwen3-235B, mixed data)",
+                "speed of reordering and replication over static (paper: Qwen3-235B, mixed data)",
                 "1.39x",
                 1.39,
                 ("static", "relibra"),
                 _times("static", "relibra"),
             ),
             Claim(
-                "data locality alone (samples assigned), over static",
+                "speed of data locality alone (samples assigned to ranks) over static",
                 "",
                 None,
                 ("static", "static + assign"),
                 _times("static", "static + assign"),
             ),
             Claim(
-                "annealed homes over greedy LPT",
+                "gain of annealed homes over greedy LPT",
                 "+5% to +16%",
                 0.05,
                 ("place by lpt", "place for balance"),
                 _percent_more("place by lpt", "place for balance"),
             ),
             Claim(
-                "joint replication over placing alone",
+                "gain of joint replication over placing replicas alone (tokens split evenly)",
                 "+12% to +24%",
                 0.12,
                 ("places only", "relibra"),
                 _percent_more("places only", "relibra"),
             ),
             Claim(
-                "joint replication over splitting alone",
+                "gain of joint replication over splitting tokens alone (EPLB's replicas)",
                 "+9% to +12%",
                 0.09,
                 ("splits only", "relibra"),
                 _percent_more("splits only", "relibra"),
             ),
-            Claim("imbalance of ranks", "1.00 to 1.08", -1.08, ("static", "relibra"), _imbalance),
-            Claim("reordering, of the batch's time", "1.4% to 2.1%", -0.021, ("relibra",), _reorder),
-            Claim("memory of replicas, of the weights", "0.13% to 1.62%", -0.0162, (), _replica_memory),
+            Claim("imbalance of rank load", "1.00 to 1.08", -1.08, ("static", "relibra"), _imbalance),
+            Claim(
+                "reordering as a share of the batch's time", "1.4% to 2.1%", -0.021, ("relibra",), _reorder
+            ),
+            Claim(
+                "memory of replicas as a share of the weights", "0.13% to 1.62%", -0.0162, (), _replica_memory
+            ),
         ),
     ),
     Paper(
@@ -196,11 +201,17 @@ CLAIMS: Final[Sequence[Paper]] = (
         "recompute",
         (
             Claim(
-                "foremoe over static", "up to 1.45x", None, ("static", "foremoe"), _times("static", "foremoe")
+                "speed of foremoe over static",
+                "up to 1.45x",
+                None,
+                ("static", "foremoe"),
+                _times("static", "foremoe"),
             ),
-            Claim("relibra over static", "", None, ("static", "relibra"), _times("static", "relibra")),
             Claim(
-                "foremoe, share of the balanced run",
+                "speed of relibra over static", "", None, ("static", "relibra"), _times("static", "relibra")
+            ),
+            Claim(
+                "foremoe: share of the balanced run's speed",
                 "95% of an oracle",
                 None,
                 ("foremoe",),
@@ -213,54 +224,85 @@ CLAIMS: Final[Sequence[Paper]] = (
         "headline",
         (
             Claim(
-                "UltraEP over static (arXiv 2606.04101)",
+                "speed of UltraEP over static (arXiv 2606.04101)",
                 "1.42x",
                 None,
                 ("static", "ultraep"),
                 _times("static", "ultraep"),
             ),
-            Claim("UltraEP, share of the balanced run", "94.3%", None, ("ultraep",), _of_balanced("ultraep")),
             Claim(
-                "LAER-MoE over static (published: over its baselines, arXiv 2602.11686)",
+                "UltraEP: share of the balanced run's speed",
+                "94.3%",
+                None,
+                ("ultraep",),
+                _of_balanced("ultraep"),
+            ),
+            Claim(
+                "speed of LAER-MoE over static (published: over its baselines, arXiv 2602.11686)",
                 "up to 1.69x",
                 None,
                 ("static", "laer"),
                 _times("static", "laer"),
             ),
-            Claim("LLEP, share of the balanced run", "", None, ("llep",), _of_balanced("llep")),
-            Claim("MoonEP, share of the balanced run", "", None, ("moonep",), _of_balanced("moonep")),
-            Claim("FEPLB, share of the balanced run", "", None, ("feplb",), _of_balanced("feplb")),
+            Claim("LLEP: share of the balanced run's speed", "", None, ("llep",), _of_balanced("llep")),
+            Claim("MoonEP: share of the balanced run's speed", "", None, ("moonep",), _of_balanced("moonep")),
+            Claim("FEPLB: share of the balanced run's speed", "", None, ("feplb",), _of_balanced("feplb")),
         ),
     ),
     Paper(
-        "Ours, beyond the papers",
+        "Beyond the papers",
         "headline",
         (
             Claim(
-                "samples assigned: share of the balanced run", "", None, (ASSIGNED,), _of_balanced(ASSIGNED)
+                "samples assigned: share of the balanced run's speed",
+                "",
+                None,
+                (ASSIGNED,),
+                _of_balanced(ASSIGNED),
             ),
             Claim(
-                "one resident a rank: share of the balanced run",
+                "one resident per rank: share of the balanced run's speed",
                 "",
                 None,
                 (WITH_RESIDENTS,),
                 _of_balanced(WITH_RESIDENTS),
-                ran=("balanced", "relibra + residents"),
+                measured_pair=("balanced", "relibra + residents"),
             ),
-            Claim("both: share of the balanced run", "", None, (WITH_ALL,), _of_balanced(WITH_ALL)),
-            Claim("both, over static", "", None, ("static", WITH_ALL), _times("static", WITH_ALL)),
+            Claim(
+                "samples assigned and one resident per rank: share of the balanced run's speed",
+                "",
+                None,
+                (WITH_ALL,),
+                _of_balanced(WITH_ALL),
+            ),
+            Claim(
+                "speed with samples assigned and one resident per rank, over static",
+                "",
+                None,
+                ("static", WITH_ALL),
+                _times("static", WITH_ALL),
+            ),
         ),
     ),
 )
-"""The claims by the source that makes them."""
+"""The claims, by their sources."""
 
 
-def ours_of(claim: Claim, cell: CellResult) -> Figure | str | None:
-    """Our figure for a claim: None where the cell has no such rows, GB where a row does not fit a rank's memory."""
+def figure_of(claim: Claim, cell: CellResult) -> Figure | str | None:
+    """Compute the figure of relibra_jax for a claim.
+
+    Args:
+        claim: the claim.
+        cell: the results of a cell.
+
+    Returns:
+        The figure; None if the cell lacks one of the claim's rows; or, if a row does not fit the memory of a rank, a
+        string that names the memory it needs.
+    """
     if cell.skipped or not set(claim.rows) <= cell.rows.keys():
         return None
     for name in claim.rows:
         row = cell.rows[name]
         if not row["fits"]:
             return f"needs {row['rank_memory'] / 1e9:.0f} GB"
-    return claim.ours(cell)
+    return claim.compute(cell)

@@ -1,4 +1,4 @@
-"""The report of the claims, as Markdown: where ours is behind comes first, recorded routing before synthetic."""
+"""The report of the claims as Markdown: where relibra_jax is behind, then recorded routing, then synthetic routing."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
@@ -8,42 +8,46 @@ from relibra_jax.cli.claims.behind import behind
 from relibra_jax.cli.claims.cells import CellResult
 from relibra_jax.cli.claims.measured import WHOLE_UPDATES, Measurement
 from relibra_jax.cli.claims.own_loads import OwnLoad
-from relibra_jax.cli.claims.published import CLAIMS, Claim, Figure, ours_of
+from relibra_jax.cli.claims.published import CLAIMS, Claim, Figure, figure_of
 from relibra_jax.cli.claims.results import Results
 from relibra_jax.cli.claims.rows import HEADLINE
 from relibra_jax.cli.compare import is_reconstruction
 
 TRANSFERS: Final = ("exposed", "push", "reorder")
-"""The parts of a batch's modelled time in which experts travel and nothing else runs."""
+"""The parts of a batch's modelled time in which experts are transferred and nothing else runs."""
 HOW_LOOSE: Final = (
-    "The lower bound (relibra_jax/cost/least_time.py) is over all homes, residents, replicas and assignments of whole"
-    " samples. It is a relaxation, and loose for what crosses: the best plans known of the recorded trace are 18% (2"
-    " nodes) to 70% (4 nodes, flat dispatch) above it, brute-forced optima of tiny instances 5% to 85%."
+    "The lower bound (relibra_jax/cost/least_time.py) covers all homes, residents, replicas and assignments of whole"
+    " samples. It is a relaxation and is loose for crossings: the best known plans of the recorded trace are 18% (2"
+    " nodes) to 70% (4 nodes, flat dispatch) above it, and brute-forced optima of tiny instances 5% to 85%."
 )
 SWEEPS: Final = {
-    "micro_batches": "micro-batches of a batch",
-    "tokens_per_rank": "tokens of a rank in a micro-batch",
-    "replica_slots": "replica slots of a rank",
-    "resident_slots": "resident slots of a rank",
-    "nodes": "nodes of 16 ranks",
+    "micro_batches": "micro-batches per batch",
+    "tokens_per_rank": "tokens per rank and micro-batch",
+    "replica_slots": "replica slots per rank",
+    "resident_slots": "resident slots per rank",
+    "nodes": "nodes x ranks per node, 16 ranks",
 }
-"""What each sweep varies."""
+"""The quantity that each sweep varies, as the report names it."""
 
 
 def write_report(results: Results) -> str:
-    """The report as Markdown.
+    """Write the report of the claims.
 
     Args:
-        results: what was run and read.
+        results: everything that was run or read.
+
+    Returns:
+        The report as Markdown.
     """
     parts = [
         "# Claims",
-        "Published figures were measured by their authors, on other traces, models and clusters. Ours are **modelled**"
-        " on the routing that is named (relibra_jax/cost: constants with their sources, nothing hidden but replicas"
-        " behind attention), except in the columns that say *measured*. A model's shapes are its widths; experts and"
-        " top-k are those of the trace, but memory is that of the model itself. Nothing here was run on a GPU.",
-        "## Where ours is behind",
-        _bullets(behind(results)) or "Nowhere, in what was run.",
+        "Published figures were measured by their authors, on other traces, models and clusters. The figures of"
+        " relibra_jax are **modelled** for the routing that each table names, except in columns marked *measured*. The"
+        " model (relibra_jax/cost) states the source of every constant, and hides no transfer except that of replicas,"
+        " behind attention. The shapes of a model are its widths; the number of experts and top-k are the trace's, but"
+        " memory is that of the model with its own experts. Nothing here was run on a GPU.",
+        "## Where relibra_jax is behind",
+        _bullets(behind(results)) or "Nowhere in this run.",
         "## Recorded routing",
         *(f"![{what}]({name})" for name, what in results.figures.items()),
         *_routing(results, synthetic=False),
@@ -53,14 +57,15 @@ def write_report(results: Results) -> str:
     if any(cell.synthetic for _, cell in results.cells):
         parts += [
             "## Synthetic routing",
-            "Drawn by a generator that is calibrated on recorded routing and scaled to more experts, which is an"
-            " assumption. No evidence for what real models do.",
+            "This routing is drawn by a generator that is calibrated on recorded routing. Scaling it to more experts is"
+            " an assumption, so these results are no evidence for what real models do.",
             *_routing(results, synthetic=True),
         ]
     if results.own_loads:
         parts += [
-            "## Rivals on the loads that they publish",
-            "Largest over mean rank load unless told otherwise, the worst of the loads drawn as the source says.",
+            "## Baselines on the loads of their own publications",
+            "Figures are the largest over the mean rank load, unless the load's description says otherwise. Loads are"
+            " drawn as the source describes, and the worst one counts.",
             _own_loads(results.own_loads),
         ]
     skipped = [
@@ -70,12 +75,15 @@ def write_report(results: Results) -> str:
     ]
     if skipped:
         parts += ["## Not run", _bullets(skipped)]
-    parts += ["## How this was made", _bullets(f"{name}: {value}" for name, value in results.about.items())]
+    parts += [
+        "## How to reproduce this report",
+        _bullets(f"{name}: {value}" for name, value in results.about.items()),
+    ]
     return "\n\n".join(parts) + "\n"
 
 
 def _routing(results: Results, *, synthetic: bool) -> list[str]:
-    """The parts of the report on one kind of routing."""
+    """The paragraphs of the report on recorded or on synthetic routing."""
     parts = []
     for paper in CLAIMS:
         cells = [cell for cell in results.of(paper.section, synthetic=synthetic) if not cell.skipped]
@@ -90,10 +98,10 @@ def _routing(results: Results, *, synthetic: bool) -> list[str]:
     if ranks:
         parts += [
             f"### Imbalance over expert-parallel ranks: {ranks[0].trace}",
-            "Published: 1.00 to 1.08 on 8 to 64 ranks, static placement above 2 on many.",
+            "Published: 1.00 to 1.08 on 8 to 64 ranks; static placement is above 2 on many ranks.",
             _table(
                 ["", *(cell.ranks for cell in ranks)],
-                [["samples of a rank in a micro-batch", *(f"{_samples_of_rank(cell):.1f}" for cell in ranks)]]
+                [["samples per rank and micro-batch", *(f"{_samples_of_rank(cell):.1f}" for cell in ranks)]]
                 + [
                     [name, *(f"{cell.rows[name]['imbalance']:.3f}" for cell in ranks)]
                     for name in ("static", "relibra")
@@ -103,13 +111,13 @@ def _routing(results: Results, *, synthetic: bool) -> list[str]:
     for section, what in SWEEPS.items():
         cells = [cell for cell in results.of(section, synthetic=synthetic) if not cell.skipped]
         if cells:
-            title = f"### Over {what}: {cells[0].trace}, {cells[0].model}'s shapes"
+            title = f"### Sweep of {what}: {cells[0].trace}, {cells[0].model}'s shapes"
             parts += [title, _sweep(section, cells), *_where_it_pays(section, cells)]
     return parts
 
 
 def _samples_of_rank(cell: CellResult) -> float:
-    """How many samples a rank has in a micro-batch on average."""
+    """The mean number of samples of a rank in a micro-batch."""
     batching, ranks = cell.cell["batching"], cell.cell["ranks"]
     return batching["batch_size"] / (batching["micro_batches"] * ranks["nodes"] * ranks["ranks_per_node"])
 
@@ -125,15 +133,15 @@ def _claims_tables(
             [
                 claim.text,
                 claim.published,
-                *(_shown(ours_of(claim, cell)) for cell in here),
-                *([_ran(claim, measured)] if measured else []),
+                *(_shown(figure_of(claim, cell)) for cell in here),
+                *([_measured_range(claim, measured)] if measured else []),
             ]
             for claim in claims
         ]
         lines = [line for line in lines if any(line[2:])]
         head = [f"{here[0].trace}, {ranks} ranks", "published, measured"]
-        head += [f"ours, modelled: {cell.model}" for cell in here]
-        head += [f"ours, measured: {WHOLE_UPDATES}, ranks 2x1"] * bool(measured)
+        head += [f"relibra_jax, modelled: {cell.model}" for cell in here]
+        head += [f"relibra_jax, measured: {WHOLE_UPDATES}, 2x1 ranks"] * bool(measured)
         parts.append(_table(head, lines))
     return parts
 
@@ -144,10 +152,14 @@ def _shown(figure: Figure | str | None) -> str:
     return figure if isinstance(figure, str) else figure.shown
 
 
-def _ran(claim: Claim, measured: Sequence[Measurement]) -> str:
-    """The range of measured speeds of a claim."""
+def _measured_range(claim: Claim, measured: Sequence[Measurement]) -> str:
+    """The range of the measured speeds of a claim; empty if it was not measured."""
     whole = [each for each in measured if each.where.startswith(WHOLE_UPDATES)]
-    gains = [gain for each in whole if claim.ran and (gain := each.gain(*claim.ran)) is not None]
+    gains = [
+        gain
+        for each in whole
+        if claim.measured_pair and (gain := each.gain(*claim.measured_pair)) is not None
+    ]
     if not gains:
         return ""
     return f"{min(gains):.2f}x to {max(gains):.2f}x" if len(gains) > 1 else f"{gains[0]:.2f}x"
@@ -163,11 +175,11 @@ def _measurements(measured: Sequence[Measurement]) -> str:
         ]
         for each in measured
     ]
-    return _table(["seconds, medians of interleaved runs", *names, "kept in"], lines)
+    return _table(["median seconds of interleaved runs", *names, "file"], lines)
 
 
 def _rows(cell: CellResult) -> str:
-    """All numbers of a cell that tell planners apart."""
+    """The table of a cell with the numbers in which planners differ."""
     lines = [
         [
             _labelled(name),
@@ -188,20 +200,20 @@ def _rows(cell: CellResult) -> str:
         "",
         "imbalance",
         "error of expected loads",
-        "crossings a token",
-        "replicas a layer",
-        "GB of a rank",
-        "exposed transfers, s",
-        "batch, s, modelled",
-        "of balanced",
-        "above the lower bound, at most",
-        "plan, ms, measured",
+        "crossings per token",
+        "replicas per layer",
+        "memory per rank, GB",
+        "exposed transfers, s, modelled",
+        "time per batch, s, modelled",
+        "share of the balanced run's speed",
+        "time above the lower bound",
+        "planning, ms, measured",
     ]
     return _table(head, lines)
 
 
 def _labelled(name: str) -> str:
-    """The name of a row; what is our reading of a source says so."""
+    """The name of a row, marked if the planner is a reconstruction from its source's text."""
     return f"{name} (reconstruction)" if is_reconstruction(name) else name
 
 
@@ -221,14 +233,14 @@ def _sweep(section: str, cells: Sequence[CellResult]) -> str:
         for cell in cells
     ]
     head = [SWEEPS[section], *(f"imbalance, {name}" for name in names)]
-    head += [f"{name} over static" for name in names if name != "static"] + [
-        f"of balanced, {name}" for name in names
+    head += [f"speed over static, {name}" for name in names if name != "static"] + [
+        f"share of balanced speed, {name}" for name in names
     ]
     return _table(head, lines)
 
 
 def _where_it_pays(section: str, cells: Sequence[CellResult]) -> list[str]:
-    """From how many tokens of a rank ReLibra's plans pay, or nothing for other sweeps."""
+    """A sentence on the number of tokens from which ReLibra pays, for the sweep of tokens; nothing for other sweeps."""
     if section != "tokens_per_rank":
         return []
     points = [
@@ -240,16 +252,16 @@ def _where_it_pays(section: str, cells: Sequence[CellResult]) -> list[str]:
         for cell in cells
     ]
     start = threshold(points)
-    where = "nowhere in this range" if start is None else f"from about {start:,.0f} tokens of a rank on"
-    return [f"relibra gains {PAYS:.0%} and more over static placement {where}."]
+    where = "nowhere in this range" if start is None else f"from about {start:,.0f} tokens per rank on"
+    return [f"relibra gains {PAYS:.0%} or more over static placement {where}."]
 
 
 def varied(section: str, cell: CellResult) -> str:
-    """The value that a sweep has in a cell.
+    """The value of the varied quantity in a cell of a sweep, as a string.
 
     Args:
-        section: a key of `SWEEPS`.
-        cell: a result of that sweep.
+        section: the sweep, a key of `SWEEPS`.
+        cell: the result of a cell of that sweep.
     """
     if section == "nodes":
         return f"{cell.ranks}"
@@ -261,7 +273,7 @@ def _own_loads(loads: Sequence[OwnLoad]) -> str:
     lines = [
         [load.planner, load.load, load.published, load.reached, load.relibra, load.source] for load in loads
     ]
-    return _table(["rival", "load", "published", "its row here", "relibra", "source"], lines)
+    return _table(["baseline", "load", "published", "its planner here", "relibra", "source"], lines)
 
 
 def _table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:

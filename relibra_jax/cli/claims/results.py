@@ -1,4 +1,4 @@
-"""Everything that the report of the claims tells."""
+"""The results that the report of the claims is written from."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -9,18 +9,18 @@ from relibra_jax.cli.claims.own_loads import OwnLoad
 
 
 class Results(NamedTuple):
-    """What was run, and what was read."""
+    """Everything that was run or read for one report."""
 
     about: Mapping[str, str]
-    """Command, versions, date, machine."""
+    """The command, machine, date, versions and traces of the run."""
     cells: Sequence[tuple[str, CellResult]]
     """The section and the result of every study."""
     own_loads: Sequence[OwnLoad]
-    """Rivals on the loads that they publish."""
+    """The results of baselines on the loads of their own publications."""
     measured: Sequence[Measurement]
-    """Kept measurements."""
+    """The kept measurements."""
     figures: Mapping[str, str]
-    """The files of figures beside the report, with what they show."""
+    """The captions of the figures beside the report, by file name."""
 
     def of(self, section: str, *, synthetic: bool) -> list[CellResult]:
         """The results of one section, on recorded or on synthetic routing."""

@@ -1,4 +1,4 @@
-"""The contenders of the claims by name, each with the resident slots that it is given."""
+"""The rows of the claims by name: each a planner, how samples are assigned, and its number of resident slots."""
 
 from typing import Final, NamedTuple
 
@@ -12,8 +12,8 @@ WITH_ALL: Final = "relibra, residents, assigned"
 ASSIGNED: Final = "relibra + assign"
 HEADLINE: Final = ("static", "popfetcher", "eplb", "lplb", "relibra", WITH_RESIDENTS, WITH_ALL)
 """The rows of the headline claims."""
-RIVALS: Final = tuple(name for name in PLANNERS if name not in ("relibra_across", *HEADLINE))
-"""The planners that the headline leaves out."""
+MORE_PLANNERS: Final = tuple(name for name in PLANNERS if name not in ("relibra_across", *HEADLINE))
+"""The baselines that the headline claims do not include."""
 PARTS: Final = (
     "+ reorder",
     "+ replicate",
@@ -24,21 +24,23 @@ PARTS: Final = (
     "places only",
     "splits only",
 )
-"""ReLibra's parts alone, and alternatives to them."""
+"""The parts of ReLibra alone, and alternatives to them."""
 
 
 class Row(NamedTuple):
-    """A contender, and the resident slots of its ranks."""
+    """One row of the claims."""
 
     contender: Contender
+    """The planner, and how samples are assigned for it."""
     resident_slots: int = 0
+    """The number of resident slots on each rank."""
 
 
 def contenders(cost_model: CostModel) -> dict[str, Row]:
-    """All rows by name.
+    """Make all rows, by name.
 
     Args:
-        cost_model: what contenders price with that choose by modelled time.
+        cost_model: the cost model of the planners that choose by modelled time.
     """
     rows = {name: Row(Contender(entry=entry)) for name, entry in PLANNERS.items()}
     rows |= {name: Row(contender) for name, contender in ablation(cost_model).items()}

@@ -1,21 +1,22 @@
-"""What the claims are read from: studies, each a cell with its rows, in a quick and in a full form.
+"""The studies that the claims are read from, each a cell with its rows: a quick form and a full form.
 
-The full form has the conditions of ReLibra's evaluation (arXiv 2605.08639): 16 ranks as 2 x 8 and 32 as 4 x 8, batches
-of 1,024 samples in 32 micro-batches, four consecutive batches after one that is only looked at, the shapes of its three
-models, 160 GPUs in all, over which optimizer state is sharded. A recorded trace is read at its own model's shapes too.
+The full form has the conditions of ReLibra's evaluation (arXiv 2605.08639): 16 ranks as 2 x 8 and 32 ranks as 4 x 8,
+batches of 1,024 samples in 32 micro-batches, four consecutive batches that count after one that does not, the shapes of
+the paper's three models, and 160 GPUs over which optimizer state is sharded. The recorded trace is also run at the
+shapes of its own model.
 """
 
 import dataclasses
 from typing import Final, NamedTuple
 
 from relibra_jax.cli.claims.cells import Cell
-from relibra_jax.cli.claims.rows import HEADLINE, PARTS, RIVALS, WITH_ALL, WITH_RESIDENTS
+from relibra_jax.cli.claims.rows import HEADLINE, MORE_PLANNERS, PARTS, WITH_ALL, WITH_RESIDENTS
 from relibra_jax.cli.options import Batching, Costs, Ranks
 
 PAPER_MODELS: Final = ("qwen3-30b-a3b", "glm-4.5-106b-a12b", "qwen3-235b-a22b")
 PAPER_RANKS: Final = ((2, 8), (4, 8))
 SYNTHETIC: Final = "synthetic-128"
-"""The trace with as many experts as the paper's models; recorded routing of such models was not found."""
+"""The trace with as many experts as the paper's models. No recorded routing of such models was available."""
 GPUS: Final = 160
 BATCHES: Final = Batching(batch_size=1024, bootstrap=5, micro_batches=32)
 TOP: Final = ("static", "eplb", "relibra")
@@ -23,12 +24,12 @@ TOP: Final = ("static", "eplb", "relibra")
 
 
 class Study(NamedTuple):
-    """A cell with its rows, and what of the report it is for."""
+    """A cell with its rows, and the part of the report that it is for."""
 
     section: str
     """The part of the report: headline, recompute, ranks, or the name of a sweep."""
     trace: str | None
-    """The trace's name; None stands for the recorded one that the command was given."""
+    """The name of the trace. None stands for the recorded trace of the command's argument."""
     cell: Cell
     """The setting."""
     rows: tuple[str, ...]
@@ -36,10 +37,10 @@ class Study(NamedTuple):
 
 
 def quick_studies(model: str) -> list[Study]:
-    """Six rows of the recorded trace on 2 x 4 ranks.
+    """Make the studies of the quick form: six rows on the recorded trace and 2 x 4 ranks.
 
     Args:
-        model: the model whose sizes are priced.
+        model: the model whose sizes are modelled.
     """
     rows = tuple(name for name in HEADLINE if name != WITH_RESIDENTS)
     cell = Cell(ranks=Ranks(), batching=Batching(), costs=Costs(model=model))
@@ -47,28 +48,28 @@ def quick_studies(model: str) -> list[Study]:
 
 
 def full_studies(model: str) -> list[Study]:
-    """Everything, which takes most of an hour on two cores.
+    """Make all studies. Running them takes most of an hour on two cores.
 
     Args:
-        model: the model whose sizes are priced where the recorded trace is read at its own.
+        model: the model that the trace was recorded from.
     """
     studies = []
     for nodes, local in PAPER_RANKS:
-        studies.append(Study("headline", None, _cell(nodes, local, model), HEADLINE + RIVALS + PARTS))
+        studies.append(Study("headline", None, _cell(nodes, local, model), HEADLINE + MORE_PLANNERS + PARTS))
         studies += [Study("headline", None, _cell(nodes, local, name), HEADLINE) for name in PAPER_MODELS]
         studies += [
             Study(
                 "headline",
                 SYNTHETIC,
                 _cell(nodes, local, name),
-                HEADLINE + (RIVALS if name == PAPER_MODELS[0] else ()),
+                HEADLINE + (MORE_PLANNERS if name == PAPER_MODELS[0] else ()),
             )
             for name in PAPER_MODELS
         ]
     both_passes = dataclasses.replace(_cell(2, 8, model), costs=_costs(16, model, recompute=True))
     studies.append(Study("recompute", None, both_passes, ("static", "foremoe", "relibra", WITH_ALL)))
     studies += [
-        Study("ranks", trace, _a_sample_each(_cell(nodes, 8, name)), ("static", "relibra"))
+        Study("ranks", trace, _with_enough_samples(_cell(nodes, 8, name)), ("static", "relibra"))
         for trace, name, most in ((None, model, 4), (SYNTHETIC, PAPER_MODELS[0], 8))
         for nodes in (1, 2, 4, 8)
         if nodes <= most
@@ -76,15 +77,15 @@ def full_studies(model: str) -> list[Study]:
     return studies + _sweeps(model)
 
 
-def _a_sample_each(cell: Cell) -> Cell:
-    """The cell with a sample for each rank and micro-batch at least."""
+def _with_enough_samples(cell: Cell) -> Cell:
+    """The cell with a batch size of at least one sample for each rank and micro-batch."""
     ranks = cell.ranks.nodes * cell.ranks.ranks_per_node
     size = max(cell.batching.batch_size or 0, (cell.batching.micro_batches or 0) * ranks)
     return dataclasses.replace(cell, batching=dataclasses.replace(cell.batching, batch_size=size))
 
 
 def _sweeps(model: str) -> list[Study]:
-    """One number varied at a time, on 2 x 8 ranks."""
+    """The studies of the sweeps, which vary one number at a time on 2 x 8 ranks."""
     cell, change = _cell(2, 8, model), dataclasses.replace
 
     def ranks(**numbers: int) -> Cell:

@@ -1,1 +1,1 @@
-"""``relibra deploy``: attention and experts of a rollout on devices of their own, sized from recorded routing."""
+"""``relibra deploy``: sizes a rollout that serves attention and experts on separate devices, from recorded routing."""

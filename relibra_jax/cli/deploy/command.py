@@ -1,6 +1,6 @@
-"""``relibra deploy``: the plan search of MegaScale-Infer, with experts as busy as recorded routing says.
+"""``relibra deploy``: the deployment search of MegaScale-Infer, with the expert loads of recorded routing.
 
-Source of the question: arXiv 2504.02263. All times are modelled.
+Source of the search: MegaScale-Infer (arXiv 2504.02263), which assumes equally busy experts. All times are modelled.
 """
 
 import dataclasses
@@ -29,82 +29,88 @@ from relibra_jax.types import RoutingReplay
 
 TABLE_WIDTH: Final = 104
 TOKENS: Final = 8192
-"""At most so many tokens, evenly over the batch, tell how often a token has several experts in one group."""
+"""The most tokens of the batch that are used to count how often a token has several experts in one group."""
 _ORDERS: Final = {"given": "", "shuffled": " in shuffled order"}
-PUBLISHED: Final = "published: x1.90, then x1.10 to x1.38 (MegaScale-Infer, arXiv 2504.02263, measured)"
+PUBLISHED: Final = (
+    "published gains: 1 to 2 x1.90, 2 to 3 x1.10 to x1.38 (MegaScale-Infer, arXiv 2504.02263, measured)"
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Deploy:
-    """Size a rollout whose attention and experts are on devices of their own, with experts placed by recorded
-    routing."""
+    """Size a rollout that serves attention and experts on separate devices, from recorded routing."""
 
     trace: TraceName = None
-    """A trace by name or path (.npz); else what RELIBRA_TRACE gives, else the recorded one of the package. Experts are
-    placed by its first half, and the simulated step is drawn from its second."""
+    """The trace: a name (recorded, synthetic-128, W2, ...) or the path of an .npz file.
+    Its first half determines the placement of the experts; the simulated step is drawn from its second half."""
     order: Literal["given", "shuffled"] = "given"
-    """Whether samples come as the trace has them, or in an order drawn by ``seed``: the halves of a trace that is
-    sorted by data set are different domains."""
+    """The order of the samples: as the trace has them, or shuffled with --seed.
+    Shuffle a trace that is sorted by data set, since its halves are different domains otherwise."""
     model: str = "gpt-oss-20b"
-    """The name of a model; it takes the trace's number of experts and top-k."""
+    """The model whose sizes are modelled, with the trace's number of experts and top-k."""
     attention_cluster: str = "h100"
-    """The name of the cluster that serves attention."""
+    """The cluster whose devices serve attention."""
     expert_cluster: str = "h100"
-    """The name of the cluster that serves experts."""
+    """The cluster whose devices serve the experts."""
     attention_price: float = 1.0
-    """What an attention device costs, in any unit."""
+    """The price of an attention device, in any unit."""
     expert_price: float = 1.0
-    """What an expert device costs, in the same unit."""
+    """The price of an expert device, in the same unit."""
     context: float = 4096.0
-    """The mean tokens of a sequence in the key-value cache."""
+    """The mean number of tokens of a sequence in the key-value cache."""
     slo: float = 0.1
     """The most seconds between two tokens of a sequence."""
     memory_share: float = MEMORY_SHARE
-    """The part of a device's memory that weights and caches may take; a serving engine needs the rest."""
-    expert_groups: tuple[int, ...] = ()
-    """The numbers of groups of expert devices to try; all that divide the experts when none is given."""
+    """The share of a device's memory that weights and caches may take. A serving engine needs the rest."""
+    expert_groups: Annotated[
+        tuple[int, ...], tyro.conf.arg(help_behavior_hint="(default: all divisors of the number of experts)")
+    ] = ()
+    """Numbers to try: groups of expert devices."""
     replica_slots: tuple[int, ...] = (0, 1)
-    """The numbers of replica slots of a group to try."""
+    """Numbers to try: replica slots in each group of expert devices."""
     grid: Annotated[Grid, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Grid)
     seed: int = 0
-    """The seed of the order, of the placement and of the drawn step."""
+    """The seed of the shuffled order, of the placement search, and of the simulated step."""
     out: Path = Path("out/deploy")
-    """The folder for the figure and the numbers."""
+    """The folder that the figure and the numbers are written to."""
 
 
 def run_deploy(options: Deploy, console: Console) -> None:
-    """Search the deployments, print the best ones and what micro-batches in flight are worth, write figure and numbers.
+    """Search for the best deployments, print them, and write the figure and the numbers.
+
+    It also prints how much throughput changes with the number of micro-batches in flight.
 
     Args:
-        options: the trace, the model, the hardware, the constraints, and the folder for what is written.
-        console: the console for the tables.
+        options: the trace, the model, the hardware, the constraints, and the folder to write to.
+        console: the console that the table is printed on.
 
     Raises:
-        ValueError: if the trace or the settings do not fit, or nothing is feasible; nothing is written then.
+        ValueError: if the trace and the settings do not fit each other, or no deployment is feasible. Nothing is
+            written then.
     """
     terms, trace = _terms(options), read_trace(options.trace)
     model = dataclasses.replace(
         terms.model, num_experts=trace.num_experts, top_k=trace.replay.expert_ids.shape[-1]
     )
     groups = options.expert_groups or _divisors(trace.num_experts)
-    last, following = _halves(trace, options, model.moe_layers)
-    load = np.asarray(sample_load(last, num_experts=trace.num_experts)).sum(0)
-    routes = np.asarray(last.expert_ids)[np.asarray(last.mask)]
+    first_half, second_half = _halves(trace, options, model.moe_layers)
+    load = np.asarray(sample_load(first_half, num_experts=trace.num_experts)).sum(0)
+    routes = np.asarray(first_half.expert_ids)[np.asarray(first_half.mask)]
     with progress_bar(console, width=12) as bar:
         task = bar.add_task("placements", total=len(groups) * len(options.replica_slots))
         rows = make_rows(
             terms._replace(model=model),
             load,
             routes[:: -(-len(routes) // TOKENS)],
-            following,
+            second_half,
             groups=groups,
             replica_slots=options.replica_slots,
             progress=lambda: bar.update(task, advance=1),
         )
     planned = rows[-1]
     title = (
-        f"{options.model} with {trace.num_experts} experts as {trace.name} routes{_ORDERS[options.order]}: attention on"
-        f" {options.attention_cluster}, experts on {options.expert_cluster}, {options.slo * 1e3:g} ms a token"
+        f"{options.model} with {trace.num_experts} experts, routing of {trace.name}{_ORDERS[options.order]}: attention"
+        f" on {options.attention_cluster}, experts on {options.expert_cluster}, {options.slo * 1e3:g} ms per token"
     )
     console.print(deployment_table(rows, title), crop=False, soft_wrap=True)
     in_flight = over_micro_batches(planned.search)
@@ -113,25 +119,25 @@ def run_deploy(options: Deploy, console: Console) -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     figure, numbers = options.out / "deploy.png", options.out / "deploy.json"
     draw_deployment(figure, in_flight, planned, title)
-    told = {
+    report = {
         "setting": title,
         "rows": {row.experts: _numbers(row) for row in rows},
         "micro_batches": [point._asdict() for point in in_flight],
     }
-    write_json(numbers, told)
+    write_json(numbers, report)
     console.print(f"figure: {figure}\nnumbers: {numbers}", highlight=False, soft_wrap=True)
 
 
 def deployment_table(rows: Sequence[Row], title: str) -> Table:
-    """A table of the best deployments, one a line.
+    """Make a table of the best deployments, one line for each assumption about the experts.
 
     Args:
-        rows: what the experts are taken to be, and what comes of it.
-        title: what is deployed on what.
+        rows: the best deployments.
+        title: the title of the table: the model, the trace and the clusters.
     """
     table = wide_table(title, width=TABLE_WIDTH)
     table.add_column("experts", no_wrap=True)
-    names = ("attention", "groups", "slots", "m", "batch", "busiest", "ms a token", "per price", "simulated")
+    names = ("attention", "groups", "slots", "m", "batch", "busiest", "ms/token", "per price", "simulated")
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
@@ -151,28 +157,29 @@ def deployment_table(rows: Sequence[Row], title: str) -> Table:
     return table
 
 
-_MODELLED = (
-    "attention and groups: copies x devices of each; slots: experts that a group holds; m: micro-batches in flight;"
-    " busiest: load of the busiest group over the mean, as planned from and as simulated; per price: tokens a second"
-    " for each unit of price, in closed form and simulated with routing not seen before; !: the simulated step takes"
-    " longer than --slo. All of it is modelled, nothing was measured."
-)
+_MODELLED = """\
+attention, groups: copies of attention, or groups of expert devices, x the devices of each
+slots: experts that a group holds; m: micro-batches in flight; batch: sequences in flight
+busiest: load of the busiest group over the mean group's, at the loads planned from and in the simulated step
+per price: tokens per second and unit of price, by the closed form
+simulated: the same in a step simulated with routing that the search has not seen; !: this step takes longer than --slo
+All numbers are modelled; nothing was measured."""
 
 
 def _terms(options: Deploy) -> Terms:
     check_seed("seed", options.seed)
     if not options.replica_slots:
-        raise ValueError("replica_slots: at least one")
+        raise ValueError("replica_slots must name at least one number of slots")
     clusters = Clusters(
         attention=find_cluster(options.attention_cluster),
         experts=find_cluster(options.expert_cluster),
         attention_price=options.attention_price,
         expert_price=options.expert_price,
     )
-    known = {"slo": options.slo, "context": options.context, "memory_share": options.memory_share}
+    limits = {"slo": options.slo, "context": options.context, "memory_share": options.memory_share}
     model = find_model(options.model)
-    check_search(model, clusters, options.grid, **known)
-    return Terms(model, clusters, options.grid, **known, seed=options.seed)
+    check_search(model, clusters, options.grid, **limits)
+    return Terms(model, clusters, options.grid, **limits, seed=options.seed)
 
 
 def _divisors(num_experts: int) -> tuple[int, ...]:
@@ -180,7 +187,7 @@ def _divisors(num_experts: int) -> tuple[int, ...]:
 
 
 def _halves(trace: Trace, options: Deploy, layers: int) -> tuple[RoutingReplay, RoutingReplay]:
-    """The batch that experts are placed by, and the one after it, in no more layers than the model has."""
+    """Both halves of a trace, the first to place experts by and the second to simulate; at most the model's layers."""
     ids, mask = (np.asarray(each) for each in trace.replay)
     ids = ids[:, :, :layers]
     if options.order == "shuffled":
@@ -189,13 +196,14 @@ def _halves(trace: Trace, options: Deploy, layers: int) -> tuple[RoutingReplay, 
     half = len(mask) // 2
     if not mask[:half].any() or not mask[half:].any():
         raise ValueError(
-            f"{trace.name} has no tokens in one half of its {len(mask)} samples: one is to plan from, one to draw from"
+            f"{trace.name} has no tokens in one half of its {len(mask)} samples; both halves need tokens, since experts"
+            " are placed by the first half and the simulated step is drawn from the second"
         )
     return RoutingReplay(ids[:half], mask[:half]), RoutingReplay(ids[half:], mask[half:])
 
 
 def _busiest(row: Row) -> float:
-    """Token copies of the busiest group over the mean group's, at the loads that were planned from."""
+    """The token copies of the busiest group over those of the mean group, at the loads that were planned from."""
     return float(row.placement.groups * row.placement.hottest.mean())
 
 
@@ -203,11 +211,12 @@ def _simulated_lines(row: Row) -> list[str]:
     score, step = row.search.score, row.simulated
     seconds = float(step.schedule.seconds)
     return [
-        f"a layer of a micro-batch, us: attention {1e6 * score.attention:.0f}, experts {1e6 * score.experts:.0f},"
-        f" transfer {1e6 * score.exchange:.0f} each way",
-        f"a step, simulated with loads drawn from the second half: {1e3 * seconds:.2f} ms, closed form"
-        f" {1e3 * score.step:.2f} ms ({seconds / score.step - 1:+.1%}); idle: attention {step.attention_idle:.0%},"
-        f" all expert devices {step.expert_idle:.0%}, a mean expert device {step.group_idle:.0%}",
+        f"planned row, times of a layer of a micro-batch: attention {1e6 * score.attention:.0f} us, experts"
+        f" {1e6 * score.experts:.0f} us, transfer {1e6 * score.exchange:.0f} us each way",
+        f"planned row, step simulated with routing of the second half: {1e3 * seconds:.2f} ms, closed form"
+        f" {1e3 * score.step:.2f} ms (simulated {seconds / score.step - 1:+.1%}); idle: attention"
+        f" {step.attention_idle:.0%}, all expert devices at once {step.expert_idle:.0%}, an expert device on average"
+        f" {step.group_idle:.0%}",
     ]
 
 
@@ -215,14 +224,14 @@ def _in_flight_lines(points: Sequence[InFlight]) -> list[str]:
     pairs = list(itertools.pairwise(points))
     lines = []
     for name, what in (
-        ("same", "the deployment above, whether it fits or not"),
-        ("best", "the best deployment of each"),
+        ("same", "the planned deployment with only m changed, whether it fits or not"),
+        ("best", "the best deployment for each m"),
     ):
         gains = (
             f"{before.micro_batches} to {after.micro_batches} {_gain(getattr(before, name), getattr(after, name))}"
             for before, after in pairs
         )
-        lines.append(f"micro-batches in flight, {what}: {', '.join(gains)}")
+        lines.append(f"gain of more micro-batches in flight, {what}: {', '.join(gains)}")
     return lines if pairs else []
 
 

@@ -1,4 +1,4 @@
-"""What the experts are taken to be, as rows of a table: equally busy, where they are by number, or placed by plan."""
+"""The rows of ``relibra deploy``: experts assumed equally busy, placed contiguously, or placed by a plan."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -22,49 +22,53 @@ from relibra_jax.types import RoutingReplay
 
 
 class Terms(NamedTuple):
-    """What every row is searched and simulated under."""
+    """The conditions under which every row is searched and simulated."""
 
     model: Model
-    """With the trace's number of experts and top-k."""
+    """The sizes of the model, with the trace's number of experts and top-k."""
     clusters: Clusters
+    """The hardware and prices of the attention and expert devices."""
     grid: Grid
+    """The deployments to try."""
     slo: float
-    """The most seconds between two tokens."""
+    """The most seconds between two tokens of a sequence."""
     context: float
-    """The mean tokens of a sequence in the cache."""
+    """The mean number of tokens of a sequence in the key-value cache."""
     memory_share: float
-    """The part of a device's memory that weights and caches may take."""
+    """The share of a device's memory that weights and caches may take."""
     seed: int
+    """The seed of the placement search and of the simulated step."""
 
 
 class Row(NamedTuple):
-    """One way to look at the experts, and what comes of it."""
+    """One assumption about the experts, and the best deployment under it."""
 
     experts: str
-    """What the search takes them to be."""
+    """The assumption: equally busy experts, contiguous placement, or planned placement."""
     placement: ExpertPlacement
-    """That of the best deployment, as it is run."""
+    """The placement with which the best deployment is simulated."""
     search: Search
+    """The search, with the best deployment."""
     simulated: SimulatedStep
-    """A step of the best deployment with loads that the search has not seen."""
+    """A simulated step of the best deployment, with loads that the search has not seen."""
     slo: float
-    """The most seconds between two tokens for which it was searched."""
+    """The most seconds between two tokens of a sequence that the search allowed."""
 
     @property
     def batch(self) -> int:
-        """The sequences in flight of the best deployment."""
+        """The number of sequences in flight in the best deployment."""
         best = self.search.best
         return int(best.micro_batches * best.sequences * best.attention_copies)
 
     @property
     def simulated_per_price(self) -> float:
-        """Tokens a second for each unit of price in the simulated step."""
+        """Tokens per second and unit of price in the simulated step."""
         score = self.search.score
         return float(score.per_price * score.step / self.simulated.schedule.seconds)
 
     @property
     def simulated_within_slo(self) -> bool:
-        """Whether the simulated step stays within the time between two tokens for which the row was searched."""
+        """Whether the simulated step takes at most ``slo`` seconds."""
         return float(self.simulated.schedule.seconds) <= self.slo
 
 
@@ -72,29 +76,30 @@ def make_rows(
     terms: Terms,
     load: Int[np.ndarray, "L E"],
     routes: Integer[np.ndarray, "Q L K"],
-    following: RoutingReplay,
+    second_half: RoutingReplay,
     *,
     groups: Sequence[int],
     replica_slots: Sequence[int],
     progress: Callable[[], None],
 ) -> list[Row]:
-    """Search with experts taken as even, contiguous and planned, and run what wins with the routing that follows.
+    """Search for the best deployment with even, contiguous and planned experts, and simulate a step of each.
 
     Args:
-        terms: what all rows share.
-        load: token copies of each expert in the last batch, from which experts are placed.
-        routes: the experts of some of its tokens.
-        following: the batch after it, from which the simulated steps draw.
+        terms: the conditions that all rows share.
+        load: token copies of each expert in the first half of the trace, by which experts are placed.
+        routes: the experts of some tokens of the first half.
+        second_half: the routing of the second half, from which the simulated steps are drawn.
         groups: the numbers of groups of expert devices to try.
-        replica_slots: the numbers of replica slots to try where experts are planned.
-        progress: called for every placement that is planned.
+        replica_slots: the numbers of replica slots to try for planned placements.
+        progress: a function that is called for every planned placement.
 
     Returns:
-        A row for each. Experts taken as even are run where they are by number, and a plan may leave them there, because
-        planned placement looks at what groups compute, not at what travels to them.
+        One row for each assumption. The deployment that assumes even experts is simulated with contiguous placement.
+        The planned row may also choose contiguous placement, because planned placement considers what groups compute
+        and not what is sent to them.
 
     Raises:
-        ValueError: if the numbers do not fit each other, or nothing is feasible.
+        ValueError: if the numbers do not fit each other, or no deployment is feasible.
     """
     key = jax.random.key(terms.seed)
     even = [even_placement(each, load.shape[-1], top_k=terms.model.top_k) for each in groups]
@@ -103,17 +108,18 @@ def make_rows(
     for each in groups:
         for slots in replica_slots:
             if slots and each == 1:
-                continue  # one group holds every expert already
-            placed = plan_placement(load, each, replica_slots=slots, key=key)
-            planned.append(merge_rows(placed, routes))
+                continue  # a single group already holds every expert
+            placement = plan_placement(load, each, replica_slots=slots, key=key)
+            planned.append(merge_rows(placement, routes))
             progress()
     if not planned:
         raise ValueError(
-            f"replica_slots={tuple(replica_slots)} and expert_groups={tuple(groups)} leave nothing to plan"
+            f"replica_slots={tuple(replica_slots)} with expert_groups={tuple(groups)} leaves no placement to try:"
+            " replicas need at least two groups"
         )
     return [
-        _make_row(name, terms, searched, run, following)
-        for name, searched, run in (
+        _make_row(name, terms, searched, simulated, second_half)
+        for name, searched, simulated in (
             ("even (assumed)", even, contiguous),
             ("contiguous", contiguous, contiguous),
             ("planned", [*contiguous, *planned], [*contiguous, *planned]),
@@ -125,9 +131,10 @@ def _make_row(
     name: str,
     terms: Terms,
     searched: Sequence[ExpertPlacement],
-    run: Sequence[ExpertPlacement],
-    following: RoutingReplay,
+    simulated: Sequence[ExpertPlacement],
+    second_half: RoutingReplay,
 ) -> Row:
+    """Search with the placements ``searched``, and simulate the best deployment with its placement in ``simulated``."""
     model, clusters = terms.model, terms.clusters
     search = search_deployment(
         model,
@@ -140,33 +147,34 @@ def _make_row(
     )
     best: Deployment = search.best
     load = draw_micro_batches(
-        following,
+        second_half,
         num_experts=model.num_experts,
         sequences=int(best.sequences * best.attention_copies),
         micro_batches=int(best.micro_batches),
         layers=model.moe_layers,
         seed=terms.seed,
     )
-    placement = run[int(best.placement)]
-    simulated = simulate_deployment(model, clusters, placement, best, load, context=terms.context)
-    return Row(name, placement, search, simulated, terms.slo)
+    placement = simulated[int(best.placement)]
+    step = simulate_deployment(model, clusters, placement, best, load, context=terms.context)
+    return Row(name, placement, search, step, terms.slo)
 
 
 class InFlight(NamedTuple):
-    """Tokens a second for each unit of price with so many micro-batches in flight."""
+    """Tokens per second and unit of price at one number of micro-batches in flight."""
 
     micro_batches: int
+    """The number of micro-batches in flight."""
     same: float
-    """Of the best deployment with this number instead of its own, whether it is feasible then or not."""
+    """The throughput per price of the best deployment of all, with only this number changed, feasible or not."""
     best: float | None
-    """Of the best feasible deployment with this number; None if none fits."""
+    """The throughput per price of the best feasible deployment with this number; None if no deployment is feasible."""
 
 
 def over_micro_batches(search: Search) -> list[InFlight]:
-    """What micro-batches in flight are worth, in the order of their number.
+    """Compute the throughput per price at every number of micro-batches in flight, in ascending order.
 
     Args:
-        search: a search.
+        search: a finished search.
     """
     candidates = Deployment(*map(np.asarray, search.candidates))
     others = [

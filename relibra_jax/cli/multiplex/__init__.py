@@ -1,1 +1,1 @@
-"""``relibra multiplex``: jobs grouped to share pools, beside pools of their own, co-location and the optimum."""
+"""``relibra multiplex``: jobs grouped to share pools, compared with pools of their own, co-location and the optimum."""

@@ -1,4 +1,4 @@
-"""Ways to run the same jobs, side by side: what they cost, what they do, and whether objectives hold in execution."""
+"""Comparison of ways to run the same jobs: price, work done, and whether the jobs keep their objectives when run."""
 
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
@@ -27,29 +27,29 @@ COLOCATED: Final = "co-location"
 
 
 type Ways = dict[str, dict[str, float | int]]
-"""The figures of each way, by their names."""
+"""The numbers of each way to run the jobs, by the name of the way and of the number."""
 
 
 class Comparison(NamedTuple):
-    """One set of jobs, run in all ways."""
+    """The results of all ways to run one set of jobs."""
 
     groups: tuple[Group, ...]
-    """The groups of the jobs as they come."""
+    """The groups that admit jobs as they arrive."""
     outcomes: dict[str, Outcome]
-    """What each way costs and does, by conservative durations; without the optimum where there are too many jobs."""
+    """The outcome of each way with conservative durations. The optimum is missing if there are too many jobs."""
     executed_within_slo: int
-    """The jobs that keep their objectives when ``groups`` are executed with drawn or recorded durations."""
+    """The number of jobs that keep their objectives when ``groups`` are simulated with random or recorded durations."""
     late_phases: int
-    """The executed phases that took longer than planned."""
+    """The number of simulated phases that take longer than planned."""
     phases: int
-    """All executed phases."""
+    """The number of all simulated phases."""
 
     def gap(self, way: str) -> float:
-        """By which share a way's price exceeds the optimum's."""
+        """The share by which the price of a way exceeds the optimum's."""
         return self.outcomes[way].price / self.outcomes[OPTIMUM].price - 1
 
     def gain(self, way: str, baseline: str) -> float:
-        """How many times a baseline's cost efficiency a way has."""
+        """The cost efficiency of a way divided by that of a baseline."""
         return self.outcomes[way].efficiency / self.outcomes[baseline].efficiency
 
 
@@ -63,15 +63,15 @@ def compare_ways(
     spread: float,
     seed: int,
 ) -> Comparison:
-    """Run one set of jobs in all ways.
+    """Compare all ways to run one set of jobs.
 
     Args:
-        jobs: the jobs, in the order in which they come.
-        pools: the pools.
-        recorded: the recorded steps of those jobs that are runs, by their names.
-        rollout_speed: how fast a training node generates, a rollout node being 1.
-        steps: the steps of each job in the execution.
-        spread: the standard deviation of the logarithm of a drawn duration.
+        jobs: the jobs, in the order in which they arrive.
+        pools: the rollout pool and the training pool.
+        recorded: the recorded steps of the jobs that are runs, by the names of the jobs.
+        rollout_speed: the speed at which a training node generates, relative to a rollout node.
+        steps: the number of steps of each job in the simulation.
+        spread: the standard deviation of the logarithm of a random duration.
         seed: the seed of the durations.
 
     Raises:
@@ -97,21 +97,21 @@ def compare_ways(
 
 
 def summary(comparisons: Sequence[Comparison]) -> Ways:
-    """The figures of each way over all sets of jobs.
+    """Summarize each way to run the jobs over all sets of jobs.
 
     Args:
-        comparisons: a comparison for each set of jobs.
+        comparisons: the comparison of each set of jobs.
 
     Returns:
-        For each way the mean price; mean, least and largest cost efficiency over that of pools of a job's own; the mean
-        over that of co-location; the jobs within their objectives; and where the optimum is known the mean, the 90th
-        percentile and the largest excess over its price.
+        For each way the mean price per hour; the mean, least and largest cost efficiency relative to separate pools;
+        the mean cost efficiency relative to co-location; the number of jobs within their objectives; and, if the
+        optimum is known, the mean, the 90th percentile and the largest share by which the price exceeds the optimum's.
     """
-    told: Ways = {}
+    ways: Ways = {}
     for way in comparisons[0].outcomes:
         outcomes = [each.outcomes[way] for each in comparisons]
         gains = [each.gain(way, ALONE) for each in comparisons]
-        told[way] = {
+        ways[way] = {
             "price": float(np.mean([outcome.price for outcome in outcomes])),
             "over_alone": float(np.mean(gains)),
             "over_alone_least": min(gains),
@@ -121,9 +121,9 @@ def summary(comparisons: Sequence[Comparison]) -> Ways:
         }
         if OPTIMUM in comparisons[0].outcomes:
             gaps = [each.gap(way) for each in comparisons]
-            told[way] |= {
+            ways[way] |= {
                 "gap": float(np.mean(gaps)),
                 "gap_p90": float(np.quantile(gaps, 0.9)),
                 "gap_worst": max(gaps),
             }
-    return told
+    return ways

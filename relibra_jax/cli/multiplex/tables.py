@@ -1,4 +1,4 @@
-"""What ``relibra multiplex`` prints: a table of groups, a table of ways to run the same jobs, and what they come to."""
+"""The tables and sentences that ``relibra multiplex`` prints: the groups, and the ways to run the same jobs."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -16,31 +16,31 @@ from relibra_jax.sharing.run_metrics import StepDurations
 TABLE_WIDTH: Final = 104
 
 
-def run_in_words(job: Job, durations: StepDurations) -> str:
-    """What a run's steps took, and what they are taken to take.
+def describe_run(job: Job, durations: StepDurations) -> str:
+    """Describe the recorded durations of a run, and the conservative durations of its job, in one line.
 
     Args:
         job: the job of the run.
-        durations: its recorded steps.
+        durations: the recorded durations of its steps.
     """
     rollout, training = np.median(durations.rollout), np.median(durations.training)
     return (
         f"{job.name}: {len(durations.rollout)} learning steps;"
-        f" rollout {rollout:.4g}s in the median, {job.rollout_seconds:.4g}s conservative;"
-        f" training {training:.4g}s in the median, {job.training_seconds:.4g}s conservative"
+        f" rollout: median {rollout:.4g} s, conservative {job.rollout_seconds:.4g} s;"
+        f" training: median {training:.4g} s, conservative {job.training_seconds:.4g} s"
     )
 
 
 def groups_table(groups: Sequence[Group], pools: Pools, title: str) -> Table:
-    """A table of groups, one a line.
+    """Make a table with one line for each group.
 
     Args:
         groups: the groups.
-        pools: the pools.
-        title: what was planned.
+        pools: the rollout pool and the training pool.
+        title: the title of the table: the jobs.
     """
     table = wide_table(escape(title), width=TABLE_WIDTH)
-    table.add_column("jobs, in the order of their turns")
+    table.add_column("jobs, in the order in which they alternate")
     for name in ("rollout", "training", "period", "price/h", "slack", "rollout", "training"):
         table.add_column(name, justify="right", no_wrap=True)
     for group in groups:
@@ -57,51 +57,52 @@ def groups_table(groups: Sequence[Group], pools: Pools, title: str) -> Table:
     return table
 
 
-def ways_table(told: Ways, jobs: int, title: str) -> Table:
-    """A table of ways to run jobs, one a line.
+def ways_table(ways: Ways, jobs: int, title: str) -> Table:
+    """Make a table with one line for each way to run the jobs.
 
     Args:
-        told: the figures of each way, from `relibra_jax.cli.multiplex.comparison.summary`.
-        jobs: the number of jobs in all sets.
-        title: what was compared.
+        ways: the numbers of each way, from `relibra_jax.cli.multiplex.comparison.summary`.
+        jobs: the number of jobs in all sets together.
+        title: the title of the table: the jobs.
     """
     table = wide_table(escape(title), width=TABLE_WIDTH)
     table.add_column("way", no_wrap=True)
-    above = ["above optimum"] if OPTIMUM in told else []
+    above = ["above optimum"] if OPTIMUM in ways else []
     for name in ("price/h", "efficiency", "least", "most", "over co-location", *above, "within SLO"):
         table.add_column(name, justify="right", no_wrap=True)
-    for way, figures in told.items():
+    for way, numbers in ways.items():
         table.add_row(
             way,
-            f"{figures['price']:.2f}",
-            *(f"{figures[name]:.3f}x" for name in ("over_alone", "over_alone_least", "over_alone_most")),
-            f"{figures['over_colocated']:.3f}x",
-            *(f"{figures['gap']:.1%}" for _ in above),
-            f"{figures['within_slo']} of {jobs}",
+            f"{numbers['price']:.2f}",
+            *(f"{numbers[name]:.3f}x" for name in ("over_alone", "over_alone_least", "over_alone_most")),
+            f"{numbers['over_colocated']:.3f}x",
+            *(f"{numbers['gap']:.1%}" for _ in above),
+            f"{numbers['within_slo']} of {jobs}",
         )
     return table
 
 
-def told_in_words(comparisons: Sequence[Comparison], told: Ways, jobs: int, spread: float) -> list[str]:
-    """What the tables come to, a line each.
+def explain_ways(comparisons: Sequence[Comparison], ways: Ways, jobs: int, spread: float) -> list[str]:
+    """The notes under the tables, one line each: what the columns mean, and how the simulation ended.
 
     Args:
-        comparisons: a comparison for each set of jobs.
-        told: the figures of each way, from `relibra_jax.cli.multiplex.comparison.summary`.
-        jobs: the number of jobs in all sets.
-        spread: the standard deviation of the logarithm of a drawn duration.
+        comparisons: the comparison of each set of jobs.
+        ways: the numbers of each way, from `relibra_jax.cli.multiplex.comparison.summary`.
+        jobs: the number of jobs in all sets together.
+        spread: the standard deviation of the logarithm of a random duration.
     """
     executed = sum(each.executed_within_slo for each in comparisons)
     late = sum(each.late_phases for each in comparisons) / sum(each.phases for each in comparisons)
     lines = [
-        f"efficiency: steps for the price, beside {ALONE} (conservative durations); modelled",
-        f"executed (runs: recorded steps; else lognormal, spread {spread:g}): {executed} of {jobs} jobs within their"
-        f" objectives, {late:.1%} of phases late",
+        f"efficiency, least, most: steps per price, relative to {ALONE} for each job: the mean, least and largest over"
+        " the sets of jobs; modelled with conservative durations",
+        f"simulation of the groups (runs: their recorded steps; other jobs: lognormal durations, spread {spread:g}):"
+        f" {executed} of {jobs} jobs within their objectives, {late:.1%} of phases late",
     ]
-    if len(comparisons) > 1 and OPTIMUM in told:
-        figures, equal = told[GROUPS], sum(each.gap(GROUPS) < 1e-9 for each in comparisons)
+    if len(comparisons) > 1 and OPTIMUM in ways:
+        numbers, equal = ways[GROUPS], sum(each.gap(GROUPS) < 1e-9 for each in comparisons)
         lines.append(
-            f"above the optimum's price: {figures['gap']:.1%} on the average, {figures['gap_p90']:.1%} in the 90th"
-            f" percentile, {figures['gap_worst']:.1%} at worst; none in {equal} of {len(comparisons)} sets"
+            f"price of the groups above the optimum's: {numbers['gap']:.1%} on average, {numbers['gap_p90']:.1%} at the"
+            f" 90th percentile, {numbers['gap_worst']:.1%} at most; equal to it in {equal} of {len(comparisons)} sets"
         )
     return lines
