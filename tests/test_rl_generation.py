@@ -230,7 +230,7 @@ def test_results_stay_on_the_mesh_and_misfits_are_refused(without_type_checks):
         call(prompts=PROMPTS[..., None])
     with pytest.raises(ValueError, match=r"lengths: expected shape \(16,\), found \(15,\)"):
         call(lengths=LENGTHS[:15])
-    with pytest.raises(ValueError, match=r"lengths 1..6, prompts have room for 0..5"):
+    with pytest.raises(ValueError, match=r"lengths 1\.\.6 must be in 0\.\.5, the width of prompts"):
         call(lengths=np.maximum(LENGTHS, 1) + (np.maximum(LENGTHS, 1) == LENGTHS.max()) * (6 - LENGTHS.max()))
     with pytest.raises(ValueError, match="max_new_tokens=0 must be at least 1"):
         call(max_new_tokens=0)
@@ -240,11 +240,11 @@ def test_results_stay_on_the_mesh_and_misfits_are_refused(without_type_checks):
         call(temperature=-1.0)
     with pytest.raises(ValueError, match=r"top_p=0.0 must be above 0 and at most 1"):
         call(top_p=0.0)
-    with pytest.raises(ValueError, match="ends: 7 is no token of a vocabulary of 7"):
+    with pytest.raises(ValueError, match="ends: token 7 is not in the vocabulary of 7 tokens"):
         call(ends=[EOS, 7])
-    with pytest.raises(ValueError, match="ends: at least one token must end a response"):
+    with pytest.raises(ValueError, match="ends is empty: at least one token must end a response"):
         call(ends=[])
     with pytest.raises(ValueError, match=r"allowed: expected shape \(7,\), found \(6,\)"):
         call(allowed=np.ones(6, bool))
-    with pytest.raises(ValueError, match="ends: 3 is not among the tokens that may be sampled"):
+    with pytest.raises(ValueError, match="ends: token 3 is not among the allowed tokens"):
         call(allowed=np.arange(7) != EOS)

@@ -80,10 +80,10 @@ def test_nobody_looks_where_there_is_nothing_to_search_ahead(stepped, changes):
     ("changes", "says"),
     [
         ({"plan_ahead": 0.0}, "plan_ahead=0.0 must be positive and finite"),
-        ({"plan_ahead": 1.5}, "plan_ahead=1.5 is a share of the responses, at most 1"),
+        ({"plan_ahead": 1.5}, "plan_ahead=1.5 must be at most 1: it is a share of the responses"),
         (
             {"planner": "eplb", "plan_ahead": 0.5},
-            "planner=eplb, and plan_ahead=0.5 is for relibra and relibra_across",
+            "planner=eplb does not use plan_ahead=0.5, which is only for relibra and relibra_across",
         ),
         ({"watch_every": 0}, "watch_every=0 must be an integer of at least 1"),
     ],

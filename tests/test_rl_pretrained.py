@@ -78,7 +78,9 @@ def test_a_run_starts_from_a_checkpoint_and_leaves_one(task, folder, tmp_path, m
 
 
 def test_what_does_not_fit_is_refused(folder, tmp_path):
-    with pytest.raises(ValueError, match=r"policy='small' starts from nothing, model=.* from a checkpoint"):
+    with pytest.raises(
+        ValueError, match=r"policy='small' and model=.* exclude each other: .* from a checkpoint"
+    ):
         Train(model=folder, policy="small")
     with pytest.raises(ValueError, match=r"nowhere/config.json: there is no such file"):
         Train(model=tmp_path / "nowhere")

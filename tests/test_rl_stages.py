@@ -250,13 +250,13 @@ def test_settings_are_saved(changes, tmp_path):
         ),
         (
             {"routing": "recompute", "replay": False},
-            "routing=recompute records what updates replay, and replay=False replays nothing",
+            "routing=recompute needs replay=True: it records the routing that updates replay",
         ),
         ({"float8_above": -1.0}, "float8_above=-1.0 must be at least 0"),
         ({"float8_recompute": True}, "float8_recompute=True needs float8_above, the load above which ranks"),
         (
             {"float8_recompute": True, "float8_above": 1.2, "routing": "recompute"},
-            "routing=recompute records what updates replay and computes exactly: float8_recompute=True is for",
+            "float8_recompute=True needs routing=rollout: with routing=recompute the recompute is exact",
         ),
     ],
 )

@@ -229,14 +229,16 @@ def test_templates_that_fail_are_refused_at_once(checkpoint, template, refusal):
 
 
 def test_templates_without_a_default_are_refused(checkpoint):
-    with pytest.raises(ValueError, match=r"chat_template: none is named default, there are \['tools'\]$"):
+    with pytest.raises(
+        ValueError, match=r"chat_template: none of the templates \['tools'\] is named default$"
+    ):
         load_tokenizer(checkpoint(chat_template=[{"name": "tools", "template": ""}]))
     with pytest.raises(ValueError, match="chat_template: expected a text or named texts, found int"):
         load_tokenizer(checkpoint(chat_template=3))
 
 
 def test_folders_without_a_tokenizer_are_refused(checkpoint, tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match=r"no tokenizer\.json, and bytes are no tokens for the model"):
+    with pytest.raises(ValueError, match=r"no tokenizer\.json, which the model of this checkpoint needs"):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0"}')
     with pytest.raises(ValueError, match=r"tokenizer\.json: not a tokenizer \(.+\)$"):
@@ -246,12 +248,12 @@ def test_folders_without_a_tokenizer_are_refused(checkpoint, tmp_path, monkeypat
         with pytest.raises(ValueError, match=rf"tokenizer_config\.json: {refusal}"):
             load_tokenizer(tmp_path)
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(ValueError, match="tokenizers need the extra rl"):
+    with pytest.raises(ValueError, match="reading a tokenizer needs the extra rl"):
         load_tokenizer(tmp_path)
 
 
 def test_a_response_must_have_an_end(checkpoint):
-    with pytest.raises(ValueError, match="no token ends a response: neither eos_token in tokenizer_config"):
+    with pytest.raises(ValueError, match="no token ends a response: set eos_token in tokenizer_config"):
         load_tokenizer(checkpoint(eos_token=None, model={"eos_token_id": None}))
     with pytest.raises(ValueError, match=r"eos_token '<end>' is not in tokenizer\.json"):
         load_tokenizer(checkpoint(eos_token="<end>"))

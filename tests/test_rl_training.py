@@ -299,7 +299,7 @@ def test_resumed_settings_are_the_defaults_of_all_others(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(dataclasses.asdict(saved)))
     for override, shown in (
         ("--micro-batches=7", "x responses_per_prompt=6 = 240 samples"),
-        ("--out=b", "out=b is another"),
+        ("--out=b", "and out=b: give one of them"),
     ):
         assert main(["demo", "--resume", str(tmp_path), override]) == 2
         assert shown in capsys.readouterr().err
@@ -358,7 +358,7 @@ def test_a_run_goes_on_when_all_rewards_fail(tmp_path):
         ({"steps": -1}, "steps=-1 must be an integer of at least 0"),
         (
             {"planner": "eplb", "reorder": Reorder(steps=5)},
-            r"planner=eplb, and Reorder\(.* is for relibra and",
+            r"planner=eplb does not use Reorder\(.*, which is only for relibra and",
         ),
     ],
 )

@@ -97,16 +97,16 @@ class StepMetrics(NamedTuple):
 @jax.tree_util.register_static
 @dataclass(frozen=True, kw_only=True)
 class Clip:
-    """How far the ratio of new to old probability may go; DAPO's clip-higher by default.
+    """The clip of the ratio of new to old probability in the policy loss. The defaults are DAPO's clip-higher.
 
     Raises:
-        ValueError: if a bound is on the wrong side of 1, or ``low`` below a ratio of 0.
+        ValueError: if ``low`` is not in 0..1, or ``high`` is negative.
     """
 
     low: float = 0.2
-    """How far below 1 a ratio may help."""
+    """The distance below 1 at which the ratio is clipped."""
     high: float = 0.28
-    """How far above 1 a ratio may help; GRPO's is 0.2."""
+    """The distance above 1 at which the ratio is clipped. GRPO uses 0.2."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.low <= 1:
