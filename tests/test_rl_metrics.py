@@ -19,7 +19,7 @@ from support.runs import SMALL
 from experiments.rl.balance import measure_copies
 from experiments.rl.compilations import tell_compilations
 from experiments.rl.configs import Train
-from experiments.rl.metrics import FAILURES, METRICS, OF_ALGORITHMS, metrics_table, names_of, scalars_of
+from experiments.rl.metrics import ALGORITHM_METRICS, FAILURES, METRICS, metrics_table, names_of, scalars_of
 from experiments.rl.metrics_log import MetricsLog, import_writer, read_metrics
 from experiments.rl.rewards import score_responses
 from experiments.rl.step_clock import PLANNING, exposed_seconds
@@ -123,7 +123,7 @@ def test_a_writer_is_given_all_numbers_by_their_names(ran):
     null = {
         *("balance/imbalance_live", "balance/imbalance_recompute"),
         *("time/plan_ahead_seconds", "time/count_seconds"),
-        *OF_ALGORITHMS,
+        *ALGORITHM_METRICS,
     }
     assert {name for _, metrics in writer.lines for name in metrics} == {
         name for name, metric in METRICS.items() if not metric.listed and name not in null
@@ -162,7 +162,7 @@ def test_the_last_profile_of_a_run_that_went_on_is_said_to_be_behind(ran, tmp_pa
     shown = tmp_path / "shown"
     with shown.open("w") as file:
         run_train(Train(**SHORT, profile=1, resume=ran[0].parent), Console(file=file, width=200))
-    assert "note: seed 0 is at step 2, profile=1 is behind it" in shown.read_text()
+    assert "note: seed 0 resumes at step 2, after profile=1: no profile is written" in shown.read_text()
 
 
 def test_the_page_has_the_list():

@@ -178,7 +178,7 @@ def test_stopping_one_stops_both_and_one_goes_on_alone(one, tmp_path):
     folder = tmp_path / "run"
     first, second = run(2, "--out", folder, TROUBLE="1 2 stop")
     assert (first[2], second) == (0, ("", "", 0)), first
-    assert "stopped and saved; go on with: " in first[0]
+    assert "stopped and saved; resume with: " in first[0]
     assert [line["step"] for line in lines_of(folder)] == [0, 1, 2]
     [(_, error, status)] = run(1, "--resume", folder)
     assert status == 0, error

@@ -209,8 +209,8 @@ def test_what_routing_of_the_recompute_costs_is_printed(tmp_path):
     assert line["balance/imbalance_recompute"] > line["balance/imbalance"]
     assert len(line["balance/imbalance_by_micro_batch"]) == 4
     said = (
-        f"recompute, seed 0: its routing was recorded as it ran, so it ran unplanned, at imbalance"
-        f" {line['balance/imbalance_recompute']:.4f}; planned, in the updates, the same routing came to"
+        f"recompute, seed 0: it recorded its routing and so ran without a plan, at imbalance"
+        f" {line['balance/imbalance_recompute']:.4f}; in the updates the same routing ran under a plan, at imbalance"
         f" {line['balance/imbalance']:.4f}"
     )
     assert said in shown.getvalue()

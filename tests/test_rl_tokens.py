@@ -107,7 +107,7 @@ def test_broken_text_and_special_bytes_decode():
 def test_rows_are_padded_or_refused():
     rows = BYTES.pad_rows([[BOS, 1], []], 2)
     assert (rows.tolist(), rows.dtype) == ([[BOS, 1], [PAD, PAD]], np.int32)
-    with pytest.raises(ValueError, match="row 1: 3 tokens, there is room for 2"):
+    with pytest.raises(ValueError, match="row 1 has 3 tokens and must have at most 2"):
         BYTES.pad_rows([[1], [1, 2, 3]], 2)
 
 
@@ -264,7 +264,7 @@ def test_a_response_must_have_an_end(checkpoint):
 def test_a_run_speaks_the_tokens_it_is_given(checkpoint, bpe):
     tokenizer = load_tokenizer(checkpoint(generation={"eos_token_id": [bpe.token_to_id(TURN_END)]}))
     with pytest.raises(
-        ValueError, match=f"tokenizer of {tokenizer.size} tokens, .* vocabulary has {VOCABULARY}"
+        ValueError, match=f"tokenizer has {tokenizer.size} tokens, .* vocabulary has only {VOCABULARY}"
     ):
         Trainer(Train(), 0, tokenizer=tokenizer)
     end, turn_end = tokenizer.ends
@@ -309,6 +309,7 @@ def test_a_run_generates_and_learns_by_the_tokenizer_of_a_checkpoint(checkpoint,
     assert trainer.warm_up()["warmup/loss"] == pytest.approx(np.log(320), rel=0.05)
     monkeypatch.setattr(trainer.prompts, "config", dataclasses.replace(config, prompt_tokens=9))
     with pytest.raises(
-        ValueError, match=r"of 64 examples 0 fit prompt_tokens=9 .* the longest have \d\d and"
+        ValueError,
+        match=r"only 0 of 64 examples fit prompt_tokens=9 .* the longest prompt has \d\d tokens and",
     ):
         trainer.sampler.examples(0)

@@ -370,7 +370,8 @@ def test_bad_settings(changes, message):
 def test_an_example_without_room_says_which_setting():
     trainer = Trainer(small(response_tokens=3), 0)
     with pytest.raises(
-        ValueError, match=r"of 256 examples 0 fit .*response_tokens=3, 32 are .* have 14 and 7"
+        ValueError,
+        match=r"only 0 of 256 examples fit .*response_tokens=3, and 32 are .* has 14 tokens and .* 7$",
     ):
         trainer.warm_up()
 

@@ -159,14 +159,17 @@ def stopped(smallest_policy, tmp_path_factory):
     [
         (
             ["--task", "reverse"],
-            "row 0 goes on with a response to a prompt of step 0 that task 'reverse' does not draw there: resume with"
-            " the settings that the run began with",
+            "row 0 continues a response to a prompt of step 0 that task 'reverse' does not draw: resume with the"
+            " settings that the run began with",
         ),
-        (["--window", "21"], "checkpoints of window=14, this run has window=21"),
-        (["--response-tokens", "28"], "checkpoints of response_tokens=42, this run has response_tokens=28"),
+        (["--window", "21"], "its checkpoints have window=14, but this run has window=21"),
+        (
+            ["--response-tokens", "28"],
+            "its checkpoints have response_tokens=42, but this run has response_tokens=28",
+        ),
         (
             ["--algorithm", "ppo", "--window", "None"],
-            "checkpoints of algorithm=tppo, this run has algorithm=ppo",
+            "its checkpoints have algorithm=tppo, but this run has algorithm=ppo",
         ),
     ],
     ids=["task", "window", "response_tokens", "algorithm"],

@@ -127,7 +127,7 @@ def measure_push(plan: Plan, topology: Topology) -> dict[str, float]:
 
     Returns:
         ``balance/pushed_by_busiest_rank``, the experts that the busiest rank sends, each of them once; and
-        ``balance/pushed_across_by_busiest_rank``, the experts that the busiest rank's share of its node's link carries
+        ``balance/pushed_across_by_busiest_rank``, the experts that one rank's share of the busiest node's link carries
         to other nodes. Both are 0 without residents.
     """
     exports, pairs = push_counts(plan.home, resident_experts(plan, topology), topology)
