@@ -1,4 +1,4 @@
-"""The table of algorithms: what each may teach, and what it is refused."""
+"""The algorithms: which tokens each may learn from, and which settings are rejected."""
 
 import dataclasses
 import json
@@ -24,7 +24,7 @@ TPPO = {"algorithm": "tppo", "window": 14, "response_tokens": 42}
 
 
 def sampled(algorithm, seed=0):
-    """A batch as the algorithm meets it: with a critic's values, and cut off, only where it says so."""
+    """Make a random batch for an algorithm: with values for a critic, and unfinished responses for windows."""
     rng, entry = np.random.default_rng(seed), ALGORITHMS[algorithm]
     start, length = rng.integers(1, 4, SAMPLES), rng.integers(2, 7, SAMPLES)
     position = np.arange(TOKENS)
@@ -73,9 +73,9 @@ def test_what_every_algorithm_teaches(algorithm, seed):
 def test_tokens_of_a_response_have_its_advantage_over_the_others(algorithm):
     batch = sampled(algorithm)
     lessons = lessons_of(algorithm, batch)
-    wanted = relative_advantages(batch.reward, batch.usable, responses_per_prompt=PER_PROMPT)
+    expected = relative_advantages(batch.reward, batch.usable, responses_per_prompt=PER_PROMPT)
     for sample in np.flatnonzero(batch.usable):
-        assert (lessons.advantage[sample][batch.response[sample]] == wanted[sample]).all()
+        assert (lessons.advantage[sample][batch.response[sample]] == expected[sample]).all()
 
 
 def test_the_critic_of_tppo_learns_returns_of_finished_responses_from_their_first_token_on():
@@ -88,8 +88,8 @@ def test_the_critic_of_tppo_learns_returns_of_finished_responses_from_their_firs
             continue
         np.testing.assert_array_equal(learned[sample], batch.response[sample])
         worth = CRITIC.discount ** np.arange(learned[sample].sum())[::-1]
-        found = lessons.value_target[sample][learned[sample]]
-        np.testing.assert_allclose(found, worth * batch.reward[sample], rtol=1e-5)
+        actual = lessons.value_target[sample][learned[sample]]
+        np.testing.assert_allclose(actual, worth * batch.reward[sample], rtol=1e-5)
 
 
 def test_tppo_gives_the_advantages_of_ppo_where_nothing_is_cut_off():
@@ -105,7 +105,7 @@ def test_a_sample_without_finite_values_is_masked_and_counted():
     shape = batch.response.shape
     value = batch.value.copy()
     value[3, np.flatnonzero(batch.response[3])[0]] = np.nan
-    value[5, 0] = np.nan  # of a prompt, which nobody reads
+    value[5, 0] = np.nan  # a prompt token, whose value is not read
     nothing = np.zeros(shape, np.float32)
     ids = np.zeros((*shape, 1, 1), np.uint8)
     responses = Responses(

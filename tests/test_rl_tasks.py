@@ -1,4 +1,4 @@
-"""Tasks draw the same examples for the same seed and score what they ask for."""
+"""Tasks draw equal examples for equal seeds, and score correct answers with 1."""
 
 import sys
 
