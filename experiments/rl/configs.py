@@ -304,9 +304,9 @@ class Train:
 
     def evaluates_before(self, step: int) -> bool:
         """Whether the run evaluates before this step: after the warm-up, and every ``evaluate_every`` steps."""
-        learned = step - self.warmup_steps
-        due = learned == 0 or (
-            self.evaluate_every is not None and learned > 0 and learned % self.evaluate_every == 0
+        number = step - self.warmup_steps
+        due = number == 0 or (
+            self.evaluate_every is not None and number > 0 and number % self.evaluate_every == 0
         )
         return due and self.evaluation_batches > 0
 

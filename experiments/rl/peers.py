@@ -104,9 +104,8 @@ class Peers:
             connection.settimeout(None)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for option, value in PROBES.items():
-                if hasattr(
-                    socket, option
-                ):  # only Linux has these options; other systems use their own intervals
+                # Only Linux has these options. Other systems probe at their own intervals.
+                if hasattr(socket, option):
                     connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
             threading.Thread(target=self._watch, args=(name, connection.makefile()), daemon=True).start()
 

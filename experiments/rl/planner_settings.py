@@ -32,7 +32,7 @@ class Replicate:
     """How ReLibra's planners replicate experts in a batch (`relibra_jax.planning.replication.replicate_experts`)."""
 
     min_tokens: int = 1
-    """The minimum number of token copies that a replica must take over."""
+    """The minimum number of token copies that a replica computes."""
     tile: int = 1
     """The number of token copies in a tile. Replicas compute whole tiles."""
     exact: bool = False

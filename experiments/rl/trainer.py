@@ -151,8 +151,8 @@ class Trainer:
                 rewards = rollout.rewards()
         with clock("update"):
             old = start_critic(state, config, rollout, rewards, old)
-            taught = teach(config, rollout, rewards, old)
-            metrics = self.update(stages, taught.lessons, old)
+            batch_lessons = teach(config, rollout, rewards, old)
+            metrics = self.update(stages, batch_lessons.lessons, old)
             loss = self._check_finite(metrics)
         num_tokens = int(responses.mask.sum())
         times, exposed = _speed(num_tokens, clock), exposed_seconds(clock.phases)
@@ -170,7 +170,7 @@ class Trainer:
             "policy/clipped_share": float(metrics.policy.clipped),
             "policy/kl": float(metrics.policy.kl),
             "policy/gradient_norm": float(metrics.gradient_norm),
-            **_measure_critic(taught, old, metrics),
+            **_measure_critic(batch_lessons, old, metrics),
             **measure_batch(
                 [stage.batch for stage in stages.updates],
                 metrics,
@@ -208,14 +208,9 @@ class Trainer:
         }
 
     def prepare(self, responses: Responses, clock: StepClock) -> Stages:
-        """Plan the recorded routing, and move experts to their homes and samples to their ranks.
+        """Plan the routing of responses, and move experts to their homes and samples to their ranks.
 
-        Args:
-            responses: the samples, with the routing to replay.
-            clock: the clock of the step, which gets the phases ``plan``, ``size`` and ``migrate``.
-
-        Returns:
-            The stages of the step.
+        The clock gets the phases ``plan``, ``size`` and ``migrate``.
         """
         state, total = self.state, StepClock()
         with total("prepare"):
@@ -229,18 +224,10 @@ class Trainer:
         return stages
 
     def update(self, stages: Stages, lessons: Lessons, old: OldPolicy) -> StepMetrics:
-        """Learn from a batch for all epochs.
+        """Learn from a batch for all epochs, and return the metrics of the last one.
 
         The loss of an update is a mean over its own tokens, as if its samples were a batch. Residents are pushed for
         each update. The first update uses the residents of the recompute.
-
-        Args:
-            stages: the stages of the batch.
-            lessons: the training targets of the batch.
-            old: the results of the recompute.
-
-        Returns:
-            The metrics of the last epoch.
         """
         config, state, residents = self.config, self.state, old.residents
         updates = with_lessons(config, stages.updates, lessons, old)
@@ -318,9 +305,9 @@ def _measure_responses(rollout: Rollout) -> dict[str, Any]:
     }
 
 
-def _measure_critic(taught: BatchLessons, old: OldPolicy, metrics: StepMetrics) -> dict[str, Any]:
+def _measure_critic(batch_lessons: BatchLessons, old: OldPolicy, metrics: StepMetrics) -> dict[str, Any]:
     """Compute the metrics of the critic. Without a critic there are none."""
-    lessons = taught.lessons
+    lessons = batch_lessons.lessons
     if lessons.critic_tokens is None or lessons.value_target is None or old.value is None:
         return {}
     target = lessons.value_target[lessons.critic_tokens]
@@ -329,5 +316,5 @@ def _measure_critic(taught: BatchLessons, old: OldPolicy, metrics: StepMetrics) 
     return {
         "critic/loss": float(metrics.critic_loss),
         "critic/explained_variance": None if explained is None else float(explained),
-        "critic/not_finite": taught.not_finite,
+        "critic/not_finite": batch_lessons.not_finite,
     }
