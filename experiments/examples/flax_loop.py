@@ -38,7 +38,8 @@ class Block(nnx.Module):
         self.experts = MoELayer(TOPOLOGY, WIDTH, EXPERT_WIDTH, gating, rngs=rngs)
 
     def __call__(self, x, expert_ids, layer, parallel):
-        experts, x = self.experts.fetch(x, layer, parallel)  # replicas travel while attention computes
+        """Apply the block to ``x``, with the recorded ``expert_ids`` and the plan of this ``layer``."""
+        experts, x = self.experts.fetch(x, layer, parallel)  # fetches replicas while attention computes
         x = x + self.attention(self.norm(x), mask=nnx.make_causal_mask(x[..., 0]))
         moe = self.experts(self.expert_norm(x), expert_ids, layer, parallel=parallel, experts=experts)
         return x + moe.output
@@ -53,6 +54,7 @@ class Model(nnx.Module):
         self.head = nnx.Linear(WIDTH, VOCABULARY, rngs=rngs)
 
     def __call__(self, tokens, expert_ids, layers, parallel):
+        """Compute the logits, with the recorded ``expert_ids`` and the plans of all ``layers``."""
         x = self.embedding(tokens)
         for number, block in enumerate(self.blocks):
             x = block(x, expert_ids[..., number, :], layers.layer(number), parallel)
@@ -62,7 +64,7 @@ class Model(nnx.Module):
 def rollouts(batches: int) -> Iterator[tuple[np.ndarray, RoutingReplay]]:
     """Yield random batches in place of rollouts: tokens, and the experts that they used.
 
-    Every batch has other hot experts, as every batch of a real run has.
+    The hot experts change from batch to batch, as they do in real runs.
     """
     rng = np.random.default_rng(0)
     for _ in range(batches):
