@@ -1,8 +1,8 @@
 """Training runs: ``python -m experiments.run NAME [--overrides]``.
 
-``--list`` shows the runs that have names; their settings can be overridden, ``NAME --help`` shows them. Bad input ends
-with exit status 2 and one line on standard error; nothing half-written is left behind. Planners are compared by
-``relibra compare``.
+``--list`` shows the named runs, and ``NAME --help`` the settings of one, all of which can be overridden. Bad input ends
+the program with exit status 2 and one line on standard error, and leaves no half-written files. To compare planners
+without training, use ``relibra compare``.
 """
 
 import argparse
@@ -29,37 +29,41 @@ PROGRAM = "python -m experiments.run"
 
 
 def list_runs() -> None:
-    """Print the training runs that have names."""
-    table = Table("name", "what it is", title=f"{PROGRAM} NAME [--overrides]", box=box.SIMPLE_HEAD)
+    """Print the named training runs, with their main settings."""
+    table = Table("name", "description", title=f"{PROGRAM} NAME [--overrides]", box=box.SIMPLE_HEAD)
     for name, run in CONFIGS.items():
         sizes = f"{run.task}, {run.algorithm}, {run.model_name}, {run.samples} samples a batch, {run.planner}"
         length = (
-            f"{run.warmup_steps} supervised steps, then {run.steps}; seeds {', '.join(map(str, run.seeds))}"
+            f"{run.warmup_steps} supervised steps, then {run.steps} learning steps;"
+            f" seeds {', '.join(map(str, run.seeds))}"
         )
         table.add_row(name, f"{SUMMARIES[name]}\n{sizes}\n{length}")
     console.print(table)
 
 
 def parse_run(name: str, default: Train, args: list[str]) -> Train:
-    """The settings of a training run.
+    """Parse the overrides of a training run.
 
     Args:
-        name: the run's name.
-        default: the settings where ``args`` say nothing.
-        args: the overrides.
+        name: the name of the run.
+        default: the settings that ``args`` override.
+        args: the overrides, as the command line gives them.
+
+    Returns:
+        The settings of the run.
 
     Raises:
-        ValueError: if an override is unknown, or its value cannot be read or does not fit.
-        SystemExit: if help was asked for.
+        ValueError: if an override is unknown, its value cannot be parsed, or the settings contradict each other.
+        SystemExit: if ``args`` ask for help.
     """
     options = {"default": default, "prog": f"{PROGRAM} {name}", "description": SUMMARIES[name]}
     return parse_options(functools.partial(tyro.cli, Train, **options), args)
 
 
 def resumed_folder(args: list[str]) -> Path | None:
-    """The folder that ``--resume`` names, whose settings are the defaults of all others; None without it."""
+    """Return the folder that ``--resume`` names, or None. Its settings are the defaults of all other options."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    # Without a folder it is for the parser of all settings to refuse.
+    # The parser of all settings rejects --resume without a folder.
     parser.add_argument("--resume", type=Path, nargs="?")
     return parser.parse_known_args(args)[0].resume
 
@@ -68,10 +72,10 @@ def main(args: list[str] | None = None) -> int:
     """Run one training run.
 
     Args:
-        args: the run's name and its overrides; those of the process when None.
+        args: the name of the run and its overrides. None uses the arguments of the process.
 
     Returns:
-        The exit status: 0, or 2 for bad input.
+        The exit status: 0 on success, 2 on bad input.
     """
     name, *rest = (sys.argv[1:] if args is None else args) or [""]
     if name == "--list":

@@ -1,7 +1,7 @@
-"""Run by test_rl_processes.py: ``python -m experiments.run`` with the smallest policy, as one process of a run.
+"""One process of a run in test_rl_processes.py: ``python -m experiments.run`` with the smallest policy.
 
-``TROUBLE`` holds the number of a process, a step and what happens to the process in it: ``fail`` or ``stop``. The
-number of the process that scores goes to the file that ``SCORED`` names, once for every sample.
+The variable ``TROUBLE`` has the index of a process, a step, and what happens to the process in this step: ``fail`` or
+``stop``. For every scored sample, the index of the scoring process is appended to the file that ``SCORED`` names.
 """
 
 import dataclasses
@@ -23,15 +23,15 @@ configs.POLICIES = {**POLICIES, "smallest": SMALLEST}
 
 
 class Troubled(Trainer):
-    """Fails, or is asked to stop, where ``TROUBLE`` says. Responses end early: homes are searched beside rollouts."""
+    """A trainer that fails, or gets SIGTERM, as ``TROUBLE`` says. Its responses end early, so it plans ahead."""
 
     def __init__(self, config, seed, *, task):
         super().__init__(config, seed, task=task, tokenizer=HASTY)
 
     def learn(self):
-        number, step, what = os.environ.get("TROUBLE", "-1 -1 -").split()
+        number, step, event = os.environ.get("TROUBLE", "-1 -1 -").split()
         if (int(number), int(step)) == (jax.process_index(), self.state.step):
-            if what == "fail":
+            if event == "fail":
                 raise ValueError("no room\nfor this")
             os.kill(os.getpid(), signal.SIGTERM)
         return super().learn()

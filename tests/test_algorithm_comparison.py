@@ -7,7 +7,7 @@ import pytest
 
 from experiments import algorithms
 from experiments.algorithms import COMPARED, Algorithms, algorithm_config, main, reward_over_tokens, summarise
-from experiments.rl.train import OF_ONE_START
+from experiments.rl.train import UNSAVED_SETTINGS
 
 EVALUATIONS = [0.25, 0.5, 0.75]
 LEARNED = [
@@ -64,7 +64,7 @@ def test_runs_are_not_repeated_and_not_mixed(tmp_path, monkeypatch):
             folder.mkdir(parents=True)
             (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES))
         settings = {
-            name: value for name, value in dataclasses.asdict(config).items() if name not in OF_ONE_START
+            name: value for name, value in dataclasses.asdict(config).items() if name not in UNSAVED_SETTINGS
         }
         (config.out / "config.json").write_text(json.dumps(settings, default=str))
         if len(ran) != 2:

@@ -129,7 +129,7 @@ OPTIONS = {
         "Missing value for argument '--resume'. Expected 1 values.",
     ),
     "a run's flag": (run_training, ["demo", "--replay", "3"], f"{UNKNOWN}3"),
-    "no seeds": (run_training, ["demo", "--seeds"], "seeds: at least one"),
+    "no seeds": (run_training, ["demo", "--seeds"], "seeds is empty: give at least one seed"),
 }
 
 

@@ -1,4 +1,4 @@
-"""The examples for trainers that are not in JAX run, and show what they say; the Flax loop is in test_balancer.py."""
+"""The examples for trainers outside JAX run and print what they promise; test_balancer.py tests the Flax loop."""
 
 import chex
 import jax
@@ -20,9 +20,9 @@ def test_numpy_arrays_go_in_and_come_out(capsys):
 
 @pytest.mark.slow
 def test_counts_of_workers_plan_as_all_routes(capsys):
-    counted, whole = counts.main()
-    chex.assert_trees_all_equal(counted, whole)
-    routes, sent = (
+    plan_from_counts, plan_from_routes = counts.main()
+    chex.assert_trees_all_equal(plan_from_counts, plan_from_routes)
+    routes_bytes, counts_bytes = (
         int(word.replace(",", "")) for word in capsys.readouterr().out.split() if "," in word[1:-1]
     )
-    assert routes > 50 * sent
+    assert routes_bytes > 50 * counts_bytes

@@ -70,7 +70,7 @@ def test_a_recompute_waits_for_the_slowest_rank_with_and_without_marks():
 @pytest.mark.parametrize(
     ("experiment", "options", "line"),
     [
-        ("error", ["--run", "nowhere"], "nowhere: no run to resume, there is no config.json"),
+        ("error", ["--run", "nowhere"], "nowhere: no run to resume, because there is no config.json"),
         ("error", ["--thresholds", "-1"], "thresholds=-1.0 must be at least 0 and at most 1e+09"),
         ("error", ["--batches", "0"], "batches=0 must be an integer of at least 1"),
         ("time", ["--min-rows", "0"], "min_rows=0 must be an integer of at least 1"),

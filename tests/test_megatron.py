@@ -179,11 +179,11 @@ def test_a_torch_model_trains_on_bit_for_bit():
         result = torch_reorder.step(moved, moved_optimizer, x, map_ids(ids, LOGICAL, after))
         assert torch.equal(result, expected)
         before = after
-    live = torch_reorder.everything(moved, moved_optimizer)
-    assert torch_reorder.differences(live, torch_reorder.everything(ranks, optimizer)) > 0
+    live = torch_reorder.training_state(moved, moved_optimizer)
+    assert torch_reorder.differences(live, torch_reorder.training_state(ranks, optimizer)) > 0
     torch_reorder.reorder(moved, moved_optimizer, before, LOGICAL)
-    back = torch_reorder.everything(moved, moved_optimizer)
-    assert torch_reorder.differences(back, torch_reorder.everything(ranks, optimizer)) == 0
+    back = torch_reorder.training_state(moved, moved_optimizer)
+    assert torch_reorder.differences(back, torch_reorder.training_state(ranks, optimizer)) == 0
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Advantages by comparison and by a critic: against examples written out, loops in NumPy, and Tunix's."""
+"""Advantages by comparison and by a critic equal hand-computed examples, loops in NumPy, and Tunix's."""
 
 import jax
 import numpy as np
@@ -23,13 +23,13 @@ RESPONSE = (START[:, None] <= POSITION) & ((START + LENGTH)[:, None] > POSITION)
 
 
 def test_advantages_are_relative_to_the_scored_responses_to_a_prompt():
-    found = relative_advantages(REWARD, SCORED, responses_per_prompt=PER_PROMPT)
+    actual = relative_advantages(REWARD, SCORED, responses_per_prompt=PER_PROMPT)
     for first in range(0, SAMPLES, PER_PROMPT):
         responses = range(first, first + PER_PROMPT)
         used = [i for i in responses if SCORED[i]]
         for i in responses:
-            wanted = (REWARD[i] - np.mean(REWARD[used])) / (np.std(REWARD[used]) + 1e-6) if i in used else 0
-            assert found[i] == pytest.approx(wanted, abs=1e-5)
+            expected = (REWARD[i] - np.mean(REWARD[used])) / (np.std(REWARD[used]) + 1e-6) if i in used else 0
+            assert actual[i] == pytest.approx(expected, abs=1e-5)
 
 
 def test_equal_rewards_of_a_prompt_teach_nothing_and_unscored_ones_neither():
@@ -41,9 +41,11 @@ def test_equal_rewards_of_a_prompt_teach_nothing_and_unscored_ones_neither():
 
 
 def test_generalized_advantages_written_out():
-    """A response of three tokens behind one of a prompt, values 0.5, 0.25, 0.75, gamma 0.9 and lambda 0.5, reward 1:
+    """The example is a response of three tokens after one prompt token, with values 0.5, 0.25, 0.75 and reward 1.
 
-    ended:      delta_2 = 1 - 0.75                 =  0.25      A_2 = 0.25
+    With gamma = 0.9 and lambda = 0.5:
+
+    finished:   delta_2 = 1 - 0.75                 =  0.25      A_2 = 0.25
                 delta_1 = 0.9 * 0.75 - 0.25        =  0.425     A_1 = 0.425 + 0.45 * 0.25    = 0.5375
                 delta_0 = 0.9 * 0.25 - 0.5         = -0.275     A_0 = -0.275 + 0.45 * 0.5375 = -0.033125
     cut off:    delta_2 = 0.9 * 0.75 - 0.75        = -0.075     A_2 = -0.075
@@ -53,17 +55,17 @@ def test_generalized_advantages_written_out():
     value = np.array([[9.0, 0.5, 0.25, 0.75, 9.0]] * 2, np.float32)
     response = np.array([[False, True, True, True, False]] * 2)
     reward = np.array([1.0, 1.0], np.float32)
-    found = generalized_advantages(value, reward, response, np.array([True, False]), discount=0.9, decay=0.5)
-    wanted = [[0, -0.033125, 0.5375, 0.25, 0], [0, -0.0989375, 0.39125, -0.075, 0]]
-    np.testing.assert_allclose(found, wanted, atol=1e-6)
+    actual = generalized_advantages(value, reward, response, np.array([True, False]), discount=0.9, decay=0.5)
+    expected = [[0, -0.033125, 0.5375, 0.25, 0], [0, -0.0989375, 0.39125, -0.075, 0]]
+    np.testing.assert_allclose(actual, expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("discount", [1.0, 0.9])
 @pytest.mark.parametrize("decay", [1.0, 0.8, 0.0])
 def test_generalized_advantages_of_many_responses(discount, decay):
     options = {"discount": discount, "decay": decay}
-    found = np.asarray(generalized_advantages(VALUE, REWARD, RESPONSE, FINISHED, **options))
-    assert not found[~RESPONSE].any()
+    actual = np.asarray(generalized_advantages(VALUE, REWARD, RESPONSE, FINISHED, **options))
+    assert not actual[~RESPONSE].any()
     for i in range(SAMPLES):
         value, length = VALUE[i, START[i] : START[i] + LENGTH[i]], LENGTH[i]
         if FINISHED[i]:
@@ -72,44 +74,46 @@ def test_generalized_advantages_of_many_responses(discount, decay):
             values, rewards = [*value, value[-1]], [0.0] * length
         deltas = [rewards[t] + discount * values[t + 1] - values[t] for t in range(length)]
         for t in range(length):
-            wanted = sum((discount * decay) ** (k - t) * deltas[k] for k in range(t, length))
-            assert found[i, START[i] + t] == pytest.approx(wanted, abs=1e-5)
+            expected = sum((discount * decay) ** (k - t) * deltas[k] for k in range(t, length))
+            assert actual[i, START[i] + t] == pytest.approx(expected, abs=1e-5)
 
 
 def test_what_stands_outside_of_responses_is_not_read():
     strange = np.where(RESPONSE, VALUE, 1e30).astype(np.float32)
     rewards = np.where(FINISHED, REWARD, 1e30).astype(np.float32)
     options = {"discount": 0.9, "decay": 0.8}
-    found = generalized_advantages(strange, rewards, RESPONSE, FINISHED, **options)
-    wanted = generalized_advantages(VALUE, REWARD, RESPONSE, FINISHED, **options)
-    np.testing.assert_array_equal(found, wanted)
+    actual = generalized_advantages(strange, rewards, RESPONSE, FINISHED, **options)
+    expected = generalized_advantages(VALUE, REWARD, RESPONSE, FINISHED, **options)
+    np.testing.assert_array_equal(actual, expected)
 
 
 def test_a_whole_response_is_worth_its_return_less_its_value():
-    """With lambda 1 the deltas telescope."""
+    """With lambda = 1 the deltas telescope."""
     everything = np.ones(SAMPLES, bool)
-    found = generalized_advantages(VALUE, REWARD, RESPONSE, everything, discount=0.9, decay=1.0)
+    actual = generalized_advantages(VALUE, REWARD, RESPONSE, everything, discount=0.9, decay=1.0)
     returns = discounted_returns(REWARD, RESPONSE, discount=0.9)
-    np.testing.assert_allclose(found, np.where(RESPONSE, returns - VALUE, 0), atol=1e-5)
+    np.testing.assert_allclose(actual, np.where(RESPONSE, returns - VALUE, 0), atol=1e-5)
     for i in range(SAMPLES):
         powers = 0.9 ** np.arange(LENGTH[i])[::-1]
         np.testing.assert_allclose(returns[i][RESPONSE[i]], powers * REWARD[i], rtol=1e-5)
 
 
 def test_whitened_advantages_have_mean_0_and_deviation_1():
-    found = np.asarray(whiten(VALUE, RESPONSE))
-    assert not found[~RESPONSE].any()
-    assert found[RESPONSE].mean() == pytest.approx(0, abs=1e-6)
-    assert found[RESPONSE].std() == pytest.approx(1, abs=1e-4)
+    actual = np.asarray(whiten(VALUE, RESPONSE))
+    assert not actual[~RESPONSE].any()
+    assert actual[RESPONSE].mean() == pytest.approx(0, abs=1e-6)
+    assert actual[RESPONSE].std() == pytest.approx(1, abs=1e-4)
     order = np.argsort(VALUE[RESPONSE])
-    assert (np.diff(found[RESPONSE][order]) >= 0).all()
+    assert (np.diff(actual[RESPONSE][order]) >= 0).all()
     assert not np.asarray(whiten(VALUE, np.zeros_like(RESPONSE))).any()
 
 
 @pytest.mark.parametrize("discount", [1.0, 0.9])
 def test_generalized_advantages_are_tunixs(discount):
-    """Tunix knows no cuts. Behind one, a token whose value is that of the last and whose reward is its value says the
-    same. Its advantages come whitened; what it calls returns are advantages plus values, which do not."""
+    """Tunix has no unfinished responses. A further token with the last value as its value and reward is equivalent.
+
+    Tunix whitens its advantages. Its returns are advantages plus values that are not whitened, so they are compared.
+    """
     pytest.importorskip("tunix", reason="the extra tunix is not installed")
     from tunix.rl.algo_core import compute_gae_advantages
 
@@ -123,5 +127,5 @@ def test_generalized_advantages_are_tunixs(discount):
     mask[cut, last[cut] + 1] = 1
     with jax.numpy_rank_promotion("allow"):
         _, returns = compute_gae_advantages(reward, value, mask, discount, 0.8)
-    found = generalized_advantages(VALUE, REWARD, RESPONSE, FINISHED, discount=discount, decay=0.8)
-    np.testing.assert_allclose(found[RESPONSE], (returns[:, :-1] - VALUE)[RESPONSE], atol=1e-5)
+    actual = generalized_advantages(VALUE, REWARD, RESPONSE, FINISHED, discount=discount, decay=0.8)
+    np.testing.assert_allclose(actual[RESPONSE], (returns[:, :-1] - VALUE)[RESPONSE], atol=1e-5)

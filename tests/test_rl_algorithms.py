@@ -1,4 +1,4 @@
-"""The table of algorithms: what each may teach, and what it is refused."""
+"""The algorithms: which tokens each may learn from, and which settings are rejected."""
 
 import dataclasses
 import json
@@ -24,7 +24,7 @@ TPPO = {"algorithm": "tppo", "window": 14, "response_tokens": 42}
 
 
 def sampled(algorithm, seed=0):
-    """A batch as the algorithm meets it: with a critic's values, and cut off, only where it says so."""
+    """Make a random batch for an algorithm: with values for a critic, and unfinished responses for windows."""
     rng, entry = np.random.default_rng(seed), ALGORITHMS[algorithm]
     start, length = rng.integers(1, 4, SAMPLES), rng.integers(2, 7, SAMPLES)
     position = np.arange(TOKENS)
@@ -73,9 +73,9 @@ def test_what_every_algorithm_teaches(algorithm, seed):
 def test_tokens_of_a_response_have_its_advantage_over_the_others(algorithm):
     batch = sampled(algorithm)
     lessons = lessons_of(algorithm, batch)
-    wanted = relative_advantages(batch.reward, batch.usable, responses_per_prompt=PER_PROMPT)
+    expected = relative_advantages(batch.reward, batch.usable, responses_per_prompt=PER_PROMPT)
     for sample in np.flatnonzero(batch.usable):
-        assert (lessons.advantage[sample][batch.response[sample]] == wanted[sample]).all()
+        assert (lessons.advantage[sample][batch.response[sample]] == expected[sample]).all()
 
 
 def test_the_critic_of_tppo_learns_returns_of_finished_responses_from_their_first_token_on():
@@ -88,8 +88,8 @@ def test_the_critic_of_tppo_learns_returns_of_finished_responses_from_their_firs
             continue
         np.testing.assert_array_equal(learned[sample], batch.response[sample])
         worth = CRITIC.discount ** np.arange(learned[sample].sum())[::-1]
-        found = lessons.value_target[sample][learned[sample]]
-        np.testing.assert_allclose(found, worth * batch.reward[sample], rtol=1e-5)
+        actual = lessons.value_target[sample][learned[sample]]
+        np.testing.assert_allclose(actual, worth * batch.reward[sample], rtol=1e-5)
 
 
 def test_tppo_gives_the_advantages_of_ppo_where_nothing_is_cut_off():
@@ -105,7 +105,7 @@ def test_a_sample_without_finite_values_is_masked_and_counted():
     shape = batch.response.shape
     value = batch.value.copy()
     value[3, np.flatnonzero(batch.response[3])[0]] = np.nan
-    value[5, 0] = np.nan  # of a prompt, which nobody reads
+    value[5, 0] = np.nan  # a prompt token, whose value is not read
     nothing = np.zeros(shape, np.float32)
     ids = np.zeros((*shape, 1, 1), np.uint8)
     responses = Responses(
@@ -142,17 +142,23 @@ def test_settings_are_saved(changes, tmp_path):
     ("changes", "says"),
     [
         ({"algorithm": "gppo"}, "algorithm 'gppo' must be one of grpo, dapo, ppo, tppo; did you mean"),
-        ({"algorithm": "tppo"}, "algorithm=tppo, and window=None: tppo needs a window, and no other has one"),
-        ({"window": 14}, "algorithm=grpo, and window=14: tppo needs a window, and no other has one"),
-        (TPPO | {"window": 7}, "window=7 is smaller than the room for a prompt, prompt_tokens=14"),
+        (
+            {"algorithm": "tppo"},
+            "algorithm=tppo with window=None: tppo needs a window, and the other algorithms",
+        ),
+        ({"window": 14}, "algorithm=grpo with window=14: tppo needs a window, and the other algorithms"),
+        (
+            TPPO | {"window": 7},
+            "window=7 must be at least prompt_tokens=14: every rollout runs the prompts again",
+        ),
         (TPPO | {"window": 0}, "window=0 must be an integer of at least 1"),
         (TPPO | {"response_tokens": 43}, "response_tokens=43 must be a multiple of window=14"),
-        (TPPO | {"routing": "recompute"}, "routing=recompute records the routing of all tokens anew"),
-        ({"critic": Critic(decay=0.5)}, r"algorithm=grpo, which has no use for Critic\("),
-        ({"algorithm": "ppo", "dapo": Dapo(more_rollouts=1)}, r"algorithm=ppo, which has no use for Dapo\("),
+        (TPPO | {"routing": "recompute"}, "algorithm=tppo needs routing=rollout: it replays the routing"),
+        ({"critic": Critic(decay=0.5)}, r"algorithm=grpo does not use Critic\("),
+        ({"algorithm": "ppo", "dapo": Dapo(more_rollouts=1)}, r"algorithm=ppo does not use Dapo\("),
         (
             {"algorithm": "dapo", "plan_ahead": 0.5},
-            "algorithm=dapo replaces prompts once their responses are scored, and plan_ahead=0.5 would plan for them",
+            "algorithm=dapo replaces prompts after their responses are scored, so plan_ahead=0.5 cannot plan for them",
         ),
         ({"responses_per_prompt": 1}, "responses_per_prompt=1 must be an integer of at least 2"),
         ({"evaluate_every": 0}, "evaluate_every=0 must be an integer of at least 1"),

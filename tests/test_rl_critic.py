@@ -1,4 +1,4 @@
-"""The critic: what its values are of, what it begins at, and that it learns."""
+"""The critic: its values belong to the right states, it starts at the mean return, and it learns."""
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ RESPONSE = MASK & (np.arange(TOKENS) >= PROMPT)
 
 
 def make_trainer(**changes):
-    """A run of PPO on one rank whose head is new."""
+    """Make a PPO trainer on one rank, with a new value head."""
     options = {"algorithm": "ppo", "critic": CRITIC, "warmup_steps": 0, "prompts": 2, "micro_batches": 1}
     return Trainer(Train(**(SMALL | options | changes), ranks=Ranks(nodes=1, ranks_per_node=1)), 0)
 
@@ -36,20 +36,22 @@ def test_a_value_is_of_the_tokens_before():
     hidden = rng.normal(size=(2, 5, 3)).astype(np.float32)
     head = ValueHead(3)
     head.weight[...], head.bias[...] = rng.normal(size=3).astype(np.float32), jnp.float32(0.5)
-    wanted = hidden @ np.asarray(head.weight[...]) + 0.5
+    expected = hidden @ np.asarray(head.weight[...]) + 0.5
     used = rng.random((2, 5)) < 0.5
-    for found, counts in (
+    for actual, counts in (
         (token_values(head, hidden), True),
         (token_values(head, hidden, used), used[:, 1:]),
     ):
-        np.testing.assert_allclose(found[:, 1:], np.where(counts, wanted[:, :-1], 0), atol=1e-6)
-        assert not found[:, 0].any()
+        np.testing.assert_allclose(actual[:, 1:], np.where(counts, expected[:, :-1], 0), atol=1e-6)
+        assert not actual[:, 0].any()
 
 
 @pytest.fixture(scope="module")
 def learned(smallest_policy):
-    """A new head after 60 updates on one batch, the policy's advantages 0: the targets, the losses, and the head, its
-    first moments and the gradient's norm behind the first update."""
+    """Train a new head with 60 updates on one batch, with advantages of 0 for the policy.
+
+    Returns the targets, the losses, and the state after the first update: head, first moments and gradient norm.
+    """
     trainer, rng = make_trainer(), np.random.default_rng(1)
     tokens = rng.integers(97, 101, (SAMPLES, TOKENS)).astype(np.int32)
     target = np.zeros((SAMPLES, TOKENS), np.float32)
@@ -80,7 +82,7 @@ def test_the_first_loss_is_that_of_values_of_0(learned):
 
 def test_the_gradient_has_the_factor_and_the_step_the_rate(learned):
     target, _, (head, moments, norm) = learned
-    # Adam's first moments are a tenth of the gradient, whose norm is cut to 1.
+    # Adam's first moments are a tenth of the gradient, whose norm is clipped to 1.
     cut = min(1, 1 / norm)
     assert moments["bias"] == pytest.approx(-0.1 * cut * CRITIC.factor * target.mean(), rel=1e-4)
     assert np.linalg.norm([*moments["weight"], moments["bias"]]) == pytest.approx(0.1 * cut * norm, rel=1e-4)
@@ -92,12 +94,12 @@ def test_the_gradient_has_the_factor_and_the_step_the_rate(learned):
 
 def test_the_critic_learns(learned):
     target, losses, _ = learned
-    # Half the mean square of what is left: more than half of the variance is explained.
+    # The loss is half the mean squared error, so more than half of the variance is explained.
     assert losses[-1] < 0.5 * 0.5 * target.var()
 
 
-def started(trainer, value, finished=(True, True, False, True)):
-    """What the recompute said is ``value`` everywhere: what `start_critic` makes of it, and the head's bias."""
+def values_and_bias(trainer, value, finished=(True, True, False, True)):
+    """Call `start_critic` after a recompute with ``value`` everywhere; return the new values and the head's bias."""
     response = RESPONSE[:4]
     tokens = np.zeros(response.shape, np.int32)
     responses = Responses(tokens, MASK[:4], response, tokens[..., None, None], tokens * 1.0, np.ones(4, bool))
@@ -107,25 +109,25 @@ def started(trainer, value, finished=(True, True, False, True)):
     old = OldPolicy(
         np.zeros(response.shape, np.float32), None, value=np.full(response.shape, value, np.float32)
     )
-    found = start_critic(trainer.state, trainer.config, rollout, rewards, old)
-    return found.value, float(trainer.state.agent.critic.bias[...])
+    actual = start_critic(trainer.state, trainer.config, rollout, rewards, old)
+    return actual.value, float(trainer.state.agent.critic.bias[...])
 
 
 def test_a_new_critic_begins_at_the_mean_return():
     trainer = make_trainer()
-    value, bias = started(trainer, 0.0, finished=(False,) * 4)
-    assert not value.any(), "nothing has finished"
+    value, bias = values_and_bias(trainer, 0.0, finished=(False,) * 4)
+    assert not value.any(), "no response has finished"
     assert bias == 0
-    value, bias = started(trainer, 0.0)
+    value, bias = values_and_bias(trainer, 0.0)
     assert bias == 0.5, "of three responses"
     assert (value == bias).all(), "the first losses and advantages are of that head"
-    # It begins once.
-    value, bias = started(trainer, 0.25, finished=(True, True, False, False))
+    # Only a new critic is set.
+    value, bias = values_and_bias(trainer, 0.25, finished=(True, True, False, False))
     assert (value == 0.25).all()
     assert bias == 0.5
 
 
 def test_the_mean_return_is_discounted():
-    _, bias = started(make_trainer(critic=Critic(discount=0.5)), 0.0)
+    _, bias = values_and_bias(make_trainer(critic=Critic(discount=0.5)), 0.0)
     worth = 0.5 ** np.arange(RESPONSE[0].sum())
     assert bias == pytest.approx(0.5 * worth.mean(), rel=1e-6)

@@ -1,4 +1,4 @@
-"""Dynamic sampling and the penalty on overlong responses, in a step."""
+"""DAPO's dynamic sampling and its penalty on overlong responses, in a learning step."""
 
 import dataclasses
 
@@ -18,13 +18,16 @@ FIRST = len("copy ")
 
 
 def score(completion, example):
-    """The same for all responses to some prompts, and almost never for those to others."""
+    """Give equal rewards to all responses to some prompts, and almost always different ones for other prompts."""
     return 0.5 if is_equal(example) else (len(completion) + sum(map(ord, completion)) / 1e6) % 1
 
 
 @pytest.fixture
 def learn(monkeypatch):
-    """Takes a step: the prompts of each rollout that there might be, what was learned from, and metrics."""
+    """Return a function that makes one learning step.
+
+    It returns the prompts of all possible rollouts, the responses and rewards that were learned from, and the metrics.
+    """
 
     def step(**changes):
         seen = []
@@ -54,9 +57,9 @@ def test_prompts_with_equal_rewards_are_replaced_by_later_ones(learn):
     teaching = np.array([[not is_equal(example) for example in rollout] for rollout in drawn])
     needed = int(np.argmax(np.cumsum(teaching.sum(1)) >= 8)) + 1
     assert 1 < needed < 4, "or the first rollout would do, or none"
-    wanted = [example for rollout in drawn for example in rollout if not is_equal(example)][:8]
+    expected = [example for rollout in drawn for example in rollout if not is_equal(example)][:8]
     assert responses.tokens.shape[0] == 32
-    for sample, example in enumerate(example for example in wanted for _ in range(4)):
+    for sample, example in enumerate(example for example in expected for _ in range(4)):
         prompt = HASTY.encode_prompt(example.prompt)
         assert responses.tokens[sample, : len(prompt)].tolist() == prompt
         sampled = responses.tokens[sample][responses.response[sample]].tolist()
@@ -68,7 +71,7 @@ def test_prompts_with_equal_rewards_are_replaced_by_later_ones(learn):
     assert metrics["reward/replaced_prompts"] == (~teaching[:needed]).sum()
     assert (~teaching[:needed]).sum() != 8 * (needed - 1), "of the last rollout, some are not needed"
     assert metrics["batch/tokens_run"] > 2 * metrics["batch/tokens"] + responses.mask.sum()
-    # The mean is of all that was sampled, without penalties.
+    # The mean is over all sampled responses, without penalties.
     assert metrics["reward/mean"] > rewards.reward.mean()
 
 
@@ -77,7 +80,7 @@ def test_prompts_are_replaced_only_so_often(learn):
     drawn, responses, _, metrics = learn(dapo=Dapo(more_rollouts=0))
     assert metrics["reward/replaced_prompts"] == 0
     assert metrics["reward/equal_prompts"] == sum(map(is_equal, drawn[0])) > 0
-    # Those that teach something come first, and the batch is full.
+    # Prompts with different rewards come first, and the batch is full.
     order = sorted(drawn[0], key=is_equal)
     for number, example in enumerate(order):
         prompt = HASTY.encode_prompt(example.prompt)

@@ -1,4 +1,4 @@
-"""How programs are compiled for the devices of a run."""
+"""The environment variables that a run sets for host devices and their compiler."""
 
 import os
 
@@ -6,14 +6,14 @@ import pytest
 
 from experiments.rl.devices import compile_quickly, host_devices
 
-FORMER = "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
+OLDER_EMITTERS = "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
 
 
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ("", FORMER),
-        ("--other=1", f"--other=1 {FORMER}"),
+        ("", OLDER_EMITTERS),
+        ("--other=1", f"--other=1 {OLDER_EMITTERS}"),
         ("--xla_backend_extra_options=mine", "--xla_backend_extra_options=mine"),
     ],
 )
@@ -25,7 +25,7 @@ def test_options_of_the_compiler_are_added_to_those_of_the_caller(monkeypatch, b
 
 
 def test_every_host_device_has_two_threads(monkeypatch):
-    """Unless the caller says how many there are."""
+    """The caller's own NPROC stays."""
     monkeypatch.delenv("NPROC")
     host_devices(8)
     assert int(os.environ["NPROC"]) >= 16

@@ -1,4 +1,4 @@
-"""Generation records what happened: a full forward over the finished sequences says the same, token by token."""
+"""Generation records log-probabilities and experts that equal those of a forward pass over whole sequences."""
 
 import dataclasses
 import functools
@@ -17,7 +17,7 @@ from relibra_jax.nnx import ExpertParallel, expert_mesh
 from relibra_jax.replay import check_replay
 from relibra_jax.types import Topology
 
-# A vocabulary so small that samples end by chance.
+# The vocabulary is so small that samples end by chance.
 CONFIG = dataclasses.replace(
     TINY, width=16, layers=2, heads=4, kv_heads=2, head_width=6, expert_width=8, vocabulary=7
 )
@@ -35,15 +35,15 @@ KEYS = jax.vmap(functools.partial(jax.random.fold_in, jax.random.key(5)))(jnp.ar
 @functools.cache
 def policy():
     model = make_model(CONFIG, TOPOLOGY, mesh=MESH, key=jax.random.key(0))
-    # At birth all tokens are about equally likely.
+    # In a new model all tokens are about equally likely, so scale the head.
     model.head[...] = model.head[...] * 25
     return model
 
 
-def sample(prompts=PROMPTS, lengths=LENGTHS, keys=KEYS, **knobs):
-    knobs = {"max_new_tokens": ROOM, "ends": [EOS], **knobs}
-    found = generate(policy(), prompts, lengths, keys, parallel=PARALLEL, **knobs)
-    return jax.tree.map(np.asarray, found)
+def sample(prompts=PROMPTS, lengths=LENGTHS, keys=KEYS, **options):
+    options = {"max_new_tokens": ROOM, "ends": [EOS], **options}
+    actual = generate(policy(), prompts, lengths, keys, parallel=PARALLEL, **options)
+    return jax.tree.map(np.asarray, actual)
 
 
 @functools.cache
@@ -52,71 +52,71 @@ def drawn():
 
 
 @functools.cache
-def whole():
-    """What the model says about the finished sequences."""
+def full_forward():
+    """Return a function that runs the model on whole sequences."""
     run = nnx.jit(lambda policy, tokens, mask: policy(tokens, mask, parallel=PARALLEL))
-    return lambda found: run(policy(), found.tokens, found.mask)
+    return lambda actual: run(policy(), actual.tokens, actual.mask)
 
 
 @pytest.mark.slow
 def test_sequences_are_prompts_and_what_follows():
-    found = drawn()
-    total, behind = found.mask.sum(-1), np.arange(LONGEST + ROOM) >= LENGTHS[..., None]
-    np.testing.assert_array_equal(found.mask, np.arange(LONGEST + ROOM) < total[..., None])
-    np.testing.assert_array_equal(found.response, found.mask & behind)
-    assert (found.tokens[~found.mask] == PAD).all()
+    actual = drawn()
+    total, behind = actual.mask.sum(-1), np.arange(LONGEST + ROOM) >= LENGTHS[..., None]
+    np.testing.assert_array_equal(actual.mask, np.arange(LONGEST + ROOM) < total[..., None])
+    np.testing.assert_array_equal(actual.response, actual.mask & behind)
+    assert (actual.tokens[~actual.mask] == PAD).all()
     for place in np.ndindex(LENGTHS.shape):
-        tokens, prompt = found.tokens[place][: total[place]].tolist(), LENGTHS[place]
+        tokens, prompt = actual.tokens[place][: total[place]].tolist(), LENGTHS[place]
         assert tokens[:prompt] == PROMPTS[place][:prompt].tolist()
         if prompt:
             response = tokens[prompt:]
             assert EOS not in response[:-1]
-            assert found.ended[place] == (response[-1] == EOS)
-            assert found.ended[place] or len(response) == ROOM
+            assert actual.ended[place] == (response[-1] == EOS)
+            assert actual.ended[place] or len(response) == ROOM
         else:
             assert not tokens
-            assert not found.ended[place]
-    # Some end early, some do not.
-    assert len(set(found.response.sum(-1).ravel().tolist())) > 3
-    assert 0 < found.ended.sum() < found.ended.size - 1
+            assert not actual.ended[place]
+    # Some samples end early, and some do not.
+    assert len(set(actual.response.sum(-1).ravel().tolist())) > 3
+    assert 0 < actual.ended.sum() < actual.ended.size - 1
 
 
 def test_log_probs_and_routes_are_those_of_the_whole_sequence():
-    found, output = drawn(), whole()(drawn())
-    log_probs = token_log_probs(output.logits, np.minimum(found.tokens, 6), temperature=1.5)
-    wanted = np.where(found.response, log_probs, 0)
-    np.testing.assert_allclose(found.log_probs, wanted, atol=5e-6)
-    assert (found.log_probs[found.response] < 0).all()
-    # The last token of a response and all of a prompt have their routes.
-    np.testing.assert_array_equal(found.expert_ids[found.mask], output.expert_ids[found.mask])
-    assert not found.expert_ids[~found.mask].any()
-    replay = found.replay
+    actual, output = drawn(), full_forward()(drawn())
+    log_probs = token_log_probs(output.logits, np.minimum(actual.tokens, 6), temperature=1.5)
+    expected = np.where(actual.response, log_probs, 0)
+    np.testing.assert_allclose(actual.log_probs, expected, atol=5e-6)
+    assert (actual.log_probs[actual.response] < 0).all()
+    # All tokens have routes, including prompts and the last token of a response.
+    np.testing.assert_array_equal(actual.expert_ids[actual.mask], output.expert_ids[actual.mask])
+    assert not actual.expert_ids[~actual.mask].any()
+    replay = actual.replay
     assert replay.expert_ids.shape == (SAMPLES, LONGEST + ROOM, CONFIG.layers, CONFIG.top_k)
     assert replay.expert_ids.dtype == np.uint8
-    np.testing.assert_array_equal(replay.expert_ids, found.expert_ids)
+    np.testing.assert_array_equal(replay.expert_ids, actual.expert_ids)
     check_replay(replay, num_experts=CONFIG.num_experts)
 
 
 def test_any_of_several_ends_ends_a_response():
     _, other = ends = (EOS, 5)
-    found, one = sample(temperature=1.5, top_p=0.9, ends=ends), drawn()
-    last = found.tokens[np.arange(SAMPLES), found.mask.sum(-1) - 1]
-    np.testing.assert_array_equal(found.ended, np.isin(last, ends) & (LENGTHS > 0))
-    assert {EOS, other} <= set(last[found.ended].tolist())
-    # Up to the first end nothing changes, behind it nothing comes.
-    np.testing.assert_array_equal(found.tokens[found.mask], one.tokens[found.mask])
-    before_last = found.response & (np.arange(LONGEST + ROOM) < found.mask.sum(-1)[:, None] - 1)
-    assert not np.isin(found.tokens[before_last], ends).any()
+    actual, one = sample(temperature=1.5, top_p=0.9, ends=ends), drawn()
+    last = actual.tokens[np.arange(SAMPLES), actual.mask.sum(-1) - 1]
+    np.testing.assert_array_equal(actual.ended, np.isin(last, ends) & (LENGTHS > 0))
+    assert {EOS, other} <= set(last[actual.ended].tolist())
+    # Nothing changes up to the first end token, and nothing follows it.
+    np.testing.assert_array_equal(actual.tokens[actual.mask], one.tokens[actual.mask])
+    before_last = actual.response & (np.arange(LONGEST + ROOM) < actual.mask.sum(-1)[:, None] - 1)
+    assert not np.isin(actual.tokens[before_last], ends).any()
 
 
-def test_other_ends_and_fillers_run_the_same_program(caplog):
-    knobs = {"temperature": 1.5, "top_p": 0.9}
+def test_other_ends_and_padding_run_the_same_program(caplog):
+    options = {"temperature": 1.5, "top_p": 0.9}
     with jax.log_compiles(), caplog.at_level("WARNING"):
-        first = sample(ends=(EOS, 5, 1), **knobs)
+        first = sample(ends=(EOS, 5, 1), **options)
         assert "_decode" in caplog.text
         caplog.clear()
-        swapped = sample(ends=(1, 5, EOS), pad=0, **knobs)
-        sample(ends=(2, 4, 6), pad=6, **knobs)
+        swapped = sample(ends=(1, 5, EOS), pad=0, **options)
+        sample(ends=(2, 4, 6), pad=6, **options)
         assert "_decode" not in caplog.text
     np.testing.assert_array_equal(swapped.tokens, np.where(first.mask, first.tokens, 0))
     for name in ("mask", "response", "expert_ids", "log_probs", "ended"):
@@ -128,21 +128,21 @@ def test_tokens_that_are_not_allowed_are_never_sampled(temperature):
     allowed = ~np.isin(np.arange(7), (1, 6))
     free = sample(temperature=temperature)
     assert not allowed[free.tokens[free.response]].all()
-    found = sample(temperature=temperature, allowed=allowed)
-    assert allowed[found.tokens[found.response]].all()
-    # Log-probabilities are those of all tokens, as training recomputes them.
-    logits = whole()(found).logits
-    log_probs = token_log_probs(logits, np.minimum(found.tokens, 6), temperature=temperature or 1.0)
-    np.testing.assert_allclose(found.log_probs, np.where(found.response, log_probs, 0), atol=5e-6)
+    actual = sample(temperature=temperature, allowed=allowed)
+    assert allowed[actual.tokens[actual.response]].all()
+    # Log-probabilities are over all tokens, as training recomputes them.
+    logits = full_forward()(actual).logits
+    log_probs = token_log_probs(logits, np.minimum(actual.tokens, 6), temperature=temperature or 1.0)
+    np.testing.assert_allclose(actual.log_probs, np.where(actual.response, log_probs, 0), atol=5e-6)
 
 
 def test_greedy_at_temperature_0():
-    found = sample(temperature=0.0)
-    logits = whole()(found).logits
+    actual = sample(temperature=0.0)
+    logits = full_forward()(actual).logits
     best = np.roll(np.argmax(logits, -1), 1, axis=-1)
-    np.testing.assert_array_equal(found.tokens[found.response], best[found.response])
-    log_probs = token_log_probs(logits, np.minimum(found.tokens, 6))
-    np.testing.assert_allclose(found.log_probs, np.where(found.response, log_probs, 0), atol=5e-6)
+    np.testing.assert_array_equal(actual.tokens[actual.response], best[actual.response])
+    log_probs = token_log_probs(logits, np.minimum(actual.tokens, 6))
+    np.testing.assert_allclose(actual.log_probs, np.where(actual.response, log_probs, 0), atol=5e-6)
 
 
 def test_samples_do_not_depend_on_their_places():
@@ -162,21 +162,21 @@ def test_a_look_sees_what_has_ended_and_changes_nothing():
         looks.append((ended, jax.tree.map(np.asarray, so_far())))
         return True
 
-    found = sample(temperature=1.5, top_p=0.9, watch=Watch(2, look))
+    actual = sample(temperature=1.5, top_p=0.9, watch=Watch(2, look))
     for name, value in drawn()._asdict().items():
-        np.testing.assert_array_equal(getattr(found, name), value)
+        np.testing.assert_array_equal(getattr(actual, name), value)
     assert len(looks) == (ROOM - 1) // 2
-    sampled = found.response.sum(1)
+    sampled = actual.response.sum(1)
     for columns, (ended, seen) in zip(range(2, ROOM, 2), looks, strict=True):
-        np.testing.assert_array_equal(ended, found.ended & (sampled <= columns))
+        np.testing.assert_array_equal(ended, actual.ended & (sampled <= columns))
         np.testing.assert_array_equal(seen.ended, ended)
         np.testing.assert_array_equal(seen.response.sum(1), np.minimum(sampled, columns))
-        np.testing.assert_array_equal(seen.expert_ids, found.expert_ids * seen.mask[..., None, None])
+        np.testing.assert_array_equal(seen.expert_ids, actual.expert_ids * seen.mask[..., None, None])
     seen = []
-    found = sample(temperature=1.5, top_p=0.9, watch=Watch(1, lambda *given: bool(seen.append(given))))
-    assert len(seen) == 1, "who has seen enough is not asked again"
-    np.testing.assert_array_equal(found.tokens, drawn().tokens)
-    # Where all samples end early, nobody looks any more.
+    actual = sample(temperature=1.5, top_p=0.9, watch=Watch(1, lambda *given: bool(seen.append(given))))
+    assert len(seen) == 1, "a callback that returns False is not called again"
+    np.testing.assert_array_equal(actual.tokens, drawn().tokens)
+    # After all samples have ended, the callback is not called.
     everything, looks[:] = range(7), []
     assert sample(ends=everything, watch=Watch(1, look)).ended.sum() == SAMPLES - 1
     assert not looks
@@ -192,35 +192,35 @@ def many_draws():
 @pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.5, 1.0), (1.0, 0.75), (2.0, 0.4), (0, 1)])
 def test_draws_follow_temperature_top_p_and_what_is_allowed(temperature, top_p, allowed):
     chance = np.array([0.1, 0.4, 0.05, 0.3, 0.15])
-    knobs = (*np.float32([temperature, top_p]), allowed)
-    tokens, log_probs = many_draws()(np.log(chance, dtype=np.float32), *knobs)
+    options = (*np.float32([temperature, top_p]), allowed)
+    tokens, log_probs = many_draws()(np.log(chance, dtype=np.float32), *options)
     tempered = chance ** (1 / (temperature or 1))
     tempered /= tempered.sum()
     np.testing.assert_allclose(log_probs, np.log(tempered)[np.asarray(tokens)], atol=1e-5)
-    # What is cut off is cut off the tokens that are left.
+    # Top-p applies to the allowed tokens.
     tempered = np.where(allowed, tempered, 0) / tempered[allowed].sum()
     kept, reached = np.zeros(5, bool), 0.0
     for token in np.argsort(-tempered):
         if reached < (top_p if temperature else 1e-9):
             kept[token], reached = True, reached + tempered[token]
-    wanted = np.where(kept, tempered, 0)
-    found = np.bincount(tokens, minlength=5) / len(tokens)
-    np.testing.assert_allclose(found, wanted / wanted.sum(), atol=0.015)
-    assert not found[~kept].any()
+    expected = np.where(kept, tempered, 0)
+    actual = np.bincount(tokens, minlength=5) / len(tokens)
+    np.testing.assert_allclose(actual, expected / expected.sum(), atol=0.015)
+    assert not actual[~kept].any()
 
 
 @pytest.fixture
 def without_type_checks():
-    """What users meet: shapes are checked by the functions, not by their annotations."""
+    """Disable the tests' checks of annotations, so that the functions' own checks raise, as they do for users."""
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
 
 
 def test_results_stay_on_the_mesh_and_misfits_are_refused(without_type_checks):
-    def call(prompts=PROMPTS, lengths=LENGTHS, keys=KEYS, **knobs):
-        knobs = {"max_new_tokens": ROOM, "ends": [EOS], **knobs}
-        return generate(policy(), prompts, lengths, keys, parallel=PARALLEL, **knobs)
+    def call(prompts=PROMPTS, lengths=LENGTHS, keys=KEYS, **options):
+        options = {"max_new_tokens": ROOM, "ends": [EOS], **options}
+        return generate(policy(), prompts, lengths, keys, parallel=PARALLEL, **options)
 
     for leaf in call():
         assert leaf.sharding.is_equivalent_to(PARALLEL.token_sharding, leaf.ndim)
@@ -230,7 +230,7 @@ def test_results_stay_on_the_mesh_and_misfits_are_refused(without_type_checks):
         call(prompts=PROMPTS[..., None])
     with pytest.raises(ValueError, match=r"lengths: expected shape \(16,\), found \(15,\)"):
         call(lengths=LENGTHS[:15])
-    with pytest.raises(ValueError, match=r"lengths 1..6, prompts have room for 0..5"):
+    with pytest.raises(ValueError, match=r"lengths 1\.\.6 must be in 0\.\.5, the width of prompts"):
         call(lengths=np.maximum(LENGTHS, 1) + (np.maximum(LENGTHS, 1) == LENGTHS.max()) * (6 - LENGTHS.max()))
     with pytest.raises(ValueError, match="max_new_tokens=0 must be at least 1"):
         call(max_new_tokens=0)
@@ -240,11 +240,11 @@ def test_results_stay_on_the_mesh_and_misfits_are_refused(without_type_checks):
         call(temperature=-1.0)
     with pytest.raises(ValueError, match=r"top_p=0.0 must be above 0 and at most 1"):
         call(top_p=0.0)
-    with pytest.raises(ValueError, match="ends: 7 is no token of a vocabulary of 7"):
+    with pytest.raises(ValueError, match="ends: token 7 is not in the vocabulary of 7 tokens"):
         call(ends=[EOS, 7])
-    with pytest.raises(ValueError, match="ends: at least one token must end a response"):
+    with pytest.raises(ValueError, match="ends is empty: at least one token must end a response"):
         call(ends=[])
     with pytest.raises(ValueError, match=r"allowed: expected shape \(7,\), found \(6,\)"):
         call(allowed=np.ones(6, bool))
-    with pytest.raises(ValueError, match="ends: 3 is not among the tokens that may be sampled"):
+    with pytest.raises(ValueError, match="ends: token 3 is not among the allowed tokens"):
         call(allowed=np.arange(7) != EOS)

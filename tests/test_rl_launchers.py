@@ -1,4 +1,4 @@
-"""What launchers tell processes, read before anything connects."""
+"""The environment variables of launchers are read and checked before anything connects."""
 
 import pytest
 
@@ -29,7 +29,7 @@ BY_HAND = {"JAX_COORDINATOR_ADDRESS": "node1:9000", "JAX_NUM_PROCESSES": "2", "J
         (OPEN_MPI, Launch(None, 2, 1, True)),
         (SLURM | OPEN_MPI | BY_HAND, Launch("node1:9000", 2, 1, True)),
         (BY_HAND, Launch("node1:9000", 2, 1, False)),
-        # The job's pods count themselves; without the package that asks for more, the rest is said by hand.
+        # The pod has only an index. Without the kubernetes package, the other variables are set by hand.
         (KUBERNETES | {k: BY_HAND[k] for k in list(BY_HAND)[:2]}, Launch("node1:9000", 2, 1, False)),
     ],
 )
@@ -42,7 +42,7 @@ def test_launchers_are_understood(variables, launch):
     [
         {},
         SLURM | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"},
-        # A shell inside an allocation, and a pod of a job whose pods work alone.
+        # A shell inside an allocation, and a pod of a job with independent pods.
         {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"},
         KUBERNETES,
     ],
@@ -84,6 +84,6 @@ def test_the_command_refuses_before_it_connects(monkeypatch, capsys, tmp_path):
     for name, value in (SLURM | {"SLURM_PROCID": "2"}).items():
         monkeypatch.setenv(name, value)
     assert main(["demo", "--out", str(tmp_path / "run")]) == 2
-    said = "error: SLURM_NTASKS=2, SLURM_PROCID=2: processes are counted from 0, so the last of 2 is 1\n"
-    assert capsys.readouterr().err == said
+    expected = "error: SLURM_NTASKS=2, SLURM_PROCID=2: processes are counted from 0, so the last of 2 is 1\n"
+    assert capsys.readouterr().err == expected
     assert not list(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""The losses against NumPy, loop by loop, and against what must not enter them: micro-batches and ranks."""
+"""The losses equal loops in NumPy and Tunix's, and do not depend on micro-batches and ranks."""
 
 from types import SimpleNamespace
 
@@ -19,14 +19,14 @@ NEW = (OLD + RNG.normal(0, 0.4, OLD.shape)).astype(np.float32)
 
 @pytest.mark.parametrize("token_level", [True, False])
 def test_weights_sum_to_one_over_what_is_scored(token_level):
-    found = np.asarray(token_weights(SAMPLED & SCORED[:, None], token_level=token_level))
+    actual = np.asarray(token_weights(SAMPLED & SCORED[:, None], token_level=token_level))
     counted = SAMPLED & SCORED[:, None]
-    assert found.sum() == pytest.approx(1, abs=1e-6)
-    assert ((found > 0) == counted).all()
+    assert actual.sum() == pytest.approx(1, abs=1e-6)
+    assert ((actual > 0) == counted).all()
     answers = counted.any(1).sum()
     for sample in np.flatnonzero(counted.any(1)):
         weight = 1 / counted.sum() if token_level else 1 / (answers * counted[sample].sum())
-        np.testing.assert_allclose(found[sample][counted[sample]], weight, rtol=1e-5)
+        np.testing.assert_allclose(actual[sample][counted[sample]], weight, rtol=1e-5)
 
 
 @pytest.mark.parametrize("clip", [(0.2, 0.2), (0.2, 0.28)], ids=["GRPO", "DAPO"])
@@ -39,18 +39,18 @@ def test_policy_loss_and_its_gradient(clip, token_level):
         share = policy_loss(new, OLD, ADVANTAGE, weight, clip_low=low, clip_high=high)
         return share.loss, share
 
-    (_, found), slope = jax.jit(jax.value_and_grad(loss, has_aux=True))(NEW)
-    wanted, clipped, kl, slopes = 0.0, 0.0, 0.0, np.zeros_like(NEW)
+    (_, actual), slope = jax.jit(jax.value_and_grad(loss, has_aux=True))(NEW)
+    expected, clipped, kl, slopes = 0.0, 0.0, 0.0, np.zeros_like(NEW)
     for i, t in zip(*np.nonzero(weight), strict=True):
         ratio = np.exp(NEW[i, t] - OLD[i, t])
         free = ratio * ADVANTAGE[i, t]
         held = np.clip(ratio, 1 - low, 1 + high) * ADVANTAGE[i, t]
-        wanted -= weight[i, t] * min(free, held)
+        expected -= weight[i, t] * min(free, held)
         clipped += weight[i, t] * (held < free)
         kl += weight[i, t] * (ratio - 1 - np.log(ratio))
         slopes[i, t] = 0 if held < free else -weight[i, t] * free
     assert 0 < clipped < 1
-    np.testing.assert_allclose([found.loss, found.clipped, found.kl], [wanted, clipped, kl], rtol=1e-4)
+    np.testing.assert_allclose([actual.loss, actual.clipped, actual.kl], [expected, clipped, kl], rtol=1e-4)
     np.testing.assert_allclose(slope, slopes, rtol=1e-4, atol=1e-7)
 
 
@@ -102,22 +102,22 @@ def test_value_loss_and_its_gradient():
     rng, clip = np.random.default_rng(3), 0.3
     value, old, target = (rng.normal(0, 0.5, SAMPLED.shape).astype(np.float32) for _ in range(3))
     weight = np.asarray(token_weights(SAMPLED, token_level=True))
-    # What has no weight may be anything.
+    # Values without a weight may be anything.
     strange = [np.where(SAMPLED, each, np.nan).astype(np.float32) for each in (value, old, target)]
-    found, slope = jax.jit(
+    actual, slope = jax.jit(
         jax.value_and_grad(lambda value: value_loss(value, *strange[1:], weight, clip=clip))
     )(strange[0])
-    wanted, slopes, clipped = 0.0, np.zeros_like(value), 0
+    expected, slopes, clipped = 0.0, np.zeros_like(value), 0
     for i, t in zip(*np.nonzero(SAMPLED), strict=True):
         free = value[i, t] - target[i, t]
         held = old[i, t] + np.clip(value[i, t] - old[i, t], -clip, clip) - target[i, t]
-        wanted += 0.5 * weight[i, t] * max(free**2, held**2)
-        # Where the clipped error is the larger one, the value has gone far enough.
+        expected += 0.5 * weight[i, t] * max(free**2, held**2)
+        # If the clipped error is larger, the value has moved far enough and has no gradient.
         cut = held**2 > free**2
         clipped += cut
         slopes[i, t] = 0 if cut else weight[i, t] * free
     assert 0 < clipped < SAMPLED.sum()
-    assert float(found) == pytest.approx(wanted, rel=1e-5)
+    assert float(actual) == pytest.approx(expected, rel=1e-5)
     np.testing.assert_allclose(slope, slopes, rtol=1e-4, atol=1e-7)
 
 
@@ -127,11 +127,11 @@ def test_value_loss_is_tunixs(monkeypatch):
 
     rng = np.random.default_rng(4)
     value, old, target = (rng.normal(0, 0.5, SAMPLED.shape).astype(np.float32) for _ in range(3))
-    ahead = np.pad(value, [(0, 0), (0, 1)])  # Tunix's values come with one more, which it leaves out
+    ahead = np.pad(value, [(0, 0), (0, 1)])  # Tunix expects one more value, which it ignores
     monkeypatch.setattr(algo_core.common, "compute_score", lambda *_, **__: jax.numpy.asarray(ahead))
     example = SimpleNamespace(
         prompt_ids=None, completion_ids=value, completion_mask=SAMPLED, old_values=old, returns=target
     )
-    wanted, _ = algo_core.ppo_value_loss_fn(None, example, 0.2, 0, 0)
-    found = value_loss(value, old, target, token_weights(SAMPLED, token_level=True), clip=0.2)
-    assert float(found) == pytest.approx(float(wanted), rel=1e-5)
+    expected, _ = algo_core.ppo_value_loss_fn(None, example, 0.2, 0, 0)
+    actual = value_loss(value, old, target, token_weights(SAMPLED, token_level=True), clip=0.2)
+    assert float(actual) == pytest.approx(float(expected), rel=1e-5)

@@ -1,4 +1,4 @@
-"""What a run shows of itself: metrics by stable names, to whoever wants them, and the profile of a step."""
+"""The output of a run: metrics under stable names, writers, the profile of a step, and names of compiled programs."""
 
 import dataclasses
 import re
@@ -19,7 +19,7 @@ from support.runs import SMALL
 from experiments.rl.balance import measure_copies
 from experiments.rl.compilations import tell_compilations
 from experiments.rl.configs import Train
-from experiments.rl.metrics import FAILURES, METRICS, OF_ALGORITHMS, metrics_table, names_of, scalars_of
+from experiments.rl.metrics import ALGORITHM_METRICS, FAILURES, METRICS, metrics_table, names_of, scalars_of
 from experiments.rl.metrics_log import MetricsLog, import_writer, read_metrics
 from experiments.rl.rewards import score_responses
 from experiments.rl.step_clock import PLANNING, exposed_seconds
@@ -61,17 +61,17 @@ WRITERS = """
     number = 3
 """
 HOST = ("generate", "prepare", "plan", "size", "migrate", "recompute", "score", "score_wait", "update")
-"""What a profile names on the host."""
+"""The names in a profile of phases on the host."""
 SCOPES = (
     *("prepare_layer", "push_residents", "replica_fetch", "dispatch", "experts", "combine"),
     "return_gradients",
 )
-"""What a profile names in programs."""
+"""The names in a profile of operations in programs."""
 
 
 @pytest.fixture(scope="module")
 def writers(tmp_path_factory):
-    """A user's module of writers."""
+    """Write a user's module of writers, in the working directory and on the module path."""
     folder = tmp_path_factory.mktemp("module")
     (folder / "some_writers.py").write_text(textwrap.dedent(WRITERS))
     with pytest.MonkeyPatch.context() as patch:
@@ -83,13 +83,13 @@ def writers(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ran(writers, tmp_path_factory):
-    """A profiled run with a writer: its folder, the writer, and what was compiled."""
-    out, told = tmp_path_factory.mktemp("runs") / "run", []
+    """Make a profiled run with a writer; return its folder, the writer, and the names of compiled programs."""
+    out, names = tmp_path_factory.mktemp("runs") / "run", []
     config = Train(**SHORT, writer="some_writers:Writer", profile=1, out=out)
-    with tell_compilations(told.append):
+    with tell_compilations(names.append):
         run_train(config, Console(quiet=True))
     [writer] = sys.modules["some_writers"].opened
-    return out / "seed-0", writer, set(told)
+    return out / "seed-0", writer, set(names)
 
 
 @pytest.mark.slow
@@ -97,8 +97,8 @@ def test_a_run_writes_exactly_the_metrics_of_the_list(ran):
     lines = read_metrics(ran[0] / "metrics.jsonl")
     assert [line["kind"] for line in lines] == ["warm-up", "evaluation", "learn", "evaluation"]
     for line in lines:
-        beside = {"step", "kind"} | ({FAILURES} if line["kind"] != "warm-up" else set())
-        assert line.keys() - beside == names_of(line["kind"])
+        other_keys = {"step", "kind"} | ({FAILURES} if line["kind"] != "warm-up" else set())
+        assert line.keys() - other_keys == names_of(line["kind"])
     learned = lines[2]
     assert learned["balance/residents"] > 0
     assert learned["balance/replicas"] > 0
@@ -123,7 +123,7 @@ def test_a_writer_is_given_all_numbers_by_their_names(ran):
     null = {
         *("balance/imbalance_live", "balance/imbalance_recompute"),
         *("time/plan_ahead_seconds", "time/count_seconds"),
-        *OF_ALGORITHMS,
+        *ALGORITHM_METRICS,
     }
     assert {name for _, metrics in writer.lines for name in metrics} == {
         name for name, metric in METRICS.items() if not metric.listed and name not in null
@@ -135,14 +135,14 @@ def test_a_writer_is_given_all_numbers_by_their_names(ran):
 @pytest.mark.slow
 def test_a_profile_names_phases_and_layers(ran):
     [trace] = (ran[0] / "profile-1").rglob("*.xplane.pb")
-    found = trace.read_bytes()
+    actual = trace.read_bytes()
     for name in (*HOST, *SCOPES):
-        assert name.encode() in found, name
+        assert name.encode() in actual, name
 
 
 @pytest.mark.slow
 def test_what_is_compiled_is_told_for_every_program(ran):
-    """Whose names the progress line shows: the planner's and generation's among them."""
+    """The progress line shows these names, for example those of the planner and of generation."""
     programs = {
         "begin",
         "decode",
@@ -162,7 +162,7 @@ def test_the_last_profile_of_a_run_that_went_on_is_said_to_be_behind(ran, tmp_pa
     shown = tmp_path / "shown"
     with shown.open("w") as file:
         run_train(Train(**SHORT, profile=1, resume=ran[0].parent), Console(file=file, width=200))
-    assert "note: seed 0 is at step 2, profile=1 is behind it" in shown.read_text()
+    assert "note: seed 0 resumes at step 2, after profile=1: no profile is written" in shown.read_text()
 
 
 def test_the_page_has_the_list():
@@ -183,7 +183,7 @@ def test_the_page_has_the_list():
         ("--writer=some_writers:alone",): "(folder, settings): too many positional arguments",
         (
             "--writer=some_writers:nothing",
-        ): "writer nothing returned a NoneType: expected an object with log(metrics",
+        ): "writer nothing returned a NoneType: it must return an object with log(metrics",
         (
             "--profile=1",
         ): "profile=1 must be a learning step: at least warmup_steps=100 and below warmup_steps + steps",
@@ -202,7 +202,7 @@ def test_a_writer_may_be_any_function_of_two(writers):
 
 
 def test_tensorboard_has_the_same_names(tmp_path, monkeypatch):
-    """Of a stand-in, so that it runs where tensorboardX is not installed."""
+    """The test uses a stand-in for tensorboardX, which may not be installed."""
     added = []
 
     class SummaryWriter:
@@ -275,18 +275,18 @@ def test_copies_are_those_of_the_plan_and_the_routes(path, planner, slots):
     replay = random_routing(np.random.default_rng(0), **sizes)
     batch = balancer.prepare(model, None, replay)
     tokens, plan = int(replay.mask.sum()), batch.batch_plan.plan
-    found = measure_copies([batch], jax.device_get(batch.batch_plan), tokens)
-    assert found["balance/replicas"] == (replica_experts(plan, topology) != EMPTY).sum() / (2 * LAYERS)
-    assert (found["balance/replicas"] > 0) == (slots > 0)
-    assert found["balance/residents"] == 0
-    assert found["buffers/fill"] == np.asarray(plan.quota).sum(-1).max() / batch.parallel.capacities.rows
+    actual = measure_copies([batch], jax.device_get(batch.batch_plan), tokens)
+    assert actual["balance/replicas"] == (replica_experts(plan, topology) != EMPTY).sum() / (2 * LAYERS)
+    assert (actual["balance/replicas"] > 0) == (slots > 0)
+    assert actual["balance/residents"] == 0
+    assert actual["buffers/fill"] == np.asarray(plan.quota).sum(-1).max() / batch.parallel.capacities.rows
     if not slots:
         sample = np.asarray(batch.batch_plan.assignment.sample)  # [M N G b]
         node = {int(each): place[1] for place, each in np.ndenumerate(sample) if each != EMPTY}
         of = np.array([node[each] for each in range(8)])[:, None, None, None]
         away = (replay.expert_ids // (EXPERTS // 2) != of) & replay.mask[..., None, None]
         crossings = away.any(-1) if path == "hierarchical" else away
-        assert found["balance/crossings_per_token"] == pytest.approx(crossings.sum() / tokens / LAYERS)
+        assert actual["balance/crossings_per_token"] == pytest.approx(crossings.sum() / tokens / LAYERS)
 
 
 def test_programs_name_what_layers_do():

@@ -1,4 +1,4 @@
-"""The search for homes beside a rollout, in a run: what it is given, and that it changes no response."""
+"""Planning ahead in a run: the search gets the counts of ended responses, and changes no response."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -24,7 +24,7 @@ def make(**changes):
 
 @pytest.fixture(scope="module")
 def stepped(smallest_policy):
-    """Two runs that plan ahead and one that does not, two steps each, and the metrics of every step."""
+    """Make two equal runs that plan ahead and one that does not, with two steps each; return trainers and metrics."""
     trainers = [make(**AHEAD), make(**AHEAD), make()]
     return trainers, [[trainer.learn() for _ in range(2)] for trainer in trainers]
 
@@ -32,15 +32,15 @@ def stepped(smallest_policy):
 @pytest.mark.slow
 def test_planning_ahead_changes_no_response_and_is_the_same_again(stepped):
     (one, other, behind), (metrics, again, without) = stepped
-    for found, same, plain in zip(metrics, again, without, strict=True):
-        assert found["time/plan_ahead_seconds"] > 0
-        assert 0 < found["time/count_seconds"] < found["time/generate_seconds"]
+    for actual, same, plain in zip(metrics, again, without, strict=True):
+        assert actual["time/plan_ahead_seconds"] > 0
+        assert 0 < actual["time/count_seconds"] < actual["time/generate_seconds"]
         assert plain["time/plan_ahead_seconds"] is None
-        assert found["policy/loss"] == same["policy/loss"]
-        assert found["balance/imbalance"] == same["balance/imbalance"]
-        assert 1 <= found["balance/imbalance"] < found["balance/imbalance_static"]
+        assert actual["policy/loss"] == same["policy/loss"]
+        assert actual["balance/imbalance"] == same["balance/imbalance"]
+        assert 1 <= actual["balance/imbalance"] < actual["balance/imbalance_static"]
     np.testing.assert_array_equal(get_homes(one.state.agent), get_homes(other.state.agent))
-    # Before the first update all have the same weights.
+    # Before the first update all runs have the same weights.
     assert metrics[0]["response/tokens"] == without[0]["response/tokens"]
     assert (get_homes(one.state.agent) != get_homes(behind.state.agent)).any()
 
@@ -60,16 +60,16 @@ def test_the_search_is_given_the_counts_of_responses_that_have_ended(stepped, mo
     length = responses.mask.sum(1)
     np.testing.assert_array_equal(tokens, np.where(ended, length, 0))
     mask = responses.mask & ended[:, None]
-    wanted = sample_load(RoutingReplay(responses.expert_ids, mask), num_experts=16)
-    np.testing.assert_array_equal(load, wanted)
-    # Those that had not ended are longer than all that had.
+    expected = sample_load(RoutingReplay(responses.expert_ids, mask), num_experts=16)
+    np.testing.assert_array_equal(load, expected)
+    # Responses that had not ended are longer than all that had.
     sampled = responses.response.sum(1)
     assert sampled[ended].max() < sampled[~ended].min()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", [{"planner": "eplb"}, {"plan_ahead": 1.0}])
-def test_nobody_looks_where_there_is_nothing_to_search_ahead(stepped, changes):
+def test_there_is_no_watch_without_a_search_ahead(stepped, changes):
     state = stepped[0][0].state
     with ThreadPoolExecutor(1) as beside:
         assert PlanAhead(state, Train(**SMALL), beside, StepClock()).watch is not None
@@ -80,10 +80,10 @@ def test_nobody_looks_where_there_is_nothing_to_search_ahead(stepped, changes):
     ("changes", "says"),
     [
         ({"plan_ahead": 0.0}, "plan_ahead=0.0 must be positive and finite"),
-        ({"plan_ahead": 1.5}, "plan_ahead=1.5 is a share of the responses, at most 1"),
+        ({"plan_ahead": 1.5}, "plan_ahead=1.5 must be at most 1: it is a share of the responses"),
         (
             {"planner": "eplb", "plan_ahead": 0.5},
-            "planner=eplb, and plan_ahead=0.5 is for relibra and relibra_across",
+            "planner=eplb does not use plan_ahead=0.5, which is only for relibra and relibra_across",
         ),
         ({"watch_every": 0}, "watch_every=0 must be an integer of at least 1"),
     ],

@@ -1,4 +1,4 @@
-"""The RL run on a checkpoint: it starts there, uses its tokenizer, resumes, and leaves one of the same kind."""
+"""A training run that starts from a checkpoint uses its tokenizer, can resume, and saves one of the same format."""
 
 import dataclasses
 import json
@@ -36,7 +36,7 @@ SETTINGS = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A checkpoint of GLM-4.5's architecture: dense first layer, shared expert, biases, correction bias."""
+    """Make a checkpoint of GLM-4.5's architecture: dense first layer, shared expert, biases, correction bias."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiny_checkpoint, "TINY", dataclasses.replace(TINY, **SMALLEST))
         return tiny_checkpoint.make_checkpoint(tmp_path_factory.mktemp("checkpoints") / "tiny", "glm4_moe")
@@ -71,14 +71,16 @@ def test_a_run_starts_from_a_checkpoint_and_leaves_one(task, folder, tmp_path, m
     assert before.keys() == after.keys()
     fixed = {name for name in before if (before[name] == after[name]).all()}
     assert fixed == {f"model.layers.{layer}.mlp.gate.e_score_correction_bias" for layer in (1, 2)}
-    # Resumed, it has its checkpoint again, and finds nothing left to do.
+    # A resumed run uses the same checkpoint, and has nothing left to do.
     again = saved_config(tmp_path / "run")
     assert again.model == folder
     run_train(dataclasses.replace(again, resume=tmp_path / "run"), Console(quiet=True))
 
 
 def test_what_does_not_fit_is_refused(folder, tmp_path):
-    with pytest.raises(ValueError, match=r"policy='small' starts from nothing, model=.* from a checkpoint"):
+    with pytest.raises(
+        ValueError, match=r"policy='small' and model=.* exclude each other: .* from a checkpoint"
+    ):
         Train(model=folder, policy="small")
     with pytest.raises(ValueError, match=r"nowhere/config.json: there is no such file"):
         Train(model=tmp_path / "nowhere")

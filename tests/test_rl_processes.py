@@ -1,4 +1,4 @@
-"""A run on several processes: it is the run of one process, and whatever happens to one of them, none hangs."""
+"""A run on several processes learns what one process learns, and if one of them ends, none hangs."""
 
 import contextlib
 import os
@@ -17,14 +17,14 @@ import pytest
 from experiments.rl.metrics_log import read_metrics
 
 PROGRAM = Path(__file__).with_name("learning_process.py")
-# Sums over ranks are taken in another order when half of the ranks are in another process.
+# Sums over ranks have another order when half of the ranks are in another process.
 TOLERANCE = 1e-4
 ENDS_WITHIN = 60
 STEPS = 4
 
 
 def start(count, *args, **variables):
-    """So many processes of one run on 8 devices."""
+    """Start a run on a number of processes, with 8 devices in all."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -60,24 +60,24 @@ def killed_at_last(processes):
     finally:
         for process in processes:
             process.kill()
-            process.communicate()  # which closes its pipes, too
+            process.communicate()  # also closes its pipes
 
 
 def run(count, *args, **variables):
-    """What each process of a run printed, on both streams, and its exit status."""
+    """Run a number of processes to their end; return standard output, standard error and exit status of each."""
     with killed_at_last(start(count, *args, **variables)) as processes:
         printed = [process.communicate(timeout=400) for process in processes]
         return [(*texts, process.returncode) for texts, process in zip(printed, processes, strict=True)]
 
 
 def lines_of(folder):
-    """Metrics without times."""
-    kept = read_metrics(folder / "seed-0" / "metrics.jsonl")
-    return [{k: v for k, v in line.items() if not k.startswith(("time/", "speed/"))} for line in kept]
+    """Read the metrics of a run, without times."""
+    lines = read_metrics(folder / "seed-0" / "metrics.jsonl")
+    return [{k: v for k, v in line.items() if not k.startswith(("time/", "speed/"))} for line in lines]
 
 
 def assert_close(one, other):
-    """Equal but for the last digits of floats."""
+    """Assert that metrics are equal up to the last digits of floats."""
     assert [line.keys() for line in one] == [line.keys() for line in other]
     assert [line["step"] for line in one] == list(range(STEPS))
     for mine, its in zip(one, other, strict=True):
@@ -91,7 +91,7 @@ def assert_close(one, other):
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory):
-    """A run of one process."""
+    """Make a run on one process, and return its folder."""
     folder = tmp_path_factory.mktemp("one") / "run"
     [(_, error, status)] = run(1, "--out", folder)
     assert status == 0, error
@@ -100,7 +100,7 @@ def one(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    """The same run of two processes, with the processes that scored samples."""
+    """Make the same run on two processes, which also record the processes that score samples; return its folder."""
     folder = tmp_path_factory.mktemp("two")
     first, second = run(2, "--out", folder / "run", "--record", 1, SCORED=str(folder / "scored"))
     assert (first[2], second) == (0, ("", "", 0)), first[1] + second[1]
@@ -125,8 +125,10 @@ def test_rewards_are_asked_for_once(two):
 
 
 def kill(victim, moment, folder):
-    """Kill a process when there are so many lines of metrics and some seconds have passed; what the other one said,
-    and after how long."""
+    """Kill a process some seconds after a number of lines of metrics.
+
+    Returns the last line that the other process prints, its exit status, and the seconds until its end.
+    """
     lines, seconds = moment
     log = folder / "seed-0" / "metrics.jsonl"
     with killed_at_last(start(2, "--out", folder)) as processes:
@@ -167,7 +169,7 @@ def test_a_killed_process_ends_the_other_and_the_run_goes_on(victim, lines, two,
 @pytest.mark.parametrize("number", range(10))
 def test_a_process_is_killed_at_any_moment(number, two, tmp_path):
     chance = random.Random(number)
-    # Before the first line processes start and compile, for longer than any step takes.
+    # Before the first line, processes start and compile, which takes longer than any step.
     lines = chance.randrange(STEPS)
     moment = lines, chance.uniform(0, 1 if lines else 20)
     assert_survives(chance.randrange(2), moment, tmp_path / "run", two)
@@ -178,7 +180,7 @@ def test_stopping_one_stops_both_and_one_goes_on_alone(one, tmp_path):
     folder = tmp_path / "run"
     first, second = run(2, "--out", folder, TROUBLE="1 2 stop")
     assert (first[2], second) == (0, ("", "", 0)), first
-    assert "stopped and saved; go on with: " in first[0]
+    assert "stopped and saved; resume with: " in first[0]
     assert [line["step"] for line in lines_of(folder)] == [0, 1, 2]
     [(_, error, status)] = run(1, "--resume", folder)
     assert status == 0, error
@@ -191,7 +193,9 @@ def test_two_go_on_where_one_was_and_an_error_of_one_ends_both(one, tmp_path):
     shutil.rmtree(folder / "seed-0" / "checkpoints" / str(STEPS))
     first, second = run(2, "--resume", folder, TROUBLE="1 3 fail")
     assert (second[1:], first[2]) == (("error: no room for this\n", 2), 1)
-    said = f"error: process 1 of 2 on {socket.gethostname()} stopped: no room for this; start all of them again with: "
-    assert first[1].splitlines()[-1].startswith(said)
+    message = (
+        f"error: process 1 of 2 on {socket.gethostname()} stopped: no room for this; start all of them again"
+    )
+    assert first[1].splitlines()[-1].startswith(f"{message} with: ")
     run(2, "--resume", folder)
     assert_close(lines_of(one), lines_of(folder))

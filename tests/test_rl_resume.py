@@ -1,4 +1,4 @@
-"""A run that cannot go on says so in one line and leaves its folder as it is."""
+"""A run that cannot be resumed ends with one line and leaves its folder unchanged."""
 
 import dataclasses
 import json
@@ -16,12 +16,12 @@ from experiments.rl.trainer import Trainer
 from experiments.run import main
 
 pytestmark = pytest.mark.usefixtures("smallest_policy")
-# Over with the second of its steps.
+# The run has two steps.
 SHORT = {"task": "copy", "policy": "smallest", "warmup_steps": 2, "steps": 0, "evaluation_batches": 0}
 
 
 def leave(folder, config):
-    """Make of ``folder`` what a run leaves, with checkpoints of steps 1 and 2; no step is taken."""
+    """Write the files of a run with checkpoints of steps 1 and 2 into ``folder``, without training."""
     trainer = Trainer(config, 0)
     (folder / "config.json").write_text(json.dumps(dataclasses.asdict(config), default=str))
     with ocp.CheckpointManager(folder / "seed-0" / "checkpoints") as manager:
@@ -38,12 +38,12 @@ def left(tmp_path_factory):
 
 @pytest.fixture
 def folder(left, tmp_path):
-    """A copy to damage."""
+    """Return a copy of the run, to be damaged."""
     return shutil.copytree(left, tmp_path / "copy")
 
 
 def damage_experts(harm, checkpoints):
-    """Harm the file of step 2 that has most of the arrays."""
+    """Damage the largest file of step 2, which has most of the arrays."""
     files = files_under(checkpoints / "2")
     harm(checkpoints / "2" / max(files, key=lambda path: len(files[path])))
 
@@ -66,13 +66,13 @@ def test_a_checkpoint_is_resumed_unverified_when_asked(folder, capfd):
     assert main(["demo", "--resume", str(folder)]) == 2
     assert "the layout cannot be read: it has changed since it was saved" in capfd.readouterr().err
     assert main(["demo", "--resume", str(folder), "--no-verify"]) == 0
-    # The next start looks again.
+    # The next start verifies again, because the setting is not saved.
     assert "verify" not in json.loads((folder / "config.json").read_text())
 
 
 @pytest.mark.slow
 def test_nothing_else_is_said_of_a_damaged_checkpoint(tmp_path):
-    """In a process of its own, where what threads and the garbage collector have to say would be heard."""
+    """The run has a process of its own, so that messages of threads and the garbage collector would be seen, too."""
     leave(tmp_path, Train())
     damage_experts(cut_in_half, tmp_path / "seed-0" / "checkpoints")
     command = [sys.executable, "-m", "experiments.run", "demo", "--resume", tmp_path]

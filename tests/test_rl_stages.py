@@ -1,4 +1,4 @@
-"""Mini-batches and stages of their own in reinforcement learning, and routing that the recompute records."""
+"""Several updates per batch, recomputes with their own plan, and routing that the recompute records."""
 
 import dataclasses
 import functools
@@ -42,8 +42,8 @@ def make(**changes):
 
 @functools.cache
 def batches():
-    """Random texts, routing and rewards: what is learned from them does not matter, that it is the same does."""
-    found = []
+    """Make random tokens, routing and rewards. It matters only that all runs learn the same from them."""
+    batches = []
     for number in range(BATCHES):
         rng = np.random.default_rng(number)
         tokens = rng.integers(1, SMALLEST.vocabulary, (32, 21), np.int32)
@@ -55,19 +55,19 @@ def batches():
         response = mask & (np.arange(21) >= 14)
         responses = Responses(tokens, mask, response, ids, np.zeros((32, 21), np.float32), np.ones(32, bool))
         rewards = Rewards(rng.random(32, np.float32), np.ones(32, bool), [])
-        found.append((responses, rewards))
-    return found
+        batches.append((responses, rewards))
+    return batches
 
 
 def logical(trainer):
-    """Parameters as NumPy arrays by name, experts in the order of their ids."""
-    home, found = get_homes(trainer.state.agent), {}
+    """Get the parameters as NumPy arrays by name, with experts in the order of their ids."""
+    home, parameters = get_homes(trainer.state.agent), {}
     for path, leaf in jax.tree.leaves_with_path(nnx.state(trainer.state.agent, nnx.Param)):
         name, value = jax.tree_util.keystr(path), np.asarray(leaf)
         if "experts']['experts'" in name:
             value = np.take_along_axis(value.reshape(*home.shape, -1), home[..., None], axis=1)
-        found[name] = value
-    return found
+        parameters[name] = value
+    return parameters
 
 
 def learn(trainer, responses, rewards):
@@ -77,7 +77,7 @@ def learn(trainer, responses, rewards):
 
 
 def learn_all(**changes):
-    """A run over all batches: parameters, losses, homes, and the stages of the last batch."""
+    """Learn from all batches; return the parameters before and after, the losses, and the stages of the last batch."""
     trainer, losses = make(**changes), []
     start = logical(trainer)
     for batch in batches():
@@ -87,18 +87,18 @@ def learn_all(**changes):
 
 
 def assert_same_learning(one, other, *, expected_updates):
-    (start, found, losses, stages), (_, wanted, expected, _) = one, other
+    (start, actual, losses, stages), (_, wanted, expected, _) = one, other
     assert len(stages.updates) == expected_updates
     np.testing.assert_allclose(losses, expected, atol=1e-5)
     for name, value in wanted.items():
         moved = np.linalg.norm(value - start[name])
         assert moved > 1e-3, name
-        assert np.linalg.norm(found[name] - value) < TOLERANCE * moved, name
+        assert np.linalg.norm(actual[name] - value) < TOLERANCE * moved, name
 
 
 @pytest.mark.long
 def test_planned_mini_batches_learn_as_static_placement_does():
-    """Residents among them, pushed for each update, and a recompute in one micro-batch."""
+    """The planned run has residents, pushed for each update, and a recompute in one micro-batch."""
     planned = learn_all(resident_slots=1, recompute_micro_batches=1)
     assert_same_learning(planned, learn_all(planner="static"), expected_updates=2)
     stages = planned[-1]
@@ -123,8 +123,8 @@ def test_one_update_with_a_recompute_of_its_own_learns_as_without():
     assert own[-1].recompute is not own[-1].updates
 
 
-def test_a_mini_batch_is_weighed_as_a_batch():
-    """The tokens of each update weigh 1 together, whatever the others have; advantages are those of the whole batch."""
+def test_a_mini_batch_is_weighted_as_a_batch():
+    """The weights of each update's tokens add up to 1. Advantages are those of the whole batch."""
     trainer, (responses, rewards) = make(anneal_steps=0, planner="static"), batches()[0]
     response = responses.response.copy()
     response[:16, 15:] = False
@@ -142,7 +142,7 @@ def test_a_mini_batch_is_weighed_as_a_batch():
 
 @pytest.mark.long
 def test_a_run_generates_and_recomputes_in_float8_where_it_is_asked_to(monkeypatch):
-    """Ranks of few rows too, here: log-probabilities differ slightly from exact ones, and updates are exact."""
+    """Here ranks with few rows use float8, too. Log-probabilities are slightly inexact, and updates are exact."""
     rule = functools.partial(HotRanks, min_rows=1)
     monkeypatch.setattr("experiments.rl.configs.HotRanks", rule)
     seen = []
@@ -157,7 +157,7 @@ def test_a_run_generates_and_recomputes_in_float8_where_it_is_asked_to(monkeypat
         trainer.sampler.respond(trainer.sampler.examples(0), jax.random.key(0))
         for trainer in (exact, rollout)
     ]
-    first = responses[0].response.argmax(1)  # of the same prompts: no token has been drawn before it
+    first = responses[0].response.argmax(1)  # the first sampled token, which depends only on the prompt
     same = responses[0].tokens[range(32), first] == responses[1].tokens[range(32), first]
     log_probs = [each.log_probs[range(32), first] for each in responses]
     error = np.abs(log_probs[1] - log_probs[0])[same]
@@ -209,8 +209,8 @@ def test_what_routing_of_the_recompute_costs_is_printed(tmp_path):
     assert line["balance/imbalance_recompute"] > line["balance/imbalance"]
     assert len(line["balance/imbalance_by_micro_batch"]) == 4
     said = (
-        f"recompute, seed 0: its routing was recorded as it ran, so it ran unplanned, at imbalance"
-        f" {line['balance/imbalance_recompute']:.4f}; planned, in the updates, the same routing came to"
+        f"recompute, seed 0: it recorded its routing and so ran without a plan, at imbalance"
+        f" {line['balance/imbalance_recompute']:.4f}; in the updates the same routing ran under a plan, at imbalance"
         f" {line['balance/imbalance']:.4f}"
     )
     assert said in shown.getvalue()
@@ -250,13 +250,13 @@ def test_settings_are_saved(changes, tmp_path):
         ),
         (
             {"routing": "recompute", "replay": False},
-            "routing=recompute records what updates replay, and replay=False replays nothing",
+            "routing=recompute needs replay=True: it records the routing that updates replay",
         ),
         ({"float8_above": -1.0}, "float8_above=-1.0 must be at least 0"),
         ({"float8_recompute": True}, "float8_recompute=True needs float8_above, the load above which ranks"),
         (
             {"float8_recompute": True, "float8_above": 1.2, "routing": "recompute"},
-            "routing=recompute records what updates replay and computes exactly: float8_recompute=True is for",
+            "float8_recompute=True needs routing=rollout: with routing=recompute the recompute is exact",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""Tasks draw the same examples for the same seed and score what they ask for."""
+"""Tasks draw equal examples for equal seeds, and score correct answers with 1."""
 
 import sys
 
@@ -35,7 +35,9 @@ def test_answers_are_right():
 
 def test_a_task_of_an_extra_that_is_missing_names_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    with pytest.raises(ValueError, match=r"'chain_sum' is none of copy, reverse, .* need the extra rl"):
+    with pytest.raises(
+        ValueError, match=r"'chain_sum' must be one of copy, reverse, .* install the extra rl"
+    ):
         find_task("chain_sum")
 
 
@@ -48,5 +50,5 @@ def test_tasks_of_reasoning_gym():
     for example in examples:
         assert task.score(f"{example.answer}\n", example) == 1
         assert task.score("x", example) < 0.1
-    with pytest.raises(ValueError, match=r"'chain_sums': no such task; the nearest are chain_sum"):
+    with pytest.raises(ValueError, match=r"unknown task 'chain_sums'; similar names are chain_sum"):
         find_task("chain_sums")

@@ -1,4 +1,4 @@
-"""Text goes to tokens and back: by bytes, and by the tokenizer and the chat template of a checkpoint."""
+"""Text is encoded and decoded with bytes, and with the tokenizer and chat template of a checkpoint."""
 
 import dataclasses
 import datetime
@@ -25,7 +25,7 @@ from experiments.rl.trainer import Trainer
 
 START, END, TURN, TURN_END, FILL = SPECIAL = ("<s>", "</s>", "<|turn|>", "<|turn_end|>", "<fill>")
 TEXT = "How many letters are in the word letters? Count the letters of the word."
-# Written in the manner of Qwen3's: whitespace control, a loop backwards, a namespace, tools that are not there.
+# Similar to the template of Qwen3: whitespace control, a reversed loop, a namespace, and tools that are not given.
 CHAT = """\
 {%- if tools %}
     {{- '<|turn|>system\\nTools: ' ~ tools | tojson }}
@@ -55,21 +55,21 @@ CHAT = """\
 
 @pytest.fixture(scope="module")
 def bpe():
-    """A tiny byte-level BPE with special tokens, in the manner of Qwen and Llama."""
-    made = tokenizers.Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
+    """Train a tiny byte-level BPE tokenizer with special tokens, similar to those of Qwen and Llama."""
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
         vocab_size=300, special_tokens=list(SPECIAL), initial_alphabet=alphabet, show_progress=False
     )
-    made.train_from_iterator([TEXT] * 3, trainer)
-    return made
+    tokenizer.train_from_iterator([TEXT] * 3, trainer)
+    return tokenizer
 
 
 @pytest.fixture
 def checkpoint(bpe, tmp_path):
-    """A function that writes the files of a checkpoint, and the ids of its tokens."""
+    """Return a function that writes the tokenizer files of a checkpoint."""
 
     def write(template=None, *, backend=bpe, model=None, generation=None, **settings):
         backend.save(str(tmp_path / "tokenizer.json"))
@@ -107,7 +107,7 @@ def test_broken_text_and_special_bytes_decode():
 def test_rows_are_padded_or_refused():
     rows = BYTES.pad_rows([[BOS, 1], []], 2)
     assert (rows.tolist(), rows.dtype) == ([[BOS, 1], [PAD, PAD]], np.int32)
-    with pytest.raises(ValueError, match="row 1: 3 tokens, there is room for 2"):
+    with pytest.raises(ValueError, match="row 1 has 3 tokens and must have at most 2"):
         BYTES.pad_rows([[1], [1, 2, 3]], 2)
 
 
@@ -120,7 +120,7 @@ def test_text_goes_to_the_tokens_of_a_checkpoint_and_back(checkpoint, bpe, text)
     assert tokenizer.encode_prompt(TEXT) == bpe.encode(TEXT, add_special_tokens=False).ids
     assert len(tokenizer.encode_prompt(TEXT)) < len(TEXT) / 3
     assert tokenizer.size == bpe.get_vocab_size()
-    # Models have rows that no tokenizer knows; samples of them mean nothing.
+    # Models have more ids than the tokenizer; decoding leaves these out.
     assert tokenizer.decode([70, tokenizer.size + 5, 70]) == tokenizer.decode([70, 70])
 
 
@@ -131,7 +131,7 @@ def test_special_tokens_come_from_the_files_beside_it(checkpoint, bpe):
     assert load_tokenizer(checkpoint(pad_token="<none>")).pad == end
     assert load_tokenizer(checkpoint(pad_token=FILL)).pad == fill
     assert load_tokenizer(checkpoint(model={"eos_token_id": turn})).ends == (end, turn)
-    # Padding and what starts a sequence are in no response, unless they end it.
+    # Responses never contain the padding or start token, unless it is an end token.
     assert (plain.never, load_tokenizer(checkpoint(pad_token=FILL)).never) == ((start,), (fill, start))
     assert load_tokenizer(checkpoint(bos_token=END)).never == ()
     several = load_tokenizer(checkpoint(generation={"eos_token_id": [turn_end, end]}))
@@ -171,11 +171,11 @@ def test_prompts_go_through_the_chat_template(checkpoint, bpe):
         checkpoint(CHAT, chat_template="{{ raise_exception('the file comes first') }}")
     )
     tokens = tokenizer.encode_prompt("2 < 3 & é?")
-    wanted = f"{TURN}user\n2 < 3 & é?{TURN_END}\n{TURN}assistant\n"
-    assert bpe.decode(tokens, skip_special_tokens=False) == wanted
+    expected = f"{TURN}user\n2 < 3 & é?{TURN_END}\n{TURN}assistant\n"
+    assert bpe.decode(tokens, skip_special_tokens=False) == expected
     turn, turn_end = bpe.token_to_id(TURN), bpe.token_to_id(TURN_END)
     assert (tokens.count(turn), tokens.count(turn_end)) == (2, 1)
-    # What is answered is no message.
+    # Answers are not put into the chat template.
     assert tokenizer.encode_answer("3") == [*bpe.encode("3").ids, bpe.token_to_id(END)]
 
 
@@ -183,7 +183,7 @@ TODAY = datetime.datetime.now().strftime("%Y")
 
 
 @pytest.mark.parametrize(
-    ("template", "wanted"),
+    ("template", "expected"),
     [
         ("{{ messages | tojson }}", '[{"role": "user", "content": "a <b> & é\'"}]'),
         ("{{ {'b': 1, 'a': 'é'} | tojson(indent=1) }}", '{\n "b": 1,\n "a": "é"\n}'),
@@ -195,11 +195,11 @@ TODAY = datetime.datetime.now().strftime("%Y")
         ("{{ tools is none }} {{ tools is defined }} {{ documents is none }}", "True True True"),
     ],
 )
-def test_templates_have_what_they_are_promised(checkpoint, bpe, template, wanted):
+def test_templates_have_what_they_are_promised(checkpoint, bpe, template, expected):
     named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": template}]
     for settings in ({"chat_template": template}, {"chat_template": named}):
         tokens = load_tokenizer(checkpoint(**settings)).encode_prompt("a <b> & é'")
-        assert bpe.decode(tokens, skip_special_tokens=False) == wanted
+        assert bpe.decode(tokens, skip_special_tokens=False) == expected
 
 
 def test_templates_render_what_transformers_renders():
@@ -229,14 +229,16 @@ def test_templates_that_fail_are_refused_at_once(checkpoint, template, refusal):
 
 
 def test_templates_without_a_default_are_refused(checkpoint):
-    with pytest.raises(ValueError, match=r"chat_template: none is named default, there are \['tools'\]$"):
+    with pytest.raises(
+        ValueError, match=r"chat_template: none of the templates \['tools'\] is named default$"
+    ):
         load_tokenizer(checkpoint(chat_template=[{"name": "tools", "template": ""}]))
     with pytest.raises(ValueError, match="chat_template: expected a text or named texts, found int"):
         load_tokenizer(checkpoint(chat_template=3))
 
 
 def test_folders_without_a_tokenizer_are_refused(checkpoint, tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match=r"no tokenizer\.json, and bytes are no tokens for the model"):
+    with pytest.raises(ValueError, match=r"no tokenizer\.json, which the model of this checkpoint needs"):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0"}')
     with pytest.raises(ValueError, match=r"tokenizer\.json: not a tokenizer \(.+\)$"):
@@ -246,12 +248,12 @@ def test_folders_without_a_tokenizer_are_refused(checkpoint, tmp_path, monkeypat
         with pytest.raises(ValueError, match=rf"tokenizer_config\.json: {refusal}"):
             load_tokenizer(tmp_path)
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(ValueError, match="tokenizers need the extra rl"):
+    with pytest.raises(ValueError, match="reading a tokenizer needs the extra rl"):
         load_tokenizer(tmp_path)
 
 
 def test_a_response_must_have_an_end(checkpoint):
-    with pytest.raises(ValueError, match="no token ends a response: neither eos_token in tokenizer_config"):
+    with pytest.raises(ValueError, match="no token ends a response: set eos_token in tokenizer_config"):
         load_tokenizer(checkpoint(eos_token=None, model={"eos_token_id": None}))
     with pytest.raises(ValueError, match=r"eos_token '<end>' is not in tokenizer\.json"):
         load_tokenizer(checkpoint(eos_token="<end>"))
@@ -262,7 +264,7 @@ def test_a_response_must_have_an_end(checkpoint):
 def test_a_run_speaks_the_tokens_it_is_given(checkpoint, bpe):
     tokenizer = load_tokenizer(checkpoint(generation={"eos_token_id": [bpe.token_to_id(TURN_END)]}))
     with pytest.raises(
-        ValueError, match=f"tokenizer of {tokenizer.size} tokens, .* vocabulary has {VOCABULARY}"
+        ValueError, match=f"tokenizer has {tokenizer.size} tokens, .* vocabulary has only {VOCABULARY}"
     ):
         Trainer(Train(), 0, tokenizer=tokenizer)
     end, turn_end = tokenizer.ends
@@ -281,7 +283,7 @@ def test_a_run_generates_and_learns_by_the_tokenizer_of_a_checkpoint(checkpoint,
     )
     monkeypatch.setattr("experiments.rl.configs.POLICIES", {"tiny": smallest})
     tokenizer = load_tokenizer(checkpoint(CHAT, pad_token=FILL))
-    # So many ends that untrained responses meet one of them.
+    # With so many end tokens, responses of an untrained model end.
     tokenizer = dataclasses.replace(tokenizer, ends=(*tokenizer.ends, *range(100, tokenizer.size)))
     config = Train(
         task="add",
@@ -293,13 +295,13 @@ def test_a_run_generates_and_learns_by_the_tokenizer_of_a_checkpoint(checkpoint,
     )
     trainer = Trainer(config, 0, tokenizer=tokenizer)
     examples = trainer.sampler.examples(0)
-    found = trainer.sampler.respond(examples, jax.random.key(0))
+    actual = trainer.sampler.respond(examples, jax.random.key(0))
     assert tokenizer.size < 320
-    assert tokenizer.allowed(320)[found.tokens[found.response]].all()
-    assert (found.tokens[~found.mask] == tokenizer.pad).all()
-    assert 0.9 < found.ended.mean() <= 1
+    assert tokenizer.allowed(320)[actual.tokens[actual.response]].all()
+    assert (actual.tokens[~actual.mask] == tokenizer.pad).all()
+    assert 0.9 < actual.ended.mean() <= 1
     for example, tokens, mask, response in zip(
-        examples, found.tokens, found.mask, found.response, strict=True
+        examples, actual.tokens, actual.mask, actual.response, strict=True
     ):
         assert tokens[mask & ~response].tolist() == tokenizer.encode_prompt(example.prompt)
         assert not np.isin(tokens[response][:-1], tokenizer.ends).any()
@@ -307,6 +309,7 @@ def test_a_run_generates_and_learns_by_the_tokenizer_of_a_checkpoint(checkpoint,
     assert trainer.warm_up()["warmup/loss"] == pytest.approx(np.log(320), rel=0.05)
     monkeypatch.setattr(trainer.prompts, "config", dataclasses.replace(config, prompt_tokens=9))
     with pytest.raises(
-        ValueError, match=r"of 64 examples 0 fit prompt_tokens=9 .* the longest have \d\d and"
+        ValueError,
+        match=r"only 0 of 64 examples fit prompt_tokens=9 .* the longest prompt has \d\d tokens and",
     ):
         trainer.sampler.examples(0)

@@ -1,4 +1,4 @@
-"""Reinforcement learning end to end, small: what planning and stopping must not change, and what fails well."""
+"""Small training runs: planning and stopping do not change what is learned, and failures are reported."""
 
 import dataclasses
 import functools
@@ -37,8 +37,8 @@ from relibra_jax.replay_files import load_replay
 from relibra_jax.types import EMPTY, RoutingReplay
 
 pytestmark = pytest.mark.usefixtures("smallest_policy")
-# Length of the difference between two runs' parameters, relative to that of what the updates moved: float32, sums in
-# another order, and AdamW divides small gradients by their own size.
+# The tolerance is on the norm of the difference between two runs' parameters, relative to the norm of what the updates
+# changed. Runs differ because float32 sums have another order, and AdamW divides small gradients by their own size.
 UPDATES, TOLERANCE = 10, 1e-4
 
 
@@ -54,16 +54,16 @@ def small(**changes):
 
 
 def logical(trainer):
-    """Parameters as NumPy arrays by name, experts in the order of their ids."""
+    """Get the parameters as NumPy arrays by name, with experts in the order of their ids."""
     home = get_homes(trainer.state.agent)
-    found = {}
+    parameters = {}
     for path, leaf in jax.tree.leaves_with_path(nnx.state(trainer.state.agent, nnx.Param)):
         name, value = jax.tree_util.keystr(path), np.asarray(leaf)
         if "experts']['experts'" in name:
             rows = value.reshape(*home.shape, -1)
             value = np.take_along_axis(rows, home[..., None], axis=1)
-        found[name] = value
-    return found
+        parameters[name] = value
+    return parameters
 
 
 def assert_same_bits(one, other):
@@ -74,7 +74,7 @@ def assert_same_bits(one, other):
 
 @functools.cache
 def recorded():
-    """Responses of a policy that is not trained meanwhile, and rewards that set them apart."""
+    """Sample responses from an untrained policy, with random rewards; return its parameters and the batches."""
     trainer = Trainer(small(), 0)
     batches = []
     for number in range(UPDATES):
@@ -85,7 +85,7 @@ def recorded():
 
 
 def learn_from(trainer, responses, rewards):
-    """One balanced update from recorded responses; its loss."""
+    """Make one balanced update from recorded responses, and return its loss."""
     stages = trainer.prepare(responses, StepClock())
     old, topology = recompute_planned(trainer.state, trainer.config, stages), trainer.config.topology
     assert (old.residents is not None) == (topology.resident_slots > 0)
@@ -106,12 +106,12 @@ def trained(planner, resident_slots=0):
 @pytest.mark.parametrize("resident_slots", [0, 1])
 def test_balancing_does_not_touch_learning(resident_slots):
     start, _ = recorded()
-    (balanced, losses, home), (still, wanted, at_birth) = (
+    (balanced, losses, home), (still, expected, at_birth) = (
         trained("relibra", resident_slots),
         trained("static"),
     )
     assert (home != at_birth).any(), "experts have moved"
-    np.testing.assert_allclose(losses, wanted, atol=1e-5)
+    np.testing.assert_allclose(losses, expected, atol=1e-5)
     for name, value in still.items():
         moved = np.linalg.norm(value - start[name])
         assert moved > 1e-3, name
@@ -132,7 +132,7 @@ def test_recompute_says_what_the_policy_said():
 
 @pytest.fixture(scope="module")
 def prepared():
-    """A batch of random routing."""
+    """Prepare a batch of random routing."""
     state, rng = Trainer(small(), 0).state, np.random.default_rng(0)
     ids = np.argsort(rng.random((32, 21, SMALLEST.layers, 16)))[..., : SMALLEST.top_k].astype(np.uint8)
     replay = RoutingReplay(ids, np.ones(ids.shape[:2], bool))
@@ -158,9 +158,9 @@ def run(folder, console=None, *, task=None, **changes):
 
 
 def numbers(folder):
-    """Metrics without times."""
-    kept = read_metrics(folder / "seed-0" / "metrics.jsonl")
-    return [{k: v for k, v in line.items() if not k.startswith(("time/", "speed/"))} for line in kept]
+    """Read the metrics of a run, without times."""
+    lines = read_metrics(folder / "seed-0" / "metrics.jsonl")
+    return [{k: v for k, v in line.items() if not k.startswith(("time/", "speed/"))} for line in lines]
 
 
 def last_checkpoint(folder, config):
@@ -172,7 +172,7 @@ def last_checkpoint(folder, config):
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory):
-    """A run that never stopped, with its trace."""
+    """Make a run that is never stopped and records its routing; return its folder."""
     folder = tmp_path_factory.mktemp("runs") / "unbroken"
     run(folder, record=2, seeds=(0, 1))
     return folder
@@ -299,7 +299,7 @@ def test_resumed_settings_are_the_defaults_of_all_others(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(dataclasses.asdict(saved)))
     for override, shown in (
         ("--micro-batches=7", "x responses_per_prompt=6 = 240 samples"),
-        ("--out=b", "out=b is another"),
+        ("--out=b", "and out=b: give one of them"),
     ):
         assert main(["demo", "--resume", str(tmp_path), override]) == 2
         assert shown in capsys.readouterr().err
@@ -358,7 +358,7 @@ def test_a_run_goes_on_when_all_rewards_fail(tmp_path):
         ({"steps": -1}, "steps=-1 must be an integer of at least 0"),
         (
             {"planner": "eplb", "reorder": Reorder(steps=5)},
-            r"planner=eplb, and Reorder\(.* is for relibra and",
+            r"planner=eplb does not use Reorder\(.*, which is only for relibra and",
         ),
     ],
 )
@@ -370,7 +370,8 @@ def test_bad_settings(changes, message):
 def test_an_example_without_room_says_which_setting():
     trainer = Trainer(small(response_tokens=3), 0)
     with pytest.raises(
-        ValueError, match=r"of 256 examples 0 fit .*response_tokens=3, 32 are .* have 14 and 7"
+        ValueError,
+        match=r"only 0 of 256 examples fit .*response_tokens=3, and 32 are .* has 14 tokens and .* 7$",
     ):
         trainer.warm_up()
 

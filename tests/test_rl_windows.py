@@ -1,4 +1,4 @@
-"""Windows of responses: what is carried from rollout to rollout, through checkpoints, and what is learned from it."""
+"""T-PPO's windows: responses are carried from rollout to rollout and through checkpoints, and learned from."""
 
 import dataclasses
 import json
@@ -43,8 +43,11 @@ def make(**changes):
 
 @pytest.fixture(scope="module")
 def stepped(smallest_policy, tmp_path_factory):
-    """A run after three steps, saved after the second: the trainer, the folder, and of each step what was generated,
-    what was carried behind it, the replay that was learned from, and the metrics."""
+    """Make a run of three steps, with a checkpoint after the second.
+
+    Yields the trainer, the folder, and for each step the lengths and responses of generation, the carried responses
+    afterwards, the replay that was learned from, and the metrics.
+    """
     folder, seen = tmp_path_factory.mktemp("stepped"), []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("experiments.rl.state.FIRST_CAPACITIES", dataclasses.replace(SIZES, rows=2048))
@@ -85,15 +88,15 @@ def test_the_replay_of_a_response_of_two_policies_is_both_recordings_joined(step
     np.testing.assert_array_equal(again.mask, replay.mask)
     recorded = np.where((before & going_on[:, None])[..., None, None], first[1].expert_ids, again.expert_ids)
     np.testing.assert_array_equal(replay.expert_ids, recorded)
-    # What the second policy would have chosen for the tokens of the first one is something else.
+    # For tokens of the first policy, the second policy would have chosen other experts.
     assert (again.expert_ids != recorded)[going_on].any()
-    # So are the log-probabilities of a response that goes on once more.
+    # The log-probabilities of a response that continues for a third window are joined in the same way.
     longest = third[2].drawn == 0
-    assert not longest.any(), "three windows fill the room"
+    assert not longest.any(), "three windows reach the maximum length"
     twice = carried.drawn == 0
     assert twice.any()
-    said = np.where(before, first[1].log_probs, again.log_probs)
-    np.testing.assert_array_equal(carried.log_probs[twice], said[twice])
+    log_probs = np.where(before, first[1].log_probs, again.log_probs)
+    np.testing.assert_array_equal(carried.log_probs[twice], log_probs[twice])
     answered = np.arange(replay.mask.shape[1]) >= carried.prompt_lengths[:, None]
     assert (carried.log_probs[twice] < 0).sum() == (replay.mask & answered)[twice].sum() == 28 * twice.sum()
 
@@ -114,10 +117,10 @@ def test_the_batch_stays_full(stepped):
             assert carried.prompt_lengths[row] == len(prompt)
         free = ~unfinished
         assert not any(leaf[free].any() for leaf in carried[1:])
-        if step < 2:  # rows that are free take the prompts of the next step
+        if step < 2:  # free rows get the prompts of the next step
             examples = trainer.sampler.examples(step + 1)
-            wanted = [len(ENDING.encode_prompt(example.prompt)) for example in examples]
-            np.testing.assert_array_equal(seen[step + 1][0][free], np.array(wanted)[free])
+            expected = [len(ENDING.encode_prompt(example.prompt)) for example in examples]
+            np.testing.assert_array_equal(seen[step + 1][0][free], np.array(expected)[free])
 
 
 @pytest.mark.slow
@@ -128,8 +131,8 @@ def test_carried_responses_survive_a_stop(stepped):
     for name, saved, now in zip(seen[1][2]._fields, seen[1][2], other.state.carried, strict=True):
         np.testing.assert_array_equal(now, saved, err_msg=name)
         assert now.dtype == saved.dtype
-    metrics, wanted = other.learn(), seen[2][-1]
-    for name, value in wanted.items():
+    metrics, expected = other.learn(), seen[2][-1]
+    for name, value in expected.items():
         if not name.startswith(("time/", "speed/")):
             assert metrics[name] == value, name
     for now, then in zip(other.state.carried, trainer.state.carried, strict=True):
@@ -138,7 +141,7 @@ def test_carried_responses_survive_a_stop(stepped):
 
 @pytest.fixture(scope="module")
 def stopped(smallest_policy, tmp_path_factory):
-    """What a run leaves whose first rollout has cut off all responses; no step is taken."""
+    """Write the files of a run whose first rollout has cut off all responses, without training; return its folder."""
     folder = tmp_path_factory.mktemp("stopped")
     trainer = Trainer(Train(**(OPTIONS | {"steps": 1})), 0)
     prompts, lengths = trainer.prompts.encode(trainer.sampler.examples(0))
@@ -159,20 +162,23 @@ def stopped(smallest_policy, tmp_path_factory):
     [
         (
             ["--task", "reverse"],
-            "row 0 goes on with a response to a prompt of step 0 that task 'reverse' does not draw there: resume with"
-            " the settings that the run began with",
+            "row 0 continues a response to a prompt of step 0 that task 'reverse' does not draw: resume with the"
+            " settings that the run began with",
         ),
-        (["--window", "21"], "checkpoints of window=14, this run has window=21"),
-        (["--response-tokens", "28"], "checkpoints of response_tokens=42, this run has response_tokens=28"),
+        (["--window", "21"], "its checkpoints have window=14, but this run has window=21"),
+        (
+            ["--response-tokens", "28"],
+            "its checkpoints have response_tokens=42, but this run has response_tokens=28",
+        ),
         (
             ["--algorithm", "ppo", "--window", "None"],
-            "checkpoints of algorithm=tppo, this run has algorithm=ppo",
+            "its checkpoints have algorithm=tppo, but this run has algorithm=ppo",
         ),
     ],
     ids=["task", "window", "response_tokens", "algorithm"],
 )
 def test_carried_responses_do_not_go_on_under_other_settings(changes, says, stopped, capfd):
-    """Nor are the settings that are refused written down."""
+    """The rejected settings are not saved, either."""
     before = files_under(stopped)
     assert main(["demo", "--resume", str(stopped), "--steps", "5", *changes]) == 2
     [line] = capfd.readouterr().err.splitlines()
@@ -184,7 +190,7 @@ def test_carried_responses_do_not_go_on_under_other_settings(changes, says, stop
 def test_samples_for_which_the_critic_returns_no_number_are_masked_and_counted(stepped):
     trainer = restored(stepped[1])
     critic = trainer.state.agent.critic
-    critic.weight[...] = jax.numpy.full_like(critic.weight[...], 3e38)  # whose products overflow
+    critic.weight[...] = jax.numpy.full_like(critic.weight[...], 3e38)  # large enough that products overflow
     metrics = trainer.learn()
     assert metrics["critic/not_finite"] == 32
     assert metrics["policy/loss"] == metrics["critic/loss"] == 0
@@ -197,7 +203,9 @@ def test_samples_for_which_the_critic_returns_no_number_are_masked_and_counted(s
 def test_a_critic_that_overflows_ends_the_run_in_one_line(stepped):
     trainer = restored(stepped[1])
     critic = trainer.state.agent.critic
-    critic.weight[...] = jax.numpy.full_like(critic.weight[...], 1e25)  # whose values' squares overflow
+    critic.weight[...] = jax.numpy.full_like(
+        critic.weight[...], 1e25
+    )  # large enough that the squares of values overflow
     with pytest.raises(
         ValueError, match=r"^step 2: .*the critic's loss is inf.*nothing of this step is saved$"
     ):
@@ -229,7 +237,7 @@ ROWS = carry_nothing(3, 6, layers=1, top_k=1, dtype=np.dtype(np.uint8))
 
 
 def generated(tokens, lengths, context, *, route):
-    """What a rollout of two tokens behind contexts would return."""
+    """Make the responses that generating two tokens after the given contexts would return."""
     position = np.arange(6)
     lengths, context = np.array(lengths), np.array(context)
     mask = position < lengths[:, None]
@@ -248,13 +256,13 @@ def test_rows_are_filled_joined_and_carried():
         [[1, 2, 7, 7, 0, 0], [3, 9, 0, 0, 0, 0], [4, 8, 8, 0, 0, 0]], [4, 2, 3], lengths, route=1
     )
     joined = join_windows(rows, first)
-    for found, wanted in zip(joined, first, strict=True):
-        np.testing.assert_array_equal(found, wanted)
+    for actual, expected in zip(joined, first, strict=True):
+        np.testing.assert_array_equal(actual, expected)
     carried = carry_unfinished(rows, joined, np.array([False, True, False]), step=5)
     assert carried.drawn.tolist() == [5, EMPTY, 5]
     assert carried.lengths.tolist() == [4, 0, 3]
     assert carried.tokens.tolist() == [[1, 2, 7, 7, 0, 0], [0] * 6, [4, 8, 8, 0, 0, 0]]
-    # A step later the second row has a new prompt, and the others go on, routed otherwise.
+    # In the next step the second row has a new prompt, and the others continue, with other routes.
     rows = fill_free_rows(carried, prompts[[1, 0, 1]], lengths[[1, 0, 1]])
     assert rows.lengths.tolist() == [4, 2, 3]
     second = generated(
@@ -269,5 +277,5 @@ def test_rows_are_filled_joined_and_carried():
     ]
     assert joined.log_probs.tolist() == [[0, 0, -1, -1, -2, -2], [0, 0, -2, 0, 0, 0], [0, -1, -1, -2, -2, 0]]
     carried = carry_unfinished(rows, joined, np.array([True, True, True]), step=6)
-    for found, wanted in zip(carried, ROWS, strict=True):
-        np.testing.assert_array_equal(found, wanted)
+    for actual, expected in zip(carried, ROWS, strict=True):
+        np.testing.assert_array_equal(actual, expected)

@@ -1,1 +1,1 @@
-"""Short scripts for training loops that are not ours."""
+"""Short scripts to copy from: the planner and the balanced layers in other people's training loops."""

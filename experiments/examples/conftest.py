@@ -1,4 +1,4 @@
-"""Examples for other trainers need packages that are not dependencies of ours."""
+"""Doctest collection: skip the examples whose packages are not installed, as they are not our dependencies."""
 
 import importlib.util
 

@@ -1,7 +1,8 @@
-"""Counts from rollout workers, the plan where the trainer is: ``python -m experiments.examples.counts``.
+"""Planning from token counts instead of routes: ``python -m experiments.examples.counts``.
 
-The routes stay with the workers until the plan says which rank owns which sample. docs/guides/counts.md has the recipe
-for verl and slime, in which the workers are processes; here they are turns of a loop.
+Each rollout worker sends two small arrays of counts to the controller, which plans from them. The routes stay on the
+workers until the plan says which rank owns which sample. Here one process plays all workers in a loop. The
+recipes for verl and slime, where workers are separate processes, are in docs/guides/counts.md.
 """
 
 import functools
@@ -31,51 +32,57 @@ WORKERS, SAMPLES, TOKENS, MICRO_BATCHES = 4, 16, 300, 4
 
 
 def rollout(rng: np.random.Generator) -> tuple[list[np.ndarray], np.ndarray]:
-    """Make one worker's recording, as slime holds it: ``[tokens - 1, layers, K]`` int32, and a mask of these tokens.
+    """Make one worker's random recording in slime's layout.
 
-    The last token of a sequence predicts nothing, so that training leaves it out, and needs no route of it.
+    The last token of a sequence predicts nothing. Training leaves it out, so it needs no route.
+
+    Returns:
+        The routes of every sample, int32 ``[tokens - 1, layers, K]``; and the mask of the tokens that have one.
     """
-    routed = rng.integers(TOKENS // 2, TOKENS, SAMPLES)
-    popular = rng.normal(size=(MODEL["num_layers"], MODEL["num_experts"]))
-    recorded = [
-        np.argsort(-popular - rng.gumbel(size=(tokens, *popular.shape)))[..., : MODEL["top_k"]].astype(
+    lengths = rng.integers(TOKENS // 2, TOKENS, SAMPLES)
+    popularity = rng.normal(size=(MODEL["num_layers"], MODEL["num_experts"]))
+    routes = [
+        np.argsort(-popularity - rng.gumbel(size=(tokens, *popularity.shape)))[..., : MODEL["top_k"]].astype(
             np.int32
         )
-        for tokens in routed
+        for tokens in lengths
     ]
-    return recorded, np.arange(TOKENS) < routed[:, None]
+    return routes, np.arange(TOKENS) < lengths[:, None]
 
 
 def main() -> tuple[BatchPlan, BatchPlan]:
-    """Plan a batch from counts, and from all routes; print what each had to be sent."""
+    """Plan a batch from counts and again from all routes, and print the bytes that each way sends.
+
+    Returns:
+        The plan from counts and the plan from all routes, which are equal.
+    """
     rng = np.random.default_rng(0)
     recordings = [rollout(rng) for _ in range(WORKERS)]
     state = relibra().init(TOPOLOGY, MODEL["num_layers"], key=jax.random.key(0))
     assign = functools.partial(assign_samples, key=jax.random.key(1), steps=1000)
     options: dict[str, Any] = {"num_micro_batches": MICRO_BATCHES, "assign": assign}
 
-    # On every worker: NumPy, no device. These two arrays are all that is sent.
-    sent = [sample_counts(source, layout="slime", mask=mask, **MODEL) for source, mask in recordings]
+    # On every worker, in NumPy and without a device. The worker sends only these two arrays.
+    counts = [sample_counts(routes, layout="slime", mask=mask, **MODEL) for routes, mask in recordings]
     # On the controller.
-    load, tokens = (np.concatenate(part) for part in zip(*sent, strict=True))
+    load, tokens = (np.concatenate(part) for part in zip(*counts, strict=True))
     plan = jax.jit(functools.partial(plan_loads, planner=relibra(), topology=TOPOLOGY, **options))
-    counted, _ = jax.device_get(plan(load, tokens, state=state))
-    check_plan(counted.plan, counted.load, TOPOLOGY)
+    plan_from_counts, _ = jax.device_get(plan(load, tokens, state=state))
+    check_plan(plan_from_counts.plan, plan_from_counts.load, TOPOLOGY)
 
-    # What it would have been with all routes in one place.
-    source = [rows for worker, _ in recordings for rows in worker]
+    # For comparison: the plan from all routes, gathered in one place.
+    all_routes = [routes for worker_routes, _ in recordings for routes in worker_routes]
     mask = np.concatenate([mask for _, mask in recordings])
-    replay = replay_from_rollout(source, layout="slime", mask=mask, **MODEL)
+    replay = replay_from_rollout(all_routes, layout="slime", mask=mask, **MODEL)
     plan = jax.jit(functools.partial(plan_batch, planner=relibra(), topology=TOPOLOGY, **options))
-    whole, _ = jax.device_get(plan(replay, state=state))
+    plan_from_routes, _ = jax.device_get(plan(replay, state=state))
 
-    owned = counted.assignment.sample[:, 0, 0]
-    print(
-        f"routes {sum(rows.nbytes for rows in source):,} bytes, counts {load.nbytes + tokens.nbytes:,} bytes"
-    )
-    print(f"the routes of samples {sorted(owned[owned != EMPTY].tolist())} go to rank 0 of node 0")
-    print(f"imbalance over the batch {batch_imbalance(rank_load(counted.plan)):.4f}")
-    return counted, whole
+    samples = plan_from_counts.assignment.sample[:, 0, 0]
+    routes_bytes = sum(routes.nbytes for routes in all_routes)
+    print(f"routes {routes_bytes:,} bytes, counts {load.nbytes + tokens.nbytes:,} bytes")
+    print(f"the routes of samples {sorted(samples[samples != EMPTY].tolist())} go to rank 0 of node 0")
+    print(f"imbalance of the batch: {batch_imbalance(rank_load(plan_from_counts.plan)):.4f}")
+    return plan_from_counts, plan_from_routes
 
 
 if __name__ == "__main__":

@@ -1,16 +1,16 @@
-"""A plain Flax training loop, balanced: ``python -m experiments.examples.flax_loop``.
+"""A plain Flax training loop with balanced experts: ``python -m experiments.examples.flax_loop``.
 
-A transformer with four mixture-of-experts layers learns the next token. Every batch comes with its routing, as rollouts
-do: `Balancer.prepare` plans it, moves experts home and sizes the buffers; the layers follow the plan. Model, loss,
-gradients and optimizer are the caller's own.
+A transformer with four mixture-of-experts layers learns to predict the next token. Every batch brings the expert ids
+that the rollout recorded. `Balancer.prepare` plans the batch, moves the experts to their new homes and sizes the
+buffers; the layers then follow the plan. Model, loss, gradients and optimizer are the caller's own.
 """
 
 import os
 
+# Eight host devices stand in for eight GPUs, with two threads each: `experiments.rl.devices.host_devices` says why.
+# Both variables must be set before JAX starts.
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
-os.environ.setdefault(
-    "NPROC", str(max(16, os.cpu_count() or 1))
-)  # threads: two for each device, as `experiments.rl.devices` explains
+os.environ.setdefault("NPROC", str(max(16, os.cpu_count() or 1)))
 
 import dataclasses
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ SAMPLES, TOKENS, TOP_K, MICRO_BATCHES = 32, 48, 2, 2
 
 
 class Block(nnx.Module):
-    """Causal attention, then experts."""
+    """A transformer block: causal attention, then experts."""
 
     def __init__(self, rngs: nnx.Rngs):
         gating = dataclasses.replace(GATINGS["qwen3-moe"], top_k=TOP_K)
@@ -38,14 +38,15 @@ class Block(nnx.Module):
         self.experts = MoELayer(TOPOLOGY, WIDTH, EXPERT_WIDTH, gating, rngs=rngs)
 
     def __call__(self, x, expert_ids, layer, parallel):
-        held, x = self.experts.fetch(x, layer, parallel)  # replicas travel while attention computes
+        """Apply the block to ``x``, with the recorded ``expert_ids`` and the plan of this ``layer``."""
+        experts, x = self.experts.fetch(x, layer, parallel)  # fetches replicas while attention computes
         x = x + self.attention(self.norm(x), mask=nnx.make_causal_mask(x[..., 0]))
-        found = self.experts(self.expert_norm(x), expert_ids, layer, parallel=parallel, experts=held)
-        return x + found.output
+        moe = self.experts(self.expert_norm(x), expert_ids, layer, parallel=parallel, experts=experts)
+        return x + moe.output
 
 
 class Model(nnx.Module):
-    """Embedding, blocks, head."""
+    """The language model: embedding, blocks and output head."""
 
     def __init__(self, rngs: nnx.Rngs):
         self.embedding = nnx.Embed(VOCABULARY, WIDTH, rngs=rngs)
@@ -53,6 +54,7 @@ class Model(nnx.Module):
         self.head = nnx.Linear(WIDTH, VOCABULARY, rngs=rngs)
 
     def __call__(self, tokens, expert_ids, layers, parallel):
+        """Compute the logits, with the recorded ``expert_ids`` and the plans of all ``layers``."""
         x = self.embedding(tokens)
         for number, block in enumerate(self.blocks):
             x = block(x, expert_ids[..., number, :], layers.layer(number), parallel)
@@ -60,32 +62,45 @@ class Model(nnx.Module):
 
 
 def rollouts(batches: int) -> Iterator[tuple[np.ndarray, RoutingReplay]]:
-    """What rollouts would bring: tokens, and the experts that they used; other experts are hot in every batch."""
+    """Yield random batches in place of rollouts: tokens, and the experts that they used.
+
+    The hot experts change from batch to batch, as they do in real runs.
+    """
     rng = np.random.default_rng(0)
     for _ in range(batches):
         tokens = (rng.integers(VOCABULARY, size=(SAMPLES, 1)) + 3 * np.arange(TOKENS)) % VOCABULARY
-        popular = 2 * rng.normal(size=(1, 1, LAYERS, TOPOLOGY.num_experts))
-        scores = popular + rng.gumbel(size=(SAMPLES, TOKENS, LAYERS, TOPOLOGY.num_experts))
+        popularity = 2 * rng.normal(size=(1, 1, LAYERS, TOPOLOGY.num_experts))
+        scores = popularity + rng.gumbel(size=(SAMPLES, TOKENS, LAYERS, TOPOLOGY.num_experts))
         expert_ids = np.argsort(-scores)[..., :TOP_K].astype(np.uint8)
         yield tokens, RoutingReplay(expert_ids, np.ones((SAMPLES, TOKENS), bool))
 
 
 @nnx.jit
 def train_step(model, optimizer, batch, rows):
-    def loss_of(model, rows, layers):
+    """Accumulate gradients over the micro-batches of a prepared batch, then update the model once; return the loss."""
+
+    def objective(model, rows, layers):
         tokens, replay = rows
         logits = model(tokens, replay.expert_ids, layers, batch.parallel)
         losses = optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], tokens[:, 1:])
         loss = losses.sum() / (SAMPLES * (TOKENS - 1))
         return loss, loss
 
-    gradients, losses = accumulate_gradients(model, loss_of, batch, rows)
+    gradients, losses = accumulate_gradients(model, objective, batch, rows)
     optimizer.update(model, gradients)
     return losses.sum()
 
 
 def main(batches: int = 10, planner: Planner | None = None) -> list[float]:
-    """Train on so many batches; the loss of each."""
+    """Train for a number of batches, and print the loss and the imbalance of each.
+
+    Args:
+        batches: the number of batches.
+        planner: the planner. None uses `relibra_jax.relibra`.
+
+    Returns:
+        The loss of every batch.
+    """
     model = Model(nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.adamw(1e-2), wrt=nnx.Param)
     balancer = Balancer(

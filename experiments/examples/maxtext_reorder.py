@@ -1,8 +1,9 @@
-"""MaxText itself, its experts reordered by a plan: ``python -m experiments.examples.maxtext_reorder``.
+"""Reordering the experts of MaxText's own models by a plan: ``python -m experiments.examples.maxtext_reorder``.
 
-For Python with ``maxtext[tpu]==0.2.5`` and this package. Small models of the decoder blocks that replay routes train
-for two steps of MaxText's own ``train_step`` with forced routes: once as they are, once with the experts in the order
-of a plan's homes before the second step. Prints how many values differ, in logical order.
+Run it in a Python environment with ``maxtext[tpu]==0.2.5`` and this package. The script trains small models of every
+decoder block that can replay routes, for two steps of MaxText's own ``train_step`` with forced routes. It does so
+twice: once unchanged, and once with the experts in the order of a plan's homes before the second step. It prints how
+many values differ between the two, compared in logical expert order.
 """
 
 import functools
@@ -64,7 +65,7 @@ MODELS: list[tuple[str, int, dict[str, Any]]] = [
 
 
 def build(name: str, num_layers: int, options: dict[str, Any]) -> tuple[Any, Any, TrainStateNNX]:
-    """MaxText's configuration, mesh and train state of a small model."""
+    """Build a small model, and return MaxText's configuration, mesh and train state of it."""
     config_file = os.path.join(os.path.dirname(maxtext_utils.__file__), "..", "configs", "base.yml")
     config = pyconfig.initialize(
         [sys.argv[0], config_file],
@@ -83,34 +84,34 @@ def build(name: str, num_layers: int, options: dict[str, Any]) -> tuple[Any, Any
 
 
 def planned_homes(ids: np.ndarray) -> np.ndarray:
-    """Where relibra puts the experts of a batch, ``[L, E]``."""
+    """Return the homes that relibra plans for the routes of a batch, ``[L, E]``."""
     replay = RoutingReplay(ids.astype(np.int8), np.ones(ids.shape[:2], bool))
     state = relibra().init(TOPOLOGY, ids.shape[2], key=jax.random.key(0))
     batch_plan, _ = plan_batch(replay, relibra(), state, TOPOLOGY, num_micro_batches=2)
     return np.asarray(batch_plan.plan.home)
 
 
-def differences(found: Any, expected: Any) -> str:
-    """How many values of two trees differ, and by how much."""
+def differences(actual: Any, expected: Any) -> str:
+    """Describe how many values of two trees differ, and by how much at most."""
     pairs = [
         (np.asarray(a), np.asarray(b))
-        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
+        for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
         if jnp.issubdtype(a.dtype, jnp.number)
     ]
     if not pairs:
-        return "not apart"
+        return "no separate arrays to compare"
     unequal = sum(int((a != b).sum()) for a, b in pairs)
     return f"{unequal} of {sum(a.size for a, _ in pairs)} (max {max(float(np.abs(a - b).max()) for a, b in pairs):.1e})"
 
 
 def last_block(state: Any, num_layers: int) -> list[Any]:
-    """Weights and moments of the last layer's experts and gate, where layers are not stacked."""
+    """Return weights and moments of the last layer's experts and gate; nothing where layers are stacked."""
     names = [(jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree.leaves_with_path(state)]
     return [leaf for name, leaf in names if f"'layers_{num_layers - 1}'" in name and EXPERT_LEAF.search(name)]
 
 
 def run(name: str, num_layers: int, options: dict[str, Any]) -> None:
-    """Two steps with and without a reorder between them; print a line."""
+    """Train one model for two steps, with and without a reorder between them, and print the differences."""
     config, mesh, train_state = build(name, num_layers, options)
     graph, state = nnx.split(train_state)
     rng = np.random.default_rng(0)
@@ -118,7 +119,7 @@ def run(name: str, num_layers: int, options: dict[str, Any]) -> None:
         size=(num_layers, EXPERTS)
     )
     ids = np.argsort(-scores, -1)[..., :TOP_K].astype(np.int32)
-    ids[:, -4:] = -1  # padding, which MaxText leaves out
+    ids[:, -4:] = -1  # padding, which MaxText skips
     tokens = jnp.asarray(rng.integers(1, 128, (SAMPLES, TOKENS + 1)), jnp.int32)
     ones, position = jnp.ones((SAMPLES, TOKENS), jnp.int32), jnp.tile(jnp.arange(TOKENS), (SAMPLES, 1))
     data = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
@@ -137,23 +138,23 @@ def run(name: str, num_layers: int, options: dict[str, Any]) -> None:
         state, _ = train(state, ids)
         before, after = logical_order(num_layers, EXPERTS), planned_homes(np.maximum(ids, 0))
         reorder = functools.partial(reorder_experts, scan_axis=config.param_scan_axis)
-        moved, moved_ids = reorder(state, before, after), map_ids(ids, before, after)
-        expected, found = logits(state, ids), logits(moved, moved_ids)
-        unmapped = float(jnp.abs(logits(moved, ids) - expected).max())
+        reordered_state, mapped_ids = reorder(state, before, after), map_ids(ids, before, after)
+        expected, actual = logits(state, ids), logits(reordered_state, mapped_ids)
+        unmapped_difference = float(jnp.abs(logits(reordered_state, ids) - expected).max())
         next_state, _ = train(state, ids)
-        next_moved, _ = train(moved, moved_ids)
-        next_moved = reorder(next_moved, after, before)
+        next_reordered, _ = train(reordered_state, mapped_ids)
+        next_reordered = reorder(next_reordered, after, before)
     print(
         f"{name} {num_layers} layers {options}: {int((before != after).sum())} of {before.size} experts moved\n"
-        f"  logits that differ: {differences(found, expected)}; without mapped ids: max {unmapped:.1e}\n"
-        f"  state that differs after a step: {differences(next_moved, next_state)}, of it in the last layer's"
-        f" experts and gate: {differences(last_block(next_moved, num_layers), last_block(next_state, num_layers))}",
+        f"  logits that differ: {differences(actual, expected)}; without mapped ids: max {unmapped_difference:.1e}\n"
+        f"  state that differs after a step: {differences(next_reordered, next_state)}, of it in the last layer's"
+        f" experts and gate: {differences(last_block(next_reordered, num_layers), last_block(next_state, num_layers))}",
         flush=True,
     )
 
 
 def main() -> None:
-    """All models."""
+    """Run the comparison for all models."""
     print(
         f"maxtext {maxtext.__version__}, jax {jax.__version__}, flax {flax.__version__}, {jax.default_backend()}"
     )

@@ -1,9 +1,9 @@
-"""A tiny random checkpoint with a tokenizer and a chat template, to try a run on:
+"""A tiny random checkpoint with a tokenizer and a chat template, to try a training run on:
 
     python -m experiments.examples.tiny_checkpoint out/tiny
     python -m experiments.run learn --model out/tiny --task chain_sum --prompt-tokens 96 --response-tokens 8
 
-Real checkpoints have the same files, and are given to the run in the same way.
+A real checkpoint has the same files, and ``--model`` takes it in the same way.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ ONE_RANK = Topology(num_nodes=1, ranks_per_node=1, num_experts=16, replica_slots
 
 
 def make_tokenizer() -> Tokenizer:
-    """A byte-level BPE of 512 tokens."""
+    """Train a byte-level BPE tokenizer of 512 tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -50,15 +50,18 @@ def make_tokenizer() -> Tokenizer:
 
 
 def make_checkpoint(folder: Positional[Path], architecture: str = "qwen3_moe", seed: int = 0) -> Path:
-    """Make the checkpoint.
+    """Write a tiny checkpoint with random weights, a tokenizer and a chat template.
 
     Args:
-        folder: the folder to make.
-        architecture: one of qwen3_moe, glm4_moe, olmoe, mixtral.
+        folder: the folder to create.
+        architecture: the architecture of the model: qwen3_moe, glm4_moe, olmoe or mixtral.
         seed: the seed of the weights.
 
+    Returns:
+        The folder.
+
     Raises:
-        ValueError: if the folder is there, or there is no such architecture.
+        ValueError: if the folder exists already, or the architecture is unknown.
     """
     if architecture not in ARCHITECTURES:
         raise ValueError(f"architecture {architecture!r} must be one of {', '.join(ARCHITECTURES)}")

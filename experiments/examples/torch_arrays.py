@@ -1,7 +1,7 @@
-"""The planner from a PyTorch trainer, NumPy arrays in and out: ``python -m experiments.examples.torch_arrays``.
+"""Planning for a PyTorch trainer, with NumPy arrays in and out: ``python -m experiments.examples.torch_arrays``.
 
-Nothing here needs a device mesh, or PyTorch: what a trainer holds as tensors comes in with ``tensor.numpy()`` and goes
-back with ``torch.from_numpy(array)``. JAX plans on the CPU beside the trainer's GPUs.
+This script needs neither a device mesh nor PyTorch. A trainer converts its tensors with ``tensor.numpy()``, and the
+plan back with ``torch.from_numpy(array)``. JAX plans on the CPU while the GPUs stay with the trainer.
 """
 
 import functools
@@ -28,13 +28,19 @@ SAMPLES, TOKENS, LAYERS, TOP_K, MICRO_BATCHES = 64, 48, 3, 4, 4
 
 @functools.partial(jax.jit, static_argnums=2)
 def plan(replay, state, topology, key):
+    """Assign the samples of one batch to micro-batches and ranks, and place and replicate its experts."""
     assign = functools.partial(assign_samples, key=key, steps=1000)
     return plan_batch(replay, relibra(), state, topology, num_micro_batches=MICRO_BATCHES, assign=assign)
 
 
 def main() -> BatchPlan:
-    """Plan one batch, and print what a trainer does with the plan."""
-    # In verl's rollout batch: routed_experts [batch, max_seq, layers, top_k], zero padded, and attention_mask.
+    """Plan one batch and print the parts of the plan that a trainer follows.
+
+    Returns:
+        The plan, as NumPy arrays.
+    """
+    # Random arrays in place of verl's rollout batch, which has an attention_mask and routed_experts
+    # [batch, max_seq, layers, top_k] with zeros as padding.
     rng = np.random.default_rng(0)
     attention_mask = np.arange(TOKENS) < rng.integers(TOKENS // 2, TOKENS + 1, SAMPLES)[:, None]
     scores = rng.normal(size=(1, 1, LAYERS, 32)) + rng.gumbel(size=(SAMPLES, TOKENS, LAYERS, 32))
@@ -43,7 +49,7 @@ def main() -> BatchPlan:
     replay = replay_from_rollout(
         routed_experts, layout="verl", mask=attention_mask, num_experts=32, top_k=TOP_K, num_layers=LAYERS
     )
-    # Once; from here on, the state that plan returns goes into the next call.
+    # Initialise the planner's state once. Afterwards pass the state that each call returns to the next call.
     state = relibra().init(TOPOLOGY, LAYERS, key=jax.random.key(0))
     batch_plan, state = jax.device_get(plan(replay, state, TOPOLOGY, jax.random.key(1)))
     check_plan(batch_plan.plan, batch_plan.load, TOPOLOGY)
@@ -53,10 +59,9 @@ def main() -> BatchPlan:
     layer = batch_plan.micro_batch(0).layer(0)
     print(f"layer 0: home slots of experts 0 to 7 are {layer.home[:8].tolist()}")
     replicas = layer.slot_expert[0, 0, TOPOLOGY.held_slots :]
-    print(
-        f"  replicas on that rank {replicas.tolist()}, token copies of its slots {layer.quota[0, 0].tolist()}"
-    )
-    print(f"imbalance over the batch {batch_imbalance(rank_load(batch_plan.plan)):.4f}")
+    print(f"  replicas on that rank: {replicas.tolist()}")
+    print(f"  token copies that its slots compute: {layer.quota[0, 0].tolist()}")
+    print(f"imbalance of the batch: {batch_imbalance(rank_load(batch_plan.plan)):.4f}")
     return batch_plan
 
 

@@ -1,9 +1,11 @@
-"""A torch model with Megatron-Core's names follows a plan: ``python -m experiments.examples.torch_reorder``.
+"""Reordering the experts of a torch model by a plan: ``python -m experiments.examples.torch_reorder``.
 
-The expert-parallel ranks live in one process here; each has the local experts that Megatron would give it, and tokens
-go to them by position. After the experts moved to the homes of the plan, the same tokens take the same experts, on
-other ranks: outputs and what a step of Adam leaves are the same bit for bit. Only the homes of the plan are used here;
-a trainer that makes no replicas plans for a topology without replica slots.
+The model has the parameter names of Megatron-Core. One process plays all expert-parallel ranks; each rank has the local
+experts that Megatron would give it, and tokens are sent to experts by position. The script moves the experts to the
+homes of a plan. Every token then still uses the same experts, on other ranks: the outputs, and all parameters and
+moments after a step of Adam, are equal bit for bit.
+
+Only the homes of the plan are used here. A trainer that makes no replicas plans for a topology without replica slots.
 """
 
 import copy
@@ -21,7 +23,7 @@ WIDTH, EXPERT_WIDTH = 32, 24
 
 
 class Expert(torch.nn.Module):
-    """Megatron's MLP with a gated linear unit."""
+    """One expert: Megatron's MLP with a gated linear unit."""
 
     def __init__(self):
         super().__init__()
@@ -34,7 +36,10 @@ class Expert(torch.nn.Module):
 
 
 def rank_modules(num_layers: int, num_experts: int, num_ranks: int) -> list[torch.nn.Module]:
-    """One module a rank, with the names of its state dict in Megatron; all share the routers, which Megatron copies."""
+    """Make one module for each rank, with the state-dict names of Megatron.
+
+    All modules share the same routers, of which Megatron keeps a copy on every rank.
+    """
 
     def router():
         module = torch.nn.Module()
@@ -65,7 +70,16 @@ def rank_modules(num_layers: int, num_experts: int, num_ranks: int) -> list[torc
 
 
 def forward(ranks: list[torch.nn.Module], x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """A residual stack of mixtures of experts, ``[tokens, width]``; ``ids[tokens, L, K]`` are positions of experts."""
+    """Run a residual stack of mixture-of-experts layers, with the routing that the caller gives.
+
+    Args:
+        ranks: the modules of all ranks.
+        x: the tokens, ``[tokens, width]``.
+        ids: the positions of each token's experts, ``[tokens, L, K]``.
+
+    Returns:
+        The outputs, ``[tokens, width]``.
+    """
     for number, layer in enumerate(ranks[0].decoder.layers):
         experts = [
             expert for rank in ranks for expert in rank.decoder.layers[number].mlp.experts.local_experts
@@ -75,7 +89,8 @@ def forward(ranks: list[torch.nn.Module], x: torch.Tensor, ids: torch.Tensor) ->
         order = torch.argsort(position, stable=True)
         back = torch.argsort(order)
         parts = rows[order].split(torch.bincount(position, minlength=len(experts)).tolist())
-        # Router rows only for the tokens that chose them: no sum, forward or backward, runs in the order of experts.
+        # Each router row meets only the tokens that chose its expert. So no sum, forward or backward, depends on the
+        # order of the experts.
         router = zip(layer.mlp.router.weight, layer.mlp.router.expert_bias, parts, strict=True)
         logits = torch.cat([part @ weight + bias for weight, bias, part in router])[back].reshape(len(x), -1)
         y = torch.cat([expert(part) for expert, part in zip(experts, parts, strict=True)])[back]
@@ -84,14 +99,14 @@ def forward(ranks: list[torch.nn.Module], x: torch.Tensor, ids: torch.Tensor) ->
 
 
 def adam(ranks: list[torch.nn.Module]) -> torch.optim.Optimizer:
-    """One optimizer of all ranks."""
+    """Make one Adam optimizer for the parameters of all ranks; shared routers count once."""
     return torch.optim.Adam({id(p): p for rank in ranks for p in rank.parameters()}.values(), lr=1e-2)
 
 
 def step(
     ranks: list[torch.nn.Module], optimizer: torch.optim.Optimizer, x: torch.Tensor, ids: np.ndarray
 ) -> Any:
-    """Outputs of a training step."""
+    """Run one training step on the mean square of the outputs, and return the outputs."""
     optimizer.zero_grad()
     y = forward(ranks, x, torch.from_numpy(ids))
     y.square().mean().backward()
@@ -99,10 +114,10 @@ def step(
     return y.detach()
 
 
-def everything(
+def training_state(
     ranks: list[torch.nn.Module], optimizer: torch.optim.Optimizer
 ) -> dict[str, list[dict[str, Any]]]:
-    """State dicts of all ranks: parameters and buffers, and each moment by the names of the parameters."""
+    """Return the full training state of all ranks: their state dicts, and both moments of Adam by parameter name."""
 
     def moment(name):
         return [{key: optimizer.state[p][name] for key, p in rank.named_parameters()} for rank in ranks]
@@ -117,11 +132,18 @@ def everything(
 def reorder(
     ranks: list[torch.nn.Module], optimizer: torch.optim.Optimizer, before: np.ndarray, after: np.ndarray
 ) -> None:
-    """Move the experts of all ranks, in place, with their moments."""
+    """Move the experts of all ranks and their moments of Adam, in place.
+
+    Args:
+        ranks: the modules of all ranks.
+        optimizer: the optimizer that `adam` made.
+        before: the position of each expert now, ``[L, E]``.
+        after: the position of each expert afterwards, ``[L, E]``.
+    """
     layers = range(len(after))
     states = {
         name: reorder_state_dicts(parts, before, after, layers=layers)
-        for name, parts in everything(ranks, optimizer).items()
+        for name, parts in training_state(ranks, optimizer).items()
     }
     for number, rank in enumerate(ranks):
         rank.load_state_dict(states["model"][number])
@@ -131,7 +153,7 @@ def reorder(
 
 
 def differences(one: dict[str, list[dict[str, Any]]], other: dict[str, list[dict[str, Any]]]) -> int:
-    """How many values of two results of `everything` are not the same bit for bit."""
+    """Count the tensors that differ between two training states, as `training_state` returns them, bit for bit."""
     return sum(
         not torch.equal(a[name], b[name])
         for part in one
@@ -141,7 +163,11 @@ def differences(one: dict[str, list[dict[str, Any]]], other: dict[str, list[dict
 
 
 def main() -> dict[str, int]:
-    """Plan, reorder, train; print what was the same and what changed."""
+    """Train one step with and without reordered_ranks experts, and compare outputs and training states.
+
+    Returns:
+        The numbers of differences: of ``outputs``, of training ``state``, and of outputs with ``unmapped`` expert ids.
+    """
     batch_plan = torch_arrays.main()
     topology, home = torch_arrays.TOPOLOGY, np.asarray(batch_plan.plan.home)
     num_layers, num_experts = home.shape
@@ -155,17 +181,20 @@ def main() -> dict[str, int]:
     x = torch.from_numpy(rng.normal(size=(len(ids), WIDTH)).astype(np.float32))
     step(ranks, optimizer, x, ids)
 
-    moved, moved_optimizer = copy.deepcopy((ranks, optimizer))
-    reorder(moved, moved_optimizer, before, home)
+    reordered_ranks, reordered_optimizer = copy.deepcopy((ranks, optimizer))
+    reorder(reordered_ranks, reordered_optimizer, before, home)
     moves = expert_moves(before, home, num_ranks=topology.num_ranks)
     outputs = step(ranks, optimizer, x, ids)
-    outputs_moved = step(moved, moved_optimizer, x, map_ids(ids, before, home))
-    unmapped = step(*copy.deepcopy((moved, moved_optimizer)), x, ids)
-    reorder(moved, moved_optimizer, home, before)
+    reordered_outputs = step(reordered_ranks, reordered_optimizer, x, map_ids(ids, before, home))
+    # Without mapped ids, tokens must go to other experts.
+    unmapped_outputs = step(*copy.deepcopy((reordered_ranks, reordered_optimizer)), x, ids)
+    reorder(reordered_ranks, reordered_optimizer, home, before)
     counts = {
-        "outputs": int((outputs != outputs_moved).sum()),
-        "state": differences(everything(ranks, optimizer), everything(moved, moved_optimizer)),
-        "unmapped": int((outputs != unmapped).sum()),
+        "outputs": int((outputs != reordered_outputs).sum()),
+        "state": differences(
+            training_state(ranks, optimizer), training_state(reordered_ranks, reordered_optimizer)
+        ),
+        "unmapped": int((outputs != unmapped_outputs).sum()),
     }
     across = int((moves.source_rank != moves.target_rank).sum())
     print(

@@ -1,1 +1,1 @@
-"""Reinforcement learning of a small mixture-of-experts language model, updated under the routing that it recorded."""
+"""Reinforcement learning of a small mixture-of-experts language model, with updates that replay recorded routing."""

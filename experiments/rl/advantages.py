@@ -1,19 +1,19 @@
-"""How much better each sampled token was than what was to be expected.
+"""Advantages: how much better each sampled token was than expected.
 
-By comparison, with several responses to each prompt and their rewards r (GRPO, arXiv:2402.03300): all tokens of
-response i have the advantage
+GRPO (arXiv:2402.03300) compares several responses to the same prompt by their rewards r. All tokens of response i have
+the advantage
 
     A_i = (r_i - mean over the prompt) / (standard deviation over the prompt + 1e-6)
 
-By a critic, with the value V_t of the state before token t, the only reward R at the end of a response of l tokens, a
-discount gamma and a decay lambda (generalized advantage estimation, arXiv:1506.02438):
+Generalized advantage estimation (arXiv:1506.02438) uses a critic, with the value V_t of the state before token t. A
+response of l tokens has one reward R, at its end; gamma is the discount and lambda the decay:
 
     delta_t = r_t + gamma V_{t+1} - V_t          r_t = R at t = l - 1, else 0
     A_t     = delta_t + gamma lambda A_{t+1}     A_l = 0
 
-A response that has ended is worth nothing more, V_l = 0. One that a window cut off goes on, its reward is not known,
-and its value is taken not to change at the cut, V_l = V_{l-1} (extended generalized advantage estimation of T-PPO,
-arXiv:2506.15050).
+After a finished response no reward can follow, so V_l = 0. An unfinished response, which a window cut off, has no known
+reward yet. T-PPO's extended generalized advantage estimation (arXiv:2506.15050) assumes that its value does not change
+at the cut: V_l = V_{l-1}.
 """
 
 import functools
@@ -26,21 +26,21 @@ from jaxtyping import Bool, Float
 from relibra_jax.types import Array
 
 SMALLEST_DEVIATION: Final = 1e-6
-"""What is added to a standard deviation before it divides."""
+"""The number that is added to a standard deviation before dividing by it."""
 
 
 def relative_advantages(
     reward: Float[Array, " B"], scored: Bool[Array, " B"], *, responses_per_prompt: int
 ) -> Float[jax.Array, " B"]:
-    """How much better each response is than the responses to the same prompt.
+    """Compute how much better each response is than the other responses to its prompt.
 
     Args:
-        reward: the reward of every sample; responses to one prompt are neighbours.
-        scored: False where there is no reward; such a response is no part of its prompt's mean.
-        responses_per_prompt: the responses to one prompt, a divisor of B.
+        reward: the reward of every sample. Responses to one prompt are next to each other.
+        scored: False for responses without a reward, which are left out of their prompt's mean and deviation.
+        responses_per_prompt: the number of responses to each prompt, a divisor of B.
 
     Returns:
-        float32; 0 where there is no reward, and where all responses to a prompt have the same.
+        The advantages, float32. 0 for responses without a reward, and if all responses to a prompt have the same one.
 
     >>> reward = jnp.array([1.0, 0.0, 1.0, 1.0])
     >>> relative_advantages(reward, jnp.ones(4, bool), responses_per_prompt=2).round(3).tolist()
@@ -52,7 +52,7 @@ def relative_advantages(
     mean = jnp.where(scored, reward, 0).sum(1, keepdims=True) / count
     centred = jnp.where(scored, reward - mean, 0)
     deviation = jnp.sqrt(jnp.square(centred).sum(1, keepdims=True) / count)
-    # The mean of equal rewards is rounded, and the deviation would divide by that.
+    # The mean of equal rewards may be rounded; dividing this error by its own deviation would make it an advantage.
     highest = jnp.where(scored, reward, -jnp.inf).max(1, keepdims=True)
     differ = highest > jnp.where(scored, reward, jnp.inf).min(1, keepdims=True)
     return jnp.where(differ, centred / (deviation + SMALLEST_DEVIATION), 0).reshape(-1)
@@ -68,18 +68,18 @@ def generalized_advantages(
     discount: float,
     decay: float,
 ) -> Float[jax.Array, "B T"]:
-    """Generalized advantages, extended for responses that go on; the mathematics stands at the top of the file.
+    """Compute generalized advantages, extended for unfinished responses; the formulas are at the top of the file.
 
     Args:
-        value: the value of the state before each token, finite where ``response`` is.
-        reward: the reward of each response, at its last token; not read of responses that go on.
-        response: True on the tokens of responses, which are neighbours.
-        finished: False for responses that go on.
-        discount: gamma, what a token later a reward is worth.
-        decay: lambda, by which what the critic says of later tokens counts less.
+        value: the value of the state before each token, finite on the tokens of responses.
+        reward: the reward of each response, given at its last token. The rewards of unfinished responses are not read.
+        response: True on the tokens of responses, which are next to each other.
+        finished: False for unfinished responses.
+        discount: gamma, the discount of a reward for every token that it comes later.
+        decay: lambda, the decay of later temporal differences.
 
     Returns:
-        float32; 0 on tokens of no response.
+        The advantages, float32, 0 outside responses.
 
     >>> value, response = jnp.array([[0.0, 0.5, 0.25]] * 2), jnp.array([[False, True, True]] * 2)
     >>> finished, reward = jnp.array([True, False]), jnp.array([1.0, 1.0])
@@ -89,45 +89,52 @@ def generalized_advantages(
     value, reward = jnp.asarray(value, jnp.float32), jnp.asarray(reward, jnp.float32)
     finished = jnp.asarray(finished)
 
-    def token(later, of_token):
-        advantage, next_value, behind = later
-        value, sampled = of_token
-        # Behind the last token there is the reward, or the value as it is.
+    def step(carry, inputs):
+        advantage, next_value, has_next = carry
+        value, in_response = inputs
+        # After the last token comes the reward; or, in an unfinished response, the same value again.
         at_end = jnp.where(finished, reward, discount * value)
-        delta = jnp.where(behind, discount * next_value, at_end) - value
-        advantage = jnp.where(sampled, delta + discount * decay * advantage, 0)
-        return (advantage, value, sampled), advantage
+        delta = jnp.where(has_next, discount * next_value, at_end) - value
+        advantage = jnp.where(in_response, delta + discount * decay * advantage, 0)
+        return (advantage, value, in_response), advantage
 
-    nothing = jnp.zeros_like(reward)
-    start = (nothing, nothing, jnp.zeros(finished.shape, bool))
-    by_token = (value.T, jnp.asarray(response).T)
-    return jax.lax.scan(token, start, by_token, reverse=True)[1].T
+    zeros = jnp.zeros_like(reward)
+    carry = (zeros, zeros, jnp.zeros(finished.shape, bool))
+    inputs = (value.T, jnp.asarray(response).T)
+    return jax.lax.scan(step, carry, inputs, reverse=True)[1].T
 
 
 def discounted_returns(
     reward: Float[Array, " B"], response: Bool[Array, "B T"], *, discount: float
 ) -> Float[jax.Array, "B T"]:
-    """Monte-Carlo returns: what the reward at the end of a response is worth at each of its tokens.
+    """Compute Monte-Carlo returns: the final reward of each response, discounted to each of its tokens.
 
     Args:
-        reward: the reward of each response, at its last token.
-        response: True on the tokens of responses, which are neighbours.
-        discount: gamma, what a token later a reward is worth.
+        reward: the reward of each response, given at its last token.
+        response: True on the tokens of responses, which are next to each other.
+        discount: gamma, the discount of a reward for every token that it comes later.
 
     Returns:
-        float32; 0 on tokens of no response.
+        The returns, float32, 0 outside responses.
 
     >>> discounted_returns(jnp.array([1.0]), jnp.array([[False, True, True]]), discount=0.5).tolist()
     [[0.0, 0.5, 1.0]]
     """
-    sampled = jnp.asarray(response)
-    behind = jnp.cumsum(sampled[:, ::-1], axis=1)[:, ::-1] - 1
-    worth = jnp.asarray(discount, jnp.float32) ** jnp.maximum(behind, 0)
-    return jnp.where(sampled, worth * jnp.asarray(reward, jnp.float32)[:, None], 0)
+    response = jnp.asarray(response)
+    distance = jnp.cumsum(response[:, ::-1], axis=1)[:, ::-1] - 1
+    factor = jnp.asarray(discount, jnp.float32) ** jnp.maximum(distance, 0)
+    return jnp.where(response, factor * jnp.asarray(reward, jnp.float32)[:, None], 0)
 
 
 def whiten(advantage: Float[Array, "B T"], used: Bool[Array, "B T"]) -> Float[jax.Array, "B T"]:
-    """Advantages of mean 0 and standard deviation 1 over the tokens that are used; 0 on all others.
+    """Shift and scale advantages to mean 0 and standard deviation 1 over the tokens that are used.
+
+    Args:
+        advantage: the advantages of all tokens.
+        used: True on the tokens that are learned from.
+
+    Returns:
+        The whitened advantages, float32, 0 on tokens that are not used.
 
     >>> whiten(jnp.array([[1.0, 3.0, 9.0]]), jnp.array([[True, True, False]])).round(3).tolist()
     [[-1.0, 1.0, 0.0]]

@@ -1,9 +1,9 @@
-"""What learns: the policy, and beside it the critic of the algorithms that have one.
+"""The agent that learns: the policy, and the critic of the algorithms that have one.
 
-The critic is a value head on the policy's trunk. Its values come from the forward pass that log-probabilities come
-from, so they follow the same replayed routing and the same plan, and cost one product of a vector with every token. A
-critic that is a model of its own would have routers of its own: what they choose is recorded nowhere before they run,
-so half of the training would run unplanned, beside a second set of experts and their optimizer state in memory.
+The critic is a value head on the policy's trunk. Its values come from the same forward pass as the log-probabilities.
+So they follow the same replayed routing and the same plan, and cost one product of a vector with every token. A critic
+that is a separate model would have its own routers, whose choices are not recorded before they run. Half of the
+training would then run without a plan, and memory would hold a second set of experts with their optimizer state.
 """
 
 import jax
@@ -18,8 +18,9 @@ from relibra_jax.types import Array
 
 
 class ValueHead(nnx.Module):
-    """The value of a state, the tokens so far, as a linear function of the last token's hidden vector. New, it is 0;
-    `experiments.rl.stages.start_critic` gives it its first bias.
+    """The value of a state (the tokens so far), as a linear function of the last token's hidden vector.
+
+    A new head returns 0. `experiments.rl.stages.start_critic` gives it its first bias.
 
     Args:
         width: the model width D.
@@ -38,7 +39,7 @@ class Agent(nnx.Module):
 
     Args:
         policy: the language model.
-        critic: the value head; None for algorithms without one.
+        critic: the value head. None for algorithms without a critic.
     """
 
     def __init__(self, policy: LanguageModel, critic: ValueHead | None = None):
@@ -46,12 +47,15 @@ class Agent(nnx.Module):
 
 
 def make_agent(policy: LanguageModel, mesh: Mesh, *, critic: bool) -> Agent:
-    """An agent on the mesh of its policy, with a new value head if it has a critic.
+    """Make an agent on the mesh of its policy, with a new value head if the algorithm has a critic.
 
     Args:
         policy: the language model, on ``mesh``.
         mesh: the device mesh.
         critic: whether the algorithm has a critic.
+
+    Returns:
+        The agent.
     """
     if not critic:
         return Agent(policy)
@@ -63,23 +67,23 @@ def make_agent(policy: LanguageModel, mesh: Mesh, *, critic: bool) -> Agent:
 def token_values(
     critic: ValueHead, hidden: Float[Array, "B T D"], used: Bool[Array, "B T"] | None = None
 ) -> Float[jax.Array, "B T"]:
-    """The value of the state in which each token was chosen: of the tokens before it.
+    """Compute the value of the state before each token.
 
     Args:
         critic: the value head.
         hidden: the hidden vectors of `relibra_jax.models.ModelOutput`.
-        used: the tokens whose values are used. The others have a value of 0, and no gradient, not even where the
-            critic returns NaN; None for all tokens.
+        used: True on the tokens whose values are needed. All others get the value 0 and no gradient, even if the critic
+            returns NaN for them. None needs all tokens.
 
     Returns:
-        float32; entry t is of token t, so it comes from the hidden vector of token t - 1. 0 for the first token of a
-        row; in rows of several samples, the entry of a sample's first token means nothing.
+        The values, float32. Entry t belongs to token t and comes from the hidden vector of token t - 1. It is 0 for the
+        first token of a row. In rows of several samples, the entry of a sample's first token is meaningless.
     """
     before = hidden[:, :-1]
     if used is None:
         values = critic(before)
     else:
-        # Both selections are needed: a weight that is NaN makes NaN of a gradient of 0.
-        counts = jnp.asarray(used)[:, 1:]
-        values = jnp.where(counts, critic(jnp.where(counts[..., None], before, 0)), 0)
+        # Both selections are needed: NaN times a gradient of 0 is NaN.
+        selected = jnp.asarray(used)[:, 1:]
+        values = jnp.where(selected, critic(jnp.where(selected[..., None], before, 0)), 0)
     return jnp.pad(values, [(0, 0), (1, 0)])

@@ -1,9 +1,9 @@
-"""The table of algorithms: what a batch of responses teaches the policy, and the critic if there is one.
+"""The table of reinforcement-learning algorithms: how each turns sampled responses into training targets.
 
-All algorithms run over the same balanced step, whose plan knows nothing of them. Each is a pure function, from what was
-sampled to the advantage of every token and the tokens that are learned from; adding one is one function and one entry
-in `ALGORITHMS`, which the tests, the settings and the reports read. What the function cannot say, because it happens
-while responses are sampled, are the flags of its entry.
+All algorithms run on the same balanced step, and its plan does not depend on the algorithm. An algorithm is a pure
+function: from the sampled responses it computes which tokens to learn from and the advantage of each. To add one, write
+such a function and add an entry to `ALGORITHMS`, which the settings, the reports and the tests read. The flags of an
+entry say what the algorithm changes while responses are sampled, where the function has no part.
 """
 
 import dataclasses
@@ -26,23 +26,23 @@ from relibra_jax.types import Array
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Critic:
-    """What algorithms with a critic are told.
+    """The settings of algorithms with a critic.
 
     Raises:
         ValueError: if a number is out of its range.
     """
 
     discount: float = 1.0
-    """Gamma, what a token later a reward is worth."""
+    """Gamma, the discount of a reward for every token that it comes later."""
     decay: float = 1.0
-    """Lambda of generalized advantage estimation, by which what the critic says of later tokens counts less; with 1 the
-    advantage is the reward at the end less the value."""
+    """Lambda of generalized advantage estimation, the decay of later temporal differences.
+    With discount and decay 1 the advantage is the final reward minus the value."""
     factor: float = 0.5
-    """The factor of the critic's loss beside the policy's."""
+    """The factor of the critic's loss in the sum with the policy's loss."""
     clip: float = 0.2
-    """How far a value may go from what it was before the updates."""
+    """The maximum change of a value from its value before the updates."""
     rate: float = 10.0
-    """How many times the learning rate of the policy the value head has, which begins from nothing."""
+    """The learning rate of the value head, as a multiple of the policy's, because the head starts untrained."""
 
     def __post_init__(self) -> None:
         for name in ("discount", "decay"):
@@ -54,41 +54,41 @@ class Critic:
 
 
 class Sampled(NamedTuple):
-    """What an algorithm is told of a batch."""
+    """The sampled responses of a batch, as an algorithm sees them."""
 
     reward: Float[Array, " B"]
-    """The reward of each sample; 0 where there is none."""
+    """The reward of each sample, 0 for samples without a reward."""
     usable: Bool[Array, " B"]
-    """False where nothing is learned from a sample: its reward function failed, or the critic returned no number."""
+    """False for samples to leave out, because the reward function failed or the critic returned no finite number."""
     finished: Bool[Array, " B"]
-    """False for responses that the next rollout goes on with, which have no reward yet."""
+    """False for responses that the next rollout continues, which have no reward yet."""
     response: Bool[Array, "B T"]
     """True on all tokens of responses."""
     new: Bool[Array, "B T"]
-    """True on those that the policy sampled in this step; the others were sampled in earlier ones."""
+    """True on the response tokens that the policy sampled in this step. The others were sampled in earlier steps."""
     value: Float[Array, "B T"] | None
-    """The value of the state before each token, finite; None without a critic."""
+    """The value of the state before each token, always finite. None without a critic."""
 
 
 class Lessons(NamedTuple):
-    """What a batch teaches."""
+    """The training targets that an algorithm computes from a batch."""
 
     policy_tokens: Bool[Array, "B T"]
-    """The tokens that the policy learns from."""
+    """True on the tokens that the policy learns from."""
     advantage: Float[Array, "B T"]
-    """Their advantages."""
+    """The advantage of each of these tokens."""
     critic_tokens: Bool[Array, "B T"] | None = None
-    """The tokens that the critic learns from; None without a critic."""
+    """True on the tokens that the critic learns from. None without a critic."""
     value_target: Float[Array, "B T"] | None = None
-    """The values that it learns there."""
+    """The value that the critic learns at each of its tokens. None without a critic."""
 
 
 type Teach = Callable[[Sampled, int, Critic], Lessons]
-"""``teach(sampled, responses_per_prompt, critic) -> lessons``."""
+"""An algorithm: ``teach(sampled, responses_per_prompt, critic) -> lessons``."""
 
 
 def teach_by_comparison(sampled: Sampled, responses_per_prompt: int, critic: Critic) -> Lessons:
-    """GRPO (arXiv:2402.03300): all tokens of a response have its advantage over the others to the same prompt."""
+    """Apply GRPO (arXiv:2402.03300): the tokens of a response get its advantage over the prompt's other responses."""
     usable = jnp.asarray(sampled.usable)
     advantage = relative_advantages(sampled.reward, usable, responses_per_prompt=responses_per_prompt)
     tokens = sampled.response & usable[:, None]
@@ -96,7 +96,7 @@ def teach_by_comparison(sampled: Sampled, responses_per_prompt: int, critic: Cri
 
 
 def teach_by_critic(sampled: Sampled, responses_per_prompt: int, critic: Critic) -> Lessons:
-    """PPO (arXiv:1707.06347) with generalized advantages, whitened; the critic learns advantage plus value."""
+    """Apply PPO (arXiv:1707.06347) with whitened generalized advantages. The critic learns advantage plus value."""
     advantage = _generalized_advantages(sampled, critic)
     tokens = sampled.response & jnp.asarray(sampled.usable)[:, None]
     assert sampled.value is not None
@@ -104,17 +104,20 @@ def teach_by_critic(sampled: Sampled, responses_per_prompt: int, critic: Critic)
 
 
 def teach_windows(sampled: Sampled, responses_per_prompt: int, critic: Critic) -> Lessons:
-    """T-PPO (arXiv:2506.15050): the policy learns from all new tokens by extended generalized advantages, the critic
-    from responses that have ended, from their first token on, by Monte-Carlo returns."""
+    """Apply T-PPO (arXiv:2506.15050).
+
+    The policy learns from all new tokens, by whitened extended generalized advantages. The critic learns from all
+    tokens of finished responses, by Monte-Carlo returns.
+    """
     usable = jnp.asarray(sampled.usable)
     tokens = sampled.new & usable[:, None]
-    ended = sampled.response & (usable & sampled.finished)[:, None]
+    critic_tokens = sampled.response & (usable & sampled.finished)[:, None]
     returns = discounted_returns(sampled.reward, sampled.response, discount=critic.discount)
-    return Lessons(tokens, whiten(_generalized_advantages(sampled, critic), tokens), ended, returns)
+    return Lessons(tokens, whiten(_generalized_advantages(sampled, critic), tokens), critic_tokens, returns)
 
 
 def _generalized_advantages(sampled: Sampled, critic: Critic) -> Float[Array, "B T"]:
-    assert sampled.value is not None, "algorithms with a critic are given values"
+    assert sampled.value is not None, "algorithms with a critic need values"
     return generalized_advantages(
         *(sampled.value, sampled.reward, sampled.response, sampled.finished),
         discount=critic.discount,
@@ -124,19 +127,20 @@ def _generalized_advantages(sampled: Sampled, critic: Critic) -> Float[Array, "B
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AlgorithmEntry:
-    """An algorithm, and what happens for it while responses are sampled."""
+    """An algorithm, with flags for what it needs while responses are sampled."""
 
     teach: Teach
+    """The function that computes the training targets."""
     summary: str
-    """One line for tables and help texts."""
+    """A one-line description."""
     critic: bool = False
-    """Whether there is a critic, whose values ``teach`` is given."""
+    """Whether the algorithm has a critic, whose values ``teach`` receives."""
     compares: bool = False
-    """Whether responses to one prompt are compared, so that it takes several of them."""
+    """Whether the algorithm compares responses to the same prompt, and so needs several of them."""
     mixed_groups: bool = False
     """Whether prompts whose responses all have the same reward are replaced, and long responses penalised."""
     windows: bool = False
-    """Whether a rollout ends at a window of tokens, and the next one goes on with the responses that it cut off."""
+    """Whether a rollout samples at most a window of tokens, and the next one continues the unfinished responses."""
 
 
 ALGORITHMS: Final[Mapping[str, AlgorithmEntry]] = MappingProxyType(
@@ -165,4 +169,4 @@ ALGORITHMS: Final[Mapping[str, AlgorithmEntry]] = MappingProxyType(
         ),
     }
 )
-"""The algorithms that runs can name."""
+"""The algorithms by name, as ``--algorithm`` takes them."""

@@ -1,4 +1,4 @@
-"""What the plan of a batch comes to, as runs report it: imbalance beside what it would have been, crossings, copies."""
+"""The balance metrics of a batch: imbalance with and without the plan, crossings, replicas and residents."""
 
 import functools
 from collections.abc import Sequence
@@ -21,13 +21,13 @@ from relibra_jax.types import EMPTY, Array, BatchPlan, Plan, Topology
 def measure_batch(
     batches: Sequence[PreparedBatch], metrics: StepMetrics, num_tokens: int, *, live: bool
 ) -> dict[str, Any]:
-    """All that a line says of a batch's plan.
+    """Measure the plan of a batch, for its line of metrics.
 
     Args:
-        batches: the updates of a batch, of one shape, as `Balancer.prepare_stages` returned them.
-        metrics: what the updates of the last pass reported.
-        num_tokens: the tokens of the batch.
-        live: whether the update routed anew.
+        batches: the prepared updates of the batch, all of one shape, as `Balancer.prepare_stages` returned them.
+        metrics: the metrics that the updates of the last pass returned.
+        num_tokens: the number of tokens in the batch.
+        live: whether the updates routed live, without replay.
 
     Returns:
         The metrics ``balance/...``, ``buffers/...`` and ``routing/...``.
@@ -52,16 +52,17 @@ def measure_batch(
 def measure_imbalance(
     batch_plan: BatchPlan, ran_load: Int[Array, "M L N G E"], *, topology: Topology, across_nodes: bool
 ) -> dict[str, Float[jax.Array, "..."]]:
-    """The imbalances of a batch, max / mean of rank load.
+    """Compute the imbalances of a batch, each the max / mean of rank load.
 
     Args:
         batch_plan: the plan of the batch.
-        ran_load: the load that the update ran.
+        ran_load: the load that the update counted as it ran.
         topology: the expert-parallel group of the plan.
-        across_nodes: whether replicas may be on other nodes than their experts' homes.
+        across_nodes: whether replicas may be on other nodes than the homes of their experts.
 
     Returns:
-        The metrics ``balance/imbalance...``; ``balance/imbalance_live`` is of ``ran_load`` with all experts at home.
+        The metrics ``balance/imbalance...``. ``balance/imbalance_live`` is the imbalance of ``ran_load`` with all
+        experts at home.
     """
     _, load, plan = batch_plan
     in_order = contiguous_homes(topology, len(plan.home))
@@ -81,12 +82,12 @@ def measure_imbalance(
 def measure_copies(
     batches: Sequence[PreparedBatch], batch_plan: BatchPlan, num_tokens: int
 ) -> dict[str, float]:
-    """Crossings for a token in a layer, replicas, residents, and how full the buffers are.
+    """Count crossings per token and layer, replicas and residents, and measure how full the buffers are.
 
     Args:
-        batches: the updates of a batch, of one shape, as `Balancer.prepare_stages` returned them.
-        batch_plan: their plans as one of all their micro-batches.
-        num_tokens: the tokens of the batch.
+        batches: the prepared updates of the batch, all of one shape, as `Balancer.prepare_stages` returned them.
+        batch_plan: the plans of all updates, joined along the micro-batches.
+        num_tokens: the number of tokens in the batch.
 
     Returns:
         The metrics ``balance/crossings_per_token``, ``balance/replicas``, ``balance/residents`` and ``buffers/fill``.
@@ -94,7 +95,7 @@ def measure_copies(
     parallel = batches[0].parallel
     plan = jax.tree.map(np.asarray, batch_plan.plan)
     topology, (micro_batches, layers) = parallel.topology, plan.quota.shape[:2]
-    assert parallel.capacities is not None, "the buffers of a replay are counted"
+    assert parallel.capacities is not None, "a replayed batch has counted capacities"
     replicas = (replica_experts(plan, topology) != EMPTY).sum()
     residents = (resident_experts(plan, topology) != EMPTY).sum()
     return {
@@ -106,24 +107,28 @@ def measure_copies(
 
 
 def _crossings(batch: PreparedBatch) -> int:
-    """Tokens that cross to another node at dispatch, in all layers together; token copies on the flat path."""
+    """Count the crossings of all layers at dispatch: tokens on the hierarchical path, token copies on the flat one."""
     if batch.visits is None:
-        return int(np.asarray(_copies_that_cross(batch.batch_plan.layer_plans())).sum(dtype=np.int64))
+        return int(np.asarray(_crossing_copies(batch.batch_plan.layer_plans())).sum(dtype=np.int64))
     topology = batch.parallel.topology
-    away = ~np.repeat(np.eye(topology.num_nodes, dtype=bool), topology.ranks_per_node, 0)
-    return int(np.where(away, batch.visits, 0).sum(dtype=np.int64))
+    other_node = ~np.repeat(np.eye(topology.num_nodes, dtype=bool), topology.ranks_per_node, 0)
+    return int(np.where(other_node, batch.visits, 0).sum(dtype=np.int64))
 
 
-_copies_that_cross = jax.jit(cross_node_load)
+_crossing_copies = jax.jit(cross_node_load)
 
 
 def measure_push(plan: Plan, topology: Topology) -> dict[str, float]:
-    """What a push of the batch's residents takes, in experts of all layers together; 0 without residents.
+    """Count the experts that one push of the batch's residents transfers, in all layers together.
+
+    Args:
+        plan: the plan of the batch.
+        topology: the expert-parallel group of the plan.
 
     Returns:
-        ``balance/pushed_by_busiest_rank``, experts that one rank gives away, each of which leaves it once; and
-        ``balance/pushed_across_by_busiest_rank``, those that one rank's share of its node's link carries to other
-        nodes.
+        ``balance/pushed_by_busiest_rank``, the experts that the busiest rank sends, each of them once; and
+        ``balance/pushed_across_by_busiest_rank``, the experts that one rank's share of the busiest node's link carries
+        to other nodes. Both are 0 without residents.
     """
     exports, pairs = push_counts(plan.home, resident_experts(plan, topology), topology)
     crossing = np.asarray(pairs) * ~np.eye(topology.num_nodes, dtype=bool)
@@ -135,7 +140,7 @@ def measure_push(plan: Plan, topology: Topology) -> dict[str, float]:
 
 @jax.jit
 def planned_imbalance(plan: Plan) -> Float[jax.Array, ""]:
-    """The imbalance of a plan over all its micro-batches."""
+    """Compute the imbalance of a plan over all its micro-batches."""
     return batch_imbalance(rank_load(plan))
 
 
@@ -143,17 +148,17 @@ def planned_imbalance(plan: Plan) -> Float[jax.Array, ""]:
 def unplanned_imbalance(
     load: Int[Array, "M L N G E"], home: Int[Array, "L E"], *, topology: Topology
 ) -> Float[jax.Array, ""]:
-    """The imbalance of a load with all experts at home, over all its micro-batches."""
+    """Compute the imbalance of a load over all its micro-batches, with all experts at home."""
     return batch_imbalance(_load_at_home(load, home, topology))
 
 
 def _load_at_home(load: Array, home: Array, topology: Topology) -> Int[Array, "M L N G"]:
-    """The load of every rank with all experts at home."""
+    """Compute the load of every rank with all experts at home."""
     return rank_load(without_replicas(jnp.asarray(load).sum((2, 3), dtype=jnp.int32), home, topology))
 
 
 def _join_plans(batches: Sequence[PreparedBatch]) -> BatchPlan:
-    """The plans of stages of one shape, over the same homes, as one of all their micro-batches; on the host."""
+    """Join the plans of stages of one shape and the same homes along their micro-batches, on the host."""
     plans = [jax.device_get(batch.batch_plan) for batch in batches]
     joined = jax.tree.map(lambda *parts: np.concatenate(parts), *plans)
     return joined._replace(plan=joined.plan._replace(home=plans[0].plan.home))

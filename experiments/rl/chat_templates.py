@@ -1,9 +1,8 @@
-"""Chat templates: how a model wants its messages written down, as a Jinja template that comes with its tokenizer.
+"""Chat templates: the Jinja template of a tokenizer that formats messages as its model expects them.
 
-What a template may use is what Hugging Face's documentation promises to writers of templates ("Writing a chat
-template"): blocks that take their line's blanks with them, ``break`` and ``continue``, ``raise_exception``,
-``strftime_now``, a ``tojson`` that leaves HTML characters alone, and ``generation`` around what an assistant says.
-Templates are other people's programs, so they run in Jinja's sandbox.
+Templates may use what Hugging Face's documentation promises ("Writing a chat template"): trimmed blocks, ``break`` and
+``continue``, ``raise_exception``, ``strftime_now``, a ``tojson`` that does not escape HTML characters, and
+``generation`` around the assistant's messages. Templates are code by other people, so they run in Jinja's sandbox.
 """
 
 import functools
@@ -19,9 +18,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
 class _GenerationBlock(Extension):
-    """``{% generation %}`` marks what an assistant says; what stands in it is rendered like all else."""
+    """The tag ``{% generation %}``, which marks the assistant's messages. Its content is rendered as usual."""
 
-    tags = {"generation"}  # noqa: RUF012  # as Jinja's own extensions have it
+    tags = {"generation"}  # noqa: RUF012  # the form that Jinja's own extensions use
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
@@ -38,19 +37,19 @@ def _strftime_now(format: str) -> str:
 
 
 def chat_renderer(template: str, special_tokens: Mapping[str, str], *, place: str) -> Callable[[str], str]:
-    """Compile a chat template for prompts that are the only message of a chat.
+    """Compile a chat template into a function that renders a prompt as the only message of a chat.
 
     Args:
         template: the Jinja source of the template.
-        special_tokens: the texts of special tokens by their names: ``{"bos_token": "<s>"}``, for instance.
-        place: where the template comes from, for messages.
+        special_tokens: the text of each special token by its name, for example ``{"bos_token": "<s>"}``.
+        place: the origin of the template, for error messages.
 
     Returns:
-        A function from a prompt to the text of the chat, up to where the assistant's response begins.
-        It raises ValueError if the template does, with the template's message.
+        A function from a prompt to the text of the chat, up to the start of the assistant's response. It raises
+        ValueError, with the template's message, if the template raises.
 
     Raises:
-        ValueError: if the template is not valid Jinja, with the line.
+        ValueError: if the template is not valid Jinja. The message names the line.
 
     >>> template = "{{ bos_token }}{% for message in messages %}[{{ message.role }}] {{ message.content }}{% endfor %}"
     >>> chat_renderer(template, {"bos_token": "<s>"}, place="a template")("How many?")
@@ -72,7 +71,7 @@ def chat_renderer(template: str, special_tokens: Mapping[str, str], *, place: st
             return compiled.render(
                 messages=messages, tools=None, documents=None, add_generation_prompt=True, **special_tokens
             )
-        except Exception as error:  # a template is a program of somebody else
+        except Exception as error:  # a template may raise anything
             raise ValueError(f"{place}: {_one_line(error)}") from error
 
     return render

@@ -1,8 +1,8 @@
-"""The tokenizer of a Hugging Face checkpoint, from the files beside its weights.
+"""The tokenizer of a Hugging Face checkpoint, read from the files beside its weights.
 
-``tokenizer.json`` is read by the library tokenizers. Which tokens end a response is said by ``eos_token`` of
-``tokenizer_config.json`` and ``eos_token_id`` of ``generation_config.json``, or of ``config.json`` where that has none.
-The chat template is ``chat_template.jinja``, or ``chat_template`` of ``tokenizer_config.json``.
+The library tokenizers reads ``tokenizer.json``. The tokens that end a response are ``eos_token`` of
+``tokenizer_config.json``, and ``eos_token_id`` of ``generation_config.json`` (or of ``config.json`` if the former has
+none). The chat template is ``chat_template.jinja``, or ``chat_template`` of ``tokenizer_config.json``.
 """
 
 import json
@@ -17,20 +17,21 @@ if TYPE_CHECKING:
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """Read the tokenizer of a checkpoint, with its chat template if there is one.
+    """Read the tokenizer of a checkpoint, with its chat template if it has one.
 
-    Prompts become the one message of a chat. Without a template they are plain text behind what ``tokenizer.json`` puts
-    before a text: BOS, or nothing. ``add_bos_token`` of ``tokenizer_config.json`` is not read, as by transformers 5.
+    With a chat template, a prompt is the only message of a chat. Without one, it is plain text, after whatever
+    ``tokenizer.json`` puts before a text: BOS or nothing. Like transformers 5, this ignores ``add_bos_token`` of
+    ``tokenizer_config.json``.
 
     Args:
         folder: the folder of the checkpoint, with ``tokenizer.json``.
 
     Returns:
-        The tokenizer. Its ``pad`` is the pad token, or where there is none, the first of its ``ends``. Responses never
-        contain pad and BOS token, unless one of them is an end.
+        The tokenizer. Its ``pad`` is the pad token, or the first of its ``ends`` if it has none. Responses never
+        contain the pad token or the BOS token, unless that token is one of the ``ends``.
 
     Raises:
-        ValueError: if a file is missing or cannot be read, no token ends a response, the token that does is not in
+        ValueError: if a file is missing or cannot be read, no token ends a response, an end token is not in
             ``tokenizer.json``, the chat template is invalid or raises, or the extra ``rl`` is not installed.
     """
     backend = _read_backend(folder / "tokenizer.json")
@@ -47,33 +48,31 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         size=1 + max([*backend.get_vocab().values(), *ends]),
         never=tuple(token for token in (pad, bos) if token is not None and token not in ends),
     )
-    # A template that refuses prompts does so before there is a model.
+    # A template that rejects all prompts fails here, before the model is loaded.
     tokenizer.encode_prompt("?")
     return tokenizer
 
 
 def _read_backend(path: Path) -> "tokenizers.Tokenizer":
     try:
-        import jinja2  # noqa: F401  # of the same extra
+        import jinja2  # noqa: F401  # part of the same extra
         import tokenizers
     except ImportError as error:
-        raise ValueError(f'{path}: tokenizers need the extra rl: pip install -e ".[rl]"') from error
+        raise ValueError(f'{path}: reading a tokenizer needs the extra rl: pip install -e ".[rl]"') from error
     if not path.is_file():
-        raise ValueError(
-            f"{path.parent}: no tokenizer.json, and bytes are no tokens for the model of a checkpoint"
-        )
+        raise ValueError(f"{path.parent}: no tokenizer.json, which the model of this checkpoint needs")
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises no narrower one
+    except Exception as error:  # the library raises no narrower exception
         raise ValueError(f"{path}: not a tokenizer ({error})") from error
-    # What was set for somebody's batches would cut and fill texts silently.
+    # Truncation and padding that were saved with the tokenizer would silently change texts.
     backend.no_truncation()
     backend.no_padding()
     return backend
 
 
 def _read_settings(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; an empty one where there is no file."""
+    """Read the object in a JSON file. A missing file gives an empty object."""
     if not path.is_file():
         return {}
     try:
@@ -86,10 +85,10 @@ def _read_settings(path: Path) -> dict[str, Any]:
 
 
 def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    """The texts of special tokens by name; a token is a string, or an object with its ``content``."""
-    named = {name: value for name, value in settings.items() if name.endswith("_token")}
+    """Get the text of each special token by its name. A token is a string, or an object with its ``content``."""
+    tokens = {name: value for name, value in settings.items() if name.endswith("_token")}
     texts = {
-        name: value.get("content") if isinstance(value, dict) else value for name, value in named.items()
+        name: value.get("content") if isinstance(value, dict) else value for name, value in tokens.items()
     }
     return {name: text for name, text in texts.items() if isinstance(text, str)}
 
@@ -97,7 +96,7 @@ def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
 def _ends(
     folder: Path, backend: "tokenizers.Tokenizer", special_tokens: Mapping[str, str]
 ) -> tuple[int, ...]:
-    """The tokens that end a response, the tokenizer's own before those of generation."""
+    """Get the tokens that end a response: the tokenizer's own first, then those of the generation config."""
     ends = []
     if "eos_token" in special_tokens:
         text, path = special_tokens["eos_token"], folder / "tokenizer_config.json"
@@ -106,16 +105,16 @@ def _ends(
             raise ValueError(f"{path}: eos_token {text!r} is not in tokenizer.json")
         ends.append(end)
     for name in ("generation_config.json", "config.json"):
-        of_file = _read_settings(folder / name).get("eos_token_id")
-        if of_file is not None:
-            of_file = of_file if isinstance(of_file, list) else [of_file]
-            if not all(type(end) is int and end >= 0 for end in of_file):
-                raise ValueError(f"{folder / name}: eos_token_id={of_file} must be token ids, 0 or more")
-            ends += of_file
+        ids = _read_settings(folder / name).get("eos_token_id")
+        if ids is not None:
+            ids = ids if isinstance(ids, list) else [ids]
+            if not all(type(end) is int and end >= 0 for end in ids):
+                raise ValueError(f"{folder / name}: eos_token_id={ids} must be token ids, 0 or more")
+            ends += ids
             break
     if not ends:
         raise ValueError(
-            f"{folder}: no token ends a response: neither eos_token in tokenizer_config.json nor eos_token_id in"
+            f"{folder}: no token ends a response: set eos_token in tokenizer_config.json, or eos_token_id in"
             " generation_config.json or config.json"
         )
     return tuple(dict.fromkeys(ends))
@@ -133,13 +132,13 @@ def _prompt_encoder(
         from experiments.rl.chat_templates import chat_renderer
 
         render = chat_renderer(template, special_tokens, place=place)
-        # The template has written all special tokens.
+        # The template writes all special tokens itself.
         return lambda prompt: backend.encode(render(prompt), add_special_tokens=False).ids
 
     def encode(prompt: str) -> list[int]:
         encoding = backend.encode(prompt)
         tokens, added = encoding.ids, encoding.special_tokens_mask
-        # A response follows: what was put behind the text as its end is none.
+        # The response follows the prompt, so drop an end token that the tokenizer added after the text.
         while tokens and added[len(tokens) - 1] and tokens[-1] in ends:
             tokens.pop()
         return tokens
@@ -148,15 +147,15 @@ def _prompt_encoder(
 
 
 def _chat_template(folder: Path, settings: Mapping[str, Any]) -> tuple[str | None, str]:
-    """The template, None without one, and the place where it stands."""
+    """Find the chat template, None if there is none, and the file that has it."""
     path = folder / "chat_template.jinja"
     if path.is_file():
         return path.read_text(encoding="utf-8"), str(path)
     template, place = settings.get("chat_template"), f"{folder / 'tokenizer_config.json'}: chat_template"
     if isinstance(template, list):
-        names = [named.get("name") if isinstance(named, dict) else None for named in template]
+        names = [entry.get("name") if isinstance(entry, dict) else None for entry in template]
         if "default" not in names:
-            raise ValueError(f"{place}: none is named default, there are {names}")
+            raise ValueError(f"{place}: none of the templates {names} is named default")
         template = template[names.index("default")].get("template")
     if not isinstance(template, str | None):
         raise ValueError(f"{place}: expected a text or named texts, found {type(template).__name__}")

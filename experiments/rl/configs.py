@@ -1,4 +1,7 @@
-"""What a reinforcement-learning run can be told."""
+"""The settings of a reinforcement-learning run, and the checks that they fit together.
+
+The docstrings of fields are the command line's help texts. Help keeps their line breaks, so break them after sentences.
+"""
 
 import dataclasses
 import functools
@@ -42,106 +45,105 @@ NOT_NEGATIVE: Final = ("learning_rate", "warmup_learning_rate", "balance")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Train:
-    """Reinforcement learning with routing replay: a supervised warm-up, then balanced updates from sampled responses.
+    """The settings of a run: a supervised warm-up, then balanced updates from sampled responses with routing replay.
 
     Raises:
-        ValueError: if a name is in no table, a number is out of its range, numbers do not fit each other, or samples do
-            not fit this machine's memory.
+        ValueError: if a name is unknown, a number is out of its range, settings contradict each other, or the samples
+            do not fit in this machine's memory.
     """
 
     task: str = "count"
-    """A built-in task (copy, reverse, add, count, numbers), or one of reasoning-gym's."""
+    """The task: copy, reverse, add, count or numbers (built in), or the name of a task of reasoning-gym."""
     policy: str = "tiny"
-    """The name of a model that is trained from nothing."""
+    """The model to train from random weights: tiny or small."""
     model: Path | None = None
-    """A checkpoint in Hugging Face's format to start from in place of a policy, with the tokenizer beside it."""
+    """The folder of a Hugging Face checkpoint with its tokenizer, to start from in place of random weights."""
     dtype: str = "float32"
-    """The dtype of the computation, float32 or bfloat16; parameters and optimizer state are float32."""
+    """The dtype of the computation: float32 or bfloat16. Parameters and optimizer state are always float32."""
     algorithm: str = "grpo"
-    """What the policy learns by: grpo, dapo, ppo or tppo."""
+    """The reinforcement-learning algorithm: grpo, dapo, ppo or tppo."""
     critic: Critic = dataclasses.field(default_factory=Critic)
     dapo: Dapo = dataclasses.field(default_factory=Dapo)
     planner: str = "relibra"
-    """A name from the table that ``relibra compare`` prints."""
+    """The planner that places and replicates experts. ``relibra compare`` lists the names."""
     reorder: Reorder = dataclasses.field(default_factory=Reorder)
     replicate: Replicate = dataclasses.field(default_factory=Replicate)
     anneal_steps: int = 50
-    """The steps of each turn of assigning samples to micro-batches and ranks; 0 keeps samples in order."""
+    """The annealing steps in each round of assigning samples to micro-batches and ranks. 0 keeps samples in order."""
     ranks: Annotated[Ranks, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Ranks)
     seeds: tuple[int, ...] = (0,)
-    """The seeds of weights, prompts and sampling; one run each."""
+    """The seeds of weights, prompts and sampling. Each seed is a run of its own."""
     warmup_steps: int = 100
-    """The supervised updates before the first responses are sampled."""
+    """The number of supervised updates before the first responses are sampled."""
     steps: int = 40
-    """The batches of responses that are learned from."""
+    """The number of learning steps. Each learns from one batch of responses."""
     prompts: int = 32
-    """The prompts of a batch."""
+    """The number of prompts in a batch."""
     responses_per_prompt: int = 8
-    """The responses to each prompt, whose rewards GRPO and DAPO compare."""
+    """The number of responses to each prompt. GRPO and DAPO compare their rewards."""
     updates: int = 1
-    """The optimizer updates that the samples of a batch are split into; responses to one prompt stay together."""
+    """The number of optimizer updates that share the samples of a batch. Responses to one prompt stay together."""
     micro_batches: int = 4
-    """The micro-batches of each update M."""
+    """The number of micro-batches M of each update."""
     recompute_micro_batches: int | None = None
-    """The micro-batches in which old log-probabilities are recomputed, from all samples of a batch and by a plan of
-    their own; the updates' micro-batches and plans when not given."""
+    """The number of micro-batches for recomputing old log-probabilities, which have a plan of their own.
+    None recomputes in the micro-batches of the updates, under their plans."""
     prompt_tokens: int = 24
-    """The room for a prompt; examples that need more are passed over."""
+    """The maximum number of tokens in a prompt. Examples with longer prompts are skipped."""
     response_tokens: int = 4
-    """The longest response, its end included; examples with longer answers are passed over."""
+    """The maximum number of tokens in a response, its end included. Examples with longer answers are skipped."""
     window: int | None = None
-    """The tokens that a rollout adds to a response before T-PPO learns from it, of which ``response_tokens`` is a
-    multiple; the next rollout goes on with responses that have not ended."""
+    """The number of tokens that T-PPO adds to a response in one rollout. ``response_tokens`` must be a multiple of it.
+    The next rollout continues the responses that have not ended."""
     temperature: float = 1.0
-    """What divides the logits of sampling."""
+    """The sampling temperature, which divides the logits."""
     top_p: float = 1.0
-    """Only the likeliest tokens whose probabilities reach this sum are sampled."""
+    """Sample only from the fewest most likely tokens whose probabilities reach this sum."""
     pack_rows: bool = False
-    """Whether updates and planned recomputes hold several samples in a row, one behind the other."""
+    """Whether updates and planned recomputes put several samples into one row, one after the other."""
     plan_ahead: float = 0.75
-    """The share of responses that must have ended for ReLibra's planners to begin their search, while the others are
-    still generated; with 1 it begins behind the rollout."""
+    """The share of ended responses at which ReLibra's planners start, during generation. With 1 they start after it."""
     watch_every: int = 16
-    """The tokens between two looks at which responses have ended; shorter ones are planned behind the rollout."""
+    """The number of decoded tokens between two checks of how many responses have ended.
+    If no response can be longer than this, the planners start after generation."""
     epochs: int = 4
-    """The passes over a batch, each of so many ``updates``."""
+    """The number of passes over a batch. Each pass makes ``updates`` optimizer updates."""
     clip: Clip = dataclasses.field(default_factory=Clip)
     token_level: bool = True
-    """Whether every token counts the same in the loss (DAPO), rather than every response (GRPO)."""
+    """Whether every token has the same weight in the loss (DAPO), and not every response (GRPO)."""
     balance: float = 0.02
-    """The factor of the load-balancing loss over the whole batch, without which tiny routers send all tokens to few
-    experts."""
+    """The factor of the batch's load-balancing loss. Without it, tiny routers send all tokens to a few experts."""
     replay: bool = True
-    """Whether to update under the recorded routing; without it on live routing, and what differs is counted."""
+    """Whether updates replay the recorded routing. Otherwise they route live, without replicas."""
     routing: str = "rollout"
-    """Where the routing that updates replay is recorded: rollout (R3), and the recompute replays it too; or recompute
-    (R2), which then routes live and unplanned."""
+    """Where the routing that updates replay is recorded: rollout (R3) or recompute (R2).
+    With rollout the recompute replays it, too. With recompute the recompute routes live, without a plan."""
     float8_above: float | None = None
-    """Ranks above so many times the mean load compute their experts in float8 while responses are generated, those of
-    evaluations too; exact when not given. Ranks of fewer than 2,048 rows stay exact."""
+    """Ranks with more than this many times the mean load compute their experts in float8 during generation.
+    Evaluations are included. Ranks with fewer than 2,048 rows stay exact, and with None all ranks do."""
     float8_recompute: bool = False
-    """Whether ranks above ``float8_above`` compute in float8 when old log-probabilities are recomputed, too."""
+    """Whether ranks above ``float8_above`` also use float8 when old log-probabilities are recomputed."""
     learning_rate: float = 3e-4
     """The learning rate of updates from responses."""
     warmup_learning_rate: float = 3e-3
     """The learning rate of supervised updates."""
     evaluation_batches: int = 4
-    """The batches of prompts, the same for all seeds, that are scored after the warm-up and at the end."""
+    """The number of evaluation batches, the same for all seeds, scored after the warm-up and at the end."""
     evaluate_every: int | None = None
-    """The learning steps between two further evaluations; none when not given."""
+    """The number of learning steps between further evaluations. None makes no further evaluations."""
     checkpoint_every: int = 20
-    """The steps between two checkpoints, those of the warm-up too."""
+    """The number of steps between two checkpoints, in the warm-up too."""
     record: int = 0
-    """Save the routing of the last so many batches as a trace, ``replay.npz``."""
+    """The number of last batches whose routing is saved as a trace in ``replay.npz``."""
     writer: str | None = None
-    """A further writer of metrics, Weights & Biases for instance: ``my_module:my_writer``, a function that is given the
-    folder of a run and its settings and returns an object with ``log(metrics, step=)``."""
+    """A further writer of metrics, for example for Weights & Biases, as ``my_module:my_writer``.
+    It is a function of a run's folder and settings that returns an object with ``log(metrics, step=)``."""
     profile: int | None = None
-    """The learning step whose profile is written, by `jax.profiler`."""
+    """The learning step to profile with `jax.profiler`."""
     out: Path | None = None
-    """The folder where everything goes; a new one in ``out`` when not given."""
+    """The folder for all results. None makes a new folder in ``out``."""
     resume: Path | None = None
-    """A folder that a run has left: go on there, with its settings where the command line gives none."""
+    """The folder of an earlier run to continue. Its settings are the defaults of all other options."""
     verify: bool = True
     """Whether a resumed run compares its checkpoint with the digests that were saved with it."""
 
@@ -157,22 +159,25 @@ class Train:
                 raise ValueError(
                     f"{name} {value!r} must be one of {', '.join(table)}{suggest_names(value, table)}"
                 )
-        if self.model is not None:  # a run may be resumed from another folder
+        if self.model is not None:  # the run may be resumed from another working directory
             object.__setattr__(self, "model", self.model.resolve())
         if self.model is not None and self.policy != "tiny":
             raise ValueError(
-                f"policy={self.policy!r} starts from nothing, model={self.model} from a checkpoint"
+                f"policy={self.policy!r} and model={self.model} exclude each other: the one starts from random weights,"
+                " the other from a checkpoint"
             )
         changed = [part for part in (self.reorder, self.replicate) if part != type(part)()]
         if changed and self.planner not in TUNABLE:
-            raise ValueError(f"planner={self.planner}, and {changed[0]} is for {' and '.join(TUNABLE)} alone")
-        at_least = {
+            raise ValueError(
+                f"planner={self.planner} does not use {changed[0]}, which is only for {' and '.join(TUNABLE)}"
+            )
+        minimums = {
             **dict.fromkeys(AT_LEAST_ZERO, 0),
             **dict.fromkeys(AT_LEAST_ONE, 1),
             "responses_per_prompt": 2 if self.algorithm_entry.compares else 1,
         }
-        for name, least in at_least.items():
-            check_integer(name, getattr(self, name), least=least)
+        for name, minimum in minimums.items():
+            check_integer(name, getattr(self, name), least=minimum)
         for seed in self.seeds:
             check_seed("seeds", seed)
         for name in NOT_NEGATIVE:
@@ -182,17 +187,20 @@ class Train:
         check_positive("plan_ahead", self.plan_ahead)
         if self.planner not in TUNABLE and self.plan_ahead not in (type(self).plan_ahead, 1):
             raise ValueError(
-                f"planner={self.planner}, and plan_ahead={self.plan_ahead} is for {' and '.join(TUNABLE)} alone"
+                f"planner={self.planner} does not use plan_ahead={self.plan_ahead}, which is only for"
+                f" {' and '.join(TUNABLE)}"
             )
         if self.plan_ahead > 1:
-            raise ValueError(f"plan_ahead={self.plan_ahead} is a share of the responses, at most 1")
+            raise ValueError(
+                f"plan_ahead={self.plan_ahead} must be at most 1: it is a share of the responses"
+            )
         if self.evaluate_every is not None:
             check_integer("evaluate_every", self.evaluate_every, least=1)
         self._check_division()
         self._check_algorithm()
         if self.routing == "recompute" and not self.replay:
             raise ValueError(
-                "routing=recompute records what updates replay, and replay=False replays nothing"
+                "routing=recompute needs replay=True: it records the routing that updates replay"
             )
         if self.float8_above is not None:
             check_not_negative("float8_above", self.float8_above)
@@ -202,11 +210,11 @@ class Train:
             )
         if self.float8_recompute and self.routing == "recompute":
             raise ValueError(
-                "routing=recompute records what updates replay and computes exactly: float8_recompute=True is for"
-                " routing=rollout"
+                "float8_recompute=True needs routing=rollout: with routing=recompute the recompute is exact, because"
+                " it records the routing that updates replay"
             )
         if not self.seeds:
-            raise ValueError("seeds: at least one")
+            raise ValueError("seeds is empty: give at least one seed")
         end = self.warmup_steps + self.steps
         if self.profile is not None and not self.warmup_steps <= self.profile < end:
             raise ValueError(
@@ -214,11 +222,11 @@ class Train:
                 f" warmup_steps + steps = {end}"
             )
         if self.resume is not None and self.out is not None:
-            raise ValueError(f"resume={self.resume} goes on in that folder, and out={self.out} is another")
+            raise ValueError(f"resume={self.resume} and out={self.out}: give one of them")
         self._check_memory()
 
     def _check_division(self) -> None:
-        """Samples over updates, ranks and micro-batches."""
+        """Check that samples divide evenly over updates, ranks and micro-batches."""
         ranks = self.topology.num_ranks
         samples = f"prompts={self.prompts} x responses_per_prompt={self.responses_per_prompt} = {self.samples} samples"
         if self.prompts % self.updates:
@@ -226,40 +234,41 @@ class Train:
                 f"prompts={self.prompts} must divide evenly over updates={self.updates}: responses to one prompt stay"
                 " together"
             )
-        own = samples if self.updates == 1 else f"{samples} over updates={self.updates}"
-        divisions = [(own, "micro_batches", self.updates * self.micro_batches)]
+        of_updates = samples if self.updates == 1 else f"{samples} over updates={self.updates}"
+        divisions = [(of_updates, "micro_batches", self.updates * self.micro_batches)]
         if self.recompute_micro_batches is not None:
             check_integer("recompute_micro_batches", self.recompute_micro_batches, least=1)
             divisions.append((samples, "recompute_micro_batches", self.recompute_micro_batches))
-        for what, name, number in divisions:
+        for dividend, name, number in divisions:
             if self.samples % (ranks * number):
                 raise ValueError(
-                    f"{what} must divide evenly over {ranks} ranks x {name}={getattr(self, name)}"
+                    f"{dividend} must divide evenly over {ranks} ranks x {name}={getattr(self, name)}"
                 )
 
     def _check_algorithm(self) -> None:
-        """Settings of an algorithm without it, and windows."""
+        """Check the window, and that the settings of a critic or of DAPO belong to the algorithm."""
         entry = self.algorithm_entry
         for name, used in (("critic", entry.critic), ("dapo", entry.mixed_groups)):
             part = getattr(self, name)
             if part != type(part)() and not used:
-                raise ValueError(f"algorithm={self.algorithm}, which has no use for {part}")
+                raise ValueError(f"algorithm={self.algorithm} does not use {part}")
         if entry.mixed_groups and self.plan_ahead not in (type(self).plan_ahead, 1):
             raise ValueError(
-                f"algorithm={self.algorithm} replaces prompts once their responses are scored, and plan_ahead="
-                f"{self.plan_ahead} would plan for them before"
+                f"algorithm={self.algorithm} replaces prompts after their responses are scored, so plan_ahead="
+                f"{self.plan_ahead} cannot plan for them during generation"
             )
         if entry.windows != (self.window is not None):
             raise ValueError(
-                f"algorithm={self.algorithm}, and window={self.window}: tppo needs a window, and no other has one"
+                f"algorithm={self.algorithm} with window={self.window}: tppo needs a window, and the other algorithms"
+                " have none"
             )
         if self.window is None:
             return
         check_integer("window", self.window, least=1)
         if self.window < self.prompt_tokens:
             raise ValueError(
-                f"window={self.window} is smaller than the room for a prompt, prompt_tokens={self.prompt_tokens}: every"
-                " rollout runs the prompts again, which must not cost more than what it samples"
+                f"window={self.window} must be at least prompt_tokens={self.prompt_tokens}: every rollout runs the"
+                " prompts again, which must not cost more than sampling the window"
             )
         if self.response_tokens % self.window:
             raise ValueError(
@@ -267,16 +276,16 @@ class Train:
             )
         if self.routing == "recompute":
             raise ValueError(
-                "routing=recompute records the routing of all tokens anew, and tppo replays that of the policies which"
-                " sampled them"
+                "algorithm=tppo needs routing=rollout: it replays the routing of the policies that sampled the tokens,"
+                " and routing=recompute records the routing of all tokens again"
             )
 
     def _check_memory(self) -> None:
-        """The largest arrays alone: keys and values of all samples, and what the steps of searches draw."""
+        """Check the largest arrays: the keys and values of all samples, and the random numbers of the searches."""
         tokens = self.prompt_tokens + self.response_tokens
-        generating = f"generating {self.samples} samples of {tokens} tokens"
-        check_memory(generating, self.samples * tokens * self.model_config.cache_bytes)
-        # A step draws a number for every micro-batch, and one for every expert of a rank, at least.
+        purpose = f"generating {self.samples} samples of {tokens} tokens"
+        check_memory(purpose, self.samples * tokens * self.model_config.cache_bytes)
+        # A search step draws at least one number for every micro-batch, or for every expert of a rank.
         for name, steps, draws in (
             ("anneal_steps", self.anneal_steps, self.micro_batches),
             ("reorder.steps", self.reorder.steps, self.topology.home_slots),
@@ -285,65 +294,68 @@ class Train:
 
     @property
     def algorithm_entry(self) -> AlgorithmEntry:
-        """The algorithm with what happens for it while responses are sampled."""
+        """The table entry of the algorithm."""
         return ALGORITHMS[self.algorithm]
 
     @property
     def samples(self) -> int:
-        """B, the samples of a batch."""
+        """B, the number of samples in a batch."""
         return self.prompts * self.responses_per_prompt
 
     def evaluates_before(self, step: int) -> bool:
-        """Whether an evaluation comes before a step: after the warm-up, and from time to time if it is asked for."""
-        learned = step - self.warmup_steps
-        due = learned == 0 or (
-            self.evaluate_every is not None and learned > 0 and learned % self.evaluate_every == 0
+        """Whether the run evaluates before this step: after the warm-up, and every ``evaluate_every`` steps."""
+        number = step - self.warmup_steps
+        due = number == 0 or (
+            self.evaluate_every is not None and number > 0 and number % self.evaluate_every == 0
         )
         return due and self.evaluation_batches > 0
 
     @property
     def mini_batches(self) -> tuple[range, ...]:
-        """The samples of each update of a pass over the batch."""
+        """The samples of each update in a pass over the batch."""
         size = self.samples // self.updates
         return tuple(range(first, first + size) for first in range(0, self.samples, size))
 
     @property
     def live_micro_batches(self) -> int:
-        """The micro-batches in which a whole batch runs live: no larger than the updates', unless told."""
+        """The number of micro-batches in which a whole batch runs live.
+
+        Unless ``recompute_micro_batches`` sets it, these micro-batches are as large as those of the updates.
+        """
         return self.recompute_micro_batches or self.updates * self.micro_batches
 
     @property
     def model_config(self) -> ModelConfig:
-        """The sizes of the model."""
+        """The architecture and sizes of the model."""
         if self.model is not None:
             return _pretrained(self.model, self.dtype)
         return dataclasses.replace(POLICIES[self.policy], dtype=self.dtype)
 
     @property
     def model_name(self) -> str:
-        """What the run calls its model."""
+        """The name of the model in reports."""
         return f"{self.policy} model" if self.model is None else f"model {self.model.name}"
 
     @property
     def topology(self) -> Topology:
-        """The ranks with the model's experts."""
+        """The expert-parallel group: the ranks with the model's experts."""
         return self.ranks.topology(self.model_config.num_experts)
 
     @property
     def planner_entry(self) -> PlannerEntry:
-        """The planner with its settings, the same object for equal ones, as jit wants it."""
+        """The planner with its settings. Equal settings give the same object, so that jit does not compile again."""
         if self.planner not in TUNABLE:
             return PLANNERS[self.planner]
         return tuned_planner(self.planner, self.reorder, self.replicate)
 
     @property
     def float8_rollout(self) -> HotRanks | None:
-        """Which ranks compute in float8 while responses are generated; None for none."""
+        """The rule for which ranks compute in float8 during generation. None if no rank does."""
         return None if self.float8_above is None else HotRanks(threshold=self.float8_above)
 
     @property
     def assign(self) -> Assign | None:
-        """How samples are assigned, the same object for equal settings; None for in order."""
+        """The function that assigns samples. None keeps them in order. Equal settings give the same object."""
         return annealed(self.anneal_steps) if self.anneal_steps else None
 
 

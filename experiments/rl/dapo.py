@@ -1,7 +1,8 @@
-"""What DAPO (arXiv:2503.14476) does to the responses of a batch: dynamic sampling, and a penalty on overlong ones.
+"""DAPO (arXiv:2503.14476): dynamic sampling of prompts, and a penalty on overlong responses.
 
-Responses to one prompt that all have the same reward have no advantage over each other and teach nothing. Dynamic
-sampling generates further batches of prompts until there are enough whose rewards differ, or as often as it may.
+If all responses to a prompt have the same reward, none has an advantage over the others and nothing is learned from
+them. Dynamic sampling generates responses to further batches of prompts until enough prompts have rewards that differ,
+or until it has made ``more_rollouts`` further rollouts.
 """
 
 import dataclasses
@@ -16,18 +17,18 @@ from relibra_jax.types import Array
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Dapo:
-    """What DAPO is told.
+    """The settings of DAPO: dynamic sampling, and the penalty on overlong responses.
 
     Raises:
         ValueError: if a number is out of its range.
     """
 
     more_rollouts: int = 3
-    """How often a further batch of prompts may be responded to where too few prompts have rewards that differ."""
+    """The maximum number of further rollouts in a step, made while too few prompts have rewards that differ."""
     overlong_share: float = 0.2
-    """The last part of the room for a response, over which the penalty grows from 0 on."""
+    """The last share of the maximum response length, over which the penalty grows from 0."""
     overlong_penalty: float = 1.0
-    """What a response that fills its room loses of its reward."""
+    """The penalty on a response of the maximum length, subtracted from its reward."""
 
     def __post_init__(self) -> None:
         check_integer("dapo.more_rollouts", self.more_rollouts, least=0)
@@ -37,26 +38,26 @@ class Dapo:
 
 
 def overlong_penalty(lengths: Int[Array, " B"], response_tokens: int, dapo: Dapo) -> Float[np.ndarray, " B"]:
-    """What each response loses of its reward for its length: soft overlong punishment.
+    """Compute the length penalty of each response, DAPO's soft overlong punishment.
 
     Args:
-        lengths: the tokens of each response.
-        response_tokens: the room for a response.
-        dapo: where the penalty begins, and its height.
+        lengths: the number of tokens in each response.
+        response_tokens: the maximum number of tokens in a response.
+        dapo: the settings of DAPO: where the penalty begins, and its maximum.
 
     Returns:
-        float32; 0 for short responses, growing with the tokens of long ones.
+        The penalties, float32: 0 for short responses, and linear in the tokens of long ones.
 
     >>> overlong_penalty(np.array([80, 90, 100]), 100, Dapo()).tolist()
     [0.0, 0.5, 1.0]
     """
     buffer = dapo.overlong_share * response_tokens
-    over = np.clip((lengths - (response_tokens - buffer)) / buffer, 0, 1)
-    return (dapo.overlong_penalty * over).astype(np.float32)
+    excess = np.clip((lengths - (response_tokens - buffer)) / buffer, 0, 1)
+    return (dapo.overlong_penalty * excess).astype(np.float32)
 
 
 def rewards_differ(rewards: Rewards, *, responses_per_prompt: int) -> Bool[np.ndarray, " prompts"]:
-    """The prompts whose responses do not all have the same reward; those without a reward do not count.
+    """Find the prompts whose responses do not all have the same reward. Responses without a reward do not count.
 
     >>> rewards = Rewards(np.array([1, 0, 1, 1, 1, 0], np.float32), np.array([1, 1, 1, 1, 1, 0], bool), [])
     >>> rewards_differ(rewards, responses_per_prompt=2).tolist()
@@ -69,8 +70,14 @@ def rewards_differ(rewards: Rewards, *, responses_per_prompt: int) -> Bool[np.nd
 
 
 def choose_prompts(differ: Bool[Array, " prompts"], count: int) -> Int[np.ndarray, " count"]:
-    """The numbers of the prompts to learn from: the first whose rewards differ, and where they are too few, the first
-    of the others, so that the batch is full.
+    """Choose the prompts to learn from: the first whose rewards differ, then others until the batch is full.
+
+    Args:
+        differ: True for prompts whose rewards differ.
+        count: the number of prompts in a batch.
+
+    Returns:
+        The indices of the prompts.
 
     >>> choose_prompts(np.array([False, True, False, True, True]), 4).tolist()
     [1, 3, 4, 0]

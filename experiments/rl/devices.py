@@ -1,4 +1,4 @@
-"""The devices of a run, and how programs are compiled for them."""
+"""The devices of a run, and the compiler options for host devices."""
 
 import contextlib
 import os
@@ -12,16 +12,22 @@ EXTRA_OPTIONS: Final = "xla_backend_extra_options"
 
 
 def host_devices(count: int) -> list[jax.Device]:
-    """The first ``count`` devices, of several processes each its share; on a CPU so many host devices are made, if JAX
-    has not started yet.
+    """Return the first ``count`` devices, in equal shares from all processes.
 
-    XLA:CPU runs every device's program on a thread of one pool, which is as large as there are cores or devices,
-    whichever are more. Where devices are more than cores, a second program that waits in the pool for the first may
-    keep it from its last thread, and both wait forever (jaxlib 0.11.2). With two threads a device this does not happen;
-    ``NPROC`` says how many.
+    On a CPU, this makes that many host devices, if JAX has not started yet. XLA:CPU runs the programs of all devices on
+    one pool of threads, which has as many threads as there are cores or devices, whichever number is larger. With more
+    devices than cores, a second program that waits in the pool can take the last thread that the first one needs, and
+    both wait forever (jaxlib 0.11.2). With two threads for each device this does not happen, so ``NPROC`` is set to
+    that number.
+
+    Args:
+        count: the number of devices over all processes.
+
+    Returns:
+        The devices, ordered by process.
 
     Raises:
-        ValueError: if there are fewer, or the processes have no equal shares.
+        ValueError: if there are fewer devices, or ``count`` does not divide evenly over the processes.
     """
     processes = process_count()
     if count % processes:
@@ -29,28 +35,30 @@ def host_devices(count: int) -> list[jax.Device]:
     share = count // processes
     os.environ.setdefault("NPROC", str(max(2 * share, os.cpu_count() or 1)))
     if "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-        # A backend that has started keeps its devices.
+        # If the backend has started already, it keeps its devices.
         with contextlib.suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", share)
     chosen = []
     for index in range(processes):
         devices = [device for device in jax.devices() if device.process_index == index]
         if len(devices) < share:
-            of_process = (
-                "" if processes == 1 else f" ({share} of each process), process {index}: {len(devices)}"
+            by_process = (
+                ""
+                if processes == 1
+                else f" ({share} in each process, and process {index} has {len(devices)})"
             )
             raise ValueError(
-                f"{count} ranks need as many devices{of_process}, there are {len(jax.devices())}"
+                f"{count} ranks need {count} devices{by_process}, but there are {len(jax.devices())}"
             )
         chosen += devices[:share]
     return chosen
 
 
 def compile_quickly() -> None:
-    """Let XLA's CPU compiler emit loops by its former method, which builds no MLIR pipeline for every fusion.
+    """Make XLA's CPU compiler use its older loop emitters, which build no MLIR pipeline for every fusion.
 
-    The programs of a tiny policy then take a quarter less to compile and the same time to run. It works until JAX has
-    started, changes nothing on GPUs, and leaves alone what the caller has set in ``XLA_FLAGS``.
+    The programs of a tiny policy then compile in a quarter less time and run as fast as before. Call this before JAX
+    starts. It changes nothing on GPUs, and nothing if ``XLA_FLAGS`` sets these options already.
     """
     flags = os.environ.get("XLA_FLAGS", "")
     if EXTRA_OPTIONS not in flags:

@@ -1,15 +1,16 @@
-"""Generation: sampling from the policy on its own mesh, every token's experts recorded as it passes through them.
+"""Generation: sampling from the policy on its own mesh, with every token's experts recorded.
 
-A step of decoding draws a token of every sample and at once runs the model on it. So the last token of a response,
-which decides nothing that is sampled and which other engines therefore never run, has a route like all others, and
-the recording is a complete `RoutingReplay`.
+A decoding step draws a token for every sample and runs the model on it at once. So the last token of a response has a
+route, too, and the recording is a complete `RoutingReplay`. Other engines never run the last token, because nothing is
+sampled from its output.
 
-Routing is live, experts stay at home, and no token is ever dropped. A sample's randomness comes from its own key, so
-what is sampled does not depend on where or beside what.
+Routing is live, experts stay at home, and no token is ever dropped. Every sample has its own random key. So its
+response does not depend on the rank that holds it, nor on the other samples.
 
-Log-probabilities are among all tokens of the vocabulary, those that top-p cuts off and those that may not be sampled
-included: so recompute and update need not know what sampling left out, the update goes on making unlikely what is never
-sampled here, and another engine that samples from the trained policy has the same log-probabilities.
+Log-probabilities are over the whole vocabulary, including tokens that top-p cuts off or that may not be sampled. So
+recompute and update need not know which tokens sampling left out. The update also keeps lowering the probability of
+tokens that are never sampled here, and another engine that samples from the trained policy computes the same
+log-probabilities.
 """
 
 import functools
@@ -33,21 +34,21 @@ from relibra_jax.types import Array, RoutingReplay, check_shape
 
 
 class Responses(NamedTuple):
-    """Samples that one call generated; T = P + max_new_tokens."""
+    """The samples of one call of `generate`, with T = P + max_new_tokens."""
 
     tokens: Int[Array, "B T"]
-    """Prompt, then response, then the filler ``pad``, which is never read."""
+    """The prompt, then the response, then the padding token ``pad``, which is never read."""
     mask: Bool[Array, "B T"]
     """True on prompt and response."""
     response: Bool[Array, "B T"]
-    """True on sampled tokens, the one that ends the response among them."""
+    """True on sampled tokens, including the one that ends the response."""
     expert_ids: Integer[Array, "B T L K"]
-    """The experts of every token of prompt and response, zeros at padding."""
+    """The experts of every token of prompt and response, 0 at padding."""
     log_probs: Float[Array, "B T"]
-    """float32, of every sampled token among all tokens of the vocabulary, under the policy at its temperature (1 where
-    that is 0): what `experiments.rl.policy.token_log_probs` recomputes. 0 elsewhere."""
+    """The log-probability of every sampled token over the whole vocabulary, float32, 0 elsewhere. It is at the sampling
+    temperature (at 1 if that is 0), as `experiments.rl.policy.token_log_probs` recomputes it."""
     ended: Bool[Array, " B"]
-    """Whether a token ended the response, rather than its length."""
+    """True for responses that an end token ended, False for those that reached the maximum length."""
 
     @property
     def replay(self) -> RoutingReplay:
@@ -56,32 +57,32 @@ class Responses(NamedTuple):
 
 
 class _State(NamedTuple):
-    """What decoding carries from token to token. Step number s writes column s of arrays over R = max_new_tokens, and
-    nothing else of them."""
+    """The state of decoding. In arrays over R = max_new_tokens, decoding step s writes column s and nothing else."""
 
     tokens: Int[jax.Array, "B R"]
-    """The responses; what stands behind their ends means nothing."""
+    """The responses. Tokens after the end of a response are meaningless."""
     expert_ids: Integer[jax.Array, "B R L K"]
     log_probs: Float[jax.Array, "B R"]
     cache: Cache
     logits: Float[Array, "B V"]
     """The logits of the next token of every sample."""
     lengths: Int[jax.Array, " B"]
-    """The tokens of each response so far."""
+    """The number of tokens in each response so far."""
     ended: Bool[jax.Array, " B"]
-    """Whether a token has ended the response; there may also have been no prompt."""
+    """True for responses that an end token has ended. Rows without a prompt stay False."""
     step: Int[jax.Array, ""]
+    """The number of decoding steps so far."""
 
 
 class Watch(NamedTuple):
-    """Looks at a generation that goes on."""
+    """A callback that `generate` calls while it is decoding."""
 
     every: int
-    """The tokens between two looks."""
+    """The number of decoding steps between two calls."""
     look: Callable[[Bool[np.ndarray, " B"], Callable[[], Responses]], bool]
-    """Called on the host, on all processes, as long as a sample goes on: with the samples that have ended, and a
-    function that returns the responses so far, those that go on without their ends, before the look is over. Returns
-    whether to look again."""
+    """The callback ``look(ended, so_far) -> again``. `generate` calls it on the host of every process, until all
+    samples have ended or it returns False. ``ended`` is True for samples that have ended. ``so_far()`` returns the
+    responses as they are at this moment; call it only inside the callback."""
 
 
 def generate(
@@ -101,28 +102,30 @@ def generate(
 ) -> Responses:
     """Sample a response to every prompt.
 
-    The same compiled programs serve all prompts of a shape and all ``ends`` of a number, whatever temperature and top-p
-    and however often somebody looks.
+    The compiled programs depend only on the shape of the prompts, ``max_new_tokens`` and the number of ``ends``. Other
+    temperatures, top-p and watches use the same programs.
 
     Args:
         policy: the policy, on the mesh of ``parallel``.
-        prompts: the prompts, aligned to the left; what stands behind a prompt is not read. B divides over the ranks.
-        lengths: the tokens of each prompt; 0 where there is no sample.
-        keys: a typed key for each sample: ``jax.random.fold_in(key, number of the sample)``, for instance.
-        parallel: mesh and ways of live routing, `relibra_jax.nnx.Balancer.live`.
-        max_new_tokens: the longest response, its end included.
-        temperature: what divides the logits; 0 takes the likeliest token.
-        top_p: only the likeliest tokens whose probabilities, at the temperature, first reach this sum are drawn.
-        ends: the tokens that end a response, at least one; whichever is drawn first ends it.
-        pad: the token that fills ``tokens`` of the result where there is none; what is sampled does not depend on it.
-        allowed: the tokens that may be sampled, `experiments.rl.tokens.Tokenizer.allowed`; None for all of them.
-        watch: looks at what is generated from time to time, which changes none of it.
+        prompts: the prompts, aligned to the left. Tokens after a prompt are not read. B must divide over the ranks.
+        lengths: the number of tokens in each prompt, 0 for rows without a sample.
+        keys: a typed random key for each sample, for example ``jax.random.fold_in(key, sample)``.
+        parallel: the mesh and options of live routing, `relibra_jax.nnx.Balancer.live`.
+        max_new_tokens: the maximum number of tokens in a response, its end included.
+        temperature: the sampling temperature, which divides the logits. 0 always takes the most likely token.
+        top_p: the sum of probabilities, at the temperature, for nucleus sampling: only the fewest most likely tokens
+            that reach it are drawn.
+        ends: the tokens that end a response, at least one.
+        pad: the padding token of the result. The responses do not depend on it.
+        allowed: True on tokens that may be sampled, as `experiments.rl.tokens.Tokenizer.allowed` returns them. None
+            allows all tokens.
+        watch: a callback to call during decoding. It does not change the responses.
 
     Returns:
-        See `Responses`; sharded over the ranks.
+        The responses, sharded over the ranks.
 
     Raises:
-        ValueError: before anything is compiled, if a shape, length or knob is out of its range, with the numbers.
+        ValueError: before anything is compiled, if a shape does not fit, or a length or option is out of its range.
     """
     if allowed is None:
         allowed = np.ones(policy.config.vocabulary, bool)
@@ -138,14 +141,14 @@ def generate(
     has_prompt = np.asarray(lengths) > 0
     prompt = _Prompts(jnp.asarray(prompts, jnp.int32), jnp.asarray(lengths, jnp.int32))
     ids, state = _begin(policy, prompt, jnp.int32(pad), parallel=parallel, room=max_new_tokens)
-    knobs = (jnp.float32(temperature), jnp.float32(top_p), jnp.asarray(allowed))
+    sampling = (jnp.float32(temperature), jnp.float32(top_p), jnp.asarray(allowed))
     decode = functools.partial(
         _decode,
         policy,
         keys=keys,
         lengths=prompt.lengths,
         ends=jnp.array(ends, jnp.int32),
-        knobs=knobs,
+        sampling=sampling,
         parallel=parallel,
     )
     for column in range(watch.every, max_new_tokens, watch.every):
@@ -164,27 +167,27 @@ def _check_prompts(prompts: Array, lengths: Array, keys: Array, parallel: Expert
     check_tokens("prompts", prompts, parallel)
     for name, array in (("prompts", prompts[:, 0]), ("lengths", lengths), ("keys", keys)):
         check_shape(name, array.shape, prompts.shape[:1])
-    longest = np.asarray(lengths)
-    if longest.min() < 0 or longest.max() > prompts.shape[1]:
+    lengths = np.asarray(lengths)
+    if lengths.min() < 0 or lengths.max() > prompts.shape[1]:
         raise ValueError(
-            f"lengths {longest.min()}..{longest.max()}, prompts have room for 0..{prompts.shape[1]}"
+            f"lengths {lengths.min()}..{lengths.max()} must be in 0..{prompts.shape[1]}, the width of prompts"
         )
 
 
 def _check_ends(ends: Sequence[int], allowed: Array, vocabulary: int) -> None:
     if not ends:
-        raise ValueError("ends: at least one token must end a response")
+        raise ValueError("ends is empty: at least one token must end a response")
     for end in ends:
         if not 0 <= end < vocabulary:
-            raise ValueError(f"ends: {end} is no token of a vocabulary of {vocabulary}")
+            raise ValueError(f"ends: token {end} is not in the vocabulary of {vocabulary} tokens")
     check_shape("allowed", allowed.shape, (vocabulary,))
-    never = [end for end in ends if not allowed[end]]
-    if never:
-        raise ValueError(f"ends: {never[0]} is not among the tokens that may be sampled")
+    forbidden = [end for end in ends if not allowed[end]]
+    if forbidden:
+        raise ValueError(f"ends: token {forbidden[0]} is not among the allowed tokens")
 
 
 def check_sampling(temperature: float, top_p: float) -> None:
-    """Raise ValueError unless tokens can be drawn at this temperature and top-p."""
+    """Raise ValueError if the temperature is negative or infinite, or top-p is not above 0 and at most 1."""
     check_not_negative("temperature", temperature)
     if not 0 < top_p <= 1:
         raise ValueError(f"top_p={top_p} must be above 0 and at most 1")
@@ -197,11 +200,11 @@ def draw(
     top_p: Float[jax.Array, ""],
     allowed: Bool[jax.Array, " V"],
 ) -> tuple[Int[jax.Array, ""], Float[jax.Array, ""]]:
-    """One token and its log-probability, as `generate` says."""
+    """Draw one token, and return it with its log-probability over the whole vocabulary; see `generate`."""
     greedy = temperature == 0
     tempered = logits / jnp.where(greedy, 1, temperature)
     possible = jnp.where(allowed, tempered, -jnp.inf)
-    # At 1 nothing is cut, to whatever a sum would be rounded, and nothing need be sorted.
+    # At top-p 1 no token is cut off, however sums are rounded, and nothing needs sorting.
     likely = jax.lax.cond(top_p < 1, _cut_to_likeliest, lambda possible, _: possible, possible, top_p)
     drawn = jax.random.categorical(key, likely)
     token = jnp.where(greedy, jnp.argmax(possible), drawn).astype(jnp.int32)
@@ -209,13 +212,13 @@ def draw(
 
 
 def _cut_to_likeliest(logits, top_p):
-    """The logits of the likeliest tokens whose probabilities first reach ``top_p``; -inf for all others."""
+    """Keep the logits of the fewest most likely tokens whose probabilities reach ``top_p``; -inf for all others."""
     log_probs = jax.nn.log_softmax(logits)
-    falling = jnp.sort(log_probs, descending=True)
-    likelier = jnp.cumsum(jnp.exp(falling)) - jnp.exp(falling)
-    # The likeliest token always stays.
-    least = jnp.where(likelier < top_p, falling, jnp.inf).min()
-    return jnp.where(log_probs >= least, logits, -jnp.inf)
+    descending = jnp.sort(log_probs, descending=True)
+    likelier_sum = jnp.cumsum(jnp.exp(descending)) - jnp.exp(descending)
+    # The sum before the most likely token is 0, so it always stays.
+    threshold = jnp.where(likelier_sum < top_p, descending, jnp.inf).min()
+    return jnp.where(log_probs >= threshold, logits, -jnp.inf)
 
 
 class _Prompts(NamedTuple):
@@ -229,7 +232,7 @@ class _Prompts(NamedTuple):
 
 @nnx.jit(static_argnames=("parallel", "room"))
 def _begin(policy: LanguageModel, prompt: _Prompts, pad, *, parallel: ExpertParallel, room: int):
-    """The routing of the prompts' tokens, and the state behind them."""
+    """Run the prompts; return the routing of their tokens and the state that decoding starts from."""
     samples, longest = prompt.tokens.shape
     tokens = jnp.where(prompt.mask, prompt.tokens, pad)
     cache = policy.empty_cache(samples, longest + room, parallel)
@@ -251,64 +254,66 @@ def _begin(policy: LanguageModel, prompt: _Prompts, pad, *, parallel: ExpertPara
 
 @nnx.jit(static_argnames="parallel", donate_argnames="state")
 def _decode(
-    policy: LanguageModel, state: _State, *, keys, lengths, ends, knobs, until, parallel: ExpertParallel
+    policy: LanguageModel, state: _State, *, keys, lengths, ends, sampling, until, parallel: ExpertParallel
 ) -> _State:
     """Decode up to column ``until``, or until all samples have ended."""
 
-    def goes_on(state: _State) -> Bool[jax.Array, " B"]:
+    def unfinished(state: _State) -> Bool[jax.Array, " B"]:
         return (lengths > 0) & ~state.ended
 
-    def next_token(state: _State) -> _State:
-        def of_sample(key, logits):
-            return draw(jax.random.fold_in(key, state.step), logits, *knobs)
+    def decoding_step(state: _State) -> _State:
+        def draw_token(key, logits):
+            return draw(jax.random.fold_in(key, state.step), logits, *sampling)
 
-        drawn, log_probs = jax.vmap(of_sample)(keys, state.logits)
-        active = goes_on(state)
-        output, cache = policy.extend(drawn[:, None], active[:, None], state.cache, parallel=parallel)
+        tokens, log_probs = jax.vmap(draw_token)(keys, state.logits)
+        active = unfinished(state)
+        output, cache = policy.extend(tokens[:, None], active[:, None], state.cache, parallel=parallel)
 
         def write(array, column):
             return jax.lax.dynamic_update_slice_in_dim(array, column, state.step, axis=1)
 
         return _State(
-            write(state.tokens, drawn[:, None]),
+            write(state.tokens, tokens[:, None]),
             write(state.expert_ids, output.expert_ids),
             write(state.log_probs, log_probs[:, None]),
             cache,
             output.logits[:, 0],
             state.lengths + active,
-            state.ended | (active & jnp.isin(drawn, ends)),
+            state.ended | (active & jnp.isin(tokens, ends)),
             state.step + 1,
         )
 
-    end = jax.lax.while_loop(lambda state: (state.step < until) & goes_on(state).any(), next_token, state)
-    return _on_ranks(end, parallel)
+    state = jax.lax.while_loop(
+        lambda state: (state.step < until) & unfinished(state).any(), decoding_step, state
+    )
+    return _on_ranks(state, parallel)
 
 
 def _on_ranks(state: _State, parallel: ExpertParallel) -> _State:
-    """Samples over the ranks, so that what one program returns is what the next one was compiled for."""
-    alone = ("cache", "step")
-    of_samples = {name: leaf for name, leaf in state._asdict().items() if name not in alone}
-    everywhere = NamedSharding(parallel.mesh, PartitionSpec())
+    """Shard the samples of a state over the ranks, so that every program gets the sharding it was compiled for."""
+    others = ("cache", "step")
+    by_sample = {name: leaf for name, leaf in state._asdict().items() if name not in others}
+    replicated = NamedSharding(parallel.mesh, PartitionSpec())
     return _State(
-        **jax.lax.with_sharding_constraint(of_samples, parallel.token_sharding),
+        **jax.lax.with_sharding_constraint(by_sample, parallel.token_sharding),
         cache=shard_cache(state.cache, parallel),
-        step=jax.lax.with_sharding_constraint(state.step, everywhere),
+        step=jax.lax.with_sharding_constraint(state.step, replicated),
     )
 
 
 @functools.partial(jax.jit, static_argnames="parallel")
 def _join(prompt: _Prompts, prompt_ids, state: _State, pad, *, parallel: ExpertParallel) -> Responses:
-    """Prompts and the responses right behind them."""
+    """Join every prompt and its response into one row, without a gap between them."""
     longest, room = prompt.tokens.shape[1], state.tokens.shape[1]
     position, lengths = jnp.arange(longest + room)[None], prompt.lengths[:, None]
     mask = position < lengths + state.lengths[:, None]
     response = mask & (position >= lengths)
     source = jnp.where(response, position - lengths + longest, jnp.minimum(position, longest))
 
-    def join(of_prompts, of_responses, where, filler):
-        both = jnp.concatenate([of_prompts, of_responses], axis=1)
+    def join(prompt_part, response_part, where, padding):
+        both = jnp.concatenate([prompt_part, response_part], axis=1)
         trailing = (..., *[None] * (both.ndim - 2))
-        return jnp.where(where[trailing], jnp.take_along_axis(both, source[trailing], axis=1), filler)
+        return jnp.where(where[trailing], jnp.take_along_axis(both, source[trailing], axis=1), padding)
 
     responses = Responses(
         tokens=join(prompt.tokens, state.tokens, mask, pad),

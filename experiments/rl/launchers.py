@@ -1,9 +1,9 @@
-"""What launchers tell a process: how many there are, which one it is, and where the first one is found.
+"""The environment variables of launchers: the number of processes, the index of this one, and the coordinator.
 
-JAX reads the variables of Slurm and Open MPI, asks Kubernetes, and takes the first launcher that it finds. Here what
-they say is compared before anything connects: processes that count differently would wait for each other. By hand, or
-where a launcher is none of these, ``JAX_COORDINATOR_ADDRESS``, ``JAX_NUM_PROCESSES`` and ``JAX_PROCESS_ID`` say it; JAX
-itself reads only the first of them.
+JAX reads the variables of Slurm and Open MPI, asks Kubernetes, and uses the first launcher that it finds. This module
+compares what they say before anything connects, because processes that disagree on their number would wait for each
+other. To start processes by hand, or under another launcher, set ``JAX_COORDINATOR_ADDRESS``, ``JAX_NUM_PROCESSES`` and
+``JAX_PROCESS_ID``. JAX itself reads only the first of the three.
 """
 
 import importlib.util
@@ -12,99 +12,103 @@ from typing import Final, NamedTuple
 
 COORDINATOR: Final = "JAX_COORDINATOR_ADDRESS"
 BY_HAND: Final = ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
-OF_SLURM: Final = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
-"""JAX looks for all of them: a shell inside an allocation, which is no step of it, has only some."""
-OF_OPEN_MPI: Final = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
-OF_KUBERNETES: Final = ("KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX")
-COUNTS: Final = ("JAX_NUM_PROCESSES", "OMPI_COMM_WORLD_SIZE", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS")
-INDICES: Final = ("JAX_PROCESS_ID", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID", "JOB_COMPLETION_INDEX")
+SLURM: Final = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
+"""The variables by which JAX recognises Slurm. A shell in an allocation that is not a step of it has only some."""
+OPEN_MPI: Final = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
+KUBERNETES: Final = ("KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX")
+COUNT_VARIABLES: Final = ("JAX_NUM_PROCESSES", "OMPI_COMM_WORLD_SIZE", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS")
+INDEX_VARIABLES: Final = ("JAX_PROCESS_ID", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID", "JOB_COMPLETION_INDEX")
 
 
 class Launch(NamedTuple):
-    """What is known of the processes; JAX finds out what is None."""
+    """The arguments of `jax.distributed.initialize`. JAX finds out the values that are None."""
 
     coordinator: str | None
-    """Host and port of the first process."""
+    """The host and port of the first process."""
     num_processes: int | None
     """The number of processes."""
     process_id: int | None
-    """Which of them this one is."""
+    """The index of this process."""
     detect: bool
-    """Whether a launcher that JAX knows has started them: it also says which devices are whose."""
+    """Whether a launcher that JAX knows has started the processes. It then also tells JAX which devices are whose."""
 
 
 def find_launch(environment: Mapping[str, str]) -> Launch | None:
-    """What the variables of a process say; None if it runs alone.
+    """Read how a process was launched from its environment variables.
 
     Args:
-        environment: the variables, ``os.environ``.
+        environment: the environment variables, ``os.environ``.
+
+    Returns:
+        The launch, or None for a process that runs alone.
 
     Raises:
-        ValueError: if a variable is no number, an index is not below its count, launchers contradict each other, or
-            what was said by hand is incomplete; with the variables and their numbers.
+        ValueError: if a variable is not a number, an index is not below the number of processes, launchers contradict
+            each other, or the variables set by hand are incomplete. The message names the variables and their values.
 
     >>> find_launch({}), find_launch({"JAX_NUM_PROCESSES": "1"})
     (None, None)
     >>> find_launch({"JAX_COORDINATOR_ADDRESS": "node1:9000", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"})
     Launch(coordinator='node1:9000', num_processes=2, process_id=1, detect=False)
     """
-    found = _numbers_in_force(environment)
-    count, index, coordinator = _agreed(found, COUNTS), _agreed(found, INDICES), environment.get(COORDINATOR)
+    numbers = _read_numbers(environment)
+    count, index = _agreed_number(numbers, COUNT_VARIABLES), _agreed_number(numbers, INDEX_VARIABLES)
+    coordinator = environment.get(COORDINATOR)
     if count is not None and index is not None and index >= count:
         raise ValueError(
-            f"{_shown(found)}: processes are counted from 0, so the last of {count} is {count - 1}"
+            f"{_format(numbers)}: processes are counted from 0, so the last of {count} is {count - 1}"
         )
-    if count == 1 or not (found or coordinator):
+    if count == 1 or not (numbers or coordinator):
         return None
-    detect = bool({"SLURM_PROCID", "OMPI_COMM_WORLD_RANK"} & found.keys()) or (
-        "JOB_COMPLETION_INDEX" in found and _kubernetes_can_be_asked()
+    detect = bool({"SLURM_PROCID", "OMPI_COMM_WORLD_RANK"} & numbers.keys()) or (
+        "JOB_COMPLETION_INDEX" in numbers and _has_kubernetes_client()
     )
-    said = {COORDINATOR: coordinator, "JAX_NUM_PROCESSES": count, "JAX_PROCESS_ID": index}
-    missing = [name for name, value in said.items() if value is None]
+    settings = {COORDINATOR: coordinator, "JAX_NUM_PROCESSES": count, "JAX_PROCESS_ID": index}
+    missing = [name for name, value in settings.items() if value is None]
     if missing and not detect:
-        given = _shown({name: value for name, value in said.items() if value is not None})
-        raise ValueError(f"{given} without {' and '.join(missing)}: without a launcher all three are needed")
+        present = _format({name: value for name, value in settings.items() if value is not None})
+        raise ValueError(f"{present} without {' and '.join(missing)}: without a launcher, set all three")
     if coordinator is not None and not coordinator.rpartition(":")[2].isdecimal():
-        raise ValueError(f"{COORDINATOR}={coordinator} must be HOST:PORT, of the first process")
+        raise ValueError(f"{COORDINATOR}={coordinator} must be HOST:PORT of the first process")
     return Launch(coordinator, count, index, detect)
 
 
-def _numbers_in_force(environment: Mapping[str, str]) -> dict[str, int]:
-    """The counts and indices that were said by hand, and of each launcher that has started this process."""
+def _read_numbers(environment: Mapping[str, str]) -> dict[str, int]:
+    """Read the counts and indices that are set by hand, and those of every launcher that started this process."""
     names = [*BY_HAND]
-    for launcher in (OF_OPEN_MPI, OF_SLURM):
+    for launcher in (OPEN_MPI, SLURM):
         if all(name in environment for name in launcher):
             names += launcher
-    # A pod of a job whose pods have nothing to do with each other has an index too.
-    wanted = COORDINATOR in environment or _kubernetes_can_be_asked()
-    if wanted and all(name in environment for name in OF_KUBERNETES):
-        names += OF_KUBERNETES
-    found = {}
-    for name in (*COUNTS, *INDICES):
+    # The pods of an indexed job have an index even if they are independent of each other.
+    distributed = COORDINATOR in environment or _has_kubernetes_client()
+    if distributed and all(name in environment for name in KUBERNETES):
+        names += KUBERNETES
+    numbers = {}
+    for name in (*COUNT_VARIABLES, *INDEX_VARIABLES):
         of_step = name == "SLURM_STEP_NUM_TASKS" and "SLURM_NTASKS" in names
         if (name in names or of_step) and name in environment:
-            text, least = environment[name], int(name in COUNTS)
-            if not text.isdecimal() or int(text) < least:
-                raise ValueError(f"{name}={text!r} must be a whole number of at least {least}")
-            found[name] = int(text)
-    return found
+            text, minimum = environment[name], int(name in COUNT_VARIABLES)
+            if not text.isdecimal() or int(text) < minimum:
+                raise ValueError(f"{name}={text!r} must be a whole number of at least {minimum}")
+            numbers[name] = int(text)
+    return numbers
 
 
-def _kubernetes_can_be_asked() -> bool:
-    """Whether JAX can ask Kubernetes how many processes there are."""
+def _has_kubernetes_client() -> bool:
+    """Whether the package is installed with which JAX asks Kubernetes for the number of processes."""
     return importlib.util.find_spec("kubernetes") is not None
 
 
-def _agreed(found: dict[str, int], names: tuple[str, ...]) -> int | None:
-    """The one number that variables of one meaning hold, None if there is none of them."""
-    said = {name: found[name] for name in names if name in found}
-    if len(set(said.values())) > 1:
+def _agreed_number(numbers: dict[str, int], names: tuple[str, ...]) -> int | None:
+    """Return the number on which all these variables agree, or None if none of them is set."""
+    values = {name: numbers[name] for name in names if name in numbers}
+    if len(set(values.values())) > 1:
         raise ValueError(
-            f"{_shown(said)} contradict each other; start Python without those of the launcher that did not start it"
-            f" (env -u {list(said)[-1]} python ...)"
+            f"{_format(values)} contradict each other; unset the variable of the launcher that did not start Python"
+            f" (env -u {list(values)[-1]} python ...)"
         )
-    return next(iter(said.values()), None)
+    return next(iter(values.values()), None)
 
 
-def _shown(numbers: Mapping[str, object]) -> str:
+def _format(numbers: Mapping[str, object]) -> str:
     return ", ".join(f"{name}={number}" for name, number in numbers.items())

@@ -1,5 +1,4 @@
-"""Metrics of a run on disk: a JSON line each, TensorBoard's event files if tensorboardX is installed, and a writer of
-the user's own."""
+"""The log of a run's metrics: JSON lines, event files if tensorboardX is installed, and a writer of the user."""
 
 import inspect
 import json
@@ -14,64 +13,78 @@ from relibra_jax.cli.outside import import_outside
 
 @runtime_checkable
 class Writer(Protocol):
-    """What metrics are written to, such as a run of Weights & Biases. If it has ``finish()``, it is called at the end
-    of the run."""
+    """An object that metrics are written to, such as a run of Weights & Biases.
+
+    If it has a method ``finish()``, the log calls it at the end of the run.
+    """
 
     def log(self, metrics: dict[str, int | float], step: int) -> object:
-        """Write the metrics of a step, by the names of `experiments.rl.metrics.METRICS`."""
+        """Write the metrics of a step, under the names of `experiments.rl.metrics.METRICS`."""
 
 
 type OpenWriter = Callable[[Path, dict[str, Any]], Writer]
-"""Opens the writer of the run of one seed, given its folder and all its settings, ``seed`` among them."""
+"""A function of the folder and the settings (with ``seed``) of one seed's run that opens its writer."""
 
 
 def import_writer(name: str) -> OpenWriter:
-    """Import what opens a writer, by its name.
+    """Import a function that opens a writer.
 
     Args:
-        name: ``module:function``, of the current folder or where Python finds modules.
+        name: the function as ``module:function``, in the current folder or on Python's module path.
+
+    Returns:
+        The function.
 
     Raises:
-        ValueError: if the name is of another form, there is no such module or function, or it does not take a folder
-            and settings.
+        ValueError: if the name does not have this form, there is no such module or function, or the function does not
+            take a folder and settings.
     """
-    found = import_outside("writer", name)
+    function = import_outside("writer", name)
     try:
-        inspect.signature(found).bind(Path(), {})
+        inspect.signature(function).bind(Path(), {})
     except TypeError as error:
         raise ValueError(f"writer {name!r} must be a function of (folder, settings): {error}") from error
-    return found
+    return function
 
 
 def open_checked(open_writer: OpenWriter, folder: Path, settings: dict[str, Any]) -> Writer:
-    """Open a writer.
+    """Open a writer and check that it can log.
+
+    Args:
+        open_writer: the function that opens the writer.
+        folder: the folder of the run.
+        settings: the settings of the run.
+
+    Returns:
+        The writer.
 
     Raises:
-        ValueError: if what is returned has no ``log``.
+        ValueError: if the function returns an object without ``log``.
     """
     writer = open_writer(folder, settings)
     if not isinstance(writer, Writer):
         name = getattr(open_writer, "__qualname__", repr(open_writer))
         raise ValueError(
-            f"writer {name} returned a {type(writer).__name__}: expected an object with log(metrics, step=)"
+            f"writer {name} returned a {type(writer).__name__}: it must return an object with log(metrics, step=)"
         )
     return writer
 
 
 class MetricsLog:
-    """The open log of a run.
+    """The open metrics log of a run.
 
     Args:
         folder: the folder of ``metrics.jsonl``.
-        step: the step that the run is at; lines from there on are dropped, a run that goes on writes them anew.
-        writer: a further writer.
+        step: the step at which the run starts or resumes. Lines from this step on are dropped, because the run writes
+            them again.
+        writer: a further writer. None for no further one.
     """
 
     def __init__(self, folder: Path, step: int, writer: Writer | None = None):
         path = folder / "metrics.jsonl"
-        kept = [line for line in read_metrics(path) if line["step"] < step]
+        earlier_lines = [line for line in read_metrics(path) if line["step"] < step]
         with write_atomically(path) as part:
-            part.write_text("".join(json.dumps(line) + "\n" for line in kept))
+            part.write_text("".join(json.dumps(line) + "\n" for line in earlier_lines))
         self._file = path.open("a")
         self._writers = [each for each in (_tensorboard(folder, step), writer) if each is not None]
 
@@ -85,7 +98,7 @@ class MetricsLog:
                 writer.finish()
 
     def write(self, step: int, metrics: dict[str, Any]) -> None:
-        """Append a line, whole and at once, and give its numbers to the writers."""
+        """Append a line to the file, flush it, and pass its numbers to the writers."""
         self._file.write(json.dumps({"step": step, **metrics}) + "\n")
         self._file.flush()
         for writer in self._writers:
@@ -93,11 +106,14 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics file, without one that a kill has cut off; none if there is no file."""
+    """Read the lines of a metrics file, except a last line that a killed process left incomplete.
+
+    A missing file has no lines.
+    """
     if not path.exists():
         return []
-    whole = path.read_text().rpartition("\n")[0]
-    return [json.loads(line) for line in whole.splitlines()]
+    complete_text = path.read_text().rpartition("\n")[0]
+    return [json.loads(line) for line in complete_text.splitlines()]
 
 
 class _Board:
@@ -115,7 +131,7 @@ class _Board:
 
 
 def _tensorboard(folder: Path, step: int) -> _Board | None:
-    """A writer of event files from ``step`` on, None where tensorboardX is not installed."""
+    """Open a writer of event files from ``step`` on. None if tensorboardX is not installed."""
     try:
         from tensorboardX import SummaryWriter  # type: ignore[import-not-found,unused-ignore]
     except ImportError:

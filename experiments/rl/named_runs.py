@@ -1,4 +1,4 @@
-"""The runs that have names: ``python -m experiments.run NAME``."""
+"""The named training runs of ``python -m experiments.run NAME``, and their one-line descriptions."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -12,11 +12,12 @@ CONFIGS: Final[Mapping[str, Train]] = MappingProxyType(
         "learn": Train(seeds=(0, 1, 2), steps=80),
     }
 )
-"""The runs that have names: ``python -m experiments.run NAME``."""
+"""The settings of each named run."""
 
 SUMMARIES: Final[Mapping[str, str]] = MappingProxyType(
     {
         "demo": "RL quickstart: 2 x 4 host devices, a tiny model, under five minutes",
-        "learn": "the same on three seeds, about fifteen minutes",
+        "learn": "the same with 80 learning steps on three seeds, about fifteen minutes",
     }
 )
+"""A description of each named run, in one line."""

@@ -1,7 +1,8 @@
-"""Processes that notice each other's end: every one is connected to the first, which tells all others.
+"""Connections between processes, by which every process notices quickly that another one has ended.
 
-The kernel closes the connections of a process that is killed, wherever it was: in a collective, a compilation or a
-reward function. A host that is gone stops answering the kernel's probes. JAX's own heartbeats notice both much later.
+Every process is connected to the first one, which passes the news on. When a process is killed, the kernel closes its
+connections, no matter whether it was in a collective, a compilation or a reward function. A host that is gone stops
+answering the kernel's probes. JAX's own heartbeats would notice both much later.
 """
 
 import contextlib
@@ -12,16 +13,19 @@ from collections.abc import Callable
 from typing import IO, Final
 
 DONE: Final = "done"
+"""The message of a process that has finished."""
 LOST: Final = "lost "
+"""The start of the message that a process was lost, before what happened."""
 PROBES: Final = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
-"""A host from which nothing has come for 10 s is probed every 5 s, and is gone when 4 probes have no answer: 30 s."""
+"""After 10 s without data the kernel probes a host every 5 s. After 4 unanswered probes, so 30 s, the host is gone."""
 CONNECT_SECONDS: Final = 30
+"""The time limit for a connection to be made."""
 LONGEST_LINE: Final = 1000
-"""So many characters are read of an introduction."""
+"""The maximum number of characters that are read of an introduction."""
 
 
 class Door:
-    """Where the first process lets the others in."""
+    """The server of the first process, to which the others connect with a password."""
 
     def __init__(self) -> None:
         self.server, self.password = socket.create_server(("", 0)), secrets.token_hex(16)
@@ -32,10 +36,13 @@ class Door:
         return self.server.getsockname()[1]
 
     def admit(self, count: int) -> dict[str, socket.socket]:
-        """The connections of so many processes that know the password, by their names.
+        """Wait until ``count`` processes have connected with the password.
+
+        Returns:
+            Their connections by the names of the processes.
 
         Raises:
-            OSError: if they have not come in time.
+            OSError: if a process does not connect in time.
         """
         admitted: dict[str, socket.socket] = {}
         self.server.settimeout(CONNECT_SECONDS)
@@ -52,7 +59,7 @@ class Door:
 
 
 def _introduction(connection: socket.socket) -> tuple[str, str]:
-    """Password and name that a process says when it enters; nothing of whatever else has connected."""
+    """Read the password and the name that a new connection sends. Both are empty if it sends something else."""
     with contextlib.suppress(OSError, UnicodeDecodeError), connection.makefile() as file:
         password, _, name = file.readline(LONGEST_LINE).rstrip("\n").partition(" ")
         if password.isascii():
@@ -61,10 +68,19 @@ def _introduction(connection: socket.socket) -> tuple[str, str]:
 
 
 def enter(host: str, port: int, password: str, name: str) -> socket.socket:
-    """The connection of another process to the first one.
+    """Connect to the first process, and send password and name.
+
+    Args:
+        host: the host of the first process.
+        port: the port of its door.
+        password: the password of its door.
+        name: the name of this process.
+
+    Returns:
+        The connection.
 
     Raises:
-        OSError: if it cannot be reached.
+        OSError: if the first process cannot be reached.
     """
     connection = socket.create_connection((host, port), timeout=CONNECT_SECONDS)
     connection.sendall(f"{password} {name}\n".encode())
@@ -72,11 +88,13 @@ def enter(host: str, port: int, password: str, name: str) -> socket.socket:
 
 
 class Peers:
-    """The connections of one process, each read by a thread of its own.
+    """The connections of one process, with one thread for each that reads from it.
 
     Args:
-        connections: those of all others for the first process, that of the first for the others; by names.
-        end: called once with what happened when a process is lost, on one of the threads; ends this process.
+        connections: the connections by the names of the processes: on the first process to all others, on the others to
+            the first.
+        end: the function that ends this process. When a process is lost, one of the threads calls it once, with a
+            sentence that says what happened.
     """
 
     def __init__(self, connections: dict[str, socket.socket], end: Callable[[str], None]):
@@ -86,33 +104,39 @@ class Peers:
             connection.settimeout(None)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for option, value in PROBES.items():
-                if hasattr(socket, option):  # which is Linux; others probe when they like
+                # Only Linux has these options. Other systems probe at their own intervals.
+                if hasattr(socket, option):
                     connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
             threading.Thread(target=self._watch, args=(name, connection.makefile()), daemon=True).start()
 
-    def tell(self, what: str) -> bool:
-        """Tell all others that this process ends, and why, unless another one has been lost already; whether it did."""
+    def tell(self, reason: str) -> bool:
+        """Tell all others that this process ends, and why, unless another process has been lost already.
+
+        Returns:
+            Whether the others were told.
+        """
         first = self._over.acquire(blocking=False)
         if first:
-            self._send(LOST + what)
+            self._send(LOST + reason)
         return first
 
     def close(self) -> None:
-        """Take leave of the others: they may end from here on."""
+        """Tell the others that this process has finished. From now on it ignores their ends."""
         if self._over.acquire(blocking=False):
             self._send(DONE)
 
     def _watch(self, name: str, file: IO[str]) -> None:
-        what = f"{name} died"
+        """Read from one connection until its process has finished or is lost."""
+        reason = f"{name} died"
         with contextlib.suppress(OSError):
             for line in file:
                 if line.rstrip("\n") == DONE:
                     return
-                what = line.rstrip("\n").removeprefix(LOST)
+                reason = line.rstrip("\n").removeprefix(LOST)
                 break
         if self._over.acquire(blocking=False):
-            self._send(LOST + what)
-            self._end(what)
+            self._send(LOST + reason)
+            self._end(reason)
 
     def _send(self, line: str) -> None:
         for connection in self._connections.values():

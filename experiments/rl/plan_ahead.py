@@ -1,8 +1,8 @@
-"""The search for homes beside a rollout that still runs, from the counts of responses that have ended.
+"""Planning ahead: a search for homes while the rollout still runs, from the counts of responses that have ended.
 
-The search takes cores of the host, and generation the devices; on a CPU both are the same cores. It begins at a look at
-which enough responses have ended. That follows from what is sampled and not from a clock, so that all processes begin
-alike, and a resumed run plans as it would have planned.
+The search uses the cores of the host, and generation the devices; on a CPU both use the same cores. The search starts
+at the first check at which enough responses have ended. This depends on the sampled tokens and not on a clock. So all
+processes start the search at the same token, and a resumed run makes the same plans as one that was never stopped.
 """
 
 import functools
@@ -27,39 +27,39 @@ from relibra_jax.types import RoutingReplay
 
 
 class PlanAhead:
-    """Watches one rollout, and searches homes for its batch once.
+    """A watch over one rollout that starts one search for homes.
 
     Args:
         state: the state of the run, whose balancer searches.
         config: the settings of the run.
-        beside: where the search runs.
-        clock: the clock of the step, whose phase ``count`` is what counting delays generation.
+        executor: the executor that runs the search.
+        clock: the clock of the step. Its phase ``count`` gets the time by which counting delays generation.
     """
 
-    def __init__(self, state: State, config: Train, beside: Executor, clock: StepClock):
-        self._state, self._config, self._beside, self._clock = state, config, beside, clock
+    def __init__(self, state: State, config: Train, executor: Executor, clock: StepClock):
+        self._state, self._config, self._executor, self._clock = state, config, executor, clock
         self._search: Future[float] | None = None
 
     @property
     def watch(self) -> Watch | None:
-        """For `experiments.rl.generation.generate`; None where there is nothing to search ahead."""
+        """The watch to pass to `experiments.rl.generation.generate`. None if the run does not plan ahead."""
         config = self._config
-        # Prompts that may still be replaced are nothing to plan for.
+        # DAPO may still replace the prompts, so the batch is not known yet.
         if config.planner not in TUNABLE or config.plan_ahead == 1 or config.algorithm_entry.mixed_groups:
             return None
-        return Watch(config.watch_every, self._look)
+        return Watch(config.watch_every, self._start_search)
 
     def wait(self) -> float | None:
-        """Wait for the search; its seconds, None if it never began."""
+        """Wait for the search, and return its duration in seconds. None if no search has started."""
         return None if self._search is None else self._search.result()
 
-    def _look(self, ended: Bool[np.ndarray, " B"], so_far: Callable[[], Responses]) -> bool:
+    def _start_search(self, ended: Bool[np.ndarray, " B"], so_far: Callable[[], Responses]) -> bool:
         if ended.mean() < self._config.plan_ahead:
             return True
         with self._clock("count"):
             counts = count_ended(so_far(), num_experts=self._config.topology.num_experts)
             load, tokens = on_every_host(counts, self._state.balancer.mesh)
-        self._search = self._beside.submit(self._plan, load, tokens, ended)
+        self._search = self._executor.submit(self._plan, load, tokens, ended)
         return False
 
     def _plan(self, load: np.ndarray, tokens: np.ndarray, ended: np.ndarray) -> float:
@@ -72,7 +72,7 @@ class PlanAhead:
 def count_ended(
     responses: Responses, *, num_experts: int
 ) -> tuple[Int[jax.Array, "B L E"], Int[jax.Array, " B"]]:
-    """The token copies of every sample for every expert, and its tokens; 0 for samples that go on."""
+    """Count every sample's token copies for each expert, and its tokens. Samples that have not ended count 0."""
     replay = RoutingReplay(responses.expert_ids, responses.mask & jnp.asarray(responses.ended)[:, None])
     load, tokens = sample_load(replay, num_experts=num_experts), replay.mask.sum(1, dtype=jnp.int32)
     return jnp.asarray(load), jnp.asarray(tokens)

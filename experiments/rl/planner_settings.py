@@ -1,4 +1,4 @@
-"""What a run can tell its planner: how ReLibra's planners place and replicate experts, and how samples are assigned."""
+"""The planner settings of a run: how ReLibra's planners place and replicate experts, and how samples are assigned."""
 
 import dataclasses
 import functools
@@ -12,36 +12,36 @@ from relibra_jax.planning.replication import replicate_experts
 from relibra_jax.planning.turns import Assign
 
 TUNABLE: Final = ("relibra", "relibra_across")
-"""Planners that take `Reorder` and `Replicate`; the variants of the others are planners of their own."""
+"""The planners that take `Reorder` and `Replicate`. The variants of all others are planners with names of their own."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reorder:
-    """How ReLibra's planners place experts between batches: `relibra_jax.planning.placement.place_experts`."""
+    """How ReLibra's planners place experts between batches (`relibra_jax.planning.placement.place_experts`)."""
 
     steps: int = 500
-    """The steps of the search in each of its turns; more experts and layers want more."""
+    """The number of search steps in each round. More experts and layers need more steps."""
     move_cost: float = 0.02
-    """The imbalance that moving all experts must gain."""
+    """The decrease in imbalance that moving all experts must bring, to be worth it."""
     crossing_cost: float = 0.3
-    """The imbalance worth accepting for no token copy to cross nodes."""
+    """The increase in imbalance to accept in exchange for no token copy crossing nodes."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Replicate:
-    """How ReLibra's planners copy experts inside a batch: `relibra_jax.planning.replication.replicate_experts`."""
+    """How ReLibra's planners replicate experts in a batch (`relibra_jax.planning.replication.replicate_experts`)."""
 
     min_tokens: int = 1
-    """The fewest token copies that are worth a replica."""
+    """The minimum number of token copies that a replica computes."""
     tile: int = 1
-    """The token copies of a tile; replicas compute whole tiles."""
+    """The number of token copies in a tile. Replicas compute whole tiles."""
     exact: bool = False
-    """Whether all ranks of a domain are brought within one tile of each other, not just the fullest down."""
+    """Whether to bring all ranks of a domain within one tile of each other, instead of only relieving the fullest."""
 
 
 @functools.cache
 def tuned_planner(name: str, reorder: Reorder, replicate: Replicate) -> PlannerEntry:
-    """The planner of a name in `TUNABLE` with its settings; the same object for equal ones, as jit wants it."""
+    """Return a planner of `TUNABLE` with its settings. Equal settings give the same object, so jit compiles once."""
     entry = PLANNERS[name]
     place = functools.partial(place_experts, **dataclasses.asdict(reorder))
     options = {"across_nodes": entry.across_nodes, **dataclasses.asdict(replicate)}
@@ -51,5 +51,5 @@ def tuned_planner(name: str, reorder: Reorder, replicate: Replicate) -> PlannerE
 
 @functools.cache
 def annealed(steps: int) -> Assign:
-    """How samples are assigned in so many steps; the same object for equal numbers."""
+    """Return the assignment of samples with a number of annealing steps. Equal numbers give the same object."""
     return functools.partial(assign_samples, steps=steps)

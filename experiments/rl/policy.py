@@ -1,6 +1,6 @@
-"""The policies that have names, and the log-probabilities of their tokens.
+"""The named policies, and the log-probabilities of tokens under a policy.
 
-A policy is a `relibra_jax.models.LanguageModel` of Qwen3-MoE's architecture (arXiv:2505.09388).
+A policy is a `relibra_jax.models.LanguageModel`. The named ones have Qwen3-MoE's architecture (arXiv:2505.09388).
 """
 
 import dataclasses
@@ -45,7 +45,7 @@ POLICIES: Final[Mapping[str, ModelConfig]] = MappingProxyType(
         ),
     }
 )
-"""The policies that have names, of sizes for CPUs."""
+"""The named policies, small enough for CPUs."""
 
 
 def token_log_probs(
@@ -55,16 +55,17 @@ def token_log_probs(
     temperature: float = 1.0,
     packing: RowPacking | None = None,
 ) -> Float[jax.Array, "B T"]:
-    """The log-probability of every token given those before it.
+    """Compute the log-probability of every token given the tokens before it.
 
     Args:
         logits: the logits of `relibra_jax.models.ModelOutput`.
-        tokens: the tokens that the model was run on.
-        temperature: what divides the logits, above 0.
-        packing: which token of a row is of which sample, where rows hold several.
+        tokens: the tokens that the model ran on.
+        temperature: the temperature, which divides the logits, above 0.
+        packing: the samples of each row, if rows hold several samples. None for one sample in each row.
 
     Returns:
-        float32; entry t is of token t, so it comes from the logits of token t - 1. 0 for the first of a sample.
+        The log-probabilities, float32. Entry t belongs to token t and comes from the logits of token t - 1. It is 0 for
+        the first token of a sample.
     """
     log_probs = jax.nn.log_softmax(logits[:, :-1] / temperature)
     of_next = jnp.take_along_axis(log_probs, tokens[:, 1:, None], axis=-1)[..., 0]

@@ -1,8 +1,8 @@
-"""A run on several processes: how they come together, hand things to each other, and end together.
+"""A run on several processes: how they connect, exchange data, and end together.
 
-Every process executes the same program on the same data: it draws the same prompts, and gets all samples of a rollout,
-from which it computes the same plan. What must happen once happens on the first process: rewards are scored, files
-other than checkpoints are written. No process outlives another one: what is left says so in one line and ends.
+Every process executes the same program on the same data: it draws the same prompts, gets all samples of a rollout, and
+computes the same plan from them. The first process does what must happen only once: it scores rewards, and writes all
+files except checkpoints. When one process ends, the others print one line that says so, and end as well.
 """
 
 import contextlib
@@ -38,56 +38,56 @@ from relibra_jax.execution import check_same_plan
 from relibra_jax.execution.plan_agreement import processes_where
 
 ARRIVE_SECONDS: Final = 45
-"""So long processes wait for each other at the start."""
+"""The time that processes wait for each other at the start."""
 HEARTBEAT_SECONDS: Final = 45
-"""A process that JAX has not heard of for so long, one that hangs, ends all others."""
+"""The time without a heartbeat after which JAX considers a process hung, and all others end."""
 VERDICT_SECONDS: Final = 2.0
-"""How long an error waits for the news that another process was lost, of which it may be a consequence."""
+"""The time that an error waits for news that another process was lost, which may have caused it."""
 STATUS: Final = 1
 """The exit status of a process that ends because another one did."""
 LONGEST_REASON: Final = 300
-"""So many characters of an error the other processes repeat."""
+"""The maximum number of characters of an error message that the other processes repeat."""
 KEY: Final = "relibra_jax/door"
-"""Under this name the first process tells the others, through JAX, where it waits for them."""
+"""The key in JAX's key-value store under which the first process publishes its port, password and name."""
 
 
 @dataclasses.dataclass
 class Group:
-    """The processes of a run, as this one sees them."""
+    """What a process knows of its run, for the message when another process is lost."""
 
     command: str = ""
-    """What each of them is started with to go on."""
+    """The command that resumes the run, to be started on every process."""
     resumable: bool = False
-    """Whether the run has left what it takes to go on."""
+    """Whether the run has written what a resumed run needs."""
     log: Path = Path()
-    """Where what is printed below Python goes."""
+    """The file for the output of libraries below Python."""
 
     @property
     def advice(self) -> str:
-        """What to do when one of them is lost."""
+        """What the user should do when a process is lost."""
         return "start all of them again" + (f" with: {self.command}" if self.resumable else "")
 
 
 def process_count() -> int:
-    """The number of processes; unlike `jax.process_count` it starts no backend."""
+    """Return the number of processes. Unlike `jax.process_count` this starts no backend."""
     return global_state.num_processes
 
 
 def is_first() -> bool:
-    """Whether this process does what must happen once."""
+    """Whether this is the first process, which does what must happen only once."""
     return global_state.process_id == 0
 
 
 @contextlib.contextmanager
-def joined() -> Iterator[Group]:
-    """Come together with the processes that a launcher has started with this one, if it has.
+def join_processes() -> Iterator[Group]:
+    """Connect to the other processes that a launcher started with this one. A process that runs alone does nothing.
 
-    Within, this process ends when another one is lost, and an error on this one ends the others: it is told in one
-    line, or with its traceback if it is a fault of the program, and the process exits. What libraries below Python
-    print goes to a file. A single process notices nothing of all this.
+    In the block, this process ends when another one is lost. An error on this process ends the others, too. The process
+    prints the error in one line, or with its traceback if it is a bug in the program, and exits. The output of
+    libraries below Python goes to a file.
 
     Raises:
-        ValueError: if what launchers say does not fit, as `experiments.rl.launchers.find_launch` says.
+        ValueError: under the conditions of `experiments.rl.launchers.find_launch`, or if the processes cannot connect.
     """
     launch = None if jax.distributed.is_initialized() else find_launch(os.environ)
     if launch is None:
@@ -106,36 +106,36 @@ def joined() -> Iterator[Group]:
 
 
 def from_first[T](tree: T) -> T:
-    """A tree of host arrays as the first process has it; all call it, with arrays of the same shapes."""
+    """Return a tree of host arrays as the first process has it. All processes call it, with the same shapes."""
     return tree if process_count() == 1 else multihost_utils.broadcast_one_to_all(tree)
 
 
 def text_from_first(text: str) -> str:
-    """A text as the first process has it."""
+    """Return a text as the first process has it. All processes call it."""
     length = int(from_first(np.int32(len(text.encode()))))
     encoded = text.encode()[:length].ljust(length)
     return bytes(np.asarray(from_first(np.frombuffer(encoded, np.uint8)))).decode()
 
 
 def on_any(flag: bool) -> bool:
-    """Whether ``flag`` is true on any process."""
+    """Whether ``flag`` is true on any process. All processes call it."""
     return flag if process_count() == 1 else processes_where(flag).size > 0
 
 
-def check_same(tree: Any, what: str) -> None:
-    """Raise ValueError on every process unless all hold the same host arrays; ``what`` names them."""
+def check_same(tree: Any, name: str) -> None:
+    """Raise ValueError on every process unless all have the same host arrays. ``name`` is their name in the message."""
     if process_count() > 1:
-        check_same_plan(tree, what=what)
+        check_same_plan(tree, what=name)
 
 
-def wait_for_all(what: str) -> None:
-    """Go on when all processes have come to ``what``."""
+def wait_for_all(name: str) -> None:
+    """Wait until all processes have reached the barrier of this name."""
     if process_count() > 1:
-        multihost_utils.sync_global_devices(what)
+        multihost_utils.sync_global_devices(name)
 
 
 def on_every_host[T](tree: T, mesh: Mesh) -> T:
-    """`jax.device_get` of arrays that lie on ``mesh``: every process gets all of them."""
+    """Copy arrays on ``mesh`` to the host, as `jax.device_get` does. Every process gets the whole arrays."""
     return jax.device_get(tree if process_count() == 1 else _replicated(mesh)(tree))
 
 
@@ -148,7 +148,7 @@ def _replicated(mesh: Mesh) -> Any:
 
 
 def _initialize(launch: Launch) -> None:
-    # JAX would take SIGTERM for itself.
+    # Otherwise JAX would handle SIGTERM itself.
     jax.config.update("jax_enable_preemption_service", False)
     try:
         jax.distributed.initialize(
@@ -158,52 +158,52 @@ def _initialize(launch: Launch) -> None:
             heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
         )
     except (RuntimeError, ValueError) as error:
-        raise ValueError(f"the processes cannot come together: {error}") from error
+        raise ValueError(f"the processes cannot connect: {error}") from error
 
 
 def _meet(group: Group) -> Peers:
-    """Connect the processes beside JAX, whose connections say nothing of a process that died."""
+    """Connect the processes to each other, as JAX's own connections do not tell when a process died."""
     client, index, count = global_state.client, global_state.process_id, global_state.num_processes
     assert client is not None
     assert global_state.coordinator_address is not None
-    me = f"process {index} of {count} on {socket.gethostname()}"
+    own_name = f"process {index} of {count} on {socket.gethostname()}"
     try:
         if index == 0:
             door = Door()
-            client.key_value_set(KEY, json.dumps([door.port, door.password, me]))
+            client.key_value_set(KEY, json.dumps([door.port, door.password, own_name]))
             connections = door.admit(count - 1)
         else:
-            port, password, first = json.loads(client.blocking_key_value_get(KEY, ARRIVE_SECONDS * 1000))
+            port, password, first_name = json.loads(client.blocking_key_value_get(KEY, ARRIVE_SECONDS * 1000))
             host = global_state.coordinator_address.rpartition(":")[0].strip("[]")
-            connections = {first: enter(host, port, password, me)}
+            connections = {first_name: enter(host, port, password, own_name)}
     except (OSError, jax.errors.JaxRuntimeError) as error:
-        _end(group, f"{me} cannot reach the others ({error})")
+        _end(group, f"{own_name} cannot reach the others ({error})")
     return Peers(connections, functools.partial(_end, group))
 
 
 _ending = threading.Lock()
 
 
-def _end(group: Group, what: str, *, keep_log: bool = False) -> NoReturn:
-    """End this process now, whatever its other threads are at, with one line."""
+def _end(group: Group, reason: str, *, keep_log: bool = False) -> NoReturn:
+    """Print one line and end this process at once, whatever its other threads are doing."""
     if not _ending.acquire(blocking=False):
         threading.Event().wait()
-    Console().show_cursor()  # which a progress bar has hidden
-    print(f"error: {what}; {group.advice}", file=sys.stderr, flush=True)
+    Console().show_cursor()  # a progress bar may have hidden it
+    print(f"error: {reason}; {group.advice}", file=sys.stderr, flush=True)
     if not keep_log:
         group.log.unlink(missing_ok=True)
     os._exit(STATUS)
 
 
 def _fail(error: BaseException, peers: Peers, group: Group) -> NoReturn:
-    """End this process because of an error of its own, and the others with it."""
+    """End this process because of its own error, and the other processes with it."""
     time.sleep(VERDICT_SECONDS)
     where = f"process {global_state.process_id} of {global_state.num_processes} on {socket.gethostname()}"
     reason = textwrap.shorten(str(error), LONGEST_REASON, placeholder=" ...") or type(error).__name__
     if not peers.tell(f"{where} stopped: {reason}"):
-        threading.Event().wait()  # for the thread that is ending this process
+        threading.Event().wait()  # another thread is ending this process already
     if isinstance(error, jax.errors.JaxRuntimeError) and re.search("gloo|nccl", str(error), re.IGNORECASE):
-        _end(group, f"{where}: another process takes no part any more ({reason})")
+        _end(group, f"{where}: another process no longer takes part in a collective ({reason})")
 
     def fail() -> NoReturn:
         raise error
@@ -220,35 +220,38 @@ def _fail(error: BaseException, peers: Peers, group: Group) -> NoReturn:
 
 @contextlib.contextmanager
 def _native_output_in_file() -> Iterator[Path]:
-    """Whatever is printed below Python goes to a temporary file: gloo's greetings, JAX's stack traces."""
+    """Redirect to a temporary file what libraries below Python print: gloo's greetings, JAX's stack traces."""
     handle, name = tempfile.mkstemp(prefix="relibra-", suffix=".log")
-    before = sys.stdout, sys.stderr
-    for stream in before:
+    streams = sys.stdout, sys.stderr
+    for stream in streams:
         stream.flush()
-    kept = [os.dup(1), os.dup(2)]
+    terminal = [os.dup(1), os.dup(2)]
     os.dup2(handle, 1)
     os.dup2(handle, 2)
     os.close(handle)
-    sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1) for number in kept)
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1) for number in terminal)
     try:
         yield Path(name)
     finally:
-        os.dup2(kept[0], 1)
-        os.dup2(kept[1], 2)
+        os.dup2(terminal[0], 1)
+        os.dup2(terminal[1], 2)
         sys.stdout.close()
         sys.stderr.close()
-        sys.stdout, sys.stderr = before
+        sys.stdout, sys.stderr = streams
         Path(name).unlink()
 
 
 @contextlib.contextmanager
 def _aborts_in_one_line(group: Group) -> Iterator[None]:
-    """JAX aborts a process whose coordinator it cannot reach, from a thread of its own. Here the abort waits for the
-    news which process was lost; when there are none, it is told as such."""
+    """Turn JAX's aborts into one line.
+
+    A thread of JAX aborts a process that cannot reach its coordinator. In the block, such an abort first waits for news
+    of which process was lost, whose message then ends this process. Without news, the abort's own reason is printed.
+    """
 
     def on_abort(_: int) -> None:
         time.sleep(VERDICT_SECONDS)
-        _end(group, _last_words(group.log), keep_log=True)
+        _end(group, _abort_reason(group.log), keep_log=True)
 
     handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(on_abort)
     ctypes.CDLL(None).signal(int(signal.SIGABRT), handler)
@@ -258,13 +261,13 @@ def _aborts_in_one_line(group: Group) -> Iterator[None]:
         signal.signal(signal.SIGABRT, signal.SIG_DFL)
 
 
-def _last_words(path: Path) -> str:
-    """What JAX aborted for."""
+def _abort_reason(path: Path) -> str:
+    """Read from the output of JAX why it aborted this process."""
     text = path.read_text(errors="replace")
-    if silent := re.search(r"stopped sending heartbeats\):\s*(\d+)", text):
-        what = f"process {silent[1]} has given no sign of life for {HEARTBEAT_SECONDS} s"
+    if match := re.search(r"stopped sending heartbeats\):\s*(\d+)", text):
+        reason = f"process {match[1]} has sent no heartbeat for {HEARTBEAT_SECONDS} s"
     elif "RegisterTask" in text:
-        what = f"not all processes have come within {ARRIVE_SECONDS} s"
+        reason = f"not all processes have started within {ARRIVE_SECONDS} s"
     else:
-        what = "JAX has ended this process"
-    return f"{what} (more in {path} on {socket.gethostname()})"
+        reason = "JAX has aborted this process"
+    return f"{reason} (more in {path} on {socket.gethostname()})"

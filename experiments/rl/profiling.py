@@ -1,4 +1,4 @@
-"""The profile of one step, for TensorBoard, XProf or Perfetto."""
+"""Profiles of single steps, for TensorBoard, XProf or Perfetto."""
 
 import contextlib
 from collections.abc import Iterator
@@ -9,13 +9,13 @@ import jax
 
 @contextlib.contextmanager
 def profiled(folder: Path | None) -> Iterator[None]:
-    """Write a trace of the block into a folder.
+    """Write a profiler trace of the block into a folder.
 
-    On the host it names the phases of a step, in programs what the layers do: docs/guides/metrics.md lists both. Calls
-    of Python functions, most of a trace otherwise, are left out.
+    The trace names the phases of a step on the host, and the operations of the layers in programs;
+    docs/guides/metrics.md lists these names. It leaves out calls of Python functions, which would be most of it.
 
     Args:
-        folder: the folder of the trace; None for no trace.
+        folder: the folder of the trace. None writes no trace.
     """
     if folder is None:
         yield

@@ -1,4 +1,4 @@
-"""The prompts of a run: drawn from a task by a seed, and only those that there is room for."""
+"""The prompts of a run, drawn from a task by a seed. Examples that are too long are skipped."""
 
 import itertools
 from typing import Final
@@ -13,11 +13,11 @@ from experiments.rl.tasks import Example, Task
 from experiments.rl.tokens import BYTES, Tokenizer
 
 MORE_EXAMPLES: Final = 8
-"""So many times the examples that are needed are drawn where some have no room."""
+"""The multiple of the needed examples that is drawn if some examples are too long."""
 
 
 class Prompts:
-    """Draws examples of a task, and makes tokens of them.
+    """The examples of a run's task, and their tokens.
 
     Args:
         config: the settings of the run.
@@ -29,49 +29,56 @@ class Prompts:
         self.config, self.task, self.tokenizer = config, task, tokenizer
 
     def groups(self, seed: tuple[int, ...]) -> list[Example]:
-        """The examples of a batch, each as often as it is responded to; the same for the same seed."""
-        drawn = self.draw(seed, self.config.prompts)
-        return [example for example in drawn for _ in range(self.config.responses_per_prompt)]
+        """Draw the examples of a batch, each repeated for all its responses. Equal seeds give equal examples."""
+        examples = self.draw(seed, self.config.prompts)
+        return [example for example in examples for _ in range(self.config.responses_per_prompt)]
 
     def draw(self, seed: tuple[int, ...], count: int) -> list[Example]:
-        """The first examples that there is room for.
+        """Draw examples whose prompts and answers are not too long.
+
+        Args:
+            seed: the seed of the task's examples.
+            count: the number of examples.
+
+        Returns:
+            The first ``count`` examples that fit.
 
         Raises:
-            ValueError: if there are too few of them among several times as many.
+            ValueError: if fewer than ``count`` of `MORE_EXAMPLES` times as many examples fit.
         """
         config = self.config
         for times in (1, MORE_EXAMPLES):
-            drawn = self.task.sample(seed, times * count)
-            lengths = np.array([self._lengths(example) for example in drawn])
+            examples = self.task.sample(seed, times * count)
+            lengths = np.array([self._lengths(example) for example in examples])
             fits = (lengths <= (config.prompt_tokens, config.response_tokens)).all(1)
-            fitting = list(itertools.compress(drawn, fits))
+            fitting = list(itertools.compress(examples, fits))
             if len(fitting) >= count:
                 return fitting[:count]
         longest = lengths.max(0)
         raise ValueError(
-            f"task {self.task.name!r}: of {len(drawn)} examples {len(fitting)} fit prompt_tokens="
-            f"{config.prompt_tokens} and response_tokens={config.response_tokens}, {count} are needed; the longest"
-            f" have {longest[0]} and {longest[1]}"
+            f"task {self.task.name!r}: only {len(fitting)} of {len(examples)} examples fit prompt_tokens="
+            f"{config.prompt_tokens} and response_tokens={config.response_tokens}, and {count} are needed; the longest"
+            f" prompt has {longest[0]} tokens and the longest answer {longest[1]}"
         )
 
     def encode(self, examples: list[Example]) -> tuple[Int[np.ndarray, "B P"], Int[np.ndarray, " B"]]:
-        """The tokens of prompts, aligned to the left, and their numbers."""
-        texts = [self.tokenizer.encode_prompt(example.prompt) for example in examples]
-        tokens = self.tokenizer.pad_rows(texts, self.config.prompt_tokens)
+        """Encode the prompts of examples; return their tokens, aligned to the left, and their lengths."""
+        rows = [self.tokenizer.encode_prompt(example.prompt) for example in examples]
+        tokens = self.tokenizer.pad_rows(rows, self.config.prompt_tokens)
         check_same(tokens, "prompts")
-        return tokens, np.array([len(text) for text in texts], np.int32)
+        return tokens, np.array([len(row) for row in rows], np.int32)
 
     def _lengths(self, example: Example) -> tuple[int, int]:
-        """The tokens of prompt and answer."""
+        """Count the tokens of an example's prompt and answer."""
         tokenizer = self.tokenizer
         return len(tokenizer.encode_prompt(example.prompt)), len(tokenizer.encode_answer(example.answer))
 
 
 def find_tokenizer(config: Train) -> Tokenizer:
-    """The tokenizer beside the checkpoint that a run starts from; bytes for models that were made for them.
+    """Load the tokenizer of the checkpoint that a run starts from, or `BYTES` for a model of bytes.
 
     Raises:
-        ValueError: as `experiments.rl.checkpoint_tokenizer.load_tokenizer` says.
+        ValueError: under the conditions of `experiments.rl.checkpoint_tokenizer.load_tokenizer`.
     """
     bytes_suffice = config.model_config.vocabulary == BYTES.size
     if config.model is None or (bytes_suffice and not (config.model / "tokenizer.json").exists()):

@@ -1,4 +1,4 @@
-"""What runs have shown: a table, a figure and the numbers, all read from their metrics."""
+"""The report of a run: a table, a figure and a summary, all computed from the metrics of its seeds."""
 
 from pathlib import Path
 from typing import Any, Final
@@ -25,6 +25,7 @@ PANELS: Final = (
     *(f"reward, mean of {SMOOTH} steps", "imbalance of each micro-batch"),
     *("ms a step", "tokens/s, generation to update"),
 )
+"""The labels of the panels in the figure."""
 COLUMNS: Final = (
     ("start", "reward_warm_up", "{:.3f}"),
     ("end", "reward_end", "{:.3f}"),
@@ -38,30 +39,31 @@ COLUMNS: Final = (
     ("fail", "failed_rewards", "{:.0f}"),
     ("changed", "routing_changed_share", "{:.2%}"),
 )
-"""Head, number of `summarise` and format."""
+"""The columns of the table: head, name of the number in `summarise`, and format."""
 COLUMNS_EXPLAINED: Final = (
-    "start, end: mean reward on prompts for evaluation, after the warm-up and at the end; imbalance: max / mean of rank"
-    " load in updates, and in a recompute that follows their plans, over all learning steps, with the bound that no"
-    " replication passes and static placement beside it; live: that of the update when it routes anew, without"
-    " replicas; plan: median ms of a step; share: of planning and migration in the step's time; tok/s: tokens learned"
-    " from in a second of a step; fail: rewards that raised, or no number; changed: expert choices in which the live"
-    " router differs from the record in the last update from it."
+    "start, end: mean reward on evaluation prompts after the warm-up and at the end; imbalance: max / mean of rank load"
+    " in updates, and in a recompute that follows their plans, over all learning steps; bound: the lower bound of any"
+    " replication with the same homes; static: the same batches under static placement; live: updates that route live,"
+    " without replicas; plan: median ms in a step; share: planning and migration as a share of the step's time; tok/s:"
+    " tokens of the batch per second of the step; fail: rewards that raised or were not finite; changed: expert choices"
+    " in which the live router differs from the record, in the last epoch."
 )
+"""The explanation printed below the table."""
 
 SPEEDS: Final = {
     "response_tokens_per_second": "sampled in generation",
     "update_tokens_per_second": "run in updates, prompts among them",
 }
-"""Metrics ``speed/...`` of learning steps, and what they are."""
+"""The metrics ``speed/...`` in the report, and the text printed after each number."""
 
 
 def write_report(config: Train, folder: Path, console: Console, name: str) -> None:
-    """Print the table; write ``summary.json`` and ``training.png``, and say where they are.
+    """Print the table, write ``summary.json`` and ``training.png``, and print their paths.
 
     Args:
-        config: the settings of the runs.
-        folder: the folder of the runs, with ``seed-*/metrics.jsonl``.
-        console: where the table is shown.
+        config: the settings of the run.
+        folder: the folder of the run, with ``seed-*/metrics.jsonl``.
+        console: the console to print to.
         name: the name of the run.
     """
     metrics = {seed: read_metrics(folder / f"seed-{seed}" / "metrics.jsonl") for seed in config.seeds}
@@ -74,12 +76,12 @@ def write_report(config: Train, folder: Path, console: Console, name: str) -> No
     write_json(numbers, {"setting": setting, "seeds": summary})
     console.print(_table(summary, setting))
     console.print(COLUMNS_EXPLAINED, style="dim")
-    for seed, of_seed in summary.items():
-        by_layer = " ".join(f"{share:.2%}" for share in of_seed.get("routing_changed_share", ()))
+    for seed, seed_summary in summary.items():
+        by_layer = " ".join(f"{share:.2%}" for share in seed_summary.get("routing_changed_share", ()))
         console.print(f"changed, seed {seed}, by layer: {by_layer}", highlight=False)
-        if note := recompute_note(config, of_seed):
+        if note := recompute_note(config, seed_summary):
             console.print(f"recompute, seed {seed}: {note}", highlight=False, soft_wrap=True)
-        speeds = [f"{of_seed[name]:.0f} {what}" for name, what in SPEEDS.items() if name in of_seed]
+        speeds = [f"{seed_summary[name]:.0f} {text}" for name, text in SPEEDS.items() if name in seed_summary]
         if speeds:
             console.print(f"tokens/s, seed {seed}: {', '.join(speeds)}", highlight=False)
     training_figure(figure, metrics, setting, planner=config.planner)
@@ -88,61 +90,69 @@ def write_report(config: Train, folder: Path, console: Console, name: str) -> No
 
 
 def recompute_note(config: Train, numbers: dict[str, Any]) -> str | None:
-    """What a recompute that followed no update's plan came to; None for others, and before the first learning step.
+    """Describe a recompute that did not follow the plans of the updates.
 
     Args:
         config: the settings of the run.
-        numbers: what `summarise` returned.
+        numbers: the numbers of the run, as `summarise` returns them.
+
+    Returns:
+        One sentence. None if the recompute followed the updates' plans, or there was no learning step yet.
     """
     if "imbalance_recompute" not in numbers:
         return None
-    own, updates = numbers["imbalance_recompute"], numbers["imbalance"]
+    recompute, updates = numbers["imbalance_recompute"], numbers["imbalance"]
     if config.routing == "recompute":
         return (
-            f"its routing was recorded as it ran, so it ran unplanned, at imbalance {own:.4f}; planned, in the updates,"
-            f" the same routing came to {updates:.4f}"
+            f"it recorded its routing and so ran without a plan, at imbalance {recompute:.4f}; in the updates the same"
+            f" routing ran under a plan, at imbalance {updates:.4f}"
         )
     if config.recompute_micro_batches is not None:
-        return f"planned in {config.recompute_micro_batches} micro-batches of its own, imbalance {own:.4f}"
+        return (
+            f"planned in {config.recompute_micro_batches} micro-batches of its own, imbalance {recompute:.4f}"
+        )
     return None
 
 
 def summarise(lines: list[dict[str, Any]]) -> dict[str, Any]:
-    """The numbers of one run. Medians, so that steps in which something was compiled do not count for all.
+    """Summarise the metrics of one seed. Times are medians, so that steps with compilations do not dominate.
 
     Args:
-        lines: the metrics of the run.
+        lines: the lines of metrics of the seed.
+
+    Returns:
+        The numbers by name, as ``summary.json`` has them.
     """
-    learned = _of_kind(lines, LEARN)
-    evaluated = [line["evaluation/reward"] for line in _of_kind(lines, EVALUATE)]
-    evaluated = [reward for reward in evaluated if reward is not None]
+    learn_lines = _of_kind(lines, LEARN)
+    evaluations = [line["evaluation/reward"] for line in _of_kind(lines, EVALUATE)]
+    evaluations = [reward for reward in evaluations if reward is not None]
     wall = sum(line.get("time/step_seconds", 0) for line in lines)
-    numbers: dict[str, Any] = {"steps": len(learned), "wall_seconds": wall}
-    if evaluated:
-        numbers |= {"reward_warm_up": evaluated[0], "reward_end": evaluated[-1]}
-    if not learned:
+    numbers: dict[str, Any] = {"steps": len(learn_lines), "wall_seconds": wall}
+    if evaluations:
+        numbers |= {"reward_warm_up": evaluations[0], "reward_end": evaluations[-1]}
+    if not learn_lines:
         return numbers
     for name in ("imbalance", "imbalance_bound", "imbalance_static", "imbalance_live", "imbalance_recompute"):
-        of_name = [line[f"balance/{name}"] for line in learned]
-        if measured := [value for value in of_name if value is not None]:
-            numbers[name] = float(np.mean(measured))
+        values = [line[f"balance/{name}"] for line in learn_lines]
+        if values := [value for value in values if value is not None]:
+            numbers[name] = float(np.mean(values))
     for name in SPEEDS:
-        numbers[name] = float(np.median([line[f"speed/{name}"] for line in learned]))
-    spent = {name: _seconds(learned, name) for name in METRICS if name.startswith("time/")}
-    planning = sum(np.nan_to_num(spent[f"time/{phase}_seconds"]) for phase in PLANNING)
+        numbers[name] = float(np.median([line[f"speed/{name}"] for line in learn_lines]))
+    times = {name: _seconds(learn_lines, name) for name in METRICS if name.startswith("time/")}
+    planning = sum(np.nan_to_num(times[f"time/{phase}_seconds"]) for phase in PLANNING)
     return numbers | {
         **{
             _milliseconds(name): 1e3 * float(np.nanmedian(seconds))
-            for name, seconds in spent.items()
+            for name, seconds in times.items()
             if not np.isnan(seconds).all()
         },
-        "plan_and_migrate_share": float(np.median(planning / spent["time/step_seconds"])),
-        "tokens_per_second": float(np.median([line["speed/tokens_per_second"] for line in learned])),
-        "failed_rewards": sum(line["reward/failed"] for line in learned)
+        "plan_and_migrate_share": float(np.median(planning / times["time/step_seconds"])),
+        "tokens_per_second": float(np.median([line["speed/tokens_per_second"] for line in learn_lines])),
+        "failed_rewards": sum(line["reward/failed"] for line in learn_lines)
         + sum(line["evaluation/failed"] for line in _of_kind(lines, EVALUATE)),
-        "reward_by_step": [line["reward/mean"] for line in learned],
+        "reward_by_step": [line["reward/mean"] for line in learn_lines],
         "routing_changed_share": np.mean(
-            [line["routing/changed_share_by_layer"] for line in learned], 0
+            [line["routing/changed_share_by_layer"] for line in learn_lines], 0
         ).tolist(),
     }
 
@@ -203,8 +213,8 @@ def training_figure(
 
 def _table(summary: dict[int, dict[str, Any]], title: str) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=0)
-    known = {name for numbers in summary.values() for name in numbers}
-    columns = [column for column in COLUMNS if column[1] in known]
+    names = {name for numbers in summary.values() for name in numbers}
+    columns = [column for column in COLUMNS if column[1] in names]
     table.add_column("seed", no_wrap=True)
     for head, *_ in columns:
         table.add_column(head, justify="right", no_wrap=True)
@@ -215,12 +225,12 @@ def _table(summary: dict[int, dict[str, Any]], title: str) -> Table:
 
 
 def _seconds(lines: list[dict[str, Any]], name: str) -> np.ndarray:
-    """The values of a metric; NaN where a line has none, as those of earlier versions may."""
+    """Return the values of a metric, NaN for lines without it, such as lines of earlier versions."""
     return np.array([line.get(name) for line in lines], np.float64)
 
 
 def _milliseconds(name: str) -> str:
-    """The name in the summary of a metric in seconds."""
+    """Convert the name of a time metric to its name in the summary, which is in milliseconds."""
     return name.removeprefix("time/").removesuffix("_seconds") + "_ms"
 
 
@@ -229,6 +239,6 @@ def _of_kind(lines: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
 
 
 def _smooth(values: list[float]) -> list[float]:
-    """The mean of each value and those before it."""
+    """Average each value with those before it, over `SMOOTH` steps."""
     windows = [values[max(0, i - SMOOTH + 1) : i + 1] for i in range(len(values))]
     return [float(np.nanmean(window)) if np.isfinite(window[-1]) else np.nan for window in windows]

@@ -1,4 +1,4 @@
-"""Rewards of responses, scored sample by sample: a reward function that fails costs its sample, not the run."""
+"""Rewards of responses, scored sample by sample. If the reward function fails, only that sample is left out."""
 
 import math
 from typing import NamedTuple
@@ -12,18 +12,18 @@ from relibra_jax.types import Array
 
 
 class Rewards(NamedTuple):
-    """What the samples of a batch are worth."""
+    """The rewards of a batch."""
 
     reward: Float[np.ndarray, " B"]
-    """The reward of each sample, 0 where there is none."""
+    """The reward of each sample, 0 for samples without a reward."""
     scored: Bool[np.ndarray, " B"]
-    """False where the reward function failed, and for responses that go on."""
+    """True for samples with a reward. False if the reward function failed or the response is unfinished."""
     failures: list[str]
-    """For each failure: the sample, its prompt and response, and the error."""
+    """A text for each failure, with the sample, its prompt, its response and the error."""
 
 
 def unscored(samples: int) -> Rewards:
-    """The rewards of samples that have not been scored."""
+    """Return the rewards of samples that have not been scored."""
     return Rewards(np.zeros(samples, np.float32), np.zeros(samples, bool), [])
 
 
@@ -39,15 +39,15 @@ def score_responses(
     """Score every sample that has finished.
 
     Args:
-        task: the task whose reward function is called; whatever it raises is caught.
+        task: the task with the reward function. Its exceptions are caught and reported in ``failures``.
         examples: the example that each sample responds to.
-        tokens: prompt and response of each sample.
+        tokens: the prompt and the response of each sample.
         response: True on sampled tokens.
-        tokenizer: the tokenizer that makes text of sampled tokens.
-        finished: False for responses that go on, which get no reward yet; None if all have finished.
+        tokenizer: the tokenizer that decodes the sampled tokens.
+        finished: False for unfinished responses, which get no reward yet. None if all have finished.
 
     Returns:
-        See `Rewards`.
+        The rewards, and the failures of the reward function.
 
     >>> from experiments.rl.tasks import TASKS
     >>> tokens = np.array([[257, 52, 258], [257, 53, 258]])
@@ -63,9 +63,9 @@ def score_responses(
         try:
             value = float(task.score(completion, example))
             if not math.isfinite(value):
-                raise ValueError(f"a reward of {value}")
+                raise ValueError(f"a reward must be finite, not {value}")
             reward[sample] = value
-        except Exception as error:  # it is the user's code
+        except Exception as error:  # the user's reward function may raise anything
             scored[sample] = False
             failures.append(f"sample {sample}: prompt {example.prompt!r}, response {completion!r}: {error!r}")
     return Rewards(reward, scored, failures)

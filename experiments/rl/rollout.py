@@ -1,7 +1,8 @@
-"""Rollouts: the responses of a step, as its algorithm wants them sampled.
+"""Rollouts: sampling the responses of a step in the way that its algorithm needs.
 
-Most algorithms take one response to every prompt of the batch. DAPO takes further prompts until there are enough whose
-rewards differ. T-PPO takes a window of each response, and goes on with those that have not ended.
+Most algorithms sample a whole response for every sample of the batch. DAPO samples responses to further prompts, until
+enough prompts have rewards that differ. T-PPO samples a window of each response, and continues the unfinished responses
+in the next rollout.
 """
 
 import dataclasses
@@ -26,61 +27,70 @@ from experiments.rl.windows import Carried, carry_unfinished, fill_free_rows, jo
 from relibra_jax.types import Array
 
 PROMPTS: Final = 1
-"""Part of the seed of what is drawn for learning: of examples, and of keys."""
+"""A part of the seeds of the examples and the random keys of rollouts for learning."""
 
 
 class Rollout(NamedTuple):
-    """What the policy has sampled in a step."""
+    """The responses of one step."""
 
     responses: Responses
-    """Prompts, and all that there is of their responses, on the host."""
+    """The prompts with all tokens of their responses so far, on the host."""
     new: Bool[Array, "B T"]
-    """The tokens that were sampled in this step; the others of responses come from earlier ones."""
+    """True on the tokens that were sampled in this step. Other response tokens come from earlier steps."""
     finished: Bool[Array, " B"]
-    """False for responses that the next rollout goes on with."""
+    """False for responses that the next rollout continues."""
     rewards: Callable[[], Rewards]
-    """Waits for the rewards; on several processes all of them call it, once."""
+    """A function that waits for the rewards and returns them. All processes call it, once."""
     carried: Carried | None
-    """What the next rollout goes on with; None for algorithms that finish all responses."""
+    """The unfinished responses for the next rollout. None for algorithms that finish all responses."""
     tokens: int
-    """The tokens that the model was run on in all rollouts of the step, prompts and what was replaced among them."""
+    """The number of tokens that the model ran on in all rollouts of the step, with prompts and replaced samples."""
     metrics: dict[str, Any]
-    """What a line says of how the responses were sampled."""
+    """The metrics of how the responses were sampled, by name."""
 
 
 class Sampler:
-    """Samples responses from the policy of a run, and has them scored.
+    """The sampler of a run: it generates responses from the policy and scores them.
 
     Args:
         config: the settings of the run.
         seed: the seed of the run.
         state: the state of the run.
-        prompts: where its prompts come from.
+        prompts: the source of prompts.
     """
 
     def __init__(self, config: Train, seed: int, state: State, prompts: Prompts):
         self.config, self.seed, self.state, self.prompts = config, seed, state, prompts
 
-    def roll_out(self, beside: Executor, watch: Watch | None, clock: StepClock) -> Rollout:
-        """The responses of the next step; rewards are scored in ``beside``."""
+    def roll_out(self, executor: Executor, watch: Watch | None, clock: StepClock) -> Rollout:
+        """Sample the responses of the next step, and start to score them.
+
+        Args:
+            executor: the executor that scores rewards.
+            watch: a callback to call during generation. None for no callback.
+            clock: the clock of the step.
+
+        Returns:
+            The rollout.
+        """
         entry = self.config.algorithm_entry
         if entry.windows:
-            return self._window(beside, watch, clock)
+            return self._window(executor, watch, clock)
         if entry.mixed_groups:
-            return self._mixed_groups(beside, clock)
+            return self._mixed_groups(executor, clock)
         examples = self.examples(self.state.step)
         with clock("generate"):
             responses = self.respond(examples, self._key(), watch=watch)
-        scoring = beside.submit(self.score, examples, responses, clock)
-        everywhere = np.ones(len(examples), bool)
+        scoring = executor.submit(self.score, examples, responses, clock)
+        finished = np.ones(len(examples), bool)
         return Rollout(
-            *(responses, responses.response, everywhere, lambda: share_rewards(scoring.result()), None),
+            *(responses, responses.response, finished, lambda: share_rewards(scoring.result()), None),
             tokens=int(responses.mask.sum()),
             metrics={},
         )
 
-    def _mixed_groups(self, beside: Executor, clock: StepClock) -> Rollout:
-        """Prompts whose responses differ in reward, from as many rollouts as that takes, or as there may be."""
+    def _mixed_groups(self, executor: Executor, clock: StepClock) -> Rollout:
+        """Make rollouts until enough prompts have rewards that differ, or the maximum number of rollouts is reached."""
         config, per_prompt = self.config, self.config.responses_per_prompt
         rollouts: list[tuple[Responses, Rewards]] = []
         differ = np.zeros(0, bool)
@@ -90,7 +100,7 @@ class Sampler:
             with clock("generate"):
                 responses = self.respond(examples, jax.random.fold_in(self._key(), number))
             with clock("score_wait"):
-                rewards = share_rewards(beside.submit(self.score, examples, responses, clock).result())
+                rewards = share_rewards(executor.submit(self.score, examples, responses, clock).result())
             rollouts.append((responses, rewards))
             differ = np.append(differ, rewards_differ(rewards, responses_per_prompt=per_prompt))
         chosen = choose_prompts(differ, config.prompts)
@@ -110,7 +120,7 @@ class Sampler:
             *(responses, responses.response, np.ones(len(samples), bool), lambda: shaped, None),
             tokens=sum(int(each.mask.sum()) for each in all_responses),
             metrics={
-                # Of what was replaced, too: the policy's, not that of prompts that it is in two minds about.
+                # Replaced samples count, too: the mean over the chosen prompts alone would not be that of the policy.
                 "reward/mean": mean_or_none(reward[scored]),
                 "reward/overlong": float(penalty.mean()),
                 "reward/replaced_prompts": int((~differ).sum() - (~differ[chosen]).sum()),
@@ -118,8 +128,8 @@ class Sampler:
             },
         )
 
-    def _window(self, beside: Executor, watch: Watch | None, clock: StepClock) -> Rollout:
-        """A window more of every response, with new prompts in the rows of those that have finished."""
+    def _window(self, executor: Executor, watch: Watch | None, clock: StepClock) -> Rollout:
+        """Sample the next window of every response, with new prompts in the rows of finished responses."""
         config, state, carried = self.config, self.state, self.state.carried
         assert config.window is not None
         assert carried is not None
@@ -130,7 +140,7 @@ class Sampler:
         responses = join_windows(rows, window)
         lengths = responses.response.sum(1)
         finished = responses.ended | (lengths == config.response_tokens)
-        scoring = beside.submit(self.score, examples, responses, clock, finished)
+        scoring = executor.submit(self.score, examples, responses, clock, finished)
         return Rollout(
             *(responses, window.response, finished, lambda: share_rewards(scoring.result())),
             carried=carry_unfinished(rows, responses, finished, step=state.step),
@@ -143,32 +153,38 @@ class Sampler:
         )
 
     def next_rows(self, carried: Carried) -> tuple[Carried, list[Example]]:
-        """The rows of the next rollout, and the example of every one, drawn again for the rows that go on.
+        """Fill the free rows with new prompts, and draw the example of every row (for carried rows once more).
+
+        Args:
+            carried: the responses that the last rollout left unfinished.
+
+        Returns:
+            The rows of the next rollout, and the example of each.
 
         Raises:
-            ValueError: if these respond to other prompts than the settings draw.
+            ValueError: if a carried response belongs to another prompt than the current settings draw.
         """
         rows = fill_free_rows(carried, *self.prompts.encode(self.examples(self.state.step)))
-        drawn = np.where(rows.free, self.state.step, rows.drawn)
-        by_step = {step: self.examples(step) for step in np.unique(drawn).tolist()}
-        examples = [by_step[step][row] for row, step in enumerate(drawn.tolist())]
+        steps = np.where(rows.free, self.state.step, rows.drawn)
+        by_step = {step: self.examples(step) for step in np.unique(steps).tolist()}
+        examples = [by_step[step][row] for row, step in enumerate(steps.tolist())]
         tokens, lengths = self.prompts.encode(examples)
-        held = np.arange(tokens.shape[1]) < lengths[:, None]
-        differs = (held & (tokens != rows.tokens[:, : tokens.shape[1]])).any(1)
+        mask = np.arange(tokens.shape[1]) < lengths[:, None]
+        differs = (mask & (tokens != rows.tokens[:, : tokens.shape[1]])).any(1)
         same = (lengths == rows.prompt_lengths) & ~differs
-        if (others := np.flatnonzero(~same)).size:
+        if (mismatches := np.flatnonzero(~same)).size:
             raise ValueError(
-                f"row {others[0]} goes on with a response to a prompt of step {drawn[others[0]]} that task"
-                f" {self.prompts.task.name!r} does not draw there: resume with the settings that the run began with"
+                f"row {mismatches[0]} continues a response to a prompt of step {steps[mismatches[0]]} that task"
+                f" {self.prompts.task.name!r} does not draw: resume with the settings that the run began with"
             )
         return rows, examples
 
     def examples(self, step: int, rollout: int = 0) -> list[Example]:
-        """The prompts of one batch, each as often as it is responded to."""
+        """Draw the examples of one rollout of a step, each repeated for all its responses."""
         return self.prompts.groups((self.seed, PROMPTS, step, *([rollout] if rollout else [])))
 
     def respond(self, examples: list[Example], key: jax.Array, *, watch: Watch | None = None) -> Responses:
-        """Whole responses to the prompts of ``examples``, each by a key of its own; on the host."""
+        """Sample a whole response to each example's prompt, with random keys of their own, and copy all to the host."""
         return self._generate(*self.prompts.encode(examples), self.config.response_tokens, key, watch)
 
     def score(
@@ -178,7 +194,17 @@ class Sampler:
         clock: StepClock,
         finished: Bool[Array, " B"] | None = None,
     ) -> Rewards:
-        """The rewards, on the first process; a reward function is called once for every sample, wherever it ran."""
+        """Score responses on the first process, so that the reward function is called once for every sample.
+
+        Args:
+            examples: the example of every sample.
+            responses: the responses, on the host.
+            clock: the clock of the step.
+            finished: False for unfinished responses, which get no reward. None if all have finished.
+
+        Returns:
+            The rewards on the first process, and unscored samples on the others.
+        """
         with clock("score"):
             if not is_first():
                 return unscored(len(examples))
@@ -212,11 +238,11 @@ class Sampler:
 
 
 def share_rewards(rewards: Rewards) -> Rewards:
-    """What the first process has scored; the texts of failures stay there."""
+    """Send the rewards of the first process to all others. The texts of failures stay on the first process."""
     reward, scored = from_first((rewards.reward, rewards.scored))
     return Rewards(np.asarray(reward), np.asarray(scored), rewards.failures)
 
 
 def mean_or_none(values: np.ndarray) -> float | None:
-    """The mean, None of nothing."""
+    """Return the mean, or None if there are no values."""
     return float(values.mean()) if values.size else None

@@ -1,4 +1,4 @@
-"""The settings of a run as it left them, for those that go on with it."""
+"""The settings that a run has saved, for resuming it."""
 
 import dataclasses
 import json
@@ -14,14 +14,20 @@ from relibra_jax.cli.options import Ranks
 
 
 def saved_config(folder: Path) -> Train:
-    """The settings that a run in ``folder`` was last started with.
+    """Read the settings with which the run in a folder was last started.
+
+    Args:
+        folder: the folder of the run.
+
+    Returns:
+        The settings.
 
     Raises:
-        ValueError: if there is no run, or its settings cannot be read.
+        ValueError: if the folder contains no run, or its settings cannot be read.
     """
     path = folder / "config.json"
     if not path.is_file():
-        raise ValueError(f"{folder}: no run to resume, there is no config.json")
+        raise ValueError(f"{folder}: no run to resume, because there is no config.json")
     try:
         saved = json.loads(path.read_text())
         _check_types(saved, json.loads(json.dumps(dataclasses.asdict(Train()), default=str)))
@@ -41,8 +47,10 @@ def saved_config(folder: Path) -> Train:
 
 
 def _check_types(saved: Any, default: Any, name: str = "settings") -> None:
-    """Raise ValueError unless ``saved`` is JSON of the same types as ``default``; settings that are None are paths or
-    numbers."""
+    """Raise ValueError unless saved JSON has the types of the default settings.
+
+    Where the default is None, the saved setting may be None, a text or a number.
+    """
     types = {float: (int, float), type(None): (str, int, float, type(None))}.get(
         type(default), (type(default),)
     )

@@ -1,8 +1,9 @@
-"""The stages of a step: a recompute of old log-probabilities, and updates from samples of their own.
+"""The stages of a step: a recompute of old log-probabilities, and updates that share the samples of the batch.
 
-The routing that updates replay was recorded in the rollout (R3, arXiv:2510.11370): then it is known before the
-recompute, which replays it too, and all stages are planned by one search. Or it is recorded in the recompute (R2): this
-routes live then, in order, with experts at home and buffers for the worst case, and only the updates are planned.
+Updates replay routing that was recorded in one of two places. If the rollout recorded it (R3, arXiv:2510.11370), it is
+known before the recompute, which replays it, too, and one search plans all stages. If the recompute records it (R2),
+the recompute routes live: samples are in order, experts at home, and buffers sized for the worst case. Then only the
+updates are planned.
 """
 
 from collections.abc import Sequence
@@ -32,41 +33,44 @@ class Stage(NamedTuple):
     """Some samples of a batch with their plan."""
 
     batch: PreparedBatch
-    """What the stage follows, in force until the next batch is prepared."""
+    """The prepared plan, valid until the next batch is prepared."""
     samples: TrainingBatch
-    """Tokens, mask and routing of its samples, on the ranks."""
+    """The tokens, mask and routing of the samples, on the ranks."""
 
 
 class Stages(NamedTuple):
     """The stages of one batch, over the same homes and residents."""
 
     recompute: tuple[Stage, ...]
-    """Those that log-probabilities are recomputed in: one with all samples, or the updates' own; none where the
-    recompute has run before, live."""
+    """The stages in which log-probabilities are recomputed: one with all samples, or the same stages as the updates.
+    Empty if the recompute has run live before."""
     updates: tuple[Stage, ...]
-    """One for each optimizer update of a pass over the batch; no sample is in two of them."""
+    """The stage of each optimizer update in a pass over the batch. Every sample is in one of them."""
 
 
 class OldPolicy(NamedTuple):
-    """What the recompute says of the agent before its updates."""
+    """The results of the recompute: log-probabilities and values of the agent before its updates."""
 
     log_prob: Float[np.ndarray, "B T"]
-    """float32, entry t of token t."""
+    """The log-probabilities, float32. Entry t belongs to token t."""
     imbalance: float | None
-    """Max / mean of rank load, as the recompute ran; None where it ran under the plans of the updates."""
+    """The imbalance of the recompute, max / mean of rank load. None if it ran under the plans of the updates."""
     residents: Residents | None = None
-    """The residents that it ran with, which the first update may use, too."""
+    """The residents that the recompute used. The first update may use them, too."""
     value: Float[np.ndarray, "B T"] | None = None
-    """float32, the value of the state before each token of a response; None without a critic."""
+    """The value of the state before each response token, float32. None without a critic."""
 
 
 def prepare_stages(state: State, config: Train, responses: Responses) -> Stages:
-    """Plan the stages of a batch, move experts to their homes and samples to their ranks.
+    """Plan the stages of a batch, and move experts to their homes and samples to their ranks.
 
     Args:
         state: the state of the run.
-        config: its settings.
-        responses: the samples with the routing that is replayed.
+        config: the settings of the run.
+        responses: the samples, with the routing to replay.
+
+    Returns:
+        The stages.
     """
     batches = state.balancer.prepare_stages(
         *(state.agent, state.optimizer, responses.replay), **stage_options(config)
@@ -80,9 +84,9 @@ def prepare_stages(state: State, config: Train, responses: Responses) -> Stages:
 
 
 def stage_options(config: Train) -> dict[str, Any]:
-    """The micro-batches and samples of the stages that are planned, for `Balancer.prepare_stages`."""
-    own = config.recompute_micro_batches if config.routing == "rollout" else None
-    recomputes = () if own is None else (own,)
+    """Return the micro-batches and samples of the planned stages, as options of `Balancer.prepare_stages`."""
+    micro_batches = config.recompute_micro_batches if config.routing == "rollout" else None
+    recomputes = () if micro_batches is None else (micro_batches,)
     return {
         "num_micro_batches": (*recomputes, *[config.micro_batches] * config.updates),
         "samples": (*[None] * len(recomputes), *config.mini_batches),
@@ -92,37 +96,45 @@ def stage_options(config: Train) -> dict[str, Any]:
 def recompute_planned(
     state: State, config: Train, stages: Stages, *, float8: HotRanks | None = None
 ) -> OldPolicy:
-    """Recompute log-probabilities under the plans of the recompute's stages, and hold what ran to them.
+    """Recompute log-probabilities in the recompute's stages, and check that every slot computed what its plan says.
 
     Args:
         state: the state of the run.
-        config: its settings.
+        config: the settings of the run.
         stages: the stages of the batch.
-        float8: which ranks compute their experts in float8; None for none.
+        float8: the rule for which ranks compute their experts in float8. None for no rank.
+
+    Returns:
+        The results of the recompute.
 
     Raises:
-        RuntimeError: if a slot computed other rows than its plan says.
+        RuntimeError: if a slot computed another number of rows than its quota.
     """
     residents = prepare_residents(state.agent, state.optimizer, stages.recompute[0].batch)
     parts, imbalance = [], None
     for batch, samples in stages.recompute:
-        runs = batch if float8 is None else in_float8(batch, float8)
-        ran = recompute(state.agent, runs, samples, residents, temperature=config.temperature)
-        check_executed(ran.slot_rows, batch)
-        parts.append(batch.from_ranks((ran.log_prob, ran.value)))
+        stage_batch = batch if float8 is None else in_float8(batch, float8)
+        recomputed = recompute(state.agent, stage_batch, samples, residents, temperature=config.temperature)
+        check_executed(recomputed.slot_rows, batch)
+        parts.append(batch.from_ranks((recomputed.log_prob, recomputed.value)))
     if stages.recompute is not stages.updates:
-        (own,) = stages.recompute
-        imbalance = float(planned_imbalance(jax.device_get(own.batch.batch_plan.plan)))
-    # A sample is in one of them, and zeros are elsewhere.
+        (stage,) = stages.recompute
+        imbalance = float(planned_imbalance(jax.device_get(stage.batch.batch_plan.plan)))
+    # Each sample is in one stage, and 0 in the results of the others.
     log_prob, value = jax.tree.map(lambda *leaves: np.sum(leaves, axis=0), *parts)
     return OldPolicy(log_prob, imbalance, residents, value)
 
 
 def recompute_live(state: State, config: Train, responses: Responses) -> tuple[Responses, OldPolicy]:
-    """Recompute log-probabilities under live routing, and record it.
+    """Recompute log-probabilities with live routing, and record that routing.
+
+    Args:
+        state: the state of the run.
+        config: the settings of the run.
+        responses: the samples.
 
     Returns:
-        The responses with the routing of the recompute in place of the rollout's; and what the recompute says.
+        The responses, with the routing of the recompute in place of the rollout's; and the results of the recompute.
     """
     (batch,) = state.balancer.prepare_stages(
         *(state.agent, state.optimizer, None),
@@ -130,11 +142,11 @@ def recompute_live(state: State, config: Train, responses: Responses) -> tuple[R
         num_samples=config.samples,
     )
     samples = batch.to_ranks(TrainingBatch(responses.tokens, responses.mask))
-    ran = recompute(state.agent, batch, samples, temperature=config.temperature, record=True)
-    log_prob, ids, value = batch.from_ranks((ran.log_prob, ran.expert_ids, ran.value))
+    recomputed = recompute(state.agent, batch, samples, temperature=config.temperature, record=True)
+    log_prob, ids, value = batch.from_ranks((recomputed.log_prob, recomputed.expert_ids, recomputed.value))
     ids *= responses.mask[..., None, None]
-    load = on_every_host(ran.load, batch.parallel.mesh)
-    # Experts are where the batch before has left them.
+    load = on_every_host(recomputed.load, batch.parallel.mesh)
+    # Experts are still at the homes of the previous batch.
     imbalance = unplanned_imbalance(load, get_homes(state.agent), topology=batch.parallel.topology)
     return responses._replace(expert_ids=ids), OldPolicy(log_prob, float(imbalance), value=value)
 
@@ -142,86 +154,101 @@ def recompute_live(state: State, config: Train, responses: Responses) -> tuple[R
 def start_critic(
     state: State, config: Train, rollout: Rollout, rewards: Rewards, old: OldPolicy
 ) -> OldPolicy:
-    """Let a new critic begin at the mean return of finished responses, in place.
+    """Set the bias of a new critic to the mean return of finished responses, in place.
 
-    A head is new as long as all its values are 0: it is not updated before there is something to learn, so this needs
-    no record of its own, and a stop between changes nothing.
+    A critic is new as long as all its values are 0. It stays so until the first batch with finished responses, because
+    it has nothing to learn before. So checkpoints need not record whether it is new.
 
     Args:
         state: the state of the run, whose critic gets its first bias.
         config: the settings of the run.
         rollout: the responses of the step.
-        rewards: their rewards.
-        old: what the recompute says of them.
+        rewards: the rewards of the responses.
+        old: the results of the recompute.
 
     Returns:
-        ``old``, with the bias for values where the critic is new.
+        The results of the recompute. If the critic is new, all values are the bias.
     """
-    head, of_finished = state.agent.critic, rollout.responses.response & rewards.scored[:, None]
-    if head is None or old.value is None or old.value.any() or not of_finished.any():
+    head, finished_tokens = state.agent.critic, rollout.responses.response & rewards.scored[:, None]
+    if head is None or old.value is None or old.value.any() or not finished_tokens.any():
         return old
     returns = discounted_returns(rewards.reward, rollout.responses.response, discount=config.critic.discount)
-    mean = np.asarray(returns)[of_finished].mean(dtype=np.float32)
+    mean = np.asarray(returns)[finished_tokens].mean(dtype=np.float32)
     head.bias[...] = jax.device_put(mean, head.bias[...].sharding)
     return old._replace(value=np.full_like(old.value, mean))
 
 
-class Taught(NamedTuple):
-    """What the algorithm makes of a batch."""
+class BatchLessons(NamedTuple):
+    """The training targets of a batch."""
 
     lessons: Lessons
+    """The training targets that the algorithm computed."""
     not_finite: int
-    """The samples for which the critic returned no finite number; nothing is learned from them."""
+    """The number of samples left out because the critic returned no finite number for them."""
 
 
-def teach(config: Train, rollout: Rollout, rewards: Rewards, old: OldPolicy) -> Taught:
-    """What the batch teaches, by the run's algorithm.
+def teach(config: Train, rollout: Rollout, rewards: Rewards, old: OldPolicy) -> BatchLessons:
+    """Compute the training targets of a batch with the run's algorithm.
 
     Args:
         config: the settings of the run.
         rollout: the responses of the step.
-        rewards: their rewards.
-        old: what the recompute says of them.
+        rewards: the rewards of the responses.
+        old: the results of the recompute.
+
+    Returns:
+        The training targets, and the number of samples left out because of the critic.
     """
     response, value = rollout.responses.response, None
     finite = np.ones(len(response), bool)
     if old.value is not None:
-        of_response = np.where(response, old.value, 0)
-        finite = np.isfinite(of_response).all(1)
-        value = np.where(finite[:, None], of_response, 0)
+        response_values = np.where(response, old.value, 0)
+        finite = np.isfinite(response_values).all(1)
+        value = np.where(finite[:, None], response_values, 0)
     usable = finite & (rewards.scored | ~rollout.finished)
     sampled = Sampled(rewards.reward, usable, rollout.finished, response, rollout.new, value)
     lessons = config.algorithm_entry.teach(sampled, config.responses_per_prompt, config.critic)
-    return Taught(jax.device_get(lessons), int((~finite).sum()))
+    return BatchLessons(jax.device_get(lessons), int((~finite).sum()))
 
 
 def with_lessons(config: Train, updates: Sequence[Stage], lessons: Lessons, old: OldPolicy) -> list[Stage]:
-    """The updates with what their samples teach.
+    """Add the training targets to the samples of the updates.
 
-    Advantages are made for the whole batch. Weights sum to 1 over the samples of each update, whose loss is so a mean
-    over its own tokens: as if it were a batch, and however many tokens other updates have.
+    Advantages come from the whole batch. Weights add up to 1 over the samples of each update. So the loss of an update
+    is a mean over its own tokens, however many tokens the other updates have.
+
+    Args:
+        config: the settings of the run.
+        updates: the stages of the updates.
+        lessons: the training targets of the batch.
+        old: the results of the recompute.
+
+    Returns:
+        The stages of the updates, whose samples have targets.
     """
 
     def weigh(tokens):
-        weight = [token_weights(tokens[own], token_level=config.token_level) for own in config.mini_batches]
-        return np.concatenate(weight)
+        weights = [
+            token_weights(tokens[samples], token_level=config.token_level) for samples in config.mini_batches
+        ]
+        return np.concatenate(weights)
 
     critic = None
     if lessons.critic_tokens is not None:
         assert lessons.value_target is not None
         assert old.value is not None
         critic = CriticBatch(weigh(lessons.critic_tokens), lessons.value_target, old.value)
-    of_tokens = (weigh(lessons.policy_tokens), lessons.advantage, old.log_prob, critic)
-    taught = []
+    batch_targets = (weigh(lessons.policy_tokens), lessons.advantage, old.log_prob, critic)
+    stages = []
     for batch, samples in updates:
-        weight, advantage, log_prob, critic_there = batch.to_ranks(of_tokens)
-        learned = {"weight": weight, "advantage": advantage, "old_log_prob": log_prob, "critic": critic_there}
-        taught.append(Stage(batch, samples._replace(**learned)))
-    return taught
+        weight, advantage, log_prob, critic_batch = batch.to_ranks(batch_targets)
+        targets = {"weight": weight, "advantage": advantage, "old_log_prob": log_prob, "critic": critic_batch}
+        stages.append(Stage(batch, samples._replace(**targets)))
+    return stages
 
 
 def join_metrics(metrics: Sequence[StepMetrics]) -> StepMetrics:
-    """The metrics of updates of one pass as those of the pass: means of numbers, counts of all micro-batches."""
+    """Join the metrics of the updates of one pass: average the numbers, and concatenate the micro-batches' counts."""
     return metrics[0] if len(metrics) == 1 else _join_metrics(list(metrics))
 
 
@@ -233,7 +260,7 @@ def _join_metrics(metrics: list[StepMetrics]) -> StepMetrics:
     def join(*counts):
         return jnp.concatenate(counts)
 
-    policy, critic, norm, *counted = zip(*metrics, strict=True)
+    policy, critic, norm, *counts = zip(*metrics, strict=True)
     return StepMetrics(
-        jax.tree.map(mean, *policy), mean(*critic), mean(*norm), *(join(*each) for each in counted)
+        jax.tree.map(mean, *policy), mean(*critic), mean(*norm), *(join(*parts) for parts in counts)
     )

@@ -1,4 +1,4 @@
-"""All that a run's next step depends on, and its checkpoints: in logical expert order, so that any mesh goes on."""
+"""The state of a run and its checkpoints, in logical expert order, so that a run can resume on any mesh."""
 
 import functools
 from typing import Any, Final
@@ -20,26 +20,26 @@ from relibra_jax.nnx import Balancer, restore_training, save_training
 from relibra_jax.replay import id_dtype
 
 LARGEST_GRADIENT: Final = 1.0
-"""The norm to which gradients are cut."""
+"""The norm to which larger gradients are clipped."""
 SECOND_MOMENT: Final = 0.95
-"""The decay of AdamW's second moment: the warm-up, whose gradients are larger, is forgotten within a few updates."""
+"""The decay of AdamW's second moment. It forgets the larger gradients of the warm-up within a few updates."""
 FIRST_CAPACITIES: Final[Capacities | None] = None
-"""The buffer sizes that runs begin with; None to count the first batch."""
+"""The buffer sizes at the start of a run. None counts those of the first batch."""
 
 
 SETTINGS: Final = "extra.settings."
-"""What the settings that a checkpoint goes on under begin with among the names of its arrays."""
-OF_CARRIED: Final = ("window", "response_tokens", "prompt_tokens", "samples")
-"""The settings that responses are carried under, beside the algorithm."""
+"""The prefix of settings among the names of a checkpoint's arrays."""
+CARRIED_SETTINGS: Final = ("window", "response_tokens", "prompt_tokens", "samples")
+"""The settings, besides the algorithm, that must not change while responses are carried from step to step."""
 
 
 class State:
-    """Agent, optimizer, balancer, unfinished responses, random key and the number of the step.
+    """The state of a run: agent, optimizer, balancer, unfinished responses, random key and step.
 
     Args:
         config: the settings of the run.
-        seed: the seed of the weights, and of all that is drawn later.
-        mesh: the device mesh that the model lies on.
+        seed: the seed of the weights, and of everything drawn later.
+        mesh: the device mesh of the model.
     """
 
     def __init__(self, config: Train, seed: int, mesh: Mesh):
@@ -66,11 +66,11 @@ class State:
             pack_rows=config.pack_rows,
             check_rows=True,
         )
-        carries = OF_CARRIED if config.algorithm_entry.windows else ()
+        carries = CARRIED_SETTINGS if config.algorithm_entry.windows else ()
         self.settings = {name: str(getattr(config, name)) for name in ("algorithm", *carries)}
-        """The settings that a checkpoint of this run cannot go on without."""
+        """The settings that a run must have to resume a checkpoint of this run."""
         self.carried: Carried | None = None
-        """The responses that the last rollout left unfinished; None for algorithms that finish them all."""
+        """The responses that the last rollout left unfinished. None for algorithms that finish all responses."""
         if config.algorithm_entry.windows:
             self.carried = carry_nothing(
                 *(config.samples, config.prompt_tokens + config.response_tokens),
@@ -80,39 +80,37 @@ class State:
             )
 
     def save(self, manager: ocp.CheckpointManager) -> None:
-        """Save everything that the next step depends on; the key follows from the seed."""
-        save_training(
-            manager, self.step, self.agent, self.optimizer, self.balancer, extra=self._beside_training()
-        )
+        """Save everything that the next step depends on, except the random key, which follows from the seed."""
+        save_training(manager, self.step, self.agent, self.optimizer, self.balancer, extra=self._extra())
 
     def restore(self, manager: ocp.CheckpointManager, *, verify: bool = True) -> None:
-        """Go on from the latest checkpoint, which another mesh may have saved.
+        """Restore the latest checkpoint, which may have been saved on another mesh.
 
         Args:
-            manager: the Orbax manager of the directory.
+            manager: the Orbax manager of the checkpoint directory.
             verify: whether to compare every array with the digest that was saved with it.
 
         Raises:
-            ValueError: if there is none, it is of another model or algorithm, carries responses under other settings,
-                or is damaged; says what differs.
+            ValueError: if there is no checkpoint, it is damaged, it belongs to another model or algorithm, or its
+                unfinished responses were sampled under other settings. The message names the difference.
         """
         names = read_layout(manager, find_step(manager, None), verify=verify).arrays
-        before = dict(name.removeprefix(SETTINGS).split(".") for name in names if name.startswith(SETTINGS))
+        saved = dict(name.removeprefix(SETTINGS).split(".") for name in names if name.startswith(SETTINGS))
         for name, value in self.settings.items():
-            if before.get(name) != value:
+            if saved.get(name) != value:
                 raise ValueError(
-                    f"{manager.directory}: checkpoints of {name}={before.get(name, 'none')}, this run has"
+                    f"{manager.directory}: its checkpoints have {name}={saved.get(name, 'none')}, but this run has"
                     f" {name}={value}"
                 )
-        self.step, beside = restore_training(
+        self.step, extra = restore_training(
             *(manager, self.agent, self.optimizer, self.balancer),
-            extra=self._beside_training(),
+            extra=self._extra(),
             verify=verify,
         )
-        self.carried = beside["carried"]
+        self.carried = extra["carried"]
 
-    def _beside_training(self) -> dict[str, Any]:
-        """What a checkpoint has besides agent, optimizer and balancer."""
+    def _extra(self) -> dict[str, Any]:
+        """Return what a checkpoint contains besides agent, optimizer and balancer."""
         settings = {name: {value: 1} for name, value in self.settings.items()}
         return {"settings": settings, "carried": self.carried}
 
@@ -121,7 +119,7 @@ class State:
 def _adamw(
     supervised: float, reinforced: float, warmup_steps: int, *, critic_rate: float | None
 ) -> optax.GradientTransformation:
-    """One object for all runs of equal rates, so that they share compiled programs."""
+    """Make the optimizer. Runs with equal rates get the same object, so that they share compiled programs."""
     rates = [optax.constant_schedule(supervised), optax.constant_schedule(reinforced)]
     schedule = optax.join_schedules(rates, [warmup_steps])
     parts = [optax.clip_by_global_norm(LARGEST_GRADIENT), optax.adamw(schedule, b2=SECOND_MOMENT)]
@@ -131,5 +129,5 @@ def _adamw(
 
 
 def _of_critic(params: Any) -> Any:
-    """Which parameters of an agent are its critic's."""
+    """Mark the parameters of an agent that belong to its critic."""
     return jax.tree.map_with_path(lambda path, _: path[0].key == "critic", params)

@@ -1,8 +1,8 @@
-"""The balanced step: log-probabilities recomputed and the policy updated under recorded routing and one plan.
+"""The compiled programs of a balanced step: the recompute of log-probabilities, and the update of the agent.
 
-`recompute` and `update` scan over the micro-batches of a `relibra_jax.nnx.PreparedBatch`; `update` accumulates
-gradients and lets the optimizer step once. Both return the rows that every slot computed, which
-`relibra_jax.nnx.check_executed` holds to the plan's quotas, micro-batch by micro-batch, exactly.
+`recompute` and `update` scan over the micro-batches of a `relibra_jax.nnx.PreparedBatch`, which replays recorded
+routing under a plan or routes live. `update` accumulates gradients and takes one optimizer step. Both return the number
+of rows that every slot computed, so that `relibra_jax.nnx.check_executed` can compare it exactly with the quotas.
 """
 
 import functools
@@ -30,83 +30,87 @@ from relibra_jax.types import Array, RoutingReplay
 
 
 class CriticBatch(NamedTuple):
-    """What the critic learns from the samples of a batch, laid out as they are."""
+    """The training targets of the critic, in the layout of the samples."""
 
     weight: Float[Array, "*M B T"]
-    """From `experiments.rl.losses.token_weights`; 0 where there is nothing to learn."""
+    """The weight of every token, from `experiments.rl.losses.token_weights`. 0 for tokens without a target."""
     target: Float[Array, "*M B T"]
-    """The values that it learns."""
+    """The values that the critic learns."""
     old_value: Float[Array, "*M B T"]
-    """From `recompute`."""
+    """The values before the updates, from `recompute`."""
 
 
 class TrainingBatch(NamedTuple):
-    """The samples of a batch and what is learned from them: ``[B, ...]`` on the host, ``[M, B, ...]`` on the ranks,
-    where `PreparedBatch.to_ranks` puts them by micro-batch. What is not known, or not needed, is None."""
+    """The samples of a batch and their training targets.
+
+    Arrays are ``[B, ...]`` on the host, and ``[M, B, ...]`` on the ranks, where `PreparedBatch.to_ranks` puts them by
+    micro-batch. Fields that are unknown or not needed are None.
+    """
 
     tokens: Int[Array, "*M B T"]
-    """The samples, aligned to the left."""
+    """The tokens of the samples, aligned to the left."""
     mask: Bool[Array, "*M B T"]
-    """True on tokens that the model is run on."""
+    """True on tokens that the model runs on."""
     expert_ids: Integer[Array, "*M B T L K"] | None = None
-    """The recorded routing; None if there is no record."""
+    """The recorded routing. None without a record."""
     weight: Float[Array, "*M B T"] | None = None
-    """From `experiments.rl.losses.token_weights`; 0 where there is nothing to learn."""
+    """The weight of every token, from `experiments.rl.losses.token_weights`. 0 for tokens without a target."""
     advantage: Float[Array, "*M B T"] | None = None
-    """From `experiments.rl.algorithms`; None for supervised learning."""
+    """The advantages, from `experiments.rl.algorithms`. None in supervised learning."""
     old_log_prob: Float[Array, "*M B T"] | None = None
-    """From `recompute`; None for supervised learning."""
+    """The log-probabilities before the updates, from `recompute`. None in supervised learning."""
     critic: CriticBatch | None = None
-    """What the critic learns; None without one, and for supervised learning."""
+    """The training targets of the critic. None without a critic, and in supervised learning."""
     packing: RowPacking | None = None
-    """Where rows hold several samples (`PreparedBatch.packing`), which token is of which; ``B`` counts rows then."""
+    """The samples in each row, if rows hold several (`PreparedBatch.packing`); ``B`` is then the number of rows."""
 
 
 class Recomputed(NamedTuple):
-    """What a recompute returns of its micro-batches, on the devices."""
+    """The results of a recompute for its micro-batches, on the devices."""
 
     log_prob: Float[Array, "M B T"]
-    """float32 log-probabilities, entry t of token t."""
+    """The log-probabilities, float32. Entry t belongs to token t."""
     load: Int[Array, "M L N G E"]
-    """The load that ran."""
+    """The load of the routing that ran."""
     slot_rows: Int[Array, "M L N G S"]
-    """Rows that every slot computed."""
+    """The number of rows that every slot computed."""
     expert_ids: Integer[Array, "M B T L K"] | None
-    """The routing that ran, in the smallest dtype that holds it, where it was to be recorded."""
+    """The routing that ran, in the smallest dtype that holds it. None unless it is recorded."""
     value: Float[Array, "M B T"] | None
-    """float32 values of the states before tokens, `experiments.rl.agent.token_values`; None without a critic."""
+    """The values of the states before tokens, float32, from `experiments.rl.agent.token_values`. None without a
+    critic."""
 
 
 class StepMetrics(NamedTuple):
-    """What an update reports of its batch, on the devices."""
+    """The metrics of an update, on the devices."""
 
     policy: PolicyLoss
-    """Summed over the batch; supervised learning has only the loss itself."""
+    """The policy loss and its statistics, summed over the update. Supervised learning has only the loss."""
     critic_loss: Float[Array, ""]
-    """The critic's loss, summed over the batch and before its factor; 0 without a critic."""
+    """The critic's loss before its factor, summed over the update. 0 without a critic."""
     gradient_norm: Float[Array, ""]
-    """The norm of the gradient of the whole batch, before it is cut."""
+    """The norm of the update's gradient, before clipping."""
     load: Int[Array, "M L N G E"]
-    """Token copies of the experts that tokens really went to, counted in the step."""
+    """The load of the routing that ran, counted in the step."""
     slot_rows: Int[Array, "M L N G S"]
-    """Rows that every slot computed."""
+    """The number of rows that every slot computed."""
     routing_changed: Int[Array, "M L"]
-    """Expert choices in which the live router and the record differ; 0 if there is no record."""
+    """The number of expert choices in which the live router differs from the record. 0 without a record."""
 
 
 @jax.tree_util.register_static
 @dataclass(frozen=True, kw_only=True)
 class Clip:
-    """How far the ratio of new to old probability may go; DAPO's clip-higher by default.
+    """The clip of the ratio of new to old probability in the policy loss. The defaults are DAPO's clip-higher.
 
     Raises:
-        ValueError: if a bound is on the wrong side of 1, or ``low`` below a ratio of 0.
+        ValueError: if ``low`` is not in 0..1, or ``high`` is negative.
     """
 
     low: float = 0.2
-    """How far below 1 a ratio may help."""
+    """The distance below 1 at which the ratio is clipped."""
     high: float = 0.28
-    """How far above 1 a ratio may help; GRPO's is 0.2."""
+    """The distance above 1 at which the ratio is clipped. GRPO uses 0.2."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.low <= 1:
@@ -116,7 +120,7 @@ class Clip:
 
 
 prepare_residents = nnx.jit(prepare_residents_of)
-"""`relibra_jax.nnx.prepare_residents`, for the residents that a recompute and the first update after it share."""
+"""`relibra_jax.nnx.prepare_residents` under jit, for residents that a recompute and the first update after it share."""
 
 
 @nnx.jit(static_argnames=("temperature", "record"))
@@ -129,19 +133,22 @@ def recompute(
     temperature: float,
     record: bool = False,
 ) -> Recomputed:
-    """Log-probabilities of the batch's tokens, and their values if there is a critic, under the agent as it is.
+    """Compute the log-probabilities of the batch's tokens under the current agent, and the values if it has a critic.
 
     Args:
         agent: the policy and its critic.
-        batch: the prepared batch, in replay of the samples' recorded routing or live.
+        batch: the prepared batch, which replays the samples' recorded routing or routes live.
         samples: the samples, on the ranks.
-        residents: from `prepare_residents`, if the batch has residents.
-        temperature: the temperature that responses were sampled at.
+        residents: the residents that `prepare_residents` made. None if the batch has none.
+        temperature: the sampling temperature of the responses.
         record: whether to return the routing that ran.
+
+    Returns:
+        The log-probabilities, the counts of what ran, and the values.
     """
     graph, state = nnx.split(agent)
 
-    def one(_, micro_batch):
+    def run_micro_batch(_, micro_batch):
         samples, layers = micro_batch
         if residents is not None:
             layers = layers._replace(residents=residents.weights)
@@ -152,7 +159,7 @@ def recompute(
         value = None if agent.critic is None else token_values(agent.critic, output.hidden)
         return None, Recomputed(log_prob, load, output.slot_rows, ids, value)
 
-    return jax.lax.scan(one, None, (samples, batch.layers()))[1]
+    return jax.lax.scan(run_micro_batch, None, (samples, batch.layers()))[1]
 
 
 @nnx.jit(static_argnames=("temperature", "clip", "critic", "balance"), donate_argnames=("residents",))
@@ -169,21 +176,25 @@ def update(
     critic: Critic | None = None,
     balance: float = 0.0,
 ) -> StepMetrics:
-    """One optimizer step on the gradient of the whole batch, accumulated over its micro-batches. In place.
+    """Take one optimizer step on the gradient of all micro-batches, in place.
 
-    Gradients are accumulated in float32; residents are pushed and their gradients returned in the same program.
+    Gradients are accumulated in float32. The same program pushes the residents and returns their gradients.
 
     Args:
         agent: the policy and its critic.
         optimizer: the optimizer of the agent.
-        batch: the prepared batch, in replay of the samples' recorded routing or live.
-        samples: the samples with what they teach, on the ranks.
-        batch_load: token copies of each expert in the whole batch, for the load-balancing loss.
-        residents: what `prepare_residents` made at this step of the optimizer, donated; None pushes here.
-        temperature: the temperature that responses were sampled at.
-        clip: the clip of the policy loss; None learns by supervision.
-        critic: the clip of the critic's loss and its factor, where samples have something for it.
-        balance: the factor of the load-balancing loss, which is the mean over layers and 1 for even loads.
+        batch: the prepared batch, which replays the samples' recorded routing or routes live.
+        samples: the samples with their training targets, on the ranks.
+        batch_load: the token copies of each expert in the update, for the load-balancing loss.
+        residents: the residents that `prepare_residents` made at this step of the optimizer, donated. None pushes them
+            in this program.
+        temperature: the sampling temperature of the responses.
+        clip: the clip of the policy loss. None trains with supervision.
+        critic: the settings of the critic's loss, for samples with targets of the critic.
+        balance: the factor of the load-balancing loss, which is a mean over layers and is 1 for even loads.
+
+    Returns:
+        The metrics of the update.
     """
 
     def objective(agent, samples, layers):
@@ -192,25 +203,26 @@ def update(
         if clip is None:
             policy = PolicyLoss(supervised_loss(log_prob, samples.weight), jnp.zeros(()), jnp.zeros(()))
         else:
-            of_policy = (log_prob, samples.old_log_prob, samples.advantage, samples.weight)
-            policy = policy_loss(*of_policy, clip_low=clip.low, clip_high=clip.high)
-        of_critic, factor = jnp.zeros(()), 0.0
+            policy_inputs = (log_prob, samples.old_log_prob, samples.advantage, samples.weight)
+            policy = policy_loss(*policy_inputs, clip_low=clip.low, clip_high=clip.high)
+        critic_loss, factor = jnp.zeros(()), 0.0
         if samples.critic is not None and critic is not None:
             weight, target, old_value = samples.critic
             value = token_values(agent.critic, output.hidden, weight > 0)
-            of_critic, factor = value_loss(value, old_value, target, weight, clip=critic.clip), critic.factor
-        of_layer = functools.partial(balance_loss, gating=model.config.gating, mask=samples.mask)
-        uneven = jax.vmap(of_layer, in_axes=(-2, 0))(output.router_logits, batch_load).mean()
+            critic_loss, factor = (
+                value_loss(value, old_value, target, weight, clip=critic.clip),
+                critic.factor,
+            )
+        layer_loss = functools.partial(balance_loss, gating=model.config.gating, mask=samples.mask)
+        unevenness = jax.vmap(layer_loss, in_axes=(-2, 0))(output.router_logits, batch_load).mean()
         load = _count_load(output, samples.mask, batch.parallel)
-        counted = (load, output.slot_rows, _count_changes(model, output, samples))
-        return policy.loss + factor * of_critic + balance * uneven, ((policy, of_critic), *counted)
+        counts = (load, output.slot_rows, _count_changes(model, output, samples))
+        return policy.loss + factor * critic_loss + balance * unevenness, ((policy, critic_loss), *counts)
 
-    gradients, (shares, *counted) = accumulate_gradients(
-        agent, objective, batch, samples, residents=residents
-    )
+    gradients, (shares, *counts) = accumulate_gradients(agent, objective, batch, samples, residents=residents)
     optimizer.update(agent, gradients)
-    policy, of_critic = jax.tree.map(lambda share: share.sum(0), shares)
-    return StepMetrics(policy, of_critic, optax.tree.norm(gradients), *counted)
+    policy, critic_loss = jax.tree.map(lambda share: share.sum(0), shares)
+    return StepMetrics(policy, critic_loss, optax.tree.norm(gradients), *counts)
 
 
 def _run(
@@ -220,7 +232,7 @@ def _run(
     parallel: ExpertParallel,
     temperature: float,
 ) -> tuple[ModelOutput, jax.Array]:
-    """The policy on one micro-batch, in replay or live, and the log-probabilities of its tokens."""
+    """Run the policy on one micro-batch, in replay or live, and compute the log-probabilities of its tokens."""
     expert_ids = None if layers is None else samples.expert_ids
     packing = samples.packing
     output = model(samples.tokens, samples.mask, expert_ids, layers, parallel=parallel, packing=packing)
@@ -229,7 +241,7 @@ def _run(
 
 
 def _count_load(output: ModelOutput, mask: Array, parallel: ExpertParallel) -> Int[jax.Array, "L N G E"]:
-    """The routing that ran in one micro-batch."""
+    """Count the load of the routing that ran in one micro-batch."""
     experts = parallel.topology.num_experts
     by_sample = sample_load(RoutingReplay(output.expert_ids, mask), num_experts=experts)
     by_rank = by_sample.reshape(*parallel.ranks, -1, *by_sample.shape[1:]).sum(2, dtype=jnp.int32)
@@ -237,7 +249,7 @@ def _count_load(output: ModelOutput, mask: Array, parallel: ExpertParallel) -> I
 
 
 def _count_changes(model: LanguageModel, output: ModelOutput, samples: TrainingBatch) -> Int[jax.Array, " L"]:
-    """In how many expert choices of one micro-batch the live router disagrees with the record."""
+    """Count the expert choices of one micro-batch in which the live router differs from the record."""
     if samples.expert_ids is None:
         return jnp.zeros(model.config.moe_layers, jnp.int32)
     bias = model.layers.experts.correction_bias
@@ -245,8 +257,8 @@ def _count_changes(model: LanguageModel, output: ModelOutput, samples: TrainingB
     if bias is None:
         live = select(output.router_logits)
     else:
-        of_layer = jax.vmap(lambda logits, bias: select(logits, bias=bias), in_axes=(-2, 0), out_axes=-2)
-        live = of_layer(output.router_logits, bias[...])
+        select_layers = jax.vmap(lambda logits, bias: select(logits, bias=bias), in_axes=(-2, 0), out_axes=-2)
+        live = select_layers(output.router_logits, bias[...])
     recorded = jnp.asarray(samples.expert_ids, jnp.int32)
     changed = (live[..., None] != recorded[..., None, :]).all(-1) & samples.mask[..., None, None]
     return changed.sum((0, 1, 3), dtype=jnp.int32)

@@ -1,4 +1,4 @@
-"""The clock of a step: seconds of its named phases, and of all of it. In a profile the phases have the same names."""
+"""The clock of a step, which measures its named phases and the whole step. A profile shows the same names."""
 
 import contextlib
 import time
@@ -9,7 +9,7 @@ import jax
 
 
 class StepClock:
-    """Runs from when it is made.
+    """A clock for one step, which starts when it is constructed.
 
     >>> clock = StepClock()
     >>> with clock("generate"):
@@ -21,58 +21,58 @@ class StepClock:
     def __init__(self) -> None:
         self._start = time.perf_counter()
         self.phases: dict[str, float] = {}
-        """Seconds of each phase so far."""
+        """The seconds of each phase so far."""
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Count the time of the block as the phase ``name``."""
+        """Add the time of the block to the phase ``name``."""
         start = time.perf_counter()
         with jax.profiler.TraceAnnotation(name):
             yield
         self.add(name, time.perf_counter() - start)
 
     def add(self, name: str, seconds: float) -> None:
-        """Count seconds of the phase ``name`` that were measured elsewhere."""
+        """Add seconds that were measured elsewhere to the phase ``name``."""
         self.phases[name] = self.phases.get(name, 0.0) + seconds
 
     def report(self) -> dict[str, float]:
-        """The seconds, as metrics."""
+        """Return the seconds of the step so far and of its phases, as metrics."""
         step = time.perf_counter() - self._start
         return {"time/step_seconds": step} | {
-            f"time/{name}_seconds": spent for name, spent in self.phases.items()
+            f"time/{name}_seconds": seconds for name, seconds in self.phases.items()
         }
 
 
 PLANNING: Final = ("plan", "size", "migrate")
-"""What planning adds to a step, in its order."""
+"""The phases that planning adds to a step, in their order."""
 
 
 def exposed_seconds(phases: Mapping[str, float]) -> dict[str, float]:
-    """The seconds by which each phase of planning delayed a step.
+    """Compute the seconds by which each phase of planning delayed a step.
 
-    Between generation and update a step recomputes log-probabilities and needs rewards, which are scored beside
-    everything else. Without planning it would have taken the longer of the two. What it took beyond that is exposed::
+    Between generation and update a step recomputes log-probabilities and scores rewards, concurrently with everything
+    else. Without planning this would take the longer of the two. The time beyond that is exposed::
 
         plan + size + migrate + recompute + score_wait - max(recompute, score)
 
-    Scoring hides what comes first of planning: the plan, then sizes, then migration.
+    Scoring hides the phases of planning in their order: first the plan, then sizes, then migration.
 
     Args:
-        phases: seconds of the phases ``plan``, ``size``, ``migrate``, ``recompute``, ``score_wait`` and ``score``;
-            scoring runs from the end of generation on and is the only one beside others.
+        phases: the seconds of the phases ``plan``, ``size``, ``migrate``, ``recompute``, ``score_wait`` and ``score``.
+            Scoring starts at the end of generation, and is the only phase that runs beside the others.
 
     Returns:
-        Seconds of ``plan``, ``size`` and ``migrate``: all of each if scoring takes no longer than the recompute, 0 if
-        it takes longer than everything else together. Scoring that planning slows down, on cores that they share, hides
-        more of it.
+        The exposed seconds of ``plan``, ``size`` and ``migrate``: each whole phase if scoring takes no longer than the
+        recompute, and 0 if scoring takes longer than everything else together. If planning slows down scoring, because
+        they share cores, the longer scoring hides more of planning.
 
     >>> phases = {"plan": 2.0, "size": 0.5, "migrate": 1.0, "recompute": 4.0, "score": 6.25, "score_wait": 0.0}
     >>> exposed_seconds(phases)
     {'plan': 0.0, 'size': 0.25, 'migrate': 1.0}
     """
     planning = sum(phases[name] for name in PLANNING)
-    passed = planning + phases["recompute"] + phases["score_wait"]
-    hidden = planning - max(passed - max(phases["recompute"], phases["score"]), 0.0)
+    total = planning + phases["recompute"] + phases["score_wait"]
+    hidden = planning - max(total - max(phases["recompute"], phases["score"]), 0.0)
     exposed = {}
     for name in PLANNING:
         exposed[name] = max(phases[name] - max(hidden, 0.0), 0.0)

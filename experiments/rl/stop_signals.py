@@ -1,4 +1,4 @@
-"""How a run is stopped: by SIGTERM or Ctrl-C, behind the step in progress."""
+"""Stopping a run with SIGTERM or Ctrl-C, after the step in progress."""
 
 import contextlib
 import signal
@@ -9,22 +9,24 @@ from typing import Any
 
 @contextlib.contextmanager
 def stop_signals() -> Iterator[threading.Event]:
-    """An event that SIGTERM or Ctrl-C sets, so that the step in progress can be finished and saved. The second one
-    stops at once, as if there were none of this."""
-    asked = threading.Event()
-    before: dict[signal.Signals, Any] = {}
+    """Yield an event that SIGTERM or Ctrl-C sets, so that a run can finish and save the step in progress.
+
+    The first signal restores the previous handlers, so that a second one stops the process at once.
+    """
+    stop = threading.Event()
+    previous_handlers: dict[signal.Signals, Any] = {}
 
     def restore() -> None:
-        for number, handler in before.items():
+        for number, handler in previous_handlers.items():
             signal.signal(number, handler)
 
-    def ask(*_: object) -> None:
-        asked.set()
+    def request_stop(*_: object) -> None:
+        stop.set()
         restore()
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        before[number] = signal.signal(number, ask)
+        previous_handlers[number] = signal.signal(number, request_stop)
     try:
-        yield asked
+        yield stop
     finally:
         restore()

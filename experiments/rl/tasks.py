@@ -1,7 +1,7 @@
-"""Tasks whose answers a few lines of code can check, so that rewards need no model and no network.
+"""Tasks whose answers a few lines of code can check, so that rewards need neither a model nor a network.
 
-A task draws examples from a seed and scores completions. The same examples teach the warm-up: prompt, then answer.
-A few are built in; with the extra ``rl`` every procedural task of reasoning-gym is there under its own name.
+A task draws examples from a seed and scores completions. The warm-up trains on the same examples, prompt and answer. A
+few tasks are built in. With the extra ``rl``, every procedural task of reasoning-gym is available by its own name.
 """
 
 import difflib
@@ -17,19 +17,19 @@ from relibra_jax.suggestions import suggest_names
 
 
 class Example(NamedTuple):
-    """A question and what is known of its answer."""
+    """A prompt with an answer."""
 
     prompt: str
     """The text that the policy responds to."""
     answer: str
-    """A right answer, for the warm-up; a task may accept others."""
+    """A correct answer, for the warm-up. The task may accept other answers, too."""
     entry: Any = None
-    """What a task of reasoning-gym wants to see again when it scores."""
+    """The entry of reasoning-gym, which its tasks need for scoring."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """Where prompts come from and what a completion is worth; the table is `TASKS`, `find_task` knows more.
+    """A source of examples and a reward function. `TASKS` has the built-in tasks, and `find_task` finds all.
 
     >>> task = TASKS["add"]
     >>> [example] = task.sample(0, 1)
@@ -38,24 +38,27 @@ class Task:
     """
 
     name: str
-    """The name that `find_task` knows it by."""
+    """The name by which `find_task` finds the task."""
     draw: Callable[[int, int], Sequence[Example]]
-    """Makes examples: ``(seed, count) -> examples``."""
+    """The function that draws examples: ``(seed, count) -> examples``."""
     score: Callable[[str, Example], float]
-    """The reward function: ``(completion, example) -> reward`` in 0..1, always the same for the same text."""
+    """The reward function: ``(completion, example) -> reward`` in 0..1. Equal texts get equal rewards."""
 
     def sample(self, seed: int | Sequence[int], count: int) -> list[Example]:
-        """Draw examples, the same for the same seed.
+        """Draw examples. Equal seeds give equal examples.
 
         Args:
-            seed: one number, or several: a run's seed and the number of its batch, for instance.
+            seed: the seed: one number, or several, for example the seed of a run and the number of its batch.
             count: the number of examples.
+
+        Returns:
+            The examples.
         """
         return list(self.draw(int(np.random.SeedSequence(seed).generate_state(1)[0]), count))
 
 
 def exact(completion: str, example: Example) -> float:
-    """1 for the answer and nothing else, save blanks around it.
+    """Return 1 if the completion is the answer, apart from blanks around it, else 0.
 
     >>> exact(" 12", Example("5+7=", "12")), exact("12.", Example("5+7=", "12"))
     (1.0, 0.0)
@@ -64,21 +67,27 @@ def exact(completion: str, example: Example) -> float:
 
 
 def in_place(completion: str, example: Example) -> float:
-    """The share of letters that are right and in their place, of the longer of both texts.
+    """Return the share of correct letters in the correct place, out of the letters of the longer text.
 
     >>> in_place("abx", Example("copy abcd: ", "abcd"))
     0.5
     """
-    right = sum(a == b for a, b in zip(completion, example.answer, strict=False))
-    return right / max(len(completion), len(example.answer))
+    matches = sum(a == b for a, b in zip(completion, example.answer, strict=False))
+    return matches / max(len(completion), len(example.answer))
 
 
 def find_task(name: str) -> Task:
-    """The task of a name: a built-in one, else reasoning-gym's.
+    """Find a task by name, among the built-in tasks and those of reasoning-gym.
+
+    Args:
+        name: the name of the task.
+
+    Returns:
+        The task.
 
     Raises:
-        ValueError: if there is no such task, with the nearest names; or none built in, and the extra that would bring
-            more is not installed.
+        ValueError: if there is no such task, if it is not built in and reasoning-gym is not installed, or if its
+            examples have no answers.
     """
     if name in TASKS:
         return TASKS[name]
@@ -87,16 +96,16 @@ def find_task(name: str) -> Task:
         from reasoning_gym.factory import DATASETS  # type: ignore[import-not-found,unused-ignore]
     except ImportError as error:
         raise ValueError(
-            f"task {name!r} is none of {', '.join(TASKS)}{suggest_names(name, TASKS)}; tasks of reasoning-gym need"
-            ' the extra rl: pip install -e ".[rl]"'
+            f"task {name!r} must be one of {', '.join(TASKS)}{suggest_names(name, TASKS)}; for tasks of reasoning-gym"
+            ' install the extra rl: pip install -e ".[rl]"'
         ) from error
     if name not in DATASETS:
-        near = difflib.get_close_matches(name, [*TASKS, *DATASETS], n=3, cutoff=0)
-        raise ValueError(f"task {name!r}: no such task; the nearest are {', '.join(near)}")
+        similar = difflib.get_close_matches(name, [*TASKS, *DATASETS], n=3, cutoff=0)
+        raise ValueError(f"unknown task {name!r}; similar names are {', '.join(similar)}")
     judge = reasoning_gym.create_dataset(name, seed=0, size=1)
     if judge[0]["answer"] is None:
         raise ValueError(
-            f"task {name!r}: its examples have no answers, the warm-up has nothing to learn from"
+            f"task {name!r} cannot be used: its examples have no answers for the warm-up to learn from"
         )
 
     def draw(seed: int, count: int) -> list[Example]:
@@ -143,7 +152,7 @@ def _count(rng: np.random.Generator) -> Example:
 
 
 def _numbers(rng: np.random.Generator) -> Example:
-    # Most answers are short and a few long, as those of reasoning are.
+    # Most answers are short and a few are long, like those of reasoning models.
     last = round(2 * 15 ** rng.random())
     return Example(f"1 to {last}: ", " ".join(map(str, range(1, last + 1))))
 
@@ -157,4 +166,4 @@ TASKS: Final[Mapping[str, Task]] = MappingProxyType(
         "numbers": Task(name="numbers", draw=_each(_numbers), score=in_place),
     }
 )
-"""The built-in tasks."""
+"""The built-in tasks by name."""

@@ -1,6 +1,6 @@
-"""Text as tokens: what a run asks of a tokenizer, and the one that needs no files, the bytes of UTF-8.
+"""Tokenizers: the interface that a run needs, and a tokenizer of UTF-8 bytes that needs no files.
 
-The 256 bytes are themselves, and three ids behind them mean something else.
+The tokens of the latter are the 256 bytes and three special tokens after them.
 """
 
 import itertools
@@ -12,45 +12,46 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 PAD: Final = 256
-"""Fills arrays of bytes where there is no token."""
+"""The padding token of `BYTES`."""
 BOS: Final = 257
-"""Starts every sequence of bytes."""
+"""The token of `BYTES` that starts every sequence."""
 EOS: Final = 258
-"""Ends a response of bytes."""
+"""The token of `BYTES` that ends a response."""
 VOCABULARY: Final = 259
+"""The number of tokens of `BYTES`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tokenizer:
-    """Text to tokens and back. `BYTES` is one; `experiments.rl.checkpoint_tokenizer` reads those of checkpoints.
+    """A tokenizer. `BYTES` is one, and `experiments.rl.checkpoint_tokenizer` reads those of checkpoints.
 
     >>> BYTES.encode_prompt("aé"), BYTES.encode_answer("b")
     ([257, 97, 195, 169], [98, 258])
     """
 
     encode_prompt: Callable[[str], list[int]]
-    """The tokens that a response follows: a prompt with what starts a sequence, or in the model's chat template."""
+    """Encodes a prompt, up to where the response starts: after a start token, or in the model's chat template."""
     encode_text: Callable[[str], list[int]]
-    """The tokens of a text and nothing else."""
+    """Encodes a text without special tokens."""
     decode_text: Callable[[Sequence[int]], str]
-    """The text of tokens; those that mean something else, and ids that mean nothing, are left out."""
+    """Decodes tokens to text. It leaves out special tokens and unused ids."""
     ends: tuple[int, ...]
-    """The tokens that end a response, at least one; the first of them ends answers that are taught."""
+    """The tokens that end a response, at least one. The first of them ends the answers of the warm-up."""
     pad: int
-    """Fills arrays where there is no token. Which positions are real is said by a mask, never by this id."""
+    """The padding token of arrays. Masks tell which positions are real tokens, never this id."""
     size: int
-    """All ids are below this number."""
+    """A number above all token ids."""
     never: tuple[int, ...]
-    """The tokens that no response contains: padding, and what starts a sequence."""
+    """The tokens that a response never contains: the padding and start tokens."""
 
     def allowed(self, vocabulary: int) -> Bool[np.ndarray, " V"]:
-        """Which ids a response may contain.
+        """Mark the ids that a response may contain.
 
         Args:
-            vocabulary: the ids V of the model, at least ``size``: models may have rows that mean nothing.
+            vocabulary: V, the number of ids of the model, at least ``size``. A model may have unused ids.
 
         Returns:
-            True where ``never`` does not have the id and it is below ``size``.
+            True for ids below ``size`` that are not in ``never``.
 
         >>> np.flatnonzero(~BYTES.allowed(261)).tolist()
         [256, 257, 259, 260]
@@ -59,11 +60,11 @@ class Tokenizer:
         return (ids < self.size) & ~np.isin(ids, self.never)
 
     def encode_answer(self, answer: str) -> list[int]:
-        """The tokens of a whole response, its end included."""
+        """Encode an answer as a whole response, with the token that ends it."""
         return [*self.encode_text(answer), self.ends[0]]
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text of a response, up to the first token that ends it.
+        """Decode a response, up to the first token that ends it.
 
         >>> BYTES.decode([*BYTES.encode_answer("aé"), 98])
         'aé'
@@ -71,17 +72,17 @@ class Tokenizer:
         return self.decode_text(list(itertools.takewhile(lambda token: token not in self.ends, tokens)))
 
     def pad_rows(self, rows: Sequence[Sequence[int]], length: int) -> Int[np.ndarray, "B T"]:
-        """Rows of tokens as one array, aligned to the left.
+        """Put rows of tokens into one array, aligned to the left.
 
         Args:
             rows: the tokens of each row.
-            length: the length T of every padded row.
+            length: T, the length of the padded rows.
 
         Returns:
-            int32, ``pad`` behind the tokens of each row.
+            The padded rows, int32.
 
         Raises:
-            ValueError: if a row is longer than ``length``; names the first one.
+            ValueError: if a row is longer than ``length``. The message names the first such row.
 
         >>> BYTES.pad_rows([[1, 2], []], 3).tolist()
         [[1, 2, 256], [256, 256, 256]]
@@ -89,13 +90,13 @@ class Tokenizer:
         padded = np.full((len(rows), length), self.pad, np.int32)
         for number, row in enumerate(rows):
             if len(row) > length:
-                raise ValueError(f"row {number}: {len(row)} tokens, there is room for {length}")
+                raise ValueError(f"row {number} has {len(row)} tokens and must have at most {length}")
             padded[number, : len(row)] = row
         return padded
 
 
 def _decode_bytes(tokens: Sequence[int]) -> str:
-    """Bytes that are no UTF-8 become U+FFFD."""
+    """Decode UTF-8, with U+FFFD in place of invalid bytes."""
     return bytes(token for token in tokens if token < PAD).decode(errors="replace")
 
 
@@ -108,4 +109,4 @@ BYTES: Final = Tokenizer(
     size=VOCABULARY,
     never=(PAD, BOS),
 )
-"""The bytes of UTF-8: for models that are trained from nothing."""
+"""The tokenizer of UTF-8 bytes, for models that are trained from random weights."""

@@ -1,4 +1,4 @@
-"""Runs from start to end: one for each seed, saved, stopped and resumed, and a report."""
+"""Whole training runs: one for each seed, with checkpoints, stopping, resuming and a report."""
 
 import contextlib
 import dataclasses
@@ -25,7 +25,7 @@ from experiments.rl.processes import (
     Group,
     check_same,
     is_first,
-    joined,
+    join_processes,
     on_any,
     process_count,
     text_from_first,
@@ -43,10 +43,11 @@ from relibra_jax.replay_files import load_replay, save_replay
 from relibra_jax.types import RoutingReplay
 
 CHECKPOINTS_KEPT: Final = 2
-OF_ONE_START: Final = ("out", "resume", "verify", "profile")
-"""The settings that are not written down for the next start."""
+"""The number of latest checkpoints that a run keeps."""
+UNSAVED_SETTINGS: Final = ("out", "resume", "verify", "profile")
+"""The settings that apply to one start of a run and are not saved for the next."""
 COMPILED: Final = Path("out/compiled")
-"""Where compiled programs are kept for later processes, unless the user has chosen another place."""
+"""The folder of compiled programs for later processes, unless the user has set another one."""
 
 
 def run_train(
@@ -57,27 +58,28 @@ def run_train(
     task: Task | None = None,
     writer: OpenWriter | None = None,
 ) -> Path:
-    """Run every seed, or go on with them, and report. SIGTERM and Ctrl-C save and return.
+    """Run or resume all seeds, then write the report. On SIGTERM or Ctrl-C the run saves a checkpoint and returns.
 
-    On several processes (`experiments.rl.processes.joined`) all call it; the first one writes and shows everything but
-    checkpoints, which all write.
+    On several processes (`experiments.rl.processes.join_processes`) all of them call this function. All write
+    checkpoints, and the first one writes and prints everything else.
 
     Args:
-        config: the settings of the runs.
-        console: where progress and the table are shown.
-        name: the name of the run, for its folder.
-        task: a task in place of the one that ``config`` names.
-        writer: opens a further writer of metrics for every seed, in place of the one that ``config`` names:
-            ``lambda folder, settings: wandb.init(dir=folder, config=settings)``, for instance.
+        config: the settings of the run.
+        console: the console for progress and the report.
+        name: the name of the run, for its folder and the command that resumes it.
+        task: the task. None uses the one that ``config`` names.
+        writer: a function that opens a further writer of metrics for every seed, for example
+            ``lambda folder, settings: wandb.init(dir=folder, config=settings)``. None uses the one that ``config``
+            names.
 
     Returns:
-        The folder with ``config.json``, ``seed-*/metrics.jsonl``, checkpoints, figure and summary.
+        The folder of the run, with ``config.json``, ``seed-*/metrics.jsonl``, checkpoints, figure and summary.
 
     Raises:
-        ValueError: if settings do not fit or the planner refuses them, there is no such writer, a checkpoint is damaged
-            or of another model, or training diverges.
+        ValueError: if the settings do not fit together or the planner rejects them, the writer does not exist, a
+            checkpoint is damaged or belongs to another model, or training diverges.
     """
-    with joined() as group:
+    with join_processes() as group:
         if is_first() and writer is None and config.writer is not None:
             writer = import_writer(config.writer)
         console = console if is_first() else Console(quiet=True)
@@ -88,11 +90,11 @@ def run_train(
         folder = _folder(config, name)
         group.command = f"python -m experiments.run {name} --resume {folder}"
         keep_compiled()
-        with stop_signals() as asked:
+        with stop_signals() as stop:
             for seed in config.seeds:
-                if not _run_seed(config, seed, folder, console, asked, task, writer, group):
-                    again = f"stopped and saved; go on with: {group.command}"
-                    console.print(again, highlight=False, soft_wrap=True)
+                if not _run_seed(config, seed, folder, console, stop, task, writer, group):
+                    message = f"stopped and saved; resume with: {group.command}"
+                    console.print(message, highlight=False, soft_wrap=True)
                     return folder
         if is_first():
             write_report(config, folder, console, name)
@@ -100,7 +102,7 @@ def run_train(
 
 
 def keep_compiled() -> None:
-    """Keep compiled programs for later processes."""
+    """Make JAX keep compiled programs on disk for later processes, unless the user has set a cache."""
     if jax.config.jax_compilation_cache_dir is None:
         jax.config.update("jax_compilation_cache_dir", str(COMPILED.absolute()))
 
@@ -110,12 +112,12 @@ def _run_seed(
     seed: int,
     run: Path,
     console: Console,
-    asked: threading.Event,
+    stop: threading.Event,
     task: Task | None,
     open_writer: OpenWriter | None,
     group: Group,
 ) -> bool:
-    """Whether it came to its end."""
+    """Run or resume one seed; return False if it was stopped before its end."""
     folder, trainer = run / f"seed-{seed}", Trainer(config, seed, task=task)
     recorded = range(max(config.warmup_steps, trainer.total_steps - config.record), trainer.total_steps)
     options = ocp.CheckpointManagerOptions(max_to_keep=CHECKPOINTS_KEPT, create=True)
@@ -124,13 +126,14 @@ def _run_seed(
             trainer.restore(manager, verify=config.verify)
         if config.profile is not None and config.profile < trainer.state.step:
             console.print(
-                f"note: seed {seed} is at step {trainer.state.step}, profile={config.profile} is behind it"
+                f"note: seed {seed} resumes at step {trainer.state.step}, after profile={config.profile}: no profile is"
+                " written"
             )
         settings = {**_plain(config), "seed": seed}
         writer = None
         if is_first() and open_writer is not None:
             writer = open_checked(open_writer, folder, settings)
-        # Settings that a checkpoint or a writer refuses are not written down.
+        # Only now, so that settings that the checkpoint or the writer rejects are not saved.
         if is_first():
             _note_changes(config, run, console)
         wait_for_all("settings")
@@ -146,14 +149,14 @@ def _run_seed(
                 for failure in metrics.get(FAILURES, ()):
                     bar.console.print(f"step {step}: {failure}", style="red", markup=False)
 
-            while trainer.state.step < trainer.total_steps and not on_any(asked.is_set()):
+            while trainer.state.step < trainer.total_steps and not on_any(stop.is_set()):
                 step, learning = trainer.state.step, trainer.state.step >= config.warmup_steps
                 if config.evaluates_before(step):
                     report(step, trainer.evaluate())
                 with profiled(folder / f"profile-{step}" if is_first() and step == config.profile else None):
                     metrics = trainer.learn() if learning else trainer.warm_up()
                 report(step, metrics)
-                bar.update(task_id, completed=trainer.state.step, shown=_shown(metrics))
+                bar.update(task_id, completed=trainer.state.step, status=_status(metrics))
                 if is_first() and step in recorded and trainer.replay is not None:
                     save_replay(
                         _routing(folder, step), trainer.replay, num_experts=config.model_config.num_experts
@@ -167,14 +170,14 @@ def _run_seed(
             trainer.state.save(manager)
     if finished and config.model is not None:
         _save_model(trainer, folder, console)
-    # Behind the last checkpoint: a run that is killed before it comes here again, with all its parts.
+    # After the last checkpoint: a run that is killed before this point gets here again, with all parts still there.
     if finished and is_first():
         _join_routing(folder, [_routing(folder, step) for step in recorded])
     return finished
 
 
 def _save_model(trainer: Trainer, folder: Path, console: Console) -> None:
-    """The trained model as a checkpoint like the one that it comes from."""
+    """Save the trained model as a Hugging Face checkpoint, in the format and dtype of the one that it started from."""
     trained = folder / f"model-{trainer.state.step}"
     source = trainer.config.model
     assert source is not None
@@ -190,7 +193,7 @@ def _routing(folder: Path, step: int) -> Path:
 
 
 def _join_routing(folder: Path, parts: list[Path]) -> None:
-    """Make one trace of the recorded batches."""
+    """Join the recorded routing of several batches into one trace, and delete the parts."""
     parts = [part for part in parts if part.exists()]
     if parts:
         replays, num_experts = zip(*map(load_replay, parts), strict=True)
@@ -200,11 +203,11 @@ def _join_routing(folder: Path, parts: list[Path]) -> None:
 
 
 def join_replays(replays: Sequence[RoutingReplay]) -> RoutingReplay:
-    """The samples of all replays in one, padded to the longest of them.
+    """Join the samples of several replays into one, padded to the longest.
 
     >>> short, long = (RoutingReplay(np.ones((2, n, 1, 1), np.uint8), np.ones((2, n), bool)) for n in (3, 5))
-    >>> joined = join_replays([short, long])
-    >>> joined.expert_ids.shape, joined.mask.sum(1).tolist()
+    >>> join_processes = join_replays([short, long])
+    >>> join_processes.expert_ids.shape, join_processes.mask.sum(1).tolist()
     ((4, 5, 1, 1), [3, 3, 5, 5])
     """
     longest = max(replay.mask.shape[1] for replay in replays)
@@ -218,7 +221,7 @@ def join_replays(replays: Sequence[RoutingReplay]) -> RoutingReplay:
 
 
 def _check_planner(config: Train) -> None:
-    """What the planner refuses, it refuses now and not after the warm-up."""
+    """Trace the planner, so that it rejects bad settings now and not after the warm-up."""
     topology, planner, layers = config.topology, config.planner_entry.planner, config.model_config.moe_layers
     ranks = topology.num_nodes, topology.ranks_per_node
 
@@ -230,27 +233,29 @@ def _check_planner(config: Train) -> None:
 
 
 def _check_processes(config: Train) -> None:
-    """What several processes have to agree on before they go on together."""
+    """Check that ranks fit the processes, and that all processes have the same settings."""
     processes, topology = process_count(), config.topology
     nodes = topology.num_nodes
     if nodes % processes and processes % nodes:
         raise ValueError(
-            f"nodes={nodes} x ranks_per_node={topology.ranks_per_node} on {processes} processes: a process must hold"
-            " whole nodes, or a node whole processes"
+            f"nodes={nodes} x ranks_per_node={topology.ranks_per_node} do not fit {processes} processes: each process"
+            " must hold whole nodes, or each node whole processes"
         )
     settings = json.dumps(_plain(config), sort_keys=True).encode()
     check_same(np.frombuffer(settings, np.uint8), "settings")
 
 
 def _folder(config: Train, name: str) -> Path:
-    """The folder of the run, which several processes all have to see."""
+    """Choose the folder of the run, and check that all processes see it."""
     folder = _new_folder(config, name) if is_first() else Path()
     if process_count() > 1:
         if is_first():
             folder.mkdir(parents=True, exist_ok=True)
         folder = Path(text_from_first(str(folder)))
         if on_any(not folder.is_dir()):
-            raise ValueError(f"{folder}: not a folder that all {process_count()} processes see")
+            raise ValueError(
+                f"{folder} must be on a file system that all {process_count()} processes see, but some do not find it"
+            )
     return folder
 
 
@@ -259,20 +264,24 @@ def _new_folder(config: Train, name: str) -> Path:
         return config.resume
     folder = config.out or Path("out") / name / datetime.now().strftime("%Y-%m-%d-%H%M%S")
     if (folder / "config.json").exists():
-        raise ValueError(f"{folder} holds a run: go on with --resume {folder}, or choose another --out")
+        raise ValueError(
+            f"{folder} contains a run already: resume it with --resume {folder}, or choose another --out"
+        )
     return folder
 
 
 def _note_changes(config: Train, folder: Path, console: Console) -> None:
-    """Write the settings down, and say in what they differ from those that a resumed run began with."""
-    now = {key: value for key, value in _plain(config).items() if key not in OF_ONE_START}
+    """Save the settings, and print how they differ from those that a resumed run had before."""
+    settings = {key: value for key, value in _plain(config).items() if key not in UNSAVED_SETTINGS}
     path = folder / "config.json"
-    before = json.loads(path.read_text()) if path.exists() else now
-    for key, value in now.items():
-        if before.get(key) != value:
-            console.print(f"note: {key} was {before.get(key)}, is {value}", highlight=False, soft_wrap=True)
+    previous = json.loads(path.read_text()) if path.exists() else settings
+    for key, value in settings.items():
+        if previous.get(key) != value:
+            console.print(
+                f"note: {key} was {previous.get(key)} and is now {value}", highlight=False, soft_wrap=True
+            )
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(path, now)
+    write_json(path, settings)
 
 
 def _plain(config: Train) -> dict[str, Any]:
@@ -281,20 +290,20 @@ def _plain(config: Train) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _progress(console: Console, name: str, *, total: int) -> Iterator[tuple[Progress, TaskID]]:
-    """A progress bar that says what is compiled while it is, and its one task."""
+    """Show a progress bar, which names the programs that are being compiled; yield it and its only task."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    shown = TextColumn("{task.fields[shown]}")
-    with Progress(*columns, shown, console=console, transient=True) as bar:
-        task_id = bar.add_task(name, total=total, shown="")
+    status = TextColumn("{task.fields[status]}")
+    with Progress(*columns, status, console=console, transient=True) as bar:
+        task_id = bar.add_task(name, total=total, status="")
 
-        def tell(program: str) -> None:
-            bar.update(task_id, shown=f"compiling {program}" if program else "")
+        def show(program: str) -> None:
+            bar.update(task_id, status=f"compiling {program}" if program else "")
 
-        with tell_compilations(tell):
+        with tell_compilations(show):
             yield bar, task_id
 
 
-def _shown(metrics: dict[str, Any]) -> str:
+def _status(metrics: dict[str, Any]) -> str:
     speed = f"{metrics['speed/tokens_per_second']:.0f} tokens/s"
     if metrics["kind"] == WARM_UP:
         return f"warm-up, loss {metrics['warmup/loss']:.3f}, {speed}"

@@ -1,7 +1,7 @@
-"""One run: a policy that is warmed up, generates responses, and learns from them in balanced steps.
+"""The trainer of one seed: it warms up a policy, then generates responses and learns from them in balanced steps.
 
-What is drawn follows from the seed and the number of the step, so a run that goes on from a checkpoint draws what it
-would have drawn, and on the same mesh computes the same bits.
+All random draws follow from the seed and the number of the step. So a run that resumes from a checkpoint draws the same
+numbers as one that was never stopped, and on the same mesh it computes the same bits.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -18,16 +18,16 @@ from experiments.rl.configs import Train
 from experiments.rl.devices import host_devices
 from experiments.rl.generation import Responses
 from experiments.rl.losses import token_weights
-from experiments.rl.metrics import EVALUATE, FAILURES, LEARN, OF_ALGORITHMS, WARM_UP
+from experiments.rl.metrics import ALGORITHM_METRICS, EVALUATE, FAILURES, LEARN, WARM_UP
 from experiments.rl.plan_ahead import PlanAhead
 from experiments.rl.processes import check_same, on_every_host
 from experiments.rl.prompts import Prompts, find_tokenizer
 from experiments.rl.rewards import Rewards
 from experiments.rl.rollout import Rollout, Sampler, mean_or_none, share_rewards
 from experiments.rl.stages import (
+    BatchLessons,
     OldPolicy,
     Stages,
-    Taught,
     join_metrics,
     prepare_stages,
     recompute_live,
@@ -47,22 +47,23 @@ from relibra_jax.nnx import PreparedBatch, check_executed
 from relibra_jax.types import RoutingReplay
 
 SHOWN_FAILURES: Final = 3
-"""So many failures of reward functions are written down in full."""
+"""The maximum number of reward-function failures in a line of metrics."""
 SUPERVISED, EVALUATION = 0, 2
-"""Parts of the seeds of what is drawn besides `experiments.rl.rollout.PROMPTS`: of examples, and of keys."""
+"""Parts of the seeds of examples and random keys, for the warm-up and evaluations; see
+`experiments.rl.rollout.PROMPTS`."""
 
 
 class Trainer:
-    """The state of a run and the steps that change it.
+    """The state of a run, and the steps that change it.
 
     Args:
         config: the settings of the run.
-        seed: one of its seeds.
-        task: a task in place of the one that ``config`` names.
-        tokenizer: a tokenizer in place of the one that belongs to the model.
+        seed: one of the seeds of the run.
+        task: the task. None uses the one that ``config`` names.
+        tokenizer: the tokenizer. None uses the one of the model.
 
     Raises:
-        ValueError: if there is no such task, the tokenizer has tokens that the policy does not know, or there are
+        ValueError: if the task is unknown, the tokenizer has more tokens than the policy's vocabulary, or there are
             fewer devices than ranks.
     """
 
@@ -73,36 +74,37 @@ class Trainer:
         tokenizer = find_tokenizer(config) if tokenizer is None else tokenizer
         if tokenizer.size > config.model_config.vocabulary:
             raise ValueError(
-                f"tokenizer of {tokenizer.size} tokens, the policy's vocabulary has {config.model_config.vocabulary}"
+                f"the tokenizer has {tokenizer.size} tokens, but the policy's vocabulary has only"
+                f" {config.model_config.vocabulary}"
             )
         self.prompts = Prompts(config, find_task(config.task) if task is None else task, tokenizer)
         self.mesh = expert_mesh(config.topology, devices=host_devices(config.topology.num_ranks))
         self.state = State(config, seed, self.mesh)
         self.sampler = Sampler(config, seed, self.state, self.prompts)
         self.replay: RoutingReplay | None = None
-        """The routing of the last responses."""
+        """The routing of the last responses. None before the first."""
 
     @property
     def total_steps(self) -> int:
-        """The steps of warm-up and learning together."""
+        """The number of steps in warm-up and learning together."""
         return self.config.warmup_steps + self.config.steps
 
     def restore(self, manager: ocp.CheckpointManager, *, verify: bool = True) -> None:
-        """Go on from the latest checkpoint.
+        """Restore the latest checkpoint.
 
         Args:
-            manager: the Orbax manager of the directory.
+            manager: the Orbax manager of the checkpoint directory.
             verify: whether to compare every array with the digest that was saved with it.
 
         Raises:
-            ValueError: as `State.restore` and `experiments.rl.rollout.Sampler.next_rows` say.
+            ValueError: under the conditions of `State.restore` and `experiments.rl.rollout.Sampler.next_rows`.
         """
         self.state.restore(manager, verify=verify)
         if self.state.carried is not None:
             self.sampler.next_rows(self.state.carried)
 
     def warm_up(self) -> dict[str, Any]:
-        """One supervised update on prompts with right answers; its metrics."""
+        """Make one supervised update on prompts with correct answers, and return its metrics."""
         config, state, clock, tokenizer = self.config, self.state, StepClock(), self.prompts.tokenizer
         examples = self.prompts.draw((self.seed, SUPERVISED, state.step), config.samples)
         prompts = [tokenizer.encode_prompt(example.prompt) for example in examples]
@@ -117,7 +119,7 @@ class Trainer:
         with clock("update"):
             batch = self.prepare_live()
             samples = batch.to_ranks(TrainingBatch(tokens, mask, weight=weight))
-            # Live routing is known once it has run.
+            # The load of live routing is known only after a run, so a recompute counts it.
             batch_load = recompute(state.agent, batch, samples, temperature=1.0).load.sum((0, 2, 3))
             metrics = update(
                 *(state.agent, state.optimizer, batch, samples, batch_load), balance=config.balance
@@ -128,18 +130,18 @@ class Trainer:
         return {"kind": WARM_UP, "warmup/loss": loss, **_speed(int(mask.sum()), clock)}
 
     def learn(self) -> dict[str, Any]:
-        """Responses to one batch of prompts and what is learned from them; its metrics."""
+        """Sample responses to one batch of prompts, learn from them, and return the metrics of the step."""
         config, state, clock = self.config, self.state, StepClock()
-        # Rewards are Python, planning is compiled: they run beside what devices do, and beside each other.
-        with ThreadPoolExecutor(2) as beside:
-            ahead = PlanAhead(state, config, beside, clock)
-            rollout = self.sampler.roll_out(beside, ahead.watch, clock)
+        # Scoring runs in Python and the search in compiled code, so they overlap with devices and with each other.
+        with ThreadPoolExecutor(2) as executor:
+            plan_ahead = PlanAhead(state, config, executor, clock)
+            rollout = self.sampler.roll_out(executor, plan_ahead.watch, clock)
             responses = rollout.responses
             if config.routing == "recompute":
                 with clock("recompute"):
                     responses, old = recompute_live(state, config, responses)
             with clock("plan"):
-                plan_ahead_seconds = ahead.wait()
+                plan_ahead_seconds = plan_ahead.wait()
             stages = self.prepare(responses, clock)
             if config.routing == "rollout":
                 with clock("recompute"):
@@ -149,8 +151,8 @@ class Trainer:
                 rewards = rollout.rewards()
         with clock("update"):
             old = start_critic(state, config, rollout, rewards, old)
-            taught = teach(config, rollout, rewards, old)
-            metrics = self.update(stages, taught.lessons, old)
+            batch_lessons = teach(config, rollout, rewards, old)
+            metrics = self.update(stages, batch_lessons.lessons, old)
             loss = self._check_finite(metrics)
         num_tokens = int(responses.mask.sum())
         times, exposed = _speed(num_tokens, clock), exposed_seconds(clock.phases)
@@ -158,7 +160,7 @@ class Trainer:
         state.carried = rollout.carried
         return {
             "kind": LEARN,
-            **dict.fromkeys(OF_ALGORITHMS),
+            **dict.fromkeys(ALGORITHM_METRICS),
             "reward/mean": mean_or_none(rewards.reward[rewards.scored]),
             "reward/failed": len(rewards.failures),
             FAILURES: rewards.failures[:SHOWN_FAILURES],
@@ -168,7 +170,7 @@ class Trainer:
             "policy/clipped_share": float(metrics.policy.clipped),
             "policy/kl": float(metrics.policy.kl),
             "policy/gradient_norm": float(metrics.gradient_norm),
-            **_measure_critic(taught, old, metrics),
+            **_measure_critic(batch_lessons, old, metrics),
             **measure_batch(
                 [stage.batch for stage in stages.updates],
                 metrics,
@@ -188,25 +190,28 @@ class Trainer:
         }
 
     def evaluate(self) -> dict[str, Any]:
-        """Score prompts that are the same at every call and for every seed; nothing is learned."""
+        """Score responses to the evaluation prompts, the same at every call and for every seed. Nothing is learned."""
         rewards: list[Rewards] = []
         for number in range(self.config.evaluation_batches):
             examples = self.prompts.groups((EVALUATION, number))
             key = jax.random.fold_in(jax.random.fold_in(self.state.key, EVALUATION), number)
             responses = self.sampler.respond(examples, key)
             rewards.append(share_rewards(self.sampler.score(examples, responses, StepClock())))
-        scored = np.concatenate([each.reward[each.scored] for each in rewards])
-        failures = [failure for each in rewards for failure in each.failures]
+        values = np.concatenate([part.reward[part.scored] for part in rewards])
+        failures = [failure for part in rewards for failure in part.failures]
         return {
             "kind": EVALUATE,
-            "evaluation/reward": mean_or_none(scored),
-            "evaluation/samples": len(scored),
+            "evaluation/reward": mean_or_none(values),
+            "evaluation/samples": len(values),
             "evaluation/failed": len(failures),
             FAILURES: failures[:SHOWN_FAILURES],
         }
 
     def prepare(self, responses: Responses, clock: StepClock) -> Stages:
-        """Plan the recorded routing, and move experts to their homes and samples to their ranks."""
+        """Plan the routing of responses, and move experts to their homes and samples to their ranks.
+
+        The clock gets the phases ``plan``, ``size`` and ``migrate``.
+        """
         state, total = self.state, StepClock()
         with total("prepare"):
             stages = prepare_stages(state, self.config, responses)
@@ -219,38 +224,38 @@ class Trainer:
         return stages
 
     def update(self, stages: Stages, lessons: Lessons, old: OldPolicy) -> StepMetrics:
-        """Learn from a batch for so many epochs, each update from samples of its own; the metrics of the last epoch.
+        """Learn from a batch for all epochs, and return the metrics of the last one.
 
-        An update's loss is a mean over its own tokens, as if its samples were a batch. Residents are pushed for each
-        update; those that the recompute ran with serve the first one.
+        The loss of an update is a mean over its own tokens, as if its samples were a batch. Residents are pushed for
+        each update. The first update uses the residents of the recompute.
         """
         config, state, residents = self.config, self.state, old.residents
-        taught = with_lessons(config, stages.updates, lessons, old)
+        updates = with_lessons(config, stages.updates, lessons, old)
         live = None if config.replay else self.prepare_live()
         for _ in range(config.epochs):
             metrics = []
-            for batch, samples in taught:
+            for batch, samples in updates:
                 shared = residents if config.replay else None
                 if shared is not None:
                     plan, topology = batch.batch_plan.plan, batch.parallel.topology
                     check_residents(shared, state.optimizer.step[...], plan, topology)
                 batch_load = batch.batch_plan.load.sum((0, 2, 3))
-                ran = update(
+                update_metrics = update(
                     *(state.agent, state.optimizer, live or batch, samples, batch_load, shared),
                     balance=config.balance,
                     temperature=config.temperature,
                     clip=config.clip,
                     critic=config.critic,
                 )
-                ran = on_every_host(ran, self.mesh)
+                update_metrics = on_every_host(update_metrics, self.mesh)
                 residents = None
                 if config.replay:
-                    check_executed(ran.slot_rows, batch)
-                metrics.append(ran)
+                    check_executed(update_metrics.slot_rows, batch)
+                metrics.append(update_metrics)
         return join_metrics(metrics)
 
     def prepare_live(self) -> PreparedBatch:
-        """A batch that routes anew, in order, experts at home."""
+        """Prepare a batch that routes live, with samples in order and experts at home."""
         state = self.state
         (batch,) = state.balancer.prepare_stages(
             *(state.agent, state.optimizer, None),
@@ -260,25 +265,26 @@ class Trainer:
         return batch
 
     def _check_finite(self, metrics: StepMetrics) -> float:
-        """The policy's loss.
+        """Return the policy's loss.
 
         Raises:
-            ValueError: if what the step computed is not finite; says what.
+            ValueError: if a loss or the norm of the gradient is not finite. The message names it.
         """
         values = {
             "the policy's loss": float(metrics.policy.loss),
             "the critic's loss": float(metrics.critic_loss),
             "the norm of the gradient": float(metrics.gradient_norm),
         }
-        if lost := [f"{name} is {value}" for name, value in values.items() if not np.isfinite(value)]:
+        if problems := [f"{name} is {value}" for name, value in values.items() if not np.isfinite(value)]:
             raise ValueError(
-                f"step {self.state.step}: {', '.join(lost)}: the training diverged, or a layer refused its plan or its"
-                " buffers; nothing of this step is saved"
+                f"step {self.state.step}: {', '.join(problems)}: the training diverged, or a layer rejected its plan or"
+                " its buffers; nothing of this step is saved"
             )
         return values["the policy's loss"]
 
 
 def _speed(num_tokens: int, clock: StepClock) -> dict[str, int | float]:
+    """Compute the metrics of tokens, speed and time that all updates have."""
     times = clock.report()
     return {
         "batch/tokens": num_tokens,
@@ -288,7 +294,7 @@ def _speed(num_tokens: int, clock: StepClock) -> dict[str, int | float]:
 
 
 def _measure_responses(rollout: Rollout) -> dict[str, Any]:
-    """What a line says of the responses of a step."""
+    """Compute the metrics of the responses of a step."""
     lengths, new = rollout.responses.response.sum(1), rollout.new.sum(1)
     return {
         "response/tokens": float(lengths.mean()),
@@ -299,9 +305,9 @@ def _measure_responses(rollout: Rollout) -> dict[str, Any]:
     }
 
 
-def _measure_critic(taught: Taught, old: OldPolicy, metrics: StepMetrics) -> dict[str, Any]:
-    """What a line says of the critic; nothing without one."""
-    lessons = taught.lessons
+def _measure_critic(batch_lessons: BatchLessons, old: OldPolicy, metrics: StepMetrics) -> dict[str, Any]:
+    """Compute the metrics of the critic. Without a critic there are none."""
+    lessons = batch_lessons.lessons
     if lessons.critic_tokens is None or lessons.value_target is None or old.value is None:
         return {}
     target = lessons.value_target[lessons.critic_tokens]
@@ -310,5 +316,5 @@ def _measure_critic(taught: Taught, old: OldPolicy, metrics: StepMetrics) -> dic
     return {
         "critic/loss": float(metrics.critic_loss),
         "critic/explained_variance": None if explained is None else float(explained),
-        "critic/not_finite": taught.not_finite,
+        "critic/not_finite": batch_lessons.not_finite,
     }

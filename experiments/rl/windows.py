@@ -1,10 +1,10 @@
-"""Responses that a window cuts off, and how the next rollout goes on with them.
+"""T-PPO's windows: responses that a window cuts off, and how the next rollout continues them.
 
-A rollout adds at most a window of tokens to every response. One that has neither ended nor filled its room keeps its
-row of the batch, and the next rollout takes prompt and response so far for its prompt; the rows of the others take new
-prompts, so the batch stays full. What is kept of a token is what the policy that sampled it said: its log-probability
-and its experts. The next rollout runs the tokens again to fill its cache of keys and values, under the policy as it is
-then, and what that run routes is not recorded.
+A rollout adds at most a window of tokens to every response. An unfinished response, which has neither ended nor reached
+its maximum length, is carried: it keeps its row of the batch, and the next rollout uses the prompt and the response so
+far as its prompt. The other rows get new prompts, so the batch stays full. Every token keeps the log-probability and
+the experts of the policy that sampled it. The next rollout runs the tokens again, under its own policy, to fill its
+cache of keys and values. It does not record the routing of that run.
 """
 
 from typing import NamedTuple
@@ -17,47 +17,53 @@ from relibra_jax.types import EMPTY, Array
 
 
 class Carried(NamedTuple):
-    """What one rollout leaves to the next: host arrays of a row for every sample of a batch, zeros in free rows."""
+    """The responses that one rollout carries to the next, as host arrays with a row for every sample of a batch.
+
+    Rows without a carried response are free, and 0.
+    """
 
     drawn: Int[Array, " B"]
-    """The learning step in which the prompt of each row was drawn; EMPTY for free rows."""
+    """The learning step that drew the prompt of each row. EMPTY for free rows."""
     prompt_lengths: Int[Array, " B"]
-    """The tokens of each prompt."""
+    """The number of tokens in each prompt."""
     lengths: Int[Array, " B"]
-    """The tokens of each prompt and its response so far."""
+    """The number of tokens in each prompt and its response so far."""
     tokens: Int[Array, "B T"]
-    """Prompt, then response."""
+    """The prompt, then the response."""
     expert_ids: Integer[Array, "B T L K"]
-    """The experts of every token, as the policy that sampled it chose them; of prompts, those of the first rollout."""
+    """The experts of every token under the policy that sampled it. Prompts have the experts of their first rollout."""
     log_probs: Float[Array, "B T"]
     """The log-probability of every sampled token under the policy that sampled it."""
 
     @property
     def free(self) -> Bool[Array, " B"]:
-        """The rows that take new prompts."""
+        """True for rows that get new prompts."""
         return self.drawn == EMPTY
 
     @property
-    def known(self) -> Bool[Array, "B T"]:
-        """The tokens that earlier rollouts have left."""
+    def mask(self) -> Bool[Array, "B T"]:
+        """True on the tokens of prompts and responses so far."""
         return np.arange(self.tokens.shape[1]) < self.lengths[:, None]
 
 
 def carry_nothing(samples: int, length: int, *, layers: int, top_k: int, dtype: np.dtype) -> Carried:
-    """What the first rollout begins with.
+    """Make the initial value, without carried responses, for the first rollout.
 
     Args:
-        samples: the samples B of a batch.
-        length: the room T for a prompt and its whole response.
-        layers: the layers L with experts.
-        top_k: the experts K of a token.
+        samples: B, the number of samples in a batch.
+        length: T, the maximum number of tokens in a prompt and its response.
+        layers: L, the number of mixture-of-experts layers.
+        top_k: K, the number of experts of a token.
         dtype: the dtype of expert ids.
+
+    Returns:
+        Free rows.
     """
-    row = np.zeros(samples, np.int32)
+    zeros = np.zeros(samples, np.int32)
     return Carried(
         drawn=np.full(samples, EMPTY, np.int32),
-        prompt_lengths=row,
-        lengths=row,
+        prompt_lengths=zeros,
+        lengths=zeros,
         tokens=np.zeros((samples, length), np.int32),
         expert_ids=np.zeros((samples, length, layers, top_k), dtype),
         log_probs=np.zeros((samples, length), np.float32),
@@ -65,15 +71,15 @@ def carry_nothing(samples: int, length: int, *, layers: int, top_k: int, dtype: 
 
 
 def fill_free_rows(carried: Carried, prompts: Int[Array, "B P"], lengths: Int[Array, " B"]) -> Carried:
-    """Give every free row the prompt of its number; rows that go on are left as they are.
+    """Put new prompts into the free rows. Carried responses keep their rows.
 
     Args:
-        carried: what the last rollout left.
-        prompts: a prompt for every row, aligned to the left, P at most T.
-        lengths: their tokens.
+        carried: the responses that the last rollout carries to the next.
+        prompts: a prompt for every row, of which free rows use theirs; aligned to the left, with P at most T.
+        lengths: the number of tokens in each prompt.
 
     Returns:
-        The rows of the next rollout; what it does not go on with is still free.
+        The rows of the next rollout. ``free`` still marks the rows with new prompts.
     """
     free, tokens = carried.free, np.array(carried.tokens)
     tokens[free, : prompts.shape[1]] = prompts[free]
@@ -85,41 +91,44 @@ def fill_free_rows(carried: Carried, prompts: Int[Array, "B P"], lengths: Int[Ar
 
 
 def join_windows(rows: Carried, window: Responses) -> Responses:
-    """The responses with all that earlier rollouts have sampled of them.
+    """Join a new window with the parts of its responses that earlier rollouts sampled.
 
     Args:
-        rows: what `fill_free_rows` returned.
-        window: what was generated behind it, on the host.
+        rows: the rows of the rollout, as `fill_free_rows` returned them.
+        window: the result of generating after these rows, on the host.
 
     Returns:
-        ``window`` with the recorded routing and log-probabilities of the rows that go on, and ``response`` true on the
-        tokens of all rollouts.
+        ``window``, with the recorded routing and log-probabilities of carried tokens, and with ``response`` True on the
+        response tokens of all rollouts.
     """
-    kept = rows.known & ~rows.free[:, None]
-    answered = kept & (np.arange(kept.shape[1]) >= rows.prompt_lengths[:, None])
+    carried_tokens = rows.mask & ~rows.free[:, None]
+    carried_response = carried_tokens & (np.arange(carried_tokens.shape[1]) >= rows.prompt_lengths[:, None])
     return window._replace(
-        response=window.response | answered,
-        expert_ids=np.where(kept[..., None, None], rows.expert_ids, window.expert_ids),
-        log_probs=np.where(answered, rows.log_probs, window.log_probs),
+        response=window.response | carried_response,
+        expert_ids=np.where(carried_tokens[..., None, None], rows.expert_ids, window.expert_ids),
+        log_probs=np.where(carried_response, rows.log_probs, window.log_probs),
     )
 
 
 def carry_unfinished(
     rows: Carried, responses: Responses, finished: Bool[Array, " B"], *, step: int
 ) -> Carried:
-    """What a rollout leaves to the next one.
+    """Select the unfinished responses of a rollout, for the next one to continue.
 
     Args:
-        rows: what `fill_free_rows` returned.
-        responses: what `join_windows` returned.
-        finished: the responses that have ended or filled their room, whose rows become free.
+        rows: the rows of the rollout, as `fill_free_rows` returned them.
+        responses: the responses so far, as `join_windows` returned them.
+        finished: True for responses that have ended or reached their maximum length. Their rows become free.
         step: the learning step of the rollout.
+
+    Returns:
+        The carried responses.
     """
     drawn = np.where(rows.free, step, rows.drawn)
 
     def keep(leaf: Array) -> np.ndarray:
-        gone = np.asarray(finished).reshape(-1, *[1] * (leaf.ndim - 1))
-        return np.where(gone, 0, leaf).astype(leaf.dtype)
+        free = np.asarray(finished).reshape(-1, *[1] * (leaf.ndim - 1))
+        return np.where(free, 0, leaf).astype(leaf.dtype)
 
     mask = responses.mask
     return Carried(

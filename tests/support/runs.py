@@ -1,4 +1,4 @@
-"""Reinforcement-learning runs of seconds: a policy as small as can be, a batch of 32 samples, buffers that hold it."""
+"""Settings for training runs of a few seconds: the smallest policy, batches of 32 samples, and buffers for them."""
 
 import dataclasses
 
@@ -28,9 +28,9 @@ SMALL = {
     "epochs": 2,
     "learning_rate": 3e-3,
 }
-"""Settings of `experiments.rl.configs.Train`."""
+"""The settings of a small run, as fields of `experiments.rl.configs.Train`."""
 HASTY = dataclasses.replace(BYTES, ends=(*BYTES.ends, *range(128)))
-"""A tokenizer of which every other token ends a response."""
+"""A tokenizer in which about half of the tokens end a response."""
 SIZES = Capacities(
     rows=512,
     flat=ExchangeSizes(pair=128, own=128, send=256, receive=512),
@@ -40,11 +40,11 @@ SIZES = Capacities(
     export_copies=8,
     push=PushSizes(exports=0, pair=0, own=0),
 )
-"""Buffers that hold every batch of such runs, so that one program is compiled."""
+"""Buffer sizes that are large enough for every batch of such runs, so that one program serves all."""
 
 
 def update_from(trainer, stages, responses, rewards, old):
-    """Learn from whole responses, as if the step had sampled them; the metrics of the updates."""
-    everything = np.ones(len(responses.tokens), bool)
-    rollout = Rollout(responses, responses.response, everything, lambda: rewards, None, 0, {})
+    """Learn from whole responses, as if this step had sampled them, and return the metrics of the updates."""
+    finished = np.ones(len(responses.tokens), bool)
+    rollout = Rollout(responses, responses.response, finished, lambda: rewards, None, 0, {})
     return trainer.update(stages, teach(trainer.config, rollout, rewards, old).lessons, old)
