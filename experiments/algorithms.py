@@ -28,7 +28,8 @@ from experiments.rl.metrics_log import read_metrics
 from experiments.rl.saved_config import saved_config
 from experiments.rl.train import run_train
 from relibra_jax.atomic_write import write_atomically, write_json
-from relibra_jax.cli.figures import COLOURS, GRID, INK
+from relibra_jax.cli.palette import GRID, INK
+from relibra_jax.cli.palette import SERIES as COLOURS
 from relibra_jax.cli.parsing import run_program
 
 COMPARED: Final = {"grpo": COLOURS[0], "ppo": COLOURS[6], "tppo": COLOURS[3]}

@@ -24,9 +24,10 @@ from rich.table import Table
 
 from relibra_jax.atomic_write import write_atomically
 from relibra_jax.cli.batching import make_batches
-from relibra_jax.cli.figures import COLOURS, GRID, INK
 from relibra_jax.cli.modelled_time import CostModel, make_cost_model
 from relibra_jax.cli.options import Batching, Costs, Ranks, TraceName
+from relibra_jax.cli.palette import GRID, INK
+from relibra_jax.cli.palette import SERIES as COLOURS
 from relibra_jax.cli.parsing import run_program
 from relibra_jax.cli.planner_runs import Contender, PlannedBatch, run_contender
 from relibra_jax.cost.batch_time import batch_time

@@ -55,6 +55,7 @@ CONFINED = {
     "tunix": {"relibra_jax.integrations"},
     "tyro": {"relibra_jax.cli"},
     "rich": {"relibra_jax.cli"},
+    "jinja2": {"relibra_jax.cli"},
     "matplotlib": {"relibra_jax.cli"},
     "scipy": {"relibra_jax.engine_placements", "relibra_jax.cli"},
     "optax": {"relibra_jax.execution", "relibra_jax.nnx"},

@@ -17,7 +17,8 @@ from experiments.rl.metrics import EVALUATE, LEARN, METRICS
 from experiments.rl.metrics_log import read_metrics
 from experiments.rl.step_clock import PLANNING
 from relibra_jax.atomic_write import write_atomically, write_json
-from relibra_jax.cli.figures import COLOURS, GRID, INK
+from relibra_jax.cli.palette import GRID, INK
+from relibra_jax.cli.palette import SERIES as COLOURS
 
 SMOOTH: Final = 7
 """Steps; a step's mean reward depends much on which prompts it drew."""

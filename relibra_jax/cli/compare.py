@@ -1,4 +1,4 @@
-"""``relibra compare``: planners over a trace, as one table, two figures and the numbers."""
+"""``relibra compare``: planners over a trace, as one table, two figures, the numbers and, if named, an HTML page."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -12,13 +12,16 @@ from rich.table import Table
 
 from relibra_jax.atomic_write import write_json
 from relibra_jax.cli.batching import make_batches
-from relibra_jax.cli.figures import compare_figure, timeline_figure
+from relibra_jax.cli.comparison_columns import balanced_cells, explain_columns, outcome_cells
+from relibra_jax.cli.comparison_page import check_page, command_line, write_page
+from relibra_jax.cli.figures import compare_figure
 from relibra_jax.cli.modelled_time import CostModel, make_cost_model
 from relibra_jax.cli.options import Batching, Costs, Ranks, TraceName
 from relibra_jax.cli.outcomes import Outcome, compare
 from relibra_jax.cli.outside_planner import import_planner
 from relibra_jax.cli.planner_runs import Contender
 from relibra_jax.cli.terminal import progress_bar, wide_table
+from relibra_jax.cli.timeline import timeline_figure
 from relibra_jax.planning.planners import PLANNERS
 from relibra_jax.suggestions import suggest_names
 from relibra_jax.traces.read import read_trace
@@ -41,6 +44,9 @@ class Compare:
     given repeatedly."""
     out: Path = Path("out/compare")
     """The folder for the figures and the numbers."""
+    html: Path | None = None
+    """An HTML file to write as well: the table, the figures and their explanations on one page that needs no other
+    file."""
 
 
 def run_compare(options: Compare, console: Console) -> None:
@@ -50,7 +56,11 @@ def run_compare(options: Compare, console: Console) -> None:
 
 
 def compare_contenders(
-    contenders_of: Callable[[CostModel], Mapping[str, Contender]], options: Compare, console: Console
+    contenders_of: Callable[[CostModel], Mapping[str, Contender]],
+    options: Compare,
+    console: Console,
+    *,
+    program: str = "relibra compare",
 ) -> None:
     """Run contenders over a trace, print the table, and write the figures and the numbers.
 
@@ -59,10 +69,13 @@ def compare_contenders(
             time.
         options: the trace, the settings, the rows to run, and the folder for what is written.
         console: the console for the table.
+        program: the command as the HTML page repeats it.
 
     Raises:
         ValueError: if the trace or the settings do not fit; nothing is written then.
     """
+    if options.html is not None:
+        check_page(options.html)
     trace = read_trace(options.trace)
     topology = options.ranks.topology(trace.num_experts)
     batches = make_batches(trace, options.batching, topology)
@@ -88,22 +101,32 @@ def compare_contenders(
     console.print(table, crop=False, soft_wrap=True)
     if any(is_reconstruction(outcome.planner) for outcome in outcomes):
         console.print(RECONSTRUCTION, style="dim")
-    console.print(COLUMNS_EXPLAINED, style="dim")
+    columns = list(outcome_cells(outcomes[0], residents=topology.resident_slots > 0))
+    console.print(explain_columns(columns), style="dim", highlight=False)
     console.print(f"time is that of {_priced(options.costs)}", style="dim")
     used = _samples_used(options.batching, batches.samples_left)
-    for note in (trace.note, used, "" if batches.history else NO_HISTORY):
-        if note:
-            console.print(f"note: {note}", style="dim")
+    notes = [note for note in (trace.note, used, "" if batches.history else NO_HISTORY) if note]
+    for note in notes:
+        console.print(f"note: {note}", style="dim")
     options.out.mkdir(parents=True, exist_ok=True)
     figure, timeline, numbers = (
         options.out / name for name in ("compare.png", "timeline.png", "compare.json")
     )
     compare_figure(figure, outcomes, setting)
-    by_name = {outcome.planner: outcome for outcome in outcomes}
-    before, after = by_name.get("static", outcomes[0]), by_name.get("relibra", outcomes[-1])
-    timeline_figure(timeline, before, after, topology, cost_model)
+    timeline_figure(timeline, _for_timeline(outcomes), topology, cost_model)
     write_json(numbers, _report(options, trace, outcomes))
     console.print(f"figures: {figure} {timeline}\nnumbers: {numbers}", highlight=False, soft_wrap=True)
+    if options.html is not None:
+        about = {
+            "Command": command_line(program, options),
+            "Trace": trace.name,
+            "Setting": setting.removeprefix(f"{trace.name}: "),
+            "Modelled times": f"for {_priced(options.costs)}",
+            **({"Notes": "; ".join(notes)} if notes else {}),
+        }
+        figures = {"compare": figure, "timeline": timeline}
+        write_page(options.html, outcomes, about, figures, residents="resid" in columns)
+        console.print(f"page: {options.html}", highlight=False, soft_wrap=True)
 
 
 def choose_rows(
@@ -127,22 +150,13 @@ def choose_rows(
 
 
 NO_HISTORY: Final = "there is one batch, so planners that go by history had none"
+TIMELINE: Final = ("static", "eplb", "relibra")
+"""The planners of the timeline, beside those from outside the table."""
+MOST_TIMELINES: Final = 4
 TABLE_WIDTH: Final = 124
 """The characters of a line of the table. A narrower terminal wraps lines, so that no number is cut."""
 RECONSTRUCTION: Final = (
     "* reconstruction: no code of the source could be read, so the row is our reading of its text"
-)
-COLUMNS_EXPLAINED: Final = (
-    "imbalance: max / mean of rank load over the batch; bound: the least that replication could reach with these homes;"
-    " attn: imbalance of tokens, which attention feels; error: mean error of an expert's expected load, of the mean"
-    " load, as MoE-GPS (arXiv 2506.07366) has it; cross: token copies that leave their node; crossings: what the slow"
-    " network carries for each token at dispatch (tokens, or copies if dispatch is flat), mean/busiest; repl, resid:"
-    " replicas and residents of a layer; GB: memory of a rank; plan: measured time of one batch's plan; exchange, push,"
-    " reorder: modelled time of dispatch and combine, of residents' weights and gradients, and of experts to new homes,"
-    " all part of time: modelled time of a batch; share: that of a perfectly balanced one with uniform routing over it,"
-    " above 100% where fewer tokens cross; left: how far time is above a lower bound of any plan: what there is to"
-    " gain, at most. The bound is a relaxation, and loose for what crosses: the best plans known of recorded routing"
-    " are 18% (2 nodes) to 70% (4, flat) above it."
 )
 
 
@@ -155,46 +169,26 @@ def comparison_table(outcomes: list[Outcome], title: str, *, residents: bool) ->
         residents: whether there are resident slots, for which two more columns are shown.
     """
     table = wide_table(title, width=TABLE_WIDTH)
-    lines = [_cells(outcome, residents=residents) for outcome in outcomes]
+    lines = [outcome_cells(outcome, residents=residents) for outcome in outcomes]
     table.add_column("planner", no_wrap=True)
     for name in lines[0]:
         table.add_column(name, justify="right", no_wrap=True)
     for outcome, cells in zip(outcomes, lines, strict=True):
         table.add_row(f"{outcome.planner}{'*' * is_reconstruction(outcome.planner)}", *cells.values())
     table.add_section()
-    balanced = f"{outcomes[0].modelled_seconds * outcomes[0].share_of_balanced:.2f}s"
-    known = {"imbalance": "1.0000", "attn": "1.00", "time": balanced, "share": "100%"}
-    table.add_row("balanced", *(dict.fromkeys(lines[0], "") | known).values(), style="dim")
+    table.add_row("balanced", *balanced_cells(outcomes[0], list(lines[0])).values(), style="dim")
     return table
-
-
-def _cells(outcome: Outcome, *, residents: bool) -> dict[str, str]:
-    """What the table says of an outcome, by column."""
-    parts = outcome.modelled_parts
-    cells = {
-        "imbalance": f"{outcome.imbalance:.4f}",
-        "bound": f"{outcome.bound:.3f}",
-        "attn": f"{outcome.attention_imbalance:.2f}",
-        "error": f"{outcome.forecast_error:.0%}",
-        "cross": f"{outcome.cross_node_share:.0%}",
-        "crossings": f"{outcome.crossings:.2f}/{outcome.crossings_busiest:.2f}",
-        "repl": f"{outcome.replicas:.1f}",
-        "resid": f"{outcome.residents:.1f}",
-        "GB": f"{outcome.rank_memory / 1e9:.1f}",
-        "plan": f"{outcome.plan_seconds * 1e3:.0f}ms",
-        "exchange": f"{parts['exchange']:.2f}s",
-        "push": f"{parts['push']:.2f}s",
-        "reorder": f"{parts['reorder']:.2f}s",
-        "time": f"{outcome.modelled_seconds:.2f}s",
-        "share": f"{outcome.share_of_balanced:.1%}",
-        "left": f"{outcome.left:.0%}",
-    }
-    return {name: cell for name, cell in cells.items() if residents or name not in ("resid", "push")}
 
 
 def is_reconstruction(name: str) -> bool:
     """Whether the row of this name is a planner that was read from text alone."""
     return name in PLANNERS and PLANNERS[name].reconstruction
+
+
+def _for_timeline(outcomes: list[Outcome]) -> list[Outcome]:
+    """The outcomes that the timeline shows: of the best-known planners and those from outside, or first and last."""
+    drawn = [outcome for outcome in outcomes if outcome.planner in TIMELINE or ":" in outcome.planner]
+    return drawn[:MOST_TIMELINES] if len(drawn) > 1 else [outcomes[0], *outcomes[1:][-1:]]
 
 
 def _priced(costs: Costs) -> str:

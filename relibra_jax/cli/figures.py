@@ -1,132 +1,121 @@
-"""Figures of what planners do, drawn from the same outcomes as the table."""
+"""The figure of a comparison: balance, modelled time and the course of every planner over a batch."""
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
 
-import matplotlib
-
-matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
 
-from relibra_jax.atomic_write import write_atomically
-from relibra_jax.cli.modelled_time import CostModel
+from relibra_jax.cli.drawing import bare, save_figure
 from relibra_jax.cli.outcomes import Outcome
-from relibra_jax.cli.planner_runs import PlannedBatch
-from relibra_jax.plan import rank_load
+from relibra_jax.cli.palette import INK, PHASES, planner_style
 from relibra_jax.planning.planners import PLANNERS
-from relibra_jax.types import Topology
 
-INK, GRID = "#222222", "#dddddd"
-COLOURS = ["#9a9a9a", "#c7a27c", "#d98c3f", "#b5541c", "#e3b23c", "#7fb0d6", "#1f6fb2", "#2a9d5c", "#6b4ea0"]
-GREY = "#c9c9c9"
-BEST_KNOWN = ("static", "eplb", "lplb", "ultraep", "relibra", "relibra_across")
+LINES: Final = ("static", "eplb", "lplb", "ultraep", "relibra", "relibra_across")
+"""The planners that get a line of their own where there are too many for all to have one."""
+MOST_LINES: Final = 8
+PARTS: Final = {
+    "attention": ("attention", PHASES["attention"]),
+    "compute": ("experts", PHASES["home"]),
+    "exchange": ("exchange", PHASES["inside"]),
+    "exposed": ("replicas, not hidden", PHASES["transfer"]),
+    "push": ("residents", PHASES["resident"]),
+    "reorder": ("reorder", PHASES["crossing"]),
+}
+"""The parts of a batch's time (`relibra_jax.cost.batch_time.BatchTime`) with their labels and colours."""
 
 
 def compare_figure(path: Path, outcomes: list[Outcome], title: str) -> None:
-    """Draw the imbalance of every planner over the whole batch, and of the first colours micro-batch by micro-batch.
+    """Draw the imbalance and the modelled time of every planner, and the imbalance of some by micro-batch.
 
     Args:
         path: the PNG file to write.
-        outcomes: one outcome for each planner, drawn in this order.
-        title: what was run.
+        outcomes: the outcome of each planner, in the order of the rows.
+        title: the setting that was run.
     """
-    names = [outcome.planner for outcome in outcomes][::-1]
-    colour = dict.fromkeys(names, GREY) | dict(zip(_in_colour(names[::-1]), COLOURS, strict=False))
-    figure, (left, right) = plt.subplots(
-        1, 2, figsize=(11, max(4.2, 1.4 + 0.2 * len(names))), width_ratios=[1, 1.35], layout="constrained"
+    figure, (left, middle, right) = plt.subplots(
+        *(1, 3),
+        figsize=(13, max(4.2, 1.6 + 0.23 * len(outcomes))),
+        width_ratios=[1, 1, 1.05],
+        layout="constrained",
     )
-    figure.suptitle(title, color=INK, fontsize=11)
+    figure.suptitle(title, color=INK, fontsize=11, x=0.01, ha="left", parse_math=False)
+    _draw_imbalance(left, outcomes)
+    _draw_time(middle, outcomes)
+    _draw_micro_batches(right, outcomes)
+    save_figure(figure, path)
 
-    means = np.array([outcome.imbalance for outcome in outcomes])[::-1]
-    tails = np.array([outcome.imbalance_p95 for outcome in outcomes])[::-1]
-    left.barh(names, means - 1, left=1, color=[colour[name] for name in names], height=0.62)
-    left.hlines(names, means, tails, color=INK, linewidth=1)
-    left.plot(tails, names, "|", color=INK, markersize=7)
+
+def _draw_imbalance(axes: Axes, outcomes: Sequence[Outcome]) -> None:
+    names = [outcome.planner for outcome in outcomes]
+    means = np.array([outcome.imbalance for outcome in outcomes])
+    tails = np.array([outcome.imbalance_p95 for outcome in outcomes])
+    axes.barh(names, means - 1, left=1, color=[planner_style(name).colour for name in names], height=0.66)
+    axes.hlines(names, means, tails, color=INK, linewidth=1)
+    axes.plot(tails, names, "|", color=INK, markersize=7)
     for name, mean, tail in zip(names, means, tails, strict=True):
-        left.annotate(f"{mean:.3f}", (max(mean, tail), name), (5, 0), textcoords="offset points", va="center")
-    left.set_xlim(1, 1 + 1.2 * (tails.max() - 1 + 1e-3))
-    left.set_xlabel("imbalance over the batch (line: 95th percentile)")
+        at = (max(mean, tail), name)
+        axes.annotate(f"{mean:.3f}", at, (5, 0), textcoords="offset points", va="center", fontsize=8)
+    axes.set_xlim(1, 1 + 1.22 * (tails.max() - 1 + 1e-3))
+    _rows(axes, len(names))
+    axes.set_xlabel("imbalance, max / mean of rank load\n(line: 95th percentile of layers and micro-batches)")
 
+
+def _draw_time(axes: Axes, outcomes: Sequence[Outcome]) -> None:
+    names = [outcome.planner for outcome in outcomes]
+    start = np.zeros(len(names))
+    for part, (label, colour) in PARTS.items():
+        seconds = np.array([outcome.modelled_parts[part] for outcome in outcomes])
+        if seconds.max() > 0:
+            axes.barh(names, seconds, left=start, color=colour, height=0.66, label=label)
+        start += seconds
+    for name, seconds in zip(names, start, strict=True):
+        axes.annotate(
+            f"{seconds:.3g}", (seconds, name), (4, 0), textcoords="offset points", va="center", fontsize=8
+        )
+    axes.set_xlim(0, 1.13 * max(start.max(), 1e-9))
+    _rows(axes, len(names))
+    axes.set_yticklabels([])
+    axes.set_xlabel("modelled seconds of a batch")
+    axes.legend(fontsize=8, frameon=False, ncols=3, loc="lower left", bbox_to_anchor=(0, 1), borderpad=0)
+
+
+def _rows(axes: Axes, count: int) -> None:
+    axes.set_ylim(count - 0.4, -0.6)
+    axes.tick_params(axis="y", length=0, labelsize=9)
+    bare(axes, "x")
+
+
+def _draw_micro_batches(axes: Axes, outcomes: Sequence[Outcome]) -> None:
+    drawn = set(_with_lines([outcome.planner for outcome in outcomes]))
     for outcome in outcomes:
-        if colour[outcome.planner] == GREY:
+        if outcome.planner not in drawn:
             continue
-        load = outcome.rank_load.astype(float)
+        load, style = outcome.rank_load.astype(float), planner_style(outcome.planner)
         over_layers = load.max((2, 3)).sum(1) / np.maximum(load.mean((2, 3)).sum(1), 1)
-        right.plot(over_layers, color=colour[outcome.planner], linewidth=1.6)
-    right.axhline(1, color=INK, linewidth=0.8, linestyle=":")
-    right.set_xlabel("micro-batch (colours as on the left)")
-    right.set_ylabel("imbalance, all layers")
-    for axes in (left, right):
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(axis="x" if axes is left else "y", color=GRID, linewidth=0.7)
-        axes.set_axisbelow(True)
-    with write_atomically(path) as part:
-        figure.savefig(part, dpi=150)
-    plt.close(figure)
+        axes.plot(
+            over_layers,
+            color=style.colour,
+            marker=style.marker,
+            linestyle=style.line,
+            linewidth=1.8,
+            markersize=5,
+            markevery=max(1, len(over_layers) // 12),
+            label=outcome.planner,
+        )
+    axes.axhline(1, color=INK, linewidth=0.8, linestyle=":")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlabel("micro-batch")
+    axes.set_ylabel("imbalance over all layers")
+    axes.legend(fontsize=8, frameon=False, ncols=3, loc="lower left", bbox_to_anchor=(0, 1), borderpad=0)
+    bare(axes, "y")
 
 
-def _in_colour(names: list[str]) -> list[str]:
-    """The planners that have a colour: all if there are few, else the best known ones and those from outside."""
-    if len(names) <= len(COLOURS):
+def _with_lines(names: Sequence[str]) -> Sequence[str]:
+    """The planners with a line: all if they are few, else `LINES` and those from outside the table."""
+    if len(names) <= MOST_LINES:
         return names
-    return [name for name in names if name in BEST_KNOWN or name not in PLANNERS][: len(COLOURS)]
-
-
-def timeline_figure(
-    path: Path, before: Outcome, after: Outcome, topology: Topology, cost_model: CostModel
-) -> None:
-    """Draw where ranks wait in one layer of one micro-batch, forward, as the cost model sees it.
-
-    White lines part the samples of a rank in its attention. The layer and the micro-batch are those of the last batch
-    in which ``before`` is most uneven.
-
-    Args:
-        path: the PNG file to write.
-        before: the outcome of one planner, for example static.
-        after: the outcome of another planner, for example ReLibra.
-        topology: the expert-parallel group.
-        cost_model: the cost model, which gives the lengths of the phases.
-    """
-    load = np.asarray(rank_load(before.batches[-1].batch_plan.plan), float)
-    place = np.unravel_index((load.max((2, 3)) - load.mean((2, 3))).argmax(), load.shape[:2])
-    figure, rows = plt.subplots(2, 1, figsize=(9, 4.8), sharex=True, layout="constrained")
-    phases = {
-        "attention": "#7fb0d6",
-        "replicas not hidden": "#b5541c",
-        "dispatch": "#e3b23c",
-        "experts": "#1f6fb2",
-        "combine": "#d98c3f",
-    }
-    for axes, outcome in zip(rows, (before, after), strict=True):
-        times = cost_model.rank_time(outcome.batches[-1], topology)
-        attention, compute, exchange, push = (np.asarray(part)[place].ravel() * 1e3 for part in times)
-        ranks, start = np.arange(attention.size), 0.0
-        exposed = np.maximum(push - attention.max(), 0)
-        lengths = (attention, exposed, exchange, compute, exchange)
-        for (name, colour), length in zip(phases.items(), lengths, strict=True):
-            axes.barh(ranks, length, left=start, color=colour, height=0.72, label=name)
-            axes.barh(ranks, length.max() - length, left=start + length, color="#eeeeee", height=0.72)
-            start += length.max()
-        rank, share = _sample_ends(outcome.batches[-1], int(place[0]))
-        axes.vlines(share * attention[rank], rank - 0.36, rank + 0.36, color="white", linewidth=0.8)
-        axes.axvline(start, color=INK, linewidth=0.8)
-        axes.annotate(f"{start:.1f} ms", (start, ranks[0]), (4, 0), textcoords="offset points", va="center")
-        axes.set_title(outcome.planner, loc="left", fontsize=10, color=INK)
-        axes.set_ylabel("rank")
-        axes.invert_yaxis()
-        axes.spines[["top", "right"]].set_visible(False)
-    rows[0].set_xlim(right=1.12 * rows[0].get_xlim()[1])
-    rows[0].legend(fontsize=8, frameon=False, ncols=5, loc="lower right", bbox_to_anchor=(1, 1))
-    rows[1].set_xlabel(f"modelled ms, micro-batch {place[0]}, layer {place[1]}, forward (grey: waiting)")
-    with write_atomically(path) as part:
-        figure.savefig(part, dpi=150)
-    plt.close(figure)
-
-
-def _sample_ends(batch: PlannedBatch, micro_batch: int) -> tuple[np.ndarray, np.ndarray]:
-    """Where one sample of a rank gives way to the next: the ranks, and the shares of their tokens up to there."""
-    tokens = np.append(np.asarray(batch.replay.mask).sum(1), 0)  # EMPTY, the last, has none
-    sample = np.asarray(batch.batch_plan.assignment.sample[micro_batch])
-    ends = tokens[sample].reshape(-1, sample.shape[-1]).cumsum(1)
-    inside = np.nonzero(ends < ends[:, -1:])
-    return inside[0], (ends / np.maximum(ends[:, -1:], 1))[inside]
+    return [name for name in names if name in LINES or name not in PLANNERS][:MOST_LINES]

@@ -3,7 +3,7 @@
 import sys
 from typing import Final
 
-EXTRA: Final = ("matplotlib", "rich", "tyro")
+EXTRA: Final = ("jinja2", "matplotlib", "rich", "tyro")
 """The packages that ``relibra-jax[cli]`` brings."""
 
 

@@ -16,8 +16,8 @@ from relibra_jax.cost.hardware import CLUSTERS, Cluster
 from relibra_jax.cost.least_time import LeastTime, least_time
 from relibra_jax.cost.memory import RankMemory, check_rank_memory, rank_memory
 from relibra_jax.cost.models import MODELS, Model
-from relibra_jax.cost.step_time import RankTime, rank_time
-from relibra_jax.cost.traffic import count_traffic
+from relibra_jax.cost.step_time import ACTIVATION_BYTES, RankTime, rank_time
+from relibra_jax.cost.traffic import count_traffic, transfer_time
 from relibra_jax.cost.unit_times import unit_times
 from relibra_jax.limits import check_integer, check_positive
 from relibra_jax.node_visits import node_visits
@@ -34,6 +34,18 @@ class Crossings(NamedTuple):
     busiest: float
     """What the busiest rank sends or receives for each of its tokens, if it had as many as the mean rank; where a
     node's ranks share a link, the busiest node. The sum of maxima over the sum of means, which is what time feels."""
+
+
+class LinkTimes(NamedTuple):
+    """The two networks during dispatch, for every rank; combine moves the same rows back."""
+
+    inside: np.ndarray
+    """``[M L N G]``, modelled seconds for which the links inside the node are busy."""
+    crossing: np.ndarray
+    """``[M L N G]``, modelled seconds for which the links between nodes are busy."""
+    sent: np.ndarray
+    """``[M L N G]``, tokens (hierarchical path) or token copies (flat path) sent to other nodes, at the scale of the
+    cost model."""
 
 
 class CostModel(NamedTuple):
@@ -69,6 +81,16 @@ class CostModel(NamedTuple):
         """The modelled forward seconds of every rank under a plan."""
         visits = self.visits(batch, topology)
         return _rank_time(batch.batch_plan.layer_plans(), topology, visits=visits, **self.setting())
+
+    def link_times(self, batch: PlannedBatch, topology: Topology) -> LinkTimes:
+        """The modelled seconds of dispatch over each of the two networks, which work at the same time."""
+        plans, visits = batch.batch_plan.layer_plans(), self.visits(batch, topology)
+        traffic = jax.tree.map(np.asarray, _count_traffic(plans, topology, visits=visits))
+        size, nothing = self.scale * ACTIVATION_BYTES * self.model.width, np.zeros(traffic.slow_sent.shape)
+        inside = traffic._replace(slow_sent=nothing, slow_received=nothing)
+        crossing = traffic._replace(fast_sent=nothing, fast_received=nothing)
+        seconds = (np.asarray(transfer_time(each, size, self.cluster)) for each in (inside, crossing))
+        return LinkTimes(*seconds, self.scale * traffic.slow_sent)
 
     def batch_time(
         self, batch: PlannedBatch, topology: Topology, visits: Int[Array, "M L P N"] | None

@@ -11,7 +11,7 @@ import matplotlib.pyplot as plt
 from relibra_jax.atomic_write import write_atomically
 from relibra_jax.cli.advise.pricing import Advice
 from relibra_jax.cli.advise.thresholds import PAYS, Point
-from relibra_jax.cli.figures import GRID, INK
+from relibra_jax.cli.palette import GRID, INK
 
 BLUE, RED = "#1f6fb2", "#b5541c"
 

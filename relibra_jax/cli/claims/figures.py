@@ -1,85 +1,165 @@
-"""Figures of the claims: every planner beside the balanced run, and what it takes for balancing to pay."""
+"""The figures of the claims: every system beside the balanced run, and the sizes from which balancing pays."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Final
 
-import matplotlib
-
-matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.ticker import PercentFormatter
 
-from relibra_jax.atomic_write import write_atomically
 from relibra_jax.cli.claims.cells import CellResult
 from relibra_jax.cli.claims.report import SWEEPS, varied
 from relibra_jax.cli.claims.results import Results
-from relibra_jax.cli.figures import GRID, INK
-from relibra_jax.planning.planners import PLANNERS
+from relibra_jax.cli.claims.rows import ASSIGNED, WITH_ALL, WITH_RESIDENTS
+from relibra_jax.cli.claims.rows import PARTS as ABLATIONS
+from relibra_jax.cli.compare import is_reconstruction
+from relibra_jax.cli.drawing import bare, save_figure
+from relibra_jax.cli.palette import INK, PARTS, SYSTEMS, planner_style, system_of
 
-OURS, THEIRS = "#1f6fb2", "#c7a27c"
+RESIDENTS: Final = "residents"
+"""The group of ReLibra's rows with a resident slot."""
+LABELS: Final = {name: system.label for name, system in SYSTEMS.items()} | {
+    RESIDENTS: "ReLibra, one resident a rank",
+    PARTS: "parts of ReLibra",
+}
+"""The groups of rows, each of which is one line of a figure."""
+ROW_OF: Final = {RESIDENTS: WITH_RESIDENTS}
+"""The row that a group's bar stands for, where it is not named like the group."""
+PARTS_OF_RELIBRA: Final = tuple(name for name in ABLATIONS if name != ASSIGNED)
+DIM: Final = "#6a737c"
 
 
 def draw_planners(path: Path, cells: Sequence[CellResult]) -> None:
-    """Draw the modelled speed of every row of some cells, the balanced run being 1.
+    """Draw the modelled speed of every system, the balanced run being 100%.
+
+    Each system has one line, with a bar for the row of its name and a dot for each of its other rows.
 
     Args:
         path: the PNG file to write.
-        cells: the cells, a panel each.
+        cells: the cells, a panel each, with the same rows.
     """
-    height = 1 + 0.24 * max(len(cell.rows) for cell in cells)
+    groups = [_by_group(cell.rows) for cell in cells]
+    first = groups[0]
+    order = sorted(first, key=lambda name: (name == PARTS, -first[name].get(ROW_OF.get(name, name), 0)))
     figure, panels = plt.subplots(
-        1, len(cells), figsize=(5.2 * len(cells), height), layout="constrained", squeeze=False
+        *(1, len(cells)),
+        figsize=(2.4 + 4.3 * len(cells), 1.6 + 0.36 * len(order)),
+        layout="constrained",
+        squeeze=False,
+        sharey=True,
     )
-    for axes, cell in zip(panels[0], cells, strict=True):
-        speed = {name: row["share_of_balanced"] for name, row in cell.rows.items()}
-        names = sorted(speed, key=speed.__getitem__)
-        colours = [THEIRS if name in PLANNERS and not name.startswith("relibra") else OURS for name in names]
-        axes.barh(names, [speed[name] for name in names], color=colours, height=0.66)
-        axes.axvline(1, color=INK, linewidth=0.8, linestyle=":")
-        axes.set_title(f"{cell.trace}, {cell.model}, {cell.ranks} ranks", fontsize=9, loc="left")
-        axes.set_xlabel("modelled speed, balanced run = 1")
-        axes.tick_params(labelsize=7)
-        _bare(axes, "x")
-    _save(figure, path)
+    title = "Modelled speed of expert-parallel layers in training; a perfectly balanced run is 100%"
+    figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold", color=INK)
+    fastest = max(max(rows.values()) for group in groups for rows in group.values())
+    for axes, cell, group in zip(panels[0], cells, groups, strict=True):
+        for line, name in enumerate(order):
+            _draw_group(axes, line, name, group[name])
+        axes.axvline(1, color=INK, linewidth=1, linestyle=(0, (3, 2)))
+        nodes, local = cell.ranks.split("x")
+        axes.set_title(f"{nodes} nodes x {local} ranks", fontsize=11, loc="left", color=INK)
+        axes.set_xlim(0, max(fastest, 1) + 0.17)
+        axes.set_ylim(len(order) - 0.4, -0.7)
+        axes.set_yticks(range(len(order)), [_label(name, first[name]) for name in order], fontsize=10)
+        axes.set_xticks([0, 0.25, 0.5, 0.75, 1])
+        axes.xaxis.set_major_formatter(PercentFormatter(1))
+        axes.tick_params(axis="y", length=0)
+        axes.tick_params(axis="x", labelsize=9, colors=DIM)
+        bare(axes, "x")
+        axes.spines["left"].set_visible(False)
+    for label in panels[0][0].get_yticklabels():
+        label.set_fontweight("bold" if label.get_text().startswith("ReLibra") else "normal")
+    figure.supxlabel(_footnote(cells[0]), x=0.01, ha="left", fontsize=8.5, color=DIM, parse_math=False)
+    save_figure(figure, path)
+
+
+def _footnote(cell: CellResult) -> str:
+    """The line below the panels: what was run, and what the signs mean."""
+    parts = [
+        f"{cell.trace}, {cell.model} on {cell.cell['costs']['cluster']}",
+        "dots: other settings of a system",
+    ]
+    if any(is_reconstruction(name) for name in cell.rows):
+        parts.append("* written from the text of its paper, whose code was not available")
+    return "; ".join(parts)
+
+
+def _by_group(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+    """The speed of every row, under the group to which the row belongs."""
+    groups: dict[str, dict[str, float]] = {}
+    for name, row in rows.items():
+        group = system_of(name)
+        if name in (WITH_RESIDENTS, WITH_ALL):
+            group = RESIDENTS
+        elif name in PARTS_OF_RELIBRA:
+            group = PARTS
+        groups.setdefault(group, {})[name] = row["share_of_balanced"]
+    return groups
+
+
+def _label(group: str, rows: Mapping[str, float]) -> str:
+    return LABELS.get(group, group) + "*" * all(is_reconstruction(name) for name in rows)
+
+
+def _draw_group(axes: Axes, line: int, group: str, rows: Mapping[str, float]) -> None:
+    """One line of a panel: the bar, the dots, and the number in a column at the right."""
+    shown = ROW_OF.get(group, group)
+    if shown in rows:
+        axes.barh(line, rows[shown], color=planner_style(shown.partition(",")[0]).colour, height=0.7)
+        weight = "bold" if shown.startswith("relibra") else "normal"
+        axes.annotate(
+            *(f"{rows[shown]:.0%}", (1, line)),
+            xycoords=axes.get_yaxis_transform(),
+            ha="right",
+            va="center",
+            fontsize=10,
+            fontweight=weight,
+            color=INK,
+        )
+    others = [speed for name, speed in rows.items() if name != shown]
+    colours = {"markerfacecolor": "white", "markeredgecolor": INK}
+    axes.plot(others, [line] * len(others), "o", markersize=4.5, markeredgewidth=0.8, **colours)
 
 
 def draw_sweeps(path: Path, results: Results) -> None:
-    """Draw modelled speed over what each sweep varies, on recorded routing.
+    """Draw modelled speed over the number that each sweep varies, on recorded routing.
 
     Args:
         path: the PNG file to write.
         results: results that hold every sweep.
     """
     figure, panels = plt.subplots(
-        1, len(SWEEPS), figsize=(3.1 * len(SWEEPS), 3), layout="constrained", sharey=True
+        1, len(SWEEPS), figsize=(3.1 * len(SWEEPS), 3.3), layout="constrained", sharey=True
     )
     for axes, (section, what) in zip(panels, SWEEPS.items(), strict=True):
         cells = [cell for cell in results.of(section, synthetic=False) if not cell.skipped]
+        places = np.arange(len(cells))
         for name in dict.fromkeys(name for cell in cells for name in cell.rows):
+            style = planner_style(name)
             axes.plot(
-                [varied(section, cell) for cell in cells],
+                places,
                 [cell.rows[name]["share_of_balanced"] for cell in cells],
-                marker="o",
-                markersize=3,
-                label=name,
+                color=style.colour,
+                marker=style.marker,
+                linestyle=style.line,
+                markersize=5,
+                linewidth=1.8,
+                label=LABELS[system_of(name)],
             )
-        axes.axhline(1, color=INK, linewidth=0.8, linestyle=":")
-        axes.set_xlabel(what, fontsize=8)
-        axes.tick_params(labelsize=7)
-        _bare(axes, "y")
-    panels[0].set_ylabel("modelled speed, balanced run = 1", fontsize=8)
-    panels[0].legend(fontsize=7, frameon=False)
-    _save(figure, path)
-
-
-def _bare(axes: Axes, grid: Literal["x", "y"]) -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis=grid, color=GRID, linewidth=0.7)
-    axes.set_axisbelow(True)
-
-
-def _save(figure: plt.Figure, path: Path) -> None:
-    with write_atomically(path) as part:
-        figure.savefig(part, dpi=150)
-    plt.close(figure)
+        axes.set_xticks(places, [str(varied(section, cell)) for cell in cells])
+        axes.axhline(1, color=INK, linewidth=1, linestyle=(0, (3, 2)))
+        axes.set_xlabel(what, fontsize=9)
+        axes.tick_params(labelsize=8)
+        axes.yaxis.set_major_formatter(PercentFormatter(1))
+        bare(axes, "y")
+    panels[0].set_ylim(bottom=0)
+    panels[0].set_ylabel("modelled speed, balanced run = 100%", fontsize=9)
+    figure.legend(
+        *panels[0].get_legend_handles_labels(),
+        fontsize=9,
+        frameon=False,
+        loc="outside upper left",
+        ncols=3,
+    )
+    save_figure(figure, path)

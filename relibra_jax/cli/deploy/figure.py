@@ -12,7 +12,8 @@ import numpy as np
 
 from relibra_jax.atomic_write import write_atomically
 from relibra_jax.cli.deploy.rows import InFlight, Row
-from relibra_jax.cli.figures import COLOURS, GRID, INK
+from relibra_jax.cli.palette import GRID, INK
+from relibra_jax.cli.palette import SERIES as COLOURS
 
 BLUE, RED = "#1f6fb2", "#b5541c"
 LAYERS_SHOWN: Final = 4

@@ -10,7 +10,8 @@ import numpy as np
 from matplotlib.patches import Patch
 
 from relibra_jax.atomic_write import write_atomically
-from relibra_jax.cli.figures import COLOURS, INK
+from relibra_jax.cli.palette import INK
+from relibra_jax.cli.palette import SERIES as COLOURS
 from relibra_jax.sharing.groups import Group
 from relibra_jax.sharing.simulation import ROLLOUT, TRAINING, conservative_durations, simulate
 

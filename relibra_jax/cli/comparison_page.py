@@ -1,0 +1,138 @@
+"""The HTML page of a comparison: tables, figures and explanations in one file that loads nothing else."""
+
+import base64
+import dataclasses
+import datetime
+import shlex
+from collections.abc import Iterator, Mapping
+from importlib.metadata import version
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import jax
+import jinja2
+
+from relibra_jax.atomic_write import write_atomically
+from relibra_jax.cli.comparison_columns import COLUMNS, balanced_cells, outcome_cells
+from relibra_jax.cli.outcomes import Outcome
+from relibra_jax.cli.palette import planner_style
+from relibra_jax.planning.planners import PLANNERS
+
+TEMPLATE: Final = "comparison_page.html.jinja"
+
+
+class PageRow(NamedTuple):
+    """One planner on the page."""
+
+    planner: str
+    summary: str
+    """What the planner does; empty where the table of planners does not know it."""
+    reconstruction: bool
+    """Whether the planner was written from the text of its source, without code."""
+    colour: str
+    """The colour of the planner in the figures."""
+    cells: dict[str, str]
+    """The numbers, by column."""
+    fastest: bool
+    """Whether no other planner takes less modelled time."""
+
+
+def check_page(path: Path) -> None:
+    """Refuse a path that cannot become a page, before anything runs.
+
+    Args:
+        path: the file to write.
+
+    Raises:
+        ValueError: if ``path`` is a folder, or its folder does not exist.
+    """
+    if path.is_dir():
+        raise ValueError(f"html={path} is a folder; name a file in it, such as {path / 'compare.html'}")
+    if not path.parent.is_dir():
+        raise ValueError(f"html={path}: the folder {path.parent} does not exist")
+
+
+def write_page(
+    path: Path,
+    outcomes: list[Outcome],
+    about: Mapping[str, str],
+    figures: Mapping[str, Path],
+    *,
+    residents: bool,
+) -> None:
+    """Write the page of a comparison.
+
+    Args:
+        path: the HTML file to write.
+        outcomes: the outcome of each planner, in the order of the rows.
+        about: what was compared, as names and values: the command, the trace and the settings.
+        figures: the PNG files ``compare`` and ``timeline``, which become part of the page.
+        residents: whether there are resident slots, for which two more columns are shown.
+    """
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
+    template = environment.from_string(files("relibra_jax.cli").joinpath(TEMPLATE).read_text())
+    rows = _rows(outcomes, residents=residents)
+    columns = list(rows[0].cells)
+    now = datetime.datetime.now(tz=datetime.UTC)
+    versions = f"relibra_jax {version('relibra-jax')}, jax {jax.__version__}"
+    page = template.render(
+        about={**about, "Date": f"{now:%Y-%m-%d %H:%M} UTC", "Versions": versions},
+        rows=rows,
+        fastest=next(row for row in rows if row.fastest),
+        balanced=balanced_cells(outcomes[0], columns),
+        columns={name: COLUMNS[name] for name in columns},
+        figures={name: base64.b64encode(figure.read_bytes()).decode() for name, figure in figures.items()},
+    )
+    with write_atomically(path) as part:
+        part.write_text(page, encoding="utf-8")
+
+
+def _rows(outcomes: list[Outcome], *, residents: bool) -> list[PageRow]:
+    least = min(outcomes, key=lambda outcome: outcome.modelled_seconds)
+    rows = []
+    for outcome in outcomes:
+        entry = PLANNERS.get(outcome.planner)
+        rows.append(
+            PageRow(
+                outcome.planner,
+                entry.summary if entry else "",
+                entry is not None and entry.reconstruction,
+                planner_style(outcome.planner).colour,
+                outcome_cells(outcome, residents=residents),
+                outcome is least,
+            )
+        )
+    return rows
+
+
+def command_line(program: str, options: Any) -> str:
+    """The command that has these options, without those that have their defaults.
+
+    Args:
+        program: the command, for example ``relibra compare``.
+        options: a dataclass of options, as tyro reads it; its ``trace`` is positional.
+
+    >>> from relibra_jax.cli.options import Costs
+    >>> command_line("relibra compare", Costs(updates=2, recompute=True))
+    'relibra compare --updates 2 --recompute'
+    """
+    return " ".join([program, *_arguments(options)])
+
+
+def _arguments(options: Any) -> Iterator[str]:
+    for field in dataclasses.fields(options):
+        value, flag = getattr(options, field.name), f"--{field.name.replace('_', '-')}"
+        if dataclasses.is_dataclass(value):
+            yield from _arguments(value)
+        elif value == field.default:
+            continue
+        elif field.name == "trace":
+            yield shlex.quote(str(value))
+        elif value is True:
+            yield flag
+        elif field.name == "planner":
+            yield from (f"{flag} {shlex.quote(name)}" for name in value)
+        else:
+            values = value if isinstance(value, tuple) else (value,)
+            yield " ".join([flag, *(shlex.quote(str(each)) for each in values)])

@@ -1,0 +1,236 @@
+"""The timeline of one layer: what every rank computes and sends, and where it waits, as the cost model sees it."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.patches import Patch
+
+from relibra_jax.cli.drawing import bare, save_figure
+from relibra_jax.cli.modelled_time import CostModel
+from relibra_jax.cli.outcomes import Outcome
+from relibra_jax.cli.palette import GRID, IDLE, INK, PHASES
+from relibra_jax.cli.planner_runs import PlannedBatch
+from relibra_jax.plan import rank_load
+from relibra_jax.types import Topology
+
+MOST_RANKS: Final = 16
+"""The ranks of one planner that fit a figure; at least one node is drawn."""
+COMPUTING, CROSSING, INSIDE = (-0.14, 0.44), (0.2, 0.14), (0.37, 0.14)
+"""The three lanes of a rank: centre and height, in rows."""
+KEYS: Final = {
+    "attention": "attention (white lines part samples)",
+    "home": "experts in home slots",
+    "resident": "experts in resident slots",
+    "replica": "experts in replica slots",
+    "transfer": "replicas sent inside a node",
+    "inside": "tokens inside a node",
+    "crossing": "tokens between nodes",
+}
+"""The legend, by the names of `relibra_jax.cli.palette.PHASES`."""
+
+
+class LayerTimeline(NamedTuple):
+    """Modelled milliseconds of the forward pass of one layer of one micro-batch, for every flat rank."""
+
+    attention: np.ndarray
+    experts: np.ndarray
+    """``[P 3]``: in home, resident and replica slots."""
+    inside: np.ndarray
+    """Dispatch inside the node; combine takes as long."""
+    crossing: np.ndarray
+    """Dispatch between nodes; combine takes as long."""
+    transfer: np.ndarray
+    """The replicas that the rank sends or receives, beside attention."""
+    sent: np.ndarray
+    """Tokens, or token copies on the flat path, that the rank sends to other nodes at dispatch."""
+
+    @property
+    def ends(self) -> np.ndarray:
+        """When the four phases end: attention with the transfer of replicas, dispatch, experts, combine."""
+        exchange = max(self.inside.max(), self.crossing.max())
+        before = max(self.attention.max(), self.transfer.max())
+        return np.cumsum([before, exchange, self.experts.sum(1).max(), exchange])
+
+
+def layer_timeline(
+    batch: PlannedBatch, place: tuple[int, int], topology: Topology, cost_model: CostModel
+) -> LayerTimeline:
+    """The timeline of one layer of one micro-batch under a plan.
+
+    Args:
+        batch: the batch and its plan.
+        place: the indices of the micro-batch and the layer.
+        topology: the expert-parallel group.
+        cost_model: the cost model, which gives the length of each phase.
+    """
+    times, links = cost_model.rank_time(batch, topology), cost_model.link_times(batch, topology)
+    attention, compute, _, push = (1e3 * np.asarray(part)[place].ravel() for part in times)
+    inside, crossing, sent = (part[place].ravel() for part in links)
+    quota = np.asarray(batch.batch_plan.plan.quota)[place].reshape(topology.num_ranks, -1)
+    tiles = np.ceil(cost_model.scale * quota / cost_model.cluster.tile)
+    kinds = np.split(tiles, [topology.home_slots, topology.held_slots], axis=1)
+    shares = np.stack([kind.sum(1) for kind in kinds], 1) / np.maximum(tiles.sum(1), 1)[:, None]
+    return LayerTimeline(attention, compute[:, None] * shares, 1e3 * inside, 1e3 * crossing, push, sent)
+
+
+def timeline_figure(
+    path: Path, outcomes: Sequence[Outcome], topology: Topology, cost_model: CostModel
+) -> None:
+    """Draw what every rank does in one layer of one micro-batch, forward, under several planners.
+
+    The layer and the micro-batch are those of the last batch in which the first planner is most uneven. Each rank has
+    three lanes: what it computes, what its links between nodes carry, and what its links inside the node carry.
+
+    Args:
+        path: the PNG file to write.
+        outcomes: the outcome of each planner, from top to bottom.
+        topology: the expert-parallel group.
+        cost_model: the cost model, which gives the length of each phase.
+    """
+    load = np.asarray(rank_load(outcomes[0].batches[-1].batch_plan.plan), float)
+    fullest = (load.max((2, 3)) - load.mean((2, 3))).argmax()
+    micro_batch, layer = (int(each) for each in np.unravel_index(fullest, load.shape[:2]))
+    lines = {
+        outcome.planner: layer_timeline(outcome.batches[-1], (micro_batch, layer), topology, cost_model)
+        for outcome in outcomes
+    }
+    nodes = _nodes_drawn(load[micro_batch, layer], topology)
+    height = 0.7 + 0.27 * len(nodes) * topology.ranks_per_node
+    figure, rows = plt.subplots(
+        *(len(outcomes), 1), figsize=(11, 1.2 + height * len(outcomes)), sharex=True, layout="constrained"
+    )
+    longest = max(line.ends[-1] for line in lines.values())
+    for axes, outcome in zip(np.atleast_1d(rows), outcomes, strict=True):
+        line = lines[outcome.planner]
+        _draw_ranks(axes, line, nodes, topology)
+        _part_samples(axes, outcome.batches[-1], micro_batch, line.attention, nodes, topology)
+        _describe(axes, outcome.planner, line, nodes, topology, cost_model, longest)
+    np.atleast_1d(rows)[0].set_xlim(0, 1.17 * longest)
+    np.atleast_1d(rows)[-1].set_xlabel(
+        f"modelled milliseconds, forward pass of layer {layer} in micro-batch {micro_batch},"
+        f" where {outcomes[0].planner} is most uneven",
+        fontsize=9,
+    )
+    keys = {key: label for key, label in KEYS.items() if key != "resident" or topology.resident_slots}
+    handles = [Patch(facecolor=PHASES[key], label=label) for key, label in keys.items()]
+    handles.append(Patch(facecolor=IDLE, label="waiting"))
+    figure.legend(handles=handles, loc="outside upper left", ncols=4, fontsize=8.5, frameon=False)
+    save_figure(figure, path)
+
+
+def _nodes_drawn(load: np.ndarray, topology: Topology) -> np.ndarray:
+    """The nodes that fit: all, or those with the fullest ranks."""
+    count = max(1, MOST_RANKS // topology.ranks_per_node)
+    return np.sort(np.argsort(-load.max(1), kind="stable")[:count])
+
+
+def _ranks(nodes: np.ndarray, topology: Topology) -> np.ndarray:
+    """The flat ranks of some nodes."""
+    local = np.arange(topology.ranks_per_node)
+    return (nodes[:, None] * topology.ranks_per_node + local).ravel()
+
+
+def _draw_ranks(axes: Axes, line: LayerTimeline, nodes: np.ndarray, topology: Topology) -> None:
+    """Every rank's lanes, a row each."""
+    ranks = _ranks(nodes, topology)
+    rows, (attended, dispatched, computed, combined) = np.arange(len(ranks)), line.ends
+
+    def bars(lane: tuple[float, float], length: np.ndarray, start: np.ndarray | float, key: str) -> None:
+        centre, height = lane
+        axes.barh(rows + centre, length, left=start, height=height, color=PHASES[key])
+
+    axes.barh(rows + COMPUTING[0], combined, height=COMPUTING[1], color=IDLE)
+    bars(COMPUTING, line.attention[ranks], 0.0, "attention")
+    bars(INSIDE, line.transfer[ranks], 0.0, "transfer")
+    start = np.full(len(ranks), dispatched)
+    for kind, key in enumerate(("home", "resident", "replica")):
+        bars(COMPUTING, line.experts[ranks, kind], start, key)
+        start = start + line.experts[ranks, kind]
+    for exchange in (attended, computed):
+        bars(CROSSING, line.crossing[ranks], exchange, "crossing")
+        bars(INSIDE, line.inside[ranks], exchange, "inside")
+    axes.vlines(line.ends[:-1], -0.6, len(ranks) - 0.4, color=INK, linewidth=0.6, linestyle=":")
+    axes.vlines(combined, -0.6, len(ranks) - 0.4, color=INK, linewidth=1)
+
+
+def _part_samples(
+    axes: Axes,
+    batch: PlannedBatch,
+    micro_batch: int,
+    attention: np.ndarray,
+    nodes: np.ndarray,
+    topology: Topology,
+) -> None:
+    """White lines where one sample of a rank gives way to the next in its attention."""
+    tokens = np.append(np.asarray(batch.replay.mask).sum(1), 0)  # EMPTY, the last, has none
+    sample = np.asarray(batch.batch_plan.assignment.sample[micro_batch])
+    ranks = _ranks(nodes, topology)
+    ends = tokens[sample].reshape(topology.num_ranks, -1)[ranks].cumsum(1)
+    row, end = np.nonzero(ends < ends[:, -1:])
+    at = ends[row, end] / np.maximum(ends[row, -1], 1) * attention[ranks][row]
+    centre, height = row + COMPUTING[0], COMPUTING[1]
+    axes.vlines(at, centre - height / 2, centre + height / 2, color="white", linewidth=0.8)
+
+
+def _describe(
+    axes: Axes,
+    planner: str,
+    line: LayerTimeline,
+    nodes: np.ndarray,
+    topology: Topology,
+    cost_model: CostModel,
+    longest: float,
+) -> None:
+    """Names of phases, ranks and nodes, and the numbers of a planner."""
+    count, local = len(nodes) * topology.ranks_per_node, topology.ranks_per_node
+    what = "tokens" if cost_model.hierarchical else "token copies"
+    axes.set_title(planner, loc="left", fontsize=11, color=INK, fontweight="bold", pad=14, parse_math=False)
+    starts = np.append(0, line.ends[:-1])
+    for name, start, end in zip(
+        ("attention", "dispatch", "experts", "combine"), starts, line.ends, strict=True
+    ):
+        if end - start > 0.07 * longest:
+            axes.annotate(
+                *(name, ((start + end) / 2, 1)),
+                xycoords=axes.get_xaxis_transform(),
+                xytext=(0, 2),
+                textcoords="offset points",
+                ha="center",
+                fontsize=8,
+                color="#555555",
+            )
+    axes.annotate(
+        *(f"{line.ends[-1]:.1f} ms", (line.ends[-1], 1)),
+        xycoords=axes.get_xaxis_transform(),
+        xytext=(3, 2),
+        textcoords="offset points",
+        fontsize=9,
+        fontweight="bold",
+    )
+    for number, node in enumerate(nodes):
+        sent = line.sent.reshape(-1, local)[node].sum()
+        middle = (number + 0.5) * local - 0.5
+        axes.annotate(
+            *(f"node {node} sends\n{_thousands(sent)} {what}\nto other nodes", (line.ends[-1], middle)),
+            xytext=(6, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=8,
+        )
+        if number:
+            axes.axhline(number * local - 0.5, color=GRID, linewidth=1)
+    names = [
+        f"node {node}  rank {rank}" if not rank else f"{rank}" for node in nodes for rank in range(local)
+    ]
+    axes.set_yticks(np.arange(count), names, fontsize=8)
+    axes.tick_params(axis="y", length=0)
+    axes.set_ylim(count - 0.4, -0.6)
+    bare(axes)
+
+
+def _thousands(count: float) -> str:
+    return f"{count / 1e3:,.0f}k" if count >= 1e4 else f"{count:,.0f}"
