@@ -12,9 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-import matplotlib
-
-matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 from rich import box
@@ -27,13 +24,13 @@ from experiments.rl.metrics import EVALUATE, LEARN
 from experiments.rl.metrics_log import read_metrics
 from experiments.rl.saved_config import saved_config
 from experiments.rl.train import run_train
-from relibra_jax.atomic_write import write_atomically, write_json
-from relibra_jax.cli.palette import GRID, INK
-from relibra_jax.cli.palette import SERIES as COLOURS
+from relibra_jax.atomic_write import write_json
+from relibra_jax.cli.drawing import bare, save_figure
+from relibra_jax.cli.palette import INK, SERIES
 from relibra_jax.cli.parsing import run_program
 
-COMPARED: Final = {"grpo": COLOURS[0], "ppo": COLOURS[6], "tppo": COLOURS[3]}
-"""The algorithms and their colours."""
+COMPARED: Final = {"grpo": (SERIES[0], "o"), "ppo": (SERIES[2], "s"), "tppo": (SERIES[1], "^")}
+"""The algorithms with their colours and markers."""
 LONG_ANSWERS: Final = Train(
     task="numbers",
     prompts=16,
@@ -191,13 +188,15 @@ def draw(path: Path, lines: dict[str, list[list[dict[str, Any]]]]) -> None:
     """
     figure, (reward, slots, balance) = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
     for algorithm, runs in lines.items():
-        colour = COMPARED[algorithm]
+        colour, marker = COMPARED[algorithm]
         for number, run in enumerate(runs):
             learned = [line for line in run if line["kind"] == LEARN]
             step = np.arange(len(learned))
             tokens, rewards = reward_over_tokens(run)
             name = algorithm if number == 0 else None
-            reward.plot(np.array(tokens) / 1e3, rewards, "o-", color=colour, markersize=3, label=name)
+            reward.plot(
+                np.array(tokens) / 1e3, rewards, color=colour, marker=marker, markersize=5, label=name
+            )
             slots.plot(step, [line["response/slots_used_share"] for line in learned], color=colour)
             for metric, style in (("imbalance", "-"), ("imbalance_static", ":")):
                 values = [line[f"balance/{metric}"] for line in learned]
@@ -207,15 +206,12 @@ def draw(path: Path, lines: dict[str, list[list[dict[str, Any]]]]) -> None:
     balance.set(xlabel="step", ylabel="imbalance; dotted: static placement")
     reward.legend(frameon=False)
     for axes in (reward, slots, balance):
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(axis="y", color=GRID, linewidth=0.7)
-        axes.set_axisbelow(True)
+        bare(axes, "y")
     figure.suptitle(
-        "The task numbers: reward, use of decoding slots, balance; a line for every seed", color=INK
+        "The task numbers: reward, use of decoding slots, balance; a line for every seed",
+        color=INK, fontsize=11, x=0.01, ha="left",
     )
-    with write_atomically(path) as part:
-        figure.savefig(part, dpi=150)
-    plt.close(figure)
+    save_figure(figure, path)
 
 
 def _command(config: Algorithms) -> str:

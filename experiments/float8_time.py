@@ -12,9 +12,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Final, NamedTuple
 
-import matplotlib
-
-matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 import tyro
@@ -22,12 +19,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from relibra_jax.atomic_write import write_atomically
 from relibra_jax.cli.batching import make_batches
+from relibra_jax.cli.drawing import bare, save_figure
 from relibra_jax.cli.modelled_time import CostModel, make_cost_model
 from relibra_jax.cli.options import Batching, Costs, Ranks, TraceName
-from relibra_jax.cli.palette import GRID, INK
-from relibra_jax.cli.palette import SERIES as COLOURS
+from relibra_jax.cli.palette import INK, planner_style
 from relibra_jax.cli.parsing import run_program
 from relibra_jax.cli.planner_runs import Contender, PlannedBatch, run_contender
 from relibra_jax.cost.batch_time import batch_time
@@ -140,33 +136,32 @@ def main(config: Float8Time) -> None:
 
 
 def draw(path: Path, priced: Mapping[str, Sequence[Priced]], title: str) -> None:
-    """Draw what a recompute takes by the share of ranks in float8.
+    """Draw the modelled time of a recompute by the share of ranks in float8.
 
     Args:
         path: the PNG file to write.
-        priced: the points of each plan.
-        title: what was priced.
+        priced: the points of each plan, by the name of its planner.
+        title: the setting that was priced.
     """
-    figure, axes = plt.subplots(figsize=(8, 4.2), layout="constrained")
-    figure.suptitle(title, color=INK, fontsize=8)
-    for colour, (name, points) in zip(COLOURS[::3], priced.items(), strict=False):
-        ordered = sorted(points)
+    figure, axes = plt.subplots(figsize=(9, 4.2), layout="constrained")
+    figure.suptitle(title, color=INK, fontsize=9, x=0.01, ha="left", parse_math=False)
+    for name, points in priced.items():
+        ordered, style = sorted(points), planner_style(name)
         axes.plot(
             [100 * point.marked for point in ordered],
             [point.total for point in ordered],
-            "o-",
-            color=colour,
+            color=style.colour,
+            marker=style.marker,
+            linestyle=style.line,
+            linewidth=1.8,
             label=name,
         )
     axes.set_xlabel("ranks in float8, % of all layers and micro-batches")
     axes.set_ylabel("modelled ms of a recompute, at least")
     axes.set_ylim(bottom=0)
     axes.legend(frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(color=GRID, linewidth=0.7)
-    with write_atomically(path) as part:
-        figure.savefig(part, dpi=150)
-    plt.close(figure)
+    bare(axes, "y")
+    save_figure(figure, path)
 
 
 if __name__ == "__main__":

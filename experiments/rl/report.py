@@ -3,9 +3,6 @@
 from pathlib import Path
 from typing import Any, Final
 
-import matplotlib
-
-matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 from rich import box
@@ -16,13 +13,14 @@ from experiments.rl.configs import Train
 from experiments.rl.metrics import EVALUATE, LEARN, METRICS
 from experiments.rl.metrics_log import read_metrics
 from experiments.rl.step_clock import PLANNING
-from relibra_jax.atomic_write import write_atomically, write_json
-from relibra_jax.cli.palette import GRID, INK
-from relibra_jax.cli.palette import SERIES as COLOURS
+from relibra_jax.atomic_write import write_json
+from relibra_jax.cli.drawing import bare, save_figure
+from relibra_jax.cli.palette import INK, LINE_STYLES, SERIES, planner_style
 
 SMOOTH: Final = 7
 """Steps; a step's mean reward depends much on which prompts it drew."""
-COLOUR_OF: Final = {"static": COLOURS[0], "migrate": COLOURS[2], "size": COLOURS[4], "plan": COLOURS[6]}
+PHASE_STYLES: Final = {"plan": (SERIES[5], "-"), "migrate": (SERIES[3], "--"), "size": (SERIES[0], "-.")}
+"""The colour and the line style of each phase of planning."""
 PANELS: Final = (
     *(f"reward, mean of {SMOOTH} steps", "imbalance of each micro-batch"),
     *("ms a step", "tokens/s, generation to update"),
@@ -84,7 +82,7 @@ def write_report(config: Train, folder: Path, console: Console, name: str) -> No
         speeds = [f"{of_seed[name]:.0f} {what}" for name, what in SPEEDS.items() if name in of_seed]
         if speeds:
             console.print(f"tokens/s, seed {seed}: {', '.join(speeds)}", highlight=False)
-    training_figure(figure, metrics, setting)
+    training_figure(figure, metrics, setting, planner=config.planner)
     where = f"figure: {figure}\nnumbers: {numbers}\nmetrics and checkpoints: {folder}/seed-*"
     console.print(where, highlight=False, soft_wrap=True)
 
@@ -149,56 +147,58 @@ def summarise(lines: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def training_figure(path: Path, metrics: dict[int, list[dict[str, Any]]], title: str) -> None:
-    """Reward, imbalance of every micro-batch, time of planning and tokens/s, over the steps.
+def training_figure(
+    path: Path, metrics: dict[int, list[dict[str, Any]]], title: str, *, planner: str = "relibra"
+) -> None:
+    """Draw reward, imbalance of every micro-batch, time of planning and tokens/s over the steps.
 
     Args:
-        path: the path of the PNG.
+        path: the PNG file to write.
         metrics: the metrics of each seed.
-        title: what was run.
+        title: the setting of the run.
+        planner: the name of the planner, which gives the colour of its plans.
     """
     figure, panels = plt.subplots(2, 2, figsize=(11, 6.4), layout="constrained")
     (reward, balance), (planning, speed) = panels
-    figure.suptitle(title, color=INK, fontsize=11)
+    figure.suptitle(title, color=INK, fontsize=11, x=0.01, ha="left", parse_math=False)
     for number, (seed, lines) in enumerate(metrics.items()):
-        colour, learned = COLOURS[(6 + number) % len(COLOURS)], _of_kind(lines, LEARN)
+        colour, style = SERIES[number % len(SERIES)], LINE_STYLES[number % len(LINE_STYLES)]
+        learned = _of_kind(lines, LEARN)
         steps = np.array([line["step"] for line in learned])
         rewards = [np.nan if line["reward/mean"] is None else line["reward/mean"] for line in learned]
-        reward.plot(steps, rewards, color=colour, linewidth=0.8, alpha=0.4)
-        reward.plot(steps, _smooth(rewards), color=colour, linewidth=1.6, label=f"seed {seed}")
+        reward.plot(steps, rewards, color=colour, linewidth=0.8, alpha=0.3)
+        reward.plot(steps, _smooth(rewards), style, color=colour, linewidth=1.8, label=f"seed {seed}")
         evaluated = [(line["step"], line["evaluation/reward"]) for line in _of_kind(lines, EVALUATE)]
         if evaluated:
             points = zip(*evaluated, strict=True)
             reward.plot(*points, "o", color=colour, markersize=6, label="prompts for evaluation")
         for kind, of, label in (
-            ("imbalance", "plan", "under the plan"),
             ("imbalance_static", "static", "static placement"),
+            ("imbalance", planner, "under the plan"),
         ):
             each = [line[f"balance/{kind}_by_micro_batch"] for line in learned]
             where = np.repeat(steps, [len(values) for values in each])
             values = [value for values in each for value in values]
-            balance.plot(where, values, ".", color=COLOUR_OF[of], markersize=3, label=label)
+            marker = planner_style(of)
+            balance.plot(where, values, marker.marker, color=marker.colour, markersize=3, label=label)
+        seconds = np.array([line["time/step_seconds"] for line in learned])
+        planning.plot(steps, 1e3 * seconds, color=INK, linewidth=1.2, label="whole step")
         for phase in PLANNING:
             spent = _seconds(learned, f"time/{phase}_seconds")
-            planning.plot(steps, 1e3 * spent, color=COLOUR_OF[phase], linewidth=1.2, label=phase)
-        seconds = np.array([line["time/step_seconds"] for line in learned])
-        planning.plot(steps, 1e3 * seconds, color=COLOURS[0], linewidth=1.2, label="whole step")
+            of_phase, line_style = PHASE_STYLES[phase]
+            planning.plot(steps, 1e3 * spent, line_style, color=of_phase, linewidth=1.2, label=phase)
         tokens = [line["speed/tokens_per_second"] for line in learned]
-        speed.plot(steps, tokens, color=colour, linewidth=1.2)
+        speed.plot(steps, tokens, style, color=colour, linewidth=1.2, label=f"seed {seed}")
     planning.set_yscale("log")
     for axes, label in zip(panels.flat, PANELS, strict=True):
         axes.set(xlabel="step", ylabel=label)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(axis="y", color=GRID, linewidth=0.7)
-        axes.set_axisbelow(True)
+        bare(axes, "y")
         # What all seeds share is named once.
         handles, labels = axes.get_legend_handles_labels()
         named = dict(zip(labels, handles, strict=True))
         if named:
             axes.legend(named.values(), named.keys(), fontsize=8, frameon=False)
-    with write_atomically(path) as part:
-        figure.savefig(part, dpi=150)
-    plt.close(figure)
+    save_figure(figure, path)
 
 
 def _table(summary: dict[int, dict[str, Any]], title: str) -> Table:

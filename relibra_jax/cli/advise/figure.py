@@ -1,65 +1,85 @@
-"""The figure of the advice: every strategy, and what the best gains over size and skew."""
+"""The figure of the advice: the modelled time of every strategy, and the gain of the best by size and by skew."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.ticker import PercentFormatter
 
-from relibra_jax.atomic_write import write_atomically
 from relibra_jax.cli.advise.pricing import Advice
 from relibra_jax.cli.advise.thresholds import PAYS, Point
-from relibra_jax.cli.palette import GRID, INK
-
-BLUE, RED = "#1f6fb2", "#b5541c"
+from relibra_jax.cli.drawing import bare, save_figure
+from relibra_jax.cli.palette import INK, PHASES, planner_style
 
 
 def draw_advice(
     path: Path, advice: Sequence[Advice], sizes: Sequence[Point], skews: Sequence[Point], title: str
 ) -> None:
-    """Draw what every strategy takes, and the gain of the best over tokens of a rank and over skew.
+    """Draw the modelled time of every strategy, and the gain of the best over tokens of a rank and over skew.
 
     Args:
         path: the PNG file to write.
-        advice: every strategy, the one that does nothing first.
-        sizes: the best by tokens of a rank.
-        skews: the best by the imbalance under static placement.
-        title: what was priced.
+        advice: the price of every strategy; the one that does nothing comes first.
+        sizes: the gain of the best strategy, by tokens of a rank.
+        skews: the gain of the best strategy, by the imbalance under static placement.
+        title: the setting that was priced.
     """
     figure, axes = plt.subplot_mosaic(
-        [["time", "size"], ["time", "skew"]], figsize=(11, 1.6 + 0.24 * len(advice)), layout="constrained"
+        [["time", "size"], ["time", "skew"]],
+        figsize=(11, 1.6 + 0.26 * len(advice)),
+        width_ratios=[1.25, 1],
+        layout="constrained",
     )
-    figure.suptitle(title, color=INK, fontsize=9)
-    bars = axes["time"]
-    names = [f"{each.strategy.label} ({each.strategy.foresight})" for each in advice][::-1]
-    computing = [each.seconds - each.transfers for each in advice][::-1]
-    bars.barh(names, computing, color=BLUE, height=0.66, label="layers")
+    figure.suptitle(title, color=INK, fontsize=11, x=0.01, ha="left", parse_math=False)
+    bars, rows = axes["time"], range(len(advice))
+    computing = [each.seconds - each.transfers for each in advice]
+    transfers = [each.transfers for each in advice]
+    bars.barh(rows, computing, color=PHASES["home"], height=0.68, label="layers")
     bars.barh(
-        names,
-        [each.transfers for each in advice][::-1],
+        *(rows, transfers),
         left=computing,
-        color=RED,
-        height=0.66,
-        label="experts travelling, exposed",
+        color=PHASES["transfer"],
+        height=0.68,
+        label="transfers of experts, not hidden",
     )
-    bars.set_xlabel("modelled seconds of a batch")
-    bars.tick_params(labelsize=7)
-    bars.legend(fontsize=7, frameon=False, ncols=2, loc="lower left", bbox_to_anchor=(0, 1))
-    for panel, points, what in (
-        (axes["size"], sizes, "tokens of a rank in a micro-batch"),
-        (axes["skew"], skews, "imbalance under static placement"),
+    best = min(rows, key=lambda row: advice[row].seconds)
+    for row, each in enumerate(advice):
+        bars.annotate(
+            *(f"{each.seconds:.2f}", (each.seconds, row)),
+            xytext=(4, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=8,
+            fontweight="bold" if row == best else "normal",
+        )
+    bars.set_yticks(rows, [f"{each.strategy.label} ({each.strategy.foresight})" for each in advice])
+    bars.set_ylim(len(advice) - 0.4, -0.6)
+    bars.set_xlim(0, 1.1 * max(each.seconds for each in advice))
+    bars.set_xlabel("modelled seconds of a batch (in brackets: foresight)", fontsize=9)
+    bars.tick_params(labelsize=8)
+    bars.tick_params(axis="y", length=0)
+    bars.legend(fontsize=8, frameon=False, ncols=2, loc="lower left", bbox_to_anchor=(0, 1), borderpad=0)
+    bare(bars, "x")
+    style = planner_style("relibra")
+    for name, points, what in (
+        ("size", sizes, "tokens of a rank in a micro-batch"),
+        ("skew", skews, "imbalance under static placement"),
     ):
-        panel.plot([point.at for point in points], [100 * point.gain for point in points], "o-", color=BLUE)
-        panel.axhline(100 * PAYS, color=INK, linewidth=0.8, linestyle=":")
-        panel.set_xlabel(what, fontsize=8)
-        panel.set_ylabel("gain, %", fontsize=8)
+        panel = axes[name]
+        at, gain = [point.at for point in points], [point.gain for point in points]
+        panel.plot(at, gain, color=style.colour, marker=style.marker, linewidth=1.8)
+        panel.axhline(PAYS, color=INK, linewidth=0.8, linestyle=":")
+        panel.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+        panel.set_xlabel(what, fontsize=9)
+        panel.set_ylabel("gain of the best strategy", fontsize=9)
+        panel.tick_params(labelsize=8)
+        bare(panel, "y")
     axes["size"].set_xscale("log")
-    for panel in axes.values():
-        panel.spines[["top", "right"]].set_visible(False)
-        panel.grid(axis="x" if panel is bars else "y", color=GRID, linewidth=0.7)
-        panel.set_axisbelow(True)
-    with write_atomically(path) as part:
-        figure.savefig(part, dpi=150)
-    plt.close(figure)
+    axes["skew"].annotate(
+        *(f"dotted: {PAYS:.0%}, from which it pays", (1, 0.02)),
+        xycoords="axes fraction",
+        ha="right",
+        fontsize=8,
+        color="#6a737c",
+    )
+    save_figure(figure, path)

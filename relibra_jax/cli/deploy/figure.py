@@ -1,42 +1,37 @@
-"""The figure of a deployment: what micro-batches in flight are worth, and where either side waits."""
+"""The figure of a deployment: throughput by micro-batches in flight, and where each side waits."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-import matplotlib
-
-matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 
-from relibra_jax.atomic_write import write_atomically
 from relibra_jax.cli.deploy.rows import InFlight, Row
-from relibra_jax.cli.palette import GRID, INK
-from relibra_jax.cli.palette import SERIES as COLOURS
+from relibra_jax.cli.drawing import bare, save_figure
+from relibra_jax.cli.palette import INK, SERIES
 
-BLUE, RED = "#1f6fb2", "#b5541c"
 LAYERS_SHOWN: Final = 4
 
 
 def draw_deployment(path: Path, points: Sequence[InFlight], row: Row, title: str) -> None:
-    """Draw throughput for its price over micro-batches in flight, and the first layers of a simulated step.
+    """Draw throughput per unit of price by micro-batches in flight, and the first layers of a simulated step.
 
     Args:
         path: the PNG file to write.
-        points: what each number of micro-batches is worth.
+        points: the throughput with each number of micro-batches in flight.
         row: the deployment whose step is drawn.
-        title: what is deployed on what.
+        title: the model and the clusters of the deployment.
     """
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3.6), width_ratios=[1, 1.6], layout="constrained")
-    figure.suptitle(title, color=INK, fontsize=9)
+    figure.suptitle(title, color=INK, fontsize=10, x=0.01, ha="left", parse_math=False)
     numbers = [point.micro_batches for point in points]
-    for name, label, colour in (
-        ("best", "best deployment of each", BLUE),
-        ("same", "the best of all, only m changed (may not fit)", RED),
+    for name, label, colour, marker in (
+        ("best", "best deployment for each m", SERIES[0], "o"),
+        ("same", "best deployment of all, with m changed (may not fit)", SERIES[1], "s"),
     ):
         values = np.array([getattr(point, name) for point in points], float)  # NaN where none fits
-        left.plot(numbers, values, "o-", color=colour, label=label)
+        left.plot(numbers, values, marker=marker, color=colour, label=label)
         for at, before, after in zip(numbers[1:], values[:-1], values[1:], strict=True):
             if np.isnan(before) or np.isnan(after):
                 continue
@@ -49,20 +44,16 @@ def draw_deployment(path: Path, points: Sequence[InFlight], row: Row, title: str
     left.set_ylim(0, 1.15 * np.nanmax(np.array([[point.best, point.same] for point in points], float)))
     left.set_xticks(numbers)
     left.set_xlabel("micro-batches in flight m\n(published: 1 to 2 x1.90, 2 to 3 x1.10 to x1.38)", fontsize=8)
-    left.set_ylabel("modelled tokens a second for each unit of price", fontsize=8)
-    left.legend(fontsize=7, frameon=False, loc="lower right")
-    left.grid(axis="y", color=GRID, linewidth=0.7)
+    left.set_ylabel("modelled tokens/s per unit of price", fontsize=8)
+    left.legend(fontsize=8, frameon=False, loc="lower right")
+    bare(left, "y")
     _draw_step(right, row)
-    for panel in (left, right):
-        panel.spines[["top", "right"]].set_visible(False)
-        panel.set_axisbelow(True)
-    with write_atomically(path) as part:
-        figure.savefig(part, dpi=150)
-    plt.close(figure)
+    bare(right)
+    save_figure(figure, path)
 
 
 def _draw_step(axes: plt.Axes, row: Row) -> None:
-    """Both sides in the first layers of the simulated step, a colour for each micro-batch."""
+    """Draw both sides in the first layers of the simulated step, with a colour for each micro-batch."""
     step = row.simulated
     for line, starts, lengths in (
         (1, step.schedule.attention_start, step.attention),
@@ -75,7 +66,7 @@ def _draw_step(axes: plt.Axes, row: Row) -> None:
                 lengths[:, micro_batch],
                 left=starts[:, micro_batch],
                 height=0.5,
-                color=COLOURS[(micro_batch + 1) % len(COLOURS)],
+                color=SERIES[micro_batch % len(SERIES)],
                 edgecolor="white",
                 label=f"micro-batch {micro_batch}" if line else None,
             )
@@ -83,5 +74,7 @@ def _draw_step(axes: plt.Axes, row: Row) -> None:
         [0, 1], [f"experts\nidle {step.expert_idle:.0%}", f"attention\nidle {step.attention_idle:.0%}"]
     )
     axes.set_ylim(-0.5, 1.9)
-    axes.set_xlabel(f"modelled us, first {LAYERS_SHOWN} layers of a step (gaps: waiting)", fontsize=8)
-    axes.legend(fontsize=7, frameon=False, ncols=4, loc="upper left")
+    axes.set_xlabel(
+        f"modelled microseconds, first {LAYERS_SHOWN} layers of a step (gaps: waiting)", fontsize=8
+    )
+    axes.legend(fontsize=8, frameon=False, ncols=4, loc="upper left")
