@@ -37,5 +37,5 @@ def save_figure(figure: Figure, path: Path) -> None:
         path: the file to write.
     """
     with write_atomically(path) as part:
-        figure.savefig(part, dpi=DPI)
+        figure.savefig(part, dpi=DPI, pil_kwargs={"optimize": True})
     plt.close(figure)

@@ -40,6 +40,7 @@ def compare_figure(path: Path, outcomes: list[Outcome], title: str) -> None:
         *(1, 3),
         figsize=(13, max(4.2, 1.6 + 0.23 * len(outcomes))),
         width_ratios=[1, 1, 1.05],
+        gridspec_kw={"wspace": 0.05},
         layout="constrained",
     )
     figure.suptitle(title, color=INK, fontsize=11, x=0.01, ha="left", parse_math=False)
@@ -74,7 +75,12 @@ def _draw_time(axes: Axes, outcomes: Sequence[Outcome]) -> None:
         start += seconds
     for name, seconds in zip(names, start, strict=True):
         axes.annotate(
-            f"{seconds:.3g}", (seconds, name), (4, 0), textcoords="offset points", va="center", fontsize=8
+            f"{seconds:#.3g}".rstrip("."),
+            (seconds, name),
+            (4, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=8,
         )
     axes.set_xlim(0, 1.13 * max(start.max(), 1e-9))
     _rows(axes, len(names))
@@ -102,7 +108,8 @@ def _draw_micro_batches(axes: Axes, outcomes: Sequence[Outcome]) -> None:
             marker=style.marker,
             linestyle=style.line,
             linewidth=1.8,
-            markersize=5,
+            markersize=5 if style.line == "-" else 8,
+            markerfacecolor=style.colour if style.line == "-" else "none",
             markevery=max(1, len(over_layers) // 12),
             label=outcome.planner,
         )

@@ -109,7 +109,7 @@ def timeline_figure(
         _draw_ranks(axes, line, nodes, topology)
         _part_samples(axes, outcome.batches[-1], micro_batch, line.attention, nodes, topology)
         _describe(axes, outcome.planner, line, nodes, topology, cost_model, longest)
-    np.atleast_1d(rows)[0].set_xlim(0, 1.17 * longest)
+    np.atleast_1d(rows)[0].set_xlim(0, 1.15 * longest)
     np.atleast_1d(rows)[-1].set_xlabel(
         f"modelled milliseconds, forward pass of layer {layer} in micro-batch {micro_batch},"
         f" where {outcomes[0].planner} is most uneven",

@@ -76,8 +76,10 @@ def draw_advice(
         bare(panel, "y")
     axes["size"].set_xscale("log")
     axes["skew"].annotate(
-        *(f"dotted: {PAYS:.0%}, from which it pays", (1, 0.02)),
-        xycoords="axes fraction",
+        *(f"dotted: {PAYS:.0%}, from which it pays", (1, PAYS)),
+        xycoords=axes["skew"].get_yaxis_transform(),
+        xytext=(0, 3),
+        textcoords="offset points",
         ha="right",
         fontsize=8,
         color="#6a737c",

@@ -135,7 +135,7 @@ def _draw(results: Results, folder: Path) -> dict[str, str]:
     if headline:
         fullest = max(len(cell.rows) for cell in headline)
         draw_planners(folder / "planners.png", [cell for cell in headline if len(cell.rows) == fullest])
-        figures["planners.png"] = "Modelled speed of every row, the balanced run being 1"
+        figures["planners.png"] = "Modelled speed of every system, a perfectly balanced run being 100%"
     if {section for section, cell in results.cells if cell.rows} >= SWEEPS.keys():
         draw_sweeps(folder / "sweeps.png", results)
         figures["sweeps.png"] = "Modelled speed over what each sweep varies"

@@ -70,6 +70,8 @@ def _draw_step(axes: plt.Axes, row: Row) -> None:
                 edgecolor="white",
                 label=f"micro-batch {micro_batch}" if line else None,
             )
+            for middle in starts[:, micro_batch] + lengths[:, micro_batch] / 2:
+                axes.text(middle, line + 0.27, str(micro_batch), ha="center", fontsize=7, color=INK)
     axes.set_yticks(
         [0, 1], [f"experts\nidle {step.expert_idle:.0%}", f"attention\nidle {step.attention_idle:.0%}"]
     )

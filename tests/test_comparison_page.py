@@ -1,0 +1,149 @@
+"""The HTML page of a comparison: whole in one file, escaped, and shown by a browser without a network."""
+
+import base64
+import html.parser
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from experiments.synthetic_traces import synthetic_trace
+from relibra_jax.cli.comparison_columns import COLUMNS, OF_RESIDENTS
+from relibra_jax.cli.main import main
+from relibra_jax.replay_files import save_replay
+
+SMALL = ["--nodes", "2", "--ranks-per-node", "2", "--replica-slots", "1", "--micro-batches", "4"]
+ROWS = ("static", "eplb", "feplb")
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+class Page(html.parser.HTMLParser):
+    """The parts of a page that a test looks at."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.addresses, self.rows, self.text, self.in_cell = set(), [], [], "", False
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.add(tag)
+        self.addresses += [value for name, value in attributes if name in ("src", "href", "srcset", "action")]
+        if tag == "tr":
+            self.rows.append([])
+        elif tag in ("td", "th"):
+            self.rows[-1].append("")
+            self.in_cell = True
+
+    def handle_endtag(self, tag):
+        self.in_cell &= tag not in ("td", "th")
+
+    def handle_data(self, text):
+        self.text += text
+        if self.in_cell:
+            self.rows[-1][-1] += text
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory):
+    """A trace whose name would be markup if it were not escaped."""
+    trace = synthetic_trace(samples=32, mean_tokens=20, layers=2, num_experts=16, top_k=2)
+    path = tmp_path_factory.mktemp("traces") / "<b>A&B<script>.npz"
+    save_replay(path, trace.replay, num_experts=trace.num_experts)
+    return path
+
+
+@pytest.fixture(scope="module")
+def written(trace, tmp_path_factory):
+    """The folder of a comparison with a page."""
+    folder = tmp_path_factory.mktemp("page")
+    options = [*SMALL, "--rows", *ROWS, "--out", str(folder / "out"), "--html", str(folder / "page.html")]
+    assert main(["compare", str(trace), *options]) == 0
+    return folder
+
+
+@pytest.mark.slow
+def test_the_page_holds_everything(written, trace):
+    text = (written / "page.html").read_text()
+    page = Page(text)
+    pictures = [
+        base64.b64decode(address.removeprefix("data:image/png;base64,")) for address in page.addresses
+    ]
+    figures = [(written / "out" / name).read_bytes() for name in ("compare.png", "timeline.png")]
+    assert pictures == figures, "the page has both figures, and no other address"
+    assert not re.search(r"https?://|@import|url\(", text)
+    assert {"script", "b", "link", "iframe"}.isdisjoint(page.tags)
+    assert trace.name in page.text
+    for option in ("relibra compare", "--ranks-per-node 2", "--rows static eplb feplb"):
+        assert option in page.text
+    head, *rows, balanced = page.rows
+    assert head == ["planner", *(name for name in COLUMNS if name not in OF_RESIDENTS)]
+    assert [row[0] for row in rows] == ["static", "eplb", "feplb*"]
+    assert balanced[0] == "perfectly balanced"
+    numbers = json.loads((written / "out" / "compare.json").read_text())["planners"]
+    for row, expected in zip(rows, numbers, strict=True):
+        assert len(row) == len(head)
+        assert row[head.index("imbalance")] == f"{expected['imbalance']:.4f}"
+        assert row[head.index("time")] == f"{expected['modelled_seconds']:.2f}s"
+    for name in head[1:]:
+        assert COLUMNS[name] in page.text, "every column is explained"
+
+
+REFUSED = {
+    "{folder}": "html={folder} is a folder; name a file in it, such as {folder}/compare.html",
+    "{folder}/none/page.html": "html={folder}/none/page.html: the folder {folder}/none does not exist",
+}
+
+
+@pytest.mark.parametrize("path", REFUSED)
+def test_a_page_that_cannot_be_written_is_refused_before_anything_runs(trace, tmp_path, capsys, path):
+    options = ["--out", str(tmp_path / "out"), "--html", path.format(folder=tmp_path)]
+    assert main(["compare", str(trace), *SMALL, *options]) == 2
+    shown = capsys.readouterr()
+    assert shown.err == f"error: {REFUSED[path].format(folder=tmp_path)}\n"
+    assert shown.out == ""
+    assert not list(tmp_path.iterdir())
+
+
+def dump(path, profile, *, width):
+    """The document as a browser has it after loading, without a network."""
+    quiet = ("disable-gpu", "disable-quic", "no-first-run", "disable-background-networking", "disable-sync")
+    switches = [
+        f"--{name}" for name in ("headless", "no-sandbox", "disable-component-update", *quiet, "dump-dom")
+    ]
+    command = [
+        *(CHROMIUM, *switches, "--host-resolver-rules=MAP * ~NOTFOUND"),
+        *(f"--user-data-dir={profile}", f"--window-size={width},900", path.as_uri()),
+    ]
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
+
+
+@pytest.mark.long
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
+@pytest.mark.parametrize("width", [1280, 500])
+def test_a_browser_shows_tables_and_figures(written, tmp_path, width):
+    """A script reports the sizes that the browser gave the pictures; the page itself allows none."""
+    policy, script = (
+        r'<meta http-equiv="Content-Security-Policy"[^>]*>',
+        """<script>
+        addEventListener("load", () => {
+            for (const image of document.images) image.alt = `${image.naturalWidth} pixels`;
+            const { scrollWidth, clientWidth } = document.documentElement;
+            document.title = `${scrollWidth - clientWidth} too wide`;
+        });
+    </script>""",
+    )
+    text, count = re.subn(policy, lambda _: script, (written / "page.html").read_text())
+    assert count == 1
+    (tmp_path / "page.html").write_text(text)
+    shown = dump(tmp_path / "page.html", tmp_path / "profile", width=width)
+    assert len(re.findall(r'alt="[1-9]\d{2,} pixels"', shown)) == 2
+    assert "<title>0 too wide</title>" in shown, "wide tables scroll, the page does not"
+    assert [row[0] for row in Page(shown).rows[1:-1]] == ["static", "eplb", "feplb*"]
+
+
+def test_the_guide_explains_every_column():
+    (guide,) = (Path(__file__).parents[1] / "docs").glob("**/comparing-planners.md")
+    assert re.findall(r"^\| (\w+) \|", guide.read_text(), re.MULTILINE) == ["column", *COLUMNS]
