@@ -100,7 +100,7 @@ def planner_style(name: str) -> Style:
     if system == name and ":" in name:
         return Style(OUTSIDE[number % 3], "*dH"[number // 3 % 3], LINE_STYLES[number // 9 % 4])
     if system == PARTS:
-        return Style(_tint(SYSTEMS["relibra"].colour, 0.55), SYSTEMS["relibra"].marker, ":")
+        return Style(SERIES[number % 6], "osv^<>"[number // 6 % 6], LINE_STYLES[number // 36 % 4])
     _, colour, marker = SYSTEMS[system]
     if name == system:
         return Style(colour, marker, "-")

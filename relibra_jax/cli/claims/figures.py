@@ -75,7 +75,7 @@ def draw_planners(path: Path, cells: Sequence[CellResult]) -> None:
 
 
 def _footnote(cell: CellResult) -> str:
-    """The line below the panels: what was run, and what the signs mean."""
+    """The line below the panels: the setting, and the meaning of the dots and the star."""
     parts = [
         f"{cell.trace}, {cell.model} on {cell.cell['costs']['cluster']}",
         "dots: other settings of a system",
