@@ -120,7 +120,7 @@ def dump(path, profile, *, width):
     return subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
 @pytest.mark.parametrize("width", [1280, 500])
 def test_a_browser_shows_tables_and_figures(written, tmp_path, width):
