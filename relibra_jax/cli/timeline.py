@@ -118,7 +118,7 @@ def timeline_figure(
     )
     keys = {key: label for key, label in KEYS.items() if key != "resident" or topology.resident_slots}
     handles = [Patch(facecolor=PHASES[key], label=label) for key, label in keys.items()]
-    handles.append(Patch(facecolor=IDLE, label="waiting"))
+    handles.append(Patch(facecolor=IDLE, label="not computing"))
     figure.legend(handles=handles, loc="outside upper left", ncols=4, fontsize=8.5, frameon=False)
     save_figure(figure, path)
 
