@@ -209,7 +209,10 @@ def draw(path: Path, lines: dict[str, list[list[dict[str, Any]]]]) -> None:
         bare(axes, "y")
     figure.suptitle(
         "The task numbers: reward, use of decoding slots, balance; a line for every seed",
-        color=INK, fontsize=11, x=0.01, ha="left",
+        color=INK,
+        fontsize=11,
+        x=0.01,
+        ha="left",
     )
     save_figure(figure, path)
 

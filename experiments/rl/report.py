@@ -18,7 +18,7 @@ from relibra_jax.cli.drawing import bare, save_figure
 from relibra_jax.cli.palette import INK, LINE_STYLES, SERIES, planner_style
 
 SMOOTH: Final = 7
-"""Steps; a step's mean reward depends much on which prompts it drew."""
+"""The number of steps over which rewards are averaged, because a step's mean reward depends much on its prompts."""
 PHASE_STYLES: Final = {"plan": (SERIES[5], "-"), "migrate": (SERIES[3], "--"), "size": (SERIES[0], "-.")}
 """The colour and the line style of each phase of planning."""
 PANELS: Final = (
@@ -85,8 +85,8 @@ def write_report(config: Train, folder: Path, console: Console, name: str) -> No
         if speeds:
             console.print(f"tokens/s, seed {seed}: {', '.join(speeds)}", highlight=False)
     training_figure(figure, metrics, setting, planner=config.planner)
-    where = f"figure: {figure}\nnumbers: {numbers}\nmetrics and checkpoints: {folder}/seed-*"
-    console.print(where, highlight=False, soft_wrap=True)
+    paths = f"figure: {figure}\nnumbers: {numbers}\nmetrics and checkpoints: {folder}/seed-*"
+    console.print(paths, highlight=False, soft_wrap=True)
 
 
 def recompute_note(config: Train, numbers: dict[str, Any]) -> str | None:

@@ -26,7 +26,7 @@ KEYS: Final = {
     "home": "experts in home slots",
     "resident": "experts in resident slots",
     "replica": "experts in replica slots",
-    "transfer": "replicas sent inside a node",
+    "transfer": "replicas being sent",
     "inside": "tokens inside a node",
     "crossing": "tokens between nodes",
 }
@@ -110,14 +110,15 @@ def timeline_figure(
         _part_samples(axes, outcome.batches[-1], micro_batch, line.attention, nodes, topology)
         _describe(axes, outcome.planner, line, nodes, topology, cost_model, longest)
     np.atleast_1d(rows)[0].set_xlim(0, 1.15 * longest)
+    left_out = f"; {len(nodes)} of {topology.num_nodes} nodes drawn" * (len(nodes) < topology.num_nodes)
     np.atleast_1d(rows)[-1].set_xlabel(
         f"modelled milliseconds, forward pass of layer {layer} in micro-batch {micro_batch},"
-        f" where {outcomes[0].planner} is most uneven",
+        f" where {outcomes[0].planner} is most uneven{left_out}",
         fontsize=9,
     )
     keys = {key: label for key, label in KEYS.items() if key != "resident" or topology.resident_slots}
     handles = [Patch(facecolor=PHASES[key], label=label) for key, label in keys.items()]
-    handles.append(Patch(facecolor=IDLE, label="waiting"))
+    handles.append(Patch(facecolor=IDLE, label="not computing"))
     figure.legend(handles=handles, loc="outside upper left", ncols=4, fontsize=8.5, frameon=False)
     save_figure(figure, path)
 

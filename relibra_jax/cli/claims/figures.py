@@ -42,7 +42,8 @@ def draw_planners(path: Path, cells: Sequence[CellResult]) -> None:
     """
     groups = [_by_group(cell.rows) for cell in cells]
     first = groups[0]
-    order = sorted(first, key=lambda name: (name == PARTS, -first[name].get(ROW_OF.get(name, name), 0)))
+    speeds = {group: rows.get(ROW_OF.get(group, group), 0.0) for group, rows in first.items()}
+    order = sorted(first, key=lambda group: (group == PARTS, -speeds[group]))
     figure, panels = plt.subplots(
         *(1, len(cells)),
         figsize=(2.4 + 4.3 * len(cells), 1.6 + 0.36 * len(order)),
@@ -118,8 +119,15 @@ def _draw_group(axes: Axes, line: int, group: str, rows: Mapping[str, float]) ->
             color=INK,
         )
     others = [speed for name, speed in rows.items() if name != shown]
-    colours = {"markerfacecolor": "white", "markeredgecolor": INK}
-    axes.plot(others, [line] * len(others), "o", markersize=4.5, markeredgewidth=0.8, **colours)
+    axes.plot(
+        others,
+        [line] * len(others),
+        "o",
+        markersize=4.5,
+        markeredgewidth=0.8,
+        markerfacecolor="white",
+        markeredgecolor=INK,
+    )
 
 
 def draw_sweeps(path: Path, results: Results) -> None:
