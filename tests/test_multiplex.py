@@ -1,6 +1,5 @@
 """relibra multiplex: jobs from files and runs, what is printed and kept, and one line where input is bad."""
 
-import doctest
 import json
 from pathlib import Path
 
@@ -239,9 +238,3 @@ def test_a_folder_without_a_run(refused, tmp_path, run):
     (tmp_path / "empty").mkdir()
     assert refused(tmp_path / "empty").endswith("no seed-*/metrics.jsonl in this folder")
     assert "quantile=0.0 must be above 0 and at most 1" in refused(run, "--quantile", "0")
-
-
-def test_the_page_computes_what_it_says():
-    result = doctest.testfile(str(ROOT / "docs" / "guides" / "sharing-a-cluster.md"), module_relative=False)
-    assert result.attempted
-    assert not result.failed

@@ -40,7 +40,9 @@ def to_markdown(text: str) -> str:
             continue
         if lines[0].lstrip().startswith(">>> "):
             result += fenced(lines, "pycon")
-        elif not lines[0].startswith("    ") and sum(bool(ALIGNED.search(line)) for line in lines) * 2 > len(lines):
+        elif not lines[0].startswith("    ") and sum(bool(ALIGNED.search(line)) for line in lines) * 2 > len(
+            lines
+        ):
             result += fenced(lines, "text")
         else:
             result += lines

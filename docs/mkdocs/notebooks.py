@@ -1,7 +1,7 @@
 """MkDocs hook: run every notebook of docs/ and show it with its outputs.
 
-Notebooks are kept without outputs. ``mkdocs build`` runs them, so that what a page shows is what the library does today,
-and an error in a cell ends the build. ``mkdocs serve`` shows the cells alone, because it builds after every change.
+Notebooks are kept without outputs. ``mkdocs build`` runs them, so a page shows what the library does today, and an
+error in a cell ends the build. ``mkdocs serve`` shows the cells alone, because it builds after every change.
 """
 
 import base64
@@ -12,6 +12,7 @@ import nbformat
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from nbclient import NotebookClient
+from traitlets.config import Config
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_SECONDS = 300
@@ -36,7 +37,12 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for file in [file for file in files if file.src_uri.endswith(".ipynb")]:
         notebook = nbformat.read(file.abs_src_path, as_version=4)
         if run_notebooks:
-            client = NotebookClient(notebook, timeout=TIMEOUT_SECONDS, resources={"metadata": {"path": str(ROOT)}})
+            client = NotebookClient(
+                notebook,
+                timeout=TIMEOUT_SECONDS,
+                resources={"metadata": {"path": str(ROOT)}},
+                config=Config(KernelManager={"transport": "ipc"}),
+            )
             client.execute(env={**os.environ, **ENVIRONMENT})
         name = file.src_uri.removesuffix(".ipynb")
         text, figures = page_of(notebook, Path(name).name)
@@ -55,13 +61,16 @@ def page_of(notebook: nbformat.NotebookNode, name: str) -> tuple[str, list[bytes
             parts.append(cell.source)
             continue
         parts.append(f"```python\n{cell.source}\n```")
+        printed = "".join(output.text for output in cell.get("outputs", []) if output.get("name") == "stdout")
+        texts = [printed] if printed else []
         for output in cell.get("outputs", []):
             data = output.get("data", {})
             if "image/png" in data:
                 parts.append(f"![Output of the cell above]({name}-{len(figures)}.png)")
                 figures.append(base64.b64decode(data["image/png"]))
-            elif text := data.get("text/plain", output.text if output.get("name") == "stdout" else ""):
-                parts.append(f"```text\n{text.rstrip()}\n```")
+            elif "text/plain" in data:
+                texts.append(data["text/plain"])
+        parts += [f"```text\n{text.rstrip()}\n```" for text in texts]
     title, *rest = parts
     download = f"[Download this notebook]({name}.ipynb) and run it in the root of the repository."
     return "\n\n".join([title, download, *rest]) + "\n", figures

@@ -1,7 +1,7 @@
 """MkDocs hook: pages may link to any file of the repository by its path, as they do where the repository is read.
 
-A file outside docs/ to which a page links becomes part of the site without a copy of it in git: Markdown and source files
-as pages, a folder as a page that lists it, everything else as it is. Links are rewritten to where the site has the file.
+A file outside docs/ to which a page links becomes part of the site, without a copy of it in git. Markdown and source
+files become pages, a folder a page that lists it, and other files stay as they are. The hook rewrites the links.
 """
 
 import posixpath
@@ -66,7 +66,9 @@ def text_of(path: str) -> str | None:
     source = ROOT / path
     hidden = "---\nsearch:\n  exclude: true\n---\n\n"
     if source.is_dir():
-        names = sorted(f"{entry.name}{'/' * entry.is_dir()}" for entry in source.iterdir() if entry.name[0] not in "._")
+        names = sorted(
+            f"{entry.name}{'/' * entry.is_dir()}" for entry in source.iterdir() if entry.name[0] not in "._"
+        )
         return f"{hidden}# {path}\n\n" + "\n".join(f"- [{name}]({name.rstrip('/')})" for name in names) + "\n"
     if source.suffix == ".md":
         return source.read_text() if path in PAGES else hidden + source.read_text()
