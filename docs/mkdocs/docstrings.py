@@ -45,7 +45,7 @@ def to_markdown(text: str) -> str:
         ):
             result += fenced(lines, "text")
         else:
-            result += lines
+            result += [re.sub(r"(?<=\w)::$", ":", line) for line in lines]
     return "\n".join(result)
 
 
