@@ -1,6 +1,7 @@
 """Griffe extension: make docstrings that are written for ``help()`` read well as Markdown.
 
-Doctests become code blocks, so do tables that are aligned by spaces, and headings that are underlined become bold.
+Doctests and tables that are aligned by spaces become code blocks, and underlined headings become bold. A name in
+backticks becomes a link where the reference shows what it names.
 """
 
 import re
@@ -8,6 +9,7 @@ from collections.abc import Iterator
 
 import griffe
 
+NAME = re.compile(r"(?<!`)`([A-Za-z_][\w.]*)`(?!`)")
 ALIGNED = re.compile(r"\S {2,}\S")
 """Words that stand apart, as the columns of a table do."""
 
@@ -29,8 +31,27 @@ def fenced(lines: list[str], language: str) -> list[str]:
     return [f"{indent}```{language}", *lines, f"{indent}```"]
 
 
-def to_markdown(text: str) -> str:
-    """A docstring whose doctests and tables are code blocks."""
+def linked(line: str, scope: griffe.Object) -> str:
+    """The line with a link at each name that is known in the scope and that the site shows."""
+
+    def link(match: re.Match) -> str:
+        name = match[1]
+        try:
+            path = name if name.startswith(("relibra_jax.", "pallas_kernels.")) else scope.resolve(name)
+        except griffe.NameResolutionError:
+            return match[0]
+        return f'<autoref optional identifier="{path}"><code>{name}</code></autoref>'
+
+    return NAME.sub(link, line)
+
+
+def to_markdown(text: str, scope: griffe.Object) -> str:
+    """A docstring whose doctests and tables are code blocks, and whose names are links.
+
+    Args:
+        text: the docstring.
+        scope: the object that it describes.
+    """
     result: list[str] = []
     for lines in paragraphs(text.splitlines()):
         if len(lines) > 1 and set(lines[1].strip()) == {"-"}:
@@ -45,7 +66,7 @@ def to_markdown(text: str) -> str:
         ):
             result += fenced(lines, "text")
         else:
-            result += [re.sub(r"(?<=\w)::$", ":", line) for line in lines]
+            result += [linked(re.sub(r"(?<=\w)::$", ":", line), scope) for line in lines]
     return "\n".join(result)
 
 
@@ -54,4 +75,4 @@ class MarkdownDocstrings(griffe.Extension):
 
     def on_object(self, *, obj: griffe.Object, **kwargs) -> None:
         if obj.docstring:
-            obj.docstring.value = to_markdown(obj.docstring.value)
+            obj.docstring.value = to_markdown(obj.docstring.value, obj)
