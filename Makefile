@@ -38,7 +38,7 @@ test-slow: $(VENV)/installed  ## run the tests that take several seconds each
 	$(RUN) -m pytest -m "slow and not long"
 
 docs: $(VENV)/installed  ## build the documentation site in out/site; warnings are errors
-	$(RUN) -m mkdocs build --strict --quiet --site-dir out/site
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict --quiet --site-dir out/site
 
 bench: $(VENV)/installed  ## time planning beside its baselines, in one run
 	$(RUN) -m experiments.bench

@@ -1,9 +1,7 @@
 """``relibra deploy``: the numbers that it prints and writes, and its errors for bad input."""
 
-import doctest
 import itertools
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -211,10 +209,3 @@ def test_a_trace_of_one_sample_is_refused(tmp_path, capsys):
     np.savez(path, num_experts=np.int32(4), routed_experts=ids, lengths=np.array([3]))
     assert main(["deploy", str(path), "--out", str(tmp_path / "out")]) == 2
     assert "one.npz has no tokens in one half of its 1 samples" in capsys.readouterr().err
-
-
-def test_examples_of_the_guide_run():
-    page = Path(__file__).parents[1] / "docs" / "guides" / "deployments.md"
-    result = doctest.testfile(str(page), module_relative=False)
-    assert result.attempted
-    assert not result.failed

@@ -1,9 +1,7 @@
 """Hot ranks are marked by the rule, marks do not change the plan, and only marked ranks compute in float8."""
 
 import dataclasses
-import doctest
 import functools
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -207,9 +205,3 @@ def test_rules_are_checked():
         HotRanks(threshold=-1.0)
     with pytest.raises(ValueError, match=r"min_rows=0 must be an integer of at least 1"):
         HotRanks(threshold=1.0, min_rows=0)
-
-
-def test_the_guide_prints_what_it_says():
-    guide = Path(__file__).parents[1] / "docs" / "guides" / "low-precision.md"
-    result = doctest.testfile(str(guide), module_relative=False)
-    assert (result.attempted, result.failed) == (11, 0)

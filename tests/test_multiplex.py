@@ -1,6 +1,5 @@
 """``relibra multiplex``: jobs from files and runs, the printed and written results, and one-line errors."""
 
-import doctest
 import json
 from pathlib import Path
 
@@ -242,9 +241,3 @@ def test_a_folder_without_a_run(refused, tmp_path, run):
     (tmp_path / "empty").mkdir()
     assert refused(tmp_path / "empty").endswith("has no files seed-*/metrics.jsonl")
     assert "quantile=0.0 must be above 0 and at most 1" in refused(run, "--quantile", "0")
-
-
-def test_examples_of_the_guide_run():
-    result = doctest.testfile(str(ROOT / "docs" / "guides" / "sharing-a-cluster.md"), module_relative=False)
-    assert result.attempted
-    assert not result.failed

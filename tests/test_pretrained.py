@@ -4,7 +4,6 @@ The fixtures are written by tests/make_hf_checkpoints.py.
 """
 
 import dataclasses
-import doctest
 import functools
 import json
 import shutil
@@ -398,15 +397,6 @@ def test_a_folder_appears_when_it_is_complete(folder, tmp_path, monkeypatch):
     monkeypatch.undo()
     save_pretrained(model, tmp_path / "saved")
     assert_same_bits(read_all(tmp_path / "saved"), separate("qwen3_moe"))
-
-
-def test_the_page_shows_what_runs(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "tests").symlink_to(FOLDER.parents[1])
-    page = FOLDER.parents[2] / "docs" / "guides" / "checkpoints.md"
-    result = doctest.testfile(str(page), module_relative=False)
-    assert (result.attempted, result.failed) == (8, 0)
-    assert (tmp_path / "out" / "trained" / "config.json").exists()
 
 
 def test_a_rank_holds_the_bytes_that_were_computed():
