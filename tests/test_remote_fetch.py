@@ -101,6 +101,7 @@ def test_what_is_pulled_and_what_returns_is_that_of_the_padded_fetch_bit_for_bit
             np.testing.assert_array_equal(actual, desired)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("replicas_only", "exchanges"), [(True, 0), (False, 2)])
 def test_a_program_for_gpus_has_one_kernel_and_exchanges_gradients_alone(
     monkeypatch, replicas_only, exchanges
