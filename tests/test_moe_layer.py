@@ -277,7 +277,7 @@ def test_misfits_are_refused_before_anything_is_compiled():
         ValueError, match=r"expert weights: .*\(4, 2, 2, 3, 8, 6\), found \(2, 4, 2, 3, 8, 6\)"
     ):
         jax.eval_shape(functools.partial(layer, parallel=elsewhere), X)
-    with pytest.raises(ValueError, match="top_k=8 of 4 experts"):
+    with pytest.raises(ValueError, match="top_k=8 is more than the 4 experts"):
         MoELayer(
             dataclasses.replace(TOPOLOGY, ranks_per_node=1, num_experts=4),
             *(WIDTH, HIDDEN, GATINGS["qwen3-moe"]),
