@@ -89,8 +89,11 @@ class CostModel(NamedTuple):
         size, nothing = self.scale * ACTIVATION_BYTES * self.model.width, np.zeros(traffic.slow_sent.shape)
         inside = traffic._replace(slow_sent=nothing, slow_received=nothing)
         crossing = traffic._replace(fast_sent=nothing, fast_received=nothing)
-        seconds = (np.asarray(transfer_time(each, size, self.cluster)) for each in (inside, crossing))
-        return LinkTimes(*seconds, self.scale * traffic.slow_sent)
+        return LinkTimes(
+            inside=np.asarray(transfer_time(inside, size, self.cluster)),
+            crossing=np.asarray(transfer_time(crossing, size, self.cluster)),
+            sent=self.scale * traffic.slow_sent,
+        )
 
     def batch_time(
         self, batch: PlannedBatch, topology: Topology, visits: Int[Array, "M L P N"] | None
