@@ -142,6 +142,7 @@ def trained():
     return run, run.train(0, 6)
 
 
+@pytest.mark.slow
 def test_training_is_the_same_as_under_static_placement():
     run, losses = trained()
     still = Run(static())
@@ -207,6 +208,7 @@ def counts_of(number):
     return np.asarray(sample_load(replay, num_experts=8)), replay.mask.sum(1)
 
 
+@pytest.mark.slow
 def test_a_batch_begins_where_the_search_ahead_has_ended():
     options = IN_ORDER | {"assign": ASSIGN}
     ahead, afresh = Run(REORDERING, options=options), Run(REORDERING, options=options)

@@ -127,6 +127,7 @@ def test_foremoe_moves_experts_whole_or_in_halves():
     assert any(moved == whole for moved, whole in held)
 
 
+@pytest.mark.slow
 def test_foremoe_moves_homes_only_for_a_gain():
     """Repeated loads move no homes, changed loads do."""
     load, other = lognormal(TWO_NODES, sigma=1.2), lognormal(TWO_NODES, sigma=1.2, seed=1)
@@ -227,6 +228,7 @@ def test_laer_keeps_tokens_in_nodes_that_hold_their_expert():
     assert (replica_experts(plan, TWO_NODES) != EMPTY).any()
 
 
+@pytest.mark.slow
 def test_laer_weighs_communication_against_compute():
     """With a price on crossings fewer copies cross; without it the largest rank load is at most as large."""
     load = lognormal(TWO_NODES, sigma=0.5)

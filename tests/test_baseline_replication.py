@@ -240,6 +240,7 @@ def test_replicas_cross_nodes_where_asked(make):
         np.testing.assert_allclose(imbalance(rank_load(plan)), expected, rtol=0.011)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [ultraep, functools.partial(llep, fallback=1.0), moonep])
 def test_works_without_jit(make):
     topology = one_node(3, 6, 1)

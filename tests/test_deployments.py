@@ -262,6 +262,7 @@ def test_bad_input(changes, message):
         search_deployment(MODEL, settings.pop("clusters"), settings.pop("placements"), **settings)
 
 
+@pytest.mark.slow
 def test_a_grid_too_large_for_this_machine(monkeypatch):
     monkeypatch.setattr("relibra_jax.limits.machine_memory", lambda: 2**30)
     grid = dataclasses.replace(GRID, sequences=(1,) * 10**6)

@@ -157,6 +157,7 @@ def first_micro_batch(model, batch, rows):
     return model(x, replay, batch.micro_batch(0), batch.parallel)
 
 
+@pytest.mark.slow
 def test_batches_in_float8_are_run_and_refused_by_updates():
     """A forward pass of a marked batch rounds, with replay and live routing, and an update of it raises."""
     run = Run()
@@ -179,6 +180,7 @@ def test_batches_in_float8_are_run_and_refused_by_updates():
         marked.layers()
 
 
+@pytest.mark.slow
 def test_a_rollout_without_a_batch_is_given_the_rule_as_the_guide_says():
     """Live routing without a prepared batch follows the rule that is set on the balancer's ExpertParallel."""
     run, (x, replay) = Run(), jax.tree.map(lambda leaf: leaf[:8], batches()[0])

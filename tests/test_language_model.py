@@ -113,6 +113,7 @@ def oracle(model, tokens):
     return norm(x, params["norm"]) @ params["head"], chosen
 
 
+@pytest.mark.slow
 def test_live_forward_is_qwen3_moe():
     output = live()
     for sample in (0, 13, 14):

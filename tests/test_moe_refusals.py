@@ -59,6 +59,7 @@ def call(arguments, parallel):
     return moe_layer(x, arguments["expert_ids"], arguments["gates"], experts, layer, parallel).output
 
 
+@pytest.mark.slow
 def test_live_routing_runs_under_a_plan_of_other_loads():
     """Tokens run under the slots and quotas of another micro-batch lose no token."""
     arguments, parallel = single()
@@ -79,6 +80,7 @@ def test_a_step_with_too_small_buffers_returns_nan(path, buffer):
     assert_all_nan(call(arguments, dataclasses.replace(parallel, capacities=sizes)), arguments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("across_nodes", [False, True])
 def test_the_tokens_that_cross_are_those_that_were_counted(across_nodes):
     """Buffers for exactly the most tokens that a rank sends, by `node_visits`, suffice; one row less does not."""

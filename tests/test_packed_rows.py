@@ -67,6 +67,7 @@ def result(pack_rows):
     return jax.device_get(actual), batch.from_ranks(log_prob)
 
 
+@pytest.mark.slow
 def test_equal_to_a_sample_a_row():
     (gradients, log_prob), (desired, unpacked) = result(True), result(False)
     np.testing.assert_allclose(np.where(MASK, log_prob, 0), np.where(MASK, unpacked, 0), atol=2e-6)

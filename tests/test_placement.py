@@ -214,6 +214,7 @@ def test_many_ranks():
     assert imbalance(load, home, 64).mean() < imbalance(load, in_order(2, 512), 64).mean() - 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("replica_slots", "moves"), [(1, False), (0, True)])
 def test_in_time_ranks_of_a_node_are_left_to_replicas(replica_slots, moves):
     """Nodes are even, but one rank of each has all load; experts move only if there are no replica slots."""

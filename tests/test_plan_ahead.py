@@ -90,6 +90,7 @@ def stay(load, previous_home, topology, *, refine):
     return Placement(refine, random_placement(0).resident)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("traced", [False, True])
 def test_the_first_turn_assigns_samples_to_the_homes_of_the_warm_start(counts, traced):
     start, planner = random_placement(3), relibra(place=stay)
@@ -101,6 +102,7 @@ def test_the_first_turn_assigns_samples_to_the_homes_of_the_warm_start(counts, t
     np.testing.assert_array_equal(in_place.plan.home, start.home)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["relibra", "static", "eplb", "lplb"])
 def test_plans_are_valid_whatever_they_begin_with(counts, name):
     entry = PLANNERS[name]
@@ -109,6 +111,7 @@ def test_plans_are_valid_whatever_they_begin_with(counts, name):
     assert sorted(np.asarray(actual.assignment.sample).ravel().tolist()) == list(range(SAMPLES))
 
 
+@pytest.mark.slow
 def test_half_of_the_turns_come_to_the_same_balance(counts):
     load, tokens = counts
     done = tokens <= np.quantile(tokens, 0.75)

@@ -62,6 +62,7 @@ def start(planner):
     return planner.init(TOPOLOGY, 2, key=jax.random.key(0))
 
 
+@pytest.mark.slow
 def test_samples_stay_where_they_start_unless_assigned(replay, planner, update, in_order):
     given = assign_in_order(32, TOPOLOGY, num_micro_batches=MICRO_BATCHES)
     batch_plan, after = plan_batch(
@@ -171,6 +172,7 @@ def test_rounds_alternate_and_refine(replay, rounds):
     np.testing.assert_array_equal(batch_plan.load[::-1], calls[0][0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rounds", [0, 1, 3])
 @pytest.mark.parametrize("x64", [False, True])
 def test_rounds_are_the_same_under_jit(replay, rounds, x64):

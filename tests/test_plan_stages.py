@@ -74,6 +74,7 @@ def check_stages(replay, stages):
     np.testing.assert_array_equal(residents, resident_experts(update, TOPOLOGY))
 
 
+@pytest.mark.slow
 def test_every_stage_has_all_samples_packed_alone(replay, packed):
     check_stages(replay, packed)
     for number, stage in zip(STAGES, packed, strict=True):
@@ -81,6 +82,7 @@ def test_every_stage_has_all_samples_packed_alone(replay, packed):
         chex.assert_trees_all_equal(stage.assignment, start)
 
 
+@pytest.mark.slow
 def test_stages_assigned_under_jit(replay):
     stages, _ = jax.jit(functools.partial(plan, assign=ASSIGN, rounds=2))(replay, first_state())
     check_stages(replay, stages)
@@ -109,6 +111,7 @@ def test_samples_never_cross_an_update(replay, assign, compiled):
         np.testing.assert_array_equal(residents, resident_experts(stages[0].plan, TOPOLOGY))
 
 
+@pytest.mark.slow
 def test_a_stage_is_assigned_as_a_batch_of_its_samples(replay):
     """``assign`` receives the same arguments for an update's samples as for a batch of these samples."""
     received = []
@@ -152,6 +155,7 @@ def test_updates_share_one_copy_of_the_sampled_tokens(replay):
     assert mean.copy == pytest.approx((COSTS[0].copy + COSTS[1].copy) / 2)
 
 
+@pytest.mark.slow
 def test_each_stage_is_assigned_to_the_homes_of_all(replay, packed):
     calls, places, rounds = [], [], 2
 
@@ -197,6 +201,7 @@ def test_planners_see_one_batch_of_all_stages(replay):
     assert COSTS[0].push == 0
 
 
+@pytest.mark.slow
 def test_one_stage_is_a_batch(replay):
     (stage,), after = plan_stages(
         replay, PLANNER, first_state(), TOPOLOGY, num_micro_batches=[4], cost=[COSTS[1]]
@@ -208,6 +213,7 @@ def test_one_stage_is_a_batch(replay):
     chex.assert_trees_all_equal(after.home, expected.home)
 
 
+@pytest.mark.slow
 def test_stages_under_jit_are_those_without(replay, packed):
     compiled, _ = jax.jit(plan)(replay, first_state())
     for one, other in zip(packed, compiled, strict=True):
@@ -215,6 +221,7 @@ def test_stages_under_jit_are_those_without(replay, packed):
         np.testing.assert_array_equal(one.load, other.load)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["static", "eplb_history", "lplb", "relibra_across"])
 def test_any_planner_plans_stages(replay, name):
     entry = PLANNERS[name]
@@ -225,6 +232,7 @@ def test_any_planner_plans_stages(replay, name):
     np.testing.assert_array_equal(stages[0].plan.home, stages[1].plan.home)
 
 
+@pytest.mark.slow
 def test_the_time_of_a_batch_is_the_sum_over_its_stages(replay):
     """Stages with the same micro-batches take as long as one plan with recompute; moves and pushes count once."""
     state = first_state()
@@ -286,6 +294,7 @@ def test_invalid_stages_are_rejected(replay, options, message):
         plan_stages(replay, static(), (), TOPOLOGY, **options)
 
 
+@pytest.mark.slow
 def test_counts_and_routes_give_the_plans_of_the_replay(replay):
     counts = sample_load(replay, num_experts=8).astype(np.uint8), replay.mask.sum(1)
     options = {"num_micro_batches": STAGES, "cost": COSTS, "samples": (None, range(8, 32)), "assign": ASSIGN}

@@ -185,6 +185,7 @@ def test_copies_of_the_group_run_stages_too():
     assert_same_training(run, *run.train(0, 2))
 
 
+@pytest.mark.slow
 def test_stages_share_homes_and_residents_and_no_sample_is_in_two_updates():
     recompute, *updates = Run().prepare()
     for stage, own in zip((recompute, *updates), (range(SAMPLES), *PARTS), strict=True):
@@ -197,6 +198,7 @@ def test_stages_share_homes_and_residents_and_no_sample_is_in_two_updates():
         np.testing.assert_array_equal(residents, resident_experts(recompute.batch_plan.plan, TOPOLOGY))
 
 
+@pytest.mark.slow
 def test_residents_are_those_after_the_update_before():
     """With residents from before an update the next update would differ, and the host rejects them."""
     losses = []

@@ -68,6 +68,7 @@ def run_prepared(experts, layer, ids, gates, parallel):
     return moe_layer(x, ids, gates, held, layer, parallel)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", PATHS)
 def test_layers_are_prepared_once_for_a_batch(path):
     """Slices of tables that were prepared for all micro-batches give the right outputs and rows of every slot."""
@@ -126,6 +127,7 @@ def test_ids_of_other_rows_than_the_layer_was_prepared_from_return_nan():
     assert np.isfinite(np.delete(out, 6, 0)).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", PATHS)
 def test_rows_that_reach_another_slot_are_counted_and_return_nan(path):
     """If two copies of different experts swap places on the way, group sizes stay equal but check_rows detects it."""

@@ -290,6 +290,7 @@ def test_files_of_a_checkpoint_can_be_read_by_others(folder, tmp_path):
     assert {oct(path.stat().st_mode & 0o777) for path in (tmp_path / "saved").iterdir()} == {"0o644"}
 
 
+@pytest.mark.slow
 def test_bfloat16_computes_about_the_same():
     kept = np.load(FOLDER / "glm4_moe" / "logits.npz")
     model = load_pretrained(FOLDER / "glm4_moe", mesh(), TOPOLOGY, dtype="bfloat16")

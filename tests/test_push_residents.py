@@ -134,6 +134,7 @@ def test_layers_may_be_stacked_or_not():
     np.testing.assert_array_equal(np.concatenate([returned["first"][None], returned["others"]]), whole)
 
 
+@pytest.mark.slow
 def test_copies_of_the_group_hold_their_own_and_fsdp_shards_them():
     """Over the axis data every copy has separate residents, whose gradients are summed when they return.
 

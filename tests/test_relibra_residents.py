@@ -116,6 +116,7 @@ def extreme(kind, shape, rng):
     return load
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", ["zero", "one hot", "one token", "a layer without tokens", "near 2**31", "other nodes idle"]
 )
@@ -132,6 +133,7 @@ def test_extreme_loads(kind):
     check(plan_of(TOPOLOGY, load), load, TOPOLOGY)
 
 
+@pytest.mark.slow
 def test_pushes_that_cost_too_much_are_not_made():
     """Expensive residents are not chosen; free ones fill all slots, as every node has tokens for more experts."""
     load, tokens = batch_of(np.random.default_rng(1), TOPOLOGY, 2, 4)
@@ -155,6 +157,7 @@ def test_no_resident_slots_and_no_residents_are_the_same_plan():
     chex.assert_trees_all_equal(wide, without)
 
 
+@pytest.mark.slow
 def test_the_same_plan_under_vmap():
     batches = [batch_of(np.random.default_rng(seed), TOPOLOGY, 2, 3) for seed in range(2)]
     state = PLANNER.init(TOPOLOGY, LAYERS, key=jax.random.key(0))

@@ -18,7 +18,7 @@ from experiments.rl.step import Clip, CriticBatch, TrainingBatch, update
 from experiments.rl.trainer import Trainer
 from relibra_jax.cli.options import Ranks
 
-pytestmark = pytest.mark.usefixtures("smallest_policy")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("smallest_policy")]
 SAMPLES, TOKENS, PROMPT = 8, 21, 4
 CRITIC = Critic(factor=0.3, rate=7.0, clip=100.0)
 MASK = np.ones((SAMPLES, TOKENS), bool)

@@ -81,6 +81,7 @@ def test_sequences_are_prompts_and_what_follows():
     assert 0 < actual.ended.sum() < actual.ended.size - 1
 
 
+@pytest.mark.slow
 def test_log_probs_and_routes_are_those_of_the_whole_sequence():
     actual, output = drawn(), full_forward()(drawn())
     log_probs = token_log_probs(output.logits, np.minimum(actual.tokens, 6), temperature=1.5)
@@ -109,6 +110,7 @@ def test_any_of_several_ends_ends_a_response():
     assert not np.isin(actual.tokens[before_last], ends).any()
 
 
+@pytest.mark.slow
 def test_other_ends_and_padding_run_the_same_program(caplog):
     options = {"temperature": 1.5, "top_p": 0.9}
     with jax.log_compiles(), caplog.at_level("WARNING"):
@@ -155,6 +157,7 @@ def test_samples_do_not_depend_on_their_places():
     assert (other.tokens != drawn().tokens).any()
 
 
+@pytest.mark.slow
 def test_a_look_sees_what_has_ended_and_changes_nothing():
     looks = []
 

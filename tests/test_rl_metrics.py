@@ -260,6 +260,7 @@ def test_a_reward_that_is_no_number_is_masked_and_counted(value):
 LAYERS, EXPERTS = 2, 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["flat", "hierarchical"])
 @pytest.mark.parametrize(("planner", "slots"), [(static(), 0), (eplb(), 1)], ids=["static", "eplb"])
 def test_copies_are_those_of_the_plan_and_the_routes(path, planner, slots):
@@ -289,6 +290,7 @@ def test_copies_are_those_of_the_plan_and_the_routes(path, planner, slots):
         assert actual["balance/crossings_per_token"] == pytest.approx(crossings.sum() / tokens / LAYERS)
 
 
+@pytest.mark.slow
 def test_programs_name_what_layers_do():
     topology = Topology(num_nodes=2, ranks_per_node=2, num_experts=EXPERTS, replica_slots=1, resident_slots=1)
     parallel = ExpertParallel(mesh=expert_mesh(topology, devices=jax.devices()[:4]), topology=topology)

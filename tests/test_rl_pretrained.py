@@ -19,6 +19,8 @@ from relibra_jax import Topology
 from relibra_jax.models import load_pretrained, pretrained_tensors
 from relibra_jax.nnx import expert_mesh
 
+pytestmark = pytest.mark.slow
+
 SMALLEST = {"width": 16, "layers": 3, "heads": 2, "kv_heads": 1, "head_width": 8, "expert_width": 16}
 SETTINGS = {
     "warmup_steps": 1,

@@ -60,6 +60,7 @@ def test_a_damaged_checkpoint_is_not_resumed(harm, folder, capfd):
     assert files_under(folder) == before
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_resumed_unverified_when_asked(folder, capfd):
     layout = folder / "seed-0" / "checkpoints" / "2" / "layout" / "metadata"
     layout.write_text(layout.read_text().replace('"sha256": "', '"sha256": "0'))

@@ -123,6 +123,7 @@ def test_one_update_with_a_recompute_of_its_own_learns_as_without():
     assert own[-1].recompute is not own[-1].updates
 
 
+@pytest.mark.slow
 def test_a_mini_batch_is_weighted_as_a_batch():
     """The weights of each update's tokens add up to 1. Advantages are those of the whole batch."""
     trainer, (responses, rewards) = make(anneal_steps=0, planner="static"), batches()[0]

@@ -162,6 +162,7 @@ def counts_of_workers(workers):
     return tuple(np.concatenate(part) for part in zip(*sent, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("planner", "jit"),
     [(static(), False), (eplb(), True), (LEAN, True)],
@@ -194,6 +195,7 @@ def sampled(workers, every):
 COST = UnitTimes(token=0.0, copy=1.0, spread=0.1, crossing=1.0, move=1.0, push=1.0, hierarchical=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("nodes", "loses"), [(1, False), (2, True)])
 def test_routes_of_a_few_tokens_matter_where_there_are_nodes(batch, nodes, loses):
     workers, _ = batch

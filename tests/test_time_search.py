@@ -167,6 +167,7 @@ def test_incremental_state_equals_a_new_count():
     np.testing.assert_allclose(time, case.time(node, *PRICES["moves"]), rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("top_k", [1, 8])
 def test_few_and_many_experts_of_a_token(top_k):
     """With top-k of all experts every token visits every node, so crossings give no reason to move."""
@@ -191,6 +192,7 @@ def test_few_and_many_experts_of_a_token(top_k):
         assert np.mean(crossing) <= np.mean(before)
 
 
+@pytest.mark.slow
 def test_overfitting_gains_move_nothing():
     """With uniform routing all placements are equal, though some look better on a sample; other tokens reveal that."""
     rng, layers = np.random.default_rng(0), 20

@@ -16,6 +16,8 @@ from relibra_jax.integrations.tunix.rows import FIRST_OVER_RANKS, layer_of, rank
 from relibra_jax.integrations.tunix.settings import BatchSizes, batch_sizes, check_samples, check_sizes
 from relibra_jax.nnx import GATINGS, Balancer, MoELayer, expert_mesh
 
+pytestmark = pytest.mark.slow
+
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=4, num_experts=16, replica_slots=2)
 
 
@@ -199,7 +201,6 @@ def test_the_layer_uses_forced_experts_and_routes_the_others_live(prepared):
     np.testing.assert_allclose(result, expected, atol=1e-5)
 
 
-@pytest.mark.slow
 def test_a_layer_that_follows_a_plan_uses_its_experts(prepared):
     batch, replay, model, balancer = prepared
     layer = BalancedMoE(model.layers[1], balancer.live)
