@@ -173,8 +173,8 @@ def test_where_the_kernel_cannot_run_it_is_refused():
     [
         ({}, None),
         ({"device_kind": "NVIDIA A100-SXM4-80GB"}, "NVIDIA A100-SXM4-80GB is not a Hopper GPU"),
-        ({"process_index": 1}, "the mesh's devices belong to 2 processes"),
-        ({"id": 5}, r"ids of the mesh's devices are \[0, 5\], the kernel wants 0 to 1 in order"),
+        ({"process_index": 1}, "the devices of the mesh belong to 2 processes"),
+        ({"id": 5}, r"have the ids \[0, 5\], but the kernel needs 0 to 1 in order"),
     ],
 )
 def test_meshes_whose_devices_a_kernel_cannot_reach(changes, reason):

@@ -179,8 +179,11 @@ def test_a_sample_that_areal_calls_invalid_has_no_routes():
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ({"routed_experts": None}, "missing 'routed_experts'"),
-        (areal_trajectories(example(), LEFT_PADDED) | {"r3_routing_valid": None}, "no 'r3_routing_valid'"),
+        ({"routed_experts": None}, "no value for 'routed_experts'"),
+        (
+            areal_trajectories(example(), LEFT_PADDED) | {"r3_routing_valid": None},
+            "no value for 'r3_routing_valid'",
+        ),
         (
             areal_trajectories(example(), LEFT_PADDED) | {"r3_routing_valid": np.ones(3)},
             r"r3_routing_valid must be bool \[3\], not float64\[3\]",
@@ -190,7 +193,7 @@ def test_a_sample_that_areal_calls_invalid_has_no_routes():
         # A resubmitted request returns its prefix again, and AReaL appends it as it comes.
         (
             [np.tile(areal_response(rows), (2, 1)) for rows in vllm(example(), LEFT_PADDED)],
-            r"rows 0\.\.5 for 4",
+            r"it has rows 0\.\.5, but only 4 real tokens",
         ),
     ],
 )

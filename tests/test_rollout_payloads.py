@@ -180,7 +180,7 @@ def test_http_prompt_and_generated_rows_must_be_of_one_kind():
         ),
         ({"routed_experts": b64(b"abc")}, "3 bytes are not whole int32 items"),
         ({"routed_experts": b64(bytes(8))}, "2 ids are not 3 rows"),
-        ({"routed_experts": None}, "missing 'routed_experts' among"),
+        ({"routed_experts": None}, "no value for 'routed_experts'"),
         # Ids of one byte read as four bytes are numbers far outside the experts.
         ({"routed_experts": b64(bytes(range(1, 49)))}, "outside 0..15"),
     ],

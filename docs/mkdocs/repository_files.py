@@ -87,8 +87,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         if path.startswith("docs/") or files.get_file_from_path(place_of(path)):
             continue
         text = text_of(path)
-        content = {"abs_src_path": str(ROOT / path)} if text is None else {"content": text}
-        files.append(File.generated(config, place_of(path), **content))
+        if text is None:
+            files.append(File.generated(config, place_of(path), abs_src_path=str(ROOT / path)))
+        else:
+            files.append(File.generated(config, place_of(path), content=text))
         paths += linked_paths(text or "", path)
     return files
 

@@ -73,10 +73,10 @@ def _draw_time(axes: Axes, outcomes: Sequence[Outcome]) -> None:
         if seconds.max() > 0:
             axes.barh(names, seconds, left=start, color=colour, height=0.66, label=label)
         start += seconds
-    for name, end in zip(names, start, strict=True):
+    for name, total in zip(names, start.tolist(), strict=True):
         axes.annotate(
-            f"{end:#.3g}".rstrip("."),
-            (end, name),
+            f"{total:#.3g}".rstrip("."),
+            (total, name),
             (4, 0),
             textcoords="offset points",
             va="center",

@@ -110,7 +110,7 @@ def field(item: Any, name: str, *default: Any) -> Any:
         raise ValueError(f"expected a mapping with {name!r}, found {type(item).__name__}")
     value = item.get(name)
     if value is None and not default:
-        raise ValueError(f"missing {name!r} among the keys {sorted(map(str, item))}")
+        raise ValueError(f"no value for {name!r}; the keys are {sorted(map(str, item))}")
     return default[0] if value is None else value
 
 

@@ -69,7 +69,7 @@ def job_from_run(folder: str | os.PathLike, *, quantile: float = 0.95, **about: 
         folder: the folder of the run, which becomes the job's name.
         quantile: the share of steps that do not exceed the conservative duration, above 0 and at most 1.
         **about: the other fields of `Job`, which metrics do not contain: ``rollout_nodes``, ``training_nodes`` and
-        more.
+            more.
 
     Raises:
         ValueError: under the conditions of `read_durations` and of `job_of_durations`.

@@ -25,8 +25,6 @@ LABELS: Final = {name: system.label for name, system in SYSTEMS.items()} | {
     PARTS: "parts of ReLibra",
 }
 """The groups of rows, each of which is one line of a figure."""
-ROW_OF: Final = {RESIDENTS: WITH_RESIDENTS}
-"""The row that a group's bar stands for, where it is not named like the group."""
 PARTS_OF_RELIBRA: Final = tuple(name for name in ABLATIONS if name != ASSIGNED)
 DIM: Final = "#6a737c"
 
@@ -42,8 +40,7 @@ def draw_planners(path: Path, cells: Sequence[CellResult]) -> None:
     """
     groups = [_by_group(cell.rows) for cell in cells]
     first = groups[0]
-    speeds = {group: rows.get(ROW_OF.get(group, group), 0.0) for group, rows in first.items()}
-    order = sorted(first, key=lambda group: (group == PARTS, -speeds[group]))
+    order = sorted(first, key=lambda name: (name == PARTS, -first[name].get(_row_of(name), 0)))
     figure, panels = plt.subplots(
         *(1, len(cells)),
         figsize=(2.4 + 4.3 * len(cells), 1.6 + 0.36 * len(order)),
@@ -99,13 +96,18 @@ def _by_group(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, floa
     return groups
 
 
+def _row_of(group: str) -> str:
+    """The row that a group's bar stands for."""
+    return WITH_RESIDENTS if group == RESIDENTS else group
+
+
 def _label(group: str, rows: Mapping[str, float]) -> str:
     return LABELS.get(group, group) + "*" * all(is_reconstruction(name) for name in rows)
 
 
 def _draw_group(axes: Axes, line: int, group: str, rows: Mapping[str, float]) -> None:
     """One line of a panel: the bar, the dots, and the number in a column at the right."""
-    shown = ROW_OF.get(group, group)
+    shown = _row_of(group)
     if shown in rows:
         axes.barh(line, rows[shown], color=planner_style(shown.partition(",")[0]).colour, height=0.7)
         weight = "bold" if shown.startswith("relibra") else "normal"
@@ -120,9 +122,7 @@ def _draw_group(axes: Axes, line: int, group: str, rows: Mapping[str, float]) ->
         )
     others = [speed for name, speed in rows.items() if name != shown]
     axes.plot(
-        others,
-        [line] * len(others),
-        "o",
+        *(others, [line] * len(others), "o"),
         markersize=4.5,
         markeredgewidth=0.8,
         markerfacecolor="white",
