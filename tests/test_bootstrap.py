@@ -66,7 +66,10 @@ def test_what_cannot_be_drawn(trace, monkeypatch):
         ({"bootstrap": 2}, "bootstrap=2 needs batch_size"),
         ({"bootstrap": 0, "batch_size": 4}, "bootstrap=0 must be an integer of at least 1"),
         ({"bootstrap": 1, "batch_size": 0}, "batch_size=0 must be an integer of at least 1"),
-        ({"batch_size": 21}, "batch_size=21 exceeds the 20 samples of numbered; bootstrap draws them"),
+        (
+            {"batch_size": 21},
+            "batch_size=21 exceeds the 20 samples of numbered; set bootstrap to draw them",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             make_batches(trace, Batching(**given), TOPOLOGY)
