@@ -1,8 +1,8 @@
 """Exact checks on the host of plans (by the rules of `relibra_jax.types.Plan`), loads and homes.
 
-The check of a plan is exact because the replayed load is exact: some slot that holds the expert computes every token
-copy once. Each array is checked once, where it enters: `check_load` before planning, `check_plan` between planning and
-the step. A step that runs a plan which was never checked returns NaN if the plan is invalid
+The replayed load is exact, so the check of a plan is exact too: every token copy must be computed once, in a slot that
+holds its expert. Each array is checked once, where it enters: `check_load` before planning, `check_plan` between
+planning and the step. If a step runs an invalid plan that was never checked, it returns NaN
 (`relibra_jax.execution.plan_guard`).
 """
 

@@ -1,4 +1,4 @@
-"""What the caller states about a batch and its model; every recording is checked against it."""
+"""The properties of a batch and its model that the caller states, against which every recording is checked."""
 
 from collections.abc import Sequence
 from itertools import pairwise

@@ -191,7 +191,7 @@ def _best_within(advice: Sequence[Advice], limit: float) -> Advice:
 
 
 def _pays(what: str, points: Sequence[Point], number: str) -> str:
-    """One line that says from which value on balancing pays."""
+    """Return one line that says from which value on balancing pays."""
     tried = f"tried from {number.format(points[0].at)} to {number.format(points[-1].at)}"
     start = threshold(points)
     if start is None:

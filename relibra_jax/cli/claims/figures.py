@@ -73,7 +73,7 @@ def draw_planners(path: Path, cells: Sequence[CellResult]) -> None:
 
 
 def _footnote(cell: CellResult) -> str:
-    """The line below the panels: the setting, and the meaning of the dots and the star."""
+    """Return the line below the panels: the setting, and the meaning of the dots and the star."""
     parts = [
         f"{cell.trace}, {cell.model} on {cell.cell['costs']['cluster']}",
         "dots: other settings of a system",
@@ -84,7 +84,7 @@ def _footnote(cell: CellResult) -> str:
 
 
 def _by_group(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-    """The speed of every row, under the group to which the row belongs."""
+    """Return the speed of every row, under the group to which the row belongs."""
     groups: dict[str, dict[str, float]] = {}
     for name, row in rows.items():
         group = system_of(name)
@@ -97,7 +97,7 @@ def _by_group(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, floa
 
 
 def _row_of(group: str) -> str:
-    """The row that a group's bar stands for."""
+    """Return the row that a group's bar stands for."""
     return WITH_RESIDENTS if group == RESIDENTS else group
 
 
@@ -106,7 +106,7 @@ def _label(group: str, rows: Mapping[str, float]) -> str:
 
 
 def _draw_group(axes: Axes, line: int, group: str, rows: Mapping[str, float]) -> None:
-    """One line of a panel: the bar, the dots, and the number in a column at the right."""
+    """Draw one line of a panel: the bar, the dots, and the number in a column at the right."""
     shown = _row_of(group)
     if shown in rows:
         axes.barh(line, rows[shown], color=planner_style(shown.partition(",")[0]).colour, height=0.7)

@@ -203,7 +203,7 @@ def _halves(trace: Trace, options: Deploy, layers: int) -> tuple[RoutingReplay, 
 
 
 def _busiest(row: Row) -> float:
-    """The token copies of the busiest group over those of the mean group, at the loads that were planned from."""
+    """Return the token copies of the busiest group over those of the mean group, at the loads of the plan."""
     return float(row.placement.groups * row.placement.hottest.mean())
 
 
