@@ -72,11 +72,11 @@ def check_plan(
             f"load has {load.shape[:2]} micro-batches and layers, but the plan has {plan.quota.shape[:2]}"
         )
     computed = _quota_by_expert(plan, topology)
-    wanted = np.asarray(load).sum((2, 3), dtype=np.int64)
+    expected = np.asarray(load).sum((2, 3), dtype=np.int64)
     _raise_where(
-        computed != wanted,
+        computed != expected,
         "micro-batch layer expert",
-        lambda place: f"quotas sum to {computed[place]}, load is {wanted[place]}",
+        lambda place: f"quotas sum to {computed[place]}, load is {expected[place]}",
     )
 
 
@@ -230,17 +230,17 @@ def _check_nodes(slot_expert: np.ndarray, home: np.ndarray, topology: Topology) 
     # One more column, for the EMPTY (-1) of empty slots.
     holds = np.zeros((len(home), nodes, experts + 1), bool)
     holds[layer, node, held_expert[0]] = True
-    far = (replica != EMPTY) & ~holds[layer, node, replica]
+    misplaced = (replica != EMPTY) & ~holds[layer, node, replica]
 
     def message(place: tuple[int, ...]) -> str:
-        expert = replica[place][np.argmax(far[place])]
+        expert = replica[place][np.argmax(misplaced[place])]
         owner = home[place[1], expert] // (experts // nodes)
         return (
             f"replica of expert {expert}, whose home is on node {owner} and which is no resident of node {place[2]};"
             " replicas in nodes that do not hold their expert need across_nodes=True"
         )
 
-    _raise_where(far.any(-1), _RANK, message)
+    _raise_where(misplaced.any(-1), _RANK, message)
 
 
 def _check_order(name: str, copies: np.ndarray, home: np.ndarray) -> None:

@@ -254,9 +254,9 @@ def test_a_search_that_ends_behind_its_batch_is_dropped(monkeypatch):
     run, plain = Run(REORDERING), Run(REORDERING)
     search = balancer_module.plan_unfinished
 
-    def late(*given):
+    def late(*arguments):
         run.prepare()
-        return search(*given)
+        return search(*arguments)
 
     monkeypatch.setattr(balancer_module, "plan_unfinished", late)
     run.balancer.plan_ahead(*counts_of(0), np.ones(SAMPLES, bool))

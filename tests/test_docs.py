@@ -45,8 +45,8 @@ def text_of(page):
 
 def blocks(page, *languages):
     """The code blocks of a page as (title, code)."""
-    found = [(match[3] or "", match[4]) for match in FENCE.finditer(text_of(page)) if match[2] in languages]
-    return [(title, textwrap.dedent(code)) for title, code in found]
+    matches = [(match[3] or "", match[4]) for match in FENCE.finditer(text_of(page)) if match[2] in languages]
+    return [(title, textwrap.dedent(code)) for title, code in matches]
 
 
 def python_blocks(page):

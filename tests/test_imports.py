@@ -85,8 +85,8 @@ def inside(module, room):
 
 def height(module):
     """The room of a module; the face of the package is above all."""
-    found = [floor for floor, room in enumerate(ROOMS) for name in room if inside(module, name)]
-    return found[0] if found else len(ROOMS)
+    floors = [floor for floor, room in enumerate(ROOMS) for name in room if inside(module, name)]
+    return floors[0] if floors else len(ROOMS)
 
 
 MODULES = {module_name(path): path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))}

@@ -78,8 +78,8 @@ def load_of_another_batch(rng, plan, other):
 
 def an_expert_twice_on_a_rank(rng, plan, other):
     n, g, _ = place(rng, plan.slot_expert)
-    held = plan.slot_expert[n, g]
-    held[HOMES + rng.integers(2)] = rng.choice(held[held != EMPTY])
+    slots = plan.slot_expert[n, g]
+    slots[HOMES + rng.integers(2)] = rng.choice(slots[slots != EMPTY])
 
 
 def an_expert_twice_with_its_quota_split(rng, plan, other):
@@ -87,10 +87,10 @@ def an_expert_twice_with_its_quota_split(rng, plan, other):
     slot, half = int(rng.integers(HOMES)), None
     half = plan.quota[n, g, slot] // 2
     replica = HOMES + int(rng.integers(2))
-    given = plan.quota[n, g, replica]
+    quota = plan.quota[n, g, replica]
     at = plan.slot_expert[n, g, replica]
     if at != EMPTY:
-        plan.quota.reshape(-1)[np.flatnonzero(plan.slot_expert.reshape(-1) == at)[0]] += given
+        plan.quota.reshape(-1)[np.flatnonzero(plan.slot_expert.reshape(-1) == at)[0]] += quota
     plan.slot_expert[n, g, replica] = plan.slot_expert[n, g, slot]
     plan.quota[n, g, replica], plan.quota[n, g, slot] = half, plan.quota[n, g, slot] - half
 

@@ -150,8 +150,8 @@ def test_the_names_are_these(package):
     ("package", "name"), [(package, name) for package, names in PUBLIC.items() for name in names]
 )
 def test_every_name_says_what_it_is(package, name):
-    found = getattr(importlib.import_module(package), name)
-    documented = string_below(VALUES[name], name) if name in VALUES else found.__doc__
+    value = getattr(importlib.import_module(package), name)
+    documented = string_below(VALUES[name], name) if name in VALUES else value.__doc__
     assert documented
     # The docstring that a dataclass or a NamedTuple gives itself is its signature.
     assert not documented.startswith(f"{name}(")

@@ -37,9 +37,9 @@ def options(config):
 
 def test_named_options_exist():
     configs = [command() for command, _ in COMMANDS.values()] + [Train(), Buffers(), Settings()]
-    known = {name for config in configs for name in options(config)}
+    valid = {name for config in configs for name in options(config)}
     used = set(re.findall(r" --([a-z-]+)", TEXT))
-    assert used <= known | {"list", "help"}, used - known
+    assert used <= valid | {"list", "help"}, used - valid
 
 
 def test_named_commands_exist():

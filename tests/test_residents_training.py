@@ -165,9 +165,9 @@ def train_dense(params, order):
     opt_state, losses = TX.init(params), []
     for (x, replay), sample in zip(data(), order, strict=False):
         ids = np.asarray(replay.expert_ids, np.int32)
-        held = np.where(replay.mask[..., None, None], ids, EXPERTS)
+        real_ids = np.where(replay.mask[..., None, None], ids, EXPERTS)
         load = np.stack(
-            [np.bincount(held[:, :, layer].ravel(), minlength=EXPERTS + 1) for layer in range(LAYERS)]
+            [np.bincount(real_ids[:, :, layer].ravel(), minlength=EXPERTS + 1) for layer in range(LAYERS)]
         )
         for chosen in np.split(sample, UPDATES):
             mask = replay.mask & np.isin(np.arange(SAMPLES), chosen)[:, None]

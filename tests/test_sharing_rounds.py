@@ -111,8 +111,8 @@ def test_recorded_steps_are_resampled():
     durations = resample_durations(group, planned, {"run": steps}, seed=0)
     assert (durations[:, 1] == 7).all()
     # A rollout on twice the nodes takes 3/4 of the time; both phases come from the same step.
-    found, counts = np.unique(durations[:, 0], axis=0, return_counts=True)
-    assert found.tolist() == [[15.0, 90.0], [45.0, 30.0]]
+    pairs, counts = np.unique(durations[:, 0], axis=0, return_counts=True)
+    assert pairs.tolist() == [[15.0, 90.0], [45.0, 30.0]]
     assert counts.min() > 100
 
 

@@ -108,20 +108,20 @@ def test_inspect_tells_what_matters(monkeypatch, capsys, tmp_path):
     trace = imbalance_benchmark("W6", steps=48, samples_per_step=4)
     save_replay(path, trace.replay, num_experts=32)
     assert main(["inspect", str(path)]) == 0
-    told = cells(capsys.readouterr().out)
-    assert told["domains"] == "not known"
-    assert told["experts that tokens use together"].startswith("2.9")
+    shown = cells(capsys.readouterr().out)
+    assert shown["domains"] == "not known"
+    assert shown["experts that tokens use together"].startswith("2.9")
     # The hot rank, one of four, moves every third step, and each of the 16 micro-batches is three steps.
-    assert told["imbalance of 8 contiguous ranks"].startswith("1.0")
-    assert ", 3.2" in told["imbalance of 8 contiguous ranks"]
+    assert shown["imbalance of 8 contiguous ranks"].startswith("1.0")
+    assert ", 3.2" in shown["imbalance of 8 contiguous ranks"]
     assert (
-        told["hot experts that change"]
+        shown["hot experts that change"]
         == "100% of the hottest eighth are new in the next of 16 micro-batches"
     )
 
 
 @pytest.mark.parametrize(
-    ("rows", "experts", "absent", "told"),
+    ("rows", "experts", "absent", "reason"),
     [
         ([[0], [1], [2]], 8, "experts that tokens use together", "correlate by"),
         ([[0, 1]], 8, "loads of neighbouring micro-batches", "in 1 micro-batches"),
@@ -129,10 +129,10 @@ def test_inspect_tells_what_matters(monkeypatch, capsys, tmp_path):
     ],
     ids=["top-1", "one sample", "experts that do not divide"],
 )
-def test_inspect_leaves_out_what_is_not_there(monkeypatch, capsys, tmp_path, rows, experts, absent, told):
+def test_inspect_leaves_out_what_is_not_there(monkeypatch, capsys, tmp_path, rows, experts, absent, reason):
     monkeypatch.setenv("COLUMNS", "200")
     save_replay(tmp_path / "small.npz", replay_of(rows), num_experts=experts)
     assert main(["inspect", str(tmp_path / "small.npz")]) == 0
     shown = capsys.readouterr().out
     assert absent not in cells(shown)
-    assert told in shown
+    assert reason in shown

@@ -200,20 +200,20 @@ class Run:
     def restore(self, directory):
         like = {"params": self.params, "opt_state": self.opt_state, "planner": self.state}
         with ocp.CheckpointManager(directory) as manager:
-            found = restore_checkpoint(
+            restored = restore_checkpoint(
                 manager,
                 like,
                 layers=self.layers | {"planner": None},
                 mesh=self.mesh,
                 topology=self.topology,
             )
-        self.params, self.opt_state = found.tree["params"], found.tree["opt_state"]
-        self.state, self.home = found.tree["planner"], found.home
-        return found.step
+        self.params, self.opt_state = restored.tree["params"], restored.tree["opt_state"]
+        self.state, self.home = restored.tree["planner"], restored.home
+        return restored.step
 
 
-def largest_difference(found, expected):
-    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
+def largest_difference(actual, expected):
+    pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
     return max(np.abs(a - b).max() for a, b in pairs)
 
 

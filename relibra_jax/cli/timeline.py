@@ -188,7 +188,7 @@ def _describe(
 ) -> None:
     """Write the names of phases, ranks and nodes, and the numbers of a planner."""
     count, local = len(nodes) * topology.ranks_per_node, topology.ranks_per_node
-    what = "tokens" if cost_model.hierarchical else "token copies"
+    unit = "tokens" if cost_model.hierarchical else "token copies"
     axes.set_title(planner, loc="left", fontsize=11, color=INK, fontweight="bold", pad=14, parse_math=False)
     starts = np.append(0, line.ends[:-1])
     for name, start, end in zip(
@@ -216,7 +216,7 @@ def _describe(
         sent = line.sent.reshape(-1, local)[node].sum()
         middle = (number + 0.5) * local - 0.5
         axes.annotate(
-            *(f"node {node} sends\n{_thousands(sent)} {what}\nto other nodes", (line.ends[-1], middle)),
+            *(f"node {node} sends\n{_thousands(sent)} {unit}\nto other nodes", (line.ends[-1], middle)),
             xytext=(6, 0),
             textcoords="offset points",
             va="center",

@@ -22,7 +22,7 @@ from relibra_jax.types import EMPTY
 def send_tokens(
     x: Float[jax.Array, "t *D"], tables: Dispatch, exchange: Exchange
 ) -> Float[jax.Array, "rows *D"]:
-    """Send tokens to experts, and return one row for every copy that this rank computes, grouped by slot, then zeros."""
+    """Send tokens to experts; return one row for every copy that this rank computes, grouped by slot, then zeros."""
     return _arrange(send(gather_rows(x, _sent_tokens(tables), tables.place), tables.lanes, exchange), tables)
 
 

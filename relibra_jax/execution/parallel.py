@@ -151,7 +151,7 @@ class ExpertParallel:
         return self.capacities or worst_case_capacities(tokens, top_k, self.topology)
 
     def is_hierarchical(self, top_k: int) -> bool:
-        """Return whether dispatch is hierarchical (a token crosses to a node once) for tokens with ``top_k`` experts."""
+        """Return whether tokens with ``top_k`` experts are dispatched hierarchically, crossing to each node once."""
         if self.path != AUTO:
             return self.path == "hierarchical"
         counted = self.capacities is None or self.capacities.node is not None

@@ -76,13 +76,13 @@ def _copies_valid(slots, home, topology: Topology, across_nodes: bool) -> jax.Ar
 
 
 def _once_in_order(copies, home, topology: Topology) -> jax.Array:
-    """Return whether a rank's residents (or replicas) are in order, without duplicates, and have their homes elsewhere."""
+    """Return whether a rank's residents (or replicas) are in order, without duplicates, and at home elsewhere."""
     # If the home slots of the copies ascend along a rank, no expert is twice among them.
     source = jnp.where(copies == EMPTY, topology.num_experts, home[jnp.maximum(copies, 0)])
-    once = (source // topology.home_slots != jnp.arange(topology.num_ranks)[:, None]).all()
+    valid = (source // topology.home_slots != jnp.arange(topology.num_ranks)[:, None]).all()
     if copies.shape[1] > 1:
-        once &= ((source[:, :-1] < source[:, 1:]) | (source[:, 1:] == topology.num_experts)).all()
-    return once
+        valid &= ((source[:, :-1] < source[:, 1:]) | (source[:, 1:] == topology.num_experts)).all()
+    return valid
 
 
 def one_or_nan(valid: Bool[jax.Array, ""], like: jax.Array) -> jax.Array:

@@ -319,9 +319,9 @@ def check_search(
     for devices in grid.tensor_parallel:
         if devices > node:
             raise ValueError(f"tensor_parallel={devices} must be at most the {node} devices of a node")
-        for what, number in (("heads", model.heads), ("expert width", model.expert_width)):
+        for size_name, number in (("heads", model.heads), ("expert width", model.expert_width)):
             if number is not None and number % devices:
-                raise ValueError(f"tensor_parallel={devices} must divide the model's {what} {number}")
+                raise ValueError(f"tensor_parallel={devices} must divide the model's {size_name} {number}")
 
 
 def _check_placements(model: Model, placements: Sequence[ExpertPlacement]) -> None:

@@ -26,15 +26,15 @@ def mixture(x, ids, gates, experts):
     return (out * jnp.where(ids == EMPTY, 0, gates)[..., None]).sum(-2)
 
 
-def assert_close(found, wanted, tolerance):
+def assert_close(actual, expected, tolerance):
     """Every leaf of a tree, relative to the largest value of the leaf."""
-    found, wanted = (
+    actual, expected = (
         {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
-        for tree in (found, wanted)
+        for tree in (actual, expected)
     )
-    assert found.keys() == wanted.keys()
-    for name, value in wanted.items():
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
         value = np.asarray(value, np.float64)
         scale = max(np.abs(value).max(), 1e-3)
-        error = np.abs(np.asarray(found[name], np.float64) - value).max() / scale
+        error = np.abs(np.asarray(actual[name], np.float64) - value).max() / scale
         assert error <= tolerance, f"{name}: {error}"

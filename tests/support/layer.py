@@ -22,5 +22,5 @@ def run_layer(x, ids, gates, experts, plan, parallel):
         slots, home = plan.slot_expert[first], plan.home[first]
         of_batch = Plan(slots[None, None], home[None], slots[None, None])
         layer = layer._replace(residents=push_residents([experts], of_batch, parallel)[0])
-    held, x = fetch_replicas(experts, layer, x, parallel)
-    return moe_layer(x, ids, gates, held, layer, parallel).output
+    layer_experts, x = fetch_replicas(experts, layer, x, parallel)
+    return moe_layer(x, ids, gates, layer_experts, layer, parallel).output

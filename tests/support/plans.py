@@ -112,7 +112,7 @@ def random_plan(
     """
     load = np.asarray(load)
     micro_batches, layers, nodes, local, experts = load.shape
-    homes, held = topology.home_slots, topology.held_slots
+    homes, held_slots = topology.home_slots, topology.held_slots
     home = np.stack([rng.permutation(experts) for _ in range(layers)])
     layout = np.argsort(home, -1).reshape(layers, nodes, local, homes)
     slot_expert = np.full((micro_batches, layers, nodes, local, topology.slots), EMPTY)
@@ -125,10 +125,14 @@ def random_plan(
     quota = np.zeros_like(slot_expert)
     for m, row in np.ndindex(micro_batches, layers):
         for n, g in np.ndindex(nodes, local):
-            near = slot_expert[m, row, :, :, :held] if across_nodes else slot_expert[m, row, n, :, :held]
+            near = (
+                slot_expert[m, row, :, :, :held_slots]
+                if across_nodes
+                else slot_expert[m, row, n, :, :held_slots]
+            )
             candidates = np.setdiff1d(near, [EMPTY, *slot_expert[m, row, n, g]])
             some = _some(rng, candidates, topology.replica_slots, fill, home[row])
-            slot_expert[m, row, n, g, held : held + len(some)] = some
+            slot_expert[m, row, n, g, held_slots : held_slots + len(some)] = some
         for expert, count in enumerate(load[m, row].sum((0, 1))):
             slots = np.nonzero(slot_expert[m, row] == expert)
             shares = rng.dirichlet(np.full(len(slots[0]), 0.5))
@@ -161,8 +165,8 @@ def random_planner() -> Planner:
 
 def _some(rng, candidates, slots, fill, home):
     """Different experts for a rank's slots of one kind, in the canonical order."""
-    wanted = rng.binomial(slots, fill)
-    some = rng.permutation(candidates)[:wanted]
+    count = rng.binomial(slots, fill)
+    some = rng.permutation(candidates)[:count]
     return some[np.argsort(home[some])]
 
 

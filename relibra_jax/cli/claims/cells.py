@@ -80,7 +80,7 @@ def run_cell(
 def _run(
     trace: Trace, cell: Cell, rows: Sequence[str], progress: Callable[[str], None]
 ) -> tuple[dict[str, dict[str, Any]], float]:
-    """Run the rows; return their numbers, with the memory of the model's full number of experts, and `replica_share`."""
+    """Run the rows; return their numbers, with the memory of all of the model's experts, and `replica_share`."""
     topology = cell.ranks.topology(trace.num_experts)
     batches = make_batches(trace, cell.batching, topology)
     cost_model = make_cost_model(cell.costs, trace, batches, topology)

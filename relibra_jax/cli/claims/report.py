@@ -49,7 +49,7 @@ def write_report(results: Results) -> str:
         "## Where relibra_jax is behind",
         _bullets(behind(results)) or "Nowhere in this run.",
         "## Recorded routing",
-        *(f"![{what}]({name})" for name, what in results.figures.items()),
+        *(f"![{caption}]({name})" for name, caption in results.figures.items()),
         *_routing(results, synthetic=False),
     ]
     if results.measured:
@@ -108,10 +108,10 @@ def _routing(results: Results, *, synthetic: bool) -> list[str]:
                 ],
             ),
         ]
-    for section, what in SWEEPS.items():
+    for section, quantity in SWEEPS.items():
         cells = [cell for cell in results.of(section, synthetic=synthetic) if not cell.skipped]
         if cells:
-            title = f"### Sweep of {what}: {cells[0].trace}, {cells[0].model}'s shapes"
+            title = f"### Sweep of {quantity}: {cells[0].trace}, {cells[0].model}'s shapes"
             parts += [title, _sweep(section, cells), *_where_it_pays(section, cells)]
     return parts
 
@@ -128,19 +128,19 @@ def _claims_tables(
     """Return one table of claims for each number of ranks."""
     parts = []
     for ranks in dict.fromkeys(cell.ranks for cell in cells):
-        here = [cell for cell in cells if cell.ranks == ranks]
+        cells_of_ranks = [cell for cell in cells if cell.ranks == ranks]
         lines = [
             [
                 claim.text,
                 claim.published,
-                *(_shown(figure_of(claim, cell)) for cell in here),
+                *(_shown(figure_of(claim, cell)) for cell in cells_of_ranks),
                 *([_measured_range(claim, measured)] if measured else []),
             ]
             for claim in claims
         ]
         lines = [line for line in lines if any(line[2:])]
-        head = [f"{here[0].trace}, {ranks} ranks", "published, measured"]
-        head += [f"relibra_jax, modelled: {cell.model}" for cell in here]
+        head = [f"{cells_of_ranks[0].trace}, {ranks} ranks", "published, measured"]
+        head += [f"relibra_jax, modelled: {cell.model}" for cell in cells_of_ranks]
         head += [f"relibra_jax, measured: {WHOLE_UPDATES}, 2x1 ranks"] * bool(measured)
         parts.append(_table(head, lines))
     return parts
