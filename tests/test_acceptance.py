@@ -1,4 +1,4 @@
-"""What the composed planner has to reach on recorded routing, at its default settings."""
+"""Acceptance: the balance that ReLibra's planner must reach on recorded routing, with its default settings."""
 
 import functools
 
@@ -20,7 +20,7 @@ from relibra_jax.types import RoutingReplay, Topology
 
 @pytest.fixture(scope="module")
 def batch(shared):
-    """256 recorded samples in a drawn order: their loads, and their tokens."""
+    """The loads and token counts of 256 recorded samples in random order."""
     replay, num_experts = load_replay(shared / "traces" / "gptoss20b_rollouts.npz")
     chosen = np.random.default_rng(0).permutation(352)[:256]
     replay = RoutingReplay(replay.expert_ids[chosen], replay.mask[chosen])
@@ -34,7 +34,7 @@ def batch(shared):
     [(2, 1.024, 1.032, 1.017, 1.004), (4, 1.080, 1.090, 1.062, 1.007)],
 )
 def test_recorded_batch(batch, nodes, in_given_order, one_slot, assigned, across):
-    """32 micro-batches of 8 samples on nodes of 4 ranks."""
+    """Plan 32 micro-batches of 8 samples on nodes of 4 ranks."""
     per_sample, tokens = batch
     topology = Topology(num_nodes=nodes, ranks_per_node=4, num_experts=32, replica_slots=2)
     narrow = Topology(num_nodes=nodes, ranks_per_node=4, num_experts=32, replica_slots=1)

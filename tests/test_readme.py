@@ -1,4 +1,4 @@
-"""The README is the product's face: its files and commands exist. Its examples are tested with those of all pages."""
+"""The files and commands that the README names exist. tests/test_docs.py tests its examples."""
 
 import dataclasses
 import importlib.util

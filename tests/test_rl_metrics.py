@@ -71,7 +71,7 @@ SCOPES = (
 
 @pytest.fixture(scope="module")
 def writers(tmp_path_factory):
-    """Write a user's module of writers, in the working directory and on the module path."""
+    """Write a user's module of writers, in the current folder and on the module path."""
     folder = tmp_path_factory.mktemp("module")
     (folder / "some_writers.py").write_text(textwrap.dedent(WRITERS))
     with pytest.MonkeyPatch.context() as patch:

@@ -159,7 +159,7 @@ class Train:
                 raise ValueError(
                     f"{name} {value!r} must be one of {', '.join(table)}{suggest_names(value, table)}"
                 )
-        if self.model is not None:  # the run may be resumed from another working directory
+        if self.model is not None:  # the run may be resumed from another folder
             object.__setattr__(self, "model", self.model.resolve())
         if self.model is not None and self.policy != "tiny":
             raise ValueError(

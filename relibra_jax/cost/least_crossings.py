@@ -8,12 +8,13 @@ All tokens of a sample are on the node of the sample. If this node holds j of a 
 **Sets.** Each node n holds a set of h experts, with the indicator x_n. Let w_s be non-negative weights of a sample's
 experts, such that the copies (or tokens) that do not cross are at most the sum over samples of w_s . x_(node of s). For
 flat dispatch the weights are the loads. For hierarchical dispatch they may be any weights of a token's experts that sum
-to 1 for each token; here an expert that the sample uses often gets a small weight. The sum is at most that of the h largest entries of each w_s, as
-if every sample had a node for itself. It is also at most that of the h largest entries of the sum of w, plus what the
-deviations c_s of samples from the mean add: with positive weights v_s and u_e, by von Neumann's trace inequality, no
-more than sqrt(|V^(1/2) Z|^2 sum_i sigma_i(V^(-1/2) C U^(-1/2))^2 x_i^2), with x_i the singular values of U^(1/2) X, and
-Z and X the indicators of samples and experts minus their means over nodes, of rank N - 1. All layers have the same Z,
-so the singular values are those of all layers side by side.
+to 1 for each token; here an expert that the sample uses often gets a small weight. The sum is at most that of the h
+largest entries of each w_s, as if every sample had a node for itself. It is also at most that of the h largest entries
+of the sum of w, plus the contribution of the deviations c_s of samples from the mean. With positive weights v_s and
+u_e, by von Neumann's trace inequality, this contribution is at most
+sqrt(|V^(1/2) Z|^2 sum_i sigma_i(V^(-1/2) C U^(-1/2))^2 x_i^2), with x_i the singular values of U^(1/2) X, and Z and X
+the indicators of samples and experts minus their means over nodes, of rank N - 1. All layers have the same Z, so the
+singular values are those of all layers side by side.
 
 **Parts.** Without residents, homes are a partition of the experts into equal parts. The pairs of a token's experts in
 the same part are bounded like graph partitions (Donath and Hoffman, IBM J. Res. Dev. 17, 1973): for the matrix A of

@@ -1,4 +1,4 @@
-"""What happens to files: bits that flip, ends that are lost."""
+"""Damage to files: flipped bits and lost ends."""
 
 import numpy as np
 
