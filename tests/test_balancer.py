@@ -123,7 +123,7 @@ class Run:
         return losses
 
     def logical(self):
-        """The parameters as NumPy arrays, with experts in the order of their ids."""
+        """Return the parameters as NumPy arrays, with experts in the order of their ids."""
         home = get_homes(self.model)
         leaves = []
         for layer, row in zip(self.model.layers, home, strict=True):
@@ -137,7 +137,7 @@ OPTIMIZER = optax.adamw(1e-2, eps=1e-3)
 
 @functools.cache
 def trained():
-    """An uninterrupted run over all batches, and its losses."""
+    """Return an uninterrupted run over all batches, and its losses."""
     run = Run()
     return run, run.train(0, 6)
 
@@ -412,7 +412,7 @@ def test_a_malformed_plan_is_refused_and_nothing_moves(case):
     ids=["the same ranks", "others"],
 )
 def test_a_run_goes_on_from_its_checkpoint(topology, tmp_path):
-    """A restored run continues bit for bit on the same ranks, and within tolerance on others."""
+    """Return a restored run continues bit for bit on the same ranks, and within tolerance on others."""
     first, second = Run(), Run(topology=topology)
     losses = first.train(0, 2)
     second.train(0, 1)  # restoring overwrites these updates
@@ -451,7 +451,7 @@ def test_the_twenty_lines_are_balanced_and_equal_to_static_placement(capsys):
 
 
 def test_rows_of_another_batch_are_noticed_before_the_next_one(tmp_path):
-    """The rows of another batch of equal size make the step NaN, and the host raises before the next batch."""
+    """Return the rows of another batch of equal size make the step NaN, and the host raises before the next batch."""
     run = Run()
     other, replay = batches()[1]
     batch = run.prepare(0)

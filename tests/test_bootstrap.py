@@ -33,7 +33,7 @@ def sources(replay):
     ("samples", "code", "maths", "proof"), [(20, 5, 14, 1), (100, 25, 70, 5), (7, 2, 5, 0), (1, 0, 1, 0)]
 )
 def test_domains_keep_their_shares(trace, samples, code, maths, proof):
-    """The numbers per domain are exact or rounded by the largest remainder: 7 samples are 4.9, 1.75 and 0.35."""
+    """Return the numbers per domain are exact or rounded by the largest remainder: 7 samples are 4.9, 1.75 and 0.35."""
     drawn = bootstrap(trace, samples, seed=3)
     assert np.bincount(drawn.domain, minlength=3).tolist() == [code, maths, proof]
     np.testing.assert_array_equal(drawn.domain, trace.domain[sources(drawn.replay)])

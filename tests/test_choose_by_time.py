@@ -29,7 +29,7 @@ SETTING = {"cluster": CLUSTERS["h100"], "model": MODELS["qwen3-30b-a3b"], "conte
 
 
 def random_load(seed):
-    """A load that is uneven over experts and over the ranks that hold the tokens."""
+    """Return a load that is uneven over experts and over the ranks that hold the tokens."""
     rng = np.random.default_rng(seed)
     load = rng.lognormal(4, 1.5, (3, 2, 1, 1, 32)) * rng.lognormal(0, 1, (3, 2, 2, 4, 32))
     return jnp.asarray(load.astype(np.int32))

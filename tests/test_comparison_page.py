@@ -108,7 +108,7 @@ def test_a_page_that_cannot_be_written_is_refused_before_anything_runs(trace, tm
 
 
 def dump(path, profile, *, width):
-    """The document as a browser has it after loading, without a network."""
+    """Return the document as a browser has it after loading, without a network."""
     quiet = ("disable-gpu", "disable-quic", "no-first-run", "disable-background-networking", "disable-sync")
     switches = [
         f"--{name}" for name in ("headless", "no-sandbox", "disable-component-update", *quiet, "dump-dom")
@@ -124,7 +124,7 @@ def dump(path, profile, *, width):
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
 @pytest.mark.parametrize("width", [1280, 500])
 def test_a_browser_shows_tables_and_figures(written, tmp_path, width):
-    """A script reports the sizes that the browser gave the pictures; the page itself allows none."""
+    """Return a script reports the sizes that the browser gave the pictures; the page itself allows none."""
     policy, script = (
         r'<meta http-equiv="Content-Security-Policy"[^>]*>',
         """<script>

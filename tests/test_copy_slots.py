@@ -31,7 +31,7 @@ def functions(nodes, across_nodes=True):
 
 
 def routed(seed, nodes, *, across_nodes=True, padding=0.2):
-    """The ids of all ranks ``[4, t, K]`` and a random layer plan of them."""
+    """Return the ids of all ranks ``[4, t, K]`` and a random layer plan of them."""
     rng = np.random.default_rng(seed)
     topology = topology_of(nodes)
     ids = random_ids(rng, (topology.num_ranks, TOKENS), EXPERTS, TOP_K, padding)
@@ -47,7 +47,7 @@ def visits(served, nodes, own):
 
 
 def in_token_order(ids, quota):
-    """The nodes of copies that are assigned in the order of tokens, to the first node with room."""
+    """Return the nodes of copies that are assigned in the order of tokens, to the first node with room."""
     left, served = quota.copy(), np.full(ids.shape, EMPTY)
     for place in zip(*np.nonzero(ids != EMPTY), strict=True):
         served[place] = np.flatnonzero(left[ids[place]])[0]
@@ -56,7 +56,7 @@ def in_token_order(ids, quota):
 
 
 def fewest_visits(ids, quota, own):
-    """The fewest crossings, by a mixed-integer program over the nodes of copies and the visits of tokens."""
+    """Return the fewest crossings, by a mixed-integer program over the nodes of copies and the visits of tokens."""
     nodes, copies = quota.shape[1], np.argwhere(ids != EMPTY)
     expert, going = ids[ids != EMPTY], np.eye(len(copies) * nodes).reshape(-1, len(copies), nodes)
     every = np.concatenate([going.sum(2), *(going[:, expert == e].sum(1) for e in range(len(quota)))], 1).T

@@ -17,7 +17,7 @@ TOPOLOGY = Topology(num_nodes=3, ranks_per_node=2, num_experts=6, replica_slots=
 
 
 def resident_plan(where, layers=1):
-    """A plan with the home of expert e on rank e, and residents by ``where``: ``{layer: {rank: [experts]}}``."""
+    """Return a plan with the home of expert e on rank e, and residents by ``where``: ``{layer: {rank: [experts]}}``."""
     slot_expert = np.full((1, layers, 6, 4), EMPTY, np.int32)
     slot_expert[..., 0] = np.arange(6)
     for layer, ranks in where.items():

@@ -103,7 +103,7 @@ def test_the_best_is_that_of_brute_force(slo):
 
 
 def one(**changes):
-    """A grid of one deployment."""
+    """Return a grid of one deployment."""
     fields = {"tensor_parallel": (2,), "attention_copies": (3,), "micro_batches": (2,), "sequences": (7,)}
     return Grid(**fields | {name: (value,) for name, value in changes.items()})
 

@@ -17,7 +17,7 @@ BIAS = RNG.normal(size=EXPERTS).astype(np.float32)
 
 
 def published(name, logits, bias):
-    """The model's own computation for one token in NumPy: the selected ids as a set, and the gates by id."""
+    """Return the model's own computation for one token in NumPy: the selected ids as a set, and the gates by id."""
     logits = logits.astype(np.float64)
     if name == "gpt-oss":
         chosen = np.argsort(-logits)[:4]

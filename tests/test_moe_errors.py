@@ -33,7 +33,7 @@ from relibra_jax.types import EMPTY, Assignment, BatchPlan, RoutingReplay
 
 @functools.cache
 def single(path="flat", **options):
-    """The layer in float32 on 2x4 with two replica slots, and its arguments for the first routing."""
+    """Return the layer in float32 on 2x4 with two replica slots, and its arguments for the first routing."""
     topology = topology_of("2x4", 2)
     options = {"capacities": worst_case_capacities(TOKENS, TOP_K, topology)} | options
     parallel = ExpertParallel(mesh=expert_mesh(topology), topology=topology, path=path, **options)
@@ -73,7 +73,7 @@ def test_live_routing_runs_under_a_plan_of_other_loads():
     [("flat", "rows"), ("flat", "flat"), ("hierarchical", "node"), ("hierarchical", "local")],
 )
 def test_a_step_with_too_small_buffers_returns_nan(path, buffer):
-    """An invalid plan gives NaN, not a result without some of the tokens."""
+    """Return an invalid plan gives NaN, not a result without some of the tokens."""
     arguments, parallel = single(path)
     small = {"rows": 8} if buffer == "rows" else {buffer: ExchangeSizes(pair=4, own=4, send=4, receive=4)}
     sizes = dataclasses.replace(parallel.capacities, **small)

@@ -125,7 +125,7 @@ ROOMY = Topology(num_nodes=1, ranks_per_node=2, num_experts=8, replica_slots=3)
 
 
 def with_replicas(*replicas):
-    """A plan with reversed home slots (expert 0 in slot 7), and ``replicas`` of rank 1's experts on rank 0."""
+    """Return a plan with reversed home slots (expert 0 in slot 7), and ``replicas`` of rank 1's experts on rank 0."""
     homes = np.arange(8)[::-1].reshape(2, 4)
     copies = np.array([replicas, [EMPTY] * 3])
     slot_expert = np.concatenate([homes, copies], -1).reshape(1, 1, 1, 2, 7).astype(np.int32)

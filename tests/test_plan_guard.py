@@ -29,7 +29,7 @@ COTANGENT = RNG.normal(size=X.shape).astype(np.float32)
 
 @functools.cache
 def layer_step(path):
-    """The output and gradients of the layer, with experts in the homes of the model, whatever the plan has."""
+    """Return the output and gradients of the layer, with experts in the homes of the model and not of the plan."""
     parallel = ExpertParallel(mesh=expert_mesh(TOPOLOGY), topology=TOPOLOGY, path=path)
 
     @jax.jit
@@ -51,7 +51,7 @@ def dense_output(ids):
 
 
 def place(rng, array):
-    """A random index into ``array``."""
+    """Return a random index into ``array``."""
     return tuple(int(rng.integers(size)) for size in array.shape)
 
 
@@ -172,7 +172,7 @@ CORRUPTIONS = [
 
 
 def routed_plan(rng):
-    """Random ids and a valid layer plan for them, whose arrays the test may change."""
+    """Make random ids and a valid layer plan for them, whose arrays the test may change."""
     ids = random_ids(rng, (RANKS, TOKENS), TOPOLOGY.num_experts, TOP_K)
     load = load_of(ids[None, None], TOPOLOGY)
     plan = layer_plans(random_plan(rng, load, TOPOLOGY), load)
@@ -180,7 +180,7 @@ def routed_plan(rng):
 
 
 def host_error(plan):
-    """The host's error message for a plan, or None if it accepts the plan."""
+    """Return the host's error message for a plan, or None if it accepts the plan."""
     batch = [leaf[None, None] for leaf in plan]
     try:
         check_plan(Plan(batch[0], plan.home[None], batch[2]), batch[3], TOPOLOGY)
@@ -191,7 +191,7 @@ def host_error(plan):
 
 @pytest.mark.parametrize("path", ["flat", pytest.param("hierarchical", marks=pytest.mark.slow)])
 def test_a_corrupted_plan_is_right_or_nan(path):
-    """A corrupted plan gives right results or NaN, and right ones if the host accepts it.
+    """Return a corrupted plan gives right results or NaN, and right ones if the host accepts it.
 
     Only the layer can detect the load of another batch.
     """

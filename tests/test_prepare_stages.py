@@ -68,7 +68,7 @@ class Model(nnx.Module):
 
 @nnx.jit
 def forward(model, batch, rows, residents):
-    """The output of every token, and the rows of the slots."""
+    """Return the output of every token, and the rows of the slots."""
     graph, state = nnx.split(model)
 
     def one(_, micro_batch):
@@ -148,7 +148,7 @@ class Run:
         return seen, losses
 
     def experts(self):
-        """The experts of all layers in the order of their ids."""
+        """Return the experts of all layers in the order of their ids."""
         homes = get_homes(self.model)
         flat = [np.asarray(moe.experts[...]).reshape(EXPERTS, 3, WIDTH, HIDDEN) for moe in self.model.layers]
         return np.stack([leaf[row] for leaf, row in zip(flat, homes, strict=True)])
@@ -294,7 +294,7 @@ def test_what_are_no_stages_is_refused(options, message, live):
 
 
 def test_sizes_of_all_stages_are_in_a_checkpoint(tmp_path):
-    """A restored run compiles no other step, and continues bit for bit."""
+    """Return a restored run compiles no other step, and continues bit for bit."""
     run, again = Run(), Run()
     run.train(0, 2)
     with ocp.CheckpointManager(tmp_path) as manager:

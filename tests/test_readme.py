@@ -28,7 +28,7 @@ def test_the_structure_in_contributing_exists():
 
 
 def options(config):
-    """The command-line names of a configuration's fields, those of its parts among them."""
+    """Yield the command-line names of a configuration's fields, including those of its parts."""
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         name = field.name.replace("_", "-")

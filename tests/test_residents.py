@@ -141,7 +141,7 @@ def test_residents_need_no_leave_to_cross_nodes(plan):
 
 @functools.cache
 def guard(across_nodes):
-    """Whether the plan guard of the layer accepts a plan, ``[M, L]``."""
+    """Return whether the plan guard of the layer accepts a plan, ``[M, L]``."""
     valid = functools.partial(is_valid, topology=TOPOLOGY, across_nodes=across_nodes)
     return jax.jit(jax.vmap(jax.vmap(valid)))
 
@@ -222,7 +222,7 @@ def test_routing_that_the_plan_did_not_see_is_refitted(plan, load):
 
 
 def test_residents_keep_tokens_in_their_node(plan, load):
-    """All tokens are in node 1, so the copies that cross are those that node 0 computes."""
+    """Return all tokens are in node 1, so the copies that cross are those that node 0 computes."""
     crossing = [[plan.quota[m, 0, 0].sum()] for m in range(2)]
     assert cross_node_load(layer_plans(plan, load)).tolist() == crossing
 

@@ -39,7 +39,7 @@ TOPOLOGY = Topology(num_nodes=2, ranks_per_node=2, num_experts=EXPERTS, replica_
 
 @functools.cache
 def data():
-    """The inputs and routing of all batches, each with different hot experts."""
+    """Return the inputs and routing of all batches, each with different hot experts."""
     rng = np.random.default_rng(0)
     sizes = {"samples": SAMPLES, "tokens": TOKENS, "layers": LAYERS, "experts": EXPERTS, "top_k": TOP_K}
     return [(rng.normal(size=(SAMPLES, TOKENS, WIDTH)), random_routing(rng, **sizes)) for _ in range(BATCHES)]
@@ -130,7 +130,7 @@ class Run:
         return losses
 
     def logical(self):
-        """The parameters as NumPy arrays, with experts in the order of their ids."""
+        """Return the parameters as NumPy arrays, with experts in the order of their ids."""
         return [
             {"experts": np.asarray(moe.experts[...]).reshape(EXPERTS, 3, WIDTH, HIDDEN)[row]}
             | {"router": np.asarray(moe.router[...])}

@@ -17,7 +17,7 @@ from relibra_jax.sharing.optimum import cheapest_groups
 
 
 def keeps_all_rules(jobs, rollout_nodes, pools):
-    """An independent implementation of the rules of a group."""
+    """Check the rules of a group, by an independent implementation."""
     rollouts = [
         job.rollout_seconds * (job.tail_share + (1 - job.tail_share) * job.rollout_nodes / rollout_nodes)
         for job in jobs
@@ -36,7 +36,7 @@ def keeps_all_rules(jobs, rollout_nodes, pools):
 
 
 def brute_force(jobs, pools):
-    """The lowest price over all partitions of the jobs and all numbers of rollout nodes."""
+    """Return the lowest price over all partitions of the jobs and all numbers of rollout nodes."""
 
     @functools.cache
     def least(*members):

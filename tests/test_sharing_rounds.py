@@ -30,7 +30,7 @@ def formula(durations):
 
 
 def seconds_of_a_round(ends):
-    """The mean length of the last 100 rounds, after the initial rounds in which the schedule settles."""
+    """Return the mean length of the last 100 rounds, after the initial rounds in which the schedule settles."""
     return (ends[-1] - ends[-101]) / 100
 
 
@@ -45,7 +45,7 @@ def test_round_robin_in_any_order_takes_the_period(durations):
 
 
 def two_orders(durations, rollouts, trainings, rounds):
-    """The end times of rounds if each pool serves the jobs in its own order."""
+    """Return the end times of rounds if each pool serves the jobs in its own order."""
     free, ready, ends = [0.0, 0.0], dict.fromkeys(rollouts, 0.0), []
     for _ in range(rounds):
         for pool, order in ((ROLLOUT, rollouts), (TRAINING, trainings)):
