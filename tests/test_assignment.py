@@ -201,7 +201,7 @@ def test_recorded_loads(shared, nodes, bound):
 
 
 def test_refining_starts_from_what_is_given():
-    """Return a step swaps at most one sample per micro-batch; an EMPTY ``refine`` starts from packing, as None does."""
+    """A step swaps at most one sample per micro-batch; an EMPTY ``refine`` starts from packing, as None does."""
     rng = np.random.default_rng(3)
     load, tokens = rng.integers(0, 50, (24, 3, 4)), rng.integers(10, 90, 24)
     home = np.tile(np.arange(4), (3, 1))

@@ -412,7 +412,7 @@ def test_a_malformed_plan_is_refused_and_nothing_moves(case):
     ids=["the same ranks", "others"],
 )
 def test_a_run_goes_on_from_its_checkpoint(topology, tmp_path):
-    """Return a restored run continues bit for bit on the same ranks, and within tolerance on others."""
+    """A restored run continues bit for bit on the same ranks, and within tolerance on others."""
     first, second = Run(), Run(topology=topology)
     losses = first.train(0, 2)
     second.train(0, 1)  # restoring overwrites these updates
@@ -451,7 +451,7 @@ def test_the_twenty_lines_are_balanced_and_equal_to_static_placement(capsys):
 
 
 def test_rows_of_another_batch_are_noticed_before_the_next_one(tmp_path):
-    """Return the rows of another batch of equal size make the step NaN, and the host raises before the next batch."""
+    """The rows of another batch of equal size make the step NaN, and the host raises before the next batch."""
     run = Run()
     other, replay = batches()[1]
     batch = run.prepare(0)

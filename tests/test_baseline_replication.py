@@ -137,7 +137,7 @@ def llep_in_python(load, slots, *, capacity, min_tokens, fallback):
 )
 @pytest.mark.parametrize("slots", [1, 2])
 def test_rule_is_that_of_the_source(planner, port, options, slots):
-    """Return the rule and the port put the same tokens of each expert on each rank, in 30 domains of 6 ranks."""
+    """The rule and the port put the same tokens of each expert on each rank, in 30 domains of 6 ranks."""
     topology = one_node(6, 18, slots)
     loads = np.random.default_rng(slots).lognormal(4, 1, (30, 18)).astype(np.int64)
     result = quota_of(planned(planner(**options), loads, topology), topology)
@@ -231,7 +231,7 @@ def test_moonep_with_fewer_slots_is_near_the_bound(slots):
 
 @pytest.mark.parametrize("make", [ultraep, functools.partial(llep, fallback=1.0), moonep])
 def test_replicas_cross_nodes_where_asked(make):
-    """Return a node with hot experts keeps its load unless all ranks are one domain."""
+    """A node with hot experts keeps its load unless all ranks are one domain."""
     topology = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=2)
     load = jnp.full((1, 1, 2, 2, 8), 500).at[..., 0].set(9000)
     for across, expected in ((False, 21000 / 12500), (True, 1)):

@@ -33,7 +33,7 @@ def sources(replay):
     ("samples", "code", "maths", "proof"), [(20, 5, 14, 1), (100, 25, 70, 5), (7, 2, 5, 0), (1, 0, 1, 0)]
 )
 def test_domains_keep_their_shares(trace, samples, code, maths, proof):
-    """Return the numbers per domain are exact or rounded by the largest remainder: 7 samples are 4.9, 1.75 and 0.35."""
+    """The numbers per domain are exact or rounded by the largest remainder: 7 samples are 4.9, 1.75 and 0.35."""
     drawn = bootstrap(trace, samples, seed=3)
     assert np.bincount(drawn.domain, minlength=3).tolist() == [code, maths, proof]
     np.testing.assert_array_equal(drawn.domain, trace.domain[sources(drawn.replay)])
@@ -66,7 +66,10 @@ def test_what_cannot_be_drawn(trace, monkeypatch):
         ({"bootstrap": 2}, "bootstrap=2 needs batch_size"),
         ({"bootstrap": 0, "batch_size": 4}, "bootstrap=0 must be an integer of at least 1"),
         ({"bootstrap": 1, "batch_size": 0}, "batch_size=0 must be an integer of at least 1"),
-        ({"batch_size": 21}, "batch_size=21 exceeds the 20 samples of numbered; bootstrap draws them"),
+        (
+            {"batch_size": 21},
+            "batch_size=21 exceeds the 20 samples of numbered; set bootstrap to draw them",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             make_batches(trace, Batching(**options), TOPOLOGY)

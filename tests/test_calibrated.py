@@ -33,7 +33,7 @@ def close(drawn, target):
 
 
 def test_gpt_oss_is_as_uneven_as_its_recording(recorded):
-    """Return a drawn trace with the samples and layers of the recording, and another seed than that of the fit."""
+    """A drawn trace with the samples and layers of the recording, and another seed than that of the fit."""
     samples, _, layers, _ = recorded.replay.expert_ids.shape
     drawn = draw_trace(GPT_OSS_20B, samples=samples, layers=layers, seed=1)
     close(measure_likeness(drawn), measure_likeness(recorded))
@@ -65,7 +65,7 @@ def test_wider_models_keep_the_spread_of_an_expert(name):
 
 
 def test_a_calibration_is_found_again():
-    """Return a calibration fitted to a drawn trace draws similar traces."""
+    """A calibration fitted to a drawn trace draws similar traces."""
     truth = dataclasses.replace(
         GPT_OSS_20B, popularity=1.0, topic=2.0, factors=4.0, domains=16, lengths=(40, 60, 80)
     )
@@ -100,7 +100,7 @@ def test_each_part_answers_for_its_measure(part, measure):
 
 
 def test_a_name_stands_for_a_size():
-    """Return a drawn trace of 1,024 samples, as many as a training batch has."""
+    """A drawn trace of 1,024 samples, as many as a training batch has."""
     trace = read_trace("synthetic-32")
     assert trace.replay.expert_ids.shape == (1024, 511, 8, 4)
     assert list(SYNTHETIC) == ["synthetic-32", "synthetic-128", "synthetic-256"]

@@ -111,7 +111,7 @@ def test_grown_sizes_hold_both_batches(batch):
 
 @pytest.mark.slow
 def test_received_rows_on_recorded_routing(shared):
-    """Return the ragged exchange receives at most 1.1 times the balanced rows of the largest micro-batch."""
+    """The ragged exchange receives at most 1.1 times the balanced rows of the largest micro-batch."""
     recorded, _ = load_replay(shared / "traces" / "gptoss20b_rollouts.npz")
     topology = Topology(num_nodes=2, ranks_per_node=4, num_experts=32, replica_slots=2)
     chosen = np.random.default_rng(0).permutation(len(recorded.mask))[: 2 * 8 * 4]
@@ -156,7 +156,7 @@ def test_the_node_hop_has_to_be_counted(batch):
 
 
 def test_data_parallel_copies_are_further_micro_batches():
-    """Return the sizes of micro-batches that share a step are the maximum over them."""
+    """The sizes of micro-batches that share a step are the maximum over them."""
     parts = [a_batch("relibra", seed)[0].layer_plans() for seed in (0, 1)]
     together = LayerPlan(*(np.concatenate(leaves) for leaves in zip(*parts, strict=True)))
     sizes = [count_capacities(each, TOPOLOGY) for each in parts]

@@ -173,7 +173,7 @@ def test_other_ranks_and_back(run, home, wide, saved, tmp_path):
 
 
 def test_others_can_read_it(saved):
-    """Return the checkpoint on disk is a flat dict of arrays with experts in logical order."""
+    """The checkpoint on disk is a flat dict of arrays with experts in logical order."""
     manager, logical = saved
     state = ocp.StandardCheckpointer().restore(
         manager.directory / "3" / "state",

@@ -147,7 +147,7 @@ def test_a_cell_that_cannot_run_says_why():
 
 
 def test_slots_of_the_cell_and_of_the_row_reach_planners(monkeypatch):
-    """Return the larger number of slots counts. Memory is that of the model's own 32 experts; the trace has 16."""
+    """The larger number of slots counts. Memory is that of the model's own 32 experts; the trace has 16."""
     slots_by_row = {}
 
     def compare(chosen, batches, topology, *_, **__):
@@ -209,7 +209,7 @@ def test_claims_are_blank_without_their_rows():
 
 
 def test_baselines_on_their_own_loads():
-    """Return the drawn loads have the requested imbalance, and the rank loads of MoonEP differ by at most one token."""
+    """The drawn loads have the requested imbalance, and the rank loads of MoonEP differ by at most one token."""
     load = skewed_ranks(2.01)
     by_rank = load.reshape(64, 4).sum(1)
     assert by_rank.max() / by_rank.mean() == pytest.approx(2.01, abs=0.02)

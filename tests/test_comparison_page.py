@@ -124,7 +124,7 @@ def dump(path, profile, *, width):
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
 @pytest.mark.parametrize("width", [1280, 500])
 def test_a_browser_shows_tables_and_figures(written, tmp_path, width):
-    """Return a script reports the sizes that the browser gave the pictures; the page itself allows none."""
+    """A script reports the sizes that the browser gave the pictures; the page itself allows none."""
     policy, script = (
         r'<meta http-equiv="Content-Security-Policy"[^>]*>',
         """<script>

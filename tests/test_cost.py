@@ -143,7 +143,7 @@ def test_flat_traffic_is_that_of_the_routes(batch):
 
 
 def test_hierarchical_traffic_is_that_of_the_routes(batch):
-    """Return a token crosses to the rank with its local index, which sends its copies to the ranks of the node."""
+    """A token crosses to the rank with its local index, which sends its copies to the ranks of the node."""
     replay, batch_plan = batch
     visits, sent = node_visits(replay, batch_plan, TOPOLOGY), sent_by(batch_plan)
     slow, fast = np.zeros((2, 2, 2, 2, 2), int), np.zeros((2, 2, 2, 2, 2), int)
@@ -161,7 +161,7 @@ def test_hierarchical_traffic_is_that_of_the_routes(batch):
 
 
 def test_traffic_agrees_with_cross_node_load(batch):
-    """Return all that leaves a node is sent by one rank and received by another."""
+    """All that leaves a node is sent by one rank and received by another."""
     _, batch_plan = batch
     traffic = count_traffic(batch_plan.layer_plans(), TOPOLOGY)
     crossing = cross_node_load(batch_plan.layer_plans())

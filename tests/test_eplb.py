@@ -97,7 +97,7 @@ def test_groups_that_do_not_fit():
 
 @pytest.mark.parametrize("expert_groups", [2, 4])
 def test_groups_stay_in_one_node(expert_groups):
-    """Return the homes of each expert group are in one node."""
+    """The homes of each expert group are in one node."""
     topology = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=1)
     load = jnp.asarray(np.random.default_rng(2).zipf(1.5, (2, 3, 2, 2, 8)).clip(0, 500), jnp.int32)
     planner = eplb(expert_groups=expert_groups)

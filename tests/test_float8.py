@@ -79,7 +79,7 @@ def test_blocks_are_rounded_as_ml_dtypes_rounds(dtype, block):
 @given(st.lists(st.tuples(st.integers(-4095, 4095), st.integers(-120, 100)), min_size=1, max_size=32))
 @settings(deadline=None, max_examples=200)
 def test_an_error_is_at_most_a_sixteenth_or_a_part_of_the_largest(values):
-    """Return the error is half of the last place: ``2**-4`` of a normal number, or ``2**-10`` of the scale.
+    """The error is half of the last place: ``2**-4`` of a normal number, or ``2**-10`` of the scale.
 
     The scale is below ``largest / 224``.
     """
@@ -91,7 +91,7 @@ def test_an_error_is_at_most_a_sixteenth_or_a_part_of_the_largest(values):
 
 
 def test_float8_numbers_are_exact():
-    """Return all e4m3 numbers are exact, for scales from the smallest to the largest."""
+    """All e4m3 numbers are exact, for scales from the smallest to the largest."""
     numbers = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
     numbers = numbers[np.isfinite(numbers)]
     for exponent in (-117, -40, 0, 30, 119):
@@ -181,7 +181,7 @@ def test_operands_are_checked_as_those_of_the_exact_mlp():
 
 @pytest.mark.slow
 def test_the_hopper_kernels_multiply_rounded_numbers():
-    """Return the forward pass runs in JAX's GPU interpreter, with widths that are multiples of 64."""
+    """The forward pass runs in JAX's GPU interpreter, with widths that are multiples of 64."""
     rng = np.random.default_rng(2)
     rows = jnp.asarray(rng.normal(size=(24, 192)), jnp.bfloat16)
     weights = [jnp.asarray(rng.normal(size=(2, 3, 192, 64)) / 8, jnp.bfloat16)]

@@ -27,7 +27,7 @@ PROGRAMS = {
 
 
 def test_errors_and_ratios_by_hand():
-    """Return an update that computes exactly divides exact probabilities by those of float8."""
+    """An update that computes exactly divides exact probabilities by those of float8."""
     reference, float8 = np.log([0.5, 0.2, 0.9, 0.1]), np.log([0.5, 0.1, 0.9, 0.2])
     errors = float8_error.compare(float8, reference, Clip())
     assert errors.mean == pytest.approx(np.log(2) / 2)

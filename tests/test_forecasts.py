@@ -252,7 +252,7 @@ def test_popfetcher_finds_what_history_cannot():
 
 
 def test_popfetcher_without_transitions_expects_the_previous_batch():
-    """Return the previous batch's hot expert gets two copies, and each copy computes a third of its true tokens.
+    """The previous batch's hot expert gets two copies, and each copy computes a third of its true tokens.
 
     The copy on the rank of its home is merged into the home slot.
     """

@@ -127,7 +127,7 @@ def test_operands_are_what_the_kernels_take():
 
 
 def test_sizes_come_from_the_rank_with_most_copies():
-    """Return the second layer of the second rank has the rows in replica slots, in two layers of one micro-batch."""
+    """The second layer of the second rank has the rows in replica slots, in two layers of one micro-batch."""
     topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=4, replica_slots=2)
     quota = np.array([[[10, 0, 0, 0], [20, 0, 0, 0]], [[30, 10, 0, 0], [40, 20, 8, 12]]])
     quotas = dict.fromkeys(("static", "relibra"), quota.reshape(1, 2, 1, 2, 4))

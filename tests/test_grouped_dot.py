@@ -134,7 +134,7 @@ def test_output_and_gradients(implementation, slots, transposed, out_dtype):
 
 @each_implementation
 def test_several_buffers_give_the_same_bits_as_one(implementation):
-    """Return the results are bitwise equal. `ragged_dot` passes a sequence of one buffer."""
+    """The results are bitwise equal. `ragged_dot` passes a sequence of one buffer."""
     setting = SETTINGS[implementation]
     rows, weights, d_out = inputs(setting)
     joined = (jnp.concatenate(weights),)

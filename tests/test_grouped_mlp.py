@@ -169,7 +169,7 @@ def test_output_and_gradients(implementation):
 
 @each_implementation
 def test_several_buffers_give_the_same_bits_as_one(implementation):
-    """Return the results are bitwise equal, however the weights are split into buffers."""
+    """The results are bitwise equal, however the weights are split into buffers."""
     setting = SETTINGS[implementation]
     cuts = [(0, 5, 3), PLAIN.slots, (1, 7, 0)]
     if implementation == "mosaic":
@@ -410,7 +410,7 @@ def test_none_chooses_by_platform_and_shape(monkeypatch, kind, dtype, width, cho
     ],
 )
 def test_the_compute_capability_decides_for_gpus(capability, reason):
-    """Return the capability decides, not the kind. For the description of a device, the kind decides."""
+    """The capability decides, not the kind. For the description of a device, the kind decides."""
     device = types.SimpleNamespace(device_kind="some kind", compute_capability=capability)
     assert why_not_ampere(device) == reason
 

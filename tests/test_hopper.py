@@ -132,7 +132,7 @@ def test_clusters_load_less_and_are_chosen_only_by_measurements():
 
 @pytest.mark.parametrize("problem", [Problem(1, 2048, 768, 1000, 6), Problem(0, 1000, 768, 2048, 6)])
 def test_a_measured_entry_is_preferred(monkeypatch, tmp_path, problem):
-    """Return a table entry applies to expected rows per group up to the next power of two."""
+    """A table entry applies to expected rows per group up to the next power of two."""
     expected = "output_height" if problem.matrices else "contraction"
     monkeypatch.setenv(VARIABLE, str(tmp_path / "table.json"))
     best = TileSizes(64, 64, 3, cluster=2)

@@ -75,7 +75,7 @@ def test_products(tiles):
 @pytest.mark.slow
 @pytest.mark.parametrize("tiles", [pytest.param(PARTIAL, marks=pytest.mark.long), CLUSTER], indirect=True)
 def test_mlp(tiles):
-    """Return the row sums of the backward pass must include only columns that exist."""
+    """The row sums of the backward pass must include only columns that exist."""
     rows, weights, d_out = draw((ROWS, 64), (len(SIZES), 3, 64, 192), (ROWS, 64))
     sizes, scale = jnp.array(SIZES), jnp.linspace(0.5, 1.5, ROWS)
 

@@ -126,7 +126,7 @@ def test_a_plan_that_is_not_the_tokens_is_nan_in_float8_too():
 
 
 def test_without_a_rule_the_layer_is_traced_as_if_there_were_no_float8(monkeypatch):
-    """Return the program, forward and backward, is the same as with plain grouped_mlp, primitive by primitive."""
+    """The program, forward and backward, is the same as with plain grouped_mlp, primitive by primitive."""
 
     def trace():
         return str(jax.make_jaxpr(functools.partial(gradient, parallel=EXACT))(VALUES["x"]))
@@ -159,7 +159,7 @@ def first_micro_batch(model, batch, rows):
 
 @pytest.mark.slow
 def test_batches_in_float8_are_run_and_refused_by_updates():
-    """Return a forward pass of a marked batch rounds, with replay and live routing, and an update of it raises."""
+    """A forward pass of a marked batch rounds, with replay and live routing, and an update of it raises."""
     run = Run()
     batch = run.prepare()
     rows = batch.to_ranks(batches()[0])

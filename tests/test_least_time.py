@@ -182,7 +182,7 @@ PRICES = {
 @pytest.mark.parametrize("dispatch", DISPATCHES)
 @pytest.mark.parametrize("name", TINY)
 def test_below_the_best_of_all(name, dispatch, prices):
-    """Return the bound is at most the optimum and more than half of it; the test prints the mean ratio."""
+    """The bound is at most the optimum and more than half of it; the test prints the mean ratio."""
     sizes = dict(TINY[name])
     nodes, experts, micro_batches = (sizes.pop(part) for part in ("nodes", "experts", "micro_batches"))
     residents = sizes.pop("residents", 0)

@@ -92,7 +92,7 @@ def test_graphs_that_do_not_fit():
     ],
 )
 def test_meets_the_authors_bounds(graph, nodes, ranks_per_node, slots, bound):
-    """Return the bounds hold for every draw of 256 expert loads from N(1, 0.3)."""
+    """The bounds hold for every draw of 256 expert loads from N(1, 0.3)."""
     draws = 16
     topology = Topology(num_nodes=nodes, ranks_per_node=ranks_per_node, num_experts=256, replica_slots=slots)
     planner = lplb(graph=graph)

@@ -39,7 +39,7 @@ def test_cross_node_load_counts_by_brute_force():
 
 
 def test_moves_are_counted_by_rank():
-    """Return an expert that changes its slot on the same rank does not move over the network."""
+    """An expert that changes its slot on the same rank does not move over the network."""
     before, now = np.array([[0, 1, 2, 3]]), np.array([[1, 0, 3, 2]])
     assert moved_experts(now, before, home_slots=2).tolist() == [0]
     assert moved_experts(now, before, home_slots=1).tolist() == [4]

@@ -105,7 +105,7 @@ def test_tree_of_stacked_and_single_layers(kind, mesh, migrate):
 
 
 def test_only_what_moves_travels(mesh, migrate):
-    """Return a leaf whose homes stay is returned unchanged, and only experts that leave a rank count for the sizes."""
+    """A leaf whose homes stay is returned unchanged, and only experts that leave a rank count for the sizes."""
     new = OLD.copy()
     new[1] = (OLD[1] // HOMES) * HOMES + (OLD[1] + 1) % HOMES
     new[2, [OLD[2].argmin(), OLD[2].argmax()]] = OLD[2, [OLD[2].argmax(), OLD[2].argmin()]]
@@ -130,7 +130,7 @@ def test_other_meshes(shape):
 
 
 def test_further_axes_of_the_mesh():
-    """Return a leaf may be sharded over a further axis, or replicated over it."""
+    """A leaf may be sharded over a further axis, or replicated over it."""
     topology = Topology(num_nodes=2, ranks_per_node=2, num_experts=EXPERTS, replica_slots=0)
     mesh = expert_mesh(topology, fsdp=2)
     values = bits((LAYERS, 2, 2, 8, 3, 6, 5), "float32")
@@ -289,7 +289,7 @@ def test_flax_state(mesh, migrate):
     ids=["lbfgs", "memory of steps", "factored moments"],
 )
 def test_refuses_optimizers_whose_state_cannot_move(tx, message):
-    """Return the first reordering raises, and names the leaf, or the state if optax cannot tell the leaves apart."""
+    """The first reordering raises, and names the leaf, or the state if optax cannot tell the leaves apart."""
     topology = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=0)
     mesh = expert_mesh(topology, devices=jax.devices()[:4])
     model = MoELayer(topology, 4, 2, Gating(scores="softmax", top_k=2), rngs=nnx.Rngs(0))

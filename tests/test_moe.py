@@ -182,7 +182,7 @@ def test_meshes_and_slots_do_not_either(mesh, replica_slots, resident_slots, pat
 
 @pytest.mark.parametrize("path", PATHS)
 def test_replicas_of_residents(path):
-    """Return a replica is fetched from the resident on its node, and its gradient is added to the resident's."""
+    """A replica is fetched from the resident on its node, and its gradient is added to the resident's."""
     check_all(run("2x4", 2, path, False, resident_slots=2), plans("2x4", 2, "random", 2))
 
 
@@ -252,7 +252,7 @@ def test_any_plan_of_any_routing(drawn):
 
 
 def test_larger_meshes_have_layer_plans_a_copy_and_shared_homes():
-    """Return the layer works with axes data and fsdp around one node of two ranks.
+    """The layer works with axes data and fsdp around one node of two ranks.
 
     There are four copies of the group, each with its own load and plan, and experts are also sharded over fsdp. All
     copies share their homes, and gradients are summed over all copies.

@@ -73,7 +73,7 @@ def test_live_routing_runs_under_a_plan_of_other_loads():
     [("flat", "rows"), ("flat", "flat"), ("hierarchical", "node"), ("hierarchical", "local")],
 )
 def test_a_step_with_too_small_buffers_returns_nan(path, buffer):
-    """Return an invalid plan gives NaN, not a result without some of the tokens."""
+    """An invalid plan gives NaN, not a result without some of the tokens."""
     arguments, parallel = single(path)
     small = {"rows": 8} if buffer == "rows" else {buffer: ExchangeSizes(pair=4, own=4, send=4, receive=4)}
     sizes = dataclasses.replace(parallel.capacities, **small)

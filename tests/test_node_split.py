@@ -103,7 +103,7 @@ def test_without_residents_all_is_computed_at_home():
 
 @pytest.mark.parametrize(("nodes", "experts", "beyond"), [(2, 8, 0.0), (4, 8, 0.02), (8, 16, 0.02)])
 def test_largest_load_near_the_optimum(nodes, experts, beyond):
-    """Return the largest load is optimal for two nodes, and on average near the optimum for more."""
+    """The largest load is optimal for two nodes, and on average near the optimum for more."""
     supply, holds, home = cases(np.random.default_rng(nodes), 60, nodes, experts)
     quota = np.asarray(compiled()(supply, holds, home))
     check_split(quota, supply, holds)
@@ -148,7 +148,7 @@ def test_tolerance_is_for_crossings(tolerance):
 
 
 def test_as_many_copies_as_int32_holds():
-    """Return all copies lie on one node, which gives half of them away."""
+    """All copies lie on one node, which gives half of them away."""
     supply = np.array([[[INT32_MAX], [0]]], np.int32)
     quota = compiled()(supply, np.ones((1, 2, 1), bool), np.zeros((1, 1), np.int32))
     assert np.asarray(quota)[0, :, 0].tolist() == [2**30, 2**30 - 1]

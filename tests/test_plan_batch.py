@@ -84,7 +84,7 @@ def test_samples_stay_where_they_start_unless_assigned(replay, planner, update, 
 
 @pytest.mark.parametrize("rounds", [0, 1])
 def test_samples_are_packed_by_default(replay, rounds):
-    """Return the first plan is for packed samples, as is the result without rounds, with jit and without."""
+    """The first plan is for packed samples, as is the result without rounds, with jit and without."""
     packed = pack_samples(replay.mask.sum(1), TOPOLOGY, num_micro_batches=MICRO_BATCHES)
     loads = []
 

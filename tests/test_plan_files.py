@@ -55,7 +55,7 @@ def test_sglang_round_trip(plan, tmp_path):
 
 
 def test_eplb_round_trip():
-    """Return the output of EPLB, with copies anywhere, becomes a placement, which converts to the same arrays."""
+    """The output of EPLB, with copies anywhere, becomes a placement, which converts to the same arrays."""
     load = np.random.default_rng(1).integers(1, 100, (3, 8))
     published = rebalance_experts(load, 16, 1, 1, 4)
     placement = from_physical(published.physical_to_logical, TOPOLOGY)

@@ -191,7 +191,7 @@ def host_error(plan):
 
 @pytest.mark.parametrize("path", ["flat", pytest.param("hierarchical", marks=pytest.mark.slow)])
 def test_a_corrupted_plan_is_right_or_nan(path):
-    """Return a corrupted plan gives right results or NaN, and right ones if the host accepts it.
+    """A corrupted plan gives right results or NaN, and right ones if the host accepts it.
 
     Only the layer can detect the load of another batch.
     """

@@ -63,7 +63,7 @@ def placed(plan, load, layer):
     [pytest.param(prices, marks=[pytest.mark.slow] * (prices != "moves and pushes")) for prices in PRICES],
 )
 def test_near_the_least_time(batch, prices):
-    """Return the plan is near the optimum and never below it."""
+    """The plan is near the optimum and never below it."""
     load, tokens = batch
     cost, old_node = unit_times(prices), np.arange(6) // 3
     state = relibra().init(TOPOLOGY, INSTANCES, key=jax.random.key(0))

@@ -294,7 +294,7 @@ def test_what_are_no_stages_is_refused(options, message, live):
 
 
 def test_sizes_of_all_stages_are_in_a_checkpoint(tmp_path):
-    """Return a restored run compiles no other step, and continues bit for bit."""
+    """A restored run compiles no other step, and continues bit for bit."""
     run, again = Run(), Run()
     run.train(0, 2)
     with ocp.CheckpointManager(tmp_path) as manager:

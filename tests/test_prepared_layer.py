@@ -83,7 +83,7 @@ def test_layers_are_prepared_once_for_a_batch(path):
 
 
 def test_a_layer_that_is_run_has_nothing_left_to_sort_or_search():
-    """Return the layer has no sorts, loops or scatters of indices, except in the grouped MLP's implementation."""
+    """The layer has no sorts, loops or scatters of indices, except in the grouped MLP's implementation."""
     plan, load, experts, residents = a_batch()
     parallel = parallel_of("hierarchical", implementation="reference")
     of_layer = layer_plans(plan, load).layer(0).layer(0)
@@ -227,7 +227,7 @@ def test_plans_of_a_batch_serve_without_residents_where_slots_are_empty():
 
 
 def test_lanes_that_are_full_to_the_last_row():
-    """Return an empty slot may share its start in the buffer with another lane.
+    """An empty slot may share its start in the buffer with another lane.
 
     Eight copies go to rank 1, whose last slot is empty, and five stay. The lane has eight rows, and the kept rows begin
     where that empty slot would begin.

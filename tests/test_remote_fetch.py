@@ -130,7 +130,7 @@ def test_a_program_for_gpus_has_one_kernel_and_exchanges_gradients_alone(
 
 
 def test_the_kernel_copies_every_row_and_leaves_zeros_where_none_is_wanted():
-    """Return the kernel's copies in the interpreter, which has no peers or semaphores: all buffers are in one array."""
+    """The kernel's copies in the interpreter, which has no peers or semaphores: all buffers are in one array."""
     ranks, blocks, row_shape = 3, 2, (5, 32, 64)
     rank, row = np.array([2, 0, EMPTY, 1], np.int32), np.array([1, 1, EMPTY, 0], np.int32)
     rows = np.random.default_rng(0).normal(size=(ranks, 2, *row_shape)).astype(np.float32)

@@ -82,7 +82,7 @@ def test_places_outside_the_batch_count_nothing():
 
 
 def test_assignments_are_counted_under_vmap():
-    """Return the load of each micro-batch is independent of the others and of the number of samples."""
+    """The load of each micro-batch is independent of the others and of the number of samples."""
     once = np.asarray(sample_load(random_replay(7), num_experts=8))
     assignments = [assign(seed, samples) for seed, samples in enumerate((5, 3, 0))]
     together = jax.vmap(assigned_load, (None, 0))(

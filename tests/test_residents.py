@@ -1,4 +1,4 @@
-"""Residents in plans: checks reject a violation of every rule, and replicas are fetched from the right slot."""
+"""Tests of residents in plans: every broken rule is rejected, and replicas are fetched from the right slots."""
 
 import dataclasses
 import functools
@@ -27,7 +27,7 @@ TOPOLOGY = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=
 
 @pytest.fixture
 def plan():
-    """A plan of two micro-batches of one layer, with expert e in home slot e, 2 home, 2 resident and 1 replica slots.
+    """Two micro-batches of one layer, expert e at home in slot e. A rank has 2 homes, 2 residents, 1 replica.
 
     Residents: 6 on rank (0, 1), 1 and 7 on (1, 0), 0 on (1, 1). Replicas: in micro-batch 0 expert 1 on (0, 1) from its
     home and 0 on (1, 0) from the resident beside it, in micro-batch 1 expert 4 on (1, 1) from its home.
@@ -47,7 +47,7 @@ def plan():
 
 @pytest.fixture
 def load(plan):
-    """The load of a batch with all tokens on rank (1, 0)."""
+    """The load of the plan, with all tokens on rank (1, 0)."""
     load = np.zeros((2, 1, 2, 2, 8), np.int32)
     for m in range(2):
         filled = plan.slot_expert[m, 0] != EMPTY
@@ -56,7 +56,7 @@ def load(plan):
 
 
 def test_a_plan_with_residents_is_valid(plan, load):
-    """Residents may be on any node, even on that of their home; replicas beside them do not need across_nodes."""
+    """Residents may be on any node, also that of the home, and allow replicas on their node without across_nodes."""
     check_plan(plan, load, TOPOLOGY)
     check_plan(jax.tree.map(jnp.asarray, plan), jnp.asarray(load), TOPOLOGY)
     assert resident_experts(plan, TOPOLOGY).tolist() == [[[[EMPTY, EMPTY], [6, EMPTY]], [[1, 7], [0, EMPTY]]]]
@@ -96,12 +96,12 @@ BROKEN = {
         "micro-batch 1, layer 0, node 1, local rank 1: holds expert 0 twice",
     ),
     "residents out of order": (
-        lambda p: put(p, (EVERY, 0, 1, 0, slice(2, 4)), [7, 1]),
-        r"micro-batch 0, layer 0, node 1, local rank 0: residents \[7, 1\] have home slots \[7, 1\]"
-        ", but must be sorted by home slot, empty slots last; assemble_plan sorts them",
+        lambda p: put(p, (ALL, 0, 1, 0, slice(2, 4)), [7, 1]),
+        r"micro-batch 0, layer 0, node 1, local rank 0: residents \[7, 1\] have home slots \[7, 1\], "
+        r"but must be sorted by home slot, empty slots last; assemble_plan sorts them",
     ),
     "an empty slot before a resident": (
-        lambda p: put(p, (EVERY, 0, 1, 1, slice(2, 4)), [EMPTY, 0]),
+        lambda p: put(p, (ALL, 0, 1, 1, slice(2, 4)), [EMPTY, 0]),
         r"micro-batch 0, layer 0, node 1, local rank 1: residents \[-1, 0\] have home slots \[8, 0\]",
     ),
     "replica in a node that does not hold its expert": (
@@ -133,15 +133,15 @@ def test_broken_rule_is_named(plan, load, rule):
 
 
 def test_residents_need_no_leave_to_cross_nodes(plan):
-    """Only replicas need across_nodes, if the node does not hold their expert."""
+    """Only replicas need across_nodes: a replica on a node without its expert is valid only with across_nodes."""
     far = put(plan, (1, 0, 1, 1, 4), 2)
     check_slots(far, TOPOLOGY, across_nodes=True)
     check_slots(put(far, (ALL, 0, 1, 0, slice(2, 4)), [1, 2]), TOPOLOGY)
 
 
 @functools.cache
-def guard(across_nodes):
-    """Return whether the plan guard of the layer accepts a plan, ``[M, L]``."""
+def layer_check(across_nodes):
+    """The jitted check of a plan ``[M, L]`` inside the layer."""
     valid = functools.partial(is_valid, topology=TOPOLOGY, across_nodes=across_nodes)
     return jax.jit(jax.vmap(jax.vmap(valid)))
 
@@ -155,8 +155,8 @@ SINGLE_LAYER_RULES = [rule for rule in BROKEN if "in another micro-batch" not in
 
 @pytest.mark.parametrize("rule", SINGLE_LAYER_RULES)
 def test_a_layer_notices_a_broken_rule_too(plan, load, rule):
-    """Wrong slots have no load, so that the sums of quotas stay right."""
-    assert guarded(plan, load, False)
+    """The check inside the layer detects a broken rule. Cases with a wrong slot have no load, so all sums are right."""
+    assert layer_accepts(plan, load, False)
     if not rule.startswith("quota"):
         plan, load = plan._replace(quota=np.zeros_like(plan.quota)), np.zeros_like(load)
     assert layer_accepts(plan, load, False)
@@ -165,7 +165,7 @@ def test_a_layer_notices_a_broken_rule_too(plan, load, rule):
 
 @pytest.mark.parametrize("across_nodes", [False, True])
 def test_host_and_layer_agree_on_any_slots(across_nodes):
-    """For random plans with one changed slot, check_plan and the plan guard agree."""
+    """For random plans with one changed slot, host and layer either both reject or both accept."""
     rng, outcomes = np.random.default_rng(0), {True: 0, False: 0}
     for _ in range(150):
         load = np.zeros((1, 1, 2, 2, 8), np.int32)
@@ -183,8 +183,10 @@ def test_host_and_layer_agree_on_any_slots(across_nodes):
 
 
 def test_where_replicas_are_fetched_from():
-    """A replica comes from the home if it is in the node, else from the node's first resident, else from the remote
-    home. Each rank has its home slot, then its resident slot."""
+    """A replica comes from the home if it is on the node, else from the node's first resident, else from the far home.
+
+    Each rank has a home slot, a resident slot and a replica slot.
+    """
     topology = Topology(num_nodes=2, ranks_per_node=3, num_experts=6, replica_slots=1, resident_slots=1)
     slots = [
         [
@@ -200,7 +202,7 @@ def test_where_replicas_are_fetched_from():
 
 
 def test_a_copy_of_a_resident_is_pushed_over_the_fast_network(plan):
-    """Rank (1, 1) sends expert 0 to its neighbour; without residents it would come from rank (0, 0) on another node."""
+    """Rank (1, 1) sends its resident of expert 0 to its neighbour, so that the home on rank (0, 0) does not send it."""
     cluster, model = CLUSTERS["h100"], MODELS["gpt-oss-20b"]
     expert = WEIGHT_BYTES * model.expert_params / cluster.fast_bandwidth / cluster.network_efficiency
     actual = push_time(layer_plans(plan, None), TOPOLOGY, cluster=cluster, model=model)
@@ -209,7 +211,7 @@ def test_a_copy_of_a_resident_is_pushed_over_the_fast_network(plan):
 
 
 def test_routing_that_the_plan_did_not_see_is_refitted(plan, load):
-    """Refitted quotas keep the shares of the plan, also of residents; an expert without a share is computed at home."""
+    """Refitted quotas keep the plan's shares, also of residents. An expert without a share is computed at home."""
     layer = layer_plans(plan, load).layer((0, 0))
     no_share = layer._replace(quota=np.where(layer.slot_expert == 7, 0, layer.quota))
     live = np.zeros((2, 2, 8), np.int32)
@@ -222,7 +224,7 @@ def test_routing_that_the_plan_did_not_see_is_refitted(plan, load):
 
 
 def test_residents_keep_tokens_in_their_node(plan, load):
-    """Return all tokens are in node 1, so the copies that cross are those that node 0 computes."""
+    """With all tokens on node 1, exactly the copies that node 0 computes cross."""
     crossing = [[plan.quota[m, 0, 0].sum()] for m in range(2)]
     assert cross_node_load(layer_plans(plan, load)).tolist() == crossing
 
@@ -245,7 +247,7 @@ def test_assembled_plans_are_in_order_and_quotas_go_with_their_copies(seed):
     load = load_of(random_ids(rng, (2, 3, 4, 20), 8, 2), TOPOLOGY)
     plan = random_plan(rng, load, TOPOLOGY)
     check_plan(plan, load, TOPOLOGY)
-    # Residents are passed once per batch, in another order than that of the plan; their quotas are reordered too.
+    # Residents are given once per batch and in another order than in a plan; their quotas move with them.
     slots = plan.slot_expert.copy()
     slots[..., 2:4], quota = slots[..., 3:1:-1], plan.quota.copy()
     quota[..., 2:4] = quota[..., 3:1:-1]
@@ -256,7 +258,7 @@ def test_assembled_plans_are_in_order_and_quotas_go_with_their_copies(seed):
 
 @pytest.mark.parametrize("name", ["static", "eplb", "lplb"])
 def test_planners_that_know_no_residents_plan_as_without_room_for_them(name):
-    """Planners that do not support residents leave their slots empty."""
+    """Such planners leave the resident slots empty."""
     planner, narrow = PLANNERS[name].planner, dataclasses.replace(TOPOLOGY, resident_slots=0)
     load = np.random.default_rng(0).zipf(1.4, (2, 1, 2, 2, 8)).clip(0, 900).astype(np.int32)
     plans = [

@@ -70,7 +70,7 @@ def choose_one_by_one(case, *, crossing, push, count, hierarchical):
 @pytest.mark.parametrize("hierarchical", [True, False], ids=["hierarchical", "flat"])
 @pytest.mark.parametrize(("count", "push"), [(1, 0.0), (4, 0.0), (4, 0.35), (9, 0.0), (3, 50.0)])
 def test_the_greedy_choice(case, hierarchical, count, push):
-    """Return the cases include more slots than there are remote experts, and pushes that cost more than any saving."""
+    """The cases include more slots than there are remote experts, and pushes that cost more than any saving."""
     options = {"crossing": 1.0, "push": push, "count": count, "hierarchical": hierarchical}
     result = choose(case, **options)
     np.testing.assert_array_equal(result, choose_one_by_one(case, **options))
@@ -87,7 +87,7 @@ def test_nothing_crosses_where_it_costs_nothing(case):
 
 
 def test_taking_one_expert_out_may_make_another_the_only_reason():
-    """Return all of node 0's tokens use experts 2 and 3 of one node, so one resident alone saves no crossing."""
+    """All of node 0's tokens use experts 2 and 3 of one node, so one resident alone saves no crossing."""
     topology = Topology(num_nodes=2, ranks_per_node=1, num_experts=4, replica_slots=0)
     ids = np.tile([[[2, 3]]], (8, 1, 1))
     tokens = token_bits(TokenSample(ids, np.zeros(8, int), np.zeros(8, int)), topology, num_micro_batches=1)

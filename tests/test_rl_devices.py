@@ -25,7 +25,7 @@ def test_options_of_the_compiler_are_added_to_those_of_the_caller(monkeypatch, b
 
 
 def test_every_host_device_has_two_threads(monkeypatch):
-    """Return the caller's own NPROC stays."""
+    """The caller's own NPROC stays."""
     monkeypatch.delenv("NPROC")
     host_devices(8)
     assert int(os.environ["NPROC"]) >= 16

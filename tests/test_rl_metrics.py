@@ -142,7 +142,7 @@ def test_a_profile_names_phases_and_layers(ran):
 
 @pytest.mark.slow
 def test_what_is_compiled_is_told_for_every_program(ran):
-    """Return the progress line shows these names, for example those of the planner and of generation."""
+    """The progress line shows these names, for example those of the planner and of generation."""
     programs = {
         "begin",
         "decode",
@@ -202,7 +202,7 @@ def test_a_writer_may_be_any_function_of_two(writers):
 
 
 def test_tensorboard_has_the_same_names(tmp_path, monkeypatch):
-    """Return the test uses a stand-in for tensorboardX, which may not be installed."""
+    """The test uses a stand-in for tensorboardX, which may not be installed."""
     added = []
 
     class SummaryWriter:

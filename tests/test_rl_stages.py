@@ -98,7 +98,7 @@ def assert_same_learning(one, other, *, expected_updates):
 
 @pytest.mark.long
 def test_planned_mini_batches_learn_as_static_placement_does():
-    """Return the planned run has residents, pushed for each update, and a recompute in one micro-batch."""
+    """The planned run has residents, pushed for each update, and a recompute in one micro-batch."""
     planned = learn_all(resident_slots=1, recompute_micro_batches=1)
     assert_same_learning(planned, learn_all(planner="static"), expected_updates=2)
     stages = planned[-1]
@@ -125,7 +125,7 @@ def test_one_update_with_a_recompute_of_its_own_learns_as_without():
 
 @pytest.mark.slow
 def test_a_mini_batch_is_weighted_as_a_batch():
-    """Return the weights of each update's tokens add up to 1. Advantages are those of the whole batch."""
+    """The weights of each update's tokens add up to 1. Advantages are those of the whole batch."""
     trainer, (responses, rewards) = make(anneal_steps=0, planner="static"), batches()[0]
     response = responses.response.copy()
     response[:16, 15:] = False

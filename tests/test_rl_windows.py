@@ -178,7 +178,7 @@ def stopped(smallest_policy, tmp_path_factory):
     ids=["task", "window", "response_tokens", "algorithm"],
 )
 def test_carried_responses_do_not_go_on_under_other_settings(changes, says, stopped, capfd):
-    """Return the rejected settings are not saved, either."""
+    """The rejected settings are not saved, either."""
     before = files_under(stopped)
     assert main(["demo", "--resume", str(stopped), "--steps", "5", *changes]) == 2
     [line] = capfd.readouterr().err.splitlines()

@@ -107,7 +107,7 @@ def test_a_damaged_part_of_skyrl_is_named(change, message):
 
 @pytest.mark.parametrize("zeros", [0, 2])
 def test_trap_the_row_that_stands_for_prime_rls_last_token_is_no_route(zeros):
-    """Return the placeholder repeats the row before; a longer transport has zeros after it."""
+    """The placeholder repeats the row before; a longer transport has zeros after it."""
     ids = example()
     rows = [sample[: len(sample) - zeros] for sample in vllm(ids, LEFT_PADDED)]
     lengths = LEFT_PADDED.sum(axis=1)
@@ -123,7 +123,7 @@ def test_trap_the_row_that_stands_for_prime_rls_last_token_is_no_route(zeros):
 
 
 def test_equal_rows_at_the_end_of_prime_rls_answer_are_routes():
-    """Return a response has only rows of the engine, and two tokens may have equal routes."""
+    """A response has only rows of the engine, and two tokens may have equal routes."""
     ids = example(mask=ONE)
     ids[0, 3] = ids[0, 2]
     replay = read("prime_rl", [prime_rl_answer(ids[0, :4])], ONE[:, :4])

@@ -134,7 +134,7 @@ def test_groups_of_layers_add_up(batch):
 
 
 def test_a_sample_without_sampled_tokens_is_a_common_one(batch):
-    """Return a sample without sampled tokens crosses like the batch mean, in proportion to its length."""
+    """A sample without sampled tokens crosses like the batch mean, in proportion to its length."""
     replay, home = batch
     routes = Routes(replay.expert_ids[0, :4], np.array([0, 0, 1, 1]))
     length = np.array([4, 4, 6, 3, 0])
@@ -149,7 +149,7 @@ def test_a_sample_without_sampled_tokens_is_a_common_one(batch):
 
 
 def test_sampled_tokens_of_other_samples_do_not_count(batch):
-    """Return a stage of two samples has the counts of a batch of these, however many tokens of others were sampled."""
+    """A stage of two samples has the counts of a batch of these, however many tokens of others were sampled."""
     replay, home = batch
     load, length, routes = load_of_samples(replay)[:2], replay.mask.sum(1)[:2], all_routes(replay)
     of_both = routes._replace(sample=np.where(routes.sample < 2, routes.sample, EMPTY))

@@ -134,7 +134,7 @@ def test_implementations_that_cannot_run_are_not_checked(capsys):
 
 
 def test_kernels_are_not_chosen_before_they_pass_their_check(monkeypatch, capsys):
-    """Return the mesh describes an H100, which this machine does not have; then verdicts are faked as if it did."""
+    """The mesh describes an H100, which this machine does not have; then verdicts are faked as if it did."""
     device = jax.sharding.AbstractDevice("NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu")
     rows = jnp.zeros((8, 64), jnp.bfloat16)
 

@@ -108,31 +108,33 @@ def test_inspect_tells_what_matters(monkeypatch, capsys, tmp_path):
     trace = imbalance_benchmark("W6", steps=48, samples_per_step=4)
     save_replay(path, trace.replay, num_experts=32)
     assert main(["inspect", str(path)]) == 0
-    shown = cells(capsys.readouterr().out)
-    assert shown["domains"] == "not known"
-    assert shown["experts that tokens use together"].startswith("2.9")
+    table = cells(capsys.readouterr().out)
+    assert table["domains"] == "not recorded"
+    assert table["pairs of experts used together"].startswith("2.9")
     # The hot rank, one of four, moves every third step, and each of the 16 micro-batches is three steps.
-    assert shown["imbalance of 8 contiguous ranks"].startswith("1.0")
-    assert ", 3.2" in shown["imbalance of 8 contiguous ranks"]
-    assert (
-        shown["hot experts that change"]
-        == "100% of the hottest eighth are new in the next of 16 micro-batches"
-    )
+    assert table["imbalance of 8 ranks, static placement"].startswith("1.0")
+    assert ", 3.2" in table["imbalance of 8 ranks, static placement"]
+    assert table["hot experts new in the next of 16 micro-batches"] == "100% of the hottest eighth"
 
 
 @pytest.mark.parametrize(
-    ("rows", "experts", "absent", "reason"),
+    ("rows", "experts", "absent", "text"),
     [
-        ([[0], [1], [2]], 8, "experts that tokens use together", "correlate by"),
-        ([[0, 1]], 8, "loads of neighbouring micro-batches", "in 1 micro-batches"),
+        (
+            [[0], [1], [2]],
+            8,
+            "pairs of experts used together",
+            "correlation of neighbouring micro-batches' loads",
+        ),
+        ([[0, 1]], 8, "correlation of neighbouring micro-batches' loads", "with 1 micro-batches"),
         ([[0, 1], [1, 2]], 12, "none", "12 experts do not divide"),
     ],
     ids=["top-1", "one sample", "experts that do not divide"],
 )
-def test_inspect_leaves_out_what_is_not_there(monkeypatch, capsys, tmp_path, rows, experts, absent, reason):
+def test_inspect_leaves_out_what_is_not_there(monkeypatch, capsys, tmp_path, rows, experts, absent, text):
     monkeypatch.setenv("COLUMNS", "200")
     save_replay(tmp_path / "small.npz", replay_of(rows), num_experts=experts)
     assert main(["inspect", str(tmp_path / "small.npz")]) == 0
     shown = capsys.readouterr().out
     assert absent not in cells(shown)
-    assert reason in shown
+    assert text in shown

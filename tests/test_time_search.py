@@ -137,7 +137,7 @@ def test_moves_that_do_not_pay_are_not_made():
 
 
 def test_layers_are_independent():
-    """Return the result of a layer does not depend on the other layers, and the same key gives the same result."""
+    """The result of a layer does not depend on the other layers, and the same key gives the same result."""
     case, result = search("2 nodes of 4", "crossings")
     _, again = search("2 nodes of 4", "crossings")
     np.testing.assert_array_equal(result, again)

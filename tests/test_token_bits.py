@@ -84,7 +84,7 @@ def test_crossings_from_bits_are_those_of_the_tokens_taken(sizes):
 
 
 def test_every_token_stands_for_as_many():
-    """Return the weights of a node sum to its part of the batch, for groups of few and of many tokens."""
+    """The weights of a node sum to its part of the batch, for groups of few and of many tokens."""
     sizes = np.array([[5, 700], [0, 37], [3000, 1]])
     sample = sample_of(np.random.default_rng(2), sizes)
     bits, weight = token_bits(sample, TOPOLOGY, num_micro_batches=3)

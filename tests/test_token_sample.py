@@ -77,7 +77,7 @@ def find(assignment, sample, local):
     seed=st.integers(0, 99),
 )
 def test_tokens_lie_where_their_sample_does(kept, asked, seed):
-    """Return an assignment may hold only some samples; tokens of the others have no place."""
+    """An assignment may hold only some samples; tokens of the others have no place."""
     room = np.full(12, EMPTY)
     room[np.random.default_rng(seed).permutation(12)[: len(kept)]] = kept
     assignment = Assignment(room.reshape(2, 3, 1, 2))

@@ -67,7 +67,7 @@ def test_every_copy_is_sent_once(batch):
 
 
 def test_own_rank_then_own_node_come_first(batch):
-    """Return a copy leaves its rank only if the rank's quota is used up, and its node only if the node's quota is."""
+    """A copy leaves its rank only if the rank's quota is used up, and its node only if the node's quota is."""
     sent, plan = sent_by(batch), batch.plan
     load = np.asarray(batch.load).reshape(2, 2, 4, 8)
     holds = np.asarray(plan.slot_expert)[:, :, None] == np.arange(8).reshape(8, 1, 1, 1)[None, None]
@@ -80,7 +80,7 @@ def test_own_rank_then_own_node_come_first(batch):
 
 
 def test_every_rank_sends_away_as_much():
-    """Return all ranks send the same number of copies to the other node if all experts are alike.
+    """All ranks send the same number of copies to the other node if all experts are alike.
 
     Each of eight experts has a copy in the other node, which computes half of that node's tokens. The other half
     crosses.

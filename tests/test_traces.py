@@ -71,7 +71,7 @@ def test_categories_that_are_none(tmp_path, category, message):
 
 
 def test_a_name_stands_for_a_trace_and_a_path_for_a_file(tmp_path, monkeypatch):
-    """Return a file may have the name of a trace; a Path always means the file."""
+    """A file may have the name of a trace; a Path always means the file."""
     monkeypatch.chdir(tmp_path)
     np.savez("recorded.npz", **ROWS)
     (tmp_path / "recorded.npz").rename(tmp_path / "recorded")
