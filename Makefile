@@ -55,7 +55,7 @@ CONTRACT := tests/test_imports.py tests/test_public_api.py tests/test_planners.p
 
 lowest: .venv-lowest/installed  ## run the contract's tests with the lowest version of every dependency
 	.venv-lowest/bin/python -m pytest -m "not slow and not long" relibra_jax pallas_kernels tests/test_cli.py \
-	    tests/test_cli_refusals.py tests/test_rl_tokens.py $(CONTRACT)
+	    tests/test_cli_errors.py tests/test_rl_tokens.py $(CONTRACT)
 
 x64: $(VENV)/installed  ## run the contract's tests with 64-bit types switched on
 	JAX_ENABLE_X64=1 $(RUN) -m pytest -m "not slow and not long" $(CONTRACT) tests/test_plan.py tests/test_plan_guard.py \

@@ -1,8 +1,12 @@
 """Grouped matrix products and SwiGLU MLPs: one call computes the rows of several experts.
 
 A *group* is the set of consecutive rows that one weight slot multiplies; ``group_sizes`` gives the number of rows of
-each group. The package depends only on JAX. `pallas_kernels.swap_annealing` is unrelated to grouped products: it is a
-kernel for the search of a planner.
+each group. `grouped_mlp` and `grouped_dot` choose the fastest implementation that can run: Pallas kernels for Hopper
+GPUs (``mosaic``), Pallas kernels for other NVIDIA GPUs (``triton``), or plain XLA on every platform (``xla``). They
+choose a kernel only after `pallas_kernels.self_check` has verified its results on the machine.
+
+The package depends only on JAX. Two further modules are unrelated to grouped products: `pallas_kernels.swap_annealing`,
+a kernel for the search of a planner, and `pallas_kernels.pull_rows`, which reads rows from other devices.
 """
 
 from pallas_kernels.grouped_dot.api import grouped_dot, grouped_outer, ragged_dot

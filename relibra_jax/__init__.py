@@ -1,8 +1,12 @@
-"""relibra_jax: expert load balancing as planning, for mixture-of-experts reinforcement learning in JAX.
+"""Expert load balancing for reinforcement learning of mixture-of-experts models in JAX.
 
-This module exports the planning core: pure functions of arrays, which need only jax and NumPy. `relibra_jax.nnx` is the
-entry point for Flax users, `relibra_jax.execution` runs plans on a device mesh, and `relibra_jax.cost` models the time
-that plans take.
+During rollout the inference engine records which experts every token used. So the load of every expert is known before
+the training step, and a planner can balance it in advance: it assigns samples to ranks, chooses the homes of the
+experts, and replicates hot experts (ReLibra, arXiv 2605.08639).
+
+This module exports the planning core, pure functions of arrays that need only jax and NumPy. Start with `plan_batch`.
+`relibra_jax.nnx` is the entry point for Flax users, `relibra_jax.execution` runs plans on a device mesh, and
+`relibra_jax.cost` models the time that plans take. `relibra_jax.types` has the glossary.
 """
 
 from importlib.metadata import version as _version

@@ -181,7 +181,7 @@ def grow_capacities(
 
     Args:
         have: the sizes of the batches so far. None before the first batch.
-        need: the sizes that the next batch needs. ``node`` and ``push`` are None in the result if one of the two has
+        need: the sizes that the next batch needs. ``node`` and ``push`` are None in the result if either argument has
             not counted them.
         round_up: maps a needed size to the size that a growing buffer gets. Larger buffers cost memory and save
             compilations.

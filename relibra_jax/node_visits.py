@@ -61,15 +61,15 @@ def _layer_visits(ids: Int[jax.Array, "P t K"], plan: LayerPlan, topology: Topol
     expert = jnp.where(plan.slot_expert == EMPTY, experts, plan.slot_expert)
     holds = jnp.zeros((experts + 1, nodes), bool).at[expert, jnp.arange(nodes)[:, None, None]].set(True)
 
-    def chosen(ids):
+    def chosen_nodes(ids):
         sent = source_quota(plan, topology)
         serve = functools.partial(copy_nodes, slot_expert=plan.slot_expert, topology=topology)
         return jax.vmap(lambda ids, sent, node: serve(ids, sent=sent, node=node))(ids, sent, source)
 
-    def given(ids):
+    def only_nodes(ids):
         return jnp.where(ids == EMPTY, EMPTY, jnp.argmax(holds, axis=1).astype(jnp.int32)[ids])
 
     # If no expert has slots in two nodes, for example with replicas inside the node only, there is no choice to make.
     across = (holds[:experts].sum(1) > 1).any()
-    served = jax.lax.cond(across, chosen, given, ids)
+    served = jax.lax.cond(across, chosen_nodes, only_nodes, ids)
     return jnp.stack([(served == n).any(-1).sum(-1, dtype=jnp.int32) for n in range(nodes)], axis=-1)

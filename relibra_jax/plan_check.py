@@ -1,8 +1,8 @@
 """Exact checks on the host of plans (by the rules of `relibra_jax.types.Plan`), loads and homes.
 
-The check of a plan is exact because the replayed load is exact: some slot that holds the expert computes every token
-copy once. Each array is checked once, where it enters: `check_load` before planning, `check_plan` between planning and
-the step. A step that runs a plan which was never checked returns NaN if the plan is invalid
+The replayed load is exact, so the check of a plan is exact too: every token copy must be computed once, in a slot that
+holds its expert. Each array is checked once, where it enters: `check_load` before planning, `check_plan` between
+planning and the step. If a step runs an invalid plan that was never checked, it returns NaN
 (`relibra_jax.execution.plan_guard`).
 """
 
@@ -72,11 +72,11 @@ def check_plan(
             f"load has {load.shape[:2]} micro-batches and layers, but the plan has {plan.quota.shape[:2]}"
         )
     computed = _quota_by_expert(plan, topology)
-    wanted = np.asarray(load).sum((2, 3), dtype=np.int64)
+    expected = np.asarray(load).sum((2, 3), dtype=np.int64)
     _raise_where(
-        computed != wanted,
+        computed != expected,
         "micro-batch layer expert",
-        lambda place: f"quotas sum to {computed[place]}, load is {wanted[place]}",
+        lambda place: f"quotas sum to {computed[place]}, load is {expected[place]}",
     )
 
 
@@ -230,17 +230,17 @@ def _check_nodes(slot_expert: np.ndarray, home: np.ndarray, topology: Topology) 
     # One more column, for the EMPTY (-1) of empty slots.
     holds = np.zeros((len(home), nodes, experts + 1), bool)
     holds[layer, node, held_expert[0]] = True
-    far = (replica != EMPTY) & ~holds[layer, node, replica]
+    misplaced = (replica != EMPTY) & ~holds[layer, node, replica]
 
     def message(place: tuple[int, ...]) -> str:
-        expert = replica[place][np.argmax(far[place])]
+        expert = replica[place][np.argmax(misplaced[place])]
         owner = home[place[1], expert] // (experts // nodes)
         return (
             f"replica of expert {expert}, whose home is on node {owner} and which is no resident of node {place[2]};"
             " replicas in nodes that do not hold their expert need across_nodes=True"
         )
 
-    _raise_where(far.any(-1), _RANK, message)
+    _raise_where(misplaced.any(-1), _RANK, message)
 
 
 def _check_order(name: str, copies: np.ndarray, home: np.ndarray) -> None:

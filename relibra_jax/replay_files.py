@@ -153,12 +153,12 @@ def _unpack(path: str | os.PathLike[str], names: Iterable[str]) -> dict[str, np.
     """Read the named arrays that an ``.npz`` file has, in the order of the names, and raise if the file is damaged."""
     name = os.fspath(path)
     with open(path, "rb") as file:
-        with _refuse_damage(name), zipfile.ZipFile(file) as archive:
+        with _reject_damage(name), zipfile.ZipFile(file) as archive:
             unpacked = sum(member.file_size for member in archive.infolist())
         # Zeros are compressed a thousandfold, so a small file may not fit into memory.
         check_memory(f"{name}: unpacking it", unpacked)
         file.seek(0)
-        with _refuse_damage(name), np.load(file, allow_pickle=False) as data:
+        with _reject_damage(name), np.load(file, allow_pickle=False) as data:
             # Without this test, an array whose name is damaged would look like a missing one.
             if damaged := data.zip.testzip():
                 raise ValueError(f"{damaged} is damaged")
@@ -183,7 +183,7 @@ def _check_sizes(shape: tuple[int, ...], lengths: np.ndarray) -> None:
 
 
 @contextlib.contextmanager
-def _refuse_damage(name: str) -> Iterator[None]:
+def _reject_damage(name: str) -> Iterator[None]:
     """Turn the many kinds of errors that a damaged zip archive can raise into a ValueError."""
     try:
         yield

@@ -45,7 +45,7 @@ class PushTables(NamedTuple):
     crossing: Int[jax.Array, "N N slots"]
     """``[from, to]``: for each of a node's G * L * H home slots, the position of its expert among the experts that the
     other node needs."""
-    wanted: Int[jax.Array, "P slots"]
+    arrival: Int[jax.Array, "P slots"]
     """For each of a rank's L * B resident slots, the row of its expert among the experts that arrive in the node. The
     rows are ordered by the node of the home, and those of the rank's own node come last."""
 
@@ -75,9 +75,9 @@ def push_tables(
     node, here = rank // local, jnp.arange(nodes, dtype=jnp.int32)[None, :, None, None]
     flat = ((rank % local) * len(home) + layer) * homes + slot % homes
     lane = jnp.where(node == here, nodes, node) * sizes.pair
-    wanted = jnp.where(resident == EMPTY, EMPTY, lane + place[node, here, flat])
-    wanted = jnp.moveaxis(wanted, 0, 2).reshape(topology.num_ranks, -1)
-    return PushTables(places(exported), place, wanted)
+    arrival = jnp.where(resident == EMPTY, EMPTY, lane + place[node, here, flat])
+    arrival = jnp.moveaxis(arrival, 0, 2).reshape(topology.num_ranks, -1)
+    return PushTables(places(exported), place, arrival)
 
 
 def push_counts(

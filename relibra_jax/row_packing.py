@@ -14,7 +14,7 @@ from jaxtyping import Int
 from relibra_jax.types import EMPTY, Array, Assignment
 
 LEAST_FILL: Final = 0.95
-"""The default of the smallest share of positions that hold tokens."""
+"""The default for the smallest allowed share of positions that hold tokens."""
 
 
 class RowLayout(NamedTuple):

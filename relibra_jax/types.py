@@ -309,12 +309,12 @@ class Planner(NamedTuple):
     """Plan one batch."""
 
 
-def check_shape(name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
+def check_shape(name: str, actual: tuple[int, ...], expected: tuple[int, ...]) -> None:
     """Raise ValueError unless an array has the expected shape.
 
     Args:
         name: the name of the array, for the error message.
-        found: the shape that the array has.
+        actual: the shape that the array has.
         expected: the shape that it must have.
 
     >>> check_shape("mask", (2, 3), (2, 4))
@@ -322,5 +322,5 @@ def check_shape(name: str, found: tuple[int, ...], expected: tuple[int, ...]) ->
     ...
     ValueError: mask: expected shape (2, 4), found (2, 3)
     """
-    if tuple(found) != tuple(expected):
-        raise ValueError(f"{name}: expected shape {tuple(expected)}, found {tuple(found)}")
+    if tuple(actual) != tuple(expected):
+        raise ValueError(f"{name}: expected shape {tuple(expected)}, found {tuple(actual)}")

@@ -36,8 +36,8 @@ def check(out: Path) -> None:
 
     for path in sorted(FOLDER.iterdir()):
         load = transformers.AutoModelForCausalLM.from_pretrained
-        ours, theirs = (load(folder, dtype="auto") for folder in (out / path.name, path))
-        states = ours.state_dict(), theirs.state_dict()
+        saved_model, original = (load(folder, dtype="auto") for folder in (out / path.name, path))
+        states = saved_model.state_dict(), original.state_dict()
         assert states[0].keys() == states[1].keys()
         for name, value in states[1].items():
             assert states[0][name].dtype == value.dtype, name

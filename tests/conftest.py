@@ -1,9 +1,9 @@
-"""What every test shares: strict numerics and runtime checks of the shapes written in annotations."""
+"""The configuration of all tests: strict numerics, runtime checks of annotated shapes, and shared fixtures."""
 
 import os
 from pathlib import Path
 
-# Tests compile much and compute little. XLA's former emitters build no MLIR pipeline for every fusion: half the time.
+# Tests compile much and compute little. XLA's older emitters, which build no MLIR pipeline per fusion, halve the time.
 os.environ.setdefault(
     "XLA_FLAGS",
     "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
@@ -11,9 +11,9 @@ os.environ.setdefault(
     " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters",
 )
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# No table of tile sizes but a test's own.
+# Tests use no table of tile sizes, except one that they write themselves.
 os.environ["RELIBRA_TILE_SIZES"] = ""
-# Two threads for each of 8 devices: with fewer, two programs under way may wait for each other's threads forever.
+# Two threads for each of 8 devices. With fewer, two running programs may wait for each other's threads forever.
 os.environ.setdefault("NPROC", str(max(16, os.cpu_count() or 1)))
 
 import hypothesis
@@ -22,12 +22,12 @@ import pytest
 from jaxtyping import install_import_hook
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
-# A second run of the suite finds its programs compiled.
+# A second run of the suite reuses the compiled programs.
 jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parents[1] / ".jax_cache"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 hook = install_import_hook(["relibra_jax", "pallas_kernels", "experiments"], "beartype.beartype")
 
-# Examples that compile take as long as the machine is busy.
+# The time of examples that compile depends on the load of the machine, so there is no deadline.
 hypothesis.settings.register_profile("no deadline", deadline=None)
 hypothesis.settings.load_profile("no deadline")
 
@@ -38,14 +38,14 @@ collect_ignore = [
     "check_hf_checkpoints.py",
     "support/tunix_runs.py",
 ]
-"""Programs: those that tests run, two that need transformers; and what only tests with Tunix import."""
+"""Programs that tests run, programs that need transformers, and a module that imports Tunix."""
 
 SHARED = Path(__file__).parents[2] / "shared"
 
 
 @pytest.fixture(scope="session")
 def shared():
-    """The folder of real traces and expected results, kept beside the project and not part of it."""
+    """The folder of recorded traces and expected results, which is beside the project and not part of it."""
     if not SHARED.is_dir():
         pytest.skip(f"no shared data at {SHARED}")
     return SHARED
@@ -53,14 +53,14 @@ def shared():
 
 @pytest.fixture(scope="module", autouse=True)
 def forget_programs():
-    """Every compiled program keeps memory mapped, and a process may hold no more than 65,530 maps on Linux."""
+    """Clear the compiled programs after each module: each keeps memory maps, of which Linux allows 65,530 a process."""
     yield
     jax.clear_caches()
 
 
 @pytest.fixture(scope="module")
 def smallest_policy():
-    """Lets runs name the policy ``smallest``, and keeps what they compile out of their folders."""
+    """Register the policy ``smallest`` for runs, and keep their compiled programs out of their folders."""
     from support.runs import SMALLEST
 
     from experiments.rl.policy import POLICIES

@@ -1,7 +1,7 @@
 """Encoders of given routes in the formats of engines and trainers, and helpers to read them back.
 
-Each layout's encoder is written here from the description of the format, or byte for byte after the engine's own where
-one is named, and not from the decoder.
+Each encoder follows the description of its format, or byte for byte the engine's own encoder if the docstring names
+one. It never follows our decoder.
 """
 
 import base64
@@ -19,7 +19,7 @@ LEFT_PADDED = np.array([[0, 1, 1, 1, 1, 0], [0, 0, 0, 1, 1, 1], [1, 1, 1, 1, 1, 
 
 
 def routes(seed, mask, *, layers, num_experts, top_k):
-    """Random rows ``[B, T, layers, K]`` of different experts, in no order; no token has only zeros."""
+    """Draw rows ``[B, T, layers, K]`` of different experts in random order; no token has only zeros."""
     rng = np.random.default_rng(seed)
     ids = np.argsort(rng.random((*mask.shape, layers, num_experts)), axis=-1)[..., :top_k]
     ids[(ids == 0).all(axis=(2, 3))] = num_experts - 1
@@ -46,7 +46,7 @@ def described(array):
 
 
 def sglang(ids, mask, dtype=None, start=None):
-    """``meta_info`` of each sample; the last token has no row."""
+    """Return the ``meta_info`` of each sample; the last token has no row."""
     extra = {} if dtype is None else {"routed_experts_dtype": dtype}
     extra |= {} if start is None else {"routed_experts_start_len": start}
     return [
@@ -56,12 +56,12 @@ def sglang(ids, mask, dtype=None, start=None):
 
 
 def vllm(ids, mask, dtype=np.int32):
-    """The rows of each sample without that of its last token."""
+    """Return the rows of each sample, without that of its last token."""
     return [sample[real][:-1].astype(dtype) for sample, real in zip(ids, mask, strict=True)]
 
 
 def vllm_http(ids, mask, encode, prompt=2):
-    """One response per sample, with the rows of the prompt and those of the generated tokens except the last."""
+    """Return one response per sample, with the rows of the prompt and those of the generated tokens except the last."""
     return [
         {
             "prompt_routed_experts": encode(rows[:prompt]),
@@ -72,25 +72,25 @@ def vllm_http(ids, mask, encode, prompt=2):
 
 
 def whole(ids, mask):
-    """The rows of each sample, with that of its last token."""
+    """Return the rows of each sample, with that of its last token."""
     return [sample[real] for sample, real in zip(ids, mask, strict=True)]
 
 
 def padded(ids, mask, fill):
-    """An array ``[B, T, layers, K]`` with ``fill`` (an id or ``[K]``) at padding and each last token."""
+    """Return an array ``[B, T, layers, K]`` with ``fill`` (an id or ``[K]``) at padding and each last token."""
     grid = np.where(mask[..., None, None], ids, fill).astype(np.int32)
-    grid[lacking_last(mask)] = fill
+    grid[last_tokens(mask)] = fill
     return grid
 
 
 def nemo_rl_wire(rows, dtype):
-    """NeMo-RL's wire string of rows ``[tokens, layers, K]``."""
+    """Return NeMo-RL's wire string of rows ``[tokens, layers, K]``."""
     shape, little_endian = "x".join(map(str, rows.shape)), np.dtype(dtype).newbyteorder("<")
     return f"nrlre1:{dtype}:{shape}:{b64(rows.astype(little_endian).tobytes())}"
 
 
-def lacking_last(mask):
-    """True at the last real token of each sample, which engines do not route."""
+def last_tokens(mask):
+    """Mark the last real token of each sample, which engines do not route."""
     last = np.zeros_like(mask)
     for sample, real in enumerate(mask):
         last[sample, np.flatnonzero(real)[-1:]] = True
@@ -98,18 +98,18 @@ def lacking_last(mask):
 
 
 def slime_padding(rows, shape, num_experts):
-    """Padding rows of slime, of ``shape`` ``[layers, K]``."""
+    """Return padding rows of slime, each of ``shape`` ``[layers, K]``."""
     return np.arange(rows * np.prod(shape)).reshape(rows, *shape) % num_experts
 
 
 def slime(ids, mask, num_experts, extra=1):
-    """The rows of each sample without that of its last token, followed by ``extra`` padding rows of slime."""
+    """Return the rows of each sample without that of its last token, followed by ``extra`` padding rows of slime."""
     pads = slime_padding(extra, ids.shape[2:], num_experts)
     return [np.concatenate([rows, pads]).astype(np.int32) for rows in vllm(ids, mask)]
 
 
 def trace_lines(ids, layers, rank, *, steps=None):
-    """The trace lines of one rank for tokens ``[n, len(layers), K]``, in ``steps`` passes."""
+    """Return the trace lines of one rank for tokens ``[n, len(layers), K]``, in ``steps`` passes."""
     return [
         json.dumps(
             {
@@ -129,7 +129,7 @@ def trace_lines(ids, layers, rank, *, steps=None):
 
 
 def stages(ids, mask):
-    """Two pipeline stages of one data-parallel rank, two passes each, of a model of four layers."""
+    """Return the streams of two pipeline stages with two passes each, for one data-parallel rank and four layers."""
     rows = ids[mask]
     return [
         trace_lines(rows[:, :2], (0, 1), 0, steps=2),
@@ -138,9 +138,10 @@ def stages(ids, mask):
 
 
 def skyrl_packed(rows):
-    """As ``pack_routed_experts`` and ``compact_routed_expert_indices`` of NovaSky-AI/SkyRL a9564572.
+    """Encode rows as ``pack_routed_experts`` and ``compact_routed_expert_indices`` of SkyRL do.
 
-    skyrl/backends/skyrl_train/inference_servers/generate_wire.py and skyrl_train/utils/routed_experts.py.
+    Source: NovaSky-AI/SkyRL a9564572, skyrl/backends/skyrl_train/inference_servers/generate_wire.py and
+    skyrl_train/utils/routed_experts.py.
     """
     largest = rows.max(initial=0)
     dtype = np.uint8 if largest < 2**8 else np.int16 if largest < 2**15 else np.int32
@@ -149,17 +150,20 @@ def skyrl_packed(rows):
 
 
 def prime_rl_answer(rows, start=0):
-    """As ``serialize_routed_experts`` of PrimeIntellect-ai/prime-rl 559b4477, inference/vllm/routed_experts.py."""
+    """Encode rows as ``serialize_routed_experts`` of prime-rl does.
+
+    Source: PrimeIntellect-ai/prime-rl 559b4477, inference/vllm/routed_experts.py.
+    """
     dtype = np.uint16 if rows.max(initial=0) > 255 else np.uint8
     data = b64(np.ascontiguousarray(rows, dtype).tobytes())
     return {"data": data, "shape": list(rows.shape), "start": start, "dtype": np.dtype(dtype).name}
 
 
 def prime_rl_transport(rows, tokens):
-    """As ``_encode_routed_experts`` of the same, src/prime_rl/orchestrator/trajectories.py, into a ``RoutedExperts``.
+    """Encode rows as a ``RoutedExperts``, as ``_encode_routed_experts`` of prime-rl does.
 
-    The row of the last token is made up before, by ``_attribute_routed_experts`` of PrimeIntellect-ai/verifiers
-    a60a606e, verifiers/v1/graph.py.
+    Source: PrimeIntellect-ai/prime-rl 559b4477, src/prime_rl/orchestrator/trajectories.py. The placeholder of the last
+    token comes from ``_attribute_routed_experts`` of PrimeIntellect-ai/verifiers a60a606e, verifiers/v1/graph.py.
     """
     array = np.concatenate([rows, rows[-1:]]).astype(np.uint16 if rows.max(initial=0) > 255 else np.uint8)
     array = np.concatenate([array, np.zeros((tokens - len(array), *array.shape[1:]), array.dtype)])
@@ -167,14 +171,18 @@ def prime_rl_transport(rows, tokens):
 
 
 def areal_response(rows):
-    """As ``parse_generation_response`` of areal-project/AReaL cbff54d6, areal/engine/sglang_remote.py."""
+    """Encode rows as ``parse_generation_response`` of AReaL does.
+
+    Source: areal-project/AReaL cbff54d6, areal/engine/sglang_remote.py.
+    """
     return np.frombuffer(rows.astype(np.int32).tobytes(), np.int32).reshape(len(rows), -1)
 
 
 def areal_trajectories(ids, mask):
-    """As ``_preprocess_one`` of AReaL's pull request 1496 at ff703e2e, areal/engine/r3/preprocess.py, for each sample.
+    """Encode each sample as ``_preprocess_one`` of AReaL does.
 
-    Only that samples stand where the mask says: AReaL pads on the right.
+    Source: AReaL's pull request 1496 at ff703e2e, areal/engine/r3/preprocess.py. AReaL pads on the right; here tokens
+    are at the positions of the mask.
     """
     batch = np.zeros(ids.shape, np.int32)
     for sample, real in enumerate(mask):
@@ -184,9 +192,9 @@ def areal_trajectories(ids, mask):
 
 
 def selected_experts(ids):
-    """As transformers' ``MoERouting`` holds them: long tensors ``[B * T, K]``, one a layer.
+    """Encode rows as the ``MoERouting`` of transformers: one int64 array ``[B * T, K]`` per layer.
 
-    huggingface/transformers 49ba6f63, src/transformers/integrations/moe_routing.py, of pull request 44925.
+    Source: huggingface/transformers 49ba6f63, src/transformers/integrations/moe_routing.py, of pull request 44925.
     """
     flat = ids.reshape(-1, *ids.shape[2:]).astype(np.int64)
     return tuple(flat[:, layer] for layer in range(ids.shape[2]))
@@ -222,11 +230,11 @@ ENCODINGS = {
         True,
     ),
     "megatron_inference": ("megatron_inference", lambda ids, mask, e: vllm(ids, mask), True),
-    # After the description of NVIDIA/TensorRT-LLM's pull request 18397: its code could not be read.
+    # Written from the description of NVIDIA/TensorRT-LLM's pull request 18397, whose code could not be read.
     "tensorrt_llm": ("tensorrt_llm", lambda ids, mask, e: vllm(ids, mask), True),
     "skyrl": ("skyrl", lambda ids, mask, e: vllm(ids, mask, np.int16), True),
     "skyrl packed": ("skyrl", lambda ids, mask, e: list(map(skyrl_packed, vllm(ids, mask))), True),
-    # As convert_prompts_responses_to_batch_tensors, skyrl/train/dataset/preprocess.py.
+    # Like convert_prompts_responses_to_batch_tensors, skyrl/train/dataset/preprocess.py.
     "skyrl batch": ("skyrl", lambda ids, mask, e: padded(ids, mask, np.arange(ids.shape[3])), True),
     "prime_rl answer": ("prime_rl", lambda ids, mask, e: list(map(prime_rl_answer, vllm(ids, mask))), True),
     "prime_rl transport": (
@@ -239,8 +247,9 @@ ENCODINGS = {
         lambda ids, mask, e: whole(padded(ids, mask, 0), mask),
         True,
     ),
-    # As get_routed_experts_from_response of radixark/miles 31f1ca96, rollout/generate_utils/generate_endpoint_utils.py;
-    # "padded" with the row of -1 of fill_replay_data, backends/training_utils/replay_data.py.
+    # Like get_routed_experts_from_response of radixark/miles 31f1ca96,
+    # rollout/generate_utils/generate_endpoint_utils.py; "padded" has the row of -1 that fill_replay_data
+    # (backends/training_utils/replay_data.py) adds.
     "miles": (
         "miles",
         lambda ids, mask, e: [{"rollout_routed_experts": rows} for rows in vllm(ids, mask)],
@@ -264,7 +273,7 @@ ENCODINGS = {
 
 
 def live(ids):
-    """A ``live_routing`` that returns ``ids`` for missing routes, and invalid ids elsewhere, which must not be read."""
+    """Return a ``live_routing``: ``ids`` for missing routes, and invalid ids elsewhere, which must not be read."""
     return lambda missing: np.where(missing[..., None, None], ids, 10_000)
 
 

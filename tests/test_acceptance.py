@@ -1,4 +1,4 @@
-"""What the composed planner has to reach on recorded routing, at its default settings."""
+"""Acceptance: the balance that ReLibra's planner must reach on recorded routing, with its default settings."""
 
 import functools
 
@@ -20,7 +20,7 @@ from relibra_jax.types import RoutingReplay, Topology
 
 @pytest.fixture(scope="module")
 def batch(shared):
-    """256 recorded samples in a drawn order: their loads, and their tokens."""
+    """The loads and token counts of 256 recorded samples in random order."""
     replay, num_experts = load_replay(shared / "traces" / "gptoss20b_rollouts.npz")
     chosen = np.random.default_rng(0).permutation(352)[:256]
     replay = RoutingReplay(replay.expert_ids[chosen], replay.mask[chosen])
@@ -30,11 +30,11 @@ def batch(shared):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("nodes", "given", "one_slot", "assigned", "across"),
+    ("nodes", "in_given_order", "one_slot", "assigned", "across"),
     [(2, 1.024, 1.032, 1.017, 1.004), (4, 1.080, 1.090, 1.062, 1.007)],
 )
-def test_recorded_batch(batch, nodes, given, one_slot, assigned, across):
-    """32 micro-batches of 8 samples on nodes of 4 ranks."""
+def test_recorded_batch(batch, nodes, in_given_order, one_slot, assigned, across):
+    """Plan 32 micro-batches of 8 samples on nodes of 4 ranks."""
     per_sample, tokens = batch
     topology = Topology(num_nodes=nodes, ranks_per_node=4, num_experts=32, replica_slots=2)
     narrow = Topology(num_nodes=nodes, ranks_per_node=4, num_experts=32, replica_slots=1)
@@ -44,7 +44,7 @@ def test_recorded_batch(batch, nodes, given, one_slot, assigned, across):
     load = assigned_load(per_sample, in_order)
     plan, _ = jax.jit(planner.update)(load, state, topology)
     check_plan(plan, load, topology)
-    assert batch_imbalance(rank_load(plan)) <= given
+    assert batch_imbalance(rank_load(plan)) <= in_given_order
 
     by_expert = load.sum((2, 3))
     less = jax.jit(replicate_experts, static_argnums=2)(by_expert, plan.home, narrow)
@@ -59,5 +59,5 @@ def test_recorded_batch(batch, nodes, given, one_slot, assigned, across):
     np.testing.assert_array_equal(batch_plan.load, assigned_load(per_sample, batch_plan.assignment))
     check_plan(batch_plan.plan, batch_plan.load, topology)
     assert batch_imbalance(rank_load(batch_plan.plan)) <= assigned
-    held = np.append(tokens, 0)[batch_plan.assignment.sample].sum((1, 2, 3))
-    assert held.max() <= max(1.05 * tokens.sum() / 32, tokens.max())
+    rank_tokens = np.append(tokens, 0)[batch_plan.assignment.sample].sum((1, 2, 3))
+    assert rank_tokens.max() <= max(1.05 * tokens.sum() / 32, tokens.max())

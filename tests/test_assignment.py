@@ -43,8 +43,8 @@ def node_imbalance(sample, sample_load, home, nodes):
 
 
 def attention_imbalance(sample, tokens):
-    held = held_tokens(sample, tokens)
-    return held.max(1).sum() / held.mean(1).sum()
+    per_rank = held_tokens(sample, tokens)
+    return per_rank.max(1).sum() / per_rank.mean(1).sum()
 
 
 def each_once(sample, samples):
@@ -54,10 +54,10 @@ def each_once(sample, samples):
 
 def longest_first(tokens, bins, room):
     """Return the bin of each item by longest-first packing, in plain Python."""
-    held, free, where = np.zeros(bins), np.full(bins, room), np.zeros(len(tokens), int)
+    load, free, where = np.zeros(bins), np.full(bins, room), np.zeros(len(tokens), int)
     for item in np.argsort(-np.asarray(tokens), kind="stable"):
-        where[item] = np.argmin(np.where(free > 0, held, np.inf))
-        held[where[item]] += tokens[item]
+        where[item] = np.argmin(np.where(free > 0, load, np.inf))
+        load[where[item]] += tokens[item]
         free[where[item]] -= 1
     return where
 
@@ -65,12 +65,18 @@ def longest_first(tokens, bins, room):
 def budgets(tokens, micro_batches, room, ratio):
     """Return the documented bounds on the tokens of a micro-batch and of a rank."""
     packed = pack_samples(tokens, SMALL, num_micro_batches=micro_batches, samples_per_rank=room).sample
-    held, mean, longest = held_tokens(np.asarray(packed), tokens), tokens.sum() / micro_batches, tokens.max()
-    in_micro_batch = held.sum(1)
+    per_rank, mean, longest = (
+        held_tokens(np.asarray(packed), tokens),
+        tokens.sum() / micro_batches,
+        tokens.max(),
+    )
+    in_micro_batch = per_rank.sum(1)
     if room == 1:  # a micro-batch is packed as a whole
         in_micro_batch = np.bincount(longest_first(tokens, micro_batches, SMALL.num_ranks), weights=tokens)
-    ranks = held.shape[1]
-    return max(ratio * mean, longest, in_micro_batch.max()), max(ratio * mean / ranks, longest, held.max())
+    ranks = per_rank.shape[1]
+    return max(ratio * mean, longest, in_micro_batch.max()), max(
+        ratio * mean / ranks, longest, per_rank.max()
+    )
 
 
 @pytest.mark.parametrize("room", [1, 3])
@@ -86,10 +92,10 @@ def test_every_sample_once_and_budgets_are_held(room, tokens, seed):
     sample = np.asarray(assign(key=jax.random.key(seed)).sample)
     assert sample.shape == (3, 2, 2, room)
     assert each_once(sample, 11)
-    held = held_tokens(sample, tokens)
+    per_rank = held_tokens(sample, tokens)
     of_micro_batch, of_rank = budgets(tokens, 3, room, 1.05)
-    assert held.sum(1).max() <= of_micro_batch + 1e-3
-    assert held.max() <= of_rank + 1e-3
+    assert per_rank.sum(1).max() <= of_micro_batch + 1e-3
+    assert per_rank.max() <= of_rank + 1e-3
     assert np.array_equal(sample, assign(key=jax.random.key(seed)).sample), (
         "the same key, the same assignment"
     )
@@ -189,9 +195,9 @@ def test_recorded_loads(shared, nodes, bound):
     assert each_once(sample, 256)
     assert node_imbalance(sample, load, home, nodes) <= bound
     assert attention_imbalance(sample, tokens) <= attention_imbalance(in_order, tokens)
-    held = held_tokens(sample, tokens)
-    assert held.sum(1).max() <= 1.05 * tokens.sum() / 32
-    assert held.max() <= tokens.max()
+    per_rank = held_tokens(sample, tokens)
+    assert per_rank.sum(1).max() <= 1.05 * tokens.sum() / 32
+    assert per_rank.max() <= tokens.max()
 
 
 def test_refining_starts_from_what_is_given():
@@ -202,16 +208,16 @@ def test_refining_starts_from_what_is_given():
     assign = functools.partial(
         assign_samples, num_micro_batches=4, key=KEY, samples_per_rank=4, token_budget=4.0
     )
-    given = assign(load, tokens, home, SMALL, steps=100)
-    other = assign(load, tokens, home[:, ::-1], SMALL, steps=1, refine=given).sample
+    first = assign(load, tokens, home, SMALL, steps=100)
+    other = assign(load, tokens, home[:, ::-1], SMALL, steps=1, refine=first).sample
     assert each_once(other, 24)
-    before, after = (np.asarray(sample).reshape(4, -1) for sample in (given.sample, other))
+    before, after = (np.asarray(sample).reshape(4, -1) for sample in (first.sample, other))
     assert all(min(len(np.setdiff1d(old, new)) for old in before) <= 1 for new in after)
-    nobody = Assignment(np.full_like(given.sample, EMPTY))
+    nobody = Assignment(np.full_like(first.sample, EMPTY))
     again = assign(load, tokens, home, SMALL, steps=100, refine=nobody)
-    np.testing.assert_array_equal(again.sample, given.sample)
+    np.testing.assert_array_equal(again.sample, first.sample)
     with pytest.raises(ValueError, match=r"refine: expected shape \(4, 2, 2, 4\), found \(3, 2, 2, 4\)"):
-        assign(load, tokens, home, SMALL, refine=Assignment(given.sample[:3]))
+        assign(load, tokens, home, SMALL, refine=Assignment(first.sample[:3]))
 
 
 @pytest.mark.parametrize("hierarchical", [True, False])

@@ -123,7 +123,7 @@ class Run:
         return losses
 
     def logical(self):
-        """The parameters as NumPy arrays, with experts in the order of their ids."""
+        """Return the parameters as NumPy arrays, with experts in the order of their ids."""
         home = get_homes(self.model)
         leaves = []
         for layer, row in zip(self.model.layers, home, strict=True):
@@ -137,7 +137,7 @@ OPTIMIZER = optax.adamw(1e-2, eps=1e-3)
 
 @functools.cache
 def trained():
-    """An uninterrupted run over all batches, and its losses."""
+    """Return an uninterrupted run over all batches, and its losses."""
     run = Run()
     return run, run.train(0, 6)
 
@@ -254,9 +254,9 @@ def test_a_search_that_ends_behind_its_batch_is_dropped(monkeypatch):
     run, plain = Run(REORDERING), Run(REORDERING)
     search = balancer_module.plan_unfinished
 
-    def late(*given):
+    def late(*arguments):
         run.prepare()
-        return search(*given)
+        return search(*arguments)
 
     monkeypatch.setattr(balancer_module, "plan_unfinished", late)
     run.balancer.plan_ahead(*counts_of(0), np.ones(SAMPLES, bool))

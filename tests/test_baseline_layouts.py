@@ -117,14 +117,14 @@ def test_foremoe_moves_experts_whole_or_in_halves():
     experts = np.asarray(replica_experts(plan, TWO_NODES))
     tokens = np.asarray(plan.quota)[..., TWO_NODES.home_slots :]
     total = np.asarray(load.sum((2, 3)))
-    held = [
+    moves = [
         (tokens[m, 0][place], total[m, 0, expert])
         for m in range(DRAWS)
         for place, expert in np.ndenumerate(experts[m, 0])
         if expert != EMPTY
     ]
-    assert all(moved in (whole, whole // 2) for moved, whole in held)
-    assert any(moved == whole for moved, whole in held)
+    assert all(moved in (whole, whole // 2) for moved, whole in moves)
+    assert any(moved == whole for moved, whole in moves)
 
 
 @pytest.mark.slow
@@ -170,27 +170,29 @@ def port_of_layout(load, counts, topology):
     """Return rank loads after LAER-MoE's placement and routing of one layer, in plain Python, with contiguous homes."""
     local, homes = topology.ranks_per_node, topology.home_slots
     total = load.sum(0)
-    held = {e: [e // homes] for e in range(len(total))}
-    share = [int(total[e]) // counts[e] for e in held]
+    holders = {e: [e // homes] for e in range(len(total))}
+    share = [int(total[e]) // counts[e] for e in holders]
     weight, used = [sum(share[p * homes : (p + 1) * homes]) for p in range(len(load))], [0] * len(load)
-    for expert in sorted(held, key=lambda e: -share[e]):
+    for expert in sorted(holders, key=lambda e: -share[e]):
         for _ in range(counts[expert] - 1):
-            free = [p for p in range(len(load)) if used[p] < topology.replica_slots and p not in held[expert]]
-            per_node = [sum(p // local == n for p in held[expert]) for n in range(topology.num_nodes)]
+            free = [
+                p for p in range(len(load)) if used[p] < topology.replica_slots and p not in holders[expert]
+            ]
+            per_node = [sum(p // local == n for p in holders[expert]) for n in range(topology.num_nodes)]
             fewest = [p for p in free if per_node[p // local] == min(per_node)] or free
             if fewest:
                 rank = min(fewest, key=lambda p: weight[p])
-                held[expert].append(rank)
+                holders[expert].append(rank)
                 weight[rank], used[rank] = weight[rank] + share[expert], used[rank] + 1
     tokens = np.zeros(len(load), int)
-    for expert, ranks in held.items():
+    for expert, ranks in holders.items():
         far = 0
         for node in range(topology.num_nodes):
-            lies = int(load[node * local : (node + 1) * local, expert].sum())
+            local_tokens = int(load[node * local : (node + 1) * local, expert].sum())
             near = sorted(p for p in ranks if p // local == node)
-            far += lies * (not near)
+            far += local_tokens * (not near)
             for place, rank in enumerate(near):
-                tokens[rank] += lies // len(near) + (place < lies % len(near))
+                tokens[rank] += local_tokens // len(near) + (place < local_tokens % len(near))
         for place, rank in enumerate(sorted(ranks)):
             tokens[rank] += far // len(ranks) + (place < far % len(ranks))
     return tokens
@@ -223,8 +225,8 @@ def test_laer_keeps_tokens_in_nodes_that_hold_their_expert():
     stacked = layer_plans(plan, load)
     for m in range(DRAWS):
         layer = stacked.layer(m).layer(0)
-        held = np.stack([np.isin(np.arange(32), slots) for slots in np.asarray(layer.slot_expert)])
-        assert (np.asarray(node_quota(layer)) >= np.where(held, layer.load.sum(1), 0)).all()
+        holds = np.stack([np.isin(np.arange(32), slots) for slots in np.asarray(layer.slot_expert)])
+        assert (np.asarray(node_quota(layer)) >= np.where(holds, layer.load.sum(1), 0)).all()
     assert (replica_experts(plan, TWO_NODES) != EMPTY).any()
 
 

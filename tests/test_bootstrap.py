@@ -62,7 +62,7 @@ def test_batches_larger_than_the_trace(trace, order):
 
 
 def test_what_cannot_be_drawn(trace, monkeypatch):
-    for given, message in (
+    for options, message in (
         ({"bootstrap": 2}, "bootstrap=2 needs batch_size"),
         ({"bootstrap": 0, "batch_size": 4}, "bootstrap=0 must be an integer of at least 1"),
         ({"bootstrap": 1, "batch_size": 0}, "batch_size=0 must be an integer of at least 1"),
@@ -72,7 +72,7 @@ def test_what_cannot_be_drawn(trace, monkeypatch):
         ),
     ):
         with pytest.raises(ValueError, match=message):
-            make_batches(trace, Batching(**given), TOPOLOGY)
+            make_batches(trace, Batching(**options), TOPOLOGY)
     monkeypatch.setattr("relibra_jax.limits.machine_memory", lambda: 2**20)
     with pytest.raises(
         ValueError, match="numbered: drawing 9 batches of 2000 samples x 20 tokens x 2 layers x top-1"

@@ -118,13 +118,13 @@ def test_traces_say_that_they_are_synthetic():
 
 
 def test_what_cannot_be_drawn_or_measured(monkeypatch):
-    for given, message in (
+    for options, message in (
         ({"samples": 0}, "samples=0 must be an integer of at least 1"),
         ({"num_experts": 3}, "num_experts=3 must be an integer of at least 4"),
         ({"seed": -1}, "seed=-1 must be an integer of at least 0"),
     ):
         with pytest.raises(ValueError, match=message):
-            draw_trace(GPT_OSS_20B, **given)
+            draw_trace(GPT_OSS_20B, **options)
     few = make_trace(RoutingReplay(np.zeros((40, 1, 1, 1), np.uint8), np.ones((40, 1), bool)), 8, "few")
     with pytest.raises(
         ValueError, match="few has 40 samples with tokens, and top-1 of 8 experts; a calibration needs"

@@ -190,7 +190,7 @@ def test_refitted_quotas_sum_to_the_new_load(seed):
     assert (refit.quota >= 0).all()
     for expert, total in enumerate(np.asarray(load).sum((0, 1))):
         here = np.asarray(layer.slot_expert) == expert
-        got, planned = np.asarray(refit.quota)[here], np.asarray(layer.quota)[here]
-        assert got.sum() == total
+        actual, planned = np.asarray(refit.quota)[here], np.asarray(layer.quota)[here]
+        assert actual.sum() == total
         if planned.sum():
-            np.testing.assert_allclose(got, total * (planned / planned.sum()), atol=1 + 1e-6 * total)
+            np.testing.assert_allclose(actual, total * (planned / planned.sum()), atol=1 + 1e-6 * total)

@@ -76,7 +76,7 @@ def same(actual, tree):
 
 
 def message_of(folder, tree, step=None):
-    """The error message of a restore of the last step."""
+    """Return the error message of a restore of the last step."""
     with pytest.raises(ValueError, match=rf"step {LAST} in ") as raised:
         restore(folder, tree, step=step)
     assert is_advice(str(raised.value), folder)
@@ -84,7 +84,7 @@ def message_of(folder, tree, step=None):
 
 
 def is_advice(line, folder):
-    """Whether ``line`` is one line that has the step and the step before it."""
+    """Return whether ``line`` is one line that has the step and the step before it."""
     advice = f"; to try step 2, the newest before it, move {folder / str(LAST)} away"
     return line.startswith(f"step {LAST} in {folder}: ") and line.endswith(advice) and "\n" not in line
 

@@ -29,7 +29,7 @@ SETTING = {"cluster": CLUSTERS["h100"], "model": MODELS["qwen3-30b-a3b"], "conte
 
 
 def random_load(seed):
-    """A load that is uneven over experts and over the ranks that hold the tokens."""
+    """Return a load that is uneven over experts and over the ranks that hold the tokens."""
     rng = np.random.default_rng(seed)
     load = rng.lognormal(4, 1.5, (3, 2, 1, 1, 32)) * rng.lognormal(0, 1, (3, 2, 2, 4, 32))
     return jnp.asarray(load.astype(np.int32))
@@ -78,8 +78,8 @@ def test_competitors_get_the_extra_arguments_that_they_name():
         plan, _ = static().update(load, (), topology)
         return plan, state + 1
 
-    told = Planner(lambda topology, num_layers, *, key: 5, update)
-    planner = cheapest([static(), told], **SETTING)
+    planner_with_cost = Planner(lambda topology, num_layers, *, key: 5, update)
+    planner = cheapest([static(), planner_with_cost], **SETTING)
     state = planner.init(TOPOLOGY, 2, key=jax.random.key(0))
     assert state == ((), 5)
     load, home = random_load(0), np.zeros((2, 32), np.int32)
@@ -104,8 +104,8 @@ def test_replicas_leave_the_node_only_behind_attention(scale, expected):
     check_plan(plan, load, TOPOLOGY, across_nodes=expected == "far")
     replicate = jax.jit(replicate_experts, static_argnames="across_nodes")
     near, far = (replicate(by_expert, home, TOPOLOGY, across_nodes=across) for across in (False, True))
-    wanted = near if expected == "near" else far
-    np.testing.assert_array_equal(plan.quota, wanted.quota)
+    expected_plan = near if expected == "near" else far
+    np.testing.assert_array_equal(plan.quota, expected_plan.quota)
     assert batch_imbalance(rank_load(far)) < batch_imbalance(rank_load(near))
     assert (
         push_time(layer_plans(far, None), TOPOLOGY, cluster=SETTING["cluster"], model=SETTING["model"]) > 0

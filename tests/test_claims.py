@@ -56,7 +56,7 @@ def test_the_report_begins_with_where_it_is_behind(quick):
 
 
 def numbers(seconds, **changed):
-    """The numbers of a row whose batch takes ``seconds``."""
+    """Return the numbers of a row whose batch takes ``seconds``."""
     row = {
         "imbalance": 1.1,
         "forecast_error": 0.0,
@@ -84,8 +84,8 @@ def cell_of(rows, *, synthetic=False, model="gpt-oss-20b"):
 
 
 def results_of(*cells, **others):
-    known = {"about": {"command": "relibra claims"}, "own_loads": [], "measured": [], "figures": {}}
-    return Results(**(known | others), cells=[("headline", cell) for cell in cells])
+    fields = {"about": {"command": "relibra claims"}, "own_loads": [], "measured": [], "figures": {}}
+    return Results(**(fields | others), cells=[("headline", cell) for cell in cells])
 
 
 ROWS = {"static": numbers(12.0), "eplb": numbers(10.5), "lplb": numbers(9.5), "relibra": numbers(10.0)}
@@ -148,10 +148,10 @@ def test_a_cell_that_cannot_run_says_why():
 
 def test_slots_of_the_cell_and_of_the_row_reach_planners(monkeypatch):
     """The larger number of slots counts. Memory is that of the model's own 32 experts; the trace has 16."""
-    given = {}
+    slots_by_row = {}
 
     def compare(chosen, batches, topology, *_, **__):
-        given.update(dict.fromkeys(chosen, topology.resident_slots))
+        slots_by_row.update(dict.fromkeys(chosen, topology.resident_slots))
         return []
 
     monkeypatch.setattr("relibra_jax.cli.claims.cells.compare", compare)
@@ -159,7 +159,7 @@ def test_slots_of_the_cell_and_of_the_row_reach_planners(monkeypatch):
         cell = Cell(ranks=Ranks(resident_slots=slots), batching=Batching(), costs=Costs())
         with pytest.raises(KeyError):
             run_cell(read_trace(None), cell, ("relibra", WITH_RESIDENTS))
-        assert given == {"relibra": slots, WITH_RESIDENTS: max(slots, 1)}
+        assert slots_by_row == {"relibra": slots, WITH_RESIDENTS: max(slots, 1)}
 
 
 def test_sweeps_vary_one_number():
@@ -180,11 +180,11 @@ def test_every_rank_has_a_sample_where_ranks_are_many():
 
 def test_every_row_of_every_study_and_claim_is_a_contender():
     cost_model = CostModel(CLUSTERS["h100"], MODELS["gpt-oss-20b"], 4096.0, 1.0)
-    known = contenders(cost_model).keys()
+    row_names = contenders(cost_model).keys()
     for study in full_studies("gpt-oss-20b") + quick_studies("gpt-oss-20b"):
-        assert set(study.rows) <= known
+        assert set(study.rows) <= row_names
     for paper in CLAIMS:
-        assert {name for claim in paper.claims for name in claim.rows} <= known
+        assert {name for claim in paper.claims for name in claim.rows} <= row_names
 
 
 def test_the_full_form_has_the_papers_conditions():
@@ -223,9 +223,9 @@ def test_baselines_on_their_own_loads():
 
 
 def test_kept_measurements_are_read():
-    found = read_measured(KEPT)
-    assert any(each.gain("static", "relibra") for each in found)
-    assert all(each.gain("nobody", "relibra") is None for each in found)
+    measurements = read_measured(KEPT)
+    assert any(each.gain("static", "relibra") for each in measurements)
+    assert all(each.gain("nobody", "relibra") is None for each in measurements)
 
 
 def test_measurements_in_another_format(tmp_path):

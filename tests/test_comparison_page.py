@@ -108,7 +108,7 @@ def test_a_page_that_cannot_be_written_is_refused_before_anything_runs(trace, tm
 
 
 def dump(path, profile, *, width):
-    """The document as a browser has it after loading, without a network."""
+    """Return the document as a browser has it after loading, without a network."""
     quiet = ("disable-gpu", "disable-quic", "no-first-run", "disable-background-networking", "disable-sync")
     switches = [
         f"--{name}" for name in ("headless", "no-sandbox", "disable-component-update", *quiet, "dump-dom")

@@ -71,8 +71,8 @@ def test_push_hides_behind_attention(plan, load):
 def test_scale_reads_a_small_trace_as_a_large_one(plan, load):
     big = plan._replace(quota=16 * plan.quota)
     expected = rank_time(layer_plans(big, 16 * load), TOPOLOGY, **KNOWN)
-    found = rank_time(layer_plans(plan, load), TOPOLOGY, scale=16.0, **KNOWN)
-    for name, part in found._asdict().items():
+    time = rank_time(layer_plans(plan, load), TOPOLOGY, scale=16.0, **KNOWN)
+    for name, part in time._asdict().items():
         np.testing.assert_allclose(part, getattr(expected, name), rtol=1e-6, err_msg=name)
 
 
@@ -80,8 +80,8 @@ def test_reorder_counts_state_on_the_busiest_link():
     before = np.arange(8)[None]
     now = np.array([[0, 4, 2, 3, 1, 5, 7, 6]])  # 1 and 4 change node; 6 and 7 change slots on one rank
     moved = 1 * (3 * 4 * 5) * 12
-    found = reorder_time(now, before, TOPOLOGY, cluster=CLUSTER, model=MODEL)
-    assert float(found) == pytest.approx(moved / 100 / 0.5)
+    seconds = reorder_time(now, before, TOPOLOGY, cluster=CLUSTER, model=MODEL)
+    assert float(seconds) == pytest.approx(moved / 100 / 0.5)
     assert float(reorder_time(before, before, TOPOLOGY, cluster=CLUSTER, model=MODEL)) == 0
 
 
@@ -137,9 +137,9 @@ def test_flat_traffic_is_that_of_the_routes(batch):
             kind = slow if n != n2 else fast
             kind[0, :, :, n, g] += sent[:, :, n, g, n2, g2]
             kind[1, :, :, n2, g2] += sent[:, :, n, g, n2, g2]
-    found = count_traffic(batch_plan.layer_plans(), TOPOLOGY)
-    np.testing.assert_array_equal((found.slow_sent, found.slow_received), slow)
-    np.testing.assert_array_equal((found.fast_sent, found.fast_received), fast)
+    traffic = count_traffic(batch_plan.layer_plans(), TOPOLOGY)
+    np.testing.assert_array_equal((traffic.slow_sent, traffic.slow_received), slow)
+    np.testing.assert_array_equal((traffic.fast_sent, traffic.fast_received), fast)
 
 
 def test_hierarchical_traffic_is_that_of_the_routes(batch):
@@ -155,9 +155,9 @@ def test_hierarchical_traffic_is_that_of_the_routes(batch):
             tokens = visits.reshape(2, 2, 2, 2, 2)[:, :, n, g, n2]
             slow[0, :, :, n, g] += tokens
             slow[1, :, :, n2, g] += tokens
-    found = count_traffic(batch_plan.layer_plans(), TOPOLOGY, visits=visits)
-    np.testing.assert_array_equal((found.slow_sent, found.slow_received), slow)
-    np.testing.assert_array_equal((found.fast_sent, found.fast_received), fast)
+    traffic = count_traffic(batch_plan.layer_plans(), TOPOLOGY, visits=visits)
+    np.testing.assert_array_equal((traffic.slow_sent, traffic.slow_received), slow)
+    np.testing.assert_array_equal((traffic.fast_sent, traffic.fast_received), fast)
 
 
 def test_traffic_agrees_with_cross_node_load(batch):
@@ -182,10 +182,10 @@ def test_balanced_traffic_is_that_of_uniform_routing():
     batch_plan = BatchPlan(assignment, load, planned("static", topology, load))
     setting = {"cluster": CLUSTER, "model": model, "context": 20.0}
     for visits in (None, node_visits(replay, batch_plan, topology)):
-        found = batch_time(batch_plan, topology, visits=visits, **setting).exchange
+        exchange = batch_time(batch_plan, topology, visits=visits, **setting).exchange
         dispatch = "flat" if visits is None else "hierarchical"
         bound = balanced_time(load, topology, dispatch=dispatch, **setting).exchange
-        np.testing.assert_allclose(found, bound, rtol=0.03)
+        np.testing.assert_allclose(exchange, bound, rtol=0.03)
 
 
 @pytest.mark.slow
@@ -226,8 +226,8 @@ def test_model_sizes_add_up():
 def test_a_shared_link_carries_what_the_whole_node_sends(plan, load):
     """Rank (1, 1) sends 10 rows and its neighbour none; on a link that two ranks share, each has the time of 5."""
     shared = dataclasses.replace(CLUSTER, shared_link=True)
-    found = rank_time(layer_plans(plan, load), TOPOLOGY, **KNOWN | {"cluster": shared}).exchange
-    np.testing.assert_allclose(found[0, 0], 5 * 8 / 100 / 0.5)
+    exchange = rank_time(layer_plans(plan, load), TOPOLOGY, **KNOWN | {"cluster": shared}).exchange
+    np.testing.assert_allclose(exchange[0, 0], 5 * 8 / 100 / 0.5)
     own = rank_time(layer_plans(plan, load), TOPOLOGY, **KNOWN).exchange
     assert float(own.max()) == pytest.approx(10 * 8 / 100 / 0.5)
 
@@ -243,20 +243,20 @@ def test_a_shared_link_carries_what_the_whole_node_sends(plan, load):
 )
 def test_passes_of_a_stage(plan, load, stage, compute, exchange):
     forward = jax.tree.map(np.max, rank_time(layer_plans(plan, load), TOPOLOGY, **KNOWN))
-    found = batch_time(BatchPlan(None, load, plan), TOPOLOGY, **stage, **KNOWN)
+    time = batch_time(BatchPlan(None, load, plan), TOPOLOGY, **stage, **KNOWN)
     expected = (
         compute * forward.attention,
         compute * forward.compute,
         exchange * forward.exchange,
         compute * (forward.push - forward.attention),
     )
-    np.testing.assert_allclose(found[:4], expected, rtol=1e-6)
-    assert float(found.exposed) > 0
-    assert float(found.total) == pytest.approx(float(sum(found)))
+    np.testing.assert_allclose(time[:4], expected, rtol=1e-6)
+    assert float(time.exposed) > 0
+    assert float(time.total) == pytest.approx(float(sum(time)))
 
 
 def whole_batch():
-    """A batch of two micro-batches of two layers, its node visits, and the previous homes."""
+    """Return a batch of two micro-batches of two layers, its node visits, and the previous homes."""
     replay, batch_plan = a_batch("any")
     home = np.stack([np.random.default_rng(1).permutation(8) for _ in range(2)])
     return {
@@ -302,8 +302,8 @@ def test_a_batch_waits_for_its_slowest_copy():
     ]
     totals = [float(copy.total) for copy in copies]
     assert min(totals) < max(totals)
-    found = batch_time(batch_plan, TOPOLOGY, data_parallel=2, **KNOWN)
-    np.testing.assert_allclose(found, copies[int(np.argmax(totals))], rtol=1e-6)
+    actual = batch_time(batch_plan, TOPOLOGY, data_parallel=2, **KNOWN)
+    np.testing.assert_allclose(actual, copies[int(np.argmax(totals))], rtol=1e-6)
     assert float(batch_time(batch_plan, TOPOLOGY, **KNOWN).total) == pytest.approx(sum(totals))
 
 
@@ -351,10 +351,10 @@ def test_more_work_and_slower_networks_never_take_less_time(visits):
         {"cluster": dataclasses.replace(CLUSTER, fast_bandwidth=10.0)},
         {"cluster": dataclasses.replace(CLUSTER, matmul_flops=5e5)},
     ):
-        found = run(**KNOWN | change)
+        time = run(**KNOWN | change)
         # Longer attention hides more.
-        assert all(np.array(found[:3]) >= np.array(base[:3])), change
-        assert float(found.total) >= float(base.total) * (1 - 1e-6), change
+        assert all(np.array(time[:3]) >= np.array(base[:3])), change
+        assert float(time.total) >= float(base.total) * (1 - 1e-6), change
 
 
 def test_unit_times_are_what_a_unit_takes():
@@ -370,8 +370,8 @@ def test_unit_times_are_what_a_unit_takes():
         for dispatch, crossed in (("flat", None), ("hierarchical", visits)):
             units = unit_times(dispatch=dispatch, scale=2.0, **stage, **setting)
             time = batch_time(batch_plan, topology, visits=crossed, scale=2.0, **stage, **setting)
-            found = (10 * units.token, 7 * units.copy, 7 * units.crossing)
-            np.testing.assert_allclose(found, time[:3], rtol=1e-6)
+            actual = (10 * units.token, 7 * units.copy, 7 * units.crossing)
+            np.testing.assert_allclose(actual, time[:3], rtol=1e-6)
             assert units.hierarchical == (crossed is not None)
             assert units.spread == pytest.approx(units.crossing / 10), "the fast network is ten times as fast"
     moved = reorder_time(np.array([[1, 0]]), np.array([[0, 1]]), topology, cluster=cluster, model=model)

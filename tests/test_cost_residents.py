@@ -17,7 +17,7 @@ TOPOLOGY = Topology(num_nodes=3, ranks_per_node=2, num_experts=6, replica_slots=
 
 
 def resident_plan(where, layers=1):
-    """A plan with the home of expert e on rank e, and residents by ``where``: ``{layer: {rank: [experts]}}``."""
+    """Return a plan with the home of expert e on rank e, and residents by ``where``: ``{layer: {rank: [experts]}}``."""
     slot_expert = np.full((1, layers, 6, 4), EMPTY, np.int32)
     slot_expert[..., 0] = np.arange(6)
     for layer, ranks in where.items():
@@ -31,8 +31,8 @@ def resident_plan(where, layers=1):
 def seconds_of(plan, topology=TOPOLOGY, **more):
     layers = plan.home.shape[0]
     load = np.zeros((1, layers, topology.num_nodes, topology.ranks_per_node, topology.num_experts), np.int32)
-    known = KNOWN | {"model": dataclasses.replace(MODEL, num_experts=6)} | more
-    return batch_time(BatchPlan(None, load, plan), topology, **known)
+    setting = KNOWN | {"model": dataclasses.replace(MODEL, num_experts=6)} | more
+    return batch_time(BatchPlan(None, load, plan), topology, **setting)
 
 
 ACROSS = (
@@ -55,9 +55,9 @@ ACROSS = (
     ],
 )
 def test_residents_cross_once_to_a_node(where, halves):
-    found = seconds_of(resident_plan(where, layers=2))
-    assert float(found.push) == pytest.approx(halves * ACROSS / 2)
-    assert float(found.total) == pytest.approx(float(found.push)), "nothing hides it"
+    time = seconds_of(resident_plan(where, layers=2))
+    assert float(time.push) == pytest.approx(halves * ACROSS / 2)
+    assert float(time.total) == pytest.approx(float(time.push)), "nothing hides it"
 
 
 def test_residents_spread_inside_the_node():
@@ -71,8 +71,8 @@ def test_residents_spread_inside_the_node():
         ({1: [0]}, 2),  # there and back again between two neighbours
         ({1: [0], 2: [0, 1]}, 2),
     ):
-        found = seconds_of(resident_plan({0: where}), cluster=cluster)
-        assert float(found.push) == pytest.approx(halves * 10 * ACROSS / 2), where
+        time = seconds_of(resident_plan({0: where}), cluster=cluster)
+        assert float(time.push) == pytest.approx(halves * 10 * ACROSS / 2), where
 
 
 def test_every_update_pushes_residents_once():

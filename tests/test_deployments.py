@@ -70,9 +70,9 @@ def slow_score(at, model, clusters, placements, context):
     price = at.attention_devices * at.attention_copies * clusters.attention_price
     price += at.expert_devices * placement.groups * clusters.expert_price
     per_price = at.micro_batches * at.attention_copies * rows / step / price
-    held = 2 * model.moe_layers * weights / at.attention_devices
-    held += model.moe_layers * at.micro_batches * rows * cache
-    return step, per_price, held, 2 * model.moe_layers * model.expert_params * placement.slots / p
+    attention_bytes = 2 * model.moe_layers * weights / at.attention_devices
+    attention_bytes += model.moe_layers * at.micro_batches * rows * cache
+    return step, per_price, attention_bytes, 2 * model.moe_layers * model.expert_params * placement.slots / p
 
 
 def all_of(grid, placements):
@@ -103,7 +103,7 @@ def test_the_best_is_that_of_brute_force(slo):
 
 
 def one(**changes):
-    """A grid of one deployment."""
+    """Return a grid of one deployment."""
     fields = {"tensor_parallel": (2,), "attention_copies": (3,), "micro_batches": (2,), "sequences": (7,)}
     return Grid(**fields | {name: (value,) for name, value in changes.items()})
 

@@ -28,7 +28,7 @@ def digest(array, layers=None, home=NO_HOMES):
 
 
 def bits_of(dtype):
-    """The number of bits of a value's lowest byte that its dtype uses."""
+    """Return the number of bits of a value's lowest byte that its dtype uses."""
     return {"bool": 1, **dict.fromkeys(FOUR_BITS, 4)}.get(jnp.dtype(dtype).name, 8)
 
 

@@ -1,4 +1,4 @@
-"""The pages of docs/ and the README: examples run, commands exist, links lead somewhere, the reference is complete.
+"""The pages of docs/ and the README: examples run, commands and link targets exist, and the reference is complete.
 
 A block of Python on a page is one of these:
 
@@ -35,8 +35,8 @@ LINKED += sorted(str(path.relative_to(ROOT)) for path in (ROOT / "experiments").
 
 FENCE = re.compile(r"^( *)```(\w+)(?: title=\"(.*?)\")?\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 NOT_RUN = "Not run: "
-MADE = {"out/tiny": str(ROOT / "tests" / "golden" / "hf" / "qwen3_moe")}
-"""Stands for what the commands before on a page make: here, a checkpoint."""
+STAND_INS = {"out/tiny": str(ROOT / "tests" / "golden" / "hf" / "qwen3_moe")}
+"""Existing files in place of those that earlier commands of a page create: here, a checkpoint."""
 
 
 def text_of(page):
@@ -44,9 +44,9 @@ def text_of(page):
 
 
 def blocks(page, *languages):
-    """The code blocks of a page as (title, code)."""
-    found = [(match[3] or "", match[4]) for match in FENCE.finditer(text_of(page)) if match[2] in languages]
-    return [(title, textwrap.dedent(code)) for title, code in found]
+    """Return the code blocks of a page as (title, code)."""
+    matches = [(match[3] or "", match[4]) for match in FENCE.finditer(text_of(page)) if match[2] in languages]
+    return [(title, textwrap.dedent(code)) for title, code in matches]
 
 
 def python_blocks(page):
@@ -92,7 +92,7 @@ def test_blocks_with_a_title_are_what_it_says(page, title, code):
 
 
 def check_imports(tree):
-    """What the code imports from this project exists; modules that need an extra are read, not imported."""
+    """Check that the code's imports from this project exist; modules that need an extra are read, not imported."""
     for statement in ast.walk(tree):
         if not isinstance(statement, ast.ImportFrom) or not (statement.module or "").startswith(
             "relibra_jax"
@@ -106,7 +106,7 @@ def check_imports(tree):
 
 
 def commands(page):
-    """The commands of a page's shell blocks, as words without what the shell sets before them."""
+    """Yield the commands of a page's shell blocks as words, without environment variables set before them."""
     for _, code in blocks(page, "bash", "sh"):
         for line in code.replace("\\\n", " ").splitlines():
             words = shlex.split(line, comments=True)
@@ -122,7 +122,7 @@ COMMANDS_OF_PAGES = sorted({tuple(words) for page in PAGES for words in commands
 
 
 @pytest.mark.parametrize("words", COMMANDS_OF_PAGES, ids=" ".join)
-def test_commands_take_what_pages_give_them(words, monkeypatch):
+def test_commands_accept_the_arguments_of_pages(words, monkeypatch):
     match words:
         case ("make", *targets):
             makefile = text_of("Makefile")
@@ -134,13 +134,13 @@ def test_commands_take_what_pages_give_them(words, monkeypatch):
             pass
         case ("python", "-m", "experiments.run", name, *args):
             with contextlib.suppress(SystemExit):  # --help
-                parse_run(name, CONFIGS[name], [MADE.get(word, word) for word in args])
+                parse_run(name, CONFIGS[name], [STAND_INS.get(word, word) for word in args])
         case ("python", "-m", module, *args):
             check_flags(module, args)
 
 
 def check_options(table, args, monkeypatch):
-    """The command line of ``relibra`` is parsed as it is when it runs, and does nothing."""
+    """Check that the command line of ``relibra`` can be parsed, without running the command."""
     parsed = []
     for name, (options, _) in list(table.items()):
         monkeypatch.setitem(table, name, (options, lambda options, console: parsed.append(options)))
@@ -149,7 +149,7 @@ def check_options(table, args, monkeypatch):
 
 
 def check_flags(module, args):
-    """The program exists, and names each option somewhere in its package."""
+    """Check that the program exists, and that its package names every option."""
     spec = importlib.util.find_spec(module)
     assert spec, module
     path = Path(spec.origin)
@@ -170,7 +170,7 @@ CODE = re.compile(r"^ *```.*?^ *```$|`[^`\n]*`", re.MULTILINE | re.DOTALL)
 
 
 def anchors(path):
-    """The anchors of a page's headings, as code hosts and the site make them."""
+    """Return the anchors of a page's headings, as code hosts and the site make them."""
     if path.suffix != ".md":
         return set()
     text = re.sub(r"^ *```.*?^ *```$", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
@@ -182,7 +182,7 @@ def anchors(path):
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)\s]+)\)", CODE.sub("", text_of(page))):
         if re.match(r"[a-z]+:", target):
-            continue  # another site, which a test without a network cannot ask
+            continue  # another site, which cannot be reached without a network
         file, _, anchor = target.partition("#")
         path = Path(os.path.normpath((ROOT / page).parent / file)) if file else ROOT / page
         if path.parent.name == "notebooks" and path.suffix == ".md":

@@ -78,8 +78,8 @@ def test_an_id_that_is_not_an_expert_is_rejected(wrong):
 
 
 @pytest.mark.parametrize(
-    ("ids", "found"), [(IDS[:, :2], r"int64\[20, 2, 2\]"), (IDS * 1.0, r"float64\[20, 3, 2\]")]
+    ("ids", "actual"), [(IDS[:, :2], r"int64\[20, 2, 2\]"), (IDS * 1.0, r"float64\[20, 3, 2\]")]
 )
-def test_ids_of_another_shape_or_dtype_are_refused(ids, found):
-    with pytest.raises(ValueError, match=rf"ids: expected integers \[..., L=3, K\], found {found}"):
+def test_ids_of_another_shape_or_dtype_are_refused(ids, actual):
+    with pytest.raises(ValueError, match=rf"ids: expected integers \[..., L=3, K\], found {actual}"):
         map_ids(ids, LOGICAL, FIRST)

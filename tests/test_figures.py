@@ -35,7 +35,7 @@ def figures(monkeypatch):
 
 
 def bar_colours(axes):
-    """The colour of the first bar on each line, by the line's label."""
+    """Return the colour of the first bar on each line, by the line's label."""
     colours = {}
     for bar in axes.patches:
         line = round(bar.get_y() + bar.get_height() / 2)

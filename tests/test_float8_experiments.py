@@ -1,4 +1,4 @@
-"""What is measured and modelled of float8: the arithmetic of the tables, and refusals in one line."""
+"""The float8 experiments: the arithmetic of their tables, and errors in one line."""
 
 import functools
 

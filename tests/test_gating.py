@@ -17,7 +17,7 @@ BIAS = RNG.normal(size=EXPERTS).astype(np.float32)
 
 
 def published(name, logits, bias):
-    """The model's own computation for one token in NumPy: the selected ids as a set, and the gates by id."""
+    """Return the model's own computation for one token in NumPy: the selected ids as a set, and the gates by id."""
     logits = logits.astype(np.float64)
     if name == "gpt-oss":
         chosen = np.argsort(-logits)[:4]
@@ -79,10 +79,10 @@ def test_gates_at_replayed_ids(scores, normalise):
         return 1.5 * (values / values.sum(-1, keepdims=True) if normalise else values)
 
     weights = RNG.normal(size=(40, 4)).astype(np.float32)
-    got = jax.value_and_grad(lambda logits: (gates_at(logits, ids, gating) * weights).sum())(LOGITS)
-    want = jax.value_and_grad(lambda logits: (dense(logits) * weights).sum())(LOGITS)
+    actual = jax.value_and_grad(lambda logits: (gates_at(logits, ids, gating) * weights).sum())(LOGITS)
+    expected = jax.value_and_grad(lambda logits: (dense(logits) * weights).sum())(LOGITS)
     np.testing.assert_allclose(gates_at(LOGITS, ids, gating), dense(LOGITS), rtol=1e-5)
-    np.testing.assert_allclose(got[1], want[1], atol=1e-6)
+    np.testing.assert_allclose(actual[1], expected[1], atol=1e-6)
 
 
 @pytest.mark.parametrize("normalise", [True, False])
@@ -122,10 +122,10 @@ def test_shares_of_the_auxiliary_loss_add_up(scores):
         parts = order[:5], order[5:12], order[12:]
         return sum(balance_loss(logits[part], load, gating, mask=mask[part]) for part in parts)
 
-    got, want = jax.value_and_grad(shares)(LOGITS), jax.value_and_grad(whole)(LOGITS)
-    np.testing.assert_allclose(got[0], want[0], rtol=1e-6)
-    np.testing.assert_allclose(got[1], want[1], atol=1e-8)
-    assert (got[1][~mask] == 0).all()
+    actual, expected = jax.value_and_grad(shares)(LOGITS), jax.value_and_grad(whole)(LOGITS)
+    np.testing.assert_allclose(actual[0], expected[0], rtol=1e-6)
+    np.testing.assert_allclose(actual[1], expected[1], atol=1e-8)
+    assert (actual[1][~mask] == 0).all()
     assert balance_loss(LOGITS, np.zeros(EXPERTS, np.int32), gating) == 0
 
 

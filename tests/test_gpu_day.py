@@ -51,16 +51,16 @@ CHECKS = ["environment", "JAX's example", "self-check", *[step.name for step in 
     [pytest.param(name, marks=pytest.mark.long if name in LONG else pytest.mark.slow) for name in CHECKS],
 )
 def test_every_check_is_rehearsed(steps, name, capsys):
-    said = rehearse(steps[name], capsys)
-    assert said
-    assert all(facts["norm"] <= NORM_LIMIT for facts in said if "norm" in facts)
-    assert all(facts["moved"] == 0 for facts in said if "moved" in facts)
+    facts_of_step = rehearse(steps[name], capsys)
+    assert facts_of_step
+    assert all(facts["norm"] <= NORM_LIMIT for facts in facts_of_step if "norm" in facts)
+    assert all(facts["moved"] == 0 for facts in facts_of_step if "moved" in facts)
 
 
 @pytest.mark.slow
 def test_speeds_are_rehearsed(steps, capsys):
-    said = rehearse(steps["speed of Qwen3-30B-A3B, 1024 rows"], capsys)
-    timed = [facts for facts in said if "milliseconds" in facts]
+    lines = rehearse(steps["speed of Qwen3-30B-A3B, 1024 rows"], capsys)
+    timed = [facts for facts in lines if "milliseconds" in facts]
     product = ["ours", "dense matmul", "jax.lax.ragged_dot"]
     mlp = ["ours", "products one at a time", "dense matmul"]
     assert [(facts["operation"], facts["plan"], facts["by"]) for facts in timed] == [
@@ -71,7 +71,7 @@ def test_speeds_are_rehearsed(steps, capsys):
     ]
     assert all(facts["of_roofline"] > 0 for facts in timed)
     # JAX's example kernels are for GPUs.
-    refused = {facts["by"] for facts in said if "refused" in facts}
+    refused = {facts["by"] for facts in lines if "refused" in facts}
     assert {name for name in refused if name.startswith("JAX's example")} == {
         f"JAX's example, {tiles}" for tiles in ("128x128", "64x128", "64x64")
     }
@@ -111,9 +111,9 @@ def test_the_search_is_rehearsed(steps, capsys):
 
 @pytest.mark.slow
 def test_tuning_is_rehearsed(steps, capsys):
-    said = rehearse(steps["tuning"], capsys)
-    assert {facts["problem"].split("-")[0] for facts in said} == {"0", "1", "2"}
-    assert all(facts["candidates"] > 1 for facts in said)
+    lines = rehearse(steps["tuning"], capsys)
+    assert {facts["problem"].split("-")[0] for facts in lines} == {"0", "1", "2"}
+    assert all(facts["candidates"] > 1 for facts in lines)
 
 
 def test_operands_are_what_the_kernels_take():

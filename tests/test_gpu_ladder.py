@@ -33,8 +33,8 @@ def test_results_of_steps_are_kept_however_they_end(tmp_path):
     outcomes = run_ladder((COUNT, HANG, FAIL), record, seconds=300.0)
     assert outcomes == {"count": "passed", "hang": "hung", "fail": "failed"}
     lines = read_record(record.path)
-    said = [line for line in lines if "state" not in line]
-    assert [line.get("number", line.get("before")) for line in said] == [0, 1, "the hang", "the end"]
+    facts = [line for line in lines if "state" not in line]
+    assert [line.get("number", line.get("before")) for line in facts] == [0, 1, "the hang", "the end"]
     assert {(line["rehearsal"], line["source"]) for line in lines} == {(False, record.source)}
     failed = next(line for line in lines if (line["step"], line.get("state")) == ("fail", "failed"))
     assert failed["code"] == 1
@@ -99,10 +99,10 @@ def test_each_command_fits_its_ten_minutes_and_speeds_wait_for_checks():
 def test_the_report_has_blank_cells_where_nothing_was_measured(tmp_path, capsys):
     record = tmp_path / "day.jsonl"
     assert main(["report", "--record", str(record)]) == 0
-    said = capsys.readouterr().out
-    assert said.startswith("Nothing has been measured: no step has run on a GPU.")
+    output = capsys.readouterr().out
+    assert output.startswith("Nothing has been measured: no step has run on a GPU.")
     for model, rows in SPEEDS:
-        assert f"| {model} | {rows:,} |  |  |  |  |  |\n" in said
+        assert f"| {model} | {rows:,} |  |  |  |  |  |\n" in output
 
 
 def test_the_report_shows_the_last_run_of_a_step_and_no_rehearsal():
@@ -120,12 +120,12 @@ def test_the_report_shows_the_last_run_of_a_step_and_no_rehearsal():
         end = {"state": "passed", "seconds": 60.0}
         return [{"step": step, "rehearsal": False, **line, **options} for line in (fact, end)]
 
-    said = report([*lines(100.4), *lines(300.4), *lines(900.0, rehearsal=True)])
-    assert f"| {model} | {rows:,} | 300, 50% |  |  |  |  |\n" in said
-    assert f"| {step} | passed | 60.0 |\n" in said
+    text = report([*lines(100.4), *lines(300.4), *lines(900.0, rehearsal=True)])
+    assert f"| {model} | {rows:,} | 300, 50% |  |  |  |  |\n" in text
+    assert f"| {step} | passed | 60.0 |\n" in text
     stragglers = {"step": "stragglers", "rehearsal": False, "planner": "relibra", "slowest_ms": 2.0}
-    said = report([stragglers | {"imbalance_of_time": 1.25, "imbalance_of_rows": 1.125}])
-    assert "| ms |  |  | 2.00 |  |\n" in said
+    text = report([stragglers | {"imbalance_of_time": 1.25, "imbalance_of_rows": 1.125}])
+    assert "| ms |  |  | 2.00 |  |\n" in text
 
 
 def test_the_smoke_test_fits_the_devices():

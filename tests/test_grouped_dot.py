@@ -103,10 +103,10 @@ def compiled(implementation, transposed=False, out_dtype=None):
 
 
 def assert_close(result, expected, dtype):
-    for value, wanted in zip(jax.tree.leaves(result), jax.tree.leaves(expected), strict=True):
-        assert value.shape == wanted.shape
-        worst = np.abs(np.asarray(value, np.float64) - wanted).max(initial=0)
-        assert worst <= TOLERANCE[dtype] * np.abs(wanted).max(initial=0)
+    for value, expected_value in zip(jax.tree.leaves(result), jax.tree.leaves(expected), strict=True):
+        assert value.shape == expected_value.shape
+        worst = np.abs(np.asarray(value, np.float64) - expected_value).max(initial=0)
+        assert worst <= TOLERANCE[dtype] * np.abs(expected_value).max(initial=0)
 
 
 def check(implementation, sizes, arrays, transposed=False, out_dtype=None):

@@ -128,10 +128,10 @@ def compiled(implementation):
 
 def assert_close(result, expected, dtype="float32"):
     for name, *pair in zip(NAMES, result, expected, strict=True):
-        for value, wanted in zip(*map(jax.tree.leaves, pair), strict=True):
-            assert value.shape == wanted.shape, name
-            scale = np.abs(wanted).max(initial=0)
-            worst = np.abs(np.asarray(value, np.float64) - wanted).max(initial=0)
+        for value, expected_value in zip(*map(jax.tree.leaves, pair), strict=True):
+            assert value.shape == expected_value.shape, name
+            scale = np.abs(expected_value).max(initial=0)
+            worst = np.abs(np.asarray(value, np.float64) - expected_value).max(initial=0)
             assert worst <= TOLERANCE[dtype] * scale, f"{name}: {worst} of {scale}"
 
 

@@ -43,8 +43,8 @@ def plan_of_layer():
 
 def run_layer(x, plan, parallel):
     layer = prepare_layer(IDS, plan, parallel)
-    held, x = fetch_replicas(VALUES["experts"][home_layout(plan.home, TOPOLOGY)], layer, x, parallel)
-    return moe_layer(x, IDS, GATES, held, layer, parallel)
+    layer_experts, x = fetch_replicas(VALUES["experts"][home_layout(plan.home, TOPOLOGY)], layer, x, parallel)
+    return moe_layer(x, IDS, GATES, layer_experts, layer, parallel)
 
 
 run = jax.jit(run_layer, static_argnames="parallel")

@@ -109,7 +109,7 @@ def test_sizes_are_free():
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("options", "message"),
     [
         ({"name": "W8"}, "workload 'W8' must be one of W0, W1"),
         ({"name": "W1", "hot_experts": 3}, "hot_experts=3 must be an integer of at least 4 and at most 32"),
@@ -118,9 +118,9 @@ def test_sizes_are_free():
         ({"name": "W4", "samples_per_step": 3}, "samples_per_step=3 must be an integer of at least 4"),
     ],
 )
-def test_what_cannot_be_drawn(given, message):
+def test_what_cannot_be_drawn(options, message):
     with pytest.raises(ValueError, match=message):
-        imbalance_benchmark(**given)
+        imbalance_benchmark(**options)
 
 
 def test_memory_is_counted_before_it_is_taken(monkeypatch):

@@ -1,4 +1,4 @@
-"""Arrows between modules point down: planning and execution meet in the plan and never import each other."""
+"""Modules import only from lower or equal levels; planning and execution never import each other."""
 
 import ast
 import sys
@@ -8,8 +8,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("relibra_jax", "pallas_kernels")
-# A module may import what stands in a lower or the same room.
-ROOMS = [
+# A module may import modules of its own level and of the levels above it in this list.
+LEVELS = [
     {"relibra_jax.types", "relibra_jax.atomic_write", "relibra_jax.limits", "relibra_jax.suggestions"},
     {
         "relibra_jax.plan",
@@ -37,18 +37,18 @@ ROOMS = [
     {"relibra_jax.cli"},
 ]
 PLANNING_CORE = "relibra_jax"
-"""The package's own face: it stands on top, and imports only what is below cost."""
+"""The top-level module of the package. It is above all levels, and imports only modules below cost."""
 
-# Neither of a pair imports the other, whatever their rooms say.
-APART = [
+# The packages of a pair do not import each other, regardless of their levels.
+SEPARATE = [
     ("relibra_jax.planning", "relibra_jax.execution"),
     ("relibra_jax.cost", "relibra_jax.execution"),
     ("pallas_kernels", "relibra_jax"),
 ]
-EXCEPT = [("relibra_jax.execution", "pallas_kernels"), ("relibra_jax.planning", "pallas_kernels")]
-"""What may import across such a pair, one way."""
+ALLOWED = [("relibra_jax.execution", "pallas_kernels"), ("relibra_jax.planning", "pallas_kernels")]
+"""Exceptions: ``(importing, imported)``."""
 
-# Packages that only some rooms may import, and those rooms.
+# External packages that only some of our packages may import, and those packages.
 CONFINED = {
     "flax": {"relibra_jax.nnx", "relibra_jax.models", "relibra_jax.integrations"},
     "safetensors": {"relibra_jax.models"},
@@ -70,7 +70,7 @@ def module_name(path):
 
 
 def imports_of(path):
-    """Every name that a module imports, inside functions too."""
+    """Yield every name that a module imports, inside functions too."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -79,14 +79,14 @@ def imports_of(path):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def inside(module, room):
-    return f"{module}.".startswith(f"{room}.")
+def inside(module, level):
+    return f"{module}.".startswith(f"{level}.")
 
 
-def height(module):
-    """The room of a module; the face of the package is above all."""
-    found = [floor for floor, room in enumerate(ROOMS) for name in room if inside(module, name)]
-    return found[0] if found else len(ROOMS)
+def level_of(module):
+    """Return the index of a module's level; the top-level module of the package is above all levels."""
+    indices = [index for index, level in enumerate(LEVELS) for name in level if inside(module, name)]
+    return indices[0] if indices else len(LEVELS)
 
 
 MODULES = {module_name(path): path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))}
@@ -96,40 +96,40 @@ def own_imports(module):
     return [target for target in imports_of(MODULES[module]) if target.split(".")[0] in PACKAGES]
 
 
-def test_every_module_has_one_room():
+def test_every_module_has_one_level():
     for module in MODULES:
-        rooms = [name for room in ROOMS for name in room if inside(module, name)]
-        assert len(rooms) == (0 if module == PLANNING_CORE else 1), f"{module} in {rooms}"
-    assert all(name in MODULES for room in ROOMS for name in room), "a room that is not there"
+        levels = [name for level in LEVELS for name in level if inside(module, name)]
+        assert len(levels) == (0 if module == PLANNING_CORE else 1), f"{module} in {levels}"
+    assert all(name in MODULES for level in LEVELS for name in level), "a level names an unknown module"
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_arrows_point_down(module):
+def test_imports_point_down(module):
     for target in own_imports(module):
-        assert height(target) <= height(module), f"{module} imports {target}"
+        assert level_of(target) <= level_of(module), f"{module} imports {target}"
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_rooms_that_know_nothing_of_each_other(module):
+def test_separate_packages_do_not_import_each_other(module):
     for target in own_imports(module):
-        for one, other in APART:
-            for here, there in ((one, other), (other, one)):
-                if inside(module, here) and inside(target, there):
-                    allowed = any(inside(module, a) and inside(target, b) for a, b in EXCEPT)
+        for one, other in SEPARATE:
+            for importing, imported in ((one, other), (other, one)):
+                if inside(module, importing) and inside(target, imported):
+                    allowed = any(inside(module, a) and inside(target, b) for a, b in ALLOWED)
                     assert allowed, f"{module} imports {target}"
 
 
-def test_the_face_of_the_package_is_below_cost():
-    cost = height("relibra_jax.cost")
+def test_the_top_level_module_imports_only_below_cost():
+    cost = level_of("relibra_jax.cost")
     for target in own_imports(PLANNING_CORE):
-        assert height(target) < cost, f"relibra_jax imports {target}"
+        assert level_of(target) < cost, f"relibra_jax imports {target}"
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_outer_packages_stay_where_they_belong(module):
+def test_external_packages_are_imported_only_where_allowed(module):
     for package in {target.split(".")[0] for target in imports_of(MODULES[module])} - set(PACKAGES):
-        # Annotations of the kernels are plain, so that the package needs jax alone.
+        # The kernels have plain annotations, so that their package needs only jax.
         shapes = package == "jaxtyping" and not inside(module, "pallas_kernels")
-        rooms = CONFINED.get(package, ())
-        allowed = package in EVERYWHERE or shapes or any(inside(module, room) for room in rooms)
+        levels = CONFINED.get(package, ())
+        allowed = package in EVERYWHERE or shapes or any(inside(module, level) for level in levels)
         assert allowed, f"{module} imports {package}"

@@ -58,7 +58,7 @@ def spread(values, mesh, *, kind="device", spec=ONE_LAYER):
 
 
 def moved(values, old, new, leading=0):
-    """The expected result for a leaf ``[N, G, H, ...]`` after ``leading`` dimensions, in NumPy."""
+    """Return the expected result for a leaf ``[N, G, H, ...]`` after ``leading`` dimensions, in NumPy."""
     values = np.asarray(values)
     flat = values.reshape(*values.shape[:leading], EXPERTS, *values.shape[leading + 3 :])
     result = np.empty_like(flat)

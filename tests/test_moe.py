@@ -71,7 +71,7 @@ COTANGENT = np.random.default_rng(2).normal(size=(RANKS, TOKENS, WIDTH))
 
 
 def gates_of(values, ids):
-    """The gates of the replayed ids from live logits, times a factor whose gradient is tested too."""
+    """Return the gates of the replayed ids from live logits, times a factor whose gradient is tested too."""
     chance = jax.nn.softmax(values["x"] @ values["router"])
     chosen = jnp.take_along_axis(chance, jnp.maximum(ids, 0), -1)
     return values["gate"] * chosen
@@ -91,7 +91,7 @@ def dense(values, ids):
 
 @functools.cache
 def run(mesh, replica_slots, path, across_nodes, exchange="padded", fetch="padded", resident_slots=0):
-    """The output and gradients of the layer, compiled once; a second trace is an error."""
+    """Return the output and gradients of the layer, compiled once; a second trace is an error."""
     topology = topology_of(mesh, replica_slots, resident_slots)
     parallel = ExpertParallel(
         mesh=expert_mesh(topology),
@@ -119,7 +119,7 @@ def run(mesh, replica_slots, path, across_nodes, exchange="padded", fetch="padde
 
 @functools.cache
 def plans(mesh, replica_slots, name, resident_slots=0):
-    """The layer plans ``[M, 1]`` of all routings as micro-batches of one batch, from a planner or random."""
+    """Return the layer plans ``[M, 1]`` of all routings as micro-batches of one batch, from a planner or random."""
     topology = topology_of(mesh, replica_slots, resident_slots)
     load = load_of(routings()[:, None], topology)
     if name in PLANNERS:
@@ -229,7 +229,7 @@ def test_same_input_gives_the_same_bits():
 
 @st.composite
 def routed_plans(draw):
-    """Any routing, under any valid plan on 2x4."""
+    """Draw any routing with any valid plan on 2x4."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     experts = draw(st.integers(1, EXPERTS))
     ids = rng.integers(0, experts, (RANKS, TOKENS, TOP_K)).astype(np.int32)

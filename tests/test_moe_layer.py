@@ -40,7 +40,7 @@ assert_close = functools.partial(assert_within, tolerance=5e-6)
 
 
 def loads(ids, mask, topology=TOPOLOGY):
-    """The token copies ``[N, G, E]`` of ids ``[B, T, K]`` whose rows are on the ranks in order."""
+    """Return the token copies ``[N, G, E]`` of ids ``[B, T, K]`` whose rows are on the ranks in order."""
     ids = np.where(mask[..., None], np.asarray(ids, np.int32), EMPTY)
     return load_of(ids.reshape(topology.num_ranks, -1, ids.shape[-1]), topology)
 
@@ -52,7 +52,7 @@ def any_plan(seed, load, topology=TOPOLOGY):
 
 @functools.cache
 def replayed():
-    """The layer plan of the replay."""
+    """Return the layer plan of the replay."""
     return any_plan(0, loads(REPLAY, MASK)[None, None]).layer(0).layer(0)
 
 
@@ -78,7 +78,7 @@ def loss_of(output, logits, scores):
 
 @functools.cache
 def replay_step(scores):
-    """The output and gradients of the layer in replay, with its replicas fetched early."""
+    """Return the output and gradients of the layer in replay, with its replicas fetched early."""
     graph, params, rest = nnx.split(layer_of(scores), nnx.Param, ...)
 
     @jax.jit
@@ -97,7 +97,7 @@ def replay_step(scores):
 
 @functools.cache
 def dense(scores):
-    """The output and gradients of the dense reference, which runs every expert on every token."""
+    """Return the output and gradients of the dense reference, which runs every expert on every token."""
     graph, params, rest = nnx.split(layer_of(scores), nnx.Param, ...)
     gating = GATING[scores]
 

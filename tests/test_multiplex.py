@@ -17,7 +17,7 @@ JOB = {"name": "a", "rollout_seconds": 60, "training_seconds": 40, "rollout_node
 
 
 def learn_line(rollout, training):
-    """A metrics line of a learning step, whose training time is divided evenly over its six metrics."""
+    """Return a metrics line of a learning step, whose training time is divided evenly over its six metrics."""
     line = {"kind": LEARN, "step": 0} | dict.fromkeys(names_of(LEARN), 99.0)
     line |= dict.fromkeys(ROLLOUT_TIMES, rollout) | dict.fromkeys(TRAINING_TIMES, training / 6)
     return json.dumps(line)

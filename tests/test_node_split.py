@@ -25,14 +25,14 @@ def cases(rng, rows, nodes, experts, residents=0.3):
     popular = rng.lognormal(0, 1, (rows, 1, experts)) * rng.lognormal(0, 0.3, (rows, nodes, experts))
     supply = np.floor(popular / popular.sum((1, 2), keepdims=True) * 4000).astype(np.int32)
     home = np.stack([rng.permutation(experts) * nodes // experts for _ in range(rows)])
-    held = (home[:, None] == np.arange(nodes)[:, None]) | (rng.random(supply.shape) < residents)
-    return supply, held, home.astype(np.int32)
+    holds = (home[:, None] == np.arange(nodes)[:, None]) | (rng.random(supply.shape) < residents)
+    return supply, holds, home.astype(np.int32)
 
 
-def check_split(quota, supply, held):
+def check_split(quota, supply, holds):
     quota = np.asarray(quota, np.int64)
     assert (quota >= 0).all()
-    assert (quota[~held] == 0).all()
+    assert (quota[~holds] == 0).all()
     np.testing.assert_array_equal(quota.sum(-2), np.asarray(supply, np.int64).sum(-2))
 
 
@@ -41,10 +41,10 @@ def crossings(quota, supply):
     return np.maximum(np.asarray(supply, np.int64) - quota, 0).sum((-2, -1))
 
 
-def least_top(supply, held):
+def least_top(supply, holds):
     """Return the smallest possible maximum node load, with fractional copies."""
     nodes, experts = supply.shape
-    pairs = np.argwhere(held)
+    pairs = np.argwhere(holds)
     of_node = (pairs[:, 0] == np.arange(nodes)[:, None]) * 1.0
     of_expert = (pairs[:, 1] == np.arange(experts)[:, None]) * 1.0
     result = linprog(
@@ -57,10 +57,10 @@ def least_top(supply, held):
     return result.fun
 
 
-def fewest_crossings(supply, held, top):
+def fewest_crossings(supply, holds, top):
     """Return the fewest crossings if no node computes more than ``top``."""
     nodes, experts = supply.shape
-    pairs = np.argwhere(held)
+    pairs = np.argwhere(holds)
     of_node = (pairs[:, 0] == np.arange(nodes)[:, None]) * 1.0
     of_expert = (pairs[:, 1] == np.arange(experts)[:, None]) * 1.0
     count = len(pairs)
@@ -85,10 +85,10 @@ def test_any_supply_is_split(data):
     supply = np.array(data.draw(st.lists(amount, min_size=12, max_size=12)), np.int32).reshape(nodes, experts)
     home = np.array(data.draw(st.lists(st.integers(0, 2), min_size=4, max_size=4)), np.int32)
     extra = np.array(data.draw(st.lists(st.booleans(), min_size=12, max_size=12))).reshape(nodes, experts)
-    held = extra | (home == np.arange(nodes)[:, None])
-    quota = np.asarray(compiled()(supply[None], held[None], home[None]))[0]
-    check_split(quota, supply, held)
-    stays = np.where(held, supply, 0).astype(np.int64)
+    holds = extra | (home == np.arange(nodes)[:, None])
+    quota = np.asarray(compiled()(supply[None], holds[None], home[None]))[0]
+    check_split(quota, supply, holds)
+    stays = np.where(holds, supply, 0).astype(np.int64)
     start = stays + np.where(home == np.arange(nodes)[:, None], (supply - stays).sum(0), 0)
     total = int(supply.sum(dtype=np.int64))
     assert quota.sum(1, dtype=np.int64).max() <= max(start.sum(1).max(), -(-total // nodes))
@@ -96,18 +96,18 @@ def test_any_supply_is_split(data):
 
 def test_without_residents_all_is_computed_at_home():
     supply, _, home = cases(np.random.default_rng(0), 20, 4, 8)
-    held = home[:, None] == np.arange(4)[:, None]
-    quota = compiled()(supply, held, home)
-    np.testing.assert_array_equal(quota, np.where(held, supply.sum(1, keepdims=True), 0))
+    holds = home[:, None] == np.arange(4)[:, None]
+    quota = compiled()(supply, holds, home)
+    np.testing.assert_array_equal(quota, np.where(holds, supply.sum(1, keepdims=True), 0))
 
 
 @pytest.mark.parametrize(("nodes", "experts", "beyond"), [(2, 8, 0.0), (4, 8, 0.02), (8, 16, 0.02)])
 def test_largest_load_near_the_optimum(nodes, experts, beyond):
     """The largest load is optimal for two nodes, and on average near the optimum for more."""
-    supply, held, home = cases(np.random.default_rng(nodes), 60, nodes, experts)
-    quota = np.asarray(compiled()(supply, held, home))
-    check_split(quota, supply, held)
-    least = np.array([least_top(*each) for each in zip(supply, held, strict=True)])
+    supply, holds, home = cases(np.random.default_rng(nodes), 60, nodes, experts)
+    quota = np.asarray(compiled()(supply, holds, home))
+    check_split(quota, supply, holds)
+    least = np.array([least_top(*each) for each in zip(supply, holds, strict=True)])
     gap = np.maximum(quota.sum(2).max(1) - np.ceil(least - 1e-6), 0) / least
     print(f"{nodes} nodes: {gap.mean():.2%} above the linear program, worst {gap.max():.2%}")
     assert gap.mean() <= beyond
@@ -116,11 +116,11 @@ def test_largest_load_near_the_optimum(nodes, experts, beyond):
 @pytest.mark.parametrize("nodes", [2, 4])
 def test_crossings_near_the_fewest(nodes):
     """At the largest load that is reached, crossings are near the optimum of a linear program."""
-    supply, held, home = cases(np.random.default_rng(10 + nodes), 60, nodes, 8)
-    quota = np.asarray(compiled()(supply, held, home))
+    supply, holds, home = cases(np.random.default_rng(10 + nodes), 60, nodes, 8)
+    quota = np.asarray(compiled()(supply, holds, home))
     result, total = crossings(quota, supply), supply.sum((1, 2))
     fewest = np.array(
-        [fewest_crossings(*each) for each in zip(supply, held, quota.sum(2).max(1), strict=True)]
+        [fewest_crossings(*each) for each in zip(supply, holds, quota.sum(2).max(1), strict=True)]
     )
     gap = (result - fewest) / total
     print(f"{nodes} nodes: {gap.mean():.2%} of copies cross beyond the fewest, worst {gap.max():.2%}")
@@ -134,16 +134,16 @@ def test_tolerance_is_for_crossings(tolerance):
 
     One case in two thousand is up to 1% above that, because copies would have to pass through a third node.
     """
-    supply, held, home = cases(np.random.default_rng(5), 60, 4, 8)
-    strict = np.asarray(compiled()(supply, held, home))
-    loose = np.asarray(compiled(tolerance)(supply, held, home))
-    check_split(loose, supply, held)
+    supply, holds, home = cases(np.random.default_rng(5), 60, 4, 8)
+    strict = np.asarray(compiled()(supply, holds, home))
+    loose = np.asarray(compiled(tolerance)(supply, holds, home))
+    check_split(loose, supply, holds)
     assert (loose.sum(2).max(1) <= 1.01 * (1 + tolerance) * strict.sum(2).max(1) + 1).all()
     assert crossings(loose, supply).mean() <= crossings(strict, supply).mean()
     if tolerance > 1e6:
-        stays = np.where(held, supply, 0)
-        lies = home[:, None] == np.arange(4)[:, None]
-        start = stays + np.where(lies, (supply - stays).sum(1, keepdims=True), 0)
+        stays = np.where(holds, supply, 0)
+        at_home = home[:, None] == np.arange(4)[:, None]
+        start = stays + np.where(at_home, (supply - stays).sum(1, keepdims=True), 0)
         np.testing.assert_array_equal(loose, start)
 
 

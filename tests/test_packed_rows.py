@@ -117,15 +117,15 @@ def test_a_run_in_packed_rows_learns_the_same(monkeypatch, algorithm):
         "response_tokens": 16,
         "epochs": 1,
     }
-    learned = {}
+    metrics = {}
     for pack_rows in (False, True):
         config = Train(**settings, algorithm=algorithm, micro_batches=2, anneal_steps=20, pack_rows=pack_rows)
         trainer = Trainer(config, 0)
         if algorithm == "ppo":  # a new head gives all tokens the same value
             head = trainer.state.agent.critic.weight
             head[...] = jax.random.normal(jax.random.key(1), head.shape)
-        learned[pack_rows] = trainer.learn()
-    packed, unpacked = learned[True], learned[False]
+        metrics[pack_rows] = trainer.learn()
+    packed, unpacked = metrics[True], metrics[False]
     assert packed["response/tokens"] == unpacked["response/tokens"]
     assert packed["policy/loss"] == pytest.approx(unpacked["policy/loss"], abs=1e-5)
     assert packed["policy/gradient_norm"] == pytest.approx(unpacked["policy/gradient_norm"], rel=1e-4)

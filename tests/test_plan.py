@@ -125,10 +125,10 @@ ROOMY = Topology(num_nodes=1, ranks_per_node=2, num_experts=8, replica_slots=3)
 
 
 def with_replicas(*replicas):
-    """A plan with reversed home slots (expert 0 in slot 7), and ``replicas`` of rank 1's experts on rank 0."""
+    """Return a plan with reversed home slots (expert 0 in slot 7), and ``replicas`` of rank 1's experts on rank 0."""
     homes = np.arange(8)[::-1].reshape(2, 4)
-    held = np.array([replicas, [EMPTY] * 3])
-    slot_expert = np.concatenate([homes, held], -1).reshape(1, 1, 1, 2, 7).astype(np.int32)
+    copies = np.array([replicas, [EMPTY] * 3])
+    slot_expert = np.concatenate([homes, copies], -1).reshape(1, 1, 1, 2, 7).astype(np.int32)
     return Plan(slot_expert, np.arange(8, dtype=np.int32)[None, ::-1], np.zeros_like(slot_expert))
 
 
@@ -176,8 +176,8 @@ def test_assembled_plans_are_in_order_and_quotas_go_with_their_replicas(seed):
     replica = np.where(experts == EMPTY, EMPTY, plan.home[layer, experts])
     copied = np.take_along_axis(plan.quota[..., 4:], order, -1)
     quota = np.concatenate([plan.quota[..., :4], copied], -1)
-    for found, wanted in zip(assemble_plan(plan.home, replica, quota, ROOMY), plan, strict=True):
-        np.testing.assert_array_equal(found, wanted)
+    for actual, expected in zip(assemble_plan(plan.home, replica, quota, ROOMY), plan, strict=True):
+        np.testing.assert_array_equal(actual, expected)
 
 
 def test_replicas_may_cross_nodes_when_allowed(plan, load):
@@ -228,25 +228,25 @@ def test_a_batch_in_micro_batches_and_layers(leaves, kind):
         "load": (2, 3, 2, 2, 8),
     }
     for m, layer in np.ndindex(2, 3):
-        wanted = LayerPlan(
+        expected = LayerPlan(
             batch.plan.slot_expert[m, layer],
             batch.plan.home[layer],
             batch.plan.quota[m, layer],
             batch.load[m, layer],
         )
-        for found in (
+        for actual in (
             stacked.layer(m).layer(layer),
             batch.micro_batch(m).layer(layer),
             stacked.layer((m, layer)),
         ):
-            assert type(found) is LayerPlan
-            assert all(isinstance(leaf, kind) for leaf in found)
-            for leaf, right in zip(found, wanted, strict=True):
+            assert type(actual) is LayerPlan
+            assert all(isinstance(leaf, kind) for leaf in actual)
+            for leaf, right in zip(actual, expected, strict=True):
                 np.testing.assert_array_equal(leaf, right)
     for each in (stacked, batch.micro_batch(1), stacked.layer(1)):
         assert all(isinstance(leaf, kind) for leaf in each)
-    for found, right in zip(layer_plans(batch.plan, batch.load), stacked, strict=True):
-        np.testing.assert_array_equal(found, right)
+    for actual, right in zip(layer_plans(batch.plan, batch.load), stacked, strict=True):
+        np.testing.assert_array_equal(actual, right)
 
 
 def test_layers_of_a_plan_without_a_load():
@@ -266,8 +266,8 @@ def test_micro_batches_are_taken_under_jit_and_scan():
             lambda _, micro: jax.lax.scan(lambda _, p: (None, p), None, micro), None, plans
         )
     )(batch.layer_plans())
-    for found in (taken, scanned.layer(1).layer(2)):
-        for leaf, right in zip(found, batch.micro_batch(1).layer(2), strict=True):
+    for actual in (taken, scanned.layer(1).layer(2)):
+        for leaf, right in zip(actual, batch.micro_batch(1).layer(2), strict=True):
             np.testing.assert_array_equal(leaf, right)
 
 

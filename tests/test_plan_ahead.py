@@ -86,7 +86,7 @@ def test_nothing_stands_in_where_nothing_has_finished(counts):
 
 
 def stay(load, previous_home, topology, *, refine):
-    """A placement function that returns its starting point."""
+    """Return a placement function that returns its starting point."""
     return Placement(refine, random_placement(0).resident)
 
 

@@ -64,17 +64,17 @@ def start(planner):
 
 @pytest.mark.slow
 def test_samples_stay_where_they_start_unless_assigned(replay, planner, update, in_order):
-    given = assign_in_order(32, TOPOLOGY, num_micro_batches=MICRO_BATCHES)
+    first = assign_in_order(32, TOPOLOGY, num_micro_batches=MICRO_BATCHES)
     batch_plan, after = plan_batch(
         replay,
         Planner(planner.init, update),
         start(planner),
         TOPOLOGY,
         num_micro_batches=MICRO_BATCHES,
-        start=given,
+        start=first,
     )
     assert type(batch_plan) is BatchPlan
-    chex.assert_trees_all_equal(batch_plan.assignment, given)
+    chex.assert_trees_all_equal(batch_plan.assignment, first)
     np.testing.assert_array_equal(batch_plan.load, in_order)
     plan, expected = update(in_order, start(planner), TOPOLOGY)
     chex.assert_trees_all_equal(batch_plan.plan, plan)
@@ -129,8 +129,8 @@ def test_assignment_evens_out_what_placement_cannot(replay, planner, update, in_
     load = expert_load(replay, batch_plan.assignment, num_experts=8)
     np.testing.assert_array_equal(batch_plan.load, load)
     check_plan(batch_plan.plan, batch_plan.load, TOPOLOGY)
-    held = np.asarray(batch_plan.assignment.sample)
-    assert sorted(held[held != EMPTY]) == list(range(32))
+    samples = np.asarray(batch_plan.assignment.sample)
+    assert sorted(samples[samples != EMPTY]) == list(range(32))
     still, _ = update(in_order, start(planner), TOPOLOGY)
     assert batch_imbalance(rank_load(batch_plan.plan)) < batch_imbalance(rank_load(still))
 

@@ -39,8 +39,8 @@ def test_vllm_round_trip(plan):
     assert physical.shape == (3, TOPOLOGY.num_ranks * TOPOLOGY.slots)
     back = from_physical(physical, TOPOLOGY)
     np.testing.assert_array_equal(back.home, placement.home)
-    held = np.sort(placement.slot_expert, axis=-1)
-    np.testing.assert_array_equal(np.sort(back.slot_expert, axis=-1), held)
+    experts = np.sort(placement.slot_expert, axis=-1)
+    np.testing.assert_array_equal(np.sort(back.slot_expert, axis=-1), experts)
 
 
 def test_sglang_round_trip(plan, tmp_path):
@@ -62,9 +62,9 @@ def test_eplb_round_trip():
     for layer in range(3):
         homes = placement.slot_expert[layer, ..., : TOPOLOGY.home_slots]
         assert sorted(homes.ravel()) == list(range(8))
-        held = [set(row) - {EMPTY} for row in placement.slot_expert[layer].reshape(4, -1).tolist()]
+        experts = [set(row) - {EMPTY} for row in placement.slot_expert[layer].reshape(4, -1).tolist()]
         physical = np.asarray(published.physical_to_logical[layer]).reshape(4, -1).tolist()
-        assert held == [set(row) for row in physical]
+        assert experts == [set(row) for row in physical]
     full = from_physical(np.tile([0, 1, 2, 3, 2, 3, 4, 5, 4, 5, 6, 7, 6, 7, 0, 1], (1, 1)), TOPOLOGY)
     again = to_eplb(full)
     assert again.logical_count.tolist() == [[2] * 8]
@@ -135,8 +135,8 @@ def test_any_plan_as_a_file(across_nodes, residents, tmp_path):
     load = rng.integers(0, 90, (2, 3, 2, 2, 8))
     plan = random_plan(rng, load, topology, across_nodes=across_nodes)
     save_plan(tmp_path / "plan.npz", jax.tree.map(jnp.asarray, plan), topology)
-    back, found = load_plan(tmp_path / "plan.npz")
-    assert found == topology
+    back, loaded_topology = load_plan(tmp_path / "plan.npz")
+    assert loaded_topology == topology
     chex.assert_trees_all_equal(back, plan)
     assert all(isinstance(leaf, np.ndarray) for leaf in back)
 

@@ -29,7 +29,7 @@ COTANGENT = RNG.normal(size=X.shape).astype(np.float32)
 
 @functools.cache
 def layer_step(path):
-    """The output and gradients of the layer, with experts in the homes of the model, whatever the plan has."""
+    """Return the output and gradients of the layer, with experts in the homes of the model and not of the plan."""
     parallel = ExpertParallel(mesh=expert_mesh(TOPOLOGY), topology=TOPOLOGY, path=path)
 
     @jax.jit
@@ -51,7 +51,7 @@ def dense_output(ids):
 
 
 def place(rng, array):
-    """A random index into ``array``."""
+    """Return a random index into ``array``."""
     return tuple(int(rng.integers(size)) for size in array.shape)
 
 
@@ -78,8 +78,8 @@ def load_of_another_batch(rng, plan, other):
 
 def an_expert_twice_on_a_rank(rng, plan, other):
     n, g, _ = place(rng, plan.slot_expert)
-    held = plan.slot_expert[n, g]
-    held[HOMES + rng.integers(2)] = rng.choice(held[held != EMPTY])
+    slots = plan.slot_expert[n, g]
+    slots[HOMES + rng.integers(2)] = rng.choice(slots[slots != EMPTY])
 
 
 def an_expert_twice_with_its_quota_split(rng, plan, other):
@@ -87,10 +87,10 @@ def an_expert_twice_with_its_quota_split(rng, plan, other):
     slot, half = int(rng.integers(HOMES)), None
     half = plan.quota[n, g, slot] // 2
     replica = HOMES + int(rng.integers(2))
-    given = plan.quota[n, g, replica]
+    quota = plan.quota[n, g, replica]
     at = plan.slot_expert[n, g, replica]
     if at != EMPTY:
-        plan.quota.reshape(-1)[np.flatnonzero(plan.slot_expert.reshape(-1) == at)[0]] += given
+        plan.quota.reshape(-1)[np.flatnonzero(plan.slot_expert.reshape(-1) == at)[0]] += quota
     plan.slot_expert[n, g, replica] = plan.slot_expert[n, g, slot]
     plan.quota[n, g, replica], plan.quota[n, g, slot] = half, plan.quota[n, g, slot] - half
 
@@ -172,7 +172,7 @@ CORRUPTIONS = [
 
 
 def routed_plan(rng):
-    """Random ids and a valid layer plan for them, whose arrays the test may change."""
+    """Make random ids and a valid layer plan for them, whose arrays the test may change."""
     ids = random_ids(rng, (RANKS, TOKENS), TOPOLOGY.num_experts, TOP_K)
     load = load_of(ids[None, None], TOPOLOGY)
     plan = layer_plans(random_plan(rng, load, TOPOLOGY), load)
@@ -180,7 +180,7 @@ def routed_plan(rng):
 
 
 def host_error(plan):
-    """The host's error message for a plan, or None if it accepts the plan."""
+    """Return the host's error message for a plan, or None if it accepts the plan."""
     batch = [leaf[None, None] for leaf in plan]
     try:
         check_plan(Plan(batch[0], plan.home[None], batch[2]), batch[3], TOPOLOGY)

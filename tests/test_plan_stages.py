@@ -50,8 +50,8 @@ def plan(replay, state, **options):
 
 
 def samples_of(batch_plan):
-    held = np.asarray(batch_plan.assignment.sample)
-    return sorted(held[held != EMPTY].tolist())
+    samples = np.asarray(batch_plan.assignment.sample)
+    return sorted(samples[samples != EMPTY].tolist())
 
 
 @pytest.fixture(scope="module")
@@ -129,8 +129,8 @@ def test_a_stage_is_assigned_as_a_batch_of_its_samples(replay):
         np.testing.assert_array_equal(tokens, whole[1][own.start : own.stop])
         inside = np.isin(whole[2].sample, own)
         np.testing.assert_array_equal(routes.sample, np.where(inside, whole[2].sample - own.start, EMPTY))
-        held = np.asarray(refine.sample)
-        assert sorted(held[held != EMPTY].tolist()) == list(range(len(own)))
+        samples = np.asarray(refine.sample)
+        assert sorted(samples[samples != EMPTY].tolist()) == list(range(len(own)))
 
 
 def test_updates_share_one_copy_of_the_sampled_tokens(replay):

@@ -171,9 +171,9 @@ def test_copies_are_in_canonical_order(run, topology, kind):
         (residents, replicas), np.ndindex(replicas.shape[:-1])
     ):
         slots = copies[m, layer, *rank]
-        held = [int(expert) for expert in slots if expert != EMPTY]
-        ordered = sorted(held, key=lambda expert: home[layer, expert])
-        assert slots.tolist() == ordered + [EMPTY] * (len(slots) - len(held))
+        experts = [int(expert) for expert in slots if expert != EMPTY]
+        ordered = sorted(experts, key=lambda expert: home[layer, expert])
+        assert slots.tolist() == ordered + [EMPTY] * (len(slots) - len(experts))
 
 
 @pytest.mark.parametrize("topology", [TOPOLOGIES["2x4"]], ids=["2x4"], scope="module")
@@ -202,8 +202,8 @@ def test_planners_do_not_receive_arguments_they_do_not_name(run, name, topology)
     named = set(inspect.signature(PLANNERS[name].planner.update).parameters)
     extras = {key: value for key, value in EXTRAS.items() if key not in named}
     assert extras or name.startswith("relibra")
-    given = with_extra_args(planner).update(load, start(name, topology), topology, **extras)
-    chex.assert_trees_all_equal(data_of(given), data_of(run(load)))
+    with_extras = with_extra_args(planner).update(load, start(name, topology), topology, **extras)
+    chex.assert_trees_all_equal(data_of(with_extras), data_of(run(load)))
 
 
 def data_of(tree):
@@ -225,9 +225,9 @@ def test_extra_arguments_that_are_none_change_nothing(name):
     topology = TOPOLOGIES["one home, no room"]
     planner, load = PLANNERS[name].planner, make_load("zipf", topology)
     update = jax.jit(with_extra_args(planner).update)
-    given = update(load, start(name, topology), topology, **dict.fromkeys(EXTRAS))
+    with_nones = update(load, start(name, topology), topology, **dict.fromkeys(EXTRAS))
     chex.assert_trees_all_equal(
-        data_of(given), data_of(compiled(name, topology).update(load, start(name, topology), topology))
+        data_of(with_nones), data_of(compiled(name, topology).update(load, start(name, topology), topology))
     )
 
 
@@ -244,7 +244,7 @@ def test_a_planner_that_names_an_extra_argument_gets_it():
     state = planner.init(topology, LAYERS, key=jax.random.key(0))
     for extra in (extras, {}):
         planner.update(make_load("uniform", topology), state, topology, **extra)
-    assert all(given is extra for given, extra in zip(received[0], extras.values(), strict=True))
+    assert all(argument is extra for argument, extra in zip(received[0], extras.values(), strict=True))
     assert received[1] == (None, None, None)
 
 

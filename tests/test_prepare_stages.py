@@ -68,7 +68,7 @@ class Model(nnx.Module):
 
 @nnx.jit
 def forward(model, batch, rows, residents):
-    """The output of every token, and the rows of the slots."""
+    """Return the output of every token, and the rows of the slots."""
     graph, state = nnx.split(model)
 
     def one(_, micro_batch):
@@ -148,7 +148,7 @@ class Run:
         return seen, losses
 
     def experts(self):
-        """The experts of all layers in the order of their ids."""
+        """Return the experts of all layers in the order of their ids."""
         homes = get_homes(self.model)
         flat = [np.asarray(moe.experts[...]).reshape(EXPERTS, 3, WIDTH, HIDDEN) for moe in self.model.layers]
         return np.stack([leaf[row] for leaf, row in zip(flat, homes, strict=True)])
@@ -189,8 +189,8 @@ def test_copies_of_the_group_run_stages_too():
 def test_stages_share_homes_and_residents_and_no_sample_is_in_two_updates():
     recompute, *updates = Run().prepare()
     for stage, own in zip((recompute, *updates), (range(SAMPLES), *PARTS), strict=True):
-        held = np.asarray(stage.batch_plan.assignment.sample)
-        assert sorted(held[held != EMPTY].tolist()) == list(own)
+        sample = np.asarray(stage.batch_plan.assignment.sample)
+        assert sorted(sample[sample != EMPTY].tolist()) == list(own)
         plan = stage.batch_plan.plan
         np.testing.assert_array_equal(plan.home, recompute.batch_plan.plan.home)
         residents = resident_experts(plan, TOPOLOGY)
@@ -208,9 +208,9 @@ def test_residents_are_those_after_the_update_before():
         before = PUSH(run.model, run.optimizer, recompute)
         run.update(first, 0, PARTS[0])
         now = PUSH(run.model, run.optimizer, second)
-        held = np.asarray(now.experts)
+        experts = np.asarray(now.experts)
         layer = np.arange(LAYERS)[:, None, None, None]
-        here = np.where((held != EMPTY)[..., None, None, None], run.experts()[layer, held], 0)
+        here = np.where((experts != EMPTY)[..., None, None, None], run.experts()[layer, experts], 0)
         np.testing.assert_array_equal(now.weights, here)
         assert np.abs(np.asarray(before.weights) - here).max() > 5e-3
         with pytest.raises(ValueError, match="step"):

@@ -54,7 +54,7 @@ def parallel_of(path="auto", **options):
 
 @functools.cache
 def a_batch():
-    """All routings as micro-batches of one layer, a random plan with residents, and the residents' weights."""
+    """Return all routings as micro-batches of one layer, a random plan with residents, and the residents' weights."""
     load = load_of(routings()[:, None], TOPOLOGY)
     plan = random_plan(np.random.default_rng(3), load, TOPOLOGY)
     experts = VALUES["experts"][home_layout(plan.home[0], TOPOLOGY)]
@@ -64,8 +64,8 @@ def a_batch():
 
 @functools.partial(jax.jit, static_argnames="parallel")
 def run_prepared(experts, layer, ids, gates, parallel):
-    held, x = fetch_replicas(experts, layer, VALUES["x"], parallel)
-    return moe_layer(x, ids, gates, held, layer, parallel)
+    layer_experts, x = fetch_replicas(experts, layer, VALUES["x"], parallel)
+    return moe_layer(x, ids, gates, layer_experts, layer, parallel)
 
 
 @pytest.mark.slow
@@ -249,8 +249,8 @@ def test_lanes_that_are_full_to_the_last_row():
     @jax.jit
     def run(plan):
         layer = prepare_layer(ids, plan, parallel)
-        held, rows = fetch_replicas(experts, layer, x, parallel)
-        return moe_layer(rows, ids, gates, held, layer, parallel)
+        layer_experts, rows = fetch_replicas(experts, layer, x, parallel)
+        return moe_layer(rows, ids, gates, layer_experts, layer, parallel)
 
     actual = run(of_batch.layer(0).layer(0))
     np.testing.assert_array_equal(actual.slot_rows, quota[0, 0])

@@ -1,4 +1,4 @@
-"""What the packages offer: these names, each with a docstring, typed, and light to import."""
+"""The public names of the packages: each has a docstring and types, and importing them is cheap."""
 
 import ast
 import importlib
@@ -117,7 +117,7 @@ PUBLIC = {
         "set_homes",
     ],
 }
-# Values have no docstring of their own: a string follows them where they are defined.
+# Values have no __doc__ of their own; a string after their definition documents them.
 VALUES = {
     "EMPTY": "relibra_jax.types",
     "PLANNERS": "relibra_jax.planning.planners",
@@ -127,7 +127,7 @@ VALUES = {
 
 
 def string_below(module, name):
-    """The string that stands directly below the assignment of ``name`` in a module's source."""
+    """Return the string directly below the assignment of ``name`` in a module's source."""
     body = ast.parse(Path(importlib.import_module(module).__file__).read_text()).body
     for assignment, after in itertools.pairwise(body):
         targets = getattr(assignment, "targets", None) or [getattr(assignment, "target", None)]
@@ -150,10 +150,10 @@ def test_the_names_are_these(package):
     ("package", "name"), [(package, name) for package, names in PUBLIC.items() for name in names]
 )
 def test_every_name_says_what_it_is(package, name):
-    found = getattr(importlib.import_module(package), name)
-    documented = string_below(VALUES[name], name) if name in VALUES else found.__doc__
+    value = getattr(importlib.import_module(package), name)
+    documented = string_below(VALUES[name], name) if name in VALUES else value.__doc__
     assert documented
-    # The docstring that a dataclass or a NamedTuple gives itself is its signature.
+    # Without a docstring, that of a dataclass or a NamedTuple is its signature.
     assert not documented.startswith(f"{name}(")
 
 
@@ -174,7 +174,7 @@ HEAVY = ("flax", "optax", "orbax", "chex", "scipy", "matplotlib", "tyro", "rich"
     "module", ["relibra_jax", "relibra_jax.integrations.maxtext", "relibra_jax.integrations.megatron"]
 )
 def test_the_planning_core_loads_jax_and_numpy_alone(module):
-    """In a fresh process: whoever only plans, or follows a plan in another trainer, pays for no framework."""
+    """Planning, and following a plan in another trainer, imports no framework in a fresh process."""
     program = f"import sys, {module}; print(*(name for name in {HEAVY} if name in sys.modules))"
     ran = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT

@@ -43,14 +43,14 @@ def topology_of(mesh, resident_slots=2):
 
 
 def random_residents(topology, seed, fill=0.7):
-    """A plan of two micro-batches with random homes and residents."""
+    """Return a plan of two micro-batches with random homes and residents."""
     rng = np.random.default_rng(seed)
     load = load_of(random_ids(rng, (2, LAYERS, topology.num_ranks, 4), EXPERTS, 2), topology)
     return random_plan(rng, load, topology, fill=fill), load
 
 
 def expected(plan, topology):
-    """The expected weights in every resident slot, with zeros in empty slots."""
+    """Return the expected weights in every resident slot, with zeros in empty slots."""
     resident = np.asarray(resident_experts(plan, topology))
     layer = np.arange(LAYERS).reshape(-1, 1, 1, 1)
     return np.where((resident == EMPTY)[..., None, None, None], 0, WEIGHTS[layer, resident])
@@ -62,7 +62,7 @@ def at_home(plan, topology):
 
 @functools.cache
 def compiled(mesh, resident_slots=2, **options):
-    """The jitted push of residents and return of their gradients, on a mesh."""
+    """Return the jitted push of residents and return of their gradients, on a mesh."""
     topology = topology_of(mesh, resident_slots)
     parallel = ExpertParallel(mesh=expert_mesh(topology), topology=topology)
 

@@ -1,4 +1,4 @@
-"""The README is the product's face: its files and commands exist. Its examples are tested with those of all pages."""
+"""The files and commands that the README names exist. tests/test_docs.py tests its examples."""
 
 import dataclasses
 import importlib.util
@@ -28,7 +28,7 @@ def test_the_structure_in_contributing_exists():
 
 
 def options(config):
-    """The command-line names of a configuration's fields, those of its parts among them."""
+    """Yield the command-line names of a configuration's fields, including those of its parts."""
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         name = field.name.replace("_", "-")
@@ -37,9 +37,9 @@ def options(config):
 
 def test_named_options_exist():
     configs = [command() for command, _ in COMMANDS.values()] + [Train(), Buffers(), Settings()]
-    known = {name for config in configs for name in options(config)}
+    valid = {name for config in configs for name in options(config)}
     used = set(re.findall(r" --([a-z-]+)", TEXT))
-    assert used <= known | {"list", "help"}, used - known
+    assert used <= valid | {"list", "help"}, used - valid
 
 
 def test_named_commands_exist():

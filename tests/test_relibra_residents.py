@@ -56,9 +56,9 @@ def check(plan, load, topology):
     nodes, experts = topology.num_nodes, topology.num_experts
     residents = resident_experts(plan, topology)
     for layer, node in np.ndindex(LAYERS, nodes):
-        held = residents[layer, node][residents[layer, node] != EMPTY]
-        assert len(set(held.tolist())) == held.size, "once in a node"
-        assert (plan.home[layer, held] // (experts // nodes) != node).all(), "at home in the node"
+        node_residents = residents[layer, node][residents[layer, node] != EMPTY]
+        assert len(set(node_residents.tolist())) == node_residents.size, "once in a node"
+        assert (plan.home[layer, node_residents] // (experts // nodes) != node).all(), "at home in the node"
 
 
 @st.composite

@@ -38,14 +38,14 @@ def test_slots_are_pulled_from_where_the_plan_has_their_experts(mesh):
     for micro_batch in range(4):
         plan = layer_plan(mesh, micro_batch)
         tables = jax.tree.map(np.asarray, prepare(plan))
-        held, desired = np.split(plan.slot_expert, [topology.held_slots], -1)
+        held_experts, replicas = np.split(plan.slot_expert, [topology.held_slots], -1)
         for part in tables.remote:
-            np.testing.assert_array_equal(part == EMPTY, desired == EMPTY)
-        for place in map(tuple, np.argwhere(desired != EMPTY)):
+            np.testing.assert_array_equal(part == EMPTY, replicas == EMPTY)
+        for place in map(tuple, np.argwhere(replicas != EMPTY)):
             owner = place[0], tables.remote.rank[place]
             slot = tables.exports[owner][tables.remote.row[place]]
             assert slot != EMPTY
-            assert held[owner][slot] == desired[place]
+            assert held_experts[owner][slot] == replicas[place]
             pulled += 1
     assert pulled > 8
 
@@ -65,19 +65,19 @@ def test_exports_that_do_not_fit_leave_nothing_to_wait_for():
 
 @functools.cache
 def fetched(mesh, kind):
-    """The replicas, and the gradients of everything that a fetch reads, compiled once."""
+    """Return the replicas, and the gradients of everything that a fetch reads, compiled once."""
     topology = topology_of(mesh, REPLICAS, RESIDENTS)
     parallel = ExpertParallel(mesh=expert_mesh(topology), topology=topology, fetch=kind)
 
-    def loss(held, x, layer, cotangent):
-        layer = layer._replace(residents=held["residents"])
-        out, x = fetch_replicas(held["home"], layer, x, parallel)
+    def loss(buffers, x, layer, cotangent):
+        layer = layer._replace(residents=buffers["residents"])
+        out, x = fetch_replicas(buffers["home"], layer, x, parallel)
         total = sum((leaf * weight).sum() for leaf, weight in zip((*out, x), cotangent, strict=True))
         return total, out.replicas
 
-    def step(held, x, plan, cotangent):
+    def step(buffers, x, plan, cotangent):
         layer = prepare_fetch(plan, parallel)
-        return jax.grad(loss, argnums=(0, 1), has_aux=True)(held, x, layer, cotangent)
+        return jax.grad(loss, argnums=(0, 1), has_aux=True)(buffers, x, layer, cotangent)
 
     return jax.jit(step)
 
@@ -90,12 +90,14 @@ def test_what_is_pulled_and_what_returns_is_that_of_the_padded_fetch_bit_for_bit
         shape = (topology.num_nodes, topology.ranks_per_node, slots, 3, 6, 5)
         return jnp.asarray(rng.normal(size=shape), jnp.float32)
 
-    held = {"home": weights(topology.home_slots), "residents": weights(RESIDENTS)}
+    buffers = {"home": weights(topology.home_slots), "residents": weights(RESIDENTS)}
     x = jnp.asarray(rng.normal(size=(8, 4, 6)), jnp.float32)
     cotangent = (*(weights(slots) for slots in (topology.home_slots, RESIDENTS, REPLICAS)), x + 1)
     for micro_batch in (0, 2):
         plan = layer_plan(mesh, micro_batch)
-        of_kinds = [fetched(mesh, kind)(held, x, plan, cotangent) for kind in ("remote_emulated", "padded")]
+        of_kinds = [
+            fetched(mesh, kind)(buffers, x, plan, cotangent) for kind in ("remote_emulated", "padded")
+        ]
         assert np.asarray(of_kinds[0][1]).any()
         for actual, desired in zip(*map(jax.tree.leaves, of_kinds), strict=True):
             np.testing.assert_array_equal(actual, desired)

@@ -13,7 +13,7 @@ from relibra_jax.types import EMPTY, Assignment, RoutingReplay
 
 
 def random_replay(seed, *, samples=5, tokens=7, layers=3, num_experts=8, top_k=2):
-    """A valid replay whose padding, on either side, holds numbers that must not be read."""
+    """Return a valid replay whose padding, on either side, holds numbers that must not be read."""
     rng = np.random.default_rng(seed)
     ids = np.argsort(rng.random((samples, tokens, layers, num_experts)), axis=-1)[..., :top_k]
     mask = rng.random((samples, tokens)) < 0.7
@@ -39,7 +39,7 @@ def loop_load(replay, assignment, num_experts):
 
 
 def assign(seed, samples, shape=(2, 2, 2, 2)):
-    """An assignment of every sample once, with EMPTY elsewhere."""
+    """Return an assignment of every sample once, with EMPTY elsewhere."""
     places = np.full(np.prod(shape), EMPTY)
     places[:samples] = np.arange(samples)
     return Assignment(np.random.default_rng(seed).permutation(places).reshape(shape))
@@ -119,7 +119,7 @@ def test_an_id_outside_the_range_never_counts_for_another_expert():
 
 
 def broken(change, **shape):
-    """A valid replay with its ids changed in place."""
+    """Return a valid replay with its ids changed in place."""
     replay = random_replay(0, **shape)
     ids, mask = replay.expert_ids.astype(np.int32), np.ones_like(replay.mask)
     ids = np.where((ids > 100), np.arange(ids.shape[3], dtype=np.int32) + 1, ids)

@@ -30,7 +30,9 @@ OPTIONS = {
     "tiles": {"tile": 16, "min_tokens": 40},
     "exact": {"exact": True},
 }
-METHODS = {option: functools.partial(replicate_experts, **given) for option, given in OPTIONS.items()} | {
+METHODS = {
+    option: functools.partial(replicate_experts, **arguments) for option, arguments in OPTIONS.items()
+} | {
     "even split": replicate_with_even_split,
     "EPLB's places": replicate_with_eplb_places,
 }

@@ -1,4 +1,4 @@
-"""The versions that pyproject.toml allows are those that locks are made of: no floor that nobody has run."""
+"""The lowest versions in pyproject.toml are those of requirements-lowest.lock, and the development lock is allowed."""
 
 import re
 import tomllib
@@ -11,13 +11,13 @@ from packaging.version import Version
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
-# Of the extra rl, what the tests need too.
+# The packages of the extra rl that the tests need.
 TOKENIZERS = set(EXTRAS["rl"]) & set(EXTRAS["dev"])
 NEEDED = [Requirement(text) for text in (*PROJECT["dependencies"], *EXTRAS["cli"], *sorted(TOKENIZERS))]
 
 
 def locked(name):
-    """The version of every package in a lock."""
+    """Return the version of every package in a lock file."""
     lines = re.findall(r"^([\w-]+)==(\S+)", (ROOT / name).read_text(), re.MULTILINE)
     return {package: Version(version) for package, version in lines}
 

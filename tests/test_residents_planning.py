@@ -18,18 +18,18 @@ def case():
     """Make tokens ``[TOKENS L K]``, their nodes, and homes ``[E L]``; every node has a power of two of tokens."""
     rng = np.random.default_rng(0)
     ids = random_ids(rng, (TOKENS, LAYERS), EXPERTS, TOP_K, padding=0)
-    lies = np.repeat(np.arange(NODES), [16, 32, 16])
+    token_node = np.repeat(np.arange(NODES), [16, 32, 16])
     home_node = np.stack([rng.permutation(EXPERTS) // 3 for _ in range(LAYERS)], 1)
     copies = np.zeros((NODES, EXPERTS, LAYERS))
-    np.add.at(copies, (lies[:, None, None], ids, np.arange(LAYERS)[:, None]), NODES / TOKENS)
+    np.add.at(copies, (token_node[:, None, None], ids, np.arange(LAYERS)[:, None]), NODES / TOKENS)
     # Slightly different values, so that no two experts save the same.
     copies *= 1 + 1e-3 * rng.random(copies.shape)
-    return ids, lies, home_node, copies.astype(np.float32)
+    return ids, token_node, home_node, copies.astype(np.float32)
 
 
 def choose(case, *, crossing, push, count, hierarchical):
-    ids, lies, home_node, copies = case
-    tokens = token_bits(TokenSample(ids, np.zeros(TOKENS, int), lies), TOPOLOGY, num_micro_batches=1)
+    ids, token_node, home_node, copies = case
+    tokens = token_bits(TokenSample(ids, np.zeros(TOKENS, int), token_node), TOPOLOGY, num_micro_batches=1)
     return np.asarray(
         choose_residents(
             tokens if hierarchical else None,
@@ -44,25 +44,25 @@ def choose(case, *, crossing, push, count, hierarchical):
 
 def choose_one_by_one(case, *, crossing, push, count, hierarchical):
     """Choose for every node and layer the expert that saves most, as long as it saves more than its push costs."""
-    ids, lies, home_node, copies = case
+    ids, token_node, home_node, copies = case
     resident = np.zeros((NODES, EXPERTS, LAYERS), bool)
     for node, layer in np.ndindex(NODES, LAYERS):
-        home, held = home_node[:, layer], set(np.nonzero(home_node[:, layer] == node)[0].tolist())
+        home, experts = home_node[:, layer], set(np.nonzero(home_node[:, layer] == node)[0].tolist())
         for _ in range(count):
-            if len(held) == EXPERTS:
+            if len(experts) == EXPERTS:
                 break
-            saved = {expert: copies[node, expert, layer] for expert in set(range(EXPERTS)) - held}
+            saved = {expert: copies[node, expert, layer] for expert in set(range(EXPERTS)) - experts}
             if hierarchical:
                 only = dict.fromkeys(saved, 0)
-                for token in ids[lies == node, layer]:
-                    away = [int(expert) for expert in token if expert not in held]
+                for token in ids[token_node == node, layer]:
+                    away = [int(expert) for expert in token if expert not in experts]
                     for expert in away:
                         only[expert] += sum(home[other] == home[expert] for other in away) == 1
                 saved = {e: only[e] * NODES / TOKENS + COPY_VALUE * copies[node, e, layer] for e in saved}
             best = max(saved, key=saved.__getitem__)
             if crossing * saved[best] <= push:
                 break
-            held.add(best)
+            experts.add(best)
             resident[node, best, layer] = True
     return resident
 

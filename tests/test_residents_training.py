@@ -39,7 +39,7 @@ TOPOLOGY = Topology(num_nodes=2, ranks_per_node=2, num_experts=EXPERTS, replica_
 
 @functools.cache
 def data():
-    """The inputs and routing of all batches, each with different hot experts."""
+    """Return the inputs and routing of all batches, each with different hot experts."""
     rng = np.random.default_rng(0)
     sizes = {"samples": SAMPLES, "tokens": TOKENS, "layers": LAYERS, "experts": EXPERTS, "top_k": TOP_K}
     return [(rng.normal(size=(SAMPLES, TOKENS, WIDTH)), random_routing(rng, **sizes)) for _ in range(BATCHES)]
@@ -130,7 +130,7 @@ class Run:
         return losses
 
     def logical(self):
-        """The parameters as NumPy arrays, with experts in the order of their ids."""
+        """Return the parameters as NumPy arrays, with experts in the order of their ids."""
         return [
             {"experts": np.asarray(moe.experts[...]).reshape(EXPERTS, 3, WIDTH, HIDDEN)[row]}
             | {"router": np.asarray(moe.router[...])}
@@ -165,9 +165,9 @@ def train_dense(params, order):
     opt_state, losses = TX.init(params), []
     for (x, replay), sample in zip(data(), order, strict=False):
         ids = np.asarray(replay.expert_ids, np.int32)
-        held = np.where(replay.mask[..., None, None], ids, EXPERTS)
+        real_ids = np.where(replay.mask[..., None, None], ids, EXPERTS)
         load = np.stack(
-            [np.bincount(held[:, :, layer].ravel(), minlength=EXPERTS + 1) for layer in range(LAYERS)]
+            [np.bincount(real_ids[:, :, layer].ravel(), minlength=EXPERTS + 1) for layer in range(LAYERS)]
         )
         for chosen in np.split(sample, UPDATES):
             mask = replay.mask & np.isin(np.arange(SAMPLES), chosen)[:, None]

@@ -59,10 +59,10 @@ def test_what_every_algorithm_teaches(algorithm, seed):
     assert np.ptp(advantage[policy]) > 0
     assert (lessons.critic_tokens is not None) == (lessons.value_target is not None) == critic
     if critic:
-        learned = np.asarray(lessons.critic_tokens)
-        assert learned.any()
-        assert not (learned & ~batch.response).any()
-        assert not learned[~batch.usable].any()
+        critic_tokens = np.asarray(lessons.critic_tokens)
+        assert critic_tokens.any()
+        assert not (critic_tokens & ~batch.response).any()
+        assert not critic_tokens[~batch.usable].any()
         assert np.isfinite(lessons.value_target).all()
     again = lessons_of(algorithm, batch)
     for one, other in zip(lessons, again, strict=True):
@@ -81,14 +81,14 @@ def test_tokens_of_a_response_have_its_advantage_over_the_others(algorithm):
 def test_the_critic_of_tppo_learns_returns_of_finished_responses_from_their_first_token_on():
     batch = sampled("tppo")
     lessons = lessons_of("tppo", batch)
-    learned = np.asarray(lessons.critic_tokens)
+    critic_tokens = np.asarray(lessons.critic_tokens)
     for sample in range(SAMPLES):
         if not (batch.usable & batch.finished)[sample]:
-            assert not learned[sample].any()
+            assert not critic_tokens[sample].any()
             continue
-        np.testing.assert_array_equal(learned[sample], batch.response[sample])
-        worth = CRITIC.discount ** np.arange(learned[sample].sum())[::-1]
-        actual = lessons.value_target[sample][learned[sample]]
+        np.testing.assert_array_equal(critic_tokens[sample], batch.response[sample])
+        worth = CRITIC.discount ** np.arange(critic_tokens[sample].sum())[::-1]
+        actual = lessons.value_target[sample][critic_tokens[sample]]
         np.testing.assert_allclose(actual, worth * batch.reward[sample], rtol=1e-5)
 
 

@@ -176,7 +176,9 @@ def test_a_look_sees_what_has_ended_and_changes_nothing():
         np.testing.assert_array_equal(seen.response.sum(1), np.minimum(sampled, columns))
         np.testing.assert_array_equal(seen.expert_ids, actual.expert_ids * seen.mask[..., None, None])
     seen = []
-    actual = sample(temperature=1.5, top_p=0.9, watch=Watch(1, lambda *given: bool(seen.append(given))))
+    actual = sample(
+        temperature=1.5, top_p=0.9, watch=Watch(1, lambda *arguments: bool(seen.append(arguments)))
+    )
     assert len(seen) == 1, "a callback that returns False is not called again"
     np.testing.assert_array_equal(actual.tokens, drawn().tokens)
     # After all samples have ended, the callback is not called.

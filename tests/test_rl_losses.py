@@ -44,11 +44,11 @@ def test_policy_loss_and_its_gradient(clip, token_level):
     for i, t in zip(*np.nonzero(weight), strict=True):
         ratio = np.exp(NEW[i, t] - OLD[i, t])
         free = ratio * ADVANTAGE[i, t]
-        held = np.clip(ratio, 1 - low, 1 + high) * ADVANTAGE[i, t]
-        expected -= weight[i, t] * min(free, held)
-        clipped += weight[i, t] * (held < free)
+        clipped_term = np.clip(ratio, 1 - low, 1 + high) * ADVANTAGE[i, t]
+        expected -= weight[i, t] * min(free, clipped_term)
+        clipped += weight[i, t] * (clipped_term < free)
         kl += weight[i, t] * (ratio - 1 - np.log(ratio))
-        slopes[i, t] = 0 if held < free else -weight[i, t] * free
+        slopes[i, t] = 0 if clipped_term < free else -weight[i, t] * free
     assert 0 < clipped < 1
     np.testing.assert_allclose([actual.loss, actual.clipped, actual.kl], [expected, clipped, kl], rtol=1e-4)
     np.testing.assert_allclose(slope, slopes, rtol=1e-4, atol=1e-7)
@@ -110,10 +110,10 @@ def test_value_loss_and_its_gradient():
     expected, slopes, clipped = 0.0, np.zeros_like(value), 0
     for i, t in zip(*np.nonzero(SAMPLED), strict=True):
         free = value[i, t] - target[i, t]
-        held = old[i, t] + np.clip(value[i, t] - old[i, t], -clip, clip) - target[i, t]
-        expected += 0.5 * weight[i, t] * max(free**2, held**2)
+        clipped_error = old[i, t] + np.clip(value[i, t] - old[i, t], -clip, clip) - target[i, t]
+        expected += 0.5 * weight[i, t] * max(free**2, clipped_error**2)
         # If the clipped error is larger, the value has moved far enough and has no gradient.
-        cut = held**2 > free**2
+        cut = clipped_error**2 > free**2
         clipped += cut
         slopes[i, t] = 0 if cut else weight[i, t] * free
     assert 0 < clipped < SAMPLED.sum()

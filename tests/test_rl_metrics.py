@@ -71,7 +71,7 @@ SCOPES = (
 
 @pytest.fixture(scope="module")
 def writers(tmp_path_factory):
-    """Write a user's module of writers, in the working directory and on the module path."""
+    """Write a user's module of writers, in the current folder and on the module path."""
     folder = tmp_path_factory.mktemp("module")
     (folder / "some_writers.py").write_text(textwrap.dedent(WRITERS))
     with pytest.MonkeyPatch.context() as patch:
@@ -99,20 +99,20 @@ def test_a_run_writes_exactly_the_metrics_of_the_list(ran):
     for line in lines:
         other_keys = {"step", "kind"} | ({FAILURES} if line["kind"] != "warm-up" else set())
         assert line.keys() - other_keys == names_of(line["kind"])
-    learned = lines[2]
-    assert learned["balance/residents"] > 0
-    assert learned["balance/replicas"] > 0
+    metrics = lines[2]
+    assert metrics["balance/residents"] > 0
+    assert metrics["balance/replicas"] > 0
     # A token has two experts and one other node.
-    assert 0 < learned["balance/crossings_per_token"] < 1
-    assert 0 < learned["buffers/fill"] <= 1
-    assert 1 <= learned["response/tokens"] <= learned["response/longest"] <= 7
-    assert learned["batch/tokens"] == pytest.approx(
-        learned["speed/tokens_per_second"] * learned["time/step_seconds"]
+    assert 0 < metrics["balance/crossings_per_token"] < 1
+    assert 0 < metrics["buffers/fill"] <= 1
+    assert 1 <= metrics["response/tokens"] <= metrics["response/longest"] <= 7
+    assert metrics["batch/tokens"] == pytest.approx(
+        metrics["speed/tokens_per_second"] * metrics["time/step_seconds"]
     )
-    exposed = {name: learned[f"time/exposed_{name}_seconds"] for name in PLANNING}
-    assert learned["time/exposed_seconds"] == pytest.approx(sum(exposed.values()))
-    assert all(0 <= exposed[name] <= learned[f"time/{name}_seconds"] for name in PLANNING)
-    assert learned["time/exposed_seconds"] > 0
+    exposed = {name: metrics[f"time/exposed_{name}_seconds"] for name in PLANNING}
+    assert metrics["time/exposed_seconds"] == pytest.approx(sum(exposed.values()))
+    assert all(0 <= exposed[name] <= metrics[f"time/{name}_seconds"] for name in PLANNING)
+    assert metrics["time/exposed_seconds"] > 0
 
 
 @pytest.mark.slow

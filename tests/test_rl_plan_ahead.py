@@ -48,14 +48,14 @@ def test_planning_ahead_changes_no_response_and_is_the_same_again(stepped):
 @pytest.mark.slow
 def test_the_search_is_given_the_counts_of_responses_that_have_ended(stepped, monkeypatch):
     (trainer, *_), _ = stepped
-    given = []
-    monkeypatch.setattr(trainer.state.balancer, "plan_ahead", lambda *counts, **stages: given.append(counts))
+    calls = []
+    monkeypatch.setattr(trainer.state.balancer, "plan_ahead", lambda *counts, **stages: calls.append(counts))
     with ThreadPoolExecutor(1) as beside:
         ahead = PlanAhead(trainer.state, trainer.config, beside, StepClock())
         examples = trainer.sampler.examples(0)
         responses = trainer.sampler.respond(examples, trainer.state.key, watch=ahead.watch)
         assert ahead.wait() >= 0
-    [(load, tokens, ended)] = given
+    [(load, tokens, ended)] = calls
     assert 16 <= ended.sum() < 32
     length = responses.mask.sum(1)
     np.testing.assert_array_equal(tokens, np.where(ended, length, 0))

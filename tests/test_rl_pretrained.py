@@ -61,12 +61,12 @@ def test_a_run_starts_from_a_checkpoint_and_leaves_one(task, folder, tmp_path, m
     prompt = trainer.prompts.tokenizer.encode_prompt("hello")
     assert trainer.prompts.tokenizer.decode_text(prompt) == "user\nhello\nassistant\n"
     run_train(dataclasses.replace(config, out=tmp_path / "run"), Console(quiet=True))
-    [learned] = [
+    [metrics] = [
         each
         for each in read_metrics(tmp_path / "run" / "seed-0" / "metrics.jsonl")
         if each["kind"] == "learn"
     ]
-    assert learned["balance/imbalance"] < learned["balance/imbalance_static"]
+    assert metrics["balance/imbalance"] < metrics["balance/imbalance_static"]
     trained = tmp_path / "run" / "seed-0" / "model-2"
     assert (trained / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
     before, after = tensors(folder), tensors(trained)

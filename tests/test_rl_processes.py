@@ -80,13 +80,13 @@ def assert_close(one, other):
     """Assert that metrics are equal up to the last digits of floats."""
     assert [line.keys() for line in one] == [line.keys() for line in other]
     assert [line["step"] for line in one] == list(range(STEPS))
-    for mine, its in zip(one, other, strict=True):
-        for name, value in mine.items():
+    for one_line, other_line in zip(one, other, strict=True):
+        for name, value in one_line.items():
             exact = value is None or isinstance(value, str | list)
             if exact and not np.issubdtype(np.asarray(value).dtype, np.floating):
-                assert its[name] == value, name
+                assert other_line[name] == value, name
             else:
-                np.testing.assert_allclose(its[name], value, rtol=TOLERANCE, atol=1e-6, err_msg=name)
+                np.testing.assert_allclose(other_line[name], value, rtol=TOLERANCE, atol=1e-6, err_msg=name)
 
 
 @pytest.fixture(scope="module")
@@ -111,8 +111,8 @@ def two(tmp_path_factory):
 def test_two_processes_learn_as_one(one, two):
     assert_close(lines_of(one), lines_of(two))
     for folder in (one, two):
-        _, *learned = read_metrics(folder / "seed-0" / "metrics.jsonl")
-        assert all(line["time/plan_ahead_seconds"] > 0 for line in learned), (
+        _, *learn_lines = read_metrics(folder / "seed-0" / "metrics.jsonl")
+        assert all(line["time/plan_ahead_seconds"] > 0 for line in learn_lines), (
             "homes are searched beside rollouts"
         )
     assert (two / "seed-0" / "replay.npz").exists()

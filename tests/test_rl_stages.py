@@ -87,10 +87,10 @@ def learn_all(**changes):
 
 
 def assert_same_learning(one, other, *, expected_updates):
-    (start, actual, losses, stages), (_, wanted, expected, _) = one, other
+    (start, actual, losses, stages), (_, expected_params, expected, _) = one, other
     assert len(stages.updates) == expected_updates
     np.testing.assert_allclose(losses, expected, atol=1e-5)
-    for name, value in wanted.items():
+    for name, value in expected_params.items():
         moved = np.linalg.norm(value - start[name])
         assert moved > 1e-3, name
         assert np.linalg.norm(actual[name] - value) < TOLERANCE * moved, name
@@ -104,8 +104,8 @@ def test_planned_mini_batches_learn_as_static_placement_does():
     stages = planned[-1]
     (recompute,) = stages.recompute
     for stage, own in zip((recompute, *stages.updates), (range(32), range(16), range(16, 32)), strict=True):
-        held = np.asarray(stage.batch.batch_plan.assignment.sample)
-        assert sorted(held[held != EMPTY].tolist()) == list(own)
+        sample = np.asarray(stage.batch.batch_plan.assignment.sample)
+        assert sorted(sample[sample != EMPTY].tolist()) == list(own)
         plan, topology = stage.batch.batch_plan.plan, stage.batch.parallel.topology
         assert (plan.home == recompute.batch.batch_plan.plan.home).all()
         assert (resident_experts(plan, topology) != EMPTY).any()
@@ -187,8 +187,8 @@ def test_updates_replay_what_the_recompute_recorded():
         np.testing.assert_array_equal(
             plan.load, expert_load(RoutingReplay(ids, responses.mask), plan.assignment, num_experts=16)
         )
-        held = np.isin(np.arange(32), np.asarray(plan.assignment.sample))[:, None, None, None]
-        np.testing.assert_array_equal(batch.from_ranks(samples.expert_ids), ids * held)
+        in_stage = np.isin(np.arange(32), np.asarray(plan.assignment.sample))[:, None, None, None]
+        np.testing.assert_array_equal(batch.from_ranks(samples.expert_ids), ids * in_stage)
     metrics = update_from(trainer, stages, recorded, rewards, old)
     load = np.concatenate([batch.batch_plan.load for batch, _ in stages.updates])
     np.testing.assert_array_equal(metrics.load, load)
@@ -209,12 +209,12 @@ def test_what_routing_of_the_recompute_costs_is_printed(tmp_path):
     ]
     assert line["balance/imbalance_recompute"] > line["balance/imbalance"]
     assert len(line["balance/imbalance_by_micro_batch"]) == 4
-    said = (
+    note = (
         f"recompute, seed 0: it recorded its routing and so ran without a plan, at imbalance"
         f" {line['balance/imbalance_recompute']:.4f}; in the updates the same routing ran under a plan, at imbalance"
         f" {line['balance/imbalance']:.4f}"
     )
-    assert said in shown.getvalue()
+    assert note in shown.getvalue()
 
 
 @pytest.mark.parametrize(

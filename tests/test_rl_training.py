@@ -185,15 +185,15 @@ def test_a_run_leaves_metrics_report_checkpoint_and_trace(unbroken):
     assert [(line["step"], line["kind"]) for line in lines] == list(
         zip((0, 1, 1, 2, 3, 4), kinds, strict=True)
     )
-    learned = [line for line in lines if line["kind"] == "learn"]
-    for line in learned:
+    learn_lines = [line for line in lines if line["kind"] == "learn"]
+    for line in learn_lines:
         assert 1 <= line["balance/imbalance"] <= line["balance/imbalance_bound"] * 1.01
         assert line["balance/imbalance"] < line["balance/imbalance_static"]
         assert len(line["balance/imbalance_by_micro_batch"]) == 2
     summary = json.loads((unbroken / "summary.json").read_text())["seeds"]["0"]
     assert summary["steps"] == 3
     assert summary["imbalance_static"] == pytest.approx(
-        np.mean([line["balance/imbalance_static"] for line in learned])
+        np.mean([line["balance/imbalance_static"] for line in learn_lines])
     )
     assert summary["reward_end"] == lines[-1]["evaluation/reward"]
     steps = [line for line in read_metrics(unbroken / "seed-0" / "metrics.jsonl") if line["kind"] == "learn"]

@@ -156,7 +156,7 @@ def batch():
 
 
 def counts_of_workers(workers):
-    """The loads and lengths of all workers, concatenated as a controller does."""
+    """Return the loads and lengths of all workers, concatenated as a controller does."""
     sent = [sample_counts(whole(ids, mask), layout="vllm", mask=mask, **SEND) for ids, mask in workers]
     assert {load.dtype for load, _ in sent} == {np.dtype(np.uint8), np.dtype(np.uint16)}
     return tuple(np.concatenate(part) for part in zip(*sent, strict=True))
@@ -182,7 +182,7 @@ def test_the_plan_is_that_of_the_whole_route(batch, planner, jit):
 
 
 def sampled(workers, every):
-    """Every n-th token of each worker with its route, and the index of its sample in the whole batch."""
+    """Take every n-th token of each worker with its route, and the index of its sample in the whole batch."""
     ids, samples, first = [], [], 0
     for expert_ids, mask in workers:
         sample, position = (index[::every] for index in np.nonzero(mask))

@@ -11,7 +11,7 @@ from rollout_encodings import (
     assert_holds,
     example,
     full,
-    lacking_last,
+    last_tokens,
     live,
     padded,
     routes,
@@ -42,7 +42,7 @@ def test_round_trip(name):
         ):
             replay_from_rollout(source, **arguments)
     # If the mask leaves out the last token, neither live_routing nor start is needed.
-    shorter = LEFT_PADDED & ~lacking_last(LEFT_PADDED) if lacks_last else LEFT_PADDED
+    shorter = LEFT_PADDED & ~last_tokens(LEFT_PADDED) if lacks_last else LEFT_PADDED
     if name not in (
         "nemo_rl ragged",
         "miles padded",

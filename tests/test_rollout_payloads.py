@@ -15,7 +15,7 @@ from rollout_encodings import (
     b64,
     described,
     example,
-    lacking_last,
+    last_tokens,
     live,
     nemo_rl_wire,
     npy,
@@ -59,7 +59,7 @@ def test_a_cut_payload_never_gives_another_replay(name, data):
         holder, key = holder[key], "data"
     holder[key] = holder[key][: data.draw(st.integers(0, len(holder[key]) - 1))]
     with pytest.raises(ValueError, match=f"^layout '{layout}': sample {sample}"):
-        replay_from_rollout(source, layout=layout, mask=LEFT_PADDED & ~lacking_last(LEFT_PADDED), **MODEL)
+        replay_from_rollout(source, layout=layout, mask=LEFT_PADDED & ~last_tokens(LEFT_PADDED), **MODEL)
 
 
 @pytest.mark.parametrize("layers", [[0, 1, 2, 3], [1, 3]])

@@ -30,7 +30,7 @@ from relibra_jax.types import EMPTY
 
 
 def split_response(rows, start):
-    """A response with separate rows for the prompt, which here ends one token after ``start``."""
+    """Return a response with separate rows for the prompt, which here ends one token after ``start``."""
     prompt = min(1, len(rows))
     return {"prompt_routed_experts": npy(rows[:prompt]), "choices": [{"routed_experts": npy(rows[prompt:])}]}
 

@@ -8,7 +8,7 @@ from rollout_encodings import (
     assert_holds,
     example,
     full,
-    lacking_last,
+    last_tokens,
     live,
     padded,
     sglang,
@@ -156,7 +156,7 @@ def test_trap_a_start_offset_leaves_the_tokens_before_it_missing():
         )
         assert_holds(replay, ids, LEFT_PADDED)
         first_two = LEFT_PADDED & (np.cumsum(LEFT_PADDED, axis=1) <= 2)
-        np.testing.assert_array_equal(seen[0], first_two | lacking_last(LEFT_PADDED))
+        np.testing.assert_array_equal(seen[0], first_two | last_tokens(LEFT_PADDED))
 
 
 @pytest.mark.parametrize("start", [-1, 99, "2", 1.5])

@@ -15,17 +15,17 @@ TOPOLOGY = Topology(num_nodes=2, ranks_per_node=2, num_experts=4, replica_slots=
 def check_layout(layout, assignment, lengths):
     """Check that rows contain every token of a rank once, each sample contiguous in one row, and padding last."""
     for place in np.ndindex(*assignment.sample.shape[:3]):
-        held = assignment.sample[place]
-        found = {}
+        samples = assignment.sample[place]
+        positions = {}
         for sample, position in zip(layout.sample[place], layout.position[place], strict=True):
             real = sample != EMPTY
             assert (np.diff(real.astype(int)) <= 0).all(), "padding before a token"
             for one in dict.fromkeys(sample[real].tolist()):
-                assert one not in found
+                assert one not in positions
                 where = np.flatnonzero(sample == one)
                 assert (np.diff(where) == 1).all()
-                found[one] = position[where].tolist()
-        assert found == {int(one): list(range(lengths[one])) for one in held if one != EMPTY}
+                positions[one] = position[where].tolist()
+        assert positions == {int(one): list(range(lengths[one])) for one in samples if one != EMPTY}
 
 
 @given(st.lists(st.integers(1, 40), min_size=2, max_size=40), st.integers(1, 2), st.floats(0.1, 1))

@@ -28,10 +28,10 @@ def each_once(sample, samples):
 
 def longest_first(tokens, bins):
     """Return the samples of every bin by a plain loop."""
-    held, packed = [0] * bins, [[] for _ in range(bins)]
+    load, packed = [0] * bins, [[] for _ in range(bins)]
     for sample in sorted(range(len(tokens)), key=lambda sample: (-max(tokens[sample], 1), sample)):
-        lightest = held.index(min(held))
-        held[lightest] += max(tokens[sample], 1)
+        lightest = load.index(min(load))
+        load[lightest] += max(tokens[sample], 1)
         packed[lightest].append(sample)
     return packed
 
@@ -45,8 +45,8 @@ def test_longest_first_to_the_lightest(tokens, data):
     assert sample.shape == (micro_batches, 2, 2, max(map(len, packed)))
     for places, samples in zip(sample.reshape(len(packed), -1), packed, strict=True):
         assert places.tolist() == samples + [EMPTY] * (len(places) - len(samples))
-    held = held_tokens(sample, np.maximum(tokens, 1))
-    assert held.max() < held.mean() + max(*tokens, 1) + 1e-6
+    per_rank = held_tokens(sample, np.maximum(tokens, 1))
+    assert per_rank.max() < per_rank.mean() + max(*tokens, 1) + 1e-6
 
 
 @settings(deadline=None, max_examples=8)
@@ -127,6 +127,6 @@ def test_recorded_lengths(shared, nodes, attention):
     tokens = trace["lengths"][np.random.default_rng(0).permutation(352)[:256]]
     topology = Topology(num_nodes=nodes, ranks_per_node=4, num_experts=32, replica_slots=2)
     micro_batches = 16 // nodes
-    held = held_tokens(pack_samples(tokens, topology, num_micro_batches=micro_batches).sample, tokens)
-    assert held.max() <= max(1.05 * held.mean(), tokens.max())
-    assert held.max(1).sum() / held.mean(1).sum() <= attention
+    per_rank = held_tokens(pack_samples(tokens, topology, num_micro_batches=micro_batches).sample, tokens)
+    assert per_rank.max() <= max(1.05 * per_rank.mean(), tokens.max())
+    assert per_rank.max(1).sum() / per_rank.mean(1).sum() <= attention

@@ -74,10 +74,12 @@ def test_a_failed_check_is_reported_once_with_the_reason(processes, capsys, end,
     assert not is_trusted("mosaic", "cpu")
     assert not is_trusted("mosaic", "cpu")
     assert len(processes.started) == 1
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    assert "implementation 'mosaic' is not chosen because it has not passed its check on this machine" in said
-    assert reason in said
+    output = capsys.readouterr().err
+    assert output.count("\n") == 1
+    assert (
+        "implementation 'mosaic' is not chosen because it has not passed its check on this machine" in output
+    )
+    assert reason in output
 
 
 def test_a_verdict_is_valid_for_one_device_driver_and_code(processes, monkeypatch):
@@ -126,8 +128,8 @@ def test_a_correct_implementation_passes_and_a_wrong_or_nondeterministic_one_doe
 
 def test_implementations_that_cannot_run_are_not_checked(capsys):
     assert main([]) == 0
-    said = capsys.readouterr().out.splitlines()
-    assert [line.split(": not checked, ")[0] for line in said] == ["mosaic", "triton"]
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(": not checked, ")[0] for line in lines] == ["mosaic", "triton"]
     assert not verdicts_path().exists()
 
 
@@ -141,8 +143,8 @@ def test_kernels_are_not_chosen_before_they_pass_their_check(monkeypatch, capsys
             return choose_implementation(name, IMPLEMENTATIONS, rows, rows.dtype, k=64, n=64)
 
     assert chosen() == "xla"
-    said = capsys.readouterr().err
-    assert said.count("(it has no NVIDIA H100 80GB HBM3)") == 2
+    output = capsys.readouterr().err
+    assert output.count("(it has no NVIDIA H100 80GB HBM3)") == 2
     assert chosen("mosaic") == "mosaic"
     assert chosen("triton") == "triton"
     for trusted, expected in ({"mosaic", "triton"}, "mosaic"), ({"triton"}, "triton"), (set(), "xla"):

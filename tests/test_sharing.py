@@ -17,7 +17,7 @@ from relibra_jax.sharing.optimum import cheapest_groups
 
 
 def keeps_all_rules(jobs, rollout_nodes, pools):
-    """An independent implementation of the rules of a group."""
+    """Check the rules of a group, by an independent implementation."""
     rollouts = [
         job.rollout_seconds * (job.tail_share + (1 - job.tail_share) * job.rollout_nodes / rollout_nodes)
         for job in jobs
@@ -36,7 +36,7 @@ def keeps_all_rules(jobs, rollout_nodes, pools):
 
 
 def brute_force(jobs, pools):
-    """The lowest price over all partitions of the jobs and all numbers of rollout nodes."""
+    """Return the lowest price over all partitions of the jobs and all numbers of rollout nodes."""
 
     @functools.cache
     def least(*members):
@@ -46,7 +46,7 @@ def brute_force(jobs, pools):
 
     return min(
         sum(
-            least(*(job for job, mine in zip(jobs, labels, strict=True) if mine == label))
+            least(*(job for job, job_label in zip(jobs, labels, strict=True) if job_label == label))
             for label in set(labels)
         )
         for labels in itertools.product(range(len(jobs)), repeat=len(jobs))
@@ -141,9 +141,9 @@ def test_nodes_are_added_where_they_cost_less_than_a_group(rollout_price, groups
 
 
 @pytest.mark.parametrize("kind", ["rollout_bytes", "training_bytes"])
-@pytest.mark.parametrize(("held", "count"), [(30, 1), (31, 2)])
-def test_states_may_fill_memory_exactly(kind, held, count):
-    jobs = [make_job("a", slo=9.0, **{kind: 70}), make_job("b", slo=9.0, **{kind: held})]
+@pytest.mark.parametrize(("state_bytes", "count"), [(30, 1), (31, 2)])
+def test_states_may_fill_memory_exactly(kind, state_bytes, count):
+    jobs = [make_job("a", slo=9.0, **{kind: 70}), make_job("b", slo=9.0, **{kind: state_bytes})]
     assert len(multiplex(jobs, POOLS)) == len(cheapest_groups(jobs, POOLS)) == count
 
 

@@ -30,7 +30,7 @@ def formula(durations):
 
 
 def seconds_of_a_round(ends):
-    """The mean length of the last 100 rounds, after the initial rounds in which the schedule settles."""
+    """Return the mean length of the last 100 rounds, after the initial rounds in which the schedule settles."""
     return (ends[-1] - ends[-101]) / 100
 
 
@@ -45,7 +45,7 @@ def test_round_robin_in_any_order_takes_the_period(durations):
 
 
 def two_orders(durations, rollouts, trainings, rounds):
-    """The end times of rounds if each pool serves the jobs in its own order."""
+    """Return the end times of rounds if each pool serves the jobs in its own order."""
     free, ready, ends = [0.0, 0.0], dict.fromkeys(rollouts, 0.0), []
     for _ in range(rounds):
         for pool, order in ((ROLLOUT, rollouts), (TRAINING, trainings)):
@@ -111,8 +111,8 @@ def test_recorded_steps_are_resampled():
     durations = resample_durations(group, planned, {"run": steps}, seed=0)
     assert (durations[:, 1] == 7).all()
     # A rollout on twice the nodes takes 3/4 of the time; both phases come from the same step.
-    found, counts = np.unique(durations[:, 0], axis=0, return_counts=True)
-    assert found.tolist() == [[15.0, 90.0], [45.0, 30.0]]
+    pairs, counts = np.unique(durations[:, 0], axis=0, return_counts=True)
+    assert pairs.tolist() == [[15.0, 90.0], [45.0, 30.0]]
     assert counts.min() > 100
 
 

@@ -20,7 +20,7 @@ from relibra_jax.types import RoutingReplay
 
 
 def replay_of(rows):
-    """A replay of one layer with one token per sample."""
+    """Return a replay of one layer with one token per sample."""
     ids = np.array(rows)[:, None, None, :]
     return RoutingReplay(ids, np.ones(ids.shape[:2], bool))
 

@@ -69,8 +69,8 @@ class Instance:
         here = home_node[:, None] == nodes[:, None]  # [E N L]
         load = self.offset + (here[:, :, None] * self.share[:, None]).sum(0)  # [N M L]
         layer = np.arange(home_node.shape[1]).reshape(-1, 1, 1, 1, 1)
-        goes = home_node[self.ids, layer]  # [L M N GROUP K]
-        visits = (goes[..., None] == nodes).any(-2).sum(3) * (self.nodes / np.prod(self.ids.shape[1:4]))
+        target = home_node[self.ids, layer]  # [L M N GROUP K]
+        visits = (target[..., None] == nodes).any(-2).sum(3) * (self.nodes / np.prod(self.ids.shape[1:4]))
         visits = visits * ~np.eye(self.nodes, dtype=bool)  # [L M from to]
         busiest = np.maximum(visits.sum(2), visits.sum(3)).max(-1).sum(-1)
         moves = (home_node != self.start).sum(0)

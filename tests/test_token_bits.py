@@ -155,11 +155,11 @@ def test_the_default_sample_knows_crossings_to_three_percent(shared):
     home_node = np.tile(np.arange(32) // 8, (layers, 1))
     result = off_node(visits_by_bits(tokens, home_node, nodes)) / nodes
 
-    lies = np.zeros(len(lengths), int)
+    token_node = np.zeros(len(lengths), int)
     m, n, g, b = np.nonzero(np.asarray(assignment.sample) != EMPTY)
-    lies[np.asarray(assignment.sample)[m, n, g, b]] = n
-    lies = np.repeat(lies, lengths)
-    visits = [(routed // 8 == node).any(-1) & (lies != node)[:, None] for node in range(nodes)]
+    token_node[np.asarray(assignment.sample)[m, n, g, b]] = n
+    token_node = np.repeat(token_node, lengths)
+    visits = [(routed // 8 == node).any(-1) & (token_node != node)[:, None] for node in range(nodes)]
     expected = np.sum(visits, 0).mean(0)
     error = np.abs(result / expected - 1)
     print(f"crossings from bits: {error.mean():.2%} off on average, {error.max():.2%} in the worst layer")

@@ -70,10 +70,10 @@ def test_own_rank_then_own_node_come_first(batch):
     """A copy leaves its rank only if the rank's quota is used up, and its node only if the node's quota is."""
     sent, plan = sent_by(batch), batch.plan
     load = np.asarray(batch.load).reshape(2, 2, 4, 8)
-    held = np.asarray(plan.slot_expert)[:, :, None] == np.arange(8).reshape(8, 1, 1, 1)[None, None]
-    quota = (held * np.asarray(plan.quota)[:, :, None]).sum(-1).reshape(2, 2, 8, 4)
+    holds = np.asarray(plan.slot_expert)[:, :, None] == np.arange(8).reshape(8, 1, 1, 1)[None, None]
+    quota = (holds * np.asarray(plan.quota)[:, :, None]).sum(-1).reshape(2, 2, 8, 4)
     for rank in range(4):
-        own = sent[:, :, rank, rank // 2, rank % 2][:, :, None] * held[:, :, :, rank // 2, rank % 2]
+        own = sent[:, :, rank, rank // 2, rank % 2][:, :, None] * holds[:, :, :, rank // 2, rank % 2]
         np.testing.assert_array_equal(own.sum(-1), np.minimum(load[:, :, rank], quota[..., rank]))
     crossing = sum(sent[:, :, rank, 1 - rank // 2].sum((2, 3)) for rank in range(4))
     np.testing.assert_array_equal(crossing, cross_node_load(batch.layer_plans()))

@@ -1,4 +1,4 @@
-"""Training with a new plan and a reorder every batch is training: the same parameters as with none of it."""
+"""Training with a new plan and a reorder in every batch gives the same parameters as training without them."""
 
 import functools
 import itertools
@@ -29,13 +29,14 @@ from relibra_jax.types import Topology, layer_plans
 STEPS, LAYERS, SAMPLES, TOKENS, WIDTH, HIDDEN, EXPERTS, TOP_K = 20, 2, 8, 6, 6, 5, 8, 2
 OPTIMIZER = optax.adamw(3e-3)
 EVERY_LAYER = [{"experts": layer, "router": None} for layer in range(LAYERS)]
-# Largest difference of a parameter after 20 steps of float64: sums in another order, divided by small moments.
+# The largest allowed difference of a parameter after 20 steps in float64: sums have another order, and small
+# moments divide them.
 TOLERANCE = 1e-9
 
 
 @functools.cache
 def data():
-    """Inputs, targets and routing of all batches, ``[STEPS, SAMPLES, ...]``; each batch has other hot experts."""
+    """The inputs, targets and routing of all batches, ``[STEPS, SAMPLES, ...]``, each with different hot experts."""
     rng = np.random.default_rng(0)
     shape = (STEPS, SAMPLES, TOKENS)
     popular = rng.normal(size=(STEPS, 1, 1, LAYERS, EXPERTS)) * 1.5
@@ -56,7 +57,7 @@ def initial():
 
 
 def mean_square(params, x, target, ids, experts_of):
-    """The loss of a residual stack; ``experts_of(layer, x, ids, gates)`` is its mixture of experts."""
+    """Compute the loss of a residual stack; ``experts_of(layer, x, ids, gates)`` is its mixture of experts."""
     for layer, weights in enumerate(params):
         chance = jax.nn.softmax(x @ weights["router"])
         gates = jnp.take_along_axis(chance, ids[..., layer, :], -1)
@@ -72,7 +73,7 @@ def update(loss, params, opt_state):
 
 @functools.cache
 def train_dense():
-    """Parameters after every step, with all experts in one place."""
+    """Train with all experts on one device, and return the parameters after every step."""
 
     @jax.jit
     def step(params, opt_state, x, target, ids):
@@ -97,7 +98,7 @@ def train_dense():
 
 @functools.cache
 def compiled_step(topology, mesh):
-    """The jitted update of a run."""
+    """Return the jitted update of a run."""
     parallel = ExpertParallel(mesh=mesh, topology=topology, path="hierarchical")
 
     @jax.jit
@@ -114,7 +115,7 @@ def compiled_step(topology, mesh):
 
 
 class Run:
-    """A training run on a mesh of ranks; ``planner`` None keeps every expert where it is."""
+    """A training run on a mesh of ranks. If ``planner`` is None, experts never move."""
 
     def __init__(self, nodes, local, planner="relibra"):
         self.topology = Topology(num_nodes=nodes, ranks_per_node=local, num_experts=EXPERTS, replica_slots=1)
@@ -143,19 +144,19 @@ class Run:
         return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
 
     def get(self, array):
-        """The whole array on this host, on one process or several."""
+        """Copy a whole array to this host, with one process or several."""
         return np.asarray(multihost_utils.process_allgather(array, tiled=True))
 
     @property
     def layers(self):
-        """Labels of the expert leaves."""
+        """The labels of the expert leaves."""
         return {
             "params": EVERY_LAYER,
             "opt_state": optimizer_layers(OPTIMIZER, self.opt_state, EVERY_LAYER),
         }
 
     def train(self, first, last):
-        """Batches ``first`` to ``last``: plan, reorder, update."""
+        """Plan, reorder and update for the batches ``first`` to ``last``."""
         for x, target, ids in list(zip(*data(), strict=True))[first:last]:
             by_layer = np.moveaxis(ids, 2, 0).reshape(1, LAYERS, self.topology.num_ranks, -1, TOP_K)
             load = load_of(by_layer, self.topology)
@@ -174,7 +175,7 @@ class Run:
         self.params, self.opt_state, self.home = moved["params"], moved["opt_state"], home
 
     def logical(self):
-        """Parameters in logical order, on the host."""
+        """Return the parameters on the host, with experts in logical order."""
         return [
             {
                 "experts": self.get(weights["experts"]).reshape(EXPERTS, 3, WIDTH, HIDDEN)[home],
@@ -200,20 +201,20 @@ class Run:
     def restore(self, directory):
         like = {"params": self.params, "opt_state": self.opt_state, "planner": self.state}
         with ocp.CheckpointManager(directory) as manager:
-            found = restore_checkpoint(
+            restored = restore_checkpoint(
                 manager,
                 like,
                 layers=self.layers | {"planner": None},
                 mesh=self.mesh,
                 topology=self.topology,
             )
-        self.params, self.opt_state = found.tree["params"], found.tree["opt_state"]
-        self.state, self.home = found.tree["planner"], found.home
-        return found.step
+        self.params, self.opt_state = restored.tree["params"], restored.tree["opt_state"]
+        self.state, self.home = restored.tree["planner"], restored.home
+        return restored.step
 
 
-def largest_difference(found, expected):
-    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
+def largest_difference(actual, expected):
+    pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
     return max(np.abs(a - b).max() for a, b in pairs)
 
 
@@ -225,7 +226,7 @@ def _wide():
 
 @pytest.fixture(scope="module")
 def whole():
-    """A run on 2x4 that never stopped."""
+    """An uninterrupted run on 2x4."""
     with jax.enable_x64(True):
         run = Run(2, 4)
         homes = [run.home]
@@ -266,7 +267,7 @@ def test_going_on_with_fewer_ranks_is_the_same_training(whole, tmp_path):
     first.train(0, 10)
     first.save(tmp_path, 10)
     planner = second.state
-    second.state = first.state  # of another topology: read, then started anew
+    second.state = first.state  # the saved planner state has another topology; it is restored but not used
     assert second.restore(tmp_path) == 10
     second.state = planner
     second.train(10, STEPS)

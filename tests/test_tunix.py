@@ -318,12 +318,12 @@ def test_static_and_relibra_learn_what_tunix_learns():
     assert np.abs(losses[1:]).min() > 1e-3
     np.testing.assert_allclose(static_losses, losses, atol=1e-5)
     np.testing.assert_allclose(relibra_losses, static_losses, atol=1e-5)
-    learned = [
+    runs = [
         nnx.state(cluster.actor_trainer.model.embedder)
         for cluster in (stock, static_cluster, relibra_cluster)
     ]
-    for other in learned[1:]:
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), other, learned[0])
+    for other in runs[1:]:
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), other, runs[0])
     assert max(history(relibra_cluster, "balance", "imbalance")) < 1.1
     assert min(history(static_cluster, "balance", "imbalance")) > 1.3
     assert sum(history(relibra_cluster, "balance", "experts_moved")) > 0

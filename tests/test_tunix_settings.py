@@ -36,7 +36,7 @@ def config(mini=None, train=None, rollout=None, logps=None):
 
 
 @pytest.mark.parametrize(
-    ("given", "full", "expected"),
+    ("sizes", "full", "expected"),
     [
         ({}, 8, (8, 8, 8, 8)),
         ({"mini": 4}, 8, (4, 4, 4, 4)),
@@ -44,8 +44,8 @@ def config(mini=None, train=None, rollout=None, logps=None):
         ({"mini": 4, "train": 2, "rollout": 4, "logps": 8}, 8, (4, 2, 4, 8)),
     ],
 )
-def test_sizes_that_are_left_out_are_those_of_tunix(given, full, expected):
-    assert batch_sizes(config(**given), full) == expected
+def test_sizes_that_are_left_out_are_those_of_tunix(sizes, full, expected):
+    assert batch_sizes(config(**sizes), full) == expected
 
 
 @pytest.mark.parametrize("sizes", [(4, 2, 4, 4), (4, 2, 8, 1), (4, 2, 1, 4), (8, 4, 8, 8)])

@@ -1,4 +1,4 @@
-"""The workflows call make targets that exist, and what names a version names the same one."""
+"""The workflows call make targets that exist, and all files name the same versions."""
 
 import re
 import tomllib

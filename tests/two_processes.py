@@ -59,8 +59,8 @@ def training_goes_on_where_it_stopped():
         assert second.restore(FOLDER) == 3
         assert (second.home != np.arange(test_training.EXPERTS)).any()
         second.train(3, 6)
-        wanted = test_training.train_dense()[5]
-        assert test_training.largest_difference(second.logical(), wanted) < test_training.TOLERANCE
+        expected = test_training.train_dense()[5]
+        assert test_training.largest_difference(second.logical(), expected) < test_training.TOLERANCE
 
 
 def a_damaged_checkpoint_stops_both():
@@ -81,8 +81,8 @@ def a_damaged_checkpoint_stops_both():
             multihost_utils.sync_global_devices(f"damaged {step}")
             with pytest.raises(ValueError, match=f"step {step} in .*; to try step {step - 1}, the newest"):
                 restore_checkpoint(manager, tree, step=step, **options)
-        found = restore_checkpoint(manager, tree, step=1, **options).tree
-    for shard in found.addressable_shards:
+        restored = restore_checkpoint(manager, tree, step=1, **options).tree
+    for shard in restored.addressable_shards:
         assert np.asarray(shard.data).tobytes() == noise[shard.index].tobytes()
 
 
@@ -148,12 +148,12 @@ def a_checkpoint_that_one_cannot_write_or_read_stops_both():
         def fail(*_, error=error, **__):
             raise error
 
-        found, match = ValueError, r"ing .*: failed on processes \[0\] of 2"
+        error_type, match = ValueError, r"ing .*: failed on processes \[0\] of 2"
         with pytest.MonkeyPatch.context() as patch:
             if NUMBER == 0:
-                found, match = type(error), str(error)
+                error_type, match = type(error), str(error)
                 patch.setattr(f"relibra_jax.models.tensor_files.{what}", fail)
-            with pytest.raises(found, match=match):
+            with pytest.raises(error_type, match=match):
                 run()
     assert not unwritten.exists()
 

@@ -1,1 +1,1 @@
-"""Short scripts to copy from: the planner and the balanced layers in other people's training loops."""
+"""Short scripts to copy from, with the planner and the balanced layers in external training loops."""

@@ -34,7 +34,7 @@ WORKERS, SAMPLES, TOKENS, MICRO_BATCHES = 4, 16, 300, 4
 def rollout(rng: np.random.Generator) -> tuple[list[np.ndarray], np.ndarray]:
     """Make one worker's random recording in slime's layout.
 
-    The last token of a sequence predicts nothing. Training leaves it out, so it needs no route.
+    Training leaves out the last token of a sequence, because it predicts nothing. So that token needs no route.
 
     Returns:
         The routes of every sample, int32 ``[tokens - 1, layers, K]``; and the mask of the tokens that have one.

@@ -163,7 +163,7 @@ def differences(one: dict[str, list[dict[str, Any]]], other: dict[str, list[dict
 
 
 def main() -> dict[str, int]:
-    """Train one step with and without reordered_ranks experts, and compare outputs and training states.
+    """Train one step with and without reordered experts, and compare outputs and training states.
 
     Returns:
         The numbers of differences: of ``outputs``, of training ``state``, and of outputs with ``unmapped`` expert ids.

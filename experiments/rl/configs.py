@@ -21,8 +21,8 @@ from relibra_jax.hot_ranks import HotRanks
 from relibra_jax.limits import check_integer, check_memory, check_not_negative, check_positive, check_seed
 from relibra_jax.models import ModelConfig
 from relibra_jax.models.hf_config import load_config
+from relibra_jax.planning.alternation import Assign
 from relibra_jax.planning.planners import PLANNERS, PlannerEntry
-from relibra_jax.planning.turns import Assign
 from relibra_jax.suggestions import suggest_names
 from relibra_jax.types import Topology
 
@@ -159,12 +159,12 @@ class Train:
                 raise ValueError(
                     f"{name} {value!r} must be one of {', '.join(table)}{suggest_names(value, table)}"
                 )
-        if self.model is not None:  # the run may be resumed from another working directory
+        if self.model is not None:  # the run may be resumed from another folder
             object.__setattr__(self, "model", self.model.resolve())
         if self.model is not None and self.policy != "tiny":
             raise ValueError(
-                f"policy={self.policy!r} and model={self.model} exclude each other: the one starts from random weights,"
-                " the other from a checkpoint"
+                f"policy={self.policy!r} and model={self.model} exclude each other: policy starts from random"
+                " weights, model from a checkpoint"
             )
         changed = [part for part in (self.reorder, self.replicate) if part != type(part)()]
         if changed and self.planner not in TUNABLE:
@@ -303,7 +303,7 @@ class Train:
         return self.prompts * self.responses_per_prompt
 
     def evaluates_before(self, step: int) -> bool:
-        """Whether the run evaluates before this step: after the warm-up, and every ``evaluate_every`` steps."""
+        """Return whether the run evaluates before this step: after the warm-up, and every ``evaluate_every`` steps."""
         number = step - self.warmup_steps
         due = number == 0 or (
             self.evaluate_every is not None and number > 0 and number % self.evaluate_every == 0

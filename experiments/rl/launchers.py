@@ -95,7 +95,7 @@ def _read_numbers(environment: Mapping[str, str]) -> dict[str, int]:
 
 
 def _has_kubernetes_client() -> bool:
-    """Whether the package is installed with which JAX asks Kubernetes for the number of processes."""
+    """Return whether the package is installed with which JAX asks Kubernetes for the number of processes."""
     return importlib.util.find_spec("kubernetes") is not None
 
 

@@ -1,4 +1,4 @@
-"""The log of a run's metrics: JSON lines, event files if tensorboardX is installed, and a writer of the user."""
+"""The log of a run's metrics: JSON lines, event files if tensorboardX is installed, and the user's own writer."""
 
 import inspect
 import json

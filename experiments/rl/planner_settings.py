@@ -4,12 +4,12 @@ import dataclasses
 import functools
 from typing import Final
 
+from relibra_jax.planning.alternation import Assign
 from relibra_jax.planning.assignment import assign_samples
 from relibra_jax.planning.placement import place_experts
 from relibra_jax.planning.planners import PLANNERS, PlannerEntry
 from relibra_jax.planning.relibra import relibra
 from relibra_jax.planning.replication import replicate_experts
-from relibra_jax.planning.turns import Assign
 
 TUNABLE: Final = ("relibra", "relibra_across")
 """The planners that take `Reorder` and `Replicate`. The variants of all others are planners with names of their own."""

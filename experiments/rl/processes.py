@@ -33,7 +33,7 @@ from rich.console import Console
 
 from experiments.rl.launchers import Launch, find_launch
 from experiments.rl.peers import Door, Peers, enter
-from relibra_jax.cli.refusals import exit_status
+from relibra_jax.cli.bad_input import exit_status
 from relibra_jax.execution import check_same_plan
 from relibra_jax.execution.plan_agreement import processes_where
 
@@ -74,7 +74,7 @@ def process_count() -> int:
 
 
 def is_first() -> bool:
-    """Whether this is the first process, which does what must happen only once."""
+    """Return whether this is the first process, which does what must happen only once."""
     return global_state.process_id == 0
 
 
@@ -118,7 +118,7 @@ def text_from_first(text: str) -> str:
 
 
 def on_any(flag: bool) -> bool:
-    """Whether ``flag`` is true on any process. All processes call it."""
+    """Return whether ``flag`` is true on any process. All processes call it."""
     return flag if process_count() == 1 else processes_where(flag).size > 0
 
 

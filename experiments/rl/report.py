@@ -173,9 +173,9 @@ def training_figure(
     figure.suptitle(title, color=INK, fontsize=11, x=0.01, ha="left", parse_math=False)
     for number, (seed, lines) in enumerate(metrics.items()):
         colour, style = SERIES[number % len(SERIES)], LINE_STYLES[number % len(LINE_STYLES)]
-        learned = _of_kind(lines, LEARN)
-        steps = np.array([line["step"] for line in learned])
-        rewards = [np.nan if line["reward/mean"] is None else line["reward/mean"] for line in learned]
+        learn_lines = _of_kind(lines, LEARN)
+        steps = np.array([line["step"] for line in learn_lines])
+        rewards = [np.nan if line["reward/mean"] is None else line["reward/mean"] for line in learn_lines]
         reward.plot(steps, rewards, color=colour, linewidth=0.8, alpha=0.3)
         reward.plot(steps, _smooth(rewards), style, color=colour, linewidth=1.8, label=f"seed {seed}")
         evaluated = [(line["step"], line["evaluation/reward"]) for line in _of_kind(lines, EVALUATE)]
@@ -186,18 +186,18 @@ def training_figure(
             ("imbalance_static", "static", "static placement"),
             ("imbalance", planner, "under the plan"),
         ):
-            each = [line[f"balance/{kind}_by_micro_batch"] for line in learned]
+            each = [line[f"balance/{kind}_by_micro_batch"] for line in learn_lines]
             where = np.repeat(steps, [len(values) for values in each])
             values = [value for values in each for value in values]
             marker = planner_style(of)
             balance.plot(where, values, marker.marker, color=marker.colour, markersize=3, label=label)
-        seconds = np.array([line["time/step_seconds"] for line in learned])
+        seconds = np.array([line["time/step_seconds"] for line in learn_lines])
         planning.plot(steps, 1e3 * seconds, color=INK, linewidth=1.2, label="whole step")
         for phase in PLANNING:
-            spent = _seconds(learned, f"time/{phase}_seconds")
+            spent = _seconds(learn_lines, f"time/{phase}_seconds")
             of_phase, line_style = PHASE_STYLES[phase]
             planning.plot(steps, 1e3 * spent, line_style, color=of_phase, linewidth=1.2, label=phase)
-        tokens = [line["speed/tokens_per_second"] for line in learned]
+        tokens = [line["speed/tokens_per_second"] for line in learn_lines]
         speed.plot(steps, tokens, style, color=colour, linewidth=1.2, label=f"seed {seed}")
     planning.set_yscale("log")
     for axes, label in zip(panels.flat, PANELS, strict=True):

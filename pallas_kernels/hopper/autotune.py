@@ -171,15 +171,15 @@ def main(names: Sequence[str]) -> int:
 
 def _why_not(path: Path | None, table: TileTable) -> str | None:
     """Return the reason why measurements here cannot be added to the table, or None if they can."""
-    here = empty_table()
-    if reason := why_not_hopper(here.device):
+    current = empty_table()
+    if reason := why_not_hopper(current.device):
         return reason
     if path is None:
         return f"{VARIABLE} is set but empty, so there is no file to write"
-    if table.origin != here.origin:
+    if table.origin != current.origin:
         return (
-            f"{path} was measured on {table.origin}, but this is {here.origin}; set {VARIABLE} to the path of another"
-            f" file"
+            f"{path} was measured on {table.origin}, but this is {current.origin};"
+            f" set {VARIABLE} to the path of another file"
         )
     return None
 

@@ -106,11 +106,12 @@ def _applicable_tile_sizes(path: Path) -> Mapping[str, TileSizes]:
     except FileNotFoundError:
         command = "python -m pallas_kernels.hopper.autotune"
         raise ValueError(f"{VARIABLE}={path} does not exist: write it with {command}") from None
-    here = empty_table()
-    if table.origin == here.origin:
+    current = empty_table()
+    if table.origin == current.origin:
         return table.tiles
     # The number of JAX frames up to the caller varies, so stacklevel cannot point to it: the message names the file.
     warnings.warn(
-        f"tile sizes ignored: {path} was measured on {table.origin}, but this is {here.origin}", stacklevel=2
+        f"tile sizes ignored: {path} was measured on {table.origin}, but this is {current.origin}",
+        stacklevel=2,
     )
     return {}

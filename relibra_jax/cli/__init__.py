@@ -1,5 +1,5 @@
-"""The command line ``relibra``: compares planners on a trace, writes plans to files, and describes traces.
+"""The command line ``relibra``: it compares planners on a trace, writes plans to files, describes traces, and more.
 
-It uses the library, but the library does not import it. It needs the extra ``relibra-jax[cli]``. Each command is a
-module of this package and an entry of the table in `relibra_jax.cli.commands`.
+Each command is a module or a folder of this package, and an entry of the table in `relibra_jax.cli.commands`. The
+package needs the extra ``relibra-jax[cli]``. No other package of the library imports it.
 """

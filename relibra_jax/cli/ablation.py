@@ -24,12 +24,12 @@ def assign(*batch, **sizes):
 
 
 def _for_balance_alone(place: Place) -> Place:
-    """A placement that gets no costs and no tokens, so that its search optimizes balance and not modelled time."""
+    """Return a placement without costs and tokens, so that its search optimizes balance and not modelled time."""
     return lambda *batch, tokens, cost, **options: place(*batch, tokens=None, cost=None, **options)
 
 
 def _place_alone(load, previous_home, topology: Topology, **options) -> Placement:
-    """`place_experts` with no replica slots, so that placement alone has to even out the ranks."""
+    """Call `place_experts` without replica slots, so that placement alone has to even out the ranks."""
     return place_experts(load, previous_home, dataclasses.replace(topology, replica_slots=0), **options)
 
 
@@ -38,7 +38,7 @@ def _variant(summary: str, **parts) -> Contender:
 
 
 def ablation(cost_model: CostModel) -> dict[str, Contender]:
-    """The rows of ``python -m experiments.ablation``, by name.
+    """Return the rows of ``python -m experiments.ablation``, by name.
 
     Args:
         cost_model: the cost model of the two rows that choose plans by modelled time.

@@ -71,7 +71,7 @@ def make_batches(trace: Trace, batching: Batching, topology: Topology) -> Batche
 
 
 def _cut(samples: int, batching: Batching, name: str) -> list[np.ndarray]:
-    """Indices of the samples of every batch, with each sample used once."""
+    """Return the indices of the samples of every batch, with each sample used once."""
     batch = max(1, samples // 2) if batching.batch_size is None else batching.batch_size
     check_integer("batch_size", batch, least=1)
     if batch > samples:
@@ -85,7 +85,7 @@ def _cut(samples: int, batching: Batching, name: str) -> list[np.ndarray]:
 
 
 def _draw(trace: Trace, batching: Batching, batches: int) -> list[np.ndarray]:
-    """Indices of the samples of every batch, drawn with replacement."""
+    """Return the indices of the samples of every batch, drawn with replacement."""
     if batching.batch_size is None:
         raise ValueError(
             f"bootstrap={batches} needs batch_size, the number of samples to draw for each batch"
@@ -99,7 +99,7 @@ def _draw(trace: Trace, batching: Batching, batches: int) -> list[np.ndarray]:
 
 
 def _count_micro_batches(batching: Batching, tokens: list[np.ndarray], topology: Topology) -> int:
-    """The number of micro-batches of every batch. With a token budget, the fullest batch determines it."""
+    """Return the number of micro-batches of every batch. With a token budget, the fullest batch determines it."""
     micro_batches, budget = batching.micro_batches, batching.token_budget
     if micro_batches is not None and budget is not None:
         raise ValueError(

@@ -8,6 +8,7 @@ import tyro
 from rich.console import Console
 
 from relibra_jax.cli.advise.command import Advise, run_advise
+from relibra_jax.cli.bad_input import exit_status
 from relibra_jax.cli.claims.command import Claims, run_claims
 from relibra_jax.cli.compare import Compare, run_compare
 from relibra_jax.cli.deploy.command import Deploy, run_deploy
@@ -15,7 +16,6 @@ from relibra_jax.cli.inspect import Inspect, run_inspect
 from relibra_jax.cli.multiplex.command import Multiplex, run_multiplex
 from relibra_jax.cli.parsing import HELP, parse_options
 from relibra_jax.cli.plan import MakePlan, run_plan
-from relibra_jax.cli.refusals import exit_status
 from relibra_jax.suggestions import suggest_names
 
 PROGRAM: Final = "relibra"

@@ -181,12 +181,12 @@ def comparison_table(outcomes: list[Outcome], title: str, *, residents: bool) ->
 
 
 def is_reconstruction(name: str) -> bool:
-    """Whether the planner of this name was implemented from its published text alone, without its source's code."""
+    """Return whether the planner of this name was implemented from its publication alone, without its source code."""
     return name in PLANNERS and PLANNERS[name].reconstruction
 
 
 def _for_timeline(outcomes: list[Outcome]) -> list[Outcome]:
-    """The outcomes that the timeline shows: those of `TIMELINE` and of the user's planners, else the first and last."""
+    """Select the outcomes for the timeline: `TIMELINE` and the user's planners, or else the first and the last."""
     selection = [outcome for outcome in outcomes if outcome.planner in TIMELINE or ":" in outcome.planner]
     return selection[:MOST_TIMELINES] if len(selection) > 1 else [outcomes[0], *outcomes[1:][-1:]]
 

@@ -33,12 +33,12 @@ OF_RESIDENTS: Final = ("resid", "push")
 
 
 def explain_columns(names: list[str]) -> str:
-    """The meanings of some columns, one to a line."""
+    """Return the meanings of some columns, one to a line."""
     return "\n".join(f"{name}: {COLUMNS[name]}" for name in names)
 
 
 def outcome_cells(outcome: Outcome, *, residents: bool) -> dict[str, str]:
-    """The cells of one row, by column.
+    """Return the cells of one row, by column.
 
     Args:
         outcome: the outcome of the row's planner.
@@ -67,7 +67,7 @@ def outcome_cells(outcome: Outcome, *, residents: bool) -> dict[str, str]:
 
 
 def balanced_cells(outcome: Outcome, columns: list[str]) -> dict[str, str]:
-    """The cells of the perfectly balanced run, which stands below all rows.
+    """Return the cells of the perfectly balanced run, which stands below all rows.
 
     Args:
         outcome: the outcome of any planner on the same batches.

@@ -27,7 +27,7 @@ class PageRow(NamedTuple):
 
     planner: str
     summary: str
-    """What the planner does; empty where the table of planners does not know it."""
+    """A description of the planner in one line; empty for a planner outside the table of planners."""
     reconstruction: bool
     """Whether the planner was written from the text of its source, without code."""
     colour: str
@@ -39,7 +39,7 @@ class PageRow(NamedTuple):
 
 
 def check_page(path: Path) -> None:
-    """Refuse a path that cannot become a page, before anything runs.
+    """Reject a path that cannot become a page, before anything runs.
 
     Args:
         path: the file to write.
@@ -107,7 +107,7 @@ def _rows(outcomes: list[Outcome], *, residents: bool) -> list[PageRow]:
 
 
 def command_line(program: str, options: Any) -> str:
-    """The command that has these options, without those that have their defaults.
+    """Return the command that has these options, without those that have their defaults.
 
     Args:
         program: the command, for example ``relibra compare``.

@@ -1,4 +1,4 @@
-"""What all figures share: axes without decoration, and PNG files that are whole or absent."""
+"""Functions that all figures share: axes without decoration, and PNG files that are written atomically."""
 
 from pathlib import Path
 from typing import Final, Literal

@@ -122,7 +122,7 @@ def _draw_micro_batches(axes: Axes, outcomes: Sequence[Outcome]) -> None:
 
 
 def _with_lines(names: Sequence[str]) -> Sequence[str]:
-    """The planners with a line: all if they are few, else `LINES` and those from outside the table."""
+    """Return the planners with a line: all if they are few, else `LINES` and those from outside the table."""
     if len(names) <= MOST_LINES:
         return names
     return [name for name in names if name in LINES or name not in PLANNERS][:MOST_LINES]

@@ -75,7 +75,7 @@ def run_inspect(options: Inspect, console: Console) -> None:
 
 
 def _balance(trace: Trace, load: Int[np.ndarray, "B L E"]) -> Iterator[tuple[str, str]]:
-    """The lines of the table for a trace that has tokens: a name and a value each."""
+    """Yield the lines of the table for a trace that has tokens: a name and a value each."""
     yield "spread of expert loads", f"{_by_layer(load_spread, load.sum(0))} (standard deviation / mean)"
     if trace.replay.expert_ids.shape[-1] > 1:
         lift = pair_lift(trace.replay, trace.num_experts)

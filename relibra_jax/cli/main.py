@@ -1,17 +1,21 @@
-"""The entry point of the console script ``relibra``. It starts without the extra packages that the commands need."""
+"""The entry point of the console script ``relibra``.
+
+The commands need the packages of the extra ``cli``. This module imports them only when a command runs, so that a
+missing package ends with one line that says how to install it.
+"""
 
 import sys
 from typing import Final
 
 EXTRA: Final = ("jinja2", "matplotlib", "rich", "tyro")
-"""The packages that ``relibra-jax[cli]`` brings."""
+"""The packages that ``relibra-jax[cli]`` installs."""
 
 
 def main(args: list[str] | None = None) -> int:
-    """Run one command of the command line.
+    """Run one command of ``relibra``.
 
     Args:
-        args: the command and its options. With None, the arguments of the process are used.
+        args: the command and its options. None takes the arguments of the process.
 
     Returns:
         The exit status: 0 for success, or 2 after bad input or with a missing extra package. With status 2, one line on

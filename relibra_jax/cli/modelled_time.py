@@ -75,16 +75,16 @@ class CostModel(NamedTuple):
         return "hierarchical" if self.hierarchical else "flat"
 
     def unit_times(self) -> UnitTimes:
-        """The seconds that a unit of work takes on a rank, which planners get as their ``cost``."""
+        """Return the seconds that a unit of work takes on a rank, which planners get as their ``cost``."""
         return unit_times(dispatch=self.dispatch, **self.setting(), **self._passes())
 
     def rank_time(self, batch: PlannedBatch, topology: Topology) -> RankTime:
-        """The modelled forward seconds of every rank under a plan."""
+        """Return the modelled forward seconds of every rank under a plan."""
         visits = self.visits(batch, topology)
         return _rank_time(batch.batch_plan.layer_plans(), topology, visits=visits, **self.setting())
 
     def link_times(self, batch: PlannedBatch, topology: Topology) -> LinkTimes:
-        """The modelled seconds of dispatch over each of the two networks, which work at the same time."""
+        """Return the modelled seconds of dispatch over each of the two networks, which work at the same time."""
         plans, visits = batch.batch_plan.layer_plans(), self.visits(batch, topology)
         traffic = jax.tree.map(np.asarray, _count_traffic(plans, topology, visits=visits))
         size, nothing = self.scale * ACTIVATION_BYTES * self.model.width, np.zeros(traffic.slow_sent.shape)
@@ -99,7 +99,7 @@ class CostModel(NamedTuple):
     def batch_time(
         self, batch: PlannedBatch, topology: Topology, visits: Int[Array, "M L P N"] | None
     ) -> BatchTime:
-        """The modelled seconds of a batch under its plan, with the reorder before it.
+        """Return the modelled seconds of a batch under its plan, with the reorder before it.
 
         Args:
             batch: the batch with its plan.
@@ -116,21 +116,21 @@ class CostModel(NamedTuple):
         )
 
     def balanced_time(self, load: Array, topology: Topology) -> BatchTime:
-        """The modelled seconds of a perfectly balanced batch that has as many tokens as ``load``."""
+        """Return the modelled seconds of a perfectly balanced batch that has as many tokens as ``load``."""
         return balanced_time(load, topology, dispatch=self.dispatch, **self.setting(), **self._passes())
 
     def least_time(self, replay: RoutingReplay, topology: Topology, across_nodes: bool) -> LeastTime:
-        """A lower bound of the modelled seconds of a batch over all plans."""
+        """Return a lower bound of the modelled seconds of a batch over all plans."""
         return least_time(replay, topology, cost=self.unit_times(), across_nodes=across_nodes)
 
     def visits(self, batch: PlannedBatch, topology: Topology) -> Int[Array, "M L P N"] | None:
-        """The node visits of a batch's tokens on the hierarchical path, by `node_visits`; None on the flat path."""
+        """Count the node visits of a batch's tokens with `node_visits`; return None on the flat path."""
         return node_visits(batch.replay, batch.batch_plan, topology) if self.hierarchical else None
 
     def crossings(
         self, batch: PlannedBatch, topology: Topology, visits: Int[Array, "M L P N"] | None
     ) -> Crossings:
-        """The crossings of the slow network per token of a batch.
+        """Return the crossings of the slow network per token of a batch.
 
         Args:
             batch: the batch with its plan.
@@ -147,13 +147,13 @@ class CostModel(NamedTuple):
         return Crossings(sent / max(tokens, 1.0), busiest / max(tokens, 1.0))
 
     def rank_memory(self, topology: Topology, *, residents: bool) -> RankMemory:
-        """The modelled memory of a rank in bytes, with or without the resident slots of the topology."""
+        """Return the modelled memory of a rank in bytes, with or without the resident slots of the topology."""
         if not residents:
             topology = dataclasses.replace(topology, resident_slots=0)
         return rank_memory(topology, self.model, shards=self.shards)
 
     def setting(self) -> dict[str, Any]:
-        """The hardware, model and sizes, as keyword arguments of `relibra_jax.cost.step_time.rank_time`."""
+        """Return the hardware, model and sizes, as keyword arguments of `relibra_jax.cost.step_time.rank_time`."""
         return {"cluster": self.cluster, "model": self.model, "context": self.context, "scale": self.scale}
 
     def _passes(self) -> dict[str, Any]:

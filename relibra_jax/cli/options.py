@@ -19,7 +19,7 @@ TraceName = Annotated[
 
 
 def _default(meaning: str) -> object:
-    """A marker that makes the help page describe a default of None in words."""
+    """Return a marker that makes the help page describe a default of None in words."""
     return tyro.conf.arg(help_behavior_hint=f"(default: {meaning})")
 
 

@@ -77,7 +77,7 @@ class Outcome:
         return np.concatenate([np.asarray(rank_load(batch.batch_plan.plan)) for batch in self.batches])
 
     def numbers(self) -> dict[str, object]:
-        """All fields except the batches, for the JSON file."""
+        """Return all fields except the batches, for the JSON file."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "batches"}
 
 

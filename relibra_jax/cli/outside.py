@@ -8,11 +8,11 @@ from typing import Any
 from relibra_jax.suggestions import suggest_names
 
 
-def import_outside(what: str, name: str) -> Any:
+def import_outside(kind: str, name: str) -> Any:
     """Import an attribute of a module by its name.
 
     Args:
-        what: the kind of thing to import, for error messages, for example ``planner``.
+        kind: the kind of thing to import, for error messages, for example ``planner``.
         name: the name, written ``module:attribute``. The module is searched in the current folder and on Python's path.
 
     Returns:
@@ -26,7 +26,7 @@ def import_outside(what: str, name: str) -> Any:
     """
     module_name, _, attribute = name.partition(":")
     if not module_name or not attribute:
-        raise ValueError(f"{what} {name!r} must be written module:attribute, for example my_module:my_{what}")
+        raise ValueError(f"{kind} {name!r} must be written module:attribute, for example my_module:my_{kind}")
     if os.getcwd() not in sys.path:  # Python does not add the current folder for a console script
         sys.path.insert(0, os.getcwd())
     try:
@@ -35,10 +35,10 @@ def import_outside(what: str, name: str) -> Any:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise
         raise ValueError(
-            f"{what} {name!r}: no module {error.name!r} in the current folder or on Python's path"
+            f"{kind} {name!r}: no module {error.name!r} in the current folder or on Python's path"
         ) from error
     if not hasattr(module, attribute):
         raise ValueError(
-            f"{what} {name!r}: {module_name} has no {attribute!r}{suggest_names(attribute, vars(module))}"
+            f"{kind} {name!r}: {module_name} has no {attribute!r}{suggest_names(attribute, vars(module))}"
         )
     return getattr(module, attribute)

@@ -69,7 +69,7 @@ class Style(NamedTuple):
 
 
 def system_of(name: str) -> str:
-    """The system to which a planner belongs.
+    """Return the system to which a planner belongs.
 
     Args:
         name: the name of a planner or of a row of a report, for example ``eplb_history`` or ``relibra + assign``.
@@ -88,7 +88,7 @@ def system_of(name: str) -> str:
 
 
 def planner_style(name: str) -> Style:
-    """The style of a planner, which depends on its name alone.
+    """Return the style of a planner, which depends on its name alone.
 
     Args:
         name: the name of a planner or of a row of a report, as in `system_of`.
@@ -108,6 +108,6 @@ def planner_style(name: str) -> Style:
 
 
 def _tint(colour: str, share: float) -> str:
-    """A colour with this share of white mixed in."""
+    """Return a colour with this share of white mixed in."""
     parts = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
     return "#" + "".join(f"{round(part + share * (255 - part)):02x}" for part in parts)

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import tyro
 
-from relibra_jax.cli.refusals import exit_status
+from relibra_jax.cli.bad_input import exit_status
 from relibra_jax.suggestions import did_you_mean
 
 HELP: Final = frozenset({"-h", "--help"})

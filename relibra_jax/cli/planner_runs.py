@@ -15,13 +15,13 @@ from relibra_jax.cli.batching import Batches
 from relibra_jax.limits import check_memory
 from relibra_jax.plan import contiguous_homes, expert_totals
 from relibra_jax.plan_check import check_plan
+from relibra_jax.planning.alternation import Assign
 from relibra_jax.planning.baselines.forecasts import FORECASTS, expect_loads
 from relibra_jax.planning.metrics import forecast_error
 from relibra_jax.planning.plan_batch import plan_loads
 from relibra_jax.planning.planners import PlannerEntry
 from relibra_jax.planning.token_sample import Routes, sample_routes
 from relibra_jax.planning.transitions import transitions_for
-from relibra_jax.planning.turns import Assign
 from relibra_jax.replay import sample_load
 from relibra_jax.types import (
     Array,
@@ -198,7 +198,7 @@ def _plan(
 
 
 def _median_seconds(run: Callable[[], object], runs: int) -> float:
-    """The median seconds of several calls, after one call that compiles."""
+    """Return the median seconds of several calls, after one call that compiles."""
     if not runs:
         return float("nan")
     times = []

@@ -59,7 +59,7 @@ class LayerTimeline(NamedTuple):
 def layer_timeline(
     batch: PlannedBatch, place: tuple[int, int], topology: Topology, cost_model: CostModel
 ) -> LayerTimeline:
-    """The timeline of one layer of one micro-batch under a plan.
+    """Return the timeline of one layer of one micro-batch under a plan.
 
     Args:
         batch: the batch and its plan.
@@ -124,19 +124,19 @@ def timeline_figure(
 
 
 def _nodes_drawn(load: np.ndarray, topology: Topology) -> np.ndarray:
-    """The nodes that fit: all, or those with the fullest ranks."""
+    """Return the nodes that fit: all, or those with the fullest ranks."""
     count = max(1, MOST_RANKS // topology.ranks_per_node)
     return np.sort(np.argsort(-load.max(1), kind="stable")[:count])
 
 
 def _ranks(nodes: np.ndarray, topology: Topology) -> np.ndarray:
-    """The flat ranks of some nodes."""
+    """Return the flat ranks of some nodes."""
     local = np.arange(topology.ranks_per_node)
     return (nodes[:, None] * topology.ranks_per_node + local).ravel()
 
 
 def _draw_ranks(axes: Axes, line: LayerTimeline, nodes: np.ndarray, topology: Topology) -> None:
-    """Every rank's lanes, a row each."""
+    """Draw the lanes of every rank, one rank per row."""
     ranks = _ranks(nodes, topology)
     rows, (attended, dispatched, computed, combined) = np.arange(len(ranks)), line.ends
 
@@ -166,7 +166,7 @@ def _part_samples(
     nodes: np.ndarray,
     topology: Topology,
 ) -> None:
-    """White lines where one sample of a rank gives way to the next in its attention."""
+    """Draw a white line in a rank's attention wherever the next sample begins."""
     tokens = np.append(np.asarray(batch.replay.mask).sum(1), 0)  # EMPTY, the last, has none
     sample = np.asarray(batch.batch_plan.assignment.sample[micro_batch])
     ranks = _ranks(nodes, topology)
@@ -186,9 +186,9 @@ def _describe(
     cost_model: CostModel,
     longest: float,
 ) -> None:
-    """Names of phases, ranks and nodes, and the numbers of a planner."""
+    """Write the names of phases, ranks and nodes, and the numbers of a planner."""
     count, local = len(nodes) * topology.ranks_per_node, topology.ranks_per_node
-    what = "tokens" if cost_model.hierarchical else "token copies"
+    unit = "tokens" if cost_model.hierarchical else "token copies"
     axes.set_title(planner, loc="left", fontsize=11, color=INK, fontweight="bold", pad=14, parse_math=False)
     starts = np.append(0, line.ends[:-1])
     for name, start, end in zip(
@@ -216,7 +216,7 @@ def _describe(
         sent = line.sent.reshape(-1, local)[node].sum()
         middle = (number + 0.5) * local - 0.5
         axes.annotate(
-            *(f"node {node} sends\n{_thousands(sent)} {what}\nto other nodes", (line.ends[-1], middle)),
+            *(f"node {node} sends\n{_thousands(sent)} {unit}\nto other nodes", (line.ends[-1], middle)),
             xytext=(6, 0),
             textcoords="offset points",
             va="center",

@@ -92,14 +92,15 @@ def replicate_while_hidden(
     Returns:
         A Plan.
     """
-    near = replicate_experts(load, home, topology, **options)
-    far = replicate_experts(load, home, topology, across_nodes=True, **options)
+    inside_nodes = replicate_experts(load, home, topology, **options)
+    on_any_node = replicate_experts(load, home, topology, across_nodes=True, **options)
     tokens = scale * jnp.asarray(load).sum(-1) / (model.top_k * topology.num_ranks)
     attention = tokens * model.token_flops(context) / (cluster.matmul_flops * cluster.matmul_efficiency)
     hidden = (
-        push_time(layer_plans(far, None), topology, cluster=cluster, model=model).max((-2, -1)) <= attention
+        push_time(layer_plans(on_any_node, None), topology, cluster=cluster, model=model).max((-2, -1))
+        <= attention
     )
-    return _choose(hidden, far, near, jnp.ones(home.shape[0], bool))
+    return _choose(hidden, on_any_node, inside_nodes, jnp.ones(home.shape[0], bool))
 
 
 def _choose(rows: Bool[Array, "M L"], first: Plan, second: Plan, layers: Bool[Array, " L"]) -> Plan:

@@ -6,14 +6,15 @@ All tokens of a sample are on the node of the sample. If this node holds j of a 
     hierarchical dispatch  the token visits every other node that has one of its experts: none only if j = K
 
 **Sets.** Each node n holds a set of h experts, with the indicator x_n. Let w_s be non-negative weights of a sample's
-experts, such that what does not cross is at most the sum over samples of w_s . x_(node of s). For flat dispatch they
-are the loads. For hierarchical dispatch they are any weights of a token's experts that sum to 1 for each token; here an
-expert that the sample uses often gets a small weight. The sum is at most that of the h largest entries of each w_s, as
-if every sample had a node for itself. It is also at most that of the h largest entries of the sum of w, plus what the
-deviations c_s of samples from the mean add: with positive weights v_s and u_e, by von Neumann's trace inequality, no
-more than sqrt(|V^(1/2) Z|^2 sum_i sigma_i(V^(-1/2) C U^(-1/2))^2 x_i^2), with x_i the singular values of U^(1/2) X, and
-Z and X the indicators of samples and experts minus their means over nodes, of rank N - 1. All layers have the same Z,
-so the singular values are those of all layers side by side.
+experts, such that the copies (or tokens) that do not cross are at most the sum over samples of w_s . x_(node of s). For
+flat dispatch the weights are the loads. For hierarchical dispatch they may be any weights of a token's experts that sum
+to 1 for each token; here an expert that the sample uses often gets a small weight. The sum is at most that of the h
+largest entries of each w_s, as if every sample had a node for itself. It is also at most that of the h largest entries
+of the sum of w, plus the contribution of the deviations c_s of samples from the mean. With positive weights v_s and
+u_e, by von Neumann's trace inequality, this contribution is at most
+sqrt(|V^(1/2) Z|^2 sum_i sigma_i(V^(-1/2) C U^(-1/2))^2 x_i^2), with x_i the singular values of U^(1/2) X, and Z and X
+the indicators of samples and experts minus their means over nodes, of rank N - 1. All layers have the same Z, so the
+singular values are those of all layers side by side.
 
 **Parts.** Without residents, homes are a partition of the experts into equal parts. The pairs of a token's experts in
 the same part are bounded like graph partitions (Donath and Hoffman, IBM J. Res. Dev. 17, 1973): for the matrix A of
@@ -26,8 +27,8 @@ plane is used.
 attention, or compute, would take longer. Let the fullest node have the share 1/N + d of the tokens, and K/N + a copies
 per token of the batch (replicas stay in its node). From the mean load p, at most K/N + min(a, K d) copies per token are
 local; and the pairs, from whose matrix b p p' is subtracted, get at most b (K^2 / N + K a) / 2 from it. Both are
-linear: as long as crossings cost less than the additional attention and compute, even nodes are best, and beyond that
-the bound gives the excess away.
+linear: as long as crossings cost less than the additional attention and compute, even nodes are best. Beyond that, the
+bound subtracts the largest possible net gain.
 """
 
 from typing import Final, NamedTuple
@@ -147,9 +148,9 @@ def crossings_of_parts(
 
     def fewest(planes, kept_pairs: float, removed: float) -> float:
         height, own, pair = planes
-        paid = np.minimum(own * top_k, token)  # the gain of local copies that longer attention offsets
-        owed = np.maximum(own - paid / top_k + pair * removed * top_k / 2 - copy, 0)
-        crossings = layers * height - own * kept - pair * kept_pairs - layers * owed * top_k * apart
+        offset_gain = np.minimum(own * top_k, token)  # the gain of local copies that longer attention offsets
+        net_gain = np.maximum(own - offset_gain / top_k + pair * removed * top_k / 2 - copy, 0)
+        crossings = layers * height - own * kept - pair * kept_pairs - layers * net_gain * top_k * apart
         return float(tokens * crossings.max())
 
     if not hierarchical:
@@ -259,7 +260,7 @@ def _parts(total: int, most_parts: int, largest: int) -> list[tuple[int, ...]]:
     ]
 
 
-def copies_off_rank(load: Float[Array, "B L E"], held: int) -> float:
-    """Bound from below the token copies that leave their rank or node if it holds ``held`` experts, over all layers."""
+def copies_off_rank(load: Float[Array, "B L E"], num_held: int) -> float:
+    """Bound from below the token copies, of all layers, that leave a rank or node with ``num_held`` experts."""
     load = np.asarray(load)
-    return float(load.sum() - _largest(load)[..., min(held, load.shape[2]) - 1].sum())
+    return float(load.sum() - _largest(load)[..., min(num_held, load.shape[2]) - 1].sum())

@@ -156,10 +156,15 @@ def _flat_traffic(plan: LayerPlan, *, topology: Topology) -> Traffic:
         jnp.zeros_like(supply).at[jnp.arange(ranks)[:, None], slot_expert].add(plan.quota.reshape(ranks, -1))
     )
     own = jnp.minimum(supply, demand)
-    wanted, offered = ((side - own).reshape(nodes, local, -1) for side in (supply, demand))
+    supply_left, demand_left = ((side - own).reshape(nodes, local, -1) for side in (supply, demand))
 
     def in_node(side, other):
         return jnp.clip(other.sum(1, keepdims=True) - line_starts(side), 0, side)
 
-    sent, taken = in_node(wanted, offered), in_node(offered, wanted)
-    return Traffic(*(rows.sum(-1) for rows in (wanted - sent, offered - taken, sent, taken)))
+    fast_sent, fast_received = in_node(supply_left, demand_left), in_node(demand_left, supply_left)
+    return Traffic(
+        *(
+            rows.sum(-1)
+            for rows in (supply_left - fast_sent, demand_left - fast_received, fast_sent, fast_received)
+        )
+    )

@@ -226,7 +226,7 @@ def _saved_leaves(leaves: dict[str, ExpertLeaf]) -> dict[str, ExpertLeaf]:
 
 
 def _saved_array(value: Any) -> jax.Array | np.ndarray:
-    """The array that a checkpoint saves for a leaf without experts."""
+    """Return the array that a checkpoint saves for a leaf without experts."""
     # Orbax copies global arrays to the host before its save returns. Other arrays are copied here.
     if _is_key(value):
         value = jax.random.key_data(value)
@@ -236,7 +236,7 @@ def _saved_array(value: Any) -> jax.Array | np.ndarray:
 
 
 def _saved_form(leaf: ExpertLeaf, mesh: Mesh) -> jax.ShapeDtypeStruct | np.ndarray:
-    """The shape, dtype and sharding of a leaf on disk."""
+    """Return the shape, dtype and sharding of a leaf on disk."""
     array = leaf.array
     if leaf.layers is not None:
         axis = int(leaf.stacked)

@@ -104,7 +104,7 @@ def check_arrays(step: int, saved: Mapping[str, list[Any]], expected: Mapping[st
 
 
 def describe(array: Any) -> list[Any]:
-    """The entry of an array in ``Layout.arrays``: its dtype's name and its dimensions.
+    """Return the entry of an array in ``Layout.arrays``: its dtype's name and its dimensions.
 
     >>> describe(np.zeros((2, 3), np.int8))
     ['int8', 2, 3]

@@ -145,14 +145,14 @@ def _read_item(manager: ocp.CheckpointManager, step: int, item: str, args: Any) 
 
 
 def _folder(manager: ocp.CheckpointManager, step: int) -> Any:
-    """The folder of a step, whose name may have a prefix and padding that the manager's options define."""
+    """Return the folder of a step, whose name may have a prefix and padding that the manager's options define."""
     step_of = ocp.path.step.step_from_checkpoint_name
     folders = ocp.path.step.checkpoint_steps_paths(manager.directory)
     return next((folder for folder in folders if step_of(folder.name) == step), manager.directory / str(step))
 
 
 def _newest_before(manager: ocp.CheckpointManager, step: int) -> int | None:
-    """The newest step before ``step`` whose layout this process can read and verify; None if there is none."""
+    """Return the newest step before ``step`` whose layout this process can read and verify; None if there is none."""
     for earlier in sorted((other for other in manager.all_steps() if other < step), reverse=True):
         try:
             _read_layout(manager, earlier, verify=True)
@@ -163,5 +163,5 @@ def _newest_before(manager: ocp.CheckpointManager, step: int) -> int | None:
 
 
 def _is_about(text: str, name: str) -> bool:
-    """Whether TensorStore's error text has a file of an array: ``"name/.zarray"``, ``'path': 'name/'``."""
+    """Return whether TensorStore's error text has a file of an array: ``"name/.zarray"``, ``'path': 'name/'``."""
     return re.search(rf"""["']{re.escape(name)}/""", text) is not None

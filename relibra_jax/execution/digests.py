@@ -75,7 +75,7 @@ def _sums(leaf: ExpertLeaf, home: Int[np.ndarray, "L E"]) -> Iterator[tuple[Any,
 
 
 def _expert_of_slot(leaf: ExpertLeaf, home: Int[np.ndarray, "L E"]) -> UInt32[np.ndarray, "..."]:
-    """The logical expert in each slot of a leaf, ``[N, G, H]`` or stacked ``[l, N, G, H]``."""
+    """Return the logical expert in each slot of a leaf, ``[N, G, H]`` or stacked ``[l, N, G, H]``."""
     slots = leaf.array.shape[: 3 + leaf.stacked]
     return np.argsort(home[list(leaf.rows)], axis=1).astype(np.uint32).reshape(slots)
 
@@ -125,7 +125,7 @@ def _host_sums(array: np.ndarray) -> Iterator[tuple[Any, ...]]:
 
 
 def _index_along(shape: Sequence[int], axis: int, xp: Any) -> Any:
-    """The indices 0, 1, 2, ... along one axis, with length 1 along all other axes."""
+    """Return the indices 0, 1, 2, ... along one axis, with length 1 along all other axes."""
     ones = [1] * len(shape)
     ones[axis] = shape[axis]
     return xp.arange(shape[axis], dtype=np.uint32).reshape(ones)

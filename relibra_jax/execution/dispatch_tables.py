@@ -142,7 +142,7 @@ def _fits(exchange: Exchange, counts, rows: int):
 
 
 def _copies_in_lanes(key, slot_key, sent, slot_start, exchange: Exchange):
-    """The token copy in each row of the send buffer."""
+    """Return the token copy in each row of the send buffer."""
     order, slots, begin = line_up(key, slot_key, sent)
     first = jnp.zeros_like(begin).at[slots].set(begin, unique_indices=True).reshape(sent.shape)
     # Segments must ascend. They are ordered by lane and not by start, because an empty segment may share the start of a

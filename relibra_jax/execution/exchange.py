@@ -45,7 +45,7 @@ class Lanes(NamedTuple):
     """The first row for this rank in the send buffer of each rank."""
 
     def back(self) -> "Lanes":
-        """The lanes of the reverse exchange."""
+        """Return the lanes of the reverse exchange."""
         return Lanes(
             *(self.received, self.sent, self.receive_start, self.send_start),
             *(self.peer_send_start, self.peer_receive_start),
@@ -91,7 +91,7 @@ class Exchange:
         )
 
     def lane_order(self) -> Int[jax.Array, " P"]:
-        """The ranks in the order of their rows in this rank's send buffer."""
+        """Return the ranks in the order of their rows in this rank's send buffer."""
         rank = jnp.arange(self.ranks, dtype=jnp.int32)
         if self.kind != "padded":
             return rank
@@ -99,7 +99,7 @@ class Exchange:
         return jnp.argsort(own_last)
 
     def fits(self, counts: Int[jax.Array, "P P"]) -> jax.Array:
-        """Whether the buffers of all ranks are large enough for ``counts``, the rows from each rank to each."""
+        """Return whether the buffers of all ranks are large enough for ``counts``, the rows from each rank to each."""
         if self.kind == "padded":
             others = jnp.where(jnp.eye(self.ranks, dtype=bool), 0, counts)
             return (others.max() <= self.sizes.pair) & (counts.diagonal().max() <= self.sizes.own)

@@ -89,7 +89,7 @@ def optimizer_layers(tx: Any, opt_state: PyTree, layers: PyTree) -> PyTree:
 
 
 def _is_state(part: Any) -> bool:
-    """Whether ``part`` is the state of one transformation, which is a NamedTuple in optax."""
+    """Return whether ``part`` is the state of one transformation, which is a NamedTuple in optax."""
     return hasattr(part, "_fields")
 
 
@@ -146,7 +146,7 @@ def _labels(layers: PyTree) -> dict[tuple[Any, ...], Layers]:
 
 
 def _labelled_prefix(path: tuple[Any, ...], labels: dict[tuple[Any, ...], Layers]) -> tuple[Any, ...]:
-    """The start of ``path`` that has a label.
+    """Return the start of ``path`` that has a label.
 
     Labels are matched by paths and not by tree types, so that the labels of one Flax state fit another with its paths.
     """
@@ -184,10 +184,10 @@ def _check_leaf(leaf: ExpertLeaf, num_layers: int, mesh: Mesh, topology: Topolog
 
 
 def slot_spec(sharding: NamedSharding, *, stacked: bool) -> PartitionSpec:
-    """The sharding spec of an expert leaf, with node and local even if they have size 1, and further axes unchanged."""
+    """Return the sharding spec of an expert leaf: node and local, even if they have size 1, and its further axes."""
     return PartitionSpec(*(None,) * stacked, *RANKS, None, *sharding.spec[stacked + 3 :])
 
 
 def leaf_name(path: tuple[Any, ...]) -> str:
-    """The name of a leaf in error messages."""
+    """Return the name of a leaf in error messages."""
     return jax.tree_util.keystr(path)

@@ -82,7 +82,7 @@ def make_fetch(
 
 
 def travels_in_pieces(exchange: Exchange) -> bool:
-    """Whether replicas, or at least their gradients, travel in pieces (`relibra_jax.execution.expert_pieces`)."""
+    """Return whether replicas or their gradients travel in pieces (`relibra_jax.execution.expert_pieces`)."""
     return exchange.kind == "padded" or exchange.kind in PULLED
 
 

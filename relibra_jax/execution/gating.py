@@ -238,6 +238,6 @@ def _wide(logits: Float[Array, "..."]) -> Float[jax.Array, "..."]:
 
 
 def _log_scores(logits: Float[Array, "..."], gating: Gating) -> Float[jax.Array, "..."]:
-    """The logarithms of the scores, up to a constant for each token: ``u`` in the module's docstring."""
+    """Return the logarithms of the scores, up to a constant for each token: ``u`` in the module's docstring."""
     logits = _wide(logits)
     return jax.nn.log_sigmoid(logits) if gating.scores == "sigmoid" else logits

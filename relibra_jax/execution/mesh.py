@@ -100,12 +100,12 @@ def why_not_remote(devices: Sequence[Any]) -> str | None:
 
 
 def rank_sharding(mesh: Mesh, *, memory_kind: str | None = None) -> NamedSharding:
-    """The sharding of an array ``[N, G, ...]``, such as expert parameters: each rank holds its own part."""
+    """Return the sharding of an array ``[N, G, ...]``, such as expert parameters: each rank holds its own part."""
     return NamedSharding(mesh, PartitionSpec(*RANKS), memory_kind=memory_kind)
 
 
 def varying_axes(array: jax.Array) -> tuple[str, ...]:
-    """The mesh axes over which an array may differ, inside `jax.shard_map`."""
+    """Return the mesh axes over which an array may differ, inside `jax.shard_map`."""
     return tuple(jax.typeof(array).manual_axis_type.varying)
 
 

@@ -1,15 +1,14 @@
 """The mixture-of-experts layer without Flax: dispatch, grouped expert compute and combine under a plan.
 
-Call `moe_layer` in the place of a dense mixture of experts, on global arrays under jit, and
-`relibra_jax.execution.replicas.fetch_replicas` at the start of the transformer layer, before attention. Plans are data,
-so one compiled step serves every plan of a mesh. The index tables come from `relibra_jax.execution.prepared_layer`,
-computed before the step.
+Call `relibra_jax.execution.replicas.fetch_replicas` at the start of the transformer layer, before attention, and
+`moe_layer` in the place of a dense mixture of experts. Both work on global arrays under jit. Plans are data, so one
+compiled step serves every plan of a mesh. `relibra_jax.execution.prepared_layer` computes the index tables before the
+step.
 
 A plan never changes the mathematics, and the layer drops no token. Only ``ExpertParallel.float8`` changes values: hot
 ranks then compute in float8, in passes without gradients. The host checks sizes and plans before the step
 (`relibra_jax.capacity`, `relibra_jax.plan_check`). If a step still runs with too small buffers, with an invalid plan,
-with a plan for another load, or with other expert ids, its output and gradients are NaN, never a result without some
-of the tokens.
+with a plan for another load, or with other expert ids, its output and gradients are NaN.
 
 Pipeline, context and expert-tensor parallelism are not implemented.
 """
@@ -112,12 +111,12 @@ def _slots(topology: Topology) -> tuple[int, int, int]:
 
 
 def _flat(dispatch: Dispatch | NodeDispatch) -> Dispatch:
-    """The tables of the last hop, which ends in the slots."""
+    """Return the tables of the last hop, which ends in the slots."""
     return dispatch.inside if isinstance(dispatch, NodeDispatch) else dispatch
 
 
 def _on_rank(x, gates, weights, tables: TokenTables, parallel: ExpertParallel):
-    """The whole layer on one rank: ``x[t, D]``, ``gates[t, K]``."""
+    """Run the whole layer on one rank, on ``x[t, D]`` and ``gates[t, K]``."""
     dispatch, valid = tables.dispatch, tables.valid
     flat, exchanges = _flat(dispatch), token_exchanges(parallel, *gates.shape)[0]
     # Every input that has a gradient is multiplied by NaN if the layer is invalid, so that its gradient is NaN too.

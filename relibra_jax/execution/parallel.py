@@ -142,7 +142,7 @@ class ExpertParallel:
         return RANKS if self.across_nodes else (LOCAL,)
 
     def sizes(self, tokens: int, top_k: int) -> Capacities:
-        """The buffer sizes of a layer: the given capacities, or else the worst case.
+        """Return the buffer sizes of a layer: the given capacities, or else the worst case.
 
         Args:
             tokens: the number of tokens on one rank.
@@ -151,18 +151,18 @@ class ExpertParallel:
         return self.capacities or worst_case_capacities(tokens, top_k, self.topology)
 
     def is_hierarchical(self, top_k: int) -> bool:
-        """Whether dispatch is hierarchical for tokens with ``top_k`` experts: a token crosses to each node once."""
+        """Return whether tokens with ``top_k`` experts are dispatched hierarchically, crossing to each node once."""
         if self.path != AUTO:
             return self.path == "hierarchical"
         counted = self.capacities is None or self.capacities.node is not None
         return self.topology.num_nodes > 1 and top_k > 1 and counted
 
     def token_exchange(self, axes: tuple[str, ...], sizes: ExchangeSizes) -> Exchange:
-        """The exchange of tokens along the mesh axes ``axes``, with buffers of the given sizes."""
+        """Return the exchange of tokens along the mesh axes ``axes``, with buffers of the given sizes."""
         return self._over(axes, sizes, self.exchange)
 
     def replica_exchange(self, sizes: ExchangeSizes) -> Exchange:
-        """The exchange of replicas between the ranks of a domain, with buffers of the given sizes."""
+        """Return the exchange of replicas between the ranks of a domain, with buffers of the given sizes."""
         return self._over(self.domain, sizes, self.fetch)
 
     def _over(self, axes: tuple[str, ...], sizes: ExchangeSizes, kind: str) -> Exchange:
@@ -177,7 +177,7 @@ class ExpertParallel:
         on_gpu = self.mesh.devices.flat[0].platform in ("gpu", "cuda")
         return "ragged" if on_gpu and inside_node and ranks <= MOST_RAGGED_RANKS else "padded"
 
-    def print_ways(self, top_k: int) -> None:
+    def print_choices(self, top_k: int) -> None:
         """Print the path and exchanges that ``auto`` chose, on process 0 and once for equal choices."""
         if AUTO not in (self.path, self.exchange, self.fetch) or jax.process_index():
             return

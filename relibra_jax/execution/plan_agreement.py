@@ -29,7 +29,7 @@ def digest(tree: Any) -> np.ndarray:
 
 
 def processes_where(flag: bool) -> Int[np.ndarray, " P"]:
-    """The numbers of the processes on which ``flag`` is true. Every process must call this function."""
+    """Return the numbers of the processes on which ``flag`` is true. Every process must call this function."""
     if jax.process_count() == 1:
         return np.arange(int(flag))
     return np.flatnonzero(multihost_utils.process_allgather(np.bool_(flag)))

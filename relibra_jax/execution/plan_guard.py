@@ -12,7 +12,7 @@ from relibra_jax.types import EMPTY, LayerPlan, Topology
 
 
 def is_valid(plan: LayerPlan, topology: Topology, *, across_nodes: bool) -> Bool[jax.Array, ""]:
-    """Whether a layer plan follows the rules of `relibra_jax.types.Plan` and its quotas add up to its load.
+    """Return whether a layer plan follows the rules of `relibra_jax.types.Plan` and its quotas add up to its load.
 
     Args:
         plan: the plan of one layer of one micro-batch, with its load.
@@ -50,7 +50,7 @@ def is_valid(plan: LayerPlan, topology: Topology, *, across_nodes: bool) -> Bool
 
 
 def _copies_valid(slots, home, topology: Topology, across_nodes: bool) -> jax.Array | bool:
-    """Whether no rank has an expert twice, and every replica is on a node that has its expert."""
+    """Return whether no rank has an expert twice, and every replica is on a node that has its expert."""
     homes, held_slots, per_node = topology.home_slots, topology.held_slots, topology.ranks_per_node
     resident, replica = slots[:, homes:held_slots], slots[:, held_slots:]
     valid: jax.Array | bool = True
@@ -76,17 +76,17 @@ def _copies_valid(slots, home, topology: Topology, across_nodes: bool) -> jax.Ar
 
 
 def _once_in_order(copies, home, topology: Topology) -> jax.Array:
-    """Whether a rank's residents, or replicas, are in order and without duplicates, and none has its home there."""
+    """Return whether a rank's residents (or replicas) are in order, without duplicates, and at home elsewhere."""
     # If the home slots of the copies ascend along a rank, no expert is twice among them.
     source = jnp.where(copies == EMPTY, topology.num_experts, home[jnp.maximum(copies, 0)])
-    once = (source // topology.home_slots != jnp.arange(topology.num_ranks)[:, None]).all()
+    valid = (source // topology.home_slots != jnp.arange(topology.num_ranks)[:, None]).all()
     if copies.shape[1] > 1:
-        once &= ((source[:, :-1] < source[:, 1:]) | (source[:, 1:] == topology.num_experts)).all()
-    return once
+        valid &= ((source[:, :-1] < source[:, 1:]) | (source[:, 1:] == topology.num_experts)).all()
+    return valid
 
 
 def one_or_nan(valid: Bool[jax.Array, ""], like: jax.Array) -> jax.Array:
-    """A factor in the dtype of ``like``: 1 if ``valid`` is true, else NaN.
+    """Return a factor in the dtype of ``like``: 1 if ``valid`` is true, else NaN.
 
     Unlike `jnp.where` on the outputs, the factor makes the gradients NaN too.
     """

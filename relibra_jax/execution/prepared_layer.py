@@ -76,7 +76,7 @@ class PreparedLayer(NamedTuple):
     micro-batches; None if there are no residents."""
 
     def layer(self, index: Any) -> "PreparedLayer":
-        """Element ``index`` of the first stacked axis."""
+        """Return element ``index`` of the first stacked axis."""
         return jax.tree.map(lambda leaf: leaf[index], self)
 
 
@@ -102,7 +102,7 @@ def prepare_layer(
     check_layer_plan(plan, parallel)
     check_tokens("expert_ids", expert_ids, parallel)
     _check_ids(expert_ids, parallel.topology.num_experts)
-    parallel.print_ways(expert_ids.shape[-1])
+    parallel.print_choices(expert_ids.shape[-1])
     copy = (0,) * len(parallel.copies_over)
 
     @functools.partial(
@@ -166,7 +166,7 @@ def prepare_layers(
 
 
 def replica_exchange(parallel: ExpertParallel) -> tuple[Exchange, int]:
-    """The exchange that fetches replicas, and the number of rows for the experts that a rank exports."""
+    """Return the exchange that fetches replicas, and the number of rows for the experts that a rank exports."""
     topology, sizes = parallel.topology, parallel.capacities
     slots = topology.replica_slots
     copies = topology.num_ranks * slots
@@ -178,7 +178,7 @@ def replica_exchange(parallel: ExpertParallel) -> tuple[Exchange, int]:
 
 
 def token_exchanges(parallel: ExpertParallel, tokens: int, top_k: int) -> tuple[tuple[Exchange, ...], int]:
-    """The exchanges of tokens, one for each hop, and the number of rows that a rank computes.
+    """Return the exchanges of tokens, one for each hop, and the number of rows that a rank computes.
 
     Args:
         parallel: the mesh, topology, buffer sizes and exchanges of the layer.
@@ -196,7 +196,7 @@ def token_exchanges(parallel: ExpertParallel, tokens: int, top_k: int) -> tuple[
 def _prepare_on_rank(
     ids: jax.Array, plan: LayerPlan, parallel: ExpertParallel
 ) -> tuple[FetchTables | None, TokenTables]:
-    """The tables of one rank, from ``ids[t, K]`` and the plan of its copy of the group."""
+    """Return the tables of one rank, from ``ids[t, K]`` and the plan of its copy of the group."""
     topology = parallel.topology
     node, local = jax.lax.axis_index(NODE), jax.lax.axis_index(LOCAL)
     rank_load = _histogram(ids, topology.num_experts)
@@ -260,6 +260,6 @@ def _signed_dtype(num_experts: int) -> type:
 
 
 def _histogram(ids, num_experts):
-    """The number of token copies of each expert, ``[E]``."""
+    """Return the number of token copies of each expert, ``[E]``."""
     index = jnp.where(ids < 0, num_experts, ids).ravel()
     return jnp.zeros(num_experts, jnp.int32).at[index].add(1, mode="drop")

@@ -97,7 +97,7 @@ def fetch_replicas(
 
 
 def _resident_spec(shape: tuple[int, ...], parallel: ExpertParallel) -> PartitionSpec:
-    """The sharding spec of one layer's residents ``[*copies, N, G, B, ...]``.
+    """Return the sharding spec of one layer's residents ``[*copies, N, G, B, ...]``.
 
     They are sharded over the ranks, and over the axes of copies that have separate residents.
     """

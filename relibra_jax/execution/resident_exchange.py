@@ -54,7 +54,7 @@ def exchange_residents(
     crossing = swap_lanes(crossing, (NODE,), nodes, sizes.pair)
 
     # Hop 3, inside this node: the pieces go to the ranks with the resident.
-    source = tables.wanted.reshape(nodes, local, -1)[node]
+    source = tables.arrival.reshape(nodes, local, -1)[node]
     slots = jax.vmap(lambda rows: inverse_index(rows, arriving_rows))(source)
     pieces = gather_rows(crossing, source.ravel(), in_lanes(slots, source.shape[1]).T)
     return assemble(pieces, (LOCAL,), local, experts.shape[1:])

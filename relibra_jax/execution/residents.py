@@ -219,7 +219,7 @@ def _add_columns(total, part, start):
 
 
 def _chunk_width(rows: int, like: jax.Array, chunk_bytes: int) -> int:
-    """The number of columns of ``rows`` rows of ``like`` that fit in ``chunk_bytes``; at least one."""
+    """Return the number of columns of ``rows`` rows of ``like`` that fit in ``chunk_bytes``; at least one."""
     column_bytes = rows * math.prod(like.shape[1:-1]) * like.dtype.itemsize
     return max(chunk_bytes // column_bytes, 1)
 
@@ -267,7 +267,7 @@ class _Shapes:
 
 
 def _push_sizes(parallel: ExpertParallel, homes: int, slots: int) -> PushSizes:
-    """The buffer sizes in the capacities, or else the worst case."""
+    """Return the buffer sizes in the capacities, or else the worst case."""
     if parallel.capacities is not None and parallel.capacities.push is not None:
         return parallel.capacities.push
     pair = min(slots, homes) * parallel.topology.ranks_per_node

@@ -5,8 +5,11 @@
         batch = balancer.prepare(model, optimizer, replay)  # plans, moves experts, sizes buffers
         train_step(model, optimizer, batch, batch.to_ranks(samples))
 
-`relibra_jax.execution` lists which array has which precision. It also has the pure functions that this package calls;
-they are public too.
+The balancer plans a batch from its routing replay, moves the experts to their new homes, and sizes the buffers. The
+layers then follow the plan. The caller keeps its own model, loss, optimizer and training loop.
+
+This package is built on the pure functions of `relibra_jax.execution`, which are public too. That package also lists
+the precision of every array.
 """
 
 from relibra_jax.execution.gating import GATINGS, Gating

@@ -33,17 +33,17 @@ from relibra_jax.nnx.stage_plans import Search, plan_and_check, plan_unfinished
 from relibra_jax.nnx.stage_sizes import count_visits, grow_sizes, stage_shape
 from relibra_jax.plan import contiguous_homes
 from relibra_jax.plan_check import check_homes
+from relibra_jax.planning.alternation import Assign
 from relibra_jax.planning.assignment import assign_samples
 from relibra_jax.planning.extra_args import takes
 from relibra_jax.planning.placement import Placement
 from relibra_jax.planning.plan_stages import stage_samples
-from relibra_jax.planning.turns import Assign
 from relibra_jax.row_packing import pack_rows as lay_out_rows
 from relibra_jax.types import Array, BatchPlan, Planner, RoutingReplay, Topology, check_shape
 
 
 class Balancer:
-    """Prepares batches for a Flax model whose mixture-of-experts layers are `relibra_jax.nnx.MoELayer`.
+    """The load balancer of a Flax model: it prepares every batch for the model's `relibra_jax.nnx.MoELayer` layers.
 
     ``data_axes``, ``path``, ``exchange``, ``fetch``, ``implementation`` and ``check_rows`` are fields of
     `ExpertParallel`, which describes them in full.
@@ -258,7 +258,7 @@ class Balancer:
                 "num_samples and capacities are for live routing: remove them, the replay determines both"
             )
         check_model_homes(model, self._home)
-        self._order.check_learned(optimizer)
+        self._order.check_stepped(optimizer)
         check_finite(model)
         with jax.profiler.TraceAnnotation("plan"):
             start = time.perf_counter()
@@ -353,7 +353,7 @@ class Balancer:
     def _search_settings(
         self, num_samples: int, num_micro_batches: Sequence[int], samples: Sequence[range | None] | None
     ) -> Search:
-        """The settings of the search for the plans of some stages; equal stages give equal settings."""
+        """Return the settings of the search for the plans of some stages; equal stages give equal settings."""
         copies = math.prod(self._parallel.copies)
         return Search(
             planner=self.planner,

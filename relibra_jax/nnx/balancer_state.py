@@ -50,7 +50,7 @@ NO_EXCHANGE = ExchangeSizes(pair=0, own=0, send=0, receive=0)
 
 
 def zero_capacities(*, counts_visits: bool) -> Capacities:
-    """Buffer sizes of zero, for the time before the first batch.
+    """Return buffer sizes of zero, for the time before the first batch.
 
     Args:
         counts_visits: whether the balancer counts the tokens that each node receives, as hierarchical dispatch needs.
@@ -67,7 +67,7 @@ def zero_capacities(*, counts_visits: bool) -> Capacities:
 
 
 def capacities_from_names(names: Iterable[str]) -> dict[str, Capacities]:
-    """Buffer sizes of zero by stage shape, with the structure that their names in a checkpoint describe.
+    """Return buffer sizes of zero by stage shape, with the structure that their names in a checkpoint describe.
 
     >>> sizes = capacities_from_names(["4x64.rows", "4x64.flat.pair", "4x64.push.own"])
     >>> list(sizes), sizes["4x64"].rows, sizes["4x64"].node

@@ -32,7 +32,7 @@ class BatchOrder:
         """Allow the next batch to be prepared without an optimizer step."""
         self._updates_before = None
 
-    def check_learned(self, optimizer: nnx.Optimizer | None) -> None:
+    def check_stepped(self, optimizer: nnx.Optimizer | None) -> None:
         """Raise ValueError if the optimizer has made no step since the current batch was prepared."""
         if optimizer is not None and self._updates_before == _updates(optimizer):
             raise ValueError(

@@ -16,7 +16,7 @@ def check_executed(slot_rows: Int[Array, "M L *copies N G S"], batch: PreparedBa
     Args:
         slot_rows: the ``slot_rows`` of the layers' outputs (`relibra_jax.nnx.MoEOutput`), for all micro-batches and
             layers. With ``Balancer(check_rows=True)`` the receiving ranks have counted them. Otherwise they are copied
-            from the plan, and this check says nothing.
+            from the plan, and this check always passes.
         batch: the batch, prepared from a replay, that the layers executed.
 
     Raises:

@@ -139,7 +139,7 @@ def _add_resident_gradients(gradients: Any, resident_gradients: jax.Array, batch
 
 
 def _experts(state: Any) -> list[ExpertParam]:
-    """The expert weights of all layers, in the order of the tree."""
+    """Return the expert weights of all layers, in the order of the tree."""
     leaves = jax.tree.leaves(state, is_leaf=_is_variable)
     return [leaf for leaf in leaves if isinstance(leaf, ExpertParam)]
 
@@ -149,7 +149,7 @@ def _is_variable(leaf: Any) -> bool:
 
 
 def _fsdp_axis(leaf: ExpertParam) -> str | None:
-    """The mesh axis over which experts are sharded along D."""
+    """Return the mesh axis over which experts are sharded along D."""
     spec = tuple(leaf.get_metadata("out_sharding", None) or ())
     width_axis = max(len(leaf.shape) - AXES, 0) + 4
     return spec[width_axis] if len(spec) > width_axis else None

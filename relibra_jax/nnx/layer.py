@@ -270,7 +270,7 @@ class MoELayer(nnx.Module):
 
 
 def _home_plan(home, parallel: ExpertParallel) -> LayerPlan:
-    """A layer plan without residents and replicas. Its quotas are 0, to be refitted to the live load."""
+    """Return a layer plan without residents and replicas. Its quotas are 0, to be refitted to the live load."""
     topology = parallel.topology
     padding = ((0, 0), (0, 0), (0, topology.slots - topology.home_slots))
     slots = jnp.pad(home_layout(home, topology), padding, constant_values=EMPTY)
@@ -279,7 +279,7 @@ def _home_plan(home, parallel: ExpertParallel) -> LayerPlan:
 
 
 def _swiglu_weights(key, width: int, hidden: int, dtype: DTypeLike) -> jax.Array:
-    """Random weights ``[3, D, F]``; each matrix is scaled by the inverse square root of its input width."""
+    """Draw random weights ``[3, D, F]``; each matrix is scaled by the inverse square root of its input width."""
     scale = np.sqrt([1 / width, 1 / width, 1 / hidden]).astype(np.float32)[:, None, None]
     return (jax.random.normal(key, (3, width, hidden)) * scale).astype(dtype)
 

@@ -14,9 +14,9 @@ from jaxtyping import Bool, Int
 from relibra_jax.execution.parallel import ExpertParallel
 from relibra_jax.execution.prepared_layer import PreparedLayer, prepare_layers
 from relibra_jax.nnx.prepared import PreparedBatch
+from relibra_jax.planning.alternation import shift_samples
 from relibra_jax.planning.assignment import assign_in_order
 from relibra_jax.planning.plan_stages import stage_samples
-from relibra_jax.planning.turns import shift_samples
 from relibra_jax.row_packing import RowLayout
 from relibra_jax.types import EMPTY, Array, Assignment, BatchPlan, RoutingReplay
 
@@ -70,7 +70,7 @@ def replayed_batch(
 def _prepare(
     ids: Array, mask: Array, batch_plan: BatchPlan, parallel: ExpertParallel
 ) -> tuple[PreparedLayer, Bool[jax.Array, "M L"]]:
-    """The prepared layers, and whether each of them is valid on all ranks of all copies of the group."""
+    """Return the prepared layers, and whether each of them is valid on all ranks of all copies of the group."""
     ids = jnp.where(mask[..., None, None], ids.astype(jnp.int32), EMPTY)
     layers = prepare_layers(ids, group_by_copy(batch_plan.layer_plans(), parallel.copies), parallel)
     assert layers.tokens is not None

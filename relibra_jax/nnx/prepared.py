@@ -81,7 +81,7 @@ class PreparedBatch:
         return self._batch_plan
 
     def layers(self) -> PreparedLayer | None:
-        """The prepared layers of all micro-batches, stacked ``[M, L, *copies]``; None for live routing.
+        """Return the prepared layers of all micro-batches, stacked ``[M, L, *copies]``; None for live routing.
 
         Scan over them together with the rows of `to_ranks`. They do not contain the weights of residents, which change
         with every update (`relibra_jax.nnx.accumulate_gradients`).
@@ -90,7 +90,7 @@ class PreparedBatch:
         return self._layers
 
     def micro_batch(self, index: Any) -> PreparedLayer | None:
-        """The prepared layers of one micro-batch, stacked ``[L, *copies]``; None for live routing."""
+        """Return the prepared layers of one micro-batch, stacked ``[L, *copies]``; None for live routing."""
         layers = self.layers()
         return None if layers is None else layers.layer(index)
 
@@ -179,7 +179,7 @@ class PreparedBatch:
         return RowPacking(put(places.samples), put(places.positions))
 
     def _places(self, caller: str) -> "_Places":
-        """The sample of every row of the ranks, or with packed rows the sample and position of every token."""
+        """Return the sample of every row of the ranks, or with packed rows the sample and position of every token."""
         self._check_current()
         if self._assignment is None:
             raise ValueError(

@@ -14,11 +14,11 @@ from jaxtyping import Bool, Integer, PRNGKeyArray
 from relibra_jax.execution.plan_agreement import check_same_plan
 from relibra_jax.plan import resident_experts
 from relibra_jax.plan_check import check_plan
+from relibra_jax.planning.alternation import Assign, shift_samples
 from relibra_jax.planning.assignment import assign_in_order
 from relibra_jax.planning.batch_counts import BatchCounts, count_batch
 from relibra_jax.planning.placement import Placement
 from relibra_jax.planning.plan_stages import plan_stage_loads
-from relibra_jax.planning.turns import Assign, shift_samples
 from relibra_jax.planning.unfinished import fill_unfinished
 from relibra_jax.types import Array, BatchPlan, Planner, RoutingReplay, Topology
 
@@ -117,7 +117,7 @@ def plan_unfinished(
 
 
 def host_device() -> jax.Device:
-    """The host's CPU device, or this process's first device if JAX runs without the CPU backend."""
+    """Return the host's CPU device, or this process's first device if JAX runs without the CPU backend."""
     try:
         return jax.local_devices(backend="cpu")[0]
     except RuntimeError:

@@ -23,7 +23,7 @@ from relibra_jax.types import BatchPlan, RoutingReplay
 
 
 def stage_shape(stage: BatchPlan, parallel: ExpertParallel) -> str:
-    """The shape of a stage as text, such as ``4x64`` for 4 micro-batches of 64 rows.
+    """Return the shape of a stage as text, such as ``4x64`` for 4 micro-batches of 64 rows.
 
     Micro-batches are counted in each copy of the group, and rows in all copies together.
     """

@@ -44,7 +44,7 @@ class Homes(nnx.Variable):
 
 
 def expert_spec(fsdp_axis: str | None = None) -> PartitionSpec:
-    """The sharding of expert weights ``[N, G, H, 3, D, F]``: over the ranks, and along D over an FSDP axis.
+    """Return the sharding of expert weights ``[N, G, H, 3, D, F]``: over the ranks, and along D over an FSDP axis.
 
     >>> expert_spec("fsdp")
     P('node', 'local', None, None, 'fsdp')

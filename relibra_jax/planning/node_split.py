@@ -78,7 +78,7 @@ def split_nodes(
     return jax.lax.while_loop(above, transfer, (start.astype(jnp.int32), none_stuck, jnp.int32(0)))[0]
 
 
-def _take(amounts: Int[jax.Array, " E"], wanted: Int[jax.Array, ""]) -> Int[jax.Array, " E"]:
-    """Take ``wanted`` from the amounts, the first ones first."""
+def _take(amounts: Int[jax.Array, " E"], total: Int[jax.Array, ""]) -> Int[jax.Array, " E"]:
+    """Take ``total`` from the amounts, the first ones first."""
     before = jnp.cumsum(amounts, dtype=jnp.int32) - amounts
-    return jnp.clip(wanted - before, 0, amounts)
+    return jnp.clip(total - before, 0, amounts)

@@ -95,14 +95,14 @@ def add_copies(
     ([0, 0], [1, 2], [3, 1, 1])
     """
     load = jnp.asarray(load, jnp.float32)
-    once, none = jnp.ones(load.size, jnp.int32), jnp.zeros(0, jnp.int32)
+    counts, no_copies = jnp.ones(load.size, jnp.int32), jnp.zeros(0, jnp.int32)
     if not num_extra:
-        return none, none, once  # as in `lightest_pack`
+        return no_copies, no_copies, counts  # as in `lightest_pack`
 
     def add(count, _):
         item = jnp.argmax(load / count).astype(jnp.int32)
         is_item = jnp.arange(load.size) == item
         return count + is_item, (item, jnp.sum(jnp.where(is_item, count, 0)))
 
-    count, (item, copy) = jax.lax.scan(add, once, length=num_extra)
+    count, (item, copy) = jax.lax.scan(add, counts, length=num_extra)
     return item, copy, count

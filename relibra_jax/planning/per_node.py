@@ -118,9 +118,9 @@ def merge_copies(
     homes = quota.shape[1] - room
     home_slots = (jnp.arange(ranks * homes, dtype=jnp.int32)).reshape(ranks, homes)
     slots = jnp.concatenate([home_slots, replica], -1)
-    same = (slots[:, :, None] == slots[:, None, :]) & (slots != EMPTY)[:, None, :]
-    first = jnp.argmax(same, axis=1)
+    same_expert = (slots[:, :, None] == slots[:, None, :]) & (slots != EMPTY)[:, None, :]
+    first = jnp.argmax(same_expert, axis=1)
     keeper = first == jnp.arange(slots.shape[1])[None]
-    merged = jnp.where(keeper, (same * quota[:, None, :]).sum(-1), 0)
+    merged = jnp.where(keeper, (same_expert * quota[:, None, :]).sum(-1), 0)
     used = keeper & (merged > 0) & (slots != EMPTY)
     return jnp.where(used[:, homes:], replica, EMPTY), merged

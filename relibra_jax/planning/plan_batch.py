@@ -1,14 +1,18 @@
-"""Plan a batch from its routing replay: assign samples to micro-batches and ranks, and experts to slots."""
+"""The entry points for planning one batch: `plan_batch` from a routing replay, `plan_loads` from token counts.
+
+Both assign the samples to micro-batches and ranks, and the experts to slots, in alternating rounds
+(`relibra_jax.planning.alternation`). `relibra_jax.planning.plan_stages` plans several stages of a batch together.
+"""
 
 from typing import Any
 
 from jaxtyping import Integer
 
+from relibra_jax.planning.alternation import Assign, plan_alternating
 from relibra_jax.planning.batch_counts import BatchCounts, count_batch, widen_counts
 from relibra_jax.planning.placement import Placement
 from relibra_jax.planning.sample_packing import pack_samples
 from relibra_jax.planning.token_sample import Routes
-from relibra_jax.planning.turns import Assign, plan_alternating
 from relibra_jax.types import (
     Array,
     Assignment,
@@ -37,9 +41,9 @@ def plan_batch(
 ) -> tuple[BatchPlan, Any]:
     """Plan a batch from its routing replay: assign samples to micro-batches and ranks, and experts to slots.
 
-    Sample assignment needs the homes of the experts, and placement needs to know where the samples are, so the two
+    Sample assignment depends on the homes of the experts, and placement depends on the ranks of the samples, so the two
     alternate. The first plan is for the samples as ``start`` assigns them. Each of the ``rounds`` then assigns the
-    samples to the homes of the last plan, and plans again for the resulting loads, starting from those homes. Works
+    samples for the homes of the last plan, and plans again for the resulting loads, starting from those homes. Works
     under jit.
 
     Args:

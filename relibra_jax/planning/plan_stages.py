@@ -6,11 +6,11 @@ from typing import Any
 from jaxtyping import Integer
 
 from relibra_jax.limits import check_integer
+from relibra_jax.planning.alternation import Assign, plan_alternating, shift_samples
 from relibra_jax.planning.batch_counts import BatchCounts, count_batch, widen_counts
 from relibra_jax.planning.placement import Placement
 from relibra_jax.planning.sample_packing import pack_samples
 from relibra_jax.planning.token_sample import Routes
-from relibra_jax.planning.turns import Assign, plan_alternating, shift_samples
 from relibra_jax.types import (
     Array,
     Assignment,

@@ -66,9 +66,9 @@ def _count_sample(
     below = jnp.concatenate([jnp.full_like(ids[:1], EMPTY), ids[:-1]])
 
     def one_layer(pair) -> Transitions:
-        below, here = (_tokens_by_experts(each, num_experts) for each in pair)
+        below, above = (_tokens_by_experts(each, num_experts) for each in pair)
         # Sums of zeros and ones, exact in float32 in any order for fewer than 2**24 tokens.
-        return Transitions(here[:-1].T @ here[1:], below.T @ here)
+        return Transitions(above[:-1].T @ above[1:], below.T @ above)
 
     return jax.lax.map(one_layer, (below, ids))
 

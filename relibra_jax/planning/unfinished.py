@@ -37,9 +37,9 @@ def fill_unfinished(
     check_shape("tokens", tokens.shape, sample_load.shape[:1])
     check_shape("finished", finished.shape, sample_load.shape[:1])
     index = jnp.arange(len(tokens), dtype=jnp.int32)
-    far = 2 * len(tokens)
-    earlier = jax.lax.cummax(jnp.where(finished, index, -far))
-    later = jax.lax.cummin(jnp.where(finished, index, far), reverse=True)
+    beyond = 2 * len(tokens)
+    earlier = jax.lax.cummax(jnp.where(finished, index, -beyond))
+    later = jax.lax.cummin(jnp.where(finished, index, beyond), reverse=True)
     nearest = jnp.where(index - earlier <= later - index, earlier, later)
     nearest = jnp.where(jnp.asarray(finished).any(), nearest, EMPTY)
 

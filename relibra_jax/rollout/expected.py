@@ -1,4 +1,4 @@
-"""What the caller states about a batch and its model; every recording is checked against it."""
+"""The properties of a batch and its model that the caller states, against which every recording is checked."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -65,9 +65,10 @@ def _starts(start: int | Sequence[int] | Array | None, tokens: tuple[int, ...]) 
         starts = np.empty(0, object)
     starts = starts if starts.size else starts.astype(np.int64)
     if starts.dtype.kind not in "iu" or starts.shape not in ((), (len(tokens),)):
-        found = f"{starts.dtype}{list(starts.shape)}" if starts.size else repr(start)
+        description = f"{starts.dtype}{list(starts.shape)}" if starts.size else repr(start)
         raise ValueError(
-            f"start must be an integer that int64 holds, or {len(tokens)} of them, one for each sample, not {found}"
+            f"start must be an integer that int64 holds, or {len(tokens)} of them, one for each sample,"
+            f" not {description}"
         )
     first_tokens = tuple(np.broadcast_to(starts, len(tokens)).tolist())
     for sample, (first, real) in enumerate(zip(first_tokens, tokens, strict=True)):

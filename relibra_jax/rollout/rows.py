@@ -50,8 +50,8 @@ def read_rows(
     if fill not in (None, "live"):
         raise ValueError(f"fill={fill!r} must be 'live' or None")
     if (fill is None) != (live_routing is None):
-        given, lacking = ("fill='live'", "live_routing") if fill else ("live_routing", "fill='live'")
-        raise ValueError(f"{given} is given without {lacking}, but filling missing routes needs both")
+        present, lacking = ("fill='live'", "live_routing") if fill else ("live_routing", "fill='live'")
+        raise ValueError(f"{present} is given without {lacking}, but filling missing routes needs both")
     try:
         decode, moe_only = LAYOUTS[layout]
         rows = _gather(decode(source, expected), expected, moe_only=moe_only)

@@ -26,7 +26,7 @@ from relibra_jax.cost.models import Model
 from relibra_jax.limits import check_integer, check_memory, check_positive
 from relibra_jax.serving.device_memory import attention_memory, expert_memory
 from relibra_jax.serving.expert_devices import ExpertPlacement
-from relibra_jax.serving.infeasible import refuse
+from relibra_jax.serving.infeasible import raise_infeasible
 from relibra_jax.serving.phase_times import attention_time, exchange_time, expert_time
 from relibra_jax.serving.ping_pong import step_time
 from relibra_jax.types import Array
@@ -176,7 +176,7 @@ def search_deployment(
     fits = (needs[0] <= room[0]) & (needs[1] <= room[1])
     feasible = fits & (np.asarray(scores.step, np.float64) <= slo)
     if not feasible.any():
-        refuse(needs, room, np.asarray(scores.step)[fits], slo)
+        raise_infeasible(needs, room, np.asarray(scores.step)[fits], slo)
     index = int(np.where(feasible, scores.per_price, -1.0).argmax())
     best, score = jax.tree.map(lambda each: each[index].item(), (candidates, scores))
     return Search(candidates, scores, feasible, best, score)
@@ -241,7 +241,7 @@ def _score_all(
 def _score(
     deployment: Deployment, placement: _PlacementNumbers, context, model: Model, clusters: Clusters
 ) -> Score:
-    """The score of one deployment."""
+    """Return the score of one deployment."""
     attention_devices, attention_copies, expert_devices, _, micro_batches, sequences = deployment
     copies = attention_copies * sequences * model.top_k * placement.hottest
     attention = attention_time(
@@ -269,7 +269,7 @@ def _score(
 
 
 def _axes(grid: Grid, num_placements: int) -> tuple[Sequence[int], ...]:
-    """The values that are tried for each field of `Deployment`, in the order of the fields."""
+    """Return the values that are tried for each field of `Deployment`, in the order of the fields."""
     return (
         grid.tensor_parallel,
         grid.attention_copies,
@@ -319,9 +319,9 @@ def check_search(
     for devices in grid.tensor_parallel:
         if devices > node:
             raise ValueError(f"tensor_parallel={devices} must be at most the {node} devices of a node")
-        for what, number in (("heads", model.heads), ("expert width", model.expert_width)):
+        for size_name, number in (("heads", model.heads), ("expert width", model.expert_width)):
             if number is not None and number % devices:
-                raise ValueError(f"tensor_parallel={devices} must divide the model's {what} {number}")
+                raise ValueError(f"tensor_parallel={devices} must divide the model's {size_name} {number}")
 
 
 def _check_placements(model: Model, placements: Sequence[ExpertPlacement]) -> None:

@@ -8,7 +8,7 @@ from jaxtyping import Float
 GB = 1e9
 
 
-def refuse(
+def raise_infeasible(
     needs: tuple[Float[np.ndarray, " C"], Float[np.ndarray, " C"]],
     room: tuple[float, float],
     steps: Float[np.ndarray, " fitting"],
@@ -29,7 +29,7 @@ def refuse(
     Raises:
         ValueError: always.
 
-    >>> refuse((np.array([5e9]), np.array([9e9])), (8e9, 8e9), np.array([]), 0.1)
+    >>> raise_infeasible((np.array([5e9]), np.array([9e9])), (8e9, 8e9), np.array([]), 0.1)
     Traceback (most recent call last):
     ValueError: no deployment is feasible: an expert device needs at least 9.00 GB but may use 8.00 GB, 1.00 GB too few
     """

@@ -38,7 +38,7 @@ type Number = Num[Array, "..."] | float | int
 def attention_time(
     sequences: Number, devices: Number, *, cluster: Cluster, model: Model, context: Number
 ) -> Float[jax.Array, "..."]:
-    """Seconds of attention, with its projections and shared experts, for one new token of each sequence.
+    """Return the seconds of attention, with its projections and shared experts, for one new token of each sequence.
 
     Args:
         sequences: the number of sequences of the micro-batch that one copy of attention serves.
@@ -65,7 +65,7 @@ def attention_time(
 def expert_time(
     copies: Number, slots: Number, devices: Number, *, cluster: Cluster, model: Model
 ) -> Float[jax.Array, "..."]:
-    """Seconds of the experts of one group of expert devices.
+    """Return the seconds of the experts of one group of expert devices.
 
     Args:
         copies: the number of token copies that the group computes.
@@ -96,7 +96,7 @@ def exchange_time(
     experts: Cluster,
     model: Model,
 ) -> Float[jax.Array, "..."]:
-    """Seconds of the transfer of rows from attention to experts over the slow network. The way back takes as long.
+    """Return the seconds to send rows from attention to experts over the slow network. The way back takes as long.
 
     Each device sends or receives its part of a row, and the slower side determines the time.
 
@@ -122,12 +122,12 @@ def exchange_time(
 
 
 def cache_bytes(context: Number, model: Model) -> Number:
-    """Bytes of the keys and values of one sequence of ``context`` tokens in one layer."""
+    """Return the bytes of the keys and values of one sequence of ``context`` tokens in one layer."""
     return CACHE_BYTES * model.cache_width * context
 
 
 def _rates(cluster: Cluster) -> tuple[float, float]:
-    """The FLOP/s and the bytes/s of memory reads that one device reaches."""
+    """Return the FLOP/s and the bytes/s of memory reads that one device reaches."""
     return (
         cluster.matmul_flops * cluster.matmul_efficiency,
         cluster.memory_bandwidth * cluster.memory_efficiency,
@@ -135,6 +135,6 @@ def _rates(cluster: Cluster) -> tuple[float, float]:
 
 
 def _partial_sums(rows: Number, devices: Number, cluster: Cluster, model: Model) -> Number:
-    """Seconds of the all-reduce of rows over tensor-parallel devices."""
+    """Return the seconds of the all-reduce of rows over tensor-parallel devices."""
     row = ACTIVATION_BYTES * model.width / (cluster.fast_bandwidth * cluster.network_efficiency)
     return rows * row * 2 * (devices - 1) / devices

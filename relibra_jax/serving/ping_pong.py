@@ -26,7 +26,7 @@ from relibra_jax.types import Array, check_shape
 def step_time(
     attention: Number, experts: Number, exchange: Number, *, micro_batches: Number, layers: int
 ) -> Float[jax.Array, "..."]:
-    """Seconds of one decoding step of all micro-batches, if times are equal in all layers and micro-batches.
+    """Return the seconds of one decoding step of all micro-batches, if times are equal in all layers and micro-batches.
 
     Args:
         attention: T_a, the seconds of attention for one micro-batch in one layer.
@@ -110,7 +110,7 @@ def simulate_ping_pong(
 def idle_shares(
     attention: Float[Array, "L m"], experts: Float[Array, "L m"], schedule: Schedule
 ) -> tuple[float, float]:
-    """The shares of the step in which the attention devices, and the busiest expert devices, wait.
+    """Return the shares of the step in which the attention devices, and the busiest expert devices, wait.
 
     Args:
         attention: the seconds of attention.

@@ -97,5 +97,5 @@ def outcome_colocated(jobs: Sequence[Job], pools: Pools, *, rollout_speed: float
 
 
 def _colocated_seconds(job: Job, rollout_speed: float, nodes: int) -> float:
-    """The seconds of a step whose rollout and training run in turn on ``nodes`` training nodes."""
+    """Return the seconds of a step whose rollout and training run in turn on ``nodes`` training nodes."""
     return rollout_seconds(job, nodes) / rollout_speed + job.training_seconds

@@ -57,7 +57,7 @@ class Group(NamedTuple):
         return min(job.allowed_seconds for job in self.jobs) / self.period - 1
 
     def price(self, pools: Pools) -> float:
-        """The price of the group's nodes per hour."""
+        """Return the price of the group's nodes per hour."""
         return self.rollout_nodes * pools.rollout.node_price + self.training_nodes * pools.training.node_price
 
 

@@ -128,7 +128,7 @@ def job_of_durations(name: str, durations: StepDurations, *, quantile: float, **
 
 
 def _whole_lines(file: Path) -> list[str]:
-    """The complete lines of a file. A run may still be writing it, so an unfinished last line is left out."""
+    """Return the complete lines of a file. A run may still be writing it, so an unfinished last line is left out."""
     try:
         return file.read_bytes().rpartition(b"\n")[0].decode().splitlines()
     except UnicodeDecodeError as error:
@@ -136,7 +136,7 @@ def _whole_lines(file: Path) -> list[str]:
 
 
 def _durations(place: str, line: str) -> tuple[float, float] | None:
-    """The seconds of rollout and training in a line of metrics; None if the line does not describe a learning step."""
+    """Return the seconds of rollout and training in a line of metrics, or None if it describes no learning step."""
     try:
         metrics = json.loads(line)
         if metrics["kind"] != LEARN:

@@ -1,1 +1,1 @@
-"""Traces (routing replays to plan for): recorded and synthetic ones, and statistics of them."""
+"""Traces: recorded and synthetic routing replays to plan for, and statistics of them."""

@@ -6,8 +6,8 @@ small set, the others draw from all experts, and the experts of a token are diff
 quarter of the experts, three hot tokens of four, the block that moves every third step, the burst in every fourth. Here
 a *step* is a number of consecutive samples, and every layer follows the same rule with random draws of its own.
 
-Three workloads follow their descriptions where the code that was available does less. W1 and W2 share one hot block in
-that code; here W1's experts are drawn, so they may be anywhere. W3 heats every second expert there, half as much as W2;
+Three workloads follow their descriptions, because the available code does less. W1 and W2 share one hot block in that
+code; here W1's experts are drawn, so they may be anywhere. W3 heats every second expert there, half as many as W2;
 here it heats as many as W2. W4 draws like any uniform workload there; here the tokens of a step are unevenly spread
 over its samples, each of which is on one rank.
 """

@@ -1,4 +1,4 @@
-"""A small cluster and a small model, with numbers that are easy to reckon with."""
+"""A small cluster and a small model, with round numbers for calculations by hand."""
 
 from relibra_jax.cost.hardware import Cluster
 from relibra_jax.cost.models import Model

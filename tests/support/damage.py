@@ -1,10 +1,10 @@
-"""What happens to files: bits that flip, ends that are lost."""
+"""Damage to files: flipped bits and lost ends."""
 
 import numpy as np
 
 
 def files_under(folder):
-    """The contents of all files by their paths."""
+    """Return the contents of all files by their paths."""
     return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 

@@ -14,7 +14,7 @@ def make_job(name="a", rollout=60.0, training=40.0, **others):
 
 
 def random_jobs(rng, count):
-    """Random jobs with few sizes and many ties, so that every rule matters."""
+    """Make random jobs with few sizes and many ties, so that every rule matters."""
     return [
         make_job(
             f"job-{number}",

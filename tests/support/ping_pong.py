@@ -4,7 +4,7 @@ import itertools
 
 
 def run_schedule(attention, experts, exchange):
-    """Seconds of the schedule, simulated stage by stage for every layer and micro-batch; times are ``[L m]``."""
+    """Return the seconds of the schedule, simulated stage by stage per layer and micro-batch; times are ``[L m]``."""
     layers, micro_batches = attention.shape
     free, back = [0.0] * 4, [0.0] * micro_batches
     for layer, m in itertools.product(range(layers), range(micro_batches)):

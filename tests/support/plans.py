@@ -1,6 +1,7 @@
-"""Random routings and plans, and planners' plans: one maker of each for the whole suite.
+"""Random routing, random plans, and plans of planners, for the whole suite.
 
-Everything random is seeded NumPy and compiles nothing. Planners are compiled once for each topology and shape of load.
+Random values come from seeded NumPy, without compiled programs. Planners are compiled once for each topology and shape
+of load.
 """
 
 import functools
@@ -24,18 +25,18 @@ def random_routing(
     top_k: int,
     skew: float = 1.2,
 ) -> RoutingReplay:
-    """A replay that `relibra_jax.replay.check_replay` accepts: every layer has other popular experts.
+    """Make a replay that `relibra_jax.replay.check_replay` accepts; every layer has different popular experts.
 
     Args:
-        rng: the source of randomness.
-        samples, tokens, layers, experts, top_k: B, T, L, E and K. Samples have between a quarter of T and T tokens,
-            padded on the right; the rows of padding hold zeros.
-        skew: how fast popularity falls with rank, as in Zipf's law; 0 makes all experts alike.
+        rng: the random generator.
+        samples, tokens, layers, experts, top_k: B, T, L, E and K. Samples have T / 4 to T tokens, followed by padding
+            with zeros.
+        skew: the exponent of Zipf's law, by which the popularity of experts falls; 0 makes all experts alike.
     """
     length = rng.integers(max(1, tokens // 4), tokens + 1, samples)
     mask = np.arange(tokens) < length[:, None]
     ids = _distinct(rng, (samples, tokens), layers, experts, top_k, skew)
-    # A layer, or a token of several experts, that has only zeros would be taken for a hole in the recording.
+    # The check would reject a layer, or a token with several experts, that has only zeros.
     ids[(ids == 0).all((2, 3))] = experts - 1
     ids[~mask] = 0
     smallest = np.uint8 if experts <= 1 << 8 else np.uint16
@@ -45,14 +46,14 @@ def random_routing(
 def random_ids(
     rng: np.random.Generator, shape: tuple[int, ...], experts: int, top_k: int, padding: float = 0.2
 ) -> np.ndarray:
-    """Different experts for every token, some more popular than others, and tokens that are padding.
+    """Draw K different experts for every token, some more popular than others; some tokens are padding.
 
     Args:
-        rng: the source of randomness.
-        shape: of the tokens, for example ``(M, L, ranks, tokens)``; popularity is the same for all of them.
-        experts: E.
-        top_k: K.
-        padding: the share of tokens whose row is EMPTY.
+        rng: the random generator.
+        shape: the shape of the tokens, for example ``(M, L, ranks, tokens)``. All have the same popular experts.
+        experts: E, the number of experts.
+        top_k: K, the number of experts of a token.
+        padding: the share of tokens that are padding, with EMPTY ids.
 
     Returns:
         int32 ``[*shape, K]``.
@@ -98,21 +99,22 @@ def random_plan(
     across_nodes: bool = False,
     fill: float = 0.7,
 ) -> Plan:
-    """Any valid plan of a load: homes, residents, replicas and splits that no planner would choose.
+    """Make a random valid plan of a load, with homes, residents, replicas and splits that no planner would choose.
 
     Args:
-        rng: the source of randomness.
+        rng: the random generator.
         load: token copies ``[M, L, N, G, E]``.
         topology: the expert-parallel group.
-        across_nodes: whether replicas may be in nodes that hold their expert neither as home nor as resident.
-        fill: the chance of each other slot to hold something; 1 fills all for which there are experts.
+        across_nodes: whether replicas may be in nodes that hold their expert neither at home nor as a resident.
+        fill: the probability that a resident or replica slot holds an expert; 1 fills all slots if there are enough
+            experts.
 
     Returns:
-        A Plan of int32 NumPy arrays, copies in the canonical order; some have no tokens.
+        A Plan of int32 NumPy arrays, with copies in the canonical order. Some copies have no tokens.
     """
     load = np.asarray(load)
     micro_batches, layers, nodes, local, experts = load.shape
-    homes, held = topology.home_slots, topology.held_slots
+    homes, held_slots = topology.home_slots, topology.held_slots
     home = np.stack([rng.permutation(experts) for _ in range(layers)])
     layout = np.argsort(home, -1).reshape(layers, nodes, local, homes)
     slot_expert = np.full((micro_batches, layers, nodes, local, topology.slots), EMPTY)
@@ -125,10 +127,14 @@ def random_plan(
     quota = np.zeros_like(slot_expert)
     for m, row in np.ndindex(micro_batches, layers):
         for n, g in np.ndindex(nodes, local):
-            near = slot_expert[m, row, :, :, :held] if across_nodes else slot_expert[m, row, n, :, :held]
+            near = (
+                slot_expert[m, row, :, :, :held_slots]
+                if across_nodes
+                else slot_expert[m, row, n, :, :held_slots]
+            )
             candidates = np.setdiff1d(near, [EMPTY, *slot_expert[m, row, n, g]])
             some = _some(rng, candidates, topology.replica_slots, fill, home[row])
-            slot_expert[m, row, n, g, held : held + len(some)] = some
+            slot_expert[m, row, n, g, held_slots : held_slots + len(some)] = some
         for expert, count in enumerate(load[m, row].sum((0, 1))):
             slots = np.nonzero(slot_expert[m, row] == expert)
             shares = rng.dirichlet(np.full(len(slots[0]), 0.5))
@@ -137,7 +143,7 @@ def random_plan(
 
 
 def random_planner() -> Planner:
-    """A planner of random plans: homes, residents, replicas and splits that no other would choose."""
+    """Make a planner of random plans, whose homes, residents, replicas and splits no other planner would choose."""
 
     def init(topology, num_layers, *, key):
         return jnp.zeros((), jnp.int32)
@@ -160,20 +166,20 @@ def random_planner() -> Planner:
 
 
 def _some(rng, candidates, slots, fill, home):
-    """Different experts for a rank's slots of one kind, in the canonical order."""
-    wanted = rng.binomial(slots, fill)
-    some = rng.permutation(candidates)[:wanted]
+    """Draw different experts for a rank's slots of one kind, in the canonical order."""
+    count = rng.binomial(slots, fill)
+    some = rng.permutation(candidates)[:count]
     return some[np.argsort(home[some])]
 
 
 @functools.cache
 def compiled_update(name: str, topology: Topology) -> Callable:
-    """``(load, state) -> (Plan, state)`` of the planner ``name`` of PLANNERS, compiled once for a topology."""
+    """Return ``(load, state) -> (Plan, state)`` of the planner ``name`` of PLANNERS, compiled once per topology."""
     return jax.jit(functools.partial(PLANNERS[name].planner.update, topology=topology))
 
 
 def planned(name: str, topology: Topology, load: np.ndarray) -> Plan:
-    """The plan of a first batch by the planner ``name`` of PLANNERS, from key 0; NumPy arrays.
+    """Return the plan of a first batch by the planner ``name`` of PLANNERS, with random key 0, as NumPy arrays.
 
     >>> topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=2, replica_slots=1)
     >>> planned("static", topology, np.ones((1, 1, 1, 2, 2), int)).quota.tolist()

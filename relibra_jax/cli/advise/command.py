@@ -190,15 +190,15 @@ def _best_within(advice: Sequence[Advice], limit: float) -> Advice:
     return min(fitting, key=lambda each: each.seconds)
 
 
-def _pays(what: str, points: Sequence[Point], number: str) -> str:
-    """One line that says from which value on balancing pays."""
+def _pays(quantity: str, points: Sequence[Point], number: str) -> str:
+    """Return one line that says from which value on balancing pays."""
     tried = f"tried from {number.format(points[0].at)} to {number.format(points[-1].at)}"
     start = threshold(points)
     if start is None:
-        return f"{what}: no strategy gains {PAYS:.0%} ({tried})"
+        return f"{quantity}: no strategy gains {PAYS:.0%} ({tried})"
     if start == points[0].at:
-        return f"{what}: balancing gains {PAYS:.0%} or more at every value ({tried})"
-    return f"{what}: balancing gains {PAYS:.0%} or more from about {number.format(start)} on ({tried})"
+        return f"{quantity}: balancing gains {PAYS:.0%} or more at every value ({tried})"
+    return f"{quantity}: balancing gains {PAYS:.0%} or more from about {number.format(start)} on ({tried})"
 
 
 def _numbers(advice: Advice) -> dict[str, object]:

@@ -61,7 +61,7 @@ def draw_advice(
     bars.legend(fontsize=8, frameon=False, ncols=2, loc="lower left", bbox_to_anchor=(0, 1), borderpad=0)
     bare(bars, "x")
     style = planner_style("relibra")
-    for name, points, what in (
+    for name, points, label in (
         ("size", sizes, "tokens of a rank in a micro-batch"),
         ("skew", skews, "imbalance under static placement"),
     ):
@@ -70,7 +70,7 @@ def draw_advice(
         panel.plot(at, gain, color=style.colour, marker=style.marker, linewidth=1.8)
         panel.axhline(PAYS, color=INK, linewidth=0.8, linestyle=":")
         panel.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-        panel.set_xlabel(what, fontsize=9)
+        panel.set_xlabel(label, fontsize=9)
         panel.set_ylabel("gain of the best strategy", fontsize=9)
         panel.tick_params(labelsize=8)
         bare(panel, "y")

@@ -43,7 +43,7 @@ def behind(results: Results) -> list[str]:
 
 
 def _slower_assignments(cell: CellResult, kind: str) -> list[str]:
-    """Sentences on where assigning samples takes more modelled time than keeping the packed assignment."""
+    """Describe where assigning samples takes more modelled time than keeping the packed assignment."""
     lines = []
     for packed, assigned in (("relibra", ASSIGNED), (WITH_RESIDENTS, WITH_ALL)):
         if {packed, assigned} <= cell.rows.keys():
@@ -57,7 +57,7 @@ def _slower_assignments(cell: CellResult, kind: str) -> list[str]:
 
 
 def _planners_ahead(cell: CellResult, kind: str) -> list[str]:
-    """Sentences on the planners of the planner table whose modelled time is shorter than ReLibra's."""
+    """Describe the planners of the planner table whose modelled time is shorter than ReLibra's."""
     if "relibra" not in cell.rows or not cell.rows["relibra"]["fits"]:
         return []
     own = cell.rows["relibra"]["modelled_seconds"]

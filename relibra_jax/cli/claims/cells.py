@@ -80,7 +80,7 @@ def run_cell(
 def _run(
     trace: Trace, cell: Cell, rows: Sequence[str], progress: Callable[[str], None]
 ) -> tuple[dict[str, dict[str, Any]], float]:
-    """The numbers of the rows, and the cell's `replica_share`. Memory is that of the model with all its own experts."""
+    """Run the rows; return their numbers, with the memory of all of the model's experts, and `replica_share`."""
     topology = cell.ranks.topology(trace.num_experts)
     batches = make_batches(trace, cell.batching, topology)
     cost_model = make_cost_model(cell.costs, trace, batches, topology)
@@ -106,7 +106,7 @@ def _run(
 
 
 def replica_share(model: Model, topology: Topology) -> float:
-    """The memory of a rank's replica buffer divided by that of the rank's weights, as ReLibra's paper counts it.
+    """Return the memory of a rank's replica buffer divided by that of the rank's weights, as ReLibra's paper counts it.
 
     Args:
         model: the sizes of the model.

@@ -73,7 +73,7 @@ def draw_planners(path: Path, cells: Sequence[CellResult]) -> None:
 
 
 def _footnote(cell: CellResult) -> str:
-    """The line below the panels: the setting, and the meaning of the dots and the star."""
+    """Return the line below the panels: the setting, and the meaning of the dots and the star."""
     parts = [
         f"{cell.trace}, {cell.model} on {cell.cell['costs']['cluster']}",
         "dots: other settings of a system",
@@ -84,7 +84,7 @@ def _footnote(cell: CellResult) -> str:
 
 
 def _by_group(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-    """The speed of every row, under the group to which the row belongs."""
+    """Return the speed of every row, under the group to which the row belongs."""
     groups: dict[str, dict[str, float]] = {}
     for name, row in rows.items():
         group = system_of(name)
@@ -97,7 +97,7 @@ def _by_group(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, floa
 
 
 def _row_of(group: str) -> str:
-    """The row that a group's bar stands for."""
+    """Return the row that a group's bar stands for."""
     return WITH_RESIDENTS if group == RESIDENTS else group
 
 
@@ -106,13 +106,13 @@ def _label(group: str, rows: Mapping[str, float]) -> str:
 
 
 def _draw_group(axes: Axes, line: int, group: str, rows: Mapping[str, float]) -> None:
-    """One line of a panel: the bar, the dots, and the number in a column at the right."""
-    shown = _row_of(group)
-    if shown in rows:
-        axes.barh(line, rows[shown], color=planner_style(shown.partition(",")[0]).colour, height=0.7)
-        weight = "bold" if shown.startswith("relibra") else "normal"
+    """Draw one line of a panel: the bar, the dots, and the number in a column at the right."""
+    main_row = _row_of(group)
+    if main_row in rows:
+        axes.barh(line, rows[main_row], color=planner_style(main_row.partition(",")[0]).colour, height=0.7)
+        weight = "bold" if main_row.startswith("relibra") else "normal"
         axes.annotate(
-            *(f"{rows[shown]:.0%}", (1, line)),
+            *(f"{rows[main_row]:.0%}", (1, line)),
             xycoords=axes.get_yaxis_transform(),
             ha="right",
             va="center",
@@ -120,9 +120,9 @@ def _draw_group(axes: Axes, line: int, group: str, rows: Mapping[str, float]) ->
             fontweight=weight,
             color=INK,
         )
-    others = [speed for name, speed in rows.items() if name != shown]
+    other_speeds = [speed for name, speed in rows.items() if name != main_row]
     axes.plot(
-        *(others, [line] * len(others), "o"),
+        *(other_speeds, [line] * len(other_speeds), "o"),
         markersize=4.5,
         markeredgewidth=0.8,
         markerfacecolor="white",
@@ -140,7 +140,7 @@ def draw_sweeps(path: Path, results: Results) -> None:
     figure, panels = plt.subplots(
         1, len(SWEEPS), figsize=(3.1 * len(SWEEPS), 3.3), layout="constrained", sharey=True
     )
-    for axes, (section, what) in zip(panels, SWEEPS.items(), strict=True):
+    for axes, (section, quantity) in zip(panels, SWEEPS.items(), strict=True):
         cells = [cell for cell in results.of(section, synthetic=False) if not cell.skipped]
         places = np.arange(len(cells))
         for name in dict.fromkeys(name for cell in cells for name in cell.rows):
@@ -157,7 +157,7 @@ def draw_sweeps(path: Path, results: Results) -> None:
             )
         axes.set_xticks(places, [str(varied(section, cell)) for cell in cells])
         axes.axhline(1, color=INK, linewidth=1, linestyle=(0, (3, 2)))
-        axes.set_xlabel(what, fontsize=9)
+        axes.set_xlabel(quantity, fontsize=9)
         axes.tick_params(labelsize=8)
         axes.yaxis.set_major_formatter(PercentFormatter(1))
         bare(axes, "y")

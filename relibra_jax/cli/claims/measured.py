@@ -21,7 +21,7 @@ class Measurement(NamedTuple):
     """The file that keeps the measurement, with its command and date."""
 
     def gain(self, base: str, better: str) -> float | None:
-        """The speed of one planner divided by that of another; None unless both ran."""
+        """Return the speed of one planner divided by that of another; None unless both ran."""
         if base not in self.seconds or better not in self.seconds:
             return None
         return self.seconds[base] / self.seconds[better]

@@ -42,7 +42,7 @@ class Claim(NamedTuple):
 
 
 def _gain(rows: Numbers, base: str, better: str) -> float:
-    """The speed of the row ``better`` divided by that of the row ``base``, in modelled time."""
+    """Return the speed of the row ``better`` divided by that of the row ``base``, in modelled time."""
     return rows[base]["modelled_seconds"] / rows[better]["modelled_seconds"]
 
 

@@ -49,7 +49,7 @@ def write_report(results: Results) -> str:
         "## Where relibra_jax is behind",
         _bullets(behind(results)) or "Nowhere in this run.",
         "## Recorded routing",
-        *(f"![{what}]({name})" for name, what in results.figures.items()),
+        *(f"![{caption}]({name})" for name, caption in results.figures.items()),
         *_routing(results, synthetic=False),
     ]
     if results.measured:
@@ -83,7 +83,7 @@ def write_report(results: Results) -> str:
 
 
 def _routing(results: Results, *, synthetic: bool) -> list[str]:
-    """The paragraphs of the report on recorded or on synthetic routing."""
+    """Return the paragraphs of the report on recorded or on synthetic routing."""
     parts = []
     for paper in CLAIMS:
         cells = [cell for cell in results.of(paper.section, synthetic=synthetic) if not cell.skipped]
@@ -108,16 +108,16 @@ def _routing(results: Results, *, synthetic: bool) -> list[str]:
                 ],
             ),
         ]
-    for section, what in SWEEPS.items():
+    for section, quantity in SWEEPS.items():
         cells = [cell for cell in results.of(section, synthetic=synthetic) if not cell.skipped]
         if cells:
-            title = f"### Sweep of {what}: {cells[0].trace}, {cells[0].model}'s shapes"
+            title = f"### Sweep of {quantity}: {cells[0].trace}, {cells[0].model}'s shapes"
             parts += [title, _sweep(section, cells), *_where_it_pays(section, cells)]
     return parts
 
 
 def _samples_of_rank(cell: CellResult) -> float:
-    """The mean number of samples of a rank in a micro-batch."""
+    """Return the mean number of samples of a rank in a micro-batch."""
     batching, ranks = cell.cell["batching"], cell.cell["ranks"]
     return batching["batch_size"] / (batching["micro_batches"] * ranks["nodes"] * ranks["ranks_per_node"])
 
@@ -125,22 +125,22 @@ def _samples_of_rank(cell: CellResult) -> float:
 def _claims_tables(
     claims: Sequence[Claim], cells: Sequence[CellResult], measured: Sequence[Measurement]
 ) -> list[str]:
-    """One table of claims for each number of ranks."""
+    """Return one table of claims for each number of ranks."""
     parts = []
     for ranks in dict.fromkeys(cell.ranks for cell in cells):
-        here = [cell for cell in cells if cell.ranks == ranks]
+        cells_of_ranks = [cell for cell in cells if cell.ranks == ranks]
         lines = [
             [
                 claim.text,
                 claim.published,
-                *(_shown(figure_of(claim, cell)) for cell in here),
+                *(_shown(figure_of(claim, cell)) for cell in cells_of_ranks),
                 *([_measured_range(claim, measured)] if measured else []),
             ]
             for claim in claims
         ]
         lines = [line for line in lines if any(line[2:])]
-        head = [f"{here[0].trace}, {ranks} ranks", "published, measured"]
-        head += [f"relibra_jax, modelled: {cell.model}" for cell in here]
+        head = [f"{cells_of_ranks[0].trace}, {ranks} ranks", "published, measured"]
+        head += [f"relibra_jax, modelled: {cell.model}" for cell in cells_of_ranks]
         head += [f"relibra_jax, measured: {WHOLE_UPDATES}, 2x1 ranks"] * bool(measured)
         parts.append(_table(head, lines))
     return parts
@@ -153,7 +153,7 @@ def _shown(figure: Figure | str | None) -> str:
 
 
 def _measured_range(claim: Claim, measured: Sequence[Measurement]) -> str:
-    """The range of the measured speeds of a claim; empty if it was not measured."""
+    """Return the range of the measured speeds of a claim; empty if it was not measured."""
     whole = [each for each in measured if each.where.startswith(WHOLE_UPDATES)]
     gains = [
         gain
@@ -179,7 +179,7 @@ def _measurements(measured: Sequence[Measurement]) -> str:
 
 
 def _rows(cell: CellResult) -> str:
-    """The table of a cell with the numbers in which planners differ."""
+    """Return the table of a cell with the numbers in which planners differ."""
     lines = [
         [
             _labelled(name),
@@ -213,7 +213,7 @@ def _rows(cell: CellResult) -> str:
 
 
 def _labelled(name: str) -> str:
-    """The name of a row, marked if the planner is a reconstruction from its source's text."""
+    """Return the name of a row, marked if the planner is a reconstruction from its source's text."""
     return f"{name} (reconstruction)" if is_reconstruction(name) else name
 
 
@@ -240,7 +240,7 @@ def _sweep(section: str, cells: Sequence[CellResult]) -> str:
 
 
 def _where_it_pays(section: str, cells: Sequence[CellResult]) -> list[str]:
-    """A sentence on the number of tokens from which ReLibra pays, for the sweep of tokens; nothing for other sweeps."""
+    """Describe the number of tokens from which ReLibra pays, for the sweep of tokens; return [] for other sweeps."""
     if section != "tokens_per_rank":
         return []
     points = [
@@ -257,7 +257,7 @@ def _where_it_pays(section: str, cells: Sequence[CellResult]) -> list[str]:
 
 
 def varied(section: str, cell: CellResult) -> str:
-    """The value of the varied quantity in a cell of a sweep, as a string.
+    """Return the value of the varied quantity in a cell of a sweep, as a string.
 
     Args:
         section: the sweep, a key of `SWEEPS`.

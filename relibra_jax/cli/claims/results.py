@@ -23,5 +23,5 @@ class Results(NamedTuple):
     """The captions of the figures beside the report, by file name."""
 
     def of(self, section: str, *, synthetic: bool) -> list[CellResult]:
-        """The results of one section, on recorded or on synthetic routing."""
+        """Return the results of one section, on recorded or on synthetic routing."""
         return [cell for name, cell in self.cells if name == section and cell.synthetic == synthetic]

@@ -78,14 +78,14 @@ def full_studies(model: str) -> list[Study]:
 
 
 def _with_enough_samples(cell: Cell) -> Cell:
-    """The cell with a batch size of at least one sample for each rank and micro-batch."""
+    """Return the cell with a batch size of at least one sample for each rank and micro-batch."""
     ranks = cell.ranks.nodes * cell.ranks.ranks_per_node
     size = max(cell.batching.batch_size or 0, (cell.batching.micro_batches or 0) * ranks)
     return dataclasses.replace(cell, batching=dataclasses.replace(cell.batching, batch_size=size))
 
 
 def _sweeps(model: str) -> list[Study]:
-    """The studies of the sweeps, which vary one number at a time on 2 x 8 ranks."""
+    """Return the studies of the sweeps, which vary one number at a time on 2 x 8 ranks."""
     cell, change = _cell(2, 8, model), dataclasses.replace
 
     def ranks(**numbers: int) -> Cell:

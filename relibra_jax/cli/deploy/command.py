@@ -203,7 +203,7 @@ def _halves(trace: Trace, options: Deploy, layers: int) -> tuple[RoutingReplay, 
 
 
 def _busiest(row: Row) -> float:
-    """The token copies of the busiest group over those of the mean group, at the loads that were planned from."""
+    """Return the token copies of the busiest group over those of the mean group, at the loads of the plan."""
     return float(row.placement.groups * row.placement.hottest.mean())
 
 
@@ -223,7 +223,7 @@ def _simulated_lines(row: Row) -> list[str]:
 def _in_flight_lines(points: Sequence[InFlight]) -> list[str]:
     pairs = list(itertools.pairwise(points))
     lines = []
-    for name, what in (
+    for name, assumption in (
         ("same", "the planned deployment with only m changed, whether it fits or not"),
         ("best", "the best deployment for each m"),
     ):
@@ -231,7 +231,7 @@ def _in_flight_lines(points: Sequence[InFlight]) -> list[str]:
             f"{before.micro_batches} to {after.micro_batches} {_gain(getattr(before, name), getattr(after, name))}"
             for before, after in pairs
         )
-        lines.append(f"gain of more micro-batches in flight, {what}: {', '.join(gains)}")
+        lines.append(f"gain of more micro-batches in flight, {assumption}: {', '.join(gains)}")
     return lines if pairs else []
 
 

@@ -177,16 +177,16 @@ def over_micro_batches(search: Search) -> list[InFlight]:
         search: a finished search.
     """
     candidates = Deployment(*map(np.asarray, search.candidates))
-    others = [
+    matches = [
         getattr(candidates, name) == getattr(search.best, name)
         for name in Deployment._fields
         if name != "micro_batches"
     ]
-    same, per_price = np.all(others, axis=0), np.asarray(search.scores.per_price)
+    otherwise_equal, per_price = np.all(matches, axis=0), np.asarray(search.scores.per_price)
     points = []
     for number in np.unique(candidates.micro_batches):
-        here = candidates.micro_batches == number
-        fitting = per_price[here & search.feasible]
+        has_number = candidates.micro_batches == number
+        fitting = per_price[has_number & search.feasible]
         best = float(fitting.max()) if fitting.size else None
-        points.append(InFlight(int(number), float(per_price[here & same][0]), best))
+        points.append(InFlight(int(number), float(per_price[has_number & otherwise_equal][0]), best))
     return points

@@ -45,11 +45,11 @@ class Comparison(NamedTuple):
     """The number of all simulated phases."""
 
     def gap(self, way: str) -> float:
-        """The share by which the price of a way exceeds the optimum's."""
+        """Return the share by which the price of a way exceeds the optimum's."""
         return self.outcomes[way].price / self.outcomes[OPTIMUM].price - 1
 
     def gain(self, way: str, baseline: str) -> float:
-        """The cost efficiency of a way divided by that of a baseline."""
+        """Return the cost efficiency of a way divided by that of a baseline."""
         return self.outcomes[way].efficiency / self.outcomes[baseline].efficiency
 
 

@@ -83,7 +83,7 @@ def ways_table(ways: Ways, jobs: int, title: str) -> Table:
 
 
 def explain_ways(comparisons: Sequence[Comparison], ways: Ways, jobs: int, spread: float) -> list[str]:
-    """The notes under the tables, one line each: what the columns mean, and how the simulation ended.
+    """Return the notes under the tables, one line each: what the columns mean, and how the simulation ended.
 
     Args:
         comparisons: the comparison of each set of jobs.

@@ -1,1 +1,1 @@
-"""Alternatives to parts of ReLibra's planner, other searches and token splits, that measure the value of each part."""
+"""Ablation of ReLibra's planner: alternative searches and token splits, which show the value of each part."""

@@ -170,5 +170,5 @@ def _by_slot(
 ) -> tuple[Int[jax.Array, "P R"], Int[jax.Array, "P S"]]:
     """Return the replicas with tokens, and all quotas; homes compute the tokens that no replica computes."""
     tokens = jnp.where(replica == EMPTY, 0, tokens)
-    given = jnp.zeros(load.size, jnp.int32).at[jnp.maximum(replica, 0)].add(tokens).reshape(load.shape)
-    return jnp.where(tokens > 0, replica, EMPTY), jnp.concatenate([load - given, tokens], 1)
+    moved_tokens = jnp.zeros(load.size, jnp.int32).at[jnp.maximum(replica, 0)].add(tokens).reshape(load.shape)
+    return jnp.where(tokens > 0, replica, EMPTY), jnp.concatenate([load - moved_tokens, tokens], 1)

@@ -1,4 +1,4 @@
-"""Baseline planners: other published systems, each written from its source to the `Planner` contract.
+"""Baseline planners: published systems other than ReLibra, each implemented from its source as a `Planner`.
 
-Each module says what it leaves out or changes, and why.
+Each module says what it leaves out or changes, and why. `relibra_jax.planning.planners.PLANNERS` lists all of them.
 """

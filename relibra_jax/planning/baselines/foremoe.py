@@ -185,5 +185,5 @@ def _halve(load: Int[jax.Array, "P H"], replica: Int[jax.Array, "P R"]) -> Sprea
     """Give half of each replicated expert's tokens to its replica; no expert has two replicas."""
     source = jnp.maximum(replica, 0)
     tokens = jnp.where(replica == EMPTY, 0, load.ravel()[source] // 2)
-    given = jnp.zeros(load.size, jnp.int32).at[source].add(tokens)
-    return Spread(load - given.reshape(load.shape), replica, tokens)
+    moved_tokens = jnp.zeros(load.size, jnp.int32).at[source].add(tokens)
+    return Spread(load - moved_tokens.reshape(load.shape), replica, tokens)

@@ -33,7 +33,7 @@ from relibra_jax.types import EMPTY, Assignment, BatchPlan, RoutingReplay
 
 @functools.cache
 def single(path="flat", **options):
-    """The layer in float32 on 2x4 with two replica slots, and its arguments for the first routing."""
+    """Return the layer in float32 on 2x4 with two replica slots, and its arguments for the first routing."""
     topology = topology_of("2x4", 2)
     options = {"capacities": worst_case_capacities(TOKENS, TOP_K, topology)} | options
     parallel = ExpertParallel(mesh=expert_mesh(topology), topology=topology, path=path, **options)
