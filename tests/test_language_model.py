@@ -334,7 +334,7 @@ def test_misfits_are_refused_before_anything_is_compiled(without_type_checks):
         call(TOKENS, MASK, ids, plans._replace(load=plans.load[:1]))
     with pytest.raises(ValueError, match="but expert_ids is None: live routing counts its own load"):
         call(TOKENS, MASK, layers=plans)
-    with pytest.raises(ValueError, match="model of 16 experts, topology of 32"):
+    with pytest.raises(ValueError, match="the config has 16 experts, but the topology has 32"):
         make_model(CONFIG, dataclasses.replace(TOPOLOGY, num_experts=32), mesh=MESH, key=jax.random.key(0))
     with pytest.raises(ValueError, match="heads=4 must be a multiple of kv_heads=3"):
         dataclasses.replace(TINY, kv_heads=3)

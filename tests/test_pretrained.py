@@ -204,9 +204,9 @@ def test_all_tensors_that_do_not_fit_are_named_in_one_error(folder):
         tensors["model.layers.2.input_layernorm.weight"] = np.ones(17, np.float32)
 
     with_tensors(folder, change)
-    message = refused(folder, "no qwen3_moe with separate experts as its config.json describes it")
+    message = refused(folder, "a qwen3_moe model with separate experts, but these tensors do not match")
     assert "missing: model.layers.1.mlp.experts.{0..15}.up_proj.weight (16), model.norm.weight;" in message
-    assert "left over: model.layers.0.self_attn.qkv_proj.weight;" in message
+    assert "unexpected: model.layers.0.self_attn.qkv_proj.weight;" in message
     assert "of shape [17] instead of [16]: model.layers.2.input_layernorm.weight" in message
     assert "of shape [60, 16] instead of [61, 16]: lm_head.weight" in message
 
@@ -215,12 +215,12 @@ def test_fused_experts_beside_separate_ones_are_refused(folder):
     with_tensors(
         folder, lambda tensors: tensors.update({"model.layers.0.mlp.experts.gate_up_proj": np.zeros(3)})
     )
-    message = refused(folder, "no qwen3_moe with fused experts")
+    message = refused(folder, "a qwen3_moe model with fused experts")
     assert (
         "missing: model.layers.{0..2}.mlp.experts.down_proj (3), model.layers.{1..2}.mlp.experts.gate_up_proj"
         in message
     )
-    assert "left over: model.layers.{0..2}.mlp.experts.{0..15}.down_proj.weight (48)" in message
+    assert "unexpected: model.layers.{0..2}.mlp.experts.{0..15}.down_proj.weight (48)" in message
 
 
 def test_fields_that_are_not_supported_are_named_with_their_values(folder):
@@ -258,7 +258,7 @@ def test_a_field_of_another_kind_is_named_with_its_value(folder, field):
 def test_tensors_that_are_no_floats_are_refused(folder):
     name = "model.layers.1.mlp.experts.3.up_proj.weight"
     with_tensors(folder, lambda tensors: tensors.update({name: tensors[name].astype(np.int8)}))
-    assert f"of dtype I8 instead of F32, BF16, F16: {name}" in refused(folder, "no qwen3_moe")
+    assert f"of dtype I8 instead of F32, BF16, F16: {name}" in refused(folder, "a qwen3_moe model")
 
 
 def test_a_head_beside_a_tied_embedding_must_be_equal(tmp_path):
@@ -273,7 +273,7 @@ def test_a_head_beside_a_tied_embedding_must_be_equal(tmp_path):
     with_head(1)
     load_pretrained(tmp_path / "tied", mesh(), TOPOLOGY)
     with_head(2)
-    refused(tmp_path / "tied", "not equal though tie_word_embeddings is true: lm_head.weight and")
+    refused(tmp_path / "tied", "not equal although tie_word_embeddings is true: lm_head.weight and")
 
 
 def test_dtypes_are_floats_however_they_are_given(folder, tmp_path):
@@ -306,11 +306,11 @@ def test_other_folders_are_refused(folder, tmp_path):
     with_fields(folder, model_type="llama")
     refused(folder, "model_type='llama' must be one of qwen3_moe, glm4_moe, olmoe, mixtral")
     with_fields(folder, model_type="qwen3_moe", num_local_experts=8)
-    refused(folder, "model of 8 experts, topology of 16")
+    refused(folder, "the config has 8 experts, but the topology has 16")
     with_fields(folder, num_local_experts=16, hidden_size=None)
     refused(folder, "qwen3_moe: the field 'hidden_size' is missing")
     (folder / "config.json").write_text("{")
-    refused(folder, "config.json: no JSON")
+    refused(folder, "config.json: not valid JSON")
     (folder / "config.json").write_text("[]")
     refused(folder, "expected a JSON object, found list")
 
@@ -318,7 +318,7 @@ def test_other_folders_are_refused(folder, tmp_path):
 def test_damaged_files_and_missing_shards_are_refused(folder, tmp_path):
     data = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(data[:-10])
-    refused(folder, r"model.safetensors: no safetensors file")
+    refused(folder, r"model.safetensors: not a safetensors file")
     (folder / "model.safetensors").unlink()
     refused(folder, "there is neither model.safetensors nor model.safetensors.index.json")
     shutil.copytree(FOLDER / "glm4_moe", tmp_path / "sharded")
@@ -326,11 +326,11 @@ def test_damaged_files_and_missing_shards_are_refused(folder, tmp_path):
     refused(tmp_path / "sharded", "1 of 4 shards are missing: model-00002-of-00004.safetensors")
     index = tmp_path / "sharded" / "model.safetensors.index.json"
     index.write_text('{"weight_map": {"a": 3}}')
-    refused(tmp_path / "sharded", "no index of tensors")
+    refused(tmp_path / "sharded", "not an index of tensors")
     index.write_text('{"weight_map": {"a": "model-00001-of-00004.safetensors"}}')
     refused(tmp_path / "sharded", "the index names tensors that no shard has: a")
     index.write_text("{}")
-    refused(tmp_path / "sharded", "no index of tensors")
+    refused(tmp_path / "sharded", "not an index of tensors")
 
 
 def test_a_rank_that_is_too_small_is_refused_before_anything_is_read(folder, monkeypatch):
@@ -339,9 +339,9 @@ def test_a_rank_that_is_too_small_is_refused_before_anything_is_read(folder, mon
     with_fields(folder, hidden_size=2048, head_dim=128, moe_intermediate_size=16384, num_hidden_layers=8)
     # 8 layers x 2 experts x 3 matrices of 2048 x 16384 in float32 are 6 GiB a rank.
     message = refused(
-        folder, r"a rank's parameters take 6\.\d\d GiB \(6\.00 GiB of experts, a share of 8 ranks"
+        folder, r"a rank's parameters take 6\.\d\d GiB \(6\.00 GiB of experts, sharded over 8 ranks"
     )
-    assert "there are 1.00 GiB for a device: take more ranks, or parameters of fewer bytes" in message
+    assert "a device has only 1.00 GiB; use more ranks, or a smaller param_dtype" in message
 
 
 def test_homes_are_checked():
@@ -378,9 +378,9 @@ def test_what_lies_beside_the_tensors_comes_along(folder, tmp_path):
         "model.safetensors",
         "tokenizer.json",
     }
-    with pytest.raises(ValueError, match="saved: it is there already"):
+    with pytest.raises(ValueError, match="saved already exists"):
         save_pretrained(model, tmp_path / "saved")
-    with pytest.raises(ValueError, match=r"a checkpoint of .*tied=True.*, the model has .*tied=False"):
+    with pytest.raises(ValueError, match=r"a checkpoint with .*tied=True.*, but the model has .*tied=False"):
         save_pretrained(model, tmp_path / "other", source=FOLDER / "qwen3_moe_dense")
     assert not (tmp_path / "other").exists()
 
