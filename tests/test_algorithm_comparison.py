@@ -75,7 +75,7 @@ def test_runs_are_not_repeated_and_not_mixed(tmp_path, monkeypatch):
     main(config)
     assert not (tmp_path / "algorithms.json").exists(), "the second algorithm was stopped"
     (tmp_path / "grpo").rename(tmp_path / "finished")
-    with pytest.raises(ValueError, match="ppo holds runs of other settings"):
+    with pytest.raises(ValueError, match="ppo contains runs with other settings"):
         main(dataclasses.replace(config, steps=3))
     (tmp_path / "finished").rename(tmp_path / "grpo")
     (tmp_path / "ppo" / "summary.json").write_text("{}")
@@ -87,6 +87,6 @@ def test_runs_are_not_repeated_and_not_mixed(tmp_path, monkeypatch):
     assert (tmp_path / "algorithms.png").stat().st_size > 10_000
     # Finished runs are held to the settings, too.
     for changes in ({"steps": 400}, {"seeds": (0, 1, 2)}):
-        with pytest.raises(ValueError, match="grpo holds runs of other settings"):
+        with pytest.raises(ValueError, match="grpo contains runs with other settings"):
             main(dataclasses.replace(config, **changes))
     assert json.loads((tmp_path / "algorithms.json").read_text()) == summary

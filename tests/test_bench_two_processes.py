@@ -54,7 +54,7 @@ def test_an_update_with_residents_has_the_gradient_of_one_without(monkeypatch):
 
 
 def test_another_gradient_is_refused():
-    with pytest.raises(ValueError, match=r"EPLB: the gradient's norm is 1\.1, that of static is 1\.0"):
+    with pytest.raises(ValueError, match=r"EPLB: the gradient norm is 1\.1, but that of static is 1\.0"):
         runs._check_norms({"static": 1.0, "ReLibra": 1.0 + 1e-6, "EPLB": 1.1})
 
 

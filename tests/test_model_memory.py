@@ -69,6 +69,6 @@ def test_what_training_cannot_hold_is_refused_with_the_sizes():
     mesh = expert_mesh(Topology(num_nodes=2, ranks_per_node=4, num_experts=128, replica_slots=0))
     config = model_config(PUBLISHED["Qwen3-235B-A22B"])
     with pytest.raises(
-        ValueError, match=r"big: training holds 727\.7 GB on each of 8 ranks \(20 bytes a parameter"
+        ValueError, match=r"big: training needs 727\.7 GB on each of 8 ranks \(20 bytes per parameter"
     ):
         check_training_memory(Path("big"), config, mesh)
