@@ -220,9 +220,9 @@ def test_expected_bytes_of_a_padded_update():
 
 
 @pytest.mark.parametrize("fill", [0.6, 1.0])
-def test_what_the_cost_model_says_of_a_plan_is_what_its_buffers_send(fill):
-    """Exactly where buffers are full: between two nodes, in the direction that sends more. Inside nodes, and for
-    tokens, padding comes on top."""
+def test_cost_model_and_buffers_agree_on_the_bytes_of_a_plan(fill):
+    """They are equal where buffers are full: between two nodes, in the direction that sends more. Inside nodes, and for
+    tokens, the buffers also send padding."""
     topology = Topology(num_nodes=2, ranks_per_node=4, num_experts=16, replica_slots=1, resident_slots=2)
     rng, layers = np.random.default_rng(0), 3
     load = load_of(random_ids(rng, (2, layers, 8, 40), 16, 2), topology)

@@ -8,10 +8,11 @@ step. The tables of layers are prepared once per batch, outside the update, and 
 A calculation by hand shows when residents pay. Once per update, a resident's weights cross to its node and its
 gradients cross back: 2 * 3 * D * F * 4 bytes. A token copy crosses four times per layer, in dispatch and combine,
 forward and backward: 4 * D * 4 bytes. (With rematerialisation, which is not used here, it crosses six times.) On the
-flat path a resident therefore pays from 1.5 * F token copies per update that stay in their node because of it, which is
-192 copies for F = 128. From 600 tokens of a node, the mean expert of 32 with top-4 gets 75 copies in a micro-batch. In
-4, 8 and 32 micro-batches these are 300, 600 and 2,400 copies. On the hierarchical path only those tokens count that
-cross for no other expert. A replica of EPLB crosses like a resident, but in every micro-batch.
+flat path a resident therefore pays from 1.5 * F token copies per update that stay in their node because of it, as it
+then saves more bytes than it costs. For F = 128 this is 192 copies. From 600 tokens of a node, the mean expert
+of 32 with top-4 gets 75 copies in a micro-batch. These are 300 copies in four micro-batches, 600 in eight and 2,400 in
+thirty-two. On the hierarchical path only those tokens count that cross for no other expert. A replica of EPLB crosses
+like a resident, but in every micro-batch.
 
 `balanced` has the same tokens, routed to random experts so that all experts get the same number, without residents or
 replicas. Each planner's buffers are those of its largest batch, as in a run that keeps its compiled step. ReLibra has
