@@ -158,8 +158,8 @@ def assert_survives(victim, moment, folder, unbroken):
     assert lines_of(folder) == lines_of(unbroken)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("victim", "lines"), [(0, 1), pytest.param(1, 2, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize(("victim", "lines"), [(0, 1), (1, 2)])
 def test_a_killed_process_ends_the_other_and_the_run_goes_on(victim, lines, two, tmp_path):
     moment = lines, random.Random(victim).uniform(0, 0.3)
     assert_survives(victim, moment, tmp_path / "run", two)
