@@ -73,11 +73,11 @@ ALL = slice(None)
 BROKEN = {
     "another resident in another micro-batch": (
         lambda p: put(p, (1, 0, 1, 1, 2), 3),
-        "micro-batch 1, layer 0, node 1, local rank 1, slot 2: resident slot holds 3, in micro-batch 0 it holds 0",
+        "micro-batch 1, layer 0, node 1, local rank 1, slot 2: the resident slot holds 3, but 0 in micro-batch 0",
     ),
     "no resident in another micro-batch": (
         lambda p: put(p, (1, 0, 0, 1, 2), EMPTY),
-        "micro-batch 1, layer 0, node 0, local rank 1, slot 2: resident slot holds -1, in micro-batch 0 it holds 6",
+        "micro-batch 1, layer 0, node 0, local rank 1, slot 2: the resident slot holds -1, but 6 in micro-batch 0",
     ),
     "unknown expert": (
         lambda p: put(p, (ALL, 0, 1, 1, 2), 8),
@@ -120,7 +120,7 @@ BROKEN = {
     ),
     "quota of a resident that the load does not know": (
         lambda p: p._replace(quota=p.quota + 3 * (p.slot_expert == 0) * (np.arange(5) == 2)),
-        "micro-batch 0, layer 0, expert 0: quotas sum to 39, load is 36",
+        "micro-batch 0, layer 0, expert 0: the quotas sum to 39, but the load is 36",
     ),
 }
 

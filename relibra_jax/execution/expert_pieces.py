@@ -1,8 +1,8 @@
 """Transfer of experts in pieces, one for each rank, so that every rank sends as much as it receives under any plan.
 
 If a rank sent whole experts, it would send its hottest expert once for every copy, and an exchange with equal lanes
-would make all ranks as slow. Instead each expert is cut into as many pieces as there are ranks, and leaves its rank
-once: rank p collects piece p of all exported experts, and sends it on to the ranks with copies, which assemble the
+would make all ranks equally slow. Instead each expert is cut into one piece per rank, and leaves its rank once: rank p
+collects piece p of all exported experts, and sends it on to the ranks with copies, which assemble the
 pieces. Both exchanges have equal lanes by construction. Migration of homes uses the same idea
 (`relibra_jax.execution.migration`).
 

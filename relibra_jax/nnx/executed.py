@@ -35,5 +35,5 @@ def check_executed(slot_rows: Int[Array, "M L *copies N G S"], batch: PreparedBa
         copies = "".join(f"copy {index} of the group, " for index in place[2:-3])
         raise RuntimeError(
             "micro-batch {}, layer {}, {}node {}, rank {}, slot {}".format(*place[:2], copies, *place[-3:])
-            + f": expert {expert[place]} computed {rows[place]} rows, the plan's quota is {quota[place]}"
+            + f": expert {expert[place]} computed {rows[place]} rows, but the plan's quota is {quota[place]}"
         )

@@ -32,7 +32,7 @@ from relibra_jax.types import EMPTY, Array, Assignment, Topology, UnitTimes, che
 
 MAX_COUNTERS: Final = 512
 """The most counters of sent tokens that the search keeps per micro-batch, one for each rank and group of layers. It
-keeps as many of received tokens."""
+keeps the same number for received tokens."""
 
 
 def assign_in_order(num_samples: int, topology: Topology, *, num_micro_batches: int) -> Assignment:

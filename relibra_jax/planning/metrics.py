@@ -93,7 +93,7 @@ def replication_bound(
     domain, and the bound is looser.
 
     Args:
-        load: the number of token copies for each expert, by the rank where they lie.
+        load: the number of token copies for each expert, by the rank that holds them.
         home: flat home slot of each expert.
         topology: the expert-parallel group.
         across_nodes: whether replicas may be on any node.

@@ -90,7 +90,7 @@ def place_experts(
         move_cost: the price of moving experts between ranks or nodes, in units of imbalance: moving all experts of a
             layer to other nodes must lower its imbalance by this much times the square root of N, because the possible
             gain also grows with N. 0 searches thoroughly. Between nodes, ``cost`` replaces it.
-        source_load: the number of token copies by the node where they lie. None assumes the same number on each node.
+        source_load: the number of token copies by the node that holds them. None assumes the same number on each node.
         crossing_cost: the imbalance worth accepting to avoid all crossings, if there are no ``tokens``. The default
             takes only savings that cost no balance; 1 costs balance on recorded loads.
         tokens: sampled tokens of the batch. None searches for balance.

@@ -1,8 +1,8 @@
-"""ReLibra (arXiv 2605.08639): experts reordered between batches, replicated inside them.
+"""The ReLibra planner (arXiv 2605.08639), which reorders experts between batches and replicates them inside batches.
 
 ReLibra uses two mechanisms at two timescales, matched to two bandwidths. Once per batch, homes move between all ranks,
-which evens the load of the nodes. In every micro-batch, hot experts are copied inside their node, which absorbs the
-fluctuations. Both use the true loads, which routing replay gives before the first micro-batch runs. The planner
+which evens out the load of the nodes. In every micro-batch, hot experts are replicated inside their node, which absorbs
+the fluctuations. Both use the true loads, which routing replay gives before the first micro-batch runs. The planner
 composes the two; pass options to either one with ``functools.partial``.
 """
 

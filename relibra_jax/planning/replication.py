@@ -46,7 +46,7 @@ def replicate_experts(
         home: flat home slot of each expert.
         topology: the expert-parallel group.
         resident: the expert in each resident slot, EMPTY for none. None if there are no resident slots.
-        source_load: the number of token copies by the node where they lie; required with ``resident``.
+        source_load: the number of token copies by the node that holds them; required with ``resident``.
         tolerance: how far a rank load may exceed the smallest possible maximum, as a fraction of it, to save crossings
             and replicas: 0.05 allows 5%.
         across_nodes: whether a replica may be on any rank. Resident slots are then left EMPTY. Otherwise a replica is
@@ -89,7 +89,7 @@ def replicate_experts(
             lambda load, _: replicate(load), load, load, home, topology, across_nodes=across_nodes
         )
     if source_load is None:
-        raise ValueError("source_load=None: residents need the token copies by the node where they lie")
+        raise ValueError("source_load=None: residents need the token copies by the node that holds them")
     by_node = _split_by_node(
         jnp.asarray(source_load, jnp.int32), home, resident, topology, tolerance=tolerance
     )

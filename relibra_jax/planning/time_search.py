@@ -62,7 +62,7 @@ class _State(NamedTuple):
     planes: UInt32[jax.Array, "N planes groups N words L"]
     """The number of experts that each token has on each node, in binary."""
     visits: Float[jax.Array, "N groups N L"]
-    """The tokens that visit each node, by the node where they lie; 0 for the node itself."""
+    """The tokens that visit each node, by the node that holds them; 0 for the node itself."""
 
 
 def search_nodes(
@@ -223,7 +223,7 @@ def _time(
 
 
 def _except_from(node, visits: Float[jax.Array, "C groups N L"]):
-    """Set the visits of tokens that lie on the node itself to 0, because they do not cross."""
+    """Set the visits of tokens on the node itself to 0, because they do not cross."""
     is_node = jnp.arange(visits.shape[2]) == node
     return jnp.where(is_node[None, None, :, None], 0, visits)
 

@@ -96,7 +96,7 @@ def plan_loads(planner: Planner, experts: Int[np.ndarray, "L E"], topology: Topo
 
     Args:
         planner: any planner.
-        experts: the token copies of each expert. All of them lie on the first rank.
+        experts: the token copies of each expert. All of them are on the first rank.
         topology: the expert-parallel group.
     """
     shape = (1, len(experts), topology.num_nodes, topology.ranks_per_node, topology.num_experts)

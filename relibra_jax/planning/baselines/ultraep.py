@@ -40,7 +40,7 @@ def ultraep(
     - ``min_tokens=None`` balances as well as the method can. It applies the size rule of the first tries in the search
       too, and leaves out the second and third try, which trade balance for time. On random domains of 8 ranks with two
       slots, the largest rank load is then 0.8% above the mean; with ``min_tokens=1`` it is 1.3% above.
-    - Quotas are not divided over the ranks where tokens lie; in this project that follows from the plan.
+    - Quotas are not divided over the ranks that hold the tokens; in this project that follows from the plan.
 
     Args:
         tolerance: the distance of the first threshold from the mean, as a fraction of the mean: UltraEP's
