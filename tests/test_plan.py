@@ -107,7 +107,7 @@ BROKEN = {
         lambda p: p._replace(quota=p.quota / 1.0),
         "quota: expected integers, found float64",
     ),
-    "slots of another topology": (
+    "slots of a different topology": (
         lambda p: p._replace(slot_expert=p.slot_expert[..., :2]),
         r"slot_expert: expected shape \(1, 1, 2, 2, 3\) for Topology.*, found \(1, 1, 2, 2, 2\)",
     ),

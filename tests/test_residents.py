@@ -247,7 +247,7 @@ def test_assembled_plans_are_in_order_and_quotas_go_with_their_copies(seed):
     load = load_of(random_ids(rng, (2, 3, 4, 20), 8, 2), TOPOLOGY)
     plan = random_plan(rng, load, TOPOLOGY)
     check_plan(plan, load, TOPOLOGY)
-    # Residents are given once per batch and in another order than in a plan; their quotas move with them.
+    # Residents are given once per batch and in a different order than in a plan; their quotas move with them.
     slots = plan.slot_expert.copy()
     slots[..., 2:4], quota = slots[..., 3:1:-1], plan.quota.copy()
     quota[..., 2:4] = quota[..., 3:1:-1]

@@ -162,7 +162,7 @@ class Sampler:
             The rows of the next rollout, and the example of each.
 
         Raises:
-            ValueError: if a carried response belongs to another prompt than the current settings draw.
+            ValueError: if a carried response belongs to a different prompt than the current settings draw.
         """
         rows = fill_free_rows(carried, *self.prompts.encode(self.examples(self.state.step)))
         steps = np.where(rows.free, self.state.step, rows.drawn)

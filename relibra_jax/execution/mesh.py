@@ -64,7 +64,7 @@ def check_mesh(mesh: Mesh, topology: Topology) -> None:
     """Raise unless the mesh has the topology's ranks.
 
     Raises:
-        ValueError: if the axis node or local is missing or has another size, or an axis is not of type Auto.
+        ValueError: if the axis node or local is missing or has a different size, or an axis is not of type Auto.
     """
     for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True):
         if kind != AxisType.Auto:

@@ -60,7 +60,7 @@ class ExpertParallel:
     """The kind of replica fetch: see `relibra_jax.execution.replica_exchange`. ``auto`` chooses as for ``exchange`` and
     never chooses ``remote``, which raises an error if its kernel cannot run."""
     across_nodes: bool = False
-    """Whether replicas may be on other nodes than their experts' homes, for planners that ignore nodes."""
+    """Whether replicas may be on different nodes than their experts' homes, for planners that ignore nodes."""
     implementation: str | None = None
     """The implementation of `pallas_kernels.grouped_mlp`."""
     check_rows: bool = False
@@ -226,7 +226,7 @@ def check_layer_plan(plan: LayerPlan, parallel: ExpertParallel) -> None:
     """Raise unless ``plan`` has the shapes of one layer of one micro-batch, for all copies of the group.
 
     Raises:
-        ValueError: if an array has another shape.
+        ValueError: if an array has a different shape.
     """
     topology, lead = parallel.topology, parallel.copies
     slots = (*lead, *parallel.ranks, topology.slots)

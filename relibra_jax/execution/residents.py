@@ -63,7 +63,8 @@ def check_residents(
         topology: the expert-parallel group.
 
     Raises:
-        ValueError: if the residents were pushed at another optimizer step, or a slot has another expert than the plan.
+        ValueError: if the residents were pushed at another optimizer step, or a slot has a different expert than the
+            plan.
     """
     push_step, current_step = int(residents.step), int(step)
     if push_step != current_step:
@@ -172,7 +173,8 @@ def return_gradients(
         ``totals`` with the gradients of the residents added.
 
     Raises:
-        ValueError: under the conditions of `push_residents`, or if ``gradients`` has another shape than the residents.
+        ValueError: under the conditions of `push_residents`, or if ``gradients`` has a different shape than the
+            residents.
     """
     leaves, structure = jax.tree.flatten(totals)
     shapes = _Shapes(leaves, plan, parallel, fsdp_axis)

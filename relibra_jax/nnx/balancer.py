@@ -59,7 +59,7 @@ class Balancer:
         key: random key for the planner and the assignment, the same on all processes.
         assign: the function that assigns samples to micro-batches and ranks; it takes a ``key``. None keeps the
             samples in order.
-        across_nodes: whether the planner may put a replica on another node than its expert's home.
+        across_nodes: whether the planner may put a replica on a different node than its expert's home.
         capacities: initial buffer sizes for stages of every shape. Sizes of an earlier run save the first batches from
             compiling steps for smaller buffers.
         pack_rows: whether a row holds several samples, one after another. Padding is then at most 5% of the positions
@@ -150,7 +150,7 @@ class Balancer:
         """The state that the next batch depends on. Set it to resume from a checkpoint.
 
         Raises:
-            ValueError: on setting, if the state belongs to another planner or another number of layers or experts.
+            ValueError: on setting, if the state belongs to another planner or a different number of layers or experts.
         """
         planner, key = jax.tree.map(to_host, (self._planner_state, self._key))
         return BalancerState(planner, key, self._home, self._capacities)
@@ -193,9 +193,10 @@ class Balancer:
             The prepared batch, an argument of its training steps.
 
         Raises:
-            ValueError: if the replay has another number of layers or experts than the model, the optimizer has made no
-                step since the previous batch was prepared, the model's homes differ from the balancer's, a parameter is
-                not finite, the processes computed different plans, or the plan breaks a rule. Nothing has moved then.
+            ValueError: if the replay has a different number of layers or experts than the model, the optimizer has
+                made no step since the previous batch was prepared, the model's homes differ from the balancer's, a
+                parameter is not finite, the processes computed different plans, or the plan breaks a rule. Nothing has
+                moved then.
         """
         (batch,) = self.prepare_stages(
             *(model, optimizer, replay),

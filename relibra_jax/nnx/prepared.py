@@ -144,8 +144,8 @@ class PreparedBatch:
             outside this stage.
 
         Raises:
-            ValueError: if an array has other numbers of micro-batches and rows, or the balancer has prepared another
-                batch.
+            ValueError: if an array has different numbers of micro-batches and rows, or the balancer has prepared
+                another batch.
         """
         samples, positions = self._places("from_ranks")
         is_real = samples != EMPTY

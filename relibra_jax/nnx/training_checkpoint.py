@@ -81,7 +81,7 @@ def restore_training(
         The step number, and the saved ``extra``.
 
     Raises:
-        ValueError: if there is no checkpoint of this step, if it is one of another model (the message says what
+        ValueError: if there is no checkpoint of this step, if it belongs to another model (the message says what
             differs), or if it cannot be read or has changed since it was saved
             (`relibra_jax.execution.checkpoint.restore_checkpoint`). Model, optimizer and balancer keep their values
             then.

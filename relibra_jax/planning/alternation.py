@@ -74,7 +74,7 @@ def plan_alternating(
 
     Raises:
         ValueError: if ``rounds`` is negative, if a unit time is negative or not finite, if the unit time ``copy`` is 0,
-            if ``warm_start`` has another topology or number of layers, or if the planner or ``assign`` rejects its
+            if ``warm_start`` has a different topology or number of layers, or if the planner or ``assign`` rejects its
             input.
     """
     sample_load, tokens, routes, transitions = counts

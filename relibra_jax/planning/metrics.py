@@ -137,7 +137,7 @@ def cross_node_load(layer_plans: LayerPlan) -> Int[jax.Array, "M L"]:
 def moved_experts(
     home: Int[Array, "... E"], previous_home: Int[Array, "... E"], *, home_slots: int
 ) -> Int[jax.Array, "..."]:
-    """Count the experts whose home is on another rank than before, which a reorder has to send.
+    """Count the experts whose home is on a different rank than before, which a reorder has to send.
 
     Args:
         home: flat home slot of each expert.

@@ -41,7 +41,7 @@ class Placement(NamedTuple):
     """The homes and residents of a whole batch."""
 
     home: Int[jax.Array, "L E"]
-    """Flat home slot of each expert, int32; exactly H experts a rank."""
+    """Flat home slot of each expert, int32; exactly H experts per rank."""
     resident: Int[jax.Array, "L N G B"]
     """The logical expert in each resident slot, EMPTY for none; never an expert whose home is on that node."""
 

@@ -72,8 +72,8 @@ def plan_batch(
         The batch plan, and the planner's state after this batch.
 
     Raises:
-        ValueError: if ``rounds`` is negative, if ``start`` has another number of micro-batches or ranks, if
-            ``warm_start`` has another topology or number of layers, or if the planner, `pack_samples` or ``assign``
+        ValueError: if ``rounds`` is negative, if ``start`` has a different number of micro-batches or ranks, if
+            ``warm_start`` has a different topology or number of layers, or if the planner, `pack_samples` or ``assign``
             rejects its input.
 
     >>> import jax, numpy as np

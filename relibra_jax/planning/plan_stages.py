@@ -47,7 +47,7 @@ def plan_stages(
 
     The search for homes weighs all stages equally, because planners receive loads without their purpose. Weighing an
     update three times as much as a recompute changed the modelled time of recorded routing by less than 0.5% either
-    way, no more than another seed does. Replicas and sample assignments are planned for each stage separately.
+    way, no more than a different seed does. Replicas and sample assignments are planned for each stage separately.
 
     Args:
         replay: the routing of all samples of the batch, which `relibra_jax.replay.check_replay` accepts.

@@ -142,9 +142,9 @@ def search_deployment(
         the best.
 
     Raises:
-        ValueError: if a number is out of its range, the grid or ``placements`` is empty, a placement has another number
-            of experts than the model, or no deployment is feasible. In the last case the message names the constraint
-            that is violated, and by how much.
+        ValueError: if a number is out of its range, the grid or ``placements`` is empty, a placement has a different
+            number of experts than the model, or no deployment is feasible. In the last case the message names the
+            constraint that is violated, and by how much.
 
     >>> from relibra_jax.cost.hardware import CLUSTERS
     >>> from relibra_jax.cost.models import MODELS

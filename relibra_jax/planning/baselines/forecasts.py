@@ -144,7 +144,7 @@ def _by_transitions(
         load: Num[jax.Array, "M L E"], state: ChainHistory, *, transitions: Transitions | None = None
     ) -> Expected:
         load = load.astype(jnp.float32)
-        # Under vmap this is a loop, as in LPLB: a batched matrix product may sum in another order.
+        # Under vmap this is a loop, as in LPLB: a batched matrix product may sum in a different order.
         expected = jax.custom_batching.sequential_vmap(_follow)(source(load), state.counts, state.batch)
         counts = state.counts if transitions is None else getattr(transitions, kind).astype(jnp.float32)
         return state.batch, expected, ChainHistory(load.sum(0), counts)

@@ -61,8 +61,8 @@ def foremoe(*, across_nodes: bool = True, least_gain: float = 0.1) -> Planner:
     - A base replica goes to the emptiest rank; in the source, to the first rank with room.
 
     Args:
-        across_nodes: whether replicas may be on other nodes than their homes. The source transfers experts through host
-            memory and between devices of any nodes, concurrently with compute. On recorded loads of 2 nodes, the
+        across_nodes: whether replicas may be on different nodes than their homes. The source transfers experts through
+            host memory and between devices of any nodes, concurrently with compute. On recorded loads of 2 nodes, the
             modelled time is about 1% shorter than with replicas inside nodes, although the slow network delays some.
         least_gain: the fraction by which a layer's largest rank loads of homes alone, summed over micro-batches, must
             fall for its homes to change. Of 0, 0.05, 0.1, 0.15 and 0.2, the modelled time of recorded loads was best
