@@ -100,7 +100,7 @@ def _forward(
 
 
 @_forward.defjvp
-def _refuse(*_: Any) -> Any:
+def _reject_gradient(*_: Any) -> Any:
     raise ValueError(
         "grouped_mlp_float8 has no gradient: float8 is for rollout and recompute, not for updates"
     )

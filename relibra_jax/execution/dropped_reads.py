@@ -18,7 +18,7 @@ _PATCH_LOCK: Final = threading.RLock()
 
 
 @contextlib.contextmanager
-def reads_to_the_end() -> Iterator[None]:
+def finish_reads() -> Iterator[None]:
     """Make every event loop created in this context wait for all of its tasks, even if one of them fails.
 
     A lock admits one thread at a time, so that each thread restores the original `asyncio.new_event_loop`.

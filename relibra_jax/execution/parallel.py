@@ -159,13 +159,13 @@ class ExpertParallel:
 
     def token_exchange(self, axes: tuple[str, ...], sizes: ExchangeSizes) -> Exchange:
         """Return the exchange of tokens along the mesh axes ``axes``, with buffers of the given sizes."""
-        return self._over(axes, sizes, self.exchange)
+        return self._exchange(axes, sizes, self.exchange)
 
     def replica_exchange(self, sizes: ExchangeSizes) -> Exchange:
         """Return the exchange of replicas between the ranks of a domain, with buffers of the given sizes."""
-        return self._over(self.domain, sizes, self.fetch)
+        return self._exchange(self.domain, sizes, self.fetch)
 
-    def _over(self, axes: tuple[str, ...], sizes: ExchangeSizes, kind: str) -> Exchange:
+    def _exchange(self, axes: tuple[str, ...], sizes: ExchangeSizes, kind: str) -> Exchange:
         ranks = math.prod(self.mesh.shape[axis] for axis in axes)
         return Exchange(kind=self._kind(kind, axes), axes=axes, ranks=ranks, sizes=sizes)
 

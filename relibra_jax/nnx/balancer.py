@@ -35,7 +35,7 @@ from relibra_jax.plan import contiguous_homes
 from relibra_jax.plan_check import check_homes
 from relibra_jax.planning.alternation import Assign
 from relibra_jax.planning.assignment import assign_samples
-from relibra_jax.planning.extra_args import takes
+from relibra_jax.planning.extra_args import accepts
 from relibra_jax.planning.placement import Placement
 from relibra_jax.planning.plan_stages import stage_samples
 from relibra_jax.row_packing import pack_rows as lay_out_rows
@@ -335,7 +335,7 @@ class Balancer:
             ValueError: if the planner cannot start from given homes, no sample has finished, or the counts have another
                 number of layers or experts than the model.
         """
-        if not takes(self.planner.update, "refine"):
+        if not accepts(self.planner.update, "refine"):
             raise ValueError(
                 "plan_ahead: the planner has no `refine` argument, so its search cannot start from given homes"
             )

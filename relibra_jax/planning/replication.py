@@ -13,7 +13,7 @@ from jaxtyping import Int
 from relibra_jax.limits import check_integer, check_not_negative
 from relibra_jax.planning.greedy_replication import replicate_domain
 from relibra_jax.planning.node_split import split_nodes
-from relibra_jax.planning.per_node import plan_held, plan_per_node
+from relibra_jax.planning.per_node import plan_per_node, plan_per_node_with_residents
 from relibra_jax.planning.residents import nodes_holding
 from relibra_jax.types import EMPTY, Array, Plan, Topology
 
@@ -93,7 +93,7 @@ def replicate_experts(
     by_node = _split_by_node(
         jnp.asarray(source_load, jnp.int32), home, resident, topology, tolerance=tolerance
     )
-    return plan_held(replicate, by_node, home, resident, topology)
+    return plan_per_node_with_residents(replicate, by_node, home, resident, topology)
 
 
 def _split_by_node(
