@@ -1,6 +1,6 @@
 """Rollouts: sampling the responses of a step in the way that its algorithm needs.
 
-Most algorithms sample a whole response for every sample of the batch. DAPO samples responses to further prompts, until
+Most algorithms sample a whole response for every sample of the batch. DAPO samples responses to more prompts, until
 enough prompts have rewards that differ. T-PPO samples a window of each response, and continues the unfinished responses
 in the next rollout.
 """

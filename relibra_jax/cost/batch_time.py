@@ -78,7 +78,7 @@ def batch_time(
         topology: the expert-parallel group.
         cluster: the hardware, for example ``CLUSTERS["h100"]``.
         model: the sizes of the model, for example ``MODELS["qwen3-235b-a22b"]``.
-        context: the mean length of a sequence in tokens. This and all further arguments except arrays must be Python
+        context: the mean length of a sequence in tokens. This and all other arguments except arrays must be Python
             values under jit.
         scale: the number of tokens that each token stands for, which scales a small trace to the size of a real
             micro-batch.

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 PATIENCE: Final = 30.0
-"""The seconds after which the event loop stops waiting if no further task has ended."""
+"""The seconds after which the event loop stops waiting if no other task has ended."""
 _PATCH_LOCK: Final = threading.RLock()
 
 

@@ -184,7 +184,7 @@ def _check_leaf(leaf: ExpertLeaf, num_layers: int, mesh: Mesh, topology: Topolog
 
 
 def slot_spec(sharding: NamedSharding, *, stacked: bool) -> PartitionSpec:
-    """Return the sharding spec of an expert leaf: node and local, even if they have size 1, and its further axes."""
+    """Return the sharding spec of an expert leaf: node and local, even if they have size 1, and its other axes."""
     return PartitionSpec(*(None,) * stacked, *RANKS, None, *sharding.spec[stacked + 3 :])
 
 

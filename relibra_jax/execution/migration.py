@@ -59,7 +59,7 @@ def migrate_experts(
 
     Args:
         tree: parameters, optimizer state or both. A leaf with experts is ``[N, G, H, ...]``, or ``[l, N, G, H, ...]``
-            for l stacked layers. It is sharded over node and local, and optionally over further mesh axes after H, in
+            for l stacked layers. It is sharded over node and local, and optionally over other mesh axes after H, in
             device or ``pinned_host`` memory.
         old_home: ``[L, E]``, the current flat home slot of each expert.
         new_home: ``[L, E]``, the new flat home slot of each expert (``Plan.home``).

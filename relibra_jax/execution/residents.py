@@ -99,7 +99,7 @@ def push_residents(
         plan: the plan of the batch.
         parallel: the mesh, topology and buffer sizes of the push.
         dtype: the dtype of the residents and of their transfer. None takes that of the experts.
-        fsdp_axis: the mesh axis over which the experts are sharded along D. None for none.
+        fsdp_axis: the mesh axis over which the experts are sharded along D. None if there is none.
         chunk_bytes: the bytes of resident slots that one exchange fills on a rank, or the bytes of home slots if the
             layers are not one stacked array and must be concatenated. A larger push goes in chunks, each with some
             columns of every expert.
@@ -165,7 +165,7 @@ def return_gradients(
             `push_residents` takes.
         plan: the plan of the batch.
         parallel: the mesh, topology and buffer sizes of the push.
-        fsdp_axis: the mesh axis over which the experts are sharded along D. None for none.
+        fsdp_axis: the mesh axis over which the experts are sharded along D. None if there is none.
         chunk_bytes: the bytes of a rank's home slots in all layers, in the dtype of ``gradients``, that one exchange
             fills. More bytes go in several chunks.
 

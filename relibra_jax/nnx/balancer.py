@@ -51,7 +51,7 @@ class Balancer:
     Args:
         planner: the planner, for example `relibra_jax.relibra`.
         topology: the expert-parallel group.
-        mesh: the device mesh, from `relibra_jax.execution.expert_mesh` or another mesh with the same axes. Further
+        mesh: the device mesh, from `relibra_jax.execution.expert_mesh` or another mesh with the same axes. Other
             axes (data, FSDP) replicate the group.
         num_layers: L, the number of MoE layers of the model.
         num_micro_batches: M, the number of micro-batches that each copy of the group runs for one gradient, for
@@ -65,7 +65,7 @@ class Balancer:
         pack_rows: whether a row holds several samples, one after another. Padding is then at most 5% of the positions
             where the sample lengths allow it (`relibra_jax.row_packing`). With packed rows, samples must be aligned to
             the left, the initial assignment packs them by length, and the model needs `PreparedBatch.packing`.
-        data_axes: the further mesh axes over which tokens are split. None takes all of them.
+        data_axes: the other mesh axes over which tokens are split. None takes all of them.
         path: ``flat`` for one exchange over all ranks, ``hierarchical``, or ``auto``.
         exchange: the kind of token exchange.
         fetch: the kind of replica fetch.

@@ -66,7 +66,7 @@ class MoELayer(nnx.Module):
         mesh: the device mesh on which the layer creates its parameters: experts sharded over the ranks, all other
             parameters replicated. None leaves them on JAX's default device until `Balancer.prepare` or the caller
             distributes them.
-        fsdp_axis: a further mesh axis over which each expert is sharded along D. None for none.
+        fsdp_axis: another mesh axis over which each expert is sharded along D. None if there is none.
         rngs: the random keys of the parameters, from the stream ``params``.
 
     Raises:

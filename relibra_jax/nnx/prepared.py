@@ -70,7 +70,7 @@ class PreparedBatch:
     def batch_plan(self) -> BatchPlan:
         """The assignment, load and plan of all micro-batches.
 
-        The micro-batches of data-parallel copies are further entries of M, one copy after another.
+        The micro-batches of data-parallel copies are additional entries of M, one copy after another.
 
         Raises:
             ValueError: if the batch was prepared for live routing, which has no plan.

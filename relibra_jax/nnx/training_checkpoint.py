@@ -37,7 +37,7 @@ def save_training(
         model: the module. All its state except homes is saved.
         optimizer: the optimizer of the model.
         balancer: the balancer that prepares the batches of the model.
-        extra: any further tree of host arrays and Python numbers.
+        extra: any other tree of host arrays and Python numbers.
 
     Returns:
         True if the manager saved a checkpoint; False if its policy skips this step.

@@ -97,9 +97,10 @@ def place_experts(
         cost: the unit times of the cluster and the model. Without them, all tokens of a node cross in half the time of
             its balanced compute (`relibra_jax.planning.node_placement.CROSSING`), and moves cost ``move_cost``.
         horizon: the number of batches that a placement is expected to serve. The time of a move is divided by it.
-        refine: homes, found for similar loads such as those before samples were reassigned, from which the search
-            starts at a lower temperature, and so stays close to them. None starts from ``previous_home``. EMPTY
-            throughout does too, but takes fewer steps by default, because further rounds follow.
+        refine: homes for similar loads, such as those before samples were reassigned. The search starts from them at
+            a lower temperature, and so stays close to them. None starts from ``previous_home``. If all entries are
+            EMPTY, the search also starts from ``previous_home``, but takes fewer steps by default, because more rounds
+            follow.
 
     Returns:
         The homes and residents of the batch.

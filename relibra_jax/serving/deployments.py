@@ -202,7 +202,7 @@ def score_deployments(
     Returns:
         The scores, as float32 NumPy arrays.
     """
-    # As many layers as the model has, like in a simulated step: a placement of fewer layers is repeated, and further
+    # As many layers as the model has, like in a simulated step: a placement of fewer layers is repeated, and extra
     # layers are left out.
     hottest, sent, received = (
         np.stack([np.resize(getattr(placement, name), model.moe_layers) for placement in placements])
