@@ -1,1 +1,1 @@
-"""Experiments: run planners over traces, draw what they do, time them. Not part of the installed packages."""
+"""Benchmarks, measurements and training runs of relibra_jax, which are not part of the installed packages."""

@@ -1,7 +1,7 @@
-"""``python -m experiments.ablation [TRACE]``: ReLibra's parts compared, each alone, and their alternatives.
+"""``python -m experiments.ablation [TRACE]``: compare the parts of ReLibra, each alone, and alternatives to them.
 
-The options, the table, the figures and the numbers are those of ``relibra compare``, with the contenders of
-`relibra_jax.cli.ablation`. Bad input ends with exit status 2 and one line on standard error.
+The options, the table, the figures and the files are those of ``relibra compare``; the rows are those of
+`relibra_jax.cli.ablation`. Invalid input ends with exit status 2 and one line on standard error.
 """
 
 import sys
@@ -20,10 +20,10 @@ def main(args: list[str] | None = None) -> int:
     """Run the ablation.
 
     Args:
-        args: the options; those of the process when None.
+        args: the command-line options. None takes those of the process.
 
     Returns:
-        The exit status: 0, or 2 for bad input.
+        The exit status: 0, or 2 for invalid input.
     """
 
     def run(options: Compare) -> None:

@@ -1,9 +1,9 @@
-"""``python -m experiments.algorithms``: GRPO, PPO and T-PPO on long answers, with the same seeds and numbers of steps.
+"""``python -m experiments.algorithms``: compare GRPO, PPO and T-PPO on long answers, for the same seeds and steps.
 
-Each algorithm trains on the built-in task ``numbers``, most of whose answers are short and a few long, so that a
-rollout waits for its longest response: that is what T-PPO's windows save. A run that was stopped is gone on with.
-Written to ``--out``: a folder of every algorithm's runs, ``algorithms.json`` and ``algorithms.png``. Everything is
-measured, on the devices of this host; numbers but those of time follow from the seeds.
+Each algorithm trains on the built-in task ``numbers``, whose answers are mostly short and sometimes long. A rollout
+therefore waits for its longest response, which the windows of T-PPO avoid. The same command resumes a stopped
+comparison. It writes a folder of runs for every algorithm, ``algorithms.json`` and ``algorithms.png`` to ``--out``. All
+numbers are measured on the devices of this host; all except times are determined by the seeds.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ from relibra_jax.cli.palette import INK, SERIES
 from relibra_jax.cli.parsing import run_program
 
 COMPARED: Final = {"grpo": (SERIES[0], "o"), "ppo": (SERIES[2], "s"), "tppo": (SERIES[1], "^")}
-"""The algorithms with their colours and markers."""
+"""The compared algorithms, with their colours and markers."""
 LONG_ANSWERS: Final = Train(
     task="numbers",
     prompts=16,
@@ -45,12 +45,12 @@ LONG_ANSWERS: Final = Train(
     evaluation_batches=2,
     evaluate_every=10,
 )
-"""What all runs have in common."""
+"""The settings that all runs share."""
 WINDOW: Final = 24
-"""The window of T-PPO, a quarter of the room for a response."""
+"""The window of T-PPO in tokens, a quarter of the longest response."""
 CRITIC: Final = Critic(rate=3.0)
 FINISHED: Final = "summary.json"
-"""What `experiments.rl.train.run_train` leaves when all seeds have come to their end."""
+"""The file that `experiments.rl.train.run_train` writes when the runs of all seeds are complete."""
 COLUMNS: Final = (
     ("start", "reward_start", "{:.3f}"),
     ("end", "reward_end", "{:.3f}"),
@@ -61,31 +61,36 @@ COLUMNS: Final = (
     ("imbalance", "imbalance", "{:.4f}"),
     ("static", "imbalance_static", "{:.3f}"),
 )
-"""Head, number of `summarise` and format."""
+"""The columns of the table: head, key of `summarise`, and format."""
 COLUMNS_EXPLAINED: Final = (
-    "start, end: mean reward on prompts for evaluation, after the warm-up and at the end; tokens run: through the model"
-    " in rollouts, recomputes and updates; decoding steps: of all rollouts; slots used: of samples times decoding"
-    " steps, those that sampled a token; generation: seconds in rollouts; imbalance: max / mean of rank load in"
-    " recompute and update, and of the same batches under static placement."
+    "start, end: mean reward on the evaluation prompts, after the warm-up and at the end; tokens run: tokens that the"
+    " model ran in rollouts, recomputes and updates; decoding steps: total of all rollouts; slots used: share of"
+    " samples times decoding steps in which a token was sampled; generation: seconds in rollouts; imbalance:"
+    " max / mean of rank load in recompute and update; static: the same for the same batches under static placement."
 )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Algorithms:
-    """Compare algorithms."""
+    """Compare reinforcement-learning algorithms."""
 
     out: Path = Path("out/algorithms")
-    """The folder of runs and results."""
+    """The folder for runs and results."""
     seeds: tuple[int, ...] = (0, 1, 2)
-    """The seeds; one run each of every algorithm."""
+    """The seeds; every algorithm runs once with each."""
     warmup_steps: int = LONG_ANSWERS.warmup_steps
-    """The supervised updates before the first rollout."""
+    """The number of supervised updates before the first rollout."""
     steps: int = LONG_ANSWERS.steps
-    """The batches of responses that are learned from."""
+    """The number of batches of responses to learn from."""
 
 
 def algorithm_config(algorithm: str, config: Algorithms) -> Train:
-    """The settings of an algorithm's runs."""
+    """Return the settings of an algorithm's runs.
+
+    Args:
+        algorithm: the name of the algorithm.
+        config: the settings of the comparison.
+    """
     entry = ALGORITHMS[algorithm]
     return dataclasses.replace(
         LONG_ANSWERS,
@@ -100,10 +105,13 @@ def algorithm_config(algorithm: str, config: Algorithms) -> Train:
 
 
 def main(config: Algorithms) -> None:
-    """Run what has not run, and report.
+    """Start or resume the runs that are not complete, and report the results.
+
+    Args:
+        config: the settings of the comparison.
 
     Raises:
-        ValueError: if the folder holds runs of other settings.
+        ValueError: if the folder contains runs with other settings.
     """
     console = Console()
     settings = {algorithm: _settings(algorithm, config) for algorithm in COMPARED}
@@ -113,7 +121,7 @@ def main(config: Algorithms) -> None:
         if not (folder / FINISHED).exists():
             run_train(settings[algorithm], console, name=algorithm)
         if not (folder / FINISHED).exists():
-            console.print("stopped and saved; the same command goes on")
+            console.print("the run has stopped and is saved; run the same command to resume it")
             return
         lines[algorithm] = [read_metrics(folder / f"seed-{seed}" / "metrics.jsonl") for seed in config.seeds]
     summary = {algorithm: [summarise(run) for run in runs] for algorithm, runs in lines.items()}
@@ -124,63 +132,66 @@ def main(config: Algorithms) -> None:
 
 
 def _settings(algorithm: str, config: Algorithms) -> Train:
-    """The settings of an algorithm's runs, in a new folder or in the one that they have left."""
+    """Return the settings of an algorithm's runs, which resume the runs in the folder if there are any."""
     new, folder = algorithm_config(algorithm, config), config.out / algorithm
     if not (folder / "config.json").exists():
         return new
     saved = saved_config(folder)
     if dataclasses.replace(saved, out=new.out) != new:
-        raise ValueError(f"{folder} holds runs of other settings: choose another --out")
+        raise ValueError(f"{folder} contains runs with other settings; choose another --out")
     return dataclasses.replace(saved, resume=folder)
 
 
 def summarise(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The numbers of one run, over all its learning steps.
+    """Summarise one run over all its learning steps.
 
     Args:
-        lines: the metrics of the run.
+        lines: the metrics of the run, one dictionary for each step.
+
+    Returns:
+        The totals, means and rewards, by name.
     """
-    learned = [line for line in lines if line["kind"] == LEARN]
-    evaluated = [line["evaluation/reward"] for line in lines if line["kind"] == EVALUATE]
+    learn_lines = [line for line in lines if line["kind"] == LEARN]
+    evaluation_rewards = [line["evaluation/reward"] for line in lines if line["kind"] == EVALUATE]
 
     def total(name: str) -> float:
-        return float(sum(line[name] for line in learned))
+        return float(sum(line[name] for line in learn_lines))
 
     def mean(name: str) -> float:
-        return float(np.mean([line[name] for line in learned]))
+        return float(np.mean([line[name] for line in learn_lines]))
 
-    decoding = np.array([line["response/decoding_steps"] for line in learned])
-    used = np.array([line["response/slots_used_share"] for line in learned])
+    decoding = np.array([line["response/decoding_steps"] for line in learn_lines])
+    used_shares = np.array([line["response/slots_used_share"] for line in learn_lines])
     tokens, _ = reward_over_tokens(lines)
     return {
-        "reward_start": evaluated[0],
-        "reward_end": evaluated[-1],
-        "reward_by_evaluation": evaluated,
+        "reward_start": evaluation_rewards[0],
+        "reward_end": evaluation_rewards[-1],
+        "reward_by_evaluation": evaluation_rewards,
         "tokens_run_by_evaluation": tokens,
         "tokens_run": total("batch/tokens_run"),
         "decoding_steps": int(decoding.sum()),
-        "slots_used_share": float((used * decoding).sum() / decoding.sum()),
+        "slots_used_share": float((used_shares * decoding).sum() / decoding.sum()),
         "generate_seconds": total("time/generate_seconds"),
         "step_seconds": total("time/step_seconds"),
         "imbalance": mean("balance/imbalance"),
         "imbalance_static": mean("balance/imbalance_static"),
-        "imbalance_worst_step": max(line["balance/imbalance"] for line in learned),
+        "imbalance_worst_step": max(line["balance/imbalance"] for line in learn_lines),
     }
 
 
 def reward_over_tokens(lines: Sequence[dict[str, Any]]) -> tuple[list[int], list[float]]:
-    """The reward of every evaluation, and the tokens that learning had run by then."""
-    tokens, so_far, rewards = [], 0, []
+    """Return the tokens that learning had run before each evaluation, and the rewards of the evaluations."""
+    tokens, tokens_run, rewards = [], 0, []
     for line in lines:
-        so_far += line["batch/tokens_run"] if line["kind"] == LEARN else 0
+        tokens_run += line["batch/tokens_run"] if line["kind"] == LEARN else 0
         if line["kind"] == EVALUATE:
-            tokens.append(so_far)
+            tokens.append(tokens_run)
             rewards.append(line["evaluation/reward"])
     return tokens, rewards
 
 
 def draw(path: Path, lines: dict[str, list[list[dict[str, Any]]]]) -> None:
-    """Draw reward over tokens, the use of decoding slots, and balance.
+    """Draw the reward over tokens, the share of decoding slots used, and the imbalance.
 
     Args:
         path: the PNG file to write.
@@ -190,25 +201,25 @@ def draw(path: Path, lines: dict[str, list[list[dict[str, Any]]]]) -> None:
     for algorithm, runs in lines.items():
         colour, marker = COMPARED[algorithm]
         for number, run in enumerate(runs):
-            learned = [line for line in run if line["kind"] == LEARN]
-            step = np.arange(len(learned))
+            learn_lines = [line for line in run if line["kind"] == LEARN]
+            step = np.arange(len(learn_lines))
             tokens, rewards = reward_over_tokens(run)
             name = algorithm if number == 0 else None
             reward.plot(
                 np.array(tokens) / 1e3, rewards, color=colour, marker=marker, markersize=5, label=name
             )
-            slots.plot(step, [line["response/slots_used_share"] for line in learned], color=colour)
+            slots.plot(step, [line["response/slots_used_share"] for line in learn_lines], color=colour)
             for metric, style in (("imbalance", "-"), ("imbalance_static", ":")):
-                values = [line[f"balance/{metric}"] for line in learned]
+                values = [line[f"balance/{metric}"] for line in learn_lines]
                 balance.plot(step, values, style, color=colour, linewidth=1)
-    reward.set(xlabel="thousand tokens run", ylabel="reward on prompts for evaluation")
+    reward.set(xlabel="tokens run, thousands", ylabel="reward on evaluation prompts")
     slots.set(xlabel="step", ylabel="decoding slots used", ylim=(0, 1))
     balance.set(xlabel="step", ylabel="imbalance; dotted: static placement")
     reward.legend(frameon=False)
     for axes in (reward, slots, balance):
         bare(axes, "y")
     figure.suptitle(
-        "The task numbers: reward, use of decoding slots, balance; a line for every seed",
+        "The task numbers: reward, decoding slots used and imbalance; one line for every seed",
         color=INK,
         fontsize=11,
         x=0.01,
@@ -233,7 +244,7 @@ def _text(value: Any) -> str:
 
 def _table(summary: dict[str, list[dict[str, Any]]], seeds: Sequence[int]) -> Table:
     table = Table(
-        title="GRPO, PPO and T-PPO on numbers", title_justify="left", box=box.SIMPLE_HEAD, padding=0
+        title="GRPO, PPO and T-PPO on the task numbers", title_justify="left", box=box.SIMPLE_HEAD, padding=0
     )
     for head in ("algorithm", "seed", *(head for head, *_ in COLUMNS)):
         table.add_column(head, justify="right", no_wrap=True)

@@ -1,4 +1,4 @@
-"""``python -m experiments.bench``: planning time beside its peers, medians of runs that take turns in one process."""
+"""``python -m experiments.bench``: time planning against baselines; medians of alternating runs in one process."""
 
 import dataclasses
 import functools
@@ -56,23 +56,23 @@ def bench_rebalance() -> None:
     table = Table(
         title="rebalance_experts: 58 layers x 256 experts, 288 slots, 32 ranks", title_justify="left"
     )
-    for name in ("implementation", "ms", "µs a layer", "times ours"):
+    for name in ("implementation", "ms", "µs per layer", "x relibra_jax"):
         table.add_column(name, justify="left" if name == "implementation" else "right")
-    ours = next(iter(seconds.values()))
+    relibra_seconds = next(iter(seconds.values()))
     for name, value in seconds.items():
-        table.add_row(name, f"{value * 1e3:.2f}", f"{value * 1e6 / 58:.1f}", f"{value / ours:.1f}")
+        table.add_row(name, f"{value * 1e3:.2f}", f"{value * 1e6 / 58:.1f}", f"{value / relibra_seconds:.1f}")
     console.print(table)
 
 
 def bench_planners() -> None:
-    """Time every planner on a whole batch of Qwen3-235B's shape, samples assigned too, and the optimum for scale."""
+    """Time every planner on a batch of Qwen3-235B's shape, with and without sample assignment, and an exact solver."""
     replay_load, tokens = sample_loads(1024, LAYERS, BATCH.num_experts)
     load = assigned_load(replay_load, pack_samples(tokens, BATCH, num_micro_batches=MICRO_BATCHES))
     runs: dict[str, Callable[[], Any]] = {name: planner_run(PLANNERS[name], load, BATCH) for name in PLANNERS}
     home = runs["relibra"]()[0].home
     replicate = jax.jit(replicate_experts, static_argnums=2)
     by_expert = load.sum((2, 3))
-    runs["relibra, replication alone"] = lambda: replicate(by_expert, home, BATCH)
+    runs["relibra, replication only"] = lambda: replicate(by_expert, home, BATCH)
     assign = functools.partial(assign_samples, key=jax.random.key(0))
     state = PLANNERS["relibra"].planner.init(BATCH, LAYERS, key=jax.random.key(0))
     joint = jax.jit(
@@ -81,20 +81,20 @@ def bench_planners() -> None:
     runs["relibra, samples assigned"] = lambda: joint(
         replay_load, tokens, PLANNERS["relibra"].planner, state, BATCH
     )
-    told = {"routes": sample_tokens(replay_load, tokens, top_k=8), "cost": COST}
-    runs["relibra, in time, samples assigned"] = lambda: joint(
-        replay_load, tokens, PLANNERS["relibra"].planner, state, BATCH, **told
+    extra = {"routes": sample_tokens(replay_load, tokens, top_k=8), "cost": COST}
+    runs["relibra, minimising time, samples assigned"] = lambda: joint(
+        replay_load, tokens, PLANNERS["relibra"].planner, state, BATCH, **extra
     )
-    runs["relibra, in time, one resident slot"] = lambda: joint(
-        replay_load, tokens, PLANNERS["relibra"].planner, state, WITH_RESIDENTS, **told
+    runs["relibra, minimising time, one resident slot"] = lambda: joint(
+        replay_load, tokens, PLANNERS["relibra"].planner, state, WITH_RESIDENTS, **extra
     )
     seconds = interleaved(runs, repeats=3)
     rows = LAYERS * MICRO_BATCHES
     table = _table(
         f"a batch: {LAYERS} layers x {MICRO_BATCHES} micro-batches x 128 experts on 4 nodes x 8 ranks",
         "planner",
-        "ms a batch",
-        "µs a layer and micro-batch",
+        "ms per batch",
+        "µs per layer and micro-batch",
     )
     for name, value in seconds.items():
         table.add_row(name, f"{value * 1e3:.1f}", f"{value * 1e6 / rows:.1f}")
@@ -104,8 +104,8 @@ def bench_planners() -> None:
     start = time.perf_counter()
     for domain in domains.reshape(-1, 8, 4):
         solve_replication(domain, BATCH.replica_slots)
-    each = (time.perf_counter() - start) / len(domains)
-    table.add_row("mixed-integer program, replication alone", "", f"{each * 1e6:.0f}")
+    solver_seconds = (time.perf_counter() - start) / len(domains)
+    table.add_row("mixed-integer program, replication only", "", f"{solver_seconds * 1e6:.0f}")
     console.print(table)
     console.print(
         f"peak memory of this process: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB"
@@ -113,8 +113,8 @@ def bench_planners() -> None:
 
 
 def bench_compilation() -> None:
-    """Time what a first plan compiles, samples assigned too: of a small model, and of Qwen3-235B's shape."""
-    table = _table("a first plan of relibra", "size", "planned", "compile, s", "CPU s", "then, ms")
+    """Time the compilation of planning and sample assignment, for a small model and for Qwen3-235B's shape."""
+    table = _table("compilation of relibra", "size", "objective", "compile, s", "compile, CPU s", "run, ms")
     jax.config.update("jax_enable_compilation_cache", False)
     small = Topology(num_nodes=2, ranks_per_node=4, num_experts=16, replica_slots=1)
     for topology, layers, micro_batches, samples, in_time in (
@@ -127,41 +127,41 @@ def bench_compilation() -> None:
         state = planner.init(topology, layers, key=jax.random.key(0))
 
         def plan(
-            load, tokens, state, key, told, topology=topology, planner=planner, micro_batches=micro_batches
+            load, tokens, state, key, extra, topology=topology, planner=planner, micro_batches=micro_batches
         ):
             assign = functools.partial(assign_samples, key=key)
             options = {"num_micro_batches": micro_batches, "assign": assign}
-            return plan_loads(load, tokens, planner, state, topology, **options, **told)
+            return plan_loads(load, tokens, planner, state, topology, **options, **extra)
 
         load, tokens = sample_loads(samples, layers, topology.num_experts)
-        told = {"routes": sample_tokens(load, tokens, top_k=8), "cost": COST} if in_time else {}
-        arguments = (load, tokens, state, jax.random.key(0), told)
+        extra = {"routes": sample_tokens(load, tokens, top_k=8), "cost": COST} if in_time else {}
+        arguments = (load, tokens, state, jax.random.key(0), extra)
         start, cpu_start = time.perf_counter(), time.process_time()
         compiled = jax.jit(plan).lower(*arguments).compile()
         seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
         (run,) = interleaved({"plan": lambda: compiled(*arguments)}, repeats=3).values()  # noqa: B023
         size = f"{layers} layers x {micro_batches} micro-batches x {topology.num_experts} experts"
-        kind = f"in time, {topology.resident_slots} residents" if in_time else "balance"
+        kind = f"time, {topology.resident_slots} resident slots" if in_time else "balance"
         parts = (f"{seconds:.1f}", f"{cpu_seconds:.1f}", f"{run * 1e3:.0f}")
         table.add_row(f"{size} on {topology.num_ranks} ranks", kind, *parts)
     console.print(table)
 
 
 def bench_growth() -> None:
-    """Time ReLibra's planning over layers, micro-batches and ranks."""
+    """Time ReLibra's planning for several numbers of layers, micro-batches and ranks."""
     table = _table(
-        "relibra over sizes",
+        "relibra at several sizes",
         "layers x micro-batches x experts on ranks",
-        "ms a batch",
-        "µs a layer and micro-batch",
+        "ms per batch",
+        "µs per layer and micro-batch",
     )
-    wide = Topology(num_nodes=64, ranks_per_node=8, num_experts=512, replica_slots=2)
+    large = Topology(num_nodes=64, ranks_per_node=8, num_experts=512, replica_slots=2)
     for topology, layers, micro_batches in (
         (BATCH, LAYERS // 2, MICRO_BATCHES),
         (BATCH, LAYERS, MICRO_BATCHES // 2),
         (BATCH, LAYERS, MICRO_BATCHES),
         (BATCH, LAYERS, 2 * MICRO_BATCHES),
-        (wide, 4, MICRO_BATCHES),
+        (large, 4, MICRO_BATCHES),
     ):
         samples, _ = sample_loads(16 * micro_batches, layers, topology.num_experts)
         by_micro_batch = samples.reshape(micro_batches, 16, layers, -1).sum(1)
@@ -179,7 +179,10 @@ def bench_growth() -> None:
 
 
 def sample_loads(samples: int, layers: int, experts: int) -> tuple[jax.Array, jax.Array]:
-    """Synthetic ``sample_load[B L E]`` and ``tokens[B]``: Zipf experts, eight domains, a taste of each sample.
+    """Draw synthetic ``sample_load[B L E]`` and ``tokens[B]``.
+
+    An expert's popularity is a Zipf factor, times one of the sample's domain (of eight), times one of the sample
+    itself.
 
     Args:
         samples: the number of samples B.
@@ -188,23 +191,23 @@ def sample_loads(samples: int, layers: int, experts: int) -> tuple[jax.Array, ja
     """
     rng = np.random.default_rng(0)
     popular = rng.permuted(np.tile(1 / np.arange(1, experts + 1) ** 0.8, (layers, 1)), axis=-1)
-    of_domain, domain = rng.lognormal(0, 0.8, (8, layers, experts)), rng.integers(8, size=samples)
+    domain_share, domain = rng.lognormal(0, 0.8, (8, layers, experts)), rng.integers(8, size=samples)
     tokens = rng.lognormal(6.5, 0.6, samples).astype(np.int32)
     load = np.empty((samples, layers, experts), np.int32)
     for sample in range(samples):
-        share = popular * of_domain[domain[sample]] * rng.lognormal(0, 0.4, (layers, experts))
+        share = popular * domain_share[domain[sample]] * rng.lognormal(0, 0.4, (layers, experts))
         load[sample] = rng.poisson(8 * tokens[sample] * share / share.sum(-1, keepdims=True))
     return jnp.asarray(load), jnp.asarray(tokens)
 
 
 def sample_tokens(load: jax.Array, tokens: jax.Array, *, top_k: int, count: int = 16_384) -> Routes:
-    """Routes of some tokens whose experts are drawn without replacement by the loads of their samples.
+    """Draw routes of some tokens, with experts drawn without replacement in proportion to the sample's loads.
 
     Args:
-        load: ``sample_load[B L E]``.
-        tokens: the length of each sample.
-        top_k: the experts of a token.
-        count: the number of tokens.
+        load: the token copies of solver_seconds sample, ``[B L E]``.
+        tokens: the length of solver_seconds sample, in tokens.
+        top_k: the number of experts of a token.
+        count: the number of tokens to draw.
     """
     rng = np.random.default_rng(1)
     length = np.asarray(tokens, float)
@@ -220,11 +223,11 @@ def sample_tokens(load: jax.Array, tokens: jax.Array, *, top_k: int, count: int 
 
 
 def planner_run(entry: PlannerEntry, load: jax.Array, topology: Topology) -> Callable[[], tuple[Plan, Any]]:
-    """A call that updates a planner once, compiled the first time.
+    """Return a function that runs one update of a planner and compiles it in its first call.
 
     Args:
         entry: the planner.
-        load: token copies by the rank where they lie, ``[M L N G E]``.
+        load: the token copies by the rank that holds them, ``[M L N G E]``.
         topology: the expert-parallel group.
     """
     state = entry.planner.init(topology, load.shape[1], key=jax.random.key(0))

@@ -1,12 +1,12 @@
-"""``python -m experiments.bench_exposed``: by how much planning delays the steps of a run, measured.
+"""``python -m experiments.bench_exposed``: measure how much planning delays the steps of a training run.
 
-Runs take turns, step by step, that differ in two things. Rewards take no time, or every response is judged by a Python
-program that is started for it, or by a service elsewhere that answers after some milliseconds. And homes are searched
-behind the rollout, or from responses that have ended while others are still generated. What is exposed is what
-`experiments.rl.step_clock.exposed_seconds` says.
+Several runs alternate, step by step, and differ in two options. The first is how rewards are computed: in no time, by a
+Python program that is started for every response, or by a remote service that answers after some milliseconds. The
+second is when homes are searched: after the rollout, or during it from the responses that have already ended. The
+exposed time is that of `experiments.rl.step_clock.exposed_seconds`.
 
-A new policy responds on host devices. 16 of the 256 bytes end a response, so that lengths are as uneven as chance makes
-them; nothing is known of planning speed on a cluster, whose host has cores of its own for it.
+A newly initialised policy responds on host devices. 16 of the 256 bytes end a response, so lengths vary at random. The
+result says nothing about planning on a cluster, where the host has cores of its own for it.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ from relibra_jax.limits import check_integer, check_not_negative
 
 JUDGE = "import sys; sys.exit(sys.argv[1].strip() != sys.argv[2])"
 COLUMNS = {
-    "beside rollout": "time/plan_ahead_seconds",
+    "during rollout": "time/plan_ahead_seconds",
     "rollout": "time/generate_seconds",
     **{name: f"time/{name}_seconds" for name in PLANNING},
     "recompute": "time/recompute_seconds",
@@ -45,19 +45,23 @@ COLUMNS = {
 
 @dataclass(frozen=True, kw_only=True)
 class BenchExposed:
-    """Time steps."""
+    """Measure the exposed planning time of training steps."""
 
     policy: str = "small"
+    """The size of the policy, as of ``python -m experiments.run learn``."""
     prompts: int = 32
+    """The number of prompts of a batch."""
     response_tokens: int = 64
+    """The largest number of tokens of a response."""
     answer_ms: float = 20.0
-    """What the service takes for an answer."""
+    """The milliseconds that the remote service takes to answer."""
     repeats: int = 5
+    """The number of timed steps of each run; the table shows medians."""
 
 
 def by_program(completion: str, example: Example) -> float:
-    """A judge as code tasks have them: a process for every response."""
-    # What the policy makes up may hold NUL, which no argument can.
+    """Score a response in a process of its own, as code tasks do."""
+    # A response may contain NUL, which a command-line argument cannot.
     text = completion.replace("\0", "")
     return float(
         subprocess.run([sys.executable, "-I", "-S", "-c", JUDGE, text, example.answer]).returncode == 0
@@ -65,7 +69,11 @@ def by_program(completion: str, example: Example) -> float:
 
 
 def main(config: BenchExposed) -> None:
-    """Print the table."""
+    """Run the training steps and print the table.
+
+    Args:
+        config: the settings.
+    """
 
     def by_service(completion: str, example: Example) -> float:
         time.sleep(config.answer_ms / 1e3)
@@ -74,7 +82,7 @@ def main(config: BenchExposed) -> None:
     check_integer("repeats", config.repeats, least=1)
     check_not_negative("answer_ms", config.answer_ms)
     compile_quickly()
-    judges = {"at once": exact, "a program": by_program, f"{config.answer_ms:g} ms away": by_service}
+    judges = {"immediate": exact, "program": by_program, f"service, {config.answer_ms:g} ms": by_service}
     tokenizer = dataclasses.replace(BYTES, ends=(*BYTES.ends, *range(16)))
     trainers = {}
     for judge, score in judges.items():
@@ -93,7 +101,7 @@ def main(config: BenchExposed) -> None:
     for round_ in range(config.repeats + 2):
         for name, trainer in trainers.items():
             line = trainer.learn()
-            if round_ > 1:  # buffers have their sizes, and programs are compiled
+            if round_ > 1:  # the first two steps set the buffer sizes and compile the programs
                 lines[name].append(line)
     samples = config.prompts * Train.responses_per_prompt
     table = Table(
@@ -102,7 +110,7 @@ def main(config: BenchExposed) -> None:
         title_justify="left",
     )
     table.add_column("rewards")
-    table.add_column("homes searched")
+    table.add_column("home search")
     for column in (*COLUMNS, "imbalance"):
         table.add_column(column, justify="right")
     for (judge, ahead), steps in lines.items():
@@ -111,8 +119,8 @@ def main(config: BenchExposed) -> None:
             for metric in COLUMNS.values()
         ]
         imbalance = statistics.median(step["balance/imbalance"] for step in steps)
-        where = "behind the rollout" if ahead == 1 else f"at {ahead:.0%} ended"
-        table.add_row(judge, where, *cells, f"{imbalance:.3f}")
+        search = "after rollout" if ahead == 1 else f"when {ahead:.0%} ended"
+        table.add_row(judge, search, *cells, f"{imbalance:.3f}")
     Console(width=200).print(table)
 
 

@@ -1,8 +1,8 @@
-"""``python -m experiments.bench_kernels``: the grouped product and MLP on this machine beside dense and padded ones.
+"""``python -m experiments.bench_kernels``: measure the grouped product and MLP on this machine against baselines.
 
-There are 32,768 rows in 64 uneven groups, for 48 home and 16 replica slots. The dense peer multiplies all rows by one
-weight and takes turns with ours. The padded peer copies every group into room for the largest. `jax.lax.ragged_dot`
-multiplies all rows by all weights under a mask; it runs once, forward.
+There are 32,768 rows in 64 uneven groups, for 48 home and 16 replica slots. The dense baseline multiplies all rows by
+one weight matrix and alternates with the grouped kernel. The padded baseline pads every group to the size of the
+largest. `jax.lax.ragged_dot` multiplies all rows by all weights under a mask; it runs only once, and only forward.
 """
 
 import dataclasses
@@ -26,11 +26,11 @@ from relibra_jax.cli.parsing import run_program
 
 console = Console()
 ROWS, HOMES, REPLICAS, D, F = 32_768, 48, 16, 256, 512
-GROUPED, DENSE, PADDED, MASKED = "ours", "dense", "padded, batched", "jax.lax.ragged_dot"
+GROUPED, DENSE, PADDED, MASKED = "grouped", "dense", "padded, batched", "jax.lax.ragged_dot"
 
 
 def group_sizes(rows: int, groups: int) -> np.ndarray:
-    """Return Zipf-like sizes in random order; with 64 groups the largest is about four times the mean."""
+    """Draw Zipf-like group sizes in random order; with 64 groups the largest is about four times the mean."""
     rng = np.random.default_rng(0)
     share = rng.permutation(1 / np.arange(1, groups + 1) ** 0.5)
     return rng.multinomial(rows, share / share.sum()).astype(np.int32)
@@ -50,12 +50,12 @@ def ragged_mlp(rows: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Arr
 
 
 class Operation(NamedTuple):
-    """One computation, as each of the peers does it: the content of one table."""
+    """One computation in the implementations that a table compares."""
 
-    ours: Callable[..., jax.Array]
-    """This project's function of ``(rows, weight buffers, group_sizes)``."""
+    grouped: Callable[..., jax.Array]
+    """The grouped kernel, a function of ``(rows, weight buffers, group_sizes)``."""
     dense: Callable[[jax.Array, jax.Array], jax.Array]
-    """The dense function of ``(rows, weights)``, which may both have groups as their first axis."""
+    """The dense function of ``(rows, weights)``; both may have groups as their first axis."""
     ragged: Callable[..., jax.Array]
     """The function of ``(rows, weights, group_sizes)`` that uses `jax.lax.ragged_dot`."""
     weight_shape: tuple[int, ...]
@@ -69,7 +69,7 @@ OPERATIONS = {
 
 
 def with_gradients(run: Callable[..., jax.Array]) -> Callable[..., tuple[jax.Array, ...]]:
-    """Return a function of ``(d_out, *arrays)`` that computes the output of ``run`` and all its gradients."""
+    """Return a function of ``(d_out, *arrays)`` that computes the output and all gradients of ``run``."""
 
     def both(d_out: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
         out, pull = jax.vjp(run, *arrays)
@@ -79,12 +79,12 @@ def with_gradients(run: Callable[..., jax.Array]) -> Callable[..., tuple[jax.Arr
 
 
 def bench(name: str, dtype: str, *, repeats: int) -> None:
-    """Print one table: an operation forward, and forward with all gradients.
+    """Time an operation forward, and forward with all gradients, and print the table.
 
     Args:
-        name: the name in `OPERATIONS` of the operation.
+        name: the name of the operation in `OPERATIONS`.
         dtype: the dtype of rows and weights.
-        repeats: the number of runs of each; the median counts.
+        repeats: the number of timed runs of each implementation, of which the median is shown.
     """
     operation = OPERATIONS[name]
     sizes = group_sizes(ROWS, HOMES + REPLICAS)
@@ -102,26 +102,26 @@ def bench(name: str, dtype: str, *, repeats: int) -> None:
     device_sizes = jnp.asarray(sizes)
     gather, back = jnp.asarray(source), jnp.asarray(group * capacity + offset)
 
-    def ours(rows: jax.Array, *buffers: jax.Array) -> jax.Array:
-        return operation.ours(rows, buffers, device_sizes, implementation="xla")
+    def grouped(rows: jax.Array, *buffers: jax.Array) -> jax.Array:
+        return operation.grouped(rows, buffers, device_sizes, implementation="xla")
 
     def padded(rows: jax.Array, weights: jax.Array) -> jax.Array:
         return operation.dense(rows[gather], weights).reshape(-1, d_out.shape[1])[back]
 
     calls: dict[str, tuple[Callable[..., jax.Array], tuple[jax.Array, ...]]] = {
-        GROUPED: (ours, (rows, weights[:HOMES], weights[HOMES:])),
+        GROUPED: (grouped, (rows, weights[:HOMES], weights[HOMES:])),
         DENSE: (operation.dense, (rows, weights[0])),
         PADDED: (padded, (rows, weights)),
     }
     forward: dict[str, Any] = {}
     both: dict[str, Any] = {}
-    for peer, (call, arrays) in calls.items():
-        forward[peer] = functools.partial(jax.jit(call), *arrays)
-        both[peer] = functools.partial(with_gradients(call), d_out, *arrays)
-    outputs = {peer: np.asarray(run(), np.float32) for peer, run in forward.items()}
+    for label, (call, arrays) in calls.items():
+        forward[label] = functools.partial(jax.jit(call), *arrays)
+        both[label] = functools.partial(with_gradients(call), d_out, *arrays)
+    outputs = {label: np.asarray(run(), np.float32) for label, run in forward.items()}
     difference = np.abs(outputs[GROUPED] - outputs[PADDED]).max() / np.abs(outputs[PADDED]).max()
 
-    # Whoever comes after the padded peer finds caches and pages cold: it takes its turns alone.
+    # The padded baseline leaves caches and pages cold for whatever runs next, so it is timed alone.
     seconds = []
     for runs in (forward, both):
         alone = {PADDED: runs.pop(PADDED)}
@@ -136,29 +136,29 @@ def bench(name: str, dtype: str, *, repeats: int) -> None:
         f"of {sizes.min()} to {capacity} rows; medians of {repeats} runs",
         title_justify="left",
     )
-    columns = ("by", "forward ms", "/ dense", "with gradients ms", "/ dense")
+    columns = ("implementation", "forward ms", "/ dense", "with gradients ms", "/ dense")
     for number, column in enumerate(columns):
         table.add_column(column, justify="right" if number else "left")
-    for peer in seconds[0]:
+    for label in seconds[0]:
         cells = []
         for times in seconds:
-            if peer in times:
-                cells += [f"{times[peer] * 1e3:.0f}", f"{times[peer] / times[DENSE]:.2f}"]
-        table.add_row(peer, *cells)
+            if label in times:
+                cells += [f"{times[label] * 1e3:.0f}", f"{times[label] / times[DENSE]:.2f}"]
+        table.add_row(label, *cells)
     console.print(table)
-    console.print(f"largest difference to the padded peer: {difference:.1e} of the largest output")
+    console.print(f"largest difference from the padded baseline: {difference:.1e} of the largest output")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BenchKernels:
-    """Time grouped products and MLPs beside their peers."""
+    """Time grouped products and MLPs against baselines."""
 
     repeats: int = 7
-    """The runs of each; the median counts."""
+    """The number of timed runs of each implementation, of which the median is shown."""
 
 
 def main(config: BenchKernels) -> None:
-    """Print both tables.
+    """Time both operations and print their tables.
 
     Args:
         config: the settings.

@@ -1,12 +1,14 @@
-"""``python -m experiments.bench_layer``: the layer beside what a JAX user has today, forward and backward, in one run.
+"""``python -m experiments.bench_layer``: measure the MoE layer, forward and backward, against common JAX layers.
 
-Our layer is run twice: with its tables prepared before the step, as a batch's are, and with the same work inside it.
-Eight host devices as 2x4 share this machine's cores, so the times compare total work, not waiting. The peers keep
-experts where they are and drop nothing:
+relibra_jax's layer runs in two variants: its tables are prepared before the step, as for a batch, or inside it. Eight
+host devices as 2x4 share this machine's cores, so the times compare total work, not waiting. The baselines keep experts
+at their homes and drop no token:
 
-- capacity-padded: lanes for every pair of source rank and expert, as long as the longest, and a batched matmul
-  (Switch and GShard style, with the capacity that drops no token);
-- `ragged_dot`: lanes that hold the worst case, a sort at the receiver, and three `jax.lax.ragged_dot`.
+- capacity-padded: every pair of source rank and expert has a lane, all lanes have the length of the longest, and a
+batched
+  matmul computes the experts (as in Switch and GShard, with a capacity that drops no token);
+- `ragged_dot`: lanes have the worst-case length, and the receiver sorts rows and calls `jax.lax.ragged_dot` three
+times.
 """
 
 import dataclasses
@@ -19,7 +21,7 @@ if __name__ == "__main__":  # before JAX is imported
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ.setdefault(
         "NPROC", str(max(16, os.cpu_count() or 1))
-    )  # threads: two for each device, as `experiments.rl.devices` explains
+    )  # two threads for each device, for the reason that `experiments.rl.devices` gives
 
 import jax
 import jax.numpy as jnp
@@ -44,8 +46,8 @@ from relibra_jax.plan import home_layout
 from relibra_jax.traces.read import read_trace
 from relibra_jax.types import EMPTY, Topology
 
-BEFORE, INSIDE = "prepared before", "prepared in the step"
-OURS = f"relibra_jax, relibra, {BEFORE}"
+BEFORE, INSIDE = "prepared before the step", "prepared in the step"
+REFERENCE = f"relibra_jax, relibra, {BEFORE}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,20 +55,24 @@ class BenchLayer:
     """Time one layer of one micro-batch on 2x4 host devices."""
 
     trace: TraceName = None
-    """A trace by name or path (.npz); else the one that RELIBRA_TRACE gives, else the recorded one of this project."""
+    """The trace: a name (recorded, synthetic-128, W2, ...) or the path of an .npz file."""
     samples_per_rank: int = 4
+    """The mean number of samples of a rank."""
     width: int = 128
+    """The model width D."""
     hidden: int = 256
+    """The expert width F."""
     repeats: int = 5
+    """The number of timed runs of each layer; the table shows medians."""
 
 
 def swiglu(gate, up):
-    """The activation between the products."""
+    """Apply the activation between the matrix products."""
     return jax.nn.silu(gate) * up
 
 
 def padded_layer(x, ids, gates, experts, *, capacity: int, ranks: int):
-    """One rank of the capacity-padded layer: ``x[t D]``, home experts ``[H 3 D F]``."""
+    """Compute one rank's part of the capacity-padded layer, for ``x[t D]`` and home experts ``[H 3 D F]``."""
     homes = len(experts)
     flat = jnp.where(ids == EMPTY, ranks * homes, ids).ravel()
     order = jnp.argsort(flat, stable=True)
@@ -88,7 +94,7 @@ def padded_layer(x, ids, gates, experts, *, capacity: int, ranks: int):
 
 
 def ragged_dot_layer(x, ids, gates, experts, *, ranks: int):
-    """One rank of the layer on `jax.lax.ragged_dot`, its buffers as large as the worst case."""
+    """Compute one rank's part of the layer on `jax.lax.ragged_dot`, whose buffers have the worst-case size."""
     homes = len(experts)
     capacity = len(x) * min(ids.shape[1], homes)
     rank = jnp.where(ids == EMPTY, ranks, ids // homes).ravel()
@@ -113,8 +119,8 @@ def ragged_dot_layer(x, ids, gates, experts, *, ranks: int):
     return (copies * gates[..., None]).sum(1)
 
 
-def peer(layer, mesh, arguments):
-    """Forward and backward of a peer over the mesh."""
+def baseline_step(layer, mesh, arguments):
+    """Return a function that runs a baseline forward and backward over the mesh."""
     token, rank = jax.P(RANKS), jax.P(*RANKS)
 
     def on_rank(x, ids, gates, experts):
@@ -134,25 +140,25 @@ def peer(layer, mesh, arguments):
     return lambda: step(*arguments)
 
 
-def ours(contender: ContenderBatch, topology: Topology, mesh, arguments, *, prepared: bool):
-    """Forward and backward of our layer, replicas fetched in the open.
+def relibra_step(batch: ContenderBatch, topology: Topology, mesh, arguments, *, prepared: bool):
+    """Return a function that runs relibra_jax's layer forward and backward, without hiding the fetch of replicas.
 
     Args:
-        contender: the batch as the contender runs it.
+        batch: the batch under a planner.
         topology: the expert-parallel group.
-        mesh: its mesh.
-        arguments: tokens, experts' ids, gates and home experts.
-        prepared: whether the layer's tables are made before the step, once a batch, or inside of it.
+        mesh: the mesh of the group.
+        arguments: the tokens, expert ids, gates and home experts.
+        prepared: whether the layer's tables are prepared before the step instead of inside it.
     """
-    # One exchange between all ranks, as the peers have.
-    parallel = ExpertParallel(mesh=mesh, topology=topology, capacities=contender.capacities, path="flat")
+    # The flat path has one exchange between all ranks, like the baselines.
+    parallel = ExpertParallel(mesh=mesh, topology=topology, capacities=batch.capacities, path="flat")
     x, ids, gates, experts = arguments
-    plan = contender.batch_plan.micro_batch(0).layer(0)
+    plan = batch.batch_plan.micro_batch(0).layer(0)
 
     def gradients(x, ids, gates, experts, layer):
         def loss(x, gates, experts):
-            held, x = fetch_replicas(experts, layer, x, parallel)
-            out = moe_layer(x, ids, gates, held, layer, parallel).output
+            weights, x = fetch_replicas(experts, layer, x, parallel)
+            out = moe_layer(x, ids, gates, weights, layer, parallel).output
             return (out**2).sum(), out
 
         return jax.grad(loss, (0, 1, 2), has_aux=True)(x, gates, experts)
@@ -169,7 +175,11 @@ def ours(contender: ContenderBatch, topology: Topology, mesh, arguments, *, prep
 
 
 def main(config: BenchLayer) -> None:
-    """Check that all agree, then time them."""
+    """Check that all layers compute the same outputs, time them, and print the table.
+
+    Args:
+        config: the settings.
+    """
     trace = read_trace(config.trace)
     topology = Topology(num_nodes=2, ranks_per_node=4, num_experts=trace.num_experts, replica_slots=2)
     mesh = expert_mesh(topology)
@@ -179,42 +189,44 @@ def main(config: BenchLayer) -> None:
     x = np.random.default_rng(0).normal(size=(*ids.shape[:-1], config.width)).astype(np.float32)
     weights = expert_weights(topology.num_experts, config.width, config.hidden, 1)[0]
 
-    def arguments(contender: ContenderBatch):
-        layout = np.asarray(home_layout(contender.batch_plan.plan.home[0], topology))
+    def arguments(batch: ContenderBatch):
+        layout = np.asarray(home_layout(batch.batch_plan.plan.home[0], topology))
         tokens = (x, ids, np.full(ids.shape, 1 / ids.shape[-1], np.float32))
         by_token = jax.NamedSharding(mesh, jax.P(RANKS))
         return *jax.device_put(tokens, by_token), jax.device_put(weights[layout], rank_sharding(mesh))
 
-    still, moved = arguments(by_name["static"]), arguments(by_name["relibra"])
+    static_arguments, relibra_arguments = arguments(by_name["static"]), arguments(by_name["relibra"])
     copies = (ids.reshape(8, -1, 1) == np.arange(topology.num_experts)).sum(1)
     padded = functools.partial(padded_layer, capacity=int(copies.max()), ranks=8)
     runs = {
-        f"relibra_jax, {name}, {when}": ours(by_name[name], topology, mesh, given, prepared=prepared)
-        for name, given in (("relibra", moved), ("static", still))
+        f"relibra_jax, {name}, {when}": relibra_step(by_name[name], topology, mesh, inputs, prepared=prepared)
+        for name, inputs in (("relibra", relibra_arguments), ("static", static_arguments))
         for when, prepared in ((BEFORE, True), (INSIDE, False))
     }
     runs |= {
-        "capacity-padded batched matmul": peer(padded, mesh, still),
-        "ragged_dot, worst-case buffers": peer(functools.partial(ragged_dot_layer, ranks=8), mesh, still),
+        "capacity-padded batched matmul": baseline_step(padded, mesh, static_arguments),
+        "ragged_dot, worst-case buffers": baseline_step(
+            functools.partial(ragged_dot_layer, ranks=8), mesh, static_arguments
+        ),
     }
     outputs = {name: np.asarray(run()[1]) for name, run in runs.items()}
     for name, output in outputs.items():
-        np.testing.assert_allclose(output, outputs[OURS], rtol=1e-3, atol=1e-4, err_msg=name)
-    # Whoever comes after a peer finds caches and pages cold: peers take their turns alone.
-    peers = [{name: runs.pop(name)} for name in list(runs) if not name.startswith("relibra_jax")]
+        np.testing.assert_allclose(output, outputs[REFERENCE], rtol=1e-3, atol=1e-4, err_msg=name)
+    # A baseline leaves caches and pages cold for whatever runs next, so each one is timed alone.
+    baselines = [{name: runs.pop(name)} for name in list(runs) if not name.startswith("relibra_jax")]
     seconds: dict[str, float] = {}
-    for turns in (runs, *peers):
-        seconds |= interleaved(turns, repeats=config.repeats)
+    for group in (runs, *baselines):
+        seconds |= interleaved(group, repeats=config.repeats)
     table = Table(
         title=f"{trace.name}: one layer, 2x4 host devices on {os.cpu_count()} cores, {copies.sum()} token copies,"
         f" D={config.width}, F={config.hidden}, forward and backward",
         title_justify="left",
     )
     table.add_column("layer")
-    for column in ("ms", "times ours"):
+    for column in ("ms", "/ the first"):
         table.add_column(column, justify="right")
     for name, value in seconds.items():
-        table.add_row(name, f"{value * 1e3:.0f}", f"{value / seconds[OURS]:.2f}")
+        table.add_row(name, f"{value * 1e3:.0f}", f"{value / seconds[REFERENCE]:.2f}")
     Console().print(table)
 
 

@@ -1,7 +1,7 @@
-"""``python -m experiments.bench_sampler``: tokens that generation samples in a second, and the time of its steps.
+"""``python -m experiments.bench_sampler``: measure the tokens per second of generation, and the time of a step.
 
-A new tiny policy responds on host devices. A token ends its response with a chance of 1 in 257, so where
-responses are long, many have ended before the last step. The lengths take turns.
+A newly initialised tiny policy responds on host devices. A token ends its response with a probability of 1 in 257, so
+many long responses end before the last step. The runs of different lengths alternate.
 """
 
 import functools
@@ -27,17 +27,24 @@ from relibra_jax.types import Topology
 
 @dataclass(frozen=True, kw_only=True)
 class BenchSampler:
-    """Time generation."""
+    """Measure the speed of generation."""
 
     samples: int = 256
+    """The number of samples that are generated together."""
     prompt_tokens: int = 24
+    """The number of tokens of a prompt."""
     response_tokens: tuple[int, ...] = (4, 64, 256)
-    """The lengths of the longest responses."""
+    """The largest numbers of tokens of a response; one run for each."""
     repeats: int = 5
+    """The number of timed runs of each length; the table shows medians."""
 
 
 def main(config: BenchSampler) -> None:
-    """Print the table."""
+    """Time generation and print the table.
+
+    Args:
+        config: the settings.
+    """
     topology = Topology(num_nodes=2, ranks_per_node=4, num_experts=TINY.num_experts, replica_slots=0)
     mesh = expert_mesh(topology, devices=host_devices(topology.num_ranks))
     policy = make_model(TINY, topology, mesh=mesh, key=jax.random.key(0))
@@ -55,7 +62,7 @@ def main(config: BenchSampler) -> None:
         f" {platform.machine()}, jax {jax.__version__}; medians of {config.repeats} runs",
         title_justify="left",
     )
-    for name in ("longest response", "tokens sampled", "tokens/s", "ms a step"):
+    for name in ("longest response", "tokens sampled", "tokens/s", "ms per step"):
         table.add_column(name, justify="right")
     for room, seconds in interleaved(runs, repeats=config.repeats).items():
         speed = f"{sampled[room] / seconds:,.0f}"

@@ -1,10 +1,10 @@
-"""``python -m experiments.bench_warm_start [TRACE]``: what a search gains that begins before a rollout has ended.
+"""``python -m experiments.bench_warm_start [TRACE]``: compare searches for homes with and without a warm start.
 
-Two batches are drawn from a recorded trace, each of half of its samples. The first leaves its homes. For the second,
-searches begin with nothing, or with homes that were found from its shortest samples, which finish first
-(`relibra_jax.planning.unfinished.fill_unfinished`), or with the homes of the first batch, which need no counts at all.
-Then they take so many turns of assignment and placement. Balance and crossings are of the plans, and the same for the
-same seed; only milliseconds are of this machine.
+Each draw splits the samples of a recorded trace into two batches. The plan of the first batch gives the previous homes.
+The search for the second batch starts cold, from homes that were searched on its shortest samples, or from the homes of
+the first batch, which need no counts. The shortest samples finish first: see `relibra_jax.planning.unfinished`. The
+search then runs a number of rounds of assignment and placement. Imbalance and crossings are computed from the plans and
+depend only on the seed; the milliseconds are measured on this machine.
 """
 
 import functools
@@ -42,26 +42,36 @@ ROUNDS: Final = (1, 2, 4)
 PLANNER: Final = relibra()
 
 type Measured = dict[tuple[str, int], list[list[float]]]
-"""Imbalance, crossings, moves and milliseconds of every draw, by what the search begins with and its rounds."""
+"""Imbalance, crossings, moves and milliseconds of every draw, keyed by the start and the rounds of the search."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchWarmStart:
-    """Compare searches."""
+    """Compare searches for homes from different starts."""
 
     trace: Annotated[Path | None, tyro.conf.Positional] = None
-    """A trace; the recorded one of the package when not given."""
+    """The path of a trace. Defaults to this project's recorded trace."""
     nodes: int = 2
+    """The number of nodes."""
     ranks_per_node: int = 4
+    """The number of ranks of a node."""
     micro_batches: int = 8
+    """The number of micro-batches of a batch."""
     resident_slots: int = 0
-    """Resident slots of a rank."""
+    """The number of resident slots of a rank."""
     seeds: int = 4
-    """Draws of the two batches, whose means are shown."""
+    """The number of draws of the two batches; the table shows means over them."""
 
 
 def main(config: BenchWarmStart) -> None:
-    """Print the table."""
+    """Run the searches and print the table.
+
+    Args:
+        config: the settings.
+
+    Raises:
+        ValueError: if a number is below 1, or the trace has too few samples.
+    """
     for name in ("nodes", "ranks_per_node", "micro_batches", "seeds"):
         check_integer(name, getattr(config, name), least=1)
     trace = read_trace(config.trace)
@@ -78,8 +88,8 @@ def main(config: BenchWarmStart) -> None:
     size = len(tokens) // 2 // rows * rows
     if not size:
         raise ValueError(
-            f"{trace.name}: {len(tokens)} samples are fewer than two for each of {topology.num_ranks} ranks x"
-            f" micro_batches={config.micro_batches}"
+            f"{trace.name} has {len(tokens)} samples, but two batches need at least two for each of"
+            f" {topology.num_ranks} ranks x micro_batches={config.micro_batches}"
         )
     start = assign_in_order(size, topology, num_micro_batches=config.micro_batches)
     no_residents = jnp.full(
@@ -99,51 +109,51 @@ def main(config: BenchWarmStart) -> None:
         )
 
     def routes_of(samples):
-        """Some tokens with their routes, which come with the last response: residents are planned from them."""
+        """Sample tokens with their routes, from which residents are planned; they come with the last response."""
         if not config.resident_slots:
             return None
         return sample_routes(RoutingReplay(trace.replay.expert_ids[samples], trace.replay.mask[samples]))
 
     @jax.jit
-    def measure(batch_plan, before):
-        found = batch_plan.plan
+    def measure(batch_plan, previous_home):
+        plan = batch_plan.plan
         crossings = cross_node_load(batch_plan.layer_plans()).sum() / batch_plan.load.sum()
-        return batch_imbalance(rank_load(found)), crossings, (found.home != before).mean()
+        return batch_imbalance(rank_load(plan)), crossings, (plan.home != previous_home).mean()
 
     measured: Measured = {}
     for seed in range(config.seeds):
-        drawn = np.random.default_rng(seed).permutation(len(tokens))
-        first, second = drawn[:size], drawn[size : 2 * size]
+        order = np.random.default_rng(seed).permutation(len(tokens))
+        first, second = order[:size], order[size : 2 * size]
         keys = jax.random.split(jax.random.key(seed), 4)
         state = PLANNER.init(topology, load.shape[1], key=keys[0])
         _, state = plan(load[first], tokens[first], state, keys[1], None, routes_of(first), rounds=4)
         counts = load[second], tokens[second]
-        begun = {"nothing": None, "the batch before": Placement(state.home, no_residents)}
+        starts = {"cold start": None, "previous batch": Placement(state.home, no_residents)}
         for share in FINISHED:
             early, _ = plan(*_finished(counts, share), state, keys[2], None, None, rounds=4)
             resident = jnp.asarray(resident_experts(early.plan, topology))
-            begun[f"{share:.0%} of the samples"] = Placement(early.plan.home, resident)
-        for (name, warm_start), rounds in itertools.product(begun.items(), ROUNDS):
+            starts[f"{share:.0%} of the samples"] = Placement(early.plan.home, resident)
+        for (name, warm_start), rounds in itertools.product(starts.items(), ROUNDS):
             run = functools.partial(
                 plan, *counts, state, keys[3], warm_start, routes_of(second), rounds=rounds
             )
-            found, _ = jax.block_until_ready(run())
+            batch_plan, _ = jax.block_until_ready(run())
             clock = time.perf_counter()
             jax.block_until_ready(run())
             seconds = time.perf_counter() - clock
             measured.setdefault((name, rounds), []).append(
-                [*map(float, measure(found, state.home)), 1e3 * seconds]
+                [*map(float, measure(batch_plan, state.home)), 1e3 * seconds]
             )
     title = (
         f"{trace.name}: {size} samples in {config.micro_batches} micro-batches, {config.nodes} x"
-        f" {config.ranks_per_node} ranks, two replica slots and {config.resident_slots} resident; means of"
+        f" {config.ranks_per_node} ranks, 2 replica slots and {config.resident_slots} resident slots per rank; means of"
         f" {config.seeds} draws"
     )
     Console(width=120).print(_table(measured, title))
 
 
 def _finished(counts: tuple[np.ndarray, np.ndarray], share: float) -> tuple[jax.Array, jax.Array]:
-    """The counts of a batch of which the shortest samples have finished, such a share of them."""
+    """Estimate the counts of a batch in which only a share of the samples, the shortest ones, have finished."""
     finished = np.zeros(len(counts[1]), bool)
     finished[np.argsort(counts[1], kind="stable")[: int(share * len(finished))]] = True
     return fill_unfinished(*counts, finished)
@@ -151,8 +161,8 @@ def _finished(counts: tuple[np.ndarray, np.ndarray], share: float) -> tuple[jax.
 
 def _table(measured: Measured, title: str) -> Table:
     table = Table(title=title, title_justify="left")
-    table.add_column("begun with")
-    for column in ("rounds", "imbalance", "copies that cross", "experts moved", "ms, median"):
+    table.add_column("start")
+    for column in ("rounds", "imbalance", "copies crossing", "experts moved", "ms, median"):
         table.add_column(column, justify="right")
     for (name, rounds), draws in measured.items():
         imbalance, crossings, moved, _ = np.mean(draws, axis=0)

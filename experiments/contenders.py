@@ -1,4 +1,4 @@
-"""The contenders that execution is measured with: the same packed samples of a trace under the plan of each planner."""
+"""The batches with which execution is measured: the same packed samples of a trace under each planner's plan."""
 
 import functools
 from typing import NamedTuple
@@ -22,53 +22,56 @@ from relibra_jax.types import EMPTY, Array, Assignment, BatchPlan, RoutingReplay
 _plan = jax.jit(plan_loads, static_argnames=("planner", "num_micro_batches"))
 
 CONTENDERS = ("static", "eplb", "relibra", "balanced")
-"""`balanced` is no planner: routing forced to be even, under static placement. The bound that reports compare with."""
+"""The compared runs. `balanced` is not a planner but a bound for reports: even routing under static placement."""
 
 
 class Samples(NamedTuple):
-    """The samples of one batch and where they are packed."""
+    """The samples of one batch and their packing."""
 
     expert_ids: Int[np.ndarray, "B T L K"]
-    """The experts of every token, EMPTY on padding."""
+    """The expert ids of every token; EMPTY on padding."""
     mask: Bool[np.ndarray, "B T"]
-    """True where there is a token."""
+    """True on real tokens."""
     assignment: Assignment
-    """The rank and the micro-batch of each sample."""
+    """The assignment of samples to ranks and micro-batches."""
 
 
 class ContenderBatch(NamedTuple):
-    """A batch as one contender runs it."""
+    """A batch with the plan and the buffer sizes of one planner."""
 
     expert_ids: Int[np.ndarray, "M L ranks t K"]
-    """The experts of every rank's tokens, EMPTY on padding; ranks count flat."""
+    """The expert ids of every rank's tokens, by flat rank; EMPTY on padding."""
     batch_plan: BatchPlan
-    """The contender's plan of the batch."""
+    """The plan of the batch."""
     visits: Int[Array, "M L P N"]
-    """Distinct tokens that each rank sends to each node."""
+    """The number of distinct tokens that each rank sends to each node."""
     capacities: Capacities
-    """The buffer sizes that it needs, on both paths."""
+    """The buffer sizes that the plan needs on both paths."""
 
     @property
     def rank_load(self) -> Int[np.ndarray, "M L N G"]:
-        """Token copies that each rank computes."""
+        """The number of token copies that each rank computes."""
         return np.asarray(rank_load(self.batch_plan.plan))
 
 
 def contenders(
     trace: Trace, topology: Topology, *, micro_batches: int, samples_per_rank: int, layers: int, seed: int = 0
 ) -> dict[str, ContenderBatch]:
-    """The same samples, drawn from the trace by ``seed``, under every contender of `CONTENDERS`.
+    """Plan the same samples of a trace for every name in `CONTENDERS`.
 
     Args:
-        trace: the routing, of which the first ``layers`` layers are used.
-        topology: the expert-parallel group, over whose ranks samples are packed by their tokens.
-        micro_batches: M.
-        samples_per_rank: samples of a rank in one micro-batch, on average.
-        layers: L.
+        trace: the recorded routing.
+        topology: the expert-parallel group, over whose ranks samples are packed by their token counts.
+        micro_batches: the number of micro-batches M.
+        samples_per_rank: the mean number of samples of a rank in one micro-batch.
+        layers: the number of layers L; the first ones of the trace are used.
         seed: the seed of the order of samples.
 
+    Returns:
+        The batch of every planner, by name.
+
     Raises:
-        ValueError: if the trace is too short.
+        ValueError: if the trace has too few samples or layers.
     """
     samples = draw_samples(
         trace,
@@ -90,31 +93,47 @@ def contenders(
 def draw_samples(
     trace: Trace, topology: Topology, *, micro_batches: int, samples_per_rank: int, layers: int, seed: int = 0
 ) -> Samples:
-    """Samples of a trace in an order drawn by ``seed``, packed by their tokens; arguments as of `contenders`."""
-    wanted = micro_batches * topology.num_ranks * samples_per_rank
-    if wanted > len(trace.replay.mask) or layers > trace.replay.expert_ids.shape[2]:
+    """Draw samples of a trace and pack them by their token counts.
+
+    Args:
+        trace: the recorded routing.
+        topology: the expert-parallel group, over whose ranks samples are packed.
+        micro_batches: the number of micro-batches M.
+        samples_per_rank: the mean number of samples of a rank in one micro-batch.
+        layers: the number of layers L; the first ones of the trace are used.
+        seed: the seed of the order of samples.
+
+    Raises:
+        ValueError: if the trace has too few samples or layers.
+    """
+    required = micro_batches * topology.num_ranks * samples_per_rank
+    if required > len(trace.replay.mask) or layers > trace.replay.expert_ids.shape[2]:
         raise ValueError(
-            f"{trace.name}: {wanted} samples x {layers} layers are asked for, it has"
-            f" {len(trace.replay.mask)} x {trace.replay.expert_ids.shape[2]}"
+            f"{trace.name} has {len(trace.replay.mask)} samples x {trace.replay.expert_ids.shape[2]} layers, but"
+            f" {required} x {layers} are needed"
         )
-    chosen = np.random.default_rng(seed).permutation(len(trace.replay.mask))[:wanted]
-    mask = np.asarray(trace.replay.mask)[chosen]
-    ids = np.asarray(trace.replay.expert_ids)[chosen][:, :, :layers].astype(np.int32)
+    drawn_samples = np.random.default_rng(seed).permutation(len(trace.replay.mask))[:required]
+    mask = np.asarray(trace.replay.mask)[drawn_samples]
+    ids = np.asarray(trace.replay.expert_ids)[drawn_samples][:, :, :layers].astype(np.int32)
     ids = np.where(mask[..., None, None], ids, EMPTY)
     return Samples(ids, mask, pack_samples(mask.sum(1), topology, num_micro_batches=micro_batches))
 
 
 def route_evenly(samples: Samples, num_experts: int) -> Samples:
-    """The same tokens, routed to experts drawn at random so that all experts get as many.
+    """Route the same tokens to random experts so that every expert receives the same number of tokens.
 
-    Experts are dealt from shuffled decks: of every ``E // K`` tokens no two have an expert in common.
+    Experts are dealt from shuffled decks: the ``E // K`` tokens of a deck have no expert in common.
+
+    Args:
+        samples: the samples with their recorded routing.
+        num_experts: the number of logical experts of a layer.
     """
     rng, top_k = np.random.default_rng(1), samples.expert_ids.shape[-1]
     even = np.full_like(samples.expert_ids, EMPTY)
-    tokens, hands = samples.mask.sum(), num_experts // top_k
+    tokens, tokens_per_deck = samples.mask.sum(), num_experts // top_k
     for layer in range(even.shape[2]):
-        decks = np.tile(np.arange(num_experts), (-(-tokens // hands), 1))
-        dealt = rng.permuted(decks, axis=1)[:, : hands * top_k].reshape(-1, top_k)
+        decks = np.tile(np.arange(num_experts), (-(-tokens // tokens_per_deck), 1))
+        dealt = rng.permuted(decks, axis=1)[:, : tokens_per_deck * top_k].reshape(-1, top_k)
         even[samples.mask, layer] = dealt[:tokens]
     return samples._replace(expert_ids=even)
 
@@ -122,13 +141,14 @@ def route_evenly(samples: Samples, num_experts: int) -> Samples:
 def plan_contender(
     samples: Samples, planner_name: str, topology: Topology, *, cost: UnitTimes | None = None
 ) -> ContenderBatch:
-    """A batch under the plan of one planner.
+    """Plan a batch with one planner and count its buffer sizes.
 
     Args:
         samples: the batch.
-        planner_name: a planner of `PLANNERS`.
+        planner_name: the name of a planner in `PLANNERS`.
         topology: the expert-parallel group.
-        cost: the unit times that the planner is told, together with some of the tokens; None plans from loads alone.
+        cost: the unit times that the planner receives together with a sample of the tokens. None plans from loads
+            alone.
     """
     ids, mask, assignment = samples
     replay = RoutingReplay(np.maximum(ids, 0), mask)
@@ -151,7 +171,7 @@ def plan_contender(
 
 
 def _tokens_of_ranks(samples: Samples) -> Int[np.ndarray, "M L ranks t K"]:
-    """Each rank's tokens one after another, padded to the longest."""
+    """Concatenate each rank's tokens, padded to the rank with the most tokens."""
     ids, mask, assignment = samples
     places = np.asarray(assignment.sample)
     places = places.reshape(len(places), -1, places.shape[-1])
@@ -165,6 +185,6 @@ def _tokens_of_ranks(samples: Samples) -> Int[np.ndarray, "M L ranks t K"]:
 
 @functools.cache
 def expert_weights(experts: int, width: int, hidden: int, layers: int) -> np.ndarray:
-    """``[L E 3 D F]`` float32, the same for every contender."""
+    """Draw expert weights ``[L E 3 D F]`` in float32, the same for every planner."""
     draw = np.random.default_rng(1).normal(size=(layers, experts, 3, width, hidden))
     return (draw / np.sqrt(width)).astype(np.float32)

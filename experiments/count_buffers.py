@@ -1,8 +1,9 @@
-"""``python -m experiments.count_buffers``: rows of the exchange's buffers, counted before the step.
+"""``python -m experiments.count_buffers``: count the rows of the exchange's buffers before the step.
 
-`receive` is what the ragged exchange needs on the fullest rank, over the balanced rows of the largest micro-batch;
-`padded` what the padded one needs: a lane as long as the longest for each pair of ranks. Systems without foresight
-hold the worst case: every token of the group on one rank. No device is involved; bytes are rows x D x 2 (bf16).
+`receive` is the number of rows that the ragged exchange needs on the rank with the most rows; `/ balanced` divides it
+by the mean rows per rank of the largest micro-batch. `padded` is the number of rows that the padded exchange needs: one
+lane for each pair of ranks, all as long as the longest. Systems that do not know the routing in advance allocate the
+worst case, in which every token of the group goes to one rank. The counts need no device. A row has D bfloat16 numbers.
 """
 
 import dataclasses
@@ -23,20 +24,27 @@ from relibra_jax.traces.read import read_trace
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Buffers:
-    """Count the buffers that each contender's step needs."""
+    """Count the buffer rows that each planner's step needs."""
 
     trace: TraceName = None
-    """A trace by name or path (.npz); else the one that RELIBRA_TRACE gives, else the recorded one of this project."""
+    """The trace: a name (recorded, synthetic-128, W2, ...) or the path of an .npz file."""
     ranks: Annotated[Ranks, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Ranks)
     micro_batches: int = 5
+    """The number of micro-batches."""
     layers: int = 24
+    """The number of layers, at most that of the trace."""
     samples_per_rank: int = 8
+    """The mean number of samples of a rank in a micro-batch."""
     width: int = 2880
-    """D, for the bytes."""
+    """The model width D, from which the bytes are computed."""
 
 
 def main(config: Buffers) -> None:
-    """Print the table."""
+    """Count the buffers and print the table.
+
+    Args:
+        config: the settings.
+    """
     trace = read_trace(config.trace)
     layers = min(config.layers, trace.replay.expert_ids.shape[2])
     topology = config.ranks.topology(trace.num_experts)
@@ -52,12 +60,12 @@ def main(config: Buffers) -> None:
     balanced = float(np.asarray(by_name["static"].batch_plan.load).sum((2, 3, 4)).max()) / topology.num_ranks
     table = Table(
         title=f"{trace.name}: {config.micro_batches} micro-batches x {layers} layers,"
-        f" {topology.num_nodes}x{topology.ranks_per_node} ranks, at most {tokens} tokens a rank;"
+        f" {topology.num_nodes}x{topology.ranks_per_node} ranks, at most {tokens} tokens per rank;"
         f" balanced {balanced:.0f} rows, worst case {worst} rows",
         title_justify="left",
     )
-    for column in ("contender", "receive", "/ balanced", "saved", "padded", "padded / receive"):
-        table.add_column(column, justify="left" if column == "contender" else "right")
+    for column in ("planner", "receive", "/ balanced", "saved", "padded", "padded / receive"):
+        table.add_column(column, justify="left" if column == "planner" else "right")
     for name, contender in by_name.items():
         sizes = contender.capacities
         rows, padded = sizes.rows, topology.num_ranks * sizes.flat.pair + sizes.flat.own

@@ -1,11 +1,13 @@
-"""``python -m experiments.float8_error [--run FOLDER]``: what float8 does to recomputed log-probabilities and to PPO.
+"""``python -m experiments.float8_error [--run FOLDER]``: measure the errors of float8 in a recompute and in PPO.
 
-A small policy is trained, or a run's last checkpoint taken, and responds to prompts. Their log-probabilities are then
-recomputed under one plan: in float32, in bfloat16, and in bfloat16 with the experts of hot ranks in float8, by several
-thresholds (`relibra_jax.hot_ranks`). Reported are the errors of the log-probabilities of sampled tokens, and what an
-update would make of them that computes in the reference's precision, on the same weights: its ratios, which should all
-be 1, outside PPO's clip, and the estimate of the KL divergence that runs report. The floor of rows is 1 here: a small
-policy has few rows a rank.
+A small policy is trained, or the last checkpoint of a run is loaded, and responds to prompts. The log-probabilities of
+the responses are then recomputed under one plan: in float32, in bfloat16, and in bfloat16 with the experts of hot ranks
+in float8, for several thresholds (`relibra_jax.hot_ranks`).
+
+The tables show the errors of the log-probabilities of sampled tokens, and their effect on an update that computes with
+the same weights in the reference's precision. All its ratios should be 1; the tables show the share of ratios outside
+PPO's clip and the estimate of the KL divergence that runs report. The minimum number of rows for float8 is 1 here,
+because a small policy has few rows per rank.
 """
 
 import dataclasses
@@ -39,7 +41,7 @@ from relibra_jax.plan import rank_load
 from relibra_jax.types import Plan
 
 TRAINED: Final = Train(planner="static", anneal_steps=0, warmup_steps=80, steps=4, evaluation_batches=0)
-"""The run without ``--run``: experts and samples in order, so that there are hot ranks."""
+"""The settings of the run without ``--run``. Experts and samples stay in order, so there are hot ranks."""
 REFERENCES: Final = ("float32", "bfloat16")
 
 
@@ -48,15 +50,15 @@ class Float8Error:
     """Measure the errors of a recompute in float8.
 
     Raises:
-        ValueError: if a number is out of its range.
+        ValueError: if a threshold is negative, or ``batches`` is below 1.
     """
 
     run: Path | None = None
-    """The folder of a training run; a short one with static placement when not given."""
+    """The folder of a training run. Defaults to a new short run with static placement."""
     thresholds: tuple[float, ...] = (1.5, 1.25, 0.0)
-    """Ranks above so many times the mean compute in float8; 0 for all."""
+    """The thresholds: ranks with more rows than this multiple of the mean compute in float8. 0 marks all ranks."""
     batches: int = 3
-    """The batches of responses."""
+    """The number of batches of responses."""
 
     def __post_init__(self) -> None:
         for threshold in self.thresholds:
@@ -65,33 +67,38 @@ class Float8Error:
 
 
 class Errors(NamedTuple):
-    """What tokens have of another precision than the reference's."""
+    """The errors of log-probabilities that were computed in a different precision than the reference."""
 
     mean: float
-    """Of the absolute error of a log-probability, nats."""
+    """The mean absolute error of a log-probability, in nats."""
     percentile: float
-    """The 99th."""
+    """The 99th percentile of the absolute error, in nats."""
     largest: float
-    """The largest."""
+    """The largest absolute error, in nats."""
     clipped: float
-    """The share of tokens whose ratio of reference to this is outside the clip."""
+    """The share of tokens whose ratio, reference over this precision, is outside the clip."""
     kl: float
-    """The mean of ratio - 1 - log ratio, nats a token."""
+    """The mean of ratio - 1 - log ratio, in nats per token."""
 
 
 class Recomputes(NamedTuple):
-    """The log-probabilities of one batch of responses in all precisions, of sampled tokens alone."""
+    """The log-probabilities of the sampled tokens of one batch of responses, in all precisions."""
 
     log_prob: dict[str, Float[np.ndarray, " tokens"]]
-    """By precision: ``float32``, ``bfloat16``, and ``float8 above`` each threshold."""
+    """The log-probabilities by precision: ``float32``, ``bfloat16``, and ``float8 above`` each threshold."""
     marked: dict[str, tuple[float, float]]
-    """The share of ranks, and of rows, in float8, over all layers and micro-batches."""
+    """The shares of ranks and of rows in float8, over all layers and micro-batches, by precision."""
 
 
 def compare(
     log_prob: Float[np.ndarray, " tokens"], reference: Float[np.ndarray, " tokens"], clip: Clip
 ) -> Errors:
-    """The errors of log-probabilities, and of the ratios of an update that computes as the reference does.
+    """Compare log-probabilities with a reference, and compute the ratios of an update in the reference's precision.
+
+    Args:
+        log_prob: the log-probabilities to compare, in nats.
+        reference: the log-probabilities of the same tokens in the reference precision.
+        clip: the clip of PPO's ratio.
 
     >>> errors = compare(np.array([-1.0, -2.0, 0.0, 0.0]), np.array([-1.0, -1.5, 0.0, 0.0]), Clip())
     >>> errors.mean, errors.largest, errors.clipped, round(errors.kl, 4)
@@ -106,7 +113,11 @@ def compare(
 
 
 def main(config: Float8Error) -> None:
-    """Train if there is no run, recompute, and print the table."""
+    """Train a policy if no run is given, recompute, and print the tables.
+
+    Args:
+        config: the settings.
+    """
     console = Console()
     compile_quickly()
     with tempfile.TemporaryDirectory() as folder:
@@ -124,9 +135,12 @@ def recompute_all(run: Path, settings: Train, config: Float8Error) -> Iterator[R
     """Recompute the log-probabilities of some batches of responses in all precisions.
 
     Args:
-        run: the folder of the run, whose first seed is taken.
-        settings: its settings.
-        config: thresholds and number of batches.
+        run: the folder of the run, of which the first seed is used.
+        settings: the settings of the run.
+        config: the settings of the measurement.
+
+    Yields:
+        The log-probabilities of each batch.
     """
     trainers = {
         dtype: _restored(run, dataclasses.replace(settings, dtype=dtype, routing="rollout"))
@@ -136,25 +150,25 @@ def recompute_all(run: Path, settings: Train, config: Float8Error) -> Iterator[R
         first = trainers[REFERENCES[0]]
         key = jax.random.fold_in(jax.random.key(EVALUATION), number)
         responses = first.sampler.respond(first.prompts.groups((EVALUATION, number)), key)
-        found = Recomputes({}, {})
+        recomputes = Recomputes({}, {})
         for dtype, trainer in trainers.items():
             trainer.state.balancer.discard()
             stages = prepare_stages(trainer.state, trainer.config, responses)
             recompute = functools.partial(_recompute, trainer, stages, responses)
-            found.log_prob[dtype] = recompute(None)
-        for threshold in config.thresholds:  # of bfloat16, which came last
+            recomputes.log_prob[dtype] = recompute(None)
+        for threshold in config.thresholds:  # `recompute` and `stages` are those of bfloat16, the last dtype
             name, rule = f"float8 above {threshold:g}", HotRanks(threshold=threshold, min_rows=1)
-            found.log_prob[name] = recompute(rule)
-            found.marked[name] = _marked_shares(stages, rule)
-        yield found
+            recomputes.log_prob[name] = recompute(rule)
+            recomputes.marked[name] = _marked_shares(stages, rule)
+        yield recomputes
 
 
 def _restored(run: Path, settings: Train) -> Trainer:
-    """The last checkpoint of the run's first seed, computing in the dtype of ``settings``."""
+    """Restore the last checkpoint of the run's first seed, to compute in the dtype of ``settings``."""
     seed = settings.seeds[0]
     checkpoints = (run / f"seed-{seed}" / "checkpoints").absolute()
     if not checkpoints.is_dir():
-        raise ValueError(f"{run}: no checkpoints of seed {seed}")
+        raise ValueError(f"{run} contains no checkpoints of seed {seed}")
     trainer = Trainer(settings, seed)
     with ocp.CheckpointManager(checkpoints) as manager:
         trainer.state.restore(manager)
@@ -181,8 +195,8 @@ def _show(recomputes: list[Recomputes], settings: Train, console: Console) -> No
     }
     clip = f"{1 - settings.clip.low:g}..{1 + settings.clip.high:g}"
     console.print(
-        f"{settings.model_name}, {settings.planner}: {len(log_prob['float32'])} sampled tokens. Errors of"
-        f" log-probabilities in nats; ratios outside {clip}",
+        f"{settings.model_name}, {settings.planner}: {len(log_prob['float32'])} sampled tokens; errors of"
+        f" log-probabilities in nats, share of ratios outside {clip}, KL in nats per token",
         highlight=False,
     )
     for number, reference in enumerate(REFERENCES):

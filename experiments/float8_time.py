@@ -1,8 +1,9 @@
-"""``python -m experiments.float8_time [TRACE]``: what hot ranks in float8 may gain a recompute at most, modelled.
+"""``python -m experiments.float8_time [TRACE]``: model the largest speedup of a recompute with hot ranks in float8.
 
 A recompute is one forward pass over the micro-batches of a batch, under the plan of its updates. Every phase of a layer
-waits for its slowest rank (`relibra_jax.cost.step_time`); the experts of hot ranks (`relibra_jax.hot_ranks`) are priced
-at the cluster's peak of float8 products, and rounding at nothing. No time here was measured.
+waits for its slowest rank (`relibra_jax.cost.step_time`). The experts of hot ranks (`relibra_jax.hot_ranks`) are priced
+at the cluster's peak throughput of float8 products, and rounding to float8 is free. All times are modelled, not
+measured.
 """
 
 import dataclasses
@@ -38,22 +39,23 @@ PLANNED: Final = ("static", "eplb", "relibra")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Float8Time:
-    """Price recomputes with and without marks.
+    """Model the time of recomputes with and without ranks in float8.
 
     Raises:
-        ValueError: if a number is out of its range.
+        ValueError: if a threshold is negative, or ``min_rows`` is below 1.
     """
 
     trace: TraceName = None
+    """The trace: a name (recorded, synthetic-128, W2, ...) or the path of an .npz file."""
     thresholds: tuple[float, ...] = (1.5, 1.25, 1.0, 0.0)
-    """Ranks above so many times the mean compute in float8; 0 for all."""
+    """The thresholds: ranks with more rows than this multiple of the mean compute in float8. 0 marks all ranks."""
     min_rows: int = 2048
-    """The fewest rows of a rank in float8, at the size to which the trace is scaled."""
+    """The smallest number of rows for which a rank computes in float8, at the size to which the trace is scaled."""
     ranks: Annotated[Ranks, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Ranks)
     batching: Annotated[Batching, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Batching)
     costs: Annotated[Costs, tyro.conf.arg(name="")] = dataclasses.field(default_factory=Costs)
     figure: Path | None = None
-    """The PNG file to draw; none when not given."""
+    """The PNG file to draw. None draws no figure."""
 
     def __post_init__(self) -> None:
         for threshold in self.thresholds:
@@ -62,24 +64,24 @@ class Float8Time:
 
 
 class Priced(NamedTuple):
-    """Modelled milliseconds of a recompute."""
+    """The modelled time of a recompute, in milliseconds."""
 
     marked: float
     """The share of ranks in float8, over all layers and micro-batches."""
     compute: float
-    """The experts."""
+    """The milliseconds of expert compute."""
     total: float
-    """All phases."""
+    """The milliseconds of all phases."""
 
 
 def price(batches: list[PlannedBatch], topology: Topology, cost: CostModel, rule: HotRanks | None) -> Priced:
-    """The mean over batches of what their recompute takes, with the ranks in float8 that ``rule`` marks.
+    """Model the time of a recompute with the ranks in float8 that ``rule`` marks, as the mean over batches.
 
     Args:
         batches: the batches with their plans.
         topology: the expert-parallel group.
-        cost: cluster, model and scale.
-        rule: what makes a rank hot, in rows of the trace; None for no marks.
+        cost: the cost model.
+        rule: the rule that marks hot ranks, in rows of the trace. None marks no rank.
     """
     rows = []
     for batch in batches:
@@ -98,7 +100,11 @@ def price(batches: list[PlannedBatch], topology: Topology, cost: CostModel, rule
 
 
 def main(config: Float8Time) -> None:
-    """Plan, price, and print the table."""
+    """Plan the batches, model their recomputes, and print the table.
+
+    Args:
+        config: the settings.
+    """
     trace = read_trace(config.trace)
     topology = config.ranks.topology(trace.num_experts)
     batches = make_batches(trace, config.batching, topology)
@@ -107,8 +113,8 @@ def main(config: Float8Time) -> None:
     rules = [None, *(HotRanks(threshold=threshold, min_rows=floor) for threshold in config.thresholds)]
     priced: dict[str, list[Priced]] = {}
     table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("plan")
-    for column in ("float8 above", "ranks", "experts, ms", "recompute, ms", "gain"):
+    table.add_column("planner")
+    for column in ("float8 above", "ranks", "experts, ms", "recompute, ms", "speedup"):
         table.add_column(column, justify="right")
     for name in PLANNED:
         planned, _ = run_contender(
@@ -119,11 +125,11 @@ def main(config: Float8Time) -> None:
         )
         exact, *marked = priced[name] = [price(planned, topology, cost, rule) for rule in rules]
         table.add_row(name, "-", "0%", f"{exact.compute:.1f}", f"{exact.total:.1f}", "1.00x")
-        for threshold, found in zip(config.thresholds, marked, strict=True):
-            numbers = f"{found.marked:.0%}", f"{found.compute:.1f}", f"{found.total:.1f}"
-            table.add_row("", f"{threshold:g} x mean", *numbers, f"{exact.total / found.total:.2f}x")
+        for threshold, float8 in zip(config.thresholds, marked, strict=True):
+            numbers = f"{float8.marked:.0%}", f"{float8.compute:.1f}", f"{float8.total:.1f}"
+            table.add_row("", f"{threshold:g} x mean", *numbers, f"{exact.total / float8.total:.2f}x")
         table.add_section()
-    console, scale = Console(), f"{config.costs.tokens_per_rank:g} tokens a rank"
+    console, scale = Console(), f"{config.costs.tokens_per_rank:g} tokens per rank"
     title = (
         f"{trace.name} as {config.costs.model} on {config.costs.cluster}, {config.ranks.nodes} x"
         f" {config.ranks.ranks_per_node} ranks, {batches.num_micro_batches} micro-batches of {scale}; modelled, not"
@@ -136,12 +142,12 @@ def main(config: Float8Time) -> None:
 
 
 def draw(path: Path, priced: Mapping[str, Sequence[Priced]], title: str) -> None:
-    """Draw the modelled time of a recompute by the share of ranks in float8.
+    """Draw the modelled time of a recompute over the share of ranks in float8.
 
     Args:
         path: the PNG file to write.
-        priced: the points of each plan, by the name of its planner.
-        title: the setting that was priced.
+        priced: the modelled points, by the name of the planner.
+        title: the title of the figure, which names the setting.
     """
     figure, axes = plt.subplots(figsize=(9, 4.2), layout="constrained")
     figure.suptitle(title, color=INK, fontsize=9, x=0.01, ha="left", parse_math=False)
@@ -157,7 +163,7 @@ def draw(path: Path, priced: Mapping[str, Sequence[Priced]], title: str) -> None
             label=name,
         )
     axes.set_xlabel("ranks in float8, % of all layers and micro-batches")
-    axes.set_ylabel("modelled ms of a recompute, at least")
+    axes.set_ylabel("recompute, modelled ms (lower bound)")
     axes.set_ylim(bottom=0)
     axes.legend(frameon=False)
     bare(axes, "y")

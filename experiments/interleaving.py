@@ -1,4 +1,4 @@
-"""Readings of the clock that take turns, so that what disturbs a machine for a while disturbs all that is compared."""
+"""Timing of alternating runs: a temporary disturbance of the machine then affects all compared runs alike."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -8,7 +8,12 @@ import numpy as np
 
 
 def interleaved[Name](runs: Mapping[Name, Callable[[], object]], *, repeats: int) -> dict[Name, float]:
-    """The median seconds of each run; arguments as of `interleaved_seconds`."""
+    """Time alternating runs and return the median seconds of each.
+
+    Args:
+        runs: the functions to time, by name.
+        repeats: the number of timed rounds.
+    """
     return {
         name: float(np.median(values)) for name, values in interleaved_seconds(runs, repeats=repeats).items()
     }
@@ -17,11 +22,14 @@ def interleaved[Name](runs: Mapping[Name, Callable[[], object]], *, repeats: int
 def interleaved_seconds[Name](
     runs: Mapping[Name, Callable[[], object]], *, repeats: int
 ) -> dict[Name, list[float]]:
-    """The seconds of each run; all are called in turn, after one round to compile and warm up.
+    """Time alternating runs: each round calls every function once, after one untimed round to compile and warm up.
 
     Args:
-        runs: the calls to time, by name.
-        repeats: the number of rounds that are timed.
+        runs: the functions to time, by name.
+        repeats: the number of timed rounds.
+
+    Returns:
+        The seconds of every call, by name.
     """
     times: dict[Name, list[float]] = {name: [] for name in runs}
     for round_ in range(repeats + 1):

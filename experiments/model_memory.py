@@ -1,15 +1,15 @@
-"""What reinforcement learning of published models needs in memory: ``python -m experiments.model_memory``.
+"""``python -m experiments.model_memory``: compute the memory that reinforcement learning of published models needs.
 
-Computed from the shapes of model and optimizer, for ``python -m experiments.run learn --model FOLDER``: experts
-are sharded over the ranks, all else (attention, embeddings, routers, dense and shared MLPs) is on every rank. For every
-parameter that a rank holds:
+The bytes are computed from the shapes of model and optimizer, for ``python -m experiments.run learn --model FOLDER``.
+Experts are sharded over the ranks; all else (attention, embeddings, routers, dense and shared MLPs) is on every rank. A
+rank needs for each of its parameters:
 
-    parameters    4 bytes  float32 masters, cast layer by layer where they compute
-    moments       8        Adam's two
-    gradients     8        float32: accumulated over micro-batches, and those of one micro-batch
+    parameters    4 bytes  float32 master weights, which each layer casts for its computation
+    moments       8        the two moments of Adam
+    gradients     8        float32: the sum over micro-batches, and those of one micro-batch
 
-Not counted is what depends on the batch: keys and values of sampling, inputs of layers, logits (4 bytes x vocabulary a
-token, three times), exchange and replica buffers, and what the runtime itself takes.
+Memory that depends on the batch is not counted: the key-value cache of sampling, inputs of layers, logits (three times
+4 bytes x vocabulary per token), exchange and replica buffers, and the runtime itself.
 """
 
 from collections.abc import Mapping
@@ -34,7 +34,7 @@ from relibra_jax.nnx import ExpertParam
 from relibra_jax.types import Topology
 
 GRADIENTS: Final = 2
-"""The sets of float32 gradients that an update holds."""
+"""The number of sets of float32 gradients that an update keeps in memory."""
 RANKS: Final = (8, 16, 32, 64, 128)
 QWEN3: Final = {
     "model_type": "qwen3_moe",
@@ -115,11 +115,11 @@ PUBLISHED: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
         },
     }
 )
-"""Models by name, with the fields of their ``config.json`` on Hugging Face that sizes depend on."""
+"""Published models by name, with the fields of their ``config.json`` on Hugging Face that determine sizes."""
 
 
 def num_parameters(config: ModelConfig) -> tuple[int, int]:
-    """The parameters of all routed experts, and all others."""
+    """Count the parameters of all routed experts, and all other parameters."""
     topology = Topology(num_nodes=1, ranks_per_node=1, num_experts=config.num_experts, replica_slots=0)
     model = nnx.eval_shape(lambda: LanguageModel(config, topology, rngs=nnx.Rngs(0)))
     counts = {True: 0, False: 0}
@@ -131,7 +131,7 @@ def num_parameters(config: ModelConfig) -> tuple[int, int]:
 
 
 def bytes_of_a_parameter() -> int:
-    """What a run holds for every parameter of a rank: the parameter, the state of AdamW, and gradients."""
+    """Return the bytes that a run needs for each parameter of a rank: the parameter, AdamW's state, and gradients."""
     parameter = jax.ShapeDtypeStruct((1,), jnp.float32)
     state = jax.eval_shape(optax.adamw(1e-4).init, parameter)
     moments = [leaf for leaf in jax.tree.leaves(state) if leaf.shape == parameter.shape]
@@ -139,32 +139,32 @@ def bytes_of_a_parameter() -> int:
 
 
 def rank_gigabytes(config: ModelConfig, ranks: int) -> float:
-    """What a rank holds of model, optimizer and gradients, in GB (1e9 bytes)."""
+    """Return the memory of a rank for model, optimizer and gradients, in GB (1e9 bytes)."""
     experts, others = num_parameters(config)
     return bytes_of_a_parameter() * (experts / ranks + others) / 1e9
 
 
 def check_training_memory(folder: Path, config: ModelConfig, mesh: Mesh) -> None:
-    """Raise unless every rank's device has room for what training holds there.
+    """Raise an error if training needs more memory than a rank's device has.
 
     Args:
-        folder: the checkpoint, for the error.
-        config: its sizes.
+        folder: the folder of the checkpoint, for the error message.
+        config: the model's sizes.
         mesh: the device mesh.
 
     Raises:
-        ValueError: if not, with the computed sizes.
+        ValueError: if it does; the message has the computed sizes.
     """
-    there, needed = memory_of_a_device(mesh) / 1e9, rank_gigabytes(config, mesh.size)
-    if needed > there:
+    available, required = memory_of_a_device(mesh) / 1e9, rank_gigabytes(config, mesh.size)
+    if required > available:
         raise ValueError(
-            f"{folder}: training holds {needed:.1f} GB on each of {mesh.size} ranks ({bytes_of_a_parameter()} bytes a"
-            f" parameter; experts are sharded, all else is on every rank), there are {there:.1f} GB for a device"
+            f"{folder}: training needs {required:.1f} GB on each of {mesh.size} ranks ({bytes_of_a_parameter()} bytes"
+            f" per parameter; experts are sharded, all else is on every rank), but a device has {available:.1f} GB"
         )
 
 
 def main() -> None:
-    """Print the table."""
+    """Compute and print the table."""
     table = Table("model", "parameters", "on every rank", *map(str, RANKS), box=box.MARKDOWN)
     for name, fields in PUBLISHED.items():
         config = model_config(fields)
@@ -174,7 +174,7 @@ def main() -> None:
             for ranks in RANKS
         ]
         table.add_row(name, f"{(experts + others) / 1e9:.1f} B", f"{others / 1e9:.1f} B", *sizes)
-    print("GB a rank, by the number of ranks")
+    print("GB per rank, by the number of ranks")
     Console(width=120).print(table)
 
 

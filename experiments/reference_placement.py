@@ -1,6 +1,7 @@
-"""The least time of a batch as a mixed-integer program (SciPy's HiGHS): homes, residents and quotas of nodes together.
+"""The minimum time of a batch over homes, residents and quotas, as a mixed-integer program for SciPy's HiGHS.
 
-For tiny instances, as an oracle: one rank a node, one layer, the flat path, where every copy crosses by itself.
+It is an oracle for tiny instances with one rank per node, one layer and the flat path, on which every copy crosses
+separately.
 """
 
 from typing import NamedTuple
@@ -12,18 +13,21 @@ from relibra_jax.types import UnitTimes
 
 
 class PlacedBatch(NamedTuple):
-    """Where experts are and which node computes what, in one layer of a batch."""
+    """The placement of experts and the quotas of nodes, in one layer of a batch."""
 
     home_node: np.ndarray
     """The node of each expert's home, ``[E]``."""
     resident: np.ndarray
-    """Whether a node keeps a copy, ``[N E]``."""
+    """Whether a node has the expert as a resident, ``[N E]``."""
     quota: np.ndarray
-    """Token copies that each node computes, by the node where they lie, ``[M E from N]``."""
+    """The token copies that each node computes, by the node that holds them, ``[M E from N]``."""
 
 
 def batch_seconds(batch: PlacedBatch, old_node: np.ndarray, cost: UnitTimes) -> float:
-    """The largest load and busiest exchange of every micro-batch, moves side by side, and the most pushes of a node.
+    """Compute the time of a batch.
+
+    It is the sum of the largest load and the busiest exchange of every micro-batch, the moves, spread over the nodes,
+    and the largest number of pushes to a node.
 
     Args:
         batch: the placement and the quotas.
@@ -31,7 +35,7 @@ def batch_seconds(batch: PlacedBatch, old_node: np.ndarray, cost: UnitTimes) -> 
         cost: the unit times.
 
     Returns:
-        Seconds.
+        The time in seconds.
 
     >>> quota = np.array([[[[8, 0], [0, 2]]]])  # one expert, 8 copies on its node and 2 at a resident
     >>> placed = PlacedBatch(np.array([0]), np.array([[False], [True]]), quota)
@@ -51,20 +55,20 @@ def batch_seconds(batch: PlacedBatch, old_node: np.ndarray, cost: UnitTimes) -> 
 def solve_batch(
     load: np.ndarray, old_node: np.ndarray, cost: UnitTimes, *, resident_slots: int
 ) -> PlacedBatch:
-    """Place experts and split their copies so that `batch_seconds` is least.
+    """Place experts and split their copies to minimise `batch_seconds`.
 
     Args:
-        load: token copies by the node where they lie, ``[M N E]``.
+        load: the token copies by the node that holds them, ``[M N E]``.
         old_node: the node of each expert before the batch, ``[E]``.
         cost: the unit times.
-        resident_slots: the residents that a node has room for.
+        resident_slots: the number of resident slots of a node.
 
     Returns:
-        PlacedBatch, with quotas that may be fractions; the best that was found in a minute.
+        The best placement that the solver finds in a minute; its quotas may be fractions.
     """
     micro_batches, nodes, experts = load.shape
     supply = load.swapaxes(1, 2)  # [M E N]
-    # Variables: homes and residents [N E], quotas [M E N N], largest load and busiest exchange [M], most pushes.
+    # Variables: homes and residents [N E], quotas [M E N N], largest load and busiest exchange [M], largest pushes.
     sizes = np.array([nodes * experts, nodes * experts, supply.size * nodes, micro_batches, micro_batches, 1])
     end = np.cumsum(sizes)
     numbers = [np.arange(stop - size, stop) for size, stop in zip(sizes, end, strict=True)]
@@ -94,8 +98,8 @@ def solve_batch(
         copies = supply[m, expert, source]
         bound([(quota[m, expert, source], 1)], copies, copies)
         for node in range(nodes):
-            held = [(home[node, expert], -copies), (resident[node, expert], -copies)]
-            bound([(quota[m, expert, source, node], 1), *held], -np.inf, 0)
+            local_copies = [(home[node, expert], -copies), (resident[node, expert], -copies)]
+            bound([(quota[m, expert, source, node], 1), *local_copies], -np.inf, 0)
     for m, node in np.ndindex(micro_batches, nodes):
         others = np.delete(np.arange(nodes), node)
         bound([(quota[m, :, :, node], 1), (largest[m], -1)], -np.inf, 0)
@@ -113,5 +117,5 @@ def solve_batch(
         integrality=np.arange(end[-1]) < end[1],
         options={"time_limit": 60, "mip_rel_gap": 1e-6},
     )
-    found = solution.x
-    return PlacedBatch(found[home].argmax(0), found[resident] > 0.5, found[quota])
+    values = solution.x
+    return PlacedBatch(values[home].argmax(0), values[resident] > 0.5, values[quota])

@@ -1,8 +1,8 @@
-"""Peers to measure against, and oracles for the tests: EPLB in NumPy and in plain Python loops, and replication as
-a mixed-integer program (SciPy's HiGHS).
+"""Reference solvers, for benchmarks and tests: EPLB in NumPy and in Python loops, and exact replication.
 
-`numpy_rebalance` takes all layers at a time; `python_rebalance` has the loop structure of the published EPLB
-(github.com/deepseek-ai/EPLB): layer by layer, item by item. Both return ``physical_to_logical[L P]``.
+`numpy_rebalance` processes all layers at once; `python_rebalance` has the loop structure of the published EPLB
+(github.com/deepseek-ai/EPLB), layer by layer and item by item. Both return ``physical_to_logical[L P]``.
+`solve_replication` solves replication as a mixed-integer program with SciPy's HiGHS.
 """
 
 from typing import Any
@@ -14,12 +14,12 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 def numpy_rebalance(
     load: np.ndarray, num_slots: int, num_groups: int, num_nodes: int, num_ranks: int
 ) -> np.ndarray:
-    """EPLB, vectorised over layers and nodes with NumPy.
+    """Run EPLB, vectorised over layers and nodes with NumPy.
 
     Args:
-        load: token copies of each expert, ``[L E]``.
-        num_slots: the physical slots P of all ranks together.
-        num_groups: the groups of experts that stay on one node.
+        load: the token copies of each expert, ``[L E]``.
+        num_slots: the number of physical slots P of all ranks together.
+        num_groups: the number of groups of experts; the experts of a group stay on one node.
         num_nodes: the number of nodes.
         num_ranks: the number of ranks.
 
@@ -70,7 +70,18 @@ def _numpy_pack(load: np.ndarray, num_packs: int) -> tuple[np.ndarray, np.ndarra
 def python_rebalance(
     load: np.ndarray, num_slots: int, num_groups: int, num_nodes: int, num_ranks: int
 ) -> list[list[int]]:
-    """EPLB with Python loops over layers and items; arguments and result as of `numpy_rebalance`."""
+    """Run EPLB with Python loops over layers and items.
+
+    Args:
+        load: the token copies of each expert, ``[L E]``.
+        num_slots: the number of physical slots P of all ranks together.
+        num_groups: the number of groups of experts; the experts of a group stay on one node.
+        num_nodes: the number of nodes.
+        num_ranks: the number of ranks.
+
+    Returns:
+        The logical expert in each physical slot, ``[L P]``.
+    """
     if num_groups % num_nodes:
         num_groups = num_nodes = 1
     size = load.shape[1] // num_groups
@@ -79,7 +90,7 @@ def python_rebalance(
 
 
 def _python_layer(layer: np.ndarray, size: int, num_slots: int, num_nodes: int, num_ranks: int) -> list[int]:
-    # Scalars of float32: EPLB compares and sums in single precision.
+    # The scalars are float32, because EPLB compares and sums in single precision.
     groups, loads = list(layer.reshape(-1, size).sum(-1)), list(layer)
     slots = []
     for members in _python_pack(groups, num_nodes):
@@ -116,17 +127,19 @@ def solve_replication(
     top: int | None = None,
     replica: np.ndarray | None = None,
 ) -> int:
-    """Replication in one domain of ranks as a mixed-integer program, solved by SciPy's HiGHS.
+    """Solve replication in one domain of ranks as a mixed-integer program, with SciPy's HiGHS.
 
     Args:
-        load: token copies of each expert by home slot, ``[P H]``.
-        slots: the replica slots of a rank.
-        tile: replicas compute whole tiles of this many token copies.
-        top: a largest rank load that is to be kept with the fewest replicas; None minimises the largest rank load.
-        replica: the experts that each rank may hold copies of, by flat home slot, ``[P R]``; None allows all.
+        load: the token copies of each expert by home slot, ``[P H]``.
+        slots: the number of replica slots of a rank.
+        tile: the number of token copies in a tile; replicas compute whole tiles.
+        top: a bound on the largest rank load, under which the number of replicas is minimised. None minimises the
+            largest rank load instead.
+        replica: the experts of which each rank may have replicas, by flat home slot, ``[P R]``. None allows all.
 
     Returns:
-        The least largest rank load, or the fewest replicas where ``top`` is given.
+        A lower bound on the largest rank load, or on the number of replicas if ``top`` is given. It is the optimum
+        unless the solver reaches its time limit of 5 seconds.
     """
     ranks, homes = load.shape
     tokens, start = load.ravel(), load.sum(1)
@@ -137,7 +150,7 @@ def solve_replication(
     expert, rank = expert[usable], rank[usable]
     pairs = expert.size
     zero, copy = np.zeros, np.eye(pairs)
-    # Variables: tiles of each copy, whether it exists, the largest rank load.
+    # Variables: the tiles of each replica, whether it exists, and the largest rank load.
     change = tile * (
         (rank == np.arange(ranks)[:, None]) * 1.0 - (expert // homes == np.arange(ranks)[:, None])
     )
@@ -162,5 +175,5 @@ def solve_replication(
         integrality=np.append(np.ones(2 * pairs), 0),
         options={"time_limit": 5, "mip_rel_gap": 1e-6},
     )
-    # A solver that was stopped early answers with a bound, against which a plan only looks worse.
+    # A solver that reaches its time limit returns only a lower bound; a plan then looks worse than it is, never better.
     return round(np.ceil(solution.mip_dual_bound - 1e-3))

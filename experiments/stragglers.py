@@ -1,9 +1,9 @@
-"""``python -m experiments.stragglers``: each rank's expert compute timed alone, summed over the slowest ranks.
+"""``python -m experiments.stragglers``: time each rank's expert compute alone, and sum the times of the slowest ranks.
 
-A step waits in every layer of every micro-batch for its slowest rank. Without the ranks' hardware each rank's work
-can still be run: its rows, grouped as the plan groups them, forward and backward on one core with nothing else
-running. The sum over layers and micro-batches of the slowest rank's time is what expert compute would take on as
-many such cores. Exchanges, replica pushes and attention are not in it.
+A step waits for its slowest rank in every layer of every micro-batch. Each rank's work can be timed without a cluster:
+one core runs the rank's rows, grouped as in the plan, forward and backward, with nothing else running. The slowest
+rank's time, summed over layers and micro-batches, is what expert compute would take on one such core per rank. It
+excludes exchanges, replica pushes and attention.
 """
 
 import dataclasses
@@ -42,23 +42,38 @@ class Stragglers:
     """Time each rank's expert compute alone."""
 
     trace: TraceName = None
-    """A trace by name or path (.npz); else the one that RELIBRA_TRACE gives, else the recorded one of this project."""
+    """The trace: a name (recorded, synthetic-128, W2, ...) or the path of an .npz file."""
     ranks: tuple[str, ...] = ("2x4", "4x4")
-    """Nodes x local ranks."""
+    """The topologies, each as nodes x local ranks."""
     micro_batches: int = 4
+    """The number of micro-batches."""
     layers: int = 2
+    """The number of layers."""
     samples_per_rank: int = 4
+    """The mean number of samples of a rank in a micro-batch."""
     width: int = 256
+    """The model width D."""
     hidden: int = 256
+    """The expert width F."""
     repeats: int = 5
+    """The number of timed runs of each rank's work; the table uses medians."""
     out: Path | None = None
-    """A file for the seconds as JSON, which ``relibra claims`` reads."""
+    """The JSON file for the measured seconds, which ``relibra claims`` reads. None writes no file."""
 
 
 def rank_calls(
     contender: ContenderBatch, topology: Topology, config: Stragglers
 ) -> dict[tuple[int, int], Callable[[], object]]:
-    """The work of each rank in each layer of each micro-batch: ``(row, rank)`` to a call."""
+    """Return functions that run the expert compute of each rank in each layer of each micro-batch.
+
+    Args:
+        contender: the batch with the plan of one planner.
+        topology: the expert-parallel group.
+        config: the settings.
+
+    Returns:
+        The functions by ``(row, rank)``; a row is a layer of a micro-batch.
+    """
     weights = expert_weights(topology.num_experts, config.width, config.hidden, 1)[0]
     buffers = tuple(jnp.asarray(weights[:slots]) for slots in (topology.home_slots, topology.replica_slots))
     rows = jnp.asarray(
@@ -80,8 +95,12 @@ def rank_calls(
 
 
 def main(config: Stragglers) -> None:
-    """Print a table for each number of ranks and each trace."""
-    console, kept = Console(), []
+    """Time the ranks, and print a table for each trace and topology.
+
+    Args:
+        config: the settings.
+    """
+    console, tables = Console(), []
     console.print(
         f"jax {jax.__version__}, one core, D={config.width}, F={config.hidden}, float32", highlight=False
     )
@@ -111,8 +130,8 @@ def main(config: Stragglers) -> None:
                 for contender in by_name
             }
             table = Table(title=f"{trace.name} on {ranks} ranks", title_justify="left")
-            for column in ("contender", "slowest ranks, s", "static / it", "of balanced", "rows imbalance"):
-                table.add_column(column, justify="left" if column == "contender" else "right")
+            for column in ("planner", "slowest ranks, s", "speed / static", "of balanced", "imbalance"):
+                table.add_column(column, justify="left" if column == "planner" else "right")
             for contender, value in seconds.items():
                 load = by_name[contender].rank_load
                 imbalance = load.max((2, 3)).sum() / load.mean((2, 3)).sum()
@@ -124,7 +143,7 @@ def main(config: Stragglers) -> None:
                     f"{imbalance:.3f}",
                 )
             console.print(table)
-            kept.append(
+            tables.append(
                 {"trace": trace.name, "synthetic": trace.synthetic, "ranks": ranks, "seconds": seconds}
             )
     if config.out:
@@ -133,7 +152,7 @@ def main(config: Stragglers) -> None:
         }
         about = {"date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(), "jax": jax.__version__}
         about["machine"] = f"one core ({platform.machine()})"
-        write_json(config.out, {**about, "settings": settings, "tables": kept})
+        write_json(config.out, {**about, "settings": settings, "tables": tables})
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
-"""Synthetic routing replay that looks like reinforcement learning.
+"""Generator of synthetic routing replay that resembles reinforcement learning.
 
-The generator draws, for every token and layer, the top-k of
+For every token and layer, the generator takes the top-k experts of the sum of
 
-    log popularity of the expert      Zipf over the experts, another order in every layer
-  + taste of the sample's domain      domains come in runs, as prompts of a batch do
-  + taste of the sample's topic       every sample has its own
-  + heat of the moment                a few experts that are hot now; which ones drifts with the sample's position
-  + Gumbel noise                      so that each token draws its own experts (the Gumbel top-k trick)
+    log popularity of the expert      Zipf over the experts, in a different order in every layer
+  + preference of the domain          samples of one domain come in runs, like the prompts of a batch
+  + preference of the sample          random for every sample
+  + current heat                      high for a few experts, which change gradually with the position of the sample
+  + Gumbel noise                      random for every token (the Gumbel top-k trick)
 
-so the hottest experts change from one micro-batch to the next, which planners that look back cannot follow.
+The hottest experts therefore change between micro-batches, and planners that use past loads cannot predict them.
 """
 
 import numpy as np
@@ -28,20 +28,20 @@ def synthetic_trace(
     skew: float = 0.5,
     seed: int = 0,
 ) -> Trace:
-    """Draw a trace.
+    """Generate a trace.
 
     Args:
         samples: the number of sequences B.
-        mean_tokens: the mean of their lengths, which are log-normal and at most three times as long.
+        mean_tokens: the mean length of a sample in tokens; lengths are log-normal and at most three times this number.
         layers: the number of MoE layers L.
         num_experts: the number of logical experts E of a layer.
         top_k: the number of experts K of a token.
-        domains: the number of kinds of prompts; runs of one kind last eight samples on average.
+        domains: the number of prompt domains; runs of one domain have eight samples on average.
         skew: the Zipf exponent of the experts' popularity, which all samples share.
-        seed: the seed of everything that is drawn.
+        seed: the seed of all random numbers.
 
     Returns:
-        The trace; its note names the generator.
+        The trace, whose note names the generator.
     """
     rng = np.random.default_rng(seed)
     lengths = np.clip(rng.lognormal(np.log(mean_tokens) - 0.125, 0.5, samples), 8, 3 * mean_tokens).astype(
@@ -52,12 +52,12 @@ def synthetic_trace(
 
     popularity = -skew * np.log(np.arange(1, num_experts + 1))
     base = rng.permuted(np.tile(popularity, (layers, 1)), axis=-1)
-    of_domain = rng.normal(0, 0.7, (domains, layers, num_experts))
-    of_topic = rng.normal(0, 0.5, (samples, layers, num_experts))
+    domain_preference = rng.normal(0, 0.7, (domains, layers, num_experts))
+    sample_preference = rng.normal(0, 0.5, (samples, layers, num_experts))
     phase = rng.random((layers, num_experts))
     position = np.arange(samples)[:, None, None] / 24
     heat = 1.2 * np.exp(6 * (np.cos(2 * np.pi * (position + phase)) - 1))
-    logits = (base + of_domain[domain] + of_topic + heat).astype(np.float32)
+    logits = (base + domain_preference[domain] + sample_preference + heat).astype(np.float32)
 
     mask = np.arange(lengths.max()) < lengths[:, None]
     expert_ids = np.zeros((*mask.shape, layers, top_k), np.uint8 if num_experts <= 256 else np.uint16)

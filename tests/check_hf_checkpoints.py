@@ -1,7 +1,7 @@
-"""Whether `transformers` loads what we save: two steps, in two environments.
+"""Check that `transformers` loads the checkpoints that relibra_jax saves, in two steps and two environments.
 
-python tests/check_hf_checkpoints.py save OUT     # where relibra_jax is: load every fixture, move experts, save
-python tests/check_hf_checkpoints.py check OUT    # where torch and transformers are: compare bits and logits
+python tests/check_hf_checkpoints.py save OUT     # with relibra_jax: load every fixture, move experts, save
+python tests/check_hf_checkpoints.py check OUT    # with torch and transformers: compare bits and logits
 """
 
 import os
@@ -15,7 +15,7 @@ FOLDER = Path(__file__).parent / "golden" / "hf"
 
 
 def save(out: Path) -> None:
-    """Load every fixture, move its experts to random homes, and save it with a config.json of our own."""
+    """Load every fixture, move its experts to random homes, and save it with a generated config.json."""
     import test_pretrained as fixtures
 
     from relibra_jax.models import load_pretrained, save_pretrained
@@ -30,22 +30,22 @@ def save(out: Path) -> None:
 
 
 def check(out: Path) -> None:
-    """Load both with transformers: every tensor bit for bit, and the logits that were kept."""
+    """Load both checkpoints with transformers, and compare all tensors bit by bit and the logits with the fixture's."""
     import torch
     import transformers
 
     for path in sorted(FOLDER.iterdir()):
         load = transformers.AutoModelForCausalLM.from_pretrained
-        saved_model, original = (load(folder, dtype="auto") for folder in (out / path.name, path))
-        states = saved_model.state_dict(), original.state_dict()
+        saved_model, source_model = (load(folder, dtype="auto") for folder in (out / path.name, path))
+        states = saved_model.state_dict(), source_model.state_dict()
         assert states[0].keys() == states[1].keys()
         for name, value in states[1].items():
             assert states[0][name].dtype == value.dtype, name
             assert torch.equal(states[0][name].view(torch.uint8), value.view(torch.uint8)), name
-        kept = np.load(path / "logits.npz")
-        tokens = torch.from_numpy(kept["tokens"]).long()
+        reference = np.load(path / "logits.npz")
+        tokens = torch.from_numpy(reference["tokens"]).long()
         logits = load(out / path.name, dtype=torch.float32)(tokens, use_cache=False).logits
-        difference = np.abs(logits.detach().numpy() - kept["logits"]).max()
+        difference = np.abs(logits.detach().numpy() - reference["logits"]).max()
         print(f"{path.name}: {len(states[0])} tensors equal bit for bit, logits differ by {difference}")
 
 

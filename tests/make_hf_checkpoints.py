@@ -1,4 +1,4 @@
-"""Tiny random checkpoints with logits, as `transformers` writes them: the fixtures in tests/golden/hf.
+"""Write the fixtures in tests/golden/hf: tiny random checkpoints, saved by `transformers`, with logits.
 
     python tests/make_hf_checkpoints.py tests/golden/hf    # with torch 2.13 (CPU), transformers 5.23, safetensors 0.8
 
@@ -57,7 +57,7 @@ CHECKPOINTS = {
 
 
 def make(folder: Path, name: str) -> None:
-    """One checkpoint, with ``logits.npz``: tokens, and the logits that float32 gives."""
+    """Write one checkpoint and ``logits.npz``, which has tokens and their float32 logits."""
     kind, fields, options = CHECKPOINTS[name]
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(**fields)

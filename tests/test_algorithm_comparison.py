@@ -1,4 +1,4 @@
-"""``python -m experiments.algorithms``: what it makes of the metrics of runs, and that it goes on where it stopped."""
+"""``python -m experiments.algorithms``: the summary of metrics, and resuming a stopped comparison."""
 
 import dataclasses
 import json
@@ -33,21 +33,25 @@ LINES = [
 ]
 
 
-def test_reward_stands_over_the_tokens_that_had_been_run():
+def test_rewards_have_the_tokens_run_before_them():
     assert reward_over_tokens(LINES) == ([0, 1000, 4000], EVALUATIONS)
 
 
-def test_a_run_is_summed_up():
-    found = summarise(LINES)
-    assert (found["reward_start"], found["reward_end"]) == (0.25, 0.75)
-    assert (found["tokens_run"], found["decoding_steps"], found["generate_seconds"]) == (4000, 120, 1.0)
-    # Of 90 decoding steps a fifth of the slots, of 30 three fifths.
-    assert found["slots_used_share"] == pytest.approx((90 * 0.2 + 30 * 0.6) / 120)
-    assert found["imbalance"] == pytest.approx(1.1)
-    assert found["imbalance_worst_step"] == 1.2
+def test_a_run_is_summarised():
+    summary_of_run = summarise(LINES)
+    assert (summary_of_run["reward_start"], summary_of_run["reward_end"]) == (0.25, 0.75)
+    assert (
+        summary_of_run["tokens_run"],
+        summary_of_run["decoding_steps"],
+        summary_of_run["generate_seconds"],
+    ) == (4000, 120, 1.0)
+    # 90 decoding steps used a fifth of the slots, and 30 steps used three fifths.
+    assert summary_of_run["slots_used_share"] == pytest.approx((90 * 0.2 + 30 * 0.6) / 120)
+    assert summary_of_run["imbalance"] == pytest.approx(1.1)
+    assert summary_of_run["imbalance_worst_step"] == 1.2
 
 
-def test_all_algorithms_are_given_the_same_prompts_and_steps():
+def test_all_algorithms_have_the_same_settings():
     configs = [algorithm_config(algorithm, Algorithms(steps=3)) for algorithm in COMPARED]
     same = {"algorithm": "grpo", "window": None, "critic": configs[0].critic, "out": configs[0].out}
     assert [config.algorithm for config in configs] == list(COMPARED)
@@ -55,10 +59,10 @@ def test_all_algorithms_are_given_the_same_prompts_and_steps():
 
 
 def test_runs_are_not_repeated_and_not_mixed(tmp_path, monkeypatch):
-    ran = []
+    started_runs = []
 
     def run_train(config, console, *, name):
-        ran.append(name)
+        started_runs.append(name)
         for seed in config.seeds:
             folder = config.out / f"seed-{seed}"
             folder.mkdir(parents=True)
@@ -67,7 +71,7 @@ def test_runs_are_not_repeated_and_not_mixed(tmp_path, monkeypatch):
             name: value for name, value in dataclasses.asdict(config).items() if name not in UNSAVED_SETTINGS
         }
         (config.out / "config.json").write_text(json.dumps(settings, default=str))
-        if len(ran) != 2:
+        if len(started_runs) != 2:
             (config.out / "summary.json").write_text("{}")
 
     monkeypatch.setattr(algorithms, "run_train", run_train)
@@ -75,18 +79,18 @@ def test_runs_are_not_repeated_and_not_mixed(tmp_path, monkeypatch):
     main(config)
     assert not (tmp_path / "algorithms.json").exists(), "the second algorithm was stopped"
     (tmp_path / "grpo").rename(tmp_path / "finished")
-    with pytest.raises(ValueError, match="ppo holds runs of other settings"):
+    with pytest.raises(ValueError, match="ppo contains runs with other settings"):
         main(dataclasses.replace(config, steps=3))
     (tmp_path / "finished").rename(tmp_path / "grpo")
     (tmp_path / "ppo" / "summary.json").write_text("{}")
     main(config)
-    assert ran == ["grpo", "ppo", "tppo"]
+    assert started_runs == ["grpo", "ppo", "tppo"]
     summary = json.loads((tmp_path / "algorithms.json").read_text())
     assert summary["command"] == "python -m experiments.algorithms --seeds 0 1 --steps 2"
     assert {name: len(runs) for name, runs in summary["algorithms"].items()} == dict.fromkeys(COMPARED, 2)
     assert (tmp_path / "algorithms.png").stat().st_size > 10_000
-    # Finished runs are held to the settings, too.
+    # The settings of finished runs are checked, too.
     for changes in ({"steps": 400}, {"seeds": (0, 1, 2)}):
-        with pytest.raises(ValueError, match="grpo holds runs of other settings"):
+        with pytest.raises(ValueError, match="grpo contains runs with other settings"):
             main(dataclasses.replace(config, **changes))
     assert json.loads((tmp_path / "algorithms.json").read_text()) == summary

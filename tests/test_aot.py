@@ -1,4 +1,4 @@
-"""What `make aot` concludes from a compiled program; the programs themselves are compiled there, not here."""
+"""The conclusions of `make aot` from parsed programs; these tests compile no programs."""
 
 from dataclasses import replace
 
@@ -56,7 +56,7 @@ def test_what_runs_beside_a_collective_and_how_often():
     assert (total.kind, total.times, total.asynchronous, total.between) == ("all-reduce", 1, False, ())
 
 
-def test_a_loop_of_unknown_length_is_no_count():
+def test_a_loop_of_unknown_length_runs_infinitely_often():
     push, _ = Program.parse(PROGRAM.replace("{TRIPS}", "{}")).transfers()
     assert push.times == float("inf")
 
@@ -64,13 +64,13 @@ def test_a_loop_of_unknown_length_is_no_count():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (("is_scheduled=true", "is_scheduled=false"), "no scheduled HloModule"),
-        (("ENTRY %main", "%main"), "no ENTRY"),
-        (("reduce-scatter-done(%push-start)", "copy(%x)"), "push-start is never done"),
+        (("is_scheduled=true", "is_scheduled=false"), "not a scheduled HloModule"),
+        (("ENTRY %main", "%main"), "has no ENTRY computation"),
+        (("reduce-scatter-done(%push-start)", "copy(%x)"), "push-start has no done instruction"),
         (("  %i = s32[] get", "  %i s32[] get"), "not an HLO instruction: %i s32"),
     ],
 )
-def test_a_text_that_is_not_understood_is_refused(change, message):
+def test_a_text_that_cannot_be_parsed_is_rejected(change, message):
     with pytest.raises(ValueError, match=message):
         list(Program.parse(PROGRAM.replace(*change)).transfers())
 
@@ -78,7 +78,7 @@ def test_a_text_that_is_not_understood_is_refused(change, message):
 def sound_moves(case):
     if not case.replica_slots:
         return []
-    # Of the padded fetch's two exchanges, one runs beside nothing.
+    # One of the padded fetch's two exchanges overlaps with no product.
     products = [4, 0][: EXCHANGES[case.way]]
     return [
         Move(phase, case.layers, True, count, count, 2 * EXPERT)
@@ -111,7 +111,7 @@ PADDED = replace(DEEP, way="padded")
             {"moves": [*SOUND[DEEP].moves, Move("refetch", 8, True, 4, 4, 0)]},
             ["one replica fetch, refetch"],
         ),
-        (DEEP, {"moves": SOUND[DEEP].moves[:2]}, ["one replica fetch, refetch", "every return encloses"]),
+        (DEEP, {"moves": SOUND[DEEP].moves[:2]}, ["one replica fetch, refetch", "every return overlaps"]),
         (DEEP, {"moves": [one._replace(asynchronous=False) for one in SOUND[DEEP].moves]}, ["every "] * 3),
         (
             DEEP,
@@ -121,21 +121,21 @@ PADDED = replace(DEEP, way="padded")
         (DEEP, {"moves": [one._replace(sent=10 * EXPERT) for one in SOUND[DEEP].moves]}, ["a rank sends"]),
         (DEEP, {"gathered": EXPERT}, ["no all-gather"]),
         (DEEP, {"temporary": 103 * BUFFER + BUFFER // 3}, ["temporary memory"]),
-        (DEEP, {"temporary": 105 * BUFFER}, ["temporary memory", "which does not grow"]),
+        (DEEP, {"temporary": 105 * BUFFER}, ["temporary memory", "its growth with depth"]),
         (DEEP, {"sent": SENT | {("tokens", "node"): 1001}}, ["MB sent"]),
         (DEEP, {"sent": SENT | {("other", "all"): 1}}, ["MB sent"]),
         (PADDED, {"moves": SOUND[DEEP].moves}, ["one replica fetch, refetch"]),
         (PADDED, {"moves": [one._replace(attention=0) for one in SOUND[PADDED].moves]}, ["every "] * 2),
-        (PADDED, {"temporary": 106 * BUFFER}, ["temporary memory", "which does not grow"]),
+        (PADDED, {"temporary": 106 * BUFFER}, ["temporary memory", "its growth with depth"]),
     ],
 )
-def test_every_promise_can_be_broken(case, change, broken):
+def test_every_requirement_can_fail(case, change, broken):
     findings = list(judge(SOUND | {case: SOUND[case]._replace(**change)}))
     failed = [finding for finding in findings if finding.good is False]
     assert {finding.program for finding in failed} <= {f"{case.way}, scanned"}
     assert len(failed) == len(broken)
-    for finding, promise in zip(failed, broken, strict=True):
-        assert finding.promise.startswith(promise)
+    for finding, requirement in zip(failed, broken, strict=True):
+        assert finding.requirement.startswith(requirement)
 
 
 def test_a_migration_that_gathers_fails():

@@ -1,4 +1,4 @@
-"""Bytes that `make aot` counts in a compiled program, and what it concludes from them and from updates."""
+"""The bytes that `make aot` counts in a compiled program, and its conclusions from them and from updates."""
 
 import jax
 import numpy as np
@@ -106,8 +106,8 @@ def test_groups_say_which_network_an_exchange_takes(groups, found):
 
 
 @pytest.mark.parametrize("groups", ["{{0,1},{2,3},{4,5},{6,7}}", "mesh['a'=4] {'a'}", "[4,2]<=[8]"])
-def test_groups_that_are_no_axis_are_refused(groups):
-    with pytest.raises(ValueError, match="a: groups of ranks that are no axis of 2 x 4"):
+def test_groups_that_match_no_axis_are_rejected(groups):
+    with pytest.raises(ValueError, match="a: the groups of ranks match no axis of 2 x 4"):
         sent_by("%a = bf16[8,6]{1,0} all-to-all(%x), dimensions={0}", groups=groups)
 
 
@@ -131,7 +131,7 @@ def test_the_scope_says_what_is_sent(scope, line, what):
     assert [name for name, _ in found] == [what]
 
 
-def test_what_runs_inside_layers_is_found():
+def test_instructions_inside_layers_are_found():
     def inside(scope, line="%a = bf16[8,6]{1,0} all-to-all(%x), dimensions={0}"):
         line = f'{line}, replica_groups={LOCAL}, metadata={{op_name="step/{scope}/op"}}'
         trips = f'{{"known_trip_count":{{"n":"{LAYERS}"}}}}'
@@ -170,17 +170,17 @@ ONE, THREE = BATCHES[1], BATCHES[-1]
         (ONE, {"layers": InLayers(2, 1, 0, {2.0: 2})}, ["residents are pushed"]),
         (ONE, {"layers": InLayers(2, 0, 3, {2.0: 2})}, ["layers contain no sort"]),
         (ONE, {"layers": InLayers(0, 0, 0, {2.0: 2})}, ["layers contain no sort"]),
-        (ONE, {"layers": InLayers(2, 0, 0, {2.0: 3})}, ["nor loops"]),
+        (ONE, {"layers": InLayers(2, 0, 0, {2.0: 3})}, ["layers contain only two loops"]),
         (ONE, {"temporary": 10**9 + MOST_EXTRA + 1}, ["temporary memory of residents"]),
     ],
 )
-def test_every_promise_of_an_update_can_be_broken(batch, change, broken):
+def test_every_requirement_of_an_update_can_fail(batch, change, broken):
     findings = list(judge_batches(SOUND | {batch: SOUND[batch]._replace(**change)}))
     failed = [finding for finding in findings if finding.good is False]
     assert {finding.program for finding in failed} <= {batch.name}
     assert len(failed) == len(broken)
-    for finding, promise in zip(failed, broken, strict=True):
-        assert finding.promise.startswith(promise)
+    for finding, requirement in zip(failed, broken, strict=True):
+        assert finding.requirement.startswith(requirement)
 
 
 def test_expected_bytes_of_a_padded_update():
@@ -220,9 +220,9 @@ def test_expected_bytes_of_a_padded_update():
 
 
 @pytest.mark.parametrize("fill", [0.6, 1.0])
-def test_what_the_cost_model_says_of_a_plan_is_what_its_buffers_send(fill):
-    """Exactly where buffers are full: between two nodes, in the direction that sends more. Inside nodes, and for
-    tokens, padding comes on top."""
+def test_cost_model_and_buffers_agree_on_the_bytes_of_a_plan(fill):
+    """They are equal where buffers are full: between two nodes, in the direction that sends more. Inside nodes, and for
+    tokens, the buffers also send padding."""
     topology = Topology(num_nodes=2, ranks_per_node=4, num_experts=16, replica_slots=1, resident_slots=2)
     rng, layers = np.random.default_rng(0), 3
     load = load_of(random_ids(rng, (2, layers, 8, 40), 16, 2), topology)

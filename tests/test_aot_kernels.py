@@ -1,4 +1,4 @@
-"""What `make aot` concludes from compiled kernels; the kernels themselves are compiled there, not here."""
+"""The conclusions of `make aot` from reports on kernels; these tests compile no kernels."""
 
 from experiments.aot.kernels import KERNEL_CASES, KERNELS, Compiled, judge_kernels
 from experiments.aot.search_kernel import SEARCH_CASES, judge_search
@@ -27,17 +27,17 @@ def test_a_kernel_that_does_not_compile_fails():
         Compiled(5, 0, clean * 5 + ignored),
     )
     judged = judge_kernels(sound | dict(zip(cases[1:], broken, strict=False)))
-    assert [finding.found for finding in judged if not finding.good] == [
+    assert [finding.result for finding in judged if not finding.good] == [
         "exceeds available shared memory",
         "2, 0 MB temporary",
-        "0 kernels, 0 bytes, 0 serialized, 0 without registers",
-        "5 kernels, 1936 bytes, 0 serialized, 0 without registers",
-        "3 kernels, 0 bytes, 1 serialized, 0 without registers",
-        "5 kernels, 0 bytes, 0 serialized, 1 without registers",
+        "0 kernels, 0 bytes spilled, 0 serialised, 0 without setmaxnreg",
+        "5 kernels, 1936 bytes spilled, 0 serialised, 0 without setmaxnreg",
+        "3 kernels, 0 bytes spilled, 1 serialised, 0 without setmaxnreg",
+        "5 kernels, 0 bytes spilled, 0 serialised, 1 without setmaxnreg",
     ]
 
 
-def test_bad_tiles_must_be_refused():
+def test_bad_tiles_must_be_rejected():
     bad = [case for case in KERNEL_CASES if not case.sound]
     assert {case.part for case in bad} == {"mlp", "products"}
     clean = "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\n"
@@ -46,13 +46,13 @@ def test_bad_tiles_must_be_refused():
         spills = compiled._replace(
             assembled=compiled.assembled.replace("0 bytes spill stores", "984 bytes spill stores")
         )
-        (taken,) = judge_kernels({case: compiled})
-        assert (taken.found, taken.good) == ("taken for good", False)
-        (refused,) = judge_kernels({case: spills})
-        assert refused.good
-        assert "984 bytes" in refused.found
-        (refused,) = judge_kernels({case: "exceeds available shared memory"})
-        assert (refused.found, refused.good) == ("refused: exceeds available shared memory", True)
+        (accepted,) = judge_kernels({case: compiled})
+        assert (accepted.result, accepted.good) == ("accepted", False)
+        (rejected,) = judge_kernels({case: spills})
+        assert rejected.good
+        assert "984 bytes" in rejected.result
+        (rejected,) = judge_kernels({case: "exceeds available shared memory"})
+        assert (rejected.result, rejected.good) == ("rejected: exceeds available shared memory", True)
 
 
 def test_a_search_that_spills_fails():
@@ -60,4 +60,4 @@ def test_a_search_that_spills_fails():
     judged = judge_search(dict(zip(SEARCH_CASES, spills, strict=True)))
     assert [finding.good for finding in judged] == [True, False]
     (failed,) = judge_search({SEARCH_CASES[0]: "exceeds available shared memory"})
-    assert (failed.found, failed.good) == ("exceeds available shared memory", False)
+    assert (failed.result, failed.good) == ("exceeds available shared memory", False)

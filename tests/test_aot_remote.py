@@ -1,4 +1,4 @@
-"""What `make aot` reads of a program whose replicas a kernel pulls, and concludes; it is compiled there, not here."""
+"""The conclusions of `make aot` from a program whose replicas a kernel pulls; these tests compile no program."""
 
 import pytest
 
@@ -42,16 +42,16 @@ SOUND = Remote(
     ("change", "broken"),
     [
         ({}, []),
-        ({"pulled": [2 * EXPERT, 3 * EXPERT, 2 * EXPERT]}, ["a kernel fetches"]),
-        ({"merged": 1}, ["a kernel fetches"]),
-        ({"exchanges": {"return": 2.0, "fetch": 2.0}}, ["nothing is exchanged"]),
+        ({"pulled": [2 * EXPERT, 3 * EXPERT, 2 * EXPERT]}, ["one kernel fetches"]),
+        ({"merged": 1}, ["one kernel fetches"]),
+        ({"exchanges": {"return": 2.0, "fetch": 2.0}}, ["fetching uses no exchange"]),
         ({"sent": 6}, ["MB of experts"]),
         ({"assembled": [(8, 255)]}, ["the kernel spills"]),
         ({"assembled": []}, ["the kernel spills"]),
     ],
 )
-def test_every_promise_can_be_broken(change, broken):
+def test_every_requirement_can_fail(change, broken):
     failed = [finding for finding in judge_remote(SOUND._replace(**change)) if finding.good is False]
     assert len(failed) == len(broken)
-    for finding, promise in zip(failed, broken, strict=True):
-        assert finding.promise.startswith(promise)
+    for finding, requirement in zip(failed, broken, strict=True):
+        assert finding.requirement.startswith(requirement)

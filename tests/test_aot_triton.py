@@ -1,4 +1,4 @@
-"""What `make aot` concludes from compiled Triton kernels; the kernels themselves are compiled there, not here."""
+"""The conclusions of `make aot` from reports on Triton kernels; these tests compile no kernels."""
 
 from experiments.aot.gpus import GPUS, target_config
 from experiments.aot.kernels import KERNELS
@@ -23,7 +23,7 @@ LAUNCHES = """004: kCustomKernel loop_compare_fusion grid: [3, 1, 1] threads: [1
 """
 
 
-def test_what_the_compiler_said_is_read():
+def test_the_compiler_output_is_parsed():
     assert read_kernels(ASSEMBLED, LAUNCHES) == {
         "grouped_row_product": Kernel(255, 184, 49152),
         "grouped_weight_gradient__1": Kernel(208, 0, 32768),

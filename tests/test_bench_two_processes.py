@@ -1,4 +1,4 @@
-"""The benchmark of two nodes: its step on two devices of one process, and how it counts bytes."""
+"""The benchmark of two processes: its update on two devices of one process, and its counts of bytes."""
 
 import json
 import socket
@@ -32,8 +32,8 @@ def test_an_update_with_residents_has_the_gradient_of_one_without(monkeypatch):
         micro_batches=(2,), layers=2, resident_slots=2, repeats=1, timed_paths=("flat",), **SIZES
     )
     entrants = runs.entrants(settings)
-    few = {name: entrants[name] for name in ("static", "ReLibra + residents", "balanced")}
-    monkeypatch.setattr(runs, "entrants", lambda _: few)
+    entrant_subset = {name: entrants[name] for name in ("static", "ReLibra + residents", "balanced")}
+    monkeypatch.setattr(runs, "entrants", lambda _: entrant_subset)
     lines = {line.contender: line for line in runs.run_path(TRACE, "flat", settings, lambda _: None)}
     static, resident, balanced = lines.values()
     np.testing.assert_allclose(resident.gradient_norm, static.gradient_norm, rtol=runs.TOLERANCE)
@@ -48,18 +48,18 @@ def test_an_update_with_residents_has_the_gradient_of_one_without(monkeypatch):
         console.print(table)
     assert console.export_text().count("ReLibra + residents") == 2
     monkeypatch.setattr("sys.argv", ["bench", "a/trace.npz", "--repeats", "1", "--as-process", "0", "4711"])
-    found = json.loads(json.dumps(report.make_report(list(lines.values()), settings)))
-    assert [line["contender"] for line in found["lines"]] == list(few)
-    assert found["command"] == "python -m experiments.bench_two_processes trace.npz --repeats 1"
+    report_data = json.loads(json.dumps(report.make_report(list(lines.values()), settings)))
+    assert [line["contender"] for line in report_data["lines"]] == list(entrant_subset)
+    assert report_data["command"] == "python -m experiments.bench_two_processes trace.npz --repeats 1"
 
 
-def test_another_gradient_is_refused():
-    with pytest.raises(ValueError, match=r"EPLB: the gradient's norm is 1\.1, that of static is 1\.0"):
+def test_a_different_gradient_is_rejected():
+    with pytest.raises(ValueError, match=r"EPLB: the gradient norm is 1\.1, but that of static is 1\.0"):
         runs._check_norms({"static": 1.0, "ReLibra": 1.0 + 1e-6, "EPLB": 1.1})
 
 
 @pytest.mark.parametrize("hierarchical", [False, True])
-def test_needed_bytes_are_those_of_tokens_counted_one_by_one(samples, hierarchical):
+def test_needed_bytes_equal_a_count_token_by_token(samples, hierarchical):
     contender = plan_contender(samples, "static", NODES)
     ids = contender.expert_ids
     away = (ids != EMPTY) & (ids // 4 != np.arange(2)[:, None, None])
@@ -68,14 +68,14 @@ def test_needed_bytes_are_those_of_tokens_counted_one_by_one(samples, hierarchic
     assert needed == (rows * 4 * 16 * 4, 0, 0)
 
 
-def test_even_routing_gives_every_expert_as_many_tokens(samples):
+def test_even_routing_gives_all_experts_the_same_number_of_tokens(samples):
     even = route_evenly(samples, 8)
     assert ((even.expert_ids != EMPTY).all((2, 3)) == samples.mask).all()
     for layer in range(2):
         ids = even.expert_ids[samples.mask, layer]
         assert np.ptp(np.bincount(ids.ravel(), minlength=8)) <= 1
         assert (ids[:, 0] != ids[:, 1]).all()
-        # At random, one of four hands has both experts on the same node in three of seven cases.
+        # At random, both experts of a token are on the same node in three of seven cases.
         assert 0.3 < (ids[:, 0] // 4 == ids[:, 1] // 4).mean() < 0.6
 
 

@@ -1,4 +1,4 @@
-"""The tables beyond the balanced bound: what they count, and that the command prints and records them."""
+"""The tables of `experiments.beyond_balance`: their numbers, and that the command prints and writes them."""
 
 import functools
 import json
@@ -23,14 +23,14 @@ program = functools.partial(run_program, main, BeyondBalance)
 
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory):
-    drawn = synthetic_trace(samples=24, mean_tokens=24, layers=2, num_experts=8, top_k=2)
+    synthetic = synthetic_trace(samples=24, mean_tokens=24, layers=2, num_experts=8, top_k=2)
     path = tmp_path_factory.mktemp("trace") / "tiny.npz"
-    save_replay(path, drawn.replay, num_experts=8)
+    save_replay(path, synthetic.replay, num_experts=8)
     return str(path)
 
 
 def test_crossings_wait_for_the_busiest():
-    """Two nodes of two ranks; one micro-batch, one layer. What stays in a node does not count."""
+    """Two nodes of two ranks; one micro-batch, one layer. Tokens that stay in a node do not count."""
     topology = Topology(num_nodes=2, ranks_per_node=2, num_experts=4, replica_slots=0)
     visits = np.array([[90, 5], [90, 3], [1, 90], [0, 90]])[None, None]
     crossings = count_crossings(visits, np.array([100]), topology)
@@ -39,7 +39,7 @@ def test_crossings_wait_for_the_busiest():
     assert crossings.busiest_rank == pytest.approx(5 / 25)
 
 
-def test_halves_and_the_batch_before_share_no_sample():
+def test_halves_and_the_previous_batch_share_no_sample():
     trace = synthetic_trace(samples=24, mean_tokens=24, layers=1, num_experts=8, top_k=2)
     ids = np.broadcast_to(np.arange(24).reshape(-1, 1, 1, 1), trace.replay.expert_ids.shape)
     trace = trace._replace(replay=trace.replay._replace(expert_ids=ids))
@@ -61,7 +61,10 @@ def test_residents_that_save_nothing_never_pay():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--samples", "24"), "tiny.npz has 24 samples; samples=24 leave fewer than 4 for the batch before"),
+        (
+            ("--samples", "24"),
+            "tiny.npz has 24 samples; samples=24 leaves fewer than 4 for the previous batch",
+        ),
         (("--samples", "8"), "samples=8 must be an integer of at least 16"),
         (("--ranks", "2by4"), "ranks='2by4' must be nodes x local ranks, for example 2x4"),
     ],
@@ -77,17 +80,17 @@ def test_the_command_prints_and_records_every_row(trace, tmp_path):
     record = tmp_path / "beyond.json"
     command = [sys.executable, "-m", "experiments.beyond_balance", trace, *TINY, "--record", str(record)]
     environment = {**os.environ, "COLUMNS": "200"}
-    ran = subprocess.run(
+    process = subprocess.run(
         command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[1], env=environment
     )
-    printed = ran.stdout
+    printed = process.stdout
     for text in (
         "balanced",
         "lplb",
         "packed",
         "assigned",
         "cold",
-        "what residents cost",
+        "Cost of residents",
     ):
         assert text in printed
     tables = json.loads(record.read_text())["tables"]

@@ -1,4 +1,4 @@
-"""Assignment of token copies to slots: every slot gets its number of copies, and few tokens cross."""
+"""Assignment of token copies to slots: every slot gets its quota, and few tokens cross."""
 
 import functools
 
@@ -31,7 +31,7 @@ def functions(nodes, across_nodes=True):
 
 
 def routed(seed, nodes, *, across_nodes=True, padding=0.2):
-    """Return the ids of all ranks ``[4, t, K]`` and a random layer plan of them."""
+    """Draw the ids of all ranks ``[4, t, K]`` and a random layer plan for them."""
     rng = np.random.default_rng(seed)
     topology = topology_of(nodes)
     ids = random_ids(rng, (topology.num_ranks, TOKENS), EXPERTS, TOP_K, padding)
@@ -40,23 +40,23 @@ def routed(seed, nodes, *, across_nodes=True, padding=0.2):
     return ids, jax.tree.map(np.asarray, layer_plans(plan, load)).layer(0).layer(0)
 
 
-def visits(served, nodes, own):
-    """Distinct tokens that cross to other nodes."""
-    there = (served[..., None] == np.arange(nodes)).any(1)
+def visits(copy_nodes, nodes, own):
+    """Count the distinct tokens that cross to other nodes."""
+    there = (copy_nodes[..., None] == np.arange(nodes)).any(1)
     return int(np.delete(there, own, axis=1).sum())
 
 
 def in_token_order(ids, quota):
-    """Return the nodes of copies that are assigned in the order of tokens, to the first node with room."""
-    left, served = quota.copy(), np.full(ids.shape, EMPTY)
+    """Assign copies in the order of tokens to the first node with room; returns their nodes."""
+    left, copy_nodes = quota.copy(), np.full(ids.shape, EMPTY)
     for place in zip(*np.nonzero(ids != EMPTY), strict=True):
-        served[place] = np.flatnonzero(left[ids[place]])[0]
-        left[ids[place], served[place]] -= 1
-    return served
+        copy_nodes[place] = np.flatnonzero(left[ids[place]])[0]
+        left[ids[place], copy_nodes[place]] -= 1
+    return copy_nodes
 
 
 def fewest_visits(ids, quota, own):
-    """Return the fewest crossings, by a mixed-integer program over the nodes of copies and the visits of tokens."""
+    """Compute the minimum number of crossings, as a mixed-integer program over the nodes of copies and token visits."""
     nodes, copies = quota.shape[1], np.argwhere(ids != EMPTY)
     expert, going = ids[ids != EMPTY], np.eye(len(copies) * nodes).reshape(-1, len(copies), nodes)
     every = np.concatenate([going.sum(2), *(going[:, expert == e].sum(1) for e in range(len(quota)))], 1).T
@@ -83,37 +83,37 @@ def fewest_visits(ids, quota, own):
 
 @settings(max_examples=40)
 @given(st.integers(0, 2**32 - 1), st.sampled_from(sorted(MESHES)))
-def test_every_slot_serves_its_number_of_its_expert(seed, nodes):
+def test_every_slot_gets_its_quota_of_its_expert(seed, nodes):
     ids, plan = routed(seed, nodes)
     split, serve = functions(nodes)
-    sent, experts = np.asarray(split(plan)), plan.slot_expert.ravel()
+    sent, slot_experts = np.asarray(split(plan)), plan.slot_expert.ravel()
     for rank, rank_ids in enumerate(ids):
         slot = np.asarray(serve(rank_ids, plan.slot_expert, sent[rank], node=rank // MESHES[nodes][1]))
         np.testing.assert_array_equal(slot == EMPTY, rank_ids == EMPTY)
-        np.testing.assert_array_equal(experts[slot[rank_ids != EMPTY]], rank_ids[rank_ids != EMPTY])
+        np.testing.assert_array_equal(slot_experts[slot[rank_ids != EMPTY]], rank_ids[rank_ids != EMPTY])
         np.testing.assert_array_equal(
-            np.bincount(slot[rank_ids != EMPTY], minlength=experts.size), sent[rank].ravel()
+            np.bincount(slot[rank_ids != EMPTY], minlength=slot_experts.size), sent[rank].ravel()
         )
 
 
-def test_there_is_no_choice_between_nodes_where_replicas_stay_in_theirs():
+def test_intra_node_replicas_leave_no_choice_of_nodes():
     for seed in range(5):
         ids, plan = routed(seed, 2, across_nodes=False)
         sent = np.asarray(functions(2)[0](plan))
         for rank, rank_ids in enumerate(ids):
-            simple, chosen = (
+            simple, general = (
                 functions(2, across)[1](rank_ids, plan.slot_expert, sent[rank], node=rank // 2)
                 for across in (False, True)
             )
-            np.testing.assert_array_equal(chosen, simple)
+            np.testing.assert_array_equal(general, simple)
 
 
 @pytest.mark.parametrize("nodes", sorted(MESHES))
-def test_hardly_more_tokens_cross_than_must(nodes):
-    """Copies split at random over all slots of their experts: over some instances at most 5% more tokens cross than in
-    the optimum, and a quarter of what order of tokens costs."""
+def test_crossings_are_near_the_minimum(nodes):
+    """Copies are split at random over all slots of their experts. In total, at most 5% more tokens cross than in
+    the optimum, and the excess is at most a quarter of that of assignment in token order."""
     serve = functions(nodes)[1]
-    total = dict.fromkeys(("found", "in order", "fewest"), 0)
+    total = dict.fromkeys(("copy_slots", "in order", "fewest"), 0)
     for seed in range(6):
         ids, plan = routed(seed, nodes, padding=0)
         rng = np.random.default_rng(seed)
@@ -126,8 +126,8 @@ def test_hardly_more_tokens_cross_than_must(nodes):
                 )
             quota = np.stack([(sent * (plan.slot_expert == e)).sum((1, 2)) for e in range(EXPERTS)])
             slot = np.asarray(serve(rank_ids, plan.slot_expert, sent, node=own))
-            total["found"] += visits(slot // sent[0].size, nodes, own)
+            total["copy_slots"] += visits(slot // sent[0].size, nodes, own)
             total["in order"] += visits(in_token_order(rank_ids, quota), nodes, own)
             total["fewest"] += fewest_visits(rank_ids, quota, own)
-    assert total["fewest"] <= total["found"] <= 1.05 * total["fewest"], total
-    assert 4 * (total["found"] - total["fewest"]) <= total["in order"] - total["fewest"], total
+    assert total["fewest"] <= total["copy_slots"] <= 1.05 * total["fewest"], total
+    assert 4 * (total["copy_slots"] - total["fewest"]) <= total["in order"] - total["fewest"], total

@@ -1,4 +1,4 @@
-"""The float8 experiments: the arithmetic of their tables, and errors in one line."""
+"""The float8 experiments: the arithmetic of their tables, and one-line errors for invalid input."""
 
 import functools
 
@@ -27,7 +27,7 @@ PROGRAMS = {
 
 
 def test_errors_and_ratios_by_hand():
-    """An update that computes exactly divides exact probabilities by those of float8."""
+    """The ratio of an exact update is the exact probability over that of float8."""
     reference, float8 = np.log([0.5, 0.2, 0.9, 0.1]), np.log([0.5, 0.1, 0.9, 0.2])
     errors = float8_error.compare(float8, reference, Clip())
     assert errors.mean == pytest.approx(np.log(2) / 2)
@@ -39,7 +39,7 @@ def test_errors_and_ratios_by_hand():
 
 
 def test_a_recompute_waits_for_the_slowest_rank_with_and_without_marks():
-    """In one node and with tiles of no account, a micro-batch's experts take what its fullest rank takes."""
+    """In one node, and without effects of tiles, the expert time of a micro-batch is that of its largest rank load."""
     trace = synthetic_trace(samples=16, mean_tokens=24, layers=2, num_experts=8, top_k=2)
     batches = make_batches(trace, Batching(batch_size=16, micro_batches=2), TOPOLOGY)
     cost = make_cost_model(Costs(dispatch="flat", tokens_per_rank=1e6), trace, batches, TOPOLOGY)
@@ -79,7 +79,7 @@ def test_a_recompute_waits_for_the_slowest_rank_with_and_without_marks():
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value),
 )
-def test_bad_input_is_refused_in_one_line(experiment, options, line, capsys):
+def test_invalid_input_gives_a_one_line_error(experiment, options, line, capsys):
     assert PROGRAMS[experiment](options) == 2
     error = capsys.readouterr().err
     assert line in error

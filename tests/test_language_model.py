@@ -1,4 +1,4 @@
-"""The policy is Qwen3-MoE: an independent forward in NumPy agrees, live, in replay, and token by token."""
+"""The language model against an independent Qwen3-MoE forward pass in NumPy: live, in replay, and token by token."""
 
 import collections
 import dataclasses
@@ -49,7 +49,7 @@ MASK = np.arange(LENGTH) < LENGTHS[:, None]
 @functools.cache
 def policy():
     model = make_model(CONFIG, TOPOLOGY, mesh=MESH, key=jax.random.key(0))
-    # Scales that are all one would hide that they are not used.
+    # With scales of one, the tests could not detect that a norm ignores its scale.
     rng = np.random.default_rng(1)
 
     def scale(leaf):
@@ -68,7 +68,7 @@ def live():
 
 
 def oracle(model, tokens):
-    """Logits ``[T, V]`` and expert ids ``[T, L, K]`` of one sample: loops, float64, nothing of the library."""
+    """Compute logits ``[T, V]`` and expert ids ``[T, L, K]`` of one sample, in float64 loops without the library."""
     params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), nnx.to_pure_dict(nnx.state(model)))
 
     def norm(x, scale):
@@ -88,21 +88,21 @@ def oracle(model, tokens):
     for layer in range(CONFIG.layers):
         of_layer = jax.tree.map(lambda leaf, layer=layer: leaf[layer], params["layers"])
         attention = of_layer["attention"]
-        normed = norm(x, of_layer["attention_norm"])
-        attended = np.zeros_like(x)
+        normalised = norm(x, of_layer["attention_norm"])
+        attention_output = np.zeros_like(x)
         for head in range(CONFIG.heads):
             shared = head // (CONFIG.heads // CONFIG.kv_heads)
-            query = norm(normed @ attention["query"]["kernel"][:, head], attention["query_norm"])
-            key = norm(normed @ attention["key"]["kernel"][:, shared], attention["key_norm"])
-            value = normed @ attention["value"]["kernel"][:, shared]
+            query = norm(normalised @ attention["query"]["kernel"][:, head], attention["query_norm"])
+            key = norm(normalised @ attention["key"]["kernel"][:, shared], attention["key_norm"])
+            value = normalised @ attention["value"]["kernel"][:, shared]
             for t in range(len(tokens)):
                 scores = np.array([rotate(query[t], t) @ rotate(key[s], s) for s in range(t + 1)])
                 weights = softmax(scores / np.sqrt(CONFIG.head_width))
-                attended[t] += weights @ value[: t + 1] @ attention["out"]["kernel"][head]
-        x = x + attended
-        normed = norm(x, of_layer["experts_norm"])
+                attention_output[t] += weights @ value[: t + 1] @ attention["out"]["kernel"][head]
+        x = x + attention_output
+        normalised = norm(x, of_layer["experts_norm"])
         experts = of_layer["experts"]["experts"].reshape(CONFIG.num_experts, 3, CONFIG.width, -1)
-        for t, row in enumerate(normed):
+        for t, row in enumerate(normalised):
             chance = softmax(row @ of_layer["experts"]["router"])
             best = np.argsort(-chance)[: CONFIG.top_k]
             chosen[t, layer] = best
@@ -128,7 +128,7 @@ def test_live_forward_is_qwen3_moe():
 
 @functools.cache
 def replayed(planner):
-    """The live run's routing, and the layer plans of a plan of its own load; nothing of it is moved."""
+    """Return the routing of the live run, and layer plans for its load with all samples left in place."""
     ids, planner = live().expert_ids, PLANNERS[planner].planner
     state = planner.init(TOPOLOGY, CONFIG.layers, key=jax.random.key(0))
     batch_plan, _ = jax.jit(plan_batch, static_argnums=(1, 3), static_argnames="num_micro_batches")(
@@ -141,8 +141,8 @@ def replayed(planner):
 
 
 @functools.cache
-def moved():
-    """The policy with its experts where relibra's plan wants them."""
+def reordered_policy():
+    """Return the policy with its experts at the homes of relibra's plan."""
     model = nnx.clone(policy())
     reorder_experts(model, None, replayed("relibra")[1].home, mesh=MESH, topology=TOPOLOGY)
     return model
@@ -161,7 +161,7 @@ def gradient_step(model, ids, plans):
 
 
 def by_expert(model, leaf):
-    """Expert weights ``[L, E, ...]`` in order of their ids."""
+    """Return expert weights ``[L, E, ...]`` in the order of expert ids."""
     home = np.asarray(model.layers.experts.home[...])
     flat = np.asarray(leaf).reshape(*home.shape, -1)
     return np.take_along_axis(flat, home[..., None], axis=1)
@@ -170,8 +170,8 @@ def by_expert(model, leaf):
 @pytest.mark.slow
 def test_replay_is_the_live_forward_and_no_plan_changes_it():
     grads, (logits, log_probs, ids) = gradient_step(policy(), *replayed("static"))
-    wanted = np.where(MASK[..., None], live().logits, 0)
-    np.testing.assert_allclose(np.where(MASK[..., None], logits, 0), wanted, atol=1e-6)
+    expected = np.where(MASK[..., None], live().logits, 0)
+    np.testing.assert_allclose(np.where(MASK[..., None], logits, 0), expected, atol=1e-6)
     np.testing.assert_array_equal(ids, live().expert_ids)
     chance = jax.nn.log_softmax(live().logits[12, 1])[TOKENS[12, 2]]
     np.testing.assert_allclose(log_probs[12, 2], chance, atol=1e-6)
@@ -180,13 +180,13 @@ def test_replay_is_the_live_forward_and_no_plan_changes_it():
     ids, plans = replayed("relibra")
     assert (plans.slot_expert[..., TOPOLOGY.held_slots :] >= 0).any()
     assert (plans.home != np.arange(CONFIG.num_experts)).any()
-    planned, (logits, _, _) = gradient_step(moved(), ids, plans)
-    np.testing.assert_allclose(np.where(MASK[..., None], logits, 0), wanted, atol=2e-6)
+    planned, (logits, _, _) = gradient_step(reordered_policy(), ids, plans)
+    np.testing.assert_allclose(np.where(MASK[..., None], logits, 0), expected, atol=2e-6)
     leaves = jax.tree.leaves_with_path(nnx.to_pure_dict(grads))
     assert len(leaves) == 13
     for (path, leaf), other in zip(leaves, jax.tree.leaves(planned), strict=True):
         if path[-1].key == "experts":
-            leaf, other = by_expert(policy(), leaf), by_expert(moved(), other)
+            leaf, other = by_expert(policy(), leaf), by_expert(reordered_policy(), other)
         assert np.abs(leaf).max() > 0, path
         np.testing.assert_allclose(other, leaf, atol=5e-6 * np.abs(leaf).max(), err_msg=str(path))
 
@@ -195,24 +195,24 @@ def test_replay_is_the_live_forward_and_no_plan_changes_it():
 def test_live_routing_under_a_plan_of_another_load():
     plans = replayed("relibra")[1]._replace(load=None)
     run = nnx.jit(lambda policy, plans: policy(TOKENS[::-1], MASK[::-1], layers=plans, parallel=SAFE))
-    output = run(moved(), plans)
+    output = run(reordered_policy(), plans)
     np.testing.assert_array_equal(
         np.where(MASK[..., None, None], output.expert_ids[::-1], 0),
         np.where(MASK[..., None, None], live().expert_ids, 0),
     )
-    wanted = np.where(MASK[..., None], live().logits, 0)
-    np.testing.assert_allclose(np.where(MASK[..., None], output.logits[::-1], 0), wanted, atol=2e-6)
+    expected = np.where(MASK[..., None], live().logits, 0)
+    np.testing.assert_allclose(np.where(MASK[..., None], output.logits[::-1], 0), expected, atol=2e-6)
 
 
 @pytest.mark.parametrize("fewest_read", [2, 64])
-def test_token_by_token_is_the_whole_sequence(fewest_read, monkeypatch):
-    """Whatever columns of the cache a sample's tokens come into, and however much of it is read."""
+def test_token_by_token_equals_the_whole_sequence(fewest_read, monkeypatch):
+    """The result depends neither on the cache columns of a sample's tokens nor on the number of columns read."""
     monkeypatch.setattr("relibra_jax.models.cache.FEWEST_READ", fewest_read)
     rng, columns = np.random.default_rng(3), 11
-    where = np.array([np.sort(rng.choice(columns, LENGTH, replace=False)) for _ in range(SAMPLES)])
+    token_columns = np.array([np.sort(rng.choice(columns, LENGTH, replace=False)) for _ in range(SAMPLES)])
     tokens, mask = np.zeros((2, SAMPLES, columns), np.int32)
-    np.put_along_axis(tokens, where, TOKENS, axis=1)
-    np.put_along_axis(mask, where, MASK, axis=1)
+    np.put_along_axis(tokens, token_columns, TOKENS, axis=1)
+    np.put_along_axis(mask, token_columns, MASK, axis=1)
 
     @nnx.jit
     def run(policy):
@@ -224,24 +224,26 @@ def test_token_by_token_is_the_whole_sequence(fewest_read, monkeypatch):
         by_column = (jnp.asarray(array).T[..., None] for array in (tokens, mask.astype(bool)))
         return jax.lax.scan(step, cache, tuple(by_column))[1]
 
-    output = run(moved())
+    output = run(reordered_policy())
     logits, ids = (
         np.take_along_axis(
-            np.moveaxis(leaf[:, :, 0], 0, 1), where.reshape(SAMPLES, LENGTH, *[1] * (leaf.ndim - 3)), axis=1
+            np.moveaxis(leaf[:, :, 0], 0, 1),
+            token_columns.reshape(SAMPLES, LENGTH, *[1] * (leaf.ndim - 3)),
+            axis=1,
         )
         for leaf in map(np.asarray, (output.logits, output.expert_ids))
     )
-    wanted = np.where(MASK[..., None], live().logits, 0)
-    np.testing.assert_allclose(np.where(MASK[..., None], logits, 0), wanted, atol=2e-6)
+    expected = np.where(MASK[..., None], live().logits, 0)
+    np.testing.assert_allclose(np.where(MASK[..., None], logits, 0), expected, atol=2e-6)
     np.testing.assert_array_equal(ids[MASK], live().expert_ids[MASK])
-    # No expert computes a gap.
+    # The experts do not compute gaps.
     rows = np.asarray(output.slot_rows).sum((2, 3, 4))
     np.testing.assert_array_equal(rows, CONFIG.top_k * np.repeat(mask.sum(0)[:, None], CONFIG.layers, 1))
 
 
 @pytest.mark.parametrize("dense_layers", [0, 1])
-def test_decoding_writes_the_cache_where_it_lies(dense_layers):
-    """In the compiled program nothing but slices is ever written into arrays of the cache's size."""
+def test_decoding_writes_the_cache_in_place(dense_layers):
+    """The compiled program writes only slices into arrays of the cache's size."""
     room = 300
     config = dataclasses.replace(CONFIG, dense_layers=dense_layers, dense_width=24)
     graph, state, _ = abstract_model(config, TOPOLOGY, MESH)
@@ -259,15 +261,15 @@ def test_decoding_writes_the_cache_where_it_lies(dense_layers):
     tokens = jax.ShapeDtypeStruct((SAMPLES, 1), jnp.int32)
     program = jax.jit(decode, donate_argnums=2).lower(state, tokens, cache).compile().as_text()
     of_layer = rf"\d+,{room},{CONFIG.kv_heads},{CONFIG.head_width}"
-    held = re.compile(rf"= f32\[(?:\d+,)?{of_layer}\]\S* ([\w-]+)\(")
-    written = collections.Counter(held.findall(program))
+    pattern = re.compile(rf"= f32\[(?:\d+,)?{of_layer}\]\S* ([\w-]+)\(")
+    written = collections.Counter(pattern.findall(program))
     assert written.pop("dynamic-update-slice") == 2 * (2 if dense_layers else 1)
-    # Attention reads slices. What a fusion writes is said by the operations in it.
+    # Attention reads slices. The operations inside a fusion show what the fusion writes.
     reads = {"parameter", "get-tuple-element", "bitcast", "dynamic-slice"}
     assert set(written) <= {*reads, "fusion"}, written
 
 
-def test_parameters_lie_on_the_mesh_and_do_not_depend_on_it():
+def test_parameters_are_on_the_mesh_and_do_not_depend_on_it():
     model = policy()
     shape = (CONFIG.layers, 2, 4, TOPOLOGY.home_slots, 3, CONFIG.width, CONFIG.expert_width)
     assert model.layers.experts.experts.shape == shape
@@ -278,9 +280,11 @@ def test_parameters_lie_on_the_mesh_and_do_not_depend_on_it():
             assert leaf.sharding.is_fully_replicated, path
     alone = Topology(num_nodes=1, ranks_per_node=1, num_experts=16, replica_slots=0)
     mesh = expert_mesh(alone, devices=jax.devices()[:1])
-    one = make_model(CONFIG, alone, mesh=mesh, key=jax.random.key(0))
-    many = make_model(CONFIG, TOPOLOGY, mesh=MESH, key=jax.random.key(0))
-    for leaf, other in zip(*(jax.tree.leaves(nnx.state(model)) for model in (one, many)), strict=True):
+    single_rank_model = make_model(CONFIG, alone, mesh=mesh, key=jax.random.key(0))
+    eight_rank_model = make_model(CONFIG, TOPOLOGY, mesh=MESH, key=jax.random.key(0))
+    for leaf, other in zip(
+        *(jax.tree.leaves(nnx.state(model)) for model in (single_rank_model, eight_rank_model)), strict=True
+    ):
         np.testing.assert_allclose(np.ravel(leaf), np.ravel(other), rtol=1e-6)
 
 
@@ -305,13 +309,13 @@ def abstract_policy():
 
 @pytest.fixture
 def without_type_checks():
-    """What users meet: shapes are checked by the functions, not by their annotations."""
+    """Disable the type checks of the tests, as for users: functions then check shapes themselves."""
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
 
 
-def test_misfits_are_refused_before_anything_is_compiled(without_type_checks):
+def test_inconsistent_shapes_are_rejected_before_compilation(without_type_checks):
     def call(*args, **options):
         nnx.eval_shape(lambda model: model(*args, **options, parallel=SAFE), abstract_policy())
 
@@ -334,7 +338,7 @@ def test_misfits_are_refused_before_anything_is_compiled(without_type_checks):
         call(TOKENS, MASK, ids, plans._replace(load=plans.load[:1]))
     with pytest.raises(ValueError, match="but expert_ids is None: live routing counts its own load"):
         call(TOKENS, MASK, layers=plans)
-    with pytest.raises(ValueError, match="model of 16 experts, topology of 32"):
+    with pytest.raises(ValueError, match="the config has 16 experts, but the topology has 32"):
         make_model(CONFIG, dataclasses.replace(TOPOLOGY, num_experts=32), mesh=MESH, key=jax.random.key(0))
     with pytest.raises(ValueError, match="heads=4 must be a multiple of kv_heads=3"):
         dataclasses.replace(TINY, kv_heads=3)
@@ -342,17 +346,17 @@ def test_misfits_are_refused_before_anything_is_compiled(without_type_checks):
         dataclasses.replace(TINY, head_width=7)
 
 
-def test_whole_sequences_attend_as_with_a_mask_written_out(monkeypatch):
+def test_causal_attention_equals_attention_with_an_explicit_mask(monkeypatch):
     attention = Attention(CONFIG, rngs=nnx.Rngs(0))
     x = jnp.asarray(RNG.normal(size=(4, 9, CONFIG.width)), jnp.float32)
     positions = jnp.broadcast_to(jnp.arange(9)[None], (4, 9))
 
-    def attended(attention, x):
+    def attention_output(attention, x):
         output, _ = attention(x, positions, None, None, parallel=SAFE)
         return (output**2).sum(), output
 
     def run():
-        return nnx.jit(nnx.value_and_grad(attended, argnums=(0, 1), has_aux=True))(attention, x)
+        return nnx.jit(nnx.value_and_grad(attention_output, argnums=(0, 1), has_aux=True))(attention, x)
 
     causal = run()
     whole = jax.nn.dot_product_attention
@@ -369,7 +373,7 @@ def test_whole_sequences_attend_as_with_a_mask_written_out(monkeypatch):
         np.testing.assert_allclose(leaf, other, atol=1e-5)
 
 
-def test_cudnn_attends_where_it_can():
+def test_cudnn_is_chosen_for_the_heads_it_supports():
     gpu = types.SimpleNamespace(platform="gpu")
     mesh = types.SimpleNamespace(devices=np.array([[gpu]]))
     parallel = types.SimpleNamespace(mesh=mesh)

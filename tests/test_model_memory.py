@@ -1,4 +1,4 @@
-"""The memory of published models: parameters agree with their authors' counts, bytes with those of a run."""
+"""The computed memory of published models: parameters equal the model cards, and bytes equal those of a run."""
 
 import re
 from pathlib import Path
@@ -25,7 +25,8 @@ from relibra_jax.nnx import expert_mesh
 PAGE = (Path(__file__).parents[1] / "docs" / "guides" / "checkpoints.md").read_text()
 
 
-# From the models' cards; GLM-4.5's count layers for multi-token prediction, which are not loaded, and round.
+# The numbers are those of the model cards. The rounded numbers of GLM-4.5 include layers for multi-token prediction,
+# which are not loaded.
 @pytest.mark.parametrize(
     ("name", "billions", "tolerance"),
     [
@@ -37,23 +38,25 @@ PAGE = (Path(__file__).parents[1] / "docs" / "guides" / "checkpoints.md").read_t
         ("GLM-4.5-Air", 106, 1),
     ],
 )
-def test_parameters_are_those_of_the_models_cards(name, billions, tolerance):
+def test_parameter_counts_equal_the_model_cards(name, billions, tolerance):
     assert sum(num_parameters(model_config(PUBLISHED[name]))) / 1e9 == pytest.approx(billions, abs=tolerance)
 
 
-def test_a_run_holds_what_was_computed():
+def test_computed_bytes_equal_those_of_a_run():
     topology = Topology(num_nodes=2, ranks_per_node=4, num_experts=16, replica_slots=0)
     model = make_model(TINY, topology, mesh=expert_mesh(topology), key=jax.random.key(0))
     optimizer = nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
-    held = 0
+    device_bytes = 0
     for leaf in jax.tree.leaves((nnx.state(model, nnx.Param), nnx.state(optimizer.opt_state))):
-        held += leaf.addressable_shards[0].data.nbytes if leaf.size > 1 else 0
-    gradients = 2 * 4 * held / 12  # two sets in float32, where parameters and moments are three
-    assert held + gradients == pytest.approx(1e9 * rank_gigabytes(TINY, topology.num_ranks))
+        device_bytes += leaf.addressable_shards[0].data.nbytes if leaf.size > 1 else 0
+    gradients = (
+        2 * 4 * device_bytes / 12
+    )  # two sets of float32 gradients; parameters and the two moments are three
+    assert device_bytes + gradients == pytest.approx(1e9 * rank_gigabytes(TINY, topology.num_ranks))
     assert bytes_of_a_parameter() == 20
 
 
-def test_the_table_of_the_page_is_what_is_computed():
+def test_the_table_of_the_page_equals_the_computed_one():
     for name, fields in PUBLISHED.items():
         config = model_config(fields)
         [row] = re.findall(rf"^\| {re.escape(name)} \|(.*)\|$", PAGE, re.MULTILINE)
@@ -61,10 +64,10 @@ def test_the_table_of_the_page_is_what_is_computed():
         assert [cell.strip() for cell in row.split("|")][2:] == sizes, name
 
 
-def test_what_training_cannot_hold_is_refused_with_the_sizes():
+def test_insufficient_memory_is_rejected_with_the_sizes():
     mesh = expert_mesh(Topology(num_nodes=2, ranks_per_node=4, num_experts=128, replica_slots=0))
     config = model_config(PUBLISHED["Qwen3-235B-A22B"])
     with pytest.raises(
-        ValueError, match=r"big: training holds 727\.7 GB on each of 8 ranks \(20 bytes a parameter"
+        ValueError, match=r"big: training needs 727\.7 GB on each of 8 ranks \(20 bytes per parameter"
     ):
         check_training_memory(Path("big"), config, mesh)

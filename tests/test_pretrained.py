@@ -1,6 +1,6 @@
-"""Checkpoints of `transformers`: its logits, its bits, and no device reads another's experts.
+"""Loading and saving of `transformers` checkpoints: equal logits and bits, and each device reads only its own experts.
 
-The fixtures are written by tests/make_hf_checkpoints.py.
+tests/make_hf_checkpoints.py writes the fixtures.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ CHECKPOINTS = [
     "qwen3_moe_fused",
 ]
 LAYERS = {"glm4_moe": 2, "qwen3_moe_dense": 2}
-"""Layers with experts, where they are not 3."""
+"""The number of layers with experts, for checkpoints that do not have 3."""
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=4, num_experts=16, replica_slots=1)
 
 
@@ -55,7 +55,7 @@ def read_all(folder):
 
 @functools.cache
 def separate(name):
-    """The tensors of a fixture, experts a tensor each."""
+    """Return the tensors of a fixture, with a separate tensor for each expert."""
     tensors = read_all(FOLDER / name)
     for key in [key for key in tensors if key.endswith(("gate_up_proj", "experts.down_proj"))]:
         fused, prefix = tensors.pop(key), key.rpartition(".")[0]
@@ -66,11 +66,11 @@ def separate(name):
     return tensors
 
 
-def assert_same_bits(found, wanted):
-    assert found.keys() == wanted.keys()
-    for key, value in wanted.items():
-        assert found[key].dtype == value.dtype, key
-        assert found[key].tobytes() == np.ascontiguousarray(value).tobytes(), key
+def assert_same_bits(tensors, expected):
+    assert tensors.keys() == expected.keys()
+    for key, value in expected.items():
+        assert tensors[key].dtype == value.dtype, key
+        assert tensors[key].tobytes() == np.ascontiguousarray(value).tobytes(), key
 
 
 OTHERS = ("olmoe", "qwen3_moe_bfloat16", "qwen3_moe_dense", "qwen3_moe_fused")
@@ -79,9 +79,9 @@ OTHERS = ("olmoe", "qwen3_moe_bfloat16", "qwen3_moe_dense", "qwen3_moe_fused")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.long if name in OTHERS else ()) for name in CHECKPOINTS]
 )
-def test_logits_are_those_of_transformers_live_and_replayed_after_a_reorder(name):
-    kept = np.load(FOLDER / name / "logits.npz")
-    tokens, logits = kept["tokens"], kept["logits"]
+def test_logits_equal_those_of_transformers_live_and_replayed_after_a_reorder(name):
+    reference = np.load(FOLDER / name / "logits.npz")
+    tokens, logits = reference["tokens"], reference["logits"]
     mask = np.ones(tokens.shape, bool)
     model = load_pretrained(FOLDER / name, mesh(), TOPOLOGY)
     balancer = Balancer(
@@ -108,13 +108,13 @@ def test_logits_are_those_of_transformers_live_and_replayed_after_a_reorder(name
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
-def test_load_reorder_and_save_change_no_bit(name, tmp_path):
+def test_load_reorder_and_save_preserve_all_bits(name, tmp_path):
     dtype = "bfloat16" if "bfloat16" in name else "float32"
     model = load_pretrained(FOLDER / name, mesh(), TOPOLOGY, home=some_homes(name), param_dtype=dtype)
     reorder_experts(model, None, some_homes(name, 1), mesh=mesh(), topology=TOPOLOGY)
     save_pretrained(model, tmp_path / "saved", source=FOLDER / name)
     assert_same_bits(read_all(tmp_path / "saved"), separate(name))
-    # With a config.json of its own, and in shards, it is loaded again as it was.
+    # A checkpoint with a generated config.json and in shards restores the same model.
     save_pretrained(model, tmp_path / "again", shard_bytes=20_000)
     assert len(list((tmp_path / "again").glob("model-*-of-*.safetensors"))) > 2
     again = load_pretrained(tmp_path / "again", mesh(), TOPOLOGY, home=some_homes(name, 1), param_dtype=dtype)
@@ -126,12 +126,12 @@ def test_load_reorder_and_save_change_no_bit(name, tmp_path):
 
 def test_tensors_for_a_rollout_engine_come_one_by_one_in_logical_order():
     model = load_pretrained(FOLDER / "qwen3_moe", mesh(), TOPOLOGY, home=some_homes("qwen3_moe"))
-    wanted, found = separate("qwen3_moe"), {}
+    expected, tensors = separate("qwen3_moe"), {}
     for name, value in pretrained_tensors(model, dtype="bfloat16"):
         assert len(value.sharding.device_set) == 1
-        assert value.shape == wanted[name].shape
-        found[name] = np.asarray(value)
-    assert_same_bits(found, {name: value.astype(ml_dtypes.bfloat16) for name, value in wanted.items()})
+        assert value.shape == expected[name].shape
+        tensors[name] = np.asarray(value)
+    assert_same_bits(tensors, {name: value.astype(ml_dtypes.bfloat16) for name, value in expected.items()})
 
 
 def test_correction_biases_stay_float32():
@@ -142,7 +142,7 @@ def test_correction_biases_stay_float32():
     assert {dtype.name for dtype in dtypes.values()} == {"float16"}
 
 
-def test_a_negative_zero_stays_one(tmp_path):
+def test_a_negative_zero_keeps_its_sign(tmp_path):
     tensors = read_all(FOLDER / "mixtral")
     name = "model.layers.1.block_sparse_moe.experts.5.w2.weight"
     tensors[name] = np.full_like(tensors[name], -0.0)
@@ -153,7 +153,7 @@ def test_a_negative_zero_stays_one(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_moe_fused", "glm4_moe"])
-def test_no_device_reads_the_experts_of_another(name, monkeypatch):
+def test_each_device_reads_only_its_own_experts(name, monkeypatch):
     reads, read = Counter(), TensorFiles.read
 
     def count(files, tensor, rows=()):
@@ -165,7 +165,7 @@ def test_no_device_reads_the_experts_of_another(name, monkeypatch):
 
     monkeypatch.setattr(TensorFiles, "read", count)
     load_pretrained(FOLDER / name, mesh(), TOPOLOGY, home=some_homes(name))
-    # Every matrix is read once, for its owner. Were it read for another device too, it would be read twice.
+    # Every matrix is read once, for its owner. If another device read it too, it would be read twice.
     assert len(reads) == LAYERS.get(name, 3) * 16 * 3
     assert set(reads.values()) == {1}
 
@@ -187,14 +187,14 @@ def with_fields(folder, **fields):
     path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
 
 
-def refused(folder, match, **options):
+def assert_rejected(folder, match, **options):
     with pytest.raises(ValueError, match=match) as error:
         load_pretrained(folder, mesh(), TOPOLOGY, **options)
     assert "\n" not in str(error.value)
     return str(error.value)
 
 
-def test_all_tensors_that_do_not_fit_are_named_in_one_error(folder):
+def test_one_error_names_all_tensors_that_do_not_match(folder):
     def change(tensors):
         for expert in range(16):
             del tensors[f"model.layers.1.mlp.experts.{expert}.up_proj.weight"]
@@ -204,29 +204,31 @@ def test_all_tensors_that_do_not_fit_are_named_in_one_error(folder):
         tensors["model.layers.2.input_layernorm.weight"] = np.ones(17, np.float32)
 
     with_tensors(folder, change)
-    message = refused(folder, "no qwen3_moe with separate experts as its config.json describes it")
+    message = assert_rejected(
+        folder, "a qwen3_moe model with separate experts, but these tensors do not match"
+    )
     assert "missing: model.layers.1.mlp.experts.{0..15}.up_proj.weight (16), model.norm.weight;" in message
-    assert "left over: model.layers.0.self_attn.qkv_proj.weight;" in message
+    assert "unexpected: model.layers.0.self_attn.qkv_proj.weight;" in message
     assert "of shape [17] instead of [16]: model.layers.2.input_layernorm.weight" in message
     assert "of shape [60, 16] instead of [61, 16]: lm_head.weight" in message
 
 
-def test_fused_experts_beside_separate_ones_are_refused(folder):
+def test_a_mix_of_fused_and_separate_experts_is_rejected(folder):
     with_tensors(
         folder, lambda tensors: tensors.update({"model.layers.0.mlp.experts.gate_up_proj": np.zeros(3)})
     )
-    message = refused(folder, "no qwen3_moe with fused experts")
+    message = assert_rejected(folder, "a qwen3_moe model with fused experts")
     assert (
         "missing: model.layers.{0..2}.mlp.experts.down_proj (3), model.layers.{1..2}.mlp.experts.gate_up_proj"
         in message
     )
-    assert "left over: model.layers.{0..2}.mlp.experts.{0..15}.down_proj.weight (48)" in message
+    assert "unexpected: model.layers.{0..2}.mlp.experts.{0..15}.down_proj.weight (48)" in message
 
 
-def test_fields_that_are_not_supported_are_named_with_their_values(folder):
+def test_unsupported_fields_are_named_with_their_values(folder):
     yarn = {"rope_type": "yarn", "factor": 4.0}
     with_fields(folder, hidden_act="gelu", rope_scaling=yarn, mlp_only_layers=[1], partial_rotary_factor=0.5)
-    message = refused(folder, "config.json: qwen3_moe is supported, but not with")
+    message = assert_rejected(folder, "config.json: qwen3_moe is supported, but not with")
     assert "hidden_act='gelu' (must be 'silu')" in message
     assert "rope_scaling={'rope_type': 'yarn', 'factor': 4.0} (must be without scaling)" in message
     assert "partial_rotary_factor=0.5 (must be 1.0)" in message
@@ -249,19 +251,19 @@ def test_fields_that_are_not_supported_are_named_with_their_values(folder):
         {"model_type": ["qwen3_moe"]},
     ],
 )
-def test_a_field_of_another_kind_is_named_with_its_value(folder, field):
+def test_a_field_of_the_wrong_type_is_named_with_its_value(folder, field):
     with_fields(folder, **field)
     [(name, value)] = field.items()
-    assert f"{name}={value!r}" in refused(folder, "config.json")
+    assert f"{name}={value!r}" in assert_rejected(folder, "config.json")
 
 
-def test_tensors_that_are_no_floats_are_refused(folder):
+def test_integer_tensors_are_rejected(folder):
     name = "model.layers.1.mlp.experts.3.up_proj.weight"
     with_tensors(folder, lambda tensors: tensors.update({name: tensors[name].astype(np.int8)}))
-    assert f"of dtype I8 instead of F32, BF16, F16: {name}" in refused(folder, "no qwen3_moe")
+    assert f"of dtype I8 instead of F32, BF16, F16: {name}" in assert_rejected(folder, "a qwen3_moe model")
 
 
-def test_a_head_beside_a_tied_embedding_must_be_equal(tmp_path):
+def test_the_head_of_a_tied_checkpoint_must_equal_the_embedding(tmp_path):
     shutil.copytree(FOLDER / "qwen3_moe_dense", tmp_path / "tied")
 
     def with_head(factor):
@@ -273,83 +275,90 @@ def test_a_head_beside_a_tied_embedding_must_be_equal(tmp_path):
     with_head(1)
     load_pretrained(tmp_path / "tied", mesh(), TOPOLOGY)
     with_head(2)
-    refused(tmp_path / "tied", "not equal though tie_word_embeddings is true: lm_head.weight and")
+    assert_rejected(tmp_path / "tied", "not equal although tie_word_embeddings is true: lm_head.weight and")
 
 
-def test_dtypes_are_floats_however_they_are_given(folder, tmp_path):
+def test_dtypes_must_be_floats(folder, tmp_path):
     model = load_pretrained(folder, mesh(), TOPOLOGY, dtype=jax.numpy.bfloat16)
     assert model.config.dtype == "bfloat16"
-    refused(folder, r"param_dtype='int8' must be one of float32, bfloat16, float16", param_dtype="int8")
+    assert_rejected(
+        folder, r"param_dtype='int8' must be one of float32, bfloat16, float16", param_dtype="int8"
+    )
     with pytest.raises(ValueError, match=r"dtype='int32' must be one of float32, bfloat16, float16"):
         save_pretrained(model, tmp_path / "saved", dtype="int32")
     assert not (tmp_path / "saved").exists()
 
 
-def test_files_of_a_checkpoint_can_be_read_by_others(folder, tmp_path):
+def test_files_of_a_checkpoint_are_readable_by_all_users(folder, tmp_path):
     save_pretrained(load_pretrained(folder, mesh(), TOPOLOGY), tmp_path / "saved")
     assert {oct(path.stat().st_mode & 0o777) for path in (tmp_path / "saved").iterdir()} == {"0o644"}
 
 
 @pytest.mark.slow
-def test_bfloat16_computes_about_the_same():
-    kept = np.load(FOLDER / "glm4_moe" / "logits.npz")
+def test_bfloat16_logits_are_close_to_float32():
+    reference = np.load(FOLDER / "glm4_moe" / "logits.npz")
     model = load_pretrained(FOLDER / "glm4_moe", mesh(), TOPOLOGY, dtype="bfloat16")
     live = ExpertParallel(mesh=mesh(), topology=dataclasses.replace(TOPOLOGY, replica_slots=0))
-    mask = np.ones(kept["tokens"].shape, bool)
-    logits = nnx.jit(lambda model: model(kept["tokens"], mask, parallel=live).logits)(model)
-    # A token may go to another expert where two are nearly equal, so the mean and not the largest.
-    assert 0 < np.abs(logits - kept["logits"]).mean() < 0.03 * np.abs(kept["logits"]).mean()
+    mask = np.ones(reference["tokens"].shape, bool)
+    logits = nnx.jit(lambda model: model(reference["tokens"], mask, parallel=live).logits)(model)
+    # A token may choose another expert if two are nearly equal, so the mean error is checked and not the largest.
+    assert 0 < np.abs(logits - reference["logits"]).mean() < 0.03 * np.abs(reference["logits"]).mean()
 
 
-def test_other_folders_are_refused(folder, tmp_path):
-    refused(tmp_path / "nowhere", "nowhere/config.json: there is no such file")
+def test_invalid_configs_are_rejected(folder, tmp_path):
+    assert_rejected(tmp_path / "nowhere", "nowhere/config.json: there is no such file")
     with_fields(folder, model_type="llama")
-    refused(folder, "model_type='llama' must be one of qwen3_moe, glm4_moe, olmoe, mixtral")
+    assert_rejected(folder, "model_type='llama' must be one of qwen3_moe, glm4_moe, olmoe, mixtral")
     with_fields(folder, model_type="qwen3_moe", num_local_experts=8)
-    refused(folder, "model of 8 experts, topology of 16")
+    assert_rejected(folder, "the config has 8 experts, but the topology has 16")
     with_fields(folder, num_local_experts=16, hidden_size=None)
-    refused(folder, "qwen3_moe: the field 'hidden_size' is missing")
+    assert_rejected(folder, "qwen3_moe: the field 'hidden_size' is missing")
     (folder / "config.json").write_text("{")
-    refused(folder, "config.json: no JSON")
+    assert_rejected(folder, "config.json: not valid JSON")
     (folder / "config.json").write_text("[]")
-    refused(folder, "expected a JSON object, found list")
+    assert_rejected(folder, "expected a JSON object, found list")
 
 
-def test_damaged_files_and_missing_shards_are_refused(folder, tmp_path):
+def test_damaged_files_and_missing_shards_are_rejected(folder, tmp_path):
     data = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(data[:-10])
-    refused(folder, r"model.safetensors: no safetensors file")
+    assert_rejected(folder, r"model.safetensors: not a safetensors file")
     (folder / "model.safetensors").unlink()
-    refused(folder, "there is neither model.safetensors nor model.safetensors.index.json")
+    assert_rejected(folder, "there is neither model.safetensors nor model.safetensors.index.json")
     shutil.copytree(FOLDER / "glm4_moe", tmp_path / "sharded")
     (tmp_path / "sharded" / "model-00002-of-00004.safetensors").unlink()
-    refused(tmp_path / "sharded", "1 of 4 shards are missing: model-00002-of-00004.safetensors")
+    assert_rejected(tmp_path / "sharded", "1 of 4 shards are missing: model-00002-of-00004.safetensors")
     index = tmp_path / "sharded" / "model.safetensors.index.json"
     index.write_text('{"weight_map": {"a": 3}}')
-    refused(tmp_path / "sharded", "no index of tensors")
+    assert_rejected(tmp_path / "sharded", "not an index of tensors")
     index.write_text('{"weight_map": {"a": "model-00001-of-00004.safetensors"}}')
-    refused(tmp_path / "sharded", "the index names tensors that no shard has: a")
+    assert_rejected(tmp_path / "sharded", "the index names tensors that no shard has: a")
     index.write_text("{}")
-    refused(tmp_path / "sharded", "no index of tensors")
+    assert_rejected(tmp_path / "sharded", "not an index of tensors")
 
 
-def test_a_rank_that_is_too_small_is_refused_before_anything_is_read(folder, monkeypatch):
+def test_insufficient_memory_is_detected_before_reading(folder, monkeypatch):
     monkeypatch.setattr("relibra_jax.models.load_checks.memory_of_a_device", lambda mesh: 2**30)
     (folder / "model.safetensors").unlink()
     with_fields(folder, hidden_size=2048, head_dim=128, moe_intermediate_size=16384, num_hidden_layers=8)
     # 8 layers x 2 experts x 3 matrices of 2048 x 16384 in float32 are 6 GiB a rank.
-    message = refused(
-        folder, r"a rank's parameters take 6\.\d\d GiB \(6\.00 GiB of experts, a share of 8 ranks"
+    message = assert_rejected(
+        folder, r"a rank's parameters take 6\.\d\d GiB \(6\.00 GiB of experts, sharded over 8 ranks"
     )
-    assert "there are 1.00 GiB for a device: take more ranks, or parameters of fewer bytes" in message
+    assert "a device has only 1.00 GiB; use more ranks, or a smaller param_dtype" in message
 
 
 def test_homes_are_checked():
-    refused(FOLDER / "qwen3_moe", r"home: 2 layers, the model has 3", home=some_homes("glm4_moe"))
-    refused(FOLDER / "qwen3_moe", "home slot 0: owned by 16 experts", home=np.zeros((3, 16), np.int32))
+    homes = some_homes("glm4_moe")
+    assert_rejected(
+        FOLDER / "qwen3_moe", "home has 2 layers, but the model has 3 layers with experts", home=homes
+    )
+    assert_rejected(
+        FOLDER / "qwen3_moe", "home slot 0: owned by 16 experts", home=np.zeros((3, 16), np.int32)
+    )
 
 
-def test_what_transformers_leaves_out_is_left_out(tmp_path, caplog):
+def test_tensors_that_transformers_ignores_are_ignored(tmp_path, caplog):
     shutil.copytree(FOLDER / "glm4_moe", tmp_path / "glm")
     extra = {f"model.layers.3.{name}.weight": np.zeros(3, np.float32) for name in ("eh_proj", "enorm")}
     save_file(
@@ -368,7 +377,7 @@ def test_what_transformers_leaves_out_is_left_out(tmp_path, caplog):
     assert json.loads((tmp_path / "saved" / "config.json").read_text())["num_nextn_predict_layers"] == 0
 
 
-def test_what_lies_beside_the_tensors_comes_along(folder, tmp_path):
+def test_tokenizer_and_config_files_are_copied(folder, tmp_path):
     (folder / "tokenizer.json").write_text("{}")
     model = load_pretrained(folder, mesh(), TOPOLOGY)
     save_pretrained(model, tmp_path / "saved", source=folder)
@@ -378,14 +387,14 @@ def test_what_lies_beside_the_tensors_comes_along(folder, tmp_path):
         "model.safetensors",
         "tokenizer.json",
     }
-    with pytest.raises(ValueError, match="saved: it is there already"):
+    with pytest.raises(ValueError, match="saved already exists"):
         save_pretrained(model, tmp_path / "saved")
-    with pytest.raises(ValueError, match=r"a checkpoint of .*tied=True.*, the model has .*tied=False"):
+    with pytest.raises(ValueError, match=r"a checkpoint with .*tied=True.*, but the model has .*tied=False"):
         save_pretrained(model, tmp_path / "other", source=FOLDER / "qwen3_moe_dense")
     assert not (tmp_path / "other").exists()
 
 
-def test_a_folder_appears_when_it_is_complete(folder, tmp_path, monkeypatch):
+def test_a_folder_appears_only_when_it_is_complete(folder, tmp_path, monkeypatch):
     model = load_pretrained(folder, mesh(), TOPOLOGY)
 
     def full(*args, **options):
@@ -400,9 +409,9 @@ def test_a_folder_appears_when_it_is_complete(folder, tmp_path, monkeypatch):
     assert_same_bits(read_all(tmp_path / "saved"), separate("qwen3_moe"))
 
 
-def test_a_rank_holds_the_bytes_that_were_computed():
+def test_the_computed_bytes_of_a_rank_equal_those_on_a_device():
     model = load_pretrained(FOLDER / "glm4_moe", mesh(), TOPOLOGY, param_dtype="bfloat16")
     own, replicated = rank_bytes(nnx.state(model), TOPOLOGY)
-    held = [leaf.addressable_shards[3].data.nbytes for leaf in jax.tree.leaves(nnx.state(model))]
-    assert own + replicated == sum(held)
+    device_bytes = [leaf.addressable_shards[3].data.nbytes for leaf in jax.tree.leaves(nnx.state(model))]
+    assert own + replicated == sum(device_bytes)
     assert own == 2 * 2 * 3 * 16 * 8 * 2  # layers, home slots, matrices, D, F, bytes

@@ -1,1 +1,1 @@
-"""Ahead-of-time checks of the execution half on a described cluster: XLA compiles for GPUs that are not there."""
+"""Ahead-of-time checks: XLA compiles the execution programs for a described GPU cluster; the checks read the result."""

@@ -1,16 +1,21 @@
-"""Compile training steps for 2 nodes x 4 H100 and hold the programs to what the design promises.
+"""Compile training steps for 2 nodes x 4 H100, and check that the programs have the properties that the design needs.
 
     make aot
 
-Layers are prepared before: their tables are arguments. Stacks of layers run the same plans in two ways: as
-`relibra_jax.execution.ExpertParallel` chooses on such nodes, scanned and unrolled, and with padded exchanges of tokens
-and replicas. Each is compiled with R = 2 replica slots and with none, 2 and 8 layers deep, experts in the Hopper
-kernels. Then whole optimizer updates with residents, several micro-batches and several updates; the program that
-migrates experts; layers on one node of 8 whose replicas a kernel pulls; and the kernels by themselves, at the shapes of
-named models, the planner's search among them, and those of Triton for a GPU of each family. No GPU is needed, and none
-is used: this shows schedules, buffers, bytes and what the assembler made of the kernels, not that ragged exchanges and
-kernels compute what they should.
-``XLA_FLAGS=--xla_dump_to=DIR`` keeps the programs.
+It compiles these programs:
+
+- stacks of layers that run the same plans in two ways: as `relibra_jax.execution.ExpertParallel` chooses on such nodes,
+  scanned and unrolled, and with padded exchanges of tokens and replicas. Each is compiled with R = 2 replica slots and
+  with none, with 2 and 8 layers, and with the Hopper kernels. The tables of prepared layers are arguments;
+- whole optimizer updates with residents, for several micro-batches and several updates;
+- the program that migrates experts;
+- layers on one node of 8 ranks whose replicas a kernel pulls;
+- the kernels alone at the shapes of published models, including the planner's search, and the Triton kernels for a GPU
+of
+  each family.
+
+No GPU is needed or used. The checks cover schedules, buffers, bytes and the assembler's report on the kernels. They do
+not show that ragged exchanges and kernels compute correct results. ``XLA_FLAGS=--xla_dump_to=DIR`` keeps the programs.
 """
 
 import multiprocessing
@@ -28,10 +33,15 @@ from experiments.aot import checks, kernels, migration, remote, search_kernel, t
 
 
 def main() -> int:
+    """Compile all programs in parallel, and print a table of the checks.
+
+    Returns:
+        The exit status: 0, or 1 if a check failed.
+    """
     start = time.monotonic()
-    # For the workers: a GPU that happens to be here is left alone.
+    # The workers inherit this and do not use a GPU of this machine.
     os.environ["JAX_PLATFORMS"] = "cpu"
-    # XLA compiles one program on one core, mostly; the largest go first.
+    # XLA mostly uses one core for a program; the largest programs start first.
     stacks = sorted(checks.CASES, key=lambda case: (case.scanned, -case.layers, -case.replica_slots))
     context = multiprocessing.get_context("spawn")
     workers = min(len(os.sched_getaffinity(0)), 4)
@@ -40,34 +50,37 @@ def main() -> int:
         def submit(function: Callable[[Any], Any], cases: Iterable[Any]) -> dict[Any, Future]:
             return {case: pool.submit(function, case) for case in cases}
 
-        of_updates = submit(update_checks.measure_batch, update_checks.BATCHES)
-        of_stacks = submit(checks.measure, stacks)
-        of_migration, of_remote = pool.submit(migration.measure_migration), pool.submit(remote.measure_remote)
-        of_kernels = submit(kernels.compile_kernels, kernels.KERNEL_CASES)
-        of_search = submit(search_kernel.compile_search, search_kernel.SEARCH_CASES)
-        of_triton = submit(triton_kernels.compile_triton, triton_kernels.TRITON_CASES)
+        update_jobs = submit(update_checks.measure_batch, update_checks.BATCHES)
+        stack_jobs = submit(checks.measure, stacks)
+        migration_job, remote_job = (
+            pool.submit(migration.measure_migration),
+            pool.submit(remote.measure_remote),
+        )
+        kernel_jobs = submit(kernels.compile_kernels, kernels.KERNEL_CASES)
+        search_jobs = submit(search_kernel.compile_search, search_kernel.SEARCH_CASES)
+        triton_jobs = submit(triton_kernels.compile_triton, triton_kernels.TRITON_CASES)
         findings = [
-            *checks.judge(_results(of_stacks)),
-            *update_checks.judge_batches(_results(of_updates)),
-            *migration.judge_migration(of_migration.result()),
-            *remote.judge_remote(of_remote.result()),
-            *kernels.judge_kernels(_results(of_kernels)),
-            *search_kernel.judge_search(_results(of_search)),
-            *triton_kernels.judge_triton(_results(of_triton)),
+            *checks.judge(_results(stack_jobs)),
+            *update_checks.judge_batches(_results(update_jobs)),
+            *migration.judge_migration(migration_job.result()),
+            *remote.judge_remote(remote_job.result()),
+            *kernels.judge_kernels(_results(kernel_jobs)),
+            *search_kernel.judge_search(_results(search_jobs)),
+            *triton_kernels.judge_triton(_results(triton_jobs)),
         ]
     table = Table(
-        "program", "what the compiled program must show", "found", "", title="2 nodes x 4 H100, compiled here"
+        "program", "required property", "measured", "", title="Programs compiled for 2 nodes x 4 H100"
     )
     for finding in findings:
-        verdict = {True: "[green]ok", False: "[red]FAILED", None: "stated"}[finding.good]
-        table.add_row(finding.program, finding.promise, finding.found, verdict)
+        verdict = {True: "[green]ok", False: "[red]FAILED", None: "no check"}[finding.good]
+        table.add_row(finding.program, finding.requirement, finding.result, verdict)
     console = Console(width=None if sys.stdout.isatty() else 150)
     console.print(table)
     failed = sum(finding.good is False for finding in findings)
-    # One program migrates, and three fetch with a kernel or without.
-    programs = 4 + sum(map(len, (of_updates, of_stacks, of_kernels, of_search, of_triton)))
+    # The other four programs: one migrates experts, and three fetch replicas with or without a kernel.
+    programs = 4 + sum(map(len, (update_jobs, stack_jobs, kernel_jobs, search_jobs, triton_jobs)))
     seconds = time.monotonic() - start
-    console.print(f"{programs} programs in {seconds:.0f} s, {failed} of {len(findings)} failed")
+    console.print(f"{programs} programs in {seconds:.0f} s, {failed} of {len(findings)} checks failed")
     return 1 if failed else 0
 
 

@@ -1,14 +1,15 @@
-"""What one device sends in a run of a compiled program, counted from the shapes of its collectives.
+"""Count the bytes that one device sends in a run of a compiled program, from the shapes of its collectives.
 
-A device in a group of P sends, of an operand of n bytes:
+For an operand of n bytes, a device in a group of P devices sends:
 
     all-to-all, reduce-scatter       n (P - 1) / P
     all-gather                       n (P - 1)
     all-reduce                       2 n (P - 1) / P, a reduce-scatter and an all-gather
     collective-permute, -broadcast   n
-    ragged-all-to-all                at most n: how much lies in its lanes is known when it runs
+    ragged-all-to-all                at most n; the exact number is known only at run time
 
-Groups say over which network: ``local`` inside a node, ``node`` between ranks of one local index, ``all`` over both.
+The groups determine the network: ``local`` is inside a node, ``node`` between ranks with the same local index, and
+``all`` across both.
 """
 
 import re
@@ -23,9 +24,9 @@ from experiments.aot.hlo import Instruction, Transfer
 from relibra_jax.types import Topology
 
 type Axes = Literal["local", "node", "all"]
-type What = Literal["tokens", "gates", "replicas", "push", "return", "dense", "other"]
-type Sent = dict[tuple[What, Axes], int]
-"""Bytes by what they are and the network that they take."""
+type Content = Literal["tokens", "gates", "replicas", "push", "return", "dense", "other"]
+type Sent = dict[tuple[Content, Axes], int]
+"""Bytes by their content and their network."""
 
 _SIZES: Final = {
     "pred": 1,
@@ -45,11 +46,14 @@ _MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}")
 
 
 def count_sent(transfers: Iterable[Transfer], topology: Topology) -> Sent:
-    """The bytes that a device sends in one run of a program; those of a loop of unknown length are an error.
+    """Count the bytes that a device sends in one run of a program.
 
     Args:
         transfers: the collectives of the program.
-        topology: the ranks; device ``n * G + g`` is rank g of node n.
+        topology: the expert-parallel group; device ``n * G + g`` is rank g of node n.
+
+    Raises:
+        ValueError: if a collective is in a loop of unknown length.
     """
     total: Counter = Counter()
     for transfer in transfers:
@@ -57,14 +61,14 @@ def count_sent(transfers: Iterable[Transfer], topology: Topology) -> Sent:
         sent = sent_bytes(transfer, ranks) * transfer.times
         if not np.isfinite(sent):
             raise ValueError(
-                f"{transfer.start.name} runs in a loop of unknown length: its bytes cannot be counted"
+                f"{transfer.start.name} runs in a loop of unknown length, so its bytes cannot be counted"
             )
-        total[what_is_sent(transfer), axes] += round(sent)
+        total[transfer_content(transfer), axes] += round(sent)
     return dict(total)
 
 
 def sent_bytes(transfer: Transfer, ranks: int) -> float:
-    """The bytes that a device sends in one execution among so many ranks."""
+    """Return the bytes that a device sends in one execution of a collective among ``ranks`` ranks."""
     operands = transfer.operands[:1] if transfer.kind == "ragged-all-to-all" else transfer.operands
     size = sum(_SIZES[dtype] * prod(shape) for dtype, shape in operands)
     away = (ranks - 1) / ranks
@@ -81,62 +85,62 @@ def sent_bytes(transfer: Transfer, ranks: int) -> float:
 
 
 def group_axes(collective: Instruction, topology: Topology) -> tuple[Axes, int]:
-    """The network that a collective takes, and the ranks of one of its groups.
+    """Return the network of a collective, and the number of ranks in each of its groups.
 
     Raises:
-        ValueError: if its groups are not understood, or are neither a node's ranks, nor those of one local index, nor
-            all ranks.
+        ValueError: if its groups cannot be parsed, or are neither the ranks of nodes, nor the ranks with one local
+            index, nor all ranks.
     """
     groups = _groups(collective.attributes, topology.num_ranks)
     nodes, local = topology.num_nodes, topology.ranks_per_node
     ranks = np.arange(nodes * local).reshape(nodes, local)
-    known: dict[Axes, np.ndarray] = {"local": ranks, "node": ranks.T, "all": ranks.reshape(1, -1)}
-    for axes, expected in known.items():
+    groups_by_axes: dict[Axes, np.ndarray] = {"local": ranks, "node": ranks.T, "all": ranks.reshape(1, -1)}
+    for axes, expected in groups_by_axes.items():
         if groups is not None and {frozenset(group) for group in groups} == set(
             map(frozenset, expected.tolist())
         ):
             return axes, expected.shape[1]
-    raise ValueError(f"{collective.name}: groups of ranks that are no axis of {nodes} x {local}: {groups}")
+    raise ValueError(f"{collective.name}: the groups of ranks match no axis of {nodes} x {local}: {groups}")
 
 
-def what_is_sent(transfer: Transfer) -> What:
-    """What a collective carries, by the scope that it was called in and its dtype."""
-    scopes: dict[str, What] = {
+def transfer_content(transfer: Transfer) -> Content:
+    """Determine what a collective sends from its named scope and its dtype."""
+    scopes: dict[str, Content] = {
         "push_residents": "push",
         "return_gradients": "return",
         "replica_fetch": "replicas",
         "dispatch": "tokens",
         "combine": "tokens",
     }
-    found = next((what for scope, what in scopes.items() if scope in transfer.op_name), None)
+    content = next((each for scope, each in scopes.items() if scope in transfer.op_name), None)
     dtype, shape = transfer.operands[0]
-    if found == "tokens" and dtype == "f32":
-        # Gates and their gradients; tokens travel in bfloat16.
+    if content == "tokens" and dtype == "f32":
+        # These are gates and their gradients, because tokens are sent in bfloat16.
         return "gates"
-    if found is None and transfer.kind == "ragged-all-to-all" and len(shape) == 4:
-        # XLA drops the names of ragged exchanges: that of experts is the one of whole matrices.
+    if content is None and transfer.kind == "ragged-all-to-all" and len(shape) == 4:
+        # XLA drops the names of ragged exchanges; only the exchange of experts has whole matrices.
         return "replicas"
-    if found is None and transfer.kind == "all-reduce":
+    if content is None and transfer.kind == "all-reduce":
         return "dense"
-    return found or "other"
+    return content or "other"
 
 
 def _groups(attributes: str, ranks: int) -> list[list[int]] | None:
-    if found := _LISTS.search(attributes):
-        return [[int(rank) for rank in group.split(",")] for group in found[1][1:-1].split("},{")]
-    if found := _IOTA.search(attributes):
-        shape, dims, order = (_integers(part) for part in found.groups(""))
+    if match := _LISTS.search(attributes):
+        return [[int(rank) for rank in group.split(",")] for group in match[1][1:-1].split("},{")]
+    if match := _IOTA.search(attributes):
+        shape, dims, order = (_integers(part) for part in match.groups(""))
         places = np.arange(prod(dims)).reshape(dims)
         return places.transpose(order or range(len(dims))).reshape(shape).tolist()
-    if found := _MESH.search(attributes):
-        sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", found[1])}
-        names, over = list(sizes), re.findall(r"'([^']+)'", found[2])
-        if prod(sizes.values()) != ranks or not set(over) <= set(names):
+    if match := _MESH.search(attributes):
+        sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", match[1])}
+        names, axis_names = list(sizes), re.findall(r"'([^']+)'", match[2])
+        if prod(sizes.values()) != ranks or not set(axis_names) <= set(names):
             return None
         places = np.arange(ranks).reshape(tuple(sizes.values()))
-        inner = [names.index(name) for name in over]
+        inner = [names.index(name) for name in axis_names]
         outer = [axis for axis in range(len(names)) if axis not in inner]
-        size = prod(sizes[name] for name in over)
+        size = prod(sizes[name] for name in axis_names)
         return places.transpose(outer + inner).reshape(-1, size).tolist()
     return None
 

@@ -1,11 +1,11 @@
-"""What compiled stacks of layers are measured by, and what is promised of them."""
+"""The measurements and checks of compiled stacks of layers."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Final, Literal, NamedTuple
 
-from experiments.aot.bytes import Sent, count_sent, group_axes, sent_bytes, what_is_sent
+from experiments.aot.bytes import Sent, count_sent, group_axes, sent_bytes, transfer_content
 from experiments.aot.expected_bytes import expected_sent
 from experiments.aot.findings import Finding, judge_bytes, read_compiled
 from experiments.aot.hlo import Transfer
@@ -16,20 +16,20 @@ type Phase = Literal["fetch", "refetch", "return"]
 
 DEPTHS: Final = (2, 8)
 BUFFER: Final = TOPOLOGY.replica_slots * EXPERT * 2
-"""Bytes of a replica buffer: the replicas of one rank and layer in bfloat16."""
+"""The bytes of a replica buffer, which has the replicas of one rank and layer in bfloat16."""
 STACKS: Final[tuple[tuple[Way, bool], ...]] = (("auto", True), ("auto", False), ("padded", True))
-"""Ways, scanned and unrolled: nobody unrolls a stack to run it padded."""
+"""The compiled stacks: exchange settings and whether they are scanned. Nobody unrolls padded stacks in practice."""
 EXCHANGES: Final[Mapping[Way, int]] = {"auto": 1, "padded": 2}
-"""Collectives of one replica fetch: pieces are exchanged twice."""
+"""The number of collectives of one replica fetch; the padded fetch exchanges pieces twice."""
 MOST_BUFFERS: Final = 3
-"""Weights, the next layer's prefetch, gradients."""
+"""The largest number of replica buffers: weights, the next layer's prefetch, and gradients."""
 MOST_GROWTH: Final = 0.1
-"""Buffers a further layer; a layer that kept one would add 1."""
+"""The largest growth in buffers per further layer; a layer that kept its buffer would add 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One program."""
+    """One program to compile."""
 
     way: Way
     scanned: bool
@@ -38,42 +38,42 @@ class Case:
 
     @property
     def stack(self) -> str:
-        """The stack that it is a variant of."""
+        """The name of the stack of which it is a variant."""
         return f"{self.way}, {'scanned' if self.scanned else 'unrolled'}"
 
 
 class Move(NamedTuple):
-    """A collective that carries expert weights or their gradients."""
+    """A collective that sends expert weights or their gradients."""
 
     phase: Phase
     times: float
     asynchronous: bool
     attention: int
-    """Matrix products of attention, forward or backward, between its start and its done."""
+    """The number of matrix products of attention, forward or backward, between its start and its done."""
     backward: int
-    """Matrix products of the backward pass proper, recomputation not counted."""
+    """The number of matrix products of the backward pass, without the recomputation."""
     sent: int
-    """Bytes that a device sends each time."""
+    """The bytes that a device sends in one execution."""
 
     @property
-    def beside(self) -> int:
-        """The products that its data move beside, where they do not wait for it."""
+    def overlapped(self) -> int:
+        """The number of matrix products that overlap with it; 0 if it is not asynchronous."""
         products = self.backward if self.phase == "return" else self.attention
         return products if self.asynchronous else 0
 
 
 class Measured(NamedTuple):
-    """What the checks need to know about a program; small enough to send between processes."""
+    """The measurements of a program; small enough to send between processes."""
 
     temporary: int
-    """Bytes."""
+    """The temporary memory in bytes."""
     moves: list[Move]
     gathered: int
-    """Elements of the largest all-gather."""
+    """The number of elements of the largest all-gather."""
     sent: Sent
-    """Bytes that a device sends, counted."""
+    """The counted bytes that a device sends."""
     expected: Sent
-    """Bytes that it should send."""
+    """The bytes that a device should send."""
 
 
 CASES: Final = [
@@ -85,14 +85,14 @@ CASES: Final = [
 
 
 def measure(case: Case) -> Measured:
-    """Compile one program and read it."""
+    """Compile one program and measure it."""
     parallel = parallel_of(case.way, replica_slots=case.replica_slots)
     compiled = compile_step(MODEL, parallel, layers=case.layers, scanned=case.scanned)
     program, temporary = read_compiled(compiled)
     transfers = list(program.transfers())
     moves, gathered = [], 0
     for transfer in transfers:
-        if what_is_sent(transfer) == "replicas":
+        if transfer_content(transfer) == "replicas":
             products = [one for one in transfer.between if program.is_gemm(one)]
             attention = sum("attention" in one.op_name for one in products)
             backward = sum("transpose(" in one.op_name and "rematted" not in one.op_name for one in products)
@@ -114,7 +114,11 @@ def measure(case: Case) -> Measured:
 
 
 def judge(measured: Mapping[Case, Measured]) -> Iterator[Finding]:
-    """Hold the programs of all cases to what is promised."""
+    """Check the programs of all cases.
+
+    Args:
+        measured: the measurements of every case.
+    """
     for way, scanned in STACKS:
         deepest = Case(way=way, scanned=scanned, layers=DEPTHS[-1])
         yield from _judge_moves(deepest, measured[deepest])
@@ -122,16 +126,16 @@ def judge(measured: Mapping[Case, Measured]) -> Iterator[Finding]:
         yield from _judge_memory(deepest, measured)
 
 
-def _judge_moves(case: Case, found: Measured) -> Iterator[Finding]:
+def _judge_moves(case: Case, measured: Measured) -> Iterator[Finding]:
     by_phase = {
-        phase: [move for move in found.moves if move.phase == phase]
+        phase: [move for move in measured.moves if move.phase == phase]
         for phase in ("fetch", "refetch", "return")
     }
     times = [sum(move.times for move in moves) / case.layers for moves in by_phase.values()]
     exchanges = EXCHANGES[case.way]
     yield Finding(
         case.stack,
-        "one replica fetch, refetch and gradient return a layer"
+        "one replica fetch, refetch and gradient return per layer"
         + ("" if exchanges == 1 else f", in {exchanges} exchanges each"),
         " + ".join(f"{count:g}" for count in times),
         times == [exchanges] * 3,
@@ -139,21 +143,22 @@ def _judge_moves(case: Case, found: Measured) -> Iterator[Finding]:
     yield Finding(
         case.stack,
         "no all-gather of home weights: none as large as an expert",
-        f"{found.gathered / EXPERT:.3f} experts",
-        found.gathered < EXPERT,
+        f"{measured.gathered / EXPERT:.3f} experts",
+        measured.gathered < EXPERT,
     )
     for phase, name in (
-        ("fetch", "attention's"),
-        ("refetch", "attention's"),
-        ("return", "the backward pass's"),
+        ("fetch", "attention"),
+        ("refetch", "attention"),
+        ("return", "the backward pass"),
     ):
-        beside = [move.beside for move in by_phase[phase]]
-        hidden = sum(move.times for move in by_phase[phase] if move.beside) / case.layers
+        overlapped = [move.overlapped for move in by_phase[phase]]
+        hidden = sum(move.times for move in by_phase[phase] if move.overlapped) / case.layers
         yield Finding(
             case.stack,
-            f"every {phase} encloses matrix products, {name}"
-            + ("" if exchanges == 1 else ", with one of its exchanges at least"),
-            f"{hidden:g} of {exchanges} exchanges, {min(beside, default=0)} to {max(beside, default=0)} products",
+            f"every {phase} overlaps with matrix products of {name}"
+            + ("" if exchanges == 1 else ", in at least one of its exchanges"),
+            f"{hidden:g} of {exchanges} exchanges,"
+            f" {min(overlapped, default=0)} to {max(overlapped, default=0)} products",
             hidden >= 1,
         )
     yield _judge_fetch(case, by_phase["fetch"])
@@ -161,7 +166,7 @@ def _judge_moves(case: Case, found: Measured) -> Iterator[Finding]:
 
 def _judge_fetch(case: Case, moves: list[Move]) -> Finding:
     experts, exposed = (
-        sum(move.times * move.sent for move in moves if not (move.beside and only_exposed))
+        sum(move.times * move.sent for move in moves if not (move.overlapped and only_exposed))
         / (case.layers * 2 * EXPERT)
         for only_exposed in (False, True)
     )
@@ -169,8 +174,8 @@ def _judge_fetch(case: Case, moves: list[Move]) -> Finding:
     exports = capacities_of(replace(TOPOLOGY, replica_slots=slots), case.layers).exports
     return Finding(
         case.stack,
-        f"a rank sends no more than its {exports} exports and R = {slots} experts in a fetch, however hot one is",
-        f"{experts:.2f} experts, {exposed:.2f} of them beside no product",
+        f"a rank sends at most its {exports} exports and R = {slots} experts per fetch, however hot one is",
+        f"{experts:.2f} experts, {exposed:.2f} of them without overlap",
         experts <= exports + slots,
     )
 
@@ -178,11 +183,11 @@ def _judge_fetch(case: Case, moves: list[Move]) -> Finding:
 def _judge_memory(case: Case, measured: Mapping[Case, Measured]) -> Iterator[Finding]:
     extra = []
     for layers in DEPTHS:
-        here, without = (
+        with_replicas, without = (
             measured[replace(case, layers=layers, replica_slots=slots)].temporary
             for slots in (case.replica_slots, 0)
         )
-        extra.append((here - without) / BUFFER)
+        extra.append((with_replicas - without) / BUFFER)
     yield Finding(
         case.stack,
         f"temporary memory of replicas: at most {MOST_BUFFERS} buffers of {BUFFER / 1e6:.1f} MB",
@@ -192,14 +197,14 @@ def _judge_memory(case: Case, measured: Mapping[Case, Measured]) -> Iterator[Fin
     growth = (extra[-1] - extra[0]) / (DEPTHS[-1] - DEPTHS[0])
     yield Finding(
         case.stack,
-        f"which does not grow with depth: less than {MOST_GROWTH} buffers a layer",
+        f"its growth with depth: less than {MOST_GROWTH} buffers per layer",
         f"{growth:.2f}",
         growth < MOST_GROWTH,
     )
 
 
 def phase_of(transfer: Transfer) -> Phase:
-    """By the transformations that its name went through."""
+    """Return the phase of a transfer, from the JAX transformations in its name."""
     if "transpose(" not in transfer.op_name:
         return "fetch"
     return "refetch" if "rematted_computation" in transfer.op_name else "return"

@@ -1,21 +1,23 @@
-"""What a device should send in a run of a program, from the sizes of its buffers alone.
+"""Compute the bytes that a device should send in a run of a program, from the sizes of its buffers alone.
 
-    tokens     rows of D bfloat16: out in the forward pass, in the checkpointed repetition of it and as the gradient of
-               combine, back as combine and as the gradient of dispatch. The repetition leaves combine out
-    gates      float32, one for each row inside the node and K for a row that crosses nodes: out twice, their gradient
-               back
-    replicas   bfloat16, fetched, fetched again, and their gradients returned. Padded, a rank sends its exports and its
-               R slots in pieces, however often an expert is copied. What a kernel pulls, nobody sends: their gradients
-               alone return, padded
-    push       bfloat16, once an update, all layers: exports to pieces, pieces to nodes, pieces to slots
-    return     the same back in float32
+    tokens     rows of D bfloat16. They are sent out three times: in the forward pass, in its recomputation, and as the
+               gradient of combine. They come back twice: in combine and as the gradient of dispatch. The recomputation
+               omits combine
+    gates      float32, one for each row inside the node and K for a row that crosses nodes. They are sent out twice,
+    and
+               their gradient comes back once
+    replicas   bfloat16. They are fetched, fetched again in the backward pass, and their gradients return. In the padded
+               fetch a rank sends its exports and its R slots in pieces, however often an expert is copied. A fetch by a
+               kernel sends nothing; only the gradients return, padded
+    push       bfloat16, once per update for all layers: exports to pieces, pieces to nodes, pieces to slots
+    return     the same in the other direction, in float32
     dense      gradients of attention (bfloat16) and router (float32), summed over all ranks in every layer
 
-Of what padded exchanges send, a P-th stays on the device. Of ragged ones, buffers are counted whole: their lanes hold
-at most that much.
+In padded exchanges among P devices, 1/P of the data stays on the device. For ragged exchanges the whole buffers are
+counted, which is an upper bound.
 """
 
-from experiments.aot.bytes import Axes, Sent, What
+from experiments.aot.bytes import Axes, Content, Sent
 from experiments.aot.stack import Model
 from relibra_jax.capacity import ExchangeSizes
 from relibra_jax.execution.parallel import ExpertParallel
@@ -24,19 +26,19 @@ from relibra_jax.execution.parallel import ExpertParallel
 def expected_sent(
     model: Model, parallel: ExpertParallel, *, layers: int, micro_batches: int = 1, updates: int = 1
 ) -> Sent:
-    """The bytes that a device should send.
+    """Compute the bytes that a device should send, by content and network.
 
     Args:
         model: the sizes of the model.
-        parallel: how plans are run, with counted capacities.
-        layers: the layers of the stack.
-        micro_batches: the micro-batches of an update.
-        updates: the updates of a run.
+        parallel: the mesh, topology, counted buffer sizes and kinds of exchange.
+        layers: the number of layers of the stack.
+        micro_batches: the number of micro-batches of an update.
+        updates: the number of updates of a run.
     """
     topology, sizes = parallel.topology, parallel.capacities
     assert sizes is not None
     nodes, local = parallel.ranks
-    total: dict[tuple[What, Axes], float] = {}
+    total: dict[tuple[Content, Axes], float] = {}
     runs = updates * micro_batches * layers
     hops: list[tuple[Axes, int, ExchangeSizes, int]] = [("all", nodes * local, sizes.flat, 1)]
     if parallel.is_hierarchical(model.top_k):
@@ -59,10 +61,10 @@ def expected_sent(
         assert sizes.push is not None
         inside = (sizes.push.exports + layers * topology.resident_slots) * (local - 1) / local
         between = (nodes - 1) * sizes.push.pair / local
-        widths: dict[What, int] = {"push": 2, "return": 4}
-        for what, width in widths.items():
-            total[what, "local"] = updates * inside * matrices * width
-            total[what, "node"] = updates * between * matrices * width
+        widths: dict[Content, int] = {"push": 2, "return": 4}
+        for content, width in widths.items():
+            total[content, "local"] = updates * inside * matrices * width
+            total[content, "node"] = updates * between * matrices * width
     dense = 4 * model.width**2 * 2 + model.width * topology.num_experts * 4
     total["dense", "all"] = runs * 2 * dense * (topology.num_ranks - 1) / topology.num_ranks
     return {key: round(size) for key, size in total.items()}

@@ -1,4 +1,4 @@
-"""What every check of a compiled program starts and ends with: the program as read, and a line of the table."""
+"""The parts that all checks of compiled programs share: reading a program, and a line of the table."""
 
 from typing import NamedTuple
 
@@ -9,31 +9,47 @@ from experiments.aot.hlo import Program
 
 
 class Finding(NamedTuple):
-    """A line of the table; ``good`` is None for figures that are stated without a promise."""
+    """A line of the table: one checked property of one program."""
 
     program: str
-    promise: str
-    found: str
+    """The name of the program."""
+    requirement: str
+    """The property that the program must have."""
+    result: str
+    """The measured value of the property."""
     good: bool | None
+    """Whether the program has the property; None if the value is only reported."""
 
 
 def read_compiled(compiled: jax.stages.Compiled) -> tuple[Program, int]:
-    """The program and its temporary memory in bytes."""
+    """Parse a compiled program; returns it and its temporary memory in bytes.
+
+    Raises:
+        RuntimeError: if the backend provides neither the program's text nor its memory.
+    """
     text, memory = compiled.as_text(), compiled.memory_analysis()
     if text is None or memory is None:
-        raise RuntimeError("this backend says neither what it compiled nor what memory that takes")
+        raise RuntimeError("this backend does not provide the text or the memory use of the compiled program")
     return Program.parse(text), memory.temp_size_in_bytes
 
 
 def judge_bytes(program: str, sent: Sent, expected: Sent) -> Finding:
-    """Whether a program sends what its buffer sizes say, to the byte."""
+    """Check that a program sends exactly the bytes that follow from its buffer sizes.
+
+    Args:
+        program: the name of the program.
+        sent: the counted bytes that a device sends.
+        expected: the bytes that it should send.
+    """
     wrong = [key for key in sorted({*sent, *expected}) if sent.get(key, 0) != expected.get(key, 0)]
-    found = ", ".join(f"{what} ({axes}) {size / 1e6:.1f}" for (what, axes), size in sorted(sent.items()))
+    result = ", ".join(
+        f"{content} ({axes}) {size / 1e6:.1f}" for (content, axes), size in sorted(sent.items())
+    )
     if wrong:
-        found = ", ".join(
-            f"{what} ({axes}): {sent.get((what, axes), 0)}, expected {expected.get((what, axes), 0)}"
-            for what, axes in wrong
+        result = ", ".join(
+            f"{content} ({axes}): {sent.get((content, axes), 0)}, expected {expected.get((content, axes), 0)}"
+            for content, axes in wrong
         )
     return Finding(
-        program, "MB sent by a device, as the sizes of its buffers say to the byte", found, not wrong
+        program, "MB sent by a device: exactly those that follow from its buffer sizes", result, not wrong
     )

@@ -1,9 +1,9 @@
-"""GPUs described well enough for XLA to compile for them on a machine that has none.
+"""Descriptions of GPUs with which XLA compiles for them on a machine without a GPU.
 
-Compute capability, shared memory and threads are those of the CUDA C++ Programming Guide's table of technical
-specifications; the other figures are those of NVIDIA's data sheets and architecture white papers, with the highest
-boost clock; the H100 is the SXM5 part, of 132 multiprocessors. Of all these, kernels that Triton compiles depend on the
-compute capability and the shared memory alone.
+Compute capability, shared memory and threads come from the table of technical specifications in the CUDA C++
+Programming Guide. The other figures come from NVIDIA's data sheets and architecture white papers, with the highest
+boost clock. The H100 is the SXM5 part, with 132 multiprocessors. Triton kernels depend only on the compute capability
+and shared memory.
 """
 
 import os
@@ -17,28 +17,28 @@ KIB: Final = 1024
 
 
 class Gpu(NamedTuple):
-    """What the compiler is told of a GPU."""
+    """The properties of a GPU that the compiler needs."""
 
     kind: str
-    """The name by which JAX knows the device."""
+    """The device kind in JAX."""
     capability: tuple[int, int]
     """The compute capability."""
     cores: int
     """The number of multiprocessors."""
     fpus: int
-    """FP32 lanes of a multiprocessor."""
+    """The number of FP32 lanes of a multiprocessor."""
     threads: int
-    """Threads that a multiprocessor holds."""
+    """The largest number of threads on a multiprocessor."""
     clock: float
-    """In GHz."""
+    """The clock rate in GHz."""
     memory: int
-    """In GB."""
+    """The device memory in GB."""
     bandwidth: int
-    """Of the memory, in GB/s."""
+    """The memory bandwidth in GB/s."""
     l2: int
-    """In MiB."""
+    """The L2 cache in MiB."""
     shared: int
-    """Shared memory of a multiprocessor in KiB; a block may use 1 KiB less."""
+    """The shared memory of a multiprocessor in KiB; a block may use 1 KiB less."""
 
     @property
     def shared_of_block(self) -> int:
@@ -56,11 +56,11 @@ GPUS: Final = {
         "NVIDIA RTX PRO 6000 Blackwell Server Edition", (12, 0), 188, 128, 1536, 2.6, 96, 1597, 128, 100
     ),
 }
-"""One GPU of each family that kernels are compiled for, by a short name."""
+"""One GPU of each family for which kernels are compiled, by a short name."""
 
 
 def target_config(gpu: Gpu) -> str:
-    """Return a GpuTargetConfig of XLA as text. The accelerated features of a GPU are compiled where it has any."""
+    """Return XLA's GpuTargetConfig as text, with the accelerated features of the GPU if it has any."""
     major, minor = gpu.capability
     features = "feature_extension: ACCELERATED_FEATURES" if (9, 0) <= gpu.capability < (12, 0) else ""
     return f"""
@@ -92,12 +92,17 @@ device_description_str: "{gpu.kind}"
 
 
 def described_devices(gpu: Gpu, *, nodes: int = 1, gpus_per_node: int = 1) -> list[Any]:
-    """Return GPUs that nobody has to own.
+    """Return described GPUs, for which programs can be compiled but not run.
+
+    Args:
+        gpu: the GPU.
+        nodes: the number of nodes.
+        gpus_per_node: the number of GPUs in each node.
 
     Raises:
-        RuntimeError: the compiler for CUDA is not installed here.
+        RuntimeError: if the compiler for CUDA is not installed.
     """
-    # The plugin looks for CUDA's libraries when it loads; to compile it needs none of them.
+    # The plugin looks for CUDA's libraries when it loads, but does not need them to compile.
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
     try:
         described = topologies.get_topology_desc(
@@ -107,10 +112,10 @@ def described_devices(gpu: Gpu, *, nodes: int = 1, gpus_per_node: int = 1) -> li
             target_config=target_config(gpu),
         )
     except NotImplementedError as error:
-        raise RuntimeError("jax-cuda13-plugin and jax-cuda13-pjrt are not installed: run make aot") from error
+        raise RuntimeError("jax-cuda13-plugin and jax-cuda13-pjrt are not installed; run make aot") from error
     return described.devices
 
 
 def gpu_mesh(gpu: Gpu) -> Mesh:
-    """Return a mesh of one axis, ``rank``, over one GPU that nobody has to own."""
+    """Return a mesh with one axis, ``rank``, over one described GPU."""
     return Mesh(np.array(described_devices(gpu)), ("rank",), axis_types=(AxisType.Auto,))

@@ -1,4 +1,4 @@
-"""Nodes of H100, described well enough for XLA to compile for them on a machine that has none."""
+"""Descriptions of nodes of H100 with which XLA compiles for them on a machine without a GPU."""
 
 from jax.sharding import Mesh
 
@@ -8,10 +8,10 @@ from relibra_jax.types import Topology
 
 
 def h100_mesh(topology: Topology) -> Mesh:
-    """The expert mesh of ``topology`` over H100s that nobody has to own.
+    """Return the expert mesh of ``topology`` over described H100s.
 
     Raises:
-        RuntimeError: the compiler for CUDA is not installed here.
+        RuntimeError: if the compiler for CUDA is not installed.
     """
     devices = described_devices(GPUS["H100"], nodes=topology.num_nodes, gpus_per_node=topology.ranks_per_node)
     return expert_mesh(topology, devices=devices)

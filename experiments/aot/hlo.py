@@ -1,8 +1,8 @@
-"""Reading a compiled program: which collectives it has, how often they run, and what runs beside them.
+"""Parse a compiled program: its collectives, how often they run, and the instructions that overlap with them.
 
-XLA's optimised module is text: computations, each a list of instructions in the order of their schedule. An
-asynchronous collective is a pair, ``x-start`` and ``x-done``, and what the schedule puts between the two runs while
-the data move. Nothing here knows about JAX devices; it reads text.
+XLA's optimised module is a text with computations, each of which lists instructions in the order of their schedule. An
+asynchronous collective is a pair of instructions, ``x-start`` and ``x-done``; the instructions between them run while
+the data are sent. This module only reads text and does not use JAX devices.
 """
 
 import re
@@ -39,23 +39,23 @@ class Instruction:
     shape: str
     opcode: str
     operands: tuple[str, ...]
-    """Names of instructions of the same computation."""
+    """The names of instructions of the same computation."""
     attributes: str
 
     @property
     def op_name(self) -> str:
-        """Where in the Python program it comes from: transformations and named scopes; empty if XLA lost it."""
-        found = _OP_NAME.search(self.attributes)
-        return found[1] if found else ""
+        """The origin in the Python program: transformations and named scopes. Empty if XLA dropped it."""
+        match = _OP_NAME.search(self.attributes)
+        return match[1] if match else ""
 
     @property
     def called(self) -> tuple[str, ...]:
-        """Names of the computations that it runs."""
+        """The names of the computations that it runs."""
         return tuple(name for group in _CALLED.findall(self.attributes) for name in _NAME.findall(group))
 
     @property
     def arrays(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Dtype and dimensions of every array of its result."""
+        """The dtype and dimensions of every array of its result."""
         return [
             (dtype, tuple(int(size) for size in sizes.split(",") if size))
             for dtype, sizes in _ARRAY.findall(self.shape)
@@ -70,14 +70,14 @@ class Transfer:
     """One of `COLLECTIVES`."""
     start: Instruction
     operands: tuple[tuple[str, tuple[int, ...]], ...]
-    """Dtype and dimensions of every array that goes in."""
+    """The dtype and dimensions of every input array."""
     op_name: str
-    """Its own, or that of the nearest producer that kept one."""
+    """Its own ``op_name``, or that of the nearest producer that has one."""
     times: float
-    """How often a run of the program executes it; infinite inside a loop of unknown length."""
+    """The number of executions in one run of the program; infinite inside a loop of unknown length."""
     asynchronous: bool
     between: tuple[Instruction, ...]
-    """What the schedule puts between start and done; nothing if it is not asynchronous."""
+    """The instructions between start and done; empty if it is not asynchronous."""
 
 
 @dataclass(frozen=True)
@@ -88,9 +88,9 @@ class Loop:
     body: str
     """The name of the computation that it repeats."""
     trips: float
-    """Infinite if its length is not known."""
+    """The number of iterations of one execution; infinite if unknown."""
     times: float
-    """How often a run of the program executes its body."""
+    """The number of executions of its body in one run of the program."""
 
 
 @dataclass(frozen=True)
@@ -111,13 +111,13 @@ class Program:
 
     @classmethod
     def parse(cls, text: str) -> "Program":
-        """Read what ``compiled.as_text()`` returns.
+        """Parse the text that ``compiled.as_text()`` returns.
 
         Raises:
-            ValueError: the text is no scheduled module, or a line of a computation is not understood.
+            ValueError: if the text is not a scheduled module, or a line of a computation cannot be parsed.
         """
         if not text.startswith("HloModule") or "is_scheduled=true" not in text.split("\n", 1)[0]:
-            raise ValueError("no scheduled HloModule: the order of its instructions means nothing")
+            raise ValueError("not a scheduled HloModule: the order of its instructions has no meaning")
         computations: dict[str, list[Instruction]] = {}
         entry, body = "", None
         for line in text.splitlines():
@@ -130,12 +130,12 @@ class Program:
             elif body is not None:
                 body.append(_instruction(line))
         if not entry:
-            raise ValueError("no ENTRY computation")
+            raise ValueError("the module has no ENTRY computation")
         return cls(computations, entry)
 
     @cached_property
     def executions(self) -> dict[str, float]:
-        """How often one run of the program executes each computation."""
+        """The number of executions of each computation in one run of the program."""
         counts: dict[str, float] = dict.fromkeys(self.computations, 0)
 
         def visit(name: str, times: float) -> None:
@@ -148,15 +148,15 @@ class Program:
         return counts
 
     def loops(self, within: Set[str] | None = None) -> Iterator[Loop]:
-        """The loops that the program runs, or those among the computations ``within``."""
-        for _, body in self._run(within):
+        """Yield the loops that the program runs, or only those in the computations ``within``."""
+        for _, body in self._executed(within):
             for one in body:
                 if one.opcode == "while":
                     (repeated,) = one.called
                     yield Loop(one.op_name, repeated, _trips(one), self.executions[repeated])
 
     def reached_from(self, names: Iterable[str]) -> set[str]:
-        """Computations of these names, and all that they run."""
+        """Return the given computations and all computations that they run, directly or not."""
         reached, queue = set(), list(names)
         while queue:
             name = queue.pop()
@@ -166,8 +166,8 @@ class Program:
         return reached
 
     def transfers(self, within: Set[str] | None = None) -> Iterator[Transfer]:
-        """The collectives that the program runs, or those among the computations ``within``."""
-        for name, body in self._run(within):
+        """Yield the collectives that the program runs, or only those in the computations ``within``."""
+        for name, body in self._executed(within):
             if name in self._wrapped:
                 continue
             for place, instruction in enumerate(body):
@@ -186,7 +186,7 @@ class Program:
                 )
 
     def is_gemm(self, instruction: Instruction) -> bool:
-        """Whether it is a matrix product: a library call, or a fusion around one."""
+        """Return whether an instruction is a matrix product: a library call, a dot, or a fusion that contains one."""
         if instruction.opcode == "custom-call":
             return (
                 re.search(r'custom_call_target="[^"]*(gemm|matmul)', instruction.attributes, re.I) is not None
@@ -199,7 +199,7 @@ class Program:
 
     @cached_property
     def _wrapped(self) -> set[str]:
-        """Computations whose collective counts where they are called: the insides of fusions and async pairs."""
+        """The computations inside fusions and async pairs, whose collectives are counted at their callers."""
         return {
             name
             for body in self.computations.values()
@@ -208,14 +208,14 @@ class Program:
             for name in instruction.called
         }
 
-    def _run(self, within: Set[str] | None) -> Iterator[tuple[str, list[Instruction]]]:
-        """The computations that a run executes."""
+    def _executed(self, within: Set[str] | None) -> Iterator[tuple[str, list[Instruction]]]:
+        """Yield the computations that a run executes."""
         for name, body in self.computations.items():
             if self.executions[name] and (within is None or name in within):
                 yield name, body
 
     def _kind(self, instruction: Instruction) -> str | None:
-        """The collective that an instruction is, starts or wraps; None for any other."""
+        """Return the kind of collective that an instruction is, starts or wraps; None for other instructions."""
         opcode = instruction.opcode.removesuffix("-start")
         if opcode in COLLECTIVES:
             return opcode
@@ -225,16 +225,16 @@ class Program:
         return None
 
     def _until_done(self, body: list[Instruction], start: int) -> Iterator[Instruction]:
-        pending = {body[start].name}
+        open_names = {body[start].name}
         for instruction in body[start + 1 :]:
-            if pending.intersection(instruction.operands):
+            if open_names.intersection(instruction.operands):
                 if instruction.opcode.endswith("-done"):
                     return
                 if instruction.opcode.endswith("-update"):
-                    pending.add(instruction.name)
+                    open_names.add(instruction.name)
                     continue
             yield instruction
-        raise ValueError(f"{body[start].name} is never done in its computation")
+        raise ValueError(f"{body[start].name} has no done instruction in its computation")
 
     def _op_name(self, body: list[Instruction], instruction: Instruction) -> str:
         by_name = {one.name: one for one in body}
@@ -249,11 +249,11 @@ class Program:
 
 
 def _trips(instruction: Instruction) -> float:
-    """How often an instruction runs what it calls each time."""
+    """Return how often one execution of an instruction runs the computations that it calls."""
     if instruction.opcode != "while":
         return 1.0
-    known = _TRIPS.search(instruction.attributes)
-    return float(known[1]) if known else inf
+    match = _TRIPS.search(instruction.attributes)
+    return float(match[1]) if match else inf
 
 
 def _instruction(line: str) -> Instruction:
@@ -268,7 +268,7 @@ def _instruction(line: str) -> Instruction:
 
 
 def _split(text: str) -> tuple[str, str]:
-    """Split off what stands before the first space or comma outside brackets."""
+    """Split a text at the first space or comma outside brackets."""
     depth = 0
     for place, letter in enumerate(text):
         depth += (letter in "([{") - (letter in ")]}")

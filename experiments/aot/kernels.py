@@ -1,13 +1,13 @@
-"""The Hopper kernels compiled at the shapes of named models: what does not fit into shared memory fails here.
+"""Compile the Hopper kernels at the shapes of published models, and check registers and shared memory.
 
-The shapes are those of one rank of eight: its home slots, two replica slots and 32,768 rows; for one model two resident
-slots as well; for another also as few rows as take tiles of one warpgroup, and home slots alone. Tiles are those that
-the heuristic chooses, and for two models also those of clusters, which tuning may choose. The assembler, ptxas, says
-what it did to the kernels: registers that it spilled to memory, and products (wgmma) that it made wait for each other,
-would cost the speed that the kernels are for.
+The shapes are those of one rank of eight, with its home slots, two replica slots and 32,768 rows. One model also has
+two resident slots. Another is also compiled with home slots alone and so few rows that tiles take one warpgroup. The
+heuristic chooses the tile sizes; for two models, tiles of clusters, which tuning may choose, are compiled as well. The
+assembler, ptxas, reports what makes kernels slow: registers that it spilled to memory, and products (wgmma) that it
+serialised.
 
-That bad tiles are found is shown on two: accumulators that do not fit into registers, and steps that do not fit into
-shared memory.
+Two programs with bad tiles show that the checks reject them: one whose accumulators do not fit into registers, and one
+whose steps do not fit into shared memory.
 """
 
 import contextlib
@@ -33,21 +33,21 @@ from pallas_kernels.hopper.tile_sizes import MODELS, RANKS, REPLICAS, Problem, c
 from relibra_jax.types import Topology
 
 type Part = Literal["products", "mlp"]
-"""What a program computes: the three grouped products, or the grouped MLP with gradients."""
+"""The computation of a program: the three grouped products, or the grouped MLP with gradients."""
 
 ROWS: Final = 32_768
 FEW_ROWS: Final = 1024
 KERNELS: Final[Mapping[Part, int]] = {"products": 3, "mlp": 5}
-"""The number of kernels of a program: three products, or two of the MLP forward and three backward."""
-PROMISES: Final[Mapping[Part, str]] = {
+"""The number of kernels of a program: three products, or for the MLP two forward and three backward."""
+REQUIREMENTS: Final[Mapping[Part, str]] = {
     "products": "forward, input and weight gradient: one kernel each, within shared memory",
     "mlp": "grouped MLP with gradients: two kernels forward, three backward, within shared memory",
 }
 MOST_SPILLED: Final = 64
-"""The bytes that a kernel may spill: a pointer that is read once a group may go to memory; accumulators would take
-thousands."""
-BAD_TILES: Final = "bad tiles, which must be refused: they spill, or do not fit into shared memory"
-SOUND: Final = f"at most {MOST_SPILLED} bytes spilled a kernel, no product made to wait for another"
+"""The bytes that a kernel may spill. A pointer that is read once per group may be spilled; spilled accumulators would
+take thousands of bytes."""
+BAD_TILES: Final = "bad tiles, which the checks must reject: they spill, or do not fit into shared memory"
+SOUND: Final = f"at most {MOST_SPILLED} bytes spilled per kernel, no serialised product"
 
 
 class KernelCase(NamedTuple):
@@ -57,11 +57,11 @@ class KernelCase(NamedTuple):
     part: Part
     rows: int = ROWS
     copies: tuple[int, ...] = (REPLICAS,)
-    """The numbers of slots of the weight buffers beside that of the homes."""
+    """The numbers of slots of the weight buffers other than the homes."""
     tiles: tuple[tuple[str, int], ...] = ()
-    """Fields of every kernel's `TileSizes` that are not those of the heuristic's choice, by name."""
+    """The fields of every kernel's `TileSizes` that replace the heuristic's choice, by name."""
     sound: bool = True
-    """Whether these tiles are good ones, or some that the checks must refuse."""
+    """Whether the tiles are good; the checks must reject bad ones."""
 
     @property
     def slots(self) -> tuple[int, ...]:
@@ -70,7 +70,7 @@ class KernelCase(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The case's line in the table."""
+        """The name of the case in the table."""
         if self == KernelCase(self.model, self.part):
             return self.model
         tiles = "".join(f", {name}={value}" for name, value in self.tiles)
@@ -79,12 +79,12 @@ class KernelCase(NamedTuple):
 
 PARTS: Final[tuple[Part, ...]] = ("mlp", "products")
 RESIDENTS: Final = "DeepSeek-V3"
-"""The model whose kernels are compiled with residents."""
+"""The model whose kernels are compiled with resident slots."""
 KERNEL_CASES: Final = [
     *(KernelCase(model, part) for model in MODELS if model != RESIDENTS for part in PARTS),
     *(KernelCase(RESIDENTS, part, copies=(2, REPLICAS)) for part in PARTS),
     *(KernelCase("Qwen3-30B-A3B", part, FEW_ROWS, ()) for part in PARTS),
-    # One whose matrices are whole tiles, and one whose last tiles are partial.
+    # The matrices of the first model are whole tiles; the second model has partial tiles.
     *(
         KernelCase(model, part, tiles=(("cluster", 2),))
         for model in ("Qwen3-235B-A22B", "GPT-OSS-120B")
@@ -96,18 +96,18 @@ KERNEL_CASES: Final = [
 
 
 class Compiled(NamedTuple):
-    """What the checks need to know about a compiled program."""
+    """The measurements of a compiled program."""
 
     kernels: int
     """The number of kernels that it launches."""
     temporary: int
     """The bytes of its temporary buffers."""
     assembled: str
-    """What ptxas printed."""
+    """The text that ptxas printed."""
 
 
 def compile_kernels(case: KernelCase) -> Compiled | str:
-    """Compile one program, and return what was compiled, or the compiler's complaint if that fails."""
+    """Compile one program; returns its measurements, or the compiler's error message if compilation fails."""
 
     def choose(problem: Problem) -> TileSizes:
         return choose_tile_sizes(problem)._replace(**dict(case.tiles))
@@ -152,59 +152,62 @@ def _compile(case: KernelCase) -> Compiled | str:
         return str(error).splitlines()[0][:120]
     text, memory = compiled.as_text(), compiled.memory_analysis()
     if text is None or memory is None:
-        raise RuntimeError("this backend says neither what it compiled nor what memory that takes")
+        raise RuntimeError("this backend does not provide the text or the memory use of the compiled program")
     return Compiled(text.count('custom_call_target="mosaic_gpu'), memory.temp_size_in_bytes, assembled)
 
 
 def with_ptxas[T](compile_program: Callable[[], T]) -> tuple[T, str]:
-    """Compile a program, and return it with what ptxas said of its kernels.
+    """Compile a program; returns it and the text that ptxas printed about its kernels.
 
-    Mosaic's compiler prints that, from C++, if it is asked to.
+    Mosaic's compiler prints the text from C++ if an environment variable is set.
     """
     variable = "MOSAIC_GPU_DUMP_PTXAS"
     sys.stdout.flush()
     with contextlib.ExitStack() as stack:
-        printed = stack.enter_context(tempfile.TemporaryFile("w+"))
-        own = os.dup(1)
-        stack.callback(os.close, own)
-        os.dup2(printed.fileno(), 1)
-        stack.callback(os.dup2, own, 1)
+        output = stack.enter_context(tempfile.TemporaryFile("w+"))
+        stdout = os.dup(1)
+        stack.callback(os.close, stdout)
+        os.dup2(output.fileno(), 1)
+        stack.callback(os.dup2, stdout, 1)
         os.environ[variable] = "1"
         stack.callback(os.environ.pop, variable)
         program = compile_program()
-        printed.seek(0)
-        return program, printed.read()
+        output.seek(0)
+        return program, output.read()
 
 
 def judge_kernels(compiled: Mapping[KernelCase, Compiled | str]) -> Iterator[Finding]:
-    """Yield the verdicts on compiled programs: how many kernels there are, and what ptxas made of them.
+    """Check the number of kernels in each compiled program, and the report of ptxas.
 
-    Of tiles that are bad there is one verdict: good if they were refused.
+    Bad tiles yield one finding, which is good if the checks reject them.
     """
-    for case, found in compiled.items():
-        findings = list(_judge_kernels(case, found))
+    for case, program in compiled.items():
+        findings = list(_judge_kernels(case, program))
         if case.sound:
             yield from findings
         else:
-            refused = [finding.found for finding in findings if not finding.good]
-            said = "refused: " + "; ".join(refused) if refused else "taken for good"
-            yield Finding(case.name, BAD_TILES, said, bool(refused))
+            failures = [finding.result for finding in findings if not finding.good]
+            result = "rejected: " + "; ".join(failures) if failures else "accepted"
+            yield Finding(case.name, BAD_TILES, result, bool(failures))
 
 
-def _judge_kernels(case: KernelCase, found: Compiled | str) -> Iterator[Finding]:
-    if isinstance(found, str):
-        yield Finding(case.name, PROMISES[case.part], found, False)
+def _judge_kernels(case: KernelCase, program: Compiled | str) -> Iterator[Finding]:
+    if isinstance(program, str):
+        yield Finding(case.name, REQUIREMENTS[case.part], program, False)
         return
-    said = f"{found.kernels}, {found.temporary / 1e6:.0f} MB temporary"
-    yield Finding(case.name, PROMISES[case.part], said, found.kernels == KERNELS[case.part])
-    yield _judge_assembled(case, found.assembled)
+    result = f"{program.kernels}, {program.temporary / 1e6:.0f} MB temporary"
+    yield Finding(case.name, REQUIREMENTS[case.part], result, program.kernels == KERNELS[case.part])
+    yield _judge_assembled(case, program.assembled)
 
 
 def _judge_assembled(case: KernelCase, assembled: str) -> Finding:
     spilled = [int(count) for count in re.findall(r"stack frame, (\d+) bytes spill stores", assembled)]
     wait = assembled.count("wgmma.mma_async instructions are serialized")
-    # Registers go from the warpgroup that copies to those that multiply: a hint that ptxas may ignore.
+    # setmaxnreg moves registers from the copying warpgroup to the multiplying ones; ptxas may ignore it.
     ignored = assembled.count("(C7508)")
-    said = f"{len(spilled)} kernels, {max(spilled, default=0)} bytes, {wait} serialized, {ignored} without registers"
+    result = (
+        f"{len(spilled)} kernels, {max(spilled, default=0)} bytes spilled, {wait} serialised,"
+        f" {ignored} without setmaxnreg"
+    )
     good = len(spilled) == KERNELS[case.part] and max(spilled) <= MOST_SPILLED and not wait + ignored
-    return Finding(case.name, f"{case.part}: {SOUND}", said, good)
+    return Finding(case.name, f"{case.part}: {SOUND}", result, good)

@@ -1,4 +1,4 @@
-"""The program that moves experts of one layer of a stacked leaf, as many as can move."""
+"""Check the program that moves the experts of one layer of a stacked leaf, when all of them move."""
 
 from math import prod
 from typing import Any, NamedTuple
@@ -18,33 +18,33 @@ LAYERS = 8
 
 
 class Migration(NamedTuple):
-    """What the checks need to know about the program."""
+    """The measurements of the program."""
 
     temporary: int
-    """Bytes."""
+    """The temporary memory in bytes."""
     gathered: int
-    """Elements of its largest all-gather."""
+    """The number of elements of its largest all-gather."""
 
 
 def measure_migration() -> Migration:
-    """Compile the program and read it."""
+    """Compile the program and measure it."""
     sharding = NamedSharding(h100_mesh(TOPOLOGY), PartitionSpec(None, *RANKS))
     ranks = (TOPOLOGY.num_nodes, TOPOLOGY.ranks_per_node, TOPOLOGY.home_slots)
     shape = (LAYERS, *ranks, 3, MODEL.width, MODEL.expert_width)
     leaf = jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=sharding)
     homes = np.arange(TOPOLOGY.num_experts)
-    everywhere = move_tables(homes, np.roll(homes, TOPOLOGY.home_slots), TOPOLOGY)
+    tables = move_tables(homes, np.roll(homes, TOPOLOGY.home_slots), TOPOLOGY)
     step: Any = migration_step(sharding, stacked=True)
-    program, temporary = read_compiled(step.lower(leaf, np.int32(0), everywhere).compile())
+    program, temporary = read_compiled(step.lower(leaf, np.int32(0), tables).compile())
     gathered = (one.start.arrays for one in program.transfers() if one.kind == "all-gather")
     return Migration(temporary, max((prod(shape) for arrays in gathered for _, shape in arrays), default=0))
 
 
-def judge_migration(found: Migration) -> list[Finding]:
-    """Hold it to what is promised."""
+def judge_migration(measured: Migration) -> list[Finding]:
+    """Check the measurements of the program."""
     share = TOPOLOGY.home_slots * EXPERT * 2
-    memory = f"{found.temporary / share:.2f}"
+    memory = f"{measured.temporary / share:.2f}"
     return [
-        Finding("migration", "no all-gather", f"{found.gathered} elements", found.gathered == 0),
-        Finding("migration", "temporary memory, in a rank's share of one layer", memory, None),
+        Finding("migration", "no all-gather", f"{measured.gathered} elements", measured.gathered == 0),
+        Finding("migration", "temporary memory, as a multiple of a rank's share of one layer", memory, None),
     ]

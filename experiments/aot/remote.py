@@ -1,4 +1,4 @@
-"""Replicas that a kernel pulls inside a node of 8 H100: layers like those of `experiments.aot.checks`."""
+"""Check layers like those of `experiments.aot.checks` in which a kernel pulls the replicas, on one node of 8 H100."""
 
 import re
 from collections import defaultdict
@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from experiments.aot.bytes import count_sent, what_is_sent
+from experiments.aot.bytes import count_sent, transfer_content
 from experiments.aot.checks import BUFFER, phase_of
 from experiments.aot.expected_bytes import expected_sent
 from experiments.aot.findings import Finding, read_compiled
@@ -26,105 +26,105 @@ PROGRAM: Final = "remote, scanned, 1 node x 8"
 TOPOLOGY: Final = Topology(num_nodes=1, ranks_per_node=8, num_experts=64, replica_slots=2)
 LAYERS: Final = 8
 PULLS: Final = 3
-"""Kernels: one in the loop over layers forward, one in the loop backward, which fetches again; one in the loop of
-`_compile_kept`."""
+"""The number of pulling kernels: one in the forward loop over layers, one in the backward loop, which fetches again,
+and one in the loop of `_compile_kept`."""
 _PULL: Final = re.compile(r"= \((\w+)\[([\d,]+)\][^)]*\) custom-call.*uses_xla_collective_metadata = true")
 _ASSEMBLED: Final = re.compile(r"'pull_rows\w*'.*?(\d+) bytes spill stores.*?Used (\d+) registers", re.DOTALL)
 
 
 class Remote(NamedTuple):
-    """What the checks need to know about the program."""
+    """The measurements of the program."""
 
     pulled: list[int]
-    """Elements of the output of each kernel that reads other devices' memory."""
+    """The number of output elements of each kernel that reads other devices' memory."""
     merged: int
-    """How many of these kernels are inside a fusion, in the program and in `_compile_kept`."""
+    """The number of these kernels that are inside a fusion, in the program and in `_compile_kept`."""
     exchanges: dict[str, float]
-    """Collectives of experts or their gradients in a layer, by phase."""
+    """The number of collectives of experts or their gradients per layer, by phase."""
     extra: int
-    """Bytes of temporary memory beside that of the same program without replicas."""
+    """The bytes of temporary memory in addition to that of the same program without replicas."""
     assembled: list[tuple[int, int]]
-    """Bytes that each of the kernels spills, and its registers."""
+    """The spilled bytes and the registers of each kernel."""
     sent: int
-    """Bytes of experts and their gradients that a device sends through exchanges, counted."""
+    """The counted bytes of experts and their gradients that a device sends in exchanges."""
     expected: int
-    """Bytes that it should send."""
+    """The bytes that it should send."""
 
 
 def measure_remote() -> Remote:
-    """Compile the program, and the same one without replicas, and read them."""
+    """Compile the program with and without replicas, and measure both."""
     parallel = _parallel(TOPOLOGY)
-    compiled, said = with_ptxas(lambda: _compile(parallel))
+    compiled, assembled = with_ptxas(lambda: _compile(parallel))
     program, temporary = read_compiled(compiled)
     _, without = read_compiled(_compile(_parallel(replace(TOPOLOGY, replica_slots=0))))
     transfers = list(program.transfers())
     exchanges: dict[str, float] = defaultdict(float)
     for transfer in transfers:
-        if what_is_sent(transfer) == "replicas":
+        if transfer_content(transfer) == "replicas":
             exchanges[phase_of(transfer)] += transfer.times / LAYERS
     text: Any = compiled.as_text()
     kept: Any = _compile_kept(parallel).as_text()
     pulled, merged = read_pulls(text)
-    of_kept, merged_kept = read_pulls(kept)
+    pulled_kept, merged_kept = read_pulls(kept)
     return Remote(
-        [*pulled, *of_kept],
+        [*pulled, *pulled_kept],
         merged + merged_kept,
         dict(exchanges),
         temporary - without,
-        [(int(spilled), int(registers)) for spilled, registers in _ASSEMBLED.findall(said)],
+        [(int(spilled), int(registers)) for spilled, registers in _ASSEMBLED.findall(assembled)],
         count_sent(transfers, TOPOLOGY)["replicas", "local"],
         expected_sent(MODEL, parallel, layers=LAYERS)["replicas", "local"],
     )
 
 
 def read_pulls(text: str) -> tuple[list[int], int]:
-    """The elements that each pulling kernel of a program's text returns, and how many kernels are inside a fusion.
+    """Return the output elements of each pulling kernel in a program's text, and the number of kernels inside fusions.
 
-    A kernel inside a fusion that slices its operands is told the addresses of other buffers than its own.
+    A kernel inside a fusion that slices its operands receives the addresses of the wrong buffers.
     """
     pulled, merged, computation = [], 0, ""
     for line in text.splitlines():
         if not line.startswith(" "):
             computation = line
-        if found := _PULL.search(line):
-            pulled.append(prod(int(size) for size in found[2].split(",")))
+        if match := _PULL.search(line):
+            pulled.append(prod(int(size) for size in match[2].split(",")))
             merged += "fusion" in computation.split("(")[0]
     return pulled, merged
 
 
-def judge_remote(found: Remote) -> Iterator[Finding]:
-    """Hold the program to what is promised."""
+def judge_remote(measured: Remote) -> Iterator[Finding]:
+    """Check the measurements of the program."""
     slots = TOPOLOGY.replica_slots
-    experts = [elements / EXPERT for elements in found.pulled]
+    experts = [elements / EXPERT for elements in measured.pulled]
     yield Finding(
         PROGRAM,
-        f"a kernel fetches, one fetches again, one fetches to keep: R = {slots} experts each, none merged with a slice",
-        f"{experts} experts, {found.merged} merged",
-        experts == [slots] * PULLS and not found.merged,
+        f"one kernel fetches, one refetches, one fetches to keep: R = {slots} experts each, none fused with a slice",
+        f"{experts} experts, {measured.merged} fused",
+        experts == [slots] * PULLS and not measured.merged,
     )
     yield Finding(
         PROGRAM,
-        "nothing is exchanged to fetch; gradients return in 2 exchanges",
-        f"{found.exchanges}",
-        found.exchanges == {"return": 2.0},
+        "fetching uses no exchange; gradients return in 2 exchanges",
+        f"{measured.exchanges}",
+        measured.exchanges == {"return": 2.0},
     )
     yield Finding(
         PROGRAM,
-        "MB of experts that a device sends through exchanges: those of the gradients, to the byte",
-        f"{found.sent / 1e6:.1f}, expected {found.expected / 1e6:.1f}",
-        found.sent == found.expected,
+        "MB of experts that a device sends in exchanges: exactly those of the gradients",
+        f"{measured.sent / 1e6:.1f}, expected {measured.expected / 1e6:.1f}",
+        measured.sent == measured.expected,
     )
     yield Finding(
         PROGRAM,
         f"temporary memory of replicas, in buffers of {BUFFER / 1e6:.1f} MB",
-        f"{found.extra / BUFFER:.2f}",
+        f"{measured.extra / BUFFER:.2f}",
         None,
     )
     yield Finding(
         PROGRAM,
-        "the kernel spills no register",
-        ", ".join(f"{registers} registers, {spilled} bytes" for spilled, registers in found.assembled),
-        bool(found.assembled) and not any(spilled for spilled, _ in found.assembled),
+        "the kernel spills no registers",
+        ", ".join(f"{registers} registers, {spilled} bytes" for spilled, registers in measured.assembled),
+        bool(measured.assembled) and not any(spilled for spilled, _ in measured.assembled),
     )
 
 
@@ -145,14 +145,14 @@ def _compile(parallel: ExpertParallel) -> jax.stages.Compiled:
 
 
 def _compile_kept(parallel: ExpertParallel) -> jax.stages.Compiled:
-    """A loop over layers that keeps their replicas: XLA is tempted to merge the kernel with the slice that it fills."""
+    """Compile a loop over layers that keeps their replicas; XLA might fuse its kernel with the slice that it writes."""
     params = parameter_shapes(MODEL, parallel, (LAYERS,), jnp.bfloat16)
     inputs = input_shapes(MODEL, parallel, (), LAYERS)
 
     def fetch(x, layer):
         experts, prepared = layer
-        held, x = fetch_replicas(experts, prepared, x, parallel)
-        return x, held.replicas
+        weights, x = fetch_replicas(experts, prepared, x, parallel)
+        return x, weights.replicas
 
     step = jax.jit(lambda x, layers: jax.lax.scan(fetch, x, layers))
     return step.lower(inputs.x, (params.experts, inputs.prepared)).compile()

@@ -1,6 +1,7 @@
-"""The search for homes compiled at the size of Qwen3-235B's placement: 94 layers, 128 experts, 2 nodes of 8 ranks.
+"""Compile the search for homes at the size of Qwen3-235B: 94 layers, 128 experts, 2 nodes of 8 ranks.
 
-Both levels of the search, in 32 micro-batches: experts to nodes, then the experts of each node to its ranks.
+Both levels of the search are compiled, for 32 micro-batches: experts to nodes, then the experts of each node to its
+ranks.
 """
 
 import functools
@@ -19,22 +20,22 @@ from relibra_jax.types import Topology
 
 MICRO_BATCHES: Final = 32
 REGISTERS: Final = 128
-"""The most registers of a thread with which four blocks of 128 threads share an SM."""
+"""The largest number of registers of a thread with which four blocks of 128 threads fit on an SM."""
 
 
 class SearchCase(NamedTuple):
     """One level of the search."""
 
     name: str
-    """The case's line in the table."""
+    """The name of the case in the table."""
     bins: int
     """The number of bins."""
     size: int
-    """The items of a bin."""
+    """The number of items of a bin."""
     rows: int
-    """The number of rows, of which each has a block."""
+    """The number of rows, each of which has one block."""
     steps: int
-    """The steps that `relibra_jax.planning.placement.place_experts` takes by default."""
+    """The default number of steps in `relibra_jax.planning.placement.place_experts`."""
 
 
 SEARCH_CASES: Final = [
@@ -44,7 +45,7 @@ SEARCH_CASES: Final = [
 
 
 def compile_search(case: SearchCase) -> str:
-    """Compile the kernel of one level, and return what ptxas said, or the compiler's complaint if that fails."""
+    """Compile the kernel of one level; returns ptxas's report, or the compiler's error message if compilation fails."""
     mesh = h100_mesh(Topology(num_nodes=1, ranks_per_node=1, num_experts=1, replica_slots=0))
     array = functools.partial(jax.ShapeDtypeStruct, sharding=NamedSharding(mesh, PartitionSpec()))
     items = case.bins * case.size
@@ -63,11 +64,11 @@ def compile_search(case: SearchCase) -> str:
 
 
 def judge_search(assembled: Mapping[SearchCase, str]) -> Iterator[Finding]:
-    """Yield the verdicts on compiled searches: everything in registers and shared memory, nothing spilled."""
-    promise = f"one kernel, nothing spilled, at most {REGISTERS} registers"
-    for case, said in assembled.items():
-        spilled = [int(count) for count in re.findall(r"(\d+) bytes spill stores", said)]
-        registers = [int(count) for count in re.findall(r"Used (\d+) registers", said)]
+    """Check that the compiled searches spill nothing and use few enough registers."""
+    requirement = f"one kernel, nothing spilled, at most {REGISTERS} registers"
+    for case, report in assembled.items():
+        spilled = [int(count) for count in re.findall(r"(\d+) bytes spill stores", report)]
+        registers = [int(count) for count in re.findall(r"Used (\d+) registers", report)]
         good = spilled == [0] and len(registers) == 1 and registers[0] <= REGISTERS
-        found = f"{registers} registers, {spilled} bytes spilled" if registers else said
-        yield Finding(case.name, promise, found, good)
+        result = f"{registers} registers, {spilled} bytes spilled" if registers else report
+        yield Finding(case.name, requirement, result, good)

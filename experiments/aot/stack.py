@@ -1,7 +1,7 @@
-"""A stack of transformer layers, attention and mixture of experts, and its training step without an optimizer.
+"""A minimal stack of MoE transformer layers, and its training step without an optimizer.
 
-As small as a stack can be and still show what compilers do to one: pre-norm causal attention over the samples of
-each rank, a softmax router whose gates are recomputed at replayed ids, checkpointed layers, residuals in bfloat16.
+The stack has the parts that matter for compilation: pre-norm causal attention over the samples of each rank, a softmax
+router whose gates are recomputed at replayed ids, checkpointed layers, and residuals in bfloat16.
 """
 
 from dataclasses import dataclass
@@ -22,13 +22,13 @@ from relibra_jax.execution import (
 from relibra_jax.execution.mesh import RANKS
 from relibra_jax.types import LayerPlan
 
-# Choosing tiles of matrix products takes a third of the compile time, and changes neither schedule nor buffers.
-QUICKLY: Final = {"xla_gpu_autotune_level": 0}
+# Autotuning matrix products takes a third of the compile time, and changes neither schedule nor buffers.
+FAST_COMPILATION: Final = {"xla_gpu_autotune_level": 0}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """Sizes of the model and of one rank's part of a micro-batch."""
+    """The sizes of the model and of one rank's part of a micro-batch."""
 
     width: int = 2048
     expert_width: int = 768
@@ -39,12 +39,12 @@ class Model:
 
     @property
     def tokens(self) -> int:
-        """t, of one rank."""
+        """The number of tokens t of one rank."""
         return self.samples * self.positions
 
 
 class Layer(NamedTuple):
-    """Parameters; a leading axis over layers in a stack."""
+    """The parameters of a layer; in a stack they have a leading axis over layers."""
 
     qkv: jax.Array
     out: jax.Array
@@ -60,7 +60,7 @@ def layer(
     model: Model,
     parallel: ExpertParallel,
 ) -> jax.Array:
-    """One layer: ``x`` is ``[samples, positions, D]``, those of all ranks. Computes in the dtype of ``x``."""
+    """Run one layer on ``x[samples, positions, D]`` of all ranks, in the dtype of ``x``."""
     params = jax.tree.map(lambda leaf: leaf.astype(x.dtype), params)
     experts, x = fetch_replicas(params.experts, prepared, x, parallel)
     with jax.named_scope("attention"):
@@ -89,14 +89,14 @@ def _normalise(x):
 def loss(
     params: Any, x: jax.Array, prepared: Any, expert_ids: Any, model: Model, parallel: ExpertParallel
 ) -> jax.Array:
-    """The loss of a stack of checkpointed layers: scanned if leaves are stacked, unrolled over tuples of layers."""
+    """Compute the loss of a stack of checkpointed layers: scanned for stacked leaves, unrolled for tuples of layers."""
     scanned = isinstance(params, Layer)
 
     def apply(x, slices):
         params, prepared, expert_ids = slices
         return layer(x, params, prepared, expert_ids, model, parallel)
 
-    # Only an unrolled stack could have its second computation merged with the first.
+    # XLA could merge the recomputation with the first computation only in an unrolled stack.
     policy = jax.checkpoint_policies.nothing_saveable
     apply = jax.checkpoint(apply, policy=policy, prevent_cse=not scanned)
     if scanned:
@@ -110,17 +110,17 @@ def loss(
 def compile_step(
     model: Model, parallel: ExpertParallel, *, layers: int, scanned: bool
 ) -> jax.stages.Compiled:
-    """Forward and backward of a stack, with the options that overlap needs.
+    """Compile the forward and backward pass of a stack, with the compiler options for overlap.
 
     Args:
         model: the sizes of the model.
-        parallel: how plans are run; the mesh says for which devices is compiled.
+        parallel: the mesh, whose devices are the target, and the topology, buffer sizes and kinds of exchange.
         layers: the number of layers.
-        scanned: whether one loop runs over stacked parameters; otherwise one layer follows the other, each with
-            parameters of its own.
+        scanned: whether one loop runs over stacked parameters. Otherwise the stack is unrolled, and each layer has its
+            own parameters.
 
     Returns:
-        The compiled gradients of parameters and input, all in bfloat16.
+        The compiled function that computes the gradients of parameters and input, all in bfloat16.
     """
     params = parameter_shapes(model, parallel, (layers,), jnp.bfloat16)
     inputs = input_shapes(model, parallel, (), layers)
@@ -128,27 +128,27 @@ def compile_step(
     if not scanned:
         stacked = tuple((_without_first_axis(one),) * layers for one in stacked)
 
-    def of_step(params, x, prepared, expert_ids):
+    def step_loss(params, x, prepared, expert_ids):
         return loss(params, x, prepared, expert_ids, model, parallel)
 
-    options = {**OVERLAP_OPTIONS, **QUICKLY}
-    step = jax.jit(jax.grad(of_step, argnums=(0, 1)), compiler_options=options)
+    options = {**OVERLAP_OPTIONS, **FAST_COMPILATION}
+    step = jax.jit(jax.grad(step_loss, argnums=(0, 1)), compiler_options=options)
     return step.lower(stacked[0], inputs.x, *stacked[1:]).compile()
 
 
 class Inputs(NamedTuple):
-    """What a stack reads besides its parameters."""
+    """The inputs of a stack besides its parameters."""
 
     x: jax.ShapeDtypeStruct
-    """``[*lead, samples, positions, D]``."""
+    """The hidden states, ``[*lead, samples, positions, D]``."""
     prepared: PreparedLayer
-    """``[*lead, L, ...]``, without residents."""
+    """The tables of the prepared layers, ``[*lead, L, ...]``, without residents."""
     expert_ids: jax.ShapeDtypeStruct
-    """``[*lead, L, samples, positions, K]``."""
+    """The replayed routing, ``[*lead, L, samples, positions, K]``."""
 
 
 def parameter_shapes(model: Model, parallel: ExpertParallel, lead: tuple[int, ...], dtype: Any) -> Layer:
-    """Shapes and shardings of layers stacked ``lead``."""
+    """Return the shapes and shardings of layer parameters with the leading axes ``lead``."""
     topology, width = parallel.topology, model.width
     slots = (*parallel.ranks, topology.home_slots)
     return Layer(
@@ -160,7 +160,7 @@ def parameter_shapes(model: Model, parallel: ExpertParallel, lead: tuple[int, ..
 
 
 def plan_shapes(parallel: ExpertParallel, lead: tuple[int, ...]) -> LayerPlan:
-    """Shapes of layer plans stacked ``lead``, the same on all devices."""
+    """Return the shapes of layer plans with the leading axes ``lead``, replicated on all devices."""
     topology, ranks = parallel.topology, parallel.ranks
     slots = _array(parallel, lead, (*ranks, topology.slots), jnp.int32)
     home = _array(parallel, lead, (topology.num_experts,), jnp.int32)
@@ -168,7 +168,7 @@ def plan_shapes(parallel: ExpertParallel, lead: tuple[int, ...]) -> LayerPlan:
 
 
 def input_shapes(model: Model, parallel: ExpertParallel, lead: tuple[int, ...], layers: int) -> Inputs:
-    """Shapes and shardings of the inputs of a stack of layers, of so many updates and micro-batches."""
+    """Return the shapes and shardings of a stack's inputs; ``lead`` are the numbers of updates and micro-batches."""
     samples = (parallel.num_ranks * model.samples, model.positions)
     ids = jax.ShapeDtypeStruct((1, *samples, layers, model.top_k), jnp.int32)
     tables = jax.eval_shape(

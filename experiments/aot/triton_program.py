@@ -1,11 +1,11 @@
-"""Compile one program of Triton kernels for a GPU that is not here.
+"""Compile one program of Triton kernels for a described GPU.
 
     python -m experiments.aot.triton_program A100 Qwen3-30B-A3B 2
 
-The arguments are a name in `GPUS`, one in `MODELS`, and the numbers of slots of the weight buffers beside that of the
+The arguments are a name in `GPUS`, a name in `MODELS`, and the numbers of slots of the weight buffers other than the
 homes. The program computes the grouped product and the grouped MLP, both with gradients, inside `jax.shard_map` as a
-layer does, at the shape of one rank of eight. This is a process of its own because XLA tells what it made of kernels in
-logs and dumps, which must be asked for before it starts: `experiments.aot.triton_kernels` does that.
+layer does, at the shape of one rank of eight. `experiments.aot.triton_kernels` runs it as a separate process, because
+XLA reports on kernels only in logs and dumps, which must be enabled before XLA starts.
 """
 
 import functools
@@ -21,31 +21,31 @@ from pallas_kernels.hopper.tile_sizes import MODELS, RANKS
 
 
 def compile_program(gpu: str, model: str, copies: list[int]) -> None:
-    """Compile the program.
+    """Compile the program for a GPU and a model.
 
     Args:
         gpu: the GPU's name in `GPUS`.
         model: the model's name in `MODELS`.
-        copies: the numbers of slots of the weight buffers beside that of the homes.
+        copies: the numbers of slots of the weight buffers other than the homes.
     """
     mesh, shape = gpu_mesh(GPUS[gpu]), MODELS[model]
-    slots, of_rank = [shape.experts // RANKS, *copies], PartitionSpec("rank")
+    slots, rank_spec = [shape.experts // RANKS, *copies], PartitionSpec("rank")
 
     def array(*sizes: int, dtype: str = "bfloat16") -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh, of_rank))
+        return jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh, rank_spec))
 
     def weights(*matrices: int) -> list[jax.ShapeDtypeStruct]:
         return [array(count, *matrices, shape.width, shape.expert_width) for count in slots]
 
     @jax.jit
-    @functools.partial(jax.shard_map, mesh=mesh, in_specs=of_rank, out_specs=of_rank)
-    def program(rows, of_dot, of_mlp, sizes, scale, d_dot):
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=rank_spec, out_specs=rank_spec)
+    def program(rows, dot_weights, mlp_weights, sizes, scale, d_dot):
         def mlp(rows, weights, scale):
             return grouped_mlp(rows, weights, sizes, scale, implementation="triton")
 
         dot = functools.partial(grouped_dot, group_sizes=sizes, implementation="triton")
-        product, pull_product = jax.vjp(dot, rows, of_dot)
-        out, pull_out = jax.vjp(mlp, rows, of_mlp, scale)
+        product, pull_product = jax.vjp(dot, rows, dot_weights)
+        out, pull_out = jax.vjp(mlp, rows, mlp_weights, scale)
         return product, out, pull_product(d_dot), pull_out(rows)
 
     rows, d_dot = array(ROWS, shape.width), array(ROWS, shape.expert_width)

@@ -1,9 +1,9 @@
-"""A whole optimizer update with residents, and a batch of several: what a training loop compiles.
+"""A whole optimizer update with residents, and a batch of several updates, as a training loop compiles them.
 
     push residents   ->   scan over micro-batches: gradients of parameters and residents, summed in float32
     ->   residents' gradients return to their homes   ->   AdamW
 
-Parameters are float32 masters, computed with in bfloat16. Layers were prepared before: their tables are arguments.
+Parameters are float32 master weights; the computation is in bfloat16. The tables of prepared layers are arguments.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax  # type: ignore[import-untyped]
 
 from experiments.aot.stack import (
-    QUICKLY,
+    FAST_COMPILATION,
     Layer,
     Model,
     input_shapes,
@@ -36,7 +36,20 @@ def update(
     parallel: ExpertParallel,
     chunk_bytes: int,
 ) -> tuple[Layer, Any]:
-    """One optimizer update over stacked micro-batches, `experiments.aot.stack.Inputs`: parameters and state."""
+    """Run one optimizer update over stacked micro-batches.
+
+    Args:
+        params: the parameters.
+        state: the state of the optimizer.
+        inputs: the micro-batches, as stacked `experiments.aot.stack.Inputs`.
+        plan: the plan of the batch.
+        model: the sizes of the model.
+        parallel: the mesh, topology, buffer sizes and kinds of exchange.
+        chunk_bytes: the size of a chunk of pushed residents, as in `relibra_jax.execution.push_residents`.
+
+    Returns:
+        The new parameters and the new state.
+    """
     has_residents = parallel.topology.resident_slots > 0
     residents = None
     if has_residents:
@@ -44,19 +57,21 @@ def update(
             params.experts, plan, parallel, dtype=inputs.x.dtype, chunk_bytes=chunk_bytes
         )
 
-    def share(trained, micro_batch):
-        params, residents = trained
+    def micro_batch_loss(trainable, micro_batch):
+        params, residents = trainable
         prepared = micro_batch.prepared._replace(residents=residents)
         return loss(params, micro_batch.x, prepared, micro_batch.expert_ids, model, parallel)
 
     def accumulate(total, micro_batch):
-        value, gradients = jax.value_and_grad(share)((params, residents), micro_batch)
+        value, gradients = jax.value_and_grad(micro_batch_loss)((params, residents), micro_batch)
         return jax.tree.map(jnp.add, total, gradients), value
 
-    nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), (params, residents))
-    (gradients, of_residents), _ = jax.lax.scan(accumulate, nothing, inputs)
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), (params, residents))
+    (gradients, resident_gradients), _ = jax.lax.scan(accumulate, zeros, inputs)
     if has_residents:
-        totals = return_gradients(of_residents, gradients.experts, plan, parallel, chunk_bytes=chunk_bytes)
+        totals = return_gradients(
+            resident_gradients, gradients.experts, plan, parallel, chunk_bytes=chunk_bytes
+        )
         gradients = gradients._replace(experts=totals)
     changes, state = OPTIMIZER.update(gradients, state, params)
     return optax.apply_updates(params, changes), state
@@ -71,18 +86,18 @@ def compile_updates(
     updates: int,
     chunk_bytes: int,
 ) -> jax.stages.Compiled:
-    """A batch of updates under one plan, parameters and state donated.
+    """Compile a batch of updates under one plan, with donated parameters and state.
 
     Args:
         model: the sizes of the model.
-        parallel: how plans are run; the mesh says for which devices is compiled.
-        layers: the number of layers, scanned.
-        micro_batches: the micro-batches of an update, scanned.
-        updates: the updates of the batch, scanned where there are several.
-        chunk_bytes: as in `relibra_jax.execution.push_residents`.
+        parallel: the mesh, whose devices are the target, and the topology, buffer sizes and kinds of exchange.
+        layers: the number of scanned layers.
+        micro_batches: the number of scanned micro-batches of an update.
+        updates: the number of updates of the batch; several are scanned.
+        chunk_bytes: the size of a chunk of pushed residents, as in `relibra_jax.execution.push_residents`.
 
     Returns:
-        The compiled batch.
+        The compiled program.
     """
     params = parameter_shapes(model, parallel, (layers,), jnp.float32)
     state = jax.eval_shape(OPTIMIZER.init, params)
@@ -92,13 +107,13 @@ def compile_updates(
     lead = (micro_batches,) if updates == 1 else (updates, micro_batches)
 
     def batch(params, state, inputs, plan):
-        def one(carry, inputs):
+        def run_update(carry, inputs):
             params, state = carry
             return update(params, state, inputs, plan, model, parallel, chunk_bytes), None
 
         if updates == 1:
-            return one((params, state), inputs)[0]
-        return jax.lax.scan(one, (params, state), inputs)[0]
+            return run_update((params, state), inputs)[0]
+        return jax.lax.scan(run_update, (params, state), inputs)[0]
 
-    step = jax.jit(batch, donate_argnums=(0, 1), compiler_options={**OVERLAP_OPTIONS, **QUICKLY})
+    step = jax.jit(batch, donate_argnums=(0, 1), compiler_options={**OVERLAP_OPTIONS, **FAST_COMPILATION})
     return step.lower(params, state, input_shapes(model, parallel, lead, layers), plan).compile()

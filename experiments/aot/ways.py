@@ -1,4 +1,4 @@
-"""The ways in which the compiled programs run plans, and the sizes that they run them at."""
+"""The exchange settings and the sizes with which programs are compiled."""
 
 from dataclasses import replace
 from typing import Final, Literal
@@ -11,25 +11,25 @@ from relibra_jax.resident_push import PushSizes
 from relibra_jax.types import Topology
 
 type Way = Literal["auto", "padded", "hierarchical padded"]
-"""``auto`` is what `ExpertParallel` chooses on 2 nodes of GPUs: hierarchical, padded between nodes, ragged inside, with
-the ragged replica fetch. ``padded`` is flat."""
+"""The exchange settings of a program. ``auto`` is what `ExpertParallel` chooses on 2 GPU nodes: hierarchical, padded
+between nodes, ragged inside, with the ragged replica fetch. ``padded`` is flat."""
 
 MODEL: Final = Model()
 TOPOLOGY: Final = Topology(num_nodes=2, ranks_per_node=4, num_experts=32, replica_slots=2)
 EXPERT: Final = 3 * MODEL.width * MODEL.expert_width
-"""Elements of one expert's weights."""
+"""The number of elements of one expert's weights."""
 
 
 def parallel_of(
     way: Way, *, replica_slots: int = TOPOLOGY.replica_slots, resident_slots: int = 0, layers: int = 1
 ) -> ExpertParallel:
-    """How plans are run in one way, with buffers as a plan that is not quite even would ask for.
+    """Return the mesh, kinds of exchange and buffer sizes of a program; the sizes are those of a slightly uneven plan.
 
     Args:
-        way: the way.
-        replica_slots: the replica slots of a rank.
-        resident_slots: the resident slots of a rank.
-        layers: the layers that residents are pushed for.
+        way: the exchange settings.
+        replica_slots: the number of replica slots of a rank.
+        resident_slots: the number of resident slots of a rank.
+        layers: the number of layers for which residents are pushed.
     """
     topology = replace(TOPOLOGY, replica_slots=replica_slots, resident_slots=resident_slots)
     return ExpertParallel(
@@ -44,7 +44,7 @@ def parallel_of(
 
 
 def capacities_of(topology: Topology, layers: int) -> Capacities:
-    """Buffer sizes: loads a quarter off the even ones, and nearly every token on both nodes."""
+    """Return buffer sizes for loads up to a quarter above even ones, with nearly every token going to both nodes."""
     even = MODEL.tokens * MODEL.top_k
     rows = even * 33 // 32
     visits = MODEL.tokens * 31 // 32
@@ -58,7 +58,7 @@ def capacities_of(topology: Topology, layers: int) -> Capacities:
         flat=ExchangeSizes(pair=to_rank, own=to_rank, send=even, receive=rows),
         node=ExchangeSizes(pair=visits, own=visits, send=2 * visits, receive=2 * visits),
         local=ExchangeSizes(pair=inside, own=inside, send=rows, receive=rows),
-        # As many exports as replicas on every rank: a rank that exports more holds that much more.
+        # Every rank exports as many experts as it has replicas; a rank that exports more needs more memory.
         exports=topology.replica_slots,
         export_copies=topology.replica_slots,
         push=push,

@@ -1,1 +1,1 @@
-"""Two real processes as two nodes: what an update takes and what crosses between them, under every contender."""
+"""Measure updates on two processes as two nodes, under several planners: time, and bytes between the nodes."""

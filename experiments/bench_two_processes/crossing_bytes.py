@@ -1,11 +1,11 @@
-"""Bytes between the two nodes in one update, found in three ways.
+"""The bytes between the two nodes in one update, determined in three ways.
 
-- *sent*: what the loopback interface received while an update ran, headers and acknowledgements included, and whatever
-  else used it meanwhile;
-- *program*: the operands of the compiled collectives, as often as they run;
-- *needed*: the rows and experts that the plan makes cross, without what pads lanes to the longest.
+- *sent*: the bytes that the loopback interface received during an update, including headers, acknowledgements and the
+  traffic of other programs;
+- *program*: the operands of the compiled collectives, times the number of their executions;
+- *needed*: the rows and experts that cross under the plan, without the padding of lanes.
 
-All three are of both directions together. One rank is one node here.
+All three are sums over both directions. A node has one rank.
 """
 
 import math
@@ -23,40 +23,44 @@ from relibra_jax.token_split import source_quota
 from relibra_jax.types import EMPTY, Topology
 
 FLOAT: Final = 4
-"""Bytes of a number: everything is float32."""
+"""The bytes of a number; all arrays are float32."""
 CROSSINGS: Final = 4
-"""How often a row crosses: dispatch and combine, forward and backward. There is no rematerialisation, with which it is
-six times."""
+"""The number of crossings of a row per layer: dispatch and combine, forward and backward. With rematerialisation, which
+is not used here, it would be six."""
 _ALONE: Final = re.compile(r"replica_groups=(\{\{0\},\{1\}\}|mesh\[[^\]]*\] \{'local'\})")
-"""Groups of one rank each: nothing leaves them."""
+"""Replica groups of one rank each, which send nothing."""
 _SENT: Final = {"all-to-all": 0.5, "all-gather": 0.5, "all-reduce": 1, "reduce-scatter": 1}
-"""The part of a collective's result that each of two devices sends. Of a sum it sends half of the terms, and then the
-half that it has summed."""
+"""The fraction of a collective's result that each of two devices sends. For an all-reduce it sends half of the terms,
+and then the half that it has summed."""
 _SIZES: Final = {"f32": 4, "s32": 4, "u32": 4, "pred": 1, "s8": 1, "u8": 1, "f64": 8, "s64": 8}
 
 
 class Needed(NamedTuple):
-    """Bytes that the plan makes cross in one update."""
+    """The bytes that cross in one update under a plan."""
 
     rows: int
-    """Token copies (flat path) or tokens (hierarchical path)."""
+    """The bytes of token copies (flat path) or tokens (hierarchical path)."""
     replicas: int
-    """Weights of replicas to the other node and their gradients back, in every micro-batch."""
+    """The bytes of replicas' weights to the other node and of their gradients back, over all micro-batches."""
     residents: int
-    """Weights of residents to the other node and their gradients back, once."""
+    """The bytes of residents' weights to the other node and of their gradients back, once per update."""
 
 
 def loopback_bytes() -> int:
-    """Bytes that the loopback interface has received since the machine started."""
+    """Return the bytes that the loopback interface has received since the machine started.
+
+    Raises:
+        ValueError: if ``/proc/net/dev`` has no line for the loopback interface.
+    """
     for line in Path("/proc/net/dev").read_text().splitlines():
         name, _, counters = line.partition(":")
         if name.strip() == "lo":
             return int(counters.split()[0])
-    raise ValueError("/proc/net/dev has no line of the loopback interface")
+    raise ValueError("/proc/net/dev has no line for the loopback interface lo")
 
 
 def program_bytes(program: jax.stages.Compiled) -> int:
-    """Bytes that the collectives of a compiled program send between two devices."""
+    """Count the bytes that the collectives of a compiled program send between two devices."""
     total = 0.0
     for transfer in Program.parse(program.as_text() or "").transfers():
         if _ALONE.search(transfer.start.attributes):
@@ -69,14 +73,14 @@ def program_bytes(program: jax.stages.Compiled) -> int:
 def needed_bytes(
     contender: ContenderBatch, topology: Topology, *, hierarchical: bool, width: int, hidden: int
 ) -> Needed:
-    """Bytes that the plan makes cross.
+    """Count the bytes that cross in one update under a plan.
 
     Args:
-        contender: the batch as the contender runs it.
-        topology: the contender's topology, of one rank a node.
-        hierarchical: whether a token crosses once, and not every copy of it.
-        width: D.
-        hidden: F.
+        contender: the batch with its plan.
+        topology: the topology of the plan, with one rank per node.
+        hierarchical: whether a token crosses once instead of once per copy.
+        width: the model width D.
+        hidden: the expert width F.
     """
     if hierarchical:
         crossing = np.asarray(contender.visits)
@@ -85,7 +89,7 @@ def needed_bytes(
         crossing = np.asarray(pairs(contender.batch_plan.layer_plans()))
     crossing = crossing.reshape(-1, topology.num_ranks, topology.num_ranks)
     rows = int(crossing.sum() - crossing.trace(axis1=1, axis2=2).sum())
-    plan, there_and_back = contender.batch_plan.plan, 2 * 3 * width * hidden * FLOAT
+    plan, round_trip = contender.batch_plan.plan, 2 * 3 * width * hidden * FLOAT
     replicas = int((np.asarray(plan.slot_expert)[..., topology.held_slots :] != EMPTY).sum())
     residents = int((np.asarray(resident_experts(plan, topology)) != EMPTY).sum())
-    return Needed(rows * CROSSINGS * width * FLOAT, replicas * there_and_back, residents * there_and_back)
+    return Needed(rows * CROSSINGS * width * FLOAT, replicas * round_trip, residents * round_trip)

@@ -1,4 +1,4 @@
-"""What was found, as tables and as JSON."""
+"""The results of the measurements, as tables and as JSON."""
 
 import dataclasses
 import datetime
@@ -17,18 +17,18 @@ from experiments.bench_two_processes.runs import Line, Settings
 
 
 def make_tables(lines: Sequence[Line]) -> Iterator[Table]:
-    """A table of bytes for all lines of one trace and path, then tables of seconds if they were timed."""
+    """Yield a table of bytes for all lines of one trace and path, and then tables of seconds for timed lines."""
     yield _bytes_table(lines)
     for _, group in itertools.groupby(lines, key=lambda line: line.micro_batches):
-        timed = list(group)
-        if timed[0].seconds:
-            yield _seconds_table(timed)
+        group_lines = list(group)
+        if group_lines[0].seconds:
+            yield _seconds_table(group_lines)
 
 
 def _bytes_table(lines: Sequence[Line]) -> Table:
     counts = sorted({line.micro_batches for line in lines})
     table = _table(
-        f"{lines[0].trace}, {lines[0].path}: MB between the nodes in one update, push and return included"
+        f"{lines[0].trace}, {lines[0].path}: MB between the nodes in one update, including residents"
     )
     for count in counts:
         for kind in ("sent", "program", "needed"):
@@ -43,7 +43,7 @@ def _bytes_table(lines: Sequence[Line]) -> Table:
 
 
 def _order(lines: Sequence[Line]):
-    """Contenders as they come, and of each its numbers of micro-batches."""
+    """Return a sort key that orders lines by planner, in order of appearance, and then by number of micro-batches."""
     names = list(dict.fromkeys(line.contender for line in lines))
     return lambda line: (names.index(line.contender), line.micro_batches)
 
@@ -51,16 +51,16 @@ def _order(lines: Sequence[Line]):
 def _seconds_table(lines: Sequence[Line]) -> Table:
     first = lines[0]
     table = _table(
-        f"{first.trace}, {first.path}: {first.micro_batches} micro-batches an update,"
-        f" {first.tokens_per_rank:.0f} tokens a rank and micro-batch"
+        f"{first.trace}, {first.path}: {first.micro_batches} micro-batches per update,"
+        f" {first.tokens_per_rank:.0f} tokens per rank and micro-batch"
     )
     for column in (
-        "s an update",
+        "s per update",
         "min to max",
-        "static / it",
+        "speed / static",
         "of balanced",
         "s to prepare",
-        "rows imbalance",
+        "imbalance",
     ):
         table.add_column(column, justify="right")
     medians = {line.contender: float(np.median(line.seconds)) for line in lines}
@@ -80,16 +80,21 @@ def _seconds_table(lines: Sequence[Line]) -> Table:
 
 def _table(title: str) -> Table:
     table = Table(title=title, title_justify="left")
-    table.add_column("contender", no_wrap=True)
+    table.add_column("planner", no_wrap=True)
     return table
 
 
 def make_report(lines: Sequence[Line], settings: Settings) -> dict[str, object]:
-    """Everything that was found, with the command, the machine and the date."""
-    # What comes behind --as-process is this process's own.
-    given = itertools.takewhile(lambda argument: argument != "--as-process", sys.argv[1:])
+    """Return all results with the command, the machine and the date, for a JSON file.
+
+    Args:
+        lines: the results.
+        settings: the sizes that were run.
+    """
+    # --as-process and its arguments are not part of the user's command.
+    arguments = itertools.takewhile(lambda argument: argument != "--as-process", sys.argv[1:])
     return {
-        "command": " ".join(["python -m experiments.bench_two_processes", *map(_last_part, given)]),
+        "command": " ".join(["python -m experiments.bench_two_processes", *map(_last_part, arguments)]),
         "date": datetime.date.today().isoformat(),
         "machine": f"{os.cpu_count()} CPU cores ({platform.machine()}), one for each of two processes",
         "network": "gloo on the loopback interface",
@@ -100,5 +105,5 @@ def make_report(lines: Sequence[Line], settings: Settings) -> dict[str, object]:
 
 
 def _last_part(argument: str) -> str:
-    """Paths without their folders."""
+    """Remove the folders from an argument that is a path."""
     return argument if argument.startswith("-") else Path(argument).name

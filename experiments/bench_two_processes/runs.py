@@ -1,4 +1,4 @@
-"""What is run: a trace's batches under every contender on one path, bytes counted and updates timed."""
+"""Run the batches of a trace under every planner on one path, count the bytes and time the updates."""
 
 import dataclasses
 import functools
@@ -25,40 +25,45 @@ from relibra_jax.types import Topology, UnitTimes
 
 type TokenPath = Literal["flat", "hierarchical"]
 TOLERANCE: Final = 1e-4
-"""How far gradients' norms may be apart, relatively: the terms of a sum come in another order under another plan."""
+"""The largest relative difference of gradient norms; plans differ in the order in which terms are summed."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Sizes of what is run."""
+    """The sizes that are run."""
 
     micro_batches: tuple[int, ...] = (4, 8, 32)
-    """Micro-batches of an update: each number is a batch of its own."""
+    """The numbers of micro-batches of an update; each number is a separate batch."""
     samples_per_rank: int = 2
-    """Samples of a rank in a micro-batch, on average."""
+    """The mean number of samples of a rank in a micro-batch."""
     layers: int = 4
-    """Layers of the stack; at most those that the trace has."""
+    """The number of layers of the stack, at most that of the trace."""
     width: int = 128
-    """D."""
+    """The model width D."""
     hidden: int = 128
-    """F, as large as D in GPT-OSS."""
+    """The expert width F, which equals D in GPT-OSS."""
     replica_slots: int = 2
-    """EPLB's replica slots of a rank."""
+    """The number of replica slots of a rank for EPLB."""
     resident_slots: int = 4
-    """ReLibra's resident slots of a rank."""
+    """The number of resident slots of a rank for ReLibra."""
     paths: tuple[TokenPath, ...] = ("flat", "hierarchical")
     """The paths on which bytes are counted."""
     timed_paths: tuple[TokenPath, ...] = ("hierarchical",)
-    """Those on which updates are timed: ``hierarchical`` is what ``ExpertParallel(path="auto")`` takes here."""
+    """The paths on which updates are timed; ``ExpertParallel(path="auto")`` chooses ``hierarchical`` here."""
     repeats: int = 5
-    """Timed runs of every contender, in turns."""
+    """The number of timed updates of every planner; the planners alternate."""
     gflops: float = 50.0
-    """What planners are told of a core: GFLOP/s."""
+    """The speed of a core that planners assume, in GFLOP/s."""
     gbytes: float = 1.0
-    """What planners are told of the network: GB/s in each direction."""
+    """The speed of the network that planners assume, in GB/s in each direction."""
 
     def unit_times(self, num_experts: int, *, hierarchical: bool) -> UnitTimes:
-        """What planners are told: the seconds of one unit of work in an update."""
+        """Return the seconds of each unit of work in an update, which planners use.
+
+        Args:
+            num_experts: the number of logical experts of a layer.
+            hierarchical: whether tokens take the hierarchical path.
+        """
         expert = 3 * self.width * self.hidden
         flops, sent = self.gflops * 1e9, self.gbytes * 1e9
         return UnitTimes(
@@ -74,39 +79,39 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Entrant:
-    """A contender: its planner, and the slots that ranks have for it."""
+    """A compared run: its planner and the slots of its ranks."""
 
     planner: str
     replica_slots: int = 0
     resident_slots: int = 0
     even: bool = False
-    """Whether routing is forced to be even."""
+    """Whether routing is replaced by even routing."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Line:
-    """What was found of one contender: seconds of process 0, bytes of both directions together, of one update."""
+    """The results of one compared run: seconds on process 0, and bytes in both directions together, for one update."""
 
     trace: str
     path: TokenPath
     micro_batches: int
     contender: str
     tokens_per_rank: float
-    """The mean over ranks and micro-batches."""
+    """The mean number of tokens over ranks and micro-batches."""
     rows_imbalance: float
-    """Token copies of the fullest ranks over those of the mean ranks, each summed over layers and micro-batches."""
+    """The largest rank loads divided by the mean rank loads, each summed over layers and micro-batches."""
     bytes_sent: int
     bytes_of_program: int
     bytes_needed: dict[str, int]
     gradient_norm: float
     prepare_seconds: list[float]
-    """Of all tables of the batch."""
+    """The seconds of preparing all tables of the batch, for each timed run."""
     seconds: list[float]
-    """Of an update; empty where it was not timed."""
+    """The seconds of each timed update; empty if updates were not timed."""
 
 
 def entrants(settings: Settings) -> dict[str, Entrant]:
-    """The contenders by name. Nodes of one rank have no room for replicas inside a node: EPLB's go across."""
+    """Return the compared runs by name. A node has one rank, so the replicas of EPLB are on the other node."""
     return {
         "static": Entrant(planner="static"),
         "EPLB": Entrant(planner="eplb_global", replica_slots=settings.replica_slots),
@@ -116,20 +121,22 @@ def entrants(settings: Settings) -> dict[str, Entrant]:
     }
 
 
-def run_path(trace: Trace, path: TokenPath, settings: Settings, say: Callable[[str], None]) -> Iterator[Line]:
-    """Run every contender with every number of micro-batches on one path.
+def run_path(
+    trace: Trace, path: TokenPath, settings: Settings, report_progress: Callable[[str], None]
+) -> Iterator[Line]:
+    """Run every planner with every number of micro-batches on one path.
 
     Args:
-        trace: the routing.
+        trace: the recorded routing.
         path: the path of tokens.
         settings: the sizes.
-        say: told what is going on.
+        report_progress: a function that receives a description of each step.
 
-    Returns:
-        A Line of each number of micro-batches and contender.
+    Yields:
+        The results of each number of micro-batches and planner.
 
     Raises:
-        ValueError: if the trace is too short, or contenders do not have the same gradient.
+        ValueError: if the trace is too short, or the planners' gradients differ.
     """
     layers = min(settings.layers, trace.replay.expert_ids.shape[2])
     topology = _topology(trace, Entrant(planner="static"))
@@ -140,16 +147,16 @@ def run_path(trace: Trace, path: TokenPath, settings: Settings, say: Callable[[s
     }
     runs = {}
     for name, entrant in entrants(settings).items():
-        say(f"{trace.name}, {path}: planning and compiling {name}")
+        report_progress(f"{trace.name}, {path}: planning and compiling {name}")
         runs[name] = _Run(entrant, samples, trace, path, settings)
     repeats = settings.repeats if path in settings.timed_paths else 0
     for count in settings.micro_batches:
-        say(f"{trace.name}, {path}: running {count} micro-batches")
+        report_progress(f"{trace.name}, {path}: running {count} micro-batches")
         yield from _run_count(runs, count, repeats)
 
 
 class _Run:
-    """One contender on one path, compiled for the batches of all numbers of micro-batches."""
+    """One compared run on one path, compiled for the batches of all numbers of micro-batches."""
 
     def __init__(
         self, entrant: Entrant, samples: dict[int, Samples], trace: Trace, path: TokenPath, settings: Settings
@@ -159,8 +166,8 @@ class _Run:
         cost = settings.unit_times(trace.num_experts, hierarchical=path == "hierarchical")
         self.batches: dict[int, ContenderBatch] = {}
         capacities = None
-        for count, drawn in samples.items():
-            batch = route_evenly(drawn, trace.num_experts) if entrant.even else drawn
+        for count, count_samples in samples.items():
+            batch = route_evenly(count_samples, trace.num_experts) if entrant.even else count_samples
             self.batches[count] = plan_contender(batch, entrant.planner, self.topology, cost=cost)
             capacities = grow_capacities(capacities, self.batches[count].capacities)
         self.tokens = max(batch.expert_ids.shape[3] for batch in self.batches.values())
@@ -173,14 +180,16 @@ class _Run:
         )
         first = self.inputs(min(samples))
         self.update = Update(self.parallel, first)
-        jax.block_until_ready(self.update(first, self.update.prepare(first)))  # connects, too
+        jax.block_until_ready(
+            self.update(first, self.update.prepare(first))
+        )  # this also connects the processes
         self.program_bytes = [program_bytes(program) for program in self.update.programs]
 
     def inputs(self, count: int) -> Inputs:
         sizes = {"width": self.settings.width, "hidden": self.settings.hidden}
         return make_inputs(self.batches[count], self.parallel, tokens=self.tokens, **sizes)
 
-    def line(self, name: str, count: int, **found) -> Line:
+    def line(self, name: str, count: int, **results) -> Line:
         batch = self.batches[count]
         load, tokens = batch.rank_load, (batch.expert_ids[:, 0, :, :, 0] >= 0).sum(-1)
         begin, add, end = self.program_bytes
@@ -199,12 +208,12 @@ class _Run:
             rows_imbalance=float(load.max((2, 3)).sum() / load.mean((2, 3)).sum()),
             bytes_of_program=begin + count * add + end,
             bytes_needed=needed._asdict(),
-            **found,
+            **results,
         )
 
 
 def _run_count(runs: dict[str, _Run], count: int, repeats: int) -> Iterator[Line]:
-    """The lines of one number of micro-batches."""
+    """Yield the results for one number of micro-batches."""
     inputs = {name: run.inputs(count) for name, run in runs.items()}
     preparations = {name: functools.partial(run.update.prepare, inputs[name]) for name, run in runs.items()}
     prepare_seconds = interleaved_seconds(preparations, repeats=max(repeats, 1))
@@ -230,11 +239,11 @@ def _run_count(runs: dict[str, _Run], count: int, repeats: int) -> Iterator[Line
 
 
 def _check_norms(norms: dict[str, float]) -> None:
-    """Raise unless all contenders have the same gradient."""
+    """Raise an error if the planners' gradient norms differ by more than `TOLERANCE`."""
     reference = norms["static"]
     for name, norm in norms.items():
         if not np.isclose(norm, reference, rtol=TOLERANCE, atol=0):
-            raise ValueError(f"{name}: the gradient's norm is {norm}, that of static is {reference}")
+            raise ValueError(f"{name}: the gradient norm is {norm}, but that of static is {reference}")
 
 
 def _topology(trace: Trace, entrant: Entrant) -> Topology:

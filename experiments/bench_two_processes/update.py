@@ -1,11 +1,11 @@
-"""One optimizer update of a stack of layers, as a trainer runs it: the programs that are timed.
+"""The timed programs: one optimizer update of a stack of layers, as a trainer runs it.
 
     push residents -> forward and backward of every micro-batch, gradients summed in float32
     -> residents' gradients return -> mean, clip by the global norm, AdamW
 
-Micro-batches are calls of one compiled program and layers a scan inside it, so no program knows how many micro-batches
-there are, and all numbers of them share the programs. There is no attention: a layer is normalised tokens, a softmax
-router at the recorded experts, experts, a residual.
+Each micro-batch is a call of one compiled program, and layers are a scan inside it. All numbers of micro-batches
+therefore share the programs. A layer has no attention: it normalises the tokens, computes the softmax gates of the
+recorded experts, runs the experts and adds the residual.
 """
 
 import functools
@@ -34,44 +34,44 @@ OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
 
 
 class Params(NamedTuple):
-    """Parameters of all layers; or, of the same structure, their gradients or shardings."""
+    """The parameters of all layers, or their gradients or shardings in the same structure."""
 
     experts: Any
-    """``[L, N, G, H, 3, D, F]``."""
+    """The expert weights, ``[L, N, G, H, 3, D, F]``."""
     router: Any
-    """``[L, D, E]``."""
+    """The router weights, ``[L, D, E]``."""
 
 
 class Inputs(NamedTuple):
-    """What one contender's updates start from, on the devices."""
+    """The inputs of the updates under one planner, on the devices."""
 
     params: Params
     state: optax.OptState
     x: jax.Array
-    """``[ranks, t, D]``, the same in every micro-batch."""
+    """The hidden states ``[ranks, t, D]``, the same in every micro-batch."""
     plan: Plan
-    """Homes and residents; of its micro-batches only the first is read."""
+    """The plan's homes and residents; it has only the first micro-batch."""
     expert_ids: list[jax.Array]
-    """``[1, ranks, t, L, K]`` of each micro-batch."""
+    """The expert ids ``[1, ranks, t, L, K]`` of each micro-batch."""
     layer_plans: list[LayerPlan]
-    """Stacked ``[1, L]``, of each micro-batch."""
+    """The layer plans of each micro-batch, stacked ``[1, L]``."""
 
 
 class Updated(NamedTuple):
-    """What an update leaves."""
+    """The result of an update."""
 
     params: Params
     state: optax.OptState
     norm: jax.Array
-    """Of the gradient, before it is clipped: the same for all contenders that run the same routing."""
+    """The norm of the gradient before clipping, which is the same for all planners with the same routing."""
 
 
 class Update:
-    """The compiled update of one contender on one path.
+    """The compiled update under one planner on one path.
 
     Args:
-        parallel: mesh, topology, path and the buffer sizes of all batches that are run.
-        inputs: the inputs of any one batch, for their shapes.
+        parallel: the mesh, topology, path, and buffer sizes that suffice for all batches.
+        inputs: the inputs of any batch, which determine the shapes.
     """
 
     def __init__(self, parallel: ExpertParallel, inputs: Inputs):
@@ -92,11 +92,11 @@ class Update:
         self._end = end.lower(inputs.params, inputs.state, zeros, inputs.plan, 1.0).compile()
 
     def prepare(self, inputs: Inputs) -> list[PreparedLayer]:
-        """The tables of every micro-batch, stacked ``[1, L]``: once a batch, before its updates."""
+        """Prepare the tables of every micro-batch, stacked ``[1, L]``; needed once per batch, before its updates."""
         return [self._prepare(*each) for each in zip(inputs.expert_ids, inputs.layer_plans, strict=True)]
 
     def __call__(self, inputs: Inputs, layers: list[PreparedLayer]) -> Updated:
-        """One update over all micro-batches."""
+        """Run one update over all micro-batches."""
         residents, total = self._begin(inputs.params, inputs.plan)
         for ids, tables in zip(inputs.expert_ids, layers, strict=True):
             total = self._add(total, inputs.params, residents, inputs.x, ids, tables)
@@ -104,7 +104,7 @@ class Update:
 
     @property
     def programs(self) -> tuple[jax.stages.Compiled, ...]:
-        """The program before the micro-batches, that of each of them, and the one behind them."""
+        """The programs that run before, for each of, and after the micro-batches."""
         return self._begin, self._add, self._end
 
     def _begin_update(self, params: Params, plan: Plan):
@@ -116,17 +116,17 @@ class Update:
     def _add_micro_batch(self, total, params: Params, residents, x, expert_ids, layers: PreparedLayer):
         by_layer = jnp.moveaxis(expert_ids[0], -2, 0)
 
-        def loss(trained):
-            inputs = (*trained, layers.layer(0), by_layer)
+        def loss(trainable):
+            inputs = (*trainable, layers.layer(0), by_layer)
             out, _ = jax.lax.scan(functools.partial(_layer, parallel=self._parallel), x, inputs)
             return (out**2).mean()
 
         return jax.tree.map(jnp.add, total, jax.grad(loss)((params, residents)))
 
     def _end_update(self, params: Params, state, total, plan: Plan, micro_batches) -> Updated:
-        gradients, of_residents = total
-        if of_residents is not None:
-            totals = return_gradients(of_residents, gradients.experts, plan, self._parallel)
+        gradients, resident_gradients = total
+        if resident_gradients is not None:
+            totals = return_gradients(resident_gradients, gradients.experts, plan, self._parallel)
             gradients = gradients._replace(experts=totals)
         gradients = jax.tree.map(lambda leaf: leaf / micro_batches, gradients)
         changes, state = OPTIMIZER.update(gradients, state, params)
@@ -134,22 +134,22 @@ class Update:
 
 
 def _layer(x, inputs, *, parallel: ExpertParallel):
-    """One layer of a scan: ``x[ranks, t, D]``."""
+    """Run one layer of the scan on ``x[ranks, t, D]``."""
     params, residents, tables, expert_ids = inputs
-    held, x = fetch_replicas(params.experts, tables._replace(residents=residents), x, parallel)
-    normed = x * jax.lax.rsqrt((x**2).mean(-1, keepdims=True) + 1e-6)
-    chosen = jnp.maximum(expert_ids, 0)
-    gates = jax.nn.softmax(jnp.take_along_axis(normed @ params.router, chosen, -1))
-    return x + moe_layer(normed, expert_ids, gates, held, tables, parallel).output, None
+    weights, x = fetch_replicas(params.experts, tables._replace(residents=residents), x, parallel)
+    normalised = x * jax.lax.rsqrt((x**2).mean(-1, keepdims=True) + 1e-6)
+    valid_ids = jnp.maximum(expert_ids, 0)
+    gates = jax.nn.softmax(jnp.take_along_axis(normalised @ params.router, valid_ids, -1))
+    return x + moe_layer(normalised, expert_ids, gates, weights, tables, parallel).output, None
 
 
 def param_shardings(parallel: ExpertParallel) -> Params:
-    """Experts over the ranks, the router everywhere."""
+    """Return the shardings of parameters: experts are sharded over the ranks, the router is replicated."""
     return Params(*(jax.NamedSharding(parallel.mesh, spec) for spec in (jax.P(None, *RANKS), jax.P())))
 
 
 def state_shardings(params: Params, parallel: ExpertParallel) -> optax.OptState:
-    """Moments as their parameters, the rest everywhere."""
+    """Return the shardings of the optimizer state: moments like their parameters, the rest replicated."""
     shardings = param_shardings(parallel)
     return optax.tree.map_params(
         OPTIMIZER,
@@ -163,14 +163,14 @@ def state_shardings(params: Params, parallel: ExpertParallel) -> optax.OptState:
 def make_inputs(
     contender: ContenderBatch, parallel: ExpertParallel, *, tokens: int, width: int, hidden: int
 ) -> Inputs:
-    """The inputs of a contender's updates: the same tokens and experts for all contenders.
+    """Create the inputs of updates under one planner, with the same tokens and experts for all planners.
 
     Args:
-        contender: the batch as the contender runs it.
-        parallel: how it is run.
-        tokens: the tokens of a rank, padding among them; as many as the fullest rank has, or more.
-        width: D.
-        hidden: F.
+        contender: the batch with its plan.
+        parallel: the mesh, topology, path and buffer sizes.
+        tokens: the number of tokens of a rank including padding, at least that of the rank with the most tokens.
+        width: the model width D.
+        hidden: the expert width F.
     """
     topology, ids = parallel.topology, contender.expert_ids
     layers = ids.shape[1]
@@ -178,7 +178,7 @@ def make_inputs(
     ids = np.moveaxis(np.pad(ids, padding, constant_values=-1), 1, 3)  # [M ranks t L K]
 
     def put(values: Any, *spec) -> jax.Array:
-        """The same values on every process, each keeping its own part."""
+        """Put values that are the same on every process on the devices; each process keeps its own part."""
         values = np.asarray(values)
         sharding = jax.NamedSharding(parallel.mesh, jax.P(*spec))
         return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])

@@ -1,1 +1,1 @@
-"""Plans beside the idealised balanced run."""
+"""Compare plans with the idealised balanced run."""

@@ -1,10 +1,12 @@
-"""``python -m experiments.beyond_balance TRACE``: plans beside the idealised balanced run, which some of them beat.
+"""``python -m experiments.beyond_balance TRACE``: compare plans with the idealised balanced run, which some beat.
 
-The balanced run has even ranks and routing that is uniform over experts: every copy crosses nodes as chance has it. A
-plan that keeps tokens in their node can therefore take less time. Samples are drawn from the trace; homes were planned
-before on those that are left over, by the same planner (steady), or are contiguous (cold). Moved experts, residents'
-weights and gradients are in the time. The same is told of each half of the samples alone, in half as many
-micro-batches: what an update takes once is spread over fewer, so the halves compare with each other, not with all.
+The balanced run has even rank loads and routing that is uniform over experts, so token copies cross nodes at random. A
+plan that keeps tokens in their node can therefore take less time. Samples are drawn from the trace. The previous homes
+are those that the same planner chose for the remaining samples (steady), or contiguous (cold). The modelled time
+includes moving experts, and sending residents' weights and gradients.
+
+The same comparison is made for each half of the samples, with half as many micro-batches. The costs of an update are
+then spread over fewer micro-batches, so the halves can be compared with each other but not with all samples.
 """
 
 import dataclasses
@@ -48,24 +50,25 @@ class BeyondBalance:
     """Compare plans with the idealised balanced run."""
 
     trace: TraceName = None
-    """A trace by name or path (.npz); else the one that RELIBRA_TRACE gives, else the recorded one of this project."""
+    """The trace: a name (recorded, synthetic-128, W2, ...) or the path of an .npz file."""
     record: Path | None = None
-    """Where to write the numbers, as JSON."""
+    """The JSON file for the numbers. None writes no file."""
     ranks: tuple[str, ...] = ("2x4", "4x4")
-    """Nodes x local ranks."""
+    """The topologies, each as nodes x local ranks."""
     residents: tuple[int, ...] = (0, 1, 2)
-    """Resident slots of a rank."""
+    """The numbers of resident slots of a rank to compare."""
     samples: int = 256
-    """Samples of a batch; those that the trace has more are the batch before."""
+    """The number of samples of a batch. The remaining samples of the trace are the previous batch."""
     micro_batches: int = 8
+    """The number of micro-batches of a batch; halves have half as many."""
     halves: bool = True
-    """Whether each half of the samples is planned alone as well."""
+    """Whether to plan each half of the samples alone as well."""
     seeds: int = 1
-    """How many seeds of the search the numbers are the mean of; cold starts and halves have one."""
+    """The number of search seeds over which the numbers are averaged. Cold starts and halves use one."""
 
 
 class Draw(NamedTuple):
-    """Samples of a trace: a batch, and the batch before it."""
+    """A batch of samples of a trace, and the previous batch."""
 
     name: str
     batch: RoutingReplay
@@ -75,28 +78,33 @@ class Draw(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What one draw on one topology has to tell."""
+    """The results of one draw on one topology."""
 
     tables: list[Table]
     numbers: dict[str, object]
 
 
 def draw_samples(trace: Trace, config: BeyondBalance) -> list[Draw]:
-    """All samples, then each half of them, from one permutation; the batch before is the same for all.
+    """Draw all samples of a batch, and then each half of them, from one permutation; all have the same previous batch.
+
+    Args:
+        trace: the recorded routing.
+        config: the settings.
 
     Raises:
-        ValueError: if the trace has no sample left for the batch before, or too few for the micro-batches.
+        ValueError: if a setting is too small, or the trace has too few samples for the batch and the previous batch.
     """
-    held, half = len(trace.replay.mask), config.samples // 2
+    num_samples, half = len(trace.replay.mask), config.samples // 2
     check_integer("micro_batches", config.micro_batches, least=2)
     check_integer("seeds", config.seeds, least=1)
     check_integer("samples", config.samples, least=2 * config.micro_batches)
     fewer = config.micro_batches // 2
-    if held < config.samples + fewer:
+    if num_samples < config.samples + fewer:
         raise ValueError(
-            f"{trace.name} has {held} samples; samples={config.samples} leave fewer than {fewer} for the batch before"
+            f"{trace.name} has {num_samples} samples; samples={config.samples} leaves fewer than {fewer} for the"
+            " previous batch"
         )
-    order = np.random.default_rng(0).permutation(held)
+    order = np.random.default_rng(0).permutation(num_samples)
 
     def pick(indices: np.ndarray) -> RoutingReplay:
         return RoutingReplay(*(np.asarray(leaf)[indices] for leaf in trace.replay))
@@ -112,10 +120,15 @@ def draw_samples(trace: Trace, config: BeyondBalance) -> list[Draw]:
 
 
 def make_topology(ranks: str, num_experts: int, *, resident_slots: int = 0) -> Topology:
-    """The expert-parallel group that ``ranks`` tell, with one replica slot a rank.
+    """Return the expert-parallel group of the given ranks, with one replica slot per rank.
+
+    Args:
+        ranks: nodes x local ranks, for example ``2x4``.
+        num_experts: the number of logical experts of a layer.
+        resident_slots: the number of resident slots of a rank.
 
     Raises:
-        ValueError: if ``ranks`` are not two numbers, or as `Topology` says.
+        ValueError: if ``ranks`` does not have this form, or `Topology` rejects the numbers.
     """
     numbers = ranks.split("x")
     if len(numbers) != 2 or not all(number.isdecimal() for number in numbers):
@@ -130,7 +143,10 @@ def make_topology(ranks: str, num_experts: int, *, resident_slots: int = 0) -> T
 
 
 def make_setting(trace: Trace, whole: Draw, topology: Topology) -> Setting:
-    """The cost model, at which a micro-batch of all samples has as many tokens a rank as a real one, on average."""
+    """Return the settings of the cost model.
+
+    The scale makes a mean micro-batch of ``whole`` as large as a real one: `TOKENS_PER_RANK` tokens per rank.
+    """
     top_k = trace.replay.expert_ids.shape[-1]
     model = dataclasses.replace(MODELS[MODEL], num_experts=trace.num_experts, top_k=top_k)
     tokens = float(whole.batch.mask.sum()) / whole.micro_batches
@@ -139,7 +155,7 @@ def make_setting(trace: Trace, whole: Draw, topology: Topology) -> Setting:
 
 @functools.cache
 def compiled_planner(name: str) -> Planner:
-    """A planner of `PLANNERS`, compiled once for each shape of load."""
+    """Return a planner of `PLANNERS` whose update is compiled once for each shape of load."""
     planner = PLANNERS[name].planner
     return Planner(planner.init, jax.jit(planner.update))
 
@@ -153,9 +169,12 @@ def run_planner(
         planner: the planner.
         draw: the samples.
         topology: the expert-parallel group.
-        setting: the cost model's.
+        setting: the settings of the cost model.
         seed: the seed of the searches.
         variants: pairs of a start, ``steady`` or ``cold``, and whether samples are assigned.
+
+    Yields:
+        Each variant with the numbers of its plan.
     """
     layers = draw.batch.expert_ids.shape[2]
     cost = unit_times(dispatch="hierarchical", **setting.arguments())
@@ -164,43 +183,60 @@ def run_planner(
     contiguous = np.asarray(contiguous_homes(topology, layers))
     starts = {"cold": (first, contiguous)}
     if any(start == "steady" for start, _ in variants):
-        before, state = plan(draw.before, state=first, num_micro_batches=draw.micro_batches_before)
-        starts["steady"] = state, np.asarray(before.plan.home)
+        previous_plan, state = plan(draw.before, state=first, num_micro_batches=draw.micro_batches_before)
+        starts["steady"] = state, np.asarray(previous_plan.plan.home)
     assign = functools.partial(assign_samples, key=jax.random.key(seed))
     for start, assigned in variants:
         state, home = starts[start]
-        chosen = assign if assigned else None
-        batch_plan, _ = plan(draw.batch, state=state, num_micro_batches=draw.micro_batches, assign=chosen)
+        assign_or_pack = assign if assigned else None
+        batch_plan, _ = plan(
+            draw.batch, state=state, num_micro_batches=draw.micro_batches, assign=assign_or_pack
+        )
         check_plan(batch_plan.plan, batch_plan.load, topology)
         yield (start, assigned), measure_plan(draw.batch, batch_plan, home, topology, setting)
 
 
 def compare_planners(trace: Trace, draw: Draw, whole: Draw, ranks: str, config: BeyondBalance) -> list[Row]:
-    """All rows of one draw on one topology; of a half of ``whole`` those of steady homes."""
+    """Return the table rows of one draw on one topology; halves of ``whole`` have only rows with steady homes.
+
+    Args:
+        trace: the recorded routing.
+        draw: the samples to plan.
+        whole: the draw of all samples, which determines the scale of the cost model.
+        ranks: nodes x local ranks.
+        config: the settings.
+    """
     full = draw is whole
     rows = []
     for name, residents in [*((name, 0) for name in BASELINES), *(("relibra", b) for b in config.residents)]:
         topology = make_topology(ranks, trace.num_experts, resident_slots=residents)
         setting = make_setting(trace, whole, topology)
-        searched = name == "relibra"
-        ways = (False, True) if searched else (False,)
-        steady = list(itertools.product(["steady"], ways))
-        cold = list(itertools.product(["cold"], ways)) if full else []
-        found: dict[tuple[str, bool], list[dict[str, float]]] = {}
-        for seed in range(config.seeds if searched and full else 1):
+        is_search = name == "relibra"
+        assign_options = (False, True) if is_search else (False,)
+        steady = list(itertools.product(["steady"], assign_options))
+        cold = list(itertools.product(["cold"], assign_options)) if full else []
+        measures_of: dict[tuple[str, bool], list[dict[str, float]]] = {}
+        for seed in range(config.seeds if is_search and full else 1):
             variants = steady + (cold if seed == 0 else [])
             run = run_planner(compiled_planner(name), draw, topology, setting, seed=seed, variants=variants)
             for variant, measures in run:
-                found.setdefault(variant, []).append(measures)
+                measures_of.setdefault(variant, []).append(measures)
         rows += [
             Row(draw.name, ranks, name, residents, assigned, start, len(each), mean_over_seeds(each))
-            for (start, assigned), each in found.items()
+            for (start, assigned), each in measures_of.items()
         ]
     return rows
 
 
 def report_ranks(trace: Trace, draws: Sequence[Draw], ranks: str, config: BeyondBalance) -> list[Report]:
-    """The tables of all draws on one topology, and their numbers."""
+    """Return the tables of all draws on one topology, and their numbers.
+
+    Args:
+        trace: the recorded routing.
+        draws: the draws; the first one has all samples.
+        ranks: nodes x local ranks.
+        config: the settings.
+    """
     topology = make_topology(ranks, trace.num_experts)
     uniform = {
         "copies_crossing": 1 - 1 / topology.num_nodes,
@@ -220,12 +256,16 @@ def report_ranks(trace: Trace, draws: Sequence[Draw], ranks: str, config: Beyond
 
 
 def main(config: BeyondBalance) -> None:
-    """Print the tables of every topology and draw, and record their numbers."""
+    """Print the tables of every topology and draw, and write their numbers.
+
+    Args:
+        config: the settings.
+    """
     trace, console = read_trace(config.trace), Console(width=110)
     draws = draw_samples(trace, config)
     for ranks in config.ranks:
-        make_topology(ranks, trace.num_experts)  # refused before anything runs
-    # Most of the time programs are compiled, each on one core; topologies share none.
+        make_topology(ranks, trace.num_experts)  # raises an error before anything runs
+    # Most of the time is compilation, which uses one core per program; topologies share no programs.
     with ThreadPoolExecutor() as pool:
         jobs = [pool.submit(report_ranks, trace, draws, ranks, config) for ranks in config.ranks]
         reports = [report for job in jobs for report in job.result()]

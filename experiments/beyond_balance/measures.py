@@ -1,4 +1,4 @@
-"""What a plan is measured by beside the idealised balanced run: what crosses, what it takes, what residents cost."""
+"""The numbers that compare a plan with the idealised balanced run: crossings, time, and the cost of residents."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ from relibra_jax.types import BatchPlan, RoutingReplay, Topology
 
 
 class Setting(NamedTuple):
-    """The hardware, the model and the sizes at which a trace is read."""
+    """The settings of the cost model: hardware, model, context length and scale of the trace."""
 
     cluster: Cluster
     model: Model
@@ -27,34 +27,34 @@ class Setting(NamedTuple):
     scale: float
 
     def arguments(self) -> dict[str, Any]:
-        """Keyword arguments of the cost model."""
+        """Return the settings as keyword arguments of the cost model."""
         return self._asdict()
 
 
 class Crossings(NamedTuple):
-    """Tokens that cross nodes on the hierarchical path, as multiples of tokens."""
+    """The number of token crossings between nodes on the hierarchical path, per token."""
 
     mean: float
-    """For each token, over all layers."""
+    """The mean per token and layer."""
     busiest_node: float
-    """What the node that sends or receives most has of it, for each token of a node: what the exchange waits for."""
+    """The crossings of the node that sends or receives most, per token of a node; the exchange waits for this node."""
     busiest_rank: float
-    """The same of ranks. A rank receives from the ranks of other nodes that have its number in theirs."""
+    """The same for ranks. A rank receives from the ranks with the same local index on other nodes."""
 
 
 def count_crossings(
     visits: Int[np.ndarray, "M L P N"], tokens: Int[np.ndarray, " M"], topology: Topology
 ) -> Crossings:
-    """Sum crossings over micro-batches and layers, the largest of each, over as many tokens.
+    """Count crossings: the largest of each micro-batch and layer, summed, and divided by the number of tokens.
 
     Args:
-        visits: from `relibra_jax.node_visits.node_visits`.
-        tokens: the tokens of each micro-batch.
+        visits: the distinct tokens that each rank sends to each node, from `relibra_jax.node_visits.node_visits`.
+        tokens: the number of tokens of each micro-batch.
         topology: the expert-parallel group.
     """
     nodes, ranks = topology.num_nodes, topology.ranks_per_node
     by_rank = np.asarray(visits, np.int64).reshape(*visits.shape[:2], nodes, ranks, nodes)
-    by_rank = by_rank * ~np.eye(nodes, dtype=bool)[:, None]  # [M L node, rank, node where they go]
+    by_rank = by_rank * ~np.eye(nodes, dtype=bool)[:, None]  # [M L node, rank, destination node]
     sent, received = by_rank.sum(-1), by_rank.sum(2).swapaxes(-1, -2)
     rank = np.maximum(sent, received)
     node = np.maximum(sent.sum(-1), received.sum(-1))
@@ -67,7 +67,7 @@ def count_crossings(
 
 
 def uniform_crossings(topology: Topology, top_k: int) -> float:
-    """Crossings for each token if all sets of experts were as likely.
+    """Compute the expected crossings per token if all sets of experts are equally likely.
 
     >>> topology = Topology(num_nodes=4, ranks_per_node=4, num_experts=32, replica_slots=1)
     >>> f"{uniform_crossings(topology, 4):.2f}"
@@ -85,14 +85,17 @@ def measure_plan(
     topology: Topology,
     setting: Setting,
 ) -> dict[str, float]:
-    """The numbers of one plan.
+    """Measure one plan.
 
     Args:
         replay: the routing of the batch.
-        batch_plan: its plan.
-        previous_home: the homes before it.
+        batch_plan: the plan of the batch.
+        previous_home: the homes before the batch.
         topology: the expert-parallel group.
-        setting: the cost model's.
+        setting: the settings of the cost model.
+
+    Returns:
+        The numbers by name.
     """
     visits = np.asarray(node_visits(replay, batch_plan, topology))
     load = np.asarray(batch_plan.load)
@@ -119,14 +122,18 @@ def measure_plan(
 
 
 def mean_over_seeds(measures: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The mean of every number, and the range of the throughput."""
+    """Average the numbers over seeds, and add the range of the throughput."""
     means = {name: float(np.mean([each[name] for each in measures])) for name in measures[0]}
     throughput = [each["of_balanced"] for each in measures]
     return {**means, "of_balanced_least": min(throughput), "of_balanced_most": max(throughput)}
 
 
 def micro_batches_to_pay(residents: Mapping[str, float], without: Mapping[str, float]) -> float | None:
-    """From how many micro-batches an update residents save more than their transfers take; None if never.
+    """Return the number of micro-batches per update from which residents save time; None if they never do.
+
+    Args:
+        residents: the numbers of a plan with residents.
+        without: the numbers of the plan without residents.
 
     >>> micro_batches_to_pay({"micro_batch_seconds": 2.0, "push_seconds": 3.0}, {"micro_batch_seconds": 3.5})
     2.0

@@ -1,4 +1,4 @@
-"""The tables of ``python -m experiments.beyond_balance``, and the numbers that follow from several of their rows."""
+"""The tables of ``python -m experiments.beyond_balance``, and numbers that combine several of their rows."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -22,7 +22,13 @@ class Row(NamedTuple):
 
 
 def plans_table(rows: Sequence[Row], title: str, uniform: Mapping[str, float]) -> Table:
-    """What crosses and what a batch takes, row by row, below balanced ranks and uniform routing."""
+    """Return the table of imbalance, crossings and throughput; its first row is the balanced run with uniform routing.
+
+    Args:
+        rows: the plans.
+        title: the title of the table.
+        uniform: the crossings under uniform routing.
+    """
     table = Table(title=title, title_justify="left")
     for column in ("planner", "residents", "samples", "homes"):
         table.add_column(column)
@@ -53,7 +59,11 @@ def plans_table(rows: Sequence[Row], title: str, uniform: Mapping[str, float]) -
 
 
 def residents_cost(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """What residents cost and from where they pay, beside the same plans without them, from steady homes."""
+    """Compare plans with residents with the same plans without them, from steady homes: costs and savings.
+
+    Args:
+        rows: the plans of one draw on one topology.
+    """
     steady = {
         (row.residents, row.assigned): row
         for row in rows
@@ -75,17 +85,17 @@ def residents_cost(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def residents_table(costs: Sequence[Mapping[str, Any]]) -> Table:
-    """`residents_cost` as a table."""
-    table = Table(title="what residents cost, in one update", title_justify="left")
+    """Return the numbers of `residents_cost` as a table."""
+    table = Table(title="Cost of residents per update", title_justify="left")
     for column in (
         "residents",
         "samples",
-        "memory a rank",
-        "of all",
+        "memory per rank",
+        "total memory",
         "pushed",
         "returned",
         "seconds",
-        "saved a micro-batch",
+        "saved per micro-batch",
         "pays from",
     ):
         table.add_column(column, justify="right")

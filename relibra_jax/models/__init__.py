@@ -2,10 +2,10 @@
 
     topology = Topology(num_nodes=2, ranks_per_node=4, num_experts=128, replica_slots=2)
     model = load_pretrained("Qwen3-30B-A3B", mesh, topology)
-    ...  # train: the balancer moves experts as it likes
-    save_pretrained(model, "trained")  # in Hugging Face's names and logical expert order
+    ...  # train; the balancer may move experts to other homes
+    save_pretrained(model, "trained")  # writes Hugging Face's names in logical expert order
 
-Architectures: Qwen3-MoE, GLM-4.5, OLMoE, Mixtral (`relibra_jax.models.hf_config`).
+The supported architectures are Qwen3-MoE, GLM-4.5, OLMoE and Mixtral (`relibra_jax.models.hf_config`).
 """
 
 from relibra_jax.models.cache import Cache

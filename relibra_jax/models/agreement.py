@@ -1,4 +1,4 @@
-"""An error on one process is an error on all, so that none waits for another that has given up."""
+"""Raise an error on all processes if one of them fails, so that no process waits for one that has stopped."""
 
 import contextlib
 from collections.abc import Iterator
@@ -9,14 +9,15 @@ from relibra_jax.execution.plan_agreement import processes_where
 
 
 @contextlib.contextmanager
-def together(what: str) -> Iterator[None]:
-    """Do something on every process, each for itself, and go on only if all of them have managed.
+def fail_together(operation: str) -> Iterator[None]:
+    """Run the body of the ``with`` statement on every process, and continue only if no process raised an error.
 
     Args:
-        what: what is done, for the error on processes that have managed.
+        operation: a description of the body, for the error message on the processes that succeeded.
 
     Raises:
-        ValueError: if another process has failed, with its number. On that one, its own error.
+        ValueError: if the body failed on another process; the message gives its number. The process that failed raises
+            its own error.
     """
     error = None
     try:
@@ -27,4 +28,4 @@ def together(what: str) -> Iterator[None]:
     if error is not None:
         raise error
     if failed.size:
-        raise ValueError(f"{what}: failed on processes {failed.tolist()} of {jax.process_count()}")
+        raise ValueError(f"{operation}: failed on processes {failed.tolist()} of {jax.process_count()}")

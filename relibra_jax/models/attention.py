@@ -1,4 +1,4 @@
-"""Grouped-query attention with rotary positions, over whole sequences or over a cache of keys and values."""
+"""Grouped-query attention with rotary position embeddings, over whole sequences or a cache of keys and values."""
 
 from typing import Any, Final, Literal
 
@@ -13,17 +13,17 @@ from relibra_jax.models.config import ModelConfig
 from relibra_jax.types import Array
 
 CUDNN_DTYPES: Final = ("bfloat16", "float16")
-"""The dtypes of cuDNN's attention."""
+"""The dtypes that cuDNN's attention supports."""
 CUDNN_HEAD: Final = 128
-"""The widest head of cuDNN's attention on every GPU that has it; widths are multiples of 8."""
+"""The widest head that cuDNN's attention supports on every GPU that has it; widths are multiples of 8."""
 
 
 class Attention(nnx.Module):
-    """One layer's attention.
+    """The attention of one transformer layer.
 
     Args:
         config: the model's sizes.
-        rngs: the random keys of the parameters.
+        rngs: the random keys with which the parameters are initialised.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
@@ -55,9 +55,9 @@ class Attention(nnx.Module):
         self.query = linear((width,), query, width, config.qkv_bias)
         self.key, self.value = (linear((width,), key, width, config.qkv_bias) for _ in range(2))
         self.out = linear(query, (width,), config.heads * config.head_width, config.out_bias)
-        over = {None: None, "head": (1, 1), "width": (config.heads, config.kv_heads)}[config.qk_norm]
-        self.query_norm = None if over is None else norm(over[0])
-        self.key_norm = None if over is None else norm(over[1])
+        norm_heads = {None: None, "head": (1, 1), "width": (config.heads, config.kv_heads)}[config.qk_norm]
+        self.query_norm = None if norm_heads is None else norm(norm_heads[0])
+        self.key_norm = None if norm_heads is None else norm(norm_heads[1])
 
     def __call__(
         self,
@@ -68,15 +68,15 @@ class Attention(nnx.Module):
         *,
         parallel: ExpertParallel,
     ) -> tuple[Array, LayerCache | None]:
-        """What each token attends to: itself and the tokens before it.
+        """Apply causal attention: every token attends to itself and to the earlier tokens of its sample.
 
         Args:
-            x: the tokens.
+            x: the hidden states of the tokens.
             positions: the position of each token in its sample.
-            segments: which sample each token is of, where a row has several, one behind the other; None for rows of one
-                sample each. Not with a cache.
-            cache: this layer's part of a cache that has the earlier tokens, and columns for these; None for whole
-                sequences.
+            segments: the sample of each token, for rows that hold several samples one after another. None if every row
+                holds one sample. Not used with a cache.
+            cache: this layer's part of a cache that holds the earlier tokens and has columns for the new ones. None for
+                whole sequences.
             parallel: the device mesh, whose platform decides between cuDNN and XLA.
 
         Returns:
@@ -89,36 +89,36 @@ class Attention(nnx.Module):
             implementation = attention_implementation(self.config, parallel)
             mask = None
             if segments is not None:
-                of_row = jnp.asarray(segments)
-                mask = of_row[:, None, :, None] == of_row[:, None, None]
-            attended = jax.nn.dot_product_attention(
+                sample = jnp.asarray(segments)
+                mask = sample[:, None, :, None] == sample[:, None, None]
+            attention = jax.nn.dot_product_attention(
                 *(query, key, value), mask=mask, is_causal=True, implementation=implementation
             )
         else:
             cache = cache.write(key, value)
-            attended = cache.attend(query, positions)
-        return self.out(attended), cache
+            attention = cache.attend(query, positions)
+        return self.out(attention), cache
 
     def _rotate(self, x, positions):
-        """Number i of the first half of the rotary part and number i of its second half are turned together."""
-        turned, rest = jnp.split(x, [self.config.rotary_width], axis=-1)
+        """Apply rotary embeddings; element i of the first rotary half is rotated with element i of the second."""
+        rotary, rest = jnp.split(x, [self.config.rotary_width], axis=-1)
         half = self.config.rotary_width // 2
         rates = self.config.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
         angles = jnp.multiply.outer(positions.astype(jnp.float32), rates)[..., None, :]
-        first, second = jnp.split(turned.astype(jnp.float32), 2, axis=-1)
+        first, second = jnp.split(rotary.astype(jnp.float32), 2, axis=-1)
         cos, sin = jnp.cos(angles), jnp.sin(angles)
         halves = (first * cos - second * sin, second * cos + first * sin)
         return jnp.concatenate([*(half.astype(x.dtype) for half in halves), rest], axis=-1)
 
 
 def _norm(norm, x):
-    """``x[..., heads, head_width]`` normalised over as many numbers as the norm has scales."""
+    """Normalise ``x[..., heads, head_width]`` over as many elements as the norm has scales."""
     if norm is None:
         return x
     return norm(x.reshape(*x.shape[:2], -1, norm.scale.shape[-1])).reshape(x.shape)
 
 
 def attention_implementation(config: ModelConfig, parallel: Any) -> Literal["cudnn", "xla"]:
-    """cuDNN's attention where it runs these heads on this mesh, else XLA's."""
+    """Choose cuDNN's attention if it supports these heads on this mesh, and XLA's otherwise."""
     fits = config.dtype in CUDNN_DTYPES and config.head_width % 8 == 0 and config.head_width <= CUDNN_HEAD
     return "cudnn" if fits and parallel.mesh.devices.flat[0].platform == "gpu" else "xla"

@@ -1,6 +1,7 @@
 """One transformer layer: attention, then experts on `relibra_jax.nnx.MoELayer`, or a dense MLP.
 
-A layer is ``x += attention(norm(x)); x += mlp(norm(x))``. Replicas are fetched at the layer's start, beside attention.
+A layer computes ``x += attention(norm(x)); x += mlp(norm(x))``. It fetches its replicas at the start, while attention
+runs.
 """
 
 import functools
@@ -44,18 +45,18 @@ class Block(nnx.Module):
         *,
         parallel: ExpertParallel,
     ) -> tuple[Array, LayerCache | None, MoEOutput]:
-        """``(x, cache, experts' output)`` behind the layer."""
-        held = None
+        """Run the layer; returns ``(x, cache, output of the experts)``."""
+        weights = None
         if layer is not None:
-            held, x = self.experts.fetch(x, layer, parallel)
-        attended, cache = self.attention(
+            weights, x = self.experts.fetch(x, layer, parallel)
+        attention, cache = self.attention(
             *(self.attention_norm(x), positions, segments, cache), parallel=parallel
         )
-        x = x + attended
-        moe = self.experts(
-            *(self.experts_norm(x), expert_ids, layer), parallel=parallel, experts=held, mask=mask
+        x = x + attention
+        moe_output = self.experts(
+            *(self.experts_norm(x), expert_ids, layer), parallel=parallel, experts=weights, mask=mask
         )
-        return x + moe.output, cache, moe
+        return x + moe_output.output, cache, moe_output
 
 
 class DenseBlock(nnx.Module):
@@ -83,11 +84,11 @@ class DenseBlock(nnx.Module):
         *,
         parallel: ExpertParallel,
     ) -> tuple[Array, LayerCache | None]:
-        """``(x, cache)`` behind the layer."""
-        attended, cache = self.attention(
+        """Run the layer; returns ``(x, cache)``."""
+        attention, cache = self.attention(
             *(self.attention_norm(x), positions, segments, cache), parallel=parallel
         )
-        x = x + attended
+        x = x + attention
         inner = self.mlp_norm(x)
         return x + self.down(jax.nn.silu(self.gate(inner)) * self.up(inner)), cache
 

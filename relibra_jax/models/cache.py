@@ -1,8 +1,8 @@
 """The cache of keys and values that decoding reads and extends.
 
-Samples have tokens of different numbers, yet all of them write their next one into the same column: one slice of every
-array is written where it lies, whatever room there is. Where a sample has no token, its column is a gap, which nothing
-attends to. Attention reads no more than the next power of two of the columns that are filled.
+Samples have different numbers of tokens, yet all of them write their next token into the same column. A write is
+therefore one slice of every array, in place, whatever the size of the cache. Where a sample has no token, its column is
+a gap that no token attends to. Attention reads the filled columns, rounded up to a power of two.
 """
 
 import functools
@@ -19,29 +19,29 @@ from relibra_jax.models.config import ModelConfig
 from relibra_jax.types import Array
 
 NOWHERE: Final = np.iinfo(np.int32).max
-"""The position of a gap: behind all tokens, so that causal attention leaves it out."""
+"""The position of a gap, larger than that of any token, so that causal attention excludes it."""
 FEWEST_READ: Final = 64
-"""Columns of the cache that attention reads at least, if there are so many."""
+"""The smallest number of columns that attention reads, if the cache has that many."""
 
 
 class Cache(NamedTuple):
-    """Keys and values of the tokens that the model has seen; C columns of room."""
+    """Keys and values of the tokens that the model has seen, in C columns."""
 
     keys: Float[Array, "layers B C heads width"]
     values: Float[Array, "layers B C heads width"]
     positions: Int[Array, "B C"]
-    """int32, the position in its sample of the token in each column; `NOWHERE` where there is none."""
+    """int32, the position of each column's token in its sample; `NOWHERE` in gaps."""
     filled: Int[Array, ""]
-    """int32, the columns that have been written; those behind them are free."""
+    """int32, the number of columns that have been written; those after them are free."""
 
     def add_columns(self, mask: Bool[Array, "B t"]) -> tuple[Int[Array, "B t"], "Cache"]:
-        """Give the next columns to new tokens, whose keys and values are to be written by every layer.
+        """Assign the next columns to new tokens, for which every layer then writes keys and values.
 
         Args:
-            mask: True on real tokens, which come first.
+            mask: True on real tokens, which precede the padding.
 
         Returns:
-            The positions of the new tokens, those of padding counted on; and the cache with t columns more, which
+            The positions of the new tokens, where padding continues the count, and the cache with t more columns, which
             hold no keys and values yet.
 
         Raises:
@@ -49,13 +49,13 @@ class Cache(NamedTuple):
         """
         new, room = mask.shape[1], self.positions.shape[1]
         if new > room:
-            raise ValueError(f"{new} tokens a sample, the cache has room for {room}")
+            raise ValueError(f"each sample has {new} new tokens, but the cache has room for only {room}")
         lengths = (self.positions != NOWHERE).sum(1, dtype=jnp.int32)
         positions = lengths[:, None] + jnp.arange(new, dtype=jnp.int32)[None]
-        held = jax.lax.dynamic_update_slice_in_dim(
+        column_positions = jax.lax.dynamic_update_slice_in_dim(
             self.positions, jnp.where(mask, positions, NOWHERE), self.filled, axis=1
         )
-        return positions, self._replace(positions=held, filled=self.filled + new)
+        return positions, self._replace(positions=column_positions, filled=self.filled + new)
 
 
 class LayerCache(NamedTuple):
@@ -67,26 +67,26 @@ class LayerCache(NamedTuple):
     def write(
         self, keys: Float[Array, "B t heads width"], values: Float[Array, "B t heads width"]
     ) -> "LayerCache":
-        """Write keys and values of the newest t columns."""
+        """Write the keys and values of the newest t columns."""
         at = (self.layer, 0, self.cache.filled - keys.shape[1], 0, 0)
         keys, values = (
-            jax.lax.dynamic_update_slice(held, new[None], at)
-            for held, new in ((self.cache.keys, keys), (self.cache.values, values))
+            jax.lax.dynamic_update_slice(stored, new[None], at)
+            for stored, new in ((self.cache.keys, keys), (self.cache.values, values))
         )
         return self._replace(cache=self.cache._replace(keys=keys, values=values))
 
     def attend(
         self, query: Float[Array, "B t query_heads width"], positions: Int[Array, "B t"]
     ) -> Float[jax.Array, "B t query_heads width"]:
-        """What tokens at ``positions`` attend to: all tokens of the cache up to there."""
+        """Attend from the tokens at ``positions`` to all tokens of the cache up to these positions."""
         rooms = _rooms(self.cache.positions.shape[1])
-        enough = (self.cache.filled > jnp.array(rooms[:-1], jnp.int32)).sum()
+        branch = (self.cache.filled > jnp.array(rooms[:-1], jnp.int32)).sum()
         attend = [functools.partial(_attend_to_first, room) for room in rooms]
-        return jax.lax.switch(enough, attend, query, positions, self)
+        return jax.lax.switch(branch, attend, query, positions, self)
 
 
 def empty_cache(config: ModelConfig, samples: int, room: int, parallel: ExpertParallel) -> Cache:
-    """A cache of ``room`` columns, sharded over the ranks by samples."""
+    """Allocate a cache of ``room`` columns whose samples are sharded over the ranks."""
 
     shape = (config.layers, samples, room, config.kv_heads, config.head_width)
     keys, values = (jnp.zeros(shape, jnp.dtype(config.dtype)) for _ in range(2))
@@ -95,7 +95,7 @@ def empty_cache(config: ModelConfig, samples: int, room: int, parallel: ExpertPa
 
 
 def shard_cache(cache: Cache, parallel: ExpertParallel) -> Cache:
-    """A cache whose samples are sharded over the ranks, as programs that hand it on agree."""
+    """Shard the samples of a cache over the ranks, so that all programs that pass it on use the same sharding."""
 
     def place(leaf, *spec):
         sharding = NamedSharding(parallel.mesh, PartitionSpec(*spec))
@@ -111,7 +111,7 @@ def shard_cache(cache: Cache, parallel: ExpertParallel) -> Cache:
 
 
 def _rooms(columns: int) -> list[int]:
-    """The numbers of columns that attention may read: doubled until there are no more.
+    """Return the numbers of columns that attention may read: doubled up to the size of the cache.
 
     >>> _rooms(280), _rooms(64), _rooms(7)
     ([64, 128, 256, 280], [64], [7])
@@ -122,11 +122,11 @@ def _rooms(columns: int) -> list[int]:
     return [*rooms[:-1], columns]
 
 
-def _attend_to_first(room, query, positions, of_layer: LayerCache):
-    cache, layer = of_layer
+def _attend_to_first(room, query, positions, layer_cache: LayerCache):
+    cache, layer = layer_cache
     keys, values = (
-        jax.lax.dynamic_slice(held, (layer, 0, 0, 0, 0), (1, held.shape[1], room, *held.shape[3:]))[0]
-        for held in (cache.keys, cache.values)
+        jax.lax.dynamic_slice(stored, (layer, 0, 0, 0, 0), (1, stored.shape[1], room, *stored.shape[3:]))[0]
+        for stored in (cache.keys, cache.values)
     )
     causal = positions[:, None, :, None] >= cache.positions[:, None, None, :room]
     return jax.nn.dot_product_attention(query, keys, values, mask=causal)

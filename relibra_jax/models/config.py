@@ -1,4 +1,4 @@
-"""The sizes of a mixture-of-experts language model, and in what published architectures differ."""
+"""The sizes and architecture options of a mixture-of-experts language model."""
 
 import contextlib
 from dataclasses import dataclass
@@ -11,12 +11,11 @@ from jaxtyping import DTypeLike
 from relibra_jax.execution.gating import Gating
 
 QK_NORMS: Final = (None, "head", "width")
-"""What RMSNorm of queries and keys is over: nothing, each head by itself (Qwen3, GLM-4.5), or all heads of a token
-together (OLMoE)."""
-
+"""The axes over which RMSNorm normalises queries and keys: None for no norm, ``head`` for each head by itself (Qwen3,
+GLM-4.5), or ``width`` for all heads of a token together (OLMoE)."""
 
 FLOATS: Final = ("float32", "bfloat16", "float16")
-"""The dtypes of computation, parameters and checkpoints."""
+"""The names of the dtypes that computation, parameters and checkpoints may have."""
 
 
 @jax.tree_util.register_static
@@ -25,9 +24,8 @@ class ModelConfig:
     """Sizes of a `relibra_jax.models.LanguageModel`. Hashable and static under jit.
 
     Raises:
-        ValueError: if ``heads`` is no multiple of ``kv_heads``, the rotary part of a head is odd or empty, ``qk_norm``
-            is none of `QK_NORMS`, a dtype none of `FLOATS`, or all layers are
-            dense.
+        ValueError: if ``heads`` is not a multiple of ``kv_heads``, the rotary part of a head is odd or empty,
+            ``qk_norm`` is not in `QK_NORMS`, a dtype is not in `FLOATS`, or all layers are dense.
 
     >>> gating = Gating(top_k=2, scores="softmax")
     >>> config = ModelConfig(width=64, layers=4, heads=4, kv_heads=2, head_width=16, num_experts=16, gating=gating,
@@ -37,50 +35,50 @@ class ModelConfig:
     """
 
     width: int
-    """D, the width of a token."""
+    """The model width D, in elements of a token's hidden state."""
     layers: int
-    """The number of layers, dense ones included."""
+    """The number of transformer layers, including dense ones."""
     heads: int
-    """The number of heads of queries."""
+    """The number of query heads."""
     kv_heads: int
-    """The number of heads of keys and values; each serves ``heads / kv_heads`` heads of queries."""
+    """The number of key and value heads; each serves ``heads / kv_heads`` query heads."""
     head_width: int
-    """The width of a head."""
+    """The width of one attention head."""
     num_experts: int
-    """E, the logical experts of a layer."""
+    """The number of logical experts E of a layer."""
     gating: Gating
-    """How tokens choose experts; its top-k is K."""
+    """The rule by which tokens choose experts; its top-k is K."""
     expert_width: int
-    """F, the hidden width of an expert."""
+    """The hidden width F of an expert."""
     vocabulary: int
-    """V, the number of different tokens."""
+    """The vocabulary size V."""
     shared_width: int = 0
-    """The hidden width of the shared expert, of all shared experts together; 0 for none."""
+    """The total hidden width of the shared experts; 0 for none."""
     dense_layers: int = 0
-    """How many layers, the first ones, have a dense MLP in place of experts."""
+    """The number of leading layers that have a dense MLP instead of experts."""
     dense_width: int = 0
-    """The hidden width of dense layers."""
+    """The hidden width of the MLP of dense layers."""
     qk_norm: str | None = "head"
-    """What queries and keys are normalised over, one of `QK_NORMS`."""
+    """The axes over which queries and keys are normalised, one of `QK_NORMS`."""
     qkv_bias: bool = False
-    """Whether projections to queries, keys and values have biases."""
+    """Whether the projections to queries, keys and values have biases."""
     out_bias: bool = False
-    """Whether the projection of attention's output has a bias."""
+    """Whether attention's output projection has a bias."""
     rotary_fraction: float = 1.0
-    """The share of a head, its first part, that rotary positions turn."""
+    """The fraction of a head, from its start, to which rotary position embeddings apply."""
     rope_theta: float = 10_000.0
-    """The base of rotary positions; a million in published models, whose contexts are long."""
+    """The base of the rotary position embeddings; a million in published models, whose contexts are long."""
     tied: bool = False
-    """Whether the head is the embedding."""
+    """Whether the output head shares its weights with the embedding."""
     norm_epsilon: float = 1e-6
-    """What is added to mean squares before a norm divides by their root."""
+    """The number added to the mean square before RMSNorm takes its root."""
     dtype: str = "float32"
-    """The dtype of the computation. Statistics of norms, attention weights, routers' and the model's logits are
-    float32 whatever it is."""
+    """The dtype of the computation. Statistics of norms, attention weights, router logits and the model's logits are
+    always float32."""
     param_dtype: str = "float32"
-    """The dtype of the parameters, save for correction biases, which are float32."""
+    """The dtype of the parameters, except for correction biases, which are always float32."""
     architecture: str = "qwen3_moe"
-    """The architecture whose names the model's checkpoints have, a key of
+    """The architecture whose tensor names the model's checkpoints use, a key of
     `relibra_jax.models.hf_architectures.ARCHITECTURES`."""
 
     def __post_init__(self) -> None:
@@ -100,30 +98,34 @@ class ModelConfig:
 
     @property
     def moe_layers(self) -> int:
-        """L, the number of layers with experts: all behind the dense ones."""
+        """The number of layers with experts L: all layers after the dense ones."""
         return self.layers - self.dense_layers
 
     @property
     def top_k(self) -> int:
-        """K, the experts of a token."""
+        """The number of experts K of a token."""
         return self.gating.top_k
 
     @property
     def rotary_width(self) -> int:
-        """The part of a head that rotary positions turn."""
+        """The number of elements of a head to which rotary position embeddings apply."""
         return int(self.head_width * self.rotary_fraction)
 
     @property
     def cache_bytes(self) -> int:
-        """The bytes of one token's keys and values in all layers."""
+        """The bytes of one token's keys and values over all layers."""
         return 2 * self.layers * self.kv_heads * self.head_width * jnp.dtype(self.dtype).itemsize
 
 
-def float_name(what: str, dtype: DTypeLike) -> str:
-    """The name of a dtype.
+def float_name(argument: str, dtype: DTypeLike) -> str:
+    """Return the name of a dtype.
+
+    Args:
+        argument: the name of the argument that holds the dtype, for the error message.
+        dtype: the dtype.
 
     Raises:
-        ValueError: if it is none of `FLOATS`.
+        ValueError: if the dtype is not in `FLOATS`.
 
     >>> float_name("dtype", jnp.bfloat16)
     'bfloat16'
@@ -132,4 +134,4 @@ def float_name(what: str, dtype: DTypeLike) -> str:
         name = jnp.dtype(dtype).name
         if name in FLOATS:
             return name
-    raise ValueError(f"{what}={dtype!r} must be one of {', '.join(FLOATS)}")
+    raise ValueError(f"{argument}={dtype!r} must be one of {', '.join(FLOATS)}")

@@ -1,7 +1,7 @@
-"""A `LanguageModel` as Hugging Face's tensors, in logical expert order, wherever its experts lie.
+"""Export a `LanguageModel` as Hugging Face's tensors, in logical expert order whatever the experts' homes.
 
-The tensors come one at a time, straight from the sharded model, of which nothing is gathered: an expert is taken from
-the device that owns it, and where several processes share the model, it is broadcast from there.
+The tensors come one at a time from the sharded model, which is never gathered. An expert is read from the device that
+owns it; if several processes share the model, that device broadcasts it.
 """
 
 import functools
@@ -24,19 +24,19 @@ from relibra_jax.nnx import get_homes
 def pretrained_tensors(
     model: LanguageModel, *, dtype: DTypeLike | None = None
 ) -> Iterator[tuple[str, jax.Array]]:
-    """The tensors of a model in Hugging Face's names, shapes and logical expert order, one at a time.
+    """Yield the tensors of a model in Hugging Face's names, shapes and logical expert order, one at a time.
 
-    It is what the weight updates of rollout engines take: ``(name, tensor)`` pairs, as vLLM's ``load_weights`` and
-    SGLang's ``update_weights_from_tensor`` do. To torch they go without a copy by ``torch.from_dlpack(array)``.
-    On several processes all of them iterate together, and each of them gets every tensor.
+    Rollout engines take such ``(name, tensor)`` pairs as weight updates: vLLM in ``load_weights``, SGLang in
+    ``update_weights_from_tensor``. ``torch.from_dlpack(array)`` passes an array to torch without a copy.
+    With several processes, all of them must iterate together, and each gets every tensor.
 
     Args:
-        model: the model, on a mesh; its experts lie in whatever homes.
-        dtype: the dtype of the tensors; that of the parameters when None. Correction biases stay float32.
+        model: the model, on a mesh, with its experts in any homes.
+        dtype: the dtype of the tensors. None keeps the dtype of the parameters. Correction biases stay float32.
 
     Yields:
-        Name and value. A value lies on one device of this process: for experts, on the one that owns them if it is of
-        this process.
+        The name and value of each tensor. A value is on one device of this process; an expert is on the device that
+        owns it if that device belongs to this process.
     """
     state = nnx.to_pure_dict(nnx.state(model))
     home = get_homes(model)
@@ -57,17 +57,17 @@ def pretrained_tensors(
 
 
 def tensor_dtype(part: Part, own: DTypeLike, dtype: DTypeLike | None) -> jnp.dtype:
-    """The dtype in which a part is handed over, from its own and the one that was asked for."""
+    """Return the dtype in which a part is exported, given the parameter's own dtype and the requested one."""
     return jnp.dtype(own if dtype is None or part.path[-1] == "correction_bias" else dtype)
 
 
 def _place(part: Part) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """What is taken from the model at once: the matrices of an expert together, of all else a part."""
+    """Return the path and index of what is read at once: all matrices of an expert, or else a single part."""
     return part.path, part.at[:2] if part.path == EXPERTS else part.at
 
 
 def _take_expert(experts: Any, layer: int, slot: int) -> jax.Array:
-    """``[3, D, F]`` of the expert in a flat home slot, on one device."""
+    """Read the weights ``[3, D, F]`` of the expert in a flat home slot, onto one device."""
     local, slots = experts.shape[2:4]
     rank, own = divmod(slot, slots)
     if not experts.is_fully_addressable:
@@ -97,16 +97,18 @@ def _as_tensor(
 
 @functools.partial(jax.jit, static_argnames="mesh")
 def _broadcast(experts: jax.Array, layer: Any, own: Any, rank: Any, *, mesh: Mesh) -> jax.Array:
-    """``[3, D, F]`` of an expert of one rank, the same on all devices, to the last bit."""
+    """Broadcast the weights ``[3, D, F]`` of one rank's expert to all devices, bit by bit the same."""
     local = experts.shape[2]
 
-    def one(experts):
-        mine = (jax.lax.axis_index(NODE) == rank // local) & (jax.lax.axis_index(LOCAL) == rank % local)
+    def on_rank(experts):
+        is_owner = (jax.lax.axis_index(NODE) == rank // local) & (jax.lax.axis_index(LOCAL) == rank % local)
         value = experts[layer, 0, 0, own]
-        # As integers: a sum of floats would turn a negative zero into a positive one.
+        # The sum is over integers, because a sum of floats would turn a negative zero into a positive one.
         bits = jax.lax.bitcast_convert_type(value, jnp.dtype(f"uint{8 * value.dtype.itemsize}"))
-        bits = jax.lax.psum(jnp.where(mine, bits, 0), RANKS)
+        bits = jax.lax.psum(jnp.where(is_owner, bits, 0), RANKS)
         return jax.lax.bitcast_convert_type(bits, value.dtype)
 
     spec = PartitionSpec(None, *RANKS)
-    return jax.shard_map(one, mesh=mesh, in_specs=spec, out_specs=PartitionSpec(), check_vma=False)(experts)
+    return jax.shard_map(on_rank, mesh=mesh, in_specs=spec, out_specs=PartitionSpec(), check_vma=False)(
+        experts
+    )

@@ -1,6 +1,6 @@
-"""The architectures of Hugging Face checkpoints that `LanguageModel` has, each as its ``config.json`` describes it.
+"""The architectures of Hugging Face checkpoints that `LanguageModel` supports, and how to read and write their configs.
 
-Read from the configurations and models of `transformers` 5.23.
+They follow the configurations and models of `transformers` 5.23.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,26 +11,26 @@ from relibra_jax.execution.gating import Gating
 from relibra_jax.models.config import ModelConfig
 
 type Fields = Mapping[str, Any]
-"""The fields of a config.json."""
+"""The fields of a ``config.json``."""
 
 
 class Architecture(NamedTuple):
-    """How one ``model_type`` is read and written."""
+    """The fields of one ``model_type``, and functions that read and write them."""
 
     class_name: str
-    """The class of `transformers`, the one entry of ``architectures``."""
+    """The class in `transformers`, the only entry of the field ``architectures``."""
     defaults: Fields
-    """Values of fields that a config.json may leave out, as `transformers` has them."""
+    """The defaults in `transformers` of fields that a ``config.json`` may omit."""
     required: Fields
-    """Fields that must have these values, or be absent."""
+    """The fields that must be absent or have the given value."""
     read: Callable[[Fields], dict[str, Any]]
-    """What of a `ModelConfig` is particular to the architecture."""
+    """A function from a ``config.json`` to the `ModelConfig` fields that are specific to the architecture."""
     write: Callable[[ModelConfig], dict[str, Any]]
-    """The fields that are particular to it."""
+    """A function from a `ModelConfig` to the ``config.json`` fields that are specific to the architecture."""
 
 
 def _first_dense(fields: Fields) -> int:
-    """How many layers, the first ones, Qwen3-MoE lists as ``mlp_only_layers``."""
+    """Return the number of leading dense layers, which Qwen3-MoE lists as ``mlp_only_layers``."""
     return len(fields["mlp_only_layers"] or [])
 
 
@@ -194,4 +194,4 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = MappingProxyType(
         ),
     }
 )
-"""The architectures that can be loaded and saved, by their ``model_type``."""
+"""The architectures that can be loaded and saved, keyed by ``model_type``."""

@@ -1,8 +1,8 @@
-"""A Hugging Face ``config.json`` and the `ModelConfig` that it describes, both ways.
+"""Conversion between a Hugging Face ``config.json`` and the `ModelConfig` that it describes.
 
-Read from `transformers` 5.23, whose spelling (``num_local_experts``, ``rope_parameters``, ``dtype``) is understood
-beside the older one of most checkpoints (``num_experts``, ``rope_theta``, ``torch_dtype``). What an architecture can
-have and `LanguageModel` has not is refused by the name and the value of its field, all of them at once.
+The fields follow `transformers` 5.23. Its spelling (``num_local_experts``, ``rope_parameters``, ``dtype``) and the
+older one of most checkpoints (``num_experts``, ``rope_theta``, ``torch_dtype``) are both accepted. If a config asks for
+features that `LanguageModel` does not have, one error names all their fields and values.
 """
 
 import json
@@ -19,12 +19,11 @@ from relibra_jax.models.hf_architectures import ARCHITECTURES, Architecture, Fie
 COMMON_REQUIRED: Final[Fields] = MappingProxyType(
     {"hidden_act": "silu", "attention_dropout": 0.0, "quantization_config": None}
 )
-"""What every architecture must have."""
-
+"""The values that these fields must have, if present, in every architecture."""
 
 ROPE_FIELDS: Final = ("rope_parameters", "rope_scaling")
 PLAIN_ROPE: Final = {"rope_theta", "rope_type", "type", "partial_rotary_factor"}
-"""What these may say: anything else is scaling."""
+"""The keys that `ROPE_FIELDS` may contain; any other key means rotary scaling, which is not supported."""
 
 
 def _is_int(least: int) -> Callable[[Any], bool]:
@@ -63,17 +62,20 @@ TYPES: Final[Mapping[str, tuple[tuple[str, ...], Callable[[Any], bool]]]] = Mapp
         ),
     }
 )
-"""What the fields that sizes are made of must be."""
+"""For each required type, the fields that must have it and the function that checks a value."""
 
 EXPERT_COUNTS: Final = ("num_experts", "num_local_experts", "n_routed_experts")
-"""The spellings of E."""
+"""The names under which configs store the number of experts E."""
 
 
 def read_config(folder: str | Path) -> Fields:
-    """The fields of a checkpoint's ``config.json``.
+    """Read the fields of a checkpoint's ``config.json``.
+
+    Args:
+        folder: the folder of the checkpoint.
 
     Raises:
-        ValueError: if there is none, or it is no JSON object.
+        ValueError: if the file does not exist, or does not contain a JSON object.
     """
     path = Path(folder) / "config.json"
     try:
@@ -81,7 +83,7 @@ def read_config(folder: str | Path) -> Fields:
     except (FileNotFoundError, NotADirectoryError) as error:
         raise ValueError(f"{path}: there is no such file; a checkpoint has one beside its tensors") from error
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: no JSON ({error})") from error
+        raise ValueError(f"{path}: not valid JSON ({error})") from error
     if not isinstance(fields, dict):
         raise ValueError(f"{path}: expected a JSON object, found {type(fields).__name__}")
     return fields
@@ -90,7 +92,16 @@ def read_config(folder: str | Path) -> Fields:
 def load_config(
     folder: str | Path, *, dtype: DTypeLike = "float32", param_dtype: DTypeLike = "float32"
 ) -> ModelConfig:
-    """The sizes that a checkpoint's ``config.json`` describes; arguments and errors are those of `model_config`."""
+    """Read a model's sizes and options from a checkpoint's ``config.json``.
+
+    Args:
+        folder: the folder of the checkpoint.
+        dtype: the dtype of the computation.
+        param_dtype: the dtype of the parameters.
+
+    Raises:
+        ValueError: if `read_config` or `model_config` rejects the file.
+    """
     fields = read_config(folder)
     try:
         return model_config(fields, dtype=dtype, param_dtype=param_dtype)
@@ -101,16 +112,16 @@ def load_config(
 def model_config(
     fields: Fields, *, dtype: DTypeLike = "float32", param_dtype: DTypeLike = "float32"
 ) -> ModelConfig:
-    """The sizes that a ``config.json`` describes.
+    """Convert the fields of a ``config.json`` to a model's sizes and options.
 
     Args:
-        fields: the fields, from `read_config`.
+        fields: the fields, as `read_config` returns them.
         dtype: the dtype of the computation.
         param_dtype: the dtype of the parameters.
 
     Raises:
-        ValueError: if the architecture is another, a field is missing, or a field has a value that is not supported:
-            all such fields with their values, and those that would do.
+        ValueError: if the architecture is not supported, a field is missing, or a field has an unsupported value. The
+            message lists all unsupported fields with their values and the values that are supported.
 
     >>> model_config({"model_type": "llama"})
     Traceback (most recent call last):
@@ -120,27 +131,27 @@ def model_config(
     if not isinstance(name, str) or name not in ARCHITECTURES:
         raise ValueError(f"model_type={name!r} must be one of {', '.join(ARCHITECTURES)}")
     architecture = ARCHITECTURES[name]
-    whole = {**architecture.defaults, **_without_none(fields), **_rope(fields)}
-    _check_supported(name, whole, architecture)
+    all_fields = {**architecture.defaults, **_without_none(fields), **_rope(fields)}
+    _check_supported(name, all_fields, architecture)
     try:
-        own = architecture.read(whole)
-        heads, width = whole["num_attention_heads"], whole["hidden_size"]
+        specific = architecture.read(all_fields)
+        heads, width = all_fields["num_attention_heads"], all_fields["hidden_size"]
         return ModelConfig(
             width=width,
-            layers=whole["num_hidden_layers"],
+            layers=all_fields["num_hidden_layers"],
             heads=heads,
-            kv_heads=whole.get("num_key_value_heads", heads),
-            head_width=whole.get("head_dim", width // heads),
-            num_experts=next(whole[spelling] for spelling in EXPERT_COUNTS if spelling in whole),
-            vocabulary=whole["vocab_size"],
-            tied=whole["tie_word_embeddings"],
-            rope_theta=float(whole.get("rope_theta", 10_000.0)),
-            rotary_fraction=float(whole.get("partial_rotary_factor", 1.0)),
-            norm_epsilon=float(whole["rms_norm_eps"]),
+            kv_heads=all_fields.get("num_key_value_heads", heads),
+            head_width=all_fields.get("head_dim", width // heads),
+            num_experts=next(all_fields[spelling] for spelling in EXPERT_COUNTS if spelling in all_fields),
+            vocabulary=all_fields["vocab_size"],
+            tied=all_fields["tie_word_embeddings"],
+            rope_theta=float(all_fields.get("rope_theta", 10_000.0)),
+            rotary_fraction=float(all_fields.get("partial_rotary_factor", 1.0)),
+            norm_epsilon=float(all_fields["rms_norm_eps"]),
             dtype=float_name("dtype", dtype),
             param_dtype=float_name("param_dtype", param_dtype),
             architecture=name,
-            **own,
+            **specific,
         )
     except StopIteration as error:
         raise ValueError(f"{name}: the field {' or '.join(EXPERT_COUNTS)} is missing") from error
@@ -149,13 +160,13 @@ def model_config(
 
 
 def config_fields(config: ModelConfig) -> dict[str, Any]:
-    """The ``config.json`` of a model, in the spelling that all versions of `transformers` since 4.51 read.
+    """Return the ``config.json`` fields of a model, in the spelling that `transformers` 4.51 and later read.
 
     Args:
-        config: the sizes and the architecture.
+        config: the model's sizes and architecture.
 
     Raises:
-        ValueError: if the architecture cannot have these sizes, with the fields of `ModelConfig` that it would lose.
+        ValueError: if the architecture is unknown or cannot represent some fields of `config`; the message names them.
     """
     name = config.architecture
     if name not in ARCHITECTURES:
@@ -177,14 +188,15 @@ def config_fields(config: ModelConfig) -> dict[str, Any]:
         "torch_dtype": config.param_dtype,
         **architecture.write(config),
     }
-    again = model_config(fields, dtype=config.dtype, param_dtype=config.param_dtype)
-    if lost := differences(again, config):
-        raise ValueError(f"{name} cannot have {', '.join(f'{key}={value!r}' for key, value in lost.items())}")
+    round_trip = model_config(fields, dtype=config.dtype, param_dtype=config.param_dtype)
+    if unsupported := differences(round_trip, config):
+        values = ", ".join(f"{key}={value!r}" for key, value in unsupported.items())
+        raise ValueError(f"architecture {name} cannot represent {values}")
     return fields
 
 
 def differences(one: ModelConfig, other: ModelConfig) -> dict[str, Any]:
-    """The fields in which two configs differ, with the values of ``other``."""
+    """Return the fields in which two configs differ, with the values of ``other``."""
     pairs = zip(vars(one).items(), vars(other).values(), strict=True)
     return {key: value for (key, before), value in pairs if before != value}
 
@@ -194,7 +206,7 @@ def _without_none(fields: Fields) -> dict[str, Any]:
 
 
 def _rope(fields: Fields) -> dict[str, Any]:
-    """What ``rope_parameters`` (new) and ``rope_scaling`` (old) say, as if it stood beside the other fields."""
+    """Return the contents of ``rope_parameters`` (new) and ``rope_scaling`` (old), to merge with the other fields."""
     both = (fields.get(name) for name in ROPE_FIELDS)
     return {key: value for rope in both if isinstance(rope, dict) for key, value in rope.items()}
 

@@ -1,9 +1,10 @@
-"""Which tensor of a Hugging Face checkpoint is which part of a `LanguageModel`, as one table for reading and writing.
+"""The map between tensors of a Hugging Face checkpoint and parts of a `LanguageModel`, for reading and writing.
 
-A linear layer of a checkpoint is ``[outputs, inputs]``, ours is ``[inputs, outputs]`` with heads as axes of their own,
-so that every entry is a reshape, and a transposition or none. Experts are numbered logically; the homes say in which
-slot an expert lies. They come in two forms: a tensor for each expert and matrix, as most checkpoints have them, or
-*fused*, all experts of a layer in two tensors, as `transformers` 5 keeps them in memory and writes them if asked.
+A linear layer of a checkpoint is ``[outputs, inputs]``. In the model it is ``[inputs, outputs]``, with heads as
+separate axes. Every entry of the map is therefore a reshape, with or without a transposition. Experts have their
+logical numbers; the homes determine the slot of each. Checkpoints store experts in two forms. Most have one tensor for
+each expert and matrix. In *fused* checkpoints all experts of a layer are in two tensors, as `transformers` 5 keeps them
+in memory and writes them on request.
 """
 
 from collections.abc import Iterator
@@ -14,48 +15,48 @@ from relibra_jax.models.config import ModelConfig
 GATE, UP, DOWN = range(3)
 """The matrices of an expert, in the order of ``[N, G, H, 3, D, F]``."""
 EXPERTS: Final = ("layers", "experts", "experts")
-"""The path of all experts in a model's state."""
+"""The path of the parameter that holds all experts in a model's state."""
 
 
 class Part(NamedTuple):
-    """One part of a parameter, and where a checkpoint has it."""
+    """One part of a parameter and its place in a checkpoint."""
 
     name: str
-    """The tensor."""
+    """The name of the tensor in the checkpoint."""
     tensor_shape: tuple[int, ...]
     """The shape of the whole tensor."""
     rows: tuple[int | slice, ...]
-    """The index into the tensor that gives this part; empty for all of it."""
+    """The index of this part in the tensor; empty for the whole tensor."""
     path: tuple[str, ...]
-    """The parameter in the model's state."""
+    """The path of the parameter in the model's state."""
     at: tuple[int, ...]
-    """The index of the part in the parameter: ``(layer,)`` where layers are stacked, ``(layer, expert, matrix)`` for
-    experts, with the logical number of the expert."""
+    """The index of the part in the parameter: ``(layer,)`` for stacked layers, ``(layer, expert, matrix)`` for experts,
+    where ``expert`` is the logical number."""
     transposed: bool
     """Whether the part is ``[outputs, inputs]`` in the checkpoint and ``[inputs, outputs]`` in the parameter."""
 
 
 class Names(NamedTuple):
-    """How an architecture names what is inside a layer."""
+    """The names that an architecture gives to the MLP of a layer and to the matrices of an expert."""
 
     mlp: str = "mlp"
     expert: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 
 
 NAMES: Final = {"mixtral": Names("block_sparse_moe", ("w1", "w3", "w2"))}
-"""The names of architectures that have others than Qwen3-MoE; fused checkpoints of all of them have Qwen3-MoE's."""
+"""The names of architectures that differ from Qwen3-MoE. All fused checkpoints use the names of Qwen3-MoE."""
 
 
 def tensor_parts(config: ModelConfig, *, fused: bool = False) -> Iterator[Part]:
-    """All parts of a model's parameters.
+    """Yield all parts of a model's parameters.
 
     Args:
-        config: the model's sizes and its architecture, whose names they are.
-        fused: whether the experts of a layer are in two tensors.
+        config: the model's sizes and its architecture, which determines the tensor names.
+        fused: whether the checkpoint stores the experts of a layer in two tensors.
 
     Yields:
-        The parts, those of an expert together, layer by layer. Every part of a parameter comes exactly once, in the
-        order of its index.
+        The parts, layer by layer, with the matrices of an expert together. Every part of a parameter comes exactly
+        once, in the order of its index.
     """
     vocabulary, width = config.vocabulary, config.width
     names = Names() if fused else NAMES.get(config.architecture, Names())
@@ -89,12 +90,12 @@ def _layer_parts(layer: int, config: ModelConfig, names: Names, fused: bool) -> 
         yield part(f"{names.mlp}.gate.e_score_correction_bias", experts[1:], "experts", "correction_bias")
     if config.shared_width:
         for matrix, (name, shape) in enumerate(_matrix_shapes(config.shared_width, width).items()):
-            whole = part(f"{names.mlp}.shared_experts.{name}_proj.weight", shape, "experts", "shared")
-            yield whole._replace(at=(index, matrix), transposed=matrix != DOWN)
+            shared = part(f"{names.mlp}.shared_experts.{name}_proj.weight", shape, "experts", "shared")
+            yield shared._replace(at=(index, matrix), transposed=matrix != DOWN)
     for expert in range(config.num_experts):
         for matrix in (GATE, UP, DOWN):
-            where = _fused(config, expert, matrix) if fused else _separate(config, names, expert, matrix)
-            name, shape, rows = where
+            place = _fused(config, expert, matrix) if fused else _separate(config, names, expert, matrix)
+            name, shape, rows = place
             yield Part(
                 *(f"{prefix}.{names.mlp}.experts.{name}", shape, rows),
                 *(EXPERTS, (index, expert, matrix), matrix != DOWN),
@@ -104,20 +105,25 @@ def _layer_parts(layer: int, config: ModelConfig, names: Names, fused: bool) -> 
 def _attention_parts(config: ModelConfig, part) -> Iterator[Part]:
     width = config.width
     query, key = config.heads * config.head_width, config.kv_heads * config.head_width
-    for name, ours, outputs in (("q", "query", query), ("k", "key", key), ("v", "value", key)):
+    for name, attribute, outputs in (("q", "query", query), ("k", "key", key), ("v", "value", key)):
         yield part(
-            f"self_attn.{name}_proj.weight", (outputs, width), "attention", ours, "kernel", transposed=True
+            f"self_attn.{name}_proj.weight",
+            (outputs, width),
+            "attention",
+            attribute,
+            "kernel",
+            transposed=True,
         )
         if config.qkv_bias:
-            yield part(f"self_attn.{name}_proj.bias", (outputs,), "attention", ours, "bias")
+            yield part(f"self_attn.{name}_proj.bias", (outputs,), "attention", attribute, "bias")
     yield part("self_attn.o_proj.weight", (width, query), "attention", "out", "kernel", transposed=True)
     if config.out_bias:
         yield part("self_attn.o_proj.bias", (width,), "attention", "out", "bias")
     if config.qk_norm is not None:
         head = config.head_width
-        over = {"q": head, "k": head} if config.qk_norm == "head" else {"q": query, "k": key}
-        for name, ours in (("q", "query_norm"), ("k", "key_norm")):
-            yield part(f"self_attn.{name}_norm.weight", (over[name],), "attention", ours, "scale")
+        norm_width = {"q": head, "k": head} if config.qk_norm == "head" else {"q": query, "k": key}
+        for name, attribute in (("q", "query_norm"), ("k", "key_norm")):
+            yield part(f"self_attn.{name}_norm.weight", (norm_width[name],), "attention", attribute, "scale")
 
 
 def _matrix_shapes(hidden: int, width: int) -> dict[str, tuple[int, int]]:

@@ -1,11 +1,11 @@
-"""A mixture-of-experts language model in Flax nnx, its experts on `relibra_jax.nnx.MoELayer`.
+"""A mixture-of-experts language model in Flax nnx whose experts are `relibra_jax.nnx.MoELayer`.
 
 Layers (`relibra_jax.models.blocks`) are stacked along a leading axis and run by `jax.lax.scan`, each under
-`jax.checkpoint`: what a layer computes is computed again in the backward pass, and its replicas are fetched again.
-Dense layers, if there are any, are a stack of their own before those with experts.
+`jax.checkpoint`. The backward pass therefore computes each layer again and fetches its replicas again. Dense layers, if
+there are any, form a separate stack before the layers with experts.
 
-Arrays are those of any Flax model, ``[B, T, ...]``, sharded over the ranks along the first axis. Samples are aligned
-to the left, padding behind their last token, so attention needs no mask but the causal one.
+Arrays are ``[B, T, ...]`` as in any Flax model, and sharded over the ranks along the first axis. Samples are aligned to
+the left and followed by padding, so attention needs only the causal mask.
 """
 
 import functools
@@ -27,36 +27,40 @@ from relibra_jax.types import Array, LayerPlan, Topology, check_shape
 
 
 class ModelOutput(NamedTuple):
-    """What the model says about every token. Padding has values too, which mean nothing."""
+    """The outputs of the model for every token; the values at padding are meaningless."""
 
     logits: Float[Array, "B T V"]
-    """The float32 logits of the token after this one."""
+    """The float32 logits of the next token."""
     expert_ids: Integer[Array, "B T L K"]
-    """The routing that ran: in the dtype of a `RoutingReplay` if live, else what was given."""
+    """The routing that the layers ran: the given replay, or the live routing in the dtype of a `RoutingReplay`."""
     router_logits: Float[Array, "B T L E"]
-    """The float32 logits of the live routers, for `relibra_jax.execution.gating.balance_loss` and for counting where
-    they differ from a replay."""
+    """The float32 logits of the live routers, for `relibra_jax.execution.gating.balance_loss` and for counting the
+    tokens whose live routing differs from the replay."""
     slot_rows: Int[Array, "L *copies N G S"]
-    """Rows that each slot computed."""
+    """The number of rows that each slot computed."""
     hidden: Float[Array, "B T D"]
-    """What the logits are made from, in the dtype of the computation: where further heads begin, such as a critic's."""
+    """The final hidden states, in the dtype of the computation: the input of the output head and of a critic's head."""
 
 
 class LanguageModel(nnx.Module):
-    """The language model; `make_model` makes a new one on a mesh, `relibra_jax.models.load_pretrained` a trained one.
+    """A mixture-of-experts language model.
+
+    `make_model` creates a new one on a mesh, and `relibra_jax.models.load_pretrained` loads a trained one.
 
     Args:
-        config: the sizes.
+        config: the sizes and architecture options.
         topology: the expert-parallel group.
-        rngs: the random keys of the parameters.
+        rngs: the random keys with which the parameters are initialised.
 
     Raises:
-        ValueError: if config and topology have different numbers of experts, or a token more experts than there are.
+        ValueError: if config and topology have different numbers of experts, or a token has more experts than exist.
     """
 
     def __init__(self, config: ModelConfig, topology: Topology, *, rngs: nnx.Rngs):
         if topology.num_experts != config.num_experts:
-            raise ValueError(f"model of {config.num_experts} experts, topology of {topology.num_experts}")
+            raise ValueError(
+                f"the config has {config.num_experts} experts, but the topology has {topology.num_experts}"
+            )
         self.config = config
         dtype, param_dtype = jnp.dtype(config.dtype), jnp.dtype(config.param_dtype)
         init = functools.partial(nnx.initializers.normal(0.02), dtype=param_dtype)
@@ -80,23 +84,25 @@ class LanguageModel(nnx.Module):
         parallel: ExpertParallel,
         packing: RowPacking | None = None,
     ) -> ModelOutput:
-        """Run whole sequences, in replay of recorded routing or live.
+        """Run whole sequences with recorded or live routing.
 
         Args:
-            tokens: the samples, aligned to the left.
-            mask: True on real tokens, which come first. No expert computes the others.
+            tokens: the token ids of the samples, aligned to the left.
+            mask: True on real tokens, which precede the padding. Experts do not compute padding.
             expert_ids: the recorded routing of the layers with experts; rows of padding are not read. None routes live.
-            layers: what all layers with experts follow, stacked ``[L]``, as `relibra_jax.nnx.PreparedBatch` has it for
-                a micro-batch; or their plans, without load for live routing under plans that were made for something
-                else. None for homes alone.
-            parallel: mesh, topology, sizes and ways; `relibra_jax.nnx.Balancer.live` for live routing.
-            packing: which token of a row is of which sample, where rows hold several; None for a sample a row.
+            layers: the prepared tables of all layers with experts, stacked ``[L]``, as `relibra_jax.nnx.PreparedBatch`
+                has them for a micro-batch, or the layers' plans. For live routing the plans must not contain a load,
+                because they were made for another one. None uses the home slots alone.
+            parallel: the mesh, topology, buffer sizes and kinds of exchange; `relibra_jax.nnx.Balancer.live` has those
+                for live routing.
+            packing: the sample and position of each token, for rows that hold several samples. None for one sample a
+                row.
 
         Returns:
-            See `ModelOutput`. NaN where `MoELayer` says so.
+            The outputs. They are NaN under the conditions that `MoELayer` documents.
 
         Raises:
-            ValueError: while tracing, if shapes do not belong together.
+            ValueError: while tracing, if the shapes of the arguments are inconsistent.
         """
         return self._run(tokens, mask, expert_ids, layers, None, parallel, packing)[0]
 
@@ -108,18 +114,18 @@ class LanguageModel(nnx.Module):
         *,
         parallel: ExpertParallel,
     ) -> tuple[ModelOutput, Cache]:
-        """Run the next tokens of sequences whose earlier ones are in ``cache``: live, under homes alone.
+        """Run the next tokens of sequences whose earlier tokens are in ``cache``; live routing, no replicas.
 
         Args:
-            tokens: the next t tokens of every sample.
-            mask: True on real tokens, which come first; a sample may have none. They stand right behind the real
-                tokens that it has in the cache.
-            cache: what `empty_cache` or an earlier call returned, with room for t more columns. Where it is not
-                needed any more, as in a loop, its arrays are written in place.
-            parallel: mesh and ways of live routing.
+            tokens: the next t token ids of every sample.
+            mask: True on real tokens, which precede the padding; a sample may have none. They directly follow the
+                sample's real tokens in the cache.
+            cache: the cache that `empty_cache` or an earlier call returned, with room for t more columns. If the caller
+                does not use it afterwards, as in a loop, its arrays are written in place.
+            parallel: the mesh, topology and kinds of exchange for live routing.
 
         Returns:
-            What the model says about the new tokens, as if whole sequences had run; and the cache with them.
+            The outputs for the new tokens, as if whole sequences had run, and the cache that includes the new tokens.
 
         Raises:
             ValueError: while tracing, if the whole cache has fewer than t columns.
@@ -129,7 +135,7 @@ class LanguageModel(nnx.Module):
         return output, extended
 
     def empty_cache(self, samples: int, room: int, parallel: ExpertParallel) -> Cache:
-        """A cache of ``room`` columns: one for every token of a sample, padding counted."""
+        """Allocate a cache of ``room`` columns: one for every token of a sample, including padding."""
         return empty_cache(self.config, samples, room, parallel)
 
     def _run(
@@ -175,16 +181,16 @@ class LanguageModel(nnx.Module):
 
 
 def make_model(config: ModelConfig, topology: Topology, *, mesh: Mesh, key: jax.Array) -> LanguageModel:
-    """A new model whose parameters lie on ``mesh`` from birth; the same weights on every topology.
+    """Create a new model with its parameters on ``mesh``; a key gives the same weights on every topology.
 
     Args:
-        config: the sizes.
+        config: the sizes and architecture options.
         topology: the expert-parallel group.
         mesh: the device mesh, from `relibra_jax.execution.mesh.expert_mesh`.
-        key: the random key of the parameters.
+        key: the random key with which the parameters are initialised.
 
     Raises:
-        ValueError: as `LanguageModel` says.
+        ValueError: if `LanguageModel` rejects the config and topology.
     """
     graph, _, shardings = abstract_model(config, topology, mesh)
     init = jax.jit(
@@ -194,33 +200,33 @@ def make_model(config: ModelConfig, topology: Topology, *, mesh: Mesh, key: jax.
 
 
 def abstract_model(config: ModelConfig, topology: Topology, mesh: Mesh) -> tuple[Any, Any, Any]:
-    """A model without its arrays: its graph, and the shapes and shardings of its state.
+    """Return a model without its arrays: its graph, and the shapes and shardings of its state.
 
     Raises:
-        ValueError: as `LanguageModel` says.
+        ValueError: if `LanguageModel` rejects the config and topology.
     """
     graph, shapes = nnx.split(nnx.eval_shape(lambda: LanguageModel(config, topology, rngs=nnx.Rngs(0))))
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), nnx.get_partition_spec(shapes))
     return graph, shapes, shardings
 
 
-def _scan(run, blocks, first, x, cache, *of_layers):
-    """Run stacked blocks one behind the other, of which the first is layer ``first`` of the cache.
+def _scan(run, blocks, first, x, cache, *inputs):
+    """Run stacked blocks one after another; the first one is layer ``first`` of the cache.
 
     Returns:
-        ``x`` and the cache, which pass through the loop and so are never copied; and what each block returns besides,
+        ``x`` and the cache, which the loop carries and therefore never copies, and the other outputs of the blocks,
         stacked.
     """
     graph, state = nnx.split(blocks)
     numbers = None if cache is None else first + jnp.arange(len(jax.tree.leaves(state)[0]))
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
-    def layer(carry, of_layer):
+    def layer(carry, layer_inputs):
         x, cache = carry
-        state, number, *rest = of_layer
-        of_cache = None if cache is None else LayerCache(cache, number)
-        x, of_cache, output = run(nnx.merge(graph, state), x, of_cache, *rest)
-        return (x, None if of_cache is None else of_cache.cache), output
+        state, number, *rest = layer_inputs
+        layer_cache = None if cache is None else LayerCache(cache, number)
+        x, layer_cache, output = run(nnx.merge(graph, state), x, layer_cache, *rest)
+        return (x, None if layer_cache is None else layer_cache.cache), output
 
-    (x, cache), outputs = jax.lax.scan(layer, (x, cache), (state, numbers, *of_layers))
+    (x, cache), outputs = jax.lax.scan(layer, (x, cache), (state, numbers, *inputs))
     return x, cache, outputs

@@ -1,7 +1,6 @@
-"""A Hugging Face checkpoint as a `LanguageModel` on a mesh, every device reading the experts that it will hold.
+"""Load a Hugging Face checkpoint as a `LanguageModel` on a mesh; each process reads only the experts of its devices.
 
-No process ever holds the model: of the experts it has at most those of one of its devices at a time on the host, of all
-else one parameter.
+No process ever holds the whole model on its host: at most the experts of one device, or one other parameter, at a time.
 """
 
 import logging
@@ -17,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import DTypeLike, Int
 
 from relibra_jax.execution.mesh import check_mesh
-from relibra_jax.models.agreement import together
+from relibra_jax.models.agreement import fail_together
 from relibra_jax.models.config import ModelConfig
 from relibra_jax.models.hf_config import load_config, read_config
 from relibra_jax.models.hf_tensors import EXPERTS, Part
@@ -30,7 +29,7 @@ from relibra_jax.plan_check import check_homes
 from relibra_jax.types import Array, Topology
 
 EXPERT_AXES: Final = 5
-"""The leading axes of the experts' array: layer, node, rank, slot and matrix."""
+"""The number of leading axes of the experts' array: layer, node, rank, slot and matrix."""
 
 log = logging.getLogger(__name__)
 
@@ -47,31 +46,33 @@ def load_pretrained(
     """Load a checkpoint in Hugging Face's format.
 
     Args:
-        folder: ``config.json`` beside ``model.safetensors``, or shards of it with their index. Experts may be a tensor
-            each or fused, values bfloat16, float16 or float32.
+        folder: the folder with ``config.json`` and ``model.safetensors``, or with shards and their index. Experts may
+            be separate tensors or fused; values may be bfloat16, float16 or float32.
         mesh: the device mesh, from `relibra_jax.execution.mesh.expert_mesh`.
         topology: the expert-parallel group.
-        home: flat home slot of each expert, where the experts are to lie; in order of their ids when None.
+        home: the flat home slot of each expert. None places the experts in the order of their ids.
         dtype: the dtype of the computation.
-        param_dtype: the dtype of the parameters, which values are converted to.
+        param_dtype: the dtype of the parameters, to which the values are converted.
 
     Returns:
-        The model, its parameters on the mesh: experts sharded over the ranks, all else replicated.
+        The model with its parameters on the mesh: experts are sharded over the ranks, all else is replicated.
 
     Raises:
-        ValueError: if the architecture, or a field of the config, is not supported; tensors are missing, left over or
-            of other shapes: all of their names; the model has another number of experts than the topology; or the
-            parameters of a rank are larger than the memory of its device.
+        ValueError: if the architecture or a field of the config is not supported; if tensors are missing, unexpected or
+            of the wrong shape or dtype, in which case the message names all of them; if model and topology have
+            different numbers of experts; if ``home`` is invalid; or if a rank's parameters exceed its device's memory.
     """
     check_mesh(mesh, topology)
-    with together(f"loading {folder}"):
+    with fail_together(f"loading {folder}"):
         config = load_config(folder, dtype=dtype, param_dtype=param_dtype)
         graph, shapes, shardings = abstract_model(config, topology, mesh)
         check_device_memory(str(folder), shapes, mesh, topology)
         files = TensorFiles(folder)
         parts, skipped = check_tensors(files, config, read_config(folder))
     if skipped:
-        log.warning("%s: not loaded, as the model has no use for them: %s", folder, skipped)
+        log.warning(
+            "%s: these tensors are not loaded, because the model does not use them: %s", folder, skipped
+        )
     return _build_model(graph, shapes, shardings, config, parts, files.read, topology, home)
 
 
@@ -85,45 +86,47 @@ def _build_model(
     topology: Topology,
     home: Int[Array, "L E"] | None,
 ) -> LanguageModel:
-    """The model whose parts ``read`` returns.
+    """Build the model from the parts that ``read`` returns.
 
     Args:
-        graph, shapes, shardings: from `relibra_jax.models.language_model.abstract_model`.
+        graph, shapes, shardings: the abstract model, from `relibra_jax.models.language_model.abstract_model`.
         config: the model's sizes.
         parts: all parts of all parameters.
-        read: ``(tensor, rows) -> values``, from `TensorFiles.read` for example. It is asked for each part once for
-            every device, or copy of a device, that holds it.
+        read: a function ``(tensor, rows) -> values``, for example `TensorFiles.read`. It is called for every part that
+            a device of this process holds, once for devices that hold the same experts.
         topology: the expert-parallel group.
-        home: as in `load_pretrained`.
+        home: the flat home slot of each expert. None places the experts in the order of their ids.
     """
     if home is None:
         home = contiguous_homes(topology, config.moe_layers)
     home = check_homes(home, config.num_experts)
     if len(home) != config.moe_layers:
-        raise ValueError(f"home: {len(home)} layers, the model has {config.moe_layers} with experts")
+        raise ValueError(
+            f"home has {len(home)} layers, but the model has {config.moe_layers} layers with experts"
+        )
     by_path = defaultdict(list)
     for part in parts:
         by_path[part.path].append(part)
 
     def load(path, shape, sharding):
         names = tuple(key.key for key in path[:-1])
-        of_path = by_path.pop(names, [])
+        parts_of_path = by_path.pop(names, [])
         if names == EXPERTS:
-            return _read_experts(shape, sharding, of_path, read, home)
-        if not of_path:  # homes, which are told below
+            return _read_experts(shape, sharding, parts_of_path, read, home)
+        if not parts_of_path:  # the homes, which set_homes sets below
             return jax.device_put(np.zeros(shape.shape, shape.dtype), sharding)
-        value = np.stack([_take(part, read, shape) for part in of_path]).reshape(shape.shape)
+        value = np.stack([_take(part, read, shape) for part in parts_of_path]).reshape(shape.shape)
         return jax.make_array_from_callback(shape.shape, sharding, lambda at: value[at])
 
     state = jax.tree.map_with_path(load, shapes, shardings)
-    assert not by_path, f"parts of no parameter: {list(by_path)}"
+    assert not by_path, f"parts that belong to no parameter: {list(by_path)}"
     model = nnx.merge(graph, state)
     set_homes(model, home)
     return model
 
 
 def _read_experts(shape, sharding: NamedSharding, parts: list[Part], read, home) -> jax.Array:
-    """The experts' array ``[L, N, G, H, 3, D, F]``, device by device."""
+    """Read the experts' array ``[L, N, G, H, 3, D, F]``, device by device."""
     part_of = {part.at: part for part in parts}
     layers, nodes, local, slots = shape.shape[:4]
     expert_at = np.argsort(home, axis=1).reshape(layers, nodes, local, slots)
@@ -145,7 +148,7 @@ def _read_experts(shape, sharding: NamedSharding, parts: list[Part], read, home)
 
 
 def _take(part: Part, read, shape) -> np.ndarray:
-    """One part in the shape and the dtype of its parameter, whose leading axes it leaves out."""
+    """Read one part in the dtype of its parameter and in its shape without the leading axes."""
     value = read(part.name, part.rows)
     value = value.T if part.transposed else value
     inner = shape.shape[EXPERT_AXES:] if part.path == EXPERTS else shape.shape[len(part.at) :]

@@ -1,4 +1,4 @@
-"""What is looked at before a checkpoint is read: every tensor's name and shape, and the memory of a rank."""
+"""Checks before a checkpoint is read: the name, shape and dtype of every tensor, and the memory of a rank."""
 
 from typing import Any
 
@@ -16,24 +16,25 @@ from relibra_jax.types import Topology
 
 GIB = 2**30
 DTYPES = ("F32", "BF16", "F16")
-"""The dtypes of tensors, as safetensors names them."""
+"""The supported dtypes of tensors, in the names of safetensors."""
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 def check_tensors(files: TensorFiles, config: ModelConfig, fields: Fields) -> tuple[list[Part], str]:
-    """Find every part of a model in a checkpoint.
+    """Match a checkpoint's tensors with the parts of a model.
 
     Args:
         files: the tensors of the checkpoint.
-        config: the model's sizes.
-        fields: the checkpoint's ``config.json``.
+        config: the model's sizes and architecture.
+        fields: the fields of the checkpoint's ``config.json``.
 
     Returns:
-        The parts, and the names of tensors that `transformers` leaves out as well: layers for multi-token prediction,
-        tables of rotary positions, the head of a model whose head is the embedding, if they are equal.
+        The parts, and the names of tensors that are ignored, as `transformers` does: layers for multi-token prediction,
+        tables of rotary positions, and the head of a model that shares it with the embedding.
 
     Raises:
-        ValueError: if tensors are missing, left over or of other shapes or dtypes: all of their names.
+        ValueError: if tensors are missing, unexpected or of the wrong shape or dtype, or a shared head differs from the
+            embedding. The message names all of them.
     """
     shapes = files.shapes()
     fused = any(name.endswith("experts.gate_up_proj") for name in shapes)
@@ -46,22 +47,24 @@ def check_tensors(files: TensorFiles, config: ModelConfig, fields: Fields) -> tu
     if missing:
         problems.append(f"missing: {group_names(missing)}")
     if extra:
-        problems.append(f"left over: {group_names(extra)}")
+        problems.append(f"unexpected: {group_names(extra)}")
     wrong = [name for name, shape in expected.items() if shapes.get(name, shape) != shape]
-    for found, shape in sorted({(shapes[name], expected[name]) for name in wrong}):
-        names = group_names(name for name in wrong if (shapes[name], expected[name]) == (found, shape))
-        problems.append(f"of shape {list(found)} instead of {list(shape)}: {names}")
-    odd = {name: dtype for name, dtype in files.dtypes().items() if name in expected and dtype not in DTYPES}
-    for dtype in sorted(set(odd.values())):
-        names = group_names(name for name, found in odd.items() if found == dtype)
+    for stored, shape in sorted({(shapes[name], expected[name]) for name in wrong}):
+        names = group_names(name for name in wrong if (shapes[name], expected[name]) == (stored, shape))
+        problems.append(f"of shape {list(stored)} instead of {list(shape)}: {names}")
+    unsupported = {
+        name: dtype for name, dtype in files.dtypes().items() if name in expected and dtype not in DTYPES
+    }
+    for dtype in sorted(set(unsupported.values())):
+        names = group_names(name for name, stored in unsupported.items() if stored == dtype)
         problems.append(f"of dtype {dtype} instead of {', '.join(DTYPES)}: {names}")
     if HEAD in skipped and not np.array_equal(files.read(HEAD), files.read(EMBEDDING)):
-        problems.append(f"not equal though tie_word_embeddings is true: {HEAD} and {EMBEDDING}")
+        problems.append(f"not equal although tie_word_embeddings is true: {HEAD} and {EMBEDDING}")
     if problems:
         form = "fused" if fused else "separate"
         raise ValueError(
-            f"{files.folder}: no {config.architecture} with {form} experts as its config.json describes it; tensors"
-            f" {'; '.join(problems)}"
+            f"{files.folder}: config.json describes a {config.architecture} model with {form} experts, but these"
+            f" tensors do not match: {'; '.join(problems)}"
         )
     return parts, group_names(sorted(skipped))
 
@@ -71,15 +74,15 @@ def _is_unused(name: str, config: ModelConfig, fields: Fields) -> bool:
         return True
     default = 1 if config.architecture == "glm4_moe" else 0
     extra_layers = fields.get("num_nextn_predict_layers", fields.get("num_mtp_layers", default)) or 0
-    behind = range(config.layers, config.layers + extra_layers)
-    return any(name.startswith(f"model.layers.{layer}.") for layer in behind)
+    extra_numbers = range(config.layers, config.layers + extra_layers)
+    return any(name.startswith(f"model.layers.{layer}.") for layer in extra_numbers)
 
 
 def rank_bytes(shapes: Any, topology: Topology) -> tuple[int, int]:
-    """The bytes of a model's parameters on one rank: those of its own experts, and those that all ranks have.
+    """Return the bytes of a model's parameters on one rank: those of its own experts, and those that every rank has.
 
     Args:
-        shapes: the model's state, or the shapes of it.
+        shapes: the model's state, or its shapes.
         topology: the expert-parallel group.
     """
     own = replicated = 0
@@ -94,29 +97,29 @@ def rank_bytes(shapes: Any, topology: Topology) -> tuple[int, int]:
 
 
 def check_device_memory(name: str, shapes: Any, mesh: Mesh, topology: Topology) -> None:
-    """Raise unless every rank's device has room for its parameters.
+    """Raise an error if a rank's parameters exceed the memory of its device.
 
     Args:
-        name: the checkpoint, for the error.
+        name: the name of the checkpoint, for the error message.
         shapes: the shapes of the model's state.
         mesh: the device mesh.
         topology: the expert-parallel group.
 
     Raises:
-        ValueError: if not, with the computed sizes.
+        ValueError: if they do; the message has the computed sizes.
     """
     own, replicated = rank_bytes(shapes, topology)
-    there = memory_of_a_device(mesh)
-    if own + replicated > there:
+    available = memory_of_a_device(mesh)
+    if own + replicated > available:
         raise ValueError(
-            f"{name}: a rank's parameters take {(own + replicated) / GIB:.2f} GiB ({own / GIB:.2f} GiB of experts, a"
-            f" share of {topology.num_ranks} ranks, and {replicated / GIB:.2f} GiB that every rank has); there are"
-            f" {there / GIB:.2f} GiB for a device: take more ranks, or parameters of fewer bytes (param_dtype)"
+            f"{name}: a rank's parameters take {(own + replicated) / GIB:.2f} GiB ({own / GIB:.2f} GiB of experts,"
+            f" sharded over {topology.num_ranks} ranks, and {replicated / GIB:.2f} GiB that every rank has), but"
+            f" a device has only {available / GIB:.2f} GiB; use more ranks, or a smaller param_dtype"
         )
 
 
 def memory_of_a_device(mesh: Mesh) -> int:
-    """The bytes that a device of ``mesh`` may hold; for CPU devices their share of the machine's memory."""
+    """Return the memory of one device of ``mesh``, in bytes; a CPU device has a share of the machine's memory."""
     device = mesh.local_devices[0]
     statistics = device.memory_stats() or {}
     return statistics.get("bytes_limit", machine_memory() // len(mesh.local_devices))

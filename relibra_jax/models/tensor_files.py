@@ -1,4 +1,4 @@
-"""The safetensors files of a checkpoint: one file, or shards with an index."""
+"""Read and write the safetensors files of a checkpoint: one file, or shards with an index."""
 
 import itertools
 import json
@@ -18,15 +18,14 @@ INDEX: Final = "model.safetensors.index.json"
 
 
 class TensorFiles:
-    """The tensors of a folder, read part by part: what is not asked for is not read.
+    """The tensors of a checkpoint folder; only the requested parts are read.
 
     Args:
         folder: the folder of the checkpoint.
 
     Raises:
-        ValueError: if there are neither ``model.safetensors`` nor an index with all its shards, a file is no
-            safetensors file, two files have a tensor of one name, or the
-            index names a tensor that no file has.
+        ValueError: if the folder has neither ``model.safetensors`` nor an index with all its shards, a file is not a
+            safetensors file, two files have a tensor of the same name, or the index names a tensor that no file has.
     """
 
     def __init__(self, folder: str | Path):
@@ -36,32 +35,34 @@ class TensorFiles:
             try:
                 file = safe_open(path, framework="numpy")
             except (OSError, SafetensorError) as error:
-                raise ValueError(f"{path}: no safetensors file ({error})") from error
+                raise ValueError(f"{path}: not a safetensors file ({error})") from error
             names = set(file.keys())
-            if twice := self._files.keys() & names:
-                raise ValueError(f"{path}: another file of the folder has {group_names(sorted(twice))} too")
+            if duplicates := self._files.keys() & names:
+                raise ValueError(
+                    f"{path}: another file of the folder also has {group_names(sorted(duplicates))}"
+                )
             self._files |= dict.fromkeys(names, file)
-        if lost := _indexed(self.folder) - self._files.keys():
+        if unknown := _indexed(self.folder) - self._files.keys():
             raise ValueError(
-                f"{self.folder}: the index names tensors that no shard has: {group_names(sorted(lost))}"
+                f"{self.folder}: the index names tensors that no shard has: {group_names(sorted(unknown))}"
             )
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of every tensor."""
+        """Return the shape of every tensor."""
         return {name: tuple(file.get_slice(name).get_shape()) for name, file in self._files.items()}
 
     def dtypes(self) -> dict[str, str]:
-        """The dtype of every tensor, as safetensors names it: ``F32``, ``BF16`` and others."""
+        """Return the dtype of every tensor in the names of safetensors: ``F32``, ``BF16`` and others."""
         return {name: file.get_slice(name).get_dtype() for name, file in self._files.items()}
 
     def read(self, name: str, rows: tuple[int | slice, ...] = ()) -> np.ndarray:
-        """A tensor, or the part of it that the index ``rows`` gives, in its own dtype."""
-        found = self._files[name].get_slice(name)
-        return found[rows] if rows else found[:]
+        """Read a tensor, or the part of it that the index ``rows`` selects, in its own dtype."""
+        tensor = self._files[name].get_slice(name)
+        return tensor[rows] if rows else tensor[:]
 
 
 def _paths(folder: Path) -> list[Path]:
-    """The files of a checkpoint: the single one if it is there, as `transformers` has it, else the shards."""
+    """Return the files of a checkpoint: the single file if it exists, as `transformers` does, otherwise the shards."""
     if (folder / SINGLE).exists():
         return [folder / SINGLE]
     if not (folder / INDEX).exists():
@@ -74,66 +75,66 @@ def _paths(folder: Path) -> list[Path]:
 
 
 def _indexed(folder: Path) -> set[str]:
-    """The tensors that the index names, where there are shards."""
+    """Return the names of the tensors in the index; empty for a single file."""
     return set() if (folder / SINGLE).exists() else set(_weight_map(folder))
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
     try:
-        where = json.loads((folder / INDEX).read_text())["weight_map"]
-        if not all(isinstance(file, str) for file in where.values()):
-            raise ValueError("files are named by strings")
+        file_of = json.loads((folder / INDEX).read_text())["weight_map"]
+        if not all(isinstance(file, str) for file in file_of.values()):
+            raise ValueError("weight_map must map names to file names")
     except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
-        raise ValueError(f"{folder / INDEX}: no index of tensors ({error!r})") from error
-    return where
+        raise ValueError(f"{folder / INDEX}: not an index of tensors ({error!r})") from error
+    return file_of
 
 
 def write_tensors(
     folder: Path, tensors: Iterator[tuple[str, np.ndarray]], sizes: Mapping[str, int], *, shard_bytes: int
 ) -> None:
-    """Write tensors as one file, or as shards with an index, which comes last.
+    """Write tensors as one file, or as shards followed by their index.
 
     Args:
         folder: an existing folder.
-        tensors: names and values in the order of ``sizes``; as many as fill a shard are held at a time.
+        tensors: the names and values in the order of ``sizes``. The tensors of one shard are in memory at a time.
         sizes: the bytes of every tensor.
-        shard_bytes: the most bytes of tensors in a file; one larger tensor has a file for itself.
+        shard_bytes: the largest number of bytes of tensors in one file. A larger tensor gets a file of its own.
     """
     shards = split_shards(sizes, shard_bytes)
-    where: dict[str, str] = {}
+    file_of: dict[str, str] = {}
     for number, names in enumerate(shards, start=1):
         file = SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
         with write_atomically(folder / file) as part:
-            # save_file writes the memory of an array as it lies, whatever its strides say.
+            # save_file writes the memory of an array and ignores its strides.
             shard = {
                 name: np.ascontiguousarray(value) for name, value in itertools.islice(tensors, len(names))
             }
             save_file(shard, part, metadata={"format": "pt"})
-        where |= dict.fromkeys(names, file)
+        file_of |= dict.fromkeys(names, file)
     if len(shards) > 1:
         metadata = {"total_size": sum(sizes.values())}
-        write_json(folder / INDEX, {"metadata": metadata, "weight_map": where})
+        write_json(folder / INDEX, {"metadata": metadata, "weight_map": file_of})
 
 
 def split_shards(sizes: Mapping[str, int], shard_bytes: int) -> list[list[str]]:
-    """The names of the tensors of each shard, in order.
+    """Split tensors into shards; returns the names of the tensors of each shard, in order.
 
     >>> split_shards({"a": 4, "b": 4, "c": 9, "d": 1}, 8)
     [['a', 'b'], ['c'], ['d']]
     """
     shards: list[list[str]] = [[]]
-    held = 0
+    shard_size = 0
     for name, size in sizes.items():
-        if shards[-1] and held + size > shard_bytes:
+        if shards[-1] and shard_size + size > shard_bytes:
             shards.append([])
-            held = 0
+            shard_size = 0
         shards[-1].append(name)
-        held += size
+        shard_size += size
     return shards
 
 
 def group_names(names: Iterable[str]) -> str:
-    """Names in one line, those that differ in nothing but their numbers together.
+    """Join names in one line, and group names that differ only in their numbers.
 
     >>> group_names(["a.0.b.1.w", "a.0.b.2.w", "a.1.b.1.w", "a.1.b.2.w", "norm"])
     'a.{0..1}.b.{1..2}.w (4), norm'

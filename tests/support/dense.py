@@ -1,4 +1,4 @@
-"""The dense reference: a mixture of experts on one device, which gathers the weights of every token's experts."""
+"""The dense reference: a mixture of experts on one device, which gathers the weights of each token's experts."""
 
 import jax
 import jax.numpy as jnp
@@ -8,19 +8,19 @@ from relibra_jax.types import EMPTY
 
 
 def mixture(x, ids, gates, experts):
-    """Sum the outputs of every token's experts, weighted by the gates.
+    """Run every token's experts and sum their outputs, weighted by the gates.
 
     Args:
         x: the tokens ``[..., D]``.
-        ids: the experts of each token, ``[..., K]``; EMPTY for none.
-        gates: the weight of each expert, ``[..., K]``.
-        experts: the experts in logical order, ``[E, 3, D, F]``: gate, up and down transposed.
+        ids: the expert ids of each token ``[..., K]``, EMPTY for none.
+        gates: the weights of the experts, ``[..., K]``.
+        experts: the weights ``[E, 3, D, F]`` (gate, up, down transposed) in logical order.
 
     Returns:
-        ``[..., D]``.
+        The outputs ``[..., D]``.
     """
-    chosen = experts[jnp.maximum(ids, 0)]
-    gate, up, down = (chosen[..., part, :, :] for part in range(3))
+    weights = experts[jnp.maximum(ids, 0)]
+    gate, up, down = (weights[..., part, :, :] for part in range(3))
     hidden = jax.nn.silu(jnp.einsum("...d,...kdf->...kf", x, gate)) * jnp.einsum("...d,...kdf->...kf", x, up)
     out = jnp.einsum("...kf,...kdf->...kd", hidden, down)
     return (out * jnp.where(ids == EMPTY, 0, gates)[..., None]).sum(-2)
