@@ -171,7 +171,8 @@ def check_capacities(have: Capacities, need: Capacities) -> None:
     )
     for name, size in required.items():
         if name not in available or available[name] < size:
-            raise ValueError(f"buffer {name}: {available.get(name, 'not counted')}, this batch needs {size}")
+            actual = f"has size {available[name]}" if name in available else "was not counted"
+            raise ValueError(f"buffer {name} {actual}, but this batch needs {size}")
 
 
 def grow_capacities(

@@ -74,12 +74,12 @@ def check_memory(purpose: str, needed: int) -> None:
 
     >>> check_memory("a table of 2**60 rows", 2**63)
     Traceback (most recent call last):
-    ValueError: a table of 2**60 rows needs 8589934592 GiB of memory, this machine has ...
+    ValueError: a table of 2**60 rows needs 8589934592 GiB of memory, but this machine has ...
     """
     available = machine_memory()
     if needed > available:
         raise ValueError(
-            f"{purpose} needs {-(-needed // 2**30)} GiB of memory, this machine has {available // 2**30} GiB"
+            f"{purpose} needs {-(-needed // 2**30)} GiB of memory, but this machine has {available // 2**30} GiB"
         )
 
 

@@ -1,4 +1,4 @@
-"""Quantities derived from a plan: experts of residents and replicas, rank loads, sources of copies.
+"""Quantities that are derived from a plan: the experts in copies, rank loads, and the slots that copies come from.
 
 A `Plan` stores one map, and everything else is derived from it here, so that no two stored copies can disagree.
 Planning and execution both import this module and never each other. All functions are pure and work under jit and vmap.

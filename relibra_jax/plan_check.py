@@ -47,7 +47,7 @@ def check_load(load: Num[Array, "..."], topology: Topology) -> None:
     _raise_where(values < 0, f"{_RANK} expert", lambda at: f"load {values[at]} is negative")
     total = values.sum((2, 3, 4), dtype=np.int64)
     _raise_where(
-        total >= 2**31, "micro-batch layer", lambda at: f"{total[at]} token copies, must be fewer than 2**31"
+        total >= 2**31, "micro-batch layer", lambda at: f"{total[at]} token copies must be fewer than 2**31"
     )
 
 
@@ -76,7 +76,7 @@ def check_plan(
     _raise_where(
         computed != expected,
         "micro-batch layer expert",
-        lambda place: f"quotas sum to {computed[place]}, load is {expected[place]}",
+        lambda place: f"the quotas sum to {computed[place]}, but the load is {expected[place]}",
     )
 
 
@@ -185,7 +185,7 @@ def _check_home_slots(slot_expert: np.ndarray, home: np.ndarray, topology: Topol
     _raise_where(
         home_expert != layout,
         _SLOT,
-        lambda place: f"home slot of expert {layout[place[1:]]} holds {home_expert[place]}",
+        lambda place: f"the home slot of expert {layout[place[1:]]} holds {home_expert[place]}",
     )
 
 
@@ -206,7 +206,7 @@ def _check_copies(
         slot_expert[..., :held_slots] != slot_expert[:1, ..., :held_slots],
         _SLOT,
         lambda place: (
-            f"resident slot holds {slot_expert[place]}, in micro-batch 0 it holds {slot_expert[0][place[1:]]}"
+            f"the resident slot holds {slot_expert[place]}, but {slot_expert[0][place[1:]]} in micro-batch 0"
         ),
     )
     if not across_nodes:

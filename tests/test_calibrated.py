@@ -33,7 +33,7 @@ def close(drawn, target):
 
 
 def test_gpt_oss_is_as_uneven_as_its_recording(recorded):
-    """A drawn trace with the samples and layers of the recording, and another seed than that of the fit."""
+    """A drawn trace with the samples and layers of the recording, and a different seed than that of the fit."""
     samples, _, layers, _ = recorded.replay.expert_ids.shape
     drawn = draw_trace(GPT_OSS_20B, samples=samples, layers=layers, seed=1)
     close(measure_likeness(drawn), measure_likeness(recorded))

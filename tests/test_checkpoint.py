@@ -1,4 +1,4 @@
-"""Tests of checkpoints: a run resumes bit for bit on another number of ranks, and an interrupted save loses nothing."""
+"""Tests of checkpoints: runs resume bit for bit on a different number of ranks, and interrupted saves lose nothing."""
 
 import dataclasses
 import os

@@ -222,7 +222,7 @@ TRAINING = {
     "--clip.high=nan": "clip.high=nan must be at least 0",
     "--prompts=1073741824": "generating 8589934592 samples of 28 tokens needs 229376 GiB of memory, this",
     f"--anneal-steps={2**50}": f"anneal_steps={2**50} {INTEGER} 0 and at most 2147483647",
-    f"--reorder.steps={2**60}": f"reorder.steps={2**60} needs 8589934592 GiB of memory, this machine has",
+    f"--reorder.steps={2**60}": f"reorder.steps={2**60} needs 8589934592 GiB of memory, but this machine has",
     "--reorder.steps=0": f"steps=0 {INTEGER} 1 and at most 2147483647",
     "--reorder.move-cost=inf": "move_cost=inf must be at least 0 and at most 1e+09",
     f"--replicate.min-tokens={2**31}": f"min_tokens={2**31} {INTEGER} 1 and at most 2147483647",
@@ -335,7 +335,7 @@ def test_memory_is_checked_before_it_is_used(refused, memory, tmp_path):
     error = refused(main, ["inspect", path], out="")
     assert (
         error
-        == f"{path}: padding 10000 samples to 20000 tokens needs 1 GiB of memory, this machine has 0 GiB"
+        == f"{path}: padding 10000 samples to 20000 tokens needs 1 GiB of memory, but this machine has 0 GiB"
     )
     memory(GIB // 2)
     counting = "counting 10000 samples x 1 layers x (20000 tokens x top-1 + 16 experts) needs 1 GiB of memory"

@@ -14,7 +14,7 @@ from relibra_jax.planning.baselines.forecasts import FORECASTS, average, expect_
 from relibra_jax.planning.baselines.lplb import lplb
 from relibra_jax.planning.baselines.popfetcher import popfetcher
 from relibra_jax.planning.baselines.static import static
-from relibra_jax.planning.extra_args import takes
+from relibra_jax.planning.extra_args import accepts
 from relibra_jax.planning.metrics import batch_imbalance, forecast_error
 from relibra_jax.planning.plan_batch import plan_batch
 from relibra_jax.planning.plan_stages import plan_stages
@@ -202,7 +202,7 @@ def test_transitions_are_not_counted_for_other_planners(replay):
 def test_rows_say_how_they_expect_loads():
     for name, entry in PLANNERS.items():
         assert entry.foresight == (entry.forecast == "true"), name
-        assert takes(entry.planner.update, "transitions") == (entry.forecast in TABLES), name
+        assert accepts(entry.planner.update, "transitions") == (entry.forecast in TABLES), name
         if not entry.foresight:
             state, seen = (
                 each.init(TOPOLOGY, 2, key=None) for each in (entry.planner, FORECASTS[entry.forecast])
@@ -231,7 +231,7 @@ def test_popfetcher_finds_what_history_cannot():
     reached = {}
     others = {name: PLANNERS[name].planner for name in ("eplb_history", "eplb_mean")}
     for name, planner in {"popfetcher": popfetcher(), **others}.items():
-        extra = {"transitions": Transitions(counts, counts)} if takes(planner.update, "transitions") else {}
+        extra = {"transitions": Transitions(counts, counts)} if accepts(planner.update, "transitions") else {}
         state = planner.init(topology, 2, key=jax.random.key(0))
         update = jax.jit(planner.update, static_argnums=2)
         for seed in range(2):

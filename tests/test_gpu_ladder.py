@@ -1,4 +1,4 @@
-"""Tests of the ladder: results of steps are kept whatever happens, and steps that have passed are not repeated."""
+"""Tests of the ladder: results of steps are never lost, and steps that have passed are not repeated."""
 
 import json
 import os

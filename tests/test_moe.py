@@ -27,7 +27,7 @@ from relibra_jax.types import EMPTY, Topology, layer_plans
 
 MESHES = {"2x4": (2, 4), "4x2": (4, 2), "1x8": (1, 8), "8x1": (8, 1)}
 RANKS, TOKENS, WIDTH, HIDDEN, EXPERTS, TOP_K = 8, 12, 6, 5, 16, 2
-# Largest error relative to the largest value, for outputs and gradients, whose terms are summed in another order.
+# Largest error relative to the largest value, for outputs and gradients, whose terms are summed in a different order.
 TOLERANCE = {"float64": 1e-13, "float32": 2e-6, "bfloat16": 2e-2}
 
 

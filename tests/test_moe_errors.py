@@ -120,7 +120,7 @@ def test_ids_of_one_rank_that_are_not_those_of_the_plan_return_nan():
 
 
 def test_a_plan_of_another_load_returns_nan():
-    """Ids with as many token copies but other experts give NaN."""
+    """Ids with as many token copies but different experts give NaN."""
     arguments, parallel = single()
     order = np.roll(np.arange(EXPERTS), 1)
     ids = jnp.where(arguments["expert_ids"] == EMPTY, EMPTY, jnp.asarray(order)[arguments["expert_ids"]])

@@ -80,7 +80,7 @@ def test_an_entry_keeps_its_settings(folder):
 @pytest.mark.parametrize(
     ("name", "says"),
     {
-        "too_many": "for batch 0 is not valid: micro-batch 1, layer 2, expert 0: quotas sum to ",
+        "too_many": "for batch 0 is not valid: micro-batch 1, layer 2, expert 0: the quotas sum to ",
         "no_state": r"planner 'other_planners:no_state': update must return \(Plan, state\), not Plan",
     }.items(),
 )

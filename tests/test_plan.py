@@ -61,7 +61,7 @@ RANK = "micro-batch 0, layer 0, node 0, local rank 1"
 BROKEN = {
     "home slot holds another expert": (
         lambda p: p._replace(slot_expert=put(p.slot_expert, (0, 0, 0, 1, 0), 5)),
-        f"{RANK}, slot 0: home slot of expert 2 holds 5",
+        f"{RANK}, slot 0: the home slot of expert 2 holds 5",
     ),
     "two experts share a home": (
         lambda p: p._replace(home=put(p.home, (0, 3), 2)),
@@ -89,7 +89,7 @@ BROKEN = {
     ),
     "slots that disagree with homes": (
         lambda p: p._replace(home=p.home[:, [1, 0, *range(2, 8)]]),
-        "micro-batch 0, layer 0, node 0, local rank 0, slot 0: home slot of expert 1 holds 0",
+        "micro-batch 0, layer 0, node 0, local rank 0, slot 0: the home slot of expert 1 holds 0",
     ),
     "negative quota": (
         lambda p: p._replace(quota=put(p.quota, (0, 0, 0, 1, 1), -1)),
@@ -101,13 +101,13 @@ BROKEN = {
     ),
     "a token too few": (
         lambda p: p._replace(quota=put(p.quota, (0, 0, 0, 1, 2), 19)),
-        "micro-batch 0, layer 0, expert 0: quotas sum to 49, load is 50",
+        "micro-batch 0, layer 0, expert 0: the quotas sum to 49, but the load is 50",
     ),
     "fractional quota": (
         lambda p: p._replace(quota=p.quota / 1.0),
         "quota: expected integers, found float64",
     ),
-    "slots of another topology": (
+    "slots of a different topology": (
         lambda p: p._replace(slot_expert=p.slot_expert[..., :2]),
         r"slot_expert: expected shape \(1, 1, 2, 2, 3\) for Topology.*, found \(1, 1, 2, 2, 2\)",
     ),
@@ -280,7 +280,7 @@ def test_micro_batches_are_taken_under_jit_and_scan():
         ),
         (
             lambda load: load.astype(np.int64) + 2**27,
-            r"micro-batch 0, layer 0: \d+ token copies, must be fewer than 2\*\*31",
+            r"micro-batch 0, layer 0: \d+ token copies must be fewer than 2\*\*31",
         ),
         (lambda load: load / 2, r"load: expected integers \[M, L, 2, 2, 8\], found float64\[1, 1, 2, 2, 8\]"),
         (lambda load: load[:, :, :1], r"found int32\[1, 1, 1, 2, 8\]"),

@@ -177,7 +177,7 @@ REFUSED = {
     ),
     "slots and homes that disagree": (
         lambda plan: plan._replace(home=plan.home[:, [1, 0, *range(2, 8)]]),
-        f"{RANK}, slot 0: home slot of expert 1 holds 0",
+        f"{RANK}, slot 0: the home slot of expert 1 holds 0",
     ),
     "quota below zero": (
         lambda plan: plan._replace(quota=plan.quota - 1),

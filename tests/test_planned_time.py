@@ -56,7 +56,7 @@ LOADED = {"recorded": recorded} | {
 }
 FEW_MOVES = pytest.mark.xfail(
     strict=True,
-    reason="two experts a layer move for a gain of 13 ms and take 15: moves are priced one by one, as if many shared"
+    reason="two experts per layer move for a gain of 13 ms and take 15: moves are priced one by one, as if many shared"
     " all links; planners that leave experts where they are take 0.5% less time",
 )
 PUSHES = pytest.mark.xfail(

@@ -73,11 +73,11 @@ ALL = slice(None)
 BROKEN = {
     "another resident in another micro-batch": (
         lambda p: put(p, (1, 0, 1, 1, 2), 3),
-        "micro-batch 1, layer 0, node 1, local rank 1, slot 2: resident slot holds 3, in micro-batch 0 it holds 0",
+        "micro-batch 1, layer 0, node 1, local rank 1, slot 2: the resident slot holds 3, but 0 in micro-batch 0",
     ),
     "no resident in another micro-batch": (
         lambda p: put(p, (1, 0, 0, 1, 2), EMPTY),
-        "micro-batch 1, layer 0, node 0, local rank 1, slot 2: resident slot holds -1, in micro-batch 0 it holds 6",
+        "micro-batch 1, layer 0, node 0, local rank 1, slot 2: the resident slot holds -1, but 6 in micro-batch 0",
     ),
     "unknown expert": (
         lambda p: put(p, (ALL, 0, 1, 1, 2), 8),
@@ -120,7 +120,7 @@ BROKEN = {
     ),
     "quota of a resident that the load does not know": (
         lambda p: p._replace(quota=p.quota + 3 * (p.slot_expert == 0) * (np.arange(5) == 2)),
-        "micro-batch 0, layer 0, expert 0: quotas sum to 39, load is 36",
+        "micro-batch 0, layer 0, expert 0: the quotas sum to 39, but the load is 36",
     ),
 }
 
@@ -247,7 +247,7 @@ def test_assembled_plans_are_in_order_and_quotas_go_with_their_copies(seed):
     load = load_of(random_ids(rng, (2, 3, 4, 20), 8, 2), TOPOLOGY)
     plan = random_plan(rng, load, TOPOLOGY)
     check_plan(plan, load, TOPOLOGY)
-    # Residents are given once per batch and in another order than in a plan; their quotas move with them.
+    # Residents are given once per batch and in a different order than in a plan; their quotas move with them.
     slots = plan.slot_expert.copy()
     slots[..., 2:4], quota = slots[..., 3:1:-1], plan.quota.copy()
     quota[..., 2:4] = quota[..., 3:1:-1]

@@ -17,7 +17,7 @@ import pytest
 from experiments.rl.metrics_log import read_metrics
 
 PROGRAM = Path(__file__).with_name("learning_process.py")
-# Sums over ranks have another order when half of the ranks are in another process.
+# Sums over ranks have a different order when half of the ranks are in another process.
 TOLERANCE = 1e-4
 ENDS_WITHIN = 60
 STEPS = 4

@@ -38,7 +38,7 @@ from relibra_jax.types import EMPTY, RoutingReplay
 
 pytestmark = pytest.mark.usefixtures("smallest_policy")
 # The tolerance is on the norm of the difference between two runs' parameters, relative to the norm of what the updates
-# changed. Runs differ because float32 sums have another order, and AdamW divides small gradients by their own size.
+# changed. Runs differ because float32 sums have a different order, and AdamW divides small gradients by their own size.
 UPDATES, TOLERANCE = 10, 1e-4
 
 

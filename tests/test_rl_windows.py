@@ -88,7 +88,7 @@ def test_the_replay_of_a_response_of_two_policies_is_both_recordings_joined(step
     np.testing.assert_array_equal(again.mask, replay.mask)
     recorded = np.where((before & going_on[:, None])[..., None, None], first[1].expert_ids, again.expert_ids)
     np.testing.assert_array_equal(replay.expert_ids, recorded)
-    # For tokens of the first policy, the second policy would have chosen other experts.
+    # For tokens of the first policy, the second policy would have chosen different experts.
     assert (again.expert_ids != recorded)[going_on].any()
     # The log-probabilities of a response that continues for a third window are joined in the same way.
     longest = third[2].drawn == 0
@@ -262,7 +262,7 @@ def test_rows_are_filled_joined_and_carried():
     assert carried.drawn.tolist() == [5, EMPTY, 5]
     assert carried.lengths.tolist() == [4, 0, 3]
     assert carried.tokens.tolist() == [[1, 2, 7, 7, 0, 0], [0] * 6, [4, 8, 8, 0, 0, 0]]
-    # In the next step the second row has a new prompt, and the others continue, with other routes.
+    # In the next step the second row has a new prompt, and the others continue, with different routes.
     rows = fill_free_rows(carried, prompts[[1, 0, 1]], lengths[[1, 0, 1]])
     assert rows.lengths.tolist() == [4, 2, 3]
     second = generated(

@@ -275,7 +275,7 @@ def test_trap_router_trace_without_one_stage_or_with_its_own_numbers():
 
 def test_trap_router_trace_of_another_batch():
     ids = example()
-    with pytest.raises(ValueError, match="26 tokens a layer, but the batch has 13 real tokens in 18"):
+    with pytest.raises(ValueError, match="26 tokens per layer, but the batch has 13 real tokens in 18"):
         traced([trace_lines(np.tile(ids[LEFT_PADDED], (2, 1, 1)), range(4), 0)])
 
 

@@ -1,4 +1,4 @@
-"""Rows stand at the tokens that they were recorded for, whatever an engine was asked to skip before them.
+"""Rows belong to the tokens that they were recorded for, also if the engine was asked to skip tokens before them.
 
 vLLM (``routed_experts_prompt_start``) and SGLang (``routed_experts_start_len``) leave out the rows of a prompt's
 first tokens and do not repeat in the answer how many.

@@ -29,7 +29,7 @@ from relibra_jax.types import Topology, layer_plans
 STEPS, LAYERS, SAMPLES, TOKENS, WIDTH, HIDDEN, EXPERTS, TOP_K = 20, 2, 8, 6, 6, 5, 8, 2
 OPTIMIZER = optax.adamw(3e-3)
 EVERY_LAYER = [{"experts": layer, "router": None} for layer in range(LAYERS)]
-# The largest allowed difference of a parameter after 20 steps in float64: sums have another order, and small
+# The largest allowed difference of a parameter after 20 steps in float64: sums have a different order, and small
 # moments divide them.
 TOLERANCE = 1e-9
 
@@ -267,7 +267,9 @@ def test_going_on_with_fewer_ranks_is_the_same_training(whole, tmp_path):
     first.train(0, 10)
     first.save(tmp_path, 10)
     planner = second.state
-    second.state = first.state  # the saved planner state has another topology; it is restored but not used
+    second.state = (
+        first.state
+    )  # the saved planner state has a different topology; it is restored but not used
     assert second.restore(tmp_path) == 10
     second.state = planner
     second.train(10, STEPS)

@@ -144,7 +144,7 @@ def test_the_loss_of_an_example_follows_its_plan_and_leaves_the_model_alone(prom
     assert nnx.graphdef(model) == graph
     shifted = (
         replay.expert_ids + 3
-    ) % 16  # a batch with other hot experts, for which the balancer moves experts
+    ) % 16  # a batch with different hot experts, for which the balancer moves experts
     balancer.prepare(model, None, replay._replace(expert_ids=shifted))
     assert np.isnan(loss(model, example, None)).all(), "the old plan does not match the new homes"
     np.testing.assert_allclose(loss(model, BalancedExample(prompt), None), logits, atol=3e-5)
@@ -310,7 +310,7 @@ def test_static_and_relibra_learn_what_tunix_learns():
     with mock.patch.object(
         BalancedQwen3, "follow", autospec=True, side_effect=BalancedQwen3.follow
     ) as follow:
-        # With check_rows, the loss is NaN if a step computes other rows than planned.
+        # With check_rows, the loss is NaN if a step computes different rows than planned.
         relibra_losses, relibra_cluster = train(balancer_of(check_rows=True))
     assert follow.called
     step = relibra_cluster.actor_trainer.jit_train_and_eval_step()[0]

@@ -24,7 +24,7 @@ EXCHANGES: Final[Mapping[Way, int]] = {"auto": 1, "padded": 2}
 MOST_BUFFERS: Final = 3
 """The largest number of replica buffers: weights, the next layer's prefetch, and gradients."""
 MOST_GROWTH: Final = 0.1
-"""The largest growth in buffers per further layer; a layer that kept its buffer would add 1."""
+"""The largest growth in buffers per additional layer; a layer that kept its buffer would add 1."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -58,7 +58,7 @@ def measure_imbalance(
         batch_plan: the plan of the batch.
         ran_load: the load that the update counted as it ran.
         topology: the expert-parallel group of the plan.
-        across_nodes: whether replicas may be on other nodes than the homes of their experts.
+        across_nodes: whether replicas may be on different nodes than the homes of their experts.
 
     Returns:
         The metrics ``balance/imbalance...``. ``balance/imbalance_live`` is the imbalance of ``ran_load`` with all

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 def load_tokenizer(folder: Path) -> Tokenizer:
     """Read the tokenizer of a checkpoint, with its chat template if it has one.
 
-    With a chat template, a prompt is the only message of a chat. Without one, it is plain text, after whatever
-    ``tokenizer.json`` puts before a text: BOS or nothing. Like transformers 5, this ignores ``add_bos_token`` of
+    With a chat template, a prompt is the only message of a chat. Without one, it is plain text, preceded by
+    what ``tokenizer.json`` puts before a text: BOS or nothing. Like transformers 5, this ignores ``add_bos_token`` of
     ``tokenizer_config.json``.
 
     Args:

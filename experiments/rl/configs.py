@@ -130,13 +130,13 @@ class Train:
     evaluation_batches: int = 4
     """The number of evaluation batches, the same for all seeds, scored after the warm-up and at the end."""
     evaluate_every: int | None = None
-    """The number of learning steps between further evaluations. None makes no further evaluations."""
+    """The number of learning steps between additional evaluations. None makes no additional evaluations."""
     checkpoint_every: int = 20
     """The number of steps between two checkpoints, in the warm-up too."""
     record: int = 0
     """The number of last batches whose routing is saved as a trace in ``replay.npz``."""
     writer: str | None = None
-    """A further writer of metrics, for example for Weights & Biases, as ``my_module:my_writer``.
+    """An additional writer of metrics, for example for Weights & Biases, as ``my_module:my_writer``.
     It is a function of a run's folder and settings that returns an object with ``log(metrics, step=)``."""
     profile: int | None = None
     """The learning step to profile with `jax.profiler`."""

@@ -1,8 +1,8 @@
 """DAPO (arXiv:2503.14476): dynamic sampling of prompts, and a penalty on overlong responses.
 
 If all responses to a prompt have the same reward, none has an advantage over the others and nothing is learned from
-them. Dynamic sampling generates responses to further batches of prompts until enough prompts have rewards that differ,
-or until it has made ``more_rollouts`` further rollouts.
+them. Dynamic sampling generates responses to more batches of prompts until enough prompts have rewards that differ,
+or until it has made ``more_rollouts`` additional rollouts.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ class Dapo:
     """
 
     more_rollouts: int = 3
-    """The maximum number of further rollouts in a step, made while too few prompts have rewards that differ."""
+    """The maximum number of additional rollouts in a step, made while too few prompts have rewards that differ."""
     overlong_share: float = 0.2
     """The last share of the maximum response length, over which the penalty grows from 0."""
     overlong_penalty: float = 1.0

@@ -77,7 +77,7 @@ class MetricsLog:
         folder: the folder of ``metrics.jsonl``.
         step: the step at which the run starts or resumes. Lines from this step on are dropped, because the run writes
             them again.
-        writer: a further writer. None for no further one.
+        writer: an additional writer. None for no additional one.
     """
 
     def __init__(self, folder: Path, step: int, writer: Writer | None = None):

@@ -185,7 +185,7 @@ _ending = threading.Lock()
 
 
 def _end(group: Group, reason: str, *, keep_log: bool = False) -> NoReturn:
-    """Print one line and end this process at once, whatever its other threads are doing."""
+    """Print one line and end this process at once, without waiting for its other threads."""
     if not _ending.acquire(blocking=False):
         threading.Event().wait()
     Console().show_cursor()  # a progress bar may have hidden it

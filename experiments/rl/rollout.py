@@ -1,6 +1,6 @@
 """Rollouts: sampling the responses of a step in the way that its algorithm needs.
 
-Most algorithms sample a whole response for every sample of the batch. DAPO samples responses to further prompts, until
+Most algorithms sample a whole response for every sample of the batch. DAPO samples responses to more prompts, until
 enough prompts have rewards that differ. T-PPO samples a window of each response, and continues the unfinished responses
 in the next rollout.
 """
@@ -162,7 +162,7 @@ class Sampler:
             The rows of the next rollout, and the example of each.
 
         Raises:
-            ValueError: if a carried response belongs to another prompt than the current settings draw.
+            ValueError: if a carried response belongs to a different prompt than the current settings draw.
         """
         rows = fill_free_rows(carried, *self.prompts.encode(self.examples(self.state.step)))
         steps = np.where(rows.free, self.state.step, rows.drawn)

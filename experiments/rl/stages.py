@@ -108,7 +108,7 @@ def recompute_planned(
         The results of the recompute.
 
     Raises:
-        RuntimeError: if a slot computed another number of rows than its quota.
+        RuntimeError: if a slot computed a different number of rows than its quota.
     """
     residents = prepare_residents(state.agent, state.optimizer, stages.recompute[0].batch)
     parts, imbalance = [], None

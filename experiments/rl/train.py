@@ -68,7 +68,7 @@ def run_train(
         console: the console for progress and the report.
         name: the name of the run, for its folder and the command that resumes it.
         task: the task. None uses the one that ``config`` names.
-        writer: a function that opens a further writer of metrics for every seed, for example
+        writer: a function that opens an additional writer of metrics for every seed, for example
             ``lambda folder, settings: wandb.init(dir=folder, config=settings)``. None uses the one that ``config``
             names.
 

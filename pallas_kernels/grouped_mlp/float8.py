@@ -5,7 +5,7 @@ Rows, hidden rows and weights are rounded to e4m3 in blocks along the contractio
 scales are exact in float32, in which they are summed. The results therefore equal those of float8 products, up to the
 order of summation. The products themselves run in the dtype of the rows with `pallas_kernels.grouped_dot`, on all
 platforms, because no XLA backend has a grouped float8 product with block scales. Hopper tensor cores sum float8
-products with fewer bits than float32 (same section, "increasing accumulation precision"), which adds a further error.
+products with fewer bits than float32 (same section, "increasing accumulation precision"), which adds another error.
 """
 
 import functools
@@ -100,7 +100,7 @@ def _forward(
 
 
 @_forward.defjvp
-def _refuse(*_: Any) -> Any:
+def _reject_gradient(*_: Any) -> Any:
     raise ValueError(
         "grouped_mlp_float8 has no gradient: float8 is for rollout and recompute, not for updates"
     )

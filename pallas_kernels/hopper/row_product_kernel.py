@@ -126,7 +126,7 @@ def row_product_kernel(
         tiles: the sizes of the output tiles.
 
     Returns:
-        The outputs, each ``[r, n]``. With ``row_sums``, a further array follows, float32
+        The outputs, each ``[r, n]``. With ``row_sums``, another array follows, float32
         ``[column tiles, t, tiles.cluster_height]``: the row sums of each cluster's tile, indexed by the number of the
         tile. The size t is large enough for any group sizes.
     """

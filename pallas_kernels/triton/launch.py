@@ -76,7 +76,7 @@ def branch(counts: Sequence[int], index: jax.Array, visit: Callable[[int, jax.Ar
     nested branches, Triton allocated separate shared memory for each branch, and other nestings used more registers.
 
     Args:
-        counts: the number of indices of each part, each at least 1. The last part also contains all further indices.
+        counts: the number of indices of each part, each at least 1. The last part also contains all larger indices.
         index: the index, int32, at least 0.
         visit: the function ``(number of the part, index in the part)`` to call.
     """

@@ -89,7 +89,7 @@ def row_product_kernel(
         blocks: the block sizes.
 
     Returns:
-        The outputs, each ``[r, n]``. With ``row_sums``, a further array follows, float32 ``[n / width, r]`` (rounded
+        The outputs, each ``[r, n]``. With ``row_sums``, another array follows, float32 ``[n / width, r]`` (rounded
         up): the row sums of each block of columns. Row sums of padding are undefined.
     """
     slots = tuple(buffer.shape[0] for buffer in weights)

@@ -20,14 +20,14 @@ def exit_status(command: Callable[[], int | None]) -> int:
     try:
         return command() or 0
     except (ValueError, OSError, MemoryError) as error:
-        return _refuse(error)
+        return _report_error(error)
     except jax.errors.JaxRuntimeError as error:
         if not str(error).startswith("RESOURCE_EXHAUSTED"):
             raise
-        return _refuse(error)
+        return _report_error(error)
 
 
-def _refuse(error: Exception) -> int:
+def _report_error(error: Exception) -> int:
     text = " ".join(str(error).splitlines()) or type(error).__name__
     print(f"error: {text}", file=sys.stderr)
     return 2

@@ -67,7 +67,7 @@ def run_program(
         main: the program, a function that takes the parsed options.
         options: the type of the options, as `tyro.cli` takes it.
         args: the options, as strings of the command line. With None, the arguments of the process are used.
-        **about: further arguments of `tyro.cli`, for example ``description``.
+        **about: additional arguments of `tyro.cli`, for example ``description``.
 
     Returns:
         The exit status, as `exit_status` returns it.

@@ -78,7 +78,7 @@ def batch_time(
         topology: the expert-parallel group.
         cluster: the hardware, for example ``CLUSTERS["h100"]``.
         model: the sizes of the model, for example ``MODELS["qwen3-235b-a22b"]``.
-        context: the mean length of a sequence in tokens. This and all further arguments except arrays must be Python
+        context: the mean length of a sequence in tokens. This and all other arguments except arrays must be Python
             values under jit.
         scale: the number of tokens that each token stands for, which scales a small trace to the size of a real
             micro-batch.
@@ -155,7 +155,7 @@ def _batch_time(
     reorder = jnp.zeros(())
     if previous_home is not None:
         reorder = reorder_time(batch_plan.plan.home, previous_home, topology, cluster=cluster, model=model)
-    return _of_slowest_copy(layers, data_parallel, push, reorder)
+    return _slowest_copy(layers, data_parallel, push, reorder)
 
 
 def balanced_time(
@@ -233,7 +233,7 @@ def _balanced_time(
     )
     layers = layer_time(ranks, updates=updates, recompute=recompute)
     zero = jnp.zeros(())
-    return _of_slowest_copy(layers, data_parallel, zero, zero)
+    return _slowest_copy(layers, data_parallel, zero, zero)
 
 
 def check_dispatch(dispatch: str) -> None:
@@ -256,7 +256,7 @@ def _uniform_visits(topology: Topology, top_k: int) -> float:
     return float((nodes - 1) * (1 - avoided) / top_k)
 
 
-def _of_slowest_copy(times: LayerTime, data_parallel: int, push: jax.Array, reorder: jax.Array) -> BatchTime:
+def _slowest_copy(times: LayerTime, data_parallel: int, push: jax.Array, reorder: jax.Array) -> BatchTime:
     """Sum the parts of the time over layers and micro-batches, for the data-parallel copy with the longest total."""
     check_integer("data_parallel", data_parallel, least=1)
     micro_batches = times.total.shape[0]

@@ -87,7 +87,7 @@ def replicate_while_hidden(
         topology: the expert-parallel group.
         cluster, model, context, scale: as in `relibra_jax.cost.step_time.rank_time`. The time of attention is that of
             the mean rank, which is at most that of the slowest one, so the choice is conservative.
-        **options: further keyword arguments of `relibra_jax.planning.replication.replicate_experts`.
+        **options: additional keyword arguments of `relibra_jax.planning.replication.replicate_experts`.
 
     Returns:
         A Plan.

@@ -91,14 +91,14 @@ def resident_traffic(plan: Plan, topology: Topology) -> Traffic:
         )
         exports, residents = exports.reshape(resident.shape[:2]), (resident != EMPTY).sum(-1)
         # Inside a node, a rank sends pieces of its own experts to the others, and then pieces of the others' residents.
-        sent = exports * apart + _of_others(residents) / local
-        received = _of_others(exports) / local + residents * apart
+        sent = exports * apart + _sum_over_others(residents) / local
+        received = _sum_over_others(exports) / local + residents * apart
         return Traffic(away_sent, away_received, sent, received)
 
     return jax.vmap(one)(jnp.asarray(plan.home), jnp.asarray(resident_experts(plan, topology)))
 
 
-def _of_others(counts: Int[jax.Array, "N G"]) -> Int[jax.Array, "N G"]:
+def _sum_over_others(counts: Int[jax.Array, "N G"]) -> Int[jax.Array, "N G"]:
     """Sum the counts of the other ranks of each rank's node."""
     return counts.sum(1, keepdims=True) - counts
 

@@ -62,9 +62,9 @@ CLUSTERS = {
     # NVIDIA H200 SXM data sheet: compute and NVLink of an H100, 141 GB at 4.8 TB/s. NVIDIA DGX H200 data sheet:
     # 8 x 400 Gb/s InfiniBand for 8 GPUs.
     "h200": dataclasses.replace(_H100, memory=141e9, memory_bandwidth=4.8e12),
-    # NVIDIA GB200 NVL72 data sheet: 72 GPUs in one NVLink domain, so up to 72 ranks a node; 360 PFLOP/s bfloat16 and
-    # 720 PFLOP/s float8 with sparsity, half of them without, which is 2.5 and 5 PFLOP/s a GPU; 130 TB/s of NVLink
-    # together, 1.8 TB/s a GPU in both directions; 13.4 TB of HBM3e at 576 TB/s, 186 GB at 8 TB/s a GPU. NVIDIA DGX
+    # NVIDIA GB200 NVL72 data sheet: 72 GPUs in one NVLink domain, so up to 72 ranks per node; 360 PFLOP/s bfloat16 and
+    # 720 PFLOP/s float8 with sparsity, half of them without, which is 2.5 and 5 PFLOP/s per GPU; 130 TB/s of NVLink
+    # together, 1.8 TB/s per GPU in both directions; 13.4 TB of HBM3e at 576 TB/s, 186 GB at 8 TB/s per GPU. NVIDIA DGX
     # GB200 data sheet: 72 x 400 Gb/s InfiniBand. Blackwell's tensor cores compute tiles of 128 rows as well. The
     # efficiencies are Hopper's.
     "gb200-nvl72": dataclasses.replace(

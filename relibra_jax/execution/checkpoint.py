@@ -1,7 +1,7 @@
-"""Checkpoints in logical expert order, so that a run can resume with another number of ranks, nodes or slots.
+"""Checkpoints in logical expert order, so that a run can resume with a different number of ranks, nodes or slots.
 
-On disk an expert leaf is ``[E, ...]`` (stacked ``[l, E, ...]``) in the order of the expert ids, whatever the homes
-were. All other leaves are saved unchanged. A save copies the experts to host memory and migrates them there to the
+On disk an expert leaf is ``[E, ...]`` (stacked ``[l, E, ...]``) in the order of the expert ids, independent of their
+homes. All other leaves are saved unchanged. A save copies the experts to host memory and migrates them there to the
 identity placement, layer by layer through device memory, so the caller may donate the live arrays at once. A restore
 reads on each rank the experts of its slots under the identity placement, and migrates them to the requested homes.
 
@@ -130,7 +130,7 @@ def restore_checkpoint(
         mesh: the device mesh, with the axes node and local.
         topology: the expert-parallel group of the resumed run.
         home: ``[L, E]``, the homes of the restored experts. None takes the saved ones. Saved flat home slots are a
-            valid placement for another number of ranks too, and the next batch improves it.
+            valid placement for a different number of ranks too, and the next batch improves it.
         step: the step number of the checkpoint. None takes the latest.
         verify: whether to compare every array with its saved digest.
 
@@ -138,9 +138,9 @@ def restore_checkpoint(
         The step number, the tree and the homes of its experts.
 
     Raises:
-        ValueError: if there is no checkpoint of this step, it is one of another model, the homes of a layer are not a
-            permutation, or leaves have another layout. Also if the checkpoint cannot be read or has changed since it
-            was saved: the message has the array, if it is known, and the newest earlier step.
+        ValueError: if there is no checkpoint of this step, it belongs to another model, the homes of a layer are not a
+            permutation, or leaves have a different layout. Also if the checkpoint cannot be read or has changed since
+            it was saved: the message has the array, if it is known, and the newest earlier step.
     """
     step = find_step(manager, step)
     layout = read_layout(manager, step, verify=verify)

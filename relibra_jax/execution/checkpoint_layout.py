@@ -84,8 +84,8 @@ def check_arrays(step: int, saved: Mapping[str, list[Any]], expected: Mapping[st
         expected: the arrays of the model, or their shapes and dtypes, by name.
 
     Raises:
-        ValueError: if the checkpoint lacks an array, has an array that the model lacks, or has one with another shape
-            or dtype. The message has the first such array.
+        ValueError: if the checkpoint lacks an array, has an array that the model lacks, or has one with a different
+            shape or dtype. The message has the first such array.
     """
     missing, foreign = sorted(expected.keys() - saved.keys()), sorted(saved.keys() - expected.keys())
     if missing:

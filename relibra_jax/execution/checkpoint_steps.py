@@ -13,7 +13,7 @@ import jax
 import orbax.checkpoint as ocp  # type: ignore[import-untyped]
 
 from relibra_jax.execution.checkpoint_layout import Layout, parse_layout
-from relibra_jax.execution.dropped_reads import collect_reads, reads_to_the_end
+from relibra_jax.execution.dropped_reads import collect_reads, finish_reads
 from relibra_jax.execution.plan_agreement import processes_where
 
 LONGEST_REASON: Final = 160
@@ -45,7 +45,7 @@ def read_layout(manager: ocp.CheckpointManager, step: int, *, verify: bool) -> L
     Raises:
         ValueError: if a process cannot read the layout, or it has changed since it was saved. All processes raise.
     """
-    return _together(
+    return _read_together(
         manager, step, lambda: _read_layout(manager, step, verify=verify), lambda _: "the layout"
     )
 
@@ -62,11 +62,11 @@ def read_state(manager: ocp.CheckpointManager, step: int, arrays: dict[str, Any]
         ValueError: if a process cannot read an array. All processes raise.
     """
     restore = ocp.args.StandardRestore(arrays)
-    return _together(
+    return _read_together(
         manager,
         step,
         lambda: _read_item(manager, step, "state", restore),
-        lambda text: next((f"array {name!r}" for name in arrays if _is_about(text, name)), "the state"),
+        lambda text: next((f"array {name!r}" for name in arrays if _names_array(text, name)), "the state"),
     )
 
 
@@ -101,7 +101,7 @@ def raise_together(
     raise error
 
 
-def _together[T](
+def _read_together[T](
     manager: ocp.CheckpointManager, step: int, read: Callable[[], T], item_name: Callable[[str], str]
 ) -> T:
     """Return the result of ``read``, or raise on every process if it fails on any of them.
@@ -111,7 +111,7 @@ def _together[T](
     items: list[T] = []
     problem, details = None, None
     try:
-        with reads_to_the_end():
+        with finish_reads():
             items.append(read())
     # JSON, Orbax and TensorStore raise many types: OSError, KeyError, ValueError, bare Exception.
     except Exception as error:
@@ -162,6 +162,6 @@ def _newest_before(manager: ocp.CheckpointManager, step: int) -> int | None:
     return None
 
 
-def _is_about(text: str, name: str) -> bool:
+def _names_array(text: str, name: str) -> bool:
     """Return whether TensorStore's error text has a file of an array: ``"name/.zarray"``, ``'path': 'name/'``."""
     return re.search(rf"""["']{re.escape(name)}/""", text) is not None

@@ -13,12 +13,12 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 PATIENCE: Final = 30.0
-"""The seconds after which the event loop stops waiting if no further task has ended."""
+"""The seconds after which the event loop stops waiting if no other task has ended."""
 _PATCH_LOCK: Final = threading.RLock()
 
 
 @contextlib.contextmanager
-def reads_to_the_end() -> Iterator[None]:
+def finish_reads() -> Iterator[None]:
     """Make every event loop created in this context wait for all of its tasks, even if one of them fails.
 
     A lock admits one thread at a time, so that each thread restores the original `asyncio.new_event_loop`.

@@ -53,7 +53,7 @@ def optimizer_layers(tx: Any, opt_state: PyTree, layers: PyTree) -> PyTree:
         layers: the labels of the parameters, as `migrate_experts` takes them.
 
     Returns:
-        A tree like ``opt_state`` with a label at every leaf. State with another shape than its parameter (factored
+        A tree like ``opt_state`` with a label at every leaf. State with a different shape than its parameter (factored
         moments) gets a label too; `migrate_experts` rejects it if its layout differs.
 
     Raises:
@@ -106,7 +106,7 @@ def expert_leaves(
         topology: the expert-parallel group.
 
     Raises:
-        ValueError: if the mesh does not fit the topology, or a leaf has no label or another layout.
+        ValueError: if the mesh does not fit the topology, or a leaf has no label or a different layout.
     """
     check_mesh(mesh, topology)
     leaves = labelled_leaves(tree, layers)
@@ -184,7 +184,7 @@ def _check_leaf(leaf: ExpertLeaf, num_layers: int, mesh: Mesh, topology: Topolog
 
 
 def slot_spec(sharding: NamedSharding, *, stacked: bool) -> PartitionSpec:
-    """Return the sharding spec of an expert leaf: node and local, even if they have size 1, and its further axes."""
+    """Return the sharding spec of an expert leaf: node and local, even if they have size 1, and its other axes."""
     return PartitionSpec(*(None,) * stacked, *RANKS, None, *sharding.spec[stacked + 3 :])
 
 

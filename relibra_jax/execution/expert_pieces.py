@@ -1,10 +1,9 @@
 """Transfer of experts in pieces, one for each rank, so that every rank sends as much as it receives under any plan.
 
 If a rank sent whole experts, it would send its hottest expert once for every copy, and an exchange with equal lanes
-would make all ranks as slow. Instead each expert is cut into as many pieces as there are ranks, and leaves its rank
-once: rank p collects piece p of all exported experts, and sends it on to the ranks with copies, which assemble the
-pieces. Both exchanges have equal lanes by construction. Migration of homes uses the same idea
-(`relibra_jax.execution.migration`).
+would make all ranks equally slow. Instead each expert is cut into one piece per rank, and leaves its rank once: rank p
+collects piece p of all exported experts, and sends it on to the ranks with copies, which assemble the pieces. Both
+exchanges have equal lanes by construction. Migration of homes uses the same idea (`relibra_jax.execution.migration`).
 
 Everything here runs on one rank, inside shard_map. JAX can transpose it, which sums gradients where pieces were copied.
 """

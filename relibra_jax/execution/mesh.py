@@ -31,14 +31,14 @@ Use them as ``jax.jit(..., compiler_options=OVERLAP_OPTIONS)``. XLA on CPU does 
 
 
 def expert_mesh(topology: Topology, *, devices: Sequence[jax.Device] | None = None, **others: int) -> Mesh:
-    """Build the device mesh of a topology, with the caller's further axes in front.
+    """Build the device mesh of a topology, with the caller's own axes in front.
 
     Devices are ordered by process, so that with one process per node every node of the mesh is a process.
 
     Args:
         topology: the expert-parallel group, with the sizes of ``node`` and ``local``.
         devices: the devices, exactly as many as the mesh has places. None takes all devices.
-        others: the names and sizes of further axes, slowest first.
+        others: the names and sizes of the caller's own axes, slowest first.
 
     Raises:
         ValueError: if the number of devices differs from the number of places.
@@ -64,7 +64,7 @@ def check_mesh(mesh: Mesh, topology: Topology) -> None:
     """Raise unless the mesh has the topology's ranks.
 
     Raises:
-        ValueError: if the axis node or local is missing or has another size, or an axis is not of type Auto.
+        ValueError: if the axis node or local is missing or has a different size, or an axis is not of type Auto.
     """
     for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True):
         if kind != AxisType.Auto:

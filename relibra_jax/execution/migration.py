@@ -2,8 +2,8 @@
 
 Only experts that leave their rank travel. Each is cut into P pieces, one for each rank, and the pieces go through two
 exchanges. Rank p first collects piece p of all experts on the move, then sorts the pieces by new home and sends them
-on. In both exchanges every pair of ranks exchanges equally much, whatever the homes are, so the homes are data to the
-compiled program. A rank sends twice the bytes of its leaving experts and never holds more than its own share. A padded
+on. In both exchanges every pair of ranks exchanges equally much for any homes, so the homes are data to the compiled
+program. A rank sends twice the bytes of its leaving experts and never holds more than its own share. A padded
 exchange straight from home to home would need P times the room of the worst pair of ranks.
 
 The compiled program depends on one size: the largest number of experts that leave a rank, rounded up to a power of two.
@@ -59,7 +59,7 @@ def migrate_experts(
 
     Args:
         tree: parameters, optimizer state or both. A leaf with experts is ``[N, G, H, ...]``, or ``[l, N, G, H, ...]``
-            for l stacked layers. It is sharded over node and local, and optionally over further mesh axes after H, in
+            for l stacked layers. It is sharded over node and local, and optionally over other mesh axes after H, in
             device or ``pinned_host`` memory.
         old_home: ``[L, E]``, the current flat home slot of each expert.
         new_home: ``[L, E]``, the new flat home slot of each expert (``Plan.home``).
@@ -73,7 +73,7 @@ def migrate_experts(
 
     Raises:
         ValueError: before compilation and before any move, if the homes of a layer are not a permutation, the mesh does
-            not fit the topology, or a leaf has no label or another layout.
+            not fit the topology, or a leaf has no label or a different layout.
 
     >>> from relibra_jax.execution.mesh import expert_mesh, rank_sharding
     >>> topology = Topology(num_nodes=1, ranks_per_node=1, num_experts=3, replica_slots=0)

@@ -8,7 +8,7 @@ step.
 A plan never changes the mathematics, and the layer drops no token. Only ``ExpertParallel.float8`` changes values: hot
 ranks then compute in float8, in passes without gradients. The host checks sizes and plans before the step
 (`relibra_jax.capacity`, `relibra_jax.plan_check`). If a step still runs with too small buffers, with an invalid plan,
-with a plan for another load, or with other expert ids, its output and gradients are NaN.
+with a plan for another load, or with different expert ids, its output and gradients are NaN.
 
 Pipeline, context and expert-tensor parallelism are not implemented.
 """
@@ -64,7 +64,7 @@ def moe_layer(
     Returns:
         The output, and the number of rows that each slot computed. All tokens of a copy of the group are NaN if its
         plan is invalid or does not add up to its load, its buffers are too small, or its ids do not have the load of
-        the plan. All tokens of a rank are NaN if ``layer`` was prepared from other ids.
+        the plan. All tokens of a rank are NaN if ``layer`` was prepared from different ids.
 
     Raises:
         ValueError: if the shapes do not fit each other, or ``layer`` was prepared without tokens.

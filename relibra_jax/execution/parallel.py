@@ -60,7 +60,7 @@ class ExpertParallel:
     """The kind of replica fetch: see `relibra_jax.execution.replica_exchange`. ``auto`` chooses as for ``exchange`` and
     never chooses ``remote``, which raises an error if its kernel cannot run."""
     across_nodes: bool = False
-    """Whether replicas may be on other nodes than their experts' homes, for planners that ignore nodes."""
+    """Whether replicas may be on different nodes than their experts' homes, for planners that ignore nodes."""
     implementation: str | None = None
     """The implementation of `pallas_kernels.grouped_mlp`."""
     check_rows: bool = False
@@ -159,13 +159,13 @@ class ExpertParallel:
 
     def token_exchange(self, axes: tuple[str, ...], sizes: ExchangeSizes) -> Exchange:
         """Return the exchange of tokens along the mesh axes ``axes``, with buffers of the given sizes."""
-        return self._over(axes, sizes, self.exchange)
+        return self._exchange(axes, sizes, self.exchange)
 
     def replica_exchange(self, sizes: ExchangeSizes) -> Exchange:
         """Return the exchange of replicas between the ranks of a domain, with buffers of the given sizes."""
-        return self._over(self.domain, sizes, self.fetch)
+        return self._exchange(self.domain, sizes, self.fetch)
 
-    def _over(self, axes: tuple[str, ...], sizes: ExchangeSizes, kind: str) -> Exchange:
+    def _exchange(self, axes: tuple[str, ...], sizes: ExchangeSizes, kind: str) -> Exchange:
         ranks = math.prod(self.mesh.shape[axis] for axis in axes)
         return Exchange(kind=self._kind(kind, axes), axes=axes, ranks=ranks, sizes=sizes)
 
@@ -226,7 +226,7 @@ def check_layer_plan(plan: LayerPlan, parallel: ExpertParallel) -> None:
     """Raise unless ``plan`` has the shapes of one layer of one micro-batch, for all copies of the group.
 
     Raises:
-        ValueError: if an array has another shape.
+        ValueError: if an array has a different shape.
     """
     topology, lead = parallel.topology, parallel.copies
     slots = (*lead, *parallel.ranks, topology.slots)

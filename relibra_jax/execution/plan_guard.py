@@ -55,10 +55,10 @@ def _copies_valid(slots, home, topology: Topology, across_nodes: bool) -> jax.Ar
     resident, replica = slots[:, homes:held_slots], slots[:, held_slots:]
     valid: jax.Array | bool = True
     if topology.resident_slots:
-        valid &= _once_in_order(resident, home, topology)
+        valid &= _ordered_and_unique(resident, home, topology)
     if not topology.replica_slots:
         return valid
-    valid &= _once_in_order(replica, home, topology)
+    valid &= _ordered_and_unique(replica, home, topology)
     if topology.resident_slots:
         valid &= ((replica[:, :, None] != resident[:, None]) | (resident[:, None] == EMPTY)).all()
     if across_nodes:
@@ -75,7 +75,7 @@ def _copies_valid(slots, home, topology: Topology, across_nodes: bool) -> jax.Ar
     return valid & on_node.all()
 
 
-def _once_in_order(copies, home, topology: Topology) -> jax.Array:
+def _ordered_and_unique(copies, home, topology: Topology) -> jax.Array:
     """Return whether a rank's residents (or replicas) are in order, without duplicates, and at home elsewhere."""
     # If the home slots of the copies ascend along a rank, no expert is twice among them.
     source = jnp.where(copies == EMPTY, topology.num_experts, home[jnp.maximum(copies, 0)])

@@ -46,8 +46,8 @@ class TokenTables(NamedTuple):
     """The tables that send a rank's tokens to experts and back."""
 
     expert_ids: Int[jax.Array, "*stack t K"]
-    """The experts of this rank's tokens, in the smallest dtype that holds them and EMPTY. A layer that gets other ids
-    returns NaN."""
+    """The experts of this rank's tokens, in the smallest dtype that holds them and EMPTY. A layer that gets different
+    ids returns NaN."""
     dispatch: Dispatch | NodeDispatch
     """The dispatch tables, flat or hierarchical."""
     valid: Bool[jax.Array, "*stack"]

@@ -83,7 +83,7 @@ def _pull(exports, tables, exchange):
 
     The kernel reads packed exports and not the experts themselves. In a scanned stack the experts are a slice of
     stacked parameters, and XLA would fuse slice and kernel. A kernel inside such a fusion may get the addresses of
-    other buffers than its own (docs/guides/gpu-fetch.md).
+    buffers other than its own (docs/guides/gpu-fetch.md).
     """
     rank, row = tables.remote
     return pull_rows(rank, row, exports, LOCAL, implementation=IMPLEMENTATIONS[exchange.kind])

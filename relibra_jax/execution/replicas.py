@@ -55,8 +55,8 @@ def fetch_replicas(
         on, because it makes the fetch wait for the layer's input. It is NaN if the exports do not fit the buffers.
 
     Raises:
-        ValueError: if weights belong to another topology, residents are missing, or ``x`` does not divide evenly over
-            the ranks.
+        ValueError: if weights belong to a different topology, residents are missing, or ``x`` does not divide evenly
+            over the ranks.
     """
     topology = parallel.topology
     check_shape("experts", experts.shape, (*parallel.ranks, topology.home_slots, 3, *experts.shape[-2:]))

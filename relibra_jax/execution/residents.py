@@ -63,7 +63,8 @@ def check_residents(
         topology: the expert-parallel group.
 
     Raises:
-        ValueError: if the residents were pushed at another optimizer step, or a slot has another expert than the plan.
+        ValueError: if the residents were pushed at another optimizer step, or a slot has a different expert than the
+            plan.
     """
     push_step, current_step = int(residents.step), int(step)
     if push_step != current_step:
@@ -98,7 +99,7 @@ def push_residents(
         plan: the plan of the batch.
         parallel: the mesh, topology and buffer sizes of the push.
         dtype: the dtype of the residents and of their transfer. None takes that of the experts.
-        fsdp_axis: the mesh axis over which the experts are sharded along D. None for none.
+        fsdp_axis: the mesh axis over which the experts are sharded along D. None if there is none.
         chunk_bytes: the bytes of resident slots that one exchange fills on a rank, or the bytes of home slots if the
             layers are not one stacked array and must be concatenated. A larger push goes in chunks, each with some
             columns of every expert.
@@ -164,7 +165,7 @@ def return_gradients(
             `push_residents` takes.
         plan: the plan of the batch.
         parallel: the mesh, topology and buffer sizes of the push.
-        fsdp_axis: the mesh axis over which the experts are sharded along D. None for none.
+        fsdp_axis: the mesh axis over which the experts are sharded along D. None if there is none.
         chunk_bytes: the bytes of a rank's home slots in all layers, in the dtype of ``gradients``, that one exchange
             fills. More bytes go in several chunks.
 
@@ -172,7 +173,8 @@ def return_gradients(
         ``totals`` with the gradients of the residents added.
 
     Raises:
-        ValueError: under the conditions of `push_residents`, or if ``gradients`` has another shape than the residents.
+        ValueError: under the conditions of `push_residents`, or if ``gradients`` has a different shape than the
+            residents.
     """
     leaves, structure = jax.tree.flatten(totals)
     shapes = _Shapes(leaves, plan, parallel, fsdp_axis)

@@ -1,7 +1,7 @@
 """The cache of keys and values that decoding reads and extends.
 
 Samples have different numbers of tokens, yet all of them write their next token into the same column. A write is
-therefore one slice of every array, in place, whatever the size of the cache. Where a sample has no token, its column is
+therefore one slice of every array, in place, for a cache of any size. Where a sample has no token, its column is
 a gap that no token attends to. Attention reads the filled columns, rounded up to a power of two.
 """
 

@@ -1,4 +1,4 @@
-"""Export a `LanguageModel` as Hugging Face's tensors, in logical expert order whatever the experts' homes.
+"""Export a `LanguageModel` as Hugging Face's tensors, in logical expert order, independent of the experts' homes.
 
 The tensors come one at a time from the sharded model, which is never gathered. An expert is read from the device that
 owns it; if several processes share the model, that device broadcasts it.

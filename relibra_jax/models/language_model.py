@@ -95,8 +95,8 @@ class LanguageModel(nnx.Module):
                 because they were made for another one. None uses the home slots alone.
             parallel: the mesh, topology, buffer sizes and kinds of exchange; `relibra_jax.nnx.Balancer.live` has those
                 for live routing.
-            packing: the sample and position of each token, for rows that hold several samples. None for one sample a
-                row.
+            packing: the sample and position of each token, for rows that hold several samples. None for one sample
+                per row.
 
         Returns:
             The outputs. They are NaN under the conditions that `MoELayer` documents.

@@ -35,7 +35,7 @@ from relibra_jax.plan import contiguous_homes
 from relibra_jax.plan_check import check_homes
 from relibra_jax.planning.alternation import Assign
 from relibra_jax.planning.assignment import assign_samples
-from relibra_jax.planning.extra_args import takes
+from relibra_jax.planning.extra_args import accepts
 from relibra_jax.planning.placement import Placement
 from relibra_jax.planning.plan_stages import stage_samples
 from relibra_jax.row_packing import pack_rows as lay_out_rows
@@ -51,7 +51,7 @@ class Balancer:
     Args:
         planner: the planner, for example `relibra_jax.relibra`.
         topology: the expert-parallel group.
-        mesh: the device mesh, from `relibra_jax.execution.expert_mesh` or another mesh with the same axes. Further
+        mesh: the device mesh, from `relibra_jax.execution.expert_mesh` or another mesh with the same axes. Other
             axes (data, FSDP) replicate the group.
         num_layers: L, the number of MoE layers of the model.
         num_micro_batches: M, the number of micro-batches that each copy of the group runs for one gradient, for
@@ -59,13 +59,13 @@ class Balancer:
         key: random key for the planner and the assignment, the same on all processes.
         assign: the function that assigns samples to micro-batches and ranks; it takes a ``key``. None keeps the
             samples in order.
-        across_nodes: whether the planner may put a replica on another node than its expert's home.
+        across_nodes: whether the planner may put a replica on a different node than its expert's home.
         capacities: initial buffer sizes for stages of every shape. Sizes of an earlier run save the first batches from
             compiling steps for smaller buffers.
         pack_rows: whether a row holds several samples, one after another. Padding is then at most 5% of the positions
             where the sample lengths allow it (`relibra_jax.row_packing`). With packed rows, samples must be aligned to
             the left, the initial assignment packs them by length, and the model needs `PreparedBatch.packing`.
-        data_axes: the further mesh axes over which tokens are split. None takes all of them.
+        data_axes: the other mesh axes over which tokens are split. None takes all of them.
         path: ``flat`` for one exchange over all ranks, ``hierarchical``, or ``auto``.
         exchange: the kind of token exchange.
         fetch: the kind of replica fetch.
@@ -150,7 +150,7 @@ class Balancer:
         """The state that the next batch depends on. Set it to resume from a checkpoint.
 
         Raises:
-            ValueError: on setting, if the state belongs to another planner or another number of layers or experts.
+            ValueError: on setting, if the state belongs to another planner or a different number of layers or experts.
         """
         planner, key = jax.tree.map(to_host, (self._planner_state, self._key))
         return BalancerState(planner, key, self._home, self._capacities)
@@ -193,9 +193,10 @@ class Balancer:
             The prepared batch, an argument of its training steps.
 
         Raises:
-            ValueError: if the replay has another number of layers or experts than the model, the optimizer has made no
-                step since the previous batch was prepared, the model's homes differ from the balancer's, a parameter is
-                not finite, the processes computed different plans, or the plan breaks a rule. Nothing has moved then.
+            ValueError: if the replay has a different number of layers or experts than the model, the optimizer has
+                made no step since the previous batch was prepared, the model's homes differ from the balancer's, a
+                parameter is not finite, the processes computed different plans, or the plan breaks a rule. Nothing has
+                moved then.
         """
         (batch,) = self.prepare_stages(
             *(model, optimizer, replay),
@@ -334,7 +335,7 @@ class Balancer:
             ValueError: if the planner cannot start from given homes, no sample has finished, or the counts have another
                 number of layers or experts than the model.
         """
-        if not takes(self.planner.update, "refine"):
+        if not accepts(self.planner.update, "refine"):
             raise ValueError(
                 "plan_ahead: the planner has no `refine` argument, so its search cannot start from given homes"
             )

@@ -35,7 +35,7 @@ def check_state(own: BalancerState, state: BalancerState, first: Capacities) -> 
         first: the balancer's initial buffer sizes, which have the expected structure of all buffer sizes.
 
     Raises:
-        ValueError: if ``state`` belongs to another planner or to another number of layers or experts.
+        ValueError: if ``state`` belongs to another planner or to a different number of layers or experts.
     """
     expected = own._replace(capacities=dict.fromkeys(state.capacities, first))
     for name, own_part, state_part in zip(own._fields, expected, state, strict=True):

@@ -20,8 +20,8 @@ def check_executed(slot_rows: Int[Array, "M L *copies N G S"], batch: PreparedBa
         batch: the batch, prepared from a replay, that the layers executed.
 
     Raises:
-        ValueError: if ``slot_rows`` has another shape than the plan.
-        RuntimeError: if a slot computed another number of rows than its quota. The message has the first such slot.
+        ValueError: if ``slot_rows`` has a different shape than the plan.
+        RuntimeError: if a slot computed a different number of rows than its quota. The message has the first such slot.
     """
     plan = batch.batch_plan.plan
     quota, expert = (
@@ -35,5 +35,5 @@ def check_executed(slot_rows: Int[Array, "M L *copies N G S"], batch: PreparedBa
         copies = "".join(f"copy {index} of the group, " for index in place[2:-3])
         raise RuntimeError(
             "micro-batch {}, layer {}, {}node {}, rank {}, slot {}".format(*place[:2], copies, *place[-3:])
-            + f": expert {expert[place]} computed {rows[place]} rows, the plan's quota is {quota[place]}"
+            + f": expert {expert[place]} computed {rows[place]} rows, but the plan's quota is {quota[place]}"
         )

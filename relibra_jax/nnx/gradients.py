@@ -26,7 +26,7 @@ from relibra_jax.types import Array
 type Objective = Callable[[nnx.Module, PyTree, PreparedLayer | None], tuple[Array, PyTree]]
 """The loss function of one micro-batch, ``objective(model, samples, layers) -> (loss, auxiliary)``.
 
-The loss of the batch is the sum of the losses of its micro-batches. ``auxiliary`` is any tree of further outputs.
+The loss of the batch is the sum of the losses of its micro-batches. ``auxiliary`` is any tree of additional outputs.
 ``samples`` are the micro-batch's rows. ``layers`` are its prepared layers, stacked ``[L]``, or None for live routing.
 """
 
@@ -56,7 +56,7 @@ def accumulate_gradients(
 
     Returns:
         ``(gradients, auxiliary)``: the gradients in float32 (or wider, if the parameters are wider), with the structure
-        of ``nnx.state(model, nnx.Param)``; and the further outputs of the objective, stacked over micro-batches.
+        of ``nnx.state(model, nnx.Param)``; and the additional outputs of the objective, stacked over micro-batches.
 
     Raises:
         ValueError: if ranks of the batch compute in float8.

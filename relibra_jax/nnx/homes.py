@@ -77,7 +77,7 @@ def set_homes(model: nnx.Module, home: Int[Array, "L E"]) -> None:
         home: flat home slot of each expert.
 
     Raises:
-        ValueError: if the model has another number of layers or experts, or a home slot does not have exactly one
+        ValueError: if the model has a different number of layers or experts, or a home slot does not have exactly one
             expert.
     """
     layers, experts = get_homes(model).shape
@@ -114,7 +114,7 @@ def reorder_experts(
         topology: the expert-parallel group of ``home``.
 
     Raises:
-        ValueError: if ``home`` has another number of layers than the model, or under the conditions of
+        ValueError: if ``home`` has a different number of layers than the model, or under the conditions of
             `migrate_experts`. Nothing has moved then.
     """
     experts = nnx.state(model, ExpertParam)

@@ -6,7 +6,7 @@ later call can replay. The layer keeps nothing between calls. With a prepared pl
 (`relibra_jax.nnx.PreparedBatch.layers`) the layer only gathers and sends. Otherwise it prepares the plan itself.
 
 Expert weights are in home slots, ``[N, G, H, 3, D, F]``. The layer's `Homes` record which expert is in which slot, so
-that the layer can detect a plan with other homes.
+that the layer can detect a plan with different homes.
 """
 
 from collections.abc import Callable
@@ -66,7 +66,7 @@ class MoELayer(nnx.Module):
         mesh: the device mesh on which the layer creates its parameters: experts sharded over the ranks, all other
             parameters replicated. None leaves them on JAX's default device until `Balancer.prepare` or the caller
             distributes them.
-        fsdp_axis: a further mesh axis over which each expert is sharded along D. None for none.
+        fsdp_axis: another mesh axis over which each expert is sharded along D. None if there is none.
         rngs: the random keys of the parameters, from the stream ``params``.
 
     Raises:
@@ -166,8 +166,8 @@ class MoELayer(nnx.Module):
                 the same in dtypes that can hold EMPTY.
 
         Returns:
-            The output with the routing and the router's logits. The output is NaN if ``plan`` has other homes than the
-            weights, or under the conditions of `relibra_jax.execution.moe.moe_layer`.
+            The output with the routing and the router's logits. The output is NaN if ``plan`` has different homes than
+            the weights, or under the conditions of `relibra_jax.execution.moe.moe_layer`.
 
         Raises:
             ValueError: before compilation, if a shape, layout, K or dtype does not fit, if ``plan`` has a load but

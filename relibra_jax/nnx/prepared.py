@@ -70,7 +70,7 @@ class PreparedBatch:
     def batch_plan(self) -> BatchPlan:
         """The assignment, load and plan of all micro-batches.
 
-        The micro-batches of data-parallel copies are further entries of M, one copy after another.
+        The micro-batches of data-parallel copies are additional entries of M, one copy after another.
 
         Raises:
             ValueError: if the batch was prepared for live routing, which has no plan.
@@ -144,8 +144,8 @@ class PreparedBatch:
             outside this stage.
 
         Raises:
-            ValueError: if an array has other numbers of micro-batches and rows, or the balancer has prepared another
-                batch.
+            ValueError: if an array has different numbers of micro-batches and rows, or the balancer has prepared
+                another batch.
         """
         samples, positions = self._places("from_ranks")
         is_real = samples != EMPTY

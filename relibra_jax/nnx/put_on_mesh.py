@@ -38,7 +38,8 @@ def put_on_mesh(model: nnx.Module, optimizer: nnx.Optimizer | None, mesh: Mesh) 
     experts = [leaf.get_raw_value() for leaf in _variables(trained) if isinstance(leaf, ExpertParam)]
     spec = {array.ndim: array.sharding.spec for array in experts}
     labels = optimizer_layers(optimizer.tx, optimizer.opt_state, expert_labels(trained))
-    # Optimizer state of experts in another layout than the experts is replicated here; migration rejects it by name.
+    # Optimizer state of experts in a different layout than the experts is replicated here; migration rejects it by
+    # name.
     arrays = [
         _put(
             leaf.array,

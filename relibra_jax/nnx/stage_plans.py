@@ -65,7 +65,7 @@ def plan_and_check(
         state: the planner's state.
         key: random key of the sample assignment, consumed.
         search: the settings of the search.
-        across_nodes: whether a replica may be on another node than its expert's home.
+        across_nodes: whether a replica may be on a different node than its expert's home.
         warm_start: the placement from which the search starts, as `plan_unfinished` returns it. None for no warm start.
 
     Returns:

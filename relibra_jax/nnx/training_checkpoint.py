@@ -37,7 +37,7 @@ def save_training(
         model: the module. All its state except homes is saved.
         optimizer: the optimizer of the model.
         balancer: the balancer that prepares the batches of the model.
-        extra: any further tree of host arrays and Python numbers.
+        extra: any other tree of host arrays and Python numbers.
 
     Returns:
         True if the manager saved a checkpoint; False if its policy skips this step.
@@ -81,7 +81,7 @@ def restore_training(
         The step number, and the saved ``extra``.
 
     Raises:
-        ValueError: if there is no checkpoint of this step, if it is one of another model (the message says what
+        ValueError: if there is no checkpoint of this step, if it belongs to another model (the message says what
             differs), or if it cannot be read or has changed since it was saved
             (`relibra_jax.execution.checkpoint.restore_checkpoint`). Model, optimizer and balancer keep their values
             then.

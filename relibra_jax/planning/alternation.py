@@ -19,7 +19,7 @@ from relibra_jax.limits import check_integer, check_not_negative, check_positive
 from relibra_jax.plan import resident_experts
 from relibra_jax.plan_check import check_homes
 from relibra_jax.planning.batch_counts import BatchCounts
-from relibra_jax.planning.extra_args import taken_by, with_extra_args
+from relibra_jax.planning.extra_args import accepted_arguments, with_extra_args
 from relibra_jax.planning.placement import Placement
 from relibra_jax.planning.token_sample import Routes, place_routes
 from relibra_jax.replay import assigned_load
@@ -74,7 +74,7 @@ def plan_alternating(
 
     Raises:
         ValueError: if ``rounds`` is negative, if a unit time is negative or not finite, if the unit time ``copy`` is 0,
-            if ``warm_start`` has another topology or number of layers, or if the planner or ``assign`` rejects its
+            if ``warm_start`` has a different topology or number of layers, or if the planner or ``assign`` rejects its
             input.
     """
     sample_load, tokens, routes, transitions = counts
@@ -112,7 +112,7 @@ def plan_alternating(
                 "cost": None if costs is None else costs[stage],
                 "refine": shift_samples(refine[stage], -stage_range.start),
             }
-            options = {"num_micro_batches": micro_batches, **taken_by(assign, extra)}
+            options = {"num_micro_batches": micro_batches, **accepted_arguments(assign, extra)}
             stage_counts = (
                 sample_load[stage_range.start : stage_range.stop],
                 tokens[stage_range.start : stage_range.stop],

@@ -32,7 +32,7 @@ from relibra_jax.types import EMPTY, Array, Assignment, Topology, UnitTimes, che
 
 MAX_COUNTERS: Final = 512
 """The most counters of sent tokens that the search keeps per micro-batch, one for each rank and group of layers. It
-keeps as many of received tokens."""
+keeps the same number for received tokens."""
 
 
 def assign_in_order(num_samples: int, topology: Topology, *, num_micro_batches: int) -> Assignment:
@@ -121,9 +121,9 @@ def assign_samples(
             ``cost`` of hierarchical dispatch, crossings are distinct tokens per node; otherwise they are token copies.
         resident: the expert in each resident slot; tokens of its node do not cross for it. None for no residents.
         cost: the unit times of the cluster and the model, which replace ``attention_cost`` and ``crossing_cost``.
-        refine: an assignment of all samples, found for similar homes, from which the search starts at a lower
-            temperature, and so stays close to it. If it is EMPTY throughout, the search starts from packing as with
-            None, but takes fewer steps, because further rounds follow.
+        refine: an assignment of all samples for similar homes. The search starts from it at a lower temperature, and so
+            stays close to it. None starts from packing. If all entries are EMPTY, the search also starts from packing,
+            but takes fewer steps, because more rounds follow.
 
     Returns:
         An Assignment of int32; the samples of a rank are in ascending order, EMPTY comes last.

@@ -22,16 +22,16 @@ def with_extra_args(planner: Planner) -> Planner:
     >>> with_extra_args(plain).update(5, (), None, refine=None, tokens=None)
     (5, ())
     """
-    if takes_all(planner.update):
+    if accepts_any_keyword(planner.update):
         return planner
 
     def update(load: Any, state: Any, topology: Any, **extra: Any) -> tuple[Any, Any]:
-        return planner.update(load, state, topology, **taken_by(planner.update, extra))
+        return planner.update(load, state, topology, **accepted_arguments(planner.update, extra))
 
     return Planner(planner.init, update)
 
 
-def taken_by(function: Callable[..., Any], extra: dict[str, Any]) -> dict[str, Any]:
+def accepted_arguments(function: Callable[..., Any], extra: dict[str, Any]) -> dict[str, Any]:
     """Select the extra arguments that a function accepts.
 
     Args:
@@ -41,16 +41,16 @@ def taken_by(function: Callable[..., Any], extra: dict[str, Any]) -> dict[str, A
     Returns:
         The arguments that the function names as parameters, or all if it accepts any keyword.
 
-    >>> taken_by(lambda load, *, cost: None, {"cost": 1, "tokens": 2})
+    >>> accepted_arguments(lambda load, *, cost: None, {"cost": 1, "tokens": 2})
     {'cost': 1}
     """
-    if takes_all(function):
+    if accepts_any_keyword(function):
         return extra
     names = inspect.signature(function).parameters
     return {name: value for name, value in extra.items() if name in names}
 
 
-def takes(function: Callable[..., Any], name: str) -> bool:
+def accepts(function: Callable[..., Any], name: str) -> bool:
     """Return whether a function accepts an extra argument.
 
     Args:
@@ -60,13 +60,13 @@ def takes(function: Callable[..., Any], name: str) -> bool:
     Returns:
         True if the function names the argument as a parameter or accepts any keyword.
 
-    >>> takes(lambda load, *, cost: None, "cost"), takes(lambda load, *, cost: None, "tokens")
+    >>> accepts(lambda load, *, cost: None, "cost"), accepts(lambda load, *, cost: None, "tokens")
     (True, False)
     """
-    return name in taken_by(function, {name: None})
+    return name in accepted_arguments(function, {name: None})
 
 
-def takes_all(function: Callable[..., Any]) -> bool:
+def accepts_any_keyword(function: Callable[..., Any]) -> bool:
     """Return whether a function accepts any keyword argument (``**kwargs``)."""
     parameters = inspect.signature(function).parameters.values()
     return any(parameter.kind == inspect.Parameter.VAR_KEYWORD for parameter in parameters)

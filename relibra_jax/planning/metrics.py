@@ -93,7 +93,7 @@ def replication_bound(
     domain, and the bound is looser.
 
     Args:
-        load: the number of token copies for each expert, by the rank where they lie.
+        load: the number of token copies for each expert, by the rank that holds them.
         home: flat home slot of each expert.
         topology: the expert-parallel group.
         across_nodes: whether replicas may be on any node.
@@ -137,7 +137,7 @@ def cross_node_load(layer_plans: LayerPlan) -> Int[jax.Array, "M L"]:
 def moved_experts(
     home: Int[Array, "... E"], previous_home: Int[Array, "... E"], *, home_slots: int
 ) -> Int[jax.Array, "..."]:
-    """Count the experts whose home is on another rank than before, which a reorder has to send.
+    """Count the experts whose home is on a different rank than before, which a reorder has to send.
 
     Args:
         home: flat home slot of each expert.

@@ -113,7 +113,7 @@ def place_on_nodes(
     """Choose the nodes of homes and residents by modelled time.
 
     Args:
-        load: the number of token copies by the node where they lie.
+        load: the number of token copies by the node that holds them.
         tokens: sampled tokens of the same batch.
         old_node: the node of each expert before the batch.
         start: the node of each expert from which the search starts.
@@ -190,7 +190,7 @@ def keep_residents(
     """Choose the residents of every node for given homes, with `relibra_jax.planning.residents.choose_residents`.
 
     Args:
-        load: the number of token copies by the node where they lie, in any unit.
+        load: the number of token copies by the node that holds them, in any unit.
         bits: the sampled tokens that use each expert. None if every copy crosses separately.
         home_node: the node of each expert's home.
         topology: the expert-parallel group. Without resident slots there are no residents.

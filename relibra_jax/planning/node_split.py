@@ -26,7 +26,7 @@ def split_nodes(
     """Choose the number of token copies of each expert that each node computes.
 
     Args:
-        supply: the number of token copies by the node where they lie.
+        supply: the number of token copies by the node that holds them.
         holds: whether a node holds the expert, as home or as resident.
         home_node: the node of each expert's home.
         tolerance: how far a node load may exceed the mean to save crossings, as a fraction of the mean.

@@ -67,7 +67,7 @@ def plan_per_node(
     return assemble_plan(home, replica, quota, topology)
 
 
-def plan_held(
+def plan_per_node_with_residents(
     rule: Callable[[jax.Array], tuple[jax.Array, jax.Array]],
     load: Int[Array, "M L N E"],
     home: Int[Array, "L E"],

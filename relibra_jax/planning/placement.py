@@ -41,7 +41,7 @@ class Placement(NamedTuple):
     """The homes and residents of a whole batch."""
 
     home: Int[jax.Array, "L E"]
-    """Flat home slot of each expert, int32; exactly H experts a rank."""
+    """Flat home slot of each expert, int32; exactly H experts per rank."""
     resident: Int[jax.Array, "L N G B"]
     """The logical expert in each resident slot, EMPTY for none; never an expert whose home is on that node."""
 
@@ -90,16 +90,17 @@ def place_experts(
         move_cost: the price of moving experts between ranks or nodes, in units of imbalance: moving all experts of a
             layer to other nodes must lower its imbalance by this much times the square root of N, because the possible
             gain also grows with N. 0 searches thoroughly. Between nodes, ``cost`` replaces it.
-        source_load: the number of token copies by the node where they lie. None assumes the same number on each node.
+        source_load: the number of token copies by the node that holds them. None assumes the same number on each node.
         crossing_cost: the imbalance worth accepting to avoid all crossings, if there are no ``tokens``. The default
             takes only savings that cost no balance; 1 costs balance on recorded loads.
         tokens: sampled tokens of the batch. None searches for balance.
         cost: the unit times of the cluster and the model. Without them, all tokens of a node cross in half the time of
             its balanced compute (`relibra_jax.planning.node_placement.CROSSING`), and moves cost ``move_cost``.
         horizon: the number of batches that a placement is expected to serve. The time of a move is divided by it.
-        refine: homes, found for similar loads such as those before samples were reassigned, from which the search
-            starts at a lower temperature, and so stays close to them. None starts from ``previous_home``. EMPTY
-            throughout does too, but takes fewer steps by default, because further rounds follow.
+        refine: homes for similar loads, such as those before samples were reassigned. The search starts from them at
+            a lower temperature, and so stays close to them. None starts from ``previous_home``. If all entries are
+            EMPTY, the search also starts from ``previous_home``, but takes fewer steps by default, because more rounds
+            follow.
 
     Returns:
         The homes and residents of the batch.

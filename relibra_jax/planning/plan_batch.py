@@ -52,7 +52,7 @@ def plan_batch(
         state: the planner's state, from its ``init`` or from the previous batch.
         topology: the expert-parallel group.
         num_micro_batches: M, the number of micro-batches. The micro-batches of data-parallel copies of the group count
-            as further micro-batches.
+            as additional micro-batches.
         start: the sample assignment of the first plan, for example from `assign_in_order`. None packs samples by their
             lengths (`relibra_jax.planning.sample_packing.pack_samples`).
         assign: the function that assigns samples to micro-batches and ranks, for example
@@ -72,8 +72,8 @@ def plan_batch(
         The batch plan, and the planner's state after this batch.
 
     Raises:
-        ValueError: if ``rounds`` is negative, if ``start`` has another number of micro-batches or ranks, if
-            ``warm_start`` has another topology or number of layers, or if the planner, `pack_samples` or ``assign``
+        ValueError: if ``rounds`` is negative, if ``start`` has a different number of micro-batches or ranks, if
+            ``warm_start`` has a different topology or number of layers, or if the planner, `pack_samples` or ``assign``
             rejects its input.
 
     >>> import jax, numpy as np

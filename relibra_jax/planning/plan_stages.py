@@ -43,11 +43,11 @@ def plan_stages(
     a backward pass, so it may run in fewer and larger micro-batches, with its own assignment of samples. If a batch has
     several updates, each has its own samples, and no sample moves to another update. All stages are planned before the
     first one runs, as in ForeMoE (arXiv 2606.11867). Planning them in one search is our addition: the planner sees the
-    micro-batches of all stages as further entries of M. Works under jit.
+    micro-batches of all stages as additional entries of M. Works under jit.
 
     The search for homes weighs all stages equally, because planners receive loads without their purpose. Weighing an
     update three times as much as a recompute changed the modelled time of recorded routing by less than 0.5% either
-    way, no more than another seed does. Replicas and sample assignments are planned for each stage separately.
+    way, no more than a different seed does. Replicas and sample assignments are planned for each stage separately.
 
     Args:
         replay: the routing of all samples of the batch, which `relibra_jax.replay.check_replay` accepts.

@@ -31,7 +31,7 @@ class PlannerEntry:
     summary: str
     """One line that describes it in tables and help texts."""
     across_nodes: bool = False
-    """Whether a replica may be on another node than its expert's home."""
+    """Whether a replica may be on a different node than its expert's home."""
     foresight: bool = True
     """Whether the planner sees the true loads, as routing replay allows."""
     forecast: str = "true"

@@ -1,8 +1,8 @@
-"""ReLibra (arXiv 2605.08639): experts reordered between batches, replicated inside them.
+"""The ReLibra planner (arXiv 2605.08639), which reorders experts between batches and replicates them inside batches.
 
 ReLibra uses two mechanisms at two timescales, matched to two bandwidths. Once per batch, homes move between all ranks,
-which evens the load of the nodes. In every micro-batch, hot experts are copied inside their node, which absorbs the
-fluctuations. Both use the true loads, which routing replay gives before the first micro-batch runs. The planner
+which evens out the load of the nodes. In every micro-batch, hot experts are replicated inside their node, which absorbs
+the fluctuations. Both use the true loads, which routing replay gives before the first micro-batch runs. The planner
 composes the two; pass options to either one with ``functools.partial``.
 """
 
@@ -15,7 +15,7 @@ from jaxtyping import Int, Num, PRNGKeyArray
 
 from relibra_jax.plan import contiguous_homes, expert_totals
 from relibra_jax.plan_check import check_load
-from relibra_jax.planning.extra_args import taken_by
+from relibra_jax.planning.extra_args import accepted_arguments
 from relibra_jax.planning.placement import Placement, place_experts
 from relibra_jax.planning.replication import replicate_experts
 from relibra_jax.types import EMPTY, Array, Plan, Planner, TokenSample, Topology, UnitTimes
@@ -82,9 +82,9 @@ def relibra(*, place: Place = place_experts, replicate: Replicate = replicate_ex
         by_node = jnp.asarray(load, jnp.int32).sum(3, dtype=jnp.int32)
         key, next_key = jax.random.split(state.key)
         extra = {"key": key, "source_load": by_node, "tokens": tokens, "cost": cost, "refine": refine}
-        home, resident = place(by_expert, state.home, topology, **taken_by(place, extra))
+        home, resident = place(by_expert, state.home, topology, **accepted_arguments(place, extra))
         extra = {"resident": resident, "source_load": by_node}
-        plan = replicate(by_expert, home, topology, **taken_by(replicate, extra))
+        plan = replicate(by_expert, home, topology, **accepted_arguments(replicate, extra))
         return plan, RelibraState(plan.home, next_key)
 
     return Planner(init, update)

@@ -13,7 +13,7 @@ from jaxtyping import Int
 from relibra_jax.limits import check_integer, check_not_negative
 from relibra_jax.planning.greedy_replication import replicate_domain
 from relibra_jax.planning.node_split import split_nodes
-from relibra_jax.planning.per_node import plan_held, plan_per_node
+from relibra_jax.planning.per_node import plan_per_node, plan_per_node_with_residents
 from relibra_jax.planning.residents import nodes_holding
 from relibra_jax.types import EMPTY, Array, Plan, Topology
 
@@ -46,7 +46,7 @@ def replicate_experts(
         home: flat home slot of each expert.
         topology: the expert-parallel group.
         resident: the expert in each resident slot, EMPTY for none. None if there are no resident slots.
-        source_load: the number of token copies by the node where they lie; required with ``resident``.
+        source_load: the number of token copies by the node that holds them; required with ``resident``.
         tolerance: how far a rank load may exceed the smallest possible maximum, as a fraction of it, to save crossings
             and replicas: 0.05 allows 5%.
         across_nodes: whether a replica may be on any rank. Resident slots are then left EMPTY. Otherwise a replica is
@@ -89,11 +89,11 @@ def replicate_experts(
             lambda load, _: replicate(load), load, load, home, topology, across_nodes=across_nodes
         )
     if source_load is None:
-        raise ValueError("source_load=None: residents need the token copies by the node where they lie")
+        raise ValueError("source_load=None: residents need the token copies by the node that holds them")
     by_node = _split_by_node(
         jnp.asarray(source_load, jnp.int32), home, resident, topology, tolerance=tolerance
     )
-    return plan_held(replicate, by_node, home, resident, topology)
+    return plan_per_node_with_residents(replicate, by_node, home, resident, topology)
 
 
 def _split_by_node(

@@ -151,7 +151,7 @@ def residents_on_ranks(
 
     Args:
         resident: whether a node keeps a copy of an expert.
-        copies: the number of token copies of each expert by the node where they lie, over the whole batch.
+        copies: the number of token copies of each expert by the node that holds them, over the whole batch.
         at_home: the number of token copies that each expert's home computes.
         home: flat home slot of each expert.
         topology: the expert-parallel group.

@@ -28,7 +28,7 @@ def crossings_by_node(
     cost: UnitTimes | None = None,
     groups: int = 1,
 ) -> Float[jax.Array, "B N N groups"]:
-    """Count the tokens that each sample sends to other nodes, for each node where it may lie, over groups of layers.
+    """Count the tokens that each sample sends to other nodes, for each node that may hold it, over groups of layers.
 
     Tokens go to their experts' homes unless their node holds the expert as a resident.
 
@@ -43,7 +43,7 @@ def crossings_by_node(
         groups: the number of groups of neighbouring layers. The sum over groups is the mean over layers.
 
     Returns:
-        The counts by the node where the sample lies and the node to which it sends; 0 if they are the same. With
+        The counts by the node that holds the sample and the node to which it sends; 0 if they are the same. With
         ``routes`` and hierarchical dispatch they are distinct tokens, otherwise token copies divided by top-k. In both
         units, a sample that sends all its copies to one other node counts all its tokens.
     """

@@ -43,7 +43,7 @@ class SampleProblem(NamedTuple):
     length: Int[jax.Array, " B+1"]
     """The number of tokens of each sample."""
     crossing: Float[jax.Array, "B+1 N N groups"]
-    """The crossings of each sample times their price, by the node where it lies, the target node and layer group."""
+    """The crossings of each sample times their price, by the node that holds it, the target node and layer group."""
     attention: Float[jax.Array, ""]
     """The price of one token on the rank that has the most."""
     budget: Int[jax.Array, "2"]

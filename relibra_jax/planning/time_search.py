@@ -62,7 +62,7 @@ class _State(NamedTuple):
     planes: UInt32[jax.Array, "N planes groups N words L"]
     """The number of experts that each token has on each node, in binary."""
     visits: Float[jax.Array, "N groups N L"]
-    """The tokens that visit each node, by the node where they lie; 0 for the node itself."""
+    """The tokens that visit each node, by the node that holds them; 0 for the node itself."""
 
 
 def search_nodes(
@@ -144,9 +144,9 @@ def _anneal(problem: NodeProblem, state: _State, key, steps: int, hottest) -> _S
             (_items(state, i, 1), _items(state, j, options), state.planes[p], state.planes[q])
         )
         rest_p = _subtract(planes_p, item[2][0])
-        visits_p = _except_from(p, problem.tokens.weigh(_any(rest_p)[None] | candidates[2]))
+        visits_p = _zero_own_node(p, problem.tokens.weigh(_any(rest_p)[None] | candidates[2]))
         one, several = planes_q[0], _any(planes_q[1:])
-        visits_q = _except_from(
+        visits_q = _zero_own_node(
             q, problem.tokens.weigh((several[None] | (one[None] & ~candidates[2])) | item[2])
         )
         gain = candidates[1] - item[1]
@@ -222,8 +222,8 @@ def _time(
     return largest.sum(1) + problem.crossing * busiest.sum(1)
 
 
-def _except_from(node, visits: Float[jax.Array, "C groups N L"]):
-    """Set the visits of tokens that lie on the node itself to 0, because they do not cross."""
+def _zero_own_node(node, visits: Float[jax.Array, "C groups N L"]):
+    """Set the visits of tokens on the node itself to 0, because they do not cross."""
     is_node = jnp.arange(visits.shape[2]) == node
     return jnp.where(is_node[None, None, :, None], 0, visits)
 

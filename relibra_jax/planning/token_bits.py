@@ -3,7 +3,7 @@
 On the hierarchical path a token crosses to a node once, however many of its experts are there, so crossings are counts
 of *distinct* tokens. Loads do not determine these counts, and neither do counts of expert pairs if a token has more
 than two experts. Sets of tokens do: the tokens that visit a node are the union of the sets of its experts. The union is
-a bitwise OR and its size is a population count. Tokens are grouped by micro-batch and by the node where they lie. Each
+a bitwise OR and its size is a population count. Tokens are grouped by micro-batch and by the node that holds them. Each
 group fills whole words, so the counts are available for every pair of nodes.
 """
 
@@ -28,12 +28,12 @@ class TokenBits(NamedTuple):
     """The sampled tokens that use each expert, as bits; layers are the last axis."""
 
     bits: UInt32[jax.Array, "E groups N words L"]
-    """One bit per token. ``groups`` are groups of neighbouring micro-batches, ``N`` is the node where tokens lie."""
+    """One bit per token. ``groups`` are groups of neighbouring micro-batches, ``N`` is the node of the tokens."""
     weight: Float[jax.Array, "groups N"]
     """The weight of one sampled token, as a multiple of the number of tokens of a node in the whole batch."""
 
     def weigh(self, bits: UInt32[jax.Array, "... groups N words L"]) -> Float[jax.Array, "... groups N L"]:
-        """Return the weight of a set of tokens, by group and by the node where they lie."""
+        """Return the weight of a set of tokens, by group and by the node that holds them."""
         count = jax.lax.population_count(bits).sum(-2, dtype=jnp.uint32)
         weight = self.weight.reshape(*[1] * (count.ndim - 3), *self.weight.shape, 1)
         return count.astype(jnp.float32) * weight

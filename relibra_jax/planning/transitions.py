@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
-from relibra_jax.planning.extra_args import takes
+from relibra_jax.planning.extra_args import accepts
 from relibra_jax.types import EMPTY, Planner, RoutingReplay, Transitions
 
 
@@ -54,7 +54,7 @@ def transitions_for(planner: Planner, replay: RoutingReplay, *, num_experts: int
     Returns:
         The transition counts, or None if the planner's ``update`` does not take ``transitions``.
     """
-    if not takes(planner.update, "transitions"):
+    if not accepts(planner.update, "transitions"):
         return None
     return count_transitions(replay, num_experts=num_experts)
 

@@ -49,7 +49,7 @@ def integers(value: Any, *, ndim: int) -> np.ndarray:
     """Convert an array, a tensor on the host or nested lists to an integer array of ``ndim`` axes.
 
     Raises:
-        ValueError: if the value is ragged, has another number of axes, or is not of integers.
+        ValueError: if the value is ragged, has a different number of axes, or is not of integers.
 
     >>> integers([[[0, 1]], [[3, 2]]], ndim=3).shape
     (2, 1, 2)

@@ -24,7 +24,7 @@ def router_trace(source: Any, expected: Expected) -> list[Recorded]:
 
     Args:
         source: a sequence of streams. A stream is an iterable of lines, for example an open file, with the records of
-            this batch alone. Records of other blocks than the decoder (multi-token prediction) are ignored.
+            this batch alone. Records of blocks other than the decoder (multi-token prediction) are ignored.
         expected: the batch and its model. The layer numbers of the records are those of ``moe_layers``, across pipeline
             stages.
 
@@ -37,7 +37,7 @@ def router_trace(source: Any, expected: Expected) -> list[Recorded]:
     chunks: dict[int, list[np.ndarray]] = {}
     passes: dict[int, list[tuple[int, int]]] = {}
     ranks: set[int] = set()
-    for number, stream in enumerate(sequence(source, of="streams, one a rank")):
+    for number, stream in enumerate(sequence(source, of="streams, one per rank")):
         stream_ranks = set()
         for line_number, line in enumerate(sequence(stream, of="lines"), start=1):
             if not line.strip():
@@ -91,7 +91,7 @@ def _split(rows: np.ndarray, expected: Expected) -> list[Recorded]:
         ]
     if len(rows) != sum(tokens):
         raise ValueError(
-            f"{len(rows)} tokens a layer, but the batch has {sum(tokens)} real tokens in {mask.size}"
+            f"{len(rows)} tokens per layer, but the batch has {sum(tokens)} real tokens in {mask.size}"
             " positions (a tensor-parallel copy, a recomputed pass or another batch?)"
         )
     return [Recorded(part, 0) for part in np.split(rows, np.cumsum(tokens)[:-1])]

@@ -142,9 +142,9 @@ def search_deployment(
         the best.
 
     Raises:
-        ValueError: if a number is out of its range, the grid or ``placements`` is empty, a placement has another number
-            of experts than the model, or no deployment is feasible. In the last case the message names the constraint
-            that is violated, and by how much.
+        ValueError: if a number is out of its range, the grid or ``placements`` is empty, a placement has a different
+            number of experts than the model, or no deployment is feasible. In the last case the message names the
+            constraint that is violated, and by how much.
 
     >>> from relibra_jax.cost.hardware import CLUSTERS
     >>> from relibra_jax.cost.models import MODELS
@@ -202,7 +202,7 @@ def score_deployments(
     Returns:
         The scores, as float32 NumPy arrays.
     """
-    # As many layers as the model has, like in a simulated step: a placement of fewer layers is repeated, and further
+    # As many layers as the model has, like in a simulated step: a placement of fewer layers is repeated, and extra
     # layers are left out.
     hottest, sent, received = (
         np.stack([np.resize(getattr(placement, name), model.moe_layers) for placement in placements])

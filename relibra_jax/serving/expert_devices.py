@@ -70,7 +70,7 @@ def even_placement(num_groups: int, num_experts: int, *, top_k: int) -> ExpertPl
 
 
 def contiguous_placement(load: Int[Array, "L E"], num_groups: int) -> ExpertPlacement:
-    """Place experts on groups in the order of their ids, equally many on each group, whatever their loads.
+    """Place experts on groups in the order of their ids, equally many on each group, regardless of load.
 
     Args:
         load: the token copies of each expert.
@@ -150,7 +150,7 @@ def merge_rows(placement: ExpertPlacement, routes: Integer[Array, "Q L K"]) -> E
         The placement with ``sent`` and ``received`` computed from these tokens.
 
     Raises:
-        ValueError: if the routes have another number of layers than the placement.
+        ValueError: if the routes have a different number of layers than the placement.
 
     >>> placement = contiguous_placement(np.array([[2, 2, 1, 1]]), 2)
     >>> merged = merge_rows(placement, np.array([[[0, 1]], [[0, 1]], [[2, 3]]]))

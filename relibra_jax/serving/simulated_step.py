@@ -55,7 +55,7 @@ def simulate_deployment(
         model: the sizes of the model.
         clusters: the hardware of attention devices and of expert devices.
         placement: the placement of the experts. If it has fewer layers than the model, they are repeated; if it has
-            more, the further ones are left out.
+            more, the extra ones are left out.
         deployment: the deployment.
         load: the token copies of each expert, from all copies of attention together, for all layers of the model.
         context: the mean number of tokens of a sequence in the key-value cache.

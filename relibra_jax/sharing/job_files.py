@@ -21,8 +21,8 @@ def read_jobs(path: str | os.PathLike) -> list[Job]:
         path: the path of the JSON file.
 
     Raises:
-        ValueError: if the file is not a JSON list of objects, or a field of a job is unknown, missing, of another type
-            or out of its range.
+        ValueError: if the file is not a JSON list of objects, or a field of a job is unknown, missing, of a different
+            type or out of its range.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "jobs.json"

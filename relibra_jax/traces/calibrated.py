@@ -146,7 +146,7 @@ def draw_trace(
     sizes = f"{samples} samples x {longest} tokens x {layers} layers of {num_experts} experts"
     check_memory(f"drawing {sizes}", needed)
 
-    domain, taste = _tastes(calibration, samples, (layers, num_experts), rng)
+    domain, taste = _sample_logits(calibration, samples, (layers, num_experts), rng)
     vectors = rng.standard_normal((layers, calibration.dimensions, num_experts), dtype=np.float32)
     vectors *= calibration.factors / math.sqrt(calibration.dimensions)
     expert_ids = np.zeros((samples, longest, layers, top_k), dtype)
@@ -171,7 +171,7 @@ def draw_trace(
     )
 
 
-def _tastes(
+def _sample_logits(
     calibration: Calibration, samples: int, shape: tuple[int, int], rng: np.random.Generator
 ) -> tuple[Int[np.ndarray, " B"], Float[np.ndarray, "B L E"]]:
     """Draw the domain of every sample, and its logits before factors and noise."""

@@ -70,7 +70,7 @@ def _distinct(rng, shape, layers, experts, top_k, skew):
 
 
 def load_of(ids: np.ndarray, topology: Topology) -> np.ndarray:
-    """Token copies by the rank where they lie.
+    """Token copies by the rank that holds them.
 
     Args:
         ids: expert ids ``[*stack, ranks, tokens, K]``, for example with ``*stack`` = ``M, L``; EMPTY counts nothing.

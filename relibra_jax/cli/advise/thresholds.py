@@ -55,7 +55,7 @@ def threshold(points: Sequence[Point]) -> float | None:
         points: the best strategy at each value, in ascending order of the values.
 
     Returns:
-        The value from which every further point pays: the first value if all points pay, None if the last does not.
+        The value from which every later point pays: the first value if all points pay, None if the last does not.
 
     >>> threshold([Point(10, 0.0, ""), Point(100, 0.02, ""), Point(1000, 0.3, "")])
     31.62...

@@ -60,7 +60,7 @@ def run_claims(options: Claims, console: Console) -> None:
 
     Raises:
         ValueError: if the trace does not fit the full form, the model is unknown, or a file of kept measurements has
-            another format. Nothing is written then.
+            a different format. Nothing is written then.
     """
     find_model(options.model)
     check_integer("layers", options.layers, least=1)

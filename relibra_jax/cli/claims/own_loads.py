@@ -96,7 +96,7 @@ def plan_loads(planner: Planner, experts: Int[np.ndarray, "L E"], topology: Topo
 
     Args:
         planner: any planner.
-        experts: the token copies of each expert. All of them lie on the first rank.
+        experts: the token copies of each expert. All of them are on the first rank.
         topology: the expert-parallel group.
     """
     shape = (1, len(experts), topology.num_nodes, topology.ranks_per_node, topology.num_experts)
@@ -131,7 +131,7 @@ def _compare(
     return OwnLoad(name, load, published, baseline_result, relibra_result, source)
 
 
-def _worst(plan: Plan, topology: Topology) -> str:
+def _largest_imbalance(plan: Plan, topology: Topology) -> str:
     """Describe the largest imbalance over all loads, and the mean number of replicas of a layer."""
     load = np.asarray(rank_load(plan), float)
     replicas = float(np.mean(np.asarray(replica_count(plan, topology))))
@@ -152,7 +152,7 @@ def _straggler(experts: np.ndarray) -> Callable[[Plan, Topology], str]:
     return describe
 
 
-def _apart(plan: Plan, topology: Topology) -> str:
+def _largest_minus_smallest(plan: Plan, topology: Topology) -> str:
     """Describe how many more token copies the fullest rank computes than the emptiest."""
     del topology
     load = np.asarray(rank_load(plan))
@@ -170,7 +170,7 @@ def _ultraep() -> list[OwnLoad]:
             ultraep(),
             skewed_ranks(ratio)[None],
             _one_node(2),
-            _worst,
+            _largest_imbalance,
             load=f"imbalance {ratio} on 64 ranks, 256 experts, R=2",
             published=f"1.01, {replicas} replicas",
             source="README of UltraEP (arXiv 2606.04101)",
@@ -186,7 +186,7 @@ def _moonep() -> OwnLoad:
         moonep(),
         loads,
         _one_node(4),
-        _apart,
+        _largest_minus_smallest,
         load="the same three loads, R=4 (as many replica slots as experts per rank)",
         published="equal loads on all ranks",
         source="documentation of MoonEP",
@@ -210,7 +210,12 @@ def _lplb() -> list[OwnLoad]:
         load = f"256 experts from N(1, 0.3) on {nodes}x{local} ranks, {graph}, R={slots}"
         results.append(
             compare(
-                lplb(graph=graph), normal_loads(), topology, _worst, load=load, published=f"at most {bound}"
+                lplb(graph=graph),
+                normal_loads(),
+                topology,
+                _largest_imbalance,
+                load=load,
+                published=f"at most {bound}",
             )
         )
     return results

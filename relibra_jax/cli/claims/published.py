@@ -24,7 +24,7 @@ class Figure(NamedTuple):
 
 
 class Claim(NamedTuple):
-    """One claim of a paper, or one further figure of the report."""
+    """One claim of a paper, or one additional figure of the report."""
 
     text: str
     """The claim in words."""

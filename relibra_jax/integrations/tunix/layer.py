@@ -38,7 +38,7 @@ class BalancedMoE(nnx.Module):
         self.used: CallVariable | None = nnx.data(None)
 
     def follow(self, layer: PreparedLayer, parallel: ExpertParallel) -> None:
-        """Follow a plan in all further calls; only for copies of a model inside a traced step.
+        """Follow a plan in all later calls; only for copies of a model inside a traced step.
 
         Args:
             layer: the prepared layer, with the recorded experts.

@@ -46,7 +46,7 @@ class BalancedGRPOLearner(grpo_learner.GRPOLearner):
         reward_fns: Tunix's reward functions.
         balancer: the balancer that plans the updates. Its ``num_micro_batches`` must be the number of micro-batches
             that Tunix accumulates in an update, and ``assign`` must be None.
-        options: further arguments of Tunix's learner.
+        options: additional arguments of Tunix's learner.
 
     Raises:
         ValueError: if the cluster has a setting with which updates cannot be planned. The message names the setting.

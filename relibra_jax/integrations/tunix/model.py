@@ -71,7 +71,7 @@ class BalancedQwen3(qwen3.Qwen3):
         put_on_mesh(self, None, live.mesh)
 
     def follow(self, rows: PreparedLayer, parallel: ExpertParallel) -> None:
-        """Follow the plan of a batch in all further calls; only for copies of the model inside a traced step.
+        """Follow the plan of a batch in all later calls; only for copies of the model inside a traced step.
 
         Args:
             rows: the prepared layers of one micro-batch, as `relibra_jax.integrations.tunix.rows.ranks_first` returns

@@ -67,7 +67,7 @@ class RecordingRollout(vanilla_rollout.VanillaRollout):
         Args:
             prompts: the prompts, whose number must be a multiple of the number of ranks.
             rollout_config: Tunix's ``RolloutConfig``.
-            kwargs: further arguments of Tunix's ``generate``.
+            kwargs: additional arguments of Tunix's ``generate``.
 
         Raises:
             ValueError: if the prompts do not divide evenly over the ranks.

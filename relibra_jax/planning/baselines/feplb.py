@@ -11,7 +11,7 @@ from relibra_jax.limits import check_integer
 from relibra_jax.plan import expert_totals
 from relibra_jax.plan_check import check_load
 from relibra_jax.planning.baselines.kept_homes import KeptHomes, init_homes, kept_homes
-from relibra_jax.planning.baselines.whole_moves import at_home_only, move_whole
+from relibra_jax.planning.baselines.whole_moves import all_at_home, move_whole
 from relibra_jax.planning.per_node import merge_copies, plan_per_node
 from relibra_jax.types import Plan, Planner, Topology
 
@@ -72,5 +72,5 @@ def _move_dynamic(
     busiest_first = jnp.argsort(-load, axis=1, stable=True)
     place = jnp.argsort(busiest_first, axis=1)
     movable = (place < dynamic) & (load >= min_tokens)
-    spread = move_whole(at_home_only(load, replica_slots), movable)
+    spread = move_whole(all_at_home(load, replica_slots), movable)
     return merge_copies(spread.replica, jnp.concatenate([spread.at_home, spread.tokens], 1))

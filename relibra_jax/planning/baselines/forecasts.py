@@ -17,7 +17,7 @@ from jaxtyping import Float, Int, Num
 
 from relibra_jax.plan import expert_totals
 from relibra_jax.plan_check import check_load
-from relibra_jax.planning.extra_args import taken_by, takes
+from relibra_jax.planning.extra_args import accepted_arguments, accepts
 from relibra_jax.types import EMPTY, Array, Plan, Planner, Topology, Transitions
 
 SCOPES: Final = ("batch", "micro_batch")
@@ -144,7 +144,7 @@ def _by_transitions(
         load: Num[jax.Array, "M L E"], state: ChainHistory, *, transitions: Transitions | None = None
     ) -> Expected:
         load = load.astype(jnp.float32)
-        # Under vmap this is a loop, as in LPLB: a batched matrix product may sum in another order.
+        # Under vmap this is a loop, as in LPLB: a batched matrix product may sum in a different order.
         expected = jax.custom_batching.sequential_vmap(_follow)(source(load), state.counts, state.batch)
         counts = state.counts if transitions is None else getattr(transitions, kind).astype(jnp.float32)
         return state.batch, expected, ChainHistory(load.sum(0), counts)
@@ -215,7 +215,7 @@ def expect_loads(
     Returns:
         The loads for homes and the loads for replicas, float32, and the forecast's state after the batch.
     """
-    extra = taken_by(forecast.update, {"transitions": transitions})
+    extra = accepted_arguments(forecast.update, {"transitions": transitions})
     for_homes, expected, state = forecast.update(load, state, **extra)
     return for_homes, for_homes[None] if scope == "batch" else expected, state
 
@@ -274,4 +274,4 @@ def plan_expected(
     def update(load, state, topology: Topology):
         return update_with_transitions(load, state, topology)
 
-    return Planner(init, update_with_transitions if takes(forecast.update, "transitions") else update)
+    return Planner(init, update_with_transitions if accepts(forecast.update, "transitions") else update)

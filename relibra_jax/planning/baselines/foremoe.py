@@ -14,8 +14,8 @@ from jaxtyping import Int
 from relibra_jax.limits import check_not_negative
 from relibra_jax.plan import contiguous_homes, expert_totals, inverse_permutation
 from relibra_jax.plan_check import check_load
-from relibra_jax.planning.baselines.kept_homes import summed_tops
-from relibra_jax.planning.baselines.whole_moves import Spread, at_home_only, move_whole
+from relibra_jax.planning.baselines.kept_homes import sum_of_maxima
+from relibra_jax.planning.baselines.whole_moves import Spread, all_at_home, move_whole
 from relibra_jax.planning.per_node import merge_copies, plan_per_node
 from relibra_jax.types import EMPTY, Plan, Planner, Topology
 
@@ -61,8 +61,8 @@ def foremoe(*, across_nodes: bool = True, least_gain: float = 0.1) -> Planner:
     - A base replica goes to the emptiest rank; in the source, to the first rank with room.
 
     Args:
-        across_nodes: whether replicas may be on other nodes than their homes. The source transfers experts through host
-            memory and between devices of any nodes, concurrently with compute. On recorded loads of 2 nodes, the
+        across_nodes: whether replicas may be on different nodes than their homes. The source transfers experts through
+            host memory and between devices of any nodes, concurrently with compute. On recorded loads of 2 nodes, the
             modelled time is about 1% shorter than with replicas inside nodes, although the slow network delays some.
         least_gain: the fraction by which a layer's largest rank loads of homes alone, summed over micro-batches, must
             fall for its homes to change. Of 0, 0.05, 0.1, 0.15 and 0.2, the modelled time of recorded loads was best
@@ -94,7 +94,7 @@ def foremoe(*, across_nodes: bool = True, least_gain: float = 0.1) -> Planner:
         new_home = jax.vmap(functools.partial(_exchange_homes, num_ranks=topology.num_ranks))(
             mean, state.home
         )
-        old_tops, new_tops = (summed_tops(load, home, topology) for home in (state.home, new_home))
+        old_tops, new_tops = (sum_of_maxima(load, home, topology) for home in (state.home, new_home))
         gains = new_tops < (1 - least_gain) * old_tops
         home = jnp.where(gains[:, None], new_home, state.home)
         rule = functools.partial(_adjust, replica_slots=topology.replica_slots)
@@ -144,7 +144,7 @@ def _adjust(
     load: Int[jax.Array, "P H"], mean: Int[jax.Array, "P H"], *, replica_slots: int
 ) -> tuple[Int[jax.Array, "P R"], Int[jax.Array, "P S"]]:
     """Choose the replicas and quotas of one domain in one micro-batch."""
-    homes_alone = at_home_only(load, replica_slots)
+    homes_alone = all_at_home(load, replica_slots)
     base = _halve(load, _base_replicas(mean, replica_slots)) if replica_slots else homes_alone
     best = homes_alone
     for start in (homes_alone, base):

@@ -92,7 +92,7 @@ def graph_edges(name: str | None, num_ranks: int, replica_slots: int) -> Int[np.
         The ranks at the ends of the edges.
 
     Raises:
-        ValueError: if ``name`` is unknown, or if the graph is for another number of ranks.
+        ValueError: if ``name`` is unknown, or if the graph is for a different number of ranks.
 
     >>> graph_edges("ring", 4, 1).tolist()
     [[1], [2], [3], [0]]

@@ -40,12 +40,12 @@ def kept_homes(load: Int[jax.Array, "M L E"], state: KeptHomes, topology: Topolo
     experts, nodes = topology.num_experts, topology.num_nodes
     packed = pack_homes(load.astype(jnp.float32).sum(0), topology, num_groups=experts, num_nodes=nodes)
     contiguous = contiguous_homes(topology, load.shape[1])
-    better = summed_tops(load, packed, topology) < summed_tops(load, contiguous, topology)
+    better = sum_of_maxima(load, packed, topology) < sum_of_maxima(load, contiguous, topology)
     first_home = jnp.where(better[:, None], packed, contiguous)
     return jnp.where(state.home == EMPTY, first_home, state.home)
 
 
-def summed_tops(
+def sum_of_maxima(
     load: Int[jax.Array, "M L E"], home: Int[Array, "L E"], topology: Topology
 ) -> Float[jax.Array, " L"]:
     """Sum the largest rank load of each micro-batch, without replicas; it determines the time of the batch.
@@ -60,7 +60,7 @@ def summed_tops(
 
     >>> topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=4, replica_slots=0)
     >>> load = jnp.array([[[5, 4, 2, 1]], [[1, 1, 3, 3]]])
-    >>> [summed_tops(load, jnp.array([home]), topology).item() for home in ([0, 1, 2, 3], [0, 2, 3, 1])]
+    >>> [sum_of_maxima(load, jnp.array([home]), topology).item() for home in ([0, 1, 2, 3], [0, 2, 3, 1])]
     [15.0, 10.0]
     """
     experts = home_layout(home, topology).reshape(home.shape[0], topology.num_ranks, -1)

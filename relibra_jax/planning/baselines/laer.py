@@ -156,7 +156,7 @@ class _Layout(NamedTuple):
 def _best_layout(
     load: Int[jax.Array, "P E"], *, cost: UnitTimes, topology: Topology, perturbations: int
 ) -> tuple[Int[jax.Array, "P R"], Int[jax.Array, "P S"]]:
-    """Choose the layout of least time; experts are numbered by home slot, ``load`` is by the rank where tokens lie."""
+    """Choose the layout of least time; experts are numbered by home slot, ``load`` by the rank of the tokens."""
     lay_out = functools.partial(_lay_out, load, cost=cost, topology=topology)
     layouts = jax.vmap(lay_out)(_candidates(load.sum(0, dtype=jnp.int32), topology, perturbations))
     chosen = jnp.argmin(jnp.where(layouts.top <= layouts.top[0], layouts.time, jnp.inf))

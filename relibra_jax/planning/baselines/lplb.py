@@ -124,15 +124,16 @@ def lplb(
 
     Raises:
         ValueError: if ``loads`` or ``scope`` is unknown. The planner raises it if ``graph`` is unknown or is for
-            another number of ranks.
+            a different number of ranks.
     """
 
     def pack(for_homes, topology: Topology) -> Array:
         return pack_homes(for_homes, topology, num_groups=topology.num_experts, num_nodes=topology.num_nodes)
 
     def fill(load, expected, home, topology: Topology) -> Plan:
-        # Under vmap this is a loop: batched linear algebra sums in another order, and a difference in the last digit
-        # can move a token. A process that plans a batch with others and one that plans it alone would then disagree.
+        # Under vmap this is a loop: batched linear algebra sums in a different order, and a difference in the last
+        # digit can move a token. A process that plans a batch with others and one that plans it alone would then
+        # disagree.
         split = functools.partial(_split, topology=topology, graph=graph, across_nodes=across_nodes)
         return jax.custom_batching.sequential_vmap(split)(load, expected, home)
 

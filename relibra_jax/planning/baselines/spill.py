@@ -33,7 +33,7 @@ class Spilled(NamedTuple):
         return jnp.concatenate([self.at_home.reshape(len(self.replica), -1), self.tokens], -1)
 
 
-def unspilled(load: Int[jax.Array, "P H"], threshold: Int[jax.Array, ""], replica_slots: int) -> Spilled:
+def initial_spill(load: Int[jax.Array, "P H"], threshold: Int[jax.Array, ""], replica_slots: int) -> Spilled:
     """Make the state of the domain before anything moves."""
     excess = load.sum(1, dtype=jnp.int32) - threshold
     replica = jnp.full((len(load), replica_slots), EMPTY, jnp.int32)
@@ -99,4 +99,6 @@ def spill(
         state, index = carry
         return (index < order.size) & (state.excess.max() > 0)
 
-    return jax.lax.while_loop(unfinished, give, (unspilled(load, threshold, replica_slots), jnp.int32(0)))[0]
+    return jax.lax.while_loop(
+        unfinished, give, (initial_spill(load, threshold, replica_slots), jnp.int32(0))
+    )[0]

@@ -12,7 +12,7 @@ from jaxtyping import Int
 
 from relibra_jax.limits import check_integer, check_not_negative
 from relibra_jax.planning.baselines.fixed_homes import replicate_from_fixed_homes
-from relibra_jax.planning.baselines.spill import spill, unspilled
+from relibra_jax.planning.baselines.spill import initial_spill, spill
 from relibra_jax.types import Planner
 
 QUICK_TRIES = 3
@@ -40,7 +40,7 @@ def ultraep(
     - ``min_tokens=None`` balances as well as the method can. It applies the size rule of the first tries in the search
       too, and leaves out the second and third try, which trade balance for time. On random domains of 8 ranks with two
       slots, the largest rank load is then 0.8% above the mean; with ``min_tokens=1`` it is 1.3% above.
-    - Quotas are not divided over the ranks where tokens lie; in this project that follows from the plan.
+    - Quotas are not divided over the ranks that hold the tokens; in this project that follows from the plan.
 
     Args:
         tolerance: the distance of the first threshold from the mean, as a fraction of the mean: UltraEP's
@@ -99,7 +99,7 @@ def _replicate(
         low = jnp.where(reached & quick, threshold, jnp.where(reached | quick, low, threshold + 1))
         return best, low, jnp.where(reached, threshold, high), number + 1
 
-    start_state = (unspilled(load, top, replica_slots), mean, top, jnp.int32(0))
+    start_state = (initial_spill(load, top, replica_slots), mean, top, jnp.int32(0))
     best, *_ = jax.lax.while_loop(lambda carry: carry[1] < carry[2], attempt, start_state)
     return best.replica, best.quota()
 

@@ -31,7 +31,7 @@ class Spread(NamedTuple):
         return self.at_home.sum(1, dtype=jnp.int32) + self.tokens.sum(1, dtype=jnp.int32)
 
 
-def at_home_only(load: Int[jax.Array, "P H"], replica_slots: int) -> Spread:
+def all_at_home(load: Int[jax.Array, "P H"], replica_slots: int) -> Spread:
     """Make the state in which every expert is computed at home and all replica slots are empty."""
     empty = jnp.full((load.shape[0], replica_slots), EMPTY, jnp.int32)
     return Spread(load, empty, jnp.zeros_like(empty))
