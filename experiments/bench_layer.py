@@ -72,7 +72,16 @@ def swiglu(gate, up):
 
 
 def padded_layer(x, ids, gates, experts, *, capacity: int, ranks: int):
-    """Compute one rank's part of the capacity-padded layer, for ``x[t D]`` and home experts ``[H 3 D F]``."""
+    """Compute one rank's part of the capacity-padded layer, for ``x[t D]`` and home experts ``[H 3 D F]``.
+
+    Args:
+        x: the rank's tokens.
+        ids: their expert ids, ``[t K]``.
+        gates: the weights of the experts, ``[t K]``.
+        experts: the rank's home experts.
+        capacity: the length of a lane in rows.
+        ranks: the number of ranks.
+    """
     homes = len(experts)
     flat = jnp.where(ids == EMPTY, ranks * homes, ids).ravel()
     order = jnp.argsort(flat, stable=True)
@@ -120,7 +129,13 @@ def ragged_dot_layer(x, ids, gates, experts, *, ranks: int):
 
 
 def baseline_step(layer, mesh, arguments):
-    """Return a function that runs a baseline forward and backward over the mesh."""
+    """Return a function that runs a baseline forward and backward over the mesh.
+
+    Args:
+        layer: a function that computes one rank's part of the layer.
+        mesh: the device mesh.
+        arguments: the tokens, expert ids, gates and home experts.
+    """
     token, rank = jax.P(RANKS), jax.P(*RANKS)
 
     def on_rank(x, ids, gates, experts):

@@ -60,7 +60,19 @@ def layer(
     model: Model,
     parallel: ExpertParallel,
 ) -> jax.Array:
-    """Run one layer on ``x[samples, positions, D]`` of all ranks, in the dtype of ``x``."""
+    """Run one layer on ``x[samples, positions, D]`` of all ranks, in the dtype of ``x``.
+
+    Args:
+        x: the hidden states.
+        params: the parameters of the layer.
+        prepared: the tables of the prepared layer.
+        expert_ids: the replayed routing.
+        model: the sizes of the model.
+        parallel: the mesh, topology, buffer sizes and kinds of exchange.
+
+    Returns:
+        The hidden states after the layer.
+    """
     params = jax.tree.map(lambda leaf: leaf.astype(x.dtype), params)
     experts, x = fetch_replicas(params.experts, prepared, x, parallel)
     with jax.named_scope("attention"):
@@ -89,7 +101,19 @@ def _normalise(x):
 def loss(
     params: Any, x: jax.Array, prepared: Any, expert_ids: Any, model: Model, parallel: ExpertParallel
 ) -> jax.Array:
-    """Compute the loss of a stack of checkpointed layers: scanned for stacked leaves, unrolled for tuples of layers."""
+    """Compute the loss of a stack of checkpointed layers: scanned for stacked leaves, unrolled for tuples of layers.
+
+    Args:
+        params: the parameters, as a stacked `Layer` or a tuple of layers.
+        x: the hidden states of the input.
+        prepared: the tables of the prepared layers, stacked or a tuple.
+        expert_ids: the replayed routing of the layers, stacked or a tuple.
+        model: the sizes of the model.
+        parallel: the mesh, topology, buffer sizes and kinds of exchange.
+
+    Returns:
+        The mean square of the outputs.
+    """
     scanned = isinstance(params, Layer)
 
     def apply(x, slices):
@@ -168,7 +192,14 @@ def plan_shapes(parallel: ExpertParallel, lead: tuple[int, ...]) -> LayerPlan:
 
 
 def input_shapes(model: Model, parallel: ExpertParallel, lead: tuple[int, ...], layers: int) -> Inputs:
-    """Return the shapes and shardings of a stack's inputs; ``lead`` are the numbers of updates and micro-batches."""
+    """Return the shapes and shardings of a stack's inputs; ``lead`` are the numbers of updates and micro-batches.
+
+    Args:
+        model: the sizes of the model.
+        parallel: the mesh, topology, buffer sizes and kinds of exchange.
+        lead: the leading axes.
+        layers: the number of layers.
+    """
     samples = (parallel.num_ranks * model.samples, model.positions)
     ids = jax.ShapeDtypeStruct((1, *samples, layers, model.top_k), jnp.int32)
     tables = jax.eval_shape(

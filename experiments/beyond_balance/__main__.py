@@ -146,6 +146,11 @@ def make_setting(trace: Trace, whole: Draw, topology: Topology) -> Setting:
     """Return the settings of the cost model.
 
     The scale makes a mean micro-batch of ``whole`` as large as a real one: `TOKENS_PER_RANK` tokens per rank.
+
+    Args:
+        trace: the recorded routing.
+        whole: the draw of all samples.
+        topology: the expert-parallel group.
     """
     top_k = trace.replay.expert_ids.shape[-1]
     model = dataclasses.replace(MODELS[MODEL], num_experts=trace.num_experts, top_k=top_k)

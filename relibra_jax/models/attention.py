@@ -119,6 +119,11 @@ def _norm(norm, x):
 
 
 def attention_implementation(config: ModelConfig, parallel: Any) -> Literal["cudnn", "xla"]:
-    """Choose cuDNN's attention if it supports these heads on this mesh, and XLA's otherwise."""
+    """Choose cuDNN's attention if it supports these heads on this mesh, and XLA's otherwise.
+
+    Args:
+        config: the model's sizes and the dtype of the computation.
+        parallel: the mesh, on whose devices attention runs.
+    """
     fits = config.dtype in CUDNN_DTYPES and config.head_width % 8 == 0 and config.head_width <= CUDNN_HEAD
     return "cudnn" if fits and parallel.mesh.devices.flat[0].platform == "gpu" else "xla"

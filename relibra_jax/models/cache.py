@@ -86,7 +86,14 @@ class LayerCache(NamedTuple):
 
 
 def empty_cache(config: ModelConfig, samples: int, room: int, parallel: ExpertParallel) -> Cache:
-    """Allocate a cache of ``room`` columns whose samples are sharded over the ranks."""
+    """Allocate a cache of ``room`` columns whose samples are sharded over the ranks.
+
+    Args:
+        config: the model's sizes and the dtype of the computation.
+        samples: the number of samples.
+        room: the number of columns C.
+        parallel: the mesh over whose ranks the samples are sharded.
+    """
 
     shape = (config.layers, samples, room, config.kv_heads, config.head_width)
     keys, values = (jnp.zeros(shape, jnp.dtype(config.dtype)) for _ in range(2))
@@ -95,7 +102,12 @@ def empty_cache(config: ModelConfig, samples: int, room: int, parallel: ExpertPa
 
 
 def shard_cache(cache: Cache, parallel: ExpertParallel) -> Cache:
-    """Shard the samples of a cache over the ranks, so that all programs that pass it on use the same sharding."""
+    """Shard the samples of a cache over the ranks, so that all programs that pass it on use the same sharding.
+
+    Args:
+        cache: the cache.
+        parallel: the mesh with the ranks.
+    """
 
     def place(leaf, *spec):
         sharding = NamedSharding(parallel.mesh, PartitionSpec(*spec))

@@ -57,7 +57,13 @@ def pretrained_tensors(
 
 
 def tensor_dtype(part: Part, own: DTypeLike, dtype: DTypeLike | None) -> jnp.dtype:
-    """Return the dtype in which a part is exported, given the parameter's own dtype and the requested one."""
+    """Return the dtype in which a part is exported, given the parameter's own dtype and the requested one.
+
+    Args:
+        part: the part of the model.
+        own: the dtype of the parameter.
+        dtype: the requested dtype. None keeps ``own``, and so do correction biases.
+    """
     return jnp.dtype(own if dtype is None or part.path[-1] == "correction_bias" else dtype)
 
 

@@ -135,7 +135,13 @@ class LanguageModel(nnx.Module):
         return output, extended
 
     def empty_cache(self, samples: int, room: int, parallel: ExpertParallel) -> Cache:
-        """Allocate a cache of ``room`` columns: one for every token of a sample, including padding."""
+        """Allocate a cache of ``room`` columns: one for every token of a sample, including padding.
+
+        Args:
+            samples: the number of samples.
+            room: the number of columns.
+            parallel: the mesh over whose ranks the samples are sharded.
+        """
         return empty_cache(self.config, samples, room, parallel)
 
     def _run(
@@ -201,6 +207,11 @@ def make_model(config: ModelConfig, topology: Topology, *, mesh: Mesh, key: jax.
 
 def abstract_model(config: ModelConfig, topology: Topology, mesh: Mesh) -> tuple[Any, Any, Any]:
     """Return a model without its arrays: its graph, and the shapes and shardings of its state.
+
+    Args:
+        config: the sizes and architecture options.
+        topology: the expert-parallel group.
+        mesh: the device mesh.
 
     Raises:
         ValueError: if `LanguageModel` rejects the config and topology.

@@ -117,7 +117,14 @@ def write_tensors(
 
 
 def split_shards(sizes: Mapping[str, int], shard_bytes: int) -> list[list[str]]:
-    """Split tensors into shards; returns the names of the tensors of each shard, in order.
+    """Split tensors into shards.
+
+    Args:
+        sizes: the bytes of every tensor, in order.
+        shard_bytes: the largest number of bytes of a shard. A larger tensor gets a shard of its own.
+
+    Returns:
+        The names of the tensors of each shard, in order.
 
     >>> split_shards({"a": 4, "b": 4, "c": 9, "d": 1}, 8)
     [['a', 'b'], ['c'], ['d']]
