@@ -67,11 +67,15 @@ def run_program(
         main: the program, a function that takes the parsed options.
         options: the type of the options, as `tyro.cli` takes it.
         args: the options, as strings of the command line. With None, the arguments of the process are used.
-        **about: additional arguments of `tyro.cli`, for example ``description``.
+        **about: additional arguments of `tyro.cli`, for example ``description``. ``prog`` is by default the command
+            ``python -m MODULE`` that started the process.
 
     Returns:
         The exit status, as `exit_status` returns it.
     """
+    module = getattr(sys.modules["__main__"].__spec__, "name", None)
+    if module is not None:
+        about = {"prog": f"python -m {module.removesuffix('.__main__')}", **about}
     parse = functools.partial(tyro.cli, options, **about)
     return exit_status(lambda: main(parse_options(parse, sys.argv[1:] if args is None else args)))
 
