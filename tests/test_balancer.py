@@ -433,6 +433,12 @@ def test_a_run_goes_on_from_its_checkpoint(topology, tmp_path):
             np.testing.assert_array_equal(actual_leaf, desired)
 
 
+def test_a_path_is_no_checkpoint_manager(tmp_path):
+    run = Run()
+    with pytest.raises(ValueError, match=r"manager: expected an orbax\.checkpoint\..*, found str"):
+        save_training(str(tmp_path), 1, run.model, run.optimizer, run.balancer)
+
+
 def test_state_of_another_planner_is_refused():
     state = Run(static()).balancer.state
     with pytest.raises(ValueError, match="balancer state, planner: expected"):
@@ -470,6 +476,8 @@ def test_a_micro_batch_of_another_size_is_refused():
     half = jax.tree.map(lambda leaf: leaf[:, :4], (x, replay))
     with pytest.raises(ValueError, match=r"x: shape \(4, 6, 8\), .* prepared with 8 rows per micro-batch"):
         train_step(run.model, run.optimizer, batch, half)
+    with pytest.raises(ValueError, match=r"samples\[0\]: shape \(10, .* 2 micro-batches: .*to_ranks"):
+        train_step(run.model, run.optimizer, batch, batches()[0])
 
 
 @pytest.mark.parametrize(

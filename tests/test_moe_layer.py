@@ -265,6 +265,8 @@ def test_misfits_are_refused_before_anything_is_compiled():
         call(X, ids, plan._replace(slot_expert=plan.slot_expert[..., :3]))
     with pytest.raises(ValueError, match=r"plan.load: .*\(2, 4, 16\), found \(2, 4, 15\)"):
         call(X, ids, plan._replace(load=plan.load[..., :15]))
+    with pytest.raises(ValueError, match=r"plan: .* found ArrayImpl: .* layers\.layer\(i\), not with"):
+        call(X, ids, jnp.asarray(plan.home))
     with pytest.raises(ValueError, match=r"mask: .*found \(16, 5, 1\)"):
         call(X, ids, plan, mask=MASK[..., None])
     zeros = jnp.zeros((2, 4, 2, 3, WIDTH, HIDDEN), jnp.bfloat16)

@@ -226,8 +226,13 @@ def check_layer_plan(plan: LayerPlan, parallel: ExpertParallel) -> None:
     """Raise unless ``plan`` has the shapes of one layer of one micro-batch, for all copies of the group.
 
     Raises:
-        ValueError: if an array has a different shape.
+        ValueError: if ``plan`` is not a `LayerPlan`, or an array has a different shape.
     """
+    if not isinstance(plan, LayerPlan):
+        raise ValueError(
+            f"plan: expected a PreparedLayer or a LayerPlan, found {type(plan).__name__}: take layer i of stacked"
+            " prepared layers with layers.layer(i), not with layers[i]"
+        )
     topology, lead = parallel.topology, parallel.copies
     slots = (*lead, *parallel.ranks, topology.slots)
     for name, shape in (("slot_expert", plan.slot_expert.shape), ("quota", plan.quota.shape)):

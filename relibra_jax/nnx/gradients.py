@@ -59,9 +59,10 @@ def accumulate_gradients(
         of ``nnx.state(model, nnx.Param)``; and the additional outputs of the objective, stacked over micro-batches.
 
     Raises:
-        ValueError: if ranks of the batch compute in float8.
+        ValueError: if ranks of the batch compute in float8, or ``samples`` has another number of micro-batches.
     """
     check_exact(batch)
+    _check_micro_batches(samples, batch.layers())
     graph, params, *rest = nnx.split(model, nnx.Param, ...)
     weights = _push_weights(params, batch) if residents is None else residents.weights
 
@@ -85,6 +86,19 @@ def accumulate_gradients(
     if weights is not None:
         gradients = _add_resident_gradients(gradients, resident_gradients, batch)
     return gradients, auxiliary
+
+
+def _check_micro_batches(samples: PyTree, layers: PreparedLayer | None) -> None:
+    """Raise unless every array of ``samples`` begins with the micro-batches. Live routing takes any number."""
+    if layers is None:
+        return
+    micro_batches = len(layers.home)
+    for path, leaf in jax.tree.leaves_with_path(samples):
+        if jnp.shape(leaf)[:1] != (micro_batches,):
+            raise ValueError(
+                f"samples{jax.tree_util.keystr(path)}: shape {jnp.shape(leaf)}, but the batch has {micro_batches}"
+                " micro-batches: pass what PreparedBatch.to_ranks returns, [M, rows, ...]"
+            )
 
 
 def prepare_residents(model: nnx.Module, optimizer: nnx.Optimizer, batch: PreparedBatch) -> Residents | None:

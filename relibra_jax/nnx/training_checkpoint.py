@@ -43,9 +43,10 @@ def save_training(
         True if the manager saved a checkpoint; False if its policy skips this step.
 
     Raises:
-        ValueError: if a parameter is not finite, or under the conditions of
-            `relibra_jax.execution.checkpoint.save_checkpoint`.
+        ValueError: if ``manager`` is not an Orbax checkpoint manager, if a parameter is not finite, or under the
+            conditions of `relibra_jax.execution.checkpoint.save_checkpoint`.
     """
+    _check_manager(manager)
     check_finite(model)
     put_on_mesh(model, optimizer, balancer.mesh)
     return save_checkpoint(
@@ -81,11 +82,12 @@ def restore_training(
         The step number, and the saved ``extra``.
 
     Raises:
-        ValueError: if there is no checkpoint of this step, if it belongs to another model (the message says what
-            differs), or if it cannot be read or has changed since it was saved
-            (`relibra_jax.execution.checkpoint.restore_checkpoint`). Model, optimizer and balancer keep their values
+        ValueError: if ``manager`` is not an Orbax checkpoint manager, if there is no checkpoint of this step, if it
+            belongs to another model (the message says what differs), or if it cannot be read or has changed since it
+            was saved (`relibra_jax.execution.checkpoint.restore_checkpoint`). Model, optimizer and balancer keep their values
             then.
     """
+    _check_manager(manager)
     put_on_mesh(model, optimizer, balancer.mesh)
     step = find_step(manager, step)
     saved = read_layout(manager, step, verify=verify).arrays
@@ -108,6 +110,14 @@ def restore_training(
     set_homes(model, restored.home)
     balancer.state = tree["balancer"]._replace(home=restored.home)
     return restored.step, tree["extra"]
+
+
+def _check_manager(manager: Any) -> None:
+    if not isinstance(manager, ocp.CheckpointManager):
+        raise ValueError(
+            f"manager: expected an orbax.checkpoint.CheckpointManager, found {type(manager).__name__}: open one with"
+            " CheckpointManager(folder)"
+        )
 
 
 def _saved_state(model: nnx.Module) -> Any:
