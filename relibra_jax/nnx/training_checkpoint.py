@@ -84,8 +84,8 @@ def restore_training(
     Raises:
         ValueError: if ``manager`` is not an Orbax checkpoint manager, if there is no checkpoint of this step, if it
             belongs to another model (the message says what differs), or if it cannot be read or has changed since it
-            was saved (`relibra_jax.execution.checkpoint.restore_checkpoint`). Model, optimizer and balancer keep their
-            values then.
+            was saved (`relibra_jax.execution.checkpoint.restore_checkpoint`). Then model, optimizer and balancer
+            keep their values.
     """
     _check_manager(manager)
     put_on_mesh(model, optimizer, balancer.mesh)
