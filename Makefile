@@ -46,7 +46,7 @@ bench: $(VENV)/installed  ## time planning beside its baselines, in one run
 aot: .venv-aot/installed  ## compile for GPUs without one, and check what the compiled programs promise
 	$(AOT) -m experiments.aot
 
-check: lint types test test-slow docs  ## everything that CI runs: all but the long tests
+check: lint types test test-slow docs  ## what CI runs with the locked versions: all but the long tests
 	$(if $(AOT_HERE),$(MAKE) aot,@echo "make aot skipped: XLA's compiler for CUDA is for x86-64 Linux, this is $$(uname -sm)")
 
 # What every user meets first, and what a plan and a layer promise.

@@ -22,7 +22,7 @@ MOST_RANKS: Final = 16
 COMPUTING, CROSSING, INSIDE = (-0.14, 0.44), (0.2, 0.14), (0.37, 0.14)
 """The three lanes of a rank: centre and height, in rows."""
 KEYS: Final = {
-    "attention": "attention (white lines part samples)",
+    "attention": "attention (white lines separate samples)",
     "home": "experts in home slots",
     "resident": "experts in resident slots",
     "replica": "experts in replica slots",
