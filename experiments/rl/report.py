@@ -23,7 +23,7 @@ PHASE_STYLES: Final = {"plan": (SERIES[5], "-"), "migrate": (SERIES[3], "--"), "
 """The colour and the line style of each phase of planning."""
 PANELS: Final = (
     *(f"reward, mean of {SMOOTH} steps", "imbalance of each micro-batch"),
-    *("ms a step", "tokens/s, generation to update"),
+    *("ms per step", "tokens/s, generation to update"),
 )
 """The labels of the panels in the figure."""
 COLUMNS: Final = (
@@ -69,7 +69,7 @@ def write_report(config: Train, folder: Path, console: Console, name: str) -> No
     metrics = {seed: read_metrics(folder / f"seed-{seed}" / "metrics.jsonl") for seed in config.seeds}
     summary = {seed: summarise(lines) for seed, lines in metrics.items()}
     setting = (
-        f"{name}: {config.task}, {config.model_name}, {config.samples} samples a batch, {config.planner} on"
+        f"{name}: {config.task}, {config.model_name}, {config.samples} samples per batch, {config.planner} on"
         f" {config.ranks.nodes} nodes x {config.ranks.ranks_per_node} ranks"
     )
     figure, numbers = folder / "training.png", folder / "summary.json"

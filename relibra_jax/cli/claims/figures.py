@@ -21,7 +21,7 @@ from relibra_jax.cli.palette import INK, PARTS, SYSTEMS, planner_style, system_o
 RESIDENTS: Final = "residents"
 """The group of ReLibra's rows with a resident slot."""
 LABELS: Final = {name: system.label for name, system in SYSTEMS.items()} | {
-    RESIDENTS: "ReLibra, one resident a rank",
+    RESIDENTS: "ReLibra, one resident per rank",
     PARTS: "parts of ReLibra",
 }
 """The groups of rows, each of which is one line of a figure."""
