@@ -71,7 +71,7 @@ def test_a_planner_has_one_colour_in_every_figure(tmp_path, figures):
     assert everyone.keys() == {*PLANNERS, OUTSIDE}
     assert everyone | three == everyone
     assert claims["EPLB"] == everyone["eplb"]
-    assert claims["ReLibra"] == claims["ReLibra, one resident a rank"] == everyone["relibra"]
+    assert claims["ReLibra"] == claims["ReLibra, one resident per rank"] == everyone["relibra"]
     lines = {line.get_label(): line.get_color() for line in figures[0].axes[2].lines[:-1]}
     assert {"static", "relibra", OUTSIDE} <= lines.keys()
     assert (
