@@ -32,7 +32,9 @@ def list_runs() -> None:
     """Print the named training runs, with their main settings."""
     table = Table("name", "description", title=f"{PROGRAM} NAME [--overrides]", box=box.SIMPLE_HEAD)
     for name, run in CONFIGS.items():
-        sizes = f"{run.task}, {run.algorithm}, {run.model_name}, {run.samples} samples per batch, {run.planner}"
+        sizes = (
+            f"{run.task}, {run.algorithm}, {run.model_name}, {run.samples} samples per batch, {run.planner}"
+        )
         length = (
             f"{run.warmup_steps} supervised steps, then {run.steps} learning steps;"
             f" seeds {', '.join(map(str, run.seeds))}"
