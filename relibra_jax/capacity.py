@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 
 from relibra_jax.plan import copy_source
 from relibra_jax.resident_push import PushSizes, push_sizes
@@ -210,6 +210,33 @@ def round_capacity(count: int) -> int:
     """
     step = 1 << max(3, count.bit_length() - 6)
     return max(-(-count // step), 1) * step
+
+
+def with_spare_room(size: int) -> int:
+    """Add a quarter and round up, so that the next batches fit the same buffers and the same compiled program.
+
+    >>> with_spare_room(100), with_spare_room(0)
+    (128, 8)
+    """
+    return round_capacity(size * 5 // 4)
+
+
+def padded_rows(size: Float[Array, "*sizes"], *, spare_room: bool) -> Float[jax.Array, "*sizes"]:
+    """Return the sizes that buffers get for needed sizes, as `round_capacity` or `with_spare_room`, under jit.
+
+    Args:
+        size: needed sizes, in rows; rounded up to integers first. Sizes of 0 stay 0.
+        spare_room: True for `with_spare_room`, False for `round_capacity`.
+
+    >>> padded_rows(jnp.array([0.0, 100.0]), spare_room=True).tolist()
+    [0.0, 128.0]
+    """
+    # Powers of two and their small multiples are exact in float32.
+    needed = jnp.ceil(jnp.asarray(size, jnp.float32))
+    rows = jnp.floor(needed * 1.25) if spare_room else needed
+    _, bits = jnp.frexp(rows)
+    step = jnp.ldexp(jnp.float32(1), jnp.maximum(bits - 6, 3))
+    return jnp.where(needed > 0, jnp.maximum(jnp.ceil(rows / step), 1) * step, 0.0)
 
 
 @functools.partial(jax.jit, static_argnums=1)

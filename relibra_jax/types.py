@@ -255,33 +255,69 @@ class Transitions(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class UnitTimes:
-    """The modelled seconds that one unit of each kind of work costs a rank, in all passes of a batch.
+    """The price of a batch: the seconds that one unit of each kind of work costs a rank, in all passes of the batch.
 
-    Planners use these prices to compare kinds of work, so only their ratios matter. They are a tree of scalars, so that
-    a compiled planner takes them as data. `relibra_jax.cost.unit_times` computes them for a cluster and a model.
+    Planners compare plans by these prices, and `relibra_jax.cost.batch_time.batch_time` sums them up. They are a tree
+    of scalars, so that a compiled planner takes them as data. `relibra_jax.cost.cost_model.CostModel.unit_times`
+    computes them for a cluster, a model and the way in which layers run. Prices that are not given are 0, and exchanges
+    then send only the rows that are needed.
     """
 
     token: Float[Array, ""] | float
-    """Attention, and everything else outside the routed experts, for one token on the rank that holds its sample."""
+    """Everything outside the routed experts, except attention to other tokens, for one position of a rank's rows."""
     copy: Float[Array, ""] | float
     """The matrix products of an expert for one token copy, on the rank that computes it."""
     crossing: Float[Array, ""] | float
-    """One crossing, sent or received over the slow network between nodes. Under hierarchical dispatch a token crosses
-    once to each node that it visits; under flat dispatch each of its copies crosses by itself."""
+    """One row, sent or received over the slow network between nodes. Under hierarchical dispatch a token crosses once
+    to each node that it visits; under flat dispatch each of its copies crosses by itself."""
     spread: Float[Array, ""] | float
-    """One token copy, sent or received inside a node."""
+    """One row, sent or received inside a node."""
     move: Float[Array, ""] | float
-    """One expert of one layer that moves to another node with its optimizer state, once a batch."""
+    """One expert of one layer that leaves its rank with its optimizer state, once a batch."""
     push: Float[Array, ""] | float
-    """One resident of one layer: its weights sent and its gradient returned, in all updates of a batch together."""
+    """One resident of one layer that crosses to another node: its weights sent and its gradient returned, in all
+    updates of a batch together."""
+    pair: Float[Array, ""] | float = 0.0
+    """Attention of one token to one token of its sample: a sample of l tokens costs ``pair * l**2``."""
+    push_inside: Float[Array, ""] | float = 0.0
+    """The same as ``push``, for one resident that is sent inside a node."""
+    fetch: Float[Array, ""] | float = 0.0
+    """One replica that is sent inside its node, in all passes of a micro-batch."""
+    fetch_across: Float[Array, ""] | float = 0.0
+    """The same for one replica that is sent to another node."""
+    gather: Float[Array, ""] | float = 0.0
+    """One row of a buffer of an exchange, written once and read once."""
+    head: Float[Array, ""] | float = 0.0
+    """The output head, for one position of a rank's rows and one layer's share of it."""
+    update: Float[Array, ""] | float = 0.0
+    """The sum of dense gradients over ranks and the optimizer step, for one layer, in all updates of the batch."""
+    tile: Float[Array, ""] | float = 0.0
+    """The number of token copies that fill a tile of a grouped product; a slot costs as much as full tiles. 0 for no
+    tiles."""
+    scale: Float[Array, ""] | float = 1.0
+    """The number of rows for which one counted row stands, because buffer sizes are rounded up to whole rows."""
     hierarchical: bool = field(default=True, metadata={"static": True})
     """True for hierarchical dispatch, False for flat dispatch."""
+    between: str = field(default="ragged", metadata={"static": True})
+    """The exchange between nodes, and of flat dispatch: ``padded`` or ``ragged``."""
+    inside: str = field(default="ragged", metadata={"static": True})
+    """The exchange inside nodes under hierarchical dispatch."""
+    fetches: str = field(default="ragged", metadata={"static": True})
+    """The exchange of replicas."""
+    rows: str = field(default="packed", metadata={"static": True})
+    """``packed`` if a row holds several samples, one after another. ``padded`` if every sample has a row of its own."""
+    shared_link: bool = field(default=False, metadata={"static": True})
+    """True if the ranks of a node share one link to other nodes, whose time is that of all their data together."""
+    data_parallel: int = field(default=1, metadata={"static": True})
+    """The number of data-parallel copies of the group, which run the micro-batches of a batch at the same time."""
+    spare_room: bool = field(default=True, metadata={"static": True})
+    """Whether the buffers of padded exchanges have spare room (`relibra_jax.capacity.with_spare_room`)."""
 
 
 class Planner(NamedTuple):
     """A planner: a pair of pure functions, like an optax transformation with extra arguments.
 
-    Both functions work under jit, vmap and scan. Callers call them as
+    The functions work under jit, vmap and scan. Callers call them as
 
     - ``init(topology, num_layers, *, key) -> state``: the state before the first batch, an array tree;
     - ``update(load, state, topology, *, tokens=None, transitions=None, cost=None, refine=None) -> (Plan, state)``:
@@ -307,6 +343,11 @@ class Planner(NamedTuple):
     """Create the state before the first batch."""
     update: Callable[..., tuple[Plan, Any]]
     """Plan one batch."""
+    replicate: Callable[..., Plan] | None = None
+    """``(load, home, topology, *, tokens=None, cost=None) -> Plan``: the plan that has experts at given homes and only
+    adds replicas. A planner that has it keeps its homes in a field ``home`` of its state, a NamedTuple. `relibra_jax.planning.plan_batch` then never
+    returns a plan that costs more than to leave the experts where they are. None for planners that are run as they
+    are, such as baselines."""
 
 
 def check_shape(name: str, actual: tuple[int, ...], expected: tuple[int, ...]) -> None:

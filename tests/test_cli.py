@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.traces import save_small_trace
 
 from experiments.ablation import main as run_ablation
-from experiments.synthetic_traces import synthetic_trace
 from relibra_jax.cli.ablation import ablation
 from relibra_jax.cli.batching import make_batches
 from relibra_jax.cli.main import EXTRA, main
@@ -27,17 +27,13 @@ from relibra_jax.planning.metrics import forecast_error
 from relibra_jax.planning.planners import PLANNERS, PlannerEntry
 from relibra_jax.planning.sample_packing import pack_samples
 from relibra_jax.replay import expert_load
-from relibra_jax.replay_files import save_replay
 from relibra_jax.traces.read import read_trace
 from relibra_jax.types import EMPTY, Planner
 
 
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory):
-    trace = synthetic_trace(samples=32, mean_tokens=20, layers=2, num_experts=16, top_k=2)
-    path = tmp_path_factory.mktemp("traces") / "small.npz"
-    save_replay(path, trace.replay, num_experts=trace.num_experts)
-    return path
+    return save_small_trace(tmp_path_factory.mktemp("traces") / "small.npz")
 
 
 SMALL = ["--nodes", "2", "--ranks-per-node", "2", "--replica-slots", "1", "--micro-batches", "4"]

@@ -9,11 +9,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from support.traces import save_small_trace
 
-from experiments.synthetic_traces import synthetic_trace
 from relibra_jax.cli.comparison_columns import COLUMNS, OF_RESIDENTS
 from relibra_jax.cli.main import main
-from relibra_jax.replay_files import save_replay
 
 SMALL = ["--nodes", "2", "--ranks-per-node", "2", "--replica-slots", "1", "--micro-batches", "4"]
 ROWS = ("static", "eplb", "feplb")
@@ -49,10 +48,7 @@ class Page(html.parser.HTMLParser):
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory):
     """A trace whose name would be markup if it were not escaped."""
-    trace = synthetic_trace(samples=32, mean_tokens=20, layers=2, num_experts=16, top_k=2)
-    path = tmp_path_factory.mktemp("traces") / "<b>A&B<script>.npz"
-    save_replay(path, trace.replay, num_experts=trace.num_experts)
-    return path
+    return save_small_trace(tmp_path_factory.mktemp("traces") / "<b>A&B<script>.npz")
 
 
 @pytest.fixture(scope="module")

@@ -91,9 +91,8 @@ def test_the_timeline_agrees_with_the_cost_model(tmp_path, figures):
     outcomes = compare(contenders, batches, topology, cost_model)
     for each in outcomes:
         batch = each.batches[-1]
-        attention, compute, exchange, push = (
-            1e3 * np.asarray(part)[1, 0].ravel() for part in cost_model.rank_time(batch, topology)
-        )
+        times = cost_model.rank_time(batch, topology, cost_model.visits(batch, topology))
+        attention, compute, exchange, push = (1e3 * np.asarray(part)[1, 0].ravel() for part in times)
         line = layer_timeline(batch, (1, 0), topology, cost_model)
         np.testing.assert_allclose(line.experts.sum(1), compute, rtol=1e-5)
         np.testing.assert_allclose(np.maximum(line.inside, line.crossing), exchange, rtol=1e-5)

@@ -19,7 +19,7 @@ from relibra_jax.cli.modelled_time import CostModel, make_cost_model
 from relibra_jax.cli.options import Batching, Costs, Ranks, TraceName
 from relibra_jax.cli.outcomes import Outcome, compare
 from relibra_jax.cli.outside_planner import import_planner
-from relibra_jax.cli.planner_runs import Contender
+from relibra_jax.cli.planner_runs import Contender, is_reconstruction
 from relibra_jax.cli.terminal import progress_bar, wide_table
 from relibra_jax.cli.timeline import timeline_figure
 from relibra_jax.planning.planners import PLANNERS
@@ -178,11 +178,6 @@ def comparison_table(outcomes: list[Outcome], title: str, *, residents: bool) ->
     table.add_section()
     table.add_row("balanced", *balanced_cells(outcomes[0], list(lines[0])).values(), style="dim")
     return table
-
-
-def is_reconstruction(name: str) -> bool:
-    """Return whether the planner of this name was implemented from its publication alone, without its source code."""
-    return name in PLANNERS and PLANNERS[name].reconstruction
 
 
 def _for_timeline(outcomes: list[Outcome]) -> list[Outcome]:

@@ -17,6 +17,7 @@ from relibra_jax.atomic_write import write_atomically
 from relibra_jax.cli.comparison_columns import COLUMNS, balanced_cells, outcome_cells
 from relibra_jax.cli.outcomes import Outcome
 from relibra_jax.cli.palette import planner_style
+from relibra_jax.cli.planner_runs import is_reconstruction
 from relibra_jax.planning.planners import PLANNERS
 
 TEMPLATE: Final = "comparison_page.html.jinja"
@@ -97,7 +98,7 @@ def _rows(outcomes: list[Outcome], *, residents: bool) -> list[PageRow]:
             PageRow(
                 outcome.planner,
                 entry.summary if entry else "",
-                entry is not None and entry.reconstruction,
+                is_reconstruction(outcome.planner),
                 planner_style(outcome.planner).colour,
                 outcome_cells(outcome, residents=residents),
                 outcome is least,

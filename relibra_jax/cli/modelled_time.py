@@ -78,15 +78,18 @@ class CostModel(NamedTuple):
         """Return the seconds that a unit of work takes on a rank, which planners get as their ``cost``."""
         return unit_times(dispatch=self.dispatch, **self.setting(), **self._passes())
 
-    def rank_time(self, batch: PlannedBatch, topology: Topology) -> RankTime:
-        """Return the modelled forward seconds of every rank under a plan."""
-        visits = self.visits(batch, topology)
+    def rank_time(
+        self, batch: PlannedBatch, topology: Topology, visits: Int[Array, "M L P N"] | None
+    ) -> RankTime:
+        """Return the modelled forward seconds of every rank under a plan, given the `visits` of its tokens."""
         return _rank_time(batch.batch_plan.layer_plans(), topology, visits=visits, **self.setting())
 
-    def link_times(self, batch: PlannedBatch, topology: Topology) -> LinkTimes:
+    def link_times(
+        self, batch: PlannedBatch, topology: Topology, visits: Int[Array, "M L P N"] | None
+    ) -> LinkTimes:
         """Return the modelled seconds of dispatch over each of the two networks, which work at the same time."""
-        plans, visits = batch.batch_plan.layer_plans(), self.visits(batch, topology)
-        traffic = jax.tree.map(np.asarray, _count_traffic(plans, topology, visits=visits))
+        traffic = _count_traffic(batch.batch_plan.layer_plans(), topology, visits=visits)
+        traffic = jax.tree.map(np.asarray, traffic)
         size, nothing = self.scale * ACTIVATION_BYTES * self.model.width, np.zeros(traffic.slow_sent.shape)
         inside = traffic._replace(slow_sent=nothing, slow_received=nothing)
         crossing = traffic._replace(fast_sent=nothing, fast_received=nothing)

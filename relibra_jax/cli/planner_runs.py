@@ -19,7 +19,7 @@ from relibra_jax.planning.alternation import Assign
 from relibra_jax.planning.baselines.forecasts import FORECASTS, expect_loads
 from relibra_jax.planning.metrics import forecast_error
 from relibra_jax.planning.plan_batch import plan_loads
-from relibra_jax.planning.planners import PlannerEntry
+from relibra_jax.planning.planners import PLANNERS, PlannerEntry
 from relibra_jax.planning.token_sample import Routes, sample_routes
 from relibra_jax.planning.transitions import transitions_for
 from relibra_jax.replay import sample_load
@@ -46,6 +46,11 @@ class Contender:
     """The planner's entry: the planner, and what to expect of its plans."""
     assign: Assign | None = None
     """The function that assigns samples to ranks and micro-batches. None keeps the packed assignment."""
+
+
+def is_reconstruction(name: str) -> bool:
+    """Return whether the planner of this name was implemented from its publication alone, without its source code."""
+    return name in PLANNERS and PLANNERS[name].reconstruction
 
 
 class PlannedBatch(NamedTuple):

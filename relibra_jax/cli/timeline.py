@@ -67,7 +67,9 @@ def layer_timeline(
         topology: the expert-parallel group.
         cost_model: the cost model, which gives the length of each phase.
     """
-    times, links = cost_model.rank_time(batch, topology), cost_model.link_times(batch, topology)
+    visits = cost_model.visits(batch, topology)
+    times = cost_model.rank_time(batch, topology, visits)
+    links = cost_model.link_times(batch, topology, visits)
     attention, compute, _, push = (1e3 * np.asarray(part)[place].ravel() for part in times)
     inside, crossing, sent = (part[place].ravel() for part in links)
     quota = np.asarray(batch.batch_plan.plan.quota)[place].reshape(topology.num_ranks, -1)

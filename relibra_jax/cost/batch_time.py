@@ -1,14 +1,14 @@
-"""The modelled time of a batch under a plan, in seconds, and the time of perfect balance to which plans are compared.
+"""The modelled time of a batch under a plan, in seconds, and the times of balanced runs to which plans are compared.
 
-    layers   attention, compute, exchange and exposed transfers of all layers and micro-batches
+    layers   attention, compute, exchange, gathers and exposed transfers of all layers and micro-batches
              (`relibra_jax.cost.step_time`), for the slowest data-parallel copy of the expert-parallel group
     push     transfers of residents: weights before each optimizer update, gradients after it; no computation hides them
     reorder  transfers of experts with their optimizer state to new homes, once, if the previous homes are given
+    rest     output head, sum of dense gradients, optimizer step: the same for all plans
 
 A stage with a plan of its own over the same homes and residents, such as a recompute in larger micro-batches, takes a
-call of its own: ``updates=0, recompute=True`` models one forward pass. It uses the residents' weights of the first
-update, whose transfer is counted there. The time of the batch is the sum of the calls, of which only one gets
-``previous_home``.
+call of its own, with the unit times of its passes. The time of the batch is the sum of the calls, of which only one
+gets ``previous_home``.
 """
 
 import functools
@@ -17,21 +17,15 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int, Num
 
-from relibra_jax.cost.copies import reorder_time, resident_time
-from relibra_jax.cost.hardware import Cluster
-from relibra_jax.cost.models import Model
-from relibra_jax.cost.step_time import ACTIVATION_BYTES, LayerTime, RankTime, layer_time, rank_time
-from relibra_jax.cost.traffic import Traffic, transfer_time
-from relibra_jax.limits import check_integer, check_positive
-from relibra_jax.types import Array, BatchPlan, Topology, check_shape
-
-DISPATCHES = ("flat", "hierarchical")
+from relibra_jax.cost.copies import push_time, reorder_time
+from relibra_jax.cost.step_time import LayerTime, attention_time, layer_time, rank_time
+from relibra_jax.types import Array, BatchPlan, Topology, UnitTimes, check_shape
 
 
 class BatchTime(NamedTuple):
-    """The modelled time of a batch in seconds, as six parts that add up to the total."""
+    """The modelled time of a batch in seconds, as eight parts that add up to the total."""
 
     attention: Float[Array, "*stack"]
     """Attention, projections and shared experts."""
@@ -39,231 +33,184 @@ class BatchTime(NamedTuple):
     """The routed experts."""
     exchange: Float[Array, "*stack"]
     """Dispatch and combine."""
+    gather: Float[Array, "*stack"]
+    """Reading and writing the buffers of dispatch and combine."""
     exposed: Float[Array, "*stack"]
     """The part of the transfers of replicas that attention does not hide."""
     push: Float[Array, "*stack"]
     """The transfers of residents' weights and gradients, in all updates."""
     reorder: Float[Array, "*stack"]
     """The transfers of experts that change home before the batch."""
+    rest: Float[Array, "*stack"]
+    """The output head, the sum of dense gradients and the optimizer step."""
+    hideable: Float[Array, "*stack"]
+    """Not a part: the time that would be saved if every exchange overlapped the compute of its layer."""
 
     @property
     def total(self) -> Float[Array, "*stack"]:
         """The seconds of the whole batch."""
-        return self.attention + self.compute + self.exchange + self.exposed + self.push + self.reorder
+        return (
+            self.attention
+            + self.compute
+            + self.exchange
+            + self.gather
+            + self.exposed
+            + self.push
+            + self.reorder
+            + self.rest
+        )
+
+    @property
+    def overlapped(self) -> Float[Array, "*stack"]:
+        """The seconds of the batch if every layer took the larger of its exchange and its compute. Nothing runs so."""
+        return self.total - self.hideable
+
+    def parts(self) -> dict[str, Float[Array, "*stack"]]:
+        """Return the parts that add up to the total, by name."""
+        return {name: value for name, value in self._asdict().items() if name != "hideable"}
 
 
-_STATIC = ("context", "updates", "recompute", "data_parallel")
-
-
+@functools.partial(jax.jit, static_argnames="topology")
 def batch_time(
     batch_plan: BatchPlan,
+    lengths: Int[Array, " B"],
     topology: Topology,
+    cost: UnitTimes,
     *,
-    cluster: Cluster,
-    model: Model,
-    context: float,
-    scale: float = 1.0,
-    visits: Int[Array, "M L P N"] | None = None,
+    visits: Num[Array, "M L P N"] | None = None,
     previous_home: Int[Array, "L E"] | None = None,
-    updates: int = 1,
-    recompute: bool = False,
-    data_parallel: int = 1,
-    float8: Bool[Array, "M L N G"] | None = None,
+    row_tokens: Float[Array, ""] | float | None = None,
+    speedup: Float[Array, "M L N G"] | None = None,
 ) -> BatchTime:
     """Model the time of a batch under its plan. The function is compiled, and works under jit and vmap as well.
 
     Args:
         batch_plan: the plan and its load. With data parallelism, axis M has all micro-batches of the first copy, then
             those of the second, and so on.
+        lengths: the number of tokens of each sample of the batch.
         topology: the expert-parallel group.
-        cluster: the hardware, for example ``CLUSTERS["h100"]``.
-        model: the sizes of the model, for example ``MODELS["qwen3-235b-a22b"]``.
-        context: the mean length of a sequence in tokens. This and all other arguments except arrays must be Python
-            values under jit.
-        scale: the number of tokens that each token stands for, which scales a small trace to the size of a real
-            micro-batch.
+        cost: the unit times, from `relibra_jax.cost.cost_model.CostModel.unit_times`, with the number of data-parallel
+            copies, which must divide M.
         visits: the counts of `relibra_jax.node_visits.node_visits` for hierarchical dispatch, where a token crosses to
             a node once. None for flat dispatch, where each of its copies crosses.
         previous_home: flat home slot of each expert before the batch. None counts no reorder.
-        updates: the number of optimizer updates among which the micro-batches of the batch are divided. 0 for a
-            recompute alone.
-        recompute: True if all micro-batches have one more forward pass, for old log-probabilities.
-        data_parallel: the number of data-parallel copies of the group, which must divide M.
-        float8: True for the ranks that compute their experts in float8, as in
-            `relibra_jax.cost.step_time.rank_time`; only for a recompute alone.
+        row_tokens: T, the number of positions of a padded row, as in `relibra_jax.cost.step_time.attention_time`.
+        speedup: the factor by which each rank's experts run faster, as in `relibra_jax.cost.step_time.rank_time`.
 
     Raises:
-        ValueError: if a number is out of range, if shapes do not fit the topology or each other, if M does not divide
-            over the copies, if there is neither an update nor a recompute, or if float8 is combined with updates.
+        ValueError: if shapes do not fit the topology or each other, ``visits`` does not fit the path, or M does not
+            divide over the copies.
     """
-    _check_numbers(context, scale)
     loads, slots = batch_plan.load.shape, batch_plan.plan.slot_expert.shape
     grid = (topology.num_nodes, topology.ranks_per_node)
     check_shape("load", loads, (*loads[:2], *grid, topology.num_experts))
     check_shape("slot_expert", slots, (*loads[:2], *grid, topology.slots))
     if previous_home is not None:
         check_shape("previous_home", previous_home.shape, batch_plan.plan.home.shape)
-    if float8 is not None:
-        check_shape("float8", float8.shape, slots[:-1])
-        if updates:
-            raise ValueError(f"float8 requires a recompute alone, updates=0, not updates={updates}")
-    return _batch_time(
-        batch_plan,
-        topology,
-        cluster=cluster,
-        model=model,
-        context=context,
-        scale=scale,
-        visits=visits,
-        previous_home=previous_home,
-        updates=updates,
-        recompute=recompute,
-        data_parallel=data_parallel,
-        float8=float8,
-    )
-
-
-@functools.partial(jax.jit, static_argnames=_STATIC)
-def _batch_time(
-    batch_plan,
-    topology,
-    *,
-    cluster,
-    model,
-    context,
-    scale,
-    visits,
-    previous_home,
-    updates,
-    recompute,
-    data_parallel,
-    float8,
-) -> BatchTime:
-    """Compute `batch_time` after its checks; compiled once for all scales."""
+    if speedup is not None:
+        check_shape("speedup", speedup.shape, slots[:-1])
+    attention, positions = attention_time(batch_plan.assignment, lengths, cost, row_tokens=row_tokens)
     ranks = rank_time(
-        batch_plan.layer_plans(),
-        topology,
-        cluster=cluster,
-        model=model,
-        context=context,
-        scale=scale,
-        visits=visits,
-        float8=float8,
+        batch_plan.layer_plans(), attention, topology, cost, visits=visits, speedup=speedup
     )
-    layers = layer_time(ranks, updates=updates, recompute=recompute)
-    push = resident_time(batch_plan.plan, topology, cluster=cluster, model=model, updates=updates)
+    push = push_time(batch_plan.plan, topology, cost)
     reorder = jnp.zeros(())
     if previous_home is not None:
-        reorder = reorder_time(batch_plan.plan.home, previous_home, topology, cluster=cluster, model=model)
-    return _slowest_copy(layers, data_parallel, push, reorder)
+        reorder = reorder_time(batch_plan.plan.home, previous_home, topology, cost)
+    micro_batches, layers = loads[0] // cost.data_parallel, loads[1]
+    rest = layers * (cost.head * positions * micro_batches + cost.update)
+    return _slowest_copy(layer_time(ranks), cost.data_parallel, push, reorder, rest)
 
 
+@functools.partial(jax.jit, static_argnames=("topology", "rows"))
 def balanced_time(
     load: Int[Array, "M L N G E"],
+    lengths: Int[Array, " B"],
     topology: Topology,
+    cost: UnitTimes,
     *,
-    cluster: Cluster,
-    model: Model,
-    context: float,
-    scale: float = 1.0,
-    dispatch: str = "flat",
-    updates: int = 1,
-    recompute: bool = False,
-    data_parallel: int = 1,
+    visits: Num[Array, "M L P N"] | None = None,
+    row_tokens: Float[Array, ""] | float | None = None,
+    rows: int | None = None,
 ) -> BatchTime:
-    """Model the time of perfect balance: all ranks have equally many tokens, and routing is uniform over the experts.
+    """Model the time of a balanced run, which no real plan has: all ranks have equally much of everything.
 
-    There are no replicas, no residents and no reorder. Plans are compared to this time, as in ReLibra's evaluation; no
-    real plan has it.
+    All lanes of the exchange are even, so nothing is padded, but hops run one after the other as in `batch_time`. There
+    are no replicas, no residents and no reorder. Padded rows are as long as in `batch_time`.
 
     Args:
         load: token copies. Only the sum of each layer and micro-batch is used.
+        lengths: the number of tokens of each sample of the batch.
         topology: the expert-parallel group.
-        cluster: the hardware.
-        model: the sizes of the model.
-        context: the mean length of a sequence in tokens.
-        scale: the number of tokens that each token stands for.
-        dispatch: ``hierarchical`` if a token crosses to a node once, however many of its experts are there, else
-            ``flat``.
-        updates: the number of optimizer updates of the batch, as in `batch_time`.
-        recompute: True if all micro-batches have one more forward pass.
-        data_parallel: the number of data-parallel copies of the group.
+        cost: the unit times.
+        visits: node visits of the same samples. The balanced run then has as many crossings as they have in the mean,
+            evenly spread. None takes routing that is uniform over the experts, as in ReLibra's evaluation.
+        row_tokens: T, the number of positions of a padded row, as in `batch_time`.
+        rows: b, the rows of a rank in a micro-batch, if rows are padded.
 
     Raises:
-        ValueError: under the conditions of `batch_time`, or if ``dispatch`` is unknown.
+        ValueError: if M does not divide over the copies, or rows are padded and ``rows`` is None.
     """
-    _check_numbers(context, scale)
-    check_dispatch(dispatch)
-    return _balanced_time(
-        load,
-        topology,
-        cluster=cluster,
-        model=model,
-        context=context,
-        scale=scale,
-        dispatch=dispatch,
-        updates=updates,
-        recompute=recompute,
-        data_parallel=data_parallel,
+    nodes, local, ranks = topology.num_nodes, topology.ranks_per_node, topology.num_ranks
+    lengths = jnp.asarray(lengths, jnp.float32)
+    copies = jnp.asarray(load, jnp.float32).sum((-3, -2, -1)) / ranks  # [M L]
+    top_k = copies[:, 0].sum() * ranks / jnp.maximum(lengths.sum(), 1)
+    micro_batches, layers = copies.shape
+    bins = micro_batches * ranks
+    if cost.rows == "padded":
+        if rows is None:
+            raise ValueError("rows must be given if rows are padded")
+        row = jnp.float32(lengths.max() if row_tokens is None else row_tokens)
+        positions, squares = rows * row, rows * row**2
+    else:
+        positions, squares = lengths.sum() / bins, (lengths**2).sum() / bins
+    tokens = copies / top_k
+    if visits is not None:
+        stays = np.repeat(np.eye(nodes, dtype=bool), local, 0)
+        away = jnp.where(stays, 0.0, jnp.asarray(visits, jnp.float32)).sum((2, 3)) / ranks
+    elif cost.hierarchical:
+        away = tokens * _uniform_visits(topology, top_k)
+    else:
+        away = copies * (1 - 1 / nodes)
+    if cost.hierarchical:
+        near, held = copies * (1 - 1 / local), 2 * (tokens + away) + 3 * copies
+        exchange = cost.crossing * away + cost.spread * near
+    else:
+        near, held = copies * (local - 1) / ranks, 3 * copies
+        exchange = jnp.maximum(cost.crossing * away, cost.spread * near)
+    times = LayerTime(
+        attention=jnp.full(copies.shape, cost.token * positions + cost.pair * squares, jnp.float32),
+        compute=cost.copy * copies,
+        exchange=exchange,
+        gather=cost.gather * held,
+        exposed=jnp.zeros_like(copies),
     )
-
-
-@functools.partial(jax.jit, static_argnames=(*_STATIC, "dispatch"))
-def _balanced_time(
-    load, topology, *, cluster, model, context, scale, dispatch, updates, recompute, data_parallel
-) -> BatchTime:
-    """Compute `balanced_time` after its checks; compiled once for all scales."""
-    flops = cluster.matmul_flops * cluster.matmul_efficiency
-    copies = scale * jnp.asarray(load, jnp.float32).sum((-3, -2, -1)) / topology.num_ranks
-    copies = jnp.broadcast_to(
-        copies[..., None, None], (*copies.shape, topology.num_nodes, topology.ranks_per_node)
-    )
-    away, near = 1 - 1 / topology.num_nodes, (topology.ranks_per_node - 1) / topology.num_ranks
-    if dispatch == "hierarchical":
-        away, near = _uniform_visits(topology, model.top_k), 1 - 1 / topology.ranks_per_node
-    ranks = RankTime(
-        attention=copies / model.top_k * model.token_flops(context) / flops,
-        compute=copies * 2.0 * model.expert_params / flops,
-        exchange=transfer_time(
-            Traffic(copies * away, copies * away, copies * near, copies * near),
-            float(ACTIVATION_BYTES * model.width),
-            cluster,
-        ),
-        push=jnp.zeros_like(copies),
-    )
-    layers = layer_time(ranks, updates=updates, recompute=recompute)
     zero = jnp.zeros(())
-    return _slowest_copy(layers, data_parallel, zero, zero)
+    rest = layers * (cost.head * positions * micro_batches / cost.data_parallel + cost.update)
+    return _slowest_copy(times, cost.data_parallel, zero, zero, rest)
 
 
-def check_dispatch(dispatch: str) -> None:
-    """Raise ValueError unless ``dispatch`` is one of `DISPATCHES`."""
-    if dispatch not in DISPATCHES:
-        raise ValueError(f"dispatch={dispatch!r} must be one of {', '.join(DISPATCHES)}")
-
-
-def _check_numbers(context: float, scale: float) -> None:
-    check_positive("context", context)
-    check_positive("scale", scale)
-
-
-def _uniform_visits(topology: Topology, top_k: int) -> float:
-    """Return the crossings per token copy under uniform routing, if a token crosses once to each node that it needs."""
+def _uniform_visits(topology: Topology, top_k: Float[jax.Array, ""]) -> Float[jax.Array, ""]:
+    """Return the crossings per token under uniform routing, if a token crosses once to each node that it needs."""
     nodes, experts = topology.num_nodes, topology.num_experts
     # A token does not need a node if all its experts are on other nodes.
     elsewhere = experts - experts // nodes
-    avoided = np.prod([max(elsewhere - i, 0) / (experts - i) for i in range(top_k)])
-    return float((nodes - 1) * (1 - avoided) / top_k)
+    index = jnp.arange(experts, dtype=jnp.float32)
+    factor = jnp.maximum(elsewhere - index, 0) / (experts - index)
+    avoided = jnp.where(index < jnp.round(top_k), factor, 1.0).prod()
+    return (nodes - 1) * (1 - avoided)
 
 
-def _slowest_copy(times: LayerTime, data_parallel: int, push: jax.Array, reorder: jax.Array) -> BatchTime:
+def _slowest_copy(
+    times: LayerTime, data_parallel: int, push: jax.Array, reorder: jax.Array, rest: jax.Array
+) -> BatchTime:
     """Sum the parts of the time over layers and micro-batches, for the data-parallel copy with the longest total."""
-    check_integer("data_parallel", data_parallel, least=1)
     micro_batches = times.total.shape[0]
     if micro_batches % data_parallel:
         raise ValueError(
             f"{micro_batches} micro-batches must divide evenly over data_parallel={data_parallel}"
         )
-    by_copy = jnp.stack([jnp.asarray(part).reshape(data_parallel, -1).sum(-1) for part in times])
-    attention, compute, exchange, exposed = by_copy[:, by_copy.sum(0).argmax()]
-    return BatchTime(attention, compute, exchange, exposed, push, reorder)
+    hideable = jnp.minimum(times.compute, times.exchange)
+    by_copy = jnp.stack([jnp.asarray(part).reshape(data_parallel, -1).sum(-1) for part in (*times, hideable)])
+    *layers, hideable = by_copy[:, by_copy[:-1].sum(0).argmax()]
+    return BatchTime(*layers, push, reorder, rest, hideable)

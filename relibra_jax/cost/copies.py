@@ -1,16 +1,19 @@
-"""Modelled seconds of the transfers of experts: replicas per micro-batch, residents per update, homes per batch.
+"""Modelled seconds of the transfers of experts as they run: replicas, residents, and experts that change home.
 
 What is transferred, and when:
 
     replicas   bfloat16 weights, for each layer and micro-batch, in the forward and again in the backward pass; then
                their gradients, also in bfloat16. The source is the home, or a resident of the same node
-               (`relibra_jax.plan.copy_source`). Counted are the experts that the ragged fetch of
-               `relibra_jax.execution.replica_exchange` moves. The padded fetch instead moves every exported expert
-               once, in pieces, and then R experts to each rank
+               (`relibra_jax.plan.copy_source`). A ragged fetch sends these experts. A padded one sends as many exports
+               from every rank as the rank with the most has, in pieces, and then R experts to each rank
+               (`relibra_jax.execution.replica_exchange`)
     residents  bfloat16 weights before an update, float32 gradients after it, on the route of
-               `relibra_jax.resident_push`: an expert crosses once for every node that needs it, in pieces of equal size
-               that all ranks of the home's node send. Gradients take the same route back and are summed on the way
-    homes      float32 master weights and two Adam moments, once per batch (`relibra_jax.execution.migration`)
+               `relibra_jax.resident_push`: one hop inside the home's node, one between nodes, one inside the target's.
+               Gradients take the same route back and are summed on the way
+    homes      float32 master weights and two Adam moments, once per batch. Every expert that leaves its rank goes in
+               pieces through all ranks, and as many experts leave every rank as leave the one with the most, rounded up
+               to a power of two (`relibra_jax.execution.migration`). So a move inside a node costs as much as one
+               between nodes
 """
 
 import jax
@@ -18,98 +21,78 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
-from relibra_jax.cost.hardware import Cluster
-from relibra_jax.cost.models import Model
-from relibra_jax.cost.traffic import Traffic, count_experts, transfer_time
+from relibra_jax.capacity import exported_slots
+from relibra_jax.cost.traffic import Traffic, count_experts
 from relibra_jax.plan import copy_source, resident_experts
-from relibra_jax.resident_push import push_counts
-from relibra_jax.types import EMPTY, Array, LayerPlan, Plan, Topology
-
-WEIGHT_BYTES = 2
-"""Bytes of one weight in computation, and of one gradient of a replica: bfloat16."""
-ACCUMULATOR_BYTES = 4
-"""Bytes of one gradient that is summed over micro-batches: float32."""
-STATE_BYTES = 12
-"""Bytes of one parameter that changes home: a float32 master weight and two float32 Adam moments."""
-RESIDENT_BYTES = WEIGHT_BYTES + ACCUMULATOR_BYTES
-"""Bytes that one parameter of a resident transfers in one update: its weight and its gradient."""
+from relibra_jax.resident_push import push_sizes
+from relibra_jax.types import EMPTY, Array, LayerPlan, Plan, Topology, UnitTimes
 
 
-def push_time(
-    layer_plans: LayerPlan, topology: Topology, *, cluster: Cluster, model: Model
+def fetch_time(
+    layer_plans: LayerPlan, topology: Topology, cost: UnitTimes
 ) -> Float[jax.Array, "M L N G"]:
-    """Model the seconds in which each rank sends and receives the replicas of a layer, once in a forward pass.
+    """Model the seconds in which each rank sends and receives the replicas of a layer, in all passes together.
 
     Args:
         layer_plans: ``batch_plan.layer_plans()``, stacked ``[M, L]``. The load is not read.
         topology: the expert-parallel group.
-        cluster: the hardware.
-        model: the sizes of the model.
+        cost: the unit times.
     """
+    plans = jax.tree.map(jnp.asarray, layer_plans._replace(load=None))
+    shape = plans.slot_expert.shape[:4]
+    if not topology.replica_slots:
+        return jnp.zeros(shape, jnp.float32)
 
-    def one(plan: LayerPlan) -> Traffic:
+    def one(plan: LayerPlan) -> tuple[Traffic, jax.Array]:
         source = copy_source(plan, topology)
         target = jnp.broadcast_to(_own_rank(topology), source.shape)
-        return count_experts(source // topology.held_slots, target, source != EMPTY, topology)
+        traffic = count_experts(source // topology.held_slots, target, source != EMPTY, topology)
+        return traffic, exported_slots(plan, topology).sum(1, dtype=jnp.int32).max()
 
-    traffic = jax.vmap(jax.vmap(one))(jax.tree.map(jnp.asarray, layer_plans))
-    return transfer_time(traffic, float(WEIGHT_BYTES * model.expert_params), cluster)
+    traffic, exports = jax.vmap(jax.vmap(one))(plans)
+    slow, fast = (
+        jnp.maximum(sent, received).astype(jnp.float32)
+        for sent, received in (
+            (traffic.slow_sent, traffic.slow_received),
+            (traffic.fast_sent, traffic.fast_received),
+        )
+    )
+    if cost.shared_link:
+        slow = jnp.broadcast_to(slow.mean(-1, keepdims=True), slow.shape)
+    across = (slow.max() > 0).astype(jnp.float32)
+    if cost.fetches == "padded":
+        # The buffers hold an even number of experts; without any export there is nothing to fetch.
+        most = jnp.ceil(exports.max() / 2) * 2
+        experts = jnp.where(most > 0, most + topology.replica_slots, 0.0)
+        near, far = 1 - 1 / topology.ranks_per_node, 1 - 1 / topology.num_nodes
+        fast, slow = (jnp.broadcast_to(part, shape) for part in (experts * near, experts * far * across))
+    return jnp.maximum(slow * cost.fetch_across, fast * cost.fetch)
 
 
-def resident_time(
-    plan: Plan, topology: Topology, *, cluster: Cluster, model: Model, updates: int
-) -> Float[jax.Array, ""]:
+def push_time(plan: Plan, topology: Topology, cost: UnitTimes) -> Float[jax.Array, ""]:
     """Model the seconds in which residents' weights are sent and their gradients returned, for all layers together.
 
     No computation hides these transfers: weights are sent before the first micro-batch of an update, and gradients are
-    returned after its last one.
+    returned after its last one. Its three hops run one after another.
 
     Args:
         plan: the plan of a batch.
         topology: the expert-parallel group.
-        cluster: the hardware.
-        model: the sizes of the model.
-        updates: the number of optimizer updates of the batch, each of which sends weights and returns gradients.
+        cost: the unit times, which include the number of updates.
     """
-    traffic = jax.tree.map(lambda leaf: leaf.sum(0), resident_traffic(plan, topology))
-    return updates * transfer_time(traffic, float(RESIDENT_BYTES * model.expert_params), cluster).max()
-
-
-def resident_traffic(plan: Plan, topology: Topology) -> Traffic:
-    """Count the residents' weights that ranks send and receive in one update, ``[L, N, G]``, in experts.
-
-    Gradients take the same route back. The padding of buffers is not counted.
-    """
-    local, apart = topology.ranks_per_node, 1 - 1 / topology.ranks_per_node
-    away = ~np.eye(topology.num_nodes, dtype=bool)
-
-    def one(home: jax.Array, resident: jax.Array) -> Traffic:
-        exports, pairs = push_counts(home[None], resident[None], topology)
-        crossing = pairs * away / local
-        away_sent, away_received = (
-            jnp.broadcast_to(crossing.sum(axis)[:, None], resident.shape[:2]) for axis in (1, 0)
-        )
-        exports, residents = exports.reshape(resident.shape[:2]), (resident != EMPTY).sum(-1)
-        # Inside a node, a rank sends pieces of its own experts to the others, and then pieces of the others' residents.
-        sent = exports * apart + _sum_over_others(residents) / local
-        received = _sum_over_others(exports) / local + residents * apart
-        return Traffic(away_sent, away_received, sent, received)
-
-    return jax.vmap(one)(jnp.asarray(plan.home), jnp.asarray(resident_experts(plan, topology)))
-
-
-def _sum_over_others(counts: Int[jax.Array, "N G"]) -> Int[jax.Array, "N G"]:
-    """Sum the counts of the other ranks of each rank's node."""
-    return counts.sum(1, keepdims=True) - counts
+    if not topology.resident_slots or topology.num_nodes == 1:
+        return jnp.zeros(())
+    resident = jnp.asarray(resident_experts(plan, topology))
+    sizes = push_sizes(jnp.asarray(plan.home), resident, topology)
+    nodes, local = topology.num_nodes, topology.ranks_per_node
+    slots = len(plan.home) * topology.resident_slots
+    inside = (sizes["exports"] + slots) * (1 - 1 / local)
+    seconds = cost.push_inside * inside + cost.push * sizes["pair"] * (nodes - 1) / local
+    return jnp.where(sizes["exports"] > 0, seconds, 0.0)
 
 
 def reorder_time(
-    home: Int[Array, "L E"],
-    previous_home: Int[Array, "L E"],
-    topology: Topology,
-    *,
-    cluster: Cluster,
-    model: Model,
+    home: Int[Array, "L E"], previous_home: Int[Array, "L E"], topology: Topology, cost: UnitTimes
 ) -> Float[jax.Array, ""]:
     """Model the seconds to move experts with their optimizer state to new homes, once per batch, for all layers.
 
@@ -117,15 +100,21 @@ def reorder_time(
         home: flat home slot of each expert in this batch.
         previous_home: flat home slot of each expert before this batch.
         topology: the expert-parallel group.
-        cluster: the hardware.
-        model: the sizes of the model.
+        cost: the unit times.
     """
     source, target = (jnp.asarray(slots) // topology.home_slots for slots in (previous_home, home))
-    traffic = count_experts(source, target, jnp.ones(home.shape, bool), topology)
-    return transfer_time(traffic, float(STATE_BYTES * model.expert_params), cluster).max()
+
+    def most_leaving(source: jax.Array, target: jax.Array) -> jax.Array:
+        leaving = jnp.zeros(topology.num_ranks, jnp.int32).at[source].add(source != target)
+        return leaving.max()
+
+    most = jax.vmap(most_leaving)(source, target)
+    _, bits = jnp.frexp(jnp.maximum(most - 1, 0).astype(jnp.float32))
+    rounded = jnp.minimum(jnp.ldexp(jnp.float32(1), bits), topology.home_slots)
+    return cost.move * jnp.where(most > 0, rounded, 0.0).sum()
 
 
-def _own_rank(topology: Topology) -> Int[jax.Array, "N G 1"]:
+def _own_rank(topology: Topology) -> Int[np.ndarray, "N G 1"]:
     """Return the flat rank of every slot, ``[N, G, 1]``."""
-    ranks = jnp.arange(topology.num_ranks)
+    ranks = np.arange(topology.num_ranks)
     return ranks.reshape(topology.num_nodes, topology.ranks_per_node, 1)

@@ -3,7 +3,8 @@
 The bound is over all homes, residents, replicas and assignments of whole samples to ranks and micro-batches, in the
 terms of `relibra_jax.cost.batch_time`:
 
-    attention   tokens / ranks, because the sum over micro-batches of the fullest rank's tokens is never less
+    attention   tokens / ranks, and squared lengths of samples / ranks, because the sum over micro-batches of the
+                fullest rank's work is never less
     compute     copies / ranks, for the same reason
     exchange    the larger of crossings / ranks on the slow network (`relibra_jax.cost.least_crossings`) and of copies
                 that leave their rank on the fast one. It includes the pushes of residents, or the unevenness, that
@@ -31,7 +32,7 @@ class LeastTime(NamedTuple):
     """The lower bound of the time of a batch in seconds, as three parts that add up to the total."""
 
     attention: float
-    """Attention, projections and shared experts."""
+    """Attention, projections and shared experts, and the rest of the batch that is the same for all plans."""
     compute: float
     """The routed experts."""
     exchange: float
@@ -53,7 +54,8 @@ def least_time(
     Args:
         replay: the routing of all samples of the batch, which `relibra_jax.replay.check_replay` accepts.
         topology: the expert-parallel group.
-        cost: the unit times of the cluster and the model, from `relibra_jax.cost.unit_times.unit_times`.
+        cost: the unit times of the cluster and the model, from
+            `relibra_jax.cost.cost_model.CostModel.unit_times`.
         across_nodes: True if replicas may be in any node, False if only in nodes that hold their expert at home or as a
             resident.
 
@@ -70,7 +72,7 @@ def least_time(
     >>> least_time(replay, topology, cost=cost)  # one token of the first sample is not where its expert is
     LeastTime(attention=2.0, compute=2.0, exchange=2.0)
     """
-    for part in ("token", "copy", "crossing", "spread", "push"):
+    for part in ("token", "pair", "head", "update", "copy", "crossing", "spread", "push"):
         check_not_negative(part, float(getattr(cost, part)))
     routing = count_routing(replay, num_experts=topology.num_experts)
     tokens, copies = int(routing.tokens.sum()), float(routing.load.sum())
@@ -78,8 +80,10 @@ def least_time(
         return LeastTime(0.0, 0.0, 0.0)
     layers, ranks = routing.load.shape[1], topology.num_ranks
     slow = _slow_exchange(routing, topology, cost, across_nodes=across_nodes)
+    positions = tokens * (float(cost.token) + float(cost.head))
+    squares = float((routing.tokens.astype(float) ** 2).sum()) * float(cost.pair)
     return LeastTime(
-        layers * tokens * float(cost.token) / ranks,
+        layers * ((positions + squares) / ranks + float(cost.update)),
         copies * float(cost.copy) / ranks,
         max(slow, _fast_exchange(routing, topology, cost)) / ranks,
     )

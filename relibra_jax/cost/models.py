@@ -33,22 +33,18 @@ class Model:
     """
     heads: int | None = None
     """The number of query heads, which tensor parallelism divides; None if unknown."""
+    vocabulary: int = 0
+    """The number of tokens of the vocabulary, for the output head. 0 leaves the head out."""
 
     @property
     def expert_params(self) -> int:
         """The number of weights of one expert: gate, up and down."""
         return 3 * self.width * self.expert_width
 
-    def token_flops(self, context: float) -> float:
-        """Return the forward FLOP of a token in one layer outside the routed experts.
-
-        They are attention over half of ``context`` (it is causal), its projections, and shared experts.
-
-        Args:
-            context: the length of the sequence in tokens.
-        """
-        weights = self.attention_params + 3 * self.width * self.shared_width
-        return 2 * weights + self.attention_width * context
+    @property
+    def dense_params(self) -> int:
+        """The number of weights of one layer outside the routed experts: attention and shared experts."""
+        return self.attention_params + 3 * self.width * self.shared_width
 
 
 def _grouped_query(width: int, heads: int, kv_heads: int, head_dim: int) -> dict[str, int]:
@@ -72,6 +68,7 @@ MODELS = {
         top_k=8,
         expert_width=768,
         shared_width=0,
+        vocabulary=151936,
         **_grouped_query(2048, 32, 4, 128),
     ),
     "qwen3-235b-a22b": Model(
@@ -80,6 +77,7 @@ MODELS = {
         top_k=8,
         expert_width=1536,
         shared_width=0,
+        vocabulary=151936,
         **_grouped_query(4096, 64, 4, 128),
     ),
     "glm-4.5-106b-a12b": Model(
@@ -88,6 +86,7 @@ MODELS = {
         top_k=8,
         expert_width=1408,
         shared_width=1408,
+        vocabulary=151552,
         **_grouped_query(4096, 96, 8, 128),
     ),
     # Multi-head latent attention: query rank 1536, key-value rank 512, 128 heads of 128 + 64 (rotary) and 128. The
@@ -104,6 +103,7 @@ MODELS = {
         cache_width=512 + 64,
         cache_heads=1,
         heads=128,
+        vocabulary=129280,
     ),
     "gpt-oss-20b": Model(
         moe_layers=24,
@@ -111,6 +111,7 @@ MODELS = {
         top_k=4,
         expert_width=2880,
         shared_width=0,
+        vocabulary=201088,
         **_grouped_query(2880, 64, 8, 64),
     ),
     "gpt-oss-120b": Model(
@@ -119,6 +120,7 @@ MODELS = {
         top_k=4,
         expert_width=2880,
         shared_width=0,
+        vocabulary=201088,
         **_grouped_query(2880, 64, 8, 64),
     ),
 }

@@ -1,55 +1,55 @@
-"""The modelled time of the layers of a training step under a plan, in seconds.
+"""The modelled time of the layers of a training step under a plan, in seconds, in all passes of a batch.
 
-One layer of one micro-batch, forward and backward, on a cluster of `relibra_jax.cost.hardware`:
+One layer of one micro-batch, where every phase waits for its slowest rank, because a collective ends it:
 
-    attention  3 x (tokens of the fullest rank) x (FLOP of a token) / rate
-    compute    3 x (rows of the most loaded rank, filled up to tiles) x 6 D F / rate
-    exchange   4 x (bytes of the busiest rank's busiest link, sent or received) / bandwidth
-    exposed    3 x (time to push a layer's replicas - time of forward attention), where that is positive
+    attention  positions x ``token``, and ``pair`` x the squared length of every sample of the rank. Compiled rows have
+               one shape, so every rank has as many positions as the fullest of any micro-batch. Rows that are padded
+               cost as if every sample were as long as they are
+    compute    rows of the rank's slots, filled up to tiles, x ``copy``
+    exchange   rows sent between nodes x ``crossing``, then rows sent inside nodes x ``spread``: the hops of
+               hierarchical dispatch run one after the other. Flat dispatch is one exchange over both networks at once
+    gather     rows of the exchange's buffers x ``gather``
+    exposed    time to transfer replicas, less the attention that hides it
 
-A backward pass costs as much as two forward passes. Dispatch and combine each run once per pass. A replica is sent in
-the forward pass; in the backward pass it is sent again and its gradient is returned. Attention hides each of these
-transfers in part. A recompute pass, for the old log-probabilities, is one more forward pass: the factors become 4, 4, 6
-and 4. Every phase waits for its slowest rank, because a collective ends it. The factors are those of LAER-MoE
-(ASPLOS'26: four exchanges, three passes of compute), and the transfers of replicas those of ReLibra (arXiv 2605.08639).
-Not counted are operations other than attention and experts (embeddings, the optimizer step, the sum of gradients over
-data-parallel copies), memory traffic, launches, latencies, and forward passes that activation checkpointing repeats.
-All of it is a model: nothing here was measured on a cluster.
+`relibra_jax.cost.cost_model` computes the unit times. A backward pass costs as much as two forward passes; dispatch and
+combine each run once per pass. A replica is sent in the forward pass, sent again in the backward pass, and its gradient
+is returned. The factors are those of LAER-MoE (ASPLOS'26: four exchanges, three passes of compute), and the transfers
+of replicas those of ReLibra (arXiv 2605.08639). Not counted are embeddings, launches, latencies, and forward passes
+that activation checkpointing repeats. All of it is a model: nothing here was measured on a cluster.
 
 `relibra_jax.cost.batch_time` models the time of a whole batch.
 """
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int, Num
 
-from relibra_jax.cost.copies import push_time
-from relibra_jax.cost.hardware import Cluster
-from relibra_jax.cost.models import Model
-from relibra_jax.cost.traffic import count_traffic, transfer_time
-from relibra_jax.limits import check_integer
-from relibra_jax.types import Array, LayerPlan, Topology
-
-ACTIVATION_BYTES = 2
-"""Bytes of one number of an activation: bfloat16."""
+from relibra_jax.cost.copies import fetch_time
+from relibra_jax.cost.traffic import count_sent
+from relibra_jax.types import EMPTY, Array, Assignment, LayerPlan, Topology, UnitTimes
 
 
 class RankTime(NamedTuple):
-    """The modelled seconds of every rank in the forward pass of each layer and micro-batch."""
+    """The modelled seconds of every rank in each layer and micro-batch, in all passes that the unit times include."""
 
     attention: Float[Array, "M L N G"]
-    """Attention, projections and shared experts, for the rank's own tokens."""
+    """Attention, projections and shared experts, for the rank's own rows."""
     compute: Float[Array, "M L N G"]
     """The experts in the rank's slots."""
-    exchange: Float[Array, "M L N G"]
-    """Dispatch; combine takes as long."""
-    push: Float[Array, "M L N G"]
+    between: Float[Array, "M L N G"]
+    """Dispatch and combine between nodes; under flat dispatch, over both networks."""
+    inside: Float[Array, "M L N G"]
+    """Dispatch and combine inside nodes; 0 under flat dispatch."""
+    gather: Float[Array, "M L N G"]
+    """Reading and writing the buffers of dispatch and combine."""
+    fetch: Float[Array, "M L N G"]
     """Sending and receiving replicas, at the same time as attention."""
 
 
 class LayerTime(NamedTuple):
-    """The modelled seconds of a layer in all passes of a micro-batch, as four parts that add up to the total."""
+    """The modelled seconds of a layer in all passes of a micro-batch, as five parts that add up to the total."""
 
     attention: Float[Array, "M L"]
     """Attention, projections and shared experts."""
@@ -57,113 +57,101 @@ class LayerTime(NamedTuple):
     """The routed experts."""
     exchange: Float[Array, "M L"]
     """Dispatch and combine."""
+    gather: Float[Array, "M L"]
+    """Reading and writing the buffers of dispatch and combine."""
     exposed: Float[Array, "M L"]
     """The part of the transfers of replicas that attention does not hide."""
 
     @property
     def total(self) -> Float[Array, "M L"]:
         """The seconds of the whole layer."""
-        return self.attention + self.compute + self.exchange + self.exposed
+        return self.attention + self.compute + self.exchange + self.gather + self.exposed
 
 
-class Passes(NamedTuple):
-    """The work on a micro-batch, in multiples of one forward pass."""
-
-    compute: int
-    """The number of forward passes, where a backward pass counts as two. Replicas are transferred as often: their
-    weights in both passes, and their gradients in the backward pass."""
-    exchange: int
-    """The number of exchanges; dispatch and combine are one each."""
-
-
-def count_passes(updates: int, *, recompute: bool) -> Passes:
-    """Count the passes over a micro-batch.
+def attention_time(
+    assignment: Assignment,
+    lengths: Int[Array, " B"],
+    cost: UnitTimes,
+    *,
+    row_tokens: Float[Array, ""] | float | None = None,
+) -> tuple[Float[jax.Array, "M N G"], Float[jax.Array, ""]]:
+    """Model the seconds of every rank in attention, projections and shared experts of one layer.
 
     Args:
-        updates: the number of optimizer updates among which the micro-batches of a batch are divided; each micro-batch
-            is in one update. 0 for a stage that only recomputes.
-        recompute: True if there is a forward pass for old log-probabilities.
+        assignment: the samples that each rank holds in each micro-batch.
+        lengths: the number of tokens of each sample.
+        cost: the unit times.
+        row_tokens: T, the number of positions of a row that holds one sample; None for the longest sample. Packed rows
+            do not read it.
 
-    Raises:
-        ValueError: if ``updates`` is not an integer of at least 0, or if there is neither an update nor a recompute.
-
-    >>> count_passes(1, recompute=False), count_passes(4, recompute=True)
-    (Passes(compute=3, exchange=4), Passes(compute=4, exchange=6))
+    Returns:
+        The seconds, and the number of positions that every rank computes in every micro-batch.
     """
-    check_integer("updates", updates, least=0)
-    forward, backward = (updates > 0) + bool(recompute), int(updates > 0)
-    if not forward:
-        raise ValueError(f"updates={updates} and recompute={recompute} leave no pass to run")
-    return Passes(compute=forward + 2 * backward, exchange=2 * (forward + backward))
+    sample = jnp.asarray(assignment.sample)
+    lengths = jnp.asarray(lengths, jnp.float32)
+    if cost.rows == "padded":
+        row = jnp.float32(lengths.max() if row_tokens is None else row_tokens)
+        seconds = sample.shape[-1] * (cost.token * row + cost.pair * row**2)
+        return jnp.full(sample.shape[:-1], seconds, jnp.float32), sample.shape[-1] * row
+    own = jnp.where(sample == EMPTY, 0.0, lengths[jnp.maximum(sample, 0)])
+    positions = own.sum(-1).max()
+    return cost.token * positions + cost.pair * (own**2).sum(-1), positions
 
 
 def rank_time(
     layer_plans: LayerPlan,
+    attention: Float[Array, "M N G"],
     topology: Topology,
+    cost: UnitTimes,
     *,
-    cluster: Cluster,
-    model: Model,
-    context: float,
-    scale: Float[Array, ""] | float = 1.0,
-    visits: Int[Array, "M L P N"] | None = None,
-    float8: Bool[Array, "M L N G"] | None = None,
+    visits: Num[Array, "M L P N"] | None = None,
+    speedup: Float[Array, "M L N G"] | None = None,
 ) -> RankTime:
-    """Model the forward time of every rank under a plan.
+    """Model the time of every rank under a plan.
 
     Args:
-        layer_plans: ``batch_plan.layer_plans()``, stacked ``[M, L]``. The number of tokens of a rank is its number of
-            token copies / top-k.
+        layer_plans: ``batch_plan.layer_plans()``, stacked ``[M, L]``.
+        attention: the seconds of every rank in attention, from `attention_time`.
         topology: the expert-parallel group.
-        cluster: the hardware, for example ``CLUSTERS["h100"]``.
-        model: the sizes of the model, for example ``MODELS["qwen3-235b-a22b"]``.
-        context: the mean length of a sequence in tokens.
-        scale: the number of tokens that each token stands for, which scales a small trace to the size of a real
-            micro-batch.
+        cost: the unit times.
         visits: the number of distinct tokens that each rank sends to each node, for hierarchical dispatch; see
             `relibra_jax.cost.traffic.count_traffic`. None for flat dispatch.
-        float8: True for the ranks that compute their experts in float8 (`relibra_jax.hot_ranks.mark_hot_ranks`). Their
-            products run at the float8 peak, and the cast to float8 is not counted, so this is a lower bound.
+        speedup: the factor by which the products of each rank's experts run faster than ``cost`` says, for example of
+            ranks that compute in float8. None for no speedup.
 
     Returns:
         The times in seconds.
 
     Raises:
-        ValueError: if the shape of ``visits`` does not fit the plans.
+        ValueError: if ``visits`` does not fit the plans or the path.
     """
-    flops = cluster.matmul_flops * cluster.matmul_efficiency
-    tokens = scale * jnp.asarray(layer_plans.load).sum(-1) / model.top_k
-    speedup = cluster.float8_flops / cluster.matmul_flops
-    expert_flops = flops if float8 is None else flops * jnp.where(float8, speedup, 1.0)
-    tiles = jnp.ceil(scale * jnp.asarray(layer_plans.quota) / cluster.tile)
-    traffic = count_traffic(layer_plans, topology, visits=visits)
+    quota = jnp.asarray(layer_plans.quota, jnp.float32)
+    tile = jnp.asarray(cost.tile, jnp.float32)
+    filled = jnp.where(tile > 0, jnp.ceil(quota / jnp.where(tile > 0, tile, 1)) * tile, quota).sum(-1)
+    sent = count_sent(layer_plans, topology, cost, visits=visits)
+    between, inside = cost.crossing * sent.between, cost.spread * sent.inside
+    if not cost.hierarchical:
+        between, inside = jnp.maximum(between, inside), jnp.zeros_like(inside)
+    compute = cost.copy * filled
     return RankTime(
-        attention=tokens * model.token_flops(context) / flops,
-        compute=tiles.sum(-1) * cluster.tile * 2 * model.expert_params / expert_flops,
-        exchange=transfer_time(traffic, scale * ACTIVATION_BYTES * model.width, cluster),
-        push=push_time(layer_plans, topology, cluster=cluster, model=model),
+        attention=jnp.broadcast_to(attention[:, None], compute.shape),
+        compute=compute if speedup is None else compute / speedup,
+        between=between,
+        inside=inside,
+        gather=cost.gather * sent.buffers,
+        fetch=fetch_time(layer_plans, topology, cost),
     )
 
 
-def layer_time(time: RankTime, *, updates: int = 1, recompute: bool = False) -> LayerTime:
-    """Compute the time of layers in all passes from the forward time of ranks; every phase waits for its slowest rank.
+def layer_time(time: RankTime) -> LayerTime:
+    """Compute the time of layers from that of ranks; every phase waits for its slowest rank.
 
     Args:
-        time: the forward time of every rank.
-        updates: the number of optimizer updates, as in `count_passes`.
-        recompute: True if there is a forward pass for old log-probabilities.
-
-    Raises:
-        ValueError: under the conditions of `count_passes`.
+        time: the time of every rank.
 
     >>> one = jnp.array([[[[1.0, 2.0]]]])
-    >>> layer_time(RankTime(one, one, one, 2 * one)).exposed.tolist()
-    [[6.0]]
+    >>> layer_time(RankTime(one, one, one, one, one, 3 * one)).exposed.tolist()
+    [[4.0]]
     """
-    passes = count_passes(updates, recompute=recompute)
-    attention, compute, exchange, push = (part.max((-2, -1)) for part in time)
-    return LayerTime(
-        attention=passes.compute * attention,
-        compute=passes.compute * compute,
-        exchange=passes.exchange * exchange,
-        exposed=passes.compute * jnp.maximum(push - attention, 0),
-    )
+    attention, compute, between, inside, gather, fetch = (part.max((-2, -1)) for part in time)
+    return LayerTime(attention, compute, between + inside, gather, jnp.maximum(fetch - attention, 0))

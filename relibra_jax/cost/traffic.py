@@ -1,7 +1,9 @@
 """Counts of what ranks send and receive over the slow network between nodes and over the fast network inside them.
 
 The counts are of the rows of dispatch, from the plan alone (flat dispatch) or also from the replayed routes
-(hierarchical dispatch), and of the experts that ranks send to each other. `transfer_time` converts counts to seconds.
+(hierarchical dispatch), and of the experts that ranks send to each other. `count_traffic` counts the rows that are
+needed, and `count_sent` those that the exchange sends: a padded one sends lanes that are all as long as the longest of
+any layer and micro-batch, with the spare room of its buffers.
 """
 
 import functools
@@ -12,9 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int, Num
 
-from relibra_jax.cost.hardware import Cluster
+from relibra_jax.capacity import padded_rows
+from relibra_jax.plan import rank_load
 from relibra_jax.token_split import line_starts, source_quota
-from relibra_jax.types import EMPTY, Array, LayerPlan, Topology, check_shape
+from relibra_jax.types import EMPTY, Array, LayerPlan, Topology, UnitTimes, check_shape
 
 
 class Traffic(NamedTuple):
@@ -30,35 +33,28 @@ class Traffic(NamedTuple):
     """Received from other ranks of the node."""
 
 
-def transfer_time(
-    traffic: Traffic, size: Float[Array, ""] | float, cluster: Cluster
-) -> Float[jax.Array, "*stack N G"]:
-    """Model the seconds for which the links of each rank are busy.
+class Lanes(NamedTuple):
+    """The most rows that one rank sends to one other rank, and the most that it keeps, by layer and micro-batch."""
 
-    A rank sends and receives at the same time, and both networks work at the same time. If the ranks of a node share
-    their link to other nodes, each of them waits until the link has transferred the data of all.
+    between: Num[Array, "*stack"]
+    """To a rank of another node; under flat dispatch, to any other rank."""
+    inside: Num[Array, "*stack"]
+    """To another rank of the node, under hierarchical dispatch."""
+    own_between: Num[Array, "*stack"]
+    """The rows that a rank keeps in the first hop, or under flat dispatch."""
+    own_inside: Num[Array, "*stack"]
+    """The rows that a rank keeps in the hop inside the node."""
 
-    Args:
-        traffic: the numbers of rows or experts that each rank sends and receives.
-        size: the size of one row or expert in bytes.
-        cluster: the hardware.
 
-    >>> from relibra_jax.cost.hardware import CLUSTERS
-    >>> slow, none = jnp.array([[8, 0]]), jnp.zeros((1, 2))
-    >>> for name in ("h100", "h100-ethernet-200"):
-    ...     seconds = transfer_time(Traffic(slow, none, none, none), 1e9, CLUSTERS[name])
-    ...     print(*(f"{each:.1f}" for each in seconds.ravel()))
-    0.2 0.0
-    1.6 1.6
-    """
-    slow = jnp.stack([jnp.asarray(traffic.slow_sent), jnp.asarray(traffic.slow_received)])
-    if cluster.shared_link:
-        slow = jnp.broadcast_to(slow.mean(-1, keepdims=True), slow.shape)
-    fast = jnp.maximum(traffic.fast_sent, traffic.fast_received)
-    seconds = jnp.maximum(
-        slow.max(0) * (size / cluster.slow_bandwidth), fast * (size / cluster.fast_bandwidth)
-    )
-    return seconds / cluster.network_efficiency
+class Sent(NamedTuple):
+    """The rows that the exchanges of dispatch send as they run; combine sends as many back."""
+
+    between: Float[Array, "*stack N G"]
+    """Rows that a rank sends or receives between nodes, whichever is more."""
+    inside: Float[Array, "*stack N G"]
+    """Rows that a rank sends or receives inside its node, whichever is more."""
+    buffers: Float[Array, "*stack N G"]
+    """Rows of all buffers that dispatch fills: send and receive buffers of its hops, and the rows of the slots."""
 
 
 def count_experts(
@@ -101,9 +97,7 @@ def count_traffic(
     *,
     visits: Int[Array, "M L P N"] | None = None,
 ) -> Traffic:
-    """Count the rows that ranks exchange at dispatch; combine moves the same rows back.
-
-    The padding of buffers is not counted, because the ragged exchange does not send it.
+    """Count the rows that ranks need to exchange at dispatch, without padding; combine needs as many back.
 
     Args:
         layer_plans: ``batch_plan.layer_plans()``, stacked ``[M, L]``.
@@ -121,26 +115,140 @@ def count_traffic(
     plans = jax.tree.map(jnp.asarray, layer_plans)
     if visits is None:
         return jax.vmap(jax.vmap(functools.partial(_flat_traffic, topology=topology)))(plans)
-    nodes, local = topology.num_nodes, topology.ranks_per_node
+    return _hierarchical_traffic(_count_pairs(plans, topology), visits, topology)
+
+
+def count_sent(
+    layer_plans: LayerPlan,
+    topology: Topology,
+    cost: UnitTimes,
+    *,
+    visits: Num[Array, "M L P N"] | None = None,
+) -> Sent:
+    """Count the rows that the exchanges of dispatch send as they run.
+
+    Args:
+        layer_plans: ``batch_plan.layer_plans()``, stacked ``[M, L]``: all that one compiled step runs, whose buffers
+            have the sizes of the fullest.
+        topology: the expert-parallel group.
+        cost: the kinds of the exchanges, and the number of rows for which one counted row stands.
+        visits: the tokens that each rank sends to each node, for hierarchical dispatch; None for flat dispatch.
+
+    Returns:
+        The rows ``[M, L, N, G]``, in the unit of the plans.
+
+    Raises:
+        ValueError: if ``visits`` does not fit the plans or the path.
+    """
+    if (visits is None) == cost.hierarchical:
+        expected = "visits of nodes" if cost.hierarchical else "no visits"
+        raise ValueError(f"cost has hierarchical={cost.hierarchical}, which needs {expected}")
+    plans = jax.tree.map(jnp.asarray, layer_plans)
+    nodes, local, ranks = topology.num_nodes, topology.ranks_per_node, topology.num_ranks
+    kinds = (cost.between, cost.inside) if cost.hierarchical else (cost.between,)
+    pairs = _count_pairs(plans, topology) if cost.hierarchical or "padded" in kinds else None
+    if cost.hierarchical:
+        assert pairs is not None
+        assert visits is not None
+        traffic = _hierarchical_traffic(pairs, visits, topology)
+        lanes = _hierarchical_lanes(pairs, visits, topology)
+    else:
+        traffic = jax.vmap(jax.vmap(functools.partial(_flat_traffic, topology=topology)))(plans)
+        lanes = None if pairs is None else _flat_lanes(pairs, topology)
+    slow, fast = (
+        jnp.maximum(sent, received).astype(jnp.float32)
+        for sent, received in (
+            (traffic.slow_sent, traffic.slow_received),
+            (traffic.fast_sent, traffic.fast_received),
+        )
+    )
+    if cost.shared_link:
+        mean = [jnp.asarray(rows, jnp.float32).mean(-1, keepdims=True) for rows in traffic[:2]]
+        slow = jnp.broadcast_to(jnp.maximum(*mean), slow.shape)
+
+    def room(rows):
+        """Return the buffer for the most rows of any rank, layer and micro-batch."""
+        return padded_rows(jnp.max(rows) * cost.scale, spare_room=cost.spare_room) / cost.scale
+
+    computed = rank_load(plans)
+    slots = room(computed)
+    if not cost.hierarchical:
+        if cost.between == "ragged":
+            buffers = room(jnp.asarray(plans.load).sum(-1)) + 2 * slots
+            return Sent(slow, fast, jnp.broadcast_to(buffers, slow.shape))
+        assert lanes is not None
+        lane, own = room(lanes.between), room(lanes.own_between)
+        buffers = 2 * (ranks * lane + own) + slots
+        return Sent(
+            *(jnp.broadcast_to(rows, slow.shape) for rows in ((ranks - local) * lane, (local - 1) * lane, buffers))
+        )
+    assert lanes is not None
+    assert visits is not None
+    received_tokens = jnp.asarray(visits).reshape(*slow.shape[:2], nodes, local, nodes).sum(2)
+    if cost.between == "padded":
+        lane, own = room(lanes.between), room(lanes.own_between)
+        slow, first = jnp.broadcast_to((nodes - 1) * lane, slow.shape), 2 * (nodes * lane + own)
+    else:
+        first = room(jnp.asarray(visits).sum(-1)) + room(received_tokens)
+    if cost.inside == "padded":
+        lane, own = room(lanes.inside), room(lanes.own_inside)
+        fast, second = jnp.broadcast_to((local - 1) * lane, fast.shape), 2 * (local * lane + own)
+    else:
+        assert pairs is not None
+        second = room(pairs.sum((2, 5))) + slots
+    return Sent(slow, fast, jnp.broadcast_to(first + second + slots, slow.shape))
+
+
+def _count_pairs(plans: LayerPlan, topology: Topology) -> Int[jax.Array, "M L N G N G"]:
+    """Count the token copies that each rank sends to each rank."""
+    grid = (topology.num_nodes, topology.ranks_per_node)
     shape = plans.quota.shape[:2]
-    check_shape("visits", visits.shape, (*shape, topology.num_ranks, nodes))
 
     def one(plan: LayerPlan) -> jax.Array:
-        return source_quota(plan, topology).sum(-1).reshape(nodes, local, nodes, local)
+        return source_quota(plan, topology).sum(-1).reshape(*grid, *grid)
 
     flat = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), plans)
-    sent = jax.lax.map(one, flat, batch_size=32)
-    other_node = ~np.eye(nodes, dtype=bool)[None, :, None]
-    other_local = ~np.eye(local, dtype=bool)[None, None, :, None, :]
-    away = jnp.asarray(visits).reshape(-1, nodes, local, nodes) * other_node
-    spread = sent * other_local
-    counts = Traffic(
-        slow_sent=away.sum(3),
-        slow_received=jnp.moveaxis(away.sum(1), 1, 2),
-        fast_sent=jnp.moveaxis(spread.sum((1, 4)), 1, 2),
-        fast_received=spread.sum((1, 2)),
+    pairs = jax.lax.map(one, flat, batch_size=32)
+    return pairs.reshape(*shape, *grid, *grid)
+
+
+def _hierarchical_traffic(pairs: Array, visits: Num[Array, "M L P N"], topology: Topology) -> Traffic:
+    """Count the traffic of hierarchical dispatch from the copies that ranks send to ranks, and visits of nodes."""
+    nodes, local = topology.num_nodes, topology.ranks_per_node
+    check_shape("visits", visits.shape, (*pairs.shape[:2], topology.num_ranks, nodes))
+    other_node = ~np.eye(nodes, dtype=bool)[:, None]
+    other_local = ~np.eye(local, dtype=bool)[None, :, None]
+    away = jnp.asarray(visits).reshape(*pairs.shape[:2], nodes, local, nodes) * other_node
+    spread = pairs * other_local
+    return Traffic(
+        slow_sent=away.sum(4),
+        slow_received=jnp.moveaxis(away.sum(2), 2, 3),
+        fast_sent=jnp.moveaxis(spread.sum((2, 5)), 2, 3),
+        fast_received=spread.sum((2, 3)),
     )
-    return jax.tree.map(lambda leaf: leaf.reshape(*shape, nodes, local), counts)
+
+
+def _hierarchical_lanes(pairs: Array, visits: Num[Array, "M L P N"], topology: Topology) -> Lanes:
+    nodes, local = topology.num_nodes, topology.ranks_per_node
+    stays = np.repeat(np.eye(nodes, dtype=bool), local, 0)
+    visits = jnp.asarray(visits)
+    # A token crosses to the rank with the local index of its source: [local source, node, local].
+    through = pairs.sum(2)
+    own = np.eye(local, dtype=bool)[:, None]
+    return Lanes(
+        jnp.where(stays, 0, visits).max((2, 3)),
+        jnp.where(own, 0, through).max((2, 3, 4)),
+        jnp.where(stays, visits, 0).max((2, 3)),
+        jnp.where(own, through, 0).max((2, 3, 4)),
+    )
+
+
+def _flat_lanes(pairs: Array, topology: Topology) -> Lanes:
+    ranks = topology.num_ranks
+    flat, own = pairs.reshape(*pairs.shape[:2], ranks, ranks), np.eye(ranks, dtype=bool)
+    longest, kept = jnp.where(own, 0, flat).max((2, 3)), jnp.where(own, flat, 0).max((2, 3))
+    nothing = jnp.zeros_like(longest)
+    return Lanes(longest, nothing, kept, nothing)
 
 
 def _flat_traffic(plan: LayerPlan, *, topology: Topology) -> Traffic:

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jaxtyping import Int
 
-from relibra_jax.capacity import Capacities, count_capacities, grow_capacities, round_capacity
+from relibra_jax.capacity import Capacities, count_capacities, grow_capacities, with_spare_room
 from relibra_jax.execution.parallel import ExpertParallel
 from relibra_jax.nnx.balancer_state import NO_EXCHANGE
 from relibra_jax.nnx.stage_plans import host_device
@@ -72,13 +72,8 @@ def _grow(sizes: Capacities, stage: BatchPlan, visits: Any, parallel: ExpertPara
     need = count_capacities(stage.layer_plans(), parallel.topology, visits=visits)
     if visits is None and sizes.node is not None:
         need = dataclasses.replace(need, node=NO_EXCHANGE)
-    rows = grow_capacities(sizes, need, round_up=_with_spare_room)
+    rows = grow_capacities(sizes, need, round_up=with_spare_room)
     # Experts are few and large, and padded exchanges send spare room too.
     experts = grow_capacities(sizes, need, round_up=lambda size: -(-size // 2) * 2)
     names = ("exports", "export_copies", "push")
     return dataclasses.replace(rows, **{name: getattr(experts, name) for name in names})
-
-
-def _with_spare_room(size: int) -> int:
-    """Add a quarter and round up, so that the next batches fit the same buffers and the same compiled program."""
-    return round_capacity(size * 5 // 4)

@@ -7,24 +7,29 @@ residents. The planner sees the micro-batches of all stages concatenated along M
 """
 
 import dataclasses
+import functools
 import itertools
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Float, Int, PRNGKeyArray
 
 from relibra_jax.limits import check_integer, check_not_negative, check_positive
-from relibra_jax.plan import resident_experts
+from relibra_jax.plan import contiguous_homes, expert_totals, resident_experts
 from relibra_jax.plan_check import check_homes
 from relibra_jax.planning.batch_counts import BatchCounts
 from relibra_jax.planning.extra_args import accepted_arguments, with_extra_args
 from relibra_jax.planning.placement import Placement
+from relibra_jax.planning.plan_price import price_stages
+from relibra_jax.planning.replication import without_replicas
 from relibra_jax.planning.token_sample import Routes, place_routes
 from relibra_jax.replay import assigned_load
 from relibra_jax.types import (
     EMPTY,
+    Array,
     Assignment,
     BatchPlan,
     Plan,
@@ -37,10 +42,12 @@ from relibra_jax.types import (
 
 type Assign = Callable[..., Assignment]
 """``(sample_load[B L E], tokens[B], home[L E], topology, *, num_micro_batches) -> Assignment``. The
-function also receives those of ``samples_per_rank``, ``routes``, ``resident``, ``cost`` and ``refine`` that it names as
-parameters, as `relibra_jax.planning.assignment.assign_samples` does."""
+function also receives those of ``key``, ``samples_per_rank``, ``routes``, ``resident``, ``cost`` and ``refine`` that it
+names as parameters and that are known, as `relibra_jax.planning.assignment.assign_samples` does. It must be hashable,
+and the same object from batch to batch, or every batch compiles again."""
 
 
+@functools.partial(jax.jit, static_argnames=("planner", "topology", "samples", "assign", "rounds"))
 def plan_alternating(
     counts: BatchCounts,
     planner: Planner,
@@ -48,13 +55,22 @@ def plan_alternating(
     topology: Topology,
     *,
     starts: Sequence[Assignment],
-    samples: Sequence[range],
+    samples: tuple[range, ...],
     assign: Assign | None,
+    key: PRNGKeyArray | None,
     rounds: int,
     costs: Sequence[UnitTimes] | None,
     warm_start: Placement | None,
 ) -> tuple[tuple[BatchPlan, ...], Any]:
     """Plan the stages of a batch together: make a first plan, then alternate assignment and placement.
+
+    All entries to planning run this one compiled function, so that equal inputs give equal plans, bit for bit. With
+    ``costs`` it returns the plan with the lowest price (`relibra_jax.planning.plan_price`) of all rounds. For a planner
+    with ``replicate``, that plan also costs no more than to leave the experts at their homes, with or without replicas,
+    or to bring them to contiguous homes, each under the first and under the best assignment.
+
+    From the second batch on, the search for assignments begins at the homes of the batch before, which moves fewer
+    experts at nearly equal balance (``python -m experiments.bench_warm_start``).
 
     Args:
         counts: the token counts of all samples, in int32.
@@ -64,92 +80,258 @@ def plan_alternating(
         starts: the assignment of each stage's samples for the first plan.
         samples: the samples of each stage, as a range of consecutive samples of the batch.
         assign: the function that assigns the samples of one stage. None keeps the first assignments.
+        key: random key for ``assign``. None if it takes none.
         rounds: the number of rounds of assignment and placement.
-        costs: the unit times of each stage. None plans for balance.
+        costs: the unit times of each stage. None plans for balance, and returns the plan of the last round.
         warm_start: the homes and residents to which the first round assigns samples, instead of making a first plan
             for ``starts``.
 
     Returns:
         The batch plan of each stage, and the planner's state after the batch.
-
-    Raises:
-        ValueError: if ``rounds`` is negative, if a unit time is negative or not finite, if the unit time ``copy`` is 0,
-            if ``warm_start`` has a different topology or number of layers, or if the planner or ``assign`` rejects its
-            input.
     """
-    sample_load, tokens, routes, transitions = counts
-    check_integer("rounds", rounds, least=0)
-    if warm_start is not None:
-        _check_warm_start(warm_start, sample_load.shape[1], topology)
-    for times in costs or ():
-        _check_unit_times(times)
-    update = with_extra_args(planner).update
-    cost = None if costs is None else _cost_of_batch(costs, samples)
-    first_loads = tuple(assigned_load(sample_load, start) for start in starts)
+    search = _Search(counts, planner, state, topology, starts, samples, assign, key, costs, warm_start)
+    if assign is None:
+        rounds = 0
+    home = search.previous_home
+    can_stay = costs is not None and planner.replicate is not None and home is not None
+    if not rounds and not can_stay:
+        return search.plan_round(tuple(starts), None if warm_start is None else warm_start.home)
 
-    def plan_round(assignments, loads, start_home):
-        token_sample = None if routes is None else _place_in_stages(routes, assignments, samples)
-        load = loads[0] if len(loads) == 1 else jnp.concatenate(loads)
-        plan, next_state = update(
-            load, state, topology, tokens=token_sample, transitions=transitions, cost=cost, refine=start_home
+    # One loop compiles placement, the assignment of each stage and the price only once.
+    first = int(bool(rounds) and warm_start is not None)
+    stays = _STAYS * (1 + bool(rounds)) if can_stay else 0
+    starts = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.int32), tuple(starts))
+    stages, _ = jax.eval_shape(search.plan_round, starts, search.no_homes)
+    blank = jax.tree.map(jnp.zeros_like, stages)
+    placement = search.first_placement(blank)
+    nothing = _Best(blank, state, starts, jnp.float32(jnp.inf))
+
+    def body(number, carry):
+        best, latest_state, placement, assignments = carry
+        staying = number > rounds
+
+        def run_round(_):
+            new = starts
+            if rounds:
+                new = jax.lax.cond(
+                    number == 0, lambda *_: starts, search.assign_round, *placement, assignments
+                )
+            refine = search.refine_home(placement, number, rounds)
+            return search.plan_round(new, refine)
+
+        def stay(_):
+            which = number - rounds - 1
+            kept = jax.tree.map(
+                lambda start, better: jnp.where(which < _STAYS, start, better), starts, best.assignments
+            )
+            return search.stay(kept, which % _STAYS, latest_state)
+
+        result = jax.lax.cond(staying, stay, run_round, None) if stays else run_round(None)
+        seconds = search.price(result[0])
+        found = tuple(stage.assignment for stage in result[0])
+        better = (seconds < best.seconds) | (costs is None)
+        best = jax.tree.map(
+            lambda new, old: _select(better, new, old), _Best(*result, found, seconds), best
         )
+        next_placement = search.next_placement(result, number)
+        keep = jax.tree.map(
+            lambda old, new: _select(staying, old, new),
+            (latest_state, placement, assignments),
+            (result[1], next_placement, found),
+        )
+        return best, *keep
+
+    # The first round has no assignment to refine.
+    carry = (nothing, state, placement, _empty_assignments(starts))
+    best, *_ = jax.lax.fori_loop(first, rounds + 1 + stays, body, carry)
+    return best.stages, best.state
+
+
+_STAYS: Final = 3
+"""The ways of staying put: at the previous homes with and without replicas, and at contiguous homes."""
+
+
+class _Best(NamedTuple):
+    """The cheapest plan so far."""
+
+    stages: tuple[BatchPlan, ...]
+    state: Any
+    assignments: tuple[Assignment, ...]
+    seconds: Float[jax.Array, ""]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Search:
+    """The inputs of `plan_alternating`, and the steps of its loop."""
+
+    counts: BatchCounts
+    planner: Planner
+    state: Any
+    topology: Topology
+    starts: Sequence[Assignment]
+    samples: tuple[range, ...]
+    assign: Assign | None
+    key: PRNGKeyArray | None
+    costs: Sequence[UnitTimes] | None
+    warm_start: Placement | None
+
+    @property
+    def previous_home(self) -> Int[jax.Array, "L E"] | None:
+        """The homes before the batch, if the planner's state has them."""
+        home = getattr(self.state, "home", None)
+        return None if home is None else jnp.asarray(home, jnp.int32)
+
+    @property
+    def no_homes(self) -> Int[jax.Array, "L E"]:
+        """Homes that are all EMPTY: a search that refines nothing."""
+        shape = (self.counts.sample_load.shape[1], self.topology.num_experts)
+        return jnp.full(shape, EMPTY, jnp.int32)
+
+    def refine_home(self, placement: Placement, number: Array, rounds: int) -> Int[jax.Array, "L E"] | None:
+        """Return the homes at which the search of a round begins; None for a search that no round follows."""
+        if not rounds:
+            return None if self.warm_start is None else self.warm_start.home
+        return jnp.where(number == 0, self.no_homes, placement.home)
+
+    def first_placement(self, blank: Sequence[BatchPlan]) -> Placement:
+        """Return the homes and residents to which the first assignment of samples is made, if they are known."""
+        if self.warm_start is not None:
+            return jax.tree.map(jnp.asarray, self.warm_start)
+        return Placement(self.no_homes, jnp.asarray(resident_experts(blank[0].plan, self.topology)))
+
+    def next_placement(self, result: tuple[Sequence[BatchPlan], Any], number: Array) -> Placement:
+        """Return the homes and residents for the next assignment: those of the plan, or of the batch before."""
+        placement, home = _placement(result, self.topology), self.previous_home
+        if home is None:
+            return placement
+        # Contiguous homes are those of a planner that has seen no batch.
+        begins = (number == 0) & (home != contiguous_homes(self.topology, len(home))).any()
+        no_residents = jnp.full_like(placement.resident, EMPTY)
+        return Placement(
+            jnp.where(begins, home, placement.home), jnp.where(begins, no_residents, placement.resident)
+        )
+
+    def plan_round(
+        self, assignments: Sequence[Assignment], refine: Int[jax.Array, "L E"] | None
+    ) -> tuple[tuple[BatchPlan, ...], Any]:
+        """Plan all stages for their assignments with one call of the planner."""
+        loads = [assigned_load(self.counts.sample_load, each) for each in assignments]
+        extra = self._extra(assignments)
+        if self.counts.transitions is not None:
+            extra["transitions"] = self.counts.transitions
+        if refine is not None:
+            extra["refine"] = refine
+        plan, next_state = with_extra_args(self.planner).update(
+            _join(loads), self.state, self.topology, **extra
+        )
+        return self._stages(plan, assignments, loads), next_state
+
+    def _extra(self, assignments: Sequence[Assignment]) -> dict[str, Any]:
+        """Return the sampled tokens and the unit times of the batch, where they are known."""
+        extra: dict[str, Any] = {}
+        if self.counts.routes is not None:
+            extra["tokens"] = _place_in_stages(self.counts.routes, assignments, self.samples)
+        if self.costs is not None:
+            extra["cost"] = _cost_of_batch(self.costs, self.samples)
+        return extra
+
+    def stay(
+        self, assignments: Sequence[Assignment], which: Array, next_state: Any
+    ) -> tuple[tuple[BatchPlan, ...], Any]:
+        """Plan without a search: at the previous homes with or without replicas, or at contiguous homes."""
+        assert self.planner.replicate is not None
+        assert self.previous_home is not None
+        loads = [assigned_load(self.counts.sample_load, each) for each in assignments]
+        contiguous = jnp.asarray(contiguous_homes(self.topology, len(self.previous_home)), jnp.int32)
+        home = jnp.where(which == _STAYS - 1, contiguous, self.previous_home)
+        load = _join(loads)
+        with_replicas = self.planner.replicate(load, home, self.topology, **self._extra(assignments))
+        alone = without_replicas(expert_totals(load), home, self.topology)
+        plan = jax.tree.map(lambda one, other: jnp.where(which == 1, one, other), alone, with_replicas)
+        return self._stages(plan, assignments, loads), next_state._replace(home=plan.home)
+
+    def _stages(
+        self, plan: Plan, assignments: Sequence[Assignment], loads: Sequence[Array]
+    ) -> tuple[BatchPlan, ...]:
         plans = _split_plan(plan, [len(part) for part in loads])
-        return tuple(map(BatchPlan, assignments, loads, plans)), next_state
+        return tuple(map(BatchPlan, assignments, loads, plans))
 
-    if assign is None or not rounds:
-        return plan_round(tuple(starts), first_loads, None if warm_start is None else warm_start.home)
-    no_homes = jnp.full((sample_load.shape[1], topology.num_experts), EMPTY, jnp.int32)
-
-    def assign_round(home, resident, refine):
+    def assign_round(
+        self,
+        home: Int[jax.Array, "L E"],
+        resident: Int[jax.Array, "L N G B"],
+        refine: Sequence[Assignment],
+    ) -> tuple[Assignment, ...]:
+        """Assign the samples of every stage for given homes and residents."""
+        assert self.assign is not None
         assignments = []
-        for stage, start in enumerate(starts):
-            stage_range = samples[stage]
+        for stage, start in enumerate(self.starts):
+            stage_range = self.samples[stage]
             micro_batches, *_, room = start.sample.shape
+            routes, costs = self.counts.routes, self.costs
             extra = {
                 "samples_per_rank": room,
-                "routes": None if routes is None else _routes_of(routes, stage_range),
                 "resident": resident,
-                "cost": None if costs is None else costs[stage],
                 "refine": shift_samples(refine[stage], -stage_range.start),
             }
-            options = {"num_micro_batches": micro_batches, **accepted_arguments(assign, extra)}
-            stage_counts = (
-                sample_load[stage_range.start : stage_range.stop],
-                tokens[stage_range.start : stage_range.stop],
+            if self.key is not None:
+                extra["key"] = self.key
+            if routes is not None:
+                extra["routes"] = _routes_of(routes, stage_range)
+            if costs is not None:
+                extra["cost"] = costs[stage]
+            options = {"num_micro_batches": micro_batches, **accepted_arguments(self.assign, extra)}
+            part = slice(stage_range.start, stage_range.stop)
+            assignment = self.assign(
+                *(self.counts.sample_load[part], self.counts.tokens[part], home, self.topology), **options
             )
-            assignments.append(
-                shift_samples(assign(*stage_counts, home, topology, **options), stage_range.start)
-            )
-        return tuple(assignments), tuple(assigned_load(sample_load, each) for each in assignments)
+            assignments.append(shift_samples(assignment, stage_range.start))
+        return tuple(assignments)
 
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((sample_load, tokens, state))):
-        return _loop_rounds(
-            plan_round,
-            assign_round,
-            tuple(starts),
-            first_loads,
-            no_homes,
-            state,
-            rounds,
-            topology,
-            warm_start,
+    def price(self, stages: Sequence[BatchPlan]) -> Float[jax.Array, ""]:
+        """Return the estimated price of plans; 0 if the search is for balance."""
+        if self.costs is None:
+            return jnp.zeros(())
+        return price_stages(
+            stages, self.counts, self.topology, self.costs, previous_home=self.previous_home
         )
-    placement = warm_start
-    if placement is None:
-        result = plan_round(tuple(starts), first_loads, no_homes)
-        placement = _placement(result, topology)
-    refine = _empty_assignments(starts)
-    for _ in range(rounds):
-        refine, loads = assign_round(*placement, refine)
-        result = plan_round(refine, loads, placement.home)
-        placement = _placement(result, topology)
-    return result
+
+
+def _join(loads: Sequence[Array]) -> jax.Array:
+    return jnp.asarray(loads[0]) if len(loads) == 1 else jnp.concatenate(loads)
+
+
+def _select(condition: Array, new: Any, old: Any) -> jax.Array:
+    return jnp.where(condition, new, old)
 
 
 def _placement(result: tuple[Sequence[BatchPlan], Any], topology: Topology) -> Placement:
     """Return the homes and residents that all stages share."""
     plan = result[0][0].plan
     return Placement(jnp.asarray(plan.home), jnp.asarray(resident_experts(plan, topology)))
+
+
+def check_search(
+    rounds: int,
+    costs: Sequence[UnitTimes] | None,
+    warm_start: Placement | None,
+    layers: int,
+    topology: Topology,
+) -> None:
+    """Raise ValueError unless the settings of `plan_alternating` are valid; traced values are not checked.
+
+    Args:
+        rounds: the number of rounds, at least 0.
+        costs: the unit times of each stage, which must not be negative; ``copy`` must be positive.
+        warm_start: homes and residents that must fit the topology.
+        layers: L, the number of layers of the batch.
+        topology: the expert-parallel group.
+    """
+    check_integer("rounds", rounds, least=0)
+    if warm_start is not None:
+        _check_warm_start(warm_start, layers, topology)
+    for times in costs or ():
+        _check_unit_times(times)
 
 
 def _check_warm_start(warm_start: Placement, layers: int, topology: Topology) -> None:
@@ -189,38 +371,11 @@ def shift_samples(assignment: Assignment, by: int) -> Assignment:
     return assignment if not by else Assignment(jnp.where(sample == EMPTY, EMPTY, sample + by))
 
 
-def _loop_rounds(
-    plan_round, assign_round, starts, first_loads, no_homes, state, rounds, topology: Topology, warm_start
-):
-    """Run all rounds as one loop, so that jit compiles placement and each stage's assignment only once."""
-
-    def keep_starts(*_):
-        return starts, first_loads
-
-    def body(number, carry):
-        _, placement, refine = carry
-        assignments, loads = jax.lax.cond(number == 0, keep_starts, assign_round, *placement, refine)
-        refine = jax.tree.map(lambda new, old: jnp.where(number == 0, old, new), assignments, refine)
-        result = plan_round(assignments, loads, placement.home)
-        return result, _placement(result, topology), refine
-
-    starts = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.int32), starts)
-    stages, _ = jax.eval_shape(plan_round, starts, first_loads, no_homes)
-    blank = jax.tree.map(jnp.zeros_like, stages)
-    first, placement = 1, warm_start
-    if placement is None:
-        blank_resident = jnp.asarray(resident_experts(blank[0].plan, topology))
-        first, placement = 0, Placement(no_homes, blank_resident)
-    return jax.lax.fori_loop(
-        first, rounds + 1, body, ((blank, state), placement, _empty_assignments(starts))
-    )[0]
-
-
 def _check_unit_times(cost: UnitTimes) -> None:
     """Raise ValueError if a unit time is negative or not finite, or ``copy`` is 0; traced values are not checked."""
     for field in dataclasses.fields(cost):
         value = getattr(cost, field.name)
-        if isinstance(value, jax.core.Tracer | bool):
+        if isinstance(value, jax.core.Tracer) or field.metadata.get("static"):
             continue
         check_not_negative(f"cost.{field.name}", float(value))
         if field.name == "copy":

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Integer
+from jaxtyping import Float, Integer
 
 from relibra_jax.planning.token_sample import Routes, sample_routes
 from relibra_jax.planning.transitions import transitions_for
@@ -23,6 +23,9 @@ class BatchCounts(NamedTuple):
     """Sampled tokens with their experts; needed to plan time or residents."""
     transitions: Transitions | None = None
     """Transition counts, for planners that use them."""
+    row_tokens: Float[Array, ""] | float | None = None
+    """T, the number of token positions of a sample in the replay, to which rows that are not packed are padded; None
+    for the longest sample."""
 
 
 def count_batch(
@@ -51,6 +54,7 @@ def count_batch(
         replay.mask.sum(1, dtype=np.int32),
         sample_routes(replay) if with_routes or topology.resident_slots else None,
         transitions_for(planner, replay, num_experts=topology.num_experts),
+        float(replay.mask.shape[1]),
     )
 
 

@@ -78,7 +78,7 @@ def relative_prices(
     """
     if cost is None:
         return Prices(CROSSING, move_cost * topology.num_nodes**0.5 / topology.num_experts, 0.0)
-    compute = jnp.float32(cost.copy) * jnp.maximum(copies, 1)  # of all ranks together
+    compute = jnp.float32(cost.copy) * jnp.maximum(copies, 1) / cost.data_parallel  # of all ranks together
     moves = _busiest_over_mean(num_layers * topology.home_slots / 4, topology)
     pushes = _busiest_over_mean(float(num_layers * max(topology.resident_slots, 1)), topology)
     return Prices(

@@ -6,12 +6,12 @@ Both assign the samples to micro-batches and ranks, and the experts to slots, in
 
 from typing import Any
 
-from jaxtyping import Integer
+from jaxtyping import Integer, PRNGKeyArray
 
-from relibra_jax.planning.alternation import Assign, plan_alternating
+from relibra_jax.planning.alternation import Assign, check_search, plan_alternating
 from relibra_jax.planning.batch_counts import BatchCounts, count_batch, widen_counts
 from relibra_jax.planning.placement import Placement
-from relibra_jax.planning.sample_packing import pack_samples
+from relibra_jax.planning.starts import start_assignment
 from relibra_jax.planning.token_sample import Routes
 from relibra_jax.types import (
     Array,
@@ -35,6 +35,7 @@ def plan_batch(
     num_micro_batches: int,
     start: Assignment | None = None,
     assign: Assign | None = None,
+    key: PRNGKeyArray | None = None,
     rounds: int = 4,
     cost: UnitTimes | None = None,
     warm_start: Placement | None = None,
@@ -53,15 +54,18 @@ def plan_batch(
         topology: the expert-parallel group.
         num_micro_batches: M, the number of micro-batches. The micro-batches of data-parallel copies of the group count
             as additional micro-batches.
-        start: the sample assignment of the first plan, for example from `assign_in_order`. None packs samples by their
-            lengths (`relibra_jax.planning.sample_packing.pack_samples`).
-        assign: the function that assigns samples to micro-batches and ranks, for example
-            ``functools.partial(assign_samples, key=key)``. None keeps the first assignment.
+        start: the sample assignment of the first plan, for example from `assign_in_order`. None assigns samples by
+            their lengths (`relibra_jax.planning.starts.start_assignment`).
+        assign: the function that assigns samples to micro-batches and ranks, for example `assign_samples`. Pass the
+            same object for every batch, or every batch compiles again. None keeps the first assignment.
+        key: random key for ``assign``, consumed.
         rounds: the number of rounds of assignment and placement. Each round refines the result of the previous one, so
             many short rounds gain more than a few long ones. With three rounds instead of four, the modelled time of
             recorded loads is 0.2% to 0.5% longer.
-        cost: the unit times of the cluster and the model, from `relibra_jax.cost.unit_times.unit_times`. With them the
-            search minimises time, without them imbalance. Residents are chosen by time in either case.
+        cost: the unit times of the cluster and the model, from
+            `relibra_jax.cost.cost_model.CostModel.unit_times`. With them the search minimises time, and the cheapest
+            plan of all rounds is returned; it never costs more than to leave the experts where they are. Without them
+            the search minimises imbalance. Residents are chosen by time in either case.
         warm_start: the homes and residents from which the search starts, taken from a plan for the samples that had
             finished earlier (`relibra_jax.planning.unfinished.fill_unfinished`). The first round then assigns samples
             to them. With three quarters of the samples finished, two rounds came within 0.1% of the imbalance that four
@@ -91,10 +95,12 @@ def plan_batch(
         num_micro_batches=num_micro_batches,
         start=start,
         assign=assign,
+        key=key,
         rounds=rounds,
         cost=cost,
         routes=counts.routes,
         transitions=counts.transitions,
+        row_tokens=counts.row_tokens,
         warm_start=warm_start,
     )
 
@@ -109,10 +115,12 @@ def plan_loads(
     num_micro_batches: int,
     start: Assignment | None = None,
     assign: Assign | None = None,
+    key: PRNGKeyArray | None = None,
     rounds: int = 4,
     cost: UnitTimes | None = None,
     routes: Routes | None = None,
     transitions: Transitions | None = None,
+    row_tokens: float | None = None,
     warm_start: Placement | None = None,
 ) -> tuple[BatchPlan, Any]:
     """Plan a batch from the token counts of each sample, for callers that have no routing replay.
@@ -130,14 +138,16 @@ def plan_loads(
         num_micro_batches: M, the number of micro-batches, as in `plan_batch`.
         start: the sample assignment of the first plan, as in `plan_batch`.
         assign: the function that assigns samples to micro-batches and ranks, as in `plan_batch`.
+        key: random key for ``assign``, as in `plan_batch`.
         rounds: the number of rounds of assignment and placement, as in `plan_batch`.
         cost: the unit times of the cluster and the model, as in `plan_batch`.
         routes: sampled tokens of the batch, from `relibra_jax.planning.token_sample.sample_routes`; `plan_batch`
-            samples them if ``cost`` is given or the topology has resident slots. Without them homes are planned for
-            balance even with ``cost``, and crossings are counted in token copies instead of tokens, both for residents
-            and for assigning samples. On one node nothing crosses, so routes make no difference.
+            samples them if ``cost`` is given or the topology has resident slots. Without them homes are searched for
+            balance, and crossings are counted in token copies instead of tokens, for residents, for assigning samples
+            and for the price by which the plan is chosen. On one node nothing crosses, so routes make no difference.
         transitions: transition counts of the batch, from `relibra_jax.planning.transitions.transitions_for`. None for
             planners that do not use them.
+        row_tokens: T, the length to which rows that hold one sample are padded. None takes the longest sample.
         warm_start: the homes and residents from which the search starts, as in `plan_batch`.
 
     Returns:
@@ -157,18 +167,20 @@ def plan_loads(
     >>> batch_plan.plan.quota[0, 0].tolist()
     [[[8, 0, 0], [0, 0, 8]]]
     """
-    counts = widen_counts(BatchCounts(sample_load, tokens, routes, transitions), topology)
+    counts = widen_counts(BatchCounts(sample_load, tokens, routes, transitions, row_tokens), topology)
+    check_search(rounds, None if cost is None else [cost], warm_start, counts.sample_load.shape[1], topology)
     if start is None:
-        start = pack_samples(counts.tokens, topology, num_micro_batches=num_micro_batches)
+        start = start_assignment(counts.tokens, topology, num_micro_batches=num_micro_batches, cost=cost)
     ranks = (num_micro_batches, topology.num_nodes, topology.ranks_per_node)
     check_shape("micro-batches and ranks of start", start.sample.shape[:3], ranks)
     (batch_plan,), next_state = plan_alternating(
         *(counts, planner, state, topology),
-        starts=[start],
-        samples=[range(len(tokens))],
+        starts=(start,),
+        samples=(range(len(tokens)),),
         assign=assign,
+        key=key,
         rounds=rounds,
-        costs=None if cost is None else [cost],
+        costs=None if cost is None else (cost,),
         warm_start=warm_start,
     )
     return batch_plan, next_state

@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from typing import Any
 
-from jaxtyping import Integer
+from jaxtyping import Integer, PRNGKeyArray
 
 from relibra_jax.limits import check_integer
-from relibra_jax.planning.alternation import Assign, plan_alternating, shift_samples
+from relibra_jax.planning.alternation import Assign, check_search, plan_alternating, shift_samples
 from relibra_jax.planning.batch_counts import BatchCounts, count_batch, widen_counts
 from relibra_jax.planning.placement import Placement
-from relibra_jax.planning.sample_packing import pack_samples
+from relibra_jax.planning.starts import start_assignment
 from relibra_jax.planning.token_sample import Routes
 from relibra_jax.types import (
     Array,
@@ -33,6 +33,7 @@ def plan_stages(
     samples: Sequence[range | None] | None = None,
     starts: Sequence[Assignment] | None = None,
     assign: Assign | None = None,
+    key: PRNGKeyArray | None = None,
     rounds: int = 4,
     cost: Sequence[UnitTimes] | None = None,
     warm_start: Placement | None = None,
@@ -63,10 +64,12 @@ def plan_stages(
             packs the samples by their lengths.
         assign: the function that assigns samples to the micro-batches and ranks of one stage, as in
             `relibra_jax.planning.plan_batch.plan_batch`. None keeps the first assignments.
+        key: random key for ``assign``, consumed.
         rounds: the number of rounds of assignment and placement, as in `relibra_jax.planning.plan_batch.plan_batch`.
         cost: the unit times of each stage, made with the same arguments as its
-            `relibra_jax.cost.batch_time.batch_time`: for example `relibra_jax.cost.unit_times.unit_times` with
-            ``updates=0, recompute=True`` for a recompute, and without them for an update. Moves are counted once, and
+            `relibra_jax.cost.batch_time.batch_time`: for example from
+            `relibra_jax.cost.cost_model.CostModel.unit_times` with ``updates=0, recompute=True`` for a recompute, and
+            with ``updates=1, recompute=False`` for an update. Moves are counted once, and
             residents are pushed in all updates together.
         warm_start: the homes and residents from which the search starts, as in
             `relibra_jax.planning.plan_batch.plan_batch`.
@@ -97,10 +100,12 @@ def plan_stages(
         samples=samples,
         starts=starts,
         assign=assign,
+        key=key,
         rounds=rounds,
         cost=cost,
         routes=counts.routes,
         transitions=counts.transitions,
+        row_tokens=counts.row_tokens,
         warm_start=warm_start,
     )
 
@@ -116,10 +121,12 @@ def plan_stage_loads(
     samples: Sequence[range | None] | None = None,
     starts: Sequence[Assignment] | None = None,
     assign: Assign | None = None,
+    key: PRNGKeyArray | None = None,
     rounds: int = 4,
     cost: Sequence[UnitTimes] | None = None,
     routes: Routes | None = None,
     transitions: Transitions | None = None,
+    row_tokens: float | None = None,
     warm_start: Placement | None = None,
 ) -> tuple[tuple[BatchPlan, ...], Any]:
     """Plan the stages of a batch from the token counts of each sample, for callers that have no routing replay.
@@ -138,10 +145,12 @@ def plan_stage_loads(
         samples: the samples of each stage, as in `plan_stages`.
         starts: the assignment of each stage's samples for its first plan, as in `plan_stages`.
         assign: the function that assigns samples to the micro-batches and ranks of one stage, as in `plan_stages`.
+        key: random key for ``assign``, as in `plan_stages`.
         rounds: the number of rounds of assignment and placement, as in `plan_stages`.
         cost: the unit times of each stage, as in `plan_stages`.
         routes: sampled tokens of the batch, as in `relibra_jax.planning.plan_batch.plan_loads`.
         transitions: transition counts of the batch, as in `relibra_jax.planning.plan_batch.plan_loads`.
+        row_tokens: T, the length to which rows that hold one sample are padded. None takes the longest sample.
         warm_start: the homes and residents from which the search starts, as in `plan_stages`.
 
     Returns:
@@ -161,8 +170,9 @@ def plan_stage_loads(
     >>> [stage.load.shape for stage in stages]
     [(1, 3, 1, 2, 4), (2, 3, 1, 2, 4)]
     """
-    counts = widen_counts(BatchCounts(sample_load, tokens, routes, transitions), topology)
+    counts = widen_counts(BatchCounts(sample_load, tokens, routes, transitions, row_tokens), topology)
     ranges = stage_samples(len(tokens), len(num_micro_batches), samples)
+    check_search(rounds, cost, warm_start, counts.sample_load.shape[1], topology)
     for stage, (stage_range, number) in enumerate(zip(ranges, num_micro_batches, strict=True)):
         check_integer(f"num_micro_batches[{stage}]", number, least=1, most=len(stage_range))
     _check_cost(len(ranges), cost)
@@ -171,20 +181,24 @@ def plan_stage_loads(
     if starts is None:
         starts = [
             shift_samples(
-                pack_samples(
-                    counts.tokens[stage_range.start : stage_range.stop], topology, num_micro_batches=number
+                start_assignment(
+                    counts.tokens[stage_range.start : stage_range.stop],
+                    topology,
+                    num_micro_batches=number,
+                    cost=None if cost is None else cost[stage],
                 ),
                 stage_range.start,
             )
-            for stage_range, number in zip(ranges, num_micro_batches, strict=True)
+            for stage, (stage_range, number) in enumerate(zip(ranges, num_micro_batches, strict=True))
         ]
     return plan_alternating(
         *(counts, planner, state, topology),
-        starts=starts,
-        samples=ranges,
+        starts=tuple(starts),
+        samples=tuple(ranges),
         assign=assign,
+        key=key,
         rounds=rounds,
-        costs=cost,
+        costs=None if cost is None else tuple(cost),
         warm_start=warm_start,
     )
 

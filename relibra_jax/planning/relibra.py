@@ -7,7 +7,7 @@ composes the two; pass options to either one with ``functools.partial``.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -82,9 +82,26 @@ def relibra(*, place: Place = place_experts, replicate: Replicate = replicate_ex
         by_node = jnp.asarray(load, jnp.int32).sum(3, dtype=jnp.int32)
         key, next_key = jax.random.split(state.key)
         extra = {"key": key, "source_load": by_node, "tokens": tokens, "cost": cost, "refine": refine}
-        home, resident = place(by_expert, state.home, topology, **accepted_arguments(place, extra))
-        extra = {"resident": resident, "source_load": by_node}
-        plan = replicate(by_expert, home, topology, **accepted_arguments(replicate, extra))
+        home, resident = place(by_expert, state.home, topology, **_known(place, extra))
+        extra = {"resident": resident, "source_load": by_node, "tokens": tokens, "cost": cost}
+        plan = replicate(by_expert, home, topology, **_known(replicate, extra))
         return plan, RelibraState(plan.home, next_key)
 
-    return Planner(init, update)
+    def stay(
+        load: Num[Array, "M L N G E"],
+        home: Int[Array, "L E"],
+        topology: Topology,
+        *,
+        tokens: TokenSample | None = None,
+        cost: UnitTimes | None = None,
+    ) -> Plan:
+        by_node = jnp.asarray(load, jnp.int32).sum(3, dtype=jnp.int32)
+        extra = {"source_load": by_node, "tokens": tokens, "cost": cost}
+        return replicate(expert_totals(load), home, topology, **_known(replicate, extra))
+
+    return Planner(init, update, stay)
+
+
+def _known(function: Callable[..., Any], extra: dict[str, Any]) -> dict[str, Any]:
+    """Select the extra arguments that a function accepts and that are known, so that None overwrites no caller's."""
+    return {name: value for name, value in accepted_arguments(function, extra).items() if value is not None}

@@ -14,9 +14,9 @@ from relibra_jax.cli.claims.report import SWEEPS, varied
 from relibra_jax.cli.claims.results import Results
 from relibra_jax.cli.claims.rows import ASSIGNED, WITH_ALL, WITH_RESIDENTS
 from relibra_jax.cli.claims.rows import PARTS as ABLATIONS
-from relibra_jax.cli.compare import is_reconstruction
 from relibra_jax.cli.drawing import bare, save_figure
 from relibra_jax.cli.palette import INK, PARTS, SYSTEMS, planner_style, system_of
+from relibra_jax.cli.planner_runs import is_reconstruction
 
 RESIDENTS: Final = "residents"
 """The group of ReLibra's rows with a resident slot."""

@@ -11,7 +11,7 @@ from relibra_jax.cli.claims.own_loads import OwnLoad
 from relibra_jax.cli.claims.published import CLAIMS, Claim, Figure, figure_of
 from relibra_jax.cli.claims.results import Results
 from relibra_jax.cli.claims.rows import HEADLINE
-from relibra_jax.cli.compare import is_reconstruction
+from relibra_jax.cli.planner_runs import is_reconstruction
 
 TRANSFERS: Final = ("exposed", "push", "reorder")
 """The parts of a batch's modelled time in which experts are transferred and nothing else runs."""

@@ -1,9 +1,10 @@
 """Planners that choose between plans by modelled time rather than by balance.
 
 `cheapest` chooses among planners, layer by layer. `replicate_while_hidden` sends replicas over the slow network if
-attention hides the transfer. Both use the times of `relibra_jax.cost.step_time` and `relibra_jax.cost.copies`.
+attention hides the transfer. Both are alternatives in the ablation.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,33 +12,28 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Int
 
-from relibra_jax.cost.copies import RESIDENT_BYTES, push_time, resident_traffic
-from relibra_jax.cost.hardware import Cluster
-from relibra_jax.cost.models import Model
+from relibra_jax.cost.copies import fetch_time, push_time
 from relibra_jax.cost.step_time import layer_time, rank_time
-from relibra_jax.cost.traffic import transfer_time
 from relibra_jax.planning.extra_args import with_extra_args
 from relibra_jax.planning.replication import replicate_experts
-from relibra_jax.types import Array, Plan, Planner, Topology, layer_plans
+from relibra_jax.types import Array, Plan, Planner, TokenSample, Topology, UnitTimes, layer_plans
 
 
-def cheapest(
-    planners: Sequence[Planner], *, cluster: Cluster, model: Model, context: float, scale: float = 1.0
-) -> Planner:
+def cheapest(planners: Sequence[Planner]) -> Planner:
     """Build a planner that runs several planners and keeps, for each layer, the plan with the least modelled time.
 
-    In modelled time it is never slower than any of the planners. The modelled time leaves out the reorder, and counts
-    the transfers of residents as if each layer's were sent separately. Ties go to the earlier planner.
+    The modelled time is that of flat dispatch without padding, because planners do not see which tokens share a node.
+    It leaves out the reorder, and counts the transfers of residents as if each layer's were sent separately. Ties go
+    to the earlier planner.
 
     Args:
         planners: the planners to choose from. Each keeps its own state, as if it ran alone.
-        cluster, model, context, scale: as in `relibra_jax.cost.step_time.rank_time`.
 
     Returns:
-        A Planner whose state is the tuple of the planners' states.
+        A Planner whose state is the tuple of the planners' states. Its ``update`` needs ``cost`` and ``tokens``.
 
     Raises:
-        ValueError: if ``planners`` is empty.
+        ValueError: if ``planners`` is empty; from ``update``, if it gets no ``cost`` or ``tokens``.
     """
     if not planners:
         raise ValueError("cheapest needs at least one planner")
@@ -46,18 +42,28 @@ def cheapest(
         return tuple(planner.init(topology, num_layers, key=key) for planner in planners)
 
     def update(
-        load: Int[Array, "M L N G E"], state: tuple, topology: Topology, **extra: Any
+        load: Int[Array, "M L N G E"],
+        state: tuple,
+        topology: Topology,
+        *,
+        cost: UnitTimes | None = None,
+        tokens: TokenSample | None = None,
+        **extra: Any,
     ) -> tuple[Plan, tuple]:
+        if cost is None or tokens is None:
+            raise ValueError("cheapest compares modelled times, so it needs cost and tokens")
+        extra |= {"cost": cost, "tokens": tokens}
         each = zip(map(with_extra_args, planners), state, strict=True)
         plans, states = zip(*(p.update(load, own, topology, **extra) for p, own in each), strict=True)
+        flat = dataclasses.replace(cost, hierarchical=False, between="ragged")
+        attention = cost.token * jnp.asarray(load[:, 0]).sum(-1) / tokens.expert_ids.shape[-1]
         best, least = plans[0], None
-        resident_bytes = float(RESIDENT_BYTES * model.expert_params)
         for plan in plans:
-            ranks = rank_time(
-                layer_plans(plan, load), topology, cluster=cluster, model=model, context=context, scale=scale
-            )
-            pushes = transfer_time(resident_traffic(plan, topology), resident_bytes, cluster)
-            time = layer_time(ranks).total.sum(0) + pushes.max((-2, -1))
+            ranks = rank_time(layer_plans(plan, load), attention, topology, flat)
+            pushes = jax.vmap(
+                lambda slots, home: push_time(Plan(slots[:, None], home[None], slots), topology, cost), (1, 0)
+            )(plan.slot_expert, plan.home)
+            time = layer_time(ranks).total.sum(0) + pushes
             if least is not None:
                 wins = time < least
                 best = _choose(jnp.broadcast_to(wins[None], plan.quota.shape[:2]), plan, best, wins)
@@ -73,10 +79,8 @@ def replicate_while_hidden(
     home: Int[Array, "L E"],
     topology: Topology,
     *,
-    cluster: Cluster,
-    model: Model,
-    context: float,
-    scale: float = 1.0,
+    cost: UnitTimes,
+    tokens: TokenSample,
     **options,
 ) -> Plan:
     """Add replicas on any node if attention hides their transfer in modelled time, else only inside the expert's node.
@@ -85,8 +89,9 @@ def replicate_while_hidden(
         load: token copies of each expert, from all ranks together.
         home: flat home slot of each expert.
         topology: the expert-parallel group.
-        cluster, model, context, scale: as in `relibra_jax.cost.step_time.rank_time`. The time of attention is that of
-            the mean rank, which is at most that of the slowest one, so the choice is conservative.
+        cost: the unit times. The time of attention is that of the mean rank without the part that grows with the
+            square of a sample, which is at most that of the slowest rank, so the choice is conservative.
+        tokens: sampled tokens, which tell the number of experts of a token.
         **options: additional keyword arguments of `relibra_jax.planning.replication.replicate_experts`.
 
     Returns:
@@ -94,12 +99,9 @@ def replicate_while_hidden(
     """
     inside_nodes = replicate_experts(load, home, topology, **options)
     on_any_node = replicate_experts(load, home, topology, across_nodes=True, **options)
-    tokens = scale * jnp.asarray(load).sum(-1) / (model.top_k * topology.num_ranks)
-    attention = tokens * model.token_flops(context) / (cluster.matmul_flops * cluster.matmul_efficiency)
-    hidden = (
-        push_time(layer_plans(on_any_node, None), topology, cluster=cluster, model=model).max((-2, -1))
-        <= attention
-    )
+    positions = jnp.asarray(load).sum(-1) / (tokens.expert_ids.shape[-1] * topology.num_ranks)
+    transfers = fetch_time(layer_plans(on_any_node, None), topology, cost).max((-2, -1))
+    hidden = transfers <= cost.token * positions
     return _choose(hidden, on_any_node, inside_nodes, jnp.ones(home.shape[0], bool))
 
 

@@ -1,0 +1,212 @@
+"""The cost model: hardware, model sizes and the way in which layers run, and the price of a batch that follows.
+
+`CostModel.unit_times` is the only price: planners compare plans by it, and `relibra_jax.cost.batch_time` sums it up. By
+default it prices what a step runs on GPUs by default: the exchange that ``auto`` chooses, with the padding and the spare
+room of its buffers, hops one after the other, and experts that move in pieces over all ranks.
+`relibra_jax.nnx.Balancer` replaces every ``auto`` by what its own steps run.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from relibra_jax.cost.hardware import Cluster
+from relibra_jax.cost.models import Model
+from relibra_jax.exchange_rules import AUTO, PATHS, choose_exchange, choose_path
+from relibra_jax.limits import check_integer, check_positive
+from relibra_jax.types import Topology, UnitTimes
+
+ACTIVATION_BYTES: Final = 2
+"""Bytes of one number of an activation: bfloat16."""
+WEIGHT_BYTES: Final = 2
+"""Bytes of one weight in computation, and of one gradient of a replica: bfloat16."""
+ACCUMULATOR_BYTES: Final = 4
+"""Bytes of one gradient that is summed over micro-batches: float32."""
+STATE_BYTES: Final = 12
+"""Bytes of one parameter that changes home: a float32 master weight and two float32 Adam moments."""
+RESIDENT_BYTES: Final = WEIGHT_BYTES + ACCUMULATOR_BYTES
+"""Bytes that one parameter of a resident transfers in one update: its weight and its gradient."""
+OPTIMIZER_BYTES: Final = 2 * STATE_BYTES + ACCUMULATOR_BYTES + WEIGHT_BYTES
+"""Bytes of memory that one step of Adam reads and writes for a parameter: state both ways, gradient, weight."""
+ROWS: Final = ("packed", "padded")
+"""The layouts of samples in rows: several samples in a row, or every sample in a row of its own."""
+
+
+class Passes(NamedTuple):
+    """The work on a micro-batch, in multiples of one forward pass."""
+
+    compute: int
+    """The number of forward passes, where a backward pass counts as two. Replicas are transferred as often: their
+    weights in both passes, and their gradients in the backward pass."""
+    exchange: int
+    """The number of exchanges; dispatch and combine are one each."""
+
+
+def count_passes(updates: int, *, recompute: bool) -> Passes:
+    """Count the passes over a micro-batch.
+
+    Args:
+        updates: the number of optimizer updates among which the micro-batches of a batch are divided; each micro-batch
+            is in one update. 0 for a stage that only recomputes.
+        recompute: True if there is a forward pass for old log-probabilities.
+
+    Raises:
+        ValueError: if ``updates`` is not an integer of at least 0, or if there is neither an update nor a recompute.
+
+    >>> count_passes(1, recompute=False), count_passes(4, recompute=True)
+    (Passes(compute=3, exchange=4), Passes(compute=4, exchange=6))
+    """
+    check_integer("updates", updates, least=0)
+    forward, backward = (updates > 0) + bool(recompute), int(updates > 0)
+    if not forward:
+        raise ValueError(f"updates={updates} and recompute={recompute} leave no pass to run")
+    return Passes(compute=forward + 2 * backward, exchange=2 * (forward + backward))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostModel:
+    """What a batch is priced for: hardware, model sizes, passes, and the way in which layers run.
+
+    Raises:
+        ValueError: if a number is out of its range or a name is unknown.
+
+    >>> from relibra_jax.cost.hardware import CLUSTERS
+    >>> from relibra_jax.cost.models import MODELS
+    >>> cost_model = CostModel(cluster=CLUSTERS["h100"], model=MODELS["gpt-oss-20b"])
+    >>> topology = Topology(num_nodes=2, ranks_per_node=8, num_experts=32, replica_slots=2)
+    >>> times = cost_model.unit_times(topology)
+    >>> times.between, times.inside, f"{times.crossing / times.spread:.0f} {times.push / times.crossing:.0f}"
+    ('padded', 'ragged', '9 6480')
+    """
+
+    cluster: Cluster
+    """The hardware, for example ``CLUSTERS["h100"]``."""
+    model: Model
+    """The sizes of the model, for example ``MODELS["qwen3-235b-a22b"]``."""
+    path: str = AUTO
+    """``flat`` if every token copy crosses by itself, ``hierarchical`` if a token crosses to a node once, or ``auto``
+    for the rule of `relibra_jax.exchange_rules.choose_path`."""
+    between: str = AUTO
+    """The exchange between nodes, and of the flat path: ``padded``, ``ragged``, or ``auto`` for the rule of
+    `relibra_jax.exchange_rules.choose_exchange` on GPUs."""
+    inside: str = AUTO
+    """The exchange inside nodes, likewise."""
+    fetch: str = AUTO
+    """The exchange of replicas, likewise."""
+    spare_room: bool = True
+    """Whether the buffers of padded exchanges have the spare room with which `relibra_jax.nnx.Balancer` makes them."""
+    rows: str = "packed"
+    """``packed`` if rows hold several samples, as with ``Balancer(pack_rows=True)``. ``padded`` if every sample has a
+    row of its own, padded to the longest."""
+    updates: int = 1
+    """The number of optimizer updates in a batch, among which its micro-batches are divided."""
+    recompute: bool = False
+    """Whether a batch has one more forward pass, which recomputes old log-probabilities."""
+    data_parallel: int = 1
+    """The number of data-parallel copies of the group, which run the micro-batches of a batch at the same time."""
+    shards: int = 1
+    """The number of data-parallel copies over which optimizer state is sharded."""
+    scale: float = 1.0
+    """The number of tokens that each token stands for, which scales a small trace to the size of a real micro-batch."""
+    stretch: float = 1.0
+    """The factor by which sequences are longer than in the replay, for the cost of attention."""
+
+    def __post_init__(self) -> None:
+        for name in ("scale", "stretch"):
+            check_positive(name, getattr(self, name))
+        for name in ("data_parallel", "shards"):
+            check_integer(name, getattr(self, name), least=1)
+        count_passes(self.updates, recompute=self.recompute)
+        kinds = (AUTO, "padded", "ragged")
+        for name, names in (
+            ("path", (AUTO, *PATHS)),
+            ("between", kinds),
+            ("inside", kinds),
+            ("fetch", kinds),
+            ("rows", ROWS),
+        ):
+            if getattr(self, name) not in names:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be one of {', '.join(names)}")
+
+    def on(self, topology: Topology) -> "CostModel":
+        """Return the cost model with every ``auto`` replaced by what runs on GPUs with this topology.
+
+        Args:
+            topology: the expert-parallel group.
+
+        Raises:
+            ValueError: if the topology has fewer experts than the model. It may have more, because a model whose
+                experts do not divide over the ranks is padded with experts that no token is routed to.
+        """
+        if topology.num_experts < self.model.num_experts:
+            raise ValueError(
+                f"cost: the model has num_experts={self.model.num_experts}, but the topology has"
+                f" num_experts={topology.num_experts}"
+            )
+        path = choose_path(topology.num_nodes, self.model.top_k) if self.path == AUTO else self.path
+        nodes, local = topology.num_nodes, topology.ranks_per_node
+        in_node = choose_exchange(local, crosses_nodes=False, on_gpu=True)
+        ranks = topology.num_ranks if path == "flat" else nodes
+        across = choose_exchange(ranks, crosses_nodes=nodes > 1, on_gpu=True)
+        kinds = {"between": across, "inside": in_node, "fetch": in_node}
+        chosen = {name: kind for name, kind in kinds.items() if getattr(self, name) == AUTO}
+        return dataclasses.replace(self, path=path, **chosen)
+
+    def unit_times(
+        self, topology: Topology, *, updates: int | None = None, recompute: bool | None = None
+    ) -> UnitTimes:
+        """Return the seconds that one unit of each kind of work costs a rank, in all passes of a batch.
+
+        Args:
+            topology: the expert-parallel group.
+            updates: the number of updates of one stage of a batch, 0 for a recompute. None takes that of the batch.
+            recompute: whether the stage has a recompute. None takes that of the batch.
+
+        Raises:
+            ValueError: under the conditions of `on` and `count_passes`.
+        """
+        run, model, cluster = self.on(topology), self.model, self.cluster
+        updates = self.updates if updates is None else updates
+        passes = count_passes(updates, recompute=self.recompute if recompute is None else recompute)
+        flops = cluster.matmul_flops * cluster.matmul_efficiency
+        slow, fast = (
+            bandwidth * cluster.network_efficiency
+            for bandwidth in (cluster.slow_bandwidth, cluster.fast_bandwidth)
+        )
+        memory = cluster.memory_bandwidth * cluster.memory_efficiency
+        nodes, local = topology.num_nodes, topology.ranks_per_node
+        expert, dense = float(model.expert_params), float(model.dense_params)
+        head = 2.0 * model.width * model.vocabulary / model.moe_layers
+        row = self.scale * passes.exchange * ACTIVATION_BYTES * model.width
+        # Of the pieces of an expert that moves, every rank gets one, in each of two exchanges.
+        moved = 2.0 * STATE_BYTES * expert
+        move = moved * (1 - 1 / nodes) / slow if nodes > 1 else moved * (1 - 1 / local) / fast
+        # The sum of gradients goes over the ranks of each node, then over nodes in equal parts, and back.
+        gradients = 2.0 * ACCUMULATOR_BYTES * (dense + 2.0 * model.width * model.vocabulary / model.moe_layers)
+        reduce = gradients * ((1 - 1 / local) / fast + (1 - 1 / nodes) / local / slow)
+        owned = topology.home_slots * expert / self.shards + dense / (self.shards * topology.num_ranks)
+        return UnitTimes(
+            token=self.scale * passes.compute * 2.0 * dense / flops,
+            pair=self.scale * self.stretch * passes.compute * model.attention_width / flops,
+            copy=self.scale * passes.compute * 2.0 * expert / flops,
+            crossing=row / slow,
+            spread=row / fast,
+            gather=2.0 * row / memory,
+            fetch=passes.compute * WEIGHT_BYTES * expert / fast,
+            fetch_across=passes.compute * WEIGHT_BYTES * expert / slow,
+            move=move,
+            push=updates * RESIDENT_BYTES * expert / slow,
+            push_inside=updates * RESIDENT_BYTES * expert / fast,
+            head=self.scale * passes.compute * head / flops,
+            update=updates * (reduce + OPTIMIZER_BYTES * owned / memory),
+            tile=cluster.tile / self.scale,
+            scale=float(self.scale),
+            hierarchical=run.path == "hierarchical",
+            between=run.between,
+            inside=run.inside,
+            fetches=run.fetch,
+            rows=self.rows,
+            shared_link=cluster.shared_link,
+            data_parallel=self.data_parallel,
+            spare_room=self.spare_room,
+        )

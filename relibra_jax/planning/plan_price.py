@@ -1,0 +1,110 @@
+"""The price of a batch's plans while they are searched: modelled time, estimated from sampled tokens and layers.
+
+`relibra_jax.cost.batch_time` prices a plan exactly if it gets exact node visits, whose count takes much longer than a
+plan. Here visits are estimated from the sampled tokens that the search itself uses, sample by sample, and only
+`PRICED_LAYERS` layers are priced.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float, Int
+
+from relibra_jax.cost.batch_time import batch_time
+from relibra_jax.plan import resident_experts
+from relibra_jax.planning.batch_counts import BatchCounts
+from relibra_jax.planning.sample_crossings import crossings_by_node
+from relibra_jax.types import EMPTY, Array, BatchPlan, Topology, UnitTimes
+
+PRICED_LAYERS: Final = 12
+"""The most layers that are priced, evenly spaced."""
+
+
+def price_stages(
+    stages: Sequence[BatchPlan],
+    counts: BatchCounts,
+    topology: Topology,
+    costs: Sequence[UnitTimes],
+    *,
+    previous_home: Int[Array, "L E"] | None,
+) -> Float[jax.Array, ""]:
+    """Estimate the modelled seconds of a batch under the plans of its stages. Works under jit.
+
+    Args:
+        stages: the plan of each stage, with the same homes and residents.
+        counts: the counts of the batch.
+        topology: the expert-parallel group.
+        costs: the unit times of each stage.
+        previous_home: flat home slot of each expert before the batch. None counts no moves.
+
+    Returns:
+        The seconds of the priced layers, in proportion to those of all layers.
+    """
+    layers = len(stages[0].plan.home)
+    chosen = np.unique(np.linspace(0, layers - 1, min(layers, PRICED_LAYERS)).round().astype(int))
+    some = _take_layers(counts, chosen)
+    home = None if previous_home is None else jnp.asarray(previous_home)[chosen]
+    seconds = jnp.zeros(())
+    for number, (stage, cost) in enumerate(zip(stages, costs, strict=True)):
+        plan = stage.plan._replace(
+            slot_expert=stage.plan.slot_expert[:, chosen],
+            home=stage.plan.home[chosen],
+            quota=stage.plan.quota[:, chosen],
+        )
+        stage_plan = BatchPlan(stage.assignment, stage.load[:, chosen], plan)
+        visits = estimate_visits(some, stage_plan, topology, cost) if cost.hierarchical else None
+        seconds += batch_time(
+            *(stage_plan, some.tokens, topology, cost),
+            visits=visits,
+            previous_home=home if number == 0 else None,
+            row_tokens=counts.row_tokens,
+        ).total
+    return seconds
+
+
+def estimate_visits(
+    counts: BatchCounts, batch_plan: BatchPlan, topology: Topology, cost: UnitTimes
+) -> Float[jax.Array, "M L P N"]:
+    """Estimate the tokens that each rank sends to each node, as `relibra_jax.node_visits.node_visits` counts them.
+
+    Tokens are taken to visit the homes of their experts unless their own node has a resident. Without sampled routes
+    every token copy counts as a token.
+
+    Args:
+        counts: the counts of the batch.
+        batch_plan: the plan.
+        topology: the expert-parallel group.
+        cost: the unit times, of which only the path is used.
+    """
+    plan, layers = batch_plan.plan, len(batch_plan.plan.home)
+    by_sample = crossings_by_node(
+        *(counts.sample_load, counts.tokens, plan.home, topology),
+        routes=counts.routes,
+        resident=resident_experts(plan, topology),
+        cost=cost,
+        groups=layers,
+    )  # [B N N L]; the sum over layers is a mean
+    if counts.routes is None and layers:
+        top_k = counts.sample_load[:, 0].sum() / jnp.maximum(counts.tokens.sum(), 1)
+        by_sample *= top_k
+    by_sample = jnp.pad(by_sample * layers, ((0, 1), (0, 0), (0, 0), (0, 0)))
+    lengths = jnp.append(jnp.asarray(counts.tokens, jnp.float32), 0)
+    sample = jnp.asarray(batch_plan.assignment.sample)
+    sample = jnp.where(sample == EMPTY, len(lengths) - 1, sample)
+    nodes, local = topology.num_nodes, topology.ranks_per_node
+    on_node = sample.reshape(len(sample), nodes, -1)
+    visits = by_sample[on_node, jnp.arange(nodes)[None, :, None]]  # [M N G*b N L]
+    visits = visits.reshape(len(sample), nodes * local, -1, nodes, layers).sum(2)
+    own = lengths[sample].sum(-1).reshape(len(sample), nodes * local)
+    stays = np.repeat(np.eye(nodes, dtype=bool), local, 0)[None, :, :, None]
+    return jnp.moveaxis(jnp.where(stays, own[:, :, None, None], visits), 3, 1)
+
+
+def _take_layers(counts: BatchCounts, chosen: np.ndarray) -> BatchCounts:
+    routes: Any = counts.routes
+    if routes is not None:
+        routes = routes._replace(expert_ids=jnp.asarray(routes.expert_ids)[:, chosen])
+    return counts._replace(sample_load=counts.sample_load[:, chosen], routes=routes)

@@ -1,0 +1,67 @@
+"""The assignment of samples from which the plan of a batch starts."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Int
+
+from relibra_jax.cost.step_time import attention_time
+from relibra_jax.planning.assignment import assign_in_order
+from relibra_jax.planning.sample_packing import pack_samples
+from relibra_jax.types import EMPTY, Array, Assignment, Topology, UnitTimes
+
+MOST_TOKENS = 1.05
+"""The most tokens that packing by attention may give to a rank, as a multiple of packing by tokens."""
+
+
+def start_assignment(
+    lengths: Int[Array, " B"], topology: Topology, *, num_micro_batches: int, cost: UnitTimes | None
+) -> Assignment:
+    """Assign samples by their lengths alone: as rows are laid out, and so that attention takes the least time.
+
+    Rows that hold one sample each are all equally long, so the samples stay in their order, with equally many on every
+    rank. Packed rows start from one of two packings (`relibra_jax.planning.sample_packing`), by tokens or by the
+    seconds that a sample spends in attention, whichever takes less time. Packing by attention must not need more than
+    `MOST_TOKENS` times the memory.
+
+    Args:
+        lengths: the number of tokens of each sample. Traced lengths are packed by tokens.
+        topology: the expert-parallel group.
+        num_micro_batches: M, the number of micro-batches.
+        cost: the unit times, which tell how rows are laid out. None packs by tokens.
+
+    Returns:
+        The assignment. Its number of positions per rank is a power of two for packed rows, so that batches of similar
+        lengths have equal shapes.
+
+    Raises:
+        ValueError: if ``num_micro_batches`` is below 1 or above the number of samples.
+    """
+    if cost is not None and cost.rows == "padded":
+        return assign_in_order(len(lengths), topology, num_micro_batches=num_micro_batches)
+    by_tokens = pack_samples(lengths, topology, num_micro_batches=num_micro_batches)
+    if isinstance(lengths, jax.core.Tracer):
+        return by_tokens
+    packings = [_even_room(by_tokens)]
+    if cost is not None and not isinstance(cost.pair, jax.core.Tracer) and float(cost.pair) > 0:
+        numbers = np.asarray(lengths, float)
+        seconds = float(cost.token) * numbers + float(cost.pair) * numbers**2
+        by_attention = pack_samples(seconds, topology, num_micro_batches=num_micro_batches)
+        packings.append(_even_room(by_attention))
+    if len(packings) == 1:
+        return packings[0]
+    assert cost is not None
+    times, most = [], []
+    for packing in packings:
+        attention, positions = attention_time(packing, jnp.asarray(lengths), cost)
+        times.append(float(attention.max((1, 2)).sum()))
+        most.append(float(positions))
+    return packings[1] if times[1] < times[0] and most[1] <= MOST_TOKENS * most[0] else packings[0]
+
+
+def _even_room(assignment: Assignment) -> Assignment:
+    """Add empty positions up to the next power of two."""
+    sample = np.asarray(assignment.sample)
+    room = 1 << (sample.shape[-1] - 1).bit_length()
+    missing = ((0, 0),) * 3 + ((0, room - sample.shape[-1]),)
+    return Assignment(np.pad(sample, missing, constant_values=EMPTY))
