@@ -68,6 +68,20 @@ class LayerTime(NamedTuple):
         return self.attention + self.compute + self.exchange + self.gather + self.exposed
 
 
+def sample_attention(lengths: Float[Array, " B"], cost: UnitTimes) -> Float[jax.Array, " B"]:
+    """Return the seconds of each sample in one layer that depend on where the sample is assigned.
+
+    They are those of attention between its tokens. All positions of rows are computed whether or not they hold tokens,
+    so the rest of the layer takes equally long for every assignment that fits the rows, and so does attention in rows
+    that are padded.
+
+    Args:
+        lengths: the number of tokens of each sample.
+        cost: the unit times.
+    """
+    return jnp.float32(cost.pair if cost.rows == "packed" else 0.0) * lengths**2
+
+
 def attention_time(
     assignment: Assignment,
     lengths: Int[Array, " B"],
@@ -95,7 +109,7 @@ def attention_time(
         return jnp.full(sample.shape[:-1], seconds, jnp.float32), sample.shape[-1] * row
     own = jnp.where(sample == EMPTY, 0.0, lengths[jnp.maximum(sample, 0)])
     positions = own.sum(-1).max()
-    return cost.token * positions + cost.pair * (own**2).sum(-1), positions
+    return cost.token * positions + sample_attention(own, cost).sum(-1), positions
 
 
 def rank_time(

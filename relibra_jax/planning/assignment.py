@@ -4,11 +4,12 @@ If the loss is a sum over tokens divided by a count of the whole batch, the grad
 in which micro-batch (sample packing, arXiv 2608.12146). The time of a step does depend on it. For given homes, a sample
 is a vector of node loads ``v[l, n]``, as shares of its layer's mean, and we
 
-    minimise  mean_l sum_m max_n sum_{samples of m} v[l, n]  +  attention_cost * sum_m max_rank tokens / mean
+    minimise  mean_l sum_m max_n sum_{samples of m} v[l, n]  +  sum_m max_rank (attention of its samples)
               +  crossing_cost * mean_l sum_m max_rank (tokens that it sends or receives) / mean tokens,
 
-the imbalance of the nodes over the batch, the imbalance of attention, and the crossings between nodes. No micro-batch
-and no rank exceeds its budget of tokens. The number of crossings of a sample depends only on its node, so it is
+the imbalance of the nodes over the batch, the time of attention, and the crossings between nodes. Attention of a sample
+costs as much as the square of its length says, if a price is given, and else ``attention_cost`` for each token. No
+micro-batch and no rank exceeds its budget of tokens. The number of crossings of a sample depends only on its node, so it is
 computed once, as a table over nodes; with many layers and ranks, one table entry sums neighbouring layers. Packing by
 token count (`relibra_jax.planning.sample_packing`) gives the initial assignment, which simulated annealing then
 improves (`relibra_jax.planning.sample_search`). Finally the ranks of each micro-batch are exchanged if that lowers the
@@ -23,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int, PRNGKeyArray
 
-from relibra_jax.planning.packing import lightest_pack
+from relibra_jax.cost.step_time import sample_attention
 from relibra_jax.planning.sample_crossings import crossings_by_node
 from relibra_jax.planning.sample_packing import check_micro_batches, check_room, pack_samples
 from relibra_jax.planning.sample_search import HOTTEST, REFINING, SampleProblem, search_samples
@@ -115,7 +116,7 @@ def assign_samples(
             samples; more positions give the search more freedom to even out tokens.
         steps: the number of annealing steps; 100,000 is thorough. None takes one step per four pairs of samples, at
             most 8,000, and a quarter of that if assignment and placement alternate (``refine`` is given).
-        attention_cost: the node imbalance worth accepting to remove one unit of attention imbalance.
+        attention_cost: the node imbalance worth accepting to remove one unit of attention imbalance, in tokens.
         crossing_cost: the node imbalance worth accepting to avoid all crossings.
         routes: sampled tokens of the batch, from `relibra_jax.planning.token_sample.sample_routes`. With them and a
             ``cost`` of hierarchical dispatch, crossings are distinct tokens per node; otherwise they are token copies.
@@ -170,10 +171,11 @@ def assign_samples(
             raise ValueError(f"{name}={value} must be at least {least}")
 
     total = jnp.maximum(jnp.asarray(tokens).sum(dtype=jnp.float32), 1)
-    attention, crossing_price = jnp.float32(attention_cost), jnp.float32(crossing_cost)
+    numbers = jnp.asarray(tokens, jnp.float32)
+    attention, crossing_price = jnp.float32(attention_cost) * numbers, jnp.float32(crossing_cost)
     if cost is not None:
         compute = jnp.float32(cost.copy) * sample_load.sum(dtype=jnp.float32) / (layers * total)  # of a token
-        attention, crossing_price = jnp.float32(cost.token) / compute, jnp.float32(cost.crossing) / compute
+        attention, crossing_price = sample_attention(numbers, cost) / compute, jnp.float32(cost.crossing) / compute
     groups = min(layers, max(1, MAX_COUNTERS // ranks))
     crossing = crossings_by_node(
         sample_load, tokens, home, topology, routes=routes, resident=resident, cost=cost, groups=groups
@@ -190,7 +192,7 @@ def assign_samples(
         jnp.pad(_node_share(sample_load, home, nodes), ((0, 1), (0, 0))),
         length,
         jnp.pad(crossing, ((0, 1), *[(0, 0)] * 3)) * (crossing_price * ranks / total),
-        attention * ranks / total,
+        jnp.append(attention, 0) * (ranks / total),
         _budgets(length, sample, ranks, token_budget),
     )
     hierarchical = cost is not None and cost.hierarchical
@@ -204,17 +206,15 @@ def assign_samples(
 
 
 def _pack_positions(tokens, topology: Topology, num_micro_batches: int, room: int):
-    """Pack samples and return them by position, ``[M positions]``; an empty position holds the number of samples."""
-    samples, ranks = len(tokens), topology.num_ranks
-    if room > 1:
-        options = {"num_micro_batches": num_micro_batches, "samples_per_rank": room}
-        sample = jnp.asarray(pack_samples(tokens, topology, **options).sample)
-        sample = sample.reshape(num_micro_batches, ranks * room)
-        return jnp.where(sample == EMPTY, samples, sample)
-    # If samples were packed to single ranks, the longest ones would all be in the first micro-batch.
-    micro_batch, rank = lightest_pack(tokens, jnp.zeros(num_micro_batches, jnp.float32), room=ranks)
-    no_samples = jnp.full((num_micro_batches, ranks), samples, jnp.int32)
-    return no_samples.at[micro_batch, rank].set(jnp.arange(samples, dtype=jnp.int32))
+    """Pack samples and return them by position, ``[M positions]``; an empty position holds the number of samples.
+
+    With one position for each rank they are in the order of their lengths, so that no micro-batch waits for a sample
+    that is much longer than its others.
+    """
+    options = {"num_micro_batches": num_micro_batches, "samples_per_rank": room}
+    sample = jnp.asarray(pack_samples(tokens, topology, **options).sample)
+    sample = sample.reshape(num_micro_batches, topology.num_ranks * room)
+    return jnp.where(sample == EMPTY, len(tokens), sample)
 
 
 def _node_share(sample_load, home, nodes):

@@ -2,10 +2,10 @@
 
 The time of a batch, in units of a micro-batch's balanced compute, is
 
-    mean_l sum_m max_n load[l, m, n]  +  attention * sum_m max_rank tokens
+    mean_l sum_m max_n load[l, m, n]  +  sum_m max_rank attention
         +  mean_l sum_m max_rank max(sent, received)[l, m, rank],
 
-where ``load`` is the load of nodes, and ``sent`` and ``received`` are the tokens that ranks exchange with other nodes,
+where ``load`` is the load of nodes, ``attention`` is the time of samples in attention, and ``sent`` and ``received`` are the tokens that ranks exchange with other nodes,
 times their price. The homes of experts are fixed, so loads and exchanges are sums over samples of table entries. Each
 annealing step pairs micro-batches at random. Every pair draws one swap of a position of the first with one of a few
 positions of the second, or no swap, with probability proportional to ``exp(-objective / temperature)``. Positions
@@ -44,8 +44,8 @@ class SampleProblem(NamedTuple):
     """The number of tokens of each sample."""
     crossing: Float[jax.Array, "B+1 N N groups"]
     """The crossings of each sample times their price, by the node that holds it, the target node and layer group."""
-    attention: Float[jax.Array, ""]
-    """The price of one token on the rank that has the most."""
+    attention: Float[jax.Array, " B+1"]
+    """The time of each sample in attention, on the rank that has it."""
     budget: Int[jax.Array, "2"]
     """The most tokens of a micro-batch and of a rank."""
 
@@ -59,6 +59,8 @@ class _Packing(NamedTuple):
     """[M N*L], the load of each node, as a share of the batch's mean."""
     tokens: jax.Array
     """[M ranks], the number of tokens of each rank."""
+    attention: jax.Array
+    """[M ranks], the time of each rank in attention."""
     sent: jax.Array
     """[M ranks groups], the crossings that each rank sends, by layer group, times their price."""
     received: jax.Array
@@ -112,6 +114,7 @@ def _packing(problem: SampleProblem, sample, topology: Topology, hierarchical: b
         sample,
         problem.share[sample].sum(1),
         tokens.sum(-1, dtype=jnp.int32),
+        problem.attention[sample].reshape(micro_batches, topology.num_ranks, -1).sum(-1),
         sends.sum(3).reshape(micro_batches, topology.num_ranks, -1),
         received if hierarchical else received.mean(1, keepdims=True),
     )
@@ -132,11 +135,11 @@ def _anneal(
     sign = jnp.array([1, -1], jnp.int32)
     temperature = cooling(hottest, COLDEST, steps) / micro_batches
 
-    def objective(load, tokens, busiest):
+    def objective(load, attention, busiest):
         top = _largest(load.reshape(*load.shape[:-1], topology.num_nodes, -1), -2)
         # The barrier keeps the sum out of the fusion, in which XLA:CPU would not vectorise it.
         waits = jax.lax.optimization_barrier(jnp.concatenate([top, busiest], axis=-1))
-        return (waits @ jnp.ones(waits.shape[-1], jnp.float32) + attention * tokens.max(-1)).sum(0)
+        return (waits @ jnp.ones(waits.shape[-1], jnp.float32) + attention.max(-1)).sum(0)
 
     def step(packing, draw):
         order, i, j, temperature, noise = draw
@@ -151,15 +154,19 @@ def _anneal(
         node = (rank // topology.ranks_per_node)[:, None]
         load = (share[take] - share[give])[None] * sign[:, None, None, None].astype(jnp.float32)
         length_change = (length[take] - length[give])[None] * sign[:, None, None]
-        tokens = length_change[..., None] * jax.nn.one_hot(rank, ranks, dtype=jnp.int32)[:, None]
+        on_rank = jax.nn.one_hot(rank, ranks, dtype=jnp.int32)[:, None]
+        tokens = length_change[..., None] * on_rank
+        time_change = (attention[take] - attention[give])[None] * sign[:, None, None].astype(jnp.float32)
+        time_change = time_change[..., None] * on_rank.astype(jnp.float32)
         crossing_change = crossing[gets, node] - crossing[gets[::-1], node]  # [sides pairs options N groups]
         busiest, busiest_after = _busiest(pairing, rank, crossing_change)
 
         tokens_after = pairing.tokens[:, :, None] + tokens
-        swap_times = objective(pairing.load[:, :, None] + load, tokens_after, busiest_after)
+        attention_after = pairing.attention[:, :, None] + time_change
+        swap_times = objective(pairing.load[:, :, None] + load, attention_after, busiest_after)
         within = (tokens_after.sum(-1) <= budget[0]) & (tokens_after.max(-1) <= budget[1])
         swap_times = jnp.where(within.all(0), swap_times, jnp.inf)
-        stay_time = objective(pairing.load, pairing.tokens, busiest)
+        stay_time = objective(pairing.load, pairing.attention, busiest)
         choice = jnp.argmin(
             jnp.concatenate([stay_time[:, None], swap_times], axis=1) - temperature * noise, axis=1
         )
@@ -185,6 +192,7 @@ def _anneal(
             sample,
             pairing.load + select(load),
             pairing.tokens + select(tokens),
+            pairing.attention + select(time_change),
             pairing.sent.at[side, pair[None], rank[:, option]].add(_total(crossing_change, 2)),
             pairing.received.at[side, pair[None], lane].add(crossing_change / ranks_per_lane),
         )
