@@ -141,8 +141,7 @@ def plan_alternating(
         )
         return best, *keep
 
-    # The first round has no assignment to refine.
-    carry = (nothing, state, placement, _empty_assignments(starts))
+    carry = (nothing, state, placement, starts)
     best, *_ = jax.lax.fori_loop(first, rounds + 1 + stays, body, carry)
     return best.stages, best.state
 
@@ -340,11 +339,6 @@ def _check_warm_start(warm_start: Placement, layers: int, topology: Topology) ->
         check_homes(warm_start.home, topology.num_experts, "warm_start.home")
     check_shape("warm_start.home", warm_start.home.shape, (layers, topology.num_experts))
     check_shape("warm_start.resident", warm_start.resident.shape, (layers, *ranks, topology.resident_slots))
-
-
-def _empty_assignments(starts: Sequence[Assignment]) -> tuple[Assignment, ...]:
-    """Make assignments that hold no samples, so that the first round has nothing to refine."""
-    return tuple(Assignment(jnp.full(start.sample.shape, EMPTY, jnp.int32)) for start in starts)
 
 
 def _routes_of(routes: Routes, samples: range) -> Routes:
