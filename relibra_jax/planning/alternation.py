@@ -381,7 +381,8 @@ def _cost_of_batch(costs: Sequence[UnitTimes], samples: Sequence[range]) -> Unit
     total = sum(map(len, samples))
     parts = [len(stage_range) / total for stage_range in samples]
     mean = jax.tree.map(lambda *times: sum(map(operator.mul, times, parts)), *costs)
-    return dataclasses.replace(mean, push=sum(cost.push for cost in costs))
+    pushes = {name: sum(getattr(cost, name) for cost in costs) for name in ("push", "push_inside")}
+    return dataclasses.replace(mean, **pushes)
 
 
 def _place_in_stages(
