@@ -27,7 +27,7 @@ def main(args: list[str] | None = None) -> int:
     """
 
     def run(options: Compare) -> None:
-        compare_contenders(ablation, options, Console(), program=PROGRAM)
+        compare_contenders(ablation(), options, Console(), program=PROGRAM)
 
     default = Compare(out=Path("out/ablation"))
     return run_program(run, Compare, args, default=default, prog=PROGRAM, description=__doc__)

@@ -3,24 +3,16 @@
 import dataclasses
 import functools
 
-import jax
-
-from relibra_jax.cli.modelled_time import CostModel
 from relibra_jax.cli.planner_runs import Contender
-from relibra_jax.cost.choose_by_time import cheapest, replicate_while_hidden
 from relibra_jax.planning.ablation.placement_methods import place_by_descent, place_longest_first
 from relibra_jax.planning.ablation.token_splits import replicate_with_eplb_places, replicate_with_even_split
 from relibra_jax.planning.assignment import assign_samples
+from relibra_jax.planning.choose_by_time import cheapest, replicate_while_hidden
 from relibra_jax.planning.placement import Placement, place_experts
 from relibra_jax.planning.planners import PLANNERS, PlannerEntry
 from relibra_jax.planning.relibra import Place, keep_homes, relibra
 from relibra_jax.planning.replication import without_replicas
 from relibra_jax.types import Topology
-
-
-def assign(*batch, **sizes):
-    """Call `assign_samples` with a fixed random key. The key is made here because making it at import starts JAX."""
-    return assign_samples(*batch, key=jax.random.key(0), **sizes)
 
 
 def _for_balance_alone(place: Place) -> Place:
@@ -37,22 +29,16 @@ def _variant(summary: str, **parts) -> Contender:
     return Contender(entry=PlannerEntry(planner=relibra(**parts), summary=summary))
 
 
-def ablation(cost_model: CostModel) -> dict[str, Contender]:
-    """Return the rows of ``python -m experiments.ablation``, by name.
-
-    Args:
-        cost_model: the cost model of the two rows that choose plans by modelled time.
-    """
-    setting = cost_model.setting()
-    hidden = functools.partial(replicate_while_hidden, **setting)
-    fastest = cheapest([PLANNERS[name].planner for name in ("relibra", "eplb", "lplb")], **setting)
+def ablation() -> dict[str, Contender]:
+    """Return the rows of ``python -m experiments.ablation``, by name."""
+    fastest = cheapest([PLANNERS[name].planner for name in ("relibra", "eplb", "lplb")])
     return {
         "static": Contender(entry=PLANNERS["static"]),
-        "static + assign": Contender(entry=PLANNERS["static"], assign=assign),
+        "static + assign": Contender(entry=PLANNERS["static"], assign=assign_samples),
         "+ reorder": _variant("reordering alone", place=_place_alone, replicate=without_replicas),
         "+ replicate": _variant("replication alone", place=keep_homes),
         "relibra": Contender(entry=PLANNERS["relibra"]),
-        "relibra + assign": Contender(entry=PLANNERS["relibra"], assign=assign),
+        "relibra + assign": Contender(entry=PLANNERS["relibra"], assign=assign_samples),
         "thorough": _variant(
             "a longer search, without a cost for moves",
             place=functools.partial(place_experts, steps=40_000, move_cost=0.0),
@@ -79,7 +65,7 @@ def ablation(cost_model: CostModel) -> dict[str, Contender]:
         "relibra_across": Contender(entry=PLANNERS["relibra_across"]),
         "far while hidden": Contender(
             entry=PlannerEntry(
-                planner=relibra(replicate=hidden),
+                planner=relibra(replicate=replicate_while_hidden),
                 summary="replicas on any node, where attention hides their transfer in modelled time",
                 across_nodes=True,
             )

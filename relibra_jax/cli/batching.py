@@ -1,4 +1,4 @@
-"""Division of a trace into the batches that a trainer would see, with samples packed over ranks and micro-batches."""
+"""Division of a trace into the batches that a trainer would see."""
 
 from typing import Final, NamedTuple
 
@@ -6,10 +6,10 @@ import numpy as np
 
 from relibra_jax.cli.options import Batching
 from relibra_jax.limits import check_integer, check_seed
-from relibra_jax.planning.sample_packing import micro_batches_for, pack_samples
+from relibra_jax.planning.sample_packing import micro_batches_for
 from relibra_jax.traces.bootstrap import bootstrap_samples, check_drawn
 from relibra_jax.traces.trace import Trace
-from relibra_jax.types import Assignment, RoutingReplay, Topology
+from relibra_jax.types import RoutingReplay, Topology
 
 SAMPLES_PER_RANK: Final = 4
 """The default mean number of samples of a rank in a micro-batch. It lets packing be even to 1% on recorded lengths."""
@@ -20,8 +20,6 @@ class Batches(NamedTuple):
 
     replays: list[RoutingReplay]
     """The routing of each batch."""
-    packed: list[Assignment]
-    """The assignment of each batch's samples, packed longest first to the lightest rank. All have the same shape."""
     num_micro_batches: int
     """The number of micro-batches in a batch."""
     history: int
@@ -31,13 +29,13 @@ class Batches(NamedTuple):
 
 
 def make_batches(trace: Trace, batching: Batching, topology: Topology) -> Batches:
-    """Cut a trace into batches, and pack their samples over ranks and micro-batches.
+    """Cut a trace into batches, and choose their number of micro-batches.
 
     Args:
         trace: the trace. Each sample is used once, or samples are drawn with replacement if ``batching.bootstrap`` is
             set.
         batching: the sizes of batches and micro-batches, and the order of the samples.
-        topology: the expert-parallel group over whose ranks the samples are packed.
+        topology: the expert-parallel group, whose ranks share the samples of a micro-batch.
 
     Raises:
         ValueError: if the sizes do not fit each other or the trace, the trace has no tokens, the seed is out of its
@@ -55,15 +53,8 @@ def make_batches(trace: Trace, batching: Batching, topology: Topology) -> Batche
         chosen = _draw(trace, batching, batching.bootstrap)
     tokens = [np.asarray(trace.replay.mask[part]).sum(1) for part in chosen]
     micro_batches = _count_micro_batches(batching, tokens, topology)
-    room = max(
-        pack_samples(each, topology, num_micro_batches=micro_batches).sample.shape[-1] for each in tokens
-    )
     return Batches(
         [RoutingReplay(trace.replay.expert_ids[part], trace.replay.mask[part]) for part in chosen],
-        [
-            pack_samples(each, topology, num_micro_batches=micro_batches, samples_per_rank=room)
-            for each in tokens
-        ],
         micro_batches,
         int(len(chosen) > 1),
         0 if batching.bootstrap is not None else samples - sum(map(len, chosen)),

@@ -1,7 +1,7 @@
 """``relibra compare``: runs planners on a trace; writes a table, two figures, the numbers and an optional HTML page."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -15,13 +15,14 @@ from relibra_jax.cli.batching import make_batches
 from relibra_jax.cli.comparison_columns import balanced_cells, explain_columns, outcome_cells
 from relibra_jax.cli.comparison_page import check_page, command_line, write_page
 from relibra_jax.cli.figures import compare_figure
-from relibra_jax.cli.modelled_time import CostModel, make_cost_model
+from relibra_jax.cli.modelled_time import make_cost_model
 from relibra_jax.cli.options import Batching, Costs, Ranks, TraceName
 from relibra_jax.cli.outcomes import Outcome, compare
 from relibra_jax.cli.outside_planner import import_planner
 from relibra_jax.cli.planner_runs import Contender, is_reconstruction
 from relibra_jax.cli.terminal import progress_bar, wide_table
 from relibra_jax.cli.timeline import timeline_figure
+from relibra_jax.cost.cost_model import CostModel
 from relibra_jax.planning.planners import PLANNERS
 from relibra_jax.suggestions import suggest_names
 from relibra_jax.traces.read import read_trace
@@ -50,11 +51,11 @@ class Compare:
 def run_compare(options: Compare, console: Console) -> None:
     """Compare the planners of the planner table, by `compare_contenders`."""
     planners = {name: Contender(entry=entry) for name, entry in PLANNERS.items()}
-    compare_contenders(lambda _: planners, options, console)
+    compare_contenders(planners, options, console)
 
 
 def compare_contenders(
-    contenders_of: Callable[[CostModel], Mapping[str, Contender]],
+    contenders: Mapping[str, Contender],
     options: Compare,
     console: Console,
     *,
@@ -63,8 +64,7 @@ def compare_contenders(
     """Run planners on a trace, print the table, and write the figures and the numbers.
 
     Args:
-        contenders_of: a function that makes the contenders, by name. It gets the cost model, for planners that choose
-            by modelled time.
+        contenders: the contenders, by name.
         options: the trace, the settings, the rows to run, and the folder to write to.
         console: the console that the table is printed on.
         program: the command, as the HTML page shows it.
@@ -79,11 +79,11 @@ def compare_contenders(
     topology = options.ranks.topology(trace.num_experts)
     batches = make_batches(trace, options.batching, topology)
     cost_model = make_cost_model(options.costs, trace, batches, topology)
-    contenders = choose_rows(contenders_of(cost_model), options.rows, options.planner)
+    chosen = choose_rows(contenders, options.rows, options.planner)
     with progress_bar(console, width=16) as bar:
-        task = bar.add_task("planning", total=len(contenders))
+        task = bar.add_task("planning", total=len(chosen))
         outcomes = compare(
-            contenders,
+            chosen,
             batches,
             topology,
             cost_model,
@@ -102,7 +102,8 @@ def compare_contenders(
         console.print(RECONSTRUCTION, style="dim")
     columns = list(outcome_cells(outcomes[0], residents=topology.resident_slots > 0))
     console.print(explain_columns(columns), style="dim", highlight=False)
-    console.print(f"modelled times are for {_priced(options.costs)}", style="dim")
+    priced = _priced(options.costs, cost_model.on(topology))
+    console.print(f"modelled times are for {priced}", style="dim")
     used = _samples_used(options.batching, batches.samples_left)
     notes = [note for note in (trace.note, used, "" if batches.history else NO_HISTORY) if note]
     for note in notes:
@@ -120,7 +121,7 @@ def compare_contenders(
             "Command": command_line(program, options),
             "Trace": trace.name,
             "Setting": setting.removeprefix(f"{trace.name}: "),
-            "Modelled times": f"for {_priced(options.costs)}",
+            "Modelled times": f"for {priced}",
             **({"Notes": "; ".join(notes)} if notes else {}),
         }
         figures = {"compare": figure, "timeline": timeline}
@@ -186,9 +187,13 @@ def _for_timeline(outcomes: list[Outcome]) -> list[Outcome]:
     return selection[:MOST_TIMELINES] if len(selection) > 1 else [outcomes[0], *outcomes[1:][-1:]]
 
 
-def _priced(costs: Costs) -> str:
+def _priced(costs: Costs, run: CostModel) -> str:
     passes = f"{costs.updates} update{'s' * (costs.updates > 1)} per batch{', recompute' * costs.recompute}"
-    return f"{costs.model} on {costs.cluster}, {costs.dispatch} dispatch, {passes}"
+    exchange = f"{run.between} exchange" + f" between nodes, {run.inside} inside" * (
+        run.path == "hierarchical"
+    )
+    rows = f"{run.rows} rows of {costs.tokens_per_rank:g} tokens per rank"
+    return f"{costs.model} on {costs.cluster}, {run.path} dispatch, {passes}, {exchange}, {rows}"
 
 
 def _report(options: Compare, trace: Trace, outcomes: list[Outcome]) -> dict[str, object]:

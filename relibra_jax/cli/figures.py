@@ -21,9 +21,11 @@ PARTS: Final = {
     "attention": ("attention", PHASES["attention"]),
     "compute": ("experts", PHASES["home"]),
     "exchange": ("exchange", PHASES["inside"]),
+    "gather": ("buffers", PHASES["gather"]),
     "exposed": ("replicas, not hidden", PHASES["transfer"]),
     "push": ("residents", PHASES["resident"]),
     "reorder": ("reorder", PHASES["crossing"]),
+    "rest": ("rest", PHASES["rest"]),
 }
 """The parts of a batch's time (`relibra_jax.cost.batch_time.BatchTime`) with their labels and colours."""
 

@@ -66,9 +66,9 @@ class Ranks:
 class Batching:
     """How the samples of a trace are divided into batches and micro-batches.
 
-    Samples are packed over the ranks and micro-batches of a batch by their numbers of tokens, in the same way for every
-    planner. If there are two or more batches, the first is planned but not counted in the results, so that planners
-    that need a history have one.
+    Samples are packed over the ranks and micro-batches of a batch by their lengths, in the same way for every planner
+    that does not assign them itself. If there are two or more batches, the first is planned but not counted in the
+    results, so that planners that need a history have one.
     """
 
     batch_size: Annotated[int | None, _default("half the trace")] = None
@@ -79,11 +79,12 @@ class Batching:
     micro_batches: Annotated[int | None, _default("about four samples per rank and micro-batch")] = None
     """The number of micro-batches in a batch."""
     token_budget: Annotated[int | None, _default("no limit")] = None
-    """The most tokens that a rank may hold in a micro-batch. It sets the number of micro-batches."""
+    """The most tokens that a rank holds in a micro-batch if samples are packed by their numbers of tokens.
+    It sets the number of micro-batches."""
     order: Literal["given", "shuffled"] = "given"
     """The order of the samples: as the trace has them, or shuffled with --seed."""
     seed: int = 0
-    """The seed of the shuffled order, of drawn batches, and of planners that use random numbers."""
+    """The seed of the shuffled order, of drawn batches, and of planning."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,11 +99,17 @@ class Costs:
     model: str = "gpt-oss-20b"
     """The model whose sizes are modelled: gpt-oss-20b, qwen3-30b-a3b, qwen3-235b-a22b, deepseek-v3 and others."""
     context: float = 4096.0
-    """The mean length of a sequence, in tokens."""
+    """The mean length of a sequence, in tokens, for the cost of attention."""
     tokens_per_rank: float = 16384.0
     """The mean number of tokens that a rank has in a micro-batch. The trace is scaled to it."""
-    dispatch: Literal["flat", "hierarchical"] = "hierarchical"
-    """What crosses the network between nodes: every token copy (flat), or a token once per node (hierarchical)."""
+    dispatch: Literal["auto", "flat", "hierarchical"] = "auto"
+    """What crosses the network between nodes: every token copy (flat), or a token once per node (hierarchical).
+    By default what layers run: hierarchical if there are several nodes and a token has several experts."""
+    exchange: Literal["auto", "padded", "ragged"] = "auto"
+    """What an exchange sends: lanes that are all as long as the longest (padded), or only needed rows (ragged).
+    By default what layers run on GPUs: padded between nodes, ragged inside nodes of at most 8 ranks."""
+    row_layout: Literal["packed", "padded"] = "packed"
+    """How samples lie in rows: several in a row (packed), or each in a row of its own, as long as the longest."""
     updates: int = 1
     """The number of optimizer updates in a batch, which share its micro-batches. Each one pushes the residents."""
     recompute: bool = False

@@ -7,10 +7,12 @@ from collections.abc import Callable, Mapping
 import jax
 import numpy as np
 
+from relibra_jax.cli.batch_prices import count_crossings, count_visits, mean_prices, price_batch
 from relibra_jax.cli.batching import Batches
-from relibra_jax.cli.modelled_time import CostModel
 from relibra_jax.cli.planner_runs import Contender, PlannedBatch, run_contender
-from relibra_jax.cost.batch_time import BatchTime
+from relibra_jax.cost.cost_model import CostModel
+from relibra_jax.cost.least_time import least_time
+from relibra_jax.cost.memory import rank_memory
 from relibra_jax.plan import rank_load, replica_count, resident_experts
 from relibra_jax.planning.metrics import (
     batch_imbalance,
@@ -55,12 +57,21 @@ class Outcome:
     moved_experts: float
     """The mean number of experts of a layer that change rank before a batch."""
     modelled_seconds: float
-    """The modelled time of the layers of a batch, in seconds, with the pushes of residents and the reorder."""
+    """The modelled time of a batch, in seconds."""
     modelled_parts: dict[str, float]
     """The parts of ``modelled_seconds``, by their names in `relibra_jax.cost.batch_time.BatchTime`."""
     share_of_balanced: float
     """The modelled time of a perfectly balanced batch with uniform routing, divided by ``modelled_seconds``. It is
-    above 1 if fewer tokens cross than with uniform routing."""
+    above 1 if fewer tokens cross than with uniform routing. Planning is taken to be hidden, here and below."""
+    share_overlapped: float
+    """The same if every exchange overlapped the compute of its layer, in both runs. Nothing runs so."""
+    share_of_local: float
+    """The same for a balanced batch with the locality of the same samples: as many crossings as they have under the
+    same assignment at contiguous homes, evenly spread."""
+    share_as_needed: float
+    """The same if exchanges sent only the rows that are needed, without padding."""
+    share_planning_exposed: float
+    """The same if nothing hid planning on this machine: ``plan_seconds`` count as part of the time."""
     least_seconds: float
     """A lower bound of the modelled time over all homes, residents, replicas and assignments of samples
     (`relibra_jax.cost.least_time`). Replicas may be on any node if the planner may place them there."""
@@ -107,17 +118,18 @@ def compare(
         ValueError: if a planner rejects its input, or returns a plan that is not valid.
     """
     outcomes = []
+    cost = cost_model.unit_times(topology)
     measured = batches.replays[batches.history :]
     least = {
         across_nodes: float(
-            np.mean([cost_model.least_time(each, topology, across_nodes).total for each in measured])
+            np.mean(
+                [least_time(each, topology, cost=cost, across_nodes=across_nodes).total for each in measured]
+            )
         )
         for across_nodes in {contender.entry.across_nodes for contender in contenders.values()}
     }
     for name, contender in contenders.items():
-        planned, seconds = run_contender(
-            contender, batches, topology, cost=cost_model.unit_times(), seed=seed
-        )
+        planned, seconds = run_contender(contender, batches, topology, cost=cost, seed=seed)
         across_nodes = contender.entry.across_nodes
         outcomes.append(
             _judge(
@@ -160,14 +172,21 @@ def _judge(
     residents = [
         (np.asarray(resident_experts(plan, topology)) != EMPTY).sum((1, 2, 3)).mean() for plan in plans
     ]
-    times, crossings = [], []
-    for batch in batches:
-        visits = cost_model.visits(batch, topology)
-        times.append(cost_model.batch_time(batch, topology, visits))
-        crossings.append(cost_model.crossings(batch, topology, visits))
-    parts = {part: float(np.mean([getattr(time, part) for time in times])) for part in BatchTime._fields}
-    modelled = sum(parts.values())
-    balanced = sum(float(cost_model.balanced_time(load, topology).total) for load in loads)
+    cost = cost_model.unit_times(topology)
+    visits = [count_visits(batch, topology, cost) for batch in batches]
+    crossings = [
+        count_crossings(batch, topology, cost, visits=each)
+        for batch, each in zip(batches, visits, strict=True)
+    ]
+    prices = mean_prices(
+        [
+            price_batch(batch, topology, cost_model, visits=each)
+            for batch, each in zip(batches, visits, strict=True)
+        ]
+    )
+    modelled = prices.total
+    held = topology if any(residents) else dataclasses.replace(topology, resident_slots=0)
+    memory = rank_memory(held, cost_model.model, shards=cost_model.shards)
     imbalances, mean = np.asarray(imbalance(by_rank)), by_rank.mean((2, 3)).sum(0)
     return Outcome(
         planner=name,
@@ -185,11 +204,15 @@ def _judge(
         crossings_busiest=float(np.mean([each.busiest for each in crossings])),
         replicas=float(np.mean([replica_count(plan, topology).mean() for plan in plans])),
         residents=float(np.mean(residents)),
-        rank_memory=cost_model.rank_memory(topology, residents=any(residents)).total,
+        rank_memory=memory.total,
         moved_experts=float(np.mean(moved)),
         modelled_seconds=modelled,
-        modelled_parts=parts,
-        share_of_balanced=balanced / len(batches) / modelled if modelled else 1.0,
+        modelled_parts=prices.parts,
+        share_of_balanced=prices.balanced / modelled,
+        share_overlapped=prices.balanced_overlapped / prices.overlapped,
+        share_of_local=prices.local / modelled,
+        share_as_needed=prices.balanced / prices.as_needed,
+        share_planning_exposed=prices.balanced / (modelled + seconds),
         least_seconds=least_seconds,
         left=modelled / least_seconds - 1 if least_seconds else 0.0,
         plan_seconds=seconds,

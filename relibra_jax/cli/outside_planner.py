@@ -61,4 +61,4 @@ def _with_checked_result(name: str, planner: Planner) -> Planner:
             raise ValueError(f"planner {name!r}: update must return (Plan, state), not {kinds}")
         return result
 
-    return Planner(planner.init, update)
+    return Planner(planner.init, update, planner.replicate)

@@ -54,9 +54,11 @@ PHASES: Final = {
     "transfer": "#e3b23c",
     "inside": "#f0a58f",
     "crossing": "#a8321c",
+    "gather": "#6b8e6b",
+    "rest": "#2b2f36",
 }
-"""The phases of a layer: attention, the experts in each kind of slot, the transfer of replicas, and the exchange of
-tokens inside a node and across nodes."""
+"""The phases of a layer: attention, the experts in each kind of slot, the transfer of replicas, the exchange of tokens
+inside a node and across nodes, and the buffers of the exchange. The last is the rest of a batch."""
 
 
 class Style(NamedTuple):

@@ -51,7 +51,7 @@ def run_plan(options: MakePlan, console: Console) -> None:
     trace = read_trace(options.trace)
     topology = options.ranks.topology(trace.num_experts)
     batches = make_batches(trace, options.batching, topology)
-    cost = make_cost_model(options.costs, trace, batches, topology).unit_times()
+    cost = make_cost_model(options.costs, trace, batches, topology).unit_times(topology)
     contender = Contender(entry=PLANNERS[options.planner])
     planned, _ = run_contender(contender, batches, topology, cost=cost, seed=options.batching.seed)
     plan = planned[-1].batch_plan.plan

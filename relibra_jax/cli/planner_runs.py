@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, PRNGKeyArray
 
 from relibra_jax.cli.batching import Batches
 from relibra_jax.limits import check_memory
@@ -17,22 +17,11 @@ from relibra_jax.plan import contiguous_homes, expert_totals
 from relibra_jax.plan_check import check_plan
 from relibra_jax.planning.alternation import Assign
 from relibra_jax.planning.baselines.forecasts import FORECASTS, expect_loads
+from relibra_jax.planning.batch_counts import BatchCounts, count_batch
 from relibra_jax.planning.metrics import forecast_error
 from relibra_jax.planning.plan_batch import plan_loads
 from relibra_jax.planning.planners import PLANNERS, PlannerEntry
-from relibra_jax.planning.token_sample import Routes, sample_routes
-from relibra_jax.planning.transitions import transitions_for
-from relibra_jax.replay import sample_load
-from relibra_jax.types import (
-    Array,
-    Assignment,
-    BatchPlan,
-    Planner,
-    RoutingReplay,
-    Topology,
-    Transitions,
-    UnitTimes,
-)
+from relibra_jax.types import Array, BatchPlan, RoutingReplay, Topology, Transitions, UnitTimes
 
 TIMED_RUNS: Final = 5
 """The number of timed runs of planning, of which the median is reported."""
@@ -45,7 +34,7 @@ class Contender:
     entry: PlannerEntry
     """The planner's entry: the planner, and what to expect of its plans."""
     assign: Assign | None = None
-    """The function that assigns samples to ranks and micro-batches. None keeps the packed assignment."""
+    """The function that assigns samples to ranks and micro-batches. None keeps the assignment by lengths."""
 
 
 def is_reconstruction(name: str) -> bool:
@@ -78,15 +67,16 @@ def run_contender(
 ) -> tuple[list[PlannedBatch], float]:
     """Plan every batch, each from the state that the batch before left, and check every plan.
 
-    The planner gets what can be known before a batch: unit times, and a sample of the batch's tokens. Counting the load
-    of samples, sampling tokens and counting transitions are not part of planning and are not timed.
+    Batches are planned as a user plans them: `relibra_jax.planning.batch_counts.count_batch` counts what can be known
+    before a batch, which is not part of planning and not timed, and `plan_loads` plans from it. Random keys are drawn
+    as in `relibra_jax.nnx.Balancer`, so that a Balancer with ``key=jax.random.key(seed)`` makes the same plans.
 
     Args:
         contender: the planner, and how samples are assigned.
         batches: the batches, in their order.
         topology: the expert-parallel group.
         cost: the unit times of the cluster and the model.
-        seed: the seed of the planner's random key.
+        seed: the seed of the random keys.
         timed_runs: how many times planning of the last batch is timed. 0 does not time it.
 
     Returns:
@@ -100,24 +90,28 @@ def run_contender(
     layers = batches.replays[0].expert_ids.shape[2]
     _check_plan_memory(batches.num_micro_batches, layers, topology)
 
-    plan = functools.partial(
-        _plan,
-        cost=cost,
-        planner=planner,
-        topology=topology,
-        num_micro_batches=batches.num_micro_batches,
-        assign=contender.assign,
-    )
+    def plan(counts: BatchCounts, state: Any, key: PRNGKeyArray) -> tuple[BatchPlan, Any]:
+        return plan_loads(
+            *(counts.sample_load, counts.tokens, planner, state, topology),
+            num_micro_batches=batches.num_micro_batches,
+            assign=contender.assign,
+            key=key,
+            cost=cost,
+            routes=counts.routes,
+            transitions=counts.transitions,
+            row_tokens=counts.row_tokens,
+        )
 
-    state = planner.init(topology, layers, key=jax.random.key(seed))
+    planner_key, key = jax.random.split(jax.random.key(seed))
+    state = planner.init(topology, layers, key=planner_key)
     home: Array = contiguous_homes(topology, layers)
     forecast_state = FORECASTS[contender.entry.forecast].init(topology, layers)
     first_placed = 0 if contender.entry.foresight else 1
     planned = []
-    for number, (replay, packed) in enumerate(zip(batches.replays, batches.packed, strict=True)):
-        before, counts = state, _count(replay, num_experts=topology.num_experts)
-        transitions = transitions_for(planner, replay, num_experts=topology.num_experts)
-        batch_plan, state = plan(counts, transitions, packed, before)
+    for number, replay in enumerate(batches.replays):
+        key, assign_key = jax.random.split(key)
+        before, counts = state, _count(replay, planner, topology, with_routes=True)
+        batch_plan, state = plan(counts, before, assign_key)
         try:
             check_plan(batch_plan.plan, batch_plan.load, topology, across_nodes=contender.entry.across_nodes)
         except ValueError as error:
@@ -125,7 +119,7 @@ def run_contender(
                 f"the plan of {contender.entry.summary!r} for batch {number} is not valid: {error}"
             ) from error
         load_error, forecast_state = _expect(
-            batch_plan.load, forecast_state, transitions, entry=contender.entry
+            batch_plan.load, forecast_state, counts.transitions, entry=contender.entry
         )
         if (
             number == first_placed and number
@@ -134,7 +128,7 @@ def run_contender(
         if number >= batches.history:
             planned.append(PlannedBatch(replay, batch_plan, home, load_error))
         home = batch_plan.plan.home
-    return planned, _median_seconds(lambda: plan(counts, transitions, packed, before), timed_runs)
+    return planned, _median_seconds(lambda: plan(counts, before, assign_key), timed_runs)
 
 
 def _check_plan_memory(micro_batches: int, layers: int, topology: Topology) -> None:
@@ -146,18 +140,7 @@ def _check_plan_memory(micro_batches: int, layers: int, topology: Topology) -> N
     )
 
 
-class _Counts(NamedTuple):
-    """The counts that planning of a batch starts from."""
-
-    sample_load: Int[Array, "B L E"]
-    tokens: Int[Array, " B"]
-    routes: Routes
-
-
-@functools.partial(jax.jit, static_argnames="num_experts")
-def _count(replay: RoutingReplay, *, num_experts: int) -> _Counts:
-    tokens = replay.mask.sum(1, dtype=jnp.int32)
-    return _Counts(sample_load(replay, num_experts=num_experts), tokens, sample_routes(replay))
+_count = jax.jit(count_batch, static_argnames=("planner", "topology", "with_routes"))
 
 
 @functools.partial(jax.jit, static_argnames="entry")
@@ -171,35 +154,6 @@ def _expect(
     forecast = FORECASTS[entry.forecast]
     _, expected, state = expect_loads(forecast, load, state, scope=entry.scope, transitions=transitions)
     return forecast_error(expected, load), state
-
-
-@functools.partial(jax.jit, static_argnames=("planner", "topology", "num_micro_batches", "assign"))
-def _plan(
-    counts: _Counts,
-    transitions: Transitions | None,
-    packed: Assignment,
-    state: Any,
-    *,
-    cost: UnitTimes,
-    planner: Planner,
-    topology: Topology,
-    num_micro_batches: int,
-    assign: Assign | None,
-) -> tuple[BatchPlan, Any]:
-    """Call `plan_loads`, compiled once for all batches and unit times."""
-    return plan_loads(
-        counts.sample_load,
-        counts.tokens,
-        planner,
-        state,
-        topology,
-        num_micro_batches=num_micro_batches,
-        start=packed,
-        assign=assign,
-        cost=cost,
-        routes=counts.routes,
-        transitions=transitions,
-    )
 
 
 def _median_seconds(run: Callable[[], object], runs: int) -> float:

@@ -4,18 +4,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
+import jax
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
+from relibra_jax.cli.batch_prices import count_visits, sample_lengths
 from relibra_jax.cli.drawing import bare, save_figure
-from relibra_jax.cli.modelled_time import CostModel
 from relibra_jax.cli.outcomes import Outcome
 from relibra_jax.cli.palette import GRID, IDLE, INK, PHASES
 from relibra_jax.cli.planner_runs import PlannedBatch
+from relibra_jax.cost.cost_model import CostModel
+from relibra_jax.cost.step_time import attention_time, rank_time
+from relibra_jax.cost.traffic import count_sent, count_traffic
 from relibra_jax.plan import rank_load
-from relibra_jax.types import Topology
+from relibra_jax.types import Array, Topology
 
 MOST_RANKS: Final = 16
 """The ranks of one planner that fit a figure; at least one node is drawn."""
@@ -29,6 +33,7 @@ KEYS: Final = {
     "transfer": "replicas being sent",
     "inside": "tokens inside a node",
     "crossing": "tokens between nodes",
+    "gather": "buffers of the exchange",
 }
 """The legend, by the names of `relibra_jax.cli.palette.PHASES`."""
 
@@ -43,16 +48,27 @@ class LayerTimeline(NamedTuple):
     """Dispatch inside the node; combine takes as long."""
     crossing: np.ndarray
     """Dispatch between nodes; combine takes as long."""
+    gather: np.ndarray
+    """Filling the buffers of dispatch; those of combine take as long."""
     transfer: np.ndarray
     """The replicas that the rank sends or receives, beside attention."""
     sent: np.ndarray
-    """Tokens, or token copies on the flat path, that the rank sends to other nodes at dispatch."""
+    """Tokens, or token copies on the flat path, that the rank has to send to other nodes at dispatch."""
+    hierarchical: bool
+    """Whether the hop inside nodes follows that between nodes at dispatch, and precedes it at combine. On the flat path
+    both networks work at the same time."""
+
+    @property
+    def exchange(self) -> float:
+        """The length of dispatch or combine, without the buffers."""
+        inside, crossing = float(self.inside.max()), float(self.crossing.max())
+        return crossing + inside if self.hierarchical else max(crossing, inside)
 
     @property
     def ends(self) -> np.ndarray:
         """When the four phases end: attention with the transfer of replicas, dispatch, experts, combine."""
-        exchange = max(self.inside.max(), self.crossing.max())
         before = max(self.attention.max(), self.transfer.max())
+        exchange = self.exchange + self.gather.max()
         return np.cumsum([before, exchange, self.experts.sum(1).max(), exchange])
 
 
@@ -67,16 +83,36 @@ def layer_timeline(
         topology: the expert-parallel group.
         cost_model: the cost model, which gives the length of each phase.
     """
-    visits = cost_model.visits(batch, topology)
-    times = cost_model.rank_time(batch, topology, visits)
-    links = cost_model.link_times(batch, topology, visits)
-    attention, compute, _, push = (1e3 * np.asarray(part)[place].ravel() for part in times)
-    inside, crossing, sent = (part[place].ravel() for part in links)
+    cost = cost_model.unit_times(topology, updates=0, recompute=True)
+    visits = count_visits(batch, topology, cost)
+    layer_plans = batch.batch_plan.layer_plans()
+    lengths, row_tokens = sample_lengths(batch)
+    attention, _ = attention_time(batch.batch_plan.assignment, lengths, cost, row_tokens=row_tokens)
+    times = _rank_time(layer_plans, attention, topology, cost, visits=visits)
+    rows = _count_sent(layer_plans, topology, cost, visits=visits)
+    needed = _count_traffic(layer_plans, topology, visits=visits).slow_sent
+
+    def at_place(part: Array) -> np.ndarray:
+        return np.asarray(part, float)[place].ravel()
+
     quota = np.asarray(batch.batch_plan.plan.quota)[place].reshape(topology.num_ranks, -1)
-    tiles = np.ceil(cost_model.scale * quota / cost_model.cluster.tile)
+    tiles = np.ceil(quota / float(cost.tile))
     kinds = np.split(tiles, [topology.home_slots, topology.held_slots], axis=1)
     shares = np.stack([kind.sum(1) for kind in kinds], 1) / np.maximum(tiles.sum(1), 1)[:, None]
-    return LayerTimeline(attention, compute[:, None] * shares, 1e3 * inside, 1e3 * crossing, push, sent)
+    # Dispatch is one of the two exchanges of a forward pass.
+    return LayerTimeline(
+        attention=1e3 * at_place(times.attention),
+        experts=1e3 * at_place(times.compute)[:, None] * shares,
+        inside=1e3 / 2 * float(cost.spread) * at_place(rows.inside),
+        crossing=1e3 / 2 * float(cost.crossing) * at_place(rows.between),
+        gather=1e3 / 2 * at_place(times.gather),
+        transfer=1e3 * at_place(times.fetch),
+        sent=cost_model.scale * at_place(needed),
+        hierarchical=cost.hierarchical,
+    )
+
+
+_rank_time, _count_sent, _count_traffic = jax.jit(rank_time), jax.jit(count_sent), jax.jit(count_traffic)
 
 
 def timeline_figure(
@@ -85,7 +121,8 @@ def timeline_figure(
     """Draw what every rank does in one layer of one micro-batch, forward, under several planners.
 
     The layer and the micro-batch are those of the last batch in which the first planner is most uneven. Each rank has
-    three lanes: what it computes, what its links between nodes carry, and what its links inside the node carry.
+    three lanes: what it computes, what its links between nodes carry, and what its links inside the node carry. The
+    hops of hierarchical dispatch run one after the other.
 
     Args:
         path: the PNG file to write.
@@ -110,7 +147,7 @@ def timeline_figure(
         line = lines[outcome.planner]
         _draw_ranks(axes, line, nodes, topology)
         _part_samples(axes, outcome.batches[-1], micro_batch, line.attention, nodes, topology)
-        _describe(axes, outcome.planner, line, nodes, topology, cost_model, longest)
+        _describe(axes, outcome.planner, line, nodes, topology, longest)
     np.atleast_1d(rows)[0].set_xlim(0, 1.15 * longest)
     left_out = f"; {len(nodes)} of {topology.num_nodes} nodes drawn" * (len(nodes) < topology.num_nodes)
     np.atleast_1d(rows)[-1].set_xlabel(
@@ -153,9 +190,13 @@ def _draw_ranks(axes: Axes, line: LayerTimeline, nodes: np.ndarray, topology: To
     for kind, key in enumerate(("home", "resident", "replica")):
         bars(COMPUTING, line.experts[ranks, kind], start, key)
         start = start + line.experts[ranks, kind]
-    for exchange in (attended, computed):
-        bars(CROSSING, line.crossing[ranks], exchange, "crossing")
-        bars(INSIDE, line.inside[ranks], exchange, "inside")
+    first_hop, last_hop = (line.crossing.max(), line.inside.max()) if line.hierarchical else (0.0, 0.0)
+    bars(CROSSING, line.crossing[ranks], attended, "crossing")
+    bars(INSIDE, line.inside[ranks], attended + first_hop, "inside")
+    bars(INSIDE, line.inside[ranks], computed, "inside")
+    bars(CROSSING, line.crossing[ranks], computed + last_hop, "crossing")
+    for end in (dispatched, combined):
+        bars(COMPUTING, line.gather[ranks], end - line.gather.max(), "gather")
     axes.vlines(line.ends[:-1], -0.6, len(ranks) - 0.4, color=INK, linewidth=0.6, linestyle=":")
     axes.vlines(combined, -0.6, len(ranks) - 0.4, color=INK, linewidth=1)
 
@@ -185,12 +226,11 @@ def _describe(
     line: LayerTimeline,
     nodes: np.ndarray,
     topology: Topology,
-    cost_model: CostModel,
     longest: float,
 ) -> None:
     """Write the names of phases, ranks and nodes, and the numbers of a planner."""
     count, local = len(nodes) * topology.ranks_per_node, topology.ranks_per_node
-    unit = "tokens" if cost_model.hierarchical else "token copies"
+    unit = "tokens" if line.hierarchical else "token copies"
     axes.set_title(planner, loc="left", fontsize=11, color=INK, fontweight="bold", pad=14, parse_math=False)
     starts = np.append(0, line.ends[:-1])
     for name, start, end in zip(
@@ -218,7 +258,7 @@ def _describe(
         sent = line.sent.reshape(-1, local)[node].sum()
         middle = (number + 0.5) * local - 0.5
         axes.annotate(
-            *(f"node {node} sends\n{_thousands(sent)} {unit}\nto other nodes", (line.ends[-1], middle)),
+            *(f"node {node} has\n{_thousands(sent)} {unit}\nfor other nodes", (line.ends[-1], middle)),
             xytext=(6, 0),
             textcoords="offset points",
             va="center",

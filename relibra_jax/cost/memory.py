@@ -21,7 +21,7 @@ of them than are counted.
 
 from typing import Final, NamedTuple
 
-from relibra_jax.cost.copies import ACCUMULATOR_BYTES, STATE_BYTES, WEIGHT_BYTES
+from relibra_jax.cost.cost_model import ACCUMULATOR_BYTES, STATE_BYTES, WEIGHT_BYTES
 from relibra_jax.cost.hardware import Cluster
 from relibra_jax.cost.models import Model
 from relibra_jax.limits import check_integer

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Float, Num
 
-from relibra_jax.cost.copies import WEIGHT_BYTES
+from relibra_jax.cost.cost_model import WEIGHT_BYTES
 from relibra_jax.cost.models import Model
 from relibra_jax.serving.phase_times import cache_bytes
 

@@ -23,10 +23,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Num
 
-from relibra_jax.cost.copies import WEIGHT_BYTES
+from relibra_jax.cost.cost_model import ACTIVATION_BYTES, WEIGHT_BYTES
 from relibra_jax.cost.hardware import Cluster
 from relibra_jax.cost.models import Model
-from relibra_jax.cost.step_time import ACTIVATION_BYTES
 from relibra_jax.types import Array
 
 CACHE_BYTES: Final = 2  # bfloat16

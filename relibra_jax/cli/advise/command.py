@@ -76,7 +76,7 @@ def run_advise(options: Advise, console: Console) -> None:
     topology = _topology(options, 0, 0, trace.num_experts)
     setting = Setting(trace, topology, options.batching, options.costs)
     _, cost_model = setting.read()
-    tried = strategies(cost_model, replica_slots=options.replica_slots, resident_slots=options.resident_slots)
+    tried = strategies(replica_slots=options.replica_slots, resident_slots=options.resident_slots)
     for strategy in tried:  # raises before anything runs if the slots do not fit
         _topology(options, strategy.replica_slots, strategy.resident_slots, trace.num_experts)
     limit = cost_model.cluster.memory

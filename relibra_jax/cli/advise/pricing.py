@@ -9,10 +9,13 @@ import numpy as np
 
 from relibra_jax.cli.advise.strategies import Strategy
 from relibra_jax.cli.advise.thresholds import EVEN_SHARES, Point, route_some_evenly
+from relibra_jax.cli.batch_prices import count_visits, time_of_batch
 from relibra_jax.cli.batching import Batches, make_batches
-from relibra_jax.cli.modelled_time import CostModel, make_cost_model
+from relibra_jax.cli.modelled_time import make_cost_model
 from relibra_jax.cli.options import Batching, Costs
 from relibra_jax.cli.planner_runs import run_contender
+from relibra_jax.cost.cost_model import CostModel
+from relibra_jax.cost.memory import rank_memory
 from relibra_jax.plan import rank_load
 from relibra_jax.planning.metrics import batch_imbalance
 from relibra_jax.traces.trace import Trace
@@ -76,15 +79,11 @@ def price(
         topology = dataclasses.replace(
             setting.topology, replica_slots=strategy.replica_slots, resident_slots=strategy.resident_slots
         )
-        planned, _ = run_contender(
-            strategy.contender,
-            batches,
-            topology,
-            cost=cost_model.unit_times(),
-            seed=setting.batching.seed,
-            timed_runs=0,
-        )
-        times = [cost_model.batch_time(each, topology, cost_model.visits(each, topology)) for each in planned]
+        cost, seed = cost_model.unit_times(topology), setting.batching.seed
+        planned, _ = run_contender(strategy.contender, batches, topology, cost=cost, seed=seed, timed_runs=0)
+        times = [
+            time_of_batch(each, topology, cost, visits=count_visits(each, topology, cost)) for each in planned
+        ]
         load = np.concatenate([np.asarray(rank_load(each.batch_plan.plan)) for each in planned])
         priced.append(
             Advice(
@@ -92,7 +91,7 @@ def price(
                 float(batch_imbalance(load)),
                 float(np.mean([time.total for time in times])),
                 float(np.mean([time.exposed + time.push + time.reorder for time in times])),
-                cost_model.rank_memory(topology, residents=strategy.resident_slots > 0).total,
+                rank_memory(topology, cost_model.model, shards=cost_model.shards).total,
             )
         )
         progress()
@@ -152,6 +151,6 @@ def best_slots(advice: Sequence[Advice]) -> list[Strategy]:
 
 
 def _best(advice: Sequence[Advice], at: float) -> Point:
-    base, *others = advice
-    fastest = min(others, key=lambda each: each.seconds)
-    return Point(at, base.seconds / fastest.seconds - 1, fastest.strategy.label)
+    """Return the fastest strategy, which may be the first one, that does nothing."""
+    fastest = min(advice, key=lambda each: each.seconds)
+    return Point(at, advice[0].seconds / fastest.seconds - 1, fastest.strategy.label)

@@ -4,9 +4,9 @@ import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from relibra_jax.cli.ablation import ablation, assign
-from relibra_jax.cli.modelled_time import CostModel
+from relibra_jax.cli.ablation import ablation
 from relibra_jax.cli.planner_runs import Contender
+from relibra_jax.planning.assignment import assign_samples
 from relibra_jax.planning.planners import PLANNERS
 
 
@@ -26,23 +26,22 @@ class Strategy(NamedTuple):
 
     @property
     def label(self) -> str:
-        """The name with the numbers of slots."""
+        """The name, with the numbers of slots if the strategy uses any."""
+        if not self.replica_slots and not self.resident_slots:
+            return self.name
         return f"{self.name}, R={self.replica_slots} B={self.resident_slots}"
 
 
-def strategies(
-    cost_model: CostModel, *, replica_slots: Sequence[int], resident_slots: Sequence[int]
-) -> list[Strategy]:
+def strategies(*, replica_slots: Sequence[int], resident_slots: Sequence[int]) -> list[Strategy]:
     """Make all strategies. The first one does nothing.
 
     Args:
-        cost_model: the cost model of the planners that choose by modelled time.
         replica_slots: the numbers of replica slots on each rank to try.
         resident_slots: the numbers of resident slots on each rank to try.
     """
-    parts = ablation(cost_model)
+    parts = ablation()
     relibra = PLANNERS["relibra"]
-    both, assigned = Contender(entry=relibra), Contender(entry=relibra, assign=assign)
+    both, assigned = Contender(entry=relibra), Contender(entry=relibra, assign=assign_samples)
     replicas, residents = sorted(set(replica_slots) - {0}), sorted(set(resident_slots) - {0})
     tried = [
         Strategy("nothing", "none", Contender(entry=PLANNERS["static"]), 0, 0),

@@ -19,9 +19,10 @@ class Point(NamedTuple):
     at: float
     """The value that is varied: the tokens per rank, or the imbalance under static placement."""
     gain: float
-    """The modelled time without balancing divided by the time with the strategy, less 1."""
+    """The modelled time without balancing divided by the time with the strategy, less 1. It is 0 if no strategy takes
+    less time than to do nothing, and never negative."""
     strategy: str
-    """The label of the strategy."""
+    """The label of the strategy; ``nothing`` if none takes less time."""
 
 
 def route_some_evenly(trace: Trace, share: float, *, seed: int = 0) -> Trace:

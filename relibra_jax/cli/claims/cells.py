@@ -84,7 +84,7 @@ def _run(
     topology = cell.ranks.topology(trace.num_experts)
     batches = make_batches(trace, cell.batching, topology)
     cost_model = make_cost_model(cell.costs, trace, batches, topology)
-    table, model = contenders(cost_model), MODELS[cell.costs.model]
+    table, model = contenders(), MODELS[cell.costs.model]
     numbers: dict[str, dict[str, Any]] = {}
     slots_of = {name: max(table[name].resident_slots, cell.ranks.resident_slots) for name in rows}
     for slots in sorted(set(slots_of.values())):

@@ -2,15 +2,18 @@
 
 from typing import Final, NamedTuple
 
-from relibra_jax.cli.ablation import ablation, assign
-from relibra_jax.cli.modelled_time import CostModel
+from relibra_jax.cli.ablation import ablation
 from relibra_jax.cli.planner_runs import Contender
+from relibra_jax.planning.assignment import assign_samples
 from relibra_jax.planning.planners import PLANNERS
 
 WITH_RESIDENTS: Final = "relibra, residents"
 WITH_ALL: Final = "relibra, residents, assigned"
 ASSIGNED: Final = "relibra + assign"
-HEADLINE: Final = ("static", "popfetcher", "eplb", "lplb", "relibra", WITH_RESIDENTS, WITH_ALL)
+HEADLINE: Final = (
+    *("static", "popfetcher", "eplb", "eplb_repacked", "lplb", "lplb_repacked", "ultraep", "moonep", "laer"),
+    *("relibra", WITH_RESIDENTS, WITH_ALL),
+)
 """The rows of the headline claims."""
 MORE_PLANNERS: Final = tuple(name for name in PLANNERS if name not in ("relibra_across", *HEADLINE))
 """The baselines that the headline claims do not include."""
@@ -36,15 +39,11 @@ class Row(NamedTuple):
     """The number of resident slots on each rank."""
 
 
-def contenders(cost_model: CostModel) -> dict[str, Row]:
-    """Make all rows, by name.
-
-    Args:
-        cost_model: the cost model of the planners that choose by modelled time.
-    """
+def contenders() -> dict[str, Row]:
+    """Make all rows, by name."""
     rows = {name: Row(Contender(entry=entry)) for name, entry in PLANNERS.items()}
-    rows |= {name: Row(contender) for name, contender in ablation(cost_model).items()}
+    rows |= {name: Row(contender) for name, contender in ablation().items()}
     relibra = PLANNERS["relibra"]
     rows[WITH_RESIDENTS] = Row(Contender(entry=relibra), resident_slots=1)
-    rows[WITH_ALL] = Row(Contender(entry=relibra, assign=assign), resident_slots=1)
+    rows[WITH_ALL] = Row(Contender(entry=relibra, assign=assign_samples), resident_slots=1)
     return rows
