@@ -6,7 +6,7 @@ Both assign the samples to micro-batches and ranks, and the experts to slots, in
 
 from typing import Any
 
-from jaxtyping import Integer, PRNGKeyArray
+from jaxtyping import Float, Integer, PRNGKeyArray
 
 from relibra_jax.planning.alternation import Assign, check_search, plan_alternating
 from relibra_jax.planning.batch_counts import BatchCounts, count_batch, widen_counts
@@ -120,7 +120,7 @@ def plan_loads(
     cost: UnitTimes | None = None,
     routes: Routes | None = None,
     transitions: Transitions | None = None,
-    row_tokens: float | None = None,
+    row_tokens: Float[Array, ""] | float | None = None,
     warm_start: Placement | None = None,
 ) -> tuple[BatchPlan, Any]:
     """Plan a batch from the token counts of each sample, for callers that have no routing replay.

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from jaxtyping import Integer, PRNGKeyArray
+from jaxtyping import Float, Integer, PRNGKeyArray
 
 from relibra_jax.limits import check_integer
 from relibra_jax.planning.alternation import Assign, check_search, plan_alternating, shift_samples
@@ -126,7 +126,7 @@ def plan_stage_loads(
     cost: Sequence[UnitTimes] | None = None,
     routes: Routes | None = None,
     transitions: Transitions | None = None,
-    row_tokens: float | None = None,
+    row_tokens: Float[Array, ""] | float | None = None,
     warm_start: Placement | None = None,
 ) -> tuple[tuple[BatchPlan, ...], Any]:
     """Plan the stages of a batch from the token counts of each sample, for callers that have no routing replay.

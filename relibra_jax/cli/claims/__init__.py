@@ -3,6 +3,7 @@
 ===============  =====================================================================================
 `settings`       the studies to run: cells (a trace, a model, ranks) with their rows; a quick and a full form
 `rows`           the rows of a cell, by name
+`rivals`         the systems of others at their best
 `cells`          running a cell, which gives numbers by row
 `published`      the claims, with their published figures and the figure of relibra_jax, read from a cell
 `own_loads`      baselines on the loads of their own publications

@@ -5,8 +5,8 @@ from typing import Final
 from relibra_jax.cli.claims.cells import CellResult
 from relibra_jax.cli.claims.published import CLAIMS, Figure, figure_of
 from relibra_jax.cli.claims.results import Results
+from relibra_jax.cli.claims.rivals import best_rows
 from relibra_jax.cli.claims.rows import ASSIGNED, WITH_ALL, WITH_RESIDENTS
-from relibra_jax.planning.planners import PLANNERS
 
 AHEAD: Final = 0.005
 """The share by which modelled times must differ for one planner to be ahead of another."""
@@ -43,7 +43,7 @@ def behind(results: Results) -> list[str]:
 
 
 def _slower_assignments(cell: CellResult, kind: str) -> list[str]:
-    """Describe where assigning samples takes more modelled time than keeping the packed assignment."""
+    """Describe where assigning samples takes more modelled time than assigning them by their lengths."""
     lines = []
     for packed, assigned in (("relibra", ASSIGNED), (WITH_RESIDENTS, WITH_ALL)):
         if {packed, assigned} <= cell.rows.keys():
@@ -57,16 +57,13 @@ def _slower_assignments(cell: CellResult, kind: str) -> list[str]:
 
 
 def _planners_ahead(cell: CellResult, kind: str) -> list[str]:
-    """Describe the planners of the planner table whose modelled time is shorter than ReLibra's."""
+    """Describe the systems of others whose best row takes less modelled time than ReLibra."""
     if "relibra" not in cell.rows or not cell.rows["relibra"]["fits"]:
         return []
     own = cell.rows["relibra"]["modelled_seconds"]
-    ahead = {
-        name: own / row["modelled_seconds"] - 1
-        for name, row in cell.rows.items()
-        if name in PLANNERS and row["fits"] and row["modelled_seconds"] * (1 + AHEAD) < own
-    }
+    gains = {name: own / cell.rows[name]["modelled_seconds"] - 1 for name in best_rows(cell.rows).values()}
     return [
         f"{name} is {gain:.1%} faster than relibra in modelled time on {kind} routing ({cell.model}, {cell.ranks})"
-        for name, gain in ahead.items()
+        for name, gain in gains.items()
+        if gain > AHEAD
     ]

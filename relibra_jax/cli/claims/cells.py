@@ -36,7 +36,8 @@ class CellResult:
     synthetic: bool
     """Whether the routing of the trace was drawn at random instead of recorded."""
     cell: dict[str, Any]
-    """The setting: the fields of `Cell`, and ``replica_share``, the memory of replicas over that of the weights."""
+    """The setting: the fields of `Cell`; ``experts``, the trace's number of experts; and ``replica_share``, the memory
+    of replicas over that of the weights."""
     rows: dict[str, dict[str, Any]]
     """The numbers of each row: those of `relibra_jax.cli.outcomes.Outcome`, and ``fits``, whether its memory fits a
     rank of the cluster."""
@@ -47,6 +48,11 @@ class CellResult:
     def model(self) -> str:
         """The name of the model whose sizes are priced."""
         return self.cell["costs"]["model"]
+
+    @property
+    def routing(self) -> str:
+        """The trace with its number of experts, which the figures of a cell depend on."""
+        return f"{self.trace}, {self.cell['experts']} experts"
 
     @property
     def ranks(self) -> str:
@@ -68,7 +74,7 @@ def run_cell(
     Returns:
         The numbers of the rows, or the reason why the cell was skipped.
     """
-    setting = dataclasses.asdict(cell)
+    setting = {**dataclasses.asdict(cell), "experts": trace.num_experts}
     try:
         numbers, share = _run(trace, cell, rows, progress)
     except (ValueError, MemoryError) as error:

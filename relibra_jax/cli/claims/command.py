@@ -40,7 +40,7 @@ class Claims:
     trace: TraceName = None
     """The recorded trace: a name or the path of an .npz file."""
     quick: bool = False
-    """Run only six rows on 2 x 4 ranks with at most four layers, in minutes. The full form takes most of an hour."""
+    """Run only the headline rows on 2 x 4 ranks with at most four layers, in minutes. The full form takes hours."""
     model: str = "gpt-oss-20b"
     """The model that the trace was recorded from. Times are modelled for its sizes and for the paper's models."""
     layers: int = 8
@@ -138,10 +138,14 @@ def _draw(results: Results, folder: Path) -> dict[str, str]:
     if headline:
         fullest = max(len(cell.rows) for cell in headline)
         draw_planners(folder / "planners.png", [cell for cell in headline if len(cell.rows) == fullest])
-        figures["planners.png"] = "Modelled speed of every system, a perfectly balanced run being 100%"
-    if {section for section, cell in results.cells if cell.rows} >= SWEEPS.keys():
+        figures["planners.png"] = (
+            f"Modelled speed of every system at its best, a perfectly balanced run being 100%; {headline[0].routing}"
+        )
+    swept = {section: cell for section, cell in results.cells if cell.rows and section in SWEEPS}
+    if swept.keys() == SWEEPS.keys():
         draw_sweeps(folder / "sweeps.png", results)
-        figures["sweeps.png"] = "Modelled speed in each sweep, relative to the balanced run"
+        routing = swept["nodes"].routing
+        figures["sweeps.png"] = f"Modelled speed in each sweep, relative to the balanced run; {routing}"
     return figures
 
 

@@ -12,6 +12,7 @@ from matplotlib.ticker import PercentFormatter
 from relibra_jax.cli.claims.cells import CellResult
 from relibra_jax.cli.claims.report import SWEEPS, varied
 from relibra_jax.cli.claims.results import Results
+from relibra_jax.cli.claims.rivals import OWN, best_rival, best_rows
 from relibra_jax.cli.claims.rows import ASSIGNED, WITH_ALL, WITH_RESIDENTS
 from relibra_jax.cli.claims.rows import PARTS as ABLATIONS
 from relibra_jax.cli.drawing import bare, save_figure
@@ -20,6 +21,8 @@ from relibra_jax.cli.planner_runs import is_reconstruction
 
 RESIDENTS: Final = "residents"
 """The group of ReLibra's rows with a resident slot."""
+BEST_RIVAL: Final = "best rival"
+"""The group of the fastest row of all systems of others."""
 LABELS: Final = {name: system.label for name, system in SYSTEMS.items()} | {
     RESIDENTS: "ReLibra, one resident per rank",
     PARTS: "parts of ReLibra",
@@ -32,15 +35,17 @@ DIM: Final = "#6a737c"
 def draw_planners(path: Path, cells: Sequence[CellResult]) -> None:
     """Draw the modelled speed of every system, the balanced run being 100%.
 
-    Each system has one line, with a bar for the row of its name and a dot for each of its other rows.
+    Each system has one line, with a bar for one row and a dot for each of its other rows. The bar of a system of others
+    is its fastest row. One more line has the fastest row of all these systems.
 
     Args:
         path: the PNG file to write.
         cells: the cells, a panel each, with the same rows.
     """
     groups = [_by_group(cell.rows) for cell in cells]
+    bars = [_bar_rows(cell.rows) for cell in cells]
     first = groups[0]
-    order = sorted(first, key=lambda name: (name == PARTS, -first[name].get(_row_of(name), 0)))
+    order = sorted(first, key=lambda name: (name == PARTS, -first[name].get(bars[0].get(name, ""), 0)))
     figure, panels = plt.subplots(
         *(1, len(cells)),
         figsize=(2.4 + 4.3 * len(cells), 1.6 + 0.36 * len(order)),
@@ -51,9 +56,9 @@ def draw_planners(path: Path, cells: Sequence[CellResult]) -> None:
     title = "Modelled speed of expert-parallel layers in training; a perfectly balanced run is 100%"
     figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold", color=INK)
     fastest = max(max(rows.values()) for group in groups for rows in group.values())
-    for axes, cell, group in zip(panels[0], cells, groups, strict=True):
+    for axes, cell, group, bar_of in zip(panels[0], cells, groups, bars, strict=True):
         for line, name in enumerate(order):
-            _draw_group(axes, line, name, group[name])
+            _draw_group(axes, line, bar_of.get(name), group[name])
         axes.axvline(1, color=INK, linewidth=1, linestyle=(0, (3, 2)))
         nodes, local = cell.ranks.split("x")
         axes.set_title(f"{nodes} nodes x {local} ranks", fontsize=11, loc="left", color=INK)
@@ -75,8 +80,8 @@ def draw_planners(path: Path, cells: Sequence[CellResult]) -> None:
 def _footnote(cell: CellResult) -> str:
     """Return the line below the panels: the setting, and the meaning of the dots and the star."""
     parts = [
-        f"{cell.trace}, {cell.model} on {cell.cell['costs']['cluster']}",
-        "dots: other settings of a system",
+        f"{cell.routing}, {cell.model} on {cell.cell['costs']['cluster']}",
+        "bars: systems of others at their best; dots: other settings of a system",
     ]
     if any(is_reconstruction(name) for name in cell.rows):
         parts.append("* written from the text of its paper, whose code was not available")
@@ -93,23 +98,25 @@ def _by_group(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, floa
         elif name in PARTS_OF_RELIBRA:
             group = PARTS
         groups.setdefault(group, {})[name] = row["share_of_balanced"]
-    return groups
+    rival = best_rival(rows)
+    return groups if rival is None else groups | {BEST_RIVAL: {rival: rows[rival]["share_of_balanced"]}}
 
 
-def _row_of(group: str) -> str:
-    """Return the row that a group's bar stands for."""
-    return WITH_RESIDENTS if group == RESIDENTS else group
+def _bar_rows(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """Return the row that each group's bar stands for, by group."""
+    bars = {OWN: OWN, RESIDENTS: WITH_RESIDENTS} | best_rows(rows)
+    rival = best_rival(rows)
+    return bars if rival is None else bars | {BEST_RIVAL: rival}
 
 
 def _label(group: str, rows: Mapping[str, float]) -> str:
     return LABELS.get(group, group) + "*" * all(is_reconstruction(name) for name in rows)
 
 
-def _draw_group(axes: Axes, line: int, group: str, rows: Mapping[str, float]) -> None:
+def _draw_group(axes: Axes, line: int, main_row: str | None, rows: Mapping[str, float]) -> None:
     """Draw one line of a panel: the bar, the dots, and the number in a column at the right."""
-    main_row = _row_of(group)
-    if main_row in rows:
-        axes.barh(line, rows[main_row], color=planner_style(main_row.partition(",")[0]).colour, height=0.7)
+    if main_row is not None and main_row in rows:
+        axes.barh(line, rows[main_row], color=planner_style(system_of(main_row)).colour, height=0.7)
         weight = "bold" if main_row.startswith("relibra") else "normal"
         axes.annotate(
             *(f"{rows[main_row]:.0%}", (1, line)),

@@ -10,7 +10,7 @@ import dataclasses
 from typing import Final, NamedTuple
 
 from relibra_jax.cli.claims.cells import Cell
-from relibra_jax.cli.claims.rows import HEADLINE, MORE_PLANNERS, PARTS, WITH_ALL, WITH_RESIDENTS
+from relibra_jax.cli.claims.rows import HEADLINE, MORE_PLANNERS, PARTS, WITH_ALL
 from relibra_jax.cli.options import Batching, Costs, Ranks
 
 PAPER_MODELS: Final = ("qwen3-30b-a3b", "glm-4.5-106b-a12b", "qwen3-235b-a22b")
@@ -37,18 +37,17 @@ class Study(NamedTuple):
 
 
 def quick_studies(model: str) -> list[Study]:
-    """Make the studies of the quick form: six rows on the recorded trace and 2 x 4 ranks.
+    """Make the studies of the quick form: the headline rows on the recorded trace and 2 x 4 ranks.
 
     Args:
         model: the model whose sizes are modelled.
     """
-    rows = tuple(name for name in HEADLINE if name != WITH_RESIDENTS)
     cell = Cell(ranks=Ranks(), batching=Batching(), costs=Costs(model=model))
-    return [Study("headline", None, cell, rows)]
+    return [Study("headline", None, cell, HEADLINE)]
 
 
 def full_studies(model: str) -> list[Study]:
-    """Make all studies. Running them takes most of an hour on two cores.
+    """Make all studies. Running them takes hours on two cores.
 
     Args:
         model: the model that the trace was recorded from.
