@@ -19,7 +19,7 @@ from relibra_jax.execution import (
     ExpertParallel,
     expert_mesh,
 )
-from relibra_jax.execution.parallel import PATHS
+from relibra_jax.exchange_rules import PATHS
 from relibra_jax.plan import home_layout
 from relibra_jax.plan_check import check_plan
 from relibra_jax.planning.planners import PLANNERS

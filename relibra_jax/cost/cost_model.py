@@ -1,19 +1,19 @@
 """The cost model: hardware, model sizes and the way in which layers run, and the price of a batch that follows.
 
 `CostModel.unit_times` is the only price: planners compare plans by it, and `relibra_jax.cost.batch_time` sums it up. By
-default it prices what a step runs on GPUs by default: the exchange that ``auto`` chooses, with the padding and the spare
-room of its buffers, hops one after the other, and experts that move in pieces over all ranks.
+default it prices what a step runs on GPUs by default: the exchange that ``auto`` chooses, with the padding and the
+spare room of its buffers, hops one after the other, and experts that move in pieces over all ranks.
 `relibra_jax.nnx.Balancer` replaces every ``auto`` by what its own steps run.
 """
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from relibra_jax.cost.hardware import Cluster
 from relibra_jax.cost.models import Model
 from relibra_jax.exchange_rules import AUTO, PATHS, choose_exchange, choose_path
-from relibra_jax.limits import check_integer, check_positive
+from relibra_jax.limits import check_integer, check_not_negative, check_positive
 from relibra_jax.types import Topology, UnitTimes
 
 ACTIVATION_BYTES: Final = 2
@@ -95,9 +95,9 @@ class CostModel:
     """The exchange of replicas, likewise."""
     spare_room: bool = True
     """Whether the buffers of padded exchanges have the spare room with which `relibra_jax.nnx.Balancer` makes them."""
-    rows: str = "packed"
+    rows: str = AUTO
     """``packed`` if rows hold several samples, as with ``Balancer(pack_rows=True)``. ``padded`` if every sample has a
-    row of its own, padded to the longest."""
+    row of its own, padded to the longest. ``auto`` is packed unless a `relibra_jax.nnx.Balancer` runs padded rows."""
     updates: int = 1
     """The number of optimizer updates in a batch, among which its micro-batches are divided."""
     recompute: bool = False
@@ -117,13 +117,14 @@ class CostModel:
         for name in ("data_parallel", "shards"):
             check_integer(name, getattr(self, name), least=1)
         count_passes(self.updates, recompute=self.recompute)
+        _check_numbers(self.cluster, self.model)
         kinds = (AUTO, "padded", "ragged")
         for name, names in (
             ("path", (AUTO, *PATHS)),
             ("between", kinds),
             ("inside", kinds),
             ("fetch", kinds),
-            ("rows", ROWS),
+            ("rows", (AUTO, *ROWS)),
         ):
             if getattr(self, name) not in names:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be one of {', '.join(names)}")
@@ -148,9 +149,9 @@ class CostModel:
         in_node = choose_exchange(local, crosses_nodes=False, on_gpu=True)
         ranks = topology.num_ranks if path == "flat" else nodes
         across = choose_exchange(ranks, crosses_nodes=nodes > 1, on_gpu=True)
-        kinds = {"between": across, "inside": in_node, "fetch": in_node}
-        chosen = {name: kind for name, kind in kinds.items() if getattr(self, name) == AUTO}
-        return dataclasses.replace(self, path=path, **chosen)
+        kinds = {"path": path, "between": across, "inside": in_node, "fetch": in_node, "rows": "packed"}
+        chosen: dict[str, Any] = {name: kind for name, kind in kinds.items() if getattr(self, name) == AUTO}
+        return dataclasses.replace(self, **chosen)
 
     def unit_times(
         self, topology: Topology, *, updates: int | None = None, recompute: bool | None = None
@@ -182,7 +183,9 @@ class CostModel:
         moved = 2.0 * STATE_BYTES * expert
         move = moved * (1 - 1 / nodes) / slow if nodes > 1 else moved * (1 - 1 / local) / fast
         # The sum of gradients goes over the ranks of each node, then over nodes in equal parts, and back.
-        gradients = 2.0 * ACCUMULATOR_BYTES * (dense + 2.0 * model.width * model.vocabulary / model.moe_layers)
+        gradients = (
+            2.0 * ACCUMULATOR_BYTES * (dense + 2.0 * model.width * model.vocabulary / model.moe_layers)
+        )
         reduce = gradients * ((1 - 1 / local) / fast + (1 - 1 / nodes) / local / slow)
         owned = topology.home_slots * expert / self.shards + dense / (self.shards * topology.num_ranks)
         return UnitTimes(
@@ -205,8 +208,20 @@ class CostModel:
             between=run.between,
             inside=run.inside,
             fetches=run.fetch,
-            rows=self.rows,
+            rows=run.rows,
             shared_link=cluster.shared_link,
             data_parallel=self.data_parallel,
             spare_room=self.spare_room,
         )
+
+
+def _check_numbers(cluster: Cluster, model: Model) -> None:
+    """Raise ValueError if a speed is not positive and finite, or a size is negative or, where there must be one, 0."""
+    for field in dataclasses.fields(cluster):
+        if field.type is float:
+            check_positive(f"cluster.{field.name}", getattr(cluster, field.name))
+    check_not_negative("cluster.tile", float(cluster.tile))
+    for name in ("moe_layers", "num_experts", "top_k", "width", "expert_width"):
+        check_integer(f"model.{name}", getattr(model, name), least=1)
+    for name in ("shared_width", "attention_params", "attention_width", "vocabulary"):
+        check_integer(f"model.{name}", getattr(model, name), least=0)

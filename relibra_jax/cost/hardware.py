@@ -81,3 +81,21 @@ CLUSTERS = {
     "h100-ethernet-200": dataclasses.replace(_H100, slow_bandwidth=200e9 / 8 / 8, shared_link=True),
     "h100-ethernet-100": dataclasses.replace(_H100, slow_bandwidth=100e9 / 8 / 8, shared_link=True),
 }
+
+_GPUS = {"H100": "h100", "H200": "h200", "GB200": "gb200-nvl72"}
+"""The names of clusters, by the GPU in the name of a device kind."""
+
+
+def find_cluster(device_kind: str) -> str | None:
+    """Find the named cluster for a kind of device.
+
+    Args:
+        device_kind: the name that JAX has for the device, `jax.Device.device_kind`.
+
+    Returns:
+        A key of `CLUSTERS`, or None if there is none for this device.
+
+    >>> find_cluster("NVIDIA H100 80GB HBM3"), find_cluster("NVIDIA GH200 480GB")
+    ('h100', None)
+    """
+    return next((_GPUS[word] for word in device_kind.split() if word in _GPUS), None)

@@ -8,26 +8,31 @@ import functools
 import math
 import sys
 from dataclasses import dataclass
-from typing import Final
+from typing import NamedTuple
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from relibra_jax.capacity import Capacities, ExchangeSizes, worst_case_capacities
+from relibra_jax.exchange_rules import AUTO, PATHS, choose_exchange, choose_path
 from relibra_jax.execution.exchange import KINDS, Exchange
 from relibra_jax.execution.fetch_tables import FETCHES, PULLED
 from relibra_jax.execution.mesh import LOCAL, NODE, RANKS, check_mesh, why_not_remote
 from relibra_jax.hot_ranks import HotRanks
 from relibra_jax.types import Array, LayerPlan, Topology, check_shape
 
-PATHS: Final = ("flat", "hierarchical")
-AUTO: Final = "auto"
-"""The value that lets the library choose what suits the mesh and the model."""
-MOST_RAGGED_RANKS: Final = 8
-"""The largest number of ranks for which XLA runs a ragged exchange on GPUs in one kernel.
 
-Beyond this number, hangs and slow paths have been reported.
-"""
+class Kinds(NamedTuple):
+    """The path of tokens and the kinds of exchange that a layer runs, with every ``auto`` replaced."""
+
+    path: str
+    """``flat`` or ``hierarchical``."""
+    between: str
+    """The exchange between nodes. On the flat path it is the exchange between all ranks."""
+    inside: str
+    """The exchange inside nodes. The flat path does not run it."""
+    fetch: str
+    """The fetch of replicas."""
 
 
 @jax.tree_util.register_static
@@ -155,7 +160,17 @@ class ExpertParallel:
         if self.path != AUTO:
             return self.path == "hierarchical"
         counted = self.capacities is None or self.capacities.node is not None
-        return self.topology.num_nodes > 1 and top_k > 1 and counted
+        return counted and choose_path(self.topology.num_nodes, top_k) == "hierarchical"
+
+    def kinds(self, top_k: int) -> Kinds:
+        """Return the path and the kinds of exchange that layers run for tokens with ``top_k`` experts."""
+        hierarchical = self.is_hierarchical(top_k)
+        return Kinds(
+            path="hierarchical" if hierarchical else "flat",
+            between=self._kind(self.exchange, (NODE,) if hierarchical else RANKS),
+            inside=self._kind(self.exchange, (LOCAL,)),
+            fetch=self._kind(self.fetch, self.domain),
+        )
 
     def token_exchange(self, axes: tuple[str, ...], sizes: ExchangeSizes) -> Exchange:
         """Return the exchange of tokens along the mesh axes ``axes``, with buffers of the given sizes."""
@@ -173,22 +188,19 @@ class ExpertParallel:
         if kind != AUTO:
             return kind
         ranks = math.prod(self.mesh.shape[axis] for axis in axes)
-        inside_node = NODE not in axes or self.topology.num_nodes == 1
+        crosses_nodes = NODE in axes and self.topology.num_nodes > 1
         on_gpu = self.mesh.devices.flat[0].platform in ("gpu", "cuda")
-        return "ragged" if on_gpu and inside_node and ranks <= MOST_RAGGED_RANKS else "padded"
+        return choose_exchange(ranks, crosses_nodes=crosses_nodes, on_gpu=on_gpu)
 
     def print_choices(self, top_k: int) -> None:
         """Print the path and exchanges that ``auto`` chose, on process 0 and once for equal choices."""
         if AUTO not in (self.path, self.exchange, self.fetch) or jax.process_index():
             return
-        if self.is_hierarchical(top_k):
-            between, inside = (self._kind(self.exchange, (axis,)) for axis in RANKS)
-            tokens = f"hierarchical, {between} between nodes and {inside} inside them"
-        else:
-            tokens = f"flat, {self._kind(self.exchange, RANKS)}"
-        replicas = ""
-        if self.topology.replica_slots:
-            replicas = f"; replicas {self._kind(self.fetch, self.domain)}"
+        kinds = self.kinds(top_k)
+        tokens = f"flat, {kinds.between}"
+        if kinds.path == "hierarchical":
+            tokens = f"hierarchical, {kinds.between} between nodes and {kinds.inside} inside them"
+        replicas = f"; replicas {kinds.fetch}" if self.topology.replica_slots else ""
         ranks, platform = " x ".join(map(str, self.ranks)), self.mesh.devices.flat[0].platform
         _print_once(f"relibra_jax, {ranks} ranks on {platform}: tokens {tokens}{replicas}")
 

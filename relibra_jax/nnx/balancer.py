@@ -11,7 +11,8 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Literal
 
 import jax
 import numpy as np
@@ -20,12 +21,16 @@ from jax.sharding import Mesh
 from jaxtyping import Bool, Int, Integer, PRNGKeyArray
 
 from relibra_jax.capacity import Capacities
-from relibra_jax.execution.parallel import AUTO, ExpertParallel
+from relibra_jax.cost.cost_model import CostModel
+from relibra_jax.exchange_rules import AUTO
+from relibra_jax.execution.parallel import ExpertParallel
 from relibra_jax.nnx.balancer_state import BalancerState, check_state, from_host, to_host, zero_capacities
 from relibra_jax.nnx.batch_checks import check_aligned_left, check_model_homes, check_replay_layers
 from relibra_jax.nnx.batch_order import BatchOrder
+from relibra_jax.nnx.derived_cost import BALANCE, check_cost, derive_cost, resolve_cost, stage_times
 from relibra_jax.nnx.finite import check_finite
 from relibra_jax.nnx.homes import reorder_experts
+from relibra_jax.nnx.modelled_times import ModelledTimes, model_stage
 from relibra_jax.nnx.prepare_batch import live_stages, replayed_batch
 from relibra_jax.nnx.prepared import PreparedBatch
 from relibra_jax.nnx.put_on_mesh import put_on_mesh, replicate
@@ -57,8 +62,9 @@ class Balancer:
         num_micro_batches: M, the number of micro-batches that each copy of the group runs for one gradient, for
             `prepare`.
         key: random key for the planner and the assignment, the same on all processes.
-        assign: the function that assigns samples to micro-batches and ranks; it takes a ``key``. None keeps the
-            samples in order.
+        assign: the function that assigns samples to micro-batches and ranks. Pass the same object for every balancer
+            of equal settings, or each of them compiles its search again. None keeps the initial assignment: samples in
+            order, or packed by length with ``pack_rows``.
         across_nodes: whether the planner may put a replica on a different node than its expert's home.
         capacities: initial buffer sizes for stages of every shape. Sizes of an earlier run save the first batches from
             compiling steps for smaller buffers.
@@ -71,9 +77,15 @@ class Balancer:
         fetch: the kind of replica fetch.
         implementation: the implementation of `pallas_kernels.grouped_mlp`.
         check_rows: whether layers count the rows that reach their slots.
+        cost: the price for which batches are planned, a `relibra_jax.cost.cost_model.CostModel`. Where it says
+            ``auto``, it takes what layers run. None derives one from the first model that is prepared and from the
+            kind of its devices (`relibra_jax.nnx.derived_cost.derive_cost`), with attention of the usual size, 4 D^2
+            weights and heads of together D, and no output head. Give one if the model differs or trains with
+            several updates. ``"balance"`` plans for balance instead of time, for ablations.
 
     Raises:
-        ValueError: if the mesh does not fit the topology, a name is unknown, or a number is below 1.
+        ValueError: if the mesh does not fit the topology, a name is unknown, a number is below 1, or ``cost`` is fixed
+            to a path, exchange, layout of rows or number of copies that does not run.
 
     >>> import optax
     >>> from relibra_jax import relibra
@@ -111,6 +123,7 @@ class Balancer:
         fetch: str = AUTO,
         implementation: str | None = None,
         check_rows: bool = False,
+        cost: CostModel | Literal["balance"] | None = None,
     ):
         if num_micro_batches < 1 or num_layers < 1:
             raise ValueError(
@@ -138,6 +151,20 @@ class Balancer:
         self._row_shapes: dict[str, tuple[int, int]] = {}
         self._order = BatchOrder()
         self._warm_start: Placement | None = None
+        self._for_balance, self._cost = cost == BALANCE, None
+        if isinstance(cost, CostModel):
+            self._cost = self._resolve(cost)
+        elif cost not in (None, BALANCE):
+            raise ValueError(f"cost={cost!r} must be a CostModel, {BALANCE!r}, or None to derive one")
+
+    @property
+    def cost(self) -> CostModel | None:
+        """The cost model for which batches are planned, with what layers run in place of every ``auto``.
+
+        None if batches are planned for balance, and before the first batch if the cost model is derived. With
+        ``balancer.cost.unit_times(topology)``, `relibra_jax.plan_batch` finds the same plans.
+        """
+        return self._cost
 
     @property
     def live(self) -> ExpertParallel:
@@ -193,7 +220,8 @@ class Balancer:
             The prepared batch, an argument of its training steps.
 
         Raises:
-            ValueError: if the replay has a different number of layers or experts than the model, the optimizer has
+            ValueError: if the cost model has other sizes than the model's layers, the replay has a different number of
+                layers or experts than the model, the optimizer has
                 made no step since the previous batch was prepared, the model's homes differ from the balancer's, a
                 parameter is not finite, the processes computed different plans, or the plan breaks a rule. Nothing has
                 moved then.
@@ -214,6 +242,7 @@ class Balancer:
         *,
         num_micro_batches: Sequence[int],
         samples: Sequence[range | None] | None = None,
+        updates: Sequence[int] | None = None,
         num_samples: int | None = None,
         capacities: Capacities | None = None,
     ) -> tuple[PreparedBatch, ...]:
@@ -232,6 +261,8 @@ class Balancer:
             samples: a range of consecutive samples for each stage, where None is all samples:
                 ``(None, range(0, 16), range(16, 32))`` for a recompute of 32 samples and two updates. By default every
                 stage has all samples.
+            updates: the number of optimizer updates of each stage, for the price: 0 for a recompute, which has only a
+                forward pass. By default 1 for each of several stages, and those of the cost model for a single stage.
             num_samples: B, the number of samples, for live routing only.
             capacities: buffer sizes, for live routing only, as for `prepare`.
 
@@ -240,9 +271,10 @@ class Balancer:
             with equal numbers of micro-batches and rows have equal buffer sizes, and therefore share compiled steps.
 
         Raises:
-            ValueError: under the conditions of `prepare`, if the samples of a stage are not consecutive, or if a stage
-                has fewer samples than micro-batches.
+            ValueError: under the conditions of `prepare`, if the samples of a stage are not consecutive, if a stage has
+                fewer samples than micro-batches, or if ``updates`` does not have a number for each stage.
         """
+        self._price(model)
         if replay is None:
             live = dataclasses.replace(self.live, capacities=capacities)
             stages = live_stages(
@@ -268,12 +300,13 @@ class Balancer:
             if self._pack_rows:
                 check_aligned_left(np.asarray(replay.mask))
             key, assign_key = jax.random.split(self._key)
-            plans, planner_state = plan_and_check(
-                *(replay, self._planner_state, assign_key),
-                self._search_settings(len(replay.mask), num_micro_batches, samples),
+            search = self._search_settings(len(replay.mask), num_micro_batches, samples, updates)
+            planned = plan_and_check(
+                *(replay, self._planner_state, assign_key, search),
                 across_nodes=self._parallel.across_nodes,
                 warm_start=self._warm_start,
             )
+            plans = planned.stages
             plan_seconds = time.perf_counter() - start
         with jax.profiler.TraceAnnotation("size"):
             start = time.perf_counter()
@@ -281,16 +314,24 @@ class Balancer:
             sizes = grow_sizes(self._capacities, self._first_capacities, plans, visits, self._parallel)
             seconds = (plan_seconds, time.perf_counter() - start)
         with jax.profiler.TraceAnnotation("migrate"):
+            model_times: list[Callable[[], ModelledTimes] | None] = [None] * len(plans)
+            if search.cost is not None:
+                model_times = [
+                    functools.partial(
+                        model_stage, plan, planned.counts, search, number, previous_home=self._home
+                    )
+                    for number, plan in enumerate(plans)
+                ]
             stages = tuple(
                 self._replayed_stage(
-                    plan, sizes[stage_shape(plan, self._parallel)], replay, seconds, stage_visits
+                    plan, sizes[stage_shape(plan, self._parallel)], replay, seconds, stage_visits, times
                 )
-                for plan, stage_visits in zip(plans, visits, strict=True)
+                for plan, stage_visits, times in zip(plans, visits, model_times, strict=True)
             )
             put_on_mesh(model, optimizer, self.mesh)
             home = np.asarray(plans[0].plan.home)
             reorder_experts(model, optimizer, home, mesh=self.mesh, topology=self.topology)
-        self._planner_state, self._key = planner_state, key
+        self._planner_state, self._key = planned.state, key
         self._home, self._capacities, self._warm_start = home, sizes, None
         check_in_force = self._order.begin(optimizer)
         for stage in stages:
@@ -313,6 +354,7 @@ class Balancer:
         *,
         num_micro_batches: Sequence[int] | None = None,
         samples: Sequence[range | None] | None = None,
+        updates: Sequence[int] | None = None,
     ) -> None:
         """Search homes for the next batch while its rollout still runs, from the counts of the finished samples.
 
@@ -330,6 +372,8 @@ class Balancer:
                 (`relibra_jax.planning.unfinished.fill_unfinished`).
             num_micro_batches: M of each stage, for `prepare_stages`. By default that of `prepare`.
             samples: the samples of each stage, as for `prepare_stages`.
+            updates: the number of optimizer updates of each stage, as for `prepare_stages`. A cost model that is
+                derived is not known before the first batch, so the search is then for balance.
 
         Raises:
             ValueError: if the planner cannot start from given homes, no sample has finished, or the counts have another
@@ -343,7 +387,8 @@ class Balancer:
         check_shape("sample_load", sample_load.shape, shape)
         if not np.asarray(finished).any():
             raise ValueError(f"plan_ahead: none of {len(tokens)} samples has finished")
-        search = self._search_settings(len(tokens), num_micro_batches or (self.num_micro_batches,), samples)
+        numbers = num_micro_batches or (self.num_micro_batches,)
+        search = self._search_settings(len(tokens), numbers, samples, updates)
         key = jax.random.split(self._key, 3)[2]
         batch_number = self._order.number
         with jax.profiler.TraceAnnotation("plan_ahead"):
@@ -351,18 +396,44 @@ class Balancer:
         if self._order.number == batch_number:
             self._warm_start = placement
 
+    def _resolve(self, cost: CostModel) -> CostModel:
+        """Return a cost model for what layers run, which depends on whether buffer sizes count crossings."""
+        parallel = dataclasses.replace(self._parallel, capacities=self._first_capacities)
+        return resolve_cost(cost, parallel, pack_rows=self._pack_rows)
+
+    def _price(self, model: nnx.Module) -> None:
+        """Derive the cost model from the first model, or check that it has the model's sizes."""
+        if self._for_balance:
+            return
+        if self._cost is None:
+            derived = derive_cost(model, num_layers=self.num_layers, mesh=self.mesh)
+            self._cost = self._resolve(derived)
+        check_cost(self._cost, model, num_layers=self.num_layers)
+
     def _search_settings(
-        self, num_samples: int, num_micro_batches: Sequence[int], samples: Sequence[range | None] | None
+        self,
+        num_samples: int,
+        num_micro_batches: Sequence[int],
+        samples: Sequence[range | None] | None,
+        updates: Sequence[int] | None,
     ) -> Search:
-        """Return the settings of the search for the plans of some stages; equal stages give equal settings."""
-        copies = math.prod(self._parallel.copies)
+        """Return the settings of the search for the plans of some stages."""
+        copies, stages = math.prod(self._parallel.copies), len(num_micro_batches)
+        if updates is not None and len(updates) != stages:
+            raise ValueError(f"updates has {len(updates)} entries, but num_micro_batches has {stages} stages")
+        times = None
+        if self._cost is not None:
+            if updates is None:
+                updates = (1,) * stages if stages > 1 else (self._cost.updates,)
+            times = stage_times(self._cost, self.topology, updates)
         return Search(
             planner=self.planner,
             topology=self.topology,
             num_micro_batches=tuple(copies * number for number in num_micro_batches),
-            samples=tuple(stage_samples(num_samples, len(num_micro_batches), samples)),
+            samples=tuple(stage_samples(num_samples, stages, samples)),
             assign=self.assign,
-            by_length=self._pack_rows,
+            cost=times,
+            in_order=times is None and not self._pack_rows,
         )
 
     def _replayed_stage(
@@ -372,6 +443,7 @@ class Balancer:
         replay: RoutingReplay,
         seconds: tuple[float, float],
         visits: Int[np.ndarray, "M L P N"] | None,
+        model_times: Callable[[], ModelledTimes] | None,
     ) -> PreparedBatch:
         plan_on_mesh = jax.tree.map(functools.partial(replicate, mesh=self.mesh), plan)
         layout, rows = None, plan.assignment.sample[0].size
@@ -388,4 +460,5 @@ class Balancer:
             rows=layout,
             seconds=seconds,
             visits=visits,
+            model_times=model_times,
         )

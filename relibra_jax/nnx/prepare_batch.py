@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ from jaxtyping import Bool, Int
 
 from relibra_jax.execution.parallel import ExpertParallel
 from relibra_jax.execution.prepared_layer import PreparedLayer, prepare_layers
+from relibra_jax.nnx.modelled_times import ModelledTimes
 from relibra_jax.nnx.prepared import PreparedBatch
 from relibra_jax.planning.alternation import shift_samples
 from relibra_jax.planning.assignment import assign_in_order
@@ -30,6 +31,7 @@ def replayed_batch(
     rows: RowLayout | None,
     seconds: tuple[float, float],
     visits: Int[np.ndarray, "M L P N"] | None,
+    model_times: Callable[[], ModelledTimes] | None,
 ) -> PreparedBatch:
     """Prepare a batch that follows recorded routing; its layers are prepared on the devices.
 
@@ -41,6 +43,7 @@ def replayed_batch(
         rows: the layout of samples in rows. None puts one sample in a row.
         seconds: the seconds that planning and buffer sizing took, for all stages of the batch.
         visits: the number of tokens that each rank sends to each node. None on the flat path.
+        model_times: a function that models the times of the stage. None if the batch was planned without a price.
 
     Raises:
         RuntimeError: if the devices find a layer invalid. This should not happen with a checked plan and counted
@@ -55,6 +58,7 @@ def replayed_batch(
         rows=rows,
         seconds=seconds,
         visits=visits,
+        model_times=model_times,
     )
     layers, valid = _prepare(*batch().to_ranks(tuple(replay)), batch_plan, parallel)
     invalid = np.argwhere(~np.asarray(valid))

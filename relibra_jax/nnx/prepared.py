@@ -13,6 +13,7 @@ from jaxtyping import Int, PyTree
 
 from relibra_jax.execution.parallel import ExpertParallel
 from relibra_jax.execution.prepared_layer import PreparedLayer
+from relibra_jax.nnx.modelled_times import ModelledTimes, summarise
 from relibra_jax.row_packing import RowLayout
 from relibra_jax.types import EMPTY, Array, Assignment, BatchPlan
 
@@ -58,10 +59,12 @@ class PreparedBatch:
         rows: RowLayout | None = None,
         seconds: tuple[float, float] = (0.0, 0.0),
         visits: Int[np.ndarray, "M L P N"] | None = None,
+        model_times: Callable[[], ModelledTimes] | None = None,
     ):
         self._batch_plan, self.parallel = batch_plan, parallel
         self.plan_seconds, self.size_seconds = seconds
         self.visits = visits
+        self._model_times = model_times
         self._rows, self._num_tokens = rows, num_tokens
         self._layers, self._assignment, self._num_samples = layers, assignment, num_samples
         self.check_in_force = None
@@ -79,6 +82,32 @@ class PreparedBatch:
         if self._batch_plan is None:
             raise ValueError("this batch was prepared for live routing, which has no plan")
         return self._batch_plan
+
+    @functools.cached_property
+    def modelled_times(self) -> ModelledTimes | None:
+        """The modelled time of this stage under its plan, if it stayed put, and balanced; computed on first use.
+
+        None for live routing, for plans without a price (``Balancer(cost="balance")``), and under jit.
+        """
+        return None if self._model_times is None else self._model_times()
+
+    def summary(self) -> str:
+        """Describe in five lines what the plan is expected to gain: modelled time, not measured, by parts.
+
+        The lines are a title, the plan, staying put (`relibra_jax.nnx.modelled_times.ModelledTimes`), the balanced run,
+        and the shares with the measured seconds of planning. A batch without a price has one line that says so. Runs on
+        the host.
+        """
+        if self._assignment is None:
+            raise ValueError("summary runs on the host: call it on the object that Balancer.prepare returned")
+        if self._batch_plan is None:
+            return "this batch routes live: it has no plan, so no time is modelled"
+        if self.modelled_times is None:
+            return (
+                "this batch was planned for balance, without a price, so no time is modelled; planned in"
+                f" {self.plan_seconds:.2f} s (measured)"
+            )
+        return summarise(self.modelled_times, self.plan_seconds)
 
     def layers(self) -> PreparedLayer | None:
         """Return the prepared layers of all micro-batches, stacked ``[M, L, *copies]``; None for live routing.

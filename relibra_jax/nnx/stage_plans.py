@@ -4,9 +4,7 @@ The planning programs are compiled for the host because it has idle cores while 
 therefore run during a rollout.
 """
 
-import dataclasses
-import functools
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import jax
 from jaxtyping import Bool, Integer, PRNGKeyArray
@@ -19,8 +17,9 @@ from relibra_jax.planning.assignment import assign_in_order
 from relibra_jax.planning.batch_counts import BatchCounts, count_batch
 from relibra_jax.planning.placement import Placement
 from relibra_jax.planning.plan_stages import plan_stage_loads
+from relibra_jax.planning.starts import start_assignment
 from relibra_jax.planning.unfinished import fill_unfinished
-from relibra_jax.types import Array, BatchPlan, Planner, RoutingReplay, Topology
+from relibra_jax.types import Array, Assignment, BatchPlan, Planner, RoutingReplay, Topology, UnitTimes
 
 ROUNDS: Final = 4
 """Rounds of assignment and placement in a search without a warm start."""
@@ -33,9 +32,8 @@ full search within 0.1%, in 0.4 of its time; one round misses it by up to 0.3%
 """
 
 
-@dataclasses.dataclass(frozen=True)
-class Search:
-    """The settings of the search for a batch's plans. Equal settings share a compiled program."""
+class Search(NamedTuple):
+    """The settings of the search for a batch's plans."""
 
     planner: Planner
     topology: Topology
@@ -44,9 +42,23 @@ class Search:
     samples: tuple[range, ...]
     """The samples of each stage."""
     assign: Assign | None
-    """The function that assigns samples; it takes a ``key``. None keeps the initial assignment."""
-    by_length: bool
-    """Whether the initial assignment packs samples by length, as for packed rows. Otherwise it keeps their order."""
+    """The function that assigns samples. None keeps the initial assignment."""
+    cost: tuple[UnitTimes, ...] | None
+    """The unit times of each stage. None plans for balance."""
+    in_order: bool
+    """Whether the search starts from samples in their order. Otherwise it starts from the assignment of
+    `relibra_jax.planning.starts.start_assignment`."""
+
+
+class Planned(NamedTuple):
+    """The checked plans of a batch, on the host."""
+
+    stages: tuple[BatchPlan, ...]
+    """The batch plan of each stage."""
+    state: Any
+    """The planner's state after the batch."""
+    counts: BatchCounts
+    """The counts from which the batch was planned."""
 
 
 def plan_and_check(
@@ -57,8 +69,10 @@ def plan_and_check(
     *,
     across_nodes: bool,
     warm_start: Placement | None,
-) -> tuple[tuple[BatchPlan, ...], Any]:
+) -> Planned:
     """Plan the stages of a batch and check the plans.
+
+    The plans are those of `relibra_jax.planning.plan_stages.plan_stages` with the same settings, bit for bit.
 
     Args:
         replay: the routing of all samples, on the host.
@@ -69,7 +83,7 @@ def plan_and_check(
         warm_start: the placement from which the search starts, as `plan_unfinished` returns it. None for no warm start.
 
     Returns:
-        The batch plan of each stage, on the host, and the planner's state after the batch.
+        The plans, with the planner's state after the batch.
 
     Raises:
         ValueError: if a plan breaks a rule, processes computed different plans, or under the conditions of
@@ -77,14 +91,15 @@ def plan_and_check(
     """
     host_inputs = jax.device_put((replay, state, key, warm_start), host_device())
     replay, state, key, warm_start = host_inputs
-    counts = _count(replay, search.planner, search.topology, with_routes=False)
-    stages, next_state = _plan(counts, state, key, warm_start, search=search)
+    counts = _count(replay, search.planner, search.topology, with_routes=search.cost is not None)
+    counts = counts._replace(row_tokens=float(replay.mask.shape[1]))
+    stages, next_state = _plan(counts, state, key, warm_start, search)
     stages = jax.device_get(stages)
     for stage in stages:
         check_plan(stage.plan, stage.load, search.topology, across_nodes=across_nodes)
     if jax.process_count() > 1:
         check_same_plan(stages)
-    return stages, next_state
+    return Planned(stages, next_state, counts)
 
 
 def plan_unfinished(
@@ -112,8 +127,26 @@ def plan_unfinished(
     host_inputs = jax.device_put((sample_load, tokens, finished, state, key), host_device())
     sample_load, tokens, finished, state, key = host_inputs
     counts = BatchCounts(*fill_unfinished(sample_load, tokens, finished))
-    (stage, *_), _ = jax.device_get(_plan(counts, state, key, None, search=search))
+    (stage, *_), _ = jax.device_get(_plan(counts, state, key, None, search))
     return Placement(stage.plan.home, jax.device_get(resident_experts(stage.plan, search.topology)))
+
+
+def start_of_stage(lengths: Integer[Array, " B"], search: Search, stage: int) -> Assignment:
+    """Return the assignment of a stage's samples from which the search starts.
+
+    Args:
+        lengths: the number of tokens of each sample of the batch.
+        search: the settings of the search.
+        stage: the number of the stage.
+    """
+    samples, number = search.samples[stage], search.num_micro_batches[stage]
+    if search.in_order:
+        assignment = assign_in_order(len(samples), search.topology, num_micro_batches=number)
+    else:
+        cost = None if search.cost is None else search.cost[stage]
+        own = lengths[samples.start : samples.stop]
+        assignment = start_assignment(own, search.topology, num_micro_batches=number, cost=cost)
+    return shift_samples(assignment, samples.start)
 
 
 def host_device() -> jax.Device:
@@ -127,24 +160,24 @@ def host_device() -> jax.Device:
 _count = jax.jit(count_batch, static_argnames=("planner", "topology", "with_routes"))
 
 
-@functools.partial(jax.jit, static_argnames="search")
 def _plan(
-    counts: BatchCounts, state: Any, key: PRNGKeyArray, warm_start: Placement | None, *, search: Search
-):
-    """Run `plan_stage_loads`, compiled once for equal settings, also of different balancers."""
-    # Unpacked rows are padded to one length, so a rank with more samples would compute more: start with equal numbers.
-    starts = [
-        shift_samples(assign_in_order(len(stage), search.topology, num_micro_batches=number), stage.start)
-        for stage, number in zip(search.samples, search.num_micro_batches, strict=True)
-    ]
-    return plan_stage_loads(
-        *(counts.sample_load, counts.tokens, search.planner, state, search.topology),
-        num_micro_batches=search.num_micro_batches,
-        samples=search.samples,
-        starts=None if search.by_length else starts,
-        assign=None if search.assign is None else functools.partial(search.assign, key=key),
-        rounds=ROUNDS if warm_start is None else WARM_ROUNDS,
-        routes=counts.routes,
-        transitions=counts.transitions,
-        warm_start=warm_start,
-    )
+    counts: BatchCounts, state: Any, key: PRNGKeyArray, warm_start: Placement | None, search: Search
+) -> tuple[tuple[BatchPlan, ...], Any]:
+    with jax.default_device(host_device()):
+        stages = range(len(search.num_micro_batches))
+        return plan_stage_loads(
+            *(counts.sample_load, counts.tokens, search.planner, state, search.topology),
+            num_micro_batches=search.num_micro_batches,
+            samples=search.samples,
+            starts=[start_of_stage(counts.tokens, search, stage) for stage in stages]
+            if search.in_order
+            else None,
+            assign=search.assign,
+            key=key,
+            rounds=ROUNDS if warm_start is None else WARM_ROUNDS,
+            cost=search.cost,
+            routes=counts.routes,
+            transitions=counts.transitions,
+            row_tokens=counts.row_tokens,
+            warm_start=warm_start,
+        )

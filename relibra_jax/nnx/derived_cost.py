@@ -1,0 +1,183 @@
+"""The price for which a balancer plans: sizes of the model's layers, speeds of the device, and what layers run.
+
+A caller either gives a `CostModel` or gets one that is derived here. In both, what depends on how layers run is filled
+in from the balancer's own settings, so that the price is of what runs.
+"""
+
+import dataclasses
+import functools
+import math
+import sys
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh
+
+from relibra_jax.cost.cost_model import CostModel
+from relibra_jax.cost.hardware import CLUSTERS, Cluster, find_cluster
+from relibra_jax.cost.models import Model
+from relibra_jax.exchange_rules import AUTO
+from relibra_jax.execution.parallel import ExpertParallel
+from relibra_jax.nnx.layer import MoELayer
+from relibra_jax.types import Topology, UnitTimes
+
+BALANCE: Final = "balance"
+"""The price that plans for balance instead of time."""
+DEFAULT_CLUSTER: Final = "h100"
+"""The cluster whose speeds are taken for devices that `relibra_jax.cost.hardware` does not name."""
+
+
+class LayerSizes(NamedTuple):
+    """The sizes of a model's MoE layers."""
+
+    num_experts: int
+    top_k: int
+    width: int
+    expert_width: int
+    shared_width: int
+
+
+def layer_sizes(model: nnx.Module) -> LayerSizes:
+    """Read the sizes of a model's MoE layers.
+
+    Args:
+        model: a module with at least one `MoELayer`.
+
+    Raises:
+        ValueError: if there is no layer, or the layers differ in a size, so that there is no one price for them.
+    """
+    layers = [module for _, module in nnx.iter_modules(model) if isinstance(module, MoELayer)]
+    if not layers:
+        raise ValueError(f"the model, a {type(model).__name__}, contains no MoELayer")
+    sizes = {
+        LayerSizes(
+            num_experts=layer.router.shape[-1],
+            top_k=layer.gating.top_k,
+            width=layer.width,
+            expert_width=layer.expert_width,
+            shared_width=0 if layer.shared is None else layer.shared.shape[-1],
+        )
+        for layer in layers
+    }
+    if len(sizes) > 1:
+        first, second, *_ = sorted(sizes)
+        raise ValueError(
+            f"cost: one price needs layers of equal sizes, but the model has {first} and {second}:"
+            f" pass Balancer(cost={BALANCE!r}) to plan for balance"
+        )
+    return sizes.pop()
+
+
+def derive_cost(model: nnx.Module, *, num_layers: int, mesh: Mesh) -> CostModel:
+    """Derive a cost model from a model and the devices of a mesh.
+
+    The model's own layers outside `MoELayer` are unknown. They are taken to be attention of the usual size: four square
+    matrices, and heads that are as wide as the model together. The output head is left out.
+
+    Args:
+        model: a module with MoE layers of equal sizes.
+        num_layers: L, the number of MoE layers.
+        mesh: the device mesh, whose devices determine the cluster (`cluster_of`).
+
+    Raises:
+        ValueError: under the conditions of `layer_sizes`.
+    """
+    sizes = layer_sizes(model)
+    width = sizes.width
+    attention = {"attention_params": 4 * width**2, "attention_width": 2 * width}
+    cache = {"cache_width": 2 * width, "cache_heads": 1}
+    sizes_of_model = Model(moe_layers=num_layers, **sizes._asdict(), **attention, **cache)
+    return CostModel(cluster=cluster_of(mesh), model=sizes_of_model)
+
+
+def cluster_of(mesh: Mesh) -> Cluster:
+    """Return the named cluster for the devices of a mesh.
+
+    For devices without one it is `DEFAULT_CLUSTER`, which process 0 says in one line, once for each kind of device.
+    """
+    kind = mesh.devices.flat[0].device_kind
+    name = find_cluster(kind)
+    if name is None and not jax.process_index():
+        _print_default(kind)
+    return CLUSTERS[name or DEFAULT_CLUSTER]
+
+
+@functools.cache
+def _print_default(kind: str) -> None:
+    print(
+        f"relibra_jax: no speeds are known for {kind!r} devices, so plans are priced for {DEFAULT_CLUSTER!r}:"
+        " pass Balancer(cost=CostModel(...)) for others",
+        file=sys.stderr,
+    )
+
+
+def resolve_cost(cost: CostModel, parallel: ExpertParallel, *, pack_rows: bool) -> CostModel:
+    """Fill in what layers run where a cost model says ``auto``.
+
+    Args:
+        cost: the cost model.
+        parallel: the settings with which layers execute plans.
+        pack_rows: whether rows hold several samples.
+
+    Returns:
+        The cost model of what runs.
+
+    Raises:
+        ValueError: if a field is fixed to something else than what runs.
+    """
+    kinds = parallel.kinds(cost.model.top_k)
+    copies = math.prod(parallel.copies)
+    runs: dict[str, Any] = {
+        "path": kinds.path,
+        "between": _priced(kinds.between),
+        "inside": _priced(kinds.inside),
+        "fetch": _priced(kinds.fetch),
+        "rows": "packed" if pack_rows else "padded",
+        "data_parallel": copies,
+        "spare_room": True,
+    }
+    # A single copy is the default, which a caller need not have thought of.
+    anything = {"data_parallel": 1}
+    for name, value in runs.items():
+        fixed = getattr(cost, name)
+        if fixed not in (anything.get(name, AUTO), value):
+            raise ValueError(f"cost: {name}={fixed!r}, but the layers of this Balancer run {name}={value!r}")
+    return dataclasses.replace(cost, **runs)
+
+
+def _priced(kind: str) -> str:
+    """Return the kind of exchange whose data a kind of exchange sends: all but padded send what is needed."""
+    return "padded" if kind == "padded" else "ragged"
+
+
+def check_cost(cost: CostModel, model: nnx.Module, *, num_layers: int) -> None:
+    """Raise ValueError unless a cost model has the sizes of a model's MoE layers.
+
+    Args:
+        cost: the cost model.
+        model: a module with MoE layers of equal sizes.
+        num_layers: L, the number of MoE layers.
+    """
+    sizes = {"moe_layers": num_layers, **layer_sizes(model)._asdict()}
+    for name, size in sizes.items():
+        priced = getattr(cost.model, name)
+        if priced != size:
+            raise ValueError(
+                f"cost: its model has {name}={priced}, but the MoE layers of the model have {size}"
+            )
+
+
+def stage_times(cost: CostModel, topology: Topology, updates: Sequence[int]) -> tuple[UnitTimes, ...]:
+    """Return the unit times of each stage of a batch.
+
+    Args:
+        cost: the cost model. If it has a recompute and no stage is one, every stage recomputes too.
+        topology: the expert-parallel group.
+        updates: the number of optimizer updates in each stage, 0 for a stage that only recomputes.
+    """
+    shared = cost.recompute and 0 not in updates
+    return tuple(
+        cost.unit_times(topology, updates=number, recompute=shared or not number) for number in updates
+    )

@@ -1,0 +1,118 @@
+"""The modelled time of a prepared batch, beside that of staying put and of a balanced run.
+
+The times come from the price with which the batch was planned, and from the same estimate of crossings, here for all
+layers. Nothing in them is measured.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+from jaxtyping import Int
+
+from relibra_jax.cost.batch_time import BatchTime, balanced_time, batch_time
+from relibra_jax.nnx.stage_plans import Search, host_device, start_of_stage
+from relibra_jax.plan import expert_totals
+from relibra_jax.planning.batch_counts import BatchCounts
+from relibra_jax.planning.plan_price import estimate_visits
+from relibra_jax.planning.replication import without_replicas
+from relibra_jax.replay import assigned_load
+from relibra_jax.types import Array, Assignment, BatchPlan, Topology, UnitTimes
+
+
+class ModelledTimes(NamedTuple):
+    """The modelled seconds of one stage of a batch, or of several together."""
+
+    plan: BatchTime
+    """The seconds under the plan."""
+    staying: BatchTime
+    """The seconds if the samples stayed where the search started and the experts at their previous homes, without
+    residents and replicas."""
+    balanced: BatchTime
+    """The seconds of a balanced run with uniform routing (`relibra_jax.cost.batch_time.balanced_time`)."""
+
+
+def model_stage(
+    batch_plan: BatchPlan,
+    counts: BatchCounts,
+    search: Search,
+    stage: int,
+    *,
+    previous_home: Int[Array, "L E"],
+) -> ModelledTimes:
+    """Model the times of one stage of a batch, on the host.
+
+    Args:
+        batch_plan: the plan of the stage.
+        counts: the counts from which the batch was planned.
+        search: the settings of the search, with a cost.
+        stage: the number of the stage. Moves of experts count in the first stage.
+        previous_home: the homes before the batch.
+    """
+    assert search.cost is not None
+    with jax.default_device(host_device()):
+        start = start_of_stage(counts.tokens, search, stage)
+        inputs = (batch_plan, start, counts, previous_home, search.cost[stage])
+        return jax.device_get(_model_stage(*inputs, topology=search.topology, moves=not stage))
+
+
+@functools.partial(jax.jit, static_argnames=("topology", "moves"))
+def _model_stage(
+    batch_plan: BatchPlan,
+    start: Assignment,
+    counts: BatchCounts,
+    previous_home: Int[Array, "L E"],
+    cost: UnitTimes,
+    *,
+    topology: Topology,
+    moves: bool,
+) -> ModelledTimes:
+    load = assigned_load(counts.sample_load, start)
+    staying = BatchPlan(start, load, without_replicas(expert_totals(load), previous_home, topology))
+
+    def model(plan: BatchPlan) -> BatchTime:
+        return batch_time(
+            *(plan, counts.tokens, topology, cost),
+            visits=estimate_visits(counts, plan, topology, cost) if cost.hierarchical else None,
+            previous_home=previous_home if moves else None,
+            row_tokens=counts.row_tokens,
+        )
+
+    balanced = balanced_time(
+        *(batch_plan.load, counts.tokens, topology, cost),
+        row_tokens=counts.row_tokens,
+        rows=start.sample.shape[-1],
+    )
+    return ModelledTimes(model(batch_plan), model(staying), balanced)
+
+
+def add_stages(stages: Sequence[ModelledTimes]) -> ModelledTimes:
+    """Add up the modelled times of the stages of a batch."""
+    return jax.tree.map(lambda *parts: sum(parts), *stages)
+
+
+def summarise(times: ModelledTimes, plan_seconds: float) -> str:
+    """Describe modelled times in five lines.
+
+    Args:
+        times: the modelled times.
+        plan_seconds: the seconds that planning took.
+    """
+    plan, staying, balanced = (float(time.total) for time in times)
+    return "\n".join(
+        [
+            "modelled time of this batch in seconds (a model, not a measurement)",
+            *(f"  {name:<11} {_parts(time)}" for name, time in zip(_NAMES, times, strict=True)),
+            f"  {balanced / plan:.1%} of the balanced run, {staying / plan - 1:+.1%} over staying put;"
+            f" planned in {plan_seconds:.2f} s (measured)",
+        ]
+    )
+
+
+_NAMES = ("plan", "staying put", "balanced")
+
+
+def _parts(time: BatchTime) -> str:
+    parts = " + ".join(f"{name} {float(value):.3g}" for name, value in time.parts().items() if value)
+    return f"{float(time.total):.4g} = {parts}"
