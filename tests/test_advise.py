@@ -6,13 +6,10 @@ import numpy as np
 import pytest
 
 from relibra_jax.cli.advise import command
-from relibra_jax.cli.advise.pricing import Advice, best_slots
+from relibra_jax.cli.advise.pricing import Advice, best_slots, fastest_point
 from relibra_jax.cli.advise.strategies import strategies
 from relibra_jax.cli.advise.thresholds import Point, route_some_evenly, threshold
 from relibra_jax.cli.main import main
-from relibra_jax.cli.modelled_time import CostModel
-from relibra_jax.cost.hardware import CLUSTERS
-from relibra_jax.cost.models import MODELS
 from relibra_jax.replay import check_replay
 from relibra_jax.traces.read import read_trace
 
@@ -38,7 +35,8 @@ def test_advice_names_the_fastest_that_fits(advised):
     assert files == ["advise.json", "advise.png"]
     fitting = [each for each in report["strategies"] if each["memory"] <= report["memory_limit"] == 30e9]
     best = min(fitting, key=lambda each: each["seconds"])
-    assert report["best"] == f"{best['name']}, R={best['replica_slots']} B={best['resident_slots']}"
+    slots = f", R={best['replica_slots']} B={best['resident_slots']}"
+    assert report["best"] == best["name"] + slots * (best["replica_slots"] + best["resident_slots"] > 0)
     assert best["name"] != "nothing"
 
 
@@ -47,8 +45,8 @@ def test_points_rise_and_the_last_is_the_setting(advised):
     for name in ("tokens", "skew"):
         values = [point["at"] for point in report[name]]
         assert values == sorted(values)
-    nothing, *others = report["strategies"]
-    gain = nothing["seconds"] / min(each["seconds"] for each in others) - 1
+    nothing = report["strategies"][0]
+    gain = nothing["seconds"] / min(each["seconds"] for each in report["strategies"]) - 1
     assert report["tokens"][-1]["gain"] == pytest.approx(gain, rel=1e-4)
     assert report["skew"][-1]["gain"] == pytest.approx(gain, rel=1e-4), "no token routed evenly"
     assert report["skew"][-1]["at"] == pytest.approx(nothing["imbalance"])
@@ -80,9 +78,18 @@ def test_every_point_from_the_threshold_on_pays(gains, start):
     assert threshold(points) == (start if start is None else pytest.approx(start))
 
 
+@pytest.mark.parametrize(
+    ("seconds", "best"), [((3.0, 4.0), (0.0, "nothing")), ((3.0, 2.0), (0.5, "reorder"))]
+)
+def test_nothing_is_among_the_strategies(seconds, best):
+    """A strategy that is slower than to do nothing is never the best one, and no gain is negative."""
+    tried = strategies(replica_slots=(), resident_slots=())
+    advice = [Advice(each, 1.0, time, 0.0, 1e9) for each, time in zip(tried, seconds, strict=True)]
+    assert fastest_point(advice, 64.0) == Point(64.0, *best)
+
+
 def test_best_slots_take_least_time():
-    cost_model = CostModel(CLUSTERS["h100"], MODELS["gpt-oss-20b"], 4096.0, 1.0)
-    tried = strategies(cost_model, replica_slots=(1, 2, 0), resident_slots=(1,))
+    tried = strategies(replica_slots=(1, 2, 0), resident_slots=(1,))
     labels = [f"{each.label} {each.foresight}" for each in tried]
     assert len(set(labels)) == len(labels) == 2 + 2 * 5 + 1 + 2 * 2
     advice = [Advice(each, 1.0, 5.0 - each.replica_slots, 0.0, 1e9) for each in tried]

@@ -12,13 +12,11 @@ from relibra_jax.cli.claims.own_loads import OwnLoad, plan_loads, skewed_ranks
 from relibra_jax.cli.claims.published import CLAIMS, figure_of
 from relibra_jax.cli.claims.report import SWEEPS, write_report
 from relibra_jax.cli.claims.results import Results
+from relibra_jax.cli.claims.rivals import best_rival, best_rows
 from relibra_jax.cli.claims.rows import HEADLINE, WITH_ALL, WITH_RESIDENTS, contenders
 from relibra_jax.cli.claims.settings import SYNTHETIC, full_studies, quick_studies
 from relibra_jax.cli.main import main
-from relibra_jax.cli.modelled_time import CostModel
 from relibra_jax.cli.options import Batching, Costs, Ranks
-from relibra_jax.cost.hardware import CLUSTERS
-from relibra_jax.cost.models import MODELS
 from relibra_jax.plan import rank_load
 from relibra_jax.planning.baselines.moonep import moonep
 from relibra_jax.traces.read import read_trace
@@ -38,14 +36,24 @@ def quick(tmp_path_factory):
 def test_quick_form_writes_report_figure_and_numbers(quick):
     report, numbers = (quick / "claims.md").read_text(), json.loads((quick / "claims.json").read_text())
     (cell,) = numbers["cells"]
-    assert list(cell["rows"]) == [name for name in HEADLINE if name != "relibra, residents"]
+    assert list(cell["rows"]) == list(HEADLINE)
+    assert cell["cell"]["experts"] == 16
     static, relibra = cell["rows"]["static"], cell["rows"]["relibra"]
     speed = static["modelled_seconds"] / relibra["modelled_seconds"]
     assert f"| speed over Megatron-LM (static) | 1.21x to 1.58x | {speed:.2f}x |" in report
     assert (
         f"| share of the balanced run's speed | 90% to 94% | {relibra['share_of_balanced']:.1%} |" in report
     )
+    shares = [relibra[f"share_{name}"] for name in ("overlapped", "as_needed", "of_local")]
+    full = "overlapped {:.1%}, as needed {:.1%}, of local {:.1%}".format(*shares)
+    assert (
+        f"| ReLibra: share of the balanced run's speed |  | {relibra['share_of_balanced']:.1%} ({full}) |"
+        in report
+    )
     assert "## Synthetic routing" not in report
+    for line in report.splitlines():
+        if line.startswith(("| recorded_trace", "!")):
+            assert "16 experts" in line, "every figure says for how many experts it is"
     assert "relibra claims --quick" in report
     assert sorted(path.name for path in quick.iterdir()) == ["claims.json", "claims.md", "planners.png"]
 
@@ -66,6 +74,9 @@ def numbers(seconds, **changed):
         "modelled_parts": {"exposed": 0.1, "push": 0.2, "reorder": 0.3},
         "modelled_seconds": seconds,
         "share_of_balanced": 8.0 / seconds,
+        "share_overlapped": 7.0 / seconds,
+        "share_as_needed": 9.0 / seconds,
+        "share_of_local": 8.5 / seconds,
         "left": 0.25,
         "plan_seconds": 0.01,
         "fits": True,
@@ -78,6 +89,7 @@ def cell_of(rows, *, synthetic=False, model="gpt-oss-20b"):
         "ranks": {"nodes": 2, "ranks_per_node": 8},
         "batching": {},
         "costs": {"model": model},
+        "experts": 32,
         "replica_share": 0.01,
     }
     return CellResult("trace", synthetic, setting, rows)
@@ -95,6 +107,30 @@ def test_a_planner_that_is_ahead_is_named():
     lines = behind(results_of(cell_of(ROWS)))
     assert "lplb is 5.3% faster than relibra in modelled time on recorded routing (gpt-oss-20b, 2x8)" in lines
     assert not [line for line in lines if line.startswith(("eplb is", "static is"))]
+
+
+def test_a_rival_is_at_its_best():
+    rows = ROWS | {"eplb_repacked": numbers(9.0), "lplb_repacked": numbers(8.0, rank_memory=9e10, fits=False)}
+    cell = cell_of(rows)
+    assert best_rows(rows) == {"static": "static", "eplb": "eplb_repacked", "lplb": "lplb"}
+    assert best_rival(rows) == "eplb_repacked"
+    report = write_report(results_of(cell))
+    assert (
+        "| speed over EPLB+ and over LPLB+ (measured: over EPLB+) | 1.06x to 1.21x | 0.90x, 0.95x |" in report
+    )
+    assert "| best rival (the fastest of all systems of others): share" in report
+    assert "| 88.9% (eplb_repacked) |" in report
+    assert "| speed of ReLibra over the best rival |  | 0.90x |" in report
+    named = [line.partition(" is ")[0] for line in behind(results_of(cell)) if " faster than relibra" in line]
+    assert named == ["eplb_repacked", "lplb"]
+
+
+def test_the_last_row_of_a_table_is_the_best_rival():
+    more = {name: numbers(11.0) for name in (*HEADLINE, "llep") if name not in ROWS}
+    report = write_report(results_of(cell_of(ROWS | more)))
+    table = report.split("### Every row: trace, 32 experts")[1].split("\n\n")[1].splitlines()
+    assert table[-1].startswith("| best rival: lplb | 1.100 | ")
+    assert " | 84.2% | 73.7% | 94.7% | 89.5% | " in table[-1]
 
 
 def test_an_assignment_that_is_slower_is_named():
@@ -179,8 +215,7 @@ def test_every_rank_has_a_sample_where_ranks_are_many():
 
 
 def test_every_row_of_every_study_and_claim_is_a_contender():
-    cost_model = CostModel(CLUSTERS["h100"], MODELS["gpt-oss-20b"], 4096.0, 1.0)
-    row_names = contenders(cost_model).keys()
+    row_names = contenders().keys()
     for study in full_studies("gpt-oss-20b") + quick_studies("gpt-oss-20b"):
         assert set(study.rows) <= row_names
     for paper in CLAIMS:

@@ -13,19 +13,21 @@ from support.traces import save_small_trace
 
 from experiments.ablation import main as run_ablation
 from relibra_jax.cli.ablation import ablation
+from relibra_jax.cli.batch_prices import count_crossings, count_visits
 from relibra_jax.cli.batching import make_batches
 from relibra_jax.cli.main import EXTRA, main
-from relibra_jax.cli.modelled_time import CostModel, make_cost_model
+from relibra_jax.cli.modelled_time import make_cost_model
 from relibra_jax.cli.options import Batching, Costs, Ranks
 from relibra_jax.cli.planner_runs import Contender, run_contender
 from relibra_jax.cost.hardware import CLUSTERS
 from relibra_jax.cost.models import MODELS
-from relibra_jax.cost.unit_times import unit_times
 from relibra_jax.plan_files import load_plan
+from relibra_jax.planning.assignment import assign_samples
 from relibra_jax.planning.baselines.static import static
 from relibra_jax.planning.metrics import forecast_error
+from relibra_jax.planning.plan_batch import plan_batch
 from relibra_jax.planning.planners import PLANNERS, PlannerEntry
-from relibra_jax.planning.sample_packing import pack_samples
+from relibra_jax.planning.starts import start_assignment
 from relibra_jax.replay import expert_load
 from relibra_jax.traces.read import read_trace
 from relibra_jax.types import EMPTY, Planner
@@ -52,6 +54,9 @@ def check_written(folder, names, shown):
         assert 0 < row["least_seconds"] <= row["modelled_seconds"]
         assert row["left"] == pytest.approx(row["modelled_seconds"] / row["least_seconds"] - 1)
         assert f"{row['left']:.0%}" in shown
+        assert f"{row['share_overlapped']:.1%}" in shown
+        assert row["share_as_needed"] > row["share_of_balanced"] > row["share_planning_exposed"] > 0
+        assert row["share_of_local"] <= row["share_of_balanced"] * 1.2
     table = shown.split("imbalance: max / mean")[0]
     assert "…" not in table, "no number is cut on a terminal of 80 characters"
     assert max(map(len, table.splitlines()[1:])) <= 124
@@ -81,7 +86,7 @@ def test_compare_counts_what_residents_cost(trace, tmp_path, capsys, monkeypatch
         "2 resident slots",
         " push ",
         " resid ",
-        "hierarchical dispatch, 2 updates per batch, recompute",
+        "hierarchical dispatch, 2 updates per batch, recompute, padded exchange between nodes, ragged inside",
     ):
         assert words in shown
     static, relibra = json.loads((tmp_path / "compare.json").read_text())["planners"]
@@ -102,8 +107,7 @@ def test_compare_runs_every_planner(trace, tmp_path, capsys):
 @pytest.mark.long
 def test_ablation_runs_every_variant(trace, tmp_path, capsys):
     assert run_ablation([str(trace), *SMALL, "--dispatch", "hierarchical", "--out", str(tmp_path)]) == 0
-    cost_model = CostModel(CLUSTERS["h100"], MODELS["gpt-oss-20b"], 4096.0, 1.0, hierarchical=False)
-    check_written(tmp_path, ablation(cost_model), capsys.readouterr().out)
+    check_written(tmp_path, ablation(), capsys.readouterr().out)
 
 
 def test_plan_can_be_read_back(trace, tmp_path):
@@ -124,24 +128,19 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("options", LAYOUTS, ids=" ".join)
-def test_samples_of_a_batch_are_packed(trace, options):
-    """Batches have the requested micro-batches and equal shapes, and every rank stays within its token budget."""
+def test_a_batch_has_the_requested_micro_batches(trace, options):
+    """And every rank stays within its token budget if samples are packed by tokens."""
     replay, topology = read_trace(trace).replay, Ranks(nodes=2, ranks_per_node=2).topology(16)
     sizes = {name[2:].replace("-", "_"): int(value) for name, value in zip(*[iter(options)] * 2, strict=True)}
     batches = make_batches(read_trace(trace), Batching(**sizes), topology)
     micro_batches, samples = LAYOUTS[options]
     assert batches.num_micro_batches == micro_batches
-    for number, (batch, packed) in enumerate(zip(batches.replays, batches.packed, strict=True)):
+    for number, batch in enumerate(batches.replays):
         lengths = replay.mask.sum(1)[number * samples : (number + 1) * samples]
         np.testing.assert_array_equal(batch.mask.sum(1), lengths)
-        room = packed.sample.shape[-1]
-        assert packed.sample.shape == (micro_batches, 2, 2, room)
-        expected = pack_samples(lengths, topology, num_micro_batches=micro_batches, samples_per_rank=room)
-        np.testing.assert_array_equal(packed.sample, expected.sample)
+        packed = start_assignment(lengths, topology, num_micro_batches=micro_batches, cost=None)
         rank_tokens = np.append(lengths, 0)[packed.sample].sum(-1)
         assert rank_tokens.max() <= sizes.get("token_budget", rank_tokens.mean() + lengths.max())
-    assert len({packed.sample.shape for packed in batches.packed}) == 1
-    assert max((packed.sample != EMPTY).sum(-1).max() for packed in batches.packed) == room
 
 
 TOPOLOGY = Ranks(nodes=2, ranks_per_node=2, replica_slots=1).topology(16)
@@ -152,8 +151,7 @@ def batches(trace):
     return make_batches(read_trace(trace), Batching(), TOPOLOGY)
 
 
-@pytest.mark.parametrize("assigned", [False, True])
-def test_every_planner_gets_the_same_input(trace, batches, assigned):
+def test_every_planner_gets_the_same_input(trace, batches):
     """Planners get packed samples, unit times, and some tokens with the ranks where they lie."""
     inputs = []
 
@@ -162,33 +160,70 @@ def test_every_planner_gets_the_same_input(trace, batches, assigned):
         return static().update(load, state, topology)
 
     entry = PlannerEntry(planner=Planner(static().init, update), summary="a planner that records its input")
-    contender = Contender(entry=entry, assign=(lambda *_, **sizes: batches.packed[-1]) if assigned else None)
     costs = Costs(dispatch="flat", updates=1, recompute=True, cluster="gb200-nvl72", context=1000.0)
     model = make_cost_model(costs, read_trace(trace), batches, TOPOLOGY)
-    (planned,), _ = run_contender(contender, batches, TOPOLOGY, cost=model.unit_times(), seed=0)
-    np.testing.assert_array_equal(planned.batch_plan.assignment.sample, batches.packed[-1].sample)
-    load = expert_load(planned.replay, batches.packed[-1], num_experts=16)
-    np.testing.assert_array_equal(planned.batch_plan.load, load)
-    tokens = np.mean([replay.mask.sum() for replay in batches.replays])
-    cost = unit_times(
-        CLUSTERS["gb200-nvl72"],
-        MODELS["gpt-oss-20b"],
-        context=1000.0,
-        scale=16384.0 * 4 * batches.num_micro_batches / tokens,
-        recompute=True,
+    cost = model.unit_times(TOPOLOGY)
+    (planned,), _ = run_contender(Contender(entry=entry), batches, TOPOLOGY, cost=cost, seed=0)
+    lengths = batches.replays[-1].mask.sum(1)
+    packed = start_assignment(lengths, TOPOLOGY, num_micro_batches=batches.num_micro_batches, cost=cost)
+    np.testing.assert_array_equal(planned.batch_plan.assignment.sample, packed.sample)
+    np.testing.assert_array_equal(
+        planned.batch_plan.load, expert_load(planned.replay, packed, num_experts=16)
     )
     jax.effects_barrier()
     assert inputs[0][0] == (2, 2)
     chex.assert_trees_all_close(inputs[0][1], jax.tree.map(jnp.float32, cost))
 
 
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+def test_a_contender_is_planned_as_a_user_plans(trace, batches, layout):
+    """The plans are those of `plan_batch` with the keys of a Balancer, bit for bit."""
+    model = make_cost_model(Costs(row_layout=layout), read_trace(trace), batches, TOPOLOGY)
+    cost, relibra = model.unit_times(TOPOLOGY), PLANNERS["relibra"]
+    contender = Contender(entry=relibra, assign=assign_samples)
+    (planned,), _ = run_contender(contender, batches, TOPOLOGY, cost=cost, seed=3, timed_runs=0)
+    planner_key, key = jax.random.split(jax.random.key(3))
+    state = relibra.planner.init(TOPOLOGY, 2, key=planner_key)
+    for replay in batches.replays:
+        key, assign_key = jax.random.split(key)
+        batch_plan, state = plan_batch(
+            *(replay, relibra.planner, state, TOPOLOGY),
+            num_micro_batches=batches.num_micro_batches,
+            assign=assign_samples,
+            key=assign_key,
+            cost=cost,
+        )
+    chex.assert_trees_all_equal(planned.batch_plan, batch_plan)
+
+
+def test_the_cost_model_is_that_of_the_options(trace, batches):
+    costs = Costs(cluster="gb200-nvl72", context=1000.0, tokens_per_rank=500.0, exchange="padded", shards=3)
+    model = make_cost_model(costs, read_trace(trace), batches, TOPOLOGY)
+    lengths = np.concatenate([replay.mask.sum(1) for replay in batches.replays])
+    mean = lengths.sum() / len(batches.replays) / batches.num_micro_batches
+    assert model.scale == pytest.approx(500.0 * 4 / mean)
+    assert model.stretch == pytest.approx(1000.0 / lengths.mean())
+    assert (model.model.num_experts, model.model.top_k) == (16, 2)
+    assert model.model.width == MODELS["gpt-oss-20b"].width
+    assert (model.cluster, model.shards) == (CLUSTERS["gb200-nvl72"], 3)
+    run = model.on(TOPOLOGY)
+    assert (run.path, run.between, run.inside, run.fetch) == ("hierarchical", "padded", "padded", "ragged")
+
+
 @pytest.mark.parametrize("name", ["eplb", "eplb_batch", "eplb_history", "popfetcher"])
 def test_forecast_errors_are_those_of_the_planners_forecast(trace, batches, name):
     entry, model = PLANNERS[name], make_cost_model(Costs(), read_trace(trace), batches, TOPOLOGY)
-    (planned,), _ = run_contender(Contender(entry=entry), batches, TOPOLOGY, cost=model.unit_times(), seed=0)
+    cost = model.unit_times(TOPOLOGY)
+    (planned,), _ = run_contender(Contender(entry=entry), batches, TOPOLOGY, cost=cost, seed=0, timed_runs=0)
     before, now = (
-        expert_load(*batch, num_experts=16).sum((2, 3))
-        for batch in zip(batches.replays, batches.packed, strict=True)
+        expert_load(
+            replay,
+            start_assignment(
+                replay.mask.sum(1), TOPOLOGY, num_micro_batches=batches.num_micro_batches, cost=cost
+            ),
+            num_experts=16,
+        ).sum((2, 3))
+        for replay in batches.replays
     )
     expected = {"eplb": now, "eplb_batch": now, "eplb_history": before.sum(0)[None]}
     if name in expected:
@@ -209,7 +244,9 @@ def test_initial_moves_are_not_counted(trace, batches, name, moves):
     """Planners place homes in the first batch, or in the second if they only forecast loads: no moves are counted."""
     model = make_cost_model(Costs(), read_trace(trace), batches, TOPOLOGY)
     contender = Contender(entry=PLANNERS[name])
-    (planned,), _ = run_contender(contender, batches, TOPOLOGY, cost=model.unit_times(), seed=0, timed_runs=0)
+    (planned,), _ = run_contender(
+        contender, batches, TOPOLOGY, cost=model.unit_times(TOPOLOGY), seed=0, timed_runs=0
+    )
     contiguous = np.arange(16)[None]
     assert (np.asarray(planned.batch_plan.plan.home) != contiguous).any()
     assert (planned.previous_home != planned.batch_plan.plan.home).any() == moves
@@ -221,7 +258,7 @@ def test_crossings_are_counted_token_by_token(trace, batches, dispatch, cluster)
     """Under static placement an expert is on one node, so tokens cross if they lie on another node."""
     model = make_cost_model(Costs(dispatch=dispatch, cluster=cluster), read_trace(trace), batches, TOPOLOGY)
     contender = Contender(entry=PLANNERS["static"])
-    (planned,), _ = run_contender(contender, batches, TOPOLOGY, cost=model.unit_times(), seed=0)
+    (planned,), _ = run_contender(contender, batches, TOPOLOGY, cost=model.unit_times(TOPOLOGY), seed=0)
     ids, mask = planned.replay
     tokens, sent, busiest = 0, 0, 0.0
     for ranks in np.asarray(planned.batch_plan.assignment.sample):
@@ -244,7 +281,8 @@ def test_crossings_are_counted_token_by_token(trace, batches, dispatch, cluster)
         if cluster != "h100":
             ends = ends.mean(-1, keepdims=True)
         busiest += ends.max((0, 2, 3)).sum()
-    crossings = model.crossings(planned, TOPOLOGY, model.visits(planned, TOPOLOGY))
+    cost = model.unit_times(TOPOLOGY)
+    crossings = count_crossings(planned, TOPOLOGY, cost, visits=count_visits(planned, TOPOLOGY, cost))
     assert crossings == pytest.approx((sent / tokens, 4 * busiest / tokens))
 
 

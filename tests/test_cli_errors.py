@@ -169,11 +169,12 @@ COSTS = {
     "--shards=0": f"shards=0 {INTEGER} 1 and at most 2147483647",
     "--resident-slots=12": "resident_slots=12: a rank needs 90.0 GB (homes 43.0, residents 43.0, replicas 0.1,",
     "--cluster=h1000": "cluster='h1000' must be one of h100",
+    "--exchange=pad": "invalid choice 'pad' for argument '--exchange'. Expected one of ('auto', 'padded', 'ragged').",
     "--context=0": "context=0.0 must be positive and finite",
     "--context=nan": "context=nan must be positive and finite",
     "--context=inf": "context=inf must be positive and finite",
     "--tokens-per-rank=1e400": "tokens_per_rank=inf must be positive and finite",
-    "--tokens-per-rank=1e30": "context=4096.0 and tokens_per_rank=1e+30 give 7.45e+38 FLOP per layer, more than",
+    "--tokens-per-rank=1e30": "context=4096.0 and tokens_per_rank=1e+30 give ",
 }
 
 

@@ -12,6 +12,7 @@ from relibra_jax.cli.planner_runs import PlannedBatch
 from relibra_jax.cost.batch_time import BatchTime, balanced_time, batch_time
 from relibra_jax.cost.cost_model import CostModel
 from relibra_jax.cost.traffic import count_traffic
+from relibra_jax.exchange_rules import AUTO, choose_exchange
 from relibra_jax.node_visits import node_visits
 from relibra_jax.plan import contiguous_homes, expert_totals
 from relibra_jax.planning.replication import without_replicas
@@ -48,6 +49,20 @@ class Prices(NamedTuple):
     def total(self) -> float:
         """The seconds of the batch."""
         return sum(self.parts.values())
+
+
+def with_fetch_of(cost_model: CostModel, topology: Topology, *, across_nodes: bool) -> CostModel:
+    """Return the cost model with the exchange of replicas that runs by default for a planner.
+
+    Args:
+        cost_model: the cost model.
+        topology: the expert-parallel group.
+        across_nodes: whether the planner puts replicas on any node. They are then fetched from all ranks.
+    """
+    if not across_nodes or cost_model.fetch != AUTO:
+        return cost_model
+    fetch = choose_exchange(topology.num_ranks, crosses_nodes=topology.num_nodes > 1, on_gpu=True)
+    return dataclasses.replace(cost_model, fetch=fetch)
 
 
 def count_visits(

@@ -79,8 +79,8 @@ def make_cost_model(costs: Costs, trace: Trace, batches: Batches, topology: Topo
         updates=costs.updates,
         recompute=costs.recompute,
         shards=costs.shards,
-        scale=costs.tokens_per_rank * topology.num_ranks * batches.num_micro_batches / tokens,
-        stretch=costs.context / max(lengths.mean(), 1.0),
+        scale=float(costs.tokens_per_rank * topology.num_ranks * batches.num_micro_batches / tokens),
+        stretch=float(costs.context / max(lengths.mean(), 1.0)),
     )
     # One layer on a rank that has all tokens of a batch, in samples as long as the longest: no modelled time is longer.
     cost = cost_model.unit_times(topology)

@@ -7,7 +7,13 @@ from collections.abc import Callable, Mapping
 import jax
 import numpy as np
 
-from relibra_jax.cli.batch_prices import count_crossings, count_visits, mean_prices, price_batch
+from relibra_jax.cli.batch_prices import (
+    count_crossings,
+    count_visits,
+    mean_prices,
+    price_batch,
+    with_fetch_of,
+)
 from relibra_jax.cli.batching import Batches
 from relibra_jax.cli.planner_runs import Contender, PlannedBatch, run_contender
 from relibra_jax.cost.cost_model import CostModel
@@ -129,15 +135,17 @@ def compare(
         for across_nodes in {contender.entry.across_nodes for contender in contenders.values()}
     }
     for name, contender in contenders.items():
-        planned, seconds = run_contender(contender, batches, topology, cost=cost, seed=seed)
         across_nodes = contender.entry.across_nodes
+        own_model = with_fetch_of(cost_model, topology, across_nodes=across_nodes)
+        own_cost = own_model.unit_times(topology)
+        planned, seconds = run_contender(contender, batches, topology, cost=own_cost, seed=seed)
         outcomes.append(
             _judge(
                 name,
                 planned,
                 seconds,
                 topology,
-                cost_model,
+                own_model,
                 across_nodes=across_nodes,
                 least_seconds=least[across_nodes],
             )

@@ -7,6 +7,7 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
+from relibra_jax.cli.batch_prices import with_fetch_of
 from relibra_jax.cli.batching import make_batches
 from relibra_jax.cli.modelled_time import make_cost_model
 from relibra_jax.cli.options import Batching, Costs, Ranks, TraceName
@@ -51,8 +52,10 @@ def run_plan(options: MakePlan, console: Console) -> None:
     trace = read_trace(options.trace)
     topology = options.ranks.topology(trace.num_experts)
     batches = make_batches(trace, options.batching, topology)
-    cost = make_cost_model(options.costs, trace, batches, topology).unit_times(topology)
     contender = Contender(entry=PLANNERS[options.planner])
+    cost_model = make_cost_model(options.costs, trace, batches, topology)
+    across_nodes = contender.entry.across_nodes
+    cost = with_fetch_of(cost_model, topology, across_nodes=across_nodes).unit_times(topology)
     planned, _ = run_contender(contender, batches, topology, cost=cost, seed=options.batching.seed)
     plan = planned[-1].batch_plan.plan
     options.out.parent.mkdir(parents=True, exist_ok=True)

@@ -110,9 +110,7 @@ def batch_time(
     if speedup is not None:
         check_shape("speedup", speedup.shape, slots[:-1])
     attention, positions = attention_time(batch_plan.assignment, lengths, cost, row_tokens=row_tokens)
-    ranks = rank_time(
-        batch_plan.layer_plans(), attention, topology, cost, visits=visits, speedup=speedup
-    )
+    ranks = rank_time(batch_plan.layer_plans(), attention, topology, cost, visits=visits, speedup=speedup)
     push = push_time(batch_plan.plan, topology, cost)
     reorder = jnp.zeros(())
     if previous_home is not None:
@@ -166,7 +164,7 @@ def balanced_time(
         positions, squares = lengths.sum() / bins, (lengths**2).sum() / bins
     tokens = copies / top_k
     if visits is not None:
-        stays = np.repeat(np.eye(nodes, dtype=bool), local, 0)
+        stays = np.repeat(np.eye(nodes, dtype=bool), local, 0)[None, None]
         away = jnp.where(stays, 0.0, jnp.asarray(visits, jnp.float32)).sum((2, 3)) / ranks
     elif cost.hierarchical:
         away = tokens * _uniform_visits(topology, top_k)

@@ -68,7 +68,7 @@ class LayerTime(NamedTuple):
         return self.attention + self.compute + self.exchange + self.gather + self.exposed
 
 
-def sample_attention(lengths: Float[Array, " B"], cost: UnitTimes) -> Float[jax.Array, " B"]:
+def sample_attention(lengths: Float[Array, "*samples"], cost: UnitTimes) -> Float[jax.Array, "*samples"]:
     """Return the seconds of each sample in one layer that depend on where the sample is assigned.
 
     They are those of attention between its tokens. All positions of rows are computed whether or not they hold tokens,

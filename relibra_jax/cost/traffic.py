@@ -15,7 +15,6 @@ import numpy as np
 from jaxtyping import Bool, Float, Int, Num
 
 from relibra_jax.capacity import padded_rows
-from relibra_jax.plan import rank_load
 from relibra_jax.token_split import line_starts, source_quota
 from relibra_jax.types import EMPTY, Array, LayerPlan, Topology, UnitTimes, check_shape
 
@@ -170,7 +169,7 @@ def count_sent(
         """Return the buffer for the most rows of any rank, layer and micro-batch."""
         return padded_rows(jnp.max(rows) * cost.scale, spare_room=cost.spare_room) / cost.scale
 
-    computed = rank_load(plans)
+    computed = plans.quota.sum(-1)
     slots = room(computed)
     if not cost.hierarchical:
         if cost.between == "ragged":
@@ -180,7 +179,10 @@ def count_sent(
         lane, own = room(lanes.between), room(lanes.own_between)
         buffers = 2 * (ranks * lane + own) + slots
         return Sent(
-            *(jnp.broadcast_to(rows, slow.shape) for rows in ((ranks - local) * lane, (local - 1) * lane, buffers))
+            *(
+                jnp.broadcast_to(rows, slow.shape)
+                for rows in ((ranks - local) * lane, (local - 1) * lane, buffers)
+            )
         )
     assert lanes is not None
     assert visits is not None
@@ -216,8 +218,8 @@ def _hierarchical_traffic(pairs: Array, visits: Num[Array, "M L P N"], topology:
     """Count the traffic of hierarchical dispatch from the copies that ranks send to ranks, and visits of nodes."""
     nodes, local = topology.num_nodes, topology.ranks_per_node
     check_shape("visits", visits.shape, (*pairs.shape[:2], topology.num_ranks, nodes))
-    other_node = ~np.eye(nodes, dtype=bool)[:, None]
-    other_local = ~np.eye(local, dtype=bool)[None, :, None]
+    other_node = ~np.eye(nodes, dtype=bool)[None, None, :, None]
+    other_local = ~np.eye(local, dtype=bool)[None, None, None, :, None]
     away = jnp.asarray(visits).reshape(*pairs.shape[:2], nodes, local, nodes) * other_node
     spread = pairs * other_local
     return Traffic(
@@ -230,11 +232,11 @@ def _hierarchical_traffic(pairs: Array, visits: Num[Array, "M L P N"], topology:
 
 def _hierarchical_lanes(pairs: Array, visits: Num[Array, "M L P N"], topology: Topology) -> Lanes:
     nodes, local = topology.num_nodes, topology.ranks_per_node
-    stays = np.repeat(np.eye(nodes, dtype=bool), local, 0)
+    stays = np.repeat(np.eye(nodes, dtype=bool), local, 0)[None, None]
     visits = jnp.asarray(visits)
     # A token crosses to the rank with the local index of its source: [local source, node, local].
     through = pairs.sum(2)
-    own = np.eye(local, dtype=bool)[:, None]
+    own = np.eye(local, dtype=bool)[None, None, :, None]
     return Lanes(
         jnp.where(stays, 0, visits).max((2, 3)),
         jnp.where(own, 0, through).max((2, 3, 4)),
@@ -245,7 +247,7 @@ def _hierarchical_lanes(pairs: Array, visits: Num[Array, "M L P N"], topology: T
 
 def _flat_lanes(pairs: Array, topology: Topology) -> Lanes:
     ranks = topology.num_ranks
-    flat, own = pairs.reshape(*pairs.shape[:2], ranks, ranks), np.eye(ranks, dtype=bool)
+    flat, own = pairs.reshape(*pairs.shape[:2], ranks, ranks), np.eye(ranks, dtype=bool)[None, None]
     longest, kept = jnp.where(own, 0, flat).max((2, 3)), jnp.where(own, flat, 0).max((2, 3))
     nothing = jnp.zeros_like(longest)
     return Lanes(longest, nothing, kept, nothing)

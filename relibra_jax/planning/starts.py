@@ -45,8 +45,12 @@ def start_assignment(
     packings = [_even_room(by_tokens)]
     if cost is not None and not isinstance(cost.pair, jax.core.Tracer) and float(cost.pair) > 0:
         numbers = np.asarray(lengths, float)
-        seconds = float(cost.token) * numbers + float(cost.pair) * numbers**2
-        by_attention = pack_samples(seconds, topology, num_micro_batches=num_micro_batches)
+        token, pair = float(cost.token), float(cost.pair)
+        # Packing takes lengths of whole tokens, so the unit is the time of a sample with one token.
+        seconds = (token * numbers + pair * numbers**2) / (token + pair)
+        by_attention = pack_samples(
+            seconds.round().astype(int), topology, num_micro_batches=num_micro_batches
+        )
         packings.append(_even_room(by_attention))
     if len(packings) == 1:
         return packings[0]

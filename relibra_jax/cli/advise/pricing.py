@@ -9,7 +9,7 @@ import numpy as np
 
 from relibra_jax.cli.advise.strategies import Strategy
 from relibra_jax.cli.advise.thresholds import EVEN_SHARES, Point, route_some_evenly
-from relibra_jax.cli.batch_prices import count_visits, time_of_batch
+from relibra_jax.cli.batch_prices import count_visits, time_of_batch, with_fetch_of
 from relibra_jax.cli.batching import Batches, make_batches
 from relibra_jax.cli.modelled_time import make_cost_model
 from relibra_jax.cli.options import Batching, Costs
@@ -79,7 +79,8 @@ def price(
         topology = dataclasses.replace(
             setting.topology, replica_slots=strategy.replica_slots, resident_slots=strategy.resident_slots
         )
-        cost, seed = cost_model.unit_times(topology), setting.batching.seed
+        across_nodes, seed = strategy.contender.entry.across_nodes, setting.batching.seed
+        cost = with_fetch_of(cost_model, topology, across_nodes=across_nodes).unit_times(topology)
         planned, _ = run_contender(strategy.contender, batches, topology, cost=cost, seed=seed, timed_runs=0)
         times = [
             time_of_batch(each, topology, cost, visits=count_visits(each, topology, cost)) for each in planned
@@ -115,7 +116,7 @@ def over_tokens(
     for power in reversed(range(STEPS)):
         tokens = setting.costs.tokens_per_rank / STEP**power
         smaller = setting._replace(costs=dataclasses.replace(setting.costs, tokens_per_rank=tokens))
-        points.append(_best(price(strategies, smaller, progress=progress), tokens))
+        points.append(fastest_point(price(strategies, smaller, progress=progress), tokens))
     return points
 
 
@@ -136,7 +137,7 @@ def over_skew(
     for share in EVEN_SHARES:
         flatter = setting._replace(trace=route_some_evenly(setting.trace, share, seed=setting.batching.seed))
         advice = price(strategies, flatter, progress=progress)
-        points.append(_best(advice, advice[0].imbalance))
+        points.append(fastest_point(advice, advice[0].imbalance))
     return sorted(points)
 
 
@@ -150,7 +151,12 @@ def best_slots(advice: Sequence[Advice]) -> list[Strategy]:
     return [each.strategy for each in best.values()]
 
 
-def _best(advice: Sequence[Advice], at: float) -> Point:
-    """Return the fastest strategy, which may be the first one, that does nothing."""
+def fastest_point(advice: Sequence[Advice], at: float) -> Point:
+    """Return the strategy that takes least time in one setting, and its gain.
+
+    Args:
+        advice: the results of the strategies. The first one does nothing, and may be the fastest.
+        at: the value that is varied.
+    """
     fastest = min(advice, key=lambda each: each.seconds)
     return Point(at, advice[0].seconds / fastest.seconds - 1, fastest.strategy.label)
