@@ -210,7 +210,7 @@ def counts_of(number):
 
 @pytest.mark.slow
 def test_a_batch_begins_where_the_search_ahead_has_ended():
-    options = IN_ORDER | {"assign": ASSIGN}
+    options = IN_ORDER | {"assign": ASSIGN, "cost": "balance"}
     ahead, afresh = Run(REORDERING, options=options), Run(REORDERING, options=options)
     finished = np.arange(SAMPLES) < 7
     load, tokens = counts_of(0)
@@ -224,17 +224,19 @@ def test_a_batch_begins_where_the_search_ahead_has_ended():
     state = REORDERING.init(TOPOLOGY, LAYERS, key=planner_key)
     in_order = assign_in_order(SAMPLES, TOPOLOGY, num_micro_batches=MICRO_BATCHES)
     now, _, early = jax.random.split(key, 3)[jnp.array([1, 0, 2])]
-    plan = jax.jit(
-        functools.partial(plan_loads, planner=REORDERING, topology=TOPOLOGY, num_micro_batches=MICRO_BATCHES),
-        static_argnames=("assign", "rounds"),
+    plan = functools.partial(
+        plan_loads,
+        planner=REORDERING,
+        topology=TOPOLOGY,
+        num_micro_batches=MICRO_BATCHES,
+        assign=ASSIGN,
+        state=state,
+        start=in_order,
     )
-    run = {"state": state, "start": in_order}
     filled = fill_unfinished(load, tokens, finished)
-    actual, _ = plan(*filled, **run, assign=functools.partial(ASSIGN, key=early), rounds=4)
+    actual, _ = plan(*filled, key=early, rounds=4)
     start = Placement(actual.plan.home, jnp.full((LAYERS, 2, 2, 0), EMPTY, jnp.int32))
-    desired, _ = plan(
-        *(load, tokens), **run, assign=functools.partial(ASSIGN, key=now), rounds=2, warm_start=start
-    )
+    desired, _ = plan(load, tokens, key=now, rounds=2, warm_start=start)
     first = ahead.prepare()
     for name in ("assignment", "plan"):
         chex.assert_trees_all_equal(
@@ -343,7 +345,10 @@ def wrong_replays():
     outside = ids.copy()
     outside[mask.nonzero()[0][0], mask.nonzero()[1][0], 1, 0] = 8
     yield RoutingReplay(outside, mask), r"sample \d+, token \d+, layer 1: expert id 8 is outside 0..7"
-    yield RoutingReplay(ids[:1], mask[:1]), "num_micro_batches=2 must be at least 1 and at most 1 samples"
+    yield (
+        RoutingReplay(ids[:1], mask[:1]),
+        r"num_micro_batches\[0\]=2 must be an integer of at least 1 and at most 1",
+    )
 
 
 @pytest.mark.parametrize("case", range(3))

@@ -28,6 +28,7 @@ from relibra_jax.types import Topology
 
 DTYPES: Final = ("float32", "bfloat16")
 ROUTINGS: Final = ("rollout", "recompute")
+PRICES: Final = ("auto", "time", "balance")
 
 AT_LEAST_ZERO: Final = ("warmup_steps", "steps", "evaluation_batches", "record", "anneal_steps")
 AT_LEAST_ONE: Final = (
@@ -66,6 +67,9 @@ class Train:
     dapo: Dapo = dataclasses.field(default_factory=Dapo)
     planner: str = "relibra"
     """The planner that places and replicates experts. ``relibra compare`` lists the names."""
+    price: str = "auto"
+    """The price of plans: time, which is modelled time at the model's sizes, or balance.
+    With auto it is time for a checkpoint, and balance for the built-in policies, which are too small to gain time."""
     reorder: Reorder = dataclasses.field(default_factory=Reorder)
     replicate: Replicate = dataclasses.field(default_factory=Replicate)
     anneal_steps: int = 50
@@ -154,6 +158,7 @@ class Train:
             ("planner", self.planner, PLANNERS),
             ("dtype", self.dtype, DTYPES),
             ("routing", self.routing, ROUTINGS),
+            ("price", self.price, PRICES),
         ):
             if value not in table:
                 raise ValueError(
@@ -330,6 +335,11 @@ class Train:
         if self.model is not None:
             return _pretrained(self.model, self.dtype)
         return dataclasses.replace(POLICIES[self.policy], dtype=self.dtype)
+
+    @property
+    def plans_time(self) -> bool:
+        """Whether plans are chosen by modelled time, and otherwise by balance."""
+        return self.price == "time" or (self.price == "auto" and self.model is not None)
 
     @property
     def model_name(self) -> str:

@@ -172,6 +172,15 @@ METRICS: Final[Mapping[str, Metric]] = MappingProxyType(
         "time/exposed_plan_seconds": Metric("s", "the part of this delay from planning"),
         "time/exposed_size_seconds": Metric("s", "the part of this delay from the sizes of buffers"),
         "time/exposed_migrate_seconds": Metric("s", "the part of this delay from migration"),
+        "time/modelled_plan_seconds": Metric(
+            "s",
+            "modelled, not measured: recompute and updates of one epoch under the plan; null with `--price balance`",
+        ),
+        "time/modelled_staying_seconds": Metric(
+            "s",
+            "the same at the previous homes, with samples not assigned and without replicas and residents",
+        ),
+        "time/modelled_balanced_seconds": Metric("s", "the same in a balanced run with uniform routing"),
         "speed/tokens_per_second": Metric("tokens/s", "batch/tokens over time/step_seconds", _UPDATES),
         "speed/response_tokens_per_second": Metric("tokens/s", "sampled tokens over time/generate_seconds"),
         "speed/update_tokens_per_second": Metric(

@@ -17,7 +17,10 @@ TUNABLE: Final = ("relibra", "relibra_across")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reorder:
-    """How ReLibra's planners place experts between batches (`relibra_jax.planning.placement.place_experts`)."""
+    """How ReLibra's planners place experts between batches (`relibra_jax.planning.placement.place_experts`).
+
+    The two costs act only if plans are chosen by balance: modelled time has its own prices of moves and crossings.
+    """
 
     steps: int = 500
     """The number of search steps in each round. More experts and layers need more steps."""

@@ -47,6 +47,12 @@ class Stages(NamedTuple):
     updates: tuple[Stage, ...]
     """The stage of each optimizer update in a pass over the batch. Every sample is in one of them."""
 
+    @property
+    def batches(self) -> tuple[PreparedBatch, ...]:
+        """The prepared batch of every stage."""
+        recompute = () if self.recompute is self.updates else self.recompute
+        return tuple(stage.batch for stage in (*recompute, *self.updates))
+
 
 class OldPolicy(NamedTuple):
     """The results of the recompute: log-probabilities and values of the agent before its updates."""
@@ -84,12 +90,13 @@ def prepare_stages(state: State, config: Train, responses: Responses) -> Stages:
 
 
 def stage_options(config: Train) -> dict[str, Any]:
-    """Return the micro-batches and samples of the planned stages, as options of `Balancer.prepare_stages`."""
+    """Return micro-batches, samples and updates of the planned stages, as options of `Balancer.prepare_stages`."""
     micro_batches = config.recompute_micro_batches if config.routing == "rollout" else None
     recomputes = () if micro_batches is None else (micro_batches,)
     return {
         "num_micro_batches": (*recomputes, *[config.micro_batches] * config.updates),
         "samples": (*[None] * len(recomputes), *config.mini_batches),
+        "updates": (*[0] * len(recomputes), *[1] * config.updates),
     }
 
 

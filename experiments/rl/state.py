@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from experiments.model_memory import check_training_memory
 from experiments.rl.agent import make_agent
 from experiments.rl.configs import Train
+from experiments.rl.prices import price_of
 from experiments.rl.windows import Carried, carry_nothing
 from relibra_jax.capacity import Capacities
 from relibra_jax.execution.checkpoint_steps import find_step, read_layout
@@ -65,6 +66,7 @@ class State:
             capacities=FIRST_CAPACITIES,
             pack_rows=config.pack_rows,
             check_rows=True,
+            cost=price_of(config, mesh),
         )
         carries = CARRIED_SETTINGS if config.algorithm_entry.windows else ()
         self.settings = {name: str(getattr(config, name)) for name in ("algorithm", *carries)}

@@ -149,6 +149,7 @@ def _run_seed(
                 for failure in metrics.get(FAILURES, ()):
                     bar.console.print(f"step {step}: {failure}", style="red", markup=False)
 
+            described = False
             while trainer.state.step < trainer.total_steps and not on_any(stop.is_set()):
                 step, learning = trainer.state.step, trainer.state.step >= config.warmup_steps
                 if config.evaluates_before(step):
@@ -156,6 +157,9 @@ def _run_seed(
                 with profiled(folder / f"profile-{step}" if is_first() and step == config.profile else None):
                     metrics = trainer.learn() if learning else trainer.warm_up()
                 report(step, metrics)
+                if learning and not described and trainer.summary is not None:
+                    bar.console.print(f"step {step}: {trainer.summary}", highlight=False, soft_wrap=True)
+                    described = True
                 bar.update(task_id, completed=trainer.state.step, status=_status(metrics))
                 if is_first() and step in recorded and trainer.replay is not None:
                     save_replay(

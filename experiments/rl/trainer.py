@@ -44,6 +44,7 @@ from experiments.rl.tokens import Tokenizer
 from relibra_jax.execution import check_residents
 from relibra_jax.execution.mesh import expert_mesh
 from relibra_jax.nnx import PreparedBatch, check_executed
+from relibra_jax.nnx.modelled_times import ModelledTimes, add_stages, summarise
 from relibra_jax.types import RoutingReplay
 
 SHOWN_FAILURES: Final = 3
@@ -83,6 +84,8 @@ class Trainer:
         self.sampler = Sampler(config, seed, self.state, self.prompts)
         self.replay: RoutingReplay | None = None
         """The routing of the last responses. None before the first."""
+        self.summary: str | None = None
+        """The modelled time of the last batch, in five lines. None before the first, and without a price."""
 
     @property
     def total_steps(self) -> int:
@@ -177,6 +180,7 @@ class Trainer:
                 num_tokens,
                 live=not config.replay,
             ),
+            **self._model_times(stages),
             "balance/imbalance_recompute": old.imbalance,
             "batch/fill": num_tokens / sum(stage.samples.mask.size for stage in stages.updates),
             **times,
@@ -263,6 +267,18 @@ class Trainer:
             num_samples=self.config.samples,
         )
         return batch
+
+    def _model_times(self, stages: Stages) -> dict[str, float | None]:
+        """Model the time of a batch for its line of metrics, and describe it in `summary`."""
+        parts = [part for batch in stages.batches if (part := batch.modelled_times) is not None]
+        if not parts:
+            return dict.fromkeys(f"time/modelled_{name}_seconds" for name in ModelledTimes._fields)
+        times = add_stages(parts)
+        self.summary = summarise(times, stages.updates[0].batch.plan_seconds)
+        return {
+            f"time/modelled_{name}_seconds": float(time.total)
+            for name, time in zip(times._fields, times, strict=True)
+        }
 
     def _check_finite(self, metrics: StepMetrics) -> float:
         """Return the policy's loss.
