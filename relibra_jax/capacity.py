@@ -222,21 +222,29 @@ def with_spare_room(size: int) -> int:
 
 
 def padded_rows(size: Float[Array, "*sizes"], *, spare_room: bool) -> Float[jax.Array, "*sizes"]:
-    """Return the sizes that buffers get for needed sizes, as `round_capacity` or `with_spare_room`, under jit.
+    """Return the sizes that buffers get for needed sizes, under jit.
+
+    They are those of `count_capacities`, and with spare room those to which a Balancer grows them: a size is rounded up
+    before and after `with_spare_room` adds to it.
 
     Args:
-        size: needed sizes, in rows; rounded up to integers first. Sizes of 0 stay 0.
-        spare_room: True for `with_spare_room`, False for `round_capacity`.
+        size: needed sizes, in rows; rounded up to integers first.
+        spare_room: True to add spare room.
 
-    >>> padded_rows(jnp.array([0.0, 100.0]), spare_room=True).tolist()
-    [0.0, 128.0]
+    >>> [padded_rows(jnp.array([0.0, 100.0]), spare_room=room).tolist() for room in (False, True)]
+    [[8.0, 104.0], [16.0, 136.0]]
+    >>> round_capacity(100), with_spare_room(round_capacity(100))
+    (104, 136)
     """
-    # Powers of two and their small multiples are exact in float32.
-    needed = jnp.ceil(jnp.asarray(size, jnp.float32))
-    rows = jnp.floor(needed * 1.25) if spare_room else needed
+    rows = _round_up(jnp.ceil(jnp.asarray(size, jnp.float32)))
+    return _round_up(jnp.floor(rows * 1.25)) if spare_room else rows
+
+
+def _round_up(rows: Float[jax.Array, "*sizes"]) -> Float[jax.Array, "*sizes"]:
+    """Round whole numbers of rows up as `round_capacity` does. Powers of two and small multiples of them are exact."""
     _, bits = jnp.frexp(rows)
     step = jnp.ldexp(jnp.float32(1), jnp.maximum(bits - 6, 3))
-    return jnp.where(needed > 0, jnp.maximum(jnp.ceil(rows / step), 1) * step, 0.0)
+    return jnp.maximum(jnp.ceil(rows / step), 1) * step
 
 
 @functools.partial(jax.jit, static_argnums=1)

@@ -16,7 +16,9 @@ from relibra_jax.capacity import (
     count_capacities,
     export_count,
     grow_capacities,
+    padded_rows,
     round_capacity,
+    with_spare_room,
     worst_case_capacities,
 )
 from relibra_jax.node_visits import node_visits
@@ -173,6 +175,15 @@ def test_rounded_capacities_are_close_and_few(count):
     assert count <= size <= max(count * 33 / 32, count + 8)
     assert round_capacity(size) == size
     assert len({round_capacity(n) for n in range(1024, 2048)}) == 33
+
+
+@pytest.mark.parametrize("spare_room", [False, True])
+@given(size=st.integers(0, 2**23))
+def test_priced_sizes_are_those_of_the_step(size, spare_room):
+    """Floats under jit give the integers that the host computes."""
+    rows = round_capacity(size)
+    expected = with_spare_room(rows) if spare_room else rows
+    assert float(padded_rows(jnp.float32(size), spare_room=spare_room)) == expected
 
 
 refit_to = jax.jit(functools.partial(refit_quota, topology=TOPOLOGY))

@@ -7,82 +7,259 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.costs import CLUSTER, KNOWN, MODEL
+from support.costs import CLUSTER, MODEL, NEEDED
 from support.plans import planned, random_plan, random_routing
 
+from relibra_jax.capacity import count_capacities, grow_capacities, with_spare_room
 from relibra_jax.cost.batch_time import BatchTime, balanced_time, batch_time
-from relibra_jax.cost.copies import push_time, reorder_time
+from relibra_jax.cost.copies import fetch_time, reorder_time
+from relibra_jax.cost.cost_model import CostModel
 from relibra_jax.cost.hardware import CLUSTERS
 from relibra_jax.cost.models import MODELS
-from relibra_jax.cost.step_time import layer_time, rank_time
-from relibra_jax.cost.traffic import count_traffic
-from relibra_jax.cost.unit_times import unit_times
-from relibra_jax.hot_ranks import HotRanks, mark_hot_ranks
+from relibra_jax.cost.step_time import attention_time, layer_time, rank_time
+from relibra_jax.cost.traffic import count_sent, count_traffic
+from relibra_jax.execution.exchange import Exchange
+from relibra_jax.execution.migration import move_tables
 from relibra_jax.node_visits import node_visits
 from relibra_jax.planning.assignment import assign_in_order
 from relibra_jax.planning.metrics import cross_node_load
 from relibra_jax.replay import expert_load
 from relibra_jax.token_split import source_quota
-from relibra_jax.types import EMPTY, BatchPlan, Plan, RoutingReplay, Topology, layer_plans
+from relibra_jax.types import (
+    EMPTY,
+    Assignment,
+    BatchPlan,
+    Plan,
+    RoutingReplay,
+    Topology,
+    UnitTimes,
+    layer_plans,
+)
 
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=1)
+FLAT = dataclasses.replace(NEEDED, path="flat")
+LENGTHS = np.array([10, 10])
+"""The tokens of a sample on rank (0, 0) and of one on rank (1, 1), which have two experts each."""
+VISITS = np.array([[[[10, 0], [0, 0], [0, 0], [10, 10]]]])
+"""The nodes that these tokens visit."""
+# Seconds of a row of 4 bfloat16 numbers on each network, in the four exchanges of an update.
+ACROSS, INSIDE = 4 * 8 / 100 / 0.5, 4 * 8 / 1000 / 0.5
+
+
+def price(cost_model=FLAT, topology=TOPOLOGY, **changes):
+    """Return the unit times of a cost model with some changes."""
+    return dataclasses.replace(cost_model, **changes).unit_times(topology)
+
+
+def padded(**changes):
+    return price(**{"between": "padded", "inside": "padded", "spare_room": False} | changes)
 
 
 @pytest.fixture
-def plan():
-    """A plan with expert e in home slot e, and a replica of expert 0 on rank (0, 1)."""
+def batch_plan():
+    """A batch with expert e in home slot e, and a replica of expert 0 on rank (0, 1).
+
+    Rank (0, 0) has 20 copies for expert 0; rank (1, 1) has 10 for expert 0 and 10 for expert 4.
+    """
     slot_expert = np.array([[[[[0, 1, EMPTY], [2, 3, 0]], [[4, 5, EMPTY], [6, 7, EMPTY]]]]], np.int32)
     quota = np.array([[[[[17, 0, 0], [0, 0, 13]], [[10, 0, 0], [0, 0, 0]]]]], np.int32)
-    return Plan(slot_expert, np.arange(8, dtype=np.int32)[None], quota)
-
-
-@pytest.fixture
-def load():
-    """A load of 20 copies for expert 0 on rank (0, 0), and of 10 for expert 0 and 10 for expert 4 on rank (1, 1)."""
     load = np.zeros((1, 1, 2, 2, 8), np.int32)
     load[0, 0, 0, 0, 0], load[0, 0, 1, 1, 0], load[0, 0, 1, 1, 4] = 20, 10, 10
-    return load
+    assignment = Assignment(np.array([[[[0], [EMPTY]], [[EMPTY], [1]]]], np.int32))
+    return BatchPlan(assignment, load, Plan(slot_expert, np.arange(8, dtype=np.int32)[None], quota))
 
 
-def test_layer_time_by_hand(plan, load):
-    time = layer_time(rank_time(layer_plans(plan, load), TOPOLOGY, **KNOWN))
-    tokens = 20 / 2
-    attention = tokens * (2 * 50 + 10 * 20) / 5e5
-    assert float(time.attention[0, 0]) == pytest.approx(3 * attention)
-    assert float(time.compute[0, 0]) == pytest.approx(3 * 32 * (2 * 3 * 4 * 5) / 5e5), (
-        "17 rows fill two tiles"
-    )
+def test_a_layer_by_hand(batch_plan):
+    time = batch_time(batch_plan, LENGTHS, TOPOLOGY, price())
+    attention = 3 * (10 * 2 * 50 + 10**2 * 10) / 5e5
+    assert float(time.attention) == pytest.approx(attention)
+    assert float(time.compute) == pytest.approx(3 * 32 * (2 * 3 * 4 * 5) / 5e5), "17 rows fill two tiles"
     # Rank (0, 0) keeps 17 and sends 3 to its neighbour; rank (1, 1) sends 10 to node 0, and 10 to its neighbour.
-    slow, fast = 10 * 8 / 100, 10 * 8 / 1000
-    assert float(time.exchange[0, 0]) == pytest.approx(4 * max(slow, fast) / 0.5)
-    push = 3 * 4 * 5 * 2 / 1000 / 0.5
-    assert float(
-        push_time(layer_plans(plan, None), TOPOLOGY, cluster=CLUSTER, model=MODEL).max()
-    ) == pytest.approx(push)
-    assert float(time.exposed[0, 0]) == pytest.approx(3 * (push - attention))
-    assert float(time.total[0, 0]) == pytest.approx(float(sum(part[0, 0] for part in time)))
+    assert float(time.exchange) == pytest.approx(max(10 * ACROSS, 10 * INSIDE))
+    fetch = 3 * (3 * 4 * 5 * 2) / 1000 / 0.5
+    assert float(time.exposed) == pytest.approx(fetch - attention)
+    assert float(time.total) == pytest.approx(float(sum(time.parts().values())))
+    assert set(time._fields) - set(time.parts()) == {"hideable"}
 
 
-def test_push_hides_behind_attention(plan, load):
-    setting = KNOWN | {"context": 1e5}
-    assert float(layer_time(rank_time(layer_plans(plan, load), TOPOLOGY, **setting)).exposed[0, 0]) == 0
+def test_hops_of_hierarchical_dispatch_run_one_after_the_other(batch_plan):
+    """Ten tokens cross from rank (1, 1) to rank (0, 1), which computes them; ten copies go to the rank next to it."""
+    time = batch_time(batch_plan, LENGTHS, TOPOLOGY, price(path="hierarchical"), visits=VISITS)
+    assert float(time.exchange) == pytest.approx(10 * ACROSS + 10 * INSIDE)
 
 
-def test_scale_reads_a_small_trace_as_a_large_one(plan, load):
-    big = plan._replace(quota=16 * plan.quota)
-    expected = rank_time(layer_plans(big, 16 * load), TOPOLOGY, **KNOWN)
-    time = rank_time(layer_plans(plan, load), TOPOLOGY, scale=16.0, **KNOWN)
+def test_attention_is_that_of_every_sample():
+    """Samples attend to themselves alone, so two short ones cost half of a long one; rows have one length."""
+    cost = UnitTimes(token=2.0, pair=0.5, copy=0.0, crossing=0.0, spread=0.0, move=0.0, push=0.0)
+    assignment = Assignment(np.array([[[[0, 1]], [[2, EMPTY]]], [[[3, EMPTY]], [[EMPTY, EMPTY]]]]))
+    seconds, positions = attention_time(assignment, np.array([4, 4, 8, 6]), cost)
+    assert float(positions) == 8, "of the fullest rank of any micro-batch"
+    np.testing.assert_allclose(seconds[..., 0], [[16 + 16, 16 + 32], [16 + 18, 16]])
+
+
+def test_padded_rows_cost_what_their_positions_cost():
+    """Both rows of a rank are as long as T, or as the longest sample, with one sample in them or none."""
+    cost = UnitTimes(
+        token=2.0, pair=0.5, copy=0.0, crossing=0.0, spread=0.0, move=0.0, push=0.0, rows="padded"
+    )
+    assignment = Assignment(np.array([[[[0, 1]], [[EMPTY, EMPTY]]]]))
+    for row_tokens, row in ((None, 5), (16.0, 16)):
+        seconds, positions = attention_time(assignment, np.array([3, 5]), cost, row_tokens=row_tokens)
+        assert float(positions) == 2 * row
+        np.testing.assert_allclose(seconds[..., 0], np.full((1, 2), 2 * (2 * row + row**2 / 2)))
+
+
+def test_a_padded_exchange_sends_equal_lanes_and_a_ragged_one_what_is_needed(batch_plan):
+    """The longest of three lanes has 10 rows, which round up to 16; rank (0, 0) keeps 17, which round up to 24."""
+    sent = count_sent(batch_plan.layer_plans(), TOPOLOGY, padded())
+    assert (np.asarray(sent.between) == 2 * 16).all(), "two ranks in the other node"
+    assert (np.asarray(sent.inside) == 16).all()
+    assert (np.asarray(sent.buffers) == 2 * (4 * 16 + 24) + 24).all()
+    needed = count_sent(batch_plan.layer_plans(), TOPOLOGY, price(spare_room=False))
+    np.testing.assert_array_equal(needed.between[0, 0], [[0, 10], [0, 10]])
+    np.testing.assert_array_equal(needed.inside[0, 0], [[3, 3], [10, 10]])
+    assert (np.asarray(needed.buffers) == 24 + 2 * 24).all(), "20 rows to send, and 17 to compute"
+    time = batch_time(batch_plan, LENGTHS, TOPOLOGY, padded())
+    assert float(time.exchange) == pytest.approx(32 * ACROSS)
+    assert float(time.gather) == pytest.approx((2 * 88 + 24) * 4 * 2 * 8 / 2000 / 0.5)
+
+
+def test_lanes_are_those_of_the_longest_layer_and_micro_batch():
+    """One step runs all layers and micro-batches with the same buffers, so every lane has the length of the longest."""
+    batch_plan = a_batch("any")[1]
+    for cost in (padded(), padded(spare_room=True)):
+        sent = count_sent(batch_plan.layer_plans(), TOPOLOGY, cost)
+        alone = [
+            count_sent(
+                jax.tree.map(
+                    lambda leaf, at=(m, row): leaf[at[0] : at[0] + 1, at[1] : at[1] + 1],
+                    batch_plan.layer_plans(),
+                ),
+                TOPOLOGY,
+                cost,
+            )
+            for m in range(2)
+            for row in range(2)
+        ]
+        for rows, parts in zip(sent, zip(*alone, strict=True), strict=True):
+            assert len(np.unique(rows)) == 1
+            assert rows.max() == max(float(part.max()) for part in parts)
+
+
+@pytest.mark.parametrize("spare_room", [False, True])
+@pytest.mark.parametrize("kind", ["padded", "ragged"])
+@pytest.mark.parametrize("path", ["flat", "hierarchical"])
+@pytest.mark.parametrize("plans", ["eplb", "any across nodes"])
+def test_priced_buffers_are_those_of_the_exchanges(plans, path, kind, spare_room):
+    """Lanes and buffers are as long as a step makes them from the sizes that it counts."""
+    replay, batch_plan = a_batch(plans)
+    visits = node_visits(replay, batch_plan, TOPOLOGY) if path == "hierarchical" else None
+    cost = price(path=path, between=kind, inside=kind, spare_room=spare_room)
+    sent = count_sent(batch_plan.layer_plans(), TOPOLOGY, cost, visits=visits)
+    sizes = count_capacities(batch_plan.layer_plans(), TOPOLOGY, visits=visits)
+    if spare_room:
+        sizes = grow_capacities(None, sizes, round_up=with_spare_room)
+    hops = [(4, sizes.flat)] if path == "flat" else [(2, sizes.node), (2, sizes.local)]
+    exchanges = [Exchange(kind=kind, axes=(), ranks=ranks, sizes=hop) for ranks, hop in hops]
+    buffers = sum(hop.send_rows + hop.receive_rows for hop in exchanges) + sizes.rows
+    assert (np.asarray(sent.buffers) == buffers).all()
+    if kind == "padded":
+        lanes = [hop.sizes.pair for hop in exchanges]
+        expected = (2 * lanes[0], lanes[0]) if path == "flat" else (lanes[0], lanes[1])
+        assert (np.asarray(sent.between) == expected[0]).all()
+        assert (np.asarray(sent.inside) == expected[1]).all()
+
+
+def test_replicas_are_fetched_as_they_are_sent(batch_plan):
+    """A padded fetch sends the exports of the rank with the most, an even number, and R experts to every rank."""
+    one = 3 * (3 * 4 * 5 * 2) / 1000 / 0.5
+    plans = batch_plan.layer_plans()
+    ragged, even = (fetch_time(plans, TOPOLOGY, price(fetch=kind)) for kind in ("ragged", "padded"))
+    np.testing.assert_allclose(ragged[0, 0], [[one, one], [0, 0]])
+    np.testing.assert_allclose(even[0, 0], np.full((2, 2), (2 + 1) * one / 2), rtol=1e-6)
+    away = jax.tree.map(np.copy, batch_plan.plan)
+    away.slot_expert[0, 0, 0, 1, 2], away.slot_expert[0, 0, 1, 1, 2] = EMPTY, 0
+    ragged, even = (
+        fetch_time(layer_plans(away, None), TOPOLOGY, price(fetch=kind)) for kind in ("ragged", "padded")
+    )
+    np.testing.assert_allclose(ragged[0, 0], [[10 * one, 0], [0, 10 * one]], rtol=1e-6)
+    np.testing.assert_allclose(even[0, 0], np.full((2, 2), 10 * (2 + 1) * one / 2), rtol=1e-6)
+
+
+def test_attention_hides_the_transfer_of_replicas(batch_plan):
+    assert float(batch_time(batch_plan, 1000 * LENGTHS, TOPOLOGY, price()).exposed) == 0
+
+
+@pytest.mark.parametrize("cost", [price(), padded(spare_room=True)], ids=["ragged", "padded"])
+def test_scale_reads_a_small_trace_as_a_large_one(batch_plan, cost):
+    """A token that stands for 16 costs what 16 samples of the same length cost."""
+    cost_model = FLAT if cost.between == "ragged" else dataclasses.replace(FLAT, between="padded")
+    sample = np.repeat(batch_plan.assignment.sample, 16, axis=-1)
+    big = BatchPlan(
+        Assignment(sample), 16 * batch_plan.load, batch_plan.plan._replace(quota=16 * batch_plan.plan.quota)
+    )
+    expected = batch_time(big, LENGTHS, TOPOLOGY, price(cost_model))
+    time = batch_time(batch_plan, LENGTHS, TOPOLOGY, price(cost_model, scale=16.0))
     for name, part in time._asdict().items():
         np.testing.assert_allclose(part, getattr(expected, name), rtol=1e-6, err_msg=name)
 
 
-def test_reorder_counts_state_on_the_busiest_link():
-    before = np.arange(8)[None]
-    now = np.array([[0, 4, 2, 3, 1, 5, 7, 6]])  # 1 and 4 change node; 6 and 7 change slots on one rank
-    moved = 1 * (3 * 4 * 5) * 12
-    seconds = reorder_time(now, before, TOPOLOGY, cluster=CLUSTER, model=MODEL)
-    assert float(seconds) == pytest.approx(moved / 100 / 0.5)
-    assert float(reorder_time(before, before, TOPOLOGY, cluster=CLUSTER, model=MODEL)) == 0
+def test_a_move_costs_as_much_inside_a_node_as_between_nodes():
+    """Every expert goes in pieces over all ranks, there and back, and ranks send as many as the one with the most."""
+    before = np.arange(16).reshape(1, 16) % 8
+    topology = dataclasses.replace(TOPOLOGY, num_experts=16)
+    before = np.arange(16)[None]
+    one = 2 * (3 * 4 * 5) * 12 * (1 - 1 / 2) / 100 / 0.5
+    cost = price(topology=topology)
+
+    def seconds(*swaps):
+        now = before.copy()
+        for a, b in swaps:
+            now[0, [a, b]] = now[0, [b, a]]
+        return float(reorder_time(now, before, topology, cost)) / one
+
+    assert seconds() == 0
+    assert seconds((0, 1)) == 0, "slots of one rank"
+    assert seconds((0, 4)) == pytest.approx(1), "ranks of one node"
+    assert seconds((0, 8)) == pytest.approx(1), "two nodes"
+    assert seconds((0, 4), (1, 8)) == pytest.approx(2)
+    assert seconds((0, 4), (1, 8), (2, 12)) == pytest.approx(4), "three round up to a power of two"
+    assert float(reorder_time(before[:, ::-1], before, topology, cost)) / one == pytest.approx(4)
+
+
+def test_moves_are_those_of_the_migration():
+    """As many experts are priced as `migrate_experts` sends from every rank."""
+    topology = Topology(num_nodes=2, ranks_per_node=2, num_experts=24, replica_slots=0)
+    cost = UnitTimes(token=0.0, copy=0.0, crossing=0.0, spread=0.0, move=1.0, push=0.0)
+    rng = np.random.default_rng(0)
+    for moved in range(0, 25, 3):
+        home = np.stack([rng.permutation(24) for _ in range(3)])
+        previous = home.copy()
+        for row in previous:
+            row[:moved] = rng.permutation(row[:moved])
+        sent = [
+            move_tables(old, new, topology).leave.shape[1] for old, new in zip(previous, home, strict=True)
+        ]
+        assert float(reorder_time(home, previous, topology, cost)) == sum(sent)
+
+
+def test_head_and_update_are_the_same_for_all_plans():
+    """The rest is counted by hand, and depends on the lengths of rows, not on homes or replicas."""
+    model = dataclasses.replace(MODEL, moe_layers=2, vocabulary=30)
+    replay, some = a_batch("any")
+    other = some._replace(plan=planned("static", TOPOLOGY, some.load))
+    lengths = replay.mask.sum(1)
+    rows = np.append(lengths, 0)[np.asarray(some.assignment.sample)].sum(-1).max()
+    for updates in (1, 3):
+        cost = price(model=model, updates=updates)
+        times = [batch_time(each, lengths, TOPOLOGY, cost) for each in (some, other)]
+        assert float(times[0].rest) == float(times[1].rest)
+        head = 2 * rows * 3 * 2 * 4 * 30 / 5e5  # two micro-batches
+        reduced = 2 * 4 * (50 + 2 * 4 * 30 / 2) * ((1 - 1 / 2) / 1000 + (1 - 1 / 2) / 2 / 100) / 0.5
+        stepped = (2 * 12 + 4 + 2) * (2 * 60 + 50 / 4) / 2000 / 0.5
+        assert float(times[0].rest) == pytest.approx(head + 2 * updates * (reduced + stepped))
+    sharded = price(model=model, shards=4)
+    assert cost.update / 3 - sharded.update == pytest.approx(stepped * 3 / 4)
 
 
 @functools.cache
@@ -170,8 +347,9 @@ def test_traffic_agrees_with_cross_node_load(batch):
 
 
 @pytest.mark.slow
-def test_balanced_traffic_is_that_of_uniform_routing():
-    """The balanced time equals a count on tokens that draw their experts uniformly, for both kinds of dispatch."""
+@pytest.mark.parametrize("path", ["flat", "hierarchical"])
+def test_balanced_traffic_is_that_of_uniform_routing(path):
+    """The balanced time equals a count on tokens that draw their experts uniformly, on both paths."""
     topology = Topology(num_nodes=2, ranks_per_node=2, num_experts=16, replica_slots=0)
     model = dataclasses.replace(MODEL, num_experts=16, top_k=3)
     rng = np.random.default_rng(0)
@@ -180,12 +358,55 @@ def test_balanced_traffic_is_that_of_uniform_routing():
     assignment = assign_in_order(4, topology, num_micro_batches=1)
     load = expert_load(replay, assignment, num_experts=16)
     batch_plan = BatchPlan(assignment, load, planned("static", topology, load))
-    setting = {"cluster": CLUSTER, "model": model, "context": 20.0}
-    for visits in (None, node_visits(replay, batch_plan, topology)):
-        exchange = batch_time(batch_plan, topology, visits=visits, **setting).exchange
-        dispatch = "flat" if visits is None else "hierarchical"
-        bound = balanced_time(load, topology, dispatch=dispatch, **setting).exchange
+    visits = node_visits(replay, batch_plan, topology) if path == "hierarchical" else None
+    cost, lengths = price(topology=topology, model=model, path=path), np.full(4, 4000)
+    exchange = batch_time(batch_plan, lengths, topology, cost, visits=visits).exchange
+    for local in (None, visits):
+        bound = balanced_time(load, lengths, topology, cost, visits=local).exchange
         np.testing.assert_allclose(exchange, bound, rtol=0.03)
+
+
+def test_a_balanced_run_with_the_locality_of_the_samples(batch_plan):
+    """Of four ranks' ten crossings, each rank has a quarter; uniform routing of 20 tokens has more."""
+    cost = price(path="hierarchical")
+    local, uniform = (
+        balanced_time(batch_plan.load, LENGTHS, TOPOLOGY, cost, visits=visits) for visits in (VISITS, None)
+    )
+    near = 10 * (1 - 1 / 2) * INSIDE
+    assert float(local.exchange) == pytest.approx(10 / 4 * ACROSS + near)
+    stays = (4 / 8) * (3 / 7)  # neither of two experts is in the other node
+    assert float(uniform.exchange) == pytest.approx(20 / 4 * (1 - stays) * ACROSS + near)
+    for part in ("attention", "compute", "rest"):
+        assert getattr(local, part) == getattr(uniform, part)
+    assert float(local.attention) == pytest.approx(3 * (5 * 2 * 50 + 50 * 10) / 5e5)
+    assert float(local.compute) == pytest.approx(3 * 10 * 120 / 5e5), "half of what the busiest rank fills"
+
+
+def test_a_balanced_run_with_padded_rows_has_their_positions(batch_plan):
+    cost = price(rows="padded")
+    time = balanced_time(batch_plan.load, LENGTHS, TOPOLOGY, cost, row_tokens=16.0, rows=1)
+    assert float(time.attention) == pytest.approx(3 * (16 * 2 * 50 + 16**2 * 10) / 5e5)
+    same = batch_time(batch_plan, LENGTHS, TOPOLOGY, cost, row_tokens=16.0)
+    assert float(same.attention) == pytest.approx(float(time.attention))
+    with pytest.raises(ValueError, match="rows must be given if rows are padded"):
+        balanced_time(batch_plan.load, LENGTHS, TOPOLOGY, cost)
+
+
+def test_overlap_would_save_the_smaller_of_exchange_and_compute():
+    """Layer by layer: the time is less by the smaller of the two in each, and a balanced run is priced alike."""
+    replay, batch_plan = a_batch("any")
+    lengths = replay.mask.sum(1)
+    cost = dataclasses.replace(price(), tile=0.0, copy=2 * ACROSS)
+    attention, _ = attention_time(batch_plan.assignment, lengths, cost)
+    layers = layer_time(rank_time(batch_plan.layer_plans(), attention, TOPOLOGY, cost))
+    smaller = np.minimum(layers.exchange, layers.compute)
+    assert (smaller == layers.exchange).any()
+    time = batch_time(batch_plan, lengths, TOPOLOGY, cost)
+    assert float(time.total - time.overlapped) == pytest.approx(float(smaller.sum()), rel=1e-4)
+    balanced = balanced_time(batch_plan.load, lengths, TOPOLOGY, cost)
+    assert float(balanced.overlapped) == pytest.approx(
+        float(balanced.total - np.minimum(balanced.exchange, balanced.compute)), rel=1e-5
+    )
 
 
 @pytest.mark.slow
@@ -197,11 +418,12 @@ def test_balanced_is_a_bound_at_real_sizes(name):
     share = rng.zipf(1.5, (2, 1, 1, 1, model.num_experts)).clip(0, 50).astype(float)
     copies = 4096 * model.top_k * share / share.sum(-1, keepdims=True)
     load = jnp.asarray(np.broadcast_to(copies, (2, 1, 2, 4, model.num_experts)), jnp.int32)
-    setting = {"cluster": CLUSTERS["h100"], "model": model, "context": 4096.0}
-    bound = balanced_time(load, topology, **setting)
+    cost = CostModel(cluster=CLUSTERS["h100"], model=model, path="flat").unit_times(topology)
+    assignment, lengths = assign_in_order(16, topology, num_micro_batches=2), np.full(16, 4096)
+    bound = balanced_time(load, lengths, topology, cost)
     for name in ("static", "eplb"):
-        time = batch_time(BatchPlan(None, load, planned(name, topology, load)), topology, **setting)
-        for part in ("attention", "compute", "total"):
+        time = batch_time(BatchPlan(assignment, load, planned(name, topology, load)), lengths, topology, cost)
+        for part in ("attention", "compute", "exchange", "gather", "total"):
             assert (getattr(time, part) >= getattr(bound, part) * 0.999).all(), part
 
 
@@ -216,20 +438,20 @@ def test_model_sizes_add_up():
         ("gpt-oss-120b", 116.8e9, 5.1e9),
     ):
         model = MODELS[name]
-        outside = model.attention_params + 3 * model.width * model.shared_width
-        every = model.moe_layers * (outside + model.num_experts * model.expert_params)
-        used = model.moe_layers * (outside + model.top_k * model.expert_params)
+        every = model.moe_layers * (model.dense_params + model.num_experts * model.expert_params)
+        used = model.moe_layers * (model.dense_params + model.top_k * model.expert_params)
         assert 0.93 * total < every < 1.01 * total, name
         assert 0.65 * active < used < 1.02 * active, name
 
 
-def test_a_shared_link_carries_what_the_whole_node_sends(plan, load):
+def test_a_shared_link_carries_what_the_whole_node_sends(batch_plan):
     """Rank (1, 1) sends 10 rows and its neighbour none; on a link that two ranks share, each has the time of 5."""
-    shared = dataclasses.replace(CLUSTER, shared_link=True)
-    exchange = rank_time(layer_plans(plan, load), TOPOLOGY, **KNOWN | {"cluster": shared}).exchange
-    np.testing.assert_allclose(exchange[0, 0], 5 * 8 / 100 / 0.5)
-    own = rank_time(layer_plans(plan, load), TOPOLOGY, **KNOWN).exchange
-    assert float(own.max()) == pytest.approx(10 * 8 / 100 / 0.5)
+    attention, _ = attention_time(batch_plan.assignment, LENGTHS, price())
+    shared = price(cluster=dataclasses.replace(CLUSTER, shared_link=True))
+    sent = rank_time(batch_plan.layer_plans(), attention, TOPOLOGY, shared).between
+    np.testing.assert_allclose(sent[0, 0], np.full((2, 2), 5 * ACROSS))
+    own = rank_time(batch_plan.layer_plans(), attention, TOPOLOGY, price()).between
+    assert float(own.max()) == pytest.approx(10 * ACROSS)
 
 
 @pytest.mark.parametrize(
@@ -241,90 +463,87 @@ def test_a_shared_link_carries_what_the_whole_node_sends(plan, load):
         ({"updates": 0, "recompute": True}, 1, 2),
     ],
 )
-def test_passes_of_a_stage(plan, load, stage, compute, exchange):
-    forward = jax.tree.map(np.max, rank_time(layer_plans(plan, load), TOPOLOGY, **KNOWN))
-    time = batch_time(BatchPlan(None, load, plan), TOPOLOGY, **stage, **KNOWN)
-    expected = (
-        compute * forward.attention,
-        compute * forward.compute,
-        exchange * forward.exchange,
-        compute * (forward.push - forward.attention),
-    )
-    np.testing.assert_allclose(time[:4], expected, rtol=1e-6)
+def test_passes_of_a_stage(batch_plan, stage, compute, exchange):
+    """Forward passes multiply attention, experts and replicas; exchanges multiply rows and buffers."""
+    forward = batch_time(batch_plan, LENGTHS, TOPOLOGY, FLAT.unit_times(TOPOLOGY, updates=0, recompute=True))
+    time = batch_time(batch_plan, LENGTHS, TOPOLOGY, FLAT.unit_times(TOPOLOGY, **stage))
+    times = {"attention": compute, "compute": compute, "exposed": compute, "exchange": exchange / 2}
+    for part, factor in (times | {"gather": exchange / 2}).items():
+        np.testing.assert_allclose(getattr(time, part), factor * getattr(forward, part), rtol=1e-6)
     assert float(time.exposed) > 0
-    assert float(time.total) == pytest.approx(float(sum(time)))
+    assert float(time.total) == pytest.approx(float(sum(time.parts().values())))
 
 
 def whole_batch():
-    """Return a batch of two micro-batches of two layers, its node visits, and the previous homes."""
+    """Return a batch of two micro-batches of two layers, its lengths, its node visits, and the previous homes."""
     replay, batch_plan = a_batch("any")
     home = np.stack([np.random.default_rng(1).permutation(8) for _ in range(2)])
     return {
         "batch_plan": batch_plan,
+        "lengths": replay.mask.sum(1),
         "visits": node_visits(replay, batch_plan, TOPOLOGY),
         "previous_home": home,
     }
 
 
+ONCE = dataclasses.replace(NEEDED, path="hierarchical")
+
+
 def test_stages_add_up():
     """The times of a recompute alone and of an update alone, with the same plan, add up to that of both in one call."""
     batch = whole_batch()
-    stages = [
-        batch_time(**batch | {"previous_home": None}, topology=TOPOLOGY, updates=0, recompute=True, **KNOWN),
-        batch_time(**batch, topology=TOPOLOGY, updates=2, **KNOWN),
-    ]
-    both = batch_time(**batch, topology=TOPOLOGY, updates=2, recompute=True, **KNOWN)
-    np.testing.assert_allclose(sum(map(np.array, stages)), both, rtol=1e-6)
-    assert float(both.reorder) == pytest.approx(
-        float(
-            reorder_time(
-                batch["batch_plan"].plan.home, batch["previous_home"], TOPOLOGY, cluster=CLUSTER, model=MODEL
-            )
-        )
-    )
+
+    def run(previous_home, **passes):
+        cost = ONCE.unit_times(TOPOLOGY, **passes)
+        return batch_time(**batch | {"previous_home": previous_home}, topology=TOPOLOGY, cost=cost)
+
+    home = batch["previous_home"]
+    both = run(home, updates=2, recompute=True)
+    stages = run(None, updates=0, recompute=True), run(home, updates=2, recompute=False)
+    for part, expected in both._asdict().items():
+        if part != "hideable":  # the smaller of two sums
+            np.testing.assert_allclose(sum(getattr(stage, part) for stage in stages), expected, rtol=1e-5)
+    assert float(both.reorder) > 0
 
 
 def test_a_batch_waits_for_its_slowest_copy():
-    _, batch_plan = a_batch("any")
+    """The parts of the time are those of the copy with the longest total; the dense rest is counted once a copy."""
+    replay, batch_plan = a_batch("any")
+    lengths, cost = replay.mask.sum(1), dataclasses.replace(price(), token=0.0, gather=0.0)
     copies = [
         batch_time(
-            BatchPlan(
-                None,
-                batch_plan.load[m : m + 1],
-                batch_plan.plan._replace(
-                    slot_expert=batch_plan.plan.slot_expert[m : m + 1], quota=batch_plan.plan.quota[m : m + 1]
-                ),
-            ),
+            jax.tree.map(lambda leaf, at=m: leaf[at : at + 1] if leaf.ndim > 2 else leaf, batch_plan),
+            lengths,
             TOPOLOGY,
-            **KNOWN,
+            cost,
         )
         for m in range(2)
     ]
     totals = [float(copy.total) for copy in copies]
     assert min(totals) < max(totals)
-    actual = batch_time(batch_plan, TOPOLOGY, data_parallel=2, **KNOWN)
+    actual = batch_time(batch_plan, lengths, TOPOLOGY, dataclasses.replace(cost, data_parallel=2))
     np.testing.assert_allclose(actual, copies[int(np.argmax(totals))], rtol=1e-6)
-    assert float(batch_time(batch_plan, TOPOLOGY, **KNOWN).total) == pytest.approx(sum(totals))
+    alone = batch_time(batch_plan, lengths, TOPOLOGY, cost)
+    assert float(alone.total) == pytest.approx(sum(totals) - float(alone.rest))
 
 
 def test_batch_time_under_jit_and_vmap(monkeypatch):
-    """Stacked batches have the times of each alone, and other batches and scales do not compile again."""
+    """Stacked batches have the times of each alone, and other batches and prices do not compile again."""
     batch = whole_batch()
     other = batch | {"batch_plan": a_batch("any across nodes")[1]}
-    run = functools.partial(batch_time, topology=TOPOLOGY, **KNOWN)
+    cost = price(ONCE)
 
     def planes(batch):
-        return batch["batch_plan"]._replace(assignment=None), batch["visits"], batch["previous_home"]
+        return batch["batch_plan"], batch["lengths"], batch["visits"], batch["previous_home"]
 
-    def call(batch_plan, visits, previous_home):
-        return run(batch_plan, visits=visits, previous_home=previous_home)
+    def call(batch_plan, lengths, visits, previous_home, cost=cost):
+        return batch_time(batch_plan, lengths, TOPOLOGY, cost, visits=visits, previous_home=previous_home)
 
     before = [call(*planes(one)) for one in (batch, other)]
     with monkeypatch.context() as context:
         context.setattr("relibra_jax.cost.batch_time.rank_time", None)  # a trace would call it
         alone = [call(*planes(one)) for one in (other, batch)][::-1]
-        plan, visits, previous = planes(batch)
-        run(plan, visits=visits, previous_home=previous, scale=2.0)
+        call(*planes(batch), cost=price(ONCE, scale=2.0))
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), planes(batch), planes(other))
     together = jax.jit(jax.vmap(call))(*stacked)
     for number in range(2):
@@ -335,66 +554,89 @@ def test_batch_time_under_jit_and_vmap(monkeypatch):
     assert float(together.total[0]) != float(together.total[1])
 
 
-@pytest.mark.parametrize("visits", ["flat", "hierarchical"])
-def test_more_work_and_slower_networks_never_take_less_time(visits):
-    batch = whole_batch()
-    if visits == "flat":
+@pytest.mark.parametrize(
+    "cost_model", [FLAT, ONCE, CostModel(cluster=CLUSTER, model=MODEL)], ids=["flat", "once", "auto"]
+)
+def test_more_work_and_slower_networks_never_take_less_time(cost_model):
+    batch = whole_batch() | {"topology": TOPOLOGY}
+    if cost_model.path == "flat":
         batch["visits"] = None
-    run = functools.partial(batch_time, **batch, topology=TOPOLOGY)
-    base = run(**KNOWN)
+    base = batch_time(**batch, cost=price(cost_model))
     for change in (
         {"scale": 3.0},
+        {"stretch": 2.0},
         {"updates": 3},
         {"recompute": True},
-        {"context": 40.0},
         {"cluster": dataclasses.replace(CLUSTER, slow_bandwidth=50.0)},
         {"cluster": dataclasses.replace(CLUSTER, fast_bandwidth=10.0)},
         {"cluster": dataclasses.replace(CLUSTER, matmul_flops=5e5)},
+        {"cluster": dataclasses.replace(CLUSTER, memory_bandwidth=20.0)},
     ):
-        time = run(**KNOWN | change)
+        time = batch_time(**batch, cost=price(cost_model, **change))
         # Longer attention hides more.
-        assert all(np.array(time[:3]) >= np.array(base[:3])), change
+        for part in set(BatchTime._fields) - {"exposed"}:
+            assert getattr(time, part) >= getattr(base, part), (change, part)
         assert float(time.total) >= float(base.total) * (1 - 1e-6), change
 
 
 def test_unit_times_are_what_a_unit_takes():
     """Each phase has one busiest rank, whose work is counted by hand."""
-    cluster = dataclasses.replace(CLUSTER, tile=1)
     topology = Topology(num_nodes=2, ranks_per_node=1, num_experts=2, replica_slots=0)
     model = dataclasses.replace(MODEL, num_experts=2, top_k=1)
-    setting = {"cluster": cluster, "model": model, "context": 20.0}
+    one_tile = dataclasses.replace(CLUSTER, tile=1)
     load = np.array([[[[[3, 7]], [[0, 0]]]]], np.int32)  # rank 0 has 10 tokens and sends 7 to the other node
     plan = Plan(*(np.array(leaf, np.int32) for leaf in ([[[[[0]], [[1]]]]], [[0, 1]], [[[[[3]], [[7]]]]])))
-    batch_plan, visits = BatchPlan(None, load, plan), np.array([[[[3, 7], [0, 0]]]])
+    batch_plan = BatchPlan(Assignment(np.array([[[[0]], [[EMPTY]]]])), load, plan)
+    visits = np.array([[[[3, 7], [0, 0]]]])
     for stage in ({}, {"recompute": True}, {"updates": 0, "recompute": True}):
-        for dispatch, crossed in (("flat", None), ("hierarchical", visits)):
-            units = unit_times(dispatch=dispatch, scale=2.0, **stage, **setting)
-            time = batch_time(batch_plan, topology, visits=crossed, scale=2.0, **stage, **setting)
-            actual = (10 * units.token, 7 * units.copy, 7 * units.crossing)
-            np.testing.assert_allclose(actual, time[:3], rtol=1e-6)
+        for path, crossed in (("flat", None), ("hierarchical", visits)):
+            units = price(topology=topology, model=model, cluster=one_tile, path=path, scale=2.0, **stage)
+            time = batch_time(batch_plan, np.array([10]), topology, units, visits=crossed)
+            attention = 10 * units.token + 100 * units.pair
+            np.testing.assert_allclose(time[:3], (attention, 7 * units.copy, 7 * units.crossing), rtol=1e-6)
             assert units.hierarchical == (crossed is not None)
             assert units.spread == pytest.approx(units.crossing / 10), "the fast network is ten times as fast"
-    moved = reorder_time(np.array([[1, 0]]), np.array([[0, 1]]), topology, cluster=cluster, model=model)
     for updates in (1, 3):
-        units = unit_times(scale=2.0, updates=updates, **setting)
-        assert units.move == pytest.approx(float(moved))
+        units = price(updates=updates, scale=2.0)
         assert units.push == pytest.approx(updates * 3 * 4 * 5 * (2 + 4) / 100 / 0.5)
+        assert units.push_inside == pytest.approx(units.push / 10)
+        assert units.move == pytest.approx(price().move), "experts do not grow with the trace"
+    assert price(stretch=3.0).pair == pytest.approx(3 * price().pair)
+
+
+def test_auto_is_what_runs_on_gpus():
+    """Between nodes and beyond 8 ranks exchanges are padded; the path is that of the rule of layers."""
+    auto = CostModel(cluster=CLUSTER, model=MODEL)
+
+    def chosen(nodes, local, **changes):
+        topology = Topology(num_nodes=nodes, ranks_per_node=local, num_experts=48, replica_slots=0)
+        run = dataclasses.replace(auto, **changes).on(topology)
+        return run.path, run.between, run.inside, run.fetch, run.rows
+
+    assert chosen(2, 8) == ("hierarchical", "padded", "ragged", "ragged", "packed")
+    assert chosen(1, 8) == ("flat", "ragged", "ragged", "ragged", "packed")
+    assert chosen(1, 16) == ("flat", "padded", "padded", "padded", "packed")
+    assert chosen(2, 4, path="flat") == ("flat", "padded", "ragged", "ragged", "packed")
+    one_expert = dataclasses.replace(MODEL, top_k=1)
+    assert chosen(2, 4, model=one_expert, rows="padded")[::4] == ("flat", "padded")
+    assert chosen(2, 4, between="ragged", inside="padded")[1:3] == ("ragged", "padded")
 
 
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"scale": 0.0}, "scale=0.0 must be positive and finite"),
-        ({"context": float("nan")}, "context=nan must be positive and finite"),
-        ({"updates": -1}, "updates=-1 must be an integer of at least 0"),
-        ({"updates": 0}, "updates=0 and recompute=False leave no pass to run"),
-        ({"data_parallel": 0}, "data_parallel=0 must be an integer of at least 1"),
         ({"data_parallel": 3}, "2 micro-batches must divide evenly over data_parallel=3"),
+        ({"visits": None}, "cost has hierarchical=True, which needs visits of nodes"),
+        ({"path": "flat"}, "cost has hierarchical=False, which needs no visits"),
         (
             {"visits": np.zeros((2, 2, 3, 2), int)},
             r"visits: expected shape \(2, 2, 4, 2\), found \(2, 2, 3, 2\)",
         ),
-        ({"previous_home": np.zeros((1, 8), int)}, r"previous_home: expected shape \(2, 8\), found \(1, 8\)"),
+        (
+            {"visits": None, "path": "flat", "previous_home": np.zeros((1, 8), int)},
+            r"previous_home: expected shape \(2, 8\), found \(1, 8\)",
+        ),
+        ({"speedup": np.ones((2, 2, 2, 4))}, r"speedup: expected shape \(2, 2, 2, 2\), found \(2, 2, 2, 4\)"),
         (
             {"topology": dataclasses.replace(TOPOLOGY, num_nodes=1)},
             r"load: expected shape \(2, 2, 1, 2, 8\), found \(2, 2, 2, 2, 8\)",
@@ -402,32 +644,54 @@ def test_unit_times_are_what_a_unit_takes():
     ],
 )
 def test_bad_input_of_a_batch(wrong, message):
+    batch = whole_batch() | {"topology": TOPOLOGY} | wrong
+    names = {field.name for field in dataclasses.fields(CostModel)}
+    cost = price(ONCE, **{name: batch.pop(name) for name in names & set(batch)})
     with pytest.raises(ValueError, match=message):
-        batch_time(**{"batch_plan": a_batch("any")[1], "topology": TOPOLOGY} | KNOWN | wrong)
+        batch_time(**batch, cost=cost)
 
 
-def test_other_bad_input():
-    with pytest.raises(ValueError, match="dispatch='ring' must be one of flat, hierarchical"):
-        unit_times(CLUSTER, MODEL, context=20.0, dispatch="ring")
-    with pytest.raises(ValueError, match="dispatch='ring' must be one of flat, hierarchical"):
-        balanced_time(np.zeros((1, 1, 2, 2, 8), int), TOPOLOGY, dispatch="ring", **KNOWN)
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"scale": 0.0}, "scale=0.0 must be positive and finite"),
+        ({"stretch": float("nan")}, "stretch=nan must be positive and finite"),
+        ({"updates": -1}, "updates=-1 must be an integer of at least 0"),
+        ({"updates": 0}, "updates=0 and recompute=False leave no pass to run"),
+        ({"data_parallel": 0}, "data_parallel=0 must be an integer of at least 1"),
+        ({"shards": 0}, "shards=0 must be an integer of at least 1"),
+        ({"path": "ring"}, "path='ring' must be one of auto, flat, hierarchical"),
+        ({"between": "even"}, "between='even' must be one of auto, padded, ragged"),
+        ({"rows": "long"}, "rows='long' must be one of auto, packed, padded"),
+        (
+            {"cluster": dataclasses.replace(CLUSTER, slow_bandwidth=0.0)},
+            "cluster.slow_bandwidth=0.0 must be positive",
+        ),
+        ({"model": dataclasses.replace(MODEL, top_k=0)}, "model.top_k=0 must be an integer of at least 1"),
+    ],
+)
+def test_bad_numbers_of_a_cost_model(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(NEEDED, **wrong)
 
 
-def test_hot_ranks_by_hand(plan, load):
-    """Rank (0, 0) has two tiles in float8, which is four times as fast here, so rank (0, 1) is the slowest."""
-    price = functools.partial(batch_time, BatchPlan(None, load, plan), TOPOLOGY, **KNOWN)
-    alone = {"updates": 0, "recompute": True}
-    tile = 16 * (2 * 3 * 4 * 5) / 5e5
-    hot = mark_hot_ranks(plan, HotRanks(threshold=1.5, min_rows=1))
-    np.testing.assert_array_equal(hot, [[[[True, False], [False, False]]]])
-    exact, marked = price(**alone), price(**alone, float8=hot)
+def test_a_price_is_for_the_experts_of_the_model():
+    """A topology may pad the model with experts that no token is routed to, but not leave some out."""
+    with pytest.raises(
+        ValueError, match="cost: the model has num_experts=8, but the topology has num_experts=4"
+    ):
+        NEEDED.unit_times(dataclasses.replace(TOPOLOGY, num_experts=4))
+    assert NEEDED.unit_times(dataclasses.replace(TOPOLOGY, num_experts=12)).copy == price().copy
+
+
+def test_faster_ranks_by_hand(batch_plan):
+    """Rank (0, 0) has two tiles and is four times as fast, so rank (0, 1) with one tile is the slowest."""
+    tile = 3 * 16 * (2 * 3 * 4 * 5) / 5e5
+    speedup = np.ones((1, 1, 2, 2))
+    exact = batch_time(batch_plan, LENGTHS, TOPOLOGY, price())
     assert float(exact.compute) == pytest.approx(2 * tile)
+    speedup[0, 0, 0, 0] = 4
+    marked = batch_time(batch_plan, LENGTHS, TOPOLOGY, price(), speedup=speedup)
     assert float(marked.compute) == pytest.approx(tile)
-    assert float(price(**alone, float8=np.ones_like(hot)).compute) == pytest.approx(2 * tile / 4)
-    for part in BatchTime._fields:
-        if part != "compute":
-            assert getattr(exact, part) == getattr(marked, part), part
-    with pytest.raises(ValueError, match="float8 requires a recompute alone, updates=0, not updates=1"):
-        price(recompute=True, float8=hot)
-    with pytest.raises(ValueError, match=r"float8: expected shape \(1, 1, 2, 2\), found \(1, 1, 1, 4\)"):
-        price(**alone, float8=hot.reshape(1, 1, 1, 4))
+    for part in set(marked.parts()) - {"compute"}:
+        assert getattr(exact, part) == getattr(marked, part), part

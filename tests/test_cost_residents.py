@@ -4,14 +4,14 @@ import dataclasses
 
 import numpy as np
 import pytest
-from support.costs import CLUSTER, KNOWN, MODEL
+from support.costs import MODEL, NEEDED
 
 from relibra_jax.cost.batch_time import batch_time
-from relibra_jax.cost.copies import push_time
+from relibra_jax.cost.copies import fetch_time
 from relibra_jax.cost.hardware import CLUSTERS
 from relibra_jax.cost.memory import check_rank_memory, rank_memory
 from relibra_jax.cost.models import MODELS
-from relibra_jax.types import EMPTY, BatchPlan, Plan, Topology, layer_plans
+from relibra_jax.types import EMPTY, Assignment, BatchPlan, Plan, Topology, layer_plans
 
 TOPOLOGY = Topology(num_nodes=3, ranks_per_node=2, num_experts=6, replica_slots=1, resident_slots=2)
 
@@ -28,71 +28,67 @@ def resident_plan(where, layers=1):
     return Plan(slot_expert, home, np.zeros_like(slot_expert))
 
 
-def seconds_of(plan, topology=TOPOLOGY, **more):
-    layers = plan.home.shape[0]
-    load = np.zeros((1, layers, topology.num_nodes, topology.ranks_per_node, topology.num_experts), np.int32)
-    setting = KNOWN | {"model": dataclasses.replace(MODEL, num_experts=6)} | more
-    return batch_time(BatchPlan(None, load, plan), topology, **setting)
+def cost_of(topology=TOPOLOGY, **changes):
+    model = dataclasses.replace(MODEL, num_experts=6)
+    return dataclasses.replace(NEEDED, **{"path": "flat", "model": model} | changes).unit_times(topology)
 
 
-ACROSS = (
-    3 * 4 * 5 * (2 + 4) / 100 / 0.5
-)  # one expert's weights there and its gradients back, over the slow network
+def seconds_of(plan, topology=TOPOLOGY, **changes):
+    layers, ranks = plan.home.shape[0], (topology.num_nodes, topology.ranks_per_node)
+    load = np.zeros((1, layers, *ranks, topology.num_experts), np.int32)
+    nobody = Assignment(np.full((1, *ranks, 1), EMPTY))
+    return batch_time(BatchPlan(nobody, load, plan), np.ones(1, int), topology, cost_of(topology, **changes))
+
+
+ACROSS = 3 * 4 * 5 * (2 + 4) / 100 / 0.5
+"""One expert's weights there and its gradients back, over the slow network."""
+INSIDE = ACROSS / 10
 
 
 @pytest.mark.parametrize(
-    ("where", "halves"),
+    ("where", "exports", "pairs"),
     [
-        ({}, 0),
-        ({0: {2: [0]}}, 1),  # each rank of the home's node carries half of it
-        ({0: {2: [0], 3: [0]}}, 1),  # once to a node, then inside it
-        ({0: {2: [0], 4: [0]}}, 2),  # to two nodes
-        ({0: {2: [0], 4: [1]}}, 2),  # two homes of one node share its links
-        ({0: {2: [0], 0: [4]}}, 1),  # two nodes do not
-        ({0: {2: [0, 5]}}, 2),  # one rank takes two
-        ({0: {2: [0]}, 1: {5: [0]}}, 2),  # layers follow one another on the links of the home's node
-        ({0: {2: [0]}, 1: {0: [2]}}, 1),  # what is sent and what is received do not add up
+        ({}, 0, 0),
+        ({0: {2: [0]}}, 1, 1),
+        ({0: {2: [0], 3: [0]}}, 1, 1),  # once to a node, then inside it
+        ({0: {2: [0], 4: [0]}}, 1, 1),  # to two nodes, whose lanes are equal
+        ({0: {2: [0], 4: [1]}}, 1, 1),  # two homes of one node, each to another node
+        ({0: {2: [0], 3: [1]}}, 1, 2),  # two homes of one node, both to the same node
+        ({0: {2: [0, 5]}}, 1, 1),  # one rank takes two, from two nodes
+        ({0: {2: [0]}, 1: {5: [0]}}, 2, 1),  # two layers of one home, to two nodes
+        ({0: {2: [0]}, 1: {2: [0]}}, 2, 2),
+        ({0: {1: [0]}}, 1, 0),  # inside a node nothing crosses
     ],
 )
-def test_residents_cross_once_to_a_node(where, halves):
+def test_residents_are_pushed_in_three_hops(where, exports, pairs):
+    """Each hop sends equal lanes: of exports inside the home's node, of what a node needs from another one between
+    nodes, where each rank carries its part, and of all resident slots inside the target's node."""
     time = seconds_of(resident_plan(where, layers=2))
-    assert float(time.push) == pytest.approx(halves * ACROSS / 2)
-    assert float(time.total) == pytest.approx(float(time.push)), "nothing hides it"
-
-
-def test_residents_spread_inside_the_node():
-    """On a fast network that is slower than the slow one, what ranks send to their neighbours counts: half of each
-    expert that they own, and half of what each neighbour takes."""
-    cluster = dataclasses.replace(CLUSTER, fast_bandwidth=10.0)
-    for where, halves in (
-        ({2: [0]}, 1),
-        ({2: [0], 3: [0]}, 1),  # rank 2 takes one half and sends the other on
-        ({2: [0, 1], 3: [0]}, 2),
-        ({1: [0]}, 2),  # there and back again between two neighbours
-        ({1: [0], 2: [0, 1]}, 2),
-    ):
-        time = seconds_of(resident_plan({0: where}), cluster=cluster)
-        assert float(time.push) == pytest.approx(halves * 10 * ACROSS / 2), where
+    slots, nodes, local = 2 * 2, 3, 2
+    inside = (exports + slots) * (1 - 1 / local) * INSIDE if exports else 0
+    assert float(time.push) == pytest.approx(inside + pairs * (nodes - 1) / local * ACROSS)
+    assert float(time.total) == pytest.approx(float(time.push + time.rest + time.gather)), "nothing hides it"
 
 
 def test_every_update_pushes_residents_once():
     plan = resident_plan({0: {2: [0]}})
+    once = float(seconds_of(plan).push)
+    assert once > 0
     for updates, recompute in ((0, True), (1, True), (4, False)):
         push = seconds_of(plan, updates=updates, recompute=recompute).push
-        assert float(push) == pytest.approx(updates * ACROSS / 2)
+        assert float(push) == pytest.approx(updates * once)
 
 
 def test_a_replica_comes_from_the_resident_next_to_it():
     plan = resident_plan({0: {2: [0]}})
     plan.slot_expert[0, 0, 1, 1, 3] = 0
-    near = push_time(layer_plans(plan, None), TOPOLOGY, cluster=CLUSTER, model=MODEL)
-    assert float(near.max()) == pytest.approx(3 * 4 * 5 * 2 / 1000 / 0.5)
-    assert np.flatnonzero(near).tolist() == [2, 3]
+    one = 3 * (3 * 4 * 5 * 2) / 1000 / 0.5
+    near = fetch_time(layer_plans(plan, None), TOPOLOGY, cost_of())
+    np.testing.assert_allclose(np.ravel(near), [0, 0, one, one, 0, 0])
     far = resident_plan({})
     far.slot_expert[0, 0, 1, 1, 3] = 0
-    assert float(
-        push_time(layer_plans(far, None), TOPOLOGY, cluster=CLUSTER, model=MODEL).max()
-    ) == pytest.approx(3 * 4 * 5 * 2 / 100 / 0.5)
+    away = fetch_time(layer_plans(far, None), TOPOLOGY, cost_of())
+    np.testing.assert_allclose(np.ravel(away), [10 * one, 0, 0, 10 * one, 0, 0], rtol=1e-6)
 
 
 def test_resident_slots_take_the_memory_of_their_layers():

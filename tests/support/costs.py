@@ -1,5 +1,6 @@
-"""A small cluster and a small model, with round numbers for calculations by hand."""
+"""A small cluster and a small model, with round numbers for calculations by hand, and what a batch costs on them."""
 
+from relibra_jax.cost.cost_model import CostModel
 from relibra_jax.cost.hardware import Cluster
 from relibra_jax.cost.models import Model
 
@@ -27,4 +28,5 @@ MODEL = Model(
     cache_width=6,
     cache_heads=2,
 )
-KNOWN = {"cluster": CLUSTER, "model": MODEL, "context": 20.0}
+NEEDED = CostModel(cluster=CLUSTER, model=MODEL, between="ragged", inside="ragged", fetch="ragged")
+"""The cost model of exchanges that send the rows that are needed, on the path that ``auto`` chooses."""
