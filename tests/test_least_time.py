@@ -7,19 +7,19 @@ import itertools
 import jax
 import numpy as np
 import pytest
-from support.costs import CLUSTER, KNOWN
+from support.costs import CLUSTER, MODEL, NEEDED
 from support.plans import compiled_update, random_plan, random_routing
 
 from relibra_jax.cost.batch_time import batch_time
+from relibra_jax.cost.cost_model import CostModel
 from relibra_jax.cost.least_time import LeastTime, least_time
-from relibra_jax.cost.unit_times import unit_times
 from relibra_jax.node_visits import node_visits
 from relibra_jax.planning.assignment import assign_in_order
 from relibra_jax.planning.planners import PLANNERS
 from relibra_jax.replay import expert_load
 from relibra_jax.types import BatchPlan, RoutingReplay, Topology, UnitTimes
 
-DISPATCHES = ("flat", "hierarchical")
+PATHS = ("flat", "hierarchical")
 TOLERANCE = 1 + 1e-5  # modelled times are float32
 EXPERTS, TOP_K = 8, 2
 
@@ -41,18 +41,26 @@ def routed(seed, *, samples=16, layers=2, top_k=TOP_K, skew=1.2):
     )
 
 
-SHARED_LINK = {"cluster": dataclasses.replace(CLUSTER, shared_link=True), "scale": 3.0, "recompute": True}
+SHARED_LINK = dataclasses.replace(
+    NEEDED,
+    cluster=dataclasses.replace(CLUSTER, shared_link=True),
+    model=dataclasses.replace(MODEL, vocabulary=30),
+    scale=3.0,
+    stretch=2.0,
+    recompute=True,
+)
+AS_SENT = CostModel(cluster=CLUSTER, model=MODEL)
 
 
-def not_below(replay, batch_plan, where, *, across_nodes, **changed):
-    """Compare the bound with the modelled time of a plan, on both dispatch paths."""
-    for dispatch in DISPATCHES:
-        visits = node_visits(replay, batch_plan, where) if dispatch == "hierarchical" else None
-        seconds = float(batch_time(batch_plan, where, visits=visits, **KNOWN | changed).total)
-        cost = unit_times(dispatch=dispatch, **KNOWN | changed)
-        assert (
-            0 < least_time(replay, where, cost=cost, across_nodes=across_nodes).total <= seconds * TOLERANCE
-        )
+def not_below(replay, batch_plan, where, *, across_nodes, cost_models=(NEEDED, AS_SENT)):
+    """Compare the bound with the modelled time of a plan, on both paths, as needed and as sent."""
+    lengths = replay.mask.sum(1)
+    for path, cost_model in itertools.product(PATHS, cost_models):
+        cost = dataclasses.replace(cost_model, path=path).unit_times(where)
+        visits = node_visits(replay, batch_plan, where) if cost.hierarchical else None
+        seconds = float(batch_time(batch_plan, lengths, where, cost, visits=visits).total)
+        bound = least_time(replay, where, cost=cost, across_nodes=across_nodes).total
+        assert 0 < bound <= seconds * TOLERANCE
 
 
 @pytest.mark.parametrize(
@@ -77,12 +85,12 @@ def test_no_random_plan_is_below(nodes, residents, across):
         assignment = assign_in_order(16, where, num_micro_batches=2)
         load = np.asarray(expert_load(replay, assignment, num_experts=EXPERTS))
         plan = random_plan(rng, load, where, across_nodes=across)
-        not_below(replay, BatchPlan(assignment, load, plan), where, across_nodes=across)
-        not_below(replay, BatchPlan(assignment, load, plan), where, across_nodes=across, **SHARED_LINK)
+        batch_plan, costs = BatchPlan(assignment, load, plan), (NEEDED, AS_SENT, SHARED_LINK)
+        not_below(replay, batch_plan, where, across_nodes=across, cost_models=costs)
 
 
-@pytest.mark.parametrize("dispatch", DISPATCHES)
-def test_separable_samples_need_no_crossings(dispatch):
+@pytest.mark.parametrize("path", PATHS)
+def test_separable_samples_need_no_crossings(path):
     """Each half of the samples uses one half of the experts, so nothing crosses and the bound is reached."""
     ids = np.array([[[half, half + 1]] * 4 for half in (0, 2) for _ in range(4)], np.uint8)[:, :, None]
     replay = RoutingReplay(ids, np.ones(ids.shape[:2], bool))
@@ -94,29 +102,47 @@ def test_separable_samples_need_no_crossings(dispatch):
         spread=0.0,
         move=1.0,
         push=1.0,
-        hierarchical=dispatch == "hierarchical",
+        hierarchical=path == "hierarchical",
     )
     assert least_time(replay, where, cost=cost) == LeastTime(16.0, 32.0, pytest.approx(0.0, abs=1e-9))
 
 
-@pytest.mark.parametrize("dispatch", DISPATCHES)
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("price", [0.01, 0.1, 1.0])
-def test_all_in_one_node_is_a_plan_too(dispatch, price):
+def test_all_in_one_node_is_a_plan_too(path, price):
     """With cheap attention and compute, all samples may be on the node of the only experts that they use."""
     replay = RoutingReplay(np.full((8, 4, 1, 2), [0, 1], np.uint8), np.ones((8, 4), bool))
     where = Topology(num_nodes=2, ranks_per_node=1, num_experts=4, replica_slots=0)
-    cost = unit_times(dispatch=dispatch, **KNOWN)
-    cost = dataclasses.replace(cost, token=price, copy=price, crossing=1.0, spread=0.0)
+    cost = UnitTimes(
+        token=price,
+        copy=price,
+        crossing=1.0,
+        spread=0.0,
+        move=0.0,
+        push=0.0,
+        hierarchical=path == "hierarchical",
+    )
     assert least_time(replay, where, cost=cost).total <= 32 * price + 64 * price + 1e-9
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_attention_of_one_long_sample_is_shared_by_nobody(path):
+    """Squared lengths count by sample: half the tokens in one sample cost more than all in short ones."""
+    cost = UnitTimes(token=0.0, pair=1.0, copy=0.0, crossing=0.0, spread=0.0, move=0.0, push=0.0)
+    ids = np.zeros((2, 4, 1, 1), np.uint8)
+    where = Topology(num_nodes=1, ranks_per_node=2, num_experts=2, replica_slots=0)
+    for mask, squares in (([[1, 1, 1, 1], [0, 0, 0, 0]], 16), ([[1, 1, 0, 0], [1, 1, 0, 0]], 8)):
+        least = least_time(RoutingReplay(ids, np.array(mask, bool)), where, cost=cost)
+        assert least.attention == squares / 2
 
 
 def test_a_batch_without_tokens_takes_no_time():
     replay = RoutingReplay(np.zeros((2, 3, 1, TOP_K), np.uint8), np.zeros((2, 3), bool))
-    assert least_time(replay, topology(), cost=unit_times(**KNOWN)) == LeastTime(0.0, 0.0, 0.0)
+    assert least_time(replay, topology(), cost=NEEDED.unit_times(topology())) == LeastTime(0.0, 0.0, 0.0)
 
 
 def test_a_negative_cost_is_rejected():
-    cost = dataclasses.replace(unit_times(**KNOWN), crossing=-1.0)
+    cost = dataclasses.replace(NEEDED.unit_times(topology()), crossing=-1.0)
     with pytest.raises(ValueError, match=r"crossing=-1.0 must be at least 0"):
         least_time(routed(0), topology(), cost=cost)
 
@@ -179,15 +205,15 @@ PRICES = {
 
 
 @pytest.mark.parametrize("prices", PRICES)
-@pytest.mark.parametrize("dispatch", DISPATCHES)
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("name", TINY)
-def test_below_the_best_of_all(name, dispatch, prices):
+def test_below_the_best_of_all(name, path, prices):
     """The bound is at most the optimum and more than half of it; the test prints the mean ratio."""
     sizes = dict(TINY[name])
     nodes, experts, micro_batches = (sizes.pop(part) for part in ("nodes", "experts", "micro_batches"))
     residents = sizes.pop("residents", 0)
     costs = PRICES[prices] | ({"copy": 0.0} if residents else {})
-    cost = UnitTimes(crossing=1.0, spread=0.0, move=0.0, hierarchical=dispatch == "hierarchical", **costs)
+    cost = UnitTimes(crossing=1.0, spread=0.0, move=0.0, hierarchical=path == "hierarchical", **costs)
     where = Topology(
         num_nodes=nodes, ranks_per_node=1, num_experts=experts, replica_slots=0, resident_slots=residents
     )
@@ -201,6 +227,4 @@ def test_below_the_best_of_all(name, dispatch, prices):
         assert bound <= best * (1 + 1e-6)
         shares.append(bound / best)
     assert np.mean(shares) > 0.5
-    print(
-        f"{name}, {dispatch}, {prices}: {np.mean(shares):.0%} of the least time, at worst {min(shares):.0%}"
-    )
+    print(f"{name}, {path}, {prices}: {np.mean(shares):.0%} of the least time, at worst {min(shares):.0%}")
