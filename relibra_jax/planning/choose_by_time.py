@@ -22,9 +22,10 @@ from relibra_jax.types import Array, Plan, Planner, TokenSample, Topology, UnitT
 def cheapest(planners: Sequence[Planner]) -> Planner:
     """Build a planner that runs several planners and keeps, for each layer, the plan with the least modelled time.
 
-    The modelled time is that of flat dispatch without padding, because planners do not see which tokens share a node.
-    It leaves out the reorder, and counts the transfers of residents as if each layer's were sent separately. Ties go
-    to the earlier planner.
+    The modelled time is that of flat dispatch, because planners do not see which tokens share a node, and of ragged
+    exchanges, because padded ones have the lanes of the fullest layer. It leaves out buffers, attention between tokens
+    and the reorder, and counts the transfers of residents as if each layer's were sent separately. Ties go to the
+    earlier planner.
 
     Args:
         planners: the planners to choose from. Each keeps its own state, as if it ran alone.
@@ -55,7 +56,8 @@ def cheapest(planners: Sequence[Planner]) -> Planner:
         extra |= {"cost": cost, "tokens": tokens}
         each = zip(map(with_extra_args, planners), state, strict=True)
         plans, states = zip(*(p.update(load, own, topology, **extra) for p, own in each), strict=True)
-        flat = dataclasses.replace(cost, hierarchical=False, between="ragged")
+        alone = {"hierarchical": False, "between": "ragged", "fetches": "ragged", "gather": 0.0}
+        flat = dataclasses.replace(cost, **alone)
         attention = cost.token * jnp.asarray(load[:, 0]).sum(-1) / tokens.expert_ids.shape[-1]
         best, least = plans[0], None
         for plan in plans:

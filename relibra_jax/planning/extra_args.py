@@ -28,7 +28,7 @@ def with_extra_args(planner: Planner) -> Planner:
     def update(load: Any, state: Any, topology: Any, **extra: Any) -> tuple[Any, Any]:
         return planner.update(load, state, topology, **accepted_arguments(planner.update, extra))
 
-    return Planner(planner.init, update)
+    return planner._replace(update=update)
 
 
 def accepted_arguments(function: Callable[..., Any], extra: dict[str, Any]) -> dict[str, Any]:
