@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Final, NamedTuple
 
+import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 import tyro
@@ -20,14 +21,16 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from relibra_jax.cli.batch_prices import count_visits, sample_lengths
 from relibra_jax.cli.batching import make_batches
 from relibra_jax.cli.drawing import bare, save_figure
-from relibra_jax.cli.modelled_time import CostModel, make_cost_model
+from relibra_jax.cli.modelled_time import make_cost_model
 from relibra_jax.cli.options import Batching, Costs, Ranks, TraceName
 from relibra_jax.cli.palette import INK, planner_style
 from relibra_jax.cli.parsing import run_program
 from relibra_jax.cli.planner_runs import Contender, PlannedBatch, run_contender
 from relibra_jax.cost.batch_time import batch_time
+from relibra_jax.cost.cost_model import CostModel
 from relibra_jax.hot_ranks import HotRanks, mark_hot_ranks
 from relibra_jax.limits import check_integer, check_not_negative
 from relibra_jax.planning.planners import PLANNERS
@@ -74,25 +77,28 @@ class Priced(NamedTuple):
     """The milliseconds of all phases."""
 
 
-def price(batches: list[PlannedBatch], topology: Topology, cost: CostModel, rule: HotRanks | None) -> Priced:
+def price(
+    batches: list[PlannedBatch], topology: Topology, cost_model: CostModel, rule: HotRanks | None
+) -> Priced:
     """Model the time of a recompute with the ranks in float8 that ``rule`` marks, as the mean over batches.
 
     Args:
         batches: the batches with their plans.
         topology: the expert-parallel group.
-        cost: the cost model.
+        cost_model: the cost model.
         rule: the rule that marks hot ranks, in rows of the trace. None marks no rank.
     """
+    cost = cost_model.unit_times(topology, updates=0, recompute=True)
+    faster = cost_model.cluster.float8_flops / cost_model.cluster.matmul_flops
     rows = []
     for batch in batches:
         marks = None if rule is None else mark_hot_ranks(batch.batch_plan.plan, rule)
+        lengths, row_tokens = sample_lengths(batch)
         time = batch_time(
-            *(batch.batch_plan, topology),
-            visits=cost.visits(batch, topology),
-            updates=0,
-            recompute=True,
-            float8=marks,
-            **cost.setting(),
+            *(batch.batch_plan, lengths, topology, cost),
+            visits=count_visits(batch, topology, cost),
+            row_tokens=row_tokens,
+            speedup=None if marks is None else jnp.where(marks, jnp.float32(faster), 1.0),
         )
         share = 0.0 if marks is None else float(marks.mean())
         rows.append((share, 1e3 * float(time.compute), 1e3 * float(time.total)))
@@ -119,7 +125,7 @@ def main(config: Float8Time) -> None:
     for name in PLANNED:
         planned, _ = run_contender(
             *(Contender(entry=PLANNERS[name]), batches, topology),
-            cost=cost.unit_times(),
+            cost=cost.unit_times(topology),
             seed=config.batching.seed,
             timed_runs=0,
         )

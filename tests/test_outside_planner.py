@@ -46,7 +46,7 @@ def run():
     """``run(entry) -> (imbalance of its plan, imbalance of static placement)``."""
     trace, topology = read_trace(None), Ranks(nodes=2, ranks_per_node=2).topology(16)
     batches = make_batches(trace, Batching(micro_batches=2, batch_size=512), topology)
-    cost = make_cost_model(Costs(), trace, batches, topology).unit_times()
+    cost = make_cost_model(Costs(), trace, batches, topology).unit_times(topology)
 
     def imbalance(entry):
         (planned,), _ = run_contender(Contender(entry=entry), batches, topology, cost=cost, seed=0)

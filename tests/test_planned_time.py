@@ -9,7 +9,6 @@ from relibra_jax.cli.modelled_time import make_cost_model
 from relibra_jax.cli.options import Batching, Costs, Ranks
 from relibra_jax.cli.outcomes import compare
 from relibra_jax.cli.planner_runs import Contender
-from relibra_jax.planning.assignment import assign_in_order
 from relibra_jax.planning.planners import PLANNERS
 from relibra_jax.traces.read import read_trace
 from relibra_jax.traces.trace import make_trace
@@ -32,8 +31,7 @@ def drawn(kind):
     noise = np.random.default_rng(0).gumbel(size=(len(liking), TOKENS, *liking.shape[2:]))
     ids = np.argsort(-(liking + noise), axis=-1)[..., :TOP_K].astype(np.uint8)
     replay = RoutingReplay(ids, np.ones(ids.shape[:2], bool))
-    packed = assign_in_order(len(ids), topology, num_micro_batches=MICRO_BATCHES)
-    return make_trace(replay, topology.num_experts, kind), Batches([replay], [packed], MICRO_BATCHES, 0, 0)
+    return make_trace(replay, topology.num_experts, kind), Batches([replay], MICRO_BATCHES, 0, 0)
 
 
 def times(trace, batches, names, *, dispatch, resident_slots=0):

@@ -1,16 +1,19 @@
 """``python -m experiments.beyond_balance TRACE``: compare plans with the idealised balanced run, which some beat.
 
 The balanced run has even rank loads and routing that is uniform over experts, so token copies cross nodes at random. A
-plan that keeps tokens in their node can therefore take less time. Samples are drawn from the trace. The previous homes
-are those that the same planner chose for the remaining samples (steady), or contiguous (cold). The modelled time
-includes moving experts, and sending residents' weights and gradients.
+plan that keeps tokens in their node can therefore take less time. Its share is shown as exchanges run, if every
+exchange overlapped the compute of its layer in both runs (overlapped), if exchanges sent only needed rows (as needed),
+and of a balanced run that has as many crossings as the same samples at contiguous homes (of local). Systems of others
+are shown at their best.
+
+Samples are drawn from the trace. The previous homes are those that the same planner chose for the remaining samples
+(steady), or contiguous (cold). The modelled time includes moving experts, and sending residents' weights and gradients.
 
 The same comparison is made for each half of the samples, with half as many micro-batches. The costs of an update are
 then spread over fewer micro-batches, so the halves can be compared with each other but not with all samples.
 """
 
 import dataclasses
-import functools
 import itertools
 import sys
 from collections.abc import Iterator, Sequence
@@ -23,25 +26,26 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from experiments.beyond_balance.measures import Setting, mean_over_seeds, measure_plan, uniform_crossings
+from experiments.beyond_balance.measures import mean_over_seeds, measure_plan, uniform_crossings
 from experiments.beyond_balance.tables import Row, plans_table, residents_cost, residents_table
 from relibra_jax.atomic_write import write_json
+from relibra_jax.cli.batch_prices import with_fetch_of
 from relibra_jax.cli.options import TraceName
 from relibra_jax.cli.parsing import run_program
+from relibra_jax.cost.cost_model import CostModel
 from relibra_jax.cost.hardware import CLUSTERS
 from relibra_jax.cost.models import MODELS
-from relibra_jax.cost.unit_times import unit_times
 from relibra_jax.limits import check_integer
 from relibra_jax.plan import contiguous_homes
 from relibra_jax.plan_check import check_plan
 from relibra_jax.planning.assignment import assign_samples
 from relibra_jax.planning.plan_batch import plan_batch
-from relibra_jax.planning.planners import PLANNERS
+from relibra_jax.planning.planners import PLANNERS, PlannerEntry
 from relibra_jax.traces.read import read_trace
 from relibra_jax.traces.trace import Trace
-from relibra_jax.types import Planner, RoutingReplay, Topology
+from relibra_jax.types import RoutingReplay, Topology
 
-BASELINES: Final = ("static", "eplb_repacked", "lplb_repacked")
+RIVALS: Final = ("static", "eplb", "eplb_repacked", "lplb", "lplb_repacked", "ultraep", "moonep", "laer")
 HARDWARE, MODEL, CONTEXT, TOKENS_PER_RANK = "h100", "gpt-oss-20b", 4096.0, 16_384
 
 
@@ -142,10 +146,11 @@ def make_topology(ranks: str, num_experts: int, *, resident_slots: int = 0) -> T
     )
 
 
-def make_setting(trace: Trace, whole: Draw, topology: Topology) -> Setting:
-    """Return the settings of the cost model.
+def make_cost_model(trace: Trace, whole: Draw, topology: Topology) -> CostModel:
+    """Return the cost model of what layers run by default.
 
-    The scale makes a mean micro-batch of ``whole`` as large as a real one: `TOKENS_PER_RANK` tokens per rank.
+    The scale makes a mean micro-batch of ``whole`` as large as a real one: `TOKENS_PER_RANK` tokens per rank. Samples
+    are priced as if they were `CONTEXT` tokens long in the mean.
 
     Args:
         trace: the recorded routing.
@@ -153,56 +158,63 @@ def make_setting(trace: Trace, whole: Draw, topology: Topology) -> Setting:
         topology: the expert-parallel group.
     """
     top_k = trace.replay.expert_ids.shape[-1]
-    model = dataclasses.replace(MODELS[MODEL], num_experts=trace.num_experts, top_k=top_k)
-    tokens = float(whole.batch.mask.sum()) / whole.micro_batches
-    return Setting(CLUSTERS[HARDWARE], model, CONTEXT, TOKENS_PER_RANK * topology.num_ranks / tokens)
-
-
-@functools.cache
-def compiled_planner(name: str) -> Planner:
-    """Return a planner of `PLANNERS` whose update is compiled once for each shape of load."""
-    planner = PLANNERS[name].planner
-    return Planner(planner.init, jax.jit(planner.update))
+    tokens = float(whole.batch.mask.sum())
+    return CostModel(
+        cluster=CLUSTERS[HARDWARE],
+        model=dataclasses.replace(MODELS[MODEL], num_experts=trace.num_experts, top_k=top_k),
+        scale=TOKENS_PER_RANK * topology.num_ranks * whole.micro_batches / tokens,
+        stretch=CONTEXT * len(whole.batch.mask) / tokens,
+    )
 
 
 def run_planner(
-    planner: Planner, draw: Draw, topology: Topology, setting: Setting, *, seed: int, variants: Sequence
+    entry: PlannerEntry,
+    draw: Draw,
+    topology: Topology,
+    cost_model: CostModel,
+    *,
+    seed: int,
+    variants: Sequence,
 ) -> Iterator[tuple[tuple[str, bool], dict[str, float]]]:
     """Plan and measure a draw from each start, with samples packed or assigned.
 
     Args:
-        planner: the planner.
+        entry: the planner.
         draw: the samples.
         topology: the expert-parallel group.
-        setting: the settings of the cost model.
+        cost_model: the cost model.
         seed: the seed of the searches.
         variants: pairs of a start, ``steady`` or ``cold``, and whether samples are assigned.
 
     Yields:
         Each variant with the numbers of its plan.
     """
-    layers = draw.batch.expert_ids.shape[2]
-    cost = unit_times(dispatch="hierarchical", **setting.arguments())
-    plan = functools.partial(plan_batch, planner=planner, topology=topology, cost=cost)
+    layers, planner = draw.batch.expert_ids.shape[2], entry.planner
+    own_model = with_fetch_of(cost_model, topology, across_nodes=entry.across_nodes)
+    cost = own_model.unit_times(topology)
     first = planner.init(topology, layers, key=jax.random.key(seed))
     contiguous = np.asarray(contiguous_homes(topology, layers))
     starts = {"cold": (first, contiguous)}
     if any(start == "steady" for start, _ in variants):
-        previous_plan, state = plan(draw.before, state=first, num_micro_batches=draw.micro_batches_before)
+        previous_plan, state = plan_batch(
+            *(draw.before, planner, first, topology), num_micro_batches=draw.micro_batches_before, cost=cost
+        )
         starts["steady"] = state, np.asarray(previous_plan.plan.home)
-    assign = functools.partial(assign_samples, key=jax.random.key(seed))
     for start, assigned in variants:
         state, home = starts[start]
-        assign_or_pack = assign if assigned else None
-        batch_plan, _ = plan(
-            draw.batch, state=state, num_micro_batches=draw.micro_batches, assign=assign_or_pack
+        batch_plan, _ = plan_batch(
+            *(draw.batch, planner, state, topology),
+            num_micro_batches=draw.micro_batches,
+            assign=assign_samples if assigned else None,
+            key=jax.random.key(seed),
+            cost=cost,
         )
-        check_plan(batch_plan.plan, batch_plan.load, topology)
-        yield (start, assigned), measure_plan(draw.batch, batch_plan, home, topology, setting)
+        check_plan(batch_plan.plan, batch_plan.load, topology, across_nodes=entry.across_nodes)
+        yield (start, assigned), measure_plan(draw.batch, batch_plan, home, topology, own_model)
 
 
 def compare_planners(trace: Trace, draw: Draw, whole: Draw, ranks: str, config: BeyondBalance) -> list[Row]:
-    """Return the table rows of one draw on one topology; halves of ``whole`` have only rows with steady homes.
+    """Return the table rows of one draw on one topology. Cold starts are for ReLibra on all samples only.
 
     Args:
         trace: the recorded routing.
@@ -213,17 +225,17 @@ def compare_planners(trace: Trace, draw: Draw, whole: Draw, ranks: str, config: 
     """
     full = draw is whole
     rows = []
-    for name, residents in [*((name, 0) for name in BASELINES), *(("relibra", b) for b in config.residents)]:
+    for name, residents in [*((name, 0) for name in RIVALS), *(("relibra", b) for b in config.residents)]:
         topology = make_topology(ranks, trace.num_experts, resident_slots=residents)
-        setting = make_setting(trace, whole, topology)
+        cost_model = make_cost_model(trace, whole, topology)
         is_search = name == "relibra"
         assign_options = (False, True) if is_search else (False,)
         steady = list(itertools.product(["steady"], assign_options))
-        cold = list(itertools.product(["cold"], assign_options)) if full else []
+        cold = list(itertools.product(["cold"], assign_options)) if full and is_search else []
         measures_of: dict[tuple[str, bool], list[dict[str, float]]] = {}
         for seed in range(config.seeds if is_search and full else 1):
             variants = steady + (cold if seed == 0 else [])
-            run = run_planner(compiled_planner(name), draw, topology, setting, seed=seed, variants=variants)
+            run = run_planner(PLANNERS[name], draw, topology, cost_model, seed=seed, variants=variants)
             for variant, measures in run:
                 measures_of.setdefault(variant, []).append(measures)
         rows += [
@@ -266,7 +278,7 @@ def main(config: BeyondBalance) -> None:
     Args:
         config: the settings.
     """
-    trace, console = read_trace(config.trace), Console(width=110)
+    trace, console = read_trace(config.trace), Console(width=144)
     draws = draw_samples(trace, config)
     for ranks in config.ranks:
         make_topology(ranks, trace.num_experts)  # raises an error before anything runs

@@ -2,33 +2,19 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Int
 
-from relibra_jax.cost.batch_time import balanced_time, batch_time
-from relibra_jax.cost.copies import ACCUMULATOR_BYTES, WEIGHT_BYTES, resident_traffic
-from relibra_jax.cost.hardware import Cluster
+from relibra_jax.cli.batch_prices import price_batch
+from relibra_jax.cli.planner_runs import PlannedBatch
+from relibra_jax.cost.cost_model import CostModel
 from relibra_jax.cost.memory import rank_memory
-from relibra_jax.cost.models import Model
 from relibra_jax.node_visits import node_visits
 from relibra_jax.plan import rank_load
 from relibra_jax.planning.metrics import batch_imbalance, cross_node_load
 from relibra_jax.types import BatchPlan, RoutingReplay, Topology
-
-
-class Setting(NamedTuple):
-    """The settings of the cost model: hardware, model, context length and scale of the trace."""
-
-    cluster: Cluster
-    model: Model
-    context: float
-    scale: float
-
-    def arguments(self) -> dict[str, Any]:
-        """Return the settings as keyword arguments of the cost model."""
-        return self._asdict()
 
 
 class Crossings(NamedTuple):
@@ -83,7 +69,7 @@ def measure_plan(
     batch_plan: BatchPlan,
     previous_home: Int[np.ndarray, "L E"],
     topology: Topology,
-    setting: Setting,
+    cost_model: CostModel,
 ) -> dict[str, float]:
     """Measure one plan.
 
@@ -92,32 +78,34 @@ def measure_plan(
         batch_plan: the plan of the batch.
         previous_home: the homes before the batch.
         topology: the expert-parallel group.
-        setting: the settings of the cost model.
+        cost_model: the cost model.
 
     Returns:
-        The numbers by name.
+        The numbers by name. Shares are of the speed of the balanced run with uniform routing: as sent
+        (``of_balanced``), if exchanges overlapped compute (``overlapped``), and if they sent only needed rows
+        (``as_needed``); ``of_local`` is the share of a balanced run with the locality of the same samples.
     """
-    visits = np.asarray(node_visits(replay, batch_plan, topology))
+    visits = node_visits(replay, batch_plan, topology)
     load = np.asarray(batch_plan.load)
-    tokens = load[:, 0].sum((1, 2, 3)) // setting.model.top_k
-    time = batch_time(batch_plan, topology, visits=visits, previous_home=previous_home, **setting.arguments())
-    balanced = balanced_time(load, topology, dispatch="hierarchical", **setting.arguments())
-    traffic = resident_traffic(batch_plan.plan, topology)
-    experts = max(float(part.sum(0).max()) for part in (traffic.slow_sent, traffic.slow_received))
-    seconds, push, reorder = float(time.total), float(time.push), float(time.reorder)
+    tokens = load[:, 0].sum((1, 2, 3)) // cost_model.model.top_k
+    no_errors = np.zeros(load.shape[:2], np.float32)
+    batch = PlannedBatch(replay, batch_plan, previous_home, no_errors)
+    prices = price_batch(batch, topology, cost_model, visits=visits)
+    seconds, push, reorder = prices.total, prices.parts["push"], prices.parts["reorder"]
     return {
         "imbalance": float(batch_imbalance(rank_load(batch_plan.plan))),
         "copies_crossing": float(cross_node_load(batch_plan.layer_plans()).sum() / load.sum()),
-        **count_crossings(visits, tokens, topology)._asdict(),
-        "of_balanced": float(balanced.total) / seconds,
+        **count_crossings(np.asarray(visits), tokens, topology)._asdict(),
+        "of_balanced": prices.balanced / seconds,
+        "overlapped": prices.balanced_overlapped / prices.overlapped,
+        "as_needed": prices.balanced / prices.as_needed,
+        "of_local": prices.local / seconds,
         "seconds": seconds,
         "reorder_seconds": reorder,
         "push_seconds": push,
         "micro_batch_seconds": (seconds - push - reorder) / len(load),
-        "pushed_bytes": experts * WEIGHT_BYTES * setting.model.expert_params,
-        "returned_bytes": experts * ACCUMULATOR_BYTES * setting.model.expert_params,
-        "resident_memory_bytes": rank_memory(topology, setting.model).residents,
-        "memory_bytes": rank_memory(topology, setting.model).total,
+        "resident_memory_bytes": rank_memory(topology, cost_model.model).residents,
+        "memory_bytes": rank_memory(topology, cost_model.model).total,
     }
 
 
