@@ -17,7 +17,22 @@ from relibra_jax.cli.parsing import run_program
 from relibra_jax.replay_files import save_replay
 from relibra_jax.types import Topology
 
-TINY = ("--ranks", "2x2", "--residents", "0", "1", "--samples", "16", "--micro-batches", "4", "--no-halves")
+TINY = (
+    "--ranks",
+    "2x2",
+    "--rivals",
+    "static",
+    "lplb",
+    "lplb_repacked",
+    "--residents",
+    "0",
+    "1",
+    "--samples",
+    "16",
+    "--micro-batches",
+    "4",
+    "--no-halves",
+)
 program = functools.partial(run_program, main, BeyondBalance)
 
 
@@ -66,6 +81,7 @@ def test_residents_that_save_nothing_never_pay():
             "tiny.npz has 24 samples; samples=24 leaves fewer than 4 for the previous batch",
         ),
         (("--samples", "8"), "samples=8 must be an integer of at least 16"),
+        (("--rivals", "lpbl"), "rivals: 'lpbl' must be one of static, "),
         (("--ranks", "2by4"), "ranks='2by4' must be nodes x local ranks, for example 2x4"),
     ],
 )

@@ -61,6 +61,8 @@ class BeyondBalance:
     """The topologies, each as nodes x local ranks."""
     residents: tuple[int, ...] = (0, 1, 2)
     """The numbers of resident slots of a rank to compare."""
+    rivals: tuple[str, ...] = RIVALS
+    """The planners of others to compare; of every system the fastest is shown."""
     samples: int = 256
     """The number of samples of a batch. The remaining samples of the trace are the previous batch."""
     micro_batches: int = 8
@@ -225,7 +227,10 @@ def compare_planners(trace: Trace, draw: Draw, whole: Draw, ranks: str, config: 
     """
     full = draw is whole
     rows = []
-    for name, residents in [*((name, 0) for name in RIVALS), *(("relibra", b) for b in config.residents)]:
+    for name, residents in [
+        *((name, 0) for name in config.rivals),
+        *(("relibra", b) for b in config.residents),
+    ]:
         topology = make_topology(ranks, trace.num_experts, resident_slots=residents)
         cost_model = make_cost_model(trace, whole, topology)
         is_search = name == "relibra"
@@ -278,8 +283,11 @@ def main(config: BeyondBalance) -> None:
     Args:
         config: the settings.
     """
-    trace, console = read_trace(config.trace), Console(width=144)
+    trace, console = read_trace(config.trace), Console(width=160)
     draws = draw_samples(trace, config)
+    for name in config.rivals:
+        if name not in PLANNERS:
+            raise ValueError(f"rivals: {name!r} must be one of {', '.join(PLANNERS)}")
     for ranks in config.ranks:
         make_topology(ranks, trace.num_experts)  # raises an error before anything runs
     # Most of the time is compilation, which uses one core per program; topologies share no programs.

@@ -51,7 +51,7 @@ def plans_table(rows: Sequence[Row], title: str, uniform: Mapping[str, float]) -
         "busiest rank",
         *SHARES.values(),
     ):
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", min_width=max(map(len, column.split())))
     copies, tokens = uniform["copies_crossing"], f"{uniform['tokens_crossing']:.2f}"
     table.add_row(
         "balanced", "", "", "", "1.000", f"{copies:.3f}", tokens, tokens, tokens, *["100.0%"] * len(SHARES)
