@@ -17,9 +17,9 @@ from rich.table import Table
 
 from experiments.interleaving import interleaved
 from experiments.reference_solvers import numpy_rebalance, python_rebalance, solve_replication
+from relibra_jax.cost.cost_model import CostModel
 from relibra_jax.cost.hardware import CLUSTERS
 from relibra_jax.cost.models import MODELS
-from relibra_jax.cost.unit_times import unit_times
 from relibra_jax.planning.assignment import assign_samples
 from relibra_jax.planning.baselines.eplb import rebalance_experts
 from relibra_jax.planning.plan_batch import plan_loads
@@ -36,7 +36,7 @@ EPLB_ARGS = (288, 8, 4, 32)
 BATCH = Topology(num_nodes=4, ranks_per_node=8, num_experts=128, replica_slots=2)
 WITH_RESIDENTS = dataclasses.replace(BATCH, resident_slots=1)
 MICRO_BATCHES, LAYERS = 32, 94
-COST = unit_times(CLUSTERS["h100"], MODELS["qwen3-235b-a22b"], context=4096.0, dispatch="hierarchical")
+COST = CostModel(cluster=CLUSTERS["h100"], model=MODELS["qwen3-235b-a22b"]).unit_times(BATCH)
 
 
 def bench_rebalance() -> None:
@@ -73,11 +73,13 @@ def bench_planners() -> None:
     replicate = jax.jit(replicate_experts, static_argnums=2)
     by_expert = load.sum((2, 3))
     runs["relibra, replication only"] = lambda: replicate(by_expert, home, BATCH)
-    assign = functools.partial(assign_samples, key=jax.random.key(0))
     state = PLANNERS["relibra"].planner.init(BATCH, LAYERS, key=jax.random.key(0))
-    joint = jax.jit(
-        functools.partial(plan_loads, assign=assign, num_micro_batches=MICRO_BATCHES), static_argnums=(2, 4)
-    )
+    options: dict[str, Any] = {
+        "assign": assign_samples,
+        "key": jax.random.key(0),
+        "num_micro_batches": MICRO_BATCHES,
+    }
+    joint = functools.partial(plan_loads, **options)
     runs["relibra, samples assigned"] = lambda: joint(
         replay_load, tokens, PLANNERS["relibra"].planner, state, BATCH
     )
@@ -129,8 +131,7 @@ def bench_compilation() -> None:
         def plan(
             load, tokens, state, key, extra, topology=topology, planner=planner, micro_batches=micro_batches
         ):
-            assign = functools.partial(assign_samples, key=key)
-            options = {"num_micro_batches": micro_batches, "assign": assign}
+            options = {"num_micro_batches": micro_batches, "assign": assign_samples, "key": key}
             return plan_loads(load, tokens, planner, state, topology, **options, **extra)
 
         load, tokens = sample_loads(samples, layers, topology.num_experts)

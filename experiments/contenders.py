@@ -19,8 +19,6 @@ from relibra_jax.replay import sample_load
 from relibra_jax.traces.trace import Trace
 from relibra_jax.types import EMPTY, Array, Assignment, BatchPlan, RoutingReplay, Topology, UnitTimes
 
-_plan = jax.jit(plan_loads, static_argnames=("planner", "num_micro_batches"))
-
 CONTENDERS = ("static", "eplb", "relibra", "balanced")
 """The compared runs. `balanced` is not a planner but a bound for reports: even routing under static placement."""
 
@@ -154,7 +152,7 @@ def plan_contender(
     replay = RoutingReplay(np.maximum(ids, 0), mask)
     planner = PLANNERS[planner_name].planner
     state = planner.init(topology, ids.shape[2], key=jax.random.key(0))
-    batch_plan, _ = _plan(
+    batch_plan, _ = plan_loads(
         sample_load(replay, num_experts=topology.num_experts),
         jnp.asarray(mask.sum(1, dtype=np.int32)),
         planner,

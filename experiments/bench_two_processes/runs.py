@@ -58,7 +58,7 @@ class Settings:
     """The speed of the network that planners assume, in GB/s in each direction."""
 
     def unit_times(self, num_experts: int, *, hierarchical: bool) -> UnitTimes:
-        """Return the seconds of each unit of work in an update, which planners use.
+        """Return the seconds of each unit of work in an update, which planners use. CPUs run padded exchanges.
 
         Args:
             num_experts: the number of logical experts of a layer.
@@ -74,6 +74,9 @@ class Settings:
             move=3 * expert * FLOAT / sent,
             push=2 * expert * FLOAT / sent,
             hierarchical=hierarchical,
+            between="padded",
+            inside="padded",
+            spare_room=False,
         )
 
 

@@ -29,6 +29,7 @@ from relibra_jax import (
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=4, num_experts=32, replica_slots=2)
 MODEL: dict[str, Any] = {"num_experts": 32, "top_k": 4, "num_layers": 3}
 WORKERS, SAMPLES, TOKENS, MICRO_BATCHES = 4, 16, 300, 4
+PLANNER, ASSIGN = relibra(), functools.partial(assign_samples, steps=1000)
 
 
 def rollout(rng: np.random.Generator) -> tuple[list[np.ndarray], np.ndarray]:
@@ -58,24 +59,21 @@ def main() -> tuple[BatchPlan, BatchPlan]:
     """
     rng = np.random.default_rng(0)
     recordings = [rollout(rng) for _ in range(WORKERS)]
-    state = relibra().init(TOPOLOGY, MODEL["num_layers"], key=jax.random.key(0))
-    assign = functools.partial(assign_samples, key=jax.random.key(1), steps=1000)
-    options: dict[str, Any] = {"num_micro_batches": MICRO_BATCHES, "assign": assign}
+    state = PLANNER.init(TOPOLOGY, MODEL["num_layers"], key=jax.random.key(0))
+    options: dict[str, Any] = {"num_micro_batches": MICRO_BATCHES, "assign": ASSIGN, "key": jax.random.key(1)}
 
     # On every worker, in NumPy and without a device. The worker sends only these two arrays.
     counts = [sample_counts(routes, layout="slime", mask=mask, **MODEL) for routes, mask in recordings]
     # On the controller.
     load, tokens = (np.concatenate(part) for part in zip(*counts, strict=True))
-    plan = jax.jit(functools.partial(plan_loads, planner=relibra(), topology=TOPOLOGY, **options))
-    plan_from_counts, _ = jax.device_get(plan(load, tokens, state=state))
+    plan_from_counts, _ = jax.device_get(plan_loads(load, tokens, PLANNER, state, TOPOLOGY, **options))
     check_plan(plan_from_counts.plan, plan_from_counts.load, TOPOLOGY)
 
     # For comparison: the plan from all routes, gathered in one place.
     all_routes = [routes for worker_routes, _ in recordings for routes in worker_routes]
     mask = np.concatenate([mask for _, mask in recordings])
     replay = replay_from_rollout(all_routes, layout="slime", mask=mask, **MODEL)
-    plan = jax.jit(functools.partial(plan_batch, planner=relibra(), topology=TOPOLOGY, **options))
-    plan_from_routes, _ = jax.device_get(plan(replay, state=state))
+    plan_from_routes, _ = jax.device_get(plan_batch(replay, PLANNER, state, TOPOLOGY, **options))
 
     samples = plan_from_counts.assignment.sample[:, 0, 0]
     routes_bytes = sum(routes.nbytes for routes in all_routes)

@@ -5,6 +5,7 @@ plan back with ``torch.from_numpy(array)``. JAX plans on the CPU while the GPUs 
 """
 
 import functools
+from typing import Any
 
 import jax
 import numpy as np
@@ -24,13 +25,14 @@ from relibra_jax import (
 
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=4, num_experts=32, replica_slots=2)
 SAMPLES, TOKENS, LAYERS, TOP_K, MICRO_BATCHES = 64, 48, 3, 4, 4
+# Pass the same planner and the same function for every batch: a new one compiles again.
+PLANNER, ASSIGN = relibra(), functools.partial(assign_samples, steps=1000)
 
 
-@functools.partial(jax.jit, static_argnums=2)
 def plan(replay, state, topology, key):
     """Assign the samples of one batch to micro-batches and ranks, and place and replicate its experts."""
-    assign = functools.partial(assign_samples, key=key, steps=1000)
-    return plan_batch(replay, relibra(), state, topology, num_micro_batches=MICRO_BATCHES, assign=assign)
+    options: dict[str, Any] = {"num_micro_batches": MICRO_BATCHES, "assign": ASSIGN, "key": key}
+    return plan_batch(replay, PLANNER, state, topology, **options)
 
 
 def main() -> BatchPlan:
@@ -50,7 +52,7 @@ def main() -> BatchPlan:
         routed_experts, layout="verl", mask=attention_mask, num_experts=32, top_k=TOP_K, num_layers=LAYERS
     )
     # Initialise the planner's state once. Afterwards pass the state that each call returns to the next call.
-    state = relibra().init(TOPOLOGY, LAYERS, key=jax.random.key(0))
+    state = PLANNER.init(TOPOLOGY, LAYERS, key=jax.random.key(0))
     batch_plan, state = jax.device_get(plan(replay, state, TOPOLOGY, jax.random.key(1)))
     check_plan(batch_plan.plan, batch_plan.load, TOPOLOGY)
 
