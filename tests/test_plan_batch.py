@@ -43,7 +43,8 @@ def planner():
     return relibra(place=functools.partial(place_experts, steps=300))
 
 
-ASSIGN = functools.partial(assign_samples, key=jax.random.key(0), steps=500)
+ASSIGN = functools.partial(assign_samples, steps=500)
+KEY = jax.random.key(0)
 
 
 @pytest.fixture(scope="module")
@@ -89,15 +90,16 @@ def test_samples_are_packed_by_default(replay, rounds):
     loads = []
 
     def update(load, state, topology):
-        loads.append(load)
+        jax.debug.callback(loads.append, load, ordered=True)
         return static().update(load, state, topology)
 
     def plan(replay):
         recorder = Planner(static().init, update)
-        options = {"num_micro_batches": MICRO_BATCHES, "assign": ASSIGN if rounds else None}
+        options = {"num_micro_batches": MICRO_BATCHES, "assign": ASSIGN if rounds else None, "key": KEY}
         return plan_batch(replay, recorder, (), TOPOLOGY, **options, rounds=rounds)[0]
 
     alone = plan(replay)
+    jax.effects_barrier()
     np.testing.assert_array_equal(loads[0], expert_load(replay, packed, num_experts=8))
     if not rounds:
         chex.assert_trees_all_equal(alone.assignment, packed)
@@ -123,7 +125,12 @@ def test_a_start_of_other_ranks_is_rejected(replay):
 def test_assignment_evens_out_what_placement_cannot(replay, planner, update, in_order):
     """With jit and without, the returned load is that of the assignment."""
     run = functools.partial(
-        plan_batch, planner=planner, topology=TOPOLOGY, num_micro_batches=MICRO_BATCHES, assign=ASSIGN
+        plan_batch,
+        planner=planner,
+        topology=TOPOLOGY,
+        num_micro_batches=MICRO_BATCHES,
+        assign=ASSIGN,
+        key=KEY,
     )
     batch_plan, _ = jax.jit(lambda replay, state: run(replay, state=state))(replay, start(planner))
     load = expert_load(replay, batch_plan.assignment, num_experts=8)
@@ -138,35 +145,38 @@ def test_assignment_evens_out_what_placement_cannot(replay, planner, update, in_
 @pytest.mark.parametrize("rounds", [1, 3])
 def test_rounds_alternate_and_refine(replay, rounds):
     """Each round assigns samples to the last homes, then plans from the first state with them as ``refine``."""
-    calls = []
+    calls, homes, refined = [], [], []
 
     def update(load, state, topology, *, refine):
-        calls.append((np.asarray(load), int(state), np.asarray(refine)))
+        jax.debug.callback(lambda *data: calls.append(data), load, state, refine, ordered=True)
         plan, _ = static().update(load, (), topology)
-        return plan._replace(home=plan.home + len(calls)), state + 1
+        return plan._replace(home=(refine + 1) % 8), state + 1
 
     def assign(sample_load, tokens, home, topology, *, num_micro_batches, refine):
-        homes.append(np.asarray(home))
-        refined.append(np.asarray(refine.sample))
+        jax.debug.callback(
+            lambda *data: (homes.append(data[0]), refined.append(data[1])), home, refine.sample
+        )
         return Assignment(assign_in_order(32, topology, num_micro_batches=num_micro_batches).sample[::-1])
 
-    homes, refined, recorder = [], [], Planner(lambda *_, key: 0, update)
+    recorder = Planner(lambda *_, key: 0, update)
+    first = assign_in_order(32, TOPOLOGY, num_micro_batches=MICRO_BATCHES)
     batch_plan, after = plan_batch(
         *(replay, recorder, 0, TOPOLOGY),
         num_micro_batches=MICRO_BATCHES,
-        start=assign_in_order(32, TOPOLOGY, num_micro_batches=MICRO_BATCHES),
+        start=first,
         assign=assign,
         rounds=rounds,
     )
+    jax.effects_barrier()
     assert len(homes) == rounds
-    assert [state for _, state, _ in calls] == [0] * (rounds + 1)
+    assert [int(state) for _, state, _ in calls] == [0] * (rounds + 1)
     assert after == 1
     assert (calls[0][2] == EMPTY).all(), "there are no homes to refine at first"
-    assert (refined[0] == EMPTY).all(), "and no assignment"
+    np.testing.assert_array_equal(refined[0], first.sample)
     for sample in refined[1:]:
         np.testing.assert_array_equal(sample, batch_plan.assignment.sample)
     for turn, home in enumerate(homes):
-        np.testing.assert_array_equal(home, np.tile(np.arange(8) + 1 + turn, (2, 1)))
+        np.testing.assert_array_equal(home, np.full((2, 8), turn))
         np.testing.assert_array_equal(calls[1 + turn][2], home)
         np.testing.assert_array_equal(calls[1 + turn][0], batch_plan.load)
     np.testing.assert_array_equal(batch_plan.load[::-1], calls[0][0])
@@ -179,7 +189,13 @@ def test_rounds_are_the_same_under_jit(replay, rounds, x64):
     """Under jit the rounds are one loop with the same result; 64-bit types change nothing."""
     short = relibra(place=functools.partial(place_experts, steps=50))
     packed = pack_samples(replay.mask.sum(1), TOPOLOGY, num_micro_batches=MICRO_BATCHES)
-    options = {"num_micro_batches": MICRO_BATCHES, "start": packed, "assign": ASSIGN, "rounds": rounds}
+    options = {
+        "num_micro_batches": MICRO_BATCHES,
+        "start": packed,
+        "assign": ASSIGN,
+        "key": KEY,
+        "rounds": rounds,
+    }
 
     def plan(replay, state):
         return plan_batch(replay, short, state, TOPOLOGY, **options)
@@ -194,7 +210,7 @@ def test_rounds_are_the_same_under_jit(replay, rounds, x64):
 def test_bad_loads_and_rounds_are_rejected_with_assignment_too(replay):
     counts = np.array(sample_load(replay, num_experts=8))
     tokens = replay.mask.sum(1, dtype=np.int32)
-    options = {"num_micro_batches": MICRO_BATCHES, "assign": ASSIGN}
+    options = {"num_micro_batches": MICRO_BATCHES, "assign": ASSIGN, "key": KEY}
     with pytest.raises(ValueError, match="rounds=-1 must be an integer of at least 0"):
         plan_loads(counts, tokens, static(), (), TOPOLOGY, **options, rounds=-1)
     counts[0, 1, 3] = -5000
@@ -226,14 +242,14 @@ def test_invalid_unit_times_are_rejected(replay, change, message):
 def test_planners_without_refine_do_not_receive_it(replay):
     planner = static()
     batch_plan, _ = plan_batch(
-        replay, planner, (), TOPOLOGY, num_micro_batches=MICRO_BATCHES, assign=ASSIGN, rounds=2
+        replay, planner, (), TOPOLOGY, num_micro_batches=MICRO_BATCHES, assign=ASSIGN, key=KEY, rounds=2
     )
     check_plan(batch_plan.plan, batch_plan.load, TOPOLOGY)
 
 
 def test_counts_give_the_plan_of_the_replay(replay):
     tokens = replay.mask.sum(1, dtype=np.int32)
-    run = {"num_micro_batches": MICRO_BATCHES, "assign": ASSIGN}
+    run = {"num_micro_batches": MICRO_BATCHES, "assign": ASSIGN, "key": KEY}
     counted, _ = plan_loads(sample_load(replay, num_experts=8), tokens, static(), (), TOPOLOGY, **run)
     chex.assert_trees_all_equal(counted, plan_batch(replay, static(), (), TOPOLOGY, **run)[0])
 

@@ -1,16 +1,17 @@
 """Planning the stages of a batch, which have their own micro-batches and samples, and share homes and residents."""
 
+import dataclasses
 import functools
 
 import chex
 import jax
 import numpy as np
 import pytest
-from support.costs import KNOWN
+from support.costs import CLUSTER, MODEL
 from support.plans import random_routing
 
 from relibra_jax.cost.batch_time import batch_time
-from relibra_jax.cost.unit_times import unit_times
+from relibra_jax.cost.cost_model import CostModel
 from relibra_jax.node_visits import node_visits
 from relibra_jax.plan import resident_experts
 from relibra_jax.plan_check import check_plan
@@ -22,17 +23,21 @@ from relibra_jax.planning.plan_stages import plan_stage_loads, plan_stages
 from relibra_jax.planning.planners import PLANNERS
 from relibra_jax.planning.relibra import relibra
 from relibra_jax.planning.sample_packing import pack_samples
+from relibra_jax.planning.starts import start_assignment
 from relibra_jax.planning.token_sample import sample_routes
 from relibra_jax.replay import expert_load, sample_load
 from relibra_jax.types import EMPTY, Planner, Topology
 
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=1, resident_slots=1)
 STAGES = (2, 4)
-PASSES = ({"updates": 0, "recompute": True}, {"updates": 1})
-"""The arguments of `batch_time` and `unit_times` for a recompute and for an update."""
-SETTING = {**KNOWN, "scale": 100.0}
-COSTS = tuple(unit_times(**SETTING, dispatch="hierarchical", **passes) for passes in PASSES)
-ASSIGN = functools.partial(assign_samples, key=jax.random.key(0), steps=200)
+COST_MODEL = CostModel(cluster=CLUSTER, model=MODEL, scale=100.0, recompute=True)
+COSTS = (
+    COST_MODEL.unit_times(TOPOLOGY, updates=0, recompute=True),
+    COST_MODEL.unit_times(TOPOLOGY, updates=1, recompute=False),
+)
+"""The unit times of a recompute and of an update."""
+ASSIGN = functools.partial(assign_samples, steps=200)
+KEY = jax.random.key(0)
 PLANNER = relibra(place=functools.partial(place_experts, steps=50))
 
 
@@ -77,14 +82,14 @@ def check_stages(replay, stages):
 @pytest.mark.slow
 def test_every_stage_has_all_samples_packed_alone(replay, packed):
     check_stages(replay, packed)
-    for number, stage in zip(STAGES, packed, strict=True):
-        start = pack_samples(replay.mask.sum(1), TOPOLOGY, num_micro_batches=number)
+    for number, stage, cost in zip(STAGES, packed, COSTS, strict=True):
+        start = start_assignment(replay.mask.sum(1), TOPOLOGY, num_micro_batches=number, cost=cost)
         chex.assert_trees_all_equal(stage.assignment, start)
 
 
 @pytest.mark.slow
 def test_stages_assigned_under_jit(replay):
-    stages, _ = jax.jit(functools.partial(plan, assign=ASSIGN, rounds=2))(replay, first_state())
+    stages, _ = jax.jit(functools.partial(plan, assign=ASSIGN, key=KEY, rounds=2))(replay, first_state())
     check_stages(replay, stages)
 
 
@@ -99,7 +104,7 @@ SPLIT = {"num_micro_batches": (2, 2, 4), "samples": (None, range(12), range(12, 
 def test_samples_never_cross_an_update(replay, assign, compiled):
     cost = (COSTS[0], COSTS[1], COSTS[1])
     split = functools.partial(plan_stages, planner=PLANNER, topology=TOPOLOGY, **SPLIT, cost=cost)
-    split = functools.partial(split, assign=assign, rounds=2)
+    split = functools.partial(split, assign=assign, key=KEY, rounds=2)
     stages, _ = (jax.jit(split) if compiled else split)(replay, state=first_state())
     for stage, own in zip(stages, (range(32), *SPLIT["samples"][1:]), strict=True):
         check_plan(stage.plan, stage.load, TOPOLOGY)
@@ -117,12 +122,15 @@ def test_a_stage_is_assigned_as_a_batch_of_its_samples(replay):
     received = []
 
     def assign(sample_load, tokens, home, topology, *, num_micro_batches, samples_per_rank, routes, refine):
-        received.append((sample_load, tokens, routes, refine))
+        jax.debug.callback(
+            lambda *data: received.append(data), sample_load, tokens, routes, refine, ordered=True
+        )
         room = {"num_micro_batches": num_micro_batches, "samples_per_rank": samples_per_rank}
         return pack_samples(tokens, topology, **room)
 
     options = SPLIT | {"cost": (COSTS[0], COSTS[1], COSTS[1]), "assign": assign, "rounds": 2}
     plan_stages(replay, PLANNER, first_state(), TOPOLOGY, **options)
+    jax.effects_barrier()
     whole, early, late = received[3:]
     for (load, tokens, routes, refine), own in ((early, range(12)), (late, range(12, 32))):
         np.testing.assert_array_equal(load, whole[0][own.start : own.stop])
@@ -138,11 +146,12 @@ def test_updates_share_one_copy_of_the_sampled_tokens(replay):
     seen = []
 
     def update(load, state, topology, *, tokens, cost):
-        seen.append((load, tokens, cost))
+        jax.debug.callback(lambda *data: seen.append(data), load, tokens, cost)
         return static().update(load, state, topology)
 
     cost = (COSTS[0], COSTS[1], COSTS[1])
     plan_stages(replay, Planner(static().init, update), (), TOPOLOGY, **SPLIT, cost=cost)
+    jax.effects_barrier()
     ((load, tokens, mean),) = seen
     micro_batch, rank = np.asarray(tokens.micro_batch), np.asarray(tokens.rank)
     assert len(micro_batch) == 2 * 16_384
@@ -156,23 +165,25 @@ def test_updates_share_one_copy_of_the_sampled_tokens(replay):
 
 
 @pytest.mark.slow
-def test_each_stage_is_assigned_to_the_homes_of_all(replay, packed):
-    calls, places, rounds = [], [], 2
+def test_each_stage_is_assigned_to_the_homes_of_all(replay):
+    """In every round, each stage gets its own sizes and unit times, and homes and residents that all stages share."""
+    calls = []
 
     def assign(sample_load, tokens, home, topology, *, num_micro_batches, samples_per_rank, resident, cost):
-        calls.append((num_micro_batches, samples_per_rank, cost))
-        places.append((home, resident))
-        return assign_in_order(32, topology, num_micro_batches=num_micro_batches)
+        def record(home, resident, cost):
+            calls.append((num_micro_batches, samples_per_rank, float(cost.copy), home, resident))
 
-    stages, _ = plan(replay, first_state(), assign=assign, rounds=rounds)
-    rooms = [stage.assignment.sample.shape[-1] for stage in packed]
-    assert calls == rounds * list(zip(STAGES, rooms, COSTS, strict=True))
-    chex.assert_trees_all_equal(places[0], (packed[0].plan.home, resident_experts(packed[0].plan, TOPOLOGY)))
-    for recompute, update in zip(places[::2], places[1::2], strict=True):
-        chex.assert_trees_all_equal(recompute, update)
-    for number, stage in zip(STAGES, stages, strict=True):
-        in_order = assign_in_order(32, TOPOLOGY, num_micro_batches=number)
-        chex.assert_trees_all_equal(stage.assignment, in_order)
+        jax.debug.callback(record, home, resident, cost, ordered=True)
+        room = {"num_micro_batches": num_micro_batches, "samples_per_rank": samples_per_rank}
+        return pack_samples(tokens, topology, **room)
+
+    stages, _ = plan(replay, first_state(), assign=assign, rounds=2)
+    jax.effects_barrier()
+    rooms = [stage.assignment.sample.shape[-1] for stage in stages]
+    sizes = [(*each, pytest.approx(cost.copy)) for *each, cost in zip(STAGES, rooms, COSTS, strict=True)]
+    assert [call[:3] for call in calls] == 2 * sizes
+    for recompute, update in zip(calls[::2], calls[1::2], strict=True):
+        chex.assert_trees_all_equal(recompute[3:], update[3:])
 
 
 def test_planners_see_one_batch_of_all_stages(replay):
@@ -180,11 +191,12 @@ def test_planners_see_one_batch_of_all_stages(replay):
     seen = []
 
     def update(load, state, topology, *, tokens, cost):
-        seen.append((load, tokens, cost))
+        jax.debug.callback(lambda *data: seen.append(data), load, tokens, cost)
         return static().update(load, state, topology)
 
     recorder = Planner(static().init, update)
     stages, _ = plan_stages(replay, recorder, (), TOPOLOGY, num_micro_batches=STAGES, cost=COSTS)
+    jax.effects_barrier()
     ((load, tokens, cost),) = seen
     np.testing.assert_array_equal(load, np.concatenate([stage.load for stage in stages]))
     counted = np.zeros_like(load)
@@ -194,7 +206,7 @@ def test_planners_see_one_batch_of_all_stages(replay):
         np.add.at(counted, at, 1)
     per_token = len(micro_batch) / 2 / replay.mask.sum()
     assert np.abs(counted - per_token * load).max() < 0.02 * counted.max(), "8,192 samples of a small batch"
-    for name in ("token", "copy", "crossing", "spread", "move"):
+    for name in ("token", "pair", "copy", "crossing", "spread", "gather", "move"):
         times = [getattr(each, name) for each in COSTS]
         assert getattr(cost, name) == pytest.approx(sum(times) / 2)
     assert cost.push == pytest.approx(COSTS[1].push)
@@ -215,10 +227,10 @@ def test_one_stage_is_a_batch(replay):
 
 @pytest.mark.slow
 def test_stages_under_jit_are_those_without(replay, packed):
-    compiled, _ = jax.jit(plan)(replay, first_state())
-    for one, other in zip(packed, compiled, strict=True):
-        chex.assert_trees_all_equal(one.plan, other.plan)
-        np.testing.assert_array_equal(one.load, other.load)
+    """Lengths are data under jit, so the starts are given."""
+    starts = [stage.assignment for stage in packed]
+    compiled, _ = jax.jit(functools.partial(plan, starts=starts))(replay, first_state())
+    chex.assert_trees_all_equal(compiled, packed)
 
 
 @pytest.mark.slow
@@ -235,16 +247,15 @@ def test_any_planner_plans_stages(replay, name):
 @pytest.mark.slow
 def test_the_time_of_a_batch_is_the_sum_over_its_stages(replay):
     """Stages with the same micro-batches take as long as one plan with recompute; moves and pushes count once."""
-    state = first_state()
+    state, lengths = first_state(), replay.mask.sum(1)
     stages, _ = plan_stages(replay, PLANNER, state, TOPOLOGY, num_micro_batches=(4, 4), cost=COSTS)
-    visits = [node_visits(replay, stage, TOPOLOGY) for stage in stages]
-    recompute, update = (
-        batch_time(stage, TOPOLOGY, **SETTING, visits=seen, previous_home=home, **passes)
-        for stage, seen, home, passes in zip(stages, visits, (state.home, None), PASSES, strict=True)
-    )
-    together = batch_time(
-        stages[1], TOPOLOGY, **SETTING, visits=visits[1], previous_home=state.home, recompute=True
-    )
+
+    def run(stage, cost, home):
+        visits = node_visits(replay, stage, TOPOLOGY)
+        return batch_time(stage, lengths, TOPOLOGY, cost, visits=visits, previous_home=home)
+
+    recompute, update = run(stages[0], COSTS[0], state.home), run(stages[1], COSTS[1], None)
+    together = run(stages[1], COST_MODEL.unit_times(TOPOLOGY), state.home)
     assert recompute.push == 0
     assert update.push > 0
     np.testing.assert_allclose(recompute.total + update.total, together.total, rtol=1e-5)
@@ -283,7 +294,10 @@ def test_the_time_of_a_batch_is_the_sum_over_its_stages(replay):
             "cost has 1 entries; it must have one for each of 2 stages",
         ),
         (
-            {"num_micro_batches": (2, 4), "cost": (COSTS[0], unit_times(**SETTING))},
+            {
+                "num_micro_batches": (2, 4),
+                "cost": (COSTS[0], dataclasses.replace(COSTS[1], hierarchical=False)),
+            },
             r"cost has hierarchical=\[True, False\], which must be the same in all stages",
         ),
         ({"num_micro_batches": (2, 4), "rounds": -1}, "rounds=-1 must be an integer of at least 0"),
@@ -297,7 +311,10 @@ def test_invalid_stages_are_rejected(replay, options, message):
 @pytest.mark.slow
 def test_counts_and_routes_give_the_plans_of_the_replay(replay):
     counts = sample_load(replay, num_experts=8).astype(np.uint8), replay.mask.sum(1)
-    options = {"num_micro_batches": STAGES, "cost": COSTS, "samples": (None, range(8, 32)), "assign": ASSIGN}
+    options = {"num_micro_batches": STAGES, "cost": COSTS, "samples": (None, range(8, 32))} | {
+        "assign": ASSIGN,
+        "key": KEY,
+    }
     expected = plan_stages(replay, PLANNER, first_state(), TOPOLOGY, **options, rounds=1)
     routes = sample_routes(replay)
     result = plan_stage_loads(*counts, PLANNER, first_state(), TOPOLOGY, **options, rounds=1, routes=routes)

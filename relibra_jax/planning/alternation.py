@@ -130,9 +130,7 @@ def plan_alternating(
         seconds = search.price(result[0])
         found = tuple(stage.assignment for stage in result[0])
         better = (seconds < best.seconds) | (costs is None)
-        best = jax.tree.map(
-            lambda new, old: _select(better, new, old), _Best(*result, found, seconds), best
-        )
+        best = jax.tree.map(lambda new, old: _select(better, new, old), _Best(*result, found, seconds), best)
         next_placement = search.next_placement(result, number)
         keep = jax.tree.map(
             lambda old, new: _select(staying, old, new),
@@ -290,10 +288,8 @@ class _Search:
     def price(self, stages: Sequence[BatchPlan]) -> Float[jax.Array, ""]:
         """Return the estimated price of plans; 0 if the search is for balance."""
         if self.costs is None:
-            return jnp.zeros(())
-        return price_stages(
-            stages, self.counts, self.topology, self.costs, previous_home=self.previous_home
-        )
+            return jnp.zeros((), jnp.float32)
+        return price_stages(stages, self.counts, self.topology, self.costs, previous_home=self.previous_home)
 
 
 def _join(loads: Sequence[Array]) -> jax.Array:

@@ -1,15 +1,18 @@
 """The data of a batch that planning needs: token counts per sample and expert, and the routes of sampled tokens."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Integer
 
+from relibra_jax.plan_check import check_load
 from relibra_jax.planning.token_sample import Routes, sample_routes
 from relibra_jax.planning.transitions import transitions_for
 from relibra_jax.replay import sample_load
-from relibra_jax.types import Array, Planner, RoutingReplay, Topology, Transitions, check_shape
+from relibra_jax.types import Array, Assignment, Planner, RoutingReplay, Topology, Transitions, check_shape
 
 
 class BatchCounts(NamedTuple):
@@ -75,3 +78,23 @@ def widen_counts(counts: BatchCounts, topology: Topology) -> BatchCounts:
     load, tokens = jnp.asarray(counts.sample_load, jnp.int32), jnp.asarray(counts.tokens, jnp.int32)
     check_shape("sample_load", load.shape, (len(tokens), *load.shape[1:2], topology.num_experts))
     return counts._replace(sample_load=load, tokens=tokens)
+
+
+def check_counts(counts: BatchCounts, starts: Sequence[Assignment], topology: Topology) -> None:
+    """Raise ValueError unless planners can use the loads of the first assignments. Traced values are not checked.
+
+    Args:
+        counts: the counts of a batch.
+        starts: the first assignment of every stage.
+        topology: the expert-parallel group.
+
+    Raises:
+        ValueError: under the conditions of `relibra_jax.plan_check.check_load`.
+    """
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((counts.sample_load, starts))):
+        return
+    load = np.asarray(counts.sample_load)
+    load = np.concatenate([load, np.zeros_like(load[:1])])  # of nobody
+    for start in starts:
+        by_rank = np.stack([load[ranks].sum(2) for ranks in np.asarray(start.sample)])
+        check_load(np.moveaxis(by_rank, 3, 1), topology)

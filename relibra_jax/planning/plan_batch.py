@@ -9,7 +9,7 @@ from typing import Any
 from jaxtyping import Float, Integer, PRNGKeyArray
 
 from relibra_jax.planning.alternation import Assign, check_search, plan_alternating
-from relibra_jax.planning.batch_counts import BatchCounts, count_batch, widen_counts
+from relibra_jax.planning.batch_counts import BatchCounts, check_counts, count_batch, widen_counts
 from relibra_jax.planning.placement import Placement
 from relibra_jax.planning.starts import start_assignment
 from relibra_jax.planning.token_sample import Routes
@@ -173,6 +173,7 @@ def plan_loads(
         start = start_assignment(counts.tokens, topology, num_micro_batches=num_micro_batches, cost=cost)
     ranks = (num_micro_batches, topology.num_nodes, topology.ranks_per_node)
     check_shape("micro-batches and ranks of start", start.sample.shape[:3], ranks)
+    check_counts(counts, (start,), topology)
     (batch_plan,), next_state = plan_alternating(
         *(counts, planner, state, topology),
         starts=(start,),

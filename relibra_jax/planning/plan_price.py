@@ -47,7 +47,7 @@ def price_stages(
     chosen = np.unique(np.linspace(0, layers - 1, min(layers, PRICED_LAYERS)).round().astype(int))
     some = _take_layers(counts, chosen)
     home = None if previous_home is None else jnp.asarray(previous_home)[chosen]
-    seconds = jnp.zeros(())
+    seconds = jnp.zeros((), jnp.float32)
     for number, (stage, cost) in enumerate(zip(stages, costs, strict=True)):
         plan = stage.plan._replace(
             slot_expert=stage.plan.slot_expert[:, chosen],
@@ -56,12 +56,13 @@ def price_stages(
         )
         stage_plan = BatchPlan(stage.assignment, stage.load[:, chosen], plan)
         visits = estimate_visits(some, stage_plan, topology, cost) if cost.hierarchical else None
-        seconds += batch_time(
+        time = batch_time(
             *(stage_plan, some.tokens, topology, cost),
             visits=visits,
             previous_home=home if number == 0 else None,
             row_tokens=counts.row_tokens,
-        ).total
+        )
+        seconds += time.total.astype(jnp.float32)
     return seconds
 
 

@@ -7,7 +7,7 @@ from jaxtyping import Float, Integer, PRNGKeyArray
 
 from relibra_jax.limits import check_integer
 from relibra_jax.planning.alternation import Assign, check_search, plan_alternating, shift_samples
-from relibra_jax.planning.batch_counts import BatchCounts, count_batch, widen_counts
+from relibra_jax.planning.batch_counts import BatchCounts, check_counts, count_batch, widen_counts
 from relibra_jax.planning.placement import Placement
 from relibra_jax.planning.starts import start_assignment
 from relibra_jax.planning.token_sample import Routes
@@ -191,6 +191,7 @@ def plan_stage_loads(
             )
             for stage, (stage_range, number) in enumerate(zip(ranges, num_micro_batches, strict=True))
         ]
+    check_counts(counts, starts, topology)
     return plan_alternating(
         *(counts, planner, state, topology),
         starts=tuple(starts),
