@@ -90,6 +90,7 @@ def test_logits_equal_those_of_transformers_live_and_replayed_after_a_reorder(na
         num_layers=LAYERS.get(name, 3),
         num_micro_batches=1,
         key=jax.random.key(0),
+        cost="balance",
     )
     live = nnx.jit(lambda model: model(tokens, mask, parallel=balancer.live))(model)
     np.testing.assert_allclose(live.logits, logits, atol=1e-5)

@@ -27,14 +27,14 @@ from relibra_jax.execution.parallel import ExpertParallel
 from relibra_jax.nnx.balancer_state import BalancerState, check_state, from_host, to_host, zero_capacities
 from relibra_jax.nnx.batch_checks import check_aligned_left, check_model_homes, check_replay_layers
 from relibra_jax.nnx.batch_order import BatchOrder
-from relibra_jax.nnx.derived_cost import BALANCE, check_cost, derive_cost, resolve_cost, stage_times
+from relibra_jax.nnx.derived_cost import BALANCE, check_cost, derive_cost, resolve_cost
 from relibra_jax.nnx.finite import check_finite
 from relibra_jax.nnx.homes import reorder_experts
 from relibra_jax.nnx.modelled_times import ModelledTimes, model_stage
 from relibra_jax.nnx.prepare_batch import live_stages, replayed_batch
 from relibra_jax.nnx.prepared import PreparedBatch
 from relibra_jax.nnx.put_on_mesh import put_on_mesh, replicate
-from relibra_jax.nnx.stage_plans import Search, plan_and_check, plan_unfinished
+from relibra_jax.nnx.stage_plans import Search, make_search, plan_and_check, plan_unfinished
 from relibra_jax.nnx.stage_sizes import count_visits, grow_sizes, stage_shape
 from relibra_jax.plan import contiguous_homes
 from relibra_jax.plan_check import check_homes
@@ -42,7 +42,6 @@ from relibra_jax.planning.alternation import Assign
 from relibra_jax.planning.assignment import assign_samples
 from relibra_jax.planning.extra_args import accepts
 from relibra_jax.planning.placement import Placement
-from relibra_jax.planning.plan_stages import stage_samples
 from relibra_jax.row_packing import pack_rows as lay_out_rows
 from relibra_jax.types import Array, BatchPlan, Planner, RoutingReplay, Topology, check_shape
 
@@ -300,7 +299,7 @@ class Balancer:
             if self._pack_rows:
                 check_aligned_left(np.asarray(replay.mask))
             key, assign_key = jax.random.split(self._key)
-            search = self._search_settings(len(replay.mask), num_micro_batches, samples, updates)
+            search = self._search(len(replay.mask), num_micro_batches, samples, updates)
             planned = plan_and_check(
                 *(replay, self._planner_state, assign_key, search),
                 across_nodes=self._parallel.across_nodes,
@@ -388,7 +387,7 @@ class Balancer:
         if not np.asarray(finished).any():
             raise ValueError(f"plan_ahead: none of {len(tokens)} samples has finished")
         numbers = num_micro_batches or (self.num_micro_batches,)
-        search = self._search_settings(len(tokens), numbers, samples, updates)
+        search = self._search(len(tokens), numbers, samples, updates)
         key = jax.random.split(self._key, 3)[2]
         batch_number = self._order.number
         with jax.profiler.TraceAnnotation("plan_ahead"):
@@ -410,7 +409,7 @@ class Balancer:
             self._cost = self._resolve(derived)
         check_cost(self._cost, model, num_layers=self.num_layers)
 
-    def _search_settings(
+    def _search(
         self,
         num_samples: int,
         num_micro_batches: Sequence[int],
@@ -418,22 +417,14 @@ class Balancer:
         updates: Sequence[int] | None,
     ) -> Search:
         """Return the settings of the search for the plans of some stages."""
-        copies, stages = math.prod(self._parallel.copies), len(num_micro_batches)
-        if updates is not None and len(updates) != stages:
-            raise ValueError(f"updates has {len(updates)} entries, but num_micro_batches has {stages} stages")
-        times = None
-        if self._cost is not None:
-            if updates is None:
-                updates = (1,) * stages if stages > 1 else (self._cost.updates,)
-            times = stage_times(self._cost, self.topology, updates)
-        return Search(
-            planner=self.planner,
-            topology=self.topology,
-            num_micro_batches=tuple(copies * number for number in num_micro_batches),
-            samples=tuple(stage_samples(num_samples, stages, samples)),
-            assign=self.assign,
-            cost=times,
-            in_order=times is None and not self._pack_rows,
+        return make_search(
+            *(self.planner, self.topology, self.assign, self._cost),
+            num_samples=num_samples,
+            num_micro_batches=num_micro_batches,
+            copies=math.prod(self._parallel.copies),
+            samples=samples,
+            updates=updates,
+            pack_rows=self._pack_rows,
         )
 
     def _replayed_stage(

@@ -54,7 +54,7 @@ def model_stage(
     with jax.default_device(host_device()):
         start = start_of_stage(counts.tokens, search, stage)
         inputs = (batch_plan, start, counts, previous_home, search.cost[stage])
-        return jax.device_get(_model_stage(*inputs, topology=search.topology, moves=not stage))
+        return _model_stage(*inputs, topology=search.topology, moves=not stage)
 
 
 @functools.partial(jax.jit, static_argnames=("topology", "moves"))

@@ -4,19 +4,22 @@ The planning programs are compiled for the host because it has idle cores while 
 therefore run during a rollout.
 """
 
+from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 import jax
 from jaxtyping import Bool, Integer, PRNGKeyArray
 
+from relibra_jax.cost.cost_model import CostModel
 from relibra_jax.execution.plan_agreement import check_same_plan
+from relibra_jax.nnx.derived_cost import stage_times
 from relibra_jax.plan import resident_experts
 from relibra_jax.plan_check import check_plan
 from relibra_jax.planning.alternation import Assign, shift_samples
 from relibra_jax.planning.assignment import assign_in_order
 from relibra_jax.planning.batch_counts import BatchCounts, count_batch
 from relibra_jax.planning.placement import Placement
-from relibra_jax.planning.plan_stages import plan_stage_loads
+from relibra_jax.planning.plan_stages import plan_stage_loads, stage_samples
 from relibra_jax.planning.starts import start_assignment
 from relibra_jax.planning.unfinished import fill_unfinished
 from relibra_jax.types import Array, Assignment, BatchPlan, Planner, RoutingReplay, Topology, UnitTimes
@@ -48,6 +51,56 @@ class Search(NamedTuple):
     in_order: bool
     """Whether the search starts from samples in their order. Otherwise it starts from the assignment of
     `relibra_jax.planning.starts.start_assignment`."""
+
+
+def make_search(
+    planner: Planner,
+    topology: Topology,
+    assign: Assign | None,
+    cost: CostModel | None,
+    *,
+    num_samples: int,
+    num_micro_batches: Sequence[int],
+    copies: int,
+    samples: Sequence[range | None] | None,
+    updates: Sequence[int] | None,
+    pack_rows: bool,
+) -> Search:
+    """Return the settings of the search for the plans of some stages.
+
+    Args:
+        planner: the planner.
+        topology: the expert-parallel group.
+        assign: the function that assigns samples. None keeps the initial assignment.
+        cost: the cost model of what runs. None plans for balance.
+        num_samples: B, the number of samples of the batch.
+        num_micro_batches: M of each stage in each copy of the group.
+        copies: the number of data-parallel copies of the group.
+        samples: the samples of each stage, as `relibra_jax.planning.plan_stages.plan_stages` takes them.
+        updates: the number of optimizer updates of each stage, 0 for a recompute. None takes 1 for each of several
+            stages, and those of the cost model for a single stage.
+        pack_rows: whether rows hold several samples.
+
+    Raises:
+        ValueError: if ``updates`` or ``samples`` does not have an entry for each stage.
+    """
+    stages = len(num_micro_batches)
+    if updates is not None and len(updates) != stages:
+        raise ValueError(f"updates has {len(updates)} entries, but num_micro_batches has {stages} stages")
+    times = None
+    if cost is not None:
+        if updates is None:
+            updates = (1,) * stages if stages > 1 else (cost.updates,)
+        times = stage_times(cost, topology, updates)
+    return Search(
+        planner=planner,
+        topology=topology,
+        num_micro_batches=tuple(copies * number for number in num_micro_batches),
+        samples=tuple(stage_samples(num_samples, stages, samples)),
+        assign=assign,
+        cost=times,
+        in_order=cost is None and not pack_rows,
+    )
 
 
 class Planned(NamedTuple):

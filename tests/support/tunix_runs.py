@@ -49,6 +49,7 @@ def balancer_of(
         key=jax.random.key(0),
         assign=assign,
         check_rows=check_rows,
+        cost="balance",
     )
 
 

@@ -1,0 +1,286 @@
+"""Tests of the price at the front door: what a Balancer plans for, and that `plan_batch` then finds the same plans."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from support.costs import CLUSTER
+from support.plans import random_routing
+
+from relibra_jax import (
+    RoutingReplay,
+    Topology,
+    assign_samples,
+    plan_batch,
+    plan_stages,
+    relibra,
+    static,
+)
+from relibra_jax.cost.cost_model import CostModel
+from relibra_jax.cost.hardware import CLUSTERS
+from relibra_jax.cost.models import Model
+from relibra_jax.execution.gating import GATINGS
+from relibra_jax.nnx import Balancer, MoELayer, expert_mesh
+from relibra_jax.nnx.derived_cost import _print_default
+from relibra_jax.nnx.stage_plans import make_search, plan_and_check
+from relibra_jax.planning.placement import place_experts
+
+LAYERS, SAMPLES, EXPERTS, WIDTH, HIDDEN, TOP_K = 2, 64, 32, 8, 16, 2
+PLANNER = relibra(place=functools.partial(place_experts, steps=50))
+ASSIGN = functools.partial(assign_samples, steps=20)
+SIZES = Model(
+    moe_layers=LAYERS,
+    num_experts=EXPERTS,
+    top_k=TOP_K,
+    width=WIDTH,
+    expert_width=HIDDEN,
+    shared_width=0,
+    attention_params=4 * WIDTH**2,
+    attention_width=2 * WIDTH,
+    cache_width=2 * WIDTH,
+    cache_heads=1,
+)
+# So slow at products, and with so many tokens, that balance is worth moving experts for.
+COST = CostModel(cluster=dataclasses.replace(CLUSTER, matmul_flops=1e3, tile=1), model=SIZES, scale=50.0)
+KEY = jax.random.key(0)
+STAGES = {1: {"num_micro_batches": (2,)}, 2: {"num_micro_batches": (1, 2), "updates": (0, 1)}}
+"""One stage that trains, or a recompute and an update."""
+
+
+def topology_of(nodes, local, residents=0):
+    return Topology(
+        num_nodes=nodes,
+        ranks_per_node=local,
+        num_experts=EXPERTS,
+        replica_slots=1,
+        resident_slots=residents,
+    )
+
+
+TOPOLOGY = topology_of(2, 4)
+
+
+@functools.cache
+def replay():
+    rng = np.random.default_rng(0)
+    sizes = {"samples": SAMPLES, "tokens": 16, "layers": LAYERS, "experts": EXPERTS, "top_k": TOP_K}
+    return random_routing(rng, **sizes)
+
+
+class Layers(nnx.Module):
+    """MoE layers without anything between them."""
+
+    def __init__(self, topology=TOPOLOGY, mesh=None, width=WIDTH, hidden=(HIDDEN,) * LAYERS, top_k=TOP_K):
+        gating = dataclasses.replace(GATINGS["qwen3-moe"], top_k=top_k)
+        options = {"mesh": mesh, "rngs": nnx.Rngs(0)}
+        self.layers = nnx.List([MoELayer(topology, width, each, gating, **options) for each in hidden])
+
+
+def balancer_of(planner=PLANNER, topology=TOPOLOGY, mesh=None, **options):
+    options = {"num_layers": LAYERS, "num_micro_batches": 2, "key": KEY, "assign": ASSIGN} | options
+    return Balancer(planner, topology, mesh=mesh or expert_mesh(topology), **options)
+
+
+def keys():
+    """Return the keys of the planner and of the first assignment, as a Balancer makes them from its key."""
+    planner_key, key = jax.random.split(KEY)
+    return planner_key, jax.random.split(key)[1]
+
+
+def planned(topology, cost, stages):
+    """Return the plans of the pure functions."""
+    planner_key, assign_key = keys()
+    state = PLANNER.init(topology, LAYERS, key=planner_key)
+    options = {"assign": ASSIGN, "key": assign_key}
+    if stages == 1:
+        plan, _ = plan_batch(
+            *(replay(), PLANNER, state, topology),
+            num_micro_batches=2,
+            cost=cost.unit_times(topology),
+            **options,
+        )
+        return [plan]
+    passes = ({"updates": 0, "recompute": True}, {"updates": 1, "recompute": False})
+    plans, _ = plan_stages(
+        *(replay(), PLANNER, state, topology),
+        num_micro_batches=STAGES[stages]["num_micro_batches"],
+        cost=[cost.unit_times(topology, **each) for each in passes],
+        **options,
+    )
+    return plans
+
+
+def assert_same_bits(actual, desired):
+    for one, other in zip(jax.tree.leaves(actual), jax.tree.leaves(desired), strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert (np.asarray(actual[0].plan.home) != np.arange(EXPERTS)).any(), "nothing was worth a move"
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("residents", [0, 1])
+def test_a_balancer_plans_as_the_pure_functions(residents, stages):
+    topology = topology_of(2, 4, residents)
+    mesh = expert_mesh(topology)
+    model, balancer = Layers(topology, mesh), balancer_of(topology=topology, mesh=mesh, cost=COST)
+    batches = balancer.prepare_stages(model, None, replay(), **STAGES[stages])
+    plans = [batch.batch_plan for batch in batches]
+    assert_same_bits(plans, planned(topology, balancer.cost, stages))
+    times = [batch.modelled_times for batch in batches]
+    assert sum(time.plan.total for time in times) <= sum(time.staying.total for time in times)
+
+
+@pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("residents", [0, 1])
+@pytest.mark.parametrize(("nodes", "local"), [(2, 8), (4, 8)])
+def test_the_search_of_a_balancer_is_that_of_the_pure_functions(nodes, local, residents, stages):
+    """As `test_a_balancer_plans_as_the_pure_functions`, for more ranks than there are devices."""
+    topology, cost = topology_of(nodes, local, residents), dataclasses.replace(COST, rows="padded")
+    options = {"samples": None, "updates": None, "copies": 1, "num_samples": SAMPLES, "pack_rows": False}
+    search = make_search(PLANNER, topology, ASSIGN, cost, **(options | STAGES[stages]))
+    planner_key, assign_key = keys()
+    state = PLANNER.init(topology, LAYERS, key=planner_key)
+    result = plan_and_check(replay(), state, assign_key, search, across_nodes=False, warm_start=None)
+    assert_same_bits(result.stages, planned(topology, cost, stages))
+
+
+def test_packed_rows_start_packed():
+    mesh = expert_mesh(TOPOLOGY)
+    model, balancer = Layers(mesh=mesh), balancer_of(mesh=mesh, cost=COST, pack_rows=True)
+    batch = balancer.prepare(model, None, replay())
+    assert balancer.cost.rows == "packed"
+    assert_same_bits([batch.batch_plan], planned(TOPOLOGY, balancer.cost, 1))
+    title, plan, staying, balanced, shares = batch.summary().splitlines()
+    times = batch.modelled_times
+    assert title.startswith("modelled time")
+    for name, line, time in zip(
+        ("plan", "staying put", "balanced"), (plan, staying, balanced), times, strict=True
+    ):
+        assert re.fullmatch(rf"  {name} +[\d.e+]+ = [a-z]+ .*", line)
+        assert float(line.split(" = ")[0].split()[-1]) == pytest.approx(float(time.total), rel=1e-3)
+        assert float(time.total) == pytest.approx(
+            sum(float(part) for part in time.parts().values()), rel=1e-6
+        )
+    assert f"{times.balanced.total / times.plan.total:.1%} of the balanced run" in shares
+    assert f"planned in {batch.plan_seconds:.2f} s" in shares
+
+
+def live(balancer, model, **options):
+    """Prepare live routing, which checks the price and plans nothing."""
+    return balancer.prepare(model, None, None, num_samples=SAMPLES, **options)
+
+
+def test_a_price_is_derived_from_the_model_and_the_device(capsys):
+    _print_default.cache_clear()
+    balancer = balancer_of(static())
+    assert balancer.cost is None
+    batch = live(balancer, Layers())
+    assert batch.summary() == "this batch routes live: it has no plan, so no time is modelled"
+    assert balancer.cost == CostModel(
+        cluster=CLUSTERS["h100"],
+        model=SIZES,
+        path="hierarchical",
+        between="padded",
+        inside="padded",
+        fetch="padded",
+        rows="padded",
+    )
+    live(balancer_of(static()), Layers())
+    assert capsys.readouterr().err == (
+        "relibra_jax: no speeds are known for 'cpu' devices, so plans are priced for 'h100': pass"
+        " Balancer(cost=CostModel(...)) for others\n"
+    )
+
+
+def test_what_runs_is_priced():
+    options = {"exchange": "emulated", "fetch": "remote_emulated", "path": "flat", "cost": COST}
+    cost = balancer_of(static(), pack_rows=True, **options).cost
+    assert (cost.path, cost.between, cost.inside, cost.fetch, cost.rows) == (
+        *("flat", "ragged", "ragged", "ragged"),
+        "packed",
+    )
+    topology = topology_of(1, 4)
+    mesh = expert_mesh(topology, data=2)
+    assert balancer_of(static(), topology, mesh, cost=COST).cost.data_parallel == 2
+
+
+def test_balance_has_no_price():
+    balancer = balancer_of(static(), cost="balance", assign=None)
+    batch = balancer.prepare(Layers(), None, RoutingReplay(*(leaf[:16] for leaf in replay())))
+    assert balancer.cost is None
+    assert batch.modelled_times is None
+    assert batch.summary().startswith("this batch was planned for balance, without a price")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"path": "flat"}, "path='flat', but the layers of this Balancer run path='hierarchical'"),
+        ({"between": "ragged"}, "between='ragged', but the layers of this Balancer run between='padded'"),
+        ({"inside": "ragged"}, "inside='ragged', but the layers of this Balancer run inside='padded'"),
+        ({"fetch": "ragged"}, "fetch='ragged', but the layers of this Balancer run fetch='padded'"),
+        ({"rows": "packed"}, "rows='packed', but the layers of this Balancer run rows='padded'"),
+        ({"data_parallel": 3}, "data_parallel=3, but the layers of this Balancer run data_parallel=1"),
+        ({"spare_room": False}, "spare_room=False, but the layers of this Balancer run spare_room=True"),
+    ],
+)
+def test_a_price_of_what_does_not_run_is_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        balancer_of(static(), cost=dataclasses.replace(COST, **change))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_experts": 16}, "num_experts=16, but the MoE layers of the model have 32"),
+        ({"top_k": 4}, "top_k=4, but the MoE layers of the model have 2"),
+        ({"width": 4096}, "width=4096, but the MoE layers of the model have 8"),
+        ({"expert_width": 12}, "expert_width=12, but the MoE layers of the model have 16"),
+        ({"shared_width": 5}, "shared_width=5, but the MoE layers of the model have 0"),
+        ({"moe_layers": 3}, "moe_layers=3, but the MoE layers of the model have 2"),
+    ],
+)
+def test_a_price_of_another_model_is_refused(change, message):
+    cost = dataclasses.replace(COST, model=dataclasses.replace(SIZES, **change))
+    with pytest.raises(ValueError, match=message):
+        live(balancer_of(static(), cost=cost), Layers())
+
+
+def test_layers_of_several_sizes_have_no_price():
+    with pytest.raises(
+        ValueError, match=r"layers of equal sizes, but the model has .*expert_width=12.*'balance'"
+    ):
+        live(balancer_of(static()), Layers(hidden=(HIDDEN, 12)))
+    live(balancer_of(static(), cost="balance"), Layers(hidden=(HIDDEN, 12)))
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "message"),
+    [
+        (None, {"stretch": 0.0}, "stretch=0.0 must be positive"),
+        (None, {"scale": -1.0}, "scale=-1.0 must be positive"),
+        ("cluster", {"slow_bandwidth": -1.0}, "cluster.slow_bandwidth=-1.0 must be positive"),
+        ("cluster", {"matmul_flops": 0.0}, "cluster.matmul_flops=0.0 must be positive"),
+        ("cluster", {"tile": -1}, r"cluster.tile=-1.* must be at least 0"),
+        ("model", {"width": 0}, "model.width=0 must be an integer of at least 1"),
+        ("model", {"attention_width": -2}, "model.attention_width=-2 must be an integer of at least 0"),
+    ],
+)
+def test_numbers_that_price_nothing_are_refused(part, change, message):
+    changed = change if part is None else {part: dataclasses.replace(getattr(COST, part), **change)}
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(COST, **changed)
+
+
+def test_updates_of_other_stages_and_other_prices_are_refused():
+    balancer, model = balancer_of(static(), cost=COST), Layers()
+    with pytest.raises(ValueError, match="updates has 1 entries, but num_micro_batches has 2 stages"):
+        balancer.prepare_stages(model, None, replay(), num_micro_batches=(1, 2), updates=(1,))
+    with pytest.raises(ValueError, match="updates=-1 must be an integer of at least 0"):
+        balancer.prepare_stages(model, None, replay(), num_micro_batches=(1,), updates=(-1,))
+    # In tests the check of type annotations raises first, with its own message.
+    with pytest.raises((ValueError, TypeError), match="cost"):
+        balancer_of(static(), cost="speed")
