@@ -1,7 +1,6 @@
 """``python -m experiments.bench``: time planning against baselines; medians of alternating runs in one process."""
 
 import dataclasses
-import functools
 import os
 import platform
 import resource
@@ -29,7 +28,7 @@ from relibra_jax.planning.replication import replicate_experts
 from relibra_jax.planning.sample_packing import pack_samples
 from relibra_jax.planning.token_sample import Routes
 from relibra_jax.replay import assigned_load
-from relibra_jax.types import Plan, Topology
+from relibra_jax.types import BatchPlan, Plan, Topology
 
 console = Console()
 EPLB_ARGS = (288, 8, 4, 32)
@@ -73,23 +72,17 @@ def bench_planners() -> None:
     replicate = jax.jit(replicate_experts, static_argnums=2)
     by_expert = load.sum((2, 3))
     runs["relibra, replication only"] = lambda: replicate(by_expert, home, BATCH)
-    state = PLANNERS["relibra"].planner.init(BATCH, LAYERS, key=jax.random.key(0))
-    options: dict[str, Any] = {
-        "assign": assign_samples,
-        "key": jax.random.key(0),
-        "num_micro_batches": MICRO_BATCHES,
-    }
-    joint = functools.partial(plan_loads, **options)
-    runs["relibra, samples assigned"] = lambda: joint(
-        replay_load, tokens, PLANNERS["relibra"].planner, state, BATCH
-    )
-    extra = {"routes": sample_tokens(replay_load, tokens, top_k=8), "cost": COST}
-    runs["relibra, minimising time, samples assigned"] = lambda: joint(
-        replay_load, tokens, PLANNERS["relibra"].planner, state, BATCH, **extra
-    )
-    runs["relibra, minimising time, one resident slot"] = lambda: joint(
-        replay_load, tokens, PLANNERS["relibra"].planner, state, WITH_RESIDENTS, **extra
-    )
+    planner, key = PLANNERS["relibra"].planner, jax.random.key(0)
+    state = planner.init(BATCH, LAYERS, key=key)
+
+    def joint(topology: Topology, **extra: Any) -> tuple[BatchPlan, Any]:
+        options = {"num_micro_batches": MICRO_BATCHES, "assign": assign_samples, "key": key, **extra}
+        return plan_loads(replay_load, tokens, planner, state, topology, **options)
+
+    extra: dict[str, Any] = {"routes": sample_tokens(replay_load, tokens, top_k=8), "cost": COST}
+    runs["relibra, samples assigned"] = lambda: joint(BATCH)
+    runs["relibra, minimising time, samples assigned"] = lambda: joint(BATCH, **extra)
+    runs["relibra, minimising time, one resident slot"] = lambda: joint(WITH_RESIDENTS, **extra)
     seconds = interleaved(runs, repeats=3)
     rows = LAYERS * MICRO_BATCHES
     table = _table(
