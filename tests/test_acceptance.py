@@ -53,9 +53,13 @@ def test_recorded_batch(batch, nodes, in_given_order, one_slot, assigned, across
     far = jax.jit(functools.partial(replicate_experts, across_nodes=True), static_argnums=2)
     assert batch_imbalance(rank_load(far(by_expert, plan.home, topology))) <= across
 
-    assign = functools.partial(assign_samples, key=jax.random.key(0))
-    joint = functools.partial(plan_loads, num_micro_batches=32, start=in_order, assign=assign)
-    batch_plan, _ = jax.jit(joint, static_argnums=(2, 4))(per_sample, tokens, planner, state, topology)
+    batch_plan, _ = plan_loads(
+        *(per_sample, tokens, planner, state, topology),
+        num_micro_batches=32,
+        start=in_order,
+        assign=assign_samples,
+        key=jax.random.key(0),
+    )
     np.testing.assert_array_equal(batch_plan.load, assigned_load(per_sample, batch_plan.assignment))
     check_plan(batch_plan.plan, batch_plan.load, topology)
     assert batch_imbalance(rank_load(batch_plan.plan)) <= assigned

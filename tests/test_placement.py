@@ -1,5 +1,6 @@
 """Reordering: valid placements that are never worse than their start, near the optimum, and with few moves."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -14,7 +15,9 @@ from scipy.optimize import linear_sum_assignment
 from relibra_jax.planning.ablation.placement_methods import place_by_descent, place_longest_first
 from relibra_jax.planning.metrics import moved_experts
 from relibra_jax.planning.placement import place_experts
-from relibra_jax.types import TokenSample, Topology
+from relibra_jax.planning.plan_batch import plan_loads
+from relibra_jax.planning.relibra import relibra
+from relibra_jax.types import TokenSample, Topology, UnitTimes
 
 KEY = jax.random.key(0)
 SMALL = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=1)
@@ -150,6 +153,65 @@ def test_a_price_on_crossing_brings_experts_to_their_tokens():
     place = home_of(functools.partial(place_experts, steps=500, source_load=source))
     home = np.asarray(place(load, in_order(1, 8), NODES, key=KEY))
     assert np.array_equal(home[0] // 4, np.arange(8) % 2)
+
+
+FREE = UnitTimes(token=0.0, copy=1.0, crossing=0.0, spread=0.0, move=0.0, push=0.0)
+
+
+@pytest.mark.parametrize("crossing", [0.1, 10.0])
+def test_unit_times_price_crossings_without_tokens(crossing):
+    """Balance asks for the hot experts to be apart, and crossings for all to be with their tokens."""
+    load = np.full((2, 1, 8), 10, np.int32)
+    load[..., [0, 2]] = 60
+    source = np.zeros((2, 1, 2, 8), np.int32)
+    source[:, 0, np.arange(8) % 2, np.arange(8)] = load[0, 0]
+    cost = dataclasses.replace(FREE, crossing=crossing)
+    home = place_experts(load, in_order(1, 8), NODES, key=KEY, steps=500, source_load=source, cost=cost).home
+    with_tokens = np.array_equal(np.asarray(home)[0] // 4, np.arange(8) % 2)
+    assert with_tokens == (crossing > 1)
+
+
+@pytest.mark.parametrize(("nodes", "local"), [(2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize("replica_slots", [0, 1])
+def test_unit_times_price_moves_without_tokens(nodes, local, replica_slots):
+    """Between nodes and inside them, experts move if moves are cheap, and stay if they cost more than the batch."""
+    topology = Topology(num_nodes=nodes, ranks_per_node=local, num_experts=8, replica_slots=replica_slots)
+    load = np.sort(np.random.default_rng(5).lognormal(4, 1, (2, 3, 8)).astype(np.int32))
+
+    def moved(cost, **options):
+        home = place_experts(load, in_order(3, 8), topology, key=KEY, steps=200, cost=cost, **options).home
+        slots = topology.home_slots
+        return int(moved_experts(home, in_order(3, 8), home_slots=slots).sum())
+
+    dear = dataclasses.replace(FREE, move=1e6)
+    assert moved(FREE) > moved(dear) == 0
+    assert moved(dear, horizon=1e9) > 0, "a placement for ever"
+    assert moved(dear, move_cost=0.0) == 0, "unit times replace it"
+
+
+def test_residents_without_tokens_pay_for_their_push():
+    topology = Topology(num_nodes=2, ranks_per_node=1, num_experts=4, replica_slots=0, resident_slots=1)
+    load, before = np.full((1, 1, 4), 8, np.int32), in_order(1, 4)
+    source = np.full((1, 1, 2, 4), 4, np.int32)
+    for push, some in ((0.1, True), (1e3, False)):
+        cost = dataclasses.replace(FREE, crossing=1.0, move=1e3, push=push)
+        placed = place_experts(load, before, topology, key=KEY, steps=10, source_load=source, cost=cost)
+        assert (np.asarray(placed.resident) >= 0).any() == some
+
+
+def test_nothing_known_never_overwrites_what_a_caller_fixed():
+    """A planner whose search has a price keeps it where the batch is planned without one."""
+    load = np.sort(np.random.default_rng(6).lognormal(3, 1, (12, 2, 8)).astype(np.int32))
+    dear = functools.partial(place_experts, steps=200, cost=dataclasses.replace(FREE, move=1e6))
+    free = functools.partial(place_experts, steps=200)
+    moved = []
+    for place in (dear, free):
+        planner = relibra(place=place)
+        state = planner.init(NODES, 2, key=KEY)
+        counts = load, load[:, 0].sum(-1)
+        batch_plan, _ = plan_loads(*counts, planner, state, NODES, num_micro_batches=2)
+        moved.append(int((np.asarray(batch_plan.plan.home) != in_order(2, 8)).sum()))
+    assert moved[1] > moved[0] == 0
 
 
 def test_refining_starts_from_the_placement_it_is_given():

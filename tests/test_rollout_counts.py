@@ -34,6 +34,7 @@ from relibra_jax.planning.token_sample import Routes
 from relibra_jax.types import RoutingReplay, UnitTimes
 
 ROOT = Path(__file__).parents[1]
+KEY = jax.random.key(1)
 LEAN = relibra(place=functools.partial(place_experts, steps=100))
 
 
@@ -171,8 +172,8 @@ def counts_of_workers(workers):
 def test_the_plan_is_that_of_the_whole_route(batch, planner, jit):
     workers, replay = batch
     topology = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=1)
-    assign = functools.partial(assign_samples, key=jax.random.key(1), steps=200)
-    run = {"topology": topology, "num_micro_batches": 2, "assign": assign, "rounds": 1}
+    assign = functools.partial(assign_samples, steps=200)
+    run = {"topology": topology, "num_micro_batches": 2, "assign": assign, "key": KEY, "rounds": 1}
     state = planner.init(topology, 3, key=jax.random.key(0))
     plan = functools.partial(plan_loads, planner=planner, state=state, **run)
     counted, _ = (jax.jit(plan) if jit else plan)(*counts_of_workers(workers))

@@ -72,8 +72,8 @@ def place_experts(
     micro-batch, weighed by ``cost``, and the time of moving experts and pushing residents
     (`relibra_jax.planning.node_placement`). If there are replica slots, the ranks of a node are then left to replicas.
     Without tokens, or on one node, where nothing crosses, the search minimises imbalance over nodes and inside them,
-    with a price for copies that cross. In every layer the result is at least as good as the start, so experts move
-    only if the gain pays for the move.
+    with prices for moves and for copies that cross, which ``cost`` gives as well. In every layer the result is at least
+    as good as the start, so experts move only if the gain pays for the move.
 
     Source: ReLibra (arXiv 2605.08639), inter-batch expert reordering; the module docstring states the objective.
 
@@ -89,13 +89,14 @@ def place_experts(
             given). An explicit number applies to each round.
         move_cost: the price of moving experts between ranks or nodes, in units of imbalance: moving all experts of a
             layer to other nodes must lower its imbalance by this much times the square root of N, because the possible
-            gain also grows with N. 0 searches thoroughly. Between nodes, ``cost`` replaces it.
+            gain also grows with N. 0 searches thoroughly. ``cost`` replaces it.
         source_load: the number of token copies by the node that holds them. None assumes the same number on each node.
-        crossing_cost: the imbalance worth accepting to avoid all crossings, if there are no ``tokens``. The default
-            takes only savings that cost no balance; 1 costs balance on recorded loads.
+        crossing_cost: the imbalance worth accepting to avoid all crossings, if there are neither ``tokens`` nor a
+            ``cost``. The default takes only savings that cost no balance; 1 costs balance on recorded loads.
         tokens: sampled tokens of the batch. None searches for balance.
-        cost: the unit times of the cluster and the model. Without them, all tokens of a node cross in half the time of
-            its balanced compute (`relibra_jax.planning.node_placement.CROSSING`), and moves cost ``move_cost``.
+        cost: the unit times of the cluster and the model. Without ``tokens``, every copy that leaves its node costs a
+            crossing. Without ``cost``, all tokens of a node cross in half the time of its balanced compute
+            (`relibra_jax.planning.node_placement.CROSSING`), and moves cost ``move_cost``.
         horizon: the number of batches that a placement is expected to serve. The time of a move is divided by it.
         refine: homes for similar loads, such as those before samples were reassigned. The search starts from them at
             a lower temperature, and so stays close to them. None starts from ``previous_home``. If all entries are
@@ -179,20 +180,23 @@ def place_by_search(
         by_source = jnp.broadcast_to(load[None] / nodes, (nodes, *load.shape))
     else:
         by_source = jnp.asarray(source_load, jnp.float32).transpose(2, 3, 0, 1)
+    for_nodes, for_ranks = jax.random.split(key)
+    # On one node nothing crosses, so only balance counts.
+    in_time, replicas = tokens is not None and nodes > 1, topology.replica_slots > 0
+    # If tokens are not counted, every copy crosses by itself.
+    top_k = tokens.expert_ids.shape[-1] if tokens is not None and in_time else 1
+    copies, options = load.sum() / layers, {"horizon": horizon, "move_cost": move_cost}
+    prices = relative_prices(cost, copies, topology, num_layers=layers, top_k=top_k, **options)
     level = functools.partial(
         _place_level,
         search,
         previous=previous,
-        crossing=crossing_cost * _crossing_share(by_source.sum(2)),
+        crossing=(crossing_cost if cost is None else prices.crossing) * _crossing_share(by_source.sum(2)),
         nodes=nodes,
+        move=None if cost is None else prices.move,
         hottest=jnp.where(refining, jnp.float32(REFINING), jnp.float32(HOTTEST)),
     )
-    for_nodes, for_ranks = jax.random.split(key)
-    # On one node nothing crosses, so only balance counts.
-    in_time, replicas = tokens is not None and nodes > 1, topology.replica_slots > 0
     if tokens is not None and in_time:
-        top_k = tokens.expert_ids.shape[-1]
-        copies, options = load.sum() / layers, {"horizon": horizon, "move_cost": move_cost}
         home_node, resident = place_on_nodes(
             by_source,
             tokens,
@@ -202,33 +206,39 @@ def place_by_search(
             key=for_nodes,
             steps=max(steps // 10, 1),
             hottest=jnp.where(refining, jnp.float32(REFINING), jnp.float32(time_search.HOTTEST)),
-            prices=relative_prices(cost, copies, topology, num_layers=layers, top_k=top_k, **options),
+            prices=prices,
             hierarchical=cost is None or cost.hierarchical,
         )
         home = jax.vmap(_keep_slots, (1, 0, None))(home_node, previous, per_node)
     else:
         bins, level_key = (nodes, for_nodes) if replicas else (nodes * locals_, jax.random.split(key, 1)[0])
         home = level(home, load, 1, bins, steps=steps, move_cost=move_cost, key=level_key)
-        home_node, by_copies = (home // per_node).T, Prices(1.0, 0.0, 0.0)
+        home_node, by_copies = (home // per_node).T, Prices(1.0, 0.0, 0.0) if cost is None else prices
         resident = keep_residents(by_source, None, home_node, topology, by_copies, top_k=1)
     at_home = jnp.where(resident[:, :, None], 0, by_source).sum(0) if topology.resident_slots else load
     # Replicas even out the ranks of a node, so in a search for time no move inside a node pays. A search for balance
     # evens out the ranks, so that fewer replicas are needed; without replica slots its single level has done that.
     if in_time != replicas:
-        inside = move_cost * (MOVE_COST_INSIDE if replicas else 1)
-        home = level(home, at_home, nodes, locals_, steps=max(steps // 4, 1), move_cost=inside, key=for_ranks)
+        factor = MOVE_COST_INSIDE if replicas else 1
+        inside = {"move_cost": move_cost * factor, "move": None if cost is None else prices.move * factor}
+        home = level(home, at_home, nodes, locals_, steps=max(steps // 4, 1), **inside, key=for_ranks)
     return Placement(home, residents_on_ranks(resident, by_source.sum(2), at_home.sum(1), home, topology))
 
 
 def _place_level(
-    search, home, load, domains, bins, *, previous, crossing, nodes, steps, move_cost, hottest, key
+    search, home, load, domains, bins, *, previous, crossing, nodes, steps, move_cost, move, hottest, key
 ):
-    """Search the experts of each domain for its bins, and return the new homes."""
+    """Search the experts of each domain for its bins, and return the new homes.
+
+    The price of one move is ``move``, or that part of ``move_cost`` which is one expert's if ``move`` is None.
+    """
     layers, experts = home.shape
     size = experts // (domains * bins)
     if bins == 1 or (size == 1 and domains == nodes):
         return home  # one bin, or one expert per rank of a node: nothing to gain
-    start = _fill_bins(load, previous, home, crossing, domains, bins, move_cost)
+    if move is None:
+        move = move_cost * bins**0.5 / (experts // domains)
+    start = _fill_bins(load, previous, home, crossing, domains, bins, move)
     item = search(start, key, steps=steps, hottest=hottest)
     new_bin = (jnp.argsort(item, axis=0) // size).reshape(-1, domains, layers).swapaxes(0, 1)
     new_bin = (new_bin + bins * jnp.arange(domains)[:, None, None]).reshape(experts, layers).T
@@ -253,7 +263,7 @@ def _crossing_share(source_load):
     return elsewhere / jnp.maximum(source_load.sum((0, 1), keepdims=True), 1)
 
 
-def _fill_bins(load, previous, home, crossing, domains, bins, move_cost):
+def _fill_bins(load, previous, home, crossing, domains, bins, move):
     """Make the problem of placing each domain's experts in its bins: items are slots of ``home``, rows are domains."""
     layers, experts = home.shape
     size = experts // domains
@@ -268,7 +278,7 @@ def _fill_bins(load, previous, home, crossing, domains, bins, move_cost):
     old_bin = jnp.take_along_axis(previous.T, expert, axis=0) // (size // bins)
     old_bin = rows(old_bin - bins * (jnp.arange(experts)[:, None] // size))
     moves = old_bin[None] != jnp.arange(bins)[:, None, None]
-    cost = moves * jnp.float32(move_cost * bins**0.5 / size)
+    cost = moves * jnp.float32(move)
     if domains == 1:  # with more domains, the node of each expert is fixed
         crossing = jnp.take_along_axis(crossing, expert[None], axis=1)
         cost += jnp.repeat(crossing, bins // crossing.shape[0], axis=0)
