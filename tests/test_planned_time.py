@@ -52,16 +52,20 @@ def recorded():
 LOADED = {"recorded": recorded} | {
     kind: lambda kind=kind: drawn(kind) for kind in LOADS if kind not in ("zero", "huge")
 }
-FEW_MOVES = pytest.mark.xfail(
+LANES = pytest.mark.xfail(
     strict=True,
-    reason="two experts per layer move for a gain of 13 ms and take 15: moves are priced one by one, as if many shared"
-    " all links; planners that leave experts where they are take 0.5% less time",
+    reason="the search counts what the fullest rank exchanges, but lanes of padded exchanges take as long as the longest"
+    " of any layer and micro-batch: others take 2% (recorded), 0.3% (uniform) and 7% (shifting) less time",
 )
-PUSHES = pytest.mark.xfail(
+FAR_LANES = pytest.mark.xfail(
     strict=True,
-    reason="eight residents a layer even out the nodes, and for three micro-batches their pushes cost as much as they"
-    " gain; replicas across nodes do the same hidden behind compute: 3% less time",
+    reason="as above; replicas on any node shorten lanes hidden behind attention: they take 3% (recorded), 7% (zipf), 18%"
+    " (one_hot), 0.5% (uniform) and 16% (shifting) less time",
 )
+
+
+BEHIND = (("recorded", "flat"), ("uniform", "hierarchical"), ("shifting", "flat"))
+BEHIND_FAR = (*BEHIND, ("zipf", "flat"), ("one_hot", "flat"))
 
 
 def cases(behind):
@@ -71,7 +75,7 @@ def cases(behind):
     ]
 
 
-@pytest.mark.parametrize(("kind", "dispatch"), cases({("zipf", "flat"): FEW_MOVES}))
+@pytest.mark.parametrize(("kind", "dispatch"), cases(dict.fromkeys(BEHIND, LANES)))
 def test_no_planner_is_ahead(kind, dispatch, monkeypatch):
     monkeypatch.delenv("RELIBRA_TRACE", raising=False)
     seconds = times(*LOADED[kind](), ["relibra", *NEAR], dispatch=dispatch)
@@ -79,7 +83,7 @@ def test_no_planner_is_ahead(kind, dispatch, monkeypatch):
     assert relibra <= min(seconds.values()) * (1 + 1e-6), seconds
 
 
-@pytest.mark.parametrize(("kind", "dispatch"), cases({("zipf", "hierarchical"): PUSHES}))
+@pytest.mark.parametrize(("kind", "dispatch"), cases(dict.fromkeys(BEHIND_FAR, FAR_LANES)))
 def test_with_residents_it_is_ahead_of_replicas_across_nodes(kind, dispatch, monkeypatch):
     monkeypatch.delenv("RELIBRA_TRACE", raising=False)
     trace, batches = LOADED[kind]()
