@@ -1,6 +1,7 @@
 """The output of a run: metrics under stable names, writers, the profile of a step, and names of compiled programs."""
 
 import dataclasses
+import io
 import re
 import sys
 import textwrap
@@ -38,6 +39,7 @@ from relibra_jax.types import EMPTY, layer_plans
 PAGE = (Path(__file__).parents[1] / "docs" / "guides" / "metrics.md").read_text()
 pytestmark = pytest.mark.usefixtures("smallest_policy")
 SHORT = SMALL | {"steps": 1, "evaluation_batches": 1, "epochs": 1, "ranks": Ranks(resident_slots=1)}
+SHORT |= {"price": "time"}
 WRITERS = """
     opened = []
 
@@ -83,13 +85,13 @@ def writers(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ran(writers, tmp_path_factory):
-    """Make a profiled run with a writer; return its folder, the writer, and the names of compiled programs."""
-    out, names = tmp_path_factory.mktemp("runs") / "run", []
+    """Make a profiled run with a writer; return its folder, writer, names of compiled programs, and printed text."""
+    out, names, shown = tmp_path_factory.mktemp("runs") / "run", [], io.StringIO()
     config = Train(**SHORT, writer="some_writers:Writer", profile=1, out=out)
     with tell_compilations(names.append):
-        run_train(config, Console(quiet=True))
+        run_train(config, Console(file=shown, width=200))
     [writer] = sys.modules["some_writers"].opened
-    return out / "seed-0", writer, set(names)
+    return out / "seed-0", writer, set(names), shown.getvalue()
 
 
 @pytest.mark.slow
@@ -117,7 +119,7 @@ def test_a_run_writes_exactly_the_metrics_of_the_list(ran):
 
 @pytest.mark.slow
 def test_a_writer_is_given_all_numbers_by_their_names(ran):
-    folder, writer, _ = ran
+    folder, writer, *_ = ran
     lines = read_metrics(folder / "metrics.jsonl")
     assert writer.lines == [(line["step"], scalars_of(line)) for line in lines]
     null = {
@@ -130,6 +132,19 @@ def test_a_writer_is_given_all_numbers_by_their_names(ran):
     }
     assert (writer.folder, writer.settings["seed"], writer.settings["task"]) == (folder, 0, "copy")
     assert writer.finished
+
+
+@pytest.mark.slow
+def test_the_modelled_time_of_the_first_batch_is_printed_and_logged(ran):
+    folder, *_, shown = ran
+    [metrics] = [line for line in read_metrics(folder / "metrics.jsonl") if line["kind"] == "learn"]
+    plan, staying, balanced = (
+        metrics[f"time/modelled_{name}_seconds"] for name in ("plan", "staying", "balanced")
+    )
+    assert 0 < plan <= staying
+    [share] = re.findall(r"(.*)% of the balanced run", shown)
+    assert float(share) == pytest.approx(100 * balanced / plan, abs=0.06)
+    assert shown.count("step 1: modelled time of this batch in seconds (a model, not a measurement)") == 1
 
 
 @pytest.mark.slow
@@ -147,7 +162,7 @@ def test_what_is_compiled_is_told_for_every_program(ran):
         "begin",
         "decode",
         "count",
-        "plan",
+        "plan_alternating",
         "node_visits",
         "prepare",
         "prepare_residents",
