@@ -54,13 +54,13 @@ LOADED = {"recorded": recorded} | {
 }
 LANES = pytest.mark.xfail(
     strict=True,
-    reason="the search counts what the fullest rank exchanges, but lanes of padded exchanges take as long as the longest"
-    " of any layer and micro-batch: others take 2% (recorded), 0.3% (uniform) and 7% (shifting) less time",
+    reason="the search counts what the fullest rank exchanges, but lanes of padded exchanges take as long as the"
+    " longest of any layer and micro-batch: others take 2% (recorded), 0.3% (uniform) and 7% (shifting) less time",
 )
 FAR_LANES = pytest.mark.xfail(
     strict=True,
-    reason="as above; replicas on any node shorten lanes hidden behind attention: they take 3% (recorded), 7% (zipf), 18%"
-    " (one_hot), 0.5% (uniform) and 16% (shifting) less time",
+    reason="as above; replicas on any node shorten lanes hidden behind attention: they take 3% (recorded), 7% (zipf),"
+    " 18% (one_hot), 0.5% (uniform) and 16% (shifting) less time",
 )
 
 
