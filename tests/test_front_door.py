@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import re
+import types
 
 import jax
 import numpy as np
@@ -25,7 +26,7 @@ from relibra_jax.cost.hardware import CLUSTERS
 from relibra_jax.cost.models import Model
 from relibra_jax.execution.gating import GATINGS
 from relibra_jax.nnx import Balancer, MoELayer, expert_mesh
-from relibra_jax.nnx.derived_cost import _print_default
+from relibra_jax.nnx.derived_cost import _print_default, cluster_of
 from relibra_jax.nnx.stage_plans import make_search, plan_and_check
 from relibra_jax.planning.placement import place_experts
 
@@ -173,14 +174,13 @@ def live(balancer, model, **options):
     return balancer.prepare(model, None, None, num_samples=SAMPLES, **options)
 
 
-def test_a_price_is_derived_from_the_model_and_the_device(capsys):
-    _print_default.cache_clear()
+def test_a_price_is_derived_from_the_model_and_the_device():
     balancer = balancer_of(static())
     assert balancer.cost is None
     batch = live(balancer, Layers())
     assert batch.summary() == "this batch routes live: it has no plan, so no time is modelled"
     assert balancer.cost == CostModel(
-        cluster=CLUSTERS["h100"],
+        cluster=CLUSTERS["cpu-host"],
         model=SIZES,
         path="hierarchical",
         between="padded",
@@ -188,11 +188,19 @@ def test_a_price_is_derived_from_the_model_and_the_device(capsys):
         fetch="padded",
         rows="padded",
     )
-    live(balancer_of(static()), Layers())
-    assert capsys.readouterr().err == (
-        "relibra_jax: no speeds are known for 'cpu' devices, so plans are priced for 'h100': pass"
+
+
+@pytest.mark.parametrize(("kind", "name"), [("NVIDIA H200", "h200"), ("NVIDIA Unheard", "h100")])
+def test_a_device_determines_the_cluster_and_an_unknown_one_is_named_once(capsys, kind, name):
+    _print_default.cache_clear()
+    devices = np.array([types.SimpleNamespace(device_kind=kind)])
+    for _ in range(2):
+        assert cluster_of(types.SimpleNamespace(devices=devices)) == CLUSTERS[name]
+    line = (
+        f"relibra_jax: no speeds are known for {kind!r} devices, so plans are priced for 'h100': pass"
         " Balancer(cost=CostModel(...)) for others\n"
     )
+    assert capsys.readouterr().err == (line if name == "h100" else "")
 
 
 def test_what_runs_is_priced():

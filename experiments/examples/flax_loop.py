@@ -110,7 +110,6 @@ def main(batches: int = 10, planner: Planner | None = None) -> list[float]:
         num_layers=LAYERS,
         num_micro_batches=MICRO_BATCHES,
         key=jax.random.key(0),
-        cost="balance",  # a model of real size plans for time, which is the default
     )
     losses = []
     for tokens, replay in rollouts(batches):

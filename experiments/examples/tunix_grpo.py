@@ -52,11 +52,7 @@ def main(name: str, steps: int = 3) -> None:
     """Train for a number of steps under the named planner, and print loss and imbalance of every step."""
     topology = Topology(num_nodes=2, ranks_per_node=4, num_experts=16, replica_slots=2)
     options = {"num_layers": MODEL.num_layers, "num_micro_batches": 2, "key": jax.random.key(0)}
-    options |= {
-        "assign": None,
-        "cost": "balance",
-    }  # a model of real size plans for time, which is the default
-    balancer = Balancer(PLANNERS[name].planner, topology, mesh=expert_mesh(topology), **options)
+    balancer = Balancer(PLANNERS[name].planner, topology, mesh=expert_mesh(topology), assign=None, **options)
     actor, reference = (BalancedQwen3(Qwen3(MODEL, rngs=nnx.Rngs(0)), balancer.live) for _ in range(2))
     training = RLTrainingConfig(actor_optimizer=optax.adamw(3e-3), max_steps=steps, **SIZES)
     roles = {"role_to_mesh": dict.fromkeys(Role, balancer.mesh), "rollout_engine": RecordingRollout}

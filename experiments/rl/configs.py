@@ -28,7 +28,7 @@ from relibra_jax.types import Topology
 
 DTYPES: Final = ("float32", "bfloat16")
 ROUTINGS: Final = ("rollout", "recompute")
-PRICES: Final = ("auto", "time", "balance")
+PRICES: Final = ("time", "balance")
 
 AT_LEAST_ZERO: Final = ("warmup_steps", "steps", "evaluation_batches", "record", "anneal_steps")
 AT_LEAST_ONE: Final = (
@@ -67,9 +67,8 @@ class Train:
     dapo: Dapo = dataclasses.field(default_factory=Dapo)
     planner: str = "relibra"
     """The planner that places and replicates experts. ``relibra compare`` lists the names."""
-    price: str = "auto"
-    """The price of plans: time, which is modelled time at the model's sizes, or balance.
-    With auto it is time for a checkpoint, and balance for the built-in policies, which are too small to gain time."""
+    price: str = "time"
+    """The price of plans: time, which is modelled time at the model's sizes on the run's devices, or balance."""
     reorder: Reorder = dataclasses.field(default_factory=Reorder)
     replicate: Replicate = dataclasses.field(default_factory=Replicate)
     anneal_steps: int = 50
@@ -335,11 +334,6 @@ class Train:
         if self.model is not None:
             return _pretrained(self.model, self.dtype)
         return dataclasses.replace(POLICIES[self.policy], dtype=self.dtype)
-
-    @property
-    def plans_time(self) -> bool:
-        """Whether plans are chosen by modelled time, and otherwise by balance."""
-        return self.price == "time" or (self.price == "auto" and self.model is not None)
 
     @property
     def model_name(self) -> str:

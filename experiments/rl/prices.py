@@ -21,7 +21,7 @@ def price_of(config: Train, mesh: Mesh) -> CostModel | Literal["balance"]:
         config: the settings of the run.
         mesh: the device mesh of the model, whose devices determine the cluster.
     """
-    if not config.plans_time:
+    if config.price == BALANCE:
         return BALANCE
     # With routing=recompute the recompute routes live, so no plan changes its time.
     recompute = config.routing == "rollout"

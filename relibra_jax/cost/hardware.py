@@ -80,10 +80,24 @@ CLUSTERS = {
     # 100 Gb/s (IEEE 802.3ba), for 8 ranks together.
     "h100-ethernet-200": dataclasses.replace(_H100, slow_bandwidth=200e9 / 8 / 8, shared_link=True),
     "h100-ethernet-100": dataclasses.replace(_H100, slow_bandwidth=100e9 / 8 / 8, shared_link=True),
+    # One of several devices that share the cores and the memory of a host, as in tests and in examples that need no
+    # GPU. All numbers are assumed: the products of one core, and copies in memory for both networks.
+    "cpu-host": Cluster(
+        matmul_flops=50e9,
+        float8_flops=50e9,
+        fast_bandwidth=5e9,
+        slow_bandwidth=5e9,
+        memory=4e9,
+        memory_bandwidth=20e9,
+        matmul_efficiency=0.6,
+        network_efficiency=0.8,
+        memory_efficiency=0.8,
+        tile=1,
+    ),
 }
 
-_GPUS = {"H100": "h100", "H200": "h200", "GB200": "gb200-nvl72"}
-"""The names of clusters, by the GPU in the name of a device kind."""
+_DEVICES = {"H100": "h100", "H200": "h200", "GB200": "gb200-nvl72", "cpu": "cpu-host"}
+"""The names of clusters, by the word for the device in the name of a device kind."""
 
 
 def find_cluster(device_kind: str) -> str | None:
@@ -98,4 +112,4 @@ def find_cluster(device_kind: str) -> str | None:
     >>> find_cluster("NVIDIA H100 80GB HBM3"), find_cluster("NVIDIA GH200 480GB")
     ('h100', None)
     """
-    return next((_GPUS[word] for word in device_kind.split() if word in _GPUS), None)
+    return next((_DEVICES[word] for word in device_kind.split() if word in _DEVICES), None)
