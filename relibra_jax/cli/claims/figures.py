@@ -53,7 +53,8 @@ def draw_planners(path: Path, cells: Sequence[CellResult]) -> None:
         squeeze=False,
         sharey=True,
     )
-    title = "Modelled speed of expert-parallel layers in training; a perfectly balanced run is 100%"
+    separator = "\n" if len(cells) == 1 else "; "  # one panel is too narrow for one line
+    title = f"Modelled speed of expert-parallel layers in training{separator}a perfectly balanced run is 100%"
     figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold", color=INK)
     fastest = max(max(rows.values()) for group in groups for rows in group.values())
     for axes, cell, group, bar_of in zip(panels[0], cells, groups, bars, strict=True):
@@ -73,19 +74,21 @@ def draw_planners(path: Path, cells: Sequence[CellResult]) -> None:
         axes.spines["left"].set_visible(False)
     for label in panels[0][0].get_yticklabels():
         label.set_fontweight("bold" if label.get_text().startswith("ReLibra") else "normal")
-    figure.supxlabel(_footnote(cells[0]), x=0.01, ha="left", fontsize=8.5, color=DIM, parse_math=False)
+    figure.supxlabel(
+        separator.join(_footnote(cells[0])), x=0.01, ha="left", fontsize=8.5, color=DIM, parse_math=False
+    )
     save_figure(figure, path)
 
 
-def _footnote(cell: CellResult) -> str:
-    """Return the line below the panels: the setting, and the meaning of the dots and the star."""
+def _footnote(cell: CellResult) -> list[str]:
+    """Return the parts of the line below the panels: the setting, and the meaning of bars, dots and the star."""
     parts = [
         f"{cell.routing}, {cell.model} on {cell.cell['costs']['cluster']}",
         "bars: systems of others at their best; dots: other settings of a system",
     ]
     if any(is_reconstruction(name) for name in cell.rows):
         parts.append("* written from the text of its paper, whose code was not available")
-    return "; ".join(parts)
+    return parts
 
 
 def _by_group(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, float]]:
