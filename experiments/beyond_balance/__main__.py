@@ -30,11 +30,12 @@ from experiments.beyond_balance.measures import mean_over_seeds, measure_plan, u
 from experiments.beyond_balance.tables import Row, plans_table, residents_cost, residents_table
 from relibra_jax.atomic_write import write_json
 from relibra_jax.cli.batch_prices import with_fetch_of
+from relibra_jax.cli.claims.command import some_layers
+from relibra_jax.cli.modelled_time import find_model
 from relibra_jax.cli.options import TraceName
 from relibra_jax.cli.parsing import run_program
 from relibra_jax.cost.cost_model import CostModel
 from relibra_jax.cost.hardware import CLUSTERS
-from relibra_jax.cost.models import MODELS
 from relibra_jax.limits import check_integer
 from relibra_jax.plan import contiguous_homes
 from relibra_jax.plan_check import check_plan
@@ -46,7 +47,7 @@ from relibra_jax.traces.trace import Trace
 from relibra_jax.types import RoutingReplay, Topology
 
 RIVALS: Final = ("static", "eplb", "eplb_repacked", "lplb", "lplb_repacked", "ultraep", "moonep", "laer")
-HARDWARE, MODEL, CONTEXT, TOKENS_PER_RANK = "h100", "gpt-oss-20b", 4096.0, 16_384
+HARDWARE, CONTEXT, TOKENS_PER_RANK = "h100", 4096.0, 16_384
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,6 +62,10 @@ class BeyondBalance:
     """The topologies, each as nodes x local ranks."""
     residents: tuple[int, ...] = (0, 1, 2)
     """The numbers of resident slots of a rank to compare."""
+    model: str = "gpt-oss-20b"
+    """The model whose sizes are priced."""
+    layers: int = 24
+    """The most layers of the trace to plan, evenly spaced."""
     rivals: tuple[str, ...] = RIVALS
     """The planners of others to compare; of every system the fastest is shown."""
     samples: int = 256
@@ -148,7 +153,7 @@ def make_topology(ranks: str, num_experts: int, *, resident_slots: int = 0) -> T
     )
 
 
-def make_cost_model(trace: Trace, whole: Draw, topology: Topology) -> CostModel:
+def make_cost_model(trace: Trace, whole: Draw, topology: Topology, model: str) -> CostModel:
     """Return the cost model of what layers run by default.
 
     The scale makes a mean micro-batch of ``whole`` as large as a real one: `TOKENS_PER_RANK` tokens per rank. Samples
@@ -158,12 +163,13 @@ def make_cost_model(trace: Trace, whole: Draw, topology: Topology) -> CostModel:
         trace: the recorded routing.
         whole: the draw of all samples.
         topology: the expert-parallel group.
+        model: the name of the model whose sizes are priced.
     """
     top_k = trace.replay.expert_ids.shape[-1]
     tokens = float(whole.batch.mask.sum())
     return CostModel(
         cluster=CLUSTERS[HARDWARE],
-        model=dataclasses.replace(MODELS[MODEL], num_experts=trace.num_experts, top_k=top_k),
+        model=dataclasses.replace(find_model(model), num_experts=trace.num_experts, top_k=top_k),
         scale=TOKENS_PER_RANK * topology.num_ranks * whole.micro_batches / tokens,
         stretch=CONTEXT * len(whole.batch.mask) / tokens,
     )
@@ -232,7 +238,7 @@ def compare_planners(trace: Trace, draw: Draw, whole: Draw, ranks: str, config: 
         *(("relibra", b) for b in config.residents),
     ]:
         topology = make_topology(ranks, trace.num_experts, resident_slots=residents)
-        cost_model = make_cost_model(trace, whole, topology)
+        cost_model = make_cost_model(trace, whole, topology, config.model)
         is_search = name == "relibra"
         assign_options = (False, True) if is_search else (False,)
         steady = list(itertools.product(["steady"], assign_options))
@@ -283,7 +289,9 @@ def main(config: BeyondBalance) -> None:
     Args:
         config: the settings.
     """
-    trace, console = read_trace(config.trace), Console(width=160)
+    trace, console = some_layers(read_trace(config.trace), config.layers), Console(width=160)
+    find_model(config.model)  # raises an error before anything runs
+    check_integer("layers", config.layers, least=1)
     draws = draw_samples(trace, config)
     for name in config.rivals:
         if name not in PLANNERS:
@@ -297,8 +305,8 @@ def main(config: BeyondBalance) -> None:
     for table in itertools.chain(*(report.tables for report in reports)):
         console.print(table)
     if config.record is not None:
-        about = {"trace": trace.name, "hardware": HARDWARE, "model": MODEL, "context": CONTEXT}
-        about |= {"tokens_per_rank": TOKENS_PER_RANK, "seeds": config.seeds}
+        about = {"trace": trace.name, "hardware": HARDWARE, "model": config.model, "context": CONTEXT}
+        about |= {"tokens_per_rank": TOKENS_PER_RANK, "seeds": config.seeds, "layers": config.layers}
         write_json(config.record, {**about, "tables": [report.numbers for report in reports]})
 
 
