@@ -25,7 +25,7 @@ from relibra_jax.types import EMPTY
 
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=2, num_experts=16, replica_slots=1)
 SAMPLES, LAYERS, MICRO_BATCHES = 48, 3, 4
-ASSIGN = functools.partial(assign_samples, key=jax.random.key(0), steps=100)
+KEY, ASSIGN = jax.random.key(0), functools.partial(assign_samples, steps=100)
 
 
 @pytest.fixture(scope="module")
@@ -49,13 +49,18 @@ def first_state(planner):
     return planner.init(TOPOLOGY, LAYERS, key=jax.random.key(1))
 
 
+def in_order():
+    return assign_in_order(SAMPLES, TOPOLOGY, num_micro_batches=MICRO_BATCHES)
+
+
 def plan(counts, planner, *, traced, **options):
     run = functools.partial(
         plan_loads,
         planner=planner,
         topology=TOPOLOGY,
         num_micro_batches=MICRO_BATCHES,
-        start=assign_in_order(SAMPLES, TOPOLOGY, num_micro_batches=MICRO_BATCHES),
+        start=in_order(),
+        key=KEY,
         **options,
     )
     run = jax.jit(run) if traced else run
@@ -96,7 +101,8 @@ def test_the_first_turn_assigns_samples_to_the_homes_of_the_warm_start(counts, t
     start, planner = random_placement(3), relibra(place=stay)
     actual = plan(counts, planner, assign=ASSIGN, rounds=1, warm_start=start, traced=traced)
     np.testing.assert_array_equal(actual.plan.home, start.home)
-    desired = ASSIGN(*counts, start.home, TOPOLOGY, num_micro_batches=MICRO_BATCHES)
+    options = {"num_micro_batches": MICRO_BATCHES, "key": KEY, "refine": in_order()}
+    desired = ASSIGN(*counts, start.home, TOPOLOGY, **options)
     np.testing.assert_array_equal(actual.assignment.sample, desired.sample)
     in_place = plan(counts, planner, warm_start=start, traced=traced)
     np.testing.assert_array_equal(in_place.plan.home, start.home)
