@@ -11,7 +11,7 @@ import functools
 import itertools
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -67,7 +67,7 @@ def plan_alternating(
     All entries to planning run this one compiled function, so that equal inputs give equal plans, bit for bit. With
     ``costs`` it returns the plan with the lowest price (`relibra_jax.planning.plan_price`) of all rounds. For a planner
     with ``replicate``, that plan also costs no more than to leave the experts at their homes, with or without replicas,
-    or to bring them to contiguous homes, each under the first and under the best assignment.
+    to bring them to contiguous homes, or to do without residents, each under the first and under the best assignment.
 
     From the second batch on, the search for assignments begins at the homes of the batch before, which moves fewer
     experts at nearly equal balance (``python -m experiments.bench_warm_start``).
@@ -99,7 +99,8 @@ def plan_alternating(
 
     # One loop compiles placement, the assignment of each stage and the price only once.
     first = int(bool(rounds) and warm_start is not None)
-    stays = _STAYS * (1 + bool(rounds)) if can_stay else 0
+    ways = 3 + bool(topology.resident_slots)  # of doing less, as `_Search.stay` has them
+    stays = ways * (1 + bool(rounds)) if can_stay else 0
     starts = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.int32), tuple(starts))
     stages, _ = jax.eval_shape(search.plan_round, starts, search.no_homes)
     blank = jax.tree.map(jnp.zeros_like, stages)
@@ -122,9 +123,9 @@ def plan_alternating(
         def stay(_):
             which = number - rounds - 1
             kept = jax.tree.map(
-                lambda start, better: jnp.where(which < _STAYS, start, better), starts, best.assignments
+                lambda start, better: jnp.where(which < ways, start, better), starts, best.assignments
             )
-            return search.stay(kept, which % _STAYS, latest_state)
+            return search.stay(kept, which % ways, best.stages[0].plan.home, latest_state)
 
         result = jax.lax.cond(staying, stay, run_round, None) if stays else run_round(None)
         seconds = search.price(result[0])
@@ -142,10 +143,6 @@ def plan_alternating(
     carry = (nothing, state, placement, starts)
     best, *_ = jax.lax.fori_loop(first, rounds + 1 + stays, body, carry)
     return best.stages, best.state
-
-
-_STAYS: Final = 3
-"""The ways of staying put: at the previous homes with and without replicas, and at contiguous homes."""
 
 
 class _Best(NamedTuple):
@@ -233,14 +230,22 @@ class _Search:
         return extra
 
     def stay(
-        self, assignments: Sequence[Assignment], which: Array, next_state: Any
+        self,
+        assignments: Sequence[Assignment],
+        which: Array,
+        best_home: Int[jax.Array, "L E"],
+        next_state: Any,
     ) -> tuple[tuple[BatchPlan, ...], Any]:
-        """Plan without a search: at the previous homes with or without replicas, or at contiguous homes."""
+        """Plan without a search and without residents, in one of four ways.
+
+        They are the previous homes with replicas (0) or without (1), contiguous homes (2), and the best homes (3).
+        """
         assert self.planner.replicate is not None
         assert self.previous_home is not None
         loads = [assigned_load(self.counts.sample_load, each) for each in assignments]
         contiguous = jnp.asarray(contiguous_homes(self.topology, len(self.previous_home)), jnp.int32)
-        home = jnp.where(which == _STAYS - 1, contiguous, self.previous_home)
+        homes = jnp.stack([self.previous_home, self.previous_home, contiguous, best_home])
+        home = homes[which]
         load = _join(loads)
         with_replicas = self.planner.replicate(load, home, self.topology, **self._extra(assignments))
         alone = without_replicas(expert_totals(load), home, self.topology)

@@ -7,13 +7,13 @@ is a vector of node loads ``v[l, n]``, as shares of its layer's mean, and we
     minimise  mean_l sum_m max_n sum_{samples of m} v[l, n]  +  sum_m max_rank (attention of its samples)
               +  crossing_cost * mean_l sum_m max_rank (tokens that it sends or receives) / mean tokens,
 
-the imbalance of the nodes over the batch, the time of attention, and the crossings between nodes. Attention of a sample
-costs as much as the square of its length says, if a price is given, and else ``attention_cost`` for each token. No
-micro-batch and no rank exceeds its budget of tokens. The number of crossings of a sample depends only on its node, so it is
-computed once, as a table over nodes; with many layers and ranks, one table entry sums neighbouring layers. Packing by
-token count (`relibra_jax.planning.sample_packing`) gives the initial assignment, which simulated annealing then
-improves (`relibra_jax.planning.sample_search`). Finally the ranks of each micro-batch are exchanged if that lowers the
-total number of crossings.
+the imbalance of the nodes over the batch, the time of attention, and the crossings between nodes. Attention of a
+sample costs as much as the square of its length says, if a price is given, and else ``attention_cost`` for each token.
+No micro-batch and no rank exceeds its budget of tokens. The number of crossings of a sample depends only on its node,
+so it is computed once, as a table over nodes; with many layers and ranks, one table entry sums neighbouring layers.
+Packing by token count (`relibra_jax.planning.sample_packing`) gives the initial assignment, which simulated annealing
+then improves (`relibra_jax.planning.sample_search`). Finally the ranks of each micro-batch are exchanged if that
+lowers the total number of crossings.
 """
 
 import functools
@@ -175,7 +175,10 @@ def assign_samples(
     attention, crossing_price = jnp.float32(attention_cost) * numbers, jnp.float32(crossing_cost)
     if cost is not None:
         compute = jnp.float32(cost.copy) * sample_load.sum(dtype=jnp.float32) / (layers * total)  # of a token
-        attention, crossing_price = sample_attention(numbers, cost) / compute, jnp.float32(cost.crossing) / compute
+        attention, crossing_price = (
+            sample_attention(numbers, cost) / compute,
+            jnp.float32(cost.crossing) / compute,
+        )
     groups = min(layers, max(1, MAX_COUNTERS // ranks))
     crossing = crossings_by_node(
         sample_load, tokens, home, topology, routes=routes, resident=resident, cost=cost, groups=groups

@@ -71,8 +71,9 @@ def estimate_visits(
 ) -> Float[jax.Array, "M L P N"]:
     """Estimate the tokens that each rank sends to each node, as `relibra_jax.node_visits.node_visits` counts them.
 
-    Tokens are taken to visit the homes of their experts unless their own node has a resident. Without sampled routes
-    every token copy counts as a token.
+    Tokens are taken to visit the homes of their experts unless their own node has a resident. Copies that exceed the
+    quotas of a node with a resident leave it, and each of them counts as a token. Without sampled routes every copy
+    does.
 
     Args:
         counts: the counts of the batch.
@@ -101,7 +102,31 @@ def estimate_visits(
     visits = visits.reshape(len(sample), nodes * local, -1, nodes, layers).sum(2)
     own = lengths[sample].sum(-1).reshape(len(sample), nodes * local)
     stays = np.repeat(np.eye(nodes, dtype=bool), local, 0)[None, :, :, None]
-    return jnp.moveaxis(jnp.where(stays, own[:, :, None, None], visits), 3, 1)
+    visits = jnp.moveaxis(jnp.where(stays, own[:, :, None, None], visits), 3, 1)
+    return visits + _overflow(batch_plan, topology) if topology.resident_slots else visits
+
+
+def _overflow(batch_plan: BatchPlan, topology: Topology) -> Float[jax.Array, "M L P N"]:
+    """Count the token copies that leave a node that holds their expert, because its quotas there are too small."""
+    load = jnp.asarray(batch_plan.load, jnp.float32)
+    plan, experts = batch_plan.plan, topology.num_experts
+    micro_batches, layers, nodes, local, _ = load.shape
+    slot_expert = jnp.asarray(plan.slot_expert).reshape(micro_batches, layers, nodes, -1)
+    quota = jnp.asarray(plan.quota, jnp.float32).reshape(slot_expert.shape)
+    index = jnp.where(slot_expert == EMPTY, experts, slot_expert)
+    place = tuple(jnp.ogrid[:micro_batches, :layers, :nodes])
+    place = tuple(axis[..., None] for axis in place)
+    served = (
+        jnp.zeros((micro_batches, layers, nodes, experts + 1), jnp.float32).at[(*place, index)].add(quota)
+    )
+    held = jnp.zeros(served.shape, bool).at[(*place, index)].set(True)[..., :experts]
+    served, supply = served[..., :experts], load.sum(3)
+    excess = jnp.where(held, jnp.maximum(supply - served, 0), 0)
+    room = jnp.maximum(served - supply, 0)
+    target = room / jnp.maximum(room.sum(2, keepdims=True), 1)
+    by_rank = load * (excess / jnp.maximum(supply, 1))[:, :, :, None]
+    leaving = jnp.einsum("mlnge,mlke->mlngk", by_rank, target)
+    return leaving.reshape(micro_batches, layers, nodes * local, nodes)
 
 
 def _take_layers(counts: BatchCounts, chosen: np.ndarray) -> BatchCounts:

@@ -5,11 +5,12 @@ The time of a batch, in units of a micro-batch's balanced compute, is
     mean_l sum_m max_n load[l, m, n]  +  sum_m max_rank attention
         +  mean_l sum_m max_rank max(sent, received)[l, m, rank],
 
-where ``load`` is the load of nodes, ``attention`` is the time of samples in attention, and ``sent`` and ``received`` are the tokens that ranks exchange with other nodes,
-times their price. The homes of experts are fixed, so loads and exchanges are sums over samples of table entries. Each
-annealing step pairs micro-batches at random. Every pair draws one swap of a position of the first with one of a few
-positions of the second, or no swap, with probability proportional to ``exp(-objective / temperature)``. Positions
-belong to ranks and may be empty, so a swap can also be a move, and the budgets hold at every step.
+where ``load`` is the load of nodes, ``attention`` is the time of samples in attention, and ``sent`` and ``received``
+are the tokens that ranks exchange with other nodes, times their price. The homes of experts are fixed, so loads and
+exchanges are sums over samples of table entries. Each annealing step pairs micro-batches at random. Every pair draws
+one swap of a position of the first with one of a few positions of the second, or no swap, with probability
+proportional to ``exp(-objective / temperature)``. Positions belong to ranks and may be empty, so a swap can also be a
+move, and the budgets hold at every step.
 """
 
 import functools
