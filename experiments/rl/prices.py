@@ -25,7 +25,8 @@ def price_of(config: Train, mesh: Mesh) -> CostModel | Literal["balance"]:
         return BALANCE
     # With routing=recompute the recompute routes live, so no plan changes its time.
     recompute = config.routing == "rollout"
-    return CostModel(cluster=cluster_of(mesh), model=sizes_of(config.model_config), recompute=recompute)
+    cluster = cluster_of(mesh.devices.flat[0])
+    return CostModel(cluster=cluster, model=sizes_of(config.model_config), recompute=recompute)
 
 
 def sizes_of(config: ModelConfig) -> Model:

@@ -89,15 +89,15 @@ def derive_cost(model: nnx.Module, *, num_layers: int, mesh: Mesh) -> CostModel:
     attention = {"attention_params": 4 * width**2, "attention_width": 2 * width}
     cache = {"cache_width": 2 * width, "cache_heads": 1}
     sizes_of_model = Model(moe_layers=num_layers, **sizes._asdict(), **attention, **cache)
-    return CostModel(cluster=cluster_of(mesh), model=sizes_of_model)
+    return CostModel(cluster=cluster_of(mesh.devices.flat[0]), model=sizes_of_model)
 
 
-def cluster_of(mesh: Mesh) -> Cluster:
-    """Return the named cluster for the devices of a mesh.
+def cluster_of(device: Any) -> Cluster:
+    """Return the named cluster for a device, by its `jax.Device.device_kind`.
 
     For devices without one it is `DEFAULT_CLUSTER`, which process 0 says in one line, once for each kind of device.
     """
-    kind = mesh.devices.flat[0].device_kind
+    kind = device.device_kind
     name = find_cluster(kind)
     if name is None and not jax.process_index():
         _print_default(kind)
