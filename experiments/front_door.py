@@ -242,9 +242,9 @@ def _time(case: Case, planned: Planned, cost: UnitTimes) -> BatchTime:
     )
 
 
-NEEDED: Final = {"between": "ragged", "inside": "ragged"}
+NEEDED: Final[dict[str, Any]] = {"between": "ragged", "inside": "ragged"}
 """Exchanges that send only the rows that are needed."""
-LANES: Final = {"spare_room": False}
+LANES: Final[dict[str, Any]] = {"spare_room": False}
 """Exchanges as they run, without spare room."""
 
 

@@ -345,9 +345,9 @@ class Planner(NamedTuple):
     """Plan one batch."""
     replicate: Callable[..., Plan] | None = None
     """``(load, home, topology, *, tokens=None, cost=None) -> Plan``: the plan that has experts at given homes and only
-    adds replicas. A planner that has it keeps its homes in a field ``home`` of its state, a NamedTuple. `relibra_jax.planning.plan_batch` then never
-    returns a plan that costs more than to leave the experts where they are. None for planners that are run as they
-    are, such as baselines."""
+    adds replicas. A planner that has it keeps its homes in a field ``home`` of its state, a NamedTuple.
+    `relibra_jax.planning.plan_batch` then never returns a plan that costs more than to leave the experts where they
+    are. None for planners that are run as they are, such as baselines."""
 
 
 def check_shape(name: str, actual: tuple[int, ...], expected: tuple[int, ...]) -> None:

@@ -1,5 +1,6 @@
 """Sample assignment: every sample once, within budgets, with nodes and attention more even than in order."""
 
+import dataclasses
 import functools
 
 import jax
@@ -8,11 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.costs import KNOWN
+from support.costs import NEEDED
 from support.plans import random_routing
 
 from relibra_jax.cost.batch_time import batch_time
-from relibra_jax.cost.unit_times import unit_times
 from relibra_jax.node_visits import node_visits
 from relibra_jax.plan import expert_totals
 from relibra_jax.planning.assignment import assign_in_order, assign_samples
@@ -226,7 +226,8 @@ def test_no_random_assignment_takes_less_modelled_time(hierarchical):
     topology = Topology(num_nodes=3, ranks_per_node=2, num_experts=12, replica_slots=1)
     rng = np.random.default_rng(0)
     replay = random_routing(rng, samples=24, tokens=40, layers=2, experts=12, top_k=2)
-    cost = unit_times(**KNOWN, dispatch="hierarchical" if hierarchical else "flat")
+    path = "hierarchical" if hierarchical else "flat"
+    cost = dataclasses.replace(NEEDED, path=path).unit_times(topology)
     load, tokens = sample_load(replay, num_experts=12), replay.mask.sum(1)
     home = np.tile(np.arange(12, dtype=np.int32), (2, 1))
     result = assign_samples(
@@ -245,7 +246,7 @@ def test_no_random_assignment_takes_less_modelled_time(hierarchical):
         plan = replicate_experts(expert_totals(batch), home, topology)
         batch_plan = BatchPlan(assignment, batch, plan)
         visits = node_visits(replay, batch_plan, topology) if hierarchical else None
-        time = batch_time(batch_plan, topology, visits=visits, previous_home=home, **KNOWN)
+        time = batch_time(batch_plan, tokens, topology, cost, visits=visits, previous_home=home)
         return time.attention + time.compute + time.exchange
 
     drawn = [Assignment(rng.permutation(24).astype(np.int32).reshape(2, 3, 2, 2)) for _ in range(200)]

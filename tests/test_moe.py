@@ -15,11 +15,11 @@ from support.layer import run_layer
 from support.plans import load_of, planned, random_plan
 
 from relibra_jax.capacity import count_capacities
+from relibra_jax.exchange_rules import PATHS
 from relibra_jax.execution import (
     ExpertParallel,
     expert_mesh,
 )
-from relibra_jax.exchange_rules import PATHS
 from relibra_jax.plan import home_layout
 from relibra_jax.plan_check import check_plan
 from relibra_jax.planning.planners import PLANNERS

@@ -10,8 +10,8 @@ from support.dense import assert_close, mixture
 from support.layer import run_layer
 from support.plans import load_of, random_ids, random_plan
 
-from relibra_jax.execution import ExpertParallel, expert_mesh
 from relibra_jax.exchange_rules import PATHS
+from relibra_jax.execution import ExpertParallel, expert_mesh
 from relibra_jax.plan import home_layout
 from relibra_jax.plan_check import check_plan
 from relibra_jax.types import EMPTY, LayerPlan, Plan, Topology, layer_plans

@@ -24,6 +24,7 @@ from test_moe import (
 )
 
 from relibra_jax.capacity import count_capacities
+from relibra_jax.exchange_rules import PATHS
 from relibra_jax.execution import (
     ExpertParallel,
     expert_mesh,
@@ -34,7 +35,6 @@ from relibra_jax.execution import (
     push_residents,
 )
 from relibra_jax.execution.dispatch_tables import Dispatch, NodeDispatch
-from relibra_jax.exchange_rules import PATHS
 from relibra_jax.execution.parallel import _print_once
 from relibra_jax.plan import home_layout
 from relibra_jax.types import EMPTY, LayerPlan, Plan, Topology, layer_plans

@@ -117,7 +117,7 @@ def batch_time(
         reorder = reorder_time(batch_plan.plan.home, previous_home, topology, cost)
     micro_batches, layers = loads[0] // cost.data_parallel, loads[1]
     rest = layers * (cost.head * positions * micro_batches + cost.update)
-    return _slowest_copy(layer_time(ranks), cost.data_parallel, push, reorder, rest)
+    return _slowest_copy(layer_time(ranks), cost.data_parallel, push, reorder, jnp.asarray(rest))
 
 
 @functools.partial(jax.jit, static_argnames=("topology", "rows"))
@@ -211,4 +211,5 @@ def _slowest_copy(
     hideable = jnp.minimum(times.compute, times.exchange)
     by_copy = jnp.stack([jnp.asarray(part).reshape(data_parallel, -1).sum(-1) for part in (*times, hideable)])
     *layers, hideable = by_copy[:, by_copy[:-1].sum(0).argmax()]
-    return BatchTime(*layers, push, reorder, rest, hideable)
+    attention, compute, exchange, gather, exposed = layers
+    return BatchTime(attention, compute, exchange, gather, exposed, push, reorder, rest, hideable)

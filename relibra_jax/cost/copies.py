@@ -28,9 +28,7 @@ from relibra_jax.resident_push import push_sizes
 from relibra_jax.types import EMPTY, Array, LayerPlan, Plan, Topology, UnitTimes
 
 
-def fetch_time(
-    layer_plans: LayerPlan, topology: Topology, cost: UnitTimes
-) -> Float[jax.Array, "M L N G"]:
+def fetch_time(layer_plans: LayerPlan, topology: Topology, cost: UnitTimes) -> Float[jax.Array, "M L N G"]:
     """Model the seconds in which each rank sends and receives the replicas of a layer, in all passes together.
 
     Args:
@@ -111,7 +109,7 @@ def reorder_time(
     most = jax.vmap(most_leaving)(source, target)
     _, bits = jnp.frexp(jnp.maximum(most - 1, 0).astype(jnp.float32))
     rounded = jnp.minimum(jnp.ldexp(jnp.float32(1), bits), topology.home_slots)
-    return cost.move * jnp.where(most > 0, rounded, 0.0).sum()
+    return jnp.asarray(cost.move * jnp.where(most > 0, rounded, 0.0).sum())
 
 
 def _own_rank(topology: Topology) -> Int[np.ndarray, "N G 1"]:

@@ -109,7 +109,7 @@ def attention_time(
         return jnp.full(sample.shape[:-1], seconds, jnp.float32), sample.shape[-1] * row
     own = jnp.where(sample == EMPTY, 0.0, lengths[jnp.maximum(sample, 0)])
     positions = own.sum(-1).max()
-    return cost.token * positions + sample_attention(own, cost).sum(-1), positions
+    return jnp.asarray(cost.token * positions + sample_attention(own, cost).sum(-1)), positions
 
 
 def rank_time(

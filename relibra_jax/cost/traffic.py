@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int, Num
 
 from relibra_jax.capacity import padded_rows
-from relibra_jax.token_split import line_starts, source_quota
+from relibra_jax.token_split import line_starts, pair_load
 from relibra_jax.types import EMPTY, Array, LayerPlan, Topology, UnitTimes, check_shape
 
 
@@ -146,6 +146,7 @@ def count_sent(
     nodes, local, ranks = topology.num_nodes, topology.ranks_per_node, topology.num_ranks
     kinds = (cost.between, cost.inside) if cost.hierarchical else (cost.between,)
     pairs = _count_pairs(plans, topology) if cost.hierarchical or "padded" in kinds else None
+    lanes: Lanes | None = None
     if cost.hierarchical:
         assert pairs is not None
         assert visits is not None
@@ -206,11 +207,8 @@ def _count_pairs(plans: LayerPlan, topology: Topology) -> Int[jax.Array, "M L N 
     grid = (topology.num_nodes, topology.ranks_per_node)
     shape = plans.quota.shape[:2]
 
-    def one(plan: LayerPlan) -> jax.Array:
-        return source_quota(plan, topology).sum(-1).reshape(*grid, *grid)
-
     flat = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), plans)
-    pairs = jax.lax.map(one, flat, batch_size=32)
+    pairs = jax.lax.map(functools.partial(pair_load, topology=topology), flat, batch_size=16)
     return pairs.reshape(*shape, *grid, *grid)
 
 

@@ -105,7 +105,7 @@ def plan_alternating(
     stages, _ = jax.eval_shape(search.plan_round, starts, search.no_homes)
     blank = jax.tree.map(jnp.zeros_like, stages)
     placement = search.first_placement(blank)
-    nothing = _Best(blank, state, starts, jnp.float32(jnp.inf))
+    nothing = _Best(blank, state, tuple(starts), jnp.float32(jnp.inf))
 
     def body(number, carry):
         best, latest_state, placement, assignments = carry
@@ -131,7 +131,9 @@ def plan_alternating(
         seconds = search.price(result[0])
         found = tuple(stage.assignment for stage in result[0])
         better = (seconds < best.seconds) | (costs is None)
-        best = jax.tree.map(lambda new, old: _select(better, new, old), _Best(*result, found, seconds), best)
+        best = jax.tree.map(
+            lambda new, old: _select(better, new, old), _Best(result[0], result[1], found, seconds), best
+        )
         next_placement = search.next_placement(result, number)
         keep = jax.tree.map(
             lambda old, new: _select(staying, old, new),

@@ -25,6 +25,7 @@ import numpy as np
 from jaxtyping import Int, PRNGKeyArray
 
 from relibra_jax.cost.step_time import sample_attention
+from relibra_jax.planning.packing import lightest_pack
 from relibra_jax.planning.sample_crossings import crossings_by_node
 from relibra_jax.planning.sample_packing import check_micro_batches, check_room, pack_samples
 from relibra_jax.planning.sample_search import HOTTEST, REFINING, SampleProblem, search_samples
@@ -184,7 +185,8 @@ def assign_samples(
         sample_load, tokens, home, topology, routes=routes, resident=resident, cost=cost, groups=groups
     )
     length = jnp.append(jnp.asarray(tokens, jnp.int32), 0)
-    sample = _pack_positions(length[:-1], topology, num_micro_batches, samples_per_rank)
+    by_length = cost is not None
+    sample = _pack_positions(length[:-1], topology, num_micro_batches, samples_per_rank, by_length=by_length)
     hottest = jnp.float32(HOTTEST)
     if refine is not None:
         start = jnp.asarray(refine.sample, jnp.int32).reshape(sample.shape)
@@ -208,16 +210,26 @@ def assign_samples(
     return Assignment(sample.reshape(num_micro_batches, nodes, topology.ranks_per_node, samples_per_rank))
 
 
-def _pack_positions(tokens, topology: Topology, num_micro_batches: int, room: int):
+def _pack_positions(tokens, topology: Topology, num_micro_batches: int, room: int, *, by_length: bool):
     """Pack samples and return them by position, ``[M positions]``; an empty position holds the number of samples.
 
-    With one position for each rank they are in the order of their lengths, so that no micro-batch waits for a sample
-    that is much longer than its others.
+    With one position for each rank, micro-batches have equal numbers of samples: in the order of their lengths, so that
+    no micro-batch waits for a sample that is much longer than its others, or with equal numbers of tokens.
     """
-    options = {"num_micro_batches": num_micro_batches, "samples_per_rank": room}
-    sample = jnp.asarray(pack_samples(tokens, topology, **options).sample)
-    sample = sample.reshape(num_micro_batches, topology.num_ranks * room)
-    return jnp.where(sample == EMPTY, len(tokens), sample)
+    samples, ranks = len(tokens), topology.num_ranks
+    if room > 1:
+        options = {"num_micro_batches": num_micro_batches, "samples_per_rank": room}
+        sample = jnp.asarray(pack_samples(tokens, topology, **options).sample)
+        sample = sample.reshape(num_micro_batches, ranks * room)
+        return jnp.where(sample == EMPTY, samples, sample)
+    if by_length:
+        order = jnp.argsort(-jnp.asarray(tokens), stable=True).astype(jnp.int32)
+        place = assign_in_order(samples, topology, num_micro_batches=num_micro_batches).sample
+        place = place.reshape(num_micro_batches, ranks)
+        return jnp.where(place == EMPTY, samples, order[place])
+    micro_batch, rank = lightest_pack(tokens, jnp.zeros(num_micro_batches, jnp.float32), room=ranks)
+    no_samples = jnp.full((num_micro_batches, ranks), samples, jnp.int32)
+    return no_samples.at[micro_batch, rank].set(jnp.arange(samples, dtype=jnp.int32))
 
 
 def _node_share(sample_load, home, nodes):

@@ -56,8 +56,7 @@ def cheapest(planners: Sequence[Planner]) -> Planner:
         extra |= {"cost": cost, "tokens": tokens}
         each = zip(map(with_extra_args, planners), state, strict=True)
         plans, states = zip(*(p.update(load, own, topology, **extra) for p, own in each), strict=True)
-        alone = {"hierarchical": False, "between": "ragged", "fetches": "ragged", "gather": 0.0}
-        flat = dataclasses.replace(cost, **alone)
+        flat = dataclasses.replace(cost, hierarchical=False, between="ragged", fetches="ragged", gather=0.0)
         attention = cost.token * jnp.asarray(load[:, 0]).sum(-1) / tokens.expert_ids.shape[-1]
         best, least = plans[0], None
         for plan in plans:
