@@ -20,7 +20,7 @@ from jaxtyping import Bool, Float, Int
 
 from relibra_jax.plan import copy_source
 from relibra_jax.resident_push import PushSizes, push_sizes
-from relibra_jax.token_split import source_quota
+from relibra_jax.token_split import pair_load
 from relibra_jax.types import EMPTY, Array, LayerPlan, Topology
 
 
@@ -253,10 +253,9 @@ def _count(layer_plans: LayerPlan, topology: Topology) -> dict[str, jax.Array]:
     nodes, local, ranks = topology.num_nodes, topology.ranks_per_node, topology.num_ranks
 
     def one_layer(plan: LayerPlan) -> dict[str, jax.Array]:
-        pairs = source_quota(plan, topology).sum(-1)
-        flat = pairs.reshape(ranks, ranks)
+        flat = pair_load(plan, topology)
         # A token crosses to the rank with the local index of its source: [local source, node, local].
-        through = pairs.reshape(nodes, local, nodes, local).sum(0)
+        through = flat.reshape(nodes, local, nodes, local).sum(0)
         return {
             "rows": flat.sum(0).max(),
             "flat_pair": jnp.where(jnp.eye(ranks, dtype=bool), 0, flat).max(),

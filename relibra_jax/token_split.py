@@ -35,14 +35,11 @@ def source_quota(plan: LayerPlan, topology: Topology) -> Int[jax.Array, "P N G S
     [[[5, 0], [2, 0]], [[1, 0], [2, 4]]]
     """
     ranks, slots = topology.num_ranks, topology.slots
-    supply = jnp.asarray(plan.load, jnp.int32).reshape(ranks, -1)
-    expert, quota = jnp.asarray(plan.slot_expert).reshape(-1), jnp.asarray(plan.quota, jnp.int32).reshape(-1)
+    supply, demand, expert, rank = _sides(plan, topology)
     slot_expert = jnp.where(expert == EMPTY, 0, expert)
-    rank = np.repeat(np.arange(ranks), slots)
-    demand = jnp.zeros_like(supply).at[rank, slot_expert].add(quota)
     sent = jnp.zeros((ranks, expert.size), jnp.int32)
     for neighbours in (1, topology.ranks_per_node, ranks):
-        matched = _overlap(supply, demand, slot_expert, rank, neighbours)
+        matched = _overlap(supply, demand, slot_expert, rank, neighbours).T
         matched = jnp.where(expert == EMPTY, 0, matched)
         supply = supply - jnp.zeros_like(supply).at[:, slot_expert].add(matched)
         demand = demand - jnp.zeros_like(demand).at[rank, slot_expert].add(
@@ -50,6 +47,38 @@ def source_quota(plan: LayerPlan, topology: Topology) -> Int[jax.Array, "P N G S
         )
         sent = sent + matched
     return sent.reshape(ranks, topology.num_nodes, topology.ranks_per_node, slots)
+
+
+def pair_load(plan: LayerPlan, topology: Topology) -> Int[jax.Array, "P P"]:
+    """Count the token copies that each rank sends to each rank, in one layer of one micro-batch.
+
+    The counts are sums of `source_quota` over slots, but take a fraction of its time and memory.
+
+    Args:
+        plan: a valid layer plan. Its slots, quotas and load are read.
+        topology: the expert-parallel group.
+
+    Returns:
+        int32 token copies by flat source rank and by flat target rank.
+
+    >>> topology = Topology(num_nodes=1, ranks_per_node=2, num_experts=2, replica_slots=1)
+    >>> slots, quota = jnp.array([[[0, -1], [1, 0]]]), jnp.array([[[6, 0], [4, 4]]])
+    >>> plan = LayerPlan(slots, jnp.array([0, 1]), quota, load=jnp.array([[[5, 2], [5, 2]]]))
+    >>> pair_load(plan, topology).tolist()
+    [[5, 2], [1, 6]]
+    """
+    ranks, local = topology.num_ranks, topology.ranks_per_node
+    supply, demand, expert, rank = _sides(plan, topology)
+    slot_expert = jnp.where(expert == EMPTY, 0, expert)
+    own = jnp.minimum(supply, demand)
+    supply, demand = supply - own, demand - own
+    sent = jnp.diag(own.sum(1, dtype=jnp.int32))
+    for neighbours in (local, ranks)[: 1 + (topology.num_nodes > 1)]:
+        matched = _overlap(supply, demand, slot_expert, rank, neighbours)
+        matched = jnp.where(expert[:, None] == EMPTY, 0, matched)
+        sent = sent + matched.reshape(ranks, -1, ranks).sum(1, dtype=jnp.int32).T
+        supply, demand = _unmatched(supply, demand, neighbours), _unmatched(demand, supply, neighbours)
+    return sent
 
 
 def refit_quota(plan: LayerPlan, load: Int[Array, "N G E"], topology: Topology) -> LayerPlan:
@@ -96,6 +125,28 @@ def refit_quota(plan: LayerPlan, load: Int[Array, "N G E"], topology: Topology) 
     return plan._replace(quota=quota.reshape(plan.quota.shape), load=load)
 
 
+def _sides(
+    plan: LayerPlan, topology: Topology
+) -> tuple[Int[jax.Array, "P E"], Int[jax.Array, "P E"], Int[jax.Array, " PS"], Int[np.ndarray, " PS"]]:
+    """Return the copies that ranks have and that they are to compute, and the expert and the rank of every slot."""
+    supply = jnp.asarray(plan.load, jnp.int32).reshape(topology.num_ranks, -1)
+    expert, quota = jnp.asarray(plan.slot_expert).reshape(-1), jnp.asarray(plan.quota, jnp.int32).reshape(-1)
+    rank = np.repeat(np.arange(topology.num_ranks), topology.slots)
+    demand = jnp.zeros_like(supply).at[rank, jnp.where(expert == EMPTY, 0, expert)].add(quota)
+    return supply, demand, expert, rank
+
+
+def _unmatched(
+    side: Int[jax.Array, "P E"], other: Int[jax.Array, "P E"], neighbours: int
+) -> Int[jax.Array, "P E"]:
+    """Return what remains of one side after it was matched with the other inside each group of neighbouring ranks."""
+    side_runs, other_runs = (each.reshape(-1, neighbours, each.shape[1]) for each in (side, other))
+    matched = jnp.clip(
+        other_runs.sum(1, keepdims=True, dtype=side.dtype) - line_starts(side_runs), 0, side_runs
+    )
+    return side - matched.reshape(side.shape)
+
+
 def line_starts(amount: Int[Array, "*runs neighbours E"]) -> Int[jax.Array, "*runs neighbours E"]:
     """Return the start of each rank's copies when neighbouring ranks lay their copies of an expert along one line.
 
@@ -123,16 +174,18 @@ def _overlap(
     expert: Int[jax.Array, " PS"],
     rank: Int[np.ndarray, " PS"],
     neighbours: int,
-) -> Int[jax.Array, "P PS"]:
-    """Match supply and demand inside each group of ``neighbours`` ranks; copies from each rank to each slot."""
+) -> Int[jax.Array, "PS P"]:
+    """Match supply and demand inside each group of ``neighbours`` ranks; copies to each slot from each rank."""
     ranks = supply.shape[0]
 
-    def line(amount):
-        runs = amount.reshape(ranks // neighbours, neighbours, -1)
-        return line_starts(runs).reshape(amount.shape)
+    def ends(amount):
+        start = line_starts(amount.reshape(ranks // neighbours, neighbours, -1)).reshape(amount.shape)
+        return jnp.stack([start, start + amount], axis=-1)
 
-    supply_start, demand_start = line(supply)[:, expert], line(demand)[rank, expert][None]
-    supply_end, demand_end = supply_start + supply[:, expert], demand_start + demand[rank, expert][None]
-    overlap = jnp.minimum(supply_end, demand_end) - jnp.maximum(supply_start, demand_start)
-    together = np.arange(ranks)[:, None] // neighbours == rank[None] // neighbours
+    # The ranks of one expert are neighbours in memory, which makes the gather fast.
+    supplied, demanded = jnp.swapaxes(ends(supply), 0, 1)[expert], ends(demand)[rank, expert][:, None]
+    overlap = jnp.minimum(supplied[..., 1], demanded[..., 1]) - jnp.maximum(
+        supplied[..., 0], demanded[..., 0]
+    )
+    together = rank[:, None] // neighbours == np.arange(ranks)[None] // neighbours
     return jnp.where(together, jnp.maximum(overlap, 0), 0)

@@ -16,7 +16,7 @@ from relibra_jax.planning.baselines.eplb import eplb
 from relibra_jax.planning.baselines.static import static
 from relibra_jax.planning.metrics import cross_node_load
 from relibra_jax.replay import expert_load
-from relibra_jax.token_split import source_quota
+from relibra_jax.token_split import pair_load, source_quota
 from relibra_jax.types import EMPTY, BatchPlan, LayerPlan, Topology
 
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=2, num_experts=8, replica_slots=2, resident_slots=1)
@@ -64,6 +64,12 @@ def test_every_copy_is_sent_once(batch):
     for expert in range(8):
         served = (sent * (np.asarray(plan.slot_expert) == expert)[:, :, None]).sum((3, 4, 5))
         np.testing.assert_array_equal(served, load[..., expert])
+
+
+def test_loads_of_pairs_are_sums_over_slots(batch):
+    count = jax.jit(jax.vmap(jax.vmap(functools.partial(pair_load, topology=TOPOLOGY))))
+    expected = sent_by(batch).sum(-1).reshape(2, 2, 4, 4)
+    np.testing.assert_array_equal(count(batch.layer_plans()), expected)
 
 
 def test_own_rank_then_own_node_come_first(batch):

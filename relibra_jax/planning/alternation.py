@@ -248,10 +248,12 @@ class _Search:
         contiguous = jnp.asarray(contiguous_homes(self.topology, len(self.previous_home)), jnp.int32)
         homes = jnp.stack([self.previous_home, self.previous_home, contiguous, best_home])
         home = homes[which]
-        load = _join(loads)
-        with_replicas = self.planner.replicate(load, home, self.topology, **self._extra(assignments))
-        alone = without_replicas(expert_totals(load), home, self.topology)
-        plan = jax.tree.map(lambda one, other: jnp.where(which == 1, one, other), alone, with_replicas)
+        load, replicate, extra = _join(loads), self.planner.replicate, self._extra(assignments)
+        plan = jax.lax.cond(
+            which == 1,
+            lambda: without_replicas(expert_totals(load), home, self.topology),
+            lambda: replicate(load, home, self.topology, **extra),
+        )
         return self._stages(plan, assignments, loads), next_state._replace(home=plan.home)
 
     def _stages(
