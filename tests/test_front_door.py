@@ -21,6 +21,8 @@ from relibra_jax import (
     relibra,
     static,
 )
+from relibra_jax.cli.batching import Batches
+from relibra_jax.cli.planner_runs import Contender, run_contender
 from relibra_jax.cost.cost_model import CostModel
 from relibra_jax.cost.hardware import CLUSTERS
 from relibra_jax.cost.models import Model
@@ -29,6 +31,7 @@ from relibra_jax.nnx import Balancer, MoELayer, expert_mesh
 from relibra_jax.nnx.derived_cost import _print_default, cluster_of
 from relibra_jax.nnx.stage_plans import make_search, plan_and_check
 from relibra_jax.planning.placement import place_experts
+from relibra_jax.planning.planners import PlannerEntry
 
 LAYERS, SAMPLES, EXPERTS, WIDTH, HIDDEN, TOP_K = 2, 64, 32, 8, 16, 2
 PLANNER = relibra(place=functools.partial(place_experts, steps=50))
@@ -115,6 +118,16 @@ def planned(topology, cost, stages):
     return plans
 
 
+def compared(topology, cost):
+    """Return the plan that ``relibra compare`` evaluates; seed 0 stands for the key that a Balancer gets here."""
+    contender = Contender(entry=PlannerEntry(planner=PLANNER, summary="relibra"), assign=ASSIGN)
+    batches = Batches([replay()], num_micro_batches=2, history=0, samples_left=0)
+    (run,), _ = run_contender(
+        *(contender, batches, topology), cost=cost.unit_times(topology), seed=0, timed_runs=0
+    )
+    return run.batch_plan
+
+
 def assert_same_bits(actual, desired):
     for one, other in zip(jax.tree.leaves(actual), jax.tree.leaves(desired), strict=True):
         np.testing.assert_array_equal(one, other)
@@ -123,13 +136,15 @@ def assert_same_bits(actual, desired):
 
 @pytest.mark.parametrize("stages", [1, 2])
 @pytest.mark.parametrize("residents", [0, 1])
-def test_a_balancer_plans_as_the_pure_functions(residents, stages):
+def test_a_balancer_plans_as_the_pure_functions_and_compare(residents, stages):
     topology = topology_of(2, 4, residents)
     mesh = expert_mesh(topology)
     model, balancer = Layers(topology, mesh), balancer_of(topology=topology, mesh=mesh, cost=COST)
     batches = balancer.prepare_stages(model, None, replay(), **STAGES[stages])
     plans = [batch.batch_plan for batch in batches]
     assert_same_bits(plans, planned(topology, balancer.cost, stages))
+    if stages == 1:
+        assert_same_bits([compared(topology, balancer.cost)], plans)
     times = [batch.modelled_times for batch in batches]
     assert sum(time.plan.total for time in times) <= sum(time.staying.total for time in times)
 
@@ -137,8 +152,8 @@ def test_a_balancer_plans_as_the_pure_functions(residents, stages):
 @pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("residents", [0, 1])
 @pytest.mark.parametrize(("nodes", "local"), [(2, 8), (4, 8)])
-def test_the_search_of_a_balancer_is_that_of_the_pure_functions(nodes, local, residents, stages):
-    """As `test_a_balancer_plans_as_the_pure_functions`, for more ranks than there are devices."""
+def test_the_search_of_a_balancer_is_theirs_on_more_ranks(nodes, local, residents, stages):
+    """As `test_a_balancer_plans_as_the_pure_functions_and_compare`, for more ranks than there are devices."""
     topology, cost = topology_of(nodes, local, residents), dataclasses.replace(COST, rows="padded")
     options = {"samples": None, "updates": None, "copies": 1, "num_samples": SAMPLES, "pack_rows": False}
     search = make_search(PLANNER, topology, ASSIGN, cost, **(options | STAGES[stages]))
@@ -146,6 +161,8 @@ def test_the_search_of_a_balancer_is_that_of_the_pure_functions(nodes, local, re
     state = PLANNER.init(topology, LAYERS, key=planner_key)
     result = plan_and_check(replay(), state, assign_key, search, across_nodes=False, warm_start=None)
     assert_same_bits(result.stages, planned(topology, cost, stages))
+    if stages == 1:
+        assert_same_bits([compared(topology, cost)], result.stages)
 
 
 def test_packed_rows_start_packed():
