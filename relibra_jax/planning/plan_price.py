@@ -72,8 +72,8 @@ def estimate_visits(
     """Estimate the tokens that each rank sends to each node, as `relibra_jax.node_visits.node_visits` counts them.
 
     Tokens are taken to visit the homes of their experts unless their own node has a resident. Copies that exceed the
-    quotas of a node with a resident leave it, and each of them counts as a token. Without sampled routes every copy
-    does.
+    quotas of a node with a resident leave it, and count where their token would not have gone anyway. Without sampled
+    routes every copy counts as a token.
 
     Args:
         counts: the counts of the batch.
@@ -103,7 +103,10 @@ def estimate_visits(
     own = lengths[sample].sum(-1).reshape(len(sample), nodes * local)
     stays = np.repeat(np.eye(nodes, dtype=bool), local, 0)[None, :, :, None]
     visits = jnp.moveaxis(jnp.where(stays, own[:, :, None, None], visits), 3, 1)
-    return visits + _overflow(batch_plan, topology) if topology.resident_slots else visits
+    if not topology.resident_slots:
+        return visits
+    elsewhere = 1 - visits / jnp.maximum(own, 1)[:, None, :, None]
+    return visits + jnp.maximum(elsewhere, 0) * _overflow(batch_plan, topology)
 
 
 def _overflow(batch_plan: BatchPlan, topology: Topology) -> Float[jax.Array, "M L P N"]:
