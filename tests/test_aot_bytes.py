@@ -1,6 +1,5 @@
 """The bytes that `make aot` counts in a compiled program, and its conclusions from them and from updates."""
 
-import jax
 import numpy as np
 import pytest
 from support.plans import load_of, random_ids, random_plan
@@ -19,11 +18,12 @@ from experiments.aot.update_checks import (
     look_into_layers,
 )
 from relibra_jax.capacity import Capacities, ExchangeSizes, count_capacities
-from relibra_jax.cost.copies import WEIGHT_BYTES, resident_traffic
+from relibra_jax.cost.copies import push_time
+from relibra_jax.cost.cost_model import WEIGHT_BYTES
 from relibra_jax.cost.traffic import count_traffic
 from relibra_jax.execution import ExpertParallel, expert_mesh
 from relibra_jax.resident_push import PushSizes
-from relibra_jax.types import Topology, layer_plans
+from relibra_jax.types import Topology, UnitTimes, layer_plans
 
 TOPOLOGY = Topology(num_nodes=2, ranks_per_node=4, num_experts=8, replica_slots=0)
 LOCAL, NODE, ALL = (
@@ -233,11 +233,14 @@ def test_cost_model_and_buffers_agree_on_the_bytes_of_a_plan(fill):
     model = Model(width=16, expert_width=4, heads=1, top_k=2)
     sent = expected_sent(model, parallel, layers=layers, micro_batches=2)
 
-    traffic = jax.tree.map(lambda part: np.asarray(part).sum(0), resident_traffic(plan, topology))
+    nothing = dict.fromkeys(("token", "copy", "crossing", "spread", "move", "push", "push_inside"), 0.0)
+    across, inside = (
+        float(push_time(plan, topology, UnitTimes(**(nothing | {name: 1.0}))))
+        for name in ("push", "push_inside")
+    )
     expert = 3 * 16 * 4 * WEIGHT_BYTES
-    assert sent["push", "node"] == round(expert * max(traffic.slow_sent.max(), traffic.slow_received.max()))
-    most = expert * max(traffic.fast_sent.max(), traffic.fast_received.max())
-    assert most <= sent["push", "local"] <= 1.5 * most
+    assert sent["push", "node"] == round(expert * across)
+    assert sent["push", "local"] == pytest.approx(expert * inside, rel=0.2)
     rows = count_traffic(layer_plans(plan, load), topology)
     rows = (np.asarray(rows.slow_sent) + np.asarray(rows.fast_sent)).sum((0, 1)).max()
     assert 5 * rows * 16 * 2 <= sent["tokens", "all"]

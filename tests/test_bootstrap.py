@@ -52,7 +52,6 @@ def test_batches_larger_than_the_trace(trace, order):
     batching = Batching(batch_size=100, bootstrap=3, micro_batches=4, order=order)
     batches = make_batches(trace, batching, TOPOLOGY)
     assert (len(batches.replays), batches.history, batches.samples_left) == (3, 1, 0)
-    assert {packed.sample.shape for packed in batches.packed} == {batches.packed[0].sample.shape}
     drawn = [sources(replay) for replay in batches.replays]
     assert [np.bincount(trace.domain[part]).tolist() for part in drawn] == [[25, 70, 5]] * 3
     assert [(np.diff(part.astype(int)) >= 0).all() for part in drawn] == [order == "given"] * 3
