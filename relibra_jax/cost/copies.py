@@ -22,7 +22,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from relibra_jax.capacity import exported_slots
-from relibra_jax.cost.traffic import Traffic, count_experts
+from relibra_jax.cost.traffic import Traffic, busier_way, count_experts
 from relibra_jax.plan import copy_source, resident_experts
 from relibra_jax.resident_push import push_sizes
 from relibra_jax.types import EMPTY, Array, LayerPlan, Plan, Topology, UnitTimes
@@ -48,15 +48,7 @@ def fetch_time(layer_plans: LayerPlan, topology: Topology, cost: UnitTimes) -> F
         return traffic, exported_slots(plan, topology).sum(1, dtype=jnp.int32).max()
 
     traffic, exports = jax.vmap(jax.vmap(one))(plans)
-    slow, fast = (
-        jnp.maximum(sent, received).astype(jnp.float32)
-        for sent, received in (
-            (traffic.slow_sent, traffic.slow_received),
-            (traffic.fast_sent, traffic.fast_received),
-        )
-    )
-    if cost.shared_link:
-        slow = jnp.broadcast_to(slow.mean(-1, keepdims=True), slow.shape)
+    slow, fast = busier_way(traffic, shared_link=cost.shared_link)
     across = (slow.max() > 0).astype(jnp.float32)
     if cost.fetches == "padded":
         # The buffers hold an even number of experts; without any export there is nothing to fetch.

@@ -90,6 +90,24 @@ def count_experts(
     return Traffic(by_rank(source, away), by_rank(target, away), by_rank(source, near), by_rank(target, near))
 
 
+def busier_way(
+    traffic: Traffic, *, shared_link: bool
+) -> tuple[Float[jax.Array, "*stack N G"], Float[jax.Array, "*stack N G"]]:
+    """Return what each rank sends or receives, whichever is more, over the slow and over the fast network.
+
+    Args:
+        traffic: the numbers of rows or experts that each rank sends and receives.
+        shared_link: True if the ranks of a node share one link to other nodes: the slow network then takes as long for
+            each of them as for the mean of the node.
+    """
+    slow_sent, slow_received, fast_sent, fast_received = (jnp.asarray(way, jnp.float32) for way in traffic)
+    if shared_link:
+        slow_sent, slow_received = (
+            jnp.broadcast_to(way.mean(-1, keepdims=True), way.shape) for way in (slow_sent, slow_received)
+        )
+    return jnp.maximum(slow_sent, slow_received), jnp.maximum(fast_sent, fast_received)
+
+
 def count_traffic(
     layer_plans: LayerPlan,
     topology: Topology,
@@ -155,16 +173,7 @@ def count_sent(
     else:
         traffic = jax.vmap(jax.vmap(functools.partial(_flat_traffic, topology=topology)))(plans)
         lanes = None if pairs is None else _flat_lanes(pairs, topology)
-    slow, fast = (
-        jnp.maximum(sent, received).astype(jnp.float32)
-        for sent, received in (
-            (traffic.slow_sent, traffic.slow_received),
-            (traffic.fast_sent, traffic.fast_received),
-        )
-    )
-    if cost.shared_link:
-        mean = [jnp.asarray(rows, jnp.float32).mean(-1, keepdims=True) for rows in traffic[:2]]
-        slow = jnp.broadcast_to(jnp.maximum(*mean), slow.shape)
+    slow, fast = busier_way(traffic, shared_link=cost.shared_link)
 
     def room(rows):
         """Return the buffer for the most rows of any rank, layer and micro-batch."""

@@ -105,7 +105,7 @@ def plan_alternating(
     stages, _ = jax.eval_shape(search.plan_round, starts, search.no_homes)
     blank = jax.tree.map(jnp.zeros_like, stages)
     placement = search.first_placement(blank)
-    nothing = _Best(blank, state, tuple(starts), jnp.float32(jnp.inf))
+    nothing = _Best(blank, state, jnp.float32(jnp.inf))
 
     def body(number, carry):
         best, latest_state, placement, assignments = carry
@@ -123,22 +123,21 @@ def plan_alternating(
         def stay(_):
             which = number - rounds - 1
             kept = jax.tree.map(
-                lambda start, better: jnp.where(which < ways, start, better), starts, best.assignments
+                lambda start, better: jnp.where(which < ways, start, better),
+                starts,
+                _assignments(best.stages),
             )
             return search.stay(kept, which % ways, best.stages[0].plan.home, latest_state)
 
         result = jax.lax.cond(staying, stay, run_round, None) if stays else run_round(None)
         seconds = search.price(result[0])
-        found = tuple(stage.assignment for stage in result[0])
         better = (seconds < best.seconds) | (costs is None)
-        best = jax.tree.map(
-            lambda new, old: _select(better, new, old), _Best(result[0], result[1], found, seconds), best
-        )
+        best = jax.tree.map(functools.partial(jnp.where, better), _Best(result[0], result[1], seconds), best)
         next_placement = search.next_placement(result, number)
         keep = jax.tree.map(
-            lambda old, new: _select(staying, old, new),
+            functools.partial(jnp.where, staying),
             (latest_state, placement, assignments),
-            (result[1], next_placement, found),
+            (result[1], next_placement, _assignments(result[0])),
         )
         return best, *keep
 
@@ -152,8 +151,11 @@ class _Best(NamedTuple):
 
     stages: tuple[BatchPlan, ...]
     state: Any
-    assignments: tuple[Assignment, ...]
     seconds: Float[jax.Array, ""]
+
+
+def _assignments(stages: Sequence[BatchPlan]) -> tuple[Assignment, ...]:
+    return tuple(stage.assignment for stage in stages)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -303,10 +305,6 @@ class _Search:
 
 def _join(loads: Sequence[Array]) -> jax.Array:
     return jnp.asarray(loads[0]) if len(loads) == 1 else jnp.concatenate(loads)
-
-
-def _select(condition: Array, new: Any, old: Any) -> jax.Array:
-    return jnp.where(condition, new, old)
 
 
 def _placement(result: tuple[Sequence[BatchPlan], Any], topology: Topology) -> Placement:

@@ -1,5 +1,7 @@
 """The assignment of samples from which the plan of a batch starts."""
 
+from typing import Final
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +12,7 @@ from relibra_jax.planning.assignment import assign_in_order
 from relibra_jax.planning.sample_packing import pack_samples
 from relibra_jax.types import EMPTY, Array, Assignment, Topology, UnitTimes
 
-MOST_TOKENS = 1.05
+MOST_TOKENS: Final = 1.05
 """The most tokens that packing by attention may give to a rank, as a multiple of packing by tokens."""
 
 
