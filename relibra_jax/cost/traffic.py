@@ -7,6 +7,7 @@ any layer and micro-batch, with the spare room of its buffers.
 """
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -161,52 +162,56 @@ def count_sent(
         expected = "visits of nodes" if cost.hierarchical else "no visits"
         raise ValueError(f"cost has hierarchical={cost.hierarchical}, which needs {expected}")
     plans = jax.tree.map(jnp.asarray, layer_plans)
-    nodes, local, ranks = topology.num_nodes, topology.ranks_per_node, topology.num_ranks
-    kinds = (cost.between, cost.inside) if cost.hierarchical else (cost.between,)
-    pairs = _count_pairs(plans, topology) if cost.hierarchical or "padded" in kinds else None
-    lanes: Lanes | None = None
-    if cost.hierarchical:
-        assert pairs is not None
-        assert visits is not None
-        traffic = _hierarchical_traffic(pairs, visits, topology)
-        lanes = _hierarchical_lanes(pairs, visits, topology)
-    else:
-        traffic = jax.vmap(jax.vmap(functools.partial(_flat_traffic, topology=topology)))(plans)
-        lanes = None if pairs is None else _flat_lanes(pairs, topology)
-    slow, fast = busier_way(traffic, shared_link=cost.shared_link)
 
-    def room(rows):
+    def room(rows: Array) -> jax.Array:
         """Return the buffer for the most rows of any rank, layer and micro-batch."""
         return padded_rows(jnp.max(rows) * cost.scale, spare_room=cost.spare_room) / cost.scale
 
-    computed = plans.quota.sum(-1)
-    slots = room(computed)
-    if not cost.hierarchical:
-        if cost.between == "ragged":
-            buffers = room(jnp.asarray(plans.load).sum(-1)) + 2 * slots
-            return Sent(slow, fast, jnp.broadcast_to(buffers, slow.shape))
-        assert lanes is not None
-        lane, own = room(lanes.between), room(lanes.own_between)
-        buffers = 2 * (ranks * lane + own) + slots
-        return Sent(
-            *(
-                jnp.broadcast_to(rows, slow.shape)
-                for rows in ((ranks - local) * lane, (local - 1) * lane, buffers)
-            )
-        )
-    assert lanes is not None
-    assert visits is not None
-    received_tokens = jnp.asarray(visits).reshape(*slow.shape[:2], nodes, local, nodes).sum(2)
+    if visits is None:
+        return _flat_sent(plans, topology, cost, room)
+    return _hierarchical_sent(plans, topology, cost, room, visits)
+
+
+def _flat_sent(
+    plans: LayerPlan, topology: Topology, cost: UnitTimes, room: Callable[[Array], jax.Array]
+) -> Sent:
+    ranks, local = topology.num_ranks, topology.ranks_per_node
+    slots, shape = room(plans.quota.sum(-1)), plans.quota.shape[:-1]
+    if cost.between == "ragged":
+        traffic = jax.vmap(jax.vmap(functools.partial(_flat_traffic, topology=topology)))(plans)
+        slow, fast = busier_way(traffic, shared_link=cost.shared_link)
+        buffers = room(jnp.asarray(plans.load).sum(-1)) + 2 * slots
+        return Sent(slow, fast, jnp.broadcast_to(buffers, shape))
+    lanes = _flat_lanes(_count_pairs(plans, topology), topology)
+    lane, own = room(lanes.between), room(lanes.own_between)
+    buffers = 2 * (ranks * lane + own) + slots
+    return Sent(
+        *(jnp.broadcast_to(rows, shape) for rows in ((ranks - local) * lane, (local - 1) * lane, buffers))
+    )
+
+
+def _hierarchical_sent(
+    plans: LayerPlan,
+    topology: Topology,
+    cost: UnitTimes,
+    room: Callable[[Array], jax.Array],
+    visits: Num[Array, "M L P N"],
+) -> Sent:
+    nodes, local = topology.num_nodes, topology.ranks_per_node
+    slots, pairs = room(plans.quota.sum(-1)), _count_pairs(plans, topology)
+    traffic = _hierarchical_traffic(pairs, visits, topology)
+    lanes = _hierarchical_lanes(pairs, visits, topology)
+    slow, fast = busier_way(traffic, shared_link=cost.shared_link)
     if cost.between == "padded":
         lane, own = room(lanes.between), room(lanes.own_between)
         slow, first = jnp.broadcast_to((nodes - 1) * lane, slow.shape), 2 * (nodes * lane + own)
     else:
-        first = room(jnp.asarray(visits).sum(-1)) + room(received_tokens)
+        received = jnp.asarray(visits).reshape(*slow.shape[:2], nodes, local, nodes).sum(2)
+        first = room(jnp.asarray(visits).sum(-1)) + room(received)
     if cost.inside == "padded":
         lane, own = room(lanes.inside), room(lanes.own_inside)
         fast, second = jnp.broadcast_to((local - 1) * lane, fast.shape), 2 * (local * lane + own)
     else:
-        assert pairs is not None
         second = room(pairs.sum((2, 5))) + slots
     return Sent(slow, fast, jnp.broadcast_to(first + second + slots, slow.shape))
 
